@@ -1,0 +1,67 @@
+//! Where a measurement was taken.
+
+use std::process::Command;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+/// Where and when a measurement was taken.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Environment {
+    /// `cpu`, or the name of the GPU.
+    pub device: String,
+    /// Model name of the processor.
+    pub cpu: String,
+    /// Threads that the computation used.
+    pub threads: usize,
+    /// Installed memory in bytes.
+    pub memory_bytes: u64,
+    /// Version of libtorch, or `None` where none is linked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub torch: Option<String>,
+    /// Short git revision, `+` after it when the tree had changes; empty outside a repository.
+    pub revision: String,
+    /// Seconds since 1970-01-01 UTC.
+    pub unix_time: u64,
+}
+
+impl Environment {
+    /// Describes this machine for a computation on `device` (`cpu` or a GPU's name).
+    pub fn detect(device: &str, torch: Option<&str>) -> Self {
+        let revision = std::env::var("FRUGAL_REVISION").unwrap_or_else(|_| git_revision());
+        Self {
+            device: device.into(),
+            cpu: cpu_name(),
+            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            memory_bytes: proc_field("/proc/meminfo", "MemTotal")
+                .and_then(|value| value.trim_end_matches("kB").trim().parse::<u64>().ok())
+                .map_or(0, |kib| kib * 1024),
+            torch: torch.map(str::to_owned),
+            revision,
+            unix_time: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
+        }
+    }
+}
+
+fn cpu_name() -> String {
+    proc_field("/proc/cpuinfo", "model name").unwrap_or_else(|| std::env::consts::ARCH.to_owned())
+}
+
+/// The first `key : value` line of a procfs file.
+fn proc_field(path: &str, key: &str) -> Option<String> {
+    let text = std::fs::read_to_string(path).ok()?;
+    text.lines().find_map(|line| {
+        let (name, value) = line.split_once(':')?;
+        (name.trim() == key).then(|| value.trim().to_owned())
+    })
+}
+
+fn git_revision() -> String {
+    let git = |args: &[&str]| {
+        let output = Command::new("git").args(args).output().ok().filter(|o| o.status.success())?;
+        Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let Some(revision) = git(&["rev-parse", "--short", "HEAD"]) else { return String::new() };
+    let changed = git(&["status", "--porcelain", "--untracked-files=no"]).is_some_and(|s| !s.is_empty());
+    if changed { revision + "+" } else { revision }
+}

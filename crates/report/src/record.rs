@@ -1,0 +1,179 @@
+//! One measurement, and where measurements are kept: JSON lines, one [`Record`] a line.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::environment::Environment;
+
+/// The ordered key-values that say which case of an experiment was measured.
+///
+/// The order of insertion is the order of a table's columns.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Case(pub Map<String, Value>);
+
+impl Case {
+    /// A case without any key.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a key, or replaces its value.
+    #[must_use]
+    pub fn with(mut self, key: &str, value: impl Into<Value>) -> Self {
+        self.0.insert(key.to_owned(), value.into());
+        self
+    }
+
+    /// The value of `key`, if this case has it.
+    pub fn get(&self, key: &str) -> Option<&Value> {
+        self.0.get(key)
+    }
+
+    /// Whether every key-value of `filter` is in this case. Numbers are equal by value (`8` and `8.0` agree).
+    pub fn matches(&self, filter: &Case) -> bool {
+        filter.0.iter().all(|(key, want)| self.0.get(key).is_some_and(|have| same_value(have, want)))
+    }
+}
+
+fn same_value(a: &Value, b: &Value) -> bool {
+    a == b || matches!((a.as_f64(), b.as_f64()), (Some(a), Some(b)) if a == b)
+}
+
+/// What was measured, in which unit, and how sure it is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Metric {
+    /// Snake-case name, for example `backward_seconds`.
+    pub name: String,
+    /// `s`, `B`, `FLOP/s`, `tokens/s`, `ratio`, `count`, or empty for a pure number.
+    pub unit: String,
+    /// The median of the samples; `None` says "not measured", and `note` says why.
+    pub value: Option<f64>,
+    /// Half of the interquartile range of the samples, in `unit`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub spread: Option<f64>,
+    /// Number of samples behind `value`; 1 for a computed figure.
+    pub n: usize,
+    /// Why there is no value, or what a reader must know of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
+}
+
+impl Metric {
+    /// A figure that was computed or counted, without spread.
+    pub fn exact(name: &str, unit: &str, value: f64) -> Self {
+        Self { name: name.into(), unit: unit.into(), value: Some(value), spread: None, n: 1, note: None }
+    }
+
+    /// The median of `samples` with half of their interquartile range. No samples: "not measured".
+    pub fn of_samples(name: &str, unit: &str, samples: &[f64]) -> Self {
+        let summary = crate::statistics::summarize(samples);
+        Self {
+            name: name.into(),
+            unit: unit.into(),
+            value: summary.map(|s| s.median),
+            spread: summary.map(|s| s.spread),
+            n: samples.len(),
+            note: None,
+        }
+    }
+
+    /// A figure that could not be had here; `why` is shown in its place.
+    pub fn not_measured(name: &str, unit: &str, why: &str) -> Self {
+        Self { name: name.into(), unit: unit.into(), value: None, spread: None, n: 0, note: Some(why.into()) }
+    }
+}
+
+/// One measurement: experiment, case, metric, environment.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Record {
+    /// The experiment's name, as its crate's `experiments.toml` registers it.
+    pub experiment: String,
+    /// Which case of it.
+    pub case: Case,
+    /// What came out.
+    pub metric: Metric,
+    /// Where and when.
+    pub environment: Environment,
+}
+
+/// A records file that cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum RecordsError {
+    /// The file cannot be opened or created.
+    #[error(
+        "cannot open the records file {path}: {source}; give --records a path in a folder that you may write"
+    )]
+    Open {
+        /// The path as given.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// Reading or writing broke off.
+    #[error("cannot read or write the records file {path}: {source}")]
+    Io {
+        /// The path as given.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// A line is not a record.
+    #[error("{path}:{line}: not a record: {source}; remove the line, or run the experiment again")]
+    Parse {
+        /// The path as given.
+        path: PathBuf,
+        /// Line number, from 1.
+        line: usize,
+        /// What the parser said.
+        source: serde_json::Error,
+    },
+}
+
+/// Appends records to a file. Each record is written and flushed by itself, so that a crash loses none before it.
+#[derive(Debug)]
+pub struct RecordWriter {
+    path: PathBuf,
+    file: File,
+}
+
+impl RecordWriter {
+    /// Opens `path` for appending and creates it where it is missing.
+    pub fn append(path: &Path) -> Result<Self, RecordsError> {
+        let file = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path)
+            .map_err(|source| RecordsError::Open { path: path.into(), source })?;
+        Ok(Self { path: path.into(), file })
+    }
+
+    /// Writes one record as one line.
+    pub fn write(&mut self, record: &Record) -> Result<(), RecordsError> {
+        let mut line = serde_json::to_vec(record).expect("a record has only string keys and finite numbers");
+        line.push(b'\n');
+        self.file.write_all(&line).map_err(|source| RecordsError::Io { path: self.path.clone(), source })
+    }
+}
+
+/// Reads every record of a file; empty lines are passed over.
+pub fn read_records(path: &Path) -> Result<Vec<Record>, RecordsError> {
+    let file = File::open(path).map_err(|source| RecordsError::Open { path: path.into(), source })?;
+    let mut records = Vec::new();
+    for (index, line) in BufReader::new(file).lines().enumerate() {
+        let line = line.map_err(|source| RecordsError::Io { path: path.into(), source })?;
+        if line.trim().is_empty() {
+            continue;
+        }
+        records.push(serde_json::from_str(&line).map_err(|source| RecordsError::Parse {
+            path: path.into(),
+            line: index + 1,
+            source,
+        })?);
+    }
+    Ok(records)
+}
