@@ -1,1 +1,6 @@
-//! Placeholder.
+//! What libtorch has and `tch` lacks.
+
+pub mod error;
+mod sys;
+
+pub use error::{Error, Result};
