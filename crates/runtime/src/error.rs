@@ -53,7 +53,10 @@ impl Error {
 
 impl From<TchError> for Error {
     fn from(error: TchError) -> Self {
-        Self::Torch(strip_frames(&error.to_string()).to_owned())
+        match error {
+            TchError::Torch(message) => Self::Torch(strip_frames(&message).to_owned()),
+            other => Self::Torch(other.to_string()),
+        }
     }
 }
 
