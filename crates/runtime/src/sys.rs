@@ -15,6 +15,8 @@ use crate::error::{Error, Result, strip_frames};
 /// What a function of the shim returns: null, or a message that the caller owns.
 pub(crate) type Status = *mut c_char;
 
+pub(crate) mod random;
+
 unsafe extern "C" {
     fn rt_free_message(message: Status);
     fn rt_copy_message(text: *const c_char, size: usize) -> Status;
