@@ -1,6 +1,8 @@
 //! What libtorch has and `tch` lacks.
 
+pub mod autograd;
 pub mod error;
+pub mod memory;
 pub mod random;
 mod sys;
 

@@ -15,6 +15,8 @@ use crate::error::{Error, Result, strip_frames};
 /// What a function of the shim returns: null, or a message that the caller owns.
 pub(crate) type Status = *mut c_char;
 
+pub(crate) mod autograd;
+pub(crate) mod memory;
 pub(crate) mod random;
 
 unsafe extern "C" {
