@@ -2,6 +2,8 @@
 
 pub mod autograd;
 pub mod error;
+pub mod fused;
+pub mod matmul;
 pub mod memory;
 pub mod random;
 mod sys;
