@@ -71,5 +71,5 @@ pub(crate) fn apart(a: Rows, b: Rows, element_size: usize) -> bool {
 
 /// Whether two matrices of one shape are the very same elements.
 pub(crate) fn same(a: Rows, b: Rows) -> bool {
-    a.pointer == b.pointer && (a.row_stride == b.row_stride || a.rows <= 1)
+    a.rows * a.columns > 0 && a.pointer == b.pointer && (a.row_stride == b.row_stride || a.rows <= 1)
 }
