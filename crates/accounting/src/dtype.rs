@@ -232,7 +232,10 @@ mod tests {
         assert_eq!(Dtype::Fp16.limits().tenth, 0.0999755859375);
         assert_eq!(Dtype::Fp8E4m3.limits().tenth, 0.1015625);
         assert_eq!(Dtype::Fp8E5m2.limits().tenth, 0.09375);
-        assert_eq!((Dtype::Int8.store(-1e9), Dtype::Int8.store(2.5), Dtype::Int4.store(f64::NAN)), (-128.0, 2.0, 0.0));
+        assert_eq!(
+            (Dtype::Int8.store(-1e9), Dtype::Int8.store(2.5), Dtype::Int4.store(f64::NAN)),
+            (-128.0, 2.0, 0.0)
+        );
     }
 
     #[test]
