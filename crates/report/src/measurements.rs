@@ -15,6 +15,8 @@ pub const ROUND_KEY: &str = "round";
 #[derive(Clone, Debug, Default)]
 pub struct Measurements {
     records: Vec<Record>,
+    /// Where the measurement of a case's identity and a metric is.
+    places: HashMap<(String, String), usize>,
 }
 
 impl Measurements {
@@ -22,13 +24,21 @@ impl Measurements {
     pub fn of(specs: &Specs, experiment: &str, records: &[Record]) -> Self {
         let mine: Vec<_> = newest(records).into_iter().filter(|r| r.experiment == experiment).collect();
         match specs.comparison(experiment) {
-            None => Self { records: mine },
+            None => Self::from_records(&mine),
             Some(comparison) => {
                 let mut joined = comparison::join_rounds(&mine);
                 joined.extend(comparison::ratios(comparison, &mine));
-                Self { records: newest(&joined) }
+                Self::from_records(&joined)
             }
         }
+    }
+
+    /// The newest of each measurement among `records`, of whatever experiment they are.
+    pub fn from_records(records: &[Record]) -> Self {
+        let records = newest(records);
+        let place = |(i, r): (usize, &Record)| ((r.case.identity(), r.metric.name.clone()), i);
+        let places = records.iter().enumerate().map(place).collect();
+        Self { records, places }
     }
 
     /// Every record, in the order in which its case and metric were first measured.
@@ -44,7 +54,7 @@ impl Measurements {
 
     /// The measurement of `metric` in exactly `case`.
     pub fn metric(&self, case: &Case, metric: &str) -> Option<&Metric> {
-        self.records.iter().find(|r| r.metric.name == metric && r.case == *case).map(|r| &r.metric)
+        self.places.get(&(case.identity(), metric.to_owned())).map(|&place| &self.records[place].metric)
     }
 
     /// The unit of `metric`, from its first record.

@@ -74,7 +74,7 @@ impl Specs {
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Experiment {
-    /// The name that its records carry; also the name of its CSV file, so letters, digits, `-`, `_` and `.` only.
+    /// The name that its records carry; also the name of its CSV file, so letters, digits, `-` and `_` only.
     #[serde(deserialize_with = "view::file_name")]
     pub name: String,
     /// Heading of its section.

@@ -102,7 +102,7 @@ pub fn pair(value: f64, limit: f64, unit: &str, decimals: usize) -> (String, Str
 }
 
 /// Commas between the thousands of a decimal number's whole part.
-fn grouped(number: &str) -> String {
+pub(crate) fn grouped(number: &str) -> String {
     let (sign, digits) = number.strip_prefix('-').map_or(("", number), |digits| ("-", digits));
     let (whole, fraction) = digits.find('.').map_or((digits, ""), |at| digits.split_at(at));
     let mut text = String::from(sign);

@@ -186,10 +186,10 @@ impl TryFrom<FindingFields> for Finding {
 /// A name that becomes part of a file's name.
 pub(super) fn file_name<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
     let name = String::deserialize(deserializer)?;
-    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-    if name.is_empty() || name.starts_with('.') || !name.chars().all(plain) {
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_');
+    if name.is_empty() || !name.chars().all(plain) {
         return Err(D::Error::custom(format!(
-            "the name {name:?} becomes part of a file name; use letters, digits, `-`, `_` and `.`"
+            "the name {name:?} becomes part of a file name; use letters, digits, `-` and `_`"
         )));
     }
     Ok(name)
