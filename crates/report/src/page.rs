@@ -97,7 +97,7 @@ fn claims(checked: &[CheckedClaim]) -> String {
         );
     }
     format!(
-        "<div class=\"wide\"><table class=\"claims\">\n<thead><tr><th>claim</th><th class=\"n\">measured</th><th \
+        "<div class=\"wide whole\"><table class=\"claims\">\n<thead><tr><th>claim</th><th class=\"n\">measured</th><th \
          class=\"n\">limit</th><th>verdict</th><th>how to run it</th></tr></thead>\n<tbody>\n{rows}</tbody>\n\
          </table></div>\n"
     )
@@ -129,7 +129,7 @@ fn runs(sections: &[Section]) -> String {
         )
     };
     format!(
-        "<div class=\"wide\"><table>\n<thead><tr><th>experiment</th><th>name</th><th>run</th></tr></thead>\n\
+        "<div class=\"wide whole\"><table>\n<thead><tr><th>experiment</th><th>name</th><th>run</th></tr></thead>\n\
          <tbody>\n{}</tbody>\n</table></div>\n",
         sections.iter().map(row).collect::<String>()
     )
