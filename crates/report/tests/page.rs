@@ -81,10 +81,10 @@ fn the_page_has_its_parts_in_order() {
         li: 
         h1: Frugal, measured
         h2: Claims
+        th: verdict
         th: claim
         th: measured
         th: limit
-        th: verdict
         th: how to run it
         span: holds
         span: falls short
@@ -147,11 +147,11 @@ fn the_markdown_report() {
 
         ## Claims
 
-        | claim                | what                                    | measured |       limit | verdict                     | how to run it                       |
-        | -------------------- | --------------------------------------- | -------: | ----------: | --------------------------- | ----------------------------------- |
-        | swiglu/time          | time against eager                      |     0.95 |     <= 1.00 | holds                       | `cargo xtask compare`               |
-        | swiglu/peak          | peak of the smallest level              | 1.50 GiB | <= 1.00 GiB | **falls short**             | `cargo xtask run-all --only swiglu` |
-        | swiglu/save-all-peak | peak of the level that keeps everything |        – | <= 1.00 GiB | not measured (needs 12 GiB) | `cargo xtask run-all --only swiglu` |
+        | verdict                     | claim                | what                                    | measured |       limit | how to run it                       |
+        | --------------------------- | -------------------- | --------------------------------------- | -------: | ----------: | ----------------------------------- |
+        | holds                       | swiglu/time          | time against eager                      |     0.95 |     <= 1.00 | `cargo xtask compare`               |
+        | **falls short**             | swiglu/peak          | peak of the smallest level              | 1.50 GiB | <= 1.00 GiB | `cargo xtask run-all --only swiglu` |
+        | not measured (needs 12 GiB) | swiglu/save-all-peak | peak of the level that keeps everything |        – | <= 1.00 GiB | `cargo xtask run-all --only swiglu` |
 
         ## Experiments
 
