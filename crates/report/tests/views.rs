@@ -245,6 +245,50 @@ fn claims_without_records_say_why() {
 }
 
 #[test]
+fn the_worst_of_all_cases_decides_in_every_direction() {
+    let verdict = |op: &str, limit: f64, values: &[Option<f64>]| {
+        let mut specs = specs();
+        specs.claims.truncate(1);
+        (specs.claims[0].op, specs.claims[0].limit) =
+            (toml::from_str::<Wrapped>(&format!("op = '{op}'")).unwrap().op, limit);
+        let one = |(i, value): (usize, &Option<f64>)| {
+            let metric = match value {
+                Some(value) => Metric::exact("step_time_ratio", "ratio", *value),
+                None => Metric::not_measured("step_time_ratio", "ratio", "no GPU"),
+            };
+            record("swiglu-time", Case::new().with("i", i), metric)
+        };
+        let records: Vec<_> = values.iter().enumerate().map(one).collect();
+        claim::check(&specs, &records, &[])[0].to_string().replace("claim swiglu/time ", "")
+    };
+    let (a, b) = (Some(0.5), Some(2.0));
+    assert_eq!(verdict("<=", 3.0, &[a, b]), "2.00 <= 3.00 holds");
+    assert_eq!(verdict("<=", 1.0, &[b, a]), "2.00 <= 1.00 falls short");
+    assert_eq!(verdict(">=", 0.5, &[a, b]), "0.50 >= 0.50 holds");
+    assert_eq!(verdict(">=", 1.0, &[b, a]), "0.50 >= 1.00 falls short");
+    assert_eq!(verdict("==", 2.0, &[b, b]), "2.00 == 2.00 holds");
+    assert_eq!(verdict("==", 2.0, &[a, b]), "0.50 == 2.00 falls short");
+    // What is missing leaves a claim open, but never hides a case that falls short.
+    assert_eq!(verdict("<=", 3.0, &[a, None, b]), "not measured (no GPU)");
+    assert_eq!(verdict("<=", 1.0, &[a, None, b]), "2.00 <= 1.00 falls short");
+}
+
+#[derive(serde::Deserialize)]
+struct Wrapped {
+    op: spec::Op,
+}
+
+#[test]
+fn one_sample_has_no_spread_to_show() {
+    let measured = |samples: &[f64]| {
+        let metric = Metric::of_samples("step_seconds", "s", samples);
+        Measurements::from_records(&[record("e", Case::new().with("batch", 1), metric)])
+    };
+    assert!(!shown(&spec::Table::default(), &measured(&[2.0])).contains('±'));
+    assert!(shown(&spec::Table::default(), &measured(&[2.0, 3.0])).contains("2.50 ± 0.25"));
+}
+
+#[test]
 fn a_claim_shows_the_decimals_that_its_verdict_needs() {
     let one = |value: f64| {
         let case = Case::new().with("impl", "frugal").with("batch", 8);
