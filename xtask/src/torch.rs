@@ -47,6 +47,9 @@ impl Torch {
     /// Reads what lies in `folder`.
     pub(crate) fn inspect(folder: &Path) -> Result<Self> {
         let library = format!("libtorch_cpu.{}", if cfg!(target_os = "macos") { "dylib" } else { "so" });
+        if !folder.exists() {
+            bail!("{} does not exist", folder.display());
+        }
         if !folder.join("lib").join(&library).exists() {
             bail!("{} is no libtorch: it has no lib/{library}", folder.display());
         }

@@ -4,14 +4,14 @@
 //! is made anew. A file lock keeps two checkouts from building the same one. The lock file is also pip's standard
 //! input, so a pip that outlives its parent still holds the lock, and nobody writes beside it.
 
+mod pip;
+
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{BufRead, BufReader, IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::python::{self, Python};
 
@@ -73,40 +73,30 @@ pub(crate) fn ensure(cache: &Path, recipe: &Recipe, works: impl Fn(&Path) -> boo
     // An older recipe's environment is built upon; whatever was interrupted has no stamp and is not trusted.
     let older = stamp.is_some_and(|stamp| stamp != recipe.fingerprint);
     let upgrade = older && python::version_of(&python_of(&folder)).is_some();
+    let python = if upgrade { None } else { Some(Python::find()?) };
     let log = cache.join(format!("{}.log", recipe.name));
     let _ = std::fs::remove_file(&log);
-    eprintln!(
-        "setup: installing {} with pip into {} ({}), shared by all checkouts",
-        recipe.what,
-        folder.display(),
-        recipe.size
-    );
     if upgrade {
-        std::fs::remove_file(folder.join(STAMP))
-            .context("cannot remove the stamp of an older environment")?;
-    } else {
-        if folder.exists() {
-            eprintln!("setup: {} is unfinished or damaged; making it anew", folder.display());
-            std::fs::remove_dir_all(&folder)
-                .with_context(|| format!("cannot remove {}", folder.display()))?;
-        }
-        let python = Python::find()?;
+        let stamp = folder.join(STAMP);
+        std::fs::remove_file(&stamp).with_context(|| format!("cannot remove {}", stamp.display()))?;
+    } else if folder.exists() {
+        eprintln!("setup: {} is unfinished or damaged; making it anew", folder.display());
+        std::fs::remove_dir_all(&folder).with_context(|| format!("cannot remove {}", folder.display()))?;
+    }
+    let (what, size) = (&recipe.what, recipe.size);
+    eprintln!(
+        "setup: installing {what} with pip into {} ({size}), shared by all checkouts",
+        folder.display()
+    );
+    if let Some(python) = python {
         let mut command = Command::new(&python.program);
         command.args(["-m", "venv"]).arg(&folder);
-        run(command, &lock, &log, recipe, "creating the environment")?;
+        pip::run(command, &lock, &log, recipe, "creating the environment")?;
     }
     let mut command = Command::new(python_of(&folder));
-    command.args([
-        "-m",
-        "pip",
-        "install",
-        "--no-input",
-        "--disable-pip-version-check",
-        "--progress-bar",
-        "off",
-    ]);
-    command.arg("--no-user").args(&recipe.packages);
-    run(command, &lock, &log, recipe, "starting pip")?;
+    command.args(["-m", "pip", "install", "--no-input", "--no-user", "--progress-bar", "off"]);
+    command.arg("--disable-pip-version-check").args(&recipe.packages);
+    pip::run(command, &lock, &log, recipe, "starting pip")?;
     if !works(&folder) {
         bail!("pip ended well, but {} does not work; see {}", folder.display(), log.display());
     }
@@ -180,96 +170,11 @@ fn lock(path: &Path, recipe: &Recipe) -> Result<File> {
     Ok(file)
 }
 
-/// Runs one command of the installation. Its output goes to `log`; the latest line is shown.
-fn run(mut command: Command, lock: &File, log: &Path, recipe: &Recipe, first: &str) -> Result<()> {
-    let open = || OpenOptions::new().create(true).append(true).open(log);
-    let mut file = open().with_context(|| format!("cannot write {}", log.display()))?;
-    let bar = std::io::stderr().is_terminal().then(|| {
-        let style = ProgressStyle::with_template("{spinner} [{elapsed}] {wide_msg}");
-        let bar = ProgressBar::new_spinner().with_style(style.expect("the template is a constant"));
-        bar.enable_steady_tick(Duration::from_millis(120));
-        bar.with_message(first.to_owned())
-    });
-    command.stdin(lock.try_clone()?).stdout(Stdio::piped()).stderr(open()?);
-    command
-        .env_remove("PYTHONHOME")
-        .env_remove("PYTHONPATH")
-        .env_remove("PIP_TARGET")
-        .env_remove("PIP_PREFIX");
-    let mut child =
-        command.spawn().with_context(|| format!("cannot run {}", command.get_program().display()))?;
-    let output = child.stdout.take().expect("standard output is piped");
-    for line in BufReader::new(output).split(b'\n') {
-        let line = line.context("cannot read pip's output")?;
-        let line = String::from_utf8_lossy(&line);
-        writeln!(file, "{line}").with_context(|| format!("cannot write {}", log.display()))?;
-        match &bar {
-            Some(bar) => bar.set_message(line.trim().to_owned()),
-            None if line.starts_with("Installing") => eprintln!("setup: {line}"),
-            None => {}
-        }
-    }
-    let status = child.wait().context("cannot wait for pip")?;
-    if let Some(bar) = bar {
-        bar.finish_and_clear();
-    }
-    if !status.success() {
-        let text = std::fs::read_to_string(log).unwrap_or_default();
-        bail!(
-            "{} could not be installed ({status}): {}; {} (the whole output is in {})",
-            recipe.what,
-            last_error(&text),
-            remedy(&text, recipe),
-            log.display()
-        );
-    }
-    Ok(())
-}
-
-/// The line of pip's output that says what went wrong.
-fn last_error(log: &str) -> &str {
-    let lines = || log.lines().map(str::trim).filter(|line| !line.is_empty());
-    let error = lines().rev().find(|line| line.starts_with("ERROR:") || line.starts_with("Error:"));
-    error.or_else(|| lines().next_back()).unwrap_or("it said nothing")
-}
-
-/// What to do about a failure of pip, by its words.
-fn remedy(log: &str, recipe: &Recipe) -> String {
-    let says = |words: &[&str]| words.iter().any(|word| log.contains(word));
-    if says(&["No space left on device"]) {
-        format!(
-            "{} are needed: free some space, or set FRUGAL_CACHE to a folder on another disk",
-            recipe.size
-        )
-    } else if says(&[
-        "NewConnectionError",
-        "Temporary failure in name resolution",
-        "Name or service not known",
-        "Network is unreachable",
-        "ConnectTimeoutError",
-        "ReadTimeoutError",
-        "ProxyError",
-        "Failed to establish a new connection",
-    ]) {
-        format!(
-            "the network was not reached: connect and run this again, or put the wheels of {} in a folder and set \
-             PIP_NO_INDEX=1 and PIP_FIND_LINKS to it, or set LIBTORCH",
-            recipe.packages.join(" ")
-        )
-    } else if says(&["No matching distribution"]) {
-        "there is no wheel for this platform and Python; use Linux on x86-64 or aarch64 with Python 3.10 to 3.14, or \
-         set LIBTORCH"
-            .into()
-    } else {
-        "repair what it names and run this again, or set LIBTORCH".into()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn recipe() -> Recipe {
+    pub(super) fn recipe() -> Recipe {
         Recipe {
             name: "sample".into(),
             what: "a sample".into(),
@@ -277,32 +182,6 @@ mod tests {
             packages: vec!["torch==2.11.0".into()],
             fingerprint: "torch==2.11.0".into(),
         }
-    }
-
-    #[test]
-    fn failures_of_pip_come_with_their_remedy() {
-        let check = |log: &str, error: &str, way_out: &str| {
-            assert_eq!(last_error(log), error);
-            let remedy = remedy(log, &recipe());
-            assert!(remedy.contains(way_out), "{remedy}");
-        };
-        check(
-            "Collecting torch\nERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n\n",
-            "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device",
-            "1 GB are needed",
-        );
-        check(
-            "WARNING: Retrying after NewConnectionError('Network is unreachable')\n\
-             ERROR: No matching distribution found for torch==2.11.0",
-            "ERROR: No matching distribution found for torch==2.11.0",
-            "the network was not reached",
-        );
-        check(
-            "ERROR: No matching distribution found for torch==2.11.0",
-            "ERROR: No matching distribution found for torch==2.11.0",
-            "no wheel for this platform",
-        );
-        check("", "it said nothing", "run this again");
     }
 
     #[test]

@@ -230,8 +230,7 @@ mod tests {
         machine.surroundings.libtorch = Some(machine.folder("nowhere"));
         assert_eq!(
             machine.decide(None),
-            "error: LIBTORCH is set and cannot be used; correct it, or unset it: DIR/nowhere is no libtorch: it has no \
-             lib/libtorch_cpu.so"
+            "error: LIBTORCH is set and cannot be used; correct it, or unset it: DIR/nowhere does not exist"
         );
         let message = Machine::bare().exported("2.11.0", false).decide(CUDA);
         assert!(message.contains("computes on the CPU only; unset LIBTORCH"), "{message}");
