@@ -24,7 +24,7 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
     }
     for (path, text) in tree.with_extension(&SOURCES) {
         let mut parts = path.split('/').map(|part| part.split('.').next().unwrap_or(part));
-        if let Some(name) = parts.filter(|part| EMPTY_NAMES.contains(part)).next_back() {
+        if let Some(name) = parts.rfind(|part| EMPTY_NAMES.contains(part)) {
             found.push(format!("{path}: `{name}` names no subject; name the file by what it is about"));
         }
         let lines = text.lines().count();
