@@ -1,1 +1,11 @@
-//! Placeholder.
+//! What libtorch has and `tch` lacks.
+
+pub mod autograd;
+pub mod error;
+pub mod fused;
+pub mod matmul;
+pub mod memory;
+pub mod random;
+mod sys;
+
+pub use error::{Error, Result};

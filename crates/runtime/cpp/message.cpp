@@ -1,0 +1,16 @@
+// Messages that cross the border.
+#include "guard.h"
+
+extern "C" {
+// Frees a status. `message` is taken.
+void rt_free_message(rt_status message) { std::free(message); }
+
+// Copies `size` bytes of UTF-8 into a status that C++ may free; for callbacks. `text` is borrowed.
+rt_status rt_copy_message(const char* text, size_t size) {
+  char* copy = static_cast<char*>(std::malloc(size + 1));
+  if (copy == nullptr) std::abort();
+  std::memcpy(copy, text, size);
+  copy[size] = 0;
+  return copy;
+}
+}

@@ -1,0 +1,85 @@
+//! The declarations of the C++ shim, and the only place of the workspace where `unsafe` is written.
+//!
+//! Three layers: `extern "C"` declarations, their statuses as [`Result`], and safe functions over both. A module of
+//! this folder holds all three for one subject; the public modules of the crate hold none.
+
+use std::any::Any;
+use std::ffi::{CStr, c_char};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use tch::Tensor;
+use torch_sys::C_tensor;
+
+use crate::error::{Error, Result, strip_frames};
+
+/// What a function of the shim returns: null, or a message that the caller owns.
+pub(crate) type Status = *mut c_char;
+
+pub(crate) mod autograd;
+pub(crate) mod gemm;
+pub(crate) mod memory;
+pub(crate) mod random;
+pub(crate) mod swiglu;
+pub(crate) mod tensor;
+
+unsafe extern "C" {
+    fn rt_free_message(message: Status);
+    fn rt_copy_message(text: *const c_char, size: usize) -> Status;
+}
+
+/// Turns a status of the shim into a result, and frees its message.
+///
+/// # Safety
+/// `status` was returned by a function of the shim and has not been checked before.
+pub(crate) unsafe fn check(status: Status) -> Result<()> {
+    if status.is_null() {
+        return Ok(());
+    }
+    // SAFETY: a non-null status is a NUL-terminated message (guard.h).
+    let message = strip_frames(&unsafe { CStr::from_ptr(status) }.to_string_lossy()).to_owned();
+    // SAFETY: the message is ours and not used after this.
+    unsafe { rt_free_message(status) };
+    Err(Error::Torch(message))
+}
+
+/// Runs Rust code that C++ called. Neither an `Err` nor a panic gets past this: both become a status.
+pub(crate) fn callback(body: impl FnOnce() -> Result<()>) -> Status {
+    let message = match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => return std::ptr::null_mut(),
+        Ok(Err(error)) => error_chain(&error),
+        Err(panic) => format!("panicked: {}", panic_message(&*panic)),
+    };
+    // SAFETY: the bytes are valid for the given size during the call.
+    unsafe { rt_copy_message(message.as_ptr().cast(), message.len()) }
+}
+
+/// The words of a panic's payload.
+pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> &str {
+    let text = payload.downcast_ref::<&str>().copied();
+    text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
+}
+
+fn error_chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}
+
+/// Borrowed pointers to tensors, for a call that only reads the tensor objects.
+pub(crate) fn pointers(tensors: &[impl std::borrow::Borrow<Tensor>]) -> Vec<*const C_tensor> {
+    tensors.iter().map(|tensor| tensor.borrow().as_ptr()).collect()
+}
+
+/// Takes over a tensor that the shim handed out; null is "no tensor".
+///
+/// # Safety
+/// `pointer` is null or a tensor that the shim gave to the caller, not taken over before.
+pub(crate) unsafe fn take(pointer: *mut C_tensor) -> Option<Tensor> {
+    // SAFETY: by this function's contract the tensor is ours.
+    (!pointer.is_null()).then(|| unsafe { Tensor::from_ptr(pointer) })
+}
