@@ -11,7 +11,7 @@ use crate::unit;
 ///
 /// | written | becomes |
 /// |---|---|
-/// | `{per}` | the group's case: `batch 8, level SaveOne` |
+/// | `{per}` | the group's case: `batch 8, SaveOne` |
 /// | `{level}` | the value of that case key in the group, or in the `of` filter |
 /// | `{of:peak_bytes}` | the value: `1.25 GiB` |
 /// | `{against:peak_bytes}` | the value it is measured against |

@@ -4,6 +4,7 @@
 //! findings to make of them, and which claims they must bear out. [`site::write`] makes the report of both. Every
 //! figure in it is a function of records; none is typed.
 
+pub mod against;
 pub mod claim;
 pub mod cli;
 pub mod comparison;

@@ -116,13 +116,13 @@ impl Case {
         Case(self.0.iter().filter(|(key, _)| !drop(key)).map(|(k, v)| (k.clone(), v.clone())).collect())
     }
 
-    /// As a reader reads it: `batch 8, level SaveOne`.
+    /// As a reader reads it: `batch 8, SaveOne`. A number needs its key beside it, a text speaks for itself.
     pub fn describe(&self) -> String {
-        self.0
-            .iter()
-            .map(|(key, value)| format!("{} {}", words(key), plain(value)))
-            .collect::<Vec<_>>()
-            .join(", ")
+        let part = |(key, value): (&String, &Value)| match value {
+            Value::String(text) => text.clone(),
+            other => format!("{} {}", words(key), plain(other)),
+        };
+        self.0.iter().map(part).collect::<Vec<_>>().join(", ")
     }
 }
 

@@ -44,12 +44,12 @@ fn summary(checked: &[CheckedClaim], sections: &[Section]) -> String {
             parts.push(format!("{number} {words}"));
         }
     };
-    add(count("falls short"), "fall short");
+    add(count("falls short"), if count("falls short") == 1 { "falls short" } else { "fall short" });
     add(count("not measured"), "not measured");
-    add(state("done"), "experiments done");
+    add(state("done"), if state("done") == 1 { "experiment done" } else { "experiments done" });
     add(state("failed"), "failed");
     add(state("skipped"), "skipped");
-    if parts.is_empty() { format!("{} experiments", sections.len()) } else { parts.join(" · ") }
+    if parts.is_empty() { format!("experiments: {}", sections.len()) } else { parts.join(" · ") }
 }
 
 fn contents(checked: &[CheckedClaim], environments: &[String], sections: &[Section]) -> String {

@@ -131,6 +131,10 @@ fn fill(
         let metrics: Vec<_> = order.iter().map(|row| found(row, column)).collect();
         let values: Vec<f64> = metrics.iter().flatten().filter_map(|metric| metric.value).collect();
         let shared = unit::shared_multiple(&values, column.unit);
+        let decimals = shared.as_ref().map_or(0, |multiple| {
+            let quotients: Vec<f64> = values.iter().map(|value| value / multiple.divisor).collect();
+            unit::decimals(&quotients, multiple, column.unit)
+        });
         let symbol = shared.as_ref().map_or("", |multiple| &multiple.symbol);
         header.push(if symbol.is_empty() {
             column.heading.clone()
@@ -138,7 +142,7 @@ fn fill(
             format!("{} ({symbol})", column.heading)
         });
         for (row, metrics) in table.iter_mut().zip(metrics) {
-            row.push(value_cell(&metrics, shared.as_ref(), &mut notes));
+            row.push(value_cell(&metrics, shared.as_ref().map(|multiple| (multiple, decimals)), &mut notes));
         }
     }
     Table { title: spec.title.clone(), header, keys: keys.len(), rows: table, notes }
@@ -148,7 +152,7 @@ fn key_cell(value: &String) -> Cell {
     Cell { number: value.parse::<f64>().is_ok(), ..Cell::text(value) }
 }
 
-fn value_cell(metrics: &[&Metric], shared: Option<&Multiple>, notes: &mut Vec<String>) -> Cell {
+fn value_cell(metrics: &[&Metric], shared: Option<(&Multiple, usize)>, notes: &mut Vec<String>) -> Cell {
     let mut note = |text: String| {
         let at = notes.iter().position(|have| *have == text);
         Some(at.unwrap_or_else(|| {
@@ -162,16 +166,21 @@ fn value_cell(metrics: &[&Metric], shared: Option<&Multiple>, notes: &mut Vec<St
             let Some(value) = metric.value else {
                 return Cell { note: metric.note.clone().and_then(note), ..Cell::text("not measured") };
             };
-            let own;
-            let (multiple, symbol) = match shared {
-                Some(multiple) => (multiple, ""),
+            let own = unit::multiple(value, &metric.unit);
+            let (multiple, decimals, symbol) = match shared {
+                Some((multiple, decimals)) => (multiple, decimals, ""),
                 None => {
-                    own = unit::multiple(value, &metric.unit);
-                    (&own, own.symbol.as_str())
+                    (&own, unit::decimals(&[value / own.divisor], &own, &metric.unit), own.symbol.as_str())
                 }
             };
-            let show = |value: f64| unit::number(value / multiple.divisor, &metric.unit);
-            let spread = metric.spread.filter(|_| metric.n > 1).map(show);
+            let show = |value: f64| unit::fixed(value / multiple.divisor, decimals);
+            // A spread that these decimals would round to nothing gets as many as show its first digit.
+            let spread = metric.spread.filter(|_| metric.n > 1).map(|spread| {
+                let quotient = spread / multiple.divisor;
+                let seen = quotient == 0.0 || quotient >= 0.5 * 0.1f64.powi(decimals as i32);
+                let needed = if seen { decimals } else { -quotient.log10().floor() as usize };
+                unit::fixed(quotient, needed)
+            });
             Cell {
                 text: unit::with_symbol(&show(value), symbol),
                 spread,

@@ -39,49 +39,65 @@ pub fn multiple(magnitude: f64, unit: &str) -> Multiple {
     Multiple { divisor: *divisor, symbol }
 }
 
-/// One multiple for all of `values`, where none of them would be shown as less than a hundredth of it; `None` where
-/// they are too far apart.
+/// One multiple for all of `values`, in which none of them needs more than five digits before the point or starts
+/// behind the first decimal; `None` where they are too far apart for that.
 pub fn shared_multiple(values: &[f64], unit: &str) -> Option<Multiple> {
     let mut sizes: Vec<f64> = values.iter().map(|v| v.abs()).filter(|v| *v > 0.0 && v.is_finite()).collect();
     sizes.sort_by(f64::total_cmp);
-    let (Some(smallest), Some(largest)) = (sizes.first(), sizes.last()) else {
+    let (Some(&smallest), Some(&largest)) = (sizes.first(), sizes.last()) else {
         return Some(multiple(0.0, unit));
     };
-    // A single divisor (ratio, count, tokens/s) has nothing to choose.
-    let middle = multiple(sizes[(sizes.len() - 1) / 2], unit);
-    let only = multiple(*smallest, unit) == multiple(*largest, unit);
-    (only || (smallest / middle.divisor >= 0.01 && largest / middle.divisor < 1e5)).then_some(middle)
+    let (low, middle, high) =
+        (multiple(smallest, unit), multiple(sizes[(sizes.len() - 1) / 2], unit), multiple(largest, unit));
+    if low == high {
+        return Some(low);
+    }
+    [middle, low].into_iter().find(|m| smallest / m.divisor >= 0.0995 && largest / m.divisor < 1e4)
 }
 
-/// A value with its unit: `1.25 GiB`, `3.41 ms`, `0.970`, `40,000,000`.
+/// A value with its unit, in three significant digits: `1.25 GiB`, `3.41 ms`. Ratios have three decimals (`0.970`),
+/// counts are whole (`40,000,000`).
 pub fn human(value: f64, unit: &str) -> String {
     let multiple = multiple(value, unit);
-    with_symbol(&number(value / multiple.divisor, unit), &multiple.symbol)
+    let quotient = value / multiple.divisor;
+    with_symbol(&fixed(quotient, decimals(&[quotient], &multiple, unit)), &multiple.symbol)
 }
 
 pub(crate) fn with_symbol(number: &str, symbol: &str) -> String {
     if symbol.is_empty() { number.to_owned() } else { format!("{number} {symbol}") }
 }
 
-/// A quotient by its multiple, in as many digits as `unit` deserves: ratios to three decimals, counts whole,
-/// everything else to four significant digits at most.
-pub fn number(value: f64, unit: &str) -> String {
+/// How many decimals show every one of `quotients`, values by their `multiple`, in three significant digits or more.
+///
+/// Figures that are read one under the other have the same decimals: at least one, unless all are whole, and three at
+/// most, unless even the largest would vanish.
+pub fn decimals(quotients: &[f64], multiple: &Multiple, unit: &str) -> usize {
+    let sizes = || quotients.iter().map(|v| v.abs()).filter(|v| *v > 0.0 && v.is_finite());
+    if multiple.divisor == 1.0 && unit != "ratio" && sizes().all(|v| v == v.trunc()) {
+        return 0;
+    }
+    let wanted = |size: f64| (2.0 - (size * 1.0005).log10().floor()).max(0.0) as usize;
+    match unit {
+        "ratio" => 3,
+        _ => {
+            let (smallest, largest) =
+                sizes().fold((f64::INFINITY, 0.0), |(a, b): (f64, f64), v| (a.min(v), b.max(v)));
+            if largest == 0.0 { 0 } else { wanted(smallest).min(3.max(wanted(largest))).min(12) }
+        }
+    }
+}
+
+/// A number with `decimals` decimals and commas between the thousands. What would need many more digits, or is too
+/// small for them, is written with an exponent.
+pub fn fixed(value: f64, decimals: usize) -> String {
     if !value.is_finite() {
         return value.to_string();
     }
-    let size = value.abs();
-    let whole = value == value.trunc();
-    let decimals = match unit {
-        "ratio" => 3,
-        "count" | "" | "B" if whole => 0,
-        _ if size >= 999.5 => 0,
-        _ if size >= 99.95 => 1,
-        _ if size >= 9.995 => 2,
-        _ if size >= 0.09995 || size == 0.0 => 3,
-        _ if size >= 0.0001 => 5,
-        _ => return format!("{value:.2e}"),
-    };
-    grouped(&format!("{value:.decimals$}"))
+    if value.abs() >= 1e15 || (decimals >= 9 && value != 0.0) {
+        return format!("{value:.2e}");
+    }
+    // Adding zero turns -0 into 0.
+    grouped(&format!("{:.decimals$}", value + 0.0))
 }
 
 /// A value and its limit in one multiple, the limit's, with the same number of decimals.
@@ -118,10 +134,12 @@ pub(crate) fn grouped(number: &str) -> String {
 /// The name of a metric as a heading, without the unit that its last word repeats: `backward_seconds` is `backward`.
 pub fn heading(metric: &str, unit: &str) -> String {
     let suffix = match unit {
-        "s" => "_seconds",
-        "B" => "_bytes",
-        "FLOP" => "_flops",
-        _ => return metric.replace('_', " "),
+        "s" => "_seconds".to_owned(),
+        "B" => "_bytes".to_owned(),
+        "FLOP" => "_flops".to_owned(),
+        // What is a ratio or a count says so in its name only.
+        "ratio" | "count" | "" => return metric.replace('_', " "),
+        other => format!("_{other}"),
     };
-    metric.strip_suffix(suffix).filter(|rest| !rest.is_empty()).unwrap_or(metric).replace('_', " ")
+    metric.strip_suffix(&suffix).filter(|rest| !rest.is_empty()).unwrap_or(metric).replace('_', " ")
 }

@@ -15,7 +15,8 @@ pub(super) struct Axis {
 }
 
 impl Axis {
-    /// An axis that shows all of `values`, from zero where `zero` asks for it, with about `wanted` ticks.
+    /// An axis that shows all of `values` with about `wanted` ticks; one that is to start at zero does unless it is
+    /// logarithmic.
     ///
     /// A logarithmic axis over values that are not all positive is a linear one.
     pub(super) fn over(values: &[f64], log: bool, zero: bool, wanted: usize) -> Self {
@@ -28,47 +29,42 @@ impl Axis {
         if !(low.is_finite() && high.is_finite()) {
             (low, high) = (0.0, 1.0);
         }
-        if log { Self::logarithmic(low, high, wanted) } else { Self::linear(low, high, wanted, zero) }
+        if log { Self::logarithmic(low, high, wanted) } else { Self::linear(low, high, wanted) }
     }
 
-    fn linear(low: f64, high: f64, wanted: usize, zero: bool) -> Self {
+    fn linear(low: f64, high: f64, wanted: usize) -> Self {
         let (mut low, mut high) = (low, high);
         // Values that differ by less than f64 resolves on an axis are one value.
         if high - low <= 1e-9 * high.abs().max(low.abs()) {
             let room = if high == 0.0 { 1.0 } else { high.abs() * 0.5 };
-            (low, high) = if zero { (low.min(0.0), high.max(room)) } else { (low - room, high + room) };
+            (low, high) = (low - room, high + room);
         }
+        // Room for the marks at the ends; an end at zero is an end.
+        let room = (high - low) * 0.06;
+        low = if low == 0.0 { 0.0 } else { low - room };
+        high = if high == 0.0 { 0.0 } else { high + room };
         let step = nice_step((high - low) / wanted.max(1) as f64);
-        // A bar's axis starts at zero exactly; points get room to their left and below.
-        let (first, last) = ((low / step).floor(), (high / step).ceil());
         let decimals = (-step.log10().floor()).max(0.0) as usize;
-        let count = (last - first).clamp(1.0, 50.0) as usize;
+        let (first, last) = ((low / step).ceil(), (high / step).floor());
+        let count = (last - first).clamp(0.0, 50.0) as usize;
         let tick = |i: usize| {
             let value = (first + i as f64) * step;
             (value, label(value, decimals))
         };
-        let ticks = (0..=count).map(tick).collect();
-        Self { log: false, low: first * step, high: last * step, start: 0.0, end: 1.0, ticks }
+        Self { log: false, low, high, start: 0.0, end: 1.0, ticks: (0..=count).map(tick).collect() }
     }
 
     fn logarithmic(low: f64, high: f64, wanted: usize) -> Self {
         let decades = (high / low).log10();
         if decades < 0.7 {
             // Too narrow for round powers: nice linear steps at logarithmic positions.
-            let inner = Self::linear(low, high, wanted, false);
-            let positive: Vec<_> = inner.ticks.into_iter().filter(|(value, _)| *value > 0.0).collect();
-            let (room, last) = (1.08, positive.last().map_or(high, |tick| tick.0));
-            let first = positive.first().map_or(low, |tick| tick.0).min(low / room);
-            return Self {
-                log: true,
-                low: first,
-                high: last.max(high * room),
-                ticks: positive,
-                start: 0.0,
-                end: 1.0,
-            };
+            let mut axis = Self::linear(low, high, wanted);
+            axis.low = axis.low.max(low / 1.08);
+            let above = axis.low;
+            axis.ticks.retain(|(value, _)| *value >= above);
+            return Self { log: true, ..axis };
         }
-        let multiples: &[f64] = if decades > wanted as f64 / 2.0 { &[1.0] } else { &[1.0, 2.0, 5.0] };
+        let multiples: &[f64] = if decades * 3.0 > wanted as f64 * 2.0 { &[1.0] } else { &[1.0, 2.0, 5.0] };
         let every = if multiples.len() == 1 { (decades / wanted as f64).ceil().max(1.0) as i32 } else { 1 };
         let (low, high) = (low / 1.15, high * 1.15);
         let (first, last) = (low.log10().floor() as i32, high.log10().ceil() as i32);
@@ -132,10 +128,10 @@ impl Axis {
     }
 }
 
-/// The smallest of 1, 2, 2.5 and 5 times a power of ten that is not below `rough`.
+/// The smallest of 1, 2 and 5 times a power of ten that is not much below `rough`.
 fn nice_step(rough: f64) -> f64 {
     let power = 10f64.powf(rough.log10().floor());
-    let times = [1.0, 2.0, 5.0, 10.0].into_iter().find(|m| m * power >= rough * 0.999).unwrap_or(10.0);
+    let times = [1.0, 2.0, 5.0, 10.0].into_iter().find(|m| m * power >= rough * 0.8).unwrap_or(10.0);
     times * power
 }
 

@@ -7,7 +7,7 @@ use super::svg::{self, Anchor, Svg};
 use crate::spec::{Plot, PlotKind};
 use crate::unit::{self, Multiple};
 
-const WIDTH: f64 = 880.0;
+const WIDTH: f64 = 960.0;
 
 /// Draws a figure of bars.
 pub(super) fn draw(spec: &Plot, figure: &Bars) -> String {
@@ -41,6 +41,7 @@ fn draw_panel(svg: &mut Svg, figure: &Bars, panel: &Panel<Group>, stacked: bool,
     };
     let multiple = unit::multiple(values.iter().fold(0.0, |m: f64, v| m.max(v.abs())), &figure.value.unit);
     let drawn: Vec<f64> = values.iter().map(|value| value / multiple.divisor).collect();
+    let decimals = unit::decimals(&drawn, &multiple, &figure.value.unit);
     // Room for the figure at the end of the longest bar.
     let axis = Axis::over(&drawn, false, true, 6).between(left, WIDTH - 84.0).without_crowding();
     let (thick, gap) = if stacked || figure.series.len() == 1 { (18.0, 8.0) } else { (14.0, 12.0) };
@@ -58,7 +59,7 @@ fn draw_panel(svg: &mut Svg, figure: &Bars, panel: &Panel<Group>, stacked: bool,
         let group_top = top + row as f64 * group_height + gap / 2.0;
         let middle = group_top + (group_height - gap) / 2.0;
         svg.text("", Anchor::End, (left - 8.0, middle + 4.0), &group.name);
-        let pen = Pen { axis: &axis, multiple: &multiple, unit: &figure.value.unit, thick };
+        let pen = Pen { axis: &axis, multiple: &multiple, decimals, thick };
         if stacked {
             pen.stack(svg, group, group_top, sum(group));
         } else {
@@ -79,13 +80,13 @@ fn in_brackets(symbol: &str) -> String {
 struct Pen<'a> {
     axis: &'a Axis,
     multiple: &'a Multiple,
-    unit: &'a str,
+    decimals: usize,
     thick: f64,
 }
 
 impl Pen<'_> {
     fn figure(&self, svg: &mut Svg, value: f64, end: f64, top: f64) {
-        let text = unit::number(value / self.multiple.divisor, self.unit);
+        let text = unit::fixed(value / self.multiple.divisor, self.decimals);
         svg.text("soft", Anchor::Start, (end + 6.0, top + self.thick / 2.0 + 4.0), &text);
     }
 

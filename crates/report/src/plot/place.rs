@@ -41,6 +41,19 @@ impl Labels {
         Self { frame, taken: points.iter().map(area).collect() }
     }
 
+    /// Keeps labels off a line through `points`.
+    pub(super) fn keep_off_line(&mut self, points: &[(f64, f64)]) {
+        for pair in points.windows(2) {
+            let ((x1, y1), (x2, y2)) = (pair[0], pair[1]);
+            let steps = ((x2 - x1).hypot(y2 - y1) / 5.0).ceil().max(1.0);
+            for i in 0..=steps as usize {
+                let part = i as f64 / steps;
+                let (x, y) = (x1 + (x2 - x1) * part, y1 + (y2 - y1) * part);
+                self.taken.push(Area { left: x - 2.5, top: y - 2.0, right: x + 2.5, bottom: y + 2.0 });
+            }
+        }
+    }
+
     /// The left end of the baseline for `text` beside the point `(x, y)`.
     pub(super) fn place(&mut self, (x, y): (f64, f64), text: &str) -> Option<(f64, f64)> {
         let (w, h, gap) = (svg::width(text), FONT, 8.0);

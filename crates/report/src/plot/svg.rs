@@ -184,16 +184,17 @@ pub(crate) fn escape(text: &str) -> String {
     safe
 }
 
-/// About how wide a text is at the size of a plot's text; sans-serif faces differ by a few percent.
+/// About how wide a text is at the size of a plot's text. Which face a reader has is not known, so this is the width
+/// in a wide one (DejaVu Sans): a legend with room to spare is better than one that runs together.
 pub(super) fn width(text: &str) -> f64 {
     let em = |c: char| match c {
-        'i' | 'j' | 'l' | '.' | ',' | ':' | ';' | '|' | '!' | '\'' => 0.27,
-        ' ' | 't' | 'f' | 'r' | '(' | ')' | '[' | ']' | '/' | '-' => 0.36,
-        'm' | 'w' | 'M' | 'W' | '@' | '%' | '—' => 0.88,
-        c if c.is_ascii_uppercase() => 0.68,
-        c if c.is_ascii() => 0.57,
-        '–' | '·' | '×' | '±' | 'µ' => 0.6,
-        c if (c as u32) < 0x2000 => 0.62,
+        'i' | 'j' | 'l' | '.' | ',' | ':' | ';' | '|' | '!' | '\'' => 0.32,
+        ' ' | 't' | 'f' | 'r' | '(' | ')' | '[' | ']' | '/' | '-' => 0.4,
+        'm' | 'w' | 'M' | 'W' | '@' | '%' | '—' => 0.93,
+        c if c.is_ascii_uppercase() => 0.7,
+        c if c.is_ascii() => 0.63,
+        '–' | '·' | '×' | '±' | 'µ' => 0.8,
+        c if (c as u32) < 0x2000 => 0.68,
         _ => 1.0,
     };
     text.chars().map(em).sum::<f64>() * FONT

@@ -7,7 +7,7 @@ use super::svg::{self, Anchor, Svg};
 use crate::spec::{Plot, PlotKind};
 use crate::unit::{self, Multiple};
 
-const WIDTH: f64 = 880.0;
+const WIDTH: f64 = 960.0;
 const HEAD: f64 = 18.0;
 
 /// Draws a figure of points.
@@ -42,7 +42,7 @@ pub(super) fn draw(spec: &Plot, figure: &Points) -> String {
         let cell = Area {
             left: left + 8.0,
             top: cell_top + heading,
-            right: left + cell_width - 14.0,
+            right: left + cell_width - 22.0,
             bottom: cell_top + cell_height - 56.0,
         };
         draw_panel(&mut svg, spec, figure, panel, cell, at_ends);
@@ -78,9 +78,13 @@ fn draw_panel(svg: &mut Svg, spec: &Plot, figure: &Points, panel: &Panel<Point>,
     let points = &panel.items;
     let x = Drawn::of(&figure.x, points.iter().map(|p| p.x).collect());
     let y = Drawn::of(&figure.y, points.iter().map(|p| p.y).collect());
-    let ticks = ((cell.right - cell.left) / 95.0) as usize;
-    // Less than zero bytes or seconds cannot be, and a scatter that starts at zero shows true proportions.
-    let from_zero = |low: &Drawn| low.values.iter().all(|v| *v >= 0.0);
+    let ticks = ((cell.right - cell.left) / 55.0).clamp(3.0, 10.0) as usize;
+    // Zero belongs on an axis of points only where it costs less than half of the panel.
+    let from_zero = |drawn: &Drawn| {
+        let (low, high) =
+            drawn.values.iter().fold((f64::INFINITY, 0.0), |(a, b): (f64, f64), v| (a.min(*v), b.max(*v)));
+        low >= 0.0 && low <= high / 2.0
+    };
     let y_axis = match &figure.y.names {
         Some(names) => Axis::of_names(names),
         None => Axis::over(&y.values, spec.log_y, from_zero(&y) && !figure.y.key, 5),
@@ -128,6 +132,9 @@ fn draw_panel(svg: &mut Svg, spec: &Plot, figure: &Points, panel: &Panel<Point>,
         draw_lines(svg, figure, points, &at, at_ends.then_some(frame));
     }
     let mut labels = Labels::new(frame, &at);
+    if spec.pareto {
+        labels.keep_off_line(&front.iter().map(|&i| at[i]).collect::<Vec<_>>());
+    }
     for (i, point) in points.iter().enumerate() {
         let class = format!("whisker {}", svg::stroke(point.series));
         let (xs, ys) = (point.x_spread / x.multiple.divisor, point.y_spread / y.multiple.divisor);
@@ -137,12 +144,12 @@ fn draw_panel(svg: &mut Svg, spec: &Plot, figure: &Points, panel: &Panel<Point>,
             let down = if value - spread > 0.0 { end(value - spread) } else { end(value) };
             (down, end(value + spread))
         };
-        if ys > 0.0 {
-            let (a, b) = reach(&y_axis, y.values[i], ys, frame.top, frame.bottom);
+        // A whisker that its mark would cover only smudges it.
+        let seen = |(a, b): (f64, f64)| ((a - b).abs() > 11.0).then_some((a, b));
+        if let Some((a, b)) = seen(reach(&y_axis, y.values[i], ys, frame.top, frame.bottom)) {
             svg.line(&class, (at[i].0, a), (at[i].0, b));
         }
-        if xs > 0.0 {
-            let (a, b) = reach(&x_axis, x.values[i], xs, frame.left, frame.right);
+        if let Some((a, b)) = seen(reach(&x_axis, x.values[i], xs, frame.left, frame.right)) {
             svg.line(&class, (a, at[i].1), (b, at[i].1));
         }
         svg.mark(point.series, !front.contains(&i), at[i], &point.hover);
@@ -172,7 +179,7 @@ fn draw_lines(svg: &mut Svg, figure: &Points, points: &[Point], at: &[(f64, f64)
     for ((series, end), height) in ends.iter().zip(placed) {
         let left = frame.right + 12.0;
         // A thin line leads from a line that ends early, or whose name had to move, to the name.
-        if (end.1 - height).abs() > 4.0 || left - end.0 > 20.0 {
+        if (end.1 - height).abs() > 4.0 || left - end.0 > 44.0 {
             svg.line(
                 &format!("whisker {}", svg::stroke(*series)),
                 (end.0 + 5.0, end.1),
