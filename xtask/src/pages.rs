@@ -22,7 +22,17 @@ pub(crate) struct Args {
 pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
     let folder = Folder::new(house, args.out.as_deref())?;
     let specs = Specs::load(&house.root)?;
+    if let Some(against) = &args.against {
+        let old = read_records(&records_of(against))?;
+        println!("{}", report::against::compare(&specs, &old, &folder.read()?).markdown());
+    }
     folder.finish(&specs)
+}
+
+/// The records of a report's folder, or of a folder that holds records itself.
+fn records_of(folder: &Path) -> PathBuf {
+    let records = folder.join("records");
+    if records.is_dir() { records } else { folder.to_owned() }
 }
 
 /// The folder of one report.

@@ -101,6 +101,19 @@ fn claims_are_printed_with_their_verdict() {
 }
 
 #[test]
+fn two_runs_are_compared() {
+    let mut bundle = three();
+    bundle.run(&["run-all", "--only", "fine", "--out", "before"]);
+    bundle.program("fine", &format!("VALUE=3{RECORD}"));
+    bundle.run(&["run-all", "--only", "fine", "--out", "after"]);
+    let ran = bundle.run(&["report", "--out", "after", "--against", "before"]);
+    assert_eq!(ran.code, Some(0), "{ran:?}");
+    assert!(ran.out.contains("100"), "from 1.5 s to 3 s: {}", ran.out);
+    let ran = bundle.run(&["report", "--out", "after", "--against", "nowhere"]);
+    assert!(ran.err.starts_with("error: there are no records in nowhere"), "{}", ran.err);
+}
+
+#[test]
 fn ctrl_c_stops_cleanly_and_resume_goes_on() {
     let mut bundle = three();
     bundle.program("fails", "echo fails >> ran; touch started; exec sleep 60\n");
