@@ -10,6 +10,8 @@ use crate::runner::Step;
 
 /// Parts of one program's share of the whole bar.
 const PARTS: u64 = 1000;
+/// How often the clocks of the bars move.
+const TICK: Duration = Duration::from_millis(250);
 /// Without a terminal, progress is said this often at most.
 const QUIET: Duration = Duration::from_secs(15);
 
@@ -19,8 +21,16 @@ pub(crate) struct Display {
     /// How many are done.
     done: u64,
     count: u64,
-    /// The program at hand, and when progress was last said of it.
-    current: Option<(String, Instant)>,
+    current: Option<Current>,
+}
+
+/// The program at hand.
+struct Current {
+    name: String,
+    /// `of about 3 min 05 s`, or empty.
+    about: String,
+    /// When progress was last said of it.
+    said: Instant,
 }
 
 struct Bars {
@@ -36,9 +46,10 @@ impl Display {
             let all = MultiProgress::new();
             let whole = ProgressBar::new(count * PARTS)
                 .with_style(style("{msg:16} {bar:30} {percent:>3} % [{elapsed}]"));
-            let step = ProgressBar::new(1).with_style(style("{prefix:16} {bar:30} {pos}/{len} {wide_msg}"));
+            let step = ProgressBar::new(1)
+                .with_style(style("{prefix:16} {bar:30} {pos}/{len} [{elapsed}] {wide_msg}"));
             let (whole, step) = (all.add(whole), all.add(step));
-            whole.enable_steady_tick(Duration::from_millis(250));
+            whole.enable_steady_tick(TICK);
             Bars { all, whole, step }
         });
         Self { bars, done: 0, count, current: None }
@@ -46,42 +57,39 @@ impl Display {
 
     /// A program starts; `estimate` in seconds is what it took the last time.
     pub(crate) fn start(&mut self, name: &str, estimate: Option<f64>) {
-        let about = estimate.map(|seconds| format!("about {}", duration(seconds)));
+        let about = estimate.map_or(String::new(), |seconds| format!("of about {}", duration(seconds)));
         let which = format!("{}/{}", self.done + 1, self.count);
         match &self.bars {
             Some(bars) => {
                 bars.whole.set_message(format!("{which} in all"));
                 bars.step.reset();
                 bars.step.set_length(1);
-                bars.step.set_position(0);
                 bars.step.set_prefix(name.to_owned());
-                bars.step.set_message(about.unwrap_or_default());
-                bars.step.tick();
+                bars.step.set_message(about.clone());
+                bars.step.enable_steady_tick(TICK);
             }
-            None => {
-                eprintln!("[{which}] {name}{}", about.map_or(String::new(), |about| format!(", {about}")))
-            }
+            None if about.is_empty() => eprintln!("[{which}] {name}"),
+            None => eprintln!("[{which}] {name} ({})", about.trim_start_matches("of ")),
         }
-        self.current = Some((name.to_owned(), Instant::now()));
+        self.current = Some(Current { name: name.to_owned(), about, said: Instant::now() });
     }
 
     /// The program at hand got this far.
     pub(crate) fn step(&mut self, step: &Step) {
         let total = step.total.max(1);
-        match (&self.bars, &mut self.current) {
-            (Some(bars), _) => {
-                bars.step.set_length(total);
-                bars.step.set_position(step.done.min(total));
-                if !step.message.is_empty() {
-                    bars.step.set_message(step.message.clone());
-                }
-                bars.whole.set_position(self.done * PARTS + step.done.min(total) * PARTS / total);
+        let done = step.done.min(total);
+        let Some(current) = &mut self.current else { return };
+        if let Some(bars) = &self.bars {
+            bars.step.set_length(total);
+            bars.step.set_position(done);
+            if !step.message.is_empty() {
+                let between = if current.about.is_empty() { "" } else { ": " };
+                bars.step.set_message(format!("{}{between}{}", current.about, step.message));
             }
-            (None, Some((name, said))) if said.elapsed() >= QUIET => {
-                eprintln!("      {name} {}/{} {}", step.done, step.total, step.message);
-                *said = Instant::now();
-            }
-            _ => {}
+            bars.whole.set_position(self.done * PARTS + done * PARTS / total);
+        } else if current.said.elapsed() >= QUIET {
+            eprintln!("      {} {done}/{total} {}", current.name, step.message);
+            current.said = Instant::now();
         }
     }
 

@@ -78,7 +78,7 @@ fn the_time_of_the_run_before_is_foretold() {
     let first = bundle.run(&["run-all", "--only", "fine"]);
     assert!(first.err.contains("[1/1] fine\n"), "{}", first.err);
     let second = bundle.run(&["run-all", "--only", "fine"]);
-    assert!(second.err.contains("[1/1] fine, about 0."), "{}", second.err);
+    assert!(second.err.contains("[1/1] fine (about 0."), "{}", second.err);
 }
 
 #[test]
