@@ -31,12 +31,14 @@
 //!
 //! Counts are exact integers: bytes and elements `u64`, FLOPs `u128`. A result that does not fit is an [`Error`].
 
+pub mod bar;
 pub mod config;
 pub mod decoder_flops;
 pub mod dtype;
 mod error;
 pub mod estimate;
 mod exact;
+pub mod experiment;
 pub mod fit;
 pub mod float_format;
 pub mod flops;
