@@ -25,6 +25,7 @@
 //! | which tensors does a model have? | [`model`], [`parameters`], [`presets`], [`config`] |
 //! | how many FLOPs? | [`flops`], [`decoder_flops`], [`recompute`] |
 //! | how many bytes, where? | [`memory`], [`estimate`] |
+//! | what is the peak of a SwiGLU stack's training step? | [`swiglu`] |
 //! | what fits? | [`fit`] |
 //! | how long does it train? | [`hardware`], [`training_time`] |
 //! | what did the lecture say? | [`lecture`] |
@@ -50,6 +51,7 @@ pub mod parameters;
 pub mod presets;
 pub mod quantity;
 pub mod recompute;
+pub mod swiglu;
 pub mod training_time;
 
 pub use dtype::Dtype;
