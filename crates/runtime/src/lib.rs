@@ -1,5 +1,6 @@
 //! What libtorch has and `tch` lacks.
 
+pub mod device;
 pub mod error;
 mod sys;
 

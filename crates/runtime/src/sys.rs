@@ -12,6 +12,9 @@ use torch_sys::C_tensor;
 
 use crate::error::{Error, Result, strip_frames};
 
+pub(crate) mod device;
+pub(crate) mod stream;
+
 /// What a function of the shim returns: null, or a message that the caller owns.
 pub(crate) type Status = *mut c_char;
 
@@ -52,7 +55,8 @@ pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> &str {
     text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
 }
 
-fn error_chain(error: &dyn std::error::Error) -> String {
+/// The words of an error and of its causes.
+pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {
