@@ -1,7 +1,10 @@
 //! What libtorch has and `tch` lacks.
 
+pub mod autograd;
 pub mod device;
 pub mod error;
+pub mod memory;
+pub mod random;
 mod sys;
 
 pub use error::{Error, Result};

@@ -12,11 +12,14 @@ use torch_sys::C_tensor;
 
 use crate::error::{Error, Result, strip_frames};
 
-pub(crate) mod device;
-pub(crate) mod stream;
-
 /// What a function of the shim returns: null, or a message that the caller owns.
 pub(crate) type Status = *mut c_char;
+
+pub(crate) mod autograd;
+pub(crate) mod device;
+pub(crate) mod memory;
+pub(crate) mod random;
+pub(crate) mod stream;
 
 unsafe extern "C" {
     fn rt_free_message(message: Status);

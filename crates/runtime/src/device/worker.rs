@@ -193,8 +193,8 @@ impl Queue {
                     failure = run(work, &thread_state).err().map(Failure::of_work);
                 }
                 Command::Run { work, .. } => discard(work),
-                Command::Complete(mark) => mark.complete(failure.clone()),
-                Command::Report(mark) => mark.complete(failure.take()),
+                Command::Complete(mark) => self.complete(&mark, failure.clone()),
+                Command::Report(mark) => self.complete(&mark, failure.take()),
                 Command::Await(recorded) => {
                     // Waits after a failure too: a mark of this stream never comes before one it waited for.
                     let inherited = match &recorded {
@@ -208,6 +208,13 @@ impl Queue {
                 Command::Release(tensor) => drop(tensor),
             }
         }
+    }
+
+    /// Under the queue's lock: who sees the last mark complete finds the stream idle.
+    fn complete(&self, mark: &Mark, failure: Option<Arc<Failure>>) {
+        let mut state = lock(&self.state);
+        state.busy = false;
+        mark.complete(failure);
     }
 
     fn next(&self) -> Option<Command> {

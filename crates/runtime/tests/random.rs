@@ -1,0 +1,102 @@
+//! The random generators can be seeded, captured and put back.
+
+use std::sync::Mutex;
+
+use runtime::random::{self, RandomState};
+use tch::{Cuda, Device, Kind, Tensor};
+
+/// The default generators are shared by all threads, and so by all tests of this file.
+static GENERATORS: Mutex<()> = Mutex::new(());
+
+fn devices() -> Vec<Device> {
+    let mut devices = vec![Device::Cpu];
+    if Cuda::is_available() {
+        devices.push(Device::Cuda(0));
+    }
+    devices
+}
+
+fn draw(device: Device) -> Tensor {
+    Tensor::randn([37], (Kind::Float, device))
+}
+
+#[test]
+fn a_seed_fixes_the_sequence() {
+    let _lock = GENERATORS.lock();
+    for device in devices() {
+        random::seed(7).unwrap();
+        let first = draw(device);
+        random::seed(8).unwrap();
+        assert_ne!(draw(device), first);
+        random::seed(7).unwrap();
+        assert_eq!(draw(device), first);
+        for seed in [0, u64::MAX] {
+            random::seed(seed).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_state_can_be_restored_any_number_of_times() {
+    let _lock = GENERATORS.lock();
+    for device in devices() {
+        // A normal sample leaves half of a pair behind in the CPU's generator: it belongs to the state.
+        let _ = Tensor::randn([1], (Kind::Float, device));
+        let state = RandomState::capture(device).unwrap();
+        let first = draw(device);
+        for _ in 0..3 {
+            assert_ne!(draw(device), first);
+            state.restore().unwrap();
+            assert_eq!(draw(device), first);
+        }
+        assert_eq!(state.device(), device);
+        assert_ne!(RandomState::capture(device).unwrap(), state);
+    }
+}
+
+#[test]
+fn a_replay_leaves_the_sequence_alone() {
+    let _lock = GENERATORS.lock();
+    for device in devices() {
+        random::seed(1).unwrap();
+        let state = RandomState::capture(device).unwrap();
+        let (first, second) = (draw(device), draw(device));
+        random::seed(1).unwrap();
+        assert_eq!(draw(device), first);
+        {
+            let _replay = state.replay().unwrap();
+            assert_eq!(draw(device), first);
+            {
+                let _preserve = random::preserve(device).unwrap();
+                let _ = draw(device);
+            }
+            assert_eq!(draw(device), second);
+        }
+        assert_eq!(draw(device), second);
+    }
+}
+
+#[test]
+fn a_panic_puts_the_state_back() {
+    let _lock = GENERATORS.lock();
+    let before = RandomState::capture(Device::Cpu).unwrap();
+    let panic = std::panic::catch_unwind(|| {
+        let _preserve = random::preserve(Device::Cpu).unwrap();
+        let _ = draw(Device::Cpu);
+        panic!("on purpose");
+    });
+    assert!(panic.is_err());
+    assert_eq!(RandomState::capture(Device::Cpu).unwrap(), before);
+}
+
+#[test]
+fn a_device_that_is_not_there_is_named() {
+    let index = usize::try_from(Cuda::device_count()).unwrap();
+    for device in [Device::Cuda(index), Device::Cuda(usize::MAX), Device::Mps] {
+        let error = RandomState::capture(device).unwrap_err().to_string();
+        assert!(
+            error.starts_with(&format!("the random state of {device:?} is not available here: ")),
+            "{error}"
+        );
+    }
+}
