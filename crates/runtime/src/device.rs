@@ -39,6 +39,7 @@ mod worker;
 use tch::{Device, Tensor};
 
 pub use bytes::{MemoryInfo, ResidentMemory, memory_info, resident_memory};
+pub(crate) use choice::checked;
 pub use choice::{cuda_count, flag, name, select};
 pub use event::Event;
 pub use pinned::{Number, PinnedBuffer, PinnedBytes, pinned_bytes, pinned_empty};
@@ -54,7 +55,7 @@ use crate::sys::device as sys;
 /// A device that is not there; on CUDA, an asynchronous error of a kernel. On the CPU the failure of a stream, which
 /// stays with the stream until its own [`Stream::synchronize`]: only its owner knows what was not computed.
 pub fn synchronize(device: Device) -> Result<()> {
-    match choice::checked(device)? {
+    match checked(device)? {
         None => worker::synchronize_all(),
         Some(index) => sys::cuda_synchronize(index),
     }

@@ -142,7 +142,8 @@ fn any_schedule_gives_the_sequential_result_on_cpu() {
 fn any_schedule_gives_the_sequential_result_on_cuda() {
     if device::cuda_count().unwrap() == 0 {
         // Not through a macro, whose words the test harness keeps to itself.
-        writeln!(std::io::stderr(), "skipped: no CUDA device").unwrap();
+        let mut stderr = std::io::stderr();
+        writeln!(stderr, "skipped: no CUDA device").unwrap();
         return;
     }
     check(Device::Cuda(0));

@@ -218,7 +218,8 @@ fn a_failure_surfaces_once_and_whole() {
     let (stream, log) = (stream(), Log::default());
     stream
         .submit(|| {
-            let product = Tensor::zeros([2, 3], kind::FLOAT_CPU).f_mm(&Tensor::zeros([2, 3], kind::FLOAT_CPU))?;
+            let product =
+                Tensor::zeros([2, 3], kind::FLOAT_CPU).f_mm(&Tensor::zeros([2, 3], kind::FLOAT_CPU))?;
             drop(product);
             Ok(())
         })
@@ -241,7 +242,10 @@ fn a_panic_is_a_failure() {
     type Work = Box<dyn FnOnce() -> Result<()> + Send>;
     let table: [(Work, &str); 3] = [
         (Box::new(|| -> Result<()> { panic!("boom") }), "work on the stream failed: panicked: boom"),
-        (Box::new(|| -> Result<()> { panic!("{} is odd", 3) }), "work on the stream failed: panicked: 3 is odd"),
+        (
+            Box::new(|| -> Result<()> { panic!("{} is odd", 3) }),
+            "work on the stream failed: panicked: 3 is odd",
+        ),
         (
             Box::new(|| -> Result<()> { std::panic::panic_any(7_u8) }),
             "work on the stream failed: panicked: without a message",
@@ -465,10 +469,7 @@ fn a_recorded_tensor_lives_until_the_work_is_done() {
     gate.open();
     stream.synchronize().unwrap();
     assert_eq!(device::pinned_bytes(Device::Cpu).unwrap().live, 0);
-    check(
-        device::record_stream(&Tensor::new(), &stream),
-        expect!["record_stream: the tensor is undefined"],
-    );
+    check(device::record_stream(&Tensor::new(), &stream), expect!["record_stream: the tensor is undefined"]);
 }
 
 #[test]

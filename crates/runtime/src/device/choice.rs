@@ -101,8 +101,9 @@ fn processor_name() -> Option<String> {
     Some(name.trim().to_owned())
 }
 
-/// The index of a CUDA device that is there; `None` for the CPU.
-pub(super) fn checked(device: Device) -> Result<Option<c_int>> {
+/// The index of a CUDA device that is there; `None` for the CPU. The way to ask, from anywhere in the crate: it loads
+/// libtorch's CUDA half first, where `tch::Cuda` would make libtorch decide for good that there is none.
+pub(crate) fn checked(device: Device) -> Result<Option<c_int>> {
     match device {
         Device::Cpu => Ok(None),
         Device::Cuda(index) => {

@@ -145,7 +145,8 @@ mod tests {
         let no_driver = expect![
             "cuda:0 is not available here: no NVIDIA driver is visible on this machine; run on one with an NVIDIA GPU and its driver, or use cpu"
         ];
-        no_driver.assert_eq(&require_in(&Cuda::NoLibrary { folder, driver: false }, 0).unwrap_err().to_string());
+        no_driver
+            .assert_eq(&require_in(&Cuda::NoLibrary { folder, driver: false }, 0).unwrap_err().to_string());
         check(
             &Cuda::CannotLoad { library: library.clone(), reason: reason.clone(), driver: true },
             0,

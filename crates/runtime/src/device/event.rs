@@ -64,7 +64,8 @@ impl Failure {
     }
 
     pub(super) fn to_error(&self) -> Error {
-        let via = if self.inherited { "an event that it waited for carries an earlier failure: " } else { "" };
+        let via =
+            if self.inherited { "an event that it waited for carries an earlier failure: " } else { "" };
         Error::Stream(format!("{via}{}", self.cause))
     }
 }

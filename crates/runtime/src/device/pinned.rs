@@ -38,7 +38,10 @@ pub fn pinned_empty(shape: &[i64], kind: Kind, device: Device) -> Result<Tensor>
     let pinned = checked(device)?.is_some();
     let unsized_kinds = [Kind::QInt8, Kind::QUInt8, Kind::QInt32];
     if unsized_kinds.contains(&kind) {
-        return Err(Error::invalid(OPERATION, format!("{kind:?} tensors carry scales; use the integer kind of its size")));
+        return Err(Error::invalid(
+            OPERATION,
+            format!("{kind:?} tensors carry scales; use the integer kind of its size"),
+        ));
     }
     if let Some(size) = shape.iter().find(|size| **size < 0) {
         return Err(Error::invalid(OPERATION, format!("the shape {shape:?} has a negative size, {size}")));
@@ -46,7 +49,10 @@ pub fn pinned_empty(shape: &[i64], kind: Kind, device: Device) -> Result<Tensor>
     let elements = shape.iter().try_fold(1_i64, |product, size| product.checked_mul(*size));
     let bytes = elements.and_then(|elements| elements.checked_mul(kind.elt_size_in_bytes() as i64));
     if bytes.is_none() {
-        return Err(Error::invalid(OPERATION, format!("the shape {shape:?} of {kind:?} has more than 2^63 bytes")));
+        return Err(Error::invalid(
+            OPERATION,
+            format!("the shape {shape:?} of {kind:?} has more than 2^63 bytes"),
+        ));
     }
     host_empty(shape, kind, pinned)
 }
@@ -133,7 +139,7 @@ impl PinnedBuffer {
     fn refusal<T: Number>(&self) -> Error {
         let reason = match self.block.views() {
             Ok(0) => format!("{} bytes are not a whole number of {:?}", self.len(), T::KIND),
-            Ok(views) => format!("{views} tensors still view it; drop them first"),
+            Ok(_) => "tensors still view it; drop them first".into(),
             Err(error) => return error,
         };
         Error::invalid("pinned buffer", reason)
@@ -147,7 +153,8 @@ impl PinnedBuffer {
     pub fn view(&mut self, offset: usize, shape: &[i64], kind: Kind) -> Result<Tensor> {
         let invalid = |reason: String| Err(Error::invalid("pinned buffer view", reason));
         let element = kind.elt_size_in_bytes();
-        let size = shape.iter().try_fold(element, |bytes, size| bytes.checked_mul(usize::try_from(*size).ok()?));
+        let size =
+            shape.iter().try_fold(element, |bytes, size| bytes.checked_mul(usize::try_from(*size).ok()?));
         let Some(size) = size else {
             return invalid(format!("the shape {shape:?} of {kind:?} is not one of a tensor"));
         };
@@ -155,7 +162,10 @@ impl PinnedBuffer {
             return invalid(format!("the offset {offset} is not a multiple of {kind:?}'s {element} bytes"));
         }
         if offset.checked_add(size).is_none_or(|end| end > self.len()) {
-            return invalid(format!("{size} bytes from {offset} on reach beyond the buffer's {}", self.len()));
+            return invalid(format!(
+                "{size} bytes from {offset} on reach beyond the buffer's {}",
+                self.len()
+            ));
         }
         Ok(self.block.view(offset, size)?.f_view_dtype(kind)?.f_view(shape)?)
     }

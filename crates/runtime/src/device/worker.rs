@@ -122,7 +122,8 @@ impl Worker {
     /// Waits for the work queued so far; its failure is reported, and the stream usable again.
     pub(super) fn synchronize(&self) -> Result<()> {
         if self.queue.is_executed_here() {
-            let reason = "called from work of the same stream, which would wait for itself; call it from outside";
+            let reason =
+                "called from work of the same stream, which would wait for itself; call it from outside";
             return Err(Error::invalid("stream synchronize", reason));
         }
         let mark = Arc::new(Mark::default());

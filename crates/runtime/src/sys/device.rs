@@ -178,8 +178,9 @@ pub(crate) struct HostBlock {
 
 impl HostBlock {
     pub(crate) fn zeroed(len: usize, pinned: bool) -> Result<Self> {
-        let size = i64::try_from(len)
-            .map_err(|_| Error::invalid("pinned buffer", format!("{len} bytes is more than a tensor can hold")))?;
+        let size = i64::try_from(len).map_err(|_| {
+            Error::invalid("pinned buffer", format!("{len} bytes is more than a tensor can hold"))
+        })?;
         let mut bytes = host_empty(&[size], Kind::Uint8, pinned)?;
         let _ = bytes.f_zero_()?;
         Ok(Self { bytes, len })
