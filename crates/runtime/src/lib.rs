@@ -3,6 +3,9 @@
 pub mod autograd;
 pub mod device;
 pub mod error;
+pub mod fused;
+pub mod matmul;
+pub mod measure;
 pub mod memory;
 pub mod random;
 mod sys;

@@ -17,9 +17,12 @@ pub(crate) type Status = *mut c_char;
 
 pub(crate) mod autograd;
 pub(crate) mod device;
+pub(crate) mod gemm;
 pub(crate) mod memory;
 pub(crate) mod random;
 pub(crate) mod stream;
+pub(crate) mod swiglu;
+pub(crate) mod tensor;
 
 unsafe extern "C" {
     fn rt_free_message(message: Status);
