@@ -15,14 +15,14 @@ use crate::model::{Decoder, Family, Shape};
 /// Reads the `config.json` at `path`. Every error names the file, and the field where there is one.
 pub fn read(path: &Path) -> Result<Decoder, Error> {
     let text =
-        std::fs::read_to_string(path).map_err(|source| Error::ConfigRead { path: path.into(), source })?;
+        std::fs::read_to_string(path).map_err(|cause| Error::ConfigRead { path: path.into(), cause })?;
     parse(path, &text)
 }
 
 /// Reads the text of a `config.json`; `path` only names it in errors.
 pub fn parse(path: &Path, text: &str) -> Result<Decoder, Error> {
     let value: Value =
-        serde_json::from_str(text).map_err(|source| Error::ConfigJson { path: path.into(), source })?;
+        serde_json::from_str(text).map_err(|cause| Error::ConfigJson { path: path.into(), cause })?;
     let Value::Object(object) = value else {
         return Err(Error::ConfigField {
             path: path.into(),
@@ -37,7 +37,7 @@ pub fn parse(path: &Path, text: &str) -> Result<Decoder, Error> {
         Family::Gpt2Like => fields.gpt2_like()?,
         family @ (Family::Qwen2 | Family::Llama) => fields.rotary(family)?,
     };
-    Decoder::new(shape).map_err(|source| Error::ConfigShape { path: path.into(), source: Box::new(source) })
+    Decoder::new(shape).map_err(|cause| Error::ConfigShape { path: path.into(), cause: Box::new(cause) })
 }
 
 struct Fields<'a> {

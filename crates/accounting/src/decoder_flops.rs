@@ -1,7 +1,7 @@
 //! FLOPs of a whole decoder, forward and backward, and of the rule of thumb beside them.
 //!
 //! For `T = b·t` tokens, with `N` weights in matrix products ([`Decoder::product_parameters`]), `L` blocks of `a`
-//! attentions (one, except in [`Family::Gpt2Like`](crate::model::Family::Gpt2Like)), `h` heads of `k`:
+//! attentions (one, except in [`Family::Gpt2Like`]), `h` heads of `k`:
 //!
 //! ```text
 //! forward    = 2·N·T + 4·a·L·b·h·k·pairs     pairs = t² (dense) or t·(t+1)/2 (causal)

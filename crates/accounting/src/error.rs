@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 
 /// A question that has no answer. Each message names what came, what was expected and the remedy.
+///
+/// A message holds its cause, so a variant has no separate `source`: a chain would say it twice.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A size that must be positive is zero.
@@ -12,7 +14,7 @@ pub enum Error {
         what: &'static str,
     },
     /// A result is too large for the integers it is counted in.
-    #[error("{what} does not fit in {bits} bits ({terms}); give smaller sizes")]
+    #[error("{what}: {terms} does not fit in {bits} bits; give smaller sizes")]
     Overflow {
         /// What was computed.
         what: &'static str,
@@ -84,20 +86,20 @@ pub enum Error {
         available: String,
     },
     /// A configuration file that cannot be read.
-    #[error("cannot read {path}: {source}; give the path of a model's config.json")]
+    #[error("cannot read {path}: {cause}; give the path of a model's config.json")]
     ConfigRead {
         /// The path as given.
         path: PathBuf,
         /// What the operating system said.
-        source: std::io::Error,
+        cause: std::io::Error,
     },
     /// A configuration file that is not JSON.
-    #[error("{path} is not JSON: {source}; download the model's config.json again")]
+    #[error("{path} is not JSON: {cause}; download the model's config.json again")]
     ConfigJson {
         /// The path as given.
         path: PathBuf,
         /// What the parser said.
-        source: serde_json::Error,
+        cause: serde_json::Error,
     },
     /// A field of a configuration that is missing or makes no sense.
     #[error("{path}: field `{field}` {problem}; {remedy}")]
@@ -112,12 +114,12 @@ pub enum Error {
         remedy: String,
     },
     /// A configuration whose fields are well-formed, but whose sizes do not go together.
-    #[error("{path}: {source}")]
+    #[error("{path}: {cause}")]
     ConfigShape {
         /// The path as given.
         path: PathBuf,
         /// Which sizes.
-        source: Box<Error>,
+        cause: Box<Error>,
     },
 }
 

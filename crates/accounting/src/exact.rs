@@ -60,7 +60,7 @@ mod tests {
         assert_eq!(product("bytes", &[1 << 32, 1 << 31]).unwrap(), 1 << 63);
         assert_eq!(
             product("bytes", &[1 << 32, 1 << 32]).unwrap_err().to_string(),
-            "bytes does not fit in 64 bits (4294967296 × 4294967296); give smaller sizes"
+            "bytes: 4294967296 × 4294967296 does not fit in 64 bits; give smaller sizes"
         );
         assert_eq!(wide_product("FLOPs", &[u64::MAX, u64::MAX]).unwrap(), u128::from(u64::MAX).pow(2));
         assert!(wide_product("FLOPs", &[u64::MAX, u64::MAX, 2]).is_err());

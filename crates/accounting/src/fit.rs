@@ -4,9 +4,9 @@
 //! exact answer `n`: the peak at `n` fits, the peak at `n + 1` does not. A case whose bytes do not even fit in 64
 //! bits does not fit the device either.
 //!
-//! "The largest model" needs a rule for what grows. Here a model of family width `n` keeps the template's head
-//! size, ratio of heads to key-value heads, vocabulary and ratios of hidden size, feed-forward size and depth, with
-//! `n` key-value heads: GPT-2 small (12 heads, 12 layers, 768 wide) at `n = 25` has 25 heads, 25 layers and 1600.
+//! "The largest model" needs a rule for what grows. Here everything but the vocabulary, the context and the head size
+//! grows by the same factor `n / q` over a template, where `q` is its number of layers (or of key-value heads, if
+//! there are more): GPT-2 small (12 layers, 12 heads, 768 wide) at `n = 25` has 25 layers, 25 heads and is 1600 wide.
 
 use crate::estimate::{Plan, estimate};
 use crate::exact::product;
@@ -56,31 +56,38 @@ pub fn longest_sequence(model: &Decoder, plan: &Plan, available: u64) -> Result<
 
 /// The largest model of `template`'s proportions that fits `available` bytes.
 pub fn largest_model(template: &Decoder, plan: &Plan, available: u64) -> Result<Fit<Decoder>, Error> {
-    let found = search("model", available, u64::MAX, |width| {
-        Ok(estimate(&with_width(template, width)?, plan)?.peak().total)
-    })?;
-    Ok(Fit { largest: with_width(template, found.largest)?, peak: found.peak, limit: found.limit })
+    let found =
+        search("model", available, u64::MAX, |n| Ok(estimate(&scaled(template, n)?, plan)?.peak().total))?;
+    Ok(Fit { largest: scaled(template, found.largest)?, peak: found.peak, limit: found.limit })
 }
 
-/// The model of `template`'s proportions with `kv_heads` key-value heads. Layers, hidden size and feed-forward size
-/// are scaled by `kv_heads / template.kv_heads` (layers rounded to nearest, widths rounded up).
-pub fn with_width(template: &Decoder, kv_heads: u64) -> Result<Decoder, Error> {
+/// The `q` of the family rule: the size at which [`scaled`] gives `template` itself.
+pub fn template_size(template: &Decoder) -> u64 {
+    template.layers.max(template.kv_heads)
+}
+
+/// The model of `template`'s proportions at size `n` of [`template_size`]. Layers and key-value heads are rounded to
+/// nearest (at least 1), widths up; the ratio of heads to key-value heads stays.
+pub fn scaled(template: &Decoder, n: u64) -> Result<Decoder, Error> {
     const WHAT: &str = "a size of the scaled model";
-    let of = |size: u64| Ok::<_, Error>(product(WHAT, &[size, kv_heads])?.div_ceil(template.kv_heads));
+    let q = template_size(template);
+    let up = |size: u64| Ok::<_, Error>(product(WHAT, &[size, n])?.div_ceil(q));
+    let nearest =
+        |size: u64| Ok::<_, Error>((exact::sum(WHAT, [product(WHAT, &[size, n])?, q / 2])? / q).max(1));
+    let kv_heads = nearest(template.kv_heads)?;
     let heads = product(WHAT, &[template.heads / template.kv_heads, kv_heads])?;
     let hidden = match template.family {
+        // Their heads fill the hidden size exactly.
         Family::Gpt2 | Family::Gpt2Like => product(WHAT, &[heads, template.head_dim])?,
-        Family::Qwen2 | Family::Llama => of(template.hidden)?,
+        Family::Qwen2 | Family::Llama => up(template.hidden)?,
     };
-    let half = template.kv_heads / 2;
-    let layers = exact::sum(WHAT, [product(WHAT, &[template.layers, kv_heads])?, half])? / template.kv_heads;
     Decoder::new(Shape {
         hidden,
-        embedding: if template.family == Family::Gpt2Like { of(template.embedding)? } else { hidden },
-        layers: layers.max(1),
+        embedding: if template.family == Family::Gpt2Like { up(template.embedding)? } else { hidden },
+        layers: nearest(template.layers)?,
         heads,
         kv_heads,
-        feed_forward: of(template.feed_forward)?,
+        feed_forward: up(template.feed_forward)?,
         ..(**template).clone()
     })
 }
@@ -145,10 +152,17 @@ mod tests {
     #[test]
     fn scaling_a_family_meets_its_members() {
         let small = presets::find("gpt2").unwrap();
-        assert_eq!(with_width(&small, 12).unwrap(), small);
+        assert_eq!(scaled(&small, 12).unwrap(), small);
         let llama = presets::find("llama-3-8b").unwrap();
-        assert_eq!(with_width(&llama, 8).unwrap(), llama);
-        let double = with_width(&llama, 16).unwrap();
+        assert_eq!(scaled(&llama, 32).unwrap(), llama);
+        let double = scaled(&llama, 64).unwrap();
         assert_eq!((double.hidden, double.layers, double.heads), (8192, 64, 64));
+        for (name, _) in presets::ALL {
+            let model = presets::find(name).unwrap();
+            assert_eq!(scaled(&model, template_size(&model)).unwrap(), model, "{name}");
+            let sizes: Vec<u64> =
+                (1..100).map(|n| scaled(&model, n).unwrap().parameters().unwrap()).collect();
+            assert!(sizes.is_sorted(), "{name}");
+        }
     }
 }

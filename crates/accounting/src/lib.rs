@@ -25,18 +25,21 @@
 //! | which tensors does a model have? | [`model`], [`parameters`], [`presets`], [`config`] |
 //! | how many FLOPs? | [`flops`], [`decoder_flops`], [`recompute`] |
 //! | how many bytes, where? | [`memory`], [`estimate`] |
+//! | what is the peak of a SwiGLU stack's training step? | [`swiglu`] |
 //! | what fits? | [`fit`] |
 //! | how long does it train? | [`hardware`], [`training_time`] |
 //! | what did the lecture say? | [`lecture`] |
 //!
 //! Counts are exact integers: bytes and elements `u64`, FLOPs `u128`. A result that does not fit is an [`Error`].
 
+pub mod bar;
 pub mod config;
 pub mod decoder_flops;
 pub mod dtype;
 mod error;
 pub mod estimate;
 mod exact;
+pub mod experiment;
 pub mod fit;
 pub mod float_format;
 pub mod flops;
@@ -48,6 +51,7 @@ pub mod parameters;
 pub mod presets;
 pub mod quantity;
 pub mod recompute;
+pub mod swiglu;
 pub mod training_time;
 
 pub use dtype::Dtype;
