@@ -16,9 +16,11 @@ use crate::error::{Error, Result, strip_frames};
 pub(crate) type Status = *mut c_char;
 
 pub(crate) mod autograd;
+pub(crate) mod device;
 pub(crate) mod gemm;
 pub(crate) mod memory;
 pub(crate) mod random;
+pub(crate) mod stream;
 pub(crate) mod swiglu;
 pub(crate) mod tensor;
 
@@ -59,7 +61,8 @@ pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> &str {
     text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
 }
 
-fn error_chain(error: &dyn std::error::Error) -> String {
+/// The words of an error and of its causes.
+pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {
