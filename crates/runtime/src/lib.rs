@@ -1,6 +1,7 @@
 //! What libtorch has and `tch` lacks.
 
 pub mod error;
+pub mod ops;
 pub mod random;
 mod sys;
 
