@@ -2,6 +2,7 @@
 
 pub mod error;
 pub mod ops;
+pub mod profile;
 pub mod random;
 mod sys;
 

@@ -16,6 +16,7 @@ use crate::error::{Error, Result, strip_frames};
 pub(crate) type Status = *mut c_char;
 
 pub(crate) mod ops;
+pub(crate) mod profile;
 pub(crate) mod random;
 
 unsafe extern "C" {
