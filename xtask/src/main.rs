@@ -1,1 +1,83 @@
-fn main() {}
+//! Makes libtorch available, runs the experiments, renders the reports: `cargo xtask VERB`.
+//!
+//! Never links libtorch, so that it builds in seconds on a machine that has none. One module per verb; what several
+//! verbs share has a module of its own:
+//!
+//! | module | subject |
+//! |---|---|
+//! | [`house`] | where things lie: in a checkout, or in an unpacked bundle |
+//! | [`torch`] | one libtorch folder: its version, and whether it reaches CUDA |
+//! | [`python`], [`venv`] | the interpreter, and private environments that survive being interrupted |
+//! | [`cargo`] | cargo as a child that finds libtorch |
+//! | [`runner`], [`display`] | one program as a child with its log, and the bars that show it |
+
+// A program's output is its standard output.
+#![allow(clippy::print_stdout)]
+
+mod bundle;
+mod cargo;
+mod compare;
+mod device;
+mod display;
+mod house;
+mod interrupt;
+mod lint;
+mod pages;
+mod programs;
+mod python;
+mod revision;
+mod run_all;
+mod runner;
+mod setup;
+mod stamp;
+mod test;
+mod torch;
+mod venv;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::house::House;
+
+/// Makes libtorch available, runs the experiments, renders the reports
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", disable_help_subcommand = true)]
+struct Command {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    /// Find or install libtorch and link it as .libtorch
+    Setup(setup::Args),
+    /// Set up, run every experiment that fits, write the reports, check the claims
+    RunAll(run_all::Args),
+    /// Set up, then run every test
+    Test(test::Args),
+    /// Check formatting, lints and documentation
+    Lint,
+    /// Render the reports from the records that are there, or compare two runs
+    Report(pages::Args),
+    /// Measure against PyTorch through Python, in turns on this machine
+    Compare(compare::Args),
+    /// Pack release binaries for a machine that has torch and no Rust
+    Bundle(bundle::Args),
+}
+
+fn main() -> ExitCode {
+    let command = Command::parse();
+    report::cli::run(|| {
+        let house = House::find()?;
+        match command.verb {
+            Verb::Setup(args) => setup::run(&house, &args),
+            Verb::RunAll(args) => run_all::run(&house, &args),
+            Verb::Test(args) => test::run(&house, &args),
+            Verb::Lint => lint::run(&house),
+            Verb::Report(args) => pages::run(&house, &args),
+            Verb::Compare(args) => compare::run(&house, &args),
+            Verb::Bundle(args) => bundle::run(&house, &args),
+        }
+    })
+}

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
+use serde::Deserialize;
 
 use crate::record::{RecordWriter, RecordsError};
 
@@ -32,7 +33,8 @@ impl CommonArgs {
 }
 
 /// How large an experiment is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Scale {
     /// Seconds: shows that everything runs
     Smoke,

@@ -1,6 +1,10 @@
 //! What libtorch has and `tch` lacks.
 
+pub mod autograd;
 pub mod error;
+pub mod fused;
+pub mod matmul;
+pub mod memory;
 pub mod ops;
 pub mod profile;
 pub mod random;

@@ -15,9 +15,14 @@ use crate::error::{Error, Result, strip_frames};
 /// What a function of the shim returns: null, or a message that the caller owns.
 pub(crate) type Status = *mut c_char;
 
+pub(crate) mod autograd;
+pub(crate) mod gemm;
+pub(crate) mod memory;
 pub(crate) mod ops;
 pub(crate) mod profile;
 pub(crate) mod random;
+pub(crate) mod swiglu;
+pub(crate) mod tensor;
 
 unsafe extern "C" {
     fn rt_free_message(message: Status);

@@ -1,0 +1,131 @@
+//! Claims and their verdicts: does what the project states hold on the records at hand?
+
+use std::fmt;
+
+use crate::measurements::Measurements;
+use crate::record::Record;
+use crate::run::{RunOutcome, RunState};
+use crate::spec::{Claim, Op, Specs};
+use crate::unit;
+
+/// What the records say of a claim.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Verdict {
+    /// The worst value keeps to the limit.
+    Holds {
+        /// The worst value.
+        value: f64,
+    },
+    /// The worst value does not keep to the limit.
+    FallsShort {
+        /// The worst value.
+        value: f64,
+    },
+    /// A value is missing.
+    NotMeasured {
+        /// Why.
+        why: String,
+    },
+}
+
+/// A claim with its verdict.
+///
+/// Its `Display` is one line: `claim fused-ce/time-vs-eager 0.97 <= 1.00 holds`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CheckedClaim {
+    /// The claim.
+    pub claim: Claim,
+    /// The unit of value and limit.
+    pub unit: String,
+    /// What the records say.
+    pub verdict: Verdict,
+}
+
+/// Checks every claim of `specs` against `records`, in the order of registration.
+///
+/// The worst of all matching records decides. A missing value leaves the claim open unless a measured one falls short
+/// already. `runs` tells why an experiment left no record.
+pub fn check(specs: &Specs, records: &[Record], runs: &[RunOutcome]) -> Vec<CheckedClaim> {
+    specs.claims.iter().map(|claim| check_one(specs, claim, records, runs)).collect()
+}
+
+fn check_one(specs: &Specs, claim: &Claim, records: &[Record], runs: &[RunOutcome]) -> CheckedClaim {
+    let measured = Measurements::of(specs, &claim.experiment, records);
+    let matching: Vec<_> = measured
+        .records()
+        .iter()
+        .filter(|record| record.metric.name == claim.metric && claim.case.matches(&record.case))
+        .collect();
+    let worst = matching
+        .iter()
+        .filter_map(|record| record.metric.value)
+        .max_by(|&a, &b| claim.op.badness(a, claim.limit).total_cmp(&claim.op.badness(b, claim.limit)));
+    let missing = matching.iter().find(|record| record.metric.value.is_none());
+    let verdict = match (worst, missing) {
+        (Some(value), _) if !claim.op.holds(value, claim.limit) => Verdict::FallsShort { value },
+        (_, Some(record)) => {
+            Verdict::NotMeasured { why: record.metric.note.clone().unwrap_or_else(|| "no value".into()) }
+        }
+        (Some(value), None) => Verdict::Holds { value },
+        (None, None) => Verdict::NotMeasured { why: why_no_record(claim, runs) },
+    };
+    let unit = matching.first().map_or_else(|| claim.unit.clone(), |record| record.metric.unit.clone());
+    CheckedClaim { claim: claim.clone(), unit, verdict }
+}
+
+fn why_no_record(claim: &Claim, runs: &[RunOutcome]) -> String {
+    match runs.iter().find(|run| run.experiment == claim.experiment).map(|run| &run.state) {
+        Some(RunState::Skipped { why }) => why.clone(),
+        Some(RunState::Failed { .. }) => format!("{} failed", claim.experiment),
+        _ => "no record".into(),
+    }
+}
+
+impl CheckedClaim {
+    /// `holds`, `falls short` or `not measured`.
+    pub fn word(&self) -> &'static str {
+        match self.verdict {
+            Verdict::Holds { .. } => "holds",
+            Verdict::FallsShort { .. } => "falls short",
+            Verdict::NotMeasured { .. } => "not measured",
+        }
+    }
+
+    /// The value and the limit as shown, with as many decimals as it takes to see on which side the value is.
+    pub fn figures(&self) -> (Option<String>, String) {
+        let Claim { op, limit, .. } = self.claim;
+        let exact = op == Op::Equal;
+        match self.verdict {
+            Verdict::NotMeasured { .. } => (None, unit::pair(limit, limit, &self.unit, 2, exact).1),
+            Verdict::Holds { value } | Verdict::FallsShort { value } => {
+                let mut shown = unit::pair(value, limit, &self.unit, 2, exact);
+                for decimals in 3..=9 {
+                    if op.holds(value, limit) || shown.0 != shown.1 {
+                        break;
+                    }
+                    shown = unit::pair(value, limit, &self.unit, decimals, exact);
+                }
+                (Some(shown.0), shown.1)
+            }
+        }
+    }
+}
+
+impl fmt::Display for CheckedClaim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (value, limit) = self.figures();
+        let Claim { name, op, .. } = &self.claim;
+        match (&self.verdict, value) {
+            (Verdict::NotMeasured { why }, _) => write!(f, "claim {name} not measured ({why})"),
+            (_, value) => {
+                write!(
+                    f,
+                    "claim {name} {} {} {limit} {}",
+                    value.unwrap_or_default(),
+                    op.symbol(),
+                    self.word()
+                )
+            }
+        }
+    }
+}

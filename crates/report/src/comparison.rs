@@ -1,0 +1,130 @@
+//! Ours against a peer's, round by round.
+//!
+//! A machine drifts: its clock, its neighbours, its caches. Two programs that take turns drift together, so the ratio
+//! is taken within each round, and the figure is the median of the rounds' ratios, with their spread.
+
+use crate::measurements::{ROUND_KEY, distinct, newest};
+use crate::record::{Case, Metric, Record};
+use crate::spec::{Comparison, Ratio};
+
+/// The ratios that `comparison` asks for, one record per group of cases and ratio.
+///
+/// The result's case is the group's values, then the keys that `ours` fixes. A group whose rounds never have both
+/// sides gives a record that says "not measured" and why.
+///
+/// ```
+/// use report::{Case, Environment, Metric, Record, comparison};
+///
+/// let specs: report::Specs = toml::from_str(r#"
+///     [[comparison]]
+///     name = "swiglu-time"
+///     title = "SwiGLU against PyTorch"
+///     about = "Forward and backward."
+///     package = "swiglu-ckpt"
+///     peer = "swiglu.py"
+///     rounds = 2
+///     ratio = [{ metric = "step_seconds", as = "step_time_ratio", per = ["batch"],
+///                ours = { impl = "frugal" }, theirs = { impl = "pytorch" } }]
+/// "#)?;
+/// let record = |name: &str, round: u32, seconds: f64| Record {
+///     experiment: "swiglu-time".into(),
+///     case: Case::new().with("impl", name).with("batch", 8).with("round", round),
+///     metric: Metric::exact("step_seconds", "s", seconds),
+///     environment: Environment::detect("cpu", None),
+/// };
+/// let records = [record("frugal", 0, 1.0), record("pytorch", 0, 2.0),
+///                record("frugal", 1, 3.0), record("pytorch", 1, 4.0)];
+/// let ratios = comparison::ratios(&specs.comparisons[0], &records);
+/// assert_eq!(ratios[0].metric.value, Some((0.5 + 0.75) / 2.0));
+/// assert_eq!(ratios[0].case, Case::new().with("batch", 8).with("impl", "frugal"));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn ratios(comparison: &Comparison, records: &[Record]) -> Vec<Record> {
+    let records: Vec<_> = newest(records).into_iter().filter(|r| r.experiment == comparison.name).collect();
+    comparison.ratios.iter().flat_map(|ratio| ratios_of(ratio, &records)).collect()
+}
+
+fn ratios_of(ratio: &Ratio, records: &[Record]) -> Vec<Record> {
+    let ours: Vec<_> =
+        records.iter().filter(|r| r.metric.name == ratio.metric && ratio.ours.matches(&r.case)).collect();
+    let theirs: Vec<_> =
+        records.iter().filter(|r| r.metric.name == ratio.metric && ratio.theirs.matches(&r.case)).collect();
+    let groups = distinct(ours.iter().filter_map(|record| record.case.project(&ratio.per)));
+    let mut results = Vec::new();
+    for group in groups {
+        let mine: Vec<_> = ours.iter().filter(|r| r.case.matches(&group)).collect();
+        let wanted = group.without(|key| ratio.theirs.fixes(key));
+        let peers: Vec<_> = theirs.iter().filter(|r| r.case.matches(&wanted)).collect();
+        let of_rounds: Vec<Result<f64, String>> =
+            mine.iter().map(|record| ratio_of_round(ratio, record, &mine, &peers)).collect();
+        let case = ratio.ours.fixed().fold(group, |case, (key, value)| case.with(key, value.clone()));
+        let values: Vec<f64> = of_rounds.iter().filter_map(|r| r.as_ref().ok().copied()).collect();
+        let why = of_rounds.into_iter().find_map(Result::err);
+        let metric = match (values.is_empty(), why) {
+            (true, why) => Metric::not_measured(&ratio.name, "ratio", &why.unwrap_or("no record".into())),
+            (false, None) => Metric::of_samples(&ratio.name, "ratio", &values),
+            (false, Some(why)) => Metric {
+                note: Some(format!("a round is left out: {why}")),
+                ..Metric::of_samples(&ratio.name, "ratio", &values)
+            },
+        };
+        let last = mine.iter().max_by_key(|r| r.environment.unix_time).expect("a group has a record of ours");
+        results.push(Record { case, metric, ..(**last).clone() });
+    }
+    results
+}
+
+fn ratio_of_round(
+    ratio: &Ratio,
+    record: &Record,
+    mine: &[&&Record],
+    peers: &[&&Record],
+) -> Result<f64, String> {
+    let round = record.case.get(ROUND_KEY);
+    let same_round = |r: &&&&Record| r.case.get(ROUND_KEY) == round;
+    if mine.iter().filter(same_round).count() > 1 {
+        return Err("several cases of ours are in one round; add a key that tells them apart to `per`".into());
+    }
+    let mut others = peers.iter().filter(same_round);
+    let (Some(peer), None) = (others.next(), others.next()) else {
+        let found = peers.iter().filter(same_round).count();
+        return Err(if found == 0 {
+            format!("no record of {} to divide by", ratio.metric)
+        } else {
+            format!("{found} records to divide by in one round; add a key that tells them apart to `per`")
+        });
+    };
+    let value = |r: &Record| {
+        r.metric
+            .value
+            .ok_or_else(|| r.metric.note.clone().unwrap_or_else(|| format!("no value of {}", ratio.metric)))
+    };
+    let quotient = value(record)? / value(peer)?;
+    if quotient.is_finite() { Ok(quotient) } else { Err("the divisor is zero".into()) }
+}
+
+/// The rounds of each case as one record: their median, spread and number. Records without a round stay as they are.
+pub(crate) fn join_rounds(records: &[Record]) -> Vec<Record> {
+    let mut joined: Vec<(Case, Vec<&Record>)> = Vec::new();
+    for record in records {
+        let case = record.case.without(|key| key == ROUND_KEY);
+        let here =
+            joined.iter_mut().find(|(c, rounds)| *c == case && rounds[0].metric.name == record.metric.name);
+        match here {
+            Some((_, rounds)) => rounds.push(record),
+            None => joined.push((case, vec![record])),
+        }
+    }
+    let join = |(case, rounds): (Case, Vec<&Record>)| {
+        let last =
+            rounds.iter().max_by_key(|r| r.environment.unix_time).expect("there is one record at least");
+        if rounds.len() == 1 {
+            return Record { case, ..(*last).clone() };
+        }
+        let values: Vec<f64> = rounds.iter().filter_map(|r| r.metric.value).collect();
+        let note = rounds.iter().find_map(|r| r.metric.note.clone());
+        let metric = Metric { note, ..Metric::of_samples(&last.metric.name, &last.metric.unit, &values) };
+        Record { case, metric, ..(*last).clone() }
+    };
+    joined.into_iter().map(join).collect()
+}

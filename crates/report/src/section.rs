@@ -1,0 +1,204 @@
+//! One experiment as the report shows it: its tables, plots and findings, filled with records.
+
+use std::collections::BTreeMap;
+
+use crate::environment::Environment;
+use crate::finding;
+use crate::measurements::{Measurements, distinct};
+use crate::plot;
+use crate::record::Record;
+use crate::run::{RunOutcome, RunState};
+use crate::spec::{self, Specs};
+use crate::table::Table;
+
+/// A section of the report.
+#[derive(Clone, Debug)]
+pub struct Section {
+    /// The experiment's name.
+    pub name: String,
+    /// Heading.
+    pub title: String,
+    /// What it shows, in Markdown.
+    pub about: String,
+    /// Tables that have records.
+    pub tables: Vec<Table>,
+    /// Plots that have records.
+    pub plots: Vec<DrawnPlot>,
+    /// Sentences.
+    pub findings: Vec<String>,
+    /// The command that runs it again; empty where none is known.
+    pub command: String,
+    /// Where its records were taken, each place once.
+    pub environments: Vec<String>,
+    /// How its run ended, where one was made.
+    pub run: Option<RunState>,
+    /// Whether any record was there.
+    pub has_records: bool,
+}
+
+/// A plot that was drawn.
+#[derive(Clone, Debug)]
+pub struct DrawnPlot {
+    /// Caption.
+    pub title: String,
+    /// Its file, relative to the report's folder.
+    pub file: String,
+    /// The SVG document.
+    pub svg: String,
+}
+
+impl Section {
+    /// The name of its CSV file. Records may name an experiment that no crate registers, so what does not belong in a
+    /// file's name becomes `_`.
+    pub fn csv_file(&self) -> String {
+        let plain = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '-' | '_') { c } else { '_' };
+        self.name.chars().map(plain).collect::<String>() + ".csv"
+    }
+
+    /// `done in 12.0 s`, `failed: …`, `skipped: …`, or whether records are there.
+    pub fn run_words(&self) -> String {
+        match &self.run {
+            Some(state @ RunState::Done { .. }) => format!("done in {}", state.detail()),
+            Some(state) => format!("{}: {}", state.word(), state.detail()),
+            None if self.has_records => "records of an earlier run".into(),
+            None => "not run".into(),
+        }
+    }
+}
+
+/// A section per experiment, then per comparison, then per experiment that only the records know.
+pub fn sections(specs: &Specs, records: &[Record], runs: &[RunOutcome]) -> Vec<Section> {
+    let build = |name: &str, title: &str, about: &str, views: Views, command: String| {
+        let measured = Measurements::of(specs, name, records);
+        let run = runs.iter().find(|run| run.experiment == name).map(|run| run.state.clone());
+        section(name, title, about, &views, command, &measured, run)
+    };
+    let mut sections = Vec::new();
+    for e in &specs.experiments {
+        let views = Views { tables: &e.tables, plots: &e.plots, findings: &e.findings };
+        let command = format!("cargo xtask run-all --only {}", e.name);
+        sections.push(build(&e.name, &e.title, &e.about, views, command));
+    }
+    for c in &specs.comparisons {
+        let views = Views { tables: &c.tables, plots: &c.plots, findings: &c.findings };
+        let command = format!("cargo xtask compare --only {}", c.name);
+        sections.push(build(&c.name, &c.title, &c.about, views, command));
+    }
+    for name in distinct(records.iter().map(|record| &record.experiment)) {
+        if specs.experiment(name).is_none() && specs.comparison(name).is_none() {
+            let about = "No crate registers this experiment; these are its records as they are.";
+            sections.push(build(name, name, about, Views::default(), String::new()));
+        }
+    }
+    sections
+}
+
+#[derive(Default)]
+struct Views<'a> {
+    tables: &'a [spec::Table],
+    plots: &'a [spec::Plot],
+    findings: &'a [spec::Finding],
+}
+
+fn section(
+    name: &str,
+    title: &str,
+    about: &str,
+    views: &Views,
+    command: String,
+    measured: &Measurements,
+    run: Option<RunState>,
+) -> Section {
+    let has_records = !measured.records().is_empty();
+    let everything = [spec::Table { title: "Every measurement".into(), ..spec::Table::default() }];
+    let tables = if views.tables.is_empty() { &everything } else { views.tables };
+    let draw = |spec: &spec::Plot| {
+        let file = format!("plots/{name}-{}.svg", spec.name);
+        plot::draw(spec, measured).map(|svg| DrawnPlot { title: spec.title.clone(), file, svg })
+    };
+    Section {
+        name: name.into(),
+        title: title.into(),
+        about: about.into(),
+        tables: tables.iter().filter_map(|table| Table::build(table, measured)).collect(),
+        plots: views.plots.iter().filter_map(draw).collect(),
+        findings: match has_records {
+            true => views.findings.iter().flat_map(|finding| finding::sentences(finding, measured)).collect(),
+            false => Vec::new(),
+        },
+        command,
+        environments: environments(measured.records()),
+        run,
+        has_records,
+    }
+}
+
+/// Each machine and revision once, with the days of its first and last record.
+pub(crate) fn environments(records: &[Record]) -> Vec<String> {
+    let mut order = Vec::new();
+    let mut days: BTreeMap<String, (u64, u64)> = BTreeMap::new();
+    for Record { environment, .. } in records {
+        let place = place(environment);
+        let time = environment.unix_time;
+        let span = days.entry(place.clone()).or_insert_with(|| {
+            order.push(place);
+            (time, time)
+        });
+        *span = (span.0.min(time), span.1.max(time));
+    }
+    let line = |place: &String| {
+        let (first, last) = (day(days[place].0), day(days[place].1));
+        if first == last { format!("{place}, {first}") } else { format!("{place}, {first} to {last}") }
+    };
+    order.iter().map(line).collect()
+}
+
+fn place(e: &Environment) -> String {
+    let mut parts = vec![if e.device == "cpu" { e.cpu.clone() } else { format!("{} ({})", e.device, e.cpu) }];
+    parts.push(format!("{} thread{}", e.threads, if e.threads == 1 { "" } else { "s" }));
+    if e.memory_bytes > 0 {
+        parts.push(crate::unit::human(e.memory_bytes as f64, "B"));
+    }
+    if let Some(torch) = &e.torch {
+        parts.push(format!("libtorch {torch}"));
+    }
+    if !e.revision.is_empty() {
+        parts.push(format!("revision {}", e.revision));
+    }
+    parts.join(", ")
+}
+
+/// The UTC day of a time, `2026-11-21`.
+pub(crate) fn day(unix_time: u64) -> String {
+    // Days to civil date in the proleptic Gregorian calendar (H. Hinnant, "chrono-compatible low-level date
+    // algorithms"); years start in March so that the leap day is the last.
+    let days = (unix_time / 86_400).min(100_000_000) as i64 + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    let year = era * 400 + year_of_era + i64::from(month <= 2);
+    format!("{year:04}-{month:02}-{day:02}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::day;
+
+    #[test]
+    fn days_of_known_times() {
+        for (time, expected) in [
+            (0, "1970-01-01"),
+            (951_782_400, "2000-02-29"),
+            (951_868_800, "2000-03-01"),
+            (1_795_248_000, "2026-11-21"),
+            (4_107_542_399, "2100-02-28"),
+            (4_107_542_400, "2100-03-01"),
+        ] {
+            assert_eq!(day(time), expected);
+        }
+        assert!(day(u64::MAX).len() >= 10, "a time beyond every calendar is no panic");
+    }
+}

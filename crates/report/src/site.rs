@@ -1,0 +1,81 @@
+//! Writes the whole report: a page, a Markdown file, one CSV file per experiment and one SVG file per plot.
+
+use std::path::{Path, PathBuf};
+
+use crate::claim::{self, CheckedClaim};
+use crate::comparison;
+use crate::measurements::newest;
+use crate::record::Record;
+use crate::run::RunOutcome;
+use crate::section::{environments, sections};
+use crate::spec::Specs;
+use crate::{markdown, page, tidy_csv};
+
+/// The report cannot be written.
+#[derive(Debug, thiserror::Error)]
+pub enum SiteError {
+    /// A file or folder cannot be written.
+    #[error("cannot write {path}: {source}; give an output folder that you may write to and that has space")]
+    Write {
+        /// The path that was tried.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+}
+
+/// What was written, and what the claims came to.
+#[derive(Clone, Debug)]
+pub struct Written {
+    /// The page.
+    pub page: PathBuf,
+    /// Every file, in the order of writing.
+    pub files: Vec<PathBuf>,
+    /// Every claim with its verdict.
+    pub claims: Vec<CheckedClaim>,
+}
+
+/// Writes `index.html`, `report.md`, `<experiment>.csv` and `plots/<experiment>-<plot>.svg` into the folder `out`,
+/// which is made where it is missing. Files of the same names are replaced, others stay.
+pub fn write(
+    specs: &Specs,
+    records: &[Record],
+    runs: &[RunOutcome],
+    out: &Path,
+) -> Result<Written, SiteError> {
+    let records = newest(records);
+    let claims = claim::check(specs, &records, runs);
+    let sections = sections(specs, &records, runs);
+    let mut folder = Folder { out, files: Vec::new() };
+    for section in &sections {
+        for plot in &section.plots {
+            folder.write(&plot.file, &plot.svg)?;
+        }
+        let mut mine: Vec<_> = records.iter().filter(|r| r.experiment == section.name).cloned().collect();
+        if let Some(comparison) = specs.comparison(&section.name) {
+            mine.extend(comparison::ratios(comparison, &mine));
+        }
+        if !mine.is_empty() {
+            folder.write(&section.csv_file(), &tidy_csv::write(&mine))?;
+        }
+    }
+    folder.write("report.md", &markdown::report(&claims, &sections))?;
+    let page = folder.write("index.html", &page::html(&claims, &environments(&records), &sections))?;
+    Ok(Written { page, files: folder.files, claims })
+}
+
+struct Folder<'a> {
+    out: &'a Path,
+    files: Vec<PathBuf>,
+}
+
+impl Folder<'_> {
+    fn write(&mut self, name: &str, text: &str) -> Result<PathBuf, SiteError> {
+        let path = self.out.join(name);
+        let folder = path.parent().unwrap_or(self.out);
+        let written = std::fs::create_dir_all(folder).and_then(|()| std::fs::write(&path, text));
+        written.map_err(|source| SiteError::Write { path: path.clone(), source })?;
+        self.files.push(path.clone());
+        Ok(path)
+    }
+}

@@ -1,0 +1,239 @@
+//! What a crate registers in its `experiments.toml`: experiments, claims, and comparisons with another program.
+//!
+//! Everything that runs and renders an experiment reads it from there, so that a new experiment is a new file and no
+//! change in this crate or in `xtask`. An unknown field is an error, so a slip of the pen never passes silently.
+//!
+//! ```
+//! let specs: report::Specs = toml::from_str(r#"
+//!     [[experiment]]
+//!     name = "swiglu-ckpt"
+//!     title = "SwiGLU: keep or recompute"
+//!     about = "What each level costs in time and saves in memory."
+//!     package = "swiglu-ckpt"
+//!     args = ["bench"]
+//!     torch = true
+//!
+//!     [[experiment.table]]
+//!     title = "Time and memory"
+//!     rows = ["batch", "level"]
+//!     columns = ["forward_seconds", "peak_bytes"]
+//!
+//!     [[claim]]
+//!     name = "swiglu-ckpt/tiled-peak"
+//!     what = "peak of the tiled level above weights, against keeping everything"
+//!     experiment = "swiglu-ckpt"
+//!     metric = "peak_ratio"
+//!     case = { level = "InputOnlyTiled" }
+//!     op = "<="
+//!     limit = 0.35
+//!     run = "cargo xtask run-all --only swiglu-ckpt"
+//! "#)?;
+//! assert_eq!(specs.experiments[0].tables[0].rows, ["batch", "level"]);
+//! assert!(specs.claims[0].op.holds(0.31, specs.claims[0].limit));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod load;
+mod view;
+
+use serde::Deserialize;
+
+use crate::cli::Scale;
+use crate::filter::Filter;
+pub use load::SpecError;
+pub use view::{Finding, Plot, PlotKind, Table};
+
+/// Everything that the crates of a workspace register.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Specs {
+    /// `[[experiment]]`: programs whose records the report shows.
+    #[serde(rename = "experiment")]
+    pub experiments: Vec<Experiment>,
+    /// `[[claim]]`: figures that the project states, with their limits.
+    #[serde(rename = "claim")]
+    pub claims: Vec<Claim>,
+    /// `[[comparison]]`: programs that are measured against another program, in turns.
+    #[serde(rename = "comparison")]
+    pub comparisons: Vec<Comparison>,
+}
+
+impl Specs {
+    /// The experiment of this name.
+    pub fn experiment(&self, name: &str) -> Option<&Experiment> {
+        self.experiments.iter().find(|experiment| experiment.name == name)
+    }
+
+    /// The comparison of this name.
+    pub fn comparison(&self, name: &str) -> Option<&Comparison> {
+        self.comparisons.iter().find(|comparison| comparison.name == name)
+    }
+}
+
+/// A program whose records make a section of the report.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Experiment {
+    /// The name that its records carry; also the name of its CSV file, so letters, digits, `-` and `_` only.
+    #[serde(deserialize_with = "view::file_name")]
+    pub name: String,
+    /// Heading of its section.
+    pub title: String,
+    /// What it shows, in Markdown.
+    pub about: String,
+    /// Cargo package, whose binary has the same name.
+    pub package: String,
+    /// Arguments of the binary. `xtask` appends `--scale`, `--device`, `--records` and `--seed`.
+    #[serde(default)]
+    pub args: Vec<String>,
+    /// Whether the binary links libtorch.
+    pub torch: bool,
+    /// The scales that it runs at; every one where this is missing.
+    #[serde(default)]
+    pub scales: Option<Vec<Scale>>,
+    /// Tables, in the order of the page.
+    #[serde(default, rename = "table")]
+    pub tables: Vec<Table>,
+    /// Plots, in the order of the page.
+    #[serde(default, rename = "plot")]
+    pub plots: Vec<Plot>,
+    /// Findings, in the order of the page.
+    #[serde(default, rename = "finding")]
+    pub findings: Vec<Finding>,
+}
+
+impl Experiment {
+    /// Whether it is meant to run at `scale`.
+    pub fn runs_at(&self, scale: Scale) -> bool {
+        self.scales.as_ref().is_none_or(|scales| scales.contains(&scale))
+    }
+}
+
+/// A figure that the project states, as data: what is measured, its limit, and how to measure it again.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Claim {
+    /// `crate/what`, for example `swiglu-ckpt/save-all-time`.
+    pub name: String,
+    /// What is claimed, in words.
+    pub what: String,
+    /// The experiment or comparison whose records decide.
+    pub experiment: String,
+    /// The metric that is compared with the limit.
+    pub metric: String,
+    /// Which cases; every one where this is missing. The worst of them decides.
+    #[serde(default)]
+    pub case: Filter,
+    /// On which side of the limit the value must be.
+    pub op: Op,
+    /// The limit, in the metric's unit.
+    #[serde(deserialize_with = "view::finite")]
+    pub limit: f64,
+    /// The unit of `limit` where there is no record to take it from.
+    #[serde(default)]
+    pub unit: String,
+    /// The command that measures it.
+    pub run: String,
+}
+
+/// How a claim's value relates to its limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+pub enum Op {
+    /// `<=`: the largest value decides.
+    #[serde(rename = "<=")]
+    AtMost,
+    /// `>=`: the smallest value decides.
+    #[serde(rename = ">=")]
+    AtLeast,
+    /// `==`: the value farthest from the limit decides.
+    #[serde(rename = "==")]
+    Equal,
+}
+
+impl Op {
+    /// Whether `value` keeps to `limit`. A value that is not a number never does.
+    pub fn holds(self, value: f64, limit: f64) -> bool {
+        match self {
+            Self::AtMost => value <= limit,
+            Self::AtLeast => value >= limit,
+            Self::Equal => value == limit,
+        }
+    }
+
+    /// How much worse a value is for the claim: larger is worse.
+    pub(crate) fn badness(self, value: f64, limit: f64) -> f64 {
+        match self {
+            Self::AtMost => value,
+            Self::AtLeast => -value,
+            Self::Equal => (value - limit).abs(),
+        }
+    }
+
+    /// As it is written: `<=`, `>=` or `==`.
+    pub fn symbol(self) -> &'static str {
+        match self {
+            Self::AtMost => "<=",
+            Self::AtLeast => ">=",
+            Self::Equal => "==",
+        }
+    }
+}
+
+/// A program of ours and a peer that do the same work in turns, on the same machine.
+///
+/// Both append records under the comparison's name, with the case keys `impl` (`frugal`, `pytorch`) and `round`.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Comparison {
+    /// The name that the records of both programs carry.
+    #[serde(deserialize_with = "view::file_name")]
+    pub name: String,
+    /// Heading of its section.
+    pub title: String,
+    /// What is compared, in Markdown.
+    pub about: String,
+    /// Cargo package of our program, whose binary has the same name.
+    pub package: String,
+    /// Arguments of our program.
+    #[serde(default)]
+    pub args: Vec<String>,
+    /// The peer's script under `xtask/peers`, for example `swiglu.py`.
+    pub peer: String,
+    /// Arguments of the peer.
+    #[serde(default)]
+    pub peer_args: Vec<String>,
+    /// How often the two take turns.
+    #[serde(deserialize_with = "view::at_least_one")]
+    pub rounds: u32,
+    /// The ratios that are computed of each round.
+    #[serde(default, rename = "ratio")]
+    pub ratios: Vec<Ratio>,
+    /// Tables, in the order of the page. Rounds appear in them as one value with its spread.
+    #[serde(default, rename = "table")]
+    pub tables: Vec<Table>,
+    /// Plots, in the order of the page.
+    #[serde(default, rename = "plot")]
+    pub plots: Vec<Plot>,
+    /// Findings, in the order of the page.
+    #[serde(default, rename = "finding")]
+    pub findings: Vec<Finding>,
+}
+
+/// A ratio of our value to theirs, taken within each round so that a drift of the machine cancels.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Ratio {
+    /// The metric of both.
+    pub metric: String,
+    /// The cases of the numerator.
+    pub ours: Filter,
+    /// The cases of the denominator.
+    pub theirs: Filter,
+    /// The name of the resulting metric.
+    #[serde(rename = "as")]
+    pub name: String,
+    /// Case keys which both sides share. A key that `ours` or `theirs` fixes is not matched on that side, so that
+    /// every level can be divided by one baseline.
+    #[serde(default)]
+    pub per: Vec<String>,
+}

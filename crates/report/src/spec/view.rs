@@ -1,0 +1,213 @@
+//! Tables, plots and findings: what a section shows of its records.
+
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer};
+
+use crate::filter::Filter;
+use crate::finding::Template;
+
+/// A table: one row per combination of case keys, one column per metric.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Table {
+    /// Caption.
+    pub title: String,
+    /// Which cases; every one where this is missing.
+    #[serde(default)]
+    pub filter: Filter,
+    /// The case keys that make a row; every key where this is missing.
+    #[serde(default)]
+    pub rows: Vec<String>,
+    /// The metrics that make columns; every metric where this is missing.
+    #[serde(default)]
+    pub columns: Vec<String>,
+    /// A case key whose values become columns, one of each metric.
+    #[serde(default)]
+    pub pivot: Option<String>,
+}
+
+/// How a plot draws its points.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PlotKind {
+    /// Points joined along x, one line per series.
+    Line,
+    /// Points.
+    Scatter,
+    /// Horizontal bars, one group per value of `x`, one bar per series.
+    Bar,
+    /// Horizontal bars made of the metrics in `stack`, one per value of `x`.
+    StackedBar,
+}
+
+/// A plot of the records of one section.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(try_from = "PlotFields")]
+pub struct Plot {
+    /// Part of the file name `plots/<experiment>-<name>.svg`.
+    pub name: String,
+    /// Caption.
+    pub title: String,
+    /// How the points are drawn.
+    pub kind: PlotKind,
+    /// A case key or a metric. For bars: the case key whose values name the bars.
+    pub x: String,
+    /// A case key or a metric; empty for a stacked bar.
+    pub y: String,
+    /// The metrics of a stacked bar, from the axis outwards.
+    pub stack: Vec<String>,
+    /// The case key that tells series apart.
+    pub series: Option<String>,
+    /// Case keys whose combinations get a panel each.
+    pub facet: Vec<String>,
+    /// Whether the Pareto front is drawn (less is better on both axes).
+    pub pareto: bool,
+    /// Logarithmic x axis.
+    pub log_x: bool,
+    /// Logarithmic y axis.
+    pub log_y: bool,
+    /// Which cases; every one where this is missing.
+    pub filter: Filter,
+    /// The case key whose value is written beside each point.
+    pub label: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PlotFields {
+    #[serde(deserialize_with = "file_name")]
+    name: String,
+    title: String,
+    kind: PlotKind,
+    x: String,
+    #[serde(default)]
+    y: String,
+    #[serde(default)]
+    stack: Vec<String>,
+    #[serde(default)]
+    series: Option<String>,
+    #[serde(default)]
+    facet: Vec<String>,
+    #[serde(default)]
+    pareto: bool,
+    #[serde(default)]
+    log_x: bool,
+    #[serde(default)]
+    log_y: bool,
+    #[serde(default)]
+    filter: Filter,
+    #[serde(default)]
+    label: Option<String>,
+}
+
+impl TryFrom<PlotFields> for Plot {
+    type Error = String;
+
+    fn try_from(f: PlotFields) -> Result<Self, String> {
+        let name = &f.name;
+        let stacked = f.kind == PlotKind::StackedBar;
+        let bars = stacked || f.kind == PlotKind::Bar;
+        if stacked && f.stack.is_empty() {
+            return Err(format!("the stacked bar `{name}` names no metrics; add `stack = [\"metric\", …]`"));
+        }
+        if stacked && !f.y.is_empty() {
+            return Err(format!(
+                "the stacked bar `{name}` has `y`; remove it, its values are the metrics in `stack`"
+            ));
+        }
+        if stacked && f.series.is_some() {
+            return Err(format!(
+                "the stacked bar `{name}` has `series`; remove it, or make it a panel each with `facet`"
+            ));
+        }
+        if !stacked && f.y.is_empty() {
+            return Err(format!("the plot `{name}` has no `y`; add the case key or metric to plot"));
+        }
+        if !stacked && !f.stack.is_empty() {
+            return Err(format!("the plot `{name}` has `stack`; remove it, or set `kind = \"stacked-bar\"`"));
+        }
+        if bars && (f.log_x || f.log_y) {
+            return Err(format!(
+                "the plot `{name}` asks for a logarithmic axis; remove it, the length of a bar is read from zero"
+            ));
+        }
+        if f.pareto && f.kind != PlotKind::Scatter {
+            return Err(format!(
+                "the plot `{name}` asks for `pareto`; remove it, or set `kind = \"scatter\"`"
+            ));
+        }
+        let PlotFields { name, title, kind, x, y, stack, series, facet, pareto, log_x, log_y, filter, label } =
+            f;
+        Ok(Self { name, title, kind, x, y, stack, series, facet, pareto, log_x, log_y, filter, label })
+    }
+}
+
+/// A sentence whose figures are computed of records, once per group of cases.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(try_from = "FindingFields")]
+pub struct Finding {
+    /// Case keys whose combinations get a sentence each; one sentence where this is empty.
+    pub per: Vec<String>,
+    /// The cases that the sentence is about.
+    pub of: Filter,
+    /// The cases that they are measured against. A key that is fixed here is not matched with the group's, so that
+    /// every level can be measured against one baseline.
+    pub against: Option<Filter>,
+    /// The sentence.
+    pub text: Template,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FindingFields {
+    #[serde(default)]
+    per: Vec<String>,
+    #[serde(default)]
+    of: Filter,
+    #[serde(default)]
+    against: Option<Filter>,
+    text: Template,
+}
+
+impl TryFrom<FindingFields> for Finding {
+    type Error = String;
+
+    fn try_from(fields: FindingFields) -> Result<Self, String> {
+        let FindingFields { per, of, against, text } = fields;
+        if against.is_none()
+            && let Some(quantity) = text.first_that_needs_against()
+        {
+            return Err(format!("the finding uses {quantity} and has no `against`; add `against = {{ … }}`"));
+        }
+        Ok(Self { per, of, against, text })
+    }
+}
+
+/// A name that becomes part of a file's name.
+pub(super) fn file_name<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    let name = String::deserialize(deserializer)?;
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_');
+    if name.is_empty() || !name.chars().all(plain) {
+        return Err(D::Error::custom(format!(
+            "the name {name:?} becomes part of a file name; use letters, digits, `-` and `_`"
+        )));
+    }
+    Ok(name)
+}
+
+/// A number that can be compared with a measurement.
+pub(super) fn finite<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    let limit = f64::deserialize(deserializer)?;
+    if !limit.is_finite() {
+        return Err(D::Error::custom(format!("the limit {limit} cannot be checked; give a finite number")));
+    }
+    Ok(limit)
+}
+
+/// A number of rounds.
+pub(super) fn at_least_one<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+    match u32::deserialize(deserializer)? {
+        0 => Err(D::Error::custom("0 rounds measure nothing; give `rounds = 1` or more")),
+        rounds => Ok(rounds),
+    }
+}

@@ -1,0 +1,229 @@
+// A node of libtorch's graph whose backward is written in Rust, and the engine's entry points.
+#include "autograd.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <mutex>
+#include <unordered_set>
+
+using at::Tensor;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+namespace {
+
+Tensor* hand_out(Tensor&& tensor) { return tensor.defined() ? new Tensor(std::move(tensor)) : nullptr; }
+
+variable_list copy_list(const Tensor* const* tensors, size_t count) {
+  variable_list list;
+  list.reserve(count);
+  for (size_t i = 0; i < count; i++) list.push_back(tensors[i] == nullptr ? Tensor() : *tensors[i]);
+  return list;
+}
+
+}  // namespace
+
+// Owns the Rust state from `attach` on, and drops it when backward can no longer run: at the node's destruction, or when
+// the engine releases the graph. `state_` is shared so that a release on one thread cannot free it under a running
+// backward on another.
+struct RustNode : public torch::autograd::Node {
+  RustNode(torch::autograd::edge_list&& edges, std::string name, size_t inputs)
+      : Node(std::move(edges)), name_(std::move(name)), inputs_(inputs) {}
+
+  std::string name() const override { return name_; }
+
+  void release_variables() override {
+    std::shared_ptr<void> dropped;  // destroyed after the lock: the drop runs foreign code
+    std::vector<SavedVariable> saved;
+    std::lock_guard<std::mutex> lock(mutex_);
+    release(dropped, saved);
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    const bool create_graph = at::GradMode::is_enabled();
+    const bool keep_graph = torch::autograd::get_current_graph_task_keep_graph();
+    std::shared_ptr<void> state, dropped;
+    std::vector<SavedVariable> saved_variables;
+    variable_list saved;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (released_) {
+        throw RustFailure("backward through `" + name_ +
+                          "` a second time, after its saved tensors were freed; pass retain_graph to the first backward");
+      }
+      state = state_;
+      saved.reserve(saved_.size());
+      for (auto& variable : saved_) saved.push_back(variable.unpack(getptr()));
+      // Nobody can come back for them, so that backward may free each saved tensor as soon as it is used.
+      if (!keep_graph) release(dropped, saved_variables);
+    }
+    saved_variables.clear();
+
+    std::vector<Tensor*> grads_in, saved_in, grads_out(inputs_, nullptr);
+    std::vector<uint8_t> needed(inputs_);
+    for (size_t i = 0; i < inputs_; i++) needed[i] = task_should_compute_output(i);
+    for (auto& grad : grads) grads_in.push_back(hand_out(std::move(grad)));
+    for (auto& tensor : saved) saved_in.push_back(hand_out(std::move(tensor)));
+    grads.clear();
+    saved.clear();
+
+    rt_status status;
+    {
+      at::AutoGradMode mode(create_graph && twice_differentiable_);
+      status = backward_(state.get(), grads_in.data(), grads_in.size(), saved_in.data(), saved_in.size(), needed.data(),
+                         grads_out.data(), grads_out.size(), keep_graph);
+    }
+    variable_list result;
+    result.reserve(inputs_);
+    for (Tensor* pointer : grads_out) {
+      if (pointer == nullptr) {
+        result.emplace_back();
+      } else {
+        result.push_back(std::move(*pointer));
+        delete pointer;
+      }
+    }
+    throw_on_failure(status, "backward of `" + name_ + "`");
+    if (create_graph && !twice_differentiable_) fail_on_second_derivative(result);
+    return result;
+  }
+
+  std::string name_;
+  size_t inputs_;
+  bool twice_differentiable_ = false;
+  rt_backward backward_ = nullptr;
+  std::shared_ptr<void> state_;
+  std::vector<SavedVariable> saved_;
+  bool released_ = false;
+
+ private:
+  // A derivative through a backward that was not recorded must fail when it is asked for, not be silently zero or
+  // absent. The failing node leads to this node's own inputs, so that the engine meets it on the way to any of them.
+  void fail_on_second_derivative(variable_list& grads) {
+    auto error = std::shared_ptr<Node>(
+        new torch::autograd::Error("the backward of `" + name_ + "` is not differentiable, so a second derivative "
+                                   "through it does not exist; declare TWICE_DIFFERENTIABLE where its backward uses "
+                                   "differentiable operators only",
+                                   torch::autograd::edge_list(next_edges())),
+        torch::autograd::deleteNode);
+    for (auto& grad : grads) {
+      if (!grad.defined()) continue;
+      grad = grad.detach();
+      torch::autograd::set_history(grad, error);
+    }
+  }
+
+  void release(std::shared_ptr<void>& dropped, std::vector<SavedVariable>& saved) {
+    released_ = true;
+    dropped.swap(state_);
+    saved.swap(saved_);
+  }
+};
+
+struct rt_node {
+  std::shared_ptr<RustNode> node;
+};
+
+extern "C" {
+
+rt_status rt_grad_mode(int* enabled) {
+  return guard([&] { *enabled = at::GradMode::is_enabled(); });
+}
+
+rt_status rt_grad_mode_set(int enabled, int* previous) {
+  return guard([&] {
+    *previous = at::GradMode::is_enabled();
+    at::GradMode::set_enabled(enabled != 0);
+  });
+}
+
+rt_status rt_node_new(const char* name, const Tensor* const* inputs, size_t input_count, int always, uint8_t* needs_grad,
+                      rt_node** out) {
+  return guard([&] {
+    const auto list = copy_list(inputs, input_count);
+    const bool recording = at::GradMode::is_enabled();
+    bool any = always != 0;
+    for (size_t i = 0; i < input_count; i++) {
+      needs_grad[i] = recording && list[i].defined() && list[i].requires_grad();
+      any = any || needs_grad[i];
+    }
+    if (!recording || !any) {
+      *out = nullptr;
+      return;
+    }
+    // deleteNode unrolls the destruction of long chains, which would overflow the stack one node inside another.
+    auto node = std::shared_ptr<RustNode>(new RustNode(torch::autograd::collect_next_edges(list), name, input_count),
+                                          torch::autograd::deleteNode);
+    *out = new rt_node{std::move(node)};
+  });
+}
+
+void rt_node_free(rt_node* node) { delete node; }
+
+rt_status rt_node_attach(rt_node* handle, const Tensor* const* inputs, size_t input_count, const Tensor* const* outputs,
+                         size_t output_count, const uint8_t* differentiable, const Tensor* const* saved,
+                         size_t saved_count, int twice_differentiable, rt_backward backward, rt_drop drop, void* state,
+                         Tensor** wrapped) {
+  // The state is the node's from here on, whatever fails below.
+  std::shared_ptr<void> owned;
+  rt_status status = guard([&] { owned = std::shared_ptr<void>(state, drop); });
+  if (status != nullptr) return status;
+  return guard([&] {
+    auto& node = handle->node;
+    node->state_ = std::move(owned);
+    node->backward_ = backward;
+    node->twice_differentiable_ = twice_differentiable != 0;
+    std::unordered_set<at::TensorImpl*> non_differentiable;
+    std::vector<std::optional<Tensor>> raw;
+    for (size_t i = 0; i < output_count; i++) {
+      raw.emplace_back(*outputs[i]);
+      if (!differentiable[i]) non_differentiable.insert(outputs[i]->unsafeGetTensorImpl());
+    }
+    auto no_forward_mode = [](variable_list, variable_list) -> variable_list {
+      throw RustFailure("forward-mode differentiation of a custom function is not supported");
+    };
+    auto view_as_self = [](Tensor tensor) { return tensor.view_as(tensor); };
+    auto results = torch::autograd::_wrap_outputs(copy_list(inputs, input_count), non_differentiable, {}, raw, node,
+                                                  no_forward_mode, {}, view_as_self, false);
+    std::vector<Tensor> tensors;
+    for (auto& result : results) tensors.push_back(result.value());
+    for (size_t i = 0; i < saved_count; i++) {
+      const bool is_output = saved[i]->grad_fn() == node;
+      node->saved_.emplace_back(*saved[i], is_output);
+    }
+    for (size_t i = 0; i < output_count; i++) wrapped[i] = new Tensor(std::move(tensors[i]));
+  });
+}
+
+rt_status rt_backward_run(const Tensor* const* outputs, const Tensor* const* grads, size_t output_count,
+                          const Tensor* const* inputs, size_t input_count, int retain_graph, int create_graph) {
+  return guard([&] {
+    torch::autograd::backward(copy_list(outputs, output_count), copy_list(grads, output_count), retain_graph != 0,
+                              create_graph != 0, copy_list(inputs, input_count));
+  });
+}
+
+rt_status rt_grad_run(const Tensor* const* outputs, const Tensor* const* grads, size_t output_count,
+                      const Tensor* const* inputs, size_t input_count, int retain_graph, int create_graph,
+                      Tensor** result) {
+  return guard([&] {
+    auto found = torch::autograd::grad(copy_list(outputs, output_count), copy_list(inputs, input_count),
+                                       copy_list(grads, output_count), retain_graph != 0, create_graph != 0,
+                                       /*allow_unused=*/true);
+    for (size_t i = 0; i < input_count; i++) result[i] = hand_out(std::move(found[i]));
+  });
+}
+
+rt_status rt_is_checkpoint_valid(int* valid) {
+  return guard([&] { *valid = torch::autograd::Engine::get_default_engine().is_checkpoint_valid(); });
+}
+
+}  // extern "C"

@@ -1,0 +1,50 @@
+// Custom nodes in libtorch's autograd graph. See guard.h for the border's contract.
+#pragma once
+#include <cstdint>
+
+#include "guard.h"
+
+struct rt_node;
+
+extern "C" {
+// Runs a Rust backward. `state` is borrowed. `grads` (NULL where no gradient arrived), `saved` are taken by Rust.
+// `needed[i]` says whether the gradient of input i is used. `out` holds `out_count` NULLs; Rust puts tensors there that
+// C++ takes, also when it fails. `keep_graph`: the saved tensors will be needed again.
+typedef rt_status (*rt_backward)(void* state, at::Tensor** grads, size_t grad_count, at::Tensor** saved,
+                                 size_t saved_count, const uint8_t* needed, at::Tensor** out, size_t out_count,
+                                 int keep_graph);
+// Drops a Rust state. `state` is taken. Does not unwind.
+typedef void (*rt_drop)(void* state);
+
+// This thread's recording of gradients.
+rt_status rt_grad_mode(int* enabled);
+rt_status rt_grad_mode_set(int enabled, int* previous);
+
+// Makes a node over the inputs as they are now, and says which of them need a gradient. `out` is NULL when gradients
+// are not recorded, or when no input needs one and `always` is 0. The caller owns `out` and frees it with
+// rt_node_free; after rt_node_attach the outputs keep the node alive.
+rt_status rt_node_new(const char* name, const at::Tensor* const* inputs, size_t input_count, int always,
+                      uint8_t* needs_grad, rt_node** out);
+void rt_node_free(rt_node* node);
+
+// Gives the node its outputs, saved tensors and state. All tensors are borrowed; `state` is taken in every case, also
+// on failure; `wrapped` receives `output_count` tensors that the caller owns.
+rt_status rt_node_attach(rt_node* node, const at::Tensor* const* inputs, size_t input_count,
+                         const at::Tensor* const* outputs, size_t output_count, const uint8_t* differentiable,
+                         const at::Tensor* const* saved, size_t saved_count, int twice_differentiable,
+                         rt_backward backward, rt_drop drop, void* state, at::Tensor** wrapped);
+
+// Accumulates gradients into leaves. All tensors are borrowed; an entry of `grads` may be NULL for a scalar output;
+// no `inputs` means every leaf.
+rt_status rt_backward_run(const at::Tensor* const* outputs, const at::Tensor* const* grads, size_t output_count,
+                          const at::Tensor* const* inputs, size_t input_count, int retain_graph, int create_graph);
+
+// Gradients of the inputs, without accumulating. `result` receives `input_count` tensors that the caller owns, NULL for
+// an input that the outputs do not depend on.
+rt_status rt_grad_run(const at::Tensor* const* outputs, const at::Tensor* const* grads, size_t output_count,
+                      const at::Tensor* const* inputs, size_t input_count, int retain_graph, int create_graph,
+                      at::Tensor** result);
+
+// Whether the running backward computes the gradient of every leaf, as a recomputing segment needs.
+rt_status rt_is_checkpoint_valid(int* valid);
+}

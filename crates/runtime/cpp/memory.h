@@ -1,0 +1,25 @@
+// Bytes of the device allocators. See guard.h for the border's contract.
+#pragma once
+#include <cstdint>
+
+#include "guard.h"
+
+extern "C" {
+// Puts a counting allocator before libtorch's CPU allocator, once per process. Memory handed out before is not counted,
+// then or when it is freed.
+rt_status rt_cpu_tracking_install();
+
+// Live bytes and number of allocations so far on the CPU.
+rt_status rt_cpu_live(int64_t* live, int64_t* allocations);
+// Largest number of live bytes since the last call, and starts a new peak at what is live.
+rt_status rt_cpu_take_peak(int64_t* peak);
+
+// Whether large blocks are offered to the kernel for huge pages. Returns what it was.
+rt_status rt_cpu_huge_pages(int enabled, int* previous);
+
+// The same for the caching allocator of CUDA device `index`.
+rt_status rt_cuda_live(int index, int64_t* live, int64_t* allocations);
+rt_status rt_cuda_take_peak(int index, int64_t* peak);
+// Gives cached blocks back to the driver.
+rt_status rt_cuda_empty_cache();
+}

@@ -1,0 +1,21 @@
+// What Rust code that writes into a tensor's memory must tell libtorch.
+#include "guard.h"
+
+extern "C" {
+// Counts one in-place change of `tensor` (borrowed), so that a graph which saved it refuses to use it.
+rt_status rt_bump_version(const at::Tensor* tensor) {
+  return guard([&] { tensor->unsafeGetTensorImpl()->bump_version(); });
+}
+
+// Bytes from the first to after the last element that `tensor` (borrowed) can reach; both zero when it has none.
+rt_status rt_memory_range(const at::Tensor* tensor, uintptr_t* begin, uintptr_t* end) {
+  return guard([&] {
+    *begin = *end = 0;
+    if (tensor->numel() == 0) return;
+    int64_t last = 0;
+    for (int64_t i = 0; i < tensor->dim(); i++) last += (tensor->size(i) - 1) * tensor->stride(i);
+    *begin = reinterpret_cast<uintptr_t>(tensor->const_data_ptr());
+    *end = *begin + (last + 1) * tensor->element_size();
+  });
+}
+}

@@ -1,0 +1,168 @@
+//! Recomputation: a segment's forward runs without a graph, and its backward runs the segment again with one.
+//!
+//! For y = f(x) the ordinary graph holds every intermediate of f until backward. A checkpointed segment holds x alone,
+//! and pays one more forward of f. The second run sees the random state of the first, so that dropout draws the same
+//! mask. Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+//!
+//! Tensors that the closure captures: leaves (weights) receive their gradients in `.grad` as usual. A captured tensor
+//! that is not a leaf would be differentiated into the graph around the segment a second time: pass it as an input.
+//! Unlike PyTorch's re-entrant form, the segment takes part in backward even when no input needs a gradient, so that
+//! captured weights of a first layer are trained and not silently forgotten.
+
+use tch::{Device, Tensor};
+
+use super::{Backward, Forward, Function, GradMode, Keep, apply_with, backward_with};
+use crate::error::{Error, Result};
+use crate::random::RandomState;
+use crate::sys::autograd as sys;
+
+/// How a segment is checkpointed.
+#[derive(Clone, Copy, Debug)]
+pub struct Checkpoint {
+    /// Run the segment again in backward. `false` opts out: the segment runs once and keeps its graph, which is right
+    /// for the last one, whose activations would be computed again at once.
+    pub recompute: bool,
+    /// Give the second run the random state of the first. Costs one copy of the generators' state; a segment that
+    /// draws nothing may do without.
+    pub preserve_random_state: bool,
+}
+
+impl Default for Checkpoint {
+    fn default() -> Self {
+        Self { recompute: true, preserve_random_state: true }
+    }
+}
+
+impl Checkpoint {
+    /// Runs the segment `f` on `inputs`.
+    ///
+    /// # Errors
+    /// What `f` returns. In backward: what `f` returns then, another number of outputs than the first time, or a
+    /// backward for chosen inputs only ([`grad`](super::grad)), through which captured weights would get no gradient.
+    pub fn run<F>(self, f: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
+    where
+        F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
+    {
+        if !self.recompute {
+            return f(&clones(inputs));
+        }
+        apply_with(Segment { f, options: self, random: None }, inputs, true)
+    }
+}
+
+/// [`Checkpoint::run`] with the defaults.
+///
+/// ```
+/// use runtime::autograd::{backward, checkpoint};
+/// use tch::{Kind, Tensor, kind};
+///
+/// let x = Tensor::randn([4, 8], kind::FLOAT_CPU).set_requires_grad(true);
+/// let w = Tensor::randn([8, 8], kind::FLOAT_CPU).set_requires_grad(true);
+/// let weight = w.shallow_clone();
+/// let y = checkpoint(move |x| Ok(vec![x[0].f_matmul(&weight)?.f_gelu("none")?]), &[&x])?.remove(0);
+/// backward(&[&y.sum(Kind::Float)])?;
+/// assert_eq!(w.grad().size(), [8, 8]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// As [`Checkpoint::run`].
+pub fn checkpoint<F>(f: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
+where
+    F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
+{
+    Checkpoint::default().run(f, inputs)
+}
+
+/// One part of a chain, for [`checkpoint_sequential`].
+pub type SequentialSegment = Box<dyn Fn(&Tensor) -> Result<Tensor> + Send>;
+
+/// Runs a chain of segments, each checkpointed but the last, whose second run would follow its first at once.
+///
+/// # Errors
+/// As [`Checkpoint::run`].
+pub fn checkpoint_sequential(segments: Vec<SequentialSegment>, input: &Tensor) -> Result<Tensor> {
+    let last = segments.len().saturating_sub(1);
+    let mut hidden = input.shallow_clone();
+    for (index, segment) in segments.into_iter().enumerate() {
+        let options = Checkpoint { recompute: index != last, ..Checkpoint::default() };
+        let mut outputs = options.run(move |x| Ok(vec![segment(&x[0])?]), &[&hidden])?;
+        hidden = outputs.remove(0);
+    }
+    Ok(hidden)
+}
+
+fn clones(tensors: &[&Tensor]) -> Vec<Tensor> {
+    tensors.iter().map(|tensor| tensor.shallow_clone()).collect()
+}
+
+struct Segment<F> {
+    f: F,
+    options: Checkpoint,
+    random: Option<RandomState>,
+}
+
+impl<F> Function for Segment<F>
+where
+    F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
+{
+    fn name(&self) -> String {
+        "checkpoint".to_owned()
+    }
+
+    fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        if ctx.will_run_backward() && self.options.preserve_random_state {
+            // A CUDA state holds the CPU's too.
+            let devices = inputs.iter().filter(|input| input.defined()).map(|input| input.device());
+            let device = devices.into_iter().find(|device| device.is_cuda()).unwrap_or(Device::Cpu);
+            self.random = Some(RandomState::capture(device)?);
+        }
+        for input in inputs {
+            ctx.save(input);
+        }
+        (self.f)(&clones(inputs))
+    }
+
+    fn backward(&mut self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        if !sys::is_checkpoint_valid()? {
+            return Err(Error::invalid(
+                "checkpoint",
+                "gradients of chosen inputs were asked for, but the segment may hold weights that only an ordinary \
+                 backward reaches; call autograd::backward and read .grad()",
+            ));
+        }
+        let inputs: Vec<Tensor> = ctx
+            .take_saved()
+            .into_iter()
+            .enumerate()
+            .map(|(index, input)| {
+                if !input.defined() {
+                    return Ok(input);
+                }
+                Ok(input.f_detach()?.f_set_requires_grad(ctx.needs_input_grad(index))?)
+            })
+            .collect::<Result<_>>()?;
+        let outputs = {
+            //let _recompute = crate::profile::recompute();
+            let _first = self.random.as_ref().map(RandomState::replay).transpose()?;
+            let _grad = GradMode::on();
+            (self.f)(&inputs)?
+        };
+        if outputs.len() != grads.len() {
+            let (first, second) = (grads.len(), outputs.len());
+            let reason = format!("the closure returned {first} outputs in forward and {second} in backward");
+            return Err(Error::invalid("checkpoint", reason));
+        }
+        let (reached, upstream): (Vec<_>, Vec<_>) = outputs
+            .iter()
+            .zip(&grads)
+            .filter(|(output, grad)| grad.is_some() && output.requires_grad())
+            .map(|(output, grad)| (output, grad.as_ref()))
+            .unzip();
+        if !reached.is_empty() {
+            let _grad = GradMode::on();
+            backward_with(&reached, &upstream, Keep::default())?;
+        }
+        Ok(inputs.iter().map(|input| Some(input.grad()).filter(Tensor::defined)).collect())
+    }
+}

@@ -1,0 +1,193 @@
+//! Live and peak bytes of the device allocators, and the peak of a region of code.
+//!
+//! On CUDA the figures are those of libtorch's caching allocator (bytes in tensors, not bytes reserved). On the CPU a
+//! counting allocator is put before libtorch's own at the first question; every tensor allocated from then on is counted
+//! in exact bytes, and its release is subtracted, whichever thread does it. Memory that libraries inside libtorch take
+//! for themselves (a matrix product's packing buffers) is not in either count.
+//!
+//! ```
+//! use runtime::memory::Region;
+//! use tch::{Device, Tensor, kind};
+//!
+//! let region = Region::start(Device::Cpu)?;
+//! let kept = Tensor::zeros([1024], kind::FLOAT_CPU);
+//! drop(Tensor::zeros([2048], kind::FLOAT_CPU));
+//! let usage = region.finish()?;
+//! assert_eq!(usage.peak_above_start(), 3 * 4096);
+//! assert_eq!(usage.live_after - usage.live_before, 4096);
+//! # drop(kept);
+//! # Ok::<(), runtime::Error>(())
+//! ```
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use tch::Device;
+
+use crate::error::{Error, Result};
+use crate::sys::memory as sys;
+
+/// What a [`Region`] used, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RegionUsage {
+    /// Live when the region began.
+    pub live_before: u64,
+    /// Live when it ended.
+    pub live_after: u64,
+    /// The most that was live at any moment in between.
+    pub peak: u64,
+}
+
+impl RegionUsage {
+    /// The peak beyond what was live when the region began.
+    pub fn peak_above_start(&self) -> u64 {
+        self.peak - self.live_before
+    }
+}
+
+/// Bytes that tensors on `device` hold now.
+///
+/// # Errors
+/// A device whose allocator is not counted; CUDA that is not there.
+pub fn live_bytes(device: Device) -> Result<u64> {
+    Ok(unsigned(sys::live(counted(device)?)?.0))
+}
+
+/// Allocations on `device` so far, since counting began.
+///
+/// # Errors
+/// As [`live_bytes`].
+pub fn allocations(device: Device) -> Result<u64> {
+    Ok(unsigned(sys::live(counted(device)?)?.1))
+}
+
+/// Starts counting on the CPU, for a program that wants its first tensors in the figures. Else counting begins with the
+/// first question to this module. Costs one header of 64 bytes for each tensor.
+///
+/// # Errors
+/// Another library has put its own allocator into libtorch, which cannot be counted.
+pub fn track_cpu() -> Result<()> {
+    sys::install_cpu_tracking()
+}
+
+/// Whether large CPU tensors ask the kernel for huge pages (from 4 MiB; on by default once counting has begun). Returns
+/// what it was.
+///
+/// # Errors
+/// None in practice; the border's type.
+pub fn set_huge_pages(enabled: bool) -> Result<bool> {
+    sys::set_huge_pages(enabled)
+}
+
+/// Gives cached blocks of `device` back to the system. Nothing to do on the CPU.
+///
+/// # Errors
+/// CUDA that is not there.
+pub fn empty_cache(device: Device) -> Result<()> {
+    match counted(device)? {
+        None => Ok(()),
+        Some(_) => sys::empty_cuda_cache(),
+    }
+}
+
+/// Measures the peak of a region of code. Regions may nest and overlap in any way, on any threads: each sees the whole
+/// process's tensors between its own start and finish.
+#[derive(Debug)]
+#[must_use = "a region measures until `finish`"]
+pub struct Region {
+    device: Device,
+    id: u64,
+    live_before: u64,
+}
+
+impl Region {
+    /// Begins a region on `device`.
+    ///
+    /// # Errors
+    /// As [`live_bytes`].
+    pub fn start(device: Device) -> Result<Self> {
+        let cuda = counted(device)?;
+        let mut registry = registry();
+        registry.fold(cuda)?;
+        let live_before = unsigned(sys::live(cuda)?.0);
+        let id = registry.next;
+        registry.next += 1;
+        registry.open.insert(id, Open { cuda, peak: live_before });
+        Ok(Self { device, id, live_before })
+    }
+
+    /// Ends the region.
+    ///
+    /// # Errors
+    /// As [`live_bytes`].
+    pub fn finish(self) -> Result<RegionUsage> {
+        let cuda = counted(self.device)?;
+        let mut registry = registry();
+        registry.fold(cuda)?;
+        let live_after = unsigned(sys::live(cuda)?.0);
+        let peak = registry.open.remove(&self.id).map_or(live_after, |open| open.peak);
+        Ok(RegionUsage {
+            live_before: self.live_before,
+            live_after,
+            peak: peak.max(self.live_before).max(live_after),
+        })
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        registry().open.remove(&self.id);
+    }
+}
+
+/// The device has one running peak. Whenever a region begins or ends, it is taken and given to every open region, so
+/// that each region's peak is the maximum over the pieces it was open for.
+#[derive(Default)]
+struct Registry {
+    next: u64,
+    open: BTreeMap<u64, Open>,
+}
+
+struct Open {
+    cuda: Option<i32>,
+    peak: u64,
+}
+
+impl Registry {
+    fn fold(&mut self, cuda: Option<i32>) -> Result<()> {
+        let peak = unsigned(sys::take_peak(cuda)?);
+        for open in self.open.values_mut().filter(|open| open.cuda == cuda) {
+            open.peak = open.peak.max(peak);
+        }
+        Ok(())
+    }
+}
+
+fn registry() -> MutexGuard<'static, Registry> {
+    static REGISTRY: Mutex<Registry> = Mutex::new(Registry { next: 0, open: BTreeMap::new() });
+    REGISTRY.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The CUDA index of a device whose bytes are counted, `None` for the CPU.
+fn counted(device: Device) -> Result<Option<i32>> {
+    match device {
+        Device::Cpu => {
+            sys::install_cpu_tracking()?;
+            Ok(None)
+        }
+        Device::Cuda(index) => {
+            Ok(Some(i32::try_from(index).map_err(|_| {
+                Error::invalid("memory", format!("CUDA device index {index} is out of range"))
+            })?))
+        }
+        other => Err(Error::Unavailable {
+            what: format!("counting memory on {other:?}"),
+            reason: "only CPU and CUDA allocators are counted".to_owned(),
+        }),
+    }
+}
+
+/// Counters are signed at the border and never negative: a block is subtracted only if it was added.
+fn unsigned(bytes: i64) -> u64 {
+    u64::try_from(bytes).unwrap_or(0)
+}

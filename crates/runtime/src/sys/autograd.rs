@@ -1,0 +1,291 @@
+//! Nodes of libtorch's graph, and the engine (`cpp/autograd.cpp`).
+
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::{NonNull, null_mut};
+
+use tch::Tensor;
+use torch_sys::C_tensor;
+
+use super::{Status, callback, check, pointers, take};
+use crate::error::{Error, Result};
+
+#[repr(C)]
+struct RawNode {
+    _private: [u8; 0],
+}
+
+type BackwardCallback = extern "C" fn(
+    state: *mut c_void,
+    grads: *const *mut C_tensor,
+    grad_count: usize,
+    saved: *const *mut C_tensor,
+    saved_count: usize,
+    needed: *const u8,
+    out: *mut *mut C_tensor,
+    out_count: usize,
+    keep_graph: c_int,
+) -> Status;
+
+unsafe extern "C" {
+    fn rt_grad_mode(enabled: *mut c_int) -> Status;
+    fn rt_grad_mode_set(enabled: c_int, previous: *mut c_int) -> Status;
+    fn rt_node_new(
+        name: *const c_char,
+        inputs: *const *const C_tensor,
+        input_count: usize,
+        always: c_int,
+        needs_grad: *mut u8,
+        out: *mut *mut RawNode,
+    ) -> Status;
+    fn rt_node_free(node: *mut RawNode);
+    fn rt_node_attach(
+        node: *mut RawNode,
+        inputs: *const *const C_tensor,
+        input_count: usize,
+        outputs: *const *const C_tensor,
+        output_count: usize,
+        differentiable: *const u8,
+        saved: *const *const C_tensor,
+        saved_count: usize,
+        twice_differentiable: c_int,
+        backward: BackwardCallback,
+        drop: extern "C" fn(*mut c_void),
+        state: *mut c_void,
+        wrapped: *mut *mut C_tensor,
+    ) -> Status;
+    fn rt_backward_run(
+        outputs: *const *const C_tensor,
+        grads: *const *const C_tensor,
+        output_count: usize,
+        inputs: *const *const C_tensor,
+        input_count: usize,
+        retain_graph: c_int,
+        create_graph: c_int,
+    ) -> Status;
+    fn rt_grad_run(
+        outputs: *const *const C_tensor,
+        grads: *const *const C_tensor,
+        output_count: usize,
+        inputs: *const *const C_tensor,
+        input_count: usize,
+        retain_graph: c_int,
+        create_graph: c_int,
+        result: *mut *mut C_tensor,
+    ) -> Status;
+    fn rt_is_checkpoint_valid(valid: *mut c_int) -> Status;
+}
+
+/// Sets whether this thread records gradients; returns what it was.
+pub(crate) fn set_grad_mode(enabled: bool) -> Result<bool> {
+    let mut previous = 0;
+    // SAFETY: the out-parameter outlives the call.
+    unsafe { check(rt_grad_mode_set(enabled.into(), &mut previous)) }?;
+    Ok(previous != 0)
+}
+
+/// Whether this thread records gradients.
+pub(crate) fn grad_mode() -> Result<bool> {
+    let mut enabled = 0;
+    // SAFETY: the out-parameter outlives the call.
+    unsafe { check(rt_grad_mode(&mut enabled)) }?;
+    Ok(enabled != 0)
+}
+
+/// Whether the running backward computes the gradient of every leaf.
+pub(crate) fn is_checkpoint_valid() -> Result<bool> {
+    let mut valid = 0;
+    // SAFETY: the out-parameter outlives the call.
+    unsafe { check(rt_is_checkpoint_valid(&mut valid)) }?;
+    Ok(valid != 0)
+}
+
+/// What a node calls when gradients arrive.
+pub(crate) trait NodeBackward: Send + Sync {
+    fn run(
+        &self,
+        grads: Vec<Option<Tensor>>,
+        saved: Vec<Tensor>,
+        needed: Vec<bool>,
+        keep_graph: bool,
+    ) -> Result<Vec<Option<Tensor>>>;
+}
+
+/// A node that has no outputs yet.
+pub(crate) struct Node(NonNull<RawNode>);
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        // SAFETY: the handle is ours and dropped once; outputs hold their own reference to the node.
+        unsafe { rt_node_free(self.0.as_ptr()) }
+    }
+}
+
+impl Node {
+    /// A node over `inputs`, where gradients are recorded and one is needed (or `always`), and which inputs need one.
+    pub(crate) fn new(name: &str, inputs: &[&Tensor], always: bool) -> Result<(Option<Self>, Vec<bool>)> {
+        let name = CString::new(name.replace('\0', " ")).expect("NUL was replaced");
+        let inputs = pointers(inputs);
+        let mut needs = vec![0u8; inputs.len()];
+        let mut node = null_mut();
+        // SAFETY: `inputs` and `needs` have `inputs.len()` entries and outlive the call; so does the name.
+        unsafe {
+            check(rt_node_new(
+                name.as_ptr(),
+                inputs.as_ptr(),
+                inputs.len(),
+                always.into(),
+                needs.as_mut_ptr(),
+                &mut node,
+            ))
+        }?;
+        Ok((NonNull::new(node).map(Self), needs.into_iter().map(|need| need != 0).collect()))
+    }
+
+    /// Connects the outputs to this node and hands it what backward needs. Returns the connected outputs.
+    pub(crate) fn attach(
+        self,
+        inputs: &[&Tensor],
+        outputs: &[Tensor],
+        differentiable: &[bool],
+        saved: &[Tensor],
+        twice_differentiable: bool,
+        backward: Box<dyn NodeBackward>,
+    ) -> Result<Vec<Tensor>> {
+        assert_eq!(outputs.len(), differentiable.len());
+        let (inputs, output_pointers, saved) = (pointers(inputs), pointers(outputs), pointers(saved));
+        let differentiable: Vec<u8> = differentiable.iter().map(|&flag| flag.into()).collect();
+        let state = Box::into_raw(Box::new(backward)).cast::<c_void>();
+        let mut wrapped = vec![null_mut(); outputs.len()];
+        // SAFETY: every array has the length given beside it and outlives the call; `state` is a Box of the type that
+        // both callbacks expect, and C++ takes it in every case.
+        unsafe {
+            check(rt_node_attach(
+                self.0.as_ptr(),
+                inputs.as_ptr(),
+                inputs.len(),
+                output_pointers.as_ptr(),
+                output_pointers.len(),
+                differentiable.as_ptr(),
+                saved.as_ptr(),
+                saved.len(),
+                twice_differentiable.into(),
+                run_backward,
+                drop_state,
+                state,
+                wrapped.as_mut_ptr(),
+            ))
+        }?;
+        // SAFETY: on success each entry is a tensor that is ours.
+        Ok(wrapped.into_iter().map(|pointer| unsafe { take(pointer) }.unwrap_or_else(Tensor::new)).collect())
+    }
+}
+
+type State = Box<dyn NodeBackward>;
+
+extern "C" fn run_backward(
+    state: *mut c_void,
+    grads: *const *mut C_tensor,
+    grad_count: usize,
+    saved: *const *mut C_tensor,
+    saved_count: usize,
+    needed: *const u8,
+    out: *mut *mut C_tensor,
+    out_count: usize,
+    keep_graph: c_int,
+) -> Status {
+    callback(|| {
+        // SAFETY: `state` is the Box that `attach` gave, alive while the node runs (C++ holds a shared pointer), and
+        // `dyn NodeBackward` is Sync, so that several threads may run it.
+        let state = unsafe { &*state.cast::<State>() };
+        // SAFETY: each array has the length given beside it; the tensors in `grads` and `saved` are given to us.
+        let (grads, saved, needed) = unsafe {
+            let grads: Vec<_> = (0..grad_count).map(|i| take(*grads.add(i))).collect();
+            let saved: Vec<_> =
+                (0..saved_count).map(|i| take(*saved.add(i)).unwrap_or_else(Tensor::new)).collect();
+            let needed: Vec<_> = (0..out_count).map(|i| *needed.add(i) != 0).collect();
+            (grads, saved, needed)
+        };
+        let result = state.run(grads, saved, needed, keep_graph != 0)?;
+        if result.len() != out_count {
+            return Err(Error::invalid(
+                "backward",
+                format!("it returned {} gradients for {out_count} inputs", result.len()),
+            ));
+        }
+        for (index, gradient) in result.into_iter().enumerate() {
+            if let Some(mut gradient) = gradient {
+                let pointer = gradient.as_mut_ptr();
+                std::mem::forget(gradient);
+                // SAFETY: `out` has `out_count` entries; ownership of the tensor moves to C++.
+                unsafe { *out.add(index) = pointer };
+            }
+        }
+        Ok(())
+    })
+}
+
+extern "C" fn drop_state(state: *mut c_void) {
+    // A panic while dropping has nobody to go to: it is reported by the panic hook and ends here.
+    let _ = catch_unwind(AssertUnwindSafe(|| {
+        // SAFETY: C++ gives the Box back once, when nothing uses it any more.
+        drop(unsafe { Box::from_raw(state.cast::<State>()) });
+    }));
+}
+
+/// A gradient that is not given is null for the shim.
+fn optional_pointers(tensors: &[Option<&Tensor>]) -> Vec<*const C_tensor> {
+    tensors.iter().map(|tensor| tensor.map_or(std::ptr::null(), Tensor::as_ptr)).collect()
+}
+
+/// Accumulates gradients into `inputs`, or into every leaf where there are none.
+pub(crate) fn backward(
+    outputs: &[&Tensor],
+    grads: &[Option<&Tensor>],
+    inputs: &[&Tensor],
+    retain_graph: bool,
+    create_graph: bool,
+) -> Result<()> {
+    assert_eq!(outputs.len(), grads.len());
+    let (outputs, grads, inputs) = (pointers(outputs), optional_pointers(grads), pointers(inputs));
+    // SAFETY: every array has the length given beside it and outlives the call.
+    unsafe {
+        check(rt_backward_run(
+            outputs.as_ptr(),
+            grads.as_ptr(),
+            outputs.len(),
+            inputs.as_ptr(),
+            inputs.len(),
+            retain_graph.into(),
+            create_graph.into(),
+        ))
+    }
+}
+
+/// Gradients of `inputs`, `None` where the outputs do not depend on one.
+pub(crate) fn grad(
+    outputs: &[&Tensor],
+    grads: &[Option<&Tensor>],
+    inputs: &[&Tensor],
+    retain_graph: bool,
+    create_graph: bool,
+) -> Result<Vec<Option<Tensor>>> {
+    assert_eq!(outputs.len(), grads.len());
+    let (outputs, grads, inputs) = (pointers(outputs), optional_pointers(grads), pointers(inputs));
+    let mut result = vec![null_mut(); inputs.len()];
+    // SAFETY: every array has the length given beside it and outlives the call.
+    unsafe {
+        check(rt_grad_run(
+            outputs.as_ptr(),
+            grads.as_ptr(),
+            outputs.len(),
+            inputs.as_ptr(),
+            inputs.len(),
+            retain_graph.into(),
+            create_graph.into(),
+            result.as_mut_ptr(),
+        ))
+    }?;
+    // SAFETY: on success each entry is null or a tensor that is ours.
+    Ok(result.into_iter().map(|pointer| unsafe { take(pointer) }).collect())
+}

@@ -1,0 +1,75 @@
+//! The memory behind a tensor, for kernels written in Rust (`cpp/tensor.cpp`).
+
+use std::ops::Range;
+
+use tch::{Device, Kind, Tensor};
+use torch_sys::C_tensor;
+
+use super::{Status, check};
+use crate::error::{Error, Result};
+
+unsafe extern "C" {
+    fn rt_bump_version(tensor: *const C_tensor) -> Status;
+    fn rt_memory_range(tensor: *const C_tensor, begin: *mut usize, end: *mut usize) -> Status;
+}
+
+/// Tells libtorch that the tensor's values were changed.
+pub(crate) fn bump_version(tensor: &Tensor) -> Result<()> {
+    // SAFETY: the tensor outlives the call.
+    unsafe { check(rt_bump_version(tensor.as_ptr())) }
+}
+
+/// The addresses that the tensor's elements lie in.
+pub(crate) fn memory_range(tensor: &Tensor) -> Result<Range<usize>> {
+    let (mut begin, mut end) = (0, 0);
+    // SAFETY: the tensor and the out-parameters outlive the call.
+    unsafe { check(rt_memory_range(tensor.as_ptr(), &mut begin, &mut end)) }?;
+    Ok(begin..end)
+}
+
+/// A CPU matrix as kernels see it: rows of `columns` elements, `row_stride` apart, each row dense.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rows {
+    pub(crate) pointer: usize,
+    pub(crate) rows: usize,
+    pub(crate) columns: usize,
+    pub(crate) row_stride: usize,
+}
+
+/// Views a dense-rowed CPU tensor `[rows, columns]` of the given kind.
+pub(crate) fn rows(operation: &'static str, name: &str, tensor: &Tensor, kind: Kind) -> Result<Rows> {
+    let refuse = |what: String| Err(Error::invalid(operation, format!("`{name}` {what}")));
+    if tensor.device() != Device::Cpu || tensor.kind() != kind {
+        return refuse(format!(
+            "is {:?} on {:?}; expected {kind:?} on the CPU",
+            tensor.kind(),
+            tensor.device()
+        ));
+    }
+    let (size, stride) = (tensor.size(), tensor.stride());
+    let (&[rows, columns], &[row_stride, column_stride]) = (&size[..], &stride[..]) else {
+        return refuse(format!("has shape {size:?}; expected [rows, columns]"));
+    };
+    if rows > 0 && columns > 1 && column_stride != 1 || rows > 1 && row_stride < columns {
+        return refuse(format!("has strides {stride:?}; expected dense rows"));
+    }
+    let pointer = tensor.data_ptr() as usize;
+    let as_usize = |value: i64| usize::try_from(value).unwrap_or(0);
+    Ok(Rows { pointer, rows: as_usize(rows), columns: as_usize(columns), row_stride: as_usize(row_stride) })
+}
+
+/// Whether two matrices of one shape and element size share no element.
+pub(crate) fn apart(a: Rows, b: Rows, element_size: usize) -> bool {
+    let end = |m: Rows| m.pointer + (m.rows.saturating_sub(1) * m.row_stride + m.columns) * element_size;
+    if a.rows * a.columns == 0 || end(a) <= b.pointer || end(b) <= a.pointer {
+        return true;
+    }
+    // Two windows of columns of one larger matrix.
+    let shift = a.pointer.abs_diff(b.pointer) / element_size;
+    a.row_stride == b.row_stride && a.columns <= shift && shift + a.columns <= a.row_stride
+}
+
+/// Whether two matrices of one shape are the very same elements.
+pub(crate) fn same(a: Rows, b: Rows) -> bool {
+    a.rows * a.columns > 0 && a.pointer == b.pointer && (a.row_stride == b.row_stride || a.rows <= 1)
+}

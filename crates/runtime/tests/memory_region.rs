@@ -1,0 +1,71 @@
+//! Exact bytes of the CPU allocator. One test in one process: the counts are the whole process's.
+
+use runtime::memory::{self, Region};
+use tch::{Device, Tensor, kind};
+
+const CPU: Device = Device::Cpu;
+
+fn tensor(elements: i64) -> Tensor {
+    Tensor::zeros([elements], kind::FLOAT_CPU)
+}
+
+#[test]
+fn live_and_peak_bytes_are_exact() {
+    memory::track_cpu().unwrap();
+    assert_eq!(memory::live_bytes(CPU).unwrap(), 0);
+
+    // Sizes from nothing to beyond the limit for huge pages; every byte comes back.
+    for elements in [0, 1, 3, 1000, 1 << 20, (5 << 20) + 7] {
+        let region = Region::start(CPU).unwrap();
+        let a = tensor(elements);
+        assert_eq!(memory::live_bytes(CPU).unwrap(), elements as u64 * 4);
+        assert_eq!(a.data_ptr() as usize % 64, 0, "libtorch's alignment is kept");
+        let b = a.neg();
+        drop(a);
+        drop(b);
+        let usage = region.finish().unwrap();
+        let expected = memory::RegionUsage { live_before: 0, live_after: 0, peak: elements as u64 * 8 };
+        assert_eq!(usage, expected, "{elements}");
+    }
+
+    // Regions that nest, and that overlap without nesting, each see their own peak.
+    let outer = Region::start(CPU).unwrap();
+    drop(tensor(1000));
+    let first = Region::start(CPU).unwrap();
+    let kept = tensor(10);
+    let second = Region::start(CPU).unwrap();
+    drop(tensor(100));
+    let first = first.finish().unwrap();
+    drop(tensor(500));
+    let second = second.finish().unwrap();
+    let outer = outer.finish().unwrap();
+    assert_eq!((first.peak, first.live_after), (440, 40));
+    assert_eq!((second.live_before, second.peak, second.peak_above_start()), (40, 2040, 2000));
+    assert_eq!((outer.peak, outer.live_after), (4000, 40));
+    drop(kept);
+
+    // A forgotten region costs nothing and disturbs none.
+    drop(Region::start(CPU).unwrap());
+
+    // Many threads at once: nothing is lost, the peak is at least each thread's own.
+    let region = Region::start(CPU).unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..2000 {
+                    drop(tensor(256));
+                }
+            });
+        }
+    });
+    let usage = region.finish().unwrap();
+    assert!((1024..=4 * 1024).contains(&usage.peak), "{usage:?}");
+    assert_eq!(usage.live_after, 0);
+
+    // A tensor made on one thread and freed on another.
+    let moved = tensor(64);
+    std::thread::spawn(move || drop(moved)).join().unwrap();
+    assert_eq!(memory::live_bytes(CPU).unwrap(), 0);
+    assert!(memory::allocations(CPU).unwrap() > 8000);
+    memory::empty_cache(CPU).unwrap();
+}

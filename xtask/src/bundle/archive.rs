@@ -1,0 +1,214 @@
+//! What lies in a bundle, and how it is packed.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, bail};
+use flate2::Compression;
+use flate2::write::GzEncoder;
+
+/// The folder that an unpacked bundle makes.
+pub(super) const TOP: &str = "frugal-bundle";
+
+/// One file of a bundle.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Entry {
+    /// Where it lies, relative to the bundle's top folder.
+    pub(super) place: PathBuf,
+    pub(super) content: Content,
+    pub(super) executable: bool,
+}
+
+/// Where a file's bytes come from.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Content {
+    File(PathBuf),
+    Text(String),
+}
+
+impl Entry {
+    pub(super) fn program(place: &Path, from: PathBuf) -> Self {
+        Self { place: place.to_owned(), content: Content::File(from), executable: true }
+    }
+
+    pub(super) fn file(place: &Path, from: PathBuf) -> Self {
+        Self { place: place.to_owned(), content: Content::File(from), executable: false }
+    }
+
+    pub(super) fn text(place: &Path, text: String, executable: bool) -> Self {
+        Self { place: place.to_owned(), content: Content::Text(text), executable }
+    }
+}
+
+/// The checkout's own files that programs and tests read: what is registered, the peers, the data, and what lies beside
+/// a crate's tests without being source.
+pub(super) fn shared_files(root: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    walk(root, Path::new("xtask/peers"), &mut files)?;
+    walk(root, Path::new("data"), &mut files)?;
+    for member in sorted(&root.join("crates"))? {
+        let member = Path::new("crates").join(member);
+        // Tests start in this folder, so it must be there; its manifest stands for it.
+        files.extend(["Cargo.toml", "experiments.toml"].map(|name| member.join(name)));
+        for folder in ["tests", "data"] {
+            walk(root, &member.join(folder), &mut files)?;
+        }
+    }
+    files.retain(|file| {
+        let source =
+            file.starts_with("crates") && file.extension().is_some_and(|extension| extension == "rs");
+        let compiled = file.components().any(|part| part.as_os_str() == "__pycache__");
+        !source && !compiled && root.join(file).is_file()
+    });
+    Ok(files)
+}
+
+fn walk(root: &Path, folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
+    if !root.join(folder).is_dir() {
+        return Ok(());
+    }
+    for name in sorted(&root.join(folder))? {
+        let path = folder.join(name);
+        if root.join(&path).is_dir() {
+            walk(root, &path, files)?;
+        } else {
+            files.push(path);
+        }
+    }
+    Ok(())
+}
+
+fn sorted(folder: &Path) -> Result<Vec<std::ffi::OsString>> {
+    let entries = std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
+    let mut names: Vec<_> = entries.flatten().map(|entry| entry.file_name()).collect();
+    names.sort();
+    Ok(names)
+}
+
+/// A listing that unpacks outside of its folder, or over itself, is a mistake of this program.
+pub(super) fn check_listing(entries: &[Entry]) -> Result<()> {
+    let mut seen = std::collections::HashSet::new();
+    for entry in entries {
+        let plain = entry.place.components().all(|part| matches!(part, std::path::Component::Normal(_)));
+        if !plain || !seen.insert(&entry.place) {
+            bail!("{} is in the bundle twice, or leads out of it", entry.place.display());
+        }
+    }
+    Ok(())
+}
+
+/// Packs the entries into `out` and returns the archive's size in bytes.
+pub(super) fn write(out: &Path, entries: Vec<Entry>) -> Result<u64> {
+    let cannot =
+        || format!("cannot write {}; give --out a file in a folder that you may write", out.display());
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    let partial = out.with_extension(format!("partial-{}", std::process::id()));
+    let file = File::create(&partial).with_context(cannot)?;
+    let mut archive = tar::Builder::new(GzEncoder::new(file, Compression::best()));
+    for entry in entries {
+        let bytes = match entry.content {
+            Content::Text(text) => text.into_bytes(),
+            Content::File(path) => {
+                std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?
+            }
+        };
+        let mut header = tar::Header::new_gnu();
+        header.set_size(bytes.len() as u64);
+        header.set_mode(if entry.executable { 0o755 } else { 0o644 });
+        header.set_mtime(now);
+        archive
+            .append_data(&mut header, Path::new(TOP).join(&entry.place), &bytes[..])
+            .with_context(cannot)?;
+    }
+    let file = archive.into_inner().and_then(GzEncoder::finish).with_context(cannot)?;
+    let size = file.metadata().with_context(cannot)?.len();
+    std::fs::rename(&partial, out).with_context(cannot)?;
+    Ok(size)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shared_files_are_data_and_no_sources() {
+        let dir = tempfile::tempdir().unwrap();
+        for file in [
+            "data/fixtures/a.json",
+            "xtask/peers/swiglu.py",
+            "xtask/peers/__pycache__/swiglu.pyc",
+            "xtask/src/main.rs",
+            "crates/amp/Cargo.toml",
+            "crates/amp/experiments.toml",
+            "crates/amp/src/lib.rs",
+            "crates/amp/tests/traces.rs",
+            "crates/amp/tests/traces/one.json",
+            "crates/report/Cargo.toml",
+        ] {
+            let path = dir.path().join(file);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, file).unwrap();
+        }
+        let files: Vec<String> =
+            shared_files(dir.path()).unwrap().iter().map(|file| file.to_str().unwrap().to_owned()).collect();
+        assert_eq!(
+            files,
+            [
+                "xtask/peers/swiglu.py",
+                "data/fixtures/a.json",
+                "crates/amp/Cargo.toml",
+                "crates/amp/experiments.toml",
+                "crates/amp/tests/traces/one.json",
+                "crates/report/Cargo.toml",
+            ]
+        );
+    }
+
+    #[test]
+    fn an_archive_unpacks_to_what_was_listed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (source, out) = (dir.path().join("program"), dir.path().join("b.tar.gz"));
+        std::fs::write(&source, "binary").unwrap();
+        let entries = vec![
+            Entry::program(Path::new("bin/amp"), source.clone()),
+            Entry::text(Path::new("run.sh"), "#!/bin/sh\n".into(), true),
+            Entry::text(Path::new("bin/bundle.json"), "{}".into(), false),
+        ];
+        check_listing(&entries).unwrap();
+        let size = write(&out, entries).unwrap();
+        assert_eq!(size, std::fs::metadata(&out).unwrap().len());
+        let mut archive = tar::Archive::new(flate2::read::GzDecoder::new(File::open(&out).unwrap()));
+        let listing: Vec<String> = archive
+            .entries()
+            .unwrap()
+            .map(|entry| {
+                let entry = entry.unwrap();
+                let header = entry.header();
+                format!(
+                    "{} {:o} {}",
+                    entry.path().unwrap().display(),
+                    header.mode().unwrap(),
+                    header.size().unwrap()
+                )
+            })
+            .collect();
+        assert_eq!(
+            listing,
+            [
+                "frugal-bundle/bin/amp 755 6",
+                "frugal-bundle/run.sh 755 10",
+                "frugal-bundle/bin/bundle.json 644 2"
+            ]
+        );
+    }
+
+    #[test]
+    fn a_listing_stays_inside_and_names_nothing_twice() {
+        let entry = |place: &str| Entry::text(Path::new(place), String::new(), false);
+        assert!(check_listing(&[entry("a"), entry("b/a")]).is_ok());
+        for wrong in [vec![entry("a"), entry("a")], vec![entry("../a")], vec![entry("/a")]] {
+            assert!(check_listing(&wrong).is_err());
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! Cargo as a child: it finds libtorch, and says which executables it made.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+
+use crate::house::House;
+
+/// A cargo that works in the checkout. What it runs finds libtorch.
+pub(crate) fn command(house: &House) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(&house.root);
+    with_libtorch(&mut command, house);
+    command
+}
+
+/// Lets the programs that `command` runs find libtorch, wherever they were built.
+pub(crate) fn with_libtorch(command: &mut Command, house: &House) {
+    if house.bundle.is_some() {
+        return;
+    }
+    let link = house.libtorch();
+    command.env("LD_LIBRARY_PATH", search_path(&link.join("lib"), std::env::var_os("LD_LIBRARY_PATH")));
+    // The outer cargo sets it from the configuration. Were it handed on, the inner cargo would take it for a change of
+    // the environment and compile the bindings again.
+    if std::env::var_os("LIBTORCH").is_some_and(|folder| Path::new(&folder) == link) {
+        command.env_remove("LIBTORCH");
+    }
+}
+
+/// `first`, then what was searched before.
+fn search_path(first: &Path, before: Option<OsString>) -> OsString {
+    let mut path = first.as_os_str().to_owned();
+    if let Some(before) = before.filter(|before| !before.is_empty()) {
+        path.push(":");
+        path.push(before);
+    }
+    path
+}
+
+/// An executable that cargo made.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Executable {
+    /// Name of the target.
+    pub(crate) name: String,
+    /// The package's folder under `crates/`.
+    pub(crate) package: String,
+    /// Whether it is a test rather than a program.
+    pub(crate) test: bool,
+    pub(crate) path: PathBuf,
+}
+
+/// Builds the release programs of `packages`, with cargo's own progress on the terminal.
+pub(crate) fn build_programs(house: &House, packages: &[String]) -> Result<BTreeMap<String, PathBuf>> {
+    if packages.is_empty() {
+        return Ok(BTreeMap::new());
+    }
+    let mut args: Vec<&str> = vec!["build", "--release", "--bins"];
+    args.extend(packages.iter().flat_map(|package| ["--package", package]));
+    let made = executables(house, &args)?;
+    let programs: BTreeMap<_, _> = made.into_iter().filter(|e| !e.test).map(|e| (e.name, e.path)).collect();
+    match packages.iter().find(|package| !programs.contains_key(*package)) {
+        Some(package) => bail!("the package {package} has no binary of its own name"),
+        None => Ok(programs),
+    }
+}
+
+/// Runs a building cargo command and collects the executables that it names.
+pub(crate) fn executables(house: &House, args: &[&str]) -> Result<Vec<Executable>> {
+    eprintln!("build: cargo {}", args.join(" "));
+    let mut command = command(house);
+    command.args(args).arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
+    let output =
+        command.spawn().and_then(std::process::Child::wait_with_output).context("cannot run cargo")?;
+    if !output.status.success() {
+        bail!("the build failed; cargo's errors are above");
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).lines().filter_map(executable_of).collect())
+}
+
+#[derive(Deserialize)]
+struct Message {
+    executable: Option<PathBuf>,
+    manifest_path: PathBuf,
+    target: Target,
+    profile: Profile,
+}
+
+#[derive(Deserialize)]
+struct Target {
+    name: String,
+}
+
+#[derive(Deserialize)]
+struct Profile {
+    test: bool,
+}
+
+/// The executable in one line of cargo's messages; most lines are about something else.
+fn executable_of(line: &str) -> Option<Executable> {
+    let message: Message = serde_json::from_str(line).ok()?;
+    let package = message.manifest_path.parent()?.file_name()?.to_str()?.to_owned();
+    Some(Executable {
+        name: message.target.name,
+        package,
+        test: message.profile.test,
+        path: message.executable?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_search_path_keeps_what_was_there() {
+        let path = |before: Option<&str>| search_path(Path::new("/t/lib"), before.map(OsString::from));
+        assert_eq!(path(None), "/t/lib");
+        assert_eq!(path(Some("")), "/t/lib");
+        assert_eq!(path(Some("/a:/b")), "/t/lib:/a:/b");
+    }
+
+    #[test]
+    fn executables_are_read_from_messages() {
+        let line = r#"{"reason":"compiler-artifact","package_id":"path+file:///w/crates/lora#0.1.0","manifest_path":"/w/crates/lora/Cargo.toml","target":{"kind":["bin"],"name":"lora"},"profile":{"test":false},"executable":"/w/target/release/lora"}"#;
+        let expected = Executable {
+            name: "lora".into(),
+            package: "lora".into(),
+            test: false,
+            path: "/w/target/release/lora".into(),
+        };
+        assert_eq!(executable_of(line), Some(expected));
+        assert_eq!(executable_of(&line.replace("\"/w/target/release/lora\"", "null")), None);
+        assert_eq!(executable_of(r#"{"reason":"build-finished","success":true}"#), None);
+        assert_eq!(executable_of("running 3 tests"), None);
+    }
+}

@@ -1,0 +1,130 @@
+//! `cargo xtask report`, and what every measuring verb ends with: the pages, the claims, the path.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use report::{Record, RunOutcome, Specs};
+
+use crate::house::House;
+use crate::stamp::{self, Stamp};
+
+/// Where a report lies, and what to compare it with.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Show what changed since the run whose report lies in DIR
+    #[arg(long, value_name = "DIR")]
+    against: Option<PathBuf>,
+    /// The report's folder; its records are read from DIR/records
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+}
+
+pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
+    let folder = Folder::new(house, args.out.as_deref())?;
+    let specs = Specs::load(&house.root)?;
+    if let Some(against) = &args.against {
+        let old = read_records(&records_of(against))?;
+        println!("{}", report::against::compare(&specs, &old, &folder.read()?).markdown());
+    }
+    folder.finish(&specs)
+}
+
+/// The records of a report's folder, or of a folder that holds records itself.
+fn records_of(folder: &Path) -> PathBuf {
+    let records = folder.join("records");
+    if records.is_dir() { records } else { folder.to_owned() }
+}
+
+/// The folder of one report.
+///
+/// `records/` holds what is shown and belongs to the project; `.run/` holds logs, stamps and unfinished records.
+#[derive(Debug)]
+pub(crate) struct Folder {
+    pub(crate) out: PathBuf,
+}
+
+impl Folder {
+    pub(crate) fn new(house: &House, out: Option<&Path>) -> Result<Self> {
+        let out = match out {
+            None => house.reports(),
+            Some(out) => {
+                std::path::absolute(out).with_context(|| format!("{} is no usable path", out.display()))?
+            }
+        };
+        Ok(Self { out })
+    }
+
+    /// Makes the folder, or says why it cannot be written.
+    pub(crate) fn create(&self) -> Result<()> {
+        for folder in [self.run(), self.records()] {
+            std::fs::create_dir_all(&folder).with_context(|| {
+                format!("cannot create {}; give --out a folder that you may write", folder.display())
+            })?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn run(&self) -> PathBuf {
+        self.out.join(".run")
+    }
+
+    pub(crate) fn records(&self) -> PathBuf {
+        self.out.join("records")
+    }
+
+    pub(crate) fn log(&self, experiment: &str) -> PathBuf {
+        self.run().join(format!("{experiment}.log"))
+    }
+
+    pub(crate) fn unfinished_records(&self, experiment: &str) -> PathBuf {
+        self.run().join(format!("{experiment}.jsonl"))
+    }
+
+    /// Puts the records of a complete run in the place of the ones before.
+    pub(crate) fn publish(&self, experiment: &str) -> Result<()> {
+        let from = self.unfinished_records(experiment);
+        // An experiment may have had nothing to measure here.
+        let records = if from.exists() {
+            std::fs::read(&from).with_context(|| format!("cannot read {}", from.display()))?
+        } else {
+            Vec::new()
+        };
+        stamp::replace(&self.records().join(format!("{experiment}.jsonl")), &records)
+    }
+
+    /// Every record that is shown.
+    fn read(&self) -> Result<Vec<Record>> {
+        read_records(&self.records())
+    }
+
+    /// Writes the pages, prints the claims, and the path of the page last.
+    pub(crate) fn finish(&self, specs: &Specs) -> Result<()> {
+        let runs: Vec<RunOutcome> =
+            Stamp::read_all(&self.run()).into_iter().map(|stamp| stamp.outcome).collect();
+        let written = report::site::write(specs, &self.read()?, &runs, &self.out)?;
+        for claim in &written.claims {
+            println!("{claim}");
+        }
+        println!("report: {}", written.page.display());
+        Ok(())
+    }
+}
+
+/// The records of every file in `folder`, in the order of the files' names.
+fn read_records(folder: &Path) -> Result<Vec<Record>> {
+    let entries = match std::fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            bail!("there are no records in {}; `cargo xtask run-all` measures", folder.display())
+        }
+        Err(error) => return Err(error).with_context(|| format!("cannot read {}", folder.display())),
+    };
+    let mut files: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    files.retain(|file| file.extension().is_some_and(|extension| extension == "jsonl"));
+    files.sort();
+    let mut records = Vec::new();
+    for file in files {
+        records.extend(report::read_records(&file)?);
+    }
+    Ok(records)
+}

@@ -1,0 +1,95 @@
+//! The programs that are measured: built from the sources, or taken from the bundle.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::cargo;
+use crate::device::Device;
+use crate::house::House;
+use crate::{revision, setup};
+
+/// Ready programs by package.
+pub(crate) struct Programs<'a> {
+    house: &'a House,
+    paths: BTreeMap<String, PathBuf>,
+    pub(crate) revision: String,
+}
+
+impl<'a> Programs<'a> {
+    /// Makes the programs of `packages` ready. `torch` says whether any of them links libtorch.
+    pub(crate) fn ready(house: &'a House, packages: &[String], torch: bool, device: Device) -> Result<Self> {
+        let paths = match &house.bundle {
+            Some(bundle) => {
+                bundle.programs.iter().map(|(name, path)| (name.clone(), house.root.join(path))).collect()
+            }
+            None => {
+                if torch {
+                    setup::ensure(house, device.variant())?;
+                }
+                cargo::build_programs(house, packages)?
+            }
+        };
+        Ok(Self { house, paths, revision: revision::current(house) })
+    }
+
+    pub(crate) fn path(&self, package: &str) -> Result<&Path> {
+        let path = self.paths.get(package).map(PathBuf::as_path);
+        path.with_context(|| format!("the bundle has no program {package}; build the bundle again"))
+    }
+
+    /// The program of `package` as a child that finds libtorch.
+    pub(crate) fn command(&self, package: &str) -> Result<Command> {
+        let mut command = Command::new(self.path(package)?);
+        cargo::with_libtorch(&mut command, self.house);
+        command.env(revision::VARIABLE, &self.revision).current_dir(&self.house.root);
+        Ok(command)
+    }
+}
+
+/// The packages of some experiments, each once.
+pub(crate) fn packages<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let mut packages: Vec<String> = names.map(str::to_owned).collect();
+    packages.sort();
+    packages.dedup();
+    packages
+}
+
+/// Takes the entries that `only` names; an unknown name is an error that lists those there are.
+pub(crate) fn select<'a, T>(
+    what: &str,
+    all: &'a [T],
+    name: impl Fn(&T) -> &str,
+    only: &[String],
+) -> Result<Vec<&'a T>> {
+    let known: Vec<&str> = all.iter().map(&name).collect();
+    if let Some(unknown) = only.iter().find(|wanted| !known.contains(&wanted.as_str())) {
+        let listed = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+        anyhow::bail!("there is no {what} `{unknown}`; there are: {listed}");
+    }
+    Ok(all
+        .iter()
+        .filter(|entry| only.is_empty() || only.iter().any(|wanted| wanted == name(entry)))
+        .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_names_that_exist_are_taken() {
+        let all = ["amp", "lora", "offload"];
+        let select = |only: &[&str]| {
+            let only: Vec<String> = only.iter().map(|&name| name.to_owned()).collect();
+            select("experiment", &all, |name| name, &only)
+                .map(|taken| taken.into_iter().copied().collect::<Vec<_>>())
+        };
+        assert_eq!(select(&[]).unwrap(), all);
+        assert_eq!(select(&["offload", "amp"]).unwrap(), ["amp", "offload"]);
+        let message = select(&["amp", "lorra"]).unwrap_err().to_string();
+        assert_eq!(message, "there is no experiment `lorra`; there are: amp, lora, offload");
+    }
+}

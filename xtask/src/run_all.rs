@@ -1,0 +1,169 @@
+//! `cargo xtask run-all`: runs every experiment in a process of its own, and writes the reports.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use report::cli::Scale;
+use report::spec::Experiment;
+use report::{RunOutcome, RunState, Specs};
+
+use crate::device::Device;
+use crate::display::{Display, duration};
+use crate::house::House;
+use crate::interrupt::Interrupt;
+use crate::pages::Folder;
+use crate::programs::{Programs, packages, select};
+use crate::runner::{self, Ending};
+use crate::stamp::{Setting, Stamp, digest, scale_name};
+
+/// What to run, and where.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// How large the experiments are
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// Where to compute: cpu, cuda or cuda:N
+    #[arg(long, default_value_t)]
+    device: Device,
+    /// Only these experiments
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    only: Vec<String>,
+    /// Skip what an earlier run of the same revision, scale, device and seed has done
+    #[arg(long)]
+    resume: bool,
+    /// Seed of every random choice
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Write the report to DIR instead of reports/
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+}
+
+pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
+    args.device.check()?;
+    let specs = Specs::load(&house.root)?;
+    let chosen = select("experiment", &specs.experiments, |e| e.name.as_str(), &args.only)?;
+    let folder = Folder::new(house, args.out.as_deref())?;
+    folder.create()?;
+    let (now, other): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|e| e.runs_at(args.scale));
+    for experiment in other {
+        eprintln!("{} is not run at scale {}", experiment.name, scale_name(args.scale));
+    }
+    let torch = now.iter().any(|experiment| experiment.torch);
+    let programs = Programs::ready(house, &packages(now.iter().map(|e| &*e.package)), torch, args.device)?;
+    let run = Run { args, folder: &folder, programs: &programs, interrupt: Interrupt::install()? };
+    let failed = run.all(&now)?;
+    folder.finish(&specs)?;
+    if run.interrupt.wanted() {
+        bail!("stopped; `cargo xtask run-all --resume` with the same flags goes on from here");
+    }
+    match failed.as_slice() {
+        [] => Ok(()),
+        names => bail!("{} of {} experiments failed: {}", names.len(), now.len(), names.join(", ")),
+    }
+}
+
+struct Run<'a> {
+    args: &'a Args,
+    folder: &'a Folder,
+    programs: &'a Programs<'a>,
+    interrupt: Interrupt,
+}
+
+impl Run<'_> {
+    /// Runs one after the other, and returns the names of those that failed, whose logs it has shown.
+    fn all(&self, experiments: &[&Experiment]) -> Result<Vec<String>> {
+        let mut display = Display::new(experiments.len());
+        let mut failed = Vec::new();
+        for experiment in experiments {
+            let outcome = self.one(experiment, &mut display)?;
+            if let RunState::Failed { message } = &outcome.state
+                && !self.interrupt.wanted()
+            {
+                failed.push((experiment.name.clone(), message.clone()));
+            }
+            if self.interrupt.wanted() {
+                break;
+            }
+        }
+        drop(display);
+        for (name, message) in &failed {
+            show_failure(name, message, self.folder);
+        }
+        Ok(failed.into_iter().map(|(name, _)| name).collect())
+    }
+
+    fn one(&self, experiment: &Experiment, display: &mut Display) -> Result<RunOutcome> {
+        let (name, run) = (&experiment.name, self.folder.run());
+        let setting = self.setting(experiment)?;
+        let before = Stamp::read(&run, name);
+        let estimate = before.as_ref().and_then(|stamp| stamp.estimate(&setting));
+        display.start(name, estimate);
+        if let Some(stamp) = before.filter(|stamp| self.args.resume && stamp.covers(&setting)) {
+            self.folder.publish(name)?;
+            display.finish(&format!("{name}: done before, skipped"));
+            return Ok(stamp.outcome);
+        }
+        let stamp = |state, usual_seconds| Stamp {
+            setting: setting.clone(),
+            usual_seconds,
+            outcome: RunOutcome { experiment: name.clone(), state },
+        };
+        // Until it has ended, it counts as one that did not, even when this process is killed.
+        stamp(RunState::Failed { message: "the run did not finish".into() }, estimate).write(&run)?;
+        let records = self.folder.unfinished_records(name);
+        if records.exists() {
+            std::fs::remove_file(&records).with_context(|| format!("cannot remove {}", records.display()))?;
+        }
+        let command = self.command(experiment)?;
+        let (ending, time) =
+            runner::run(command, &self.folder.log(name), &self.interrupt, |step| display.step(&step))?;
+        let seconds = time.as_secs_f64();
+        let (state, usual, line) = match ending {
+            Ending::Done => {
+                self.folder.publish(name)?;
+                (RunState::Done { seconds }, Some(seconds), format!("{name}: done in {}", duration(seconds)))
+            }
+            Ending::Failed(message) => {
+                let line = format!("{name}: failed after {}: {message}", duration(seconds));
+                (RunState::Failed { message }, estimate, line)
+            }
+            Ending::Interrupted => {
+                (RunState::Failed { message: "interrupted".into() }, estimate, format!("{name}: interrupted"))
+            }
+        };
+        let stamp = stamp(state, usual);
+        stamp.write(&run)?;
+        display.finish(&line);
+        Ok(stamp.outcome)
+    }
+
+    fn setting(&self, experiment: &Experiment) -> Result<Setting> {
+        Ok(Setting {
+            scale: scale_name(self.args.scale).into(),
+            device: self.args.device.to_string(),
+            seed: self.args.seed,
+            revision: self.programs.revision.clone(),
+            program: digest(self.programs.path(&experiment.package)?)?,
+        })
+    }
+
+    fn command(&self, experiment: &Experiment) -> Result<Command> {
+        let mut command = self.programs.command(&experiment.package)?;
+        command.args(&experiment.args).args(["--scale", scale_name(self.args.scale)]);
+        command.arg("--device").arg(self.args.device.to_string());
+        command.arg("--seed").arg(self.args.seed.to_string());
+        command.arg("--records").arg(self.folder.unfinished_records(&experiment.name));
+        Ok(command)
+    }
+}
+
+/// The last words of a program that failed.
+pub(crate) fn show_failure(name: &str, message: &str, folder: &Folder) {
+    let log = folder.log(name);
+    eprintln!("\n{name} failed: {message}; the end of {}:", log.display());
+    for line in runner::tail(&log, 12) {
+        eprintln!("    {line}");
+    }
+}

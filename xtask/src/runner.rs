@@ -1,0 +1,229 @@
+//! One program as a child process: its progress is passed on, everything else that it prints goes to its log.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use report::progress::PROGRESS_VARIABLE;
+
+use crate::interrupt::Interrupt;
+
+/// One `@progress DONE TOTAL MESSAGE` line.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Step {
+    pub(crate) done: u64,
+    pub(crate) total: u64,
+    /// Empty when the line has none.
+    pub(crate) message: String,
+}
+
+impl Step {
+    /// `None` for a line that is not about progress.
+    pub(crate) fn parse(line: &str) -> Option<Self> {
+        let rest = line.strip_prefix("@progress ")?.trim_start();
+        let (done, rest) = rest.split_once(' ')?;
+        let (total, message) = rest.split_once(' ').unwrap_or((rest, ""));
+        let (done, total) = (done.parse().ok()?, total.trim_end().parse().ok()?);
+        Some(Self { done, total, message: message.trim().to_owned() })
+    }
+}
+
+/// How a child ended.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Ending {
+    Done,
+    /// Why, in one line.
+    Failed(String),
+    /// The user stopped it.
+    Interrupted,
+}
+
+/// How long a child may take to end by itself after Ctrl-C, which reached it too.
+const GRACE: Duration = Duration::from_secs(2);
+const TICK: Duration = Duration::from_millis(50);
+
+/// Runs `command` to its end. The log is written anew.
+pub(crate) fn run(
+    mut command: Command,
+    log: &Path,
+    interrupt: &Interrupt,
+    mut on_step: impl FnMut(Step),
+) -> Result<(Ending, Duration)> {
+    let open = || {
+        let file = OpenOptions::new().create(true).append(true).open(log);
+        file.with_context(|| format!("cannot write the log {}", log.display()))
+    };
+    File::create(log).with_context(|| format!("cannot write the log {}", log.display()))?;
+    let program = command.get_program().to_owned();
+    command.env(PROGRESS_VARIABLE, "lines").stdin(Stdio::null()).stdout(open()?).stderr(Stdio::piped());
+    let start = Instant::now();
+    let mut child = match command.spawn() {
+        Ok(child) => child,
+        Err(error) => {
+            let why = format!("cannot run {}: {error}", program.display());
+            writeln!(open()?, "{why}").ok();
+            return Ok((Ending::Failed(why), start.elapsed()));
+        }
+    };
+    let (steps, received) = mpsc::channel();
+    let stderr = child.stderr.take().expect("standard error is piped");
+    let mut file = open()?;
+    let reader = thread::spawn(move || read(stderr, &mut file, &steps));
+    let mut interrupted_at = None;
+    let status = loop {
+        match received.recv_timeout(TICK) {
+            Ok(step) => on_step(step),
+            Err(RecvTimeoutError::Disconnected) => thread::sleep(TICK),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        if interrupt.wanted() {
+            let since = *interrupted_at.get_or_insert_with(Instant::now);
+            if since.elapsed() > GRACE {
+                child.kill().ok();
+            }
+        }
+        if let Some(status) = finished(&mut child)? {
+            break status;
+        }
+    };
+    // What the child said last may still be on its way. A grandchild that outlives it may hold the pipe open for ever.
+    let patience = Instant::now() + GRACE;
+    while !reader.is_finished() && Instant::now() < patience {
+        thread::sleep(Duration::from_millis(1));
+    }
+    received.try_iter().for_each(on_step);
+    let ending = if interrupt.wanted() {
+        Ending::Interrupted
+    } else if status.success() {
+        Ending::Done
+    } else {
+        Ending::Failed(why(status, &tail(log, 50)))
+    };
+    Ok((ending, start.elapsed()))
+}
+
+fn finished(child: &mut Child) -> Result<Option<ExitStatus>> {
+    child.try_wait().context("cannot wait for a program")
+}
+
+/// Passes steps on and writes every other line to the log, so that a crash leaves its last words there.
+fn read(stderr: ChildStderr, log: &mut File, steps: &mpsc::Sender<Step>) {
+    for line in BufReader::new(stderr).split(b'\n') {
+        let Ok(line) = line else { return };
+        match std::str::from_utf8(&line).ok().and_then(Step::parse) {
+            Some(step) => drop(steps.send(step)),
+            None => drop(log.write_all(&[&line[..], b"\n"].concat())),
+        }
+    }
+}
+
+/// The last lines of a log.
+pub(crate) fn tail(log: &Path, lines: usize) -> Vec<String> {
+    let text = std::fs::read(log).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    let all: Vec<&str> = text.lines().collect();
+    all[all.len().saturating_sub(lines)..].iter().map(|&line| line.to_owned()).collect()
+}
+
+/// One line: the program's own error where it gave one, and how it ended.
+fn why(status: ExitStatus, log: &[String]) -> String {
+    if let Some(signal) = status.signal() {
+        return format!("ended by {}", signal_name(signal));
+    }
+    let error = log.iter().rev().find_map(|line| line.strip_prefix("error: "));
+    let code = status.code().unwrap_or(-1);
+    error.map_or_else(|| format!("ended with exit status {code}"), str::to_owned)
+}
+
+/// The signals that end programs, in words that help.
+pub(crate) fn signal_name(signal: i32) -> String {
+    let name = match signal {
+        1 => "SIGHUP",
+        2 => "SIGINT",
+        3 => "SIGQUIT",
+        4 => "SIGILL (an instruction that this processor does not have)",
+        6 => "SIGABRT (an abort; the log has its reason)",
+        7 => "SIGBUS",
+        8 => "SIGFPE",
+        9 => "SIGKILL (on Linux most often the kernel, out of memory)",
+        11 => "SIGSEGV (a crash in native code)",
+        13 => "SIGPIPE",
+        15 => "SIGTERM",
+        24 => "SIGXCPU",
+        25 => "SIGXFSZ",
+        other => return format!("signal {other}"),
+    };
+    name.to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_lines_are_told_from_others() {
+        let check = |line: &str, expected: Option<(u64, u64, &str)>| {
+            let step = expected.map(|(done, total, message)| Step { done, total, message: message.into() });
+            assert_eq!(Step::parse(line), step, "{line}");
+        };
+        check("@progress 3 10 batch 8, level SaveOne", Some((3, 10, "batch 8, level SaveOne")));
+        check("@progress 3 10", Some((3, 10, "")));
+        check("@progress 3 10 ", Some((3, 10, "")));
+        check("@progress 0 0 starting", Some((0, 0, "starting")));
+        check("@progress three 10", None);
+        check("@progress 3", None);
+        check("@progress", None);
+        check(" @progress 3 10", None);
+        check("progress 3 10", None);
+    }
+
+    fn shell(script: &str) -> (Ending, Vec<Step>, Vec<String>) {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("log");
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        let mut steps = Vec::new();
+        let (ending, _) = run(command, &log, &Interrupt::default(), |step| steps.push(step)).unwrap();
+        (ending, steps, tail(&log, 10))
+    }
+
+    #[test]
+    fn steps_are_passed_on_and_the_rest_is_logged() {
+        let (ending, steps, log) = shell(
+            "echo \"mode $FRUGAL_PROGRESS\"; echo '@progress 1 2 half' >&2; echo warning >&2; printf last >&2",
+        );
+        assert_eq!(ending, Ending::Done);
+        assert_eq!(steps, [Step { done: 1, total: 2, message: "half".into() }]);
+        assert_eq!(log, ["mode lines", "warning", "last"]);
+    }
+
+    #[test]
+    fn a_failure_says_why() {
+        assert_eq!(
+            shell("echo 'error: no such file: x' >&2; exit 1").0,
+            Ending::Failed("no such file: x".into())
+        );
+        assert_eq!(shell("exit 7").0, Ending::Failed("ended with exit status 7".into()));
+        let killed = Ending::Failed("ended by SIGSEGV (a crash in native code)".into());
+        assert_eq!(shell("kill -SEGV $$").0, killed);
+    }
+
+    #[test]
+    fn a_program_that_is_missing_is_a_failure_like_any_other() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("log");
+        let (ending, _) =
+            run(Command::new("/nonexistent/program"), &log, &Interrupt::default(), |_| {}).unwrap();
+        assert!(
+            matches!(&ending, Ending::Failed(why) if why.starts_with("cannot run /nonexistent/program")),
+            "{ending:?}"
+        );
+        assert_eq!(tail(&log, 5).len(), 1);
+    }
+}

@@ -1,0 +1,175 @@
+//! `cargo xtask setup`: finds or installs libtorch and links it as `.libtorch`.
+
+mod compiler;
+mod decision;
+mod surroundings;
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+
+use crate::house::House;
+use crate::torch::{TORCH_VERSION, Torch, Variant};
+use crate::venv::{self, Recipe};
+use decision::{Decision, decide};
+pub(crate) use surroundings::{Surroundings, cache_folder, nvidia_driver};
+
+/// Which libtorch is wanted.
+#[derive(clap::Args, Default)]
+pub(crate) struct Args {
+    /// Take the CUDA packages even where no NVIDIA driver is seen
+    #[arg(long, conflicts_with = "cpu")]
+    cuda: bool,
+    /// Take the CPU packages even where an NVIDIA driver is seen
+    #[arg(long)]
+    cpu: bool,
+}
+
+impl Args {
+    fn wanted(&self) -> Option<Variant> {
+        match (self.cuda, self.cpu) {
+            (true, _) => Some(Variant::Cuda),
+            (_, true) => Some(Variant::Cpu),
+            _ => None,
+        }
+    }
+}
+
+pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
+    house.need_sources("setup")?;
+    ensure(house, args.wanted()).map(drop)
+}
+
+/// Makes sure that `.libtorch` leads to a libtorch that `tch` can be built against, and says so in one line.
+pub(crate) fn ensure(house: &House, wanted: Option<Variant>) -> Result<Torch> {
+    let start = Instant::now();
+    compiler::check(|name| std::env::var_os(name))?;
+    let surroundings = Surroundings::of_this_process(house);
+    let (decision, notes) = decide(&surroundings, wanted, &|folder| Torch::inspect(folder))?;
+    for note in notes {
+        eprintln!("setup: {note}");
+    }
+    let (torch, from) = match decision {
+        Decision::Keep(torch) => (torch, "linked already"),
+        Decision::Link(torch, from) => (torch, from),
+        Decision::Install(variant) => (install(variant)?, "private environment"),
+    };
+    link(&house.libtorch(), &torch.folder)?;
+    eprintln!(
+        "setup: libtorch {} ({}) in {}, linked as .libtorch ({from}, {:.1} s)",
+        torch.version,
+        torch.variant,
+        torch.folder.display(),
+        start.elapsed().as_secs_f64(),
+    );
+    Ok(torch)
+}
+
+/// Installs the wheels into a private environment and returns its libtorch.
+fn install(variant: Variant) -> Result<Torch> {
+    let recipe = recipe(variant);
+    let venv = venv::ensure(&cache_folder()?, &recipe, |folder| is_whole(folder, variant))?;
+    if let Some(time) = venv.made_in {
+        eprintln!("setup: installed {} in {:.1} s", recipe.what, time.as_secs_f64());
+    }
+    Torch::inspect(&venv.torch()?)
+}
+
+/// Without CUDA three wheels are enough, at a quarter of the size: libtorch loads the profiler's and the runtime's
+/// library at start, and the other packages only when a GPU is used.
+fn recipe(variant: Variant) -> Recipe {
+    let mut packages = vec![format!("torch=={TORCH_VERSION}")];
+    if variant == Variant::Cpu {
+        packages.insert(0, "--no-deps".into());
+        if cfg!(target_os = "linux") {
+            packages.extend(SLIM.map(|(package, version)| format!("{package}=={version}")));
+        }
+    }
+    Recipe {
+        name: format!("torch-{TORCH_VERSION}-{}", variant.lower()),
+        what: format!("torch {TORCH_VERSION} ({variant})"),
+        size: if variant == Variant::Cpu { "1.3 GB" } else { "4.7 GB" },
+        fingerprint: packages.join(" "),
+        packages,
+    }
+}
+
+/// What libtorch's CPU library itself links to.
+const SLIM: [(&str, &str); 2] = [("nvidia-cuda-cupti", "13.0.*"), ("nvidia-cuda-runtime", "13.0.*")];
+
+/// Whether the environment in `folder` has all that libtorch needs.
+fn is_whole(folder: &Path, variant: Variant) -> bool {
+    let Some(torch) = venv::site_packages(folder).map(|site| site.join("torch")) else { return false };
+    let fits = Torch::inspect(&torch).is_ok_and(|torch| {
+        torch.fits() && (torch.variant == variant || variant == Variant::Cpu || cfg!(target_os = "macos"))
+    });
+    let slim = SLIM.map(|(package, _)| package.replace('-', "_"));
+    let nvidia: &[String] = if cfg!(target_os = "linux") { &slim } else { &[] };
+    let wheels: Vec<&str> = std::iter::once("torch").chain(nvidia.iter().map(String::as_str)).collect();
+    fits && venv::wheels_complete(folder, &wheels)
+}
+
+/// Makes `link` lead to `folder`, by way of a rename so that it is never missing.
+fn link(link: &Path, folder: &Path) -> Result<()> {
+    let is_link = link.symlink_metadata().is_ok_and(|file| file.is_symlink());
+    if !is_link && link.exists() {
+        if same_place(link, folder) {
+            return Ok(());
+        }
+        bail!("{} is not a link; move it away and run this again", link.display());
+    }
+    if is_link && std::fs::read_link(link).is_ok_and(|target| target == folder) {
+        return Ok(());
+    }
+    let new = link.with_extension(std::process::id().to_string());
+    let _ = std::fs::remove_file(&new);
+    std::os::unix::fs::symlink(folder, &new)
+        .and_then(|()| std::fs::rename(&new, link))
+        .with_context(|| format!("cannot make the link {}", link.display()))
+}
+
+fn same_place(a: &Path, b: &Path) -> bool {
+    let real = |path: &Path| -> Option<PathBuf> { path.canonicalize().ok() };
+    real(a).is_some() && real(a) == real(b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cpu_recipe_is_three_wheels() {
+        let recipe = recipe(Variant::Cpu);
+        assert_eq!(recipe.name, "torch-2.11.0-cpu");
+        assert_eq!(
+            recipe.fingerprint,
+            "--no-deps torch==2.11.0 nvidia-cuda-cupti==13.0.* nvidia-cuda-runtime==13.0.*"
+        );
+    }
+
+    #[test]
+    fn a_link_is_made_moved_and_repaired() {
+        let dir = tempfile::tempdir().unwrap();
+        let (a, b, at) = (dir.path().join("a"), dir.path().join("b"), dir.path().join(".libtorch"));
+        std::fs::create_dir(&a).unwrap();
+        std::fs::create_dir(&b).unwrap();
+        for target in [&a, &a, &b] {
+            link(&at, target).unwrap();
+            assert_eq!(&std::fs::read_link(&at).unwrap(), target);
+        }
+        std::fs::remove_dir(&b).unwrap();
+        link(&at, &a).unwrap();
+        assert_eq!(std::fs::read_link(&at).unwrap(), a, "a dangling link is replaced");
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2, "nothing is left over");
+    }
+
+    #[test]
+    fn a_folder_in_the_place_of_the_link_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = dir.path().join(".libtorch");
+        std::fs::create_dir(&at).unwrap();
+        assert!(link(&at, dir.path()).unwrap_err().to_string().contains("is not a link"));
+        assert!(link(&at, &at).is_ok());
+    }
+}

@@ -1,0 +1,245 @@
+//! Which libtorch is taken: `$LIBTORCH`, the active virtual environment's, or a private installation.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+
+use super::Surroundings;
+use crate::torch::{TORCH_VERSION, Torch, Variant};
+use crate::venv;
+
+/// What `setup` does.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Decision {
+    /// The link is good as it is.
+    Keep(Torch),
+    /// Link this one; the words say where it comes from.
+    Link(Torch, &'static str),
+    /// Install the wheels of this variant.
+    Install(Variant),
+}
+
+/// Decides, and adds notes for what was passed over.
+///
+/// A link that serves is kept whatever else there is, so that a build is not done twice because a virtual environment
+/// was entered or left; only an exported `LIBTORCH` or a flag changes it.
+pub(super) fn decide(
+    surroundings: &Surroundings,
+    wanted: Option<Variant>,
+    inspect: &dyn Fn(&Path) -> Result<Torch>,
+) -> Result<(Decision, Vec<String>)> {
+    let mut notes = Vec::new();
+    if let Some(folder) = &surroundings.libtorch {
+        return Ok((Decision::Link(exported(folder, wanted, inspect)?, "from LIBTORCH"), notes));
+    }
+    match linked(&surroundings.link, inspect) {
+        Some(Ok(torch)) if wanted.is_none_or(|variant| variant == torch.variant) => {
+            if torch.variant == Variant::Cpu && surroundings.driver && wanted.is_none() {
+                notes.push(
+                    "this machine has an NVIDIA driver, and the linked libtorch computes on the CPU only; `cargo xtask \
+                     setup --cuda` changes that"
+                        .into(),
+                );
+            }
+            return Ok((Decision::Keep(torch), notes));
+        }
+        Some(Ok(torch)) => {
+            notes.push(format!("the linked libtorch is for {}; replacing the link", torch.variant))
+        }
+        Some(Err(error)) => notes.push(format!("the link .libtorch is of no use ({error:#}); replacing it")),
+        None => {}
+    }
+    if let Some(environment) = &surroundings.virtual_env {
+        let folder =
+            venv::site_packages(environment).map(|site| site.join("torch")).filter(|torch| torch.exists());
+        match folder.map(|folder| inspect(&folder)) {
+            Some(Ok(torch)) if !torch.fits() => notes.push(format!(
+                "the active environment {} has torch {}, and {TORCH_VERSION} is needed; installing that privately",
+                environment.display(),
+                torch.version
+            )),
+            Some(Ok(torch)) if wanted == Some(Variant::Cuda) && torch.variant == Variant::Cpu => notes.push(format!(
+                "the active environment {} has torch for the CPU only; installing CUDA's privately",
+                environment.display()
+            )),
+            Some(Ok(torch)) => return Ok((Decision::Link(torch, "from the active environment"), notes)),
+            Some(Err(error)) => notes.push(format!("the active environment's torch is passed over: {error:#}")),
+            None => {}
+        }
+    }
+    let by_driver = if surroundings.driver { Variant::Cuda } else { Variant::Cpu };
+    Ok((Decision::Install(wanted.unwrap_or(by_driver)), notes))
+}
+
+/// The caller's own choice is never replaced by another: it serves, or it is an error.
+fn exported(
+    folder: &Path,
+    wanted: Option<Variant>,
+    inspect: &dyn Fn(&Path) -> Result<Torch>,
+) -> Result<Torch> {
+    let folder = std::path::absolute(folder).context("LIBTORCH is no usable path")?;
+    let torch = inspect(&folder).context("LIBTORCH is set and cannot be used; correct it, or unset it")?;
+    if !torch.fits() {
+        bail!(
+            "LIBTORCH is {}, which is version {}, and this project needs {TORCH_VERSION}; unset LIBTORCH (setup installs \
+             {TORCH_VERSION} then), or point it to a libtorch {TORCH_VERSION}",
+            folder.display(),
+            torch.version
+        );
+    }
+    if wanted == Some(Variant::Cuda) && torch.variant == Variant::Cpu {
+        bail!(
+            "CUDA was asked for, and the libtorch in {} (from LIBTORCH) computes on the CPU only; unset LIBTORCH, or \
+             point it to one with CUDA",
+            folder.display()
+        );
+    }
+    Ok(torch)
+}
+
+/// What the link leads to: nothing, a libtorch that fits, or an error.
+fn linked(link: &Path, inspect: &dyn Fn(&Path) -> Result<Torch>) -> Option<Result<Torch>> {
+    link.symlink_metadata().ok()?;
+    let target = || -> Result<Torch> {
+        let folder = std::fs::read_link(link).unwrap_or_else(|_| link.to_owned());
+        let torch = inspect(&folder)?;
+        if !torch.fits() {
+            bail!("it leads to version {}, and {TORCH_VERSION} is needed", torch.version);
+        }
+        Ok(torch)
+    };
+    Some(target())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+    use crate::torch::tests::fake_torch;
+
+    /// A machine with every kind of libtorch; each test takes away what it does not have.
+    struct Machine {
+        dir: tempfile::TempDir,
+        surroundings: Surroundings,
+    }
+
+    impl Machine {
+        fn bare() -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let surroundings = Surroundings { link: dir.path().join(".libtorch"), ..Surroundings::default() };
+            Self { dir, surroundings }
+        }
+
+        fn folder(&self, name: &str) -> PathBuf {
+            self.dir.path().join(name)
+        }
+
+        fn exported(mut self, version: &str, cuda: bool) -> Self {
+            fake_torch(&self.folder("exported/torch"), version, cuda);
+            self.surroundings.libtorch = Some(self.folder("exported/torch"));
+            self
+        }
+
+        fn virtual_env(mut self, version: &str, cuda: bool) -> Self {
+            fake_torch(&self.folder("venv/lib/python3.12/site-packages/torch"), version, cuda);
+            self.surroundings.virtual_env = Some(self.folder("venv"));
+            self
+        }
+
+        fn linked(self, version: &str, cuda: bool) -> Self {
+            fake_torch(&self.folder("linked/torch"), version, cuda);
+            std::os::unix::fs::symlink(self.folder("linked/torch"), &self.surroundings.link).unwrap();
+            self
+        }
+
+        fn driver(mut self) -> Self {
+            self.surroundings.driver = true;
+            self
+        }
+
+        /// The decision in short, then the notes.
+        fn decide(&self, wanted: Option<Variant>) -> String {
+            match decide(&self.surroundings, wanted, &|folder| Torch::inspect(folder)) {
+                Err(error) => format!("error: {error:#}").replace(&*self.dir.path().to_string_lossy(), "DIR"),
+                Ok((decision, notes)) => {
+                    let short = match decision {
+                        Decision::Keep(torch) => format!("keep {}", torch.variant),
+                        Decision::Link(torch, from) => format!("link {} {from}", torch.variant),
+                        Decision::Install(variant) => format!("install {variant}"),
+                    };
+                    let lines: Vec<String> = std::iter::once(short).chain(notes).collect();
+                    lines.join("\n").replace(&*self.dir.path().to_string_lossy(), "DIR")
+                }
+            }
+        }
+    }
+
+    const CPU: Option<Variant> = Some(Variant::Cpu);
+    const CUDA: Option<Variant> = Some(Variant::Cuda);
+
+    #[test]
+    fn sources_are_taken_in_order() {
+        let full = || Machine::bare().virtual_env("2.11.0", true).linked("2.11.0", false);
+        assert_eq!(full().exported("2.11.0", false).decide(None), "link CPU from LIBTORCH");
+        assert_eq!(full().decide(None), "keep CPU");
+        assert_eq!(
+            Machine::bare().virtual_env("2.11.0+cu130", true).decide(None),
+            "link CUDA from the active environment"
+        );
+        assert_eq!(Machine::bare().decide(None), "install CPU");
+    }
+
+    #[test]
+    fn the_variant_follows_the_flag_then_the_driver() {
+        assert_eq!(Machine::bare().driver().decide(None), "install CUDA");
+        assert_eq!(Machine::bare().driver().decide(CPU), "install CPU");
+        assert_eq!(Machine::bare().decide(CUDA), "install CUDA");
+        assert!(
+            Machine::bare()
+                .linked("2.11.0", false)
+                .decide(CUDA)
+                .starts_with("install CUDA\nthe linked libtorch")
+        );
+        let note = Machine::bare().linked("2.11.0", false).driver().decide(None);
+        assert!(note.starts_with("keep CPU\nthis machine has an NVIDIA driver"), "{note}");
+    }
+
+    #[test]
+    fn a_wrong_version_is_named_with_the_right_one() {
+        assert_eq!(
+            Machine::bare().exported("2.9.1+cpu", false).decide(None),
+            "error: LIBTORCH is DIR/exported/torch, which is version 2.9.1+cpu, and this project needs 2.11.0; unset \
+             LIBTORCH (setup installs 2.11.0 then), or point it to a libtorch 2.11.0"
+        );
+        assert_eq!(
+            Machine::bare().virtual_env("2.9.1", false).decide(None),
+            "install CPU\nthe active environment DIR/venv has torch 2.9.1, and 2.11.0 is needed; installing that privately"
+        );
+        assert!(
+            Machine::bare()
+                .linked("2.9.1", false)
+                .decide(None)
+                .starts_with("install CPU\nthe link .libtorch is of no")
+        );
+    }
+
+    #[test]
+    fn an_exported_libtorch_that_does_not_serve_is_an_error() {
+        let mut machine = Machine::bare();
+        machine.surroundings.libtorch = Some(machine.folder("nowhere"));
+        assert_eq!(
+            machine.decide(None),
+            "error: LIBTORCH is set and cannot be used; correct it, or unset it: DIR/nowhere does not exist"
+        );
+        let message = Machine::bare().exported("2.11.0", false).decide(CUDA);
+        assert!(message.contains("computes on the CPU only; unset LIBTORCH"), "{message}");
+    }
+
+    #[test]
+    fn a_dangling_link_is_replaced() {
+        let machine = Machine::bare();
+        std::os::unix::fs::symlink(machine.folder("gone"), &machine.surroundings.link).unwrap();
+        assert!(machine.decide(None).starts_with("install CPU\nthe link .libtorch is of no use"));
+    }
+}

@@ -1,0 +1,77 @@
+//! What the machine and the caller's environment say about libtorch.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use crate::house::House;
+
+/// All that the choice of a libtorch depends on.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Surroundings {
+    /// `LIBTORCH` as the caller exported it.
+    pub(crate) libtorch: Option<PathBuf>,
+    /// The active virtual environment.
+    pub(crate) virtual_env: Option<PathBuf>,
+    /// Where the link lies, or will.
+    pub(crate) link: PathBuf,
+    /// Whether an NVIDIA driver is visible.
+    pub(crate) driver: bool,
+}
+
+impl Surroundings {
+    pub(crate) fn of_this_process(house: &House) -> Self {
+        let path = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+        let link = house.libtorch();
+        Self {
+            // Cargo itself sets it to the link when the caller exported nothing.
+            libtorch: path("LIBTORCH").filter(|folder| folder != &link),
+            virtual_env: path("VIRTUAL_ENV"),
+            link,
+            driver: nvidia_driver(),
+        }
+    }
+}
+
+/// Whether this machine has an NVIDIA driver that a program can reach.
+pub(crate) fn nvidia_driver() -> bool {
+    let folders =
+        ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib/wsl/lib"];
+    Path::new("/proc/driver/nvidia/version").exists()
+        || folders.iter().any(|folder| Path::new(folder).join("libcuda.so.1").exists())
+}
+
+/// The folder that all checkouts of this user share.
+pub(crate) fn cache_folder() -> Result<PathBuf> {
+    let folder = choose_cache(|name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from));
+    let folder =
+        folder.context("there is no home folder to keep libtorch in; set FRUGAL_CACHE to a folder")?;
+    std::path::absolute(&folder).with_context(|| format!("{} is no usable path", folder.display()))
+}
+
+fn choose_cache(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
+    // The base-directory specification says to pass over a relative XDG path.
+    let xdg = || variable("XDG_CACHE_HOME").filter(|path| path.is_absolute()).map(|path| path.join("frugal"));
+    let home = || variable("HOME").map(|home| home.join(".cache/frugal"));
+    variable("FRUGAL_CACHE").or_else(xdg).or_else(home)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cache_folder_follows_the_variables_in_order() {
+        let check = |set: &[(&str, &str)], expected: Option<&str>| {
+            let variable =
+                |name: &str| set.iter().find(|(n, _)| *n == name).map(|(_, value)| PathBuf::from(value));
+            assert_eq!(choose_cache(variable), expected.map(PathBuf::from), "{set:?}");
+        };
+        let (home, xdg, own) = (("HOME", "/h"), ("XDG_CACHE_HOME", "/x"), ("FRUGAL_CACHE", "/f"));
+        check(&[home, xdg, own], Some("/f"));
+        check(&[home, xdg], Some("/x/frugal"));
+        check(&[home, ("XDG_CACHE_HOME", "relative")], Some("/h/.cache/frugal"));
+        check(&[home], Some("/h/.cache/frugal"));
+        check(&[], None);
+    }
+}

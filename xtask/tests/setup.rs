@@ -1,0 +1,127 @@
+//! `setup` as a process of its own, with a Python that installs a few empty files.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::{Mutex, MutexGuard};
+
+/// Passes for python3, in and out of an environment. `calls` counts its installations; `die` makes one of them kill the
+/// program that runs it, half-way.
+const PYTHON: &str = r#"#!/bin/sh
+case "$*" in
+*"import sys"*) echo 3 11 ;;
+*ensurepip*) ;;
+*"-m venv"*)
+    mkdir -p "$3/bin" "$3/lib/python3.11/site-packages"
+    cp "$0" "$3/bin/python" ;;
+*"-m pip"*)
+    echo install >> "$FAKE/calls"
+    site=$(dirname "$0")/../lib/python3.11/site-packages
+    mkdir -p "$site/torch/lib" "$site/torch/include/torch/csrc/autograd"
+    if [ -e "$FAKE/die" ]; then rm "$FAKE/die"; kill -KILL $PPID; exit 1; fi
+    sleep 0.3
+    touch "$site/torch/lib/libtorch_cpu.so" "$site/torch/include/torch/csrc/autograd/function.h"
+    echo "__version__ = '2.11.0+cu130'" > "$site/torch/version.py"
+    for wheel in torch-2.11.0 nvidia_cuda_cupti-13.0.1 nvidia_cuda_runtime-13.0.1; do
+        mkdir -p "$site/$wheel.dist-info"
+        echo "torch/version.py,sha256=x,29" > "$site/$wheel.dist-info/RECORD"
+    done ;;
+esac
+"#;
+
+/// A program cannot start while a child that another test is about to start still has it open for writing, so one test
+/// at a time writes programs and starts them.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+struct Machine(tempfile::TempDir, #[expect(dead_code)] MutexGuard<'static, ()>);
+
+impl Machine {
+    fn new() -> Self {
+        let turn = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let machine = Self(tempfile::tempdir().unwrap(), turn);
+        let path = machine.path("bin");
+        std::fs::create_dir(&path).unwrap();
+        for (name, text) in [("python3", PYTHON), ("c++", "#!/bin/sh\n")] {
+            let program = path.join(name);
+            std::fs::write(&program, text).unwrap();
+            std::fs::set_permissions(program, PermissionsExt::from_mode(0o755)).unwrap();
+        }
+        machine
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// A checkout as far as `setup` cares.
+    fn checkout(&self, name: &str) -> PathBuf {
+        let root = self.path(name);
+        for folder in ["crates", "xtask"] {
+            std::fs::create_dir_all(root.join(folder)).unwrap();
+        }
+        for file in ["Cargo.lock", "xtask/Cargo.toml"] {
+            std::fs::write(root.join(file), "").unwrap();
+        }
+        root
+    }
+
+    fn setup(&self, checkout: &Path) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_xtask"));
+        for variable in ["CARGO_MANIFEST_DIR", "LIBTORCH", "VIRTUAL_ENV", "CXX"] {
+            command.env_remove(variable);
+        }
+        let system = std::env::var("PATH").unwrap();
+        command.env("PATH", format!("{}:{system}", self.path("bin").display()));
+        command.env("FRUGAL_CACHE", self.path("cache")).env("FAKE", self.0.path());
+        command.current_dir(checkout).args(["setup", "--cpu"]);
+        command
+    }
+
+    fn installations(&self) -> usize {
+        std::fs::read_to_string(self.path("calls")).unwrap_or_default().lines().count()
+    }
+}
+
+fn words(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn the_second_run_and_the_second_checkout_install_nothing() {
+    let machine = Machine::new();
+    let (a, b) = (machine.checkout("a"), machine.checkout("b"));
+    for (checkout, says) in [(&a, "private environment"), (&a, "linked already"), (&b, "private environment")]
+    {
+        let output = machine.setup(checkout).output().unwrap();
+        assert!(output.status.success(), "{}", words(&output));
+        assert!(words(&output).contains(&format!("linked as .libtorch ({says}, ")), "{}", words(&output));
+        assert!(checkout.join(".libtorch/version.py").exists());
+    }
+    assert_eq!(machine.installations(), 1);
+}
+
+#[test]
+fn an_installation_that_was_killed_is_made_anew() {
+    let machine = Machine::new();
+    let checkout = machine.checkout("a");
+    std::fs::write(machine.path("die"), "").unwrap();
+    assert!(!machine.setup(&checkout).output().unwrap().status.success());
+    assert!(!checkout.join(".libtorch").exists());
+    let output = machine.setup(&checkout).output().unwrap();
+    assert!(output.status.success(), "{}", words(&output));
+    assert!(words(&output).contains("unfinished or damaged; making it anew"), "{}", words(&output));
+    assert_eq!(machine.installations(), 2);
+}
+
+#[test]
+fn two_checkouts_at_once_install_once() {
+    let machine = Machine::new();
+    let children: Vec<_> = ["a", "b", "c"]
+        .map(|name| machine.setup(&machine.checkout(name)).stderr(Stdio::null()).spawn().unwrap())
+        .into_iter()
+        .map(|mut child| child.wait().unwrap())
+        .collect();
+    assert!(children.iter().all(std::process::ExitStatus::success));
+    assert_eq!(machine.installations(), 1);
+    assert!(machine.path("c/.libtorch/version.py").exists());
+}

@@ -1,0 +1,128 @@
+//! Who depends on whom, and what each member's manifest says.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::Tree;
+
+/// What every technique may build on; all other crates are techniques.
+const LAYERS: [&str; 5] = ["report", "accounting", "runtime", "models", "training"];
+/// Members that build in seconds on a machine without libtorch.
+const WITHOUT_TORCH: [&str; 3] = ["accounting", "report", "xtask"];
+const TORCH: [&str; 2] = ["tch", "torch-sys"];
+
+pub(crate) fn check(tree: &Tree) -> Vec<String> {
+    let members = tree.members();
+    let by_name: BTreeMap<&str, (&str, BTreeSet<String>)> = members
+        .iter()
+        .map(|(folder, manifest)| {
+            let name = folder.rsplit('/').next().unwrap_or(folder);
+            (name, (*folder, dependencies_of(manifest)))
+        })
+        .collect();
+    let mut found = Vec::new();
+    for (name, (folder, dependencies)) in &by_name {
+        for dependency in dependencies {
+            let known = by_name.contains_key(&**dependency);
+            match (known && is_technique(dependency), is_technique(name)) {
+                (true, true) => found.push(format!(
+                    "{folder}/Cargo.toml: the technique `{name}` depends on the technique `{dependency}`; what both need \
+                     belongs into runtime, models or training"
+                )),
+                (true, false) => found.push(format!(
+                    "{folder}/Cargo.toml: `{name}` depends on the technique `{dependency}`; techniques build on it, not \
+                     the other way round"
+                )),
+                (false, _) => {}
+            }
+        }
+        if WITHOUT_TORCH.contains(name)
+            && let Some(chain) = chain_to_torch(name, &by_name, &mut BTreeSet::new())
+        {
+            found.push(format!(
+                "{name} links libtorch: {}; it must build on a machine without",
+                chain.join(" -> ")
+            ));
+        }
+    }
+    for (folder, manifest) in &members {
+        let inherited =
+            manifest.get("lints").and_then(|lints| lints.get("workspace")).and_then(toml::Value::as_bool);
+        // Unsafe code lives in runtime, so it states its lints by itself.
+        if inherited != Some(true) && *folder != "crates/runtime" {
+            found.push(format!("{folder}/Cargo.toml: add `[lints]` with `workspace = true`"));
+        }
+        found.extend(binaries(tree, folder, manifest));
+    }
+    found
+}
+
+fn is_technique(name: &str) -> bool {
+    !LAYERS.contains(&name) && name != "xtask"
+}
+
+/// Packages that a manifest names as a dependency of any kind, for any target.
+fn dependencies_of(manifest: &toml::Table) -> BTreeSet<String> {
+    const KINDS: [&str; 3] = ["dependencies", "dev-dependencies", "build-dependencies"];
+    let targets =
+        manifest.get("target").and_then(toml::Value::as_table).into_iter().flat_map(toml::Table::values);
+    let tables = std::iter::once(manifest).chain(targets.filter_map(toml::Value::as_table));
+    let mut names = BTreeSet::new();
+    for table in tables {
+        for kind in KINDS {
+            for (key, value) in table.get(kind).and_then(toml::Value::as_table).into_iter().flatten() {
+                let renamed = value.get("package").and_then(toml::Value::as_str);
+                names.insert(renamed.unwrap_or(key).to_owned());
+            }
+        }
+    }
+    names
+}
+
+/// The way from `name` to libtorch through the workspace, where there is one.
+fn chain_to_torch<'a>(
+    name: &'a str,
+    members: &'a BTreeMap<&str, (&str, BTreeSet<String>)>,
+    seen: &mut BTreeSet<&'a str>,
+) -> Option<Vec<&'a str>> {
+    if TORCH.contains(&name) {
+        return Some(vec![name]);
+    }
+    if !seen.insert(name) {
+        return None;
+    }
+    let (_, dependencies) = members.get(name)?;
+    let rest = dependencies.iter().find_map(|dependency| chain_to_torch(dependency, members, seen))?;
+    Some([vec![name], rest].concat())
+}
+
+/// At most one binary, of the crate's own name.
+fn binaries(tree: &Tree, folder: &str, manifest: &toml::Table) -> Vec<String> {
+    let own = folder.rsplit('/').next().unwrap_or(folder);
+    let mut names: BTreeSet<String> = BTreeSet::new();
+    for (path, _) in tree.with_extension(&["rs"]) {
+        let Some(source) = path.strip_prefix(folder).and_then(|rest| rest.strip_prefix("/src/")) else {
+            continue;
+        };
+        if source == "main.rs" {
+            names.insert(own.to_owned());
+        } else if let Some(name) = source.strip_prefix("bin/") {
+            let name = name.strip_suffix("/main.rs").or_else(|| name.strip_suffix(".rs")).unwrap_or(name);
+            if !name.contains('/') {
+                names.insert(name.to_owned());
+            }
+        }
+    }
+    let declared = manifest.get("bin").and_then(toml::Value::as_array).into_iter().flatten();
+    names.extend(declared.filter_map(|bin| bin.get("name")?.as_str().map(str::to_owned)));
+    let listed: Vec<&str> = names.iter().map(String::as_str).collect();
+    match listed.as_slice() {
+        [] => Vec::new(),
+        [one] if *one == own => Vec::new(),
+        [one] => vec![format!("{folder}: the binary `{one}` has another name than its crate")],
+        all => vec![format!(
+            "{folder}: {} binaries ({}); a crate has at most one, of its own name",
+            all.len(),
+            all.join(", ")
+        )],
+    }
+}
