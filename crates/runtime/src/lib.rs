@@ -7,6 +7,8 @@ pub mod fused;
 pub mod matmul;
 pub mod measure;
 pub mod memory;
+pub mod ops;
+pub mod profile;
 pub mod random;
 mod sys;
 

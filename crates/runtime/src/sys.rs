@@ -19,6 +19,8 @@ pub(crate) mod autograd;
 pub(crate) mod device;
 pub(crate) mod gemm;
 pub(crate) mod memory;
+pub(crate) mod ops;
+pub(crate) mod profile;
 pub(crate) mod random;
 pub(crate) mod stream;
 pub(crate) mod swiglu;

@@ -1,0 +1,6 @@
+// Floating-point operations of attention.
+#pragma once
+#include "contraction.h"
+
+// The formula of an attention operator; NULL when `name` is none.
+FlopFormula attention_formula(const std::string& name);

@@ -1,0 +1,228 @@
+// Boxed calls: any operator of the dispatcher by its name.
+#include "guard.h"
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <memory>
+#include <sstream>
+
+extern "C" {
+// A value on its way in or out. What `items` points to is borrowed on the way in and owned by the receiver on the way out
+// (tensors one by one, the block itself by `rt_value_free`).
+struct rt_value {
+  int32_t tag;
+  int64_t integer; // INT, BOOL, KIND, and DEVICE as tch numbers it: -1 the CPU, from 0 on a CUDA device
+  double real; // DOUBLE
+  void* items; // TENSOR: at::Tensor*; TENSORS: at::Tensor*[]; INTS: int64_t[]; DOUBLES: double[]; BOOLS: uint8_t[]; STRING
+  size_t size; // of the lists and STRING
+};
+}
+
+namespace {
+enum Tag : int32_t { NONE, TENSOR, TENSORS, INT, DOUBLE, BOOL, INTS, DOUBLES, BOOLS, STRING, KIND, DEVICE };
+// How far a call came before it failed.
+enum Stage : int { LOOK_UP, ARGUMENTS, NO_KERNEL, KERNEL };
+
+std::string overloads_of(const std::string& name) {
+  std::ostringstream text;
+  const char* separator = "";
+  for (const auto& operator_name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (operator_name.name != name) continue;
+    text << separator << '`' << operator_name.overload_name << '`';
+    separator = ", ";
+  }
+  return text.str();
+}
+
+c10::OperatorHandle look_up(const char* name, const char* overload) {
+  auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
+  if (handle.has_value()) return *handle;
+  const auto overloads = overloads_of(name);
+  if (overloads.empty()) {
+    throw std::runtime_error(
+        std::string("there is no operator `") + name + "`; names are those of libtorch's native_functions.yaml with `aten::` in front");
+  }
+  throw std::runtime_error(std::string("`") + name + "` has no overload `" + overload + "`, only " + overloads);
+}
+
+c10::IValue tensor_list(const rt_value& value, const c10::Argument& argument) {
+  auto** items = static_cast<at::Tensor**>(value.items);
+  const auto list_type = argument.type()->cast<c10::ListType>();
+  const bool optional = list_type && list_type->getElementType()->kind() == c10::TypeKind::OptionalType;
+  if (optional) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (size_t i = 0; i < value.size; ++i) {
+      list.push_back(items[i] == nullptr ? std::optional<at::Tensor>() : *items[i]);
+    }
+    return list;
+  }
+  c10::List<at::Tensor> list;
+  for (size_t i = 0; i < value.size; ++i) list.push_back(items[i] == nullptr ? at::Tensor() : *items[i]);
+  return list;
+}
+
+c10::IValue to_ivalue(const rt_value& value, const c10::Argument& argument) {
+  switch (value.tag) {
+    case NONE:
+      return {};
+    case TENSOR:
+      return *static_cast<at::Tensor*>(value.items);
+    case TENSORS:
+      return tensor_list(value, argument);
+    case INT:
+    case KIND:
+      return value.integer;
+    case DOUBLE:
+      return value.real;
+    case BOOL:
+      return value.integer != 0;
+    case INTS: {
+      auto* items = static_cast<int64_t*>(value.items);
+      return c10::IValue(std::vector<int64_t>(items, items + value.size));
+    }
+    case DOUBLES: {
+      auto* items = static_cast<double*>(value.items);
+      return c10::IValue(std::vector<double>(items, items + value.size));
+    }
+    case BOOLS: {
+      auto* items = static_cast<uint8_t*>(value.items);
+      c10::List<bool> list;
+      for (size_t i = 0; i < value.size; ++i) list.push_back(items[i] != 0);
+      return list;
+    }
+    case STRING:
+      return std::string(static_cast<char*>(value.items), value.size);
+    case DEVICE:
+      return value.integer < 0 ? c10::Device(c10::kCPU)
+                               : c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(value.integer));
+    default:
+      throw std::logic_error("a value with an unknown tag");
+  }
+}
+
+template <class Item>
+Item* allocate(size_t count) {
+  // One byte at least, so that an empty list is not taken for a failure.
+  auto* block = static_cast<Item*>(std::calloc(count == 0 ? 1 : count, sizeof(Item)));
+  if (block == nullptr) throw std::bad_alloc();
+  return block;
+}
+
+template <class Item, class List>
+void set_list(rt_value& value, Tag tag, const List& list) {
+  value.tag = tag;
+  value.size = list.size();
+  auto* items = allocate<Item>(value.size);
+  for (size_t i = 0; i < value.size; ++i) items[i] = static_cast<Item>(list.get(i));
+  value.items = items;
+}
+
+at::Tensor* own(const at::Tensor& tensor) { return tensor.defined() ? new at::Tensor(tensor) : nullptr; }
+
+rt_value to_value(const c10::IValue& result) {
+  rt_value value{};
+  if (result.isTensor()) {
+    value.items = own(result.toTensor());
+    value.tag = value.items == nullptr ? NONE : TENSOR;
+  } else if (result.isTensorList()) {
+    const auto list = result.toTensorVector();
+    value.tag = TENSORS;
+    value.size = list.size();
+    auto** items = allocate<at::Tensor*>(value.size);
+    for (size_t i = 0; i < value.size; ++i) items[i] = own(list[i]);
+    value.items = items;
+  } else if (result.isInt()) {
+    value.tag = INT;
+    value.integer = result.toInt();
+  } else if (result.isSymInt()) {
+    value.tag = INT;
+    value.integer = result.toSymInt().guard_int(__FILE__, __LINE__);
+  } else if (result.isDouble()) {
+    value.tag = DOUBLE;
+    value.real = result.toDouble();
+  } else if (result.isBool()) {
+    value.tag = BOOL;
+    value.integer = result.toBool();
+  } else if (result.isIntList()) {
+    set_list<int64_t>(value, INTS, result.toIntList());
+  } else if (result.isDoubleList()) {
+    set_list<double>(value, DOUBLES, result.toDoubleList());
+  } else if (result.isBoolList()) {
+    set_list<uint8_t>(value, BOOLS, result.toBoolList());
+  } else if (result.isString()) {
+    const auto& text = result.toStringRef();
+    value.tag = STRING;
+    value.size = text.size();
+    value.items = allocate<char>(value.size);
+    std::memcpy(value.items, text.data(), value.size);
+  } else if (!result.isNone()) {
+    throw std::runtime_error("the operator ran, but gave a value of type " + result.tagKind());
+  }
+  return value;
+}
+} // namespace
+
+extern "C" {
+void rt_value_free(void* block) { std::free(block); }
+
+// Calls the operator `name` with `overload` ("" for the one without a name). Arguments that are left out take the
+// schema's defaults. Names and values are borrowed; `results` and what its values hold are the caller's. `stage` is
+// written in every case.
+rt_status rt_op_call(const char* name, const char* overload, const rt_value* positional, size_t positional_count,
+                     const char* const* keys, const rt_value* named, size_t named_count, rt_value** results,
+                     size_t* result_count, int* stage) {
+  *stage = LOOK_UP;
+  const auto status = guard([&] {
+    const auto handle = look_up(name, overload);
+    const auto& schema = handle.schema();
+    *stage = ARGUMENTS;
+    const auto& formal = schema.arguments();
+    torch::jit::Stack stack;
+    stack.reserve(formal.size());
+    for (size_t i = 0; i < positional_count; ++i) {
+      // One too many is reported by the check below; any argument will do as its type.
+      stack.push_back(to_ivalue(positional[i], formal.empty() ? c10::Argument() : formal[std::min(i, formal.size() - 1)]));
+    }
+    std::unordered_map<std::string, c10::IValue> keyword;
+    for (size_t i = 0; i < named_count; ++i) {
+      const auto index = schema.argumentIndexWithName(keys[i]);
+      keyword.emplace(keys[i], to_ivalue(named[i], index.has_value() ? formal[*index] : c10::Argument()));
+    }
+    schema.checkAndNormalizeInputs(stack, keyword);
+    *stage = KERNEL;
+    try {
+      handle.callBoxed(stack);
+    } catch (const c10::NotImplementedError&) {
+      *stage = NO_KERNEL;
+      throw;
+    }
+    auto* values = allocate<rt_value>(stack.size());
+    try {
+      for (size_t i = 0; i < stack.size(); ++i) values[i] = to_value(stack[i]);
+    } catch (...) {
+      std::free(values);
+      throw;
+    }
+    *results = values;
+    *result_count = stack.size();
+  });
+  return status;
+}
+
+rt_status rt_set_num_threads(int count) {
+  return guard([&] { at::set_num_threads(count); });
+}
+
+rt_status rt_num_threads(int* count) {
+  return guard([&] { *count = at::get_num_threads(); });
+}
+
+rt_status rt_set_deterministic(int on, int warn_only) {
+  return guard([&] { at::globalContext().setDeterministicAlgorithms(on != 0, warn_only != 0); });
+}
+
+rt_status rt_deterministic(int* on) {
+  return guard([&] { *on = at::globalContext().deterministicAlgorithms(); });
+}
+}

@@ -1,0 +1,75 @@
+// Traces and named ranges.
+#include "guard.h"
+#include <ATen/record_function.h>
+#include <memory>
+#include <torch/csrc/autograd/profiler_kineto.h>
+
+namespace profiler = torch::autograd::profiler;
+namespace kineto = torch::profiler::impl;
+
+namespace {
+// Kineto writes "unknown" for a name with anything but ASCII, and does not escape what JSON needs escaped.
+std::string printable(const char* name, size_t size) {
+  std::string text;
+  for (size_t i = 0; i < size; ++i) {
+    const auto byte = static_cast<unsigned char>(name[i]);
+    const bool continues = (byte & 0xC0) == 0x80;
+    if (continues) continue;
+    if (byte < 0x20 || byte >= 0x7F) {
+      text += '?';
+    } else if (byte == '"') {
+      text += '\'';
+    } else {
+      text += byte == '\\' ? '/' : static_cast<char>(byte);
+    }
+  }
+  return text;
+}
+} // namespace
+
+extern "C" {
+// Starts a trace of all threads. One at a time, stopped on the thread that started it.
+rt_status rt_trace_start(int cuda, int shapes, int memory, int all_threads) {
+  return guard([&] {
+    kineto::ExperimentalConfig experimental;
+    experimental.profile_all_threads = all_threads != 0;
+    const kineto::ProfilerConfig config(kineto::ProfilerState::KINETO, shapes != 0, memory != 0, false, false, false,
+                                        experimental);
+    std::set<kineto::ActivityType> activities{kineto::ActivityType::CPU};
+    if (cuda != 0) activities.insert(kineto::ActivityType::CUDA);
+    profiler::prepareProfiler(config, activities);
+    profiler::enableProfiler(config, activities,
+                             {at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE, at::RecordScope::BACKWARD_FUNCTION});
+  });
+}
+
+// Stops the trace; `result` is the caller's.
+rt_status rt_trace_stop(profiler::ProfilerResult** result) {
+  return guard([&] { *result = profiler::disableProfiler().release(); });
+}
+
+// Writes a stopped trace as Chrome's JSON. `result` and `path` are borrowed.
+rt_status rt_trace_save(profiler::ProfilerResult* result, const char* path) {
+  return guard([&] { result->save(path); });
+}
+
+// `result` is taken.
+void rt_trace_free(profiler::ProfilerResult* result) { delete result; }
+
+// Opens a range with `size` bytes of UTF-8 as its name; `range` is NULL when nothing records.
+rt_status rt_range_begin(const char* name, size_t size, at::RecordFunction** range) {
+  return guard([&] {
+    *range = nullptr;
+    auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+    if (!callbacks.has_value()) return;
+    auto made = std::make_unique<at::RecordFunction>(std::move(*callbacks));
+    made->before(printable(name, size));
+    *range = made.release();
+  });
+}
+
+// Closes a range on the thread that opened it. `range` is taken.
+rt_status rt_range_end(at::RecordFunction* range) {
+  return guard([&] { delete range; });
+}
+}

@@ -1,0 +1,75 @@
+//! Operators that libtorch has and `tch` lacks.
+//!
+//! [`call`] reaches every operator of libtorch's dispatcher by its name; the typed functions of the modules here are
+//! thin layers over it. To add one: look up the schema in libtorch's `native_functions.yaml`, pass the arguments in its
+//! order, leave out those whose default will do.
+//!
+//! ```
+//! use runtime::ops::{self, Value};
+//! use tch::Tensor;
+//!
+//! let x = Tensor::from_slice(&[1.0f32, 2.0]);
+//! let results = ops::call("aten::add", "Tensor", &[(&x).into(), (&x).into()], &[("alpha", Value::Int(10))])?;
+//! assert_eq!(ops::single(results)?, Tensor::from_slice(&[11.0f32, 22.0]));
+//!
+//! let error = ops::call("aten::add", "Tensor", &[(&x).into()], &[]).unwrap_err();
+//! assert!(error.to_string().starts_with("ops::call: aten::add() is missing value for argument 'other'"));
+//! # Ok::<(), runtime::Error>(())
+//! ```
+//!
+//! Calls go through the whole dispatcher, autograd included: an operator with a derivative records its node.
+
+pub mod amp;
+pub mod attention;
+pub mod foreach;
+pub mod matmul;
+pub mod norm;
+pub mod optimizer;
+pub mod settings;
+mod value;
+
+use std::borrow::Borrow;
+
+use tch::Tensor;
+
+use crate::error::{Error, Result};
+pub use value::Value;
+
+/// Calls an operator, for example `call("aten::_foreach_add_", "Scalar", …)`; the overload without a name is `""`.
+///
+/// `named` arguments fill what `positional` ones leave open, and the schema's defaults fill the rest. The results are
+/// those of the schema, in its order; an undefined tensor comes back as [`Value::None`].
+///
+/// # Errors
+/// [`Error::Invalid`] for a name or an overload that is not there, and for arguments that do not fit the schema, which
+/// is printed; [`Error::Unavailable`] where the operator has no kernel for the arguments' device; [`Error::Torch`] for
+/// what the operator itself refuses.
+pub fn call(name: &str, overload: &str, positional: &[Value], named: &[(&str, Value)]) -> Result<Vec<Value>> {
+    crate::sys::ops::call(name, overload, positional, named)
+}
+
+/// The one tensor that an operator gave.
+///
+/// # Errors
+/// [`Error::Invalid`] where the results are anything else.
+pub fn single(results: Vec<Value>) -> Result<Tensor> {
+    let [tensor] = tensors(results)?;
+    Ok(tensor)
+}
+
+/// The first `N` results of an operator, all of them tensors.
+///
+/// # Errors
+/// [`Error::Invalid`] where there are fewer results or one of them is not a tensor.
+pub fn tensors<const N: usize>(results: Vec<Value>) -> Result<[Tensor; N]> {
+    let count = results.len();
+    let tensors: Vec<Tensor> = results.into_iter().take(N).map(Value::into_tensor).collect::<Result<_>>()?;
+    tensors.try_into().map_err(|_| {
+        Error::invalid("ops::tensors", format!("expected {N} tensors, the operator gave {count} values"))
+    })
+}
+
+/// A list argument that shares its tensors with the caller.
+fn list(tensors: &[impl Borrow<Tensor>]) -> Value {
+    Value::TensorList(tensors.iter().map(|tensor| tensor.borrow().shallow_clone()).collect())
+}

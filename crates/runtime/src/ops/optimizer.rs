@@ -1,0 +1,118 @@
+//! Optimizer steps in one kernel.
+
+use std::borrow::Borrow;
+
+use tch::Tensor;
+
+use super::{Value, call, foreach, list};
+use crate::error::{Error, Result};
+
+/// What a step of AdamW needs besides the tensors; the defaults are PyTorch's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamW {
+    /// Learning rate.
+    pub lr: f64,
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
+    /// Decoupled weight decay: the parameter shrinks by `lr · weight_decay`.
+    pub weight_decay: f64,
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// Whether gradients are ascended.
+    pub maximize: bool,
+}
+
+impl Default for AdamW {
+    fn default() -> Self {
+        Self { lr: 1e-3, beta1: 0.9, beta2: 0.999, weight_decay: 1e-2, eps: 1e-8, maximize: false }
+    }
+}
+
+/// The tensors of a step: all lists have the same length and order. Parameters, gradients and moments of one index have
+/// the same shape, and all of them one kind: the kernel refuses mixed kinds.
+#[derive(Debug)]
+pub struct AdamWTensors<'a, T> {
+    /// The parameters.
+    pub params: &'a [T],
+    /// Their gradients.
+    pub grads: &'a [T],
+    /// First moments.
+    pub exp_avgs: &'a [T],
+    /// Second moments.
+    pub exp_avg_sqs: &'a [T],
+    /// For each parameter a float tensor of no dimension on its device: the number of steps done.
+    pub steps: &'a [T],
+}
+
+/// With a gradient scaler: the gradients are divided by `scale` on their way in, and the step is skipped where
+/// `found_inf` is not zero. Both are float tensors of one element on the parameters' device.
+#[derive(Debug, Clone, Copy)]
+pub struct Unscale<'a> {
+    /// The loss's scale.
+    pub scale: &'a Tensor,
+    /// Not zero where a gradient was infinite or NaN.
+    pub found_inf: &'a Tensor,
+}
+
+/// One step of AdamW over all parameters, in place and without a graph (`_fused_adamw_`; Loshchilov & Hutter,
+/// arXiv:1711.05101).
+///
+/// The steps are raised by one before the kernel runs, as it corrects the bias with 1 − βᵗ: with t = 0 it would divide by
+/// zero and give NaN. A step that `found_inf` skips is taken back.
+///
+/// # Errors
+/// [`Error::Invalid`] for lists of different lengths; those of [`call`].
+pub fn fused_adamw_<T: Borrow<Tensor>>(
+    tensors: &AdamWTensors<'_, T>,
+    options: AdamW,
+    unscale: Option<Unscale<'_>>,
+) -> Result<()> {
+    let AdamWTensors { params, grads, exp_avgs, exp_avg_sqs, steps } = *tensors;
+    let lengths = [params.len(), grads.len(), exp_avgs.len(), exp_avg_sqs.len(), steps.len()];
+    if lengths.iter().any(|&length| length != params.len()) {
+        let reason = format!(
+            "params, grads, exp_avgs, exp_avg_sqs and steps have {lengths:?} tensors; leave out parameters without a \
+             gradient from all of them"
+        );
+        return Err(Error::invalid("fused_adamw_", reason));
+    }
+    if params.is_empty() {
+        return Ok(());
+    }
+    let _no_grad = tch::no_grad_guard();
+    foreach::add_scalar_(steps, 1.0)?;
+    let positional = [
+        list(params),
+        list(grads),
+        list(exp_avgs),
+        list(exp_avg_sqs),
+        Value::TensorList(Vec::new()),
+        list(steps),
+    ];
+    let AdamW { lr, beta1, beta2, weight_decay, eps, maximize } = options;
+    let mut named = vec![
+        ("lr", lr.into()),
+        ("beta1", beta1.into()),
+        ("beta2", beta2.into()),
+        ("weight_decay", weight_decay.into()),
+        ("eps", eps.into()),
+        ("amsgrad", false.into()),
+        ("maximize", maximize.into()),
+    ];
+    if let Some(Unscale { scale, found_inf }) = unscale {
+        named.extend([("grad_scale", scale.into()), ("found_inf", found_inf.into())]);
+    }
+    let result = call("aten::_fused_adamw_", "", &positional, &named).map(drop);
+    match (&result, unscale) {
+        (Err(_), _) => foreach::add_scalar_(steps, -1.0)?,
+        (Ok(()), Some(Unscale { found_inf, .. })) => {
+            let found_inf = found_inf.f_reshape([] as [i64; 0])?;
+            let skipped: Vec<&Tensor> = steps.iter().map(|_| &found_inf).collect();
+            foreach::sub_(steps, &skipped)?;
+        }
+        (Ok(()), None) => {}
+    }
+    result
+}

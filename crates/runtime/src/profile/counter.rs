@@ -1,0 +1,124 @@
+//! Counting the work of dispatched operators.
+
+use super::counts::{Counts, Flops};
+use crate::error::Result;
+use crate::sys::profile as sys;
+
+/// Counts floating-point operations and bytes of the operators that run between its start and [`Counter::finish`].
+///
+/// It watches the dispatcher, so it sees backward, hand-written backward passes, recomputation and work of other
+/// threads. While no counter runs, nothing is watched and nothing is slower; while one runs, an operator takes about a
+/// microsecond longer (`cargo run --release -p runtime --example counter_overhead`). Counters may overlap; each has its
+/// own sums.
+///
+/// # FLOPs
+/// Exact, from shapes, for operators that contract an index; a multiply-add is two. Everything else (elementwise,
+/// softmax, normalisation, optimizers) counts as none, as in the field's formulas.
+///
+/// | operators | FLOPs |
+/// |---|---|
+/// | `[m, k] · [k, n]`: `mm`, `addmm`, `_addmm_activation`, `_scaled_mm`, …; `bmm`, `baddbmm` per matrix | 2·m·k·n |
+/// | `mv`, `addmv` with `[m, k]`; `dot` with `[k]` | 2·m·k; 2·k |
+/// | `convolution`, taps on the padding included; its backward for each of the gradients of input and weight | 2·outputs·(channels in / groups)·taps |
+/// | attention forward, for each head and each pair of a query and a key, with head size d and value size dᵥ | 2·d + 2·dᵥ |
+/// | attention backward, which makes the scores again | 6·d + 4·dᵥ |
+///
+/// [`Flops`] gives attention in two conventions. `dense` has all pairs, as PaLM (arXiv:2204.02311, appendix B) and
+/// PyTorch's `FlopCounterMode` count; `causal` has only the pairs that a causal mask or a window keeps, T·(T+1)/2 of T²
+/// (FlashAttention's benchmark and Megatron-LM halve instead). Packed sequences count by their own lengths in both, for
+/// which the starts are read from the device: it waits. A mask given as a tensor, and attention that decomposes into
+/// matrix products, is dense in both, as that is what runs.
+///
+/// # Bytes
+/// Each operand read once and each result written once, as large as the memory it spans: what an expanded tensor
+/// repeats counts once, and so does a tensor that an operator allocates for itself not at all. An in-place operand is
+/// read and written; gathers (`embedding`, `index_select`, …) read as much as they give. Views move nothing. It is the
+/// least that the operators as they were called must move between memory and caches, not what the hardware did move.
+///
+/// # What stands for what
+/// An operator that only calls others (the dispatcher knows: its `CompositeImplicitAutograd` kernel runs) is not counted
+/// itself; one with a formula or known not to contract stands for all it calls. So nothing counts twice: SDPA's
+/// operators and the flash kernels within, `convolution` and the `mm` within, `linear` and its `addmm`.
+/// An operator in neither class is listed in [`Counts::unknown`], and [`Counts`] warns when it is printed.
+#[must_use = "a counter that is dropped at once counts nothing"]
+pub struct Counter {
+    counter: sys::Counter,
+}
+
+impl Counter {
+    /// Counts every thread of the process.
+    ///
+    /// # Errors
+    /// [`Error::Torch`](crate::Error::Torch) when libtorch takes no callback.
+    pub fn start() -> Result<Self> {
+        Ok(Self { counter: sys::start_counter(false)? })
+    }
+
+    /// Counts this thread, and the threads of the autograd engine while they run a backward pass that this thread
+    /// started.
+    ///
+    /// # Errors
+    /// As [`Counter::start`].
+    pub fn on_this_thread() -> Result<Self> {
+        Ok(Self { counter: sys::start_counter(true)? })
+    }
+
+    /// What was counted so far.
+    ///
+    /// # Errors
+    /// [`Error::Torch`](crate::Error::Torch) when memory runs out.
+    pub fn counts(&self) -> Result<Counts> {
+        Ok(Counts::from_rows(self.counter.rows()?))
+    }
+
+    /// Stops, and gives what was counted.
+    ///
+    /// # Errors
+    /// As [`Counter::counts`].
+    pub fn finish(self) -> Result<Counts> {
+        self.counts()
+    }
+}
+
+impl std::fmt::Debug for Counter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Counter").finish_non_exhaustive()
+    }
+}
+
+/// While it lives, what its thread does counts as recomputed too.
+#[must_use = "nothing counts as recomputed once the guard is dropped"]
+pub struct Recompute {
+    _recompute: sys::Recompute,
+}
+
+impl std::fmt::Debug for Recompute {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Recompute").finish_non_exhaustive()
+    }
+}
+
+/// Marks the work of this thread, until the guard is dropped, as done for the second time: it is in
+/// [`Counts::recomputed`] as well as in [`Counts::total`]. Hold it around what a backward pass runs again, not around the
+/// gradients. Guards nest.
+pub fn recompute() -> Recompute {
+    Recompute { _recompute: sys::recompute() }
+}
+
+/// Adds the work of code that bypasses the dispatcher, such as a hand-written kernel, to the counters of this thread as
+/// one call of `name`. Costs nothing to speak of when none runs.
+///
+/// ```
+/// use runtime::profile::{Counter, Flops, record_external};
+///
+/// let counter = Counter::on_this_thread()?;
+/// record_external("my_kernel", Flops::from(2 * 64 * 64), 4 * 3 * 64)?;
+/// assert_eq!(counter.finish()?.total.flops.dense, 8192);
+/// # Ok::<(), runtime::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Torch`](crate::Error::Torch) when memory runs out.
+pub fn record_external(name: &str, flops: Flops, bytes: u64) -> Result<()> {
+    sys::record(name, flops.dense, flops.causal, bytes)
+}

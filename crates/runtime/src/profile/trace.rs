@@ -1,0 +1,107 @@
+//! Kineto traces.
+
+use std::fs::File;
+use std::marker::PhantomData;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tch::Cuda;
+
+use crate::error::{Error, Result};
+use crate::sys::profile as sys;
+
+/// Kineto records for one session at a time in a process.
+static RUNNING: AtomicBool = AtomicBool::new(false);
+
+/// What a [`Trace`] records besides the times of operators and ranges.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TraceOptions {
+    /// The kernels and copies of CUDA devices, when there are any.
+    pub cuda: bool,
+    /// The shapes of operators' inputs.
+    pub shapes: bool,
+    /// Every allocation and release, as `[memory]` events with bytes.
+    pub memory: bool,
+}
+
+impl Default for TraceOptions {
+    fn default() -> Self {
+        Self { cuda: true, shapes: true, memory: true }
+    }
+}
+
+/// A session that records what every thread does, until it is saved or dropped.
+///
+/// It has operators, ranges and autograd nodes of the thread that started it and of all others, those of the autograd
+/// engine included. It belongs to the thread that started it.
+#[derive(Debug)]
+#[must_use = "a trace that is dropped at once records nothing"]
+pub struct Trace {
+    running: Running,
+}
+
+impl Trace {
+    /// Starts to record.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when another trace runs, and [`Error::Torch`] when libtorch cannot start one.
+    pub fn start(options: TraceOptions) -> Result<Self> {
+        if RUNNING.swap(true, Ordering::AcqRel) {
+            let reason = "another trace is running in this process; save it or drop it first";
+            return Err(Error::invalid("Trace::start", reason));
+        }
+        let TraceOptions { cuda, shapes, memory } = options;
+        if let Err(error) = sys::start_trace(cuda && Cuda::is_available(), shapes, memory, true) {
+            RUNNING.store(false, Ordering::Release);
+            return Err(error);
+        }
+        Ok(Self { running: Running { stopped: false, _on_this_thread: PhantomData } })
+    }
+
+    /// Waits for all CUDA devices, stops recording, and writes the trace as JSON in Chrome's format, which
+    /// <https://ui.perfetto.dev> and `chrome://tracing` open. A path that ends in `.gz` is written as plain text all the
+    /// same.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the file cannot be written; the trace is lost then. [`Error::Torch`] when libtorch fails.
+    pub fn save(mut self, path: &Path) -> Result<()> {
+        // Kineto only logs that it cannot write.
+        let io = |source| Error::Io { path: path.to_owned(), source };
+        let writable = File::create(path).map_err(io);
+        let result = self.running.stop()?;
+        writable?;
+        result.save(path)?;
+        let size = std::fs::metadata(path).map_err(io)?.len();
+        if size == 0 {
+            return Err(io(std::io::Error::other("Kineto wrote nothing; its log on stderr says why")));
+        }
+        Ok(())
+    }
+}
+
+/// Stops the session when it is dropped, so that a panic or an early return leaves the profiler free.
+#[derive(Debug)]
+struct Running {
+    stopped: bool,
+    _on_this_thread: PhantomData<*const ()>,
+}
+
+impl Running {
+    fn stop(&mut self) -> Result<sys::TraceResult> {
+        for device in 0..Cuda::device_count() {
+            Cuda::synchronize(device);
+        }
+        self.stopped = true;
+        let result = sys::stop_trace();
+        RUNNING.store(false, Ordering::Release);
+        result
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if !self.stopped {
+            let _ = self.stop();
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! Traces and ranges. One trace runs at a time in a process, so one test holds them all.
+
+use std::collections::HashSet;
+use std::path::Path;
+use std::thread;
+
+use runtime::profile::{self, Trace, TraceOptions};
+use serde_json::Value;
+use tch::{Device, Kind, Tensor};
+
+/// How Kineto gets the name of the range in `step`, which has all that it cannot write.
+const FORWARD: &str = "forward: x?x '/?";
+
+fn step() {
+    let _step = profile::range("step");
+    let x = Tensor::randn([32, 32], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let loss = {
+        let _forward = profile::range("forward: x·x \"\\\n");
+        x.mm(&x).sum(Kind::Float)
+    };
+    let _backward = profile::range("backward");
+    loss.backward();
+}
+
+fn events(path: &Path) -> Vec<Value> {
+    let json: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    json["traceEvents"].as_array().unwrap().clone()
+}
+
+fn named<'a>(events: &'a [Value], name: &str) -> Vec<&'a Value> {
+    events.iter().filter(|event| event["name"] == name && event["ph"] == "X").collect()
+}
+
+#[test]
+fn a_trace_has_operators_ranges_threads_shapes_and_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.json");
+
+    // Nothing records: ranges are free to come and go.
+    drop(profile::range("before"));
+
+    let trace = Trace::start(TraceOptions::default()).unwrap();
+    let error = Trace::start(TraceOptions::default()).unwrap_err().to_string();
+    assert_eq!(error, "Trace::start: another trace is running in this process; save it or drop it first");
+    step();
+    thread::spawn(step).join().unwrap();
+    trace.save(&path).unwrap();
+
+    let recorded = events(&path);
+    for name in ["step", FORWARD, "backward", "aten::mm"] {
+        let found = named(&recorded, name);
+        assert!(found.len() >= 2, "{name}: {found:?}");
+        assert!(found.iter().all(|event| event["dur"].as_f64().unwrap() > 0.0), "{found:?}");
+        let threads: HashSet<String> = found.iter().map(|event| event["tid"].to_string()).collect();
+        assert_eq!(threads.len(), 2, "{name} on both threads");
+    }
+    assert!(named(&recorded, "before").is_empty());
+    assert_eq!(named(&recorded, "aten::mm")[0]["args"]["Input Dims"].to_string(), "[[32,32],[32,32]]");
+    assert!(
+        recorded.iter().any(|event| event["name"].as_str().is_some_and(|name| name.contains("MmBackward")))
+    );
+    assert!(recorded.iter().any(|event| event["name"] == "[memory]"));
+    let range = named(&recorded, FORWARD)[0];
+    let (start, end) =
+        (range["ts"].as_f64().unwrap(), range["ts"].as_f64().unwrap() + range["dur"].as_f64().unwrap());
+    assert!(named(&recorded, "aten::mm").iter().any(|mm| (start..end).contains(&mm["ts"].as_f64().unwrap())));
+
+    // Less on demand.
+    let trace =
+        Trace::start(TraceOptions { shapes: false, memory: false, ..TraceOptions::default() }).unwrap();
+    step();
+    trace.save(&path).unwrap();
+    let recorded = events(&path);
+    assert!(recorded.iter().all(|event| event["name"] != "[memory]"));
+    assert!(named(&recorded, "aten::mm").iter().all(|event| event["args"]["Input Dims"].is_null()));
+
+    // A path that cannot be written is an error, and the next trace can start.
+    let nowhere = folder.path().join("missing").join("trace.json");
+    let trace = Trace::start(TraceOptions::default()).unwrap();
+    step();
+    let error = trace.save(&nowhere).unwrap_err().to_string();
+    assert_eq!(error, format!("{}: No such file or directory (os error 2)", nowhere.display()));
+
+    // Dropped without being saved, by a panic too, it is off.
+    drop(Trace::start(TraceOptions::default()).unwrap());
+    let panicked = std::panic::catch_unwind(|| {
+        let _trace = Trace::start(TraceOptions::default()).unwrap();
+        panic!("on purpose");
+    });
+    assert!(panicked.is_err());
+
+    // A range that is open when the trace ends, a counter beside it, and an empty trace.
+    let trace = Trace::start(TraceOptions::default()).unwrap();
+    let range = profile::range("open");
+    let counter = profile::Counter::on_this_thread().unwrap();
+    step();
+    trace.save(&path).unwrap();
+    drop(range);
+    assert_eq!(counter.finish().unwrap().op("aten::mm").calls, 3);
+    Trace::start(TraceOptions::default()).unwrap().save(&path).unwrap();
+    events(&path);
+}
