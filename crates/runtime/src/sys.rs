@@ -29,6 +29,7 @@ pub(crate) mod tensor;
 unsafe extern "C" {
     fn rt_free_message(message: Status);
     fn rt_copy_message(text: *const c_char, size: usize) -> Status;
+    safe fn rt_torch_version() -> *const c_char;
 }
 
 /// Turns a status of the shim into a result, and frees its message.
@@ -73,6 +74,12 @@ pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
         source = cause.source();
     }
     text
+}
+
+/// The version of the libtorch that the shim was compiled against.
+pub(crate) fn torch_version() -> &'static str {
+    // SAFETY: the shim returns a static NUL-terminated text.
+    unsafe { CStr::from_ptr(rt_torch_version()) }.to_str().unwrap_or("unknown")
 }
 
 /// Borrowed pointers to tensors, for a call that only reads the tensor objects.

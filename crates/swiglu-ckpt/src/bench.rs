@@ -79,7 +79,9 @@ impl Configuration {
     /// # Errors
     /// Sizes that make no stack.
     pub fn predict(&self, variant: Variant, kind: Kind) -> Result<Peak> {
-        let positive = |name, found: i64| u64::try_from(found).ok().filter(|&n| n > 0).ok_or(Error::Size { name, found });
+        let positive = |name, found: i64| {
+            u64::try_from(found).ok().filter(|&n| n > 0).ok_or(Error::Size { name, found })
+        };
         let stack = Stack {
             tokens: positive("tokens", self.tokens())?,
             hidden: positive("hidden", self.hidden)?,
@@ -169,8 +171,9 @@ pub fn measure(config: &Configuration, variant: Variant, kind: Kind, plan: &Plan
     let stack = (0..layers).map(|_| SwigluMlp::new(&shape)).collect::<Result<Vec<_>>>()?;
     let x = Tensor::f_randn([batch, seq, hidden], (kind, device))?.f_set_requires_grad(true)?;
     let output_bytes = (x.numel() * kind.elt_size_in_bytes()) as u64;
-    let leaves: Vec<&Tensor> =
-        std::iter::once(&x).chain(stack.iter().flat_map(|mlp| mlp.parameters().into_iter().map(|(_, t)| t))).collect();
+    let leaves: Vec<&Tensor> = std::iter::once(&x)
+        .chain(stack.iter().flat_map(|mlp| mlp.parameters().into_iter().map(|(_, t)| t)))
+        .collect();
 
     let mut held_bytes = 0;
     let plan = Plan { work: Some(Work::flops(config.flops())), ..plan.clone() };
@@ -180,7 +183,9 @@ pub fn measure(config: &Configuration, variant: Variant, kind: Kind, plan: &Plan
         for mlp in &stack {
             y = match variant {
                 Variant::Operators => operators(mlp, &y)?,
-                Variant::Level(_) => mlp.forward(&y).map_err(|error| runtime::Error::Other(Box::new(error)))?,
+                Variant::Level(_) => {
+                    mlp.forward(&y).map_err(|error| runtime::Error::Other(Box::new(error)))?
+                }
             };
         }
         held_bytes = live_bytes(device)? - before - output_bytes;

@@ -53,7 +53,8 @@ struct Bench {
 }
 
 fn configuration(text: &str) -> Result<Configuration, String> {
-    let sizes: Vec<i64> = text.split(',').map_while(|size| size.trim().parse().ok().filter(|&size| size > 0)).collect();
+    let sizes: Vec<i64> =
+        text.split(',').map_while(|size| size.trim().parse().ok().filter(|&size| size > 0)).collect();
     match sizes[..] {
         [batch, seq, hidden, intermediate, layers] if text.split(',').count() == 5 => {
             Ok(Configuration { batch, seq, hidden, intermediate, layers })
@@ -119,8 +120,14 @@ fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
                 metrics(config, variant, &outcome, rate)
             } else {
                 let needed = config.predict(variant, arguments.dtype)?.bytes as f64 / f64::from(1 << 30);
-                let why = format!("needs {needed:.1} GiB of the {:.1} that may be used", limit as f64 / f64::from(1 << 30));
-                vec![Metric::not_measured("step_seconds", "s", &why), Metric::not_measured("peak_bytes", "B", &why)]
+                let why = format!(
+                    "needs {needed:.1} GiB of the {:.1} that may be used",
+                    limit as f64 / f64::from(1 << 30)
+                );
+                vec![
+                    Metric::not_measured("step_seconds", "s", &why),
+                    Metric::not_measured("peak_bytes", "B", &why),
+                ]
             };
             let case = case(config, variant, &common.device, arguments.dtype);
             for metric in metrics {
@@ -207,10 +214,18 @@ fn print(records: &[Record], json: bool) -> anyhow::Result<()> {
         }
         return Ok(());
     }
-    writeln!(out, "{:28} {:18} {:>10} {:>10} {:>10} {:>10} {:>8}", "configuration", "level", "forward s", "backward s", "peak GiB", "predicted", "limit")?;
+    writeln!(
+        out,
+        "{:28} {:18} {:>10} {:>10} {:>10} {:>10} {:>8}",
+        "configuration", "level", "forward s", "backward s", "peak GiB", "predicted", "limit"
+    )?;
     for chunk in records.chunk_by(|a, b| a.case == b.case) {
-        let value = |name: &str| chunk.iter().find(|record| record.metric.name == name).and_then(|record| record.metric.value);
-        let text = |name: &str, scale: f64| value(name).map_or("-".to_owned(), |value| format!("{:.3}", value / scale));
+        let value = |name: &str| {
+            chunk.iter().find(|record| record.metric.name == name).and_then(|record| record.metric.value)
+        };
+        let text = |name: &str, scale: f64| {
+            value(name).map_or("-".to_owned(), |value| format!("{:.3}", value / scale))
+        };
         let key = |name: &str| chunk[0].case.get(name).and_then(|value| value.as_str()).unwrap_or_default();
         let gib = f64::from(1 << 30);
         writeln!(
