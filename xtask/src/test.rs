@@ -36,7 +36,7 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
                 );
             }
             (!run_filtered(command, &mut filter)?.success())
-                .then(|| "tests failed; they are named above".to_owned())
+                .then(|| "cargo test did not succeed; what failed is named above".to_owned())
         }
         Some(bundle) => run_bundled(house, bundle, &args.extra, &mut filter)?,
     };
