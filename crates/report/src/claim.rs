@@ -5,7 +5,7 @@ use std::fmt;
 use crate::measurements::Measurements;
 use crate::record::Record;
 use crate::run::{RunOutcome, RunState};
-use crate::spec::{Claim, Specs};
+use crate::spec::{Claim, Op, Specs};
 use crate::unit;
 
 /// What the records say of a claim.
@@ -94,15 +94,16 @@ impl CheckedClaim {
     /// The value and the limit as shown, with as many decimals as it takes to see on which side the value is.
     pub fn figures(&self) -> (Option<String>, String) {
         let Claim { op, limit, .. } = self.claim;
+        let exact = op == Op::Equal;
         match self.verdict {
-            Verdict::NotMeasured { .. } => (None, unit::pair(limit, limit, &self.unit, 2).1),
+            Verdict::NotMeasured { .. } => (None, unit::pair(limit, limit, &self.unit, 2, exact).1),
             Verdict::Holds { value } | Verdict::FallsShort { value } => {
-                let mut shown = unit::pair(value, limit, &self.unit, 2);
+                let mut shown = unit::pair(value, limit, &self.unit, 2, exact);
                 for decimals in 3..=9 {
                     if op.holds(value, limit) || shown.0 != shown.1 {
                         break;
                     }
-                    shown = unit::pair(value, limit, &self.unit, decimals);
+                    shown = unit::pair(value, limit, &self.unit, decimals, exact);
                 }
                 (Some(shown.0), shown.1)
             }

@@ -2,6 +2,7 @@
 
 use serde::Deserialize;
 
+use crate::filter::Filter;
 use crate::measurements::{Measurements, plain};
 use crate::record::{Case, Record};
 use crate::spec::Finding;
@@ -19,6 +20,8 @@ use crate::unit;
 /// | `{less:peak_bytes}` | `24.0 % less`, or `… more`, or `the same` |
 /// | `{more:peak_bytes}` | the same words, for sentences that expect more |
 /// | `{{`, `}}` | a brace |
+///
+/// Where a change is not larger than both spreads together, the sentence ends with `(within the spread: backward)`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(try_from = "String")]
 pub struct Template(Vec<Piece>);
@@ -136,24 +139,7 @@ pub fn sentences(finding: &Finding, measured: &Measurements) -> Vec<String> {
 }
 
 fn sentence(finding: &Finding, measured: &Measurements, group: &Case) -> Option<String> {
-    let side = |filter: &crate::Filter, metric: &str| -> Result<Record, String> {
-        let wanted = group.without(|key| filter.fixes(key));
-        let mut found = measured
-            .records()
-            .iter()
-            .filter(|r| r.metric.name == metric && filter.matches(&r.case) && r.case.matches(&wanted));
-        match (found.next(), found.count()) {
-            (None, _) => Err(format!("no record of {metric}")),
-            (Some(record), 0) if record.metric.value.is_some() => Ok(record.clone()),
-            (Some(record), 0) => {
-                Err(record.metric.note.clone().unwrap_or_else(|| format!("no value of {metric}")))
-            }
-            (_, more) => {
-                Err(format!("{} records of {metric} match; add a key that tells them apart", more + 1))
-            }
-        }
-    };
-    let mut text = String::new();
+    let (mut text, mut unsure) = (String::new(), Vec::new());
     for piece in &finding.text.0 {
         let figure = match piece {
             Piece::Text(plain) => Ok(plain.clone()),
@@ -164,18 +150,23 @@ fn sentence(finding: &Finding, measured: &Measurements, group: &Case) -> Option<
                 .or_else(|| finding.against.as_ref()?.0.get(key))
                 .map(plain)
                 .ok_or_else(|| format!("the case has no key {key}")),
-            Piece::Quantity(Quantity::Of, metric) => side(&finding.of, metric).map(|record| show(&record)),
+            Piece::Quantity(Quantity::Of, metric) => {
+                side(measured, group, &finding.of, metric).map(|of| show(&of))
+            }
             Piece::Quantity(quantity, metric) => {
                 let baseline = finding.against.as_ref()?;
-                side(&finding.of, metric)
-                    .and_then(|of| {
-                        let against = side(baseline, metric)?;
-                        if of.case == against.case {
-                            return Ok(None);
+                let sides = side(measured, group, &finding.of, metric)
+                    .and_then(|of| Ok((of, side(measured, group, baseline, metric)?)));
+                match sides {
+                    Ok((of, against)) if of.case == against.case => return None,
+                    Ok((of, against)) => {
+                        if *quantity == Quantity::Change && within_spread(&of, &against) {
+                            unsure.push(unit::heading(metric, &of.metric.unit));
                         }
-                        relation(*quantity, &of, &against).map(Some)
-                    })
-                    .transpose()?
+                        relation(*quantity, &of, &against)
+                    }
+                    Err(why) => Err(why),
+                }
             }
         };
         match figure {
@@ -187,7 +178,30 @@ fn sentence(finding: &Finding, measured: &Measurements, group: &Case) -> Option<
             }
         }
     }
+    if !unsure.is_empty() {
+        text += &format!(" (within the spread: {})", unsure.join(", "));
+    }
     Some(text)
+}
+
+/// The one measurement of `metric` in `group` that `filter` takes, or why there is none.
+fn side(measured: &Measurements, group: &Case, filter: &Filter, metric: &str) -> Result<Record, String> {
+    let wanted = group.without(|key| filter.fixes(key));
+    let takes = |r: &&Record| r.metric.name == metric && filter.matches(&r.case) && r.case.matches(&wanted);
+    let found: Vec<&Record> = measured.records().iter().filter(takes).collect();
+    match found.as_slice() {
+        [] => Err(format!("no record of {metric}")),
+        [one] if one.metric.value.is_some() => Ok((*one).clone()),
+        [one] => Err(one.metric.note.clone().unwrap_or_else(|| format!("no value of {metric}"))),
+        several => {
+            Err(format!("{} records of {metric} match; add a key that tells them apart", several.len()))
+        }
+    }
+}
+
+fn within_spread(of: &Record, against: &Record) -> bool {
+    let spread = of.metric.spread.unwrap_or(0.0) + against.metric.spread.unwrap_or(0.0);
+    matches!((of.metric.value, against.metric.value), (Some(a), Some(b)) if a != b && (a - b).abs() <= spread)
 }
 
 fn show(record: &Record) -> String {
@@ -215,7 +229,5 @@ fn relation(quantity: Quantity, of: &Record, against: &Record) -> Result<String,
     let word = if percent < 0.0 { "less" } else { "more" };
     let size = percent.abs();
     let figure = if size < 0.05 { "under 0.1".into() } else { format!("{size:.1}") };
-    let spread = of.metric.spread.unwrap_or(0.0) + against.metric.spread.unwrap_or(0.0);
-    let sure = if (value - base).abs() <= spread { " (within the spread)" } else { "" };
-    Ok(format!("{figure} % {word}{sure}"))
+    Ok(format!("{figure} % {word}"))
 }

@@ -3,6 +3,54 @@
 //! A program appends [`Record`]s to a file. Its crate's `experiments.toml` ([`Specs`]) says which tables, plots and
 //! findings to make of them, and which claims they must bear out. [`site::write`] makes the report of both. Every
 //! figure in it is a function of records; none is typed.
+//!
+//! ```
+//! use report::{Case, Environment, Metric, Record, Specs, claim, site};
+//!
+//! let specs: Specs = toml::from_str(r#"
+//!     [[experiment]]
+//!     name = "copy"
+//!     title = "Copying a tensor"
+//!     about = "How fast bytes move."
+//!     package = "copy"
+//!     torch = false
+//!
+//!     [[experiment.finding]]
+//!     per = ["size"]
+//!     of = { to = "pinned" }
+//!     against = { to = "pageable" }
+//!     text = "size {size}: a pinned copy takes {less:copy_seconds} time"
+//!
+//!     [[claim]]
+//!     name = "copy/pinned-time"
+//!     what = "a pinned copy takes a millisecond at most"
+//!     experiment = "copy"
+//!     metric = "copy_seconds"
+//!     case = { to = "pinned" }
+//!     op = "<="
+//!     limit = 1e-3
+//!     run = "cargo xtask run-all --only copy"
+//! "#)?;
+//! let record = |to: &str, samples: &[f64]| Record {
+//!     experiment: "copy".into(),
+//!     case: Case::new().with("size", 4096).with("to", to),
+//!     metric: Metric::of_samples("copy_seconds", "s", samples),
+//!     environment: Environment::detect("cpu", None),
+//! };
+//! let records = [record("pageable", &[1.9e-3, 2.0e-3, 2.1e-3]), record("pinned", &[0.8e-3])];
+//!
+//! let claims = claim::check(&specs, &records, &[]);
+//! assert_eq!(claims[0].to_string(), "claim copy/pinned-time 0.80 ms <= 1.00 ms holds");
+//!
+//! let folder = tempfile::tempdir()?;
+//! let written = site::write(&specs, &records, &[], folder.path())?;
+//! let page = std::fs::read_to_string(written.page)?;
+//! assert!(page.contains("size 4096: a pinned copy takes 60.0 % less time"));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! `examples/sample.toml` shows every field of an `experiments.toml`, and `cargo run -p report --example sample` the
+//! page that it makes of made-up records.
 
 pub mod against;
 pub mod claim;

@@ -60,7 +60,7 @@ pub(crate) fn grid(header: &[String], rows: &[Vec<String>], right: &[bool]) -> S
 
 /// The claims as a table.
 pub fn claims(claims: &[CheckedClaim]) -> String {
-    let header = ["claim", "what", "measured", "limit", "verdict", "how to run it"].map(str::to_owned);
+    let header = ["verdict", "claim", "what", "measured", "limit", "how to run it"].map(str::to_owned);
     let rows: Vec<Vec<String>> = claims
         .iter()
         .map(|checked| {
@@ -71,16 +71,16 @@ pub fn claims(claims: &[CheckedClaim]) -> String {
                 Verdict::FallsShort { .. } => "**falls short**".into(),
             };
             vec![
+                verdict,
                 checked.claim.name.clone(),
                 checked.claim.what.clone(),
                 value.unwrap_or_else(|| "–".into()),
                 format!("{} {limit}", checked.claim.op.symbol()),
-                verdict,
                 format!("`{}`", checked.claim.run),
             ]
         })
         .collect();
-    grid(&header, &rows, &[false, false, true, true, false, false])
+    grid(&header, &rows, &[false, false, false, true, true, false])
 }
 
 /// The whole report.

@@ -85,20 +85,20 @@ fn claims(checked: &[CheckedClaim]) -> String {
             Verdict::NotMeasured { why } => ("open", format!("<div class=\"small\">{}</div>", escape(why))),
         };
         rows += &format!(
-            "<tr><td><strong>{}</strong><div class=\"small\">{}</div></td><td class=\"n\">{}</td><td class=\"n\">{} \
-             {}</td><td>{}{why}</td><td><code>{}</code></td></tr>\n",
+            "<tr><td>{}{why}</td><td><strong>{}</strong><div class=\"small\">{}</div></td><td class=\"n\">{}</td><td \
+             class=\"n\">{} {}</td><td><code>{}</code></td></tr>\n",
+            badge(kind, one.word()),
             escape(&one.claim.name),
             prose::inline(&one.claim.what),
             value.map_or_else(|| "–".into(), |value| escape(&value)),
             escape(one.claim.op.symbol()),
             escape(&limit),
-            badge(kind, one.word()),
             escape(&one.claim.run),
         );
     }
     format!(
-        "<div class=\"wide\"><table class=\"claims\">\n<thead><tr><th>claim</th><th class=\"n\">measured</th><th \
-         class=\"n\">limit</th><th>verdict</th><th>how to run it</th></tr></thead>\n<tbody>\n{rows}</tbody>\n\
+        "<div class=\"wide whole\"><table class=\"claims\">\n<thead><tr><th>verdict</th><th>claim</th><th class=\"n\">measured</th><th \
+         class=\"n\">limit</th><th>how to run it</th></tr></thead>\n<tbody>\n{rows}</tbody>\n\
          </table></div>\n"
     )
 }
@@ -129,7 +129,7 @@ fn runs(sections: &[Section]) -> String {
         )
     };
     format!(
-        "<div class=\"wide\"><table>\n<thead><tr><th>experiment</th><th>name</th><th>run</th></tr></thead>\n\
+        "<div class=\"wide whole\"><table>\n<thead><tr><th>experiment</th><th>name</th><th>run</th></tr></thead>\n\
          <tbody>\n{}</tbody>\n</table></div>\n",
         sections.iter().map(row).collect::<String>()
     )

@@ -107,3 +107,28 @@ fn link(text: &str) -> Marked<'_> {
     let safe = target.starts_with("https://") || target.starts_with("http://") || !scheme;
     safe.then(|| (format!("<a href=\"{}\">{}</a>", escape(target), inline(name)), after))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marks_become_elements_and_everything_else_is_text() {
+        for (markdown, expected) in [
+            ("a\nb\n\nc", "<p>a b</p>\n<p>c</p>\n"),
+            ("`x < 1`", "<p><code>x &lt; 1</code></p>\n"),
+            ("**a *b* c**", "<p><strong>a <em>b</em> c</strong></p>\n"),
+            ("2 * 3 * 4", "<p>2 * 3 * 4</p>\n"),
+            ("[a](https://e.org/?x&y)", "<p><a href=\"https://e.org/?x&amp;y\">a</a></p>\n"),
+            ("[a](javascript:x)", "<p>[a](javascript:x)</p>\n"),
+            ("see:\n- one\n  more\n- two", "<p>see:</p>\n<ul>\n<li>one more</li>\n<li>two</li>\n</ul>\n"),
+            ("```\na  < b\n\n**c**\n```", "<pre><code>a  &lt; b\n\n**c**</code></pre>\n"),
+            ("```\nnever closed", "<pre><code>never closed\n</code></pre>\n"),
+            ("a ` b * c [ d", "<p>a ` b * c [ d</p>\n"),
+            ("<b>&amp;", "<p>&lt;b&gt;&amp;amp;</p>\n"),
+            ("", ""),
+        ] {
+            assert_eq!(html(markdown), expected, "{markdown}");
+        }
+    }
+}

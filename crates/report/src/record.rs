@@ -1,7 +1,7 @@
 //! One measurement, and where measurements are kept: JSON lines, one [`Record`] a line.
 
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -142,22 +142,42 @@ pub struct RecordWriter {
 }
 
 impl RecordWriter {
-    /// Opens `path` for appending and creates it where it is missing.
+    /// Opens `path` for appending and creates it where it is missing. A last line that a crash has torn is ended, so
+    /// that the next record has a line of its own.
     pub fn append(path: &Path) -> Result<Self, RecordsError> {
         let file = OpenOptions::new()
             .create(true)
             .append(true)
             .open(path)
             .map_err(|source| RecordsError::Open { path: path.into(), source })?;
-        Ok(Self { path: path.into(), file })
+        let mut writer = Self { path: path.into(), file };
+        if ends_torn(path) {
+            writer.put(b"\n")?;
+        }
+        Ok(writer)
     }
 
     /// Writes one record as one line.
     pub fn write(&mut self, record: &Record) -> Result<(), RecordsError> {
         let mut line = serde_json::to_vec(record).expect("a record has only string keys and finite numbers");
         line.push(b'\n');
-        self.file.write_all(&line).map_err(|source| RecordsError::Io { path: self.path.clone(), source })
+        self.put(&line)
     }
+
+    fn put(&mut self, bytes: &[u8]) -> Result<(), RecordsError> {
+        self.file.write_all(bytes).map_err(|source| RecordsError::Io { path: self.path.clone(), source })
+    }
+}
+
+/// Whether a file (not a pipe or a terminal) ends in the middle of a line.
+fn ends_torn(path: &Path) -> bool {
+    let last = || {
+        let mut file = File::open(path).ok().filter(|file| file.metadata().is_ok_and(|m| m.is_file()))?;
+        file.seek(SeekFrom::End(-1)).ok()?;
+        let mut byte = [0];
+        file.read_exact(&mut byte).ok().map(|()| byte[0])
+    };
+    last().is_some_and(|byte| byte != b'\n')
 }
 
 /// Reads every record of a file; empty lines are passed over.

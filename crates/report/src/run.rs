@@ -46,12 +46,40 @@ impl RunState {
     /// The time it took, or why it did not end well.
     pub fn detail(&self) -> String {
         match self {
-            Self::Done { seconds } if *seconds < 60.0 => format!("{seconds:.1} s"),
+            Self::Done { seconds } if *seconds < 59.95 => format!("{seconds:.1} s"),
             Self::Done { seconds } => {
-                format!("{:.0} min {:02.0} s", (seconds / 60.0).floor(), seconds % 60.0)
+                // Rounded first: 119.7 s is 2 min 00 s, not 1 min 60 s.
+                let whole = seconds.round();
+                format!("{:.0} min {:02.0} s", (whole / 60.0).floor(), whole % 60.0)
             }
             Self::Failed { message } => message.clone(),
             Self::Skipped { why } => why.clone(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_outcome_is_one_flat_object() {
+        for (text, detail) in [
+            (r#"{"experiment":"e","state":"done","seconds":61.0}"#, "1 min 01 s"),
+            (r#"{"experiment":"e","state":"failed","message":"killed"}"#, "killed"),
+            (r#"{"experiment":"e","state":"skipped","why":"no GPU"}"#, "no GPU"),
+        ] {
+            let outcome: RunOutcome = serde_json::from_str(text).unwrap();
+            assert_eq!(outcome.state.detail(), detail);
+            assert_eq!(serde_json::to_string(&outcome).unwrap(), text);
+        }
+    }
+
+    #[test]
+    fn seconds_never_round_up_to_sixty() {
+        let detail = |seconds| RunState::Done { seconds }.detail();
+        assert_eq!(detail(59.96), "1 min 00 s");
+        assert_eq!(detail(119.7), "2 min 00 s");
+        assert_eq!(detail(0.04), "0.0 s");
     }
 }

@@ -182,3 +182,23 @@ pub(crate) fn day(unix_time: u64) -> String {
     let year = era * 400 + year_of_era + i64::from(month <= 2);
     format!("{year:04}-{month:02}-{day:02}")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::day;
+
+    #[test]
+    fn days_of_known_times() {
+        for (time, expected) in [
+            (0, "1970-01-01"),
+            (951_782_400, "2000-02-29"),
+            (951_868_800, "2000-03-01"),
+            (1_795_248_000, "2026-11-21"),
+            (4_107_542_399, "2100-02-28"),
+            (4_107_542_400, "2100-03-01"),
+        ] {
+            assert_eq!(day(time), expected);
+        }
+        assert!(day(u64::MAX).len() >= 10, "a time beyond every calendar is no panic");
+    }
+}

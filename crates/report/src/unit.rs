@@ -100,12 +100,12 @@ pub fn fixed(value: f64, decimals: usize) -> String {
     grouped(&format!("{:.decimals$}", value + 0.0))
 }
 
-/// A value and its limit in one multiple, the limit's, with the same number of decimals.
-pub fn pair(value: f64, limit: f64, unit: &str, decimals: usize) -> (String, String) {
+/// A value and its limit in one multiple, the limit's, with the same number of decimals. Whole counts are written in
+/// full, and so are bytes where `exact` asks for it.
+pub fn pair(value: f64, limit: f64, unit: &str, decimals: usize, exact: bool) -> (String, String) {
     let multiple = multiple(if limit == 0.0 { value } else { limit }, unit);
     let whole = |v: f64| v == v.trunc() && v.abs() < 1e15;
-    let exact = matches!(unit, "B" | "count" | "") && whole(value) && whole(limit);
-    if exact && (unit != "B" || value == limit) {
+    if (matches!(unit, "count" | "") || exact && unit == "B") && whole(value) && whole(limit) {
         let symbol = if unit == "B" { "B" } else { "" };
         return (
             with_symbol(&grouped(&format!("{value}")), symbol),
@@ -142,4 +142,59 @@ pub fn heading(metric: &str, unit: &str) -> String {
         other => format!("_{other}"),
     };
     metric.strip_suffix(&suffix).filter(|rest| !rest.is_empty()).unwrap_or(metric).replace('_', " ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_for_people() {
+        const MIB: f64 = 1024.0 * 1024.0;
+        for (value, unit, shown) in [
+            (0.0, "B", "0 B"),
+            (1000.0, "B", "1,000 B"),
+            (1536.0, "B", "1.50 KiB"),
+            (12.5 * MIB, "B", "12.5 MiB"),
+            (1023.9 * MIB, "B", "1.00 GiB"),
+            (0.0, "s", "0 s"),
+            (2.5, "s", "2.50 s"),
+            (0.9996, "s", "1.00 s"),
+            (0.03412, "s", "34.1 ms"),
+            (4.2e-5, "s", "42.0 µs"),
+            (-0.5, "s", "-500 ms"),
+            (1.18e11, "FLOP/s", "118 GFLOP/s"),
+            (0.97, "ratio", "0.970"),
+            (-0.0, "ratio", "0.000"),
+            (40e9, "count", "40,000,000,000"),
+            (143.93, "days", "144 days"),
+            (1.0e-8, "", "1.00e-8"),
+            (f64::INFINITY, "s", "inf s"),
+            (1e300, "s", "1.00e300 s"),
+        ] {
+            assert_eq!(human(value, unit), shown, "{value} {unit}");
+        }
+    }
+
+    #[test]
+    fn one_multiple_where_every_value_stays_readable() {
+        let symbol = |values: &[f64]| shared_multiple(values, "s").map(|multiple| multiple.symbol);
+        assert_eq!(symbol(&[0.2, 3.0, 4.0]).as_deref(), Some("s"));
+        assert_eq!(symbol(&[0.02, 0.03, 4.0]).as_deref(), Some("ms"));
+        assert_eq!(symbol(&[0.02, 3.0, 80.0]), None);
+        assert_eq!(symbol(&[]).as_deref(), Some("s"));
+    }
+
+    #[test]
+    fn a_heading_does_not_repeat_the_unit() {
+        for (metric, unit, shown) in [
+            ("backward_seconds", "s", "backward"),
+            ("peak_bytes", "B", "peak"),
+            ("bytes", "B", "bytes"),
+            ("training_days", "days", "training"),
+            ("step_time_ratio", "ratio", "step time ratio"),
+        ] {
+            assert_eq!(heading(metric, unit), shown);
+        }
+    }
 }

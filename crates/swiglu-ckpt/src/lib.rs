@@ -1,1 +1,42 @@
-//! Placeholder.
+//! A SwiGLU MLP that keeps or recomputes its activations.
+//!
+//! FFN(x) = (SiLU(x·W) ⊙ x·V)·U, the feed-forward block of Llama and Qwen, is most of a decoder's activation memory: a
+//! graph of ordinary operators keeps H + 4F elements per token for its backward. With the backward written by hand, the
+//! caller chooses what to keep, per layer, by [`CheckpointLevel`]:
+//!
+//! | level | kept per token | extra matrix products (of 9) |
+//! |---|---|---|
+//! | plain operators | H + 4F | 0 |
+//! | [`SaveAll`](CheckpointLevel::SaveAll) | H + 3F | 0 |
+//! | [`SaveGateUp`](CheckpointLevel::SaveGateUp) | H + 2F | 0 |
+//! | [`SaveOne`](CheckpointLevel::SaveOne) | H + F | 1 |
+//! | [`InputOnly`](CheckpointLevel::InputOnly) | H | 2 |
+//! | [`InputOnlyTiled`](CheckpointLevel::InputOnlyTiled) | H, and temporaries of a chosen size | 2 |
+//!
+//! All levels compute the same function; in fp32 all but the tiled one give the same bits.
+//!
+//! ```
+//! use swiglu_ckpt::{CheckpointLevel, SwigluConfig, SwigluMlp};
+//! use tch::{Kind, Tensor, kind};
+//!
+//! let config = SwigluConfig { level: CheckpointLevel::InputOnly, ..SwigluConfig::new(64, 172) };
+//! let mlp = SwigluMlp::new(&config)?;
+//! let x = Tensor::randn([2, 16, 64], kind::FLOAT_CPU).set_requires_grad(true);
+//! let y = mlp.forward(&x)?;
+//! runtime::autograd::backward(&[&y.sum(Kind::Float)])?;
+//! assert_eq!(x.grad().size(), [2, 16, 64]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! The mathematics and what each level keeps is in [`function`]. `cargo run -p swiglu-ckpt --release -- bench` measures
+//! time and memory of every level.
+
+pub mod error;
+pub mod function;
+pub mod level;
+pub mod mlp;
+
+pub use error::{Error, Result};
+pub use function::swiglu;
+pub use level::CheckpointLevel;
+pub use mlp::{GateUpStorage, SwigluConfig, SwigluMlp};

@@ -1,6 +1,6 @@
 //! An axis: from values to positions, and where its ticks are.
 
-use crate::plot::svg::width;
+use crate::plot::svg::{clip, width};
 
 /// A range of values laid over a range of positions.
 #[derive(Clone, Debug)]
@@ -79,7 +79,7 @@ impl Axis {
 
     /// An axis with a place for each of `names`, at the values 0, 1, 2, …
     pub(super) fn of_names(names: &[String]) -> Self {
-        let ticks = names.iter().enumerate().map(|(i, name)| (i as f64, name.clone())).collect();
+        let ticks = names.iter().enumerate().map(|(i, name)| (i as f64, clip(name, 150.0))).collect();
         Self { log: false, low: -0.5, high: names.len() as f64 - 0.5, start: 0.0, end: 1.0, ticks }
     }
 
@@ -137,7 +137,38 @@ fn nice_step(rough: f64) -> f64 {
 
 fn label(value: f64, decimals: usize) -> String {
     if value != 0.0 && (value.abs() >= 1e7 || decimals > 6) {
-        return format!("{value:e}");
+        return format!("{value:.1e}").replace(".0e", "e");
     }
     crate::unit::grouped(&format!("{:.decimals$}", value + 0.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn labels(values: &[f64], log: bool, zero: bool) -> String {
+        let axis = Axis::over(values, log, zero, 5).between(0.0, 100.0);
+        for value in values {
+            assert!((-1e-6..=100.0 + 1e-6).contains(&axis.at(*value)), "{value} is off the axis");
+        }
+        axis.ticks.iter().map(|(_, label)| label.as_str()).collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn ticks_are_round_and_the_values_are_on_the_axis() {
+        assert_eq!(labels(&[0.0, 9.3], false, true), "0 2 4 6 8");
+        assert_eq!(labels(&[103.0, 145.0], false, false), "110 120 130 140");
+        assert_eq!(labels(&[-0.02, 0.03], false, true), "-0.02 -0.01 0.00 0.01 0.02 0.03");
+        assert_eq!(labels(&[7.0], false, false), "4 6 8 10");
+        assert_eq!(labels(&[1.0, 600.0], true, false), "1 2 5 10 20 50 100 200 500");
+        assert_eq!(labels(&[1e-3, 1e6], true, false), "0.01 1 100 10,000 1,000,000");
+        assert_eq!(labels(&[3.0, 4.0], true, false), "3.0 3.2 3.4 3.6 3.8 4.0");
+        assert_eq!(labels(&[0.0, 10.0], true, true), "0 2 4 6 8 10", "no logarithm of zero");
+    }
+
+    #[test]
+    fn few_whole_values_are_the_ticks() {
+        let axis = Axis::over(&[1.0, 64.0], true, false, 5).with_ticks_at(&[1.0, 8.0, 64.0, 8.0]);
+        assert_eq!(axis.ticks.iter().map(|tick| tick.0).collect::<Vec<_>>(), [1.0, 8.0, 64.0]);
+    }
 }

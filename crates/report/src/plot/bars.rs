@@ -19,10 +19,12 @@ pub(super) fn draw(spec: &Plot, figure: &Bars) -> String {
     };
     let mut top = 4.0 + legend(&mut svg, 8.0, 4.0, WIDTH - 8.0, &entries);
     let names = figure.panels.iter().flat_map(|panel| &panel.items).map(|group| svg::width(&group.name));
-    let left = 8.0 + names.fold(0.0, f64::max).min(WIDTH * 0.45) + 10.0;
+    // Beyond this a name leaves its bar no room.
+    let most = WIDTH * 0.4;
+    let left = 8.0 + names.fold(0.0, f64::max).min(most) + 10.0;
     for panel in &figure.panels {
         if figure.panels.len() > 1 {
-            svg.text("head", Anchor::Start, (8.0, top + 12.0), &panel.title);
+            svg.text("head", Anchor::Start, (8.0, top + 12.0), &svg::clip(&panel.title, WIDTH - 16.0));
             top += 22.0;
         }
         top = draw_panel(&mut svg, figure, panel, stacked, left, top);
@@ -54,11 +56,11 @@ fn draw_panel(svg: &mut Svg, figure: &Bars, panel: &Panel<Group>, stacked: bool,
         svg.text("soft", Anchor::Middle, (at, bottom + 16.0), label);
     }
     let title = unit::with_symbol(&figure.value.heading, &in_brackets(&multiple.symbol));
-    svg.text("", Anchor::End, (WIDTH - 84.0, bottom + 33.0), &title);
+    svg.text("", Anchor::End, (WIDTH - 84.0, bottom + 33.0), &svg::clip(&title, WIDTH - 100.0));
     for (row, group) in panel.items.iter().enumerate() {
         let group_top = top + row as f64 * group_height + gap / 2.0;
         let middle = group_top + (group_height - gap) / 2.0;
-        svg.text("", Anchor::End, (left - 8.0, middle + 4.0), &group.name);
+        svg.text("", Anchor::End, (left - 8.0, middle + 4.0), &svg::clip(&group.name, left - 16.0));
         let pen = Pen { axis: &axis, multiple: &multiple, decimals, thick };
         if stacked {
             pen.stack(svg, group, group_top, sum(group));

@@ -95,7 +95,7 @@ impl Dimension {
     fn value(&self, name: &str, case: &Case, measured: &Measurements) -> Option<(f64, f64)> {
         if !self.key {
             let metric = measured.metric(case, name)?;
-            let value = metric.value.filter(|value| value.is_finite())?;
+            let value = metric.value.filter(drawable)?;
             return Some((value, shown_spread(metric)));
         }
         let value = case.get(name)?;
@@ -113,6 +113,11 @@ impl Dimension {
             None => unit::human(value, &self.unit),
         }
     }
+}
+
+/// Whether there is a place for a value on an axis: the ends of f64 leave no room for the axis itself.
+fn drawable(value: &f64) -> bool {
+    value.abs() < 1e300
 }
 
 fn shown_spread(metric: &Metric) -> f64 {
@@ -171,7 +176,7 @@ pub(super) fn bars(spec: &Plot, measured: &Measurements) -> Option<Bars> {
             None => format!("not measured ({})", metric.note.as_deref().unwrap_or("no value")),
         };
         let hover = format!("{}: {} {shown}", case.describe(), unit::heading(&metric.name, &metric.unit));
-        Some(Bar { value: metric.value.filter(|v| v.is_finite()), spread: shown_spread(metric), hover })
+        Some(Bar { value: metric.value.filter(drawable), spread: shown_spread(metric), hover })
     };
     let group = |cases: &[&Case], name: String| {
         let here: Vec<_> =

@@ -107,6 +107,7 @@ pub(super) enum Sample {
 pub(super) fn legend(svg: &mut Svg, left: f64, top: f64, right: f64, entries: &[(Sample, String)]) -> f64 {
     let (mut x, mut y, line) = (left, top, 20.0);
     for (sample, name) in entries {
+        let name = &svg::clip(name, 320.0);
         let room = if matches!(sample, Sample::Front) { 28.0 } else { 16.0 };
         let wide = room + svg::width(name) + 18.0;
         if x > left && x + wide > right {
@@ -121,4 +122,31 @@ pub(super) fn legend(svg: &mut Svg, left: f64, top: f64, right: f64, entries: &[
         x += wide;
     }
     if entries.is_empty() { 0.0 } else { y - top + line + 6.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_keep_off_each_other_the_marks_and_the_frame() {
+        let frame = Area { left: 0.0, top: 0.0, right: 300.0, bottom: 200.0 };
+        let points: Vec<(f64, f64)> =
+            (0..12).map(|i| (40.0 + f64::from(i % 4) * 6.0, 20.0 + f64::from(i) * 9.0)).collect();
+        let mut labels = Labels::new(frame, &points);
+        let placed = points.iter().filter(|&&point| labels.place(point, "SaveGateUp").is_some()).count();
+        assert!(placed >= 6, "{placed} of {} labels found a place", points.len());
+        let texts = &labels.taken[points.len()..];
+        for (i, text) in texts.iter().enumerate() {
+            assert!(frame.holds(text));
+            let others = labels.taken.iter().enumerate().filter(|(j, _)| *j != points.len() + i);
+            assert!(others.clone().all(|(_, other)| !other.meets(text)), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn heights_are_spread_apart_in_their_order() {
+        assert_eq!(spread_apart(&[50.0, 10.0, 12.0], 15.0, 0.0, 100.0), [50.0, 10.0, 25.0]);
+        assert_eq!(spread_apart(&[98.0, 99.0], 15.0, 0.0, 100.0), [85.0, 100.0]);
+    }
 }

@@ -184,6 +184,22 @@ pub(crate) fn escape(text: &str) -> String {
     safe
 }
 
+/// The text, or as much of its start as is not wider than `room`, with an ellipsis.
+pub(super) fn clip(text: &str, room: f64) -> String {
+    if width(text) <= room {
+        return text.to_owned();
+    }
+    let mut kept = String::new();
+    for c in text.chars() {
+        kept.push(c);
+        if width(&kept) > room - FONT {
+            kept.pop();
+            break;
+        }
+    }
+    kept.trim_end().to_owned() + "…"
+}
+
 /// About how wide a text is at the size of a plot's text. Which face a reader has is not known, so this is the width
 /// in a wide one (DejaVu Sans): a legend with room to spare is better than one that runs together.
 pub(super) fn width(text: &str) -> f64 {

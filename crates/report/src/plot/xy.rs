@@ -9,6 +9,8 @@ use crate::unit::{self, Multiple};
 
 const WIDTH: f64 = 960.0;
 const HEAD: f64 = 18.0;
+/// The most room that names at the ends of lines take.
+const END_NAMES: f64 = 260.0;
 
 /// Draws a figure of points.
 pub(super) fn draw(spec: &Plot, figure: &Points) -> String {
@@ -37,7 +39,12 @@ pub(super) fn draw(spec: &Plot, figure: &Points) -> String {
         let (column, row) = (index % columns, index / columns);
         let (left, cell_top) = (column as f64 * cell_width, top + row as f64 * cell_height);
         if panels > 1 {
-            svg.text("head", Anchor::Start, (left + 8.0, cell_top + 12.0), &panel.title);
+            svg.text(
+                "head",
+                Anchor::Start,
+                (left + 8.0, cell_top + 12.0),
+                &svg::clip(&panel.title, cell_width - 24.0),
+            );
         }
         let cell = Area {
             left: left + 8.0,
@@ -90,7 +97,7 @@ fn draw_panel(svg: &mut Svg, spec: &Plot, figure: &Points, panel: &Panel<Point>,
         None => Axis::over(&y.values, spec.log_y, from_zero(&y) && !figure.y.key, 5),
     };
     let names_room = match at_ends {
-        true => figure.series.iter().map(|name| svg::width(name)).fold(0.0, f64::max) + 14.0,
+        true => figure.series.iter().map(|name| svg::width(name)).fold(0.0, f64::max).min(END_NAMES) + 14.0,
         false => 0.0,
     };
     let frame = Area {
@@ -119,8 +126,13 @@ fn draw_panel(svg: &mut Svg, spec: &Plot, figure: &Points, panel: &Panel<Point>,
         svg.text("soft", Anchor::Middle, (at, frame.bottom + 17.0), label);
     }
     svg.line("base", (frame.left, frame.bottom), (frame.right, frame.bottom));
-    svg.text("", Anchor::Start, (cell.left, cell.top + 12.0), &y.title);
-    svg.text("", Anchor::End, (frame.right, frame.bottom + 35.0), &x.title);
+    svg.text("", Anchor::Start, (cell.left, cell.top + 12.0), &svg::clip(&y.title, cell.right - cell.left));
+    svg.text(
+        "",
+        Anchor::End,
+        (frame.right, frame.bottom + 35.0),
+        &svg::clip(&x.title, cell.right - cell.left),
+    );
 
     let at: Vec<(f64, f64)> =
         x.values.iter().zip(&y.values).map(|(&x, &y)| (x_axis.at(x), y_axis.at(y))).collect();
@@ -139,7 +151,7 @@ fn draw_panel(svg: &mut Svg, spec: &Plot, figure: &Points, panel: &Panel<Point>,
         let class = format!("whisker {}", svg::stroke(point.series));
         let (xs, ys) = (point.x_spread / x.multiple.divisor, point.y_spread / y.multiple.divisor);
         let reach = |axis: &Axis, value: f64, spread: f64, low: f64, high: f64| {
-            let end = |v: f64| axis.at(v).clamp(low, high);
+            let end = |v: f64| axis.at(v).max(low).min(high);
             // A whisker to zero or below has no end on a logarithmic axis.
             let down = if value - spread > 0.0 { end(value - spread) } else { end(value) };
             (down, end(value + spread))
@@ -186,7 +198,12 @@ fn draw_lines(svg: &mut Svg, figure: &Points, points: &[Point], at: &[(f64, f64)
                 (left - 2.0, height),
             );
         }
-        svg.text(&svg::fill(*series), Anchor::Start, (left, height + 4.0), &figure.series[*series]);
+        svg.text(
+            &svg::fill(*series),
+            Anchor::Start,
+            (left, height + 4.0),
+            &svg::clip(&figure.series[*series], END_NAMES),
+        );
     }
 }
 

@@ -1,0 +1,77 @@
+//! `accounting experiment`
+
+use accounting::{experiment, presets};
+use clap::ValueEnum;
+use report::cli::Scale;
+use report::{Environment, Progress};
+use serde_json::json;
+
+use super::Output;
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// How much to compute; all of it takes less than a second
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// Only these sections
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME,…")]
+    only: Vec<Section>,
+}
+
+/// A section of the report.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Section {
+    Published,
+    Dtypes,
+    Flops,
+    Estimate,
+    Fit,
+    Time,
+}
+
+const SMOKE_MODELS: [&str; 2] = ["gpt2", "qwen2.5-0.5b"];
+const MODELS: [&str; 6] = ["gpt2", "cs336-small", "cs336-xl", "qwen2.5-0.5b", "llama-3-8b", "llama-3-70b"];
+const SMOKE_DEVICES: [&str; 1] = ["rtx4090"];
+const DEVICES: [&str; 4] = ["t4", "rtx4090", "h100", "b200"];
+
+impl Args {
+    pub(crate) fn run(&self, environment: &Environment) -> anyhow::Result<Output> {
+        let smoke = self.scale == Scale::Smoke;
+        let all: Vec<&str> = presets::names().collect();
+        let models: &[&str] = match self.scale {
+            Scale::Smoke => &SMOKE_MODELS,
+            Scale::Laptop => &MODELS,
+            Scale::Paper => &all,
+        };
+        let (fit_models, devices): (&[&str], &[&str]) = if smoke {
+            (&SMOKE_MODELS, &SMOKE_DEVICES)
+        } else {
+            (&["gpt2", "qwen2.5-0.5b", "llama-3-8b"], &DEVICES)
+        };
+        let sections: Vec<Section> = Section::value_variants()
+            .iter()
+            .copied()
+            .filter(|section| self.only.is_empty() || self.only.contains(section))
+            .collect();
+        let mut progress = Progress::new(sections.len() as u64);
+        let (mut records, mut text) = (Vec::new(), String::new());
+        for section in sections {
+            let name = section.to_possible_value().map(|value| value.get_name().to_owned());
+            let name = format!("accounting-{}", name.unwrap_or_default());
+            progress.message(&name);
+            let made = match section {
+                Section::Published => experiment::published(environment)?,
+                Section::Dtypes => experiment::dtypes(environment)?,
+                Section::Flops => experiment::flops(models, environment)?,
+                Section::Estimate => experiment::estimates(environment)?,
+                Section::Fit => experiment::fits(fit_models, devices, environment)?,
+                Section::Time => experiment::times(environment)?,
+            };
+            text += &format!("{name}: {} records\n", made.len());
+            records.extend(made);
+            progress.step();
+        }
+        let json = json!({"records": records.len()});
+        Ok(Output { text, json, records })
+    }
+}

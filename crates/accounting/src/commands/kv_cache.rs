@@ -1,0 +1,80 @@
+//! `accounting kv-cache`
+
+use accounting::Dtype;
+use accounting::decoder_flops::Workload;
+use accounting::memory::kv_cache;
+use accounting::quantity::{bytes_text, grouped};
+use report::{Case, Environment, Metric, Record};
+use serde_json::json;
+
+use super::Output;
+use super::model_args::ModelArgs;
+use super::plan_args::{DeviceMemoryArgs, WorkArgs};
+use super::table::table;
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    work: WorkArgs,
+    /// Number format of the cache and of the parameters
+    #[arg(long, default_value = "bf16", value_name = "NAME")]
+    dtype: Dtype,
+    #[command(flatten)]
+    device: DeviceMemoryArgs,
+}
+
+impl Args {
+    pub(crate) fn run(&self, environment: &Environment) -> anyhow::Result<Output> {
+        let model = self.model.decoder()?;
+        let work = self.work.workload(&model);
+        let token = kv_cache::bytes(&model, Workload { batch: 1, sequence: 1 }, self.dtype)?;
+        let cache = kv_cache::bytes(&model, work, self.dtype)?;
+        let parameters = self.dtype.bytes(model.parameters()?)?;
+        let row = |name: &str, bytes: u64| vec![name.to_owned(), bytes_text(bytes)];
+        let mut rows = vec![
+            row("per token", token),
+            row(&format!("{} × {} tokens", work.batch, work.sequence), cache),
+            row("parameters", parameters),
+        ];
+        let mut json = json!({
+            "model": self.model.name(),
+            "dtype": self.dtype.name(),
+            "batch": work.batch,
+            "sequence": work.sequence,
+            "bytes_per_token": token,
+            "cache_bytes": cache,
+            "parameter_bytes": parameters,
+        });
+        if let Some(available) = self.device.bytes() {
+            let tokens = available.saturating_sub(parameters) / token.max(1);
+            rows.push(vec![
+                format!("tokens that fit beside the parameters in {}", bytes_text(available)),
+                grouped(tokens.into()),
+            ]);
+            json["tokens_that_fit"] = tokens.into();
+        }
+        let mut text = format!("{}, {}\n\n", self.model.name(), self.dtype);
+        text += &table(&["keys and values", "size"], &rows);
+        if model.heads > model.kv_heads {
+            text += &format!(
+                "\n{} key-value heads for {} query heads: {} times less than without grouping.\n",
+                model.kv_heads,
+                model.heads,
+                model.heads / model.kv_heads
+            );
+        }
+        let record = Record {
+            experiment: "accounting-kv-cache".into(),
+            case: Case::new()
+                .with("model", self.model.name())
+                .with("dtype", self.dtype.name())
+                .with("batch", work.batch)
+                .with("sequence", work.sequence),
+            metric: Metric::exact("cache_bytes", "B", cache as f64),
+            environment: environment.clone(),
+        };
+        Ok(Output { text, json, records: vec![record] })
+    }
+}

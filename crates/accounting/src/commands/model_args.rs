@@ -1,0 +1,165 @@
+//! Which model is meant: a known one, a `config.json`, or sizes; sizes given besides replace those of the first two.
+
+use std::path::PathBuf;
+
+use accounting::model::{Family, Shape};
+use accounting::quantity::parse_count;
+use accounting::{Decoder, config, presets};
+use anyhow::Context;
+
+#[derive(clap::Args)]
+#[group(skip)]
+pub(crate) struct ModelArgs {
+    #[command(flatten)]
+    source: Source,
+    /// Rows of the embedding and of the output
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    vocabulary: Option<u64>,
+    /// Positions that the model is made for [default with --family: 1024]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    context: Option<u64>,
+    /// Width of the residual stream
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    hidden: Option<u64>,
+    /// Number of blocks
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    layers: Option<u64>,
+    /// Query heads
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    heads: Option<u64>,
+    /// Key-value heads [default: as many as heads]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    kv_heads: Option<u64>,
+    /// Width of a head [default: hidden / heads]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    head_dim: Option<u64>,
+    /// Width of the feed-forward layer [default: 4 · hidden]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    feed_forward: Option<u64>,
+    /// Width of the embedding; gpt2-like only [default: hidden]
+    #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
+    embedding: Option<u64>,
+    /// Whether output and embedding share a matrix [default with --family: true for gpt2]
+    #[arg(long, value_name = "BOOL", help_heading = SIZES)]
+    tied: Option<bool>,
+}
+
+const SIZES: &str = "Sizes (replace those of --model or --config)";
+
+#[derive(clap::Args)]
+#[group(required = true, multiple = false)]
+struct Source {
+    /// A known model, for example gpt2, qwen2.5-0.5b or llama-3-8b (an unknown name lists them all)
+    #[arg(long, value_name = "NAME", value_parser = presets::find, help_heading = "Model (one of)")]
+    model: Option<Decoder>,
+    /// A Hugging Face config.json of model_type gpt2, qwen2 or llama
+    #[arg(long, value_name = "FILE", help_heading = "Model (one of)")]
+    config: Option<PathBuf>,
+    /// gpt2, gpt2-like, qwen2 or llama; needs --vocabulary, --hidden, --layers and --heads
+    #[arg(long, value_name = "FAMILY", help_heading = "Model (one of)")]
+    family: Option<Family>,
+}
+
+impl ModelArgs {
+    /// The model, checked.
+    pub(crate) fn decoder(&self) -> anyhow::Result<Decoder> {
+        let base = match &self.source {
+            Source { model: Some(model), .. } => (**model).clone(),
+            Source { config: Some(path), .. } => (*config::read(path)?).clone(),
+            Source { family: Some(family), .. } => self.all_sizes(*family)?,
+            _ => anyhow::bail!("no model is given; give --model, --config or --family"),
+        };
+        Ok(Decoder::new(self.replace(base))?)
+    }
+
+    /// A name for tables and records.
+    pub(crate) fn name(&self) -> String {
+        let source = match &self.source {
+            Source { model: Some(model), .. } => {
+                let is_it = |name: &&str| presets::find(name).is_ok_and(|known| known == *model);
+                presets::names().find(is_it).unwrap_or("model").to_owned()
+            }
+            Source { config: Some(path), .. } => path.display().to_string(),
+            Source { family: Some(family), .. } => family.name().to_owned(),
+            _ => "model".to_owned(),
+        };
+        let changed = self.source.family.is_none() && self.any_size();
+        if changed { source + " (sizes changed)" } else { source }
+    }
+
+    fn any_size(&self) -> bool {
+        let sizes = [
+            self.vocabulary,
+            self.context,
+            self.hidden,
+            self.layers,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.feed_forward,
+            self.embedding,
+        ];
+        self.tied.is_some() || sizes.iter().any(Option::is_some)
+    }
+
+    fn all_sizes(&self, family: Family) -> anyhow::Result<Shape> {
+        let required = |value: Option<u64>, flag: &str| {
+            value.with_context(|| format!("--family {} needs --{flag}", family.name()))
+        };
+        let hidden = required(self.hidden, "hidden")?;
+        let heads = required(self.heads, "heads")?;
+        let head_dim = self.head_dim.map_or_else(|| head_dim(hidden, heads), Ok)?;
+        Ok(Shape {
+            family,
+            vocabulary: required(self.vocabulary, "vocabulary")?,
+            context: 1024,
+            embedding: hidden,
+            hidden,
+            layers: required(self.layers, "layers")?,
+            heads,
+            kv_heads: heads,
+            head_dim,
+            feed_forward: hidden.saturating_mul(4),
+            tied: family == Family::Gpt2,
+            attention_bias: false,
+            mlp_bias: false,
+        })
+    }
+
+    /// `base` with the sizes that were given. A head's width follows hidden size and heads, if it did so in `base`.
+    fn replace(&self, base: Shape) -> Shape {
+        let hidden = self.hidden.unwrap_or(base.hidden);
+        let heads = self.heads.unwrap_or(base.heads);
+        let follows = base.heads.checked_mul(base.head_dim) == Some(base.hidden);
+        let resized = self.hidden.is_some() || self.heads.is_some();
+        let head_dim = if follows && resized && hidden.is_multiple_of(heads.max(1)) {
+            hidden / heads.max(1)
+        } else {
+            base.head_dim
+        };
+        let kv_heads = if base.kv_heads == base.heads { heads } else { base.kv_heads };
+        let embedding = if base.embedding == base.hidden { hidden } else { base.embedding };
+        Shape {
+            vocabulary: self.vocabulary.unwrap_or(base.vocabulary),
+            context: self.context.unwrap_or(base.context),
+            embedding: self.embedding.unwrap_or(embedding),
+            hidden,
+            layers: self.layers.unwrap_or(base.layers),
+            heads,
+            kv_heads: self.kv_heads.unwrap_or(kv_heads),
+            head_dim: self.head_dim.unwrap_or(head_dim),
+            feed_forward: self.feed_forward.unwrap_or(base.feed_forward),
+            tied: self.tied.unwrap_or(base.tied),
+            ..base
+        }
+    }
+}
+
+fn head_dim(hidden: u64, heads: u64) -> anyhow::Result<u64> {
+    anyhow::ensure!(
+        hidden.is_multiple_of(heads),
+        "hidden size {hidden} is not a multiple of {heads} heads; give another --hidden or --heads, or the width of \
+         a head with --head-dim"
+    );
+    Ok(hidden / heads)
+}

@@ -1,0 +1,143 @@
+//! How a model is trained, and on what.
+
+use accounting::decoder_flops::{Recomputation, Workload};
+use accounting::estimate::Plan;
+use accounting::hardware::{self, Hardware};
+use accounting::memory::logits::Loss;
+use accounting::memory::optimizer::{Optimizer, StepKernel};
+use accounting::memory::recipe::Recipe;
+use accounting::memory::zero::{Sharding, ZeroStage};
+use accounting::quantity::{parse_bytes, parse_count};
+use accounting::recompute::{AttentionKernel, Recompute, SwigluLevel};
+use accounting::{Decoder, Error};
+
+const TRAINING: &str = "Training";
+
+#[derive(clap::Args)]
+pub(crate) struct WorkArgs {
+    /// Sequences per device
+    #[arg(long, default_value = "1", value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
+    pub(crate) batch: u64,
+    /// Tokens of a sequence [default: 1024, or the model's context if that is shorter]
+    #[arg(long, value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
+    sequence: Option<u64>,
+}
+
+impl WorkArgs {
+    pub(crate) fn workload(&self, model: &Decoder) -> Workload {
+        Workload { batch: self.batch, sequence: self.sequence.unwrap_or(model.context.min(1024)) }
+    }
+}
+
+#[derive(clap::Args)]
+pub(crate) struct RecomputeArgs {
+    /// Attention kernel: eager or flash
+    #[arg(long, default_value = "flash", value_name = "KERNEL", help_heading = TRAINING)]
+    attention: AttentionKernel,
+    /// What is computed again: none, selective (the attention's core) or full (each block)
+    #[arg(long, default_value = "none", value_name = "CHOICE", help_heading = TRAINING)]
+    recompute: Recompute,
+    /// What a SwiGLU keeps: eager, save-all, save-gate-up, save-one or input-only
+    #[arg(long, default_value = "eager", value_name = "LEVEL", help_heading = TRAINING)]
+    swiglu: SwigluLevel,
+}
+
+impl RecomputeArgs {
+    pub(crate) fn recomputation(&self) -> Recomputation {
+        Recomputation { attention: self.attention, checkpoint: self.recompute, swiglu: self.swiglu }
+    }
+}
+
+#[derive(clap::Args)]
+pub(crate) struct PlanArgs {
+    #[command(flatten)]
+    pub(crate) work: WorkArgs,
+    /// Number formats: fp32, amp-fp16, amp-bf16, fp16-master, bf16-master, bf16-master-fp32-grads or bf16
+    #[arg(long, default_value = "bf16-master", value_name = "RECIPE", help_heading = TRAINING)]
+    recipe: Recipe,
+    /// sgd, momentum, adagrad, rmsprop, adam, adamw or adam-8bit
+    #[arg(long, default_value = "adamw", value_name = "NAME", help_heading = TRAINING)]
+    optimizer: Optimizer,
+    /// How the optimizer's step runs: fused, foreach or loop
+    #[arg(long, default_value = "foreach", value_name = "KERNEL", help_heading = TRAINING)]
+    step: StepKernel,
+    #[command(flatten)]
+    recompute: RecomputeArgs,
+    /// Dropout is on
+    #[arg(long, help_heading = TRAINING)]
+    dropout: bool,
+    /// Output and loss in chunks of N tokens instead of all at once
+    #[arg(long, value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
+    loss_chunk: Option<u64>,
+    /// Gradients of earlier batches are kept while the next runs
+    #[arg(long, help_heading = TRAINING)]
+    accumulate: bool,
+    /// ZeRO stage: 0, 1, 2 or 3
+    #[arg(long, default_value = "0", value_parser = zero_stage, allow_negative_numbers = true, value_name = "STAGE", help_heading = TRAINING)]
+    zero: ZeroStage,
+    /// Data-parallel devices
+    #[arg(long, default_value = "1", value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
+    devices: u64,
+}
+
+impl PlanArgs {
+    pub(crate) fn plan(&self, model: &Decoder) -> Result<Plan, Error> {
+        Ok(Plan {
+            work: self.work.workload(model),
+            recipe: self.recipe,
+            optimizer: self.optimizer,
+            step: self.step,
+            recomputation: self.recompute.recomputation(),
+            dropout: self.dropout,
+            loss: self.loss_chunk.map_or(Loss::Eager, |tokens| Loss::Chunked { tokens }),
+            sharding: Sharding::new(self.zero, self.devices)?,
+            accumulate: self.accumulate,
+        })
+    }
+
+    /// The choices in a line.
+    pub(crate) fn summary(&self, plan: &Plan) -> String {
+        let mut parts = vec![
+            format!("batch {} × {} tokens", plan.work.batch, plan.work.sequence),
+            plan.recipe.name.to_owned(),
+            plan.optimizer.name().to_owned(),
+            format!("{} attention", plan.recomputation.attention.name()),
+        ];
+        if plan.recomputation.checkpoint != Recompute::None {
+            parts.push(format!("{} recomputation", plan.recomputation.checkpoint.name()));
+        }
+        if plan.recomputation.swiglu != SwigluLevel::Eager {
+            parts.push(format!("SwiGLU {}", plan.recomputation.swiglu.name()));
+        }
+        if let Loss::Chunked { tokens } = plan.loss {
+            parts.push(format!("loss in chunks of {tokens}"));
+        }
+        if plan.sharding.devices > 1 {
+            parts.push(format!("ZeRO-{} on {} devices", plan.sharding.stage.number(), plan.sharding.devices));
+        }
+        parts.join(", ")
+    }
+}
+
+fn zero_stage(text: &str) -> Result<ZeroStage, String> {
+    let number: u64 = text.parse().map_err(|_| "give 0, 1, 2 or 3".to_owned())?;
+    ZeroStage::from_number(number).map_err(|error| error.to_string())
+}
+
+#[derive(clap::Args)]
+#[group(multiple = false)]
+pub(crate) struct DeviceMemoryArgs {
+    /// Memory of the device, for example 80GB or 24GiB
+    #[arg(long, value_parser = parse_bytes, allow_negative_numbers = true, value_name = "BYTES", help_heading = "Device (one of)")]
+    memory: Option<u64>,
+    /// A known device: b200, h200, h100, mi300x, a100, a100-40gb, v100, rtx4090, rtx3090 or t4
+    #[arg(long, value_parser = hardware::find, value_name = "NAME", help_heading = "Device (one of)")]
+    hardware: Option<Hardware>,
+}
+
+impl DeviceMemoryArgs {
+    /// Bytes of the device, if one was named.
+    pub(crate) fn bytes(&self) -> Option<u64> {
+        self.memory.or(self.hardware.map(|hardware| hardware.memory))
+    }
+}

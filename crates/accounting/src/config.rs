@@ -1,0 +1,186 @@
+//! Reads a decoder's sizes from a Hugging Face `config.json`.
+//!
+//! Known `model_type`s are `gpt2`, `qwen2` and `llama`. A file without `model_type` that has `embedding_dim` and
+//! `ff_dim` is the training assignment's model ([`Family::Gpt2Like`]). Fields that transformers leaves out when they
+//! have their default get the same default here: key-value heads (as many as heads), head size (hidden / heads),
+//! `n_inner` (4 · `n_embd`), tied embeddings (true for gpt2, false for the others), biases (false).
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use crate::Error;
+use crate::model::{Decoder, Family, Shape};
+
+/// Reads the `config.json` at `path`. Every error names the file, and the field where there is one.
+pub fn read(path: &Path) -> Result<Decoder, Error> {
+    let text =
+        std::fs::read_to_string(path).map_err(|cause| Error::ConfigRead { path: path.into(), cause })?;
+    parse(path, &text)
+}
+
+/// Reads the text of a `config.json`; `path` only names it in errors.
+pub fn parse(path: &Path, text: &str) -> Result<Decoder, Error> {
+    let value: Value =
+        serde_json::from_str(text).map_err(|cause| Error::ConfigJson { path: path.into(), cause })?;
+    let Value::Object(object) = value else {
+        return Err(Error::ConfigField {
+            path: path.into(),
+            field: "(the whole file)".into(),
+            problem: format!("is {}, not an object", describe(&value)),
+            remedy: "give the path of a model's config.json".into(),
+        });
+    };
+    let fields = Fields { path, object: &object };
+    let shape = match fields.family()? {
+        Family::Gpt2 => fields.gpt2()?,
+        Family::Gpt2Like => fields.gpt2_like()?,
+        family @ (Family::Qwen2 | Family::Llama) => fields.rotary(family)?,
+    };
+    Decoder::new(shape).map_err(|cause| Error::ConfigShape { path: path.into(), cause: Box::new(cause) })
+}
+
+struct Fields<'a> {
+    path: &'a Path,
+    object: &'a Map<String, Value>,
+}
+
+impl Fields<'_> {
+    fn family(&self) -> Result<Family, Error> {
+        const KNOWN: &str = "known are gpt2, gpt2-like, qwen2, llama";
+        match self.object.get("model_type") {
+            Some(Value::String(name)) => name
+                .parse()
+                .map_err(|_| self.wrong("model_type", format!("is `{name}`, which is unknown"), KNOWN)),
+            Some(other) => {
+                Err(self.wrong("model_type", format!("is {}, not a string", describe(other)), KNOWN))
+            }
+            None if self.object.contains_key("embedding_dim") && self.object.contains_key("ff_dim") => {
+                Ok(Family::Gpt2Like)
+            }
+            None => Err(self.wrong("model_type", "is missing".into(), KNOWN)),
+        }
+    }
+
+    fn gpt2(&self) -> Result<Shape, Error> {
+        let (hidden, heads) = (self.size("n_embd")?, self.size("n_head")?);
+        Ok(Shape {
+            family: Family::Gpt2,
+            vocabulary: self.size("vocab_size")?,
+            context: self.size("n_positions")?,
+            embedding: hidden,
+            hidden,
+            layers: self.size("n_layer")?,
+            heads,
+            kv_heads: heads,
+            head_dim: self.divide(("n_embd", hidden), ("n_head", heads))?,
+            feed_forward: self.size_or("n_inner", hidden.saturating_mul(4))?,
+            tied: self.flag_or("tie_word_embeddings", true)?,
+            attention_bias: false,
+            mlp_bias: false,
+        })
+    }
+
+    fn gpt2_like(&self) -> Result<Shape, Error> {
+        let (hidden, heads) = (self.size("hidden_dim")?, self.size("num_heads")?);
+        Ok(Shape {
+            family: Family::Gpt2Like,
+            vocabulary: self.size("vocab_size")?,
+            context: self.size("max_length")?,
+            embedding: self.size("embedding_dim")?,
+            hidden,
+            layers: self.size_or("num_layers", 1)?,
+            heads,
+            kv_heads: heads,
+            head_dim: self.divide(("hidden_dim", hidden), ("num_heads", heads))?,
+            feed_forward: self.size("ff_dim")?,
+            tied: false,
+            attention_bias: false,
+            mlp_bias: false,
+        })
+    }
+
+    fn rotary(&self, family: Family) -> Result<Shape, Error> {
+        let (hidden, heads) = (self.size("hidden_size")?, self.size("num_attention_heads")?);
+        let kv_heads = self.size_or("num_key_value_heads", heads)?;
+        self.divide(("num_attention_heads", heads), ("num_key_value_heads", kv_heads))?;
+        let head_dim = match self.optional("head_dim") {
+            Some(_) => self.size("head_dim")?,
+            None => self.divide(("hidden_size", hidden), ("num_attention_heads", heads))?,
+        };
+        let llama = family == Family::Llama;
+        Ok(Shape {
+            family,
+            vocabulary: self.size("vocab_size")?,
+            context: self.size_or("max_position_embeddings", if llama { 2048 } else { 32768 })?,
+            embedding: hidden,
+            hidden,
+            layers: self.size("num_hidden_layers")?,
+            heads,
+            kv_heads,
+            head_dim,
+            feed_forward: self.size("intermediate_size")?,
+            tied: self.flag_or("tie_word_embeddings", false)?,
+            attention_bias: llama && self.flag_or("attention_bias", false)?,
+            mlp_bias: llama && self.flag_or("mlp_bias", false)?,
+        })
+    }
+
+    /// The value of a field; `null` is the same as absence.
+    fn optional(&self, field: &str) -> Option<&Value> {
+        self.object.get(field).filter(|value| !value.is_null())
+    }
+
+    fn size(&self, field: &str) -> Result<u64, Error> {
+        const REMEDY: &str = "write a whole number of at least 1";
+        let Some(value) = self.optional(field) else {
+            return Err(self.wrong(field, "is missing".into(), REMEDY));
+        };
+        match value.as_u64() {
+            Some(0) => Err(self.wrong(field, "is 0".into(), REMEDY)),
+            Some(size) => Ok(size),
+            None => {
+                Err(self.wrong(field, format!("is {}, not a positive whole number", describe(value)), REMEDY))
+            }
+        }
+    }
+
+    fn size_or(&self, field: &str, default: u64) -> Result<u64, Error> {
+        if self.optional(field).is_some() { self.size(field) } else { Ok(default) }
+    }
+
+    fn flag_or(&self, field: &str, default: bool) -> Result<bool, Error> {
+        match self.optional(field) {
+            None => Ok(default),
+            Some(Value::Bool(flag)) => Ok(*flag),
+            Some(other) => {
+                let problem = format!("is {}, not true or false", describe(other));
+                Err(self.wrong(field, problem, "write true or false"))
+            }
+        }
+    }
+
+    /// `whole / part`, which must come out even.
+    fn divide(&self, whole: (&str, u64), part: (&str, u64)) -> Result<u64, Error> {
+        if whole.1.is_multiple_of(part.1) {
+            return Ok(whole.1 / part.1);
+        }
+        let problem = format!("is {}, which `{}` = {} does not divide", whole.1, part.0, part.1);
+        Err(self.wrong(whole.0, problem, &format!("write a multiple of `{}`", part.0)))
+    }
+
+    fn wrong(&self, field: &str, problem: String, remedy: &str) -> Error {
+        Error::ConfigField { path: self.path.into(), field: field.into(), problem, remedy: remedy.into() }
+    }
+}
+
+/// A JSON value in a few words.
+fn describe(value: &Value) -> String {
+    match value {
+        Value::Null => "null".into(),
+        Value::Bool(_) | Value::Number(_) => value.to_string(),
+        Value::String(text) => format!("the string {:?}", text.chars().take(40).collect::<String>()),
+        Value::Array(_) => "an array".into(),
+        Value::Object(_) => "an object".into(),
+    }
+}

@@ -1,0 +1,136 @@
+//! What can be wrong with a question, and the words it is answered with.
+
+use std::path::PathBuf;
+
+/// A question that has no answer. Each message names what came, what was expected and the remedy.
+///
+/// A message holds its cause, so a variant has no separate `source`: a chain would say it twice.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A size that must be positive is zero.
+    #[error("{what} is 0; give a number of at least 1")]
+    Zero {
+        /// The size's name.
+        what: &'static str,
+    },
+    /// A result is too large for the integers it is counted in.
+    #[error("{what}: {terms} does not fit in {bits} bits; give smaller sizes")]
+    Overflow {
+        /// What was computed.
+        what: &'static str,
+        /// Bits of the integer that was too small.
+        bits: u32,
+        /// The numbers that went in.
+        terms: String,
+    },
+    /// A name that is not in a table.
+    #[error("unknown {kind} `{given}`; known are: {known}")]
+    UnknownName {
+        /// What was looked up, for example `dtype`.
+        kind: &'static str,
+        /// The name as given.
+        given: String,
+        /// All names of the table, separated by commas.
+        known: String,
+    },
+    /// Sizes of a model that do not go together.
+    #[error("{what}; {remedy}")]
+    Shape {
+        /// Which sizes, with their values.
+        what: String,
+        /// What would go together.
+        remedy: String,
+    },
+    /// A number outside its range.
+    #[error("{what} is {given}, outside {range}; {remedy}")]
+    OutOfRange {
+        /// The number's name.
+        what: &'static str,
+        /// The number as given.
+        given: f64,
+        /// The range in words.
+        range: &'static str,
+        /// What to give instead.
+        remedy: &'static str,
+    },
+    /// A ZeRO stage that does not exist.
+    #[error(
+        "ZeRO stage {given} does not exist; stages are 0 (nothing is divided), 1 (optimizer state), \
+         2 (and gradients), 3 (and parameters)"
+    )]
+    ZeroStage {
+        /// The stage as given.
+        given: u64,
+    },
+    /// A text that should be a number of bytes, parameters or tokens.
+    #[error("cannot read `{given}` as {what}; {remedy}")]
+    Quantity {
+        /// What was expected.
+        what: &'static str,
+        /// The text as given.
+        given: String,
+        /// An example.
+        remedy: &'static str,
+    },
+    /// Not even the smallest case fits.
+    #[error(
+        "no {what} fits: the smallest needs {needed} and the device has {available}; use more devices, a smaller \
+         model, a lower precision, more recomputation or a higher ZeRO stage"
+    )]
+    NothingFits {
+        /// What was searched: `batch`, `sequence` or `model`.
+        what: &'static str,
+        /// Bytes of the smallest case, for people.
+        needed: String,
+        /// Bytes of the device, for people.
+        available: String,
+    },
+    /// A configuration file that cannot be read.
+    #[error("cannot read {path}: {cause}; give the path of a model's config.json")]
+    ConfigRead {
+        /// The path as given.
+        path: PathBuf,
+        /// What the operating system said.
+        cause: std::io::Error,
+    },
+    /// A configuration file that is not JSON.
+    #[error("{path} is not JSON: {cause}; download the model's config.json again")]
+    ConfigJson {
+        /// The path as given.
+        path: PathBuf,
+        /// What the parser said.
+        cause: serde_json::Error,
+    },
+    /// A field of a configuration that is missing or makes no sense.
+    #[error("{path}: field `{field}` {problem}; {remedy}")]
+    ConfigField {
+        /// The path as given.
+        path: PathBuf,
+        /// The field's name.
+        field: String,
+        /// What is wrong with it.
+        problem: String,
+        /// What to write instead.
+        remedy: String,
+    },
+    /// A configuration whose fields are well-formed, but whose sizes do not go together.
+    #[error("{path}: {cause}")]
+    ConfigShape {
+        /// The path as given.
+        path: PathBuf,
+        /// Which sizes.
+        cause: Box<Error>,
+    },
+}
+
+impl Error {
+    /// The error for a name that is not in `known`.
+    pub(crate) fn unknown<'a>(
+        kind: &'static str,
+        given: &str,
+        known: impl IntoIterator<Item = &'a str>,
+    ) -> Self {
+        let known = known.into_iter().collect::<Vec<_>>().join(", ");
+        Self::UnknownName { kind, given: given.into(), known }
+    }
+}

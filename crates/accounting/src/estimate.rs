@@ -1,0 +1,288 @@
+//! The whole memory budget of a training step on one device.
+//!
+//! A step has five moments at which its memory can be largest. Each is a sum of eight parts:
+//!
+//! | moment | gradients | activations | logits and loss | temporaries |
+//! |---|---|---|---|---|
+//! | loss | none yet¹ | all | all | gathered parameters² |
+//! | backward of the last block | those of the output¹ | all | what the caller holds | one block's backward, buffers² |
+//! | backward of the first block | all | one block's | what the caller holds | one block's backward, buffers² |
+//! | backward of the embedding | all | tokens | what the caller holds | a tied matrix' second gradient |
+//! | optimizer step | all | none | none | the step's own |
+//!
+//! ¹ all of them where gradients are accumulated over several batches. ² of ZeRO.
+//!
+//! Parameters, master weights and optimizer state are there at every moment. Between the first and the last block
+//! activations fall and gradients rise by the same amount each, so one of the two ends is the larger. The **peak** is
+//! the largest moment.
+//!
+//! Not counted: the CUDA context (about 0.5 GiB), a cuBLAS workspace, and the allocator's fragmentation.
+//!
+//! ```
+//! use accounting::estimate::{Part, Plan, estimate};
+//! use accounting::{decoder_flops::Workload, presets};
+//!
+//! let plan = Plan { work: Workload { batch: 4, sequence: 1024 }, ..Plan::default() };
+//! let estimate = estimate(&presets::find("gpt2")?, &plan)?;
+//! let peak = estimate.peak();
+//! assert_eq!(peak.moment.name(), "loss");
+//! assert_eq!(peak.bytes(Part::OptimizerState), 8 * 124_439_808);
+//! # Ok::<(), accounting::Error>(())
+//! ```
+
+use crate::decoder_flops::{Recomputation, Workload, check_positions};
+use crate::memory::activations::{self, ActivationChoices};
+use crate::memory::logits::{self, Loss};
+use crate::memory::optimizer::{Optimizer, StepKernel};
+use crate::memory::recipe::Recipe;
+use crate::memory::zero::{ModelStates, Sharding, ZeroStage, model_states};
+use crate::memory::{Item, total, working_set};
+use crate::model::Decoder;
+use crate::{Error, exact};
+
+/// How a model is trained. Batches are per device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// Sequences per device and their length.
+    pub work: Workload,
+    /// Number formats.
+    pub recipe: Recipe,
+    /// Optimizer.
+    pub optimizer: Optimizer,
+    /// How its step runs.
+    pub step: StepKernel,
+    /// What the backward computes again.
+    pub recomputation: Recomputation,
+    /// Whether dropout is on.
+    pub dropout: bool,
+    /// How the loss is computed.
+    pub loss: Loss,
+    /// What data-parallel devices share.
+    pub sharding: Sharding,
+    /// Whether gradients of an earlier batch are there while the next one runs.
+    pub accumulate: bool,
+}
+
+impl Default for Plan {
+    /// One sequence of 1024 tokens, bf16 with fp32 master weights, AdamW, one device, nothing recomputed but what a
+    /// flash kernel does.
+    fn default() -> Self {
+        Self {
+            work: Workload { batch: 1, sequence: 1024 },
+            recipe: Recipe::default(),
+            optimizer: Optimizer::default(),
+            step: StepKernel::default(),
+            recomputation: Recomputation::default(),
+            dropout: false,
+            loss: Loss::default(),
+            sharding: Sharding::default(),
+            accumulate: false,
+        }
+    }
+}
+
+impl Plan {
+    /// What decides about activations.
+    pub fn activation_choices(&self) -> ActivationChoices {
+        ActivationChoices { recipe: self.recipe, recomputation: self.recomputation, dropout: self.dropout }
+    }
+}
+
+/// A part of a budget.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Parameters that the forward reads.
+    Parameters,
+    /// Copies of weights that autocast makes.
+    Casts,
+    /// The optimizer's copy of the parameters.
+    MasterWeights,
+    /// The optimizer's state.
+    OptimizerState,
+    /// Gradients of parameters.
+    Gradients,
+    /// What the forward keeps for the backward.
+    Activations,
+    /// Logits and what the loss makes of them.
+    Logits,
+    /// What exists for a moment.
+    Temporaries,
+}
+
+impl Part {
+    /// All parts, in the order of [`Budget::parts`].
+    pub const ALL: [Self; 8] = [
+        Self::Parameters,
+        Self::Casts,
+        Self::MasterWeights,
+        Self::OptimizerState,
+        Self::Gradients,
+        Self::Activations,
+        Self::Logits,
+        Self::Temporaries,
+    ];
+
+    /// A short name for tables and bars.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Parameters => "parameters",
+            Self::Casts => "autocast copies",
+            Self::MasterWeights => "master weights",
+            Self::OptimizerState => "optimizer state",
+            Self::Gradients => "gradients",
+            Self::Activations => "activations",
+            Self::Logits => "logits and loss",
+            Self::Temporaries => "temporaries",
+        }
+    }
+}
+
+/// A moment of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moment {
+    /// The loss is computed and its backward begins.
+    Loss,
+    /// The last block's backward, the first to run.
+    LastBlock,
+    /// The first block's backward, the last to run.
+    FirstBlock,
+    /// The embedding's backward.
+    Embedding,
+    /// The optimizer's step.
+    Step,
+}
+
+impl Moment {
+    /// A short name for tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Loss => "loss",
+            Self::LastBlock => "last block's backward",
+            Self::FirstBlock => "first block's backward",
+            Self::Embedding => "embedding's backward",
+            Self::Step => "optimizer step",
+        }
+    }
+}
+
+/// What one moment of a step takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Budget {
+    /// The moment.
+    pub moment: Moment,
+    /// Bytes of each part, in the order of [`Part::ALL`].
+    pub parts: [u64; 8],
+    /// The sum of the parts.
+    pub total: u64,
+}
+
+impl Budget {
+    fn new(moment: Moment, parts: [u64; 8]) -> Result<Self, Error> {
+        Ok(Self { moment, parts, total: exact::sum("bytes of a training step", parts)? })
+    }
+
+    /// Bytes of one part.
+    pub fn bytes(&self, part: Part) -> u64 {
+        self.parts[part as usize]
+    }
+}
+
+/// What a training step takes on one device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Estimate {
+    /// Number of parameters, of the whole model.
+    pub parameters: u64,
+    /// What stays from step to step.
+    pub states: ModelStates,
+    /// What one block keeps, tensor by tensor.
+    pub block: Vec<Item>,
+    /// What is kept outside the blocks.
+    pub outside_blocks: Vec<Item>,
+    /// The five moments in the order in which they come.
+    pub moments: [Budget; 5],
+}
+
+impl Estimate {
+    /// The largest moment; the first one of several.
+    pub fn peak(&self) -> &Budget {
+        let mut peak = &self.moments[0];
+        for budget in &self.moments[1..] {
+            if budget.total > peak.total {
+                peak = budget;
+            }
+        }
+        peak
+    }
+}
+
+/// Estimates a training step of `model`.
+pub fn estimate(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
+    check_positions(model, plan.work.sequence)?;
+    let Plan { work, recipe, optimizer, sharding, .. } = *plan;
+    let choices = plan.activation_choices();
+    let parameters = model.parameters()?;
+    let states = model_states(model, &recipe, optimizer, sharding)?;
+
+    let block = activations::block(model, work, &choices)?;
+    let outside_blocks = activations::outside_blocks(model, work, &choices)?;
+    let outside = total(&outside_blocks)?;
+    let all_blocks = exact::product("activations of all blocks", &[model.layers, total(&block)?])?;
+    let all_kept = exact::sum("activations", [outside, all_blocks])?;
+    let one_kept = exact::sum("activations", [outside, total(&block)?])?;
+
+    let loss_peak = total(&logits::peak(model, work, recipe.compute, plan.loss)?)?;
+    let loss_held = total(&logits::held(model, work, recipe.compute, plan.loss)?)?;
+    let buffers = working_set::communication(model, &choices, sharding)?;
+    let gathered = buffers.iter().filter(|item| item.name == "gathered parameters");
+    let gathered = exact::sum("gathered parameters", gathered.map(|item| item.bytes))?;
+    let backward = exact::sum(
+        "temporaries",
+        [total(&working_set::block_backward(model, work, &choices)?)?, total(&buffers)?],
+    )?;
+    let step = optimizer.step_bytes(
+        model,
+        recipe.state,
+        plan.step,
+        if sharding.divides(ZeroStage::One) { sharding.devices } else { 1 },
+    )?;
+
+    let output = exact::product("parameters of the output", &[model.vocabulary, model.hidden])?;
+    let output_gradient = recipe.gradients.bytes(sharding.share(output, ZeroStage::Two))?;
+    let table = exact::product("parameters of the embedding", &[model.vocabulary, model.embedding])?;
+    // A tied matrix, or an accumulated one, has its gradient already when the embedding's own arrives.
+    let second_gradient = if model.tied || plan.accumulate { recipe.gradients.bytes(table)? } else { 0 };
+    let (casts, one_cast) = autocast_copies(model, plan)?;
+    let early = |gradients: u64| if plan.accumulate { states.gradients } else { gradients };
+
+    let budget = |moment, casts, gradients, activations, logits, temporaries| {
+        let ModelStates { parameters, master, optimizer, .. } = states;
+        Budget::new(
+            moment,
+            [parameters, casts, master, optimizer, gradients, activations, logits, temporaries],
+        )
+    };
+    let all = states.gradients;
+    Ok(Estimate {
+        parameters,
+        states,
+        moments: [
+            budget(Moment::Loss, casts, early(0), all_kept, loss_peak, gathered)?,
+            budget(Moment::LastBlock, casts, early(output_gradient), all_kept, loss_held, backward)?,
+            budget(Moment::FirstBlock, one_cast, all, one_kept, loss_held, backward)?,
+            budget(Moment::Embedding, 0, all, outside, loss_held, second_gradient)?,
+            budget(Moment::Step, 0, all, 0, 0, step)?,
+        ],
+        block,
+        outside_blocks,
+    })
+}
+
+/// Autocast's copies of all weights and of one block's. Under ZeRO-3 the gathered parameters take their place.
+fn autocast_copies(model: &Decoder, plan: &Plan) -> Result<(u64, u64), Error> {
+    if !plan.recipe.casts || plan.sharding.divides(ZeroStage::Three) {
+        return Ok((0, 0));
+    }
+    let all = plan.recipe.compute.bytes(model.product_parameters()?)?;
+    let one = plan.recipe.compute.bytes(model.block_parameters()?)?;
+    Ok((all, one.min(all)))
+}

@@ -1,0 +1,60 @@
+//! The records of the report's sections about accounting: one function per experiment, computed in milliseconds and
+//! the same everywhere.
+//!
+//! | experiment | shows |
+//! |---|---|
+//! | [`dtypes`] | what each number format can hold |
+//! | [`published`] | our figures beside published ones |
+//! | [`flops`] | FLOPs of models, and where 6·N·D fails |
+//! | [`estimates`] | ladders of recipes, recomputation, optimizers and ZeRO stages, part by part |
+//! | [`fits`] | the largest batch, sequence and model on known devices |
+//! | [`times`] | how long known trainings take |
+
+mod estimates;
+mod fits;
+mod flops;
+mod published;
+mod times;
+
+pub use estimates::{estimates, metrics as estimate_metrics};
+pub use fits::fits;
+pub use flops::flops;
+pub use published::published;
+pub use times::times;
+
+use report::{Case, Environment, Metric, Record};
+
+use crate::{Dtype, Error};
+
+/// What each number format can hold.
+pub fn dtypes(environment: &Environment) -> Result<Vec<Record>, Error> {
+    let mut records = Vec::new();
+    for dtype in Dtype::ALL {
+        let limits = dtype.limits();
+        let power = |name: &str, value: Option<f64>| match value {
+            // Exact: each of them is a power of two.
+            Some(value) => Metric::exact(name, "", value.log2()),
+            None => Metric::not_measured(name, "", "an integer has none"),
+        };
+        let metrics = [
+            Metric::exact("storage_bits", "count", dtype.storage_bits() as f64),
+            Metric::exact("max", "", limits.max),
+            power("log2_min_normal", limits.min_normal),
+            power("log2_min_subnormal", Some(limits.min_subnormal)),
+            power("log2_epsilon", limits.epsilon),
+            Metric::exact("decimal_digits", "count", f64::from(limits.decimal_digits)),
+            Metric::exact("stored_1e-8", "", limits.tiny),
+            Metric::exact("stored_0.1", "", limits.tenth),
+            Metric::exact("error_of_0.1", "%", 100.0 * (limits.tenth / 0.1 - 1.0).abs()),
+            Metric::exact("gpt3_matrix_bytes", "B", dtype.tensor_bytes(&[12288 * 4, 12288])? as f64),
+        ];
+        let case = Case::new().with("dtype", dtype.name());
+        records.extend(metrics.map(|metric| record("accounting-dtypes", &case, metric, environment)));
+    }
+    Ok(records)
+}
+
+/// One record.
+pub(crate) fn record(experiment: &str, case: &Case, metric: Metric, environment: &Environment) -> Record {
+    Record { experiment: experiment.into(), case: case.clone(), metric, environment: environment.clone() }
+}

@@ -1,0 +1,101 @@
+//! Memory budgets in ladders: each varies one choice and keeps the others.
+
+use report::{Case, Environment, Metric, Record};
+
+use super::record;
+use crate::decoder_flops::{Recomputation, Workload};
+use crate::estimate::{Estimate, Part, Plan, estimate};
+use crate::memory::logits::Loss;
+use crate::memory::optimizer::Optimizer;
+use crate::memory::recipe::Recipe;
+use crate::memory::zero::{Sharding, ZeroStage};
+use crate::recompute::{AttentionKernel, Recompute, SwigluLevel};
+use crate::{Error, presets};
+
+/// A ladder's name, its model, and its steps.
+type Ladder = (&'static str, &'static str, Vec<(String, Plan)>);
+
+/// The budget at the peak of each step of each ladder.
+pub fn estimates(environment: &Environment) -> Result<Vec<Record>, Error> {
+    let mut records = Vec::new();
+    for (ladder, name, steps) in ladders()? {
+        let model = presets::find(name)?;
+        for (step, plan) in steps {
+            let case = Case::new()
+                .with("ladder", ladder)
+                .with("model", name)
+                .with("batch", plan.work.batch)
+                .with("sequence", plan.work.sequence)
+                .with("step", step);
+            let metrics = metrics(&estimate(&model, &plan)?);
+            records.extend(
+                metrics.into_iter().map(|metric| record("accounting-estimate", &case, metric, environment)),
+            );
+        }
+    }
+    Ok(records)
+}
+
+/// The metric of each part at the peak, `<part>_bytes`, and `peak_bytes` with the moment in its note.
+pub fn metrics(estimate: &Estimate) -> Vec<Metric> {
+    let peak = estimate.peak();
+    let name = |part: Part| format!("{}_bytes", part.name().replace(' ', "_"));
+    let mut metrics: Vec<Metric> =
+        Part::ALL.into_iter().map(|part| Metric::exact(&name(part), "B", peak.bytes(part) as f64)).collect();
+    let mut total = Metric::exact("peak_bytes", "B", peak.total as f64);
+    total.note = Some(format!("at the {}", peak.moment.name()));
+    metrics.push(total);
+    metrics
+}
+
+fn ladders() -> Result<[Ladder; 4], Error> {
+    // Gradients of earlier batches and a loss in chunks: the model states are what these ladders are about.
+    let small = Plan {
+        work: Workload { batch: 8, sequence: 1024 },
+        loss: Loss::Chunked { tokens: 1024 },
+        accumulate: true,
+        ..Plan::default()
+    };
+    let large = Plan { work: Workload { batch: 4, sequence: 4096 }, ..Plan::default() };
+    let recipes = Recipe::ALL.map(|recipe| (recipe.name.to_owned(), Plan { recipe, ..small }));
+    let optimizers =
+        Optimizer::ALL.map(|optimizer| (optimizer.name().to_owned(), Plan { optimizer, ..small }));
+    let mut zero = Vec::new();
+    for stage in ZeroStage::ALL {
+        let plan =
+            Plan { work: Workload { batch: 1, sequence: 4096 }, sharding: Sharding::new(stage, 8)?, ..small };
+        zero.push((format!("ZeRO-{}", stage.number()), plan));
+    }
+    Ok([
+        ("recipe", "qwen2.5-0.5b", recipes.into()),
+        ("optimizer", "qwen2.5-0.5b", optimizers.into()),
+        ("recomputation", "qwen2.5-0.5b", recomputation(large)),
+        ("zero", "llama-3-8b", zero),
+    ])
+}
+
+/// From keeping everything to keeping as little as possible.
+fn recomputation(plan: Plan) -> Vec<(String, Plan)> {
+    let with = |recomputation, loss| Plan { recomputation, loss, ..plan };
+    let eager = Recomputation { attention: AttentionKernel::Eager, ..Recomputation::default() };
+    let flash = Recomputation::default();
+    let level = |swiglu| Recomputation { swiglu, ..flash };
+    let full = Recomputation { checkpoint: Recompute::Full, ..flash };
+    vec![
+        ("eager attention".into(), with(eager, Loss::Eager)),
+        (
+            "selective recomputation".into(),
+            with(Recomputation { checkpoint: Recompute::Selective, ..eager }, Loss::Eager),
+        ),
+        ("flash attention".into(), with(flash, Loss::Eager)),
+        ("… and SwiGLU save-gate-up".into(), with(level(SwigluLevel::SaveGateUp), Loss::Eager)),
+        ("… and SwiGLU save-one".into(), with(level(SwigluLevel::SaveOne), Loss::Eager)),
+        ("… and SwiGLU input-only".into(), with(level(SwigluLevel::InputOnly), Loss::Eager)),
+        (
+            "… and loss in chunks of 1024".into(),
+            with(level(SwigluLevel::InputOnly), Loss::Chunked { tokens: 1024 }),
+        ),
+        ("full recomputation".into(), with(full, Loss::Eager)),
+        ("full, loss in chunks of 1024".into(), with(full, Loss::Chunked { tokens: 1024 })),
+    ]
+}

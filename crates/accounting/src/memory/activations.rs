@@ -1,0 +1,278 @@
+//! Activations that a forward keeps for the backward, tensor by tensor.
+//!
+//! A tensor is counted once, however many operations keep it. `c` is the recipe's bytes in matrix products, `r` those
+//! of the residual stream (4 under autocast, else `c`); per token, with `d` hidden, `h` query heads and `n` key-value
+//! heads of `k`, `f` feed-forward, `s` sequence:
+//!
+//! | kept by | tensor | bytes |
+//! |---|---|---|
+//! | each norm | its input; mean and deviation (RMSNorm: one number) in fp32 | `r·d`, `8` (`4`) |
+//! | query, key, value projections | their input | `c·d` |
+//! | attention | Q; K and V (eager kernels repeat them for every query head) | `c·h·k`, `2·c·n·k` |
+//! | – eager | probabilities (under autocast in fp32 too) | `c·h·s` |
+//! | – flash | log-sum-exp in fp32 | `4·h` |
+//! | output projection | its input | `c·h·k` |
+//! | SwiGLU | its input, and up to four tensors by [`SwigluLevel`] | `c·d`, `c·f` each |
+//! | plain MLP | its input, the activation's input (GELU) and output | `c·d`, `c·f` each |
+//! | dropout | a mask of one byte per element | |
+//!
+//! Norms and activation functions are taken as single kernels, rotary positions as free (their backward needs only
+//! the table of angles). Additions keep nothing.
+
+use crate::Error;
+use crate::decoder_flops::{Recomputation, Workload};
+use crate::memory::Item;
+use crate::memory::recipe::Recipe;
+use crate::model::{Decoder, Family};
+use crate::recompute::{AttentionKernel, Recompute, SwigluLevel};
+
+/// What decides which activations are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ActivationChoices {
+    /// Number formats.
+    pub recipe: Recipe,
+    /// What is computed again.
+    pub recomputation: Recomputation,
+    /// Whether dropout is on. (Qwen2 and Llama have it on the probabilities only.)
+    pub dropout: bool,
+}
+
+impl ActivationChoices {
+    pub(crate) fn compute_bytes(&self) -> u64 {
+        self.recipe.compute.storage_bits() / 8
+    }
+
+    pub(crate) fn residual_bytes(&self) -> u64 {
+        self.recipe.residual.storage_bits() / 8
+    }
+}
+
+/// What one block keeps until its backward.
+pub fn block(model: &Decoder, work: Workload, choices: &ActivationChoices) -> Result<Vec<Item>, Error> {
+    if choices.recomputation.checkpoint == Recompute::Full {
+        let tokens = work.tokens()?;
+        return Ok(vec![Item::new("block input", choices.residual_bytes(), &[tokens, model.hidden])?]);
+    }
+    inside_block(model, work, choices)
+}
+
+/// What one block holds between its own forward and backward: what [`block`] keeps, or, where the whole block is
+/// computed again, what that second forward keeps.
+pub fn inside_block(
+    model: &Decoder,
+    work: Workload,
+    choices: &ActivationChoices,
+) -> Result<Vec<Item>, Error> {
+    let mut items = Vec::new();
+    for _ in 0..model.family.attentions() {
+        norm(&mut items, model, work, choices)?;
+        attention(&mut items, model, work, choices)?;
+    }
+    norm(&mut items, model, work, choices)?;
+    feed_forward(&mut items, model, work, choices)?;
+    Ok(items)
+}
+
+fn norm(
+    items: &mut Vec<Item>,
+    model: &Decoder,
+    work: Workload,
+    choices: &ActivationChoices,
+) -> Result<(), Error> {
+    let tokens = work.tokens()?;
+    let statistics = if model.family.is_rms_norm() { 1 } else { 2 };
+    items.push(Item::new("norm input", choices.residual_bytes(), &[tokens, model.hidden])?);
+    items.push(Item::new(NORM_STATISTICS, 4, &[tokens, statistics])?);
+    Ok(())
+}
+
+/// The item that Korthikanti's formulas leave out.
+pub const NORM_STATISTICS: &str = "norm statistics";
+
+fn attention(
+    items: &mut Vec<Item>,
+    model: &Decoder,
+    work: Workload,
+    choices: &ActivationChoices,
+) -> Result<(), Error> {
+    let (tokens, c) = (work.tokens()?, choices.compute_bytes());
+    let eager = choices.recomputation.attention == AttentionKernel::Eager;
+    let kv_heads = if eager { model.heads } else { model.kv_heads };
+    items.push(Item::new("query, key, value input", c, &[tokens, model.hidden])?);
+    items.push(Item::new("query", c, &[tokens, model.heads, model.head_dim])?);
+    items.push(Item::new("key and value", c, &[2, tokens, kv_heads, model.head_dim])?);
+    if eager {
+        if choices.recomputation.checkpoint != Recompute::Selective {
+            probabilities(items, model, work, choices)?;
+        }
+    } else {
+        items.push(Item::new("log-sum-exp of scores", 4, &[tokens, model.heads])?);
+    }
+    items.push(Item::new("attention output", c, &[tokens, model.heads, model.head_dim])?);
+    residual_dropout(items, model, tokens, choices)
+}
+
+/// The eager kernel's tensors of `[batch, heads, sequence, sequence]`.
+pub(crate) fn probabilities(
+    items: &mut Vec<Item>,
+    model: &Decoder,
+    work: Workload,
+    choices: &ActivationChoices,
+) -> Result<(), Error> {
+    let pairs = [work.tokens()?, model.heads, work.sequence];
+    let c = choices.compute_bytes();
+    if choices.recipe.casts {
+        items.push(Item::new("probabilities in fp32", 4, &pairs)?);
+    }
+    items.push(Item::new("probabilities", c, &pairs)?);
+    if choices.dropout {
+        items.push(Item::new("dropout mask of probabilities", 1, &pairs)?);
+        items.push(Item::new("dropped probabilities", c, &pairs)?);
+    }
+    Ok(())
+}
+
+/// Dropout on a branch before it joins the residual stream, which GPT-2 has and Qwen2 and Llama have not.
+fn residual_dropout(
+    items: &mut Vec<Item>,
+    model: &Decoder,
+    tokens: u64,
+    choices: &ActivationChoices,
+) -> Result<(), Error> {
+    if choices.dropout && !model.family.is_swiglu() {
+        items.push(Item::new("dropout mask", 1, &[tokens, model.hidden])?);
+    }
+    Ok(())
+}
+
+fn feed_forward(
+    items: &mut Vec<Item>,
+    model: &Decoder,
+    work: Workload,
+    choices: &ActivationChoices,
+) -> Result<(), Error> {
+    let (tokens, c, f) = (work.tokens()?, choices.compute_bytes(), model.feed_forward);
+    items.push(Item::new("feed-forward input", c, &[tokens, model.hidden])?);
+    let mut wide = |name, bytes| {
+        items.push(Item::new(name, bytes, &[tokens, f])?);
+        Ok::<(), Error>(())
+    };
+    match model.family {
+        Family::Qwen2 | Family::Llama => {
+            for name in kept_by_swiglu(choices.recomputation.swiglu) {
+                wide(name, c)?;
+            }
+        }
+        Family::Gpt2 => {
+            wide("GELU input", c)?;
+            wide("GELU output", c)?;
+        }
+        Family::Gpt2Like => {
+            // The backward of ReLU needs its output only, which is the next product's input too.
+            wide("ReLU output", c)?;
+            if choices.dropout {
+                wide("dropout mask of ReLU", 1)?;
+                wide("dropped ReLU output", c)?;
+            }
+        }
+    }
+    residual_dropout(items, model, tokens, choices)
+}
+
+/// The tensors of `[tokens, f]` that a level keeps.
+pub fn kept_by_swiglu(level: SwigluLevel) -> &'static [&'static str] {
+    match level {
+        SwigluLevel::Eager => &["gate xW", "up xV", "SiLU(xW)", "SiLU(xW) ⊙ xV"],
+        SwigluLevel::SaveAll => &["gate xW", "up xV", "SiLU(xW)"],
+        SwigluLevel::SaveGateUp => &["gate xW", "up xV"],
+        SwigluLevel::SaveOne => &["gate xW"],
+        SwigluLevel::InputOnly => &[],
+    }
+}
+
+/// What is kept outside the blocks: tokens and labels (64-bit), the table of rotary angles, what stands between the
+/// last block and the logits.
+pub fn outside_blocks(
+    model: &Decoder,
+    work: Workload,
+    choices: &ActivationChoices,
+) -> Result<Vec<Item>, Error> {
+    let (tokens, c) = (work.tokens()?, choices.compute_bytes());
+    let mut items = vec![Item::new("tokens and labels", 8, &[2, tokens])?];
+    match model.family {
+        Family::Qwen2 | Family::Llama => {
+            items.push(Item::new("rotary angles", c, &[2, work.sequence, model.head_dim])?);
+        }
+        Family::Gpt2 => {
+            if choices.dropout {
+                items.push(Item::new("dropout mask of the embedding", 1, &[tokens, model.hidden])?);
+            }
+        }
+        Family::Gpt2Like => items.push(Item::new("projector input", c, &[tokens, model.embedding])?),
+    }
+    if model.family.has_final_norm() {
+        norm(&mut items, model, work, choices)?;
+    }
+    items.push(Item::new("output projection input", c, &[tokens, model.hidden])?);
+    Ok(items)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{published, total};
+    use crate::presets;
+
+    fn choices(recipe: Recipe, attention: AttentionKernel, checkpoint: Recompute) -> ActivationChoices {
+        let recomputation = Recomputation { attention, checkpoint, swiglu: SwigluLevel::Eager };
+        ActivationChoices { recipe, recomputation, dropout: true }
+    }
+
+    #[test]
+    fn the_list_is_korthikantis_formula_where_that_applies() {
+        for name in ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] {
+            let model = presets::find(name).unwrap();
+            for (batch, sequence) in [(1, 1024), (3, 77), (16, 512)] {
+                let work = Workload { batch, sequence };
+                for checkpoint in Recompute::ALL {
+                    let choices = choices(Recipe::FP16_MASTER, AttentionKernel::Eager, checkpoint);
+                    let mut items = block(&model, work, &choices).unwrap();
+                    items.retain(|item| item.name != NORM_STATISTICS);
+                    let formula =
+                        published::block_bytes(work, model.hidden, model.heads, checkpoint).unwrap();
+                    assert_eq!(total(&items).unwrap(), formula, "{name} {work:?} {checkpoint:?}");
+                }
+            }
+        }
+    }
+
+    /// By hand, Llama-3-8B in bf16 with a flash kernel, per token: 4 norm and projection inputs of d, Q and the
+    /// output of d, K and V of d/4, a log-sum-exp per head, two statistics, and 4 f.
+    #[test]
+    fn a_block_of_llama_3_8b_by_hand() {
+        let model = presets::find("llama-3-8b").unwrap();
+        let work = Workload { batch: 2, sequence: 512 };
+        let (d, f) = (4096, 14336);
+        let fixed = 2 * (4 * d + 2 * d + 2 * d / 4) + 4 * 32 + 2 * 4;
+        for level in SwigluLevel::ALL {
+            let mut choices = choices(Recipe::BF16, AttentionKernel::Flash, Recompute::None);
+            choices.recomputation.swiglu = level;
+            let wide = 2 * level.kept_feed_forward_tensors() * f;
+            let bytes = total(&block(&model, work, &choices).unwrap()).unwrap();
+            assert_eq!(bytes, 1024 * (fixed + wide), "{level:?}");
+            assert_eq!(kept_by_swiglu(level).len() as u64, level.kept_feed_forward_tensors());
+        }
+    }
+
+    #[test]
+    fn autocast_keeps_the_residual_stream_and_the_softmax_in_fp32() {
+        let model = presets::find("gpt2").unwrap();
+        let work = Workload { batch: 1, sequence: 64 };
+        let bytes = |recipe| {
+            let choices = choices(recipe, AttentionKernel::Eager, Recompute::None);
+            total(&block(&model, work, &choices).unwrap()).unwrap()
+        };
+        let extra = 2 * 2 * 64 * 768 + 4 * 12 * 64 * 64;
+        assert_eq!(bytes(Recipe::AMP_FP16), bytes(Recipe::FP16_MASTER) + extra);
+    }
+}

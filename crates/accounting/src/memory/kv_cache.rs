@@ -1,0 +1,54 @@
+//! Keys and values that generation keeps: `2·L·a·b·s·n·k` elements (`L` layers of `a` attentions, `b` sequences of
+//! `s` tokens, `n` key-value heads of width `k`). Grouped-query attention divides it by `heads / kv_heads`.
+//!
+//! ```
+//! use accounting::{Dtype, decoder_flops::Workload, memory::kv_cache, presets};
+//!
+//! let one_token = Workload { batch: 1, sequence: 1 };
+//! let llama = presets::find("llama-3-8b")?;
+//! assert_eq!(kv_cache::bytes(&llama, one_token, Dtype::Bf16)?, 128 * 1024);
+//! # Ok::<(), accounting::Error>(())
+//! ```
+
+use crate::decoder_flops::{Workload, check_positions};
+use crate::model::Decoder;
+use crate::{Dtype, Error, exact};
+
+/// Bytes of the cache for `work.batch` sequences of `work.sequence` tokens.
+pub fn bytes(model: &Decoder, work: Workload, dtype: Dtype) -> Result<u64, Error> {
+    work.tokens()?;
+    check_positions(model, work.sequence)?;
+    let elements = exact::product(
+        "elements of the key-value cache",
+        &[
+            2,
+            model.layers,
+            model.family.attentions(),
+            work.batch,
+            work.sequence,
+            model.kv_heads,
+            model.head_dim,
+        ],
+    )?;
+    dtype.bytes(elements)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::presets;
+
+    #[test]
+    fn published_caches() {
+        let cache = |name: &str, batch, sequence| {
+            bytes(&presets::find(name).unwrap(), Workload { batch, sequence }, Dtype::Fp16).unwrap()
+        };
+        // Llama-2-7B at its full context: 2 GiB. Grouped-query attention: 128 KiB per token of Llama-3-8B, 320 KiB
+        // of Llama-2-70B, 56 KiB of Qwen2.5-7B, 12 KiB of Qwen2.5-0.5B.
+        assert_eq!(cache("llama-2-7b", 1, 4096), 2 << 30);
+        assert_eq!(cache("llama-3-8b", 1, 1), 128 << 10);
+        assert_eq!(cache("llama-2-70b", 1, 1), 320 << 10);
+        assert_eq!(cache("qwen2.5-7b", 1, 1), 56 << 10);
+        assert_eq!(cache("qwen2.5-0.5b", 4, 100), 400 * (12 << 10));
+    }
+}

@@ -1,0 +1,98 @@
+//! What exists for a moment only: gradients of activations inside one block's backward, and ZeRO's buffers.
+//!
+//! A block's backward holds the gradient of the residual stream and that of its branch, and then the larger of
+//!
+//! - the feed-forward layer: gradients of its wide tensors (three of a SwiGLU, two of a plain one), and those of the
+//!   wide tensors that its level did not keep and that it makes again;
+//! - the attention: gradients of its output, Q, K and V, with an fp32 accumulator for Q's (flash), or of the scores
+//!   and probabilities (eager), and the probabilities themselves where they are computed again.
+//!
+//! Where the whole block is computed again, all that its forward keeps comes on top.
+//!
+//! ZeRO-2 and 3 reduce the gradients of one block while the next is computed: a bucket of one block. ZeRO-3 gathers
+//! the parameters of a block, or of the largest matrix outside, and the next one ahead of time: two of them.
+
+use crate::decoder_flops::Workload;
+use crate::memory::activations::{ActivationChoices, inside_block, probabilities};
+use crate::memory::zero::{Sharding, ZeroStage};
+use crate::memory::{Item, total};
+use crate::model::{Decoder, Part};
+use crate::recompute::{AttentionKernel, Recompute, SwigluLevel};
+use crate::{Error, exact};
+
+/// Temporaries of one block's backward.
+pub fn block_backward(
+    model: &Decoder,
+    work: Workload,
+    choices: &ActivationChoices,
+) -> Result<Vec<Item>, Error> {
+    let (tokens, c, d) = (work.tokens()?, choices.compute_bytes(), model.hidden);
+    let mut items = vec![
+        Item::new("gradient of the residual stream", choices.residual_bytes(), &[tokens, d])?,
+        Item::new("gradient of a branch", c, &[tokens, d])?,
+    ];
+    let feed_forward = feed_forward(model, tokens, choices)?;
+    let attention = attention(model, work, choices)?;
+    items.extend(if total(&feed_forward)? >= total(&attention)? { feed_forward } else { attention });
+    if choices.recomputation.checkpoint == Recompute::Full {
+        let bytes = total(&inside_block(model, work, choices)?)?;
+        items.push(Item { name: "activations of the recomputed block", bytes });
+    }
+    Ok(items)
+}
+
+fn feed_forward(model: &Decoder, tokens: u64, choices: &ActivationChoices) -> Result<Vec<Item>, Error> {
+    let (c, f) = (choices.compute_bytes(), model.feed_forward);
+    if !model.family.is_swiglu() {
+        return Ok(vec![Item::new("gradients in the feed-forward layer", c, &[2, tokens, f])?]);
+    }
+    let eager = SwigluLevel::Eager.kept_feed_forward_tensors();
+    let again = eager - choices.recomputation.swiglu.kept_feed_forward_tensors();
+    Ok(vec![
+        Item::new("gradients in the feed-forward layer", c, &[3, tokens, f])?,
+        Item::new("tensors that the SwiGLU makes again", c, &[again, tokens, f])?,
+    ])
+}
+
+fn attention(model: &Decoder, work: Workload, choices: &ActivationChoices) -> Result<Vec<Item>, Error> {
+    let (tokens, c) = (work.tokens()?, choices.compute_bytes());
+    let query = [tokens, model.heads, model.head_dim];
+    let mut items = vec![
+        Item::new("gradients of the attention's output and Q", c, &[2, tokens, model.heads, model.head_dim])?,
+        Item::new("gradients of K and V", c, &[2, tokens, model.kv_heads, model.head_dim])?,
+    ];
+    match choices.recomputation.attention {
+        AttentionKernel::Flash => items.push(Item::new("fp32 accumulator of Q's gradient", 4, &query)?),
+        AttentionKernel::Eager => {
+            let pairs = [2, tokens, model.heads, work.sequence];
+            let bytes = if choices.recipe.casts { 4 } else { c };
+            items.push(Item::new("gradients of probabilities and scores", bytes, &pairs)?);
+            if choices.recomputation.checkpoint == Recompute::Selective {
+                probabilities(&mut items, model, work, choices)?;
+            }
+        }
+    }
+    Ok(items)
+}
+
+/// Buffers of ZeRO's communication during forward and backward: gathered parameters and gradients to be reduced.
+pub fn communication(
+    model: &Decoder,
+    choices: &ActivationChoices,
+    sharding: Sharding,
+) -> Result<Vec<Item>, Error> {
+    let block = model.block_parameters()?;
+    let mut items = Vec::new();
+    if sharding.divides(ZeroStage::Two) {
+        let bytes = choices.recipe.gradients.bytes(block)?;
+        items.push(Item { name: "gradients to be reduced", bytes });
+    }
+    if sharding.divides(ZeroStage::Three) {
+        let outside = model.parameters_by_part()?;
+        let outside = outside.iter().filter(|(part, _)| matches!(part, Part::Embedding | Part::Output));
+        let largest = outside.map(|(_, elements)| *elements).fold(block, u64::max);
+        let two = exact::product("gathered parameters", &[2, largest])?;
+        items.push(Item { name: "gathered parameters", bytes: choices.recipe.compute.bytes(two)? });
+    }
+    Ok(items)
+}

@@ -1,0 +1,327 @@
+//! What a decoder is made of: its sizes, and from them its matrix products and its parameters.
+//!
+//! Four families are known, which differ in what a block holds (`d` hidden, `h` heads, `n` key-value heads, `k` size
+//! of a head, `f` feed-forward, `v` vocabulary):
+//!
+//! | family | attention | feed-forward | norm | positions |
+//! |---|---|---|---|---|
+//! | [`Gpt2`](Family::Gpt2) | one `d → 3d` with bias | `d → f → d` with biases, GELU | LayerNorm | learned |
+//! | [`Gpt2Like`](Family::Gpt2Like) | `torch.nn.TransformerDecoderLayer`: two of them | `d → f → d` with biases | LayerNorm × 3 | sinusoids |
+//! | [`Qwen2`](Family::Qwen2) | `d → hk`, `d → nk` × 2 with biases | SwiGLU `3 · d · f` | RMSNorm | rotary |
+//! | [`Llama`](Family::Llama) | the same, without biases | SwiGLU `3 · d · f` | RMSNorm | rotary |
+//!
+//! The "transformer accounting" of CS336 (assignment 1) is the Llama family with untied embeddings and GPT-2's sizes.
+//!
+//! ```
+//! let model = accounting::presets::find("qwen2.5-0.5b")?;
+//! assert_eq!(model.parameters()?, 494_032_768);
+//! # Ok::<(), accounting::Error>(())
+//! ```
+
+use std::ops::Deref;
+use std::str::FromStr;
+
+use crate::exact::positive;
+use crate::{Error, exact};
+
+/// A kind of decoder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Family {
+    /// GPT-2 as published: `GPT2LMHeadModel` of transformers.
+    Gpt2,
+    /// The model of the training assignment: an embedding, a projection to the hidden size, and
+    /// `TransformerDecoderLayer`s whose memory is their own input, so each attends twice.
+    Gpt2Like,
+    /// Qwen2 and Qwen2.5: `Qwen2ForCausalLM`.
+    Qwen2,
+    /// Llama 1 to 3: `LlamaForCausalLM`.
+    Llama,
+}
+
+impl Family {
+    /// All families.
+    pub const ALL: [Self; 4] = [Self::Gpt2, Self::Gpt2Like, Self::Qwen2, Self::Llama];
+
+    /// The name that [`FromStr`] reads; `model_type` in a `config.json`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Gpt2 => "gpt2",
+            Self::Gpt2Like => "gpt2-like",
+            Self::Qwen2 => "qwen2",
+            Self::Llama => "llama",
+        }
+    }
+
+    /// Whether the feed-forward layer is a SwiGLU.
+    pub const fn is_swiglu(self) -> bool {
+        matches!(self, Self::Qwen2 | Self::Llama)
+    }
+
+    /// Whether norms are RMSNorm (one weight, one statistic per token) or LayerNorm (two of both).
+    pub const fn is_rms_norm(self) -> bool {
+        self.is_swiglu()
+    }
+
+    /// Whether positions are a table of parameters, which bounds the sequence.
+    pub const fn has_learned_positions(self) -> bool {
+        matches!(self, Self::Gpt2)
+    }
+
+    /// Attentions in a block.
+    pub const fn attentions(self) -> u64 {
+        if matches!(self, Self::Gpt2Like) { 2 } else { 1 }
+    }
+
+    /// Norms in a block.
+    pub const fn norms(self) -> u64 {
+        1 + self.attentions()
+    }
+
+    /// Whether a norm stands between the last block and the output projection.
+    pub const fn has_final_norm(self) -> bool {
+        !matches!(self, Self::Gpt2Like)
+    }
+}
+
+impl FromStr for Family {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let wanted = text.to_ascii_lowercase().replace('_', "-");
+        Self::ALL
+            .into_iter()
+            .find(|family| family.name() == wanted)
+            .ok_or_else(|| Error::unknown("model family", text, Self::ALL.map(Self::name)))
+    }
+}
+
+/// The sizes of a decoder. [`Decoder::new`] checks that they go together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// The kind of decoder.
+    pub family: Family,
+    /// Rows of the embedding and of the output projection.
+    pub vocabulary: u64,
+    /// Positions that the model was made for. A limit only where positions are learned.
+    pub context: u64,
+    /// Width of the embedding; other than `hidden` only in [`Family::Gpt2Like`].
+    pub embedding: u64,
+    /// Width of the residual stream.
+    pub hidden: u64,
+    /// Blocks.
+    pub layers: u64,
+    /// Query heads.
+    pub heads: u64,
+    /// Key-value heads; fewer than `heads` is grouped-query attention.
+    pub kv_heads: u64,
+    /// Width of a head.
+    pub head_dim: u64,
+    /// Width of the feed-forward layer.
+    pub feed_forward: u64,
+    /// Whether the output projection is the embedding's matrix.
+    pub tied: bool,
+    /// Whether Llama's four attention projections have biases; the other families decide this themselves.
+    pub attention_bias: bool,
+    /// Whether Llama's three feed-forward projections have biases; the other families decide this themselves.
+    pub mlp_bias: bool,
+}
+
+/// A decoder whose sizes go together and whose parameters can be counted in 64 bits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Decoder(Shape);
+
+impl Deref for Decoder {
+    type Target = Shape;
+
+    fn deref(&self) -> &Shape {
+        &self.0
+    }
+}
+
+impl Decoder {
+    /// Checks `shape`: every size is at least 1, key-value heads divide heads, the family allows what is asked, and
+    /// the parameters can be counted.
+    pub fn new(shape: Shape) -> Result<Self, Error> {
+        let sizes = [
+            ("vocabulary", shape.vocabulary),
+            ("context", shape.context),
+            ("embedding", shape.embedding),
+            ("hidden", shape.hidden),
+            ("layers", shape.layers),
+            ("heads", shape.heads),
+            ("kv-heads", shape.kv_heads),
+            ("head-dim", shape.head_dim),
+            ("feed-forward", shape.feed_forward),
+        ];
+        for (what, value) in sizes {
+            positive(what, value)?;
+        }
+        let Shape { family, heads, kv_heads, hidden, head_dim, embedding, .. } = shape;
+        let wrong = |what: String, remedy: String| Err(Error::Shape { what, remedy });
+        if !heads.is_multiple_of(kv_heads) {
+            return wrong(
+                format!("{heads} heads are not a multiple of {kv_heads} key-value heads"),
+                "give key-value heads that divide the heads".into(),
+            );
+        }
+        if matches!(family, Family::Gpt2 | Family::Gpt2Like) {
+            if kv_heads != heads {
+                return wrong(
+                    format!("{} has {kv_heads} key-value heads for {heads} heads", family.name()),
+                    "give as many key-value heads as heads, or the family qwen2 or llama".into(),
+                );
+            }
+            if heads.checked_mul(head_dim) != Some(hidden) {
+                return wrong(
+                    format!("{} has {heads} heads of {head_dim} in a hidden size of {hidden}", family.name()),
+                    "give a hidden size of heads × head-dim".into(),
+                );
+            }
+        }
+        if embedding != hidden && family != Family::Gpt2Like {
+            return wrong(
+                format!("the embedding is {embedding} wide and the hidden size is {hidden}"),
+                "give them the same width, or the family gpt2-like".into(),
+            );
+        }
+        if shape.tied && family == Family::Gpt2Like {
+            return wrong(
+                "gpt2-like cannot tie its output projection, which has another input than the embedding"
+                    .into(),
+                "give it untied embeddings".into(),
+            );
+        }
+        let model = Self(shape);
+        model.parameters()?;
+        Ok(model)
+    }
+
+    /// Width of all heads together, `h · k`.
+    pub fn query_width(&self) -> Result<u64, Error> {
+        exact::product("width of the query heads", &[self.heads, self.head_dim])
+    }
+
+    /// Width of all key-value heads together, `n · k`.
+    pub fn kv_width(&self) -> Result<u64, Error> {
+        exact::product("width of the key-value heads", &[self.kv_heads, self.head_dim])
+    }
+
+    /// The matrix products with weights of one block, in the order in which a token meets them.
+    pub fn block_linears(&self) -> Result<Vec<Linear>, Error> {
+        let (d, f) = (self.hidden, self.feed_forward);
+        let (q, kv) = (self.query_width()?, self.kv_width()?);
+        let packed = exact::product("width of the packed query, key and value", &[3, q])?;
+        let attention =
+            |name, inputs, outputs, bias| Linear::new(name, Part::Attention, inputs, outputs, bias);
+        let mlp = |name, inputs, outputs, bias| Linear::new(name, Part::FeedForward, inputs, outputs, bias);
+        Ok(match self.family {
+            Family::Gpt2 => vec![
+                attention("attn.c_attn", d, packed, true),
+                attention("attn.c_proj", q, d, true),
+                mlp("mlp.c_fc", d, f, true),
+                mlp("mlp.c_proj", f, d, true),
+            ],
+            Family::Gpt2Like => vec![
+                attention("self_attn.in_proj", d, packed, true),
+                attention("self_attn.out_proj", q, d, true),
+                attention("multihead_attn.in_proj", d, packed, true),
+                attention("multihead_attn.out_proj", q, d, true),
+                mlp("linear1", d, f, true),
+                mlp("linear2", f, d, true),
+            ],
+            Family::Qwen2 | Family::Llama => {
+                let qwen2 = self.family == Family::Qwen2;
+                let qkv_bias = qwen2 || self.attention_bias;
+                let (output_bias, mlp_bias) = (!qwen2 && self.attention_bias, !qwen2 && self.mlp_bias);
+                vec![
+                    attention("self_attn.q_proj", d, q, qkv_bias),
+                    attention("self_attn.k_proj", d, kv, qkv_bias),
+                    attention("self_attn.v_proj", d, kv, qkv_bias),
+                    attention("self_attn.o_proj", q, d, output_bias),
+                    mlp("mlp.gate_proj", d, f, mlp_bias),
+                    mlp("mlp.up_proj", d, f, mlp_bias),
+                    mlp("mlp.down_proj", f, d, mlp_bias),
+                ]
+            }
+        })
+    }
+
+    /// The matrix products with weights outside the blocks: the output projection, and in front of it
+    /// [`Family::Gpt2Like`]'s projection of the embedding.
+    pub fn outer_linears(&self) -> Vec<Linear> {
+        let (e, d, v) = (self.embedding, self.hidden, self.vocabulary);
+        match self.family {
+            Family::Gpt2Like => vec![
+                Linear::new("hidden_projector", Part::Projector, e, d, true),
+                Linear::new("output_linear", Part::Output, d, v, true),
+            ],
+            _ => vec![Linear::new("lm_head", Part::Output, d, v, false)],
+        }
+    }
+}
+
+/// The part of a decoder that a parameter or a FLOP belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Part {
+    /// The table of token vectors.
+    Embedding,
+    /// The table of position vectors.
+    Position,
+    /// The projection from the embedding's width to the hidden size.
+    Projector,
+    /// Query, key, value and output projections.
+    Attention,
+    /// The feed-forward layer.
+    FeedForward,
+    /// Norms.
+    Norm,
+    /// The output projection to the vocabulary.
+    Output,
+}
+
+impl Part {
+    /// All parts.
+    pub const ALL: [Self; 7] = [
+        Self::Embedding,
+        Self::Position,
+        Self::Projector,
+        Self::Attention,
+        Self::FeedForward,
+        Self::Norm,
+        Self::Output,
+    ];
+
+    /// A short name for tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Embedding => "embedding",
+            Self::Position => "positions",
+            Self::Projector => "projector",
+            Self::Attention => "attention",
+            Self::FeedForward => "feed-forward",
+            Self::Norm => "norms",
+            Self::Output => "output",
+        }
+    }
+}
+
+/// A product of each token's vector with a weight matrix.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Linear {
+    /// The module's name in the checkpoint, without the block.
+    pub name: &'static str,
+    /// What it belongs to.
+    pub part: Part,
+    /// Width that goes in.
+    pub inputs: u64,
+    /// Width that comes out.
+    pub outputs: u64,
+    /// Whether a bias of `outputs` is added.
+    pub bias: bool,
+}
+
+impl Linear {
+    fn new(name: &'static str, part: Part, inputs: u64, outputs: u64, bias: bool) -> Self {
+        Self { name, part, inputs, outputs, bias }
+    }
+}

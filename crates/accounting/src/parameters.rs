@@ -1,0 +1,257 @@
+//! Parameters: every tensor of a checkpoint with its name and shape, and their exact number.
+//!
+//! Names and shapes are those that transformers' `save_pretrained` writes (for [`Family::Gpt2Like`] those of
+//! `torch.nn.TransformerDecoderLayer`), so that a sum can be checked against a real file. A tied output projection
+//! is written once, as the embedding. GPT-2's `Conv1D` keeps its weights as `[inputs, outputs]`, the other families
+//! as `[outputs, inputs]`.
+
+use crate::model::{Decoder, Family, Linear, Part};
+use crate::{Error, exact};
+
+/// More blocks than this are counted, but not listed one by one.
+const LISTED_LAYERS: u64 = 10_000;
+
+/// A tensor of parameters.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParameterTensor {
+    /// Its name in the checkpoint.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<u64>,
+    /// What it belongs to.
+    pub part: Part,
+}
+
+impl ParameterTensor {
+    /// Number of elements.
+    pub fn elements(&self) -> Result<u64, Error> {
+        exact::product("parameters of a tensor", &self.shape)
+    }
+}
+
+impl Decoder {
+    /// Every tensor of the checkpoint, in the order in which a token meets them.
+    ///
+    /// # Errors
+    /// A model of more than 10 000 blocks is not listed; [`parameters`](Self::parameters) still counts it.
+    pub fn parameter_tensors(&self) -> Result<Vec<ParameterTensor>, Error> {
+        if self.layers > LISTED_LAYERS {
+            return Err(Error::Shape {
+                what: format!("a list of the tensors of {} layers is too long", self.layers),
+                remedy: format!("list a model of at most {LISTED_LAYERS} layers"),
+            });
+        }
+        let mut tensors = self.tensors_before_blocks();
+        let block = self.block_tensors()?;
+        for layer in 0..self.layers {
+            let prefix = self.block_prefix(layer);
+            tensors.extend(
+                block.iter().map(|t| ParameterTensor { name: format!("{prefix}{}", t.name), ..t.clone() }),
+            );
+        }
+        tensors.extend(self.tensors_after_blocks());
+        Ok(tensors)
+    }
+
+    /// Number of parameters, each counted once: a tied output projection is part of the embedding.
+    pub fn parameters(&self) -> Result<u64, Error> {
+        exact::sum(
+            "number of parameters",
+            [
+                count(&self.tensors_before_blocks())?,
+                exact::product("parameters of all blocks", &[self.layers, self.block_parameters()?])?,
+                count(&self.tensors_after_blocks())?,
+            ],
+        )
+    }
+
+    /// Number of parameters of one block.
+    pub fn block_parameters(&self) -> Result<u64, Error> {
+        count(&self.block_tensors()?)
+    }
+
+    /// Number of parameters that are factors of matrix products with each token, the `N` of `2·N·D`: weights of the
+    /// projections and of the output (tied or not), without embeddings, norms and biases.
+    pub fn product_parameters(&self) -> Result<u64, Error> {
+        let weights = |linears: &[Linear]| {
+            let products: Result<Vec<u64>, Error> = linears
+                .iter()
+                .map(|linear| exact::product("elements of a weight", &[linear.inputs, linear.outputs]))
+                .collect();
+            exact::sum("elements of the weights", products?)
+        };
+        let block = weights(&self.block_linears()?)?;
+        exact::sum(
+            "parameters in matrix products",
+            [
+                exact::product("weights of all blocks", &[self.layers, block])?,
+                weights(&self.outer_linears())?,
+            ],
+        )
+    }
+
+    /// Number of parameters by part, parts without any left out. The sum is [`parameters`](Self::parameters).
+    pub fn parameters_by_part(&self) -> Result<Vec<(Part, u64)>, Error> {
+        let outer = [self.tensors_before_blocks(), self.tensors_after_blocks()].concat();
+        let block = self.block_tensors()?;
+        let mut parts = Vec::new();
+        for part in Part::ALL {
+            let of_part = |tensors: &[ParameterTensor]| {
+                count(&tensors.iter().filter(|t| t.part == part).cloned().collect::<Vec<_>>())
+            };
+            let blocks = exact::product("parameters of all blocks", &[self.layers, of_part(&block)?])?;
+            let total = exact::sum("parameters of a part", [of_part(&outer)?, blocks])?;
+            if total > 0 {
+                parts.push((part, total));
+            }
+        }
+        Ok(parts)
+    }
+
+    /// The tensors of one block, without the block's prefix, with the number of blocks.
+    pub(crate) fn tensor_groups(&self) -> Result<Vec<(u64, ParameterTensor)>, Error> {
+        let outer = [self.tensors_before_blocks(), self.tensors_after_blocks()].concat();
+        let blocks = self.block_tensors()?.into_iter().map(|tensor| (self.layers, tensor));
+        Ok(outer.into_iter().map(|tensor| (1, tensor)).chain(blocks).collect())
+    }
+
+    fn tensors_before_blocks(&self) -> Vec<ParameterTensor> {
+        let (v, e) = (self.vocabulary, self.embedding);
+        match self.family {
+            Family::Gpt2 => vec![
+                tensor("transformer.wte.weight", &[v, e], Part::Embedding),
+                tensor("transformer.wpe.weight", &[self.context, e], Part::Position),
+            ],
+            Family::Gpt2Like => {
+                let mut tensors = vec![tensor("embedding.weight", &[v, e], Part::Embedding)];
+                let projector = self.outer_linears().into_iter().filter(|l| l.part == Part::Projector);
+                tensors.extend(projector.flat_map(|linear| self.linear_tensors(&linear)));
+                tensors
+            }
+            Family::Qwen2 | Family::Llama => {
+                vec![tensor("model.embed_tokens.weight", &[v, e], Part::Embedding)]
+            }
+        }
+    }
+
+    fn tensors_after_blocks(&self) -> Vec<ParameterTensor> {
+        let mut tensors = match self.family {
+            Family::Gpt2 => self.norm_tensors("transformer.ln_f"),
+            Family::Gpt2Like => vec![],
+            Family::Qwen2 | Family::Llama => self.norm_tensors("model.norm"),
+        };
+        if !self.tied {
+            let output = self.outer_linears().into_iter().filter(|l| l.part == Part::Output);
+            tensors.extend(output.flat_map(|linear| match self.family {
+                // GPT-2's head is an ordinary Linear, unlike the projections of its blocks.
+                Family::Gpt2 => {
+                    vec![tensor("lm_head.weight", &[linear.outputs, linear.inputs], Part::Output)]
+                }
+                _ => self.linear_tensors(&linear),
+            }));
+        }
+        tensors
+    }
+
+    fn block_tensors(&self) -> Result<Vec<ParameterTensor>, Error> {
+        let (norms_before, norms_after): (&[&str], &[&str]) = match self.family {
+            Family::Gpt2 => (&["ln_1", "ln_2"], &[]),
+            Family::Gpt2Like => (&[], &["norm1", "norm2", "norm3"]),
+            Family::Qwen2 | Family::Llama => (&["input_layernorm", "post_attention_layernorm"], &[]),
+        };
+        let mut tensors: Vec<_> = norms_before.iter().flat_map(|name| self.norm_tensors(name)).collect();
+        tensors.extend(self.block_linears()?.iter().flat_map(|linear| self.linear_tensors(linear)));
+        tensors.extend(norms_after.iter().flat_map(|name| self.norm_tensors(name)));
+        Ok(tensors)
+    }
+
+    fn block_prefix(&self, layer: u64) -> String {
+        match self.family {
+            Family::Gpt2 => format!("transformer.h.{layer}."),
+            Family::Gpt2Like if self.layers == 1 => "decoder.".into(),
+            Family::Gpt2Like => format!("decoder.layers.{layer}."),
+            Family::Qwen2 | Family::Llama => format!("model.layers.{layer}."),
+        }
+    }
+
+    fn linear_tensors(&self, linear: &Linear) -> Vec<ParameterTensor> {
+        let shape = match self.family {
+            Family::Gpt2 => [linear.inputs, linear.outputs],
+            _ => [linear.outputs, linear.inputs],
+        };
+        // `MultiheadAttention` names its packed projection without a module of its own.
+        let separator = if linear.name.ends_with("in_proj") { '_' } else { '.' };
+        let mut tensors = vec![tensor(&format!("{}{separator}weight", linear.name), &shape, linear.part)];
+        if linear.bias {
+            let name = format!("{}{separator}bias", linear.name);
+            tensors.push(tensor(&name, &[linear.outputs], linear.part));
+        }
+        tensors
+    }
+
+    fn norm_tensors(&self, name: &str) -> Vec<ParameterTensor> {
+        let mut tensors = vec![tensor(&format!("{name}.weight"), &[self.hidden], Part::Norm)];
+        if !self.family.is_rms_norm() {
+            tensors.push(tensor(&format!("{name}.bias"), &[self.hidden], Part::Norm));
+        }
+        tensors
+    }
+}
+
+fn tensor(name: &str, shape: &[u64], part: Part) -> ParameterTensor {
+    ParameterTensor { name: name.into(), shape: shape.into(), part }
+}
+
+fn count(tensors: &[ParameterTensor]) -> Result<u64, Error> {
+    let elements: Result<Vec<u64>, Error> = tensors.iter().map(ParameterTensor::elements).collect();
+    exact::sum("number of parameters", elements?)
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::presets;
+
+    #[test]
+    fn published_parameter_counts() {
+        // transformers' `num_parameters()` and the safetensors totals of the model pages on the Hugging Face hub; the
+        // cs336 rows from the course's "transformer accounting" with d_ff = 4 d.
+        let published = [
+            ("gpt2", 124_439_808),
+            ("gpt2-medium", 354_823_168),
+            ("gpt2-large", 774_030_080),
+            ("gpt2-xl", 1_557_611_200),
+            ("qwen2.5-0.5b", 494_032_768),
+            ("qwen2.5-1.5b", 1_543_714_304),
+            ("qwen2.5-3b", 3_085_938_688),
+            ("qwen2.5-7b", 7_615_616_512),
+            ("qwen2.5-14b", 14_770_033_664),
+            ("qwen2.5-32b", 32_763_876_352),
+            ("qwen2.5-72b", 72_706_203_648),
+            ("llama-2-7b", 6_738_415_616),
+            ("llama-2-13b", 13_015_864_320),
+            ("llama-2-70b", 68_976_648_192),
+            ("llama-3-8b", 8_030_261_248),
+            ("llama-3-70b", 70_553_706_496),
+            ("llama-3.2-1b", 1_235_814_400),
+            ("llama-3.2-3b", 3_212_749_824),
+            ("tinyllama-1.1b", 1_100_048_384),
+            ("cs336-xl", 2_127_057_600),
+        ];
+        for (name, parameters) in published {
+            assert_eq!(presets::find(name).unwrap().parameters().unwrap(), parameters, "{name}");
+        }
+    }
+
+    #[test]
+    fn the_list_the_parts_and_the_count_agree() {
+        for (name, _) in presets::ALL {
+            let model = presets::find(name).unwrap();
+            let listed: u64 = model.parameter_tensors().unwrap().iter().map(|t| t.elements().unwrap()).sum();
+            let parts: u64 = model.parameters_by_part().unwrap().iter().map(|(_, n)| n).sum();
+            let grouped: u64 =
+                model.tensor_groups().unwrap().iter().map(|(n, t)| n * t.elements().unwrap()).sum();
+            let total = model.parameters().unwrap();
+            assert_eq!((listed, parts, grouped), (total, total, total), "{name}");
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! What a forward pass keeps for the backward, and what the backward computes again.
+//!
+//! Three choices are independent of each other: the attention kernel (a flash kernel always recomputes its scores),
+//! the SwiGLU's level, and what is checkpointed around them.
+
+use std::str::FromStr;
+
+use crate::Error;
+
+/// How the attention's core is computed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AttentionKernel {
+    /// Scores and probabilities are tensors of `[batch, heads, sequence, sequence]`.
+    Eager,
+    /// A fused kernel keeps its output and one number per row; its backward computes `Q·Kᵀ` again.
+    #[default]
+    Flash,
+}
+
+/// What is checkpointed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Recompute {
+    /// Everything that the backward needs is kept.
+    #[default]
+    None,
+    /// The attention's core is computed again (Korthikanti et al.); a flash kernel does so by itself.
+    Selective,
+    /// Each block keeps its input only, and its whole forward runs again.
+    Full,
+}
+
+/// What a SwiGLU layer `(SiLU(xW) ⊙ xV)·U` keeps, per token (`H` hidden, `F` feed-forward). The product that goes into
+/// `U` is kept by none of the hand-written levels: it is an elementwise product of two kept or recomputed tensors.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SwigluLevel {
+    /// Composed of framework operations: x, xW, SiLU(xW), xV and their product, `H + 4F`.
+    #[default]
+    Eager,
+    /// x, xW, SiLU(xW), xV: `H + 3F`. The assignment's level 0.
+    SaveAll,
+    /// x, xW, xV: `H + 2F`.
+    SaveGateUp,
+    /// x and one of the products; the other is computed again: `H + F`.
+    SaveOne,
+    /// x; both products are computed again, the down-projection never: `H`. The assignment's level 1.
+    InputOnly,
+}
+
+impl AttentionKernel {
+    /// All kernels.
+    pub const ALL: [Self; 2] = [Self::Eager, Self::Flash];
+
+    /// The name that [`FromStr`] reads.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Eager => "eager",
+            Self::Flash => "flash",
+        }
+    }
+}
+
+impl Recompute {
+    /// All choices, the one that keeps most first.
+    pub const ALL: [Self; 3] = [Self::None, Self::Selective, Self::Full];
+
+    /// The name that [`FromStr`] reads.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Selective => "selective",
+            Self::Full => "full",
+        }
+    }
+}
+
+impl SwigluLevel {
+    /// All levels, the one that keeps most first.
+    pub const ALL: [Self; 5] = [Self::Eager, Self::SaveAll, Self::SaveGateUp, Self::SaveOne, Self::InputOnly];
+
+    /// The name that [`FromStr`] reads.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Eager => "eager",
+            Self::SaveAll => "save-all",
+            Self::SaveGateUp => "save-gate-up",
+            Self::SaveOne => "save-one",
+            Self::InputOnly => "input-only",
+        }
+    }
+
+    /// How many tensors of `[tokens, feed-forward]` are kept besides the input.
+    pub const fn kept_feed_forward_tensors(self) -> u64 {
+        match self {
+            Self::Eager => 4,
+            Self::SaveAll => 3,
+            Self::SaveGateUp => 2,
+            Self::SaveOne => 1,
+            Self::InputOnly => 0,
+        }
+    }
+
+    /// How many of the products xW and xV the backward computes again.
+    pub const fn recomputed_products(self) -> u64 {
+        match self {
+            Self::Eager | Self::SaveAll | Self::SaveGateUp => 0,
+            Self::SaveOne => 1,
+            Self::InputOnly => 2,
+        }
+    }
+
+    /// Elements kept per token, the input included.
+    pub fn kept_elements_per_token(self, hidden: u64, feed_forward: u64) -> Result<u64, Error> {
+        let wide = crate::exact::product(
+            "elements kept per token",
+            &[self.kept_feed_forward_tensors(), feed_forward],
+        )?;
+        crate::exact::sum("elements kept per token", [hidden, wide])
+    }
+}
+
+macro_rules! read_by_name {
+    ($($kind:ty, $what:literal);*) => { $(
+        impl FromStr for $kind {
+            type Err = Error;
+
+            fn from_str(text: &str) -> Result<Self, Error> {
+                Self::ALL
+                    .into_iter()
+                    .find(|known| known.name().eq_ignore_ascii_case(text))
+                    .ok_or_else(|| Error::unknown($what, text, Self::ALL.map(Self::name)))
+            }
+        }
+    )* };
+}
+
+read_by_name!(
+    AttentionKernel, "attention kernel";
+    Recompute, "recomputation";
+    SwigluLevel, "SwiGLU level"
+);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kept_bytes_of_llama_3_8b_in_bf16() {
+        // H = 4096, F = 14336: 120, 92, 64, 36 and 8 KiB per token.
+        let kib = SwigluLevel::ALL.map(|l| 2 * l.kept_elements_per_token(4096, 14336).unwrap() / 1024);
+        assert_eq!(kib, [120, 92, 64, 36, 8]);
+    }
+
+    #[test]
+    fn names_are_read_back() {
+        assert!(SwigluLevel::ALL.iter().all(|l| l.name().parse::<SwigluLevel>().unwrap() == *l));
+        assert!(Recompute::ALL.iter().all(|r| r.name().parse::<Recompute>().unwrap() == *r));
+        assert!(AttentionKernel::ALL.iter().all(|k| k.name().parse::<AttentionKernel>().unwrap() == *k));
+    }
+}

@@ -1,0 +1,254 @@
+//! Every question that makes no sense gets an error that says what came, what was expected and the remedy.
+
+use std::path::Path;
+use std::process::Command;
+
+use accounting::decoder_flops::{Recomputation, Workload, step};
+use accounting::estimate::{Plan, estimate};
+use accounting::memory::zero::{Sharding, ZeroStage};
+use accounting::model::{Family, Shape};
+use accounting::{Decoder, config, presets};
+use expect_test::{Expect, expect};
+
+fn check(error: impl ToString, expected: Expect) {
+    expected.assert_eq(&error.to_string());
+}
+
+fn parse(text: &str) -> String {
+    config::parse(Path::new("config.json"), text).unwrap_err().to_string()
+}
+
+const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 160}"#;
+
+/// The error for [`LLAMA`] with one field replaced.
+fn llama_with(field: &str, value: &str) -> String {
+    let mut config: serde_json::Map<String, serde_json::Value> = serde_json::from_str(LLAMA).unwrap();
+    config.insert(field.into(), serde_json::from_str(value).unwrap());
+    parse(&serde_json::to_string(&config).unwrap())
+}
+
+#[test]
+fn a_file_that_is_no_config() {
+    check(
+        parse("{\"model_type\": "),
+        expect![
+            "config.json is not JSON: EOF while parsing a value at line 1 column 15; download the model's config.json again"
+        ],
+    );
+    check(
+        parse("[1, 2]"),
+        expect![
+            "config.json: field `(the whole file)` is an array, not an object; give the path of a model's config.json"
+        ],
+    );
+    check(
+        parse("{}"),
+        expect!["config.json: field `model_type` is missing; known are gpt2, gpt2-like, qwen2, llama"],
+    );
+    check(
+        parse(r#"{"model_type": "mamba"}"#),
+        expect![
+            "config.json: field `model_type` is `mamba`, which is unknown; known are gpt2, gpt2-like, qwen2, llama"
+        ],
+    );
+    check(
+        config::read(Path::new("/nowhere/config.json")).unwrap_err(),
+        expect![
+            "cannot read /nowhere/config.json: No such file or directory (os error 2); give the path of a model's config.json"
+        ],
+    );
+}
+
+#[test]
+fn a_field_that_makes_no_sense() {
+    assert_eq!(
+        config::parse(Path::new("config.json"), LLAMA).unwrap().parameters().unwrap(),
+        2 * (3 * 64 * 160 + 2 * 64 * 64 + 2 * 64 * 32 + 2 * 64) + 2 * 500 * 64 + 64
+    );
+    check(
+        llama_with("hidden_size", "null"),
+        expect!["config.json: field `hidden_size` is missing; write a whole number of at least 1"],
+    );
+    check(
+        llama_with("num_hidden_layers", "0"),
+        expect!["config.json: field `num_hidden_layers` is 0; write a whole number of at least 1"],
+    );
+    check(
+        llama_with("num_hidden_layers", "-2"),
+        expect![
+            "config.json: field `num_hidden_layers` is -2, not a positive whole number; write a whole number of at least 1"
+        ],
+    );
+    check(
+        llama_with("intermediate_size", "1.5"),
+        expect![
+            "config.json: field `intermediate_size` is 1.5, not a positive whole number; write a whole number of at least 1"
+        ],
+    );
+    check(
+        llama_with("vocab_size", "\"many\""),
+        expect![[
+            r#"config.json: field `vocab_size` is the string "many", not a positive whole number; write a whole number of at least 1"#
+        ]],
+    );
+    check(
+        llama_with("tie_word_embeddings", "1"),
+        expect!["config.json: field `tie_word_embeddings` is 1, not true or false; write true or false"],
+    );
+    check(
+        llama_with("hidden_size", "65"),
+        expect![
+            "config.json: field `hidden_size` is 65, which `num_attention_heads` = 8 does not divide; write a multiple of `num_attention_heads`"
+        ],
+    );
+    check(
+        llama_with("num_key_value_heads", "3"),
+        expect![
+            "config.json: field `num_attention_heads` is 8, which `num_key_value_heads` = 3 does not divide; write a multiple of `num_key_value_heads`"
+        ],
+    );
+    check(
+        llama_with("intermediate_size", "18446744073709551615"),
+        expect![
+            "config.json: parameters of a tensor: 18446744073709551615 × 64 does not fit in 64 bits; give smaller sizes"
+        ],
+    );
+    check(
+        llama_with("num_hidden_layers", "18446744073709551616"),
+        expect![
+            "config.json: field `num_hidden_layers` is 1.8446744073709552e+19, not a positive whole number; write a whole number of at least 1"
+        ],
+    );
+}
+
+#[test]
+fn sizes_that_do_not_go_together() {
+    let gpt2 = || (*presets::find("gpt2").unwrap()).clone();
+    let wrong = |shape: Shape| Decoder::new(shape).unwrap_err();
+    check(wrong(Shape { heads: 0, ..gpt2() }), expect!["heads is 0; give a number of at least 1"]);
+    check(
+        wrong(Shape { kv_heads: 5, ..gpt2() }),
+        expect![
+            "12 heads are not a multiple of 5 key-value heads; give key-value heads that divide the heads"
+        ],
+    );
+    check(
+        wrong(Shape { kv_heads: 4, ..gpt2() }),
+        expect![
+            "gpt2 has 4 key-value heads for 12 heads; give as many key-value heads as heads, or the family qwen2 or llama"
+        ],
+    );
+    check(
+        wrong(Shape { embedding: 100, ..gpt2() }),
+        expect![
+            "the embedding is 100 wide and the hidden size is 768; give them the same width, or the family gpt2-like"
+        ],
+    );
+    check(
+        wrong(Shape { family: Family::Gpt2Like, ..gpt2() }),
+        expect![
+            "gpt2-like cannot tie its output projection, which has another input than the embedding; give it untied embeddings"
+        ],
+    );
+    check(
+        wrong(Shape { layers: u64::MAX, ..gpt2() }),
+        expect![
+            "parameters of all blocks: 18446744073709551615 × 7087872 does not fit in 64 bits; give smaller sizes"
+        ],
+    );
+}
+
+#[test]
+fn workloads_that_make_no_sense() {
+    let gpt2 = presets::find("gpt2").unwrap();
+    let llama = presets::find("llama-3-8b").unwrap();
+    let flops = |model, batch, sequence| {
+        step(model, Workload { batch, sequence }, &Recomputation::default()).unwrap_err()
+    };
+    check(flops(&gpt2, 0, 1), expect!["batch is 0; give a number of at least 1"]);
+    check(flops(&gpt2, 1, 0), expect!["sequence is 0; give a number of at least 1"]);
+    check(
+        flops(&gpt2, 1, 1025),
+        expect![
+            "a sequence of 1025 tokens has no position vectors beyond 1024; give a sequence of at most 1024, or a model of that context"
+        ],
+    );
+    check(
+        flops(&llama, u64::MAX, 2),
+        expect!["tokens of a step: 18446744073709551615 × 2 does not fit in 64 bits; give smaller sizes"],
+    );
+    let plan = |batch| Plan { work: Workload { batch, sequence: 1024 }, ..Plan::default() };
+    check(
+        estimate(&llama, &plan(1 << 44)).unwrap_err(),
+        expect!["norm input: 18014398509481984 × 4096 does not fit in 64 bits; give smaller sizes"],
+    );
+    check(
+        ZeroStage::from_number(4).unwrap_err(),
+        expect![
+            "ZeRO stage 4 does not exist; stages are 0 (nothing is divided), 1 (optimizer state), 2 (and gradients), 3 (and parameters)"
+        ],
+    );
+    check(
+        Sharding::new(ZeroStage::Three, 0).unwrap_err(),
+        expect!["the number of devices is 0; give a number of at least 1"],
+    );
+}
+
+/// Runs the binary; gives its exit status and the first line of standard error.
+fn run(arguments: &str) -> (Option<i32>, String) {
+    let output =
+        Command::new(env!("CARGO_BIN_EXE_accounting")).args(arguments.split_whitespace()).output().unwrap();
+    let errors = String::from_utf8(output.stderr).unwrap();
+    (output.status.code(), errors.lines().next().unwrap_or_default().to_owned())
+}
+
+#[test]
+fn command_lines() {
+    let table = [
+        ("estimate", 2, "error: the following required arguments were not provided:"),
+        ("estimate --model gpt9", 2, "unknown model `gpt9`; known are: gpt2, gpt2-medium, "),
+        ("estimate --model gpt2 --batch 0", 2, "cannot read `0` as a whole number of 1 to 2^64 - 1"),
+        ("estimate --model gpt2 --batch -3", 2, "cannot read `-3` as a whole number of 1 to 2^64 - 1"),
+        ("estimate --model gpt2 --batch 1e3", 2, "cannot read `1e3` as a whole number"),
+        ("estimate --model gpt2 --zero 4", 2, "ZeRO stage 4 does not exist"),
+        ("estimate --model gpt2 --devices 0", 2, "for '--devices <N>': cannot read `0`"),
+        ("estimate --model gpt2 --optimizer lion", 2, "unknown optimizer `lion`; known are: sgd, momentum, "),
+        ("estimate --model gpt2 --recipe int3", 2, "unknown recipe `int3`; known are: fp32, amp-fp16, "),
+        ("estimate --model gpt2 --hardware gtx", 2, "unknown hardware `gtx`; known are: b200, h200, "),
+        ("estimate --model gpt2 --swiglu 9", 2, "unknown SwiGLU level `9`; known are: eager, save-all, "),
+        (
+            "estimate --model gpt2 --sequence 2048",
+            1,
+            "error: a sequence of 2048 tokens has no position vectors",
+        ),
+        ("estimate --config nowhere.json", 1, "error: cannot read nowhere.json: No such file"),
+        ("estimate --family llama --hidden 64", 1, "error: --family llama needs --heads"),
+        ("dtypes --dtype fp12", 2, "unknown dtype `fp12`; known are: fp64, fp32, "),
+        (
+            "dtypes --shape 9999999999,9999999999",
+            1,
+            "error: elements of a tensor: 9999999999 × 9999999999 does not",
+        ),
+        ("fit --model gpt2", 1, "error: how much has to fit is not given; give --memory, for example 24GiB"),
+        ("fit --model gpt2 --memory 3apples", 2, "cannot read `3apples` as a number of bytes"),
+        (
+            "time --parameters 7B --tokens 1T --mfu 1.5",
+            1,
+            "error: the model FLOPs utilization is 1.5, outside 0",
+        ),
+        ("time --parameters 7B --tokens 1T --mfu 0", 1, "error: the model FLOPs utilization is 0, outside 0"),
+        (
+            "time --parameters 7B --tokens 1T --dtype int4",
+            1,
+            "error: no rate of h100 is known for int4; give",
+        ),
+        ("dtypes --device tpu", 1, "error: unknown device `tpu`; give cpu, cuda or cuda:N"),
+        ("dtypes --records /nowhere/records", 1, "error: cannot open the records file /nowhere/records"),
+    ];
+    for (arguments, status, words) in table {
+        let (code, line) = run(arguments);
+        assert_eq!(code, Some(status), "{arguments}: {line}");
+        assert!(line.contains(words), "{arguments}: {line}");
+    }
+}

@@ -1,0 +1,112 @@
+//! What people and programs see of the binary.
+
+use std::process::Command;
+
+use expect_test::expect;
+
+fn accounting(arguments: &[&str]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_accounting")).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.stderr.is_empty());
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn an_estimate_for_people() {
+    let text = accounting(&["estimate", "--model", "gpt2", "--batch", "8", "--hardware", "rtx4090"]);
+    expect![[r#"
+        gpt2, 124,439,808 parameters (124 M)
+        batch 8 × 1024 tokens, bf16-master, adamw, flash attention
+
+        part                 loss *  last block  first block  embedding  optimizer step
+        ───────────────────────────────────────────────────────────────────────────────
+        P parameters        237 MiB     237 MiB      237 MiB    237 MiB         237 MiB
+        M master weights    475 MiB     475 MiB      475 MiB    475 MiB         475 MiB
+        O optimizer state   949 MiB     949 MiB      949 MiB    949 MiB         949 MiB
+        G gradients               –    73.6 MiB      237 MiB    237 MiB         237 MiB
+        A activations      2.28 GiB    2.28 GiB      217 MiB   24.2 MiB               –
+        L logits and loss  5.37 GiB     785 MiB      785 MiB    785 MiB               –
+        T temporaries             –     120 MiB      120 MiB   73.6 MiB         475 MiB
+        ───────────────────────────────────────────────────────────────────────────────
+          total            9.27 GiB    4.86 GiB     2.95 GiB   2.72 GiB        2.32 GiB
+
+        [PMOOOOAAAAAAAALLLLLLLLLLLLLLLLLLL···············································]
+        * peak: 9.27 GiB at the loss, 41.5 % of 22.4 GiB: fits
+
+        Not counted: the CUDA context (about 0.5 GiB), a cuBLAS workspace, the allocator's fragmentation.
+    "#]]
+    .assert_eq(&text);
+}
+
+#[test]
+fn an_estimate_for_programs() {
+    let text = accounting(&["estimate", "--model", "gpt2", "--json"]);
+    let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(value["parameters"], 124_439_808);
+    let peak = value["peak_bytes"].as_u64().unwrap();
+    let totals = value["moments"].as_array().unwrap().iter().map(|m| m["total_bytes"].as_u64().unwrap());
+    assert_eq!(totals.max(), Some(peak));
+}
+
+#[test]
+fn the_table_of_number_formats() {
+    expect![[r#"
+        dtype     bits  sign+exp+man         max   min normal  min subnormal     epsilon  digits  stores 1e-8 as  stores 0.1 as
+        ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+        fp64        64       1+11+52  1.7977e308  2.2251e-308    4.9407e-324  2.2204e-16      15       1.0000e-8     0.10000000
+        fp32        32        1+8+23   3.4028e38   1.1755e-38     1.4013e-45   1.1921e-7       6       1.0000e-8     0.10000000
+        tf32        32        1+8+10   3.4012e38   1.1755e-38     1.1479e-41   9.7656e-4       3       9.9972e-9     0.09997559
+        fp16        16        1+5+10       65504    6.1035e-5      5.9605e-8   9.7656e-4       3   0 (underflow)     0.09997559
+        bf16        16         1+8+7   3.3895e38   1.1755e-38     9.1835e-41   0.0078125       2       1.0012e-8     0.10009766
+        fp8-e4m3     8         1+4+3         448     0.015625    0.001953125       0.125       0   0 (underflow)     0.10156250
+        fp8-e5m2     8         1+5+2       57344    6.1035e-5      1.5259e-5        0.25       0   0 (underflow)     0.09375000
+        int8         8             –         127            –              1           –       2   0 (underflow)              0
+        int4         4             –           7            –              1           –       0   0 (underflow)              0
+
+        tf32 is a format of the multiplier, stored in 32 bits. Integers are shown without a scale; a quantized tensor has one.
+    "#]].assert_eq(&accounting(&["dtypes"]));
+}
+
+#[test]
+fn every_subcommand_speaks_json() {
+    let commands: [&[&str]; 9] = [
+        &["dtypes", "--shape", "49152,12288"],
+        &["parameters", "--model", "qwen2.5-7b", "--list"],
+        &["flops", "--model", "llama-3-8b"],
+        &["estimate", "--model", "gpt2-like"],
+        &["fit", "--model", "gpt2", "--memory", "8GiB"],
+        &["time", "--parameters", "70B", "--tokens", "15T", "--devices", "1024"],
+        &["kv-cache", "--model", "llama-3-8b", "--memory", "80GB"],
+        &["lecture"],
+        &["experiment", "--scale", "smoke"],
+    ];
+    for command in commands {
+        let text = accounting(&[command, &["--json"]].concat());
+        serde_json::from_str::<serde_json::Value>(&text)
+            .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    }
+}
+
+#[test]
+fn an_experiment_appends_the_records_of_every_section() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("records.jsonl");
+    accounting(&["experiment", "--scale", "paper", "--records", path.to_str().unwrap()]);
+    let records = report::read_records(&path).unwrap();
+    let mut names: Vec<_> = records.iter().map(|record| record.experiment.as_str()).collect();
+    names.dedup();
+    assert_eq!(
+        names,
+        [
+            "accounting-published",
+            "accounting-dtypes",
+            "accounting-flops",
+            "accounting-estimate",
+            "accounting-fit",
+            "accounting-time"
+        ]
+    );
+    let off = records.iter().filter(|record| record.metric.name == "half_units_off");
+    let worst = off.map(|record| record.metric.value.unwrap()).fold(0.0, f64::max);
+    assert!(worst <= 1.0, "a published figure is missed by {worst} half units");
+}

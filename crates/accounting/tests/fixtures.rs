@@ -1,0 +1,82 @@
+//! Our list of parameters against the headers of real checkpoints.
+//!
+//! A safetensors file begins with the header's length (8 bytes, little-endian) and the header, a JSON object from
+//! tensor names to dtype, shape and offsets.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use accounting::{Decoder, config};
+
+fn fixtures() -> PathBuf {
+    match std::env::var_os("FRUGAL_FIXTURES") {
+        Some(folder) => folder.into(),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data/fixtures"),
+    }
+}
+
+/// Names and shapes of the tensors in a safetensors file.
+fn header(path: &Path) -> BTreeMap<String, Vec<u64>> {
+    let bytes = std::fs::read(path).unwrap();
+    let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
+    let tensors = header.as_object().unwrap().iter().filter(|(name, _)| *name != "__metadata__");
+    tensors
+        .map(|(name, tensor)| {
+            let shape = tensor["shape"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect();
+            (name.clone(), shape)
+        })
+        .collect()
+}
+
+fn listed(model: &Decoder) -> BTreeMap<String, Vec<u64>> {
+    let tensors = model.parameter_tensors().unwrap();
+    let count = tensors.len();
+    let map: BTreeMap<_, _> = tensors.into_iter().map(|t| (t.name, t.shape)).collect();
+    assert_eq!(map.len(), count, "two tensors have the same name");
+    map
+}
+
+/// Every folder with a `config.json` and the file `name`, which `compare` is run on.
+fn for_each_folder_with(name: &str, compare: impl Fn(&Decoder, BTreeMap<String, Vec<u64>>)) {
+    let root = fixtures();
+    let Ok(entries) = std::fs::read_dir(&root) else {
+        eprintln!("skipped: no fixtures in {}", root.display());
+        return;
+    };
+    let mut compared = 0;
+    for folder in entries.map(|entry| entry.unwrap().path()) {
+        let (config_file, weights) = (folder.join("config.json"), folder.join(name));
+        if config_file.is_file() && weights.is_file() {
+            let model = config::read(&config_file).unwrap();
+            compare(&model, header(&weights));
+            compared += 1;
+        }
+    }
+    if compared == 0 {
+        eprintln!("skipped: no folder of {} has a config.json and a {name}", root.display());
+    }
+}
+
+#[test]
+fn fixtures_checkpoints_have_the_parameters_that_we_list() {
+    for_each_folder_with("model.safetensors", |model, stored| {
+        let elements: u64 = stored.values().map(|shape| shape.iter().product::<u64>()).sum();
+        assert_eq!(listed(model), stored);
+        assert_eq!(model.parameters().unwrap(), elements);
+    });
+}
+
+#[test]
+fn fixtures_gpt2_like_cases_have_the_parameters_that_we_list() {
+    for_each_folder_with("cases.safetensors", |model, stored| {
+        let parameters: BTreeMap<_, _> = stored
+            .into_iter()
+            .filter_map(|(name, shape)| Some((name.strip_prefix("param.")?.to_owned(), shape)))
+            .collect();
+        // The other folders keep their weights in `model.safetensors`.
+        if !parameters.is_empty() {
+            assert_eq!(listed(model), parameters);
+        }
+    });
+}

@@ -1,0 +1,477 @@
+//! SwiGLU with a backward written by hand.
+//!
+//! Letters: n tokens (all leading dimensions of x as one), h hidden, f feed-forward. ⊙ is elementwise.
+//!
+//! Forward, with W, V `[h, f]` and U `[f, h]`:
+//!
+//! - g = x·W, u = x·V `[n, f]`
+//! - s = SiLU(g) = g ⊙ σ(g), z = s ⊙ u
+//! - y = z·U `[n, h]`
+//!
+//! Backward. For a product C = A·B and an upstream gradient G = ∂L/∂C, element by element
+//! ∂L/∂A_ij = Σ_k G_ik·B_jk and ∂L/∂B_jk = Σ_i A_ij·G_ik, that is G·Bᵀ and Aᵀ·G. With D = ∂L/∂y:
+//!
+//! - dU = zᵀ·D, dz = D·Uᵀ
+//! - du = dz ⊙ s, ds = dz ⊙ u
+//! - σ′ = σ·(1 − σ), so SiLU′(g) = σ + g·σ·(1 − σ) = σ·(1 + g·(1 − σ)), and dg = ds ⊙ SiLU′(g)
+//! - dW = xᵀ·dg, dV = xᵀ·du
+//! - dx = dg·Wᵀ + du·Vᵀ
+//!
+//! (The assignment's worked solution writes ∂(xV)/∂x = W; it is V. It writes ∂L/∂W as a product in the order of the
+//! chain rule for scalars; for matrices the input comes first, transposed: xᵀ·dg.)
+//!
+//! Nine products in all, three forward and six backward. What is kept decides which of the three run again, never the
+//! down-projection: its result y is not needed for any gradient. z is never kept: the elementwise pass of backward gives
+//! it back for nothing ([`runtime::fused::swiglu`]), and works in place, so that a step has at most three `[n, f]`
+//! tensors beyond what was kept.
+//!
+//! Low precision: on a processor without bf16 or fp16 products everything is computed in fp32 and rounded once at the
+//! end. Gradients of the weights that are summed over tiles are summed in fp32.
+//!
+//! How this differs from PyTorch's operators: same function, fewer kept tensors, and a second derivative is an error.
+
+use runtime::autograd::{Backward, Forward, Function, apply};
+use runtime::fused::swiglu as fused;
+use runtime::matmul::{compute_kind, mm_into};
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::level::CheckpointLevel;
+
+/// The weights, as one function's inputs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Weights<'a> {
+    Separate { gate: &'a Tensor, up: &'a Tensor, down: &'a Tensor },
+    Fused { gate_up: &'a Tensor, down: &'a Tensor },
+}
+
+/// (SiLU(x·W) ⊙ x·V)·U.
+///
+/// Shapes: `x [..., h]`, `gate` (W) and `up` (V) `[h, f]`, `down` (U) `[f, h]`; the result is `[..., h]`. One floating
+/// dtype and one device. Any strides; no tokens at all is allowed.
+///
+/// # Errors
+/// Shapes, dtypes or devices that do not fit; a tile below one token's size.
+pub fn swiglu(
+    x: &Tensor,
+    gate: &Tensor,
+    up: &Tensor,
+    down: &Tensor,
+    level: CheckpointLevel,
+) -> Result<Tensor> {
+    run(x, Weights::Separate { gate, up, down }, level)
+}
+
+pub(crate) fn run(x: &Tensor, weights: Weights<'_>, level: CheckpointLevel) -> Result<Tensor> {
+    let sizes = check(x, weights)?;
+    let plan = Plan::new(level, sizes, x)?;
+    let function = Swiglu { plan, fused: matches!(weights, Weights::Fused { .. }), sizes, x_was_kept: false };
+    let mut outputs = match weights {
+        Weights::Separate { gate, up, down } => apply(function, &[x, gate, up, down])?,
+        Weights::Fused { gate_up, down } => apply(function, &[x, gate_up, down])?,
+    };
+    Ok(outputs.remove(0))
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    tokens: i64,
+    hidden: i64,
+    features: i64,
+}
+
+/// How the tokens are cut, and in which dtype they are computed.
+#[derive(Clone, Copy, Debug)]
+struct Plan {
+    level: CheckpointLevel,
+    tile: i64,
+    kind: Kind,
+    compute: Kind,
+}
+
+impl Plan {
+    fn new(level: CheckpointLevel, sizes: Sizes, x: &Tensor) -> Result<Self> {
+        let (kind, compute) = (x.kind(), compute_kind(x.device(), x.kind()));
+        let whole = sizes.tokens.max(1);
+        let tile = match level {
+            CheckpointLevel::InputOnlyTiled { bytes } => {
+                let token_bytes = token_bytes(sizes, kind, compute);
+                if bytes < token_bytes {
+                    return Err(Error::Tile { bytes, token_bytes });
+                }
+                let most = i64::try_from(bytes / token_bytes).unwrap_or(i64::MAX).min(whole);
+                // Tiles of one size: a short last one would run at a worse rate.
+                let tiles = (whole + most - 1) / most;
+                (whole + tiles - 1) / tiles
+            }
+            _ => whole,
+        };
+        Ok(Self { level, tile, kind, compute })
+    }
+
+    fn tiles(&self, tokens: i64) -> impl Iterator<Item = (i64, i64)> + use<> {
+        let tile = self.tile;
+        // One empty tile for an empty batch, so that gradients are written as zeros.
+        (0..tokens.max(1))
+            .step_by(usize::try_from(tile).unwrap_or(1))
+            .map(move |start| (start, tile.min(tokens - start)))
+    }
+
+    /// Where gradients of the weights are summed.
+    fn sum_kind(&self, tokens: i64) -> Kind {
+        let low = matches!(self.kind, Kind::BFloat16 | Kind::Half);
+        if low && (self.tile < tokens || self.compute == Kind::Float) { Kind::Float } else { self.kind }
+    }
+}
+
+/// What backward holds for each token of a tile: gate, up and the product's gradient, and the casts where there are any.
+fn token_bytes(sizes: Sizes, kind: Kind, compute: Kind) -> u64 {
+    let casts = if compute == kind { 0 } else { 3 * sizes.hidden };
+    let elements = u64::try_from(3 * sizes.features + casts).unwrap_or(u64::MAX);
+    elements * compute.elt_size_in_bytes() as u64
+}
+
+struct Swiglu {
+    plan: Plan,
+    fused: bool,
+    sizes: Sizes,
+    /// Decided in forward, for backward.
+    x_was_kept: bool,
+}
+
+/// W, V, U in the dtype of the computation.
+struct Matrices {
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+}
+
+impl Swiglu {
+    fn matrices(&self, weights: &[&Tensor]) -> runtime::Result<Matrices> {
+        let cast = |tensor: &Tensor| tensor.f_to_kind(self.plan.compute);
+        if self.fused {
+            let both = cast(weights[0])?;
+            let features = self.sizes.features;
+            let (gate, up) = (both.f_narrow(1, 0, features)?, both.f_narrow(1, features, features)?);
+            return Ok(Matrices { gate, up, down: cast(weights[1])? });
+        }
+        Ok(Matrices { gate: cast(weights[0])?, up: cast(weights[1])?, down: cast(weights[2])? })
+    }
+
+    /// Index of the down-projection among the inputs.
+    fn down_index(&self) -> usize {
+        if self.fused { 2 } else { 3 }
+    }
+
+    /// For the gate and the up projection: the input that holds it, and its columns there.
+    fn gate_and_up(&self) -> [(usize, i64); 2] {
+        if self.fused { [(1, 0), (1, self.sizes.features)] } else { [(1, 0), (2, 0)] }
+    }
+
+    /// Whether x is kept: to compute again, or for the gradients of W and V.
+    fn keeps_x(&self, needs: impl Fn(usize) -> bool) -> bool {
+        self.plan.level.recomputed_products() > 0 || (1..self.down_index()).any(needs)
+    }
+
+    /// The activations of one tile, as tensors that backward may overwrite.
+    fn activations(
+        &self,
+        kept: Vec<Tensor>,
+        overwrite: bool,
+        x_th: Option<&Tensor>,
+        weights: &Matrices,
+        scratch: &mut Scratch,
+        count: i64,
+    ) -> runtime::Result<Activations> {
+        let own = |tensor: Option<Tensor>| -> runtime::Result<Option<Tensor>> {
+            let Some(tensor) = tensor else { return Ok(None) };
+            if tensor.kind() != self.plan.compute {
+                return Ok(Some(tensor.f_to_kind(self.plan.compute)?));
+            }
+            if overwrite {
+                return Ok(Some(tensor));
+            }
+            let mut copy = tensor.f_empty_like()?;
+            copy.f_copy_(&tensor)?;
+            Ok(Some(copy))
+        };
+        let mut product = |slot: usize, weight: &Tensor| -> runtime::Result<Tensor> {
+            let x_th = x_th.expect("a level that computes again keeps x");
+            let mut out = scratch.take(slot, count)?;
+            mm_into(&mut out, x_th, weight, false)?;
+            Ok(out)
+        };
+        let mut kept = kept.into_iter();
+        let gate = match own(kept.next())? {
+            Some(gate) => gate,
+            None => product(0, &weights.gate)?,
+        };
+        let up = match own(kept.next())? {
+            Some(up) => up,
+            None => product(1, &weights.up)?,
+        };
+        let silu = kept.next().map(|silu| silu.f_to_kind(self.plan.compute)).transpose()?;
+        Ok(Activations { gate, up, silu })
+    }
+}
+
+struct Activations {
+    gate: Tensor,
+    up: Tensor,
+    silu: Option<Tensor>,
+}
+
+/// The `[tile, f]` temporaries of backward. With several tiles they are made once and used again; with one, each is
+/// freed as soon as its user drops it.
+struct Scratch {
+    held: Option<[Option<Tensor>; 3]>,
+    tile: i64,
+    features: i64,
+    options: (Kind, Device),
+}
+
+impl Scratch {
+    fn take(&mut self, slot: usize, count: i64) -> runtime::Result<Tensor> {
+        let Some(held) = &mut self.held else {
+            return Ok(Tensor::f_empty([count, self.features], self.options)?);
+        };
+        if held[slot].is_none() {
+            held[slot] = Some(Tensor::f_empty([self.tile, self.features], self.options)?);
+        }
+        let whole = held[slot].as_ref().expect("it was just made");
+        Ok(whole.f_narrow(0, 0, count)?)
+    }
+}
+
+/// Gradients of the weights, one for each input of the function, summed over tiles. The first tile writes.
+struct Sums {
+    options: (Kind, Device),
+    by_input: Vec<Option<Tensor>>,
+}
+
+impl Sums {
+    /// Adds a·b to the columns from `column` on of the gradient of input `index`, whose shape is `size`.
+    fn add(
+        &mut self,
+        index: usize,
+        size: [i64; 2],
+        column: i64,
+        a: &Tensor,
+        b: &Tensor,
+        first: bool,
+    ) -> runtime::Result<()> {
+        if self.by_input[index].is_none() {
+            self.by_input[index] = Some(Tensor::f_empty(size, self.options)?);
+        }
+        let sum = self.by_input[index].as_ref().expect("it was just made");
+        mm_into(&mut sum.f_narrow(1, column, b.size()[1])?, a, b, !first)
+    }
+}
+
+impl Function for Swiglu {
+    fn name(&self) -> String {
+        format!("swiglu {}", self.plan.level)
+    }
+
+    fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
+        let Sizes { tokens, hidden, features } = self.sizes;
+        let Plan { level, kind, compute, .. } = self.plan;
+        let (x, options) = (inputs[0], (compute, inputs[0].device()));
+        let weights = self.matrices(&inputs[1..])?;
+        let x_nh = x.f_reshape([tokens, hidden])?;
+        let out = Tensor::f_empty(x.size(), (kind, x.device()))?;
+        let out_nh = out.f_view([tokens, hidden])?;
+
+        for weight in &inputs[1..] {
+            ctx.save(weight);
+        }
+        self.x_was_kept = self.keeps_x(|index| ctx.needs_input_grad(index));
+        if self.x_was_kept {
+            ctx.save(x);
+        }
+        let empty = |rows: i64| Tensor::f_empty([rows, features], options);
+        let tile = self.plan.tile.min(tokens);
+        let (gate_tf, up_tf) = (empty(tile)?, empty(tile)?);
+        for (start, count) in self.plan.tiles(tokens) {
+            let x_th = x_nh.f_narrow(0, start, count)?.f_to_kind(compute)?;
+            let (mut gate, mut up) = (gate_tf.f_narrow(0, 0, count)?, up_tf.f_narrow(0, 0, count)?);
+            mm_into(&mut gate, &x_th, &weights.gate, false)?;
+            mm_into(&mut up, &x_th, &weights.up, false)?;
+            drop(x_th);
+            let keeps_up = matches!(level, CheckpointLevel::SaveAll | CheckpointLevel::SaveGateUp);
+            let mut silu = None;
+            let mut product =
+                if keeps_up && ctx.will_run_backward() { empty(count)? } else { up.shallow_clone() };
+            if level == CheckpointLevel::SaveAll && ctx.will_run_backward() {
+                silu = Some(empty(count)?);
+            }
+            fused::forward(&gate, &up, silu.as_ref(), &mut product)?;
+            let kept: &[Option<&Tensor>] = match level {
+                CheckpointLevel::SaveAll => &[Some(&gate), Some(&up), silu.as_ref()],
+                CheckpointLevel::SaveGateUp => &[Some(&gate), Some(&up)],
+                CheckpointLevel::SaveOne => &[Some(&gate)],
+                CheckpointLevel::InputOnly | CheckpointLevel::InputOnlyTiled { .. } => &[],
+            };
+            if ctx.will_run_backward() {
+                for activation in kept.iter().flatten() {
+                    ctx.save(&activation.f_to_kind(kind)?);
+                }
+            }
+            let target = &mut out_nh.f_narrow(0, start, count)?;
+            write_rounded(target, compute, |target| mm_into(target, &product, &weights.down, false))?;
+        }
+        Ok(vec![out])
+    }
+
+    fn backward(
+        &mut self,
+        ctx: &mut Backward,
+        mut grads: Vec<Option<Tensor>>,
+    ) -> runtime::Result<Vec<Option<Tensor>>> {
+        let Sizes { tokens, hidden, features } = self.sizes;
+        let (plan, down_index) = (self.plan, self.down_index());
+        let mut result: Vec<Option<Tensor>> = std::iter::repeat_with(|| None).take(down_index + 1).collect();
+        let Some(grad) = grads.pop().flatten() else { return Ok(result) };
+        let device = grad.device();
+
+        let overwrite = ctx.may_overwrite_saved();
+        let mut saved = ctx.take_saved().into_iter();
+        let weight_inputs: Vec<Tensor> = saved.by_ref().take(down_index).collect();
+        let weights = self.matrices(&weight_inputs.iter().collect::<Vec<_>>())?;
+        // What was kept was decided at entry; what is needed now may be less.
+        let x = if self.x_was_kept { saved.next() } else { None };
+        let x_nh = x.map(|x| x.f_reshape([tokens, hidden])).transpose()?;
+        let mut kept: Vec<Tensor> = saved.collect();
+
+        let grad_nh = grad.f_reshape([tokens, hidden])?;
+        if ctx.needs_input_grad(0) {
+            result[0] = Some(Tensor::f_empty(grad.size(), (plan.kind, device))?);
+        }
+        let grad_x_nh = result[0].as_ref().map(|grad_x| grad_x.f_view([tokens, hidden])).transpose()?;
+        let columns = if self.fused { 2 * features } else { features };
+        let mut sums = Sums {
+            options: (plan.sum_kind(tokens), device),
+            by_input: result.iter().map(|_| None).collect(),
+        };
+        let mut scratch = Scratch {
+            held: (plan.tile < tokens).then_some([None, None, None]),
+            tile: plan.tile,
+            features,
+            options: (plan.compute, device),
+        };
+
+        for (start, count) in plan.tiles(tokens) {
+            let first = start == 0;
+            let x_th = match &x_nh {
+                Some(x) => Some(x.f_narrow(0, start, count)?.f_to_kind(plan.compute)?),
+                None => None,
+            };
+            let grad_th = grad_nh.f_narrow(0, start, count)?.f_to_kind(plan.compute)?;
+            let Activations { gate, up, silu } = self.activations(
+                std::mem::take(&mut kept),
+                overwrite,
+                x_th.as_ref(),
+                &weights,
+                &mut scratch,
+                count,
+            )?;
+            let mut grad_product = scratch.take(2, count)?;
+            mm_into(&mut grad_product, &grad_th, &weights.down.tr(), false)?;
+            let fused::Gradients { gate, up, product } =
+                fused::backward(gate, up, silu.as_ref(), grad_product)?;
+            drop(silu);
+            if ctx.needs_input_grad(down_index) {
+                sums.add(down_index, [features, hidden], 0, &product.tr(), &grad_th, first)?;
+            }
+            drop((product, grad_th));
+            for ((index, column), gradient) in self.gate_and_up().into_iter().zip([&gate, &up]) {
+                if let (true, Some(x_th)) = (ctx.needs_input_grad(index), &x_th) {
+                    sums.add(index, [hidden, columns], column, &x_th.tr(), gradient, first)?;
+                }
+            }
+            if let Some(grad_x) = &grad_x_nh {
+                write_rounded(&mut grad_x.f_narrow(0, start, count)?, plan.compute, |target| {
+                    mm_into(target, &gate, &weights.gate.tr(), false)?;
+                    mm_into(target, &up, &weights.up.tr(), true)
+                })?;
+            }
+        }
+        for (slot, sum) in result.iter_mut().zip(sums.by_input).skip(1) {
+            *slot = sum.map(|sum| sum.f_to_kind(plan.kind)).transpose()?;
+        }
+        Ok(result)
+    }
+}
+
+/// Lets `write` fill `target`, through a tensor of dtype `compute` where `target` has another.
+fn write_rounded(
+    target: &mut Tensor,
+    compute: Kind,
+    write: impl FnOnce(&mut Tensor) -> runtime::Result<()>,
+) -> runtime::Result<()> {
+    if target.kind() == compute {
+        return write(target);
+    }
+    let mut wide = Tensor::f_empty(target.size(), (compute, target.device()))?;
+    write(&mut wide)?;
+    Ok(target.f_copy_(&wide)?)
+}
+
+/// Checks everything that a caller can get wrong, and reads the sizes.
+pub(crate) fn check(x: &Tensor, weights: Weights<'_>) -> Result<Sizes> {
+    let shape =
+        |name, tensor: &Tensor, expected: String| Err(Error::Shape { name, found: tensor.size(), expected });
+    let size = x.size();
+    let Some((&hidden, leading)) = size.split_last() else {
+        return shape("x", x, "[..., hidden]: at least one dimension".into());
+    };
+    let floating = [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half];
+    if !floating.contains(&x.kind()) {
+        return Err(Error::Dtype {
+            name: "x",
+            found: x.kind(),
+            expected: "Float, Double, BFloat16 or Half".into(),
+        });
+    }
+    let named: Vec<(&'static str, &Tensor)> = match weights {
+        Weights::Separate { gate, up, down } => vec![("gate", gate), ("up", up), ("down", down)],
+        Weights::Fused { gate_up, down } => vec![("gate_up", gate_up), ("down", down)],
+    };
+    for (name, tensor) in &named {
+        if tensor.kind() != x.kind() {
+            return Err(Error::Dtype {
+                name,
+                found: tensor.kind(),
+                expected: format!("{:?} as `x`", x.kind()),
+            });
+        }
+        if tensor.device() != x.device() {
+            return Err(Error::DeviceMismatch { name, found: tensor.device(), expected: x.device() });
+        }
+    }
+    let (down_name, down) = named[named.len() - 1];
+    let &[features, down_hidden] = &down.size()[..] else {
+        return shape(down_name, down, "[intermediate, hidden]: two dimensions".into());
+    };
+    if down_hidden != hidden {
+        return shape(
+            down_name,
+            down,
+            format!("[intermediate, {hidden}], as the last dimension of `x` is {hidden}"),
+        );
+    }
+    let columns = if named.len() == 2 { 2 * features } else { features };
+    for (name, tensor) in &named[..named.len() - 1] {
+        if tensor.size() != [hidden, columns] {
+            return shape(
+                name,
+                tensor,
+                format!(
+                    "[{hidden}, {columns}], as `x` has {hidden} features and `down` is {:?}",
+                    down.size()
+                ),
+            );
+        }
+    }
+    Ok(Sizes { tokens: leading.iter().product(), hidden, features })
+}

@@ -1,0 +1,163 @@
+//! What a SwiGLU keeps between forward and backward.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::Error;
+
+/// What is kept for backward, and what is computed again. H is the hidden size, F the feed-forward size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum CheckpointLevel {
+    /// x, x·W, SiLU(x·W), x·V: H + 3F elements per token, nothing computed again. The assignment's level 0.
+    #[default]
+    SaveAll,
+    /// x, x·W, x·V: H + 2F elements per token; SiLU, one elementwise pass, is computed again.
+    SaveGateUp,
+    /// x, x·W: H + F elements per token; x·V is computed again, 1/9 of a step's products.
+    SaveOne,
+    /// x: H elements per token; x·W and x·V are computed again, 2/9 of a step's products (the down-projection never
+    /// is). The assignment's level 1.
+    InputOnly,
+    /// As [`InputOnly`](Self::InputOnly), over tiles of tokens, so that the temporaries of forward and backward take
+    /// at most `bytes`, whatever the number of tokens. Gradients of the weights are accumulated in fp32.
+    InputOnlyTiled {
+        /// Bound of the `[tile, F]` temporaries, in bytes.
+        bytes: u64,
+    },
+}
+
+impl CheckpointLevel {
+    /// The levels that the bench compares, with a tile of 16 MiB.
+    pub const ALL: [Self; 5] = [
+        Self::SaveAll,
+        Self::SaveGateUp,
+        Self::SaveOne,
+        Self::InputOnly,
+        Self::InputOnlyTiled { bytes: 16 << 20 },
+    ];
+
+    /// The assignment's numbering: 0 keeps everything, 1 keeps the input.
+    ///
+    /// # Errors
+    /// Any other number.
+    pub fn from_number(number: i64) -> Result<Self, Error> {
+        match number {
+            0 => Ok(Self::SaveAll),
+            1 => Ok(Self::InputOnly),
+            other => Err(Error::UnknownLevel(other.to_string())),
+        }
+    }
+
+    /// Elements kept per token, all weights and the input needing gradients.
+    pub fn saved_elements_per_token(self, hidden: u64, intermediate: u64) -> u64 {
+        hidden
+            + intermediate
+                * match self {
+                    Self::SaveAll => 3,
+                    Self::SaveGateUp => 2,
+                    Self::SaveOne => 1,
+                    Self::InputOnly | Self::InputOnlyTiled { .. } => 0,
+                }
+    }
+
+    /// Matrix products of the forward that backward runs again, of the 3 of a forward and 6 of a backward.
+    pub fn recomputed_products(self) -> u32 {
+        match self {
+            Self::SaveAll | Self::SaveGateUp => 0,
+            Self::SaveOne => 1,
+            Self::InputOnly | Self::InputOnlyTiled { .. } => 2,
+        }
+    }
+
+    /// The name without the tile's size.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::SaveAll => "save-all",
+            Self::SaveGateUp => "save-gate-up",
+            Self::SaveOne => "save-one",
+            Self::InputOnly => "input-only",
+            Self::InputOnlyTiled { .. } => "input-only-tiled",
+        }
+    }
+}
+
+impl fmt::Display for CheckpointLevel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::InputOnlyTiled { bytes } if bytes % (1 << 20) == 0 => {
+                write!(f, "{}:{}MiB", self.name(), bytes >> 20)
+            }
+            Self::InputOnlyTiled { bytes } => write!(f, "{}:{bytes}", self.name()),
+            _ => f.write_str(self.name()),
+        }
+    }
+}
+
+impl FromStr for CheckpointLevel {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let unknown = || Error::UnknownLevel(text.to_owned());
+        match text {
+            "save-all" | "0" => Ok(Self::SaveAll),
+            "save-gate-up" => Ok(Self::SaveGateUp),
+            "save-one" => Ok(Self::SaveOne),
+            "input-only" | "1" => Ok(Self::InputOnly),
+            _ => {
+                let size = text.strip_prefix("input-only-tiled:").ok_or_else(unknown)?;
+                let (number, unit) =
+                    size.split_at(size.find(|c: char| !c.is_ascii_digit()).unwrap_or(size.len()));
+                let shift = match unit {
+                    "" | "B" => 0,
+                    "KiB" => 10,
+                    "MiB" => 20,
+                    "GiB" => 30,
+                    _ => return Err(unknown()),
+                };
+                let number: u64 = number.parse().map_err(|_| unknown())?;
+                let bytes = number.checked_mul(1 << shift).filter(|&bytes| bytes > 0).ok_or_else(unknown)?;
+                Ok(Self::InputOnlyTiled { bytes })
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_numbers_round_trip() {
+        for level in CheckpointLevel::ALL {
+            assert_eq!(level.to_string().parse::<CheckpointLevel>().unwrap(), level);
+        }
+        assert_eq!("0".parse::<CheckpointLevel>().unwrap(), CheckpointLevel::from_number(0).unwrap());
+        assert_eq!("1".parse::<CheckpointLevel>().unwrap(), CheckpointLevel::InputOnly);
+        let tiled = CheckpointLevel::InputOnlyTiled { bytes: 1000 };
+        assert_eq!(tiled.to_string(), "input-only-tiled:1000");
+        assert_eq!("input-only-tiled:1000B".parse::<CheckpointLevel>().unwrap(), tiled);
+    }
+
+    #[test]
+    fn unknown_names_are_refused() {
+        let huge = "input-only-tiled:99999999999GiB";
+        for text in [
+            "",
+            "2",
+            "-1",
+            "save",
+            "input-only-tiled",
+            "input-only-tiled:",
+            "input-only-tiled:0",
+            "input-only-tiled:4MB",
+            huge,
+        ] {
+            let error = text.parse::<CheckpointLevel>().unwrap_err().to_string();
+            assert!(
+                error.starts_with(&format!("unknown checkpoint level `{text}`; expected save-all (or 0)")),
+                "{error}"
+            );
+        }
+        assert!(CheckpointLevel::from_number(2).is_err());
+    }
+}

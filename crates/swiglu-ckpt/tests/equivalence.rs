@@ -1,0 +1,250 @@
+//! Every level computes the same function and the same gradients.
+
+use runtime::autograd::{self, GradcheckOptions, Keep, gradcheck};
+use swiglu_ckpt::{CheckpointLevel, SwigluConfig, SwigluMlp, swiglu};
+use tch::{Device, Kind, Tensor};
+
+const TILED: CheckpointLevel = CheckpointLevel::InputOnlyTiled { bytes: 40_000 };
+const UNTILED: [CheckpointLevel; 4] = [
+    CheckpointLevel::SaveAll,
+    CheckpointLevel::SaveGateUp,
+    CheckpointLevel::SaveOne,
+    CheckpointLevel::InputOnly,
+];
+
+fn levels() -> impl Iterator<Item = CheckpointLevel> {
+    UNTILED.into_iter().chain([TILED])
+}
+
+/// x, W, V, U with the size of a trained layer's values.
+fn arguments(leading: &[i64], hidden: i64, features: i64, kind: Kind) -> [Tensor; 4] {
+    let draw = |shape: &[i64], scale: f64| {
+        (Tensor::randn(shape, (Kind::Double, Device::Cpu)) * scale).to_kind(kind).set_requires_grad(true)
+    };
+    let x: Vec<i64> = leading.iter().copied().chain([hidden]).collect();
+    let (h, f) = ((hidden as f64).powf(-0.5), (features as f64).powf(-0.5));
+    [draw(&x, 1.0), draw(&[hidden, features], h), draw(&[hidden, features], h), draw(&[features, hidden], f)]
+}
+
+fn plain(arguments: &[Tensor; 4]) -> Tensor {
+    let [x, w, v, u] = arguments;
+    (x.matmul(w).silu() * x.matmul(v)).matmul(u)
+}
+
+fn twins(arguments: &[Tensor; 4], needs: [bool; 4]) -> [Tensor; 4] {
+    std::array::from_fn(|i| arguments[i].detach().copy().set_requires_grad(needs[i]))
+}
+
+/// Output and the gradients of what needs one, from a random upstream gradient.
+fn run(arguments: &[Tensor; 4], output: Tensor) -> Vec<Tensor> {
+    tch::manual_seed(99);
+    let upstream = Tensor::randn(output.size(), (Kind::Float, Device::Cpu)).to_kind(output.kind());
+    if output.requires_grad() {
+        autograd::backward_with(&[&output], &[Some(&upstream)], Keep::default()).unwrap();
+    }
+    let grads = arguments.iter().filter(|a| a.requires_grad()).map(Tensor::grad);
+    [output.detach()].into_iter().chain(grads).collect()
+}
+
+fn ours(arguments: &[Tensor; 4], level: CheckpointLevel) -> Tensor {
+    let [x, w, v, u] = arguments;
+    swiglu(x, w, v, u, level).unwrap()
+}
+
+fn largest_error(a: &Tensor, b: &Tensor) -> f64 {
+    if a.numel() == 0 {
+        0.0
+    } else {
+        (a.to_kind(Kind::Double) - b.to_kind(Kind::Double)).abs().max().double_value(&[])
+    }
+}
+
+#[test]
+fn the_assignments_check() {
+    // 4 × 256 tokens, H = 768, F = 2304, weights as PyTorch's linear layers draw them, gradients of the sum, and the
+    // assignment's `torch.allclose(.., atol=1e-4)`, which allows a relative 1e-5 beside.
+    tch::manual_seed(0);
+    let mlp = SwigluMlp::new(&SwigluConfig::new(768, 768 * 3)).unwrap();
+    let parameters = mlp.parameters();
+    let weight = |index: usize| parameters[index].1.shallow_clone();
+    let x = Tensor::randn([4, 256, 768], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let arguments = [x, weight(0), weight(1), weight(2)];
+    let percent = |found: &Tensor, expected: &Tensor| {
+        ((found - expected).abs() / (expected.abs() * 1e-5 + 1e-4)).max().double_value(&[]) * 100.0
+    };
+    let exact: [Tensor; 4] =
+        std::array::from_fn(|i| arguments[i].detach().to_kind(Kind::Double).set_requires_grad(true));
+    plain(&exact).sum(Kind::Double).backward();
+    for level in levels() {
+        let arguments = twins(&arguments, [true; 4]);
+        let y = ours(&arguments, level);
+        let reference = twins(&arguments, [true; 4]);
+        let expected = plain(&reference);
+        let share = percent(&y.detach(), &expected.detach());
+        assert!(share < 100.0, "{level}: output at {share:.1} % of the tolerance");
+        autograd::backward(&[&y.sum(Kind::Float)]).unwrap();
+        expected.sum(Kind::Float).backward();
+        for (index, name) in ["x", "W", "V", "U"].iter().enumerate() {
+            let share = percent(&arguments[index].grad(), &reference[index].grad());
+            println!("{level}: gradient of {name} at {share:.1} % of the tolerance");
+            assert!(share < 100.0, "{level}: gradient of {name} at {share:.1} % of the tolerance");
+            // Of the order of PyTorch's own distance from the exact gradient, which says more than 1e-4: the two sum in
+            // different orders.
+            let ours = largest_error(&arguments[index].grad(), &exact[index].grad());
+            let theirs = largest_error(&reference[index].grad(), &exact[index].grad());
+            assert!(ours <= 3.0 * theirs + 1e-7, "{level}: gradient of {name}: {ours:e} against {theirs:e}");
+        }
+    }
+}
+
+#[test]
+fn in_fp32_all_untiled_levels_give_the_same_bits() {
+    tch::manual_seed(1);
+    for (leading, hidden, features) in [(vec![2, 33], 96, 200), (vec![512], 128, 384), (vec![1], 8, 8)] {
+        let arguments = arguments(&leading, hidden, features, Kind::Float);
+        let reference = twins(&arguments, [true; 4]);
+        let expected = run(&reference, ours(&reference, CheckpointLevel::SaveAll));
+        for level in UNTILED {
+            let arguments = twins(&arguments, [true; 4]);
+            assert_eq!(run(&arguments, ours(&arguments, level)), expected, "{level}");
+        }
+    }
+}
+
+#[test]
+fn gradcheck_in_f64_for_every_level_and_every_pattern_of_needs() {
+    tch::manual_seed(2);
+    let all = arguments(&[2, 3], 4, 5, Kind::Double);
+    for level in UNTILED.into_iter().chain([CheckpointLevel::InputOnlyTiled { bytes: 300 }]) {
+        for pattern in 1..16 {
+            let needs = std::array::from_fn(|i| pattern & (1 << i) != 0);
+            let arguments = twins(&all, needs);
+            let f = |a: &[Tensor]| {
+                let y = swiglu(&a[0], &a[1], &a[2], &a[3], level);
+                Ok(vec![y.map_err(|error| runtime::Error::Other(Box::new(error)))?])
+            };
+            let report = gradcheck(f, &arguments.each_ref(), GradcheckOptions::default()).unwrap();
+            assert!(report.percent_of_tolerance < 10.0, "{level} {needs:?}: {report}");
+        }
+    }
+}
+
+#[test]
+fn any_shape_of_input_any_dtype_any_needs() {
+    tch::manual_seed(3);
+    for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half] {
+        for leading in [vec![], vec![7], vec![0], vec![3, 0], vec![2, 3, 5]] {
+            let all = arguments(&leading, 24, 40, kind);
+            for pattern in [15, 1, 14, 8, 2, 4, 6, 9, 0] {
+                let needs = std::array::from_fn(|i| pattern & (1 << i) != 0);
+                // Double rounding aside, a low precision is judged against fp32 as PyTorch's own error is.
+                let exact: [Tensor; 4] = std::array::from_fn(|i| {
+                    all[i].detach().to_kind(Kind::Double).set_requires_grad(needs[i])
+                });
+                let exact = run(&exact, plain(&exact));
+                let reference = twins(&all, needs);
+                let reference = run(&reference, plain(&reference));
+                for level in levels() {
+                    let arguments = twins(&all, needs);
+                    let found = run(&arguments, ours(&arguments, level));
+                    assert_eq!(found.len(), exact.len());
+                    for (index, ((found, exact), reference)) in
+                        found.iter().zip(&exact).zip(&reference).enumerate()
+                    {
+                        assert_eq!((found.size(), found.kind()), (exact.size(), kind));
+                        let (ours, theirs) = (largest_error(found, exact), largest_error(reference, exact));
+                        let slack = match kind {
+                            Kind::Double => 1e-12,
+                            Kind::Float => 1e-5,
+                            Kind::Half => 4e-3,
+                            _ => 3e-2,
+                        };
+                        assert!(
+                            ours <= theirs + slack,
+                            "{level} {kind:?} {leading:?} needs {needs:?}, result {index}: {ours:e} against {theirs:e}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn non_contiguous_inputs_weights_and_upstream_gradients() {
+    tch::manual_seed(4);
+    let [x, w, v, u] = arguments(&[6, 8], 24, 40, Kind::Float);
+    let strided = |t: &Tensor| {
+        let wide = Tensor::stack(&[t.detach(), t.detach() * 9.0], -1);
+        let view = wide.select(-1, 0);
+        assert!(!view.is_contiguous());
+        view.set_requires_grad(true)
+    };
+    let transposed = |t: &Tensor| t.detach().tr().contiguous().tr().set_requires_grad(true);
+    for level in levels() {
+        let expected = twins(&[x.copy(), w.copy(), v.copy(), u.copy()], [true; 4]);
+        let expected = run(&expected, ours(&expected, level));
+        for arguments in [
+            [strided(&x), strided(&w), strided(&v), strided(&u)],
+            [
+                x.detach().transpose(0, 1).contiguous().transpose(0, 1).set_requires_grad(true),
+                transposed(&w),
+                transposed(&v),
+                transposed(&u),
+            ],
+        ] {
+            let found = run(&arguments, ours(&arguments, level));
+            for (found, expected) in found.iter().zip(&expected) {
+                assert!(found.allclose(expected, 1e-5, 1e-5, false), "{level}");
+            }
+        }
+        // The gradient of a sum has strides 0.
+        let (a, b) = (
+            twins(&[x.copy(), w.copy(), v.copy(), u.copy()], [true; 4]),
+            [x.copy(), w.copy(), v.copy(), u.copy()],
+        );
+        let b = twins(&b, [true; 4]);
+        autograd::backward(&[&ours(&a, level).sum(Kind::Float)]).unwrap();
+        plain(&b).sum(Kind::Float).backward();
+        for (a, b) in a.iter().zip(&b) {
+            assert!(a.grad().allclose(&b.grad(), 1e-4, 1e-4, false), "{level}");
+        }
+    }
+}
+
+#[test]
+fn backward_twice_through_a_retained_graph_changes_nothing_it_kept() {
+    tch::manual_seed(5);
+    let all = arguments(&[16], 24, 40, Kind::Float);
+    for level in levels() {
+        let arguments = twins(&all, [true; 4]);
+        let y = ours(&arguments, level).sum(Kind::Float);
+        autograd::backward_with(&[&y], &[None], Keep { graph: true, ..Keep::default() }).unwrap();
+        let once: Vec<Tensor> = arguments.iter().map(|a| a.grad().copy()).collect();
+        autograd::backward(&[&y]).unwrap();
+        for (argument, once) in arguments.iter().zip(&once) {
+            assert_eq!(argument.grad(), once * 2.0, "{level}");
+        }
+        assert!(autograd::backward(&[&y]).unwrap_err().to_string().contains("a second time"));
+    }
+}
+
+#[test]
+fn low_precision_gradients_of_weights_are_summed_over_tiles_in_fp32() {
+    tch::manual_seed(6);
+    // Many tiles: a sum in bf16 would lose a bit of the result with each.
+    let all = arguments(&[4096], 16, 24, Kind::BFloat16);
+    let exact: [Tensor; 4] =
+        std::array::from_fn(|i| all[i].detach().to_kind(Kind::Double).set_requires_grad(true));
+    let exact = run(&exact, plain(&exact));
+    let errors = |level| {
+        let arguments = twins(&all, [true; 4]);
+        let found = run(&arguments, ours(&arguments, level));
+        found.iter().zip(&exact).map(|(f, e)| largest_error(f, e)).collect::<Vec<_>>()
+    };
+    let (whole, tiled) =
+        (errors(CheckpointLevel::InputOnly), errors(CheckpointLevel::InputOnlyTiled { bytes: 2000 }));
+    for (index, (whole, tiled)) in whole.iter().zip(&tiled).enumerate() {
+        assert!(tiled <= &(whole * 1.1 + 1e-6), "result {index}: {tiled:e} tiled, {whole:e} whole");
+    }
+}
