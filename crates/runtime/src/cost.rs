@@ -1,0 +1,261 @@
+//! What the runtime's machinery costs: each figure against the same work without it, in turns.
+
+use std::hint::black_box;
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Context, ensure};
+use report::{Case, Metric};
+use runtime::autograd::{self, Backward, Forward, Function, checkpoint};
+use runtime::matmul::mm_into;
+use runtime::measure::{self, Plan, Work, physical};
+use runtime::memory;
+use runtime::profile::Counter;
+use tch::{Device, Kind, Tensor};
+
+/// How long to measure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Effort {
+    Seconds,
+    Minutes,
+}
+
+/// One group of figures.
+pub(crate) struct Part {
+    pub(crate) about: &'static str,
+    pub(crate) experiment: &'static str,
+    pub(crate) run: fn(Device, Effort) -> anyhow::Result<Vec<(Case, Metric)>>,
+}
+
+/// What can be measured on `device`.
+pub(crate) fn parts(device: Device) -> Vec<Part> {
+    let cost = "runtime-cost";
+    let mut parts = vec![
+        Part { about: "hand-written functions", experiment: cost, run: functions },
+        Part { about: "counting work", experiment: cost, run: counter },
+        Part { about: "matrix products", experiment: cost, run: products },
+    ];
+    if device == Device::Cpu {
+        parts.insert(0, Part { about: "tracking allocations", experiment: cost, run: tracking });
+        parts.push(Part { about: "huge pages", experiment: cost, run: huge_pages });
+    }
+    parts
+}
+
+/// Seconds per operator of a loop of small operators, each of which allocates its result.
+pub(crate) fn small_operators(tracked: bool, operators: u32) -> anyhow::Result<f64> {
+    if tracked {
+        memory::track_cpu()?;
+    }
+    let _no_grad = autograd::GradMode::off();
+    let (a, b) = (Tensor::ones([64], tch::kind::FLOAT_CPU), Tensor::ones([64], tch::kind::FLOAT_CPU));
+    let round = |count: u32| {
+        let start = Instant::now();
+        for _ in 0..count {
+            let _result = black_box(a.f_add(&b)?.f_relu()?);
+        }
+        anyhow::Ok(start.elapsed().as_secs_f64() / f64::from(2 * count))
+    };
+    round(operators / 10)?;
+    // The best of several short rounds: what disturbs a round only ever adds.
+    let mut best = f64::INFINITY;
+    for _ in 0..10 {
+        best = best.min(round(operators / 10)?);
+    }
+    Ok(best)
+}
+
+/// Allocation tracking cannot be taken off again, so each side runs in processes of its own, in turns.
+fn tracking(_: Device, effort: Effort) -> anyhow::Result<Vec<(Case, Metric)>> {
+    let (rounds, operators) = if effort == Effort::Seconds { (3, 100_000) } else { (15, 600_000) };
+    let program = std::env::current_exe().context("finding this program to run it again")?;
+    let once = |tracked: bool| -> anyhow::Result<f64> {
+        let mut command = Command::new(&program);
+        command.args(["small-operators", "--operators", &operators.to_string()]);
+        if tracked {
+            command.arg("--tracked");
+        }
+        let output = command.output().context("running small operators in a process")?;
+        ensure!(
+            output.status.success(),
+            "small operators: {}",
+            String::from_utf8_lossy(&output.stderr).trim()
+        );
+        let text = String::from_utf8_lossy(&output.stdout);
+        text.trim().parse().with_context(|| format!("reading `{}` as seconds", text.trim()))
+    };
+    let (mut with, mut without, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+    for round in 0..rounds {
+        let (tracked, plain) = if round % 2 == 0 {
+            let tracked = once(true)?;
+            (tracked, once(false)?)
+        } else {
+            let plain = once(false)?;
+            (once(true)?, plain)
+        };
+        with.push(tracked);
+        without.push(plain);
+        ratios.push(tracked / plain);
+    }
+    let case = || Case::new().with("what", "allocation tracking, 64-element operators");
+    Ok(vec![
+        (case(), Metric::of_samples("with_seconds", "s", &with)),
+        (case(), Metric::of_samples("without_seconds", "s", &without)),
+        (case(), Metric::of_samples("time_ratio", "ratio", &ratios)),
+    ])
+}
+
+/// Times two pieces of work in turns; `count` repetitions in each turn.
+fn in_turns(
+    what: &str,
+    count: u32,
+    rounds: usize,
+    mut with: impl FnMut() -> runtime::Result<()>,
+    mut without: impl FnMut() -> runtime::Result<()>,
+) -> anyhow::Result<Vec<(Case, Metric)>> {
+    fn seconds(count: u32, work: &mut dyn FnMut() -> runtime::Result<()>) -> runtime::Result<f64> {
+        let start = Instant::now();
+        for _ in 0..count {
+            work()?;
+        }
+        Ok(start.elapsed().as_secs_f64() / f64::from(count))
+    }
+    let (mut ours, mut theirs, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+    for round in 0..=rounds {
+        let (a, b) = (seconds(count, &mut with)?, seconds(count, &mut without)?);
+        if round > 0 {
+            ours.push(a);
+            theirs.push(b);
+            ratios.push(a / b);
+        }
+    }
+    let case = || Case::new().with("what", what);
+    Ok(vec![
+        (case(), Metric::of_samples("with_seconds", "s", &ours)),
+        (case(), Metric::of_samples("without_seconds", "s", &theirs)),
+        (case(), Metric::of_samples("time_ratio", "ratio", &ratios)),
+    ])
+}
+
+struct Double;
+
+impl Function for Double {
+    fn forward(&mut self, _: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
+        Ok(vec![inputs[0].f_mul_scalar(2.0)?])
+    }
+
+    fn backward(
+        &mut self,
+        _: &mut Backward,
+        grads: Vec<Option<Tensor>>,
+    ) -> runtime::Result<Vec<Option<Tensor>>> {
+        grads.into_iter().map(|grad| Ok(grad.map(|grad| grad.f_mul_scalar(2.0)).transpose()?)).collect()
+    }
+}
+
+/// Forward and backward through ten hand-written nodes, or ten recomputed segments, against ten of libtorch's own.
+fn functions(device: Device, effort: Effort) -> anyhow::Result<Vec<(Case, Metric)>> {
+    const CHAIN: usize = 10;
+    let rounds = if effort == Effort::Seconds { 3 } else { 15 };
+    let x = Tensor::f_ones([64], (Kind::Float, device))?.f_set_requires_grad(true)?;
+    let run = |step: &dyn Fn(&Tensor) -> runtime::Result<Tensor>| {
+        let mut y = x.shallow_clone();
+        for _ in 0..CHAIN {
+            y = step(&y)?;
+        }
+        let loss = y.f_sum(Kind::Float)?;
+        x.shallow_clone().zero_grad();
+        autograd::backward(&[&loss])
+    };
+    let operator = |y: &Tensor| Ok(y.f_mul_scalar(2.0)?);
+    let mut figures = in_turns(
+        "chain of 10 hand-written functions, 64 elements",
+        200,
+        rounds,
+        || run(&|y| Ok(autograd::apply(Double, &[y])?.remove(0))),
+        || run(&operator),
+    )?;
+    figures.extend(in_turns(
+        "chain of 10 recomputed segments, 64 elements",
+        200,
+        rounds,
+        || run(&|y| Ok(checkpoint(|y| Ok(vec![y[0].f_mul_scalar(2.0)?]), &[y])?.remove(0))),
+        || run(&operator),
+    )?);
+    Ok(figures)
+}
+
+/// The FLOP counter while it runs.
+fn counter(device: Device, effort: Effort) -> anyhow::Result<Vec<(Case, Metric)>> {
+    let rounds = if effort == Effort::Seconds { 3 } else { 15 };
+    let a = Tensor::f_ones([64, 64], (Kind::Float, device))?;
+    let products = || -> runtime::Result<()> {
+        for _ in 0..1000 {
+            let _product = black_box(a.f_mm(&a)?);
+        }
+        Ok(())
+    };
+    let counted = || {
+        let counter = Counter::start()?;
+        products()?;
+        counter.finish().map(|_| ())
+    };
+    in_turns("counting 1000 products of 64 × 64", 1, rounds, counted, products)
+}
+
+/// This project's product beside libtorch's own, over shapes of training.
+fn products(device: Device, effort: Effort) -> anyhow::Result<Vec<(Case, Metric)>> {
+    const SHAPES: [(i64, i64, i64); 5] =
+        [(4096, 4096, 1024), (4096, 1024, 4096), (1024, 4096, 4096), (2048, 4864, 896), (512, 512, 512)];
+    let budget = if effort == Effort::Seconds { 0.2 } else { 2.0 };
+    let kinds = if device == Device::Cpu {
+        vec![Kind::Float, Kind::BFloat16, Kind::Half]
+    } else {
+        vec![Kind::BFloat16]
+    };
+    let mut figures = Vec::new();
+    for kind in kinds {
+        for (m, n, k) in if effort == Effort::Seconds { &SHAPES[4..] } else { &SHAPES[..] } {
+            let (m, n, k) = (*m, *n, *k);
+            let case = || {
+                let shape = format!("[{m}, {k}]·[{k}, {n}]");
+                Case::new()
+                    .with("what", "matrix product")
+                    .with("dtype", format!("{kind:?}"))
+                    .with("shape", shape)
+            };
+            let (a, b) = (Tensor::f_ones([m, k], (kind, device))?, Tensor::f_ones([k, n], (kind, device))?);
+            let mut out = Tensor::f_empty([m, n], (kind, device))?;
+            let work = Work::flops(2.0 * m as f64 * n as f64 * k as f64);
+            let plan =
+                Plan { warmup: 1, repeats: 20, budget: Some(budget), work: Some(work), ..Plan::new(device) };
+            let ours = measure::run(&plan, |_| mm_into(&mut out, &a, &b, false))?;
+            let rates: Vec<f64> = ours.time.samples.iter().map(|seconds| work.amount / seconds).collect();
+            figures.push((case(), Metric::of_samples("rate", "FLOP/s", &rates)));
+            // libtorch's fp16 product is so slow on most processors that one of these sizes takes a minute.
+            if kind == Kind::Half && device == Device::Cpu && m * n * k > 1 << 28 {
+                let why = "libtorch's fp16 product would take minutes; see the smallest shape";
+                figures.push((case(), Metric::not_measured("libtorch_rate", "FLOP/s", why)));
+                continue;
+            }
+            let theirs = physical::gemm_rate(device, kind, m, n, k)?;
+            let rates: Vec<f64> = theirs.time.samples.iter().map(|seconds| work.amount / seconds).collect();
+            figures.push((case(), Metric::of_samples("libtorch_rate", "FLOP/s", &rates)));
+        }
+    }
+    Ok(figures)
+}
+
+/// Filling a fresh tensor of 64 MiB, whose pages the kernel must provide.
+fn huge_pages(device: Device, effort: Effort) -> anyhow::Result<Vec<(Case, Metric)>> {
+    let rounds = if effort == Effort::Seconds { 3 } else { 15 };
+    memory::track_cpu()?;
+    let fill = |huge: bool| {
+        let before = memory::set_huge_pages(huge)?;
+        let filled = Tensor::f_ones([16 << 20], (Kind::Float, device));
+        memory::set_huge_pages(before)?;
+        drop(filled?);
+        Ok(())
+    };
+    in_turns("huge pages, filling fresh 64 MiB", 5, rounds, || fill(true), || fill(false))
+}

@@ -1,0 +1,111 @@
+//! `runtime`: what this machine offers, and what the runtime's own machinery costs on it.
+
+mod cost;
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use report::cli::{CommonArgs, Scale};
+use report::{Environment, Progress, Record};
+
+/// What this machine offers, and what the runtime costs on it
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    common: CommonArgs,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Print the device, its memory, and libtorch's version
+    Info,
+    /// Measure what tracking, counting and hand-written functions cost, and the rates of both matrix products
+    Cost {
+        /// How long to measure
+        #[arg(long, value_enum, default_value_t)]
+        scale: Scale,
+    },
+    /// A loop of small operators; prints seconds per operator (run by `cost`, in processes of their own)
+    #[command(hide = true)]
+    SmallOperators {
+        #[arg(long)]
+        tracked: bool,
+        #[arg(long)]
+        operators: u32,
+    },
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    report::cli::run(|| match &cli.command {
+        Command::Info => info(&cli.common),
+        Command::Cost { scale } => cost(&cli.common, *scale),
+        Command::SmallOperators { tracked, operators } => {
+            writeln!(std::io::stdout(), "{:e}", cost::small_operators(*tracked, *operators)?)?;
+            Ok(())
+        }
+    })
+}
+
+fn info(common: &CommonArgs) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    let memory = runtime::device::memory_info(device)?;
+    let environment = Environment::detect(&runtime::device::name(device)?, Some(runtime::torch_version()));
+    let mut out = std::io::stdout().lock();
+    if common.json {
+        let text = serde_json::json!({
+            "environment": environment,
+            "memory_free_bytes": memory.free,
+            "memory_total_bytes": memory.total,
+        });
+        writeln!(out, "{text}")?;
+        return Ok(());
+    }
+    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+    writeln!(out, "libtorch  {}", runtime::torch_version())?;
+    writeln!(out, "device    {}", environment.device)?;
+    writeln!(out, "memory    {:.1} of {:.1} GiB free", gib(memory.free), gib(memory.total))?;
+    writeln!(out, "processor {}, {} threads", environment.cpu, environment.threads)?;
+    Ok(())
+}
+
+fn cost(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    runtime::random::seed(common.seed)?;
+    let mut records = common.open_records()?;
+    let environment = Environment::detect(&runtime::device::name(device)?, Some(runtime::torch_version()));
+    let effort = if scale == Scale::Smoke { cost::Effort::Seconds } else { cost::Effort::Minutes };
+    let parts = cost::parts(device);
+    let mut progress = Progress::new(parts.len() as u64);
+    let mut out = std::io::stdout().lock();
+    for part in parts {
+        progress.message(part.about);
+        for (case, metric) in (part.run)(device, effort)? {
+            let case = case.with("device", common.device.as_str());
+            let record =
+                Record { experiment: part.experiment.into(), case, metric, environment: environment.clone() };
+            if let Some(records) = &mut records {
+                records.write(&record)?;
+            }
+            if common.json {
+                writeln!(out, "{}", serde_json::to_string(&record)?)?;
+            } else {
+                let value =
+                    record.metric.value.map_or("not measured".to_owned(), |value| format!("{value:.4e}"));
+                writeln!(
+                    out,
+                    "{:44} {:24} {value} {}",
+                    record.case.describe(),
+                    record.metric.name,
+                    record.metric.unit
+                )?;
+            }
+        }
+        progress.step();
+    }
+    Ok(())
+}

@@ -1,0 +1,25 @@
+//! `accounting`'s peak of a step is the allocator's. One test in one process: the counts are the whole process's.
+
+use runtime::measure::Plan;
+use swiglu_ckpt::CheckpointLevel;
+use swiglu_ckpt::bench::{Configuration, SMOKE, Variant, measure};
+use tch::{Device, Kind};
+
+#[test]
+fn predicted_peaks_are_within_five_percent_and_kept_bytes_exact() {
+    runtime::memory::track_cpu().unwrap();
+    let deep = Configuration { batch: 3, seq: 50, hidden: 64, intermediate: 176, layers: 6 };
+    let single = Configuration { batch: 1, seq: 700, hidden: 96, intermediate: 64, layers: 1 };
+    let tiny_tile = Variant::Level(CheckpointLevel::InputOnlyTiled { bytes: 50_000 });
+    for config in SMOKE.iter().chain([&deep, &single]) {
+        for variant in Variant::all().chain([tiny_tile]) {
+            let plan = Plan { warmup: 1, repeats: 1, ..Plan::new(Device::Cpu) };
+            let outcome = measure(config, variant, Kind::Float, &plan).unwrap();
+            let (found, expected) = (outcome.peak_bytes as f64, outcome.predicted.bytes as f64);
+            let error = (expected - found).abs() / found;
+            println!("{} {variant}: {:.2} % of the tolerance", config.name(), error / 0.05 * 100.0);
+            assert!(error <= 0.05, "{} {variant}: predicted {expected}, measured {found}", config.name());
+            assert_eq!(outcome.held_bytes, outcome.predicted.kept, "{} {variant}", config.name());
+        }
+    }
+}
