@@ -152,6 +152,7 @@ impl Turns<'_> {
     fn rounds(&self, comparison: &Comparison, display: &mut Display) -> Result<Ending> {
         let name = &comparison.name;
         let records = self.folder.unfinished_records(name);
+        let log = self.folder.fresh_log(name)?;
         let turn = self.folder.run().join(format!("{name}.turn.jsonl"));
         let mut file =
             std::fs::File::create(&records).with_context(|| format!("cannot write {}", records.display()))?;
@@ -163,7 +164,7 @@ impl Turns<'_> {
                 std::fs::remove_file(&turn).with_context(|| format!("cannot remove {}", turn.display()))?;
             }
             let command = self.command(comparison, side, &turn)?;
-            let (ending, _) = runner::run(command, &self.folder.log(name), &self.interrupt, |step| {
+            let (ending, _) = runner::run(command, &log, &self.interrupt, |step| {
                 let message = format!("{about} {}/{} {}", step.done, step.total, step.message);
                 display.step(&Step { done, total, message });
             })?;

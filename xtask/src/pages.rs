@@ -76,6 +76,13 @@ impl Folder {
         self.run().join(format!("{experiment}.log"))
     }
 
+    /// The log, emptied for a new run.
+    pub(crate) fn fresh_log(&self, experiment: &str) -> Result<PathBuf> {
+        let log = self.log(experiment);
+        std::fs::File::create(&log).with_context(|| format!("cannot write the log {}", log.display()))?;
+        Ok(log)
+    }
+
     pub(crate) fn unfinished_records(&self, experiment: &str) -> PathBuf {
         self.run().join(format!("{experiment}.jsonl"))
     }

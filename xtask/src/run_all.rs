@@ -117,8 +117,8 @@ impl Run<'_> {
             std::fs::remove_file(&records).with_context(|| format!("cannot remove {}", records.display()))?;
         }
         let command = self.command(experiment)?;
-        let (ending, time) =
-            runner::run(command, &self.folder.log(name), &self.interrupt, |step| display.step(&step))?;
+        let log = self.folder.fresh_log(name)?;
+        let (ending, time) = runner::run(command, &log, &self.interrupt, |step| display.step(&step))?;
         let seconds = time.as_secs_f64();
         let (state, usual, line) = match ending {
             Ending::Done => {

@@ -48,7 +48,7 @@ pub(crate) enum Ending {
 const GRACE: Duration = Duration::from_secs(2);
 const TICK: Duration = Duration::from_millis(50);
 
-/// Runs `command` to its end. The log is written anew.
+/// Runs `command` to its end. What it prints is appended to `log`.
 pub(crate) fn run(
     mut command: Command,
     log: &Path,
@@ -59,7 +59,6 @@ pub(crate) fn run(
         let file = OpenOptions::new().create(true).append(true).open(log);
         file.with_context(|| format!("cannot write the log {}", log.display()))
     };
-    File::create(log).with_context(|| format!("cannot write the log {}", log.display()))?;
     let program = command.get_program().to_owned();
     command.env(PROGRESS_VARIABLE, "lines").stdin(Stdio::null()).stdout(open()?).stderr(Stdio::piped());
     let start = Instant::now();

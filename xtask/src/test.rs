@@ -28,8 +28,15 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
             eprintln!("test: cargo {}", args.join(" "));
             let mut command = cargo::command(house);
             command.args(&args);
+            // Tests start in their package's folder, where a relative path would mean something else.
+            if let Some(fixtures) = std::env::var_os("FRUGAL_FIXTURES").filter(|path| !path.is_empty()) {
+                command.env(
+                    "FRUGAL_FIXTURES",
+                    std::path::absolute(fixtures).context("FRUGAL_FIXTURES is no path")?,
+                );
+            }
             (!run_filtered(command, &mut filter)?.success())
-                .then(|| "tests failed; they are named above".to_owned())
+                .then(|| "cargo test did not succeed; what failed is named above".to_owned())
         }
         Some(bundle) => run_bundled(house, bundle, &args.extra, &mut filter)?,
     };

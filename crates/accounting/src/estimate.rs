@@ -38,6 +38,7 @@ use crate::memory::recipe::Recipe;
 use crate::memory::zero::{ModelStates, Sharding, ZeroStage, model_states};
 use crate::memory::{Item, total, working_set};
 use crate::model::Decoder;
+use crate::recompute::NormKernel;
 use crate::{Error, exact};
 
 /// How a model is trained. Batches are per device.
@@ -53,6 +54,8 @@ pub struct Plan {
     pub step: StepKernel,
     /// What the backward computes again.
     pub recomputation: Recomputation,
+    /// How an RMSNorm is computed.
+    pub norm: NormKernel,
     /// Whether dropout is on.
     pub dropout: bool,
     /// How the loss is computed.
@@ -73,6 +76,7 @@ impl Default for Plan {
             optimizer: Optimizer::default(),
             step: StepKernel::default(),
             recomputation: Recomputation::default(),
+            norm: NormKernel::default(),
             dropout: false,
             loss: Loss::default(),
             sharding: Sharding::default(),
@@ -84,7 +88,12 @@ impl Default for Plan {
 impl Plan {
     /// What decides about activations.
     pub fn activation_choices(&self) -> ActivationChoices {
-        ActivationChoices { recipe: self.recipe, recomputation: self.recomputation, dropout: self.dropout }
+        ActivationChoices {
+            recipe: self.recipe,
+            recomputation: self.recomputation,
+            norm: self.norm,
+            dropout: self.dropout,
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! What a forward pass keeps for the backward, and what the backward computes again.
 //!
-//! Three choices are independent of each other: the attention kernel (a flash kernel always recomputes its scores),
-//! the SwiGLU's level, and what is checkpointed around them.
+//! The choices are independent of each other: the attention kernel (a flash kernel always recomputes its scores),
+//! the norm's kernel, the SwiGLU's level, and what is checkpointed around them.
 
 use std::str::FromStr;
 
@@ -15,6 +15,17 @@ pub enum AttentionKernel {
     /// A fused kernel keeps its output and one number per row; its backward computes `Q·Kᵀ` again.
     #[default]
     Flash,
+}
+
+/// How an RMSNorm is computed. (A LayerNorm is one kernel everywhere.)
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum NormKernel {
+    /// One kernel, which keeps its input and one number per token.
+    #[default]
+    Fused,
+    /// Composed of operations, as `rms_norm` is on a CPU in torch 2.11: the normalized input, before the weight, is
+    /// kept too.
+    Composed,
 }
 
 /// What is checkpointed.
@@ -55,6 +66,19 @@ impl AttentionKernel {
         match self {
             Self::Eager => "eager",
             Self::Flash => "flash",
+        }
+    }
+}
+
+impl NormKernel {
+    /// All kernels.
+    pub const ALL: [Self; 2] = [Self::Fused, Self::Composed];
+
+    /// The name that [`FromStr`] reads.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Fused => "fused",
+            Self::Composed => "composed",
         }
     }
 }
@@ -135,6 +159,7 @@ macro_rules! read_by_name {
 
 read_by_name!(
     AttentionKernel, "attention kernel";
+    NormKernel, "norm kernel";
     Recompute, "recomputation";
     SwigluLevel, "SwiGLU level"
 );

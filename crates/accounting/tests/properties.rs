@@ -9,7 +9,7 @@ use accounting::memory::recipe::Recipe;
 use accounting::memory::total;
 use accounting::memory::zero::{Sharding, ZeroStage, model_states};
 use accounting::model::{Family, Shape};
-use accounting::recompute::{AttentionKernel, Recompute, SwigluLevel};
+use accounting::recompute::{AttentionKernel, NormKernel, Recompute, SwigluLevel};
 use accounting::{Decoder, Dtype};
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -55,13 +55,14 @@ fn plans() -> impl Strategy<Value = Plan> {
         select(&ZeroStage::ALL[..]),
         1u64..9,
     );
-    (work, recomputation, loss, states, any::<[bool; 2]>()).prop_map(
+    (work, recomputation, loss, states, any::<[bool; 3]>()).prop_map(
         |(work, recomputation, loss, (recipe, optimizer, step, stage, devices), flags)| Plan {
             work,
             recipe,
             optimizer,
             step,
             recomputation,
+            norm: if flags[2] { NormKernel::Fused } else { NormKernel::Composed },
             dropout: flags[0],
             loss,
             sharding: Sharding::new(stage, devices).unwrap(),

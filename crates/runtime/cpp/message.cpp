@@ -1,7 +1,12 @@
 // Messages that cross the border.
 #include "guard.h"
 
+#include <torch/version.h>
+
 extern "C" {
+// The version of libtorch's headers; static, not to be freed.
+const char* rt_torch_version() { return TORCH_VERSION; }
+
 // Frees a status. `message` is taken.
 void rt_free_message(rt_status message) { std::free(message); }
 

@@ -1,9 +1,42 @@
 //! What libtorch has and `tch` lacks.
+//!
+//! `tch` binds libtorch's operators. Training at the edge of a machine's memory needs more of libtorch than operators,
+//! and each module here is one such thing:
+//!
+//! | module | what it gives |
+//! |---|---|
+//! | [`autograd`] | functions whose backward is written by hand, recomputation, a gradient check |
+//! | [`device`] | the device from a flag; streams, events, pinned memory, for CPU and CUDA behind the same types |
+//! | [`memory`] | live and peak bytes of the allocators, the peak of a region of code |
+//! | [`profile`] | traces for Perfetto, named ranges, an exact count of FLOPs and bytes |
+//! | [`measure`] | warm-up, repeats, phases, median and spread, the machine's limits |
+//! | [`ops`] | every operator by its name, and typed functions over the ones training needs |
+//! | [`matmul`] | matrix products into a given output, in the precision that is asked for |
+//! | [`fused`] | elementwise chains as one pass over memory |
+//! | [`random`] | seeds and the state of the random generators |
+//!
+//! All `unsafe` code of the workspace and its only C++ are behind these modules: `src/sys` and `cpp`. A failure of
+//! libtorch is an [`Error`] with libtorch's words and without its C++ stack; nothing that a caller can pass panics.
+//!
+//! ```
+//! use runtime::{autograd, device, memory};
+//! use tch::{Kind, Tensor};
+//!
+//! let device = device::select("cpu")?;
+//! let region = memory::Region::start(device)?;
+//! let x = Tensor::f_randn([64, 64], (Kind::Float, device))?.set_requires_grad(true);
+//! let y = autograd::checkpoint(|x| Ok(vec![x[0].f_gelu("none")?.f_sum(Kind::Float)?]), &[&x])?.remove(0);
+//! autograd::backward(&[&y])?;
+//! println!("peak {} B", region.finish()?.peak);
+//! # Ok::<(), runtime::Error>(())
+//! ```
 
 pub mod autograd;
+pub mod device;
 pub mod error;
 pub mod fused;
 pub mod matmul;
+pub mod measure;
 pub mod memory;
 pub mod ops;
 pub mod profile;
@@ -11,3 +44,8 @@ pub mod random;
 mod sys;
 
 pub use error::{Error, Result};
+
+/// The version of libtorch, such as `2.11.0`.
+pub fn torch_version() -> &'static str {
+    sys::torch_version()
+}

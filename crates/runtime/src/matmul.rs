@@ -15,6 +15,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::autograd::GradMode;
 use crate::error::{Error, Result};
+use crate::profile::{Flops, record_external};
 use crate::sys::gemm::gemm_f32;
 
 /// Products smaller than this many multiply-adds go to libtorch, whose call is cheaper.
@@ -84,7 +85,14 @@ fn same_kind(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Resu
     let (m, n, k) = (out.size()[0], out.size()[1], a.size()[1]);
     if out.device() == Device::Cpu && out.kind() == Kind::Float && m * n * k >= SMALL && prefers_gemm_crate()
     {
-        return gemm_f32(out, a, b, accumulate, usize::try_from(tch::get_num_threads()).unwrap_or(1));
+        gemm_f32(out, a, b, accumulate, usize::try_from(tch::get_num_threads()).unwrap_or(1))?;
+        let flops = u64::try_from(2 * m * n * k).unwrap_or(u64::MAX);
+        let elements = m * k + k * n + m * n * if accumulate { 2 } else { 1 };
+        return record_external(
+            "runtime::mm",
+            Flops::from(flops),
+            4 * u64::try_from(elements).unwrap_or(u64::MAX / 4),
+        );
     }
     if accumulate {
         let _ = out.f_addmm_(a, b)?;

@@ -16,17 +16,20 @@ use crate::error::{Error, Result, strip_frames};
 pub(crate) type Status = *mut c_char;
 
 pub(crate) mod autograd;
+pub(crate) mod device;
 pub(crate) mod gemm;
 pub(crate) mod memory;
 pub(crate) mod ops;
 pub(crate) mod profile;
 pub(crate) mod random;
+pub(crate) mod stream;
 pub(crate) mod swiglu;
 pub(crate) mod tensor;
 
 unsafe extern "C" {
     fn rt_free_message(message: Status);
     fn rt_copy_message(text: *const c_char, size: usize) -> Status;
+    safe fn rt_torch_version() -> *const c_char;
 }
 
 /// Turns a status of the shim into a result, and frees its message.
@@ -61,7 +64,8 @@ pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> &str {
     text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
 }
 
-fn error_chain(error: &dyn std::error::Error) -> String {
+/// The words of an error and of its causes.
+pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {
@@ -70,6 +74,12 @@ fn error_chain(error: &dyn std::error::Error) -> String {
         source = cause.source();
     }
     text
+}
+
+/// The version of the libtorch that the shim was compiled against.
+pub(crate) fn torch_version() -> &'static str {
+    // SAFETY: the shim returns a static NUL-terminated text.
+    unsafe { CStr::from_ptr(rt_torch_version()) }.to_str().unwrap_or("unknown")
 }
 
 /// Borrowed pointers to tensors, for a call that only reads the tensor objects.

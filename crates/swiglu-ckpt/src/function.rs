@@ -196,6 +196,7 @@ impl Swiglu {
             Ok(Some(copy))
         };
         let mut product = |slot: usize, weight: &Tensor| -> runtime::Result<Tensor> {
+            let _recompute = runtime::profile::recompute();
             let x_th = x_th.expect("a level that computes again keeps x");
             let mut out = scratch.take(slot, count)?;
             mm_into(&mut out, x_th, weight, false)?;

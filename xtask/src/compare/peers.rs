@@ -17,7 +17,13 @@ pub(super) fn python(house: &House, given: Option<&Path>) -> Result<PathBuf> {
     if let Some(python) = given.map(|given| given.as_os_str().to_owned()).or_else(bundled) {
         let python = PathBuf::from(python);
         check(&python)?;
-        return Ok(python);
+        // The peers start in another folder. A bare name is looked up on the path, wherever that is.
+        let is_name = python.components().count() == 1 && !python.is_absolute();
+        return if is_name {
+            Ok(python)
+        } else {
+            std::path::absolute(&python).context("--python is no usable path")
+        };
     }
     let file = house.peers().join("requirements.txt");
     let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;

@@ -33,12 +33,19 @@ impl Surroundings {
     }
 }
 
-/// Whether this machine has an NVIDIA driver that a program can reach.
+/// Whether this machine has an NVIDIA driver that a program can reach. Containers show it in different places.
 pub(crate) fn nvidia_driver() -> bool {
-    let folders =
-        ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib/wsl/lib"];
-    Path::new("/proc/driver/nvidia/version").exists()
-        || folders.iter().any(|folder| Path::new(folder).join("libcuda.so.1").exists())
+    const LIBRARIES: [&str; 5] = [
+        "/usr/lib/x86_64-linux-gnu",
+        "/usr/lib/aarch64-linux-gnu",
+        "/usr/lib64",
+        "/usr/local/nvidia/lib64",
+        "/usr/lib/wsl/lib",
+    ];
+    let searched = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let mut folders = LIBRARIES.iter().map(PathBuf::from).chain(std::env::split_paths(&searched));
+    ["/proc/driver/nvidia/version", "/dev/nvidiactl"].iter().any(|file| Path::new(file).exists())
+        || folders.any(|folder| folder.join("libcuda.so.1").exists())
 }
 
 /// The folder that all checkouts of this user share.

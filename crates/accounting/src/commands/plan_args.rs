@@ -8,7 +8,7 @@ use accounting::memory::optimizer::{Optimizer, StepKernel};
 use accounting::memory::recipe::Recipe;
 use accounting::memory::zero::{Sharding, ZeroStage};
 use accounting::quantity::{parse_bytes, parse_count};
-use accounting::recompute::{AttentionKernel, Recompute, SwigluLevel};
+use accounting::recompute::{AttentionKernel, NormKernel, Recompute, SwigluLevel};
 use accounting::{Decoder, Error};
 
 const TRAINING: &str = "Training";
@@ -63,6 +63,9 @@ pub(crate) struct PlanArgs {
     step: StepKernel,
     #[command(flatten)]
     recompute: RecomputeArgs,
+    /// How an RMSNorm is computed: fused, or composed of operations (torch on a CPU)
+    #[arg(long, default_value = "fused", value_name = "KERNEL", help_heading = TRAINING)]
+    norm: NormKernel,
     /// Dropout is on
     #[arg(long, help_heading = TRAINING)]
     dropout: bool,
@@ -88,6 +91,7 @@ impl PlanArgs {
             optimizer: self.optimizer,
             step: self.step,
             recomputation: self.recompute.recomputation(),
+            norm: self.norm,
             dropout: self.dropout,
             loss: self.loss_chunk.map_or(Loss::Eager, |tokens| Loss::Chunked { tokens }),
             sharding: Sharding::new(self.zero, self.devices)?,

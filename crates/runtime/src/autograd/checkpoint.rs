@@ -143,7 +143,7 @@ where
             })
             .collect::<Result<_>>()?;
         let outputs = {
-            //let _recompute = crate::profile::recompute();
+            let _recompute = crate::profile::recompute();
             let _first = self.random.as_ref().map(RandomState::replay).transpose()?;
             let _grad = GradMode::on();
             (self.f)(&inputs)?

@@ -13,6 +13,7 @@
 use tch::{Device, Tensor};
 
 use crate::error::Result;
+use crate::profile::{Flops, record_external};
 use crate::sys::swiglu as sys;
 
 /// Writes `product = SiLU(gate)·up`, and `silu = SiLU(gate)` where it is wanted.
@@ -24,7 +25,8 @@ use crate::sys::swiglu as sys;
 /// Shapes, dtypes, devices or memory that do not fit.
 pub fn forward(gate: &Tensor, up: &Tensor, silu: Option<&Tensor>, product: &mut Tensor) -> Result<()> {
     if on_cpu(gate) {
-        return sys::forward(gate, up, silu, product);
+        sys::forward(gate, up, silu, product)?;
+        return record("runtime::swiglu", product, if silu.is_some() { 4 } else { 3 });
     }
     let computed = gate.f_silu()?;
     let _ = computed.f_mul_out(product, up)?;
@@ -55,6 +57,7 @@ pub struct Gradients {
 pub fn backward(mut gate: Tensor, mut up: Tensor, silu: Option<&Tensor>, grad: Tensor) -> Result<Gradients> {
     if on_cpu(&gate) {
         sys::backward(&gate, &up, silu, &grad)?;
+        record("runtime::swiglu_backward", &grad, if silu.is_some() { 7 } else { 6 })?;
         return Ok(Gradients { gate, up, product: grad });
     }
     let silu = match silu {
@@ -67,6 +70,12 @@ pub fn backward(mut gate: Tensor, mut up: Tensor, silu: Option<&Tensor>, grad: T
     let _ = silu.f_mul_out(&mut product, &up)?;
     let _ = grad.f_mul_out(&mut up, &silu)?;
     Ok(Gradients { gate, up, product })
+}
+
+/// Tells running counters of a pass that read and wrote so many matrices of this size. Elementwise work counts no FLOPs.
+fn record(name: &str, matrix: &Tensor, passes: usize) -> Result<()> {
+    let bytes = matrix.numel() * matrix.kind().elt_size_in_bytes() * passes;
+    record_external(name, Flops::default(), bytes as u64)
 }
 
 /// Whether the pass in Rust takes it; libtorch's operators take the rest.

@@ -1,0 +1,204 @@
+// Devices, streams, events and host memory. Contracts are in device.h.
+#include "device.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <atomic>
+#include <dlfcn.h>
+#include <unistd.h>
+
+namespace {
+
+c10::Device cuda_device(int index) { return c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index)); }
+
+c10::Stream cuda_stream(int device, int64_t id) {
+  return c10::Stream::unpack3(id, static_cast<c10::DeviceIndex>(device), c10::kCUDA);
+}
+
+c10::impl::VirtualGuardImpl cuda() { return c10::impl::VirtualGuardImpl(c10::kCUDA); }
+
+// Bytes handed out by rt_host_empty without pinning. They live outside the CPU allocator, so that a run on the CPU can
+// tell the bytes that stand for device memory from those that stand for host memory.
+std::atomic<uint64_t> host_live{0};
+std::atomic<uint64_t> host_peak{0};
+
+void host_grew(uint64_t bytes) {
+  const uint64_t live = host_live.fetch_add(bytes) + bytes;
+  uint64_t peak = host_peak.load();
+  while (peak < live && !host_peak.compare_exchange_weak(peak, live)) {
+  }
+}
+
+at::Tensor pageable_empty(at::IntArrayRef shape, const at::TensorOptions& options) {
+  const size_t bytes = static_cast<size_t>(c10::multiply_integers(shape)) * options.dtype().itemsize();
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  void* memory = nullptr;
+  // An empty tensor still gets a page: from_blob wants an address.
+  if (posix_memalign(&memory, page, std::max(bytes, page)) != 0) {
+    TORCH_CHECK(false, "out of host memory: ", bytes, " bytes were asked for");
+  }
+  const auto release = [bytes](void* pointer) {
+    std::free(pointer);
+    host_live.fetch_sub(bytes);
+  };
+  host_grew(bytes);
+  try {
+    return at::from_blob(memory, shape, release, options);
+  } catch (...) {
+    release(memory);
+    throw;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+rt_status rt_libtorch_folder(char** out) {
+  return guard([&] {
+    Dl_info info;
+    const void* symbol = reinterpret_cast<const void*>(&at::globalContext);
+    TORCH_CHECK(dladdr(symbol, &info) != 0 && info.dli_fname != nullptr, "the loader does not say where libtorch is");
+    const std::string path(info.dli_fname);
+    const size_t slash = path.rfind('/');
+    *out = rt_message(slash == std::string::npos ? "." : path.substr(0, slash).c_str());
+  });
+}
+
+rt_status rt_cuda_device_count(int* out) {
+  return guard([&] { *out = c10::impl::hasDeviceGuardImpl(c10::kCUDA) ? cuda().deviceCount() : 0; });
+}
+
+rt_status rt_cuda_initialise(int* out) {
+  return guard([&] {
+    if (!at::detail::getCUDAHooks().hasCUDA()) {
+      *out = 0;
+      return;
+    }
+    at::globalContext().lazyInitDevice(c10::kCUDA);
+    *out = 1;
+  });
+}
+
+rt_status rt_cuda_synchronize(int device) {
+  return guard([&] { cuda().synchronizeDevice(static_cast<c10::DeviceIndex>(device)); });
+}
+
+rt_status rt_cuda_memory(int device, uint64_t* free_bytes, uint64_t* total_bytes) {
+  return guard([&] {
+    const auto info = c10::getDeviceAllocator(c10::kCUDA)->getMemoryInfo(static_cast<c10::DeviceIndex>(device));
+    *free_bytes = info.first;
+    *total_bytes = info.second;
+  });
+}
+
+rt_status rt_stream_new(int device, int high_priority, int64_t* id) {
+  return guard([&] { *id = cuda().getStreamFromGlobalPool(cuda_device(device), high_priority != 0).id(); });
+}
+
+rt_status rt_stream_current(int device, int64_t* id) {
+  return guard([&] { *id = cuda().getStream(cuda_device(device)).id(); });
+}
+
+rt_status rt_stream_query(int device, int64_t id, int* out) {
+  return guard([&] { *out = cuda_stream(device, id).query() ? 1 : 0; });
+}
+
+rt_status rt_stream_synchronize(int device, int64_t id) {
+  return guard([&] { cuda_stream(device, id).synchronize(); });
+}
+
+rt_status rt_stream_enter(int device, int64_t id, c10::StreamGuard** out) {
+  return guard([&] { *out = new c10::StreamGuard(cuda_stream(device, id)); });
+}
+
+rt_status rt_stream_leave(c10::StreamGuard* stream_guard) {
+  return guard([&] { delete stream_guard; });
+}
+
+rt_status rt_stream_keep(int device, int64_t id, const at::Tensor* tensor) {
+  return guard([&] {
+    const c10::Stream stream = cuda_stream(device, id);
+    if (tensor->is_cuda()) {
+      tensor->record_stream(stream);
+    } else if (tensor->is_pinned()) {
+      at::getHostAllocator(c10::kCUDA)
+          ->record_event(const_cast<void*>(tensor->storage().data()), tensor->storage().data_ptr().get_context(), stream);
+    }
+  });
+}
+
+rt_status rt_event_new(int timed, c10::Event** out) {
+  return guard([&] {
+    const auto flag = timed != 0 ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT;
+    *out = new c10::Event(c10::kCUDA, flag);
+  });
+}
+
+void rt_event_free(c10::Event* event) { delete event; }
+
+rt_status rt_event_record(c10::Event* event, int device, int64_t id) {
+  return guard([&] { event->record(cuda_stream(device, id)); });
+}
+
+rt_status rt_event_block(const c10::Event* event, int device, int64_t id) {
+  return guard([&] { event->block(cuda_stream(device, id)); });
+}
+
+rt_status rt_event_query(const c10::Event* event, int* out) {
+  return guard([&] { *out = event->query() ? 1 : 0; });
+}
+
+rt_status rt_event_synchronize(const c10::Event* event) {
+  return guard([&] { event->synchronize(); });
+}
+
+rt_status rt_event_elapsed(const c10::Event* start, const c10::Event* end, double* out) {
+  return guard([&] { *out = start->elapsedTime(*end); });
+}
+
+rt_status rt_thread_state_capture(at::ThreadLocalState** out) {
+  return guard([&] { *out = new at::ThreadLocalState(); });
+}
+
+void rt_thread_state_free(at::ThreadLocalState* state) { delete state; }
+
+rt_status rt_thread_state_enter(const at::ThreadLocalState* state, at::ThreadLocalStateGuard** out) {
+  return guard([&] { *out = new at::ThreadLocalStateGuard(*state); });
+}
+
+rt_status rt_thread_state_leave(at::ThreadLocalStateGuard* state_guard) {
+  return guard([&] { delete state_guard; });
+}
+
+rt_status rt_host_empty(const int64_t* shape, size_t dims, const at::Tensor* prototype, int pinned, at::Tensor** out) {
+  return guard([&] {
+    const at::IntArrayRef sizes(shape, dims);
+    const auto options = prototype->options();
+    *out = new at::Tensor(pinned != 0 ? at::empty(sizes, options.pinned_memory(true)) : pageable_empty(sizes, options));
+  });
+}
+
+rt_status rt_host_bytes(int pinned, uint64_t* live, uint64_t* peak) {
+  return guard([&] {
+    if (pinned == 0) {
+      *live = host_live.load();
+      *peak = host_peak.load();
+      return;
+    }
+    const auto stats = at::getHostAllocator(c10::kCUDA)->get_stats();
+    *live = static_cast<uint64_t>(stats.active_bytes.current);
+    *peak = static_cast<uint64_t>(stats.active_bytes.peak);
+  });
+}
+
+rt_status rt_storage_users(const at::Tensor* tensor, uint64_t* out) {
+  return guard([&] { *out = tensor->storage().use_count(); });
+}
+}

@@ -1,0 +1,65 @@
+// Devices, streams, events and host memory, through libtorch's device-generic headers: no CUDA header at build.
+//
+// A CUDA stream crosses the border as plain data, its id and its device's index, as c10::Stream itself is. Events,
+// guards and thread states are owned by the caller and freed with the function of the same family.
+#pragma once
+#include "guard.h"
+
+#include <ATen/ThreadLocalState.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+
+extern "C" {
+// --- discovery ---
+// The folder of the libtorch_cpu that this process runs. `out` receives a message that the caller frees.
+rt_status rt_libtorch_folder(char** out);
+// Number of CUDA devices; 0 while libtorch_cuda is not loaded.
+rt_status rt_cuda_device_count(int* out);
+// Initialises CUDA in libtorch; call it after libtorch_cuda is loaded. `out` receives 0 when libtorch had already
+// decided, before the library was there, that CUDA is absent: it never asks again.
+rt_status rt_cuda_initialise(int* out);
+
+// --- a device ---
+rt_status rt_cuda_synchronize(int device);
+rt_status rt_cuda_memory(int device, uint64_t* free_bytes, uint64_t* total_bytes);
+
+// --- streams ---
+rt_status rt_stream_new(int device, int high_priority, int64_t* id);
+rt_status rt_stream_current(int device, int64_t* id);
+rt_status rt_stream_query(int device, int64_t id, int* out);
+rt_status rt_stream_synchronize(int device, int64_t id);
+// Makes the stream and its device current on this thread until the guard is left, on this thread.
+rt_status rt_stream_enter(int device, int64_t id, c10::StreamGuard** out);
+// `guard` is taken.
+rt_status rt_stream_leave(c10::StreamGuard* guard);
+// Keeps the memory of `tensor` (on a CUDA device, or pinned) from being reused before the stream's work is done.
+rt_status rt_stream_keep(int device, int64_t id, const at::Tensor* tensor);
+
+// --- events ---
+rt_status rt_event_new(int timed, c10::Event** out);
+// `event` is taken; null is allowed.
+void rt_event_free(c10::Event* event);
+rt_status rt_event_record(c10::Event* event, int device, int64_t id);
+rt_status rt_event_block(const c10::Event* event, int device, int64_t id);
+rt_status rt_event_query(const c10::Event* event, int* out);
+rt_status rt_event_synchronize(const c10::Event* event);
+// Milliseconds between two completed events that were created with timing.
+rt_status rt_event_elapsed(const c10::Event* start, const c10::Event* end, double* out);
+
+// --- libtorch's thread-local state: grad mode, autocast, dispatch keys ---
+rt_status rt_thread_state_capture(at::ThreadLocalState** out);
+// `state` is taken; null is allowed.
+void rt_thread_state_free(at::ThreadLocalState* state);
+// Applies `state` (borrowed during the call) to this thread until the guard is left, on this thread.
+rt_status rt_thread_state_enter(const at::ThreadLocalState* state, at::ThreadLocalStateGuard** out);
+// `guard` is taken.
+rt_status rt_thread_state_leave(at::ThreadLocalStateGuard* guard);
+
+// --- host memory that a device copies from and to ---
+// An uninitialised CPU tensor of `prototype`'s dtype: page-locked when `pinned`, else ordinary pages of its own.
+rt_status rt_host_empty(const int64_t* shape, size_t dims, const at::Tensor* prototype, int pinned, at::Tensor** out);
+// Bytes of host memory in use and their peak: page-locked, or what `rt_host_empty` handed out without pinning.
+rt_status rt_host_bytes(int pinned, uint64_t* live, uint64_t* peak);
+// How many tensors share `tensor`'s storage, itself included.
+rt_status rt_storage_users(const at::Tensor* tensor, uint64_t* out);
+}

@@ -1,0 +1,83 @@
+//! Devices, streams, events and pinned host memory, for CPU and CUDA behind the same types.
+//!
+//! CUDA is reached through libtorch's device-generic interface: no CUDA toolkit is needed to build. Its library is
+//! opened at the first question to this module that needs it, so a program that may use CUDA calls [`select`] first of
+//! all: libtorch decides once, at the first `tch::Cuda` call or backward pass, which devices there are.
+//!
+//! A CPU stream is a thread with a queue and an event a condition variable, so a schedule written for a GPU runs, and is
+//! tested, on a machine without one:
+//!
+//! ```
+//! use std::sync::{Arc, Mutex};
+//!
+//! use runtime::device::{Event, Stream, select};
+//!
+//! let device = select("cpu")?;
+//! let (compute, copy) = (Stream::new(device)?, Stream::new(device)?);
+//! let ready = Event::new(device)?;
+//! let log = Arc::new(Mutex::new(Vec::new()));
+//!
+//! let of_copy = log.clone();
+//! copy.submit(move || Ok(of_copy.lock().unwrap().push("copied")))?;
+//! copy.record(&ready)?;
+//! compute.wait(&ready)?;
+//! let of_compute = log.clone();
+//! compute.submit(move || Ok(of_compute.lock().unwrap().push("computed")))?;
+//! compute.synchronize()?;
+//! assert_eq!(*log.lock().unwrap(), ["copied", "computed"]);
+//! # Ok::<(), runtime::Error>(())
+//! ```
+
+mod bytes;
+mod choice;
+mod cuda;
+mod event;
+mod pinned;
+mod stream;
+mod worker;
+
+use tch::{Device, Tensor};
+
+pub use bytes::{MemoryInfo, ResidentMemory, memory_info, resident_memory};
+pub(crate) use choice::checked;
+pub use choice::{cuda_count, flag, name, select};
+pub use event::Event;
+pub use pinned::{Number, PinnedBuffer, PinnedBytes, pinned_bytes, pinned_empty};
+pub use stream::{Stream, StreamGuard};
+
+use crate::error::Result;
+use crate::sys::device as sys;
+
+/// Blocks the calling thread until all work on the device is done, that of every stream. From within the work of a CPU
+/// stream, that stream is left out.
+///
+/// # Errors
+/// A device that is not there; on CUDA, an asynchronous error of a kernel. On the CPU the failure of a stream, which
+/// stays with the stream until its own [`Stream::synchronize`]: only its owner knows what was not computed.
+pub fn synchronize(device: Device) -> Result<()> {
+    match checked(device)? {
+        None => worker::synchronize_all(),
+        Some(index) => sys::cuda_synchronize(index),
+    }
+}
+
+/// Keeps the memory of `tensor` from being freed or reused before the work that `stream` has now is done. Needed on
+/// CUDA when a tensor is used on another stream than the one it was allocated on, or pinned memory in an asynchronous
+/// copy, and then dropped. A CPU stream holds a reference; ordinary CPU memory needs nothing on a CUDA stream.
+///
+/// # Errors
+/// A tensor without memory; a tensor of another CUDA device than the stream's.
+pub fn record_stream(tensor: &Tensor, stream: &Stream) -> Result<()> {
+    use crate::error::Error;
+    let invalid = |reason: String| Err(Error::invalid("record_stream", reason));
+    if !tensor.defined() {
+        return invalid("the tensor is undefined".into());
+    }
+    if let (Device::Cuda(_), of_stream @ Device::Cuda(_)) = (tensor.device(), stream.device())
+        && tensor.device() != of_stream
+    {
+        let (of_tensor, of_stream) = (flag(tensor.device()), flag(of_stream));
+        return invalid(format!("the tensor is on {of_tensor} and the stream on {of_stream}"));
+    }
+    stream.keep(tensor)
+}

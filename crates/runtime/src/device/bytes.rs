@@ -1,0 +1,113 @@
+//! How much memory a device and this process have.
+
+use std::path::{Path, PathBuf};
+
+use tch::Device;
+
+use super::choice::checked;
+use crate::error::{Error, Result};
+use crate::sys::device as sys;
+
+/// Memory of a device, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryInfo {
+    /// What an allocation can still get.
+    pub free: u64,
+    /// All there is.
+    pub total: u64,
+}
+
+/// Memory of the process in RAM, in bytes. It counts all that libtorch and other libraries took, so it is the check
+/// on figures that count tensors alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ResidentMemory {
+    /// Now (`VmRSS`).
+    pub current: u64,
+    /// The most since the process began (`VmHWM`).
+    pub peak: u64,
+}
+
+/// Free and total bytes of the device. On CUDA, what the driver says: memory that libtorch's allocator caches is not
+/// free. On the CPU, what the kernel says, or the control group's limit where that is less.
+///
+/// # Errors
+/// A device that is not there; a `/proc` that cannot be read.
+pub fn memory_info(device: Device) -> Result<MemoryInfo> {
+    if let Some(index) = checked(device)? {
+        let (free, total) = sys::cuda_memory(index)?;
+        return Ok(MemoryInfo { free, total });
+    }
+    let (path, text) = read("/proc/meminfo")?;
+    let machine = MemoryInfo {
+        free: kibibytes(&path, &text, "MemAvailable:")?,
+        total: kibibytes(&path, &text, "MemTotal:")?,
+    };
+    Ok(control_group().map_or(machine, |group| within(machine, group)))
+}
+
+/// The process's memory in RAM.
+///
+/// # Errors
+/// A `/proc` that cannot be read.
+pub fn resident_memory() -> Result<ResidentMemory> {
+    let (path, text) = read("/proc/self/status")?;
+    let current = kibibytes(&path, &text, "VmRSS:")?;
+    // The kernel counts pages in batches, so its high-water mark can lie below what it says of the present.
+    Ok(ResidentMemory { current, peak: kibibytes(&path, &text, "VmHWM:")?.max(current) })
+}
+
+fn read(path: &str) -> Result<(PathBuf, String)> {
+    let path = PathBuf::from(path);
+    match std::fs::read_to_string(&path) {
+        Ok(text) => Ok((path, text)),
+        Err(source) => Err(Error::Io { path, source }),
+    }
+}
+
+/// The bytes of a line such as `VmRSS:    2084 kB`.
+fn kibibytes(path: &Path, text: &str, key: &str) -> Result<u64> {
+    let value = text.lines().find_map(|line| line.strip_prefix(key));
+    let number = value.and_then(|value| value.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+    number.map(|number| number * 1024).ok_or_else(|| {
+        let source = std::io::Error::new(std::io::ErrorKind::InvalidData, format!("no {key} N kB in it"));
+        Error::Io { path: path.to_owned(), source }
+    })
+}
+
+/// Limit and use of this process's control group: version 2, then version 1, as a container sees its own.
+fn control_group() -> Option<(u64, u64)> {
+    let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let files = [
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ];
+    files.iter().find_map(|(limit, used)| Some((number(limit)?, number(used)?)))
+}
+
+/// The machine's memory as a group with a limit has it. A group without one states a limit beyond the machine's.
+fn within(machine: MemoryInfo, (limit, used): (u64, u64)) -> MemoryInfo {
+    MemoryInfo { free: machine.free.min(limit.saturating_sub(used)), total: machine.total.min(limit) }
+}
+
+#[cfg(test)]
+mod tests {
+    use expect_test::expect;
+
+    use super::*;
+
+    #[test]
+    fn the_tighter_of_machine_and_group_holds() {
+        let machine = MemoryInfo { free: 70, total: 100 };
+        assert_eq!(within(machine, (50, 10)), MemoryInfo { free: 40, total: 50 });
+        assert_eq!(within(machine, (u64::MAX, 10)), machine);
+        assert_eq!(within(machine, (50, 60)), MemoryInfo { free: 0, total: 50 });
+    }
+
+    #[test]
+    fn a_status_file_without_the_line_is_an_error() {
+        let path = Path::new("/proc/self/status");
+        assert_eq!(kibibytes(path, "VmPeak:\t 1 kB\nVmRSS:\t    2084 kB\n", "VmRSS:").unwrap(), 2084 * 1024);
+        let error = kibibytes(path, "VmRSS:\t x kB\n", "VmRSS:").unwrap_err();
+        expect!["/proc/self/status: no VmRSS: N kB in it"].assert_eq(&error.to_string());
+    }
+}

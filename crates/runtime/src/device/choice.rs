@@ -1,0 +1,118 @@
+//! Which device a flag names, and what a device is called.
+
+use std::ffi::c_int;
+
+use tch::Device;
+
+use super::cuda;
+use crate::error::{Error, Result};
+use crate::sys::device as sys;
+
+/// The device that a flag names: `cpu`, `cuda` (the first one) or `cuda:N`.
+///
+/// Call it at the start of a program that may use CUDA, before the first backward pass: libtorch counts devices once.
+///
+/// # Errors
+/// Another word, an index that is not there, CUDA where there is none: each names what came, what there is and the
+/// remedy.
+///
+/// ```
+/// use runtime::device;
+///
+/// assert_eq!(device::select("cpu")?, tch::Device::Cpu);
+/// let error = device::select("gpu").unwrap_err();
+/// assert!(error.to_string().starts_with(r#"device: "gpu" is not a device"#));
+/// # Ok::<(), runtime::Error>(())
+/// ```
+pub fn select(flag: &str) -> Result<Device> {
+    let index = match flag {
+        "cpu" => return Ok(Device::Cpu),
+        "cuda" => 0,
+        _ => match flag.strip_prefix("cuda:").map(parse_index) {
+            Some(Some(index)) => index,
+            Some(None) => {
+                let reason = format!("{flag:?} has no device index after the colon; {}", choices()?);
+                return Err(Error::invalid("device", reason));
+            }
+            None => {
+                return Err(Error::invalid("device", format!("{flag:?} is not a device; {}", choices()?)));
+            }
+        },
+    };
+    cuda::require(index)?;
+    Ok(Device::Cuda(index))
+}
+
+/// Digits alone: `usize::from_str` takes a sign as well.
+fn parse_index(text: &str) -> Option<usize> {
+    if !text.bytes().all(|byte| byte.is_ascii_digit()) {
+        return None;
+    }
+    text.parse().ok()
+}
+
+fn choices() -> Result<String> {
+    let there = match cuda::count()? {
+        0 => "cpu and no CUDA device".to_owned(),
+        devices => format!("cpu, {}", list(devices)),
+    };
+    Ok(format!("expected cpu, cuda or cuda:N with N from 0, and this machine has {there}"))
+}
+
+/// `cuda:0, cuda:1, …`
+pub(super) fn list(devices: usize) -> String {
+    let words: Vec<String> = (0..devices).map(|index| format!("cuda:{index}")).collect();
+    words.join(", ")
+}
+
+/// Number of CUDA devices; loads libtorch's CUDA half when an NVIDIA driver is visible.
+///
+/// # Errors
+/// libtorch's, when it cannot start CUDA.
+pub fn cuda_count() -> Result<usize> {
+    cuda::count()
+}
+
+/// What the flag of this device is: `cpu`, `cuda:0`.
+pub fn flag(device: Device) -> String {
+    match device {
+        Device::Cpu => "cpu".into(),
+        Device::Cuda(index) => format!("cuda:{index}"),
+        Device::Mps => "mps".into(),
+        Device::Vulkan => "vulkan".into(),
+    }
+}
+
+/// What the device is called by those who sell it: the GPU's name from its driver (else `CUDA device N`), the
+/// processor's from the kernel (else `CPU`).
+///
+/// # Errors
+/// A device that is not there.
+pub fn name(device: Device) -> Result<String> {
+    match checked(device)? {
+        None => Ok(processor_name().unwrap_or_else(|| "CPU".into())),
+        Some(index) => Ok(sys::cuda_driver_name(index).unwrap_or_else(|| format!("CUDA device {index}"))),
+    }
+}
+
+fn processor_name() -> Option<String> {
+    let text = std::fs::read_to_string("/proc/cpuinfo").ok()?;
+    let (_, name) = text.lines().find(|line| line.starts_with("model name"))?.split_once(':')?;
+    Some(name.trim().to_owned())
+}
+
+/// The index of a CUDA device that is there; `None` for the CPU. The way to ask, from anywhere in the crate: it loads
+/// libtorch's CUDA half first, where `tch::Cuda` would make libtorch decide for good that there is none.
+pub(crate) fn checked(device: Device) -> Result<Option<c_int>> {
+    match device {
+        Device::Cpu => Ok(None),
+        Device::Cuda(index) => {
+            cuda::require(index)?;
+            Ok(Some(c_int::try_from(index).map_err(|_| Error::invalid("device", "index out of range"))?))
+        }
+        Device::Mps | Device::Vulkan => Err(Error::Unavailable {
+            what: flag(device),
+            reason: "streams, events and memory figures exist for cpu and cuda".into(),
+        }),
+    }
+}

@@ -1,0 +1,175 @@
+//! Whether CUDA is there, and if not, why.
+//!
+//! libtorch keeps CUDA in a library of its own, `libtorch_cuda`, which a linker drops from a program that names none of
+//! its symbols. It is opened here, once for the process. A CPU install may hold a `libtorch_cuda` whose dependencies are
+//! absent, so it is opened only when a driver is visible or CUDA is asked for by name.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use crate::error::{Error, Result};
+use crate::sys::device as sys;
+
+/// Signs of an NVIDIA driver: on Linux, in a container, under WSL.
+const DRIVER_SIGNS: [&str; 4] = ["/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia/version", "/dev/dxg"];
+
+/// What was found when CUDA was looked for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Cuda {
+    /// It is there, with so many devices.
+    Ready { devices: usize },
+    /// libtorch has no CUDA half.
+    NoLibrary { folder: PathBuf, driver: bool },
+    /// libtorch's CUDA half does not load.
+    CannotLoad { library: PathBuf, reason: String, driver: bool },
+    /// It loads and sees no device.
+    NoDevice { driver: bool },
+    /// It loads and sees devices, but libtorch had decided before that there is no CUDA.
+    TooLate,
+}
+
+/// Found once for the process, on the first question that had a reason to look.
+static CUDA: Mutex<Option<Cuda>> = Mutex::new(None);
+
+/// Number of CUDA devices. Does not look for CUDA on a machine without a driver.
+pub(super) fn count() -> Result<usize> {
+    let mut cuda = CUDA.lock().unwrap_or_else(PoisonError::into_inner);
+    if cuda.is_none() && !driver_visible() {
+        return Ok(0);
+    }
+    match found(&mut cuda)? {
+        Cuda::Ready { devices } => Ok(*devices),
+        _ => Ok(0),
+    }
+}
+
+/// Fails, in words that name the remedy, unless CUDA device `index` is there.
+pub(super) fn require(index: usize) -> Result<()> {
+    let mut cuda = CUDA.lock().unwrap_or_else(PoisonError::into_inner);
+    require_in(found(&mut cuda)?, index)
+}
+
+fn found(cuda: &mut Option<Cuda>) -> Result<&Cuda> {
+    if cuda.is_none() {
+        *cuda = Some(look()?);
+    }
+    Ok(cuda.as_ref().unwrap_or(&Cuda::NoDevice { driver: false }))
+}
+
+fn driver_visible() -> bool {
+    DRIVER_SIGNS.iter().any(|sign| Path::new(sign).exists())
+}
+
+fn look() -> Result<Cuda> {
+    let driver = driver_visible();
+    // A program that was linked to the CUDA half has it already.
+    if sys::cuda_device_count()? == 0 {
+        let folder = sys::libtorch_folder()?;
+        let library = folder.join("libtorch_cuda.so");
+        if !library.exists() {
+            return Ok(Cuda::NoLibrary { folder, driver });
+        }
+        if let Err(reason) = sys::load_library(&library.to_string_lossy()) {
+            return Ok(Cuda::CannotLoad { library, reason, driver });
+        }
+    }
+    let devices = sys::cuda_device_count()?;
+    if devices == 0 {
+        return Ok(Cuda::NoDevice { driver });
+    }
+    Ok(if sys::cuda_initialise()? { Cuda::Ready { devices } } else { Cuda::TooLate })
+}
+
+fn require_in(cuda: &Cuda, index: usize) -> Result<()> {
+    const NO_DRIVER: &str = "no NVIDIA driver is visible on this machine; run on one with an NVIDIA GPU and its driver, \
+                             or use cpu";
+    let reason = match cuda {
+        Cuda::Ready { devices } if index < *devices => return Ok(()),
+        Cuda::Ready { devices } => format!(
+            "this machine has {}; choose one of them (CUDA_VISIBLE_DEVICES may hide others)",
+            super::choice::list(*devices)
+        ),
+        // Without a driver the library is beside the point: installing it would not help.
+        Cuda::NoLibrary { driver: false, .. } | Cuda::CannotLoad { driver: false, .. } => NO_DRIVER.into(),
+        Cuda::NoDevice { driver: false } => NO_DRIVER.into(),
+        Cuda::NoLibrary { folder, driver: true } => format!(
+            "there is an NVIDIA driver, but this libtorch has no CUDA (no libtorch_cuda.so in {}); run `cargo xtask \
+             setup --cuda`, or use cpu",
+            folder.display()
+        ),
+        Cuda::CannotLoad { library, reason, driver: true } => format!(
+            "there is an NVIDIA driver, but {} cannot be loaded: {reason}; run `cargo xtask setup --cuda`, or use cpu",
+            library.display()
+        ),
+        Cuda::NoDevice { driver: true } => "there is an NVIDIA driver, but it shows no usable GPU; see that \
+                                            CUDA_VISIBLE_DEVICES does not hide them all and that the driver is new \
+                                            enough for this libtorch, or use cpu"
+            .into(),
+        Cuda::TooLate => "libtorch was asked for CUDA before its CUDA library was loaded, and does not ask again; call \
+                          runtime::device::select before anything of tch::Cuda"
+            .into(),
+    };
+    Err(Error::Unavailable { what: format!("cuda:{index}"), reason })
+}
+
+#[cfg(test)]
+mod tests {
+    use expect_test::{Expect, expect};
+
+    use super::*;
+
+    fn check(cuda: &Cuda, index: usize, expected: Expect) {
+        expected.assert_eq(&require_in(cuda, index).map_or_else(|error| error.to_string(), |()| "ok".into()));
+    }
+
+    #[test]
+    fn each_reason_has_its_words() {
+        let folder = PathBuf::from("/torch/lib");
+        let library = folder.join("libtorch_cuda.so");
+        let reason = "libcusparse.so.12: cannot open shared object file".to_owned();
+        check(&Cuda::Ready { devices: 2 }, 1, expect!["ok"]);
+        check(
+            &Cuda::Ready { devices: 2 },
+            7,
+            expect![
+                "cuda:7 is not available here: this machine has cuda:0, cuda:1; choose one of them (CUDA_VISIBLE_DEVICES may hide others)"
+            ],
+        );
+        check(
+            &Cuda::NoLibrary { folder: folder.clone(), driver: true },
+            0,
+            expect![
+                "cuda:0 is not available here: there is an NVIDIA driver, but this libtorch has no CUDA (no libtorch_cuda.so in /torch/lib); run `cargo xtask setup --cuda`, or use cpu"
+            ],
+        );
+        let no_driver = expect![
+            "cuda:0 is not available here: no NVIDIA driver is visible on this machine; run on one with an NVIDIA GPU and its driver, or use cpu"
+        ];
+        no_driver
+            .assert_eq(&require_in(&Cuda::NoLibrary { folder, driver: false }, 0).unwrap_err().to_string());
+        check(
+            &Cuda::CannotLoad { library: library.clone(), reason: reason.clone(), driver: true },
+            0,
+            expect![
+                "cuda:0 is not available here: there is an NVIDIA driver, but /torch/lib/libtorch_cuda.so cannot be loaded: libcusparse.so.12: cannot open shared object file; run `cargo xtask setup --cuda`, or use cpu"
+            ],
+        );
+        let unloadable = Cuda::CannotLoad { library, reason, driver: false };
+        no_driver.assert_eq(&require_in(&unloadable, 0).unwrap_err().to_string());
+        no_driver.assert_eq(&require_in(&Cuda::NoDevice { driver: false }, 0).unwrap_err().to_string());
+        check(
+            &Cuda::NoDevice { driver: true },
+            0,
+            expect![
+                "cuda:0 is not available here: there is an NVIDIA driver, but it shows no usable GPU; see that CUDA_VISIBLE_DEVICES does not hide them all and that the driver is new enough for this libtorch, or use cpu"
+            ],
+        );
+        check(
+            &Cuda::TooLate,
+            0,
+            expect![
+                "cuda:0 is not available here: libtorch was asked for CUDA before its CUDA library was loaded, and does not ask again; call runtime::device::select before anything of tch::Cuda"
+            ],
+        );
+    }
+}

@@ -1,0 +1,131 @@
+//! What a device flag may be, and the words for what it may not.
+
+use std::io::Write;
+
+use expect_test::{Expect, expect};
+use runtime::device::{self, Event, Stream};
+use tch::Device;
+
+fn check(flag: &str, expected: Expect) {
+    expected.assert_eq(&match device::select(flag) {
+        Ok(device) => device::flag(device),
+        Err(error) => error.to_string(),
+    });
+}
+
+/// Whether this machine has a CUDA device; the words below say what a machine without one answers.
+fn cuda() -> bool {
+    device::cuda_count().unwrap() > 0
+}
+
+#[test]
+fn cpu_is_always_there() {
+    check("cpu", expect!["cpu"]);
+}
+
+#[test]
+fn flags_that_name_nothing_here() {
+    if cuda() {
+        let mut stderr = std::io::stderr();
+        writeln!(stderr, "skipped: the words are those of a machine without CUDA").unwrap();
+        return;
+    }
+    check(
+        "gpu",
+        expect![[
+            r#"device: "gpu" is not a device; expected cpu, cuda or cuda:N with N from 0, and this machine has cpu and no CUDA device"#
+        ]],
+    );
+    check(
+        "",
+        expect![[
+            r#"device: "" is not a device; expected cpu, cuda or cuda:N with N from 0, and this machine has cpu and no CUDA device"#
+        ]],
+    );
+    check(
+        "CPU",
+        expect![[
+            r#"device: "CPU" is not a device; expected cpu, cuda or cuda:N with N from 0, and this machine has cpu and no CUDA device"#
+        ]],
+    );
+    check(
+        "mps",
+        expect![[
+            r#"device: "mps" is not a device; expected cpu, cuda or cuda:N with N from 0, and this machine has cpu and no CUDA device"#
+        ]],
+    );
+    check(
+        "cpu:0",
+        expect![[
+            r#"device: "cpu:0" is not a device; expected cpu, cuda or cuda:N with N from 0, and this machine has cpu and no CUDA device"#
+        ]],
+    );
+    for flag in ["cuda:", "cuda:x", "cuda:-1", "cuda:+1", "cuda:1.0", "cuda: 1", "cuda:99999999999999999999"]
+    {
+        let expected = format!(
+            "device: {flag:?} has no device index after the colon; expected cpu, cuda or cuda:N with N from 0, and this \
+             machine has cpu and no CUDA device"
+        );
+        assert_eq!(device::select(flag).unwrap_err().to_string(), expected);
+    }
+    check(
+        "cuda",
+        expect![
+            "cuda:0 is not available here: no NVIDIA driver is visible on this machine; run on one with an NVIDIA GPU and its driver, or use cpu"
+        ],
+    );
+    check(
+        "cuda:3",
+        expect![
+            "cuda:3 is not available here: no NVIDIA driver is visible on this machine; run on one with an NVIDIA GPU and its driver, or use cpu"
+        ],
+    );
+}
+
+#[test]
+fn every_constructor_refuses_a_device_that_is_not_there() {
+    if cuda() {
+        let mut stderr = std::io::stderr();
+        writeln!(stderr, "skipped: the words are those of a machine without CUDA").unwrap();
+        return;
+    }
+    let cuda = Device::Cuda(0);
+    let none = "cuda:0 is not available here: no NVIDIA driver is visible on this machine; run on one with an NVIDIA \
+                GPU and its driver, or use cpu";
+    let mps = "mps is not available here: streams, events and memory figures exist for cpu and cuda";
+    for (device, words) in [(cuda, none), (Device::Mps, mps)] {
+        let errors = [
+            Stream::new(device).map(drop),
+            Stream::high_priority(device).map(drop),
+            Stream::current(device).map(drop),
+            Event::new(device).map(drop),
+            Event::untimed(device).map(drop),
+            device::name(device).map(drop),
+            device::synchronize(device),
+            device::memory_info(device).map(drop),
+            device::pinned_bytes(device).map(drop),
+            device::pinned_empty(&[1], tch::Kind::Float, device).map(drop),
+            device::PinnedBuffer::new(1, device).map(drop),
+        ];
+        for error in errors {
+            assert_eq!(error.unwrap_err().to_string(), words);
+        }
+    }
+}
+
+#[test]
+fn the_machine_says_what_it_is_and_has() {
+    assert!(!device::name(Device::Cpu).unwrap().is_empty());
+    let memory = device::memory_info(Device::Cpu).unwrap();
+    assert!(0 < memory.free && memory.free <= memory.total, "{memory:?}");
+    let before = device::resident_memory().unwrap();
+    assert!(0 < before.current && before.current <= before.peak, "{before:?}");
+    // Pages count once they are touched.
+    let block = vec![1_u8; 64 << 20];
+    let held = device::resident_memory().unwrap();
+    assert!(held.current >= before.current + (32 << 20), "{before:?} then {held:?}");
+    drop(block);
+    // The kernel counts pages in batches for each processor, so its figures are apart by as much.
+    let after = device::resident_memory().unwrap();
+    assert!(after.peak + (16 << 20) >= held.current, "{held:?} then {after:?}");
+}

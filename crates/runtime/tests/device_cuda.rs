@@ -1,0 +1,182 @@
+//! What CUDA must do as the CPU does, and what only CUDA can. Says aloud that it is skipped where there is none.
+
+use std::io::Write;
+
+use runtime::device::{self, Event, PinnedBuffer, Stream};
+use runtime::{Error, Result};
+use tch::{Device, Kind, Tensor};
+
+/// Runs the body on the first CUDA device.
+fn on_cuda(body: impl FnOnce(Device) -> Result<()>) {
+    if device::cuda_count().unwrap() == 0 {
+        // Not through a macro, whose words the test harness keeps to itself.
+        let mut stderr = std::io::stderr();
+        writeln!(stderr, "skipped: no CUDA device").unwrap();
+        return;
+    }
+    body(device::select("cuda").unwrap()).unwrap();
+}
+
+/// Keeps the current stream of `device` busy for some milliseconds.
+fn occupy(device: Device) -> Result<()> {
+    let x = Tensor::f_ones([2048, 2048], (Kind::Float, device))?;
+    for _ in 0..50 {
+        drop(x.f_mm(&x)?);
+    }
+    Ok(())
+}
+
+#[test]
+fn the_device_has_a_name_and_memory() {
+    on_cuda(|device| {
+        assert!(!device::name(device)?.starts_with("CUDA device"), "the driver gives the name");
+        let memory = device::memory_info(device)?;
+        assert!(0 < memory.free && memory.free <= memory.total);
+        let count = device::cuda_count()?;
+        let error = device::select(&format!("cuda:{count}")).unwrap_err();
+        assert!(error.to_string().contains("this machine has cuda:0"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn submit_enqueues_on_its_stream_and_events_order() {
+    on_cuda(|device| {
+        let (producer, consumer) = (Stream::new(device)?, Stream::high_priority(device)?);
+        let ready = Event::untimed(device)?;
+        let shared = Tensor::f_zeros([1 << 20], (Kind::Float, device))?;
+        device::synchronize(device)?;
+        let mut written = shared.shallow_clone();
+        producer.submit(move || {
+            occupy(device)?;
+            let _ = written.f_fill_(3.0)?;
+            Ok(())
+        })?;
+        producer.record(&ready)?;
+        assert!(!ready.query()?, "submit returns before the kernels end");
+        consumer.wait(&ready)?;
+        let (sender, receiver) = std::sync::mpsc::channel();
+        consumer.submit(move || {
+            let sum = shared.f_sum(Kind::Double)?;
+            sender.send(sum).map_err(|error| Error::Other(error.to_string().into()))
+        })?;
+        consumer.synchronize()?;
+        assert!(consumer.query()? && ready.query()?);
+        assert_eq!(f64::try_from(receiver.recv().unwrap())?, 3.0 * f64::from(1 << 20));
+        Ok(())
+    });
+}
+
+#[test]
+fn the_guard_makes_a_stream_current_and_restores_the_former() {
+    on_cuda(|device| {
+        let (outer, inner) = (format!("{:?}", Stream::current(device)?), Stream::new(device)?);
+        {
+            let _guard = inner.enter()?;
+            assert_eq!(format!("{:?}", Stream::current(device)?), format!("{inner:?}"));
+        }
+        assert_eq!(format!("{:?}", Stream::current(device)?), outer);
+        let error = inner.submit(|| panic!("boom")).unwrap_err();
+        assert_eq!(error.to_string(), "work on the stream failed: panicked: boom");
+        assert_eq!(format!("{:?}", Stream::current(device)?), outer, "a panic restores it too");
+        Ok(())
+    });
+}
+
+#[test]
+fn events_time_the_device_and_keep_earlier_recordings() {
+    on_cuda(|device| {
+        let stream = Stream::new(device)?;
+        let (start, end) = (Event::new(device)?, Event::new(device)?);
+        assert!(start.query()?, "never recorded is complete");
+        stream.record(&start)?;
+        stream.submit(move || occupy(device))?;
+        stream.record(&end)?;
+        assert!(start.elapsed(&end).is_err(), "not complete yet");
+        end.synchronize()?;
+        assert!(start.elapsed(&end)? > 0.0);
+
+        // A wait for the first recording is not held up by the second.
+        let (mark, early) = (Event::untimed(device)?, Stream::new(device)?);
+        stream.record(&mark)?;
+        early.wait(&mark)?;
+        stream.submit(move || occupy(device))?;
+        stream.record(&mark)?;
+        early.synchronize()?;
+        assert!(!mark.query()?);
+        mark.synchronize()
+    });
+}
+
+#[test]
+fn pinned_memory_copies_asynchronously_and_survives_its_owner() {
+    on_cuda(|device| {
+        let stream = Stream::new(device)?;
+        let mut source = device::pinned_empty(&[1 << 22], Kind::Float, device)?;
+        assert!(source.f_is_pinned(device)?);
+        let _ = source.f_fill_(2.0)?;
+        let target = Tensor::f_zeros([1 << 22], (Kind::Float, device))?;
+        device::synchronize(device)?;
+        let (mut inside, from) = (target.shallow_clone(), source.shallow_clone());
+        stream.submit(move || {
+            occupy(device)?;
+            Ok(inside.f_copy_(&from)?)
+        })?;
+        device::record_stream(&source, &stream)?;
+        device::record_stream(&target, &stream)?;
+        drop(source);
+        // Would be given the same block if the copy were not known to be under way.
+        let mut other = device::pinned_empty(&[1 << 22], Kind::Float, device)?;
+        let _ = other.f_fill_(7.0)?;
+        stream.synchronize()?;
+        assert_eq!(f64::try_from(target.f_mean(Kind::Double)?)?, 2.0);
+
+        let mut buffer = PinnedBuffer::new(1024, device)?;
+        let view = buffer.view(0, &[256], Kind::Float)?;
+        assert!(view.f_is_pinned(device)?);
+        drop(view);
+        assert_eq!(buffer.as_slice::<u8>()?, [0; 1024]);
+        assert!(device::pinned_bytes(device)?.live >= 1024);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_cpu_stream_waits_for_a_cuda_event_and_the_reverse() {
+    on_cuda(|device| {
+        let (gpu, cpu) = (Stream::new(device)?, Stream::new(Device::Cpu)?);
+        let (on_gpu, on_cpu) = (Event::untimed(device)?, Event::untimed(Device::Cpu)?);
+        let mut staging = device::pinned_empty(&[1024], Kind::Float, device)?;
+        let _ = staging.f_zero_()?;
+        let data = Tensor::f_full([1024], 5.0, (Kind::Float, device))?;
+        device::synchronize(device)?;
+
+        let (inside, mut to) = (data.shallow_clone(), staging.shallow_clone());
+        gpu.submit(move || {
+            occupy(device)?;
+            Ok(to.f_copy_(&inside)?)
+        })?;
+        gpu.record(&on_gpu)?;
+        cpu.wait(&on_gpu)?;
+        let mut on_host = staging.shallow_clone();
+        cpu.submit(move || {
+            let _ = on_host.f_mul_scalar_(2.0)?;
+            Ok(())
+        })?;
+        cpu.record(&on_cpu)?;
+        gpu.wait(&on_cpu)?;
+        let (mut back, from) = (data.shallow_clone(), staging.shallow_clone());
+        gpu.submit(move || Ok(back.f_copy_(&from)?))?;
+        gpu.synchronize()?;
+        assert_eq!(f64::try_from(data.f_mean(Kind::Double)?)?, 10.0);
+
+        // A failed CPU event fails the wait of a CUDA stream.
+        cpu.submit(|| Err(Error::Other("no data".into())))?;
+        cpu.record(&on_cpu)?;
+        assert_eq!(gpu.wait(&on_cpu).unwrap_err().to_string(), "work on the stream failed: no data");
+        assert!(cpu.synchronize().is_err());
+        let error = gpu.record(&on_cpu).unwrap_err();
+        assert!(error.to_string().contains("the event is of cpu and the stream of cuda:0"), "{error}");
+        Ok(())
+    });
+}

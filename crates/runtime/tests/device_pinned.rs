@@ -1,0 +1,137 @@
+//! Host memory for copies: what it is, what views it, and what is refused. One test, since it counts the process's bytes.
+
+use expect_test::{Expect, expect};
+use runtime::Result;
+use runtime::device::{self, PinnedBuffer};
+use tch::{Device, Kind, Tensor};
+
+const KINDS: [Kind; 9] = [
+    Kind::Uint8,
+    Kind::Bool,
+    Kind::Int,
+    Kind::Int64,
+    Kind::Half,
+    Kind::BFloat16,
+    Kind::Float,
+    Kind::Double,
+    Kind::Float8e4m3fn,
+];
+
+fn check<T>(result: Result<T>, expected: Expect) {
+    expected.assert_eq(&result.map_or_else(|error| error.to_string(), |_| "ok".into()));
+}
+
+fn live() -> u64 {
+    device::pinned_bytes(Device::Cpu).unwrap().live
+}
+
+#[test]
+fn pinned_memory() {
+    tensors_have_pages_of_their_own_and_are_counted();
+    buffers_are_viewed_or_borrowed_never_both();
+    bad_requests_are_errors();
+    assert_eq!(live(), 0);
+}
+
+fn tensors_have_pages_of_their_own_and_are_counted() {
+    for kind in KINDS {
+        for shape in [&[][..], &[0], &[3], &[2, 0, 5], &[7, 11]] {
+            let tensor = device::pinned_empty(shape, kind, Device::Cpu).unwrap();
+            assert_eq!((tensor.size().as_slice(), tensor.kind()), (shape, kind));
+            assert_eq!(tensor.device(), Device::Cpu);
+            assert!(tensor.is_contiguous());
+            let bytes = tensor.numel() * kind.elt_size_in_bytes();
+            assert_eq!(live(), bytes as u64);
+            if bytes > 0 {
+                assert_eq!(tensor.data_ptr() as usize % 4096, 0);
+            }
+        }
+    }
+    assert_eq!(live(), 0);
+    assert_eq!(device::pinned_bytes(Device::Cpu).unwrap().peak, 7 * 11 * 8);
+
+    // A view keeps the memory after the tensor is gone.
+    let mut tensor = device::pinned_empty(&[4, 8], Kind::Float, Device::Cpu).unwrap();
+    let _ = tensor.fill_(3.0);
+    let row = tensor.get(2);
+    drop(tensor);
+    assert_eq!(live(), 128);
+    assert_eq!(Vec::<f32>::try_from(&row).unwrap(), [3.0; 8]);
+}
+
+fn buffers_are_viewed_or_borrowed_never_both() {
+    let mut buffer = PinnedBuffer::new(48, Device::Cpu).unwrap();
+    assert_eq!(buffer.as_slice::<u8>().unwrap(), [0; 48]);
+    buffer.as_mut_slice::<i64>().unwrap().copy_from_slice(&[1, 2, 3, 4, 5, 6]);
+
+    let mut view = buffer.view(16, &[2, 2], Kind::Int64).unwrap();
+    assert_eq!(Vec::<i64>::try_from(view.reshape([4])).unwrap(), [3, 4, 5, 6]);
+    let _ = view.fill_(9);
+    let other = buffer.view(0, &[12], Kind::Int).unwrap();
+    check(buffer.as_slice::<u8>(), expect!["pinned buffer: tensors still view it; drop them first"]);
+    check(buffer.as_mut_slice::<u8>(), expect!["pinned buffer: tensors still view it; drop them first"]);
+    drop(view);
+    drop(other);
+    assert_eq!(buffer.as_slice::<i64>().unwrap(), [1, 2, 9, 9, 9, 9]);
+
+    // A view outlives its buffer, and a graph that holds one counts as a view.
+    let x = Tensor::ones([6], (Kind::Double, Device::Cpu)).set_requires_grad(true);
+    let y = &x * buffer.view(0, &[6], Kind::Double).unwrap();
+    assert!(buffer.as_slice::<u8>().is_err());
+    drop(y);
+    let view = buffer.view(40, &[1], Kind::Int64).unwrap();
+    drop(buffer);
+    assert_eq!(i64::try_from(&view).unwrap(), 9);
+    assert_eq!(live(), 48);
+
+    let mut empty = PinnedBuffer::new(0, Device::Cpu).unwrap();
+    assert!(empty.is_empty());
+    assert_eq!(empty.as_slice::<f64>().unwrap(), [0.0; 0]);
+    assert_eq!(empty.view(0, &[0, 3], Kind::Float).unwrap().size(), [0, 3]);
+}
+
+fn bad_requests_are_errors() {
+    let cpu = Device::Cpu;
+    check(
+        device::pinned_empty(&[2, -1], Kind::Float, cpu),
+        expect!["pinned tensor: the shape [2, -1] has a negative size, -1"],
+    );
+    check(
+        device::pinned_empty(&[i64::MAX, 2], Kind::Float, cpu),
+        expect!["pinned tensor: the shape [9223372036854775807, 2] of Float has more than 2^63 bytes"],
+    );
+    check(
+        device::pinned_empty(&[1 << 61], Kind::Float, cpu),
+        expect!["pinned tensor: the shape [2305843009213693952] of Float has more than 2^63 bytes"],
+    );
+    check(
+        device::pinned_empty(&[1 << 60], Kind::Uint8, cpu),
+        expect!["out of host memory: 1152921504606846976 bytes were asked for"],
+    );
+    check(
+        device::pinned_empty(&[2], Kind::QInt8, cpu),
+        expect!["pinned tensor: QInt8 tensors carry scales; use the integer kind of its size"],
+    );
+    check(
+        PinnedBuffer::new(usize::MAX, cpu),
+        expect!["pinned buffer: 18446744073709551615 bytes is more than a tensor can hold"],
+    );
+    let mut buffer = PinnedBuffer::new(10, cpu).unwrap();
+    check(buffer.as_slice::<f32>(), expect!["pinned buffer: 10 bytes are not a whole number of Float"]);
+    check(
+        buffer.view(2, &[2], Kind::Float),
+        expect!["pinned buffer view: the offset 2 is not a multiple of Float's 4 bytes"],
+    );
+    check(
+        buffer.view(4, &[2], Kind::Float),
+        expect!["pinned buffer view: 8 bytes from 4 on reach beyond the buffer's 10"],
+    );
+    check(
+        buffer.view(usize::MAX, &[1], Kind::Uint8),
+        expect!["pinned buffer view: 1 bytes from 18446744073709551615 on reach beyond the buffer's 10"],
+    );
+    check(
+        buffer.view(0, &[-1], Kind::Uint8),
+        expect!["pinned buffer view: the shape [-1] of Uint8 is not one of a tensor"],
+    );
+}

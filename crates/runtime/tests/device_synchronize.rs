@@ -1,0 +1,41 @@
+//! `device::synchronize` over all CPU streams: alone in its process, since it sees the streams of every test.
+
+use runtime::device::{self, Stream};
+use runtime::{Error, Result};
+use tch::Device;
+
+fn words(result: Result<()>) -> String {
+    result.map_or_else(|error| error.to_string(), |()| "ok".into())
+}
+
+#[test]
+fn the_device_waits_for_every_stream_and_leaves_failures_to_their_owners() {
+    let streams: Vec<Stream> = (0..3).map(|_| Stream::new(Device::Cpu).unwrap()).collect();
+    let (sender, receiver) = std::sync::mpsc::channel();
+    for (index, stream) in streams.iter().enumerate() {
+        let sender = sender.clone();
+        stream
+            .submit(move || {
+                for _ in 0..10_000 * index {
+                    std::hint::spin_loop();
+                }
+                sender.send(index).map_err(|error| Error::Other(error.into()))
+            })
+            .unwrap();
+    }
+    assert_eq!(words(device::synchronize(Device::Cpu)), "ok");
+    let mut finished: Vec<usize> = receiver.try_iter().collect();
+    finished.sort_unstable();
+    assert_eq!(finished, [0, 1, 2]);
+
+    streams[1].submit(|| Err(Error::Other("no data".into()))).unwrap();
+    let failure = "work on the stream failed: no data";
+    assert_eq!(words(device::synchronize(Device::Cpu)), failure);
+    assert_eq!(words(device::synchronize(Device::Cpu)), failure);
+    assert_eq!(words(streams[0].synchronize()), "ok");
+    assert_eq!(words(streams[1].synchronize()), failure);
+    assert_eq!(words(device::synchronize(Device::Cpu)), "ok");
+
+    drop(streams);
+    assert_eq!(words(device::synchronize(Device::Cpu)), "ok");
+}

@@ -1,0 +1,172 @@
+//! What a measurement contains. No time is compared with another machine's or another run's.
+
+use std::cell::Cell;
+
+use expect_test::{Expect, expect};
+use runtime::measure::{self, Measurement, Plan, Samples, Work, physical};
+use runtime::memory::RegionUsage;
+use runtime::{Error, Result};
+use tch::{Device, Kind, Tensor, kind};
+
+const CPU: Device = Device::Cpu;
+
+fn plan(warmup: usize, repeats: usize) -> Plan {
+    Plan { warmup, repeats, ..Plan::new(CPU) }
+}
+
+fn check<T>(result: Result<T>, expected: Expect) {
+    expected.assert_eq(&result.map_or_else(|error| error.to_string(), |_| "ok".into()));
+}
+
+#[test]
+fn every_repeat_is_a_sample_and_warmup_is_none() {
+    for (warmup, repeats) in [(0, 1), (2, 5), (3, 1)] {
+        let runs = Cell::new(0);
+        let measured = measure::run(&plan(warmup, repeats), |_| {
+            runs.set(runs.get() + 1);
+            Ok(())
+        });
+        let measured = measured.unwrap();
+        assert_eq!(runs.get(), warmup + repeats);
+        assert_eq!(measured.time.samples.len(), repeats);
+        assert!(measured.time.samples.iter().all(|seconds| *seconds >= 0.0));
+        assert_eq!((measured.phases.len(), measured.rate()), (0, None));
+    }
+}
+
+#[test]
+fn phases_and_the_rest_add_up_to_the_run() {
+    let spin = |turns: usize| {
+        for _ in 0..turns {
+            std::hint::spin_loop();
+        }
+    };
+    let measured = measure::run(&plan(1, 4), |lap| {
+        spin(10_000);
+        lap.exclude()?;
+        for _ in 0..2 {
+            spin(1000);
+            lap.end("forward")?;
+            spin(1000);
+            lap.end("backward")?;
+        }
+        Ok(())
+    });
+    let measured = measured.unwrap();
+    assert_eq!(measured.phases.iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["forward", "backward"]);
+    for repeat in 0..4 {
+        let of = |name| measured.phase(name).unwrap().samples[repeat];
+        let rest = measured.time.samples[repeat] - of("forward") - of("backward");
+        assert!(of("forward") > 0.0 && of("backward") > 0.0);
+        assert!(rest >= -1e-12, "{rest}");
+    }
+    assert_eq!(measured.phase("step"), None);
+}
+
+#[test]
+fn a_budget_ends_the_repeats_but_not_before_the_least() {
+    // A billionth of a second is spent when the first run has ended.
+    let plan = Plan { warmup: 5, repeats: 100, min_repeats: 4, budget: Some(1e-9), ..Plan::new(CPU) };
+    let runs = Cell::new(0);
+    let measured = measure::run(&plan, |_| {
+        runs.set(runs.get() + 1);
+        Ok(())
+    });
+    assert_eq!((measured.unwrap().time.samples.len(), runs.get()), (4, 5));
+    let unlimited = Plan { budget: Some(1e6), ..plan };
+    assert_eq!(measure::run(&unlimited, |_| Ok(())).unwrap().time.samples.len(), 100);
+}
+
+#[test]
+fn figures_of_fixed_samples() {
+    let measured = Measurement {
+        time: Samples { samples: vec![0.5, 0.25, 4.0, 0.5, 1.0] },
+        phases: Vec::new(),
+        memory: RegionUsage { live_before: 0, live_after: 0, peak: 0 },
+        work: Some(Work::tokens(1024.0)),
+    };
+    assert_eq!((measured.time.median(), measured.time.spread()), (0.5, 0.25));
+    assert_eq!((measured.rate(), measured.rate_spread()), (Some(2048.0), Some(512.0)));
+    for (samples, share, expected) in [
+        (vec![3.0], 0.25, 3.0),
+        (vec![2.0, 1.0], 0.5, 1.5),
+        (vec![1.0, 2.0, 4.0], -1.0, 1.0),
+        (vec![1.0, 2.0, 4.0], 7.0, 4.0),
+        (vec![1.0, f64::INFINITY], 0.0, 1.0),
+    ] {
+        assert_eq!(Samples { samples }.quantile(share), expected);
+    }
+    assert!(Samples::default().median().is_nan() && Samples::default().spread().is_nan());
+    assert!(Samples { samples: vec![1.0] }.quantile(f64::NAN).is_nan());
+}
+
+#[test]
+fn the_peak_is_that_of_the_repeats() {
+    let kept = Tensor::zeros([1000], kind::FLOAT_CPU);
+    let runs = Cell::new(0);
+    let measured = measure::run(&plan(1, 3), |_| {
+        // The warm-up's tensor is larger, and not in the figure.
+        let elements = if runs.replace(runs.get() + 1) == 0 { 4 << 20 } else { 1 << 20 };
+        drop(measure::black_box(Tensor::f_zeros([elements], kind::FLOAT_CPU)?));
+        Ok(())
+    });
+    let memory = measured.unwrap().memory;
+    // Other tests of this process allocate less than that.
+    let above = memory.peak_above_start();
+    assert!(((4 << 20)..(8 << 20)).contains(&above), "{above}");
+    drop(kept);
+}
+
+#[test]
+fn what_cannot_be_measured_is_an_error() {
+    check(
+        measure::run(&plan(0, 0), |_| Ok(())),
+        expect!["measure: 0 repeats measure nothing; ask for at least 1"],
+    );
+    let budget = |budget| Plan { budget: Some(budget), ..plan(0, 1) };
+    check(
+        measure::run(&budget(f64::NAN), |_| Ok(())),
+        expect!["measure: a budget of NaN s; expected a positive number of seconds, or None"],
+    );
+    check(
+        measure::run(&budget(-1.0), |_| Ok(())),
+        expect!["measure: a budget of -1 s; expected a positive number of seconds, or None"],
+    );
+    let work = Plan { work: Some(Work::tokens(f64::INFINITY)), ..plan(0, 1) };
+    check(
+        measure::run(&work, |_| Ok(())),
+        expect!["measure: inf token in a run; expected a number from 0 on"],
+    );
+    check(
+        measure::run(&plan(0, 1), |_| Err(Error::Other("the body's own".into()))),
+        expect!["the body's own"],
+    );
+    let runs = Cell::new(0);
+    let sometimes = measure::run(&plan(0, 3), |lap| {
+        runs.set(runs.get() + 1);
+        if runs.get() == 2 { Ok(()) } else { lap.end("forward") }
+    });
+    check(
+        sometimes,
+        expect![[
+            r#"measure: the phase "forward" did not end in every repeat; end the same phases each time"#
+        ]],
+    );
+    check(
+        measure::run(&Plan::new(Device::Vulkan), |_| Ok(())),
+        expect!["vulkan is not available here: streams, events and memory figures exist for cpu and cuda"],
+    );
+    check(
+        physical::gemm_rate(CPU, Kind::Float, 0, 1, 1),
+        expect!["gemm_rate: sizes m 0, n 1, k 1; expected each from 1 on"],
+    );
+    assert!(physical::gemm_rate(CPU, Kind::Bool, 2, 2, 2).is_err());
+    assert!(physical::gemm_rate(CPU, Kind::Float, i64::MAX, 2, 2).is_err());
+}
+
+#[test]
+fn limits_have_rates() {
+    let product = physical::gemm_rate(CPU, Kind::Float, 33, 17, 5).unwrap();
+    assert_eq!(product.work, Some(Work::flops(2.0 * 33.0 * 17.0 * 5.0)));
+    assert!(product.rate().unwrap() > 0.0);
+}

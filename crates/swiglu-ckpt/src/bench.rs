@@ -1,0 +1,224 @@
+//! Time and memory of a training step of a stack of SwiGLU layers, for every level.
+//!
+//! A step is the assignment's: forward through all layers, backward of the output's sum, gradients of the input and of
+//! all weights. Baseline is libtorch's own composition of operators. One table of configurations feeds the command line,
+//! the report and the tests.
+
+use accounting::swiglu::{Form, Peak, Stack, peak};
+use runtime::autograd::{self, Keep};
+use runtime::matmul::mm_into;
+use runtime::measure::{self, Measurement, Plan, Work, physical};
+use runtime::memory::live_bytes;
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::level::CheckpointLevel;
+use crate::mlp::{SwigluConfig, SwigluMlp};
+
+/// Sizes of a stack and its batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Configuration {
+    /// Sequences.
+    pub batch: i64,
+    /// Tokens of each.
+    pub seq: i64,
+    /// Size of the residual stream.
+    pub hidden: i64,
+    /// Size between the projections.
+    pub intermediate: i64,
+    /// Number of layers.
+    pub layers: i64,
+}
+
+/// A step in seconds.
+pub const SMOKE: &[Configuration] = &[
+    Configuration { batch: 4, seq: 64, hidden: 128, intermediate: 512, layers: 2 },
+    Configuration { batch: 2, seq: 96, hidden: 192, intermediate: 520, layers: 3 },
+];
+
+/// The assignment's shapes that fit 8 GiB and ten minutes on two cores, and the MLP of Qwen2.5-0.5B.
+pub const LAPTOP: &[Configuration] = &[
+    Configuration { batch: 16, seq: 128, hidden: 512, intermediate: 2048, layers: 2 },
+    Configuration { batch: 32, seq: 128, hidden: 512, intermediate: 2048, layers: 2 },
+    Configuration { batch: 1, seq: 1024, hidden: 896, intermediate: 4864, layers: 2 },
+    Configuration { batch: 8, seq: 512, hidden: 1024, intermediate: 4096, layers: 3 },
+    Configuration { batch: 16, seq: 512, hidden: 1024, intermediate: 4096, layers: 3 },
+];
+
+/// All of the assignment's shapes, and the MLPs of Qwen2.5-0.5B and Llama-3-8B.
+pub const PAPER: &[Configuration] = &[
+    Configuration { batch: 16, seq: 128, hidden: 512, intermediate: 2048, layers: 2 },
+    Configuration { batch: 32, seq: 128, hidden: 512, intermediate: 2048, layers: 2 },
+    Configuration { batch: 8, seq: 512, hidden: 1024, intermediate: 4096, layers: 3 },
+    Configuration { batch: 16, seq: 512, hidden: 1024, intermediate: 4096, layers: 3 },
+    Configuration { batch: 4, seq: 1024, hidden: 4096, intermediate: 16384, layers: 5 },
+    Configuration { batch: 8, seq: 2048, hidden: 896, intermediate: 4864, layers: 4 },
+    Configuration { batch: 2, seq: 8192, hidden: 4096, intermediate: 14336, layers: 2 },
+];
+
+impl Configuration {
+    /// Tokens of the batch.
+    pub fn tokens(&self) -> i64 {
+        self.batch * self.seq
+    }
+
+    /// FLOPs of the nine products of each layer, a multiplication and an addition counted as 2; what is computed again
+    /// is not counted.
+    pub fn flops(&self) -> f64 {
+        9.0 * 2.0 * self.tokens() as f64 * self.hidden as f64 * self.intermediate as f64 * self.layers as f64
+    }
+
+    /// Short name for tables: `8×512 H1024 F4096 L3`.
+    pub fn name(&self) -> String {
+        let Self { batch, seq, hidden, intermediate, layers } = self;
+        format!("{batch}×{seq} H{hidden} F{intermediate} L{layers}")
+    }
+
+    /// The allocator's peak as `accounting` predicts it.
+    ///
+    /// # Errors
+    /// Sizes that make no stack.
+    pub fn predict(&self, variant: Variant, kind: Kind) -> Result<Peak> {
+        let positive = |name, found: i64| {
+            u64::try_from(found).ok().filter(|&n| n > 0).ok_or(Error::Size { name, found })
+        };
+        let stack = Stack {
+            tokens: positive("tokens", self.tokens())?,
+            hidden: positive("hidden", self.hidden)?,
+            features: positive("intermediate", self.intermediate)?,
+            layers: positive("layers", self.layers)?,
+            element_bytes: kind.elt_size_in_bytes() as u64,
+        };
+        let form = match variant {
+            Variant::Operators => Form::Operators,
+            Variant::Level(CheckpointLevel::SaveAll) => Form::SaveAll,
+            Variant::Level(CheckpointLevel::SaveGateUp) => Form::SaveGateUp,
+            Variant::Level(CheckpointLevel::SaveOne) => Form::SaveOne,
+            Variant::Level(CheckpointLevel::InputOnly) => Form::InputOnly,
+            Variant::Level(CheckpointLevel::InputOnlyTiled { bytes }) => Form::InputOnlyTiled { bytes },
+        };
+        Ok(peak(&stack, form)?)
+    }
+}
+
+/// How the layers are computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Variant {
+    /// libtorch's operators, recorded by its own graph.
+    Operators,
+    /// This crate's function.
+    Level(CheckpointLevel),
+}
+
+impl Variant {
+    /// All that the bench compares.
+    pub fn all() -> impl Iterator<Item = Self> {
+        std::iter::once(Self::Operators).chain(CheckpointLevel::ALL.map(Self::Level))
+    }
+
+    /// FLOPs that run, over those of the nine products.
+    pub fn executed_share(self) -> f64 {
+        match self {
+            Self::Operators => 1.0,
+            Self::Level(level) => 1.0 + f64::from(level.recomputed_products()) / 9.0,
+        }
+    }
+}
+
+impl std::fmt::Display for Variant {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Operators => f.write_str("operators"),
+            Self::Level(level) => f.write_str(level.name()),
+        }
+    }
+}
+
+impl std::str::FromStr for Variant {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Ok(if text == "operators" { Self::Operators } else { Self::Level(text.parse()?) })
+    }
+}
+
+/// What a case came to.
+#[derive(Debug)]
+pub struct Outcome {
+    /// Seconds of `forward`, `backward` and both, per repeat.
+    pub time: Measurement,
+    /// Largest number of live bytes, weights and input included.
+    pub peak_bytes: u64,
+    /// Bytes held between forward and backward, without the stack's own input and output.
+    pub held_bytes: u64,
+    /// What `accounting` says of both.
+    pub predicted: Peak,
+}
+
+/// Measures one case. `plan` says how often; its device is where.
+///
+/// # Errors
+/// Sizes that make no stack, too little memory, a device that is not there.
+pub fn measure(config: &Configuration, variant: Variant, kind: Kind, plan: &Plan) -> Result<Outcome> {
+    let predicted = config.predict(variant, kind)?;
+    let &Configuration { batch, seq, hidden, intermediate, layers } = config;
+    let device = plan.device;
+    let level = match variant {
+        Variant::Operators => CheckpointLevel::SaveAll,
+        Variant::Level(level) => level,
+    };
+    let shape = SwigluConfig { level, kind, device, ..SwigluConfig::new(hidden, intermediate) };
+    let stack = (0..layers).map(|_| SwigluMlp::new(&shape)).collect::<Result<Vec<_>>>()?;
+    let x = Tensor::f_randn([batch, seq, hidden], (kind, device))?.f_set_requires_grad(true)?;
+    let output_bytes = (x.numel() * kind.elt_size_in_bytes()) as u64;
+    let leaves: Vec<&Tensor> = std::iter::once(&x)
+        .chain(stack.iter().flat_map(|mlp| mlp.parameters().into_iter().map(|(_, t)| t)))
+        .collect();
+
+    let mut held_bytes = 0;
+    let plan = Plan { work: Some(Work::flops(config.flops())), ..plan.clone() };
+    let time = measure::run(&plan, |lap| {
+        let before = live_bytes(device)?;
+        let mut y = x.shallow_clone();
+        for mlp in &stack {
+            y = match variant {
+                Variant::Operators => operators(mlp, &y)?,
+                Variant::Level(_) => {
+                    mlp.forward(&y).map_err(|error| runtime::Error::Other(Box::new(error)))?
+                }
+            };
+        }
+        held_bytes = live_bytes(device)? - before - output_bytes;
+        lap.end("forward")?;
+        let loss = y.f_sum(kind)?;
+        let gradients = autograd::grad(&[&loss], &[None], &leaves, Keep::default())?;
+        lap.end("backward")?;
+        drop(gradients);
+        Ok(())
+    })?;
+    let peak_bytes = time.memory.peak_above_start() + predicted.weights + output_bytes;
+    Ok(Outcome { time, peak_bytes, held_bytes, predicted })
+}
+
+fn operators(mlp: &SwigluMlp, x: &Tensor) -> runtime::Result<Tensor> {
+    let parameters = mlp.parameters();
+    let [(_, gate), (_, up), (_, down)] = parameters[..] else {
+        return Err(runtime::Error::invalid("swiglu bench", "the baseline needs weights stored apart"));
+    };
+    Ok(x.f_matmul(gate)?.f_silu()?.f_mul(&x.f_matmul(up)?)?.f_matmul(down)?)
+}
+
+/// The device's rate for this configuration's largest product in FLOP/s: the better of libtorch's and this project's.
+///
+/// # Errors
+/// As [`measure()`].
+pub fn product_rate(config: &Configuration, kind: Kind, device: Device) -> Result<f64> {
+    let (m, n, k) = (config.tokens(), config.intermediate, config.hidden);
+    let libtorch = physical::gemm_rate(device, kind, m, n, k)?;
+    let (a, b) = (Tensor::f_ones([m, k], (kind, device))?, Tensor::f_ones([k, n], (kind, device))?);
+    let mut out = Tensor::f_empty([m, n], (kind, device))?;
+    let work = Work::flops(2.0 * m as f64 * n as f64 * k as f64);
+    let plan = Plan { repeats: 15, budget: Some(2.0), work: Some(work), ..Plan::new(device) };
+    let ours = measure::run(&plan, |_| mm_into(&mut out, &a, &b, false))?;
+    Ok(ours.rate().unwrap_or(0.0).max(libtorch.rate().unwrap_or(0.0)))
+}

@@ -1,0 +1,247 @@
+//! `swiglu-ckpt`: what each checkpoint level costs and saves, on this machine.
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use anyhow::{Context, bail};
+use clap::{Parser, Subcommand};
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Environment, Metric, Progress, Record};
+use runtime::measure::{Plan, Samples};
+use swiglu_ckpt::bench::{self, Configuration, Outcome, Variant};
+use tch::{Device, Kind};
+
+/// A SwiGLU MLP that keeps or recomputes its activations
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    common: CommonArgs,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Measure time and memory of training steps, level by level
+    Bench(Bench),
+}
+
+#[derive(clap::Args)]
+struct Bench {
+    /// Which configurations to measure
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// Measure this configuration instead: BATCH,SEQ,HIDDEN,INTERMEDIATE,LAYERS (may be repeated)
+    #[arg(long, value_name = "SIZES", value_parser = configuration)]
+    config: Vec<Configuration>,
+    /// Measure these only: operators, save-all, save-gate-up, save-one, input-only, input-only-tiled:BYTES
+    #[arg(long, value_name = "LEVELS", value_delimiter = ',')]
+    levels: Vec<Variant>,
+    /// Largest number of measured steps of each case
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
+    repeats: u32,
+    /// Seconds after which no further step of a case begins (two are measured in any case)
+    #[arg(long, default_value_t = 5.0)]
+    budget: f64,
+    /// Skip cases whose predicted peak is above so many GiB [default: 80 % of what is free]
+    #[arg(long, value_name = "GIB")]
+    memory: Option<f64>,
+    /// fp32, bf16 or fp16
+    #[arg(long, default_value = "fp32", value_parser = dtype)]
+    dtype: Kind,
+}
+
+fn configuration(text: &str) -> Result<Configuration, String> {
+    let sizes: Vec<i64> =
+        text.split(',').map_while(|size| size.trim().parse().ok().filter(|&size| size > 0)).collect();
+    match sizes[..] {
+        [batch, seq, hidden, intermediate, layers] if text.split(',').count() == 5 => {
+            Ok(Configuration { batch, seq, hidden, intermediate, layers })
+        }
+        _ => Err("expected five positive numbers: BATCH,SEQ,HIDDEN,INTERMEDIATE,LAYERS, for example 8,512,1024,4096,3".into()),
+    }
+}
+
+fn dtype(text: &str) -> Result<Kind, String> {
+    match text {
+        "fp32" => Ok(Kind::Float),
+        "bf16" => Ok(Kind::BFloat16),
+        "fp16" => Ok(Kind::Half),
+        _ => Err("expected fp32, bf16 or fp16".into()),
+    }
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    report::cli::run(|| match &cli.command {
+        Command::Bench(arguments) => run(&cli.common, arguments),
+    })
+}
+
+fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    runtime::memory::track_cpu()?;
+    runtime::random::seed(common.seed)?;
+    if !(arguments.budget.is_finite() && arguments.budget > 0.0) {
+        bail!("--budget is {}; expected a positive number of seconds", arguments.budget);
+    }
+    let limit = match arguments.memory {
+        Some(gib) => (gib * f64::from(1 << 30)) as u64,
+        None => (runtime::device::memory_info(device)?.free as f64 * 0.8) as u64,
+    };
+    let mut records = common.open_records()?;
+    let environment = Environment::detect(&runtime::device::name(device)?, Some(runtime::torch_version()));
+    let configurations = match (&arguments.config[..], arguments.scale) {
+        ([], Scale::Smoke) => bench::SMOKE,
+        ([], Scale::Laptop) => bench::LAPTOP,
+        ([], Scale::Paper) => bench::PAPER,
+        (given, _) => given,
+    };
+    let variants: Vec<Variant> =
+        if arguments.levels.is_empty() { Variant::all().collect() } else { arguments.levels.clone() };
+
+    let mut progress = Progress::new((configurations.len() * variants.len()) as u64);
+    let mut lines = Vec::new();
+    for config in configurations {
+        progress.message(&format!("{}: the machine's limit", config.name()));
+        let fits = |variant| anyhow::Ok(config.predict(variant, arguments.dtype)?.bytes <= limit);
+        let mut limit_rate = None;
+        for &variant in &variants {
+            progress.message(&format!("{} {variant}", config.name()));
+            let metrics = if fits(variant)? {
+                let rate = match limit_rate {
+                    Some(rate) => rate,
+                    None => *limit_rate.insert(bench::product_rate(config, arguments.dtype, device)?),
+                };
+                let plan = plan(device, arguments);
+                let outcome = bench::measure(config, variant, arguments.dtype, &plan)
+                    .with_context(|| format!("measuring {} {variant}", config.name()))?;
+                metrics(config, variant, &outcome, rate)
+            } else {
+                let needed = config.predict(variant, arguments.dtype)?.bytes as f64 / f64::from(1 << 30);
+                let why = format!(
+                    "needs {needed:.1} GiB of the {:.1} that may be used",
+                    limit as f64 / f64::from(1 << 30)
+                );
+                vec![
+                    Metric::not_measured("step_seconds", "s", &why),
+                    Metric::not_measured("peak_bytes", "B", &why),
+                ]
+            };
+            let case = case(config, variant, &common.device, arguments.dtype);
+            for metric in metrics {
+                let record = Record {
+                    experiment: "swiglu".into(),
+                    case: case.clone(),
+                    metric,
+                    environment: environment.clone(),
+                };
+                if let Some(records) = &mut records {
+                    records.write(&record)?;
+                }
+                lines.push(record);
+            }
+            progress.step();
+        }
+    }
+    drop(progress);
+    print(&lines, common.json)
+}
+
+fn plan(device: Device, arguments: &Bench) -> Plan {
+    Plan {
+        warmup: 1,
+        repeats: arguments.repeats as usize,
+        min_repeats: 2,
+        budget: Some(arguments.budget),
+        ..Plan::new(device)
+    }
+}
+
+fn case(config: &Configuration, variant: Variant, device: &str, dtype: Kind) -> Case {
+    let &Configuration { batch, seq, hidden, intermediate, layers } = config;
+    let dtype = match dtype {
+        Kind::BFloat16 => "bf16",
+        Kind::Half => "fp16",
+        _ => "fp32",
+    };
+    Case::new()
+        .with("device", device)
+        .with("dtype", dtype)
+        .with("config", config.name())
+        .with("batch", batch)
+        .with("seq", seq)
+        .with("hidden", hidden)
+        .with("intermediate", intermediate)
+        .with("layers", layers)
+        .with("level", variant.to_string())
+}
+
+fn metrics(config: &Configuration, variant: Variant, outcome: &Outcome, limit: f64) -> Vec<Metric> {
+    let Outcome { time, peak_bytes, held_bytes, predicted } = outcome;
+    let phase = |name: &str| time.phase(name).map_or(&[][..], |Samples { samples }| samples);
+    let (peak, expected) = (*peak_bytes as f64, predicted.bytes as f64);
+    let rates: Vec<f64> = time.time.samples.iter().map(|seconds| config.flops() / seconds).collect();
+    let shares: Vec<f64> = rates.iter().map(|rate| rate * variant.executed_share() / limit).collect();
+    vec![
+        Metric::of_samples("forward_seconds", "s", phase("forward")),
+        Metric::of_samples("backward_seconds", "s", phase("backward")),
+        Metric::of_samples("step_seconds", "s", &time.time.samples),
+        Metric::exact("peak_bytes", "B", peak),
+        Metric::exact("predicted_peak_bytes", "B", expected),
+        Metric::exact("prediction_error", "ratio", (expected - peak).abs() / peak),
+        Metric::exact("peak_above_weights_bytes", "B", peak - predicted.weights as f64),
+        Metric::exact("held_bytes", "B", *held_bytes as f64),
+        Metric::exact("held_beyond_inputs_bytes", "B", held_beyond_inputs(config, *held_bytes)),
+        Metric::of_samples("flop_rate", "FLOP/s", &rates),
+        Metric::of_samples("share_of_product_rate", "ratio", &shares),
+    ]
+}
+
+/// Bytes held between forward and backward that are not the input of a layer: 0 for the levels that keep the input.
+fn held_beyond_inputs(config: &Configuration, held_bytes: u64) -> f64 {
+    let inputs = (config.layers - 1) * config.tokens() * config.hidden * 4;
+    held_bytes as f64 - inputs as f64
+}
+
+#[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
+fn print(records: &[Record], json: bool) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    if json {
+        for record in records {
+            writeln!(out, "{}", serde_json::to_string(record)?)?;
+        }
+        return Ok(());
+    }
+    writeln!(
+        out,
+        "{:28} {:18} {:>10} {:>10} {:>10} {:>10} {:>8}",
+        "configuration", "level", "forward s", "backward s", "peak GiB", "predicted", "limit"
+    )?;
+    for chunk in records.chunk_by(|a, b| a.case == b.case) {
+        let value = |name: &str| {
+            chunk.iter().find(|record| record.metric.name == name).and_then(|record| record.metric.value)
+        };
+        let text = |name: &str, scale: f64| {
+            value(name).map_or("-".to_owned(), |value| format!("{:.3}", value / scale))
+        };
+        let key = |name: &str| chunk[0].case.get(name).and_then(|value| value.as_str()).unwrap_or_default();
+        let gib = f64::from(1 << 30);
+        writeln!(
+            out,
+            "{:28} {:18} {:>10} {:>10} {:>10} {:>10} {:>7} %",
+            key("config"),
+            key("level"),
+            text("forward_seconds", 1.0),
+            text("backward_seconds", 1.0),
+            text("peak_bytes", gib),
+            text("predicted_peak_bytes", gib),
+            value("share_of_product_rate").map_or("-".to_owned(), |share| format!("{:.0}", share * 100.0)),
+        )?;
+        if let Some(note) = &chunk[0].metric.note {
+            writeln!(out, "    not measured: {note}")?;
+        }
+    }
+    Ok(())
+}

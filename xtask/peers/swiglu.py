@@ -1,0 +1,150 @@
+"""Training steps of a SwiGLU stack in PyTorch: eager, and under torch.utils.checkpoint.
+
+The step is that of `swiglu-ckpt bench`: forward through all layers, backward of the output's sum to the input and all
+weights, gradients dropped between steps. Writes one JSON record per figure.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+class SwigluMlp(torch.nn.Module):
+    def __init__(self, hidden, intermediate):
+        super().__init__()
+        self.gate = torch.nn.Linear(hidden, intermediate, bias=False)
+        self.up = torch.nn.Linear(hidden, intermediate, bias=False)
+        self.down = torch.nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, layers, hidden, intermediate, recompute):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(SwigluMlp(hidden, intermediate) for _ in range(layers))
+        self.recompute = recompute
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+        return x
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def step(model, x, device):
+    """One step; seconds of the forward and of the backward."""
+    synchronize(device)
+    start = time.perf_counter()
+    y = model(x)
+    synchronize(device)
+    middle = time.perf_counter()
+    y.sum().backward()
+    synchronize(device)
+    end = time.perf_counter()
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    return middle - start, end - middle
+
+
+def peak_of_a_step(model, x, device):
+    """Largest number of live bytes beyond those there before the step."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step(model, x, device)
+        return torch.cuda.max_memory_allocated(device) - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step(model, x, device)
+    live = peak = 0
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def environment(device):
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cpu = platform.machine()
+    try:
+        with open("/proc/cpuinfo") as info:
+            cpu = next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "memory_bytes": memory,
+        "torch": torch.__version__.split("+")[0],
+        "revision": os.environ.get("FRUGAL_REVISION", ""),
+        "unix_time": int(time.time()),
+    }
+
+
+def metric(name, unit, samples):
+    quartiles = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
+    record = {"name": name, "unit": unit, "value": statistics.median(samples), "n": len(samples)}
+    if len(samples) > 1:
+        record["spread"] = (quartiles[2] - quartiles[0]) / 2
+    return record
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True, help="BATCH,SEQ,HIDDEN,INTERMEDIATE,LAYERS")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--records", required=True)
+    args = parser.parse_args()
+
+    batch, seq, hidden, intermediate, layers = (int(size) for size in args.config.split(","))
+    device = torch.device(args.device)
+    torch.manual_seed(args.seed)
+    flops = 9 * 2 * batch * seq * hidden * intermediate * layers
+    where = environment(device)
+    with open(args.records, "a") as records:
+        for level, recompute in (("eager", False), ("checkpoint", True)):
+            print(f"@progress {int(recompute)} 2 {level}", file=sys.stderr, flush=True)
+            model = Stack(layers, hidden, intermediate, recompute).to(device)
+            x = torch.randn(batch, seq, hidden, device=device, requires_grad=True)
+            step(model, x, device)
+            times = [step(model, x, device) for _ in range(args.repeats)]
+            above = peak_of_a_step(model, x, device)
+            weights = sum(p.numel() * p.element_size() for p in model.parameters())
+            resident = weights + x.numel() * x.element_size()
+            figures = [
+                metric("forward_seconds", "s", [forward for forward, _ in times]),
+                metric("backward_seconds", "s", [backward for _, backward in times]),
+                metric("step_seconds", "s", [forward + backward for forward, backward in times]),
+                metric("peak_bytes", "B", [above + resident]),
+                metric("peak_above_weights_bytes", "B", [above + resident - weights]),
+                metric("flop_rate", "FLOP/s", [flops / (forward + backward) for forward, backward in times]),
+            ]
+            case = {
+                "device": args.device, "dtype": "fp32", "batch": batch, "seq": seq, "hidden": hidden,
+                "intermediate": intermediate, "layers": layers, "level": level,
+            }
+            for figure in figures:
+                record = {"experiment": "swiglu", "case": case, "metric": figure, "environment": where}
+                records.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()
