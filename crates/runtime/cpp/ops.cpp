@@ -1,5 +1,6 @@
 // Boxed calls: any operator of the dispatcher by its name.
 #include "guard.h"
+#include "operator_class.h"
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -101,6 +102,24 @@ c10::IValue to_ivalue(const rt_value& value, const c10::Argument& argument) {
   }
 }
 
+torch::jit::Stack arguments(const c10::FunctionSchema& schema, const rt_value* positional, size_t positional_count,
+                            const char* const* keys, const rt_value* named, size_t named_count) {
+  const auto& formal = schema.arguments();
+  torch::jit::Stack stack;
+  stack.reserve(formal.size());
+  for (size_t i = 0; i < positional_count; ++i) {
+    // One too many is reported by the check below; any argument will do as its type.
+    stack.push_back(to_ivalue(positional[i], formal.empty() ? c10::Argument() : formal[std::min(i, formal.size() - 1)]));
+  }
+  std::unordered_map<std::string, c10::IValue> keyword;
+  for (size_t i = 0; i < named_count; ++i) {
+    const auto index = schema.argumentIndexWithName(keys[i]);
+    keyword.emplace(keys[i], to_ivalue(named[i], index.has_value() ? formal[*index] : c10::Argument()));
+  }
+  schema.checkAndNormalizeInputs(stack, keyword);
+  return stack;
+}
+
 template <class Item>
 Item* allocate(size_t count) {
   // One byte at least, so that an empty list is not taken for a failure.
@@ -175,21 +194,8 @@ rt_status rt_op_call(const char* name, const char* overload, const rt_value* pos
   *stage = LOOK_UP;
   const auto status = guard([&] {
     const auto handle = look_up(name, overload);
-    const auto& schema = handle.schema();
     *stage = ARGUMENTS;
-    const auto& formal = schema.arguments();
-    torch::jit::Stack stack;
-    stack.reserve(formal.size());
-    for (size_t i = 0; i < positional_count; ++i) {
-      // One too many is reported by the check below; any argument will do as its type.
-      stack.push_back(to_ivalue(positional[i], formal.empty() ? c10::Argument() : formal[std::min(i, formal.size() - 1)]));
-    }
-    std::unordered_map<std::string, c10::IValue> keyword;
-    for (size_t i = 0; i < named_count; ++i) {
-      const auto index = schema.argumentIndexWithName(keys[i]);
-      keyword.emplace(keys[i], to_ivalue(named[i], index.has_value() ? formal[*index] : c10::Argument()));
-    }
-    schema.checkAndNormalizeInputs(stack, keyword);
+    auto stack = arguments(handle.schema(), positional, positional_count, keys, named, named_count);
     *stage = KERNEL;
     try {
       handle.callBoxed(stack);
@@ -208,6 +214,21 @@ rt_status rt_op_call(const char* name, const char* overload, const rt_value* pos
     *result_count = stack.size();
   });
   return status;
+}
+
+// The FLOPs that such a call would take, without making it; `known` is 0 when there is no formula for it.
+rt_status rt_op_flops(const char* name, const char* overload, const rt_value* positional, size_t positional_count,
+                      const char* const* keys, const rt_value* named, size_t named_count, uint64_t* dense,
+                      uint64_t* causal, int* known) {
+  return guard([&] {
+    const auto handle = look_up(name, overload);
+    const auto stack = arguments(handle.schema(), positional, positional_count, keys, named, named_count);
+    const auto* op = find_operator(name, overload);
+    const auto flops = op != nullptr && op->formula != nullptr ? op->formula(stack) : std::nullopt;
+    *known = flops.has_value();
+    *dense = flops.has_value() ? flops->dense : 0;
+    *causal = flops.has_value() ? flops->causal : 0;
+  });
 }
 
 rt_status rt_set_num_threads(int count) {

@@ -1,6 +1,7 @@
 // Traces and named ranges.
 #include "guard.h"
 #include <ATen/record_function.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <memory>
 #include <torch/csrc/autograd/profiler_kineto.h>
 
@@ -25,14 +26,27 @@ std::string printable(const char* name, size_t size) {
   }
   return text;
 }
+// A session of all threads does not hear of allocations, which libtorch reports to what the thread has in its debug info.
+// This passes them on; the engine takes it along to its threads. It is a whole profiler state, as libtorch asks it
+// questions of one.
+struct MemoryReports : kineto::ProfilerStateBase {
+  explicit MemoryReports(const kineto::ProfilerConfig& config) : ProfilerStateBase(config) {}
+  kineto::ActiveProfilerType profilerType() override { return kineto::ActiveProfilerType::KINETO; }
+  void reportMemoryUsage(void* pointer, int64_t size, size_t allocated, size_t reserved, c10::Device device) override {
+    auto* session = ProfilerStateBase::get(/*global=*/true);
+    if (session != nullptr) session->reportMemoryUsage(pointer, size, allocated, reserved, device);
+  }
+};
+
+constexpr auto SLOT = c10::DebugInfoKind::PROFILER_STATE;
 } // namespace
 
 extern "C" {
 // Starts a trace of all threads. One at a time, stopped on the thread that started it.
-rt_status rt_trace_start(int cuda, int shapes, int memory, int all_threads) {
+rt_status rt_trace_start(int cuda, int shapes, int memory) {
   return guard([&] {
     kineto::ExperimentalConfig experimental;
-    experimental.profile_all_threads = all_threads != 0;
+    experimental.profile_all_threads = true;
     const kineto::ProfilerConfig config(kineto::ProfilerState::KINETO, shapes != 0, memory != 0, false, false, false,
                                         experimental);
     std::set<kineto::ActivityType> activities{kineto::ActivityType::CPU};
@@ -40,12 +54,17 @@ rt_status rt_trace_start(int cuda, int shapes, int memory, int all_threads) {
     profiler::prepareProfiler(config, activities);
     profiler::enableProfiler(config, activities,
                              {at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE, at::RecordScope::BACKWARD_FUNCTION});
+    if (memory != 0) c10::ThreadLocalDebugInfo::_push(SLOT, std::make_shared<MemoryReports>(config));
   });
 }
 
 // Stops the trace; `result` is the caller's.
 rt_status rt_trace_stop(profiler::ProfilerResult** result) {
-  return guard([&] { *result = profiler::disableProfiler().release(); });
+  return guard([&] {
+    auto* reports = c10::ThreadLocalDebugInfo::get(SLOT);
+    if (dynamic_cast<MemoryReports*>(reports) != nullptr) c10::ThreadLocalDebugInfo::_pop(SLOT);
+    *result = profiler::disableProfiler().release();
+  });
 }
 
 // Writes a stopped trace as Chrome's JSON. `result` and `path` are borrowed.

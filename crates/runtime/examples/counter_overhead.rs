@@ -21,7 +21,8 @@ fn nanoseconds(operator: &dyn Fn()) -> f64 {
 fn main() -> runtime::Result<()> {
     let _no_grad = tch::no_grad_guard();
     let x = Tensor::randn([8, 8], (Kind::Float, Device::Cpu));
-    let operators: [(&str, Box<dyn Fn()>); 2] =
+    type Operator<'a> = Box<dyn Fn() + 'a>;
+    let operators: [(&str, Operator<'_>); 2] =
         [("mm 8x8", Box::new(|| drop(x.mm(&x)))), ("add 8x8", Box::new(|| drop(&x + &x)))];
     println!("{:10} {:>12} {:>12} {:>12}", "operator", "off (ns)", "on (ns)", "off again");
     for (name, operator) in operators {

@@ -38,7 +38,8 @@ fn products_have_their_closed_forms() {
     let (row, column) = (randn(&[k]), randn(&[m]));
     let product = (2 * m * k * n) as u64;
     let batch = b as u64;
-    let cases: [(&str, u64, Box<dyn Fn() -> Tensor + '_>); 17] = [
+    type Work<'a> = Box<dyn Fn() -> Tensor + 'a>;
+    let cases: [(&str, u64, Work<'_>); 17] = [
         ("mm", product, Box::new(|| x.mm(&w))),
         ("mm out=", product, Box::new(|| x.mm_out(&Tensor::empty([m, n], F32), &w))),
         ("addmm", product, Box::new(|| bias.addmm(&x, &w))),

@@ -94,7 +94,8 @@ fn every_kind_of_value_crosses_the_border() {
 #[test]
 fn a_wrong_call_is_an_error_that_says_what_is_right() {
     let x = tensor(&[1.0]);
-    let cases: [(&str, &str, Vec<Value>, Vec<(&str, Value)>, &str); 9] = [
+    type Case = (&'static str, &'static str, Vec<Value>, Vec<(&'static str, Value)>, &'static str);
+    let cases: [Case; 9] = [
         (
             "aten::nonsense",
             "",

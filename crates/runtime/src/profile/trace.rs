@@ -20,7 +20,8 @@ pub struct TraceOptions {
     pub cuda: bool,
     /// The shapes of operators' inputs.
     pub shapes: bool,
-    /// Every allocation and release, as `[memory]` events with bytes.
+    /// Every allocation and release of the thread that starts the trace and of the autograd engine, as `[memory]` events
+    /// with bytes.
     pub memory: bool,
 }
 
@@ -51,7 +52,7 @@ impl Trace {
             return Err(Error::invalid("Trace::start", reason));
         }
         let TraceOptions { cuda, shapes, memory } = options;
-        if let Err(error) = sys::start_trace(cuda && Cuda::is_available(), shapes, memory, true) {
+        if let Err(error) = sys::start_trace(cuda && Cuda::is_available(), shapes, memory) {
             RUNNING.store(false, Ordering::Release);
             return Err(error);
         }

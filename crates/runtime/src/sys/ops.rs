@@ -50,6 +50,18 @@ unsafe extern "C" {
         result_count: *mut usize,
         stage: *mut c_int,
     ) -> Status;
+    fn rt_op_flops(
+        name: *const c_char,
+        overload: *const c_char,
+        positional: *const RawValue,
+        positional_count: usize,
+        keys: *const *const c_char,
+        named: *const RawValue,
+        named_count: usize,
+        dense: *mut u64,
+        causal: *mut u64,
+        known: *mut c_int,
+    ) -> Status;
     fn rt_set_num_threads(count: c_int) -> Status;
     fn rt_num_threads(count: *mut c_int) -> Status;
     fn rt_set_deterministic(on: c_int, warn_only: c_int) -> Status;
@@ -183,35 +195,85 @@ unsafe fn take_value(raw: &RawValue) -> Value {
     }
 }
 
+/// A call as C++ reads it.
+struct Call {
+    name: CString,
+    overload: CString,
+    _keys: Vec<CString>,
+    keys: Vec<*const c_char>,
+    positional: Borrowed,
+    named: Borrowed,
+}
+
+impl Call {
+    /// Borrows the values: they outlive the call.
+    fn new(name: &str, overload: &str, positional: &[Value], named: &[(&str, Value)]) -> Result<Self> {
+        let text = |text: &str| {
+            CString::new(text)
+                .map_err(|_| Error::invalid("ops::call", format!("{text:?} has a NUL character in it")))
+        };
+        let owned_keys = named.iter().map(|(key, _)| text(key)).collect::<Result<Vec<_>>>()?;
+        let mut call = Self {
+            name: text(name)?,
+            overload: text(overload)?,
+            keys: owned_keys.iter().map(|key| CStr::as_ptr(key)).collect(),
+            _keys: owned_keys,
+            positional: Borrowed::default(),
+            named: Borrowed::default(),
+        };
+        positional.iter().try_for_each(|value| call.positional.push(value))?;
+        named.iter().try_for_each(|(_, value)| call.named.push(value))?;
+        Ok(call)
+    }
+}
+
+/// FLOPs (dense, causal) of a call that is not made.
+pub(crate) fn flops(
+    name: &str,
+    overload: &str,
+    positional: &[Value],
+    named: &[(&str, Value)],
+) -> Result<Option<(u64, u64)>> {
+    let call = Call::new(name, overload, positional, named)?;
+    let (mut dense, mut causal, mut known) = (0, 0, 0);
+    // SAFETY: every pointer is to a live value or list with the size given, and C++ only reads them.
+    let status = unsafe {
+        check(rt_op_flops(
+            call.name.as_ptr(),
+            call.overload.as_ptr(),
+            call.positional.values.as_ptr(),
+            call.positional.values.len(),
+            call.keys.as_ptr(),
+            call.named.values.as_ptr(),
+            call.named.values.len(),
+            &raw mut dense,
+            &raw mut causal,
+            &raw mut known,
+        ))
+    };
+    status.map_err(|error| Error::invalid("profile::flops_of", error.to_string()))?;
+    Ok((known != 0).then_some((dense, causal)))
+}
+
 pub(crate) fn call(
     name: &str,
     overload: &str,
     positional: &[Value],
     named: &[(&str, Value)],
 ) -> Result<Vec<Value>> {
-    let text = |text: &str| {
-        CString::new(text)
-            .map_err(|_| Error::invalid("ops::call", format!("{text:?} has a NUL character in it")))
-    };
-    let (c_name, c_overload) = (text(name)?, text(overload)?);
-    let keys = named.iter().map(|(key, _)| text(key)).collect::<Result<Vec<_>>>()?;
-    let keys: Vec<*const c_char> = keys.iter().map(|key: &CString| CStr::as_ptr(key)).collect();
-    let (mut by_position, mut by_name) = (Borrowed::default(), Borrowed::default());
-    positional.iter().try_for_each(|value| by_position.push(value))?;
-    named.iter().try_for_each(|(_, value)| by_name.push(value))?;
-
+    let call = Call::new(name, overload, positional, named)?;
     let (mut results, mut count, mut stage) = (null_mut(), 0, LOOK_UP);
     // SAFETY: every pointer is to a live value or list with the size given, and C++ only reads them; in-place operators
     // change what the tensors refer to, as libtorch's own bindings do through shared handles.
     let status = unsafe {
         check(rt_op_call(
-            c_name.as_ptr(),
-            c_overload.as_ptr(),
-            by_position.values.as_ptr(),
-            by_position.values.len(),
-            keys.as_ptr(),
-            by_name.values.as_ptr(),
-            by_name.values.len(),
+            call.name.as_ptr(),
+            call.overload.as_ptr(),
+            call.positional.values.as_ptr(),
+            call.positional.values.len(),
+            call.keys.as_ptr(),
+            call.named.values.as_ptr(),
+            call.named.values.len(),
             &raw mut results,
             &raw mut count,
             &raw mut stage,

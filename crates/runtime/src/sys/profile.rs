@@ -47,7 +47,7 @@ pub(crate) struct RawRow {
 type VisitRow = extern "C" fn(*mut c_void, *const c_char, usize, *const RawRow) -> Status;
 
 unsafe extern "C" {
-    fn rt_trace_start(cuda: c_int, shapes: c_int, memory: c_int, all_threads: c_int) -> Status;
+    fn rt_trace_start(cuda: c_int, shapes: c_int, memory: c_int) -> Status;
     fn rt_trace_stop(result: *mut *mut RawResult) -> Status;
     fn rt_trace_save(result: *mut RawResult, path: *const c_char) -> Status;
     fn rt_trace_free(result: *mut RawResult);
@@ -63,10 +63,10 @@ unsafe extern "C" {
 /// Not to leave the thread it was made on.
 type OnThisThread = PhantomData<*const ()>;
 
-pub(crate) fn start_trace(cuda: bool, shapes: bool, memory: bool, all_threads: bool) -> Result<()> {
-    let [cuda, shapes, memory, all_threads] = [cuda, shapes, memory, all_threads].map(c_int::from);
+pub(crate) fn start_trace(cuda: bool, shapes: bool, memory: bool) -> Result<()> {
+    let [cuda, shapes, memory] = [cuda, shapes, memory].map(c_int::from);
     // SAFETY: a plain call; the status is fresh.
-    unsafe { check(rt_trace_start(cuda, shapes, memory, all_threads)) }
+    unsafe { check(rt_trace_start(cuda, shapes, memory)) }
 }
 
 /// What a trace recorded.
