@@ -129,7 +129,7 @@ struct Bytes {
     narrow: u64,
     /// `[n, f]`
     wide: u64,
-    /// `[tile, f]`
+    /// `[tile, f]`; as `wide` where there is one tile
     tile: u64,
     /// `[h, f]`
     weight: u64,
@@ -187,11 +187,9 @@ impl Bytes {
             return self.backward_of_operators(last, ledger);
         }
         ledger.make(self.narrow);
-        if let Form::InputOnlyTiled { .. } = form {
-            if self.tile < self.wide {
-                ledger.make(3 * self.tile + 3 * self.weight);
-                return ledger.free(3 * self.tile);
-            }
+        if self.tile < self.wide {
+            ledger.make(3 * self.tile + 3 * self.weight);
+            return ledger.free(3 * self.tile);
         }
         let (recomputed, silu) = match form {
             Form::SaveAll => (0, self.wide),

@@ -20,11 +20,14 @@ pub(crate) enum Effort {
     Minutes,
 }
 
+/// Figures with the case each belongs to.
+pub(crate) type Figures = Vec<(Case, Metric)>;
+
 /// One group of figures.
 pub(crate) struct Part {
     pub(crate) about: &'static str,
     pub(crate) experiment: &'static str,
-    pub(crate) run: fn(Device, Effort) -> anyhow::Result<Vec<(Case, Metric)>>,
+    pub(crate) run: fn(Device, Effort) -> anyhow::Result<Figures>,
 }
 
 /// What can be measured on `device`.
@@ -66,7 +69,7 @@ pub(crate) fn small_operators(tracked: bool, operators: u32) -> anyhow::Result<f
 }
 
 /// Allocation tracking cannot be taken off again, so each side runs in processes of its own, in turns.
-fn tracking(_: Device, effort: Effort) -> anyhow::Result<Vec<(Case, Metric)>> {
+fn tracking(_: Device, effort: Effort) -> anyhow::Result<Figures> {
     let (rounds, operators) = if effort == Effort::Seconds { (3, 100_000) } else { (15, 600_000) };
     let program = std::env::current_exe().context("finding this program to run it again")?;
     let once = |tracked: bool| -> anyhow::Result<f64> {
@@ -112,7 +115,7 @@ fn in_turns(
     rounds: usize,
     mut with: impl FnMut() -> runtime::Result<()>,
     mut without: impl FnMut() -> runtime::Result<()>,
-) -> anyhow::Result<Vec<(Case, Metric)>> {
+) -> anyhow::Result<Figures> {
     fn seconds(count: u32, work: &mut dyn FnMut() -> runtime::Result<()>) -> runtime::Result<f64> {
         let start = Instant::now();
         for _ in 0..count {
@@ -154,7 +157,7 @@ impl Function for Double {
 }
 
 /// Forward and backward through ten hand-written nodes, or ten recomputed segments, against ten of libtorch's own.
-fn functions(device: Device, effort: Effort) -> anyhow::Result<Vec<(Case, Metric)>> {
+fn functions(device: Device, effort: Effort) -> anyhow::Result<Figures> {
     const CHAIN: usize = 10;
     let rounds = if effort == Effort::Seconds { 3 } else { 15 };
     let x = Tensor::f_ones([64], (Kind::Float, device))?.f_set_requires_grad(true)?;
@@ -186,7 +189,7 @@ fn functions(device: Device, effort: Effort) -> anyhow::Result<Vec<(Case, Metric
 }
 
 /// The FLOP counter while it runs.
-fn counter(device: Device, effort: Effort) -> anyhow::Result<Vec<(Case, Metric)>> {
+fn counter(device: Device, effort: Effort) -> anyhow::Result<Figures> {
     let rounds = if effort == Effort::Seconds { 3 } else { 15 };
     let a = Tensor::f_ones([64, 64], (Kind::Float, device))?;
     let products = || -> runtime::Result<()> {
@@ -204,7 +207,7 @@ fn counter(device: Device, effort: Effort) -> anyhow::Result<Vec<(Case, Metric)>
 }
 
 /// This project's product beside libtorch's own, over shapes of training.
-fn products(device: Device, effort: Effort) -> anyhow::Result<Vec<(Case, Metric)>> {
+fn products(device: Device, effort: Effort) -> anyhow::Result<Figures> {
     const SHAPES: [(i64, i64, i64); 5] =
         [(4096, 4096, 1024), (4096, 1024, 4096), (1024, 4096, 4096), (2048, 4864, 896), (512, 512, 512)];
     let budget = if effort == Effort::Seconds { 0.2 } else { 2.0 };
@@ -247,7 +250,7 @@ fn products(device: Device, effort: Effort) -> anyhow::Result<Vec<(Case, Metric)
 }
 
 /// Filling a fresh tensor of 64 MiB, whose pages the kernel must provide.
-fn huge_pages(device: Device, effort: Effort) -> anyhow::Result<Vec<(Case, Metric)>> {
+fn huge_pages(device: Device, effort: Effort) -> anyhow::Result<Figures> {
     let rounds = if effort == Effort::Seconds { 3 } else { 15 };
     memory::track_cpu()?;
     let fill = |huge: bool| {

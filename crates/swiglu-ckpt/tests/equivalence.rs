@@ -86,7 +86,7 @@ fn the_assignments_check() {
         expected.sum(Kind::Float).backward();
         for (index, name) in ["x", "W", "V", "U"].iter().enumerate() {
             let share = percent(&arguments[index].grad(), &reference[index].grad());
-            println!("{level}: gradient of {name} at {share:.1} % of the tolerance");
+            eprintln!("{level}: gradient of {name} at {share:.1} % of the tolerance");
             assert!(share < 100.0, "{level}: gradient of {name} at {share:.1} % of the tolerance");
             // Of the order of PyTorch's own distance from the exact gradient, which says more than 1e-4: the two sum in
             // different orders.

@@ -17,7 +17,7 @@ fn predicted_peaks_are_within_five_percent_and_kept_bytes_exact() {
             let outcome = measure(config, variant, Kind::Float, &plan).unwrap();
             let (found, expected) = (outcome.peak_bytes as f64, outcome.predicted.bytes as f64);
             let error = (expected - found).abs() / found;
-            println!("{} {variant}: {:.2} % of the tolerance", config.name(), error / 0.05 * 100.0);
+            eprintln!("{} {variant}: {:.2} % of the tolerance", config.name(), error / 0.05 * 100.0);
             assert!(error <= 0.05, "{} {variant}: predicted {expected}, measured {found}", config.name());
             assert_eq!(outcome.held_bytes, outcome.predicted.kept, "{} {variant}", config.name());
         }

@@ -177,7 +177,7 @@ impl Node {
             ))
         }?;
         // SAFETY: on success each entry is a tensor that is ours.
-        Ok(wrapped.into_iter().map(|pointer| unsafe { take(pointer) }.unwrap_or_else(Tensor::new)).collect())
+        Ok(wrapped.into_iter().map(|pointer| unsafe { take(pointer) }.unwrap_or_default()).collect())
     }
 }
 
@@ -201,8 +201,7 @@ extern "C" fn run_backward(
         // SAFETY: each array has the length given beside it; the tensors in `grads` and `saved` are given to us.
         let (grads, saved, needed) = unsafe {
             let grads: Vec<_> = (0..grad_count).map(|i| take(*grads.add(i))).collect();
-            let saved: Vec<_> =
-                (0..saved_count).map(|i| take(*saved.add(i)).unwrap_or_else(Tensor::new)).collect();
+            let saved: Vec<_> = (0..saved_count).map(|i| take(*saved.add(i)).unwrap_or_default()).collect();
             let needed: Vec<_> = (0..out_count).map(|i| *needed.add(i) != 0).collect();
             (grads, saved, needed)
         };
