@@ -134,6 +134,10 @@ rt_status rt_stream_keep(int device, int64_t id, const at::Tensor* tensor) {
   });
 }
 
+rt_status rt_copy_async(at::Tensor* target, const at::Tensor* source) {
+  return guard([&] { target->copy_(*source, /*non_blocking=*/true); });
+}
+
 rt_status rt_event_new(int timed, c10::Event** out) {
   return guard([&] {
     const auto flag = timed != 0 ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT;

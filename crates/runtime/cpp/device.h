@@ -35,6 +35,9 @@ rt_status rt_stream_leave(c10::StreamGuard* guard);
 // Keeps the memory of `tensor` (on a CUDA device, or pinned) from being reused before the stream's work is done.
 rt_status rt_stream_keep(int device, int64_t id, const at::Tensor* tensor);
 
+// target.copy_(source) on the current stream, without waiting for it where the memory allows. Both are borrowed.
+rt_status rt_copy_async(at::Tensor* target, const at::Tensor* source);
+
 // --- events ---
 rt_status rt_event_new(int timed, c10::Event** out);
 // `event` is taken; null is allowed.

@@ -45,8 +45,8 @@ pub use event::Event;
 pub use pinned::{Number, PinnedBuffer, PinnedBytes, pinned_bytes, pinned_empty};
 pub use stream::{Stream, StreamGuard};
 
-use crate::error::Result;
-use crate::sys::device as sys;
+use crate::error::{Error, Result};
+use crate::sys::{device as sys, stream as sys_stream};
 
 /// Blocks the calling thread until all work on the device is done, that of every stream. From within the work of a CPU
 /// stream, that stream is left out.
@@ -61,6 +61,19 @@ pub fn synchronize(device: Device) -> Result<()> {
     }
 }
 
+/// Copies `source` into `target`, with conversion and broadcasting, on the current stream of the CUDA device among them.
+/// To and from pinned memory ([`pinned_empty`]) it returns before the copy is done: the host reads the target after an
+/// event or a synchronise. `tch`'s own `copy_` waits. Between two CPU tensors it is `copy_`.
+///
+/// # Errors
+/// An undefined tensor, shapes that do not broadcast, a target that autograd does not let change.
+pub fn copy_async(target: &mut Tensor, source: &Tensor) -> Result<()> {
+    if !target.defined() || !source.defined() {
+        return Err(Error::invalid("copy_async", "a tensor is undefined"));
+    }
+    sys_stream::copy_async(target, source)
+}
+
 /// Keeps the memory of `tensor` from being freed or reused before the work that `stream` has now is done. Needed on
 /// CUDA when a tensor is used on another stream than the one it was allocated on, or pinned memory in an asynchronous
 /// copy, and then dropped. A CPU stream holds a reference; ordinary CPU memory needs nothing on a CUDA stream.
@@ -68,7 +81,6 @@ pub fn synchronize(device: Device) -> Result<()> {
 /// # Errors
 /// A tensor without memory; a tensor of another CUDA device than the stream's.
 pub fn record_stream(tensor: &Tensor, stream: &Stream) -> Result<()> {
-    use crate::error::Error;
     let invalid = |reason: String| Err(Error::invalid("record_stream", reason));
     if !tensor.defined() {
         return invalid("the tensor is undefined".into());

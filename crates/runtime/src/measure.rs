@@ -148,8 +148,8 @@ impl Measurement {
 /// Measures `body`, which does the work once and may divide it into phases with [`Lap::end`].
 ///
 /// # Errors
-/// A plan that makes no sense; a device that is not there; the body's own error, at once; a phase that ended in some
-/// repeats only.
+/// A plan that makes no sense; a device that is not there; the body's own error, at once; a failed CPU stream, which
+/// [`device::synchronize`] finds before a run; a phase that ended in some repeats only.
 pub fn run(plan: &Plan, mut body: impl FnMut(&mut Lap) -> Result<()>) -> Result<Measurement> {
     plan.check()?;
     let began = Instant::now();

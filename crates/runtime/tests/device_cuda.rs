@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use runtime::device::{self, Event, PinnedBuffer, Stream};
+use runtime::device::{self, Event, PinnedBuffer, Stream, copy_async};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -120,7 +120,7 @@ fn pinned_memory_copies_asynchronously_and_survives_its_owner() {
         let (mut inside, from) = (target.shallow_clone(), source.shallow_clone());
         stream.submit(move || {
             occupy(device)?;
-            Ok(inside.f_copy_(&from)?)
+            copy_async(&mut inside, &from)
         })?;
         device::record_stream(&source, &stream)?;
         device::record_stream(&target, &stream)?;
@@ -154,7 +154,7 @@ fn a_cpu_stream_waits_for_a_cuda_event_and_the_reverse() {
         let (inside, mut to) = (data.shallow_clone(), staging.shallow_clone());
         gpu.submit(move || {
             occupy(device)?;
-            Ok(to.f_copy_(&inside)?)
+            copy_async(&mut to, &inside)
         })?;
         gpu.record(&on_gpu)?;
         cpu.wait(&on_gpu)?;
@@ -166,7 +166,7 @@ fn a_cpu_stream_waits_for_a_cuda_event_and_the_reverse() {
         cpu.record(&on_cpu)?;
         gpu.wait(&on_cpu)?;
         let (mut back, from) = (data.shallow_clone(), staging.shallow_clone());
-        gpu.submit(move || Ok(back.f_copy_(&from)?))?;
+        gpu.submit(move || copy_async(&mut back, &from))?;
         gpu.synchronize()?;
         assert_eq!(f64::try_from(data.f_mean(Kind::Double)?)?, 10.0);
 

@@ -30,6 +30,7 @@ fn pinned_memory() {
     tensors_have_pages_of_their_own_and_are_counted();
     buffers_are_viewed_or_borrowed_never_both();
     bad_requests_are_errors();
+    an_asynchronous_copy_is_a_copy();
     assert_eq!(live(), 0);
 }
 
@@ -133,5 +134,22 @@ fn bad_requests_are_errors() {
     check(
         buffer.view(0, &[-1], Kind::Uint8),
         expect!["pinned buffer view: the shape [-1] of Uint8 is not one of a tensor"],
+    );
+}
+
+fn an_asynchronous_copy_is_a_copy() {
+    let mut target = device::pinned_empty(&[2, 3], Kind::Double, Device::Cpu).unwrap();
+    let source = Tensor::arange(3, (Kind::Int64, Device::Cpu));
+    device::copy_async(&mut target, &source).unwrap();
+    assert_eq!(Vec::<f64>::try_from(target.reshape([6])).unwrap(), [0.0, 1.0, 2.0, 0.0, 1.0, 2.0]);
+    check(
+        device::copy_async(&mut target, &Tensor::zeros([2, 2], (Kind::Float, Device::Cpu))),
+        expect!["The size of tensor a (3) must match the size of tensor b (2) at non-singleton dimension 1"],
+    );
+    check(device::copy_async(&mut target, &Tensor::new()), expect!["copy_async: a tensor is undefined"]);
+    let mut leaf = Tensor::zeros([3], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    check(
+        device::copy_async(&mut leaf, &source),
+        expect!["a leaf Variable that requires grad is being used in an in-place operation."],
     );
 }

@@ -24,6 +24,8 @@ unsafe extern "C" {
     fn rt_stream_leave(guard: *mut Opaque) -> Status;
     fn rt_stream_keep(device: c_int, id: i64, tensor: *const C_tensor) -> Status;
 
+    fn rt_copy_async(target: *mut C_tensor, source: *const C_tensor) -> Status;
+
     fn rt_event_new(timed: c_int, out: *mut *mut Opaque) -> Status;
     fn rt_event_free(event: *mut Opaque);
     fn rt_event_record(event: *mut Opaque, device: c_int, id: i64) -> Status;
@@ -87,6 +89,13 @@ impl CudaStream {
         unsafe { check(rt_stream_enter(self.device, self.id, &mut guard)) }?;
         Ok(CudaStreamGuard { guard, _thread: PhantomData })
     }
+}
+
+/// Copies on the thread's current stream without waiting for the copy.
+pub(crate) fn copy_async(target: &mut Tensor, source: &Tensor) -> Result<()> {
+    // SAFETY: both tensors are borrowed during the call. An asynchronous copy keeps the device's memory by the rules of
+    // its stream, and libtorch records pinned memory with the allocator that reuses it.
+    unsafe { check(rt_copy_async(target.as_mut_ptr(), source.as_ptr())) }
 }
 
 /// Restores the thread's former stream when dropped.
