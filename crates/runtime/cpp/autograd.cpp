@@ -29,6 +29,10 @@ variable_list copy_list(const Tensor* const* tensors, size_t count) {
   return list;
 }
 
+uint32_t version_of(const Tensor& tensor) {
+  return tensor.defined() && !tensor.is_inference() ? static_cast<uint32_t>(tensor._version()) : 0;
+}
+
 }  // namespace
 
 // Owns the Rust state from `attach` on, and drops it when backward can no longer run: at the node's destruction, or when
@@ -70,6 +74,9 @@ struct RustNode : public torch::autograd::Node {
     std::vector<Tensor*> grads_in, saved_in, grads_out(inputs_, nullptr);
     std::vector<uint8_t> needed(inputs_);
     for (size_t i = 0; i < inputs_; i++) needed[i] = task_should_compute_output(i);
+    // Before the gradients are given away: what a second derivative would have to go through.
+    auto upstream = create_graph && !twice_differentiable_ ? torch::autograd::collect_next_edges(grads)
+                                                           : torch::autograd::edge_list();
     for (auto& grad : grads) grads_in.push_back(hand_out(std::move(grad)));
     for (auto& tensor : saved) saved_in.push_back(hand_out(std::move(tensor)));
     grads.clear();
@@ -79,7 +86,7 @@ struct RustNode : public torch::autograd::Node {
     {
       at::AutoGradMode mode(create_graph && twice_differentiable_);
       status = backward_(state.get(), grads_in.data(), grads_in.size(), saved_in.data(), saved_in.size(), needed.data(),
-                         grads_out.data(), grads_out.size(), keep_graph);
+                         grads_out.data(), grads_out.size(), keep_graph, create_graph);
     }
     variable_list result;
     result.reserve(inputs_);
@@ -92,13 +99,15 @@ struct RustNode : public torch::autograd::Node {
       }
     }
     throw_on_failure(status, "backward of `" + name_ + "`");
-    if (create_graph && !twice_differentiable_) fail_on_second_derivative(result);
+    if (create_graph && !twice_differentiable_) fail_on_second_derivative(result, std::move(upstream));
     return result;
   }
 
   std::string name_;
   size_t inputs_;
   bool twice_differentiable_ = false;
+  // Of the inputs, before forward ran.
+  std::vector<uint32_t> versions_;
   rt_backward backward_ = nullptr;
   std::shared_ptr<void> state_;
   std::vector<SavedVariable> saved_;
@@ -106,13 +115,16 @@ struct RustNode : public torch::autograd::Node {
 
  private:
   // A derivative through a backward that was not recorded must fail when it is asked for, not be silently zero or
-  // absent. The failing node leads to this node's own inputs, so that the engine meets it on the way to any of them.
-  void fail_on_second_derivative(variable_list& grads) {
+  // absent. The failing node leads to this node's own inputs and to what the upstream gradients came from, so that the
+  // engine meets it on the way to anything that the derivative depends on.
+  void fail_on_second_derivative(variable_list& grads, torch::autograd::edge_list&& upstream) {
+    auto edges = next_edges();
+    edges.insert(edges.end(), upstream.begin(), upstream.end());
     auto error = std::shared_ptr<Node>(
         new torch::autograd::Error("the backward of `" + name_ + "` is not differentiable, so a second derivative "
                                    "through it does not exist; declare TWICE_DIFFERENTIABLE where its backward uses "
                                    "differentiable operators only",
-                                   torch::autograd::edge_list(next_edges())),
+                                   std::move(edges)),
         torch::autograd::deleteNode);
     for (auto& grad : grads) {
       if (!grad.defined()) continue;
@@ -162,6 +174,7 @@ rt_status rt_node_new(const char* name, const Tensor* const* inputs, size_t inpu
     // deleteNode unrolls the destruction of long chains, which would overflow the stack one node inside another.
     auto node = std::shared_ptr<RustNode>(new RustNode(torch::autograd::collect_next_edges(list), name, input_count),
                                           torch::autograd::deleteNode);
+    for (const auto& input : list) node->versions_.push_back(version_of(input));
     *out = new rt_node{std::move(node)};
   });
 }
@@ -178,10 +191,18 @@ rt_status rt_node_attach(rt_node* handle, const Tensor* const* inputs, size_t in
   if (status != nullptr) return status;
   return guard([&] {
     auto& node = handle->node;
+    for (size_t i = 0; i < input_count; i++) {
+      if (version_of(*inputs[i]) != node->versions_[i]) {
+        throw RustFailure("forward of `" + node->name_ + "` changed input " + std::to_string(i) +
+                          " in place; work on a copy of it");
+      }
+    }
     node->state_ = std::move(owned);
     node->backward_ = backward;
     node->twice_differentiable_ = twice_differentiable != 0;
-    std::unordered_set<at::TensorImpl*> non_differentiable;
+    std::unordered_set<at::TensorImpl*> non_differentiable, known;
+    for (size_t i = 0; i < input_count; i++) known.insert(inputs[i]->unsafeGetTensorImpl());
+    for (size_t i = 0; i < output_count; i++) known.insert(outputs[i]->unsafeGetTensorImpl());
     std::vector<std::optional<Tensor>> raw;
     for (size_t i = 0; i < output_count; i++) {
       raw.emplace_back(*outputs[i]);
@@ -196,6 +217,12 @@ rt_status rt_node_attach(rt_node* handle, const Tensor* const* inputs, size_t in
     std::vector<Tensor> tensors;
     for (auto& result : results) tensors.push_back(result.value());
     for (size_t i = 0; i < saved_count; i++) {
+      if (known.count(saved[i]->unsafeGetTensorImpl()) == 0) {
+        // An intermediate has no history. Detached, a view of an output does not keep the output, and with it this
+        // node, alive; it still shares the counter of in-place changes.
+        node->saved_.emplace_back(saved[i]->detach(), /*is_output=*/false);
+        continue;
+      }
       const bool is_output = saved[i]->grad_fn() == node;
       node->saved_.emplace_back(*saved[i], is_output);
     }

@@ -14,7 +14,9 @@
 //!   [`Backward::take_saved`] hands out the last reference, so that each can be freed, or overwritten
 //!   ([`Backward::may_overwrite_saved`]), as soon as it is used.
 //! - An `Err` or a panic in backward becomes the `Err` of [`backward`], [`grad`], or `tch`'s `f_backward`.
-//! - No thread-local is read: the engine may run backward on a thread of its own, as it does for CUDA.
+//! - Forward must leave its inputs as they are: an in-place change of one is an error.
+//! - The engine may run backward on a thread of its own, as it does for CUDA: nothing is read there from a thread-local of
+//!   the caller. What backward must know of it (random state, autocast) is captured in forward, as [`checkpoint()`] does.
 //!
 //! How this differs from PyTorch's `torch.autograd.Function`: a missing upstream gradient is `None` and not a tensor of
 //! zeros; a second derivative is an error unless the function declares it
@@ -30,7 +32,7 @@
 //!         ctx.save(inputs[0]);
 //!         Ok(vec![inputs[0].f_square()?])
 //!     }
-//!     fn backward(&mut self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> runtime::Result<Vec<Option<Tensor>>> {
+//!     fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> runtime::Result<Vec<Option<Tensor>>> {
 //!         let x = ctx.take_saved().remove(0);
 //!         Ok(vec![grads[0].as_ref().map(|g| g * x * 2.0)])
 //!     }
@@ -43,9 +45,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+use parking_lot::ReentrantMutex;
 use std::marker::PhantomData;
-use std::sync::{Mutex, PoisonError};
-
 use tch::Tensor;
 
 use crate::error::{Error, Result};
@@ -77,7 +78,7 @@ pub trait Function: Send + 'static {
 
     /// Computes one gradient for each input, `None` for one that needs none, from one gradient for each output, `None`
     /// where none arrived. Each has its input's shape and dtype.
-    fn backward(&mut self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>>;
+    fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>>;
 }
 
 /// What a [`Function::forward`] knows and may ask for.
@@ -118,7 +119,7 @@ impl Forward<'_> {
 pub struct Backward {
     needed: Vec<bool>,
     saved: Vec<Tensor>,
-    keep_graph: bool,
+    pass: sys::Pass,
 }
 
 impl Backward {
@@ -140,11 +141,19 @@ impl Backward {
     /// Whether the graph is released after this backward, so that a saved *intermediate*, which nothing but this
     /// function has ever seen, may be overwritten. Never overwrite a saved input or output.
     pub fn may_overwrite_saved(&self) -> bool {
-        !self.keep_graph
+        !self.pass.keep_graph
+    }
+
+    /// Whether a second derivative is wanted. What this backward does is recorded only if the function declares
+    /// [`Function::TWICE_DIFFERENTIABLE`].
+    pub fn is_recorded(&self) -> bool {
+        self.pass.create_graph
     }
 }
 
-struct Bound<F>(Mutex<F>);
+/// One thread at a time runs the function. The same thread may come back to it: waiting inside one backward, an engine's
+/// thread takes up others.
+struct Bound<F>(ReentrantMutex<F>);
 
 impl<F: Function> sys::NodeBackward for Bound<F> {
     fn run(
@@ -152,10 +161,9 @@ impl<F: Function> sys::NodeBackward for Bound<F> {
         grads: Vec<Option<Tensor>>,
         saved: Vec<Tensor>,
         needed: Vec<bool>,
-        keep_graph: bool,
+        pass: sys::Pass,
     ) -> Result<Vec<Option<Tensor>>> {
-        let mut function = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        function.backward(&mut Backward { needed, saved, keep_graph }, grads)
+        self.0.lock().backward(&mut Backward { needed, saved, pass }, grads)
     }
 }
 
@@ -193,7 +201,7 @@ fn apply_with<F: Function>(mut function: F, inputs: &[&Tensor], always: bool) ->
             )
         })? = false;
     }
-    let bound = Box::new(Bound(Mutex::new(function)));
+    let bound = Box::new(Bound(ReentrantMutex::new(function)));
     node.attach(inputs, &outputs, &differentiable, &saved, F::TWICE_DIFFERENTIABLE, bound)
 }
 

@@ -147,11 +147,7 @@ impl Function for Double {
         Ok(vec![inputs[0].f_mul_scalar(2.0)?])
     }
 
-    fn backward(
-        &mut self,
-        _: &mut Backward,
-        grads: Vec<Option<Tensor>>,
-    ) -> runtime::Result<Vec<Option<Tensor>>> {
+    fn backward(&self, _: &mut Backward, grads: Vec<Option<Tensor>>) -> runtime::Result<Vec<Option<Tensor>>> {
         grads.into_iter().map(|grad| Ok(grad.map(|grad| grad.f_mul_scalar(2.0)).transpose()?)).collect()
     }
 }

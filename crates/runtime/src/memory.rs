@@ -24,7 +24,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tch::Device;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::sys::memory as sys;
 
 /// What a [`Region`] used, in bytes.
@@ -170,21 +170,11 @@ fn registry() -> MutexGuard<'static, Registry> {
 
 /// The CUDA index of a device whose bytes are counted, `None` for the CPU.
 fn counted(device: Device) -> Result<Option<i32>> {
-    match device {
-        Device::Cpu => {
-            sys::install_cpu_tracking()?;
-            Ok(None)
-        }
-        Device::Cuda(index) => {
-            Ok(Some(i32::try_from(index).map_err(|_| {
-                Error::invalid("memory", format!("CUDA device index {index} is out of range"))
-            })?))
-        }
-        other => Err(Error::Unavailable {
-            what: format!("counting memory on {other:?}"),
-            reason: "only CPU and CUDA allocators are counted".to_owned(),
-        }),
+    let cuda = crate::device::checked(device)?;
+    if cuda.is_none() {
+        sys::install_cpu_tracking()?;
     }
+    Ok(cuda)
 }
 
 /// Counters are signed at the border and never negative: a block is subtracted only if it was added.

@@ -21,9 +21,9 @@
 //! # Ok::<(), runtime::Error>(())
 //! ```
 
-use tch::{Cuda, Device};
+use tch::Device;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::sys::random as sys;
 
 /// Seeds the generator of the CPU and of every CUDA device.
@@ -31,8 +31,10 @@ use crate::sys::random as sys;
 /// The same seed gives the same numbers on the same kind of device, but not the same numbers on a CPU and on a GPU.
 ///
 /// # Errors
-/// [`Error::Torch`] where CUDA is there and cannot be initialised.
+/// [`Error::Torch`](crate::Error::Torch) where CUDA is there and cannot be initialised.
 pub fn seed(seed: u64) -> Result<()> {
+    // libtorch decides at this call whether there is CUDA: its half of the library must be there before.
+    crate::device::cuda_count()?;
     sys::seed(seed)
 }
 
@@ -49,21 +51,34 @@ impl RandomState {
     /// Reads where the generators stand that code working on `device` can draw from.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] for a CUDA device that this machine does not have, and for a device that is neither CPU
+    /// [`Error::Unavailable`](crate::Error::Unavailable) for a CUDA device that this machine does not have, and for a device that is neither CPU
     /// nor CUDA.
     pub fn capture(device: Device) -> Result<Self> {
         let mut states = vec![(Device::Cpu, sys::state(Device::Cpu)?)];
         if device != Device::Cpu {
-            check_device(device)?;
+            crate::device::checked(device)?;
             states.push((device, sys::state(device)?));
         }
         Ok(Self { states })
     }
 
+    /// Reads the CPU's generator and that of every CUDA device that is there.
+    ///
+    /// # Errors
+    /// [`Error::Torch`](crate::Error::Torch) where CUDA is there and cannot be initialised.
+    pub fn capture_all() -> Result<Self> {
+        let cuda = (0..crate::device::cuda_count()?).map(Device::Cuda);
+        Self::of(std::iter::once(Device::Cpu).chain(cuda))
+    }
+
+    fn of(devices: impl Iterator<Item = Device>) -> Result<Self> {
+        Ok(Self { states: devices.map(|device| Ok((device, sys::state(device)?))).collect::<Result<_>>()? })
+    }
+
     /// Puts the generators back to where they stood.
     ///
     /// # Errors
-    /// [`Error::Torch`] where CUDA refuses, for example during the capture of a graph.
+    /// [`Error::Torch`](crate::Error::Torch) where CUDA refuses, for example during the capture of a graph.
     pub fn restore(&self) -> Result<()> {
         self.states.iter().try_for_each(|(device, bytes)| sys::restore(*device, bytes))
     }
@@ -74,7 +89,7 @@ impl RandomState {
     /// # Errors
     /// As [`RandomState::capture`] and [`RandomState::restore`].
     pub fn replay(&self) -> Result<Preserve> {
-        let current = preserve(self.device())?;
+        let current = Preserve { state: Self::of(self.states.iter().map(|(device, _)| *device))? };
         self.restore()?;
         Ok(current)
     }
@@ -114,20 +129,4 @@ impl Drop for Preserve {
 /// As [`RandomState::capture`].
 pub fn preserve(device: Device) -> Result<Preserve> {
     Ok(Preserve { state: RandomState::capture(device)? })
-}
-
-fn check_device(device: Device) -> Result<()> {
-    let unavailable =
-        |reason: String| Err(Error::Unavailable { what: format!("the random state of {device:?}"), reason });
-    match device {
-        Device::Cpu => Ok(()),
-        Device::Cuda(index) => match usize::try_from(Cuda::device_count()).unwrap_or(0) {
-            0 => unavailable("libtorch sees no CUDA device; use Device::Cpu".into()),
-            count if index >= count => {
-                unavailable(format!("there are {count} CUDA devices, numbered from 0"))
-            }
-            _ => Ok(()),
-        },
-        _ => unavailable("only the CPU and CUDA have one here".into()),
-    }
 }

@@ -15,6 +15,7 @@ use crate::error::{Error, Result, strip_frames};
 /// What a function of the shim returns: null, or a message that the caller owns.
 pub(crate) type Status = *mut c_char;
 
+pub(crate) mod autocast;
 pub(crate) mod autograd;
 pub(crate) mod device;
 pub(crate) mod gemm;
@@ -49,10 +50,18 @@ pub(crate) unsafe fn check(status: Status) -> Result<()> {
 
 /// Runs Rust code that C++ called. Neither an `Err` nor a panic gets past this: both become a status.
 pub(crate) fn callback(body: impl FnOnce() -> Result<()>) -> Status {
-    let message = match catch_unwind(AssertUnwindSafe(body)) {
+    // The words of an error are its author's code, which may panic too; so may the drop of a panic's payload.
+    let told = catch_unwind(AssertUnwindSafe(|| body().map_err(|error| error_chain(&error))));
+    let message = match told {
         Ok(Ok(())) => return std::ptr::null_mut(),
-        Ok(Err(error)) => error_chain(&error),
-        Err(panic) => format!("panicked: {}", panic_message(&*panic)),
+        Ok(Err(message)) => message,
+        Err(panic) => {
+            let message = format!("panicked: {}", panic_message(&*panic));
+            if let Err(second) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
+                std::mem::forget(second);
+            }
+            message
+        }
     };
     // SAFETY: the bytes are valid for the given size during the call.
     unsafe { rt_copy_message(message.as_ptr().cast(), message.len()) }

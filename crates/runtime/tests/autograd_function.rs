@@ -37,7 +37,7 @@ impl Function for Counted {
         Ok(vec![inputs[0].f_mul(inputs[1])?])
     }
 
-    fn backward(&mut self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+    fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         self.0.backwards.fetch_add(1, Ordering::SeqCst);
         if let Some(message) = self.0.fail {
             return Err(Error::invalid("product", message));
@@ -132,6 +132,57 @@ fn an_in_place_change_of_a_saved_tensor_is_an_error() {
 }
 
 #[test]
+fn a_forward_that_changes_its_input_is_an_error() {
+    struct Careless;
+    impl Function for Careless {
+        fn forward(&mut self, ctx: &mut Forward, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+            ctx.save(inputs[0]);
+            let _ = inputs[0].shallow_clone().f_add_scalar_(1.0)?;
+            Ok(vec![inputs[0].f_sin()?])
+        }
+        fn backward(&self, _: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+            Ok(grads)
+        }
+    }
+    let hidden = leaf(&[3]) * 1.0;
+    let error = autograd::apply(Careless, &[&hidden]).unwrap_err().to_string();
+    assert_eq!(error, "forward of `Careless` changed input 0 in place; work on a copy of it");
+}
+
+#[test]
+fn a_saved_view_of_an_output_does_not_keep_the_function_alive() {
+    struct Viewed(Arc<AtomicUsize>);
+    impl Drop for Viewed {
+        fn drop(&mut self) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+    impl Function for Viewed {
+        fn forward(&mut self, ctx: &mut Forward, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+            let y = inputs[0].f_exp()?;
+            ctx.save(&y.f_narrow(0, 0, 2)?);
+            Ok(vec![y])
+        }
+        fn backward(&self, _: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+            Ok(grads)
+        }
+    }
+    let drops = Arc::new(AtomicUsize::new(0));
+    let y = autograd::apply(Viewed(drops.clone()), &[&leaf(&[3])]).unwrap();
+    drop(y);
+    assert_eq!(drops.load(Ordering::SeqCst), 1);
+
+    // A change of the output is a change of what was saved.
+    let y = autograd::apply(Viewed(drops), &[&leaf(&[3])]).unwrap().remove(0);
+    {
+        let _no_grad = GradMode::off();
+        let _ = y.shallow_clone().fill_(0.0);
+    }
+    let error = autograd::backward(&[&y.sum(Kind::Double)]).unwrap_err().to_string();
+    assert!(error.contains("modified by an inplace operation"), "{error}");
+}
+
+#[test]
 fn an_error_or_a_panic_in_backward_is_the_error_of_the_call() {
     let cases = [
         (Product { fail: Some("no luck"), ..Product::default() }, "backward of `product`: product: no luck"),
@@ -161,7 +212,7 @@ fn a_wrong_number_of_gradients_is_an_error() {
         fn forward(&mut self, _: &mut Forward, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
             Ok(vec![inputs[0] + inputs[1]])
         }
-        fn backward(&mut self, _: &mut Backward, _: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        fn backward(&self, _: &mut Backward, _: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
             Ok(vec![None])
         }
     }
@@ -177,7 +228,7 @@ fn a_gradient_of_the_wrong_shape_is_an_error() {
         fn forward(&mut self, _: &mut Forward, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
             Ok(vec![inputs[0] * 2.0])
         }
-        fn backward(&mut self, _: &mut Backward, _: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        fn backward(&self, _: &mut Backward, _: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
             Ok(vec![Some(Tensor::zeros([5], F64))])
         }
     }
@@ -195,7 +246,7 @@ fn a_missing_upstream_gradient_is_none_and_an_output_may_have_none() {
             ctx.mark_non_differentiable(2);
             Ok(vec![inputs[0] * 1.0, inputs[0] * 3.0, Tensor::from(2.0)])
         }
-        fn backward(&mut self, _: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        fn backward(&self, _: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
             assert!(grads[0].is_none() && grads[2].is_none());
             Ok(vec![Some(grads[1].as_ref().unwrap() * 3.0)])
         }
@@ -214,7 +265,7 @@ fn an_output_that_is_an_input_still_gets_the_hand_written_backward() {
         fn forward(&mut self, _: &mut Forward, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
             Ok(vec![inputs[0].shallow_clone()])
         }
-        fn backward(&mut self, _: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+        fn backward(&self, _: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
             Ok(vec![Some(-grads[0].as_ref().unwrap())])
         }
     }
@@ -248,11 +299,7 @@ fn a_saved_output_does_not_keep_its_node_alive() {
             ctx.save(&y);
             Ok(vec![y])
         }
-        fn backward(
-            &mut self,
-            ctx: &mut Backward,
-            grads: Vec<Option<Tensor>>,
-        ) -> Result<Vec<Option<Tensor>>> {
+        fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
             Ok(vec![Some(grads[0].as_ref().unwrap() * &ctx.saved()[0])])
         }
     }
@@ -275,11 +322,7 @@ fn a_second_derivative_is_an_error_unless_declared() {
             ctx.save(inputs[0]);
             Ok(vec![inputs[0].f_pow_tensor_scalar(3)?])
         }
-        fn backward(
-            &mut self,
-            ctx: &mut Backward,
-            grads: Vec<Option<Tensor>>,
-        ) -> Result<Vec<Option<Tensor>>> {
+        fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
             let x = &ctx.saved()[0];
             Ok(vec![Some(grads[0].as_ref().unwrap() * x * x * 3.0)])
         }
@@ -297,6 +340,13 @@ fn a_second_derivative_is_an_error_unless_declared() {
     assert_eq!(first.double_value(&[0]), 12.0);
     let error = autograd::grad(&[&first], &[None], &[&x], Keep::default()).unwrap_err().to_string();
     assert!(error.contains("the backward of `Cube` is not differentiable"), "{error}");
+
+    // Also with respect to something that only the upstream gradient depends on.
+    let w = Tensor::from_slice(&[5.0]).set_requires_grad(true);
+    let y = autograd::apply(Cube::<false>, &[&x]).unwrap().remove(0) * &w;
+    let first = autograd::grad(&[&y], &[None], &[&x], derivative).unwrap().remove(0).unwrap();
+    let error = autograd::grad(&[&(first + &w)], &[None], &[&w], Keep::default()).unwrap_err().to_string();
+    assert!(error.contains("the backward of `Cube` is not differentiable"), "{error}");
 }
 
 #[test]
@@ -308,11 +358,7 @@ fn saved_intermediates_are_freed_as_backward_drops_them() {
             ctx.save(&Tensor::f_zeros([BYTES as i64 / 8], F64)?);
             Ok(vec![inputs[0] * 1.0])
         }
-        fn backward(
-            &mut self,
-            ctx: &mut Backward,
-            grads: Vec<Option<Tensor>>,
-        ) -> Result<Vec<Option<Tensor>>> {
+        fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
             assert!(ctx.may_overwrite_saved());
             let before = runtime::memory::live_bytes(Device::Cpu)?;
             drop(ctx.take_saved());
@@ -348,11 +394,7 @@ fn gradcheck_finds_a_wrong_backward_and_names_the_worst_element() {
             ctx.save(inputs[0]);
             Ok(vec![inputs[0].f_square()?])
         }
-        fn backward(
-            &mut self,
-            ctx: &mut Backward,
-            grads: Vec<Option<Tensor>>,
-        ) -> Result<Vec<Option<Tensor>>> {
+        fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
             let x = &ctx.saved()[0];
             let wrong = x * 2.0 + x.f_eq(3.0)?.to_kind(Kind::Double) * 1e-3;
             Ok(vec![Some(grads[0].as_ref().unwrap() * wrong)])

@@ -39,7 +39,7 @@ impl Function for Mix {
         Ok(mix(inputs, self.outputs))
     }
 
-    fn backward(&mut self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+    fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let mut saved = ctx.take_saved().into_iter();
         Ok((0..self.inputs)
             .map(|i| {

@@ -3,14 +3,14 @@
 use std::sync::Mutex;
 
 use runtime::random::{self, RandomState};
-use tch::{Cuda, Device, Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// The default generators are shared by all threads, and so by all tests of this file.
 static GENERATORS: Mutex<()> = Mutex::new(());
 
 fn devices() -> Vec<Device> {
     let mut devices = vec![Device::Cpu];
-    if Cuda::is_available() {
+    if runtime::device::cuda_count().unwrap() > 0 {
         devices.push(Device::Cuda(0));
     }
     devices
@@ -91,12 +91,10 @@ fn a_panic_puts_the_state_back() {
 
 #[test]
 fn a_device_that_is_not_there_is_named() {
-    let index = usize::try_from(Cuda::device_count()).unwrap();
-    for device in [Device::Cuda(index), Device::Cuda(usize::MAX), Device::Mps] {
-        let error = RandomState::capture(device).unwrap_err().to_string();
-        assert!(
-            error.starts_with(&format!("the random state of {device:?} is not available here: ")),
-            "{error}"
-        );
+    let index = runtime::device::cuda_count().unwrap();
+    for (device, name) in [(Device::Cuda(index), format!("cuda:{index}")), (Device::Mps, "mps".to_owned())] {
+        let error = RandomState::capture(device).unwrap_err().to_string().to_lowercase();
+        assert!(error.starts_with(&format!("{name} is not available here: ")), "{error}");
     }
+    assert!(RandomState::capture(Device::Cuda(usize::MAX)).is_err());
 }

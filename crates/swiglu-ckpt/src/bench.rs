@@ -6,7 +6,7 @@
 
 use accounting::swiglu::{Form, Peak, Stack, peak};
 use runtime::autograd::{self, Keep};
-use runtime::matmul::mm_into;
+use runtime::matmul::{compute_kind, mm_into};
 use runtime::measure::{self, Measurement, Plan, Work, physical};
 use runtime::memory::live_bytes;
 use tch::{Device, Kind, Tensor};
@@ -74,7 +74,7 @@ impl Configuration {
         format!("{batch}×{seq} H{hidden} F{intermediate} L{layers}")
     }
 
-    /// The allocator's peak as `accounting` predicts it.
+    /// The allocator's peak as `accounting` predicts it, where [`is_predicted`].
     ///
     /// # Errors
     /// Sizes that make no stack.
@@ -142,6 +142,14 @@ impl std::str::FromStr for Variant {
     }
 }
 
+/// Whether [`Configuration::predict`] speaks of this case: not where a low precision is cast up, or its weights' gradients
+/// are summed over tiles in fp32.
+pub fn is_predicted(variant: Variant, kind: Kind, device: Device) -> bool {
+    let low = matches!(kind, Kind::BFloat16 | Kind::Half);
+    let tiled = matches!(variant, Variant::Level(CheckpointLevel::InputOnlyTiled { .. }));
+    compute_kind(device, kind) == kind && !(low && tiled)
+}
+
 /// What a case came to.
 #[derive(Debug)]
 pub struct Outcome {
@@ -163,6 +171,8 @@ pub fn measure(config: &Configuration, variant: Variant, kind: Kind, plan: &Plan
     let predicted = config.predict(variant, kind)?;
     let &Configuration { batch, seq, hidden, intermediate, layers } = config;
     let device = plan.device;
+    // What was there before has no part in the peak, and what is predicted has none in what is measured.
+    let before = live_bytes(device)?;
     let level = match variant {
         Variant::Operators => CheckpointLevel::SaveAll,
         Variant::Level(level) => level,
@@ -196,7 +206,7 @@ pub fn measure(config: &Configuration, variant: Variant, kind: Kind, plan: &Plan
         drop(gradients);
         Ok(())
     })?;
-    let peak_bytes = time.memory.peak_above_start() + predicted.weights + output_bytes;
+    let peak_bytes = time.memory.peak - before;
     Ok(Outcome { time, peak_bytes, held_bytes, predicted })
 }
 

@@ -39,6 +39,12 @@ pub enum Error {
         /// Where the input is.
         expected: Device,
     },
+    /// A tensor that was never made.
+    #[error("swiglu: `{name}` is an undefined tensor; give one with values")]
+    Undefined {
+        /// Which tensor.
+        name: &'static str,
+    },
     /// Weights that hold NaN or infinity.
     #[error("swiglu: `{name}` holds {count} values that are not finite; load or initialise it again")]
     NotFinite {

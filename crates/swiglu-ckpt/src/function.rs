@@ -22,8 +22,8 @@
 //!
 //! Nine products in all, three forward and six backward. What is kept decides which of the three run again, never the
 //! down-projection: its result y is not needed for any gradient. z is never kept: the elementwise pass of backward gives
-//! it back for nothing ([`runtime::fused::swiglu`]), and works in place, so that a step has at most three `[n, f]`
-//! tensors beyond what was kept.
+//! it back for nothing ([`runtime::fused::swiglu`]), and works in place, so that on the CPU a backward holds at most three
+//! `[n, f]` tensors, what was kept among them, and SiLU where that was kept; on other devices one more.
 //!
 //! Low precision: on a processor without bf16 or fp16 products everything is computed in fp32 and rounded once at the
 //! end. Gradients of the weights that are summed over tiles are summed in fp32.
@@ -325,7 +325,7 @@ impl Function for Swiglu {
     }
 
     fn backward(
-        &mut self,
+        &self,
         ctx: &mut Backward,
         mut grads: Vec<Option<Tensor>>,
     ) -> runtime::Result<Vec<Option<Tensor>>> {
@@ -361,6 +361,7 @@ impl Function for Swiglu {
             options: (plan.compute, device),
         };
 
+        let gate_up_needed = (0..down_index).any(|index| ctx.needs_input_grad(index));
         for (start, count) in plan.tiles(tokens) {
             let first = start == 0;
             let x_th = match &x_nh {
@@ -376,6 +377,15 @@ impl Function for Swiglu {
                 &mut scratch,
                 count,
             )?;
+            if !gate_up_needed {
+                // Only U is trained: the product is all that its gradient needs.
+                let mut product = up.shallow_clone();
+                fused::forward(&gate, &up, None, &mut product)?;
+                if ctx.needs_input_grad(down_index) {
+                    sums.add(down_index, [features, hidden], 0, &product.tr(), &grad_th, first)?;
+                }
+                continue;
+            }
             let mut grad_product = scratch.take(2, count)?;
             mm_into(&mut grad_product, &grad_th, &weights.down.tr(), false)?;
             let fused::Gradients { gate, up, product } =
@@ -422,6 +432,13 @@ fn write_rounded(
 pub(crate) fn check(x: &Tensor, weights: Weights<'_>) -> Result<Sizes> {
     let shape =
         |name, tensor: &Tensor, expected: String| Err(Error::Shape { name, found: tensor.size(), expected });
+    let named: Vec<(&'static str, &Tensor)> = match weights {
+        Weights::Separate { gate, up, down } => vec![("gate", gate), ("up", up), ("down", down)],
+        Weights::Fused { gate_up, down } => vec![("gate_up", gate_up), ("down", down)],
+    };
+    if let Some((name, _)) = [("x", x)].iter().chain(&named).find(|(_, tensor)| !tensor.defined()) {
+        return Err(Error::Undefined { name });
+    }
     let size = x.size();
     let Some((&hidden, leading)) = size.split_last() else {
         return shape("x", x, "[..., hidden]: at least one dimension".into());
@@ -434,10 +451,6 @@ pub(crate) fn check(x: &Tensor, weights: Weights<'_>) -> Result<Sizes> {
             expected: "Float, Double, BFloat16 or Half".into(),
         });
     }
-    let named: Vec<(&'static str, &Tensor)> = match weights {
-        Weights::Separate { gate, up, down } => vec![("gate", gate), ("up", up), ("down", down)],
-        Weights::Fused { gate_up, down } => vec![("gate_up", gate_up), ("down", down)],
-    };
     for (name, tensor) in &named {
         if tensor.kind() != x.kind() {
             return Err(Error::Dtype {
@@ -454,6 +467,11 @@ pub(crate) fn check(x: &Tensor, weights: Weights<'_>) -> Result<Sizes> {
     let &[features, down_hidden] = &down.size()[..] else {
         return shape(down_name, down, "[intermediate, hidden]: two dimensions".into());
     };
+    for (name, found) in [("hidden", hidden), ("intermediate", features)] {
+        if found < 1 {
+            return Err(Error::Size { name, found });
+        }
+    }
     if down_hidden != hidden {
         return shape(
             down_name,

@@ -19,7 +19,9 @@ pub enum CheckpointLevel {
     /// is). The assignment's level 1.
     InputOnly,
     /// As [`InputOnly`](Self::InputOnly), over tiles of tokens, so that the temporaries of forward and backward take
-    /// at most `bytes`, whatever the number of tokens. Gradients of the weights are accumulated in fp32.
+    /// at most `bytes`, whatever the number of tokens. Gradients of the weights are accumulated in fp32. (A strided
+    /// input is made dense whole; a GPU's elementwise pass takes a third more; where a low precision is computed in
+    /// fp32, the weights are cast whole.)
     InputOnlyTiled {
         /// Bound of the `[tile, F]` temporaries, in bytes.
         bytes: u64,

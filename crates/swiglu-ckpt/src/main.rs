@@ -105,7 +105,11 @@ fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
     let mut lines = Vec::new();
     for config in configurations {
         progress.message(&format!("{}: the machine's limit", config.name()));
-        let fits = |variant| anyhow::Ok(config.predict(variant, arguments.dtype)?.bytes <= limit);
+        // What is cast up takes the bytes of fp32.
+        let counted = |variant| {
+            if bench::is_predicted(variant, arguments.dtype, device) { arguments.dtype } else { Kind::Float }
+        };
+        let fits = |variant| anyhow::Ok(config.predict(variant, counted(variant))?.bytes <= limit);
         let mut limit_rate = None;
         for &variant in &variants {
             progress.message(&format!("{} {variant}", config.name()));
@@ -117,9 +121,9 @@ fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
                 let plan = plan(device, arguments);
                 let outcome = bench::measure(config, variant, arguments.dtype, &plan)
                     .with_context(|| format!("measuring {} {variant}", config.name()))?;
-                metrics(config, variant, &outcome, rate)
+                metrics(config, variant, arguments.dtype, device, &outcome, rate)
             } else {
-                let needed = config.predict(variant, arguments.dtype)?.bytes as f64 / f64::from(1 << 30);
+                let needed = config.predict(variant, counted(variant))?.bytes as f64 / f64::from(1 << 30);
                 let why = format!(
                     "needs {needed:.1} GiB of the {:.1} that may be used",
                     limit as f64 / f64::from(1 << 30)
@@ -178,30 +182,47 @@ fn case(config: &Configuration, variant: Variant, device: &str, dtype: Kind) -> 
         .with("level", variant.to_string())
 }
 
-fn metrics(config: &Configuration, variant: Variant, outcome: &Outcome, limit: f64) -> Vec<Metric> {
+fn metrics(
+    config: &Configuration,
+    variant: Variant,
+    dtype: Kind,
+    device: Device,
+    outcome: &Outcome,
+    limit: f64,
+) -> Vec<Metric> {
     let Outcome { time, peak_bytes, held_bytes, predicted } = outcome;
     let phase = |name: &str| time.phase(name).map_or(&[][..], |Samples { samples }| samples);
     let (peak, expected) = (*peak_bytes as f64, predicted.bytes as f64);
     let rates: Vec<f64> = time.time.samples.iter().map(|seconds| config.flops() / seconds).collect();
     let shares: Vec<f64> = rates.iter().map(|rate| rate * variant.executed_share() / limit).collect();
+    let prediction = |name, unit, value| {
+        if bench::is_predicted(variant, dtype, device) {
+            return Metric::exact(name, unit, value);
+        }
+        Metric::not_measured(name, unit, "the prediction is for dtypes that are computed in themselves")
+    };
     vec![
         Metric::of_samples("forward_seconds", "s", phase("forward")),
         Metric::of_samples("backward_seconds", "s", phase("backward")),
         Metric::of_samples("step_seconds", "s", &time.time.samples),
         Metric::exact("peak_bytes", "B", peak),
-        Metric::exact("predicted_peak_bytes", "B", expected),
-        Metric::exact("prediction_error", "ratio", (expected - peak).abs() / peak),
+        prediction("predicted_peak_bytes", "B", expected),
+        prediction("prediction_error", "ratio", (expected - peak).abs() / peak),
         Metric::exact("peak_above_weights_bytes", "B", peak - predicted.weights as f64),
         Metric::exact("held_bytes", "B", *held_bytes as f64),
-        Metric::exact("held_beyond_inputs_bytes", "B", held_beyond_inputs(config, *held_bytes)),
+        Metric::exact(
+            "held_beyond_inputs_bytes",
+            "B",
+            held_beyond_inputs(config, *held_bytes, dtype.elt_size_in_bytes()),
+        ),
         Metric::of_samples("flop_rate", "FLOP/s", &rates),
         Metric::of_samples("share_of_product_rate", "ratio", &shares),
     ]
 }
 
 /// Bytes held between forward and backward that are not the input of a layer: 0 for the levels that keep the input.
-fn held_beyond_inputs(config: &Configuration, held_bytes: u64) -> f64 {
-    let inputs = (config.layers - 1) * config.tokens() * config.hidden * 4;
+fn held_beyond_inputs(config: &Configuration, held_bytes: u64, element_bytes: usize) -> f64 {
+    let inputs = (config.layers - 1) * config.tokens() * config.hidden * element_bytes as i64;
     held_bytes as f64 - inputs as f64
 }
 

@@ -4,7 +4,9 @@ use runtime::autograd::{self, GradcheckOptions, Keep, gradcheck};
 use swiglu_ckpt::{CheckpointLevel, SwigluConfig, SwigluMlp, swiglu};
 use tch::{Device, Kind, Tensor};
 
-const TILED: CheckpointLevel = CheckpointLevel::InputOnlyTiled { bytes: 40_000 };
+/// At most seven tokens in a tile of the small shapes below, whatever the dtype: most cases have several tiles, the last
+/// one shorter.
+const TILED: CheckpointLevel = CheckpointLevel::InputOnlyTiled { bytes: 7 * (3 * 40 + 3 * 24) * 4 };
 const UNTILED: [CheckpointLevel; 4] = [
     CheckpointLevel::SaveAll,
     CheckpointLevel::SaveGateUp,
@@ -59,6 +61,67 @@ fn largest_error(a: &Tensor, b: &Tensor) -> f64 {
     }
 }
 
+/// Several tiles are what the tests of the tiled level are about.
+#[test]
+fn the_small_shapes_are_really_tiled() {
+    let CheckpointLevel::InputOnlyTiled { bytes } = TILED else { unreachable!() };
+    for (element, tokens) in [(8, 30), (4, 30), (2, 30)] {
+        let most = bytes / (3 * 40 * element);
+        assert!(most < tokens, "{most} tokens fit one tile of {element}-byte elements");
+    }
+}
+
+#[test]
+fn fused_storage_is_the_two_weights_side_by_side() {
+    tch::manual_seed(8);
+    for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
+        let [x, w, v, u] = arguments(&[3, 10], 24, 40, kind);
+        for level in levels() {
+            for needs in [
+                [true; 4],
+                [false, true, true, false],
+                [true, false, false, true],
+                [false, false, false, true],
+            ] {
+                let separate = twins(&[x.copy(), w.copy(), v.copy(), u.copy()], needs);
+                let expected = run(&separate, ours(&separate, level));
+                let both = Tensor::cat(&[w.detach(), v.detach()], 1).set_requires_grad(needs[1]);
+                let (x, u) = (twins(&[x.copy(), w.copy(), v.copy(), u.copy()], needs), both);
+                let [x, _, _, down] = x;
+                let mlp =
+                    SwigluMlp::from_fused_weights(u.shallow_clone(), down.shallow_clone(), level).unwrap();
+                let y = mlp.forward(&x).unwrap();
+                tch::manual_seed(99);
+                let upstream = Tensor::randn(y.size(), (Kind::Float, Device::Cpu)).to_kind(kind);
+                autograd::backward_with(&[&y], &[Some(&upstream)], Keep::default()).unwrap();
+                let mut found = vec![y.detach()];
+                for (need, tensor) in [(needs[0], &x), (needs[1], &u), (needs[3], &down)] {
+                    if !need {
+                        continue;
+                    }
+                    let grad = tensor.grad();
+                    if std::ptr::eq(tensor, &u) {
+                        found.extend([grad.narrow(1, 0, 40), grad.narrow(1, 40, 40)]);
+                    } else {
+                        found.push(grad);
+                    }
+                }
+                assert_eq!(found.len(), expected.len());
+                for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                    // A window of a larger matrix may be summed in another order than a matrix of its own.
+                    let tolerance = match kind {
+                        Kind::Double => 1e-12,
+                        Kind::Float => 1e-5,
+                        _ => 2e-2,
+                    };
+                    let close = found.allclose(expected, tolerance, tolerance, false);
+                    assert!(close, "{level} {kind:?} {needs:?}, result {index}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn the_assignments_check() {
     // 4 × 256 tokens, H = 768, F = 2304, weights as PyTorch's linear layers draw them, gradients of the sum, and the
@@ -75,7 +138,7 @@ fn the_assignments_check() {
     let exact: [Tensor; 4] =
         std::array::from_fn(|i| arguments[i].detach().to_kind(Kind::Double).set_requires_grad(true));
     plain(&exact).sum(Kind::Double).backward();
-    for level in levels() {
+    for level in UNTILED.into_iter().chain([CheckpointLevel::InputOnlyTiled { bytes: 4 << 20 }]) {
         let arguments = twins(&arguments, [true; 4]);
         let y = ours(&arguments, level);
         let reference = twins(&arguments, [true; 4]);

@@ -2,18 +2,19 @@
 //!
 //! For y = f(x) the ordinary graph holds every intermediate of f until backward. A checkpointed segment holds x alone,
 //! and pays one more forward of f. The second run sees the random state of the first, so that dropout draws the same
-//! mask. Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+//! mask, and its autocast. Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 //!
 //! Tensors that the closure captures: leaves (weights) receive their gradients in `.grad` as usual. A captured tensor
 //! that is not a leaf would be differentiated into the graph around the segment a second time: pass it as an input.
 //! Unlike PyTorch's re-entrant form, the segment takes part in backward even when no input needs a gradient, so that
 //! captured weights of a first layer are trained and not silently forgotten.
 
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 use super::{Backward, Forward, Function, GradMode, Keep, apply_with, backward_with};
 use crate::error::{Error, Result};
 use crate::random::RandomState;
+use crate::sys::autocast::Autocast;
 use crate::sys::autograd as sys;
 
 /// How a segment is checkpointed.
@@ -46,7 +47,7 @@ impl Checkpoint {
         if !self.recompute {
             return f(&clones(inputs));
         }
-        apply_with(Segment { f, options: self, random: None }, inputs, true)
+        apply_with(Segment { f, options: self, random: None, autocast: None }, inputs, true)
     }
 }
 
@@ -100,6 +101,7 @@ struct Segment<F> {
     f: F,
     options: Checkpoint,
     random: Option<RandomState>,
+    autocast: Option<Autocast>,
 }
 
 impl<F> Function for Segment<F>
@@ -111,11 +113,9 @@ where
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        self.autocast = Some(Autocast::capture()?);
         if ctx.will_run_backward() && self.options.preserve_random_state {
-            // A CUDA state holds the CPU's too.
-            let devices = inputs.iter().filter(|input| input.defined()).map(|input| input.device());
-            let device = devices.into_iter().find(|device| device.is_cuda()).unwrap_or(Device::Cpu);
-            self.random = Some(RandomState::capture(device)?);
+            self.random = Some(RandomState::capture_all()?);
         }
         for input in inputs {
             ctx.save(input);
@@ -123,12 +123,19 @@ where
         (self.f)(&clones(inputs))
     }
 
-    fn backward(&mut self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+    fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         if !sys::is_checkpoint_valid()? {
             return Err(Error::invalid(
                 "checkpoint",
                 "gradients of chosen inputs were asked for, but the segment may hold weights that only an ordinary \
                  backward reaches; call autograd::backward and read .grad()",
+            ));
+        }
+        if ctx.is_recorded() {
+            return Err(Error::invalid(
+                "checkpoint",
+                "a second derivative was asked for, which a segment that runs again cannot give; run it with \
+                 `recompute: false`",
             ));
         }
         let inputs: Vec<Tensor> = ctx
@@ -144,6 +151,7 @@ where
             .collect::<Result<_>>()?;
         let outputs = {
             let _recompute = crate::profile::recompute();
+            let _autocast = self.autocast.map(|state| state.enter()).transpose()?;
             let _first = self.random.as_ref().map(RandomState::replay).transpose()?;
             let _grad = GradMode::on();
             (self.f)(&inputs)?
@@ -164,5 +172,33 @@ where
             backward_with(&reached, &upstream, Keep::default())?;
         }
         Ok(inputs.iter().map(|input| Some(input.grad()).filter(Tensor::defined)).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Kind, kind};
+
+    use super::*;
+
+    #[test]
+    fn the_second_run_has_the_autocast_of_the_first() {
+        use std::sync::{Arc, Mutex};
+        let x = Tensor::randn([6, 8], kind::FLOAT_CPU).set_requires_grad(true);
+        let w = Tensor::randn([8, 8], kind::FLOAT_CPU);
+        let kinds = Arc::new(Mutex::new(Vec::new()));
+        let seen = kinds.clone();
+        let segment = move |x: &[Tensor]| {
+            let y = x[0].f_matmul(&w)?;
+            seen.lock().unwrap().push(y.kind());
+            Ok(vec![y])
+        };
+        let y = {
+            let _autocast = Autocast::cpu_bf16().enter().unwrap();
+            checkpoint(segment, &[&x]).unwrap().remove(0)
+        };
+        super::super::backward(&[&y.f_sum(Kind::Float).unwrap()]).unwrap();
+        assert_eq!(*kinds.lock().unwrap(), [Kind::BFloat16, Kind::BFloat16]);
+        assert_eq!(x.matmul(&x.tr()).kind(), Kind::Float, "autocast is off again");
     }
 }

@@ -5,8 +5,6 @@ use std::marker::PhantomData;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use tch::Cuda;
-
 use crate::error::{Error, Result};
 use crate::sys::profile as sys;
 
@@ -52,7 +50,7 @@ impl Trace {
             return Err(Error::invalid("Trace::start", reason));
         }
         let TraceOptions { cuda, shapes, memory } = options;
-        if let Err(error) = sys::start_trace(cuda && Cuda::is_available(), shapes, memory) {
+        if let Err(error) = sys::start_trace(cuda && crate::device::cuda_count()? > 0, shapes, memory) {
             RUNNING.store(false, Ordering::Release);
             return Err(error);
         }
@@ -89,8 +87,8 @@ struct Running {
 
 impl Running {
     fn stop(&mut self) -> Result<sys::TraceResult> {
-        for device in 0..Cuda::device_count() {
-            Cuda::synchronize(device);
+        for index in 0..crate::device::cuda_count()? {
+            crate::device::synchronize(tch::Device::Cuda(index))?;
         }
         self.stopped = true;
         let result = sys::stop_trace();

@@ -25,6 +25,7 @@ type BackwardCallback = extern "C" fn(
     out: *mut *mut C_tensor,
     out_count: usize,
     keep_graph: c_int,
+    create_graph: c_int,
 ) -> Status;
 
 unsafe extern "C" {
@@ -100,6 +101,13 @@ pub(crate) fn is_checkpoint_valid() -> Result<bool> {
     Ok(valid != 0)
 }
 
+/// What the engine was asked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pass {
+    pub(crate) keep_graph: bool,
+    pub(crate) create_graph: bool,
+}
+
 /// What a node calls when gradients arrive.
 pub(crate) trait NodeBackward: Send + Sync {
     fn run(
@@ -107,7 +115,7 @@ pub(crate) trait NodeBackward: Send + Sync {
         grads: Vec<Option<Tensor>>,
         saved: Vec<Tensor>,
         needed: Vec<bool>,
-        keep_graph: bool,
+        pass: Pass,
     ) -> Result<Vec<Option<Tensor>>>;
 }
 
@@ -193,6 +201,7 @@ extern "C" fn run_backward(
     out: *mut *mut C_tensor,
     out_count: usize,
     keep_graph: c_int,
+    create_graph: c_int,
 ) -> Status {
     callback(|| {
         // SAFETY: `state` is the Box that `attach` gave, alive while the node runs (C++ holds a shared pointer), and
@@ -205,7 +214,12 @@ extern "C" fn run_backward(
             let needed: Vec<_> = (0..out_count).map(|i| *needed.add(i) != 0).collect();
             (grads, saved, needed)
         };
-        let result = state.run(grads, saved, needed, keep_graph != 0)?;
+        let result = state.run(
+            grads,
+            saved,
+            needed,
+            Pass { keep_graph: keep_graph != 0, create_graph: create_graph != 0 },
+        )?;
         if result.len() != out_count {
             return Err(Error::invalid(
                 "backward",

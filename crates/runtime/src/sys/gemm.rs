@@ -2,10 +2,11 @@
 
 use tch::Tensor;
 
-use super::tensor::{bump_version, memory_range};
+use super::tensor::bump_version;
 use crate::error::{Error, Result};
 
-/// `out = a·b`, or `out += a·b`, for fp32 CPU matrices of any strides; shapes and dtypes are checked by the caller.
+/// `out = a·b`, or `out += a·b`, for fp32 CPU matrices of any strides; shapes, dtypes, layouts, and that the output
+/// shares no memory with an operand, are checked by the caller.
 pub(crate) fn gemm_f32(
     out: &mut Tensor,
     a: &Tensor,
@@ -19,25 +20,20 @@ pub(crate) fn gemm_f32(
         (stride[0] as isize, stride[1] as isize)
     };
     let ((out_rs, out_cs), (a_rs, a_cs), (b_rs, b_cs)) = (strides(out), strides(a), strides(b));
-    let rows_apart = out_cs == 1 && out_rs >= n as isize;
-    let columns_apart = out_rs == 1 && out_cs >= m as isize;
-    if m > 1 && n > 1 && !rows_apart && !columns_apart {
+    // Each element of the output has a place of its own: dense rows or dense columns, in windows of larger matrices too.
+    let apart = match (m, n) {
+        (_, 1) => m == 1 || out_rs >= 1,
+        (1, _) => out_cs >= 1,
+        _ => (out_cs == 1 && out_rs >= n as isize) || (out_rs == 1 && out_cs >= m as isize),
+    };
+    if !apart {
         let reason = format!("the output's strides {:?} are neither row- nor column-major", out.stride());
         return Err(Error::invalid("matrix product", reason));
-    }
-    let written = memory_range(out)?;
-    for (name, operand) in [("left", a), ("right", b)] {
-        let read = memory_range(operand)?;
-        if read.start < written.end && written.start < read.end {
-            let reason =
-                format!("the output shares memory with the {name} operand; give it memory of its own");
-            return Err(Error::invalid("matrix product", reason));
-        }
     }
     let parallelism = if threads > 1 { gemm::Parallelism::Rayon(threads) } else { gemm::Parallelism::None };
     // SAFETY: the caller checked that all three are fp32 CPU matrices of shapes [m, n], [m, k] and [k, n], so that every
     // element reached by these sizes and strides lies in its tensor; the output's elements are distinct (dense rows or
-    // columns, checked above) and apart from both operands' (checked above); `out` is borrowed mutably.
+    // columns, checked above) and apart from both operands' (checked by the caller); `out` is borrowed mutably.
     unsafe {
         gemm::gemm(
             m,

@@ -46,6 +46,11 @@ pub(crate) fn rows(operation: &'static str, name: &str, tensor: &Tensor, kind: K
             tensor.device()
         ));
     }
+    if tensor.is_sparse() || tensor.is_neg() {
+        return refuse(
+            "is sparse or a negated view; make it dense with `resolve_neg` or `to_dense`".to_owned(),
+        );
+    }
     let (size, stride) = (tensor.size(), tensor.stride());
     let (&[rows, columns], &[row_stride, column_stride]) = (&size[..], &stride[..]) else {
         return refuse(format!("has shape {size:?}; expected [rows, columns]"));

@@ -70,8 +70,9 @@ impl Real for f32 {
     #[inline(always)]
     fn sigmoid(self) -> (f32, f32) {
         let decay = exp(-self);
-        let sigmoid = 1.0 / (1.0 + decay);
-        (sigmoid, decay * sigmoid)
+        // Beyond the range of `exp` the quotient would stop falling while its factor grows.
+        let sigmoid = if self < -87.0 { 0.0 } else { 1.0 / (1.0 + decay) };
+        (sigmoid, if self < -87.0 { 1.0 } else { decay * sigmoid })
     }
     #[inline(always)]
     fn mul(self, other: f32) -> f32 {
@@ -198,7 +199,10 @@ fn for_each_piece(matrices: &[Option<Rows>], work: impl Fn(usize, usize, usize) 
     let total = rows * pieces;
     let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1);
     if threads > 1 && rows * columns > 2 * TASK {
+        // No more tasks at once than the caller has given libtorch threads, whatever rayon has.
         let least = (TASK / columns.clamp(1, TASK)).max(1);
+        let least =
+            if threads < rayon::current_num_threads() { least.max(total.div_ceil(threads)) } else { least };
         (0..total).into_par_iter().with_min_len(least).for_each(run);
     } else {
         (0..total).for_each(run);
