@@ -85,21 +85,6 @@ fn a_nest_so_deep_that_the_engine_changes_threads() {
 }
 
 #[test]
-fn dropout_draws_the_same_mask_again_and_the_sequence_goes_on() {
-    let x = Tensor::ones([1000], kind::FLOAT_CPU).set_requires_grad(true);
-    runtime::random::seed(5).unwrap();
-    let y = checkpoint(|x| Ok(vec![x[0].f_dropout(0.5, true)?]), &[&x]).unwrap().remove(0);
-    let _ = Tensor::rand([7], kind::FLOAT_CPU);
-    let before = runtime::random::RandomState::capture(Device::Cpu).unwrap();
-    autograd::backward(&[&y.sum(Kind::Float)]).unwrap();
-    assert_eq!(x.grad(), y.detach(), "each element's gradient is its own mask");
-    assert!(
-        before == runtime::random::RandomState::capture(Device::Cpu).unwrap(),
-        "backward leaves no trace"
-    );
-}
-
-#[test]
 fn a_chain_holds_its_inputs_only_and_the_last_segment_opts_out() {
     const WIDE: i64 = 1 << 20;
     let segment =
@@ -110,7 +95,8 @@ fn a_chain_holds_its_inputs_only_and_the_last_segment_opts_out() {
         let y = run();
         let usage = region.finish().unwrap();
         drop(y);
-        (usage.live_after - usage.live_before) / (WIDE as u64 * 4)
+        // Rounded: small tensors of other tests come and go meanwhile.
+        ((usage.live_after as f64 - usage.live_before as f64) / (WIDE as f64 * 4.0)).round() as i64
     };
     // Plain: four operators a segment, each holds its input. Checkpointed: the input of each of the first two, and the
     // plain last one's; the chain's own input was there before, its output is there after.

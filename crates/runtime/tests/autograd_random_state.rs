@@ -1,0 +1,19 @@
+//! Random numbers of a recomputed segment. One test in one process: the generator is the whole process's.
+
+use runtime::autograd::{self, checkpoint};
+use tch::{Device, Kind, Tensor, kind};
+
+#[test]
+fn dropout_draws_the_same_mask_again_and_the_sequence_goes_on() {
+    let x = Tensor::ones([1000], kind::FLOAT_CPU).set_requires_grad(true);
+    runtime::random::seed(5).unwrap();
+    let y = checkpoint(|x| Ok(vec![x[0].f_dropout(0.5, true)?]), &[&x]).unwrap().remove(0);
+    let _ = Tensor::rand([7], kind::FLOAT_CPU);
+    let before = runtime::random::RandomState::capture(Device::Cpu).unwrap();
+    autograd::backward(&[&y.sum(Kind::Float)]).unwrap();
+    assert_eq!(x.grad(), y.detach(), "each element's gradient is its own mask");
+    assert!(
+        before == runtime::random::RandomState::capture(Device::Cpu).unwrap(),
+        "backward leaves no trace"
+    );
+}
