@@ -90,6 +90,20 @@ rt_status rt_cuda_synchronize(int device) {
   return guard([&] { cuda().synchronizeDevice(static_cast<c10::DeviceIndex>(device)); });
 }
 
+rt_status rt_cuda_synchronize_used() {
+  return guard([&] {
+    // The hooks are asked only once the library is there: libtorch keeps the first answer.
+    if (!c10::impl::hasDeviceGuardImpl(c10::kCUDA)) return;
+    const auto& hooks = at::detail::getCUDAHooks();
+    if (!hooks.hasCUDA()) return;
+    const auto count = cuda().deviceCount();
+    for (c10::DeviceIndex device = 0; device < count; ++device) {
+      // To synchronise with a device that nobody used would create its context, some hundred MiB.
+      if (hooks.hasPrimaryContext(device)) cuda().synchronizeDevice(device);
+    }
+  });
+}
+
 rt_status rt_cuda_memory(int device, uint64_t* free_bytes, uint64_t* total_bytes) {
   return guard([&] {
     const auto info = c10::getDeviceAllocator(c10::kCUDA)->getMemoryInfo(static_cast<c10::DeviceIndex>(device));
@@ -203,6 +217,10 @@ rt_status rt_host_bytes(int pinned, uint64_t* live, uint64_t* peak) {
 }
 
 rt_status rt_storage_users(const at::Tensor* tensor, uint64_t* out) {
-  return guard([&] { *out = tensor->storage().use_count(); });
+  return guard([&] {
+    *out = tensor->storage().use_count();
+    // The count is read relaxed; the decrements before it release.
+    std::atomic_thread_fence(std::memory_order_acquire);
+  });
 }
 }

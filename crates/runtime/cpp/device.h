@@ -21,6 +21,8 @@ rt_status rt_cuda_initialise(int* out);
 
 // --- a device ---
 rt_status rt_cuda_synchronize(int device);
+// Waits for all work on every CUDA device that this process uses, and starts none; does nothing without CUDA.
+rt_status rt_cuda_synchronize_used();
 rt_status rt_cuda_memory(int device, uint64_t* free_bytes, uint64_t* total_bytes);
 
 // --- streams ---
@@ -63,6 +65,7 @@ rt_status rt_thread_state_leave(at::ThreadLocalStateGuard* guard);
 rt_status rt_host_empty(const int64_t* shape, size_t dims, const at::Tensor* prototype, int pinned, at::Tensor** out);
 // Bytes of host memory in use and their peak: page-locked, or what `rt_host_empty` handed out without pinning.
 rt_status rt_host_bytes(int pinned, uint64_t* live, uint64_t* peak);
-// How many tensors share `tensor`'s storage, itself included.
+// How many tensors share `tensor`'s storage, itself included. Where it is one, what other threads did with the storage
+// happened before.
 rt_status rt_storage_users(const at::Tensor* tensor, uint64_t* out);
 }

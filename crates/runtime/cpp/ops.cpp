@@ -7,6 +7,7 @@
 #include <ATen/core/ivalue.h>
 #include <memory>
 #include <sstream>
+#include <utility>
 
 extern "C" {
 // A value on its way in or out. What `items` points to is borrowed on the way in and owned by the receiver on the way out
@@ -130,27 +131,27 @@ Item* allocate(size_t count) {
 
 template <class Item, class List>
 void set_list(rt_value& value, Tag tag, const List& list) {
+  auto* items = allocate<Item>(list.size());
   value.tag = tag;
-  value.size = list.size();
-  auto* items = allocate<Item>(value.size);
-  for (size_t i = 0; i < value.size; ++i) items[i] = static_cast<Item>(list.get(i));
   value.items = items;
+  value.size = list.size();
+  for (size_t i = 0; i < value.size; ++i) items[i] = static_cast<Item>(list.get(i));
 }
 
 at::Tensor* own(const at::Tensor& tensor) { return tensor.defined() ? new at::Tensor(tensor) : nullptr; }
 
-rt_value to_value(const c10::IValue& result) {
-  rt_value value{};
+// Writes `result` to `value`, which is empty. At every point that can throw, what `value` says it owns is what it owns.
+void to_value(const c10::IValue& result, rt_value& value) {
   if (result.isTensor()) {
     value.items = own(result.toTensor());
     value.tag = value.items == nullptr ? NONE : TENSOR;
   } else if (result.isTensorList()) {
     const auto list = result.toTensorVector();
+    auto** items = allocate<at::Tensor*>(list.size());
     value.tag = TENSORS;
-    value.size = list.size();
-    auto** items = allocate<at::Tensor*>(value.size);
-    for (size_t i = 0; i < value.size; ++i) items[i] = own(list[i]);
     value.items = items;
+    value.size = list.size();
+    for (size_t i = 0; i < value.size; ++i) items[i] = own(list[i]);
   } else if (result.isInt()) {
     value.tag = INT;
     value.integer = result.toInt();
@@ -171,15 +172,48 @@ rt_value to_value(const c10::IValue& result) {
     set_list<uint8_t>(value, BOOLS, result.toBoolList());
   } else if (result.isString()) {
     const auto& text = result.toStringRef();
+    value.items = allocate<char>(text.size());
     value.tag = STRING;
     value.size = text.size();
-    value.items = allocate<char>(value.size);
     std::memcpy(value.items, text.data(), value.size);
   } else if (!result.isNone()) {
     throw std::runtime_error("the operator ran, but gave a value of type " + result.tagKind());
   }
-  return value;
 }
+
+// The results of a call until the receiver takes them.
+class Results {
+ public:
+  explicit Results(const torch::jit::Stack& stack) : values_(allocate<rt_value>(stack.size())), size_(stack.size()) {}
+  Results(const Results&) = delete;
+  Results& operator=(const Results&) = delete;
+
+  // Values that were not reached are zero, and so NONE.
+  ~Results() {
+    if (values_ == nullptr) return;
+    for (size_t i = 0; i < size_; ++i) free_items(values_[i]);
+    std::free(values_);
+  }
+
+  rt_value& operator[](size_t index) { return values_[index]; }
+  rt_value* release() { return std::exchange(values_, nullptr); }
+
+ private:
+  static void free_items(rt_value& value) {
+    if (value.tag == TENSOR) {
+      delete static_cast<at::Tensor*>(value.items);
+      return;
+    }
+    if (value.tag == TENSORS) {
+      auto** items = static_cast<at::Tensor**>(value.items);
+      for (size_t i = 0; i < value.size; ++i) delete items[i];
+    }
+    std::free(value.items);
+  }
+
+  rt_value* values_;
+  size_t size_;
+};
 } // namespace
 
 extern "C" {
@@ -203,14 +237,9 @@ rt_status rt_op_call(const char* name, const char* overload, const rt_value* pos
       *stage = NO_KERNEL;
       throw;
     }
-    auto* values = allocate<rt_value>(stack.size());
-    try {
-      for (size_t i = 0; i < stack.size(); ++i) values[i] = to_value(stack[i]);
-    } catch (...) {
-      std::free(values);
-      throw;
-    }
-    *results = values;
+    Results values(stack);
+    for (size_t i = 0; i < stack.size(); ++i) to_value(stack[i], values[i]);
+    *results = values.release();
     *result_count = stack.size();
   });
   return status;

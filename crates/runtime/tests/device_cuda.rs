@@ -142,6 +142,35 @@ fn pinned_memory_copies_asynchronously_and_survives_its_owner() {
 }
 
 #[test]
+fn a_buffer_is_lent_when_the_copies_with_its_views_are_done() {
+    on_cuda(|device| {
+        const FLOATS: i64 = 1 << 22;
+        let stream = Stream::new(device)?;
+        let mut buffer = PinnedBuffer::new(4 * FLOATS as usize, device)?;
+        buffer.as_mut_slice::<f32>()?.fill(2.0);
+        let target = Tensor::f_zeros([FLOATS], (Kind::Float, device))?;
+        device::synchronize(device)?;
+
+        let (mut inside, from) = (target.shallow_clone(), buffer.view(0, &[FLOATS], Kind::Float)?);
+        stream.submit(move || {
+            occupy(device)?;
+            copy_async(&mut inside, &from)
+        })?;
+        buffer.as_mut_slice::<f32>()?.fill(7.0);
+        stream.synchronize()?;
+        assert_eq!(f64::try_from(target.f_mean(Kind::Double)?)?, 2.0);
+
+        let (inside, mut to) = (target.shallow_clone(), buffer.view(0, &[FLOATS], Kind::Float)?);
+        stream.submit(move || {
+            occupy(device)?;
+            copy_async(&mut to, &inside)
+        })?;
+        assert!(buffer.as_slice::<f32>()?.iter().all(|number| *number == 2.0));
+        Ok(())
+    });
+}
+
+#[test]
 fn a_cpu_stream_waits_for_a_cuda_event_and_the_reverse() {
     on_cuda(|device| {
         let (gpu, cpu) = (Stream::new(device)?, Stream::new(Device::Cpu)?);

@@ -75,6 +75,16 @@ fn buffers_are_viewed_or_borrowed_never_both() {
     drop(other);
     assert_eq!(buffer.as_slice::<i64>().unwrap(), [1, 2, 9, 9, 9, 9]);
 
+    // Each borrow after a view is like the first.
+    for round in 0..3 {
+        let mut view = buffer.view(0, &[1], Kind::Int64).unwrap();
+        let _ = view.fill_(round);
+        assert!(buffer.as_slice::<i64>().is_err());
+        drop(view);
+        assert_eq!(buffer.as_mut_slice::<i64>().unwrap()[0], round);
+        assert_eq!(buffer.as_slice::<i64>().unwrap()[1..3], [2, 9]);
+    }
+
     // A view outlives its buffer, and a graph that holds one counts as a view.
     let x = Tensor::ones([6], (Kind::Double, Device::Cpu)).set_requires_grad(true);
     let y = &x * buffer.view(0, &[6], Kind::Double).unwrap();

@@ -76,7 +76,9 @@ impl<T: Plain> Number for T {}
 /// Bytes of host memory, zero at first, which tensors can view: page-locked for CUDA, ordinary whole pages for the CPU.
 ///
 /// The bytes are borrowed as slices only while no tensor views them, so that a slice never changes under its reader.
-/// A device that still copies is not seen: synchronise with its stream before.
+/// A copy with a view may still be under way when the view is gone. So the first borrow after a view waits for all work on
+/// the CUDA devices that the process uses: it costs little after a synchronise, and a pipeline that must not stop there
+/// keeps to tensors. On the CPU there is nothing to wait for.
 ///
 /// ```
 /// use runtime::device::PinnedBuffer;
@@ -119,7 +121,7 @@ impl PinnedBuffer {
     /// The buffer as numbers.
     ///
     /// # Errors
-    /// Tensors that still view it; a length that is not a whole number of `T`.
+    /// Tensors that still view it; a length that is not a whole number of `T`; on CUDA, an asynchronous error of a kernel.
     pub fn as_slice<T: Number>(&self) -> Result<&[T]> {
         match self.block.numbers()? {
             Some(numbers) => Ok(numbers),

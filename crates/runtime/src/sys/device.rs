@@ -1,5 +1,6 @@
 //! Discovery of CUDA, device-wide calls and host memory.
 
+use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::PathBuf;
 
@@ -14,6 +15,7 @@ unsafe extern "C" {
     fn rt_cuda_device_count(out: *mut c_int) -> Status;
     fn rt_cuda_initialise(out: *mut c_int) -> Status;
     fn rt_cuda_synchronize(device: c_int) -> Status;
+    fn rt_cuda_synchronize_used() -> Status;
     fn rt_cuda_memory(device: c_int, free_bytes: *mut u64, total_bytes: *mut u64) -> Status;
     fn rt_host_empty(
         shape: *const i64,
@@ -81,6 +83,12 @@ pub(crate) fn cuda_initialise() -> Result<bool> {
 pub(crate) fn cuda_synchronize(device: c_int) -> Result<()> {
     // SAFETY: plain data in; the caller has checked that the device exists.
     unsafe { check(rt_cuda_synchronize(device)) }
+}
+
+/// Waits for all work on every CUDA device that this process uses; returns at once where it uses none.
+fn cuda_synchronize_used() -> Result<()> {
+    // SAFETY: a plain call; the status is fresh.
+    unsafe { check(rt_cuda_synchronize_used()) }
 }
 
 /// Free and total bytes of a CUDA device.
@@ -174,6 +182,8 @@ pub(crate) struct HostBlock {
     bytes: Tensor,
     /// Its length.
     len: usize,
+    /// Whether tensors viewed it since the devices were last waited for: a device may still copy for a view that is gone.
+    viewed: Cell<bool>,
 }
 
 impl HostBlock {
@@ -183,7 +193,7 @@ impl HostBlock {
         })?;
         let mut bytes = host_empty(&[size], Kind::Uint8, pinned)?;
         let _ = bytes.f_zero_()?;
-        Ok(Self { bytes, len })
+        Ok(Self { bytes, len, viewed: Cell::new(false) })
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -192,6 +202,7 @@ impl HostBlock {
 
     /// A tensor over `[offset, offset + size)`; `&mut`, so that no slice of the block is alive.
     pub(crate) fn view(&mut self, offset: usize, size: usize) -> Result<Tensor> {
+        self.viewed.set(true);
         // Both were checked against `len`, which fits an i64.
         Ok(self.bytes.f_narrow(0, offset as i64, size as i64)?)
     }
@@ -201,23 +212,39 @@ impl HostBlock {
         Ok(storage_users(&self.bytes)?.saturating_sub(1))
     }
 
-    /// The block as numbers; `None` when tensors view it, or when it is not a whole number of them.
-    pub(crate) fn numbers<T: Plain>(&self) -> Result<Option<&[T]>> {
+    /// Whether the block may be lent as numbers. When it is, nobody uses it: no tensor views it, and no device is still
+    /// copying for one that did. A copy is submitted while its tensor lives, so that a wait after the last one is gone
+    /// is a wait for all of them.
+    fn lendable<T: Plain>(&self) -> Result<bool> {
         if self.views()? != 0 || !self.len.is_multiple_of(size_of::<T>()) {
+            return Ok(false);
+        }
+        // Whatever device the block was made for: a view can be copied to any.
+        if self.viewed.get() {
+            cuda_synchronize_used()?;
+            self.viewed.set(false);
+        }
+        Ok(true)
+    }
+
+    /// The block as numbers; `None` when tensors view it, or when it is not a whole number of them. Waits for the CUDA
+    /// devices in use when tensors viewed it before.
+    pub(crate) fn numbers<T: Plain>(&self) -> Result<Option<&[T]>> {
+        if !self.lendable::<T>()? {
             return Ok(None);
         }
         // SAFETY: the block is initialised, its address is that of a page or of page-locked memory and so aligned for
-        // any number, and lives as long as `self`. Nobody writes to it while the slice is alive: no tensor views it,
-        // and `view`, the only way to get one, takes `&mut self`.
+        // any number, and lives as long as `self`. Nobody writes to it while the slice is alive: no tensor views it and
+        // no device copies to it, and `view`, the only way to get a tensor, takes `&mut self`.
         Ok(Some(unsafe { self.slice() }))
     }
 
     /// As [`HostBlock::numbers`], to write.
     pub(crate) fn numbers_mut<T: Plain>(&mut self) -> Result<Option<&mut [T]>> {
-        if self.views()? != 0 || !self.len.is_multiple_of(size_of::<T>()) {
+        if !self.lendable::<T>()? {
             return Ok(None);
         }
-        // SAFETY: as in `numbers`; `&mut self` makes the slice the only one.
+        // SAFETY: as in `numbers`, and no device reads it either; `&mut self` makes the slice the only one.
         Ok(Some(unsafe {
             let pointer = self.address().cast::<T>();
             std::slice::from_raw_parts_mut(pointer, self.len / size_of::<T>())
