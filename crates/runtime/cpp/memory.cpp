@@ -7,7 +7,11 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <iterator>
+
 #include <atomic>
+#include <map>
 #include <mutex>
 
 namespace {
@@ -20,12 +24,74 @@ constexpr size_t kHugePage = size_t{2} << 20;
 struct alignas(128) Counters {
   std::atomic<int64_t> live{0};
   std::atomic<int64_t> peak{0};
-  std::atomic<int64_t> allocations{0};
 };
 Counters counters;
 std::atomic<bool> huge_pages{true};
 c10::Allocator* base = nullptr;
 c10::DeleterFnPtr base_deleter = nullptr;
+
+// Freed large blocks, by size. The system takes a block of 64 MiB back page by page and gives the next one page by page,
+// zeroed, which costs as much as several elementwise passes over it; a training step frees and takes the same sizes again
+// and again. What is kept is bounded: live and kept bytes together never exceed the most that was ever live, so that the
+// process is never larger than its peak made it.
+class KeptBlocks {
+ public:
+  static constexpr size_t kSmallest = size_t{1} << 20;
+
+  // A kept block of exactly this size, or null.
+  char* take(size_t size) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = blocks_.find(size);
+    if (found == blocks_.end()) return nullptr;
+    char* block = found->second;
+    blocks_.erase(found);
+    bytes_ -= size;
+    return block;
+  }
+
+  // Keeps a freed block if it fits under the most that was ever live; `live` no longer counts it.
+  bool keep(char* block, size_t size, int64_t live) {
+    if (!enabled.load(std::memory_order_relaxed)) return false;
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (live + static_cast<int64_t>(bytes_ + size) > most_) return false;
+    blocks_.emplace(size, block);
+    bytes_ += size;
+    return true;
+  }
+
+  // A fresh block made `live` bytes live: gives back what no longer fits beside them.
+  void made(int64_t live) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    most_ = std::max(most_, live);
+    while (!blocks_.empty() && live + static_cast<int64_t>(bytes_) > most_) release_one();
+  }
+
+  size_t bytes() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return bytes_;
+  }
+
+  void clear() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    while (!blocks_.empty()) release_one();
+  }
+
+  std::atomic<bool> enabled{true};
+
+ private:
+  void release_one();
+
+  std::mutex mutex_;
+  std::multimap<size_t, char*> blocks_;
+  size_t bytes_ = 0;
+  int64_t most_ = 0;
+};
+
+// Never destroyed: tensors in static storage are freed after any static destructor of ours.
+KeptBlocks& kept() {
+  static auto* blocks = new KeptBlocks();
+  return *blocks;
+}
 
 void raise_peak(int64_t candidate) {
   int64_t peak = counters.peak.load(std::memory_order_relaxed);
@@ -38,24 +104,37 @@ void release(void* data) {
   char* block = static_cast<char*>(data) - kHeader;
   int64_t size;
   std::memcpy(&size, block, sizeof size);
-  counters.live.fetch_sub(size, std::memory_order_relaxed);
+  const int64_t live = counters.live.fetch_sub(size, std::memory_order_relaxed) - size;
+  const auto bytes = static_cast<size_t>(size);
+  if (bytes >= KeptBlocks::kSmallest && kept().keep(block, bytes, live)) return;
   base_deleter(block);
+}
+
+void KeptBlocks::release_one() {
+  auto largest = std::prev(blocks_.end());
+  base_deleter(largest->second);
+  bytes_ -= largest->first;
+  blocks_.erase(largest);
 }
 
 struct TrackingAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     if (size == 0) return {nullptr, nullptr, &release, c10::Device(c10::kCPU)};
-    char* block = static_cast<char*>(base->raw_allocate(size + kHeader));
     const auto counted = static_cast<int64_t>(size);
-    if (size >= 2 * kHugePage && huge_pages.load(std::memory_order_relaxed)) {
+    const bool large = size >= KeptBlocks::kSmallest;
+    char* block = large ? kept().take(size) : nullptr;
+    const bool fresh = block == nullptr;
+    if (fresh) block = static_cast<char*>(base->raw_allocate(size + kHeader));
+    if (fresh && size >= 2 * kHugePage && huge_pages.load(std::memory_order_relaxed)) {
       // A fresh block of 64 MiB costs 16 384 page faults with small pages and 32 with huge ones.
       const auto begin = (reinterpret_cast<uintptr_t>(block) + kHugePage - 1) & ~(kHugePage - 1);
       const auto end = (reinterpret_cast<uintptr_t>(block) + size) & ~(kHugePage - 1);
       if (begin < end) (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
     }
     std::memcpy(block, &counted, sizeof counted);
-    raise_peak(counters.live.fetch_add(counted, std::memory_order_relaxed) + counted);
-    counters.allocations.fetch_add(1, std::memory_order_relaxed);
+    const int64_t live = counters.live.fetch_add(counted, std::memory_order_relaxed) + counted;
+    raise_peak(live);
+    if (large && fresh) kept().made(live);
     void* data = block + kHeader;
     return {data, data, &release, c10::Device(c10::kCPU)};
   }
@@ -86,11 +165,8 @@ rt_status rt_cpu_tracking_install() {
   });
 }
 
-rt_status rt_cpu_live(int64_t* live, int64_t* allocations) {
-  return guard([&] {
-    *live = counters.live.load();
-    *allocations = counters.allocations.load();
-  });
+rt_status rt_cpu_live(int64_t* live) {
+  return guard([&] { *live = counters.live.load(); });
 }
 
 rt_status rt_cpu_take_peak(int64_t* peak) {
@@ -105,11 +181,29 @@ rt_status rt_cpu_huge_pages(int enabled, int* previous) {
   return guard([&] { *previous = huge_pages.exchange(enabled != 0); });
 }
 
-rt_status rt_cuda_live(int index, int64_t* live, int64_t* allocations) {
+rt_status rt_cpu_keep_blocks(int enabled, int* previous) {
+  return guard([&] {
+    *previous = kept().enabled.exchange(enabled != 0);
+    if (!enabled) kept().clear();
+  });
+}
+
+rt_status rt_cpu_empty_cache() {
+  return guard([] { kept().clear(); });
+}
+
+rt_status rt_cuda_live(int index, int64_t* live) {
+  return guard([&] { *live = cuda_stats(index).allocated_bytes[0].current; });
+}
+
+rt_status rt_cpu_cached(int64_t* bytes) {
+  return guard([&] { *bytes = static_cast<int64_t>(kept().bytes()); });
+}
+
+rt_status rt_cuda_cached(int index, int64_t* bytes) {
   return guard([&] {
     const auto stats = cuda_stats(index);
-    *live = stats.allocated_bytes[0].current;
-    *allocations = stats.allocation[0].allocated;
+    *bytes = stats.reserved_bytes[0].current - stats.allocated_bytes[0].current;
   });
 }
 

@@ -9,17 +9,25 @@ extern "C" {
 // then or when it is freed.
 rt_status rt_cpu_tracking_install();
 
-// Live bytes and number of allocations so far on the CPU.
-rt_status rt_cpu_live(int64_t* live, int64_t* allocations);
+// Live bytes on the CPU.
+rt_status rt_cpu_live(int64_t* live);
 // Largest number of live bytes since the last call, and starts a new peak at what is live.
 rt_status rt_cpu_take_peak(int64_t* peak);
 
 // Whether large blocks are offered to the kernel for huge pages. Returns what it was.
 rt_status rt_cpu_huge_pages(int enabled, int* previous);
 
+// Whether freed large blocks are kept for the next tensors of their size. Returns what it was; off gives all back.
+rt_status rt_cpu_keep_blocks(int enabled, int* previous);
+// Bytes of freed blocks that are kept.
+rt_status rt_cpu_cached(int64_t* bytes);
+// Gives kept blocks back to the system.
+rt_status rt_cpu_empty_cache();
+
 // The same for the caching allocator of CUDA device `index`.
-rt_status rt_cuda_live(int index, int64_t* live, int64_t* allocations);
+rt_status rt_cuda_live(int index, int64_t* live);
 rt_status rt_cuda_take_peak(int index, int64_t* peak);
+rt_status rt_cuda_cached(int index, int64_t* bytes);
 // Gives cached blocks back to the driver.
 rt_status rt_cuda_empty_cache();
 }

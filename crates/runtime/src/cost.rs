@@ -40,7 +40,7 @@ pub(crate) fn parts(device: Device) -> Vec<Part> {
     ];
     if device == Device::Cpu {
         parts.insert(0, Part { about: "tracking allocations", experiment: cost, run: tracking });
-        parts.push(Part { about: "huge pages", experiment: cost, run: huge_pages });
+        parts.push(Part { about: "large blocks", experiment: cost, run: large_blocks });
     }
     parts
 }
@@ -70,7 +70,7 @@ pub(crate) fn small_operators(tracked: bool, operators: u32) -> anyhow::Result<f
 
 /// Allocation tracking cannot be taken off again, so each side runs in processes of its own, in turns.
 fn tracking(_: Device, effort: Effort) -> anyhow::Result<Figures> {
-    let (rounds, operators) = if effort == Effort::Seconds { (3, 100_000) } else { (15, 600_000) };
+    let (rounds, operators) = if effort == Effort::Seconds { (3, 100_000) } else { (11, 400_000) };
     let program = std::env::current_exe().context("finding this program to run it again")?;
     let once = |tracked: bool| -> anyhow::Result<f64> {
         let mut command = Command::new(&program);
@@ -155,7 +155,7 @@ impl Function for Double {
 /// Forward and backward through ten hand-written nodes, or ten recomputed segments, against ten of libtorch's own.
 fn functions(device: Device, effort: Effort) -> anyhow::Result<Figures> {
     const CHAIN: usize = 10;
-    let rounds = if effort == Effort::Seconds { 3 } else { 15 };
+    let rounds = if effort == Effort::Seconds { 3 } else { 9 };
     let x = Tensor::f_ones([64], (Kind::Float, device))?.f_set_requires_grad(true)?;
     let run = |step: &dyn Fn(&Tensor) -> runtime::Result<Tensor>| {
         let mut y = x.shallow_clone();
@@ -186,7 +186,7 @@ fn functions(device: Device, effort: Effort) -> anyhow::Result<Figures> {
 
 /// The FLOP counter while it runs.
 fn counter(device: Device, effort: Effort) -> anyhow::Result<Figures> {
-    let rounds = if effort == Effort::Seconds { 3 } else { 15 };
+    let rounds = if effort == Effort::Seconds { 3 } else { 9 };
     let a = Tensor::f_ones([64, 64], (Kind::Float, device))?;
     let products = || -> runtime::Result<()> {
         for _ in 0..1000 {
@@ -206,7 +206,7 @@ fn counter(device: Device, effort: Effort) -> anyhow::Result<Figures> {
 fn products(device: Device, effort: Effort) -> anyhow::Result<Figures> {
     const SHAPES: [(i64, i64, i64); 5] =
         [(4096, 4096, 1024), (4096, 1024, 4096), (1024, 4096, 4096), (2048, 4864, 896), (512, 512, 512)];
-    let budget = if effort == Effort::Seconds { 0.2 } else { 2.0 };
+    let budget = if effort == Effort::Seconds { 0.2 } else { 1.0 };
     let kinds = if device == Device::Cpu {
         vec![Kind::Float, Kind::BFloat16, Kind::Half]
     } else {
@@ -246,15 +246,25 @@ fn products(device: Device, effort: Effort) -> anyhow::Result<Figures> {
 }
 
 /// Filling a fresh tensor of 64 MiB, whose pages the kernel must provide.
-fn huge_pages(device: Device, effort: Effort) -> anyhow::Result<Figures> {
-    let rounds = if effort == Effort::Seconds { 3 } else { 15 };
+fn large_blocks(device: Device, effort: Effort) -> anyhow::Result<Figures> {
+    let rounds = if effort == Effort::Seconds { 3 } else { 9 };
     memory::track_cpu()?;
-    let fill = |huge: bool| {
-        let before = memory::set_huge_pages(huge)?;
+    let fill = |kept: bool, huge: bool| {
+        let before = (memory::set_keep_blocks(kept)?, memory::set_huge_pages(huge)?);
         let filled = Tensor::f_ones([16 << 20], (Kind::Float, device));
-        memory::set_huge_pages(before)?;
         drop(filled?);
+        memory::set_keep_blocks(before.0)?;
+        memory::set_huge_pages(before.1)?;
         Ok(())
     };
-    in_turns("huge pages, filling fresh 64 MiB", 5, rounds, || fill(true), || fill(false))
+    let mut figures =
+        in_turns("huge pages, filling a new 64 MiB", 5, rounds, || fill(false, true), || fill(false, false))?;
+    // Both sides ask for huge pages; switching off gives everything back, so the first fill of a turn is a fresh one.
+    let reuse = || {
+        let filled = Tensor::f_ones([16 << 20], (Kind::Float, device))?;
+        drop(filled);
+        Ok(())
+    };
+    figures.extend(in_turns("kept blocks, filling a new 64 MiB", 5, rounds, reuse, || fill(false, true))?);
+    Ok(figures)
 }

@@ -54,7 +54,7 @@ fn main() -> ExitCode {
 fn info(common: &CommonArgs) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     let memory = runtime::device::memory_info(device)?;
-    let environment = Environment::detect(&runtime::device::name(device)?, Some(runtime::torch_version()));
+    let environment = runtime_environment(device)?;
     let mut out = std::io::stdout().lock();
     if common.json {
         let text = serde_json::json!({
@@ -77,7 +77,7 @@ fn cost(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::random::seed(common.seed)?;
     let mut records = common.open_records()?;
-    let environment = Environment::detect(&runtime::device::name(device)?, Some(runtime::torch_version()));
+    let environment = runtime_environment(device)?;
     let effort = if scale == Scale::Smoke { cost::Effort::Seconds } else { cost::Effort::Minutes };
     let parts = cost::parts(device);
     let mut progress = Progress::new(parts.len() as u64);
@@ -108,4 +108,10 @@ fn cost(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
         progress.step();
     }
     Ok(())
+}
+
+/// Where the figures come from: `cpu`, or the GPU's name, with libtorch's version.
+fn runtime_environment(device: tch::Device) -> anyhow::Result<Environment> {
+    let name = if device.is_cuda() { runtime::device::name(device)? } else { "cpu".to_owned() };
+    Ok(Environment::detect(&name, Some(runtime::torch_version())))
 }

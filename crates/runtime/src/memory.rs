@@ -5,6 +5,9 @@
 //! in exact bytes, and its release is subtracted, whichever thread does it. Memory that libraries inside libtorch take
 //! for themselves (a matrix product's packing buffers) is not in either count.
 //!
+//! The counting allocator also does what CUDA's does: it keeps large freed blocks for the next tensors of their size
+//! ([`set_keep_blocks`]), and asks for huge pages ([`set_huge_pages`]).
+//!
 //! ```
 //! use runtime::memory::Region;
 //! use tch::{Device, Tensor, kind};
@@ -50,15 +53,7 @@ impl RegionUsage {
 /// # Errors
 /// A device whose allocator is not counted; CUDA that is not there.
 pub fn live_bytes(device: Device) -> Result<u64> {
-    Ok(unsigned(sys::live(counted(device)?)?.0))
-}
-
-/// Allocations on `device` so far, since counting began.
-///
-/// # Errors
-/// As [`live_bytes`].
-pub fn allocations(device: Device) -> Result<u64> {
-    Ok(unsigned(sys::live(counted(device)?)?.1))
+    Ok(unsigned(sys::live(counted(device)?)?))
 }
 
 /// Starts counting on the CPU, for a program that wants its first tensors in the figures. Else counting begins with the
@@ -79,13 +74,34 @@ pub fn set_huge_pages(enabled: bool) -> Result<bool> {
     sys::set_huge_pages(enabled)
 }
 
-/// Gives cached blocks of `device` back to the system. Nothing to do on the CPU.
+/// Whether large CPU tensors (from 1 MiB) that are freed are kept for the next ones of exactly their size (on by default
+/// once counting has begun). Returns what it was; switching it off gives everything back.
+///
+/// The system takes freed memory back page by page and gives it out again zeroed, which can cost more than the operator
+/// that fills it. What is kept is bounded: live and kept bytes together never exceed the most that was ever live, so the
+/// process never becomes larger for it. Kept blocks are not live, and no figure of this module counts them.
+///
+/// # Errors
+/// None in practice; the border's type.
+pub fn set_keep_blocks(enabled: bool) -> Result<bool> {
+    sys::set_keep_blocks(enabled)
+}
+
+/// Bytes that the allocator of `device` keeps for coming tensors.
+///
+/// # Errors
+/// As [`live_bytes`].
+pub fn cached_bytes(device: Device) -> Result<u64> {
+    Ok(unsigned(sys::cached(counted(device)?)?))
+}
+
+/// Gives cached blocks of `device` back to the system.
 ///
 /// # Errors
 /// CUDA that is not there.
 pub fn empty_cache(device: Device) -> Result<()> {
     match counted(device)? {
-        None => Ok(()),
+        None => sys::empty_cpu_cache(),
         Some(_) => sys::empty_cuda_cache(),
     }
 }
@@ -109,7 +125,7 @@ impl Region {
         let cuda = counted(device)?;
         let mut registry = registry();
         registry.fold(cuda)?;
-        let live_before = unsigned(sys::live(cuda)?.0);
+        let live_before = unsigned(sys::live(cuda)?);
         let id = registry.next;
         registry.next += 1;
         registry.open.insert(id, Open { cuda, peak: live_before });
@@ -124,7 +140,7 @@ impl Region {
         let cuda = counted(self.device)?;
         let mut registry = registry();
         registry.fold(cuda)?;
-        let live_after = unsigned(sys::live(cuda)?.0);
+        let live_after = unsigned(sys::live(cuda)?);
         let peak = registry.open.remove(&self.id).map_or(live_after, |open| open.peak);
         Ok(RegionUsage {
             live_before: self.live_before,

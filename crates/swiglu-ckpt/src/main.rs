@@ -42,7 +42,7 @@ struct Bench {
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
     /// Seconds after which no further step of a case begins (two are measured in any case)
-    #[arg(long, default_value_t = 5.0)]
+    #[arg(long, default_value_t = 3.0)]
     budget: f64,
     /// Skip cases whose predicted peak is above so many GiB [default: 80 % of what is free]
     #[arg(long, value_name = "GIB")]
@@ -91,7 +91,7 @@ fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
         None => (runtime::device::memory_info(device)?.free as f64 * 0.8) as u64,
     };
     let mut records = common.open_records()?;
-    let environment = Environment::detect(&runtime::device::name(device)?, Some(runtime::torch_version()));
+    let environment = runtime_environment(device)?;
     let configurations = match (&arguments.config[..], arguments.scale) {
         ([], Scale::Smoke) => bench::SMOKE,
         ([], Scale::Laptop) => bench::LAPTOP,
@@ -265,4 +265,10 @@ fn print(records: &[Record], json: bool) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Where the figures come from: `cpu`, or the GPU's name, with libtorch's version.
+fn runtime_environment(device: tch::Device) -> anyhow::Result<Environment> {
+    let name = if device.is_cuda() { runtime::device::name(device)? } else { "cpu".to_owned() };
+    Ok(Environment::detect(&name, Some(runtime::torch_version())))
 }

@@ -7,10 +7,14 @@ use crate::error::Result;
 
 unsafe extern "C" {
     fn rt_cpu_tracking_install() -> Status;
-    fn rt_cpu_live(live: *mut i64, allocations: *mut i64) -> Status;
+    fn rt_cpu_live(live: *mut i64) -> Status;
     fn rt_cpu_take_peak(peak: *mut i64) -> Status;
     fn rt_cpu_huge_pages(enabled: c_int, previous: *mut c_int) -> Status;
-    fn rt_cuda_live(index: c_int, live: *mut i64, allocations: *mut i64) -> Status;
+    fn rt_cpu_keep_blocks(enabled: c_int, previous: *mut c_int) -> Status;
+    fn rt_cpu_cached(bytes: *mut i64) -> Status;
+    fn rt_cuda_cached(index: c_int, bytes: *mut i64) -> Status;
+    fn rt_cpu_empty_cache() -> Status;
+    fn rt_cuda_live(index: c_int, live: *mut i64) -> Status;
     fn rt_cuda_take_peak(index: c_int, peak: *mut i64) -> Status;
     fn rt_cuda_empty_cache() -> Status;
 }
@@ -21,17 +25,17 @@ pub(crate) fn install_cpu_tracking() -> Result<()> {
     unsafe { check(rt_cpu_tracking_install()) }
 }
 
-/// Live bytes, and allocations so far.
-pub(crate) fn live(cuda: Option<i32>) -> Result<(i64, i64)> {
-    let (mut live, mut allocations) = (0, 0);
-    // SAFETY: the out-parameters outlive the call.
+/// Live bytes.
+pub(crate) fn live(cuda: Option<i32>) -> Result<i64> {
+    let mut live = 0;
+    // SAFETY: the out-parameter outlives the call.
     unsafe {
         check(match cuda {
-            None => rt_cpu_live(&mut live, &mut allocations),
-            Some(index) => rt_cuda_live(index, &mut live, &mut allocations),
+            None => rt_cpu_live(&mut live),
+            Some(index) => rt_cuda_live(index, &mut live),
         })
     }?;
-    Ok((live, allocations))
+    Ok(live)
 }
 
 /// The peak since the last call; a new one starts at what is live.
@@ -53,6 +57,33 @@ pub(crate) fn set_huge_pages(enabled: bool) -> Result<bool> {
     // SAFETY: the out-parameter outlives the call.
     unsafe { check(rt_cpu_huge_pages(enabled.into(), &mut previous)) }?;
     Ok(previous != 0)
+}
+
+/// Whether freed large CPU blocks are kept; returns what it was.
+pub(crate) fn set_keep_blocks(enabled: bool) -> Result<bool> {
+    let mut previous = 0;
+    // SAFETY: the out-parameter outlives the call.
+    unsafe { check(rt_cpu_keep_blocks(enabled.into(), &mut previous)) }?;
+    Ok(previous != 0)
+}
+
+/// Bytes that the allocator keeps and no tensor has.
+pub(crate) fn cached(cuda: Option<i32>) -> Result<i64> {
+    let mut bytes = 0;
+    // SAFETY: the out-parameter outlives the call.
+    unsafe {
+        check(match cuda {
+            None => rt_cpu_cached(&mut bytes),
+            Some(index) => rt_cuda_cached(index, &mut bytes),
+        })
+    }?;
+    Ok(bytes)
+}
+
+/// Gives kept CPU blocks back to the system.
+pub(crate) fn empty_cpu_cache() -> Result<()> {
+    // SAFETY: the function has no arguments.
+    unsafe { check(rt_cpu_empty_cache()) }
 }
 
 /// Gives CUDA's cached blocks back to the driver.
