@@ -106,31 +106,31 @@ pub struct Record {
 pub enum RecordsError {
     /// The file cannot be opened or created.
     #[error(
-        "cannot open the records file {path}: {source}; give --records a path in a folder that you may write"
+        "cannot open the records file {path}: {cause}; give --records a path in a folder that you may write"
     )]
     Open {
         /// The path as given.
         path: PathBuf,
         /// What the operating system said.
-        source: std::io::Error,
+        cause: std::io::Error,
     },
     /// Reading or writing broke off.
-    #[error("cannot read or write the records file {path}: {source}")]
+    #[error("cannot read or write the records file {path}: {cause}")]
     Io {
         /// The path as given.
         path: PathBuf,
         /// What the operating system said.
-        source: std::io::Error,
+        cause: std::io::Error,
     },
     /// A line is not a record.
-    #[error("{path}:{line}: not a record: {source}; remove the line, or run the experiment again")]
+    #[error("{path}:{line}: not a record: {cause}; remove the line, or run the experiment again")]
     Parse {
         /// The path as given.
         path: PathBuf,
         /// Line number, from 1.
         line: usize,
         /// What the parser said.
-        source: serde_json::Error,
+        cause: serde_json::Error,
     },
 }
 
@@ -149,7 +149,7 @@ impl RecordWriter {
             .create(true)
             .append(true)
             .open(path)
-            .map_err(|source| RecordsError::Open { path: path.into(), source })?;
+            .map_err(|cause| RecordsError::Open { path: path.into(), cause })?;
         let mut writer = Self { path: path.into(), file };
         if ends_torn(path) {
             writer.put(b"\n")?;
@@ -165,7 +165,7 @@ impl RecordWriter {
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<(), RecordsError> {
-        self.file.write_all(bytes).map_err(|source| RecordsError::Io { path: self.path.clone(), source })
+        self.file.write_all(bytes).map_err(|cause| RecordsError::Io { path: self.path.clone(), cause })
     }
 }
 
@@ -182,17 +182,17 @@ fn ends_torn(path: &Path) -> bool {
 
 /// Reads every record of a file; empty lines are passed over.
 pub fn read_records(path: &Path) -> Result<Vec<Record>, RecordsError> {
-    let file = File::open(path).map_err(|source| RecordsError::Open { path: path.into(), source })?;
+    let file = File::open(path).map_err(|cause| RecordsError::Open { path: path.into(), cause })?;
     let mut records = Vec::new();
     for (index, line) in BufReader::new(file).lines().enumerate() {
-        let line = line.map_err(|source| RecordsError::Io { path: path.into(), source })?;
+        let line = line.map_err(|cause| RecordsError::Io { path: path.into(), cause })?;
         if line.trim().is_empty() {
             continue;
         }
-        records.push(serde_json::from_str(&line).map_err(|source| RecordsError::Parse {
+        records.push(serde_json::from_str(&line).map_err(|cause| RecordsError::Parse {
             path: path.into(),
             line: index + 1,
-            source,
+            cause,
         })?);
     }
     Ok(records)

@@ -15,12 +15,12 @@ use crate::{markdown, page, tidy_csv};
 #[derive(Debug, thiserror::Error)]
 pub enum SiteError {
     /// A file or folder cannot be written.
-    #[error("cannot write {path}: {source}; give an output folder that you may write to and that has space")]
+    #[error("cannot write {path}: {cause}; give an output folder that you may write to and that has space")]
     Write {
         /// The path that was tried.
         path: PathBuf,
         /// What the operating system said.
-        source: std::io::Error,
+        cause: std::io::Error,
     },
 }
 
@@ -74,7 +74,7 @@ impl Folder<'_> {
         let path = self.out.join(name);
         let folder = path.parent().unwrap_or(self.out);
         let written = std::fs::create_dir_all(folder).and_then(|()| std::fs::write(&path, text));
-        written.map_err(|source| SiteError::Write { path: path.clone(), source })?;
+        written.map_err(|cause| SiteError::Write { path: path.clone(), cause })?;
         self.files.push(path.clone());
         Ok(path)
     }

@@ -10,13 +10,13 @@ use super::Specs;
 pub enum SpecError {
     /// The folder or file cannot be read.
     #[error(
-        "cannot read {path}: {source}; run from a checkout of the project, or give a folder with crates/ in it"
+        "cannot read {path}: {cause}; run from a checkout of the project, or give a folder with crates/ in it"
     )]
     Read {
         /// The path that was tried.
         path: PathBuf,
         /// What the operating system said.
-        source: std::io::Error,
+        cause: std::io::Error,
     },
     /// The file is not TOML, or has a field or value that is not known.
     #[error(
@@ -66,7 +66,7 @@ impl Specs {
     /// Reads every `crates/*/experiments.toml` under `root`, in the order of the crates' names.
     pub fn load(root: &Path) -> Result<Self, SpecError> {
         let crates = root.join("crates");
-        let read = |source| SpecError::Read { path: crates.clone(), source };
+        let read = |cause| SpecError::Read { path: crates.clone(), cause };
         let mut files = Vec::new();
         for entry in std::fs::read_dir(&crates).map_err(read)? {
             let file = entry.map_err(read)?.path().join("experiments.toml");
@@ -85,7 +85,7 @@ impl Specs {
         let mut claimed = Vec::new();
         for path in files {
             let text = std::fs::read_to_string(path)
-                .map_err(|source| SpecError::Read { path: path.clone(), source })?;
+                .map_err(|cause| SpecError::Read { path: path.clone(), cause })?;
             let specs: Self = toml::from_str(&text).map_err(|error| SpecError::Parse {
                 path: path.clone(),
                 line: error.span().map_or(1, |span| line_at(&text, span.start)),
