@@ -16,7 +16,7 @@
 //! let stack = Stack { tokens: 8 * 512, hidden: 1024, features: 4096, layers: 3, element_bytes: 4 };
 //! let all = peak(&stack, Form::SaveAll)?;
 //! let input = peak(&stack, Form::InputOnly)?;
-//! assert!(input.above_weights() < all.above_weights() / 2);
+//! assert!(input.above_weights() < all.above_weights() * 2 / 3);
 //! # Ok::<(), accounting::Error>(())
 //! ```
 

@@ -32,12 +32,12 @@ pub enum Error {
     #[error("work on the stream failed: {0}")]
     Stream(String),
     /// A file could not be read or written.
-    #[error("{path}: {source}")]
+    #[error("{path}: {cause}")]
     Io {
         /// The file.
         path: std::path::PathBuf,
         /// What the operating system said.
-        source: std::io::Error,
+        cause: std::io::Error,
     },
     /// An error of the caller's own closure or `Function`.
     #[error(transparent)]

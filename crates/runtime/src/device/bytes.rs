@@ -60,7 +60,7 @@ fn read(path: &str) -> Result<(PathBuf, String)> {
     let path = PathBuf::from(path);
     match std::fs::read_to_string(&path) {
         Ok(text) => Ok((path, text)),
-        Err(source) => Err(Error::Io { path, source }),
+        Err(cause) => Err(Error::Io { path, cause }),
     }
 }
 
@@ -70,7 +70,7 @@ fn kibibytes(path: &Path, text: &str, key: &str) -> Result<u64> {
     let number = value.and_then(|value| value.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
     number.map(|number| number * 1024).ok_or_else(|| {
         let source = std::io::Error::new(std::io::ErrorKind::InvalidData, format!("no {key} N kB in it"));
-        Error::Io { path: path.to_owned(), source }
+        Error::Io { path: path.to_owned(), cause }
     })
 }
 

@@ -65,7 +65,7 @@ impl Trace {
     /// [`Error::Io`] when the file cannot be written; the trace is lost then. [`Error::Torch`] when libtorch fails.
     pub fn save(mut self, path: &Path) -> Result<()> {
         // Kineto only logs that it cannot write.
-        let io = |source| Error::Io { path: path.to_owned(), source };
+        let io = |cause| Error::Io { path: path.to_owned(), cause };
         let writable = File::create(path).map_err(io);
         let result = self.running.stop()?;
         writable?;
