@@ -69,7 +69,7 @@ fn kibibytes(path: &Path, text: &str, key: &str) -> Result<u64> {
     let value = text.lines().find_map(|line| line.strip_prefix(key));
     let number = value.and_then(|value| value.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
     number.map(|number| number * 1024).ok_or_else(|| {
-        let source = std::io::Error::new(std::io::ErrorKind::InvalidData, format!("no {key} N kB in it"));
+        let cause = std::io::Error::new(std::io::ErrorKind::InvalidData, format!("no {key} N kB in it"));
         Error::Io { path: path.to_owned(), cause }
     })
 }
