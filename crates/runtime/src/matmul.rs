@@ -4,8 +4,8 @@
 //! - accumulation in fp32 of products of bf16 or fp16 operands, so that a gradient summed over tiles is rounded once;
 //! - on the CPU, low-precision products at fp32 speed where the processor has none of its own (libtorch's fp16 product
 //!   runs at under 1 % of the fp32 rate there: the operands are cast up, multiplied in fp32, and rounded once);
-//! - on AMD processors, the `gemm` crate for fp32, which ran at 1.15–1.25 × the rate of libtorch's MKL on a Zen 4
-//!   (187–208 against 155–168 GFLOP/s on two cores, [4096, 1024]·[1024, 4096]).
+//! - on AMD processors, the `gemm` crate for fp32, whose rate does not depend on how MKL treats another maker's processor.
+//!   On a Zen 4 the two are within a tenth of each other, either way (the report's "What the runtime's machinery costs").
 //!
 //! Nothing here is recorded: the caller is a hand-written function, or does not need gradients.
 
