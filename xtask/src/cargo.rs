@@ -93,6 +93,8 @@ struct Message {
 #[derive(Deserialize)]
 struct Target {
     name: String,
+    #[serde(default)]
+    kind: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -104,12 +106,12 @@ struct Profile {
 fn executable_of(line: &str) -> Option<Executable> {
     let message: Message = serde_json::from_str(line).ok()?;
     let package = message.manifest_path.parent()?.file_name()?.to_str()?.to_owned();
-    Some(Executable {
-        name: message.target.name,
-        package,
-        test: message.profile.test,
-        path: message.executable?,
-    })
+    let mut name = message.target.name;
+    // A package's library and its binary may have one name, and each has an executable of its own tests.
+    if message.profile.test && message.target.kind.iter().any(|kind| kind == "bin") {
+        name.push_str("-bin");
+    }
+    Some(Executable { name, package, test: message.profile.test, path: message.executable? })
 }
 
 #[cfg(test)]
