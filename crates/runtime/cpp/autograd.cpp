@@ -249,6 +249,11 @@ rt_status rt_grad_run(const Tensor* const* outputs, const Tensor* const* grads, 
   });
 }
 
+// Replaces the `.grad` of `leaf` (both borrowed); a null `grad` takes it away.
+rt_status rt_set_grad(const Tensor* leaf, const Tensor* grad) {
+  return guard([&] { leaf->mutable_grad() = grad == nullptr ? Tensor() : *grad; });
+}
+
 rt_status rt_is_checkpoint_valid(int* valid) {
   return guard([&] { *valid = torch::autograd::Engine::get_default_engine().is_checkpoint_valid(); });
 }

@@ -282,6 +282,26 @@ pub fn grad(
     sys::grad(outputs, grads, inputs, keep.graph || keep.derivative, keep.derivative)
 }
 
+/// Replaces the gradient that `leaf` has accumulated; with `None` it has none, and its memory is free. The next backward
+/// then stores its gradient there instead of adding to what was, which saves a pass over memory, and an optimizer can
+/// tell a parameter that got no gradient from one whose gradient is zero. (`tch`'s `zero_grad` fills with zeros.)
+///
+/// # Errors
+/// An undefined leaf; a gradient of another shape, dtype or device than the leaf.
+pub fn set_grad(leaf: &Tensor, grad: Option<&Tensor>) -> Result<()> {
+    let invalid = |reason: String| Err(Error::invalid("autograd::set_grad", reason));
+    if !leaf.defined() || grad.is_some_and(|grad| !grad.defined()) {
+        return invalid("a tensor is undefined".into());
+    }
+    if let Some(grad) = grad
+        && (grad.size() != leaf.size() || grad.kind() != leaf.kind() || grad.device() != leaf.device())
+    {
+        let of = |tensor: &Tensor| format!("{:?} {:?} on {:?}", tensor.kind(), tensor.size(), tensor.device());
+        return invalid(format!("the gradient is {} and the leaf {}", of(grad), of(leaf)));
+    }
+    sys::set_grad(leaf, grad)
+}
+
 fn same_count(operation: &'static str, outputs: &[&Tensor], grads: &[Option<&Tensor>]) -> Result<()> {
     if outputs.len() == grads.len() {
         return Ok(());

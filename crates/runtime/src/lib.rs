@@ -13,6 +13,7 @@
 //! | [`ops`] | every operator by its name, and typed functions over the ones training needs |
 //! | [`matmul`] | matrix products into a given output, in the precision that is asked for |
 //! | [`fused`] | elementwise chains as one pass over memory |
+//! | [`mapped`] | a file as memory, read when it is touched |
 //! | [`random`] | seeds and the state of the random generators |
 //!
 //! All `unsafe` code of the workspace and its only C++ are behind these modules: `src/sys` and `cpp`. A failure of
@@ -35,6 +36,7 @@ pub mod autograd;
 pub mod device;
 pub mod error;
 pub mod fused;
+pub mod mapped;
 pub mod matmul;
 pub mod measure;
 pub mod memory;

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::Tree;
 
 /// What every technique may build on; all other crates are techniques.
-const LAYERS: [&str; 5] = ["report", "accounting", "runtime", "models", "training"];
+const LAYERS: [&str; 6] = ["report", "accounting", "runtime", "models", "dataloading", "training"];
 /// Members that build in seconds on a machine without libtorch.
 const WITHOUT_TORCH: [&str; 3] = ["accounting", "report", "xtask"];
 const TORCH: [&str; 2] = ["tch", "torch-sys"];

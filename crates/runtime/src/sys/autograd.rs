@@ -74,6 +74,7 @@ unsafe extern "C" {
         create_graph: c_int,
         result: *mut *mut C_tensor,
     ) -> Status;
+    fn rt_set_grad(leaf: *const C_tensor, grad: *const C_tensor) -> Status;
     fn rt_is_checkpoint_valid(valid: *mut c_int) -> Status;
 }
 
@@ -273,6 +274,12 @@ pub(crate) fn backward(
             create_graph.into(),
         ))
     }
+}
+
+/// Replaces the `.grad` of a leaf, or takes it away.
+pub(crate) fn set_grad(leaf: &Tensor, grad: Option<&Tensor>) -> Result<()> {
+    // SAFETY: both tensors outlive the call; null is "no gradient".
+    unsafe { check(rt_set_grad(leaf.as_ptr(), grad.map_or(std::ptr::null(), Tensor::as_ptr))) }
 }
 
 /// Gradients of `inputs`, `None` where the outputs do not depend on one.

@@ -1,0 +1,95 @@
+//! A file as memory: opened at once whatever its size, read page by page when it is touched.
+//!
+//! For weights and token stores, which are written once and then only read. A file must not be shortened or rewritten in
+//! place while it is mapped (write a new one and rename it, as all of this project does): the operating system would end the
+//! process at the first touch of a page that is gone.
+//!
+//! ```
+//! use runtime::mapped::MappedFile;
+//!
+//! let folder = tempfile::tempdir()?;
+//! let path = folder.path().join("tokens.bin");
+//! std::fs::write(&path, [1, 2, 3])?;
+//! assert_eq!(MappedFile::open(&path)?[1..], [2, 3]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+use std::fs::File;
+use std::ops::Deref;
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+
+use crate::error::{Error, Result};
+
+/// A file that is open for reading as a slice of bytes, from any thread.
+#[derive(Debug)]
+pub struct MappedFile {
+    path: PathBuf,
+    /// `None` for an empty file, which cannot be mapped.
+    bytes: Option<Mmap>,
+}
+
+impl MappedFile {
+    /// Maps a regular file. Reads nothing of it yet.
+    ///
+    /// # Errors
+    /// [`Error::Io`] with the path: no such file, no permission, not a regular file.
+    pub fn open(path: &Path) -> Result<Self> {
+        let io = |cause| Error::Io { path: path.to_owned(), cause };
+        let file = File::open(path).map_err(io)?;
+        let metadata = file.metadata().map_err(io)?;
+        if !metadata.is_file() {
+            return Err(io(std::io::Error::other("not a regular file")));
+        }
+        let bytes =
+            if metadata.len() == 0 { None } else { Some(crate::sys::mapped::map(&file).map_err(io)?) };
+        Ok(Self { path: path.to_owned(), bytes })
+    }
+
+    /// Where it lies.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Tells the system that the bytes will be read in no order, so that it does not read ahead.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the system refuses.
+    pub fn advise_random(&self) -> Result<()> {
+        self.advise(memmap2::Advice::Random)
+    }
+
+    /// Asks the system to read `range` ahead, in the background.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a range beyond the end, [`Error::Io`] where the system refuses.
+    pub fn will_need(&self, range: std::ops::Range<usize>) -> Result<()> {
+        if range.start > range.end || range.end > self.len() {
+            return Err(Error::invalid(
+                "will_need",
+                format!("the bytes {range:?} of {}, which has {}", self.path.display(), self.len()),
+            ));
+        }
+        let io = |cause| Error::Io { path: self.path.clone(), cause };
+        match &self.bytes {
+            Some(bytes) if !range.is_empty() => {
+                bytes.advise_range(memmap2::Advice::WillNeed, range.start, range.len()).map_err(io)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn advise(&self, advice: memmap2::Advice) -> Result<()> {
+        let io = |cause| Error::Io { path: self.path.clone(), cause };
+        self.bytes.as_ref().map_or(Ok(()), |bytes| bytes.advise(advice)).map_err(io)
+    }
+}
+
+impl Deref for MappedFile {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.bytes.as_deref().unwrap_or_default()
+    }
+}
