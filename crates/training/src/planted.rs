@@ -1,0 +1,111 @@
+//! Inefficiencies that can be switched on: those which the training assignment hides in its script, and others that are as
+//! common, so that a profile can be seen with each of them and without.
+//!
+//! Each is the real thing, not a delay: the setup that it belongs to (model, loss head, optimizer, loader) is built the slow
+//! way. All of them train the same model on the same tokens to the same losses.
+
+mod indexed_loss;
+mod tokenize_per_item;
+mod unused_projection;
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+pub use indexed_loss::IndexedLossHead;
+pub use tokenize_per_item::TokenizePerItem;
+pub use unused_projection::UnusedProjection;
+
+/// One of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Inefficiency {
+    /// Every row is padded to the longest that there may be.
+    PadToMax,
+    /// Samples are tokenized again each time they are read.
+    TokenizePerItem,
+    /// Batches are made in the training thread, when they are asked for.
+    NoWorkers,
+    /// Widths one below a multiple of 16: products run beside the vector units' width.
+    OddWidth,
+    /// A projection whose result nobody reads.
+    UnusedProjection,
+    /// Attention weights `[batch, heads, t, t]` are made and kept.
+    ExplicitAttention,
+    /// A `[t, t]` mask is built, and converted to the scores' dtype, in each forward.
+    MaskPerForward,
+    /// The loss picks the labelled rows of the logits by a boolean index, which copies them.
+    IndexedLoss,
+    /// Right predictions are counted in each step, a pass over the logits.
+    AccuracyEachStep,
+    /// Loss and accuracy are read by the host in each step, which waits for the device.
+    HostReads,
+    /// Gradients are filled with zeros after a step, and added to in the next.
+    ZeroedGradients,
+    /// The optimizer works parameter by parameter, operator by operator.
+    UnfusedOptimizer,
+}
+
+impl Inefficiency {
+    /// All of them, in the order in which data flows through a step.
+    pub const ALL: [Self; 12] = [
+        Self::PadToMax,
+        Self::TokenizePerItem,
+        Self::NoWorkers,
+        Self::OddWidth,
+        Self::UnusedProjection,
+        Self::ExplicitAttention,
+        Self::MaskPerForward,
+        Self::IndexedLoss,
+        Self::AccuracyEachStep,
+        Self::HostReads,
+        Self::ZeroedGradients,
+        Self::UnfusedOptimizer,
+    ];
+
+    /// Its name on the command line and in records.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::PadToMax => "pad-to-max",
+            Self::TokenizePerItem => "tokenize-per-item",
+            Self::NoWorkers => "no-workers",
+            Self::OddWidth => "odd-width",
+            Self::UnusedProjection => "unused-projection",
+            Self::ExplicitAttention => "explicit-attention",
+            Self::MaskPerForward => "mask-per-forward",
+            Self::IndexedLoss => "indexed-loss",
+            Self::AccuracyEachStep => "accuracy-each-step",
+            Self::HostReads => "host-reads",
+            Self::ZeroedGradients => "zeroed-gradients",
+            Self::UnfusedOptimizer => "unfused-optimizer",
+        }
+    }
+
+    /// Why it costs time, in words for the report.
+    pub fn reason(self) -> &'static str {
+        match self {
+            Self::PadToMax => "the model computes places that hold nothing",
+            Self::TokenizePerItem => "text is cut into tokens once per epoch and sample instead of once",
+            Self::NoWorkers => "the model waits while a batch is made",
+            Self::OddWidth => "the last vector of every row is partly empty, and rows are not aligned",
+            Self::UnusedProjection => "a product is computed and dropped; its weights take memory",
+            Self::ExplicitAttention => "t² weights per head are written, kept for backward and read again",
+            Self::MaskPerForward => "t² numbers are made and converted in each forward, and pairs that are hidden are computed",
+            Self::IndexedLoss => "logits are copied row by row forward, and scattered back in backward",
+            Self::AccuracyEachStep => "the largest of all logits of each place is sought in each step",
+            Self::HostReads => "the host waits for the device before it may queue the next step",
+            Self::ZeroedGradients => "gradients are written once more and read once more, and never free",
+            Self::UnfusedOptimizer => "each parameter's state is read and written by several operators instead of one pass",
+        }
+    }
+
+    /// Whether the assignment's script has it.
+    pub fn is_planted_by_the_assignment(self) -> bool {
+        !matches!(self, Self::ExplicitAttention | Self::AccuracyEachStep | Self::IndexedLoss)
+    }
+}
+
+impl std::fmt::Display for Inefficiency {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
