@@ -1,0 +1,246 @@
+//! How long the samples are, and what padding them would waste.
+//!
+//! From lengths `l₁ … lₙ` alone. A batch of `b` samples that is padded to its longest has `b · max` places. Over all random
+//! batches without replacement, `P(max ≤ l) = C(c(l), b) / C(n, b)` with `c(l)` the number of samples no longer than `l`,
+//! so the expected number of places is exact, and nothing is drawn:
+//!
+//! `places = Σ over batches of b · Σₗ l · (P(max ≤ l) − P(max ≤ l − 1))`
+//!
+//! where the last batch of an epoch may be smaller. Waste is the share of places that hold no token.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use crate::error::{Error, Result};
+use crate::samples::Samples;
+
+/// Lengths of a data set's samples, by how often each occurs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LengthStatistics {
+    counts: BTreeMap<usize, u64>,
+    samples: u64,
+    tokens: u128,
+}
+
+/// Lengths from `from` up to, not including, `to`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Bin {
+    /// The smallest length of the bin.
+    pub from: usize,
+    /// The first length beyond it.
+    pub to: usize,
+    /// Samples.
+    pub samples: u64,
+}
+
+/// What a way of making batches costs in one epoch.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Waste {
+    /// Places in all batches; an expectation where batches are random.
+    pub places: f64,
+    /// Tokens in them.
+    pub tokens: f64,
+    /// Tokens left out because they did not fit.
+    pub dropped: f64,
+}
+
+impl Waste {
+    /// The share of places that hold no token, 0 to 1.
+    pub fn share(&self) -> f64 {
+        if self.places == 0.0 { 0.0 } else { 1.0 - self.tokens / self.places }
+    }
+}
+
+impl LengthStatistics {
+    /// Counts lengths.
+    ///
+    /// # Errors
+    /// There are none.
+    pub fn new(lengths: impl IntoIterator<Item = usize>) -> Result<Self> {
+        let (mut counts, mut samples, mut tokens) = (BTreeMap::new(), 0, 0);
+        for length in lengths {
+            *counts.entry(length).or_insert(0) += 1;
+            samples += 1;
+            tokens += length as u128;
+        }
+        if samples == 0 {
+            return Err(Error::Empty {
+                from: "length statistics".into(),
+                reason: "there are no samples; give at least one".into(),
+            });
+        }
+        Ok(Self { counts, samples, tokens })
+    }
+
+    /// Counts the lengths of a data set.
+    ///
+    /// # Errors
+    /// It is empty.
+    pub fn of(samples: &(impl Samples + ?Sized)) -> Result<Self> {
+        Self::new((0..samples.len()).map(|index| samples.length(index)))
+    }
+
+    /// Samples.
+    pub fn samples(&self) -> u64 {
+        self.samples
+    }
+
+    /// Tokens in all.
+    pub fn tokens(&self) -> u128 {
+        self.tokens
+    }
+
+    /// The mean length.
+    pub fn mean(&self) -> f64 {
+        self.tokens as f64 / self.samples as f64
+    }
+
+    /// The greatest length.
+    pub fn max(&self) -> usize {
+        self.counts.keys().next_back().copied().unwrap_or(0)
+    }
+
+    /// The smallest length that at least a share `q` of the samples does not exceed; `q` is taken as 0 to 1.
+    pub fn quantile(&self, q: f64) -> usize {
+        let rank = (q.clamp(0.0, 1.0) * self.samples as f64).ceil().max(1.0) as u64;
+        let mut seen = 0;
+        let reached = self.counts.iter().find(|(_, count)| {
+            seen += **count;
+            seen >= rank
+        });
+        reached.map_or(self.max(), |(length, _)| *length)
+    }
+
+    /// Samples by bins of `width` tokens from 0 to the greatest length; a width of 0 is taken as 1.
+    pub fn histogram(&self, width: usize) -> Vec<Bin> {
+        let width = width.max(1);
+        let bins = 0..=self.max() / width;
+        bins.map(|bin| {
+            let (from, to) = (bin * width, (bin + 1) * width);
+            Bin { from, to, samples: self.counts.range(from..to).map(|(_, count)| count).sum() }
+        })
+        .collect()
+    }
+
+    /// Every sample cut or padded to `length`: the assignment's `BaseDataset`.
+    pub fn padded_to(&self, length: usize) -> Waste {
+        let tokens = self.cut(length);
+        Waste {
+            places: self.samples as f64 * length as f64,
+            tokens: tokens as f64,
+            dropped: (self.tokens - tokens) as f64,
+        }
+    }
+
+    /// Random batches of `size`, each padded to its longest, samples cut to `longest`: the assignment's `StandardDataset`.
+    /// A size of 0 is taken as 1.
+    pub fn padded_to_batch(&self, size: usize, longest: usize) -> Waste {
+        let size = (size.max(1) as u64).min(self.samples);
+        let (whole, rest) = (self.samples / size, self.samples % size);
+        let places = |size: u64| size as f64 * self.expected_longest(size, longest);
+        let tokens = self.cut(longest);
+        Waste {
+            places: whole as f64 * places(size) + if rest > 0 { places(rest) } else { 0.0 },
+            tokens: tokens as f64,
+            dropped: (self.tokens - tokens) as f64,
+        }
+    }
+
+    /// Samples packed whole into `rows` rows of `capacity` places, as a packer found; samples cut to `capacity`.
+    pub fn packed(&self, rows: u64, capacity: usize) -> Waste {
+        Waste { places: rows as f64 * capacity as f64, ..self.padded_to(capacity) }
+    }
+
+    /// The least that any packing into rows of `capacity` can waste: rows as if samples could be cut anywhere. No packer
+    /// does better. A capacity of 0 is taken as 1.
+    pub fn packed_at_best(&self, capacity: usize) -> Waste {
+        let capacity = capacity.max(1);
+        self.packed(self.cut(capacity).div_ceil(capacity as u128) as u64, capacity)
+    }
+
+    /// Tokens when samples are cut to `longest`.
+    fn cut(&self, longest: usize) -> u128 {
+        self.counts.iter().map(|(length, count)| (*length).min(longest) as u128 * u128::from(*count)).sum()
+    }
+
+    /// Expected length of the longest of `size` samples drawn without replacement, each cut to `longest`.
+    fn expected_longest(&self, size: u64, longest: usize) -> f64 {
+        let (mut expected, mut below, mut before) = (0.0, 0, 0.0);
+        for (length, count) in &self.counts {
+            below += count;
+            // C(below, size) / C(samples, size), a product of factors of at most one.
+            let within: f64 = if below < size {
+                0.0
+            } else {
+                (0..size).map(|i| (below - i) as f64 / (self.samples - i) as f64).product()
+            };
+            expected += (*length).min(longest) as f64 * (within - before);
+            before = within;
+        }
+        expected
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Places of the batches of every order of the lengths, on average.
+    fn over_all_orders(lengths: &mut [usize], fixed: usize, size: usize, longest: usize) -> (f64, f64) {
+        if fixed == lengths.len() {
+            let places = lengths.chunks(size).map(|batch| {
+                let longest = batch.iter().map(|length| (*length).min(longest)).max().unwrap_or(0);
+                (batch.len() * longest) as f64
+            });
+            return (places.sum(), 1.0);
+        }
+        let (mut sum, mut orders) = (0.0, 0.0);
+        for other in fixed..lengths.len() {
+            lengths.swap(fixed, other);
+            let (places, count) = over_all_orders(lengths, fixed + 1, size, longest);
+            sum += places;
+            orders += count;
+            lengths.swap(fixed, other);
+        }
+        (sum, orders)
+    }
+
+    #[test]
+    fn the_expected_places_are_the_mean_over_all_orders() {
+        let lengths = [3, 9, 9, 1, 0, 6, 14];
+        let statistics = LengthStatistics::new(lengths).unwrap();
+        for size in 1..=9 {
+            for longest in [100, 8] {
+                let (sum, orders) = over_all_orders(&mut lengths.clone(), 0, size, longest);
+                let ours = statistics.padded_to_batch(size, longest).places;
+                assert!((ours - sum / orders).abs() < 1e-9, "{size} {longest}: {ours} {}", sum / orders);
+            }
+        }
+    }
+
+    #[test]
+    fn quantiles_bins_and_waste() {
+        let statistics = LengthStatistics::new([4, 1, 2, 3, 10]).unwrap();
+        let quantiles = [0.0, 0.2, 0.21, 0.5, 0.8, 0.81, 1.0].map(|q| statistics.quantile(q));
+        assert_eq!(quantiles, [1, 1, 2, 3, 4, 10, 10]);
+        assert_eq!((statistics.mean(), statistics.max(), statistics.samples()), (4.0, 10, 5));
+        let bins = statistics.histogram(4);
+        assert_eq!(bins.iter().map(|bin| bin.samples).collect::<Vec<_>>(), [3, 1, 1]);
+        let base = statistics.padded_to(8);
+        assert_eq!(base, Waste { places: 40.0, tokens: 18.0, dropped: 2.0 });
+        assert!((base.share() - 0.55).abs() < 1e-12);
+        assert_eq!(statistics.packed_at_best(10), Waste { places: 20.0, tokens: 20.0, dropped: 0.0 });
+        assert_eq!(statistics.packed(3, 10).places, 30.0);
+        assert_eq!(LengthStatistics::new([0]).unwrap().padded_to_batch(4, 8).share(), 0.0);
+        assert!(LengthStatistics::new([]).is_err());
+    }
+
+    #[test]
+    fn batches_of_one_waste_nothing_and_one_batch_of_all_wastes_as_the_longest() {
+        let statistics = LengthStatistics::new((1..=100).map(|i| i * i % 37)).unwrap();
+        assert!(statistics.padded_to_batch(1, 1000).share().abs() < 1e-12);
+        let all = statistics.padded_to_batch(100, 1000);
+        assert!((all.places - statistics.padded_to(statistics.max()).places).abs() < 1e-6);
+    }
+}

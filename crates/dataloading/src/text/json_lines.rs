@@ -1,0 +1,51 @@
+//! One JSON object per line.
+
+use serde_json::Value;
+
+use super::Record;
+use super::lines::Lines;
+use crate::error::Result;
+
+/// The string in `field` of the next line that is not blank.
+pub(super) fn next_object(lines: &mut Lines, field: &str) -> Result<Option<Record>> {
+    let line = loop {
+        match lines.next()? {
+            None => return Ok(None),
+            Some(line) if line.text.trim().is_empty() => {}
+            Some(line) => break line,
+        }
+    };
+    let wrong = |reason| Err(lines.error(line.number, reason));
+    let object = match serde_json::from_str(&line.text) {
+        Ok(Value::Object(object)) => object,
+        Ok(other) => {
+            return wrong(format!("expected an object, found {}; one line is one object", kind(&other)));
+        }
+        Err(cause) => {
+            // serde_json sees one line; its column is the file's, its line is not.
+            let column = cause.column();
+            let said = cause.to_string();
+            let said = said.split(" at line ").next().unwrap_or_default();
+            return wrong(format!("not JSON ({said}, column {column}); mend or remove the line"));
+        }
+    };
+    match object.get(field) {
+        Some(Value::String(text)) => Ok(Some(lines.record(text.clone(), line.number))),
+        Some(other) => wrong(format!("field '{field}' is {}, expected a string", kind(other))),
+        None => {
+            let there: Vec<&str> = object.keys().map(String::as_str).collect();
+            wrong(format!("no field '{field}'; the fields here are: {}", there.join(", ")))
+        }
+    }
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
+}

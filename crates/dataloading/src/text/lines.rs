@@ -1,0 +1,196 @@
+//! Lines of a file, one at a time, checked to be UTF-8; and plain text made of them.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+use std::sync::Arc;
+
+use super::{Encoding, Place, Record, io};
+use crate::error::{Error, Result};
+
+/// Bytes of the longest record. A file that has no line breaks, or is no text at all, must not fill the memory.
+pub const LONGEST_RECORD: u64 = 256 << 20;
+
+/// A line without its break.
+#[derive(Debug)]
+pub(super) struct Line {
+    pub(super) text: String,
+    /// From 1.
+    pub(super) number: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct Lines {
+    path: Arc<Path>,
+    reader: BufReader<File>,
+    encoding: Encoding,
+    limit: u64,
+    number: u64,
+    bytes: u64,
+    replaced: u64,
+}
+
+impl Lines {
+    pub(super) fn open(path: &Path, encoding: Encoding) -> Result<Self> {
+        let file = File::open(path).map_err(|cause| io(path, cause))?;
+        let reader = BufReader::with_capacity(1 << 18, file);
+        let limit = LONGEST_RECORD;
+        Ok(Self { path: path.into(), reader, encoding, limit, number: 0, bytes: 0, replaced: 0 })
+    }
+
+    pub(super) fn replaced(&self) -> u64 {
+        self.replaced
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    pub(super) fn record(&self, text: String, line: u64) -> Record {
+        Record { text, place: Place { path: self.path.clone(), line } }
+    }
+
+    /// An error about line `line`.
+    pub(super) fn error(&self, line: u64, reason: String) -> Error {
+        Error::Record { from: self.path.display().to_string(), place: format!("line {line}"), reason }
+    }
+
+    pub(super) fn next(&mut self) -> Result<Option<Line>> {
+        let mut bytes = Vec::new();
+        let read = (&mut self.reader).take(self.limit + 1).read_until(b'\n', &mut bytes);
+        let read = read.map_err(|cause| io(&self.path, cause))? as u64;
+        if read == 0 {
+            return Ok(None);
+        }
+        self.number += 1;
+        let start = self.bytes;
+        self.bytes += read;
+        self.check_size(read, self.number)?;
+        if bytes.last() == Some(&b'\n') {
+            bytes.pop();
+            if bytes.last() == Some(&b'\r') {
+                bytes.pop();
+            }
+        }
+        // A byte order mark is no text.
+        if self.number == 1 && bytes.starts_with(b"\xef\xbb\xbf") {
+            bytes.drain(..3);
+        }
+        let text = match String::from_utf8(bytes) {
+            Ok(text) => text,
+            Err(bad) if self.encoding == Encoding::Lossy => {
+                let (text, replaced) = replace(bad.as_bytes());
+                self.replaced += replaced;
+                text
+            }
+            Err(bad) => {
+                let at = bad.utf8_error().valid_up_to();
+                return Err(self.error(
+                    self.number,
+                    format!(
+                        "byte {} of the file (0x{:02x}) is not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8), or \
+                         read it with lossy replacement",
+                        start + at as u64,
+                        bad.as_bytes()[at],
+                    ),
+                ));
+            }
+        };
+        Ok(Some(Line { text, number: self.number }))
+    }
+
+    /// A record of `bytes` that starts at `line` must not be longer than the limit.
+    pub(super) fn check_size(&self, bytes: u64, line: u64) -> Result<()> {
+        if bytes <= self.limit {
+            return Ok(());
+        }
+        Err(self.error(
+            line,
+            format!(
+                "a record is longer than {} bytes; is this text of the format that was asked for?",
+                self.limit
+            ),
+        ))
+    }
+}
+
+/// The text with U+FFFD for each maximal bad sequence, and how many there were.
+fn replace(bytes: &[u8]) -> (String, u64) {
+    let (mut text, mut replaced) = (String::with_capacity(bytes.len()), 0);
+    for chunk in bytes.utf8_chunks() {
+        text.push_str(chunk.valid());
+        if !chunk.invalid().is_empty() {
+            text.push(char::REPLACEMENT_CHARACTER);
+            replaced += 1;
+        }
+    }
+    (text, replaced)
+}
+
+/// Lines up to one that is blank, joined by line breaks.
+pub(super) fn next_paragraph(lines: &mut Lines) -> Result<Option<Record>> {
+    let mut paragraph: Option<(String, u64)> = None;
+    while let Some(line) = lines.next()? {
+        let blank = line.text.trim().is_empty();
+        match &mut paragraph {
+            None if blank => {}
+            None => paragraph = Some((line.text, line.number)),
+            Some(_) if blank => break,
+            Some((text, start)) => {
+                text.push('\n');
+                text.push_str(&line.text);
+                lines.check_size(text.len() as u64, *start)?;
+            }
+        }
+    }
+    Ok(paragraph.map(|(text, start)| lines.record(text, start)))
+}
+
+/// All lines of the file; a file of white space only has no record.
+pub(super) fn whole_file(lines: &mut Lines) -> Result<Option<Record>> {
+    let mut text = String::new();
+    while let Some(line) = lines.next()? {
+        if line.number > 1 {
+            text.push('\n');
+        }
+        text.push_str(&line.text);
+        lines.check_size(text.len() as u64, 1)?;
+    }
+    let empty = text.trim().is_empty();
+    Ok((!empty).then(|| lines.record(text, 1)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_longer_than_the_limit_is_refused_and_not_held_in_memory() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("long.txt");
+        let open = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            Lines { limit: 8, ..Lines::open(&path, Encoding::Strict).unwrap() }
+        };
+        assert_eq!(open("1234567\n").next().unwrap().unwrap().text, "1234567");
+        let error = open("123456789123456789\n").next().unwrap_err().to_string();
+        assert!(error.ends_with(
+            "line 1: a record is longer than 8 bytes; is this text of the format that was asked for?"
+        ));
+        assert!(next_paragraph(&mut open("12345\n12345\n")).is_err());
+        assert!(next_paragraph(&mut open("12345\n\n12345\n")).is_ok());
+        assert!(whole_file(&mut open("12345\n12345\n")).is_err());
+    }
+
+    #[test]
+    fn each_bad_sequence_counts_once() {
+        for (bytes, text, replaced) in [
+            (&b"plain"[..], "plain", 0),
+            (b"caf\xe9 bar", "caf\u{fffd} bar", 1),
+            (b"\xff\xfe", "\u{fffd}\u{fffd}", 2),
+            (b"cut \xe2\x82", "cut \u{fffd}", 1),
+        ] {
+            assert_eq!(replace(bytes), (text.to_owned(), replaced));
+        }
+    }
+}

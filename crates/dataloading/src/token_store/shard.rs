@@ -1,0 +1,93 @@
+//! One mapped file of a store.
+
+use std::path::Path;
+
+use runtime::mapped::MappedFile;
+use sha2::{Digest, Sha256};
+
+use super::file;
+use super::header::{self, Header};
+use super::ids::Ids;
+use crate::error::{Error, Result};
+
+#[derive(Debug)]
+pub(super) struct Shard {
+    map: MappedFile,
+    pub(super) header: Header,
+    /// Where the offsets start, in bytes.
+    offsets: usize,
+}
+
+impl Shard {
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let map = MappedFile::open(path)?;
+        let header = Header::parse(path, &map)?;
+        let has = map.len() as u64;
+        let Some(needs) = header.file_bytes() else {
+            return Err(file(path, "the header contradicts itself; write the store again"));
+        };
+        if has != needs {
+            let what = if has < needs { "truncated" } else { "longer than it should be" };
+            return Err(file(
+                path,
+                format!("{what}: {has} bytes, and its header says {needs}; copy or write the store again"),
+            ));
+        }
+        // The file is mapped, so its size, and all within it, fits `usize`.
+        let offsets = header::BYTES + header.ids_bytes().unwrap_or(0) as usize;
+        Ok(Self { map, header, offsets })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        self.map.path()
+    }
+
+    pub(super) fn document(&self, index: u64) -> Result<Ids<'_>> {
+        let (start, end) = (self.offset(index), self.offset(index + 1));
+        self.ids(start, end).ok_or_else(|| Error::Record {
+            from: self.path().display().to_string(),
+            place: format!("document {index}"),
+            reason: format!(
+                "its offsets are damaged ({start}..{end} of {} tokens); copy or write the store again",
+                self.header.tokens
+            ),
+        })
+    }
+
+    /// `index` is at most the number of documents.
+    fn offset(&self, index: u64) -> u64 {
+        let at = self.offsets + 8 * index as usize;
+        self.map
+            .get(at..at + 8)
+            .and_then(|bytes| bytes.first_chunk())
+            .map_or(u64::MAX, |b| u64::from_le_bytes(*b))
+    }
+
+    fn ids(&self, start: u64, end: u64) -> Option<Ids<'_>> {
+        if start > end || end > self.header.tokens {
+            return None;
+        }
+        let (start, end, width) = (start as usize, end as usize, self.header.width as usize);
+        let bytes = self.map.get(header::BYTES + width * start..header::BYTES + width * end)?;
+        Some(Ids::new(bytes, width == 4))
+    }
+
+    pub(super) fn verify(&self) -> Result<()> {
+        let damaged = |what: String| Err(file(self.path(), format!("{what}; copy or write the store again")));
+        if Sha256::digest(&self.map[header::BYTES..])[..] != self.header.payload {
+            return damaged("the content is damaged (its checksum differs)".into());
+        }
+        let documents = self.header.documents;
+        let rise = (0..=documents).map(|index| self.offset(index)).is_sorted();
+        if !rise || self.offset(0) != 0 || self.offset(documents) != self.header.tokens {
+            return damaged("the offsets do not rise from 0 to the number of tokens".into());
+        }
+        let largest = self.ids(0, self.header.tokens).and_then(Ids::max);
+        match largest {
+            Some(id) if u64::from(id) >= self.header.vocabulary => {
+                damaged(format!("it holds id {id}, and the vocabulary has {}", self.header.vocabulary))
+            }
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! From text to ids, in parallel and in order.
+
+use std::path::Path;
+
+use super::{TokenStore, Writer, WriterOptions};
+use crate::error::{Error, Result};
+use crate::text::{Corpus, Record, Records};
+use crate::tokenizer::Tokenizer;
+
+/// Records, and bytes of text, that are encoded at a time: what bounds the memory.
+const CHUNK_RECORDS: usize = 4096;
+const CHUNK_BYTES: usize = 4 << 20;
+
+/// What happens to a document of more tokens than it may have.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum TooLong {
+    /// It becomes several documents, of the greatest length each but the last.
+    #[default]
+    Split,
+    /// It keeps its first tokens; the rest is dropped and counted. What the course's assignment does.
+    Cut,
+    /// It is left out, and counted.
+    Drop,
+}
+
+/// How text becomes documents.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TokenizeOptions {
+    /// The id that ends each record; [`Tokenizer::end_of_text`] finds the usual one.
+    pub end_of_text: Option<u32>,
+    /// The most tokens that a document may have, its end included.
+    pub longest: Option<usize>,
+    /// What happens to longer ones.
+    pub too_long: TooLong,
+}
+
+/// Counts of what came of a corpus.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Tokenized {
+    /// Records read.
+    pub records: u64,
+    /// Documents made.
+    pub documents: u64,
+    /// Tokens in them.
+    pub tokens: u64,
+    /// Records that gave no token, and were skipped.
+    pub empty: u64,
+    /// Records longer than allowed, whatever happened to them.
+    pub too_long: u64,
+    /// Tokens dropped because of that.
+    pub dropped_tokens: u64,
+    /// Bytes of the files read so far.
+    pub bytes: u64,
+    /// Sequences that were no UTF-8 and were replaced.
+    pub replaced: u64,
+}
+
+/// Encodes records, and hands their documents to `sink` in the records' order. `progress` is called after each chunk. Encoding
+/// uses all threads of the current rayon pool; the result does not depend on their number.
+///
+/// # Errors
+/// The first error of the records, the tokenizer (with the record's place) or the sink; a longest document of 0 tokens; an
+/// end-of-text id that is not in the vocabulary.
+pub fn tokenize(
+    mut records: Records,
+    tokenizer: &Tokenizer,
+    options: &TokenizeOptions,
+    mut progress: impl FnMut(&Tokenized),
+    mut sink: impl FnMut(&[u32]) -> Result<()>,
+) -> Result<Tokenized> {
+    check(tokenizer, options)?;
+    let mut counts = Tokenized::default();
+    loop {
+        let chunk = next_chunk(&mut records)?;
+        if chunk.is_empty() {
+            return Ok(counts);
+        }
+        let texts: Vec<&str> = chunk.iter().map(|record| &*record.text).collect();
+        let encoded = match tokenizer.encode_batch(&texts) {
+            Ok(encoded) => encoded,
+            Err(error) => return Err(locate(&chunk, tokenizer, error)),
+        };
+        for ids in encoded {
+            counts.records += 1;
+            add(ids, options, &mut counts, &mut sink)?;
+        }
+        (counts.bytes, counts.replaced) = (records.bytes(), records.replaced());
+        progress(&counts);
+    }
+}
+
+/// Encodes a corpus into a store of its own; see [`tokenize`]. Nothing is left behind on an error.
+///
+/// # Errors
+/// Those of [`tokenize`] and of [`Writer`]; a corpus whose records are all empty, or all dropped.
+pub fn tokenize_to_store(
+    corpus: &Corpus,
+    tokenizer: &Tokenizer,
+    options: &TokenizeOptions,
+    path: &Path,
+    store: &WriterOptions,
+    progress: impl FnMut(&Tokenized),
+) -> Result<(TokenStore, Tokenized)> {
+    if store.vocabulary < tokenizer.vocabulary() {
+        return Err(Error::Config {
+            what: "token store",
+            reason: format!(
+                "a vocabulary of {}, and the tokenizer has {} ids; give at least as many",
+                store.vocabulary,
+                tokenizer.vocabulary()
+            ),
+        });
+    }
+    let records = corpus.records()?;
+    let mut writer = Writer::create(path, store)?;
+    let counts = tokenize(records, tokenizer, options, progress, |ids| writer.push(ids))?;
+    if counts.documents == 0 {
+        return Err(Error::Empty {
+            from: corpus.files.first().map_or_else(String::new, |path| path.display().to_string()),
+            reason: format!(
+                "of {} records {} are empty and {} longer than allowed, so there is nothing to store; allow longer ones",
+                counts.records, counts.empty, counts.too_long
+            ),
+        });
+    }
+    Ok((writer.finish()?, counts))
+}
+
+fn check(tokenizer: &Tokenizer, options: &TokenizeOptions) -> Result<()> {
+    let wrong = |reason| Err(Error::Config { what: "tokenize", reason });
+    if options.longest == Some(0) {
+        return wrong("documents of at most 0 tokens; allow at least 1".into());
+    }
+    match options.end_of_text {
+        Some(id) if id as usize >= tokenizer.vocabulary() => {
+            wrong(format!("the end-of-text id {id} is not among the tokenizer's {}", tokenizer.vocabulary()))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn next_chunk(records: &mut Records) -> Result<Vec<Record>> {
+    let (mut chunk, mut bytes) = (Vec::new(), 0);
+    while chunk.len() < CHUNK_RECORDS && bytes < CHUNK_BYTES {
+        let Some(record) = records.next().transpose()? else { break };
+        bytes += record.text.len();
+        chunk.push(record);
+    }
+    Ok(chunk)
+}
+
+fn add(
+    mut ids: Vec<u32>,
+    options: &TokenizeOptions,
+    counts: &mut Tokenized,
+    sink: &mut impl FnMut(&[u32]) -> Result<()>,
+) -> Result<()> {
+    if ids.is_empty() {
+        counts.empty += 1;
+        return Ok(());
+    }
+    ids.extend(options.end_of_text);
+    let mut give = |ids: &[u32]| {
+        counts.documents += 1;
+        counts.tokens += ids.len() as u64;
+        sink(ids)
+    };
+    let longest = options.longest.unwrap_or(usize::MAX);
+    if ids.len() <= longest {
+        return give(&ids);
+    }
+    counts.too_long += 1;
+    match options.too_long {
+        TooLong::Split => ids.chunks(longest).try_for_each(give),
+        TooLong::Cut => {
+            give(&ids[..longest])?;
+            counts.dropped_tokens += (ids.len() - longest) as u64;
+            Ok(())
+        }
+        TooLong::Drop => {
+            counts.dropped_tokens += ids.len() as u64;
+            Ok(())
+        }
+    }
+}
+
+/// Which record of the chunk the tokenizer refused.
+fn locate(chunk: &[Record], tokenizer: &Tokenizer, error: Error) -> Error {
+    let refused = chunk.iter().find_map(|record| Some((record, tokenizer.encode(&record.text).err()?)));
+    refused.map_or(error, |(record, cause)| Error::Record {
+        from: record.place.path.display().to_string(),
+        place: format!("line {}", record.place.line),
+        reason: cause.to_string(),
+    })
+}

@@ -1,0 +1,309 @@
+//! Writing a store, a document at a time.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufWriter, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use sha2::{Digest, Sha256};
+
+use super::header::{self, Header};
+use super::{TokenStore, file, io};
+use crate::error::{Error, Result};
+
+/// The file in the unfinished folder whose lock tells a live writer from a dead one.
+const LOCK: &str = "writing.lock";
+
+/// How a store is written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WriterOptions {
+    /// Ids that a token may have: each is less than this.
+    pub vocabulary: usize,
+    /// Bytes after which a shard is full; also the bound of what a reader maps at a time. A document that is longer has a
+    /// shard to itself.
+    pub shard_bytes: u64,
+    /// Whether a store that is there already is replaced when this one is finished. Else it is an error.
+    pub replace: bool,
+}
+
+impl WriterOptions {
+    /// Shards of 512 MiB; what is there is not replaced.
+    pub fn new(vocabulary: usize) -> Self {
+        Self { vocabulary, shard_bytes: 512 << 20, replace: false }
+    }
+}
+
+/// Writes documents to a store. Memory: a buffer, and 8 bytes for each document of the shard at hand (which count as bytes
+/// of the shard). Dropped before [`finish`](Self::finish), it removes what it wrote.
+#[derive(Debug)]
+pub struct Writer {
+    target: PathBuf,
+    partial: PathBuf,
+    options: WriterOptions,
+    width: u32,
+    lock: Option<File>,
+    current: Option<Unfinished>,
+    done: Vec<Header>,
+    buffer: Vec<u8>,
+    failed: bool,
+}
+
+/// The shard that is being written.
+#[derive(Debug)]
+struct Unfinished {
+    path: PathBuf,
+    out: BufWriter<File>,
+    hash: Sha256,
+    offsets: Vec<u64>,
+}
+
+impl Writer {
+    /// Starts a store that will be the folder `path`. Leftovers of an interrupted write of the same name are removed.
+    ///
+    /// # Errors
+    /// A vocabulary of 0 or beyond `u32`; shards of no bytes; something is at `path` and is not to be replaced, or is no
+    /// store; another process is writing this store; the folder cannot be written to.
+    pub fn create(path: &Path, options: &WriterOptions) -> Result<Self> {
+        let wrong = |reason| Err(Error::Config { what: "token store", reason });
+        if options.vocabulary == 0 || options.vocabulary as u64 > 1 << 32 {
+            return wrong(format!("a vocabulary of {}; expected 1 to 2^32 ids", options.vocabulary));
+        }
+        if options.shard_bytes == 0 {
+            return wrong("shards of 0 bytes; ask for 1 MiB or more".into());
+        }
+        let Some(name) = path.file_name() else {
+            return wrong(format!("{} names no folder to make", path.display()));
+        };
+        check_target(path, options.replace)?;
+        let parent = parent(path);
+        std::fs::create_dir_all(parent).map_err(|cause| io(parent, cause))?;
+        let partial = parent.join(format!(".{}.partial", name.to_string_lossy()));
+        std::fs::create_dir_all(&partial).map_err(|cause| io(&partial, cause))?;
+        let lock_path = partial.join(LOCK);
+        let lock = OpenOptions::new().create(true).truncate(false).write(true).open(&lock_path);
+        let lock = lock.map_err(|cause| io(&lock_path, cause))?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(std::fs::TryLockError::WouldBlock) => {
+                return Err(file(
+                    path,
+                    "another process is writing this store; wait for it, or choose another name",
+                ));
+            }
+            Err(std::fs::TryLockError::Error(cause)) => return Err(io(&lock_path, cause)),
+        }
+        let entries = std::fs::read_dir(&partial).map_err(|cause| io(&partial, cause))?;
+        for leftover in entries.flatten().filter(|entry| entry.file_name() != LOCK) {
+            let leftover = leftover.path();
+            std::fs::remove_file(&leftover).map_err(|cause| io(&leftover, cause))?;
+        }
+        Ok(Self {
+            target: path.to_owned(),
+            partial,
+            width: header::width(options.vocabulary as u64),
+            options: options.clone(),
+            lock: Some(lock),
+            current: None,
+            done: Vec::new(),
+            buffer: Vec::new(),
+            failed: false,
+        })
+    }
+
+    /// Appends a document, which may be empty.
+    ///
+    /// # Errors
+    /// An id that is not less than the vocabulary (nothing is written); the disk is full, or another error of writing,
+    /// after which the writer accepts nothing more.
+    pub fn push(&mut self, ids: &[u32]) -> Result<()> {
+        let vocabulary = self.options.vocabulary;
+        if let Some(id) = ids.iter().find(|id| **id as usize >= vocabulary) {
+            let document = self.documents();
+            return Err(Error::Record {
+                from: self.target.display().to_string(),
+                place: format!("document {document}"),
+                reason: format!(
+                    "id {id}, and the store's vocabulary has {vocabulary}; give the vocabulary of the tokenizer that \
+                     made the ids"
+                ),
+            });
+        }
+        self.working()?;
+        let result = self.append(ids);
+        self.failed = result.is_err();
+        result
+    }
+
+    /// Ends the store: all is synced to the disk, then one rename puts it in place. A store without documents is one.
+    ///
+    /// # Errors
+    /// Writing fails, or failed before; something else has come to be at the path.
+    pub fn finish(mut self) -> Result<TokenStore> {
+        self.working()?;
+        if self.current.is_none() && self.done.is_empty() {
+            self.current = Some(self.start()?);
+        }
+        self.end_shard()?;
+        let (shards, store) =
+            (self.done.len() as u32, header::store_checksum(self.done.iter().map(|h| &h.payload)));
+        for head in &mut self.done {
+            (head.shards, head.store) = (shards, store);
+            let path = self.partial.join(header::shard_name(head.shard));
+            let write = || -> std::io::Result<()> {
+                let mut out = OpenOptions::new().write(true).open(&path)?;
+                out.write_all(&head.render())?;
+                out.sync_all()
+            };
+            write().map_err(|cause| io(&path, cause))?;
+        }
+        check_target(&self.target, self.options.replace)?;
+        let lock = self.partial.join(LOCK);
+        std::fs::remove_file(&lock).map_err(|cause| io(&lock, cause))?;
+        sync_folder(&self.partial)?;
+        let aside = self.partial.with_extension("replaced");
+        let replaces = self.target.exists();
+        if replaces {
+            remove_folder(&aside)?;
+            std::fs::rename(&self.target, &aside).map_err(|cause| io(&self.target, cause))?;
+        }
+        std::fs::rename(&self.partial, &self.target).map_err(|cause| io(&self.target, cause))?;
+        self.lock = None;
+        sync_folder(parent(&self.target))?;
+        if replaces {
+            remove_folder(&aside)?;
+        }
+        TokenStore::open(&self.target)
+    }
+
+    /// Documents so far.
+    pub fn documents(&self) -> u64 {
+        let current = self.current.as_ref().map_or(0, |shard| shard.offsets.len() as u64 - 1);
+        self.done.iter().map(|head| head.documents).sum::<u64>() + current
+    }
+
+    fn working(&self) -> Result<()> {
+        if self.failed {
+            return Err(file(
+                &self.target,
+                "writing failed before, and the store is not complete; start again",
+            ));
+        }
+        Ok(())
+    }
+
+    fn append(&mut self, ids: &[u32]) -> Result<()> {
+        let width = u64::from(self.width);
+        let full = self.current.as_ref().is_some_and(|shard| {
+            let has = shard.tokens() * width + 8 * shard.offsets.len() as u64;
+            has + ids.len() as u64 * width + 8 > self.options.shard_bytes && shard.offsets.len() > 1
+        });
+        if full {
+            self.end_shard()?;
+        }
+        let mut shard = match self.current.take() {
+            Some(shard) => shard,
+            None => self.start()?,
+        };
+        self.buffer.clear();
+        if self.width == 2 {
+            // Each id is less than the vocabulary, which 16 bits can number.
+            self.buffer.extend(ids.iter().flat_map(|id| (*id as u16).to_le_bytes()));
+        } else {
+            self.buffer.extend(ids.iter().flat_map(|id| id.to_le_bytes()));
+        }
+        shard.write(&self.buffer)?;
+        shard.offsets.push(shard.tokens() + ids.len() as u64);
+        self.current = Some(shard);
+        Ok(())
+    }
+
+    fn start(&self) -> Result<Unfinished> {
+        let path = self.partial.join(header::shard_name(self.done.len() as u32));
+        let out = File::create(&path).map_err(|cause| io(&path, cause))?;
+        let mut out = BufWriter::with_capacity(1 << 20, out);
+        // The header is known at the end; until then the file does not look like a shard.
+        out.write_all(&[0; header::BYTES]).map_err(|cause| io(&path, cause))?;
+        Ok(Unfinished { path, out, hash: Sha256::new(), offsets: vec![0] })
+    }
+
+    fn end_shard(&mut self) -> Result<()> {
+        let Some(mut shard) = self.current.take() else { return Ok(()) };
+        let mut head = Header {
+            width: self.width,
+            shard: self.done.len() as u32,
+            shards: 0,
+            documents: shard.offsets.len() as u64 - 1,
+            tokens: shard.tokens(),
+            vocabulary: self.options.vocabulary as u64,
+            payload: [0; 32],
+            store: [0; 32],
+        };
+        let padding = (8 - head.tokens * u64::from(head.width) % 8) % 8;
+        shard.write(&[0; 8][..padding as usize])?;
+        let offsets: Vec<u8> = shard.offsets.iter().flat_map(|offset| offset.to_le_bytes()).collect();
+        shard.write(&offsets)?;
+        head.payload = shard.hash.finalize().into();
+        let mut flush = || -> std::io::Result<()> {
+            shard.out.flush()?;
+            shard.out.seek(SeekFrom::Start(0))?;
+            shard.out.get_ref().sync_data()
+        };
+        flush().map_err(|cause| io(&shard.path, cause))?;
+        self.done.push(head);
+        Ok(())
+    }
+}
+
+impl Unfinished {
+    fn tokens(&self) -> u64 {
+        self.offsets.last().copied().unwrap_or(0)
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.hash.update(bytes);
+        self.out.write_all(bytes).map_err(|cause| io(&self.path, cause))
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        if self.lock.is_some() {
+            self.current = None;
+            // Nothing can be done about a folder that cannot be removed; the next writer tries again.
+            let _ = std::fs::remove_dir_all(&self.partial);
+        }
+    }
+}
+
+/// Whether a store may be put at `path`.
+fn check_target(path: &Path, replace: bool) -> Result<()> {
+    let there = std::fs::symlink_metadata(path).is_ok();
+    if !there {
+        return Ok(());
+    }
+    if !replace {
+        return Err(file(
+            path,
+            "there is something already; remove it, choose another name, or ask for replacement",
+        ));
+    }
+    if !path.join(header::shard_name(0)).is_file() {
+        return Err(file(path, "what is there is no token store, and is not replaced; choose another name"));
+    }
+    Ok(())
+}
+
+fn parent(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn remove_folder(path: &Path) -> Result<()> {
+    match std::fs::remove_dir_all(path) {
+        Err(cause) if cause.kind() != std::io::ErrorKind::NotFound => Err(io(path, cause)),
+        _ => Ok(()),
+    }
+}
+
+/// A rename is on the disk once its folder is.
+fn sync_folder(path: &Path) -> Result<()> {
+    File::open(path).and_then(|folder| folder.sync_all()).map_err(|cause| io(path, cause))
+}

@@ -1,0 +1,161 @@
+//! Text to token ids and back, through the `tokenizers` crate.
+//!
+//! A [`Tokenizer`] comes from a `tokenizer.json`, or is trained on the spot ([`train`]). Special tokens in a text are found;
+//! none are added: what a document ends with is the caller's to say.
+//!
+//! ```
+//! use dataloading::tokenizer::{Tokenizer, TrainOptions};
+//!
+//! let options = TrainOptions { vocabulary: 270, ..TrainOptions::default() };
+//! let tokenizer = Tokenizer::train(["the cat and the hat", "the mat"].map(|t| Ok(t.to_owned())), &options)?;
+//! let ids = tokenizer.encode("the rat")?;
+//! assert_eq!(tokenizer.decode(&ids)?, "the rat");
+//! assert_eq!(tokenizer.padding()?, 1);
+//! # Ok::<(), dataloading::Error>(())
+//! ```
+
+mod train;
+
+use std::path::Path;
+
+use rayon::prelude::*;
+
+use crate::error::{Error, Result};
+
+pub use train::{END_OF_TEXT, PADDING, TrainOptions};
+
+/// Names of padding tokens in use, the most usual first.
+const PADDING_NAMES: [&str; 7] =
+    [PADDING, "<pad>", "[PAD]", "<|pad|>", "<PAD>", "<|pad_token|>", "<|finetune_right_pad_id|>"];
+
+/// Names of tokens that end a text, the most usual first.
+const END_NAMES: [&str; 7] =
+    [END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eot_id|>", "[SEP]", "<|im_end|>"];
+
+/// A tokenizer. Shared by threads; encoding a batch uses all threads of the current rayon pool.
+#[derive(Debug, Clone)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    vocabulary: usize,
+}
+
+impl Tokenizer {
+    /// Reads a `tokenizer.json`. Truncation and padding that it prescribes are switched off: they are the loader's.
+    ///
+    /// # Errors
+    /// The file is not there, or is no tokenizer.
+    pub fn from_file(path: &Path) -> Result<Self> {
+        let bytes = std::fs::read(path).map_err(|cause| Error::Io { path: path.to_owned(), cause })?;
+        Self::from_bytes(&bytes).map_err(|error| Error::File {
+            path: path.to_owned(),
+            reason: format!("{error}; give the file that the model's publisher calls tokenizer.json"),
+        })
+    }
+
+    /// Reads the content of a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// Not a tokenizer.
+    pub fn from_bytes(json: &[u8]) -> Result<Self> {
+        let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(refused)?;
+        inner.with_truncation(None).map_err(refused)?;
+        inner.with_padding(None);
+        let largest = inner.get_vocab(true).into_values().max();
+        Ok(Self { vocabulary: largest.map_or(0, |id| id as usize + 1), inner })
+    }
+
+    /// Trains a byte-level BPE on texts: see [`train_json`](Self::train_json).
+    ///
+    /// # Errors
+    /// Those of [`train_json`](Self::train_json).
+    pub fn train(texts: impl IntoIterator<Item = Result<String>>, options: &TrainOptions) -> Result<Self> {
+        Self::from_bytes(Self::train_json(texts, options)?.as_bytes())
+    }
+
+    /// Trains a byte-level BPE on texts and returns the `tokenizer.json`. The same texts, in any order, give the same
+    /// bytes, whatever the number of threads.
+    ///
+    /// # Errors
+    /// The first error among `texts`; no text at all; a vocabulary too small for the 256 bytes and the special tokens.
+    pub fn train_json(
+        texts: impl IntoIterator<Item = Result<String>>,
+        options: &TrainOptions,
+    ) -> Result<String> {
+        train::train(texts, options)
+    }
+
+    /// The ids of a text.
+    ///
+    /// # Errors
+    /// The tokenizer refuses the text.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        Ok(self.inner.encode_fast(text, false).map_err(refused)?.get_ids().to_vec())
+    }
+
+    /// The ids of many texts, in their order, on all threads of the current rayon pool.
+    ///
+    /// # Errors
+    /// The tokenizer refuses a text.
+    pub fn encode_batch<T: AsRef<str> + Sync>(&self, texts: &[T]) -> Result<Vec<Vec<u32>>> {
+        texts.par_iter().map(|text| self.encode(text.as_ref())).collect()
+    }
+
+    /// The text of ids, special tokens included.
+    ///
+    /// # Errors
+    /// An id beyond the vocabulary.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        if let Some(unknown) = ids.iter().find(|id| self.inner.id_to_token(**id).is_none()) {
+            return Err(Error::Tokenizer(format!(
+                "there is no token {unknown}: the vocabulary has {}; do the tokens come from another tokenizer?",
+                self.vocabulary
+            )));
+        }
+        self.inner.decode(ids, false).map_err(refused)
+    }
+
+    /// How many ids there are: the largest one plus one, special tokens included.
+    pub fn vocabulary(&self) -> usize {
+        self.vocabulary
+    }
+
+    /// The id of a token by its exact name.
+    pub fn id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// The id that pads.
+    ///
+    /// # Errors
+    /// None of the usual names is in the vocabulary.
+    pub fn padding(&self) -> Result<u32> {
+        self.named(
+            "padding token",
+            &PADDING_NAMES,
+            "padding never has a label and is masked, so the end-of-text token will do: pass its id as the padding id",
+        )
+    }
+
+    /// The id that ends a text.
+    ///
+    /// # Errors
+    /// None of the usual names is in the vocabulary.
+    pub fn end_of_text(&self) -> Result<u32> {
+        self.named(
+            "end-of-text token",
+            &END_NAMES,
+            "pass the id of the token that the model was trained to end with, or append none",
+        )
+    }
+
+    fn named(&self, what: &'static str, names: &[&str], remedy: &str) -> Result<u32> {
+        names.iter().find_map(|name| self.id(name)).ok_or_else(|| Error::Config {
+            what,
+            reason: format!("the tokenizer has none of {}; {remedy}", names.join(" ")),
+        })
+    }
+}
+
+fn refused(cause: tokenizers::Error) -> Error {
+    Error::Tokenizer(cause.to_string())
+}
