@@ -1,16 +1,28 @@
 //! Datasets, samplers, packing, and loaders that resume.
 
+pub mod balanced_batch_sampler;
 pub mod batch;
 pub mod embedded;
 pub mod error;
 pub mod length_statistics;
+pub mod batch_source;
+pub mod host_batch;
+mod length_order;
+pub mod packing;
+pub mod permutation;
+pub mod random_batch_sampler;
 pub mod samples;
 pub mod text;
 pub mod token_store;
 pub mod tokenizer;
 
+pub use balanced_batch_sampler::{BalancedBatchSampler, BalancedOptions, BatchSize};
 pub use batch::{Batch, Counts, IGNORED, Packing};
+pub use batch_source::BatchSource;
 pub use error::{Error, Result};
+pub use host_batch::HostBatch;
+pub use length_order::Usable;
+pub use random_batch_sampler::{BatchOptions, BatchSampler, Incomplete, Order, RandomBatchSampler};
 pub use samples::Samples;
 pub use token_store::TokenStore;
 pub use tokenizer::Tokenizer;

@@ -1,5 +1,7 @@
 //! What a sampler and a packer need to know of a data set.
 
+use std::ops::Range;
+
 use crate::error::Result;
 
 /// A numbered collection of token sequences, readable from any thread in any order.
@@ -22,6 +24,19 @@ pub trait Samples: Send + Sync {
     /// # Errors
     /// A record that cannot be read, named by its place.
     fn read(&self, index: usize, out: &mut Vec<u32>) -> Result<()>;
+
+    /// Appends the tokens `part` of sample `index` to `out`. A source that finds them without reading the whole sample
+    /// says so here: pieces of a document that is much longer than a row are read one by one.
+    ///
+    /// # Errors
+    /// As [`Samples::read`].
+    fn read_part(&self, index: usize, part: Range<usize>, out: &mut Vec<u32>) -> Result<()> {
+        let start = out.len();
+        self.read(index, out)?;
+        out.truncate(start + part.end.min(out.len() - start));
+        out.drain(start..start + part.start.min(out.len() - start));
+        Ok(())
+    }
 }
 
 /// Sequences in memory.
@@ -38,6 +53,12 @@ impl Samples for Vec<Vec<u32>> {
         out.extend_from_slice(&self[index]);
         Ok(())
     }
+
+    fn read_part(&self, index: usize, part: Range<usize>, out: &mut Vec<u32>) -> Result<()> {
+        let sample = &self[index];
+        out.extend_from_slice(&sample[part.start.min(sample.len())..part.end.min(sample.len())]);
+        Ok(())
+    }
 }
 
 impl<S: Samples + ?Sized> Samples for std::sync::Arc<S> {
@@ -51,5 +72,9 @@ impl<S: Samples + ?Sized> Samples for std::sync::Arc<S> {
 
     fn read(&self, index: usize, out: &mut Vec<u32>) -> Result<()> {
         (**self).read(index, out)
+    }
+
+    fn read_part(&self, index: usize, part: Range<usize>, out: &mut Vec<u32>) -> Result<()> {
+        (**self).read_part(index, part, out)
     }
 }

@@ -1,0 +1,373 @@
+//! A batch while it is being written: one block of host memory, which becomes the batch's tensors.
+//!
+//! All parts of a batch lie in one block: one allocation, one copy to a device, and on the CPU no copy at all, because the
+//! tensors of the finished batch view the block. Each part begins at a multiple of 64 bytes.
+
+use runtime::device::{PinnedBuffer, copy_async};
+use tch::{Device, Kind, Tensor};
+
+use crate::batch::{Batch, Counts, IGNORED, Packing};
+use crate::error::{Error, Result};
+
+/// Numbers of 8 bytes in 64 bytes.
+const LINE: usize = 8;
+
+/// Where a [`BatchSource`](crate::BatchSource) writes a batch.
+#[derive(Debug)]
+pub struct HostBatch {
+    /// Documents of the batch one behind the other, before they are laid out; free for a source's own use.
+    pub scratch: Vec<u32>,
+    /// Indices of the batch's samples; free for a source's own use.
+    pub chosen: Vec<u32>,
+    /// Ends of the documents in `scratch`; free for a source's own use.
+    pub ends: Vec<usize>,
+    device: Device,
+    block: Option<PinnedBuffer>,
+    layout: Layout,
+    counts: Counts,
+    starts: Vec<i32>,
+    longest: i64,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Layout {
+    rows: usize,
+    length: usize,
+    packed: bool,
+    /// Documents with those of padding; only of a packed batch.
+    documents: usize,
+}
+
+impl Layout {
+    fn places(&self) -> usize {
+        self.rows * self.length
+    }
+
+    /// Numbers of 8 bytes from one part to the next.
+    fn part(&self) -> usize {
+        self.places().next_multiple_of(LINE)
+    }
+
+    /// Numbers of 8 bytes in all.
+    fn numbers(&self) -> usize {
+        if !self.packed {
+            return 2 * self.part();
+        }
+        4 * self.part() + (self.documents + 1).div_ceil(2).next_multiple_of(LINE)
+    }
+}
+
+impl HostBatch {
+    /// Empty, for batches that go to `device`: its memory is page-locked where that is a CUDA device.
+    pub fn new(device: Device) -> Self {
+        Self {
+            scratch: Vec::new(),
+            chosen: Vec::new(),
+            ends: Vec::new(),
+            device,
+            block: None,
+            layout: Layout::default(),
+            counts: Counts::default(),
+            starts: Vec::new(),
+            longest: 0,
+        }
+    }
+
+    /// As [`HostBatch::new`], with memory that a former batch used.
+    pub(crate) fn reusing(device: Device, block: Option<PinnedBuffer>) -> Self {
+        Self { block, ..Self::new(device) }
+    }
+
+    /// Another block of memory for the next batch, and the present one.
+    pub(crate) fn exchange(&mut self, block: Option<PinnedBuffer>) -> Option<PinnedBuffer> {
+        std::mem::replace(&mut self.block, block)
+    }
+
+    /// Lays out rows that hold one document each, from their starts: the documents of `documents`, cut to `length` and
+    /// padded to it with `pad`.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn write_rows<'a>(
+        &mut self,
+        documents: impl ExactSizeIterator<Item = &'a [u32]>,
+        length: usize,
+        pad: u32,
+        dropped: usize,
+    ) -> Result<()> {
+        let layout = Layout { rows: documents.len(), length, packed: false, documents: 0 };
+        let mut counts = Counts { documents: layout.rows, dropped, ..Counts::default() };
+        let numbers = self.numbers(layout)?;
+        let (tokens, labels) = numbers.split_at_mut(layout.part());
+        if length > 0 {
+            let rows = tokens.chunks_exact_mut(length).zip(labels.chunks_exact_mut(length));
+            for (document, (tokens, labels)) in documents.zip(rows) {
+                let kept = document.len().min(length);
+                counts.dropped += document.len() - kept;
+                counts.tokens += kept;
+                counts.padding += length - kept;
+                counts.targets += kept.saturating_sub(1);
+                let (inside, padding) = tokens.split_at_mut(kept);
+                write_document(&document[..kept], inside, &mut labels[..kept]);
+                padding.fill(i64::from(pad));
+                labels[kept..].fill(IGNORED);
+            }
+        }
+        self.counts = counts;
+        Ok(())
+    }
+
+    /// Lays out `rows` rows of `length` places, each with several documents one behind the other; `documents` gives the
+    /// row of each, in order of rows. What is left of a row is padded with `pad`.
+    ///
+    /// # Errors
+    /// A document that does not fit its row, more places than an `i32` counts, no memory.
+    pub fn write_packed<'a>(
+        &mut self,
+        documents: impl Iterator<Item = (usize, &'a [u32])> + Clone,
+        rows: usize,
+        length: usize,
+        pad: u32,
+        dropped: usize,
+    ) -> Result<()> {
+        let places = rows.checked_mul(length).filter(|&places| i32::try_from(places).is_ok());
+        let Some(places) = places else {
+            return Err(Error::Config {
+                what: "packed batch",
+                reason: format!(
+                    "{rows} rows of {length} places are more than cu_seqlens (int32) can count; use fewer"
+                ),
+            });
+        };
+        let mut counts = Counts { dropped, ..Counts::default() };
+        self.starts.clear();
+        let (mut at, mut longest) = (0, 0);
+        for (row, document) in documents.clone() {
+            let begin = at.max(row * length);
+            pad_starts(&mut self.starts, at, begin, length, &mut longest);
+            if row >= rows || begin + document.len() > (row + 1) * length {
+                return Err(Error::Config {
+                    what: "packed batch",
+                    reason: format!(
+                        "a document of {} tokens does not fit into row {row} of {rows} rows of {length}",
+                        document.len()
+                    ),
+                });
+            }
+            self.starts.push(begin as i32);
+            at = begin + document.len();
+            longest = longest.max(document.len());
+            counts.documents += 1;
+            counts.tokens += document.len();
+            counts.targets += document.len().saturating_sub(1);
+        }
+        pad_starts(&mut self.starts, at, places, length, &mut longest);
+        counts.padding = places - counts.tokens;
+        let layout = Layout { rows, length, packed: true, documents: self.starts.len() };
+        self.starts.push(places as i32);
+
+        let starts = std::mem::take(&mut self.starts);
+        let numbers = self.numbers(layout)?;
+        let (tokens, rest) = numbers.split_at_mut(layout.part());
+        let (labels, rest) = rest.split_at_mut(layout.part());
+        let (positions, rest) = rest.split_at_mut(layout.part());
+        let (ids, cu_seqlens) = rest.split_at_mut(layout.part());
+        let mut documents = documents.peekable();
+        let mut document_at = 0;
+        for (id, ends) in starts.windows(2).enumerate() {
+            let range = ends[0] as usize..ends[1] as usize;
+            positions[range.clone()].iter_mut().zip(0..).for_each(|(place, number)| *place = number);
+            ids[range.clone()].fill(id as i64);
+            let begins_here = |&(row, _): &(usize, &[u32])| range.start == document_at.max(row * length);
+            match documents.next_if(begins_here) {
+                Some((_, document)) => {
+                    document_at = range.end;
+                    write_document(document, &mut tokens[range.clone()], &mut labels[range]);
+                }
+                None => {
+                    tokens[range.clone()].fill(i64::from(pad));
+                    labels[range].fill(IGNORED);
+                }
+            }
+        }
+        for (number, pair) in cu_seqlens.iter_mut().zip(starts.chunks(2)) {
+            // Two numbers of four bytes as one of eight, in the machine's own order.
+            let mut bytes = [0; 8];
+            bytes[..4].copy_from_slice(&pair[0].to_ne_bytes());
+            bytes[4..].copy_from_slice(&pair.get(1).unwrap_or(&0).to_ne_bytes());
+            *number = i64::from_ne_bytes(bytes);
+        }
+        self.starts = starts;
+        self.longest = longest as i64;
+        self.counts = counts;
+        Ok(())
+    }
+
+    /// What was written.
+    pub fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// The block as numbers, large enough for `layout`. A block that tensors still view is left to them.
+    fn numbers(&mut self, layout: Layout) -> Result<&mut [i64]> {
+        self.layout = layout;
+        let bytes = layout.numbers() * 8;
+        let usable = self
+            .block
+            .as_mut()
+            .is_some_and(|block| block.len() >= bytes && block.as_mut_slice::<i64>().is_ok());
+        if !usable {
+            // Room for batches that are somewhat longer, so that a few blocks serve all of them.
+            let room = (bytes + bytes / 4).next_multiple_of(4096);
+            self.block = Some(PinnedBuffer::new(room, self.device)?);
+        }
+        let block = self.block.as_mut().expect("made above");
+        Ok(&mut block.as_mut_slice::<i64>()?[..layout.numbers()])
+    }
+
+    /// The batch on the host, viewing this memory.
+    ///
+    /// # Errors
+    /// libtorch's; nothing written yet.
+    pub fn finish(&mut self) -> Result<Batch> {
+        let bytes = self.layout.numbers() * 8;
+        let block = self.written()?.view(0, &[bytes as i64], Kind::Uint8)?;
+        self.over(&block)
+    }
+
+    /// The batch on the device, copied there on the current stream. The memory may be given back at once: libtorch keeps
+    /// page-locked memory until the copies of it are done.
+    pub(crate) fn finish_on_device(&mut self) -> Result<Batch> {
+        let bytes = self.layout.numbers() * 8;
+        let device = self.device;
+        let source = self.written()?.view(0, &[bytes as i64], Kind::Uint8)?;
+        let mut target = Tensor::f_empty([bytes as i64], (Kind::Uint8, device))?;
+        copy_async(&mut target, &source)?;
+        self.over(&target)
+    }
+
+    fn written(&mut self) -> Result<&mut PinnedBuffer> {
+        self.block.as_mut().ok_or_else(|| Error::Config {
+            what: "host batch",
+            reason: "nothing was written to it; fill it first".into(),
+        })
+    }
+
+    /// The batch over `block`, which holds its parts.
+    fn over(&self, block: &Tensor) -> Result<Batch> {
+        let layout = self.layout;
+        let shape = [layout.rows as i64, layout.length as i64];
+        let part = |number: usize| -> Result<Tensor> {
+            let bytes = layout.places() as i64 * 8;
+            let start = (number * layout.part() * 8) as i64;
+            Ok(block.f_narrow(0, start, bytes)?.f_view_dtype(Kind::Int64)?.f_view(shape)?)
+        };
+        let packing = if layout.packed {
+            let bytes = (layout.documents + 1) as i64 * 4;
+            let start = (4 * layout.part() * 8) as i64;
+            Some(Packing {
+                positions: part(2)?,
+                document_ids: part(3)?,
+                cu_seqlens: block.f_narrow(0, start, bytes)?.f_view_dtype(Kind::Int)?,
+                starts: self.starts.clone(),
+                longest: self.longest,
+            })
+        } else {
+            None
+        };
+        Ok(Batch { tokens: part(0)?, labels: part(1)?, packing, counts: self.counts })
+    }
+}
+
+fn write_document(document: &[u32], tokens: &mut [i64], labels: &mut [i64]) {
+    for (place, &token) in tokens.iter_mut().zip(document) {
+        *place = i64::from(token);
+    }
+    if let Some((last, rest)) = labels.split_last_mut() {
+        for (place, &token) in rest.iter_mut().zip(&document[1..]) {
+            *place = i64::from(token);
+        }
+        *last = IGNORED;
+    }
+}
+
+/// Documents of padding from `at` to `to`, which end with their rows.
+fn pad_starts(starts: &mut Vec<i32>, at: usize, to: usize, length: usize, longest: &mut usize) {
+    let mut at = at;
+    while at < to {
+        starts.push(at as i32);
+        let end = ((at / length + 1) * length).min(to);
+        *longest = (*longest).max(end - at);
+        at = end;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers(tensor: &Tensor) -> Vec<i64> {
+        Vec::try_from(tensor.f_to_kind(Kind::Int64).unwrap().f_reshape([-1]).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn rows_are_padded_and_labelled() {
+        let mut host = HostBatch::new(Device::Cpu);
+        let documents: [&[u32]; 4] = [&[5, 6, 7], &[8], &[1, 2, 3, 4, 5], &[]];
+        host.write_rows(documents.into_iter(), 4, 99, 2).unwrap();
+        let batch = host.finish().unwrap();
+        assert_eq!(batch.tokens.size(), [4, 4]);
+        assert_eq!(numbers(&batch.tokens), [5, 6, 7, 99, 8, 99, 99, 99, 1, 2, 3, 4, 99, 99, 99, 99]);
+        const I: i64 = IGNORED;
+        assert_eq!(numbers(&batch.labels), [6, 7, I, I, I, I, I, I, 2, 3, 4, I, I, I, I, I]);
+        let expected = Counts { documents: 4, tokens: 8, padding: 8, targets: 5, dropped: 3 };
+        assert_eq!(batch.counts, expected);
+        assert!(batch.packing.is_none());
+    }
+
+    #[test]
+    fn packed_rows_carry_their_documents() {
+        let mut host = HostBatch::new(Device::Cpu);
+        let documents: [(usize, &[u32]); 4] = [(0, &[5, 6, 7]), (0, &[8, 9]), (2, &[1, 2, 3, 4]), (2, &[3])];
+        host.write_packed(documents.into_iter(), 4, 5, 0, 0).unwrap();
+        let batch = host.finish().unwrap();
+        const I: i64 = IGNORED;
+        assert_eq!(numbers(&batch.tokens), [5, 6, 7, 8, 9, 0, 0, 0, 0, 0, 1, 2, 3, 4, 3, 0, 0, 0, 0, 0]);
+        assert_eq!(numbers(&batch.labels), [6, 7, I, 9, I, I, I, I, I, I, 2, 3, 4, I, I, I, I, I, I, I]);
+        let packing = batch.packing.unwrap();
+        assert_eq!(numbers(&packing.positions), [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 0, 1, 2, 3, 4]);
+        assert_eq!(
+            numbers(&packing.document_ids),
+            [0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 3, 4, 5, 5, 5, 5, 5]
+        );
+        assert_eq!(packing.starts, [0, 3, 5, 10, 14, 15, 20]);
+        assert_eq!(packing.cu_seqlens.kind(), Kind::Int);
+        assert_eq!(numbers(&packing.cu_seqlens), [0, 3, 5, 10, 14, 15, 20]);
+        assert_eq!(packing.longest, 5);
+        assert_eq!(batch.counts, Counts { documents: 4, tokens: 10, padding: 10, targets: 6, dropped: 0 });
+    }
+
+    #[test]
+    fn memory_under_a_live_batch_is_not_written() {
+        let mut host = HostBatch::new(Device::Cpu);
+        host.write_rows([&[1_u32, 2][..]].into_iter(), 2, 0, 0).unwrap();
+        let first = host.finish().unwrap();
+        host.write_rows([&[3_u32, 4][..]].into_iter(), 2, 0, 0).unwrap();
+        let second = host.finish().unwrap();
+        assert_eq!((numbers(&first.tokens), numbers(&second.tokens)), (vec![1, 2], vec![3, 4]));
+        let address = second.tokens.data_ptr();
+        drop(second);
+        host.write_rows([&[5_u32, 6][..]].into_iter(), 2, 0, 0).unwrap();
+        assert_eq!(host.finish().unwrap().tokens.data_ptr(), address);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let mut host = HostBatch::new(Device::Cpu);
+        let error = host.write_packed([(0, &[1_u32, 2, 3][..])].into_iter(), 1, 2, 0, 0).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "packed batch: a document of 3 tokens does not fit into row 0 of 1 rows of 2"
+        );
+    }
+}

@@ -1,0 +1,176 @@
+//! Samples in order of their length, by counting.
+//!
+//! With lengths up to `m`, counting how many samples have each length and then placing each sample behind the shorter ones
+//! takes `O(n + m)` time and `4·(n + m)` bytes. Samples of one length stay in the order of the data set.
+
+use crate::error::{Error, Result};
+use crate::samples::Samples;
+
+/// Sample numbers sorted by length.
+#[derive(Debug, Clone)]
+pub(crate) struct LengthOrder {
+    /// The samples, the shortest first.
+    pub(crate) order: Vec<u32>,
+    /// Where each length begins in `order`: samples of length `l` are `starts[l]..starts[l + 1]`.
+    pub(crate) starts: Vec<u32>,
+}
+
+impl LengthOrder {
+    /// Of samples whose lengths are at most `longest`.
+    pub(crate) fn new(lengths: &[u32], longest: u32) -> Self {
+        let mut starts = vec![0_u32; longest as usize + 2];
+        for &length in lengths {
+            starts[length as usize + 1] += 1;
+        }
+        for length in 1..starts.len() {
+            starts[length] += starts[length - 1];
+        }
+        let mut next = starts.clone();
+        let mut order = vec![0; lengths.len()];
+        for (sample, &length) in (0..).zip(lengths) {
+            let place = &mut next[length as usize];
+            order[*place as usize] = sample;
+            *place += 1;
+        }
+        Self { order, starts }
+    }
+
+    /// How many samples have this length.
+    pub(crate) fn count(&self, length: u32) -> u32 {
+        self.starts[length as usize + 1] - self.starts[length as usize]
+    }
+}
+
+/// The lengths of all samples.
+///
+/// # Errors
+/// Too many samples, or too long ones, to be numbered in 32 bits; none at all.
+pub(crate) fn lengths_of<S: Samples + ?Sized>(what: &'static str, samples: &S) -> Result<Vec<u32>> {
+    let limit = u32::MAX as usize - 1;
+    if samples.is_empty() {
+        return Err(Error::Empty {
+            from: what.into(),
+            reason: "the data set has no samples; give it at least one".into(),
+        });
+    }
+    if samples.len() > limit {
+        return Err(Error::Config {
+            what,
+            reason: format!(
+                "{} samples; at most {limit} can be numbered, so divide the data set",
+                samples.len()
+            ),
+        });
+    }
+    let length = |index: usize| {
+        let length = samples.length(index);
+        u32::try_from(length).ok().filter(|&length| length < u32::MAX).ok_or_else(|| Error::Record {
+            from: what.into(),
+            place: format!("sample {index}"),
+            reason: format!("{length} tokens; at most {limit} can be numbered, so divide the sample"),
+        })
+    };
+    (0..samples.len()).map(length).collect()
+}
+
+/// Which samples of a data set can be used: those that have a token.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Usable {
+    /// Their numbers; `None` when all are usable.
+    kept: Option<Vec<u32>>,
+    total: usize,
+    cut: usize,
+    cut_tokens: u64,
+}
+
+impl Usable {
+    /// # Errors
+    /// No sample with a token; a `max_length` of 0.
+    pub(crate) fn new(what: &'static str, lengths: &[u32], max_length: usize) -> Result<Self> {
+        if max_length == 0 {
+            return Err(Error::Config { what, reason: "max_length is 0; expected at least 1 token".into() });
+        }
+        let empty = lengths.iter().filter(|&&length| length == 0).count();
+        if empty == lengths.len() {
+            return Err(Error::Empty {
+                from: what.into(),
+                reason: format!(
+                    "all {} samples are without tokens; check how the text was read",
+                    lengths.len()
+                ),
+            });
+        }
+        let kept = (empty > 0).then(|| (0..).zip(lengths).filter(|&(_, &l)| l > 0).map(|(i, _)| i).collect());
+        let beyond = lengths.iter().map(|&length| (length as usize).saturating_sub(max_length) as u64);
+        let (cut, cut_tokens) = beyond.filter(|&b| b > 0).fold((0, 0), |(n, sum), b| (n + 1, sum + b));
+        Ok(Self { kept, total: lengths.len(), cut, cut_tokens })
+    }
+
+    /// How many samples are used.
+    pub fn len(&self) -> usize {
+        self.kept.as_ref().map_or(self.total, Vec::len)
+    }
+
+    /// Whether none is; never true of a data set that was made.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// How many samples are left out because they have no token.
+    pub fn skipped(&self) -> usize {
+        self.total - self.len()
+    }
+
+    /// How many samples are longer than the largest length, and lose their end.
+    pub fn cut(&self) -> usize {
+        self.cut
+    }
+
+    /// How many tokens they lose in all.
+    pub fn cut_tokens(&self) -> u64 {
+        self.cut_tokens
+    }
+
+    /// The number in the data set of usable sample `place`.
+    pub(crate) fn sample(&self, place: usize) -> u32 {
+        self.kept.as_ref().map_or(place as u32, |kept| kept[place])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counting_sorts_and_is_stable() {
+        let order = LengthOrder::new(&[3, 1, 0, 3, 1, 2], 4);
+        assert_eq!(order.order, [2, 1, 4, 5, 0, 3]);
+        assert_eq!(order.starts, [0, 1, 3, 4, 6, 6]);
+        assert_eq!(order.count(3), 2);
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_counted() {
+        let usable = Usable::new("test", &[0, 5, 9, 0, 7], 6).unwrap();
+        assert_eq!((usable.len(), usable.skipped(), usable.cut(), usable.cut_tokens()), (3, 2, 2, 4));
+        assert_eq!((0..3).map(|place| usable.sample(place)).collect::<Vec<_>>(), [1, 2, 4]);
+    }
+
+    #[test]
+    fn nothing_usable_is_an_error() {
+        let check = |result: Result<Usable>, words: &str| assert_eq!(result.unwrap_err().to_string(), words);
+        check(
+            Usable::new("StandardDataset", &[0, 0], 6),
+            "StandardDataset: all 2 samples are without tokens; check how the text was read",
+        );
+        check(
+            Usable::new("StandardDataset", &[1], 0),
+            "StandardDataset: max_length is 0; expected at least 1 token",
+        );
+        let none: Vec<Vec<u32>> = Vec::new();
+        assert_eq!(
+            lengths_of("StandardDataset", &none).unwrap_err().to_string(),
+            "StandardDataset: the data set has no samples; give it at least one"
+        );
+    }
+}

@@ -1,0 +1,136 @@
+//! A set of small numbers that finds the next one in a handful of steps.
+//!
+//! The leaves are words of 64 bits, one bit for each number; a word of the level above has one bit for each word below that
+//! is not empty. A set over `0..n` has `⌈log₆₄ n⌉` levels, and each step is one shift and one count of trailing zeros.
+
+/// A set of numbers below a limit.
+#[derive(Debug, Clone)]
+pub struct BitmapTree {
+    /// The leaves first, one word last.
+    levels: Vec<Vec<u64>>,
+}
+
+impl BitmapTree {
+    /// The empty set over `0..limit`.
+    pub fn new(limit: usize) -> Self {
+        let mut levels = Vec::new();
+        let mut size = limit.max(1);
+        loop {
+            size = size.div_ceil(64);
+            levels.push(vec![0; size]);
+            if size == 1 {
+                return Self { levels };
+            }
+        }
+    }
+
+    /// Adds a number.
+    ///
+    /// # Panics
+    /// A number from the limit on, rounded up to a multiple of 64.
+    pub fn insert(&mut self, number: usize) {
+        let mut place = number;
+        for level in &mut self.levels {
+            let word = &mut level[place / 64];
+            let was_empty = *word == 0;
+            *word |= 1 << (place % 64);
+            if !was_empty {
+                return;
+            }
+            place /= 64;
+        }
+    }
+
+    /// Removes a number that is there, or is not.
+    ///
+    /// # Panics
+    /// As [`BitmapTree::insert`].
+    pub fn remove(&mut self, number: usize) {
+        let mut place = number;
+        for level in &mut self.levels {
+            let word = &mut level[place / 64];
+            *word &= !(1 << (place % 64));
+            if *word != 0 {
+                return;
+            }
+            place /= 64;
+        }
+    }
+
+    /// The smallest number from `number` on.
+    pub fn at_least(&self, number: usize) -> Option<usize> {
+        let mut place = number;
+        for height in 0..self.levels.len() {
+            let word = self.levels[height].get(place / 64)?;
+            let rest = word & (!0 << (place % 64));
+            if rest != 0 {
+                let found = place / 64 * 64 + rest.trailing_zeros() as usize;
+                return Some(self.descend(height, found, |word| word.trailing_zeros()));
+            }
+            // Above, the words behind this one.
+            place = place / 64 + 1;
+        }
+        None
+    }
+
+    /// The largest number up to `number`.
+    pub fn at_most(&self, number: usize) -> Option<usize> {
+        let mut place = number.min(self.levels[0].len() * 64 - 1);
+        for height in 0..self.levels.len() {
+            let rest = self.levels[height][place / 64] & (!0 >> (63 - place % 64));
+            if rest != 0 {
+                let found = place / 64 * 64 + 63 - rest.leading_zeros() as usize;
+                return Some(self.descend(height, found, |word| 63 - word.leading_zeros()));
+            }
+            place = (place / 64).checked_sub(1)?;
+        }
+        None
+    }
+
+    /// The largest number.
+    pub fn last(&self) -> Option<usize> {
+        self.at_most(usize::MAX)
+    }
+
+    /// From a bit of a level down to a leaf's.
+    fn descend(&self, height: usize, place: usize, choose: impl Fn(u64) -> u32) -> usize {
+        self.levels[..height]
+            .iter()
+            .rev()
+            .fold(place, |place, level| place * 64 + choose(level[place]) as usize)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn agrees_with_an_ordered_set(
+            limit in prop_oneof![1_usize..200, 4000..5000_usize, 262_000..270_000_usize],
+            steps in proptest::collection::vec((0_usize..1 << 20, any::<bool>()), 1..200),
+        ) {
+            let (mut tree, mut set) = (BitmapTree::new(limit), BTreeSet::new());
+            for (number, insert) in steps {
+                let number = number % limit;
+                if insert {
+                    tree.insert(number);
+                    set.insert(number);
+                } else {
+                    tree.remove(number);
+                    set.remove(&number);
+                }
+                for probe in [0, number.saturating_sub(1), number, number + 1, limit - 1, limit + 70] {
+                    prop_assert_eq!(tree.at_least(probe), set.range(probe..).next().copied());
+                    prop_assert_eq!(tree.at_most(probe), set.range(..=probe).next_back().copied());
+                }
+                prop_assert_eq!(tree.last(), set.last().copied());
+            }
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! What no packing can beat, and what needs no thought.
+
+use super::{WHAT, check_capacity};
+use crate::error::{Error, Result};
+
+/// The least number of rows that any packing of these lengths could have, by the larger of two arguments: all tokens
+/// over the capacity, and Martello and Toth's (1990) L₂: for each `α ≤ C/2`, documents longer than `C − α` have rows of
+/// their own, those longer than `C/2` have rows that only documents from `α` on could share.
+///
+/// # Errors
+/// A length beyond the capacity; a capacity of 0.
+pub fn lower_bound(lengths: &[u32], capacity: usize) -> Result<usize> {
+    let c = check_capacity(capacity)? as usize;
+    let mut counts = vec![0_u64; c + 1];
+    for &length in lengths {
+        *counts.get_mut(length as usize).ok_or_else(|| too_long(length, capacity))? += 1;
+    }
+    // Documents, and tokens, of lengths below an index.
+    let (mut documents, mut tokens) = (vec![0_u64; c + 2], vec![0_u64; c + 2]);
+    for length in 0..=c {
+        documents[length + 1] = documents[length] + counts[length];
+        tokens[length + 1] = tokens[length] + counts[length] * length as u64;
+    }
+    let half = c / 2;
+    let mut bound = tokens[c + 1].div_ceil(c as u64);
+    for alpha in 1..=half {
+        let alone = documents[c + 1] - documents[c - alpha + 1];
+        let large = documents[c - alpha + 1] - documents[half + 1];
+        let room = large * c as u64 - (tokens[c - alpha + 1] - tokens[half + 1]);
+        let small = tokens[half + 1] - tokens[alpha];
+        bound = bound.max(alone + large + small.saturating_sub(room).div_ceil(c as u64));
+    }
+    Ok(bound as usize)
+}
+
+/// Rows that next-fit needs: documents in the given order, a new row whenever the next one does not fit.
+///
+/// # Errors
+/// As [`lower_bound`].
+pub fn next_fit(lengths: &[u32], capacity: usize) -> Result<usize> {
+    let capacity = check_capacity(capacity)?;
+    let (mut rows, mut room) = (0, 0);
+    for &length in lengths.iter().filter(|&&length| length > 0) {
+        if length > capacity {
+            return Err(too_long(length, capacity as usize));
+        }
+        if length > room {
+            (rows, room) = (rows + 1, capacity);
+        }
+        room -= length;
+    }
+    Ok(rows)
+}
+
+pub(super) fn too_long(length: u32, capacity: usize) -> Error {
+    Error::Config {
+        what: WHAT,
+        reason: format!("a document of {length} tokens is longer than a row of {capacity}; cut it first"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bounds_and_next_fit() {
+        for (lengths, capacity, bound, next) in [
+            (&[6_u32, 6, 6, 2][..], 10, 3, 3),
+            (&[5, 5, 5, 5], 10, 2, 2),
+            (&[7, 7, 4, 4], 10, 3, 3),
+            (&[4, 7, 4, 7], 10, 3, 4),
+            (&[], 10, 0, 0),
+            (&[1, 0, 1], 1, 2, 2),
+            (&[3, 3, 3], 5, 3, 3),
+        ] {
+            assert_eq!(lower_bound(lengths, capacity).unwrap(), bound, "{lengths:?}");
+            assert_eq!(next_fit(lengths, capacity).unwrap(), next, "{lengths:?}");
+        }
+        let words = "packing: a document of 11 tokens is longer than a row of 10; cut it first";
+        assert_eq!(lower_bound(&[11], 10).unwrap_err().to_string(), words);
+        assert_eq!(next_fit(&[11], 10).unwrap_err().to_string(), words);
+    }
+}

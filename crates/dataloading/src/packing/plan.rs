@@ -1,0 +1,325 @@
+//! Which document lies in which row.
+
+use super::patterns::Packed;
+use super::{Algorithm, LongDocuments, WHAT, best_fit, check_capacity, first_fit};
+use crate::error::{Error, Result};
+use crate::length_order::LengthOrder;
+
+/// How documents are packed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PlanOptions {
+    /// Tokens of a row.
+    pub capacity: usize,
+    /// How rows are chosen.
+    pub algorithm: Algorithm,
+    /// Documents longer than a row.
+    pub long: LongDocuments,
+}
+
+impl Default for PlanOptions {
+    fn default() -> Self {
+        Self { capacity: 512, algorithm: Algorithm::default(), long: LongDocuments::default() }
+    }
+}
+
+/// A document, or a piece of one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Piece {
+    /// Its number in the data set.
+    pub document: usize,
+    /// The first of its tokens that belongs to the piece.
+    pub start: usize,
+    /// Tokens of the piece.
+    pub length: usize,
+}
+
+/// All rows with all their documents, without writing them down: 4 bytes for each document, and a few kilobytes.
+///
+/// Documents without tokens are passed over. Pieces are numbered: below the number of documents, the first piece of each;
+/// from there on, the further pieces of documents that were cut.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    capacity: u32,
+    documents: usize,
+    /// Pieces by length.
+    order: LengthOrder,
+    /// Document and start of the pieces beyond the first.
+    further: Vec<(u32, u32)>,
+    patterns: Vec<Pattern>,
+    slots: Vec<Slots>,
+    tokens: u64,
+    cut: usize,
+    dropped: usize,
+    dropped_tokens: u64,
+    skipped: usize,
+}
+
+/// Rows of one content.
+#[derive(Debug, Clone, Copy)]
+struct Pattern {
+    first_row: u32,
+    rows: u32,
+    /// Where its slots begin; they end with those of the next.
+    slots: u32,
+}
+
+/// `times` slots of one length in each row of a pattern.
+#[derive(Debug, Clone, Copy)]
+struct Slots {
+    length: u32,
+    times: u32,
+    /// The rank among the pieces of this length that fills the first slot of the pattern's first row.
+    base: u32,
+}
+
+/// Rows written down: row `r` holds the pieces `pieces[offsets[r]..offsets[r + 1]]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Assignment {
+    /// Where each row begins in `pieces`, and the end.
+    pub offsets: Vec<u32>,
+    /// Numbers of pieces, see [`Plan::piece`].
+    pub pieces: Vec<u32>,
+}
+
+impl Plan {
+    /// Plans rows for documents of these lengths. `O(n + C)` and the planner's own time, which does not depend on `n`.
+    ///
+    /// # Errors
+    /// A capacity of 0 or beyond 2²⁸; no document with a token; more than 2³² − 2 pieces.
+    pub fn new(lengths: &[u32], options: &PlanOptions) -> Result<Self> {
+        let capacity = check_capacity(options.capacity)?;
+        let too_many = |pieces: usize| Error::Config {
+            what: WHAT,
+            reason: format!(
+                "{pieces} pieces; at most {} can be numbered, so divide the data set",
+                u32::MAX - 1
+            ),
+        };
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        let mut of_pieces = std::borrow::Cow::Borrowed(lengths);
+        let mut further = Vec::new();
+        let (mut cut, mut dropped, mut dropped_tokens) = (0, 0, 0);
+        if longest > capacity {
+            let pieces = of_pieces.to_mut();
+            for (document, &length) in (0..).zip(lengths).filter(|&(_, &length)| length > capacity) {
+                if options.long == LongDocuments::Drop {
+                    pieces[document as usize] = 0;
+                    dropped += 1;
+                    dropped_tokens += u64::from(length);
+                    continue;
+                }
+                cut += 1;
+                pieces[document as usize] = capacity;
+                let mut start = capacity;
+                while start < length {
+                    let rest = (length - start).min(capacity);
+                    further.push((document, start));
+                    pieces.push(rest);
+                    start = start.saturating_add(capacity);
+                }
+                if pieces.len() >= u32::MAX as usize {
+                    return Err(too_many(pieces.len()));
+                }
+            }
+        }
+        if of_pieces.len() >= u32::MAX as usize {
+            return Err(too_many(of_pieces.len()));
+        }
+        let order = LengthOrder::new(&of_pieces, capacity);
+        let counts: Vec<u32> = (0..=capacity).map(|length| order.count(length)).collect();
+        let tokens = counts.iter().zip(0_u64..).map(|(&count, length)| u64::from(count) * length).sum();
+        if tokens == 0 {
+            return Err(Error::Empty {
+                from: WHAT.into(),
+                reason: format!(
+                    "none of {} documents can be packed into rows of {capacity} tokens: {} have no token and {dropped} are \
+                     longer than a row",
+                    lengths.len(),
+                    counts[0] as usize - dropped
+                ),
+            });
+        }
+        let packed = match options.algorithm {
+            Algorithm::BestFitDecreasing => best_fit::pack(&counts, capacity),
+            Algorithm::FirstFitDecreasing => first_fit::pack(&counts, capacity),
+        };
+        let (patterns, slots) = number(&packed, &order);
+        let skipped = counts[0] as usize - dropped;
+        Ok(Self {
+            capacity,
+            documents: lengths.len(),
+            order,
+            further,
+            patterns,
+            slots,
+            tokens,
+            cut,
+            dropped,
+            dropped_tokens,
+            skipped,
+        })
+    }
+
+    /// Tokens of a row.
+    pub fn capacity(&self) -> usize {
+        self.capacity as usize
+    }
+
+    /// How many rows there are.
+    pub fn rows(&self) -> usize {
+        self.patterns.last().map_or(0, |last| (last.first_row + last.rows) as usize)
+    }
+
+    /// Tokens in all rows.
+    pub fn tokens(&self) -> u64 {
+        self.tokens
+    }
+
+    /// The share of places that hold a token.
+    pub fn fill(&self) -> f64 {
+        self.tokens as f64 / (self.rows() as u64 * u64::from(self.capacity)) as f64
+    }
+
+    /// Pieces in all rows.
+    pub fn pieces(&self) -> usize {
+        self.order.order.len() - self.skipped - self.dropped
+    }
+
+    /// Documents that were cut into pieces.
+    pub fn cut(&self) -> usize {
+        self.cut
+    }
+
+    /// Documents left out because they are longer than a row.
+    pub fn dropped(&self) -> usize {
+        self.dropped
+    }
+
+    /// Tokens of the documents that were left out.
+    pub fn dropped_tokens(&self) -> u64 {
+        self.dropped_tokens
+    }
+
+    /// Documents passed over because they have no token.
+    pub fn skipped(&self) -> usize {
+        self.skipped
+    }
+
+    /// How many kinds of content the rows have.
+    pub fn patterns(&self) -> usize {
+        self.patterns.len()
+    }
+
+    /// The pieces of a row, the longest first: `visit(piece)` for each. `fill` says which piece of a length fills a slot,
+    /// given the length, how many pieces have it, and the rank that the plan has there; it must be a bijection of ranks.
+    pub(crate) fn visit_row(
+        &self,
+        row: usize,
+        mut fill: impl FnMut(u32, u32, u32) -> u32,
+        mut visit: impl FnMut(Piece),
+    ) {
+        let number = self.patterns.partition_point(|pattern| pattern.first_row as usize <= row) - 1;
+        let pattern = self.patterns[number];
+        let within = row as u32 - pattern.first_row;
+        for slots in self.slots_of(number) {
+            for slot in 0..slots.times {
+                let rank = slots.base + within * slots.times + slot;
+                let rank = fill(slots.length, self.order.count(slots.length), rank);
+                let at = self.order.starts[slots.length as usize] + rank;
+                visit(self.located(self.order.order[at as usize], slots.length as usize));
+            }
+        }
+    }
+
+    /// The pieces of a row, the longest first.
+    ///
+    /// # Errors
+    /// A row beyond the last.
+    pub fn row(&self, row: usize) -> Result<Vec<Piece>> {
+        if row >= self.rows() {
+            return Err(Error::Config { what: WHAT, reason: format!("row {row} of {}", self.rows()) });
+        }
+        let mut pieces = Vec::new();
+        self.visit_row(row, |_, _, rank| rank, |piece| pieces.push(piece));
+        Ok(pieces)
+    }
+
+    fn located(&self, piece: u32, length: usize) -> Piece {
+        match (piece as usize).checked_sub(self.documents) {
+            None => Piece { document: piece as usize, start: 0, length },
+            Some(further) => {
+                let (document, start) = self.further[further];
+                Piece { document: document as usize, start: start as usize, length }
+            }
+        }
+    }
+
+    fn slots_of(&self, pattern: usize) -> &[Slots] {
+        let end = self.patterns.get(pattern + 1).map_or(self.slots.len(), |next| next.slots as usize);
+        &self.slots[self.patterns[pattern].slots as usize..end]
+    }
+
+    /// Writes all rows down.
+    pub fn assignment(&self) -> Assignment {
+        let mut offsets = Vec::with_capacity(self.rows() + 1);
+        let mut pieces = Vec::with_capacity(self.pieces());
+        offsets.push(0);
+        for (number, pattern) in self.patterns.iter().enumerate() {
+            let slots = self.slots_of(number);
+            let bases: Vec<(usize, usize)> = slots
+                .iter()
+                .map(|slots| {
+                    ((self.order.starts[slots.length as usize] + slots.base) as usize, slots.times as usize)
+                })
+                .collect();
+            for row in 0..pattern.rows as usize {
+                for &(base, times) in &bases {
+                    let start = base + row * times;
+                    // Most slots are single, and a push is cheaper than a copy of one.
+                    if times == 1 {
+                        pieces.push(self.order.order[start]);
+                    } else {
+                        pieces.extend_from_slice(&self.order.order[start..start + times]);
+                    }
+                }
+                offsets.push(pieces.len() as u32);
+            }
+        }
+        Assignment { offsets, pieces }
+    }
+
+    /// The piece of this number.
+    ///
+    /// # Errors
+    /// A number beyond the last.
+    pub fn piece(&self, lengths: &[u32], number: u32) -> Result<Piece> {
+        let known =
+            (number as usize) < self.documents + self.further.len() && lengths.len() == self.documents;
+        if !known {
+            return Err(Error::Config {
+                what: WHAT,
+                reason: format!("piece {number} of {}, with {} lengths", self.pieces(), lengths.len()),
+            });
+        }
+        let piece = self.located(number, 0);
+        Ok(Piece { length: (lengths[piece.document] as usize - piece.start).min(self.capacity()), ..piece })
+    }
+}
+
+/// Numbers the rows group by group, and the pieces of each length in the order in which the rows come.
+fn number(packed: &Packed, order: &LengthOrder) -> (Vec<Pattern>, Vec<Slots>) {
+    let mut used = vec![0_u32; order.starts.len()];
+    let mut patterns = Vec::with_capacity(packed.groups.len());
+    let mut slots = Vec::new();
+    let mut first_row = 0;
+    for group in &packed.groups {
+        patterns.push(Pattern { first_row, rows: group.rows, slots: slots.len() as u32 });
+        first_row += group.rows;
+        for (length, times) in packed.contents.entries(group.content) {
+            let base = &mut used[length as usize];
+            slots.push(Slots { length, times, base: *base });
+            *base += times * group.rows;
+        }
+    }
+    (patterns, slots)
+}

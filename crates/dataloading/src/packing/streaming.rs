@@ -1,0 +1,194 @@
+//! Best-fit for a stream: rows are closed while documents still come, with a bounded buffer.
+//!
+//! A buffer holds up to `documents` documents, by length. Whenever it is full, one row is closed: it begins with the longest
+//! document of the buffer and takes, again and again, the longest that fits, except that the last two are chosen
+//! together, so that their sum comes nearest to the room. A document that waited for more than `patience` rows begins the
+//! next row instead, the oldest first. So a document leaves at most `patience + documents` rows after it came, and the
+//! buffer never holds more than `documents`.
+//!
+//! The streaming packers that are common keep one or a few rows open and close a row when the next document does not
+//! fit: next-fit, 75 % full on uniform lengths. Choosing among a thousand waiting documents is what fills rows.
+
+use std::collections::VecDeque;
+
+use super::bitmap_tree::BitmapTree;
+use super::bound::too_long;
+use super::{WHAT, check_capacity};
+use crate::error::{Error, Result};
+
+/// How a stream is packed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StreamingOptions {
+    /// Tokens of a row.
+    pub capacity: usize,
+    /// The most documents that wait.
+    pub documents: usize,
+    /// Rows after which a waiting document goes first.
+    pub patience: u64,
+}
+
+impl Default for StreamingOptions {
+    fn default() -> Self {
+        Self { capacity: 512, documents: 1024, patience: 1024 }
+    }
+}
+
+/// A waiting document.
+#[derive(Debug, Clone, Copy)]
+struct Waiting {
+    document: u64,
+    /// How many documents came before it.
+    arrival: u64,
+    /// How many rows were closed before it came.
+    since: u64,
+}
+
+/// Packs documents as they come.
+///
+/// ```
+/// use dataloading::packing::{StreamingBestFit, StreamingOptions};
+///
+/// let mut packer = StreamingBestFit::new(&StreamingOptions { capacity: 10, documents: 3, patience: 100 })?;
+/// let mut rows = Vec::new();
+/// for (document, length) in [7, 6, 3, 4].into_iter().enumerate() {
+///     rows.extend(packer.push(document as u64, length)?);
+/// }
+/// rows.extend(std::iter::from_fn(|| packer.close_row()));
+/// assert_eq!(rows, [vec![0, 2], vec![1, 3]]);
+/// # Ok::<(), dataloading::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct StreamingBestFit {
+    options: StreamingOptions,
+    by_length: Vec<VecDeque<Waiting>>,
+    lengths: BitmapTree,
+    /// Arrival and length of all that wait, and of some that have left.
+    arrivals: VecDeque<(u64, u32)>,
+    waiting: usize,
+    arrived: u64,
+    closed: u64,
+    longest_wait: u64,
+}
+
+impl StreamingBestFit {
+    /// An empty buffer.
+    ///
+    /// # Errors
+    /// A capacity of 0, a buffer for no document.
+    pub fn new(options: &StreamingOptions) -> Result<Self> {
+        let capacity = check_capacity(options.capacity)? as usize;
+        if options.documents == 0 {
+            let reason = "a buffer of 0 documents; expected at least 1".into();
+            return Err(Error::Config { what: WHAT, reason });
+        }
+        Ok(Self {
+            options: *options,
+            by_length: vec![VecDeque::new(); capacity + 1],
+            lengths: BitmapTree::new(capacity + 1),
+            arrivals: VecDeque::new(),
+            waiting: 0,
+            arrived: 0,
+            closed: 0,
+            longest_wait: 0,
+        })
+    }
+
+    /// Takes a document; a row that is closed by it comes back, as the documents that it holds. A document without tokens
+    /// is passed over.
+    ///
+    /// # Errors
+    /// A document longer than a row.
+    pub fn push(&mut self, document: u64, length: u32) -> Result<Option<Vec<u64>>> {
+        if length == 0 {
+            return Ok(None);
+        }
+        if length as usize > self.options.capacity {
+            return Err(too_long(length, self.options.capacity));
+        }
+        let waiting = Waiting { document, arrival: self.arrived, since: self.closed };
+        self.arrivals.push_back((self.arrived, length));
+        self.arrived += 1;
+        let same = &mut self.by_length[length as usize];
+        if same.is_empty() {
+            self.lengths.insert(length as usize);
+        }
+        same.push_back(waiting);
+        self.waiting += 1;
+        if self.waiting < self.options.documents { Ok(None) } else { Ok(self.close_row()) }
+    }
+
+    /// Closes a row of what waits; `None` when nothing does. At the end of the stream, called until then.
+    pub fn close_row(&mut self) -> Option<Vec<u64>> {
+        let first = self.overdue().or_else(|| self.lengths.last())?;
+        let mut row = Vec::new();
+        self.take(first, &mut row);
+        let mut room = self.options.capacity - first;
+        while let Some(length) = self.next_length(room) {
+            self.take(length, &mut row);
+            room -= length;
+        }
+        self.closed += 1;
+        Some(row)
+    }
+
+    /// How many documents wait.
+    pub fn waiting(&self) -> usize {
+        self.waiting
+    }
+
+    /// The most rows that were closed between a document's coming and the row that it left in.
+    pub fn longest_wait(&self) -> u64 {
+        self.longest_wait
+    }
+
+    /// The length of the oldest document, if it has waited long enough.
+    fn overdue(&mut self) -> Option<usize> {
+        while let Some(&(arrival, length)) = self.arrivals.front() {
+            // Those of one length leave in the order in which they came.
+            match self.by_length[length as usize].front() {
+                Some(oldest) if oldest.arrival <= arrival => {
+                    let waited = self.closed - oldest.since;
+                    return (waited >= self.options.patience).then_some(length as usize);
+                }
+                _ => self.arrivals.pop_front(),
+            };
+        }
+        None
+    }
+
+    /// The length to put into `room` next: the longest that fits, unless two shorter ones fill it better than that one and
+    /// the longest beside it.
+    fn next_length(&self, room: usize) -> Option<usize> {
+        const TRIES: usize = 16;
+        let longest = self.lengths.at_most(room)?;
+        let (mut best, mut best_sum) = (longest, 0);
+        let mut candidate = Some(longest);
+        for _ in 0..TRIES {
+            let Some(length) = candidate else { break };
+            let beside = self
+                .lengths
+                .at_most(room - length)
+                .filter(|&other| other != length || self.by_length[length].len() > 1);
+            let sum = length + beside.unwrap_or(0);
+            if sum > best_sum {
+                (best, best_sum) = (length, sum);
+            }
+            if sum == room {
+                break;
+            }
+            candidate = length.checked_sub(1).and_then(|below| self.lengths.at_most(below));
+        }
+        Some(best)
+    }
+
+    fn take(&mut self, length: usize, row: &mut Vec<u64>) {
+        let same = &mut self.by_length[length];
+        let Some(waiting) = same.pop_front() else { return };
+        if same.is_empty() {
+            self.lengths.remove(length);
+        }
+        self.waiting -= 1;
+        self.longest_wait = self.longest_wait.max(self.closed - waiting.since);
+        row.push(waiting.document);
+    }
+}

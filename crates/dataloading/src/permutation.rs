@@ -1,0 +1,218 @@
+//! A shuffled order of `0..n` that is computed, not stored.
+//!
+//! A Feistel network over `b = ⌈log₂ n⌉` bits is a bijection whatever its round function is: the bits are split in two
+//! halves `(l, r)`, and a round replaces one half by itself xor a keyed function of the other,
+//!
+//! ```text
+//! l ← l ⊕ F(r, key₁)    r ← r ⊕ F(l, key₂)    l ← l ⊕ F(r, key₃)    …
+//! ```
+//!
+//! which the same round undoes. Where `n` is no power of two, a result beyond `n` is put through the network again until
+//! it falls below (*cycle walking*, Black and Rogaway 2002): still a bijection, and less than two passes on average, because
+//! `n > 2ᵇ⁻¹`. Eight rounds are used; four suffice for a pseudorandom permutation in Luby and Rackoff's sense (1988), and
+//! short halves need more. It is for shuffling, not for secrets.
+//!
+//! The state is the key. Any element of any epoch's order is had in a constant number of operations, so a loader can
+//! stop, resume and be divided among workers without replaying or storing anything. PyTorch's `RandomSampler` keeps a
+//! list of `n` numbers instead and must draw it again to resume.
+
+const ROUNDS: usize = 8;
+
+/// A bijection of `0..len`, keyed by three numbers.
+///
+/// ```
+/// use dataloading::permutation::Permutation;
+///
+/// let order = Permutation::new(5, 42, 0, 0);
+/// let mut seen: Vec<u64> = (0..5).map(|place| order.at(place)).collect();
+/// seen.sort();
+/// assert_eq!(seen, [0, 1, 2, 3, 4]);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Permutation {
+    len: u64,
+    low_bits: u32,
+    high_bits: u32,
+    keys: [u64; ROUNDS],
+}
+
+impl Permutation {
+    /// The order of `len` elements in epoch `epoch` under `seed`; `stream` tells apart orders that one epoch needs several
+    /// of. Any change of any of the three gives an unrelated order.
+    ///
+    /// # Panics
+    /// Beyond 2⁶² elements, which no memory holds.
+    pub fn new(len: u64, seed: u64, epoch: u64, stream: u64) -> Self {
+        assert!(len <= 1 << 62, "a permutation of {len} elements; at most 2^62");
+        let bits = len.next_power_of_two().trailing_zeros();
+        let mut state = mix(mix(mix(seed ^ 0x6a09_e667_f3bc_c908).wrapping_add(epoch)).wrapping_add(stream));
+        let keys = std::array::from_fn(|_| {
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            mix(state)
+        });
+        Self { len, low_bits: bits.div_ceil(2), high_bits: bits / 2, keys }
+    }
+
+    /// How many elements there are.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The element at `place` of the order.
+    ///
+    /// # Panics
+    /// A place beyond the end.
+    pub fn at(&self, place: u64) -> u64 {
+        self.at_counted(place).0
+    }
+
+    /// The element, and how many passes through the network it took.
+    pub(crate) fn at_counted(&self, place: u64) -> (u64, u32) {
+        assert!(place < self.len, "place {place} of a permutation of {} elements", self.len);
+        if self.len == 1 {
+            return (0, 0);
+        }
+        let (mut value, mut passes) = (place, 0);
+        loop {
+            value = self.pass(value);
+            passes += 1;
+            if value < self.len {
+                return (value, passes);
+            }
+        }
+    }
+
+    fn pass(&self, value: u64) -> u64 {
+        let low_mask = (1 << self.low_bits) - 1;
+        let (mut high, mut low) = (value >> self.low_bits, value & low_mask);
+        let high_mask = (1 << self.high_bits) - 1;
+        for pair in self.keys.chunks_exact(2) {
+            high ^= scramble(low ^ pair[0]) & high_mask;
+            low ^= scramble(high ^ pair[1]) & low_mask;
+        }
+        (high << self.low_bits) | low
+    }
+}
+
+/// The round function. The upper half of a product depends on all bits of its factor, so it is moved down.
+fn scramble(value: u64) -> u64 {
+    let product = value.wrapping_mul(0xd6e8_feb8_6659_fd93);
+    let product = (product ^ (product >> 32)).wrapping_mul(0xd6e8_feb8_6659_fd93);
+    product >> 32
+}
+
+/// Steele, Lea and Flood's finaliser of SplitMix64 (2014): every bit of the result depends on every bit of `value`.
+pub(crate) fn mix(value: u64) -> u64 {
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn elements(order: &Permutation) -> Vec<u64> {
+        (0..order.len()).map(|place| order.at(place)).collect()
+    }
+
+    fn is_bijection(order: &Permutation) -> bool {
+        let mut seen = vec![false; order.len() as usize];
+        elements(order).iter().all(|&element| !std::mem::replace(&mut seen[element as usize], true))
+    }
+
+    #[test]
+    fn every_small_size_is_a_bijection() {
+        for len in (0..=1100).chain([4095, 4096, 4097, 65_535, 65_536, 65_537, 100_003]) {
+            assert!(is_bijection(&Permutation::new(len, 7, len % 5, 1)), "{len}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_key_is_a_bijection(len in 0_u64..3000, seed: u64, epoch: u64, stream: u64) {
+            prop_assert!(is_bijection(&Permutation::new(len, seed, epoch, stream)));
+        }
+
+        #[test]
+        fn large_sizes_stay_within(len in 1_u64..1 << 62, seed: u64, place: u64) {
+            let order = Permutation::new(len, seed, 0, 0);
+            prop_assert!(order.at(place % len) < len);
+        }
+    }
+
+    #[test]
+    fn each_key_matters() {
+        let base = elements(&Permutation::new(1000, 1, 2, 3));
+        for (seed, epoch, stream) in [(2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (1, 3, 2)] {
+            let other = elements(&Permutation::new(1000, seed, epoch, stream));
+            let fixed = base.iter().zip(&other).filter(|(a, b)| a == b).count();
+            assert!(
+                fixed < 10,
+                "{fixed} of 1000 elements in the same place under ({seed}, {epoch}, {stream})"
+            );
+        }
+    }
+
+    /// Pearson's statistic against equal counts, in standard deviations of its distribution.
+    fn deviation(counts: &[u32]) -> f64 {
+        let total: f64 = counts.iter().map(|&count| f64::from(count)).sum();
+        let expected = total / counts.len() as f64;
+        let statistic: f64 =
+            counts.iter().map(|&count| (f64::from(count) - expected).powi(2) / expected).sum();
+        let freedom = counts.len() as f64 - 1.0;
+        (statistic - freedom) / (2.0 * freedom).sqrt()
+    }
+
+    #[test]
+    fn places_and_neighbours_are_uniform_over_epochs() {
+        for len in [5_usize, 37, 64, 200] {
+            let mut first = vec![0; len];
+            let mut neighbours = vec![0; len - 1];
+            let mut last_of_first = vec![0; len * (len - 1)];
+            for epoch in 0..40_000 {
+                let order = Permutation::new(len as u64, 11, epoch, 0);
+                let (a, b, z) =
+                    (order.at(0) as usize, order.at(1) as usize, order.at(len as u64 - 1) as usize);
+                first[a] += 1;
+                // The distance from a to b, never 0, is uniform.
+                neighbours[(b + len - a) % len - 1] += 1;
+                last_of_first[a * (len - 1) + (z + len - a) % len - 1] += 1;
+            }
+            for (name, counts) in [("first", &first), ("neighbours", &neighbours), ("ends", &last_of_first)] {
+                let deviation = deviation(counts);
+                assert!(deviation.abs() < 5.0, "{len}: {name} is {deviation:.1} standard deviations off");
+            }
+        }
+    }
+
+    #[test]
+    fn all_orders_of_four_and_five_occur_equally_often() {
+        for (len, orders) in [(4_u64, 24), (5, 120)] {
+            let mut counts = std::collections::BTreeMap::new();
+            for epoch in 0..60_000 {
+                *counts.entry(elements(&Permutation::new(len, 3, epoch, 0))).or_insert(0) += 1;
+            }
+            assert_eq!(counts.len(), orders);
+            let counts: Vec<u32> = counts.into_values().collect();
+            assert!(deviation(&counts).abs() < 5.0, "{len}: {:.1}", deviation(&counts));
+        }
+    }
+
+    #[test]
+    fn less_than_two_passes_on_average() {
+        for len in [1_000, 1_025, 100_000, 1 << 20, (1 << 20) + 1] {
+            let order = Permutation::new(len, 5, 0, 0);
+            let passes: u64 = (0..10_000.min(len)).map(|place| u64::from(order.at_counted(place).1)).sum();
+            let mean = passes as f64 / 10_000.min(len) as f64;
+            assert!((1.0..2.1).contains(&mean), "{len}: {mean}");
+        }
+    }
+}

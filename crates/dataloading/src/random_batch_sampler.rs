@@ -1,0 +1,226 @@
+//! Batches of samples drawn without regard to their length.
+
+use crate::error::{Error, Result};
+use crate::length_order::{Usable, lengths_of};
+use crate::permutation::Permutation;
+use crate::samples::Samples;
+
+/// Streams of [`Permutation`] that one epoch uses.
+pub(crate) mod stream {
+    /// Samples within a window of lengths: this plus the window's number. Standard batching has one window.
+    pub(crate) const SAMPLES: u64 = 0;
+    /// The order of batches, or of packed rows.
+    pub(crate) const BATCHES: u64 = 1 << 40;
+    /// Where the windows begin.
+    pub(crate) const OFFSET: u64 = 2 << 40;
+    /// Which document of a length fills a slot: this plus the length.
+    pub(crate) const DOCUMENTS: u64 = 3 << 40;
+}
+
+/// Which samples make a batch: a pure function of (seed, epoch, index).
+pub trait BatchSampler: Send + Sync {
+    /// The seed of every random choice.
+    fn seed(&self) -> u64;
+
+    /// How many batches there are in epoch `epoch`.
+    fn batches(&self, epoch: u64) -> usize;
+
+    /// Replaces `chosen` by the numbers of the samples of batch `index`.
+    ///
+    /// # Errors
+    /// An index beyond the epoch's batches.
+    fn choose(&self, epoch: u64, index: usize, chosen: &mut Vec<u32>) -> Result<()>;
+}
+
+/// The order of samples in an epoch.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Order {
+    /// Another one in every epoch.
+    #[default]
+    Shuffled,
+    /// The data set's own, for evaluation.
+    Sequential,
+}
+
+/// What becomes of a last batch that is not full.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Incomplete {
+    /// It is handed out, shorter.
+    #[default]
+    Keep,
+    /// It is left out of this epoch; another epoch's order leaves out other samples.
+    Drop,
+}
+
+/// What the data sets that read one sample per row have in common.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BatchOptions {
+    /// Samples per batch. Larger than the data set: one short batch, or an error where short batches are dropped.
+    pub batch_size: usize,
+    /// Tokens that are kept of a sample; the rest is cut off and counted.
+    pub max_length: usize,
+    /// The token that pads. It is never a label, so any will do for a tokenizer without one.
+    pub pad: u32,
+    /// Seed of the order.
+    pub seed: u64,
+    /// The order of samples.
+    pub order: Order,
+    /// The last batch of an epoch.
+    pub incomplete: Incomplete,
+}
+
+impl Default for BatchOptions {
+    fn default() -> Self {
+        Self {
+            batch_size: 32,
+            max_length: 512,
+            pad: 0,
+            seed: 0,
+            order: Order::Shuffled,
+            incomplete: Incomplete::Keep,
+        }
+    }
+}
+
+/// Standard batching: all samples of an epoch in random order, cut into batches. Samples without tokens are passed over.
+#[derive(Debug, Clone)]
+pub struct RandomBatchSampler {
+    usable: Usable,
+    options: BatchOptions,
+}
+
+impl RandomBatchSampler {
+    /// Over all samples that have a token.
+    ///
+    /// # Errors
+    /// A data set without tokens; a batch size of 0, or larger than the data set where short batches are dropped.
+    pub fn new<S: Samples + ?Sized>(samples: &S, options: &BatchOptions) -> Result<Self> {
+        Self::named("RandomBatchSampler", samples, options)
+    }
+
+    pub(crate) fn named<S: Samples + ?Sized>(
+        what: &'static str,
+        samples: &S,
+        options: &BatchOptions,
+    ) -> Result<Self> {
+        let usable = Usable::new(what, &lengths_of(what, samples)?, options.max_length)?;
+        check_batch_size(what, options.batch_size, options.incomplete, usable.len())?;
+        Ok(Self { usable, options: *options })
+    }
+
+    /// What can be used of the data set.
+    pub fn usable(&self) -> &Usable {
+        &self.usable
+    }
+}
+
+pub(crate) fn check_batch_size(
+    what: &'static str,
+    batch_size: usize,
+    incomplete: Incomplete,
+    samples: usize,
+) -> Result<()> {
+    let reason = if batch_size == 0 {
+        "the batch size is 0; expected at least 1 sample".into()
+    } else if incomplete == Incomplete::Drop && batch_size > samples {
+        format!(
+            "the batch size {batch_size} is larger than the {samples} samples, and incomplete batches are dropped, so there \
+             is no batch; keep them, or take smaller batches"
+        )
+    } else {
+        return Ok(());
+    };
+    Err(Error::Config { what, reason })
+}
+
+pub(crate) fn check_index(what: &'static str, epoch: u64, index: usize, batches: usize) -> Result<()> {
+    if index < batches {
+        return Ok(());
+    }
+    Err(Error::Config { what, reason: format!("batch {index} of epoch {epoch}, which has {batches}") })
+}
+
+/// How many batches `samples` give.
+pub(crate) fn batches_of(samples: usize, batch_size: usize, incomplete: Incomplete) -> usize {
+    match incomplete {
+        Incomplete::Keep => samples.div_ceil(batch_size),
+        Incomplete::Drop => samples / batch_size,
+    }
+}
+
+impl BatchSampler for RandomBatchSampler {
+    fn seed(&self) -> u64 {
+        self.options.seed
+    }
+
+    fn batches(&self, _epoch: u64) -> usize {
+        batches_of(self.usable.len(), self.options.batch_size, self.options.incomplete)
+    }
+
+    fn choose(&self, epoch: u64, index: usize, chosen: &mut Vec<u32>) -> Result<()> {
+        check_index("RandomBatchSampler", epoch, index, self.batches(epoch))?;
+        let BatchOptions { batch_size, seed, order, .. } = self.options;
+        let samples = self.usable.len();
+        let places = index * batch_size..((index + 1) * batch_size).min(samples);
+        chosen.clear();
+        match order {
+            Order::Sequential => chosen.extend(places.map(|place| self.usable.sample(place))),
+            Order::Shuffled => {
+                let order = Permutation::new(samples as u64, seed, epoch, stream::SAMPLES);
+                chosen.extend(places.map(|place| self.usable.sample(order.at(place as u64) as usize)));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn samples(lengths: &[usize]) -> Vec<Vec<u32>> {
+        lengths.iter().map(|&length| vec![1; length]).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn every_sample_once_per_epoch(
+            lengths in proptest::collection::vec(0_usize..4, 1..80),
+            batch_size in 1_usize..20,
+            epoch: u64,
+            seed: u64,
+            sequential: bool,
+        ) {
+            prop_assume!(lengths.iter().any(|&length| length > 0));
+            let order = if sequential { Order::Sequential } else { Order::Shuffled };
+            let options = BatchOptions { batch_size, seed, order, ..BatchOptions::default() };
+            let sampler = RandomBatchSampler::new(&samples(&lengths), &options).unwrap();
+            let mut seen = vec![0; lengths.len()];
+            let mut chosen = Vec::new();
+            for index in 0..sampler.batches(epoch) {
+                sampler.choose(epoch, index, &mut chosen).unwrap();
+                prop_assert!(chosen.len() == batch_size || index + 1 == sampler.batches(epoch));
+                chosen.iter().for_each(|&sample| seen[sample as usize] += 1);
+            }
+            let expected: Vec<usize> = lengths.iter().map(|&length| length.min(1)).collect();
+            prop_assert_eq!(seen, expected);
+        }
+    }
+
+    #[test]
+    fn sizes_that_make_no_batch_are_refused() {
+        let samples = samples(&[1, 2, 3]);
+        let options = BatchOptions { batch_size: 5, ..BatchOptions::default() };
+        assert_eq!(RandomBatchSampler::new(&samples, &options).unwrap().batches(0), 1);
+        let options = BatchOptions { incomplete: Incomplete::Drop, ..options };
+        assert_eq!(
+            RandomBatchSampler::new(&samples, &options).unwrap_err().to_string(),
+            "RandomBatchSampler: the batch size 5 is larger than the 3 samples, and incomplete batches are dropped, so \
+             there is no batch; keep them, or take smaller batches"
+        );
+        let options = BatchOptions { batch_size: 0, ..BatchOptions::default() };
+        assert!(RandomBatchSampler::new(&samples, &options).is_err());
+    }
+}
