@@ -296,7 +296,8 @@ pub fn set_grad(leaf: &Tensor, grad: Option<&Tensor>) -> Result<()> {
     if let Some(grad) = grad
         && (grad.size() != leaf.size() || grad.kind() != leaf.kind() || grad.device() != leaf.device())
     {
-        let of = |tensor: &Tensor| format!("{:?} {:?} on {:?}", tensor.kind(), tensor.size(), tensor.device());
+        let of =
+            |tensor: &Tensor| format!("{:?} {:?} on {:?}", tensor.kind(), tensor.size(), tensor.device());
         return invalid(format!("the gradient is {} and the leaf {}", of(grad), of(leaf)));
     }
     sys::set_grad(leaf, grad)
