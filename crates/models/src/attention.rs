@@ -1,5 +1,24 @@
-//! Attention over rows of one document each, or of packed documents.
-use tch::Tensor;
+//! Causal attention over rows of one document each, or of packed documents.
+//!
+//! For queries, keys and values of one head and one document, o_i = Σ_{j ≤ i} softmax_j(q_i·k_j/√e)·v_j. A token never
+//! sees a later one, and never one of another document: the mask is causal always, whatever the loader.
+//!
+//! [`AttentionPath`] is a ladder over one result:
+//!
+//! | path | keeps for backward | work |
+//! |---|---|---|
+//! | [`Explicit`](AttentionPath::Explicit) | the weights, `[b, h, t, t]` | all pairs |
+//! | [`DenseMask`](AttentionPath::DenseMask) | the mask, `[t, t]` or `[b, 1, t, t]` | all pairs |
+//! | [`Fused`](AttentionPath::Fused) | one number per query | pairs within a document, up to the diagonal |
+//!
+//! `Fused` is libtorch's flash kernel (Dao, arXiv:2307.08691). Packed documents run through its variable-length form on
+//! CUDA. On the CPU, which has none, the documents are views of the pack and the kernel runs once for each of them: work
+//! is Σ lengthᵢ² and not (Σ lengthᵢ)², and nothing of size t² exists.
+
+use runtime::ops::attention::{Options, Packing, efficient_attention, flash_attention};
+use tch::{Kind, Tensor};
+
+use crate::error::{Error, Result};
 
 /// Where the documents of packed rows lie. A document never crosses a row, and the documents cover every place (what pads
 /// the end of a row is a document of its own).
@@ -13,4 +32,179 @@ pub struct Documents {
     pub starts: Vec<i32>,
     /// The longest document.
     pub longest: i64,
+}
+
+/// How attention is computed. See the [module](self).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum AttentionPath {
+    /// Scores, softmax and products, each a tensor: the textbook's form, and the oracle of the others.
+    Explicit,
+    /// libtorch's attention with a mask that is built, and converted to the scores' dtype, in each forward.
+    DenseMask,
+    /// Nothing of size `t²`.
+    #[default]
+    Fused,
+}
+
+/// Attention of `q`, `k`, `v` (each `[batch, sequence, heads, head]`, one dtype) into `[batch, sequence, heads·head]`.
+///
+/// `dropout` is the probability that a weight is dropped, 0 outside of training. Above 0, libtorch's CPU has no fused
+/// kernel and takes the explicit form by itself.
+///
+/// # Errors
+/// Shapes that differ, a dropout outside [0, 1), documents that do not cover the rows.
+pub fn causal_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    documents: Option<&Documents>,
+    path: AttentionPath,
+    dropout: f64,
+) -> Result<Tensor> {
+    check(q, k, v, documents, dropout)?;
+    let (batch, sequence, heads, head) = q.size4()?;
+    let o_bthe = match (path, documents) {
+        (AttentionPath::Explicit, _) => explicit(q, k, v, documents, dropout)?,
+        (AttentionPath::DenseMask, _) => {
+            let mask = additive_mask(q, documents)?;
+            heads_first(q, k, v, |q, k, v| {
+                Tensor::f_scaled_dot_product_attention(q, k, v, Some(&mask), dropout, false, None, false)
+            })?
+        }
+        (AttentionPath::Fused, None) => fused(q, k, v, dropout)?,
+        (AttentionPath::Fused, Some(documents)) if q.device().is_cuda() => {
+            packed_on_cuda(q, k, v, documents, dropout)?
+        }
+        (AttentionPath::Fused, Some(documents)) => document_by_document(q, k, v, documents, dropout)?,
+    };
+    Ok(o_bthe.f_reshape([batch, sequence, heads * head])?)
+}
+
+fn fused(q: &Tensor, k: &Tensor, v: &Tensor, dropout: f64) -> Result<Tensor> {
+    heads_first(q, k, v, |q, k, v| {
+        Tensor::f_scaled_dot_product_attention(q, k, v, None::<&Tensor>, dropout, true, None, false)
+    })
+}
+
+/// libtorch's operator wants the heads before the sequence; the transposes are views.
+fn heads_first(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    attend: impl FnOnce(&Tensor, &Tensor, &Tensor) -> std::result::Result<Tensor, tch::TchError>,
+) -> Result<Tensor> {
+    let [q, k, v] = [q.f_transpose(1, 2)?, k.f_transpose(1, 2)?, v.f_transpose(1, 2)?];
+    Ok(attend(&q, &k, &v)?.f_transpose(1, 2)?)
+}
+
+fn document_by_document(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    documents: &Documents,
+    dropout: f64,
+) -> Result<Tensor> {
+    let lengths = documents.starts.windows(2).map(|pair| i64::from(pair[1] - pair[0]));
+    let lengths: Vec<i64> = lengths.filter(|&length| length > 0).collect();
+    // One split has one backward that joins; a narrow for each document would add up as many full-sized gradients.
+    let split = |x: &Tensor| -> Result<Vec<Tensor>> {
+        let (batch, sequence, heads, head) = x.size4()?;
+        let flat = x.f_reshape([1, batch * sequence, heads, head])?;
+        Ok(flat.f_split_with_sizes(&lengths, 1)?)
+    };
+    let (qs, ks, vs) = (split(q)?, split(k)?, split(v)?);
+    let parts: Vec<Tensor> =
+        qs.iter().zip(&ks).zip(&vs).map(|((q, k), v)| fused(q, k, v, dropout)).collect::<Result<_>>()?;
+    Ok(Tensor::f_cat(&parts, 1)?)
+}
+
+fn packed_on_cuda(q: &Tensor, k: &Tensor, v: &Tensor, documents: &Documents, dropout: f64) -> Result<Tensor> {
+    let flat = |x: &Tensor| x.f_flatten(0, 1);
+    let packing = Packing {
+        cu_seqlens_q: &documents.cu_seqlens,
+        cu_seqlens_k: &documents.cu_seqlens,
+        max_seqlen_q: documents.longest,
+        max_seqlen_k: documents.longest,
+    };
+    let options = Options { causal: true, dropout, scale: None };
+    let (q, k, v) = (flat(q)?, flat(k)?, flat(v)?);
+    let attend = match q.kind() {
+        Kind::Half | Kind::BFloat16 => flash_attention,
+        _ => efficient_attention,
+    };
+    Ok(attend(&q, &k, &v, Some(packing), options)?.0)
+}
+
+fn explicit(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    documents: Option<&Documents>,
+    dropout: f64,
+) -> Result<Tensor> {
+    let scale = 1.0 / (q.size()[3] as f64).sqrt();
+    let hidden = visible(q, documents)?.f_logical_not()?;
+    let [q, k, v] = [q.f_transpose(1, 2)?, k.f_transpose(1, 2)?, v.f_transpose(1, 2)?];
+    let scores = q.f_matmul(&k.f_transpose(2, 3)?)?.f_mul_scalar(scale)?;
+    let weights = scores.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_softmax(-1, scores.kind())?;
+    let weights = if dropout > 0.0 { weights.f_dropout(dropout, true)? } else { weights };
+    Ok(weights.f_matmul(&v)?.f_transpose(1, 2)?)
+}
+
+/// 0 where a query may look, −∞ where not, in the scores' dtype.
+fn additive_mask(q: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
+    let hidden = visible(q, documents)?.f_logical_not()?;
+    let zeros = Tensor::f_zeros(hidden.size(), (Kind::Float, q.device()))?;
+    Ok(zeros.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_to_kind(q.kind())?)
+}
+
+/// Which keys each query sees: `[t, t]`, or `[b, 1, t, t]` with documents.
+fn visible(q: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
+    let sequence = q.size()[1];
+    let causal = Tensor::f_ones([sequence, sequence], (Kind::Bool, q.device()))?.f_tril(0)?;
+    match documents {
+        None => Ok(causal),
+        Some(Documents { ids, .. }) => {
+            let same = ids.f_unsqueeze(2)?.f_eq_tensor(&ids.f_unsqueeze(1)?)?;
+            Ok(same.f_logical_and(&causal)?.f_unsqueeze(1)?)
+        }
+    }
+}
+
+fn check(q: &Tensor, k: &Tensor, v: &Tensor, documents: Option<&Documents>, dropout: f64) -> Result<()> {
+    let operation = "attention";
+    let shape = q.size();
+    if shape.len() != 4 {
+        let expected = "[batch, sequence, heads, head]".to_owned();
+        return Err(Error::Shape { operation, name: "q", found: shape, expected });
+    }
+    for (name, x) in [("k", k), ("v", v)] {
+        if x.size() != shape {
+            return Err(Error::Shape {
+                operation,
+                name,
+                found: x.size(),
+                expected: format!("{shape:?}, as q"),
+            });
+        }
+    }
+    if !(0.0..1.0).contains(&dropout) {
+        let reason = format!("dropout is {dropout}; expected a probability in [0, 1)");
+        return Err(Error::Config { what: operation, reason });
+    }
+    let Some(Documents { ids, starts, .. }) = documents else { return Ok(()) };
+    if ids.size() != shape[..2] {
+        let expected = format!("{:?}, as the rows", &shape[..2]);
+        return Err(Error::Shape { operation, name: "document ids", found: ids.size(), expected });
+    }
+    let covered =
+        starts.first() == Some(&0) && starts.last().map(|&end| i64::from(end)) == Some(shape[0] * shape[1]);
+    if !covered || starts.windows(2).any(|pair| pair[0] > pair[1]) {
+        let reason = format!(
+            "the documents start at {starts:?}; expected 0, then rising numbers, and at the end the {} places of the rows",
+            shape[0] * shape[1]
+        );
+        return Err(Error::Config { what: operation, reason });
+    }
+    Ok(())
 }

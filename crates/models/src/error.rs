@@ -106,6 +106,7 @@ fn problems(missing: &[String], unexpected: &[String], mismatched: &[String]) ->
             (false, more) => Some(format!("{title} {shown} and {more} more")),
         }
     };
-    let lists = [list("missing", missing), list("unexpected", unexpected), list("of another shape", mismatched)];
+    let lists =
+        [list("missing", missing), list("unexpected", unexpected), list("of another shape", mismatched)];
     lists.into_iter().flatten().collect::<Vec<_>>().join("; ")
 }

@@ -10,25 +10,27 @@
 //!
 //! ```
 //! use models::module::{Edit, Module, Projection, edit};
-//! use models::{Gpt2, Gpt2Config, Linear};
+//! use models::{Gpt2, Gpt2Config};
 //! use tch::{Device, Kind};
 //!
-//! /// Doubles the width of nothing; counts what it could replace.
-//! struct Count(Vec<String>);
-//! impl Edit for Count {
+//! /// Remembers what it could replace.
+//! struct Names(Vec<String>);
+//! impl Edit for Names {
 //!     fn projection(&mut self, name: &str, slot: &mut Box<dyn Projection>) -> models::Result<()> {
-//!         self.0.push(name.to_owned());
-//!         let _ = slot; // a technique writes `*slot = Box::new(…)` here
+//!         // A technique writes `*slot = Box::new(…)` here.
+//!         self.0.push(format!("{name}: {} -> {}", slot.in_features(), slot.out_features()));
 //!         Ok(())
 //!     }
 //! }
 //!
-//! let config = Gpt2Config { layers: 1, ..Gpt2Config::tiny() };
+//! let config = Gpt2Config { vocabulary: 100, max_sequence: 16, hidden: 8, heads: 2, layers: 1, ..Gpt2Config::small() };
 //! let mut model = Gpt2::new(&config, (Kind::Float, Device::Cpu))?;
-//! let mut count = Count(Vec::new());
-//! edit(&mut model, &mut count)?;
-//! assert_eq!(count.0, ["h.0.attn.c_attn", "h.0.attn.c_proj", "h.0.mlp.c_fc", "h.0.mlp.c_proj"]);
-//! # let _: Option<Linear> = None;
+//! let mut names = Names(Vec::new());
+//! edit(&mut model, &mut names)?;
+//! assert_eq!(
+//!     names.0,
+//!     ["h.0.attn.c_attn: 8 -> 24", "h.0.attn.c_proj: 8 -> 8", "h.0.mlp.c_fc: 8 -> 32", "h.0.mlp.c_proj: 32 -> 8", "lm_head: 8 -> 100"]
+//! );
 //! # Ok::<(), models::Error>(())
 //! ```
 
@@ -93,11 +95,12 @@ pub trait LossHead: Module {
     fn logits(&self, hidden_btd: &Tensor) -> Result<Tensor>;
 
     /// The summed loss of every position that has a label, over `hidden_btd` `[batch, sequence, hidden]` and `labels_bt`
-    /// `[batch, sequence]` (int64, the token to predict at each position; [`IGNORED`] where there is none).
+    /// `[batch, sequence]` (int64, the token to predict at each position; [`IGNORED`] where there is none). With
+    /// `accuracy` the right predictions are counted too, which costs a pass over the logits.
     ///
     /// # Errors
     /// Shapes that do not fit, another dtype or device.
-    fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor) -> Result<LossOutput>;
+    fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, accuracy: bool) -> Result<LossOutput>;
 }
 
 /// The label of a position that has nothing to predict.
@@ -109,8 +112,8 @@ pub const IGNORED: i64 = -100;
 pub struct LossOutput {
     /// Cross-entropy in nats, summed over the labelled positions: a scalar with a graph.
     pub sum: Tensor,
-    /// How many labelled positions were predicted right: an int64 scalar without a graph.
-    pub correct: Tensor,
+    /// How many labelled positions were predicted right, where that was asked for: an int64 scalar without a graph.
+    pub correct: Option<Tensor>,
 }
 
 /// What a forward pass knows besides its input.
@@ -120,6 +123,8 @@ pub struct Context<'a> {
     pub documents: Option<&'a Documents>,
     /// Whether dropout drops.
     pub training: bool,
+    /// Whether the head counts right predictions.
+    pub accuracy: bool,
 }
 
 /// What a language model reads.
@@ -170,7 +175,7 @@ pub trait LanguageModel: Module {
     /// # Errors
     /// As [`LanguageModel::hidden`] and [`LossHead::loss`].
     fn loss(&self, input: &Input<'_>, labels_bt: &Tensor) -> Result<LossOutput> {
-        self.head().loss(&self.hidden(input)?, labels_bt)
+        self.head().loss(&self.hidden(input)?, labels_bt, input.context.accuracy)
     }
 }
 
@@ -435,7 +440,8 @@ pub fn freeze(module: &(impl Module + ?Sized), pattern: &str, frozen: bool) -> R
 
 /// What makes a tensor the same as another: where its values lie. Empty tensors are all different.
 fn identity(tensor: &Tensor) -> (usize, Vec<i64>, Vec<i64>) {
-    let address = if tensor.numel() == 0 { std::ptr::from_ref(tensor) as usize } else { tensor.data_ptr() as usize };
+    let address =
+        if tensor.numel() == 0 { std::ptr::from_ref(tensor) as usize } else { tensor.data_ptr() as usize };
     (address, tensor.size(), tensor.stride())
 }
 

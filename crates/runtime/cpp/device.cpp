@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 #include <dlfcn.h>
+#include <memory>
 #include <unistd.h>
 
 namespace {
@@ -43,17 +44,13 @@ at::Tensor pageable_empty(at::IntArrayRef shape, const at::TensorOptions& option
   if (posix_memalign(&memory, page, std::max(bytes, page)) != 0) {
     TORCH_CHECK(false, "out of host memory: ", bytes, " bytes were asked for");
   }
-  const auto release = [bytes](void* pointer) {
+  host_grew(bytes);
+  // Freed once, when the last copy of the deleter is gone, whether or not `from_blob` had taken it over when it threw.
+  std::shared_ptr<void> owner(memory, [bytes](void* pointer) {
     std::free(pointer);
     host_live.fetch_sub(bytes);
-  };
-  host_grew(bytes);
-  try {
-    return at::from_blob(memory, shape, release, options);
-  } catch (...) {
-    release(memory);
-    throw;
-  }
+  });
+  return at::from_blob(memory, shape, [owner](void*) mutable { owner.reset(); }, options);
 }
 
 }  // namespace

@@ -5,14 +5,13 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
-#include <sys/mman.h>
 
 #include <algorithm>
-#include <iterator>
-
 #include <atomic>
+#include <iterator>
 #include <map>
 #include <mutex>
+#include <sys/mman.h>
 
 namespace {
 

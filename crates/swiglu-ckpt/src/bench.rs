@@ -42,7 +42,6 @@ pub const LAPTOP: &[Configuration] = &[
     Configuration { batch: 32, seq: 128, hidden: 512, intermediate: 2048, layers: 2 },
     Configuration { batch: 1, seq: 1024, hidden: 896, intermediate: 4864, layers: 2 },
     Configuration { batch: 8, seq: 512, hidden: 1024, intermediate: 4096, layers: 3 },
-    Configuration { batch: 16, seq: 512, hidden: 1024, intermediate: 4096, layers: 3 },
 ];
 
 /// All of the assignment's shapes, and the MLPs of Qwen2.5-0.5B and Llama-3-8B.

@@ -1,0 +1,179 @@
+//! PyTorch's `nn.TransformerDecoderLayer`, post-norm, whose memory is its own input.
+//!
+//! With x the input, SA and CA attention (both causal), FF the feed-forward part:
+//!
+//! ```text
+//! a = norm1(x + SA(x, x))
+//! b = norm2(a + CA(a, x))      queries from a, keys and values from x
+//! y = norm3(b + FF(b))
+//! ```
+//!
+//! The assignment's model has one such layer. Its memory is the layer's own input, so cross attention too must be causal,
+//! or each place reads the future through it.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::attention::{AttentionPath, causal_attention};
+use crate::dropout::{check_rate, dropout};
+use crate::error::{Error, Result};
+use crate::feed_forward::FeedForward;
+use crate::init::Init;
+use crate::linear::{Linear, positive, project};
+use crate::module::{Block, Context, Editor, Mlp, Module, Projection, Visitor};
+use crate::norm::LayerNorm;
+
+/// The layer, with PyTorch's names for its parameters.
+#[derive(Debug)]
+pub struct TransformerDecoderLayer {
+    self_attn: MultiheadAttention,
+    multihead_attn: MultiheadAttention,
+    mlp: Box<dyn Mlp>,
+    norms: [LayerNorm; 3],
+    dropout: f64,
+}
+
+impl TransformerDecoderLayer {
+    /// PyTorch's initialisation and epsilon.
+    ///
+    /// # Errors
+    /// A size below 1, a width that the heads do not divide, a dropout outside [0, 1).
+    pub fn new(
+        hidden: i64,
+        heads: i64,
+        inner: i64,
+        dropout: f64,
+        path: AttentionPath,
+        options: (Kind, Device),
+    ) -> Result<Self> {
+        check_rate("decoder layer", dropout)?;
+        let norm = || LayerNorm::new(hidden, 1e-5, options);
+        Ok(Self {
+            self_attn: MultiheadAttention::new(hidden, heads, dropout, path, options)?,
+            multihead_attn: MultiheadAttention::new(hidden, heads, dropout, path, options)?,
+            mlp: Box::new(FeedForward::torch(hidden, inner, dropout, options)?),
+            norms: [norm()?, norm()?, norm()?],
+            dropout,
+        })
+    }
+}
+
+impl Module for TransformerDecoderLayer {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        visitor.part("self_attn", &self.self_attn);
+        visitor.part("multihead_attn", &self.multihead_attn);
+        visitor.part("", &*self.mlp);
+        for (name, norm) in ["norm1", "norm2", "norm3"].into_iter().zip(&self.norms) {
+            visitor.part(name, norm);
+        }
+    }
+
+    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
+        editor.part("self_attn", &mut self.self_attn)?;
+        editor.part("multihead_attn", &mut self.multihead_attn)?;
+        editor.mlp("", &mut self.mlp)?;
+        let names = ["norm1", "norm2", "norm3"].into_iter();
+        names.zip(&mut self.norms).try_for_each(|(name, norm)| editor.part(name, norm))
+    }
+}
+
+impl Block for TransformerDecoderLayer {
+    fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        let add = |x: &Tensor, update: Tensor| -> Result<Tensor> {
+            Ok(x.f_add(&dropout(update, self.dropout, context.training)?)?)
+        };
+        let [norm1, norm2, norm3] = &self.norms;
+        let a = norm1.forward(&add(x_btd, self.self_attn.to_itself(x_btd, context)?)?)?;
+        let b = norm2.forward(&add(&a, self.multihead_attn.to_memory(&a, x_btd, context)?)?)?;
+        norm3.forward(&add(&b, self.mlp.forward(&b, context)?)?)
+    }
+}
+
+/// PyTorch's `nn.MultiheadAttention`: queries, keys and values are thirds of one weight.
+#[derive(Debug)]
+struct MultiheadAttention {
+    in_proj_weight: Tensor,
+    in_proj_bias: Tensor,
+    out_proj: Box<dyn Projection>,
+    heads: i64,
+    dropout: f64,
+    path: AttentionPath,
+}
+
+impl MultiheadAttention {
+    fn new(
+        hidden: i64,
+        heads: i64,
+        dropout: f64,
+        path: AttentionPath,
+        options: (Kind, Device),
+    ) -> Result<Self> {
+        let what = "attention";
+        positive(what, &[("hidden", hidden), ("heads", heads)])?;
+        if hidden % heads != 0 {
+            let reason =
+                format!("{heads} heads do not divide the width {hidden}; take a multiple of {heads}");
+            return Err(Error::Config { what, reason });
+        }
+        // PyTorch draws the joint weight by Xavier over its whole shape, and starts both biases at zero.
+        let (zeros, joint) = (Init::Constant(0.0), Init::xavier_uniform(hidden, 3 * hidden));
+        let out = Linear::with_init(hidden, hidden, Some(zeros), Init::torch_linear(hidden), options)?;
+        Ok(Self {
+            in_proj_weight: joint.parameter(&[3 * hidden, hidden], options)?,
+            in_proj_bias: zeros.parameter(&[3 * hidden], options)?,
+            out_proj: Box::new(out),
+            heads,
+            dropout,
+            path,
+        })
+    }
+
+    fn to_itself(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        let joint = project(x, &self.in_proj_weight, Some(&self.in_proj_bias))?;
+        let [q, k, v] = self.heads_of(&joint)?;
+        self.attend(&q, &k, &v, context)
+    }
+
+    fn to_memory(&self, x: &Tensor, memory: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        let hidden = self.in_proj_weight.size()[1];
+        let (weights, biases) = ([hidden, 2 * hidden], [hidden, 2 * hidden]);
+        let weights = self.in_proj_weight.f_split_with_sizes(weights, 0)?;
+        let biases = self.in_proj_bias.f_split_with_sizes(biases, 0)?;
+        let [q] = self.heads_of(&project(x, &weights[0], Some(&biases[0]))?)?;
+        let [k, v] = self.heads_of(&project(memory, &weights[1], Some(&biases[1]))?)?;
+        self.attend(&q, &k, &v, context)
+    }
+
+    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        let dropout = if context.training { self.dropout } else { 0.0 };
+        self.out_proj.forward(&causal_attention(q, k, v, context.documents, self.path, dropout)?)
+    }
+
+    /// `[b, t, n·hidden]` to n views `[b, t, heads, head]`.
+    fn heads_of<const N: usize>(&self, joint: &Tensor) -> Result<[Tensor; N]> {
+        split_heads(joint, self.heads)
+    }
+}
+
+/// `[b, t, n·heads·head]` to n views `[b, t, heads, head]`.
+pub(crate) fn split_heads<const N: usize>(joint: &Tensor, heads: i64) -> Result<[Tensor; N]> {
+    let (batch, sequence, width) = joint.size3()?;
+    let parts = joint.f_view([batch, sequence, N as i64, heads, width / (N as i64 * heads)])?.f_unbind(2)?;
+    let count = parts.len();
+    parts
+        .try_into()
+        .map_err(|_| Error::Config { what: "attention", reason: format!("{count} parts for {N}") })
+}
+
+impl Module for MultiheadAttention {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        visitor.parameter("in_proj_weight", &self.in_proj_weight);
+        visitor.parameter("in_proj_bias", &self.in_proj_bias);
+        visitor.part("out_proj", &*self.out_proj);
+    }
+
+    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
+        editor.parameter("in_proj_weight", &mut self.in_proj_weight)?;
+        editor.parameter("in_proj_bias", &mut self.in_proj_bias)?;
+        editor.projection("out_proj", &mut self.out_proj)
+    }
+}

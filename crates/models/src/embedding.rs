@@ -1,0 +1,69 @@
+//! Token embeddings.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::init::Init;
+use crate::linear::positive;
+use crate::module::{Editor, Module, Visitor};
+
+/// A row of numbers for each token.
+#[derive(Debug)]
+pub struct Embedding {
+    /// `[vocabulary, width]`.
+    pub weight: Tensor,
+}
+
+impl Embedding {
+    /// Rows drawn as told; PyTorch's `nn.Embedding` takes a standard normal.
+    ///
+    /// # Errors
+    /// A size below 1, too little memory.
+    pub fn new(vocabulary: i64, width: i64, init: Init, options: (Kind, Device)) -> Result<Self> {
+        positive("embedding", &[("vocabulary", vocabulary), ("width", width)])?;
+        Ok(Self { weight: init.parameter(&[vocabulary, width], options)? })
+    }
+
+    /// `[batch, sequence]` of int64 tokens to `[batch, sequence, width]`.
+    ///
+    /// On the CPU tokens are checked against the vocabulary. On CUDA that would wait for the device: a token outside it
+    /// ends the process's CUDA context there, so check a data set once, before training.
+    ///
+    /// # Errors
+    /// [`Error::Token`]; tokens of another shape or dtype, or on another device than the weights.
+    pub fn forward(&self, tokens_bt: &Tensor) -> Result<Tensor> {
+        let operation = "embedding";
+        if tokens_bt.dim() != 2 {
+            let expected = "[batch, sequence]".to_owned();
+            return Err(Error::Shape { operation, name: "tokens", found: tokens_bt.size(), expected });
+        }
+        if tokens_bt.kind() != Kind::Int64 || tokens_bt.device() != self.weight.device() {
+            return Err(Error::Placement {
+                operation,
+                name: "tokens",
+                found_kind: tokens_bt.kind(),
+                found_device: tokens_bt.device(),
+                expected: format!("Int64 on {:?}, where the weights are", self.weight.device()),
+            });
+        }
+        if tokens_bt.device() == Device::Cpu && tokens_bt.numel() > 0 {
+            let vocabulary = self.weight.size()[0];
+            let (least, most) = tokens_bt.f_aminmax(None, false)?;
+            let (least, most) = (least.f_int64_value(&[])?, most.f_int64_value(&[])?);
+            if let Some(&token) = [least, most].iter().find(|&&token| !(0..vocabulary).contains(&token)) {
+                return Err(Error::Token { token, vocabulary });
+            }
+        }
+        Ok(Tensor::f_embedding(&self.weight, tokens_bt, -1, false, false)?)
+    }
+}
+
+impl Module for Embedding {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        visitor.parameter("weight", &self.weight);
+    }
+
+    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
+        editor.parameter("weight", &mut self.weight)
+    }
+}

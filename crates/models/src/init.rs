@@ -1,0 +1,113 @@
+//! How weights begin.
+//!
+//! For y = x·Wᵀ with x of unit variance and W `[out, in]` of variance σ², y has variance in·σ². So σ = 1/√in keeps the
+//! variance whatever the width ([`Init::lecun`], CS336's `1/√d`); Xavier's σ² = 2/(in + out) balances that against the
+//! same wish for gradients on their way back (Glorot & Bengio 2010); PyTorch's `nn.Linear` draws uniformly from ±1/√in,
+//! whose variance is a third of it.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+
+/// A distribution of first values.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Init {
+    /// The same everywhere.
+    Constant(f64),
+    /// Normal, mean 0.
+    Normal {
+        /// Standard deviation.
+        std: f64,
+    },
+    /// Normal, mean 0, drawn again beyond `±cut·std`. The deviation that comes out is a little below `std` (by 1.3 % for
+    /// a cut at 3).
+    TruncatedNormal {
+        /// Standard deviation before the cut.
+        std: f64,
+        /// Where it is cut, in standard deviations.
+        cut: f64,
+    },
+    /// Uniform in `±bound`.
+    Uniform {
+        /// The bound.
+        bound: f64,
+    },
+}
+
+impl Init {
+    /// 1/√in, normal, cut at three standard deviations.
+    pub fn lecun(in_features: i64) -> Self {
+        Self::TruncatedNormal { std: 1.0 / (in_features as f64).sqrt(), cut: 3.0 }
+    }
+
+    /// Uniform with variance 2/(in + out).
+    pub fn xavier_uniform(in_features: i64, out_features: i64) -> Self {
+        Self::Uniform { bound: (6.0 / (in_features + out_features) as f64).sqrt() }
+    }
+
+    /// Normal with variance 2/(in + out).
+    pub fn xavier_normal(in_features: i64, out_features: i64) -> Self {
+        Self::Normal { std: (2.0 / (in_features + out_features) as f64).sqrt() }
+    }
+
+    /// Uniform in ±1/√in: what PyTorch gives to the weights and biases of `nn.Linear`.
+    pub fn torch_linear(in_features: i64) -> Self {
+        Self::Uniform { bound: 1.0 / (in_features as f64).sqrt() }
+    }
+
+    /// A learned tensor of this shape, drawn from libtorch's default generator ([`runtime::random::seed`]).
+    ///
+    /// # Errors
+    /// A deviation, bound or cut that is negative or not finite; a shape that does not fit into memory.
+    pub fn parameter(self, shape: &[i64], options: (Kind, Device)) -> Result<Tensor> {
+        let mut tensor = Tensor::f_empty(shape, options)?;
+        self.fill(&mut tensor)?;
+        Ok(tensor.f_set_requires_grad(true)?)
+    }
+
+    /// Overwrites a tensor with values drawn anew.
+    ///
+    /// # Errors
+    /// As [`Init::parameter`].
+    pub fn fill(self, tensor: &mut Tensor) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let positive = |name: &str, value: f64| {
+            if value.is_finite() && value >= 0.0 {
+                return Ok(());
+            }
+            let reason = format!("{name} is {value}; expected a finite number from 0 on");
+            Err(Error::Config { what: "initialisation", reason })
+        };
+        match self {
+            Self::Constant(value) => {
+                let _ = tensor.f_fill_(value)?;
+            }
+            Self::Normal { std } => {
+                positive("std", std)?;
+                let _ = tensor.f_normal_(0.0, std)?;
+            }
+            Self::Uniform { bound } => {
+                positive("bound", bound)?;
+                let _ = tensor.f_uniform_(-bound, bound)?;
+            }
+            Self::TruncatedNormal { std, cut } => {
+                positive("std", std)?;
+                positive("cut", cut)?;
+                truncated_normal(tensor, std, cut)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// By the inverse of the distribution function: Φ⁻¹ of a uniform draw from (Φ(−cut), Φ(cut)), as √2·erfinv.
+fn truncated_normal(tensor: &mut Tensor, std: f64, cut: f64) -> Result<()> {
+    // erf(cut/√2) is the probability within the cut; in f64 it stays below 1 up to a cut of 8.
+    let cut = cut.min(8.0);
+    let within = Tensor::from(cut / std::f64::consts::SQRT_2).f_erf()?.f_double_value(&[])?;
+    let draw = Tensor::f_empty(tensor.size(), (Kind::Float, tensor.device()))?.f_uniform_(-within, within)?;
+    let values = draw.f_erfinv()?.f_mul_scalar(std * std::f64::consts::SQRT_2)?;
+    // Rounding in f32 may end a hair beyond the cut.
+    tensor.f_copy_(&values.f_clamp(-cut * std, cut * std)?)?;
+    Ok(())
+}

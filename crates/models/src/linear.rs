@@ -1,0 +1,99 @@
+//! Linear projections.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::init::Init;
+use crate::module::{Editor, Module, Projection, Visitor};
+
+/// y = x·Wᵀ + b.
+#[derive(Debug)]
+pub struct Linear {
+    /// `[out, in]`.
+    pub weight: Tensor,
+    /// `[out]`.
+    pub bias: Option<Tensor>,
+}
+
+impl Linear {
+    /// Weights and bias uniform in ±1/√in, as PyTorch's `nn.Linear`.
+    ///
+    /// # Errors
+    /// A width below 1, too little memory.
+    pub fn new(in_features: i64, out_features: i64, bias: bool, options: (Kind, Device)) -> Result<Self> {
+        let init = Init::torch_linear(in_features);
+        Self::with_init(in_features, out_features, bias.then_some(init), init, options)
+    }
+
+    /// Weights and bias drawn as told; no bias for `None`.
+    ///
+    /// # Errors
+    /// As [`Linear::new`], and those of [`Init::parameter`].
+    pub fn with_init(
+        in_features: i64,
+        out_features: i64,
+        bias: Option<Init>,
+        weight: Init,
+        options: (Kind, Device),
+    ) -> Result<Self> {
+        positive("linear", &[("in", in_features), ("out", out_features)])?;
+        let weight = weight.parameter(&[out_features, in_features], options)?;
+        let bias = bias.map(|init| init.parameter(&[out_features], options)).transpose()?;
+        Ok(Self { weight, bias })
+    }
+}
+
+/// x·Wᵀ + b over the last dimension: every projection of this crate goes through here.
+pub(crate) fn project(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let width = weight.size().get(1).copied().unwrap_or(0);
+    if x.size().last() != Some(&width) {
+        let expected = format!("[…, {width}]");
+        return Err(Error::Shape { operation: "linear", name: "x", found: x.size(), expected });
+    }
+    if x.kind() != weight.kind() || x.device() != weight.device() {
+        return Err(Error::Placement {
+            operation: "linear",
+            name: "x",
+            found_kind: x.kind(),
+            found_device: x.device(),
+            expected: format!("{:?} on {:?}, as the weight", weight.kind(), weight.device()),
+        });
+    }
+    Ok(x.f_linear(weight, bias)?)
+}
+
+/// Refuses sizes below 1.
+pub(crate) fn positive(what: &'static str, sizes: &[(&str, i64)]) -> Result<()> {
+    match sizes.iter().find(|(_, size)| *size < 1) {
+        None => Ok(()),
+        Some((name, size)) => {
+            Err(Error::Config { what, reason: format!("`{name}` is {size}; expected at least 1") })
+        }
+    }
+}
+
+impl Module for Linear {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        visitor.parameter("weight", &self.weight);
+        visitor.optional_parameter("bias", self.bias.as_ref());
+    }
+
+    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
+        editor.parameter("weight", &mut self.weight)?;
+        editor.optional_parameter("bias", self.bias.as_mut())
+    }
+}
+
+impl Projection for Linear {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        project(x, &self.weight, self.bias.as_ref())
+    }
+
+    fn in_features(&self) -> i64 {
+        self.weight.size()[1]
+    }
+
+    fn out_features(&self) -> i64 {
+        self.weight.size()[0]
+    }
+}

@@ -1,0 +1,60 @@
+//! The output projection with a cross-entropy over all of its logits.
+
+use tch::{Kind, Reduction, Tensor};
+
+use crate::error::{Error, Result};
+use crate::module::{Editor, IGNORED, LossHead, LossOutput, Module, Projection, Visitor};
+
+/// Logits as a whole, then their cross-entropy: what every framework does, and the baseline of heads that do better.
+///
+/// Keeps the logits' log-softmax, `[batch·sequence, vocabulary]`, for backward, and makes its gradient of the same size.
+#[derive(Debug)]
+pub struct ProjectionHead {
+    projection: Box<dyn Projection>,
+}
+
+impl ProjectionHead {
+    /// A head over this projection. Its parameters go under the head's own name.
+    pub fn new(projection: impl Projection + 'static) -> Self {
+        Self { projection: Box::new(projection) }
+    }
+}
+
+impl Module for ProjectionHead {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        visitor.part("", &*self.projection);
+    }
+
+    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
+        editor.projection("", &mut self.projection)
+    }
+}
+
+impl LossHead for ProjectionHead {
+    fn logits(&self, hidden_btd: &Tensor) -> Result<Tensor> {
+        self.projection.forward(hidden_btd)
+    }
+
+    fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, accuracy: bool) -> Result<LossOutput> {
+        let (rows, size) = (hidden_btd.size(), labels_bt.size());
+        if rows.len() != 3 || size != rows[..2] {
+            let expected = format!("{:?}, one label for each place", &rows[..rows.len().min(2)]);
+            return Err(Error::Shape { operation: "loss", name: "labels", found: size, expected });
+        }
+        let labels = labels_bt.f_reshape([-1])?;
+        let logits = self.projection.forward(&hidden_btd.f_flatten(0, 1)?)?;
+        // Sums and exponentials of low precision lose what is learned; fp32 is what every framework computes them in.
+        let logits = match logits.kind() {
+            Kind::Half | Kind::BFloat16 => logits.f_to_kind(Kind::Float)?,
+            _ => logits,
+        };
+        let sum = logits.f_cross_entropy_loss(&labels, None::<&Tensor>, Reduction::Sum, IGNORED, 0.0)?;
+        let correct = if accuracy {
+            let _no_grad = tch::no_grad_guard();
+            Some(logits.f_argmax(-1, false)?.f_eq_tensor(&labels)?.f_sum(Kind::Int64)?)
+        } else {
+            None
+        };
+        Ok(LossOutput { sum, correct })
+    }
+}

@@ -1,0 +1,100 @@
+//! Normalisations of the last dimension.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::init::Init;
+use crate::linear::positive;
+use crate::module::{Editor, Module, Visitor};
+
+/// y = (x − mean)/√(variance + eps) ⊙ w + b (Ba, Kiros & Hinton 2016).
+#[derive(Debug)]
+pub struct LayerNorm {
+    /// `[width]`.
+    pub weight: Tensor,
+    /// `[width]`.
+    pub bias: Tensor,
+    /// Added to the variance.
+    pub eps: f64,
+}
+
+impl LayerNorm {
+    /// Ones and zeros.
+    ///
+    /// # Errors
+    /// A width below 1.
+    pub fn new(width: i64, eps: f64, options: (Kind, Device)) -> Result<Self> {
+        positive("layer norm", &[("width", width)])?;
+        let weight = Init::Constant(1.0).parameter(&[width], options)?;
+        Ok(Self { weight, bias: Init::Constant(0.0).parameter(&[width], options)?, eps })
+    }
+
+    /// `[…, width]` to the same.
+    ///
+    /// # Errors
+    /// Another width or dtype.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        check("layer norm", x, &self.weight)?;
+        Ok(x.f_layer_norm(self.weight.size(), Some(&self.weight), Some(&self.bias), self.eps, false)?)
+    }
+}
+
+/// y = x/√(mean(x²) + eps) ⊙ w (Zhang & Sennrich 2019).
+#[derive(Debug)]
+pub struct RmsNorm {
+    /// `[width]`.
+    pub weight: Tensor,
+    /// Added to the mean square.
+    pub eps: f64,
+}
+
+impl RmsNorm {
+    /// Ones.
+    ///
+    /// # Errors
+    /// A width below 1.
+    pub fn new(width: i64, eps: f64, options: (Kind, Device)) -> Result<Self> {
+        positive("RMS norm", &[("width", width)])?;
+        Ok(Self { weight: Init::Constant(1.0).parameter(&[width], options)?, eps })
+    }
+
+    /// `[…, width]` to the same.
+    ///
+    /// # Errors
+    /// Another width or dtype.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        check("RMS norm", x, &self.weight)?;
+        let width = self.weight.size();
+        Ok(runtime::ops::norm::fused_rms_norm(x, &width, Some(&self.weight), Some(self.eps))?.0)
+    }
+}
+
+fn check(operation: &'static str, x: &Tensor, weight: &Tensor) -> Result<()> {
+    if x.size().last() == weight.size().first() {
+        return Ok(());
+    }
+    let expected = format!("[…, {}]", weight.numel());
+    Err(Error::Shape { operation, name: "x", found: x.size(), expected })
+}
+
+impl Module for LayerNorm {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        visitor.parameter("weight", &self.weight);
+        visitor.parameter("bias", &self.bias);
+    }
+
+    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
+        editor.parameter("weight", &mut self.weight)?;
+        editor.parameter("bias", &mut self.bias)
+    }
+}
+
+impl Module for RmsNorm {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        visitor.parameter("weight", &self.weight);
+    }
+
+    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
+        editor.parameter("weight", &mut self.weight)
+    }
+}

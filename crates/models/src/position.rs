@@ -1,0 +1,124 @@
+//! Where a token stands.
+//!
+//! Sinusoidal (Vaswani et al. 2017): for place p and even column 2i of E, PE[p, 2i] = sin(p·10000^(−2i/E)) and
+//! PE[p, 2i+1] = cos of the same. A shift by s places is a rotation of each pair of columns, so that relative places are
+//! linear in it. Nothing is learned, and nothing is kept in a state dict.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::init::Init;
+use crate::linear::positive;
+use crate::module::{Editor, Module, Visitor};
+
+/// Adds sines and cosines of the place. `PositionalEncoding` of the assignment.
+#[derive(Debug)]
+pub struct PositionalEncoding {
+    table: Tensor,
+}
+
+impl PositionalEncoding {
+    /// A table of `max_length` places. It is computed in f64 and rounded once.
+    ///
+    /// # Errors
+    /// A size below 1.
+    pub fn new(max_length: i64, width: i64, options: (Kind, Device)) -> Result<Self> {
+        positive("positional encoding", &[("max_length", max_length), ("width", width)])?;
+        let place = Tensor::f_arange(max_length, (Kind::Double, Device::Cpu))?.f_unsqueeze(1)?;
+        let pairs = (width + 1) / 2;
+        let exponent =
+            Tensor::f_arange(pairs, (Kind::Double, Device::Cpu))?.f_mul_scalar(-2.0 / width as f64)?;
+        let angle = place.f_mul(&exponent.f_mul_scalar(10_000f64.ln())?.f_exp()?)?;
+        // [max_length, pairs, 2] laid out flat alternates sine and cosine; an odd width drops the last cosine.
+        let table =
+            Tensor::f_stack(&[angle.f_sin()?, angle.f_cos()?], 2)?.f_reshape([max_length, 2 * pairs])?;
+        let table =
+            table.f_narrow(1, 0, width)?.f_contiguous()?.f_to_kind(options.0)?.f_to_device(options.1)?;
+        Ok(Self { table })
+    }
+
+    /// `[batch, sequence, width]` plus the encoding of 0, 1, 2, …, or of the given places `[batch, sequence]` (int64).
+    ///
+    /// # Errors
+    /// A longer sequence than the table, another width.
+    pub fn forward(&self, x_btd: &Tensor, positions_bt: Option<&Tensor>) -> Result<Tensor> {
+        Ok(x_btd.f_add(&rows(&self.table, x_btd, positions_bt)?)?)
+    }
+
+    /// How many places there are.
+    pub fn max_length(&self) -> i64 {
+        self.table.size()[0]
+    }
+}
+
+/// Adds a learned row for each place.
+#[derive(Debug)]
+pub struct LearnedPositions {
+    /// `[max_length, width]`.
+    pub weight: Tensor,
+}
+
+impl LearnedPositions {
+    /// Rows drawn as told.
+    ///
+    /// # Errors
+    /// A size below 1.
+    pub fn new(max_length: i64, width: i64, init: Init, options: (Kind, Device)) -> Result<Self> {
+        positive("learned positions", &[("max_length", max_length), ("width", width)])?;
+        Ok(Self { weight: init.parameter(&[max_length, width], options)? })
+    }
+
+    /// As [`PositionalEncoding::forward`].
+    ///
+    /// # Errors
+    /// As [`PositionalEncoding::forward`].
+    pub fn forward(&self, x_btd: &Tensor, positions_bt: Option<&Tensor>) -> Result<Tensor> {
+        Ok(x_btd.f_add(&rows(&self.weight, x_btd, positions_bt)?)?)
+    }
+}
+
+/// The rows of `table` that belong to the places of `x`.
+fn rows(table: &Tensor, x_btd: &Tensor, positions_bt: Option<&Tensor>) -> Result<Tensor> {
+    let operation = "positions";
+    let (length, width) = table.size2()?;
+    let &[batch, sequence, found_width] = &x_btd.size()[..] else {
+        let expected = "[batch, sequence, width]".to_owned();
+        return Err(Error::Shape { operation, name: "x", found: x_btd.size(), expected });
+    };
+    if found_width != width {
+        let expected = format!("[batch, sequence, {width}]");
+        return Err(Error::Shape { operation, name: "x", found: x_btd.size(), expected });
+    }
+    match positions_bt {
+        None if sequence > length => {
+            let expected =
+                format!("at most {length} places; cut the rows, or make the model with a larger maximum");
+            Err(Error::Shape { operation, name: "x", found: x_btd.size(), expected })
+        }
+        None => Ok(table.f_narrow(0, 0, sequence)?),
+        Some(positions) if positions.size() != [batch, sequence] => {
+            let expected = format!("[{batch}, {sequence}], as the tokens");
+            Err(Error::Shape { operation, name: "positions", found: positions.size(), expected })
+        }
+        // `embedding` checks the range on the CPU, and its backward is the one of a table.
+        Some(positions) => Ok(Tensor::f_embedding(table, positions, -1, false, false)?),
+    }
+}
+
+impl Module for PositionalEncoding {
+    fn visit<'a>(&'a self, _: &mut Visitor<'a, '_>) {}
+
+    fn visit_mut(&mut self, _: &mut Editor<'_>) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl Module for LearnedPositions {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        visitor.parameter("weight", &self.weight);
+    }
+
+    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
+        editor.parameter("weight", &mut self.weight)
+    }
+}

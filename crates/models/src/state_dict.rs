@@ -1,0 +1,71 @@
+//! A module's state, out and in.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use tch::Tensor;
+
+use crate::error::{Error, Result};
+use crate::module::{Module, tensors};
+use crate::tensors_file;
+
+/// Every tensor of the state with its name, in order, sharing memory with the module. One that two parts share comes once.
+pub fn state_dict(module: &(impl Module + ?Sized)) -> Vec<(String, Tensor)> {
+    tensors(module).into_iter().map(|named| (named.name, named.tensor.detach())).collect()
+}
+
+/// Copies values into the module's tensors, converting dtype and device. Nothing is copied unless everything fits.
+///
+/// `from` is what an error calls them, for example a path.
+///
+/// # Errors
+/// [`Error::State`] with all names that are missing, unexpected, or of another shape.
+pub fn load_state_dict(
+    module: &(impl Module + ?Sized),
+    state: &[(String, Tensor)],
+    from: &str,
+) -> Result<()> {
+    let given: BTreeMap<&str, &Tensor> = state.iter().map(|(name, tensor)| (&**name, tensor)).collect();
+    let wanted = tensors(module);
+    let names: BTreeSet<&str> = wanted.iter().map(|named| &*named.name).collect();
+    let (mut missing, mut mismatched) = (Vec::new(), Vec::new());
+    for named in &wanted {
+        match given.get(&*named.name) {
+            None => missing.push(named.name.clone()),
+            Some(tensor) if tensor.size() != named.tensor.size() => mismatched.push(format!(
+                "{} {:?} (the model has {:?})",
+                named.name,
+                tensor.size(),
+                named.tensor.size()
+            )),
+            Some(_) => {}
+        }
+    }
+    let unexpected: Vec<String> =
+        given.keys().filter(|name| !names.contains(*name)).map(|name| (*name).to_owned()).collect();
+    if !(missing.is_empty() && unexpected.is_empty() && mismatched.is_empty()) {
+        return Err(Error::State { from: from.to_owned(), missing, unexpected, mismatched });
+    }
+    let _no_grad = tch::no_grad_guard();
+    for named in wanted {
+        named.tensor.shallow_clone().f_copy_(given[&*named.name])?;
+    }
+    Ok(())
+}
+
+/// Writes a module's state as safetensors, whole or not at all.
+///
+/// # Errors
+/// Those of [`tensors_file::write`].
+pub fn save(module: &(impl Module + ?Sized), path: &Path) -> Result<()> {
+    tensors_file::write(path, &state_dict(module))
+}
+
+/// Reads a module's state from safetensors.
+///
+/// # Errors
+/// Those of [`tensors_file::read`] and of [`load_state_dict`].
+pub fn load(module: &(impl Module + ?Sized), path: &Path) -> Result<()> {
+    let state = tensors_file::read(path, tch::Device::Cpu)?;
+    load_state_dict(module, &state, &path.display().to_string())
+}

@@ -1,0 +1,139 @@
+//! Attention: three ways to one result, and what a token must never see.
+
+use models::attention::{AttentionPath, Documents, causal_attention};
+use proptest::prelude::*;
+use tch::{Device, IndexOp, Kind, Tensor};
+
+const PATHS: [AttentionPath; 3] = [AttentionPath::Explicit, AttentionPath::DenseMask, AttentionPath::Fused];
+
+fn documents(rows: &[&[i64]]) -> Documents {
+    let lengths: Vec<i64> = rows.iter().copied().flatten().copied().collect();
+    let mut starts = vec![0];
+    for length in &lengths {
+        starts.push(starts.last().unwrap() + *length as i32);
+    }
+    let ids: Vec<i64> = lengths
+        .iter()
+        .enumerate()
+        .flat_map(|(id, &length)| std::iter::repeat_n(id as i64, length as usize))
+        .collect();
+    Documents {
+        ids: Tensor::from_slice(&ids).view([rows.len() as i64, -1]),
+        cu_seqlens: Tensor::from_slice(&starts),
+        longest: lengths.iter().copied().max().unwrap(),
+        starts,
+    }
+}
+
+fn random(shape: [i64; 4]) -> Tensor {
+    Tensor::randn(shape, (Kind::Double, Device::Cpu)).set_requires_grad(true)
+}
+
+fn gradients(output: &Tensor, inputs: &[&Tensor]) -> Vec<Tensor> {
+    // An upstream gradient that differs from place to place.
+    let weights = Tensor::arange(output.numel() as i64, (Kind::Double, Device::Cpu)).sin().view_as(output);
+    let loss = (output * weights).sum(Kind::Double);
+    let found = runtime::autograd::grad(&[&loss], &[None], inputs, Default::default()).unwrap();
+    found.into_iter().map(Option::unwrap).collect()
+}
+
+fn distance(a: &Tensor, b: &Tensor) -> f64 {
+    (a - b).abs().max().double_value(&[])
+}
+
+#[test]
+fn the_paths_agree_on_outputs_and_gradients() {
+    let cases: [(&str, [i64; 4], Option<Documents>); 4] = [
+        ("one document", [2, 7, 3, 5], None),
+        ("one place", [1, 1, 1, 1], None),
+        ("packed", [2, 9, 2, 4], Some(documents(&[&[4, 3, 2], &[1, 8]]))),
+        ("packed, one document of no length", [1, 6, 2, 3], Some(documents(&[&[2, 0, 4]]))),
+    ];
+    for (name, shape, documents) in cases {
+        let [q, k, v] = [(); 3].map(|()| random(shape));
+        let run = |path| {
+            let output = causal_attention(&q, &k, &v, documents.as_ref(), path, 0.0).unwrap();
+            let gradients = gradients(&output, &[&q, &k, &v]);
+            std::iter::once(output).chain(gradients).collect::<Vec<_>>()
+        };
+        let oracle = run(AttentionPath::Explicit);
+        for path in &PATHS[1..] {
+            for (found, expected) in run(*path).iter().zip(&oracle) {
+                let distance = distance(found, expected);
+                assert!(distance < 1e-12, "{name} {path:?}: {distance}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_token_sees_neither_the_future_nor_another_document() {
+    let documents = documents(&[&[3, 4], &[7]]);
+    let shape = [2, 7, 2, 4];
+    for path in PATHS {
+        for packed in [None, Some(&documents)] {
+            let x = random(shape);
+            let output = causal_attention(&x, &x, &x, packed, path, 0.0).unwrap();
+            for row in 0..2 {
+                for place in 0..7 {
+                    let gradient = runtime::autograd::grad(
+                        &[&output.i((row, place)).sum(Kind::Double)],
+                        &[None],
+                        &[&x],
+                        runtime::autograd::Keep { graph: true, derivative: false },
+                    );
+                    let seen = gradient.unwrap().remove(0).unwrap().abs().sum_dim_intlist(
+                        [2i64, 3].as_slice(),
+                        false,
+                        Kind::Double,
+                    );
+                    for other_row in 0..2 {
+                        for other in 0..7 {
+                            let same_document = packed.is_none() || row == 1 || (place < 3) == (other < 3);
+                            let expected = row == other_row && other <= place && same_document;
+                            let found = seen.double_value(&[other_row, other]) > 0.0;
+                            assert_eq!(found, expected, "{path:?} {row},{place} sees {other_row},{other}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn a_pack_equals_its_documents_one_by_one(lengths in prop::collection::vec(1i64..9, 1..6), heads in 1i64..4) {
+        let total: i64 = lengths.iter().sum();
+        let packed = documents(&[&lengths]);
+        let [q, k, v] = [(); 3].map(|()| random([1, total, heads, 3]));
+        let together = causal_attention(&q, &k, &v, Some(&packed), AttentionPath::Fused, 0.0).unwrap();
+        let mut start = 0;
+        for length in lengths {
+            let part = |x: &Tensor| x.narrow(1, start, length);
+            let alone = causal_attention(&part(&q), &part(&k), &part(&v), None, AttentionPath::Explicit, 0.0).unwrap();
+            prop_assert!(distance(&alone, &together.narrow(1, start, length)) < 1e-12);
+            start += length;
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let x = random([2, 4, 1, 2]);
+    let error = |documents: Option<&Documents>, dropout| {
+        causal_attention(&x, &x, &x, documents, AttentionPath::Fused, dropout).unwrap_err().to_string()
+    };
+    assert_eq!(error(None, 1.0), "attention: dropout is 1; expected a probability in [0, 1)");
+    assert_eq!(
+        error(Some(&documents(&[&[2, 2]])), 0.0),
+        "attention: `document ids` has shape [1, 4]; expected [2, 4], as the rows"
+    );
+    let short = Documents { starts: vec![0, 4, 7], ..documents(&[&[4], &[4]]) };
+    assert_eq!(
+        error(Some(&short), 0.0),
+        "attention: the documents start at [0, 4, 7]; expected 0, then rising numbers, and at the end the 8 places of the rows"
+    );
+}
