@@ -23,8 +23,11 @@
 
 use tch::Device;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::sys::random as sys;
+
+/// What [`RandomState::to_bytes`] begins with.
+const MAGIC: &[u8; 8] = b"rngstat1";
 
 /// Seeds the generator of the CPU and of every CUDA device.
 ///
@@ -92,6 +95,46 @@ impl RandomState {
         let current = Preserve { state: Self::of(self.states.iter().map(|(device, _)| *device))? };
         self.restore()?;
         Ok(current)
+    }
+
+    /// The state as bytes, for a checkpoint: those of one version of libtorch are read by the same version.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = MAGIC.to_vec();
+        for (device, state) in &self.states {
+            let number = if let Device::Cuda(index) = device { *index as u64 + 1 } else { 0 };
+            bytes.extend(number.to_le_bytes());
+            bytes.extend((state.len() as u64).to_le_bytes());
+            bytes.extend(state);
+        }
+        bytes
+    }
+
+    /// The state that [`RandomState::to_bytes`] wrote.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for bytes that are something else, or cut short.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let invalid = |reason: &str| {
+            let reason = format!("{} bytes: {reason}; expected what RandomState::to_bytes gave", bytes.len());
+            Error::invalid("RandomState::from_bytes", reason)
+        };
+        let mut rest = bytes.strip_prefix(MAGIC).ok_or_else(|| invalid("another beginning"))?;
+        let mut states = Vec::new();
+        while !rest.is_empty() {
+            let (device, after) = rest.split_first_chunk().ok_or_else(|| invalid("cut short"))?;
+            let (length, after) = after.split_first_chunk().ok_or_else(|| invalid("cut short"))?;
+            let length = usize::try_from(u64::from_le_bytes(*length))
+                .map_err(|_| invalid("a length beyond memory"))?;
+            let (state, after) = after.split_at_checked(length).ok_or_else(|| invalid("cut short"))?;
+            let device = match u64::from_le_bytes(*device) {
+                0 => Device::Cpu,
+                number => Device::Cuda(usize::try_from(number - 1).map_err(|_| invalid("no such device"))?),
+            };
+            states.push((device, state.to_vec()));
+            rest = after;
+        }
+        if states.is_empty() { Err(invalid("no generator")) } else { Ok(Self { states }) }
     }
 
     /// The device whose state this is.

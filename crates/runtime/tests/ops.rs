@@ -1,7 +1,7 @@
 //! Operators by name and the typed layer over them, against tch and plain arithmetic.
 
 use runtime::ops::attention::{self, Options, Packing};
-use runtime::ops::optimizer::{AdamW, AdamWTensors, Unscale, fused_adamw_};
+use runtime::ops::optimizer::{AdamW, AdamWTensors, Unscale, fused_adam_, fused_adamw_};
 use runtime::ops::settings::{self, Determinism};
 use runtime::ops::{self, Value, amp, foreach, matmul, norm};
 use tch::{Device, Kind, Tensor};
@@ -261,6 +261,29 @@ fn fused_adamw_is_adamw() {
     close(&m, &[expected_m]);
     close(&v, &[expected_v]);
     assert_eq!(step.double_value(&[]), 3.0);
+}
+
+/// Without decay the two are one; with it, Adam's goes through the moments as an addition to the gradient.
+#[test]
+fn fused_adam_adds_the_decay_to_the_gradient() {
+    let options = AdamW { lr: 0.1, weight_decay: 0.05, ..AdamW::default() };
+    let param = tensor(&[1.5]);
+    let (m, v, step) = (tensor(&[0.0]), tensor(&[0.0]), Tensor::from(0f32));
+    let grad = tensor(&[0.3]);
+    let tensors = AdamWTensors {
+        params: &[&param],
+        grads: &[&grad],
+        exp_avgs: &[&m],
+        exp_avg_sqs: &[&v],
+        steps: &[&step],
+    };
+    fused_adam_(&tensors, options, None).unwrap();
+    let decayed = 0.3 + 0.05 * 1.5;
+    let (expected, expected_m, expected_v) =
+        adamw_reference(AdamW { weight_decay: 0.0, ..options }, &[decayed]);
+    close(&param, &[expected]);
+    close(&m, &[expected_m]);
+    close(&v, &[expected_v]);
 }
 
 #[test]

@@ -98,3 +98,24 @@ fn a_device_that_is_not_there_is_named() {
     }
     assert!(RandomState::capture(Device::Cuda(usize::MAX)).is_err());
 }
+
+#[test]
+fn a_state_survives_as_bytes() {
+    let _lock = GENERATORS.lock();
+    for device in devices() {
+        let state = RandomState::capture(device).unwrap();
+        let bytes = state.to_bytes();
+        let first = draw(device);
+        let read = RandomState::from_bytes(&bytes).unwrap();
+        assert_eq!(read, state);
+        read.restore().unwrap();
+        assert_eq!(draw(device), first);
+        for length in (0..24).chain([bytes.len() - 1]) {
+            let error = RandomState::from_bytes(&bytes[..length]).unwrap_err().to_string();
+            assert!(error.contains("expected what RandomState::to_bytes gave"), "{length}: {error}");
+        }
+        let mut hostile = bytes.clone();
+        hostile[16..24].fill(0xff);
+        assert!(RandomState::from_bytes(&hostile).is_err());
+    }
+}

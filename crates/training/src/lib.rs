@@ -1,1 +1,13 @@
 //! Training.
+pub mod accumulation;
+pub mod batches;
+pub mod clip;
+pub mod error;
+pub mod loss;
+pub mod optimizer;
+pub mod scaler;
+pub mod schedule;
+
+pub use batches::Batches;
+pub use error::{Error, Result};
+pub use schedule::Schedule;

@@ -73,6 +73,34 @@ fn in_place(name: &str, overload: &str, positional: &[Value], named: &[(&str, Va
     call(name, overload, positional, named).map(drop)
 }
 
+/// New tensors `tensors[i] + alpha · others[i]`.
+///
+/// # Errors
+/// Those of [`call`].
+pub fn add_scaled(
+    tensors: &[impl Borrow<Tensor>],
+    others: &[impl Borrow<Tensor>],
+    alpha: f64,
+) -> Result<Vec<Tensor>> {
+    new("aten::_foreach_add", "List", &[list(tensors), list(others)], &[("alpha", alpha.into())])
+}
+
+/// New tensors `√tensors[i]`.
+///
+/// # Errors
+/// Those of [`call`].
+pub fn sqrt(tensors: &[impl Borrow<Tensor>]) -> Result<Vec<Tensor>> {
+    new("aten::_foreach_sqrt", "", &[list(tensors)], &[])
+}
+
+fn new(name: &str, overload: &str, positional: &[Value], named: &[(&str, Value)]) -> Result<Vec<Tensor>> {
+    if matches!(&positional[0], Value::TensorList(tensors) if tensors.is_empty()) {
+        return Ok(Vec::new());
+    }
+    let results = call(name, overload, positional, named)?;
+    results.into_iter().next().unwrap_or(Value::None).into_tensors()
+}
+
 /// The norm of the given order of every tensor, as tensors of no dimension.
 ///
 /// ```
@@ -86,9 +114,5 @@ fn in_place(name: &str, overload: &str, positional: &[Value], named: &[(&str, Va
 /// # Errors
 /// Those of [`call`].
 pub fn norm(tensors: &[impl Borrow<Tensor>], order: f64) -> Result<Vec<Tensor>> {
-    if tensors.is_empty() {
-        return Ok(Vec::new());
-    }
-    let results = call("aten::_foreach_norm", "Scalar", &[list(tensors), order.into()], &[])?;
-    results.into_iter().next().unwrap_or(Value::None).into_tensors()
+    new("aten::_foreach_norm", "Scalar", &[list(tensors), order.into()], &[])
 }

@@ -7,7 +7,7 @@ use tch::Tensor;
 use super::{Value, call, foreach, list};
 use crate::error::{Error, Result};
 
-/// What a step of AdamW needs besides the tensors; the defaults are PyTorch's.
+/// What a step of Adam or AdamW needs besides the tensors; the defaults are those of PyTorch's AdamW.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamW {
     /// Learning rate.
@@ -16,7 +16,7 @@ pub struct AdamW {
     pub beta1: f64,
     /// Decay of the second moment.
     pub beta2: f64,
-    /// Decoupled weight decay: the parameter shrinks by `lr · weight_decay`.
+    /// AdamW: the parameter shrinks by `lr · weight_decay`. Adam: `weight_decay · parameter` is added to the gradient.
     pub weight_decay: f64,
     /// Added to the root of the second moment.
     pub eps: f64,
@@ -69,6 +69,28 @@ pub fn fused_adamw_<T: Borrow<Tensor>>(
     options: AdamW,
     unscale: Option<Unscale<'_>>,
 ) -> Result<()> {
+    fused(["fused_adamw_", "aten::_fused_adamw_"], tensors, options, unscale)
+}
+
+/// One step of Adam over all parameters, in place and without a graph (`_fused_adam_`; Kingma & Ba, arXiv:1412.6980). As
+/// [`fused_adamw_`], but for the weight decay, which is the L2 penalty's gradient.
+///
+/// # Errors
+/// As [`fused_adamw_`].
+pub fn fused_adam_<T: Borrow<Tensor>>(
+    tensors: &AdamWTensors<'_, T>,
+    options: AdamW,
+    unscale: Option<Unscale<'_>>,
+) -> Result<()> {
+    fused(["fused_adam_", "aten::_fused_adam_"], tensors, options, unscale)
+}
+
+fn fused<T: Borrow<Tensor>>(
+    [name, operator]: [&'static str; 2],
+    tensors: &AdamWTensors<'_, T>,
+    options: AdamW,
+    unscale: Option<Unscale<'_>>,
+) -> Result<()> {
     let AdamWTensors { params, grads, exp_avgs, exp_avg_sqs, steps } = *tensors;
     let lengths = [params.len(), grads.len(), exp_avgs.len(), exp_avg_sqs.len(), steps.len()];
     if lengths.iter().any(|&length| length != params.len()) {
@@ -76,7 +98,7 @@ pub fn fused_adamw_<T: Borrow<Tensor>>(
             "params, grads, exp_avgs, exp_avg_sqs and steps have {lengths:?} tensors; leave out parameters without a \
              gradient from all of them"
         );
-        return Err(Error::invalid("fused_adamw_", reason));
+        return Err(Error::invalid(name, reason));
     }
     if params.is_empty() {
         return Ok(());
@@ -104,7 +126,7 @@ pub fn fused_adamw_<T: Borrow<Tensor>>(
     if let Some(Unscale { scale, found_inf }) = unscale {
         named.extend([("grad_scale", scale.into()), ("found_inf", found_inf.into())]);
     }
-    let result = call("aten::_fused_adamw_", "", &positional, &named).map(drop);
+    let result = call(operator, "", &positional, &named).map(drop);
     match (&result, unscale) {
         (Err(_), _) => foreach::add_scalar_(steps, -1.0)?,
         (Ok(()), Some(Unscale { found_inf, .. })) => {

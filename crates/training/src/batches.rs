@@ -1,0 +1,118 @@
+//! Where batches come from.
+
+use dataloading::{Batch, Counts, IGNORED};
+use serde_json::{Value, json};
+use tch::{Device, Tensor};
+
+use crate::error::{Error, Result};
+
+/// A source of batches that can say where it stands, and go on from there.
+pub trait Batches: Send {
+    /// The next batch, on the model's device; `None` at the end of the data. (A source that goes through its data several
+    /// times has its end after the last time.)
+    ///
+    /// # Errors
+    /// A record that cannot be used, with its place.
+    fn next(&mut self) -> Result<Option<Batch>>;
+
+    /// Where it stands: the batch that [`Batches::next`] gives next.
+    fn state(&self) -> Value;
+
+    /// Goes to where [`Batches::state`] stood.
+    ///
+    /// # Errors
+    /// A state of another source, or of other data.
+    fn resume(&mut self, state: &Value) -> Result<()>;
+}
+
+/// Batches of a made-up language, for tests and demonstrations: each token is the one before it times 5 plus 1, plus a
+/// random step of 0 to `noise`, modulo the vocabulary. A model can learn it down to ln(noise + 1) nats.
+///
+/// A batch is a function of the seed and of its number, whatever was drawn before, so its state is one integer.
+#[derive(Debug, Clone)]
+pub struct Synthetic {
+    /// Seed of all batches.
+    pub seed: u64,
+    /// Number of tokens that the language has.
+    pub vocabulary: i64,
+    /// Rows of a batch.
+    pub rows: usize,
+    /// Tokens of a row; rows are between half as long and this long, and padded with 0.
+    pub length: usize,
+    /// Largest random step.
+    pub noise: u64,
+    /// Batches until the end; `None` for no end.
+    pub batches: Option<u64>,
+    /// Where the tensors go.
+    pub device: Device,
+    /// The next batch's number.
+    pub position: u64,
+}
+
+impl Batches for Synthetic {
+    fn next(&mut self) -> Result<Option<Batch>> {
+        if self.batches.is_some_and(|batches| self.position >= batches) {
+            return Ok(None);
+        }
+        if self.vocabulary < 1 || self.rows == 0 || self.length < 2 {
+            let reason = format!(
+                "vocabulary {}, {} rows of {} tokens; expected a vocabulary and rows from 1 on, and 2 tokens or more",
+                self.vocabulary, self.rows, self.length
+            );
+            return Err(Error::config("synthetic data", reason));
+        }
+        let mut random = SplitMix(self.seed ^ self.position.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        self.position += 1;
+        let size = self.rows * self.length;
+        let (mut tokens, mut labels) = (vec![0i64; size], vec![IGNORED; size]);
+        let mut counts = Counts { documents: self.rows, ..Counts::default() };
+        for row in 0..self.rows {
+            let length = self.length - random.below(self.length as u64 / 2) as usize;
+            let start = row * self.length;
+            tokens[start] = random.below(self.vocabulary as u64) as i64;
+            for at in start + 1..start + length {
+                let step = 1 + random.below(self.noise + 1) as i64;
+                tokens[at] = (tokens[at - 1].wrapping_mul(5).wrapping_add(step)).rem_euclid(self.vocabulary);
+                labels[at - 1] = tokens[at];
+            }
+            counts.tokens += length;
+            counts.padding += self.length - length;
+            counts.targets += length - 1;
+        }
+        let shape = [self.rows as i64, self.length as i64];
+        let tensor = |values: &[i64]| -> Result<Tensor> {
+            Ok(Tensor::f_from_slice(values)?.f_reshape(shape)?.f_to_device(self.device)?)
+        };
+        Ok(Some(Batch { tokens: tensor(&tokens)?, labels: tensor(&labels)?, packing: None, counts }))
+    }
+
+    fn state(&self) -> Value {
+        json!({ "source": "synthetic", "seed": self.seed, "position": self.position })
+    }
+
+    fn resume(&mut self, state: &Value) -> Result<()> {
+        let same = state["source"] == "synthetic" && state["seed"] == self.seed;
+        match state["position"].as_u64().filter(|_| same) {
+            Some(position) => self.position = position,
+            None => {
+                let reason =
+                    format!("the position {state} is not one of synthetic data with seed {}", self.seed);
+                return Err(Error::config("synthetic data", reason));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Steele, Lea & Flood's generator: every seed is a good one.
+struct SplitMix(u64);
+
+impl SplitMix {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % end.max(1)
+    }
+}

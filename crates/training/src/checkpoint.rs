@@ -1,0 +1,23 @@
+//! Checkpoints that survive a crash.
+//!
+//! A [`Checkpoints`] folder holds one folder for each checkpoint, `step-000000001200`, with
+//!
+//! | file | what |
+//! |---|---|
+//! | `model.safetensors` | every tensor of the model's state, by name |
+//! | `optimizer.safetensors` | the optimizer's state: `NAME.step`, `NAME.SLOT` |
+//! | `random.bin` | where the random generators stood |
+//! | `state.json` | schedule, scaler, position in the data, counters |
+//! | `manifest.json` | format version, step, and size and SHA-256 of each file above |
+//! | `manifest.sha256` | SHA-256 of the manifest, as `sha256sum -c` reads it |
+//!
+//! It is written under a temporary name, each file and then the folder synced, and renamed when all is on disk: under its own
+//! name it is whole, whenever the process or the machine stops. What a crash leaves under temporary names is removed when
+//! the folder is opened again. The last N are kept; while one is written there are N + 1.
+
+mod folder;
+mod manifest;
+mod tensors_file;
+
+pub use folder::{Checkpoint, Checkpoints, Found, Snapshot};
+pub use tensors_file::{overwrite, read_tensors, write_tensors};

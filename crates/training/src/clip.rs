@@ -1,0 +1,145 @@
+//! Clipping gradients by their norm (Pascanu, Mikolov & Bengio, arXiv:1211.5063): with N the 2-norm of all gradients as one
+//! vector, each is multiplied by min(1, limit / (N + 10⁻⁶)).
+//!
+//! A norm that is not finite says that some gradient is not: one number answers both questions, so that a training step
+//! needs one synchronisation with the device at most ([`Norm::read`]), or none ([`scale_to_`]).
+
+use std::borrow::Borrow;
+
+use runtime::ops::foreach;
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+
+/// Keeps the quotient finite for gradients of zero, as PyTorch does.
+const EPS: f64 = 1e-6;
+
+/// What to do with gradients whose norm is not finite.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NonFinite {
+    /// Leave out the step, and say so in its record.
+    #[default]
+    Skip,
+    /// End the training with an error.
+    Fail,
+    /// Go on as PyTorch does: an infinite norm makes all gradients 0 or NaN.
+    Ignore,
+}
+
+/// A norm that may still be on its way from the device.
+#[derive(Debug)]
+pub struct Norm {
+    tensor: Tensor,
+}
+
+impl Norm {
+    /// A scalar on the device: fp32, or fp64 where a gradient is.
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    /// Waits for the number.
+    ///
+    /// # Errors
+    /// An asynchronous error of the device.
+    pub fn read(&self) -> Result<f64> {
+        Ok(self.tensor.f_double_value(&[])?)
+    }
+}
+
+/// The 2-norm of all gradients as one vector, without a synchronisation. No gradients: 0. Gradients of half precision are
+/// squared and summed in fp32 (their own norms would overflow from 256 in fp16).
+///
+/// # Errors
+/// Those of libtorch.
+pub fn norm(grads: &[impl Borrow<Tensor>]) -> Result<Norm> {
+    let _no_grad = tch::no_grad_guard();
+    let Some(first) = grads.first().map(Borrow::borrow) else {
+        return Ok(Norm { tensor: Tensor::f_zeros([] as [i64; 0], (Kind::Float, Device::Cpu))? });
+    };
+    let device = first.device();
+    let double = grads.iter().any(|grad| grad.borrow().kind() == Kind::Double);
+    let kind = if double { Kind::Double } else { Kind::Float };
+    let (mut single, mut half) = (Vec::new(), Vec::new());
+    for grad in grads.iter().map(Borrow::borrow) {
+        let low = matches!(grad.kind(), Kind::Half | Kind::BFloat16);
+        if low { &mut half } else { &mut single }.push(grad.f_detach()?);
+    }
+    let mut norms = foreach::norm(&single, 2.0)?;
+    for grad in half {
+        norms.push(grad.f_norm_scalaropt_dtype(2.0, Kind::Float)?);
+    }
+    let norms: Vec<Tensor> =
+        norms.iter().map(|norm| Ok(norm.f_to_device(device)?.f_to_kind(kind)?)).collect::<Result<_>>()?;
+    Ok(Norm { tensor: Tensor::f_stack(&norms, 0)?.f_norm()? })
+}
+
+/// Multiplies the gradients by min(1, limit / (norm + 10⁻⁶)) in place, on the device, without a synchronisation. A norm that
+/// is not finite spoils them: see [`clip_`].
+///
+/// # Errors
+/// A limit that is not positive; those of libtorch.
+pub fn scale_to_(grads: &[impl Borrow<Tensor>], norm: &Norm, limit: f64) -> Result<()> {
+    check(limit)?;
+    let _no_grad = tch::no_grad_guard();
+    let factor = (norm.tensor.f_add_scalar(EPS)?.f_reciprocal()? * limit).f_clamp_max(1.0)?;
+    multiply(grads, &factor)
+}
+
+/// Clips the gradients in place and returns the norm they had; one synchronisation. A norm that is not finite leaves them
+/// as they are, unless `non_finite` is [`NonFinite::Ignore`].
+///
+/// # Errors
+/// A limit that is not positive; [`NonFinite::Fail`] and a norm that is not finite; those of libtorch.
+pub fn clip_(grads: &[impl Borrow<Tensor>], limit: f64, non_finite: NonFinite) -> Result<f64> {
+    check(limit)?;
+    let norm = norm(grads)?;
+    let value = norm.read()?;
+    if value.is_finite() || non_finite == NonFinite::Ignore {
+        scale_to_known_(grads, value, limit)?;
+    } else if non_finite == NonFinite::Fail {
+        return Err(not_finite(value));
+    }
+    Ok(value)
+}
+
+/// [`scale_to_`] with a norm that the host knows: nothing is done where the limit is kept.
+pub(crate) fn scale_to_known_(grads: &[impl Borrow<Tensor>], norm: f64, limit: f64) -> Result<()> {
+    let factor = limit / (norm + EPS);
+    if factor >= 1.0 {
+        return Ok(());
+    }
+    let _no_grad = tch::no_grad_guard();
+    let grads: Vec<Tensor> = grads.iter().map(|grad| grad.borrow().f_detach()).collect::<Result<_, _>>()?;
+    Ok(foreach::mul_scalar_(&grads, factor)?)
+}
+
+pub(crate) fn not_finite(norm: f64) -> Error {
+    let reason = format!(
+        "the gradients' norm is {norm}; look for a division by zero or an overflow in the loss, lower the learning rate, or \
+         skip such steps with NonFinite::Skip"
+    );
+    Error::config("gradient clipping", reason)
+}
+
+pub(crate) fn check(limit: f64) -> Result<()> {
+    if limit.is_finite() && limit > 0.0 {
+        return Ok(());
+    }
+    Err(Error::config("gradient clipping", format!("the limit is {limit}; expected a positive number")))
+}
+
+/// One call for each device and dtype, as a factor of another cannot be multiplied in place.
+fn multiply(grads: &[impl Borrow<Tensor>], factor: &Tensor) -> Result<()> {
+    let mut rest: Vec<Tensor> =
+        grads.iter().map(|grad| grad.borrow().f_detach()).collect::<Result<_, _>>()?;
+    while let Some((device, kind)) = rest.first().map(|grad| (grad.device(), grad.kind())) {
+        let alike = |grad: &Tensor| grad.device() == device && grad.kind() == kind;
+        let (these, others): (Vec<_>, Vec<_>) = rest.into_iter().partition(alike);
+        foreach::mul_tensor_(&these, &factor.f_to_device(device)?.f_to_kind(kind)?)?;
+        rest = others;
+    }
+    Ok(())
+}

@@ -1,0 +1,52 @@
+//! AdaGrad: s ← s + g²; θ ← θ − η·g / (√s + ε). The rate of a coordinate falls with all it has ever moved. One slot.
+
+use runtime::ops::foreach;
+
+use super::rule::{Hyper, Rule, Tensors, not_negative};
+use crate::error::Result;
+
+/// AdaGrad (Duchi, Hazan & Singer, 2011). See the [module](super).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdaGrad {
+    /// What s is at first.
+    pub initial_accumulator: f64,
+    /// η at step t is divided by 1 + (t − 1)·`lr_decay`.
+    pub lr_decay: f64,
+    /// ε, added to the root.
+    pub eps: f64,
+}
+
+impl Default for AdaGrad {
+    fn default() -> Self {
+        Self { initial_accumulator: 0.0, lr_decay: 0.0, eps: 1e-10 }
+    }
+}
+
+impl Rule for AdaGrad {
+    fn name(&self) -> &'static str {
+        "adagrad"
+    }
+
+    fn slots(&self) -> &'static [&'static str] {
+        &["sum"]
+    }
+
+    fn initial(&self) -> f64 {
+        self.initial_accumulator
+    }
+
+    fn check(&self) -> Result<()> {
+        not_negative("adagrad", "initial_accumulator", self.initial_accumulator)?;
+        not_negative("adagrad", "lr_decay", self.lr_decay)?;
+        not_negative("adagrad", "eps", self.eps)
+    }
+
+    fn update(&self, tensors: &Tensors<'_>, hyper: Hyper) -> Result<()> {
+        let (sums, grads) = (&tensors.slots[0], tensors.decayed(hyper.weight_decay)?);
+        foreach::addcmul_(sums, &grads, &grads, 1.0)?;
+        let roots = foreach::sqrt(sums)?;
+        foreach::add_scalar_(&roots, self.eps)?;
+        let lr = hyper.lr / (1.0 + (hyper.step - 1) as f64 * self.lr_decay);
+        Ok(foreach::addcdiv_(tensors.params, &grads, &roots, -lr)?)
+    }
+}

@@ -1,0 +1,91 @@
+//! Adam: with g ← g + λ·θ,
+//!
+//! m ← β₁·m + (1−β₁)·g, v ← β₂·v + (1−β₂)·g², θ ← θ − η / (1−β₁ᵗ) · m / (√v / √(1−β₂ᵗ) + ε).
+//!
+//! The divisors undo the pull of m and v towards the zeros that they start from. Two slots.
+
+use runtime::ops::{foreach, optimizer};
+use tch::Tensor;
+
+use super::rule::{Hyper, Rule, Tensors, fraction, not_negative};
+use crate::error::Result;
+
+/// Adam (Kingma & Ba, arXiv:1412.6980). See the [module](super).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Adam {
+    /// β₁, in [0, 1).
+    pub beta1: f64,
+    /// β₂, in [0, 1).
+    pub beta2: f64,
+    /// ε, added to the root.
+    pub eps: f64,
+}
+
+impl Default for Adam {
+    fn default() -> Self {
+        Self { beta1: 0.9, beta2: 0.999, eps: 1e-8 }
+    }
+}
+
+impl Rule for Adam {
+    fn name(&self) -> &'static str {
+        "adam"
+    }
+
+    fn slots(&self) -> &'static [&'static str] {
+        &["exp_avg", "exp_avg_sq"]
+    }
+
+    fn check(&self) -> Result<()> {
+        self.check_as("adam")
+    }
+
+    fn update(&self, tensors: &Tensors<'_>, hyper: Hyper) -> Result<()> {
+        self.follow(tensors, &tensors.decayed(hyper.weight_decay)?, hyper)
+    }
+
+    fn fused(&self, tensors: &Tensors<'_>, steps: &[Tensor], hyper: Hyper) -> Option<Result<()>> {
+        let (tensors, options) = self.kernel(tensors, steps, hyper);
+        Some(optimizer::fused_adam_(&tensors, options, None).map_err(Into::into))
+    }
+
+    fn has_fused(&self) -> bool {
+        true
+    }
+}
+
+impl Adam {
+    pub(super) fn check_as(&self, what: &'static str) -> Result<()> {
+        fraction(what, "beta1", self.beta1)?;
+        fraction(what, "beta2", self.beta2)?;
+        not_negative(what, "eps", self.eps)
+    }
+
+    /// The moments take in `grads`, and the parameters follow them.
+    pub(super) fn follow(&self, tensors: &Tensors<'_>, grads: &[Tensor], hyper: Hyper) -> Result<()> {
+        let (means, squares) = (&tensors.slots[0], &tensors.slots[1]);
+        foreach::lerp_(means, grads, 1.0 - self.beta1)?;
+        foreach::mul_scalar_(squares, self.beta2)?;
+        foreach::addcmul_(squares, grads, grads, 1.0 - self.beta2)?;
+        let bias = |beta: f64| 1.0 - beta.powf(hyper.step as f64);
+        let divisors = foreach::sqrt(squares)?;
+        foreach::mul_scalar_(&divisors, 1.0 / bias(self.beta2).sqrt())?;
+        foreach::add_scalar_(&divisors, self.eps)?;
+        Ok(foreach::addcdiv_(tensors.params, means, &divisors, -hyper.lr / bias(self.beta1))?)
+    }
+
+    /// What the fused kernels take.
+    pub(super) fn kernel<'a>(
+        &self,
+        tensors: &Tensors<'a>,
+        steps: &'a [Tensor],
+        hyper: Hyper,
+    ) -> (optimizer::AdamWTensors<'a, Tensor>, optimizer::AdamW) {
+        let &Tensors { params, grads, slots } = tensors;
+        let tensors =
+            optimizer::AdamWTensors { params, grads, exp_avgs: &slots[0], exp_avg_sqs: &slots[1], steps };
+        let Hyper { lr, weight_decay, .. } = hyper;
+        let &Self { beta1, beta2, eps } = self;
+        (tensors, optimizer::AdamW { lr, beta1, beta2, weight_decay, eps, maximize: false })
+    }
+}

@@ -1,0 +1,90 @@
+//! A step over all parameters, in buckets that one call can take: of one group, device, dtype and step number.
+
+use runtime::ops::foreach;
+use tch::{Device, Kind, Tensor};
+
+use super::group::{Group, Held};
+use super::rule::{Hyper, Rule, Tensors};
+use super::{Implementation, work_kind};
+use crate::error::Result;
+
+/// What one call needs, built up parameter by parameter.
+#[derive(Debug)]
+struct Bucket {
+    key: (usize, Device, Kind, u64),
+    params: Vec<Tensor>,
+    grads: Vec<Tensor>,
+    slots: Vec<Vec<Tensor>>,
+    steps: Vec<Tensor>,
+    /// Parameters that are computed elsewhere, and where.
+    copies: Vec<(Tensor, Tensor)>,
+}
+
+/// One step of every parameter in `live`.
+pub(super) fn step(
+    live: Vec<(&mut Held, Tensor)>,
+    groups: &[Group],
+    rule: &dyn Rule,
+    factor: f64,
+    implementation: Implementation,
+) -> Result<()> {
+    let mut buckets: Vec<Bucket> = Vec::new();
+    for (held, grad) in live {
+        let Some(state) = &mut held.state else { continue };
+        let kind = work_kind(held.tensor.kind());
+        let own = groups[held.group].rule.as_deref().unwrap_or(rule);
+        let fused = implementation == Implementation::Fused && own.has_fused();
+        if !fused {
+            state.device_step = None;
+        }
+        state.step += 1;
+        let key = (held.group, held.tensor.device(), kind, state.step);
+        // A parameter by itself may be run at once, so that its temporaries are gone before the next one's.
+        let at = buckets.iter().position(|bucket| bucket.key == key);
+        let at = at.unwrap_or_else(|| {
+            let slots = own.slots().iter().map(|_| Vec::new()).collect();
+            let (params, grads, steps, copies) = Default::default();
+            buckets.push(Bucket { key, params, grads, slots, steps, copies });
+            buckets.len() - 1
+        });
+        let bucket = &mut buckets[at];
+        let parameter = held.tensor.f_detach()?;
+        let work = match &state.master {
+            Some(master) => master.shallow_clone(),
+            // The fused kernels run over memory as if it were contiguous.
+            None => parameter.f_to_kind(kind)?.f_contiguous()?,
+        };
+        if work.data_ptr() != parameter.data_ptr() {
+            bucket.copies.push((parameter, work.shallow_clone()));
+        }
+        bucket.params.push(work);
+        bucket.grads.push(grad.f_detach()?.f_to_kind(kind)?.f_contiguous()?);
+        for (list, (_, tensor)) in bucket.slots.iter_mut().zip(&state.slots) {
+            list.push(tensor.shallow_clone());
+        }
+        if fused {
+            // The kernel raises it: it is given the number before this step.
+            state.step -= 1;
+            bucket.steps.push(state.device_step(&held.tensor)?);
+            state.step += 1;
+        }
+        if implementation == Implementation::ForLoop {
+            run(buckets.pop().into_iter(), groups, rule, factor)?;
+        }
+    }
+    run(buckets.into_iter(), groups, rule, factor)
+}
+
+fn run(buckets: impl Iterator<Item = Bucket>, groups: &[Group], rule: &dyn Rule, factor: f64) -> Result<()> {
+    for Bucket { key: (group, _, _, step), params, grads, slots, steps, copies } in buckets {
+        let group = &groups[group];
+        let rule = group.rule.as_deref().unwrap_or(rule);
+        let hyper = Hyper { lr: group.lr * factor, weight_decay: group.weight_decay, step };
+        let tensors = Tensors { params: &params, grads: &grads, slots: &slots };
+        let fused = if steps.is_empty() { None } else { rule.fused(&tensors, &steps, hyper) };
+        fused.unwrap_or_else(|| rule.update(&tensors, hyper))?;
+        let (targets, sources): (Vec<Tensor>, Vec<Tensor>) = copies.into_iter().unzip();
+        foreach::copy_(&targets, &sources)?;
+    }
+    Ok(())
+}

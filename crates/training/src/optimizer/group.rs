@@ -1,0 +1,97 @@
+//! Parameters that share a learning rate, a weight decay, and a rule.
+
+use tch::{Kind, Tensor};
+
+use super::rule::{Rule, not_negative};
+use super::state::ParameterState;
+use crate::error::{Error, Result};
+
+/// Parameters with settings of their own.
+#[derive(Debug)]
+pub struct Group {
+    /// What [`Optimizer::freeze`](super::Optimizer::freeze) calls it.
+    pub name: String,
+    /// Names and leaves: what `models::module::trainable` gives.
+    pub parameters: Vec<(String, Tensor)>,
+    /// Learning rate, before a schedule's factor.
+    pub lr: f64,
+    /// Weight decay: decoupled for `AdamW`, an L2 penalty for the others.
+    pub weight_decay: f64,
+    /// Whether steps pass it over.
+    pub frozen: bool,
+    /// Coefficients other than the optimizer's, of the same rule.
+    pub rule: Option<Box<dyn Rule>>,
+}
+
+impl Group {
+    /// A group called `all` without weight decay.
+    pub fn new(parameters: Vec<(String, Tensor)>, lr: f64) -> Self {
+        Self { name: "all".into(), parameters, lr, weight_decay: 0.0, frozen: false, rule: None }
+    }
+
+    /// Two groups, `decay` and `no_decay`: weight decay for matrices, none for biases and the weights of norms.
+    pub fn by_dimension<'a>(
+        parameters: impl IntoIterator<Item = (String, &'a Tensor)>,
+        lr: f64,
+        weight_decay: f64,
+    ) -> Vec<Self> {
+        let owned = parameters.into_iter().map(|(name, tensor)| (name, tensor.shallow_clone()));
+        let (matrices, vectors): (Vec<_>, Vec<_>) = owned.partition(|(_, tensor)| tensor.dim() >= 2);
+        let groups = [("decay", matrices, weight_decay), ("no_decay", vectors, 0.0)];
+        let of = |(name, parameters, weight_decay): (&str, _, _)| Self {
+            name: name.into(),
+            weight_decay,
+            ..Self::new(parameters, lr)
+        };
+        groups.into_iter().map(of).filter(|group| !group.parameters.is_empty()).collect()
+    }
+
+    pub(super) fn check(&self, rule: &dyn Rule) -> Result<()> {
+        not_negative("optimizer", &format!("the learning rate of group `{}`", self.name), self.lr)?;
+        not_negative("optimizer", &format!("the weight decay of group `{}`", self.name), self.weight_decay)?;
+        match &self.rule {
+            Some(own) if own.name() != rule.name() => {
+                let reason = format!(
+                    "group `{}` has the rule {} and the optimizer {}; make a second optimizer for another rule",
+                    self.name,
+                    own.name(),
+                    rule.name()
+                );
+                Err(Error::config("optimizer", reason))
+            }
+            Some(own) => own.check(),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A parameter of an optimizer.
+#[derive(Debug)]
+pub(super) struct Held {
+    pub(super) group: usize,
+    pub(super) name: String,
+    pub(super) tensor: Tensor,
+    pub(super) state: Option<ParameterState>,
+}
+
+impl Held {
+    pub(super) fn new(group: usize, name: &str, tensor: &Tensor) -> Result<Self> {
+        let refuse =
+            |reason: String| Err(Error::Tensor { operation: "optimizer", name: name.to_owned(), reason });
+        if !tensor.defined() {
+            return refuse("is undefined".into());
+        }
+        if !matches!(tensor.kind(), Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16) {
+            return refuse(format!(
+                "is {:?}; expected a floating-point tensor of 16, 32 or 64 bits",
+                tensor.kind()
+            ));
+        }
+        if !tensor.is_leaf() {
+            return refuse(
+                "was computed from other tensors; expected a leaf, which accumulates its gradient".into(),
+            );
+        }
+        Ok(Self { group, name: name.to_owned(), tensor: tensor.shallow_clone(), state: None })
+    }
+}

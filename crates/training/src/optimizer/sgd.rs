@@ -1,0 +1,28 @@
+//! Stochastic gradient descent: θ ← θ − η·(g + λ·θ). No state.
+
+use runtime::ops::foreach;
+
+use super::rule::{Hyper, Rule, Tensors};
+use crate::error::Result;
+
+/// Stochastic gradient descent (Robbins & Monro, 1951). See the [module](super).
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Sgd;
+
+impl Rule for Sgd {
+    fn name(&self) -> &'static str {
+        "sgd"
+    }
+
+    fn slots(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn update(&self, tensors: &Tensors<'_>, hyper: Hyper) -> Result<()> {
+        Ok(foreach::add_scaled_(tensors.params, &tensors.decayed(hyper.weight_decay)?, -hyper.lr)?)
+    }
+}

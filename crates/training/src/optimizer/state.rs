@@ -1,0 +1,137 @@
+//! What an optimizer remembers of a parameter, and its way in and out.
+
+use std::collections::BTreeMap;
+
+use tch::{Kind, Tensor};
+
+use super::rule::Rule;
+use super::work_kind;
+use crate::error::{Error, Result};
+
+const STEP: &str = "step";
+const MASTER: &str = "master";
+
+/// State of one parameter.
+#[derive(Debug)]
+pub(super) struct ParameterState {
+    /// Steps done.
+    pub(super) step: u64,
+    /// The same as a float scalar on the device, for fused kernels, which raise it themselves.
+    pub(super) device_step: Option<Tensor>,
+    /// With the rule's names.
+    pub(super) slots: Vec<(&'static str, Tensor)>,
+    /// The parameter before it was rounded.
+    pub(super) master: Option<Tensor>,
+}
+
+impl ParameterState {
+    pub(super) fn new(rule: &dyn Rule, parameter: &Tensor, master: bool) -> Result<Self> {
+        let kind = work_kind(parameter.kind());
+        let options = (kind, parameter.device());
+        let slot = |&name| Ok((name, Tensor::f_full(parameter.size(), rule.initial(), options)?));
+        let slots = rule.slots().iter().map(slot).collect::<Result<_>>()?;
+        let mut state = Self { step: 0, device_step: None, slots, master: None };
+        if master {
+            state.keep_master(parameter)?;
+        }
+        Ok(state)
+    }
+
+    /// From here on the unrounded parameter is kept, where it is rounded at all.
+    pub(super) fn keep_master(&mut self, parameter: &Tensor) -> Result<()> {
+        let kind = work_kind(parameter.kind());
+        if self.master.is_none() && kind != parameter.kind() {
+            self.master = Some(parameter.f_detach()?.f_to_kind(kind)?.f_contiguous()?);
+        }
+        Ok(())
+    }
+
+    /// The float scalar of the step.
+    pub(super) fn device_step(&mut self, parameter: &Tensor) -> Result<Tensor> {
+        if self.device_step.is_none() {
+            let options = (Kind::Float, parameter.device());
+            self.device_step = Some(Tensor::f_full([] as [i64; 0], self.step as f64, options)?);
+        }
+        Ok(self.device_step.as_ref().map(Tensor::shallow_clone).unwrap_or_default())
+    }
+
+    pub(super) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.slots.iter().map(|(_, tensor)| tensor).chain(&self.master)
+    }
+
+    pub(super) fn named(&self, parameter: &str) -> Vec<(String, Tensor)> {
+        let slots = self.slots.iter().map(|(slot, tensor)| (*slot, tensor.shallow_clone()));
+        let master = self.master.iter().map(|tensor| (MASTER, tensor.shallow_clone()));
+        let step = (STEP, Tensor::from(self.step as i64));
+        let all = std::iter::once(step).chain(slots).chain(master);
+        all.map(|(slot, tensor)| (format!("{parameter}.{slot}"), tensor)).collect()
+    }
+}
+
+/// One state for each parameter, `None` for one without any tensor.
+pub(super) fn read<'a>(
+    parameters: impl Iterator<Item = (&'a String, &'a Tensor, &'a dyn Rule)>,
+    tensors: &[(String, Tensor)],
+) -> Result<Vec<Option<ParameterState>>> {
+    let mut given: BTreeMap<&str, &Tensor> =
+        tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    let (mut missing, mut mismatched, mut states) = (Vec::new(), Vec::new(), Vec::new());
+    for (name, parameter, rule) in parameters {
+        let names: Vec<&'static str> = std::iter::once(STEP).chain(rule.slots().iter().copied()).collect();
+        let mut take = |slot: &str| given.remove(format!("{name}.{slot}").as_str());
+        let found: Vec<Option<&Tensor>> = names.iter().map(|slot| take(slot)).collect();
+        let master = take(MASTER);
+        if found.iter().all(Option::is_none) && master.is_none() {
+            states.push(None);
+            continue;
+        }
+        let kind = work_kind(parameter.kind());
+        let mut check = |slot: &str, tensor: &Tensor, shape: &[i64], kind: Kind| {
+            let fits = tensor.size() == shape && tensor.kind() == kind;
+            if !fits {
+                let (have, of) = (tensor.size(), tensor.kind());
+                mismatched.push(format!("{name}.{slot} ({of:?} {have:?}, expected {kind:?} {shape:?})"));
+            }
+            fits
+        };
+        let (mut step, mut slots, mut whole) = (0, Vec::new(), true);
+        for (slot, tensor) in names.into_iter().zip(found) {
+            match tensor {
+                None => {
+                    missing.push(format!("{name}.{slot}"));
+                    whole = false;
+                }
+                Some(tensor) if slot == STEP => {
+                    whole &= check(slot, tensor, &[], Kind::Int64);
+                    step = if whole { tensor.f_int64_value(&[])? } else { 0 };
+                }
+                Some(tensor) => {
+                    whole &= check(slot, tensor, &parameter.size(), kind);
+                    slots.push((slot, own(tensor, parameter)?));
+                }
+            }
+        }
+        let master = match master {
+            Some(tensor) if check(MASTER, tensor, &parameter.size(), kind) => Some(own(tensor, parameter)?),
+            _ => None,
+        };
+        let step = u64::try_from(step).unwrap_or_else(|_| {
+            mismatched.push(format!("{name}.step ({step}, expected a number from 0 on)"));
+            0
+        });
+        states.push(whole.then_some(ParameterState { step, device_step: None, slots, master }));
+    }
+    let unexpected: Vec<String> = given.into_keys().map(str::to_owned).collect();
+    if missing.is_empty() && unexpected.is_empty() && mismatched.is_empty() {
+        return Ok(states);
+    }
+    let from = "the optimizer's state".to_owned();
+    Err(Error::State { from, into: "the parameters", missing, unexpected, mismatched })
+}
+
+/// A copy on the parameter's device.
+fn own(tensor: &Tensor, parameter: &Tensor) -> Result<Tensor> {
+    let copy = Tensor::f_empty(tensor.size(), (tensor.kind(), parameter.device()))?;
+    runtime::ops::foreach::copy_(&[&copy], &[tensor])?;
+    Ok(copy)
+}

@@ -1,0 +1,83 @@
+//! Where a loss scaler goes.
+//!
+//! A step with a scaler is: for each micro-batch, backward from [`GradScaler::scale`] of its loss; then once
+//! [`GradScaler::unscale_`] over all gradients, which gives a flag on the device; the flag and the gradients' norm come to
+//! the host in one copy, if either is wanted; then [`GradScaler::update`] with what the flag said, and the optimizer's step
+//! unless it was set. A scaler that checks nothing gives no flag, and then there is nothing to wait for.
+
+use std::fmt::Debug;
+
+use serde_json::Value;
+use tch::Tensor;
+
+use crate::error::{Error, Result};
+
+/// Multiplies the loss so that small gradients survive low precision, and divides the gradients again.
+pub trait GradScaler: Debug + Send {
+    /// The loss to run backward from: times the scale.
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    fn scale(&self, loss: &Tensor) -> Result<Tensor>;
+
+    /// Divides the gradients by the scale in place, once for each step of the optimizer. Returns a float tensor of one
+    /// element on the gradients' device, not zero where a gradient is infinite or NaN, or `None` where that is not checked.
+    /// Waits for nothing.
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    fn unscale_(&mut self, grads: &[Tensor]) -> Result<Option<Tensor>>;
+
+    /// What comes of the step: whether a gradient was infinite or NaN, and the optimizer therefore passed it over.
+    ///
+    /// # Errors
+    /// A scale that has fallen below what it may.
+    fn update(&mut self, overflow: bool) -> Result<()>;
+
+    /// The scale, for records.
+    fn current(&self) -> f64;
+
+    /// What a checkpoint keeps.
+    fn state(&self) -> Value;
+
+    /// Goes on from what [`GradScaler::state`] gave.
+    ///
+    /// # Errors
+    /// A state of another scaler.
+    fn load_state(&mut self, state: &Value) -> Result<()>;
+}
+
+/// No scaling: for fp32 and bf16.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct NoScaler;
+
+impl GradScaler for NoScaler {
+    fn scale(&self, loss: &Tensor) -> Result<Tensor> {
+        Ok(loss.shallow_clone())
+    }
+
+    fn unscale_(&mut self, _grads: &[Tensor]) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
+
+    fn update(&mut self, _overflow: bool) -> Result<()> {
+        Ok(())
+    }
+
+    fn current(&self) -> f64 {
+        1.0
+    }
+
+    fn state(&self) -> Value {
+        Value::Null
+    }
+
+    fn load_state(&mut self, state: &Value) -> Result<()> {
+        if state.is_null() {
+            return Ok(());
+        }
+        let reason =
+            format!("the checkpoint has the state {state}, but this run has no scaler; give it the same one");
+        Err(Error::config("gradient scaler", reason))
+    }
+}

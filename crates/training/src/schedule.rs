@@ -1,0 +1,86 @@
+//! Learning-rate schedules: a pure function of the step.
+//!
+//! With w warm-up steps, n steps in all, floor f, and p = (step − w) / (n − w) limited to [0, 1], the factor is
+//!
+//! - (step + 1) / (w + 1) while step < w, so that the first step already moves and the step after warm-up has 1;
+//! - constant: 1;
+//! - linear: f + (1 − f)·(1 − p);
+//! - cosine: f + (1 − f)·(1 + cos πp) / 2 (Loshchilov & Hutter, arXiv:1608.03983).
+//!
+//! ```
+//! use training::schedule::{Schedule, Shape};
+//!
+//! let schedule = Schedule { shape: Shape::Cosine, warmup: 10, steps: 110, floor: 0.1 };
+//! assert_eq!(schedule.factor(10), 1.0);
+//! assert!((schedule.factor(60) - 0.55).abs() < 1e-12);
+//! assert_eq!(schedule.factor(110), 0.1);
+//! ```
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// How the factor falls after warm-up.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Shape {
+    /// Not at all.
+    #[default]
+    Constant,
+    /// In a straight line.
+    Linear,
+    /// Along half a cosine.
+    Cosine,
+}
+
+/// What multiplies the learning rate at each step.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Schedule {
+    /// How it falls.
+    pub shape: Shape,
+    /// Steps of warm-up.
+    #[serde(default)]
+    pub warmup: u64,
+    /// The step, warm-up included, from which on the factor is the floor. A constant schedule has no use for it.
+    #[serde(default)]
+    pub steps: u64,
+    /// The factor at the end, in [0, 1].
+    #[serde(default)]
+    pub floor: f64,
+}
+
+impl Schedule {
+    /// # Errors
+    /// A floor outside [0, 1]; no step left after warm-up for a shape that falls.
+    pub fn check(&self) -> Result<()> {
+        if !(0.0..=1.0).contains(&self.floor) {
+            let reason = format!("the floor is {}; expected a number in [0, 1]", self.floor);
+            return Err(Error::config("schedule", reason));
+        }
+        if self.shape != Shape::Constant && self.steps <= self.warmup {
+            let reason = format!(
+                "{} steps with a warm-up of {}; expected more steps than warm-up, or a constant shape",
+                self.steps, self.warmup
+            );
+            return Err(Error::config("schedule", reason));
+        }
+        Ok(())
+    }
+
+    /// The factor of step `step`, counted from 0: in [0, 1] for a schedule that [`Schedule::check`] passes.
+    pub fn factor(&self, step: u64) -> f64 {
+        if step < self.warmup {
+            return (step + 1) as f64 / (self.warmup + 1) as f64;
+        }
+        let (done, all) = (step - self.warmup, self.steps.saturating_sub(self.warmup));
+        // The floor itself, not what rounding makes of it.
+        let left = match self.shape {
+            Shape::Constant => return 1.0,
+            _ if done >= all => return self.floor,
+            Shape::Linear => (all - done) as f64 / all as f64,
+            Shape::Cosine => (1.0 + (std::f64::consts::PI * done as f64 / all as f64).cos()) / 2.0,
+        };
+        self.floor + (1.0 - self.floor) * left
+    }
+}

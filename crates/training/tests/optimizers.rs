@@ -1,0 +1,320 @@
+//! Optimizers: weight decay against plain f64 arithmetic, groups, dtypes, layouts, state.
+
+use expect_test::expect;
+use proptest::prelude::*;
+use tch::{Device, Kind, Tensor};
+use training::optimizer::{
+    AdaGrad, Adam, AdamW, Group, Implementation, Momentum, Nesterov, Optimizer, RmsProp, Rule, Sgd, ZeroGrad,
+};
+
+const ALL: [Implementation; 3] = [Implementation::ForLoop, Implementation::Foreach, Implementation::Fused];
+const NAMES: [&str; 7] = ["sgd", "momentum", "nesterov", "adagrad", "rms_prop", "adam", "adam_w"];
+
+fn rule(name: &str) -> Box<dyn Rule> {
+    match name {
+        "sgd" => Box::new(Sgd),
+        "momentum" => Box::new(Momentum { momentum: 0.8 }),
+        "nesterov" => Box::new(Nesterov { momentum: 0.8 }),
+        "adagrad" => Box::new(AdaGrad { initial_accumulator: 0.1, lr_decay: 0.05, eps: 1e-6 }),
+        "rms_prop" => Box::new(RmsProp { alpha: 0.9, eps: 1e-6 }),
+        "adam" => Box::new(Adam { beta1: 0.8, beta2: 0.95, eps: 1e-6 }),
+        _ => Box::new(AdamW { beta1: 0.8, beta2: 0.95, eps: 1e-6 }),
+    }
+}
+
+/// The same coefficients, one number at a time.
+#[derive(Clone, Default)]
+struct Oracle {
+    m: f64,
+    v: f64,
+    t: i32,
+}
+
+impl Oracle {
+    fn step(&mut self, name: &str, w: &mut f64, g: f64, lr: f64, decay: f64) {
+        self.t += 1;
+        let g = if name == "adam_w" { g } else { g + decay * *w };
+        match name {
+            "sgd" => *w -= lr * g,
+            "momentum" => {
+                self.m = 0.8 * self.m + g;
+                *w -= lr * self.m;
+            }
+            "nesterov" => {
+                self.m = 0.8 * self.m + g;
+                *w -= lr * (g + 0.8 * self.m);
+            }
+            "adagrad" => {
+                self.v = if self.t == 1 { 0.1 } else { self.v } + g * g;
+                *w -= lr / (1.0 + f64::from(self.t - 1) * 0.05) * g / (self.v.sqrt() + 1e-6);
+            }
+            "rms_prop" => {
+                self.v = 0.9 * self.v + 0.1 * g * g;
+                *w -= lr * g / (self.v.sqrt() + 1e-6);
+            }
+            _ => {
+                if name == "adam_w" {
+                    *w *= 1.0 - lr * decay;
+                }
+                self.m = 0.8 * self.m + 0.2 * g;
+                self.v = 0.95 * self.v + 0.05 * g * g;
+                let (m, v) = (self.m / (1.0 - 0.8f64.powi(self.t)), self.v / (1.0 - 0.95f64.powi(self.t)));
+                *w -= lr * m / (v.sqrt() + 1e-6);
+            }
+        }
+    }
+}
+
+/// Gradients that differ from element to element and step to step.
+fn gradient(step: i64, shape: &[i64]) -> Tensor {
+    let count: i64 = shape.iter().product();
+    (Tensor::arange(count, (Kind::Double, Device::Cpu)) * 0.7 + step as f64).sin().reshape(shape)
+}
+
+fn start(shape: &[i64]) -> Tensor {
+    let count: i64 = shape.iter().product();
+    (Tensor::arange(count, (Kind::Double, Device::Cpu)) * 0.3 + 1.0).cos().reshape(shape)
+}
+
+fn values(tensor: &Tensor) -> Vec<f64> {
+    Vec::<f64>::try_from(tensor.detach().to_kind(Kind::Double).contiguous().flatten(0, -1)).unwrap()
+}
+
+/// Parameters of mixed dtypes and layouts in two groups, against the oracle.
+fn check(name: &str, implementation: Implementation, decay: f64, steps: i64) {
+    // Transposed, sliced, double, bf16: each has its own tolerance.
+    let leaf = |tensor: Tensor| tensor.set_requires_grad(true);
+    let wide = start(&[4, 6]).to_kind(Kind::Float);
+    let parameters = [
+        ("plain", leaf(start(&[3, 5]).to_kind(Kind::Float)), 2e-6),
+        ("transposed", leaf(start(&[4, 3]).to_kind(Kind::Float).transpose(0, 1)), 2e-6),
+        ("sliced", leaf(wide.narrow(1, 1, 2)), 2e-6),
+        ("double", leaf(start(&[7])), 1e-12),
+        ("bf16", leaf(start(&[6]).to_kind(Kind::BFloat16)), 2e-6),
+        ("scalar", leaf(start(&[1]).reshape([] as [i64; 0])), 1e-12),
+    ];
+    let mut expected: Vec<(Vec<f64>, Vec<Oracle>)> = parameters
+        .iter()
+        .map(|(_, tensor, _)| (values(tensor), vec![Oracle::default(); tensor.numel()]))
+        .collect();
+    let named: Vec<(String, Tensor)> =
+        parameters.iter().map(|(name, tensor, _)| ((*name).to_owned(), tensor.shallow_clone())).collect();
+    let (first, second) = (named[..2].to_vec_clone(), named[2..].to_vec_clone());
+    let groups = vec![
+        Group { name: "first".into(), weight_decay: decay, ..Group::new(first, 0.05) },
+        Group { name: "second".into(), ..Group::new(second, 0.02) },
+    ];
+    let optimizer = Optimizer::boxed(rule(name), groups).unwrap();
+    let mut optimizer = optimizer.with_implementation(implementation).with_master_weights();
+    for step in 0..steps {
+        optimizer.set_factor(1.0 / (step + 1) as f64).unwrap();
+        for (index, (_, tensor, _)) in parameters.iter().enumerate() {
+            // A gradient of another layout than its parameter's.
+            let grad = gradient(step, &tensor.size()).to_kind(tensor.kind());
+            let grad = if grad.dim() == 2 { grad.transpose(0, 1).contiguous().transpose(0, 1) } else { grad };
+            runtime::autograd::set_grad(tensor, Some(&grad)).unwrap();
+            let (lr, decay) = if index < 2 { (0.05, decay) } else { (0.02, 0.0) };
+            let (numbers, oracles) = &mut expected[index];
+            for ((w, oracle), g) in numbers.iter_mut().zip(oracles).zip(values(&grad)) {
+                oracle.step(name, w, g, lr / (step + 1) as f64, decay);
+            }
+        }
+        optimizer.step().unwrap();
+    }
+    let state = optimizer.state();
+    for ((label, tensor, tolerance), (expected, _)) in parameters.iter().zip(&expected) {
+        let master = state.iter().find(|(name, _)| *name == format!("{label}.master"));
+        assert_eq!(master.is_some(), *label == "bf16");
+        let unrounded = master.map_or(tensor, |(_, master)| master);
+        for (have, want) in values(unrounded).iter().zip(expected) {
+            let off = (have - want).abs();
+            assert!(
+                off <= tolerance * want.abs().max(1.0),
+                "{name} {implementation:?} {label}: {have} {want}"
+            );
+        }
+        assert_eq!(values(tensor), values(&unrounded.to_kind(tensor.kind())), "rounded once");
+    }
+    // What lies beside a slice is not touched.
+    assert_eq!(values(&wide.narrow(1, 3, 3)), values(&start(&[4, 6]).to_kind(Kind::Float).narrow(1, 3, 3)));
+}
+
+trait CloneTensors {
+    fn to_vec_clone(&self) -> Vec<(String, Tensor)>;
+}
+
+impl CloneTensors for [(String, Tensor)] {
+    fn to_vec_clone(&self) -> Vec<(String, Tensor)> {
+        self.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect()
+    }
+}
+
+#[test]
+fn every_rule_is_its_mathematics() {
+    for name in NAMES {
+        for implementation in ALL {
+            for decay in [0.0, 0.3] {
+                check(name, implementation, decay, 5);
+            }
+        }
+    }
+}
+
+fn two(name: &str) -> (Tensor, Tensor, Optimizer) {
+    let leaf = || start(&[4]).to_kind(Kind::Float).set_requires_grad(true);
+    let (a, b) = (leaf(), leaf());
+    let group = |name: &str, t: &Tensor| Group {
+        name: name.into(),
+        ..Group::new(vec![(format!("{name}.weight"), t.shallow_clone())], 0.1)
+    };
+    let optimizer = Optimizer::boxed(rule(name), vec![group("a", &a), group("b", &b)]).unwrap();
+    (a, b, optimizer)
+}
+
+#[test]
+fn what_has_no_gradient_or_is_frozen_stays_as_it_is() {
+    for implementation in ALL {
+        let (a, b, optimizer) = two("adam");
+        let mut optimizer = optimizer.with_implementation(implementation);
+        let grad = gradient(0, &[4]).to_kind(Kind::Float);
+        runtime::autograd::set_grad(&a, Some(&grad)).unwrap();
+        optimizer.step().unwrap();
+        assert_eq!(b, start(&[4]).to_kind(Kind::Float));
+        let names =
+            |optimizer: &Optimizer| optimizer.state().into_iter().map(|(name, _)| name).collect::<Vec<_>>();
+        assert_eq!(names(&optimizer), ["a.weight.step", "a.weight.exp_avg", "a.weight.exp_avg_sq"]);
+        // b takes its first step when a takes its third: each corrects its bias by its own number of steps.
+        optimizer.step().unwrap();
+        runtime::autograd::set_grad(&b, Some(&grad)).unwrap();
+        optimizer.freeze("a", true).unwrap();
+        let before = a.detach().copy();
+        optimizer.step().unwrap();
+        assert_eq!(a.detach(), before);
+        assert_eq!(optimizer.gradients().unwrap().len(), 1);
+        optimizer.freeze("a", false).unwrap();
+        optimizer.step().unwrap();
+        let steps: Vec<i64> = optimizer
+            .state()
+            .iter()
+            .filter(|(name, _)| name.ends_with(".step"))
+            .map(|(_, step)| step.int64_value(&[]))
+            .collect();
+        assert_eq!(steps, [3, 2]);
+        assert_ne!(a.detach(), before);
+
+        optimizer.zero_grad(ZeroGrad::ToZeros).unwrap();
+        assert_eq!(a.grad(), a.detach().zeros_like());
+        optimizer.zero_grad(ZeroGrad::ToNone).unwrap();
+        assert!(!a.grad().defined() && !b.grad().defined());
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    /// A run that is stopped, its state taken out and put into another, goes on to the same bits.
+    #[test]
+    fn state_goes_out_and_in(which in 0usize..7, before in 0i64..4, after in 1i64..4, implementation in 0usize..3) {
+        let run = |a: &Tensor, b: &Tensor, optimizer: &mut Optimizer, steps: std::ops::Range<i64>| {
+            for step in steps {
+                runtime::autograd::set_grad(a, Some(&gradient(step, &[4]).to_kind(Kind::Float))).unwrap();
+                if step % 2 == 1 {
+                    runtime::autograd::set_grad(b, Some(&gradient(-step, &[4]).to_kind(Kind::Float))).unwrap();
+                }
+                optimizer.step().unwrap();
+            }
+        };
+        let (a, b, optimizer) = two(NAMES[which]);
+        let mut optimizer = optimizer.with_implementation(ALL[implementation]);
+        run(&a, &b, &mut optimizer, 0..before);
+        let (c, d, other) = two(NAMES[which]);
+        let mut other = other.with_implementation(ALL[implementation]);
+        tch::no_grad(|| {
+            for (to, from) in [(&c, &a), (&d, &b)] {
+                to.shallow_clone().copy_(&from.detach());
+            }
+        });
+        if b.grad().defined() {
+            runtime::autograd::set_grad(&d, Some(&b.grad())).unwrap();
+        }
+        other.load_state(&optimizer.state()).unwrap();
+        run(&a, &b, &mut optimizer, before..before + after);
+        run(&c, &d, &mut other, before..before + after);
+        prop_assert_eq!(a.detach(), c.detach());
+        prop_assert_eq!(b.detach(), d.detach());
+        prop_assert_eq!(optimizer.state(), other.state());
+    }
+}
+
+#[test]
+fn a_state_that_does_not_fit_is_refused_as_a_whole() {
+    let (a, _, mut optimizer) = two("adam");
+    runtime::autograd::set_grad(&a, Some(&gradient(0, &[4]).to_kind(Kind::Float))).unwrap();
+    optimizer.step().unwrap();
+    let before = optimizer.state();
+    let state = [
+        ("a.weight.step".to_owned(), Tensor::from(3i64)),
+        ("a.weight.exp_avg".to_owned(), Tensor::zeros([5], (Kind::Float, Device::Cpu))),
+        ("c.weight.exp_avg".to_owned(), Tensor::zeros([4], (Kind::Float, Device::Cpu))),
+    ];
+    expect![[r#"the optimizer's state does not fit the parameters: missing a.weight.exp_avg_sq; unexpected c.weight.exp_avg; different a.weight.exp_avg (Float [5], expected Float [4])"#]]
+        .assert_eq(&optimizer.load_state(&state).unwrap_err().to_string());
+    assert_eq!(optimizer.state(), before);
+}
+
+#[test]
+fn bf16_parameters_lose_small_updates_unless_masters_are_kept() {
+    let run = |master: bool| {
+        let w = Tensor::ones([1], (Kind::BFloat16, Device::Cpu)).set_requires_grad(true);
+        let group = Group::new(vec![("w".into(), w.shallow_clone())], 1e-3);
+        let optimizer = Optimizer::new(Sgd, vec![group]).unwrap();
+        let mut optimizer = if master { optimizer.with_master_weights() } else { optimizer };
+        for _ in 0..100 {
+            runtime::autograd::set_grad(&w, Some(&w.detach().ones_like())).unwrap();
+            optimizer.step().unwrap();
+        }
+        w.double_value(&[0])
+    };
+    assert_eq!(run(false), 1.0);
+    assert!((run(true) - 0.9).abs() < 0.004);
+}
+
+#[test]
+fn what_cannot_be_optimized_is_an_error() {
+    let leaf = || start(&[4]).set_requires_grad(true);
+    let group = |tensor: Tensor| Group::new(vec![("w".into(), tensor)], 0.1);
+    let mut messages = vec![
+        Optimizer::new(Sgd, vec![]).unwrap_err(),
+        Optimizer::new(Sgd, vec![Group { lr: -1.0, ..group(leaf()) }]).unwrap_err(),
+        Optimizer::new(Sgd, vec![Group { lr: f64::NAN, ..group(leaf()) }]).unwrap_err(),
+        Optimizer::new(Sgd, vec![Group { weight_decay: -0.1, ..group(leaf()) }]).unwrap_err(),
+        Optimizer::new(Adam { beta1: 1.0, ..Adam::default() }, vec![group(leaf())]).unwrap_err(),
+        Optimizer::new(AdamW { beta2: -0.5, ..AdamW::default() }, vec![group(leaf())]).unwrap_err(),
+        Optimizer::new(RmsProp { eps: -1.0, ..RmsProp::default() }, vec![group(leaf())]).unwrap_err(),
+        Optimizer::new(Momentum { momentum: 1.5 }, vec![group(leaf())]).unwrap_err(),
+        Optimizer::new(Sgd, vec![group(leaf()), group(leaf())]).unwrap_err(),
+        Optimizer::new(Sgd, vec![group(leaf() * 2.0)]).unwrap_err(),
+        Optimizer::new(Sgd, vec![group(Tensor::from(1i64))]).unwrap_err(),
+        Optimizer::new(Sgd, vec![Group { rule: Some(Box::new(Adam::default())), ..group(leaf()) }])
+            .unwrap_err(),
+    ];
+    let (_, _, mut optimizer) = two("sgd");
+    messages.push(optimizer.freeze("c", true).unwrap_err());
+    messages.push(optimizer.set_factor(-1.0).unwrap_err());
+    let lines: Vec<String> = messages.iter().map(ToString::to_string).collect();
+    expect![[r#"
+        optimizer: no parameter group; give at least one
+        optimizer: the learning rate of group `all` is -1; expected a finite number from 0 on
+        optimizer: the learning rate of group `all` is NaN; expected a finite number from 0 on
+        optimizer: the weight decay of group `all` is -0.1; expected a finite number from 0 on
+        adam: beta1 is 1; expected a number in [0, 1)
+        adam_w: beta2 is -0.5; expected a number in [0, 1)
+        rms_prop: eps is -1; expected a finite number from 0 on
+        momentum: momentum is 1.5; expected a number in [0, 1)
+        optimizer: the parameter `w` is listed twice; put it in one group, once
+        optimizer: `w` was computed from other tensors; expected a leaf, which accumulates its gradient
+        optimizer: `w` is Int64; expected a floating-point tensor of 16, 32 or 64 bits
+        optimizer: group `all` has the rule adam and the optimizer sgd; make a second optimizer for another rule
+        optimizer: no group is called `c`; there are a, b
+        optimizer: the learning rate's factor is -1; expected a finite number from 0 on"#]].assert_eq(&lines.join("\n"));
+}
