@@ -1,1 +1,3 @@
 //! Training.
+
+pub mod profile;
