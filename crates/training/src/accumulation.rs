@@ -62,7 +62,7 @@ pub fn forward(model: &(impl LanguageModel + ?Sized), batch: &Batch, training: b
     let input = Input {
         tokens: &batch.tokens,
         positions: batch.packing.as_ref().map(|packing| &packing.positions),
-        context: Context { documents: documents.as_ref(), training },
+        context: Context { documents: documents.as_ref(), training, accuracy: false },
     };
     Ok(model.loss(&input, &batch.labels)?)
 }

@@ -1,10 +1,14 @@
 //! Training.
+
 pub mod accumulation;
 pub mod batches;
+pub mod checkpoint;
 pub mod clip;
 pub mod error;
 pub mod loss;
 pub mod optimizer;
+pub mod planted;
+pub mod profile;
 pub mod scaler;
 pub mod schedule;
 

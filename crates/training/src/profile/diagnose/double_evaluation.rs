@@ -1,0 +1,70 @@
+//! The model runs twice on a batch, once for its loss and once for a metric.
+
+use super::view::{View, times};
+use super::{Detector, Evidence};
+use crate::profile::composition::{Phase, seconds};
+
+pub(super) const DETECTOR: Detector = Detector {
+    name: "double evaluation",
+    looks_at: "forward parts without a backward, and forward parts that do the same work twice",
+    detect,
+};
+
+/// A sequence of fewer operators may repeat itself by chance.
+const FEWEST: usize = 3;
+
+/// What decides a model's work.
+fn is_work(name: &str) -> bool {
+    const WORK: &[&str] = &[
+        "aten::_log_softmax",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_softmax",
+        "aten::addmm",
+        "aten::baddbmm",
+        "aten::bmm",
+        "aten::embedding",
+        "aten::mm",
+        "aten::native_layer_norm",
+    ];
+    WORK.binary_search(&name).is_ok()
+}
+
+fn detect(view: &View<'_>) -> Option<Evidence> {
+    let steps = &view.timeline.steps;
+    let mut work: Vec<Vec<(&str, Vec<&[i64]>)>> = vec![Vec::new(); steps.len()];
+    let mut gradients = vec![0_usize; steps.len()];
+    for (step, seen) in view.in_phase(Phase::Forward).filter(|(_, seen)| is_work(seen.name)) {
+        let shapes = (0..seen.operator.inputs.len()).map(|input| seen.shape(input)).collect();
+        work[step].push((seen.name, shapes));
+    }
+    let of_products = ["MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0"];
+    for (step, _) in view.in_phase(Phase::Backward).filter(|(_, seen)| of_products.contains(&seen.name)) {
+        gradients[step] += 1;
+    }
+    let mut tally = view.tally();
+    for (index, step) in steps.iter().enumerate() {
+        let parts = |phase| step.phases.iter().filter(move |(of, ..)| *of == phase);
+        let forward: i64 = parts(Phase::Forward).map(|(_, start, end)| end - start).sum();
+        let (runs, backward) = (parts(Phase::Forward).count(), parts(Phase::Backward).count());
+        let half = work[index].len() / 2;
+        let (first, second) = work[index].split_at(half);
+        let products =
+            work[index].iter().filter(|(name, _)| ["aten::mm", "aten::addmm", "aten::bmm"].contains(name));
+        // A part that is repeated with a gradient each time is several losses, or a layer that is used again.
+        let repeated = first == second && half >= FEWEST && 2 * gradients[index] <= products.count();
+        if backward >= 1 && runs > backward {
+            tally.add(index, seconds(forward) * (runs - backward) as f64 / runs as f64);
+            tally.saw(format!("{runs} forward parts and {backward} backward"));
+        } else if backward >= 1 && repeated {
+            tally.add(index, seconds(forward) / 2.0);
+            tally.saw(format!("the same {half} operators twice, with gradients for one of them"));
+        }
+    }
+    let count = tally.count();
+    (count >= 1.0).then(|| Evidence {
+        evidence: format!("forward runs without a backward {}: {}", times(count), tally.shapes()),
+        per_step: count,
+        share: Some(tally.share()),
+        remedy: "Take the metrics from the outputs that the loss has.".into(),
+    })
+}

@@ -1,0 +1,65 @@
+//! Operators so small that calling them takes longer than their work.
+
+use super::view::View;
+use super::{Detector, Evidence};
+use crate::profile::composition::{median, seconds};
+use crate::profile::trace_file::DeviceWork;
+
+pub(super) const DETECTOR: Detector = Detector {
+    name: "tiny operators",
+    looks_at: "the median length of operators or kernels, and the time around them",
+    detect,
+};
+
+/// Seconds under which the call costs as much as the work.
+const TINY: f64 = 20e-6;
+/// The share of a step at stake from which it is worth a finding.
+const SHARE: f64 = 0.25;
+/// Fewer operators are no load whatever their size.
+const FEWEST: f64 = 16.0;
+
+fn detect(view: &View<'_>) -> Option<Evidence> {
+    let step = view.composition.median;
+    let mut tally = view.tally();
+    let lengths: Vec<f64> = if view.profile.cuda {
+        let kernels = view.profile.device.iter().filter(|event| event.work == DeviceWork::Kernel);
+        kernels
+            .filter_map(|kernel| {
+                let length = seconds(kernel.end - kernel.start);
+                tally.add(view.timeline.step_at(kernel.start)?, 0.0);
+                Some(length)
+            })
+            .collect()
+    } else {
+        let works = view.in_steps().filter(|(_, seen)| seen.place.works);
+        works
+            .map(|(index, seen)| {
+                let length = seen.seconds();
+                tally.add(index, 0.0);
+                if length < TINY {
+                    tally.also(index, length);
+                }
+                length
+            })
+            .collect()
+    };
+    let middle = median(lengths.into_iter());
+    let share = match step.device {
+        Some(device) => device.idle_share,
+        None => tally.share() + (step.idle_seconds + step.host_seconds) / step.seconds,
+    };
+    let what = if view.profile.cuda { "kernels" } else { "operators" };
+    (tally.count() >= FEWEST && middle < TINY && share >= SHARE).then(|| Evidence {
+        evidence: format!(
+            "{} {what} in a step, half of them shorter than {:.1} µs, with {:.1} % of the step in and around the small ones",
+            tally.count(),
+            1e6 * middle,
+            100.0 * share
+        ),
+        per_step: tally.count(),
+        share: Some(share),
+        remedy: "Give each call more work: larger batches, fused operators, lists of tensors at once; on CUDA also a graph \
+                 of the whole step."
+            .into(),
+    })
+}

@@ -1,0 +1,261 @@
+//! What ran within what: operators in operators, and both in the phases of steps.
+//!
+//! On a thread, events nest. The self time of an operator is its length less that of the operators directly within it, so
+//! that the self times of a thread add up to the time in which it ran any operator. What another thread ran (the engine's,
+//! in a backward on CUDA) belongs to the step and the phase in which it began. Threads of loader workers are apart.
+
+use std::cmp::Reverse;
+use std::collections::HashSet;
+
+use super::composition::Phase;
+use super::error::ProfileError;
+use super::trace_file::Profile;
+
+/// Where an operator stands; one for each of the profile's.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    /// The operator or node around it, as an index into the profile's operators.
+    pub(super) parent: Option<u32>,
+    /// Nanoseconds in itself.
+    pub(super) self_time: i64,
+    /// A node of the autograd graph, no operator.
+    pub(super) node: bool,
+    /// Called by the program or by a node, not by another operator.
+    pub(super) called: bool,
+    /// It computes, and calls no other operator that does.
+    pub(super) works: bool,
+    /// The step in which it began.
+    pub(super) step: Option<u32>,
+    /// The last step that began before it, whether or not it had ended.
+    pub(super) cycle: Option<u32>,
+    /// The part of the step in which it began; the rest outside of steps.
+    pub(super) phase: Phase,
+    /// A loader's worker ran it.
+    pub(super) worker: bool,
+}
+
+/// A step of the training.
+#[derive(Debug)]
+pub(super) struct Step {
+    pub(super) thread: i64,
+    pub(super) start: i64,
+    pub(super) end: i64,
+    /// The named parts, in order, disjoint.
+    pub(super) phases: Vec<(Phase, i64, i64)>,
+}
+
+impl Step {
+    pub(super) fn length(&self) -> i64 {
+        self.end - self.start
+    }
+
+    fn phase_at(&self, at: i64) -> Phase {
+        let after = self.phases.partition_point(|&(_, start, _)| start <= at);
+        match after.checked_sub(1).map(|index| self.phases[index]) {
+            Some((phase, _, end)) if at < end => phase,
+            _ => Phase::Rest,
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Timeline {
+    pub(super) steps: Vec<Step>,
+    pub(super) places: Vec<Place>,
+}
+
+/// The name of the ranges of loader workers.
+pub(super) const LOAD: &str = "load";
+/// The name of the ranges around tokenizing.
+pub(super) const TOKENIZE: &str = "tokenize";
+
+impl Timeline {
+    pub(super) fn of(profile: &Profile) -> Result<Self, ProfileError> {
+        let steps = steps(profile);
+        if steps.is_empty() {
+            return Err(ProfileError::NoSteps { operators: profile.operators.len() });
+        }
+        let workers: HashSet<i64> = profile
+            .ranges
+            .iter()
+            .filter(|range| [LOAD, TOKENIZE].contains(&profile.range_name(range)))
+            .map(|range| range.thread)
+            .filter(|thread| steps.iter().all(|step| step.thread != *thread))
+            .collect();
+        let mut places: Vec<Place> = profile
+            .operators
+            .iter()
+            .map(|operator| {
+                let cycle = steps.partition_point(|step| step.start <= operator.start).checked_sub(1);
+                let inside = cycle.filter(|&index| operator.start < steps[index].end);
+                Place {
+                    parent: None,
+                    self_time: operator.end - operator.start,
+                    node: is_node(profile.operator_name(operator)),
+                    called: false,
+                    works: false,
+                    step: inside.map(|index| index as u32),
+                    cycle: cycle.map(|index| index as u32),
+                    phase: inside.map_or(Phase::Rest, |index| steps[index].phase_at(operator.start)),
+                    worker: workers.contains(&operator.thread),
+                }
+            })
+            .collect();
+        nest(profile, &mut places);
+        Ok(Self { steps, places })
+    }
+
+    /// The index of the step around a moment.
+    pub(super) fn step_at(&self, at: i64) -> Option<usize> {
+        let index = self.steps.partition_point(|step| step.start <= at).checked_sub(1)?;
+        (at < self.steps[index].end).then_some(index)
+    }
+}
+
+fn steps(profile: &Profile) -> Vec<Step> {
+    let mut ranges: Vec<_> = profile.ranges.iter().collect();
+    ranges.sort_by_key(|range| (range.start, Reverse(range.end)));
+    let mut steps: Vec<Step> = Vec::new();
+    for range in &ranges {
+        let inner = steps.last().is_some_and(|step| range.start < step.end);
+        if profile.range_name(range) == "step" && !inner {
+            let (thread, start, end) = (range.thread, range.start, range.end);
+            steps.push(Step { thread, start, end, phases: Vec::new() });
+        }
+    }
+    for range in &ranges {
+        let (Some(phase), Some(index)) = (
+            Phase::named(profile.range_name(range)),
+            steps.partition_point(|step| step.start <= range.start).checked_sub(1),
+        ) else {
+            continue;
+        };
+        let step = &mut steps[index];
+        let inner = step.phases.last().is_some_and(|&(_, _, end)| range.start < end);
+        if range.thread == step.thread && range.end <= step.end && !inner {
+            step.phases.push((phase, range.start, range.end));
+        }
+    }
+    steps
+}
+
+/// Finds parents, self times, and which operators work, thread by thread.
+fn nest(profile: &Profile, places: &mut [Place]) {
+    let operators = &profile.operators;
+    let mut order: Vec<u32> = (0..operators.len() as u32).collect();
+    // Kineto writes an operator before what it calls, which the stable order keeps for equal times.
+    order.sort_by_key(|&index| {
+        let operator = &operators[index as usize];
+        (operator.thread, operator.start, Reverse(operator.end))
+    });
+    let mut open: Vec<u32> = Vec::new();
+    for &index in &order {
+        let operator = &operators[index as usize];
+        while open.last().is_some_and(|&top| {
+            let top = &operators[top as usize];
+            top.thread != operator.thread || top.end <= operator.start
+        }) {
+            open.pop();
+        }
+        let parent = open.last().copied();
+        let around = parent.map(|parent| places[parent as usize]);
+        if let Some(parent) = parent {
+            let inside = operator.end.min(operators[parent as usize].end) - operator.start;
+            places[parent as usize].self_time = (places[parent as usize].self_time - inside).max(0);
+        }
+        let place = &mut places[index as usize];
+        place.parent = parent;
+        place.called = !place.node && around.is_none_or(|around| around.node);
+        open.push(index);
+    }
+    // From the inside out: what calls an operator that computes does not compute itself.
+    let mut calls_work = vec![false; places.len()];
+    for &index in order.iter().rev() {
+        let (name, index) = (profile.operator_name(&operators[index as usize]), index as usize);
+        let computes = !places[index].node && !is_free(name);
+        places[index].works = computes && !calls_work[index];
+        if let Some(parent) = places[index].parent.filter(|_| computes || calls_work[index]) {
+            calls_work[parent as usize] = true;
+        }
+    }
+}
+
+/// Whether a name is that of a node of the autograd graph: `MmBackward0`, `torch::autograd::AccumulateGrad`, and the
+/// engine's own frame around each of them.
+fn is_node(name: &str) -> bool {
+    !name.contains("::") || name.starts_with("autograd::") || name.starts_with("torch::autograd::")
+}
+
+/// Whether an operator by itself only makes a view or reserves memory.
+fn is_free(name: &str) -> bool {
+    const FREE: &[&str] = &[
+        "_reshape_alias",
+        "_unsafe_view",
+        "alias",
+        "as_strided",
+        "as_strided_",
+        "broadcast_tensors",
+        "chunk",
+        "contiguous",
+        "detach",
+        "detach_",
+        "diagonal",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "expand",
+        "expand_as",
+        "flatten",
+        "lift_fresh",
+        "movedim",
+        "narrow",
+        "new_empty",
+        "new_empty_strided",
+        "permute",
+        "requires_grad_",
+        "reshape",
+        "resize_",
+        "resolve_conj",
+        "resolve_neg",
+        "result_type",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "squeeze_",
+        "swapaxes",
+        "t",
+        "to",
+        "transpose",
+        "transpose_",
+        "unbind",
+        "unflatten",
+        "unsafe_chunk",
+        "unsafe_split",
+        "unsqueeze",
+        "unsqueeze_",
+        "view",
+        "view_as",
+    ];
+    name.strip_prefix("aten::").is_some_and(|name| FREE.binary_search(&name).is_ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_and_views_are_known_by_name() {
+        for name in
+            ["MmBackward0", "torch::autograd::AccumulateGrad", "autograd::engine::evaluate_function: X"]
+        {
+            assert!(is_node(name), "{name}");
+        }
+        assert!(!is_node("aten::mm") && !is_node("c10d::allreduce_"));
+        for name in ["aten::_reshape_alias", "aten::t", "aten::view", "aten::view_as"] {
+            assert!(is_free(name), "{name}");
+        }
+        assert!(!is_free("aten::mm") && !is_free("aten::copy_") && !is_free("t"));
+    }
+}

@@ -1,0 +1,357 @@
+//! Traces of a real loop, recorded here, with each inefficiency planted and without: what the detectors say of them.
+//!
+//! One trace runs at a time in a process, so the tests take turns.
+
+use std::sync::{LazyLock, Mutex};
+
+use runtime::ops::optimizer::{AdamW, AdamWTensors, fused_adamw_};
+use runtime::profile::{Trace, range};
+use tch::{Kind, Tensor, kind::FLOAT_CPU, no_grad};
+use training::profile::{Composition, Diagnosis, Facts, Finding, Phase, Profile};
+
+/// What is planted; the default is the good loop.
+#[derive(Debug, Clone, Copy, Default)]
+struct Planted {
+    item: bool,
+    zeroed: bool,
+    unfused: bool,
+    odd_width: bool,
+    mask: bool,
+    converted_mask: bool,
+    softmax: bool,
+    indexing: bool,
+    slow_data: bool,
+    tokenizing: bool,
+    twice: bool,
+    evaluated: bool,
+    tiny: bool,
+    /// The loader works on a thread of its own.
+    worker: bool,
+}
+
+const STEPS: usize = 3;
+const BATCH: i64 = 4;
+const LENGTH: i64 = 64;
+const HEADS: i64 = 4;
+
+struct Model {
+    parameters: Vec<Tensor>,
+    moments: [Vec<Tensor>; 2],
+    steps: Vec<Tensor>,
+    mask: Tensor,
+}
+
+impl Model {
+    fn new(hidden: i64) -> Self {
+        let shapes = [[128, hidden], [hidden, 3 * 128], [128, hidden], [hidden, 512]];
+        let parameters: Vec<Tensor> = shapes
+            .iter()
+            .map(|shape| (Tensor::randn(shape, FLOAT_CPU) * 0.05).detach().set_requires_grad(true))
+            .collect();
+        let zeros = || parameters.iter().map(|parameter| parameter.detach().zeros_like()).collect::<Vec<_>>();
+        let moments = [zeros(), zeros()];
+        let steps = parameters.iter().map(|_| Tensor::zeros([], FLOAT_CPU)).collect();
+        let mask = Tensor::ones([LENGTH, LENGTH], FLOAT_CPU).tril(0).to_kind(Kind::Bool);
+        Self { parameters, moments, steps, mask }
+    }
+
+    fn forward(&self, x: &Tensor, planted: &Planted) -> Tensor {
+        let [into, qkv, out, head] = &self.parameters[..] else { unreachable!() };
+        let heads = x.matmul(into).matmul(qkv).view([BATCH, LENGTH, 3, HEADS, 32]).permute([2, 0, 3, 1, 4]);
+        let (q, k, v) = (heads.get(0), heads.get(1), heads.get(2));
+        let mask = if planted.mask {
+            Tensor::ones([LENGTH, LENGTH], FLOAT_CPU).tril(0).to_kind(Kind::Bool)
+        } else if planted.converted_mask {
+            self.mask.to_kind(Kind::Float).to_kind(Kind::Bool)
+        } else {
+            self.mask.shallow_clone()
+        };
+        let attended = if planted.softmax {
+            let scores = q.matmul(&k.transpose(-1, -2)).masked_fill(&mask.logical_not(), f64::NEG_INFINITY);
+            scores.softmax(-1, Kind::Float).matmul(&v)
+        } else {
+            Tensor::scaled_dot_product_attention(&q, &k, &v, Some(&mask), 0.0, false, None, false)
+        };
+        attended.transpose(1, 2).reshape([BATCH * LENGTH, 128]).matmul(out).matmul(head)
+    }
+
+    fn update(&mut self, planted: &Planted) {
+        let gradients: Vec<Tensor> = self.parameters.iter().map(Tensor::grad).collect();
+        if planted.unfused {
+            no_grad(|| {
+                let [first, second] = &mut self.moments;
+                for (index, parameter) in self.parameters.iter_mut().enumerate() {
+                    let (m, v, gradient) = (&mut first[index], &mut second[index], &gradients[index]);
+                    let _ = m.g_mul_scalar_(0.9).g_add_(&(gradient * 0.1));
+                    let _ = v.g_mul_scalar_(0.999).g_add_(&(gradient.square() * 0.001));
+                    let _ = parameter.g_sub_(&(&*m / (v.sqrt() + 1e-8) * 1e-3));
+                }
+            });
+        } else {
+            let tensors = AdamWTensors {
+                params: &self.parameters,
+                grads: &gradients,
+                exp_avgs: &self.moments[0],
+                exp_avg_sqs: &self.moments[1],
+                steps: &self.steps,
+            };
+            fused_adamw_(&tensors, AdamW::default(), None).unwrap();
+        }
+    }
+}
+
+fn step(model: &mut Model, planted: &Planted) {
+    let _step = range("step");
+    let (x, labels) = {
+        let _data = range("data");
+        if planted.tokenizing {
+            let _tokenize = range("tokenize");
+            let _ = "one of many words ".repeat(1000).split(' ').map(str::len).sum::<usize>();
+        }
+        if planted.slow_data {
+            let a = Tensor::ones([768, 768], FLOAT_CPU);
+            let _ = a.matmul(&a).matmul(&a);
+        }
+        (
+            Tensor::ones([BATCH * LENGTH, 128], FLOAT_CPU),
+            Tensor::zeros([BATCH * LENGTH], (Kind::Int64, tch::Device::Cpu)),
+        )
+    };
+    let loss = {
+        let _forward = range("forward");
+        let mut logits = model.forward(&x, planted);
+        if planted.twice {
+            let _ = no_grad(|| model.forward(&x, planted)).argmax(-1, false);
+        }
+        let mut labels = labels;
+        if planted.indexing {
+            let kept = labels.ge(0);
+            logits = logits.index(&[Some(&kept)]);
+            labels = labels.index(&[Some(&kept)]);
+        }
+        if planted.tiny {
+            let mut small = Tensor::zeros([4], FLOAT_CPU);
+            for _ in 0..4000 {
+                small = small + 1.0;
+            }
+        }
+        logits.cross_entropy_for_logits(&labels)
+    };
+    if planted.evaluated {
+        let _forward = range("forward");
+        let _ = no_grad(|| model.forward(&x, planted)).argmax(-1, false);
+    }
+    {
+        let _backward = range("backward");
+        loss.backward();
+    }
+    if planted.item {
+        let _ = loss.double_value(&[]);
+    }
+    {
+        let _optimizer = range("optimizer");
+        model.update(planted);
+    }
+    for parameter in &mut model.parameters {
+        if planted.zeroed {
+            parameter.zero_grad();
+        } else {
+            // A new leaf over the same memory, without a gradient.
+            *parameter = parameter.detach().set_requires_grad(true);
+        }
+    }
+}
+
+static TURN: LazyLock<Mutex<()>> = LazyLock::new(|| Mutex::new(()));
+
+fn record(planted: Planted) -> Profile {
+    let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    // Threads of other programs on the machine change no count.
+    tch::set_num_threads(1);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.json");
+    let mut model = Model::new(if planted.odd_width { 250 } else { 256 });
+    step(&mut model, &planted); // so that all steps find gradients and state as their predecessor left them
+    let trace = Trace::start(Default::default()).unwrap();
+    for _ in 0..STEPS {
+        if planted.worker {
+            let worker = std::thread::spawn(|| {
+                let _load = range("load");
+                let _ = Tensor::ones([64, 64], FLOAT_CPU).tril(0);
+            });
+            worker.join().unwrap();
+        }
+        step(&mut model, &planted);
+    }
+    trace.save(&path).unwrap();
+    Profile::read(&path).unwrap()
+}
+
+fn diagnose(planted: Planted) -> Diagnosis {
+    Diagnosis::of(&record(planted), &Facts::default()).unwrap()
+}
+
+#[test]
+fn a_good_loop_raises_no_alarm() {
+    let diagnosis = diagnose(Planted { worker: true, ..Planted::default() });
+    assert!(diagnosis.findings.is_empty(), "{diagnosis}");
+    let text = diagnosis.to_string();
+    assert!(text.starts_with("nothing found in 3 steps of "), "{text}");
+    for name in Diagnosis::detectors() {
+        assert!(text.contains(&format!("\n  {name}: ")), "{text}");
+    }
+    assert!(diagnosis.metrics().iter().all(|metric| metric.value == Some(0.0)));
+}
+
+/// The planted inefficiency is found, the only one but for those named, and its figures are those of the loop.
+fn check(planted: Planted, name: &str, per_step: f64, evidence: &[&str], also: &[&str]) -> Finding {
+    let diagnosis = diagnose(planted);
+    let finding =
+        diagnosis.finding(name).unwrap_or_else(|| panic!("{name} was not found: {diagnosis}")).clone();
+    for found in &diagnosis.findings {
+        assert!(found.name == name || also.contains(&found.name), "{planted:?}: {diagnosis}");
+    }
+    assert_eq!(finding.per_step, per_step, "{finding:?}");
+    for words in evidence {
+        assert!(finding.evidence.contains(words), "{words}: {finding:?}");
+    }
+    let share = finding.share.unwrap();
+    assert!(share > 0.0 && share <= 1.0, "{finding:?}");
+    assert!(diagnosis.to_string().contains(&finding.remedy));
+    finding
+}
+
+#[test]
+fn an_item_in_each_step() {
+    let planted = Planted { item: true, ..Planted::default() };
+    check(planted, "host synchronisation", 1.0, &["1 × in a step", "in rest"], &[]);
+}
+
+#[test]
+fn gradients_that_are_zeroed() {
+    let planted = Planted { zeroed: true, ..Planted::default() };
+    check(planted, "zeroed gradients", 4.0, &["4 × in a step", "4 additions", "[128, 256]"], &[]);
+}
+
+#[test]
+fn an_optimizer_of_many_operators() {
+    let planted = Planted { unfused: true, ..Planted::default() };
+    // mul_, mul, add_; mul_, square, mul, add_; sqrt, add, div, mul, sub_.
+    check(planted, "unfused optimizer", 48.0, &["48 operators over 4 parameters", "12.0 each"], &[]);
+}
+
+#[test]
+fn a_width_of_250() {
+    let planted = Planted { odd_width: true, ..Planted::default() };
+    check(planted, "odd widths", 4.0, &["250 (next multiple 256)", "multiple of 16"], &[]);
+}
+
+#[test]
+fn a_mask_built_in_forward() {
+    let planted = Planted { mask: true, ..Planted::default() };
+    check(
+        planted,
+        "mask in each forward",
+        3.0,
+        &["aten::ones [64, 64]", "aten::tril [64, 64]", "aten::to"],
+        &[],
+    );
+}
+
+#[test]
+fn a_mask_converted_in_forward() {
+    let planted = Planted { converted_mask: true, ..Planted::default() };
+    check(planted, "mask in each forward", 2.0, &["aten::to [64, 64]"], &[]);
+}
+
+#[test]
+fn attention_by_hand() {
+    let planted = Planted { softmax: true, ..Planted::default() };
+    check(planted, "attention by softmax", 1.0, &["[16, 64, 64]"], &[]);
+}
+
+#[test]
+fn a_loss_over_what_a_mask_selects() {
+    let planted = Planted { indexing: true, ..Planted::default() };
+    check(planted, "boolean indexing", 2.0, &["aten::index [256]"], &[]);
+}
+
+#[test]
+fn data_on_the_training_thread() {
+    let planted = Planted { slow_data: true, ..Planted::default() };
+    let finding = check(planted, "waiting for data", 0.0, &["no worker was seen"], &[]);
+    assert_eq!(finding.remedy, "Load in worker threads that prefetch.");
+    let with_worker = Planted { worker: true, ..planted };
+    let finding = check(with_worker, "waiting for data", 0.0, &["workers load them"], &[]);
+    assert!(finding.remedy.starts_with("Give the loader more workers"), "{finding:?}");
+}
+
+#[test]
+fn tokenizing_on_the_training_thread() {
+    let planted = Planted { tokenizing: true, ..Planted::default() };
+    check(planted, "tokenizing in the step", 1.0, &["tokenizes 1 ×"], &["waiting for data"]);
+}
+
+#[test]
+fn a_forward_for_the_metric() {
+    let planted = Planted { twice: true, ..Planted::default() };
+    check(planted, "double evaluation", 1.0, &["operators twice"], &[]);
+    let planted = Planted { evaluated: true, ..Planted::default() };
+    check(planted, "double evaluation", 1.0, &["2 forward parts and 1 backward"], &[]);
+}
+
+#[test]
+fn thousands_of_tiny_operators() {
+    let planted = Planted { tiny: true, ..Planted::default() };
+    let diagnosis = diagnose(planted);
+    let finding = diagnosis.finding("tiny operators").unwrap_or_else(|| panic!("{diagnosis}"));
+    assert!(finding.per_step > 4000.0 && finding.share.unwrap() >= 0.25, "{finding:?}");
+}
+
+#[test]
+fn facts_that_no_trace_has() {
+    let profile = record(Planted::default());
+    let facts = Facts {
+        padding_share: Some(0.4),
+        parameters_without_gradient: Some(vec!["unused.weight".into(), "unused.bias".into()]),
+        elements_without_gradient: Some(1056),
+        ..Facts::default()
+    };
+    let diagnosis = Diagnosis::of(&profile, &facts).unwrap();
+    let names: Vec<&str> = diagnosis.findings.iter().map(|finding| finding.name).collect();
+    assert_eq!(names, ["padding", "unused parameters"], "the one of unknown cost comes last: {diagnosis}");
+    let padding = &diagnosis.findings[0];
+    let composition = Composition::of(&profile).unwrap();
+    let parts = [Phase::Forward, Phase::Backward].map(|phase| composition.phase(phase).seconds);
+    let expected = 0.4 * parts.iter().sum::<f64>() / composition.median.seconds;
+    assert!((padding.share.unwrap() - expected).abs() < 1e-12, "{padding:?}");
+    let evidence = &diagnosis.findings[1].evidence;
+    assert_eq!(
+        evidence,
+        "2 trainable parameters with 1056 elements got no gradient: unused.weight, unused.bias"
+    );
+    let little =
+        Facts { padding_share: Some(0.05), parameters_without_gradient: Some(vec![]), ..Facts::default() };
+    assert!(Diagnosis::of(&profile, &little).unwrap().findings.is_empty());
+}
+
+#[test]
+fn a_live_composition_adds_up() {
+    let composition = Composition::of(&record(Planted { worker: true, ..Planted::default() })).unwrap();
+    assert_eq!(composition.steps.len(), STEPS);
+    for step in &composition.steps {
+        let sum: f64 = step.phases.iter().sum();
+        assert!((sum - step.seconds).abs() < 1e-9, "{step:?}");
+        assert!(step.idle_seconds >= 0.0 && step.idle_seconds < step.seconds, "{step:?}");
+        let parts = [Phase::Data, Phase::Forward, Phase::Backward, Phase::Optimizer];
+        assert!(parts.iter().all(|&phase| step.phases[phase as usize] > 0.0), "{step:?}");
+        assert!(step.allocated_bytes > 0.0);
+    }
+    // Four products forward, and two for the gradients of each but the first, whose input needs none.
+    assert_eq!(composition.operator("aten::mm").unwrap().calls, 4.0 + 7.0);
+    assert_eq!(composition.operator("aten::_fused_adamw_").unwrap().calls, 1.0);
+    assert!(composition.operator("aten::tril").is_none(), "the worker's");
+    // On one thread, self times and idle time are the step.
+    let own: f64 = composition.operators.iter().map(|operator| operator.seconds).sum();
+    assert!(own <= composition.steps.iter().map(|step| step.seconds).fold(0.0, f64::max), "{composition}");
+}
