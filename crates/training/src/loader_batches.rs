@@ -1,0 +1,60 @@
+//! A loader as the loop's source of batches.
+
+use std::sync::Arc;
+
+use dataloading::loader::{Loader, LoaderOptions, LoaderState, LoaderStats};
+use dataloading::{Batch, BatchSource};
+use serde_json::Value;
+
+use crate::batches::Batches;
+use crate::error::{Error, Result};
+
+/// Batches that a [`Loader`] makes ahead of time.
+#[derive(Debug)]
+pub struct LoaderBatches {
+    source: Source,
+    options: LoaderOptions,
+    loader: Loader,
+}
+
+struct Source(Arc<dyn BatchSource>);
+
+impl std::fmt::Debug for Source {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("BatchSource")
+    }
+}
+
+impl LoaderBatches {
+    /// From the first batch on.
+    ///
+    /// # Errors
+    /// Those of [`Loader::new`].
+    pub fn new(source: Arc<dyn BatchSource>, options: &LoaderOptions) -> Result<Self> {
+        let loader = Loader::new(source.clone(), options)?;
+        Ok(Self { source: Source(source), options: *options, loader })
+    }
+
+    /// What the loader did so far.
+    pub fn stats(&self) -> LoaderStats {
+        self.loader.stats()
+    }
+}
+
+impl Batches for LoaderBatches {
+    fn next(&mut self) -> Result<Option<Batch>> {
+        Ok(self.loader.next().transpose()?)
+    }
+
+    fn state(&self) -> Value {
+        serde_json::to_value(self.loader.state()).unwrap_or_default()
+    }
+
+    fn resume(&mut self, state: &Value) -> Result<()> {
+        let state: LoaderState = serde_json::from_value(state.clone()).map_err(|cause| {
+            Error::config("data position", format!("{state} is not where a loader stands ({cause}); resume with the same data"))
+        })?;
+        self.loader = Loader::resume(self.source.0.clone(), &self.options, &state)?;
+        Ok(())
+    }
+}
