@@ -73,11 +73,6 @@ impl HostBatch {
         }
     }
 
-    /// As [`HostBatch::new`], with memory that a former batch used.
-    pub(crate) fn reusing(device: Device, block: Option<PinnedBuffer>) -> Self {
-        Self { block, ..Self::new(device) }
-    }
-
     /// Another block of memory for the next batch, and the present one.
     pub(crate) fn exchange(&mut self, block: Option<PinnedBuffer>) -> Option<PinnedBuffer> {
         std::mem::replace(&mut self.block, block)

@@ -5,6 +5,8 @@ pub mod batches;
 pub mod checkpoint;
 pub mod clip;
 pub mod error;
+pub mod experiment;
+pub mod loader_batches;
 pub mod loss;
 pub mod optimizer;
 pub mod planted;

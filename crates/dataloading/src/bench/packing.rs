@@ -1,0 +1,108 @@
+//! How full rows get and how long that takes, on one thread.
+
+use report::cli::Scale;
+use report::{Case, Metric};
+
+use super::synthetic::uniform_lengths;
+use super::{Figures, repeats, seconds};
+use crate::error::Result;
+use crate::packing::{
+    Algorithm, Plan, PlanOptions, StreamingBestFit, StreamingOptions, lower_bound, next_fit,
+};
+
+/// Tokens of a row, and the longest document.
+pub const CAPACITY: u32 = 512;
+
+/// How many documents.
+pub fn sizes(scale: Scale) -> &'static [usize] {
+    match scale {
+        Scale::Smoke => &[10_000],
+        Scale::Laptop => &[10_000, 1_000_000, 10_000_000],
+        Scale::Paper => &[10_000, 1_000_000, 10_000_000, 100_000_000],
+    }
+}
+
+/// What packs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Packer {
+    /// A plan, and all rows written down.
+    Plan(Algorithm),
+    /// A stream through the default buffer.
+    Streaming,
+    /// Documents in the given order, a new row when the next does not fit.
+    NextFit,
+    /// A row for each document.
+    OnePerRow,
+}
+
+/// All of them.
+pub const PACKERS: [Packer; 5] = [
+    Packer::Plan(Algorithm::BestFitDecreasing),
+    Packer::Plan(Algorithm::FirstFitDecreasing),
+    Packer::Streaming,
+    Packer::NextFit,
+    Packer::OnePerRow,
+];
+
+impl Packer {
+    /// As records call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Plan(algorithm) => algorithm.name(),
+            Self::Streaming => "streaming best-fit",
+            Self::NextFit => "next-fit",
+            Self::OnePerRow => "one per row",
+        }
+    }
+
+    /// Rows, and how many documents were put into them.
+    fn pack(self, lengths: &[u32]) -> Result<usize> {
+        match self {
+            Self::Plan(algorithm) => {
+                let plan = Plan::new(lengths, &PlanOptions { algorithm, ..PlanOptions::default() })?;
+                Ok(std::hint::black_box(plan.assignment()).offsets.len() - 1)
+            }
+            Self::Streaming => {
+                let mut packer = StreamingBestFit::new(&StreamingOptions::default())?;
+                let mut rows = 0;
+                for (document, &length) in (0..).zip(lengths) {
+                    rows += usize::from(std::hint::black_box(packer.push(document, length)?).is_some());
+                }
+                while packer.close_row().is_some() {
+                    rows += 1;
+                }
+                Ok(rows)
+            }
+            Self::NextFit => next_fit(lengths, CAPACITY as usize),
+            Self::OnePerRow => Ok(lengths.len()),
+        }
+    }
+}
+
+/// One packer on `n` lengths uniform in `1..=512`: fill over several seeds, time on the first.
+///
+/// # Errors
+/// None on these lengths.
+pub fn measure(packer: Packer, n: usize, seed: u64, scale: Scale) -> Result<Figures> {
+    let (draws, runs) = if n > 100_000 { (1, 3) } else { (21, repeats(scale)) };
+    let mut fills = Vec::new();
+    let mut excess = Vec::new();
+    for draw in 0..draws {
+        let lengths = uniform_lengths(n, CAPACITY, seed + draw);
+        let rows = packer.pack(&lengths)?;
+        let tokens: u64 = lengths.iter().map(|&length| u64::from(length)).sum();
+        fills.push(tokens as f64 / (rows as u64 * u64::from(CAPACITY)) as f64);
+        excess.push((rows - lower_bound(&lengths, CAPACITY as usize)?) as f64);
+    }
+    let lengths = uniform_lengths(n, CAPACITY, seed);
+    let times = seconds(runs, || packer.pack(&lengths));
+    let rates: Vec<f64> = times.iter().map(|seconds| n as f64 / seconds).collect();
+    let metrics = vec![
+        Metric::of_samples("fill", "ratio", &fills),
+        Metric::of_samples("rows_above_bound", "count", &excess),
+        Metric::of_samples("pack_seconds", "s", &times),
+        Metric::of_samples("documents_per_second", "documents/s", &rates),
+    ];
+    let case = Case::new().with("documents", n).with("packer", packer.name());
+    Ok(Figures { experiment: "packing", case, metrics })
+}

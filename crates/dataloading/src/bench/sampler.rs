@@ -1,0 +1,88 @@
+//! What it takes to make a balanced sampler, and to choose a batch.
+
+use report::cli::Scale;
+use report::{Case, Metric};
+
+use super::synthetic::text_lengths;
+use super::{Figures, repeats, seconds};
+use crate::balanced_batch_sampler::{BalancedBatchSampler, BalancedOptions, Operations};
+use crate::error::Result;
+use crate::random_batch_sampler::BatchSampler;
+use crate::samples::Samples;
+
+/// How many samples.
+pub fn sizes(scale: Scale) -> &'static [usize] {
+    match scale {
+        Scale::Smoke => &[1_000, 10_000, 100_000],
+        Scale::Laptop | Scale::Paper => &[100_000, 1_000_000, 10_000_000],
+    }
+}
+
+/// Largest differences in length.
+pub const GAPS: [usize; 3] = [0, 20, 640];
+
+/// Lengths alone.
+struct Lengths(Vec<u32>);
+
+impl Samples for Lengths {
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn length(&self, index: usize) -> usize {
+        self.0[index] as usize
+    }
+
+    fn read(&self, index: usize, out: &mut Vec<u32>) -> Result<()> {
+        out.resize(out.len() + self.length(index), 0);
+        Ok(())
+    }
+}
+
+/// One size and one `k`, batches of 32, lengths of text.
+///
+/// # Errors
+/// None on these lengths.
+pub fn measure(n: usize, k: usize, seed: u64, scale: Scale) -> Result<Figures> {
+    const BATCHES: usize = 1000;
+    let lengths = Lengths(text_lengths(n, seed));
+    let options = BalancedOptions { k, seed, ..BalancedOptions::default() };
+    let construction = seconds(repeats(scale).min(5), || BalancedBatchSampler::new(&lengths, &options));
+    let sampler = BalancedBatchSampler::new(&lengths, &options)?;
+    let batches = sampler.batches(0);
+    // Batches of 32 alone: short ones do less.
+    let mut chosen = Vec::new();
+    let mut done = Operations::default();
+    let (mut full, mut gap) = (0, 0);
+    for index in (0..batches).step_by((batches / BATCHES).max(1)) {
+        let of_batch = sampler.choose_counted(0, index, &mut chosen)?;
+        let of = |sample: &u32| lengths.length(*sample as usize).min(options.max_length);
+        gap = gap.max(chosen.iter().map(of).max().unwrap_or(0) - chosen.iter().map(of).min().unwrap_or(0));
+        if chosen.len() == 32 {
+            full += 1;
+            done.comparisons += of_batch.comparisons;
+            done.lookups += of_batch.lookups;
+            done.passes += of_batch.passes;
+        }
+    }
+    let choosing = seconds(repeats(scale), || {
+        for index in (0..batches).step_by((batches / BATCHES).max(1)) {
+            sampler.choose(0, index, &mut chosen)?;
+        }
+        Ok::<_, crate::Error>(())
+    });
+    let measured = batches.div_ceil((batches / BATCHES).max(1)) as f64;
+    let per_batch: Vec<f64> = choosing.iter().map(|seconds| seconds / measured).collect();
+    let full = f64::from(full);
+    let metrics = vec![
+        Metric::of_samples("construction_seconds", "s", &construction),
+        Metric::of_samples("batch_seconds", "s", &per_batch),
+        Metric::exact("comparisons_per_batch", "", done.comparisons as f64 / full),
+        Metric::exact("lookups_per_batch", "", done.lookups as f64 / full),
+        Metric::exact("passes_per_batch", "", done.passes as f64 / full),
+        Metric::exact("largest_gap", "count", gap as f64),
+        Metric::exact("gap_beyond_k", "count", gap.saturating_sub(k) as f64),
+    ];
+    let case = Case::new().with("samples", n).with("k", k);
+    Ok(Figures { experiment: "sampler", case, metrics })
+}

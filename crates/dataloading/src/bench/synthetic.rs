@@ -1,0 +1,70 @@
+//! Samples made up on the spot: given lengths, and tokens from a pool.
+
+use std::ops::Range;
+
+use crate::error::Result;
+use crate::permutation::{Permutation, mix};
+use crate::samples::Samples;
+
+/// Samples with given lengths, whose tokens are slices of one pool, as they are of a token store.
+#[derive(Debug, Clone)]
+pub struct Synthetic {
+    /// Where each sample begins, and the end of the last.
+    offsets: Vec<u64>,
+    pool: Vec<u32>,
+}
+
+impl Synthetic {
+    /// Samples of these lengths. All tokens are there once, up to 2²⁶ of them; beyond that samples share them.
+    pub fn new(lengths: &[u32]) -> Self {
+        let mut offsets = Vec::with_capacity(lengths.len() + 1);
+        offsets.push(0);
+        let mut end = 0;
+        for &length in lengths {
+            end += u64::from(length);
+            offsets.push(end);
+        }
+        let longest = lengths.iter().copied().max().unwrap_or(0) as usize;
+        let pool = (end as usize).min(1 << 26) + longest;
+        Self { offsets, pool: (0..pool as u64).map(|place| 1 + (mix(place) % 50_000) as u32).collect() }
+    }
+}
+
+impl Samples for Synthetic {
+    fn len(&self) -> usize {
+        self.offsets.len() - 1
+    }
+
+    fn length(&self, index: usize) -> usize {
+        (self.offsets[index + 1] - self.offsets[index]) as usize
+    }
+
+    fn read(&self, index: usize, out: &mut Vec<u32>) -> Result<()> {
+        self.read_part(index, 0..self.length(index), out)
+    }
+
+    fn read_part(&self, index: usize, part: Range<usize>, out: &mut Vec<u32>) -> Result<()> {
+        let start = (self.offsets[index] % (1 << 26)) as usize;
+        out.extend_from_slice(&self.pool[start + part.start..start + part.end]);
+        Ok(())
+    }
+}
+
+/// `n` lengths uniform in `1..=longest`.
+pub fn uniform_lengths(n: usize, longest: u32, seed: u64) -> Vec<u32> {
+    let order = Permutation::new(1 << 44, seed, 0, 0);
+    (0..n as u64).map(|place| (order.at(place) % u64::from(longest)) as u32 + 1).collect()
+}
+
+/// `n` lengths with the spread of a text's paragraphs: log-normal, median 72, a twentieth beyond 512, at most 2048.
+pub fn text_lengths(n: usize, seed: u64) -> Vec<u32> {
+    let order = Permutation::new(1 << 44, seed, 0, 1);
+    let uniform = |number: u64| (order.at(number) as f64 + 0.5) / (1_u64 << 44) as f64;
+    let length = |place: u64| {
+        // Box and Muller.
+        let (a, b) = (uniform(2 * place), uniform(2 * place + 1));
+        let normal = (-2.0 * a.ln()).sqrt() * (std::f64::consts::TAU * b).cos();
+        (72.0 * (1.2 * normal).exp()).clamp(2.0, 2048.0) as u32
+    };
+    (0..n as u64).map(length).collect()
+}

@@ -1,0 +1,151 @@
+//! Tokens per second of a whole loader that nobody keeps waiting.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use report::cli::Scale;
+use report::{Case, Metric};
+use tch::Device;
+
+use super::Figures;
+use super::synthetic::{Synthetic, text_lengths};
+use crate::balanced_batch_sampler::{BalancedOptions, BatchSize};
+use crate::batch::Counts;
+use crate::batch_source::BatchSource;
+use crate::datasets::{BaseDataset, PackedDataset, PackedOptions, SequencedDataset, StandardDataset};
+use crate::error::Result;
+use crate::loader::{Loader, LoaderOptions};
+use crate::packing::PlanOptions;
+use crate::random_batch_sampler::BatchOptions;
+use crate::samples::Samples;
+
+/// Samples of a batch, rows of a packed one.
+pub const BATCH: usize = 32;
+/// Tokens of a row, at most.
+pub const LENGTH: usize = 512;
+
+/// How samples become batches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Strategy {
+    /// [`BaseDataset`].
+    Base,
+    /// [`StandardDataset`].
+    Standard,
+    /// [`StandardDataset::balanced`] with `k` 20.
+    Balanced,
+    /// [`SequencedDataset`] without a capacity.
+    Sequenced,
+    /// [`PackedDataset`], 8 rows: about the tokens of a batch of the others.
+    Packed,
+}
+
+/// All of them.
+pub const STRATEGIES: [Strategy; 5] =
+    [Strategy::Base, Strategy::Standard, Strategy::Balanced, Strategy::Sequenced, Strategy::Packed];
+
+impl Strategy {
+    /// As records call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Base => "base",
+            Self::Standard => "standard",
+            Self::Balanced => "balanced",
+            Self::Sequenced => "sequenced",
+            Self::Packed => "packed",
+        }
+    }
+
+    /// The data set of these samples.
+    ///
+    /// # Errors
+    /// Samples that make no batch.
+    pub fn over<S: Samples + 'static>(self, samples: S, seed: u64) -> Result<Arc<dyn BatchSource>> {
+        let options = BatchOptions { batch_size: BATCH, max_length: LENGTH, seed, ..BatchOptions::default() };
+        let balanced = BalancedOptions {
+            batch_size: BatchSize::Samples(BATCH),
+            k: 20,
+            max_length: LENGTH,
+            seed,
+            ..BalancedOptions::default()
+        };
+        let plan = PlanOptions { capacity: LENGTH, ..PlanOptions::default() };
+        Ok(match self {
+            Self::Base => Arc::new(BaseDataset::new(samples, &options)?),
+            Self::Standard => Arc::new(StandardDataset::new(samples, &options)?),
+            Self::Balanced => Arc::new(StandardDataset::balanced(samples, &balanced, 0)?),
+            Self::Sequenced => Arc::new(SequencedDataset::new(samples, &options, None)?),
+            Self::Packed => Arc::new(PackedDataset::new(
+                samples,
+                &PackedOptions { rows: 8, plan, seed, ..Default::default() },
+            )?),
+        })
+    }
+}
+
+/// How many samples.
+pub fn size(scale: Scale) -> usize {
+    match scale {
+        Scale::Smoke => 5_000,
+        Scale::Laptop => 200_000,
+        Scale::Paper => 1_000_000,
+    }
+}
+
+/// Lengths of text, and their tokens.
+pub fn synthetic(n: usize, seed: u64) -> Arc<Synthetic> {
+    Arc::new(Synthetic::new(&text_lengths(n, seed)))
+}
+
+/// One strategy with so many workers: whole epochs, one to warm up.
+///
+/// # Errors
+/// Samples that make no batch; a device that is not there.
+pub fn measure<S: Samples + 'static>(
+    samples: S,
+    strategy: Strategy,
+    workers: usize,
+    device: Device,
+    epochs: u64,
+    seed: u64,
+) -> Result<Figures> {
+    let source = strategy.over(samples, seed)?;
+    let (mut rates, mut places, mut per_token) = (Vec::new(), Vec::new(), Vec::new());
+    let mut sum = Counts::default();
+    for epoch in 0..=epochs {
+        let options = LoaderOptions {
+            workers,
+            prefetch: 4,
+            device,
+            epochs: Some(epoch + 1),
+            ..LoaderOptions::default()
+        };
+        let state = Loader::new(source.clone(), &LoaderOptions { workers: 0, ..options })?.state();
+        let state = crate::LoaderState { epoch, batches: source.batches(epoch) as u64, ..state };
+        let mut loader = Loader::resume(source.clone(), &options, &state)?;
+        let began = Instant::now();
+        let mut counts = Counts::default();
+        for batch in loader.by_ref() {
+            let batch = batch?;
+            counts.tokens += batch.counts.tokens;
+            counts.padding += batch.counts.padding;
+        }
+        runtime::device::synchronize(device)?;
+        let seconds = began.elapsed().as_secs_f64();
+        if epoch == 0 {
+            continue;
+        }
+        rates.push(counts.tokens as f64 / seconds);
+        places.push((counts.tokens + counts.padding) as f64 / seconds);
+        per_token.push(loader.stats().worked_seconds / counts.tokens as f64);
+        sum.tokens += counts.tokens;
+        sum.padding += counts.padding;
+    }
+    let metrics = vec![
+        Metric::of_samples("tokens_per_second", "tokens/s", &rates),
+        Metric::of_samples("places_per_second", "places/s", &places),
+        Metric::of_samples("work_per_token_seconds", "s", &per_token),
+        Metric::exact("padding", "ratio", sum.padding as f64 / (sum.tokens + sum.padding) as f64),
+    ];
+    let case = Case::new().with("strategy", strategy.name()).with("workers", workers);
+    Ok(Figures { experiment: "loader", case, metrics })
+}

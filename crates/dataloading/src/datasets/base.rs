@@ -1,0 +1,54 @@
+//! Every sample cut or padded to one length (the assignment's `BaseDataset`).
+
+use super::Documents;
+use crate::batch_source::BatchSource;
+use crate::error::Result;
+use crate::host_batch::HostBatch;
+use crate::length_order::Usable;
+use crate::random_batch_sampler::{BatchOptions, BatchSampler, RandomBatchSampler};
+use crate::samples::Samples;
+
+/// Random batches `[batch_size, max_length]`, whatever the samples' lengths: the baseline that the others save padding
+/// against.
+#[derive(Debug)]
+pub struct BaseDataset<S> {
+    samples: S,
+    sampler: RandomBatchSampler,
+    options: BatchOptions,
+}
+
+impl<S: Samples> BaseDataset<S> {
+    /// Over all samples that have a token.
+    ///
+    /// # Errors
+    /// As [`RandomBatchSampler::new`].
+    pub fn new(samples: S, options: &BatchOptions) -> Result<Self> {
+        let sampler = RandomBatchSampler::named("BaseDataset", &samples, options)?;
+        Ok(Self { samples, sampler, options: *options })
+    }
+
+    /// What can be used of the data set.
+    pub fn usable(&self) -> &Usable {
+        self.sampler.usable()
+    }
+}
+
+impl<S: Samples> BatchSource for BaseDataset<S> {
+    fn seed(&self) -> u64 {
+        self.options.seed
+    }
+
+    fn batches(&self, epoch: u64) -> usize {
+        self.sampler.batches(epoch)
+    }
+
+    fn fill(&self, epoch: u64, index: usize, host: &mut HostBatch) -> Result<()> {
+        let BatchOptions { max_length, pad, .. } = self.options;
+        self.sampler.choose(epoch, index, &mut host.chosen)?;
+        let mut documents = Documents::in_memory_of(host);
+        let beyond = documents.read_chosen(&self.samples, &host.chosen, max_length)?;
+        host.write_rows(documents.iter(), max_length, pad, beyond)?;
+        documents.give_back(host);
+        Ok(())
+    }
+}

@@ -1,0 +1,102 @@
+//! Samples cut to a length, and padded to the longest of their batch (the assignment's `StandardDataset` and
+//! `collate_fn`).
+
+use tch::Device;
+
+use super::Documents;
+use crate::balanced_batch_sampler::{BalancedBatchSampler, BalancedOptions};
+use crate::batch::Batch;
+use crate::batch_source::BatchSource;
+use crate::error::Result;
+use crate::host_batch::HostBatch;
+use crate::random_batch_sampler::{BatchOptions, BatchSampler, RandomBatchSampler};
+use crate::samples::Samples;
+
+/// One batch of these samples, padded with `pad` to the longest.
+///
+/// # Errors
+/// No memory.
+///
+/// ```
+/// let batch = dataloading::collate(&[&[5, 6, 7], &[8]], 0)?;
+/// assert_eq!(batch.tokens.size(), [2, 3]);
+/// assert_eq!((batch.counts.tokens, batch.counts.padding, batch.counts.targets), (4, 2, 2));
+/// # Ok::<(), dataloading::Error>(())
+/// ```
+pub fn collate(samples: &[&[u32]], pad: u32) -> Result<Batch> {
+    let mut host = HostBatch::new(Device::Cpu);
+    collate_into(&mut host, samples.iter().copied(), pad, 0)?;
+    host.finish()
+}
+
+fn collate_into<'a>(
+    host: &mut HostBatch,
+    samples: impl ExactSizeIterator<Item = &'a [u32]> + Clone,
+    pad: u32,
+    dropped: usize,
+) -> Result<()> {
+    let longest = samples.clone().map(<[u32]>::len).max().unwrap_or(0);
+    host.write_rows(samples, longest, pad, dropped)
+}
+
+/// Batches `[samples, longest of the batch]`, of samples that a [`BatchSampler`] chooses.
+#[derive(Debug)]
+pub struct StandardDataset<S, B = RandomBatchSampler> {
+    samples: S,
+    sampler: B,
+    max_length: usize,
+    pad: u32,
+}
+
+impl<S: Samples> StandardDataset<S> {
+    /// Standard batching: random batches of all samples that have a token.
+    ///
+    /// # Errors
+    /// As [`RandomBatchSampler::new`].
+    pub fn new(samples: S, options: &BatchOptions) -> Result<Self> {
+        let sampler = RandomBatchSampler::named("StandardDataset", &samples, options)?;
+        Ok(Self { samples, sampler, max_length: options.max_length, pad: options.pad })
+    }
+}
+
+impl<S: Samples> StandardDataset<S, BalancedBatchSampler> {
+    /// Batches of samples of about one length, padded with `pad`.
+    ///
+    /// # Errors
+    /// As [`BalancedBatchSampler::new`].
+    pub fn balanced(samples: S, options: &BalancedOptions, pad: u32) -> Result<Self> {
+        let sampler = BalancedBatchSampler::new(&samples, options)?;
+        Ok(Self { samples, sampler, max_length: options.max_length, pad })
+    }
+}
+
+impl<S, B> StandardDataset<S, B> {
+    /// Batches of another sampler's choice, which must know these samples; each sample is cut to `max_length`.
+    pub fn with_sampler(samples: S, sampler: B, max_length: usize, pad: u32) -> Self {
+        Self { samples, sampler, max_length, pad }
+    }
+
+    /// What chooses the samples.
+    pub fn sampler(&self) -> &B {
+        &self.sampler
+    }
+}
+
+impl<S: Samples, B: BatchSampler> BatchSource for StandardDataset<S, B> {
+    fn seed(&self) -> u64 {
+        self.sampler.seed()
+    }
+
+    fn batches(&self, epoch: u64) -> usize {
+        self.sampler.batches(epoch)
+    }
+
+    fn fill(&self, epoch: u64, index: usize, host: &mut HostBatch) -> Result<()> {
+        self.sampler.choose(epoch, index, &mut host.chosen)?;
+        let mut documents = Documents::in_memory_of(host);
+        let beyond = documents.read_chosen(&self.samples, &host.chosen, self.max_length)?;
+        collate_into(host, documents.iter(), self.pad, beyond)?;
+        documents.give_back(host);
+        Ok(())
+    }
+}

@@ -1,0 +1,158 @@
+//! `dataloading`: what packing, sampling and loading cost on this machine.
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use dataloading::bench::{self, Figures};
+use report::cli::{CommonArgs, Scale};
+use report::{Environment, Progress, Record, RecordWriter};
+use tch::Device;
+
+/// Datasets, samplers, packing and loaders that resume
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    common: CommonArgs,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Measure how full rows get, and how long packing takes on one thread
+    Pack(Sized),
+    /// Measure the balanced sampler by the size of the data set
+    Sampler(Sized),
+    /// Measure tokens per second of the whole loader, by strategy and workers
+    Throughput(Throughput),
+}
+
+#[derive(clap::Args)]
+struct Sized {
+    /// Which sizes to measure
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// Measure these numbers of documents or samples instead
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(100..))]
+    sizes: Vec<u32>,
+}
+
+#[derive(clap::Args)]
+struct Throughput {
+    /// How many samples
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// So many samples instead
+    #[arg(long, value_parser = clap::value_parser!(u32).range(100..))]
+    samples: Option<u32>,
+    /// Numbers of workers
+    #[arg(long, value_delimiter = ',', default_value = "0,1,2")]
+    workers: Vec<usize>,
+    /// Measured epochs of each case, after one to warm up
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
+    epochs: u64,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    report::cli::run(|| run(&cli))
+}
+
+fn run(cli: &Cli) -> anyhow::Result<()> {
+    let device = runtime::device::select(&cli.common.device)?;
+    let mut sink = Sink {
+        records: cli.common.open_records()?,
+        environment: environment(device)?,
+        json: cli.common.json,
+    };
+    let seed = cli.common.seed;
+    match &cli.command {
+        Command::Pack(arguments) => {
+            let sizes = sizes(arguments, bench::packing::sizes(arguments.scale));
+            let mut progress = Progress::new((sizes.len() * bench::packing::PACKERS.len()) as u64);
+            for size in sizes {
+                for packer in bench::packing::PACKERS {
+                    progress.message(&format!("{size} documents, {}", packer.name()));
+                    sink.put(&bench::packing::measure(packer, size, seed, arguments.scale)?)?;
+                    progress.step();
+                }
+            }
+        }
+        Command::Sampler(arguments) => {
+            let sizes = sizes(arguments, bench::sampler::sizes(arguments.scale));
+            let mut progress = Progress::new((sizes.len() * bench::sampler::GAPS.len()) as u64);
+            for size in sizes {
+                for k in bench::sampler::GAPS {
+                    progress.message(&format!("{size} samples, k {k}"));
+                    sink.put(&bench::sampler::measure(size, k, seed, arguments.scale)?)?;
+                    progress.step();
+                }
+            }
+        }
+        Command::Throughput(arguments) => {
+            use bench::throughput::{STRATEGIES, measure, size, synthetic};
+            let count = arguments.samples.map_or_else(|| size(arguments.scale), |count| count as usize);
+            let samples = synthetic(count, seed);
+            let mut progress = Progress::new((STRATEGIES.len() * arguments.workers.len()) as u64);
+            for strategy in STRATEGIES {
+                for &workers in &arguments.workers {
+                    progress.message(&format!("{}, {workers} workers", strategy.name()));
+                    sink.put(&measure(samples.clone(), strategy, workers, device, arguments.epochs, seed)?)?;
+                    progress.step();
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn sizes(arguments: &Sized, usual: &[usize]) -> Vec<usize> {
+    if arguments.sizes.is_empty() {
+        usual.to_vec()
+    } else {
+        arguments.sizes.iter().map(|&n| n as usize).collect()
+    }
+}
+
+/// Where figures go.
+struct Sink {
+    records: Option<RecordWriter>,
+    environment: Environment,
+    json: bool,
+}
+
+impl Sink {
+    #[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
+    fn put(&mut self, figures: &Figures) -> anyhow::Result<()> {
+        let mut out = std::io::stdout().lock();
+        let case: Vec<String> = figures.case.0.iter().map(|(key, value)| format!("{key} {value}")).collect();
+        if !self.json {
+            writeln!(out, "{}", case.join(", ").replace('"', ""))?;
+        }
+        for metric in &figures.metrics {
+            let record = Record {
+                experiment: figures.experiment.into(),
+                case: figures.case.clone(),
+                metric: metric.clone(),
+                environment: self.environment.clone(),
+            };
+            if let Some(records) = &mut self.records {
+                records.write(&record)?;
+            }
+            if self.json {
+                writeln!(out, "{}", serde_json::to_string(&record)?)?;
+            } else if let Some(value) = metric.value {
+                writeln!(out, "    {:24} {}", metric.name, report::unit::human(value, &metric.unit))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Where the figures come from: `cpu`, or the GPU's name, with libtorch's version.
+fn environment(device: Device) -> anyhow::Result<Environment> {
+    let name = if device.is_cuda() { runtime::device::name(device)? } else { "cpu".to_owned() };
+    Ok(Environment::detect(&name, Some(runtime::torch_version())))
+}

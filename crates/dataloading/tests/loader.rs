@@ -1,0 +1,302 @@
+//! The loader: the same sequence whoever makes it, from wherever it begins, and what happens when something fails.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use dataloading::packing::PlanOptions;
+use dataloading::{
+    BalancedOptions, BaseDataset, Batch, BatchOptions, BatchSize, BatchSource, Capacity, Error, Loader,
+    LoaderOptions, LoaderState, Overflow, PackedDataset, PackedOptions, Result, Samples, SequencedDataset,
+    StandardDataset,
+};
+use proptest::prelude::*;
+
+fn samples(n: usize) -> Vec<Vec<u32>> {
+    (0..n).map(|index| (0..1 + index * 31 % 40).map(|place| (index * 64 + place) as u32).collect()).collect()
+}
+
+/// Every strategy, over the same samples.
+fn strategies(n: usize, seed: u64) -> Vec<Arc<dyn BatchSource>> {
+    let options = BatchOptions { batch_size: 4, max_length: 32, seed, ..BatchOptions::default() };
+    let balanced = BalancedOptions {
+        batch_size: BatchSize::Samples(4),
+        k: 5,
+        max_length: 32,
+        seed,
+        ..Default::default()
+    };
+    let plan = PlanOptions { capacity: 32, ..Default::default() };
+    let packed = PackedOptions { rows: 2, plan, seed, ..PackedOptions::default() };
+    let capacity = Some(Capacity { tokens: 60, overflow: Overflow::Cut });
+    vec![
+        Arc::new(BaseDataset::new(samples(n), &options).unwrap()),
+        Arc::new(StandardDataset::new(samples(n), &options).unwrap()),
+        Arc::new(StandardDataset::balanced(samples(n), &balanced, 0).unwrap()),
+        Arc::new(SequencedDataset::new(samples(n), &options, capacity).unwrap()),
+        Arc::new(PackedDataset::new(samples(n), &packed).unwrap()),
+    ]
+}
+
+/// All that is in a batch.
+fn content(batch: &Batch) -> Vec<Vec<i64>> {
+    let numbers = |tensor: &tch::Tensor| -> Vec<i64> {
+        let mut numbers = tensor.size();
+        numbers.extend(
+            Vec::<i64>::try_from(tensor.f_to_kind(tch::Kind::Int64).unwrap().f_reshape([-1]).unwrap())
+                .unwrap(),
+        );
+        numbers
+    };
+    let mut content = vec![numbers(&batch.tokens), numbers(&batch.labels), vec![batch.counts.dropped as i64]];
+    if let Some(packing) = &batch.packing {
+        content.extend([&packing.positions, &packing.document_ids, &packing.cu_seqlens].map(numbers));
+    }
+    content
+}
+
+fn all(loader: Loader) -> Vec<Vec<Vec<i64>>> {
+    loader.map(|batch| content(&batch.unwrap())).collect()
+}
+
+/// Batch by batch, without a loader.
+fn reference(source: &Arc<dyn BatchSource>, epochs: u64) -> Vec<Vec<Vec<i64>>> {
+    let batch = |epoch| move |index| content(&source.batch(epoch, index).unwrap());
+    (0..epochs).flat_map(|epoch| (0..source.batches(epoch)).map(batch(epoch))).collect()
+}
+
+fn options(workers: usize, prefetch: usize) -> LoaderOptions {
+    LoaderOptions { workers, prefetch, epochs: Some(2), ..LoaderOptions::default() }
+}
+
+#[test]
+fn any_number_of_workers_makes_the_same_sequence() {
+    for source in strategies(37, 5) {
+        let expected = reference(&source, 2);
+        for workers in 0..=4 {
+            for prefetch in [1, 2, 3, 8] {
+                let mut loader = Loader::new(source.clone(), &options(workers, prefetch)).unwrap();
+                let found: Vec<_> = loader.by_ref().map(|batch| content(&batch.unwrap())).collect();
+                assert_eq!(found, expected, "{workers} workers, prefetch {prefetch}");
+                assert_eq!(loader.stats().batches, expected.len() as u64);
+                assert!(loader.stats().worked_seconds > 0.0);
+                assert!(loader.next().is_none());
+            }
+        }
+    }
+}
+
+#[test]
+fn batches_that_are_kept_stay_as_they_are() {
+    let source = strategies(37, 5).remove(1);
+    let kept: Vec<Batch> = Loader::new(source.clone(), &options(2, 3)).unwrap().map(Result::unwrap).collect();
+    assert_eq!(kept.iter().map(content).collect::<Vec<_>>(), reference(&source, 2));
+}
+
+#[test]
+fn resuming_at_every_position_goes_on_as_if_nothing_had_been() {
+    for source in strategies(23, 8) {
+        let expected = reference(&source, 2);
+        let mut loader = Loader::new(source.clone(), &options(2, 3)).unwrap();
+        for done in 0..=expected.len() {
+            let state = loader.state();
+            let words = serde_json::to_string(&state).unwrap();
+            let state: LoaderState = serde_json::from_str(&words).unwrap();
+            let workers = done % 3;
+            let rest = all(Loader::resume(source.clone(), &options(workers, 2), &state).unwrap());
+            assert_eq!(rest, expected[done..], "from {words}");
+            loader.next();
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+
+    #[test]
+    fn ranks_partition_the_sequence_also_after_a_change(
+        before in 1_u64..4,
+        after in 1_u64..4,
+        rounds in 0_usize..6,
+        seed: u64,
+        strategy in 0_usize..5,
+    ) {
+        let source = strategies(29, seed).remove(strategy);
+        let expected = reference(&source, 2);
+        let with = |rank, ranks| LoaderOptions { rank, ranks, ..options((rank % 2) as usize, 2) };
+        let mut found = Vec::new();
+        let mut loaders: Vec<Loader> =
+            (0..before).map(|rank| Loader::new(source.clone(), &with(rank, before)).unwrap()).collect();
+        for _ in 0..rounds {
+            let round: Vec<_> = loaders.iter_mut().map(|loader| loader.next()).collect();
+            prop_assert!(round.iter().all(Option::is_some) || round.iter().all(Option::is_none));
+            found.extend(round.into_iter().flatten().map(|batch| content(&batch.unwrap())));
+        }
+        let states: Vec<LoaderState> = loaders.iter().map(Loader::state).collect();
+        prop_assert!(states.iter().all(|state| *state == states[0]));
+        let mut loaders: Vec<Loader> = (0..after)
+            .map(|rank| Loader::resume(source.clone(), &with(rank, after), &states[0]).unwrap())
+            .collect();
+        loop {
+            let round: Vec<_> = loaders.iter_mut().map(|loader| loader.next()).collect();
+            if round.iter().all(Option::is_none) {
+                break;
+            }
+            found.extend(round.into_iter().map(|batch| content(&batch.unwrap().unwrap())));
+        }
+        prop_assert!(expected.len() - found.len() < after.max(before) as usize);
+        prop_assert_eq!(&found[..], &expected[..found.len()]);
+    }
+}
+
+/// Samples of which one is bad.
+struct Bad {
+    sample: usize,
+    panics: bool,
+    reads: AtomicUsize,
+}
+
+impl Samples for Bad {
+    fn len(&self) -> usize {
+        100
+    }
+
+    fn length(&self, _: usize) -> usize {
+        3
+    }
+
+    fn read(&self, index: usize, out: &mut Vec<u32>) -> Result<()> {
+        self.reads.fetch_add(1, Ordering::Relaxed);
+        if index == self.sample && self.panics {
+            panic!("sample {index} is cursed");
+        }
+        if index == self.sample {
+            return Err(Error::Record {
+                from: "corpus.jsonl".into(),
+                place: format!("line {}", index + 1),
+                reason: "not UTF-8".into(),
+            });
+        }
+        out.extend([1, 2, 3]);
+        Ok(())
+    }
+}
+
+fn bad(sample: usize, panics: bool) -> Arc<dyn BatchSource> {
+    let options =
+        BatchOptions { batch_size: 10, order: dataloading::Order::Sequential, ..BatchOptions::default() };
+    let samples = Bad { sample, panics, reads: AtomicUsize::new(0) };
+    Arc::new(StandardDataset::new(samples, &options).unwrap())
+}
+
+#[test]
+fn a_bad_record_surfaces_with_its_place_and_the_loader_ends() {
+    for workers in [0, 1, 3] {
+        for sample in [0, 42, 99] {
+            let mut loader = Loader::new(bad(sample, false), &options(workers, 4)).unwrap();
+            for _ in 0..sample / 10 {
+                assert!(loader.next().unwrap().is_ok());
+            }
+            let at = loader.state();
+            let error = loader.next().unwrap().unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                format!("batch {} of epoch 0: corpus.jsonl: line {}: not UTF-8", sample / 10, sample + 1)
+            );
+            assert!(loader.next().is_none());
+            assert_eq!(loader.state(), at);
+        }
+    }
+}
+
+#[test]
+fn a_panic_surfaces_with_its_place_and_the_loader_ends() {
+    for workers in [0, 1, 3] {
+        let mut loader = Loader::new(bad(57, true), &options(workers, 2)).unwrap();
+        let error = loader.by_ref().find_map(Result::err).unwrap();
+        assert_eq!(
+            error.to_string(),
+            "a worker of the loader panicked at batch 5 of epoch 0: sample 57 is cursed"
+        );
+        assert!(loader.next().is_none());
+    }
+}
+
+/// A source whose second epoch cannot be counted, or has no batch.
+struct Short {
+    panics: bool,
+}
+
+impl BatchSource for Short {
+    fn seed(&self) -> u64 {
+        0
+    }
+
+    fn batches(&self, epoch: u64) -> usize {
+        assert!(epoch == 0 || !self.panics, "no second epoch");
+        if epoch == 0 { 2 } else { 0 }
+    }
+
+    fn fill(&self, _: u64, _: usize, host: &mut dataloading::HostBatch) -> Result<()> {
+        host.write_rows([&[1_u32, 2][..]].into_iter(), 2, 0, 0)
+    }
+}
+
+#[test]
+fn an_epoch_without_batches_is_an_error_and_no_endless_loop() {
+    for workers in [0, 2] {
+        for (panics, words) in [
+            (false, "loader: epoch 1 has no batch; keep incomplete batches, or take smaller ones"),
+            (true, "a worker of the loader panicked at batch 1 of epoch 0: no second epoch"),
+        ] {
+            let options = LoaderOptions { epochs: None, ..options(workers, 2) };
+            let found: Vec<_> = Loader::new(Arc::new(Short { panics }), &options).unwrap().collect();
+            let error = found.last().unwrap().as_ref().unwrap_err();
+            assert_eq!(error.to_string(), words, "{workers} workers");
+        }
+    }
+}
+
+#[test]
+fn an_abandoned_loader_ends_its_threads() {
+    for taken in [0, 1, 5] {
+        let samples = Arc::new(Bad { sample: 1000, panics: false, reads: AtomicUsize::new(0) });
+        let dataset = StandardDataset::new(samples.clone(), &BatchOptions::default()).unwrap();
+        let options = LoaderOptions { epochs: None, ..options(3, 4) };
+        let mut loader = Loader::new(Arc::new(dataset), &options).unwrap();
+        assert_eq!(loader.by_ref().take(taken).filter(Result::is_ok).count(), taken);
+        drop(loader);
+        // The threads held clones of the samples.
+        assert_eq!(Arc::strong_count(&samples), 1);
+        // 32 samples a batch; those taken, four ahead.
+        assert!(samples.reads.load(Ordering::Relaxed) <= (taken + 4) * 32);
+    }
+}
+
+#[test]
+fn a_state_of_other_data_is_refused() {
+    let source = strategies(37, 5).remove(1);
+    let state = Loader::new(source.clone(), &options(0, 1)).unwrap().state();
+    assert_eq!(serde_json::to_string(&state).unwrap(), r#"{"seed":5,"epoch":0,"position":0,"batches":10}"#);
+    let refused = |source: &Arc<dyn BatchSource>, options: LoaderOptions, state: LoaderState, words: &str| {
+        assert_eq!(Loader::resume(source.clone(), &options, &state).unwrap_err().to_string(), words);
+    };
+    refused(
+        &strategies(37, 6).remove(1),
+        options(0, 1),
+        state,
+        "loader: the state is of seed 5 and the data set of seed 6; give it the same seed to resume",
+    );
+    refused(
+        &strategies(20, 5).remove(1),
+        options(0, 1),
+        state,
+        "loader: the state stands at batch 0 of 10 of epoch 0, and the data set has 5 there; resume with the data and the \
+         batch size that the state is of",
+    );
+    refused(
+        &source,
+        LoaderOptions { rank: 2, ranks: 2, ..options(0, 1) },
+        state,
+        "loader: rank 2 of 2; ranks count from 0",
+    );
+}

@@ -1,0 +1,4 @@
+//! What the training assignment measures.
+
+pub mod corpus;
+pub mod strategy;
