@@ -26,8 +26,8 @@ impl Embedding {
 
     /// `[batch, sequence]` of int64 tokens to `[batch, sequence, width]`.
     ///
-    /// On the CPU tokens are checked against the vocabulary. On CUDA that would wait for the device: a token outside it
-    /// ends the process's CUDA context there, so check a data set once, before training.
+    /// On the CPU a token outside the vocabulary is an error. On CUDA it ends the process's context, because to look first
+    /// would wait for the device: check a data set once, before training.
     ///
     /// # Errors
     /// [`Error::Token`]; tokens of another shape or dtype, or on another device than the weights.
@@ -46,15 +46,18 @@ impl Embedding {
                 expected: format!("Int64 on {:?}, where the weights are", self.weight.device()),
             });
         }
-        if tokens_bt.device() == Device::Cpu && tokens_bt.numel() > 0 {
-            let vocabulary = self.weight.size()[0];
-            let (least, most) = tokens_bt.f_aminmax(None, false)?;
-            let (least, most) = (least.f_int64_value(&[])?, most.f_int64_value(&[])?);
-            if let Some(&token) = [least, most].iter().find(|&&token| !(0..vocabulary).contains(&token)) {
-                return Err(Error::Token { token, vocabulary });
-            }
-        }
-        Ok(Tensor::f_embedding(&self.weight, tokens_bt, -1, false, false)?)
+        Tensor::f_embedding(&self.weight, tokens_bt, -1, false, false)
+            .map_err(|error| self.unknown_token(tokens_bt).unwrap_or_else(|| error.into()))
+    }
+
+    /// Why a lookup failed, where it was for a token outside the vocabulary. (Asked only after the failure, so that a
+    /// lookup that succeeds costs nothing more.)
+    fn unknown_token(&self, tokens_bt: &Tensor) -> Option<Error> {
+        let vocabulary = self.weight.size()[0];
+        let (least, most) = tokens_bt.f_aminmax(None, false).ok()?;
+        let ends = [least.f_int64_value(&[]).ok()?, most.f_int64_value(&[]).ok()?];
+        let token = ends.into_iter().find(|token| !(0..vocabulary).contains(token))?;
+        Some(Error::Token { token, vocabulary })
     }
 }
 

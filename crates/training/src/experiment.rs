@@ -1,4 +1,7 @@
 //! What the training assignment measures.
 
 pub mod corpus;
+pub mod loading;
+pub mod profiling;
+pub mod setup;
 pub mod strategy;

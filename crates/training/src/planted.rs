@@ -4,6 +4,7 @@
 //! Each is the real thing, not a delay: the setup that it belongs to (model, loss head, optimizer, loader) is built the slow
 //! way. All of them train the same model on the same tokens to the same losses.
 
+mod host_reads;
 mod indexed_loss;
 mod tokenize_per_item;
 mod unused_projection;
@@ -11,6 +12,7 @@ mod unused_projection;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
+pub use host_reads::HostReadsHead;
 pub use indexed_loss::IndexedLossHead;
 pub use tokenize_per_item::TokenizePerItem;
 pub use unused_projection::UnusedProjection;

@@ -1,0 +1,186 @@
+//! The whole training with each way of loading data: time, memory, and what it learned.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use dataloading::loader::{LoaderOptions, LoaderStats};
+use dataloading::{BatchOptions, Order};
+use models::module::trainable;
+use models::{Gpt2Like, Gpt2LikeConfig};
+use runtime::memory::Region;
+use tch::{Device, Kind};
+
+use super::corpus::Corpus;
+use super::strategy::Strategy;
+use crate::Trainer;
+use crate::error::Result;
+use crate::evaluation::Evaluation;
+use crate::loader_batches::LoaderBatches;
+use crate::observer::{Observer, StepRecord};
+use crate::optimizer::{Adam, Group, Optimizer};
+use crate::schedule::{Schedule, Shape};
+use crate::trainer::Options;
+
+/// What all trainings of a comparison share.
+#[derive(Debug, Clone)]
+pub struct Training {
+    /// The model; its vocabulary is set by the corpus.
+    pub model: Gpt2LikeConfig,
+    /// Samples of a batch. Packed batches have as many tokens on average.
+    pub batch_size: usize,
+    /// How often the training data is gone through.
+    pub epochs: u64,
+    /// Learning rate of Adam.
+    pub lr: f64,
+    /// Steps of linear warm-up.
+    pub warmup: u64,
+    /// Steps between evaluations.
+    pub evaluate_every: u64,
+    /// Threads that make batches.
+    pub workers: usize,
+    /// Where.
+    pub device: Device,
+    /// Seed of weights and order.
+    pub seed: u64,
+}
+
+/// A point of the validation curve.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Point {
+    /// Steps done.
+    pub step: u64,
+    /// Seconds of training until then; evaluations are not counted.
+    pub seconds: f64,
+    /// Tokens learned from until then, padding not counted.
+    pub tokens: u64,
+    /// Mean validation loss in nats.
+    pub loss: f64,
+    /// Share of the validation's targets predicted right.
+    pub accuracy: f64,
+}
+
+/// What a whole training came to.
+#[derive(Debug, Clone)]
+pub struct Outcome {
+    /// Steps.
+    pub steps: u64,
+    /// Seconds, without evaluations.
+    pub seconds: f64,
+    /// Tokens learned from.
+    pub tokens: u64,
+    /// Places computed for nothing.
+    pub padding: u64,
+    /// The most bytes that were live at any moment beyond what was before.
+    pub peak_bytes: u64,
+    /// Seconds that the training waited for the loader.
+    pub waited_seconds: f64,
+    /// What the loader did.
+    pub loader: LoaderStats,
+    /// Validation.
+    pub curve: Vec<Point>,
+}
+
+impl Outcome {
+    /// Seconds of training until the validation loss was first at or below `target`, between two evaluations in
+    /// proportion; `None` where it never was.
+    pub fn seconds_to(&self, target: f64) -> Option<f64> {
+        let reached = self.curve.iter().position(|point| point.loss <= target)?;
+        let at = self.curve[reached];
+        let Some(before) = reached.checked_sub(1).map(|index| self.curve[index]) else { return Some(at.seconds) };
+        let share = (before.loss - target) / (before.loss - at.loss);
+        Some(before.seconds + share * (at.seconds - before.seconds))
+    }
+
+    /// The least validation loss.
+    pub fn best_loss(&self) -> f64 {
+        self.curve.iter().map(|point| point.loss).fold(f64::INFINITY, f64::min)
+    }
+}
+
+/// Trains once with `strategy`.
+///
+/// # Errors
+/// Those of the data, the model and the loop.
+pub fn train(corpus: &Corpus, strategy: Strategy, training: &Training) -> Result<Outcome> {
+    let &Training { batch_size, epochs, lr, warmup, evaluate_every, workers, device, seed, .. } = training;
+    runtime::random::seed(seed)?;
+    let region = Region::start(device)?;
+    let config = Gpt2LikeConfig { vocab_size: corpus.vocabulary(), ..training.model.clone() };
+    let max_length = config.max_length as usize;
+    let options = BatchOptions { batch_size, max_length, pad: corpus.pad(), seed, ..Default::default() };
+    let loader = LoaderOptions { workers, device, epochs: Some(epochs), ..Default::default() };
+    let mut batches = LoaderBatches::new(strategy.source(corpus.train.clone(), &options)?, &loader)?;
+    // Every strategy is measured on the same batches.
+    let measured_on = BatchOptions { order: Order::Sequential, ..options };
+    let validation = Strategy::Standard.source(corpus.validation.clone(), &measured_on)?;
+    let mut validation = LoaderBatches::new(validation, &LoaderOptions { epochs: Some(1), ..loader })?;
+
+    let model = Box::new(Gpt2Like::new(&config, (Kind::Float, device))?);
+    let optimizer = Optimizer::new(Adam::default(), vec![Group::new(named(&*model), lr)])?;
+    let seen = Arc::new(Mutex::new(Seen::default()));
+    let mut trainer = Trainer::new(
+        model,
+        optimizer,
+        Options { steps: u64::MAX, evaluate_every: Some(evaluate_every), ..Default::default() },
+    )?;
+    trainer.schedule = Schedule { warmup, shape: Shape::Constant, ..Default::default() };
+    trainer.observers.push(Box::new(Watcher(seen.clone())));
+    trainer.run(&mut batches, Some(&mut validation))?;
+    trainer.evaluate(&mut validation)?;
+    drop(trainer);
+    let loader = batches.stats();
+    let peak_bytes = region.finish()?.peak_above_start();
+    let seen = std::mem::take(&mut *seen.lock().unwrap_or_else(PoisonError::into_inner));
+    Ok(Outcome {
+        steps: seen.steps,
+        seconds: seen.seconds,
+        tokens: seen.tokens,
+        padding: seen.padding,
+        peak_bytes,
+        waited_seconds: seen.waited,
+        loader,
+        curve: seen.curve,
+    })
+}
+
+/// Every learned tensor with its name, as an optimizer takes them.
+pub(super) fn named(model: &(impl models::module::Module + ?Sized)) -> Vec<(String, tch::Tensor)> {
+    trainable(model).into_iter().map(|(name, tensor)| (name, tensor.shallow_clone())).collect()
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    steps: u64,
+    seconds: f64,
+    waited: f64,
+    tokens: u64,
+    padding: u64,
+    /// Of the evaluation since the last step: part of the next step's time, and not of the training's.
+    evaluating: f64,
+    curve: Vec<Point>,
+}
+
+struct Watcher(Arc<Mutex<Seen>>);
+
+impl Observer for Watcher {
+    fn on_step(&mut self, record: &StepRecord) -> Result<()> {
+        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.steps = record.step;
+        seen.seconds += (record.timings.total - std::mem::take(&mut seen.evaluating)).max(0.0);
+        seen.waited += record.timings.data;
+        seen.tokens += record.tokens as u64;
+        seen.padding += record.padding as u64;
+        Ok(())
+    }
+
+    fn on_evaluation(&mut self, evaluation: &Evaluation) -> Result<()> {
+        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.evaluating += evaluation.seconds;
+        let &Evaluation { step, loss, accuracy, .. } = evaluation;
+        // An evaluation at the end may follow one at the last step.
+        if seen.curve.last().is_none_or(|last| last.step != step) {
+            let point = Point { step, seconds: seen.seconds, tokens: seen.tokens, loss, accuracy };
+            seen.curve.push(point);
+        }
+        Ok(())
+    }
+}

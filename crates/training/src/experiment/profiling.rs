@@ -1,0 +1,150 @@
+//! Steps with each planted inefficiency on and off, and all of them on and off: time, composition, diagnosis.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::time::Instant;
+
+use super::corpus::Corpus;
+use super::setup::{Common, Setup};
+use crate::error::Result;
+use crate::planted::Inefficiency;
+use crate::profile::{Composition, Diagnosis};
+
+/// How much is measured.
+#[derive(Debug, Clone, Copy)]
+pub struct Effort {
+    /// Steps before the measured ones.
+    pub warmup: u64,
+    /// Steps that are timed as one: on CUDA several, so that the host runs ahead of the device as it does in a training.
+    pub turn: u64,
+    /// Measured turns of each setup.
+    pub turns: u64,
+    /// Steps under the profiler.
+    pub traced: u64,
+}
+
+/// Some steps, timed as one.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Turn {
+    /// Seconds per step.
+    pub step: f64,
+    /// Seconds per token that was learned from; what pads does not count.
+    pub token: f64,
+}
+
+impl Turn {
+    /// Runs and times `steps` steps; the device is idle at the beginning and at the end.
+    ///
+    /// # Errors
+    /// Those of the setup.
+    pub fn of(setup: &mut Setup, steps: u64) -> Result<Self> {
+        let start = Instant::now();
+        // The losses are read at the end, which waits for the device.
+        let records = setup.run(steps)?;
+        let seconds = start.elapsed().as_secs_f64();
+        let tokens: usize = records.iter().map(|record| record.tokens).sum();
+        Ok(Self { step: seconds / steps as f64, token: seconds / tokens.max(1) as f64 })
+    }
+}
+
+/// Two setups that were run in turns, so that a drift of the machine is in both.
+#[derive(Debug, Clone, Default)]
+pub struct Pair {
+    /// With the inefficiency.
+    pub on: Vec<Turn>,
+    /// Without.
+    pub off: Vec<Turn>,
+}
+
+impl Pair {
+    /// Seconds per token with, over seconds per token without, of each pair of turns.
+    pub fn slowdown(&self) -> Vec<f64> {
+        self.on.iter().zip(&self.off).map(|(on, off)| on.token / off.token).collect()
+    }
+}
+
+/// Measures `on` against `off` in turns.
+///
+/// # Errors
+/// Those of the setups.
+pub fn measure_pair(on: &mut Setup, off: &mut Setup, effort: Effort) -> Result<Pair> {
+    on.run(effort.warmup)?;
+    off.run(effort.warmup)?;
+    let mut pair = Pair::default();
+    for _ in 0..effort.turns {
+        pair.on.push(Turn::of(on, effort.turn)?);
+        pair.off.push(Turn::of(off, effort.turn)?);
+    }
+    Ok(pair)
+}
+
+/// What a profile of a setup shows.
+///
+/// # Errors
+/// Those of the setup and of the profiler.
+pub fn profile(setup: &mut Setup, effort: Effort, trace: &Path) -> Result<(Composition, Diagnosis)> {
+    let (profile, facts) = setup.trace(effort.traced, trace)?;
+    Ok((Composition::of(&profile)?, Diagnosis::of(&profile, &facts)?))
+}
+
+/// A stage on the way from all inefficiencies to none.
+#[derive(Debug, Clone)]
+pub struct Stage {
+    /// What this stage has repaired, `None` for the beginning.
+    pub repaired: Option<Inefficiency>,
+    /// What was measured.
+    pub turns: Vec<Turn>,
+    /// Largest number of live bytes beyond what was there before.
+    pub peak_bytes: u64,
+}
+
+/// Repairs one inefficiency after another, in the order of [`Inefficiency::ALL`], and measures each stage.
+///
+/// # Errors
+/// Those of the setups.
+pub fn repair(
+    corpus: &Corpus,
+    common: &Common,
+    effort: Effort,
+    mut each: impl FnMut(&Stage),
+) -> Result<Vec<Stage>> {
+    let mut on: BTreeSet<Inefficiency> = Inefficiency::ALL.into();
+    let mut stages = Vec::new();
+    for repaired in std::iter::once(None).chain(Inefficiency::ALL.map(Some)) {
+        if let Some(repaired) = repaired {
+            on.remove(&repaired);
+        }
+        let region = runtime::memory::Region::start(common.device)?;
+        let mut setup = Setup::new(corpus, &on, common)?;
+        setup.run(effort.warmup)?;
+        let turns = (0..effort.turns).map(|_| Turn::of(&mut setup, effort.turn)).collect::<Result<_>>()?;
+        drop(setup);
+        let stage = Stage {
+            repaired,
+            turns,
+            peak_bytes: region.finish()?.peak_above_start(),
+        };
+        each(&stage);
+        stages.push(stage);
+    }
+    Ok(stages)
+}
+
+/// The detector that is made for an inefficiency. `None`: its cost is a plain part of the model, which no profile can tell
+/// from what is wanted.
+pub fn detector(inefficiency: Inefficiency) -> Option<&'static str> {
+    Some(match inefficiency {
+        Inefficiency::PadToMax => "padding",
+        Inefficiency::TokenizePerItem => return None,
+        Inefficiency::NoWorkers => "waiting for data",
+        Inefficiency::OddWidth => "odd widths",
+        Inefficiency::UnusedProjection => "unused parameters",
+        Inefficiency::ExplicitAttention => "attention by softmax",
+        Inefficiency::MaskPerForward => "mask in each forward",
+        Inefficiency::IndexedLoss => "boolean indexing",
+        Inefficiency::AccuracyEachStep => return None,
+        Inefficiency::HostReads => "host synchronisation",
+        Inefficiency::ZeroedGradients => "zeroed gradients",
+        Inefficiency::UnfusedOptimizer => "unfused optimizer",
+    })
+}

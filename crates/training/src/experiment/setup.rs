@@ -1,0 +1,205 @@
+//! A training with any of the planted inefficiencies.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use dataloading::loader::LoaderOptions;
+use dataloading::{BatchOptions, Samples};
+use models::module::{Edit, LanguageModel, LossHead, edit, trainable};
+use models::{AttentionPath, Gpt2Like, Gpt2LikeConfig, Linear, ProjectionHead};
+use runtime::profile::{Trace, TraceOptions};
+use tch::{Device, Kind};
+
+use super::corpus::Corpus;
+use super::loading::named;
+use super::strategy::Strategy;
+use crate::Trainer;
+use crate::accumulation::{fetch, forward};
+use crate::batches::Batches;
+use crate::error::Result;
+use crate::loader_batches::LoaderBatches;
+use crate::observer::{Observer, StepRecord};
+use crate::optimizer::{Adam, Group, Implementation, Optimizer, ZeroGrad};
+use crate::planted::{HostReadsHead, Inefficiency, IndexedLossHead, TokenizePerItem, UnusedProjection};
+use crate::profile::{Facts, Profile};
+use crate::trainer::Options;
+
+/// What every setup has in common.
+#[derive(Debug, Clone)]
+pub struct Common {
+    /// The model; its vocabulary is set by the corpus.
+    pub model: Gpt2LikeConfig,
+    /// A width one below a multiple of 16, or nearly, with a number of heads that divides it.
+    pub odd: (i64, i64),
+    /// Samples of a batch. Packed batches have as many tokens on average.
+    pub batch_size: usize,
+    /// Where.
+    pub device: Device,
+    /// Seed of weights and order.
+    pub seed: u64,
+}
+
+/// A training that can be run step by step.
+pub struct Setup {
+    /// The loop.
+    pub trainer: Trainer,
+    /// Its data.
+    pub batches: LoaderBatches,
+    steps: Arc<Mutex<Vec<StepRecord>>>,
+    workers: usize,
+}
+
+impl Setup {
+    /// A training with the inefficiencies that are `on`, and none of the others.
+    ///
+    /// # Errors
+    /// Those of the data, the model and the loop.
+    pub fn new(corpus: &Corpus, on: &BTreeSet<Inefficiency>, common: &Common) -> Result<Self> {
+        let has = |inefficiency| on.contains(&inefficiency);
+        let &Common { batch_size, device, seed, .. } = common;
+        runtime::random::seed(seed)?;
+        let mut config = Gpt2LikeConfig { vocab_size: corpus.vocabulary(), ..common.model.clone() };
+        if has(Inefficiency::OddWidth) {
+            (config.hidden_dim, config.num_heads) = common.odd;
+        }
+        config.attention = match (has(Inefficiency::ExplicitAttention), has(Inefficiency::MaskPerForward)) {
+            (true, _) => AttentionPath::Explicit,
+            (false, true) => AttentionPath::DenseMask,
+            (false, false) => AttentionPath::Fused,
+        };
+        let max_length = config.max_length as usize;
+        let samples: Arc<dyn Samples> = if has(Inefficiency::TokenizePerItem) {
+            Arc::new(TokenizePerItem::new(corpus.texts.clone(), corpus.tokenizer.clone(), max_length)?)
+        } else {
+            corpus.train.clone()
+        };
+        let strategy = if has(Inefficiency::PadToMax) { Strategy::Base } else { Strategy::Packed };
+        let options = BatchOptions { batch_size, max_length, pad: corpus.pad(), seed, ..Default::default() };
+        let workers = usize::from(!has(Inefficiency::NoWorkers));
+        let loader = LoaderOptions { workers, device, epochs: None, ..Default::default() };
+        let batches = LoaderBatches::new(strategy.source(samples, &options)?, &loader)?;
+
+        let kind = (Kind::Float, device);
+        let (hidden, mut model) = (config.hidden_dim, Gpt2Like::new(&config, kind)?);
+        edit(&mut model, &mut Heads(on))?;
+        let model: Box<dyn LanguageModel> = if has(Inefficiency::UnusedProjection) {
+            Box::new(UnusedProjection::new(model, hidden, kind)?)
+        } else {
+            Box::new(model)
+        };
+        let implementation = if has(Inefficiency::UnfusedOptimizer) {
+            Implementation::ForLoop
+        } else {
+            Implementation::Fused
+        };
+        let optimizer = Optimizer::new(Adam::default(), vec![Group::new(named(&*model), 1e-4)])?
+            .with_implementation(implementation);
+        let zero_grad =
+            if has(Inefficiency::ZeroedGradients) { ZeroGrad::ToZeros } else { ZeroGrad::ToNone };
+        let accuracy = has(Inefficiency::AccuracyEachStep);
+        let mut trainer =
+            Trainer::new(model, optimizer, Options { steps: 0, accuracy, zero_grad, ..Default::default() })?;
+        let steps = Arc::<Mutex<Vec<StepRecord>>>::default();
+        trainer.observers.push(Box::new(Collect(steps.clone())));
+        Ok(Self { trainer, batches, steps, workers })
+    }
+
+    /// Runs so many steps more, and returns their records.
+    ///
+    /// # Errors
+    /// Those of the loop.
+    pub fn run(&mut self, steps: u64) -> Result<Vec<StepRecord>> {
+        self.trainer.options.steps = self.trainer.step() + steps;
+        self.trainer.run(&mut self.batches, None)?;
+        Ok(std::mem::take(&mut *self.steps.lock().unwrap_or_else(PoisonError::into_inner)))
+    }
+
+    /// Runs so many steps more under the profiler, keeps the trace at `path` for Perfetto, and reads it back, with what
+    /// can be known of the run besides.
+    ///
+    /// # Errors
+    /// Those of the loop and of the profiler; a file that cannot be written.
+    pub fn trace(&mut self, steps: u64, path: &Path) -> Result<(Profile, Facts)> {
+        let trace = Trace::start(TraceOptions { cuda: true, shapes: true, memory: true })?;
+        let records = self.run(steps)?;
+        trace.save(path)?;
+        Ok((Profile::read(path)?, self.facts(&records)?))
+    }
+
+    /// What a trace cannot show.
+    fn facts(&mut self, records: &[StepRecord]) -> Result<Facts> {
+        let sum = |of: fn(&StepRecord) -> usize| records.iter().map(of).sum::<usize>() as f64;
+        let (tokens, padding) = (sum(|record| record.tokens), sum(|record| record.padding));
+        let (names, elements) = self.without_gradient()?;
+        Ok(Facts {
+            padding_share: Some(padding / (tokens + padding).max(1.0)),
+            workers: Some(self.workers),
+            // The loader's buffers are page-locked wherever the device is a CUDA device.
+            pinned: Some(true),
+            parameters_without_gradient: Some(names),
+            elements_without_gradient: Some(elements),
+        })
+    }
+
+    /// The learned tensors that a backward pass does not reach, and their elements.
+    fn without_gradient(&mut self) -> Result<(Vec<String>, u64)> {
+        let Some(micro) = fetch(&mut self.batches, 1)? else { return Ok((Vec::new(), 0)) };
+        let model = self.trainer.model.as_ref();
+        self.trainer.optimizer.zero_grad(ZeroGrad::ToNone)?;
+        let output = forward(model, &micro.batches[0], true, false)?;
+        runtime::autograd::backward(&[&output.sum])?;
+        let (mut names, mut elements) = (Vec::new(), 0);
+        for (name, tensor) in trainable(model) {
+            if !tensor.grad().defined() {
+                elements += tensor.numel() as u64;
+                names.push(name);
+            }
+        }
+        self.trainer.optimizer.zero_grad(ZeroGrad::ToNone)?;
+        Ok((names, elements))
+    }
+}
+
+impl std::fmt::Debug for Setup {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Setup").field("trainer", &self.trainer).finish_non_exhaustive()
+    }
+}
+
+struct Collect(Arc<Mutex<Vec<StepRecord>>>);
+
+impl Observer for Collect {
+    fn on_step(&mut self, record: &StepRecord) -> Result<()> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(record.clone());
+        Ok(())
+    }
+}
+
+/// Puts the slow heads around the model's own.
+struct Heads<'a>(&'a BTreeSet<Inefficiency>);
+
+impl Edit for Heads<'_> {
+    fn loss_head(&mut self, name: &str, slot: &mut Box<dyn LossHead>) -> models::Result<()> {
+        // The way goes on into what is put here, which has the same name.
+        if name != "output_linear" || self.0.is_empty() {
+            return Ok(());
+        }
+        let on = std::mem::replace(&mut self.0, NONE.get_or_init(BTreeSet::new));
+        let mut wrap = |with: fn(Box<dyn LossHead>) -> Box<dyn LossHead>| -> models::Result<()> {
+            let placeholder = ProjectionHead::new(Linear::new(1, 1, false, (Kind::Float, Device::Cpu))?);
+            let own = std::mem::replace(slot, Box::new(placeholder) as Box<dyn LossHead>);
+            *slot = with(own);
+            Ok(())
+        };
+        if on.contains(&Inefficiency::IndexedLoss) {
+            wrap(|own| Box::new(IndexedLossHead(own)))?;
+        }
+        if on.contains(&Inefficiency::HostReads) {
+            wrap(|own| Box::new(HostReadsHead(own)))?;
+        }
+        Ok(())
+    }
+}
+
+static NONE: std::sync::OnceLock<BTreeSet<Inefficiency>> = std::sync::OnceLock::new();
