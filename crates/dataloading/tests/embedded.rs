@@ -1,0 +1,112 @@
+//! The embedded data sets: they are what the generator writes, and what they claim to be.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use dataloading::embedded::{self, CORPUS_TRAIN, CORPUS_VALID, PROBLEMS_TEST, PROBLEMS_TRAIN};
+use dataloading::length_statistics::LengthStatistics;
+use dataloading::text::{Corpus, Format, heading_level};
+use serde_json::Value;
+
+fn read(name: &str) -> String {
+    std::fs::read_to_string(embedded::folder().unwrap().join(name)).unwrap()
+}
+
+#[test]
+fn the_committed_files_are_what_the_generator_writes() {
+    for (name, content) in embedded::generate(embedded::SEED).unwrap() {
+        assert!(
+            content == read(name),
+            "data/{name} differs; write it again: cargo run -p dataloading --release -- embedded --out data"
+        );
+    }
+    let folder = tempfile::tempdir().unwrap();
+    embedded::write(folder.path(), embedded::SEED).unwrap();
+    assert_eq!(std::fs::read_to_string(folder.path().join(CORPUS_VALID)).unwrap(), read(CORPUS_VALID));
+}
+
+/// Words per line that is not empty, headings included, of WikiText-2's valid.txt (Merity et al. 2016, 2461 lines), and how
+/// far the embedded corpus may be from them.
+const WIKITEXT_2: [(f64, usize, usize); 7] = [
+    (0.05, 5, 1),
+    (0.25, 9, 3),
+    (0.5, 75, 18),
+    (0.75, 142, 20),
+    (0.9, 199, 15),
+    (0.95, 231, 30),
+    (0.99, 304, 20),
+];
+
+#[test]
+fn lines_are_as_long_as_wikitext_2s() {
+    for name in [CORPUS_TRAIN, CORPUS_VALID] {
+        let text = read(name);
+        let lines = text.lines().filter(|line| !line.trim().is_empty());
+        let statistics = LengthStatistics::new(lines.map(|line| line.split_whitespace().count())).unwrap();
+        for (share, theirs, tolerance) in WIKITEXT_2 {
+            let ours = statistics.quantile(share);
+            eprintln!("{name}: {share} of the lines have {ours} words or fewer, of WikiText-2's {theirs}");
+            assert!(ours.abs_diff(theirs) <= tolerance, "{name}: {share}: {ours}, WikiText-2 {theirs}");
+        }
+    }
+}
+
+#[test]
+fn articles_are_whole_and_those_of_validation_are_others() {
+    let folder = embedded::folder().unwrap();
+    let articles = |name: &str| -> Vec<String> {
+        let records = Corpus::new([folder.join(name)], Format::Articles).records().unwrap();
+        records.map(|record| record.unwrap().text).collect()
+    };
+    let (train, valid) = (articles(CORPUS_TRAIN), articles(CORPUS_VALID));
+    let title = |text: &String| text.lines().next().unwrap().to_owned();
+    let titles: BTreeSet<String> = train.iter().chain(&valid).map(title).collect();
+    assert_eq!(titles.len(), train.len() + valid.len());
+    assert!(train.len() > 100 && valid.len() > 10, "{} and {}", train.len(), valid.len());
+    for article in train.iter().chain(&valid) {
+        assert_eq!(heading_level(&title(article)), Some(1), "{article}");
+        assert!(!article.contains(['{', '}', '[', ']', '|']), "{article}");
+    }
+}
+
+/// Checks one problem's steps and returns its question.
+fn check_problem(line: &str) -> String {
+    let problem: Value = serde_json::from_str(line).unwrap();
+    let (question, answer) = (problem["question"].as_str().unwrap(), problem["answer"].as_str().unwrap());
+    let (steps, last) = answer.rsplit_once("\n#### ").unwrap();
+    assert!((2..=6).contains(&steps.lines().count()), "{answer}");
+    let mut result = 0i64;
+    for step in steps.lines() {
+        let (inner, after) = step.split_once("<<").unwrap().1.split_once(">>").unwrap();
+        let (expression, value) = inner.split_once('=').unwrap();
+        let at = expression.find(['+', '-', '*', '/']).unwrap();
+        let (a, b): (i64, i64) = (expression[..at].parse().unwrap(), expression[at + 1..].parse().unwrap());
+        result = match &expression[at..=at] {
+            "+" => a + b,
+            "-" => a - b,
+            "*" => a * b,
+            _ => {
+                assert_eq!(a % b, 0, "{line}");
+                a / b
+            }
+        };
+        assert_eq!(value.parse::<i64>().unwrap(), result, "{line}");
+        assert!(after.starts_with(value) && result > 0, "{line}");
+    }
+    assert_eq!(last.parse::<i64>().unwrap(), result, "{line}");
+    question.to_owned()
+}
+
+#[test]
+fn every_step_of_every_problem_is_right_and_no_question_is_there_twice() {
+    let (train, test) = (read(PROBLEMS_TRAIN), read(PROBLEMS_TEST));
+    let questions: BTreeSet<String> = train.lines().chain(test.lines()).map(check_problem).collect();
+    assert_eq!((train.lines().count(), test.lines().count(), questions.len()), (2000, 300, 2300));
+}
+
+#[test]
+fn another_seed_gives_other_data() {
+    let other = embedded::generate(1).unwrap();
+    assert!(other.iter().all(|(name, content)| *content != read(name)));
+    assert!(Path::new(other[0].0).extension().is_some());
+}
