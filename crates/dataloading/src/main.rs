@@ -4,6 +4,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use dataloading::bench::throughput::{STRATEGIES, Strategy};
 use dataloading::bench::{self, Figures};
 use report::cli::{CommonArgs, Scale};
 use report::{Environment, Progress, Record, RecordWriter};
@@ -47,12 +48,23 @@ struct Throughput {
     /// So many samples instead
     #[arg(long, value_parser = clap::value_parser!(u32).range(100..))]
     samples: Option<u32>,
+    /// These only: base, standard, balanced, sequenced, packed
+    #[arg(long, value_delimiter = ',', value_parser = strategy)]
+    strategies: Vec<Strategy>,
     /// Numbers of workers
     #[arg(long, value_delimiter = ',', default_value = "0,1,2")]
     workers: Vec<usize>,
     /// Measured epochs of each case, after one to warm up
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
     epochs: u64,
+}
+
+fn strategy(text: &str) -> Result<Strategy, String> {
+    let known = || STRATEGIES.iter().map(|strategy| strategy.name());
+    STRATEGIES
+        .into_iter()
+        .find(|strategy| strategy.name() == text)
+        .ok_or_else(|| format!("expected one of {}", known().collect::<Vec<_>>().join(", ")))
 }
 
 fn main() -> ExitCode {
@@ -92,11 +104,13 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
             }
         }
         Command::Throughput(arguments) => {
-            use bench::throughput::{STRATEGIES, measure, size, synthetic};
+            use bench::throughput::{measure, size, synthetic};
+            let strategies =
+                if arguments.strategies.is_empty() { &STRATEGIES[..] } else { &arguments.strategies };
             let count = arguments.samples.map_or_else(|| size(arguments.scale), |count| count as usize);
             let samples = synthetic(count, seed);
-            let mut progress = Progress::new((STRATEGIES.len() * arguments.workers.len()) as u64);
-            for strategy in STRATEGIES {
+            let mut progress = Progress::new((strategies.len() * arguments.workers.len()) as u64);
+            for &strategy in strategies {
                 for &workers in &arguments.workers {
                     progress.message(&format!("{}, {workers} workers", strategy.name()));
                     sink.put(&measure(samples.clone(), strategy, workers, device, arguments.epochs, seed)?)?;

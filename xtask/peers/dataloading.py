@@ -1,0 +1,209 @@
+"""Tokens per second of PyTorch's DataLoader over the tokens of `dataloading throughput`.
+
+`standard` is a map-style dataset of slices of one array, a collate function that pads to the longest, and random batches of
+32. `sequenced` joins the samples of each random batch, and `packed` is an IterableDataset that fills rows of 512 tokens
+first-fit from a buffer of shuffled documents, with positions, document numbers and cumulative lengths. Every batch has int64
+tokens and labels; those padded or packed have what tells places apart besides. Writes one JSON record per figure.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+BATCH, LENGTH, ROWS, IGNORED = 32, 512, 8, -100
+
+
+def mix(value):
+    """SplitMix64's finaliser, on an array of uint64."""
+    value = (value ^ (value >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
+    return value ^ (value >> numpy.uint64(31))
+
+
+def text_lengths(count, seed):
+    """Log-normal with median 72 and sigma 1.2, between 2 and 2048 tokens: those of `dataloading throughput`."""
+    start = mix(numpy.array([seed], dtype=numpy.uint64)) * numpy.uint64(2)
+    numbers = mix(start + numpy.arange(2 * count, dtype=numpy.uint64))
+    uniform = ((numbers >> numpy.uint64(11)).astype(numpy.float64) + 0.5) / 2.0**53
+    normal = numpy.sqrt(-2.0 * numpy.log(uniform[::2])) * numpy.cos(2 * math.pi * uniform[1::2])
+    return numpy.clip(72.0 * numpy.exp(1.2 * normal), 2, 2048).astype(numpy.int64)
+
+
+class Samples(Dataset):
+    """Slices of one int64 tensor: nothing is converted when a sample is taken."""
+
+    def __init__(self, lengths):
+        self.offsets = [0] + numpy.cumsum(lengths).tolist()
+        tokens = 1 + mix(numpy.arange(self.offsets[-1], dtype=numpy.uint64)) % numpy.uint64(50_000)
+        self.tokens = torch.from_numpy(tokens.astype(numpy.int64))
+
+    def __len__(self):
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index):
+        start = self.offsets[index]
+        return self.tokens[start : min(self.offsets[index + 1], start + LENGTH)]
+
+
+def collate(samples):
+    """Pads to the longest sample."""
+    tokens = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    lengths = torch.tensor([len(sample) for sample in samples])
+    mask = torch.arange(tokens.shape[1])[None, :] < lengths[:, None]
+    labels = torch.full_like(tokens, IGNORED)
+    labels[:, :-1] = tokens[:, 1:].masked_fill(~mask[:, 1:], IGNORED)
+    return {"tokens": tokens, "labels": labels, "mask": mask, "count": int(lengths.sum())}
+
+
+def pack(rows):
+    """Joins the documents of each row; rows are padded to the longest of them."""
+    width = max(sum(len(document) for document in row) for row in rows)
+    pieces, positions, sizes = [], [], []
+    real = 0
+    for row in rows:
+        used = 0
+        for document in row:
+            pieces.append(document)
+            sizes.append(len(document))
+            used += len(document)
+        real += used
+        if used < width:
+            pieces.append(torch.zeros(width - used, dtype=torch.int64))
+            sizes.append(width - used)
+    tokens = torch.cat(pieces)
+    lengths = torch.tensor(sizes)
+    ends = torch.cumsum(lengths, 0)
+    starts = ends - lengths
+    ids = torch.repeat_interleave(torch.arange(len(sizes)), lengths)
+    positions = torch.arange(len(tokens)) - starts[ids]
+    labels = torch.roll(tokens, -1)
+    labels[ends - 1] = IGNORED
+    shape = (len(rows), width)
+    return {
+        "tokens": tokens.view(shape),
+        "labels": labels.view(shape),
+        "positions": positions.view(shape),
+        "document_ids": ids.view(shape),
+        "cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32),
+        "count": real,
+    }
+
+
+def sequence(samples):
+    return pack([samples])
+
+
+class Packed(IterableDataset):
+    """Rows of up to 512 tokens, first-fit into the rows of the batch at hand."""
+
+    def __init__(self, samples, seed):
+        self.samples, self.seed, self.epoch = samples, seed, 0
+
+    def __iter__(self):
+        order = numpy.random.default_rng(self.seed + self.epoch).permutation(len(self.samples))
+        worker = get_worker_info()
+        if worker is not None:
+            order = order[worker.id :: worker.num_workers]
+        rows, room = [[] for _ in range(ROWS)], [LENGTH] * ROWS
+        for index in order.tolist():
+            document = self.samples[index]
+            place = next((row for row in range(ROWS) if room[row] >= len(document)), None)
+            if place is None:
+                yield pack([row for row in rows if row])
+                rows, room = [[] for _ in range(ROWS)], [LENGTH] * ROWS
+                place = 0
+            rows[place].append(document)
+            room[place] -= len(document)
+        if any(rows):
+            yield pack([row for row in rows if row])
+
+
+def loader(strategy, samples, workers, seed):
+    generator = torch.Generator().manual_seed(seed)
+    ahead = {"num_workers": workers, "persistent_workers": workers > 0}
+    if workers > 0:
+        ahead["prefetch_factor"] = 4
+    if strategy == "packed":
+        return DataLoader(Packed(samples, seed), batch_size=None, **ahead)
+    function = collate if strategy == "standard" else sequence
+    return DataLoader(samples, batch_size=BATCH, shuffle=True, collate_fn=function, generator=generator, **ahead)
+
+
+def environment():
+    cpu = platform.machine()
+    try:
+        with open("/proc/cpuinfo") as info:
+            cpu = next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return {
+        "device": "cpu",
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "torch": torch.__version__.split("+")[0],
+        "revision": os.environ.get("FRUGAL_REVISION", ""),
+        "unix_time": int(time.time()),
+    }
+
+
+def metric(name, unit, samples):
+    record = {"name": name, "unit": unit, "value": statistics.median(samples), "n": len(samples)}
+    if len(samples) > 1:
+        quartiles = statistics.quantiles(samples, n=4, method="inclusive")
+        record["spread"] = (quartiles[2] - quartiles[0]) / 2
+    return record
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=100_000)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--workers", default="0,2")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--records", required=True)
+    args = parser.parse_args()
+
+    samples = Samples(text_lengths(args.samples, args.seed))
+    workers_list = [int(workers) for workers in args.workers.split(",")]
+    cases = [(s, w) for s in ("standard", "sequenced", "packed") for w in workers_list]
+    best = {}
+    where = environment()
+    with open(args.records, "a") as records:
+
+        def write(strategy, workers, rates):
+            figure = metric("tokens_per_second", "tokens/s", rates)
+            case = {"strategy": strategy, "workers": workers}
+            record = {"experiment": "loader", "case": case, "metric": figure, "environment": where}
+            records.write(json.dumps(record) + "\n")
+
+        for done, (strategy, workers) in enumerate(cases):
+            print(f"@progress {done} {len(cases)} {strategy}, {workers} workers", file=sys.stderr, flush=True)
+            batches = loader(strategy, samples, workers, args.seed)
+            rates = []
+            for epoch in range(args.epochs + 1):
+                start, tokens = time.perf_counter(), 0
+                for batch in batches:
+                    batch = {k: v.to(args.device) if torch.is_tensor(v) else v for k, v in batch.items()}
+                    tokens += batch["count"]
+                if epoch > 0:
+                    rates.append(tokens / (time.perf_counter() - start))
+            write(strategy, workers, rates)
+            if math.fsum(rates) > math.fsum(best.get(strategy, [])):
+                best[strategy] = rates
+        for strategy, rates in best.items():
+            write(strategy, "best", rates)
+
+
+if __name__ == "__main__":
+    main()
