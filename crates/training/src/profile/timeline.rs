@@ -9,7 +9,7 @@ use std::collections::HashSet;
 
 use super::composition::Phase;
 use super::error::ProfileError;
-use super::trace_file::Profile;
+use super::trace_file::{Operator, Profile};
 
 /// Where an operator stands; one for each of the profile's.
 #[derive(Debug, Clone, Copy)]
@@ -174,10 +174,18 @@ fn nest(profile: &Profile, places: &mut [Place]) {
         let (name, index) = (profile.operator_name(&operators[index as usize]), index as usize);
         let computes = !places[index].node && !is_free(name);
         places[index].works = computes && !calls_work[index];
-        if let Some(parent) = places[index].parent.filter(|_| computes || calls_work[index]) {
+        let calls = calls_work[index] || computes && !of_numbers(&operators[index]);
+        if let Some(parent) = places[index].parent.filter(|_| calls) {
             calls_work[parent as usize] = true;
         }
     }
+}
+
+/// Whether an operator has inputs, and none of them is more than a number: what converts the 0.1 of x · 0.1 does not make
+/// the product any less the one that computes.
+fn of_numbers(operator: &Operator) -> bool {
+    let shapes = || operator.inputs.iter().flat_map(|input| input.dims.shapes());
+    !operator.inputs.is_empty() && shapes().all(|shape| shape.is_empty())
 }
 
 /// Whether a name is that of a node of the autograd graph: `MmBackward0`, `torch::autograd::AccumulateGrad`, and the

@@ -187,7 +187,7 @@ impl Profile {
             if value.abs() <= limit {
                 return Ok((value * 1e3).round() as i64);
             }
-            Err(format!("the event {:?} has the {what} {value} µs, beyond any clock", event.name))
+            Err(format!("the event {:?} has the {what} {value:e} µs, beyond any clock", event.name))
         };
         let start = nanoseconds("time", event.ts, LATEST_MICROSECONDS)?;
         if event.dur < 0.0 {
@@ -316,11 +316,36 @@ mod tests {
                 "the trace …/t.json ends too early, in line 1: the program that wrote it was stopped, or the disk was full; record it again"
             ],
         );
-        refused("loss,step\n1,2\n", &expect![[r#"…/t.json is no trace in Chrome's format, which is a JSON object with an array "traceEvents": expected value at line 1 column 1; give a file that runtime::profile::Trace::save wrote, unpacked if it was packed"#]]);
-        refused("{\"schemaVersion\": 1}", &expect![[r#"…/t.json is no trace in Chrome's format, which is a JSON object with an array "traceEvents": missing field `traceEvents` at line 1 column 20; give a file that runtime::profile::Trace::save wrote, unpacked if it was packed"#]]);
-        refused("{\"traceEvents\": 3}", &expect![[r#"…/t.json is no trace in Chrome's format, which is a JSON object with an array "traceEvents": invalid type: integer `3`, expected an array of events at line 1 column 18; give a file that runtime::profile::Trace::save wrote, unpacked if it was packed"#]]);
-        refused(r#"{"traceEvents": [{"ph": "X", "name": "a", "ts": 1e300, "dur": 1}]}"#, &expect![[r#"…/t.json is no trace in Chrome's format, which is a JSON object with an array "traceEvents": the event "a" has the time 1000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000 µs, beyond any clock at line 1 column 65; give a file that runtime::profile::Trace::save wrote, unpacked if it was packed"#]]);
-        refused(r#"{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": -3}]}"#, &expect![[r#"…/t.json is no trace in Chrome's format, which is a JSON object with an array "traceEvents": the event "a" lasts -3 µs at line 1 column 62; give a file that runtime::profile::Trace::save wrote, unpacked if it was packed"#]]);
+        refused(
+            "loss,step\n1,2\n",
+            &expect![[
+                r#"…/t.json is no trace in Chrome's format, which is a JSON object with an array "traceEvents": expected value at line 1 column 1; give a file that runtime::profile::Trace::save wrote, unpacked if it was packed"#
+            ]],
+        );
+        refused(
+            "{\"schemaVersion\": 1}",
+            &expect![[
+                r#"…/t.json is no trace in Chrome's format, which is a JSON object with an array "traceEvents": missing field `traceEvents` at line 1 column 20; give a file that runtime::profile::Trace::save wrote, unpacked if it was packed"#
+            ]],
+        );
+        refused(
+            "{\"traceEvents\": 3}",
+            &expect![[
+                r#"…/t.json is no trace in Chrome's format, which is a JSON object with an array "traceEvents": invalid type: integer `3`, expected an array of events at line 1 column 18; give a file that runtime::profile::Trace::save wrote, unpacked if it was packed"#
+            ]],
+        );
+        refused(
+            r#"{"traceEvents": [{"ph": "X", "name": "a", "ts": 1e300, "dur": 1}]}"#,
+            &expect![[
+                r#"…/t.json is no trace in Chrome's format, which is a JSON object with an array "traceEvents": the event "a" has the time 1e300 µs, beyond any clock at line 1 column 65; give a file that runtime::profile::Trace::save wrote, unpacked if it was packed"#
+            ]],
+        );
+        refused(
+            r#"{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": -3}]}"#,
+            &expect![[
+                r#"…/t.json is no trace in Chrome's format, which is a JSON object with an array "traceEvents": the event "a" lasts -3 µs at line 1 column 62; give a file that runtime::profile::Trace::save wrote, unpacked if it was packed"#
+            ]],
+        );
     }
 
     /// A trace as Kineto writes it, with what only CUDA has, and with a list of tensors.

@@ -120,5 +120,6 @@ fn a_composition_prints_as_a_table() {
           aten::copy_       2.50 µs    3.3 %  0.5 ×
           AddmmBackward0    2.00 µs    2.7 %  0.5 ×
           aten::t           1.00 µs    1.3 %  0.5 ×
-    "#]].assert_eq(&Composition::of(&trace(EVENTS)).unwrap().to_string());
+    "#]]
+    .assert_eq(&Composition::of(&trace(EVENTS)).unwrap().to_string());
 }

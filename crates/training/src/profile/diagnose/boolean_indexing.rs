@@ -13,7 +13,9 @@ pub(super) const DETECTOR: Detector = Detector {
 fn detect(view: &View<'_>) -> Option<Evidence> {
     let mut tally = view.tally();
     let selects = |name: &str| ["aten::nonzero", "aten::masked_select"].contains(&name);
-    for (step, seen) in view.in_steps().filter(|(_, seen)| selects(seen.name)) {
+    for (step, seen) in
+        view.in_steps().filter(|(_, seen)| selects(seen.name) && seen.place.phase != Phase::Backward)
+    {
         let outermost = view.outermost(seen);
         let by_mask = seen.name == "aten::masked_select" || view.kind(&seen, 0) == "bool";
         // `masked_select` may call `nonzero`.

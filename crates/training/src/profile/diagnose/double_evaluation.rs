@@ -13,6 +13,18 @@ pub(super) const DETECTOR: Detector = Detector {
 /// A sequence of fewer operators may repeat itself by chance.
 const FEWEST: usize = 3;
 
+const PRODUCTS: &[&str] = &["aten::addmm", "aten::bmm", "aten::mm"];
+
+/// An operator and the shapes of its inputs.
+type Call<'a> = (&'a str, Vec<&'a [i64]>);
+
+/// The length of the longest sequence at the start that follows upon itself: 3 of `abcabcd`. What is left over, such as
+/// the loss, must be shorter than it.
+fn repeated(calls: &[Call<'_>]) -> usize {
+    let lengths = (1..=calls.len() / 2).rev().take_while(|length| 3 * length > calls.len());
+    lengths.into_iter().find(|&length| calls[..length] == calls[length..2 * length]).unwrap_or(0)
+}
+
 /// What decides a model's work.
 fn is_work(name: &str) -> bool {
     const WORK: &[&str] = &[
@@ -31,7 +43,7 @@ fn is_work(name: &str) -> bool {
 
 fn detect(view: &View<'_>) -> Option<Evidence> {
     let steps = &view.timeline.steps;
-    let mut work: Vec<Vec<(&str, Vec<&[i64]>)>> = vec![Vec::new(); steps.len()];
+    let mut work: Vec<Vec<Call<'_>>> = vec![Vec::new(); steps.len()];
     let mut gradients = vec![0_usize; steps.len()];
     for (step, seen) in view.in_phase(Phase::Forward).filter(|(_, seen)| is_work(seen.name)) {
         let shapes = (0..seen.operator.inputs.len()).map(|input| seen.shape(input)).collect();
@@ -46,16 +58,14 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
         let parts = |phase| step.phases.iter().filter(move |(of, ..)| *of == phase);
         let forward: i64 = parts(Phase::Forward).map(|(_, start, end)| end - start).sum();
         let (runs, backward) = (parts(Phase::Forward).count(), parts(Phase::Backward).count());
-        let half = work[index].len() / 2;
-        let (first, second) = work[index].split_at(half);
-        let products =
-            work[index].iter().filter(|(name, _)| ["aten::mm", "aten::addmm", "aten::bmm"].contains(name));
+        let half = repeated(&work[index]);
+        let products = work[index][..2 * half].iter().filter(|(name, _)| PRODUCTS.contains(name)).count();
         // A part that is repeated with a gradient each time is several losses, or a layer that is used again.
-        let repeated = first == second && half >= FEWEST && 2 * gradients[index] <= products.count();
+        let unused = half >= FEWEST && 2 * gradients[index] <= products;
         if backward >= 1 && runs > backward {
             tally.add(index, seconds(forward) * (runs - backward) as f64 / runs as f64);
             tally.saw(format!("{runs} forward parts and {backward} backward"));
-        } else if backward >= 1 && repeated {
+        } else if backward >= 1 && unused {
             tally.add(index, seconds(forward) / 2.0);
             tally.saw(format!("the same {half} operators twice, with gradients for one of them"));
         }
@@ -67,4 +77,29 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
         share: Some(tally.share()),
         remedy: "Take the metrics from the outputs that the loss has.".into(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_repeated_start_is_found() {
+        let length = |calls: &[&'static str]| {
+            repeated(&calls.iter().map(|&name| (name, Vec::new())).collect::<Vec<Call<'static>>>())
+        };
+        let cases: &[(&[&str], usize)] = &[
+            (&[], 0),
+            (&["a"], 0),
+            (&["a", "a"], 1),
+            (&["a", "b", "c", "a", "b", "c", "d"], 3),
+            (&["a", "b", "b", "c"], 0),
+            // Twice at the start, but most of the work is elsewhere.
+            (&["a", "b", "a", "b", "c", "d", "e", "f"], 0),
+            (&["a", "b", "a", "b", "a", "b", "a", "b"], 4),
+        ];
+        for (calls, expected) in cases {
+            assert_eq!(length(calls), *expected, "{calls:?}");
+        }
+    }
 }

@@ -18,6 +18,26 @@ const SHARE: f64 = 0.25;
 /// Fewer operators are no load whatever their size.
 const FEWEST: f64 = 16.0;
 
+/// Seconds between operators that the program called one soon after the other, by step; a longer pause has other causes.
+fn gaps(view: &View<'_>) -> Vec<f64> {
+    let mut seconds_by_step = vec![0.0; view.timeline.steps.len()];
+    let mut outer: Vec<(usize, i64, i64)> = view
+        .in_steps()
+        .filter(|(step, seen)| {
+            seen.place.parent.is_none() && seen.operator.thread == view.timeline.steps[*step].thread
+        })
+        .map(|(step, seen)| (step, seen.operator.start, seen.operator.end))
+        .collect();
+    outer.sort_unstable();
+    for pair in outer.windows(2) {
+        let (step, gap) = (pair[1].0, seconds(pair[1].1 - pair[0].2));
+        if pair[0].0 == step && gap < TINY {
+            seconds_by_step[step] += gap.max(0.0);
+        }
+    }
+    seconds_by_step
+}
+
 fn detect(view: &View<'_>) -> Option<Evidence> {
     let step = view.composition.median;
     let mut tally = view.tally();
@@ -46,7 +66,7 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
     let middle = median(lengths.into_iter());
     let share = match step.device {
         Some(device) => device.idle_share,
-        None => tally.share() + (step.idle_seconds + step.host_seconds) / step.seconds,
+        None => tally.share() + (median(gaps(view).into_iter()) + step.host_seconds) / step.seconds,
     };
     let what = if view.profile.cuda { "kernels" } else { "operators" };
     (tally.count() >= FEWEST && middle < TINY && share >= SHARE).then(|| Evidence {

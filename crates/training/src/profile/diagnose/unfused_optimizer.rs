@@ -24,7 +24,9 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
     let (shapes, parameters) = view.parameters();
     let mut tally = view.tally();
     for (step, seen) in view.in_phase(Phase::Optimizer) {
-        let whole = shapes.contains(&seen.shape(0)) && !seen.shape(0).is_empty();
+        // Which input it is differs: x.mul_(0.9) calls a product of 0.9 and x.
+        let mut inputs = seen.operator.inputs.iter().map(|input| input.dims.shape());
+        let whole = inputs.any(|shape| !shape.is_empty() && shapes.contains(&shape));
         if seen.place.works && whole {
             tally.add(step, seen.seconds());
         }
