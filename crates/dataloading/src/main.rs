@@ -28,6 +28,15 @@ enum Command {
     Sampler(Sized),
     /// Measure tokens per second of the whole loader, by strategy and workers
     Throughput(Throughput),
+    /// Write the embedded data sets (an encyclopedia, word problems, their tokenizer) as the generator makes them
+    Embedded(Embedded),
+}
+
+#[derive(clap::Args)]
+struct Embedded {
+    /// The folder that they go to; what is there of the same names is replaced
+    #[arg(long, value_name = "FOLDER")]
+    out: std::path::PathBuf,
 }
 
 #[derive(clap::Args)]
@@ -69,7 +78,12 @@ fn strategy(text: &str) -> Result<Strategy, String> {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    report::cli::run(|| run(&cli))
+    report::cli::run(|| match &cli.command {
+        Command::Embedded(Embedded { out }) => {
+            Ok(dataloading::embedded::write(out, dataloading::embedded::SEED)?)
+        }
+        _ => run(&cli),
+    })
 }
 
 fn run(cli: &Cli) -> anyhow::Result<()> {
@@ -81,6 +95,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
     };
     let seed = cli.common.seed;
     match &cli.command {
+        Command::Embedded(_) => {}
         Command::Pack(arguments) => {
             let sizes = sizes(arguments, bench::packing::sizes(arguments.scale));
             let mut progress = Progress::new((sizes.len() * bench::packing::PACKERS.len()) as u64);
