@@ -1,0 +1,195 @@
+//! `training profile`: steps with each planted inefficiency on and off, and all of them on and off.
+
+use std::collections::BTreeSet;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress};
+use training::experiment::corpus::Corpus;
+use training::experiment::profiling::{Effort, Pair, Stage, Turn, detector, measure_pair, profile, repair};
+use training::experiment::setup::{Common, Setup};
+use training::planted::Inefficiency;
+use training::profile::{Comparison, Composition, Diagnosis};
+
+use super::sink::Sink;
+use super::sizes::{Sizes, Which};
+
+#[derive(clap::Args)]
+pub(crate) struct ProfileArgs {
+    #[command(flatten)]
+    which: Which,
+    /// These inefficiencies only
+    #[arg(long, value_enum, value_delimiter = ',')]
+    only: Vec<Inefficiency>,
+    /// Keep the traces for ui.perfetto.dev in FOLDER [default: `traces` beside the records' folder, else nowhere]
+    #[arg(long, value_name = "FOLDER")]
+    traces: Option<PathBuf>,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &ProfileArgs) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    runtime::memory::track_cpu()?;
+    let Which { scale, data } = arguments.which;
+    let sizes = Sizes::of(scale);
+    let corpus = sizes.corpus(data)?.map_err(anyhow::Error::msg)?;
+    let setup = Common {
+        model: sizes.profiled.clone(),
+        odd: sizes.odd,
+        batch_size: sizes.batch_size,
+        device,
+        seed: common.seed,
+    };
+    let effort = Effort {
+        warmup: 2,
+        turn: if device.is_cuda() { 10 } else { 1 },
+        turns: if scale == Scale::Smoke { 3 } else { 5 },
+        traced: if scale == Scale::Smoke { 2 } else { 3 },
+    };
+    let chosen: Vec<Inefficiency> =
+        if arguments.only.is_empty() { Inefficiency::ALL.into() } else { arguments.only.clone() };
+
+    let scratch = tempfile::tempdir().context("making a folder for traces")?;
+    let traces = match (&arguments.traces, &common.records) {
+        (Some(folder), _) => folder.clone(),
+        (None, Some(records)) => records.parent().and_then(Path::parent).unwrap_or(Path::new(".")).join("traces"),
+        (None, None) => scratch.path().to_owned(),
+    };
+    std::fs::create_dir_all(&traces).with_context(|| format!("making the folder {}", traces.display()))?;
+    let mut measurement = Measurement {
+        sink: Sink::new(common, device)?,
+        progress: Progress::new((chosen.len() + 2 + Inefficiency::ALL.len() + 1) as u64),
+        corpus: &corpus,
+        common: setup,
+        effort,
+        traces,
+        scratch: scratch.path().to_owned(),
+    };
+    measurement.run(&chosen)
+}
+
+struct Measurement<'a> {
+    sink: Sink,
+    progress: Progress,
+    corpus: &'a Corpus,
+    common: Common,
+    effort: Effort,
+    traces: PathBuf,
+    scratch: PathBuf,
+}
+
+const COMPOSITION: &str = "profile";
+const REPAIR: &str = "profile-repair";
+
+impl Measurement<'_> {
+    fn run(&mut self, chosen: &[Inefficiency]) -> anyhow::Result<()> {
+        let none = BTreeSet::new();
+        self.progress.message("no inefficiency");
+        let mut clean = Setup::new(self.corpus, &none, &self.common)?;
+        clean.run(self.effort.warmup)?;
+        let (base, diagnosis) = profile(&mut clean, self.effort, &self.traces.join("all-off.json"))?;
+        self.sink.put(COMPOSITION, &case("none", "all off"), of_profile(&base, &diagnosis))?;
+        explain("all off", None, &diagnosis)?;
+        self.progress.step();
+
+        for &inefficiency in chosen {
+            self.progress.message(inefficiency.name());
+            let mut on = Setup::new(self.corpus, &BTreeSet::from([inefficiency]), &self.common)?;
+            let pair = measure_pair(&mut on, &mut clean, self.effort)?;
+            let trace = self.scratch.join(format!("{inefficiency}.json"));
+            let (composition, diagnosis) = profile(&mut on, self.effort, &trace)?;
+            let mut metrics = of_profile(&composition, &diagnosis);
+            metrics.extend(of_pair(&pair));
+            metrics.push(match detector(inefficiency) {
+                Some(name) => Metric::exact("detected", "count", f64::from(u8::from(diagnosis.finding(name).is_some()))),
+                None => Metric::not_measured("detected", "count", "no profile can tell it from what is wanted"),
+            });
+            self.sink.put(COMPOSITION, &case(inefficiency.name(), "on"), metrics)?;
+            explain(inefficiency.name(), Some(&Comparison::between(&composition, &base)), &diagnosis)?;
+            self.progress.step();
+        }
+
+        self.progress.message("all of them");
+        let mut all = Setup::new(self.corpus, &Inefficiency::ALL.into(), &self.common)?;
+        let pair = measure_pair(&mut all, &mut clean, self.effort)?;
+        let (composition, diagnosis) = profile(&mut all, self.effort, &self.traces.join("all-on.json"))?;
+        let mut metrics = of_profile(&composition, &diagnosis);
+        metrics.extend(of_pair(&pair));
+        self.sink.put(COMPOSITION, &case("all", "all on"), metrics)?;
+        explain("all on", Some(&Comparison::between(&composition, &base)), &diagnosis)?;
+        drop((all, clean));
+        self.progress.step();
+        self.repair()
+    }
+
+    fn repair(&mut self) -> anyhow::Result<()> {
+        self.progress.message("repairing one after another");
+        let progress = &mut self.progress;
+        let stages = repair(self.corpus, &self.common, self.effort, |stage| {
+            progress.message(&format!("repaired: {}", stage.repaired.map_or("nothing", Inefficiency::name)));
+            progress.step();
+        })?;
+        let median = |stage: &Stage| {
+            let mut tokens: Vec<f64> = stage.turns.iter().map(|turn| turn.token).collect();
+            tokens.sort_by(f64::total_cmp);
+            tokens[tokens.len() / 2]
+        };
+        let first = stages.first().map_or(f64::NAN, median);
+        let mut before = first;
+        for (number, stage) in stages.iter().enumerate() {
+            let name = stage.repaired.map_or("all of them on".to_owned(), |repaired| format!("without {repaired}"));
+            let now = median(stage);
+            let rates: Vec<f64> = stage.turns.iter().map(|turn| 1.0 / turn.token).collect();
+            let metrics = vec![
+                Metric::of_samples("step_seconds", "s", &steps(&stage.turns)),
+                Metric::of_samples("tokens_per_second", "token/s", &rates),
+                Metric::exact("peak_bytes", "B", stage.peak_bytes as f64),
+                Metric::exact("stage_speedup", "ratio", before / now),
+                Metric::exact("total_speedup", "ratio", first / now),
+            ];
+            let case = Case::new().with("stage", number as u64).with("setup", name);
+            self.sink.put(REPAIR, &case, metrics)?;
+            before = now;
+        }
+        Ok(())
+    }
+}
+
+fn case(inefficiency: &str, state: &str) -> Case {
+    Case::new().with("inefficiency", inefficiency).with("state", state)
+}
+
+fn steps(turns: &[Turn]) -> Vec<f64> {
+    turns.iter().map(|turn| turn.step).collect()
+}
+
+/// The profiler's figures. Its step is not the one that is compared: under the profiler every operator is slower.
+fn of_profile(composition: &Composition, diagnosis: &Diagnosis) -> Vec<Metric> {
+    let mut metrics = composition.metrics();
+    for metric in &mut metrics {
+        if metric.name == "step_seconds" {
+            metric.name = "profiled_step_seconds".into();
+        }
+    }
+    metrics.push(Metric::exact("findings", "count", diagnosis.findings.len() as f64));
+    metrics
+}
+
+fn of_pair(pair: &Pair) -> Vec<Metric> {
+    vec![
+        Metric::of_samples("step_seconds", "s", &steps(&pair.on)),
+        Metric::of_samples("clean_step_seconds", "s", &steps(&pair.off)),
+        Metric::of_samples("slowdown", "ratio", &pair.slowdown()),
+    ]
+}
+
+/// What the profile says in words, for who runs this by hand; `cargo xtask run-all` keeps it in the log.
+fn explain(name: &str, repaired: Option<&Comparison>, diagnosis: &Diagnosis) -> anyhow::Result<()> {
+    let mut out = std::io::stderr().lock();
+    if let Some(comparison) = repaired {
+        writeln!(out, "{name}: repaired, {comparison}")?;
+    }
+    writeln!(out, "{name}: {diagnosis}")?;
+    Ok(())
+}
