@@ -180,23 +180,25 @@ fn uniform(n: u64, seed: u64) -> Vec<u32> {
 #[test]
 fn uniform_lengths_fill_their_rows() {
     let mut fills = Vec::new();
-    for seed in 0..9 {
+    for seed in 0..30 {
         let lengths = uniform(10_000, seed);
         let bound = lower_bound(&lengths, 512).unwrap();
-        let mut rows = Vec::new();
+        let tokens: u64 = lengths.iter().map(|&length| u64::from(length)).sum();
         for algorithm in ALGORITHMS {
             let plan = Plan::new(&lengths, &PlanOptions { algorithm, ..Default::default() }).unwrap();
-            rows.push(plan.rows());
             assert!(
                 plan.rows() * 1000 <= bound * 1004,
                 "seed {seed}: {} rows, at least {bound}",
                 plan.rows()
             );
-            fills.push(plan.fill());
+            // A surplus of documents above 256 tokens leaves rows half empty, whatever one does.
+            if tokens as f64 / (bound * 512) as f64 >= 0.997 {
+                fills.push(plan.fill());
+            }
         }
     }
     fills.sort_by(f64::total_cmp);
-    assert!(fills[fills.len() / 2] >= 0.997, "{fills:?}");
+    assert!(fills.len() > 10 && fills[fills.len() / 2] >= 0.997, "{fills:?}");
 }
 
 #[test]
