@@ -1,0 +1,31 @@
+//! `training`: trains language models.
+
+mod commands;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use report::cli::CommonArgs;
+
+/// Optimizers, schedules, losses, the training loop, crash-safe checkpoints
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    common: CommonArgs,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train a model
+    Train(commands::train::Train),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    report::cli::run(|| match &cli.command {
+        Command::Train(arguments) => commands::train::run(&cli.common, arguments),
+    })
+}
