@@ -54,10 +54,8 @@ impl Display {
     }
 
     fn line(&self, record: &StepRecord) -> String {
-        let memory = runtime::memory::live_bytes(self.device).map_or_else(
-            |_| "–".to_owned(),
-            |bytes| format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30)),
-        );
+        let memory = runtime::memory::live_bytes(self.device)
+            .map_or_else(|_| "–".to_owned(), |bytes| format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30)));
         let places = (record.tokens + record.padding) as f64 / record.tokens.max(1) as f64;
         let mfu = self.efficiency.mfu(self.rate * places);
         let mfu = mfu.map_or_else(|| "–".to_owned(), |share| format!("{:.0} %", share * 100.0));

@@ -34,7 +34,8 @@ impl Watch {
     /// # Errors
     /// [`Error::Diverged`] where it is the last of too many.
     pub fn see(&mut self, step: u64, loss: f64, rule: Divergence) -> Result<()> {
-        let minimum = self.minimum.unwrap_or(f64::INFINITY).min(if loss.is_nan() { f64::INFINITY } else { loss });
+        let minimum =
+            self.minimum.unwrap_or(f64::INFINITY).min(if loss.is_nan() { f64::INFINITY } else { loss });
         if loss.is_finite() && loss <= minimum + rule.above {
             (self.minimum, self.bad) = (Some(minimum), 0);
             return Ok(());

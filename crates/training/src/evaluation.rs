@@ -48,7 +48,8 @@ pub fn evaluate(
         let correct = output.correct.ok_or_else(|| {
             Error::config("evaluation", "the model's loss head does not count what it predicts right")
         })?;
-        let both = Tensor::f_stack(&[output.sum.f_to_kind(Kind::Double)?, correct.f_to_kind(Kind::Double)?], 0)?;
+        let both =
+            Tensor::f_stack(&[output.sum.f_to_kind(Kind::Double)?, correct.f_to_kind(Kind::Double)?], 0)?;
         sums = Some(match sums {
             Some(sums) => sums.f_add(&both)?,
             None => both,

@@ -163,7 +163,11 @@ impl Trainer {
     ///
     /// # Errors
     /// [`Error::Diverged`]; a checkpoint that cannot be written; those of data, model and observers.
-    pub fn run(&mut self, train: &mut dyn Batches, mut validation: Option<&mut dyn Batches>) -> Result<Ended> {
+    pub fn run(
+        &mut self,
+        train: &mut dyn Batches,
+        mut validation: Option<&mut dyn Batches>,
+    ) -> Result<Ended> {
         self.schedule.check()?;
         self.last = Instant::now();
         let ended = loop {
@@ -197,7 +201,8 @@ impl Trainer {
     fn train_step(&mut self, train: &mut dyn Batches) -> Result<bool> {
         let _step = range("step");
         let mut timings = Timings::default();
-        let Some(micro) = timed("data", &mut timings.data, || fetch(train, self.options.accumulation))? else {
+        let Some(micro) = timed("data", &mut timings.data, || fetch(train, self.options.accumulation))?
+        else {
             return Ok(false);
         };
         let (mut sums, accuracy) = (Vec::new(), self.options.accuracy);
@@ -209,7 +214,8 @@ impl Trainer {
                 Ok(runtime::autograd::backward(&[&loss])?)
             })?;
             let parts = std::iter::once(&output.sum).chain(&output.correct);
-            let parts = parts.map(|t| t.f_detach()?.f_to_kind(Kind::Double)).collect::<Result<Vec<_>, _>>()?;
+            let parts =
+                parts.map(|t| t.f_detach()?.f_to_kind(Kind::Double)).collect::<Result<Vec<_>, _>>()?;
             sums.push(Tensor::f_stack(&parts, 0)?);
         }
         let scale = self.scaler.current();
@@ -231,7 +237,17 @@ impl Trainer {
         let learning_rate = self.optimizer.learning_rates().first().copied().unwrap_or(0.0);
         let (step, loss, accuracy) = (self.step, f64::NAN, None);
         let record = StepRecord {
-            step, loss, accuracy, learning_rate, gradient_norm, skipped, scale, tokens, padding, targets, timings,
+            step,
+            loss,
+            accuracy,
+            learning_rate,
+            gradient_norm,
+            skipped,
+            scale,
+            tokens,
+            padding,
+            targets,
+            timings,
         };
         let sums = Tensor::f_stack(&sums, 0)?.f_sum_dim_intlist([0].as_slice(), false, Kind::Double)?;
         self.pending.push(Pending { record, denominator: micro.denominator(), sums });
@@ -246,8 +262,13 @@ impl Trainer {
         let norm = self.options.clip.map(|_| clip::norm(&grads)).transpose()?;
         // Both in one copy from the device.
         let wanted = [norm.as_ref().map(clip::Norm::tensor), flag.as_ref()];
-        let wanted: Vec<Tensor> = wanted.into_iter().flatten().map(|t| t.f_to_kind(Kind::Double)?.f_reshape([1])).collect::<Result<_, _>>()?;
-        let read = if wanted.is_empty() { Vec::new() } else { Vec::<f64>::try_from(Tensor::f_cat(&wanted, 0)?)? };
+        let wanted: Vec<Tensor> = wanted
+            .into_iter()
+            .flatten()
+            .map(|t| t.f_to_kind(Kind::Double)?.f_reshape([1]))
+            .collect::<Result<_, _>>()?;
+        let read =
+            if wanted.is_empty() { Vec::new() } else { Vec::<f64>::try_from(Tensor::f_cat(&wanted, 0)?)? };
         let norm = norm.and(read.first().copied());
         let overflow = flag.is_some() && read.last().is_some_and(|flag| *flag != 0.0);
         self.scaler.update(overflow)?;
@@ -256,7 +277,9 @@ impl Trainer {
             (Some(norm), _) if !norm.is_finite() && self.options.non_finite == NonFinite::Fail => {
                 Err(clip::not_finite(norm))
             }
-            (Some(norm), _) if !norm.is_finite() && self.options.non_finite == NonFinite::Skip => Ok((Some(norm), true)),
+            (Some(norm), _) if !norm.is_finite() && self.options.non_finite == NonFinite::Skip => {
+                Ok((Some(norm), true))
+            }
             (Some(norm), Some(limit)) => {
                 clip::scale_to_known_(&grads, norm, limit)?;
                 Ok((Some(norm), false))
@@ -274,7 +297,9 @@ impl Trainer {
         let sums: Vec<&Tensor> = pending.iter().map(|step| &step.sums).collect();
         let values = Vec::<f64>::try_from(Tensor::f_cat(&sums, 0)?)?;
         let width = values.len() / pending.len();
-        for (Pending { mut record, denominator, .. }, sums) in pending.into_iter().zip(values.chunks_exact(width)) {
+        for (Pending { mut record, denominator, .. }, sums) in
+            pending.into_iter().zip(values.chunks_exact(width))
+        {
             record.loss = sums[0] / denominator;
             record.accuracy = sums.get(1).map(|right| right / denominator);
             self.tell(|observer| observer.on_step(&record))?;
@@ -343,12 +368,15 @@ impl Trainer {
         let name = checkpoint.path.display().to_string();
         let rule = &checkpoint.state["rule"];
         if rule != self.optimizer.rule().name() {
-            let reason = format!("it is of the optimizer {rule}; this run has {}", self.optimizer.rule().name());
+            let reason =
+                format!("it is of the optimizer {rule}; this run has {}", self.optimizer.rule().name());
             return Err(Error::file(&checkpoint.path, reason));
         }
         let schedule = serde_json::from_value::<Schedule>(checkpoint.state["schedule"].clone()).ok();
         if schedule != Some(self.schedule) {
-            let warning = format!("{name} was written with another learning-rate schedule; this run goes on with its own");
+            let warning = format!(
+                "{name} was written with another learning-rate schedule; this run goes on with its own"
+            );
             self.tell(|observer| observer.on_warning(&warning))?;
         }
         let model = module::tensors(self.model.as_ref()).into_iter().map(|named| (named.name, named.tensor));
@@ -386,7 +414,9 @@ fn timed<T>(name: &str, seconds: &mut f64, part: impl FnOnce() -> Result<T>) -> 
 
 impl std::fmt::Debug for Trainer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Trainer").field("step", &self.step).field("options", &self.options).finish_non_exhaustive()
+        f.debug_struct("Trainer")
+            .field("step", &self.step)
+            .field("options", &self.options)
+            .finish_non_exhaustive()
     }
 }
-

@@ -214,7 +214,9 @@ fn remedy(cause: &io::Error) -> &'static str {
             "free space on its file system, keep fewer checkpoints, or choose a folder on another disk"
         }
         io::ErrorKind::FileTooLarge => "raise the limit on the size of files (`ulimit -f`)",
-        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => "choose a folder that may be written",
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            "choose a folder that may be written"
+        }
         _ => "check the folder and its disk",
     }
 }

@@ -147,7 +147,9 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
         let checkpoints = Checkpoints::open(folder, arguments.keep)?;
         if !arguments.resume && !checkpoints.steps()?.is_empty() {
             let folder = folder.display();
-            bail!("{folder} holds checkpoints of an earlier run; go on from them with --resume, or give an empty folder");
+            bail!(
+                "{folder} holds checkpoints of an earlier run; go on from them with --resume, or give an empty folder"
+            );
         }
         trainer.checkpoints = Some(checkpoints);
     }
