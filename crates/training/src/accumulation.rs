@@ -48,11 +48,16 @@ pub fn fetch(source: &mut (impl Batches + ?Sized), count: usize) -> Result<Optio
     Ok((!all.batches.is_empty()).then_some(all))
 }
 
-/// The summed loss of a batch.
+/// The summed loss of a batch; with `accuracy`, also how many targets were predicted right.
 ///
 /// # Errors
 /// Those of the model.
-pub fn forward(model: &(impl LanguageModel + ?Sized), batch: &Batch, training: bool) -> Result<LossOutput> {
+pub fn forward(
+    model: &(impl LanguageModel + ?Sized),
+    batch: &Batch,
+    training: bool,
+    accuracy: bool,
+) -> Result<LossOutput> {
     let documents = batch.packing.as_ref().map(|packing| Documents {
         ids: packing.document_ids.shallow_clone(),
         cu_seqlens: packing.cu_seqlens.shallow_clone(),
@@ -62,7 +67,7 @@ pub fn forward(model: &(impl LanguageModel + ?Sized), batch: &Batch, training: b
     let input = Input {
         tokens: &batch.tokens,
         positions: batch.packing.as_ref().map(|packing| &packing.positions),
-        context: Context { documents: documents.as_ref(), training, accuracy: false },
+        context: Context { documents: documents.as_ref(), training, accuracy },
     };
     Ok(model.loss(&input, &batch.labels)?)
 }

@@ -96,6 +96,9 @@ pub enum Error {
     /// The model refused.
     #[error(transparent)]
     Model(#[from] models::Error),
+    /// A trace that cannot be read, or has no steps.
+    #[error(transparent)]
+    Profile(#[from] crate::profile::ProfileError),
     /// The runtime refused.
     #[error(transparent)]
     Runtime(#[from] runtime::Error),

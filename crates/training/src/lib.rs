@@ -1,19 +1,57 @@
-//! Training.
+//! Optimizers, schedules, losses, the training loop, crash-safe checkpoints.
+//!
+//! Each part stands alone: [`optimizer`], [`schedule`], [`clip`], [`accumulation`], [`loss`], [`evaluation`],
+//! [`checkpoint`], [`divergence`]; [`trainer`] is the loop over them. A model is any `models::module::LanguageModel`, data any
+//! [`Batches`], a loss scaler any [`GradScaler`](scaler::GradScaler), and whoever wants to know what happens is an
+//! [`Observer`](observer::Observer).
+//! [`profile`] says where the time of a step goes and what to do; [`experiment`] and [`planted`] are what the report measures.
+//!
+//! ```
+//! use models::{Gpt2Like, Gpt2LikeConfig, module};
+//! use tch::{Device, Kind};
+//! use training::batches::Synthetic;
+//! use training::optimizer::{AdamW, Group, Optimizer};
+//! use training::trainer::{Ended, Options, Trainer};
+//!
+//! runtime::random::seed(1)?;
+//! let config = Gpt2LikeConfig {
+//!     vocab_size: 32, embedding_dim: 16, hidden_dim: 16, num_heads: 2, ff_dim: 32, max_length: 16,
+//!     ..Gpt2LikeConfig::default()
+//! };
+//! let model = Gpt2Like::new(&config, (Kind::Float, Device::Cpu))?;
+//! let optimizer = Optimizer::new(AdamW::default(), Group::by_dimension(module::trainable(&model), 3e-3, 0.1))?;
+//! let options = Options { steps: 20, clip: Some(1.0), ..Options::default() };
+//! let mut data = Synthetic {
+//!     seed: 1, vocabulary: 32, rows: 8, length: 16, noise: 1, batches: None, device: Device::Cpu, position: 0,
+//! };
+//! let mut trainer = Trainer::new(Box::new(model), optimizer, options)?;
+//! assert_eq!(trainer.run(&mut data, None)?, Ended::Done);
+//! # Ok::<(), training::Error>(())
+//! ```
 
 pub mod accumulation;
 pub mod batches;
 pub mod checkpoint;
 pub mod clip;
+pub mod display;
+pub mod divergence;
 pub mod error;
+pub mod evaluation;
 pub mod experiment;
+pub mod interrupt;
 pub mod loader_batches;
 pub mod loss;
+pub mod observer;
 pub mod optimizer;
 pub mod planted;
 pub mod profile;
 pub mod scaler;
 pub mod schedule;
+pub mod trainer;
 
 pub use batches::Batches;
 pub use error::{Error, Result};
+pub use loader_batches::LoaderBatches;
+pub use optimizer::Optimizer;
 pub use schedule::Schedule;
+pub use trainer::Trainer;

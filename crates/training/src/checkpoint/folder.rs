@@ -119,11 +119,10 @@ impl Checkpoints {
         let name = format!("{PREFIX}{:012}", snapshot.step);
         let (target, temporary) = (self.folder.join(&name), self.folder.join(format!("{TEMPORARY}{name}")));
         let written = write(&temporary, snapshot).and_then(|()| {
-            if target.exists() {
-                self.discard(&target)?;
-            }
+            let earlier = target.exists().then(|| self.hide(&target)).transpose()?;
             fs::rename(&temporary, &target)?;
-            sync_folder(&self.folder)
+            sync_folder(&self.folder)?;
+            earlier.map_or(Ok(()), fs::remove_dir_all)
         });
         if let Err(cause) = written {
             // What cannot be removed now is removed when the folder is opened again.
@@ -133,7 +132,7 @@ impl Checkpoints {
         }
         for step in self.steps()?.into_iter().skip(self.keep) {
             let old = self.folder.join(format!("{PREFIX}{step:012}"));
-            self.discard(&old).map_err(|cause| Error::Io { path: old, cause })?;
+            self.hide(&old).and_then(fs::remove_dir_all).map_err(|cause| Error::Io { path: old, cause })?;
         }
         Ok(target)
     }
@@ -157,12 +156,15 @@ impl Checkpoints {
         Err(Error::NoCheckpoint { folder: self.folder.clone(), refused })
     }
 
-    /// Removes a checkpoint in a way that never leaves half of one under its name.
-    fn discard(&self, path: &Path) -> io::Result<()> {
+    /// Takes a checkpoint's name away before it is removed, so that there is never half of one under its name.
+    fn hide(&self, path: &Path) -> io::Result<PathBuf> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let hidden = self.folder.join(format!("{TEMPORARY}old-{name}"));
+        if hidden.exists() {
+            fs::remove_dir_all(&hidden)?;
+        }
         fs::rename(path, &hidden)?;
-        fs::remove_dir_all(&hidden)
+        Ok(hidden)
     }
 }
 
@@ -212,7 +214,9 @@ fn remedy(cause: &io::Error) -> &'static str {
             "free space on its file system, keep fewer checkpoints, or choose a folder on another disk"
         }
         io::ErrorKind::FileTooLarge => "raise the limit on the size of files (`ulimit -f`)",
-        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => "choose a folder that may be written",
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            "choose a folder that may be written"
+        }
         _ => "check the folder and its disk",
     }
 }

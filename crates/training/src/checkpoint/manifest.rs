@@ -86,10 +86,12 @@ impl Manifest {
         let path = folder.join(NAME);
         let text = std::fs::read(&path).map_err(|cause| Error::Io { path: path.clone(), cause })?;
         let of_checksum = folder.join(CHECKSUM);
-        let line = std::fs::read(&of_checksum).map_err(|cause| Error::Io { path: of_checksum.clone(), cause })?;
+        let line =
+            std::fs::read(&of_checksum).map_err(|cause| Error::Io { path: of_checksum.clone(), cause })?;
         let expected = format!("{}  {NAME}\n", hex(Sha256::new_with_prefix(&text)));
         if line != expected.as_bytes() {
-            let reason = format!("its content is not that which {CHECKSUM} was made of; it was altered or cut short");
+            let reason =
+                format!("its content is not that which {CHECKSUM} was made of; it was altered or cut short");
             return Err(Error::file(&path, reason));
         }
         let manifest: Self = serde_json::from_slice(&text)
@@ -126,7 +128,11 @@ impl Entry {
         if found == self.sha256 {
             return Ok(());
         }
-        let reason = format!("altered: its SHA-256 is {}…, the manifest says {}…", &found[..12], &self.sha256[..12.min(self.sha256.len())]);
+        let reason = format!(
+            "altered: its SHA-256 is {}…, the manifest says {}…",
+            &found[..12],
+            &self.sha256[..12.min(self.sha256.len())]
+        );
         Err(Error::file(path, reason))
     }
 }

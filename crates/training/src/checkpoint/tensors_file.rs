@@ -33,13 +33,19 @@ pub fn write_tensors(out: &mut dyn Write, tensors: &[(String, Tensor)]) -> io::R
     for (name, tensor) in tensors {
         let kind = tensor.kind();
         let (_, _, dtype) = DTYPES.iter().find(|(known, ..)| *known == kind).ok_or_else(|| {
-            io::Error::new(io::ErrorKind::InvalidInput, format!("`{name}` is {kind:?}, which safetensors does not have"))
+            io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("`{name}` is {kind:?}, which safetensors does not have"),
+            )
         })?;
         let start = end;
         end += tensor.numel() * kind.elt_size_in_bytes();
         let entry = json!({ "dtype": dtype, "shape": tensor.size(), "data_offsets": [start, end] });
         if header.insert(name.clone(), entry).is_some() {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("two tensors are called `{name}`")));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("two tensors are called `{name}`"),
+            ));
         }
     }
     let mut text = serde_json::to_vec(&header)?;

@@ -16,7 +16,6 @@ use super::loading::named;
 use super::strategy::Strategy;
 use crate::Trainer;
 use crate::accumulation::{fetch, forward};
-use crate::batches::Batches;
 use crate::error::Result;
 use crate::loader_batches::LoaderBatches;
 use crate::observer::{Observer, StepRecord};

@@ -1,0 +1,7 @@
+//! The subcommands, a module each.
+
+pub(crate) mod loading;
+pub(crate) mod profile;
+pub(crate) mod sink;
+pub(crate) mod sizes;
+pub(crate) mod train;

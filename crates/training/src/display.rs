@@ -1,0 +1,85 @@
+//! The training's line on a terminal: loss, tokens per second, MFU, memory.
+
+use report::Progress;
+use tch::Device;
+
+use crate::error::Result;
+use crate::evaluation::Evaluation;
+use crate::observer::{Observer, StepRecord};
+
+/// What is needed to say how well the machine is used.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Efficiency {
+    /// FLOPs of forward and backward for each token that goes through the model, padding included.
+    pub flops_per_token: Option<f64>,
+    /// What the machine can do at best, in FLOP/s: measured (`runtime::measure::physical::gemm_rate`) or from its data
+    /// sheet.
+    pub peak_rate: Option<f64>,
+}
+
+impl Efficiency {
+    /// Model FLOPs utilization (Chowdhery et al., arXiv:2204.02311, appendix B) at a rate of tokens per second; `None`
+    /// where a figure is not known.
+    pub fn mfu(&self, tokens_per_second: f64) -> Option<f64> {
+        Some(tokens_per_second * self.flops_per_token? / self.peak_rate?)
+    }
+}
+
+/// A bar on standard error, where that is a terminal or `cargo xtask run-all` reads it.
+#[derive(Debug)]
+pub struct Display {
+    progress: Progress,
+    done: u64,
+    device: Device,
+    efficiency: Efficiency,
+    rate: f64,
+    validation: Option<f64>,
+}
+
+/// Weight of the latest step in the rate that is shown.
+const SMOOTHING: f64 = 0.1;
+
+impl Display {
+    /// For a training of `steps` steps on `device`.
+    pub fn new(steps: u64, device: Device, efficiency: Efficiency) -> Self {
+        let progress = Progress::new(steps);
+        Self { progress, done: 0, device, efficiency, rate: 0.0, validation: None }
+    }
+
+    fn advance(&mut self, step: u64) {
+        while self.done < step {
+            self.progress.step();
+            self.done += 1;
+        }
+    }
+
+    fn line(&self, record: &StepRecord) -> String {
+        let memory = runtime::memory::live_bytes(self.device)
+            .map_or_else(|_| "–".to_owned(), |bytes| format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30)));
+        let places = (record.tokens + record.padding) as f64 / record.tokens.max(1) as f64;
+        let mfu = self.efficiency.mfu(self.rate * places);
+        let mfu = mfu.map_or_else(|| "–".to_owned(), |share| format!("{:.0} %", share * 100.0));
+        let validation = self.validation.map_or_else(String::new, |loss| format!(" (validation {loss:.3})"));
+        format!("loss {:.3}{validation} {:.0} tokens/s MFU {mfu} {memory}", record.loss, self.rate)
+    }
+}
+
+impl Observer for Display {
+    fn on_step(&mut self, record: &StepRecord) -> Result<()> {
+        let rate = record.tokens as f64 / record.timings.total.max(1e-9);
+        self.rate = if self.rate == 0.0 { rate } else { self.rate + SMOOTHING * (rate - self.rate) };
+        self.advance(record.step);
+        self.progress.message(&self.line(record));
+        Ok(())
+    }
+
+    fn on_evaluation(&mut self, evaluation: &Evaluation) -> Result<()> {
+        self.validation = Some(evaluation.loss);
+        Ok(())
+    }
+
+    fn on_resume(&mut self, step: u64) -> Result<()> {
+        self.advance(step);
+        Ok(())
+    }
+}

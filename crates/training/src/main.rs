@@ -1,0 +1,37 @@
+//! `training`: trains language models.
+
+mod commands;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use report::cli::CommonArgs;
+
+/// Optimizers, schedules, losses, the training loop, crash-safe checkpoints
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    common: CommonArgs,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train a model
+    Train(commands::train::Train),
+    /// Measure whole trainings, one for each way of loading data
+    Loading(commands::loading::Loading),
+    /// Measure steps with planted inefficiencies on and off, and profile them
+    Profile(commands::profile::ProfileArgs),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    report::cli::run(|| match &cli.command {
+        Command::Train(arguments) => commands::train::run(&cli.common, arguments),
+        Command::Loading(arguments) => commands::loading::run(&cli.common, arguments),
+        Command::Profile(arguments) => commands::profile::run(&cli.common, arguments),
+    })
+}

@@ -1,0 +1,427 @@
+//! The loop, made of parts that stand alone.
+//!
+//! One step: fetch the micro-batches ([`accumulation`]); for each, forward, and backward from its share of the loss;
+//! unscale ([`GradScaler`]) and clip ([`clip`]) the gradients; set the learning rate ([`Schedule`]); let the [`Optimizer`]
+//! step; clear the gradients. Between steps: read losses, evaluate, save, stop.
+//!
+//! Nothing here waits for the device but the gradients' norm or overflow flag, where one is wanted (both in one copy), and
+//! the losses, which are read several steps at a time. A training that is resumed gives the same bits as one that was never
+//! stopped: parameters, optimizer, scaler, data and random generators go on where they stood.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use models::module::{self, LanguageModel};
+use models::state_dict::state_dict;
+use runtime::profile::range;
+use runtime::random::RandomState;
+use serde_json::json;
+use tch::{Kind, Tensor};
+
+use crate::accumulation::{MicroBatches, fetch, forward};
+use crate::batches::Batches;
+use crate::checkpoint::{Checkpoints, Snapshot, overwrite};
+use crate::clip::{self, NonFinite};
+use crate::divergence::{Divergence, Watch};
+use crate::error::{Error, Result};
+use crate::evaluation::evaluate;
+use crate::observer::{Observer, StepRecord, Timings};
+use crate::optimizer::{Optimizer, ZeroGrad};
+use crate::scaler::{GradScaler, NoScaler};
+use crate::schedule::Schedule;
+
+/// What to do when a checkpoint cannot be written.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum FailedCheckpoint {
+    /// End with the error.
+    #[default]
+    Stop,
+    /// Warn, and go on without it.
+    GoOn,
+}
+
+/// How to train.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Options {
+    /// Steps of the whole training, those before a resume included.
+    pub steps: u64,
+    /// Micro-batches of a step.
+    pub accumulation: usize,
+    /// Largest norm of the gradients.
+    pub clip: Option<f64>,
+    /// What to do where that norm is not finite.
+    pub non_finite: NonFinite,
+    /// How gradients are cleared.
+    pub zero_grad: ZeroGrad,
+    /// Whether to count, in each step, what was predicted right: a pass over the logits.
+    pub accuracy: bool,
+    /// Steps between reading losses from the device.
+    pub read_every: u64,
+    /// Steps between evaluations.
+    pub evaluate_every: Option<u64>,
+    /// Steps between checkpoints; one is written at the end in any case.
+    pub checkpoint_every: Option<u64>,
+    /// What to do when one cannot be written.
+    pub failed_checkpoint: FailedCheckpoint,
+    /// When to stop early.
+    pub divergence: Divergence,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            steps: 100,
+            accumulation: 1,
+            clip: None,
+            non_finite: NonFinite::default(),
+            zero_grad: ZeroGrad::default(),
+            accuracy: false,
+            read_every: 10,
+            evaluate_every: None,
+            checkpoint_every: None,
+            failed_checkpoint: FailedCheckpoint::default(),
+            divergence: Divergence::default(),
+        }
+    }
+}
+
+/// Why a training ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ended {
+    /// All steps are done.
+    Done,
+    /// The data came to its end before.
+    OutOfData,
+    /// [`Trainer::stop`] was raised.
+    Interrupted,
+}
+
+/// A step whose loss is still on the device.
+struct Pending {
+    record: StepRecord,
+    denominator: f64,
+    /// `[1 or 2]`, fp64: the summed loss; the number of right predictions, where it was asked for.
+    sums: Tensor,
+}
+
+/// A training. Its parts are public: set the ones that are wanted.
+pub struct Trainer {
+    /// What is trained.
+    pub model: Box<dyn LanguageModel>,
+    /// What trains it.
+    pub optimizer: Optimizer,
+    /// What multiplies the learning rates.
+    pub schedule: Schedule,
+    /// What scales the loss.
+    pub scaler: Box<dyn GradScaler>,
+    /// Where checkpoints go.
+    pub checkpoints: Option<Checkpoints>,
+    /// Who is told.
+    pub observers: Vec<Box<dyn Observer>>,
+    /// Raised from outside to end the training after the step at hand, with a checkpoint.
+    pub stop: Arc<AtomicBool>,
+    /// How to train. May be changed between runs.
+    pub options: Options,
+    step: u64,
+    saved: Option<u64>,
+    watch: Watch,
+    pending: Vec<Pending>,
+    last: Instant,
+}
+
+impl Trainer {
+    /// A training without scaler, checkpoints and observers, at a constant learning rate.
+    ///
+    /// # Errors
+    /// An option outside its range.
+    pub fn new(model: Box<dyn LanguageModel>, optimizer: Optimizer, options: Options) -> Result<Self> {
+        options.check()?;
+        Ok(Self {
+            model,
+            optimizer,
+            schedule: Schedule::default(),
+            scaler: Box::new(NoScaler),
+            checkpoints: None,
+            observers: Vec::new(),
+            stop: Arc::default(),
+            options,
+            step: 0,
+            saved: None,
+            watch: Watch::default(),
+            pending: Vec::new(),
+            last: Instant::now(),
+        })
+    }
+
+    /// Steps done.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// Trains until all steps are done, the data ends, or [`Trainer::stop`] is raised. `validation` is read from where it
+    /// stands to its end at each evaluation, and put back.
+    ///
+    /// # Errors
+    /// [`Error::Diverged`]; a checkpoint that cannot be written; those of data, model and observers.
+    pub fn run(
+        &mut self,
+        train: &mut dyn Batches,
+        mut validation: Option<&mut dyn Batches>,
+    ) -> Result<Ended> {
+        self.schedule.check()?;
+        self.last = Instant::now();
+        let ended = loop {
+            if self.step >= self.options.steps {
+                break Ended::Done;
+            }
+            if self.stop.load(Ordering::Relaxed) {
+                break Ended::Interrupted;
+            }
+            if !self.train_step(train)? {
+                break Ended::OutOfData;
+            }
+            let due = |every: Option<u64>| every.is_some_and(|every| self.step % every == 0);
+            let (evaluate, save) = (due(self.options.evaluate_every), due(self.options.checkpoint_every));
+            if due(Some(self.options.read_every)) || evaluate || save {
+                self.read_losses()?;
+            }
+            if let Some(validation) = validation.as_deref_mut().filter(|_| evaluate) {
+                self.evaluate(validation)?;
+            }
+            if save {
+                self.save(train)?;
+            }
+        };
+        self.read_losses()?;
+        self.save(train)?;
+        Ok(ended)
+    }
+
+    /// One step; false where the data has ended.
+    fn train_step(&mut self, train: &mut dyn Batches) -> Result<bool> {
+        let _step = range("step");
+        let mut timings = Timings::default();
+        let Some(micro) = timed("data", &mut timings.data, || fetch(train, self.options.accumulation))?
+        else {
+            return Ok(false);
+        };
+        let (mut sums, accuracy) = (Vec::new(), self.options.accuracy);
+        for batch in &micro.batches {
+            let model = self.model.as_ref();
+            let output = timed("forward", &mut timings.forward, || forward(model, batch, true, accuracy))?;
+            timed("backward", &mut timings.backward, || {
+                let loss = self.scaler.scale(&output.sum.f_div_scalar(micro.denominator())?)?;
+                Ok(runtime::autograd::backward(&[&loss])?)
+            })?;
+            let parts = std::iter::once(&output.sum).chain(&output.correct);
+            let parts =
+                parts.map(|t| t.f_detach()?.f_to_kind(Kind::Double)).collect::<Result<Vec<_>, _>>()?;
+            sums.push(Tensor::f_stack(&parts, 0)?);
+        }
+        let scale = self.scaler.current();
+        let started = Instant::now();
+        let (gradient_norm, skipped) = self.settle_gradients()?;
+        {
+            let _optimizer = range("optimizer");
+            self.optimizer.set_factor(self.schedule.factor(self.step))?;
+            if !skipped {
+                self.optimizer.step()?;
+            }
+            self.optimizer.zero_grad(self.options.zero_grad)?;
+        }
+        timings.optimizer = started.elapsed().as_secs_f64();
+        timings.total = self.last.elapsed().as_secs_f64();
+        self.last = Instant::now();
+        self.step += 1;
+        let MicroBatches { tokens, padding, targets, .. } = micro;
+        let learning_rate = self.optimizer.learning_rates().first().copied().unwrap_or(0.0);
+        let (step, loss, accuracy) = (self.step, f64::NAN, None);
+        let record = StepRecord {
+            step,
+            loss,
+            accuracy,
+            learning_rate,
+            gradient_norm,
+            skipped,
+            scale,
+            tokens,
+            padding,
+            targets,
+            timings,
+        };
+        let sums = Tensor::f_stack(&sums, 0)?.f_sum_dim_intlist([0].as_slice(), false, Kind::Double)?;
+        self.pending.push(Pending { record, denominator: micro.denominator(), sums });
+        Ok(true)
+    }
+
+    /// Unscales and clips the gradients. Returns their norm, where it was wanted, and whether the step is to be left out.
+    fn settle_gradients(&mut self) -> Result<(Option<f64>, bool)> {
+        let _clip = range("clip");
+        let grads = self.optimizer.gradients()?;
+        let flag = self.scaler.unscale_(&grads)?;
+        let norm = self.options.clip.map(|_| clip::norm(&grads)).transpose()?;
+        // Both in one copy from the device.
+        let wanted = [norm.as_ref().map(clip::Norm::tensor), flag.as_ref()];
+        let wanted: Vec<Tensor> = wanted
+            .into_iter()
+            .flatten()
+            .map(|t| t.f_to_kind(Kind::Double)?.f_reshape([1]))
+            .collect::<Result<_, _>>()?;
+        let read =
+            if wanted.is_empty() { Vec::new() } else { Vec::<f64>::try_from(Tensor::f_cat(&wanted, 0)?)? };
+        let norm = norm.and(read.first().copied());
+        let overflow = flag.is_some() && read.last().is_some_and(|flag| *flag != 0.0);
+        self.scaler.update(overflow)?;
+        match (norm, self.options.clip) {
+            _ if overflow => Ok((norm, true)),
+            (Some(norm), _) if !norm.is_finite() && self.options.non_finite == NonFinite::Fail => {
+                Err(clip::not_finite(norm))
+            }
+            (Some(norm), _) if !norm.is_finite() && self.options.non_finite == NonFinite::Skip => {
+                Ok((Some(norm), true))
+            }
+            (Some(norm), Some(limit)) => {
+                clip::scale_to_known_(&grads, norm, limit)?;
+                Ok((Some(norm), false))
+            }
+            _ => Ok((norm, false)),
+        }
+    }
+
+    /// Reads the losses that are still on the device, in one copy, and passes them on.
+    fn read_losses(&mut self) -> Result<()> {
+        let pending = std::mem::take(&mut self.pending);
+        if pending.is_empty() {
+            return Ok(());
+        }
+        let sums: Vec<&Tensor> = pending.iter().map(|step| &step.sums).collect();
+        let values = Vec::<f64>::try_from(Tensor::f_cat(&sums, 0)?)?;
+        let width = values.len() / pending.len();
+        for (Pending { mut record, denominator, .. }, sums) in
+            pending.into_iter().zip(values.chunks_exact(width))
+        {
+            record.loss = sums[0] / denominator;
+            record.accuracy = sums.get(1).map(|right| right / denominator);
+            self.tell(|observer| observer.on_step(&record))?;
+            self.watch.see(record.step, record.loss, self.options.divergence)?;
+        }
+        Ok(())
+    }
+
+    /// Evaluates the model, tells the observers, and puts `validation` back to where it stood.
+    ///
+    /// # Errors
+    /// Those of the data, the model and the observers.
+    pub fn evaluate(&mut self, validation: &mut dyn Batches) -> Result<()> {
+        let start = validation.state();
+        let evaluation = evaluate(self.model.as_ref(), validation, self.step)?;
+        validation.resume(&start)?;
+        self.tell(|observer| observer.on_evaluation(&evaluation))
+    }
+
+    fn tell(&mut self, mut what: impl FnMut(&mut dyn Observer) -> Result<()>) -> Result<()> {
+        self.observers.iter_mut().try_for_each(|observer| what(observer.as_mut()))
+    }
+
+    /// Saves, unless this step is saved.
+    fn save(&mut self, train: &dyn Batches) -> Result<()> {
+        let Some(checkpoints) = self.checkpoints.as_ref().filter(|_| self.saved != Some(self.step)) else {
+            return Ok(());
+        };
+        let _range = range("checkpoint");
+        let state = json!({
+            "schedule": self.schedule,
+            "rule": self.optimizer.rule().name(),
+            "scaler": self.scaler.state(),
+            "data": train.state(),
+        });
+        let snapshot = Snapshot {
+            step: self.step,
+            model: &state_dict(self.model.as_ref()),
+            optimizer: &self.optimizer.state(),
+            random: &RandomState::capture_all()?,
+            state: &state,
+        };
+        let step = self.step;
+        match checkpoints.save(&snapshot) {
+            Ok(path) => {
+                self.saved = Some(step);
+                self.tell(|observer| observer.on_checkpoint(step, &path))
+            }
+            Err(error @ Error::Save { .. }) if self.options.failed_checkpoint == FailedCheckpoint::GoOn => {
+                let warning = format!("{error}; the training goes on without it");
+                self.tell(|observer| observer.on_warning(&warning))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Goes on from the newest valid checkpoint; one that is not valid becomes a warning. Returns the step, or `None` where
+    /// there is no checkpoint.
+    ///
+    /// # Errors
+    /// Checkpoints of which none is valid; one that does not fit the model, the optimizer, the scaler or the data.
+    pub fn resume(&mut self, train: &mut dyn Batches) -> Result<Option<u64>> {
+        let Some(checkpoints) = &self.checkpoints else { return Ok(None) };
+        let found = checkpoints.latest()?;
+        for reason in &found.refused {
+            let warning = format!("a checkpoint was passed over: {reason}");
+            self.tell(|observer| observer.on_warning(&warning))?;
+        }
+        let Some(checkpoint) = found.checkpoint else { return Ok(None) };
+        let name = checkpoint.path.display().to_string();
+        let rule = &checkpoint.state["rule"];
+        if rule != self.optimizer.rule().name() {
+            let reason =
+                format!("it is of the optimizer {rule}; this run has {}", self.optimizer.rule().name());
+            return Err(Error::file(&checkpoint.path, reason));
+        }
+        let schedule = serde_json::from_value::<Schedule>(checkpoint.state["schedule"].clone()).ok();
+        if schedule != Some(self.schedule) {
+            let warning = format!(
+                "{name} was written with another learning-rate schedule; this run goes on with its own"
+            );
+            self.tell(|observer| observer.on_warning(&warning))?;
+        }
+        let model = module::tensors(self.model.as_ref()).into_iter().map(|named| (named.name, named.tensor));
+        overwrite(model, &checkpoint.model, &name)?;
+        self.optimizer.load_state(&checkpoint.optimizer)?;
+        self.scaler.load_state(&checkpoint.state["scaler"])?;
+        train.resume(&checkpoint.state["data"])?;
+        checkpoint.random.restore()?;
+        (self.step, self.saved) = (checkpoint.step, Some(checkpoint.step));
+        let step = self.step;
+        self.tell(|observer| observer.on_resume(step))?;
+        Ok(Some(step))
+    }
+}
+
+impl Options {
+    fn check(&self) -> Result<()> {
+        let every = [Some(self.read_every), self.evaluate_every, self.checkpoint_every];
+        if self.accumulation == 0 || every.contains(&Some(0)) {
+            let reason = "0 micro-batches, or 0 steps between readings, evaluations or checkpoints; expected 1 or more";
+            return Err(Error::config("training", reason));
+        }
+        self.clip.map_or(Ok(()), clip::check)
+    }
+}
+
+/// Runs a part of a step under its name, and adds its time.
+fn timed<T>(name: &str, seconds: &mut f64, part: impl FnOnce() -> Result<T>) -> Result<T> {
+    let _range = range(name);
+    let start = Instant::now();
+    let result = part();
+    *seconds += start.elapsed().as_secs_f64();
+    result
+}
+
+impl std::fmt::Debug for Trainer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Trainer")
+            .field("step", &self.step)
+            .field("options", &self.options)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,184 @@
+//! Real processes, killed: what is lost, and that a resumed run gives the bits of one that was never stopped.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+const STEPS: u64 = 60;
+const EVERY: u64 = 7;
+
+struct Run {
+    folder: tempfile::TempDir,
+}
+
+impl Run {
+    fn new() -> Self {
+        Self { folder: tempfile::tempdir().unwrap() }
+    }
+
+    fn log(&self) -> PathBuf {
+        self.folder.path().join("losses.jsonl")
+    }
+
+    fn checkpoints(&self) -> PathBuf {
+        self.folder.path().join("checkpoints")
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_training"));
+        command.args(["train", "--width", "16", "--heads", "2", "--vocabulary", "32", "--length", "16"]);
+        command.args([
+            "--batch",
+            "4",
+            "--accumulation",
+            "2",
+            "--clip",
+            "1",
+            "--warmup",
+            "5",
+            "--read-every",
+            "1",
+        ]);
+        command.args(["--steps", &STEPS.to_string(), "--checkpoint-every", &EVERY.to_string(), "--resume"]);
+        command.arg("--checkpoint-dir").arg(self.checkpoints()).arg("--log-losses").arg(self.log());
+        // One thread: no other order of summation, and room for other tests.
+        command.env("OMP_NUM_THREADS", "1").stdout(Stdio::null()).stderr(Stdio::piped());
+        command
+    }
+
+    fn start(&self) -> Child {
+        self.command().spawn().unwrap()
+    }
+
+    fn finish(&self) -> Output {
+        self.command().output().unwrap()
+    }
+
+    /// Steps in the order they were logged. A last line without its end was torn by a kill.
+    fn lines(&self) -> Vec<(u64, String)> {
+        let text = std::fs::read_to_string(self.log()).unwrap_or_default();
+        let whole = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+        let parse = |line: &str| {
+            let value: serde_json::Value = serde_json::from_str(line).ok()?;
+            Some((value["step"].as_u64()?, value["bits"].as_str()?.to_owned()))
+        };
+        whole.filter_map(parse).collect()
+    }
+
+    fn losses(&self) -> BTreeMap<u64, String> {
+        self.lines().into_iter().collect()
+    }
+
+    /// Waits until `ready` says so; false where the process has ended before.
+    fn wait_for(&self, child: &mut Child, ready: impl Fn(&Self) -> bool) -> bool {
+        loop {
+            if ready(self) {
+                return true;
+            }
+            if child.try_wait().unwrap().is_some() {
+                return false;
+            }
+            std::thread::yield_now();
+        }
+    }
+}
+
+fn is_writing(folder: &Path) -> bool {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.into_iter().any(|entry| entry.file_name().to_string_lossy().starts_with(".tmp-"))
+}
+
+fn reference() -> BTreeMap<u64, String> {
+    let run = Run::new();
+    let output = run.finish();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let losses = run.losses();
+    assert_eq!(losses.keys().copied().collect::<Vec<_>>(), (1..=STEPS).collect::<Vec<_>>());
+    losses
+}
+
+#[test]
+fn a_killed_run_loses_little_and_goes_on_to_the_same_bits() {
+    let reference = reference();
+    let run = Run::new();
+    // A fixed sequence of moments: after so many more lines of the log, or while a checkpoint is written.
+    let mut random = 0x2545_f491_4f6c_dd1du64;
+    let mut kills = 0;
+    for round in 0..10 {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        let before = run.lines().len();
+        let more = 1 + (random % 12) as usize;
+        let mut child = run.start();
+        let killed = if round % 3 == 2 {
+            run.wait_for(&mut child, |run| run.lines().len() > before && is_writing(&run.checkpoints()))
+        } else {
+            run.wait_for(&mut child, |run| run.lines().len() >= before + more)
+        };
+        child.kill().unwrap();
+        child.wait().unwrap();
+        kills += u32::from(killed);
+    }
+    let output = run.finish();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(kills >= 5, "only {kills} kills hit a run");
+    assert_eq!(run.losses(), reference);
+    // Where the log goes back, it does so by as many steps as were lost.
+    let steps: Vec<u64> = run.lines().into_iter().map(|(step, _)| step).collect();
+    let lost = steps.windows(2).map(|pair| (pair[0] + 1).saturating_sub(pair[1])).max().unwrap();
+    assert!(lost <= EVERY, "{lost} steps lost by one kill");
+    println!("{kills} kills, at most {lost} steps lost by one");
+}
+
+#[test]
+fn an_interrupted_run_loses_nothing() {
+    let reference = reference();
+    let run = Run::new();
+    let mut child = run.start();
+    assert!(run.wait_for(&mut child, |run| run.lines().len() >= 10), "it ended early");
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    let at = run.lines().len();
+    let expected = format!("error: interrupted after step {at}, which is saved; go on with --resume\n");
+    assert_eq!(message, expected);
+    assert!(run.finish().status.success());
+    assert_eq!(run.losses(), reference);
+    assert_eq!(run.lines().len() as u64, STEPS, "no step was done twice");
+}
+
+#[test]
+fn a_checkpoint_that_does_not_fit_on_the_disk_is_an_error_and_the_earlier_ones_stay() {
+    let run = Run::new();
+    let first = run.command().args(["--steps", "7"]).output().unwrap_or_else(|error| panic!("{error}"));
+    let message = String::from_utf8_lossy(&first.stderr).into_owned();
+    // `--steps` twice is a usage error: the run above must not have started.
+    assert_eq!(first.status.code(), Some(2), "{message}");
+
+    let limited = |extra: &str, kibibytes: u64| {
+        let command = run.command();
+        let mut words: Vec<String> = vec![command.get_program().to_string_lossy().into_owned()];
+        words.extend(command.get_args().map(|word| word.to_string_lossy().into_owned()));
+        // A limit on the size of files stands for a full disk: writing fails in the middle.
+        let script = format!("trap '' XFSZ; ulimit -f {kibibytes}; exec {} {extra}", words.join(" "));
+        let mut shell = Command::new("sh");
+        shell.args(["-c", &script]).env("OMP_NUM_THREADS", "1").stdout(Stdio::null()).stderr(Stdio::piped());
+        shell.output().unwrap()
+    };
+    // `ulimit -f` counts in 512-byte blocks in sh.
+    let output = limited("", 8);
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(message.starts_with("error: the checkpoint of step 7 was not written: "), "{message}");
+    assert!(message.contains("raise the limit on the size of files"), "{message}");
+    assert_eq!(std::fs::read_dir(run.checkpoints()).unwrap().count(), 0, "what was half-written is removed");
+
+    let output = limited("--ignore-failed-checkpoints", 8);
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{message}");
+    assert_eq!(message.lines().count() as u64, STEPS.div_ceil(EVERY), "{message}");
+    assert!(message.starts_with("warning: the checkpoint of step 7 was not written: "), "{message}");
+    assert_eq!(run.losses().len() as u64, STEPS);
+}
