@@ -117,8 +117,11 @@ pub struct BalancedBatchSampler {
     shortest: u32,
     longest: u32,
     /// The windows of the latest two epochs, by parity: workers that are ahead are in the next one.
-    cache: Mutex<[Option<(u64, Arc<Windows>)>; 2]>,
+    cache: Mutex<[Option<OfEpoch>; 2]>,
 }
+
+/// An epoch and its windows.
+type OfEpoch = (u64, Arc<Windows>);
 
 /// The windows of one epoch, those without samples left out.
 #[derive(Debug, Default)]
@@ -266,10 +269,14 @@ impl BalancedBatchSampler {
             let (element, passes) = order.at_counted(place as u64);
             done.passes += u64::from(passes);
             done.lookups += 1;
-            chosen.push(match &self.sorted {
-                None => self.usable.sample(element as usize),
-                Some(sorted) => sorted.order[sorted.starts[1] as usize + begin + element as usize],
-            });
+            chosen.push(element as u32);
+        }
+        // A loop of its own, so that the processor has all these reads of a large table under way at once.
+        for sample in chosen.iter_mut() {
+            *sample = match &self.sorted {
+                None => self.usable.sample(*sample as usize),
+                Some(sorted) => sorted.order[sorted.starts[1] as usize + begin + *sample as usize],
+            };
         }
         Ok(done)
     }

@@ -167,10 +167,11 @@ fn any_two_of_a_window_meet_about_equally_often() {
     let mut first = vec![0_f64; sampler.batches(0)];
     let mut chosen = Vec::new();
     for epoch in 0..epochs {
-        for index in 0..sampler.batches(epoch) {
+        assert_eq!(sampler.batches(epoch), first.len());
+        for (index, count) in first.iter_mut().enumerate() {
             sampler.choose(epoch, index, &mut chosen).unwrap();
             if chosen.contains(&41) {
-                first[index] += 1.0;
+                *count += 1.0;
             }
             for &a in chosen.iter().filter(|&&a| a < 12) {
                 for &b in chosen.iter().filter(|&&b| b < a) {
