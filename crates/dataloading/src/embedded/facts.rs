@@ -299,6 +299,7 @@ fn draw(topic: Topic, world: &World, mut random: Random) -> (String, Teller<'_>)
             facts.insert("name", name);
             facts.insert("surname", surname);
             facts.insert("trade", (*r.pick(&TRADES)).into());
+            facts.insert("old", (end - 14).to_string());
             facts.insert("youth", (start + 13).to_string());
             let spouse = loop {
                 let (spouse, _, other) = world.person(r);
