@@ -25,6 +25,10 @@ enum Command {
     Loading(commands::loading::Loading),
     /// Measure steps with planted inefficiencies on and off, and profile them
     Profile(commands::profile::ProfileArgs),
+    /// Measure steps with all planted inefficiencies on, then with one repaired after another
+    Repair(commands::profile::RepairArgs),
+    /// Measure steps of the GPT-2-like model on given sizes
+    Bench(commands::bench::Bench),
 }
 
 fn main() -> ExitCode {
@@ -33,5 +37,7 @@ fn main() -> ExitCode {
         Command::Train(arguments) => commands::train::run(&cli.common, arguments),
         Command::Loading(arguments) => commands::loading::run(&cli.common, arguments),
         Command::Profile(arguments) => commands::profile::run(&cli.common, arguments),
+        Command::Repair(arguments) => commands::profile::run_repair(&cli.common, arguments),
+        Command::Bench(arguments) => commands::bench::run(&cli.common, arguments),
     })
 }

@@ -1,4 +1,5 @@
-//! `training profile`: steps with each planted inefficiency on and off, and all of them on and off.
+//! `training profile`: steps with each planted inefficiency on and off, and all of them on and off. `training repair`: all
+//! of them on, and then one repaired after another.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -28,28 +29,15 @@ pub(crate) struct ProfileArgs {
     traces: Option<PathBuf>,
 }
 
+#[derive(clap::Args)]
+pub(crate) struct RepairArgs {
+    #[command(flatten)]
+    which: Which,
+}
+
 pub(crate) fn run(common: &CommonArgs, arguments: &ProfileArgs) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
-    runtime::memory::track_cpu()?;
-    let Which { scale, data } = arguments.which;
-    let sizes = Sizes::of(scale);
-    let corpus = sizes.corpus(data)?.map_err(anyhow::Error::msg)?;
-    let setup = Common {
-        model: sizes.profiled.clone(),
-        odd: sizes.odd,
-        batch_size: sizes.batch_size,
-        device,
-        seed: common.seed,
-    };
-    let effort = Effort {
-        warmup: 2,
-        turn: if device.is_cuda() { 10 } else { 1 },
-        turns: if scale == Scale::Smoke { 3 } else { 5 },
-        traced: if scale == Scale::Smoke { 2 } else { 3 },
-    };
     let chosen: Vec<Inefficiency> =
         if arguments.only.is_empty() { Inefficiency::ALL.into() } else { arguments.only.clone() };
-
     let scratch = tempfile::tempdir().context("making a folder for traces")?;
     let traces = match (&arguments.traces, &common.records) {
         (Some(folder), _) => folder.clone(),
@@ -57,48 +45,71 @@ pub(crate) fn run(common: &CommonArgs, arguments: &ProfileArgs) -> anyhow::Resul
         (None, None) => scratch.path().to_owned(),
     };
     std::fs::create_dir_all(&traces).with_context(|| format!("making the folder {}", traces.display()))?;
-    let mut measurement = Measurement {
-        sink: Sink::new(common, device)?,
-        progress: Progress::new((chosen.len() + 2 + Inefficiency::ALL.len() + 1) as u64),
-        corpus: &corpus,
-        common: setup,
-        effort,
-        traces,
-        scratch: scratch.path().to_owned(),
-    };
-    measurement.run(&chosen)
+    let mut measurement = Measurement::new(common, &arguments.which, chosen.len() + 2)?;
+    measurement.profile(&chosen, &traces, &scratch.path().join("trace.json"))
 }
 
-struct Measurement<'a> {
-    sink: Sink,
-    progress: Progress,
-    corpus: &'a Corpus,
-    common: Common,
-    effort: Effort,
-    traces: PathBuf,
-    scratch: PathBuf,
+pub(crate) fn run_repair(common: &CommonArgs, arguments: &RepairArgs) -> anyhow::Result<()> {
+    Measurement::new(common, &arguments.which, Inefficiency::ALL.len() + 1)?.repair()
 }
 
 const COMPOSITION: &str = "profile";
-const REPAIR: &str = "profile-repair";
+const REPAIR: &str = "repair";
 
-impl Measurement<'_> {
-    fn run(&mut self, chosen: &[Inefficiency]) -> anyhow::Result<()> {
+struct Measurement {
+    sink: Sink,
+    progress: Progress,
+    corpus: Corpus,
+    common: Common,
+    effort: Effort,
+}
+
+impl Measurement {
+    fn new(common: &CommonArgs, which: &Which, parts: usize) -> anyhow::Result<Self> {
+        let device = runtime::device::select(&common.device)?;
+        runtime::memory::track_cpu()?;
+        let &Which { scale, data } = which;
+        let sizes = Sizes::of(scale);
+        let smoke = scale == Scale::Smoke;
+        Ok(Self {
+            sink: Sink::new(common, device)?,
+            progress: Progress::new(parts as u64),
+            corpus: sizes.corpus(data)?.map_err(anyhow::Error::msg)?,
+            common: Common {
+                model: sizes.profiled,
+                odd: sizes.odd,
+                batch_size: sizes.batch_size,
+                device,
+                seed: common.seed,
+            },
+            effort: Effort {
+                warmup: 2,
+                turn: if device.is_cuda() { 10 } else { 1 },
+                turns: if smoke { 3 } else { 7 },
+                traced: if smoke { 2 } else { 3 },
+            },
+        })
+    }
+
+    fn profile(&mut self, chosen: &[Inefficiency], traces: &Path, scratch: &Path) -> anyhow::Result<()> {
         let none = BTreeSet::new();
         self.progress.message("no inefficiency");
-        let mut clean = Setup::new(self.corpus, &none, &self.common)?;
+        let mut clean = Setup::new(&self.corpus, &none, &self.common)?;
         clean.run(self.effort.warmup)?;
-        let (base, diagnosis) = profile(&mut clean, self.effort, &self.traces.join("all-off.json"))?;
+        // The first trace of a process sets the profiler up; it is not the one that is shown.
+        profile(&mut clean, self.effort, scratch)?;
+        let (base, diagnosis) = profile(&mut clean, self.effort, &traces.join("all-off.json"))?;
         self.sink.put(COMPOSITION, &case("none", "all off"), of_profile(&base, &diagnosis))?;
         explain("all off", None, &diagnosis)?;
         self.progress.step();
 
         for &inefficiency in chosen {
             self.progress.message(inefficiency.name());
-            let mut on = Setup::new(self.corpus, &BTreeSet::from([inefficiency]), &self.common)?;
+            let mut on = Setup::new(&self.corpus, &BTreeSet::from([inefficiency]), &self.common)?;
             let pair = measure_pair(&mut on, &mut clean, self.effort)?;
-            let trace = self.scratch.join(format!("{inefficiency}.json"));
-            let (composition, diagnosis) = profile(&mut on, self.effort, &trace)?;
+            // Both are profiled at about the same time, as they are timed.
+            let (base, _) = profile(&mut clean, self.effort, scratch)?;
+            let (composition, diagnosis) = profile(&mut on, self.effort, scratch)?;
             let mut metrics = of_profile(&composition, &diagnosis);
             metrics.extend(of_pair(&pair));
             metrics.push(match detector(inefficiency) {
@@ -111,22 +122,22 @@ impl Measurement<'_> {
         }
 
         self.progress.message("all of them");
-        let mut all = Setup::new(self.corpus, &Inefficiency::ALL.into(), &self.common)?;
+        let mut all = Setup::new(&self.corpus, &Inefficiency::ALL.into(), &self.common)?;
         let pair = measure_pair(&mut all, &mut clean, self.effort)?;
-        let (composition, diagnosis) = profile(&mut all, self.effort, &self.traces.join("all-on.json"))?;
+        let (base, _) = profile(&mut clean, self.effort, scratch)?;
+        let (composition, diagnosis) = profile(&mut all, self.effort, &traces.join("all-on.json"))?;
         let mut metrics = of_profile(&composition, &diagnosis);
         metrics.extend(of_pair(&pair));
         self.sink.put(COMPOSITION, &case("all", "all on"), metrics)?;
         explain("all on", Some(&Comparison::between(&composition, &base)), &diagnosis)?;
-        drop((all, clean));
         self.progress.step();
-        self.repair()
+        Ok(())
     }
 
     fn repair(&mut self) -> anyhow::Result<()> {
         self.progress.message("repairing one after another");
         let progress = &mut self.progress;
-        let stages = repair(self.corpus, &self.common, self.effort, |stage| {
+        let stages = repair(&self.corpus, &self.common, self.effort, |stage| {
             progress.message(&format!("repaired: {}", stage.repaired.map_or("nothing", Inefficiency::name)));
             progress.step();
         })?;

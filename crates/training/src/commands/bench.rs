@@ -1,0 +1,104 @@
+//! `training bench`: steps of the GPT-2-like model on given sizes, for a comparison with another program.
+
+use std::time::Instant;
+
+use models::module::{parameter_count, trainable};
+use models::{Gpt2Like, Gpt2LikeConfig};
+use report::cli::CommonArgs;
+use report::{Case, Metric, Progress};
+use runtime::memory::Region;
+use tch::Kind;
+use training::Trainer;
+use training::batches::Synthetic;
+use training::optimizer::{Adam, Group, Optimizer};
+use training::trainer::Options;
+
+use super::sink::Sink;
+
+#[derive(clap::Args)]
+pub(crate) struct Bench {
+    /// Rows of a batch
+    #[arg(long, default_value_t = 16)]
+    rows: usize,
+    /// Tokens of a row; each is between half as long and this long, and padded
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(2..))]
+    length: u32,
+    /// Width of the embeddings and of the layer
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(i64).range(1..))]
+    width: i64,
+    /// Attention heads
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(i64).range(1..))]
+    heads: i64,
+    /// Number of tokens that the model knows
+    #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(i64).range(1..))]
+    vocabulary: i64,
+    /// Measured steps
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
+    steps: u64,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    runtime::memory::track_cpu()?;
+    runtime::random::seed(common.seed)?;
+    let mut sink = Sink::new(common, device)?;
+    let &Bench { rows, length, width, heads, vocabulary, steps } = arguments;
+    let config = Gpt2LikeConfig {
+        vocab_size: vocabulary,
+        embedding_dim: width,
+        hidden_dim: width,
+        num_heads: heads,
+        ff_dim: 2 * width,
+        max_length: i64::from(length),
+        dropout: 0.0,
+        ..Default::default()
+    };
+    let before = Region::start(device)?;
+    let model = Box::new(Gpt2Like::new(&config, (Kind::Float, device))?);
+    let parameters = parameter_count(&*model).total;
+    let optimizer = Optimizer::new(Adam::default(), vec![Group::new(named(&model), 1e-4)])?;
+    let length = length as usize;
+    let mut batches = Synthetic {
+        seed: common.seed,
+        vocabulary,
+        rows,
+        length,
+        noise: 1,
+        batches: None,
+        device,
+        position: 0,
+    };
+    const WARMUP: u64 = 2;
+    let mut trainer = Trainer::new(model, optimizer, Options { steps: WARMUP, ..Default::default() })?;
+    trainer.run(&mut batches, None)?;
+    let mut progress = Progress::new(steps);
+    let mut seconds = Vec::new();
+    for step in 0..steps {
+        progress.message("GPT-2-like, a training step");
+        trainer.options.steps = WARMUP + step + 1;
+        let start = Instant::now();
+        // Losses are read at the end, which waits for the device.
+        trainer.run(&mut batches, None)?;
+        seconds.push(start.elapsed().as_secs_f64());
+        progress.step();
+    }
+    let peak = before.finish()?.peak_above_start();
+    let places = (rows * length) as f64;
+    let rates: Vec<f64> = seconds.iter().map(|seconds| places / seconds).collect();
+    let case = Case::new()
+        .with("rows", rows as u64)
+        .with("length", length as u64)
+        .with("width", width)
+        .with("vocabulary", vocabulary);
+    let metrics = vec![
+        Metric::of_samples("step_seconds", "s", &seconds),
+        Metric::of_samples("places_per_second", "token/s", &rates),
+        Metric::exact("peak_bytes", "B", peak as f64),
+        Metric::exact("parameters", "count", parameters as f64),
+    ];
+    sink.put("training-bench", &case, metrics)
+}
+
+fn named(model: &Gpt2Like) -> Vec<(String, tch::Tensor)> {
+    trainable(model).into_iter().map(|(name, tensor)| (name, tensor.shallow_clone())).collect()
+}

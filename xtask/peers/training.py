@@ -1,0 +1,170 @@
+"""Training steps of the GPT-2-like model in PyTorch, as its repaired assignment script would run them.
+
+The step is that of `training bench`: embedding, sinusoidal positions, a projection, one post-norm decoder layer whose memory
+is its own input (causal in both attentions), the output projection, cross-entropy over what has a label, backward, fused
+Adam, gradients dropped. Writes one JSON record per figure.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+IGNORED = -100
+
+
+class Gpt2Like(torch.nn.Module):
+    def __init__(self, vocabulary, width, heads, length):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocabulary, width)
+        self.hidden_projector = torch.nn.Linear(width, width)
+        self.decoder = torch.nn.TransformerDecoderLayer(width, heads, 2 * width, dropout=0.0, batch_first=True)
+        self.output_linear = torch.nn.Linear(width, vocabulary)
+        place = torch.arange(length)[:, None]
+        frequency = torch.exp(torch.arange(0, width, 2) * (-math.log(10000.0) / width))
+        table = torch.zeros(length, width)
+        table[:, 0::2] = torch.sin(place * frequency)
+        table[:, 1::2] = torch.cos(place * frequency)
+        self.register_buffer("table", table, persistent=False)
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(length)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, tokens):
+        h = self.hidden_projector(self.embedding(tokens) + self.table)
+        # The hints let both attentions take the fused kernel's causal path where PyTorch has one.
+        h = self.decoder(
+            h, h, tgt_mask=self.mask, memory_mask=self.mask, tgt_is_causal=True, memory_is_causal=True
+        )
+        return self.output_linear(h)
+
+
+def batch(generator, rows, length, vocabulary, device):
+    """Rows of half to full length, padded; the same shapes and share of padding as ours."""
+    tokens = torch.randint(0, vocabulary, (rows, length), generator=generator)
+    lengths = torch.randint(length // 2 + 1, length + 1, (rows,), generator=generator)
+    labels = torch.full((rows, length), IGNORED)
+    labels[:, :-1] = tokens[:, 1:]
+    places = torch.arange(length)[None]
+    labels[places >= (lengths - 1)[:, None]] = IGNORED
+    tokens[places >= lengths[:, None]] = 0
+    return tokens.to(device), labels.to(device)
+
+
+def step(model, optimizer, tokens, labels):
+    logits = model(tokens)
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_of_a_step(model, optimizer, tokens, labels, device):
+    """Largest number of live bytes beyond those there before the step."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step(model, optimizer, tokens, labels)
+        return torch.cuda.max_memory_allocated(device) - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step(model, optimizer, tokens, labels)
+    live = peak = 0
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def environment(device):
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cpu = platform.machine()
+    try:
+        with open("/proc/cpuinfo") as info:
+            cpu = next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "memory_bytes": memory,
+        "torch": torch.__version__.split("+")[0],
+        "revision": os.environ.get("FRUGAL_REVISION", ""),
+        "unix_time": int(time.time()),
+    }
+
+
+def metric(name, unit, samples):
+    quartiles = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
+    record = {"name": name, "unit": unit, "value": statistics.median(samples), "n": len(samples)}
+    if len(samples) > 1:
+        record["spread"] = (quartiles[2] - quartiles[0]) / 2
+    return record
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--records", required=True)
+    args = parser.parse_args()
+
+    device = torch.device(args.device)
+    torch.manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(args.seed)
+    model = Gpt2Like(args.vocabulary, args.width, args.heads, args.length).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+    draw = lambda: batch(generator, args.rows, args.length, args.vocabulary, device)
+    for _ in range(2):
+        step(model, optimizer, *draw())
+    synchronize(device)
+    times = []
+    for index in range(args.steps):
+        print(f"@progress {index} {args.steps} GPT-2-like, a training step", file=sys.stderr, flush=True)
+        tokens, labels = draw()
+        start = time.perf_counter()
+        # The loss is read, as ours is.
+        step(model, optimizer, tokens, labels).item()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    parameters = sum(p.numel() for p in model.parameters())
+    # Weights and both moments are there before the step that is measured.
+    held = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+    peak = held + peak_of_a_step(model, optimizer, *draw(), device)
+
+    case = {"rows": args.rows, "length": args.length, "width": args.width, "vocabulary": args.vocabulary}
+    places = args.rows * args.length
+    where = environment(device)
+    with open(args.records, "a") as records:
+        for figure in (
+            metric("step_seconds", "s", times),
+            metric("places_per_second", "token/s", [places / seconds for seconds in times]),
+            {"name": "peak_bytes", "unit": "B", "value": peak, "n": 1},
+            {"name": "parameters", "unit": "count", "value": parameters, "n": 1},
+        ):
+            record = {"experiment": "training-vs-pytorch", "case": case, "metric": figure, "environment": where}
+            records.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()
