@@ -30,8 +30,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Loading) -> anyhow::Result<()
         Data::Wikitext2 => "loading-wikitext2",
     };
     let sizes = Sizes::of(scale);
-    let strategies =
-        if arguments.strategies.is_empty() { &Strategy::ALL[..] } else { &arguments.strategies };
+    let strategies = if arguments.strategies.is_empty() { &Strategy::ALL[..] } else { &arguments.strategies };
     let case = |strategy: Strategy| Case::new().with("strategy", strategy.to_string());
     let corpus = match sizes.corpus(data)? {
         Ok(corpus) => corpus,

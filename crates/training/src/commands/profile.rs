@@ -2,10 +2,13 @@
 //! of them on, and then one repaired after another.
 
 use std::collections::BTreeSet;
+use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress};
 use training::experiment::corpus::Corpus;
@@ -41,7 +44,9 @@ pub(crate) fn run(common: &CommonArgs, arguments: &ProfileArgs) -> anyhow::Resul
     let scratch = tempfile::tempdir().context("making a folder for traces")?;
     let traces = match (&arguments.traces, &common.records) {
         (Some(folder), _) => folder.clone(),
-        (None, Some(records)) => records.parent().and_then(Path::parent).unwrap_or(Path::new(".")).join("traces"),
+        (None, Some(records)) => {
+            records.parent().and_then(Path::parent).unwrap_or(Path::new(".")).join("traces")
+        }
         (None, None) => scratch.path().to_owned(),
     };
     std::fs::create_dir_all(&traces).with_context(|| format!("making the folder {}", traces.display()))?;
@@ -98,8 +103,10 @@ impl Measurement {
         clean.run(self.effort.warmup)?;
         // The first trace of a process sets the profiler up; it is not the one that is shown.
         profile(&mut clean, self.effort, scratch)?;
-        let (base, diagnosis) = profile(&mut clean, self.effort, &traces.join("all-off.json"))?;
-        self.sink.put(COMPOSITION, &case("none", "all off"), of_profile(&base, &diagnosis))?;
+        let (base, diagnosis) = profile(&mut clean, self.effort, scratch)?;
+        keep(scratch, &traces.join("all-off.json.gz"))?;
+        let case = self.case("none", "all off");
+        self.sink.put(COMPOSITION, &case, of_profile(&base, &diagnosis))?;
         explain("all off", None, &diagnosis)?;
         self.progress.step();
 
@@ -113,10 +120,15 @@ impl Measurement {
             let mut metrics = of_profile(&composition, &diagnosis);
             metrics.extend(of_pair(&pair));
             metrics.push(match detector(inefficiency) {
-                Some(name) => Metric::exact("detected", "count", f64::from(u8::from(diagnosis.finding(name).is_some()))),
-                None => Metric::not_measured("detected", "count", "no profile can tell it from what is wanted"),
+                Some(name) => {
+                    Metric::exact("detected", "count", f64::from(u8::from(diagnosis.finding(name).is_some())))
+                }
+                None => {
+                    Metric::not_measured("detected", "count", "no profile can tell it from what is wanted")
+                }
             });
-            self.sink.put(COMPOSITION, &case(inefficiency.name(), "on"), metrics)?;
+            let case = self.case(inefficiency.name(), "on");
+            self.sink.put(COMPOSITION, &case, metrics)?;
             explain(inefficiency.name(), Some(&Comparison::between(&composition, &base)), &diagnosis)?;
             self.progress.step();
         }
@@ -125,13 +137,20 @@ impl Measurement {
         let mut all = Setup::new(&self.corpus, &Inefficiency::ALL.into(), &self.common)?;
         let pair = measure_pair(&mut all, &mut clean, self.effort)?;
         let (base, _) = profile(&mut clean, self.effort, scratch)?;
-        let (composition, diagnosis) = profile(&mut all, self.effort, &traces.join("all-on.json"))?;
+        let (composition, diagnosis) = profile(&mut all, self.effort, scratch)?;
+        keep(scratch, &traces.join("all-on.json.gz"))?;
         let mut metrics = of_profile(&composition, &diagnosis);
         metrics.extend(of_pair(&pair));
-        self.sink.put(COMPOSITION, &case("all", "all on"), metrics)?;
+        let case = self.case("all", "all on");
+        self.sink.put(COMPOSITION, &case, metrics)?;
         explain("all on", Some(&Comparison::between(&composition, &base)), &diagnosis)?;
         self.progress.step();
         Ok(())
+    }
+
+    fn case(&self, inefficiency: &str, state: &str) -> Case {
+        let width = self.common.model.hidden_dim;
+        Case::new().with("inefficiency", inefficiency).with("state", state).with("width", width)
     }
 
     fn repair(&mut self) -> anyhow::Result<()> {
@@ -149,7 +168,8 @@ impl Measurement {
         let first = stages.first().map_or(f64::NAN, median);
         let mut before = first;
         for (number, stage) in stages.iter().enumerate() {
-            let name = stage.repaired.map_or("all of them on".to_owned(), |repaired| format!("without {repaired}"));
+            let name =
+                stage.repaired.map_or("all of them on".to_owned(), |repaired| format!("without {repaired}"));
             let now = median(stage);
             let rates: Vec<f64> = stage.turns.iter().map(|turn| 1.0 / turn.token).collect();
             let metrics = vec![
@@ -167,8 +187,16 @@ impl Measurement {
     }
 }
 
-fn case(inefficiency: &str, state: &str) -> Case {
-    Case::new().with("inefficiency", inefficiency).with("state", state)
+/// Compresses a trace, as Perfetto opens it too, into a file that appears whole.
+fn keep(trace: &Path, path: &Path) -> anyhow::Result<()> {
+    let partial = path.with_extension("partial");
+    let copy = || -> std::io::Result<()> {
+        let mut out = GzEncoder::new(File::create(&partial)?, Compression::best());
+        std::io::copy(&mut File::open(trace)?, &mut out)?;
+        out.finish()?.sync_all()?;
+        std::fs::rename(&partial, path)
+    };
+    copy().with_context(|| format!("keeping the trace {}", path.display()))
 }
 
 fn steps(turns: &[Turn]) -> Vec<f64> {

@@ -90,7 +90,9 @@ impl Sizes {
             return Ok(Ok(Corpus::embedded(&limits).context("reading the embedded corpus")?));
         }
         let Some(folder) = std::env::var_os("FRUGAL_DATA").map(std::path::PathBuf::from) else {
-            return Ok(Err("FRUGAL_DATA names no folder with wikitext-2/test.txt and wikitext-2/valid.txt".into()));
+            return Ok(Err(
+                "FRUGAL_DATA names no folder with wikitext-2/test.txt and wikitext-2/valid.txt".into()
+            ));
         };
         let file = |name: &str| folder.join("wikitext-2").join(name);
         let corpus = Corpus::of_files(

@@ -74,7 +74,13 @@ impl Corpus {
         Self::new(name, train, validation, tokenizer, limits)
     }
 
-    fn new(name: &str, train: &Path, validation: &Path, tokenizer: Tokenizer, limits: &Limits) -> Result<Self> {
+    fn new(
+        name: &str,
+        train: &Path,
+        validation: &Path,
+        tokenizer: Tokenizer,
+        limits: &Limits,
+    ) -> Result<Self> {
         let folder = TempDir::new().map_err(|cause| Error::Io { path: std::env::temp_dir(), cause })?;
         let store = |file: &Path, name: &str, tokens| {
             store(file, &folder.path().join(name), &tokenizer, limits.max_length, tokens)

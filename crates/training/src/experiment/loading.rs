@@ -85,7 +85,9 @@ impl Outcome {
     pub fn seconds_to(&self, target: f64) -> Option<f64> {
         let reached = self.curve.iter().position(|point| point.loss <= target)?;
         let at = self.curve[reached];
-        let Some(before) = reached.checked_sub(1).map(|index| self.curve[index]) else { return Some(at.seconds) };
+        let Some(before) = reached.checked_sub(1).map(|index| self.curve[index]) else {
+            return Some(at.seconds);
+        };
         let share = (before.loss - target) / (before.loss - at.loss);
         Some(before.seconds + share * (at.seconds - before.seconds))
     }

@@ -119,11 +119,7 @@ pub fn repair(
         setup.run(effort.warmup)?;
         let turns = (0..effort.turns).map(|_| Turn::of(&mut setup, effort.turn)).collect::<Result<_>>()?;
         drop(setup);
-        let stage = Stage {
-            repaired,
-            turns,
-            peak_bytes: region.finish()?.peak_above_start(),
-        };
+        let stage = Stage { repaired, turns, peak_bytes: region.finish()?.peak_above_start() };
         each(&stage);
         stages.push(stage);
     }

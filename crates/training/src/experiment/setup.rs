@@ -20,7 +20,7 @@ use crate::error::Result;
 use crate::loader_batches::LoaderBatches;
 use crate::observer::{Observer, StepRecord};
 use crate::optimizer::{Adam, Group, Implementation, Optimizer, ZeroGrad};
-use crate::planted::{HostReadsHead, Inefficiency, IndexedLossHead, TokenizePerItem, UnusedProjection};
+use crate::planted::{HostReadsHead, IndexedLossHead, Inefficiency, TokenizePerItem, UnusedProjection};
 use crate::profile::{Facts, Profile};
 use crate::trainer::Options;
 
@@ -87,15 +87,11 @@ impl Setup {
         } else {
             Box::new(model)
         };
-        let implementation = if has(Inefficiency::UnfusedOptimizer) {
-            Implementation::ForLoop
-        } else {
-            Implementation::Fused
-        };
+        let implementation =
+            if has(Inefficiency::UnfusedOptimizer) { Implementation::ForLoop } else { Implementation::Fused };
         let optimizer = Optimizer::new(Adam::default(), vec![Group::new(named(&*model), 1e-4)])?
             .with_implementation(implementation);
-        let zero_grad =
-            if has(Inefficiency::ZeroedGradients) { ZeroGrad::ToZeros } else { ZeroGrad::ToNone };
+        let zero_grad = if has(Inefficiency::ZeroedGradients) { ZeroGrad::ToZeros } else { ZeroGrad::ToNone };
         let accuracy = has(Inefficiency::AccuracyEachStep);
         let mut trainer =
             Trainer::new(model, optimizer, Options { steps: 0, accuracy, zero_grad, ..Default::default() })?;
