@@ -91,15 +91,17 @@ impl CheckedClaim {
         }
     }
 
-    /// The value and the limit as shown, with as many decimals as it takes to see on which side the value is.
+    /// The value and the limit as shown, with as many decimals as state the limit and as it takes to see on which side the
+    /// value is.
     pub fn figures(&self) -> (Option<String>, String) {
         let Claim { op, limit, .. } = self.claim;
+        let stated = unit::decimals_of_limit(limit, &self.unit);
         let exact = op == Op::Equal;
         match self.verdict {
-            Verdict::NotMeasured { .. } => (None, unit::pair(limit, limit, &self.unit, 2, exact).1),
+            Verdict::NotMeasured { .. } => (None, unit::pair(limit, limit, &self.unit, stated, exact).1),
             Verdict::Holds { value } | Verdict::FallsShort { value } => {
-                let mut shown = unit::pair(value, limit, &self.unit, 2, exact);
-                for decimals in 3..=9 {
+                let mut shown = unit::pair(value, limit, &self.unit, stated, exact);
+                for decimals in stated + 1..=9 {
                     if op.holds(value, limit) || shown.0 != shown.1 {
                         break;
                     }

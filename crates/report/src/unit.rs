@@ -117,6 +117,12 @@ pub fn pair(value: f64, limit: f64, unit: &str, decimals: usize, exact: bool) ->
     (show(value), show(limit))
 }
 
+/// How many decimals, two at least, write a limit as it was stated: 0.997 needs three.
+pub fn decimals_of_limit(limit: f64, unit: &str) -> usize {
+    let quotient = limit / multiple(limit, unit).divisor;
+    (2..6).find(|&decimals| format!("{quotient:.decimals$}").parse() == Ok(quotient)).unwrap_or(2)
+}
+
 /// Commas between the thousands of a decimal number's whole part.
 pub(crate) fn grouped(number: &str) -> String {
     let (sign, digits) = number.strip_prefix('-').map_or(("", number), |digits| ("-", digits));
