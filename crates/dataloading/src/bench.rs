@@ -1,8 +1,10 @@
 //! What packing, sampling and loading cost, over one table of sizes that the command line and the report share.
 
+pub mod lengths;
 pub mod packing;
 pub mod sampler;
 pub mod synthetic;
+pub mod texts;
 pub mod throughput;
 
 use report::cli::Scale;

@@ -44,7 +44,7 @@ impl LengthOrder {
 /// The lengths of all samples.
 ///
 /// # Errors
-/// Too many samples, or too long ones, to be numbered in 32 bits; none at all.
+/// Too many samples, or too long ones, to be numbered in 32 bits; none at all; one without tokens that cannot be read.
 pub(crate) fn lengths_of<S: Samples + ?Sized>(what: &'static str, samples: &S) -> Result<Vec<u32>> {
     let limit = u32::MAX as usize - 1;
     if samples.is_empty() {
@@ -62,8 +62,14 @@ pub(crate) fn lengths_of<S: Samples + ?Sized>(what: &'static str, samples: &S) -
             ),
         });
     }
+    let mut none = Vec::new();
     let length = |index: usize| {
         let length = samples.length(index);
+        if length == 0 {
+            // Damage may look like a sample without tokens, and nobody would read it again.
+            none.clear();
+            samples.read(index, &mut none)?;
+        }
         u32::try_from(length).ok().filter(|&length| length < u32::MAX).ok_or_else(|| Error::Record {
             from: what.into(),
             place: format!("sample {index}"),

@@ -34,18 +34,24 @@ use worker::{Builder, Made};
 
 const WHAT: &str = "loader";
 
+/// More threads than any machine has use for: a number beyond is a mistake.
+const MOST_WORKERS: u64 = 1024;
+
+/// A round goes through the epochs that it reaches over one by one.
+const MOST_RANKS: u64 = 1 << 24;
+
 /// How batches are made and handed out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoaderOptions {
-    /// Threads that make batches; 0: the caller makes each when it asks for it.
+    /// Threads that make batches, at most 1024; 0: the caller makes each when it asks for it.
     pub workers: usize,
-    /// Batches that are ready or being made beyond the one in hand, at least 1 with workers.
+    /// Batches that are ready or being made beyond the one in hand, at least 1 with workers. More than there are: all.
     pub prefetch: usize,
     /// Where the batches go.
     pub device: Device,
     /// This process among `ranks`.
     pub rank: u64,
-    /// Processes that divide the batches.
+    /// Processes that divide the batches, at most 2²⁴. They may be more than an epoch has batches.
     pub ranks: u64,
     /// Epochs to hand out; `None`: without end.
     pub epochs: Option<u64>,
@@ -134,7 +140,7 @@ impl Loader {
     /// From the first batch on.
     ///
     /// # Errors
-    /// A rank that is none of `ranks`; a first epoch without batches; a device that is not there; no threads to be had.
+    /// A rank that is none of `ranks`; too many workers or ranks; a first epoch without batches; a device that is not there; no threads to be had.
     pub fn new(source: Arc<dyn BatchSource>, options: &LoaderOptions) -> Result<Self> {
         Self::start(source, options, Cursor::default())
     }
@@ -173,6 +179,12 @@ impl Loader {
             let reason = format!("rank {} of {}; ranks count from 0", options.rank, options.ranks);
             return Err(Error::Config { what: WHAT, reason });
         }
+        let most = |what: &str, has: u64, most: u64| {
+            let reason = format!("{has} {what}; expected at most {most}");
+            if has <= most { Ok(()) } else { Err(Error::Config { what: WHAT, reason }) }
+        };
+        most("workers", options.workers as u64, MOST_WORKERS)?;
+        most("ranks", options.ranks, MOST_RANKS)?;
         if source.batches(cursor.epoch) == 0 {
             return Err(cursor::no_batches(cursor.epoch));
         }

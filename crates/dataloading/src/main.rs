@@ -2,10 +2,13 @@
 
 use std::io::Write;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::{Parser, Subcommand};
-use dataloading::bench::throughput::{STRATEGIES, Strategy};
+use dataloading::bench::texts::Text;
+use dataloading::bench::throughput::{Origin, STRATEGIES, Strategy};
 use dataloading::bench::{self, Figures};
+use dataloading::{Samples, TokenStore};
 use report::cli::{CommonArgs, Scale};
 use report::{Environment, Progress, Record, RecordWriter};
 use tch::Device;
@@ -26,6 +29,8 @@ enum Command {
     Pack(Sized),
     /// Measure the balanced sampler by the size of the data set
     Sampler(Sized),
+    /// Count the lengths of texts' lines, and what each way of making batches pads
+    Lengths(Lengths),
     /// Measure tokens per second of the whole loader, by strategy and workers
     Throughput(Throughput),
     /// Write the embedded data sets (an encyclopedia, word problems, their tokenizer) as the generator makes them
@@ -50,6 +55,13 @@ struct Sized {
 }
 
 #[derive(clap::Args)]
+struct Lengths {
+    /// How many epochs
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+}
+
+#[derive(clap::Args)]
 struct Throughput {
     /// How many samples
     #[arg(long, value_enum, default_value_t)]
@@ -57,6 +69,9 @@ struct Throughput {
     /// So many samples instead
     #[arg(long, value_parser = clap::value_parser!(u32).range(100..))]
     samples: Option<u32>,
+    /// The documents of this token store instead
+    #[arg(long, value_name = "FOLDER", conflicts_with = "samples")]
+    data: Option<std::path::PathBuf>,
     /// These only: base, standard, balanced, sequenced, packed
     #[arg(long, value_delimiter = ',', value_parser = strategy)]
     strategies: Vec<Strategy>,
@@ -111,6 +126,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
             let sizes = sizes(arguments, bench::sampler::sizes(arguments.scale));
             let mut progress = Progress::new((sizes.len() * bench::sampler::GAPS.len()) as u64);
             for size in sizes {
+                sink.put(&bench::sampler::permutation(size, seed, arguments.scale))?;
                 for k in bench::sampler::GAPS {
                     progress.message(&format!("{size} samples, k {k}"));
                     sink.put(&bench::sampler::measure(size, k, seed, arguments.scale)?)?;
@@ -118,21 +134,63 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
                 }
             }
         }
-        Command::Throughput(arguments) => {
-            use bench::throughput::{measure, size, synthetic};
-            let strategies =
-                if arguments.strategies.is_empty() { &STRATEGIES[..] } else { &arguments.strategies };
-            let count = arguments.samples.map_or_else(|| size(arguments.scale), |count| count as usize);
-            let samples = synthetic(count, seed);
-            let mut progress = Progress::new((strategies.len() * arguments.workers.len()) as u64);
-            for &strategy in strategies {
-                for &workers in &arguments.workers {
-                    progress.message(&format!("{}, {workers} workers", strategy.name()));
-                    sink.put(&measure(samples.clone(), strategy, workers, device, arguments.epochs, seed)?)?;
-                    progress.step();
+        Command::Lengths(arguments) => {
+            let mut progress = Progress::new(Text::ALL.len() as u64);
+            for text in Text::ALL {
+                progress.message(text.name());
+                for figures in bench::lengths::measure(text, seed, arguments.scale)? {
+                    sink.put(&figures)?;
                 }
+                progress.step();
             }
         }
+        Command::Throughput(arguments) => throughput(arguments, device, seed, &mut sink)?,
+    }
+    Ok(())
+}
+
+/// Strategies over samples in memory, or over a store. Where nothing was chosen: over both.
+fn throughput(arguments: &Throughput, device: Device, seed: u64, sink: &mut Sink) -> anyhow::Result<()> {
+    let chosen = |usual: &[Strategy]| {
+        let strategies =
+            if arguments.strategies.is_empty() { usual.to_vec() } else { arguments.strategies.clone() };
+        let workers = |strategy| arguments.workers.iter().map(move |&workers| (strategy, workers));
+        strategies.into_iter().flat_map(workers).collect::<Vec<_>>()
+    };
+    if let Some(folder) = &arguments.data {
+        let store = Arc::new(TokenStore::open(folder)?);
+        return cases(&store, Origin::Store, &chosen(&STRATEGIES), arguments, device, seed, sink);
+    }
+    let count = arguments.samples.map_or_else(|| bench::throughput::size(arguments.scale), |n| n as usize);
+    let samples = bench::throughput::synthetic(count, seed);
+    cases(&samples, Origin::Memory, &chosen(&STRATEGIES), arguments, device, seed, sink)?;
+    drop(samples);
+    if arguments.strategies.is_empty() && arguments.samples.is_none() {
+        let folder = tempfile::tempdir()?;
+        let tokens = bench::throughput::store_tokens(arguments.scale);
+        let store = Arc::new(bench::texts::repeated(&folder.path().join("store"), tokens)?);
+        let strategies = chosen(&[Strategy::Standard, Strategy::Packed]);
+        cases(&store, Origin::Store, &strategies, arguments, device, seed, sink)?;
+    }
+    Ok(())
+}
+
+fn cases<S: Samples + 'static>(
+    samples: &Arc<S>,
+    origin: Origin,
+    cases: &[(Strategy, usize)],
+    arguments: &Throughput,
+    device: Device,
+    seed: u64,
+    sink: &mut Sink,
+) -> anyhow::Result<()> {
+    let mut progress = Progress::new(cases.len() as u64);
+    for &(strategy, workers) in cases {
+        progress.message(&format!("{}, {workers} workers", strategy.name()));
+        let samples = samples.clone();
+        let epochs = arguments.epochs;
+        sink.put(&bench::throughput::measure(samples, origin, strategy, workers, device, epochs, seed)?)?;
+        progress.step();
     }
     Ok(())
 }

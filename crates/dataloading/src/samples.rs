@@ -16,7 +16,8 @@ pub trait Samples: Send + Sync {
         self.len() == 0
     }
 
-    /// Tokens of sample `index`.
+    /// Tokens of sample `index`. A sample of length 0 is passed over, after it was read once: where the length cannot be
+    /// told, return 0 and let [`Samples::read`] say why.
     fn length(&self, index: usize) -> usize;
 
     /// Appends the tokens of sample `index` to `out`.
@@ -26,7 +27,8 @@ pub trait Samples: Send + Sync {
     fn read(&self, index: usize, out: &mut Vec<u32>) -> Result<()>;
 
     /// Appends the tokens `part` of sample `index` to `out`. A source that finds them without reading the whole sample
-    /// says so here: pieces of a document that is much longer than a row are read one by one.
+    /// says so here: pieces of a document that is much longer than a row are read one by one. What is beyond the sample's end
+    /// is left out.
     ///
     /// # Errors
     /// As [`Samples::read`].
@@ -56,7 +58,8 @@ impl Samples for Vec<Vec<u32>> {
 
     fn read_part(&self, index: usize, part: Range<usize>, out: &mut Vec<u32>) -> Result<()> {
         let sample = &self[index];
-        out.extend_from_slice(&sample[part.start.min(sample.len())..part.end.min(sample.len())]);
+        let end = part.end.min(sample.len());
+        out.extend_from_slice(&sample[part.start.min(end)..end]);
         Ok(())
     }
 }

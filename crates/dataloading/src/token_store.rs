@@ -23,7 +23,7 @@
 //! ids nor offsets. [`TokenStore::verify`] reads all.
 //!
 //! Writing goes to `.NAME.partial` beside the store, and a rename ends it: an interrupted write leaves no store, and the
-//! next writer of that name removes what it left.
+//! next writer of that name removes what it left. A store that is replaced stays as it was for those who have it open.
 //!
 //! ```
 //! use dataloading::Samples;
@@ -48,6 +48,7 @@ mod shard;
 mod tokenize;
 mod writer;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
@@ -205,13 +206,24 @@ impl Samples for TokenStore {
         self.first.last().map_or(0, |documents| *documents as usize)
     }
 
-    /// 0 for a document that does not exist or whose offsets are damaged; reading it says so.
+    /// 0 for a document that does not exist or whose offsets are damaged: whoever is about to pass over it reads it, as
+    /// the samplers do, and is told.
     fn length(&self, index: usize) -> usize {
         self.document(index).map_or(0, |ids| ids.len())
     }
 
     fn read(&self, index: usize, out: &mut Vec<u32>) -> Result<()> {
         self.document(index)?.copy_to(out);
+        Ok(())
+    }
+
+    /// Touches the pages of the part alone.
+    fn read_part(&self, index: usize, part: Range<usize>, out: &mut Vec<u32>) -> Result<()> {
+        let ids = self.document(index)?;
+        let part = part.start.min(ids.len())..part.end.min(ids.len());
+        if let Some(part) = ids.slice(part) {
+            part.copy_to(out);
+        }
         Ok(())
     }
 }

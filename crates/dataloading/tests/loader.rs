@@ -73,7 +73,8 @@ fn any_number_of_workers_makes_the_same_sequence() {
     for source in strategies(37, 5) {
         let expected = reference(&source, 2);
         for workers in 0..=4 {
-            for prefetch in [1, 2, 3, 8] {
+            // The last two are more than all batches of both epochs.
+            for prefetch in [1, 3, 1000, usize::MAX] {
                 let mut loader = Loader::new(source.clone(), &options(workers, prefetch)).unwrap();
                 let found: Vec<_> = loader.by_ref().map(|batch| content(&batch.unwrap())).collect();
                 assert_eq!(found, expected, "{workers} workers, prefetch {prefetch}");
@@ -299,4 +300,93 @@ fn a_state_of_other_data_is_refused() {
         state,
         "loader: rank 2 of 2; ranks count from 0",
     );
+}
+
+#[test]
+fn more_ranks_than_an_epoch_has_batches_go_on_into_the_next_ones() {
+    let source = strategies(9, 4).remove(1);
+    assert_eq!(source.batches(0), 3);
+    let expected = reference(&source, 5);
+    for workers in [0, 2] {
+        let of_rank = |rank| {
+            let options = LoaderOptions { rank, ranks: 7, epochs: Some(5), ..options(workers, 2) };
+            all(Loader::new(source.clone(), &options).unwrap())
+        };
+        // Two whole rounds of seven in 15 batches.
+        for rank in 0..7 {
+            assert_eq!(of_rank(rank), [expected[rank as usize].clone(), expected[rank as usize + 7].clone()]);
+        }
+        // Not one whole round in an epoch.
+        let options = LoaderOptions { rank: 0, ranks: 7, epochs: Some(2), ..options(workers, 2) };
+        assert!(all(Loader::new(source.clone(), &options).unwrap()).is_empty());
+    }
+}
+
+#[test]
+fn numbers_beyond_reason_are_refused() {
+    let source = strategies(9, 4).remove(1);
+    let refused = |options: &LoaderOptions| Loader::new(source.clone(), options).unwrap_err().to_string();
+    let many = options(usize::MAX, 1);
+    assert_eq!(refused(&many), "loader: 18446744073709551615 workers; expected at most 1024");
+    let many = LoaderOptions { ranks: 1 << 25, ..options(0, 1) };
+    assert_eq!(refused(&many), "loader: 33554432 ranks; expected at most 16777216");
+    assert_eq!(
+        refused(&LoaderOptions { ranks: 0, ..options(0, 1) }),
+        "loader: rank 0 of 0; ranks count from 0"
+    );
+    for workers in [0, 2] {
+        let options = LoaderOptions { epochs: None, ..options(workers, 1) };
+        let state = LoaderState { seed: 4, epoch: u64::MAX, position: 3, batches: 3 };
+        let mut loader = Loader::resume(source.clone(), &options, &state).unwrap();
+        assert_eq!(
+            loader.next().unwrap().unwrap_err().to_string(),
+            "loader: 0 batches behind batch 3 of epoch 18446744073709551615 cannot be numbered"
+        );
+        assert!(loader.next().is_none());
+    }
+}
+
+/// Panics with a value whose drop panics as well.
+struct Cursed;
+
+impl Drop for Cursed {
+    fn drop(&mut self) {
+        panic!("and its words too");
+    }
+}
+
+struct PanicsTwice;
+
+impl BatchSource for PanicsTwice {
+    fn seed(&self) -> u64 {
+        0
+    }
+
+    fn batches(&self, _: u64) -> usize {
+        3
+    }
+
+    fn fill(&self, _: u64, _: usize, _: &mut dataloading::HostBatch) -> Result<()> {
+        std::panic::panic_any(Cursed)
+    }
+}
+
+#[test]
+fn a_panic_that_panics_again_does_not_keep_the_consumer_waiting() {
+    for workers in [0, 2] {
+        let mut loader = Loader::new(Arc::new(PanicsTwice), &options(workers, 2)).unwrap();
+        assert_eq!(
+            loader.next().unwrap().unwrap_err().to_string(),
+            "a worker of the loader panicked at batch 0 of epoch 0: it said nothing"
+        );
+        assert!(loader.next().is_none());
+    }
+}
+
+#[test]
+fn a_loader_that_is_dropped_after_an_error_does_not_wait_for_its_workers() {
+    // The workers have made all that they may and wait for room.
+    let mut loader = Loader::new(bad(0, false), &options(3, 4)).unwrap();
+    assert!(loader.next().unwrap().is_err());
+    drop(loader);
 }

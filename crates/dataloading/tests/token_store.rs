@@ -44,6 +44,7 @@ proptest! {
         documents in prop::collection::vec(prop::collection::vec(0u32..70_000, 0..40), 0..30),
         narrow in any::<bool>(),
         shard_bytes in 1u64..400,
+        part in (0usize..50, 0usize..50),
     ) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("store");
@@ -64,6 +65,13 @@ proptest! {
             prop_assert_eq!(ids.get(document.len()), None);
             if let Some(half) = ids.slice(document.len() / 2..document.len()) {
                 prop_assert_eq!(&half.iter().collect::<Vec<_>>(), &document[document.len() / 2..]);
+            }
+            // As the sequences in memory do, also beyond the end and backwards.
+            for (start, end) in [(0, 3), (1, 2), (part.0, part.1), (2, usize::MAX), (usize::MAX, usize::MAX)] {
+                let (mut ours, mut theirs) = (vec![9], vec![9]);
+                store.read_part(index, start..end, &mut ours).unwrap();
+                documents.read_part(index, start..end, &mut theirs).unwrap();
+                prop_assert_eq!(ours, theirs, "{}..{}", start, end);
             }
         }
         // A shard is full at its bound, unless one document alone is beyond it.
@@ -156,6 +164,14 @@ fn damage_is_named() {
     check_damage(
         |path| std::fs::write(first(path), b"PK\x03\x04 something else").unwrap(),
         expect!["store/00000.tokens: not a shard of a token store: it does not start with FRUGALTK"],
+    );
+    check_damage(
+        |path| std::fs::write(first(path), b"").unwrap(),
+        expect!["store/00000.tokens: the file is empty; copy or write the store again"],
+    );
+    check_damage(
+        |path| std::fs::write(path.join("00001.tokens"), b"").unwrap(),
+        expect!["store/00001.tokens: the file is empty; copy or write the store again"],
     );
     check_damage(
         |path| std::fs::remove_file(first(path)).unwrap(),
@@ -312,4 +328,60 @@ fn a_store_of_nothing_is_one() {
     store.verify().unwrap();
     assert!(store.is_empty());
     assert_eq!((store.tokens(), store.shards(), store.length(0)), (0, 1, 0));
+}
+
+#[test]
+fn a_replaced_store_stays_as_it_was_for_those_who_have_it_open() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    let old = example(&path);
+    let options = WriterOptions { replace: true, ..WriterOptions::new(100) };
+    let new = write(&path, &[vec![50; 9]], &options).unwrap();
+    assert_eq!(all(&old).unwrap(), [vec![1, 2, 3], vec![], vec![4, 5, 6, 7]]);
+    old.verify().unwrap();
+    assert_eq!(all(&new).unwrap(), [vec![50; 9]]);
+    assert_ne!(TokenStore::open(&path).unwrap().fingerprint(), old.fingerprint());
+}
+
+/// A document whose offsets are damaged looks empty, and empty documents are passed over.
+#[test]
+fn damaged_offsets_are_found_when_a_data_set_is_made() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    let documents = [vec![1, 2, 3], vec![], vec![4, 5, 6, 7]];
+    let store = write(&path, &documents, &WriterOptions::new(100)).unwrap();
+    assert!(dataloading::StandardDataset::new(store, &dataloading::BatchOptions::default()).is_ok());
+    let shard = path.join("00000.tokens");
+    // The end of the last document: seven ids of two bytes, padded to 16, then four offsets.
+    alter(&shard, |bytes| bytes[128 + 16 + 24] = 99);
+    let store = TokenStore::open(&path).unwrap();
+    assert_eq!((store.length(1), store.length(2)), (0, 0));
+    let options = dataloading::BatchOptions::default();
+    let error = dataloading::StandardDataset::new(store, &options).unwrap_err().to_string();
+    expect![
+        "store/00000.tokens: document 2: its offsets are damaged (3..99 of 7 tokens); copy or write the store again"
+    ]
+    .assert_eq(&error.replace(&format!("{}/", folder.path().display()), ""));
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn names_need_not_be_utf_8() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+
+    let folder = tempfile::tempdir().unwrap();
+    // Both would be the same name with the bad byte replaced.
+    let [one, two] = [b"a\xff", b"a\xfe"].map(|name| folder.path().join(OsStr::from_bytes(name)));
+    let mut first = Writer::create(&one, &WriterOptions::new(10)).unwrap();
+    let mut second = Writer::create(&two, &WriterOptions::new(10)).unwrap();
+    first.push(&[1]).unwrap();
+    second.push(&[2]).unwrap();
+    assert_eq!(all(&first.finish().unwrap()).unwrap(), [[1]]);
+    assert_eq!(all(&second.finish().unwrap()).unwrap(), [[2]]);
+    assert_eq!(all(&TokenStore::open(&one).unwrap()).unwrap(), [[1]]);
+    let again = Writer::create(&one, &WriterOptions::new(10)).unwrap_err().to_string();
+    assert!(again.ends_with(
+        "a\u{fffd}: there is something already; remove it, choose another name, or ask for replacement"
+    ));
 }

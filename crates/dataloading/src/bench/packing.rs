@@ -90,7 +90,7 @@ impl Packer {
 pub fn measure(packer: Packer, n: usize, seed: u64, scale: Scale) -> Result<Figures> {
     let (draws, runs) = if n > 100_000 { (1, 3) } else { (21, repeats(scale)) };
     let (mut fills, mut possible, mut where_possible) = (Vec::new(), Vec::new(), Vec::new());
-    let (mut excess, mut share) = (Vec::new(), Vec::new());
+    let (mut excess, mut over) = (Vec::new(), Vec::new());
     for draw in 0..draws {
         let lengths = uniform_lengths(n, CAPACITY, seed + draw);
         let rows = packer.pack(&lengths)?;
@@ -103,7 +103,7 @@ pub fn measure(packer: Packer, n: usize, seed: u64, scale: Scale) -> Result<Figu
             where_possible.push(fill(rows));
         }
         excess.push((rows - bound) as f64);
-        share.push(bound as f64 / rows as f64);
+        over.push(rows as f64 / bound as f64);
     }
     let lengths = uniform_lengths(n, CAPACITY, seed);
     let times = seconds(runs, || packer.pack(&lengths));
@@ -112,7 +112,7 @@ pub fn measure(packer: Packer, n: usize, seed: u64, scale: Scale) -> Result<Figu
         Metric::of_samples("fill", "ratio", &fills),
         Metric::of_samples("possible_fill", "ratio", &possible),
         Metric::of_samples("fill_where_possible", "ratio", &where_possible),
-        Metric::of_samples("share_of_possible", "ratio", &share),
+        Metric::of_samples("rows_over_bound", "ratio", &over),
         Metric::of_samples("rows_above_bound", "count", &excess),
         Metric::of_samples("pack_seconds", "s", &times),
         Metric::of_samples("documents_per_second", "documents/s", &rates),

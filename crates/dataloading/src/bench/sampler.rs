@@ -7,6 +7,7 @@ use super::synthetic::text_lengths;
 use super::{Figures, repeats, seconds};
 use crate::balanced_batch_sampler::{BalancedBatchSampler, BalancedOptions, Operations};
 use crate::error::Result;
+use crate::permutation::Permutation;
 use crate::random_batch_sampler::BatchSampler;
 use crate::samples::Samples;
 
@@ -85,4 +86,17 @@ pub fn measure(n: usize, k: usize, seed: u64, scale: Scale) -> Result<Figures> {
     ];
     let case = Case::new().with("samples", n).with("k", k);
     Ok(Figures { experiment: "sampler", case, metrics })
+}
+
+/// One element of a shuffled order of `n`, asked for at places far apart.
+pub fn permutation(n: usize, seed: u64, scale: Scale) -> Figures {
+    const CALLS: u64 = 1 << 20;
+    let (len, order) = (n as u64, Permutation::new(n as u64, seed, 0, 0));
+    let times = seconds(repeats(scale), || {
+        // A stride without a common factor with powers of ten: no place twice before all were asked for.
+        (0..CALLS).map(|call| order.at(call * 7919 % len)).fold(0, u64::wrapping_add)
+    });
+    let per_call: Vec<f64> = times.iter().map(|seconds| seconds / CALLS as f64).collect();
+    let metrics = vec![Metric::of_samples("permutation_seconds", "s", &per_call)];
+    Figures { experiment: "sampler", case: Case::new().with("samples", n), metrics }
 }

@@ -19,7 +19,7 @@ use crate::packing::PlanOptions;
 use crate::random_batch_sampler::BatchOptions;
 use crate::samples::Samples;
 
-/// Samples of a batch, rows of a packed one.
+/// Samples of a batch.
 pub const BATCH: usize = 32;
 /// Tokens of a row, at most.
 pub const LENGTH: usize = 512;
@@ -82,12 +82,30 @@ impl Strategy {
     }
 }
 
+/// Where samples lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Origin {
+    /// In memory.
+    Memory,
+    /// In a token store, whose files are mapped and, after the first epoch, in the system's cache.
+    Store,
+}
+
 /// How many samples.
 pub fn size(scale: Scale) -> usize {
     match scale {
         Scale::Smoke => 5_000,
         Scale::Laptop => 200_000,
         Scale::Paper => 1_000_000,
+    }
+}
+
+/// How many tokens a store gets.
+pub fn store_tokens(scale: Scale) -> u64 {
+    match scale {
+        Scale::Smoke => 500_000,
+        Scale::Laptop => 8_000_000,
+        Scale::Paper => 64_000_000,
     }
 }
 
@@ -102,6 +120,7 @@ pub fn synthetic(n: usize, seed: u64) -> Arc<Synthetic> {
 /// Samples that make no batch; a device that is not there.
 pub fn measure<S: Samples + 'static>(
     samples: S,
+    origin: Origin,
     strategy: Strategy,
     workers: usize,
     device: Device,
@@ -146,6 +165,10 @@ pub fn measure<S: Samples + 'static>(
         Metric::of_samples("work_per_token_seconds", "s", &per_token),
         Metric::exact("padding", "ratio", sum.padding as f64 / (sum.tokens + sum.padding) as f64),
     ];
-    let case = Case::new().with("strategy", strategy.name()).with("workers", workers);
+    let from = match origin {
+        Origin::Memory => "",
+        Origin::Store => " from a store",
+    };
+    let case = Case::new().with("strategy", format!("{}{from}", strategy.name())).with("workers", workers);
     Ok(Figures { experiment: "loader", case, metrics })
 }

@@ -28,7 +28,15 @@ pub(super) fn no_batches(epoch: u64) -> Error {
 impl Cursor {
     /// The place `by` batches on.
     fn advanced(self, by: u64, source: &dyn BatchSource) -> Result<Self> {
-        let mut at = Self { position: self.position + by, ..self };
+        let beyond = |at: Self| Error::Config {
+            what: super::WHAT,
+            reason: format!(
+                "{by} batches behind batch {} of epoch {} cannot be numbered",
+                at.position, at.epoch
+            ),
+        };
+        let position = self.position.checked_add(by).ok_or_else(|| beyond(self))?;
+        let mut at = Self { position, ..self };
         loop {
             let batches = source.batches(at.epoch) as u64;
             if at.position < batches {
@@ -37,7 +45,8 @@ impl Cursor {
             if batches == 0 {
                 return Err(no_batches(at.epoch));
             }
-            at = Self { epoch: at.epoch + 1, position: at.position - batches };
+            let epoch = at.epoch.checked_add(1).ok_or_else(|| beyond(self))?;
+            at = Self { epoch, position: at.position - batches };
         }
     }
 

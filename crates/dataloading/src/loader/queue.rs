@@ -56,7 +56,7 @@ impl Queue {
             cursor,
             next_ticket: 0,
             taken: 0,
-            slots: VecDeque::with_capacity(ahead),
+            slots: VecDeque::new(),
             memory: VecDeque::new(),
             ended: false,
             stopped: false,
@@ -76,7 +76,7 @@ impl Queue {
         mut next: impl FnMut(&mut Cursor) -> Result<Option<Place>>,
     ) -> Option<Ticket> {
         let mut inner = self.lock();
-        while !inner.stopped && !inner.ended && inner.next_ticket >= inner.taken + self.ahead {
+        while !inner.stopped && !inner.ended && inner.next_ticket >= inner.taken.saturating_add(self.ahead) {
             inner = self.tickets.wait(inner).unwrap_or_else(PoisonError::into_inner);
         }
         if inner.stopped || inner.ended {
@@ -90,7 +90,7 @@ impl Queue {
                 inner.cursor = after;
                 inner.slots.push_back(None);
                 // Batches that wait, and the consumer's, still view theirs.
-                let spare = inner.memory.len() as u64 > self.ahead + 1;
+                let spare = inner.memory.len() as u64 > self.ahead.saturating_add(1);
                 let memory = if spare { inner.memory.pop_front() } else { None };
                 Some(Ticket { number, place, after, memory })
             }

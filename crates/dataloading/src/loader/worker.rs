@@ -71,9 +71,14 @@ impl Builder {
 pub(super) fn run(queue: &Queue, builder: &mut Builder, options: &LoaderOptions) {
     while let Some(mut ticket) = queue.ticket(|cursor| builder.next_place(cursor, options)) {
         let began = Instant::now();
-        drop(builder.host.exchange(ticket.memory.take()));
-        let made = builder.make(ticket.place);
-        let memory = if builder.stream.is_none() { builder.host.exchange(None) } else { None };
+        // Whatever happens, the ticket's slot is filled: the consumer waits for it.
+        let filled = caught(ticket.place, || {
+            drop(builder.host.exchange(ticket.memory.take()));
+            let made = builder.make(ticket.place);
+            let memory = if builder.stream.is_none() { builder.host.exchange(None) } else { None };
+            (made, memory)
+        });
+        let (made, memory) = filled.unwrap_or_else(|error| (Err(error), None));
         queue.put(&ticket, made, memory, began.elapsed().as_secs_f64());
     }
 }
@@ -84,6 +89,8 @@ fn caught<R>(place: Place, run: impl FnOnce() -> R) -> Result<R> {
     catch_unwind(AssertUnwindSafe(run)).map_err(|payload| {
         let words = payload.downcast_ref::<&str>().map(|words| (*words).to_owned());
         let message = words.or_else(|| payload.downcast_ref::<String>().cloned());
+        // Dropping what somebody panicked with may panic. It is one value in a loader's life.
+        std::mem::forget(payload);
         Error::Worker {
             epoch: place.epoch,
             batch: place.index as u64,

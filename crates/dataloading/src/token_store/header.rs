@@ -51,6 +51,9 @@ impl Header {
 
     /// Reads the start of the file at `path`.
     pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
+        if bytes.is_empty() {
+            return Err(file(path, "the file is empty; copy or write the store again"));
+        }
         if bytes.len() < MAGIC.len() || bytes[..MAGIC.len()] != MAGIC {
             return Err(file(path, "not a shard of a token store: it does not start with FRUGALTK"));
         }

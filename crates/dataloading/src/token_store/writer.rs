@@ -76,7 +76,11 @@ impl Writer {
         check_target(path, options.replace)?;
         let parent = parent(path);
         std::fs::create_dir_all(parent).map_err(|cause| io(parent, cause))?;
-        let partial = parent.join(format!(".{}.partial", name.to_string_lossy()));
+        // A name need not be UTF-8.
+        let mut hidden = std::ffi::OsString::from(".");
+        hidden.push(name);
+        hidden.push(".partial");
+        let partial = parent.join(hidden);
         std::fs::create_dir_all(&partial).map_err(|cause| io(&partial, cause))?;
         let lock_path = partial.join(LOCK);
         let lock = OpenOptions::new().create(true).truncate(false).write(true).open(&lock_path);

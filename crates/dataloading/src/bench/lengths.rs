@@ -1,0 +1,187 @@
+//! How long the lines of texts are, and what each way of making batches pads: computed where a closed form is known,
+//! counted over whole epochs always.
+
+use std::sync::Arc;
+
+use report::cli::Scale;
+use report::{Case, Metric};
+
+use super::Figures;
+use super::texts::Text;
+use super::throughput::{BATCH, LENGTH};
+use crate::balanced_batch_sampler::{BalancedOptions, BatchSize};
+use crate::batch_source::BatchSource;
+use crate::datasets::{BaseDataset, PackedDataset, PackedOptions, SequencedDataset, StandardDataset};
+use crate::error::Result;
+use crate::host_batch::HostBatch;
+use crate::length_statistics::{LengthStatistics, Waste};
+use crate::packing::PlanOptions;
+use crate::random_batch_sampler::BatchOptions;
+use crate::samples::Samples;
+
+/// Tokens of a bin of the histogram.
+const BIN: usize = 16;
+
+/// A way to make batches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// All padded to one length.
+    OneLength,
+    /// Padded to the longest of a random batch.
+    Longest,
+    /// Padded to the longest of a batch whose lengths differ by at most so much.
+    Balanced(usize),
+    /// Joined.
+    Sequenced,
+    /// Packed whole into rows.
+    Packed,
+}
+
+/// All of them, from the most padding to the least.
+pub const WAYS: [Way; 7] = [
+    Way::OneLength,
+    Way::Longest,
+    Way::Balanced(64),
+    Way::Balanced(20),
+    Way::Balanced(5),
+    Way::Sequenced,
+    Way::Packed,
+];
+
+/// What whole epochs came to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Counted {
+    /// Places of all batches, for each epoch.
+    pub places: Vec<f64>,
+    /// The share of them that pads.
+    pub padding: Vec<f64>,
+    /// Tokens that did not fit, for each epoch.
+    pub dropped: Vec<f64>,
+}
+
+impl Way {
+    /// As records call it.
+    pub fn name(self) -> String {
+        match self {
+            Self::OneLength => format!("all to {LENGTH}"),
+            Self::Longest => "to the longest".into(),
+            Self::Balanced(k) => format!("balanced, k {k}"),
+            Self::Sequenced => "sequenced".into(),
+            Self::Packed => "packed".into(),
+        }
+    }
+
+    /// The waste by the lengths alone, where there is a closed form.
+    pub fn computed(self, statistics: &LengthStatistics) -> Option<Waste> {
+        match self {
+            Self::OneLength => Some(statistics.padded_to(LENGTH)),
+            Self::Longest => Some(statistics.padded_to_batch(BATCH, LENGTH)),
+            // Nothing pads a sequence, as nothing pads a batch of one.
+            Self::Sequenced => Some(statistics.padded_to_batch(1, LENGTH)),
+            Self::Balanced(_) | Self::Packed => None,
+        }
+    }
+
+    /// The data set.
+    fn over<S: Samples + 'static>(self, samples: S, seed: u64) -> Result<Box<dyn BatchSource>> {
+        let options = BatchOptions { batch_size: BATCH, max_length: LENGTH, seed, ..BatchOptions::default() };
+        Ok(match self {
+            Self::OneLength => Box::new(BaseDataset::new(samples, &options)?),
+            Self::Longest => Box::new(StandardDataset::new(samples, &options)?),
+            Self::Balanced(k) => {
+                let batch_size = BatchSize::Samples(BATCH);
+                let options =
+                    BalancedOptions { batch_size, k, max_length: LENGTH, seed, ..Default::default() };
+                Box::new(StandardDataset::balanced(samples, &options, 0)?)
+            }
+            Self::Sequenced => Box::new(SequencedDataset::new(samples, &options, None)?),
+            Self::Packed => {
+                let plan = PlanOptions { capacity: LENGTH, ..PlanOptions::default() };
+                let options = PackedOptions { rows: 8, plan, seed, ..Default::default() };
+                Box::new(PackedDataset::new(samples, &options)?)
+            }
+        })
+    }
+
+    /// Makes all batches of so many epochs and counts.
+    ///
+    /// # Errors
+    /// Samples that make no batch.
+    pub fn count<S: Samples + 'static>(self, samples: S, epochs: u64, seed: u64) -> Result<Counted> {
+        let source = self.over(samples, seed)?;
+        let mut counted = Counted { places: Vec::new(), padding: Vec::new(), dropped: Vec::new() };
+        let mut host = HostBatch::new(tch::Device::Cpu);
+        for epoch in 0..epochs {
+            let (mut tokens, mut padding, mut dropped) = (0, 0, 0);
+            for index in 0..source.batches(epoch) {
+                source.fill(epoch, index, &mut host)?;
+                let counts = host.finish()?.counts;
+                tokens += counts.tokens;
+                padding += counts.padding;
+                dropped += counts.dropped;
+            }
+            let places = (tokens + padding) as f64;
+            counted.places.push(places);
+            counted.padding.push(padding as f64 / places);
+            counted.dropped.push(dropped as f64);
+        }
+        Ok(counted)
+    }
+}
+
+/// Lengths of one text's lines, and what every way pads.
+///
+/// # Errors
+/// Data that is there and cannot be read.
+pub fn measure(text: Text, seed: u64, scale: Scale) -> Result<Vec<Figures>> {
+    let of_text = || Case::new().with("text", text.name());
+    let figures = |case, metrics| Figures { experiment: "lengths", case, metrics };
+    let lines = match text.lines()? {
+        Ok(lines) => Arc::new(lines),
+        Err(why) => {
+            let missing = [("lines", "count"), ("tokens", "count"), ("mean_length", "tokens")];
+            let missing = missing.map(|(name, unit)| Metric::not_measured(name, unit, &why));
+            return Ok(vec![figures(of_text(), missing.to_vec())]);
+        }
+    };
+    let statistics = LengthStatistics::of(&*lines)?;
+    let mut all = vec![figures(of_text(), described(&statistics))];
+    for bin in statistics.histogram(BIN) {
+        let share = bin.samples as f64 / statistics.samples() as f64;
+        let case = of_text().with("length", bin.from);
+        all.push(figures(case, vec![Metric::exact("share_of_lines", "ratio", share)]));
+    }
+    let epochs = if scale == Scale::Smoke { 1 } else { 5 };
+    for way in WAYS {
+        let counted = way.count(lines.clone(), epochs, seed)?;
+        let mut metrics = vec![
+            Metric::of_samples("places", "count", &counted.places),
+            Metric::of_samples("padding", "ratio", &counted.padding),
+            Metric::of_samples("dropped_tokens", "count", &counted.dropped),
+        ];
+        if let Some(waste) = way.computed(&statistics) {
+            metrics.push(Metric::exact("padding_computed", "ratio", waste.share()));
+        }
+        all.push(figures(of_text().with("batches", way.name()), metrics));
+    }
+    Ok(all)
+}
+
+fn described(statistics: &LengthStatistics) -> Vec<Metric> {
+    let quantile = |(name, q)| Metric::exact(name, "tokens", statistics.quantile(q) as f64);
+    let quantiles = [
+        ("shortest", 0.0),
+        ("length_10_percent", 0.1),
+        ("length_median", 0.5),
+        ("length_90_percent", 0.9),
+        ("length_99_percent", 0.99),
+        ("longest", 1.0),
+    ];
+    let mut metrics = vec![
+        Metric::exact("lines", "count", statistics.samples() as f64),
+        Metric::exact("tokens", "count", statistics.tokens() as f64),
+        Metric::exact("mean_length", "tokens", statistics.mean()),
+    ];
+    metrics.extend(quantiles.map(quantile));
+    metrics
+}

@@ -1,0 +1,49 @@
+//! Padding that is computed of the lengths alone is the padding that the batches have.
+
+use std::sync::Arc;
+
+use dataloading::LengthStatistics;
+use dataloading::bench::lengths::{WAYS, Way};
+use dataloading::bench::texts::Text;
+
+fn lines() -> Arc<Vec<Vec<u32>>> {
+    Arc::new(Text::EmbeddedValid.lines().unwrap().unwrap())
+}
+
+#[test]
+fn computed_and_counted_padding_agree() {
+    let lines = lines();
+    let statistics = LengthStatistics::of(&*lines).unwrap();
+    for way in WAYS {
+        let Some(waste) = way.computed(&statistics) else { continue };
+        let epochs = if way == Way::Longest { 40 } else { 2 };
+        let counted = way.count(lines.clone(), epochs, 7).unwrap();
+        let n = counted.places.len() as f64;
+        let mean = counted.places.iter().sum::<f64>() / n;
+        if way == Way::Longest {
+            let variance =
+                counted.places.iter().map(|places| (places - mean).powi(2)).sum::<f64>() / (n - 1.0);
+            let error = (variance / n).sqrt();
+            // The mean is known to within a percent of the places, so the next line says something.
+            assert!(error > 0.0 && error < 0.01 * mean, "{error} of {mean}");
+            assert!((mean - waste.places).abs() < 4.0 * error, "{mean} ± {error}, computed {}", waste.places);
+        } else {
+            assert!(counted.places.iter().all(|&places| places == waste.places), "{way:?}");
+            assert!(counted.padding.iter().all(|padding| (padding - waste.share()).abs() < 1e-12), "{way:?}");
+        }
+        assert!(counted.dropped.iter().all(|&dropped| dropped == waste.dropped), "{way:?}");
+    }
+}
+
+#[test]
+fn each_way_pads_less_than_the_one_before() {
+    let lines = lines();
+    let padding: Vec<f64> =
+        WAYS[..6].iter().map(|way| way.count(lines.clone(), 1, 0).unwrap().padding[0]).collect();
+    assert!(padding.is_sorted_by(|more, less| more > less), "{padding:?}");
+    let packed = Way::Packed.count(lines.clone(), 1, 0).unwrap();
+    assert!(packed.padding[0] < 0.02, "{packed:?}");
+    assert_eq!(packed.dropped, [0.0]);
+    let tokens: usize = lines.iter().map(Vec::len).sum();
+    assert_eq!(packed.places[0] * (1.0 - packed.padding[0]), tokens as f64);
+}
