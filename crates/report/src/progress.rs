@@ -39,6 +39,19 @@ impl Progress {
         }
     }
 
+    /// Writes text to standard error, above the bar where there is one.
+    pub fn print(&self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| eprint!("{text}")),
+            None => eprint!("{text}"),
+        }
+    }
+
+    /// Whether there is a bar, or a parent process that draws one.
+    pub fn is_seen(&self) -> bool {
+        self.bar.is_some() || self.lines
+    }
+
     /// One more step is done.
     pub fn step(&mut self) {
         self.done += 1;
