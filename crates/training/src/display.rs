@@ -47,6 +47,8 @@ pub struct Display {
     efficiency: Efficiency,
     rate: f64,
     validation: Option<f64>,
+    /// What the bar says.
+    line: String,
 }
 
 /// Weight of the latest step in the rate that is shown.
@@ -56,12 +58,13 @@ impl Display {
     /// For a training of `steps` steps on `device`.
     pub fn new(steps: u64, device: Device, efficiency: Efficiency) -> Self {
         let progress = Progress::new(steps);
-        Self { progress, done: 0, device, efficiency, rate: 0.0, validation: None }
+        Self { progress, done: 0, device, efficiency, rate: 0.0, validation: None, line: String::new() }
     }
 
     /// The same display, with what it takes to show the MFU.
-    pub fn with_efficiency(self, efficiency: Efficiency) -> Self {
-        Self { efficiency, ..self }
+    pub fn with_efficiency(mut self, efficiency: Efficiency) -> Self {
+        self.efficiency = efficiency;
+        self
     }
 
     /// Whether anybody sees the bar.
@@ -82,7 +85,8 @@ impl Display {
         let places = (record.tokens + record.padding) as f64 / record.tokens.max(1) as f64;
         let mfu = self.efficiency.mfu(self.rate * places);
         let mfu = mfu.map_or_else(|| "–".to_owned(), |share| format!("{:.0} %", share * 100.0));
-        let validation = self.validation.map_or_else(String::new, |loss| format!(" (validation {loss:.3})"));
+        let validation = self.validation.map_or_else(String::new, |loss| format!(" (valid {loss:.3})"));
+        // As long as there is room for beside a bar on 80 columns.
         format!("loss {:.3}{validation} {:.0} tokens/s MFU {mfu} {memory}", record.loss, self.rate)
     }
 }
@@ -92,7 +96,8 @@ impl Observer for Display {
         let rate = record.tokens as f64 / record.timings.total.max(1e-9);
         self.rate = if self.rate == 0.0 { rate } else { self.rate + SMOOTHING * (rate - self.rate) };
         self.advance(record.step);
-        self.progress.message(&self.line(record));
+        self.line = self.line(record);
+        self.progress.message(&self.line);
         Ok(())
     }
 
@@ -114,5 +119,14 @@ impl Observer for Display {
     fn on_warning(&mut self, warning: &str) -> Result<()> {
         self.progress.print(&format!("warning: {warning}\n"));
         Ok(())
+    }
+}
+
+/// The bar goes, and what it said last stays.
+impl Drop for Display {
+    fn drop(&mut self) {
+        if self.is_seen() && !self.line.is_empty() {
+            self.progress.print(&format!("step {}: {}\n", self.done, self.line));
+        }
     }
 }

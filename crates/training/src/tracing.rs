@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use models::module::trainable;
 use runtime::profile::{Trace, TraceOptions};
 
 use crate::batches::Batches;
@@ -64,7 +65,8 @@ fn record(
     until: u64,
     path: &Path,
 ) -> Result<Ended> {
-    let trace = Trace::start(TraceOptions { cuda: true, shapes: true, memory: true })?;
+    let cuda = trainable(trainer.model.as_ref()).iter().any(|(_, tensor)| tensor.device().is_cuda());
+    let trace = Trace::start(TraceOptions { cuda, shapes: true, memory: true })?;
     let ended = trainer.advance(until, train, validation)?;
     trace.save(path)?;
     Ok(ended)

@@ -47,8 +47,8 @@ pub(crate) struct Train {
     /// Layers (gpt2)
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(i64).range(1..))]
     layers: i64,
-    /// Probability that an activation is dropped
-    #[arg(long, default_value_t = 0.1)]
+    /// Probability that an activation is dropped. Attention weights are too, which keeps attention from its fused kernels
+    #[arg(long, default_value_t = 0.0)]
     dropout: f64,
     #[command(flatten)]
     data: DataArgs,
