@@ -22,7 +22,7 @@ impl Progress {
     pub fn new(total: u64) -> Self {
         let lines = std::env::var(PROGRESS_VARIABLE).is_ok_and(|v| v == "lines");
         let bar = (!lines && std::io::stderr().is_terminal()).then(|| {
-            let style = ProgressStyle::with_template("{bar:30} {pos}/{len} [{elapsed_precise}] {wide_msg}")
+            let style = ProgressStyle::with_template("{bar:12} {pos}/{len} {elapsed} {wide_msg}")
                 .expect("the template is a constant");
             ProgressBar::new(total).with_style(style)
         });
@@ -37,6 +37,19 @@ impl Progress {
         if self.lines {
             eprintln!("@progress {} {} {message}", self.done, self.total);
         }
+    }
+
+    /// Writes text to standard error, above the bar where there is one.
+    pub fn print(&self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| eprint!("{text}")),
+            None => eprint!("{text}"),
+        }
+    }
+
+    /// Whether there is a bar, or a parent process that draws one.
+    pub fn is_seen(&self) -> bool {
+        self.bar.is_some() || self.lines
     }
 
     /// One more step is done.

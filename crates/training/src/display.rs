@@ -1,14 +1,16 @@
-//! The training's line on a terminal: loss, tokens per second, MFU, memory.
+//! The training's line on a terminal (loss, tokens per second, MFU, memory), and what is said above it.
 
 use report::Progress;
-use tch::Device;
+use runtime::measure::physical;
+use tch::{Device, Kind};
 
 use crate::error::Result;
 use crate::evaluation::Evaluation;
 use crate::observer::{Observer, StepRecord};
+use crate::probe::Probe;
 
 /// What is needed to say how well the machine is used.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
 pub struct Efficiency {
     /// FLOPs of forward and backward for each token that goes through the model, padding included.
     pub flops_per_token: Option<f64>,
@@ -18,6 +20,17 @@ pub struct Efficiency {
 }
 
 impl Efficiency {
+    /// From the work of a pass, and the rate of a matrix product that is measured here: under a second.
+    ///
+    /// # Errors
+    /// A device that is not there, too little memory.
+    pub fn measure(probe: &Probe, device: Device) -> Result<Self> {
+        // Large enough that the device is full, small enough not to be waited for.
+        let size = if device.is_cuda() { 4096 } else { 1024 };
+        let peak_rate = physical::gemm_rate(device, Kind::Float, size, size, size)?.rate();
+        Ok(Self { flops_per_token: Some(probe.flops_per_place()), peak_rate })
+    }
+
     /// Model FLOPs utilization (Chowdhery et al., arXiv:2204.02311, appendix B) at a rate of tokens per second; `None`
     /// where a figure is not known.
     pub fn mfu(&self, tokens_per_second: f64) -> Option<f64> {
@@ -25,7 +38,7 @@ impl Efficiency {
     }
 }
 
-/// A bar on standard error, where that is a terminal or `cargo xtask run-all` reads it.
+/// A bar on standard error, where that is a terminal or `cargo xtask run-all` reads it. Notes and warnings go there in any case.
 #[derive(Debug)]
 pub struct Display {
     progress: Progress,
@@ -34,6 +47,8 @@ pub struct Display {
     efficiency: Efficiency,
     rate: f64,
     validation: Option<f64>,
+    /// What the bar says.
+    line: String,
 }
 
 /// Weight of the latest step in the rate that is shown.
@@ -43,7 +58,18 @@ impl Display {
     /// For a training of `steps` steps on `device`.
     pub fn new(steps: u64, device: Device, efficiency: Efficiency) -> Self {
         let progress = Progress::new(steps);
-        Self { progress, done: 0, device, efficiency, rate: 0.0, validation: None }
+        Self { progress, done: 0, device, efficiency, rate: 0.0, validation: None, line: String::new() }
+    }
+
+    /// The same display, with what it takes to show the MFU.
+    pub fn with_efficiency(mut self, efficiency: Efficiency) -> Self {
+        self.efficiency = efficiency;
+        self
+    }
+
+    /// Whether anybody sees the bar.
+    pub fn is_seen(&self) -> bool {
+        self.progress.is_seen()
     }
 
     fn advance(&mut self, step: u64) {
@@ -59,7 +85,8 @@ impl Display {
         let places = (record.tokens + record.padding) as f64 / record.tokens.max(1) as f64;
         let mfu = self.efficiency.mfu(self.rate * places);
         let mfu = mfu.map_or_else(|| "–".to_owned(), |share| format!("{:.0} %", share * 100.0));
-        let validation = self.validation.map_or_else(String::new, |loss| format!(" (validation {loss:.3})"));
+        let validation = self.validation.map_or_else(String::new, |loss| format!(" (valid {loss:.3})"));
+        // As long as there is room for beside a bar on 80 columns.
         format!("loss {:.3}{validation} {:.0} tokens/s MFU {mfu} {memory}", record.loss, self.rate)
     }
 }
@@ -69,7 +96,8 @@ impl Observer for Display {
         let rate = record.tokens as f64 / record.timings.total.max(1e-9);
         self.rate = if self.rate == 0.0 { rate } else { self.rate + SMOOTHING * (rate - self.rate) };
         self.advance(record.step);
-        self.progress.message(&self.line(record));
+        self.line = self.line(record);
+        self.progress.message(&self.line);
         Ok(())
     }
 
@@ -81,5 +109,24 @@ impl Observer for Display {
     fn on_resume(&mut self, step: u64) -> Result<()> {
         self.advance(step);
         Ok(())
+    }
+
+    fn on_note(&mut self, text: &str) -> Result<()> {
+        self.progress.print(text);
+        Ok(())
+    }
+
+    fn on_warning(&mut self, warning: &str) -> Result<()> {
+        self.progress.print(&format!("warning: {warning}\n"));
+        Ok(())
+    }
+}
+
+/// The bar goes, and what it said last stays.
+impl Drop for Display {
+    fn drop(&mut self) {
+        if self.is_seen() && !self.line.is_empty() {
+            self.progress.print(&format!("step {}: {}\n", self.done, self.line));
+        }
     }
 }

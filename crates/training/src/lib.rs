@@ -4,7 +4,8 @@
 //! [`checkpoint`], [`divergence`]; [`trainer`] is the loop over them. A model is any `models::module::LanguageModel`, data any
 //! [`Batches`], a loss scaler any [`GradScaler`](scaler::GradScaler), and whoever wants to know what happens is an
 //! [`Observer`](observer::Observer).
-//! [`profile`] says where the time of a step goes and what to do; [`experiment`] and [`planted`] are what the report measures.
+//! [`documents`] reads what a training learns from. [`profile`] says where the time of a step goes and what to do,
+//! [`tracing`] records steps for it, [`probe`] looks at one pass; [`experiment`] and [`planted`] are what the report measures.
 //!
 //! ```
 //! use models::{Gpt2Like, Gpt2LikeConfig, module};
@@ -35,6 +36,7 @@ pub mod checkpoint;
 pub mod clip;
 pub mod display;
 pub mod divergence;
+pub mod documents;
 pub mod error;
 pub mod evaluation;
 pub mod experiment;
@@ -44,9 +46,11 @@ pub mod loss;
 pub mod observer;
 pub mod optimizer;
 pub mod planted;
+pub mod probe;
 pub mod profile;
 pub mod scaler;
 pub mod schedule;
+pub mod tracing;
 pub mod trainer;
 
 pub use batches::Batches;

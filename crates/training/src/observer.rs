@@ -86,6 +86,14 @@ pub trait Observer: Send {
         Ok(())
     }
 
+    /// Lines that the user asked to see, each with its end.
+    ///
+    /// # Errors
+    /// Ends the training.
+    fn on_note(&mut self, text: &str) -> Result<()> {
+        Ok(())
+    }
+
     /// Something that the user should know, and that ends nothing.
     ///
     /// # Errors

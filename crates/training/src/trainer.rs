@@ -159,20 +159,31 @@ impl Trainer {
         self.step
     }
 
-    /// Trains until all steps are done, the data ends, or [`Trainer::stop`] is raised. `validation` is read from where it
-    /// stands to its end at each evaluation, and put back.
+    /// Trains until all steps are done, the data ends, or [`Trainer::stop`] is raised; then saves. `validation` is read from
+    /// where it stands to its end at each evaluation, and put back.
     ///
     /// # Errors
     /// [`Error::Diverged`]; a checkpoint that cannot be written; those of data, model and observers.
-    pub fn run(
+    pub fn run(&mut self, train: &mut dyn Batches, validation: Option<&mut dyn Batches>) -> Result<Ended> {
+        let ended = self.advance(self.options.steps, train, validation)?;
+        self.save(train)?;
+        Ok(ended)
+    }
+
+    /// Trains until step `until`, as [`Trainer::run`] does, and does not save at the end: a stretch of a longer training.
+    ///
+    /// # Errors
+    /// Those of [`Trainer::run`].
+    pub fn advance(
         &mut self,
+        until: u64,
         train: &mut dyn Batches,
         mut validation: Option<&mut dyn Batches>,
     ) -> Result<Ended> {
         self.schedule.check()?;
         self.last = Instant::now();
         let ended = loop {
-            if self.step >= self.options.steps {
+            if self.step >= until {
                 break Ended::Done;
             }
             if self.stop.load(Ordering::Relaxed) {
@@ -194,8 +205,23 @@ impl Trainer {
             }
         };
         self.read_losses()?;
-        self.save(train)?;
         Ok(ended)
+    }
+
+    /// Tells the observers something that the user asked to see.
+    ///
+    /// # Errors
+    /// Those of the observers.
+    pub fn note(&mut self, text: &str) -> Result<()> {
+        self.tell(|observer| observer.on_note(text))
+    }
+
+    /// Tells the observers something that the user should know.
+    ///
+    /// # Errors
+    /// Those of the observers.
+    pub fn warn(&mut self, warning: &str) -> Result<()> {
+        self.tell(|observer| observer.on_warning(warning))
     }
 
     /// One step; false where the data has ended.

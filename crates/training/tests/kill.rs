@@ -26,7 +26,7 @@ impl Run {
 
     fn command(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_training"));
-        command.args(["train", "--width", "16", "--heads", "2", "--vocabulary", "32", "--length", "16"]);
+        command.args(["train", "--width", "16", "--heads", "2", "--vocabulary", "32", "--length", "16", "--dropout", "0.1"]);
         command.args([
             "--batch",
             "4",

@@ -1,25 +1,28 @@
 //! `training train`: one training, with checkpoints.
 
-use std::fs::{File, OpenOptions};
-use std::io::Write;
-use std::path::{Path, PathBuf};
+mod data;
+mod diagnosis;
+mod log;
 
-use anyhow::{Context, bail};
+use std::path::PathBuf;
+
+use anyhow::bail;
 use clap::{Args, ValueEnum};
 use models::module::{LanguageModel, trainable};
 use models::{Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig};
 use report::cli::CommonArgs;
 use serde_json::json;
 use tch::{Device, Kind};
-use training::batches::Synthetic;
 use training::checkpoint::Checkpoints;
 use training::display::{Display, Efficiency};
-use training::evaluation::Evaluation;
-use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, Group, Optimizer};
+use training::probe::Probe;
 use training::schedule::Shape;
 use training::trainer::{Ended, FailedCheckpoint, Options};
-use training::{Schedule, Trainer, interrupt};
+use training::{Batches, Schedule, Trainer, interrupt};
+
+use data::DataArgs;
+use log::{Log, LossLog};
 
 /// Which model.
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -28,13 +31,6 @@ enum Model {
     Gpt2Like,
     /// GPT-2: pre-norm, of any depth
     Gpt2,
-}
-
-/// Which data.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Data {
-    /// A made-up language
-    Synthetic,
 }
 
 #[derive(Args)]
@@ -51,24 +47,11 @@ pub(crate) struct Train {
     /// Layers (gpt2)
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(i64).range(1..))]
     layers: i64,
-    /// Number of tokens that the model knows
-    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(i64).range(1..))]
-    vocabulary: i64,
-    /// Probability that an activation is dropped
-    #[arg(long, default_value_t = 0.1)]
+    /// Probability that an activation is dropped. Attention weights are too, which keeps attention from its fused kernels
+    #[arg(long, default_value_t = 0.0)]
     dropout: f64,
-    /// Which data
-    #[arg(long, value_enum, default_value = "synthetic")]
-    data: Data,
-    /// Rows of a batch
-    #[arg(long, default_value_t = 8)]
-    batch: usize,
-    /// Tokens of a row
-    #[arg(long, default_value_t = 32)]
-    length: usize,
-    /// Steps of the whole training
-    #[arg(long, default_value_t = 100)]
-    steps: u64,
+    #[command(flatten)]
+    data: DataArgs,
     /// Micro-batches of a step
     #[arg(long, default_value_t = 1)]
     accumulation: usize,
@@ -108,17 +91,28 @@ pub(crate) struct Train {
     /// Steps between evaluations
     #[arg(long)]
     evaluate_every: Option<u64>,
+    /// Trace three steps after the first three, and say where their time goes and what is slow
+    #[arg(long)]
+    diagnose: bool,
+    /// Keep that trace in FILE, for ui.perfetto.dev
+    #[arg(long, value_name = "FILE", requires = "diagnose")]
+    trace: Option<PathBuf>,
 }
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
     runtime::random::seed(common.seed)?;
-    let model = model(arguments, device)?;
+    let data = arguments.data.open(common.seed, arguments.accumulation, device)?;
+    if arguments.evaluate_every.is_some() && data.validation.is_none() {
+        bail!("--evaluate-every, and nothing to measure on; give a --validation PATH");
+    }
+    let (mut train, mut validation) = (data.train, data.validation);
+    let model = model(arguments, data.vocabulary, device)?;
     let groups = Group::by_dimension(trainable(model.as_ref()), arguments.lr, arguments.weight_decay);
     let optimizer = Optimizer::new(AdamW::default(), groups)?;
     let options = Options {
-        steps: arguments.steps,
+        steps: data.steps,
         accumulation: arguments.accumulation,
         clip: arguments.clip,
         read_every: arguments.read_every,
@@ -132,17 +126,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
     };
     let mut trainer = Trainer::new(model, optimizer, options)?;
     trainer.schedule =
-        Schedule { shape: Shape::Constant, warmup: arguments.warmup, steps: arguments.steps, floor: 0.0 };
+        Schedule { shape: Shape::Constant, warmup: arguments.warmup, steps: data.steps, floor: 0.0 };
     trainer.stop = interrupt::on_signals()?;
-    let Data::Synthetic = arguments.data;
-    let mut train = synthetic(common.seed, arguments, device, None);
-    let mut validation = synthetic(common.seed.wrapping_add(1), arguments, device, Some(4));
-
-    trainer.observers.push(Box::new(Display::new(arguments.steps, device, Efficiency::default())));
-    trainer.observers.push(Box::new(Log { json: common.json }));
-    if let Some(path) = &arguments.log_losses {
-        trainer.observers.push(Box::new(LossLog::append(path)?));
-    }
     if let Some(folder) = &arguments.checkpoint_dir {
         let checkpoints = Checkpoints::open(folder, arguments.keep)?;
         if !arguments.resume && !checkpoints.steps()?.is_empty() {
@@ -153,10 +138,18 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
         }
         trainer.checkpoints = Some(checkpoints);
     }
-    if arguments.resume {
-        trainer.resume(&mut train)?;
+    observe(common, device, &mut trainer, train.as_mut())?;
+    if let Some(path) = &arguments.log_losses {
+        trainer.observers.push(Box::new(LossLog::append(path)?));
     }
-    match trainer.run(&mut train, Some(&mut validation))? {
+    if arguments.resume {
+        trainer.resume(train.as_mut())?;
+    }
+    if arguments.diagnose {
+        let (validation, trace) = (lend(&mut validation), arguments.trace.as_deref());
+        diagnosis::diagnose(&mut trainer, train.as_mut(), validation, data.loading, trace, common.json)?;
+    }
+    match trainer.run(train.as_mut(), lend(&mut validation))? {
         Ended::Done | Ended::OutOfData => Ok(()),
         Ended::Interrupted if trainer.checkpoints.is_some() => {
             bail!("interrupted after step {}, which is saved; go on with --resume", trainer.step())
@@ -167,9 +160,39 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
     }
 }
 
-fn model(arguments: &Train, device: Device) -> anyhow::Result<Box<dyn LanguageModel>> {
-    let &Train { width, heads, layers, vocabulary, dropout, .. } = arguments;
-    let length = i64::try_from(arguments.length)?;
+/// Puts a bar on the terminal, and lines on standard output. How well the machine is used is measured where somebody sees it.
+fn observe(
+    common: &CommonArgs,
+    device: Device,
+    trainer: &mut Trainer,
+    train: &mut dyn Batches,
+) -> anyhow::Result<()> {
+    let steps = trainer.options.steps;
+    let mut display = Display::new(steps, device, Efficiency::default());
+    if display.is_seen() || common.json {
+        if let Some(probe) = Probe::run(trainer, train)? {
+            let efficiency = Efficiency::measure(&probe, device)?;
+            display = display.with_efficiency(efficiency);
+            if common.json {
+                log::line(&json!({ "efficiency": efficiency }));
+            }
+        }
+    }
+    trainer.observers.push(Box::new(display));
+    if common.json {
+        trainer.observers.push(Box::new(Log));
+    }
+    Ok(())
+}
+
+/// A validation for one call of the loop.
+fn lend(validation: &mut Option<Box<dyn Batches>>) -> Option<&mut dyn Batches> {
+    validation.as_mut().map(|validation| validation.as_mut() as &mut dyn Batches)
+}
+
+fn model(arguments: &Train, vocabulary: i64, device: Device) -> anyhow::Result<Box<dyn LanguageModel>> {
+    let &Train { width, heads, layers, dropout, .. } = arguments;
+    let length = arguments.data.length();
     let options = (Kind::Float, device);
     Ok(match arguments.model {
         Model::Gpt2Like => {
@@ -198,70 +221,4 @@ fn model(arguments: &Train, device: Device) -> anyhow::Result<Box<dyn LanguageMo
             Box::new(Gpt2::new(&config, options)?)
         }
     })
-}
-
-fn synthetic(seed: u64, arguments: &Train, device: Device, batches: Option<u64>) -> Synthetic {
-    let &Train { vocabulary, batch, length, .. } = arguments;
-    Synthetic { seed, vocabulary, rows: batch, length, noise: 3, batches, device, position: 0 }
-}
-
-/// Evaluations and steps on standard output, where a program reads it; warnings on standard error.
-struct Log {
-    json: bool,
-}
-
-impl Log {
-    #[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
-    fn line(&self, line: &serde_json::Value) {
-        if self.json {
-            // Nobody reading is no reason to stop training.
-            let _ = writeln!(std::io::stdout().lock(), "{line}");
-        }
-    }
-}
-
-impl Observer for Log {
-    fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
-        self.line(&json!({ "step": record }));
-        Ok(())
-    }
-
-    fn on_evaluation(&mut self, evaluation: &Evaluation) -> training::Result<()> {
-        self.line(&json!({ "evaluation": evaluation }));
-        Ok(())
-    }
-
-    fn on_checkpoint(&mut self, step: u64, path: &Path) -> training::Result<()> {
-        self.line(&json!({ "checkpoint": path, "at": step }));
-        Ok(())
-    }
-
-    fn on_warning(&mut self, warning: &str) -> training::Result<()> {
-        eprintln!("warning: {warning}");
-        Ok(())
-    }
-}
-
-/// One JSON line for each step.
-struct LossLog {
-    path: PathBuf,
-    file: File,
-}
-
-impl LossLog {
-    fn append(path: &Path) -> anyhow::Result<Self> {
-        let file = OpenOptions::new().create(true).append(true).open(path);
-        let file = file.with_context(|| format!("cannot open the loss log {}", path.display()))?;
-        Ok(Self { path: path.to_owned(), file })
-    }
-}
-
-impl Observer for LossLog {
-    fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
-        let bits = format!("{:016x}", record.loss.to_bits());
-        let line = format!("{}\n", json!({ "step": record.step, "loss": record.loss, "bits": bits }));
-        self.file
-            .write_all(line.as_bytes())
-            .map_err(|cause| training::Error::Io { path: self.path.clone(), cause })
-    }
 }

@@ -6,22 +6,21 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use dataloading::loader::LoaderOptions;
 use dataloading::{BatchOptions, Samples};
-use models::module::{Edit, LanguageModel, LossHead, edit, trainable};
+use models::module::{Edit, LanguageModel, LossHead, edit};
 use models::{AttentionPath, Gpt2Like, Gpt2LikeConfig, Linear, ProjectionHead};
-use runtime::profile::{Trace, TraceOptions};
 use tch::{Device, Kind};
 
 use super::corpus::Corpus;
 use super::loading::named;
 use super::strategy::Strategy;
 use crate::Trainer;
-use crate::accumulation::{fetch, forward};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::loader_batches::LoaderBatches;
 use crate::observer::{Observer, StepRecord};
 use crate::optimizer::{Adam, Group, Implementation, Optimizer, ZeroGrad};
 use crate::planted::{HostReadsHead, IndexedLossHead, Inefficiency, TokenizePerItem, UnusedProjection};
 use crate::profile::{Facts, Profile};
+use crate::tracing::{self, Loading, Traced};
 use crate::trainer::Options;
 
 /// What every setup has in common.
@@ -116,43 +115,15 @@ impl Setup {
     /// # Errors
     /// Those of the loop and of the profiler; a file that cannot be written.
     pub fn trace(&mut self, steps: u64, path: &Path) -> Result<(Profile, Facts)> {
-        let trace = Trace::start(TraceOptions { cuda: true, shapes: true, memory: true })?;
-        let records = self.run(steps)?;
-        trace.save(path)?;
-        Ok((Profile::read(path)?, self.facts(&records)?))
-    }
-
-    /// What a trace cannot show.
-    fn facts(&mut self, records: &[StepRecord]) -> Result<Facts> {
-        let sum = |of: fn(&StepRecord) -> usize| records.iter().map(of).sum::<usize>() as f64;
-        let (tokens, padding) = (sum(|record| record.tokens), sum(|record| record.padding));
-        let (names, elements) = self.without_gradient()?;
-        Ok(Facts {
-            padding_share: Some(padding / (tokens + padding).max(1.0)),
-            workers: Some(self.workers),
-            // The loader's buffers are page-locked wherever the device is a CUDA device.
-            pinned: Some(true),
-            parameters_without_gradient: Some(names),
-            elements_without_gradient: Some(elements),
-        })
-    }
-
-    /// The learned tensors that a backward pass does not reach, and their elements.
-    fn without_gradient(&mut self) -> Result<(Vec<String>, u64)> {
-        let Some(micro) = fetch(&mut self.batches, 1)? else { return Ok((Vec::new(), 0)) };
-        let model = self.trainer.model.as_ref();
-        self.trainer.optimizer.zero_grad(ZeroGrad::ToNone)?;
-        let output = forward(model, &micro.batches[0], true, false)?;
-        runtime::autograd::backward(&[&output.sum])?;
-        let (mut names, mut elements) = (Vec::new(), 0);
-        for (name, tensor) in trainable(model) {
-            if !tensor.grad().defined() {
-                elements += tensor.numel() as u64;
-                names.push(name);
-            }
-        }
-        self.trainer.optimizer.zero_grad(ZeroGrad::ToNone)?;
-        Ok((names, elements))
+        // The loader's buffers are page-locked wherever the device is a CUDA device.
+        let loading = Loading { workers: self.workers, pinned: true };
+        let until = self.trainer.step() + steps;
+        self.trainer.options.steps = until;
+        let traced = tracing::trace(&mut self.trainer, &mut self.batches, None, steps, loading, path)?;
+        self.steps.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        let Traced { profile, facts } =
+            traced.ok_or_else(|| Error::config("profile", format!("the data ended before step {until}")))?;
+        Ok((profile, facts))
     }
 }
 

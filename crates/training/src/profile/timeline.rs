@@ -22,7 +22,7 @@ pub(super) struct Place {
     pub(super) node: bool,
     /// Called by the program or by a node, not by another operator.
     pub(super) called: bool,
-    /// It computes: it calls no other operator that does, or takes longer itself than a mere caller would.
+    /// It computes, and calls no other operator that does, or takes most of its time itself.
     pub(super) works: bool,
     /// The step in which it began.
     pub(super) step: Option<u32>,
@@ -139,9 +139,6 @@ fn steps(profile: &Profile) -> Vec<Step> {
     steps
 }
 
-/// Nanoseconds of self time that no operator needs that only calls others.
-const CALLER: i64 = 20_000;
-
 /// Finds parents, self times, and which operators work, thread by thread.
 fn nest(profile: &Profile, places: &mut [Place]) {
     let operators = &profile.operators;
@@ -171,19 +168,24 @@ fn nest(profile: &Profile, places: &mut [Place]) {
         place.called = !place.node && around.is_none_or(|around| around.node);
         open.push(index);
     }
-    // From the inside out: what calls an operator that computes does not compute itself, unless it takes its time besides:
-    // `addmm` copies its bias by an operator, and multiplies by itself.
+    // From the inside out: what calls an operator that computes does not compute itself, unless most of its time is its own:
+    // `addmm` copies the bias first, attention fills its gradients.
     let mut calls_work = vec![false; places.len()];
     for &index in order.iter().rev() {
         let (name, index) = (profile.operator_name(&operators[index as usize]), index as usize);
         let computes = !places[index].node && !is_free(name);
-        places[index].works = computes && (!calls_work[index] || places[index].self_time >= CALLER);
+        let own = places[index].self_time;
+        let mostly_own = own >= LONGER_THAN_A_CALL && 2 * own >= operators[index].end - operators[index].start;
+        places[index].works = computes && (!calls_work[index] || mostly_own);
         let calls = calls_work[index] || computes && !of_numbers(&operators[index]);
         if let Some(parent) = places[index].parent.filter(|_| calls) {
             calls_work[parent as usize] = true;
         }
     }
 }
+
+/// Nanoseconds that no call takes without work of its own.
+const LONGER_THAN_A_CALL: i64 = 20_000;
 
 /// Whether an operator has inputs, and none of them is more than a number: what converts the 0.1 of x · 0.1 does not make
 /// the product any less the one that computes.
