@@ -54,7 +54,7 @@
 //! | [`loader`] | worker threads, order, ranks, resuming |
 //! | [`length_statistics`] | lengths, and what padding them would waste, without reading a token |
 //! | [`embedded`] | small data sets that make everything work offline |
-//! | [`bench`] | what all of it costs |
+//! | [`mod@bench`] | what all of it costs |
 //!
 //! # The assignment's names
 //!

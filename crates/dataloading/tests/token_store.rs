@@ -385,3 +385,16 @@ fn names_need_not_be_utf_8() {
         "a\u{fffd}: there is something already; remove it, choose another name, or ask for replacement"
     ));
 }
+
+/// The room that the output needed tells how much was copied.
+#[test]
+fn a_part_of_a_long_document_is_read_without_the_rest() {
+    let folder = tempfile::tempdir().unwrap();
+    let document: Vec<u32> = (0..100_000).map(|place| place % 97).collect();
+    let store = write(&folder.path().join("store"), std::slice::from_ref(&document), &WriterOptions::new(97))
+        .unwrap();
+    let mut part = Vec::new();
+    store.read_part(0, 50_000..50_010, &mut part).unwrap();
+    assert_eq!(part, document[50_000..50_010]);
+    assert!(part.capacity() < 1000, "{} places for ten tokens", part.capacity());
+}

@@ -13,8 +13,8 @@ use crate::packing::{
 /// Tokens of a row, and the longest document.
 pub const CAPACITY: u32 = 512;
 
-/// A fill that is asked for. On more than half of all draws of 10,000 lengths no packing at all reaches it: documents above
-/// 256 tokens have rows of their own, and some dozens more of them than of the others leave rows half empty.
+/// A fill that is asked for. On three of five draws of 10,000 lengths no packing at all reaches it: documents above 256
+/// tokens have rows of their own, and some dozens more of them than of the others leave rows half empty.
 const BAR: f64 = 0.997;
 
 /// How many documents.
@@ -88,7 +88,7 @@ impl Packer {
 /// # Errors
 /// None on these lengths.
 pub fn measure(packer: Packer, n: usize, seed: u64, scale: Scale) -> Result<Figures> {
-    let (draws, runs) = if n > 100_000 { (1, 3) } else { (21, repeats(scale)) };
+    let (draws, runs) = if n > 100_000 { (1, 3) } else { (201, repeats(scale)) };
     let (mut fills, mut possible, mut where_possible) = (Vec::new(), Vec::new(), Vec::new());
     let (mut excess, mut over) = (Vec::new(), Vec::new());
     for draw in 0..draws {
@@ -111,6 +111,7 @@ pub fn measure(packer: Packer, n: usize, seed: u64, scale: Scale) -> Result<Figu
     let metrics = vec![
         Metric::of_samples("fill", "ratio", &fills),
         Metric::of_samples("possible_fill", "ratio", &possible),
+        Metric::exact("attainable", "ratio", where_possible.len() as f64 / draws as f64),
         Metric::of_samples("fill_where_possible", "ratio", &where_possible),
         Metric::of_samples("rows_over_bound", "ratio", &over),
         Metric::of_samples("rows_above_bound", "count", &excess),

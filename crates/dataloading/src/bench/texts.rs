@@ -41,10 +41,10 @@ impl Text {
             Self::EmbeddedValid => embedded::CORPUS_VALID,
             Self::WikiText2 => {
                 const NAME: &str = "wikitext-2/test.txt";
-                let Some(folder) = std::env::var_os(VARIABLE).map(PathBuf::from) else {
+                let Some(folder) = std::env::var_os(VARIABLE).filter(|folder| !folder.is_empty()) else {
                     return Ok(Err(format!("{VARIABLE} names no folder with {NAME}")));
                 };
-                let path = folder.join(NAME);
+                let path = PathBuf::from(folder).join(NAME);
                 let there = path.is_file();
                 return Ok(if there { Ok(path) } else { Err(format!("there is no {}", path.display())) });
             }
