@@ -52,7 +52,10 @@ impl Batches for LoaderBatches {
 
     fn resume(&mut self, state: &Value) -> Result<()> {
         let state: LoaderState = serde_json::from_value(state.clone()).map_err(|cause| {
-            Error::config("data position", format!("{state} is not where a loader stands ({cause}); resume with the same data"))
+            Error::config(
+                "data position",
+                format!("{state} is not where a loader stands ({cause}); resume with the same data"),
+            )
         })?;
         self.loader = Loader::resume(self.source.0.clone(), &self.options, &state)?;
         Ok(())

@@ -91,12 +91,16 @@ impl Inefficiency {
             Self::OddWidth => "the last vector of every row is partly empty, and rows are not aligned",
             Self::UnusedProjection => "a product is computed and dropped; its weights take memory",
             Self::ExplicitAttention => "t² weights per head are written, kept for backward and read again",
-            Self::MaskPerForward => "t² numbers are made and converted in each forward, and pairs that are hidden are computed",
+            Self::MaskPerForward => {
+                "t² numbers are made and converted in each forward, and pairs that are hidden are computed"
+            }
             Self::IndexedLoss => "logits are copied row by row forward, and scattered back in backward",
             Self::AccuracyEachStep => "the largest of all logits of each place is sought in each step",
             Self::HostReads => "the host waits for the device before it may queue the next step",
             Self::ZeroedGradients => "gradients are written once more and read once more, and never free",
-            Self::UnfusedOptimizer => "each parameter's state is read and written by several operators instead of one pass",
+            Self::UnfusedOptimizer => {
+                "each parameter's state is read and written by several operators instead of one pass"
+            }
         }
     }
 

@@ -1,6 +1,6 @@
 //! What the experiments train on: texts as token stores, with their tokenizer.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use dataloading::text::{Corpus as Files, Format};
@@ -74,7 +74,13 @@ impl Corpus {
         Self::new(name, train, validation, tokenizer, limits)
     }
 
-    fn new(name: &str, train: &Path, validation: &Path, tokenizer: Tokenizer, limits: &Limits) -> Result<Self> {
+    fn new(
+        name: &str,
+        train: &Path,
+        validation: &Path,
+        tokenizer: Tokenizer,
+        limits: &Limits,
+    ) -> Result<Self> {
         let folder = TempDir::new().map_err(|cause| Error::Io { path: std::env::temp_dir(), cause })?;
         let store = |file: &Path, name: &str, tokens| {
             store(file, &folder.path().join(name), &tokenizer, limits.max_length, tokens)
@@ -105,7 +111,7 @@ impl Corpus {
 /// Lines of a file, cut to `max_length` tokens, until there are `tokens`.
 fn store(
     file: &Path,
-    path: &PathBuf,
+    path: &Path,
     tokenizer: &Tokenizer,
     max_length: usize,
     tokens: usize,

@@ -58,7 +58,10 @@ impl Strategy {
             Self::Packed => {
                 let plan = PlanOptions { capacity: max_length, ..Default::default() };
                 let rows = packed_rows(&samples, batch_size, max_length);
-                Arc::new(PackedDataset::new(samples, &PackedOptions { rows, plan, pad, seed, ..Default::default() })?)
+                Arc::new(PackedDataset::new(
+                    samples,
+                    &PackedOptions { rows, plan, pad, seed, ..Default::default() },
+                )?)
             }
         })
     }
@@ -90,7 +93,9 @@ impl FromStr for Strategy {
     /// As on the command line: `base`, `standard`, `balanced:20`, `sequenced`, `packed`.
     fn from_str(text: &str) -> Result<Self> {
         let refuse = || {
-            let reason = format!("`{text}` is none; expected base, standard, balanced:K (as in balanced:20), sequenced or packed");
+            let reason = format!(
+                "`{text}` is none; expected base, standard, balanced:K (as in balanced:20), sequenced or packed"
+            );
             Error::config("loading strategy", reason)
         };
         match text.split_once(':') {
