@@ -1,6 +1,6 @@
 //! The loop, made of parts that stand alone.
 //!
-//! One step: fetch the micro-batches ([`accumulation`]); for each, forward, and backward from its share of the loss;
+//! One step: fetch the micro-batches ([`accumulation`](crate::accumulation)); for each, forward, and backward from its share of the loss;
 //! unscale ([`GradScaler`]) and clip ([`clip`]) the gradients; set the learning rate ([`Schedule`]); let the [`Optimizer`]
 //! step; clear the gradients. Between steps: read losses, evaluate, save, stop.
 //!
