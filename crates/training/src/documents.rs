@@ -92,7 +92,8 @@ impl Documents {
         let (train, validation, tokenizer) = request.files()?;
         let tokenizer = request.tokenizer(&train, tokenizer.as_deref())?;
         let folder = TempDir::new().map_err(|cause| Error::Io { path: std::env::temp_dir(), cause })?;
-        let open = |held: &Held, name: &str| request.open(held, tokenizer.as_ref(), &folder.path().join(name));
+        let open =
+            |held: &Held, name: &str| request.open(held, tokenizer.as_ref(), &folder.path().join(name));
         let train = open(&train, "train")?;
         let validation = validation.map(|held| open(&held, "validation")).transpose()?;
         let vocabulary = train.vocabulary();

@@ -20,7 +20,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Train a model
-    Train(commands::train::Train),
+    Train(Box<commands::train::Train>),
     /// Measure whole trainings, one for each way of loading data
     Loading(commands::loading::Loading),
     /// Measure steps with planted inefficiencies on and off, and profile them

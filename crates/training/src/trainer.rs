@@ -1,6 +1,6 @@
 //! The loop, made of parts that stand alone.
 //!
-//! One step: fetch the micro-batches ([`accumulation`]); for each, forward, and backward from its share of the loss;
+//! One step: fetch the micro-batches ([`accumulation`](crate::accumulation)); for each, forward, and backward from its share of the loss;
 //! unscale ([`GradScaler`]) and clip ([`clip`]) the gradients; set the learning rate ([`Schedule`]); let the [`Optimizer`]
 //! step; clear the gradients. Between steps: read losses, evaluate, save, stop.
 //!
@@ -192,7 +192,7 @@ impl Trainer {
             if !self.train_step(train)? {
                 break Ended::OutOfData;
             }
-            let due = |every: Option<u64>| every.is_some_and(|every| self.step % every == 0);
+            let due = |every: Option<u64>| every.is_some_and(|every| self.step.is_multiple_of(every));
             let (evaluate, save) = (due(self.options.evaluate_every), due(self.options.checkpoint_every));
             if due(Some(self.options.read_every)) || evaluate || save {
                 self.read_losses()?;

@@ -26,13 +26,12 @@ fn fixtures_gpt2_like_with_adam_loss_and_accuracy() {
         beta1: number(&options["betas"][0]),
         beta2: number(&options["betas"][1]),
         eps: number(&options["eps"]),
-        ..Adam::default()
     };
     let cases = tensors_file::read(&folder.join("cases.safetensors"), Device::Cpu).unwrap();
     let cases: BTreeMap<String, Tensor> = cases.into_iter().collect();
-    let weights = cases.iter().filter_map(|(name, tensor)| {
-        Some((name.strip_prefix("param.")?.to_owned(), tensor.shallow_clone()))
-    });
+    let weights = cases
+        .iter()
+        .filter_map(|(name, tensor)| Some((name.strip_prefix("param.")?.to_owned(), tensor.shallow_clone())));
     let weights: Vec<(String, Tensor)> = weights.collect();
 
     for implementation in [Implementation::Fused, Implementation::ForLoop] {
@@ -40,8 +39,7 @@ fn fixtures_gpt2_like_with_adam_loss_and_accuracy() {
         load_state_dict(&model, &weights, "the fixture").unwrap();
         let named = trainable(&model).into_iter().map(|(name, tensor)| (name, tensor.shallow_clone()));
         let group = Group::new(named.collect::<Vec<_>>(), number(&options["lr"]));
-        let mut optimizer =
-            Optimizer::new(adam, vec![group]).unwrap().with_implementation(implementation);
+        let mut optimizer = Optimizer::new(adam, vec![group]).unwrap().with_implementation(implementation);
         let (tokens, lengths) = (&cases["tokens"], &cases["lengths"]);
         let mut worst = 0f64;
         for step in 0..tokens.size()[0] {
@@ -60,7 +58,9 @@ fn fixtures_gpt2_like_with_adam_loss_and_accuracy() {
             assert!((ours - expected).abs() < 1e-6, "{implementation:?} step {step}: {ours}, not {expected}");
         }
         let used = worst / 1e-5 * 100.0;
-        eprintln!("{implementation:?}: worst relative error of a loss {worst:.1e}, {used:.0} % of the tolerance");
+        eprintln!(
+            "{implementation:?}: worst relative error of a loss {worst:.1e}, {used:.0} % of the tolerance"
+        );
         assert!(worst <= 1e-5, "{implementation:?}: {worst}");
     }
 }

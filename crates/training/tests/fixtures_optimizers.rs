@@ -62,7 +62,7 @@ fn fixtures_optimizers() {
                 );
                 used = used.max(difference / TOLERANCE);
             }
-            println!("{name} {implementation:?}: {:.0} % of the tolerance of {TOLERANCE:.0e}", used * 100.0);
+            eprintln!("{name} {implementation:?}: {:.0} % of the tolerance of {TOLERANCE:.0e}", used * 100.0);
         }
     }
 }

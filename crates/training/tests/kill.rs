@@ -9,11 +9,19 @@ const EVERY: u64 = 7;
 
 struct Run {
     folder: tempfile::TempDir,
+    data: &'static [&'static str],
 }
+
+const SYNTHETIC: &[&str] = &["--vocabulary", "32", "--length", "16"];
+const DOCUMENTS: &[&str] = &["--data", "embedded", "--strategy", "packed", "--length", "32"];
 
 impl Run {
     fn new() -> Self {
-        Self { folder: tempfile::tempdir().unwrap() }
+        Self::over(SYNTHETIC)
+    }
+
+    fn over(data: &'static [&'static str]) -> Self {
+        Self { folder: tempfile::tempdir().unwrap(), data }
     }
 
     fn log(&self) -> PathBuf {
@@ -26,19 +34,9 @@ impl Run {
 
     fn command(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_training"));
-        command.args(["train", "--width", "16", "--heads", "2", "--vocabulary", "32", "--length", "16", "--dropout", "0.1"]);
-        command.args([
-            "--batch",
-            "4",
-            "--accumulation",
-            "2",
-            "--clip",
-            "1",
-            "--warmup",
-            "5",
-            "--read-every",
-            "1",
-        ]);
+        command.args(["train", "--width", "16", "--heads", "2", "--dropout", "0.1", "--batch", "4"]);
+        command.args(["--accumulation", "2", "--clip", "1", "--warmup", "5", "--read-every", "1"]);
+        command.args(self.data);
         command.args(["--steps", &STEPS.to_string(), "--checkpoint-every", &EVERY.to_string(), "--resume"]);
         command.arg("--checkpoint-dir").arg(self.checkpoints()).arg("--log-losses").arg(self.log());
         // One thread: no other order of summation, and room for other tests.
@@ -88,8 +86,8 @@ fn is_writing(folder: &Path) -> bool {
     entries.into_iter().any(|entry| entry.file_name().to_string_lossy().starts_with(".tmp-"))
 }
 
-fn reference() -> BTreeMap<u64, String> {
-    let run = Run::new();
+fn reference(data: &'static [&'static str]) -> BTreeMap<u64, String> {
+    let run = Run::over(data);
     let output = run.finish();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let losses = run.losses();
@@ -99,7 +97,7 @@ fn reference() -> BTreeMap<u64, String> {
 
 #[test]
 fn a_killed_run_loses_little_and_goes_on_to_the_same_bits() {
-    let reference = reference();
+    let reference = reference(SYNTHETIC);
     let run = Run::new();
     // A fixed sequence of moments: after so many more lines of the log, or while a checkpoint is written.
     let mut random = 0x2545_f491_4f6c_dd1du64;
@@ -128,12 +126,33 @@ fn a_killed_run_loses_little_and_goes_on_to_the_same_bits() {
     let steps: Vec<u64> = run.lines().into_iter().map(|(step, _)| step).collect();
     let lost = steps.windows(2).map(|pair| (pair[0] + 1).saturating_sub(pair[1])).max().unwrap();
     assert!(lost <= EVERY, "{lost} steps lost by one kill");
-    println!("{kills} kills, at most {lost} steps lost by one");
+    eprintln!("{kills} kills, at most {lost} steps lost by one");
+}
+
+#[test]
+fn a_killed_run_over_packed_documents_goes_on_to_the_same_bits_with_any_number_of_workers() {
+    let reference = reference(DOCUMENTS);
+    let run = Run::over(DOCUMENTS);
+    let with = |workers: &str| {
+        let mut command = run.command();
+        command.args(["--workers", workers]);
+        command
+    };
+    // As many steps as that, and then the other number of workers.
+    for (workers, steps) in [("1", 9), ("0", 20), ("3", 31), ("1", 45)] {
+        let mut child = with(workers).spawn().unwrap();
+        assert!(run.wait_for(&mut child, |run| run.losses().len() >= steps), "it ended before step {steps}");
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+    let output = with("2").output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(run.losses(), reference);
 }
 
 #[test]
 fn an_interrupted_run_loses_nothing() {
-    let reference = reference();
+    let reference = reference(SYNTHETIC);
     let run = Run::new();
     let mut child = run.start();
     assert!(run.wait_for(&mut child, |run| run.lines().len() >= 10), "it ended early");

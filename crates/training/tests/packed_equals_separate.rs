@@ -63,7 +63,8 @@ fn only_batch(source: impl BatchSource + 'static) -> Batch {
 
 fn batches() -> Vec<(&'static str, Batch)> {
     let samples = documents();
-    let options = BatchOptions { batch_size: samples.len(), max_length: LONGEST, seed: 3, ..Default::default() };
+    let options =
+        BatchOptions { batch_size: samples.len(), max_length: LONGEST, seed: 3, ..Default::default() };
     let plan = PlanOptions { capacity: LONGEST, ..Default::default() };
     let packed = PackedOptions { rows: samples.len(), plan, seed: 3, ..Default::default() };
     vec![
@@ -121,7 +122,10 @@ fn check(kind: Kind, tolerance: f64) {
                 }
             }
             let used = worst.0 / tolerance * 100.0;
-            eprintln!("{name} {kind:?} {strategy}: {:.1e} at {}, {used:.0} % of the tolerance", worst.0, worst.1);
+            eprintln!(
+                "{name} {kind:?} {strategy}: {:.1e} at {}, {used:.0} % of the tolerance",
+                worst.0, worst.1
+            );
             assert!(worst.0 <= tolerance, "{name} {kind:?} {strategy}: {worst:?}");
         }
     }

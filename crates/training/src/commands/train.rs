@@ -169,13 +169,13 @@ fn observe(
 ) -> anyhow::Result<()> {
     let steps = trainer.options.steps;
     let mut display = Display::new(steps, device, Efficiency::default());
-    if display.is_seen() || common.json {
-        if let Some(probe) = Probe::run(trainer, train)? {
-            let efficiency = Efficiency::measure(&probe, device)?;
-            display = display.with_efficiency(efficiency);
-            if common.json {
-                log::line(&json!({ "efficiency": efficiency }));
-            }
+    if (display.is_seen() || common.json)
+        && let Some(probe) = Probe::run(trainer, train)?
+    {
+        let efficiency = Efficiency::measure(&probe, device)?;
+        display = display.with_efficiency(efficiency);
+        if common.json {
+            log::line(&json!({ "efficiency": efficiency }));
         }
     }
     trainer.observers.push(Box::new(display));

@@ -1,6 +1,6 @@
 //! What the experiments train on: texts as token stores, with their tokenizer.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use dataloading::text::{Corpus as Files, Format};
@@ -111,7 +111,7 @@ impl Corpus {
 /// Lines of a file, cut to `max_length` tokens, until there are `tokens`.
 fn store(
     file: &Path,
-    path: &PathBuf,
+    path: &Path,
     tokenizer: &Tokenizer,
     max_length: usize,
     tokens: usize,

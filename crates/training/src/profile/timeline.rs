@@ -175,7 +175,8 @@ fn nest(profile: &Profile, places: &mut [Place]) {
         let (name, index) = (profile.operator_name(&operators[index as usize]), index as usize);
         let computes = !places[index].node && !is_free(name);
         let own = places[index].self_time;
-        let mostly_own = own >= LONGER_THAN_A_CALL && 2 * own >= operators[index].end - operators[index].start;
+        let mostly_own =
+            own >= LONGER_THAN_A_CALL && 2 * own >= operators[index].end - operators[index].start;
         places[index].works = computes && (!calls_work[index] || mostly_own);
         let calls = calls_work[index] || computes && !of_numbers(&operators[index]);
         if let Some(parent) = places[index].parent.filter(|_| calls) {

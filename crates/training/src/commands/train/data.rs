@@ -1,6 +1,6 @@
 //! What a training learns from and is measured on, from the flags.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::bail;
@@ -75,7 +75,11 @@ impl DataArgs {
     }
 
     pub(super) fn open(&self, seed: u64, accumulation: usize, device: Device) -> anyhow::Result<Data> {
-        if self.data == "synthetic" { self.synthetic(seed, device) } else { self.documents(seed, accumulation, device) }
+        if self.data == "synthetic" {
+            self.synthetic(seed, device)
+        } else {
+            self.documents(seed, accumulation, device)
+        }
     }
 
     fn synthetic(&self, seed: u64, device: Device) -> anyhow::Result<Data> {
@@ -85,7 +89,9 @@ impl DataArgs {
             ("--epochs", self.epochs.is_some()),
         ];
         if let Some((flag, _)) = given.iter().find(|(_, given)| *given) {
-            bail!("{flag} has no meaning for the made-up language, which has no files and no end; leave it out, or name --data");
+            bail!(
+                "{flag} has no meaning for the made-up language, which has no files and no end; leave it out, or name --data"
+            );
         }
         let vocabulary = self.vocabulary.map_or(SYNTHETIC_VOCABULARY, |size| size as usize) as i64;
         let batches = |seed, batches| Synthetic {
@@ -109,6 +115,12 @@ impl DataArgs {
     }
 
     fn documents(&self, seed: u64, accumulation: usize, device: Device) -> anyhow::Result<Data> {
+        if self.data != "embedded" && !Path::new(&self.data).exists() {
+            bail!(
+                "--data {}: there is no such file or folder; expected synthetic, embedded, or a path",
+                self.data
+            );
+        }
         let max_length = self.length as usize;
         let documents = Documents::read(&Request {
             train: match &*self.data {
@@ -121,9 +133,15 @@ impl DataArgs {
             vocabulary: self.vocabulary.map(|size| size as usize),
             longest: max_length,
         })?;
-        let options =
-            BatchOptions { batch_size: self.batch, max_length, pad: documents.pad, seed, ..Default::default() };
-        let loader = LoaderOptions { workers: self.workers, device, epochs: self.epochs, ..Default::default() };
+        let options = BatchOptions {
+            batch_size: self.batch,
+            max_length,
+            pad: documents.pad,
+            seed,
+            ..Default::default()
+        };
+        let loader =
+            LoaderOptions { workers: self.workers, device, epochs: self.epochs, ..Default::default() };
         let source = self.strategy.source(documents.train.clone() as Arc<dyn Samples>, &options)?;
         let steps = match (self.steps, self.epochs.map(|epochs| steps(&*source, epochs, accumulation))) {
             (Some(steps), Some(of_epochs)) => steps.min(of_epochs),

@@ -43,7 +43,8 @@ pub(super) fn diagnose(
     };
     let Some(Traced { profile, facts }) = traced else {
         let needed = WARMUP + TRACED;
-        let warning = format!("nothing was diagnosed: that needs {needed} steps, and the training ends before");
+        let warning =
+            format!("nothing was diagnosed: that needs {needed} steps, and the training ends before");
         return Ok(trainer.warn(&warning)?);
     };
     let (composition, diagnosis) = (Composition::of(&profile)?, Diagnosis::of(&profile, &facts)?);

@@ -1,0 +1,215 @@
+//! `training train` as a process: over every kind of data, with every way of making batches, and with a diagnosis.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use dataloading::text::{Corpus, Format};
+use dataloading::token_store::{TokenizeOptions, WriterOptions, tokenize_to_store};
+use dataloading::tokenizer::{Tokenizer, TrainOptions};
+use expect_test::{Expect, expect};
+use serde_json::{Value, json};
+
+const VOCABULARY: &str = "300";
+const LENGTH: usize = 32;
+
+/// `training train` with `arguments` between blanks.
+fn train(arguments: &str) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_training"));
+    command.args(["train", "--json", "--heads", "2"]).args(arguments.split_whitespace());
+    command.env("OMP_NUM_THREADS", "1").output().unwrap()
+}
+
+/// The lines of a run that ended well.
+fn lines(arguments: &str) -> (Vec<Value>, String) {
+    let output = train(arguments);
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{arguments}: {message}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    (text.lines().map(|line| serde_json::from_str(line).unwrap()).collect(), message)
+}
+
+fn losses(lines: &[Value]) -> Vec<f64> {
+    lines.iter().filter_map(|line| line["step"]["loss"].as_f64()).collect()
+}
+
+/// What goes wrong, with the names of files left out.
+fn refused(arguments: &str, folder: &Path, expected: Expect) {
+    let output = train(arguments);
+    assert_eq!(output.status.code(), Some(1), "{arguments}");
+    let data = dataloading::embedded::folder().unwrap();
+    let message = String::from_utf8(output.stderr).unwrap();
+    let message =
+        message.replace(&*folder.to_string_lossy(), "FOLDER").replace(&*data.to_string_lossy(), "data");
+    expected.assert_eq(&message);
+}
+
+/// The same lines as WikiText, as JSON lines, and as a token store with its tokenizer.
+fn write_texts(folder: &Path) {
+    let texts: Vec<String> = (0..80)
+        .map(|n| format!("The river {} runs {} miles to Arden{}", n % 7, n * 3, " and on".repeat(n % 9)))
+        .collect();
+    std::fs::write(folder.join("lines.txt"), texts.join("\n \n")).unwrap();
+    let objects = texts.iter().map(|text| json!({ "answer": text, "question": "?" }).to_string());
+    std::fs::write(folder.join("objects.jsonl"), objects.collect::<Vec<_>>().join("\n")).unwrap();
+    let corpus = Corpus::new([folder.join("lines.txt")], Format::Lines);
+    let options = TrainOptions { vocabulary: VOCABULARY.parse().unwrap(), ..TrainOptions::default() };
+    let records = corpus.records().unwrap().map(|record| Ok(record?.text));
+    let json = Tokenizer::train_json(records, &options).unwrap();
+    std::fs::write(folder.join("tokenizer.json"), &json).unwrap();
+    let tokenizer = Tokenizer::from_bytes(json.as_bytes()).unwrap();
+    let options = TokenizeOptions {
+        end_of_text: tokenizer.end_of_text().ok(),
+        longest: Some(LENGTH),
+        ..TokenizeOptions::default()
+    };
+    let writer = WriterOptions::new(tokenizer.vocabulary());
+    tokenize_to_store(&corpus, &tokenizer, &options, &folder.join("store"), &writer, |_| ()).unwrap();
+}
+
+#[test]
+fn lines_objects_and_a_store_of_the_same_texts_train_to_the_same_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    write_texts(folder.path());
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let common = format!("--width 16 --length {LENGTH} --batch 16 --epochs 2");
+    let (lines_, _) = lines(&format!("--data {} --vocabulary {VOCABULARY} {common}", at("lines.txt")));
+    let of_lines = losses(&lines_);
+    assert!(of_lines.len() >= 6, "{of_lines:?}");
+    let (first, last) = (of_lines[0], of_lines[of_lines.len() - 1]);
+    assert!((first - 300f64.ln()).abs() < 1.0 && last < first, "{of_lines:?}");
+    for others in [
+        format!("--data {} --field answer --vocabulary {VOCABULARY}", at("objects.jsonl")),
+        format!("--data {} --tokenizer {}", at("lines.txt"), at("tokenizer.json")),
+        format!("--data {} --tokenizer {}", at("store"), at("tokenizer.json")),
+        format!("--data {}", at("store")),
+    ] {
+        let (lines, _) = lines(&format!("{others} {common}"));
+        assert_eq!(losses(&lines), of_lines, "{others}");
+    }
+    // Text to measure on is cut by the tokenizer of the training's.
+    let measured = format!(
+        "--data {} --validation {} --tokenizer {}",
+        at("store"),
+        at("lines.txt"),
+        at("tokenizer.json")
+    );
+    let (lines, _) = lines(&format!("{measured} {common} --evaluate-every 4"));
+    assert!(lines.iter().any(|line| line["evaluation"]["loss"].as_f64().is_some_and(|loss| loss < first)));
+    assert_eq!(losses(&lines), of_lines, "to measure changes nothing");
+}
+
+#[test]
+fn what_does_not_fit_is_said_before_anything_is_trained() {
+    let folder = tempfile::tempdir().unwrap();
+    write_texts(folder.path());
+    let folder = folder.path();
+    let at = |name: &str| folder.join(name).display().to_string();
+    let check = |arguments: String, expected| refused(&arguments, folder, expected);
+    check(
+        "--data embedded --vocabulary 100".into(),
+        expect![[r#"
+        error: vocabulary: 100 tokens were asked for, and the tokenizer data/tokenizer.json has 4096; leave the vocabulary out, or ask for 4096
+    "#]],
+    );
+    check(
+        format!("--data {} --vocabulary 100", at("store")),
+        expect![[r#"
+        error: vocabulary: 100 tokens were asked for, and the token store FOLDER/store has 300; leave the vocabulary out, or ask for 300
+    "#]],
+    );
+    check(
+        format!("--data embedded --validation {}", at("store")),
+        expect![[r#"
+        error: vocabulary: the tokenizer has 4096 tokens and the token store FOLDER/store 300; give the tokenizer that the store was made with
+    "#]],
+    );
+    check(
+        format!("--data {} --validation {}", at("store"), at("lines.txt")),
+        expect![[r#"
+        error: tokenizer: FOLDER/lines.txt is text beside a token store, and nothing says how to tokenize it; give the store's tokenizer.json
+    "#]],
+    );
+    let embedded = dataloading::embedded::folder().unwrap().join("tokenizer.json");
+    check(
+        format!("--data {} --tokenizer {}", at("store"), embedded.display()),
+        expect![[r#"
+        error: vocabulary: the tokenizer has 4096 tokens and the token store FOLDER/store 300; give the tokenizer that the store was made with
+    "#]],
+    );
+    check(
+        format!("--data {} --evaluate-every 5", at("store")),
+        expect![[r#"
+        error: --evaluate-every, and nothing to measure on; give a --validation PATH
+    "#]],
+    );
+    check(
+        format!("--data {}", at("nowhere.txt")),
+        expect![[r#"
+        error: FOLDER/nowhere.txt: No such file or directory (os error 2)
+    "#]],
+    );
+    check(
+        format!("--data {}", at("objects.jsonl")),
+        expect![[r#"
+        error: FOLDER/objects.jsonl: line 1: no field 'text'; the fields here are: answer, question
+    "#]],
+    );
+    check(
+        "--data synthetic --epochs 2".into(),
+        expect![[r#"
+        error: --epochs has no meaning for the made-up language, which has no files and no end; leave it out, or name --data
+    "#]],
+    );
+}
+
+#[test]
+fn every_way_of_making_batches_trains_both_models() {
+    for model in ["gpt2-like", "gpt2"] {
+        for strategy in ["base", "standard", "balanced:5", "sequenced", "packed"] {
+            let arguments =
+                format!("--data embedded --width 16 --steps 2 --model {model} --strategy {strategy}");
+            let losses = losses(&lines(&arguments).0);
+            assert_eq!(losses.len(), 2, "{arguments}");
+            assert!(losses.iter().all(|loss| (loss - 4096f64.ln()).abs() < 1.0), "{arguments}: {losses:?}");
+        }
+    }
+}
+
+#[test]
+fn a_healthy_training_is_called_healthy_and_goes_on_as_without_a_diagnosis() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("trace.json");
+    let common = "--data embedded --width 128 --length 128 --batch 16 --steps 9";
+    let (plain, silence) = lines(common);
+    assert_eq!(silence, "");
+    let (diagnosed, message) = lines(&format!("{common} --diagnose --trace {}", trace.display()));
+    assert_eq!(losses(&plain).len(), 9);
+    assert_eq!(losses(&diagnosed), losses(&plain));
+    assert!(message.contains("nothing found in 3 steps of "), "{message}");
+    assert!(message.contains("\n  forward "), "{message}");
+    let findings: Vec<&Value> =
+        diagnosed.iter().map(|line| &line["diagnosis"]).filter(|line| !line.is_null()).collect();
+    assert_eq!(findings, [&json!([])]);
+    let trace: Value = serde_json::from_slice(&std::fs::read(&trace).unwrap()).unwrap();
+    let steps = trace["traceEvents"].as_array().unwrap().iter();
+    assert_eq!(steps.filter(|event| event["name"] == "step" && event["cat"] == "user_annotation").count(), 3);
+}
+
+#[test]
+fn padding_without_workers_is_reported() {
+    let arguments =
+        "--data embedded --width 64 --length 128 --strategy base --workers 0 --steps 8 --diagnose";
+    let (lines, message) = lines(arguments);
+    let diagnosis = lines.iter().find_map(|line| line["diagnosis"].as_array()).unwrap();
+    let padding = diagnosis.iter().find(|finding| finding["name"] == "padding");
+    let padding = padding.unwrap_or_else(|| panic!("{message}"));
+    assert!(padding["share"].as_f64().unwrap() > 0.2, "{padding}");
+    assert!(message.contains("Pack several documents into a row"), "{message}");
+}
+
+#[test]
+fn too_few_steps_are_no_diagnosis() {
+    let (lines, message) = lines("--data embedded --width 16 --steps 5 --diagnose");
+    assert_eq!(losses(&lines).len(), 5);
+    assert_eq!(message, "warning: nothing was diagnosed: that needs 6 steps, and the training ends before\n");
+}
