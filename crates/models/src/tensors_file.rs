@@ -3,44 +3,75 @@
 //! A file is written under a temporary name, synced and renamed, so that a reader sees the old one or the new one whole. It is
 //! read through a mapping: each tensor's bytes are copied once, from the file's pages into the tensor.
 
-use std::borrow::Cow;
+use std::cmp::Reverse;
 use std::fs::File;
+use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use runtime::mapped::MappedFile;
-use safetensors::{Dtype, SafeTensors, View};
+use safetensors::{Dtype, SafeTensors};
+use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 
-/// The bytes of a safetensors file that holds these tensors, in their order of size class and name as the format wants it.
-/// Tensors of any device, contiguous or not.
+/// Writes tensors of any device, contiguous or not, one at a time: beside them, memory for the largest is needed. Those of
+/// wide dtypes come first, as the format wants it, so that every one lies at a multiple of its element's size.
 ///
 /// # Errors
-/// A dtype that the format lacks (complex halves, quantised), a name that comes twice.
-pub fn to_bytes(tensors: &[(String, Tensor)]) -> Result<Vec<u8>> {
-    let mut views = Vec::with_capacity(tensors.len());
-    for (name, tensor) in tensors {
-        views.push((name, Bytes::of(name, tensor)?));
+/// As [`io::ErrorKind::InvalidInput`]: a dtype that the format lacks (complex numbers, quantised), a name that comes twice or
+/// that the format keeps for itself. Those of `out` and of libtorch.
+pub fn write_to(out: &mut dyn Write, tensors: &[(String, Tensor)]) -> io::Result<()> {
+    let refuse = |reason: String| Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
+    let width = |tensor: &Tensor| tensor.kind().elt_size_in_bytes();
+    let mut order: Vec<&(String, Tensor)> = tensors.iter().collect();
+    order.sort_by_key(|(_, tensor)| Reverse(width(tensor)));
+    let (mut header, mut end) = (serde_json::Map::new(), 0);
+    for (name, tensor) in &order {
+        let Some(dtype) = dtype_of(tensor.kind()) else {
+            return refuse(format!(
+                "`{name}` is {:?}, which the format lacks; convert it first",
+                tensor.kind()
+            ));
+        };
+        let start = end;
+        end += tensor.numel() * width(tensor);
+        let entry = json!({ "dtype": dtype, "shape": tensor.size(), "data_offsets": [start, end] });
+        if name == "__metadata__" || header.insert(name.clone(), entry).is_some() {
+            return refuse(format!(
+                "two tensors are called `{name}`, or the format keeps that name for itself"
+            ));
+        }
     }
-    safetensors::serialize(views, None)
-        .map_err(|cause| Error::Config { what: "safetensors", reason: cause.to_string() })
+    let mut text = serde_json::to_vec(&header)?;
+    text.resize(text.len().next_multiple_of(8), b' ');
+    out.write_all(&(text.len() as u64).to_le_bytes())?;
+    out.write_all(&text)?;
+    let mut bytes = Vec::new();
+    for (_, tensor) in order {
+        let numel = tensor.numel();
+        bytes.resize(numel * width(tensor), 0);
+        if numel > 0 {
+            let host = tensor.f_detach().and_then(|t| t.f_to_device(Device::Cpu)?.f_contiguous());
+            host.and_then(|host| host.f_copy_data_u8(&mut bytes, numel)).map_err(io::Error::other)?;
+        }
+        out.write_all(&bytes)?;
+    }
+    Ok(())
 }
 
 /// Writes a file whole or not at all.
 ///
 /// # Errors
-/// As [`to_bytes`]; a folder that is not there or full, with the path.
+/// Those of [`write_to`], with the path; a folder that is not there or full.
 pub fn write(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
-    let bytes = to_bytes(tensors)?;
     let mut temporary = path.as_os_str().to_owned();
     temporary.push(".partial");
     let temporary = PathBuf::from(temporary);
     let written = (|| {
-        use std::io::Write;
-        let mut file = File::create(&temporary)?;
-        file.write_all(&bytes)?;
-        file.sync_all()?;
+        let mut file = BufWriter::new(File::create(&temporary)?);
+        write_to(&mut file, tensors)?;
+        file.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
         std::fs::rename(&temporary, path)?;
         // The new name is on the disk when its folder is.
         File::open(path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")))?
@@ -87,7 +118,11 @@ pub fn from_bytes(bytes: &[u8], device: Device) -> Result<Vec<(String, Tensor)>>
             return Err(Error::Config { what, reason });
         };
         let shape: Vec<i64> = info.shape.iter().map(|&size| size as i64).collect();
-        tensors.push((name, Tensor::f_from_data_size(values, &shape, kind)?.f_to_device(device)?));
+        let tensor = match values {
+            [] => Tensor::f_zeros(&shape, (kind, device))?,
+            values => Tensor::f_from_data_size(values, &shape, kind)?.f_to_device(device)?,
+        };
+        tensors.push((name, tensor));
     }
     Ok(tensors)
 }
@@ -96,48 +131,7 @@ fn file_error(path: &Path, reason: String) -> Error {
     Error::File { path: path.to_owned(), reason }
 }
 
-/// A tensor on its way into a file.
-struct Bytes {
-    dtype: Dtype,
-    shape: Vec<usize>,
-    tensor: Tensor,
-    bytes: usize,
-}
-
-impl Bytes {
-    fn of(name: &str, tensor: &Tensor) -> Result<Self> {
-        let dtype = dtype_of(tensor.kind()).ok_or_else(|| Error::Config {
-            what: "safetensors",
-            reason: format!("`{name}` is {:?}, which the format lacks; convert it first", tensor.kind()),
-        })?;
-        let tensor = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?;
-        let shape = tensor.size().iter().map(|&size| size as usize).collect();
-        let bytes = tensor.numel() * tensor.kind().elt_size_in_bytes();
-        Ok(Self { dtype, shape, tensor, bytes })
-    }
-}
-
-impl View for Bytes {
-    fn dtype(&self) -> Dtype {
-        self.dtype
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        let mut bytes = vec![0; self.bytes];
-        self.tensor.copy_data_u8(&mut bytes, self.tensor.numel());
-        Cow::Owned(bytes)
-    }
-
-    fn data_len(&self) -> usize {
-        self.bytes
-    }
-}
-
-const DTYPES: [(Kind, Dtype); 9] = [
+const DTYPES: [(Kind, Dtype); 10] = [
     (Kind::Float, Dtype::F32),
     (Kind::BFloat16, Dtype::BF16),
     (Kind::Half, Dtype::F16),
@@ -145,6 +139,7 @@ const DTYPES: [(Kind, Dtype); 9] = [
     (Kind::Int64, Dtype::I64),
     (Kind::Int, Dtype::I32),
     (Kind::Int16, Dtype::I16),
+    (Kind::Int8, Dtype::I8),
     (Kind::Uint8, Dtype::U8),
     (Kind::Bool, Dtype::BOOL),
 ];

@@ -36,7 +36,8 @@ fn the_variance_of_the_output_does_not_depend_on_the_width() {
         layer.forward(&x).unwrap().var(false).double_value(&[])
     };
     // Each with the variance it is made for; 131072 samples of it stray by less than a hundredth or two.
-    let cases: [(&str, fn(i64) -> Init, f64); 2] =
+    type Case = (&'static str, fn(i64) -> Init, f64);
+    let cases: [Case; 2] =
         [("1/√d, cut at 3", Init::lecun, 0.9733), ("torch", Init::torch_linear, 1.0 / 3.0)];
     for (name, init, expected) in cases {
         for width in [16, 64, 256, 1024] {

@@ -17,7 +17,7 @@
 
 mod folder;
 mod manifest;
-mod tensors_file;
+mod overwrite;
 
 pub use folder::{Checkpoint, Checkpoints, Found, Snapshot};
-pub use tensors_file::{overwrite, read_tensors, write_tensors};
+pub use overwrite::overwrite;

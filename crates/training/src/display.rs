@@ -27,7 +27,10 @@ impl Efficiency {
     pub fn measure(probe: &Probe, device: Device) -> Result<Self> {
         // Large enough that the device is full, small enough not to be waited for.
         let size = if device.is_cuda() { 4096 } else { 1024 };
-        let peak_rate = physical::gemm_rate(device, Kind::Float, size, size, size)?.rate();
+        let product = physical::gemm_rate(device, Kind::Float, size, size, size)?;
+        // What the machine can do at best is its best sample: what disturbs the others is no limit of its own.
+        let seconds = product.time.samples.iter().copied().fold(f64::INFINITY, f64::min);
+        let peak_rate = seconds.is_finite().then(|| 2.0 * (size as f64).powi(3) / seconds.max(1e-12));
         Ok(Self { flops_per_token: Some(probe.flops_per_place()), peak_rate })
     }
 
@@ -45,7 +48,12 @@ pub struct Display {
     done: u64,
     device: Device,
     efficiency: Efficiency,
+    /// Tokens per second.
     rate: f64,
+    /// Places per second, padding included.
+    places_rate: f64,
+    /// Seconds of evaluation since the last step, which are in the next one's time.
+    evaluating: f64,
     validation: Option<f64>,
     /// What the bar says.
     line: String,
@@ -58,7 +66,17 @@ impl Display {
     /// For a training of `steps` steps on `device`.
     pub fn new(steps: u64, device: Device, efficiency: Efficiency) -> Self {
         let progress = Progress::new(steps);
-        Self { progress, done: 0, device, efficiency, rate: 0.0, validation: None, line: String::new() }
+        Self {
+            progress,
+            done: 0,
+            device,
+            efficiency,
+            rate: 0.0,
+            places_rate: 0.0,
+            evaluating: 0.0,
+            validation: None,
+            line: String::new(),
+        }
     }
 
     /// The same display, with what it takes to show the MFU.
@@ -82,8 +100,7 @@ impl Display {
     fn line(&self, record: &StepRecord) -> String {
         let memory = runtime::memory::live_bytes(self.device)
             .map_or_else(|_| "–".to_owned(), |bytes| format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30)));
-        let places = (record.tokens + record.padding) as f64 / record.tokens.max(1) as f64;
-        let mfu = self.efficiency.mfu(self.rate * places);
+        let mfu = self.efficiency.mfu(self.places_rate);
         let mfu = mfu.map_or_else(|| "–".to_owned(), |share| format!("{:.0} %", share * 100.0));
         let validation = self.validation.map_or_else(String::new, |loss| format!(" (valid {loss:.3})"));
         // As long as there is room for beside a bar on 80 columns.
@@ -93,8 +110,13 @@ impl Display {
 
 impl Observer for Display {
     fn on_step(&mut self, record: &StepRecord) -> Result<()> {
-        let rate = record.tokens as f64 / record.timings.total.max(1e-9);
-        self.rate = if self.rate == 0.0 { rate } else { self.rate + SMOOTHING * (rate - self.rate) };
+        let seconds = (record.timings.total - std::mem::take(&mut self.evaluating)).max(1e-9);
+        let smooth = |rate: f64, places: usize| {
+            let latest = places as f64 / seconds;
+            if rate == 0.0 { latest } else { rate + SMOOTHING * (latest - rate) }
+        };
+        self.rate = smooth(self.rate, record.tokens);
+        self.places_rate = smooth(self.places_rate, record.tokens + record.padding);
         self.advance(record.step);
         self.line = self.line(record);
         self.progress.message(&self.line);
@@ -103,6 +125,7 @@ impl Observer for Display {
 
     fn on_evaluation(&mut self, evaluation: &Evaluation) -> Result<()> {
         self.validation = Some(evaluation.loss);
+        self.evaluating += evaluation.seconds;
         Ok(())
     }
 

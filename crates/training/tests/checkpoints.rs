@@ -6,7 +6,7 @@ use std::path::Path;
 use runtime::random::RandomState;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
-use training::checkpoint::{Checkpoints, Snapshot, read_tensors, write_tensors};
+use training::checkpoint::{Checkpoints, Snapshot};
 
 fn save(checkpoints: &Checkpoints, step: u64) {
     let tensor = Tensor::full([3, 2], step as f64, (Kind::Float, Device::Cpu));
@@ -38,9 +38,9 @@ fn what_is_written_is_read_and_the_last_are_kept() {
     assert_eq!(checkpoint.step, 15);
     assert_eq!(checkpoint.state["data"]["position"], 15);
     let names: Vec<&str> = checkpoint.model.iter().map(|(name, _)| name.as_str()).collect();
-    assert_eq!(names, ["h", "w"]);
+    assert_eq!(names, ["w", "h"], "wide dtypes come first");
     assert_eq!(
-        checkpoint.model[0].1,
+        checkpoint.model[1].1,
         Tensor::arange(6, (Kind::BFloat16, Device::Cpu)).reshape([2, 3]).transpose(0, 1)
     );
     assert_eq!(checkpoint.optimizer[0].1.int64_value(&[]), 15);
@@ -113,25 +113,4 @@ fn where_none_is_valid_each_reason_is_told() {
     ] {
         assert!(message.contains(words), "{words}: {message}");
     }
-}
-
-#[test]
-fn hostile_tensor_files_are_errors() {
-    let root = tempfile::tempdir().unwrap();
-    let path = root.path().join("x.safetensors");
-    let mut bytes = Vec::new();
-    let tensors = [
-        ("a".to_owned(), Tensor::arange(5, (Kind::Int64, Device::Cpu))),
-        ("e".to_owned(), Tensor::zeros([0, 3], (Kind::Half, Device::Cpu))),
-    ];
-    write_tensors(&mut bytes, &tensors).unwrap();
-    fs::write(&path, &bytes).unwrap();
-    assert_eq!(read_tensors(&path).unwrap(), tensors);
-    for length in 0..bytes.len() {
-        fs::write(&path, &bytes[..length]).unwrap();
-        let message = read_tensors(&path).unwrap_err().to_string();
-        assert!(message.contains("x.safetensors"), "{length}: {message}");
-    }
-    let twice = [("a".to_owned(), Tensor::from(1.0)), ("a".to_owned(), Tensor::from(2.0))];
-    assert!(write_tensors(&mut Vec::new(), &twice).is_err());
 }

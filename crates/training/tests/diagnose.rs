@@ -365,3 +365,25 @@ fn a_live_composition_adds_up() {
     let own: f64 = composition.operators.iter().map(|operator| operator.seconds).sum();
     assert!(own <= composition.steps.iter().map(|step| step.seconds).fold(0.0, f64::max), "{composition}");
 }
+
+#[test]
+fn a_product_that_copies_its_bias_first_is_no_call_of_another() {
+    let [bias, x, w] = [[512], [256], [512]].map(|[rows]| Tensor::ones([rows, 512], FLOAT_CPU));
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.json");
+    let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let trace = Trace::start(Default::default()).unwrap();
+    for _ in 0..STEPS {
+        let _step = range("step");
+        let _forward = range("forward");
+        for _ in 0..20 {
+            let _ = bias.get(0).addmm(&x, &w);
+        }
+    }
+    trace.save(&path).unwrap();
+    let profile = Profile::read(&path).unwrap();
+    let median = Composition::of(&profile).unwrap().median;
+    assert!(median.host_seconds < 0.3 * median.seconds, "{median:?}");
+    let diagnosis = Diagnosis::of(&profile, &Facts::default()).unwrap();
+    assert!(diagnosis.finding("tiny operators").is_none(), "{diagnosis}");
+}

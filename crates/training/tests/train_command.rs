@@ -145,8 +145,8 @@ fn what_does_not_fit_is_said_before_anything_is_trained() {
     check(
         format!("--data {}", at("nowhere.txt")),
         expect![[r#"
-        error: FOLDER/nowhere.txt: No such file or directory (os error 2)
-    "#]],
+            error: --data FOLDER/nowhere.txt: there is no such file or folder; expected synthetic, embedded, or a path
+        "#]],
     );
     check(
         format!("--data {}", at("objects.jsonl")),

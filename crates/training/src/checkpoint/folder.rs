@@ -4,12 +4,12 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
+use models::tensors_file;
 use runtime::random::RandomState;
 use serde_json::Value;
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use super::manifest::Manifest;
-use super::tensors_file::{read_tensors, write_tensors};
 use crate::error::{Error, Result};
 
 const PREFIX: &str = "step-";
@@ -174,8 +174,8 @@ fn write(folder: &Path, snapshot: &Snapshot<'_>) -> io::Result<()> {
     }
     fs::create_dir(folder)?;
     let mut manifest = Manifest::new(snapshot.step);
-    manifest.write(folder, MODEL, |out| write_tensors(out, snapshot.model))?;
-    manifest.write(folder, OPTIMIZER, |out| write_tensors(out, snapshot.optimizer))?;
+    manifest.write(folder, MODEL, |out| tensors_file::write_to(out, snapshot.model))?;
+    manifest.write(folder, OPTIMIZER, |out| tensors_file::write_to(out, snapshot.optimizer))?;
     manifest.write(folder, RANDOM, |out| out.write_all(&snapshot.random.to_bytes()))?;
     manifest.write(folder, STATE, |out| Ok(serde_json::to_writer_pretty(out, snapshot.state)?))?;
     manifest.finish(folder)?;
@@ -196,8 +196,8 @@ fn read(folder: &Path, step: u64) -> Result<Checkpoint> {
     Ok(Checkpoint {
         path: folder.to_owned(),
         step,
-        model: read_tensors(&folder.join(MODEL))?,
-        optimizer: read_tensors(&folder.join(OPTIMIZER))?,
+        model: tensors_file::read(&folder.join(MODEL), Device::Cpu)?,
+        optimizer: tensors_file::read(&folder.join(OPTIMIZER), Device::Cpu)?,
         random: RandomState::from_bytes(&bytes(RANDOM)?)?,
         state,
     })

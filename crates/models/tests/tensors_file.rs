@@ -1,0 +1,92 @@
+//! Named tensors out to a file and in from it, and files that are none.
+
+use std::collections::BTreeMap;
+
+use models::tensors_file::{from_bytes, read, write, write_to};
+use safetensors::SafeTensors;
+use tch::{Device, Kind, Tensor};
+
+const KINDS: [Kind; 10] = [
+    Kind::Int8,
+    Kind::Float,
+    Kind::Bool,
+    Kind::Double,
+    Kind::Half,
+    Kind::Int64,
+    Kind::BFloat16,
+    Kind::Int,
+    Kind::Uint8,
+    Kind::Int16,
+];
+
+/// One of every dtype, with an odd number of elements and not contiguous; one without elements; a scalar.
+fn tensors() -> BTreeMap<String, Tensor> {
+    let of = |kind: Kind| {
+        Tensor::arange(15, (Kind::Int64, Device::Cpu)).view([3, 5]).to_kind(kind).transpose(0, 1)
+    };
+    let mut tensors: BTreeMap<String, Tensor> =
+        KINDS.iter().map(|&kind| (format!("{kind:?}"), of(kind))).collect();
+    tensors.insert("empty".into(), Tensor::zeros([0, 3], (Kind::Half, Device::Cpu)));
+    tensors.insert("scalar".into(), Tensor::from(1.5));
+    tensors
+}
+
+fn bytes() -> Vec<u8> {
+    let mut bytes = Vec::new();
+    write_to(&mut bytes, &tensors().into_iter().collect::<Vec<_>>()).unwrap();
+    bytes
+}
+
+#[test]
+fn every_dtype_comes_back_as_it_was() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("x.safetensors");
+    write(&path, &tensors().into_iter().collect::<Vec<_>>()).unwrap();
+    assert_eq!(std::fs::read(&path).unwrap(), bytes());
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "nothing temporary is left");
+    let back: BTreeMap<String, Tensor> = read(&path, Device::Cpu).unwrap().into_iter().collect();
+    assert_eq!(back.len(), tensors().len());
+    for (name, tensor) in tensors() {
+        assert_eq!((back[&name].kind(), back[&name].size()), (tensor.kind(), tensor.size()), "{name}");
+        assert!(back[&name].equal(&tensor), "{name}");
+    }
+}
+
+#[test]
+fn every_tensor_lies_at_a_multiple_of_its_elements_size() {
+    let bytes = bytes();
+    let (header, _) = SafeTensors::read_metadata(&bytes).unwrap();
+    assert_eq!(header % 8, 0);
+    let views = SafeTensors::deserialize(&bytes).unwrap();
+    for (name, view) in views.tensors() {
+        let offset = view.data().as_ptr() as usize - bytes.as_ptr() as usize;
+        assert_eq!(offset % (view.dtype().bitsize() / 8), 0, "{name} at {offset}");
+    }
+}
+
+#[test]
+fn a_cut_file_is_an_error_wherever_it_is_cut() {
+    let bytes = bytes();
+    assert!(from_bytes(&bytes, Device::Cpu).is_ok());
+    for length in 0..bytes.len() {
+        let error = from_bytes(&bytes[..length], Device::Cpu).unwrap_err().to_string();
+        assert!(error.contains("not a whole safetensors file"), "{length}: {error}");
+    }
+}
+
+#[test]
+fn what_the_format_cannot_say_is_refused() {
+    let one = |name: &str, tensor: Tensor| (name.to_owned(), tensor);
+    let complex = Tensor::zeros([2], (Kind::ComplexFloat, Device::Cpu));
+    for (tensors, words) in [
+        (vec![one("a", Tensor::from(1.0)), one("a", Tensor::from(2.0))], "two tensors are called `a`"),
+        (vec![one("__metadata__", Tensor::from(1.0))], "keeps that name for itself"),
+        (vec![one("c", complex)], "`c` is ComplexFloat, which the format lacks"),
+    ] {
+        let error = write_to(&mut Vec::new(), &tensors).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    }
+    let nowhere = std::path::Path::new("/nowhere/x.safetensors");
+    let error = write(nowhere, &[]).unwrap_err().to_string();
+    assert!(error.starts_with("/nowhere/x.safetensors: cannot be written: "), "{error}");
+}

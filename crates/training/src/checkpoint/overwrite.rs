@@ -1,0 +1,40 @@
+//! Tensors in the place of others of the same names.
+
+use std::collections::BTreeMap;
+
+use tch::Tensor;
+
+use crate::error::{Error, Result};
+
+/// Puts tensors in the place of those of the same names, on whatever device these are.
+///
+/// # Errors
+/// [`Error::State`] with all names that are missing, not known, or of another shape or dtype; nothing is changed then.
+pub fn overwrite<'a>(
+    targets: impl IntoIterator<Item = (String, &'a Tensor)>,
+    tensors: &[(String, Tensor)],
+    from: &str,
+) -> Result<()> {
+    let mut given: BTreeMap<&str, &Tensor> =
+        tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    let (mut missing, mut mismatched, mut pairs) = (Vec::new(), Vec::new(), Vec::new());
+    for (name, target) in targets {
+        match given.remove(name.as_str()) {
+            None => missing.push(name),
+            Some(tensor) if tensor.size() != target.size() || tensor.kind() != target.kind() => {
+                let of = |tensor: &Tensor| format!("{:?} {:?}", tensor.kind(), tensor.size());
+                mismatched.push(format!("{name} ({}, expected {})", of(tensor), of(target)));
+            }
+            Some(tensor) => pairs.push((target, tensor)),
+        }
+    }
+    let unexpected: Vec<String> = given.into_keys().map(str::to_owned).collect();
+    if !(missing.is_empty() && unexpected.is_empty() && mismatched.is_empty()) {
+        return Err(Error::State { from: from.into(), into: "the model", missing, unexpected, mismatched });
+    }
+    let _no_grad = tch::no_grad_guard();
+    for (target, tensor) in pairs {
+        target.f_detach()?.f_copy_(tensor)?;
+    }
+    Ok(())
+}
