@@ -34,7 +34,7 @@ const MAGIC: &[u8; 8] = b"rngstat1";
 /// The same seed gives the same numbers on the same kind of device, but not the same numbers on a CPU and on a GPU.
 ///
 /// # Errors
-/// [`Error::Torch`](crate::Error::Torch) where CUDA is there and cannot be initialised.
+/// [`Error::Torch`] where CUDA is there and cannot be initialised.
 pub fn seed(seed: u64) -> Result<()> {
     // libtorch decides at this call whether there is CUDA: its half of the library must be there before.
     crate::device::cuda_count()?;
@@ -54,7 +54,7 @@ impl RandomState {
     /// Reads where the generators stand that code working on `device` can draw from.
     ///
     /// # Errors
-    /// [`Error::Unavailable`](crate::Error::Unavailable) for a CUDA device that this machine does not have, and for a device that is neither CPU
+    /// [`Error::Unavailable`] for a CUDA device that this machine does not have, and for a device that is neither CPU
     /// nor CUDA.
     pub fn capture(device: Device) -> Result<Self> {
         let mut states = vec![(Device::Cpu, sys::state(Device::Cpu)?)];
@@ -68,7 +68,7 @@ impl RandomState {
     /// Reads the CPU's generator and that of every CUDA device that is there.
     ///
     /// # Errors
-    /// [`Error::Torch`](crate::Error::Torch) where CUDA is there and cannot be initialised.
+    /// [`Error::Torch`] where CUDA is there and cannot be initialised.
     pub fn capture_all() -> Result<Self> {
         let cuda = (0..crate::device::cuda_count()?).map(Device::Cuda);
         Self::of(std::iter::once(Device::Cpu).chain(cuda))
@@ -81,7 +81,7 @@ impl RandomState {
     /// Puts the generators back to where they stood.
     ///
     /// # Errors
-    /// [`Error::Torch`](crate::Error::Torch) where CUDA refuses, for example during the capture of a graph.
+    /// [`Error::Torch`] where CUDA refuses, for example during the capture of a graph.
     pub fn restore(&self) -> Result<()> {
         self.states.iter().try_for_each(|(device, bytes)| sys::restore(*device, bytes))
     }
