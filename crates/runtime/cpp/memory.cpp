@@ -53,6 +53,8 @@ class KeptBlocks {
     if (!enabled.load(std::memory_order_relaxed)) return false;
     std::lock_guard<std::mutex> lock(mutex_);
     if (live + static_cast<int64_t>(bytes_ + size) > most_) return false;
+    // Before another thread can take it: to a trace this is a release, and the next use an allocation.
+    c10::profiledCPUMemoryReporter().Delete(block);
     blocks_.emplace(size, block);
     bytes_ += size;
     return true;
@@ -123,7 +125,11 @@ struct TrackingAllocator final : c10::Allocator {
     const bool large = size >= KeptBlocks::kSmallest;
     char* block = large ? kept().take(size) : nullptr;
     const bool fresh = block == nullptr;
-    if (fresh) block = static_cast<char*>(base->raw_allocate(size + kHeader));
+    if (fresh) {
+      block = static_cast<char*>(base->raw_allocate(size + kHeader));
+    } else {
+      c10::profiledCPUMemoryReporter().New(block, size + kHeader);
+    }
     if (fresh && size >= 2 * kHugePage && huge_pages.load(std::memory_order_relaxed)) {
       // A fresh block of 64 MiB costs 16 384 page faults with small pages and 32 with huge ones.
       const auto begin = (reinterpret_cast<uintptr_t>(block) + kHugePage - 1) & ~(kHugePage - 1);

@@ -68,6 +68,26 @@ fn a_trace_has_operators_ranges_threads_shapes_and_memory() {
         (range["ts"].as_f64().unwrap(), range["ts"].as_f64().unwrap() + range["dur"].as_f64().unwrap());
     assert!(named(&recorded, "aten::mm").iter().any(|mm| (start..end).contains(&mm["ts"].as_f64().unwrap())));
 
+    // A large block that is released and used again is an allocation each time, whoever keeps it in between.
+    runtime::memory::track_cpu().unwrap();
+    let large = 3 << 20;
+    let use_it = || drop(Tensor::empty([large / 4], (Kind::Float, Device::Cpu)));
+    use_it();
+    let trace = Trace::start(TraceOptions::default()).unwrap();
+    (0..3).for_each(|_| use_it());
+    trace.save(&path).unwrap();
+    let bytes: Vec<i64> = events(&path)
+        .iter()
+        .filter(|event| event["name"] == "[memory]")
+        .map(|event| event["args"]["Bytes"].as_i64().unwrap())
+        .filter(|bytes| bytes.abs() >= large)
+        .collect();
+    assert_eq!(
+        bytes.iter().map(|bytes| bytes.signum()).collect::<Vec<_>>(),
+        [1, -1, 1, -1, 1, -1],
+        "{bytes:?}"
+    );
+
     // Less on demand.
     let trace =
         Trace::start(TraceOptions { shapes: false, memory: false, ..TraceOptions::default() }).unwrap();
