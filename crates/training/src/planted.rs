@@ -2,7 +2,8 @@
 //! common, so that a profile can be seen with each of them and without.
 //!
 //! Each is the real thing, not a delay: the setup that it belongs to (model, loss head, optimizer, loader) is built the slow
-//! way. All of them train the same model on the same tokens to the same losses.
+//! way. All but two train the same model on the same batches to the same losses; [`Inefficiency::PadToMax`] has other batches
+//! and [`Inefficiency::OddWidth`] another model.
 
 mod host_reads;
 mod indexed_loss;
@@ -79,28 +80,6 @@ impl Inefficiency {
             Self::HostReads => "host-reads",
             Self::ZeroedGradients => "zeroed-gradients",
             Self::UnfusedOptimizer => "unfused-optimizer",
-        }
-    }
-
-    /// Why it costs time, in words for the report.
-    pub fn reason(self) -> &'static str {
-        match self {
-            Self::PadToMax => "the model computes places that hold nothing",
-            Self::TokenizePerItem => "text is cut into tokens once per epoch and sample instead of once",
-            Self::NoWorkers => "the model waits while a batch is made",
-            Self::OddWidth => "the last vector of every row is partly empty, and rows are not aligned",
-            Self::UnusedProjection => "a product is computed and dropped; its weights take memory",
-            Self::ExplicitAttention => "t² weights per head are written, kept for backward and read again",
-            Self::MaskPerForward => {
-                "t² numbers are made and converted in each forward, and pairs that are hidden are computed"
-            }
-            Self::IndexedLoss => "logits are copied row by row forward, and scattered back in backward",
-            Self::AccuracyEachStep => "the largest of all logits of each place is sought in each step",
-            Self::HostReads => "the host waits for the device before it may queue the next step",
-            Self::ZeroedGradients => "gradients are written once more and read once more, and never free",
-            Self::UnfusedOptimizer => {
-                "each parameter's state is read and written by several operators instead of one pass"
-            }
         }
     }
 

@@ -18,6 +18,9 @@ pub(crate) struct Loading {
     /// How often the training data is gone through
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     epochs: u64,
+    /// Trainings with each strategy, in turns [default: 3, at smoke 1]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    rounds: Option<u64>,
 }
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Loading) -> anyhow::Result<()> {
@@ -53,21 +56,32 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Loading) -> anyhow::Result<()
         device,
         seed: common.seed,
     };
-    let mut progress = Progress::new(strategies.len() as u64);
-    let mut outcomes = Vec::new();
-    for &strategy in strategies {
-        progress.message(&format!("{}, {strategy}", corpus.name));
-        outcomes.push((strategy, train(&corpus, strategy, &training)?));
-        progress.step();
+    let rounds = arguments.rounds.unwrap_or(sizes.rounds);
+    let mut progress = Progress::new(rounds * strategies.len() as u64 + 1);
+    // The first training of a process sets libtorch up and lets the allocator grow; it is not among those measured.
+    progress.message(&format!("{}, warm-up", corpus.name));
+    train(&corpus, strategies[0], &training)?;
+    progress.step();
+    let mut outcomes: Vec<Vec<Outcome>> = vec![Vec::new(); strategies.len()];
+    for round in 0..rounds {
+        for turn in 0..strategies.len() {
+            // Each round begins with another strategy, so that none is always the first or the last.
+            let index = (turn + round as usize * strategies.len() / rounds as usize) % strategies.len();
+            progress.message(&format!("{}, {}, round {}", corpus.name, strategies[index], round + 1));
+            outcomes[index].push(train(&corpus, strategies[index], &training)?);
+            progress.step();
+        }
     }
     // What every strategy has reached.
-    let target = outcomes.iter().map(|(_, outcome)| outcome.best_loss()).fold(f64::NEG_INFINITY, f64::max);
-    for (strategy, outcome) in &outcomes {
-        sink.put(experiment, &case(*strategy), totals(outcome, target))?;
-        for point in &outcome.curve {
-            let case = case(*strategy).with("step", point.step);
+    let target = outcomes.iter().flatten().map(Outcome::best_loss).fold(f64::NEG_INFINITY, f64::max);
+    for (&strategy, outcomes) in strategies.iter().zip(&outcomes) {
+        sink.put(experiment, &case(strategy), totals(outcomes, target))?;
+        for (index, point) in outcomes[0].curve.iter().enumerate() {
+            let case = case(strategy).with("step", point.step);
+            // The rounds differ in their time; on CUDA a little in their losses too.
+            let seconds: Vec<f64> = outcomes.iter().map(|outcome| outcome.curve[index].seconds).collect();
             let metrics = vec![
-                Metric::exact("training_seconds", "s", point.seconds),
+                Metric::of_samples("training_seconds", "s", &seconds),
                 Metric::exact("training_tokens", "token", point.tokens as f64),
                 Metric::exact("validation_loss", "nat", point.loss),
                 Metric::exact("validation_accuracy", "ratio", point.accuracy),
@@ -78,12 +92,13 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Loading) -> anyhow::Result<()
     Ok(())
 }
 
-const TOTALS: [(&str, &str); 12] = [
+const TOTALS: [(&str, &str); 13] = [
     ("total_seconds", "s"),
     ("tokens_per_second", "token/s"),
     ("steps", "count"),
     ("padding_share", "ratio"),
     ("peak_bytes", "B"),
+    ("peak_with_evaluation_bytes", "B"),
     ("final_loss", "nat"),
     ("final_perplexity", "ratio"),
     ("final_accuracy", "ratio"),
@@ -93,16 +108,31 @@ const TOTALS: [(&str, &str); 12] = [
     ("loader_work_share", "ratio"),
 ];
 
-fn totals(outcome: &Outcome, target: f64) -> Vec<Metric> {
-    let &Outcome { steps, seconds, tokens, padding, peak_bytes, waited_seconds, loader, .. } = outcome;
+/// The figures of one strategy over all rounds.
+fn totals(outcomes: &[Outcome], target: f64) -> Vec<Metric> {
+    let rounds: Vec<[f64; TOTALS.len()]> = outcomes.iter().map(|outcome| values(outcome, target)).collect();
+    let metric = |(index, (name, unit)): (usize, (&str, &str))| {
+        let samples: Vec<f64> = rounds.iter().map(|values| values[index]).collect();
+        if samples.iter().all(|value| value.is_finite()) {
+            Metric::of_samples(name, unit, &samples)
+        } else {
+            Metric::not_measured(name, unit, "the training never came to it")
+        }
+    };
+    TOTALS.into_iter().enumerate().map(metric).collect()
+}
+
+fn values(outcome: &Outcome, target: f64) -> [f64; TOTALS.len()] {
+    let &Outcome { steps, seconds, tokens, padding, waited_seconds, loader, .. } = outcome;
     let last = outcome.curve.last();
     let of_last = |of: fn(f64, f64) -> f64| last.map_or(f64::NAN, |point| of(point.loss, point.accuracy));
-    let values = [
+    [
         seconds,
         tokens as f64 / seconds,
         steps as f64,
         padding as f64 / (tokens + padding) as f64,
-        peak_bytes as f64,
+        outcome.peak_bytes as f64,
+        outcome.peak_with_evaluation_bytes as f64,
         of_last(|loss, _| loss),
         of_last(|loss, _| loss.exp()),
         of_last(|_, accuracy| accuracy),
@@ -110,13 +140,5 @@ fn totals(outcome: &Outcome, target: f64) -> Vec<Metric> {
         outcome.seconds_to(target).unwrap_or(f64::NAN),
         waited_seconds / seconds,
         loader.worked_seconds / seconds,
-    ];
-    let metric = |((name, unit), value): ((&str, &str), f64)| {
-        if value.is_finite() {
-            Metric::exact(name, unit, value)
-        } else {
-            Metric::not_measured(name, unit, "the training never came to it")
-        }
-    };
-    TOTALS.into_iter().zip(values).map(metric).collect()
+    ]
 }

@@ -3,7 +3,6 @@
 
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
@@ -12,10 +11,10 @@ use flate2::write::GzEncoder;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress};
 use training::experiment::corpus::Corpus;
-use training::experiment::profiling::{Effort, Pair, Stage, Turn, detector, measure_pair, profile, repair};
+use training::experiment::profiling::{Effort, Pair, Repairs, Turn, detector, measure_pair, profile, repair};
 use training::experiment::setup::{Common, Setup};
 use training::planted::Inefficiency;
-use training::profile::{Comparison, Composition, Diagnosis};
+use training::profile::{Comparison, Composition, Diagnosis, Finding};
 
 use super::sink::Sink;
 use super::sizes::{Sizes, Which};
@@ -55,11 +54,13 @@ pub(crate) fn run(common: &CommonArgs, arguments: &ProfileArgs) -> anyhow::Resul
 }
 
 pub(crate) fn run_repair(common: &CommonArgs, arguments: &RepairArgs) -> anyhow::Result<()> {
-    Measurement::new(common, &arguments.which, Inefficiency::ALL.len() + 1)?.repair()
+    Measurement::new(common, &arguments.which, Inefficiency::ALL.len() + 2)?.repair()
 }
 
 const COMPOSITION: &str = "profile";
 const REPAIR: &str = "repair";
+/// Operators of the two kept traces that the report lists.
+const TOP_OPERATORS: usize = 8;
 
 struct Measurement {
     sink: Sink,
@@ -104,47 +105,86 @@ impl Measurement {
         // The first trace of a process sets the profiler up; it is not the one that is shown.
         profile(&mut clean, self.effort, scratch)?;
         let (base, diagnosis) = profile(&mut clean, self.effort, scratch)?;
+        drop(clean);
         keep(scratch, &traces.join("all-off.json.gz"))?;
-        let case = self.case("none", "all off");
-        self.sink.put(COMPOSITION, &case, of_profile(&base, &diagnosis))?;
-        explain("all off", None, &diagnosis)?;
+        self.put("none", "all off", &base, None, &diagnosis, Vec::new())?;
         self.progress.step();
 
         for &inefficiency in chosen {
             self.progress.message(inefficiency.name());
-            let mut on = Setup::new(&self.corpus, &BTreeSet::from([inefficiency]), &self.common)?;
-            let pair = measure_pair(&mut on, &mut clean, self.effort)?;
-            // Both are profiled at about the same time, as they are timed.
-            let (base, _) = profile(&mut clean, self.effort, scratch)?;
-            let (composition, diagnosis) = profile(&mut on, self.effort, scratch)?;
-            let mut metrics = of_profile(&composition, &diagnosis);
-            metrics.extend(of_pair(&pair));
-            metrics.push(match detector(inefficiency) {
+            let (on, off) = setups(inefficiency);
+            let diagnosis = self.compare(inefficiency.name(), "on", &on, &off, scratch)?;
+            let detected = match detector(inefficiency) {
                 Some(name) => {
                     Metric::exact("detected", "count", f64::from(u8::from(diagnosis.finding(name).is_some())))
                 }
                 None => {
                     Metric::not_measured("detected", "count", "no profile can tell it from what is wanted")
                 }
-            });
-            let case = self.case(inefficiency.name(), "on");
-            self.sink.put(COMPOSITION, &case, metrics)?;
-            explain(inefficiency.name(), Some(&Comparison::between(&composition, &base)), &diagnosis)?;
+            };
+            self.sink.put(COMPOSITION, &self.case(inefficiency.name(), "on"), vec![detected])?;
             self.progress.step();
         }
 
         self.progress.message("all of them");
-        let mut all = Setup::new(&self.corpus, &Inefficiency::ALL.into(), &self.common)?;
-        let pair = measure_pair(&mut all, &mut clean, self.effort)?;
-        let (base, _) = profile(&mut clean, self.effort, scratch)?;
-        let (composition, diagnosis) = profile(&mut all, self.effort, scratch)?;
+        self.compare("all", "all on", &Inefficiency::ALL.into(), &none, scratch)?;
         keep(scratch, &traces.join("all-on.json.gz"))?;
-        let mut metrics = of_profile(&composition, &diagnosis);
-        metrics.extend(of_pair(&pair));
-        let case = self.case("all", "all on");
-        self.sink.put(COMPOSITION, &case, metrics)?;
-        explain("all on", Some(&Comparison::between(&composition, &base)), &diagnosis)?;
         self.progress.step();
+        Ok(())
+    }
+
+    /// Times a setup in turns with one without, and profiles both over the same batches, as far as they make the same.
+    fn compare(
+        &mut self,
+        name: &str,
+        state: &str,
+        on: &BTreeSet<Inefficiency>,
+        off: &BTreeSet<Inefficiency>,
+        scratch: &Path,
+    ) -> anyhow::Result<Diagnosis> {
+        let mut with = Setup::new(&self.corpus, on, &self.common)?;
+        let mut without = Setup::new(&self.corpus, off, &self.common)?;
+        let pair = measure_pair(&mut with, &mut without, self.effort)?;
+        let (base, beside) = profile(&mut without, self.effort, scratch)?;
+        let (composition, diagnosis) = profile(&mut with, self.effort, scratch)?;
+        self.put(name, "beside", &base, None, &beside, Vec::new())?;
+        let repaired = Comparison::between(&composition, &base);
+        self.put(name, state, &composition, Some(&repaired), &diagnosis, of_pair(&pair))?;
+        Ok(diagnosis)
+    }
+
+    /// Records what a profile shows, in figures and, where something is on, in words.
+    fn put(
+        &mut self,
+        name: &str,
+        state: &str,
+        composition: &Composition,
+        repaired: Option<&Comparison>,
+        diagnosis: &Diagnosis,
+        more: Vec<Metric>,
+    ) -> anyhow::Result<()> {
+        let mut metrics = of_profile(composition, diagnosis);
+        metrics.extend(more);
+        if let Some(repaired) = repaired {
+            let note = Some(format!("repaired: {repaired}"));
+            metrics.push(Metric { note, ..Metric::exact("saved_by_repair", "ratio", -repaired.relative()) });
+        }
+        let case = self.case(name, state);
+        self.sink.put(COMPOSITION, &case, metrics)?;
+        if ["all off", "all on"].contains(&state) {
+            for (rank, operator) in composition.operators.iter().take(TOP_OPERATORS).enumerate() {
+                let case = self
+                    .case(name, state)
+                    .with("rank", rank as u64 + 1)
+                    .with("operator", operator.name.as_str());
+                let metrics = vec![
+                    Metric::exact("self_seconds", "s", operator.seconds),
+                    Metric::exact("calls", "count", operator.calls),
+                    Metric::exact("share", "ratio", operator.share),
+                ];
+                self.sink.put(COMPOSITION, &case, metrics)?;
+            }
+        }
         Ok(())
     }
 
@@ -154,34 +194,39 @@ impl Measurement {
     }
 
     fn repair(&mut self) -> anyhow::Result<()> {
-        self.progress.message("repairing one after another");
         let progress = &mut self.progress;
-        let stages = repair(&self.corpus, &self.common, self.effort, |stage| {
-            progress.message(&format!("repaired: {}", stage.repaired.map_or("nothing", Inefficiency::name)));
-            progress.step();
-        })?;
-        let median = |stage: &Stage| {
-            let mut tokens: Vec<f64> = stage.turns.iter().map(|turn| turn.token).collect();
-            tokens.sort_by(f64::total_cmp);
-            tokens[tokens.len() / 2]
-        };
-        let first = stages.first().map_or(f64::NAN, median);
-        let mut before = first;
+        let Repairs { stages, total, beyond_batching } =
+            repair(&self.corpus, &self.common, self.effort, |what| {
+                progress.message(&format!("repairing {what}"));
+                progress.step();
+            })?;
+        let mut product = 1.0;
         for (number, stage) in stages.iter().enumerate() {
             let name =
                 stage.repaired.map_or("all of them on".to_owned(), |repaired| format!("without {repaired}"));
-            let now = median(stage);
             let rates: Vec<f64> = stage.turns.iter().map(|turn| 1.0 / turn.token).collect();
-            let metrics = vec![
+            let mut metrics = vec![
                 Metric::of_samples("step_seconds", "s", &steps(&stage.turns)),
                 Metric::of_samples("tokens_per_second", "token/s", &rates),
                 Metric::exact("peak_bytes", "B", stage.peak_bytes as f64),
-                Metric::exact("stage_speedup", "ratio", before / now),
-                Metric::exact("total_speedup", "ratio", first / now),
             ];
+            if !stage.speedups.is_empty() {
+                let speedup = Metric::of_samples("stage_speedup", "ratio", &stage.speedups);
+                product *= speedup.value.unwrap_or(f64::NAN);
+                metrics.push(speedup);
+            }
+            metrics.push(Metric::exact("product", "ratio", product));
             let case = Case::new().with("stage", number as u64).with("setup", name);
             self.sink.put(REPAIR, &case, metrics)?;
-            before = now;
+        }
+        let ends = [
+            ("all repaired, against none", total),
+            ("all repaired, against the batches only", beyond_batching),
+        ];
+        for (setups, speedups) in ends {
+            let case = Case::new().with("setups", setups);
+            let metrics = vec![Metric::of_samples("total_speedup", "ratio", &speedups)];
+            self.sink.put(REPAIR, &case, metrics)?;
         }
         Ok(())
     }
@@ -211,7 +256,8 @@ fn of_profile(composition: &Composition, diagnosis: &Diagnosis) -> Vec<Metric> {
             metric.name = "profiled_step_seconds".into();
         }
     }
-    metrics.push(Metric::exact("findings", "count", diagnosis.findings.len() as f64));
+    let note = Some(found(diagnosis));
+    metrics.push(Metric { note, ..Metric::exact("findings", "count", diagnosis.findings.len() as f64) });
     metrics
 }
 
@@ -223,12 +269,23 @@ fn of_pair(pair: &Pair) -> Vec<Metric> {
     ]
 }
 
-/// What the profile says in words, for who runs this by hand; `cargo xtask run-all` keeps it in the log.
-fn explain(name: &str, repaired: Option<&Comparison>, diagnosis: &Diagnosis) -> anyhow::Result<()> {
-    let mut out = std::io::stderr().lock();
-    if let Some(comparison) = repaired {
-        writeln!(out, "{name}: repaired, {comparison}")?;
+/// The findings in words.
+fn found(diagnosis: &Diagnosis) -> String {
+    if diagnosis.findings.is_empty() {
+        return "the diagnosis names nothing".into();
     }
-    writeln!(out, "{name}: {diagnosis}")?;
-    Ok(())
+    let finding = |finding: &Finding| format!("{}: {}", finding.name, finding.evidence);
+    format!("the diagnosis names {}", diagnosis.findings.iter().map(finding).collect::<Vec<_>>().join("; "))
+}
+
+/// The setups with an inefficiency and without. Tokenizing is planted as the assignment's script has it, in the training
+/// process: a worker would hide it.
+fn setups(inefficiency: Inefficiency) -> (BTreeSet<Inefficiency>, BTreeSet<Inefficiency>) {
+    match inefficiency {
+        Inefficiency::TokenizePerItem => (
+            BTreeSet::from([inefficiency, Inefficiency::NoWorkers]),
+            BTreeSet::from([Inefficiency::NoWorkers]),
+        ),
+        other => (BTreeSet::from([other]), BTreeSet::new()),
+    }
 }

@@ -38,7 +38,8 @@ impl Sink {
             } else {
                 let Metric { name, unit, value, note, .. } = &record.metric;
                 let value = match (value, note) {
-                    (Some(value), _) => format!("{value:.6} {unit}"),
+                    (Some(value), None) => format!("{value:.6} {unit}"),
+                    (Some(value), Some(note)) => format!("{value:.6} {unit} ({note})"),
                     (None, note) => format!("not measured: {}", note.as_deref().unwrap_or("no reason given")),
                 };
                 let case = serde_json::to_string(case)?;

@@ -28,6 +28,8 @@ pub(crate) struct Sizes {
     pub(crate) train_tokens: usize,
     pub(crate) validation_tokens: usize,
     pub(crate) evaluate_every: u64,
+    /// How often each training is measured.
+    pub(crate) rounds: u64,
     /// Tokens of a tokenizer that is trained on the spot.
     pub(crate) vocabulary: usize,
 }
@@ -53,6 +55,7 @@ impl Sizes {
                 train_tokens: 6_000,
                 validation_tokens: 1_500,
                 evaluate_every: 5,
+                rounds: 1,
                 vocabulary: 1024,
             },
             Scale::Laptop => Self {
@@ -60,9 +63,10 @@ impl Sizes {
                 profiled: model(256, 4, 256),
                 odd: (255, 5),
                 batch_size: 16,
-                train_tokens: 120_000,
+                train_tokens: 80_000,
                 validation_tokens: 6_000,
-                evaluate_every: 12,
+                evaluate_every: 8,
+                rounds: 3,
                 vocabulary: 4096,
             },
             // The assignment's widths; its own 1023 is 3 · 11 · 31.
@@ -74,6 +78,7 @@ impl Sizes {
                 train_tokens: usize::MAX,
                 validation_tokens: 200_000,
                 evaluate_every: 50,
+                rounds: 3,
                 vocabulary: 30_522,
             },
         }

@@ -1,6 +1,7 @@
 //! The whole training with each way of loading data: time, memory, and what it learned.
 
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use dataloading::loader::{LoaderOptions, LoaderStats};
 use dataloading::{BatchOptions, Order};
@@ -63,14 +64,17 @@ pub struct Point {
 pub struct Outcome {
     /// Steps.
     pub steps: u64,
-    /// Seconds, without evaluations.
+    /// Seconds, with the making of plans and samplers and without evaluations.
     pub seconds: f64,
     /// Tokens learned from.
     pub tokens: u64,
     /// Places computed for nothing.
     pub padding: u64,
-    /// The most bytes that were live at any moment beyond what was before.
+    /// The most bytes that were live during a training step, beyond what was before the training. Evaluations, whose
+    /// batches are the same for every strategy, are not in it.
     pub peak_bytes: u64,
+    /// The most that were live at any moment, evaluations included.
+    pub peak_with_evaluation_bytes: u64,
     /// Seconds that the training waited for the loader.
     pub waited_seconds: f64,
     /// What the loader did.
@@ -110,7 +114,9 @@ pub fn train(corpus: &Corpus, strategy: Strategy, training: &Training) -> Result
     let max_length = config.max_length as usize;
     let options = BatchOptions { batch_size, max_length, pad: corpus.pad(), seed, ..Default::default() };
     let loader = LoaderOptions { workers, device, epochs: Some(epochs), ..Default::default() };
+    let prepared = Instant::now();
     let mut batches = LoaderBatches::new(strategy.source(corpus.train.clone(), &options)?, &loader)?;
+    let seconds = prepared.elapsed().as_secs_f64();
     // Every strategy is measured on the same batches.
     let measured_on = BatchOptions { order: Order::Sequential, ..options };
     let validation = Strategy::Standard.source(corpus.validation.clone(), &measured_on)?;
@@ -118,7 +124,8 @@ pub fn train(corpus: &Corpus, strategy: Strategy, training: &Training) -> Result
 
     let model = Box::new(Gpt2Like::new(&config, (Kind::Float, device))?);
     let optimizer = Optimizer::new(Adam::default(), vec![Group::new(named(&*model), lr)])?;
-    let seen = Arc::new(Mutex::new(Seen::default()));
+    let stretch = Some(Region::start(device)?);
+    let seen = Arc::new(Mutex::new(Seen { seconds, device, stretch, ..Seen::default() }));
     let mut trainer = Trainer::new(
         model,
         optimizer,
@@ -130,14 +137,15 @@ pub fn train(corpus: &Corpus, strategy: Strategy, training: &Training) -> Result
     trainer.evaluate(&mut validation)?;
     drop(trainer);
     let loader = batches.stats();
-    let peak_bytes = region.finish()?.peak_above_start();
+    let all = region.finish()?;
     let seen = std::mem::take(&mut *seen.lock().unwrap_or_else(PoisonError::into_inner));
     Ok(Outcome {
         steps: seen.steps,
         seconds: seen.seconds,
         tokens: seen.tokens,
         padding: seen.padding,
-        peak_bytes,
+        peak_bytes: seen.peak.saturating_sub(all.live_before),
+        peak_with_evaluation_bytes: all.peak_above_start(),
         waited_seconds: seen.waited,
         loader,
         curve: seen.curve,
@@ -149,8 +157,13 @@ pub(super) fn named(model: &(impl models::module::Module + ?Sized)) -> Vec<(Stri
     trainable(model).into_iter().map(|(name, tensor)| (name, tensor.shallow_clone())).collect()
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Seen {
+    device: Device,
+    /// Since the last step or evaluation.
+    stretch: Option<Region>,
+    /// The most that was live in any stretch that ended with a step.
+    peak: u64,
     steps: u64,
     seconds: f64,
     waited: f64,
@@ -161,11 +174,40 @@ struct Seen {
     curve: Vec<Point>,
 }
 
+impl Default for Seen {
+    fn default() -> Self {
+        Self {
+            device: Device::Cpu,
+            stretch: None,
+            peak: 0,
+            steps: 0,
+            seconds: 0.0,
+            waited: 0.0,
+            tokens: 0,
+            padding: 0,
+            evaluating: 0.0,
+            curve: Vec::new(),
+        }
+    }
+}
+
+impl Seen {
+    /// Ends a stretch and begins the next. Losses are read before an evaluation, so a stretch that ends with a record has
+    /// no evaluation in it.
+    fn next_stretch(&mut self) -> Result<u64> {
+        let next = Region::start(self.device)?;
+        let peak =
+            self.stretch.replace(next).map_or(Ok(0), |stretch| stretch.finish().map(|usage| usage.peak))?;
+        Ok(peak)
+    }
+}
+
 struct Watcher(Arc<Mutex<Seen>>);
 
 impl Observer for Watcher {
     fn on_step(&mut self, record: &StepRecord) -> Result<()> {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.peak = seen.next_stretch()?.max(seen.peak);
         seen.steps = record.step;
         seen.seconds += (record.timings.total - std::mem::take(&mut seen.evaluating)).max(0.0);
         seen.waited += record.timings.data;
@@ -176,6 +218,7 @@ impl Observer for Watcher {
 
     fn on_evaluation(&mut self, evaluation: &Evaluation) -> Result<()> {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.next_stretch()?;
         seen.evaluating += evaluation.seconds;
         let &Evaluation { step, loss, accuracy, .. } = evaluation;
         // An evaluation at the end may follow one at the last step.

@@ -1,6 +1,5 @@
 //! Steps with each planted inefficiency on and off, and all of them on and off: time, composition, diagnosis.
 
-use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Instant;
 
@@ -92,13 +91,30 @@ pub fn profile(setup: &mut Setup, effort: Effort, trace: &Path) -> Result<(Compo
 pub struct Stage {
     /// What this stage has repaired, `None` for the beginning.
     pub repaired: Option<Inefficiency>,
-    /// What was measured.
+    /// This stage's turns.
     pub turns: Vec<Turn>,
+    /// Tokens per second over those of the stage before, of each pair of turns; none at the beginning.
+    pub speedups: Vec<f64>,
     /// Largest number of live bytes beyond what was there before.
     pub peak_bytes: u64,
 }
 
-/// Repairs one inefficiency after another, in the order of [`Inefficiency::ALL`], and measures each stage.
+/// The way from all inefficiencies to none.
+#[derive(Debug, Clone)]
+pub struct Repairs {
+    /// In the order of [`Inefficiency::ALL`].
+    pub stages: Vec<Stage>,
+    /// Tokens per second of the last stage over those of the first, of each pair of turns.
+    pub total: Vec<f64>,
+    /// The same over those of the stage that has only its batches repaired: what all others gave.
+    pub beyond_batching: Vec<f64>,
+}
+
+/// Steps in which a stage's peak is measured, before it is timed.
+const PEAK_STEPS: u64 = 4;
+
+/// Repairs one inefficiency after another, in the order of [`Inefficiency::ALL`]. Each stage is measured in turns with the
+/// one before, so that a drift of the machine is in both.
 ///
 /// # Errors
 /// Those of the setups.
@@ -106,24 +122,38 @@ pub fn repair(
     corpus: &Corpus,
     common: &Common,
     effort: Effort,
-    mut each: impl FnMut(&Stage),
-) -> Result<Vec<Stage>> {
-    let mut on: BTreeSet<Inefficiency> = Inefficiency::ALL.into();
-    let mut stages = Vec::new();
-    for repaired in std::iter::once(None).chain(Inefficiency::ALL.map(Some)) {
-        if let Some(repaired) = repaired {
-            on.remove(&repaired);
-        }
+    mut each: impl FnMut(&str),
+) -> Result<Repairs> {
+    let with = |left: usize| -> Result<Setup> {
+        let on = Inefficiency::ALL[Inefficiency::ALL.len() - left..].iter().copied().collect();
+        Setup::new(corpus, &on, common)
+    };
+    let peak = |left: usize| -> Result<u64> {
         let region = runtime::memory::Region::start(common.device)?;
-        let mut setup = Setup::new(corpus, &on, common)?;
-        setup.run(effort.warmup)?;
-        let turns = (0..effort.turns).map(|_| Turn::of(&mut setup, effort.turn)).collect::<Result<_>>()?;
+        let mut setup = with(left)?;
+        setup.run(PEAK_STEPS)?;
         drop(setup);
-        let stage = Stage { repaired, turns, peak_bytes: region.finish()?.peak_above_start() };
-        each(&stage);
-        stages.push(stage);
+        Ok(region.finish()?.peak_above_start())
+    };
+    let all = Inefficiency::ALL.len();
+    let mut stages = Vec::new();
+    for (number, repaired) in Inefficiency::ALL.into_iter().enumerate() {
+        let left = all - number;
+        each(repaired.name());
+        let pair = measure_pair(&mut with(left)?, &mut with(left - 1)?, effort)?;
+        let speedups = pair.slowdown();
+        if number == 0 {
+            let peak_bytes = peak(left)?;
+            stages.push(Stage { repaired: None, turns: pair.on, speedups: Vec::new(), peak_bytes });
+        }
+        let peak_bytes = peak(left - 1)?;
+        stages.push(Stage { repaired: Some(repaired), turns: pair.off, speedups, peak_bytes });
     }
-    Ok(stages)
+    each("all, against none");
+    let total = measure_pair(&mut with(all)?, &mut with(0)?, effort)?.slowdown();
+    each("all, against batches only");
+    let beyond_batching = measure_pair(&mut with(all - 1)?, &mut with(0)?, effort)?.slowdown();
+    Ok(Repairs { stages, total, beyond_batching })
 }
 
 /// The detector that is made for an inefficiency. `None`: its cost is a plain part of the model, which no profile can tell
@@ -131,7 +161,7 @@ pub fn repair(
 pub fn detector(inefficiency: Inefficiency) -> Option<&'static str> {
     Some(match inefficiency {
         Inefficiency::PadToMax => "padding",
-        Inefficiency::TokenizePerItem => return None,
+        Inefficiency::TokenizePerItem => "tokenizing in the step",
         Inefficiency::NoWorkers => "waiting for data",
         Inefficiency::OddWidth => "odd widths",
         Inefficiency::UnusedProjection => "unused parameters",
