@@ -22,6 +22,8 @@ pub struct HostBatch {
     /// Ends of the documents in `scratch`; free for a source's own use.
     pub ends: Vec<usize>,
     device: Device,
+    /// Whether the block is page-locked where the device copies from such memory.
+    pinned: bool,
     block: Option<PinnedBuffer>,
     layout: Layout,
     counts: Counts,
@@ -60,11 +62,18 @@ impl Layout {
 impl HostBatch {
     /// Empty, for batches that go to `device`: its memory is page-locked where that is a CUDA device.
     pub fn new(device: Device) -> Self {
+        Self::in_memory(device, true)
+    }
+
+    /// As [`HostBatch::new`]; in ordinary memory where it is not to be `pinned`, from which a device can only be copied to
+    /// while the caller waits.
+    pub(crate) fn in_memory(device: Device, pinned: bool) -> Self {
         Self {
             scratch: Vec::new(),
             chosen: Vec::new(),
             ends: Vec::new(),
             device,
+            pinned,
             block: None,
             layout: Layout::default(),
             counts: Counts::default(),
@@ -214,7 +223,8 @@ impl HostBatch {
         if !usable {
             // Room for batches that are somewhat longer, so that a few blocks serve all of them.
             let room = (bytes + bytes / 4).next_multiple_of(4096);
-            self.block = Some(PinnedBuffer::new(room, self.device)?);
+            let memory_for = if self.pinned { self.device } else { Device::Cpu };
+            self.block = Some(PinnedBuffer::new(room, memory_for)?);
         }
         let block = self.block.as_mut().expect("made above");
         Ok(&mut block.as_mut_slice::<i64>()?[..layout.numbers()])
@@ -231,13 +241,17 @@ impl HostBatch {
     }
 
     /// The batch on the device, copied there on the current stream. The memory may be given back at once: libtorch keeps
-    /// page-locked memory until the copies of it are done.
+    /// page-locked memory until the copies of it are done, and a copy of other memory is done on return.
     pub(crate) fn finish_on_device(&mut self) -> Result<Batch> {
         let bytes = self.layout.numbers() * 8;
         let device = self.device;
         let source = self.written()?.view(0, &[bytes as i64], Kind::Uint8)?;
         let mut target = Tensor::f_empty([bytes as i64], (Kind::Uint8, device))?;
-        copy_async(&mut target, &source)?;
+        if self.pinned {
+            copy_async(&mut target, &source)?;
+        } else {
+            target.f_copy_(&source)?;
+        }
         self.over(&target)
     }
 

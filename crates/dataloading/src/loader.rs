@@ -9,7 +9,7 @@
 //! of an epoch, so that no rank is ever without a batch while another has one; only the last round of the last epoch is left
 //! out where it is incomplete. Because the position counts global batches, a run can resume with another number of ranks.
 //!
-//! On CUDA a worker writes into page-locked memory and starts the copy to the device itself, on a stream of its own, so
+//! On CUDA a worker writes into page-locked memory (unless [`LoaderOptions::pinned`] is off) and starts the copy to the device itself, on a stream of its own, so
 //! that batches arrive while the model computes. On the CPU the batch's tensors are the memory that the worker wrote, and
 //! the memory is used again when they are gone.
 
@@ -49,6 +49,9 @@ pub struct LoaderOptions {
     pub prefetch: usize,
     /// Where the batches go.
     pub device: Device,
+    /// Whether batches for a CUDA device are written into page-locked memory, which the device copies from while the
+    /// worker goes on. From ordinary memory the worker waits for each copy. No matter on the CPU.
+    pub pinned: bool,
     /// This process among `ranks`.
     pub rank: u64,
     /// Processes that divide the batches, at most 2²⁴. They may be more than an epoch has batches.
@@ -58,9 +61,17 @@ pub struct LoaderOptions {
 }
 
 impl Default for LoaderOptions {
-    /// One worker, two batches ahead, on the CPU, one rank, one epoch.
+    /// One worker, two batches ahead, on the CPU, page-locked memory for devices, one rank, one epoch.
     fn default() -> Self {
-        Self { workers: 1, prefetch: 2, device: Device::Cpu, rank: 0, ranks: 1, epochs: Some(1) }
+        Self {
+            workers: 1,
+            prefetch: 2,
+            device: Device::Cpu,
+            pinned: true,
+            rank: 0,
+            ranks: 1,
+            epochs: Some(1),
+        }
     }
 }
 
@@ -194,7 +205,7 @@ impl Loader {
             device => Some(Stream::new(device)?),
         };
         let queue = Arc::new(Queue::new(cursor, options.prefetch.max(1)));
-        let builder = || Builder::new(source.clone(), options.device, stream.clone());
+        let builder = || Builder::new(source.clone(), &options, stream.clone());
         let mut loader = Self {
             own: (options.workers == 0).then(builder),
             workers: Vec::with_capacity(options.workers),
