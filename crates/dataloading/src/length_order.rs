@@ -122,6 +122,11 @@ impl Usable {
         self.len() == 0
     }
 
+    /// How many samples the data set has.
+    pub(crate) fn total(&self) -> usize {
+        self.total
+    }
+
     /// How many samples are left out because they have no token.
     pub fn skipped(&self) -> usize {
         self.total - self.len()

@@ -5,9 +5,11 @@ mod strategies;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use dataloading::packing::{Algorithm, LongDocuments, PlanOptions};
 use dataloading::{
-    Batch, BatchOptions, BatchSource, Error, Loader, LoaderOptions, LoaderState, Result, Samples,
-    StandardDataset,
+    BalancedOptions, BaseDataset, Batch, BatchOptions, BatchSize, BatchSource, Capacity, Error, Incomplete,
+    Loader, LoaderOptions, LoaderState, Overflow, PackedDataset, PackedOptions, Result, Samples,
+    SequencedDataset, StandardDataset,
 };
 use proptest::prelude::*;
 use strategies::{content, reference, strategies};
@@ -174,9 +176,10 @@ fn a_panic_surfaces_with_its_place_and_the_loader_ends() {
     }
 }
 
-/// A source whose second epoch cannot be counted, or has no batch.
+/// A source of two batches in some epochs and none in others; one that nobody may ask for panics.
 struct Short {
-    panics: bool,
+    has: fn(u64) -> bool,
+    forbidden: u64,
 }
 
 impl BatchSource for Short {
@@ -185,27 +188,140 @@ impl BatchSource for Short {
     }
 
     fn batches(&self, epoch: u64) -> usize {
-        assert!(epoch == 0 || !self.panics, "no second epoch");
-        if epoch == 0 { 2 } else { 0 }
+        assert!(epoch < self.forbidden, "no epoch {epoch}");
+        if (self.has)(epoch) { 2 } else { 0 }
     }
 
-    fn fill(&self, _: u64, _: usize, host: &mut dataloading::HostBatch) -> Result<()> {
-        host.write_rows([&[1_u32, 2][..]].into_iter(), 2, 0, 0)
+    fn fingerprint(&self) -> u64 {
+        0
+    }
+
+    fn fill(&self, epoch: u64, index: usize, host: &mut dataloading::HostBatch) -> Result<()> {
+        host.write_rows([&[epoch as u32, index as u32][..]].into_iter(), 2, 0, 0)
+    }
+}
+
+fn short(has: fn(u64) -> bool, forbidden: u64) -> Arc<dyn BatchSource> {
+    Arc::new(Short { has, forbidden })
+}
+
+/// Epoch and index of each batch, and the words of the error that ended it.
+fn places(loader: Loader) -> (Vec<(i64, i64)>, Option<String>) {
+    let mut places = Vec::new();
+    for batch in loader {
+        match batch {
+            Ok(batch) => {
+                let tokens = &content(&batch)[0];
+                places.push((tokens[2], tokens[3]));
+            }
+            Err(error) => return (places, Some(error.to_string())),
+        }
+    }
+    (places, None)
+}
+
+#[test]
+fn the_last_epoch_is_finished_without_asking_for_the_next() {
+    for workers in [0, 2] {
+        for epochs in 1..4 {
+            let expected: Vec<(i64, i64)> =
+                (0..epochs as i64).flat_map(|epoch| [(epoch, 0), (epoch, 1)]).collect();
+            for ranks in [1, 2, epochs * 2] {
+                let mut found = Vec::new();
+                for rank in 0..ranks {
+                    let options = LoaderOptions { rank, ranks, epochs: Some(epochs), ..options(workers, 3) };
+                    let (places, error) = places(Loader::new(short(|_| true, epochs), &options).unwrap());
+                    assert_eq!(error, None);
+                    found.extend(places);
+                }
+                found.sort();
+                assert_eq!(found, expected, "{workers} workers, {ranks} ranks");
+            }
+        }
     }
 }
 
 #[test]
-fn an_epoch_without_batches_is_an_error_and_no_endless_loop() {
+fn a_loader_at_its_end_resumes_into_nothing_and_into_further_epochs() {
     for workers in [0, 2] {
-        for (panics, words) in [
-            (false, "loader: epoch 1 has no batch; keep incomplete batches, or take smaller ones"),
-            (true, "a worker of the loader panicked at batch 1 of epoch 0: no second epoch"),
+        let options = LoaderOptions { epochs: Some(1), ..options(workers, 3) };
+        let mut loader = Loader::new(short(|_| true, 1), &options).unwrap();
+        assert_eq!(loader.by_ref().count(), 2);
+        let state = loader.state();
+        assert_eq!((state.epoch, state.position, state.batches), (0, 2, 2));
+        assert_eq!(Loader::resume(short(|_| true, 1), &options, &state).unwrap().count(), 0);
+        let further = LoaderOptions { epochs: Some(2), ..options };
+        let rest = Loader::resume(short(|_| true, 2), &further, &state).unwrap();
+        assert_eq!(places(rest), (vec![(1, 0), (1, 1)], None));
+    }
+}
+
+#[test]
+fn an_epoch_without_batches_is_passed_over() {
+    let odd = || short(|epoch| epoch % 2 == 1, 6);
+    for workers in [0, 2] {
+        let options = LoaderOptions { epochs: Some(6), ..options(workers, 2) };
+        let expected = [(1, 0), (1, 1), (3, 0), (3, 1), (5, 0), (5, 1)];
+        let mut loader = Loader::new(odd(), &options).unwrap();
+        for done in 0..=expected.len() {
+            let rest = Loader::resume(odd(), &options, &loader.state()).unwrap();
+            assert_eq!(places(rest), (expected[done..].to_vec(), None));
+            loader.next();
+        }
+    }
+}
+
+#[test]
+fn epochs_without_any_batch_are_an_error_and_no_endless_loop() {
+    let none = || short(|_| false, u64::MAX);
+    let refused = |epochs| {
+        let options = LoaderOptions { epochs, ..options(0, 2) };
+        Loader::new(none(), &options).unwrap_err().to_string()
+    };
+    assert_eq!(
+        refused(Some(1)),
+        "loader: epoch 0 has no batch; keep incomplete batches, or take smaller ones"
+    );
+    assert_eq!(
+        refused(Some(3)),
+        "loader: epochs 0 to 2 have no batch; keep incomplete batches, or take smaller ones"
+    );
+    let words = "loader: epochs 0 to 65535 have no batch; keep incomplete batches, or take smaller ones";
+    assert_eq!(refused(None), words);
+    for workers in [0, 2] {
+        for (source, words) in [
+            (
+                short(|epoch| epoch == 0, u64::MAX),
+                "loader: epochs 1 to 65536 have no batch; keep incomplete batches, or take smaller ones",
+            ),
+            (short(|_| true, 1), "a worker of the loader panicked at batch 2 of epoch 0: no epoch 1"),
         ] {
             let options = LoaderOptions { epochs: None, ..options(workers, 2) };
-            let found: Vec<_> = Loader::new(Arc::new(Short { panics }), &options).unwrap().collect();
-            let error = found.last().unwrap().as_ref().unwrap_err();
-            assert_eq!(error.to_string(), words, "{workers} workers");
+            let (places, error) = places(Loader::new(source, &options).unwrap());
+            assert_eq!((places.len(), error.as_deref()), (2, Some(words)), "{workers} workers");
         }
+    }
+}
+
+/// Lengths 5 and 6 fill a batch together and not apart, and where the windows begin is drawn for each epoch.
+#[test]
+fn a_balanced_run_outlasts_epochs_whose_windows_leave_no_batch() {
+    let lengths = [[5; 16], [6; 16]].concat().into_iter().chain([20]);
+    let samples: Vec<Vec<u32>> = lengths.map(|length| vec![7; length]).collect();
+    let balanced = BalancedOptions {
+        batch_size: BatchSize::Samples(32),
+        k: 1,
+        incomplete: Incomplete::Drop,
+        ..BalancedOptions::default()
+    };
+    let source = Arc::new(StandardDataset::balanced(samples, &balanced, 0).unwrap());
+    let batches: Vec<usize> = (0..20).map(|epoch| source.batches(epoch)).collect();
+    assert!(batches.contains(&0) && batches.contains(&1), "{batches:?}");
+    for ranks in [1, 2] {
+        let options = LoaderOptions { ranks, epochs: Some(20), ..options(2, 2) };
+        let found: Vec<Batch> = Loader::new(source.clone(), &options).unwrap().map(Result::unwrap).collect();
+        assert_eq!(found.len(), batches.iter().sum::<usize>() / ranks as usize);
+        assert!(found.iter().all(|batch| batch.counts.documents == 32));
     }
 }
 
@@ -229,7 +345,13 @@ fn an_abandoned_loader_ends_its_threads() {
 fn a_state_of_other_data_is_refused() {
     let source = strategies(37, 5).remove(1);
     let state = Loader::new(source.clone(), &options(0, 1)).unwrap().state();
-    assert_eq!(serde_json::to_string(&state).unwrap(), r#"{"seed":5,"epoch":0,"position":0,"batches":10}"#);
+    // States that were saved are of data that has this name, on any machine.
+    assert_eq!(
+        serde_json::to_string(&state).unwrap(),
+        r#"{"seed":5,"epoch":0,"position":0,"batches":10,"fingerprint":2099923815248559698}"#
+    );
+    let former = serde_json::from_str::<LoaderState>(r#"{"seed":5,"epoch":0,"position":0,"batches":10}"#);
+    assert!(former.unwrap_err().to_string().starts_with("missing field `fingerprint`"));
     let refused = |source: &Arc<dyn BatchSource>, options: LoaderOptions, state: LoaderState, words: &str| {
         assert_eq!(Loader::resume(source.clone(), &options, &state).unwrap_err().to_string(), words);
     };
@@ -251,6 +373,77 @@ fn a_state_of_other_data_is_refused() {
         LoaderOptions { rank: 2, ranks: 2, ..options(0, 1) },
         state,
         "loader: rank 2 of 2; ranks count from 0",
+    );
+}
+
+/// Each changes what the batches are of, and none their number.
+#[test]
+fn a_state_of_other_data_or_options_of_as_many_batches_is_refused() {
+    let samples = || (0..40).map(|index| vec![index; 1 + index as usize % 8]).collect::<Vec<Vec<u32>>>();
+    let mut other = samples();
+    other[17][1] += 1;
+    let plain = BatchOptions { batch_size: 10, max_length: 32, ..BatchOptions::default() };
+    let standard = |samples, change: fn(&mut BatchOptions)| -> Arc<dyn BatchSource> {
+        let mut options = plain;
+        change(&mut options);
+        Arc::new(StandardDataset::new(samples, &options).unwrap())
+    };
+    let sequenced = |capacity| -> Arc<dyn BatchSource> {
+        Arc::new(SequencedDataset::new(samples(), &plain, capacity).unwrap())
+    };
+    let balanced = |change: fn(&mut BalancedOptions)| -> Arc<dyn BatchSource> {
+        let batch_size = BatchSize::Samples(10);
+        let mut options = BalancedOptions { batch_size, k: 100, max_length: 32, ..Default::default() };
+        change(&mut options);
+        Arc::new(StandardDataset::balanced(samples(), &options, 0).unwrap())
+    };
+    let packed = |change: fn(&mut PackedOptions)| -> Arc<dyn BatchSource> {
+        let plan = PlanOptions { capacity: 8, ..PlanOptions::default() };
+        let mut options = PackedOptions { rows: 6, plan, ..PackedOptions::default() };
+        change(&mut options);
+        Arc::new(PackedDataset::new(samples(), &options).unwrap())
+    };
+    let cut = |overflow| Some(Capacity { tokens: 32, overflow });
+    let sources = [
+        standard(samples(), |_| {}),
+        standard(other, |_| {}),
+        standard(samples(), |options| options.batch_size = 11),
+        standard(samples(), |options| options.max_length = 31),
+        standard(samples(), |options| options.pad = 1),
+        standard(samples(), |options| options.order = dataloading::Order::Sequential),
+        standard(samples(), |options| options.incomplete = Incomplete::Drop),
+        Arc::new(BaseDataset::new(samples(), &plain).unwrap()),
+        sequenced(None),
+        sequenced(cut(Overflow::Cut)),
+        sequenced(cut(Overflow::Drop)),
+        balanced(|_| {}),
+        balanced(|options| options.k = 101),
+        balanced(|options| options.batch_size = BatchSize::Tokens(80)),
+        packed(|_| {}),
+        packed(|options| options.plan.algorithm = Algorithm::FirstFitDecreasing),
+        packed(|options| options.plan.long = LongDocuments::Drop),
+        packed(|options| options.pad = 1),
+    ];
+    for (at, of_state) in sources.iter().enumerate() {
+        let mut loader = Loader::new(of_state.clone(), &options(0, 1)).unwrap();
+        loader.next().unwrap().unwrap();
+        let mut state = loader.state();
+        for (other, source) in sources.iter().enumerate() {
+            // Packed data sets have other numbers of batches, and that alone would say it.
+            state.batches = source.batches(0) as u64;
+            let resumed = Loader::resume(source.clone(), &options(0, 1), &state);
+            assert_eq!(resumed.is_ok(), at == other, "state of {at}, source {other}");
+        }
+    }
+    let state = Loader::new(sources[0].clone(), &options(0, 1)).unwrap().state();
+    let refused = Loader::resume(sources[2].clone(), &options(0, 1), &state).unwrap_err().to_string();
+    let (ours, theirs) = (sources[0].fingerprint(), sources[2].fingerprint());
+    assert_eq!(
+        refused,
+        format!(
+            "loader: the state is of other data, or of other options (its fingerprint is {ours:016x}, the data set's \
+             {theirs:016x}); resume with the data, the strategy, the batch size and all other options that the state is of"
+        )
     );
 }
 
@@ -288,7 +481,8 @@ fn numbers_beyond_reason_are_refused() {
     );
     for workers in [0, 2] {
         let options = LoaderOptions { epochs: None, ..options(workers, 1) };
-        let state = LoaderState { seed: 4, epoch: u64::MAX, position: 3, batches: 3 };
+        let state = Loader::new(source.clone(), &options).unwrap().state();
+        let state = LoaderState { epoch: u64::MAX, position: 3, ..state };
         let mut loader = Loader::resume(source.clone(), &options, &state).unwrap();
         assert_eq!(
             loader.next().unwrap().unwrap_err().to_string(),
@@ -316,6 +510,10 @@ impl BatchSource for PanicsTwice {
 
     fn batches(&self, _: u64) -> usize {
         3
+    }
+
+    fn fingerprint(&self) -> u64 {
+        0
     }
 
     fn fill(&self, _: u64, _: usize, _: &mut dataloading::HostBatch) -> Result<()> {

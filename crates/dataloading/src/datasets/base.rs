@@ -3,6 +3,7 @@
 use super::Documents;
 use crate::batch_source::BatchSource;
 use crate::error::Result;
+use crate::fingerprint::Fingerprint;
 use crate::host_batch::HostBatch;
 use crate::length_order::Usable;
 use crate::random_batch_sampler::{BatchOptions, BatchSampler, RandomBatchSampler};
@@ -15,6 +16,7 @@ pub struct BaseDataset<S> {
     samples: S,
     sampler: RandomBatchSampler,
     options: BatchOptions,
+    fingerprint: u64,
 }
 
 impl<S: Samples> BaseDataset<S> {
@@ -24,7 +26,9 @@ impl<S: Samples> BaseDataset<S> {
     /// As [`RandomBatchSampler::new`].
     pub fn new(samples: S, options: &BatchOptions) -> Result<Self> {
         let sampler = RandomBatchSampler::named("BaseDataset", &samples, options)?;
-        Ok(Self { samples, sampler, options: *options })
+        let fingerprint =
+            Fingerprint::new("BaseDataset").number(samples.fingerprint()).number(sampler.fingerprint());
+        Ok(Self { samples, sampler, options: *options, fingerprint: fingerprint.finish() })
     }
 
     /// What can be used of the data set.
@@ -40,6 +44,10 @@ impl<S: Samples> BatchSource for BaseDataset<S> {
 
     fn batches(&self, epoch: u64) -> usize {
         self.sampler.batches(epoch)
+    }
+
+    fn fingerprint(&self) -> u64 {
+        self.fingerprint
     }
 
     fn fill(&self, epoch: u64, index: usize, host: &mut HostBatch) -> Result<()> {
