@@ -14,7 +14,8 @@
 //! - there are at most as many short batches as windows, `⌈(longest − shortest + 1) / (k + 1)⌉ + 1`;
 //! - where one window holds all lengths, the batches are those of standard batching, to the last index.
 //!
-//! Where short batches are dropped, an epoch whose windows leave no full one has no batch. At least one offset leaves one,
+//! Where short batches are dropped, so are their samples, and the same ones in every epoch where no window has enough of
+//! their neighbours: [`BatchSampler::dropped_samples`] counts them. An epoch whose windows leave no full one has no batch. At least one offset leaves one,
 //! or the sampler is refused; a loader passes over the epochs that have none.
 //!
 //! Nothing is stored per epoch but the windows. Batch `i` is found by a binary search over them, and each of its samples by
@@ -92,7 +93,7 @@ pub fn k_from_flag(k: i64) -> Result<usize> {
 pub struct Operations {
     /// Comparisons of the search for the batch's window.
     pub comparisons: u64,
-    /// Looks into the sorted order: one for each sample.
+    /// Reads of the sorted order, or of the usable samples where one window holds all.
     pub lookups: u64,
     /// Passes through the permutation's network: below two for each sample, and for the batch, on average.
     pub passes: u64,
@@ -141,7 +142,8 @@ struct Windows {
 }
 
 impl BalancedBatchSampler {
-    /// Sorts the samples that have a token. `O(n + longest)` time; 4 bytes for each sample.
+    /// Sorts the samples that have a token. `O(n + longest)` time; 4 bytes for each sample and each length. Where one window
+    /// holds all, 4 bytes for each sample that has a token if some have none, else nothing.
     ///
     /// # Errors
     /// A data set without tokens; a batch size of 0, or in tokens below the longest sample, or larger than any window where
@@ -168,6 +170,7 @@ impl BalancedBatchSampler {
         }
         let one_window = (longest - shortest) as usize <= options.k;
         let sorted = (!one_window).then(|| LengthOrder::new(&lengths, longest));
+        let usable = if sorted.is_some() { usable.without_numbers() } else { usable };
         let cache = Mutex::new([None, None]);
         let sampler = Self { options: *options, usable, sorted, shortest, longest, cache };
         let has_batch = |offset| sampler.divide(offset).batches.last().is_some_and(|&batches| batches > 0);
@@ -290,11 +293,11 @@ impl BalancedBatchSampler {
         for place in first..(first + batch_size).min(samples) {
             let (element, passes) = order.at_counted(place as u64);
             done.passes += u64::from(passes);
-            done.lookups += 1;
             chosen.push(element as u32);
         }
         // A loop of its own, so that the processor has all these reads of a large table under way at once.
         for sample in chosen.iter_mut() {
+            done.lookups += 1;
             *sample = match &self.sorted {
                 None => self.usable.sample(*sample as usize),
                 Some(sorted) => sorted.order[sorted.starts[1] as usize + begin + *sample as usize],
@@ -315,6 +318,16 @@ impl BatchSampler for BalancedBatchSampler {
 
     fn batches(&self, epoch: u64) -> usize {
         *self.windows(epoch).batches.last().expect("begins with one")
+    }
+
+    fn dropped_samples(&self, epoch: u64) -> usize {
+        if self.options.incomplete == Incomplete::Keep {
+            return 0;
+        }
+        let windows = self.windows(epoch);
+        let batches = windows.batches.windows(2).map(|ends| ends[1] - ends[0]);
+        self.usable.len()
+            - batches.zip(&windows.batch_sizes).map(|(batches, size)| batches * size).sum::<usize>()
     }
 
     fn fingerprint(&self) -> u64 {

@@ -77,7 +77,8 @@
 //! - a loader that resumes goes on as if it had not stopped, packed data sets included, in the time it takes to begin;
 //! - ranks divide the sequence without gap or overlap, also when their number changes between runs; none gets a batch in a
 //!   round in which another gets none;
-//! - every sample is in exactly one batch of an epoch, but for what an option says is dropped, which is counted;
+//! - every sample is in exactly one batch of an epoch, but for what an option says is dropped: tokens are counted in the batch
+//!   ([`Counts::dropped`]), samples of dropped batches by [`BatchSampler::dropped_samples`] and [`PackedDataset::dropped_rows`];
 //! - no label crosses from a document into the next;
 //! - a bad record or a panic in a worker is an error with epoch and batch, after which the loader ends; whoever drops a loader
 //!   waits for no more than the batch at hand.

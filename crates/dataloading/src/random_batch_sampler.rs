@@ -29,6 +29,9 @@ pub trait BatchSampler: Send + Sync {
     /// How many batches there are in epoch `epoch`.
     fn batches(&self, epoch: u64) -> usize;
 
+    /// How many of the samples that have a token are in no batch of epoch `epoch`, because it would not be full.
+    fn dropped_samples(&self, epoch: u64) -> usize;
+
     /// A name for how it chooses, seed and data apart: what differs in it chooses differently. The same in every process.
     fn fingerprint(&self) -> u64;
 
@@ -55,7 +58,9 @@ pub enum Incomplete {
     /// It is handed out, shorter.
     #[default]
     Keep,
-    /// It is left out of this epoch; another epoch's order leaves out other samples.
+    /// It is left out of this epoch, and what is lost can be asked for ([`BatchSampler::dropped_samples`]). Another epoch's
+    /// order leaves out other samples; balanced batches alone may never have a sample that is too far from all others in
+    /// length.
     Drop,
 }
 
@@ -166,6 +171,10 @@ impl BatchSampler for RandomBatchSampler {
 
     fn batches(&self, _epoch: u64) -> usize {
         batches_of(self.usable.len(), self.options.batch_size, self.options.incomplete)
+    }
+
+    fn dropped_samples(&self, epoch: u64) -> usize {
+        self.usable.len().saturating_sub(self.batches(epoch) * self.options.batch_size)
     }
 
     fn fingerprint(&self) -> u64 {

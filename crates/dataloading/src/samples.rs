@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn a_pointer_to_samples_is_samples() {
-        fn check(samples: impl Samples) {
+        fn check<S: Samples>(samples: S) {
             let mut out = Vec::new();
             samples.read(0, &mut out).unwrap();
             samples.read_part(1, 1..9, &mut out).unwrap();
@@ -145,7 +145,8 @@ mod tests {
         }
         let samples = || vec![vec![5_u32], vec![6, 7, 8]];
         check(samples());
-        check(&samples());
+        let held = samples();
+        check::<&Vec<Vec<u32>>>(&held);
         check(std::sync::Arc::new(samples()));
         check(Box::new(samples()) as Box<dyn Samples>);
     }

@@ -99,6 +99,7 @@ proptest! {
         prop_assert!(seen.iter().all(|&times| times <= 1));
         let lost = seen.iter().filter(|&&times| times == 0).count();
         prop_assert!(lost <= sampler.most_windows() * (size - 1));
+        prop_assert_eq!(lost, sampler.dropped_samples(1));
     }
 
     #[test]

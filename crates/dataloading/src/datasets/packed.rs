@@ -56,7 +56,7 @@ pub struct PackedDataset<S> {
 }
 
 impl<S: Samples> PackedDataset<S> {
-    /// Plans the rows. `O(n)` time; 4 bytes for each document are kept.
+    /// Plans the rows. `O(n)` time; the [`Plan`] is kept.
     ///
     /// # Errors
     /// As [`Plan::new`]; a batch of no rows; fewer rows than a batch has where incomplete batches are dropped.
@@ -84,6 +84,12 @@ impl<S: Samples> PackedDataset<S> {
             .numbers([algorithm as u64, long as u64, order as u64, incomplete as u64].into_iter())
             .finish();
         Ok(Self { samples, plan, options, fingerprint })
+    }
+
+    /// Rows that are in no batch of an epoch because the batch would not be full: others in every epoch where their order is
+    /// shuffled.
+    pub fn dropped_rows(&self) -> usize {
+        self.plan.rows().saturating_sub(self.batches(0) * self.options.rows)
     }
 
     /// The rows, with what they leave unused.
