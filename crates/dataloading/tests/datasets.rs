@@ -307,7 +307,7 @@ fn samples_of_dropped_batches_are_counted() {
         let options = PackedOptions { rows: 5, plan, incomplete, ..PackedOptions::default() };
         let packed = PackedDataset::new(Numbered(lengths.clone()), &options).unwrap();
         let rows = packed.plan().rows();
-        assert!(rows % 5 > 0, "{rows} rows, none of which is left out");
+        assert!(!rows.is_multiple_of(5), "{rows} rows, none of which is left out");
         assert_eq!(packed.dropped_rows(), if incomplete == Incomplete::Drop { rows % 5 } else { 0 });
         let handed = (0..packed.batches(3)).map(|index| packed.batch(3, index).unwrap().tokens.size()[0]);
         assert_eq!(handed.sum::<i64>() as usize, rows - packed.dropped_rows());
