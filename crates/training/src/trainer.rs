@@ -21,7 +21,7 @@ use tch::{Kind, Tensor};
 
 use crate::accumulation::{MicroBatches, fetch, forward};
 use crate::batches::Batches;
-use crate::checkpoint::{Checkpoints, Snapshot, overwrite};
+use crate::checkpoint::{Checkpoints, Saved, Snapshot, overwrite};
 use crate::clip::{self, NonFinite};
 use crate::divergence::{Divergence, Watch};
 use crate::error::{Error, Result};
@@ -371,9 +371,10 @@ impl Trainer {
         };
         let step = self.step;
         match checkpoints.save(&snapshot) {
-            Ok(path) => {
+            Ok(Saved { path, warnings }) => {
                 self.saved = Some(step);
-                self.tell(|observer| observer.on_checkpoint(step, &path))
+                self.tell(|observer| observer.on_checkpoint(step, &path))?;
+                warnings.iter().try_for_each(|warning| self.warn(warning))
             }
             Err(error @ Error::Save { .. }) if self.options.failed_checkpoint == FailedCheckpoint::GoOn => {
                 let warning = format!("{error}; the training goes on without it");
@@ -418,6 +419,8 @@ impl Trainer {
         checkpoint.random.restore()?;
         (self.step, self.saved) = (checkpoint.step, Some(checkpoint.step));
         let step = self.step;
+        let aside = self.checkpoints.as_ref().map(|checkpoints| checkpoints.go_on_from(step)).transpose()?;
+        aside.unwrap_or_default().iter().try_for_each(|line| self.warn(line))?;
         self.tell(|observer| observer.on_resume(step))?;
         Ok(Some(step))
     }
