@@ -7,7 +7,7 @@
 //! | `model.safetensors` | every tensor of the model's state, by name |
 //! | `optimizer.safetensors` | the optimizer's state: `NAME.step`, `NAME.SLOT` |
 //! | `random.bin` | where the random generators stood |
-//! | `state.json` | schedule, scaler, position in the data, counters |
+//! | `state.json` | model and settings in words, scaler, losses seen, position in the data |
 //! | `manifest.json` | format version, step, and size and SHA-256 of each file above |
 //! | `manifest.sha256` | SHA-256 of the manifest, as `sha256sum -c` reads it |
 //!
@@ -22,3 +22,4 @@ mod overwrite;
 
 pub use folder::{Checkpoint, Checkpoints, Found, Saved, Snapshot, latest, steps};
 pub use overwrite::overwrite;
+pub(crate) use overwrite::{matched, put};

@@ -149,14 +149,30 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
         let (validation, trace) = (lend(&mut validation), arguments.trace.as_deref());
         diagnosis::diagnose(&mut trainer, train.as_mut(), validation, data.loading, trace, common.json)?;
     }
-    match trainer.run(train.as_mut(), lend(&mut validation))? {
-        Ended::Done | Ended::OutOfData => Ok(()),
-        Ended::Interrupted if trainer.checkpoints.is_some() => {
-            bail!("interrupted after step {}, which is saved; go on with --resume", trainer.step())
+    let ended = trainer.run(train.as_mut(), lend(&mut validation))?;
+    finish(&trainer, ended)
+}
+
+/// What the end of a training means for whoever started it: a last step that is not on the disk is a failure.
+fn finish(trainer: &Trainer, ended: Ended) -> anyhow::Result<()> {
+    let step = trainer.step();
+    let kept = match trainer.saved() {
+        _ if trainer.checkpoints.is_none() => "nothing is saved without --checkpoint-dir".to_owned(),
+        Some(saved) if saved == step && ended == Ended::Interrupted => {
+            bail!("interrupted after step {step}, which is saved; go on with --resume")
         }
-        Ended::Interrupted => {
-            bail!("interrupted after step {}; nothing is saved without --checkpoint-dir", trainer.step())
+        Some(saved) if saved == step => return Ok(()),
+        Some(saved) => {
+            format!(
+                "its checkpoint was not written, and the last is that of step {saved}; go on from there with --resume"
+            )
         }
+        None => "its checkpoint was not written, and there is no earlier one".to_owned(),
+    };
+    match ended {
+        Ended::Interrupted => bail!("interrupted after step {step}; {kept}"),
+        Ended::Done | Ended::OutOfData if trainer.checkpoints.is_none() => Ok(()),
+        Ended::Done | Ended::OutOfData => bail!("trained up to step {step}; {kept}"),
     }
 }
 
