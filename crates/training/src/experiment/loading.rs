@@ -117,7 +117,7 @@ pub fn train(corpus: &Corpus, strategy: Strategy, training: &Training) -> Result
     let mut validation = LoaderBatches::new(validation, &LoaderOptions { epochs: Some(1), ..loader })?;
 
     let model = Box::new(Gpt2Like::new(&config, (Kind::Float, device))?);
-    let optimizer = Optimizer::new(Adam::default(), vec![Group::new(named(&*model), lr)])?;
+    let optimizer = Optimizer::new(Adam::default(), vec![Group::new(trainable(&*model), lr)])?;
     let seen = Arc::new(Mutex::new(Seen::default()));
     let mut trainer = Trainer::new(
         model,
@@ -142,11 +142,6 @@ pub fn train(corpus: &Corpus, strategy: Strategy, training: &Training) -> Result
         loader,
         curve: seen.curve,
     })
-}
-
-/// Every learned tensor with its name, as an optimizer takes them.
-pub(super) fn named(model: &(impl models::module::Module + ?Sized)) -> Vec<(String, tch::Tensor)> {
-    trainable(model).into_iter().map(|(name, tensor)| (name, tensor.shallow_clone())).collect()
 }
 
 #[derive(Debug, Default)]

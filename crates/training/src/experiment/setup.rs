@@ -6,12 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use dataloading::loader::LoaderOptions;
 use dataloading::{BatchOptions, Samples};
-use models::module::{Edit, LanguageModel, LossHead, edit};
+use models::module::{Edit, LanguageModel, LossHead, edit, trainable};
 use models::{AttentionPath, Gpt2Like, Gpt2LikeConfig, Linear, ProjectionHead};
 use tch::{Device, Kind};
 
 use super::corpus::Corpus;
-use super::loading::named;
 use super::strategy::Strategy;
 use crate::Trainer;
 use crate::error::{Error, Result};
@@ -88,7 +87,7 @@ impl Setup {
         };
         let implementation =
             if has(Inefficiency::UnfusedOptimizer) { Implementation::ForLoop } else { Implementation::Fused };
-        let optimizer = Optimizer::new(Adam::default(), vec![Group::new(named(&*model), 1e-4)])?
+        let optimizer = Optimizer::new(Adam::default(), vec![Group::new(trainable(&*model), 1e-4)])?
             .with_implementation(implementation);
         let zero_grad = if has(Inefficiency::ZeroedGradients) { ZeroGrad::ToZeros } else { ZeroGrad::ToNone };
         let accuracy = has(Inefficiency::AccuracyEachStep);
