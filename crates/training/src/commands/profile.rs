@@ -112,6 +112,13 @@ impl Measurement {
 
         for &inefficiency in chosen {
             self.progress.message(inefficiency.name());
+            if !inefficiency.concerns(self.common.device) {
+                let missing = |name, unit| Metric::not_measured(name, unit, "it concerns CUDA devices alone");
+                let metrics = vec![missing("slowdown", "ratio"), missing("detected", "count")];
+                self.sink.put(COMPOSITION, &self.case(inefficiency.name(), "on"), metrics)?;
+                self.progress.step();
+                continue;
+            }
             let (on, off) = setups(inefficiency);
             let diagnosis = self.compare(inefficiency.name(), "on", &on, &off, scratch)?;
             let detected = match detector(inefficiency) {
