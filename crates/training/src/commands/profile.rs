@@ -54,7 +54,10 @@ pub(crate) fn run(common: &CommonArgs, arguments: &ProfileArgs) -> anyhow::Resul
 }
 
 pub(crate) fn run_repair(common: &CommonArgs, arguments: &RepairArgs) -> anyhow::Result<()> {
-    Measurement::new(common, &arguments.which, Inefficiency::ALL.len() + 2)?.repair()
+    let mut measurement = Measurement::new(common, &arguments.which, Inefficiency::ALL.len() + 2)?;
+    // Each stage is measured twice: with the one before and with the one after it.
+    measurement.effort.turns = measurement.effort.turns.min(5);
+    measurement.repair()
 }
 
 const COMPOSITION: &str = "profile";
