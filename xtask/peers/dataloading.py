@@ -1,9 +1,11 @@
 """Tokens per second of PyTorch's DataLoader over the tokens of `dataloading throughput`.
 
-`standard` is a map-style dataset of slices of one array, a collate function that pads to the longest, and random batches of
-32. `sequenced` joins the samples of each random batch, and `packed` is an IterableDataset that fills rows of 512 tokens
+`base` and `standard` are a map-style dataset of slices of one array, a collate function that pads to 512 or to the longest, and
+random batches of 32. `balanced` gives `standard` a batch sampler: lengths in windows of 21, each shuffled and cut into batches, in
+random order. `sequenced` joins the samples of each random batch, and `packed` is an IterableDataset that fills rows of 512 tokens
 first-fit from a buffer of shuffled documents, with positions, document numbers and cumulative lengths. Every batch has int64
-tokens and labels; those padded or packed have what tells places apart besides. Writes one JSON record per figure.
+tokens and labels; those joined or packed have what tells places apart besides. Samples are cut at 512 tokens, except that
+`packed` divides them, so that no token is lost. On CUDA batches are pinned and copied without blocking. Writes one JSON record per figure.
 """
 
 import argparse
@@ -17,9 +19,9 @@ import time
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-BATCH, LENGTH, ROWS, IGNORED = 32, 512, 8, -100
+BATCH, LENGTH, ROWS, GAP, IGNORED = 32, 512, 8, 20, -100
 
 
 def mix(value):
@@ -54,14 +56,47 @@ class Samples(Dataset):
         return self.tokens[start : min(self.offsets[index + 1], start + LENGTH)]
 
 
+    def pieces(self, index):
+        """The whole sample, in pieces of up to a row."""
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]].split(LENGTH)
+
+
 def collate(samples):
-    """Pads to the longest sample."""
+    """Pads to the longest sample. Labels are the tokens moved by one; tokens are above 0, the padding is 0."""
     tokens = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
-    lengths = torch.tensor([len(sample) for sample in samples])
-    mask = torch.arange(tokens.shape[1])[None, :] < lengths[:, None]
     labels = torch.full_like(tokens, IGNORED)
-    labels[:, :-1] = tokens[:, 1:].masked_fill(~mask[:, 1:], IGNORED)
-    return {"tokens": tokens, "labels": labels, "mask": mask, "count": int(lengths.sum())}
+    labels[:, :-1] = tokens[:, 1:]
+    labels.masked_fill_(labels == 0, IGNORED)
+    return {"tokens": tokens, "labels": labels, "count": sum(map(len, samples))}
+
+
+def collate_to_one_length(samples):
+    """Pads to 512, whatever the samples' lengths."""
+    tokens = torch.zeros(len(samples), LENGTH, dtype=torch.int64)
+    labels = torch.full_like(tokens, IGNORED)
+    for row, sample in enumerate(samples):
+        tokens[row, : len(sample)] = sample
+        labels[row, : len(sample) - 1] = sample[1:]
+    return {"tokens": tokens, "labels": labels, "count": sum(map(len, samples))}
+
+
+class Balanced(Sampler):
+    """Batches of samples whose lengths differ by at most 20, from windows of lengths that begin elsewhere in each epoch."""
+
+    def __init__(self, lengths, seed):
+        self.lengths = numpy.minimum(lengths, LENGTH)
+        self.order = numpy.argsort(self.lengths, kind="stable")
+        self.random = numpy.random.default_rng(seed)
+
+    def __iter__(self):
+        width = GAP + 1
+        numbers = (self.lengths[self.order] + self.random.integers(width)) // width
+        batches = []
+        for window in numpy.split(self.order, numpy.flatnonzero(numpy.diff(numbers)) + 1):
+            shuffled = self.random.permutation(window)
+            batches.extend(shuffled[start : start + BATCH] for start in range(0, len(shuffled), BATCH))
+        for batch in self.random.permutation(len(batches)):
+            yield batches[batch].tolist()
 
 
 def pack(rows):
@@ -115,30 +150,38 @@ class Packed(IterableDataset):
             order = order[worker.id :: worker.num_workers]
         rows, room = [[] for _ in range(ROWS)], [LENGTH] * ROWS
         for index in order.tolist():
-            document = self.samples[index]
-            place = next((row for row in range(ROWS) if room[row] >= len(document)), None)
-            if place is None:
-                yield pack([row for row in rows if row])
-                rows, room = [[] for _ in range(ROWS)], [LENGTH] * ROWS
-                place = 0
-            rows[place].append(document)
-            room[place] -= len(document)
+            for document in self.samples.pieces(index):
+                place = next((row for row in range(ROWS) if room[row] >= len(document)), None)
+                if place is None:
+                    yield pack([row for row in rows if row])
+                    rows, room = [[] for _ in range(ROWS)], [LENGTH] * ROWS
+                    place = 0
+                rows[place].append(document)
+                room[place] -= len(document)
         if any(rows):
             yield pack([row for row in rows if row])
 
 
-def loader(strategy, samples, workers, seed):
+def loader(strategy, samples, lengths, workers, seed, device):
     generator = torch.Generator().manual_seed(seed)
-    ahead = {"num_workers": workers, "persistent_workers": workers > 0}
+    pinned = device.type == "cuda"
+    ahead = {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": pinned}
     if workers > 0:
         ahead["prefetch_factor"] = 4
     if strategy == "packed":
         return DataLoader(Packed(samples, seed), batch_size=None, **ahead)
-    function = collate if strategy == "standard" else sequence
+    if strategy == "balanced":
+        return DataLoader(samples, batch_sampler=Balanced(lengths, seed), collate_fn=collate, **ahead)
+    function = {"base": collate_to_one_length, "standard": collate, "sequenced": sequence}[strategy]
     return DataLoader(samples, batch_size=BATCH, shuffle=True, collate_fn=function, generator=generator, **ahead)
 
 
-def environment():
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def environment(device):
     cpu = platform.machine()
     try:
         with open("/proc/cpuinfo") as info:
@@ -146,7 +189,7 @@ def environment():
     except (OSError, StopIteration):
         pass
     return {
-        "device": "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cpu": cpu,
         "threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -174,11 +217,13 @@ def main():
     parser.add_argument("--records", required=True)
     args = parser.parse_args()
 
-    samples = Samples(text_lengths(args.samples, args.seed))
+    device = torch.device(args.device)
+    lengths = text_lengths(args.samples, args.seed)
+    samples = Samples(lengths)
     workers_list = [int(workers) for workers in args.workers.split(",")]
-    cases = [(s, w) for s in ("standard", "sequenced", "packed") for w in workers_list]
+    cases = [(s, w) for s in ("base", "standard", "balanced", "sequenced", "packed") for w in workers_list]
     best = {}
-    where = environment()
+    where = environment(device)
     with open(args.records, "a") as records:
 
         def write(strategy, workers, rates):
@@ -189,13 +234,15 @@ def main():
 
         for done, (strategy, workers) in enumerate(cases):
             print(f"@progress {done} {len(cases)} {strategy}, {workers} workers", file=sys.stderr, flush=True)
-            batches = loader(strategy, samples, workers, args.seed)
+            batches = loader(strategy, samples, lengths, workers, args.seed, device)
             rates = []
             for epoch in range(args.epochs + 1):
                 start, tokens = time.perf_counter(), 0
                 for batch in batches:
-                    batch = {k: v.to(args.device) if torch.is_tensor(v) else v for k, v in batch.items()}
+                    moved = (v.to(device, non_blocking=True) if torch.is_tensor(v) else v for v in batch.values())
+                    batch = dict(zip(batch, moved))
                     tokens += batch["count"]
+                synchronize(device)
                 if epoch > 0:
                     rates.append(tokens / (time.perf_counter() - start))
             write(strategy, workers, rates)

@@ -14,6 +14,10 @@
 //! - there are at most as many short batches as windows, `⌈(longest − shortest + 1) / (k + 1)⌉ + 1`;
 //! - where one window holds all lengths, the batches are those of standard batching, to the last index.
 //!
+//! Where short batches are dropped, so are their samples, and the same ones in every epoch where no window has enough of
+//! their neighbours: [`BatchSampler::dropped_samples`] counts them. An epoch whose windows leave no full one has no batch. At least one offset leaves one,
+//! or the sampler is refused; a loader passes over the epochs that have none.
+//!
 //! Nothing is stored per epoch but the windows. Batch `i` is found by a binary search over them, and each of its samples by
 //! one evaluation of a [`Permutation`] and one look into the sorted order: the number of operations does not depend on the
 //! size of the data set, and [`BalancedBatchSampler::choose_counted`] counts them.
@@ -24,6 +28,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::error::{Error, Result};
+use crate::fingerprint::{Fingerprint, SEQUENCE};
 use crate::length_order::{LengthOrder, Usable, lengths_of};
 use crate::permutation::Permutation;
 use crate::random_batch_sampler::{
@@ -88,7 +93,7 @@ pub fn k_from_flag(k: i64) -> Result<usize> {
 pub struct Operations {
     /// Comparisons of the search for the batch's window.
     pub comparisons: u64,
-    /// Looks into the sorted order: one for each sample.
+    /// Reads of the sorted order, or of the usable samples where one window holds all.
     pub lookups: u64,
     /// Passes through the permutation's network: below two for each sample, and for the batch, on average.
     pub passes: u64,
@@ -137,11 +142,12 @@ struct Windows {
 }
 
 impl BalancedBatchSampler {
-    /// Sorts the samples that have a token. `O(n + longest)` time; 4 bytes for each sample.
+    /// Sorts the samples that have a token. `O(n + longest)` time; 4 bytes for each sample and each length. Where one window
+    /// holds all, 4 bytes for each sample that has a token if some have none, else nothing.
     ///
     /// # Errors
-    /// A data set without tokens; a batch size of 0, or in tokens below the longest sample, or larger than the data set
-    /// where short batches are dropped.
+    /// A data set without tokens; a batch size of 0, or in tokens below the longest sample, or larger than any window where
+    /// short batches are dropped.
     pub fn new<S: Samples + ?Sized>(samples: &S, options: &BalancedOptions) -> Result<Self> {
         let mut lengths = lengths_of(WHAT, samples)?;
         let usable = Usable::new(WHAT, &lengths, options.max_length)?;
@@ -164,8 +170,26 @@ impl BalancedBatchSampler {
         }
         let one_window = (longest - shortest) as usize <= options.k;
         let sorted = (!one_window).then(|| LengthOrder::new(&lengths, longest));
+        let usable = if sorted.is_some() { usable.without_numbers() } else { usable };
         let cache = Mutex::new([None, None]);
-        Ok(Self { options: *options, usable, sorted, shortest, longest, cache })
+        let sampler = Self { options: *options, usable, sorted, shortest, longest, cache };
+        let has_batch = |offset| sampler.divide(offset).batches.last().is_some_and(|&batches| batches > 0);
+        if options.incomplete == Incomplete::Drop && !(1..=sampler.width()).any(has_batch) {
+            return Err(Error::Config {
+                what: WHAT,
+                reason: format!(
+                    "no {} consecutive lengths have the samples of a full batch, and incomplete ones are dropped, so there is \
+                     no batch; keep them, take smaller batches, or a larger k",
+                    sampler.width()
+                ),
+            });
+        }
+        Ok(sampler)
+    }
+
+    /// Lengths of a window.
+    fn width(&self) -> u64 {
+        if self.sorted.is_some() { self.options.k as u64 + 1 } else { 1 }
     }
 
     /// What can be used of the data set.
@@ -195,12 +219,15 @@ impl BalancedBatchSampler {
         {
             return windows.clone();
         }
-        let windows = Arc::new(self.divide(epoch));
+        // The first window holds `offset` lengths, from 1 to all of its width.
+        let offset = Permutation::new(self.width(), self.options.seed, epoch, stream::OFFSET).at(0) + 1;
+        let windows = Arc::new(self.divide(offset));
         *slot = Some((epoch, windows.clone()));
         windows
     }
 
-    fn divide(&self, epoch: u64) -> Windows {
+    /// The windows of which the first holds `offset` lengths.
+    fn divide(&self, offset: u64) -> Windows {
         let mut windows = Windows { samples: vec![0], batches: vec![0], ..Windows::default() };
         let mut push = |number: u64, end: u32, longest: u32| {
             let begin = *windows.samples.last().expect("begins with one");
@@ -216,9 +243,7 @@ impl BalancedBatchSampler {
             push(0, self.usable.len() as u32, self.longest);
             return windows;
         };
-        let width = self.options.k as u64 + 1;
-        // The first window holds `offset` lengths, from 1 to all `width` of them.
-        let offset = Permutation::new(width, self.options.seed, epoch, stream::OFFSET).at(0) + 1;
+        let width = self.width();
         let skipped = sorted.starts[1];
         let (mut low, mut high) = (u64::from(self.shortest), u64::from(self.shortest) + offset - 1);
         let mut number = 0;
@@ -268,11 +293,11 @@ impl BalancedBatchSampler {
         for place in first..(first + batch_size).min(samples) {
             let (element, passes) = order.at_counted(place as u64);
             done.passes += u64::from(passes);
-            done.lookups += 1;
             chosen.push(element as u32);
         }
         // A loop of its own, so that the processor has all these reads of a large table under way at once.
         for sample in chosen.iter_mut() {
+            done.lookups += 1;
             *sample = match &self.sorted {
                 None => self.usable.sample(*sample as usize),
                 Some(sorted) => sorted.order[sorted.starts[1] as usize + begin + *sample as usize],
@@ -287,8 +312,34 @@ impl BatchSampler for BalancedBatchSampler {
         self.options.seed
     }
 
+    fn samples(&self) -> usize {
+        self.usable.total()
+    }
+
     fn batches(&self, epoch: u64) -> usize {
         *self.windows(epoch).batches.last().expect("begins with one")
+    }
+
+    fn dropped_samples(&self, epoch: u64) -> usize {
+        if self.options.incomplete == Incomplete::Keep {
+            return 0;
+        }
+        let windows = self.windows(epoch);
+        let batches = windows.batches.windows(2).map(|ends| ends[1] - ends[0]);
+        self.usable.len()
+            - batches.zip(&windows.batch_sizes).map(|(batches, size)| batches * size).sum::<usize>()
+    }
+
+    fn fingerprint(&self) -> u64 {
+        let BalancedOptions { batch_size, k, max_length, seed: _, incomplete } = self.options;
+        let (kind, size) = match batch_size {
+            BatchSize::Samples(samples) => (0, samples),
+            BatchSize::Tokens(tokens) => (1, tokens),
+        };
+        Fingerprint::new(WHAT)
+            .number(SEQUENCE)
+            .numbers([kind, size as u64, k as u64, max_length as u64, incomplete as u64].into_iter())
+            .finish()
     }
 
     fn choose(&self, epoch: u64, index: usize, chosen: &mut Vec<u32>) -> Result<()> {

@@ -17,6 +17,11 @@ pub trait BatchSource: Send + Sync {
     /// How many batches there are in epoch `epoch`.
     fn batches(&self, epoch: u64) -> usize;
 
+    /// A name for all that the batches are a function of besides seed, epoch and index: the data, the strategy and its
+    /// options ([`Fingerprint`](crate::fingerprint::Fingerprint)). A loader's state is resumed only where it is the same, so
+    /// it must be so in every process.
+    fn fingerprint(&self) -> u64;
+
     /// Writes batch `index` of epoch `epoch`.
     ///
     /// # Errors
@@ -41,6 +46,10 @@ impl<B: BatchSource + ?Sized> BatchSource for std::sync::Arc<B> {
 
     fn batches(&self, epoch: u64) -> usize {
         (**self).batches(epoch)
+    }
+
+    fn fingerprint(&self) -> u64 {
+        (**self).fingerprint()
     }
 
     fn fill(&self, epoch: u64, index: usize, host: &mut HostBatch) -> Result<()> {

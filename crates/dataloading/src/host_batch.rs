@@ -15,13 +15,15 @@ const LINE: usize = 8;
 /// Where a [`BatchSource`](crate::BatchSource) writes a batch.
 #[derive(Debug)]
 pub struct HostBatch {
-    /// Documents of the batch one behind the other, before they are laid out; free for a source's own use.
-    pub scratch: Vec<u32>,
-    /// Indices of the batch's samples; free for a source's own use.
-    pub chosen: Vec<u32>,
-    /// Ends of the documents in `scratch`; free for a source's own use.
-    pub ends: Vec<usize>,
+    /// Documents of the batch one behind the other, before they are laid out.
+    pub(crate) scratch: Vec<u32>,
+    /// Indices of the batch's samples.
+    pub(crate) chosen: Vec<u32>,
+    /// Ends of the documents in `scratch`.
+    pub(crate) ends: Vec<usize>,
     device: Device,
+    /// Whether the block is page-locked where the device copies from such memory.
+    pinned: bool,
     block: Option<PinnedBuffer>,
     layout: Layout,
     counts: Counts,
@@ -39,6 +41,21 @@ struct Layout {
 }
 
 impl Layout {
+    /// Whether the bytes, with room to grow, can be numbered.
+    fn check(&self) -> Result<()> {
+        let numbers = self.rows.checked_mul(self.length).and_then(|places| places.checked_mul(64));
+        if numbers.is_some_and(|bytes| i64::try_from(bytes).is_ok()) {
+            return Ok(());
+        }
+        Err(Error::Config {
+            what: "host batch",
+            reason: format!(
+                "{} rows of {} places are more than memory has; use fewer",
+                self.rows, self.length
+            ),
+        })
+    }
+
     fn places(&self) -> usize {
         self.rows * self.length
     }
@@ -60,11 +77,18 @@ impl Layout {
 impl HostBatch {
     /// Empty, for batches that go to `device`: its memory is page-locked where that is a CUDA device.
     pub fn new(device: Device) -> Self {
+        Self::in_memory(device, true)
+    }
+
+    /// As [`HostBatch::new`]; in ordinary memory where it is not to be `pinned`, from which a device can only be copied to
+    /// while the caller waits.
+    pub(crate) fn in_memory(device: Device, pinned: bool) -> Self {
         Self {
             scratch: Vec::new(),
             chosen: Vec::new(),
             ends: Vec::new(),
             device,
+            pinned,
             block: None,
             layout: Layout::default(),
             counts: Counts::default(),
@@ -82,7 +106,7 @@ impl HostBatch {
     /// padded to it with `pad`.
     ///
     /// # Errors
-    /// No memory.
+    /// No memory, or more places than can be numbered.
     pub fn write_rows<'a>(
         &mut self,
         documents: impl ExactSizeIterator<Item = &'a [u32]>,
@@ -91,6 +115,7 @@ impl HostBatch {
         dropped: usize,
     ) -> Result<()> {
         let layout = Layout { rows: documents.len(), length, packed: false, documents: 0 };
+        layout.check()?;
         let mut counts = Counts { documents: layout.rows, dropped, ..Counts::default() };
         let numbers = self.numbers(layout)?;
         let (tokens, labels) = numbers.split_at_mut(layout.part());
@@ -138,9 +163,9 @@ impl HostBatch {
         self.starts.clear();
         let (mut at, mut longest) = (0, 0);
         for (row, document) in documents.clone() {
-            let begin = at.max(row * length);
-            pad_starts(&mut self.starts, at, begin, length, &mut longest);
-            if row >= rows || begin + document.len() > (row + 1) * length {
+            // Of a row beyond the last the start may be no number.
+            let begin = if row < rows { at.max(row * length) } else { places };
+            if row >= rows || document.len() > ((row + 1) * length).saturating_sub(begin) {
                 return Err(Error::Config {
                     what: "packed batch",
                     reason: format!(
@@ -149,6 +174,7 @@ impl HostBatch {
                     ),
                 });
             }
+            pad_starts(&mut self.starts, at, begin, length, &mut longest);
             self.starts.push(begin as i32);
             at = begin + document.len();
             longest = longest.max(document.len());
@@ -214,7 +240,8 @@ impl HostBatch {
         if !usable {
             // Room for batches that are somewhat longer, so that a few blocks serve all of them.
             let room = (bytes + bytes / 4).next_multiple_of(4096);
-            self.block = Some(PinnedBuffer::new(room, self.device)?);
+            let memory_for = if self.pinned { self.device } else { Device::Cpu };
+            self.block = Some(PinnedBuffer::new(room, memory_for)?);
         }
         let block = self.block.as_mut().expect("made above");
         Ok(&mut block.as_mut_slice::<i64>()?[..layout.numbers()])
@@ -231,13 +258,17 @@ impl HostBatch {
     }
 
     /// The batch on the device, copied there on the current stream. The memory may be given back at once: libtorch keeps
-    /// page-locked memory until the copies of it are done.
+    /// page-locked memory until the copies of it are done, and a copy of other memory is done on return.
     pub(crate) fn finish_on_device(&mut self) -> Result<Batch> {
         let bytes = self.layout.numbers() * 8;
         let device = self.device;
         let source = self.written()?.view(0, &[bytes as i64], Kind::Uint8)?;
         let mut target = Tensor::f_empty([bytes as i64], (Kind::Uint8, device))?;
-        copy_async(&mut target, &source)?;
+        if self.pinned {
+            copy_async(&mut target, &source)?;
+        } else {
+            target.f_copy_(&source)?;
+        }
         self.over(&target)
     }
 
@@ -363,6 +394,16 @@ mod tests {
         assert_eq!(
             error.to_string(),
             "packed batch: a document of 3 tokens does not fit into row 0 of 1 rows of 2"
+        );
+        let error = host.write_packed([(usize::MAX, &[1_u32][..])].into_iter(), 1, 2, 0, 0).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "packed batch: a document of 1 tokens does not fit into row 18446744073709551615 of 1 rows of 2"
+        );
+        let error = host.write_rows([&[1_u32][..]].into_iter(), usize::MAX, 0, 0).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "host batch: 1 rows of 18446744073709551615 places are more than memory has; use fewer"
         );
     }
 }

@@ -84,6 +84,7 @@ pub(crate) fn lengths_of<S: Samples + ?Sized>(what: &'static str, samples: &S) -
 pub struct Usable {
     /// Their numbers; `None` when all are usable.
     kept: Option<Vec<u32>>,
+    used: usize,
     total: usize,
     cut: usize,
     cut_tokens: u64,
@@ -107,19 +108,25 @@ impl Usable {
             });
         }
         let kept = (empty > 0).then(|| (0..).zip(lengths).filter(|&(_, &l)| l > 0).map(|(i, _)| i).collect());
+        let used = lengths.len() - empty;
         let beyond = lengths.iter().map(|&length| (length as usize).saturating_sub(max_length) as u64);
         let (cut, cut_tokens) = beyond.filter(|&b| b > 0).fold((0, 0), |(n, sum), b| (n + 1, sum + b));
-        Ok(Self { kept, total: lengths.len(), cut, cut_tokens })
+        Ok(Self { kept, used, total: lengths.len(), cut, cut_tokens })
     }
 
     /// How many samples are used.
     pub fn len(&self) -> usize {
-        self.kept.as_ref().map_or(self.total, Vec::len)
+        self.used
     }
 
     /// Whether none is; never true of a data set that was made.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// How many samples the data set has.
+    pub(crate) fn total(&self) -> usize {
+        self.total
     }
 
     /// How many samples are left out because they have no token.
@@ -135,6 +142,11 @@ impl Usable {
     /// How many tokens they lose in all.
     pub fn cut_tokens(&self) -> u64 {
         self.cut_tokens
+    }
+
+    /// The counts alone, for who numbers the samples otherwise.
+    pub(crate) fn without_numbers(self) -> Self {
+        Self { kept: None, ..self }
     }
 
     /// The number in the data set of usable sample `place`.

@@ -123,21 +123,22 @@ impl LengthStatistics {
         .collect()
     }
 
-    /// Every sample cut or padded to `length`: the assignment's `BaseDataset`.
+    /// Every sample that has a token cut or padded to `length`: the assignment's `BaseDataset`.
     pub fn padded_to(&self, length: usize) -> Waste {
         let tokens = self.cut(length);
         Waste {
-            places: self.samples as f64 * length as f64,
+            places: (self.samples - self.empty()) as f64 * length as f64,
             tokens: tokens as f64,
             dropped: (self.tokens - tokens) as f64,
         }
     }
 
-    /// Random batches of `size`, each padded to its longest, samples cut to `longest`: the assignment's `StandardDataset`.
+    /// Random batches of `size` samples that have a token, each padded to its longest, samples cut to `longest`: the assignment's `StandardDataset`.
     /// A size of 0 is taken as 1.
     pub fn padded_to_batch(&self, size: usize, longest: usize) -> Waste {
-        let size = (size.max(1) as u64).min(self.samples);
-        let (whole, rest) = (self.samples / size, self.samples % size);
+        let used = self.samples - self.empty();
+        let size = (size as u64).min(used).max(1);
+        let (whole, rest) = (used / size, used % size);
         let places = |size: u64| size as f64 * self.expected_longest(size, longest);
         let tokens = self.cut(longest);
         Waste {
@@ -147,16 +148,9 @@ impl LengthStatistics {
         }
     }
 
-    /// Samples packed whole into `rows` rows of `capacity` places, as a packer found; samples cut to `capacity`.
-    pub fn packed(&self, rows: u64, capacity: usize) -> Waste {
-        Waste { places: rows as f64 * capacity as f64, ..self.padded_to(capacity) }
-    }
-
-    /// The least that any packing into rows of `capacity` can waste: rows as if samples could be cut anywhere. No packer
-    /// does better. A capacity of 0 is taken as 1.
-    pub fn packed_at_best(&self, capacity: usize) -> Waste {
-        let capacity = capacity.max(1);
-        self.packed(self.cut(capacity).div_ceil(capacity as u128) as u64, capacity)
+    /// Samples without a token, which no data set puts into a batch.
+    fn empty(&self) -> u64 {
+        self.counts.get(&0).copied().unwrap_or(0)
     }
 
     /// Tokens when samples are cut to `longest`.
@@ -164,16 +158,17 @@ impl LengthStatistics {
         self.counts.iter().map(|(length, count)| (*length).min(longest) as u128 * u128::from(*count)).sum()
     }
 
-    /// Expected length of the longest of `size` samples drawn without replacement, each cut to `longest`.
+    /// Expected length of the longest of `size` samples that have a token, drawn without replacement, each cut to `longest`.
     fn expected_longest(&self, size: u64, longest: usize) -> f64 {
         let (mut expected, mut below, mut before) = (0.0, 0, 0.0);
-        for (length, count) in &self.counts {
+        let used = self.samples - self.empty();
+        for (length, count) in self.counts.range(1..) {
             below += count;
             // C(below, size) / C(samples, size), a product of factors of at most one.
             let within: f64 = if below < size {
                 0.0
             } else {
-                (0..size).map(|i| (below - i) as f64 / (self.samples - i) as f64).product()
+                (0..size).map(|i| (below - i) as f64 / (used - i) as f64).product()
             };
             expected += (*length).min(longest) as f64 * (within - before);
             before = within;
@@ -208,8 +203,10 @@ mod tests {
 
     #[test]
     fn the_expected_places_are_the_mean_over_all_orders() {
-        let lengths = [3, 9, 9, 1, 0, 6, 14];
-        let statistics = LengthStatistics::new(lengths).unwrap();
+        let lengths = [3, 9, 9, 1, 6, 14];
+        // No data set puts a sample without tokens into a batch.
+        let statistics = LengthStatistics::new(lengths.into_iter().chain([0, 0])).unwrap();
+        assert_eq!(statistics.padded_to(8).places, 48.0);
         for size in 1..=9 {
             for longest in [100, 8] {
                 let (sum, orders) = over_all_orders(&mut lengths.clone(), 0, size, longest);
@@ -230,8 +227,6 @@ mod tests {
         let base = statistics.padded_to(8);
         assert_eq!(base, Waste { places: 40.0, tokens: 18.0, dropped: 2.0 });
         assert!((base.share() - 0.55).abs() < 1e-12);
-        assert_eq!(statistics.packed_at_best(10), Waste { places: 20.0, tokens: 20.0, dropped: 0.0 });
-        assert_eq!(statistics.packed(3, 10).places, 30.0);
         assert_eq!(LengthStatistics::new([0]).unwrap().padded_to_batch(4, 8).share(), 0.0);
         assert!(LengthStatistics::new([]).is_err());
     }

@@ -1,7 +1,7 @@
 //! Datasets, samplers, packing, and loaders that resume.
 //!
 //! Text of uneven length becomes batches with next to no padding, made by worker threads ahead of time, in a sequence
-//! that depends on a seed alone. Where a loader stands in it is four integers; to resume replays nothing.
+//! that depends on a seed alone. Where a loader stands in it is five integers; to resume replays nothing.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -49,7 +49,7 @@
 //! | [`permutation`] | a shuffled order that is computed, not stored |
 //! | [`random_batch_sampler`], [`balanced_batch_sampler`] | which samples make a batch |
 //! | [`packing`] | which documents make a row: best-fit and first-fit decreasing over the whole data set, best-fit for streams |
-//! | [`datasets`], [`batch_source`] | batches as a function of (seed, epoch, index) |
+//! | [`datasets`], [`batch_source`], [`mod@fingerprint`] | batches as a function of (seed, epoch, index) |
 //! | [`batch`], [`host_batch`] | what a batch holds, and the memory that it is written to |
 //! | [`loader`] | worker threads, order, ranks, resuming |
 //! | [`length_statistics`] | lengths, and what padding them would waste, without reading a token |
@@ -68,8 +68,8 @@
 //!
 //! # What a loader's state is
 //!
-//! [`LoaderState`] is the seed, the epoch, the position in it, and the number of batches of that epoch, by which other data
-//! is recognised.
+//! [`LoaderState`] is the seed, the epoch, the position in it, the number of batches of that epoch, and a fingerprint of the data
+//! and of how they are batched, by which other data and other options are recognised.
 //!
 //! Guaranteed, and tested:
 //!
@@ -77,7 +77,8 @@
 //! - a loader that resumes goes on as if it had not stopped, packed data sets included, in the time it takes to begin;
 //! - ranks divide the sequence without gap or overlap, also when their number changes between runs; none gets a batch in a
 //!   round in which another gets none;
-//! - every sample is in exactly one batch of an epoch, but for what an option says is dropped, which is counted;
+//! - every sample is in exactly one batch of an epoch, but for what an option says is dropped: tokens are counted in the batch
+//!   ([`Counts::dropped`]), samples of dropped batches by [`BatchSampler::dropped_samples`] and [`PackedDataset::dropped_rows`];
 //! - no label crosses from a document into the next;
 //! - a bad record or a panic in a worker is an error with epoch and batch, after which the loader ends; whoever drops a loader
 //!   waits for no more than the batch at hand.
@@ -100,6 +101,7 @@ pub mod bench;
 pub mod datasets;
 pub mod embedded;
 pub mod error;
+pub mod fingerprint;
 pub mod host_batch;
 mod length_order;
 pub mod length_statistics;

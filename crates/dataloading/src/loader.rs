@@ -7,9 +7,9 @@
 //! The global sequence is the batches of epoch 0, those of epoch 1, and so on. With `R` ranks, one *round* hands each
 //! rank one batch: rank `r` takes the batch at `position + r`, and the position moves by `R`. A round may reach over the end
 //! of an epoch, so that no rank is ever without a batch while another has one; only the last round of the last epoch is left
-//! out where it is incomplete. Because the position counts global batches, a run can resume with another number of ranks.
+//! out where it is incomplete. An epoch without a batch is passed over. Because the position counts global batches, a run can resume with another number of ranks.
 //!
-//! On CUDA a worker writes into page-locked memory and starts the copy to the device itself, on a stream of its own, so
+//! On CUDA a worker writes into page-locked memory (unless [`LoaderOptions::pinned`] is off) and starts the copy to the device itself, on a stream of its own, so
 //! that batches arrive while the model computes. On the CPU the batch's tensors are the memory that the worker wrote, and
 //! the memory is used again when they are gone.
 
@@ -49,6 +49,9 @@ pub struct LoaderOptions {
     pub prefetch: usize,
     /// Where the batches go.
     pub device: Device,
+    /// Whether batches for a CUDA device are written into page-locked memory, which the device copies from while the
+    /// worker goes on. From ordinary memory the worker waits for each copy. No matter on the CPU.
+    pub pinned: bool,
     /// This process among `ranks`.
     pub rank: u64,
     /// Processes that divide the batches, at most 2²⁴. They may be more than an epoch has batches.
@@ -58,9 +61,17 @@ pub struct LoaderOptions {
 }
 
 impl Default for LoaderOptions {
-    /// One worker, two batches ahead, on the CPU, one rank, one epoch.
+    /// One worker, two batches ahead, on the CPU, page-locked memory for devices, one rank, one epoch.
     fn default() -> Self {
-        Self { workers: 1, prefetch: 2, device: Device::Cpu, rank: 0, ranks: 1, epochs: Some(1) }
+        Self {
+            workers: 1,
+            prefetch: 2,
+            device: Device::Cpu,
+            pinned: true,
+            rank: 0,
+            ranks: 1,
+            epochs: Some(1),
+        }
     }
 }
 
@@ -74,8 +85,10 @@ pub struct LoaderState {
     pub epoch: u64,
     /// Batches of it that all ranks have had.
     pub position: u64,
-    /// How many batches the epoch has: another number says that the data, or how it is batched, has changed.
+    /// How many batches the epoch has.
     pub batches: u64,
+    /// [`BatchSource::fingerprint`]: another one says that the data, or how it is batched, has changed.
+    pub fingerprint: u64,
 }
 
 /// What a loader did so far.
@@ -140,15 +153,19 @@ impl Loader {
     /// From the first batch on.
     ///
     /// # Errors
-    /// A rank that is none of `ranks`; too many workers or ranks; a first epoch without batches; a device that is not there; no threads to be had.
+    /// A rank that is none of `ranks`; too many workers or ranks; epochs without a single batch; a device that is not there; no threads to be had.
     pub fn new(source: Arc<dyn BatchSource>, options: &LoaderOptions) -> Result<Self> {
+        let epochs = options.epochs;
+        if epochs != Some(0) && Cursor::default().advanced(0, epochs, &*source)?.is_none() {
+            return Err(cursor::no_batches(0, epochs.unwrap_or(1)));
+        }
         Self::start(source, options, Cursor::default())
     }
 
     /// From where another loader stood, perhaps one of another number of ranks, workers, or on another device.
     ///
     /// # Errors
-    /// As [`Loader::new`]; a state of another seed, or of an epoch of another number of batches.
+    /// As [`Loader::new`]; a state of another seed, of an epoch of another number of batches, or of other data or options.
     pub fn resume(
         source: Arc<dyn BatchSource>,
         options: &LoaderOptions,
@@ -170,6 +187,14 @@ impl Loader {
                 state.position, state.batches, state.epoch
             ));
         }
+        if source.fingerprint() != state.fingerprint {
+            return refuse(format!(
+                "the state is of other data, or of other options (its fingerprint is {:016x}, the data set's {:016x}); resume \
+                 with the data, the strategy, the batch size and all other options that the state is of",
+                state.fingerprint,
+                source.fingerprint()
+            ));
+        }
         Self::start(source, options, Cursor { epoch: state.epoch, position: state.position })
     }
 
@@ -185,16 +210,13 @@ impl Loader {
         };
         most("workers", options.workers as u64, MOST_WORKERS)?;
         most("ranks", options.ranks, MOST_RANKS)?;
-        if source.batches(cursor.epoch) == 0 {
-            return Err(cursor::no_batches(cursor.epoch));
-        }
         // A device that is not there is found here, not by a worker.
         let stream = match options.device {
             Device::Cpu => None,
             device => Some(Stream::new(device)?),
         };
         let queue = Arc::new(Queue::new(cursor, options.prefetch.max(1)));
-        let builder = || Builder::new(source.clone(), options.device, stream.clone());
+        let builder = || Builder::new(source.clone(), &options, stream.clone());
         let mut loader = Self {
             own: (options.workers == 0).then(builder),
             workers: Vec::with_capacity(options.workers),
@@ -226,7 +248,8 @@ impl Loader {
     pub fn state(&self) -> LoaderState {
         let Cursor { epoch, position } = self.cursor;
         let batches = self.source.batches(epoch) as u64;
-        LoaderState { seed: self.source.seed(), epoch, position, batches }
+        let (seed, fingerprint) = (self.source.seed(), self.source.fingerprint());
+        LoaderState { seed, epoch, position, batches, fingerprint }
     }
 
     /// What it did so far.

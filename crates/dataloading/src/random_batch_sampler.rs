@@ -1,6 +1,7 @@
 //! Batches of samples drawn without regard to their length.
 
 use crate::error::{Error, Result};
+use crate::fingerprint::{Fingerprint, SEQUENCE};
 use crate::length_order::{Usable, lengths_of};
 use crate::permutation::Permutation;
 use crate::samples::Samples;
@@ -22,8 +23,17 @@ pub trait BatchSampler: Send + Sync {
     /// The seed of every random choice.
     fn seed(&self) -> u64;
 
+    /// How many samples the data set has that it chooses from, those that it passes over included.
+    fn samples(&self) -> usize;
+
     /// How many batches there are in epoch `epoch`.
     fn batches(&self, epoch: u64) -> usize;
+
+    /// How many of the samples that have a token are in no batch of epoch `epoch`, because it would not be full.
+    fn dropped_samples(&self, epoch: u64) -> usize;
+
+    /// A name for how it chooses, seed and data apart: what differs in it chooses differently. The same in every process.
+    fn fingerprint(&self) -> u64;
 
     /// Replaces `chosen` by the numbers of the samples of batch `index`.
     ///
@@ -48,7 +58,9 @@ pub enum Incomplete {
     /// It is handed out, shorter.
     #[default]
     Keep,
-    /// It is left out of this epoch; another epoch's order leaves out other samples.
+    /// It is left out of this epoch, and what is lost can be asked for ([`BatchSampler::dropped_samples`]). Another epoch's
+    /// order leaves out other samples; balanced batches alone may never have a sample that is too far from all others in
+    /// length.
     Drop,
 }
 
@@ -121,7 +133,7 @@ pub(crate) fn check_batch_size(
     samples: usize,
 ) -> Result<()> {
     let reason = if batch_size == 0 {
-        "the batch size is 0; expected at least 1 sample".into()
+        "the batch size is 0; expected at least 1".into()
     } else if incomplete == Incomplete::Drop && batch_size > samples {
         format!(
             "the batch size {batch_size} is larger than the {samples} samples, and incomplete batches are dropped, so there \
@@ -153,8 +165,25 @@ impl BatchSampler for RandomBatchSampler {
         self.options.seed
     }
 
+    fn samples(&self) -> usize {
+        self.usable.total()
+    }
+
     fn batches(&self, _epoch: u64) -> usize {
         batches_of(self.usable.len(), self.options.batch_size, self.options.incomplete)
+    }
+
+    fn dropped_samples(&self, epoch: u64) -> usize {
+        self.usable.len().saturating_sub(self.batches(epoch) * self.options.batch_size)
+    }
+
+    fn fingerprint(&self) -> u64 {
+        let BatchOptions { batch_size, max_length, pad, seed: _, order, incomplete } = self.options;
+        Fingerprint::new("RandomBatchSampler")
+            .number(SEQUENCE)
+            .numbers([batch_size as u64, max_length as u64, pad.into()].into_iter())
+            .numbers([order as u64, incomplete as u64].into_iter())
+            .finish()
     }
 
     fn choose(&self, epoch: u64, index: usize, chosen: &mut Vec<u32>) -> Result<()> {

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::error::Result;
+use crate::fingerprint::Fingerprint;
 
 /// A numbered collection of token sequences, readable from any thread in any order.
 ///
@@ -39,6 +40,14 @@ pub trait Samples: Send + Sync {
         out.drain(start..start + part.start.min(out.len() - start));
         Ok(())
     }
+
+    /// A name for the content, by which a resumed training knows its data again. Asked for once, when a data set is made,
+    /// and the same in every process. This one is of the lengths, in order: a source that can name its tokens as well
+    /// without reading all of them does so.
+    fn fingerprint(&self) -> u64 {
+        let lengths = (0..self.len()).map(|index| self.length(index) as u64);
+        Fingerprint::new("lengths").numbers(lengths).finish()
+    }
 }
 
 /// Sequences in memory.
@@ -62,22 +71,99 @@ impl Samples for Vec<Vec<u32>> {
         out.extend_from_slice(&sample[part.start.min(end)..end]);
         Ok(())
     }
+
+    /// Of the lengths and the tokens.
+    fn fingerprint(&self) -> u64 {
+        let all = Fingerprint::new("sequences").number(self.len() as u64);
+        let sequence = |all: Fingerprint, tokens: &Vec<u32>| {
+            let pair =
+                |pair: &[u32]| u64::from(pair[0]) | pair.get(1).map_or(0, |&token| u64::from(token) << 32);
+            all.number(tokens.len() as u64).numbers(tokens.chunks(2).map(pair))
+        };
+        self.iter().fold(all, sequence).finish()
+    }
 }
 
-impl<S: Samples + ?Sized> Samples for std::sync::Arc<S> {
-    fn len(&self) -> usize {
-        (**self).len()
+macro_rules! samples_behind {
+    ($($pointer:ty),*) => {$(
+        impl<S: Samples + ?Sized> Samples for $pointer {
+            fn len(&self) -> usize {
+                (**self).len()
+            }
+
+            fn length(&self, index: usize) -> usize {
+                (**self).length(index)
+            }
+
+            fn read(&self, index: usize, out: &mut Vec<u32>) -> Result<()> {
+                (**self).read(index, out)
+            }
+
+            fn read_part(&self, index: usize, part: Range<usize>, out: &mut Vec<u32>) -> Result<()> {
+                (**self).read_part(index, part, out)
+            }
+
+            fn fingerprint(&self) -> u64 {
+                (**self).fingerprint()
+            }
+        }
+    )*};
+}
+
+samples_behind!(&S, Box<S>, std::sync::Arc<S>);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As it is where nothing is said of the content.
+    struct Lengths(Vec<usize>);
+
+    impl Samples for Lengths {
+        fn len(&self) -> usize {
+            self.0.len()
+        }
+
+        fn length(&self, index: usize) -> usize {
+            self.0[index]
+        }
+
+        fn read(&self, index: usize, out: &mut Vec<u32>) -> Result<()> {
+            out.extend(0..self.0[index] as u32);
+            Ok(())
+        }
     }
 
-    fn length(&self, index: usize) -> usize {
-        (**self).length(index)
+    #[test]
+    fn a_pointer_to_samples_is_samples() {
+        fn check<S: Samples>(samples: S) {
+            let mut out = Vec::new();
+            samples.read(0, &mut out).unwrap();
+            samples.read_part(1, 1..9, &mut out).unwrap();
+            assert_eq!((samples.len(), samples.length(1), out), (2, 3, vec![5, 7, 8]));
+            assert_eq!(samples.fingerprint(), vec![vec![5], vec![6, 7, 8]].fingerprint());
+        }
+        let samples = || vec![vec![5_u32], vec![6, 7, 8]];
+        check(samples());
+        let held = samples();
+        check::<&Vec<Vec<u32>>>(&held);
+        check(std::sync::Arc::new(samples()));
+        check(Box::new(samples()) as Box<dyn Samples>);
     }
 
-    fn read(&self, index: usize, out: &mut Vec<u32>) -> Result<()> {
-        (**self).read(index, out)
-    }
-
-    fn read_part(&self, index: usize, part: Range<usize>, out: &mut Vec<u32>) -> Result<()> {
-        (**self).read_part(index, part, out)
+    #[test]
+    fn other_content_has_another_fingerprint() {
+        let all = [
+            vec![vec![1, 2], vec![3]].fingerprint(),
+            vec![vec![1], vec![2, 3]].fingerprint(),
+            vec![vec![1, 2], vec![4]].fingerprint(),
+            vec![vec![1, 2, 0], vec![3]].fingerprint(),
+            vec![vec![3], vec![1, 2]].fingerprint(),
+            Lengths(vec![2, 1]).fingerprint(),
+            Lengths(vec![1, 2]).fingerprint(),
+            Lengths(vec![2, 1, 0]).fingerprint(),
+        ];
+        let different: std::collections::BTreeSet<u64> = all.into_iter().collect();
+        assert_eq!(different.len(), all.len());
     }
 }

@@ -41,7 +41,7 @@ pub enum Format {
     Lines,
     /// Plain text: lines up to an empty one.
     Paragraphs,
-    /// Plain text: each file whole.
+    /// Plain text: each file whole, up to [`LONGEST_RECORD`] bytes, as any record.
     Files,
     /// One JSON object per line; the text is the string in this field.
     JsonLines(String),

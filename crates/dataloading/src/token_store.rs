@@ -23,7 +23,14 @@
 //! ids nor offsets. [`TokenStore::verify`] reads all.
 //!
 //! Writing goes to `.NAME.partial` beside the store, and a rename ends it: an interrupted write leaves no store, and the
-//! next writer of that name removes what it left. A store that is replaced stays as it was for those who have it open.
+//! next writer of that name removes what it left. A store that is replaced stays as it was for those who have it open. It
+//! lies in `.NAME.replaced` until the new one has its name: for a moment there is no store of that name. Where a process ends
+//! in that moment, opening says so, and the next writer of that name puts the former store back.
+//!
+//! A store is never written to once it has its name, and nobody else may: a mapped file that is cut short while it is read
+//! ends the process with `SIGBUS`, of which no program can make an error. Files changed in place are not noticed but by
+//! [`TokenStore::verify`]; an id beyond the vocabulary, which a model would look up beyond its table, is an error of whoever
+//! reads it.
 //!
 //! ```
 //! use dataloading::Samples;
@@ -44,6 +51,7 @@
 
 mod header;
 mod ids;
+mod placing;
 mod shard;
 mod tokenize;
 mod writer;
@@ -78,10 +86,19 @@ impl TokenStore {
     /// format, or no shard at all.
     pub fn open(path: &Path) -> Result<Self> {
         if !path.is_dir() {
-            return Err(file(
-                path,
-                "there is no such folder; a store is the folder that its writer was given",
-            ));
+            let former = placing::aside(path).filter(|aside| aside.is_dir());
+            return Err(match former {
+                Some(former) => file(
+                    path,
+                    format!(
+                        "its replacement was interrupted, and the former store lies in {}; rename it, or write the store again",
+                        former.display()
+                    ),
+                ),
+                None => {
+                    file(path, "there is no such folder; a store is the folder that its writer was given")
+                }
+            });
         }
         let first = path.join(header::shard_name(0));
         if !first.is_file() {
@@ -137,7 +154,7 @@ impl TokenStore {
         self.shards.len()
     }
 
-    /// Ids that a token may have: each is less than this, as the writer saw to.
+    /// Ids that a token may have: each is less than this, as the writer saw to and [`Samples::read`] checks.
     pub fn vocabulary(&self) -> usize {
         self.shards[0].header.vocabulary as usize
     }
@@ -167,18 +184,21 @@ impl TokenStore {
         ))
     }
 
-    /// The ids of document `index`, where they lie.
+    /// The ids of document `index`, where they lie, unchecked: [`Samples::read`] refuses one beyond the vocabulary.
     ///
     /// # Errors
     /// No such document; offsets that are damaged.
     pub fn document(&self, index: usize) -> Result<Ids<'_>> {
-        let documents = self.len();
-        let (shard, local) = self.locate(index).ok_or_else(|| Error::Record {
+        let (shard, local) = self.locate(index).ok_or_else(|| self.no_document(index))?;
+        shard.document(local)
+    }
+
+    fn no_document(&self, index: usize) -> Error {
+        Error::Record {
             from: self.path.display().to_string(),
             place: format!("document {index}"),
-            reason: format!("there are {documents}, numbered from 0"),
-        })?;
-        shard.document(local)
+            reason: format!("there are {}, numbered from 0", self.len()),
+        }
     }
 
     /// Reads everything: the checksums, that the offsets only rise, that each id is less than the vocabulary.
@@ -213,18 +233,20 @@ impl Samples for TokenStore {
     }
 
     fn read(&self, index: usize, out: &mut Vec<u32>) -> Result<()> {
-        self.document(index)?.copy_to(out);
-        Ok(())
+        let (shard, local) = self.locate(index).ok_or_else(|| self.no_document(index))?;
+        shard.read(local, 0..usize::MAX, out)
+    }
+
+    /// The start of [`TokenStore::fingerprint`].
+    fn fingerprint(&self) -> u64 {
+        let [a, b, c, d, e, f, g, h, ..] = self.shards[0].header.store;
+        u64::from_le_bytes([a, b, c, d, e, f, g, h])
     }
 
     /// Touches the pages of the part alone.
     fn read_part(&self, index: usize, part: Range<usize>, out: &mut Vec<u32>) -> Result<()> {
-        let ids = self.document(index)?;
-        let part = part.start.min(ids.len())..part.end.min(ids.len());
-        if let Some(part) = ids.slice(part) {
-            part.copy_to(out);
-        }
-        Ok(())
+        let (shard, local) = self.locate(index).ok_or_else(|| self.no_document(index))?;
+        shard.read(local, part, out)
     }
 }
 

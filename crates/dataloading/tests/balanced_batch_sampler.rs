@@ -84,7 +84,13 @@ proptest! {
         k in 0_usize..70,
     ) {
         let options = BalancedOptions { batch_size: BatchSize::Samples(size), k, incomplete: Incomplete::Drop, ..Default::default() };
-        let sampler = BalancedBatchSampler::new(&Lengths(lengths.clone()), &options).unwrap();
+        let sampler = BalancedBatchSampler::new(&Lengths(lengths.clone()), &options);
+        // A batch is full where so many of the sorted lengths are within k.
+        let mut sorted = lengths.clone();
+        sorted.sort();
+        let possible = sorted.windows(size).any(|window| window[size - 1] - window[0] <= k);
+        prop_assert_eq!(sampler.is_ok(), possible);
+        let Ok(sampler) = sampler else { return Ok(()) };
         let mut seen = vec![0; lengths.len()];
         for batch in all_batches(&sampler, 1) {
             prop_assert_eq!(batch.len(), size);
@@ -93,6 +99,7 @@ proptest! {
         prop_assert!(seen.iter().all(|&times| times <= 1));
         let lost = seen.iter().filter(|&&times| times == 0).count();
         prop_assert!(lost <= sampler.most_windows() * (size - 1));
+        prop_assert_eq!(lost, sampler.dropped_samples(1));
     }
 
     #[test]
@@ -214,13 +221,23 @@ fn what_makes_no_sampler_is_refused() {
     };
     refused(
         BalancedOptions { batch_size: BatchSize::Samples(0), ..Default::default() },
-        "BalancedBatchSampler: the batch size is 0; expected at least 1 sample",
+        "BalancedBatchSampler: the batch size is 0; expected at least 1",
     );
     refused(
         BalancedOptions { batch_size: BatchSize::Tokens(8), ..Default::default() },
         "BalancedBatchSampler: a batch of 8 tokens cannot hold the longest sample, 9 tokens; take larger batches, or a \
          smaller max_length",
     );
+    for batch_size in [BatchSize::Samples(2), BatchSize::Tokens(18)] {
+        let incomplete = Incomplete::Drop;
+        refused(
+            BalancedOptions { batch_size, k: 5, incomplete, ..Default::default() },
+            "BalancedBatchSampler: no 6 consecutive lengths have the samples of a full batch, and incomplete ones are \
+             dropped, so there is no batch; keep them, take smaller batches, or a larger k",
+        );
+        let options = BalancedOptions { batch_size, k: 6, incomplete, ..Default::default() };
+        assert_eq!(BalancedBatchSampler::new(&Lengths(vec![3, 9]), &options).unwrap().batches(0), 1);
+    }
     assert_eq!(
         k_from_flag(-3).unwrap_err().to_string(),
         "k: -3 is negative; expected the largest difference in length within a batch, from 0 on"

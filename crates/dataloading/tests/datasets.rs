@@ -5,8 +5,9 @@ use std::ops::Range;
 
 use dataloading::packing::PlanOptions;
 use dataloading::{
-    BaseDataset, Batch, BatchOptions, BatchSource, Capacity, IGNORED, Order, Overflow, PackedDataset,
-    PackedOptions, Result, Samples, SequencedDataset, StandardDataset,
+    BaseDataset, Batch, BatchOptions, BatchSampler, BatchSource, Capacity, IGNORED, Incomplete, Order,
+    Overflow, PackedDataset, PackedOptions, RandomBatchSampler, Result, Samples, SequencedDataset,
+    StandardDataset,
 };
 use proptest::prelude::*;
 use tch::Tensor;
@@ -260,6 +261,57 @@ fn what_is_wrong_says_so() {
         "SequencedDataset: the capacity of 100 tokens is less than max_length, 512; a sequence must hold one sample at \
          least"
     );
+}
+
+#[test]
+fn options_that_make_no_batch_are_refused() {
+    let samples = || Numbered(vec![3, 2]);
+    let options = BatchOptions { max_length: usize::MAX, ..BatchOptions::default() };
+    assert_eq!(
+        BaseDataset::new(samples(), &options).unwrap_err().to_string(),
+        "BaseDataset: 2 rows padded to max_length, 18446744073709551615, are more than memory has; use a smaller one"
+    );
+    assert_eq!(StandardDataset::new(samples(), &options).unwrap().batch(0, 0).unwrap().tokens.size(), [2, 3]);
+    assert_eq!(
+        PackedDataset::new(samples(), &PackedOptions { rows: 0, ..PackedOptions::default() })
+            .unwrap_err()
+            .to_string(),
+        "PackedDataset: the batch size is 0; expected at least 1"
+    );
+    let sampler = || RandomBatchSampler::new(&samples(), &BatchOptions::default()).unwrap();
+    assert_eq!(
+        StandardDataset::with_sampler(Numbered(vec![3]), sampler(), 512, 0).unwrap_err().to_string(),
+        "StandardDataset: the sampler is of 2 samples, and the data set has 1; make the sampler of this data set"
+    );
+    assert_eq!(
+        StandardDataset::with_sampler(samples(), sampler(), 0, 0).unwrap_err().to_string(),
+        "StandardDataset: max_length is 0; expected at least 1 token"
+    );
+}
+
+/// What a batch's counts cannot tell, because there is no batch.
+#[test]
+fn samples_of_dropped_batches_are_counted() {
+    let lengths: Vec<usize> = (0..53).map(|index| index * 7 % 30).collect();
+    let used = lengths.iter().filter(|&&length| length > 0).count();
+    for (incomplete, dropped) in [(Incomplete::Keep, 0), (Incomplete::Drop, used % 8)] {
+        let options = BatchOptions { batch_size: 8, incomplete, ..BatchOptions::default() };
+        let sampler = RandomBatchSampler::new(&Numbered(lengths.clone()), &options).unwrap();
+        assert_eq!(sampler.dropped_samples(3), dropped);
+        let batches = StandardDataset::new(Numbered(lengths.clone()), &options).unwrap();
+        let documents =
+            (0..batches.batches(3)).map(|index| batches.batch(3, index).unwrap().counts.documents);
+        assert_eq!(documents.sum::<usize>(), used - dropped);
+
+        let plan = PlanOptions { capacity: 32, ..PlanOptions::default() };
+        let options = PackedOptions { rows: 5, plan, incomplete, ..PackedOptions::default() };
+        let packed = PackedDataset::new(Numbered(lengths.clone()), &options).unwrap();
+        let rows = packed.plan().rows();
+        assert!(!rows.is_multiple_of(5), "{rows} rows, none of which is left out");
+        assert_eq!(packed.dropped_rows(), if incomplete == Incomplete::Drop { rows % 5 } else { 0 });
+        let handed = (0..packed.batches(3)).map(|index| packed.batch(3, index).unwrap().tokens.size()[0]);
+        assert_eq!(handed.sum::<i64>() as usize, rows - packed.dropped_rows());
+    }
 }
 
 #[test]

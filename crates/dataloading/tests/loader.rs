@@ -1,67 +1,21 @@
 //! The loader: the same sequence whoever makes it, from wherever it begins, and what happens when something fails.
 
+mod strategies;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use dataloading::packing::PlanOptions;
+use dataloading::packing::{Algorithm, LongDocuments, PlanOptions};
 use dataloading::{
-    BalancedOptions, BaseDataset, Batch, BatchOptions, BatchSize, BatchSource, Capacity, Error, Loader,
-    LoaderOptions, LoaderState, Overflow, PackedDataset, PackedOptions, Result, Samples, SequencedDataset,
-    StandardDataset,
+    BalancedOptions, BaseDataset, Batch, BatchOptions, BatchSize, BatchSource, Capacity, Error, Incomplete,
+    Loader, LoaderOptions, LoaderState, Overflow, PackedDataset, PackedOptions, Result, Samples,
+    SequencedDataset, StandardDataset,
 };
 use proptest::prelude::*;
-
-fn samples(n: usize) -> Vec<Vec<u32>> {
-    (0..n).map(|index| (0..1 + index * 31 % 40).map(|place| (index * 64 + place) as u32).collect()).collect()
-}
-
-/// Every strategy, over the same samples.
-fn strategies(n: usize, seed: u64) -> Vec<Arc<dyn BatchSource>> {
-    let options = BatchOptions { batch_size: 4, max_length: 32, seed, ..BatchOptions::default() };
-    let balanced = BalancedOptions {
-        batch_size: BatchSize::Samples(4),
-        k: 5,
-        max_length: 32,
-        seed,
-        ..Default::default()
-    };
-    let plan = PlanOptions { capacity: 32, ..Default::default() };
-    let packed = PackedOptions { rows: 2, plan, seed, ..PackedOptions::default() };
-    let capacity = Some(Capacity { tokens: 60, overflow: Overflow::Cut });
-    vec![
-        Arc::new(BaseDataset::new(samples(n), &options).unwrap()),
-        Arc::new(StandardDataset::new(samples(n), &options).unwrap()),
-        Arc::new(StandardDataset::balanced(samples(n), &balanced, 0).unwrap()),
-        Arc::new(SequencedDataset::new(samples(n), &options, capacity).unwrap()),
-        Arc::new(PackedDataset::new(samples(n), &packed).unwrap()),
-    ]
-}
-
-/// All that is in a batch.
-fn content(batch: &Batch) -> Vec<Vec<i64>> {
-    let numbers = |tensor: &tch::Tensor| -> Vec<i64> {
-        let mut numbers = tensor.size();
-        numbers.extend(
-            Vec::<i64>::try_from(tensor.f_to_kind(tch::Kind::Int64).unwrap().f_reshape([-1]).unwrap())
-                .unwrap(),
-        );
-        numbers
-    };
-    let mut content = vec![numbers(&batch.tokens), numbers(&batch.labels), vec![batch.counts.dropped as i64]];
-    if let Some(packing) = &batch.packing {
-        content.extend([&packing.positions, &packing.document_ids, &packing.cu_seqlens].map(numbers));
-    }
-    content
-}
+use strategies::{content, reference, strategies};
 
 fn all(loader: Loader) -> Vec<Vec<Vec<i64>>> {
     loader.map(|batch| content(&batch.unwrap())).collect()
-}
-
-/// Batch by batch, without a loader.
-fn reference(source: &Arc<dyn BatchSource>, epochs: u64) -> Vec<Vec<Vec<i64>>> {
-    let batch = |epoch| move |index| content(&source.batch(epoch, index).unwrap());
-    (0..epochs).flat_map(|epoch| (0..source.batches(epoch)).map(batch(epoch))).collect()
 }
 
 fn options(workers: usize, prefetch: usize) -> LoaderOptions {
@@ -222,41 +176,6 @@ fn a_panic_surfaces_with_its_place_and_the_loader_ends() {
     }
 }
 
-/// A source whose second epoch cannot be counted, or has no batch.
-struct Short {
-    panics: bool,
-}
-
-impl BatchSource for Short {
-    fn seed(&self) -> u64 {
-        0
-    }
-
-    fn batches(&self, epoch: u64) -> usize {
-        assert!(epoch == 0 || !self.panics, "no second epoch");
-        if epoch == 0 { 2 } else { 0 }
-    }
-
-    fn fill(&self, _: u64, _: usize, host: &mut dataloading::HostBatch) -> Result<()> {
-        host.write_rows([&[1_u32, 2][..]].into_iter(), 2, 0, 0)
-    }
-}
-
-#[test]
-fn an_epoch_without_batches_is_an_error_and_no_endless_loop() {
-    for workers in [0, 2] {
-        for (panics, words) in [
-            (false, "loader: epoch 1 has no batch; keep incomplete batches, or take smaller ones"),
-            (true, "a worker of the loader panicked at batch 1 of epoch 0: no second epoch"),
-        ] {
-            let options = LoaderOptions { epochs: None, ..options(workers, 2) };
-            let found: Vec<_> = Loader::new(Arc::new(Short { panics }), &options).unwrap().collect();
-            let error = found.last().unwrap().as_ref().unwrap_err();
-            assert_eq!(error.to_string(), words, "{workers} workers");
-        }
-    }
-}
-
 #[test]
 fn an_abandoned_loader_ends_its_threads() {
     for taken in [0, 1, 5] {
@@ -277,7 +196,13 @@ fn an_abandoned_loader_ends_its_threads() {
 fn a_state_of_other_data_is_refused() {
     let source = strategies(37, 5).remove(1);
     let state = Loader::new(source.clone(), &options(0, 1)).unwrap().state();
-    assert_eq!(serde_json::to_string(&state).unwrap(), r#"{"seed":5,"epoch":0,"position":0,"batches":10}"#);
+    // States that were saved are of data that has this name, on any machine.
+    assert_eq!(
+        serde_json::to_string(&state).unwrap(),
+        r#"{"seed":5,"epoch":0,"position":0,"batches":10,"fingerprint":2099923815248559698}"#
+    );
+    let former = serde_json::from_str::<LoaderState>(r#"{"seed":5,"epoch":0,"position":0,"batches":10}"#);
+    assert!(former.unwrap_err().to_string().starts_with("missing field `fingerprint`"));
     let refused = |source: &Arc<dyn BatchSource>, options: LoaderOptions, state: LoaderState, words: &str| {
         assert_eq!(Loader::resume(source.clone(), &options, &state).unwrap_err().to_string(), words);
     };
@@ -299,6 +224,77 @@ fn a_state_of_other_data_is_refused() {
         LoaderOptions { rank: 2, ranks: 2, ..options(0, 1) },
         state,
         "loader: rank 2 of 2; ranks count from 0",
+    );
+}
+
+/// Each changes what the batches are of, and none their number.
+#[test]
+fn a_state_of_other_data_or_options_of_as_many_batches_is_refused() {
+    let samples = || (0..40).map(|index| vec![index; 1 + index as usize % 8]).collect::<Vec<Vec<u32>>>();
+    let mut other = samples();
+    other[17][1] += 1;
+    let plain = BatchOptions { batch_size: 10, max_length: 32, ..BatchOptions::default() };
+    let standard = |samples, change: fn(&mut BatchOptions)| -> Arc<dyn BatchSource> {
+        let mut options = plain;
+        change(&mut options);
+        Arc::new(StandardDataset::new(samples, &options).unwrap())
+    };
+    let sequenced = |capacity| -> Arc<dyn BatchSource> {
+        Arc::new(SequencedDataset::new(samples(), &plain, capacity).unwrap())
+    };
+    let balanced = |change: fn(&mut BalancedOptions)| -> Arc<dyn BatchSource> {
+        let batch_size = BatchSize::Samples(10);
+        let mut options = BalancedOptions { batch_size, k: 100, max_length: 32, ..Default::default() };
+        change(&mut options);
+        Arc::new(StandardDataset::balanced(samples(), &options, 0).unwrap())
+    };
+    let packed = |change: fn(&mut PackedOptions)| -> Arc<dyn BatchSource> {
+        let plan = PlanOptions { capacity: 8, ..PlanOptions::default() };
+        let mut options = PackedOptions { rows: 6, plan, ..PackedOptions::default() };
+        change(&mut options);
+        Arc::new(PackedDataset::new(samples(), &options).unwrap())
+    };
+    let cut = |overflow| Some(Capacity { tokens: 32, overflow });
+    let sources = [
+        standard(samples(), |_| {}),
+        standard(other, |_| {}),
+        standard(samples(), |options| options.batch_size = 11),
+        standard(samples(), |options| options.max_length = 31),
+        standard(samples(), |options| options.pad = 1),
+        standard(samples(), |options| options.order = dataloading::Order::Sequential),
+        standard(samples(), |options| options.incomplete = Incomplete::Drop),
+        Arc::new(BaseDataset::new(samples(), &plain).unwrap()),
+        sequenced(None),
+        sequenced(cut(Overflow::Cut)),
+        sequenced(cut(Overflow::Drop)),
+        balanced(|_| {}),
+        balanced(|options| options.k = 101),
+        balanced(|options| options.batch_size = BatchSize::Tokens(80)),
+        packed(|_| {}),
+        packed(|options| options.plan.algorithm = Algorithm::FirstFitDecreasing),
+        packed(|options| options.plan.long = LongDocuments::Drop),
+        packed(|options| options.pad = 1),
+    ];
+    for (at, of_state) in sources.iter().enumerate() {
+        let mut loader = Loader::new(of_state.clone(), &options(0, 1)).unwrap();
+        loader.next().unwrap().unwrap();
+        let mut state = loader.state();
+        for (other, source) in sources.iter().enumerate() {
+            // Packed data sets have other numbers of batches, and that alone would say it.
+            state.batches = source.batches(0) as u64;
+            let resumed = Loader::resume(source.clone(), &options(0, 1), &state);
+            assert_eq!(resumed.is_ok(), at == other, "state of {at}, source {other}");
+        }
+    }
+    let state = Loader::new(sources[0].clone(), &options(0, 1)).unwrap().state();
+    let refused = Loader::resume(sources[2].clone(), &options(0, 1), &state).unwrap_err().to_string();
+    let (ours, theirs) = (sources[0].fingerprint(), sources[2].fingerprint());
+    assert_eq!(
+        refused,
+        format!(
+            "loader: the state is of other data, or of other options (its fingerprint is {ours:016x}, the data set's \
+             {theirs:016x}); resume with the data, the strategy, the batch size and all other options that the state is of"
+        )
     );
 }
 
@@ -336,7 +332,8 @@ fn numbers_beyond_reason_are_refused() {
     );
     for workers in [0, 2] {
         let options = LoaderOptions { epochs: None, ..options(workers, 1) };
-        let state = LoaderState { seed: 4, epoch: u64::MAX, position: 3, batches: 3 };
+        let state = Loader::new(source.clone(), &options).unwrap().state();
+        let state = LoaderState { epoch: u64::MAX, position: 3, ..state };
         let mut loader = Loader::resume(source.clone(), &options, &state).unwrap();
         assert_eq!(
             loader.next().unwrap().unwrap_err().to_string(),
@@ -364,6 +361,10 @@ impl BatchSource for PanicsTwice {
 
     fn batches(&self, _: u64) -> usize {
         3
+    }
+
+    fn fingerprint(&self) -> u64 {
+        0
     }
 
     fn fill(&self, _: u64, _: usize, _: &mut dataloading::HostBatch) -> Result<()> {

@@ -112,7 +112,7 @@ fn what_is_wrong_is_said_with_its_place_and_the_remedy() {
         b"fine\ncaf\xe9\n",
         Format::Lines,
         expect![
-            "line 2: byte 8 of the file (0xe9) is not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8), or read it with lossy replacement"
+            "line 2: byte 8 of the file (0xe9) is not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8), or read the corpus with Encoding::Lossy"
         ],
     );
     check_error(

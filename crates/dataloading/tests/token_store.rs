@@ -343,6 +343,60 @@ fn a_replaced_store_stays_as_it_was_for_those_who_have_it_open() {
     assert_ne!(TokenStore::open(&path).unwrap().fingerprint(), old.fingerprint());
 }
 
+/// As where a process ended between the two renames.
+#[test]
+fn a_store_whose_replacement_was_interrupted_comes_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, aside) = (folder.path().join("store"), folder.path().join(".store.replaced"));
+    write(&path, &[vec![1], vec![2]], &WriterOptions::new(10)).unwrap();
+    let interrupt = || std::fs::rename(&path, &aside).unwrap();
+    interrupt();
+    let error = TokenStore::open(&path).unwrap_err().to_string();
+    expect![
+        "store: its replacement was interrupted, and the former store lies in .store.replaced; rename it, or write the store again"
+    ]
+    .assert_eq(&error.replace(&format!("{}/", folder.path().display()), ""));
+    // A writer that may not replace it, and one that does not end.
+    for replace in [false, true] {
+        let options = WriterOptions { replace, ..WriterOptions::new(10) };
+        assert_eq!(Writer::create(&path, &options).is_ok(), replace);
+        assert_eq!(all(&TokenStore::open(&path).unwrap()).unwrap(), [[1], [2]]);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+        interrupt();
+    }
+    let replace = WriterOptions { replace: true, ..WriterOptions::new(10) };
+    assert_eq!(all(&write(&path, &[vec![3]], &replace).unwrap()).unwrap(), [[3]]);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    assert_eq!(std::fs::read_dir(&path).unwrap().count(), 1);
+}
+
+/// An id that a model would look up beyond its table.
+#[test]
+fn an_id_that_was_damaged_is_refused_by_whoever_reads_it() {
+    for (vocabulary, width) in [(100, 2), (70_000, 4)] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        write(&path, &[vec![1, 2], vec![3, 99, 5, 6]], &WriterOptions::new(vocabulary)).unwrap();
+        // The fourth id of all, which stands where the document's second does.
+        alter(&path.join("00000.tokens"), |bytes| bytes[128 + 3 * width + width - 1] = 1);
+        let store = TokenStore::open(&path).unwrap();
+        let id = (1_u32 << (8 * width - 8)) + 99;
+        let mut out = vec![7];
+        for part in [0..usize::MAX, 1..2] {
+            let error = store.read_part(1, part, &mut out).unwrap_err().to_string();
+            let words = format!(
+                "document 1, token 1: id {id}, and the store's vocabulary has {vocabulary}; copy or write the store again"
+            );
+            assert!(error.ends_with(&words), "{error}");
+        }
+        assert!(store.read(1, &mut out).is_err());
+        assert_eq!(out, [7]);
+        store.read(0, &mut out).unwrap();
+        store.read_part(1, 2..4, &mut out).unwrap();
+        assert_eq!(out, [7, 1, 2, 5, 6]);
+    }
+}
+
 /// A document whose offsets are damaged looks empty, and empty documents are passed over.
 #[test]
 fn damaged_offsets_are_found_when_a_data_set_is_made() {

@@ -15,24 +15,14 @@
 //! CUDA. On the CPU, which has none, the documents are views of the pack and the kernel runs once for each of them: work
 //! is Σ lengthᵢ² and not (Σ lengthᵢ)², and nothing of size t² exists.
 
+mod documents;
+
 use runtime::ops::attention::{Options, Packing, efficient_attention, flash_attention};
 use tch::{Kind, Tensor};
 
-use crate::error::{Error, Result};
+pub use documents::Documents;
 
-/// Where the documents of packed rows lie. A document never crosses a row, and the documents cover every place (what pads
-/// the end of a row is a document of its own).
-#[derive(Debug)]
-pub struct Documents {
-    /// `[batch, sequence]`, int64: the number of each place's document within the batch.
-    pub ids: Tensor,
-    /// `[documents + 1]`, int32, on the device of the ids: where each document starts among all places.
-    pub cu_seqlens: Tensor,
-    /// The same on the host.
-    pub starts: Vec<i32>,
-    /// The longest document.
-    pub longest: i64,
-}
+use crate::error::{Error, Result};
 
 /// How attention is computed. See the [module](self).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -52,7 +42,7 @@ pub enum AttentionPath {
 /// kernel and takes the explicit form by itself.
 ///
 /// # Errors
-/// Shapes that differ, a dropout outside [0, 1), documents that do not cover the rows.
+/// Shapes that differ, a dropout outside [0, 1), documents of other rows.
 pub fn causal_attention(
     q: &Tensor,
     k: &Tensor,
@@ -104,7 +94,7 @@ fn document_by_document(
     documents: &Documents,
     dropout: f64,
 ) -> Result<Tensor> {
-    let lengths = documents.starts.windows(2).map(|pair| i64::from(pair[1] - pair[0]));
+    let lengths = documents.starts().windows(2).map(|pair| i64::from(pair[1] - pair[0]));
     let lengths: Vec<i64> = lengths.filter(|&length| length > 0).collect();
     // One split has one backward that joins; a narrow for each document would add up as many full-sized gradients.
     let split = |x: &Tensor| -> Result<Vec<Tensor>> {
@@ -121,10 +111,10 @@ fn document_by_document(
 fn packed_on_cuda(q: &Tensor, k: &Tensor, v: &Tensor, documents: &Documents, dropout: f64) -> Result<Tensor> {
     let flat = |x: &Tensor| x.f_flatten(0, 1);
     let packing = Packing {
-        cu_seqlens_q: &documents.cu_seqlens,
-        cu_seqlens_k: &documents.cu_seqlens,
-        max_seqlen_q: documents.longest,
-        max_seqlen_k: documents.longest,
+        cu_seqlens_q: documents.cu_seqlens(),
+        cu_seqlens_k: documents.cu_seqlens(),
+        max_seqlen_q: documents.longest(),
+        max_seqlen_k: documents.longest(),
     };
     let options = Options { causal: true, dropout, scale: None };
     let (q, k, v) = (flat(q)?, flat(k)?, flat(v)?);
@@ -164,7 +154,8 @@ fn visible(q: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
     let causal = Tensor::f_ones([sequence, sequence], (Kind::Bool, q.device()))?.f_tril(0)?;
     match documents {
         None => Ok(causal),
-        Some(Documents { ids, .. }) => {
+        Some(documents) => {
+            let ids = documents.ids();
             let same = ids.f_unsqueeze(2)?.f_eq_tensor(&ids.f_unsqueeze(1)?)?;
             Ok(same.f_logical_and(&causal)?.f_unsqueeze(1)?)
         }
@@ -192,17 +183,16 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, documents: Option<&Documents>, drop
         let reason = format!("dropout is {dropout}; expected a probability in [0, 1)");
         return Err(Error::Config { what: operation, reason });
     }
-    let Some(Documents { ids, starts, .. }) = documents else { return Ok(()) };
+    let Some(ids) = documents.map(Documents::ids) else { return Ok(()) };
     if ids.size() != shape[..2] {
         let expected = format!("{:?}, as the rows", &shape[..2]);
         return Err(Error::Shape { operation, name: "document ids", found: ids.size(), expected });
     }
-    let covered =
-        starts.first() == Some(&0) && starts.last().map(|&end| i64::from(end)) == Some(shape[0] * shape[1]);
-    if !covered || starts.windows(2).any(|pair| pair[0] > pair[1]) {
+    if ids.device() != q.device() {
         let reason = format!(
-            "the documents start at {starts:?}; expected 0, then rising numbers, and at the end the {} places of the rows",
-            shape[0] * shape[1]
+            "the documents are on {:?} and the rows on {:?}; expected one device",
+            ids.device(),
+            q.device()
         );
         return Err(Error::Config { what: operation, reason });
     }

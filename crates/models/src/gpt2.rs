@@ -148,6 +148,10 @@ impl LanguageModel for Gpt2 {
         &*self.head
     }
 
+    fn config(&self) -> serde_json::Value {
+        serde_json::to_value(&self.config).unwrap_or_default()
+    }
+
     fn vocabulary(&self) -> i64 {
         self.config.vocabulary
     }

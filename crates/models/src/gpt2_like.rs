@@ -65,7 +65,7 @@ pub struct Gpt2Like {
     hidden_projector: Box<dyn Projection>,
     decoder: Box<dyn Block>,
     head: Box<dyn LossHead>,
-    vocabulary: i64,
+    config: Gpt2LikeConfig,
 }
 
 impl Gpt2Like {
@@ -102,7 +102,7 @@ impl Gpt2Like {
             hidden_projector: Box::new(Linear::new(embedding_dim, hidden_dim, true, options)?),
             decoder: Box::new(decoder),
             head: Box::new(head),
-            vocabulary: vocab_size,
+            config: config.clone(),
         })
     }
 }
@@ -133,8 +133,12 @@ impl LanguageModel for Gpt2Like {
         &*self.head
     }
 
+    fn config(&self) -> serde_json::Value {
+        serde_json::to_value(&self.config).unwrap_or_default()
+    }
+
     fn vocabulary(&self) -> i64 {
-        self.vocabulary
+        self.config.vocab_size
     }
 
     fn max_sequence(&self) -> i64 {

@@ -162,6 +162,12 @@ pub trait LanguageModel: Module {
     /// The longest row that it takes.
     fn max_sequence(&self) -> i64;
 
+    /// Its configuration, a flat JSON object: what the shapes of its tensors do not say, such as the number of heads, is
+    /// compared when a training goes on. Null where it has none.
+    fn config(&self) -> serde_json::Value {
+        serde_json::Value::Null
+    }
+
     /// `[batch, sequence, vocabulary]`.
     ///
     /// # Errors

@@ -6,23 +6,8 @@ use tch::{Device, IndexOp, Kind, Tensor};
 
 const PATHS: [AttentionPath; 3] = [AttentionPath::Explicit, AttentionPath::DenseMask, AttentionPath::Fused];
 
-fn documents(rows: &[&[i64]]) -> Documents {
-    let lengths: Vec<i64> = rows.iter().copied().flatten().copied().collect();
-    let mut starts = vec![0];
-    for length in &lengths {
-        starts.push(starts.last().unwrap() + *length as i32);
-    }
-    let ids: Vec<i64> = lengths
-        .iter()
-        .enumerate()
-        .flat_map(|(id, &length)| std::iter::repeat_n(id as i64, length as usize))
-        .collect();
-    Documents {
-        ids: Tensor::from_slice(&ids).view([rows.len() as i64, -1]),
-        cu_seqlens: Tensor::from_slice(&starts),
-        longest: lengths.iter().copied().max().unwrap(),
-        starts,
-    }
+fn documents(rows: &[&[usize]]) -> Documents {
+    Documents::new(rows, Device::Cpu).unwrap()
 }
 
 fn random(shape: [i64; 4]) -> Tensor {
@@ -105,13 +90,13 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn a_pack_equals_its_documents_one_by_one(lengths in prop::collection::vec(1i64..9, 1..6), heads in 1i64..4) {
-        let total: i64 = lengths.iter().sum();
+    fn a_pack_equals_its_documents_one_by_one(lengths in prop::collection::vec(1usize..9, 1..6), heads in 1i64..4) {
+        let total = lengths.iter().sum::<usize>() as i64;
         let packed = documents(&[&lengths]);
         let [q, k, v] = [(); 3].map(|()| random([1, total, heads, 3]));
         let together = causal_attention(&q, &k, &v, Some(&packed), AttentionPath::Fused, 0.0).unwrap();
         let mut start = 0;
-        for length in lengths {
+        for length in lengths.into_iter().map(|length| length as i64) {
             let part = |x: &Tensor| x.narrow(1, start, length);
             let alone = causal_attention(&part(&q), &part(&k), &part(&v), None, AttentionPath::Explicit, 0.0).unwrap();
             prop_assert!(distance(&alone, &together.narrow(1, start, length)) < 1e-12);
@@ -131,9 +116,62 @@ fn what_does_not_fit_is_refused() {
         error(Some(&documents(&[&[2, 2]])), 0.0),
         "attention: `document ids` has shape [1, 4]; expected [2, 4], as the rows"
     );
-    let short = Documents { starts: vec![0, 4, 7], ..documents(&[&[4], &[4]]) };
-    assert_eq!(
-        error(Some(&short), 0.0),
-        "attention: the documents start at [0, 4, 7]; expected 0, then rising numbers, and at the end the 8 places of the rows"
+}
+
+#[test]
+fn documents_that_contradict_themselves_cannot_be_made() {
+    let make = |ids: &[i64], cu_seqlens: &[i32], starts: &[i32]| {
+        let ids = Tensor::from_slice(ids).view([2, 4]);
+        Documents::from_parts(ids, Tensor::from_slice(cu_seqlens), starts.to_vec())
+    };
+    let good = make(&[0, 0, 1, 1, 2, 2, 2, 2], &[0, 2, 4, 8], &[0, 2, 4, 8]).unwrap();
+    let same = documents(&[&[2, 2], &[4]]);
+    assert_eq!((good.ids(), good.cu_seqlens()), (same.ids(), same.cu_seqlens()));
+    assert_eq!((good.starts(), good.longest()), (same.starts(), same.longest()));
+    assert_eq!(good.longest(), 4);
+    let crossing = [0, 0, 0, 0, 0, 0, 1, 1];
+    let ends = "expected 0, then rising numbers, and at the end the 8 places of the rows";
+    type Case<'a> = (&'a [i64], &'a [i32], &'a [i32], String);
+    let cases: [Case<'_>; 6] = [
+        (
+            &crossing,
+            &[0, 6, 8],
+            &[0, 6, 8],
+            "packed documents: the document at places 0 to 5 crosses the end of a row of 4; divide it, or end the row before it".into(),
+        ),
+        (&crossing, &[0, 4, 7], &[0, 4, 7], format!("packed documents: the documents start at [0, 4, 7]; {ends}")),
+        (&crossing, &[0, 5, 4, 8], &[0, 5, 4, 8], format!("packed documents: the documents start at [0, 5, 4, 8]; {ends}")),
+        (&crossing, &[0, 8], &[0, 4, 8], "packed documents: `cu_seqlens` has shape [2]; expected [3], as the starts".into()),
+        (
+            &crossing,
+            &[0, 4, 8],
+            &[0, 4, 8],
+            "packed documents: ids or cu_seqlens are not those of documents that start at [0, 4, 8]".into(),
+        ),
+        (
+            &[0, 0, 0, 0, 1, 1, 1, 1],
+            &[0, 3, 8],
+            &[0, 4, 8],
+            "packed documents: ids or cu_seqlens are not those of documents that start at [0, 4, 8]".into(),
+        ),
+    ];
+    for (ids, cu_seqlens, starts, expected) in cases {
+        assert_eq!(make(ids, cu_seqlens, starts).unwrap_err().to_string(), expected);
+    }
+    let kinds = Documents::from_parts(
+        Tensor::zeros([2, 4], (Kind::Int, Device::Cpu)),
+        Tensor::from_slice(&[0i32, 8]),
+        vec![0, 8],
     );
+    assert!(
+        kinds
+            .unwrap_err()
+            .to_string()
+            .contains("ids are Int on Cpu and cu_seqlens Int on Cpu; expected Int64 and Int")
+    );
+    let unequal: [&[usize]; 2] = [&[2, 2], &[3]];
+    for rows in [&unequal[..], &[], &[&[]]] {
+        let error = Documents::new(rows, Device::Cpu).unwrap_err().to_string();
+        assert!(error.contains("expected one row or more, all of one length from 1 on"), "{error}");
+    }
 }

@@ -57,10 +57,20 @@ impl RandomState {
     /// [`Error::Unavailable`] for a CUDA device that this machine does not have, and for a device that is neither CPU
     /// nor CUDA.
     pub fn capture(device: Device) -> Result<Self> {
+        Self::capture_on(&[device])
+    }
+
+    /// Reads the CPU's generator and that of each of `devices`, each once.
+    ///
+    /// # Errors
+    /// As [`RandomState::capture`].
+    pub fn capture_on(devices: &[Device]) -> Result<Self> {
         let mut states = vec![(Device::Cpu, sys::state(Device::Cpu)?)];
-        if device != Device::Cpu {
-            crate::device::checked(device)?;
-            states.push((device, sys::state(device)?));
+        for &device in devices {
+            if states.iter().all(|(known, _)| *known != device) {
+                crate::device::checked(device)?;
+                states.push((device, sys::state(device)?));
+            }
         }
         Ok(Self { states })
     }
@@ -84,6 +94,19 @@ impl RandomState {
     /// [`Error::Torch`] where CUDA refuses, for example during the capture of a graph.
     pub fn restore(&self) -> Result<()> {
         self.states.iter().try_for_each(|(device, bytes)| sys::restore(*device, bytes))
+    }
+
+    /// Puts back the generators of the CPU and of `devices`, and leaves the others alone: a state that was captured on a
+    /// machine with more devices can be used where these are not. Returns those of `devices` whose state is not known.
+    ///
+    /// # Errors
+    /// As [`RandomState::restore`].
+    pub fn restore_on(&self, devices: &[Device]) -> Result<Vec<Device>> {
+        let wanted = |device: &Device| *device == Device::Cpu || devices.contains(device);
+        let mut states = self.states.iter().filter(|(device, _)| wanted(device));
+        states.try_for_each(|(device, bytes)| sys::restore(*device, bytes))?;
+        let known = |device: &Device| self.states.iter().any(|(known, _)| known == device);
+        Ok(devices.iter().copied().filter(|device| !known(device)).collect())
     }
 
     /// Puts the generators back to this state until the guard is dropped; then they go on from where they are at this

@@ -119,3 +119,20 @@ fn a_state_survives_as_bytes() {
         assert!(RandomState::from_bytes(&hostile).is_err());
     }
 }
+
+#[test]
+fn a_device_that_is_gone_is_passed_over_where_nobody_uses_it() {
+    let _lock = GENERATORS.lock();
+    let gone = runtime::device::cuda_count().unwrap();
+    let mut bytes = RandomState::capture_on(&[Device::Cpu, Device::Cpu]).unwrap().to_bytes();
+    bytes.extend((gone as u64 + 1).to_le_bytes());
+    bytes.extend(16u64.to_le_bytes());
+    bytes.extend([0; 16]);
+    let state = RandomState::from_bytes(&bytes).unwrap();
+    let first = draw(Device::Cpu);
+    assert!(state.restore().is_err());
+    assert_eq!(state.restore_on(&[Device::Cpu]).unwrap(), []);
+    assert_eq!(draw(Device::Cpu), first);
+    assert!(state.restore_on(&[Device::Cuda(gone)]).is_err());
+    assert_eq!(state.restore_on(&[Device::Cpu, Device::Cuda(gone + 1)]).unwrap(), [Device::Cuda(gone + 1)]);
+}

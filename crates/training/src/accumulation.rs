@@ -58,12 +58,11 @@ pub fn forward(
     training: bool,
     accuracy: bool,
 ) -> Result<LossOutput> {
-    let documents = batch.packing.as_ref().map(|packing| Documents {
-        ids: packing.document_ids.shallow_clone(),
-        cu_seqlens: packing.cu_seqlens.shallow_clone(),
-        starts: packing.starts.clone(),
-        longest: packing.longest,
+    let documents = batch.packing.as_ref().map(|packing| {
+        let (ids, cu_seqlens) = (packing.document_ids.shallow_clone(), packing.cu_seqlens.shallow_clone());
+        Documents::from_parts(ids, cu_seqlens, packing.starts.clone())
     });
+    let documents = documents.transpose()?;
     let input = Input {
         tokens: &batch.tokens,
         positions: batch.packing.as_ref().map(|packing| &packing.positions),

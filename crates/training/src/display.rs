@@ -52,8 +52,6 @@ pub struct Display {
     rate: f64,
     /// Places per second, padding included.
     places_rate: f64,
-    /// Seconds of evaluation since the last step, which are in the next one's time.
-    evaluating: f64,
     validation: Option<f64>,
     /// What the bar says.
     line: String,
@@ -73,7 +71,6 @@ impl Display {
             efficiency,
             rate: 0.0,
             places_rate: 0.0,
-            evaluating: 0.0,
             validation: None,
             line: String::new(),
         }
@@ -110,7 +107,7 @@ impl Display {
 
 impl Observer for Display {
     fn on_step(&mut self, record: &StepRecord) -> Result<()> {
-        let seconds = (record.timings.total - std::mem::take(&mut self.evaluating)).max(1e-9);
+        let seconds = record.timings.total.max(1e-9);
         let smooth = |rate: f64, places: usize| {
             let latest = places as f64 / seconds;
             if rate == 0.0 { latest } else { rate + SMOOTHING * (latest - rate) }
@@ -125,7 +122,6 @@ impl Observer for Display {
 
     fn on_evaluation(&mut self, evaluation: &Evaluation) -> Result<()> {
         self.validation = Some(evaluation.loss);
-        self.evaluating += evaluation.seconds;
         Ok(())
     }
 

@@ -22,13 +22,18 @@ impl Default for Divergence {
 }
 
 /// What has been seen so far.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Watch {
     minimum: Option<f64>,
     bad: u32,
 }
 
 impl Watch {
+    /// Bad losses in a row, up to the last one seen.
+    pub fn bad(&self) -> u32 {
+        self.bad
+    }
+
     /// Looks at the loss of a step.
     ///
     /// # Errors
@@ -40,7 +45,7 @@ impl Watch {
             (self.minimum, self.bad) = (Some(minimum), 0);
             return Ok(());
         }
-        self.bad += 1;
+        self.bad = self.bad.saturating_add(1);
         if rule.patience == 0 || self.bad < rule.patience {
             return Ok(());
         }

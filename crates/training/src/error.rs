@@ -72,6 +72,15 @@ pub enum Error {
         /// What to do.
         remedy: &'static str,
     },
+    /// Another process writes checkpoints into the folder.
+    #[error(
+        "{} is in use: another training writes its checkpoints there; wait for its end, or give another folder",
+        folder.display()
+    )]
+    Locked {
+        /// The folder.
+        folder: PathBuf,
+    },
     /// A file could not be read or written.
     #[error("{}: {cause}", path.display())]
     Io {

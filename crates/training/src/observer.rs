@@ -20,7 +20,7 @@ pub struct Timings {
     pub backward: f64,
     /// Unscaling, clipping, the optimizer's step, clearing the gradients.
     pub optimizer: f64,
-    /// The whole step, and what came since the one before: reading losses, evaluation, checkpoints.
+    /// The whole step, and reading the losses of those before; evaluations and checkpoints are not in it.
     pub total: f64,
 }
 

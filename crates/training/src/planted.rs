@@ -12,6 +12,7 @@ mod unused_projection;
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
+use tch::Device;
 
 pub use host_reads::HostReadsHead;
 pub use indexed_loss::IndexedLossHead;
@@ -28,6 +29,8 @@ pub enum Inefficiency {
     TokenizePerItem,
     /// Batches are made in the training thread, when they are asked for.
     NoWorkers,
+    /// Batches lie in pageable memory, so that the copy to a CUDA device blocks; nothing on a CPU.
+    Unpinned,
     /// Widths one below a multiple of 16: products run beside the vector units' width.
     OddWidth,
     /// A projection whose result nobody reads.
@@ -50,10 +53,11 @@ pub enum Inefficiency {
 
 impl Inefficiency {
     /// All of them, in the order in which data flows through a step.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::PadToMax,
         Self::TokenizePerItem,
         Self::NoWorkers,
+        Self::Unpinned,
         Self::OddWidth,
         Self::UnusedProjection,
         Self::ExplicitAttention,
@@ -65,12 +69,18 @@ impl Inefficiency {
         Self::UnfusedOptimizer,
     ];
 
+    /// Whether it does anything on a device: pinned memory is a matter of CUDA alone.
+    pub fn concerns(self, device: Device) -> bool {
+        self != Self::Unpinned || device.is_cuda()
+    }
+
     /// Its name on the command line and in records.
     pub fn name(self) -> &'static str {
         match self {
             Self::PadToMax => "pad-to-max",
             Self::TokenizePerItem => "tokenize-per-item",
             Self::NoWorkers => "no-workers",
+            Self::Unpinned => "unpinned",
             Self::OddWidth => "odd-width",
             Self::UnusedProjection => "unused-projection",
             Self::ExplicitAttention => "explicit-attention",
@@ -81,11 +91,6 @@ impl Inefficiency {
             Self::ZeroedGradients => "zeroed-gradients",
             Self::UnfusedOptimizer => "unfused-optimizer",
         }
-    }
-
-    /// Whether the assignment's script has it.
-    pub fn is_planted_by_the_assignment(self) -> bool {
-        !matches!(self, Self::ExplicitAttention | Self::AccuracyEachStep | Self::IndexedLoss)
     }
 }
 

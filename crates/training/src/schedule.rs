@@ -84,3 +84,16 @@ impl Schedule {
         self.floor + (1.0 - self.floor) * left
     }
 }
+
+/// What it does, and nothing that makes no difference: a constant schedule has no end.
+impl std::fmt::Display for Schedule {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let &Self { shape, warmup, steps, floor } = self;
+        match shape {
+            Shape::Constant => write!(f, "constant")?,
+            Shape::Linear => write!(f, "linear to {floor} at step {steps}")?,
+            Shape::Cosine => write!(f, "cosine to {floor} at step {steps}")?,
+        }
+        if warmup > 0 { write!(f, " after {warmup} steps of warm-up") } else { Ok(()) }
+    }
+}

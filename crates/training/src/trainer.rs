@@ -8,20 +8,20 @@
 //! the losses, which are read several steps at a time. A training that is resumed gives the same bits as one that was never
 //! stopped: parameters, optimizer, scaler, data and random generators go on where they stood.
 
+mod description;
+mod saving;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use models::module::{self, LanguageModel};
-use models::state_dict::state_dict;
+use models::module::LanguageModel;
 use runtime::profile::range;
-use runtime::random::RandomState;
-use serde_json::json;
 use tch::{Kind, Tensor};
 
 use crate::accumulation::{MicroBatches, fetch, forward};
 use crate::batches::Batches;
-use crate::checkpoint::{Checkpoints, Snapshot, overwrite};
+use crate::checkpoint::Checkpoints;
 use crate::clip::{self, NonFinite};
 use crate::divergence::{Divergence, Watch};
 use crate::error::{Error, Result};
@@ -30,6 +30,7 @@ use crate::observer::{Observer, StepRecord, Timings};
 use crate::optimizer::{Optimizer, ZeroGrad};
 use crate::scaler::{GradScaler, NoScaler};
 use crate::schedule::Schedule;
+use saving::Occasion;
 
 /// What to do when a checkpoint cannot be written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -60,7 +61,8 @@ pub struct Options {
     pub read_every: u64,
     /// Steps between evaluations.
     pub evaluate_every: Option<u64>,
-    /// Steps between checkpoints; one is written at the end in any case.
+    /// Steps between checkpoints; one is written at the end in any case. None is written on the way while losses are out of
+    /// bounds ([`Divergence`]), nor ever of weights that are not finite: the last good one stays the newest.
     pub checkpoint_every: Option<u64>,
     /// What to do when one cannot be written.
     pub failed_checkpoint: FailedCheckpoint,
@@ -159,6 +161,12 @@ impl Trainer {
         self.step
     }
 
+    /// The step of the last checkpoint that this training wrote or went on from. Less than [`Trainer::step`] after
+    /// [`Trainer::run`] where the last one could not be written.
+    pub fn saved(&self) -> Option<u64> {
+        self.saved
+    }
+
     /// Trains until all steps are done, the data ends, or [`Trainer::stop`] is raised; then saves. `validation` is read from
     /// where it stands to its end at each evaluation, and put back.
     ///
@@ -166,7 +174,7 @@ impl Trainer {
     /// [`Error::Diverged`]; a checkpoint that cannot be written; those of data, model and observers.
     pub fn run(&mut self, train: &mut dyn Batches, validation: Option<&mut dyn Batches>) -> Result<Ended> {
         let ended = self.advance(self.options.steps, train, validation)?;
-        self.save(train)?;
+        self.save(train, Occasion::End)?;
         Ok(ended)
     }
 
@@ -201,7 +209,9 @@ impl Trainer {
                 self.evaluate(validation)?;
             }
             if save {
-                self.save(train)?;
+                let began = Instant::now();
+                self.save(train, Occasion::OnTheWay)?;
+                self.last += began.elapsed();
             }
         };
         self.read_losses()?;
@@ -330,7 +340,8 @@ impl Trainer {
             record.loss = sums[0] / denominator;
             record.accuracy = sums.get(1).map(|right| right / denominator);
             self.tell(|observer| observer.on_step(&record))?;
-            self.watch.see(record.step, record.loss, self.options.divergence)?;
+            let seen = self.watch.see(record.step, record.loss, self.options.divergence);
+            seen.map_err(|error| self.with_last_checkpoint(error))?;
         }
         Ok(())
     }
@@ -340,86 +351,18 @@ impl Trainer {
     /// # Errors
     /// Those of the data, the model and the observers.
     pub fn evaluate(&mut self, validation: &mut dyn Batches) -> Result<()> {
+        let began = Instant::now();
         let start = validation.state();
         let evaluation = evaluate(self.model.as_ref(), validation, self.step)?;
         validation.resume(&start)?;
-        self.tell(|observer| observer.on_evaluation(&evaluation))
+        self.tell(|observer| observer.on_evaluation(&evaluation))?;
+        // No part of the next step's time.
+        self.last += began.elapsed();
+        Ok(())
     }
 
     fn tell(&mut self, mut what: impl FnMut(&mut dyn Observer) -> Result<()>) -> Result<()> {
         self.observers.iter_mut().try_for_each(|observer| what(observer.as_mut()))
-    }
-
-    /// Saves, unless this step is saved.
-    fn save(&mut self, train: &dyn Batches) -> Result<()> {
-        let Some(checkpoints) = self.checkpoints.as_ref().filter(|_| self.saved != Some(self.step)) else {
-            return Ok(());
-        };
-        let _range = range("checkpoint");
-        let state = json!({
-            "schedule": self.schedule,
-            "rule": self.optimizer.rule().name(),
-            "scaler": self.scaler.state(),
-            "data": train.state(),
-        });
-        let snapshot = Snapshot {
-            step: self.step,
-            model: &state_dict(self.model.as_ref()),
-            optimizer: &self.optimizer.state(),
-            random: &RandomState::capture_all()?,
-            state: &state,
-        };
-        let step = self.step;
-        match checkpoints.save(&snapshot) {
-            Ok(path) => {
-                self.saved = Some(step);
-                self.tell(|observer| observer.on_checkpoint(step, &path))
-            }
-            Err(error @ Error::Save { .. }) if self.options.failed_checkpoint == FailedCheckpoint::GoOn => {
-                let warning = format!("{error}; the training goes on without it");
-                self.tell(|observer| observer.on_warning(&warning))
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Goes on from the newest valid checkpoint; one that is not valid becomes a warning. Returns the step, or `None` where
-    /// there is no checkpoint.
-    ///
-    /// # Errors
-    /// Checkpoints of which none is valid; one that does not fit the model, the optimizer, the scaler or the data.
-    pub fn resume(&mut self, train: &mut dyn Batches) -> Result<Option<u64>> {
-        let Some(checkpoints) = &self.checkpoints else { return Ok(None) };
-        let found = checkpoints.latest()?;
-        for reason in &found.refused {
-            let warning = format!("a checkpoint was passed over: {reason}");
-            self.tell(|observer| observer.on_warning(&warning))?;
-        }
-        let Some(checkpoint) = found.checkpoint else { return Ok(None) };
-        let name = checkpoint.path.display().to_string();
-        let rule = &checkpoint.state["rule"];
-        if rule != self.optimizer.rule().name() {
-            let reason =
-                format!("it is of the optimizer {rule}; this run has {}", self.optimizer.rule().name());
-            return Err(Error::file(&checkpoint.path, reason));
-        }
-        let schedule = serde_json::from_value::<Schedule>(checkpoint.state["schedule"].clone()).ok();
-        if schedule != Some(self.schedule) {
-            let warning = format!(
-                "{name} was written with another learning-rate schedule; this run goes on with its own"
-            );
-            self.tell(|observer| observer.on_warning(&warning))?;
-        }
-        let model = module::tensors(self.model.as_ref()).into_iter().map(|named| (named.name, named.tensor));
-        overwrite(model, &checkpoint.model, &name)?;
-        self.optimizer.load_state(&checkpoint.optimizer)?;
-        self.scaler.load_state(&checkpoint.state["scaler"])?;
-        train.resume(&checkpoint.state["data"])?;
-        checkpoint.random.restore()?;
-        (self.step, self.saved) = (checkpoint.step, Some(checkpoint.step));
-        let step = self.step;
-        self.tell(|observer| observer.on_resume(step))?;
-        Ok(Some(step))
     }
 }
 

@@ -8,7 +8,7 @@ use serde_json::json;
 use tch::{Device, Kind, Tensor};
 use training::checkpoint::{Checkpoints, Snapshot};
 
-fn save(checkpoints: &Checkpoints, step: u64) {
+fn save(checkpoints: &Checkpoints, step: u64) -> Vec<String> {
     let tensor = Tensor::full([3, 2], step as f64, (Kind::Float, Device::Cpu));
     let half = Tensor::arange(6, (Kind::BFloat16, Device::Cpu)).reshape([2, 3]).transpose(0, 1);
     let model = [("w".to_owned(), tensor), ("h".to_owned(), half)];
@@ -16,7 +16,14 @@ fn save(checkpoints: &Checkpoints, step: u64) {
     let random = RandomState::capture(Device::Cpu).unwrap();
     let state = json!({ "data": { "position": step } });
     let snapshot = Snapshot { step, model: &model, optimizer: &optimizer, random: &random, state: &state };
-    checkpoints.save(&snapshot).unwrap();
+    checkpoints.save(&snapshot).unwrap().warnings
+}
+
+fn entries(root: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        fs::read_dir(root).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
 }
 
 fn folder(root: &Path, step: u64) -> std::path::PathBuf {
@@ -29,7 +36,7 @@ fn what_is_written_is_read_and_the_last_are_kept() {
     let checkpoints = Checkpoints::open(root.path(), 2).unwrap();
     assert!(checkpoints.latest().unwrap().checkpoint.is_none());
     for step in [5, 10, 15, 15] {
-        save(&checkpoints, step);
+        assert!(save(&checkpoints, step).is_empty());
     }
     assert_eq!(checkpoints.steps().unwrap(), [15, 10]);
     let found = checkpoints.latest().unwrap();
@@ -45,11 +52,13 @@ fn what_is_written_is_read_and_the_last_are_kept() {
     );
     assert_eq!(checkpoint.optimizer[0].1.int64_value(&[]), 15);
     assert_eq!(checkpoint.random, RandomState::capture(Device::Cpu).unwrap());
-    assert_eq!(fs::read_dir(root.path()).unwrap().count(), 2, "nothing temporary is left");
+    let names = [".lock", "step-000000000010", "step-000000000015"];
+    assert_eq!(entries(root.path()), names, "nothing temporary is left");
     // What a crash leaves is removed.
     fs::create_dir(root.path().join(".tmp-step-000000000020")).unwrap();
-    Checkpoints::open(root.path(), 2).unwrap();
-    assert_eq!(fs::read_dir(root.path()).unwrap().count(), 2);
+    drop(checkpoints);
+    drop(Checkpoints::open(root.path(), 2).unwrap());
+    assert_eq!(entries(root.path()), names);
     assert!(Checkpoints::open(root.path(), 0).is_err());
 }
 
@@ -113,4 +122,109 @@ fn where_none_is_valid_each_reason_is_told() {
     ] {
         assert!(message.contains(words), "{words}: {message}");
     }
+}
+
+#[test]
+fn a_refused_checkpoint_of_a_later_step_costs_neither_the_new_one_nor_those_before() {
+    let root = tempfile::tempdir().unwrap();
+    {
+        let checkpoints = Checkpoints::open(root.path(), 3).unwrap();
+        for step in [46, 53, 60] {
+            save(&checkpoints, step);
+        }
+    }
+    fs::write(folder(root.path(), 60).join("state.json"), "{}").unwrap();
+    let checkpoints = Checkpoints::open(root.path(), 1).unwrap();
+    assert_eq!(checkpoints.latest().unwrap().checkpoint.unwrap().step, 53);
+    let warnings = save(&checkpoints, 56);
+    let [warning] = &warnings[..] else { panic!("{warnings:?}") };
+    assert!(warning.contains("step-000000000060 is not of this training"), "{warning}");
+    assert_eq!(entries(root.path()), [".lock", "abandoned-step-000000000060", "step-000000000056"]);
+    assert_eq!(checkpoints.latest().unwrap().checkpoint.unwrap().step, 56);
+}
+
+#[test]
+fn a_training_that_starts_afresh_keeps_its_own_checkpoints_and_loses_none_of_the_other() {
+    let root = tempfile::tempdir().unwrap();
+    {
+        let checkpoints = Checkpoints::open(root.path(), 3).unwrap();
+        for step in [800, 900, 1000] {
+            save(&checkpoints, step);
+        }
+    }
+    let checkpoints = Checkpoints::open(root.path(), 2).unwrap();
+    assert_eq!(save(&checkpoints, 5).len(), 3);
+    for step in [10, 15] {
+        assert!(save(&checkpoints, step).is_empty());
+    }
+    assert_eq!(checkpoints.steps().unwrap(), [15, 10]);
+    assert_eq!(checkpoints.latest().unwrap().checkpoint.unwrap().step, 15);
+    // A second time the names are taken.
+    for step in [900, 1000] {
+        save(&checkpoints, step);
+    }
+    save(&checkpoints, 5);
+    let aside: Vec<String> =
+        entries(root.path()).into_iter().filter(|name| name.starts_with("abandoned-")).collect();
+    let names = ["800", "900", "900-2", "1000", "1000-2"].map(|step| {
+        let (step, number) = step.split_once('-').map_or((step, ""), |(step, _)| (step, "-2"));
+        format!("abandoned-step-{step:0>12}{number}")
+    });
+    for name in names {
+        assert!(aside.contains(&name), "{name}: {aside:?}");
+    }
+}
+
+#[test]
+fn a_crash_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one() {
+    for named in [false, true] {
+        let root = tempfile::tempdir().unwrap();
+        save(&Checkpoints::open(root.path(), 3).unwrap(), 7);
+        // As after the first rename: the old one has lost its name, the new one is still under a temporary one.
+        let replaced = root.path().join(".replaced-step-000000000007");
+        fs::rename(folder(root.path(), 7), &replaced).unwrap();
+        fs::create_dir(root.path().join(".tmp-step-000000000007")).unwrap();
+        if named {
+            save(&Checkpoints::open(&root.path().join("other"), 3).unwrap(), 7);
+            fs::rename(folder(&root.path().join("other"), 7), folder(root.path(), 7)).unwrap();
+            fs::remove_dir_all(root.path().join("other")).unwrap();
+        }
+        assert_eq!(training::checkpoint::latest(root.path()).unwrap().checkpoint.unwrap().step, 7, "reading");
+        assert!(replaced.exists(), "reading writes nothing");
+        let checkpoints = Checkpoints::open(root.path(), 3).unwrap();
+        assert_eq!(checkpoints.latest().unwrap().checkpoint.unwrap().step, 7);
+        assert_eq!(entries(root.path()), [".lock", "step-000000000007"]);
+    }
+}
+
+#[test]
+fn what_cannot_be_removed_is_a_warning() {
+    let root = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::open(root.path(), 1).unwrap();
+    save(&checkpoints, 1);
+    // A file in the place where the old one would go stands for whatever may hinder its removal.
+    fs::write(root.path().join(".tmp-step-000000000001"), "").unwrap();
+    let warnings = save(&checkpoints, 2);
+    let [warning] = &warnings[..] else { panic!("{warnings:?}") };
+    assert!(warning.contains("step-000000000001 was not removed: "), "{warning}");
+    assert_eq!(checkpoints.steps().unwrap(), [2, 1]);
+}
+
+#[test]
+fn a_second_writer_is_refused_and_a_reader_is_not() {
+    let root = tempfile::tempdir().unwrap();
+    let path = root.path().join("a").join("b");
+    let checkpoints = Checkpoints::open(&path, 1).unwrap();
+    save(&checkpoints, 3);
+    fs::create_dir(path.join(".tmp-step-000000000004")).unwrap();
+    let message = Checkpoints::open(&path, 1).unwrap_err().to_string();
+    assert!(
+        message.starts_with(&format!("{} is in use: another training writes", path.display())),
+        "{message}"
+    );
+    assert!(path.join(".tmp-step-000000000004").exists(), "what the first is writing stays");
+    assert_eq!(training::checkpoint::steps(&path).unwrap(), [3]);
+    assert_eq!(training::checkpoint::latest(&path).unwrap().checkpoint.unwrap().step, 3);
+    drop(checkpoints);
+    Checkpoints::open(&path, 1).unwrap();
 }

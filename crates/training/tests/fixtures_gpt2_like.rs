@@ -37,8 +37,7 @@ fn fixtures_gpt2_like_with_adam_loss_and_accuracy() {
     for implementation in [Implementation::Fused, Implementation::ForLoop] {
         let model = Gpt2Like::new(&config, (Kind::Float, Device::Cpu)).unwrap();
         load_state_dict(&model, &weights, "the fixture").unwrap();
-        let named = trainable(&model).into_iter().map(|(name, tensor)| (name, tensor.shallow_clone()));
-        let group = Group::new(named.collect::<Vec<_>>(), number(&options["lr"]));
+        let group = Group::new(trainable(&model), number(&options["lr"]));
         let mut optimizer = Optimizer::new(adam, vec![group]).unwrap().with_implementation(implementation);
         let (tokens, lengths) = (&cases["tokens"], &cases["lengths"]);
         let mut worst = 0f64;

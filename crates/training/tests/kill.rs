@@ -187,12 +187,45 @@ fn a_checkpoint_that_does_not_fit_on_the_disk_is_an_error_and_the_earlier_ones_s
     assert_eq!(output.status.code(), Some(1), "{message}");
     assert!(message.starts_with("error: the checkpoint of step 7 was not written: "), "{message}");
     assert!(message.contains("raise the limit on the size of files"), "{message}");
-    assert_eq!(std::fs::read_dir(run.checkpoints()).unwrap().count(), 0, "what was half-written is removed");
+    let left = std::fs::read_dir(run.checkpoints()).unwrap().map(|entry| entry.unwrap().file_name());
+    assert_eq!(left.collect::<Vec<_>>(), [".lock"], "what was half-written is removed");
 
     let output = limited("--ignore-failed-checkpoints");
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{message}");
-    assert_eq!(message.lines().count() as u64, STEPS.div_ceil(EVERY), "{message}");
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert_eq!(message.lines().count() as u64, STEPS.div_ceil(EVERY) + 1, "{message}");
     assert!(message.starts_with("warning: the checkpoint of step 7 was not written: "), "{message}");
+    let last = format!(
+        "error: trained up to step {STEPS}; its checkpoint was not written, and there is no earlier one\n"
+    );
+    assert!(message.ends_with(&last), "{message}");
     assert_eq!(run.losses().len() as u64, STEPS);
+}
+
+#[test]
+fn an_interrupted_run_that_could_not_be_saved_says_so() {
+    let run = Run::new();
+    let mut command = run.command();
+    command.args(["--ignore-failed-checkpoints"]);
+    let mut words: Vec<std::ffi::OsString> = command.get_args().map(Into::into).collect();
+    let steps = words.iter().position(|word| word == "--steps").unwrap();
+    words[steps + 1] = "100000".into();
+    let mut command = Command::new(command.get_program());
+    command.args(words).env("OMP_NUM_THREADS", "1").stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    assert!(run.wait_for(&mut child, |run| run.lines().len() >= 10), "it ended early");
+    // Its folder is gone: whatever stands in the way of the next checkpoint.
+    std::fs::remove_dir_all(run.checkpoints()).unwrap();
+    let at = run.lines().len() as u64;
+    assert!(run.wait_for(&mut child, |run| run.lines().len() as u64 > at + EVERY), "it ended early");
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    let last = message.lines().last().unwrap();
+    assert!(
+        last.starts_with("error: interrupted after step ") && !last.contains("which is saved"),
+        "{message}"
+    );
+    assert!(last.contains("its checkpoint was not written, and the last is that of step "), "{message}");
 }

@@ -213,3 +213,76 @@ fn too_few_steps_are_no_diagnosis() {
     assert_eq!(losses(&lines).len(), 5);
     assert_eq!(message, "warning: nothing was diagnosed: that needs 6 steps, and the training ends before\n");
 }
+
+fn records(path: &Path, metric: &str) -> Vec<(u64, f64)> {
+    let records = report::record::read_records(path).unwrap().into_iter();
+    let of = records.filter(|record| record.experiment == "training" && record.metric.name == metric);
+    of.map(|record| (record.case.get("step").unwrap().as_u64().unwrap(), record.metric.value.unwrap()))
+        .collect()
+}
+
+#[test]
+fn records_are_written_for_each_step_and_evaluation_and_go_on_with_the_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, checkpoints) = (folder.path().join("records.jsonl"), folder.path().join("checkpoints"));
+    let run = |steps: u64| {
+        lines(&format!(
+            "--width 16 --steps {steps} --evaluate-every 2 --clip 1 --resume --checkpoint-dir {} --records {}",
+            checkpoints.display(),
+            file.display()
+        ))
+    };
+    let first = losses(&run(3).0);
+    assert_eq!(records(&file, "loss").len(), 3);
+    let (second, message) = run(5);
+    assert_eq!(message, "", "more steps at a constant rate are no other training");
+    let all: Vec<f64> = first.into_iter().chain(losses(&second)).collect();
+    let expected: Vec<(u64, f64)> = (1..=5).zip(all).collect();
+    assert_eq!(records(&file, "loss"), expected);
+    assert_eq!(records(&file, "gradient_norm").len(), 5);
+    let evaluated: Vec<u64> = records(&file, "validation_loss").into_iter().map(|(step, _)| step).collect();
+    assert_eq!(evaluated, [2, 4]);
+    let record = &report::record::read_records(&file).unwrap()[0];
+    assert_eq!(
+        serde_json::to_string(&record.case).unwrap(),
+        r#"{"model":"gpt2-like","optimizer":"adamw","schedule":"constant","data":"synthetic","batch":8,"length":32,"width":16,"seed":0,"step":1}"#
+    );
+    assert!(record.environment.torch.is_some());
+}
+
+#[test]
+fn every_optimizer_and_schedule_trains_as_it_is_called() {
+    let rates = |arguments: &str| -> Vec<f64> {
+        let (lines, _) = lines(arguments);
+        lines.iter().filter_map(|line| line["step"]["learning_rate"].as_f64()).collect()
+    };
+    let mut seen = Vec::new();
+    for optimizer in ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "adamw"] {
+        let arguments = format!("--width 16 --steps 4 --lr 0.01 --optimizer {optimizer}");
+        let losses = losses(&lines(&arguments).0);
+        assert_eq!(losses.len(), 4, "{optimizer}");
+        assert!(!seen.contains(&losses), "{optimizer} is that of another name");
+        seen.push(losses);
+    }
+    let close = |schedule: &str, expected: [f64; 4]| {
+        let have = rates(&format!("--width 16 --steps 4 --lr 0.1 {schedule}"));
+        assert_eq!(have.len(), 4);
+        for (have, want) in have.iter().zip(expected) {
+            assert!((have - want).abs() < 1e-12, "{schedule}: {have} {want}");
+        }
+    };
+    close("", [0.1; 4]);
+    close("--warmup 1", [0.05, 0.1, 0.1, 0.1]);
+    close("--schedule linear", [0.1, 0.075, 0.05, 0.025]);
+    close("--schedule cosine --warmup 2", [0.1 / 3.0, 0.2 / 3.0, 0.1, 0.05]);
+    refused(
+        "--width 16 --steps 4 --schedule cosine --warmup 4",
+        Path::new("/nowhere"),
+        expect![[r#"
+            error: schedule: 4 steps with a warm-up of 4; expected more steps than warm-up, or a constant shape
+        "#]],
+    );
+    for wrong in ["--optimizer lion", "--schedule step"] {
+        assert_eq!(train(wrong).status.code(), Some(2), "{wrong}");
+    }
+}

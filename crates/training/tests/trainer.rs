@@ -1,15 +1,19 @@
 //! The loop: overflow leaves a step out, divergence ends it, evaluation leaves the data where it stood.
 
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
 
-use models::module::trainable;
+use dataloading::{Batch, Counts, IGNORED};
+use models::module::{tensors, trainable};
+use models::state_dict::state_dict;
 use models::{Gpt2Like, Gpt2LikeConfig};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
-use training::batches::Synthetic;
+use training::batches::{Batches, Synthetic};
+use training::checkpoint::{Checkpoints, overwrite};
 use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
-use training::optimizer::{AdamW, Group};
+use training::optimizer::{AdamW, Group, Sgd};
 use training::scaler::GradScaler;
 use training::trainer::{Ended, Options};
 use training::{Optimizer, Result, Trainer};
@@ -113,7 +117,8 @@ impl GradScaler for Third {
         self.0.into()
     }
 
-    fn load_state(&mut self, _: &Value) -> Result<()> {
+    fn load_state(&mut self, state: &Value) -> Result<()> {
+        self.0 = state.as_u64().unwrap();
         Ok(())
     }
 }
@@ -129,6 +134,104 @@ fn an_overflow_leaves_the_step_out() {
     let steps = trainer.optimizer.state();
     let (_, step) = steps.iter().find(|(name, _)| name.ends_with(".step")).unwrap();
     assert_eq!(step.int64_value(&[]), 5);
+}
+
+#[test]
+fn a_scaler_goes_on_where_it_stood() {
+    let whole = {
+        let (mut trainer, _) = trainer(1e-2, Options { steps: 7, ..Options::default() });
+        trainer.scaler = Box::new(Third::default());
+        let start = state_dict(trainer.model.as_ref());
+        let start: Vec<_> = start.iter().map(|(name, tensor)| (name.clone(), tensor.copy())).collect();
+        trainer.run(&mut data(None), None).unwrap();
+        (start, trainer)
+    };
+    let folder = tempfile::tempdir().unwrap();
+    {
+        let (mut trainer, _) = trainer(1e-2, Options { steps: 4, ..Options::default() });
+        let model = tensors(trainer.model.as_ref()).into_iter().map(|named| (named.name, named.tensor));
+        overwrite(model, &whole.0, "the start").unwrap();
+        trainer.scaler = Box::new(Third::default());
+        trainer.checkpoints = Some(Checkpoints::open(folder.path(), 1).unwrap());
+        trainer.run(&mut data(None), None).unwrap();
+    }
+    let (mut trainer, notes) = trainer(1e-2, Options { steps: 7, ..Options::default() });
+    trainer.scaler = Box::new(Third::default());
+    trainer.checkpoints = Some(Checkpoints::open(folder.path(), 1).unwrap());
+    let mut data = data(None);
+    assert_eq!(trainer.resume(&mut data).unwrap(), Some(4));
+    trainer.run(&mut data, None).unwrap();
+    let skipped: Vec<u64> =
+        notes.0.lock().unwrap().0.iter().filter(|record| record.skipped).map(|record| record.step).collect();
+    assert_eq!(skipped, [6], "a scaler from the start would leave out step 7");
+    assert_eq!(state_dict(trainer.model.as_ref()), state_dict(whole.1.model.as_ref()));
+}
+
+/// Batches from a list.
+struct List(VecDeque<Batch>);
+
+impl Batches for List {
+    fn next(&mut self) -> Result<Option<Batch>> {
+        Ok(self.0.pop_front())
+    }
+
+    fn state(&self) -> Value {
+        Value::Null
+    }
+
+    fn resume(&mut self, _: &Value) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_step_of_unequal_micro_batches_is_that_of_the_whole_batch() {
+    let whole = data(None).next().unwrap().unwrap();
+    let part = |start: i64, rows: i64| {
+        let [tokens, labels] =
+            [&whole.tokens, &whole.labels].map(|tensor| tensor.narrow(0, start, rows).contiguous());
+        let targets = labels.not_equal(IGNORED).sum(Kind::Int64).int64_value(&[]) as usize;
+        Batch { tokens, labels, packing: None, counts: Counts { targets, ..Counts::default() } }
+    };
+    let parts = [part(0, 1), part(1, 5), part(6, 2)];
+    assert!(parts.iter().map(|part| part.counts.targets).collect::<BTreeSet<_>>().len() > 1);
+    assert_eq!(parts.iter().map(|part| part.counts.targets).sum::<usize>(), whole.counts.targets);
+    let config = Gpt2LikeConfig {
+        vocab_size: 16,
+        embedding_dim: 16,
+        hidden_dim: 16,
+        num_heads: 2,
+        ff_dim: 32,
+        max_length: 12,
+        dropout: 0.0,
+        ..Gpt2LikeConfig::default()
+    };
+    let start = Gpt2Like::new(&config, (Kind::Double, Device::Cpu)).unwrap();
+    let step = |batches: Vec<Batch>| {
+        let model = Gpt2Like::new(&config, (Kind::Double, Device::Cpu)).unwrap();
+        let targets = tensors(&model).into_iter().map(|named| (named.name, named.tensor));
+        overwrite(targets, &state_dict(&start), "the start").unwrap();
+        // The step of plain SGD is the gradient itself.
+        let optimizer = Optimizer::new(Sgd, Group::by_dimension(trainable(&model), 1.0, 0.0)).unwrap();
+        let options = Options { steps: 1, accumulation: batches.len(), accuracy: true, ..Options::default() };
+        let mut trainer = Trainer::new(Box::new(model), optimizer, options).unwrap();
+        let notes = Notes::default();
+        trainer.observers.push(Box::new(notes.clone()));
+        assert_eq!(trainer.run(&mut List(batches.into()), None).unwrap(), Ended::Done);
+        let record = notes.0.lock().unwrap().0[0].clone();
+        (state_dict(trainer.model.as_ref()), record)
+    };
+    let (expected, of_whole) = step(vec![part(0, 8)]);
+    let (have, of_parts) = step(parts.into());
+    let moved = |a: &[(String, Tensor)], b: &[(String, Tensor)]| {
+        a.iter().zip(b).map(|(a, b)| (&a.1 - &b.1).abs().max().double_value(&[])).fold(0.0, f64::max)
+    };
+    assert!(moved(&expected, &state_dict(&start)) > 1e-2, "the step moves the weights");
+    let distance = moved(&have, &expected);
+    assert!(distance <= 1e-12, "{distance}");
+    assert_eq!(of_parts.targets, of_whole.targets);
+    assert!((of_parts.loss - of_whole.loss).abs() <= 1e-12);
+    assert_eq!(of_parts.accuracy, of_whole.accuracy);
 }
 
 #[test]

@@ -74,7 +74,8 @@ pub fn measure(n: usize, k: usize, seed: u64, scale: Scale) -> Result<Figures> {
     });
     let measured = batches.div_ceil((batches / BATCHES).max(1)) as f64;
     let per_batch: Vec<f64> = choosing.iter().map(|seconds| seconds / measured).collect();
-    let full = f64::from(full);
+    // Without a full batch nothing was done.
+    let full = f64::from(full).max(1.0);
     let metrics = vec![
         Metric::of_samples("construction_seconds", "s", &construction),
         Metric::of_samples("batch_seconds", "s", &per_batch),

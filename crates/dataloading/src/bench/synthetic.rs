@@ -45,7 +45,8 @@ impl Samples for Synthetic {
 
     fn read_part(&self, index: usize, part: Range<usize>, out: &mut Vec<u32>) -> Result<()> {
         let start = (self.offsets[index] % (1 << 26)) as usize;
-        out.extend_from_slice(&self.pool[start + part.start..start + part.end]);
+        let end = part.end.min(self.length(index));
+        out.extend_from_slice(&self.pool[start + part.start.min(end)..start + end]);
         Ok(())
     }
 }
@@ -82,5 +83,7 @@ mod tests {
         let mut tokens = Vec::new();
         Synthetic::new(&lengths).read_part(1, 0..3, &mut tokens).unwrap();
         assert_eq!(tokens, [24_731, 31_857, 13_253]);
+        Synthetic::new(&lengths[..1]).read_part(0, 1..usize::MAX, &mut tokens).unwrap();
+        assert_eq!(tokens.len(), 4);
     }
 }

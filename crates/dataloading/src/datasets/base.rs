@@ -2,7 +2,8 @@
 
 use super::Documents;
 use crate::batch_source::BatchSource;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::fingerprint::Fingerprint;
 use crate::host_batch::HostBatch;
 use crate::length_order::Usable;
 use crate::random_batch_sampler::{BatchOptions, BatchSampler, RandomBatchSampler};
@@ -15,16 +16,30 @@ pub struct BaseDataset<S> {
     samples: S,
     sampler: RandomBatchSampler,
     options: BatchOptions,
+    fingerprint: u64,
 }
 
 impl<S: Samples> BaseDataset<S> {
     /// Over all samples that have a token.
     ///
     /// # Errors
-    /// As [`RandomBatchSampler::new`].
+    /// As [`RandomBatchSampler::new`]; batches of more places than can be numbered.
     pub fn new(samples: S, options: &BatchOptions) -> Result<Self> {
         let sampler = RandomBatchSampler::named("BaseDataset", &samples, options)?;
-        Ok(Self { samples, sampler, options: *options })
+        let rows = options.batch_size.min(sampler.usable().len());
+        let bytes = options.max_length.checked_mul(rows).and_then(|places| places.checked_mul(64));
+        if bytes.is_none_or(|bytes| i64::try_from(bytes).is_err()) {
+            return Err(Error::Config {
+                what: "BaseDataset",
+                reason: format!(
+                    "{rows} rows padded to max_length, {}, are more than memory has; use a smaller one",
+                    options.max_length
+                ),
+            });
+        }
+        let fingerprint =
+            Fingerprint::new("BaseDataset").number(samples.fingerprint()).number(sampler.fingerprint());
+        Ok(Self { samples, sampler, options: *options, fingerprint: fingerprint.finish() })
     }
 
     /// What can be used of the data set.
@@ -40,6 +55,10 @@ impl<S: Samples> BatchSource for BaseDataset<S> {
 
     fn batches(&self, epoch: u64) -> usize {
         self.sampler.batches(epoch)
+    }
+
+    fn fingerprint(&self) -> u64 {
+        self.fingerprint
     }
 
     fn fill(&self, epoch: u64, index: usize, host: &mut HostBatch) -> Result<()> {

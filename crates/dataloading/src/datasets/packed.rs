@@ -3,6 +3,7 @@
 use super::Documents;
 use crate::batch_source::BatchSource;
 use crate::error::{Error, Result};
+use crate::fingerprint::{Fingerprint, SEQUENCE};
 use crate::host_batch::HostBatch;
 use crate::length_order::lengths_of;
 use crate::packing::{Plan, PlanOptions};
@@ -11,9 +12,9 @@ use crate::random_batch_sampler::{Incomplete, Order, batches_of, check_batch_siz
 use crate::samples::Samples;
 
 /// How packed batches are made.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackedOptions {
-    /// Rows of a batch; 0 stands for 1.
+    /// Rows of a batch, at least 1.
     pub rows: usize,
     /// How the rows are filled, and their length.
     pub plan: PlanOptions,
@@ -27,6 +28,20 @@ pub struct PackedOptions {
     pub incomplete: Incomplete,
 }
 
+impl Default for PackedOptions {
+    /// One row of 512 tokens.
+    fn default() -> Self {
+        Self {
+            rows: 1,
+            plan: PlanOptions::default(),
+            pad: 0,
+            seed: 0,
+            order: Order::default(),
+            incomplete: Incomplete::default(),
+        }
+    }
+}
+
 /// Batches `[rows, capacity]` of packed documents.
 ///
 /// The plan is made once. In every epoch the order of the rows is another, and so are the documents in them: a slot of a
@@ -37,17 +52,18 @@ pub struct PackedDataset<S> {
     samples: S,
     plan: Plan,
     options: PackedOptions,
+    fingerprint: u64,
 }
 
 impl<S: Samples> PackedDataset<S> {
-    /// Plans the rows. `O(n)` time; 4 bytes for each document are kept.
+    /// Plans the rows. `O(n)` time; the [`Plan`] is kept.
     ///
     /// # Errors
-    /// As [`Plan::new`]; fewer rows than a batch has where incomplete batches are dropped.
+    /// As [`Plan::new`]; a batch of no rows; fewer rows than a batch has where incomplete batches are dropped.
     pub fn new(samples: S, options: &PackedOptions) -> Result<Self> {
         const WHAT: &str = "PackedDataset";
         let plan = Plan::new(&lengths_of(WHAT, &samples)?, &options.plan)?;
-        let options = PackedOptions { rows: options.rows.max(1), ..*options };
+        let options = *options;
         check_batch_size(WHAT, options.rows, options.incomplete, plan.rows())?;
         if options.rows.checked_mul(plan.capacity()).is_none_or(|places| i32::try_from(places).is_err()) {
             return Err(Error::Config {
@@ -59,7 +75,21 @@ impl<S: Samples> PackedDataset<S> {
                 ),
             });
         }
-        Ok(Self { samples, plan, options })
+        let PackedOptions { rows, plan: of_plan, pad, seed: _, order, incomplete } = options;
+        let PlanOptions { capacity, algorithm, long } = of_plan;
+        let fingerprint = Fingerprint::new(WHAT)
+            .number(SEQUENCE)
+            .number(samples.fingerprint())
+            .numbers([rows as u64, capacity as u64, pad.into()].into_iter())
+            .numbers([algorithm as u64, long as u64, order as u64, incomplete as u64].into_iter())
+            .finish();
+        Ok(Self { samples, plan, options, fingerprint })
+    }
+
+    /// Rows that are in no batch of an epoch because the batch would not be full: others in every epoch where their order is
+    /// shuffled.
+    pub fn dropped_rows(&self) -> usize {
+        self.plan.rows().saturating_sub(self.batches(0) * self.options.rows)
     }
 
     /// The rows, with what they leave unused.
@@ -75,6 +105,10 @@ impl<S: Samples> BatchSource for PackedDataset<S> {
 
     fn batches(&self, _epoch: u64) -> usize {
         batches_of(self.plan.rows(), self.options.rows, self.options.incomplete)
+    }
+
+    fn fingerprint(&self) -> u64 {
+        self.fingerprint
     }
 
     fn fill(&self, epoch: u64, index: usize, host: &mut HostBatch) -> Result<()> {

@@ -3,6 +3,7 @@
 use super::Documents;
 use crate::batch_source::BatchSource;
 use crate::error::{Error, Result};
+use crate::fingerprint::Fingerprint;
 use crate::host_batch::HostBatch;
 use crate::length_order::Usable;
 use crate::random_batch_sampler::{BatchOptions, BatchSampler, RandomBatchSampler};
@@ -38,6 +39,7 @@ pub struct SequencedDataset<S> {
     sampler: RandomBatchSampler,
     options: BatchOptions,
     capacity: Option<Capacity>,
+    fingerprint: u64,
 }
 
 impl<S: Samples> SequencedDataset<S> {
@@ -60,7 +62,13 @@ impl<S: Samples> SequencedDataset<S> {
                 ),
             });
         }
-        Ok(Self { samples, sampler, options: *options, capacity })
+        let room = capacity.map_or([0, 0], |room| [room.tokens as u64, 1 + room.overflow as u64]);
+        let fingerprint = Fingerprint::new(WHAT)
+            .number(samples.fingerprint())
+            .number(sampler.fingerprint())
+            .numbers(room.into_iter())
+            .finish();
+        Ok(Self { samples, sampler, options: *options, capacity, fingerprint })
     }
 
     /// What can be used of the data set.
@@ -76,6 +84,10 @@ impl<S: Samples> BatchSource for SequencedDataset<S> {
 
     fn batches(&self, epoch: u64) -> usize {
         self.sampler.batches(epoch)
+    }
+
+    fn fingerprint(&self) -> u64 {
+        self.fingerprint
     }
 
     fn fill(&self, epoch: u64, index: usize, host: &mut HostBatch) -> Result<()> {

@@ -7,7 +7,8 @@ use super::Documents;
 use crate::balanced_batch_sampler::{BalancedBatchSampler, BalancedOptions};
 use crate::batch::Batch;
 use crate::batch_source::BatchSource;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::fingerprint::Fingerprint;
 use crate::host_batch::HostBatch;
 use crate::random_batch_sampler::{BatchOptions, BatchSampler, RandomBatchSampler};
 use crate::samples::Samples;
@@ -46,6 +47,7 @@ pub struct StandardDataset<S, B = RandomBatchSampler> {
     sampler: B,
     max_length: usize,
     pad: u32,
+    fingerprint: u64,
 }
 
 impl<S: Samples> StandardDataset<S> {
@@ -55,7 +57,7 @@ impl<S: Samples> StandardDataset<S> {
     /// As [`RandomBatchSampler::new`].
     pub fn new(samples: S, options: &BatchOptions) -> Result<Self> {
         let sampler = RandomBatchSampler::named("StandardDataset", &samples, options)?;
-        Ok(Self { samples, sampler, max_length: options.max_length, pad: options.pad })
+        Self::with_sampler(samples, sampler, options.max_length, options.pad)
     }
 }
 
@@ -66,14 +68,34 @@ impl<S: Samples> StandardDataset<S, BalancedBatchSampler> {
     /// As [`BalancedBatchSampler::new`].
     pub fn balanced(samples: S, options: &BalancedOptions, pad: u32) -> Result<Self> {
         let sampler = BalancedBatchSampler::new(&samples, options)?;
-        Ok(Self { samples, sampler, max_length: options.max_length, pad })
+        Self::with_sampler(samples, sampler, options.max_length, pad)
     }
 }
 
-impl<S, B> StandardDataset<S, B> {
-    /// Batches of another sampler's choice, which must know these samples; each sample is cut to `max_length`.
-    pub fn with_sampler(samples: S, sampler: B, max_length: usize, pad: u32) -> Self {
-        Self { samples, sampler, max_length, pad }
+impl<S: Samples, B: BatchSampler> StandardDataset<S, B> {
+    /// Batches of another sampler's choice among these samples; each sample is cut to `max_length`.
+    ///
+    /// # Errors
+    /// A sampler of another number of samples; a `max_length` of 0.
+    pub fn with_sampler(samples: S, sampler: B, max_length: usize, pad: u32) -> Result<Self> {
+        const WHAT: &str = "StandardDataset";
+        let refuse = |reason| Err(Error::Config { what: WHAT, reason });
+        if max_length == 0 {
+            return refuse("max_length is 0; expected at least 1 token".into());
+        }
+        if sampler.samples() != samples.len() {
+            return refuse(format!(
+                "the sampler is of {} samples, and the data set has {}; make the sampler of this data set",
+                sampler.samples(),
+                samples.len()
+            ));
+        }
+        let fingerprint = Fingerprint::new(WHAT)
+            .number(samples.fingerprint())
+            .number(sampler.fingerprint())
+            .numbers([max_length as u64, pad.into()].into_iter())
+            .finish();
+        Ok(Self { samples, sampler, max_length, pad, fingerprint })
     }
 
     /// What chooses the samples.
@@ -89,6 +111,10 @@ impl<S: Samples, B: BatchSampler> BatchSource for StandardDataset<S, B> {
 
     fn batches(&self, epoch: u64) -> usize {
         self.sampler.batches(epoch)
+    }
+
+    fn fingerprint(&self) -> u64 {
+        self.fingerprint
     }
 
     fn fill(&self, epoch: u64, index: usize, host: &mut HostBatch) -> Result<()> {

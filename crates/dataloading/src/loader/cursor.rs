@@ -18,16 +18,30 @@ pub(super) struct Place {
     pub(super) index: usize,
 }
 
-pub(super) fn no_batches(epoch: u64) -> Error {
+/// Epochs without a batch that are passed over in a row. A balanced sampler that drops short batches may have some: of the
+/// places where its windows can begin, one leaves a batch at least.
+const MOST_EMPTY_EPOCHS: u64 = 1 << 16;
+
+pub(super) fn no_batches(first: u64, epochs: u64) -> Error {
+    let which = match epochs {
+        1 => format!("epoch {first} has"),
+        _ => format!("epochs {first} to {} have", first.saturating_add(epochs - 1)),
+    };
     Error::Config {
         what: super::WHAT,
-        reason: format!("epoch {epoch} has no batch; keep incomplete batches, or take smaller ones"),
+        reason: format!("{which} no batch; keep incomplete batches, or take smaller ones"),
     }
 }
 
 impl Cursor {
-    /// The place `by` batches on.
-    fn advanced(self, by: u64, source: &dyn BatchSource) -> Result<Self> {
+    /// The place `by` batches on, never behind the end of an epoch; `None` where it is behind the last of `epochs`, which is
+    /// found without asking for an epoch beyond it.
+    pub(super) fn advanced(
+        self,
+        by: u64,
+        epochs: Option<u64>,
+        source: &dyn BatchSource,
+    ) -> Result<Option<Self>> {
         let beyond = |at: Self| Error::Config {
             what: super::WHAT,
             reason: format!(
@@ -37,35 +51,35 @@ impl Cursor {
         };
         let position = self.position.checked_add(by).ok_or_else(|| beyond(self))?;
         let mut at = Self { position, ..self };
+        let mut empty = 0;
         loop {
+            if epochs.is_some_and(|epochs| at.epoch >= epochs) {
+                return Ok(None);
+            }
             let batches = source.batches(at.epoch) as u64;
             if at.position < batches {
-                return Ok(at);
+                return Ok(Some(at));
             }
-            if batches == 0 {
-                return Err(no_batches(at.epoch));
+            empty = if batches == 0 { empty + 1 } else { 0 };
+            if empty == MOST_EMPTY_EPOCHS {
+                return Err(no_batches(at.epoch - (empty - 1), empty));
             }
             let epoch = at.epoch.checked_add(1).ok_or_else(|| beyond(self))?;
             at = Self { epoch, position: at.position - batches };
         }
     }
 
-    /// Moves on by a round and says which of its batches is this rank's; `None` where the round is not complete.
+    /// Moves on by a round and says which of its batches is this rank's; `None` where the round is not complete. The cursor
+    /// then stands behind the round's last batch, at the end of an epoch rather than in the next one, which may not be asked
+    /// for.
     pub(super) fn next_place(
         &mut self,
         options: &LoaderOptions,
         source: &dyn BatchSource,
     ) -> Result<Option<Place>> {
-        let over = |cursor: &Self| options.epochs.is_some_and(|epochs| cursor.epoch >= epochs);
-        // A state may stand at the very end of an epoch.
-        if over(self) {
-            return Ok(None);
-        }
-        let own = self.advanced(options.rank, source)?;
-        if over(&self.advanced(options.ranks - 1, source)?) {
-            return Ok(None);
-        }
-        *self = self.advanced(options.ranks, source)?;
+        let Some(own) = self.advanced(options.rank, options.epochs, source)? else { return Ok(None) };
+        let Some(last) = self.advanced(options.ranks - 1, options.epochs, source)? else { return Ok(None) };
+        *self = Self { position: last.position + 1, ..last };
         Ok(Some(Place { epoch: own.epoch, index: own.position as usize }))
     }
 }

@@ -30,8 +30,9 @@ pub(super) struct Builder {
 }
 
 impl Builder {
-    pub(super) fn new(source: Arc<dyn BatchSource>, device: Device, stream: Option<Stream>) -> Self {
-        Self { source, device, stream, host: HostBatch::new(device) }
+    pub(super) fn new(source: Arc<dyn BatchSource>, options: &LoaderOptions, stream: Option<Stream>) -> Self {
+        let device = options.device;
+        Self { source, device, stream, host: HostBatch::in_memory(device, options.pinned) }
     }
 
     /// Moves the cursor on by a round.

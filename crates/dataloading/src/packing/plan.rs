@@ -33,7 +33,8 @@ pub struct Piece {
     pub length: usize,
 }
 
-/// All rows with all their documents, without writing them down: 4 bytes for each document, and a few kilobytes.
+/// All rows with all their documents, without writing them down: 4 bytes for each document, 12 for each further
+/// piece of one that was cut, and a few kilobytes.
 ///
 /// Documents without tokens are passed over. Pieces are numbered: below the number of documents, the first piece of each;
 /// from there on, the further pieces of documents that were cut.
@@ -298,7 +299,12 @@ impl Plan {
         if !known {
             return Err(Error::Config {
                 what: WHAT,
-                reason: format!("piece {number} of {}, with {} lengths", self.pieces(), lengths.len()),
+                reason: format!(
+                    "piece {number} of {} with {} lengths; expected a number below, and the {} lengths that were planned",
+                    self.documents + self.further.len(),
+                    lengths.len(),
+                    self.documents
+                ),
             });
         }
         let piece = self.located(number, 0);

@@ -106,6 +106,7 @@ impl StreamingBestFit {
             return Err(too_long(length, self.options.capacity));
         }
         let waiting = Waiting { document, arrival: self.arrived, since: self.closed };
+        self.compact();
         self.arrivals.push_back((self.arrived, length));
         self.arrived += 1;
         let same = &mut self.by_length[length as usize];
@@ -139,6 +140,20 @@ impl StreamingBestFit {
     /// The most rows that were closed between a document's coming and the row that it left in.
     pub fn longest_wait(&self) -> u64 {
         self.longest_wait
+    }
+
+    /// Forgets the arrivals of those that have left, once they are most: behind one that waits for ever they would gather
+    /// without end. Each pass removes at least half, so that it costs a constant for each document.
+    fn compact(&mut self) {
+        const SPARE: usize = 64;
+        if self.arrivals.len() > 2 * self.waiting + SPARE {
+            // Those of one length leave in the order in which they came.
+            let by_length = &self.by_length;
+            let waits = |arrival: u64, length: u32| {
+                by_length[length as usize].front().is_some_and(|oldest| oldest.arrival <= arrival)
+            };
+            self.arrivals.retain(|&(arrival, length)| waits(arrival, length));
+        }
     }
 
     /// The length of the oldest document, if it has waited long enough.
@@ -190,5 +205,23 @@ impl StreamingBestFit {
         self.waiting -= 1;
         self.longest_wait = self.longest_wait.max(self.closed - waiting.since);
         row.push(waiting.document);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_left_is_forgotten_behind_one_that_waits_for_ever() {
+        let options = StreamingOptions { capacity: 10, documents: 2, patience: u64::MAX };
+        let mut packer = StreamingBestFit::new(&options).unwrap();
+        // Shorter than all others, and nothing leaves it room.
+        assert_eq!(packer.push(0, 9).unwrap(), None);
+        for document in 1..10_000 {
+            assert_eq!(packer.push(document, 10).unwrap(), Some(vec![document]));
+            assert!(packer.arrivals.len() <= 68, "{} arrivals, one waits", packer.arrivals.len());
+        }
+        assert_eq!(packer.close_row(), Some(vec![0]));
     }
 }

@@ -34,7 +34,10 @@ pub(super) fn next_object(lines: &mut Lines, field: &str) -> Result<Option<Recor
         Some(other) => wrong(format!("field '{field}' is {}, expected a string", kind(other))),
         None => {
             let there: Vec<&str> = object.keys().map(String::as_str).collect();
-            wrong(format!("no field '{field}'; the fields here are: {}", there.join(", ")))
+            match there.is_empty() {
+                true => wrong(format!("no field '{field}': the object is empty; mend or remove the line")),
+                false => wrong(format!("no field '{field}'; the fields here are: {}", there.join(", "))),
+            }
         }
     }
 }

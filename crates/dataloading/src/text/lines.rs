@@ -89,7 +89,7 @@ impl Lines {
                     self.number,
                     format!(
                         "byte {} of the file (0x{:02x}) is not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8), or \
-                         read it with lossy replacement",
+                         read the corpus with Encoding::Lossy",
                         start + at as u64,
                         bad.as_bytes()[at],
                     ),
@@ -107,7 +107,7 @@ impl Lines {
         Err(self.error(
             line,
             format!(
-                "a record is longer than {} bytes; is this text of the format that was asked for?",
+                "a record is longer than {} bytes; divide it, or check that the text is of the format that was asked for",
                 self.limit
             ),
         ))
@@ -175,7 +175,7 @@ mod tests {
         assert_eq!(open("1234567\n").next().unwrap().unwrap().text, "1234567");
         let error = open("123456789123456789\n").next().unwrap_err().to_string();
         assert!(error.ends_with(
-            "line 1: a record is longer than 8 bytes; is this text of the format that was asked for?"
+            "line 1: a record is longer than 8 bytes; divide it, or check that the text is of the format that was asked for"
         ));
         assert!(next_paragraph(&mut open("12345\n12345\n")).is_err());
         assert!(next_paragraph(&mut open("12345\n\n12345\n")).is_ok());

@@ -1,5 +1,6 @@
 //! One mapped file of a store.
 
+use std::ops::Range;
 use std::path::Path;
 
 use runtime::mapped::MappedFile;
@@ -50,6 +51,33 @@ impl Shard {
             reason: format!(
                 "its offsets are damaged ({start}..{end} of {} tokens); copy or write the store again",
                 self.header.tokens
+            ),
+        })
+    }
+
+    /// Appends the tokens `part` of a document; what is beyond its end is left out.
+    pub(super) fn read(&self, index: u64, part: Range<usize>, out: &mut Vec<u32>) -> Result<()> {
+        let ids = self.document(index)?;
+        let part = part.start.min(ids.len())..part.end.min(ids.len());
+        let (first, start) = (part.start, out.len());
+        let Some(part) = ids.slice(part) else { return Ok(()) };
+        part.copy_to(out);
+        let vocabulary = self.header.vocabulary;
+        let Some(largest) = vocabulary.checked_sub(1).and_then(|largest| u32::try_from(largest).ok()) else {
+            return Ok(());
+        };
+        // Without a way out, so that the loop compiles to vector comparisons of what is in the cache anyway.
+        if !out[start..].iter().fold(false, |beyond, &id| beyond | (id > largest)) {
+            return Ok(());
+        }
+        let place = out[start..].iter().position(|&id| id > largest).unwrap_or(0);
+        let id = out[start + place];
+        out.truncate(start);
+        Err(Error::Record {
+            from: self.path().display().to_string(),
+            place: format!("document {index}, token {}", first + place),
+            reason: format!(
+                "id {id}, and the store's vocabulary has {vocabulary}; copy or write the store again"
             ),
         })
     }

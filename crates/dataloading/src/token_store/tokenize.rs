@@ -118,8 +118,15 @@ pub fn tokenize_to_store(
         return Err(Error::Empty {
             from: corpus.files.first().map_or_else(String::new, |path| path.display().to_string()),
             reason: format!(
-                "of {} records {} are empty and {} longer than allowed, so there is nothing to store; allow longer ones",
-                counts.records, counts.empty, counts.too_long
+                "of {} records {} are empty and {} longer than allowed, so there is nothing to store; {}",
+                counts.records,
+                counts.empty,
+                counts.too_long,
+                if counts.too_long > 0 {
+                    "allow longer ones"
+                } else {
+                    "check the format that the text is read as"
+                }
             ),
         });
     }

@@ -1,12 +1,15 @@
 //! Writing a store, a document at a time.
 
 use std::fs::{File, OpenOptions};
-use std::io::{BufWriter, Seek, SeekFrom, Write};
+use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
 use super::header::{self, Header};
+use super::placing::{
+    aside, check_target, hidden, is_at, parent, place, recover, remove_folder, sync_folder,
+};
 use super::{TokenStore, file, io};
 use crate::error::{Error, Result};
 
@@ -18,8 +21,8 @@ const LOCK: &str = "writing.lock";
 pub struct WriterOptions {
     /// Ids that a token may have: each is less than this.
     pub vocabulary: usize,
-    /// Bytes after which a shard is full; also the bound of what a reader maps at a time. A document that is longer has a
-    /// shard to itself.
+    /// Bytes after which a shard is full, its header apart. A document that is longer has a shard to itself. A reader maps
+    /// all shards at once.
     pub shard_bytes: u64,
     /// Whether a store that is there already is replaced when this one is finished. Else it is an error.
     pub replace: bool,
@@ -38,6 +41,8 @@ impl WriterOptions {
 pub struct Writer {
     target: PathBuf,
     partial: PathBuf,
+    /// Where a store that is replaced goes.
+    aside: PathBuf,
     options: WriterOptions,
     width: u32,
     lock: Option<File>,
@@ -57,7 +62,8 @@ struct Unfinished {
 }
 
 impl Writer {
-    /// Starts a store that will be the folder `path`. Leftovers of an interrupted write of the same name are removed.
+    /// Starts a store that will be the folder `path`. Leftovers of an interrupted write of the same name are removed,
+    /// and a store whose replacement was interrupted is put back.
     ///
     /// # Errors
     /// A vocabulary of 0 or beyond `u32`; shards of no bytes; something is at `path` and is not to be replaced, or is no
@@ -70,29 +76,23 @@ impl Writer {
         if options.shard_bytes == 0 {
             return wrong("shards of 0 bytes; ask for 1 MiB or more".into());
         }
-        let Some(name) = path.file_name() else {
+        let (Some(partial), Some(aside)) = (hidden(path, "partial"), aside(path)) else {
             return wrong(format!("{} names no folder to make", path.display()));
         };
         check_target(path, options.replace)?;
         let parent = parent(path);
         std::fs::create_dir_all(parent).map_err(|cause| io(parent, cause))?;
-        // A name need not be UTF-8.
-        let mut hidden = std::ffi::OsString::from(".");
-        hidden.push(name);
-        hidden.push(".partial");
-        let partial = parent.join(hidden);
         std::fs::create_dir_all(&partial).map_err(|cause| io(&partial, cause))?;
         let lock_path = partial.join(LOCK);
         let lock = OpenOptions::new().create(true).truncate(false).write(true).open(&lock_path);
         let lock = lock.map_err(|cause| io(&lock_path, cause))?;
+        let busy =
+            || Err(file(path, "another process is writing this store; wait for it, or choose another name"));
         match lock.try_lock() {
+            // One that ended since then took the folder with the lock along.
+            Ok(()) if !is_at(&lock, &lock_path) => return busy(),
             Ok(()) => {}
-            Err(std::fs::TryLockError::WouldBlock) => {
-                return Err(file(
-                    path,
-                    "another process is writing this store; wait for it, or choose another name",
-                ));
-            }
+            Err(std::fs::TryLockError::WouldBlock) => return busy(),
             Err(std::fs::TryLockError::Error(cause)) => return Err(io(&lock_path, cause)),
         }
         let entries = std::fs::read_dir(&partial).map_err(|cause| io(&partial, cause))?;
@@ -100,9 +100,11 @@ impl Writer {
             let leftover = leftover.path();
             std::fs::remove_file(&leftover).map_err(|cause| io(&leftover, cause))?;
         }
-        Ok(Self {
+        recover(path, &aside)?;
+        let writer = Self {
             target: path.to_owned(),
             partial,
+            aside,
             width: header::width(options.vocabulary as u64),
             options: options.clone(),
             lock: Some(lock),
@@ -110,7 +112,10 @@ impl Writer {
             done: Vec::new(),
             buffer: Vec::new(),
             failed: false,
-        })
+        };
+        // Again, now that nobody else writes here, and with what came back. A writer that is dropped cleans up.
+        check_target(path, options.replace)?;
+        Ok(writer)
     }
 
     /// Appends a document, which may be empty.
@@ -160,21 +165,16 @@ impl Writer {
             write().map_err(|cause| io(&path, cause))?;
         }
         check_target(&self.target, self.options.replace)?;
-        let lock = self.partial.join(LOCK);
-        std::fs::remove_file(&lock).map_err(|cause| io(&lock, cause))?;
         sync_folder(&self.partial)?;
-        let aside = self.partial.with_extension("replaced");
-        let replaces = self.target.exists();
-        if replaces {
-            remove_folder(&aside)?;
-            std::fs::rename(&self.target, &aside).map_err(|cause| io(&self.target, cause))?;
-        }
-        std::fs::rename(&self.partial, &self.target).map_err(|cause| io(&self.target, cause))?;
-        self.lock = None;
+        // The lock goes along with the folder: until then nobody else may take what is in it for leftovers.
+        place(&self.partial, &self.target, &self.aside)?;
+        let held = self.lock.take();
+        let lock = self.target.join(LOCK);
+        std::fs::remove_file(&lock).map_err(|cause| io(&lock, cause))?;
+        drop(held);
+        sync_folder(&self.target)?;
         sync_folder(parent(&self.target))?;
-        if replaces {
-            remove_folder(&aside)?;
-        }
+        remove_folder(&self.aside)?;
         TokenStore::open(&self.target)
     }
 
@@ -248,7 +248,6 @@ impl Writer {
         head.payload = shard.hash.finalize().into();
         let mut flush = || -> std::io::Result<()> {
             shard.out.flush()?;
-            shard.out.seek(SeekFrom::Start(0))?;
             shard.out.get_ref().sync_data()
         };
         flush().map_err(|cause| io(&shard.path, cause))?;
@@ -276,38 +275,4 @@ impl Drop for Writer {
             let _ = std::fs::remove_dir_all(&self.partial);
         }
     }
-}
-
-/// Whether a store may be put at `path`.
-fn check_target(path: &Path, replace: bool) -> Result<()> {
-    let there = std::fs::symlink_metadata(path).is_ok();
-    if !there {
-        return Ok(());
-    }
-    if !replace {
-        return Err(file(
-            path,
-            "there is something already; remove it, choose another name, or ask for replacement",
-        ));
-    }
-    if !path.join(header::shard_name(0)).is_file() {
-        return Err(file(path, "what is there is no token store, and is not replaced; choose another name"));
-    }
-    Ok(())
-}
-
-fn parent(path: &Path) -> &Path {
-    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
-}
-
-fn remove_folder(path: &Path) -> Result<()> {
-    match std::fs::remove_dir_all(path) {
-        Err(cause) if cause.kind() != std::io::ErrorKind::NotFound => Err(io(path, cause)),
-        _ => Ok(()),
-    }
-}
-
-/// A rename is on the disk once its folder is.
-fn sync_folder(path: &Path) -> Result<()> {
-    File::open(path).and_then(|folder| folder.sync_all()).map_err(|cause| io(path, cause))
 }

@@ -15,6 +15,15 @@ pub fn overwrite<'a>(
     tensors: &[(String, Tensor)],
     from: &str,
 ) -> Result<()> {
+    put(&matched(targets, tensors, from)?)
+}
+
+/// Each target with the tensor that goes in its place: the half of [`overwrite`] that changes nothing.
+pub(crate) fn matched<'a, 'b>(
+    targets: impl IntoIterator<Item = (String, &'a Tensor)>,
+    tensors: &'b [(String, Tensor)],
+    from: &str,
+) -> Result<Vec<(&'a Tensor, &'b Tensor)>> {
     let mut given: BTreeMap<&str, &Tensor> =
         tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
     let (mut missing, mut mismatched, mut pairs) = (Vec::new(), Vec::new(), Vec::new());
@@ -32,6 +41,11 @@ pub fn overwrite<'a>(
     if !(missing.is_empty() && unexpected.is_empty() && mismatched.is_empty()) {
         return Err(Error::State { from: from.into(), into: "the model", missing, unexpected, mismatched });
     }
+    Ok(pairs)
+}
+
+/// The half of [`overwrite`] that changes.
+pub(crate) fn put(pairs: &[(&Tensor, &Tensor)]) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
     for (target, tensor) in pairs {
         target.f_detach()?.f_copy_(tensor)?;

@@ -56,7 +56,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
     let before = Region::start(device)?;
     let model = Box::new(Gpt2Like::new(&config, (Kind::Float, device))?);
     let parameters = parameter_count(&*model).total;
-    let optimizer = Optimizer::new(Adam::default(), vec![Group::new(named(&model), 1e-4)])?;
+    let optimizer = Optimizer::new(Adam::default(), vec![Group::new(trainable(&*model), 1e-4)])?;
     let length = length as usize;
     let mut batches = Synthetic {
         seed: common.seed,
@@ -97,8 +97,4 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
         Metric::exact("parameters", "count", parameters as f64),
     ];
     sink.put("training-bench", &case, metrics)
-}
-
-fn named(model: &Gpt2Like) -> Vec<(String, tch::Tensor)> {
-    trainable(model).into_iter().map(|(name, tensor)| (name, tensor.shallow_clone())).collect()
 }

@@ -54,7 +54,10 @@ pub(crate) fn run(common: &CommonArgs, arguments: &ProfileArgs) -> anyhow::Resul
 }
 
 pub(crate) fn run_repair(common: &CommonArgs, arguments: &RepairArgs) -> anyhow::Result<()> {
-    Measurement::new(common, &arguments.which, Inefficiency::ALL.len() + 2)?.repair()
+    let mut measurement = Measurement::new(common, &arguments.which, Inefficiency::ALL.len() + 2)?;
+    // Each stage is measured twice: with the one before and with the one after it.
+    measurement.effort.turns = measurement.effort.turns.min(5);
+    measurement.repair()
 }
 
 const COMPOSITION: &str = "profile";
@@ -112,6 +115,13 @@ impl Measurement {
 
         for &inefficiency in chosen {
             self.progress.message(inefficiency.name());
+            if !inefficiency.concerns(self.common.device) {
+                let missing = |name, unit| Metric::not_measured(name, unit, "it concerns CUDA devices alone");
+                let metrics = vec![missing("slowdown", "ratio"), missing("detected", "count")];
+                self.sink.put(COMPOSITION, &self.case(inefficiency.name(), "on"), metrics)?;
+                self.progress.step();
+                continue;
+            }
             let (on, off) = setups(inefficiency);
             let diagnosis = self.compare(inefficiency.name(), "on", &on, &off, scratch)?;
             let detected = match detector(inefficiency) {

@@ -11,18 +11,19 @@ use clap::{Args, ValueEnum};
 use models::module::{LanguageModel, trainable};
 use models::{Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig};
 use report::cli::CommonArgs;
+use report::{Case, Environment};
 use serde_json::json;
 use tch::{Device, Kind};
 use training::checkpoint::Checkpoints;
 use training::display::{Display, Efficiency};
-use training::optimizer::{AdamW, Group, Optimizer};
+use training::optimizer::{AdaGrad, Adam, AdamW, Group, Momentum, Nesterov, Optimizer, RmsProp, Rule, Sgd};
 use training::probe::Probe;
 use training::schedule::Shape;
 use training::trainer::{Ended, FailedCheckpoint, Options};
 use training::{Batches, Schedule, Trainer, interrupt};
 
 use data::DataArgs;
-use log::{Log, LossLog};
+use log::{Log, LossLog, StepRecords};
 
 /// Which model.
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -31,6 +32,44 @@ enum Model {
     Gpt2Like,
     /// GPT-2: pre-norm, of any depth
     Gpt2,
+}
+
+/// How the learning rate falls after warm-up.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Falls {
+    /// Not at all
+    Constant,
+    /// In a straight line, to 0 at the last step
+    Linear,
+    /// Along half a cosine, to 0 at the last step
+    Cosine,
+}
+
+/// Which optimizer, each with its usual coefficients.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+#[value(rename_all = "lower")]
+enum Rules {
+    Sgd,
+    Momentum,
+    Nesterov,
+    AdaGrad,
+    RmsProp,
+    Adam,
+    AdamW,
+}
+
+impl Rules {
+    fn rule(self) -> Box<dyn Rule> {
+        match self {
+            Self::Sgd => Box::new(Sgd),
+            Self::Momentum => Box::new(Momentum::default()),
+            Self::Nesterov => Box::new(Nesterov::default()),
+            Self::AdaGrad => Box::new(AdaGrad::default()),
+            Self::RmsProp => Box::new(RmsProp::default()),
+            Self::Adam => Box::new(Adam::default()),
+            Self::AdamW => Box::new(AdamW::default()),
+        }
+    }
 }
 
 #[derive(Args)]
@@ -55,10 +94,16 @@ pub(crate) struct Train {
     /// Micro-batches of a step
     #[arg(long, default_value_t = 1)]
     accumulation: usize,
+    /// Which optimizer
+    #[arg(long, value_enum, default_value = "adamw")]
+    optimizer: Rules,
     /// Learning rate
     #[arg(long, default_value_t = 1e-3)]
     lr: f64,
-    /// Weight decay of matrices
+    /// How the learning rate falls after warm-up
+    #[arg(long, value_enum, default_value = "constant")]
+    schedule: Falls,
+    /// Weight decay of matrices: decoupled for adamw, an L2 penalty for the others
     #[arg(long, default_value_t = 0.1)]
     weight_decay: f64,
     /// Steps of warm-up
@@ -110,7 +155,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
     let (mut train, mut validation) = (data.train, data.validation);
     let model = model(arguments, data.vocabulary, device)?;
     let groups = Group::by_dimension(trainable(model.as_ref()), arguments.lr, arguments.weight_decay);
-    let optimizer = Optimizer::new(AdamW::default(), groups)?;
+    let optimizer = Optimizer::boxed(arguments.optimizer.rule(), groups)?;
     let options = Options {
         steps: data.steps,
         accumulation: arguments.accumulation,
@@ -125,8 +170,13 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
         ..Options::default()
     };
     let mut trainer = Trainer::new(model, optimizer, options)?;
-    trainer.schedule =
-        Schedule { shape: Shape::Constant, warmup: arguments.warmup, steps: data.steps, floor: 0.0 };
+    let shape = match arguments.schedule {
+        Falls::Constant => Shape::Constant,
+        Falls::Linear => Shape::Linear,
+        Falls::Cosine => Shape::Cosine,
+    };
+    trainer.schedule = Schedule { shape, warmup: arguments.warmup, steps: data.steps, floor: 0.0 };
+    trainer.schedule.check()?;
     trainer.stop = interrupt::on_signals()?;
     if let Some(folder) = &arguments.checkpoint_dir {
         let checkpoints = Checkpoints::open(folder, arguments.keep)?;
@@ -142,6 +192,12 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
     if let Some(path) = &arguments.log_losses {
         trainer.observers.push(Box::new(LossLog::append(path)?));
     }
+    if let (Some(path), Some(writer)) = (&common.records, common.open_records()?) {
+        let name = if device.is_cuda() { runtime::device::name(device)? } else { "cpu".to_owned() };
+        let environment = Environment::detect(&name, Some(runtime::torch_version()));
+        let records = StepRecords::new(writer, path, case(common, arguments), environment);
+        trainer.observers.push(Box::new(records));
+    }
     if arguments.resume {
         trainer.resume(train.as_mut())?;
     }
@@ -149,14 +205,42 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
         let (validation, trace) = (lend(&mut validation), arguments.trace.as_deref());
         diagnosis::diagnose(&mut trainer, train.as_mut(), validation, data.loading, trace, common.json)?;
     }
-    match trainer.run(train.as_mut(), lend(&mut validation))? {
-        Ended::Done | Ended::OutOfData => Ok(()),
-        Ended::Interrupted if trainer.checkpoints.is_some() => {
-            bail!("interrupted after step {}, which is saved; go on with --resume", trainer.step())
+    let ended = trainer.run(train.as_mut(), lend(&mut validation))?;
+    finish(&trainer, ended)
+}
+
+/// What records say of the training.
+fn case(common: &CommonArgs, arguments: &Train) -> Case {
+    let name = |value: Option<clap::builder::PossibleValue>| {
+        value.map_or_else(String::new, |value| value.get_name().to_owned())
+    };
+    let case = Case::new()
+        .with("model", name(arguments.model.to_possible_value()))
+        .with("optimizer", name(arguments.optimizer.to_possible_value()))
+        .with("schedule", name(arguments.schedule.to_possible_value()));
+    arguments.data.describe(case).with("width", arguments.width).with("seed", common.seed)
+}
+
+/// What the end of a training means for whoever started it: a last step that is not on the disk is a failure.
+fn finish(trainer: &Trainer, ended: Ended) -> anyhow::Result<()> {
+    let step = trainer.step();
+    let kept = match trainer.saved() {
+        _ if trainer.checkpoints.is_none() => "nothing is saved without --checkpoint-dir".to_owned(),
+        Some(saved) if saved == step && ended == Ended::Interrupted => {
+            bail!("interrupted after step {step}, which is saved; go on with --resume")
         }
-        Ended::Interrupted => {
-            bail!("interrupted after step {}; nothing is saved without --checkpoint-dir", trainer.step())
+        Some(saved) if saved == step => return Ok(()),
+        Some(saved) => {
+            format!(
+                "its checkpoint was not written, and the last is that of step {saved}; go on from there with --resume"
+            )
         }
+        None => "its checkpoint was not written, and there is no earlier one".to_owned(),
+    };
+    match ended {
+        Ended::Interrupted => bail!("interrupted after step {step}; {kept}"),
+        Ended::Done | Ended::OutOfData if trainer.checkpoints.is_none() => Ok(()),
+        Ended::Done | Ended::OutOfData => bail!("trained up to step {step}; {kept}"),
     }
 }
 

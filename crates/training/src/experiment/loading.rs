@@ -123,7 +123,7 @@ pub fn train(corpus: &Corpus, strategy: Strategy, training: &Training) -> Result
     let mut validation = LoaderBatches::new(validation, &LoaderOptions { epochs: Some(1), ..loader })?;
 
     let model = Box::new(Gpt2Like::new(&config, (Kind::Float, device))?);
-    let optimizer = Optimizer::new(Adam::default(), vec![Group::new(named(&*model), lr)])?;
+    let optimizer = Optimizer::new(Adam::default(), vec![Group::new(trainable(&*model), lr)])?;
     let stretch = Some(Region::start(device)?);
     let seen = Arc::new(Mutex::new(Seen { seconds, device, stretch, ..Seen::default() }));
     let mut trainer = Trainer::new(
@@ -152,11 +152,6 @@ pub fn train(corpus: &Corpus, strategy: Strategy, training: &Training) -> Result
     })
 }
 
-/// Every learned tensor with its name, as an optimizer takes them.
-pub(super) fn named(model: &(impl models::module::Module + ?Sized)) -> Vec<(String, tch::Tensor)> {
-    trainable(model).into_iter().map(|(name, tensor)| (name, tensor.shallow_clone())).collect()
-}
-
 #[derive(Debug)]
 struct Seen {
     device: Device,
@@ -169,8 +164,6 @@ struct Seen {
     waited: f64,
     tokens: u64,
     padding: u64,
-    /// Of the evaluation since the last step: part of the next step's time, and not of the training's.
-    evaluating: f64,
     curve: Vec<Point>,
 }
 
@@ -185,7 +178,6 @@ impl Default for Seen {
             waited: 0.0,
             tokens: 0,
             padding: 0,
-            evaluating: 0.0,
             curve: Vec::new(),
         }
     }
@@ -209,7 +201,7 @@ impl Observer for Watcher {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         seen.peak = seen.next_stretch()?.max(seen.peak);
         seen.steps = record.step;
-        seen.seconds += (record.timings.total - std::mem::take(&mut seen.evaluating)).max(0.0);
+        seen.seconds += record.timings.total;
         seen.waited += record.timings.data;
         seen.tokens += record.tokens as u64;
         seen.padding += record.padding as u64;
@@ -219,7 +211,6 @@ impl Observer for Watcher {
     fn on_evaluation(&mut self, evaluation: &Evaluation) -> Result<()> {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         seen.next_stretch()?;
-        seen.evaluating += evaluation.seconds;
         let &Evaluation { step, loss, accuracy, .. } = evaluation;
         // An evaluation at the end may follow one at the last step.
         if seen.curve.last().is_none_or(|last| last.step != step) {

@@ -102,7 +102,7 @@ pub struct Stage {
 /// The way from all inefficiencies to none.
 #[derive(Debug, Clone)]
 pub struct Repairs {
-    /// In the order of [`Inefficiency::ALL`].
+    /// In the order of [`Inefficiency::ALL`], those that concern the device.
     pub stages: Vec<Stage>,
     /// Tokens per second of the last stage over those of the first, of each pair of turns.
     pub total: Vec<f64>,
@@ -124,9 +124,10 @@ pub fn repair(
     effort: Effort,
     mut each: impl FnMut(&str),
 ) -> Result<Repairs> {
+    let way: Vec<Inefficiency> =
+        Inefficiency::ALL.into_iter().filter(|inefficiency| inefficiency.concerns(common.device)).collect();
     let with = |left: usize| -> Result<Setup> {
-        let on = Inefficiency::ALL[Inefficiency::ALL.len() - left..].iter().copied().collect();
-        Setup::new(corpus, &on, common)
+        Setup::new(corpus, &way[way.len() - left..].iter().copied().collect(), common)
     };
     let peak = |left: usize| -> Result<u64> {
         let region = runtime::memory::Region::start(common.device)?;
@@ -135,9 +136,9 @@ pub fn repair(
         drop(setup);
         Ok(region.finish()?.peak_above_start())
     };
-    let all = Inefficiency::ALL.len();
+    let all = way.len();
     let mut stages = Vec::new();
-    for (number, repaired) in Inefficiency::ALL.into_iter().enumerate() {
+    for (number, &repaired) in way.iter().enumerate() {
         let left = all - number;
         each(repaired.name());
         let pair = measure_pair(&mut with(left)?, &mut with(left - 1)?, effort)?;
@@ -163,6 +164,7 @@ pub fn detector(inefficiency: Inefficiency) -> Option<&'static str> {
         Inefficiency::PadToMax => "padding",
         Inefficiency::TokenizePerItem => "tokenizing in the step",
         Inefficiency::NoWorkers => "waiting for data",
+        Inefficiency::Unpinned => "pageable copies",
         Inefficiency::OddWidth => "odd widths",
         Inefficiency::UnusedProjection => "unused parameters",
         Inefficiency::ExplicitAttention => "attention by softmax",

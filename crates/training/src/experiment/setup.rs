@@ -6,12 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use dataloading::loader::LoaderOptions;
 use dataloading::{BatchOptions, Samples};
-use models::module::{Edit, LanguageModel, LossHead, edit};
+use models::module::{Edit, LanguageModel, LossHead, edit, trainable};
 use models::{AttentionPath, Gpt2Like, Gpt2LikeConfig, Linear, ProjectionHead};
 use tch::{Device, Kind};
 
 use super::corpus::Corpus;
-use super::loading::named;
 use super::strategy::Strategy;
 use crate::Trainer;
 use crate::error::{Error, Result};
@@ -46,6 +45,7 @@ pub struct Setup {
     pub batches: LoaderBatches,
     steps: Arc<Mutex<Vec<StepRecord>>>,
     workers: usize,
+    pinned: bool,
 }
 
 impl Setup {
@@ -75,7 +75,8 @@ impl Setup {
         let strategy = if has(Inefficiency::PadToMax) { Strategy::Base } else { Strategy::Packed };
         let options = BatchOptions { batch_size, max_length, pad: corpus.pad(), seed, ..Default::default() };
         let workers = usize::from(!has(Inefficiency::NoWorkers));
-        let loader = LoaderOptions { workers, device, epochs: None, ..Default::default() };
+        let pinned = !has(Inefficiency::Unpinned);
+        let loader = LoaderOptions { workers, device, pinned, epochs: None, ..Default::default() };
         let batches = LoaderBatches::new(strategy.source(samples, &options)?, &loader)?;
 
         let kind = (Kind::Float, device);
@@ -88,7 +89,7 @@ impl Setup {
         };
         let implementation =
             if has(Inefficiency::UnfusedOptimizer) { Implementation::ForLoop } else { Implementation::Fused };
-        let optimizer = Optimizer::new(Adam::default(), vec![Group::new(named(&*model), 1e-4)])?
+        let optimizer = Optimizer::new(Adam::default(), vec![Group::new(trainable(&*model), 1e-4)])?
             .with_implementation(implementation);
         let zero_grad = if has(Inefficiency::ZeroedGradients) { ZeroGrad::ToZeros } else { ZeroGrad::ToNone };
         let accuracy = has(Inefficiency::AccuracyEachStep);
@@ -96,7 +97,7 @@ impl Setup {
             Trainer::new(model, optimizer, Options { steps: 0, accuracy, zero_grad, ..Default::default() })?;
         let steps = Arc::<Mutex<Vec<StepRecord>>>::default();
         trainer.observers.push(Box::new(Collect(steps.clone())));
-        Ok(Self { trainer, batches, steps, workers })
+        Ok(Self { trainer, batches, steps, workers, pinned })
     }
 
     /// Runs so many steps more, and returns their records.
@@ -115,8 +116,7 @@ impl Setup {
     /// # Errors
     /// Those of the loop and of the profiler; a file that cannot be written.
     pub fn trace(&mut self, steps: u64, path: &Path) -> Result<(Profile, Facts)> {
-        // The loader's buffers are page-locked wherever the device is a CUDA device.
-        let loading = Loading { workers: self.workers, pinned: true };
+        let loading = Loading { workers: self.workers, pinned: self.pinned };
         let until = self.trainer.step() + steps;
         self.trainer.options.steps = until;
         let traced = tracing::trace(&mut self.trainer, &mut self.batches, None, steps, loading, path)?;

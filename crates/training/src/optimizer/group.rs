@@ -1,5 +1,7 @@
 //! Parameters that share a learning rate, a weight decay, and a rule.
 
+use std::borrow::Borrow;
+
 use tch::{Kind, Tensor};
 
 use super::rule::{Rule, not_negative};
@@ -11,7 +13,7 @@ use crate::error::{Error, Result};
 pub struct Group {
     /// What [`Optimizer::freeze`](super::Optimizer::freeze) calls it.
     pub name: String,
-    /// Names and leaves: what `models::module::trainable` gives.
+    /// Names and leaves.
     pub parameters: Vec<(String, Tensor)>,
     /// Learning rate, before a schedule's factor.
     pub lr: f64,
@@ -24,8 +26,10 @@ pub struct Group {
 }
 
 impl Group {
-    /// A group called `all` without weight decay.
-    pub fn new(parameters: Vec<(String, Tensor)>, lr: f64) -> Self {
+    /// A group called `all` without weight decay, of what `models::module::trainable` gives, or of other named leaves.
+    pub fn new(parameters: impl IntoIterator<Item = (String, impl Borrow<Tensor>)>, lr: f64) -> Self {
+        let owned = parameters.into_iter().map(|(name, tensor)| (name, tensor.borrow().shallow_clone()));
+        let parameters = owned.collect();
         Self { name: "all".into(), parameters, lr, weight_decay: 0.0, frozen: false, rule: None }
     }
 
@@ -35,10 +39,10 @@ impl Group {
         lr: f64,
         weight_decay: f64,
     ) -> Vec<Self> {
-        let owned = parameters.into_iter().map(|(name, tensor)| (name, tensor.shallow_clone()));
-        let (matrices, vectors): (Vec<_>, Vec<_>) = owned.partition(|(_, tensor)| tensor.dim() >= 2);
+        let (matrices, vectors): (Vec<_>, Vec<_>) =
+            parameters.into_iter().partition(|(_, tensor)| tensor.dim() >= 2);
         let groups = [("decay", matrices, weight_decay), ("no_decay", vectors, 0.0)];
-        let of = |(name, parameters, weight_decay): (&str, _, _)| Self {
+        let of = |(name, parameters, weight_decay): (&str, Vec<(String, &Tensor)>, f64)| Self {
             name: name.into(),
             weight_decay,
             ..Self::new(parameters, lr)

@@ -7,7 +7,6 @@
 
 use std::fmt::{self, Display, Formatter};
 
-use report::Metric;
 use report::unit::human;
 
 use super::composition::Composition;
@@ -147,24 +146,6 @@ impl Diagnosis {
     #[must_use]
     pub fn detectors() -> Vec<&'static str> {
         DETECTORS.iter().map(|detector| detector.name).collect()
-    }
-
-    /// The findings as metrics of records: for each detector `diagnosed_…` with the share of the step at stake, 0 where it
-    /// found nothing, "not measured" where the trace cannot tell; and their number.
-    #[must_use]
-    pub fn metrics(&self) -> Vec<Metric> {
-        let mut metrics = vec![Metric::exact("diagnosed_findings", "count", self.findings.len() as f64)];
-        for detector in DETECTORS {
-            let name = format!("diagnosed_{}_share", detector.name.replace([' ', '-'], "_"));
-            metrics.push(match self.finding(detector.name).map(|finding| finding.share) {
-                None => Metric::exact(&name, "ratio", 0.0),
-                Some(Some(share)) => Metric::exact(&name, "ratio", share),
-                Some(None) => {
-                    Metric::not_measured(&name, "ratio", "found, but a trace does not tell its cost")
-                }
-            });
-        }
-        metrics
     }
 }
 

@@ -7,6 +7,7 @@ use anyhow::bail;
 use clap::Args;
 use dataloading::loader::LoaderOptions;
 use dataloading::{BatchOptions, BatchSource, Order, Samples};
+use report::Case;
 use tch::Device;
 use training::batches::Synthetic;
 use training::documents::{Documents, Origin, Request};
@@ -72,6 +73,16 @@ pub(super) struct Data {
 impl DataArgs {
     pub(super) fn length(&self) -> i64 {
         self.length.into()
+    }
+
+    /// What records say of the data.
+    pub(super) fn describe(&self, case: Case) -> Case {
+        let case = case.with("data", self.data.as_str());
+        let case = match &*self.data {
+            "synthetic" => case,
+            _ => case.with("strategy", self.strategy.to_string()),
+        };
+        case.with("batch", self.batch).with("length", self.length)
     }
 
     pub(super) fn open(&self, seed: u64, accumulation: usize, device: Device) -> anyhow::Result<Data> {

@@ -5,6 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
+use report::{Case, Environment, Metric, Record, RecordWriter};
 use serde_json::{Value, json};
 use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
@@ -57,5 +58,64 @@ impl Observer for LossLog {
         self.file
             .write_all(line.as_bytes())
             .map_err(|cause| training::Error::Io { path: self.path.clone(), cause })
+    }
+}
+
+/// Steps and evaluations as records of the experiment `training`, each in the case of its step. A line is on its way to the
+/// disk when its step is read: a run that is killed keeps its records. A run that goes on appends; of a step that was done
+/// twice the later records are those that count.
+pub(super) struct StepRecords {
+    writer: RecordWriter,
+    path: PathBuf,
+    case: Case,
+    environment: Environment,
+}
+
+impl StepRecords {
+    pub(super) fn new(writer: RecordWriter, path: &Path, case: Case, environment: Environment) -> Self {
+        Self { writer, path: path.to_owned(), case, environment }
+    }
+
+    fn put(&mut self, step: u64, metrics: Vec<(&str, &str, Option<f64>)>) -> training::Result<()> {
+        let case = self.case.clone().with("step", step);
+        for (name, unit, value) in metrics {
+            let metric = match value {
+                None => continue,
+                Some(value) if value.is_finite() => Metric::exact(name, unit, value),
+                Some(value) => Metric::not_measured(name, unit, &format!("it is {value}")),
+            };
+            let (case, environment) = (case.clone(), self.environment.clone());
+            let record = Record { experiment: "training".to_owned(), case, metric, environment };
+            self.writer.write(&record).map_err(|cause| {
+                let cause = std::io::Error::other(cause);
+                training::Error::Io { path: self.path.clone(), cause }
+            })?;
+        }
+        Ok(())
+    }
+}
+
+impl Observer for StepRecords {
+    fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
+        let metrics = vec![
+            ("loss", "nat", Some(record.loss)),
+            ("accuracy", "ratio", record.accuracy),
+            ("learning_rate", "", Some(record.learning_rate)),
+            ("gradient_norm", "", record.gradient_norm),
+            ("skipped", "count", Some(f64::from(u8::from(record.skipped)))),
+            ("tokens", "count", Some(record.tokens as f64)),
+            ("padding", "count", Some(record.padding as f64)),
+            ("step_seconds", "s", Some(record.timings.total)),
+        ];
+        self.put(record.step, metrics)
+    }
+
+    fn on_evaluation(&mut self, evaluation: &Evaluation) -> training::Result<()> {
+        let metrics = vec![
+            ("validation_loss", "nat", Some(evaluation.loss)),
+            ("validation_accuracy", "ratio", Some(evaluation.accuracy)),
+            ("validation_seconds", "s", Some(evaluation.seconds)),
+        ];
+        self.put(evaluation.step, metrics)
     }
 }

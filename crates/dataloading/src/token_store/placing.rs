@@ -1,0 +1,152 @@
+//! How a finished store comes to its place, and what an interrupted replacement leaves.
+//!
+//! Two folders cannot change places in one step everywhere. So the former store goes aside to `.NAME.replaced`, the new one
+//! takes its name, and the former is removed. If the second step fails, the first is undone; if the process ends between
+//! them, the next writer of that name undoes it, and whoever opens the store is told.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use super::{file, header, io};
+use crate::error::Result;
+
+/// `.NAME.extension` beside the folder `NAME`; a name need not be UTF-8. `None` of a path without a name.
+pub(super) fn hidden(path: &Path, extension: &str) -> Option<PathBuf> {
+    let mut hidden = OsString::from(".");
+    hidden.push(path.file_name()?);
+    hidden.push(".");
+    hidden.push(extension);
+    Some(parent(path).join(hidden))
+}
+
+/// Where the former store at `path` lies while it is replaced.
+pub(super) fn aside(path: &Path) -> Option<PathBuf> {
+    hidden(path, "replaced")
+}
+
+/// Whether a store may be put at `path`.
+pub(super) fn check_target(path: &Path, replace: bool) -> Result<()> {
+    let there = std::fs::symlink_metadata(path).is_ok();
+    if !there {
+        return Ok(());
+    }
+    if !replace {
+        return Err(file(
+            path,
+            "there is something already; remove it, choose another name, or ask for replacement",
+        ));
+    }
+    if !path.join(header::shard_name(0)).is_file() {
+        return Err(file(path, "what is there is no token store, and is not replaced; choose another name"));
+    }
+    Ok(())
+}
+
+/// Puts the folder `partial` at `target`. What is there goes to `aside`, and back again where `partial` cannot follow.
+pub(super) fn place(partial: &Path, target: &Path, aside: &Path) -> Result<()> {
+    let replaces = std::fs::symlink_metadata(target).is_ok();
+    if replaces {
+        remove_folder(aside)?;
+        std::fs::rename(target, aside).map_err(|cause| io(target, cause))?;
+    }
+    std::fs::rename(partial, target).map_err(|cause| {
+        if replaces {
+            // Where this fails as well, the next writer tries again.
+            let _ = std::fs::rename(aside, target);
+        }
+        io(target, cause)
+    })
+}
+
+/// Ends or undoes a replacement that was interrupted: a former store without a successor comes back, one with it goes. Only
+/// for who holds the writer's lock.
+pub(super) fn recover(target: &Path, aside: &Path) -> Result<()> {
+    if std::fs::symlink_metadata(aside).is_err() {
+        return Ok(());
+    }
+    if std::fs::symlink_metadata(target).is_ok() {
+        return remove_folder(aside);
+    }
+    std::fs::rename(aside, target).map_err(|cause| io(target, cause))
+}
+
+pub(super) fn parent(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+pub(super) fn remove_folder(path: &Path) -> Result<()> {
+    match std::fs::remove_dir_all(path) {
+        Err(cause) if cause.kind() != std::io::ErrorKind::NotFound => Err(io(path, cause)),
+        _ => Ok(()),
+    }
+}
+
+/// A rename is on the disk once its folder is.
+pub(super) fn sync_folder(path: &Path) -> Result<()> {
+    File::open(path).and_then(|folder| folder.sync_all()).map_err(|cause| io(path, cause))
+}
+
+/// Whether the open file is still the one of this name: a folder that was renamed took its files along.
+#[cfg(unix)]
+pub(super) fn is_at(open: &File, path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+
+    let of = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
+    open.metadata().ok().map(of).is_some_and(|open| std::fs::metadata(path).ok().map(of) == Some(open))
+}
+
+/// As on Unix; elsewhere an open file keeps its folder from being renamed.
+#[cfg(not(unix))]
+pub(super) fn is_at(_: &File, path: &Path) -> bool {
+    path.exists()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A folder that holds one file with these words.
+    fn folder(path: &Path, words: &str) {
+        std::fs::create_dir(path).unwrap();
+        std::fs::write(path.join("words"), words).unwrap();
+    }
+
+    fn words(path: &Path) -> String {
+        std::fs::read_to_string(path.join("words")).unwrap()
+    }
+
+    #[test]
+    fn a_replacement_that_fails_leaves_the_former_store() {
+        let root = tempfile::tempdir().unwrap();
+        let [partial, target, aside] = ["partial", "target", "aside"].map(|name| root.path().join(name));
+        folder(&target, "former");
+        // There is nothing to follow.
+        let error = place(&partial, &target, &aside).unwrap_err().to_string();
+        assert!(error.contains("target: "), "{error}");
+        assert_eq!(words(&target), "former");
+        assert!(!aside.exists());
+
+        folder(&partial, "new");
+        place(&partial, &target, &aside).unwrap();
+        assert_eq!((words(&target), words(&aside)), ("new".into(), "former".into()));
+        // As after a process that ended here.
+        recover(&target, &aside).unwrap();
+        assert_eq!(words(&target), "new");
+        assert!(!aside.exists());
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn an_open_file_is_known_to_have_moved() {
+        let root = tempfile::tempdir().unwrap();
+        let (here, there) = (root.path().join("here"), root.path().join("there"));
+        folder(&here, "one");
+        let open = File::open(here.join("words")).unwrap();
+        assert!(is_at(&open, &here.join("words")));
+        std::fs::rename(&here, &there).unwrap();
+        assert!(!is_at(&open, &here.join("words")));
+        folder(&here, "another");
+        assert!(!is_at(&open, &here.join("words")));
+    }
+}

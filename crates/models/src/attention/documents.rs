@@ -1,0 +1,151 @@
+//! Where the documents of packed rows lie.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+
+/// Where the documents of packed rows lie. A document never crosses a row, and the documents cover every place (what pads
+/// the end of a row is a document of its own): nothing else can be constructed.
+#[derive(Debug)]
+pub struct Documents {
+    ids: Tensor,
+    cu_seqlens: Tensor,
+    starts: Vec<i32>,
+    longest: i64,
+}
+
+const WHAT: &str = "packed documents";
+
+impl Documents {
+    /// From the lengths of each row's documents, in order.
+    ///
+    /// ```
+    /// use models::Documents;
+    /// use tch::Device;
+    ///
+    /// let documents = Documents::new(&[[2, 2], [3, 1]], Device::Cpu)?;
+    /// assert_eq!(documents.starts(), [0, 2, 4, 7, 8]);
+    /// assert_eq!(documents.longest(), 3);
+    /// assert!(Documents::new(&[&[2, 2][..], &[3]], Device::Cpu).is_err());
+    /// # Ok::<(), models::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// No row; rows that are not equally long, or empty; 2³¹ places or more; a device that is not there.
+    pub fn new(rows: &[impl AsRef<[usize]>], device: Device) -> Result<Self> {
+        let widths: Vec<usize> = rows.iter().map(|row| row.as_ref().iter().sum()).collect();
+        let length = widths.first().copied().unwrap_or(0);
+        if length == 0 || widths.iter().any(|width| *width != length) {
+            let reason =
+                format!("rows of {widths:?} places; expected one row or more, all of one length from 1 on");
+            return Err(Error::Config { what: WHAT, reason });
+        }
+        let (mut starts, mut ids) = (vec![0i32], Vec::with_capacity(length * rows.len()));
+        for (id, documents) in rows.iter().flat_map(|row| row.as_ref()).enumerate() {
+            ids.extend(std::iter::repeat_n(id as i64, *documents));
+            starts.push(i32::try_from(ids.len()).map_err(|_| too_many(ids.len()))?);
+        }
+        let longest = longest(&starts);
+        let ids = Tensor::f_from_slice(&ids)?.f_reshape([rows.len() as i64, length as i64])?;
+        let (ids, cu_seqlens) =
+            (ids.f_to_device(device)?, Tensor::f_from_slice(&starts)?.f_to_device(device)?);
+        Ok(Self { ids, cu_seqlens, starts, longest })
+    }
+
+    /// From what a loader has made: `ids`, `[rows, length]`, int64, the number of each place's document within the batch
+    /// from 0; `cu_seqlens`, `[documents + 1]`, int32, on the same device: where each document starts among all places;
+    /// `starts`, the same on the host.
+    ///
+    /// What lies on the host is compared place by place. On another device shapes and dtypes are: reading the numbers would
+    /// wait for the device in each step.
+    ///
+    /// # Errors
+    /// Another shape or dtype; starts that do not rise from 0 to the number of places; a document that crosses a row;
+    /// tensors that say something else than the starts.
+    pub fn from_parts(ids: Tensor, cu_seqlens: Tensor, starts: Vec<i32>) -> Result<Self> {
+        let shape = |name, tensor: &Tensor, expected: &str| Error::Shape {
+            operation: WHAT,
+            name,
+            found: tensor.size(),
+            expected: expected.to_owned(),
+        };
+        let refuse = |reason: String| Err(Error::Config { what: WHAT, reason });
+        let &[rows, length] = ids.size().as_slice() else { return Err(shape("ids", &ids, "[rows, length]")) };
+        let number = starts.len() as i64;
+        if cu_seqlens.size() != [number] {
+            return Err(shape("cu_seqlens", &cu_seqlens, &format!("[{number}], as the starts")));
+        }
+        if (ids.kind(), cu_seqlens.kind()) != (Kind::Int64, Kind::Int) || ids.device() != cu_seqlens.device()
+        {
+            return refuse(format!(
+                "ids are {:?} on {:?} and cu_seqlens {:?} on {:?}; expected Int64 and Int on one device",
+                ids.kind(),
+                ids.device(),
+                cu_seqlens.kind(),
+                cu_seqlens.device()
+            ));
+        }
+        let places = rows * length;
+        let covered = starts.first() == Some(&0) && starts.last().map(|&end| i64::from(end)) == Some(places);
+        if !covered || starts.windows(2).any(|pair| pair[0] > pair[1]) {
+            return refuse(format!(
+                "the documents start at {starts:?}; expected 0, then rising numbers, and at the end the {places} places of the rows"
+            ));
+        }
+        let crosses = |pair: &&[i32]| {
+            let (start, end) = (i64::from(pair[0]), i64::from(pair[1]));
+            start < end && start / length != (end - 1) / length
+        };
+        if let Some(pair) = starts.windows(2).find(crosses) {
+            return refuse(format!(
+                "the document at places {} to {} crosses the end of a row of {length}; divide it, or end the row before it",
+                pair[0],
+                pair[1] - 1
+            ));
+        }
+        if ids.device() == Device::Cpu {
+            let of = starts.windows(2).zip(0i64..);
+            let own = of.flat_map(|(pair, id)| std::iter::repeat_n(id, (pair[1] - pair[0]) as usize));
+            if Vec::<i32>::try_from(&cu_seqlens)? != starts
+                || !Vec::<i64>::try_from(ids.f_reshape([-1])?)?.into_iter().eq(own)
+            {
+                return refuse(format!(
+                    "ids or cu_seqlens are not those of documents that start at {starts:?}"
+                ));
+            }
+        }
+        let longest = longest(&starts);
+        Ok(Self { ids, cu_seqlens, starts, longest })
+    }
+
+    /// `[rows, length]`, int64: the number of each place's document within the batch.
+    pub fn ids(&self) -> &Tensor {
+        &self.ids
+    }
+
+    /// `[documents + 1]`, int32, on the device of the ids: where each document starts among all places.
+    pub fn cu_seqlens(&self) -> &Tensor {
+        &self.cu_seqlens
+    }
+
+    /// The same on the host.
+    pub fn starts(&self) -> &[i32] {
+        &self.starts
+    }
+
+    /// Places of the longest document.
+    pub fn longest(&self) -> i64 {
+        self.longest
+    }
+}
+
+fn longest(starts: &[i32]) -> i64 {
+    starts.windows(2).map(|pair| i64::from(pair[1]) - i64::from(pair[0])).max().unwrap_or(0)
+}
+
+fn too_many(places: usize) -> Error {
+    Error::Config {
+        what: WHAT,
+        reason: format!("{places} places; expected fewer than 2^31, as int32 counts them"),
+    }
+}
