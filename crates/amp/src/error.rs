@@ -84,7 +84,9 @@ pub enum Error {
         scale: f32,
     },
     /// A state that is none of this scaler.
-    #[error("gradient scaler: the state {found} is not of a {expected}: {reason}; give the run the scaler it was saved with")]
+    #[error(
+        "gradient scaler: the state {found} is not of a {expected}: {reason}; give the run the scaler it was saved with"
+    )]
     State {
         /// What came.
         found: String,

@@ -67,7 +67,9 @@ impl DynamicOptions {
             }
             Self { interval: 0, .. } => refuse("interval", 0.0, "at least 1 step"),
             Self { hysteresis: 0, .. } => refuse("hysteresis", 0.0, "at least 1 overflow"),
-            Self { least, .. } if !positive(least) => refuse("least", least.into(), "a finite number above 0"),
+            Self { least, .. } if !positive(least) => {
+                refuse("least", least.into(), "a finite number above 0")
+            }
             Self { least, most, .. } if !(positive(most) && least <= most) => {
                 refuse("most", most.into(), "a finite number not below `least`")
             }
@@ -196,8 +198,7 @@ impl ScaleRule for DynamicRule {
 
     /// Goes on with the constants of the state: a scale belongs to the constants that it moved by.
     fn load_state(&mut self, state: &Value) -> Result<()> {
-        let refuse =
-            |reason: String| Error::State { found: state.to_string(), expected: Self::NAME, reason };
+        let refuse = |reason: String| Error::State { found: state.to_string(), expected: Self::NAME, reason };
         let State { options, now, skipped, at_least } =
             State::deserialize(state).map_err(|cause| refuse(cause.to_string()))?;
         options.check()?;

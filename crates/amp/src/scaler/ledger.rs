@@ -52,7 +52,8 @@ impl Ledger {
             Some(_) => {}
         }
         self.read()?;
-        let entry = self.0.get_mut(optimizer).ok_or_else(|| Error::NotUnscaled { optimizer: optimizer.into() })?;
+        let entry =
+            self.0.get_mut(optimizer).ok_or_else(|| Error::NotUnscaled { optimizer: optimizer.into() })?;
         entry.stepped = true;
         Ok(!entry.overflow)
     }
@@ -75,14 +76,16 @@ impl Ledger {
 
     /// Brings the flags that are still on a device to the host, in one copy.
     fn read(&mut self) -> Result<()> {
-        let pending: Vec<&mut Entry> = self.0.values_mut().filter(|entry| entry.found_inf.is_some()).collect();
+        let pending: Vec<&mut Entry> =
+            self.0.values_mut().filter(|entry| entry.found_inf.is_some()).collect();
         let flags: Vec<Tensor> = pending
             .iter()
             .filter_map(|entry| entry.found_inf.as_ref())
             .map(|flag| Ok(flag.f_to_kind(Kind::Float)?.f_reshape([1])?))
             .collect::<Result<_>>()?;
         let Some(device) = flags.first().map(Tensor::device) else { return Ok(()) };
-        let flags: Vec<Tensor> = flags.iter().map(|flag| flag.f_to_device(device)).collect::<Result<_, _>>()?;
+        let flags: Vec<Tensor> =
+            flags.iter().map(|flag| flag.f_to_device(device)).collect::<Result<_, _>>()?;
         let values = Vec::<f32>::try_from(Tensor::f_cat(&flags, 0)?)?;
         for (entry, value) in pending.into_iter().zip(values) {
             entry.found_inf = None;

@@ -41,7 +41,8 @@ pub fn unscale_(grads: &[impl Borrow<Tensor>], factor: &Tensor, norm: bool) -> R
         ops::amp::non_finite_check_and_unscale_(grads, &found_inf, factor)?;
         let norm = norm.then(|| -> Result<Tensor> {
             let norms = ops::foreach::norm(grads, 2.0)?;
-            let norms: Vec<Tensor> = norms.iter().map(|n| n.f_to_kind(Kind::Float)).collect::<Result<_, _>>()?;
+            let norms: Vec<Tensor> =
+                norms.iter().map(|n| n.f_to_kind(Kind::Float)).collect::<Result<_, _>>()?;
             Ok(Tensor::f_stack(&norms, 0)?.f_norm()?)
         });
         return Ok(Unscaled { found_inf, norm: norm.transpose()? });
@@ -92,7 +93,8 @@ mod tests {
         for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
             for bad in [f64::INFINITY, f64::NEG_INFINITY, f64::NAN] {
                 for (size, place) in [(1, 0), (64, 63), (65, 64), (100_000, 0), (100_000, 99_999)] {
-                    let grads = [Tensor::zeros([7], (kind, Device::Cpu)), Tensor::zeros([size], (kind, Device::Cpu))];
+                    let grads =
+                        [Tensor::zeros([7], (kind, Device::Cpu)), Tensor::zeros([size], (kind, Device::Cpu))];
                     let _ = grads[1].get(place).fill_(bad);
                     let found = unscale_(&grads, &factor(0.5), true).unwrap();
                     assert_eq!(found.found_inf.double_value(&[0]), 1.0, "{kind:?} {bad} {size} {place}");
