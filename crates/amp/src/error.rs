@@ -95,6 +95,12 @@ pub enum Error {
         /// What does not fit.
         reason: String,
     },
+    /// A dtype that autocast does not compute in.
+    #[error("autocast: {found:?} is no low precision; expected Half or BFloat16")]
+    Dtype {
+        /// What came.
+        found: tch::Kind,
+    },
     /// From the runtime.
     #[error(transparent)]
     Runtime(#[from] runtime::Error),
