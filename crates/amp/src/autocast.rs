@@ -80,6 +80,11 @@ impl Autocast {
         precision::enter(Some(self.0.clone()))
     }
 
+    /// The policy, as `training::Trainer::precision` takes it.
+    pub fn policy(&self) -> Arc<dyn Policy> {
+        self.0.clone()
+    }
+
     /// Computes in the dtypes at hand until the guard is dropped, within any policy.
     pub fn disabled() -> Entered {
         precision::enter(None)
