@@ -18,6 +18,7 @@
 mod documents;
 
 use runtime::ops::attention::{Options, Packing, efficient_attention, flash_attention};
+use runtime::precision;
 use tch::{Kind, Tensor};
 
 pub use documents::Documents;
@@ -53,21 +54,38 @@ pub fn causal_attention(
 ) -> Result<Tensor> {
     check(q, k, v, documents, dropout)?;
     let (batch, sequence, heads, head) = q.size4()?;
-    let o_bthe = match (path, documents) {
-        (AttentionPath::Explicit, _) => explicit(q, k, v, documents, dropout)?,
+    // The policy of mixed precision, where there is one, has the products' dtype.
+    let o_bthe = precision::attend(q, k, v, &|q, k, v| {
+        attend(q, k, v, documents, path, dropout).map_err(|error| match error {
+            Error::Runtime(error) => error,
+            other => runtime::Error::Other(Box::new(other)),
+        })
+    })?;
+    Ok(o_bthe.f_reshape([batch, sequence, heads * head])?)
+}
+
+fn attend(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    documents: Option<&Documents>,
+    path: AttentionPath,
+    dropout: f64,
+) -> Result<Tensor> {
+    match (path, documents) {
+        (AttentionPath::Explicit, _) => explicit(q, k, v, documents, dropout),
         (AttentionPath::DenseMask, _) => {
             let mask = additive_mask(q, documents)?;
             heads_first(q, k, v, |q, k, v| {
                 Tensor::f_scaled_dot_product_attention(q, k, v, Some(&mask), dropout, false, None, false)
-            })?
+            })
         }
-        (AttentionPath::Fused, None) => fused(q, k, v, dropout)?,
+        (AttentionPath::Fused, None) => fused(q, k, v, dropout),
         (AttentionPath::Fused, Some(documents)) if q.device().is_cuda() => {
-            packed_on_cuda(q, k, v, documents, dropout)?
+            packed_on_cuda(q, k, v, documents, dropout)
         }
-        (AttentionPath::Fused, Some(documents)) => document_by_document(q, k, v, documents, dropout)?,
-    };
-    Ok(o_bthe.f_reshape([batch, sequence, heads * head])?)
+        (AttentionPath::Fused, Some(documents)) => document_by_document(q, k, v, documents, dropout),
+    }
 }
 
 fn fused(q: &Tensor, k: &Tensor, v: &Tensor, dropout: f64) -> Result<Tensor> {
@@ -125,6 +143,10 @@ fn packed_on_cuda(q: &Tensor, k: &Tensor, v: &Tensor, documents: &Documents, dro
     Ok(attend(&q, &k, &v, Some(packing), options)?.0)
 }
 
+fn low(kind: Kind) -> bool {
+    matches!(kind, Kind::Half | Kind::BFloat16)
+}
+
 fn explicit(
     q: &Tensor,
     k: &Tensor,
@@ -136,7 +158,10 @@ fn explicit(
     let hidden = visible(q, documents)?.f_logical_not()?;
     let [q, k, v] = [q.f_transpose(1, 2)?, k.f_transpose(1, 2)?, v.f_transpose(1, 2)?];
     let scores = q.f_matmul(&k.f_transpose(2, 3)?)?.f_mul_scalar(scale)?;
-    let weights = scores.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_softmax(-1, scores.kind())?;
+    // The softmax of low precision is computed in fp32, and rounded for the product.
+    let wide = if low(scores.kind()) { Kind::Float } else { scores.kind() };
+    let weights = scores.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_softmax(-1, wide)?;
+    let weights = weights.f_to_kind(scores.kind())?;
     let weights = if dropout > 0.0 { weights.f_dropout(dropout, true)? } else { weights };
     Ok(weights.f_matmul(&v)?.f_transpose(1, 2)?)
 }

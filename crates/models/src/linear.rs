@@ -1,5 +1,6 @@
 //! Linear projections.
 
+use runtime::precision;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
@@ -50,7 +51,9 @@ pub(crate) fn project(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Res
         let expected = format!("[…, {width}]");
         return Err(Error::Shape { operation: "linear", name: "x", found: x.size(), expected });
     }
-    if x.kind() != weight.kind() || x.device() != weight.device() {
+    // Under a policy of mixed precision, it decides the dtypes.
+    let same_kind = x.kind() == weight.kind() || precision::current().is_some();
+    if !same_kind || x.device() != weight.device() {
         return Err(Error::Placement {
             operation: "linear",
             name: "x",
@@ -59,7 +62,7 @@ pub(crate) fn project(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Res
             expected: format!("{:?} on {:?}, as the weight", weight.kind(), weight.device()),
         });
     }
-    Ok(x.f_linear(weight, bias)?)
+    Ok(precision::linear(x, weight, bias)?)
 }
 
 /// Refuses sizes below 1.

@@ -1,5 +1,6 @@
 //! Normalisations of the last dimension.
 
+use runtime::precision;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
@@ -35,6 +36,7 @@ impl LayerNorm {
     /// Another width or dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         check("layer norm", x, &self.weight)?;
+        let x = precision::widened(x)?;
         Ok(x.f_layer_norm(self.weight.size(), Some(&self.weight), Some(&self.bias), self.eps, false)?)
     }
 }
@@ -65,6 +67,7 @@ impl RmsNorm {
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         check("RMS norm", x, &self.weight)?;
         let width = self.weight.size();
+        let x = &precision::widened(x)?;
         Ok(runtime::ops::norm::fused_rms_norm(x, &width, Some(&self.weight), Some(self.eps))?.0)
     }
 }

@@ -18,4 +18,9 @@ rt_status rt_memory_range(const at::Tensor* tensor, uintptr_t* begin, uintptr_t*
     *end = *begin + (last + 1) * tensor->element_size();
   });
 }
+
+// The address of the tensor (borrowed) behind its handles.
+rt_status rt_identity(const at::Tensor* tensor, uintptr_t* identity) {
+  return guard([&] { *identity = reinterpret_cast<uintptr_t>(tensor->unsafeGetTensorImpl()); });
+}
 }

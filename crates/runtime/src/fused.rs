@@ -4,4 +4,5 @@
 //! is its caller. On the CPU the pass is written in Rust and vectorized; on other devices it is the shortest chain of
 //! libtorch's operators that works in place.
 
+pub mod gradients;
 pub mod swiglu;

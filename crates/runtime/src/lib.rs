@@ -13,6 +13,7 @@
 //! | [`ops`] | every operator by its name, and typed functions over the ones training needs |
 //! | [`matmul`] | matrix products into a given output, in the precision that is asked for |
 //! | [`fused`] | elementwise chains as one pass over memory |
+//! | [`precision`] | where mixed precision takes hold of a model |
 //! | [`mapped`] | a file as memory, read when it is touched |
 //! | [`random`] | seeds and the state of the random generators |
 //!
@@ -41,6 +42,7 @@ pub mod matmul;
 pub mod measure;
 pub mod memory;
 pub mod ops;
+pub mod precision;
 pub mod profile;
 pub mod random;
 mod sys;

@@ -19,6 +19,7 @@ pub(crate) mod autocast;
 pub(crate) mod autograd;
 pub(crate) mod device;
 pub(crate) mod gemm;
+pub(crate) mod gradients;
 pub(crate) mod mapped;
 pub(crate) mod memory;
 pub(crate) mod ops;

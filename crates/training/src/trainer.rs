@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use models::module::LanguageModel;
+use runtime::precision::{self, Entered, Policy};
 use runtime::profile::range;
 use tch::{Kind, Tensor};
 
@@ -117,6 +118,8 @@ pub struct Trainer {
     pub schedule: Schedule,
     /// What scales the loss.
     pub scaler: Box<dyn GradScaler>,
+    /// The mixed precision of forward, in training and evaluation; `None`: that of the thread, if any.
+    pub precision: Option<Arc<dyn Policy>>,
     /// Where checkpoints go.
     pub checkpoints: Option<Checkpoints>,
     /// Who is told.
@@ -144,6 +147,7 @@ impl Trainer {
             optimizer,
             schedule: Schedule::default(),
             scaler: Box::new(NoScaler),
+            precision: None,
             checkpoints: None,
             observers: Vec::new(),
             stop: Arc::default(),
@@ -243,6 +247,8 @@ impl Trainer {
             return Ok(false);
         };
         let (mut sums, accuracy) = (Vec::new(), self.options.accuracy);
+        // Over all micro-batches, so that a weight is cast once for all of them.
+        let precision = self.enter_precision();
         for batch in &micro.batches {
             let model = self.model.as_ref();
             let output = timed("forward", &mut timings.forward, || forward(model, batch, true, accuracy))?;
@@ -255,6 +261,7 @@ impl Trainer {
                 parts.map(|t| t.f_detach()?.f_to_kind(Kind::Double)).collect::<Result<Vec<_>, _>>()?;
             sums.push(Tensor::f_stack(&parts, 0)?);
         }
+        drop(precision);
         let scale = self.scaler.current();
         let started = Instant::now();
         let (gradient_norm, skipped) = self.settle_gradients()?;
@@ -289,6 +296,10 @@ impl Trainer {
         let sums = Tensor::f_stack(&sums, 0)?.f_sum_dim_intlist([0].as_slice(), false, Kind::Double)?;
         self.pending.push(Pending { record, denominator: micro.denominator(), sums });
         Ok(true)
+    }
+
+    fn enter_precision(&self) -> Option<Entered> {
+        self.precision.clone().map(|policy| precision::enter(Some(policy)))
     }
 
     /// Unscales and clips the gradients. Returns their norm, where it was wanted, and whether the step is to be left out.
@@ -353,7 +364,10 @@ impl Trainer {
     pub fn evaluate(&mut self, validation: &mut dyn Batches) -> Result<()> {
         let began = Instant::now();
         let start = validation.state();
-        let evaluation = evaluate(self.model.as_ref(), validation, self.step)?;
+        let evaluation = {
+            let _precision = self.enter_precision();
+            evaluate(self.model.as_ref(), validation, self.step)?
+        };
         validation.resume(&start)?;
         self.tell(|observer| observer.on_evaluation(&evaluation))?;
         // No part of the next step's time.

@@ -9,10 +9,13 @@
 //! Unlike PyTorch's re-entrant form, the segment takes part in backward even when no input needs a gradient, so that
 //! captured weights of a first layer are trained and not silently forgotten.
 
+use std::sync::Arc;
+
 use tch::Tensor;
 
 use super::{Backward, Forward, Function, GradMode, Keep, apply_with, backward_with};
 use crate::error::{Error, Result};
+use crate::precision::{self, Policy};
 use crate::random::RandomState;
 use crate::sys::autocast::Autocast;
 use crate::sys::autograd as sys;
@@ -47,7 +50,7 @@ impl Checkpoint {
         if !self.recompute {
             return f(&clones(inputs));
         }
-        apply_with(Segment { f, options: self, random: None, autocast: None }, inputs, true)
+        apply_with(Segment { f, options: self, random: None, autocast: None, precision: None }, inputs, true)
     }
 }
 
@@ -102,6 +105,7 @@ struct Segment<F> {
     options: Checkpoint,
     random: Option<RandomState>,
     autocast: Option<Autocast>,
+    precision: Option<Arc<dyn Policy>>,
 }
 
 impl<F> Function for Segment<F>
@@ -114,6 +118,7 @@ where
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         self.autocast = Some(Autocast::capture()?);
+        self.precision = precision::current();
         if ctx.will_run_backward() && self.options.preserve_random_state {
             self.random = Some(RandomState::capture_all()?);
         }
@@ -152,6 +157,7 @@ where
         let outputs = {
             let _recompute = crate::profile::recompute();
             let _autocast = self.autocast.map(|state| state.enter()).transpose()?;
+            let _precision = precision::enter(self.precision.clone());
             let _first = self.random.as_ref().map(RandomState::replay).transpose()?;
             let _grad = GradMode::on();
             (self.f)(&inputs)?

@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 
 unsafe extern "C" {
     fn rt_bump_version(tensor: *const C_tensor) -> Status;
+    fn rt_identity(tensor: *const C_tensor, identity: *mut usize) -> Status;
     fn rt_memory_range(tensor: *const C_tensor, begin: *mut usize, end: *mut usize) -> Status;
 }
 
@@ -17,6 +18,14 @@ unsafe extern "C" {
 pub(crate) fn bump_version(tensor: &Tensor) -> Result<()> {
     // SAFETY: the tensor outlives the call.
     unsafe { check(rt_bump_version(tensor.as_ptr())) }
+}
+
+/// The address of the tensor behind its handles.
+pub(crate) fn identity(tensor: &Tensor) -> Result<usize> {
+    let mut identity = 0;
+    // SAFETY: the tensor and the out-parameter outlive the call.
+    unsafe { check(rt_identity(tensor.as_ptr(), &mut identity)) }?;
+    Ok(identity)
 }
 
 /// The addresses that the tensor's elements lie in.

@@ -1,0 +1,70 @@
+//! A linear layer of a dtype that the processor cannot multiply: operands of the dtype, products and sums in fp32, results
+//! rounded once.
+//!
+//! y = round(x·Wᵀ + b), and from the gradient d of y, ∂L/∂x = round(d·W), ∂L/∂W = round(dᵀ·x), ∂L/∂b = round(Σ d). What is kept for
+//! backward is of the dtype, as the layer's own operands are.
+
+use runtime::autograd::{self, Backward, Forward, Function};
+use runtime::matmul::{mm, mm_into};
+use tch::{Kind, Tensor};
+
+/// x `[…, in]`, W `[out, in]`, b `[out]`, all of one low dtype on the CPU.
+pub(super) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> runtime::Result<Tensor> {
+    let mut inputs = vec![x, weight];
+    inputs.extend(bias);
+    Ok(autograd::apply(RoundedLinear { bias: bias.is_some() }, &inputs)?.remove(0))
+}
+
+struct RoundedLinear {
+    bias: bool,
+}
+
+/// `[…, width]` as a matrix.
+fn matrix(tensor: &Tensor) -> runtime::Result<Tensor> {
+    let width = tensor.size().last().copied().unwrap_or(1);
+    Ok(tensor.f_reshape([-1, width])?)
+}
+
+impl Function for RoundedLinear {
+    fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
+        let (x, weight) = (inputs[0], inputs[1]);
+        ctx.save(x);
+        ctx.save(weight);
+        let rows = matrix(x)?;
+        let mut shape = x.size();
+        if let Some(last) = shape.last_mut() {
+            *last = weight.size()[0];
+        }
+        let mut y = Tensor::f_empty([rows.size()[0], weight.size()[0]], (Kind::Float, x.device()))?;
+        mm_into(&mut y, &rows, &weight.f_tr()?, false)?;
+        if let Some(bias) = inputs.get(2) {
+            let _ = y.f_add_(&bias.f_to_kind(Kind::Float)?)?;
+        }
+        Ok(vec![y.f_to_kind(x.kind())?.f_reshape(shape)?])
+    }
+
+    fn backward(
+        &self,
+        ctx: &mut Backward,
+        grads: Vec<Option<Tensor>>,
+    ) -> runtime::Result<Vec<Option<Tensor>>> {
+        let mut saved = ctx.take_saved();
+        let (weight, x) = (saved.remove(1), saved.remove(0));
+        let Some(grad) = grads.into_iter().next().flatten() else {
+            return Ok((0..2 + usize::from(self.bias)).map(|_| None).collect());
+        };
+        let rows = matrix(&grad)?;
+        let of = |index: usize| ctx.needs_input_grad(index);
+        let x_grad = of(0).then(|| Ok::<_, runtime::Error>(mm(&rows, &weight)?.f_reshape(x.size())?));
+        let weight_grad = of(1).then(|| mm(&rows.f_tr()?, &matrix(&x)?));
+        let bias_grad = of(2).then(|| {
+            let sum = rows.f_sum_dim_intlist([0].as_slice(), false, Kind::Float)?;
+            Ok::<_, runtime::Error>(sum.f_to_kind(grad.kind())?)
+        });
+        let mut results = vec![x_grad.transpose()?, weight_grad.transpose()?];
+        if self.bias {
+            results.push(bias_grad.transpose()?);
+        }
+        Ok(results)
+    }
+}

@@ -1,0 +1,210 @@
+//! Loss scalers by hand: what they do to gradients, several optimizers, and what is out of order.
+
+use amp::{
+    DynamicGradScaler, DynamicOptions, DynamicRule, DynamicScale, Error, ScaleRule, StaticGradScaler,
+    StaticRule,
+};
+use proptest::prelude::*;
+use tch::{Device, Kind, Tensor};
+use training::optimizer::{Group, Optimizer, Sgd};
+
+fn leaf(values: &[f32]) -> Tensor {
+    Tensor::from_slice(values).set_requires_grad(true)
+}
+
+fn sgd(parameters: &[&Tensor]) -> Optimizer {
+    let named = parameters.iter().enumerate();
+    let named: Vec<_> = named.map(|(index, w)| (format!("w{index}"), w.shallow_clone())).collect();
+    Optimizer::new(Sgd, vec![Group::new(named, 0.5)]).unwrap()
+}
+
+fn gradient(w: &Tensor, values: &[f32]) {
+    runtime::autograd::set_grad(w, Some(&Tensor::from_slice(values))).unwrap();
+}
+
+fn values(t: &Tensor) -> Vec<f32> {
+    Vec::try_from(t.detach()).unwrap()
+}
+
+fn dynamic() -> DynamicGradScaler {
+    DynamicGradScaler::new(DynamicOptions { initial: 8.0, ..DynamicOptions::default() }).unwrap()
+}
+
+#[test]
+fn a_scaled_backward_steps_as_an_unscaled_one() {
+    let make = || leaf(&[3.0, -1.5, 0.25]);
+    let (scaled, plain) = (make(), make());
+    let (mut ours, mut theirs) = (sgd(&[&scaled]), sgd(&[&plain]));
+    let mut scaler = dynamic();
+    for _ in 0..3 {
+        // Two micro-batches: the scale is the same for both.
+        for factor in [1.0, 0.5] {
+            let loss = |w: &Tensor| (w.square() * factor).sum(Kind::Float);
+            runtime::autograd::backward(&[&scaler.scale(&loss(&scaled)).unwrap()]).unwrap();
+            runtime::autograd::backward(&[&loss(&plain)]).unwrap();
+        }
+        assert!(scaler.step("w", &mut ours).unwrap());
+        theirs.step().unwrap();
+        assert!(!scaler.update().unwrap());
+        // A power of two loses nothing.
+        assert_eq!(values(&scaled), values(&plain));
+        for w in [&scaled, &plain] {
+            runtime::autograd::set_grad(w, None).unwrap();
+        }
+    }
+}
+
+#[test]
+fn the_optimizer_that_overflowed_is_left_out_and_the_other_steps() {
+    let (a, b) = (leaf(&[1.0]), leaf(&[1.0, 1.0]));
+    let (mut first, mut second) = (sgd(&[&a]), sgd(&[&b]));
+    let mut scaler = dynamic();
+    gradient(&a, &[8.0]);
+    gradient(&b, &[8.0, f32::NAN]);
+    assert!(scaler.step("first", &mut first).unwrap());
+    assert!(!scaler.step("second", &mut second).unwrap());
+    assert!(scaler.update().unwrap());
+    assert_eq!((values(&a), values(&b)), (vec![0.5], vec![1.0, 1.0]));
+    assert_eq!(scaler.rule().scale(), 4.0);
+}
+
+#[test]
+fn clipping_sees_unscaled_gradients_and_their_norm_comes_along() {
+    let (w, frozen) = (leaf(&[0.0, 0.0]), leaf(&[1.0]));
+    let mut optimizer = sgd(&[&w, &frozen]);
+    let mut scaler = StaticGradScaler::new(1024.0).unwrap();
+    gradient(&w, &[3.0 * 1024.0, 4.0 * 1024.0]);
+    let grads = optimizer.gradients().unwrap();
+    assert_eq!(grads.len(), 1, "a parameter without a gradient takes no part");
+    let unscaled = scaler.unscale_("w", &grads, true).unwrap();
+    assert_eq!(unscaled.norm.unwrap().double_value(&[]), 5.0);
+    training::clip::clip_(&grads, 1.0, training::clip::NonFinite::Fail).unwrap();
+    assert!(scaler.step("w", &mut optimizer).unwrap());
+    let moved = values(&w);
+    assert!((moved[0] + 0.3).abs() < 1e-6 && (moved[1] + 0.4).abs() < 1e-6, "{moved:?}");
+    assert_eq!(values(&frozen), [1.0]);
+}
+
+#[test]
+fn what_is_out_of_order_is_an_error_before_anything_is_touched() {
+    let w = leaf(&[1.0]);
+    let mut optimizer = sgd(&[&w]);
+    let mut scaler = dynamic();
+    assert!(matches!(scaler.update(), Err(Error::NothingStepped)));
+
+    gradient(&w, &[8.0]);
+    let grads = optimizer.gradients().unwrap();
+    scaler.unscale_("w", &grads, false).unwrap();
+    let error = scaler.unscale_("w", &grads, false).unwrap_err();
+    assert!(matches!(&error, Error::UnscaledTwice { optimizer } if optimizer == "w"), "{error}");
+    assert_eq!(values(&w.grad()), [1.0], "divided once");
+    // Unscaled and not stepped is no step.
+    assert!(matches!(scaler.update(), Err(Error::NothingStepped)));
+    assert!(scaler.step("w", &mut optimizer).unwrap());
+    assert!(matches!(scaler.step("w", &mut optimizer), Err(Error::SteppedTwice { .. })));
+    assert!(matches!(scaler.unscale_("w", &grads, false), Err(Error::SteppedTwice { .. })));
+    assert_eq!(values(&w), [0.5], "stepped once");
+    assert!(!scaler.update().unwrap());
+
+    let half = [Tensor::ones([2], (Kind::Half, Device::Cpu))];
+    let error = scaler.unscale_("half", &half, false).unwrap_err();
+    assert!(matches!(error, Error::HalfGradients { index: 0, .. }), "{error}");
+    // An error leaves the scaler as it was.
+    assert!(scaler.unscale_("half", &grads, false).is_ok());
+}
+
+#[test]
+fn constants_that_no_scale_can_move_by_are_refused() {
+    let good = DynamicOptions::default();
+    for (options, name) in [
+        (DynamicOptions { initial: 0.0, ..good }, "initial"),
+        (DynamicOptions { initial: f32::NAN, ..good }, "initial"),
+        (DynamicOptions { growth: 1.0, ..good }, "growth"),
+        (DynamicOptions { growth: f64::INFINITY, ..good }, "growth"),
+        (DynamicOptions { backoff: 1.0, ..good }, "backoff"),
+        (DynamicOptions { backoff: 0.0, ..good }, "backoff"),
+        (DynamicOptions { interval: 0, ..good }, "interval"),
+        (DynamicOptions { hysteresis: 0, ..good }, "hysteresis"),
+        (DynamicOptions { least: -1.0, ..good }, "least"),
+        (DynamicOptions { most: 1.0, least: 2.0, ..good }, "most"),
+        (DynamicOptions { initial: 4.0, most: 2.0, ..good }, "initial"),
+    ] {
+        let error = DynamicGradScaler::new(options).unwrap_err();
+        assert!(matches!(error, Error::Option { name: found, .. } if found == name), "{name}: {error}");
+    }
+    for scale in [0.0, -1.0, f32::INFINITY, f32::NAN] {
+        assert!(matches!(StaticGradScaler::new(scale), Err(Error::Option { name: "scale", .. })));
+    }
+}
+
+#[test]
+fn a_state_of_another_scaler_is_refused_and_changes_nothing() {
+    let mut scaler = dynamic();
+    let before = scaler.state();
+    for state in [
+        StaticGradScaler::new(8.0).unwrap().state(),
+        serde_json::Value::Null,
+        serde_json::json!({ "kind": "dynamic scaler", "state": { "scale": 1.0 } }),
+    ] {
+        assert!(matches!(scaler.load_state(&state), Err(Error::State { .. })), "{state}");
+        assert_eq!(scaler.state(), before);
+    }
+    let error = StaticGradScaler::new(4.0).unwrap().load_state(&StaticGradScaler::new(8.0).unwrap().state());
+    assert!(error.unwrap_err().to_string().contains("this run's scale is 4"));
+}
+
+#[test]
+fn gradients_that_no_scale_helps_end_the_run() {
+    let options = DynamicOptions { initial: 2.0, least: 1.0, ..DynamicOptions::default() };
+    let mut rule = DynamicRule::new(options).unwrap();
+    let end = (1..100).find_map(|step| rule.update(true).err().map(|error| (step, error))).unwrap();
+    assert!(matches!(end, (52, Error::Exhausted { skipped: 52, scale: 1.0 })), "{end:?}");
+    // A good step between forgives.
+    let mut rule = DynamicRule::new(options).unwrap();
+    assert!((1..1000).all(|step| rule.update(step % 40 != 0).is_ok()));
+
+    let mut fixed = StaticRule::new(8.0).unwrap().with_patience(3);
+    assert!((0..3).all(|_| fixed.update(true).is_ok()));
+    assert!(matches!(fixed.update(true), Err(Error::TooHigh { skipped: 4, .. })));
+}
+
+#[test]
+fn hysteresis_bears_overflows_until_it_has_grown_again() {
+    let options = DynamicOptions { initial: 16.0, interval: 2, hysteresis: 2, ..DynamicOptions::default() };
+    let mut scale = DynamicScale::new(&options);
+    let seen: Vec<f32> = [true, true, true, false, false, true, true]
+        .into_iter()
+        .map(|overflow| {
+            scale.update(overflow, &options);
+            scale.scale
+        })
+        .collect();
+    // The first is borne, the next two are not; it grows, and bears one again.
+    assert_eq!(seen, [16.0, 8.0, 4.0, 4.0, 8.0, 8.0, 4.0]);
+}
+
+proptest! {
+    /// Against libtorch's own update, where there is neither a bound nor hysteresis.
+    #[test]
+    fn the_scale_moves_as_libtorchs(
+        overflows in prop::collection::vec(any::<bool>(), 1..200),
+        exponent in -20i32..100,
+        growth in 1.01f64..9.0,
+        backoff in 0.05f64..0.99,
+        interval in 1u32..5,
+    ) {
+        let initial = 2f32.powi(exponent);
+        let options = DynamicOptions { initial, growth, backoff, interval, ..DynamicOptions::default() };
+        let mut ours = DynamicScale::new(&options);
+        let scale = Tensor::from_slice(&[initial]);
+        let tracker = Tensor::from_slice(&[0i32]);
+        for overflow in overflows {
+            ours.update(overflow, &options);
+            let found = Tensor::from_slice(&[f32::from(u8::from(overflow))]);
+            let _ = scale.shallow_clone().internal_amp_update_scale_(&tracker, &found, growth, backoff, interval.into());
+            let theirs = (scale.double_value(&[0]) as f32, tracker.int64_value(&[0]) as u32);
+            prop_assume!(theirs.0 >= f32::MIN_POSITIVE);
+            prop_assert_eq!((ours.scale, ours.tracker), theirs);
+        }
+    }
+}

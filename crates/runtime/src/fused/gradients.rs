@@ -1,0 +1,134 @@
+//! Multiplies all gradients of a step by one factor, and learns in the same pass whether one of them is infinite or NaN, and
+//! their 2-norm.
+//!
+//! g ← f·g, c = 1 where some f·g is not finite, and N² = Σ (f·g)². A gradient scaler's unscaling, its overflow check and the
+//! norm that clipping needs are then one read and one write of each gradient, where three operators read them three times
+//! and write them twice. On the CPU the pass is written in Rust and vectorized; on CUDA it is libtorch's
+//! `_amp_foreach_non_finite_check_and_unscale_` and, where the norm is wanted, `_foreach_norm`, and nothing is
+//! synchronised.
+
+use std::borrow::Borrow;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::ops;
+use crate::sys::gradients as sys;
+
+const NAME: &str = "fused unscale";
+
+/// What [`unscale_`] learned. Both are tensors on the gradients' device, which nobody has waited for.
+#[derive(Debug)]
+pub struct Unscaled {
+    /// Float, `[1]`: 1 where a gradient is infinite or NaN, else 0.
+    pub found_inf: Tensor,
+    /// Double on the CPU, float on CUDA, no dimension: the 2-norm of all gradients as one vector, after the factor. Infinite
+    /// or NaN where one of them is.
+    pub norm: Option<Tensor>,
+}
+
+/// Multiplies every gradient by `factor` in place. All on one device; on the CPU fp32, fp64 or bf16, each filling its memory
+/// without gaps or overlap (in any order of dimensions); on CUDA what libtorch takes. No gradients: nothing found, a norm of 0.
+///
+/// `factor` is a float tensor of one element, on the gradients' device; on the CPU it is read at once.
+///
+/// # Errors
+/// [`Error::Invalid`] for a gradient of another device, dtype or layout; those of libtorch.
+pub fn unscale_(grads: &[impl Borrow<Tensor>], factor: &Tensor, norm: bool) -> Result<Unscaled> {
+    let device = grads.first().map_or(Device::Cpu, |grad| grad.borrow().device());
+    if device != Device::Cpu {
+        let found_inf = Tensor::f_zeros([1], (Kind::Float, device))?;
+        ops::amp::non_finite_check_and_unscale_(grads, &found_inf, factor)?;
+        let norm = norm.then(|| -> Result<Tensor> {
+            let norms = ops::foreach::norm(grads, 2.0)?;
+            let norms: Vec<Tensor> =
+                norms.iter().map(|n| n.f_to_kind(Kind::Float)).collect::<Result<_, _>>()?;
+            Ok(Tensor::f_stack(&norms, 0)?.f_norm()?)
+        });
+        return Ok(Unscaled { found_inf, norm: norm.transpose()? });
+    }
+    let value = factor.f_double_value(&[])?;
+    if factor.numel() != 1 {
+        return Err(Error::invalid(NAME, format!("`factor` is {:?}; expected one element", factor.size())));
+    }
+    let grads: Vec<&Tensor> = grads.iter().map(Borrow::borrow).collect();
+    let found = sys::scale_and_survey(NAME, &grads, value)?;
+    let flag = f32::from(u8::from(found.non_finite));
+    let norm = norm.then(|| Tensor::f_from_slice(&[found.sum_of_squares.sqrt()])?.f_reshape([] as [i64; 0]));
+    Ok(Unscaled { found_inf: Tensor::f_from_slice(&[flag])?, norm: norm.transpose()? })
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::kind;
+
+    use super::*;
+
+    fn factor(value: f32) -> Tensor {
+        Tensor::from_slice(&[value])
+    }
+
+    #[test]
+    fn one_pass_is_what_three_operators_are() {
+        tch::manual_seed(3);
+        let sizes: [&[i64]; 6] = [&[1], &[63], &[129, 65], &[3, 5, 7], &[512, 700], &[0, 4]];
+        for (kind, tolerance) in [(Kind::Float, 1e-6), (Kind::Double, 1e-13), (Kind::BFloat16, 5e-3)] {
+            let grads: Vec<Tensor> =
+                sizes.iter().map(|&size| Tensor::randn(size, kind::FLOAT_CPU).to_kind(kind)).collect();
+            let wide = |t: &Tensor| t.to_kind(Kind::Double) * f64::from(0.37f32);
+            let expected: Vec<Tensor> = grads.iter().map(wide).collect();
+            let squares: f64 = expected.iter().map(|e| e.square().sum(Kind::Double).double_value(&[])).sum();
+            let found = unscale_(&grads, &factor(0.37), true).unwrap();
+            assert_eq!(found.found_inf.double_value(&[0]), 0.0);
+            let norm = found.norm.unwrap().double_value(&[]);
+            assert!((norm / squares.sqrt() - 1.0).abs() < tolerance, "{kind:?}: {norm} {}", squares.sqrt());
+            for (grad, expected) in grads.iter().zip(&expected) {
+                assert_eq!(grad, &expected.to_kind(kind), "{kind:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_place_of_an_infinity_or_a_nan_is_seen_and_large_numbers_are_none() {
+        for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
+            for bad in [f64::INFINITY, f64::NEG_INFINITY, f64::NAN] {
+                for (size, place) in [(1, 0), (64, 63), (65, 64), (100_000, 0), (100_000, 99_999)] {
+                    let grads =
+                        [Tensor::zeros([7], (kind, Device::Cpu)), Tensor::zeros([size], (kind, Device::Cpu))];
+                    let _ = grads[1].get(place).fill_(bad);
+                    let found = unscale_(&grads, &factor(0.5), true).unwrap();
+                    assert_eq!(found.found_inf.double_value(&[0]), 1.0, "{kind:?} {bad} {size} {place}");
+                    assert!(!found.norm.unwrap().double_value(&[]).is_finite());
+                }
+            }
+        }
+        // Their squares are beyond fp32, and they are not.
+        let grads = [Tensor::full([100], 1e30, kind::FLOAT_CPU)];
+        let found = unscale_(&grads, &factor(1.0), true).unwrap();
+        assert_eq!(found.found_inf.double_value(&[0]), 0.0);
+        let norm = found.norm.unwrap().double_value(&[]);
+        assert!((norm / 1e31 - 1.0).abs() < 1e-6, "{norm}");
+        // The factor itself may take a gradient beyond.
+        let found = unscale_(&grads, &factor(1e20), false).unwrap();
+        assert_eq!(found.found_inf.double_value(&[0]), 1.0);
+    }
+
+    #[test]
+    fn any_dense_layout_is_taken_and_others_are_refused() {
+        let whole = Tensor::ones([8, 6], kind::FLOAT_CPU);
+        let found = unscale_(&[whole.tr()], &factor(2.0), true).unwrap();
+        assert_eq!(found.norm.unwrap().double_value(&[]), (48.0f64 * 4.0).sqrt());
+        assert_eq!(whole.sum(Kind::Float).double_value(&[]), 96.0);
+        let none: [Tensor; 0] = [];
+        let found = unscale_(&none, &factor(2.0), true).unwrap();
+        assert_eq!((found.found_inf.double_value(&[0]), found.norm.unwrap().double_value(&[])), (0.0, 0.0));
+        for (grad, message) in [
+            (whole.narrow(1, 0, 3), "has gaps or overlaps itself in memory"),
+            (whole.select(0, 0).expand([4, 6], false), "has gaps or overlaps itself in memory"),
+            (Tensor::ones([3], (Kind::Half, Device::Cpu)), "is Half; expected Float, Double or BFloat16"),
+        ] {
+            let error = unscale_(&[grad], &factor(1.0), false).unwrap_err().to_string();
+            assert!(error.contains(message), "{error}");
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! One pass over the gradients of a step: scaled, checked, measured.
+
+use half::bf16;
+use pulp::Arch;
+use rayon::prelude::*;
+use tch::{Device, Kind, Tensor};
+
+use super::tensor::{bump_version, memory_range};
+use crate::error::{Error, Result};
+
+/// Elements computed at once: four AVX-512 registers of fp32.
+const BLOCK: usize = 64;
+/// Elements of one task: 128 KiB of fp32.
+const TASK: usize = 32 * 1024;
+
+/// What a pass has seen.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Survey {
+    pub(crate) non_finite: bool,
+    pub(crate) sum_of_squares: f64,
+}
+
+impl Survey {
+    fn and(self, other: Self) -> Self {
+        Self {
+            non_finite: self.non_finite || other.non_finite,
+            sum_of_squares: self.sum_of_squares + other.sum_of_squares,
+        }
+    }
+}
+
+/// A stretch of a gradient's memory, which one task has to itself.
+#[derive(Clone, Copy)]
+struct Stretch {
+    pointer: usize,
+    count: usize,
+    kind: Kind,
+}
+
+/// Multiplies CPU tensors by `factor` in place. Their memory is taken element after element, whatever their dimensions.
+pub(crate) fn scale_and_survey(operation: &'static str, grads: &[&Tensor], factor: f64) -> Result<Survey> {
+    let mut stretches = Vec::new();
+    let mut ranges = Vec::with_capacity(grads.len());
+    for (index, grad) in grads.iter().enumerate() {
+        let refuse = |what: String| Err(Error::invalid(operation, format!("gradient {index} {what}")));
+        let (kind, count) = (grad.kind(), grad.numel());
+        if grad.device() != Device::Cpu || grad.is_sparse() || grad.is_neg() {
+            return refuse("is not a dense tensor on the CPU, as the first is".into());
+        }
+        if !matches!(kind, Kind::Float | Kind::Double | Kind::BFloat16) {
+            return refuse(format!("is {kind:?}; expected Float, Double or BFloat16"));
+        }
+        if count == 0 {
+            continue;
+        }
+        let range = memory_range(grad)?;
+        let size = kind.elt_size_in_bytes();
+        if !is_dense(grad) {
+            return refuse("has gaps or overlaps itself in memory; make it contiguous".into());
+        }
+        stretches.extend((0..count).step_by(TASK).map(|start| Stretch {
+            pointer: range.start + start * size,
+            count: TASK.min(count - start),
+            kind,
+        }));
+        ranges.push(range);
+    }
+    ranges.sort_by_key(|range| range.start);
+    if ranges.windows(2).any(|pair| pair[1].start < pair[0].end) {
+        return Err(Error::invalid(operation, "two gradients share memory; each is scaled once"));
+    }
+    let survey = survey(&stretches, factor);
+    grads.iter().try_for_each(|grad| bump_version(grad))?;
+    Ok(survey)
+}
+
+/// Whether the elements lie side by side, each once, in any order of the dimensions.
+fn is_dense(tensor: &Tensor) -> bool {
+    let (size, stride) = (tensor.size(), tensor.stride());
+    let mut dimensions: Vec<(i64, i64)> =
+        stride.into_iter().zip(size).filter(|&(_, size)| size != 1).collect();
+    dimensions.sort_unstable();
+    let mut expected = 1;
+    dimensions.into_iter().all(|(stride, size)| {
+        let fits = stride == expected;
+        expected *= size;
+        fits
+    })
+}
+
+fn survey(stretches: &[Stretch], factor: f64) -> Survey {
+    let run = |stretch: &Stretch| {
+        // SAFETY: the stretches are apart from each other and lie in tensors that the caller holds (`scale_and_survey`).
+        Arch::new().dispatch(|| unsafe {
+            match stretch.kind {
+                Kind::Double => scale::<f64>(*stretch, factor),
+                Kind::BFloat16 => scale::<bf16>(*stretch, factor as f32),
+                _ => scale::<f32>(*stretch, factor as f32),
+            }
+        })
+    };
+    let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1);
+    let all: usize = stretches.iter().map(|stretch| stretch.count).sum();
+    if threads < 2 || all <= 2 * TASK {
+        return stretches.iter().map(run).fold(Survey::default(), Survey::and);
+    }
+    // No more tasks at once than the caller has given libtorch threads; summed up in order, so that the norm is the same
+    // in every run.
+    let least = if threads < rayon::current_num_threads() { stretches.len().div_ceil(threads) } else { 1 };
+    let surveys: Vec<Survey> = stretches.par_iter().with_min_len(least).map(run).collect();
+    surveys.into_iter().fold(Survey::default(), Survey::and)
+}
+
+trait Element: Copy + Default {
+    type Compute: Copy + Default + Into<f64>;
+    fn times(self, factor: Self::Compute) -> Self;
+    fn wide(self) -> Self::Compute;
+    fn add_square(sum: Self::Compute, value: Self::Compute) -> Self::Compute;
+}
+
+impl Element for f32 {
+    type Compute = f32;
+    #[inline(always)]
+    fn times(self, factor: f32) -> f32 {
+        self * factor
+    }
+    #[inline(always)]
+    fn wide(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn add_square(sum: f32, value: f32) -> f32 {
+        sum + value * value
+    }
+}
+
+impl Element for f64 {
+    type Compute = f64;
+    #[inline(always)]
+    fn times(self, factor: f64) -> f64 {
+        self * factor
+    }
+    #[inline(always)]
+    fn wide(self) -> f64 {
+        self
+    }
+    #[inline(always)]
+    fn add_square(sum: f64, value: f64) -> f64 {
+        sum + value * value
+    }
+}
+
+impl Element for bf16 {
+    type Compute = f32;
+    #[inline(always)]
+    fn times(self, factor: f32) -> bf16 {
+        bf16::from_f32(self.to_f32() * factor)
+    }
+    #[inline(always)]
+    fn wide(self) -> f32 {
+        self.to_f32()
+    }
+    #[inline(always)]
+    fn add_square(sum: f32, value: f32) -> f32 {
+        sum + value * value
+    }
+}
+
+/// # Safety
+/// The stretch is memory of `T`, and nobody else reads or writes it now.
+unsafe fn scale<T: Element>(stretch: Stretch, factor: T::Compute) -> Survey {
+    let pointer = stretch.pointer as *mut T;
+    // SAFETY: as the caller says.
+    let values = unsafe { std::slice::from_raw_parts_mut(pointer, stretch.count) };
+    // As many sums as a block has elements: they are independent, and each adds up 512 squares at most.
+    let mut sums = [T::Compute::default(); BLOCK];
+    let (blocks, rest) = values.as_chunks_mut::<BLOCK>();
+    for block in blocks {
+        for i in 0..BLOCK {
+            block[i] = block[i].times(factor);
+            sums[i] = T::add_square(sums[i], block[i].wide());
+        }
+    }
+    for (value, sum) in rest.iter_mut().zip(&mut sums) {
+        *value = value.times(factor);
+        *sum = T::add_square(*sum, value.wide());
+    }
+    let sum_of_squares: f64 = sums.into_iter().map(Into::into).sum();
+    if sum_of_squares.is_finite() {
+        return Survey { non_finite: false, sum_of_squares };
+    }
+    // Some value is not finite, or its square is beyond the dtype: rare enough to look again.
+    let wide = values.iter().map(|value| -> f64 { value.wide().into() });
+    let (mut non_finite, mut sum_of_squares) = (false, 0.0);
+    for value in wide {
+        non_finite |= !value.is_finite();
+        sum_of_squares += value * value;
+    }
+    Survey { non_finite, sum_of_squares }
+}
