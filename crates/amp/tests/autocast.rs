@@ -4,6 +4,7 @@ use amp::{Autocast, Error};
 use models::module::{Context, Input, LanguageModel, Projection, tensors, trainable};
 use models::{Gpt2Like, Gpt2LikeConfig, LayerNorm, Linear, RmsNorm};
 use runtime::precision;
+use runtime::random::Generator;
 use tch::{Device, Kind, Tensor, kind};
 
 const LOW: [Kind; 2] = [Kind::BFloat16, Kind::Half];
@@ -75,8 +76,8 @@ fn norms_softmax_and_losses_stay_in_fp32_and_fp64_is_left_alone() {
     }
 }
 
-fn model(seed: i64) -> Gpt2Like {
-    tch::manual_seed(seed);
+/// The same model every time, whatever other tests draw from the default generator.
+fn model() -> Gpt2Like {
     let config = Gpt2LikeConfig {
         vocab_size: 64,
         embedding_dim: 32,
@@ -87,7 +88,13 @@ fn model(seed: i64) -> Gpt2Like {
         dropout: 0.0,
         ..Gpt2LikeConfig::default()
     };
-    Gpt2Like::new(&config, kind::FLOAT_CPU).unwrap()
+    let model = Gpt2Like::new(&config, kind::FLOAT_CPU).unwrap();
+    let mut generator = Generator::new(1).unwrap();
+    for named in tensors(&model).into_iter().filter(|named| !named.name.contains("norm")) {
+        let drawn = generator.normal(&named.tensor.size(), kind::FLOAT_CPU).unwrap();
+        named.tensor.detach().copy_(&(drawn * 32f64.powf(-0.5)));
+    }
+    model
 }
 
 fn loss(model: &dyn LanguageModel) -> Tensor {
@@ -99,8 +106,9 @@ fn loss(model: &dyn LanguageModel) -> Tensor {
 
 #[test]
 fn a_whole_model_is_near_its_fp32_self_in_loss_and_gradients() {
-    for (dtype, tolerance) in [(Kind::BFloat16, 0.03), (Kind::Half, 0.004)] {
-        let (low, full) = (model(1), model(1));
+    // A unit of the ReLU that rounding switches on or off changes the gradient more than rounding itself.
+    for (dtype, tolerance, of_gradient) in [(Kind::BFloat16, 1e-3, 0.05), (Kind::Half, 1e-4, 0.025)] {
+        let (low, full) = (model(), model());
         let expected = loss(&full);
         let found = {
             let _scope = Autocast::new(dtype).unwrap().enter();
@@ -113,14 +121,17 @@ fn a_whole_model_is_near_its_fp32_self_in_loss_and_gradients() {
         let off = (found.double_value(&[]) / expected.double_value(&[]) - 1.0).abs();
         assert!(off < tolerance, "{dtype:?}: {off}");
         assert!(off > 0.0, "{dtype:?}: nothing was rounded");
+        // Of the whole gradient: some of its parts are small differences of large numbers.
+        let (mut distance, mut norm) = (0.0, 0.0);
         for (ours, theirs) in tensors(&low).iter().zip(tensors(&full)) {
             let (ours, theirs) = (ours.tensor.grad(), theirs.tensor.grad());
             if theirs.defined() {
-                let distance = (&ours - &theirs).norm().double_value(&[]);
-                let share = distance / theirs.norm().double_value(&[]).max(1e-6);
-                assert!(share < tolerance * 5.0, "{dtype:?}: a gradient is off by {share}");
+                distance += (&ours - &theirs).norm().double_value(&[]).powi(2);
+                norm += theirs.norm().double_value(&[]).powi(2);
             }
         }
+        let share = (distance / norm).sqrt();
+        assert!(share < of_gradient, "{dtype:?}: the gradient is off by {share}");
     }
 }
 

@@ -1,6 +1,7 @@
-// The states of the default random generators.
+// The states of the default random generators, and generators of one's own.
 #include "guard.h"
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <algorithm>
 #include <mutex>
@@ -42,6 +43,27 @@ rt_status rt_random_restore(int device, const uint8_t* bytes, size_t size) {
     auto generator = default_generator(device);
     std::lock_guard<std::mutex> lock(generator.mutex());
     generator.set_state(state);
+  });
+}
+
+// A generator of the CPU that nobody else draws from: the caller owns it and frees it with `rt_generator_free`.
+rt_status rt_generator_new(uint64_t seed, at::Generator** generator) {
+  return guard([&] { *generator = new at::Generator(at::make_generator<at::CPUGeneratorImpl>(seed)); });
+}
+
+void rt_generator_free(at::Generator* generator) { delete generator; }
+
+// Overwrites a CPU tensor with numbers of a normal distribution. Both are borrowed.
+rt_status rt_generator_normal(const at::Generator* generator, at::Tensor* tensor, double mean, double deviation) {
+  return guard([&] {
+    tensor->normal_(mean, deviation, *generator);
+  });
+}
+
+// Overwrites a CPU tensor with numbers uniform in [low, high). Both are borrowed.
+rt_status rt_generator_uniform(const at::Generator* generator, at::Tensor* tensor, double low, double high) {
+  return guard([&] {
+    tensor->uniform_(low, high, *generator);
   });
 }
 }

@@ -1,4 +1,4 @@
-//! Seeds, and the state of the default random generators.
+//! Seeds, the state of the default random generators, and generators of one's own.
 //!
 //! libtorch has one default generator per device, shared by all threads: a Mersenne Twister on the CPU, a counter-based
 //! Philox on CUDA. Dropout, initialisation and sampling draw from it. What must come out the same twice, such as the
@@ -21,7 +21,7 @@
 //! # Ok::<(), runtime::Error>(())
 //! ```
 
-use tch::Device;
+use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::sys::random as sys;
@@ -195,4 +195,64 @@ impl Drop for Preserve {
 /// As [`RandomState::capture`].
 pub fn preserve(device: Device) -> Result<Preserve> {
     Ok(Preserve { state: RandomState::capture(device)? })
+}
+
+/// A random generator of one's own on the CPU (a Mersenne Twister): its numbers depend on its seed and on what was drawn
+/// from it, and not on what other code and other threads draw meanwhile from the default generator.
+///
+/// The numbers are those of `torch.Generator().manual_seed(seed)`.
+///
+/// ```
+/// use runtime::random::Generator;
+/// use tch::kind::FLOAT_CPU;
+///
+/// let (mut first, mut second) = (Generator::new(7)?, Generator::new(7)?);
+/// let drawn = first.normal(&[4], FLOAT_CPU)?;
+/// runtime::random::seed(0)?;
+/// assert_eq!(second.normal(&[4], FLOAT_CPU)?, drawn);
+/// # Ok::<(), runtime::Error>(())
+/// ```
+pub struct Generator(sys::Generator);
+
+impl Generator {
+    /// A generator at the beginning of the sequence that `seed` gives.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] where memory is short.
+    pub fn new(seed: u64) -> Result<Self> {
+        Ok(Self(sys::Generator::new(seed)?))
+    }
+
+    /// A tensor `[shape]` of numbers with mean 0 and variance 1. Drawn on the CPU, then copied to the device.
+    ///
+    /// # Errors
+    /// A dtype that is not a floating-point one, a device that is not there, a shape that makes no tensor.
+    pub fn normal(&mut self, shape: &[i64], (kind, device): (Kind, Device)) -> Result<Tensor> {
+        crate::device::checked(device)?;
+        let mut drawn = Tensor::f_empty(shape, (kind, Device::Cpu))?;
+        self.0.normal(&mut drawn, 0.0, 1.0)?;
+        Ok(drawn.f_to_device(device)?)
+    }
+
+    /// A tensor `[shape]` of numbers uniform in `[low, high)`. Drawn on the CPU, then copied to the device.
+    ///
+    /// # Errors
+    /// As [`Generator::normal`]; bounds in the wrong order or not finite.
+    pub fn uniform(
+        &mut self,
+        shape: &[i64],
+        (low, high): (f64, f64),
+        (kind, device): (Kind, Device),
+    ) -> Result<Tensor> {
+        crate::device::checked(device)?;
+        let mut drawn = Tensor::f_empty(shape, (kind, Device::Cpu))?;
+        self.0.uniform(&mut drawn, low, high)?;
+        Ok(drawn.f_to_device(device)?)
+    }
+}
+
+impl std::fmt::Debug for Generator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Generator").finish_non_exhaustive()
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use runtime::random::{self, RandomState};
+use runtime::random::{self, Generator, RandomState};
 use tch::{Device, Kind, Tensor};
 
 /// The default generators are shared by all threads, and so by all tests of this file.
@@ -135,4 +135,26 @@ fn a_device_that_is_gone_is_passed_over_where_nobody_uses_it() {
     assert_eq!(draw(Device::Cpu), first);
     assert!(state.restore_on(&[Device::Cuda(gone)]).is_err());
     assert_eq!(state.restore_on(&[Device::Cpu, Device::Cuda(gone + 1)]).unwrap(), [Device::Cuda(gone + 1)]);
+}
+
+#[test]
+fn a_generator_of_ones_own_has_pytorchs_numbers_and_shares_them_with_nobody() {
+    let _lock = GENERATORS.lock();
+    let f32s = (Kind::Float, Device::Cpu);
+    let before = RandomState::capture(Device::Cpu).unwrap();
+    let mut generator = Generator::new(7).unwrap();
+    let normal = generator.normal(&[20], f32s).unwrap();
+    let uniform = generator.uniform(&[3], (-1.0, 1.0), f32s).unwrap();
+    assert_eq!(RandomState::capture(Device::Cpu).unwrap(), before, "the default generator did not move");
+    random::seed(7).unwrap();
+    assert_eq!(normal, Tensor::randn([20], f32s));
+    assert_eq!(uniform, Tensor::rand([3], f32s) * 2.0 - 1.0);
+    let long = generator.normal(&[20_000], (Kind::Double, Device::Cpu)).unwrap();
+    assert!(long.mean(Kind::Double).double_value(&[]).abs() < 0.03);
+    assert!((long.std(false).double_value(&[]) - 1.0).abs() < 0.02);
+    let gone = Device::Cuda(runtime::device::cuda_count().unwrap());
+    assert!(generator.normal(&[1], (Kind::Int64, Device::Cpu)).is_err());
+    assert!(generator.normal(&[-1], f32s).is_err());
+    assert!(generator.normal(&[1], (Kind::Float, gone)).is_err());
+    assert!(generator.uniform(&[1], (1.0, 0.0), f32s).is_err());
 }

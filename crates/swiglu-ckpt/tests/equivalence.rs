@@ -1,7 +1,8 @@
 //! Every level computes the same function and the same gradients.
 
 use runtime::autograd::{self, GradcheckOptions, Keep, gradcheck};
-use swiglu_ckpt::{CheckpointLevel, SwigluConfig, SwigluMlp, swiglu};
+use runtime::random::Generator;
+use swiglu_ckpt::{CheckpointLevel, SwigluMlp, swiglu};
 use tch::{Device, Kind, Tensor};
 
 /// At most seven tokens in a tile of the small shapes below, whatever the dtype: most cases have several tiles, the last
@@ -19,9 +20,16 @@ fn levels() -> impl Iterator<Item = CheckpointLevel> {
 }
 
 /// x, W, V, U with the size of a trained layer's values.
-fn arguments(leading: &[i64], hidden: i64, features: i64, kind: Kind) -> [Tensor; 4] {
-    let draw = |shape: &[i64], scale: f64| {
-        (Tensor::randn(shape, (Kind::Double, Device::Cpu)) * scale).to_kind(kind).set_requires_grad(true)
+fn arguments(
+    generator: &mut Generator,
+    leading: &[i64],
+    hidden: i64,
+    features: i64,
+    kind: Kind,
+) -> [Tensor; 4] {
+    let mut draw = |shape: &[i64], scale: f64| {
+        let drawn = generator.normal(shape, (Kind::Double, Device::Cpu)).unwrap();
+        (drawn * scale).to_kind(kind).set_requires_grad(true)
     };
     let x: Vec<i64> = leading.iter().copied().chain([hidden]).collect();
     let (h, f) = ((hidden as f64).powf(-0.5), (features as f64).powf(-0.5));
@@ -78,9 +86,9 @@ fn the_small_shapes_are_really_tiled() {
 
 #[test]
 fn fused_storage_is_the_two_weights_side_by_side() {
-    tch::manual_seed(8);
+    let mut generator = Generator::new(8).unwrap();
     for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
-        let [x, w, v, u] = arguments(&[3, 10], 24, 40, kind);
+        let [x, w, v, u] = arguments(&mut generator, &[3, 10], 24, 40, kind);
         for level in levels() {
             for needs in [
                 [true; 4],
@@ -130,12 +138,16 @@ fn fused_storage_is_the_two_weights_side_by_side() {
 fn the_assignments_check() {
     // 4 × 256 tokens, H = 768, F = 2304, weights as PyTorch's linear layers draw them, gradients of the sum, and the
     // assignment's `torch.allclose(.., atol=1e-4)`, which allows a relative 1e-5 beside.
-    tch::manual_seed(0);
-    let mlp = SwigluMlp::new(&SwigluConfig::new(768, 768 * 3)).unwrap();
-    let parameters = mlp.parameters();
-    let weight = |index: usize| parameters[index].1.shallow_clone();
-    let x = Tensor::randn([4, 256, 768], (Kind::Float, Device::Cpu)).set_requires_grad(true);
-    let arguments = [x, weight(0), weight(1), weight(2)];
+    let mut generator = Generator::new(0).unwrap();
+    let mut weight = |rows: i64, columns: i64| {
+        let bound = (rows as f64).powf(-0.5);
+        let drawn = generator.uniform(&[rows, columns], (-bound, bound), (Kind::Float, Device::Cpu));
+        drawn.unwrap().set_requires_grad(true)
+    };
+    let weights = [weight(768, 768 * 3), weight(768, 768 * 3), weight(768 * 3, 768)];
+    let x = generator.normal(&[4, 256, 768], (Kind::Float, Device::Cpu)).unwrap().set_requires_grad(true);
+    let [w, v, u] = weights;
+    let arguments = [x, w, v, u];
     let percent = |found: &Tensor, expected: &Tensor| {
         ((found - expected).abs() / (expected.abs() * 1e-5 + 1e-4)).max().double_value(&[]) * 100.0
     };
@@ -166,9 +178,9 @@ fn the_assignments_check() {
 
 #[test]
 fn in_fp32_all_untiled_levels_give_the_same_bits() {
-    tch::manual_seed(1);
+    let mut generator = Generator::new(1).unwrap();
     for (leading, hidden, features) in [(vec![2, 33], 96, 200), (vec![512], 128, 384), (vec![1], 8, 8)] {
-        let arguments = arguments(&leading, hidden, features, Kind::Float);
+        let arguments = arguments(&mut generator, &leading, hidden, features, Kind::Float);
         let reference = twins(&arguments, [true; 4]);
         let expected = run(&reference, ours(&reference, CheckpointLevel::SaveAll));
         for level in UNTILED {
@@ -180,8 +192,8 @@ fn in_fp32_all_untiled_levels_give_the_same_bits() {
 
 #[test]
 fn gradcheck_in_f64_for_every_level_and_every_pattern_of_needs() {
-    tch::manual_seed(2);
-    let all = arguments(&[2, 3], 4, 5, Kind::Double);
+    let mut generator = Generator::new(2).unwrap();
+    let all = arguments(&mut generator, &[2, 3], 4, 5, Kind::Double);
     for level in UNTILED.into_iter().chain([CheckpointLevel::InputOnlyTiled { bytes: 300 }]) {
         for pattern in 1..16 {
             let needs = std::array::from_fn(|i| pattern & (1 << i) != 0);
@@ -198,10 +210,10 @@ fn gradcheck_in_f64_for_every_level_and_every_pattern_of_needs() {
 
 #[test]
 fn any_shape_of_input_any_dtype_any_needs() {
-    tch::manual_seed(3);
+    let mut generator = Generator::new(3).unwrap();
     for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half] {
         for leading in [vec![], vec![7], vec![0], vec![3, 0], vec![2, 3, 5]] {
-            let all = arguments(&leading, 24, 40, kind);
+            let all = arguments(&mut generator, &leading, 24, 40, kind);
             for pattern in [15, 1, 14, 8, 2, 4, 6, 9, 0] {
                 let needs = std::array::from_fn(|i| pattern & (1 << i) != 0);
                 // Double rounding aside, a low precision is judged against fp32 as PyTorch's own error is.
@@ -220,12 +232,13 @@ fn any_shape_of_input_any_dtype_any_needs() {
                     {
                         assert_eq!((found.size(), found.kind()), (exact.size(), kind));
                         let (ours, theirs) = (largest_error(found, exact), largest_error(reference, exact));
+                        // Of the largest value: four of its own roundings in a low precision.
                         let slack = match kind {
                             Kind::Double => 1e-12,
                             Kind::Float => 1e-5,
-                            Kind::Half => 4e-3,
-                            _ => 3e-2,
-                        };
+                            Kind::Half => 2e-3,
+                            _ => 1.6e-2,
+                        } * largest_error(exact, &exact.zeros_like()).max(1.0);
                         assert!(
                             ours <= theirs + slack,
                             "{level} {kind:?} {leading:?} needs {needs:?}, result {index}: {ours:e} against {theirs:e}"
@@ -239,8 +252,8 @@ fn any_shape_of_input_any_dtype_any_needs() {
 
 #[test]
 fn non_contiguous_inputs_weights_and_upstream_gradients() {
-    tch::manual_seed(4);
-    let [x, w, v, u] = arguments(&[6, 8], 24, 40, Kind::Float);
+    let mut generator = Generator::new(4).unwrap();
+    let [x, w, v, u] = arguments(&mut generator, &[6, 8], 24, 40, Kind::Float);
     let strided = |t: &Tensor| {
         let wide = Tensor::stack(&[t.detach(), t.detach() * 9.0], -1);
         let view = wide.select(-1, 0);
@@ -281,8 +294,8 @@ fn non_contiguous_inputs_weights_and_upstream_gradients() {
 
 #[test]
 fn backward_twice_through_a_retained_graph_changes_nothing_it_kept() {
-    tch::manual_seed(5);
-    let all = arguments(&[16], 24, 40, Kind::Float);
+    let mut generator = Generator::new(5).unwrap();
+    let all = arguments(&mut generator, &[16], 24, 40, Kind::Float);
     for level in levels() {
         let arguments = twins(&all, [true; 4]);
         let y = ours(&arguments, level).sum(Kind::Float);
@@ -298,9 +311,9 @@ fn backward_twice_through_a_retained_graph_changes_nothing_it_kept() {
 
 #[test]
 fn low_precision_gradients_of_weights_are_summed_over_tiles_in_fp32() {
-    tch::manual_seed(6);
+    let mut generator = Generator::new(6).unwrap();
     // Many tiles: a sum in bf16 would lose a bit of the result with each.
-    let all = arguments(&[4096], 16, 24, Kind::BFloat16);
+    let all = arguments(&mut generator, &[4096], 16, 24, Kind::BFloat16);
     let exact: [Tensor; 4] =
         std::array::from_fn(|i| all[i].detach().to_kind(Kind::Double).set_requires_grad(true));
     let exact = run(&exact, plain(&exact));
