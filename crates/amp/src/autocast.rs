@@ -32,11 +32,16 @@
 //! multiplied in fp32, and the result is rounded once: what a processor with fp16 products and fp32 accumulators gives, at
 //! fp32 speed. Attention gets operands that were rounded, in fp32, and its output is rounded.
 //!
+//! # fp8
+//!
+//! [`Autocast::fp8`] multiplies linear layers in fp8 with a scale for each tensor: [`fp8_linear`].
+//!
 //! # The cache of casts
 //!
 //! A weight is cast once for each version of it and not once for each use: [`cast_cache`].
 
 pub mod cast_cache;
+pub mod fp8_linear;
 mod rounded_linear;
 
 use std::sync::Arc;
@@ -61,13 +66,29 @@ impl Autocast {
         if !matches!(dtype, Kind::Half | Kind::BFloat16) {
             return Err(Error::Dtype { found: dtype });
         }
-        Ok(Self(Arc::new(Casts { dtype, cache: CastCache::new() })))
+        Ok(Self(Arc::new(Casts { dtype, fp8: false, pure: false, cache: CastCache::new() })))
+    }
+
+    /// Linear layers in fp8 ([`fp8_linear`]), all other products in bf16.
+    pub fn fp8() -> Self {
+        Self(Arc::new(Casts { dtype: Kind::BFloat16, fp8: true, pure: false, cache: CastCache::new() }))
+    }
+
+    /// For a model that is of `dtype` itself, normalisations and all: its products as on hardware that has them, and nothing
+    /// in fp32. What mixed precision is compared with.
+    ///
+    /// # Errors
+    /// [`Error::Dtype`] for any dtype but [`Kind::Half`] and [`Kind::BFloat16`].
+    pub fn pure(dtype: Kind) -> Result<Self> {
+        let Casts { dtype, .. } = *Self::new(dtype)?.0;
+        Ok(Self(Arc::new(Casts { dtype, fp8: false, pure: true, cache: CastCache::off() })))
     }
 
     /// Without the cache: every use of a weight casts it.
     #[must_use]
     pub fn without_cache(self) -> Self {
-        Self(Arc::new(Casts { dtype: self.0.dtype, cache: CastCache::off() }))
+        let &Casts { dtype, fp8, pure, .. } = &*self.0;
+        Self(Arc::new(Casts { dtype, fp8, pure, cache: CastCache::off() }))
     }
 
     /// The dtype of products.
@@ -99,6 +120,8 @@ impl Autocast {
 #[derive(Debug)]
 struct Casts {
     dtype: Kind,
+    fp8: bool,
+    pure: bool,
     cache: CastCache,
 }
 
@@ -128,6 +151,9 @@ impl Casts {
 
 impl Policy for Casts {
     fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> runtime::Result<Tensor> {
+        if self.fp8 && self.casts(x) && self.casts(weight) {
+            return fp8_linear::linear(x, weight, bias, self.dtype);
+        }
         let (x, weight) = (self.low(x)?, self.low_weight(weight)?);
         let bias = bias.map(|bias| self.low_weight(bias)).transpose()?;
         if x.kind() != self.dtype || self.native(&x) {
@@ -156,7 +182,7 @@ impl Policy for Casts {
 
     fn widened(&self, x: &Tensor) -> runtime::Result<Tensor> {
         match x.kind() {
-            Kind::Half | Kind::BFloat16 => Ok(x.f_to_kind(Kind::Float)?),
+            Kind::Half | Kind::BFloat16 if !self.pure => Ok(x.f_to_kind(Kind::Float)?),
             _ => Ok(x.shallow_clone()),
         }
     }

@@ -32,8 +32,10 @@
 //! |---|---|
 //! | [`scaler`] | static and dynamic loss scaling, for any number of optimizers |
 //! | [`autocast`] | what is computed in which dtype, and the cache of casts |
+//! | [`demonstration`] | what a number format does to small numbers and long sums |
 
 pub mod autocast;
+pub mod demonstration;
 mod error;
 pub mod scaler;
 

@@ -39,7 +39,9 @@ use std::fmt::Debug;
 use runtime::fused::gradients::{Unscaled, unscale_};
 use serde_json::Value;
 use tch::{Kind, Tensor};
+use training::clip::Norm;
 use training::optimizer::Optimizer;
+use training::scaler::Checked;
 
 use crate::error::{Error, Result};
 use dynamic_scale::{DynamicOptions, DynamicRule};
@@ -201,9 +203,9 @@ impl<R: ScaleRule> training::scaler::GradScaler for Scaler<R> {
         Scaler::scale(self, loss).map_err(to_training)
     }
 
-    fn unscale_(&mut self, grads: &[Tensor]) -> training::Result<Option<Tensor>> {
-        let unscaled = Scaler::unscale_(self, LOOP, grads, false).map_err(to_training)?;
-        Ok(Some(unscaled.found_inf))
+    fn unscale_(&mut self, grads: &[Tensor], norm: bool) -> training::Result<Checked> {
+        let Unscaled { found_inf, norm } = Scaler::unscale_(self, LOOP, grads, norm).map_err(to_training)?;
+        Ok(Checked { found_inf: Some(found_inf), norm: norm.map(Norm::known) })
     }
 
     fn update(&mut self, overflow: bool) -> training::Result<()> {

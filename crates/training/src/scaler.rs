@@ -10,6 +10,7 @@ use std::fmt::Debug;
 use serde_json::Value;
 use tch::Tensor;
 
+use crate::clip::Norm;
 use crate::error::{Error, Result};
 
 /// Multiplies the loss so that small gradients survive low precision, and divides the gradients again.
@@ -20,13 +21,12 @@ pub trait GradScaler: Debug + Send {
     /// Those of libtorch.
     fn scale(&self, loss: &Tensor) -> Result<Tensor>;
 
-    /// Divides the gradients by the scale in place, once for each step of the optimizer. Returns a float tensor of one
-    /// element on the gradients' device, not zero where a gradient is infinite or NaN, or `None` where that is not checked.
-    /// Waits for nothing.
+    /// Divides the gradients by the scale in place, once for each step of the optimizer, and says what it learned on the way.
+    /// `norm`: their norm is wanted; a scaler that has to read them anyway may give it. Waits for nothing.
     ///
     /// # Errors
     /// Those of libtorch.
-    fn unscale_(&mut self, grads: &[Tensor]) -> Result<Option<Tensor>>;
+    fn unscale_(&mut self, grads: &[Tensor], norm: bool) -> Result<Checked>;
 
     /// What comes of the step: whether a gradient was infinite or NaN, and the optimizer therefore passed it over.
     ///
@@ -47,6 +47,15 @@ pub trait GradScaler: Debug + Send {
     fn load_state(&mut self, state: &Value) -> Result<()>;
 }
 
+/// What unscaling learned of the gradients. Both are on their device still.
+#[derive(Debug, Default)]
+pub struct Checked {
+    /// A float tensor of one element, not zero where a gradient is infinite or NaN; `None` where that is not checked.
+    pub found_inf: Option<Tensor>,
+    /// Their norm, divided by the scale; `None` where it is still to be computed.
+    pub norm: Option<Norm>,
+}
+
 /// No scaling: for fp32 and bf16.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct NoScaler;
@@ -56,8 +65,8 @@ impl GradScaler for NoScaler {
         Ok(loss.shallow_clone())
     }
 
-    fn unscale_(&mut self, _grads: &[Tensor]) -> Result<Option<Tensor>> {
-        Ok(None)
+    fn unscale_(&mut self, _grads: &[Tensor], _norm: bool) -> Result<Checked> {
+        Ok(Checked::default())
     }
 
     fn update(&mut self, _overflow: bool) -> Result<()> {

@@ -29,7 +29,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::evaluate;
 use crate::observer::{Observer, StepRecord, Timings};
 use crate::optimizer::{Optimizer, ZeroGrad};
-use crate::scaler::{GradScaler, NoScaler};
+use crate::scaler::{Checked, GradScaler, NoScaler};
 use crate::schedule::Schedule;
 use saving::Occasion;
 
@@ -306,8 +306,12 @@ impl Trainer {
     fn settle_gradients(&mut self) -> Result<(Option<f64>, bool)> {
         let _clip = range("clip");
         let grads = self.optimizer.gradients()?;
-        let flag = self.scaler.unscale_(&grads)?;
-        let norm = self.options.clip.map(|_| clip::norm(&grads)).transpose()?;
+        let Checked { found_inf: flag, norm } = self.scaler.unscale_(&grads, self.options.clip.is_some())?;
+        let norm = match (self.options.clip, norm) {
+            (None, _) => None,
+            (Some(_), Some(norm)) => Some(norm),
+            (Some(_), None) => Some(clip::norm(&grads)?),
+        };
         // Both in one copy from the device.
         let wanted = [norm.as_ref().map(clip::Norm::tensor), flag.as_ref()];
         let wanted: Vec<Tensor> = wanted

@@ -12,7 +12,7 @@ use training::batches::Synthetic;
 use training::checkpoint::{Checkpoint, Checkpoints, Snapshot, latest, steps};
 use training::observer::Observer;
 use training::optimizer::{Adam, AdamW, Group, Rule};
-use training::scaler::GradScaler;
+use training::scaler::{Checked, GradScaler};
 use training::schedule::{Schedule, Shape};
 use training::trainer::{Ended, Options};
 use training::{Error, Optimizer, Result, Trainer};
@@ -130,12 +130,12 @@ impl GradScaler for Spoiler {
         Ok(loss.shallow_clone())
     }
 
-    fn unscale_(&mut self, _: &[Tensor]) -> Result<Option<Tensor>> {
+    fn unscale_(&mut self, _: &[Tensor], _: bool) -> Result<Checked> {
         self.calls += 1;
         if self.calls == self.at {
             runtime::ops::foreach::mul_scalar_(&self.weights, self.factor)?;
         }
-        Ok(None)
+        Ok(Checked::default())
     }
 
     fn update(&mut self, _: bool) -> Result<()> {

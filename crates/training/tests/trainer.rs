@@ -14,7 +14,7 @@ use training::checkpoint::{Checkpoints, overwrite};
 use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, Group, Sgd};
-use training::scaler::GradScaler;
+use training::scaler::{Checked, GradScaler};
 use training::trainer::{Ended, Options};
 use training::{Optimizer, Result, Trainer};
 
@@ -98,10 +98,11 @@ impl GradScaler for Third {
         Ok(loss * 2.0)
     }
 
-    fn unscale_(&mut self, grads: &[Tensor]) -> Result<Option<Tensor>> {
+    fn unscale_(&mut self, grads: &[Tensor], _: bool) -> Result<Checked> {
         self.0 += 1;
         runtime::ops::foreach::mul_scalar_(grads, 0.5)?;
-        Ok(Some(Tensor::from(f32::from(u8::from(self.0.is_multiple_of(3))))))
+        let found_inf = Tensor::from(f32::from(u8::from(self.0.is_multiple_of(3))));
+        Ok(Checked { found_inf: Some(found_inf), norm: None })
     }
 
     fn update(&mut self, overflow: bool) -> Result<()> {

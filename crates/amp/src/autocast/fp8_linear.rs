@@ -1,0 +1,185 @@
+//! A linear layer in fp8: e4m3 forward, e5m2 for the gradient, one scale for each tensor (Micikevicius et al.,
+//! arXiv:2209.05433).
+//!
+//! A tensor t becomes q = cast(clamp(s·t, ±m)) with s = m/max|t|, m the dtype's largest number (448 for e4m3, 57344 for
+//! e5m2); a product of two is (q₁·q₂)/(s₁·s₂), summed up in fp32. e4m3 has three bits of mantissa for what is summed over
+//! many terms; gradients span more orders than that reaches and have e5m2. From the gradient d of y = x·Wᵀ + b:
+//!
+//! ∂L/∂x = fp8(d)·fp8(W), ∂L/∂W = fp8(d)ᵀ·fp8(x), ∂L/∂b = Σ d
+//!
+//! The clamp comes before the cast, as libtorch's casts do not saturate. What is kept for backward is x and W in fp8 and their scales: half of
+//! what bf16 keeps.
+//!
+//! Native products (`_scaled_mm`) run on a CUDA device that has them where all sizes are multiples of 16; everywhere
+//! else the same fp8 operands are multiplied in fp32, which is exact for each product (4 + 4 bits of mantissa).
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+
+use runtime::autograd::{self, Backward, Forward, Function};
+use runtime::matmul::mm_into;
+use tch::{Device, Kind, Tensor};
+
+/// The least amax that is divided by: a tensor of zeros stays one.
+const LEAST: f64 = 1e-12;
+
+/// The largest number of an fp8 dtype.
+pub fn largest(dtype: Kind) -> f64 {
+    if dtype == Kind::Float8e5m2 { 57_344.0 } else { 448.0 }
+}
+
+/// A tensor in fp8 with its scale.
+#[derive(Debug)]
+pub struct Quantized {
+    /// s·t, clamped and cast.
+    pub values: Tensor,
+    /// s: a float tensor of no dimension, on the values' device.
+    pub scale: Tensor,
+}
+
+/// Casts a floating tensor to `dtype` (e4m3 or e5m2) by its largest magnitude. Nothing is waited for. An infinity or a NaN
+/// makes every product with the tensor NaN, so that it is not lost.
+///
+/// # Errors
+/// Those of libtorch.
+pub fn quantize(tensor: &Tensor, dtype: Kind) -> runtime::Result<Quantized> {
+    let most = largest(dtype);
+    let wide = tensor.f_to_kind(Kind::Float)?;
+    if wide.numel() == 0 {
+        return Ok(Quantized {
+            values: wide.f_to_kind(dtype)?,
+            scale: Tensor::f_scalar_tensor(1.0, (Kind::Float, wide.device()))?,
+        });
+    }
+    // As torchao: the quotient in fp64, rounded to fp32 once.
+    let amax = wide.f_abs()?.f_max()?.f_to_kind(Kind::Double)?;
+    let scale = (amax.f_clamp_min(LEAST)?.f_reciprocal()? * most).f_to_kind(Kind::Float)?;
+    let values = wide.f_mul(&scale)?.f_clamp(-most, most)?.f_to_kind(dtype)?;
+    Ok(Quantized { values, scale })
+}
+
+/// x `[…, in]`, W `[out, in]`, b `[out]` of any floating dtype; the result has `dtype`.
+pub(super) fn linear(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    dtype: Kind,
+) -> runtime::Result<Tensor> {
+    let mut inputs = vec![x, weight];
+    inputs.extend(bias);
+    Ok(autograd::apply(
+        Fp8Linear { dtype, bias: bias.is_some(), kinds: Vec::new(), rows: Vec::new() },
+        &inputs,
+    )?
+    .remove(0))
+}
+
+struct Fp8Linear {
+    dtype: Kind,
+    bias: bool,
+    /// The inputs' dtypes, which their gradients have.
+    kinds: Vec<Kind>,
+    /// x's shape.
+    rows: Vec<i64>,
+}
+
+impl Function for Fp8Linear {
+    fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
+        let (x, weight) = (inputs[0], inputs[1]);
+        self.kinds = inputs.iter().map(|input| input.kind()).collect();
+        self.rows = x.size();
+        let width = x.size().last().copied().unwrap_or(1);
+        let x8 = quantize(&x.f_reshape([-1, width])?, Kind::Float8e4m3fn)?;
+        let w8 = quantize(weight, Kind::Float8e4m3fn)?;
+        let mut y = product(&x8, &w8.transposed()?, Kind::Float, true)?;
+        if let Some(bias) = inputs.get(2) {
+            let _ = y.f_add_(&bias.f_to_kind(Kind::Float)?)?;
+        }
+        for kept in [&x8.values, &x8.scale, &w8.values, &w8.scale] {
+            ctx.save(kept);
+        }
+        let mut shape = x.size();
+        if let Some(last) = shape.last_mut() {
+            *last = weight.size()[0];
+        }
+        Ok(vec![y.f_to_kind(self.dtype)?.f_reshape(shape)?])
+    }
+
+    fn backward(
+        &self,
+        ctx: &mut Backward,
+        grads: Vec<Option<Tensor>>,
+    ) -> runtime::Result<Vec<Option<Tensor>>> {
+        let Some(grad) = grads.into_iter().next().flatten() else {
+            return Ok((0..2 + usize::from(self.bias)).map(|_| None).collect());
+        };
+        let mut saved = ctx.take_saved().into_iter();
+        let mut next =
+            || saved.next().ok_or_else(|| runtime::Error::invalid("fp8 linear", "a saved tensor is missing"));
+        let x8 = Quantized { values: next()?, scale: next()? };
+        let w8 = Quantized { values: next()?, scale: next()? };
+        let width = grad.size().last().copied().unwrap_or(1);
+        let grad = grad.f_reshape([-1, width])?;
+        let g8 = quantize(&grad, Kind::Float8e5m2)?;
+        let mut results = Vec::new();
+        results.push(match ctx.needs_input_grad(0) {
+            true => Some(product(&g8, &w8, self.kinds[0], false)?.f_reshape(&self.rows)?),
+            false => None,
+        });
+        results.push(match ctx.needs_input_grad(1) {
+            true => Some(product(&g8.transposed()?, &x8, self.kinds[1], false)?),
+            false => None,
+        });
+        if self.bias {
+            results.push(match ctx.needs_input_grad(2) {
+                true => {
+                    let sum = grad.f_sum_dim_intlist([0].as_slice(), false, Kind::Float)?;
+                    Some(sum.f_to_kind(self.kinds[2])?)
+                }
+                false => None,
+            });
+        }
+        Ok(results)
+    }
+}
+
+impl Quantized {
+    fn transposed(&self) -> runtime::Result<Self> {
+        Ok(Self { values: self.values.f_tr()?, scale: self.scale.shallow_clone() })
+    }
+}
+
+/// a `[m, k]` times b `[k, n]`, in `kind`. `fast` allows the device to sum up in less than fp32.
+fn product(a: &Quantized, b: &Quantized, kind: Kind, fast: bool) -> runtime::Result<Tensor> {
+    let (m, k, n) = (a.values.size()[0], a.values.size()[1], b.values.size()[1]);
+    if native(a.values.device()) && [m, k, n].iter().all(|size| size % 16 == 0 && *size > 0) {
+        // The left operand row by row, the right one column by column.
+        let left = a.values.f_contiguous()?;
+        let right = b.values.f_tr()?.f_contiguous()?.f_tr()?;
+        let (by_a, by_b) = (a.scale.f_reciprocal()?, b.scale.f_reciprocal()?);
+        let none = None::<&Tensor>;
+        let out = left.f_internal_scaled_mm(&right, &by_a, &by_b, none, none, Kind::BFloat16, fast)?;
+        return Ok(out.f_to_kind(kind)?);
+    }
+    let wide = |t: &Tensor| t.f_to_kind(Kind::Float);
+    let mut out = Tensor::f_empty([m, n], (Kind::Float, a.values.device()))?;
+    mm_into(&mut out, &wide(&a.values)?, &wide(&b.values)?, false)?;
+    let both = a.scale.f_mul(&b.scale)?;
+    Ok(out.f_div_(&both)?.f_to_kind(kind)?)
+}
+
+/// Whether the device multiplies fp8 itself: tried once.
+fn native(device: Device) -> bool {
+    static TRIED: Mutex<BTreeMap<usize, bool>> = Mutex::new(BTreeMap::new());
+    let Device::Cuda(index) = device else { return false };
+    let mut tried = TRIED.lock().unwrap_or_else(PoisonError::into_inner);
+    *tried.entry(index).or_insert_with(|| {
+        let attempt = || -> Result<Tensor, tch::TchError> {
+            let values = Tensor::f_ones([16, 16], (Kind::Float, device))?.f_to_kind(Kind::Float8e4m3fn)?;
+            let one = Tensor::f_ones([] as [i64; 0], (Kind::Float, device))?;
+            let none = None::<&Tensor>;
+            values.f_internal_scaled_mm(&values.f_tr()?, &one, &one, none, none, Kind::BFloat16, true)
+        };
+        attempt().is_ok()
+    })
+}
