@@ -254,6 +254,10 @@ fn to_training(error: Error) -> training::Error {
         Error::Training(error) => error,
         Error::Runtime(error) => error.into(),
         Error::Torch(error) => error.into(),
-        other => training::Error::Config { what: "gradient scaler", reason: other.to_string() },
+        other => {
+            let (what, text) = ("gradient scaler", other.to_string());
+            let reason = text.strip_prefix(what).and_then(|text| text.strip_prefix(": ")).unwrap_or(&text);
+            training::Error::Config { what, reason: reason.to_owned() }
+        }
     }
 }
