@@ -105,7 +105,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
     let device = runtime::device::select(&cli.common.device)?;
     let mut sink = Sink {
         records: cli.common.open_records()?,
-        environment: environment(device)?,
+        environment: runtime::device::environment(device)?,
         json: cli.common.json,
     };
     let seed = cli.common.seed;
@@ -236,10 +236,4 @@ impl Sink {
         }
         Ok(())
     }
-}
-
-/// Where the figures come from: `cpu`, or the GPU's name, with libtorch's version.
-fn environment(device: Device) -> anyhow::Result<Environment> {
-    let name = if device.is_cuda() { runtime::device::name(device)? } else { "cpu".to_owned() };
-    Ok(Environment::detect(&name, Some(runtime::torch_version())))
 }

@@ -40,7 +40,7 @@ use tch::{Device, Tensor};
 
 pub use bytes::{MemoryInfo, ResidentMemory, memory_info, resident_memory};
 pub(crate) use choice::checked;
-pub use choice::{cuda_count, flag, name, select};
+pub use choice::{cuda_count, environment, flag, name, select};
 pub use event::Event;
 pub use pinned::{Number, PinnedBuffer, PinnedBytes, pinned_bytes, pinned_empty};
 pub use stream::{Stream, StreamGuard};

@@ -91,7 +91,7 @@ fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
         None => (runtime::device::memory_info(device)?.free as f64 * 0.8) as u64,
     };
     let mut records = common.open_records()?;
-    let environment = runtime_environment(device)?;
+    let environment = runtime::device::environment(device)?;
     let configurations = match (&arguments.config[..], arguments.scale) {
         ([], Scale::Smoke) => bench::SMOKE,
         ([], Scale::Laptop) => bench::LAPTOP,
@@ -265,10 +265,4 @@ fn print(records: &[Record], json: bool) -> anyhow::Result<()> {
         }
     }
     Ok(())
-}
-
-/// Where the figures come from: `cpu`, or the GPU's name, with libtorch's version.
-fn runtime_environment(device: tch::Device) -> anyhow::Result<Environment> {
-    let name = if device.is_cuda() { runtime::device::name(device)? } else { "cpu".to_owned() };
-    Ok(Environment::detect(&name, Some(runtime::torch_version())))
 }

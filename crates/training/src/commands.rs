@@ -3,6 +3,5 @@
 pub(crate) mod bench;
 pub(crate) mod loading;
 pub(crate) mod profile;
-pub(crate) mod sink;
 pub(crate) mod sizes;
 pub(crate) mod train;

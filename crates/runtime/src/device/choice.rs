@@ -116,3 +116,12 @@ pub(crate) fn checked(device: Device) -> Result<Option<c_int>> {
         }),
     }
 }
+
+/// Where figures of this device come from: `cpu` or the GPU's name, libtorch's version, the machine.
+///
+/// # Errors
+/// As [`name`].
+pub fn environment(device: Device) -> Result<report::Environment> {
+    let name = if device.is_cuda() { name(device)? } else { "cpu".to_owned() };
+    Ok(report::Environment::detect(&name, Some(crate::torch_version())))
+}

@@ -5,15 +5,13 @@ use std::time::Instant;
 use models::module::{parameter_count, trainable};
 use models::{Gpt2Like, Gpt2LikeConfig};
 use report::cli::CommonArgs;
-use report::{Case, Metric, Progress};
+use report::{Case, Metric, Progress, Sink};
 use runtime::memory::Region;
 use tch::Kind;
 use training::Trainer;
 use training::batches::Synthetic;
 use training::optimizer::{Adam, Group, Optimizer};
 use training::trainer::Options;
-
-use super::sink::Sink;
 
 #[derive(clap::Args)]
 pub(crate) struct Bench {
@@ -41,7 +39,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
     runtime::random::seed(common.seed)?;
-    let mut sink = Sink::new(common, device)?;
+    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
     let &Bench { rows, length, width, heads, vocabulary, steps } = arguments;
     let config = Gpt2LikeConfig {
         vocab_size: vocabulary,

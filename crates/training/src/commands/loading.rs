@@ -1,11 +1,10 @@
 //! `training loading`: the whole training with each way of loading data.
 
 use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress};
+use report::{Case, Metric, Progress, Sink};
 use training::experiment::loading::{Outcome, Training, train};
 use training::experiment::strategy::Strategy;
 
-use super::sink::Sink;
 use super::sizes::{Data, Sizes, Which};
 
 #[derive(clap::Args)]
@@ -26,7 +25,7 @@ pub(crate) struct Loading {
 pub(crate) fn run(common: &CommonArgs, arguments: &Loading) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, device)?;
+    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
     let Which { scale, data } = arguments.which;
     let experiment = match data {
         Data::Embedded => "loading",

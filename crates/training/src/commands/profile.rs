@@ -9,14 +9,13 @@ use anyhow::Context;
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress};
+use report::{Case, Metric, Progress, Sink};
 use training::experiment::corpus::Corpus;
 use training::experiment::profiling::{Effort, Pair, Repairs, Turn, detector, measure_pair, profile, repair};
 use training::experiment::setup::{Common, Setup};
 use training::planted::Inefficiency;
 use training::profile::{Comparison, Composition, Diagnosis, Finding};
 
-use super::sink::Sink;
 use super::sizes::{Sizes, Which};
 
 #[derive(clap::Args)]
@@ -81,7 +80,7 @@ impl Measurement {
         let sizes = Sizes::of(scale);
         let smoke = scale == Scale::Smoke;
         Ok(Self {
-            sink: Sink::new(common, device)?,
+            sink: Sink::new(common, runtime::device::environment(device)?)?,
             progress: Progress::new(parts as u64),
             corpus: sizes.corpus(data)?.map_err(anyhow::Error::msg)?,
             common: Common {

@@ -10,8 +10,8 @@ use anyhow::bail;
 use clap::{Args, ValueEnum};
 use models::module::{LanguageModel, trainable};
 use models::{Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig};
+use report::Case;
 use report::cli::CommonArgs;
-use report::{Case, Environment};
 use serde_json::json;
 use tch::{Device, Kind};
 use training::checkpoint::Checkpoints;
@@ -193,8 +193,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
         trainer.observers.push(Box::new(LossLog::append(path)?));
     }
     if let (Some(path), Some(writer)) = (&common.records, common.open_records()?) {
-        let name = if device.is_cuda() { runtime::device::name(device)? } else { "cpu".to_owned() };
-        let environment = Environment::detect(&name, Some(runtime::torch_version()));
+        let environment = runtime::device::environment(device)?;
         let records = StepRecords::new(writer, path, case(common, arguments), environment);
         trainer.observers.push(Box::new(records));
     }

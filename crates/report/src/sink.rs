@@ -1,27 +1,33 @@
-//! Where the figures of an experiment go.
+//! Where the figures of an experiment go: a records file and standard output.
 
 use std::io::Write;
 
-use report::cli::CommonArgs;
-use report::{Case, Environment, Metric, Record, RecordWriter};
-use tch::Device;
+use crate::cli::CommonArgs;
+use crate::environment::Environment;
+use crate::record::{Case, Metric, Record, RecordWriter, RecordsError};
 
 /// Writes records to the file that was asked for, and a line each to standard output.
-pub(crate) struct Sink {
+pub struct Sink {
     records: Option<RecordWriter>,
     environment: Environment,
     json: bool,
 }
 
 impl Sink {
-    pub(crate) fn new(common: &CommonArgs, device: Device) -> anyhow::Result<Self> {
-        let name = if device.is_cuda() { runtime::device::name(device)? } else { "cpu".to_owned() };
-        let environment = Environment::detect(&name, Some(runtime::torch_version()));
+    /// Opens the records file of `--records`, where one was asked for.
+    ///
+    /// # Errors
+    /// A file that cannot be written.
+    pub fn new(common: &CommonArgs, environment: Environment) -> Result<Self, RecordsError> {
         Ok(Self { records: common.open_records()?, environment, json: common.json })
     }
 
+    /// Writes the metrics of one case.
+    ///
+    /// # Errors
+    /// A file or a standard output that cannot be written.
     #[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
-    pub(crate) fn put(&mut self, experiment: &str, case: &Case, metrics: Vec<Metric>) -> anyhow::Result<()> {
+    pub fn put(&mut self, experiment: &str, case: &Case, metrics: Vec<Metric>) -> anyhow::Result<()> {
         let mut out = std::io::stdout().lock();
         for metric in metrics {
             let record = Record {

@@ -1,0 +1,7 @@
+//! The subcommands, a module each.
+
+pub(crate) mod formats;
+pub(crate) mod sizes;
+pub(crate) mod sweep;
+pub(crate) mod train;
+pub(crate) mod underflow;

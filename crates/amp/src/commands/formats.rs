@@ -1,0 +1,38 @@
+//! `amp formats`: what number formats do to small numbers and long sums.
+
+use amp::demonstration::{Format, repeated_sum};
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Sink};
+
+#[derive(clap::Args)]
+pub(crate) struct Formats {
+    /// How large; the same at each
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Formats) -> anyhow::Result<()> {
+    let Formats { scale: _ } = arguments;
+    let mut sink = Sink::new(common, runtime::device::environment(tch::Device::Cpu)?)?;
+    for format in Format::ALL {
+        let case = Case::new().with("number", 1e-8).with("format", format.name());
+        let held = format.round(1e-8);
+        let metrics = vec![
+            Metric::exact("held", "ratio", held),
+            Metric::exact("relative_error", "ratio", (held / 1e-8 - 1.0).abs()),
+        ];
+        sink.put("amp-formats", &case, metrics)?;
+    }
+    for operand in Format::ALL {
+        for accumulator in Format::ALL {
+            let sum = repeated_sum(0.01, 1000, operand, accumulator);
+            let case = Case::new().with("operand", operand.name()).with("accumulator", accumulator.name());
+            let metrics = vec![
+                Metric::exact("sum", "ratio", sum),
+                Metric::exact("relative_error", "ratio", (sum / 10.0 - 1.0).abs()),
+            ];
+            sink.put("amp-formats", &case, metrics)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,82 @@
+//! `amp sweep`: one static scale after another, and the dynamic scaler from both ends.
+
+use amp::DynamicOptions;
+use amp::experiment::setup::{Scales, Setup};
+use amp::experiment::training::{Outcome, Training, train};
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+
+use super::sizes::Sizes;
+
+const EXPERIMENT: &str = "amp-sweep";
+/// Exponents of the static scales.
+const STATIC: [i32; 10] = [-8, -4, 0, 4, 8, 12, 16, 20, 24, 28];
+/// Exponents from which the dynamic scale begins.
+const DYNAMIC: [i32; 2] = [-8, 40];
+
+#[derive(clap::Args)]
+pub(crate) struct Sweep {
+    /// How large
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Sweep) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let sizes = Sizes::of(arguments.scale, device, common.seed);
+    let corpus = sizes.corpus()?;
+    let training = Training { epochs: 1, evaluate_every: u64::MAX, ..sizes.training.clone() };
+    let mut progress = Progress::new((STATIC.len() + DYNAMIC.len() + 1) as u64);
+    progress.message("fp32");
+    let full = train(&corpus, Setup::Fp32, &training)?;
+    let Some(full) = full.last().map(|point| point.loss) else {
+        anyhow::bail!("the training in fp32 diverged")
+    };
+    progress.step();
+    let mut put = |scaler: &str, exponent: i32, outcome: &Outcome| {
+        let case = Case::new().with("scaler", scaler).with("log2_scale", exponent);
+        sink.put(EXPERIMENT, &case, metrics(outcome, full))
+    };
+    for exponent in STATIC {
+        progress.message(&format!("static, 2^{exponent}"));
+        let scales = Scales { fixed: 2f32.powi(exponent), ..training.scales };
+        put("static", exponent, &train(&corpus, Setup::Static, &Training { scales, ..training.clone() })?)?;
+        progress.step();
+    }
+    for exponent in DYNAMIC {
+        progress.message(&format!("dynamic, from 2^{exponent}"));
+        let dynamic = DynamicOptions { initial: 2f32.powi(exponent), interval: 2, ..training.scales.dynamic };
+        let scales = Scales { dynamic, ..training.scales };
+        put(
+            "dynamic, from here",
+            exponent,
+            &train(&corpus, Setup::Dynamic, &Training { scales, ..training.clone() })?,
+        )?;
+        progress.step();
+    }
+    Ok(())
+}
+
+fn metrics(outcome: &Outcome, full: f64) -> Vec<Metric> {
+    let steps = outcome.steps.len().max(1) as f64;
+    let mut metrics = match outcome.last() {
+        Some(last) => vec![
+            Metric::exact("final_loss", "nat", last.loss),
+            Metric::exact("loss_vs_fp32", "ratio", last.loss / full),
+        ],
+        None => {
+            let why = outcome.diverged.clone().unwrap_or_default();
+            vec![
+                Metric::not_measured("final_loss", "nat", &why),
+                Metric::not_measured("loss_vs_fp32", "ratio", &why),
+            ]
+        }
+    };
+    metrics.push(Metric::exact("skipped_share", "ratio", outcome.skipped() as f64 / steps));
+    let last = outcome.steps.last().map_or(f64::NAN, |step| step.scale.log2());
+    if last.is_finite() {
+        metrics.push(Metric::exact("final_log2_scale", "count", last));
+    }
+    metrics
+}

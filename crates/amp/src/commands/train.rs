@@ -1,0 +1,143 @@
+//! `amp train`: whole trainings, one in each precision.
+
+use amp::experiment::setup::Setup;
+use amp::experiment::training::{Outcome, Training, train};
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+
+use super::sizes::Sizes;
+
+const EXPERIMENT: &str = "amp-training";
+
+#[derive(clap::Args)]
+pub(crate) struct Train {
+    /// How large
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// These set-ups only; fp32, which they are compared with, is trained in any case
+    #[arg(long, value_enum, value_delimiter = ',')]
+    setups: Vec<Setup>,
+    /// Trainings in each set-up, each from another seed [default: 2, 1 at smoke]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    rounds: Option<u64>,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    runtime::memory::track_cpu()?;
+    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let sizes = Sizes::of(arguments.scale, device, common.seed);
+    let corpus = sizes.corpus()?;
+    let mut setups = vec![Setup::Fp32];
+    let wanted = if arguments.setups.is_empty() { &Setup::ALL[..] } else { &arguments.setups };
+    setups.extend(wanted.iter().filter(|setup| **setup != Setup::Fp32));
+    let rounds = arguments.rounds.unwrap_or(sizes.rounds);
+    let mut progress = Progress::new(rounds * setups.len() as u64 + 1);
+    progress.message("warm-up");
+    // The first training of a process sets libtorch up and lets the allocator grow; it is not among those measured.
+    train(&corpus, Setup::Fp32, &Training { epochs: 1, ..sizes.training.clone() })?;
+    progress.step();
+    let mut outcomes: Vec<Vec<Outcome>> = vec![Vec::new(); setups.len()];
+    for round in 0..rounds {
+        let training = Training { seed: common.seed + round, ..sizes.training.clone() };
+        for turn in 0..setups.len() {
+            // Each round begins with another set-up, so that none is always the first or the last.
+            let index = (turn + round as usize * setups.len() / rounds as usize) % setups.len();
+            progress.message(&format!("{}, round {}", setups[index], round + 1));
+            outcomes[index].push(train(&corpus, setups[index], &training)?);
+            progress.step();
+        }
+    }
+    for (&setup, of_setup) in setups.iter().zip(&outcomes) {
+        let case = Case::new().with("setup", setup.to_string());
+        let mut metrics = totals(of_setup, &outcomes[0]);
+        if let Some(seconds) = metrics.iter_mut().find(|metric| metric.name == "gradient_seconds") {
+            seconds.note = Some(format!("products: {}", setup.products(device)));
+        }
+        sink.put(EXPERIMENT, &case, metrics)?;
+        curves(&mut sink, &case, &of_setup[0])?;
+    }
+    against_static(&mut sink, &setups, &outcomes)
+}
+
+/// The figures of one set-up over all rounds.
+fn totals(outcomes: &[Outcome], full: &[Outcome]) -> Vec<Metric> {
+    let all = |values: &dyn Fn(&Outcome) -> Vec<f64>| outcomes.iter().flat_map(values).collect::<Vec<f64>>();
+    let each = |name: &str, unit: &str, value: &dyn Fn(&Outcome) -> f64| {
+        Metric::of_samples(name, unit, &outcomes.iter().map(value).collect::<Vec<f64>>())
+    };
+    let finals = |name: &str, unit: &str, values: Vec<Option<f64>>| {
+        let why = outcomes.iter().find_map(|outcome| outcome.diverged.clone());
+        match values.into_iter().collect::<Option<Vec<f64>>>() {
+            Some(values) => Metric::of_samples(name, unit, &values),
+            None => Metric::not_measured(name, unit, &format!("diverged: {}", why.unwrap_or_default())),
+        }
+    };
+    let last = |of: fn(&Outcome) -> Option<f64>| outcomes.iter().map(of).collect::<Vec<_>>();
+    let against =
+        outcomes.iter().zip(full).map(|(low, full)| Some(low.last()?.loss / full.last()?.loss)).collect();
+    let mut metrics = vec![
+        finals("final_loss", "nat", last(|outcome| Some(outcome.last()?.loss))),
+        finals("final_accuracy", "ratio", last(|outcome| Some(outcome.last()?.accuracy))),
+        finals("loss_vs_fp32", "ratio", against),
+        each("diverged", "count", &|outcome| f64::from(u8::from(outcome.diverged.is_some()))),
+        Metric::of_samples("gradient_seconds", "s", &all(&Outcome::gradient_seconds)),
+        Metric::of_samples("optimizer_seconds", "s", &all(&Outcome::optimizer_seconds)),
+        each("peak_bytes", "B", &|outcome| outcome.peak_bytes as f64),
+        each("steps", "count", &|outcome| outcome.steps.len() as f64),
+        each("skipped_steps", "count", &|outcome| outcome.skipped() as f64),
+        each("final_scale", "ratio", &|outcome| outcome.steps.last().map_or(1.0, |step| step.scale)),
+    ];
+    if outcomes.iter().all(|outcome| outcome.casts.is_some()) {
+        let casts = |of: fn(amp::CastStatistics) -> u64| {
+            move |outcome: &Outcome| {
+                outcome.casts.map_or(0.0, |casts| of(casts) as f64 / outcome.steps.len().max(1) as f64)
+            }
+        };
+        metrics.push(each("cast_hits_per_step", "count", &casts(|casts| casts.hits)));
+        metrics.push(each("casts_per_step", "count", &casts(|casts| casts.misses)));
+        metrics.push(each("cast_bytes", "B", &|outcome| {
+            outcome.casts.map_or(0.0, |casts| casts.peak_bytes as f64)
+        }));
+    }
+    metrics
+}
+
+/// What one training did, step by step.
+fn curves(sink: &mut Sink, case: &Case, outcome: &Outcome) -> anyhow::Result<()> {
+    for point in &outcome.curve {
+        let metrics = vec![
+            Metric::exact("validation_loss", "nat", point.loss),
+            Metric::exact("validation_accuracy", "ratio", point.accuracy),
+        ];
+        if point.loss.is_finite() {
+            sink.put(EXPERIMENT, &case.clone().with("step", point.step), metrics)?;
+        }
+    }
+    for step in &outcome.steps {
+        let mut metrics = vec![Metric::exact("scale", "ratio", step.scale)];
+        if step.loss.is_finite() {
+            metrics.push(Metric::exact("training_loss", "nat", step.loss));
+            metrics
+                .extend(step.accuracy.map(|accuracy| Metric::exact("training_accuracy", "ratio", accuracy)));
+        }
+        sink.put(EXPERIMENT, &case.clone().with("step", step.step), metrics)?;
+    }
+    Ok(())
+}
+
+/// The dynamic scaler's loss over the static one's, seed by seed.
+fn against_static(sink: &mut Sink, setups: &[Setup], outcomes: &[Vec<Outcome>]) -> anyhow::Result<()> {
+    let of = |wanted| setups.iter().position(|setup| *setup == wanted).map(|index| &outcomes[index]);
+    let (Some(fixed), Some(dynamic)) = (of(Setup::Static), of(Setup::Dynamic)) else { return Ok(()) };
+    let ratios: Option<Vec<f64>> = dynamic
+        .iter()
+        .zip(fixed)
+        .map(|(dynamic, fixed)| Some(dynamic.last()?.loss / fixed.last()?.loss))
+        .collect();
+    let metric = match ratios {
+        Some(ratios) => Metric::of_samples("dynamic_vs_static", "ratio", &ratios),
+        None => Metric::not_measured("dynamic_vs_static", "ratio", "one of the two diverged"),
+    };
+    sink.put(EXPERIMENT, &Case::new().with("setups", "dynamic against static"), vec![metric])
+}

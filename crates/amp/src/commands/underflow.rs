@@ -1,0 +1,84 @@
+//! `amp underflow`: the gradients that fp16 makes zero, by exponent and by scale.
+
+use std::sync::Arc;
+
+use amp::Autocast;
+use amp::experiment::gradients::{Histogram, Of, Probe};
+use amp::experiment::training::Trained;
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+use tch::Kind;
+
+use super::sizes::Sizes;
+
+const EXPERIMENT: &str = "amp-underflow";
+/// Exponents of scales at which the shares are given.
+const SCALES: std::ops::RangeInclusive<i64> = -8..=40;
+/// Exponents of scales at which a backward pass in fp16 is counted as well.
+const COUNTED: [i64; 4] = [0, 8, 16, 24];
+
+#[derive(clap::Args)]
+pub(crate) struct Underflow {
+    /// How large
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Underflow) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let sizes = Sizes::of(arguments.scale, device, common.seed);
+    let corpus = sizes.corpus()?;
+    let mut progress = Progress::new(2 + COUNTED.len() as u64);
+    progress.message("training in fp32");
+    let trained = Trained::in_fp32(&corpus, &sizes.training)?;
+    progress.step();
+    progress.message("gradients in fp32");
+    let exact = Arc::new(Probe::new(None));
+    trained.backward(exact.clone(), 1.0)?;
+    progress.step();
+    for of in Of::ALL {
+        put_exact(&mut sink, of, &exact.histogram(of))?;
+    }
+    for log2 in COUNTED {
+        progress.message(&format!("gradients in fp16, scale 2^{log2}"));
+        let rounded = Arc::new(Probe::new(Some(Autocast::new(Kind::Half)?.policy())));
+        trained.backward(rounded.clone(), 2f64.powi(i32::try_from(log2)?))?;
+        for of in Of::ALL {
+            let (full, low) = (exact.histogram(of), rounded.histogram(of));
+            let case = Case::new().with("gradients", of.name()).with("log2_scale", log2);
+            // What is zero in fp32 too (a unit that is off, a token that did not occur) is no underflow.
+            let lost =
+                low.zeros.saturating_sub(full.zeros) as f64 / (full.total() - full.zeros).max(1) as f64;
+            sink.put(EXPERIMENT, &case, vec![Metric::exact("counted_underflow", "ratio", lost)])?;
+        }
+        progress.step();
+    }
+    Ok(())
+}
+
+fn put_exact(sink: &mut Sink, of: Of, histogram: &Histogram) -> anyhow::Result<()> {
+    let case = || Case::new().with("gradients", of.name());
+    let total = histogram.total().max(1) as f64;
+    for (exponent, count) in &histogram.exponents {
+        let case = case().with("exponent", *exponent);
+        sink.put(
+            EXPERIMENT,
+            &case,
+            vec![Metric::exact("share_of_gradients", "ratio", *count as f64 / total)],
+        )?;
+    }
+    for log2 in SCALES {
+        let metrics = vec![
+            Metric::exact("underflow", "ratio", histogram.underflow(log2)),
+            Metric::exact("subnormal", "ratio", histogram.subnormal(log2)),
+            Metric::exact("overflow", "ratio", histogram.overflow(log2)),
+        ];
+        sink.put(EXPERIMENT, &case().with("log2_scale", log2), metrics)?;
+    }
+    let metrics = vec![
+        Metric::exact("zero_share", "ratio", histogram.zeros as f64 / total),
+        Metric::exact("numbers", "count", total),
+    ];
+    sink.put(EXPERIMENT, &case(), metrics)
+}

@@ -1,0 +1,104 @@
+//! The ways to train in low precision that are compared.
+
+use std::fmt;
+
+use runtime::matmul::compute_kind;
+use tch::{Device, Kind};
+use training::scaler::{GradScaler, NoScaler};
+
+use crate::error::Result;
+use crate::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
+
+/// A way to train.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Setup {
+    /// Everything in fp32
+    Fp32,
+    /// Everything in fp16, the optimizer too, and no scaling
+    PureFp16,
+    /// fp32 weights, fp16 products, no scaling
+    Unscaled,
+    /// fp32 weights, fp16 products, one scale
+    Static,
+    /// fp32 weights, fp16 products, a scale that follows the gradients
+    Dynamic,
+    /// fp32 weights, bf16 products, no scaling
+    Bf16,
+    /// fp32 weights, fp8 linear layers, other products in bf16, no scaling
+    Fp8,
+}
+
+/// The constants of the scalers.
+#[derive(Debug, Clone, Copy)]
+pub struct Scales {
+    /// The static one's scale.
+    pub fixed: f32,
+    /// How the dynamic one's moves.
+    pub dynamic: DynamicOptions,
+}
+
+/// What a set-up gives to a training.
+#[derive(Debug)]
+pub struct Parts {
+    /// The dtype of the model's tensors.
+    pub weights: Kind,
+    /// What its products are computed in; `None`: fp32.
+    pub autocast: Option<Autocast>,
+    /// What scales the loss.
+    pub scaler: Box<dyn GradScaler>,
+}
+
+impl Setup {
+    /// All of them.
+    pub const ALL: [Self; 7] =
+        [Self::Fp32, Self::PureFp16, Self::Unscaled, Self::Static, Self::Dynamic, Self::Bf16, Self::Fp8];
+
+    /// The parts, new.
+    ///
+    /// # Errors
+    /// [`crate::Error::Option`] for constants that are none.
+    pub fn parts(self, scales: &Scales) -> Result<Parts> {
+        let scaler: Box<dyn GradScaler> = match self {
+            Self::Static => Box::new(StaticGradScaler::new(scales.fixed)?),
+            Self::Dynamic => Box::new(DynamicGradScaler::new(scales.dynamic)?),
+            _ => Box::new(NoScaler),
+        };
+        let autocast = match self {
+            Self::Fp32 => None,
+            Self::PureFp16 => Some(Autocast::pure(Kind::Half)?),
+            Self::Unscaled | Self::Static | Self::Dynamic => Some(Autocast::new(Kind::Half)?),
+            Self::Bf16 => Some(Autocast::new(Kind::BFloat16)?),
+            Self::Fp8 => Some(Autocast::fp8()),
+        };
+        let weights = if self == Self::PureFp16 { Kind::Half } else { Kind::Float };
+        Ok(Parts { weights, autocast, scaler })
+    }
+
+    /// What a device multiplies in for it: "fp16", or "fp16 rounded, fp32 products" where it has none.
+    pub fn products(self, device: Device) -> String {
+        let native = |kind| compute_kind(device, kind) == kind;
+        let of = |name: &str, native| {
+            if native { name.to_owned() } else { format!("{name} operands, multiplied in fp32") }
+        };
+        match self {
+            Self::Fp32 => "fp32".to_owned(),
+            Self::Bf16 => of("bf16", native(Kind::BFloat16)),
+            Self::Fp8 => of("fp8", device.is_cuda()),
+            _ => of("fp16", native(Kind::Half)),
+        }
+    }
+}
+
+impl fmt::Display for Setup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Fp32 => "fp32",
+            Self::PureFp16 => "pure fp16",
+            Self::Unscaled => "fp16, no scaler",
+            Self::Static => "fp16, static scaler",
+            Self::Dynamic => "fp16, dynamic scaler",
+            Self::Bf16 => "bf16",
+            Self::Fp8 => "fp8",
+        })
+    }
+}

@@ -1,0 +1,268 @@
+//! A whole training in one of the set-ups: what it learned, what a gradient cost, what the scale did.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use dataloading::loader::LoaderOptions;
+use dataloading::{BatchOptions, Order};
+use models::module::{LanguageModel, trainable};
+use models::state_dict::{load_state_dict, state_dict};
+use models::{Gpt2Like, Gpt2LikeConfig};
+use runtime::memory::Region;
+use runtime::precision::{self, Policy};
+use tch::{Device, Kind};
+use training::Trainer;
+use training::accumulation::{MicroBatches, fetch, forward};
+use training::divergence::Divergence;
+use training::evaluation::Evaluation;
+use training::experiment::corpus::Corpus;
+use training::experiment::strategy::Strategy;
+use training::loader_batches::LoaderBatches;
+use training::observer::{Observer, StepRecord};
+use training::optimizer::{Adam, Group, Optimizer};
+use training::schedule::{Schedule, Shape};
+use training::trainer::Options;
+
+use super::setup::{Parts, Scales, Setup};
+use crate::error::Result;
+use crate::{Autocast, CastStatistics};
+
+/// What all trainings of a comparison share.
+#[derive(Debug, Clone)]
+pub struct Training {
+    /// The model; its vocabulary is set by the corpus.
+    pub model: Gpt2LikeConfig,
+    /// How batches are made.
+    pub strategy: Strategy,
+    /// Samples of a batch.
+    pub batch_size: usize,
+    /// How often the training data is gone through.
+    pub epochs: u64,
+    /// Learning rate of Adam.
+    pub lr: f64,
+    /// Steps of linear warm-up.
+    pub warmup: u64,
+    /// Steps between evaluations.
+    pub evaluate_every: u64,
+    /// The scalers' constants.
+    pub scales: Scales,
+    /// Where.
+    pub device: Device,
+    /// Seed of weights and order.
+    pub seed: u64,
+}
+
+/// A point of the validation curve.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Point {
+    /// Steps done.
+    pub step: u64,
+    /// Mean validation loss in nats, computed as the training computes.
+    pub loss: f64,
+    /// Share of the validation's targets predicted right.
+    pub accuracy: f64,
+}
+
+/// What a training came to.
+#[derive(Debug, Clone, Default)]
+pub struct Outcome {
+    /// Every step.
+    pub steps: Vec<StepRecord>,
+    /// Validation, the last one after the last step. Empty where the training diverged at once.
+    pub curve: Vec<Point>,
+    /// Why it did not come to its end: the loss was not finite for many steps in a row, or no scale helped.
+    pub diverged: Option<String>,
+    /// The most bytes that were live during a training step, beyond what was before the training.
+    pub peak_bytes: u64,
+    /// What the cache of casts did.
+    pub casts: Option<CastStatistics>,
+}
+
+impl Outcome {
+    /// Seconds of forward and backward, step by step, without the first ones.
+    pub fn gradient_seconds(&self) -> Vec<f64> {
+        self.settled().map(|step| step.timings.forward + step.timings.backward).collect()
+    }
+
+    /// Seconds of unscaling, clipping and the optimizer, likewise.
+    pub fn optimizer_seconds(&self) -> Vec<f64> {
+        self.settled().map(|step| step.timings.optimizer).collect()
+    }
+
+    fn settled(&self) -> impl Iterator<Item = &StepRecord> {
+        const FIRST: usize = 3;
+        self.steps.iter().skip(if self.steps.len() > FIRST { FIRST } else { 0 })
+    }
+
+    /// Steps that were left out because a gradient was not finite.
+    pub fn skipped(&self) -> usize {
+        self.steps.iter().filter(|step| step.skipped).count()
+    }
+
+    /// The last validation, where the training came to its end.
+    pub fn last(&self) -> Option<Point> {
+        self.curve.last().copied().filter(|point| self.diverged.is_none() && point.loss.is_finite())
+    }
+}
+
+/// Trains once in `setup`. A divergence is an outcome, no error.
+///
+/// # Errors
+/// Those of the data, the model and the loop.
+pub fn train(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Outcome> {
+    let device = training.device;
+    let before = runtime::memory::live_bytes(device)?;
+    let Prepared { mut trainer, mut batches, mut validation, autocast } = prepare(corpus, setup, training)?;
+    let stretch = Some(Region::start(device)?);
+    let seen = Arc::new(Mutex::new(Seen { device, stretch, peak: 0, outcome: Outcome::default() }));
+    trainer.observers.push(Box::new(Watcher(seen.clone())));
+    let ended = trainer.run(&mut batches, Some(&mut validation)).map(|_| ());
+    let ended = ended.and_then(|()| trainer.evaluate(&mut validation).map(|_| ()));
+    drop(trainer);
+    let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut outcome = std::mem::take(&mut seen.outcome);
+    match ended {
+        Ok(()) => {}
+        Err(
+            error @ (training::Error::Diverged { .. }
+            | training::Error::Config { what: "gradient scaler", .. }),
+        ) => outcome.diverged = Some(error.to_string()),
+        Err(error) => return Err(error.into()),
+    }
+    if outcome.curve.last().is_some_and(|point| !point.loss.is_finite()) {
+        outcome.diverged.get_or_insert_with(|| "the validation loss is not finite".to_owned());
+    }
+    outcome.peak_bytes = seen.peak.saturating_sub(before);
+    outcome.casts = autocast.map(|autocast| autocast.statistics());
+    Ok(outcome)
+}
+
+struct Prepared {
+    trainer: Trainer,
+    batches: LoaderBatches,
+    validation: LoaderBatches,
+    autocast: Option<Autocast>,
+}
+
+fn prepare(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Prepared> {
+    let &Training { strategy, batch_size, epochs, lr, warmup, evaluate_every, device, seed, .. } = training;
+    runtime::random::seed(seed)?;
+    let max_length = training.model.max_length as usize;
+    let options = BatchOptions { batch_size, max_length, pad: corpus.pad(), seed, ..Default::default() };
+    let loader = LoaderOptions { workers: 1, device, epochs: Some(epochs), ..Default::default() };
+    let batches = LoaderBatches::new(strategy.source(corpus.train.clone(), &options)?, &loader)?;
+    let measured_on = BatchOptions { order: Order::Sequential, ..options };
+    let validation = Strategy::Standard.source(corpus.validation.clone(), &measured_on)?;
+    let validation = LoaderBatches::new(validation, &LoaderOptions { epochs: Some(1), ..loader })?;
+
+    let Parts { weights, autocast, scaler } = setup.parts(&training.scales)?;
+    let model = model(&training.model, corpus.vocabulary(), weights, device)?;
+    let optimizer = Optimizer::new(Adam::default(), vec![Group::new(trainable(&*model), lr)])?;
+    let options = Options {
+        steps: u64::MAX,
+        accuracy: true,
+        evaluate_every: Some(evaluate_every),
+        divergence: Divergence { patience: 10, ..Default::default() },
+        ..Default::default()
+    };
+    let mut trainer = Trainer::new(model, optimizer, options)?;
+    trainer.schedule = Schedule { warmup, shape: Shape::Constant, ..Default::default() };
+    trainer.precision = autocast.as_ref().map(|autocast| autocast.policy());
+    trainer.scaler = scaler;
+    Ok(Prepared { trainer, batches, validation, autocast })
+}
+
+/// A model that was trained in fp32, and a batch that it was not trained on.
+#[derive(Debug)]
+pub struct Trained {
+    model: Box<dyn LanguageModel>,
+    batch: MicroBatches,
+}
+
+impl Trained {
+    /// Trains once.
+    ///
+    /// # Errors
+    /// Those of the data, the model and the loop; validation data without a batch.
+    pub fn in_fp32(corpus: &Corpus, training: &Training) -> Result<Self> {
+        let Prepared { mut trainer, mut batches, mut validation, .. } =
+            prepare(corpus, Setup::Fp32, training)?;
+        trainer.run(&mut batches, None)?;
+        let batch = fetch(&mut validation, 1)?.ok_or_else(|| training::Error::Config {
+            what: "validation data",
+            reason: "it has no batch; give some tokens".into(),
+        })?;
+        Ok(Self { model: trainer.model, batch })
+    }
+
+    /// The gradients of `scale` times the batch's mean loss, computed under `policy`, which sees them; they are not kept.
+    ///
+    /// # Errors
+    /// Those of the model and of the policy.
+    pub fn backward(&self, policy: Arc<dyn Policy>, scale: f64) -> Result<()> {
+        let _within = precision::enter(Some(policy));
+        for batch in &self.batch.batches {
+            let mean =
+                forward(&*self.model, batch, true, false)?.sum.f_div_scalar(self.batch.denominator())?;
+            runtime::autograd::backward(&[&mean.f_mul_scalar(scale)?])?;
+        }
+        for (_, parameter) in trainable(&*self.model) {
+            runtime::autograd::set_grad(&parameter, None)?;
+        }
+        Ok(())
+    }
+}
+
+/// The model, with the weights that fp32 draws, rounded to `kind`.
+fn model(
+    config: &Gpt2LikeConfig,
+    vocabulary: i64,
+    kind: Kind,
+    device: Device,
+) -> Result<Box<dyn LanguageModel>> {
+    let config = Gpt2LikeConfig { vocab_size: vocabulary, ..config.clone() };
+    let full = Gpt2Like::new(&config, (Kind::Float, device))?;
+    if kind == Kind::Float {
+        return Ok(Box::new(full));
+    }
+    let low = Gpt2Like::new(&config, (kind, device))?;
+    load_state_dict(&low, &state_dict(&full), "the fp32 model")?;
+    Ok(Box::new(low))
+}
+
+struct Seen {
+    device: Device,
+    /// Since the last step or evaluation.
+    stretch: Option<Region>,
+    /// The most that was live in any stretch that ended with a step.
+    peak: u64,
+    outcome: Outcome,
+}
+
+impl Seen {
+    /// Ends a stretch and begins the next; its peak.
+    fn next_stretch(&mut self) -> training::Result<u64> {
+        let next = Region::start(self.device)?;
+        Ok(self.stretch.replace(next).map(Region::finish).transpose()?.map_or(0, |usage| usage.peak))
+    }
+}
+
+struct Watcher(Arc<Mutex<Seen>>);
+
+impl Observer for Watcher {
+    fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
+        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.peak = seen.next_stretch()?.max(seen.peak);
+        seen.outcome.steps.push(record.clone());
+        Ok(())
+    }
+
+    fn on_evaluation(&mut self, evaluation: &Evaluation) -> training::Result<()> {
+        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.next_stretch()?;
+        let &Evaluation { step, loss, accuracy, .. } = evaluation;
+        if seen.outcome.curve.last().is_none_or(|last| last.step != step) {
+            seen.outcome.curve.push(Point { step, loss, accuracy });
+        }
+        Ok(())
+    }
+}
