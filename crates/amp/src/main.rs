@@ -27,6 +27,10 @@ enum Command {
     Underflow(commands::underflow::Underflow),
     /// Show what number formats do to small numbers and long sums
     Formats(commands::formats::Formats),
+    /// Measure what a loss scaler adds to a step of the optimizer
+    Overhead(commands::overhead::Overhead),
+    /// Measure how far autocast in bf16 is from the exact loss and gradients
+    Numerics(commands::numerics::Numerics),
 }
 
 fn main() -> ExitCode {
@@ -36,5 +40,7 @@ fn main() -> ExitCode {
         Command::Sweep(arguments) => commands::sweep::run(&cli.common, arguments),
         Command::Underflow(arguments) => commands::underflow::run(&cli.common, arguments),
         Command::Formats(arguments) => commands::formats::run(&cli.common, arguments),
+        Command::Overhead(arguments) => commands::overhead::run(&cli.common, arguments),
+        Command::Numerics(arguments) => commands::numerics::run(&cli.common, arguments),
     })
 }

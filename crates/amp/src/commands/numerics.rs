@@ -1,0 +1,28 @@
+//! `amp numerics`: how far autocast in bf16 is from the exact loss and gradients.
+
+use std::path::PathBuf;
+
+use amp::experiment::numerics;
+use report::cli::CommonArgs;
+use report::{Case, Metric, Sink};
+use tch::Kind;
+
+#[derive(clap::Args)]
+pub(crate) struct Numerics {
+    /// The folder of the fixture
+    #[arg(long, default_value = "data/fixtures/gpt2_like")]
+    fixture: PathBuf,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<()> {
+    let mut sink = Sink::new(common, runtime::device::environment(tch::Device::Cpu)?)?;
+    for (tensor, error) in numerics::run(&arguments.fixture, Kind::BFloat16)? {
+        let metrics = vec![
+            Metric::exact("error", "ratio", error),
+            // What is held against the peer's error and the tolerance.
+            Metric::exact("held_to", "ratio", error),
+        ];
+        sink.put("amp-numerics", &Case::new().with("tensor", tensor), metrics)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,116 @@
+//! What a loss scaler adds to a step of the optimizer.
+//!
+//! The same fused AdamW over the same parameters and gradients steps without a scaler, then with each: unscale, step, update.
+//! The ways take turns, step by step. The scale is 1 and stays, so that the gradients are the same in every step: each way
+//! multiplies by it all the same.
+
+use std::time::Instant;
+
+use runtime::random::Generator;
+use tch::{Device, Kind, Tensor};
+use training::optimizer::{AdamW, Group, Optimizer};
+
+use crate::error::Result;
+use crate::{DeviceScaler, DynamicGradScaler, DynamicOptions, DynamicRule};
+
+/// Columns of each matrix, and elements of each vector.
+const WIDTH: i64 = 768;
+
+/// Parameters as a decoder has them: as many vectors `[768]` as matrices `[rows, 768]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Size {
+    /// Tensors, half of them vectors.
+    pub tensors: i64,
+    /// Rows of each matrix.
+    pub rows: i64,
+}
+
+/// 24.6 million parameters in 148 tensors, and a million in 16.
+pub const SIZES: [Size; 2] = [Size { tensors: 148, rows: 432 }, Size { tensors: 16, rows: 162 }];
+
+impl Size {
+    /// Elements of all tensors.
+    pub fn parameters(&self) -> i64 {
+        self.tensors / 2 * WIDTH * (self.rows + 1)
+    }
+
+    fn optimizer(&self, device: Device) -> Result<Optimizer> {
+        let mut generator = Generator::new(1)?;
+        let mut parameters = Vec::new();
+        for index in 0..self.tensors {
+            let size = if index % 2 == 0 { vec![self.rows, WIDTH] } else { vec![WIDTH] };
+            let mut draw = || -> Result<Tensor> {
+                Ok(generator.normal(&size, (Kind::Float, Device::Cpu))?.f_to_device(device)?)
+            };
+            let parameter = draw()?.f_set_requires_grad(true)?;
+            runtime::autograd::set_grad(&parameter, Some(&draw()?))?;
+            parameters.push((format!("w{index}"), parameter));
+        }
+        Ok(Optimizer::new(AdamW::default(), vec![Group::new(parameters, 1e-4)])?)
+    }
+}
+
+/// Seconds of each round.
+#[derive(Debug, Clone, Default)]
+pub struct Overhead {
+    /// The optimizer's step by itself.
+    pub plain: Vec<f64>,
+    /// With a scaler that decides on the host.
+    pub host: Vec<f64>,
+    /// With one that decides on the device.
+    pub device: Vec<f64>,
+    /// Dividing and checking the gradients alone.
+    pub unscale: Vec<f64>,
+}
+
+impl Overhead {
+    /// What `scaled` took more than the plain step of the same round.
+    pub fn beyond_plain(&self, scaled: &[f64]) -> Vec<f64> {
+        scaled.iter().zip(&self.plain).map(|(scaled, plain)| scaled - plain).collect()
+    }
+}
+
+/// Measures `rounds` rounds of all ways in turns, after two that are not counted. `progress` is told of each.
+///
+/// # Errors
+/// Those of libtorch.
+pub fn run(size: Size, rounds: usize, device: Device, mut progress: impl FnMut(usize)) -> Result<Overhead> {
+    const WARMUP: usize = 2;
+    let mut optimizer = size.optimizer(device)?;
+    let options = DynamicOptions { initial: 1.0, interval: u32::MAX, ..DynamicOptions::default() };
+    let mut on_host = DynamicGradScaler::new(options)?;
+    let mut on_device = DeviceScaler::new(DynamicRule::new(options)?, device)?;
+    let one = Tensor::f_ones([1], (Kind::Float, device))?;
+    let mut overhead = Overhead::default();
+    let timed = |part: &mut dyn FnMut() -> Result<()>| -> Result<f64> {
+        let start = Instant::now();
+        part()?;
+        runtime::device::synchronize(device)?;
+        Ok(start.elapsed().as_secs_f64())
+    };
+    for round in 0..WARMUP + rounds {
+        let plain = timed(&mut || Ok(optimizer.step()?))?;
+        let host = timed(&mut || {
+            on_host.unscale_("all", &optimizer.gradients()?, false)?;
+            on_host.step("all", &mut optimizer)?;
+            on_host.update().map(drop)
+        })?;
+        let unscale = timed(&mut || {
+            runtime::fused::gradients::unscale_(&optimizer.gradients()?, &one, false)?;
+            Ok(())
+        })?;
+        let device = timed(&mut || {
+            on_device.unscale_("all", &optimizer.gradients()?, false)?;
+            on_device.step("all", &mut optimizer)?;
+            on_device.update()
+        })?;
+        if round >= WARMUP {
+            overhead.plain.push(plain);
+            overhead.host.push(host);
+            overhead.device.push(device);
+            overhead.unscale.push(unscale);
+            progress(round - WARMUP);
+        }
+    }
+    Ok(overhead)
+}
