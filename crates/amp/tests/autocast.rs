@@ -177,6 +177,13 @@ fn a_weight_is_cast_once_frozen_or_not_and_never_stale() {
         let seen = autocast.statistics();
         assert_eq!((seen.misses, seen.hits, seen.bytes), (2, 4, 2 * 64 * 2));
 
+        // What computes its own products shares the cast.
+        assert_eq!(precision::weight(&weight).unwrap().kind(), Kind::BFloat16);
+        assert_eq!(autocast.statistics().hits, seen.hits + 1);
+        let operand = precision::operand(&x).unwrap();
+        assert_eq!((operand.kind(), autocast.statistics().misses), (Kind::BFloat16, seen.misses));
+        assert_eq!(precision::operand(&x.to_kind(Kind::Double)).unwrap().kind(), Kind::Double);
+
         // Without gradients, the cast has none; with them again, it has.
         tch::no_grad(|| assert!(!product(&weight).requires_grad()));
         assert!(product(&weight).requires_grad());

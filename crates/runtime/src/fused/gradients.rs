@@ -3,9 +3,9 @@
 //!
 //! g ← f·g, c = 1 where some f·g is not finite, and N² = Σ (f·g)². A gradient scaler's unscaling, its overflow check and the
 //! norm that clipping needs are then one read and one write of each gradient, where three operators read them three times
-//! and write them twice. On the CPU the pass is written in Rust and vectorized; on CUDA it is libtorch's
-//! `_amp_foreach_non_finite_check_and_unscale_` and, where the norm is wanted, `_foreach_norm`, and nothing is
-//! synchronised.
+//! and write them twice. On the CPU the pass is written in Rust and vectorized, and without the norm it is libtorch's
+//! `_amp_foreach_non_finite_check_and_unscale_`, which has less to do; on CUDA it is that operator and, where the norm is
+//! wanted, `_foreach_norm`, and nothing is synchronised.
 
 use std::borrow::Borrow;
 
@@ -50,6 +50,13 @@ pub fn unscale_(grads: &[impl Borrow<Tensor>], factor: &Tensor, norm: bool) -> R
     }
     let value = sys::factor(NAME, factor)?;
     let grads: Vec<&Tensor> = grads.iter().map(Borrow::borrow).collect();
+    if !norm && value.abs() <= 1.0 {
+        // libtorch looks at g and not at f·g, which is the same question for such a factor.
+        sys::check(NAME, &grads)?;
+        let found_inf = Tensor::f_zeros([1], (Kind::Float, device))?;
+        ops::amp::non_finite_check_and_unscale_(&grads, &found_inf, factor)?;
+        return Ok(Unscaled { found_inf, norm: None });
+    }
     let found = sys::scale_and_survey(NAME, &grads, value)?;
     let flag = f32::from(u8::from(found.non_finite));
     let norm = norm.then(|| Tensor::f_from_slice(&[found.sum_of_squares.sqrt()])?.f_reshape([] as [i64; 0]));
@@ -76,8 +83,12 @@ mod tests {
             let wide = |t: &Tensor| t.to_kind(Kind::Double) * f64::from(0.37f32);
             let expected: Vec<Tensor> = grads.iter().map(wide).collect();
             let squares: f64 = expected.iter().map(|e| e.square().sum(Kind::Double).double_value(&[])).sum();
+            let twins: Vec<Tensor> = grads.iter().map(Tensor::copy).collect();
+            let found = unscale_(&twins, &factor(0.37), false).unwrap();
+            assert_eq!((found.found_inf.double_value(&[0]), found.norm.is_none()), (0.0, true));
             let found = unscale_(&grads, &factor(0.37), true).unwrap();
             assert_eq!(found.found_inf.double_value(&[0]), 0.0);
+            assert_eq!(twins, grads, "{kind:?}: with the norm and without");
             let norm = found.norm.unwrap().double_value(&[]);
             assert!((norm / squares.sqrt() - 1.0).abs() < tolerance, "{kind:?}: {norm} {}", squares.sqrt());
             for (grad, expected) in grads.iter().zip(&expected) {
@@ -94,9 +105,11 @@ mod tests {
                     let grads =
                         [Tensor::zeros([7], (kind, Device::Cpu)), Tensor::zeros([size], (kind, Device::Cpu))];
                     let _ = grads[1].get(place).fill_(bad);
-                    let found = unscale_(&grads, &factor(0.5), true).unwrap();
-                    assert_eq!(found.found_inf.double_value(&[0]), 1.0, "{kind:?} {bad} {size} {place}");
-                    assert!(!found.norm.unwrap().double_value(&[]).is_finite());
+                    for norm in [false, true] {
+                        let found = unscale_(&grads, &factor(0.5), norm).unwrap();
+                        assert_eq!(found.found_inf.double_value(&[0]), 1.0, "{kind:?} {bad} {size} {place}");
+                        assert!(found.norm.is_none_or(|norm| !norm.double_value(&[]).is_finite()));
+                    }
                 }
             }
         }

@@ -39,6 +39,17 @@ struct Stretch {
 
 /// Multiplies CPU tensors by `factor` in place. Their memory is taken element after element, whatever their dimensions.
 pub(crate) fn scale_and_survey(operation: &'static str, grads: &[&Tensor], factor: f64) -> Result<Survey> {
+    let survey = survey(&stretches(operation, grads)?, factor);
+    grads.iter().try_for_each(|grad| bump_version(grad))?;
+    Ok(survey)
+}
+
+/// Refuses tensors that a pass cannot take.
+pub(crate) fn check(operation: &'static str, grads: &[&Tensor]) -> Result<()> {
+    stretches(operation, grads).map(drop)
+}
+
+fn stretches(operation: &'static str, grads: &[&Tensor]) -> Result<Vec<Stretch>> {
     let mut stretches = Vec::new();
     let mut ranges = Vec::with_capacity(grads.len());
     for (index, grad) in grads.iter().enumerate() {
@@ -69,9 +80,7 @@ pub(crate) fn scale_and_survey(operation: &'static str, grads: &[&Tensor], facto
     if ranges.windows(2).any(|pair| pair[1].start < pair[0].end) {
         return Err(Error::invalid(operation, "two gradients share memory; each is scaled once"));
     }
-    let survey = survey(&stretches, factor);
-    grads.iter().try_for_each(|grad| bump_version(grad))?;
-    Ok(survey)
+    Ok(stretches)
 }
 
 /// The one element of a float tensor on the CPU.
