@@ -120,7 +120,9 @@ fn backward(parameters: &[(String, Tensor)], step: u64, scale: f64, bad: bool) {
     }
 }
 
-fn optimizers() -> Vec<(&'static str, Kind, fn(Vec<(String, Tensor)>) -> Optimizer)> {
+type Make = fn(Vec<(String, Tensor)>) -> Optimizer;
+
+fn optimizers() -> Vec<(&'static str, Kind, Make)> {
     fn group(parameters: Vec<(String, Tensor)>) -> Vec<Group> {
         vec![Group { weight_decay: 0.1, ..Group::new(parameters, 1e-2) }]
     }

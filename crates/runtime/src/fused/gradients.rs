@@ -34,7 +34,7 @@ pub struct Unscaled {
 /// gradients: nothing is brought to the host.
 ///
 /// # Errors
-/// [`Error::Invalid`] for a gradient of another device, dtype or layout; those of libtorch.
+/// [`Error::Invalid`](crate::Error::Invalid) for a gradient of another device, dtype or layout; those of libtorch.
 pub fn unscale_(grads: &[impl Borrow<Tensor>], factor: &Tensor, norm: bool) -> Result<Unscaled> {
     let device = grads.first().map_or(Device::Cpu, |grad| grad.borrow().device());
     if device != Device::Cpu {
