@@ -1,5 +1,6 @@
 //! What the mixed-precision assignment measures.
 
+pub mod fp16_adam;
 pub mod gradients;
 pub mod setup;
 pub mod training;

@@ -4,8 +4,10 @@ use std::fmt;
 
 use runtime::matmul::compute_kind;
 use tch::{Device, Kind};
+use training::optimizer::{Adam, Group, Optimizer};
 use training::scaler::{GradScaler, NoScaler};
 
+use super::fp16_adam::Fp16Adam;
 use crate::error::Result;
 use crate::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
 
@@ -14,8 +16,10 @@ use crate::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
 pub enum Setup {
     /// Everything in fp32
     Fp32,
-    /// Everything in fp16, the optimizer too, and no scaling
+    /// Everything in fp16, the optimizer's arithmetic too, and no scaling
     PureFp16,
+    /// fp16 weights and gradients, an optimizer that computes in fp32, no scaling
+    Fp16Weights,
     /// fp32 weights, fp16 products, no scaling
     Unscaled,
     /// fp32 weights, fp16 products, one scale
@@ -50,8 +54,16 @@ pub struct Parts {
 
 impl Setup {
     /// All of them.
-    pub const ALL: [Self; 7] =
-        [Self::Fp32, Self::PureFp16, Self::Unscaled, Self::Static, Self::Dynamic, Self::Bf16, Self::Fp8];
+    pub const ALL: [Self; 8] = [
+        Self::Fp32,
+        Self::PureFp16,
+        Self::Fp16Weights,
+        Self::Unscaled,
+        Self::Static,
+        Self::Dynamic,
+        Self::Bf16,
+        Self::Fp8,
+    ];
 
     /// The parts, new.
     ///
@@ -65,13 +77,25 @@ impl Setup {
         };
         let autocast = match self {
             Self::Fp32 => None,
-            Self::PureFp16 => Some(Autocast::pure(Kind::Half)?),
+            Self::PureFp16 | Self::Fp16Weights => Some(Autocast::pure(Kind::Half)?),
             Self::Unscaled | Self::Static | Self::Dynamic => Some(Autocast::new(Kind::Half)?),
             Self::Bf16 => Some(Autocast::new(Kind::BFloat16)?),
             Self::Fp8 => Some(Autocast::fp8()),
         };
-        let weights = if self == Self::PureFp16 { Kind::Half } else { Kind::Float };
+        let weights =
+            if matches!(self, Self::PureFp16 | Self::Fp16Weights) { Kind::Half } else { Kind::Float };
         Ok(Parts { weights, autocast, scaler })
+    }
+
+    /// Adam over `parameters`.
+    ///
+    /// # Errors
+    /// Those of [`Optimizer::new`].
+    pub fn adam(self, parameters: Group) -> Result<Optimizer> {
+        Ok(match self {
+            Self::PureFp16 => Optimizer::new(Fp16Adam(Adam::default()), vec![parameters])?,
+            _ => Optimizer::new(Adam::default(), vec![parameters])?,
+        })
     }
 
     /// What a device multiplies in for it: "fp16", or "fp16 rounded, fp32 products" where it has none.
@@ -94,6 +118,7 @@ impl fmt::Display for Setup {
         f.write_str(match self {
             Self::Fp32 => "fp32",
             Self::PureFp16 => "pure fp16",
+            Self::Fp16Weights => "fp16 weights",
             Self::Unscaled => "fp16, no scaler",
             Self::Static => "fp16, static scaler",
             Self::Dynamic => "fp16, dynamic scaler",

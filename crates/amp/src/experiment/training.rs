@@ -18,7 +18,7 @@ use training::experiment::corpus::Corpus;
 use training::experiment::strategy::Strategy;
 use training::loader_batches::LoaderBatches;
 use training::observer::{Observer, StepRecord};
-use training::optimizer::{Adam, Group, Optimizer};
+use training::optimizer::Group;
 use training::schedule::{Schedule, Shape};
 use training::trainer::Options;
 
@@ -156,7 +156,7 @@ fn prepare(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Prepare
 
     let Parts { weights, autocast, scaler } = setup.parts(&training.scales)?;
     let model = model(&training.model, corpus.vocabulary(), weights, device)?;
-    let optimizer = Optimizer::new(Adam::default(), vec![Group::new(trainable(&*model), lr)])?;
+    let optimizer = setup.adam(Group::new(trainable(&*model), lr))?;
     let options = Options {
         steps: u64::MAX,
         accuracy: true,
