@@ -180,6 +180,14 @@ impl Policy for Casts {
         Ok(attention(&wide(&q)?, &wide(&k)?, &wide(&v)?)?.f_to_kind(self.dtype)?)
     }
 
+    fn operand(&self, x: &Tensor) -> runtime::Result<Tensor> {
+        self.low(x)
+    }
+
+    fn weight(&self, weight: &Tensor) -> runtime::Result<Tensor> {
+        self.low_weight(weight)
+    }
+
     fn widened(&self, x: &Tensor) -> runtime::Result<Tensor> {
         match x.kind() {
             Kind::Half | Kind::BFloat16 if !self.pure => Ok(x.f_to_kind(Kind::Float)?),

@@ -52,8 +52,8 @@ pub enum Error {
     /// Master gradients of a dtype whose range is the reason for scaling.
     #[error(
         "gradient scaler: gradient {index} of optimizer `{optimizer}` is fp16; dividing it by the scale would bring back the \
-         underflow that scaling prevents. Keep the parameters in fp32 and let autocast round them, or give the optimizer \
-         master weights"
+         underflow that scaling prevents, master weights or not. Keep the parameters in fp32 and let autocast round them, or make \
+         them bf16, which needs no scaler"
     )]
     HalfGradients {
         /// Its name.

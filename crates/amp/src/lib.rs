@@ -44,6 +44,7 @@ pub mod scaler;
 pub use autocast::Autocast;
 pub use autocast::cast_cache::CastStatistics;
 pub use error::{Error, Result};
+pub use scaler::device_scaler::{DeviceRule, DeviceScaler};
 pub use scaler::dynamic_scale::{DynamicOptions, DynamicRule, DynamicScale};
 pub use scaler::static_scale::StaticRule;
 pub use scaler::{DynamicGradScaler, ScaleRule, Scaler, StaticGradScaler};

@@ -28,8 +28,10 @@
 //!
 //! Between two updates each optimizer's gradients are unscaled once (clip after that), and each steps once; what is out of
 //! order is an error that says what to do. Gradients are scaled, checked and measured in one pass
-//! ([`runtime::fused::gradients`]). On CUDA the flags come to the host in one copy, however many optimizers there are.
+//! ([`runtime::fused::gradients`]). On CUDA the flags come to the host in one copy, however many optimizers there are; or not
+//! at all: a [`DeviceScaler`](device_scaler::DeviceScaler) takes the same rules and leaves steps out on the device.
 
+pub mod device_scaler;
 pub mod dynamic_scale;
 mod ledger;
 pub mod static_scale;
@@ -132,20 +134,9 @@ impl<R: ScaleRule> Scaler<R> {
     /// [`Error::UnscaledTwice`], [`Error::SteppedTwice`], [`Error::HalfGradients`], before any gradient is touched; those of
     /// [`unscale_`].
     pub fn unscale_(&mut self, optimizer: &str, grads: &[Tensor], norm: bool) -> Result<Unscaled> {
-        self.ledger.may_unscale(optimizer)?;
-        if let Some(index) = grads.iter().position(|grad| grad.kind() == Kind::Half) {
-            return Err(Error::HalfGradients { optimizer: optimizer.into(), index });
-        }
         // As PyTorch: 1/s in fp64, rounded to fp32.
-        let inverse = (1.0 / f64::from(self.rule.scale())) as f32;
-        let inverse = Tensor::f_from_slice(&[inverse])?;
-        let inverse = match grads.first() {
-            Some(grad) => inverse.f_to_device(grad.device())?,
-            None => inverse,
-        };
-        let unscaled = unscale_(grads, &inverse, norm)?;
-        self.ledger.unscaled(optimizer, Some(unscaled.found_inf.shallow_clone()));
-        Ok(unscaled)
+        let inverse = Tensor::f_from_slice(&[(1.0 / f64::from(self.rule.scale())) as f32])?;
+        unscale_once(&mut self.ledger, optimizer, grads, &inverse, norm)
     }
 
     /// One step of an optimizer, unless its gradients overflowed: whether it was taken. Unscales first where that was not
@@ -160,7 +151,7 @@ impl<R: ScaleRule> Scaler<R> {
         }
         let taken = self.ledger.step(name)?;
         if taken {
-            optimizer.step()?;
+            optimizer.step().inspect_err(|_| self.ledger.take_back(name))?;
         }
         Ok(taken)
     }
@@ -177,7 +168,7 @@ impl<R: ScaleRule> Scaler<R> {
 
     /// What a checkpoint keeps: between two updates there is nothing else to keep.
     pub fn state(&self) -> Value {
-        serde_json::json!({ "kind": R::NAME, "state": self.rule.state() })
+        named(R::NAME, &self.rule.state())
     }
 
     /// Goes on from what [`Scaler::state`] gave.
@@ -185,14 +176,45 @@ impl<R: ScaleRule> Scaler<R> {
     /// # Errors
     /// [`Error::State`] for that of another scaler.
     pub fn load_state(&mut self, state: &Value) -> Result<()> {
-        if state["kind"] != R::NAME {
-            let reason = "it is of another kind".into();
-            return Err(Error::State { found: state.to_string(), expected: R::NAME, reason });
-        }
-        self.rule.load_state(&state["state"])?;
+        self.rule.load_state(unnamed(R::NAME, state)?)?;
         self.ledger.clear();
         Ok(())
     }
+}
+
+/// Multiplies the gradients of an optimizer by `inverse`, a float tensor `[1]`, if they may be unscaled now.
+fn unscale_once(
+    ledger: &mut Ledger,
+    optimizer: &str,
+    grads: &[Tensor],
+    inverse: &Tensor,
+    norm: bool,
+) -> Result<Unscaled> {
+    ledger.may_unscale(optimizer)?;
+    if let Some(index) = grads.iter().position(|grad| grad.kind() == Kind::Half) {
+        return Err(Error::HalfGradients { optimizer: optimizer.into(), index });
+    }
+    let inverse = match grads.first() {
+        Some(grad) => inverse.f_to_device(grad.device())?,
+        None => inverse.shallow_clone(),
+    };
+    let unscaled = unscale_(grads, &inverse, norm)?;
+    ledger.unscaled(optimizer, Some(unscaled.found_inf.shallow_clone()));
+    Ok(unscaled)
+}
+
+/// A state with its scaler's name.
+fn named(name: &str, state: &Value) -> Value {
+    serde_json::json!({ "kind": name, "state": state })
+}
+
+/// What [`named`] took, if it is of this scaler.
+fn unnamed<'a>(name: &'static str, state: &'a Value) -> Result<&'a Value> {
+    if state["kind"] == name {
+        return Ok(&state["state"]);
+    }
+    let reason = "it is of another kind".into();
+    Err(Error::State { found: state.to_string(), expected: name, reason })
 }
 
 /// The name of the loop's one optimizer.
@@ -232,6 +254,10 @@ fn to_training(error: Error) -> training::Error {
         Error::Training(error) => error,
         Error::Runtime(error) => error.into(),
         Error::Torch(error) => error.into(),
-        other => training::Error::Config { what: "gradient scaler", reason: other.to_string() },
+        other => {
+            let (what, text) = ("gradient scaler", other.to_string());
+            let reason = text.strip_prefix(what).and_then(|text| text.strip_prefix(": ")).unwrap_or(&text);
+            training::Error::Config { what, reason: reason.to_owned() }
+        }
     }
 }

@@ -30,9 +30,10 @@ mod value;
 
 use std::borrow::Borrow;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
+use crate::profile::{Flops, record_external};
 pub use value::Value;
 
 /// Calls an operator, for example `call("aten::_foreach_add_", "Scalar", …)`; the overload without a name is `""`.
@@ -68,6 +69,23 @@ pub fn tensors<const N: usize>(results: Vec<Value>) -> Result<[Tensor; N]> {
         Error::invalid("ops::tensors", format!("expected {N} tensors, the operator gave {count} values"))
     })
 }
+
+/// The values of a real tensor on the host, element by element, in fp64. It waits for the device: one copy, however many
+/// elements there are, so put together what is wanted of several tensors first.
+///
+/// A [`Counter`](crate::profile::Counter) sees each call as [`READ`], whatever the device, so that a test can count how
+/// often a program waits.
+///
+/// # Errors
+/// Those of libtorch, among them what the device had failed at before.
+pub fn read(tensor: &Tensor) -> Result<Vec<f64>> {
+    let bytes = (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
+    record_external(READ, Flops::default(), bytes)?;
+    Ok(Vec::try_from(tensor.f_detach()?.f_to_kind(Kind::Double)?.f_reshape([-1])?)?)
+}
+
+/// What a counter calls [`read`].
+pub const READ: &str = "runtime::read";
 
 /// A list argument that shares its tensors with the caller.
 fn list(tensors: &[impl Borrow<Tensor>]) -> Value {

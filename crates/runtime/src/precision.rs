@@ -1,7 +1,7 @@
 //! Where mixed precision takes hold of a model.
 //!
-//! A block asks here for its products ([`linear`], [`matmul`], [`attend`]) and says where full precision is a must
-//! ([`widened`]: before a normalisation, a softmax, a loss). Without a policy each is libtorch's operator and nothing more.
+//! A block asks here for its products ([`linear`], [`matmul`], [`attend`]; [`operand`] and [`weight`] where it computes them
+//! itself) and says where full precision is a must ([`widened`]: before a normalisation, a softmax, a loss). Without a policy each is libtorch's operator and nothing more.
 //! With one, the policy decides the dtypes. The policy belongs to the thread, as grad mode does: [`enter`] sets it until its
 //! guard is dropped, also by a panic; [`checkpoint`](crate::autograd::checkpoint()) captures it in forward and computes
 //! again under it, whichever thread of the engine that happens on.
@@ -67,6 +67,22 @@ pub trait Policy: Debug + Send + Sync {
     fn attend(&self, qkv: [&Tensor; 3], attention: Attention<'_>) -> Result<Tensor> {
         let [q, k, v] = qkv;
         attention(q, k, v)
+    }
+
+    /// See [`operand`].
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    fn operand(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(x.shallow_clone())
+    }
+
+    /// See [`weight`].
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    fn weight(&self, weight: &Tensor) -> Result<Tensor> {
+        Ok(weight.shallow_clone())
     }
 
     /// See [`widened`].
@@ -148,6 +164,29 @@ pub fn attend(q: &Tensor, k: &Tensor, v: &Tensor, attention: Attention<'_>) -> R
     match current() {
         Some(policy) => policy.attend([q, k, v], attention),
         None => attention(q, k, v),
+    }
+}
+
+/// `x` in the dtype that products are computed in: for a function whose backward is written by hand, which computes its
+/// products itself. The cast is part of the graph, so the gradient comes back in `x`'s own dtype.
+///
+/// # Errors
+/// Those of libtorch.
+pub fn operand(x: &Tensor) -> Result<Tensor> {
+    match current() {
+        Some(policy) => policy.operand(x),
+        None => Ok(x.shallow_clone()),
+    }
+}
+
+/// [`operand`] for what will be used again unchanged: the policy may keep its cast.
+///
+/// # Errors
+/// Those of libtorch.
+pub fn weight(weight: &Tensor) -> Result<Tensor> {
+    match current() {
+        Some(policy) => policy.weight(weight),
+        None => Ok(weight.shallow_clone()),
     }
 }
 

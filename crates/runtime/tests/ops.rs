@@ -253,8 +253,8 @@ fn fused_adamw_is_adamw() {
         };
         let (scale, finite, infinite) = (Tensor::from(8f32), Tensor::from(0f32), Tensor::from(1f32));
         // A step that is skipped leaves everything as it was.
-        fused_adamw_(&tensors, options, Some(Unscale { scale: &scale, found_inf: &infinite })).unwrap();
-        fused_adamw_(&tensors, options, Some(Unscale { scale: &scale, found_inf: &finite })).unwrap();
+        fused_adamw_(&tensors, options, Some(Unscale { scale: Some(&scale), found_inf: &infinite })).unwrap();
+        fused_adamw_(&tensors, options, Some(Unscale { scale: Some(&scale), found_inf: &finite })).unwrap();
     }
     let (expected, expected_m, expected_v) = adamw_reference(options, &gradients);
     close(&param.detach(), &[expected]);

@@ -31,6 +31,7 @@
 //! The mathematics and what each level keeps is in [`function`]. `cargo run -p swiglu-ckpt --release -- bench` measures
 //! time and memory of every level.
 
+mod arguments;
 pub mod bench;
 pub mod error;
 pub mod function;

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::{Context, bail};
 use clap::{Parser, Subcommand};
 use report::cli::{CommonArgs, Scale};
-use report::{Case, Environment, Metric, Progress, Record};
+use report::{Case, Metric, Progress, Record};
 use runtime::measure::{Plan, Samples};
 use swiglu_ckpt::bench::{self, Configuration, Outcome, Variant};
 use tch::{Device, Kind};

@@ -3,8 +3,9 @@
 use runtime::autograd::GradMode;
 use tch::{Device, Kind, Tensor};
 
+use crate::arguments::{Weights, check};
 use crate::error::{Error, Result};
-use crate::function::{Weights, run};
+use crate::function::run;
 use crate::level::CheckpointLevel;
 
 /// How W and V are stored.
@@ -156,7 +157,7 @@ impl SwigluMlp {
     fn check(&self) -> Result<()> {
         let (_, down) = self.parameters().pop().expect("there is a down-projection");
         let hidden = down.size().get(1).copied().unwrap_or(0);
-        crate::function::check(&Tensor::f_empty([0, hidden], (down.kind(), down.device()))?, self.weights())?;
+        check(&Tensor::f_empty([0, hidden], (down.kind(), down.device()))?, self.weights())?;
         for (name, weight) in self.parameters() {
             let count = weight.f_isfinite()?.f_logical_not()?.f_sum(Kind::Int64)?.f_int64_value(&[])?;
             if count > 0 {

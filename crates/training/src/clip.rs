@@ -89,7 +89,9 @@ pub fn norm(grads: &[impl Borrow<Tensor>]) -> Result<Norm> {
 pub fn scale_to_(grads: &[impl Borrow<Tensor>], norm: &Norm, limit: f64) -> Result<()> {
     check(limit)?;
     let _no_grad = tch::no_grad_guard();
-    let factor = (norm.tensor.f_add_scalar(EPS)?.f_reciprocal()? * limit).f_clamp_max(1.0)?;
+    // In fp64, and divided once, as the host does: the bits are the same wherever it is decided.
+    let norm = norm.tensor.f_to_kind(Kind::Double)?;
+    let factor = norm.f_full_like(limit)?.f_div(&norm.f_add_scalar(EPS)?)?.f_clamp_max(1.0)?;
     multiply(grads, &factor)
 }
 

@@ -60,6 +60,7 @@ pub use rule::{Hyper, Rule, Tensors};
 pub use sgd::Sgd;
 
 use crate::error::{Error, Result};
+use bucket::How;
 use group::Held;
 use state::ParameterState;
 
@@ -227,6 +228,54 @@ impl Optimizer {
     /// # Errors
     /// A sparse gradient; those of libtorch.
     pub fn step(&mut self) -> Result<()> {
+        self.learn_steps()?;
+        self.advance(None)
+    }
+
+    /// [`Optimizer::step`] where `found_inf`, a float tensor of one element on the parameters' device, is 0; where it is 1,
+    /// parameters, state and step numbers stay as they are to the bit. It is the device that looks: the host reads nothing,
+    /// and learns how many steps were taken when [`Optimizer::state`] is asked for.
+    ///
+    /// # Errors
+    /// An optimizer without a fused kernel, whose step number the host would have to know: nothing is changed then; those of
+    /// [`Optimizer::step`].
+    pub fn step_unless(&mut self, found_inf: &Tensor) -> Result<()> {
+        let rules = self.groups.iter().map(|group| group.rule.as_deref().unwrap_or(self.rule.as_ref()));
+        if let Some(rule) = rules.into_iter().find(|rule| !rule.has_fused()) {
+            let reason = format!(
+                "{} has no fused kernel, so that it cannot leave a step out on the device; take Adam or AdamW, or a scaler \
+                 that decides on the host",
+                rule.name()
+            );
+            return Err(Error::config("optimizer", reason));
+        }
+        if self.implementation != Implementation::Fused {
+            let reason = format!(
+                "Implementation::{:?} cannot leave a step out on the device; take Implementation::Fused, or a scaler that \
+                 decides on the host",
+                self.implementation
+            );
+            return Err(Error::config("optimizer", reason));
+        }
+        self.advance(Some(found_inf))
+    }
+
+    /// Reads the step numbers that only the device knows, in one copy.
+    fn learn_steps(&mut self) -> Result<()> {
+        let states = self.held.iter_mut().filter_map(|held| held.state.as_mut());
+        let uncertain: Vec<&mut ParameterState> = states.filter(|state| state.uncertain).collect();
+        let steps: Vec<&Tensor> = uncertain.iter().filter_map(|state| state.device_step.as_ref()).collect();
+        let Some(device) = steps.first().map(|step| step.device()) else { return Ok(()) };
+        let steps: Vec<Tensor> =
+            steps.iter().map(|step| step.f_to_device(device)).collect::<Result<_, _>>()?;
+        let steps = runtime::ops::read(&Tensor::f_stack(&steps, 0)?)?;
+        for (state, step) in uncertain.into_iter().zip(steps) {
+            (state.step, state.uncertain) = (step as u64, false);
+        }
+        Ok(())
+    }
+
+    fn advance(&mut self, skip: Option<&Tensor>) -> Result<()> {
         let _range = runtime::profile::range("optimizer.step");
         let _no_grad = tch::no_grad_guard();
         let mut live = Vec::new();
@@ -252,7 +301,8 @@ impl Optimizer {
             }
             live.push((held, grad));
         }
-        bucket::step(live, &self.groups, self.rule.as_ref(), self.factor, self.implementation)
+        let &mut Self { ref rule, factor, implementation, .. } = self;
+        bucket::step(live, &self.groups, How { rule: rule.as_ref(), factor, implementation, skip })
     }
 
     /// The state as named tensors: `NAME.step` (int64 scalar) and one `NAME.SLOT` for each of the rule's slots, for every

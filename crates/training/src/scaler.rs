@@ -4,6 +4,13 @@
 //! [`GradScaler::unscale_`] over all gradients, which gives a flag on the device; the flag and the gradients' norm come to
 //! the host in one copy, if either is wanted; then [`GradScaler::update`] with what the flag said, and the optimizer's step
 //! unless it was set. A scaler that checks nothing gives no flag, and then there is nothing to wait for.
+//!
+//! Nor is there with a [`DeviceSide`] scaler. Then the flag stays on the device: clipping multiplies by a factor that is
+//! computed there, the optimizer's kernel looks at the flag itself ([`Optimizer::step_unless`]), and
+//! [`DeviceSide::update`] moves the scale there. What came of the steps is read together with their losses, several steps
+//! at a time, and the records of a step are told no sooner than that.
+//!
+//! [`Optimizer::step_unless`]: crate::Optimizer::step_unless
 
 use std::fmt::Debug;
 
@@ -34,7 +41,7 @@ pub trait GradScaler: Debug + Send {
     /// A scale that has fallen below what it may.
     fn update(&mut self, overflow: bool) -> Result<()>;
 
-    /// The scale, for records.
+    /// The scale, for records. A [`DeviceSide`] scaler waits for it.
     fn current(&self) -> f64;
 
     /// What a checkpoint keeps.
@@ -45,12 +52,35 @@ pub trait GradScaler: Debug + Send {
     /// # Errors
     /// A state of another scaler.
     fn load_state(&mut self, state: &Value) -> Result<()>;
+
+    /// The scaler as one that the host never waits for; `None` for one that decides on the host.
+    fn device_side(&mut self) -> Option<&mut dyn DeviceSide> {
+        None
+    }
+}
+
+/// A scaler whose scale, and whose word on whether a step is taken, stay on the device.
+pub trait DeviceSide {
+    /// [`GradScaler::update`] by the flag that [`GradScaler::unscale_`] gave. Waits for nothing.
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    fn update(&mut self, found_inf: &Tensor) -> Result<()>;
+
+    /// Where it stands: fp64 `[1 or more]`, on its device, the scale first. Later updates leave this tensor alone.
+    fn position(&self) -> Tensor;
+
+    /// Takes note of a position that was read; those of all steps come in order.
+    ///
+    /// # Errors
+    /// A scale that has fallen below what it may.
+    fn learn(&mut self, position: &[f64]) -> Result<()>;
 }
 
 /// What unscaling learned of the gradients. Both are on their device still.
 #[derive(Debug, Default)]
 pub struct Checked {
-    /// A float tensor of one element, not zero where a gradient is infinite or NaN; `None` where that is not checked.
+    /// A float tensor of one element, 1 where a gradient is infinite or NaN, else 0; `None` where that is not checked.
     pub found_inf: Option<Tensor>,
     /// Their norm, divided by the scale; `None` where it is still to be computed.
     pub norm: Option<Norm>,

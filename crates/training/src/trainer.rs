@@ -4,12 +4,14 @@
 //! unscale ([`GradScaler`]) and clip ([`clip`]) the gradients; set the learning rate ([`Schedule`]); let the [`Optimizer`]
 //! step; clear the gradients. Between steps: read losses, evaluate, save, stop.
 //!
-//! Nothing here waits for the device but the gradients' norm or overflow flag, where one is wanted (both in one copy), and
-//! the losses, which are read several steps at a time. A training that is resumed gives the same bits as one that was never
+//! Nothing here waits for the device but the gradients' norm or overflow flag, where one is wanted (both in one copy; not
+//! with a scaler that decides on the device, [`crate::scaler::DeviceSide`]), and the losses, which are read several steps
+//! at a time. A training that is resumed gives the same bits as one that was never
 //! stopped: parameters, optimizer, scaler, data and random generators go on where they stood.
 
 mod description;
 mod saving;
+mod settle;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,9 +31,10 @@ use crate::error::{Error, Result};
 use crate::evaluation::evaluate;
 use crate::observer::{Observer, StepRecord, Timings};
 use crate::optimizer::{Optimizer, ZeroGrad};
-use crate::scaler::{Checked, GradScaler, NoScaler};
+use crate::scaler::{GradScaler, NoScaler};
 use crate::schedule::Schedule;
 use saving::Occasion;
+use settle::{Figures, Settled};
 
 /// What to do when a checkpoint cannot be written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -104,8 +107,11 @@ pub enum Ended {
 struct Pending {
     record: StepRecord,
     denominator: f64,
-    /// `[1 or 2]`, fp64: the summed loss; the number of right predictions, where it was asked for.
+    /// Fp64: the summed loss; the number of right predictions, where it was asked for; what the device decided
+    /// ([`Figures`]), where it did.
     sums: Tensor,
+    /// How many of them are sums.
+    parts: usize,
 }
 
 /// A training. Its parts are public: set the ones that are wanted.
@@ -262,14 +268,22 @@ impl Trainer {
             sums.push(Tensor::f_stack(&parts, 0)?);
         }
         drop(precision);
-        let scale = self.scaler.current();
+        // What the device decides is put into the record when it is read.
+        let scale = if self.scaler.device_side().is_some() { f64::NAN } else { self.scaler.current() };
         let started = Instant::now();
-        let (gradient_norm, skipped) = self.settle_gradients()?;
+        let settled = self.settle_gradients()?;
+        let (mut gradient_norm, mut skipped) = (None, false);
         {
             let _optimizer = range("optimizer");
             self.optimizer.set_factor(self.schedule.factor(self.step))?;
-            if !skipped {
-                self.optimizer.step()?;
+            match settled {
+                Settled::Host { norm, skipped: left_out } => {
+                    (gradient_norm, skipped) = (norm, left_out);
+                    if !left_out {
+                        self.optimizer.step()?;
+                    }
+                }
+                Settled::Device { ref skip, .. } => self.optimizer.step_unless(skip)?,
             }
             self.optimizer.zero_grad(self.options.zero_grad)?;
         }
@@ -293,51 +307,17 @@ impl Trainer {
             targets,
             timings,
         };
-        let sums = Tensor::f_stack(&sums, 0)?.f_sum_dim_intlist([0].as_slice(), false, Kind::Double)?;
-        self.pending.push(Pending { record, denominator: micro.denominator(), sums });
+        let mut sums = Tensor::f_stack(&sums, 0)?.f_sum_dim_intlist([0].as_slice(), false, Kind::Double)?;
+        let parts = sums.numel();
+        if let Settled::Device { figures, .. } = settled {
+            sums = Tensor::f_cat(&[&sums, &figures.f_to_device(sums.device())?], 0)?;
+        }
+        self.pending.push(Pending { record, denominator: micro.denominator(), sums, parts });
         Ok(true)
     }
 
     fn enter_precision(&self) -> Option<Entered> {
         self.precision.clone().map(|policy| precision::enter(Some(policy)))
-    }
-
-    /// Unscales and clips the gradients. Returns their norm, where it was wanted, and whether the step is to be left out.
-    fn settle_gradients(&mut self) -> Result<(Option<f64>, bool)> {
-        let _clip = range("clip");
-        let grads = self.optimizer.gradients()?;
-        let Checked { found_inf: flag, norm } = self.scaler.unscale_(&grads, self.options.clip.is_some())?;
-        let norm = match (self.options.clip, norm) {
-            (None, _) => None,
-            (Some(_), Some(norm)) => Some(norm),
-            (Some(_), None) => Some(clip::norm(&grads)?),
-        };
-        // Both in one copy from the device.
-        let wanted = [norm.as_ref().map(clip::Norm::tensor), flag.as_ref()];
-        let wanted: Vec<Tensor> = wanted
-            .into_iter()
-            .flatten()
-            .map(|t| t.f_to_kind(Kind::Double)?.f_reshape([1]))
-            .collect::<Result<_, _>>()?;
-        let read =
-            if wanted.is_empty() { Vec::new() } else { Vec::<f64>::try_from(Tensor::f_cat(&wanted, 0)?)? };
-        let norm = norm.and(read.first().copied());
-        let overflow = flag.is_some() && read.last().is_some_and(|flag| *flag != 0.0);
-        self.scaler.update(overflow)?;
-        match (norm, self.options.clip) {
-            _ if overflow => Ok((norm, true)),
-            (Some(norm), _) if !norm.is_finite() && self.options.non_finite == NonFinite::Fail => {
-                Err(clip::not_finite(norm))
-            }
-            (Some(norm), _) if !norm.is_finite() && self.options.non_finite == NonFinite::Skip => {
-                Ok((Some(norm), true))
-            }
-            (Some(norm), Some(limit)) => {
-                clip::scale_to_known_(&grads, norm, limit)?;
-                Ok((Some(norm), false))
-            }
-            _ => Ok((norm, false)),
-        }
     }
 
     /// Reads the losses that are still on the device, in one copy, and passes them on.
@@ -347,14 +327,20 @@ impl Trainer {
             return Ok(());
         }
         let sums: Vec<&Tensor> = pending.iter().map(|step| &step.sums).collect();
-        let values = Vec::<f64>::try_from(Tensor::f_cat(&sums, 0)?)?;
-        let width = values.len() / pending.len();
-        for (Pending { mut record, denominator, .. }, sums) in
-            pending.into_iter().zip(values.chunks_exact(width))
-        {
+        let values = runtime::ops::read(&Tensor::f_cat(&sums, 0)?)?;
+        let mut values = values.as_slice();
+        for Pending { mut record, denominator, sums, parts } in pending {
+            let (own, rest) = values.split_at(sums.numel());
+            values = rest;
+            let (sums, figures) = own.split_at(parts);
             record.loss = sums[0] / denominator;
             record.accuracy = sums.get(1).map(|right| right / denominator);
+            let learned = match Figures::of(figures) {
+                Some(figures) => self.learn(&figures, &mut record),
+                None => Ok(()),
+            };
             self.tell(|observer| observer.on_step(&record))?;
+            learned?;
             let seen = self.watch.see(record.step, record.loss, self.options.divergence);
             seen.map_err(|error| self.with_last_checkpoint(error))?;
         }

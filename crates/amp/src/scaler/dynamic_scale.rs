@@ -11,8 +11,10 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use tch::{Kind, Tensor};
 
 use super::ScaleRule;
+use super::device_scaler::DeviceRule;
 use crate::error::{Error, Result};
 
 /// The constants of a dynamic scale.
@@ -167,6 +169,13 @@ impl DynamicRule {
     pub fn options(&self) -> &DynamicOptions {
         &self.options
     }
+
+    fn check_patience(&self) -> Result<()> {
+        if self.at_least > PATIENCE {
+            return Err(Error::Exhausted { skipped: self.skipped, scale: self.now.scale });
+        }
+        Ok(())
+    }
 }
 
 impl ScaleRule for DynamicRule {
@@ -184,11 +193,8 @@ impl ScaleRule for DynamicRule {
             return Ok(());
         }
         self.skipped = self.skipped.saturating_add(1);
-        self.at_least += u32::from(at_least);
-        if self.at_least > PATIENCE {
-            return Err(Error::Exhausted { skipped: self.skipped, scale: self.now.scale });
-        }
-        Ok(())
+        self.at_least = self.at_least.saturating_add(u32::from(at_least));
+        self.check_patience()
     }
 
     fn state(&self) -> Value {
@@ -207,5 +213,46 @@ impl ScaleRule for DynamicRule {
         }
         *self = Self { options, now, skipped, at_least };
         Ok(())
+    }
+}
+
+impl DeviceRule for DynamicRule {
+    /// s, t, h, the steps left out in a row, and those of them at the least scale.
+    fn position(&self) -> Vec<f64> {
+        let DynamicScale { scale, tracker, bears } = self.now;
+        vec![scale.into(), tracker.into(), bears.into(), self.skipped.into(), self.at_least.into()]
+    }
+
+    /// [`DynamicScale::update`] without a branch: what either case would give, and of the two the one that is.
+    fn moved(&self, position: &Tensor, overflow: &Tensor) -> Result<Tensor> {
+        let DynamicOptions { growth, backoff, interval, least, most, hysteresis, .. } = self.options;
+        let part = |index: i64| position.f_select(0, index);
+        let (scale, tracker, bears) = (part(0)?, part(1)?, part(2)?);
+        // Rounded to fp32 once, from fp64.
+        let times = |factor: f64| scale.f_mul_scalar(factor)?.f_to_kind(Kind::Float)?.f_to_kind(Kind::Double);
+        let zero = scale.f_zeros_like()?;
+
+        let borne = bears.f_sub_scalar(1)?.f_clamp_min(0)?;
+        let fallen = times(backoff)?.f_clamp_min(f64::from(least))?.f_where_self(&borne.f_eq(0)?, &scale)?;
+        let at_least = part(4)?.f_add(&scale.f_le(f64::from(least))?.f_to_kind(Kind::Double)?)?;
+        let bad = [fallen, zero.shallow_clone(), borne, part(3)?.f_add_scalar(1)?, at_least];
+
+        let tracker = tracker.f_add_scalar(1)?;
+        let due = tracker.f_ge(f64::from(interval))?;
+        let grown = times(growth)?;
+        let grows = due.f_logical_and(&grown.f_isfinite()?)?;
+        let grown = grown.f_clamp_max(f64::from(most))?.f_where_self(&grows, &scale)?;
+        let bears = bears.f_full_like(f64::from(hysteresis))?.f_where_self(&due, &bears)?;
+        let good = [grown, zero.f_where_self(&due, &tracker)?, bears, zero.shallow_clone(), zero];
+
+        Ok(Tensor::f_stack(&bad, 0)?.f_where_self(overflow, &Tensor::f_stack(&good, 0)?)?)
+    }
+
+    fn adopt(&mut self, position: &[f64]) -> Result<()> {
+        if let &[scale, tracker, bears, skipped, at_least] = position {
+            self.now = DynamicScale { scale: scale as f32, tracker: tracker as u32, bears: bears as u32 };
+            (self.skipped, self.at_least) = (skipped as u32, at_least as u32);
+        }
+        self.check_patience()
     }
 }

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 /// What is known of an optimizer since the last update.
 #[derive(Debug)]
 struct Entry {
-    /// `[1]`, on the gradients' device; `None` once it was read.
+    /// `[1]`, on the gradients' device; `None` once it was read, which never happens where the device decides.
     found_inf: Option<Tensor>,
     overflow: bool,
     stepped: bool,
@@ -44,29 +44,57 @@ impl Ledger {
 
     /// The optimizer steps, or does not because of an overflow: which of the two. Flags are read for all optimizers at once.
     pub(super) fn step(&mut self, optimizer: &str) -> Result<bool> {
-        match self.0.get(optimizer) {
-            None => return Err(Error::NotUnscaled { optimizer: optimizer.into() }),
-            Some(Entry { stepped: true, .. }) => {
-                return Err(Error::SteppedTwice { optimizer: optimizer.into() });
-            }
-            Some(_) => {}
-        }
+        self.may_step(optimizer)?;
         self.read()?;
-        let entry =
-            self.0.get_mut(optimizer).ok_or_else(|| Error::NotUnscaled { optimizer: optimizer.into() })?;
+        let entry = self.entry(optimizer)?;
         entry.stepped = true;
         Ok(!entry.overflow)
     }
 
+    /// The flag by which the optimizer's step is taken or left out, on its device.
+    pub(super) fn step_on_device(&mut self, optimizer: &str) -> Result<Tensor> {
+        self.may_step(optimizer)?;
+        let entry = self.entry(optimizer)?;
+        entry.stepped = true;
+        Ok(entry.found_inf.as_ref().map_or_else(|| Tensor::from(0f32), Tensor::shallow_clone))
+    }
+
+    /// The step was not taken after all.
+    pub(super) fn take_back(&mut self, optimizer: &str) {
+        if let Some(entry) = self.0.get_mut(optimizer) {
+            entry.stepped = false;
+        }
+    }
+
+    fn may_step(&self, optimizer: &str) -> Result<()> {
+        match self.0.get(optimizer) {
+            None => Err(Error::NotUnscaled { optimizer: optimizer.into() }),
+            Some(Entry { stepped: true, .. }) => Err(Error::SteppedTwice { optimizer: optimizer.into() }),
+            Some(_) => Ok(()),
+        }
+    }
+
+    fn entry(&mut self, optimizer: &str) -> Result<&mut Entry> {
+        self.0.get_mut(optimizer).ok_or_else(|| Error::NotUnscaled { optimizer: optimizer.into() })
+    }
+
     /// Whether any gradient of any optimizer overflowed; all are ready again.
     pub(super) fn settle(&mut self) -> Result<bool> {
-        if !self.0.values().any(|entry| entry.stepped) {
-            return Err(Error::NothingStepped);
-        }
+        self.may_settle()?;
         self.read()?;
         let overflow = self.0.values().any(|entry| entry.overflow);
         self.0.clear();
         Ok(overflow)
+    }
+
+    /// The flags of all optimizers, each on its device; all are ready again.
+    pub(super) fn settle_on_device(&mut self) -> Result<Vec<Tensor>> {
+        self.may_settle()?;
+        Ok(std::mem::take(&mut self.0).into_values().filter_map(|entry| entry.found_inf).collect())
+    }
+
+    fn may_settle(&self) -> Result<()> {
+        if self.0.values().any(|entry| entry.stepped) { Ok(()) } else { Err(Error::NothingStepped) }
     }
 
     /// Forgets what was unscaled: the steps of this round are not taken.
@@ -86,7 +114,7 @@ impl Ledger {
         let Some(device) = flags.first().map(Tensor::device) else { return Ok(()) };
         let flags: Vec<Tensor> =
             flags.iter().map(|flag| flag.f_to_device(device)).collect::<Result<_, _>>()?;
-        let values = Vec::<f32>::try_from(Tensor::f_cat(&flags, 0)?)?;
+        let values = runtime::ops::read(&Tensor::f_cat(&flags, 0)?)?;
         for (entry, value) in pending.into_iter().zip(values) {
             entry.found_inf = None;
             // A flag that is NaN itself is no good sign either.

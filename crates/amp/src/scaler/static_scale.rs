@@ -1,8 +1,10 @@
 //! A scale that stays what it is.
 
 use serde_json::{Value, json};
+use tch::{Kind, Tensor};
 
 use super::ScaleRule;
+use super::device_scaler::DeviceRule;
 use crate::error::{Error, Result};
 
 /// Steps in a row that may overflow before the run ends with an error.
@@ -33,6 +35,13 @@ impl StaticRule {
     pub fn with_patience(self, patience: u32) -> Self {
         Self { patience, ..self }
     }
+
+    fn check_patience(&self) -> Result<()> {
+        if self.skipped > self.patience {
+            return Err(Error::TooHigh { skipped: self.skipped, scale: self.scale });
+        }
+        Ok(())
+    }
 }
 
 impl ScaleRule for StaticRule {
@@ -44,10 +53,7 @@ impl ScaleRule for StaticRule {
 
     fn update(&mut self, overflow: bool) -> Result<()> {
         self.skipped = if overflow { self.skipped.saturating_add(1) } else { 0 };
-        if self.skipped > self.patience {
-            return Err(Error::TooHigh { skipped: self.skipped, scale: self.scale });
-        }
-        Ok(())
+        self.check_patience()
     }
 
     fn state(&self) -> Value {
@@ -67,5 +73,26 @@ impl ScaleRule for StaticRule {
         let skipped = state["skipped"].as_u64().and_then(|skipped| u32::try_from(skipped).ok());
         self.skipped = skipped.ok_or_else(|| refuse("it has no `skipped`"))?;
         Ok(())
+    }
+}
+
+impl DeviceRule for StaticRule {
+    /// The scale and the steps left out in a row.
+    fn position(&self) -> Vec<f64> {
+        vec![self.scale.into(), self.skipped.into()]
+    }
+
+    fn moved(&self, position: &Tensor, overflow: &Tensor) -> Result<Tensor> {
+        let more = position.f_add(&Tensor::f_arange(2, (Kind::Double, position.device()))?)?;
+        let none =
+            position.f_mul(&Tensor::f_arange_start_step(1, -1, -1, (Kind::Double, position.device()))?)?;
+        Ok(more.f_where_self(overflow, &none)?)
+    }
+
+    fn adopt(&mut self, position: &[f64]) -> Result<()> {
+        if let &[_, skipped] = position {
+            self.skipped = skipped as u32;
+        }
+        self.check_patience()
     }
 }

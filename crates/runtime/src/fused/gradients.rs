@@ -11,7 +11,7 @@ use std::borrow::Borrow;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::ops;
 use crate::sys::gradients as sys;
 
@@ -30,7 +30,8 @@ pub struct Unscaled {
 /// Multiplies every gradient by `factor` in place. All on one device; on the CPU fp32, fp64 or bf16, each filling its memory
 /// without gaps or overlap (in any order of dimensions); on CUDA what libtorch takes. No gradients: nothing found, a norm of 0.
 ///
-/// `factor` is a float tensor of one element, on the gradients' device; on the CPU it is read at once.
+/// `factor` is a float tensor of one element, on the gradients' device. It is the kernel that reads it, as it reads the
+/// gradients: nothing is brought to the host.
 ///
 /// # Errors
 /// [`Error::Invalid`] for a gradient of another device, dtype or layout; those of libtorch.
@@ -47,10 +48,7 @@ pub fn unscale_(grads: &[impl Borrow<Tensor>], factor: &Tensor, norm: bool) -> R
         });
         return Ok(Unscaled { found_inf, norm: norm.transpose()? });
     }
-    let value = factor.f_double_value(&[])?;
-    if factor.numel() != 1 {
-        return Err(Error::invalid(NAME, format!("`factor` is {:?}; expected one element", factor.size())));
-    }
+    let value = sys::factor(NAME, factor)?;
     let grads: Vec<&Tensor> = grads.iter().map(Borrow::borrow).collect();
     let found = sys::scale_and_survey(NAME, &grads, value)?;
     let flag = f32::from(u8::from(found.non_finite));

@@ -47,12 +47,12 @@ pub struct AdamWTensors<'a, T> {
 }
 
 /// With a gradient scaler: the gradients are divided by `scale` on their way in, and the step is skipped where
-/// `found_inf` is not zero. Both are float tensors of one element on the parameters' device.
+/// `found_inf` is 1. Both are float tensors of one element on the parameters' device; the host reads neither.
 #[derive(Debug, Clone, Copy)]
 pub struct Unscale<'a> {
-    /// The loss's scale.
-    pub scale: &'a Tensor,
-    /// Not zero where a gradient was infinite or NaN.
+    /// The loss's scale; `None` for gradients that are divided by it already.
+    pub scale: Option<&'a Tensor>,
+    /// 1 where a gradient was infinite or NaN, else 0; no other value.
     pub found_inf: &'a Tensor,
 }
 
@@ -124,7 +124,8 @@ fn fused<T: Borrow<Tensor>>(
         ("maximize", maximize.into()),
     ];
     if let Some(Unscale { scale, found_inf }) = unscale {
-        named.extend([("grad_scale", scale.into()), ("found_inf", found_inf.into())]);
+        named.extend(scale.map(|scale| ("grad_scale", scale.into())));
+        named.push(("found_inf", found_inf.into()));
     }
     let result = call(operator, "", &positional, &named).map(drop);
     match (&result, unscale) {

@@ -74,6 +74,21 @@ pub(crate) fn scale_and_survey(operation: &'static str, grads: &[&Tensor], facto
     Ok(survey)
 }
 
+/// The one element of a float tensor on the CPU.
+pub(crate) fn factor(operation: &'static str, tensor: &Tensor) -> Result<f64> {
+    let (kind, device, size) = (tensor.kind(), tensor.device(), tensor.size());
+    if kind != Kind::Float || device != Device::Cpu || tensor.numel() != 1 || tensor.is_neg() {
+        let found = format!("`factor` is {kind:?} {size:?} on {device:?}");
+        return Err(Error::invalid(
+            operation,
+            format!("{found}; expected one element, Float, where the gradients are"),
+        ));
+    }
+    let range = memory_range(tensor)?;
+    // SAFETY: the tensor is alive, dense, on the CPU, and has one element of this type at the start of its memory.
+    Ok(f64::from(unsafe { *(range.start as *const f32) }))
+}
+
 /// Whether the elements lie side by side, each once, in any order of the dimensions.
 fn is_dense(tensor: &Tensor) -> bool {
     let (size, stride) = (tensor.size(), tensor.stride());

@@ -44,9 +44,16 @@ impl Rule for Adam {
         self.follow(tensors, &tensors.decayed(hyper.weight_decay)?, hyper)
     }
 
-    fn fused(&self, tensors: &Tensors<'_>, steps: &[Tensor], hyper: Hyper) -> Option<Result<()>> {
+    fn fused(
+        &self,
+        tensors: &Tensors<'_>,
+        steps: &[Tensor],
+        hyper: Hyper,
+        skip: Option<&Tensor>,
+    ) -> Option<Result<()>> {
         let (tensors, options) = self.kernel(tensors, steps, hyper);
-        Some(optimizer::fused_adam_(&tensors, options, None).map_err(Into::into))
+        let skip = skip.map(|found_inf| optimizer::Unscale { scale: None, found_inf });
+        Some(optimizer::fused_adam_(&tensors, options, skip).map_err(Into::into))
     }
 
     fn has_fused(&self) -> bool {

@@ -50,9 +50,16 @@ impl Rule for AdamW {
         self.moments().follow(tensors, tensors.grads, hyper)
     }
 
-    fn fused(&self, tensors: &Tensors<'_>, steps: &[Tensor], hyper: Hyper) -> Option<Result<()>> {
+    fn fused(
+        &self,
+        tensors: &Tensors<'_>,
+        steps: &[Tensor],
+        hyper: Hyper,
+        skip: Option<&Tensor>,
+    ) -> Option<Result<()>> {
         let (tensors, options) = self.moments().kernel(tensors, steps, hyper);
-        Some(optimizer::fused_adamw_(&tensors, options, None).map_err(Into::into))
+        let skip = skip.map(|found_inf| optimizer::Unscale { scale: None, found_inf });
+        Some(optimizer::fused_adamw_(&tensors, options, skip).map_err(Into::into))
     }
 
     fn has_fused(&self) -> bool {

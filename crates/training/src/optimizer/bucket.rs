@@ -20,14 +20,21 @@ struct Bucket {
     copies: Vec<(Tensor, Tensor)>,
 }
 
+/// How a step runs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct How<'a> {
+    /// Of the optimizer; a group may have its own.
+    pub(super) rule: &'a dyn Rule,
+    /// Of the learning rates.
+    pub(super) factor: f64,
+    pub(super) implementation: Implementation,
+    /// Where this is 1 on the device, nothing changes. All rules are fused then.
+    pub(super) skip: Option<&'a Tensor>,
+}
+
 /// One step of every parameter in `live`.
-pub(super) fn step(
-    live: Vec<(&mut Held, Tensor)>,
-    groups: &[Group],
-    rule: &dyn Rule,
-    factor: f64,
-    implementation: Implementation,
-) -> Result<()> {
+pub(super) fn step(live: Vec<(&mut Held, Tensor)>, groups: &[Group], how: How<'_>) -> Result<()> {
+    let How { rule, implementation, skip, .. } = how;
     let mut buckets: Vec<Bucket> = Vec::new();
     for (held, grad) in live {
         let Some(state) = &mut held.state else { continue };
@@ -38,7 +45,8 @@ pub(super) fn step(
             state.device_step = None;
         }
         state.step += 1;
-        let key = (held.group, held.tensor.device(), kind, state.step);
+        // A fused kernel is given each parameter's own step.
+        let key = (held.group, held.tensor.device(), kind, if fused { 0 } else { state.step });
         // A parameter by itself may be run at once, so that its temporaries are gone before the next one's.
         let at = buckets.iter().position(|bucket| bucket.key == key);
         let at = at.unwrap_or_else(|| {
@@ -67,21 +75,23 @@ pub(super) fn step(
             state.step -= 1;
             bucket.steps.push(state.device_step(&held.tensor)?);
             state.step += 1;
+            state.uncertain |= skip.is_some();
         }
         if implementation == Implementation::ForLoop {
-            run(buckets.pop().into_iter(), groups, rule, factor)?;
+            run(buckets.pop().into_iter(), groups, how)?;
         }
     }
-    run(buckets.into_iter(), groups, rule, factor)
+    run(buckets.into_iter(), groups, how)
 }
 
-fn run(buckets: impl Iterator<Item = Bucket>, groups: &[Group], rule: &dyn Rule, factor: f64) -> Result<()> {
-    for Bucket { key: (group, _, _, step), params, grads, slots, steps, copies } in buckets {
+fn run(buckets: impl Iterator<Item = Bucket>, groups: &[Group], how: How<'_>) -> Result<()> {
+    for Bucket { key: (group, device, _, step), params, grads, slots, steps, copies } in buckets {
         let group = &groups[group];
-        let rule = group.rule.as_deref().unwrap_or(rule);
-        let hyper = Hyper { lr: group.lr * factor, weight_decay: group.weight_decay, step };
+        let rule = group.rule.as_deref().unwrap_or(how.rule);
+        let hyper = Hyper { lr: group.lr * how.factor, weight_decay: group.weight_decay, step };
+        let skip = how.skip.map(|skip| skip.f_to_device(device)).transpose()?;
         let tensors = Tensors { params: &params, grads: &grads, slots: &slots };
-        let fused = if steps.is_empty() { None } else { rule.fused(&tensors, &steps, hyper) };
+        let fused = if steps.is_empty() { None } else { rule.fused(&tensors, &steps, hyper, skip.as_ref()) };
         fused.unwrap_or_else(|| rule.update(&tensors, hyper))?;
         let (targets, sources): (Vec<Tensor>, Vec<Tensor>) = copies.into_iter().unzip();
         foreach::copy_(&targets, &sources)?;

@@ -65,10 +65,17 @@ pub trait Rule: Debug + Send + Sync {
     /// Those of libtorch.
     fn update(&self, tensors: &Tensors<'_>, hyper: Hyper) -> Result<()>;
 
-    /// [`Rule::update`] in one kernel. `steps` are float scalars, the steps done before this one, which the kernel raises.
-    /// `None` where there is no such kernel.
-    fn fused(&self, tensors: &Tensors<'_>, steps: &[Tensor], hyper: Hyper) -> Option<Result<()>> {
-        let _ = (tensors, steps, hyper);
+    /// [`Rule::update`] in one kernel. `steps` are float scalars, the steps done before this one, which the kernel raises;
+    /// [`Hyper::step`] is not to be used. Where `skip`, a float scalar on the device, is 1, nothing is changed. `None` where
+    /// there is no such kernel.
+    fn fused(
+        &self,
+        tensors: &Tensors<'_>,
+        steps: &[Tensor],
+        hyper: Hyper,
+        skip: Option<&Tensor>,
+    ) -> Option<Result<()>> {
+        let _ = (tensors, steps, hyper, skip);
         None
     }
 

@@ -14,10 +14,12 @@ const MASTER: &str = "master";
 /// State of one parameter.
 #[derive(Debug)]
 pub(super) struct ParameterState {
-    /// Steps done.
+    /// Steps done, unless `uncertain`.
     pub(super) step: u64,
     /// The same as a float scalar on the device, for fused kernels, which raise it themselves.
     pub(super) device_step: Option<Tensor>,
+    /// Only the device knows how many steps were done, as it left some out.
+    pub(super) uncertain: bool,
     /// With the rule's names.
     pub(super) slots: Vec<(&'static str, Tensor)>,
     /// The parameter before it was rounded.
@@ -30,7 +32,7 @@ impl ParameterState {
         let options = (kind, parameter.device());
         let slot = |&name| Ok((name, Tensor::f_full(parameter.size(), rule.initial(), options)?));
         let slots = rule.slots().iter().map(slot).collect::<Result<_>>()?;
-        let mut state = Self { step: 0, device_step: None, slots, master: None };
+        let mut state = Self { step: 0, device_step: None, uncertain: false, slots, master: None };
         if master {
             state.keep_master(parameter)?;
         }
@@ -62,7 +64,11 @@ impl ParameterState {
     pub(super) fn named(&self, parameter: &str) -> Vec<(String, Tensor)> {
         let slots = self.slots.iter().map(|(slot, tensor)| (*slot, tensor.shallow_clone()));
         let master = self.master.iter().map(|tensor| (MASTER, tensor.shallow_clone()));
-        let step = (STEP, Tensor::from(self.step as i64));
+        let step = match &self.device_step {
+            Some(step) if self.uncertain => step.to_kind(Kind::Int64),
+            _ => Tensor::from(self.step as i64),
+        };
+        let step = (STEP, step);
         let all = std::iter::once(step).chain(slots).chain(master);
         all.map(|(slot, tensor)| (format!("{parameter}.{slot}"), tensor)).collect()
     }
@@ -119,7 +125,13 @@ pub(super) fn read<'a>(
             mismatched.push(format!("{name}.step ({step}, expected a number from 0 on)"));
             0
         });
-        states.push(whole.then_some(ParameterState { step, device_step: None, slots, master }));
+        states.push(whole.then_some(ParameterState {
+            step,
+            device_step: None,
+            uncertain: false,
+            slots,
+            master,
+        }));
     }
     let unexpected: Vec<String> = given.into_keys().map(str::to_owned).collect();
     if missing.is_empty() && unexpected.is_empty() && mismatched.is_empty() {

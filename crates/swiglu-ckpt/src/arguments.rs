@@ -1,0 +1,92 @@
+//! What a SwiGLU is given, and whether it fits together.
+
+use tch::{Kind, Tensor};
+
+use crate::error::{Error, Result};
+
+/// The weights, as one function's inputs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Weights<'a> {
+    Separate { gate: &'a Tensor, up: &'a Tensor, down: &'a Tensor },
+    Fused { gate_up: &'a Tensor, down: &'a Tensor },
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    pub(crate) tokens: i64,
+    pub(crate) hidden: i64,
+    pub(crate) features: i64,
+}
+
+/// The weights by name, if they and x exist.
+pub(crate) fn defined<'a>(x: &Tensor, weights: Weights<'a>) -> Result<Vec<(&'static str, &'a Tensor)>> {
+    let named: Vec<(&'static str, &Tensor)> = match weights {
+        Weights::Separate { gate, up, down } => vec![("gate", gate), ("up", up), ("down", down)],
+        Weights::Fused { gate_up, down } => vec![("gate_up", gate_up), ("down", down)],
+    };
+    match [("x", x)].iter().chain(&named).find(|(_, tensor)| !tensor.defined()) {
+        Some(&(name, _)) => Err(Error::Undefined { name }),
+        None => Ok(named),
+    }
+}
+
+/// Checks everything that a caller can get wrong, and reads the sizes.
+pub(crate) fn check(x: &Tensor, weights: Weights<'_>) -> Result<Sizes> {
+    let shape =
+        |name, tensor: &Tensor, expected: String| Err(Error::Shape { name, found: tensor.size(), expected });
+    let named = defined(x, weights)?;
+    let size = x.size();
+    let Some((&hidden, leading)) = size.split_last() else {
+        return shape("x", x, "[..., hidden]: at least one dimension".into());
+    };
+    let floating = [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half];
+    if !floating.contains(&x.kind()) {
+        return Err(Error::Dtype {
+            name: "x",
+            found: x.kind(),
+            expected: "Float, Double, BFloat16 or Half".into(),
+        });
+    }
+    for (name, tensor) in &named {
+        if tensor.kind() != x.kind() {
+            return Err(Error::Dtype {
+                name,
+                found: tensor.kind(),
+                expected: format!("{:?} as `x`", x.kind()),
+            });
+        }
+        if tensor.device() != x.device() {
+            return Err(Error::DeviceMismatch { name, found: tensor.device(), expected: x.device() });
+        }
+    }
+    let (down_name, down) = named[named.len() - 1];
+    let &[features, down_hidden] = &down.size()[..] else {
+        return shape(down_name, down, "[intermediate, hidden]: two dimensions".into());
+    };
+    for (name, found) in [("hidden", hidden), ("intermediate", features)] {
+        if found < 1 {
+            return Err(Error::Size { name, found });
+        }
+    }
+    if down_hidden != hidden {
+        return shape(
+            down_name,
+            down,
+            format!("[intermediate, {hidden}], as the last dimension of `x` is {hidden}"),
+        );
+    }
+    let columns = if named.len() == 2 { 2 * features } else { features };
+    for (name, tensor) in &named[..named.len() - 1] {
+        if tensor.size() != [hidden, columns] {
+            return shape(
+                name,
+                tensor,
+                format!(
+                    "[{hidden}, {columns}], as `x` has {hidden} features and `down` is {:?}",
+                    down.size()
+                ),
+            );
+        }
+    }
+    Ok(Sizes { tokens: leading.iter().product(), hidden, features })
+}
