@@ -30,9 +30,11 @@ impl Sizes {
             dropout: 0.0,
             ..Default::default()
         };
-        // The scale starts where PyTorch's does, and grows sooner, so that a short training shows what it does.
-        let scales =
-            Scales { fixed: 65_536.0, dynamic: DynamicOptions { interval: 20, ..Default::default() } };
+        let scales = Scales {
+            fixed: 65_536.0,
+            dynamic: DynamicOptions::default(),
+            restless: DynamicOptions { initial: 2f32.powi(24), interval: 30, ..Default::default() },
+        };
         let training = |model, batch_size, epochs, lr, evaluate_every| Training {
             model,
             strategy: Strategy::Packed,
@@ -53,7 +55,7 @@ impl Sizes {
                 rounds: 1,
             },
             Scale::Laptop => Self {
-                training: training(model(64, 4, 256), 16, 3, 1e-3, 15),
+                training: training(model(64, 4, 256), 16, 2, 1e-3, 12),
                 train_tokens: 80_000,
                 validation_tokens: 6_000,
                 rounds: 2,

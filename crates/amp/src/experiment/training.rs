@@ -88,6 +88,11 @@ impl Outcome {
         self.settled().map(|step| step.timings.optimizer).collect()
     }
 
+    /// How often gradients were computed again because they overflowed.
+    pub fn retries(&self) -> u32 {
+        self.steps.iter().map(|step| step.retries).sum()
+    }
+
     fn settled(&self) -> impl Iterator<Item = &StepRecord> {
         const FIRST: usize = 3;
         self.steps.iter().skip(if self.steps.len() > FIRST { FIRST } else { 0 })
@@ -160,6 +165,7 @@ fn prepare(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Prepare
     let options = Options {
         steps: u64::MAX,
         accuracy: true,
+        overflow: setup.overflow(),
         evaluate_every: Some(evaluate_every),
         divergence: Divergence { patience: 10, ..Default::default() },
         ..Default::default()
