@@ -1,6 +1,7 @@
 //! The subcommands, a module each.
 
 pub(crate) mod formats;
+pub(crate) mod gradient;
 pub(crate) mod sizes;
 pub(crate) mod sweep;
 pub(crate) mod train;

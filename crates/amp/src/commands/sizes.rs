@@ -1,6 +1,7 @@
 //! How large the experiments are at each scale.
 
 use amp::DynamicOptions;
+use amp::experiment::gradient_time;
 use amp::experiment::setup::Scales;
 use amp::experiment::training::Training;
 use anyhow::Context;
@@ -77,4 +78,24 @@ impl Sizes {
         };
         Corpus::embedded(&limits).context("reading the embedded corpus")
     }
+}
+
+/// The sizes of one gradient: wide enough that products take most of it.
+pub(crate) fn wide(scale: Scale, device: Device, seed: u64) -> gradient_time::Sizes {
+    let (width, rows, max_length, vocab_size) = match scale {
+        Scale::Smoke => (64, 2, 64, 512),
+        Scale::Laptop => (512, 8, 256, 4096),
+        Scale::Paper => (1024, 32, 512, 30_522),
+    };
+    let model = Gpt2LikeConfig {
+        vocab_size,
+        embedding_dim: width,
+        hidden_dim: width,
+        num_heads: 8,
+        ff_dim: 4 * width,
+        max_length,
+        dropout: 0.0,
+        ..Default::default()
+    };
+    gradient_time::Sizes { model, rows, device, seed }
 }

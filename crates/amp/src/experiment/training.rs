@@ -160,7 +160,7 @@ fn prepare(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Prepare
     let validation = LoaderBatches::new(validation, &LoaderOptions { epochs: Some(1), ..loader })?;
 
     let Parts { weights, autocast, scaler } = setup.parts(&training.scales)?;
-    let model = model(&training.model, corpus.vocabulary(), weights, device)?;
+    let model = gpt2_like(&training.model, corpus.vocabulary(), weights, device)?;
     let optimizer = setup.adam(Group::new(trainable(&*model), lr))?;
     let options = Options {
         steps: u64::MAX,
@@ -218,8 +218,11 @@ impl Trained {
     }
 }
 
-/// The model, with the weights that fp32 draws, rounded to `kind`.
-fn model(
+/// The assignment's model with the weights that fp32 draws, rounded to `kind`.
+///
+/// # Errors
+/// Those of the model.
+pub fn gpt2_like(
     config: &Gpt2LikeConfig,
     vocabulary: i64,
     kind: Kind,
