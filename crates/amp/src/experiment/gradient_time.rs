@@ -100,7 +100,7 @@ impl Gradient {
         let peak_bytes = region.finish()?.peak_above_start();
         drop(grads);
         for (_, parameter) in parameters {
-            runtime::autograd::set_grad(&parameter, None)?;
+            runtime::autograd::set_grad(parameter, None)?;
         }
         Ok(Cost { forward, backward, unscale, peak_bytes })
     }

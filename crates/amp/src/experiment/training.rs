@@ -212,7 +212,7 @@ impl Trained {
             runtime::autograd::backward(&[&mean.f_mul_scalar(scale)?])?;
         }
         for (_, parameter) in trainable(&*self.model) {
-            runtime::autograd::set_grad(&parameter, None)?;
+            runtime::autograd::set_grad(parameter, None)?;
         }
         Ok(())
     }
