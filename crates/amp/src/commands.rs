@@ -1,6 +1,7 @@
 //! The subcommands, a module each.
 
 pub(crate) mod formats;
+pub(crate) mod gradient;
 pub(crate) mod numerics;
 pub(crate) mod overhead;
 pub(crate) mod sizes;

@@ -1,5 +1,7 @@
 //! What the mixed-precision assignment measures.
 
+pub mod fp16_adam;
+pub mod gradient_time;
 pub mod gradients;
 pub mod numerics;
 pub mod overhead;

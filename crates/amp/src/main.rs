@@ -21,6 +21,8 @@ struct Cli {
 enum Command {
     /// Measure whole trainings, one in each precision
     Train(commands::train::Train),
+    /// Measure one gradient in each precision, on a wider model
+    Gradient(commands::gradient::GradientArgs),
     /// Train with one static scale after another, and with the dynamic scaler from both ends
     Sweep(commands::sweep::Sweep),
     /// Count the gradients that fp16 makes zero, by exponent and by scale
@@ -37,6 +39,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     report::cli::run(|| match &cli.command {
         Command::Train(arguments) => commands::train::run(&cli.common, arguments),
+        Command::Gradient(arguments) => commands::gradient::run(&cli.common, arguments),
         Command::Sweep(arguments) => commands::sweep::run(&cli.common, arguments),
         Command::Underflow(arguments) => commands::underflow::run(&cli.common, arguments),
         Command::Formats(arguments) => commands::formats::run(&cli.common, arguments),

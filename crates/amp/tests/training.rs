@@ -35,10 +35,9 @@ fn trainer(steps: u64, dtype: Option<Kind>, scaler: Box<dyn GradScaler>) -> Trai
     };
     let model = Gpt2Like::new(&config, kind::FLOAT_CPU).unwrap();
     // The same weights for every training, whoever draws random numbers beside it.
-    for (index, (_, weight)) in trainable(&model).into_iter().enumerate() {
-        if weight.dim() == 2 {
-            let wave =
-                (Tensor::arange(weight.numel() as i64, kind::FLOAT_CPU) * 1.7 + index as f64).sin() * 0.25;
+    for (index, (name, weight)) in trainable(&model).into_iter().enumerate() {
+        let wave = (Tensor::arange(weight.numel() as i64, kind::FLOAT_CPU) * 1.7 + index as f64).sin() * 0.25;
+        if !name.contains("norm") {
             tch::no_grad(|| weight.shallow_clone().copy_(&wave.reshape(weight.size())));
         }
     }

@@ -39,6 +39,8 @@ pub struct StepRecord {
     pub gradient_norm: Option<f64>,
     /// Whether the optimizer passed it over, because a gradient was not finite.
     pub skipped: bool,
+    /// How often its gradients were computed again, because they overflowed ([`Overflow::Retry`](crate::trainer::Overflow)).
+    pub retries: u32,
     /// The loss's scale.
     pub scale: f64,
     /// Tokens of documents.

@@ -10,6 +10,7 @@
 //! stopped: parameters, optimizer, scaler, data and random generators go on where they stood.
 
 mod description;
+mod retry;
 mod saving;
 mod settle;
 
@@ -33,6 +34,8 @@ use crate::observer::{Observer, StepRecord, Timings};
 use crate::optimizer::{Optimizer, ZeroGrad};
 use crate::scaler::{GradScaler, NoScaler};
 use crate::schedule::Schedule;
+use retry::Attempts;
+pub use retry::Overflow;
 use saving::Occasion;
 use settle::{Figures, Settled};
 
@@ -57,6 +60,8 @@ pub struct Options {
     pub clip: Option<f64>,
     /// What to do where that norm is not finite.
     pub non_finite: NonFinite,
+    /// What to do where they overflow under a scaler.
+    pub overflow: Overflow,
     /// How gradients are cleared.
     pub zero_grad: ZeroGrad,
     /// Whether to count, in each step, what was predicted right: a pass over the logits.
@@ -81,6 +86,7 @@ impl Default for Options {
             accumulation: 1,
             clip: None,
             non_finite: NonFinite::default(),
+            overflow: Overflow::default(),
             zero_grad: ZeroGrad::default(),
             accuracy: false,
             read_every: 10,
@@ -252,32 +258,24 @@ impl Trainer {
         else {
             return Ok(false);
         };
-        let (mut sums, accuracy) = (Vec::new(), self.options.accuracy);
-        // Over all micro-batches, so that a weight is cast once for all of them.
-        let precision = self.enter_precision();
-        for batch in &micro.batches {
-            let model = self.model.as_ref();
-            let output = timed("forward", &mut timings.forward, || forward(model, batch, true, accuracy))?;
-            timed("backward", &mut timings.backward, || {
-                let loss = self.scaler.scale(&output.sum.f_div_scalar(micro.denominator())?)?;
-                Ok(runtime::autograd::backward(&[&loss])?)
-            })?;
-            let parts = std::iter::once(&output.sum).chain(&output.correct);
-            let parts =
-                parts.map(|t| t.f_detach()?.f_to_kind(Kind::Double)).collect::<Result<Vec<_>, _>>()?;
-            sums.push(Tensor::f_stack(&parts, 0)?);
-        }
-        drop(precision);
-        // What the device decides is put into the record when it is read.
-        let scale = if self.scaler.device_side().is_some() { f64::NAN } else { self.scaler.current() };
-        let started = Instant::now();
-        let settled = self.settle_gradients()?;
+        let mut attempts = self.attempts(micro.batches[0].tokens.device())?;
+        let (sums, scale, settled, started) = loop {
+            let sums = self.gradients(&micro, &mut timings)?;
+            // What the device decides is put into the record when it is read.
+            let scale = if self.scaler.device_side().is_some() { f64::NAN } else { self.scaler.current() };
+            let started = Instant::now();
+            let settled = self.settle_gradients()?;
+            if !self.try_again(attempts.as_mut(), &settled, scale)? {
+                break (sums, scale, settled, started);
+            }
+            timings.optimizer += started.elapsed().as_secs_f64();
+        };
         let (mut gradient_norm, mut skipped) = (None, false);
         {
             let _optimizer = range("optimizer");
             self.optimizer.set_factor(self.schedule.factor(self.step))?;
             match settled {
-                Settled::Host { norm, skipped: left_out } => {
+                Settled::Host { norm, skipped: left_out, .. } => {
                     (gradient_norm, skipped) = (norm, left_out);
                     if !left_out {
                         self.optimizer.step()?;
@@ -287,7 +285,7 @@ impl Trainer {
             }
             self.optimizer.zero_grad(self.options.zero_grad)?;
         }
-        timings.optimizer = started.elapsed().as_secs_f64();
+        timings.optimizer += started.elapsed().as_secs_f64();
         timings.total = self.last.elapsed().as_secs_f64();
         self.last = Instant::now();
         self.step += 1;
@@ -301,6 +299,7 @@ impl Trainer {
             learning_rate,
             gradient_norm,
             skipped,
+            retries: Attempts::made(attempts.as_ref()),
             scale,
             tokens,
             padding,
@@ -314,6 +313,27 @@ impl Trainer {
         }
         self.pending.push(Pending { record, denominator: micro.denominator(), sums, parts });
         Ok(true)
+    }
+
+    /// Forward and backward of all micro-batches. For each, `[1 or 2]`, fp64: its summed loss and, where that was asked for,
+    /// the number of right predictions.
+    fn gradients(&self, micro: &MicroBatches, timings: &mut Timings) -> Result<Vec<Tensor>> {
+        let (mut sums, accuracy) = (Vec::new(), self.options.accuracy);
+        // Over all micro-batches, so that a weight is cast once for all of them.
+        let _precision = self.enter_precision();
+        for batch in &micro.batches {
+            let model = self.model.as_ref();
+            let output = timed("forward", &mut timings.forward, || forward(model, batch, true, accuracy))?;
+            timed("backward", &mut timings.backward, || {
+                let loss = self.scaler.scale(&output.sum.f_div_scalar(micro.denominator())?)?;
+                Ok(runtime::autograd::backward(&[&loss])?)
+            })?;
+            let parts = std::iter::once(&output.sum).chain(&output.correct);
+            let parts =
+                parts.map(|t| t.f_detach()?.f_to_kind(Kind::Double)).collect::<Result<Vec<_>, _>>()?;
+            sums.push(Tensor::f_stack(&parts, 0)?);
+        }
+        Ok(sums)
     }
 
     fn enter_precision(&self) -> Option<Entered> {

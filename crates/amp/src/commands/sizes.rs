@@ -1,6 +1,7 @@
 //! How large the experiments are at each scale.
 
 use amp::DynamicOptions;
+use amp::experiment::gradient_time;
 use amp::experiment::setup::Scales;
 use amp::experiment::training::Training;
 use anyhow::Context;
@@ -30,9 +31,11 @@ impl Sizes {
             dropout: 0.0,
             ..Default::default()
         };
-        // The scale starts where PyTorch's does, and grows sooner, so that a short training shows what it does.
-        let scales =
-            Scales { fixed: 65_536.0, dynamic: DynamicOptions { interval: 20, ..Default::default() } };
+        let scales = Scales {
+            fixed: 65_536.0,
+            dynamic: DynamicOptions::default(),
+            restless: DynamicOptions { initial: 2f32.powi(24), interval: 30, ..Default::default() },
+        };
         let training = |model, batch_size, epochs, lr, evaluate_every| Training {
             model,
             strategy: Strategy::Packed,
@@ -53,7 +56,7 @@ impl Sizes {
                 rounds: 1,
             },
             Scale::Laptop => Self {
-                training: training(model(64, 4, 256), 16, 3, 1e-3, 15),
+                training: training(model(64, 4, 256), 16, 2, 1e-3, 12),
                 train_tokens: 80_000,
                 validation_tokens: 6_000,
                 rounds: 2,
@@ -75,4 +78,24 @@ impl Sizes {
         };
         Corpus::embedded(&limits).context("reading the embedded corpus")
     }
+}
+
+/// The sizes of one gradient: wide enough that products take most of it.
+pub(crate) fn wide(scale: Scale, device: Device, seed: u64) -> gradient_time::Sizes {
+    let (width, rows, max_length, vocab_size) = match scale {
+        Scale::Smoke => (64, 2, 64, 512),
+        Scale::Laptop => (512, 8, 256, 4096),
+        Scale::Paper => (1024, 32, 512, 30_522),
+    };
+    let model = Gpt2LikeConfig {
+        vocab_size,
+        embedding_dim: width,
+        hidden_dim: width,
+        num_heads: 8,
+        ff_dim: 4 * width,
+        max_length,
+        dropout: 0.0,
+        ..Default::default()
+    };
+    gradient_time::Sizes { model, rows, device, seed }
 }

@@ -11,8 +11,8 @@ use super::sizes::Sizes;
 const EXPERIMENT: &str = "amp-sweep";
 /// Exponents of the static scales.
 const STATIC: [i32; 10] = [-8, -4, 0, 4, 8, 12, 16, 20, 24, 28];
-/// Exponents from which the dynamic scale begins.
-const DYNAMIC: [i32; 2] = [-8, 40];
+/// Exponents from which the dynamic scale begins, and the steps after which it grows.
+const DYNAMIC: [(i32, u32); 2] = [(-8, 1), (40, 10)];
 
 #[derive(clap::Args)]
 pub(crate) struct Sweep {
@@ -44,14 +44,14 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Sweep) -> anyhow::Result<()> 
         put("static", exponent, &train(&corpus, Setup::Static, &Training { scales, ..training.clone() })?)?;
         progress.step();
     }
-    for exponent in DYNAMIC {
+    for (exponent, interval) in DYNAMIC {
         progress.message(&format!("dynamic, from 2^{exponent}"));
-        let dynamic = DynamicOptions { initial: 2f32.powi(exponent), interval: 2, ..training.scales.dynamic };
-        let scales = Scales { dynamic, ..training.scales };
+        let restless = DynamicOptions { initial: 2f32.powi(exponent), interval, ..Default::default() };
+        let scales = Scales { restless, ..training.scales };
         put(
             "dynamic, from here",
             exponent,
-            &train(&corpus, Setup::Dynamic, &Training { scales, ..training.clone() })?,
+            &train(&corpus, Setup::Retry, &Training { scales, ..training.clone() })?,
         )?;
         progress.step();
     }
@@ -73,6 +73,7 @@ fn metrics(outcome: &Outcome, full: f64) -> Vec<Metric> {
             ]
         }
     };
+    metrics.push(Metric::exact("retries_per_step", "ratio", f64::from(outcome.retries()) / steps));
     metrics.push(Metric::exact("skipped_share", "ratio", outcome.skipped() as f64 / steps));
     let last = outcome.steps.last().map_or(f64::NAN, |step| step.scale.log2());
     if last.is_finite() {

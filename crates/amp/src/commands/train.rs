@@ -86,6 +86,7 @@ fn totals(outcomes: &[Outcome], full: &[Outcome]) -> Vec<Metric> {
         each("peak_bytes", "B", &|outcome| outcome.peak_bytes as f64),
         each("steps", "count", &|outcome| outcome.steps.len() as f64),
         each("skipped_steps", "count", &|outcome| outcome.skipped() as f64),
+        each("retries", "count", &|outcome| outcome.retries().into()),
         each("final_scale", "ratio", &|outcome| outcome.steps.last().map_or(1.0, |step| step.scale)),
     ];
     if outcomes.iter().all(|outcome| outcome.casts.is_some()) {
@@ -126,18 +127,20 @@ fn curves(sink: &mut Sink, case: &Case, outcome: &Outcome) -> anyhow::Result<()>
     Ok(())
 }
 
-/// The dynamic scaler's loss over the static one's, seed by seed.
+/// The dynamic scalers' losses over the static one's, seed by seed.
 fn against_static(sink: &mut Sink, setups: &[Setup], outcomes: &[Vec<Outcome>]) -> anyhow::Result<()> {
     let of = |wanted| setups.iter().position(|setup| *setup == wanted).map(|index| &outcomes[index]);
-    let (Some(fixed), Some(dynamic)) = (of(Setup::Static), of(Setup::Dynamic)) else { return Ok(()) };
-    let ratios: Option<Vec<f64>> = dynamic
-        .iter()
-        .zip(fixed)
-        .map(|(dynamic, fixed)| Some(dynamic.last()?.loss / fixed.last()?.loss))
-        .collect();
-    let metric = match ratios {
-        Some(ratios) => Metric::of_samples("dynamic_vs_static", "ratio", &ratios),
-        None => Metric::not_measured("dynamic_vs_static", "ratio", "one of the two diverged"),
-    };
-    sink.put(EXPERIMENT, &Case::new().with("setups", "dynamic against static"), vec![metric])
+    let Some(fixed) = of(Setup::Static) else { return Ok(()) };
+    for setup in [Setup::Dynamic, Setup::Restless, Setup::Retry] {
+        let Some(dynamic) = of(setup) else { continue };
+        let pairs = dynamic.iter().zip(fixed);
+        let ratios: Option<Vec<f64>> =
+            pairs.map(|(dynamic, fixed)| Some(dynamic.last()?.loss / fixed.last()?.loss)).collect();
+        let metric = match ratios {
+            Some(ratios) => Metric::of_samples("loss_vs_static", "ratio", &ratios),
+            None => Metric::not_measured("loss_vs_static", "ratio", "one of the two diverged"),
+        };
+        sink.put(EXPERIMENT, &Case::new().with("setup", setup.to_string()), vec![metric])?;
+    }
+    Ok(())
 }

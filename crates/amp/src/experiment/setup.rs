@@ -4,8 +4,11 @@ use std::fmt;
 
 use runtime::matmul::compute_kind;
 use tch::{Device, Kind};
+use training::optimizer::{Adam, Group, Optimizer};
 use training::scaler::{GradScaler, NoScaler};
+use training::trainer::Overflow;
 
+use super::fp16_adam::Fp16Adam;
 use crate::error::Result;
 use crate::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
 
@@ -14,14 +17,20 @@ use crate::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
 pub enum Setup {
     /// Everything in fp32
     Fp32,
-    /// Everything in fp16, the optimizer too, and no scaling
+    /// Everything in fp16, the optimizer's arithmetic too, and no scaling
     PureFp16,
+    /// fp16 weights and gradients, an optimizer that computes in fp32, no scaling
+    Fp16Weights,
     /// fp32 weights, fp16 products, no scaling
     Unscaled,
     /// fp32 weights, fp16 products, one scale
     Static,
-    /// fp32 weights, fp16 products, a scale that follows the gradients
+    /// fp32 weights, fp16 products, a scale that follows the gradients, with PyTorch's constants
     Dynamic,
+    /// The same with a scale that begins too high and grows often
+    Restless,
+    /// The same, and steps that overflow are tried again at a lower scale
+    Retry,
     /// fp32 weights, bf16 products, no scaling
     Bf16,
     /// fp32 weights, fp8 linear layers, other products in bf16, no scaling
@@ -35,6 +44,8 @@ pub struct Scales {
     pub fixed: f32,
     /// How the dynamic one's moves.
     pub dynamic: DynamicOptions,
+    /// How it moves where it is restless.
+    pub restless: DynamicOptions,
 }
 
 /// What a set-up gives to a training.
@@ -50,8 +61,18 @@ pub struct Parts {
 
 impl Setup {
     /// All of them.
-    pub const ALL: [Self; 7] =
-        [Self::Fp32, Self::PureFp16, Self::Unscaled, Self::Static, Self::Dynamic, Self::Bf16, Self::Fp8];
+    pub const ALL: [Self; 10] = [
+        Self::Fp32,
+        Self::PureFp16,
+        Self::Fp16Weights,
+        Self::Unscaled,
+        Self::Static,
+        Self::Dynamic,
+        Self::Restless,
+        Self::Retry,
+        Self::Bf16,
+        Self::Fp8,
+    ];
 
     /// The parts, new.
     ///
@@ -61,17 +82,37 @@ impl Setup {
         let scaler: Box<dyn GradScaler> = match self {
             Self::Static => Box::new(StaticGradScaler::new(scales.fixed)?),
             Self::Dynamic => Box::new(DynamicGradScaler::new(scales.dynamic)?),
+            Self::Restless | Self::Retry => Box::new(DynamicGradScaler::new(scales.restless)?),
             _ => Box::new(NoScaler),
         };
         let autocast = match self {
             Self::Fp32 => None,
-            Self::PureFp16 => Some(Autocast::pure(Kind::Half)?),
-            Self::Unscaled | Self::Static | Self::Dynamic => Some(Autocast::new(Kind::Half)?),
+            Self::PureFp16 | Self::Fp16Weights => Some(Autocast::pure(Kind::Half)?),
+            Self::Unscaled | Self::Static | Self::Dynamic | Self::Restless | Self::Retry => {
+                Some(Autocast::new(Kind::Half)?)
+            }
             Self::Bf16 => Some(Autocast::new(Kind::BFloat16)?),
             Self::Fp8 => Some(Autocast::fp8()),
         };
-        let weights = if self == Self::PureFp16 { Kind::Half } else { Kind::Float };
+        let weights =
+            if matches!(self, Self::PureFp16 | Self::Fp16Weights) { Kind::Half } else { Kind::Float };
         Ok(Parts { weights, autocast, scaler })
+    }
+
+    /// What becomes of steps that overflow.
+    pub fn overflow(self) -> Overflow {
+        if self == Self::Retry { Overflow::Retry { most: 40 } } else { Overflow::Skip }
+    }
+
+    /// Adam over `parameters`.
+    ///
+    /// # Errors
+    /// Those of [`Optimizer::new`].
+    pub fn adam(self, parameters: Group) -> Result<Optimizer> {
+        Ok(match self {
+            Self::PureFp16 => Optimizer::new(Fp16Adam(Adam::default()), vec![parameters])?,
+            _ => Optimizer::new(Adam::default(), vec![parameters])?,
+        })
     }
 
     /// What a device multiplies in for it: "fp16", or "fp16 rounded, fp32 products" where it has none.
@@ -94,9 +135,12 @@ impl fmt::Display for Setup {
         f.write_str(match self {
             Self::Fp32 => "fp32",
             Self::PureFp16 => "pure fp16",
+            Self::Fp16Weights => "fp16 weights",
             Self::Unscaled => "fp16, no scaler",
             Self::Static => "fp16, static scaler",
             Self::Dynamic => "fp16, dynamic scaler",
+            Self::Restless => "fp16, restless scaler",
+            Self::Retry => "fp16, restless, retried",
             Self::Bf16 => "bf16",
             Self::Fp8 => "fp8",
         })

@@ -18,7 +18,7 @@ use training::experiment::corpus::Corpus;
 use training::experiment::strategy::Strategy;
 use training::loader_batches::LoaderBatches;
 use training::observer::{Observer, StepRecord};
-use training::optimizer::{Adam, Group, Optimizer};
+use training::optimizer::Group;
 use training::schedule::{Schedule, Shape};
 use training::trainer::Options;
 
@@ -88,6 +88,11 @@ impl Outcome {
         self.settled().map(|step| step.timings.optimizer).collect()
     }
 
+    /// How often gradients were computed again because they overflowed.
+    pub fn retries(&self) -> u32 {
+        self.steps.iter().map(|step| step.retries).sum()
+    }
+
     fn settled(&self) -> impl Iterator<Item = &StepRecord> {
         const FIRST: usize = 3;
         self.steps.iter().skip(if self.steps.len() > FIRST { FIRST } else { 0 })
@@ -155,11 +160,12 @@ fn prepare(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Prepare
     let validation = LoaderBatches::new(validation, &LoaderOptions { epochs: Some(1), ..loader })?;
 
     let Parts { weights, autocast, scaler } = setup.parts(&training.scales)?;
-    let model = model(&training.model, corpus.vocabulary(), weights, device)?;
-    let optimizer = Optimizer::new(Adam::default(), vec![Group::new(trainable(&*model), lr)])?;
+    let model = gpt2_like(&training.model, corpus.vocabulary(), weights, device)?;
+    let optimizer = setup.adam(Group::new(trainable(&*model), lr))?;
     let options = Options {
         steps: u64::MAX,
         accuracy: true,
+        overflow: setup.overflow(),
         evaluate_every: Some(evaluate_every),
         divergence: Divergence { patience: 10, ..Default::default() },
         ..Default::default()
@@ -212,8 +218,11 @@ impl Trained {
     }
 }
 
-/// The model, with the weights that fp32 draws, rounded to `kind`.
-fn model(
+/// The assignment's model with the weights that fp32 draws, rounded to `kind`.
+///
+/// # Errors
+/// Those of the model.
+pub fn gpt2_like(
     config: &Gpt2LikeConfig,
     vocabulary: i64,
     kind: Kind,

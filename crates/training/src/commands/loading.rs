@@ -17,7 +17,7 @@ pub(crate) struct Loading {
     /// How often the training data is gone through
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     epochs: u64,
-    /// Trainings with each strategy, in turns [default: 3 on the embedded texts, 2 on others, 1 at smoke]
+    /// Trainings with each strategy, in turns [default: 2 on the embedded texts, 1 on others and at smoke]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     rounds: Option<u64>,
 }
@@ -57,7 +57,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Loading) -> anyhow::Result<()
     };
     let rounds = arguments.rounds.unwrap_or(match data {
         Data::Embedded => sizes.rounds,
-        Data::Wikitext2 => sizes.rounds.min(2),
+        Data::Wikitext2 => 1,
     });
     let mut progress = Progress::new(rounds * strategies.len() as u64 + 1);
     // The first training of a process sets libtorch up and lets the allocator grow; it is not among those measured.

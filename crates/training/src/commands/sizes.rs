@@ -66,7 +66,7 @@ impl Sizes {
                 train_tokens: 80_000,
                 validation_tokens: 6_000,
                 evaluate_every: 8,
-                rounds: 3,
+                rounds: 2,
                 vocabulary: 4096,
             },
             // The assignment's widths; its own 1023 is 3 · 11 · 31.

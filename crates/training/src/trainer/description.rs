@@ -36,6 +36,7 @@ impl Description {
         set("accumulation", options.accumulation.to_string());
         set("clip", clip);
         set("non-finite gradients", format!("{:?}", options.non_finite));
+        set("overflowing gradients", format!("{:?}", options.overflow));
         for group in trainer.optimizer.groups() {
             set(&format!("learning rate of group {}", group.name), group.lr.to_string());
             set(&format!("weight decay of group {}", group.name), group.weight_decay.to_string());

@@ -12,8 +12,8 @@ use crate::scaler::Checked;
 
 /// What came of a step's gradients, and where that is known.
 pub(super) enum Settled {
-    /// Here: the gradients' norm, where it was wanted, and whether the step is left out.
-    Host { norm: Option<f64>, skipped: bool },
+    /// Here: the gradients' norm, where it was wanted, whether the step is left out, and whether for the scaler's sake.
+    Host { norm: Option<f64>, skipped: bool, overflow: bool },
     /// On the device.
     Device {
         /// A float scalar: 1 where the step is left out.
@@ -79,7 +79,7 @@ impl Trainer {
             }
             _ => false,
         };
-        Ok(Settled::Host { norm, skipped })
+        Ok(Settled::Host { norm, skipped, overflow })
     }
 
     /// The same without a word to the host. What it does to gradients that are not finite does not matter: the step is left

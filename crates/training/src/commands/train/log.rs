@@ -103,6 +103,7 @@ impl Observer for StepRecords {
             ("learning_rate", "", Some(record.learning_rate)),
             ("gradient_norm", "", record.gradient_norm),
             ("skipped", "count", Some(f64::from(u8::from(record.skipped)))),
+            ("retries", "count", Some(f64::from(record.retries))),
             ("tokens", "count", Some(record.tokens as f64)),
             ("padding", "count", Some(record.padding as f64)),
             ("step_seconds", "s", Some(record.timings.total)),

@@ -1,0 +1,65 @@
+//! `amp gradient`: the time and memory of one gradient in each precision.
+
+use amp::experiment::gradient_time::{Cost, Gradient};
+use amp::experiment::setup::Setup;
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+
+use super::sizes::{Sizes, wide};
+
+const SETUPS: [Setup; 6] =
+    [Setup::Fp32, Setup::Fp16Weights, Setup::Static, Setup::Dynamic, Setup::Bf16, Setup::Fp8];
+
+#[derive(clap::Args)]
+pub(crate) struct GradientArgs {
+    /// How large
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// Gradients in each set-up, in turns
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
+    repeats: u64,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &GradientArgs) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    runtime::memory::track_cpu()?;
+    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let scales = Sizes::of(arguments.scale, device, common.seed).training.scales;
+    let sizes = wide(arguments.scale, device, common.seed);
+    let mut gradients: Vec<Gradient> =
+        SETUPS.iter().map(|setup| Gradient::new(*setup, &sizes, &scales)).collect::<Result<_, _>>()?;
+    let mut costs: Vec<Vec<Cost>> = vec![Vec::new(); SETUPS.len()];
+    let mut progress = Progress::new((arguments.repeats + 1) * SETUPS.len() as u64);
+    for repeat in 0..=arguments.repeats {
+        for turn in 0..SETUPS.len() {
+            let index = (turn + repeat as usize) % SETUPS.len();
+            progress.message(&format!("one gradient, {}", SETUPS[index]));
+            let cost = gradients[index].compute()?;
+            // The first of each sets libtorch up and lets the allocator grow.
+            if repeat > 0 {
+                costs[index].push(cost);
+            }
+            progress.step();
+        }
+    }
+    let total = |cost: &Cost| cost.forward + cost.backward + cost.unscale;
+    for (setup, of_setup) in SETUPS.iter().zip(&costs) {
+        let each = |name: &str, unit: &str, value: &dyn Fn(&Cost) -> f64| {
+            Metric::of_samples(name, unit, &of_setup.iter().map(value).collect::<Vec<f64>>())
+        };
+        let ratios: Vec<f64> =
+            of_setup.iter().zip(&costs[0]).map(|(low, full)| total(low) / total(full)).collect();
+        let mut seconds = each("gradient_seconds", "s", &total);
+        seconds.note = Some(format!("products: {}", setup.products(device)));
+        let metrics = vec![
+            seconds,
+            each("forward_seconds", "s", &|cost| cost.forward),
+            each("backward_seconds", "s", &|cost| cost.backward),
+            each("unscale_seconds", "s", &|cost| cost.unscale),
+            Metric::of_samples("time_vs_fp32", "ratio", &ratios),
+            each("peak_bytes", "B", &|cost| cost.peak_bytes as f64),
+        ];
+        sink.put("amp-gradient", &Case::new().with("setup", setup.to_string()), metrics)?;
+    }
+    Ok(())
+}

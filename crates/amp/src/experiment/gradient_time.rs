@@ -1,0 +1,107 @@
+//! What one gradient costs in each set-up, on a model wide enough that products take most of it.
+
+use std::time::Instant;
+
+use models::Gpt2LikeConfig;
+use models::module::{LanguageModel, trainable};
+use runtime::memory::Region;
+use tch::{Device, Tensor};
+use training::accumulation::{MicroBatches, fetch, forward};
+use training::batches::Synthetic;
+
+use super::setup::{Parts, Scales, Setup};
+use super::training::gpt2_like;
+use crate::Autocast;
+use crate::error::Result;
+
+/// Sizes.
+#[derive(Debug, Clone)]
+pub struct Sizes {
+    /// The model.
+    pub model: Gpt2LikeConfig,
+    /// Rows of the batch, each as long as the model allows.
+    pub rows: usize,
+    /// Where.
+    pub device: Device,
+    /// Of weights and data.
+    pub seed: u64,
+}
+
+/// A model that computes the gradient of one batch again and again.
+#[derive(Debug)]
+pub struct Gradient {
+    model: Box<dyn LanguageModel>,
+    parts: Parts,
+    batch: MicroBatches,
+}
+
+/// What one gradient cost.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Cost {
+    /// Seconds of forward.
+    pub forward: f64,
+    /// Seconds of backward, from the scaled loss.
+    pub backward: f64,
+    /// Seconds of dividing by the scale and checking, with the norm.
+    pub unscale: f64,
+    /// The most bytes that were live, gradients among them, beyond the model.
+    pub peak_bytes: u64,
+}
+
+impl Gradient {
+    /// The model and its batch.
+    ///
+    /// # Errors
+    /// Those of the model and of the scaler.
+    pub fn new(setup: Setup, sizes: &Sizes, scales: &Scales) -> Result<Self> {
+        let &Sizes { ref model, rows, device, seed } = sizes;
+        runtime::random::seed(seed)?;
+        let parts = setup.parts(scales)?;
+        let mut data = Synthetic {
+            seed,
+            vocabulary: model.vocab_size,
+            rows,
+            length: model.max_length as usize,
+            noise: 1,
+            batches: None,
+            device,
+            position: 0,
+        };
+        let batch = fetch(&mut data, 1)?.ok_or_else(|| training::Error::Config {
+            what: "rows",
+            reason: "0; expected at least 1".into(),
+        })?;
+        Ok(Self { model: gpt2_like(model, model.vocab_size, parts.weights, device)?, parts, batch })
+    }
+
+    /// Computes the gradient once, and lets it go.
+    ///
+    /// # Errors
+    /// Those of the model and of the scaler.
+    pub fn compute(&mut self) -> Result<Cost> {
+        let device = self.batch.batches[0].tokens.device();
+        let region = Region::start(device)?;
+        let started = Instant::now();
+        let _within = self.parts.autocast.as_ref().map(Autocast::enter);
+        let sum = forward(&*self.model, &self.batch.batches[0], true, false)?.sum;
+        let loss = self.parts.scaler.scale(&sum.f_div_scalar(self.batch.denominator())?)?;
+        runtime::device::synchronize(device)?;
+        let forward = started.elapsed().as_secs_f64();
+        runtime::autograd::backward(&[&loss])?;
+        runtime::device::synchronize(device)?;
+        let backward = started.elapsed().as_secs_f64() - forward;
+        let parameters = trainable(&*self.model);
+        let grads: Vec<Tensor> =
+            parameters.iter().map(|(_, parameter)| parameter.grad()).filter(Tensor::defined).collect();
+        let _ = self.parts.scaler.unscale_(&grads, true)?;
+        self.parts.scaler.update(false)?;
+        runtime::device::synchronize(device)?;
+        let unscale = started.elapsed().as_secs_f64() - forward - backward;
+        let peak_bytes = region.finish()?.peak_above_start();
+        drop(grads);
+        for (_, parameter) in parameters {
+            runtime::autograd::set_grad(parameter, None)?;
+        }
+        Ok(Cost { forward, backward, unscale, peak_bytes })
+    }
+}
