@@ -18,6 +18,7 @@ pub(crate) type Status = *mut c_char;
 pub(crate) mod autocast;
 pub(crate) mod autograd;
 pub(crate) mod device;
+pub(crate) mod elementwise;
 pub(crate) mod gemm;
 pub(crate) mod gradients;
 pub(crate) mod mapped;
