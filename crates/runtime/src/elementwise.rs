@@ -49,7 +49,12 @@ fn expression<const N: usize>(
 
 fn expressions() -> Vec<Expression> {
     vec![
-        expression("GELU(x + bias)", 1, |[x, bias]| (x + bias).gelu(), |x| Ok(x[0].f_add(&x[1])?.f_gelu("none")?)),
+        expression(
+            "GELU(x + bias)",
+            1,
+            |[x, bias]| (x + bias).gelu(),
+            |x| Ok(x[0].f_add(&x[1])?.f_gelu("none")?),
+        ),
         expression("SiLU(gate)·up", 2, |[gate, up]| gate.silu() * up, |x| Ok(x[0].f_silu()?.f_mul(&x[1])?)),
         expression(
             "residual + x·σ(gate)",
@@ -194,10 +199,9 @@ pub(crate) fn measure(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
                         .with("shape", format!("{rows} × 1024"))
                         .with("part", part)
                 };
-                for (name, part, bytes) in [
-                    ("forward", Part::Forward, forward),
-                    ("forward + backward", Part::Both, both),
-                ] {
+                for (name, part, bytes) in
+                    [("forward", Part::Forward, forward), ("forward + backward", Part::Both, both)]
+                {
                     let [ours, theirs, ratios] = in_turns(
                         budget,
                         || step(&expression.ours, &inputs, &upstream, part),
@@ -209,12 +213,16 @@ pub(crate) fn measure(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
                     emit(case(), Metric::of_samples("time_vs_eager", "ratio", &ratios))?;
                     emit(case(), Metric::exact("bytes_moved", "B", bytes))?;
                     if let Some(bandwidth) = bandwidth {
-                        let shares: Vec<f64> = ours.iter().map(|seconds| bytes / seconds / bandwidth).collect();
+                        let shares: Vec<f64> =
+                            ours.iter().map(|seconds| bytes / seconds / bandwidth).collect();
                         emit(case(), Metric::of_samples("bandwidth_share", "ratio", &shares))?;
                     }
                     if part == Part::Both && device == Device::Cpu {
                         emit(case(), Metric::exact("kept_bytes", "B", kept(&expression.ours, &inputs)?))?;
-                        emit(case(), Metric::exact("eager_kept_bytes", "B", kept(&expression.theirs, &inputs)?))?;
+                        emit(
+                            case(),
+                            Metric::exact("eager_kept_bytes", "B", kept(&expression.theirs, &inputs)?),
+                        )?;
                     }
                 }
             }

@@ -21,6 +21,7 @@ pub(crate) mod device;
 pub(crate) mod elementwise;
 pub(crate) mod gemm;
 pub(crate) mod gradients;
+pub(crate) mod graph;
 pub(crate) mod mapped;
 pub(crate) mod memory;
 pub(crate) mod ops;
