@@ -7,6 +7,7 @@ use std::time::Instant;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Record};
 use runtime::autograd::{self, GradMode, Keep};
+use runtime::device::{graph, synchronize};
 use runtime::fused::elementwise::{Elementwise, Expr};
 use runtime::measure::physical;
 use runtime::random::Generator;
@@ -91,12 +92,12 @@ fn step(
     if part == Part::Forward {
         let _no_grad = GradMode::off();
         let _y = black_box(f(inputs)?);
-        return Ok(());
+        return synchronize(upstream.device());
     }
     let y = f(inputs)?;
     let inputs: Vec<&Tensor> = inputs.iter().collect();
     let _gradients = black_box(autograd::grad(&[&y], &[Some(upstream)], &inputs, Keep::default())?);
-    Ok(())
+    synchronize(upstream.device())
 }
 
 /// Bytes that live on between forward and backward, beyond inputs and output.
@@ -138,6 +139,46 @@ fn in_turns(
     Ok(samples)
 }
 
+/// A training step of many small kernels, replayed as one CUDA graph, over the same step launched kernel by kernel.
+fn captured(device: Device) -> Result<Metric> {
+    const NAME: &str = "captured_vs_launched";
+    if !device.is_cuda() {
+        return Ok(Metric::not_measured(NAME, "ratio", "no GPU"));
+    }
+    let weights: Vec<Tensor> = (0..32)
+        .map(|_| {
+            Ok(Tensor::f_full([256, 256], 1.0 / 256.0, (Kind::Float, device))?.f_set_requires_grad(true)?)
+        })
+        .collect::<Result<_>>()?;
+    let x = Tensor::f_ones([64, 256], (Kind::Float, device))?;
+    let body = || {
+        let (mut weights, x) =
+            (weights.iter().map(Tensor::shallow_clone).collect::<Vec<_>>(), x.shallow_clone());
+        move || -> Result<()> {
+            let mut y = x.shallow_clone();
+            for weight in &weights {
+                y = y.f_mm(weight)?.f_tanh()?;
+            }
+            let references: Vec<&Tensor> = weights.iter().collect();
+            let loss = y.f_square()?.f_mean(Kind::Float)?;
+            let gradients = autograd::grad(&[&loss], &[None], &references, Keep::default())?;
+            let _no_grad = GradMode::off();
+            for (weight, gradient) in weights.iter_mut().zip(gradients.iter().flatten()) {
+                let _ = weight.f_sub_(&gradient.f_mul_scalar(1e-4)?)?;
+            }
+            Ok(())
+        }
+    };
+    let mut plain = body();
+    let mut graph = graph::Step::capture(device, 3, body())?;
+    let [_, _, ratios] = in_turns(
+        1.0,
+        || graph.replay().and_then(|()| synchronize(device)),
+        || plain().and_then(|()| synchronize(device)),
+    )?;
+    Ok(Metric::of_samples(NAME, "ratio", &ratios))
+}
+
 /// Runs the experiment and writes its records.
 pub(crate) fn measure(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
@@ -169,6 +210,7 @@ pub(crate) fn measure(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
         Scale::Laptop => ([128, 8192], 0.35),
         Scale::Paper => ([128, 16_384], 2.0),
     };
+    emit(Case::new().with("expression", "captured step"), captured(device)?)?;
     let expressions = expressions();
     let mut progress = Progress::new(expressions.len() as u64);
     for expression in &expressions {

@@ -163,3 +163,65 @@ impl Expression {
         libtorch::run(&self.graph, &self.roots, inputs, compute, operands.kind, &operands.shape)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The chain for other devices, run on the CPU, where both can be.
+    #[test]
+    fn the_chain_of_operators_computes_the_same() {
+        let expression = Elementwise::<3, 2>::many(|[x, y, bias]| {
+            let inner = (x * y.sigmoid() + bias).clamp(-1.0, 1.0).gelu_tanh();
+            [inner.max(y).powi(-2) - bias.abs().sqrt(), y.lt(0.5).select(inner, x.relu().erf()) / 2.0 + 1.5]
+        });
+        let value = |seed: i64, shape: &[i64], kind| {
+            let count: i64 = shape.iter().product();
+            let angles = Tensor::arange(count, (Kind::Float, Device::Cpu)) * (seed as f64 * 0.7);
+            (angles.cos() * 1.5).reshape(shape).to_kind(kind)
+        };
+        for (kind, compute, tolerance) in
+            [(Kind::Double, Kind::Double, 1e-13), (Kind::BFloat16, Kind::Float, 8e-3)]
+        {
+            let inputs = [value(1, &[6, 5], kind), value(2, &[6, 5], kind), value(3, &[5], kind)]
+                .map(|input| input.set_requires_grad(true));
+            let references: Vec<&Tensor> = inputs.iter().collect();
+            let compiled = &expression.compiled;
+            let fused = compiled.apply(&references).unwrap();
+            let chain =
+                libtorch::run(&compiled.graph, &compiled.roots, &references, compute, kind, &[6, 5]).unwrap();
+            let slopes = |outputs: &[Tensor]| {
+                let sum = outputs.iter().map(|y| y.sum(Kind::Double)).sum::<Tensor>();
+                autograd::grad(&[&sum], &[None], &references, autograd::Keep::default()).unwrap()
+            };
+            let (ours, theirs) = (slopes(&fused), slopes(&chain));
+            let pairs = ours.iter().flatten().zip(theirs.iter().flatten()).chain(fused.iter().zip(&chain));
+            let mut compared = 0;
+            for (ours, theirs) in pairs {
+                let (ours, theirs) = (ours.to_kind(Kind::Double), theirs.to_kind(Kind::Double));
+                let share =
+                    ((&ours - &theirs).abs() / ((theirs.abs() + 1.0) * tolerance)).max().double_value(&[]);
+                assert!(share <= 1.0, "{kind:?}: {share} of the tolerance");
+                compared += 1;
+            }
+            assert_eq!(compared, 5);
+        }
+    }
+
+    #[test]
+    fn equal_values_are_one_node_and_constants_are_computed() {
+        let f = Elementwise::new(|[x, y]| ((x + y) * (y + x)) / (1.0 / x * 0.0 + 2.0).ln().abs().exp() * 1.0);
+        let loads = f.compiled.forward.sources.len();
+        let steps = &f.compiled.forward.program.steps;
+        // Two loads, x + y once, the square, 1/x, · 0, + 2, ln, |·|, exp, ÷, a store.
+        assert_eq!((loads, steps.len()), (2, 12), "{steps:?}");
+        let constant = Elementwise::new(|[x]| x * (x.powi(0) * 2.0 + 1.0).ln());
+        assert_eq!(constant.compiled.forward.program.steps.len(), 3, "a load, a product, a store");
+    }
+
+    #[test]
+    fn registers_are_used_again() {
+        let long = Elementwise::new(|[x, y]| (0..500).fold(x, |sum, _| (sum + y).tanh()));
+        assert!(long.compiled.forward.program.registers <= 3);
+    }
+}
