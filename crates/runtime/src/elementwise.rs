@@ -250,7 +250,7 @@ pub(crate) fn measure(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
                         || step(&expression.theirs, &inputs, &upstream, part),
                     )?;
                     let case = || case(name);
-                    emit(case(), Metric::of_samples("fused_seconds", "s", &ours))?;
+                    emit(case(), Metric::of_samples("seconds", "s", &ours))?;
                     emit(case(), Metric::of_samples("eager_seconds", "s", &theirs))?;
                     emit(case(), Metric::of_samples("time_vs_eager", "ratio", &ratios))?;
                     emit(case(), Metric::exact("bytes_moved", "B", bytes))?;

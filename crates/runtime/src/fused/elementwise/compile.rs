@@ -58,10 +58,7 @@ pub(super) fn compile(graph: &Graph, roots: &[Id], first: usize) -> Compiled {
             }
         }
     }
-    Compiled {
-        program: Program { steps: state.steps, registers: usize::from(state.registers) },
-        sources: state.sources,
-    }
+    Compiled { program: Program { steps: state.steps, registers: state.registers }, sources: state.sources }
 }
 
 /// Adds what `roots` need to `lowered`, in steps that a program has.

@@ -99,48 +99,57 @@ pub(super) unsafe fn run<T: Real>(
         for step in &pass.program.steps {
             match *step {
                 Step::Load { to, source } => {
-                    let to = &mut registers.0[usize::from(to)];
+                    let to = &mut registers.0[to];
                     // SAFETY: the tile lies in the source, as the caller says.
                     unsafe { load(&pass.sources[source], tile, pass.columns, &mut to[..tile.count]) };
                 }
-                Step::Unary { function, to, of } => registers.write(to, tile.count, |r, to| {
-                    unary(function, r.slice(of, to.len()), to);
-                }),
-                Step::Binary { function, to, a, b } => registers.write(to, tile.count, |r, to| {
-                    let n = to.len();
+                // No closures here: one would be a function of its own, compiled without the processor's vector instructions.
+                Step::Unary { function, to, of } => {
+                    let mut taken = registers.take(to);
+                    unary(function, registers.slice(of, tile.count), &mut taken[..tile.count]);
+                    registers.0[to] = taken;
+                }
+                Step::Binary { function, to, a, b } => {
+                    let (mut taken, n) = (registers.take(to), tile.count);
+                    let out = &mut taken[..n];
+                    let constant = T::from_f64;
                     match (a, b) {
                         (Operand::Register(a), Operand::Register(b)) => {
-                            binary(function, r.slice(a, n), r.slice(b, n), to);
+                            binary(function, registers.slice(a, n), registers.slice(b, n), out);
                         }
                         (Operand::Register(a), Operand::Constant(b)) => {
-                            binary(function, r.slice(a, n), Splat(T::from_f64(b)), to);
+                            binary(function, registers.slice(a, n), Splat(constant(b)), out);
                         }
                         (Operand::Constant(a), Operand::Register(b)) => {
-                            binary(function, Splat(T::from_f64(a)), r.slice(b, n), to);
+                            binary(function, Splat(constant(a)), registers.slice(b, n), out);
                         }
                         (Operand::Constant(a), Operand::Constant(b)) => {
-                            to.fill(T::from_f64(a).binary(function, T::from_f64(b)));
+                            out.fill(constant(a).binary(function, constant(b)));
                         }
                     }
-                }),
-                Step::Select { to, mask, yes, no } => registers.write(to, tile.count, |r, to| {
-                    let n = to.len();
-                    let mask = r.slice(mask, n);
+                    registers.0[to] = taken;
+                }
+                Step::Select { to, mask, yes, no } => {
+                    let (mut taken, n) = (registers.take(to), tile.count);
+                    let out = &mut taken[..n];
+                    let mask = registers.slice(mask, n);
+                    let constant = T::from_f64;
                     match (yes, no) {
                         (Operand::Register(a), Operand::Register(b)) => {
-                            select(mask, r.slice(a, n), r.slice(b, n), to);
+                            select(mask, registers.slice(a, n), registers.slice(b, n), out);
                         }
                         (Operand::Register(a), Operand::Constant(b)) => {
-                            select(mask, r.slice(a, n), Splat(T::from_f64(b)), to);
+                            select(mask, registers.slice(a, n), Splat(constant(b)), out);
                         }
                         (Operand::Constant(a), Operand::Register(b)) => {
-                            select(mask, Splat(T::from_f64(a)), r.slice(b, n), to);
+                            select(mask, Splat(constant(a)), registers.slice(b, n), out);
                         }
                         (Operand::Constant(a), Operand::Constant(b)) => {
-                            select(mask, Splat(T::from_f64(a)), Splat(T::from_f64(b)), to);
+                            select(mask, Splat(constant(a)), Splat(constant(b)), out);
                         }
                     }
-                }),
+                    registers.0[to] = taken;
+                }
                 Step::Store { from, target } => {
                     let constant;
                     let values = match from {
@@ -164,15 +173,13 @@ pub(super) unsafe fn run<T: Real>(
 impl<T: Real> Registers<T> {
     #[inline(always)]
     fn slice(&self, register: Register, count: usize) -> &[T] {
-        &self.0[usize::from(register)][..count]
+        &self.0[register][..count]
     }
 
-    /// Lets `body` write register `to` while it reads others. A step's `to` is none of those that it reads.
+    /// Register `to`, to be written while others are read, and put back. A step's `to` is none of those that it reads.
     #[inline(always)]
-    fn write(&mut self, to: Register, count: usize, body: impl FnOnce(&Self, &mut [T])) {
-        let mut taken = std::mem::take(&mut self.0[usize::from(to)]);
-        body(self, &mut taken[..count]);
-        self.0[usize::from(to)] = taken;
+    fn take(&mut self, to: Register) -> Vec<T> {
+        std::mem::take(&mut self.0[to])
     }
 }
 
@@ -295,11 +302,15 @@ unsafe fn read<T: Real>(memory: &Memory, start: usize, to: &mut [T]) {
         match memory.element {
             Element::F32 => {
                 let from = slice::<f32>(memory.address, start, to.len());
-                to.iter_mut().zip(from).for_each(|(to, from)| *to = T::from_f32(*from));
+                for (to, from) in to.iter_mut().zip(from) {
+                    *to = T::from_f32(*from);
+                }
             }
             Element::F64 => {
                 let from = slice::<f64>(memory.address, start, to.len());
-                to.iter_mut().zip(from).for_each(|(to, from)| *to = T::from_f64(*from));
+                for (to, from) in to.iter_mut().zip(from) {
+                    *to = T::from_f64(*from);
+                }
             }
             Element::Bf16 => {
                 let from = slice::<bf16>(memory.address, start, to.len());
@@ -311,7 +322,9 @@ unsafe fn read<T: Real>(memory: &Memory, start: usize, to: &mut [T]) {
                 let from = slice::<f16>(memory.address, start, to.len());
                 let mut wide = [0.0f32; TILE];
                 from.convert_to_f32_slice(&mut wide[..to.len()]);
-                to.iter_mut().zip(&wide).for_each(|(to, from)| *to = T::from_f32(*from));
+                for (to, from) in to.iter_mut().zip(&wide) {
+                    *to = T::from_f32(*from);
+                }
             }
         }
     }
@@ -328,20 +341,28 @@ unsafe fn store<T: Real>(memory: &Memory, tile: Stretch, values: &[T]) {
         match memory.element {
             Element::F32 => {
                 let to = slice_mut::<f32>(memory.address, start, values.len());
-                to.iter_mut().zip(values).for_each(|(to, value)| *to = value.to_f32());
+                for (to, value) in to.iter_mut().zip(values) {
+                    *to = value.to_f32();
+                }
             }
             Element::F64 => {
                 let to = slice_mut::<f64>(memory.address, start, values.len());
-                to.iter_mut().zip(values).for_each(|(to, value)| *to = value.to_f64());
+                for (to, value) in to.iter_mut().zip(values) {
+                    *to = value.to_f64();
+                }
             }
             Element::Bf16 => {
                 let to = slice_mut::<bf16>(memory.address, start, values.len());
-                to.iter_mut().zip(values).for_each(|(to, value)| *to = nearest_bf16(value.to_f32()));
+                for (to, value) in to.iter_mut().zip(values) {
+                    *to = nearest_bf16(value.to_f32());
+                }
             }
             Element::F16 => {
                 let to = slice_mut::<f16>(memory.address, start, values.len());
                 let mut wide = [0.0f32; TILE];
-                wide.iter_mut().zip(values).for_each(|(wide, value)| *wide = value.to_f32());
+                for (wide, value) in wide.iter_mut().zip(values) {
+                    *wide = value.to_f32();
+                }
                 to.convert_from_f32_slice(&wide[..values.len()]);
             }
         }

@@ -1,7 +1,7 @@
 //! What one pass does, as a short list of steps over registers, each of which holds one tile of elements.
 
 /// A register. Its content is valid from the step that writes it to the last that reads it.
-pub(crate) type Register = u16;
+pub(crate) type Register = usize;
 
 /// Functions of one number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
