@@ -113,7 +113,8 @@ fn every_operator_is_the_derivative_of_its_forward() {
         let f = compiled(case);
         let report =
             gradcheck(|x| Ok(vec![f.apply([&x[0], &x[1]])?]), &[&a, &b], GradcheckOptions::default());
-        println!("{}: {}", case.name, report.unwrap_or_else(|error| panic!("{}: {error}", case.name)));
+        let report = report.unwrap_or_else(|error| panic!("{}: {error}", case.name));
+        assert!(report.compared > 0 && report.percent_of_tolerance <= 100.0, "{}: {report}", case.name);
     }
 }
 

@@ -117,9 +117,11 @@ struct Expression {
     inputs: usize,
     roots: Vec<Id>,
     forward: Compiled,
-    /// By the inputs whose gradients are wanted, and the outputs that have an upstream gradient.
-    backward: Mutex<HashMap<(Vec<bool>, Vec<bool>), Arc<Backward>>>,
+    backward: Mutex<HashMap<Wanted, Arc<Backward>>>,
 }
+
+/// The inputs whose gradients are wanted, and the outputs that have an upstream gradient.
+type Wanted = (Vec<bool>, Vec<bool>);
 
 /// A compiled derivative.
 #[derive(Debug)]

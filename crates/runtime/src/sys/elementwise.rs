@@ -185,7 +185,7 @@ impl Plan {
             let mut registers = Registers::<T>::new(program.registers);
             let task =
                 Task { plan: self, pass: &pass, rows, columns, registers: &mut registers, sums: &mut sums };
-            Arch::new().dispatch(task);
+            dispatch(task);
             sums
         };
         let tasks = self.tasks();
@@ -217,11 +217,42 @@ struct Task<'a, T> {
     sums: &'a mut [Sums],
 }
 
+/// Runs a task with the widest vectors that the processor has; `pulp`, as the workspace builds it, ends at eight.
+fn dispatch<T: Real>(task: Task<'_, T>) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
+        fn wide<T: Real>(task: Task<'_, T>) {
+            task.run();
+        }
+
+        if is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c")
+            && is_x86_feature_detected!("bmi2")
+        {
+            // SAFETY: the processor has what the function was compiled for: AVX-512F and AVX2 come before its extensions, and
+            // BMI1 before BMI2.
+            return unsafe { wide(task) };
+        }
+    }
+    Arch::new().dispatch(task);
+}
+
 impl<T: Real> WithSimd for Task<'_, T> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
+        self.run();
+    }
+}
+
+impl<T: Real> Task<'_, T> {
+    #[inline(always)]
+    fn run(self) {
         let Self { plan, pass, rows, columns, registers, sums } = self;
         // Rows that follow one another are one row.
         let (rows, columns) = if plan.flat && *columns == (0..plan.columns) {

@@ -175,11 +175,12 @@ impl Real for f64 {
     }
 }
 
-/// The polynomial with these coefficients, that of the highest power first.
+/// The polynomial with these coefficients, that of the highest power first. Multiplications and additions are one instruction
+/// each on every processor with vectors of eight; without, they are calls.
 macro_rules! polynomial {
     ($x:expr, $first:literal $(, $next:literal)*) => {{
         let sum: f32 = $first;
-        $(let sum = sum * $x + $next;)*
+        $(let sum = sum.mul_add($x, $next);)*
         sum
     }};
 }
@@ -197,8 +198,8 @@ impl Real for f32 {
         // Comparisons with NaN are false, so it goes through.
         let x = if self < -104.0 { -104.0 } else { self };
         let x = if x > 89.0 { 89.0 } else { x };
-        let n = x * std::f32::consts::LOG2_E + ROUND - ROUND;
-        let r = x - n * 0.693_359_375 - n * -2.121_944_4e-4;
+        let n = x.mul_add(std::f32::consts::LOG2_E, ROUND) - ROUND;
+        let r = n.mul_add(2.121_944_4e-4, n.mul_add(-0.693_359_375, x));
         let p = polynomial!(
             r,
             1.987_569_15e-4,
@@ -208,8 +209,8 @@ impl Real for f32 {
             1.666_666_545_9e-1,
             5.000_000_120_1e-1
         );
-        let half = (n * 0.5 + ROUND) - ROUND;
-        (p * r * r + r + 1.0) * power_of_two(half) * power_of_two(n - half)
+        let half = n.mul_add(0.5, ROUND) - ROUND;
+        ((p * r).mul_add(r, r) + 1.0) * power_of_two(half) * power_of_two(n - half)
     }
 
     /// x = 2ᵉ·(1 + f) with 1 + f between √½ and √2; ln(1 + f) = f − f²/2 + f³·P(f).
@@ -305,7 +306,8 @@ mod tests {
     /// Over the whole range of fp32, in steps of about a thousandth of each binade: the error in units in the last place.
     #[test]
     fn fp32_functions_are_within_four_units_in_the_last_place() {
-        let table: [(&str, fn(f32) -> f32, fn(f64) -> f64, f64); 4] = [
+        type Function<T> = fn(T) -> T;
+        let table: [(&str, Function<f32>, Function<f64>, f64); 4] = [
             ("exp", Real::exp, f64::exp, 4.0),
             ("ln", Real::ln, f64::ln, 4.0),
             ("tanh", Real::tanh, f64::tanh, 4.0),
@@ -330,7 +332,6 @@ mod tests {
                     }
                 }
             }
-            println!("{name}: {:.1} % of {limit} units, at {at:e}", worst / limit * 100.0);
             assert!(worst <= limit, "{name}({at:e}) is {worst} units off");
         }
     }
