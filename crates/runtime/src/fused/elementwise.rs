@@ -129,6 +129,8 @@ struct Backward {
     compiled: Compiled,
     /// Of each target of the program: the input whose gradient it is.
     gradients: Vec<usize>,
+    /// Inputs whose gradient is the very upstream gradient of an output.
+    passed_on: Vec<(usize, usize)>,
 }
 
 impl Expression {
@@ -151,9 +153,14 @@ impl Expression {
             outputs.push((root, gradient));
         }
         let found = graph.differentiate(&outputs, self.inputs, needed);
+        let passed_on = found.iter().enumerate().filter_map(|(input, root)| match graph.node((*root)?) {
+            graph::Node::Input(source) => Some((input, source.checked_sub(self.inputs)?)),
+            _ => None,
+        });
+        let passed_on = passed_on.collect();
         let (gradients, roots): (Vec<usize>, Vec<Id>) =
             found.into_iter().enumerate().filter_map(|(input, root)| Some((input, root?))).unzip();
-        Backward { compiled: compile(&graph, &roots, self.inputs), gradients }
+        Backward { compiled: compile(&graph, &roots, self.inputs), gradients, passed_on }
     }
 
     fn apply(self: &Arc<Self>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {

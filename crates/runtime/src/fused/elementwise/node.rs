@@ -73,10 +73,25 @@ impl Function for Pass {
 
     fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let inputs = self.expression.inputs;
-        let needed: Vec<bool> = (0..inputs).map(|input| ctx.needs_input_grad(input)).collect();
+        let mut needed: Vec<bool> = (0..inputs).map(|input| ctx.needs_input_grad(input)).collect();
         let given: Vec<bool> = grads.iter().map(Option::is_some).collect();
-        let backward = self.expression.backward(&needed, &given);
         let saved = ctx.take_saved();
+        let mut found: Vec<Option<Tensor>> = (0..inputs).map(|_| None).collect();
+        // As libtorch's addition does: a gradient that is the upstream one needs no pass.
+        for &(input, output) in &self.expression.backward(&needed, &given).passed_on {
+            let (size, kind) = &self.operands.given[input];
+            if let Some(grad) = &grads[output]
+                && grad.size() == *size
+                && grad.kind() == *kind
+            {
+                found[input] = Some(grad.shallow_clone());
+                needed[input] = false;
+            }
+        }
+        let backward = self.expression.backward(&needed, &given);
+        if backward.gradients.is_empty() {
+            return Ok(found);
+        }
 
         // Upstream gradients whose memory may become that of gradients: nobody else has them.
         let mut spare: Vec<usize> = Vec::new();
@@ -112,7 +127,6 @@ impl Function for Pass {
         let targets: Vec<&Tensor> = gradients.iter().map(|(_, gradient)| gradient).collect();
         self.run("runtime::elementwise_backward", &backward.compiled, &sources, &targets)?;
 
-        let mut found: Vec<Option<Tensor>> = (0..inputs).map(|_| None).collect();
         for (input, gradient) in gradients {
             found[input] = Some(gradient);
         }
