@@ -28,6 +28,8 @@ struct Expression {
     theirs: Composed,
     /// Of the full inputs: how many ours keeps and reads again for backward.
     reads: usize,
+    /// Of the full inputs: how many have a gradient that is written, and is not the upstream one.
+    writes: usize,
 }
 
 fn fused<const N: usize>(expression: impl for<'g> FnOnce([Expr<'g>; N]) -> Expr<'g>) -> (Fused, [bool; N]) {
@@ -39,33 +41,38 @@ fn fused<const N: usize>(expression: impl for<'g> FnOnce([Expr<'g>; N]) -> Expr<
 
 fn expression<const N: usize>(
     name: &'static str,
-    full: usize,
+    [full, writes]: [usize; 2],
     ours: impl for<'g> FnOnce([Expr<'g>; N]) -> Expr<'g>,
     theirs: Composed,
 ) -> Expression {
     let (ours, keeps) = fused(ours);
     let reads = keeps[..full].iter().filter(|kept| **kept).count();
-    Expression { name, full, vectors: N - full, ours, theirs, reads }
+    Expression { name, full, vectors: N - full, ours, theirs, reads, writes }
 }
 
 fn expressions() -> Vec<Expression> {
     vec![
         expression(
             "GELU(x + bias)",
-            1,
+            [1, 1],
             |[x, bias]| (x + bias).gelu(),
             |x| Ok(x[0].f_add(&x[1])?.f_gelu("none")?),
         ),
-        expression("SiLU(gate)·up", 2, |[gate, up]| gate.silu() * up, |x| Ok(x[0].f_silu()?.f_mul(&x[1])?)),
+        expression(
+            "SiLU(gate)·up",
+            [2, 2],
+            |[gate, up]| gate.silu() * up,
+            |x| Ok(x[0].f_silu()?.f_mul(&x[1])?),
+        ),
         expression(
             "residual + x·σ(gate)",
-            3,
+            [3, 2],
             |[residual, x, gate]| residual + x * gate.sigmoid(),
             |x| Ok(x[0].f_add(&x[1].f_mul(&x[2].f_sigmoid()?)?)?),
         ),
         expression(
             "chain of 8",
-            2,
+            [2, 2],
             |[x, y, scale, shift]| (((x * scale + shift).tanh() * y + x).silu() * 0.5 + y).square(),
             |x| {
                 let inner = x[0].f_mul(&x[2])?.f_add(&x[3])?.f_tanh()?;
@@ -233,7 +240,7 @@ pub(crate) fn measure(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
                 // Forward reads the inputs and writes the output; backward reads what was kept and the upstream gradient,
                 // and writes the gradients. Vectors are too small to count.
                 let forward = tensor * (expression.full + 1) as f64;
-                let both = forward + tensor * (expression.reads + 1 + expression.full) as f64;
+                let both = forward + tensor * (expression.reads + 1 + expression.writes) as f64;
                 let case = |part: &str| {
                     Case::new()
                         .with("expression", expression.name)
