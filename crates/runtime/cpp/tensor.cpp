@@ -23,4 +23,13 @@ rt_status rt_memory_range(const at::Tensor* tensor, uintptr_t* begin, uintptr_t*
 rt_status rt_identity(const at::Tensor* tensor, uintptr_t* identity) {
   return guard([&] { *identity = reinterpret_cast<uintptr_t>(tensor->unsafeGetTensorImpl()); });
 }
+
+// Whether nobody but the handle `tensor` (borrowed) can see its elements: no other handle, view, or owner of its storage,
+// and no history that refers to it.
+rt_status rt_is_exclusive(const at::Tensor* tensor, int* out) {
+  return guard([&] {
+    *out = tensor->use_count() == 1 && tensor->has_storage() && tensor->storage().use_count() == 1 &&
+           !tensor->requires_grad();
+  });
+}
 }

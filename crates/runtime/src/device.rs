@@ -32,6 +32,7 @@ mod bytes;
 mod choice;
 mod cuda;
 mod event;
+pub mod graph;
 mod pinned;
 mod stream;
 mod worker;

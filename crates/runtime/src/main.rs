@@ -1,6 +1,7 @@
 //! `runtime`: what this machine offers, and what the runtime's own machinery costs on it.
 
 mod cost;
+mod elementwise;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -29,6 +30,12 @@ enum Command {
         #[arg(long, value_enum, default_value_t)]
         scale: Scale,
     },
+    /// Measure fused elementwise passes beside chains of libtorch's operators
+    Elementwise {
+        /// How large, and how long to measure
+        #[arg(long, value_enum, default_value_t)]
+        scale: Scale,
+    },
     /// A loop of small operators; prints seconds per operator (run by `cost`, in processes of their own)
     #[command(hide = true)]
     SmallOperators {
@@ -44,6 +51,7 @@ fn main() -> ExitCode {
     report::cli::run(|| match &cli.command {
         Command::Info => info(&cli.common),
         Command::Cost { scale } => cost(&cli.common, *scale),
+        Command::Elementwise { scale } => elementwise::measure(&cli.common, *scale),
         Command::SmallOperators { tracked, operators } => {
             writeln!(std::io::stdout(), "{:e}", cost::small_operators(*tracked, *operators)?)?;
             Ok(())

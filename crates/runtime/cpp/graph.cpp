@@ -1,0 +1,115 @@
+// CUDA graphs without CUDA's headers. Contracts are in graph.h.
+//
+// libtorch has no device-generic graph: the one class is at::cuda::CUDAGraph of libtorch_cuda, whose header includes
+// cuda_runtime_api.h. Its methods are exported, so they are found by name when libtorch_cuda is open, and called as the
+// Itanium C++ ABI (Linux on x86-64 and on AArch64) says a method is: a function whose first argument is the object. What
+// the names do not pin is the object's size, and what the methods return.
+#include "graph.h"
+
+#include <c10/core/Allocator.h>
+#include <torch/version.h>
+
+#include <cstring>
+#include <dlfcn.h>
+#include <new>
+
+// The signatures below were read in this version's ATen/cuda/CUDAGraph.h.
+static_assert(TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR == 11,
+              "compare ATen/cuda/CUDAGraph.h with the signatures and the size in cpp/graph.cpp");
+static_assert(std::is_trivially_copy_constructible_v<c10::MempoolId_t>, "passed in registers");
+
+namespace {
+
+// sizeof(CUDAGraph) is about 120 bytes. `kSize` is what it may be; the rest is watched.
+constexpr size_t kSize = 512;
+constexpr size_t kStorage = 1024;
+constexpr unsigned char kUntouched = 0xA5;
+
+struct Methods {
+  void (*construct)(void*, bool);
+  void (*destroy)(void*);
+  void (*begin)(void*, c10::MempoolId_t, int);
+  void (*end)(void*);
+  void (*replay)(void*);
+};
+
+template <class Function>
+void find(Function& function, const char* name) {
+  void* address = dlsym(RTLD_DEFAULT, name);
+  TORCH_CHECK(address != nullptr, "this libtorch_cuda has no ", name);
+  function = reinterpret_cast<Function>(address);
+}
+
+Methods methods() {
+  Methods found;
+  find(found.construct, "_ZN2at4cuda9CUDAGraphC1Eb");
+  find(found.destroy, "_ZN2at4cuda9CUDAGraphD1Ev");
+  find(found.begin, "_ZN2at4cuda9CUDAGraph13capture_beginESt4pairIyyE21cudaStreamCaptureMode");
+  find(found.end, "_ZN2at4cuda9CUDAGraph11capture_endEv");
+  find(found.replay, "_ZN2at4cuda9CUDAGraph6replayEv");
+  return found;
+}
+
+}  // namespace
+
+struct rt_graph {
+  Methods call;
+  bool capturing = false;
+  alignas(64) unsigned char object[kStorage];
+};
+
+extern "C" {
+
+rt_status rt_graph_new(rt_graph** out) {
+  return guard([&] {
+    auto graph = std::make_unique<rt_graph>();
+    graph->call = methods();
+    std::memset(graph->object, kUntouched, kStorage);
+    graph->call.construct(graph->object, /*keep_graph=*/false);
+    for (size_t i = kSize; i < kStorage; i++) {
+      // The object is not destroyed: its size is not the one that was read, so neither are its methods.
+      if (graph->object[i] != kUntouched) {
+        graph.release();
+        TORCH_CHECK(false, "at::cuda::CUDAGraph is larger than ", kSize, " bytes in this libtorch_cuda");
+      }
+    }
+    *out = graph.release();
+  });
+}
+
+void rt_graph_free(rt_graph* graph) {
+  if (graph == nullptr) return;
+  if (graph->capturing) rt_graph_end_quietly(graph);
+  // A destructor is noexcept.
+  graph->call.destroy(graph->object);
+  delete graph;
+}
+
+void rt_graph_end_quietly(rt_graph* graph) {
+  try {
+    graph->capturing = false;
+    graph->call.end(graph->object);
+  } catch (...) {
+    // The failure that led here is the one to tell of.
+  }
+}
+
+rt_status rt_graph_begin(rt_graph* graph) {
+  return guard([&] {
+    // cudaStreamCaptureModeGlobal: a call that no capture can hold fails, on whichever thread it is made.
+    graph->call.begin(graph->object, c10::MempoolId_t{0, 0}, 0);
+    graph->capturing = true;
+  });
+}
+
+rt_status rt_graph_end(rt_graph* graph) {
+  return guard([&] {
+    graph->capturing = false;
+    graph->call.end(graph->object);
+  });
+}
+
+rt_status rt_graph_replay(rt_graph* graph) {
+  return guard([&] { graph->call.replay(graph->object); });
+}
+}
