@@ -180,10 +180,10 @@ impl Policy for Casts {
         Ok(attention(&wide(&q)?, &wide(&k)?, &wide(&v)?)?.f_to_kind(self.dtype)?)
     }
 
-    fn widened(&self, x: &Tensor) -> runtime::Result<Tensor> {
-        match x.kind() {
-            Kind::Half | Kind::BFloat16 if !self.pure => Ok(x.f_to_kind(Kind::Float)?),
-            _ => Ok(x.shallow_clone()),
+    fn widened_kind(&self, kind: Kind) -> Kind {
+        match kind {
+            Kind::Half | Kind::BFloat16 if !self.pure => Kind::Float,
+            other => other,
         }
     }
 

@@ -23,4 +23,12 @@ rt_status rt_memory_range(const at::Tensor* tensor, uintptr_t* begin, uintptr_t*
 rt_status rt_identity(const at::Tensor* tensor, uintptr_t* identity) {
   return guard([&] { *identity = reinterpret_cast<uintptr_t>(tensor->unsafeGetTensorImpl()); });
 }
+
+// 1 where nobody else can see the memory of `tensor` (borrowed): this is the only handle of the tensor, and the tensor the
+// only one on its storage. What saved it, what views it and what waits to receive it would each count.
+rt_status rt_is_sole_owner(const at::Tensor* tensor, int* sole) {
+  return guard([&] {
+    *sole = tensor->defined() && tensor->has_storage() && tensor->use_count() == 1 && tensor->storage().use_count() == 1;
+  });
+}
 }

@@ -1,5 +1,6 @@
 //! The memory behind a tensor, for kernels written in Rust (`cpp/tensor.cpp`).
 
+use std::ffi::c_int;
 use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
@@ -11,6 +12,7 @@ use crate::error::{Error, Result};
 unsafe extern "C" {
     fn rt_bump_version(tensor: *const C_tensor) -> Status;
     fn rt_identity(tensor: *const C_tensor, identity: *mut usize) -> Status;
+    fn rt_is_sole_owner(tensor: *const C_tensor, sole: *mut c_int) -> Status;
     fn rt_memory_range(tensor: *const C_tensor, begin: *mut usize, end: *mut usize) -> Status;
 }
 
@@ -26,6 +28,14 @@ pub(crate) fn identity(tensor: &Tensor) -> Result<usize> {
     // SAFETY: the tensor and the out-parameter outlive the call.
     unsafe { check(rt_identity(tensor.as_ptr(), &mut identity)) }?;
     Ok(identity)
+}
+
+/// Whether nobody else can see the tensor's memory: this handle is the only one, and its tensor the only one there.
+pub(crate) fn is_sole_owner(tensor: &Tensor) -> Result<bool> {
+    let mut sole = 0;
+    // SAFETY: the tensor and the out-parameter outlive the call.
+    unsafe { check(rt_is_sole_owner(tensor.as_ptr(), &mut sole)) }?;
+    Ok(sole != 0)
 }
 
 /// The addresses that the tensor's elements lie in.
