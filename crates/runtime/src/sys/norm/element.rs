@@ -84,7 +84,7 @@ impl Element for bf16 {
     #[inline(always)]
     fn round(value: f32) -> bf16 {
         let bits = value.to_bits();
-        let rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
         let nan = (bits >> 16) | 0x40;
         bf16::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 { nan } else { rounded } as u16)
     }
@@ -115,7 +115,7 @@ impl Element for f16 {
         let bits = value.to_bits();
         let magnitude = bits & 0x7fff_ffff;
         // To the nearest, ties to even; a carry out of the largest number is infinity.
-        let normal = (magnitude.wrapping_sub(112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+        let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + ((magnitude >> 13) & 1)) >> 13;
         // One half has the spacing of fp16's subnormals, so the sum is rounded to it.
         let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
         let rounded = if magnitude > 0x7f80_0000 {
