@@ -188,10 +188,10 @@ impl Policy for Casts {
         self.low_weight(weight)
     }
 
-    fn widened(&self, x: &Tensor) -> runtime::Result<Tensor> {
-        match x.kind() {
-            Kind::Half | Kind::BFloat16 if !self.pure => Ok(x.f_to_kind(Kind::Float)?),
-            _ => Ok(x.shallow_clone()),
+    fn widened_kind(&self, kind: Kind) -> Kind {
+        match kind {
+            Kind::Half | Kind::BFloat16 if !self.pure => Kind::Float,
+            other => other,
         }
     }
 

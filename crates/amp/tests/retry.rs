@@ -141,8 +141,8 @@ impl Policy for Poison {
     fn attend(&self, qkv: [&Tensor; 3], attention: Attention<'_>) -> runtime::Result<Tensor> {
         self.inner.attend(qkv, attention)
     }
-    fn widened(&self, x: &Tensor) -> runtime::Result<Tensor> {
-        self.inner.widened(x)
+    fn widened_kind(&self, kind: Kind) -> Kind {
+        self.inner.widened_kind(kind)
     }
     fn entered(&self) {
         self.pass.fetch_add(1, Ordering::SeqCst);

@@ -1,5 +1,6 @@
 //! Normalisations of the last dimension.
 
+use runtime::fused::norm::{Keep, Options, layer_norm, rms_norm};
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
 
@@ -36,8 +37,7 @@ impl LayerNorm {
     /// Another width or dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         check("layer norm", x, &self.weight)?;
-        let x = precision::widened(x)?;
-        Ok(x.f_layer_norm(self.weight.size(), Some(&self.weight), Some(&self.bias), self.eps, false)?)
+        Ok(layer_norm(x, Some(&self.weight), Some(&self.bias), options(x, self.eps))?)
     }
 }
 
@@ -66,10 +66,16 @@ impl RmsNorm {
     /// Another width or dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         check("RMS norm", x, &self.weight)?;
-        let width = self.weight.size();
-        let x = &precision::widened(x)?;
-        Ok(runtime::ops::norm::fused_rms_norm(x, &width, Some(&self.weight), Some(self.eps))?.0)
+        Ok(rms_norm(x, Some(&self.weight), options(x, self.eps))?)
     }
+}
+
+/// The output is kept where the next product keeps it too, so that the residual stream is free; under a policy that makes the
+/// product keep another copy, the narrower input is.
+fn options(x: &Tensor, eps: f64) -> Options {
+    let output = precision::widened_kind(x.kind());
+    let keep = if precision::current().is_none() { Keep::Output } else { Keep::Input };
+    Options { eps, keep, output: Some(output) }
 }
 
 fn check(operation: &'static str, x: &Tensor, weight: &Tensor) -> Result<()> {

@@ -24,12 +24,12 @@ rt_status rt_identity(const at::Tensor* tensor, uintptr_t* identity) {
   return guard([&] { *identity = reinterpret_cast<uintptr_t>(tensor->unsafeGetTensorImpl()); });
 }
 
-// Whether nobody but the handle `tensor` (borrowed) can see its elements: no other handle, view, or owner of its storage,
-// and no history that refers to it.
-rt_status rt_is_exclusive(const at::Tensor* tensor, int* out) {
+// 1 where nobody else can see the memory of `tensor` (borrowed): this is the only handle of the tensor, the tensor the only
+// one on its storage, and no history refers to it. What saved it, what views it and what waits to receive it would each count.
+rt_status rt_is_sole_owner(const at::Tensor* tensor, int* sole) {
   return guard([&] {
-    *out = tensor->use_count() == 1 && tensor->has_storage() && tensor->storage().use_count() == 1 &&
-           !tensor->requires_grad();
+    *sole = tensor->defined() && tensor->has_storage() && tensor->use_count() == 1 && tensor->storage().use_count() == 1 &&
+            !tensor->requires_grad();
   });
 }
 }

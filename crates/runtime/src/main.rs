@@ -2,6 +2,7 @@
 
 mod cost;
 mod elementwise;
+mod norms;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -36,6 +37,12 @@ enum Command {
         #[arg(long, value_enum, default_value_t)]
         scale: Scale,
     },
+    /// Measure the fused norms beside libtorch's own
+    Norms {
+        /// How long to measure
+        #[arg(long, value_enum, default_value_t)]
+        scale: Scale,
+    },
     /// A loop of small operators; prints seconds per operator (run by `cost`, in processes of their own)
     #[command(hide = true)]
     SmallOperators {
@@ -50,8 +57,9 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     report::cli::run(|| match &cli.command {
         Command::Info => info(&cli.common),
-        Command::Cost { scale } => cost(&cli.common, *scale),
+        Command::Cost { scale } => measure(&cli.common, *scale, cost::parts),
         Command::Elementwise { scale } => elementwise::measure(&cli.common, *scale),
+        Command::Norms { scale } => measure(&cli.common, *scale, norms::parts),
         Command::SmallOperators { tracked, operators } => {
             writeln!(std::io::stdout(), "{:e}", cost::small_operators(*tracked, *operators)?)?;
             Ok(())
@@ -81,13 +89,17 @@ fn info(common: &CommonArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn cost(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
+fn measure(
+    common: &CommonArgs,
+    scale: Scale,
+    parts: fn(tch::Device) -> Vec<cost::Part>,
+) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::random::seed(common.seed)?;
     let mut records = common.open_records()?;
     let environment = runtime_environment(device)?;
     let effort = if scale == Scale::Smoke { cost::Effort::Seconds } else { cost::Effort::Minutes };
-    let parts = cost::parts(device);
+    let parts = parts(device);
     let mut progress = Progress::new(parts.len() as u64);
     let mut out = std::io::stdout().lock();
     for part in parts {

@@ -35,7 +35,7 @@ use std::fmt::Debug;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::error::Result;
 
@@ -85,12 +85,9 @@ pub trait Policy: Debug + Send + Sync {
         Ok(weight.shallow_clone())
     }
 
-    /// See [`widened`].
-    ///
-    /// # Errors
-    /// Those of libtorch.
-    fn widened(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(x.shallow_clone())
+    /// See [`widened_kind`].
+    fn widened_kind(&self, kind: Kind) -> Kind {
+        kind
     }
 
     /// A thread begins to compute under this policy. Called as often as [`Policy::left`].
@@ -195,10 +192,13 @@ pub fn weight(weight: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// Those of libtorch.
 pub fn widened(x: &Tensor) -> Result<Tensor> {
-    match current() {
-        Some(policy) => policy.widened(x),
-        None => Ok(x.shallow_clone()),
-    }
+    Ok(x.f_to_kind(widened_kind(x.kind()))?)
+}
+
+/// The dtype in which what needs full precision computes with a tensor of `kind`, for what reads a lower dtype itself and
+/// needs no copy ([`fused::norm`](crate::fused::norm)).
+pub fn widened_kind(kind: Kind) -> Kind {
+    current().map_or(kind, |policy| policy.widened_kind(kind))
 }
 
 /// What tells a tensor from every other one that is alive: two handles of one tensor share it, a view or a detached tensor

@@ -160,8 +160,16 @@ impl Policy for Probe {
         self.watched(&y, Of::Activations)
     }
 
-    fn widened(&self, x: &Tensor) -> runtime::Result<Tensor> {
-        self.inner.as_ref().map_or_else(|| Ok(x.shallow_clone()), |inner| inner.widened(x))
+    fn operand(&self, x: &Tensor) -> runtime::Result<Tensor> {
+        self.inner.as_ref().map_or_else(|| Ok(x.shallow_clone()), |inner| inner.operand(x))
+    }
+
+    fn weight(&self, weight: &Tensor) -> runtime::Result<Tensor> {
+        self.inner.as_ref().map_or_else(|| Ok(weight.shallow_clone()), |inner| inner.weight(weight))
+    }
+
+    fn widened_kind(&self, kind: Kind) -> Kind {
+        self.inner.as_ref().map_or(kind, |inner| inner.widened_kind(kind))
     }
 
     fn entered(&self) {

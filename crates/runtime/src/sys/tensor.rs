@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 unsafe extern "C" {
     fn rt_bump_version(tensor: *const C_tensor) -> Status;
     fn rt_identity(tensor: *const C_tensor, identity: *mut usize) -> Status;
-    fn rt_is_exclusive(tensor: *const C_tensor, out: *mut c_int) -> Status;
+    fn rt_is_sole_owner(tensor: *const C_tensor, sole: *mut c_int) -> Status;
     fn rt_memory_range(tensor: *const C_tensor, begin: *mut usize, end: *mut usize) -> Status;
 }
 
@@ -30,12 +30,12 @@ pub(crate) fn identity(tensor: &Tensor) -> Result<usize> {
     Ok(identity)
 }
 
-/// Whether nobody but this handle can see the tensor's elements.
-pub(crate) fn is_exclusive(tensor: &Tensor) -> Result<bool> {
-    let mut exclusive = 0;
+/// Whether nobody else can see the tensor's memory: this handle is the only one, and its tensor the only one there.
+pub(crate) fn is_sole_owner(tensor: &Tensor) -> Result<bool> {
+    let mut sole = 0;
     // SAFETY: the tensor and the out-parameter outlive the call.
-    unsafe { check(rt_is_exclusive(tensor.as_ptr(), &mut exclusive)) }?;
-    Ok(exclusive != 0)
+    unsafe { check(rt_is_sole_owner(tensor.as_ptr(), &mut sole)) }?;
+    Ok(sole != 0)
 }
 
 /// The addresses that the tensor's elements lie in.

@@ -10,7 +10,7 @@ use crate::autograd::{Backward, Forward, Function};
 use crate::error::{Error, Result};
 use crate::profile::{Flops, record_external};
 use crate::sys::elementwise as sys;
-use crate::sys::tensor::{identity, is_exclusive};
+use crate::sys::tensor::{identity, is_sole_owner};
 
 /// One application of an expression.
 pub(super) struct Pass {
@@ -100,7 +100,7 @@ impl Function for Pass {
                 && !ctx.is_recorded()
                 && grad.size() == self.operands.shape
                 && grad.is_contiguous()
-                && is_exclusive(grad)?
+                && is_sole_owner(grad)?
             {
                 spare.push(index);
             }

@@ -1,0 +1,151 @@
+//! The fused norms beside libtorch's own operators, in turns.
+
+use std::sync::Mutex;
+use std::time::Instant;
+
+use anyhow::Context;
+use report::{Case, Metric};
+use runtime::autograd::{self, Backward, Forward, Function};
+use runtime::fused::norm::{Keep, Options, layer_norm, rms_norm};
+use runtime::measure::physical;
+use runtime::memory::{Region, live_bytes};
+use runtime::ops;
+use tch::{Device, Kind, Tensor};
+
+use crate::cost::{Effort, Figures, Part};
+
+const SHAPES: [(i64, i64); 4] = [(4096, 256), (4096, 768), (2048, 2048), (1024, 4096)];
+const EPS: f64 = 1e-5;
+
+pub(crate) fn parts(_: Device) -> Vec<Part> {
+    vec![Part { about: "norms", experiment: "norms", run: norms }]
+}
+
+/// What follows a norm, with a gradient that is ready: backward gives it away, as a product's backward does.
+struct Follower(Mutex<Option<Tensor>>);
+
+impl Function for Follower {
+    fn forward(&mut self, _: &mut Forward, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
+        Ok(vec![Tensor::f_zeros([], (Kind::Float, inputs[0].device()))?])
+    }
+
+    fn backward(&self, _: &mut Backward, _: Vec<Option<Tensor>>) -> runtime::Result<Vec<Option<Tensor>>> {
+        Ok(vec![self.0.lock().ok().and_then(|mut gradient| gradient.take())])
+    }
+}
+
+type Norm<'a> = &'a dyn Fn(&Tensor) -> runtime::Result<Tensor>;
+
+/// Seconds of forward, and of forward and backward.
+fn step(
+    leaf: &Tensor,
+    upstream: &Tensor,
+    parameters: [&Tensor; 2],
+    norm: Norm,
+) -> anyhow::Result<(f64, f64)> {
+    let gradient = upstream.f_add_scalar(0.0)?;
+    for tensor in [leaf, parameters[0], parameters[1]] {
+        autograd::set_grad(tensor, None)?;
+    }
+    let start = Instant::now();
+    let y = norm(leaf)?;
+    let forward = start.elapsed().as_secs_f64();
+    let end = autograd::apply(Follower(Mutex::new(Some(gradient))), &[&y])?.remove(0);
+    drop(y);
+    autograd::backward(&[&end])?;
+    Ok((forward, start.elapsed().as_secs_f64()))
+}
+
+/// Bytes held between forward and backward beside y, where nothing else holds x; and the peak of forward and backward.
+fn memory(leaf: &Tensor, upstream: &Tensor, norm: Norm) -> anyhow::Result<(f64, f64)> {
+    let device = leaf.device();
+    let before = live_bytes(device)?;
+    let region = Region::start(device)?;
+    let y = norm(&leaf.f_neg()?)?;
+    let of_y = y.numel() * y.kind().elt_size_in_bytes();
+    let held = live_bytes(device)? - before - of_y as u64;
+    let gradient = upstream.f_add_scalar(0.0)?;
+    let end = autograd::apply(Follower(Mutex::new(Some(gradient))), &[&y])?.remove(0);
+    drop(y);
+    autograd::backward(&[&end])?;
+    Ok((held as f64, region.finish()?.peak_above_start() as f64))
+}
+
+fn norms(device: Device, effort: Effort) -> anyhow::Result<Figures> {
+    let (shapes, rounds) = if effort == Effort::Seconds { (&SHAPES[..1], 3) } else { (&SHAPES[..], 9) };
+    let copy = physical::copy_bandwidth(device)?.rate().context("a copy has a rate")?;
+    let mut figures = Vec::new();
+    for &(tokens, width) in shapes {
+        for kind in [Kind::Float, Kind::BFloat16] {
+            let ones = |size: &[i64]| Tensor::f_ones(size, (kind, device));
+            let leaf = Tensor::f_randn([tokens, width], (kind, device))?.f_set_requires_grad(true)?;
+            let upstream = Tensor::f_randn([tokens, width], (kind, device))?;
+            let weight = ones(&[width])?.f_set_requires_grad(true)?;
+            let bias = ones(&[width])?.f_zeros_like()?.f_set_requires_grad(true)?;
+            let (w, b) = (Some(&weight), Some(&bias));
+            for what in ["layer norm", "RMS norm"] {
+                let layer = what == "layer norm";
+                let ours = |keep: Keep, x: &Tensor| {
+                    let options = Options { eps: EPS, keep, output: None };
+                    if layer { layer_norm(x, w, b, options) } else { rms_norm(x, w, options) }
+                };
+                let theirs = |x: &Tensor| {
+                    if layer {
+                        return Ok(x.f_layer_norm([width], w, b, EPS, false)?);
+                    }
+                    Ok(ops::norm::fused_rms_norm(x, &[width], w, Some(EPS))?.0)
+                };
+                let (input, output) = (|x: &Tensor| ours(Keep::Input, x), |x: &Tensor| ours(Keep::Output, x));
+                let sides: [(&str, Norm); 3] =
+                    [("libtorch", &theirs), ("input", &input), ("output", &output)];
+                let mut times = [const { Vec::new() }; 3];
+                for round in 0..=rounds {
+                    for turn in 0..3 {
+                        let side = (round + turn) % 3;
+                        let time = step(&leaf, &upstream, [&weight, &bias], sides[side].1)?;
+                        if round > 0 {
+                            times[side].push(time);
+                        }
+                    }
+                }
+                let of_theirs = memory(&leaf, &upstream, &theirs)?;
+                // x and y; what was kept, the upstream gradient, and the input's gradient.
+                let bytes = (5 * tokens * width) as f64 * kind.elt_size_in_bytes() as f64;
+                for side in 1..3 {
+                    let case = || {
+                        Case::new()
+                            .with("what", what)
+                            .with("dtype", format!("{kind:?}"))
+                            .with("shape", format!("{tokens} × {width}"))
+                            .with("keep", sides[side].0)
+                    };
+                    let forward =
+                        |i: usize| times[i].iter().map(|time: &(f64, f64)| time.0).collect::<Vec<_>>();
+                    let whole =
+                        |i: usize| times[i].iter().map(|time: &(f64, f64)| time.1).collect::<Vec<_>>();
+                    let over =
+                        |a: Vec<f64>, b: Vec<f64>| a.iter().zip(&b).map(|(a, b)| a / b).collect::<Vec<_>>();
+                    let share: Vec<f64> = whole(side).iter().map(|seconds| bytes / seconds / copy).collect();
+                    let (held, peak) = memory(&leaf, &upstream, sides[side].1)?;
+                    for metric in [
+                        Metric::of_samples("forward_seconds", "s", &forward(side)),
+                        Metric::of_samples("libtorch_forward_seconds", "s", &forward(0)),
+                        Metric::of_samples("forward_ratio", "ratio", &over(forward(side), forward(0))),
+                        Metric::of_samples("step_seconds", "s", &whole(side)),
+                        Metric::of_samples("libtorch_step_seconds", "s", &whole(0)),
+                        Metric::of_samples("step_ratio", "ratio", &over(whole(side), whole(0))),
+                        Metric::of_samples("share_of_copy_rate", "ratio", &share),
+                        Metric::exact("held_bytes", "B", held),
+                        Metric::exact("libtorch_held_bytes", "B", of_theirs.0),
+                        Metric::exact("held_ratio", "ratio", held / of_theirs.0),
+                        Metric::exact("peak_bytes", "B", peak),
+                        Metric::exact("libtorch_peak_bytes", "B", of_theirs.1),
+                    ] {
+                        figures.push((case(), metric));
+                    }
+                }
+            }
+        }
+    }
+    Ok(figures)
+}

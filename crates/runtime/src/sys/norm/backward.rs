@@ -1,0 +1,318 @@
+//! All gradients in one pass over memory.
+//!
+//! A few rows at a time: the first sweep takes the sums that a row's gradient needs, the second, over columns first, finds
+//! the rows in the core's cache, and each sum of the parameters' gradients is fetched once for all of the rows.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use pulp::{Arch, Simd, WithSimd};
+
+use super::element::{BLOCK, Element, Real, blocks, load, store, total};
+use super::forward::STRETCH;
+use crate::error::Result;
+use crate::sys::parallel;
+
+/// Rows worked on together.
+const GROUP: usize = 4;
+/// Work of less than this many elements is not divided between threads.
+const TASK: usize = 32 * 1024;
+/// Most rows whose gradients of a parameter are added up in the compute type, before parts are added in f64.
+const PART: usize = 256;
+
+/// Addresses and sizes; `0` where there is no such matrix.
+#[derive(Clone, Copy)]
+pub(super) struct Pass {
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    /// `[rows, columns]`: of S what was kept (x, or y), of Y its gradient's upstream, of X where the result goes (may be
+    /// the upstream's memory where Y is X) and what is added to it.
+    pub(super) kept: usize,
+    pub(super) upstream: usize,
+    pub(super) grad: usize,
+    pub(super) added: usize,
+    /// `[columns]` of the compute type; `inverse` is 1/weight, where y was kept.
+    pub(super) weight: usize,
+    pub(super) inverse: usize,
+    pub(super) bias: usize,
+    /// `[rows]` of the compute type.
+    pub(super) mean: usize,
+    pub(super) rstd: usize,
+    /// `[parts, columns]` of the compute type, see [`parts`].
+    pub(super) weight_parts: usize,
+    pub(super) bias_parts: usize,
+}
+
+/// How many parts the rows are divided into: by their number alone, so that the sums do not depend on the threads.
+pub(super) fn parts(rows: usize) -> usize {
+    rows.div_ceil(part(rows))
+}
+
+fn part(rows: usize) -> usize {
+    rows.div_ceil(32).clamp(32, PART)
+}
+
+/// # Safety
+/// The addresses are of memory of the sizes and types that [`Pass`] says; what is written is apart from everything else, but
+/// that `grad` may be `upstream`.
+pub(super) unsafe fn run<S, Y, X, const CENTER: bool, const OUTPUT: bool>(pass: Pass) -> Result<()>
+where
+    S: Element<Compute = X::Compute>,
+    Y: Element<Compute = X::Compute>,
+    X: Element,
+{
+    let height = part(pass.rows);
+    let work = |index: usize| {
+        let rows = index * height..((index + 1) * height).min(pass.rows);
+        Arch::new().dispatch(Part::<S, Y, X, CENTER, OUTPUT> { pass, index, rows, types: PhantomData });
+    };
+    let tasks = parts(pass.rows);
+    if pass.rows * pass.columns <= 2 * TASK {
+        (0..tasks).for_each(work);
+        return Ok(());
+    }
+    parallel::for_each(tasks, work)
+}
+
+/// Rows and sums that nobody else works on. A type and not a closure, so that it is inlined into the code for each processor.
+struct Part<S, Y, X, const CENTER: bool, const OUTPUT: bool> {
+    pass: Pass,
+    index: usize,
+    rows: Range<usize>,
+    types: PhantomData<(S, Y, X)>,
+}
+
+impl<S, Y, X, const CENTER: bool, const OUTPUT: bool> WithSimd for Part<S, Y, X, CENTER, OUTPUT>
+where
+    S: Element<Compute = X::Compute>,
+    Y: Element<Compute = X::Compute>,
+    X: Element,
+{
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<A: Simd>(self, _: A) {
+        let Self { pass, index, rows, .. } = self;
+        let sums = |address: usize| {
+            let place = (address as *mut X::Compute).wrapping_add(index * pass.columns);
+            if address != 0 {
+                // SAFETY: the part lies in the sums, and no other task has it (`run`).
+                unsafe { place.write_bytes(0, pass.columns) };
+            }
+            place
+        };
+        let sums = (sums(pass.weight_parts), sums(pass.bias_parts));
+        let mut row = rows.start;
+        // SAFETY: `run`'s caller says what the memory is, and `run` gives each row to one task.
+        unsafe {
+            while row + GROUP <= rows.end {
+                group::<S, Y, X, CENTER, OUTPUT, GROUP>(pass, row, sums);
+                row += GROUP;
+            }
+            while row < rows.end {
+                group::<S, Y, X, CENTER, OUTPUT, 1>(pass, row, sums);
+                row += 1;
+            }
+        }
+    }
+}
+
+/// What a row's gradient needs to know of the whole row.
+#[derive(Clone, Copy, Default)]
+struct Row<C> {
+    mean: C,
+    rstd: C,
+    /// Mean of x̂, which is the rounding error of the mean that was kept.
+    rest: C,
+    /// Means of g and of g·x̂.
+    slope: C,
+    curve: C,
+}
+
+/// # Safety
+/// As [`run`]; nobody else works on these rows or sums.
+#[inline(always)]
+unsafe fn group<S, Y, X, const CENTER: bool, const OUTPUT: bool, const ROWS: usize>(
+    pass: Pass,
+    first: usize,
+    (weight_sums, bias_sums): (*mut X::Compute, *mut X::Compute),
+) where
+    S: Element<Compute = X::Compute>,
+    Y: Element<Compute = X::Compute>,
+    X: Element,
+{
+    let mut rows = [Row::<X::Compute>::default(); ROWS];
+    for (k, row) in rows.iter_mut().enumerate() {
+        // SAFETY: the rows are there, as the caller says.
+        *row = unsafe { survey::<S, Y, X, CENTER, OUTPUT>(pass, first + k) };
+    }
+    let columns = pass.columns;
+    let kept = (pass.kept as *const S).wrapping_add(first * columns);
+    let upstream = (pass.upstream as *const Y).wrapping_add(first * columns);
+    let grad = (pass.grad as *mut X).wrapping_add(first * columns);
+    let added = (pass.added as *const X).wrapping_add(first * columns);
+    blocks!(0, columns, |at, N| {
+        // SAFETY: the block lies in every row, and in the vectors. A row's upstream is read before its gradient is
+        // written, which may be in the same place.
+        unsafe {
+            let weight = vector::<X::Compute, N>(pass.weight, at, X::Compute::ONE);
+            let inverse = vector::<X::Compute, N>(pass.inverse, at, X::Compute::ONE);
+            let bias = vector::<X::Compute, N>(pass.bias, at, X::Compute::default());
+            let mut of_weight = [X::Compute::default(); N];
+            let mut of_bias = [X::Compute::default(); N];
+            for (k, row) in rows.iter().enumerate() {
+                let place = k * columns + at;
+                let d = load::<Y, N>(upstream.add(place));
+                let mut x = load::<S, N>(kept.add(place));
+                for i in 0..N {
+                    x[i] = if OUTPUT { (x[i] - bias[i]) * inverse[i] } else { (x[i] - row.mean) * row.rstd };
+                    if CENTER && !OUTPUT {
+                        x[i] = x[i] - row.rest;
+                    }
+                    of_weight[i] += d[i] * x[i];
+                    of_bias[i] += d[i];
+                }
+                if pass.grad != 0 {
+                    for i in 0..N {
+                        let g = d[i] * weight[i];
+                        let inner = if CENTER { g - row.slope } else { g };
+                        x[i] = (inner - x[i] * row.curve) * row.rstd;
+                    }
+                    if pass.added != 0 {
+                        let added = load::<X, N>(added.add(place));
+                        for i in 0..N {
+                            x[i] += added[i];
+                        }
+                    }
+                    store::<X, N>(grad.add(place), &x);
+                }
+            }
+            if pass.weight_parts != 0 {
+                add::<X::Compute, N>(weight_sums.add(at), &of_weight);
+            }
+            if pass.bias_parts != 0 {
+                add::<X::Compute, N>(bias_sums.add(at), &of_bias);
+            }
+        }
+    });
+}
+
+/// # Safety
+/// As [`group`], for one row.
+#[inline(always)]
+unsafe fn survey<S, Y, X, const CENTER: bool, const OUTPUT: bool>(pass: Pass, row: usize) -> Row<X::Compute>
+where
+    S: Element<Compute = X::Compute>,
+    Y: Element<Compute = X::Compute>,
+    X: Element,
+{
+    let columns = pass.columns;
+    let mut found = Row::default();
+    // SAFETY: the statistics have one place for each row.
+    unsafe {
+        found.rstd = (pass.rstd as *const X::Compute).add(row).read();
+        if pass.mean != 0 {
+            found.mean = (pass.mean as *const X::Compute).add(row).read();
+        }
+    }
+    if pass.grad == 0 && (OUTPUT || !CENTER) {
+        return found;
+    }
+    let kept = (pass.kept as *const S).wrapping_add(row * columns);
+    let upstream = (pass.upstream as *const Y).wrapping_add(row * columns);
+    let (mut slope, mut curve, mut rest) = (0.0, 0.0, 0.0);
+    for from in (0..columns).step_by(STRETCH) {
+        let mut of_g = [X::Compute::default(); BLOCK];
+        let mut of_gx = [X::Compute::default(); BLOCK];
+        let mut of_x = [X::Compute::default(); BLOCK];
+        blocks!(from, columns.min(from + STRETCH), |at, N| {
+            // SAFETY: the block lies in the row, and in the vectors.
+            unsafe {
+                let weight = vector::<X::Compute, N>(pass.weight, at, X::Compute::ONE);
+                let d = load::<Y, N>(upstream.add(at));
+                let mut x = load::<S, N>(kept.add(at));
+                if OUTPUT {
+                    let inverse = vector::<X::Compute, N>(pass.inverse, at, X::Compute::ONE);
+                    let bias = vector::<X::Compute, N>(pass.bias, at, X::Compute::default());
+                    for i in 0..N {
+                        x[i] = (x[i] - bias[i]) * inverse[i];
+                    }
+                } else {
+                    for i in 0..N {
+                        x[i] = (x[i] - found.mean) * found.rstd;
+                    }
+                }
+                for i in 0..N {
+                    let g = d[i] * weight[i];
+                    of_gx[i] += g * x[i];
+                    if CENTER {
+                        of_g[i] += g;
+                        of_x[i] += x[i];
+                    }
+                }
+            }
+        });
+        curve += total(of_gx);
+        if CENTER {
+            slope += total(of_g);
+            rest += if OUTPUT { 0.0 } else { total(of_x) };
+        }
+    }
+    let n = columns as f64;
+    (slope, rest) = (slope / n, rest / n);
+    found.slope = X::Compute::from_f64(slope);
+    found.rest = X::Compute::from_f64(rest);
+    found.curve = X::Compute::from_f64(curve / n - rest * slope);
+    found
+}
+
+/// A block of a vector, or of a constant where there is no vector.
+///
+/// # Safety
+/// The block lies in the vector.
+#[inline(always)]
+unsafe fn vector<C: Real, const N: usize>(address: usize, at: usize, other: C) -> [C; N] {
+    if address == 0 {
+        return [other; N];
+    }
+    // SAFETY: as the caller says.
+    unsafe { load::<C, N>((address as *const C).add(at)) }
+}
+
+/// # Safety
+/// `N` sums lie at `sums`, and are nobody else's now.
+#[inline(always)]
+unsafe fn add<C: Real, const N: usize>(sums: *mut C, values: &[C; N]) {
+    // SAFETY: as the caller says.
+    unsafe {
+        let mut sum = load::<C, N>(sums);
+        for i in 0..N {
+            sum[i] += values[i];
+        }
+        store::<C, N>(sums, &sum);
+    }
+}
+
+/// `sum[column] = Σ parts[·, column]`, added in f64 in their order.
+///
+/// # Safety
+/// The addresses are of `[parts, columns]` and `[columns]` elements of `C`, apart from each other, nobody else's now.
+pub(super) unsafe fn combine<C: Real>(parts: usize, columns: usize, addends: usize, sum: usize) {
+    let (addends, sum) = (addends as *const C, sum as *mut C);
+    Arch::new().dispatch(|| {
+        for from in (0..columns).step_by(BLOCK) {
+            let count = BLOCK.min(columns - from);
+            let mut wide = [0.0f64; BLOCK];
+            for part in 0..parts {
+                for (i, wide) in wide.iter_mut().enumerate().take(count) {
+                    // SAFETY: the element lies in the matrix.
+                    *wide += unsafe { addends.add(part * columns + from + i).read() }.into();
+                }
+            }
+            for (i, wide) in wide.into_iter().enumerate().take(count) {
+                // SAFETY: the element lies in the vector.
+                unsafe { sum.add(from + i).write(C::from_f64(wide)) };
+            }
+        }
+    });
+}

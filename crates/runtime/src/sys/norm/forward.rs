@@ -1,0 +1,319 @@
+//! y and the statistics of rows. A row is read from memory once: the sweeps after the first find it in the core's cache.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use pulp::{Arch, Simd, WithSimd};
+
+use super::element::{Element, Real};
+use crate::error::Result;
+use crate::sys::parallel;
+
+/// Elements whose sum is taken in the compute type, before it is added up in f64: rows of any width are summed as exactly.
+pub(super) const STRETCH: usize = 4096;
+/// Elements of one task.
+const TASK: usize = 32 * 1024;
+
+/// Addresses and sizes; `0` where there is no such matrix.
+#[derive(Clone, Copy)]
+pub(super) struct Pass {
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    pub(super) eps: f64,
+    /// `[rows, columns]` of X.
+    pub(super) x: usize,
+    /// Of X: what is added to x, and where their sum goes.
+    pub(super) residual: usize,
+    pub(super) sum: usize,
+    /// `[columns]` of the compute type.
+    pub(super) weight: usize,
+    pub(super) bias: usize,
+    /// `[rows, columns]` of Y.
+    pub(super) y: usize,
+    /// `[rows]` of the compute type.
+    pub(super) mean: usize,
+    pub(super) rstd: usize,
+}
+
+/// # Safety
+/// The addresses are of memory of the sizes and types that [`Pass`] says; what is written is apart from everything else.
+pub(super) unsafe fn run<X, Y, const CENTER: bool>(mut pass: Pass) -> Result<()>
+where
+    X: Element,
+    Y: Element<Compute = X::Compute>,
+{
+    // One code for all: what is absent is a one or a zero.
+    let absent = |address: usize, value| if address == 0 { vec![value; pass.columns] } else { Vec::new() };
+    let ones = absent(pass.weight, X::Compute::ONE);
+    let zeros = absent(pass.bias, X::Compute::default());
+    if pass.weight == 0 {
+        pass.weight = ones.as_ptr() as usize;
+    }
+    if pass.bias == 0 {
+        pass.bias = zeros.as_ptr() as usize;
+    }
+    let height = (TASK / pass.columns).max(1);
+    let work = |task: usize| {
+        let rows = task * height..((task + 1) * height).min(pass.rows);
+        Arch::new().dispatch(Task::<X, Y, CENTER> { pass, rows, types: PhantomData });
+    };
+    let tasks = pass.rows.div_ceil(height);
+    if pass.rows * pass.columns <= 2 * TASK {
+        (0..tasks).for_each(work);
+        return Ok(());
+    }
+    parallel::for_each(tasks, work)
+}
+
+/// Rows that nobody else works on. A type and not a closure, so that it is inlined into the code for each processor.
+struct Task<X, Y, const CENTER: bool> {
+    pass: Pass,
+    rows: Range<usize>,
+    types: PhantomData<(X, Y)>,
+}
+
+impl<X, Y, const CENTER: bool> WithSimd for Task<X, Y, CENTER>
+where
+    X: Element,
+    Y: Element<Compute = X::Compute>,
+{
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let low = X::as_compute(&[]).is_none() || Y::as_compute(&[]).is_none();
+        let mut scratch = vec![X::Compute::default(); if low { self.pass.columns } else { 0 }];
+        for row in self.rows {
+            // SAFETY: `run`'s caller says what the memory is, and `run` gives each row to one task.
+            unsafe { normalize::<S, X, Y, CENTER>(simd, self.pass, row, &mut scratch) };
+        }
+    }
+}
+
+/// # Safety
+/// As [`run`]; nobody else works on this row. `scratch` is as long as the row where X or Y is not computed in.
+#[inline(always)]
+unsafe fn normalize<S, X, Y, const CENTER: bool>(simd: S, pass: Pass, row: usize, scratch: &mut [X::Compute])
+where
+    S: Simd,
+    X: Element,
+    Y: Element<Compute = X::Compute>,
+{
+    let columns = pass.columns;
+    // SAFETY: the rows lie in their matrices, the statistics have one place for each row, and what is written is apart from
+    // all else.
+    let (x, weight, bias, y, rstd) = unsafe {
+        if pass.residual != 0 {
+            add::<X>(
+                at_row::<X>(pass.x, row, columns),
+                at_row::<X>(pass.residual, row, columns),
+                at_row_mut::<X>(pass.sum, row, columns),
+            );
+        }
+        (
+            at_row::<X>(if pass.residual == 0 { pass.x } else { pass.sum }, row, columns),
+            at_row::<X::Compute>(pass.weight, 0, columns),
+            at_row::<X::Compute>(pass.bias, 0, columns),
+            at_row_mut::<Y>(pass.y, row, columns),
+            at_row_mut::<X::Compute>(pass.rstd, row, 1),
+        )
+    };
+    let values = match X::as_compute(x) {
+        Some(values) => values,
+        None => {
+            for (wide, value) in scratch.iter_mut().zip(x) {
+                *wide = value.widen();
+            }
+            &*scratch
+        }
+    };
+    let n = columns as f64;
+    // The mean rounded to the compute type, and what the rounding left out: at 10⁴ with a variance of 1 it is a part in a
+    // thousand of the result.
+    let (mut center, mut rest, mut variance);
+    if CENTER {
+        center = X::Compute::from_f64(sum(simd, values) / n);
+        let (deviations, squares) = deviations(simd, values, center);
+        rest = deviations / n;
+        // `max` would make a NaN zero.
+        variance = if squares.is_finite() { (squares / n - rest * rest).max(0.0) } else { squares };
+    } else {
+        (center, rest) = (X::Compute::default(), 0.0);
+        variance = deviations(simd, values, center).1 / n;
+    }
+    if !variance.is_finite() {
+        let (mean, wide) = in_f64::<X::Compute, CENTER>(values);
+        center = X::Compute::from_f64(mean);
+        rest = mean - center.into();
+        variance = wide;
+    }
+    let scale = 1.0 / (variance + pass.eps).sqrt();
+    let affine = Affine {
+        center,
+        scale: X::Compute::from_f64(scale),
+        shift: X::Compute::from_f64(-rest * scale),
+        weight,
+        bias,
+    };
+    rstd[0] = affine.scale;
+    if pass.mean != 0 {
+        // SAFETY: as above.
+        let mean = unsafe { at_row_mut::<X::Compute>(pass.mean, row, 1) };
+        mean[0] = X::Compute::from_f64(center.into() + rest);
+    }
+    match (X::as_compute(x), Y::as_compute_mut(y)) {
+        (Some(values), Some(y)) => affine.map(simd, values, y),
+        (None, Some(y)) => affine.map(simd, scratch, y),
+        (_, None) => {
+            affine.replace(simd, scratch);
+            for (narrow, value) in y.iter_mut().zip(&*scratch) {
+                *narrow = Y::round(*value);
+            }
+        }
+    }
+}
+
+/// # Safety
+/// The row lies in a matrix of `T` at the address, and nobody writes it meanwhile.
+#[inline(always)]
+unsafe fn at_row<'a, T>(address: usize, row: usize, columns: usize) -> &'a [T] {
+    // SAFETY: as the caller says.
+    unsafe { std::slice::from_raw_parts((address as *const T).add(row * columns), columns) }
+}
+
+/// # Safety
+/// As [`at_row`], and nobody reads it meanwhile.
+#[inline(always)]
+unsafe fn at_row_mut<'a, T>(address: usize, row: usize, columns: usize) -> &'a mut [T] {
+    // SAFETY: as the caller says.
+    unsafe { std::slice::from_raw_parts_mut((address as *mut T).add(row * columns), columns) }
+}
+
+#[inline(always)]
+fn add<X: Element>(x: &[X], residual: &[X], sum: &mut [X]) {
+    for ((sum, x), residual) in sum.iter_mut().zip(x).zip(residual) {
+        *sum = X::round(x.widen() + residual.widen());
+    }
+}
+
+/// Σ v.
+#[inline(always)]
+fn sum<S: Simd, C: Real>(simd: S, values: &[C]) -> f64 {
+    let mut result = 0.0;
+    for stretch in values.chunks(STRETCH) {
+        let (vectors, tail) = C::split::<S>(stretch);
+        let (fours, rest) = vectors.as_chunks::<4>();
+        let mut lanes = [C::splat(simd, C::default()); 4];
+        for four in fours {
+            for k in 0..4 {
+                lanes[k] = C::plus(simd, lanes[k], four[k]);
+            }
+        }
+        for vector in rest {
+            lanes[0] = C::plus(simd, lanes[0], *vector);
+        }
+        result += together(simd, lanes, tail.iter().copied());
+    }
+    result
+}
+
+/// Σ (v − center) and Σ (v − center)².
+#[inline(always)]
+fn deviations<S: Simd, C: Real>(simd: S, values: &[C], center: C) -> (f64, f64) {
+    let (mut first, mut second) = (0.0, 0.0);
+    for stretch in values.chunks(STRETCH) {
+        let (vectors, tail) = C::split::<S>(stretch);
+        let (fours, rest) = vectors.as_chunks::<4>();
+        let centers = C::splat(simd, center);
+        let mut lanes = [C::splat(simd, C::default()); 4];
+        let mut squares = lanes;
+        for four in fours {
+            for k in 0..4 {
+                let d = C::minus(simd, four[k], centers);
+                lanes[k] = C::plus(simd, lanes[k], d);
+                squares[k] = C::mul_add(simd, d, d, squares[k]);
+            }
+        }
+        for vector in rest {
+            let d = C::minus(simd, *vector, centers);
+            lanes[0] = C::plus(simd, lanes[0], d);
+            squares[0] = C::mul_add(simd, d, d, squares[0]);
+        }
+        let tail = tail.iter().map(|v| *v - center);
+        first += together(simd, lanes, tail.clone());
+        second += together(simd, squares, tail.map(|d| d * d));
+    }
+    (first, second)
+}
+
+#[inline(always)]
+fn together<S: Simd, C: Real>(simd: S, lanes: [C::Vector<S>; 4], tail: impl Iterator<Item = C>) -> f64 {
+    let [a, b, c, d] = lanes;
+    let lanes: C = C::sum(simd, C::plus(simd, C::plus(simd, a, b), C::plus(simd, c, d)));
+    tail.fold(lanes, |sum, value| sum + value).into()
+}
+
+/// y = ((v − center)·scale + shift)·weight + bias.
+struct Affine<'a, C> {
+    center: C,
+    scale: C,
+    shift: C,
+    weight: &'a [C],
+    bias: &'a [C],
+}
+
+impl<C: Real> Affine<'_, C> {
+    #[inline(always)]
+    fn of<S: Simd>(
+        &self,
+        simd: S,
+        v: C::Vector<S>,
+        weight: C::Vector<S>,
+        bias: C::Vector<S>,
+    ) -> C::Vector<S> {
+        let d = C::minus(simd, v, C::splat(simd, self.center));
+        let normalized = C::mul_add(simd, d, C::splat(simd, self.scale), C::splat(simd, self.shift));
+        C::mul_add(simd, normalized, weight, bias)
+    }
+
+    #[inline(always)]
+    fn of_one(&self, v: C, weight: C, bias: C) -> C {
+        ((v - self.center) * self.scale + self.shift) * weight + bias
+    }
+
+    #[inline(always)]
+    fn map<S: Simd>(&self, simd: S, values: &[C], y: &mut [C]) {
+        let (values, values_tail) = C::split::<S>(values);
+        let (y, y_tail) = C::split_mut::<S>(y);
+        let (weight, weight_tail) = C::split::<S>(self.weight);
+        let (bias, bias_tail) = C::split::<S>(self.bias);
+        for (((y, v), weight), bias) in y.iter_mut().zip(values).zip(weight).zip(bias) {
+            *y = self.of(simd, *v, *weight, *bias);
+        }
+        for (((y, v), weight), bias) in y_tail.iter_mut().zip(values_tail).zip(weight_tail).zip(bias_tail) {
+            *y = self.of_one(*v, *weight, *bias);
+        }
+    }
+
+    #[inline(always)]
+    fn replace<S: Simd>(&self, simd: S, values: &mut [C]) {
+        let (values, values_tail) = C::split_mut::<S>(values);
+        let (weight, weight_tail) = C::split::<S>(self.weight);
+        let (bias, bias_tail) = C::split::<S>(self.bias);
+        for ((v, weight), bias) in values.iter_mut().zip(weight).zip(bias) {
+            *v = self.of(simd, *v, *weight, *bias);
+        }
+        for ((v, weight), bias) in values_tail.iter_mut().zip(weight_tail).zip(bias_tail) {
+            *v = self.of_one(*v, *weight, *bias);
+        }
+    }
+}
+
+/// Mean and variance (or 0 and mean square) of a row whose squares are beyond the compute type.
+#[cold]
+fn in_f64<C: Real, const CENTER: bool>(values: &[C]) -> (f64, f64) {
+    let n = values.len() as f64;
+    let wide = || values.iter().map(|value| -> f64 { (*value).into() });
+    let mean = if CENTER { wide().sum::<f64>() / n } else { 0.0 };
+    (mean, wide().map(|value| (value - mean).powi(2)).sum::<f64>() / n)
+}
