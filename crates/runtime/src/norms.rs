@@ -111,13 +111,13 @@ fn norms(device: Device, effort: Effort) -> anyhow::Result<Figures> {
                 let of_theirs = memory(&leaf, &upstream, &theirs)?;
                 // x and y; what was kept, the upstream gradient, and the input's gradient.
                 let bytes = (5 * tokens * width) as f64 * kind.elt_size_in_bytes() as f64;
-                for side in 1..3 {
+                for (side, &(keep, norm)) in sides.iter().enumerate().skip(1) {
                     let case = || {
                         Case::new()
                             .with("what", what)
                             .with("dtype", format!("{kind:?}"))
                             .with("shape", format!("{tokens} × {width}"))
-                            .with("keep", sides[side].0)
+                            .with("keep", keep)
                     };
                     let forward =
                         |i: usize| times[i].iter().map(|time: &(f64, f64)| time.0).collect::<Vec<_>>();
@@ -126,7 +126,7 @@ fn norms(device: Device, effort: Effort) -> anyhow::Result<Figures> {
                     let over =
                         |a: Vec<f64>, b: Vec<f64>| a.iter().zip(&b).map(|(a, b)| a / b).collect::<Vec<_>>();
                     let share: Vec<f64> = whole(side).iter().map(|seconds| bytes / seconds / copy).collect();
-                    let (held, peak) = memory(&leaf, &upstream, sides[side].1)?;
+                    let (held, peak) = memory(&leaf, &upstream, norm)?;
                     for metric in [
                         Metric::of_samples("forward_seconds", "s", &forward(side)),
                         Metric::of_samples("libtorch_forward_seconds", "s", &forward(0)),

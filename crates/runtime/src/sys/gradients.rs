@@ -2,9 +2,9 @@
 
 use half::bf16;
 use pulp::Arch;
-use rayon::prelude::*;
 use tch::{Device, Kind, Tensor};
 
+use super::parallel;
 use super::tensor::{bump_version, memory_range};
 use crate::error::{Error, Result};
 
@@ -39,7 +39,7 @@ struct Stretch {
 
 /// Multiplies CPU tensors by `factor` in place. Their memory is taken element after element, whatever their dimensions.
 pub(crate) fn scale_and_survey(operation: &'static str, grads: &[&Tensor], factor: f64) -> Result<Survey> {
-    let survey = survey(&stretches(operation, grads)?, factor);
+    let survey = survey(&stretches(operation, grads)?, factor)?;
     grads.iter().try_for_each(|grad| bump_version(grad))?;
     Ok(survey)
 }
@@ -112,7 +112,7 @@ fn is_dense(tensor: &Tensor) -> bool {
     })
 }
 
-fn survey(stretches: &[Stretch], factor: f64) -> Survey {
+fn survey(stretches: &[Stretch], factor: f64) -> Result<Survey> {
     let run = |stretch: &Stretch| {
         // SAFETY: the stretches are apart from each other and lie in tensors that the caller holds (`scale_and_survey`).
         Arch::new().dispatch(|| unsafe {
@@ -126,13 +126,11 @@ fn survey(stretches: &[Stretch], factor: f64) -> Survey {
     let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1);
     let all: usize = stretches.iter().map(|stretch| stretch.count).sum();
     if threads < 2 || all <= 2 * TASK {
-        return stretches.iter().map(run).fold(Survey::default(), Survey::and);
+        return Ok(stretches.iter().map(run).fold(Survey::default(), Survey::and));
     }
-    // No more tasks at once than the caller has given libtorch threads; summed up in order, so that the norm is the same
-    // in every run.
-    let least = if threads < rayon::current_num_threads() { stretches.len().div_ceil(threads) } else { 1 };
-    let surveys: Vec<Survey> = stretches.par_iter().with_min_len(least).map(run).collect();
-    surveys.into_iter().fold(Survey::default(), Survey::and)
+    // Summed up in order, so that the norm is the same in every run.
+    let surveys = parallel::map(stretches.len(), |task| run(&stretches[task]))?;
+    Ok(surveys.into_iter().fold(Survey::default(), Survey::and))
 }
 
 trait Element: Copy + Default {

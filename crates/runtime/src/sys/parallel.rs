@@ -3,6 +3,7 @@
 //! A second pool would share the processor with libtorch's threads, which spin for a while after each operator.
 
 use std::ffi::c_void;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::{Status, check};
@@ -27,6 +28,15 @@ pub(crate) fn for_each<W: Fn(usize) + Sync>(tasks: usize, work: W) -> Result<()>
     // SAFETY: the context is a `Shared<W>`, as `worker::<W>` takes it, and outlives the call, which returns when all
     // workers have.
     unsafe { check(rt_parallel(threads as i64, worker::<W>, context)) }
+}
+
+/// What `work` gives for each task below `tasks`, in their order; see [`for_each`].
+pub(crate) fn map<T: Send + Sync, W: Fn(usize) -> T + Sync>(tasks: usize, work: W) -> Result<Vec<T>> {
+    let results: Vec<OnceLock<T>> = std::iter::repeat_with(OnceLock::new).take(tasks).collect();
+    for_each(tasks, |task| {
+        let _ = results[task].set(work(task));
+    })?;
+    Ok(results.into_iter().filter_map(OnceLock::into_inner).collect())
 }
 
 struct Shared<W> {

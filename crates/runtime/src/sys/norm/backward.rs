@@ -238,8 +238,8 @@ where
                         x[i] = (x[i] - bias[i]) * inverse[i];
                     }
                 } else {
-                    for i in 0..N {
-                        x[i] = (x[i] - found.mean) * found.rstd;
+                    for x in &mut x {
+                        *x = (*x - found.mean) * found.rstd;
                     }
                 }
                 for i in 0..N {
