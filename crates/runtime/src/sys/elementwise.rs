@@ -195,7 +195,7 @@ impl Plan {
         };
         let tasks = self.tasks();
         let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1);
-        if threads < 2 || self.rows * self.columns <= 2 * TASK {
+        if threads < 2 || tasks.len() < 2 {
             return tasks.iter().map(run).collect();
         }
         // No more tasks at once than the caller has given libtorch threads, whatever rayon has.

@@ -208,10 +208,11 @@ impl Graph {
                         let (square, one) = (self.binary(Multiply, id, id), self.constant(1.0));
                         self.binary(Subtract, one, square)
                     }
-                    Unary::Sigmoid => {
-                        let one = self.constant(1.0);
-                        let rest = self.binary(Subtract, one, id);
-                        self.binary(Multiply, id, rest)
+                    Unary::Sigmoid => self.unary(Unary::LogisticSlope, id),
+                    Unary::LogisticSlope => {
+                        let (one, minus_two) = (self.constant(1.0), self.constant(-2.0));
+                        let less = self.binary(Multiply, minus_two, x);
+                        self.binary(Add, one, less)
                     }
                     Unary::Gelu => self.unary(Unary::GeluSlope, x),
                     // φ(x)·(2 − x²).

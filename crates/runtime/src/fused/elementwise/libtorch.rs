@@ -66,6 +66,7 @@ fn unary(function: Unary, x: &Tensor) -> Result<Tensor> {
         Unary::Sign => x.f_sign()?,
         Unary::Gelu => x.f_gelu("none")?,
         Unary::GeluSlope => x.f_ones_like()?.f_gelu_backward(x, "none")?,
+        Unary::LogisticSlope => Tensor::f_sigmoid_backward(&x.f_ones_like()?, x)?,
     })
 }
 

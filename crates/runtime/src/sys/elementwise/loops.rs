@@ -114,7 +114,8 @@ macro_rules! one_loop_each {
 pub(super) unsafe fn unary<T: Real, L: Level>(function: Unary, to: &mut [[T; BLOCK]], of: Place<T>) {
     one_loop_each!(
         L, to, [of; 3];
-        function: Unary = Negate Reciprocal Sqrt Rsqrt Exp Ln Tanh Sigmoid Erf Relu Abs Sign Gelu GeluSlope;
+        function: Unary = Negate Reciprocal Sqrt Rsqrt Exp Ln Tanh Sigmoid Erf Relu Abs Sign Gelu GeluSlope
+            LogisticSlope;
         (a, b, c, name) a.unary(name)
     );
 }

@@ -106,6 +106,7 @@ pub(super) trait Real: Copy + Default + Send + Sync + PartialOrd + 'static {
             Unary::Sign => Self::flag(self > Self::ZERO).subtract(Self::flag(self < Self::ZERO)),
             Unary::Gelu => self.multiply(self.normal()),
             Unary::GeluSlope => self.gelu_slope(),
+            Unary::LogisticSlope => self.multiply(Self::ONE.subtract(self)),
         }
     }
 

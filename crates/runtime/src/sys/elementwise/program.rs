@@ -22,6 +22,8 @@ pub(crate) enum Unary {
     Gelu,
     /// Its derivative Φ(x) + x·φ(x), φ the normal density.
     GeluSlope,
+    /// s·(1 − s), the derivative of σ where it is s.
+    LogisticSlope,
 }
 
 /// Functions of two numbers. A comparison gives 1 or 0.
