@@ -195,7 +195,7 @@ impl Plan {
         };
         let tasks = self.tasks();
         let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1);
-        if threads < 2 || tasks.len() < 2 {
+        if threads < 2 || self.rows * self.columns <= 2 * TASK {
             return tasks.iter().map(run).collect();
         }
         // No more tasks at once than the caller has given libtorch threads, whatever rayon has.
@@ -227,12 +227,16 @@ fn dispatch<T: Real>(task: Task<'_, T>) {
     {
         use loops::{Narrow, Wide};
 
+        /// # Safety
+        /// The processor has the instructions.
         #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
         unsafe fn wide<T: Real>(task: Task<'_, T>) {
             // SAFETY: as the caller says.
             unsafe { task.run::<Wide>() }
         }
 
+        /// # Safety
+        /// The processor has the instructions.
         #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2")]
         unsafe fn narrow<T: Real>(task: Task<'_, T>) {
             // SAFETY: as the caller says.

@@ -61,10 +61,14 @@ macro_rules! levels {
 
         $(#[$attribute])*
         impl Level for $name {
+            /// # Safety
+            /// As [`Level::sweep`].
             #[inline(always)]
             unsafe fn sweep<T: Real, F: Each<T>>(to: &mut [[T; BLOCK]], from: [Place<T>; 3]) {
-                #[inline(never)]
                 $(#[target_feature(enable = $features)])?
+                /// # Safety
+                /// As [`Level::sweep`].
+                #[inline(never)]
                 unsafe fn compiled<T: Real, F: Each<T>>(to: &mut [[T; BLOCK]], from: [Place<T>; 3]) {
                     // SAFETY: as the caller says.
                     unsafe { sweep::<T, F>(to, from) }
@@ -144,4 +148,47 @@ pub(super) unsafe fn ternary<T: Real, L: Level>(
         function: Ternary = MultiplyAdd MultiplySubtract SubtractProduct Product Select;
         (a, b, c, name) a.ternary(name, b, c)
     );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fused<L: Level>(x: &[[f32; BLOCK]; 2], shift: &[f32; BLOCK]) -> [[f32; BLOCK]; 2] {
+        let mut found = [[0.0; BLOCK]; 2];
+        let x = Place { pointer: x.as_ptr().cast(), step: BLOCK };
+        let shift = Place { pointer: shift.as_ptr(), step: 0 };
+        // SAFETY: the caller has seen that the processor has the instructions; `x` has two blocks, and `shift` one for both.
+        unsafe { ternary::<f32, L>(Ternary::MultiplyAdd, &mut found, [x, x, shift]) };
+        let squares = found;
+        let of = Place { pointer: squares.as_ptr().cast(), step: BLOCK };
+        // SAFETY: as above.
+        unsafe { unary::<f32, L>(Unary::Sigmoid, &mut found, of) };
+        found
+    }
+
+    #[test]
+    fn every_set_of_instructions_gives_the_same() {
+        let x: [[f32; BLOCK]; 2] =
+            std::array::from_fn(|block| std::array::from_fn(|i| (block * BLOCK + i) as f32 * 0.03 - 1.5));
+        let shift = std::array::from_fn(|i| i as f32 * 0.1 - 4.0);
+        let expected = |block: usize, i: usize| (x[block][i] * x[block][i] + shift[i]).unary(Unary::Sigmoid);
+        let mut levels = vec![fused::<Plain>(&x, &shift)];
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                levels.push(fused::<Narrow>(&x, &shift));
+            }
+            if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq") {
+                levels.push(fused::<Wide>(&x, &shift));
+            }
+        }
+        for found in levels {
+            for (block, values) in found.iter().enumerate() {
+                for (i, value) in values.iter().enumerate() {
+                    assert_eq!(*value, expected(block, i), "block {block}, element {i}");
+                }
+            }
+        }
+    }
 }

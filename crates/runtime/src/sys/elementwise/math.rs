@@ -405,6 +405,30 @@ mod tests {
         }
     }
 
+    /// Functions whose results may be 0 where the exact ones are below the normal numbers.
+    #[test]
+    fn short_exponentials_err_by_a_few_units_of_the_result_or_less_than_the_smallest_normal_number() {
+        type Function<T> = fn(T) -> T;
+        let table: [(&str, Function<f32>, Function<f64>, f64); 2] = [
+            ("sigmoid", Real::sigmoid, Real::sigmoid, 4.0),
+            ("e^-|x|", |x| Real::exp_of_negative(-x.abs()), |x| (-x.abs()).exp(), 4.0),
+        ];
+        for (name, ours, exact, units) in table {
+            for i in -120_000..=120_000 {
+                let x = i as f32 * 1e-3;
+                let (found, expected) = (f64::from(ours(x)), exact(f64::from(x)));
+                let limit = units * expected * f64::from(f32::EPSILON) * 0.5 + f64::from(f32::MIN_POSITIVE);
+                let error = (found - expected).abs();
+                assert!(error <= limit, "{name}({x}) is {found:e}, expected {expected:e}");
+            }
+        }
+        assert_eq!((Real::sigmoid(f32::NEG_INFINITY), Real::exp_of_negative(f32::NEG_INFINITY)), (0.0, 0.0));
+        for x in (-12_000..=12_000).map(|i| i as f32 * 1e-3) {
+            let (found, expected) = (f64::from(x.gelu_slope()), f64::from(x).gelu_slope());
+            assert!((found - expected).abs() < 5e-7, "slope of GELU at {x}: {found}, expected {expected}");
+        }
+    }
+
     #[test]
     fn ends_and_nan_are_those_of_libm() {
         for x in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, -1.0, 1e-45] {
