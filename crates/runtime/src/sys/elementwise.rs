@@ -5,7 +5,6 @@
 
 use std::ops::Range;
 
-use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 use tch::{Device, Kind, Tensor};
 
@@ -13,10 +12,12 @@ use super::tensor::memory_range;
 use crate::error::{Error, Result};
 
 mod kernel;
+mod loops;
 mod math;
 pub(crate) mod program;
 
 use kernel::{Element, Layout, Memory, Pass, Registers, Stretch, Sums, TILE, Target};
+use loops::{Level, Plain};
 use math::Real;
 use program::{Program, Step};
 
@@ -48,7 +49,7 @@ pub(crate) fn run(
         }
         return Ok(());
     }
-    let (plan, _views) = Plan::new(program, shape, total / columns, columns, sources, targets)?;
+    let (plan, _views) = Plan::new(program, shape, [total / columns, columns], double, sources, targets)?;
     let sums = if double { plan.run::<f64>(program) } else { plan.run::<f32>(program) };
     for (target, place) in targets.iter().zip(&plan.targets) {
         if let Target::Sums(index) = place {
@@ -87,11 +88,12 @@ impl Plan {
     fn new(
         program: &Program,
         shape: &[i64],
-        rows: usize,
-        columns: usize,
+        [rows, columns]: [usize; 2],
+        double: bool,
         sources: &[&Tensor],
         targets: &[&Tensor],
     ) -> Result<(Self, Vec<Tensor>)> {
+        let computed = if double { Element::F64 } else { Element::F32 };
         let mut plan =
             Self { sources: Vec::new(), targets: Vec::new(), sums: Vec::new(), rows, columns, flat: true };
         let (mut read, mut views) = (Vec::new(), Vec::new());
@@ -103,11 +105,9 @@ impl Plan {
             let layout = layout(&view).unwrap_or(Layout::Full { row_stride: columns });
             read.push(memory_range(&view)?);
             plan.flat &= rows == 1 || !matches!(layout, Layout::Full { row_stride } if row_stride != columns);
-            plan.sources.push(Memory {
-                address: view.data_ptr() as usize,
-                element: element(view.kind())?,
-                layout,
-            });
+            let element = element(view.kind())?;
+            let address = view.data_ptr() as usize;
+            plan.sources.push(Memory { address, element, layout, direct: element == computed });
             views.push(view);
         }
         let mut written: Vec<Range<usize>> = Vec::new();
@@ -128,9 +128,10 @@ impl Plan {
             }
             let range = memory_range(target)?;
             let layout = Layout::Full { row_stride: columns };
-            let memory =
-                Memory { address: target.data_ptr() as usize, element: element(target.kind())?, layout };
+            let (element, address) = (element(target.kind())?, target.data_ptr() as usize);
             let overlaps = |other: &Range<usize>| other.start < range.end && range.start < other.end;
+            let alone = !read.iter().any(overlaps);
+            let memory = Memory { address, element, layout, direct: alone && element == computed };
             let stored = program
                 .steps
                 .iter()
@@ -147,6 +148,10 @@ impl Plan {
             };
             if written.iter().any(overlaps) || !read.iter().enumerate().all(fits) {
                 return Err(Error::invalid(NAME, "a target overlaps another tensor of the pass in memory"));
+            }
+            // What is overwritten must be read first.
+            for (source, of) in plan.sources.iter_mut().zip(&read) {
+                source.direct &= !overlaps(of);
             }
             written.push(range);
             plan.targets.push(Target::Memory(memory));
@@ -182,7 +187,7 @@ impl Plan {
         let pass = Pass { program, sources: &self.sources, targets: &self.targets, columns: self.columns };
         let run = |(rows, columns): &(Range<usize>, Range<usize>)| {
             let mut sums: Vec<Sums> = self.sums.iter().map(|&each| self.empty_sums(each, columns)).collect();
-            let mut registers = Registers::<T>::new(program.registers);
+            let mut registers = Registers::<T>::new(program);
             let task =
                 Task { plan: self, pass: &pass, rows, columns, registers: &mut registers, sums: &mut sums };
             dispatch(task);
@@ -206,8 +211,7 @@ impl Plan {
     }
 }
 
-/// One task. A type and no closure, so that all of the kernel is compiled into the function that `pulp` makes for the
-/// processor at hand.
+/// One task.
 struct Task<'a, T> {
     plan: &'a Plan,
     pass: &'a Pass<'a>,
@@ -217,42 +221,51 @@ struct Task<'a, T> {
     sums: &'a mut [Sums],
 }
 
-/// Runs a task with the widest vectors that the processor has; `pulp`, as the workspace builds it, ends at eight.
+/// Runs a task with the widest vectors that the processor has.
 fn dispatch<T: Real>(task: Task<'_, T>) {
     #[cfg(target_arch = "x86_64")]
     {
+        use loops::{Narrow, Wide};
+
+        /// # Safety
+        /// The processor has the instructions.
         #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
-        fn wide<T: Real>(task: Task<'_, T>) {
-            task.run();
+        unsafe fn wide<T: Real>(task: Task<'_, T>) {
+            // SAFETY: as the caller says.
+            unsafe { task.run::<Wide>() }
         }
 
-        if is_x86_feature_detected!("avx512bw")
-            && is_x86_feature_detected!("avx512dq")
-            && is_x86_feature_detected!("avx512vl")
+        /// # Safety
+        /// The processor has the instructions.
+        #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2")]
+        unsafe fn narrow<T: Real>(task: Task<'_, T>) {
+            // SAFETY: as the caller says.
+            unsafe { task.run::<Narrow>() }
+        }
+
+        if is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma")
             && is_x86_feature_detected!("f16c")
+            && is_x86_feature_detected!("bmi1")
             && is_x86_feature_detected!("bmi2")
         {
-            // SAFETY: the processor has what the function was compiled for: AVX-512F and AVX2 come before its extensions, and
-            // BMI1 before BMI2.
-            return unsafe { wide(task) };
+            let is_wide = is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl");
+            // SAFETY: the processor has what the function was compiled for.
+            return unsafe { if is_wide { wide(task) } else { narrow(task) } };
         }
     }
-    Arch::new().dispatch(task);
-}
-
-impl<T: Real> WithSimd for Task<'_, T> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        self.run();
-    }
+    // SAFETY: every processor has these instructions.
+    unsafe { task.run::<Plain>() }
 }
 
 impl<T: Real> Task<'_, T> {
+    /// # Safety
+    /// The processor has the instructions of `L`.
     #[inline(always)]
-    fn run(self) {
+    unsafe fn run<L: Level>(self) {
         let Self { plan, pass, rows, columns, registers, sums } = self;
         // Rows that follow one another are one row.
         let (rows, columns) = if plan.flat && *columns == (0..plan.columns) {
@@ -262,8 +275,9 @@ impl<T: Real> Task<'_, T> {
         };
         for row in rows {
             let stretch = Stretch { row, start: columns.start, count: columns.len() };
-            // SAFETY: tasks share no place, and each place lies in the memory that `Plan::new` checked.
-            unsafe { kernel::run(pass, registers, sums, stretch) };
+            // SAFETY: tasks share no place, and each place lies in the memory that `Plan::new` checked. The processor has the
+            // instructions, as the caller says.
+            unsafe { kernel::run::<T, L>(pass, registers, sums, stretch) };
         }
     }
 }

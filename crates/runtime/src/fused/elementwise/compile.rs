@@ -4,7 +4,7 @@
 //! liveness: a register is free again after the last step that reads its value. An input is loaded just before its first use.
 
 use super::graph::{Graph, Id, Node};
-use crate::sys::elementwise::program::{Binary, Operand, Program, Register, Step, Unary};
+use crate::sys::elementwise::program::{Binary, Operand, Program, Register, Step, Ternary, Unary};
 
 /// A program and what it reads.
 #[derive(Clone, Debug)]
@@ -17,8 +17,9 @@ pub(super) struct Compiled {
 /// A program that computes `roots`, one for each target, in the order of the targets. Inputs from `first` on are loaded before
 /// anything is written, so that a target may take their memory.
 pub(super) fn compile(graph: &Graph, roots: &[Id], first: usize) -> Compiled {
-    let mut lowered = Graph::default();
-    let roots = lower(graph, roots, &mut lowered);
+    let mut simple = Graph::default();
+    let roots = lower(graph, roots, &mut simple);
+    let (lowered, roots) = join(&simple, &roots);
     let reached = lowered.reachable(&roots);
     let count = reached.len();
 
@@ -70,7 +71,7 @@ fn lower(graph: &Graph, roots: &[Id], lowered: &mut Graph) -> Vec<Id> {
             node @ (Node::Input(_) | Node::Constant(_)) => lowered.add(node),
             Node::Unary(function, of) => lowered.unary(function, new[of]),
             Node::Binary(function, a, b) => lowered.binary(function, new[a], new[b]),
-            Node::Select(mask, yes, no) => lowered.add(Node::Select(new[mask], new[yes], new[no])),
+            Node::Ternary(function, a, b, c) => lowered.add(Node::Ternary(function, new[a], new[b], new[c])),
             Node::Clamp(of, low, high) => {
                 let (low, high) = (lowered.add(Node::Constant(low)), lowered.add(Node::Constant(high)));
                 let above = lowered.binary(Binary::Maximum, new[of], low);
@@ -80,6 +81,52 @@ fn lower(graph: &Graph, roots: &[Id], lowered: &mut Graph) -> Vec<Id> {
         };
     }
     roots.iter().map(|&root| new[root]).collect()
+}
+
+/// The same graph with products joined to what is computed of them, where nothing else reads them: one step for two.
+fn join(graph: &Graph, roots: &[Id]) -> (Graph, Vec<Id>) {
+    let reached = graph.reachable(roots);
+    let count = reached.len();
+    let mut reads = vec![0; count];
+    roots.iter().for_each(|&root| reads[root] += 1);
+    for id in (0..count).filter(|&id| reached[id]) {
+        graph.operands(id).into_iter().for_each(|operand| reads[operand] += 1);
+    }
+    // From the results on: a product that is joined itself joins no other one's step.
+    let mut joined: Vec<Option<Node>> = vec![None; count];
+    let mut gone = vec![false; count];
+    for id in (0..count).rev().filter(|&id| reached[id]) {
+        let product = |of: Id| match graph.node(of) {
+            Node::Binary(Binary::Multiply, a, b) if reads[of] == 1 => Some((a, b)),
+            _ => None,
+        };
+        let Node::Binary(function, a, b) = graph.node(id) else { continue };
+        let (of, node) = match (function, product(a), product(b)) {
+            _ if gone[id] => continue,
+            (Binary::Add, Some((x, y)), _) => (a, Node::Ternary(Ternary::MultiplyAdd, x, y, b)),
+            (Binary::Add, None, Some((x, y))) => (b, Node::Ternary(Ternary::MultiplyAdd, x, y, a)),
+            (Binary::Subtract, _, Some((x, y))) => (b, Node::Ternary(Ternary::SubtractProduct, x, y, a)),
+            (Binary::Subtract, Some((x, y)), None) => (a, Node::Ternary(Ternary::MultiplySubtract, x, y, b)),
+            (Binary::Multiply, Some((x, y)), _) => (a, Node::Ternary(Ternary::Product, x, y, b)),
+            (Binary::Multiply, None, Some((x, y))) => (b, Node::Ternary(Ternary::Product, x, y, a)),
+            _ => continue,
+        };
+        joined[id] = Some(node);
+        gone[of] = true;
+    }
+    let mut new = vec![0; count];
+    let mut result = Graph::default();
+    for id in (0..count).filter(|&id| reached[id] && !gone[id]) {
+        new[id] = result.add(match joined[id].unwrap_or_else(|| graph.node(id)) {
+            Node::Unary(function, of) => Node::Unary(function, new[of]),
+            Node::Binary(function, a, b) => Node::Binary(function, new[a], new[b]),
+            Node::Ternary(function, a, b, c) => Node::Ternary(function, new[a], new[b], new[c]),
+            Node::Power(of, exponent) => Node::Power(new[of], exponent),
+            Node::Clamp(of, low, high) => Node::Clamp(new[of], low, high),
+            leaf @ (Node::Input(_) | Node::Constant(_)) => leaf,
+        });
+    }
+    (result, roots.iter().map(|&root| new[root]).collect())
 }
 
 /// xⁿ by squaring, and its reciprocal for a negative n.
@@ -155,10 +202,9 @@ impl Emitter {
                 let (a, b) = (self.operand(graph, a), self.operand(graph, b));
                 Step::Binary { function, to: self.take(id), a, b }
             }
-            Node::Select(mask, yes, no) => {
-                let (yes, no) = (self.operand(graph, yes), self.operand(graph, no));
-                let mask = self.register(graph, mask);
-                Step::Select { to: self.take(id), mask, yes, no }
+            Node::Ternary(function, a, b, c) => {
+                let operands = [a, b, c].map(|id| self.operand(graph, id));
+                Step::Ternary { function, to: self.take(id), operands }
             }
             Node::Input(_) | Node::Constant(_) | Node::Power(..) | Node::Clamp(..) => return,
         };

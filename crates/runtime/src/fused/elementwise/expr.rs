@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::ops::{Add, Div, Mul, Neg, Sub};
 
 use super::graph::{Graph, Id, Node};
-use crate::sys::elementwise::program::{Binary, Unary};
+use crate::sys::elementwise::program::{Binary, Ternary, Unary};
 
 /// A number at each place, which the closure of an [`Elementwise`](super::Elementwise) computes with. `Copy`; `+ − × ÷` take
 /// another expression or an `f64`.
@@ -129,7 +129,7 @@ impl<'g> Expr<'g> {
 
     /// x·Φ(x) with the normal distribution Φ(x) = (1 + erf(x/√2))/2: libtorch's `gelu("none")`.
     pub fn gelu(self) -> Self {
-        self * (((self * std::f64::consts::FRAC_1_SQRT_2).erf() + 1.0) * 0.5)
+        self.unary(Unary::Gelu)
     }
 
     /// x/2·(1 + tanh(√(2/π)·(x + 0.044715 x³))): libtorch's `gelu("tanh")`.
@@ -204,7 +204,7 @@ impl<'g> Mask<'g> {
     /// `yes` where it is true, else `no`: libtorch's `where`. The gradient goes to the one that was taken.
     pub fn select(self, yes: impl Term<'g>, no: impl Term<'g>) -> Expr<'g> {
         let (yes, no) = (yes.beside(self.0), no.beside(self.0));
-        Expr::of(self.0.graph, Node::Select(self.0.id, yes.id, no.id))
+        Expr::of(self.0.graph, Node::Ternary(Ternary::Select, self.0.id, yes.id, no.id))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::sys::elementwise::program::{Binary, Unary};
+use crate::sys::elementwise::program::{Binary, Ternary, Unary};
 
 /// A node's index. Its operands have smaller ones.
 pub(super) type Id = usize;
@@ -19,8 +19,7 @@ pub(super) enum Node {
     Power(Id, i32),
     /// Between two bounds, as `min(max(x, low), high)`.
     Clamp(Id, u64, u64),
-    /// The second where the first is not 0, else the third.
-    Select(Id, Id, Id),
+    Ternary(Ternary, Id, Id, Id),
 }
 
 /// Nodes in an order in which each comes after its operands.
@@ -54,6 +53,11 @@ impl Graph {
         self.add(Node::Binary(function, a, b))
     }
 
+    /// `yes` where `mask` is not 0, else `no`.
+    pub(super) fn select(&mut self, mask: Id, yes: Id, no: Id) -> Id {
+        self.add(Node::Ternary(Ternary::Select, mask, yes, no))
+    }
+
     /// The node, or the one that is there already with the same value for every input.
     ///
     /// Only what holds for NaN, infinities and signed zeros too is simplified.
@@ -73,7 +77,7 @@ impl Graph {
             },
             Node::Power(_, 0) => Node::Constant(1.0f64.to_bits()),
             Node::Power(of, 1) => return of,
-            Node::Select(mask, yes, no) => match self.value(mask) {
+            Node::Ternary(Ternary::Select, mask, yes, no) => match self.value(mask) {
                 Some(mask) => return if mask == 0.0 { no } else { yes },
                 None if yes == no => return yes,
                 None => node,
@@ -93,7 +97,7 @@ impl Graph {
             Node::Input(_) | Node::Constant(_) => Vec::new(),
             Node::Unary(_, of) | Node::Power(of, _) | Node::Clamp(of, ..) => vec![of],
             Node::Binary(_, a, b) => vec![a, b],
-            Node::Select(mask, yes, no) => vec![mask, yes, no],
+            Node::Ternary(_, a, b, c) => vec![a, b, c],
         }
     }
 
@@ -177,7 +181,7 @@ impl Graph {
                     Unary::Relu => {
                         let zero = self.constant(0.0);
                         let off = self.binary(LessEqual, x, zero);
-                        parts.push((x, self.add(Node::Select(off, zero, g))));
+                        parts.push((x, self.select(off, zero, g)));
                         return parts;
                     }
                     Unary::Ln => {
@@ -204,10 +208,22 @@ impl Graph {
                         let (square, one) = (self.binary(Multiply, id, id), self.constant(1.0));
                         self.binary(Subtract, one, square)
                     }
-                    Unary::Sigmoid => {
-                        let one = self.constant(1.0);
-                        let rest = self.binary(Subtract, one, id);
-                        self.binary(Multiply, id, rest)
+                    Unary::Sigmoid => self.unary(Unary::LogisticSlope, id),
+                    Unary::LogisticSlope => {
+                        let (one, minus_two) = (self.constant(1.0), self.constant(-2.0));
+                        let less = self.binary(Multiply, minus_two, x);
+                        self.binary(Add, one, less)
+                    }
+                    Unary::Gelu => self.unary(Unary::GeluSlope, x),
+                    // φ(x)·(2 − x²).
+                    Unary::GeluSlope => {
+                        let (square, half) = (self.binary(Multiply, x, x), self.constant(-0.5));
+                        let exponent = self.binary(Multiply, square, half);
+                        let (bell, two) = (self.unary(Unary::Exp, exponent), self.constant(2.0));
+                        let rest = self.binary(Subtract, two, square);
+                        let height = self.constant((std::f64::consts::TAU).sqrt().recip());
+                        let density = self.binary(Multiply, height, bell);
+                        self.binary(Multiply, density, rest)
                     }
                     Unary::Erf => {
                         let square = self.binary(Multiply, x, x);
@@ -258,8 +274,8 @@ impl Graph {
                                 let lost = graph.binary(Less, small, large);
                                 let tie = graph.binary(Equal, mine, other);
                                 let halved = graph.binary(Multiply, g, half);
-                                let kept = graph.add(Node::Select(tie, halved, g));
-                                graph.add(Node::Select(lost, zero, kept))
+                                let kept = graph.select(tie, halved, g);
+                                graph.select(lost, zero, kept)
                             };
                             give(mine, &mut of_winner, self);
                         }
@@ -278,16 +294,24 @@ impl Graph {
                 let zero = self.constant(0.0);
                 let above = self.binary(LessEqual, low, x);
                 let below = self.binary(LessEqual, x, high);
-                let inner = self.add(Node::Select(above, g, zero));
-                parts.push((x, self.add(Node::Select(below, inner, zero))));
+                let inner = self.select(above, g, zero);
+                parts.push((x, self.select(below, inner, zero)));
             }
-            Node::Select(mask, yes, no) => {
+            // Made of a graph that has its derivatives already.
+            Node::Ternary(
+                Ternary::MultiplyAdd
+                | Ternary::MultiplySubtract
+                | Ternary::SubtractProduct
+                | Ternary::Product,
+                ..,
+            ) => {}
+            Node::Ternary(Ternary::Select, mask, yes, no) => {
                 let zero = self.constant(0.0);
                 if leads[yes] {
-                    parts.push((yes, self.add(Node::Select(mask, g, zero))));
+                    parts.push((yes, self.select(mask, g, zero)));
                 }
                 if leads[no] {
-                    parts.push((no, self.add(Node::Select(mask, zero, g))));
+                    parts.push((no, self.select(mask, zero, g)));
                 }
             }
         }

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 
 use super::graph::{Graph, Id, Node};
 use crate::error::{Error, Result};
-use crate::sys::elementwise::program::{Binary, Unary};
+use crate::sys::elementwise::program::{Binary, Ternary, Unary};
 
 /// Computes `roots` in `compute`, and rounds to `kind`; libtorch's graph records it.
 pub(super) fn run(
@@ -36,7 +36,7 @@ pub(super) fn run(
             Node::Binary(function, a, b) => binary(function, value(a)?, value(b)?)?,
             Node::Power(of, exponent) => value(of)?.f_pow_tensor_scalar(i64::from(exponent))?,
             Node::Clamp(of, low, high) => value(of)?.f_clamp(f64::from_bits(low), f64::from_bits(high))?,
-            Node::Select(mask, yes, no) => value(yes)?.f_where_self(&value(mask)?.f_ne(0.0)?, value(no)?)?,
+            Node::Ternary(function, a, b, c) => ternary(function, value(a)?, value(b)?, value(c)?)?,
         };
         values.push(Some(computed));
     }
@@ -64,6 +64,19 @@ fn unary(function: Unary, x: &Tensor) -> Result<Tensor> {
         Unary::Relu => x.f_relu()?,
         Unary::Abs => x.f_abs()?,
         Unary::Sign => x.f_sign()?,
+        Unary::Gelu => x.f_gelu("none")?,
+        Unary::GeluSlope => x.f_ones_like()?.f_gelu_backward(x, "none")?,
+        Unary::LogisticSlope => Tensor::f_sigmoid_backward(&x.f_ones_like()?, x)?,
+    })
+}
+
+fn ternary(function: Ternary, a: &Tensor, b: &Tensor, c: &Tensor) -> Result<Tensor> {
+    Ok(match function {
+        Ternary::MultiplyAdd => a.f_mul(b)?.f_add(c)?,
+        Ternary::MultiplySubtract => a.f_mul(b)?.f_sub(c)?,
+        Ternary::SubtractProduct => c.f_sub(&a.f_mul(b)?)?,
+        Ternary::Product => a.f_mul(b)?.f_mul(c)?,
+        Ternary::Select => b.f_where_self(&a.f_ne(0.0)?, c)?,
     })
 }
 

@@ -4,8 +4,9 @@
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+use super::loops::{self, BLOCK, Level, Place};
 use super::math::Real;
-use super::program::{Binary, Operand, Program, Register, Step, Unary};
+use super::program::{Operand, Program, Register, Step};
 
 /// Elements of a tile: 2 KiB of fp32, so that a dozen registers share a first-level cache with what streams through it.
 pub(super) const TILE: usize = 512;
@@ -36,6 +37,8 @@ pub(super) struct Memory {
     pub(super) address: usize,
     pub(super) element: Element,
     pub(super) layout: Layout,
+    /// Whether steps may read and write it where it is: it is of the type that the pass computes in, and no source is a target.
+    pub(super) direct: bool,
 }
 
 /// A stretch of a pass: places `start..start + count` of row `row`.
@@ -72,12 +75,65 @@ pub(super) struct Pass<'a> {
     pub(super) columns: usize,
 }
 
-/// The registers of one task.
-pub(super) struct Registers<T>(Vec<Vec<T>>);
+/// A piece of memory that begins where a line of the cache does, so that no vector lies across two.
+#[derive(Clone)]
+#[repr(align(64))]
+struct Aligned<T>([T; BLOCK]);
+
+/// Blocks from one register to the next. One more than a tile has: registers that are a power of two apart would share the same
+/// few places of the cache.
+const STRIDE: usize = TILE / BLOCK + 1;
+
+/// The registers of one task, and the constants of its steps.
+pub(super) struct Registers<T> {
+    /// Each register's own memory, then a block for each constant.
+    memory: Vec<Aligned<T>>,
+    /// Where the content of each register is, in its own memory or in that of a source or target; then the constants.
+    places: Vec<Place<T>>,
+    /// Of each step: which places it reads.
+    operands: Vec<[usize; 3]>,
+}
 
 impl<T: Real> Registers<T> {
-    pub(super) fn new(count: usize) -> Self {
-        Self((0..count).map(|_| vec![T::ZERO; TILE]).collect())
+    pub(super) fn new(program: &Program) -> Self {
+        let block = |value: f64| Aligned([T::from_f64(value); BLOCK]);
+        let mut memory = vec![block(0.0); program.registers * STRIDE];
+        let mut constants = 0;
+        let mut place = |operand: Operand| match operand {
+            Operand::Register(register) => register,
+            Operand::Constant(value) => {
+                memory.push(block(value));
+                constants += 1;
+                program.registers + constants - 1
+            }
+        };
+        let operands = program.steps.iter().map(|step| match *step {
+            Step::Load { .. } => [0; 3],
+            Step::Unary { of, .. } => [of; 3],
+            Step::Binary { a, b, .. } => [a, b, b].map(&mut place),
+            Step::Ternary { operands, .. } => operands.map(&mut place),
+            Step::Store { from, .. } => [place(from); 3],
+        });
+        let operands = operands.collect();
+        let registers = (0..program.registers).map(|register| (register * STRIDE, BLOCK));
+        let constants = (0..constants).map(|constant| (program.registers * STRIDE + constant, 0));
+        let place = |(block, step): (usize, usize)| Place { pointer: memory[block].0.as_ptr(), step };
+        let places = registers.chain(constants).map(place).collect();
+        Self { memory, places, operands }
+    }
+
+    /// The start of a register's own memory, which holds its content from now on.
+    #[inline(always)]
+    fn own(&mut self, register: Register) -> *mut T {
+        let memory = &mut self.memory[register * STRIDE..(register + 1) * STRIDE];
+        let pointer = memory.as_mut_ptr().cast::<T>();
+        self.places[register] = Place { pointer, step: BLOCK };
+        pointer
+    }
+
+    #[inline(always)]
+    fn from(&self, step: usize) -> [Place<T>; 3] {
+        self.operands[step].map(|place| self.places[place])
     }
 }
 
@@ -85,9 +141,9 @@ impl<T: Real> Registers<T> {
 ///
 /// # Safety
 /// The stretch lies in every source and target that has an element for each place, and no other task writes to what it
-/// touches of them. Sums have the room that their `first` and `period` say.
+/// touches of them. Sums have the room that their `first` and `period` say. The processor has the instructions of `L`.
 #[inline(always)]
-pub(super) unsafe fn run<T: Real>(
+pub(super) unsafe fn run<T: Real, L: Level>(
     pass: &Pass<'_>,
     registers: &mut Registers<T>,
     sums: &mut [Sums],
@@ -96,73 +152,47 @@ pub(super) unsafe fn run<T: Real>(
     let end = stretch.start + stretch.count;
     for start in (stretch.start..end).step_by(TILE) {
         let tile = Stretch { start, count: TILE.min(end - start), ..stretch };
-        for step in &pass.program.steps {
-            match *step {
-                Step::Load { to, source } => {
-                    let to = &mut registers.0[to];
-                    // SAFETY: the tile lies in the source, as the caller says.
-                    unsafe { load(&pass.sources[source], tile, pass.columns, &mut to[..tile.count]) };
-                }
-                // No closures here: one would be a function of its own, compiled without the processor's vector instructions.
-                Step::Unary { function, to, of } => {
-                    let mut taken = registers.take(to);
-                    unary(function, registers.slice(of, tile.count), &mut taken[..tile.count]);
-                    registers.0[to] = taken;
-                }
-                Step::Binary { function, to, a, b } => {
-                    let (mut taken, n) = (registers.take(to), tile.count);
-                    let out = &mut taken[..n];
-                    let constant = T::from_f64;
-                    match (a, b) {
-                        (Operand::Register(a), Operand::Register(b)) => {
-                            binary(function, registers.slice(a, n), registers.slice(b, n), out);
-                        }
-                        (Operand::Register(a), Operand::Constant(b)) => {
-                            binary(function, registers.slice(a, n), Splat(constant(b)), out);
-                        }
-                        (Operand::Constant(a), Operand::Register(b)) => {
-                            binary(function, Splat(constant(a)), registers.slice(b, n), out);
-                        }
-                        (Operand::Constant(a), Operand::Constant(b)) => {
-                            out.fill(constant(a).binary(function, constant(b)));
+        for (index, step) in pass.program.steps.iter().enumerate() {
+            // SAFETY: the tile lies in sources and targets, as the caller says; what a step reads was written before it, and what
+            // it writes is no place that it reads: neither a register nor the memory of a source.
+            unsafe {
+                match *step {
+                    Step::Load { to, source } => {
+                        let source = &pass.sources[source];
+                        match in_place(source, tile, pass.columns) {
+                            Some(place) => registers.places[to] = place,
+                            None => {
+                                let own = std::slice::from_raw_parts_mut(registers.own(to), TILE);
+                                load(source, tile, pass.columns, &mut own[..tile.count]);
+                            }
                         }
                     }
-                    registers.0[to] = taken;
-                }
-                Step::Select { to, mask, yes, no } => {
-                    let (mut taken, n) = (registers.take(to), tile.count);
-                    let out = &mut taken[..n];
-                    let mask = registers.slice(mask, n);
-                    let constant = T::from_f64;
-                    match (yes, no) {
-                        (Operand::Register(a), Operand::Register(b)) => {
-                            select(mask, registers.slice(a, n), registers.slice(b, n), out);
-                        }
-                        (Operand::Register(a), Operand::Constant(b)) => {
-                            select(mask, registers.slice(a, n), Splat(constant(b)), out);
-                        }
-                        (Operand::Constant(a), Operand::Register(b)) => {
-                            select(mask, Splat(constant(a)), registers.slice(b, n), out);
-                        }
-                        (Operand::Constant(a), Operand::Constant(b)) => {
-                            select(mask, Splat(constant(a)), Splat(constant(b)), out);
-                        }
+                    Step::Unary { function, to, .. } => {
+                        let [of, ..] = registers.from(index);
+                        loops::unary::<T, L>(function, output(pass, registers, index, to, tile), of);
                     }
-                    registers.0[to] = taken;
-                }
-                Step::Store { from, target } => {
-                    let constant;
-                    let values = match from {
-                        Operand::Register(from) => registers.slice(from, tile.count),
-                        Operand::Constant(value) => {
-                            constant = [T::from_f64(value); TILE];
+                    Step::Binary { function, to, .. } => {
+                        let [a, b, _] = registers.from(index);
+                        loops::binary::<T, L>(function, output(pass, registers, index, to, tile), [a, b]);
+                    }
+                    Step::Ternary { function, to, .. } => {
+                        let from = registers.from(index);
+                        loops::ternary::<T, L>(function, output(pass, registers, index, to, tile), from);
+                    }
+                    Step::Store { target, .. } => {
+                        let [from, ..] = registers.from(index);
+                        let constant;
+                        let values = if from.step == 0 {
+                            constant = [*from.pointer; TILE];
                             &constant[..tile.count]
+                        } else {
+                            std::slice::from_raw_parts(from.pointer, tile.count)
+                        };
+                        match pass.targets[target] {
+                            Target::Memory(memory) if written_in_place(&memory, tile, from) => {}
+                            Target::Memory(memory) => store(&memory, tile, values),
+                            Target::Sums(index) => add_up(&mut sums[index], tile.start, values),
                         }
-                    };
-                    match pass.targets[target] {
-                        // SAFETY: the tile lies in the target, and is no other task's, as the caller says.
-                        Target::Memory(memory) => unsafe { store(&memory, tile, values) },
-                        Target::Sums(index) => add_up(&mut sums[index], tile.start, values),
                     }
                 }
             }
@@ -170,77 +200,64 @@ pub(super) unsafe fn run<T: Real>(
     }
 }
 
-impl<T: Real> Registers<T> {
-    #[inline(always)]
-    fn slice(&self, register: Register, count: usize) -> &[T] {
-        &self.0[register][..count]
-    }
-
-    /// Register `to`, to be written while others are read, and put back. A step's `to` is none of those that it reads.
-    #[inline(always)]
-    fn take(&mut self, to: Register) -> Vec<T> {
-        std::mem::take(&mut self.0[to])
-    }
-}
-
-/// Where a loop reads its element `i`.
-trait Read<T>: Copy {
-    fn read(self, i: usize) -> T;
-}
-
-/// The same everywhere.
-#[derive(Clone, Copy)]
-struct Splat<T>(T);
-
-impl<T: Copy> Read<T> for Splat<T> {
-    #[inline(always)]
-    fn read(self, _: usize) -> T {
-        self.0
-    }
-}
-
-impl<T: Copy> Read<T> for &[T] {
-    #[inline(always)]
-    fn read(self, i: usize) -> T {
-        self[i]
-    }
-}
-
+/// Where a step may read a tile of a source without a copy: there are only whole blocks, and they follow one another.
+///
+/// # Safety
+/// The tile lies in the source.
 #[inline(always)]
-fn unary<T: Real>(function: Unary, of: &[T], to: &mut [T]) {
-    // One loop for each function: the match must not stand inside of it.
-    macro_rules! each {
-        ($($name:ident),*) => {
-            match function {
-                $(Unary::$name => for (to, x) in to.iter_mut().zip(of) {
-                    *to = x.unary(Unary::$name);
-                },)*
+unsafe fn in_place<T: Real>(source: &Memory, tile: Stretch, columns: usize) -> Option<Place<T>> {
+    let start = match source.layout {
+        Layout::Full { row_stride } => tile.row * row_stride + tile.start,
+        Layout::Columns if tile.start % columns + tile.count <= columns => tile.start % columns,
+        Layout::Columns | Layout::One => return None,
+    };
+    // SAFETY: as the caller says.
+    let pointer = unsafe { (source.address as *const T).add(start) };
+    (source.direct && tile.count.is_multiple_of(BLOCK)).then_some(Place { pointer, step: BLOCK })
+}
+
+/// The memory of a target for a tile, if steps may write it where it is.
+#[inline(always)]
+fn target_address<T>(target: &Memory, tile: Stretch) -> Option<usize> {
+    let Layout::Full { row_stride } = target.layout else { return None };
+    let start = tile.row * row_stride + tile.start;
+    (target.direct && tile.count.is_multiple_of(BLOCK)).then_some(target.address + start * size_of::<T>())
+}
+
+/// Whether the step that computed the value wrote it there.
+#[inline(always)]
+fn written_in_place<T>(target: &Memory, tile: Stretch, from: Place<T>) -> bool {
+    target_address::<T>(target, tile) == Some(from.pointer as usize)
+}
+
+/// Where step `index` writes its result: at once to the target that the next step stores it to, else to register `to`.
+///
+/// # Safety
+/// The tile lies in the targets, and is no other task's. The register's content and the target's are not read while the
+/// result lives, but through it.
+#[inline(always)]
+unsafe fn output<'a, T: Real>(
+    pass: &Pass<'_>,
+    registers: &mut Registers<T>,
+    index: usize,
+    to: Register,
+    tile: Stretch,
+) -> &'a mut [[T; BLOCK]] {
+    let blocks = tile.count.div_ceil(BLOCK);
+    let own = registers.own(to);
+    let target = match pass.program.steps.get(index + 1) {
+        Some(Step::Store { from: Operand::Register(from), target }) if *from == to => {
+            match &pass.targets[*target] {
+                Target::Memory(memory) => target_address::<T>(memory, tile),
+                Target::Sums(_) => None,
             }
-        };
-    }
-    each!(Negate, Reciprocal, Sqrt, Rsqrt, Exp, Ln, Tanh, Sigmoid, Erf, Relu, Abs, Sign);
-}
-
-#[inline(always)]
-fn binary<T: Real>(function: Binary, a: impl Read<T>, b: impl Read<T>, to: &mut [T]) {
-    macro_rules! each {
-        ($($name:ident),*) => {
-            match function {
-                $(Binary::$name => for (i, to) in to.iter_mut().enumerate() {
-                    *to = a.read(i).binary(Binary::$name, b.read(i));
-                },)*
-            }
-        };
-    }
-    each!(Add, Subtract, Multiply, Divide, Maximum, Minimum, Less, LessEqual, Equal, NotEqual);
-}
-
-#[inline(always)]
-fn select<T: Real>(mask: &[T], yes: impl Read<T>, no: impl Read<T>, to: &mut [T]) {
-    for (i, (to, mask)) in to.iter_mut().zip(mask).enumerate() {
-        let (yes, no) = (yes.read(i), no.read(i));
-        *to = if *mask == T::ZERO { no } else { yes };
-    }
+        }
+        _ => None,
+    };
+    let pointer = target.map_or(own, |address| address as *mut T);
+    registers.places[to].pointer = pointer;
+    // SAFETY: as the caller says; a register has room for a whole tile.
+    unsafe { std::slice::from_raw_parts_mut(pointer.cast(), blocks) }
 }
 
 #[inline(always)]

@@ -4,7 +4,7 @@
 //! largest error), its own error is below 6·10⁻⁸ relative to the result; with rounding, `exp`, `ln` and `tanh` are within four units in the last
 //! place, `erf` within six. f64: libm's functions, one element at a time.
 
-use super::program::{Binary, Unary};
+use super::program::{Binary, Ternary, Unary};
 
 unsafe extern "C" {
     /// libm's error function.
@@ -31,9 +31,30 @@ pub(super) trait Real: Copy + Default + Send + Sync + PartialOrd + 'static {
     fn tanh(self) -> Self;
     fn erf(self) -> Self;
 
+    /// eˣ for x ≤ 0, 0 where it is below the normal numbers.
+    #[inline(always)]
+    fn exp_of_negative(self) -> Self {
+        self.exp()
+    }
+
     #[inline(always)]
     fn sigmoid(self) -> Self {
         Self::ONE.divide(Self::ONE.add(self.negate().exp()))
+    }
+
+    /// The normal distribution.
+    #[inline(always)]
+    fn normal(self) -> Self {
+        let half = Self::from_f64(0.5);
+        self.multiply(Self::from_f64(std::f64::consts::FRAC_1_SQRT_2)).erf().add(Self::ONE).multiply(half)
+    }
+
+    /// Φ(x) + x·φ(x) with the normal density φ(x) = e^(−x²/2)/√(2π).
+    #[inline(always)]
+    fn gelu_slope(self) -> Self {
+        let height = Self::from_f64(std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2 * 0.5);
+        let bell = self.multiply(self).multiply(Self::from_f64(-0.5)).exp_of_negative();
+        self.normal().add(self.multiply(bell.multiply(height)))
     }
 
     #[inline(always)]
@@ -83,6 +104,9 @@ pub(super) trait Real: Copy + Default + Send + Sync + PartialOrd + 'static {
             }
             Unary::Abs => self.abs(),
             Unary::Sign => Self::flag(self > Self::ZERO).subtract(Self::flag(self < Self::ZERO)),
+            Unary::Gelu => self.multiply(self.normal()),
+            Unary::GeluSlope => self.gelu_slope(),
+            Unary::LogisticSlope => self.multiply(Self::ONE.subtract(self)),
         }
     }
 
@@ -99,6 +123,23 @@ pub(super) trait Real: Copy + Default + Send + Sync + PartialOrd + 'static {
             Binary::LessEqual => Self::flag(self <= other),
             Binary::Equal => Self::flag(self == other),
             Binary::NotEqual => Self::flag(self != other),
+        }
+    }
+
+    #[inline(always)]
+    fn ternary(self, function: Ternary, b: Self, c: Self) -> Self {
+        match function {
+            Ternary::MultiplyAdd => self.multiply(b).add(c),
+            Ternary::MultiplySubtract => self.multiply(b).subtract(c),
+            Ternary::SubtractProduct => c.subtract(self.multiply(b)),
+            Ternary::Product => self.multiply(b).multiply(c),
+            Ternary::Select => {
+                if self == Self::ZERO {
+                    c
+                } else {
+                    b
+                }
+            }
         }
     }
 }
@@ -188,29 +229,33 @@ macro_rules! polynomial {
 impl Real for f32 {
     inherent!(f32);
 
-    /// x = n·ln 2 + r with |r| ≤ ln 2 / 2; eʳ is a polynomial (Cephes' `expf`); 2ⁿ in two halves, so that the results fall
-    /// through the subnormal numbers to 0 and rise to infinity as they should.
+    /// 2ⁿ in two halves, so that the results fall through the subnormal numbers to 0 and rise to infinity as they should.
     #[inline(always)]
-    #[allow(clippy::excessive_precision, reason = "the constants are those of the source")]
     fn exp(self) -> f32 {
-        /// Adding 1.5·2²³ rounds to an integer, which then stands in the low bits.
-        const ROUND: f32 = 12_582_912.0;
         // Comparisons with NaN are false, so it goes through.
         let x = if self < -104.0 { -104.0 } else { self };
         let x = if x > 89.0 { 89.0 } else { x };
-        let n = x.mul_add(std::f32::consts::LOG2_E, ROUND) - ROUND;
-        let r = n.mul_add(2.121_944_4e-4, n.mul_add(-0.693_359_375, x));
-        let p = polynomial!(
-            r,
-            1.987_569_15e-4,
-            1.398_199_950_7e-3,
-            8.333_451_907_3e-3,
-            4.166_579_589_4e-2,
-            1.666_666_545_9e-1,
-            5.000_000_120_1e-1
-        );
-        let half = n.mul_add(0.5, ROUND) - ROUND;
-        ((p * r).mul_add(r, r) + 1.0) * power_of_two(half) * power_of_two(n - half)
+        let (p, n) = reduced_exp(x);
+        let half = n >> 1;
+        p * power_of_two(half) * power_of_two(n.wrapping_sub(half))
+    }
+
+    #[inline(always)]
+    fn exp_of_negative(self) -> f32 {
+        // 2⁻¹²⁷ is 0 here, its bits being those of 0.
+        let x = if self < -88.0 { -88.0 } else { self };
+        let (p, n) = reduced_exp(x);
+        p * power_of_two(n)
+    }
+
+    /// 2ⁿ in one piece: e⁻ˣ below 2⁻¹²⁶ adds nothing to 1, and from 2¹²⁸ on it is infinity.
+    #[inline(always)]
+    fn sigmoid(self) -> f32 {
+        let x = -self;
+        let x = if x < -87.0 { -87.0 } else { x };
+        let x = if x > 89.0 { 89.0 } else { x };
+        let (p, n) = reduced_exp(x);
+        1.0 / (p * power_of_two(n) + 1.0)
     }
 
     /// x = 2ᵉ·(1 + f) with 1 + f between √½ and √2; ln(1 + f) = f − f²/2 + f³·P(f).
@@ -256,7 +301,11 @@ impl Real for f32 {
             -3.333_332_749e-1
         );
         let size = self.abs();
-        let far = (1.0 - 2.0 / (Real::exp(2.0 * size) + 1.0)).copysign(self);
+        // From 10 on the result is 1.
+        let twice = 2.0 * size;
+        let (power, n) = reduced_exp(if twice > 20.0 { 20.0 } else { twice });
+        let power = power * power_of_two(n);
+        let far = (1.0 - 2.0 / (power + 1.0)).copysign(self);
         if size < 0.625 { self + self * (z * p) } else { far }
     }
 
@@ -292,11 +341,31 @@ impl Real for f32 {
     }
 }
 
-/// 2ⁿ for a whole n between −126 and 127; anything for NaN.
+/// eˣ as p·2ⁿ for |x| ≤ 104; a NaN p for NaN. x = n·ln 2 + r with |r| ≤ ln 2 / 2; eʳ is a polynomial (Cephes' `expf`).
 #[inline(always)]
-fn power_of_two(n: f32) -> f32 {
+#[allow(clippy::excessive_precision, reason = "the constants are those of the source")]
+fn reduced_exp(x: f32) -> (f32, i32) {
+    /// Adding 1.5·2²³ rounds to an integer, which then stands in the low bits.
     const ROUND: f32 = 12_582_912.0;
-    f32::from_bits((n + ROUND).to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127) << 23)
+    let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = shifted - ROUND;
+    let r = n.mul_add(2.121_944_4e-4, n.mul_add(-0.693_359_375, x));
+    let p = polynomial!(
+        r,
+        1.987_569_15e-4,
+        1.398_199_950_7e-3,
+        8.333_451_907_3e-3,
+        4.166_579_589_4e-2,
+        1.666_666_545_9e-1,
+        5.000_000_120_1e-1
+    );
+    ((p * r).mul_add(r, r) + 1.0, shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32)
+}
+
+/// 2ⁿ for n between −126 and 127, 0 for −127, infinity for 128; anything for another.
+#[inline(always)]
+fn power_of_two(n: i32) -> f32 {
+    f32::from_bits((n.wrapping_add(127) as u32) << 23)
 }
 
 #[cfg(test)]
@@ -333,6 +402,30 @@ mod tests {
                 }
             }
             assert!(worst <= limit, "{name}({at:e}) is {worst} units off");
+        }
+    }
+
+    /// Functions whose results may be 0 where the exact ones are below the normal numbers.
+    #[test]
+    fn short_exponentials_err_by_a_few_units_of_the_result_or_less_than_the_smallest_normal_number() {
+        type Function<T> = fn(T) -> T;
+        let table: [(&str, Function<f32>, Function<f64>, f64); 2] = [
+            ("sigmoid", Real::sigmoid, Real::sigmoid, 4.0),
+            ("e^-|x|", |x| Real::exp_of_negative(-x.abs()), |x| (-x.abs()).exp(), 4.0),
+        ];
+        for (name, ours, exact, units) in table {
+            for i in -120_000..=120_000 {
+                let x = i as f32 * 1e-3;
+                let (found, expected) = (f64::from(ours(x)), exact(f64::from(x)));
+                let limit = units * expected * f64::from(f32::EPSILON) * 0.5 + f64::from(f32::MIN_POSITIVE);
+                let error = (found - expected).abs();
+                assert!(error <= limit, "{name}({x}) is {found:e}, expected {expected:e}");
+            }
+        }
+        assert_eq!((Real::sigmoid(f32::NEG_INFINITY), Real::exp_of_negative(f32::NEG_INFINITY)), (0.0, 0.0));
+        for x in (-12_000..=12_000).map(|i| i as f32 * 1e-3) {
+            let (found, expected) = (f64::from(x.gelu_slope()), f64::from(x).gelu_slope());
+            assert!((found - expected).abs() < 5e-7, "slope of GELU at {x}: {found}, expected {expected}");
         }
     }
 

@@ -18,6 +18,12 @@ pub(crate) enum Unary {
     Relu,
     Abs,
     Sign,
+    /// x·Φ(x), Φ the normal distribution.
+    Gelu,
+    /// Its derivative Φ(x) + x·φ(x), φ the normal density.
+    GeluSlope,
+    /// s·(1 − s), the derivative of σ where it is s.
+    LogisticSlope,
 }
 
 /// Functions of two numbers. A comparison gives 1 or 0.
@@ -33,6 +39,21 @@ pub(crate) enum Binary {
     LessEqual,
     Equal,
     NotEqual,
+}
+
+/// Functions of three numbers: two operations in one step, which round after each as two steps would.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Ternary {
+    /// a·b + c.
+    MultiplyAdd,
+    /// a·b − c.
+    MultiplySubtract,
+    /// c − a·b.
+    SubtractProduct,
+    /// a·b·c.
+    Product,
+    /// b where a is not 0, else c.
+    Select,
 }
 
 /// Where a step reads.
@@ -61,12 +82,10 @@ pub(crate) enum Step {
         a: Operand,
         b: Operand,
     },
-    /// `yes` where the mask is not 0, else `no`.
-    Select {
+    Ternary {
+        function: Ternary,
         to: Register,
-        mask: Register,
-        yes: Operand,
-        no: Operand,
+        operands: [Operand; 3],
     },
     /// Writes a tile of target `target`, or adds it to the sums of a target that is reduced.
     Store {
