@@ -53,13 +53,17 @@ impl Function for RoundedLinear {
         let Some(grad) = grads.into_iter().next().flatten() else {
             return Ok((0..2 + usize::from(self.bias)).map(|_| None).collect());
         };
-        let rows = matrix(&grad)?;
+        // Cast up once for all that it is multiplied with.
+        let rows = matrix(&grad)?.f_to_kind(Kind::Float)?;
+        let rounded = |wide: Tensor| wide.f_to_kind(grad.kind());
         let of = |index: usize| ctx.needs_input_grad(index);
-        let x_grad = of(0).then(|| Ok::<_, runtime::Error>(mm(&rows, &weight)?.f_reshape(x.size())?));
-        let weight_grad = of(1).then(|| mm(&rows.f_tr()?, &matrix(&x)?));
+        let product =
+            |a: &Tensor, b: &Tensor| Ok::<_, runtime::Error>(rounded(mm(a, &b.f_to_kind(Kind::Float)?)?)?);
+        let x_grad = of(0).then(|| Ok::<_, runtime::Error>(product(&rows, &weight)?.f_reshape(x.size())?));
+        let weight_grad = of(1).then(|| product(&rows.f_tr()?, &matrix(&x)?));
         let bias_grad = of(2).then(|| {
             let sum = rows.f_sum_dim_intlist([0].as_slice(), false, Kind::Float)?;
-            Ok::<_, runtime::Error>(sum.f_to_kind(grad.kind())?)
+            Ok::<_, runtime::Error>(rounded(sum)?)
         });
         let mut results = vec![x_grad.transpose()?, weight_grad.transpose()?];
         if self.bias {

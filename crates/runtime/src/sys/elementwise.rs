@@ -5,9 +5,9 @@
 
 use std::ops::Range;
 
-use rayon::prelude::*;
 use tch::{Device, Kind, Tensor};
 
+use super::parallel;
 use super::tensor::memory_range;
 use crate::error::{Error, Result};
 
@@ -50,7 +50,7 @@ pub(crate) fn run(
         return Ok(());
     }
     let (plan, _views) = Plan::new(program, shape, [total / columns, columns], double, sources, targets)?;
-    let sums = if double { plan.run::<f64>(program) } else { plan.run::<f32>(program) };
+    let sums = if double { plan.run::<f64>(program)? } else { plan.run::<f32>(program)? };
     for (target, place) in targets.iter().zip(&plan.targets) {
         if let Target::Sums(index) = place {
             write_sums(target, sums.iter().map(|task| &task[*index]))?;
@@ -183,7 +183,7 @@ impl Plan {
     }
 
     /// Runs all tasks; gives the sums of each.
-    fn run<T: Real>(&self, program: &Program) -> Vec<Vec<Sums>> {
+    fn run<T: Real>(&self, program: &Program) -> Result<Vec<Vec<Sums>>> {
         let pass = Pass { program, sources: &self.sources, targets: &self.targets, columns: self.columns };
         let run = |(rows, columns): &(Range<usize>, Range<usize>)| {
             let mut sums: Vec<Sums> = self.sums.iter().map(|&each| self.empty_sums(each, columns)).collect();
@@ -196,11 +196,9 @@ impl Plan {
         let tasks = self.tasks();
         let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1);
         if threads < 2 || self.rows * self.columns <= 2 * TASK {
-            return tasks.iter().map(run).collect();
+            return Ok(tasks.iter().map(run).collect());
         }
-        // No more tasks at once than the caller has given libtorch threads, whatever rayon has.
-        let least = if threads < rayon::current_num_threads() { tasks.len().div_ceil(threads) } else { 1 };
-        tasks.par_iter().with_min_len(least).map(run).collect()
+        parallel::map(tasks.len(), |task| run(&tasks[task]))
     }
 
     fn empty_sums(&self, for_each_column: bool, columns: &Range<usize>) -> Sums {

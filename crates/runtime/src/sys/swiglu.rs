@@ -35,7 +35,7 @@ pub(crate) fn forward(gate: &Tensor, up: &Tensor, silu: Option<&Tensor>, product
             Kind::BFloat16 => kernel::forward::<bf16>(g, u, s, p),
             _ => kernel::forward::<f32>(g, u, s, p),
         }
-    }
+    }?;
     silu.into_iter().chain([product]).try_for_each(bump_version)
 }
 
@@ -56,7 +56,7 @@ pub(crate) fn backward(gate: &Tensor, up: &Tensor, silu: Option<&Tensor>, grad: 
             Kind::BFloat16 => kernel::backward::<bf16>(g, u, s, d),
             _ => kernel::backward::<f32>(g, u, s, d),
         }
-    }
+    }?;
     [gate, up, grad].into_iter().try_for_each(bump_version)
 }
 

@@ -5,8 +5,9 @@
 
 use half::bf16;
 use pulp::Arch;
-use rayon::prelude::*;
 
+use crate::error::Result;
+use crate::sys::parallel;
 use crate::sys::tensor::Rows;
 
 /// Elements computed at once: four AVX-512 registers of fp32.
@@ -126,7 +127,12 @@ fn exp(x: f32) -> f32 {
 ///
 /// # Safety
 /// All have one shape and element type `T`; each output is one input's very memory, or apart from every other argument.
-pub(super) unsafe fn forward<T: Element>(gate: Rows, up: Rows, silu: Option<Rows>, product: Rows) {
+pub(super) unsafe fn forward<T: Element>(
+    gate: Rows,
+    up: Rows,
+    silu: Option<Rows>,
+    product: Rows,
+) -> Result<()> {
     let all = [Some(gate), Some(up), silu, Some(product)];
     for_each_piece(&all, |row, column, count| {
         // SAFETY: the piece lies in every matrix, and no other task has it.
@@ -144,7 +150,7 @@ pub(super) unsafe fn forward<T: Element>(gate: Rows, up: Rows, silu: Option<Rows
                 store::<T>(product, row, offset, n, &u);
             }
         }
-    });
+    })
 }
 
 /// In place, from the gradient `d` of the product, with σ = sigmoid(gate) and s = SiLU(gate):
@@ -152,7 +158,12 @@ pub(super) unsafe fn forward<T: Element>(gate: Rows, up: Rows, silu: Option<Rows
 ///
 /// # Safety
 /// All have one shape and element type `T`, and are apart from each other.
-pub(super) unsafe fn backward<T: Element>(gate: Rows, up: Rows, silu: Option<Rows>, grad: Rows) {
+pub(super) unsafe fn backward<T: Element>(
+    gate: Rows,
+    up: Rows,
+    silu: Option<Rows>,
+    grad: Rows,
+) -> Result<()> {
     let all = [Some(gate), Some(up), silu, Some(grad)];
     for_each_piece(&all, |row, column, count| {
         // SAFETY: the piece lies in every matrix, and no other task has it.
@@ -183,11 +194,11 @@ pub(super) unsafe fn backward<T: Element>(gate: Rows, up: Rows, silu: Option<Row
                 store::<T>(grad, row, offset, n, &d);
             }
         }
-    });
+    })
 }
 
 /// Runs `work(row, first column, count)` over pieces that cover a matrix, in parallel when there is enough of it.
-fn for_each_piece(matrices: &[Option<Rows>], work: impl Fn(usize, usize, usize) + Sync) {
+fn for_each_piece(matrices: &[Option<Rows>], work: impl Fn(usize, usize, usize) + Sync) -> Result<()> {
     let first = matrices[0].expect("the first matrix is always given");
     let dense = matrices.iter().flatten().all(|m| m.row_stride == m.columns || m.rows == 1);
     let (rows, columns) = if dense { (1, first.rows * first.columns) } else { (first.rows, first.columns) };
@@ -197,16 +208,11 @@ fn for_each_piece(matrices: &[Option<Rows>], work: impl Fn(usize, usize, usize) 
         Arch::new().dispatch(|| work(row, column, TASK.min(columns - column)));
     };
     let total = rows * pieces;
-    let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1);
-    if threads > 1 && rows * columns > 2 * TASK {
-        // No more tasks at once than the caller has given libtorch threads, whatever rayon has.
-        let least = (TASK / columns.clamp(1, TASK)).max(1);
-        let least =
-            if threads < rayon::current_num_threads() { least.max(total.div_ceil(threads)) } else { least };
-        (0..total).into_par_iter().with_min_len(least).for_each(run);
-    } else {
-        (0..total).for_each(run);
-    }
+    // A task has so many pieces that it is worth its start.
+    let least = if rows * columns > 2 * TASK { (TASK / columns.clamp(1, TASK)).max(1) } else { total.max(1) };
+    parallel::for_each(total.div_ceil(least), |task| {
+        (task * least..total.min((task + 1) * least)).for_each(run)
+    })
 }
 
 /// # Safety
