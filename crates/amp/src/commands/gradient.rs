@@ -16,7 +16,7 @@ pub(crate) struct GradientArgs {
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
     /// Gradients in each set-up, in turns
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
     repeats: u64,
 }
 

@@ -57,9 +57,9 @@ impl Sizes {
             },
             Scale::Laptop => Self {
                 training: training(model(64, 4, 256), 16, 2, 1e-3, 12),
-                train_tokens: 80_000,
+                train_tokens: 50_000,
                 validation_tokens: 6_000,
-                rounds: 2,
+                rounds: 1,
             },
             Scale::Paper => Self {
                 training: training(model(1024, 8, 512), 32, 3, 1e-4, 50),

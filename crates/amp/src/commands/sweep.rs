@@ -10,7 +10,7 @@ use super::sizes::Sizes;
 
 const EXPERIMENT: &str = "amp-sweep";
 /// Exponents of the static scales.
-const STATIC: [i32; 10] = [-8, -4, 0, 4, 8, 12, 16, 20, 24, 28];
+const STATIC: [i32; 8] = [-8, -4, 0, 4, 8, 16, 20, 24];
 /// Exponents from which the dynamic scale begins, and the steps after which it grows.
 const DYNAMIC: [(i32, u32); 2] = [(-8, 1), (40, 10)];
 

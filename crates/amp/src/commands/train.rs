@@ -17,7 +17,7 @@ pub(crate) struct Train {
     /// These set-ups only; fp32, which they are compared with, is trained in any case
     #[arg(long, value_enum, value_delimiter = ',')]
     setups: Vec<Setup>,
-    /// Trainings in each set-up, each from another seed [default: 2, 1 at smoke]
+    /// Trainings in each set-up, each from another seed [default: 1, 2 at paper]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     rounds: Option<u64>,
 }
