@@ -25,7 +25,7 @@ pub fn multiple(magnitude: f64, unit: &str) -> Multiple {
         "FLOP" | "FLOP/s" | "B/s" => {
             &[(1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, "")]
         }
-        "ratio" | "count" => &[(1.0, "")],
+        "ratio" | "count" | "exact" => &[(1.0, "")],
         other => return Multiple { divisor: 1.0, symbol: other.to_owned() },
     };
     let magnitude = magnitude.abs();
@@ -56,7 +56,7 @@ pub fn shared_multiple(values: &[f64], unit: &str) -> Option<Multiple> {
 }
 
 /// A value with its unit, in three significant digits: `1.25 GiB`, `3.41 ms`. Ratios have three decimals (`0.970`),
-/// counts are whole (`40,000,000`).
+/// counts are whole (`40,000,000`), and what is `exact` has five (`10.00013`).
 pub fn human(value: f64, unit: &str) -> String {
     let multiple = multiple(value, unit);
     let quotient = value / multiple.divisor;
@@ -79,6 +79,9 @@ pub fn decimals(quotients: &[f64], multiple: &Multiple, unit: &str) -> usize {
     let wanted = |size: f64| (2.0 - (size * 1.0005).log10().floor()).max(0.0) as usize;
     match unit {
         "ratio" => 3,
+        // Five decimals, unless all are so small that only an exponent shows them.
+        "exact" if sizes().all(|size| size < 1e-3) => 12,
+        "exact" => 5,
         _ => {
             let (smallest, largest) =
                 sizes().fold((f64::INFINITY, 0.0), |(a, b): (f64, f64), v| (a.min(v), b.max(v)));
@@ -93,7 +96,10 @@ pub fn fixed(value: f64, decimals: usize) -> String {
     if !value.is_finite() {
         return value.to_string();
     }
-    if value.abs() >= 1e15 || (decimals >= 9 && value != 0.0) {
+    if value == 0.0 && decimals >= 9 {
+        return "0".to_owned();
+    }
+    if value.abs() >= 1e15 || decimals >= 9 {
         return format!("{value:.2e}");
     }
     // Adding zero turns -0 into 0.
@@ -117,10 +123,12 @@ pub fn pair(value: f64, limit: f64, unit: &str, decimals: usize, exact: bool) ->
     (show(value), show(limit))
 }
 
-/// How many decimals, two at least, write a limit as it was stated: 0.997 needs three.
+/// How many decimals, two at least, write a limit as it was stated: 0.997 needs three. One that needs more than five has
+/// two, and five where it is `exact`.
 pub fn decimals_of_limit(limit: f64, unit: &str) -> usize {
     let quotient = limit / multiple(limit, unit).divisor;
-    (2..6).find(|&decimals| format!("{quotient:.decimals$}").parse() == Ok(quotient)).unwrap_or(2)
+    let enough = (2..6).find(|&decimals| format!("{quotient:.decimals$}").parse() == Ok(quotient));
+    enough.unwrap_or(if unit == "exact" { 5 } else { 2 })
 }
 
 /// Commas between the thousands of a decimal number's whole part.
@@ -175,10 +183,20 @@ mod tests {
             (40e9, "count", "40,000,000,000"),
             (143.93, "days", "144 days"),
             (1.0e-8, "", "1.00e-8"),
+            (1.0e-8, "exact", "1.00e-8"),
+            (10.000133514404297, "exact", "10.00013"),
             (f64::INFINITY, "s", "inf s"),
             (1e300, "s", "1.00e300 s"),
         ] {
             assert_eq!(human(value, unit), shown, "{value} {unit}");
+        }
+    }
+
+    #[test]
+    fn an_exact_limit_keeps_its_digits() {
+        for (limit, shown) in [(10.000133514404297, "10.00013"), (9.953125, "9.95312"), (4.0, "4.00")] {
+            let decimals = decimals_of_limit(limit, "exact");
+            assert_eq!(pair(limit, limit, "exact", decimals, true).0, shown);
         }
     }
 

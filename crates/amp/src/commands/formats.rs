@@ -18,8 +18,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Formats) -> anyhow::Result<()
         let case = Case::new().with("number", 1e-8).with("format", format.name());
         let held = format.round(1e-8);
         let metrics = vec![
-            Metric::exact("held", "ratio", held),
-            Metric::exact("relative_error", "ratio", (held / 1e-8 - 1.0).abs()),
+            Metric::exact("held", "exact", held),
+            Metric::exact("relative_error", "exact", (held / 1e-8 - 1.0).abs()),
         ];
         sink.put("amp-formats", &case, metrics)?;
     }
@@ -28,8 +28,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Formats) -> anyhow::Result<()
             let sum = repeated_sum(0.01, 1000, operand, accumulator);
             let case = Case::new().with("operand", operand.name()).with("accumulator", accumulator.name());
             let metrics = vec![
-                Metric::exact("sum", "ratio", sum),
-                Metric::exact("relative_error", "ratio", (sum / 10.0 - 1.0).abs()),
+                Metric::exact("sum", "exact", sum),
+                Metric::exact("relative_error", "exact", (sum / 10.0 - 1.0).abs()),
             ];
             sink.put("amp-formats", &case, metrics)?;
         }
