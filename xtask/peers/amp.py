@@ -6,51 +6,19 @@
 import argparse
 import json
 import os
-import platform
-import statistics
 import sys
 import time
 
 import torch
 import torch.nn.functional as F
 
+from records import environment, metric, synchronize
+
 WIDTH = 768
 # Tensors, and rows of each matrix: half of the tensors are matrices [rows, 768], half vectors [768].
 SIZES = [(148, 432), (16, 162)]
 # Beside PyTorch's own error: about the root mean square of one rounding to bf16, whose unit roundoff is 2^-8.
 TOLERANCE = 2.0**-9
-
-
-def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def environment(device):
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cpu = platform.machine()
-    try:
-        with open("/proc/cpuinfo") as info:
-            cpu = next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "cpu": cpu,
-        "threads": torch.get_num_threads(),
-        "memory_bytes": memory,
-        "torch": torch.__version__.split("+")[0],
-        "revision": os.environ.get("FRUGAL_REVISION", ""),
-        "unix_time": int(time.time()),
-    }
-
-
-def metric(name, unit, samples):
-    quartiles = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
-    record = {"name": name, "unit": unit, "value": statistics.median(samples), "n": len(samples)}
-    if len(samples) > 1:
-        record["spread"] = (quartiles[2] - quartiles[0]) / 2
-    return record
 
 
 class Records:

@@ -11,15 +11,14 @@ tokens and labels; those joined or packed have what tells places apart besides. 
 import argparse
 import json
 import math
-import os
-import platform
-import statistics
 import sys
 import time
 
 import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+
+from records import environment, metric, synchronize
 
 BATCH, LENGTH, ROWS, GAP, IGNORED = 32, 512, 8, 20, -100
 
@@ -174,37 +173,6 @@ def loader(strategy, samples, lengths, workers, seed, device):
         return DataLoader(samples, batch_sampler=Balanced(lengths, seed), collate_fn=collate, **ahead)
     function = {"base": collate_to_one_length, "standard": collate, "sequenced": sequence}[strategy]
     return DataLoader(samples, batch_size=BATCH, shuffle=True, collate_fn=function, generator=generator, **ahead)
-
-
-def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def environment(device):
-    cpu = platform.machine()
-    try:
-        with open("/proc/cpuinfo") as info:
-            cpu = next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "cpu": cpu,
-        "threads": torch.get_num_threads(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "torch": torch.__version__.split("+")[0],
-        "revision": os.environ.get("FRUGAL_REVISION", ""),
-        "unix_time": int(time.time()),
-    }
-
-
-def metric(name, unit, samples):
-    record = {"name": name, "unit": unit, "value": statistics.median(samples), "n": len(samples)}
-    if len(samples) > 1:
-        quartiles = statistics.quantiles(samples, n=4, method="inclusive")
-        record["spread"] = (quartiles[2] - quartiles[0]) / 2
-    return record
 
 
 def main():

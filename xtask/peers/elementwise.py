@@ -6,14 +6,13 @@ gives the gradients of all inputs from a given upstream gradient. Writes one JSO
 
 import argparse
 import json
-import os
-import platform
-import statistics
 import sys
 import time
 
 import torch
 import torch.nn.functional as F
+
+from records import environment, metric, synchronize
 
 
 def chain(x, y, scale, shift):
@@ -27,11 +26,6 @@ EXPRESSIONS = [
     ("residual + x·σ(gate)", 3, 0, lambda residual, x, gate: residual + x * torch.sigmoid(gate)),
     ("chain of 8", 2, 2, chain),
 ]
-
-
-def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def forward(function, inputs, upstream):
@@ -59,32 +53,6 @@ def measure(step, device, budget):
     count = max(1, min(1000, int(0.005 / once) + 1))
     rounds = max(5, min(41, int(budget / (once * count))))
     return [seconds(count) for _ in range(rounds)]
-
-
-def environment(device):
-    cpu = platform.machine()
-    try:
-        with open("/proc/cpuinfo") as info:
-            cpu = next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "cpu": cpu,
-        "threads": torch.get_num_threads(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "torch": torch.__version__.split("+")[0],
-        "revision": os.environ.get("FRUGAL_REVISION", ""),
-        "unix_time": int(time.time()),
-    }
-
-
-def metric(name, unit, samples):
-    quartiles = statistics.quantiles(samples, n=4, method="inclusive")
-    return {
-        "name": name, "unit": unit, "value": statistics.median(samples), "n": len(samples),
-        "spread": (quartiles[2] - quartiles[0]) / 2,
-    }
 
 
 def main():

@@ -8,14 +8,13 @@ Adam, gradients dropped. Writes one JSON record per figure.
 import argparse
 import json
 import math
-import os
-import platform
-import statistics
 import sys
 import time
 
 import torch
 import torch.nn.functional as F
+
+from records import environment, metric, synchronize
 
 IGNORED = -100
 
@@ -66,11 +65,6 @@ def step(model, optimizer, tokens, labels):
     return loss
 
 
-def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def peak_of_a_step(model, optimizer, tokens, labels, device):
     """Largest number of live bytes beyond those there before the step."""
     if device.type == "cuda":
@@ -87,33 +81,6 @@ def peak_of_a_step(model, optimizer, tokens, labels, device):
         live += event.nbytes()
         peak = max(peak, live)
     return peak
-
-
-def environment(device):
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cpu = platform.machine()
-    try:
-        with open("/proc/cpuinfo") as info:
-            cpu = next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "cpu": cpu,
-        "threads": torch.get_num_threads(),
-        "memory_bytes": memory,
-        "torch": torch.__version__.split("+")[0],
-        "revision": os.environ.get("FRUGAL_REVISION", ""),
-        "unix_time": int(time.time()),
-    }
-
-
-def metric(name, unit, samples):
-    quartiles = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
-    record = {"name": name, "unit": unit, "value": statistics.median(samples), "n": len(samples)}
-    if len(samples) > 1:
-        record["spread"] = (quartiles[2] - quartiles[0]) / 2
-    return record
 
 
 def main():

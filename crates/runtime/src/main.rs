@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use report::cli::{CommonArgs, Scale};
-use report::{Environment, Progress, Record};
+use report::{Progress, Record};
 
 /// What this machine offers, and what the runtime costs on it
 #[derive(Parser)]
@@ -70,7 +70,7 @@ fn main() -> ExitCode {
 fn info(common: &CommonArgs) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     let memory = runtime::device::memory_info(device)?;
-    let environment = runtime_environment(device)?;
+    let environment = runtime::device::environment(device)?;
     let mut out = std::io::stdout().lock();
     if common.json {
         let text = serde_json::json!({
@@ -97,7 +97,7 @@ fn measure(
     let device = runtime::device::select(&common.device)?;
     runtime::random::seed(common.seed)?;
     let mut records = common.open_records()?;
-    let environment = runtime_environment(device)?;
+    let environment = runtime::device::environment(device)?;
     let effort = if scale == Scale::Smoke { cost::Effort::Seconds } else { cost::Effort::Minutes };
     let parts = parts(device);
     let mut progress = Progress::new(parts.len() as u64);
@@ -128,10 +128,4 @@ fn measure(
         progress.step();
     }
     Ok(())
-}
-
-/// Where the figures come from: `cpu`, or the GPU's name, with libtorch's version.
-fn runtime_environment(device: tch::Device) -> anyhow::Result<Environment> {
-    let name = if device.is_cuda() { runtime::device::name(device)? } else { "cpu".to_owned() };
-    Ok(Environment::detect(&name, Some(runtime::torch_version())))
 }

@@ -4,4 +4,5 @@ pub mod corpus;
 pub mod loading;
 pub mod profiling;
 pub mod setup;
+pub mod step_peak;
 pub mod strategy;

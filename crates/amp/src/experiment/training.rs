@@ -7,7 +7,6 @@ use dataloading::{BatchOptions, Order};
 use models::module::{LanguageModel, trainable};
 use models::state_dict::{load_state_dict, state_dict};
 use models::{Gpt2Like, Gpt2LikeConfig};
-use runtime::memory::Region;
 use runtime::precision::{self, Policy};
 use tch::{Device, Kind};
 use training::Trainer;
@@ -15,6 +14,7 @@ use training::accumulation::{MicroBatches, fetch, forward};
 use training::divergence::Divergence;
 use training::evaluation::Evaluation;
 use training::experiment::corpus::Corpus;
+use training::experiment::step_peak::StepPeak;
 use training::experiment::strategy::Strategy;
 use training::loader_batches::LoaderBatches;
 use training::observer::{Observer, StepRecord};
@@ -117,8 +117,8 @@ pub fn train(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Outco
     let device = training.device;
     let before = runtime::memory::live_bytes(device)?;
     let Prepared { mut trainer, mut batches, mut validation, autocast } = prepare(corpus, setup, training)?;
-    let stretch = Some(Region::start(device)?);
-    let seen = Arc::new(Mutex::new(Seen { device, stretch, peak: 0, outcome: Outcome::default() }));
+    let peak = StepPeak::start(device)?;
+    let seen = Arc::new(Mutex::new(Seen { peak, outcome: Outcome::default() }));
     trainer.observers.push(Box::new(Watcher(seen.clone())));
     let ended = trainer.run(&mut batches, Some(&mut validation)).map(|_| ());
     let ended = ended.and_then(|()| trainer.evaluate(&mut validation).map(|_| ()));
@@ -136,7 +136,7 @@ pub fn train(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Outco
     if outcome.curve.last().is_some_and(|point| !point.loss.is_finite()) {
         outcome.diverged.get_or_insert_with(|| "the validation loss is not finite".to_owned());
     }
-    outcome.peak_bytes = seen.peak.saturating_sub(before);
+    outcome.peak_bytes = seen.peak.bytes().saturating_sub(before);
     outcome.casts = autocast.map(|autocast| autocast.statistics());
     Ok(outcome)
 }
@@ -239,20 +239,8 @@ pub fn gpt2_like(
 }
 
 struct Seen {
-    device: Device,
-    /// Since the last step or evaluation.
-    stretch: Option<Region>,
-    /// The most that was live in any stretch that ended with a step.
-    peak: u64,
+    peak: StepPeak,
     outcome: Outcome,
-}
-
-impl Seen {
-    /// Ends a stretch and begins the next; its peak.
-    fn next_stretch(&mut self) -> training::Result<u64> {
-        let next = Region::start(self.device)?;
-        Ok(self.stretch.replace(next).map(Region::finish).transpose()?.map_or(0, |usage| usage.peak))
-    }
 }
 
 struct Watcher(Arc<Mutex<Seen>>);
@@ -260,14 +248,14 @@ struct Watcher(Arc<Mutex<Seen>>);
 impl Observer for Watcher {
     fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.peak = seen.next_stretch()?.max(seen.peak);
+        seen.peak.after_step()?;
         seen.outcome.steps.push(record.clone());
         Ok(())
     }
 
     fn on_evaluation(&mut self, evaluation: &Evaluation) -> training::Result<()> {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.next_stretch()?;
+        seen.peak.after_evaluation()?;
         let &Evaluation { step, loss, accuracy, .. } = evaluation;
         if seen.outcome.curve.last().is_none_or(|last| last.step != step) {
             seen.outcome.curve.push(Point { step, loss, accuracy });

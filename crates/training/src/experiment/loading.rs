@@ -11,6 +11,7 @@ use runtime::memory::Region;
 use tch::{Device, Kind};
 
 use super::corpus::Corpus;
+use super::step_peak::StepPeak;
 use super::strategy::Strategy;
 use crate::Trainer;
 use crate::error::Result;
@@ -124,8 +125,8 @@ pub fn train(corpus: &Corpus, strategy: Strategy, training: &Training) -> Result
 
     let model = Box::new(Gpt2Like::new(&config, (Kind::Float, device))?);
     let optimizer = Optimizer::new(Adam::default(), vec![Group::new(trainable(&*model), lr)])?;
-    let stretch = Some(Region::start(device)?);
-    let seen = Arc::new(Mutex::new(Seen { seconds, device, stretch, ..Seen::default() }));
+    let peak = Some(StepPeak::start(device)?);
+    let seen = Arc::new(Mutex::new(Seen { seconds, peak, ..Seen::default() }));
     let mut trainer = Trainer::new(
         model,
         optimizer,
@@ -144,7 +145,7 @@ pub fn train(corpus: &Corpus, strategy: Strategy, training: &Training) -> Result
         seconds: seen.seconds,
         tokens: seen.tokens,
         padding: seen.padding,
-        peak_bytes: seen.peak.saturating_sub(all.live_before),
+        peak_bytes: seen.peak.map_or(0, |peak| peak.bytes()).saturating_sub(all.live_before),
         peak_with_evaluation_bytes: all.peak_above_start(),
         waited_seconds: seen.waited,
         loader,
@@ -152,13 +153,9 @@ pub fn train(corpus: &Corpus, strategy: Strategy, training: &Training) -> Result
     })
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Seen {
-    device: Device,
-    /// Since the last step or evaluation.
-    stretch: Option<Region>,
-    /// The most that was live in any stretch that ended with a step.
-    peak: u64,
+    peak: Option<StepPeak>,
     steps: u64,
     seconds: f64,
     waited: f64,
@@ -167,39 +164,12 @@ struct Seen {
     curve: Vec<Point>,
 }
 
-impl Default for Seen {
-    fn default() -> Self {
-        Self {
-            device: Device::Cpu,
-            stretch: None,
-            peak: 0,
-            steps: 0,
-            seconds: 0.0,
-            waited: 0.0,
-            tokens: 0,
-            padding: 0,
-            curve: Vec::new(),
-        }
-    }
-}
-
-impl Seen {
-    /// Ends a stretch and begins the next. Losses are read before an evaluation, so a stretch that ends with a record has
-    /// no evaluation in it.
-    fn next_stretch(&mut self) -> Result<u64> {
-        let next = Region::start(self.device)?;
-        let peak =
-            self.stretch.replace(next).map_or(Ok(0), |stretch| stretch.finish().map(|usage| usage.peak))?;
-        Ok(peak)
-    }
-}
-
 struct Watcher(Arc<Mutex<Seen>>);
 
 impl Observer for Watcher {
     fn on_step(&mut self, record: &StepRecord) -> Result<()> {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.peak = seen.next_stretch()?.max(seen.peak);
+        seen.peak.as_mut().map_or(Ok(()), StepPeak::after_step)?;
         seen.steps = record.step;
         seen.seconds += record.timings.total;
         seen.waited += record.timings.data;
@@ -210,7 +180,7 @@ impl Observer for Watcher {
 
     fn on_evaluation(&mut self, evaluation: &Evaluation) -> Result<()> {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.next_stretch()?;
+        seen.peak.as_mut().map_or(Ok(()), StepPeak::after_evaluation)?;
         let &Evaluation { step, loss, accuracy, .. } = evaluation;
         // An evaluation at the end may follow one at the last step.
         if seen.curve.last().is_none_or(|last| last.step != step) {

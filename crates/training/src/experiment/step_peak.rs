@@ -1,0 +1,53 @@
+//! The peak memory of training steps, evaluations between them left out.
+
+use runtime::memory::Region;
+use tch::Device;
+
+use crate::error::Result;
+
+/// The most bytes that were live in any stretch of a training that ended with a step. An observer tells it where stretches
+/// end: losses are read before an evaluation, so one that ends with a step's record has no evaluation in it.
+#[derive(Debug)]
+pub struct StepPeak {
+    device: Device,
+    /// Since the last step or evaluation.
+    stretch: Region,
+    peak: u64,
+}
+
+impl StepPeak {
+    /// Begins the first stretch.
+    ///
+    /// # Errors
+    /// Those of [`Region::start`].
+    pub fn start(device: Device) -> Result<Self> {
+        Ok(Self { device, stretch: Region::start(device)?, peak: 0 })
+    }
+
+    /// A step's record came.
+    ///
+    /// # Errors
+    /// Those of [`Region`].
+    pub fn after_step(&mut self) -> Result<()> {
+        self.peak = self.next_stretch()?.max(self.peak);
+        Ok(())
+    }
+
+    /// An evaluation ended; what it held does not count.
+    ///
+    /// # Errors
+    /// Those of [`Region`].
+    pub fn after_evaluation(&mut self) -> Result<()> {
+        self.next_stretch().map(drop)
+    }
+
+    /// Bytes.
+    pub fn bytes(&self) -> u64 {
+        self.peak
+    }
+
+    fn next_stretch(&mut self) -> Result<u64> {
+        let next = Region::start(self.device)?;
+        Ok(std::mem::replace(&mut self.stretch, next).finish()?.peak)
+    }
+}
