@@ -10,7 +10,7 @@ use runtime::precision::{Attention, Policy};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor, kind};
 use training::batches::Synthetic;
-use training::observer::{Observer, StepRecord};
+use training::observer::{Collect, StepRecord};
 use training::optimizer::{Adam, Group, Optimizer};
 use training::scaler::GradScaler;
 use training::trainer::{Options, Overflow, Trainer};
@@ -28,16 +28,6 @@ fn data() -> Synthetic {
         batches: None,
         device: Device::Cpu,
         position: 0,
-    }
-}
-
-#[derive(Clone, Default)]
-struct Notes(Arc<Mutex<Vec<StepRecord>>>);
-
-impl Observer for Notes {
-    fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
-        self.0.lock().unwrap().push(record.clone());
-        Ok(())
     }
 }
 
@@ -75,11 +65,11 @@ fn run(
     let mut trainer = Trainer::new(Box::new(model), optimizer, options)?;
     trainer.precision = Some(policy);
     trainer.scaler = scaler;
-    let notes = Notes::default();
+    let notes = Collect::default();
     trainer.observers.push(Box::new(notes.clone()));
     runtime::random::seed(9)?;
     trainer.run(&mut data(), None)?;
-    let records = std::mem::take(&mut *notes.0.lock().unwrap());
+    let records = notes.take();
     let weights = tensors(trainer.model.as_ref()).iter().map(|named| named.tensor.detach().copy()).collect();
     Ok(Run { records, weights, state: trainer.scaler.state() })
 }

@@ -1,6 +1,7 @@
 //! Who is told what happens in a training.
 
 use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::Serialize;
 
@@ -101,6 +102,24 @@ pub trait Observer: Send {
     /// # Errors
     /// Ends the training.
     fn on_warning(&mut self, warning: &str) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Keeps the record of every step. Clones share them: one goes to the training, one stays outside.
+#[derive(Debug, Clone, Default)]
+pub struct Collect(Arc<Mutex<Vec<StepRecord>>>);
+
+impl Collect {
+    /// The records since the last call.
+    pub fn take(&self) -> Vec<StepRecord> {
+        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Observer for Collect {
+    fn on_step(&mut self, record: &StepRecord) -> Result<()> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(record.clone());
         Ok(())
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use dataloading::loader::LoaderOptions;
 use dataloading::{BatchOptions, Samples};
@@ -15,7 +15,7 @@ use super::strategy::Strategy;
 use crate::Trainer;
 use crate::error::{Error, Result};
 use crate::loader_batches::LoaderBatches;
-use crate::observer::{Observer, StepRecord};
+use crate::observer::{Collect, StepRecord};
 use crate::optimizer::{Adam, Group, Implementation, Optimizer, ZeroGrad};
 use crate::planted::{HostReadsHead, IndexedLossHead, Inefficiency, TokenizePerItem, UnusedProjection};
 use crate::profile::{Facts, Profile};
@@ -43,7 +43,7 @@ pub struct Setup {
     pub trainer: Trainer,
     /// Its data.
     pub batches: LoaderBatches,
-    steps: Arc<Mutex<Vec<StepRecord>>>,
+    steps: Collect,
     workers: usize,
     pinned: bool,
 }
@@ -95,8 +95,8 @@ impl Setup {
         let accuracy = has(Inefficiency::AccuracyEachStep);
         let mut trainer =
             Trainer::new(model, optimizer, Options { steps: 0, accuracy, zero_grad, ..Default::default() })?;
-        let steps = Arc::<Mutex<Vec<StepRecord>>>::default();
-        trainer.observers.push(Box::new(Collect(steps.clone())));
+        let steps = Collect::default();
+        trainer.observers.push(Box::new(steps.clone()));
         Ok(Self { trainer, batches, steps, workers, pinned })
     }
 
@@ -107,7 +107,7 @@ impl Setup {
     pub fn run(&mut self, steps: u64) -> Result<Vec<StepRecord>> {
         self.trainer.options.steps = self.trainer.step() + steps;
         self.trainer.run(&mut self.batches, None)?;
-        Ok(std::mem::take(&mut *self.steps.lock().unwrap_or_else(PoisonError::into_inner)))
+        Ok(self.steps.take())
     }
 
     /// Runs so many steps more under the profiler, keeps the trace at `path` for Perfetto, and reads it back, with what
@@ -120,7 +120,7 @@ impl Setup {
         let until = self.trainer.step() + steps;
         self.trainer.options.steps = until;
         let traced = tracing::trace(&mut self.trainer, &mut self.batches, None, steps, loading, path)?;
-        self.steps.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        drop(self.steps.take());
         let Traced { profile, facts } =
             traced.ok_or_else(|| Error::config("profile", format!("the data ended before step {until}")))?;
         Ok((profile, facts))
@@ -130,15 +130,6 @@ impl Setup {
 impl std::fmt::Debug for Setup {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Setup").field("trainer", &self.trainer).finish_non_exhaustive()
-    }
-}
-
-struct Collect(Arc<Mutex<Vec<StepRecord>>>);
-
-impl Observer for Collect {
-    fn on_step(&mut self, record: &StepRecord) -> Result<()> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(record.clone());
-        Ok(())
     }
 }
 

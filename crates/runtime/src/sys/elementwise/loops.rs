@@ -1,5 +1,5 @@
-//! The loops of steps over tiles. Each is a function of its own, compiled for one set of the processor's instructions: small
-//! enough that its constants stay in the processor's registers, and with a target that the compiler knows to be apart.
+//! The loops of steps over tiles, each compiled for one set of the processor's instructions and with a target that the
+//! compiler knows to be apart.
 
 use super::math::Real;
 use super::program::{Binary, Ternary, Unary};
