@@ -6,6 +6,7 @@
 //! vectorized; on other devices it is the shortest chain of
 //! libtorch's operators that works in place.
 
+pub mod cross_entropy;
 pub mod elementwise;
 pub mod gradients;
 pub mod norm;

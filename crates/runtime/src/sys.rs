@@ -17,6 +17,7 @@ pub(crate) type Status = *mut c_char;
 
 pub(crate) mod autocast;
 pub(crate) mod autograd;
+pub(crate) mod cross_entropy;
 pub(crate) mod device;
 pub(crate) mod elementwise;
 pub(crate) mod gemm;

@@ -18,7 +18,7 @@ pub(crate) mod program;
 
 use kernel::{Element, Layout, Memory, Pass, Registers, Stretch, Sums, TILE, Target};
 use loops::{Level, Plain};
-use math::Real;
+pub(super) use math::Real;
 use program::{Program, Step};
 
 pub(crate) const NAME: &str = "fused elementwise";

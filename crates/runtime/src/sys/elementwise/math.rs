@@ -4,6 +4,8 @@
 //! largest error), its own error is below 6·10⁻⁸ relative to the result; with rounding, `exp`, `ln` and `tanh` are within four units in the last
 //! place, `erf` within six. f64: libm's functions, one element at a time.
 
+use tch::Kind;
+
 use super::program::{Binary, Ternary, Unary};
 
 unsafe extern "C" {
@@ -12,7 +14,8 @@ unsafe extern "C" {
 }
 
 /// A type that passes compute in.
-pub(super) trait Real: Copy + Default + Send + Sync + PartialOrd + 'static {
+pub(in crate::sys) trait Real: Copy + Default + Send + Sync + PartialOrd + 'static {
+    const KIND: Kind;
     const ZERO: Self;
     const ONE: Self;
     fn from_f64(value: f64) -> Self;
@@ -197,6 +200,7 @@ macro_rules! inherent {
 }
 
 impl Real for f64 {
+    const KIND: Kind = Kind::Double;
     inherent!(f64);
     #[inline(always)]
     fn exp(self) -> f64 {
@@ -227,6 +231,7 @@ macro_rules! polynomial {
 }
 
 impl Real for f32 {
+    const KIND: Kind = Kind::Float;
     inherent!(f32);
 
     /// 2ⁿ in two halves, so that the results fall through the subnormal numbers to 0 and rise to infinity as they should.

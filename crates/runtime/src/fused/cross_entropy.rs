@@ -1,0 +1,239 @@
+//! What a cross-entropy needs of a tile of logits: statistics of its rows, then its gradient, each in one pass.
+//!
+//! A tile `[n, c]` holds some columns of the logits of n tokens: r = x·Wᵀ for `c` entries of the vocabulary. With the bias
+//! b, a scale s and a cap k, the logits are z = k·tanh(s·(r + b)/k), or s·(r + b) without a cap. A target distribution is
+//! t (1 at one class, or given).
+//!
+//! [`LogitsPass::statistics`] turns r into z where it lies, and folds the tile into what is known of each row:
+//!
+//! - m = max z and Σ e^(z − m), from which log Σ eᶻ = m + ln Σ e^(z − m)
+//! - Σ t·z (for one class: its logit), and Σ t
+//! - where wanted: Σ w·z (label smoothing; w the class weights), Σ e^(z − m)·z (entropy), argmax z
+//!
+//! Statistics of several tiles of one row, in any order, give those of the whole row, so that neither the whole row nor the
+//! whole vocabulary need be in one place.
+//!
+//! [`LogitsPass::gradient`] turns z into ∂L/∂r. Whatever the loss is made of (smoothing, weights, z-loss, log-sum-exp as an
+//! output), it has one form, with numbers α, β, γ for each row and l = log Σ eᶻ:
+//!
+//! - ∂L/∂z = α·e^(z − l) − β·t − γ·w
+//! - ∂L/∂r = ∂L/∂z · s·(1 − (z/k)²), the last factor with a cap only
+//!
+//! A row with a NaN has statistics and gradients of NaN; −∞ is a class that cannot be.
+//!
+//! The fp32 pass over a row computes exponentials within two units in the last place, and adds each 1024 of them up in fp32,
+//! those sums in f64.
+
+use std::fmt::Debug;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::autograd::GradMode;
+use crate::error::{Error, Result};
+use crate::profile::{Flops, record_external};
+use crate::sys::cross_entropy as sys;
+
+mod operators;
+
+pub use operators::Operators;
+
+/// From products to logits.
+#[derive(Clone, Copy, Debug)]
+pub struct Transform<'a> {
+    /// b, one for each column of the tile, in the tile's dtype.
+    pub bias: Option<&'a Tensor>,
+    /// s.
+    pub scale: f64,
+    /// k, above 0.
+    pub softcap: Option<f64>,
+}
+
+impl Default for Transform<'_> {
+    fn default() -> Self {
+        Self { bias: None, scale: 1.0, softcap: None }
+    }
+}
+
+/// The target distributions of a tile's rows.
+#[derive(Clone, Copy, Debug)]
+pub enum Targets<'a> {
+    /// One class for each row, `[n]` int64, as a column of the tile: one outside of it is in another tile.
+    Columns(&'a Tensor),
+    /// The tile's part of each distribution, `[n, c]` in the tile's dtype.
+    Dense(&'a Tensor),
+}
+
+/// Which statistics are wanted besides those that every loss needs.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Wanted {
+    /// Σ w·z.
+    pub total: bool,
+    /// Σ e^(z − m)·z.
+    pub moment: bool,
+    /// argmax z.
+    pub best: bool,
+}
+
+/// What is known of each row: tensors `[n]` of the tile's dtype.
+#[derive(Debug)]
+pub struct Statistics {
+    /// m; −∞ before the first tile.
+    pub maximum: Tensor,
+    /// Σ e^(z − m).
+    pub sum: Tensor,
+    /// Σ t·z.
+    pub target: Tensor,
+    /// Σ t, where distributions are given.
+    pub mass: Option<Tensor>,
+    /// Σ w·z.
+    pub total: Option<Tensor>,
+    /// Σ e^(z − m)·z.
+    pub moment: Option<Tensor>,
+    /// argmax z, int64: the first of equal ones.
+    pub best: Option<Tensor>,
+}
+
+impl Statistics {
+    /// Of `rows` rows before their first tile. `dense` for target distributions.
+    ///
+    /// # Errors
+    /// Too little memory.
+    pub fn new(rows: i64, dense: bool, wanted: Wanted, options: (Kind, Device)) -> Result<Self> {
+        let zeros = || Tensor::f_zeros([rows], options);
+        let when = |wanted: bool| wanted.then(zeros).transpose();
+        let best = wanted.best.then(|| Tensor::f_zeros([rows], (Kind::Int64, options.1))).transpose()?;
+        Ok(Self {
+            maximum: Tensor::f_full([rows], f64::NEG_INFINITY, options)?,
+            sum: zeros()?,
+            target: zeros()?,
+            mass: when(dense)?,
+            total: when(wanted.total)?,
+            moment: when(wanted.moment)?,
+            best,
+        })
+    }
+
+    /// log Σ eᶻ of each row.
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    pub fn log_sum_exp(&self) -> Result<Tensor> {
+        Ok(self.sum.f_log()?.f_add(&self.maximum)?)
+    }
+
+    /// The entropy of each row's softmax in nats, log Σ eᶻ − Σ p·z, where the moment was wanted.
+    ///
+    /// # Errors
+    /// A moment that was not wanted; those of libtorch.
+    pub fn entropy(&self) -> Result<Tensor> {
+        let moment = self.moment.as_ref().ok_or_else(|| {
+            Error::invalid("cross-entropy statistics", "the entropy needs the moment; ask for it in `Wanted`")
+        })?;
+        Ok(self.log_sum_exp()?.f_sub(&moment.f_div(&self.sum)?)?)
+    }
+}
+
+/// The numbers of a row's gradient, `[n]` in the tile's dtype. See the [module](self).
+#[derive(Clone, Copy, Debug)]
+pub struct Coefficients<'a> {
+    /// l = log Σ eᶻ.
+    pub log_sum_exp: &'a Tensor,
+    /// α, of the softmax.
+    pub softmax: &'a Tensor,
+    /// β, of the target.
+    pub target: &'a Tensor,
+    /// γ, of the class weights (of 1 without).
+    pub constant: Option<&'a Tensor>,
+}
+
+/// The two passes over a tile.
+pub trait LogitsPass: Debug + Send + Sync {
+    /// Tensors as large as the tile that a pass makes on the way, at most: what a plan of memory counts in.
+    fn temporaries(&self) -> u64;
+
+    /// Products to logits, and their statistics. `tile` `[n, c]`, Float or Double, rows dense, whose first column is column
+    /// `first` of the vocabulary; `class_weights` `[c]` in its dtype.
+    ///
+    /// # Errors
+    /// Shapes, dtypes or devices that do not fit.
+    fn statistics(
+        &self,
+        tile: &mut Tensor,
+        first: i64,
+        transform: Transform<'_>,
+        targets: Targets<'_>,
+        class_weights: Option<&Tensor>,
+        statistics: &mut Statistics,
+    ) -> Result<()>;
+
+    /// Logits to the gradient of the products, where they lie.
+    ///
+    /// # Errors
+    /// Shapes, dtypes or devices that do not fit.
+    fn gradient(
+        &self,
+        tile: &mut Tensor,
+        transform: Transform<'_>,
+        targets: Targets<'_>,
+        class_weights: Option<&Tensor>,
+        coefficients: Coefficients<'_>,
+    ) -> Result<()>;
+}
+
+/// The best passes there are for tensors on `device`.
+pub fn pass_for(device: Device) -> &'static dyn LogitsPass {
+    if device == Device::Cpu { &Simd } else { &Operators }
+}
+
+/// One pass over memory, vectorized for the processor, on libtorch's threads. CPU tensors only.
+#[derive(Clone, Copy, Debug)]
+pub struct Simd;
+
+impl LogitsPass for Simd {
+    fn temporaries(&self) -> u64 {
+        0
+    }
+
+    fn statistics(
+        &self,
+        tile: &mut Tensor,
+        first: i64,
+        transform: Transform<'_>,
+        targets: Targets<'_>,
+        class_weights: Option<&Tensor>,
+        statistics: &mut Statistics,
+    ) -> Result<()> {
+        not_recorded(tile)?;
+        sys::statistics(tile, first, transform, targets, class_weights, statistics)?;
+        record("runtime::cross_entropy_statistics", tile, targets, transform)
+    }
+
+    fn gradient(
+        &self,
+        tile: &mut Tensor,
+        transform: Transform<'_>,
+        targets: Targets<'_>,
+        class_weights: Option<&Tensor>,
+        coefficients: Coefficients<'_>,
+    ) -> Result<()> {
+        not_recorded(tile)?;
+        sys::gradient(tile, transform, targets, class_weights, coefficients)?;
+        record("runtime::cross_entropy_gradient", tile, targets, Transform { scale: 0.0, ..transform })
+    }
+}
+
+fn not_recorded(tile: &Tensor) -> Result<()> {
+    if GradMode::enabled() && tile.requires_grad() {
+        let reason = "the tile requires a gradient, which is not recorded here; work on a detached one";
+        return Err(Error::invalid(sys::NAME, reason));
+    }
+    Ok(())
+}
+
+/// The bytes that the pass moved: the tile is read, and written unless its logits are its products.
+fn record(name: &'static str, tile: &Tensor, targets: Targets<'_>, transform: Transform<'_>) -> Result<()> {
+    let written = transform.bias.is_some() || transform.softcap.is_some() || transform.scale != 1.0;
+    let passes = 1 + u64::from(written) + u64::from(matches!(targets, Targets::Dense(_)));
+    let bytes = tile.numel() as u64 * tile.kind().elt_size_in_bytes() as u64 * passes;
+    record_external(name, Flops::from(0), bytes)
+}

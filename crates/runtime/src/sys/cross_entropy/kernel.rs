@@ -1,0 +1,303 @@
+//! The passes over one row, vectorized by the compiler for the processor at hand.
+
+use pulp::Arch;
+
+use crate::sys::elementwise::Real;
+
+/// Elements computed at once: four AVX-512 registers of fp32.
+const BLOCK: usize = 64;
+/// Elements between two looks at the maximum: they stay in the first-level cache from the first reading to the second.
+const PANEL: usize = 1024;
+
+/// What a row's products become, and the class weights.
+#[derive(Clone, Copy)]
+pub(super) struct Formula<'a, R> {
+    pub(super) bias: Option<&'a [R]>,
+    pub(super) scale: R,
+    pub(super) softcap: Option<R>,
+    pub(super) class_weights: Option<&'a [R]>,
+}
+
+/// The target of a row.
+#[derive(Clone, Copy)]
+pub(super) enum RowTarget<'a, R> {
+    /// A column of this tile, or none of it.
+    Column(Option<usize>),
+    /// A distribution.
+    Dense(&'a [R]),
+}
+
+/// What is known of a row. Sums are in f64 whatever the row is in.
+pub(super) struct RowStatistics<R> {
+    pub(super) maximum: R,
+    pub(super) sum: f64,
+    pub(super) target: f64,
+    pub(super) mass: Option<f64>,
+    pub(super) total: Option<f64>,
+    pub(super) moment: Option<f64>,
+    pub(super) best: Option<i64>,
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct RowCoefficients<R> {
+    pub(super) log_sum_exp: R,
+    pub(super) softmax: R,
+    pub(super) target: R,
+    pub(super) constant: Option<R>,
+}
+
+/// Products to logits, and what they add to the row's statistics. The row begins at column `first` of the vocabulary.
+pub(super) fn statistics<R: Real>(
+    row: &mut [R],
+    first: usize,
+    formula: Formula<'_, R>,
+    target: RowTarget<'_, R>,
+    known: &mut RowStatistics<R>,
+) {
+    Arch::new().dispatch(
+        #[inline(always)]
+        || {
+            for start in (0..row.len()).step_by(PANEL) {
+                let end = row.len().min(start + PANEL);
+                panel(&mut row[start..end], start, first, formula, target, known);
+            }
+            if let RowTarget::Column(Some(column)) = target {
+                known.target += row[column].to_f64();
+            }
+        },
+    );
+}
+
+#[inline(always)]
+fn panel<R: Real>(
+    panel: &mut [R],
+    start: usize,
+    first: usize,
+    formula: Formula<'_, R>,
+    target: RowTarget<'_, R>,
+    known: &mut RowStatistics<R>,
+) {
+    let part = start..start + panel.len();
+    transform(panel, formula, part.clone());
+    let largest = maximum(panel);
+    let before = known.maximum;
+    if largest > before {
+        known.maximum = largest;
+        if let Some(best) = &mut known.best {
+            let place = panel.iter().position(|&z| z == largest).unwrap_or(0);
+            *best = i64::try_from(first + start + place).unwrap_or(i64::MAX);
+        }
+    }
+    // While every class is impossible, powers are taken of z itself: −∞ − (−∞) is no number.
+    let lowest = R::ZERO.subtract(R::ONE.divide(R::ZERO));
+    let reference = if known.maximum == lowest { R::ZERO } else { known.maximum };
+    if largest > before {
+        let shrink =
+            if before == lowest { 0.0 } else { before.subtract(reference).exp_of_negative().to_f64() };
+        known.sum *= shrink;
+        if let Some(moment) = &mut known.moment {
+            *moment *= shrink;
+        }
+    }
+    let (sum, moment) = powers(panel, reference, known.moment.is_some());
+    known.sum += sum;
+    if let Some(known) = &mut known.moment {
+        *known += moment;
+    }
+    let weights = formula.class_weights.map(|weights| &weights[part.clone()]);
+    if let Some(total) = &mut known.total {
+        *total += dot(panel, weights);
+    }
+    if let RowTarget::Dense(distribution) = target {
+        let (expected, mass) = expectation(panel, &distribution[part], weights);
+        known.target += expected;
+        if let Some(known) = &mut known.mass {
+            *known += mass;
+        }
+    }
+}
+
+#[inline(always)]
+fn transform<R: Real>(panel: &mut [R], formula: Formula<'_, R>, part: std::ops::Range<usize>) {
+    if let Some(bias) = formula.bias {
+        for (z, &b) in panel.iter_mut().zip(&bias[part]) {
+            *z = z.add(b);
+        }
+    }
+    match formula.softcap {
+        Some(cap) => {
+            let inner = formula.scale.divide(cap);
+            for z in panel.iter_mut() {
+                *z = z.multiply(inner).tanh().multiply(cap);
+            }
+        }
+        None if formula.scale != R::ONE => {
+            for z in panel.iter_mut() {
+                *z = z.multiply(formula.scale);
+            }
+        }
+        None => {}
+    }
+}
+
+/// NaN is passed over: it shows in the sum of powers.
+#[inline(always)]
+fn maximum<R: Real>(panel: &[R]) -> R {
+    let lowest = R::ZERO.subtract(R::ONE.divide(R::ZERO));
+    let (blocks, rest) = panel.as_chunks::<BLOCK>();
+    let mut lanes = [lowest; BLOCK];
+    for block in blocks {
+        for i in 0..BLOCK {
+            lanes[i] = if block[i] > lanes[i] { block[i] } else { lanes[i] };
+        }
+    }
+    lanes.iter().chain(rest).fold(lowest, |most, &z| if z > most { z } else { most })
+}
+
+/// Σ e^(z − reference), and Σ e^(z − reference)·z where that is wanted.
+#[inline(always)]
+fn powers<R: Real>(panel: &[R], reference: R, moment: bool) -> (f64, f64) {
+    let (blocks, rest) = panel.as_chunks::<BLOCK>();
+    let (mut sums, mut moments) = ([R::ZERO; BLOCK], [R::ZERO; BLOCK]);
+    for block in blocks {
+        for i in 0..BLOCK {
+            let power = block[i].subtract(reference).exp_of_negative();
+            sums[i] = sums[i].add(power);
+            if moment {
+                // What is impossible adds nothing, though it is −∞.
+                moments[i] =
+                    moments[i].add(if power == R::ZERO { R::ZERO } else { power.multiply(block[i]) });
+            }
+        }
+    }
+    let (mut sum, mut of_z) = (0.0, 0.0);
+    for i in 0..BLOCK {
+        sum += sums[i].to_f64();
+        of_z += moments[i].to_f64();
+    }
+    for &z in rest {
+        let power = z.subtract(reference).exp_of_negative();
+        sum += power.to_f64();
+        if moment && power != R::ZERO {
+            of_z += power.multiply(z).to_f64();
+        }
+    }
+    (sum, of_z)
+}
+
+/// Σ w·z, or Σ z.
+#[inline(always)]
+fn dot<R: Real>(panel: &[R], weights: Option<&[R]>) -> f64 {
+    let Some(weights) = weights else {
+        let (blocks, rest) = panel.as_chunks::<BLOCK>();
+        let mut lanes = [R::ZERO; BLOCK];
+        for block in blocks {
+            for i in 0..BLOCK {
+                lanes[i] = lanes[i].add(block[i]);
+            }
+        }
+        return lanes.iter().chain(rest).map(|z| z.to_f64()).sum();
+    };
+    let ((blocks, rest), (w_blocks, w_rest)) = (panel.as_chunks::<BLOCK>(), weights.as_chunks::<BLOCK>());
+    let mut lanes = [R::ZERO; BLOCK];
+    for (block, w) in blocks.iter().zip(w_blocks) {
+        for i in 0..BLOCK {
+            lanes[i] = lanes[i].add(block[i].multiply(w[i]));
+        }
+    }
+    let tail: f64 = rest.iter().zip(w_rest).map(|(z, w)| z.multiply(*w).to_f64()).sum();
+    lanes.iter().map(|z| z.to_f64()).sum::<f64>() + tail
+}
+
+/// Σ t·z and Σ t with t = w·q. A class that is neither possible nor wanted adds nothing.
+#[inline(always)]
+fn expectation<R: Real>(panel: &[R], distribution: &[R], weights: Option<&[R]>) -> (f64, f64) {
+    let (mut expected, mut mass) = (0.0, 0.0);
+    for (i, (&z, &q)) in panel.iter().zip(distribution).enumerate() {
+        let t = weights.map_or(q, |weights| weights[i].multiply(q));
+        mass += t.to_f64();
+        expected += if t == R::ZERO { 0.0 } else { t.to_f64() * z.to_f64() };
+    }
+    (expected, mass)
+}
+
+/// Logits to the gradient of the products.
+pub(super) fn gradient<R: Real>(
+    row: &mut [R],
+    formula: Formula<'_, R>,
+    target: RowTarget<'_, R>,
+    by: RowCoefficients<R>,
+) {
+    Arch::new().dispatch(
+        #[inline(always)]
+        || {
+            let at_target = match target {
+                RowTarget::Column(Some(column)) => {
+                    Some((column, by.target.multiply(slope(row[column], formula))))
+                }
+                _ => None,
+            };
+            let dense = match target {
+                RowTarget::Dense(distribution) => Some(distribution),
+                RowTarget::Column(_) => None,
+            };
+            let plain = by.constant.is_none() && dense.is_none() && formula.softcap.is_none();
+            if plain {
+                let factor = by.softmax.multiply(formula.scale);
+                let (blocks, rest) = row.as_chunks_mut::<BLOCK>();
+                for block in blocks {
+                    for z in block.iter_mut() {
+                        *z = z.subtract(by.log_sum_exp).exp_of_negative().multiply(factor);
+                    }
+                }
+                for z in rest {
+                    *z = z.subtract(by.log_sum_exp).exp_of_negative().multiply(factor);
+                }
+            } else {
+                for start in (0..row.len()).step_by(PANEL) {
+                    let end = row.len().min(start + PANEL);
+                    let part = start..end;
+                    let weights = formula.class_weights.map(|weights| &weights[part.clone()]);
+                    let dense = dense.map(|dense| &dense[part.clone()]);
+                    general(&mut row[part], formula, weights, dense, by);
+                }
+            }
+            if let Some((column, amount)) = at_target {
+                row[column] = row[column].subtract(amount);
+            }
+        },
+    );
+}
+
+/// ∂z/∂r at the logit z.
+#[inline(always)]
+fn slope<R: Real>(z: R, formula: Formula<'_, R>) -> R {
+    match formula.softcap {
+        Some(cap) => {
+            let share = z.divide(cap);
+            formula.scale.multiply(R::ONE.subtract(share.multiply(share)))
+        }
+        None => formula.scale,
+    }
+}
+
+#[inline(always)]
+fn general<R: Real>(
+    panel: &mut [R],
+    formula: Formula<'_, R>,
+    weights: Option<&[R]>,
+    dense: Option<&[R]>,
+    by: RowCoefficients<R>,
+) {
+    let constant = by.constant.unwrap_or(R::ZERO);
+    for (i, z) in panel.iter_mut().enumerate() {
+        let slope = slope(*z, formula);
+        let weight = weights.map_or(R::ONE, |weights| weights[i]);
+        let mut gradient = z.subtract(by.log_sum_exp).exp_of_negative().multiply(by.softmax);
+        gradient = gradient.subtract(constant.multiply(weight));
+        if let Some(dense) = dense {
+            gradient = gradient.subtract(by.target.multiply(weight.multiply(dense[i])));
+        }
+        *z = gradient.multiply(slope);
+    }
+}

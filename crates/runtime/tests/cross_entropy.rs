@@ -1,0 +1,223 @@
+//! The passes over tiles of logits, against libtorch's own operators in f64, tile by tile.
+
+use runtime::fused::cross_entropy::{
+    Coefficients, LogitsPass, Operators, Simd, Statistics, Targets, Transform, Wanted,
+};
+use runtime::random::Generator;
+use tch::{Device, Kind, Tensor};
+
+struct Case {
+    rows: i64,
+    vocabulary: i64,
+    tile: i64,
+    kind: Kind,
+    softcap: Option<f64>,
+    scale: f64,
+    bias: bool,
+    weights: bool,
+    dense: bool,
+    constant: bool,
+}
+
+fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (rows, vocabulary, tile) in [(1, 1, 1), (3, 7, 7), (5, 1000, 333), (2, 2500, 2500), (9, 1091, 64)] {
+        for bits in 0..64u32 {
+            let on = |bit: u32| bits >> bit & 1 == 1;
+            cases.push(Case {
+                rows,
+                vocabulary,
+                tile,
+                kind: if on(0) { Kind::Double } else { Kind::Float },
+                softcap: on(1).then_some(3.0),
+                scale: if on(1) != on(2) { 0.7 } else { 1.0 },
+                bias: on(2),
+                weights: on(3),
+                dense: on(4),
+                constant: on(5),
+            });
+        }
+    }
+    cases
+}
+
+/// Everything a loss could ask for, by plain operators in f64, and the gradient by libtorch's graph.
+#[test]
+fn both_passes_agree_with_the_graph_in_f64() {
+    let mut generator = Generator::new(3).unwrap();
+    let mut worst = [0f64; 2];
+    for case in cases() {
+        for (index, pass) in [&Simd as &dyn LogitsPass, &Operators].into_iter().enumerate() {
+            worst[index] = worst[index].max(check(&case, pass, &mut generator));
+        }
+    }
+    println!("largest share of the tolerance: {:.2} by the kernel, {:.2} by operators", worst[0], worst[1]);
+}
+
+fn check(case: &Case, pass: &dyn LogitsPass, generator: &mut Generator) -> f64 {
+    let (n, v, options) = (case.rows, case.vocabulary, (case.kind, Device::Cpu));
+    let mut normal = |size: &[i64]| generator.normal(size, options).unwrap();
+    let products = normal(&[n, v]) * 2.0;
+    let bias = case.bias.then(|| normal(&[v]));
+    let weights = case.weights.then(|| normal(&[v]).abs() + 0.1);
+    let distribution = normal(&[n, v]).softmax(-1, case.kind);
+    let [alpha, beta, gamma] = [normal(&[n]), normal(&[n]), normal(&[n])];
+    let columns = (normal(&[n]).abs() * 1e6).to_kind(Kind::Int64).remainder(v);
+
+    // The oracle.
+    let wide = |t: &Tensor| t.to_kind(Kind::Double);
+    let r = wide(&products).copy().set_requires_grad(true);
+    let mut z = bias.as_ref().map_or(r.shallow_clone(), |bias| &r + wide(bias)) * case.scale;
+    if let Some(cap) = case.softcap {
+        z = (z / cap).tanh() * cap;
+    }
+    let (plain, log_sum_exp) = (z.detach(), z.logsumexp([1i64].as_slice(), false));
+    let w = weights.as_ref().map_or(Tensor::ones([v], (Kind::Double, Device::Cpu)), wide);
+    let t = if case.dense {
+        wide(&distribution) * &w
+    } else {
+        Tensor::zeros([n, v], (Kind::Double, Device::Cpu)).scatter_value(1, &columns.unsqueeze(1), 1.0)
+    };
+    let dim = [1i64].as_slice();
+    let sum = |x: Tensor| x.sum_dim_intlist(dim, false, Kind::Double);
+    let mut loss = &log_sum_exp * wide(&alpha) - sum(&z * &t) * wide(&beta);
+    if case.constant {
+        loss -= sum(&z * &w) * wide(&gamma);
+    }
+    loss.sum(Kind::Double).backward();
+
+    // Ours, in tiles.
+    let mut tiles = Vec::new();
+    let wanted = Wanted { total: true, moment: true, best: true };
+    let mut statistics = Statistics::new(n, case.dense, wanted, options).unwrap();
+    let starts: Vec<i64> = (0..v).step_by(case.tile as usize).collect();
+    let part = |t: &Tensor, dim: i64, start: i64| t.narrow(dim, start, case.tile.min(v - start)).contiguous();
+    let targets_of = |start: i64| {
+        if case.dense { part(&distribution, 1, start) } else { &columns - start }
+    };
+    fn of(dense: bool, tensor: &Tensor) -> Targets<'_> {
+        if dense { Targets::Dense(tensor) } else { Targets::Columns(tensor) }
+    }
+    let vectors = |start: i64| {
+        let take = |t: &Option<Tensor>| t.as_ref().map(|t| part(t, 0, start));
+        (take(&bias), take(&weights), targets_of(start))
+    };
+    for &start in &starts {
+        let mut tile = part(&products, 1, start);
+        let (bias, weights, target) = vectors(start);
+        let transform = Transform { bias: bias.as_ref(), scale: case.scale, softcap: case.softcap };
+        let target = of(case.dense, &target);
+        pass.statistics(&mut tile, start, transform, target, weights.as_ref(), &mut statistics).unwrap();
+        tiles.push(tile);
+    }
+    let ours_log_sum_exp = statistics.log_sum_exp().unwrap();
+    let entropy = statistics.entropy().unwrap();
+    for (&start, tile) in starts.iter().zip(&mut tiles) {
+        let (bias, weights, target) = vectors(start);
+        let transform = Transform { bias: bias.as_ref(), scale: case.scale, softcap: case.softcap };
+        let by = Coefficients {
+            log_sum_exp: &ours_log_sum_exp,
+            softmax: &alpha,
+            target: &beta,
+            constant: case.constant.then_some(&gamma),
+        };
+        pass.gradient(tile, transform, of(case.dense, &target), weights.as_ref(), by).unwrap();
+    }
+
+    let probabilities = plain.softmax(-1, Kind::Double);
+    let mut pairs = vec![
+        ("log-sum-exp", ours_log_sum_exp, log_sum_exp.detach()),
+        ("target", statistics.target, sum(&plain * &t)),
+        ("total", statistics.total.unwrap(), sum(&plain * &w)),
+        ("entropy", entropy, &log_sum_exp.detach() - sum(&plain * probabilities)),
+        ("gradient", Tensor::cat(&tiles, 1), r.grad()),
+    ];
+    if case.dense {
+        pairs.push(("mass", statistics.mass.unwrap(), sum(t)));
+    }
+    let mut worst: f64 = 0.0;
+    for (name, found, expected) in pairs {
+        // Of the largest value: an fp32 sum over a row loses a few last places of its largest partial sum.
+        let scale = expected.abs().max().double_value(&[]).max((v as f64).sqrt());
+        let tolerance = scale * if case.kind == Kind::Double { 1e-13 } else { 3e-6 };
+        let error = (wide(&found) - expected).abs().max().double_value(&[]);
+        let what = format!("{name} of {n} × {v} in tiles of {} by {pass:?}", case.tile);
+        assert!(error <= tolerance, "{what}: {error:e} of {tolerance:e}");
+        worst = worst.max(error / tolerance);
+    }
+    assert_eq!(statistics.best.unwrap(), products_argmax(&plain, case.kind), "{n} × {v}");
+    worst
+}
+
+fn products_argmax(logits: &Tensor, kind: Kind) -> Tensor {
+    // Equal logits of the tile's dtype may differ in f64.
+    logits.to_kind(kind).argmax(-1, false)
+}
+
+#[test]
+fn impossible_classes_and_nan() {
+    let nan = f64::NAN;
+    let none = f64::NEG_INFINITY;
+    let row = |values: &[f64]| Tensor::from_slice(values).to_kind(Kind::Float);
+    // The first tile of the first row has nothing possible; the second row has a NaN, the third nothing at all.
+    let logits =
+        Tensor::stack(&[row(&[none, none, 1.0, 2.0]), row(&[0.0, nan, 1.0, 2.0]), row(&[none; 4])], 0);
+    for pass in [&Simd as &dyn LogitsPass, &Operators] {
+        let wanted = Wanted { moment: true, ..Wanted::default() };
+        let mut statistics = Statistics::new(3, false, wanted, (Kind::Float, Device::Cpu)).unwrap();
+        let columns = Tensor::from_slice(&[3i64, 3, 3]);
+        let mut tiles = [logits.narrow(1, 0, 2).contiguous(), logits.narrow(1, 2, 2).contiguous()];
+        for (start, tile) in [0, 2].into_iter().zip(&mut tiles) {
+            let local = &columns - start;
+            let target = Targets::Columns(&local);
+            pass.statistics(tile, start, Transform::default(), target, None, &mut statistics).unwrap();
+        }
+        let log_sum_exp = statistics.log_sum_exp().unwrap();
+        let values = Vec::<f32>::try_from(&log_sum_exp).unwrap();
+        assert!((values[0] - (1f32.exp() + 2f32.exp()).ln()).abs() < 1e-6, "{values:?}");
+        assert!(values[1].is_nan() && values[2] == f32::NEG_INFINITY, "{values:?}");
+        let entropy = statistics.entropy().unwrap().double_value(&[0]);
+        let p = 1.0 / (1.0 + 1f64.exp());
+        assert!((entropy + p * p.ln() + (1.0 - p) * (1.0 - p).ln()).abs() < 1e-6, "{entropy}");
+        let ones = Tensor::ones([3], tch::kind::FLOAT_CPU);
+        let by = Coefficients { log_sum_exp: &log_sum_exp, softmax: &ones, target: &ones, constant: None };
+        for (start, tile) in [0, 2].into_iter().zip(&mut tiles) {
+            let local = &columns - start;
+            pass.gradient(tile, Transform::default(), Targets::Columns(&local), None, by).unwrap();
+        }
+        let gradient = Tensor::cat(&tiles, 1);
+        let first = Vec::<f32>::try_from(gradient.get(0)).unwrap();
+        assert_eq!(first[..2], [0.0, 0.0], "{pass:?}");
+        assert!((f64::from(first[2]) - p).abs() < 1e-6 && (f64::from(first[3]) + p).abs() < 1e-6);
+        assert_eq!(gradient.get(1).isnan().any().int64_value(&[]), 1);
+    }
+}
+
+#[test]
+fn misuse_is_refused_by_name() {
+    let options = (Kind::Float, Device::Cpu);
+    let mut statistics = Statistics::new(2, false, Wanted::default(), options).unwrap();
+    let columns = Tensor::from_slice(&[0i64, 1]);
+    let short = Tensor::from_slice(&[0i64]);
+    let bias = Tensor::zeros([4], options);
+    let cases: [(Tensor, Transform<'_>, Targets<'_>, &str); 4] = [
+        (
+            Tensor::zeros([2, 3], (Kind::BFloat16, Device::Cpu)),
+            Transform::default(),
+            Targets::Columns(&columns),
+            "`tile` is BFloat16",
+        ),
+        (Tensor::zeros([3, 2], options).tr(), Transform::default(), Targets::Columns(&columns), "dense rows"),
+        (
+            Tensor::zeros([2, 3], options),
+            Transform { bias: Some(&bias), ..Transform::default() },
+            Targets::Columns(&columns),
+            "`bias` is Float [4] on Cpu; expected contiguous Float [3]",
+        ),
+        (Tensor::zeros([2, 3], options), Transform::default(), Targets::Columns(&short), "`target columns`"),
+    ];
+    for (mut tile, transform, targets, message) in cases {
+        let error = Simd.statistics(&mut tile, 0, transform, targets, None, &mut statistics).unwrap_err();
+        assert!(error.to_string().contains(message), "{error}");
+    }
+}
