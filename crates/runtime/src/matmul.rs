@@ -45,6 +45,9 @@ pub fn mm_into(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Re
     if kind == out.kind() && (kind == compute_kind(out.device(), kind)) {
         return same_kind(out, a, b, accumulate);
     }
+    if out.device().is_cuda() && out.kind() == Kind::Float {
+        return crate::ops::matmul::mm_widened(out, a, b, accumulate);
+    }
     let (a, b) = (a.f_to_kind(Kind::Float)?, b.f_to_kind(Kind::Float)?);
     if out.kind() == Kind::Float {
         return same_kind(out, &a, &b, accumulate);

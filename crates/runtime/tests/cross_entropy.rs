@@ -112,12 +112,13 @@ fn check(case: &Case, pass: &dyn LogitsPass, generator: &mut Generator) -> f64 {
     }
     let ours_log_sum_exp = statistics.log_sum_exp().unwrap();
     let entropy = statistics.entropy().unwrap();
+    let powers = &alpha / &statistics.sum;
     for (&start, tile) in starts.iter().zip(&mut tiles) {
         let (bias, weights, target) = vectors(start);
         let transform = Transform { bias: bias.as_ref(), scale: case.scale, softcap: case.softcap };
         let by = Coefficients {
-            log_sum_exp: &ours_log_sum_exp,
-            softmax: &alpha,
+            maximum: &statistics.maximum,
+            powers: &powers,
             target: &beta,
             constant: case.constant.then_some(&gamma),
         };

@@ -14,9 +14,9 @@
 //! whole vocabulary need be in one place.
 //!
 //! [`LogitsPass::gradient`] turns z into ∂L/∂r. Whatever the loss is made of (smoothing, weights, z-loss, log-sum-exp as an
-//! output), it has one form, with numbers α, β, γ for each row and l = log Σ eᶻ:
+//! output), it has one form, with numbers α, β, γ for each row:
 //!
-//! - ∂L/∂z = α·e^(z − l) − β·t − γ·w
+//! - ∂L/∂z = α·e^(z − m) − β·t − γ·w
 //! - ∂L/∂r = ∂L/∂z · s·(1 − (z/k)²), the last factor with a cap only
 //!
 //! A row with a NaN has statistics and gradients of NaN; −∞ is a class that cannot be.
@@ -51,6 +51,13 @@ pub struct Transform<'a> {
 impl Default for Transform<'_> {
     fn default() -> Self {
         Self { bias: None, scale: 1.0, softcap: None }
+    }
+}
+
+impl Transform<'_> {
+    /// Whether a logit is another number than its product.
+    pub fn changes(&self) -> bool {
+        self.bias.is_some() || self.softcap.is_some() || self.scale != 1.0
     }
 }
 
@@ -136,10 +143,11 @@ impl Statistics {
 /// The numbers of a row's gradient, `[n]` in the tile's dtype. See the [module](self).
 #[derive(Clone, Copy, Debug)]
 pub struct Coefficients<'a> {
-    /// l = log Σ eᶻ.
-    pub log_sum_exp: &'a Tensor,
-    /// α, of the softmax.
-    pub softmax: &'a Tensor,
+    /// m, the largest logit of the row. (The softmax is e^(z − m) over its sum; e^(z − log Σ eᶻ) would lose what the
+    /// logarithm rounds away.)
+    pub maximum: &'a Tensor,
+    /// α, of the powers: the softmax's coefficient over Σ e^(z − m).
+    pub powers: &'a Tensor,
     /// β, of the target.
     pub target: &'a Tensor,
     /// γ, of the class weights (of 1 without).
@@ -165,6 +173,12 @@ pub trait LogitsPass: Debug + Send + Sync {
         class_weights: Option<&Tensor>,
         statistics: &mut Statistics,
     ) -> Result<()>;
+
+    /// Products to logits, where they lie, without statistics: for a second computation.
+    ///
+    /// # Errors
+    /// Shapes, dtypes or devices that do not fit.
+    fn logits(&self, tile: &mut Tensor, transform: Transform<'_>) -> Result<()>;
 
     /// Logits to the gradient of the products, where they lie.
     ///
@@ -205,7 +219,17 @@ impl LogitsPass for Simd {
     ) -> Result<()> {
         not_recorded(tile)?;
         sys::statistics(tile, first, transform, targets, class_weights, statistics)?;
-        record("runtime::cross_entropy_statistics", tile, targets, transform)
+        let passes = 1 + u64::from(transform.changes()) + u64::from(matches!(targets, Targets::Dense(_)));
+        record_external("runtime::cross_entropy_statistics", Flops::from(0), passes * bytes_of(tile))
+    }
+
+    fn logits(&self, tile: &mut Tensor, transform: Transform<'_>) -> Result<()> {
+        not_recorded(tile)?;
+        if !transform.changes() {
+            return Ok(());
+        }
+        sys::logits(tile, transform)?;
+        record_external("runtime::cross_entropy_logits", Flops::from(0), 2 * bytes_of(tile))
     }
 
     fn gradient(
@@ -218,7 +242,8 @@ impl LogitsPass for Simd {
     ) -> Result<()> {
         not_recorded(tile)?;
         sys::gradient(tile, transform, targets, class_weights, coefficients)?;
-        record("runtime::cross_entropy_gradient", tile, targets, Transform { scale: 0.0, ..transform })
+        let passes = 2 + u64::from(matches!(targets, Targets::Dense(_)));
+        record_external("runtime::cross_entropy_gradient", Flops::from(0), passes * bytes_of(tile))
     }
 }
 
@@ -230,10 +255,6 @@ fn not_recorded(tile: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// The bytes that the pass moved: the tile is read, and written unless its logits are its products.
-fn record(name: &'static str, tile: &Tensor, targets: Targets<'_>, transform: Transform<'_>) -> Result<()> {
-    let written = transform.bias.is_some() || transform.softcap.is_some() || transform.scale != 1.0;
-    let passes = 1 + u64::from(written) + u64::from(matches!(targets, Targets::Dense(_)));
-    let bytes = tile.numel() as u64 * tile.kind().elt_size_in_bytes() as u64 * passes;
-    record_external(name, Flops::from(0), bytes)
+fn bytes_of(tile: &Tensor) -> u64 {
+    tile.numel() as u64 * tile.kind().elt_size_in_bytes() as u64
 }

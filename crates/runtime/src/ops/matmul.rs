@@ -1,6 +1,6 @@
 //! Matrix products into memory that is already there.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::call;
 use crate::error::{Error, Result};
@@ -28,6 +28,21 @@ pub fn addmm_(out: &Tensor, a: &Tensor, b: &Tensor, beta: f64, alpha: f64) -> Re
         &[("beta", beta.into()), ("alpha", alpha.into())],
     )
     .map(drop)
+}
+
+/// `out = a · b` (`out += a · b` with `accumulate`) in fp32 for operands of bf16 or fp16, added up in fp32 and never rounded to
+/// theirs. CUDA only: libtorch has it for no other device.
+///
+/// # Errors
+/// As [`mm_out`].
+pub(crate) fn mm_widened(out: &Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
+    check_out("mm_widened", out, a, b)?;
+    let named = [("out", out.into())];
+    if accumulate {
+        let arguments = [out.into(), a.into(), b.into(), Kind::Float.into()];
+        return call("aten::addmm", "dtype_out", &arguments, &named).map(drop);
+    }
+    call("aten::mm", "dtype_out", &[a.into(), b.into(), Kind::Float.into()], &named).map(drop)
 }
 
 fn check_out(operation: &'static str, out: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {

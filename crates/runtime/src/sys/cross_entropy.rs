@@ -29,6 +29,14 @@ pub(crate) fn statistics(
     }
 }
 
+/// See [`crate::fused::cross_entropy::LogitsPass::logits`].
+pub(crate) fn logits(tile: &Tensor, transform: Transform<'_>) -> Result<()> {
+    match tile.kind() {
+        Kind::Double => typed_logits::<f64>(tile, transform),
+        _ => typed_logits::<f32>(tile, transform),
+    }
+}
+
 /// See [`crate::fused::cross_entropy::LogitsPass::gradient`].
 pub(crate) fn gradient(
     tile: &Tensor,
@@ -98,6 +106,17 @@ fn typed_statistics<R: Real>(
     bump_version(tile)
 }
 
+fn typed_logits<R: Real>(tile: &Tensor, transform: Transform<'_>) -> Result<()> {
+    let view = Tile::<R>::new(tile)?;
+    let formula = view.formula(transform, None)?;
+    let matrix = view.rows;
+    parallel::for_each(matrix.rows, |row| {
+        // SAFETY: each row is one task's.
+        unsafe { kernel::logits(row_of::<R>(matrix, row), formula) }
+    })?;
+    bump_version(tile)
+}
+
 fn typed_gradient<R: Real>(
     tile: &Tensor,
     transform: Transform<'_>,
@@ -109,16 +128,16 @@ fn typed_gradient<R: Real>(
     let formula = view.formula(transform, class_weights)?;
     let targets = view.targets(targets)?;
     let cells = |name, tensor: &Tensor| view.cells::<R>(name, tensor, R::KIND);
-    let log_sum_exp = cells("log_sum_exp", coefficients.log_sum_exp)?;
-    let (softmax, target) = (cells("softmax", coefficients.softmax)?, cells("target", coefficients.target)?);
+    let maximum = cells("maximum", coefficients.maximum)?;
+    let (powers, target) = (cells("powers", coefficients.powers)?, cells("target", coefficients.target)?);
     let constant = coefficients.constant.map(|constant| cells("constant", constant)).transpose()?;
     let matrix = view.rows;
     parallel::for_each(matrix.rows, |row| {
         // SAFETY: each row is one task's, and every vector has an element for it (`Tile::cells`).
         unsafe {
             let coefficients = kernel::RowCoefficients {
-                log_sum_exp: log_sum_exp.get(row),
-                softmax: softmax.get(row),
+                maximum: maximum.get(row),
+                powers: powers.get(row),
                 target: target.get(row),
                 constant: constant.map(|constant| constant.get(row)),
             };

@@ -23,20 +23,7 @@ impl LogitsPass for Operators {
         class_weights: Option<&Tensor>,
         statistics: &mut Statistics,
     ) -> Result<()> {
-        if let Some(bias) = transform.bias {
-            let _ = tile.f_add_(bias)?;
-        }
-        match transform.softcap {
-            Some(cap) => {
-                let _ = tile.f_mul_scalar_(transform.scale / cap)?;
-                let _ = tile.f_tanh_()?;
-                let _ = tile.f_mul_scalar_(cap)?;
-            }
-            None if transform.scale != 1.0 => {
-                let _ = tile.f_mul_scalar_(transform.scale)?;
-            }
-            None => {}
-        }
+        self.logits(tile, transform)?;
         let (largest, column) = tile.f_max_dim(1, false)?;
         if let Some(best) = &mut statistics.best {
             // Strictly larger, so that the first of equal ones stays.
@@ -97,6 +84,24 @@ impl LogitsPass for Operators {
         Ok(())
     }
 
+    fn logits(&self, tile: &mut Tensor, transform: Transform<'_>) -> Result<()> {
+        if let Some(bias) = transform.bias {
+            let _ = tile.f_add_(bias)?;
+        }
+        match transform.softcap {
+            Some(cap) => {
+                let _ = tile.f_mul_scalar_(transform.scale / cap)?;
+                let _ = tile.f_tanh_()?;
+                let _ = tile.f_mul_scalar_(cap)?;
+            }
+            None if transform.scale != 1.0 => {
+                let _ = tile.f_mul_scalar_(transform.scale)?;
+            }
+            None => {}
+        }
+        Ok(())
+    }
+
     fn gradient(
         &self,
         tile: &mut Tensor,
@@ -115,9 +120,9 @@ impl LogitsPass for Operators {
             None => None,
         };
         let column = |row: &Tensor| row.f_unsqueeze(1);
-        let _ = tile.f_sub_(&column(coefficients.log_sum_exp)?)?;
+        let _ = tile.f_sub_(&column(coefficients.maximum)?)?;
         let _ = tile.f_exp_()?;
-        let _ = tile.f_mul_(&column(coefficients.softmax)?)?;
+        let _ = tile.f_mul_(&column(coefficients.powers)?)?;
         if let Some(constant) = coefficients.constant {
             match class_weights {
                 Some(weights) => {

@@ -40,8 +40,8 @@ pub(super) struct RowStatistics<R> {
 
 #[derive(Clone, Copy)]
 pub(super) struct RowCoefficients<R> {
-    pub(super) log_sum_exp: R,
-    pub(super) softmax: R,
+    pub(super) maximum: R,
+    pub(super) powers: R,
     pub(super) target: R,
     pub(super) constant: Option<R>,
 }
@@ -221,6 +221,17 @@ fn expectation<R: Real>(panel: &[R], distribution: &[R], weights: Option<&[R]>) 
     (expected, mass)
 }
 
+/// Products to logits.
+pub(super) fn logits<R: Real>(row: &mut [R], formula: Formula<'_, R>) {
+    Arch::new().dispatch(
+        #[inline(always)]
+        || {
+            let columns = row.len();
+            transform(row, formula, 0..columns);
+        },
+    );
+}
+
 /// Logits to the gradient of the products.
 pub(super) fn gradient<R: Real>(
     row: &mut [R],
@@ -243,15 +254,15 @@ pub(super) fn gradient<R: Real>(
             };
             let plain = by.constant.is_none() && dense.is_none() && formula.softcap.is_none();
             if plain {
-                let factor = by.softmax.multiply(formula.scale);
+                let factor = by.powers.multiply(formula.scale);
                 let (blocks, rest) = row.as_chunks_mut::<BLOCK>();
                 for block in blocks {
                     for z in block.iter_mut() {
-                        *z = z.subtract(by.log_sum_exp).exp_of_negative().multiply(factor);
+                        *z = z.subtract(by.maximum).exp_of_negative().multiply(factor);
                     }
                 }
                 for z in rest {
-                    *z = z.subtract(by.log_sum_exp).exp_of_negative().multiply(factor);
+                    *z = z.subtract(by.maximum).exp_of_negative().multiply(factor);
                 }
             } else {
                 for start in (0..row.len()).step_by(PANEL) {
@@ -293,7 +304,7 @@ fn general<R: Real>(
     for (i, z) in panel.iter_mut().enumerate() {
         let slope = slope(*z, formula);
         let weight = weights.map_or(R::ONE, |weights| weights[i]);
-        let mut gradient = z.subtract(by.log_sum_exp).exp_of_negative().multiply(by.softmax);
+        let mut gradient = z.subtract(by.maximum).exp_of_negative().multiply(by.powers);
         gradient = gradient.subtract(constant.multiply(weight));
         if let Some(dense) = dense {
             gradient = gradient.subtract(by.target.multiply(weight.multiply(dense[i])));

@@ -1,0 +1,128 @@
+//! The head of a model that trains without its logits.
+
+use models::module::{Edit, Editor, IGNORED, LossHead, LossOutput, Module, Visitor, edit};
+use runtime::precision;
+use tch::Tensor;
+
+use crate::error::{Error, Result};
+use crate::inputs::Inputs;
+use crate::options::{LinearCrossEntropy, LogSumExp, Reduction};
+
+/// A [`LossHead`] over a projection's weight, which it shares with whoever else has it (a tied embedding).
+///
+/// Its tensors have the names of the projection's, so a checkpoint written with another head loads.
+#[derive(Debug)]
+pub struct LinearCrossEntropyHead {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    loss: LinearCrossEntropy,
+}
+
+impl LinearCrossEntropyHead {
+    /// A head of weight `[vocabulary, hidden]` and bias `[vocabulary]`. The loss is reduced to a sum, and the labels are those of
+    /// `models`, whatever `loss` says of either; all else is as it says.
+    ///
+    /// # Errors
+    /// An option outside its range.
+    pub fn new(weight: Tensor, bias: Option<Tensor>, loss: LinearCrossEntropy) -> Result<Self> {
+        loss.check()?;
+        let loss = LinearCrossEntropy {
+            reduction: Reduction::Sum,
+            ignore_index: IGNORED,
+            shift: 0,
+            log_sum_exp: LogSumExp::No,
+            entropy: false,
+            ..loss
+        };
+        Ok(Self { weight, bias, loss })
+    }
+}
+
+impl Module for LinearCrossEntropyHead {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        visitor.parameter("weight", &self.weight);
+        visitor.optional_parameter("bias", self.bias.as_ref());
+    }
+
+    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> models::Result<()> {
+        editor.parameter("weight", &mut self.weight)?;
+        editor.optional_parameter("bias", self.bias.as_mut())
+    }
+}
+
+impl LossHead for LinearCrossEntropyHead {
+    fn logits(&self, hidden_btd: &Tensor) -> models::Result<Tensor> {
+        let products = precision::linear(hidden_btd, &self.weight, self.bias.as_ref())?;
+        let scaled =
+            if self.loss.scale == 1.0 { products } else { products.f_mul_scalar(self.loss.scale)? };
+        Ok(match self.loss.softcap {
+            Some(cap) => scaled.f_div_scalar(cap)?.f_tanh()?.f_mul_scalar(cap)?,
+            None => scaled,
+        })
+    }
+
+    fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, accuracy: bool) -> models::Result<LossOutput> {
+        let loss = LinearCrossEntropy { predictions: accuracy, ..self.loss.clone() };
+        let inputs = Inputs { bias: self.bias.as_ref(), ..Inputs::new(hidden_btd, &self.weight, labels_bt) };
+        let output = loss.run(&inputs).map_err(runtime::Error::from)?;
+        Ok(LossOutput { sum: output.loss, correct: output.correct })
+    }
+}
+
+/// Gives `model` a head that never holds all logits, in the place of its own, whose weight it goes on to train.
+///
+/// ```
+/// use fused_ce::{LinearCrossEntropy, install};
+/// use models::{Gpt2, Gpt2Config};
+/// use tch::{Device, Kind};
+///
+/// let config = Gpt2Config { vocabulary: 100, max_sequence: 16, hidden: 8, heads: 2, layers: 1, ..Gpt2Config::small() };
+/// let mut model = Gpt2::new(&config, (Kind::Float, Device::Cpu))?;
+/// install(&mut model, &LinearCrossEntropy::default())?;
+/// # Ok::<(), fused_ce::Error>(())
+/// ```
+///
+/// # Errors
+/// A head that is not one projection's weight and bias, a model without one; an option outside its range.
+pub fn install(model: &mut dyn Module, loss: &LinearCrossEntropy) -> Result<()> {
+    struct Install<'a> {
+        loss: &'a LinearCrossEntropy,
+        done: Result<usize>,
+    }
+    impl Edit for Install<'_> {
+        fn loss_head(&mut self, name: &str, slot: &mut Box<dyn LossHead>) -> models::Result<()> {
+            let count = match &self.done {
+                Ok(count) => *count,
+                Err(_) => return Ok(()),
+            };
+            self.done = replaced(name, &**slot, self.loss).map(|head| {
+                *slot = Box::new(head);
+                count + 1
+            });
+            Ok(())
+        }
+    }
+    let mut install = Install { loss, done: Ok(0) };
+    edit(model, &mut install)?;
+    match install.done? {
+        0 => Err(Error::Head { head: "none".into(), found: Vec::new() }),
+        _ => Ok(()),
+    }
+}
+
+fn replaced(name: &str, head: &dyn LossHead, loss: &LinearCrossEntropy) -> Result<LinearCrossEntropyHead> {
+    let mut tensors = models::module::tensors(head);
+    let found: Vec<String> = tensors.iter().map(|named| named.name.clone()).collect();
+    tensors.sort_by_key(|named| named.name != "weight");
+    match tensors.as_slice() {
+        [weight] if weight.name == "weight" => {
+            LinearCrossEntropyHead::new(weight.tensor.shallow_clone(), None, loss.clone())
+        }
+        [weight, bias] if weight.name == "weight" && bias.name == "bias" => LinearCrossEntropyHead::new(
+            weight.tensor.shallow_clone(),
+            Some(bias.tensor.shallow_clone()),
+            loss.clone(),
+        ),
+        _ => Err(Error::Head { head: name.to_owned(), found }),
+    }
+}

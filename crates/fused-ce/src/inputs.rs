@@ -1,0 +1,301 @@
+//! The tensors of a loss, and what must fit together.
+
+use std::sync::Arc;
+
+use runtime::autograd::GradMode;
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::options::{LinearCrossEntropy, Reduction};
+use crate::vocabulary_parallel::Shard;
+
+/// What each token is to be predicted as.
+#[derive(Clone, Copy, Debug)]
+pub enum Targets<'a> {
+    /// One class for each token: int64, of the shape of `hidden` without its last dimension.
+    Classes(&'a Tensor),
+    /// A distribution over the vocabulary for each token (distillation, mixing): `[…, vocabulary]` in fp32, or fp64 for fp64
+    /// hidden states. Not differentiated. No target is ignored.
+    Distributions(&'a Tensor),
+}
+
+/// What a mean divides by.
+#[derive(Clone, Copy, Debug)]
+pub enum Denominator<'a> {
+    /// This number: the labelled tokens of a whole step, when it is computed in several batches or on several devices.
+    Number(f64),
+    /// The same as a tensor of one element on the device, for which nothing waits.
+    Tensor(&'a Tensor),
+}
+
+/// A low-rank term of the weight, W + scale·B·A, of which only A and B are learned (LoRA, arXiv 2106.09685).
+#[derive(Clone, Copy, Debug)]
+pub struct Adapter<'a> {
+    /// A: `[rank, hidden]`.
+    pub a: &'a Tensor,
+    /// B: `[vocabulary, rank]`.
+    pub b: &'a Tensor,
+    /// scale.
+    pub scale: f64,
+}
+
+/// What a loss is computed from. Letters: n tokens (all leading dimensions of `hidden` as one), h hidden, v vocabulary.
+#[derive(Clone, Debug)]
+pub struct Inputs<'a> {
+    /// x: `[…, h]`.
+    pub hidden: &'a Tensor,
+    /// W: `[v, h]`, of the dtype of `hidden`, as `nn.Linear` stores it.
+    pub weight: &'a Tensor,
+    /// What each token is to be predicted as.
+    pub targets: Targets<'a>,
+    /// b: `[v]`, of the dtype of `hidden`.
+    pub bias: Option<&'a Tensor>,
+    /// A low-rank term of the weight.
+    pub adapter: Option<Adapter<'a>>,
+    /// A factor of each token's loss, z-loss included: fp32 (fp64 for fp64), of the targets' shape. Not differentiated: for
+    /// that, multiply the result of [`Reduction::None`].
+    pub token_weights: Option<&'a Tensor>,
+    /// A factor of each class, as in PyTorch: `[v]` fp32 (fp64 for fp64).
+    pub class_weights: Option<&'a Tensor>,
+    /// What a mean divides by. `None`: as PyTorch, the number of tokens that are not ignored, each weighted by its token
+    /// weight and by the weight of its target's class (of distributions, by its token weight alone).
+    pub denominator: Option<Denominator<'a>>,
+    /// How many targets are not ignored, where the caller knows: on devices other than the CPU the rows beyond are left out
+    /// of the products without waiting for the device. (On the CPU the targets are simply read.) A number that is too small
+    /// leaves out labelled tokens.
+    pub labelled: Option<i64>,
+    /// `weight`, `bias` and B are one rank's slice of the vocabulary; targets, distributions and class weights speak of all of
+    /// it, except that distributions are sliced too.
+    pub shard: Option<Arc<Shard>>,
+}
+
+impl<'a> Inputs<'a> {
+    /// Without anything optional.
+    pub fn new(hidden: &'a Tensor, weight: &'a Tensor, targets: &'a Tensor) -> Self {
+        Self {
+            hidden,
+            weight,
+            targets: Targets::Classes(targets),
+            bias: None,
+            adapter: None,
+            token_weights: None,
+            class_weights: None,
+            denominator: None,
+            labelled: None,
+            shard: None,
+        }
+    }
+}
+
+/// What the checks found out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    pub(crate) tokens: i64,
+    pub(crate) hidden: i64,
+    /// Rows of the weight at hand.
+    pub(crate) columns: i64,
+    /// Number of classes.
+    pub(crate) vocabulary: i64,
+    /// Column of the vocabulary at which the weight at hand begins.
+    pub(crate) first: i64,
+}
+
+/// The dtype of a tile of logits, and of everything that there is one of for each token.
+pub(crate) fn tile_kind(kind: Kind) -> Kind {
+    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+}
+
+/// Refuses what does not fit together.
+pub(crate) fn check(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<Sizes> {
+    options.check()?;
+    let (x, w) = (inputs.hidden, inputs.weight);
+    defined(inputs)?;
+    let kind = x.kind();
+    if !matches!(kind, Kind::Float | Kind::Double | Kind::BFloat16 | Kind::Half) {
+        return Err(dtype("hidden", kind, "Float, Double, BFloat16 or Half"));
+    }
+    let size = x.size();
+    let Some((&hidden, leading)) = size.split_last() else {
+        return Err(shape("hidden", x, "[…, hidden]"));
+    };
+    let &[columns, width] = &w.size()[..] else { return Err(shape("weight", w, "[vocabulary, hidden]")) };
+    if width != hidden {
+        return Err(shape("weight", w, format!("[vocabulary, {hidden}] for hidden states {size:?}")));
+    }
+    if columns == 0 || hidden == 0 {
+        return Err(shape("weight", w, "a vocabulary and a hidden size of at least 1"));
+    }
+    let (first, vocabulary) = match &inputs.shard {
+        Some(shard) => shard.range(columns)?,
+        None => (0, columns),
+    };
+    let per_class = |name, tensor: Option<&Tensor>, length, kind| -> Result<()> {
+        let Some(tensor) = tensor else { return Ok(()) };
+        if tensor.size() != [length] {
+            return Err(shape(name, tensor, format!("[{length}]")));
+        }
+        same(name, tensor, kind, x.device())
+    };
+    same("weight", w, kind, x.device())?;
+    per_class("bias", inputs.bias, columns, kind)?;
+    per_class("class_weights", inputs.class_weights, vocabulary, tile_kind(kind))?;
+    if let Some(adapter) = inputs.adapter {
+        let rank = adapter.a.size().first().copied().unwrap_or(0);
+        for (name, tensor, expected) in
+            [("adapter.a", adapter.a, [rank, hidden]), ("adapter.b", adapter.b, [columns, rank])]
+        {
+            if tensor.size() != expected || rank == 0 {
+                return Err(shape(name, tensor, format!("{expected:?}, with a rank of at least 1")));
+            }
+            same(name, tensor, kind, x.device())?;
+        }
+        if !adapter.scale.is_finite() {
+            return Err(Error::Option(format!(
+                "the adapter's scale is {}; expected a finite number",
+                adapter.scale
+            )));
+        }
+    }
+    targets(inputs, options, leading, columns)?;
+    if let Some(weights) = inputs.token_weights {
+        if weights.size() != leading {
+            return Err(shape("token_weights", weights, format!("{leading:?}, as the targets")));
+        }
+        same("token_weights", weights, tile_kind(kind), x.device())?;
+    }
+    not_differentiated(inputs)?;
+    denominator(inputs, options)?;
+    let tokens = leading.iter().product();
+    if let Some(labelled) = inputs.labelled
+        && !(0..=tokens).contains(&labelled)
+    {
+        return Err(Error::Option(format!("{labelled} labelled tokens of {tokens}; expected 0 to {tokens}")));
+    }
+    Ok(Sizes { tokens, hidden, columns, vocabulary, first })
+}
+
+fn targets(inputs: &Inputs<'_>, options: &LinearCrossEntropy, leading: &[i64], columns: i64) -> Result<()> {
+    let device = inputs.hidden.device();
+    match inputs.targets {
+        Targets::Classes(classes) => {
+            if classes.size() != leading {
+                return Err(shape(
+                    "targets",
+                    classes,
+                    format!("{leading:?}, one class for each hidden state"),
+                ));
+            }
+            if classes.kind() != Kind::Int64 {
+                return Err(dtype("targets", classes.kind(), "Int64 classes"));
+            }
+            same("targets", classes, Kind::Int64, device)?;
+        }
+        Targets::Distributions(distributions) => {
+            let expected: Vec<i64> = leading.iter().copied().chain([columns]).collect();
+            if distributions.size() != expected {
+                return Err(shape(
+                    "targets",
+                    distributions,
+                    format!("{expected:?}, a distribution for each token"),
+                ));
+            }
+            same("targets", distributions, tile_kind(inputs.hidden.kind()), device)?;
+            if options.shift != 0 {
+                let reason = "a shift needs classes as targets; shift the distributions themselves";
+                return Err(Error::Option(reason.into()));
+            }
+        }
+    }
+    if options.shift != 0 && leading.is_empty() {
+        return Err(Error::Option("a shift needs rows of tokens; the hidden states are [hidden]".into()));
+    }
+    Ok(())
+}
+
+/// Gradients that would silently be missing.
+fn not_differentiated(inputs: &Inputs<'_>) -> Result<()> {
+    if !GradMode::enabled() {
+        return Ok(());
+    }
+    let distributions = match inputs.targets {
+        Targets::Distributions(distributions) => Some(distributions),
+        Targets::Classes(_) => None,
+    };
+    let named = [
+        ("targets", distributions),
+        ("token_weights", inputs.token_weights),
+        ("class_weights", inputs.class_weights),
+    ];
+    for (name, tensor) in named {
+        if tensor.is_some_and(Tensor::requires_grad) {
+            let reason = format!("`{name}` requires a gradient, and none is computed for it; detach it");
+            return Err(Error::Option(reason));
+        }
+    }
+    Ok(())
+}
+
+fn denominator(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<()> {
+    let Some(denominator) = inputs.denominator else { return Ok(()) };
+    if options.reduction != Reduction::Mean {
+        let reason = format!("a denominator is of a mean; the reduction is {:?}", options.reduction);
+        return Err(Error::Option(reason));
+    }
+    match denominator {
+        Denominator::Number(number) if !(number.is_finite() && number > 0.0) => {
+            Err(Error::Option(format!("the denominator is {number}; expected a finite number above 0")))
+        }
+        Denominator::Tensor(tensor) if tensor.numel() != 1 => {
+            Err(shape("denominator", tensor, "one element"))
+        }
+        Denominator::Tensor(tensor) if tensor.device() != inputs.hidden.device() => {
+            Err(Error::DeviceMismatch {
+                name: "denominator",
+                found: tensor.device(),
+                expected: inputs.hidden.device(),
+            })
+        }
+        _ => Ok(()),
+    }
+}
+
+fn defined(inputs: &Inputs<'_>) -> Result<()> {
+    let targets = match inputs.targets {
+        Targets::Classes(targets) | Targets::Distributions(targets) => targets,
+    };
+    let denominator = match inputs.denominator {
+        Some(Denominator::Tensor(tensor)) => Some(tensor),
+        _ => None,
+    };
+    let named = [
+        ("hidden", Some(inputs.hidden)),
+        ("weight", Some(inputs.weight)),
+        ("targets", Some(targets)),
+        ("bias", inputs.bias),
+        ("adapter.a", inputs.adapter.map(|adapter| adapter.a)),
+        ("adapter.b", inputs.adapter.map(|adapter| adapter.b)),
+        ("token_weights", inputs.token_weights),
+        ("class_weights", inputs.class_weights),
+        ("denominator", denominator),
+    ];
+    let undefined = named.into_iter().find(|(_, tensor)| tensor.is_some_and(|tensor| !tensor.defined()));
+    undefined.map_or(Ok(()), |(name, _)| Err(Error::Undefined { name }))
+}
+
+fn same(name: &'static str, tensor: &Tensor, kind: Kind, device: Device) -> Result<()> {
+    if tensor.kind() != kind {
+        return Err(dtype(name, tensor.kind(), &format!("{kind:?}")));
+    }
+    if tensor.device() != device {
+        return Err(Error::DeviceMismatch { name, found: tensor.device(), expected: device });
+    }
+    Ok(())
+}
+
+fn shape(name: &'static str, tensor: &Tensor, expected: impl Into<String>) -> Error {
+    Error::Shape { name, found: tensor.size(), expected: expected.into() }
+}
+
+fn dtype(name: &'static str, found: Kind, expected: &str) -> Error {
+    Error::Dtype { name, found, expected: expected.to_owned() }
+}

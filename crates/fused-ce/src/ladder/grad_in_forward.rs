@@ -1,0 +1,119 @@
+//! Gradients in the forward pass, chunk by chunk, as Malek and Liger compute them: logits in the operands' dtype with a copy in
+//! fp32, the gradient of W summed in W's dtype, every row through every product.
+
+use runtime::autograd::{Backward, Forward, Function, apply};
+use tch::Tensor;
+
+use super::{Rung, chunk_tokens, is_pytorchs};
+use crate::error::Result;
+use crate::inputs::{Inputs, Targets, check, tile_kind};
+use crate::linear_cross_entropy::Output;
+use crate::options::{LinearCrossEntropy, Reduction};
+
+pub(super) fn run(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<Output> {
+    let sizes = check(inputs, options)?;
+    let rung = Rung::GradInForward;
+    let Targets::Classes(targets) = inputs.targets else { return rung.refuse("distributions") };
+    let plain = is_pytorchs(inputs, options)
+        && options.label_smoothing == 0.0
+        && options.shift == 0
+        && options.scale == 1.0
+        && options.softcap.is_none()
+        && !options.predictions
+        && !options.entropy;
+    let given = [inputs.bias.is_some(), inputs.adapter.is_some(), inputs.class_weights.is_some()];
+    if !plain || given.contains(&true) || inputs.shard.is_some() {
+        return rung.refuse("anything but classes, an ignore index, and means or sums");
+    }
+    let kind = tile_kind(inputs.hidden.kind());
+    let function = GradInForward {
+        chunk: chunk_tokens(options.chunk, sizes.tokens, sizes.vocabulary, kind.elt_size_in_bytes())?,
+        targets: targets.f_reshape([-1])?,
+        ignore_index: options.ignore_index,
+        mean: options.reduction == Reduction::Mean,
+        shape: inputs.hidden.size(),
+        computed: [false; 2],
+    };
+    let loss = apply(function, &[inputs.hidden, inputs.weight])?.remove(0);
+    Ok(Output { loss, log_sum_exp: None, predictions: None, correct: None, entropy: None })
+}
+
+struct GradInForward {
+    chunk: i64,
+    targets: Tensor,
+    ignore_index: i64,
+    mean: bool,
+    shape: Vec<i64>,
+    computed: [bool; 2],
+}
+
+impl Function for GradInForward {
+    fn name(&self) -> String {
+        Rung::GradInForward.name().to_owned()
+    }
+
+    fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
+        let weight = inputs[1];
+        let (kind, device) = (weight.kind(), weight.device());
+        let tile = tile_kind(kind);
+        let x = inputs[0].f_reshape([-1, weight.size()[1]])?;
+        let tokens = x.size()[0];
+        self.computed = [ctx.needs_input_grad(0), ctx.needs_input_grad(1)];
+        let labelled = self.targets.f_ne(self.ignore_index)?;
+        let divisor = match self.mean {
+            true => labelled.f_sum(tile)?.f_clamp_min(1.0)?,
+            false => Tensor::f_ones([0i64; 0], (tile, device))?,
+        };
+        let of_x = self.computed[0].then(|| x.f_zeros_like()).transpose()?;
+        let mut of_weight = self.computed[1].then(|| weight.f_zeros_like()).transpose()?;
+        let mut loss = Tensor::f_zeros([0i64; 0], (tile, device))?;
+        for start in (0..tokens).step_by(self.chunk as usize) {
+            let count = self.chunk.min(tokens - start);
+            let (x, labelled) = (x.f_narrow(0, start, count)?, labelled.f_narrow(0, start, count)?);
+            let labels = self.targets.f_narrow(0, start, count)?;
+            let labels = labels.f_where_self(&labelled, &labels.f_zeros_like()?)?.f_unsqueeze(1)?;
+            let logits = x.f_matmul(&weight.f_tr()?)?;
+            let log_p = logits.f_log_softmax(-1, tile)?;
+            drop(logits);
+            let factor = labelled.f_to_kind(tile)?.f_div(&divisor)?.f_unsqueeze(1)?;
+            let likely = log_p.f_gather(1, &labels, false)?;
+            loss = loss.f_sub(&likely.f_mul(&factor)?.f_sum(tile)?)?;
+            if of_x.is_none() && of_weight.is_none() {
+                continue;
+            }
+            let mut gradient = log_p;
+            let _ = gradient.f_exp_()?.f_mul_(&factor)?;
+            let _ = gradient.f_scatter_add_(1, &labels, &factor.f_neg()?)?;
+            let gradient = gradient.f_to_kind(kind)?;
+            if let Some(all) = &of_x {
+                all.f_narrow(0, start, count)?.f_copy_(&gradient.f_matmul(weight)?)?;
+            }
+            if let Some(sum) = &mut of_weight {
+                let _ = sum.f_addmm_(&gradient.f_tr()?, &x)?;
+            }
+        }
+        for gradient in [of_x, of_weight].iter().flatten() {
+            ctx.save(gradient);
+        }
+        Ok(vec![loss])
+    }
+
+    fn backward(
+        &self,
+        ctx: &mut Backward,
+        grads: Vec<Option<Tensor>>,
+    ) -> runtime::Result<Vec<Option<Tensor>>> {
+        let mut result = vec![None, None];
+        let Some(upstream) = grads.into_iter().next().flatten() else { return Ok(result) };
+        let mut saved = ctx.take_saved().into_iter();
+        for (index, slot) in result.iter_mut().enumerate() {
+            if self.computed[index]
+                && let Some(gradient) = saved.next()
+            {
+                let scaled = gradient.f_mul(&upstream)?.f_to_kind(gradient.kind())?;
+                *slot = Some(if index == 0 { scaled.f_reshape(self.shape.as_slice())? } else { scaled });
+            }
+        }
+        Ok(result)
+    }
+}

@@ -1,0 +1,21 @@
+//! The output projection and the cross-entropy as one operation that never holds all logits.
+
+mod error;
+mod function;
+mod head;
+mod inputs;
+pub mod ladder;
+mod linear_cross_entropy;
+mod options;
+mod plan;
+mod rows;
+mod token_loss;
+pub mod vocabulary_parallel;
+
+pub use error::{Error, Result};
+pub use head::{LinearCrossEntropyHead, install};
+pub use inputs::{Adapter, Denominator, Inputs, Targets};
+pub use ladder::Rung;
+pub use linear_cross_entropy::Output;
+pub use options::{CheckTargets, Chunk, Empty, Gradients, LinearCrossEntropy, LogSumExp, Reduction};
+pub use plan::default_budget;

@@ -1,0 +1,128 @@
+//! How many tokens' logits exist at a time.
+//!
+//! Each chunk of tokens reads all of W twice, and reads and writes all of its gradient, whatever its size: with few tokens the
+//! products wait for memory. So chunks are as large as the budget allows, and all of one size but for the last row or so. The
+//! plan is a function of shapes alone, never of the memory that happens to be free.
+
+use runtime::fused::cross_entropy::LogitsPass;
+use tch::{Device, Kind};
+
+use crate::error::{Error, Result};
+use crate::inputs::{Sizes, tile_kind};
+use crate::options::Chunk;
+
+/// Bytes of a piece of W that is cast up for a product.
+const CAST: i64 = 16 << 20;
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Plan {
+    /// Dtype of logits, statistics, and gradients of weights.
+    pub(crate) tile: Kind,
+    /// Dtype of the products' operands.
+    pub(crate) product: Kind,
+    /// Tokens of a chunk.
+    pub(crate) tokens: i64,
+    /// Columns of the vocabulary of one product: all, unless W is cast up.
+    pub(crate) columns: i64,
+}
+
+impl Plan {
+    pub(crate) fn new(
+        chunk: Option<Chunk>,
+        sizes: Sizes,
+        kind: Kind,
+        device: Device,
+        pass: &dyn LogitsPass,
+    ) -> Result<Self> {
+        let tile = tile_kind(kind);
+        // A processor's products of bf16 cannot be added up in fp32: the operands are cast up, piece by piece.
+        let product = if device == Device::Cpu { tile } else { kind };
+        let columns = if product == kind {
+            sizes.columns
+        } else {
+            (CAST / (sizes.hidden * tile.elt_size_in_bytes() as i64)).clamp(1, sizes.columns)
+        };
+        let row = row_bytes(sizes.columns, kind, device, pass);
+        let most = match chunk.unwrap_or(Chunk::Budget(default_budget(device))) {
+            Chunk::Tokens(tokens) => tokens,
+            // What nobody asked for cannot be too small.
+            Chunk::Budget(_) if chunk.is_none() => (default_budget(device) / row).max(1) as i64,
+            Chunk::Budget(budget) if budget < row => {
+                return Err(Error::Budget { budget, row, vocabulary: sizes.columns });
+            }
+            Chunk::Budget(budget) => i64::try_from(budget / row).unwrap_or(i64::MAX),
+        };
+        Ok(Self { tile, product, tokens: most, columns })
+    }
+
+    /// Start and length of each chunk of `count` rows.
+    pub(crate) fn chunks(&self, count: i64) -> impl Iterator<Item = (i64, i64)> + use<> {
+        let chunks = (count + self.tokens - 1) / self.tokens.max(1);
+        let size = if chunks > 0 { (count + chunks - 1) / chunks } else { 1 };
+        (0..count).step_by(size as usize).map(move |start| (start, size.min(count - start)))
+    }
+
+    /// First column and width of each product.
+    pub(crate) fn pieces(&self, columns: i64) -> impl Iterator<Item = (i64, i64)> + use<> {
+        let width = self.columns;
+        (0..columns).step_by(width as usize).map(move |first| (first, width.min(columns - first)))
+    }
+
+    /// Rows of the largest chunk.
+    pub(crate) fn largest(&self, count: i64) -> i64 {
+        self.chunks(count).map(|(_, size)| size).max().unwrap_or(0)
+    }
+}
+
+/// Bytes of logits that exist at a time where nothing else is asked for.
+pub fn default_budget(device: Device) -> u64 {
+    if device == Device::Cpu { 128 << 20 } else { 1 << 30 }
+}
+
+/// Bytes that a row of logits takes: in the tile's dtype, as often as the passes make temporaries, and in the dtype of the
+/// products where that is another.
+pub(crate) fn row_bytes(columns: i64, kind: Kind, device: Device, pass: &dyn LogitsPass) -> u64 {
+    let tile = tile_kind(kind);
+    let cast = if device == Device::Cpu || kind == tile { 0 } else { kind.elt_size_in_bytes() as u64 };
+    columns.unsigned_abs() * (tile.elt_size_in_bytes() as u64 * (1 + pass.temporaries()) + cast)
+}
+
+#[cfg(test)]
+mod tests {
+    use runtime::fused::cross_entropy::{Operators, Simd};
+
+    use super::*;
+
+    #[test]
+    fn chunks_cover_every_row_once_and_are_of_one_size() {
+        for (tokens, count) in [(1, 0), (1, 5), (220, 2048), (7, 7), (7, 8), (3, 100), (1 << 40, 10)] {
+            let plan = Plan { tile: Kind::Float, product: Kind::Float, tokens, columns: 1 };
+            let chunks: Vec<_> = plan.chunks(count).collect();
+            let mut next = 0;
+            for &(start, size) in &chunks {
+                assert_eq!(start, next);
+                assert!(size >= 1 && size <= tokens);
+                next += size;
+            }
+            assert_eq!(next, count);
+            let least = (count + tokens - 1) / tokens;
+            assert!(chunks.len() as i64 <= least.max(0), "{count} rows of {tokens}: {} chunks", chunks.len());
+        }
+    }
+
+    #[test]
+    fn a_budget_counts_all_that_is_as_large_as_the_logits() {
+        let sizes = Sizes { tokens: 4096, hidden: 64, columns: 1000, vocabulary: 1000, first: 0 };
+        let tokens = |kind, device, pass: &dyn LogitsPass| {
+            Plan::new(Some(Chunk::Budget(1_000_000)), sizes, kind, device, pass).unwrap().tokens
+        };
+        assert_eq!(tokens(Kind::Float, Device::Cpu, &Simd), 250);
+        assert_eq!(tokens(Kind::Double, Device::Cpu, &Simd), 125);
+        assert_eq!(tokens(Kind::BFloat16, Device::Cpu, &Simd), 250);
+        assert_eq!(tokens(Kind::Float, Device::Cuda(0), &Operators), 83);
+        assert_eq!(tokens(Kind::BFloat16, Device::Cuda(0), &Operators), 71);
+        let error = Plan::new(Some(Chunk::Budget(3999)), sizes, Kind::Float, Device::Cpu, &Simd).unwrap_err();
+        expect_test::expect!["linear cross-entropy: a budget of 3999 bytes is below the 4000 bytes that one row of 1000 logits takes; give at least that, or a number of tokens"]
+            .assert_eq(&error.to_string());
+    }
+}

@@ -1,0 +1,144 @@
+//! Which rows take part, and what each is to be predicted as.
+//!
+//! A row without a label costs three products for nothing, so the labelled ones are gathered first. On the CPU the targets are
+//! read. Elsewhere that would mean to wait: there the rows are put in order instead, the labelled ones first, and those at the
+//! end take part with a factor of 0, or are left out if the caller knows how many there are.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::inputs::{Inputs, Sizes, Targets, tile_kind};
+use crate::options::{CheckTargets, LinearCrossEntropy};
+
+/// The rows that take part.
+#[derive(Debug)]
+pub(crate) struct Rows {
+    /// How many.
+    pub(crate) count: i64,
+    /// `[count]`: their places among all tokens; `None` for every place, in order.
+    pub(crate) index: Option<Tensor>,
+    /// `[count]`: the class of each; `None` where distributions are given.
+    pub(crate) classes: Option<Tensor>,
+    /// `[count]`, of the tile's dtype: 1 where there is a label, 0 where not; `None` where all have one.
+    pub(crate) labelled: Option<Tensor>,
+}
+
+impl Rows {
+    pub(crate) fn new(inputs: &Inputs<'_>, options: &LinearCrossEntropy, sizes: Sizes) -> Result<Self> {
+        let classes = match inputs.targets {
+            Targets::Classes(classes) => classes,
+            Targets::Distributions(_) => {
+                return Ok(Self { count: sizes.tokens, index: None, classes: None, labelled: None });
+            }
+        };
+        let sequence = classes.size().last().copied().unwrap_or(1);
+        let device = classes.device();
+        if device == Device::Cpu {
+            return read(classes, options, sizes, sequence);
+        }
+        if options.check_targets == CheckTargets::Always {
+            read(&classes.f_to_device(Device::Cpu)?, options, sizes, sequence)?;
+        }
+        let kind = tile_kind(inputs.hidden.kind());
+        order(&classes.f_reshape([-1])?, options, inputs.labelled, sequence, kind)
+    }
+}
+
+/// By looking at each target.
+fn read(classes: &Tensor, options: &LinearCrossEntropy, sizes: Sizes, sequence: i64) -> Result<Rows> {
+    let vocabulary = sizes.vocabulary;
+    let given = Vec::<i64>::try_from(classes.f_reshape([-1])?.f_contiguous()?)?;
+    for (place, &found) in given.iter().enumerate() {
+        if found != options.ignore_index && !(0..vocabulary).contains(&found) {
+            return Err(Error::Target { found, place, vocabulary, ignore_index: options.ignore_index });
+        }
+    }
+    let (mut index, mut labels) = (Vec::new(), Vec::new());
+    for place in 0..given.len() as i64 {
+        let target = place + options.shift;
+        // In the same row of tokens still.
+        if place % sequence + options.shift >= sequence {
+            continue;
+        }
+        let label = given[target as usize];
+        if label != options.ignore_index {
+            index.push(place);
+            labels.push(label);
+        }
+    }
+    let count = labels.len() as i64;
+    let all = count == sizes.tokens;
+    Ok(Rows {
+        count,
+        index: if all { None } else { Some(Tensor::f_from_slice(&index)?) },
+        classes: Some(Tensor::f_from_slice(&labels)?),
+        labelled: None,
+    })
+}
+
+/// By operators whose shapes do not depend on the targets.
+fn order(
+    classes: &Tensor,
+    options: &LinearCrossEntropy,
+    labelled: Option<i64>,
+    sequence: i64,
+    kind: Kind,
+) -> Result<Rows> {
+    let (tokens, options_of) = (classes.size()[0], (Kind::Int64, classes.device()));
+    let mut labels = classes.shallow_clone();
+    let mut mask = classes.f_ne(options.ignore_index)?;
+    if options.shift > 0 {
+        let place = Tensor::f_arange(tokens, options_of)?.f_remainder(sequence.max(1))?;
+        let within = place.f_lt(sequence - options.shift)?;
+        labels = labels.f_roll([-options.shift], [0])?;
+        mask = mask.f_roll([-options.shift], [0])?.f_logical_and(&within)?;
+    }
+    let order = mask.f_logical_not()?.f_to_kind(Kind::Uint8)?.f_argsort_stable(true, 0, false)?;
+    let count = labelled.unwrap_or(tokens);
+    let index = order.f_narrow(0, 0, count)?;
+    let mask = mask.f_index_select(0, &index)?;
+    let labels = labels.f_index_select(0, &index)?;
+    Ok(Rows {
+        count,
+        classes: Some(labels.f_where_self(&mask, &Tensor::f_zeros([], options_of)?)?),
+        labelled: Some(mask.f_to_kind(kind)?),
+        index: Some(index),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sizes(tokens: i64, vocabulary: i64) -> Sizes {
+        Sizes { tokens, hidden: 1, columns: vocabulary, vocabulary, first: 0 }
+    }
+
+    /// What is found without looking is what is found by looking.
+    #[test]
+    fn both_ways_find_the_same_rows() {
+        let ignored = -7;
+        let targets =
+            Tensor::from_slice2(&[[3i64, ignored, 0, 4], [ignored, ignored, 2, ignored], [1, 1, 1, 1]]);
+        for shift in 0..5 {
+            let options =
+                LinearCrossEntropy { shift, ignore_index: ignored, ..LinearCrossEntropy::default() };
+            let seen = read(&targets, &options, sizes(12, 5), 4).unwrap();
+            let flat = targets.reshape([-1]);
+            for labelled in [None, Some(seen.count)] {
+                let ordered = order(&flat, &options, labelled, 4, Kind::Float).unwrap();
+                let mask = ordered.labelled.unwrap();
+                assert_eq!(mask.sum(Kind::Int64).int64_value(&[]), seen.count, "shift {shift}");
+                let head = |t: &Tensor| Vec::<i64>::try_from(t.narrow(0, 0, seen.count)).unwrap();
+                let all = Tensor::arange(12, (Kind::Int64, Device::Cpu));
+                let index = seen.index.as_ref().unwrap_or(&all);
+                assert_eq!(head(&ordered.index.unwrap()), Vec::<i64>::try_from(index).unwrap());
+                assert_eq!(
+                    head(&ordered.classes.unwrap()),
+                    Vec::<i64>::try_from(seen.classes.as_ref().unwrap()).unwrap()
+                );
+                assert_eq!(ordered.count, labelled.unwrap_or(12));
+            }
+        }
+    }
+}
