@@ -1,5 +1,6 @@
 //! The output projection and the cross-entropy as one operation that never holds all logits.
 
+pub mod bench;
 mod error;
 mod function;
 mod head;

@@ -1,0 +1,209 @@
+//! One table of shapes for the command line, the report and the tests, and how a shape is measured.
+
+use std::fmt;
+use std::str::FromStr;
+
+use runtime::matmul::mm_into;
+use runtime::measure::{self, Measurement, Plan, Work, physical};
+use runtime::memory::live_bytes;
+use runtime::random::Generator;
+use tch::{Device, Kind, Tensor};
+
+use crate::error::Result;
+use crate::inputs::Inputs;
+use crate::ladder::Rung;
+use crate::options::LinearCrossEntropy;
+
+/// Sizes of one forward and backward.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Shape {
+    /// Tokens.
+    pub tokens: i64,
+    /// Width.
+    pub hidden: i64,
+    /// Number of classes.
+    pub vocabulary: i64,
+    /// Dtype of the hidden states and the weight.
+    pub kind: Kind,
+    /// Share of the tokens that are ignored, in [0, 1).
+    pub ignored: f64,
+}
+
+const fn shape(tokens: i64, hidden: i64, vocabulary: i64) -> Shape {
+    Shape { tokens, hidden, vocabulary, kind: Kind::Float, ignored: 0.0 }
+}
+
+/// A glance.
+pub const SMOKE: &[Shape] = &[shape(128, 64, 4000), shape(256, 64, 4000), shape(128, 64, 8000)];
+
+/// Sequences and vocabularies that two cores get through in a minute.
+pub const LAPTOP: &[Shape] = &[
+    shape(512, 256, 32_000),
+    shape(1024, 256, 32_000),
+    shape(2048, 256, 32_000),
+    shape(4096, 256, 32_000),
+    shape(1024, 256, 8_000),
+    shape(1024, 256, 128_256),
+];
+
+/// The sizes of GPUs: Qwen2.5-0.5B's head, and Llama-3-8B's, whose sequence is the assignment's.
+pub const PAPER: &[Shape] = &[
+    shape(2048, 896, 151_936),
+    shape(8192, 896, 151_936),
+    Shape { kind: Kind::BFloat16, ..shape(8192, 4096, 128_256) },
+    Shape { kind: Kind::BFloat16, ..shape(16_384, 4096, 128_256) },
+    Shape { kind: Kind::BFloat16, ..shape(32_768, 4096, 128_256) },
+    Shape { kind: Kind::BFloat16, ..shape(8192, 4096, 32_000) },
+    Shape { kind: Kind::BFloat16, ..shape(8192, 4096, 256_000) },
+];
+
+impl Shape {
+    /// Tokens that have a label.
+    pub fn labelled(&self) -> i64 {
+        self.tokens - (self.tokens as f64 * self.ignored).round() as i64
+    }
+
+    /// FLOPs of the three products over the labelled tokens.
+    pub fn flops(&self) -> f64 {
+        6.0 * self.labelled() as f64 * self.hidden as f64 * self.vocabulary as f64
+    }
+
+    /// Bytes of the largest tensors: the naive rung's logits, log-probabilities and their two gradients in fp32, the weight and
+    /// its gradient.
+    pub fn naive_bytes(&self) -> u64 {
+        let element = self.kind.elt_size_in_bytes() as i64;
+        (self.vocabulary * (self.tokens * (12 + element) + 2 * self.hidden * element)).unsigned_abs()
+    }
+}
+
+impl fmt::Display for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "N{} H{} V{}", self.tokens, self.hidden, self.vocabulary)
+    }
+}
+
+impl FromStr for Shape {
+    type Err = String;
+
+    /// `TOKENS,HIDDEN,VOCABULARY`, then `,float32|bfloat16|float16`, then `,SHARE` of tokens that are ignored.
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let help = || {
+            format!(
+                "`{text}`; expected TOKENS,HIDDEN,VOCABULARY[,float32|bfloat16|float16[,SHARE IGNORED]], for example 2048,896,151936,float32,0.5"
+            )
+        };
+        let parts: Vec<&str> = text.split(',').map(str::trim).collect();
+        let size = |index: usize| -> std::result::Result<i64, String> {
+            let found = parts.get(index).and_then(|part| part.parse().ok());
+            found.filter(|size| *size > 0).ok_or_else(help)
+        };
+        let kind = match parts.get(3) {
+            None | Some(&"float32") => Kind::Float,
+            Some(&"bfloat16") => Kind::BFloat16,
+            Some(&"float16") => Kind::Half,
+            _ => return Err(help()),
+        };
+        let ignored: f64 = match parts.get(4) {
+            None => 0.0,
+            Some(share) => share.parse().ok().filter(|share| (0.0..1.0).contains(share)).ok_or_else(help)?,
+        };
+        if parts.len() > 5 {
+            return Err(help());
+        }
+        Ok(Self { tokens: size(0)?, hidden: size(1)?, vocabulary: size(2)?, kind, ignored })
+    }
+}
+
+/// The tensors of one shape, like a trained model's: hidden states of variance 1, a weight of σ = 0.02.
+#[derive(Debug)]
+pub struct Tensors {
+    /// `[tokens, hidden]`, with a gradient.
+    pub hidden: Tensor,
+    /// `[vocabulary, hidden]`, with a gradient.
+    pub weight: Tensor,
+    /// `[tokens]`.
+    pub targets: Tensor,
+}
+
+impl Tensors {
+    /// Drawn from `seed`.
+    ///
+    /// # Errors
+    /// Too little memory, a device that is not there.
+    pub fn new(shape: &Shape, seed: u64, device: Device) -> Result<Self> {
+        let mut generator = Generator::new(seed)?;
+        let options = (Kind::Float, device);
+        let hidden = generator.normal(&[shape.tokens, shape.hidden], options)?;
+        let weight = generator.normal(&[shape.vocabulary, shape.hidden], options)?.f_mul_scalar_(0.02)?;
+        let drawn = generator.uniform(&[shape.tokens], (0.0, 1.0), (Kind::Double, device))?;
+        let targets = drawn.f_mul_scalar(shape.vocabulary as f64)?.f_to_kind(Kind::Int64)?;
+        // Prompts are ignored at the beginning of a sequence; where does not matter here.
+        let _ = targets.f_narrow(0, 0, shape.tokens - shape.labelled())?.f_fill_(-100)?;
+        let leaf = |tensor: Tensor| tensor.f_to_kind(shape.kind)?.f_set_requires_grad(true);
+        Ok(Self { hidden: leaf(hidden)?, weight: leaf(weight)?, targets })
+    }
+}
+
+/// What a shape came to.
+#[derive(Debug)]
+pub struct Outcome {
+    /// Seconds of `forward`, `backward` and both, per repeat.
+    pub time: Measurement,
+    /// The most bytes that were live beyond the inputs and their gradients.
+    pub peak_above_bytes: u64,
+}
+
+/// Measures one forward and backward of a mean loss. `plan` says how often; its device is where.
+///
+/// # Errors
+/// Too little memory, a device that is not there, an option outside its range.
+pub fn measure(
+    shape: &Shape,
+    rung: Rung,
+    options: &LinearCrossEntropy,
+    seed: u64,
+    plan: &Plan,
+) -> Result<Outcome> {
+    let tensors = Tensors::new(shape, seed, plan.device)?;
+    let Tensors { hidden, weight, targets } = &tensors;
+    let before = live_bytes(plan.device)?;
+    let gradients = (hidden.numel() + weight.numel()) * shape.kind.elt_size_in_bytes();
+    let plan = Plan { work: Some(Work::flops(shape.flops())), ..plan.clone() };
+    let time = measure::run(&plan, |lap| {
+        let output =
+            rung.run(&Inputs::new(hidden, weight, targets), options).map_err(runtime::Error::from)?;
+        lap.end("forward")?;
+        runtime::autograd::backward(&[&output.loss])?;
+        lap.end("backward")?;
+        runtime::autograd::set_grad(hidden, None)?;
+        runtime::autograd::set_grad(weight, None)
+    })?;
+    let peak_above_bytes = time.memory.peak.saturating_sub(before + gradients as u64);
+    Ok(Outcome { time, peak_above_bytes })
+}
+
+/// The device's rate for a product of this shape's width in FLOP/s: the better of libtorch's and this project's.
+///
+/// # Errors
+/// As [`measure()`].
+pub fn product_rate(shape: &Shape, device: Device) -> Result<f64> {
+    let kind = if device == Device::Cpu { Kind::Float } else { shape.kind };
+    let (m, n, k) = (shape.tokens.min(2048), shape.vocabulary.min(16_384), shape.hidden);
+    let libtorch = physical::gemm_rate(device, kind, m, n, k)?;
+    let (a, b) = (Tensor::f_ones([m, k], (kind, device))?, Tensor::f_ones([k, n], (kind, device))?);
+    let mut out = Tensor::f_empty([m, n], (kind, device))?;
+    let work = Work::flops(2.0 * m as f64 * n as f64 * k as f64);
+    let plan = Plan { repeats: 8, budget: Some(1.5), work: Some(work), ..Plan::new(device) };
+    let ours = measure::run(&plan, |_| mm_into(&mut out, &a, &b, false))?;
+    Ok(ours.rate().unwrap_or(0.0).max(libtorch.rate().unwrap_or(0.0)))
+}
+
+/// A name for a dtype, as PyTorch's.
+pub fn dtype_name(kind: Kind) -> &'static str {
+    match kind {
+        Kind::BFloat16 => "bfloat16",
+        Kind::Half => "float16",
+        Kind::Double => "float64",
+        _ => "float32",
+    }
+}

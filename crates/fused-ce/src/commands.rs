@@ -1,0 +1,3 @@
+//! The subcommands, a module each.
+
+pub(crate) mod bench;

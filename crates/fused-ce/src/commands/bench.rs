@@ -1,0 +1,122 @@
+//! `fused-ce bench`: time and memory of one forward and backward.
+
+use anyhow::{Context, bail};
+use fused_ce::bench::{self, Outcome, Shape, dtype_name};
+use fused_ce::{Chunk, LinearCrossEntropy, Rung};
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+use runtime::measure::{Plan, Samples};
+use tch::Device;
+
+#[derive(clap::Args)]
+pub(crate) struct Bench {
+    /// Which shapes to measure
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// Measure this shape instead: TOKENS,HIDDEN,VOCABULARY[,float32|bfloat16|float16[,SHARE IGNORED]] (may be repeated)
+    #[arg(long, value_name = "SHAPE")]
+    case: Vec<Shape>,
+    /// Measure these only: naive, chunked-recompute, grad-in-forward, linear-cross-entropy
+    #[arg(long, value_name = "RUNGS", value_delimiter = ',')]
+    rungs: Vec<Rung>,
+    /// Bytes of logits that exist at a time, for all rungs but the first [default: each rung's own]
+    #[arg(long, value_name = "BYTES")]
+    chunk_bytes: Option<u64>,
+    /// Largest number of measured steps of each case
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    repeats: u32,
+    /// Steps before the measured ones
+    #[arg(long, default_value_t = 1)]
+    warmup: u32,
+    /// Seconds after which no further step of a case begins (one is measured in any case)
+    #[arg(long, default_value_t = 2.0)]
+    budget: f64,
+    /// The experiment that the records are of
+    #[arg(long, default_value = "fused-ce")]
+    experiment: String,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    runtime::memory::track_cpu()?;
+    if !(arguments.budget.is_finite() && arguments.budget > 0.0) {
+        bail!("--budget is {}; expected a positive number of seconds", arguments.budget);
+    }
+    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let shapes = match (&arguments.case[..], arguments.scale) {
+        ([], Scale::Smoke) => bench::SMOKE,
+        ([], Scale::Laptop) => bench::LAPTOP,
+        ([], Scale::Paper) => bench::PAPER,
+        (given, _) => given,
+    };
+    let rungs = if arguments.rungs.is_empty() { Rung::ALL.to_vec() } else { arguments.rungs.clone() };
+    let options = LinearCrossEntropy {
+        chunk: arguments.chunk_bytes.map(Chunk::Budget),
+        ..LinearCrossEntropy::default()
+    };
+    let mut progress = Progress::new((shapes.len() * rungs.len()) as u64);
+    for shape in shapes {
+        progress.message(&format!("{shape}: the machine's limit"));
+        let limit = bench::product_rate(shape, device)?;
+        for &rung in &rungs {
+            progress.message(&format!("{shape} {rung}"));
+            let free = runtime::device::memory_info(device)?.free;
+            let metrics = if rung == Rung::Naive && shape.naive_bytes() as f64 > 0.9 * free as f64 {
+                let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+                let why = format!(
+                    "needs {:.1} GiB of the {:.1} that are free",
+                    gib(shape.naive_bytes()),
+                    gib(free)
+                );
+                vec![
+                    Metric::not_measured("step_seconds", "s", &why),
+                    Metric::not_measured("peak_above_bytes", "B", &why),
+                ]
+            } else {
+                let plan = Plan {
+                    warmup: arguments.warmup as usize,
+                    repeats: arguments.repeats as usize,
+                    min_repeats: 1,
+                    budget: Some(arguments.budget),
+                    ..Plan::new(device)
+                };
+                let outcome = bench::measure(shape, rung, &options, common.seed, &plan)
+                    .with_context(|| format!("measuring {shape} {rung}"))?;
+                metrics(shape, rung, &outcome, limit)
+            };
+            sink.put(&arguments.experiment, &case(shape, rung, device), metrics)?;
+            progress.step();
+        }
+    }
+    Ok(())
+}
+
+fn case(shape: &Shape, rung: Rung, device: Device) -> Case {
+    Case::new()
+        .with("device", if device == Device::Cpu { "cpu" } else { "cuda" })
+        .with("rung", rung.name())
+        .with("dtype", dtype_name(shape.kind))
+        .with("tokens", shape.tokens)
+        .with("hidden", shape.hidden)
+        .with("vocabulary", shape.vocabulary)
+        .with("ignored", shape.ignored)
+}
+
+fn metrics(shape: &Shape, rung: Rung, outcome: &Outcome, limit: f64) -> Vec<Metric> {
+    let phase = |name: &str| outcome.time.phase(name).map_or(&[][..], |Samples { samples }| samples);
+    let seconds = &outcome.time.time.samples;
+    let rates: Vec<f64> = seconds.iter().map(|seconds| shape.flops() / seconds).collect();
+    // Products that run: four where logits are computed again, and those of ignored rows where these are not dropped.
+    let products = if rung == Rung::ChunkedRecompute { 4.0 / 3.0 } else { 1.0 };
+    let rows =
+        if rung == Rung::LinearCrossEntropy { 1.0 } else { shape.tokens as f64 / shape.labelled() as f64 };
+    let shares: Vec<f64> = rates.iter().map(|rate| rate * products * rows / limit).collect();
+    vec![
+        Metric::of_samples("forward_seconds", "s", phase("forward")),
+        Metric::of_samples("backward_seconds", "s", phase("backward")),
+        Metric::of_samples("step_seconds", "s", seconds),
+        Metric::exact("peak_above_bytes", "B", outcome.peak_above_bytes as f64),
+        Metric::of_samples("flop_rate", "FLOP/s", &rates),
+        Metric::of_samples("share_of_product_rate", "ratio", &shares),
+    ]
+}
