@@ -23,6 +23,8 @@
 //! pair beats in both. Seconds are counted in whole picoseconds, so that ties are ties. Of the plans of least
 //! recomputation the one of least peak is taken.
 //!
+//! The costs of a decoder's layers come from [`layer_costs`], or from measurements.
+//!
 //! Herrmann, Beaumont et al., "Optimal checkpointing for heterogeneous chains" (arXiv:1911.13214), solve unequal layers by dynamic
 //! programming over a discretized budget; here layers are equal, and no byte is rounded.
 //!
@@ -39,6 +41,8 @@
 //! ```
 
 use crate::Error;
+pub mod layer_costs;
+
 use crate::exact::{positive, product, sum};
 use crate::quantity::bytes_text;
 

@@ -7,13 +7,13 @@
 //! - the attention: gradients of its output, Q, K and V, with an fp32 accumulator for Q's (flash), or of the scores
 //!   and probabilities (eager), and the probabilities themselves where they are computed again.
 //!
-//! Where the whole block is computed again, all that its forward keeps comes on top.
+//! Where the whole block is computed again, all that its forward keeps comes on top, but for its input.
 //!
 //! ZeRO-2 and 3 reduce the gradients of one block while the next is computed: a bucket of one block. ZeRO-3 gathers
 //! the parameters of a block, or of the largest matrix outside, and the next one ahead of time: two of them.
 
 use crate::decoder_flops::Workload;
-use crate::memory::activations::{ActivationChoices, inside_block, probabilities};
+use crate::memory::activations::{ActivationChoices, input_kept_inside, inside_block, probabilities};
 use crate::memory::zero::{Sharding, ZeroStage};
 use crate::memory::{Item, total};
 use crate::model::{Decoder, Part};
@@ -26,19 +26,48 @@ pub fn block_backward(
     work: Workload,
     choices: &ActivationChoices,
 ) -> Result<Vec<Item>, Error> {
-    let (tokens, c, d) = (work.tokens()?, choices.compute_bytes(), model.hidden);
-    let mut items = vec![
-        Item::new("gradient of the residual stream", choices.residual_bytes(), &[tokens, d])?,
-        Item::new("gradient of a branch", c, &[tokens, d])?,
-    ];
-    let feed_forward = feed_forward(model, tokens, choices)?;
+    let mut items = stream(model, work, choices)?;
+    let feed_forward = feed_forward(model, work.tokens()?, choices)?;
     let attention = attention(model, work, choices)?;
     items.extend(if total(&feed_forward)? >= total(&attention)? { feed_forward } else { attention });
     if choices.recomputation.checkpoint == Recompute::Full {
-        let bytes = total(&inside_block(model, work, choices)?)?;
+        // The block's input is there already.
+        let input = input_kept_inside(model, work, choices)?;
+        let bytes = total(&inside_block(model, work, choices)?)? - input;
         items.push(Item { name: "activations of the recomputed block", bytes });
     }
     Ok(items)
+}
+
+/// Temporaries of the two moments of a block's backward, in bytes.
+pub(crate) struct Moments {
+    /// Gradients that are there at both: the residual stream's, and its branch's.
+    pub(crate) stream: u64,
+    /// Those inside the attention.
+    pub(crate) attention: u64,
+    /// Those inside the feed-forward layer.
+    pub(crate) feed_forward: u64,
+}
+
+/// What [`block_backward`] takes the larger of.
+pub(crate) fn block_moments(
+    model: &Decoder,
+    work: Workload,
+    choices: &ActivationChoices,
+) -> Result<Moments, Error> {
+    Ok(Moments {
+        stream: total(&stream(model, work, choices)?)?,
+        attention: total(&attention(model, work, choices)?)?,
+        feed_forward: total(&feed_forward(model, work.tokens()?, choices)?)?,
+    })
+}
+
+fn stream(model: &Decoder, work: Workload, choices: &ActivationChoices) -> Result<Vec<Item>, Error> {
+    let size = [work.tokens()?, model.hidden];
+    Ok(vec![
+        Item::new("gradient of the residual stream", choices.residual_bytes(), &size)?,
+        Item::new("gradient of a branch", choices.compute_bytes(), &size)?,
+    ])
 }
 
 fn feed_forward(model: &Decoder, tokens: u64, choices: &ActivationChoices) -> Result<Vec<Item>, Error> {
