@@ -10,10 +10,12 @@
 //! Where the whole block is computed again, all that its forward keeps comes on top, but for its input.
 //!
 //! ZeRO-2 and 3 reduce the gradients of one block while the next is computed: a bucket of one block. ZeRO-3 gathers
-//! the parameters of a block, or of the largest matrix outside, and the next one ahead of time: two of them.
+//! the parameters of a block, or of the largest matrix outside, and the next one ahead of time: two of them. What is
+//! kept on the host ([`OnHost`]) comes and goes the same way.
 
 use crate::decoder_flops::Workload;
 use crate::memory::activations::{ActivationChoices, input_kept_inside, inside_block, probabilities};
+use crate::memory::host::OnHost;
 use crate::memory::zero::{Sharding, ZeroStage};
 use crate::memory::{Item, total};
 use crate::model::{Decoder, Part};
@@ -104,24 +106,29 @@ fn attention(model: &Decoder, work: Workload, choices: &ActivationChoices) -> Re
     Ok(items)
 }
 
-/// Buffers of ZeRO's communication during forward and backward: gathered parameters and gradients to be reduced.
+/// The item of [`communication`] that is there in the forward too.
+pub const GATHERED: &str = "gathered parameters";
+
+/// Buffers of ZeRO's communication, or of that with the host, during forward and backward: gathered parameters and
+/// gradients to be reduced.
 pub fn communication(
     model: &Decoder,
     choices: &ActivationChoices,
     sharding: Sharding,
+    host: OnHost,
 ) -> Result<Vec<Item>, Error> {
     let block = model.block_parameters()?;
     let mut items = Vec::new();
-    if sharding.divides(ZeroStage::Two) {
+    if sharding.divides(ZeroStage::Two) || host.gradients {
         let bytes = choices.recipe.gradients.bytes(block)?;
         items.push(Item { name: "gradients to be reduced", bytes });
     }
-    if sharding.divides(ZeroStage::Three) {
+    if sharding.divides(ZeroStage::Three) || host.parameters {
         let outside = model.parameters_by_part()?;
         let outside = outside.iter().filter(|(part, _)| matches!(part, Part::Embedding | Part::Output));
         let largest = outside.map(|(_, elements)| *elements).fold(block, u64::max);
         let two = exact::product("gathered parameters", &[2, largest])?;
-        items.push(Item { name: "gathered parameters", bytes: choices.recipe.compute.bytes(two)? });
+        items.push(Item { name: GATHERED, bytes: choices.recipe.compute.bytes(two)? });
     }
     Ok(items)
 }
