@@ -161,32 +161,38 @@ impl Block {
     fn cost(&self, kept: Kept) -> Result<LayerCost, Error> {
         let whole = exact::sum(WHAT, [self.attention, self.feed_forward])?;
         let elementwise = self.attention_elementwise + self.feed_forward_elementwise;
-        // What the attention's and the feed-forward layer's backward make again.
-        let moment = |attention: u64, feed_forward: u64| {
+        // What the attention's and the feed-forward layer's backward make again, and what the latter had kept, which is
+        // gone when the former runs.
+        let moment = |attention: u64, feed_forward: u64, freed: u64| {
             let Moments { stream, attention: core, feed_forward: wide } = self.gradients;
-            let core = exact::sum(WHAT, [core, attention])?;
+            let core = exact::sum(WHAT, [core, attention])?.saturating_sub(freed);
             let wide = exact::sum(WHAT, [wide, feed_forward])?;
             exact::sum(WHAT, [stream, core.max(wide)])
         };
+        let whole_moment = moment(0, 0, self.feed_forward)?;
         let none = LayerCost::default();
         Ok(match kept {
-            Kept::Everything => LayerCost { held_bytes: whole, transient_bytes: moment(0, 0)?, ..none },
+            Kept::Everything => LayerCost { held_bytes: whole, transient_bytes: whole_moment, ..none },
             Kept::Products => LayerCost {
                 held_bytes: whole - elementwise,
-                transient_bytes: moment(self.attention_elementwise, self.feed_forward_elementwise)?,
+                transient_bytes: moment(
+                    self.attention_elementwise,
+                    self.feed_forward_elementwise,
+                    self.feed_forward - self.feed_forward_elementwise,
+                )?,
                 recompute_seconds: self.passes(elementwise),
                 ..none
             },
             Kept::Attention => LayerCost {
                 held_bytes: exact::sum(WHAT, [self.attention, self.input])?,
-                transient_bytes: moment(0, self.feed_forward - self.shared)?,
+                transient_bytes: moment(0, self.feed_forward - self.shared, self.input)?,
                 recompute_seconds: self.feed_forward_seconds + self.passes(self.feed_forward_elementwise),
                 ..none
             },
             // A block that is computed again is there as a whole before any of its backward.
             Kept::Input => LayerCost {
                 held_bytes: self.input,
-                transient_bytes: exact::sum(WHAT, [moment(0, 0)?, whole - self.shared])?,
+                transient_bytes: exact::sum(WHAT, [whole_moment, whole - self.shared])?,
                 recompute_seconds: self.again(elementwise),
                 ..none
             },
@@ -195,7 +201,7 @@ impl Block {
                 host_bytes: self.input,
                 transient_bytes: exact::sum(
                     WHAT,
-                    [moment(0, 0)?, whole - self.shared, self.input, self.input],
+                    [whole_moment, whole - self.shared, self.input, self.input],
                 )?,
                 recompute_seconds: self.again(elementwise) + self.unhidden(self.again(elementwise)),
             },
@@ -249,8 +255,8 @@ mod tests {
         let held =
             [everything, everything - 2 * d - 2 * f, (2 * d + 2 * d + 2 * d / 4 + statistics - 4) + d, d, 0];
         assert_eq!(found.iter().map(|cost| cost.held_bytes).collect::<Vec<_>>(), held.map(|b| b * tokens));
-        // Gradients: residual and branch, and three wide ones.
-        let gradients = 2 * d + 3 * f;
+        // Gradients: residual and branch, and two wide ones.
+        let gradients = 2 * d + 2 * f;
         let transient = [
             gradients,
             gradients + d + 2 * f,

@@ -2,10 +2,12 @@
 //!
 //! A block's backward holds the gradient of the residual stream and that of its branch, and then the larger of
 //!
-//! - the feed-forward layer: gradients of its wide tensors (three of a SwiGLU, two of a plain one), and those of the
-//!   wide tensors that its level did not keep and that it makes again;
-//! - the attention: gradients of its output, Q, K and V, with an fp32 accumulator for Q's (flash), or of the scores
-//!   and probabilities (eager), and the probabilities themselves where they are computed again.
+//! - the feed-forward layer: gradients of its wide tensors, and those that its level did not keep and that it makes
+//!   again. Of a SwiGLU of framework operations two gradients are there at a time beyond what was kept, of a
+//!   hand-written one (which works in place) one: as the ledger of [`swiglu`](crate::swiglu) has it. Of a plain one, two;
+//! - the attention, which comes when all that the feed-forward layer kept is gone: gradients of its output, Q, K and V,
+//!   with an fp32 accumulator for Q's (flash), or of the scores and probabilities (eager), and the probabilities
+//!   themselves where they are computed again.
 //!
 //! Where the whole block is computed again, all that its forward keeps comes on top, but for its input.
 //!
@@ -14,7 +16,9 @@
 //! kept on the host ([`OnHost`]) comes and goes the same way.
 
 use crate::decoder_flops::Workload;
-use crate::memory::activations::{ActivationChoices, input_kept_inside, inside_block, probabilities};
+use crate::memory::activations::{
+    ActivationChoices, feed_forward_branch, input_kept_inside, inside_block, probabilities,
+};
 use crate::memory::host::OnHost;
 use crate::memory::zero::{Sharding, ZeroStage};
 use crate::memory::{Item, total};
@@ -30,8 +34,13 @@ pub fn block_backward(
 ) -> Result<Vec<Item>, Error> {
     let mut items = stream(model, work, choices)?;
     let feed_forward = feed_forward(model, work.tokens()?, choices)?;
-    let attention = attention(model, work, choices)?;
-    items.extend(if total(&feed_forward)? >= total(&attention)? { feed_forward } else { attention });
+    let attention = total(&attention(model, work, choices)?)?;
+    let bytes = attention.saturating_sub(total(&feed_forward_branch(model, work, choices)?)?);
+    if bytes > total(&feed_forward)? {
+        items.push(Item { name: "gradients in the attention, beyond what is freed before", bytes });
+    } else {
+        items.extend(feed_forward);
+    }
     if choices.recomputation.checkpoint == Recompute::Full {
         // The block's input is there already.
         let input = input_kept_inside(model, work, choices)?;
@@ -51,7 +60,7 @@ pub(crate) struct Moments {
     pub(crate) feed_forward: u64,
 }
 
-/// What [`block_backward`] takes the larger of.
+/// What [`block_backward`] takes the larger of, nothing freed in between.
 pub(crate) fn block_moments(
     model: &Decoder,
     work: Workload,
@@ -77,11 +86,11 @@ fn feed_forward(model: &Decoder, tokens: u64, choices: &ActivationChoices) -> Re
     if !model.family.is_swiglu() {
         return Ok(vec![Item::new("gradients in the feed-forward layer", c, &[2, tokens, f])?]);
     }
-    let eager = SwigluLevel::Eager.kept_feed_forward_tensors();
-    let again = eager - choices.recomputation.swiglu.kept_feed_forward_tensors();
+    let level = choices.recomputation.swiglu;
+    let gradients = if level == SwigluLevel::Eager { 2 } else { 1 };
     Ok(vec![
-        Item::new("gradients in the feed-forward layer", c, &[3, tokens, f])?,
-        Item::new("tensors that the SwiGLU makes again", c, &[again, tokens, f])?,
+        Item::new("gradients in the feed-forward layer", c, &[gradients, tokens, f])?,
+        Item::new("products that the SwiGLU makes again", c, &[level.recomputed_products(), tokens, f])?,
     ])
 }
 
