@@ -269,8 +269,10 @@ pub fn estimate(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
     let gathered = exact::sum("gathered parameters", gathered.map(|item| item.bytes).chain([in_flight]))?;
     let backward = exact::sum(
         "temporaries",
-        [total(&working_set::block_backward(model, work, &choices)?)?, total(&buffers)?, in_flight],
+        [total(&working_set::block_backward(model, work, &choices)?)?, total(&buffers)?],
     )?;
+    // Behind the first block there is no other to be fetched.
+    let last_backward = exact::sum("temporaries", [backward, in_flight])?;
     let step = optimizer.step_bytes(
         model,
         recipe.state,
@@ -308,7 +310,7 @@ pub fn estimate(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
         states,
         moments: [
             budget(Moment::Loss, casts, early(at_loss), all_kept, loss_peak, gathered)?,
-            budget(Moment::LastBlock, casts, early(output_gradient), all_kept, loss_held, backward)?,
+            budget(Moment::LastBlock, casts, early(output_gradient), all_kept, loss_held, last_backward)?,
             budget(Moment::FirstBlock, one_cast, all, one_kept, loss_held, backward)?,
             budget(Moment::Embedding, 0, all, outside, loss_held, second_gradient)?,
             budget(Moment::Step, 0, all, 0, 0, step)?,

@@ -8,8 +8,10 @@ use crate::estimate::{Estimate, Moment, Part, Plan, estimate};
 use crate::fit::longest_sequence;
 use crate::memory::host::OnHost;
 use crate::memory::logits::Loss;
+use crate::memory::optimizer::StepKernel;
+use crate::memory::recipe::Recipe;
 use crate::memory::total;
-use crate::memory::working_set::communication;
+use crate::memory::working_set::block_backward;
 use crate::model::Decoder;
 use crate::recompute::{Recompute, SwigluLevel};
 use crate::{Error, hardware, presets};
@@ -19,7 +21,9 @@ const CARD: &str = "h100";
 const SEQUENCES: [(u64, &str); 2] = [(32_768, "32k"), (131_072, "131k")];
 const FUSED: Loss = Loss::LinearCrossEntropy { tokens: 1024 };
 
-const ALL_STATES: OnHost = OnHost { parameters: true, gradients: true, optimizer: true, block_inputs: false };
+const ON_DEVICE: OnHost =
+    OnHost { parameters: false, gradients: false, optimizer: false, block_inputs: false };
+const ALL_STATES: OnHost = OnHost { parameters: true, gradients: true, optimizer: true, ..ON_DEVICE };
 
 /// Peaks that the fused-loss assignment shows for Llama-3-8B in bf16 on an A100 of 80 GB, checkpoints, parameters and
 /// gradients on the host: what it calls them, the sequence, whether the loss is fused, decimal gigabytes.
@@ -57,9 +61,8 @@ pub fn long_context(environment: &Environment) -> Result<Vec<Record>, Error> {
         }
     }
     let memory = hardware::find(CARD)?.memory;
-    for combination in combinations() {
-        let case = combination.case();
-        let metric = match longest_sequence(&model, &combination.plan(), memory) {
+    for (case, plan) in combinations()? {
+        let metric = match longest_sequence(&model, &plan, memory) {
             Ok(fit) => Metric::exact("longest_sequence", "count", fit.largest as f64),
             Err(Error::NothingFits { needed, .. }) => {
                 Metric::not_measured("longest_sequence", "count", &format!("one token needs {needed}"))
@@ -104,11 +107,11 @@ fn ladder(sequence: u64) -> Vec<(&'static str, Plan)> {
 fn terms(model: &Decoder, plan: &Plan) -> Result<Vec<Metric>, Error> {
     let found = estimate(model, plan)?;
     let peak = found.peak();
-    let passing = match peak.moment {
+    let one_block = match peak.moment {
         Moment::LastBlock | Moment::FirstBlock => {
-            total(&communication(model, &plan.activation_choices(), plan.sharding, plan.host)?)?
+            total(&block_backward(model, plan.work, &plan.activation_choices())?)?
         }
-        _ => peak.bytes(Part::Temporaries),
+        _ => 0,
     };
     let states = [Part::Parameters, Part::MasterWeights, Part::OptimizerState, Part::Gradients];
     let bytes = |name: &str, bytes: u64| Metric::exact(name, "B", bytes as f64);
@@ -116,10 +119,10 @@ fn terms(model: &Decoder, plan: &Plan) -> Result<Vec<Metric>, Error> {
     total.note = Some(format!("at the {}", peak.moment.name()));
     Ok(vec![
         bytes("model_states_bytes", states.map(|part| peak.bytes(part)).into_iter().sum()),
-        bytes("passing_through_bytes", passing),
+        bytes("passing_through_bytes", peak.bytes(Part::Temporaries) - one_block),
         bytes("activations_bytes", peak.bytes(Part::Activations)),
         bytes("logits_and_loss_bytes", peak.bytes(Part::Logits)),
-        bytes("one_block_bytes", peak.bytes(Part::Temporaries) - passing),
+        bytes("one_block_bytes", one_block),
         total,
         bytes("host_bytes", found.host_bytes),
         bytes("largest_logits_bytes", found.largest(Part::Logits)),
@@ -144,63 +147,47 @@ fn optimizer(estimate: &Estimate) -> u64 {
     [Part::MasterWeights, Part::OptimizerState, Part::Temporaries].map(|part| step.bytes(part)).iter().sum()
 }
 
-/// One combination of the techniques.
-struct Combination {
-    loss: Loss,
-    checkpoint: Recompute,
-    host: OnHost,
-    swiglu: SwigluLevel,
-}
+/// Where the model states are, their formats, and what it is called.
+const STATES: [(&str, Recipe, OnHost); 4] = [
+    ("on the device", Recipe::BF16_MASTER, ON_DEVICE),
+    ("on the device, all in bf16", Recipe::BF16, ON_DEVICE),
+    ("optimizer on the host", Recipe::BF16_MASTER, OnHost { optimizer: true, ..ON_DEVICE }),
+    ("all on the host", Recipe::BF16_MASTER, ALL_STATES),
+];
 
-impl Combination {
-    fn plan(&self) -> Plan {
-        let recomputation =
-            Recomputation { checkpoint: self.checkpoint, swiglu: self.swiglu, ..Recomputation::default() };
-        Plan {
-            work: Workload { batch: 1, sequence: 1 },
-            recomputation,
-            loss: self.loss,
-            host: self.host,
-            ..Plan::default()
-        }
-    }
-
-    fn case(&self) -> Case {
-        let checkpointing = match (self.checkpoint, self.host.block_inputs) {
-            (_, true) => "full, inputs on the host",
-            (Recompute::Full, false) => "full",
-            _ => "none",
-        };
-        let states = match (self.host.parameters, self.host.optimizer) {
-            (true, _) => "all on the host",
-            (false, true) => "optimizer on the host",
-            (false, false) => "on the device",
-        };
-        Case::new()
-            .with("shows", "longest")
-            .with("states", states)
-            .with("loss", self.loss.name())
-            .with("checkpointing", checkpointing)
-            .with("swiglu", self.swiglu.name())
-    }
-}
-
-fn combinations() -> Vec<Combination> {
-    let optimizer = OnHost { optimizer: true, ..OnHost::default() };
+/// One combination of the techniques: its names, and the plan for one token.
+fn combinations() -> Result<Vec<(Case, Plan)>, Error> {
     let mut all = Vec::new();
-    for host in [OnHost::default(), optimizer, ALL_STATES] {
-        for loss in Loss::NAMES {
-            for (checkpoint, block_inputs) in
-                [(Recompute::None, false), (Recompute::Full, false), (Recompute::Full, true)]
-            {
+    for (states, recipe, host) in STATES {
+        for (checkpointing, checkpoint, block_inputs) in [
+            ("none", Recompute::None, false),
+            ("full", Recompute::Full, false),
+            ("full, inputs on the host", Recompute::Full, true),
+        ] {
+            for loss in Loss::NAMES {
                 for swiglu in SwigluLevel::ALL {
-                    let Ok(loss) = Loss::from_name(loss, 1024) else { continue };
-                    all.push(Combination { loss, checkpoint, host: OnHost { block_inputs, ..host }, swiglu });
+                    let case = Case::new()
+                        .with("shows", "longest")
+                        .with("states", states)
+                        .with("checkpointing", checkpointing)
+                        .with("loss", loss)
+                        .with("swiglu", swiglu.name());
+                    let plan = Plan {
+                        work: Workload { batch: 1, sequence: 1 },
+                        recipe,
+                        // A list of tensors at once would need another 16 GB of the device.
+                        step: StepKernel::Fused,
+                        recomputation: Recomputation { checkpoint, swiglu, ..Recomputation::default() },
+                        loss: Loss::from_name(loss, 1024)?,
+                        host: OnHost { block_inputs, ..host },
+                        ..Plan::default()
+                    };
+                    all.push((case, plan));
                 }
             }
         }
     }
-    all
+    Ok(all)
 }
 
 #[cfg(test)]
@@ -259,10 +246,10 @@ mod tests {
     #[test]
     fn model_states_in_16_bytes_do_not_fit_the_card() {
         let records = long_context(&environment()).unwrap();
-        for combination in combinations() {
-            let found = records.iter().find(|record| record.case == combination.case()).unwrap();
-            let on_host = combination.host.parameters || combination.host.optimizer;
-            assert_eq!(found.metric.value.is_some(), on_host, "{:?}", combination.case());
+        for (case, plan) in combinations().unwrap() {
+            let found = records.iter().find(|record| record.case == case).unwrap();
+            let fits = plan.recipe == Recipe::BF16 || plan.host.optimizer;
+            assert_eq!(found.metric.value.is_some(), fits, "{case:?}");
         }
     }
 }
