@@ -21,7 +21,10 @@
 //! So a plan is a number of layers per choice, and the least recomputation is an unbounded knapsack with choices in
 //! that order. It is solved exactly: for every number of layers so far, the pairs (bytes held, seconds) that no other
 //! pair beats in both. Seconds are counted in whole picoseconds, so that ties are ties. Of the plans of least
-//! recomputation the one of least peak is taken.
+//! recomputation the one of least peak is taken. Where bytes and seconds of many choices lie on one line, hardly any pair
+//! beats another, and there can be millions of them. Then seconds are counted in coarser units, four times as coarse until
+//! no more than [`MOST_PAIRS`] remain: a plan is within half a unit per layer of the best. Costs that differ by
+//! what they keep, as those of a decoder's layers, stay far below.
 //!
 //! The costs of a decoder's layers come from [`layer_costs`], or from measurements.
 //!
@@ -96,8 +99,14 @@ pub fn least_recomputation<T: Copy>(
     choices: &[Choice<T>],
     budget: u64,
 ) -> Result<Plan<T>, Error> {
-    let search = Search::new(layers, choices)?;
-    let Some(mut best) = search.least_seconds(budget, None) else {
+    let mut search = Search::new(layers, choices)?;
+    let first = loop {
+        match search.least_units(budget, None) {
+            Ok(found) => break found,
+            Err(Crowded) => search.unit *= 4,
+        }
+    };
+    let Some(mut best) = first else {
         let needed = search.least_budget();
         return Err(Error::NoPlanFits {
             layers,
@@ -110,9 +119,10 @@ pub fn least_recomputation<T: Copy>(
     let mut lowest = search.least_budget();
     while lowest < best.peak {
         let middle = lowest + (best.peak - lowest) / 2;
-        match search.least_seconds(middle, Some(best.picoseconds)) {
-            Some(found) => best = found,
-            None => lowest = middle + 1,
+        match search.least_units(middle, Some(best.units)) {
+            Ok(Some(found)) => best = found,
+            Ok(None) => lowest = middle + 1,
+            Err(Crowded) => break,
         }
     }
     let order = best.order.iter().map(|&index| &choices[index]);
@@ -120,7 +130,7 @@ pub fn least_recomputation<T: Copy>(
         layers: order.clone().map(|choice| choice.of).collect(),
         peak_bytes: best.peak,
         host_bytes: sum("bytes on the host", order.map(|choice| choice.cost.host_bytes))?,
-        recompute_seconds: best.picoseconds as f64 / PICOSECONDS,
+        recompute_seconds: search.picoseconds(&best.order) as f64 / PICOSECONDS,
     })
 }
 
@@ -135,7 +145,13 @@ pub fn peak_bytes(costs: impl IntoIterator<Item = LayerCost>) -> Result<u64, Err
     Ok(peak)
 }
 
+/// How many pairs a search looks at before it counts seconds in coarser units.
+pub const MOST_PAIRS: usize = 1 << 18;
+
 const PICOSECONDS: f64 = 1e12;
+
+/// More than [`MOST_PAIRS`].
+struct Crowded;
 
 /// One choice as the search sees it.
 struct Kind {
@@ -151,14 +167,14 @@ struct Found {
     /// The caller's choice of each layer, the first of the forward first.
     order: Vec<usize>,
     peak: u64,
-    picoseconds: u128,
+    units: u128,
 }
 
 /// Some layers that were given their choices, the first ones of the forward.
 #[derive(Clone, Copy)]
 struct Partial {
     held: u64,
-    picoseconds: u128,
+    units: u128,
     peak: u64,
     /// Where [`Trail`] says which choice came last, and what before it.
     trail: usize,
@@ -169,6 +185,8 @@ type Trail = Vec<(usize, usize)>;
 
 struct Search {
     layers: usize,
+    /// Picoseconds that seconds are counted in.
+    unit: u128,
     /// By falling transient.
     kinds: Vec<Kind>,
 }
@@ -199,36 +217,50 @@ impl Search {
         let held = product("bytes of all layers", &[most(|kind| kind.held), layers as u64])?;
         sum("bytes of all layers", [held, most(|kind| kind.transient)])?;
         kinds.sort_by_key(|kind| std::cmp::Reverse(kind.transient));
-        Ok(Self { layers, kinds })
+        Ok(Self { layers, unit: 1, kinds })
+    }
+
+    fn units(&self, kind: &Kind) -> u128 {
+        (kind.picoseconds + self.unit / 2) / self.unit
+    }
+
+    /// Of layers with these choices of the caller's.
+    fn picoseconds(&self, order: &[usize]) -> u128 {
+        let of =
+            |index| self.kinds.iter().find(|kind| kind.index == index).map_or(0, |kind| kind.picoseconds);
+        order.iter().map(|&index| of(index)).sum()
     }
 
     /// The least recomputation within `budget`, if anything fits; with `limit`, only if it is no more than that.
-    fn least_seconds(&self, budget: u64, limit: Option<u128>) -> Option<Found> {
+    fn least_units(&self, budget: u64, limit: Option<u128>) -> Result<Option<Found>, Crowded> {
         let mut trail = Trail::new();
         // By number of layers: partial plans that none other beats in bytes held and seconds, by rising bytes.
         let mut fronts: Vec<Vec<Partial>> = vec![Vec::new(); self.layers + 1];
-        fronts[0].push(Partial { held: 0, picoseconds: 0, peak: 0, trail: usize::MAX });
+        fronts[0].push(Partial { held: 0, units: 0, peak: 0, trail: usize::MAX });
         for (place, kind) in self.kinds.iter().enumerate() {
             let later = &self.kinds[place..];
-            let cheapest = later.iter().map(|kind| kind.picoseconds).min().unwrap_or(0);
+            let cheapest = later.iter().map(|kind| self.units(kind)).min().unwrap_or(0);
             for count in 1..=self.layers {
                 let left = (self.layers - count) as u128;
                 let mut longer = Vec::new();
                 for before in &fronts[count - 1] {
                     let held = before.held + kind.held;
                     let moment = held + kind.transient;
-                    let picoseconds = before.picoseconds + kind.picoseconds;
-                    let hopeless = limit.is_some_and(|limit| picoseconds + left * cheapest > limit);
+                    let units = before.units + self.units(kind);
+                    let hopeless = limit.is_some_and(|limit| units + left * cheapest > limit);
                     if moment > budget || hopeless {
                         continue;
                     }
                     let peak = before.peak.max(moment);
-                    longer.push((Partial { held, picoseconds, peak, trail: before.trail }, kind.index));
+                    longer.push((Partial { held, units, peak, trail: before.trail }, kind.index));
                 }
                 fronts[count] = merge(&fronts[count], longer, &mut trail);
+                if trail.len() > MOST_PAIRS {
+                    return Err(Crowded);
+                }
             }
         }
-        let best = fronts[self.layers].last()?;
+        let Some(best) = fronts[self.layers].last() else { return Ok(None) };
         let mut order = Vec::with_capacity(self.layers);
         let mut at = best.trail;
         while let Some(&(index, before)) = trail.get(at) {
@@ -236,7 +268,7 @@ impl Search {
             at = before;
         }
         order.reverse();
-        Some(Found { order, peak: best.peak, picoseconds: best.picoseconds })
+        Ok(Some(Found { order, peak: best.peak, units: best.units }))
     }
 
     /// The smallest budget that any plan fits.
@@ -270,7 +302,7 @@ impl Search {
 fn merge(front: &[Partial], longer: Vec<(Partial, usize)>, trail: &mut Trail) -> Vec<Partial> {
     let mut merged: Vec<Partial> = Vec::with_capacity(front.len().max(longer.len()));
     let (mut old, mut new) = (front.iter().peekable(), longer.into_iter().peekable());
-    let rank = |partial: &Partial| (partial.held, partial.picoseconds, partial.peak);
+    let rank = |partial: &Partial| (partial.held, partial.units, partial.peak);
     loop {
         let take_old = match (old.peek(), new.peek()) {
             (Some(old), Some((new, _))) => rank(old) <= rank(new),
@@ -286,7 +318,7 @@ fn merge(front: &[Partial], longer: Vec<(Partial, usize)>, trail: &mut Trail) ->
             },
         };
         let Some(next) = next.as_mut() else { break };
-        if merged.last().is_some_and(|last| last.picoseconds <= next.picoseconds) {
+        if merged.last().is_some_and(|last| last.units <= next.units) {
             continue;
         }
         if let Some(index) = index {

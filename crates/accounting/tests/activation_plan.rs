@@ -150,3 +150,29 @@ fn bad_questions() {
     assert!(words(2, &[cost(1 << 63, 0, 0)], 1).contains("does not fit in 64 bits"));
     assert!(words(2, &[cost(u64::MAX / 2, 0, 0), cost(0, u64::MAX, 0)], 1).contains("64 bits"));
 }
+
+/// Bytes and seconds on one line: no plan beats another in both, so all of them would have to be looked at.
+#[test]
+fn eighty_layers_on_one_line() {
+    let held = [1_073_741_789u64, 871_234_567, 640_320_001, 420_000_037, 199_999_991, 31_415_927];
+    let line = |held: u64| LayerCost {
+        held_bytes: held,
+        host_bytes: 0,
+        recompute_seconds: (1_073_741_789 - held) as f64 * 1e-11,
+        transient_bytes: 50_000_000 + 1_073_741_789 - held,
+    };
+    let choices = numbered(&held.map(line));
+    for share in [4, 40, 70] {
+        let budget = share * held[0] + 1_200_000_000;
+        let plan = least_recomputation(80, &choices, budget).unwrap();
+        assert!(plan.peak_bytes <= budget);
+        // Were layers divisible, all of the budget but the least moment would be held.
+        let divisible = (80 * held[0] - (budget - 50_000_000)) as f64 * 1e-11;
+        let one_layer = choices[5].cost.recompute_seconds;
+        assert!(
+            plan.recompute_seconds < divisible + 1.5 * one_layer,
+            "{} {divisible}",
+            plan.recompute_seconds
+        );
+    }
+}
