@@ -138,7 +138,7 @@ impl PlanArgs {
             parts.push(format!("{} in chunks of {tokens}", plan.loss.name()));
         }
         if plan.host != OnHost::default() {
-            parts.push(format!("{} on the host", plan.host.names().join(" and ")));
+            parts.push(format!("{} on the host", plan.host.names().join(" + ")));
         }
         if plan.sharding.devices > 1 {
             parts.push(format!("ZeRO-{} on {} devices", plan.sharding.stage.number(), plan.sharding.devices));
