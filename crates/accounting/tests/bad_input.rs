@@ -212,6 +212,18 @@ fn command_lines() {
         ("estimate --model gpt2 --batch -3", 2, "cannot read `-3` as a whole number of 1 to 2^64 - 1"),
         ("estimate --model gpt2 --batch 1e3", 2, "cannot read `1e3` as a whole number"),
         ("estimate --model gpt2 --zero 4", 2, "ZeRO stage 4 does not exist"),
+        (
+            "estimate --model gpt2 --loss liger",
+            2,
+            "known are: naive, chunked-recompute, grad-in-forward, linear",
+        ),
+        (
+            "estimate --model gpt2 --loss naive --loss-chunk 8",
+            1,
+            "`naive` has no chunks; leave out --loss-chunk",
+        ),
+        ("estimate --model gpt2 --on-host gradients,weights", 1, "unknown thing on the host `weights`"),
+        ("estimate --model gpt2 --on-host block-inputs", 1, "recompute in full, or keep the activations"),
         ("estimate --model gpt2 --devices 0", 2, "for '--devices <N>': cannot read `0`"),
         ("estimate --model gpt2 --optimizer lion", 2, "unknown optimizer `lion`; known are: sgd, momentum, "),
         ("estimate --model gpt2 --recipe int3", 2, "unknown recipe `int3`; known are: fp32, amp-fp16, "),

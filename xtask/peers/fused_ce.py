@@ -1,0 +1,239 @@
+"""Output projection and cross-entropy in PyTorch: `F.linear` and `F.cross_entropy`, all logits at once.
+
+A step is one forward and backward of the mean loss to the hidden states and the matrix, gradients dropped between steps;
+in low precision the logits go up to fp32 first, as transformers has it. `peak_above_bytes` is the largest number of live
+bytes in a step less the inputs and less their gradients, `peak_with_gradients_bytes` less the inputs only; the logits are let
+go when the loss is there, which a model that returns them does not do. On CUDA, Liger's fused loss and cut-cross-entropy are
+further rungs where they are installed. `--accuracy` measures errors instead, of loss
+and gradients against fp64 over the same (rounded) inputs. Writes one JSON record per figure.
+
+Inputs are drawn in fp32 on the CPU from one generator of the seed, in this order, so that others can draw the same: hidden
+states `randn(N, H)`, matrix `0.02 * randn(V, H)`, targets `randint(V, (N,))`, ignored rows `randperm(N)[:round(ignored * N)]`.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+from records import environment, metric, synchronize
+
+IGNORED = -100
+DTYPES = {
+    "float32": torch.float32, "fp32": torch.float32,
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "float16": torch.float16, "fp16": torch.float16,
+}
+# Shapes that divide by nothing beside ones that do: tokens, hidden, vocabulary, ignored.
+ACCURACY_SHAPES = [(256, 64, 1000, 0.0), (512, 128, 4096, 0.25), (33, 47, 517, 0.25)]
+# Beside PyTorch's own error, relative to the size of the exact result. Gradients: about one rounding to their dtype (unit
+# roundoff 2^-8, 2^-11); in fp32, where sums in another order are no worse, sixteen of 2^-24. The loss is a sum in fp32 whatever
+# the dtype, and the rounding of its logits averages out.
+TOLERANCES = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-20}
+LOSS_TOLERANCES = {torch.bfloat16: 2.0**-16, torch.float16: 2.0**-19, torch.float32: 2.0**-20}
+
+
+class Case:
+    def __init__(self, text):
+        fields = text.split(",")
+        if len(fields) != 5:
+            raise argparse.ArgumentTypeError(f"`{text}` is not TOKENS,HIDDEN,VOCABULARY,DTYPE,IGNORED")
+        try:
+            self.tokens, self.hidden, self.vocabulary = (int(size) for size in fields[:3])
+            self.ignored = float(fields[4])
+        except ValueError as cause:
+            raise argparse.ArgumentTypeError(f"`{text}`: {cause}; give for example 2048,896,151936,float32,0.5")
+        self.dtype = fields[3]
+        if min(self.tokens, self.hidden, self.vocabulary) < 1 or not 0 <= self.ignored <= 1 or self.dtype not in DTYPES:
+            raise argparse.ArgumentTypeError(
+                f"`{text}`: sizes are at least 1, dtypes {', '.join(DTYPES)}, the ignored share from 0 to 1"
+            )
+
+    def keys(self, rung):
+        return {
+            "impl": "pytorch", "rung": rung, "tokens": self.tokens, "hidden": self.hidden,
+            "vocabulary": self.vocabulary, "dtype": self.dtype, "ignored": self.ignored,
+        }
+
+    def draw(self, seed, device):
+        """Hidden states, matrix, targets, and how many of them have a label."""
+        generator = torch.Generator().manual_seed(seed)
+        place = lambda tensor: tensor.to(DTYPES[self.dtype]).to(device).requires_grad_()
+        x = place(torch.randn(self.tokens, self.hidden, generator=generator))
+        weight = place(torch.randn(self.vocabulary, self.hidden, generator=generator).mul_(0.02))
+        targets = torch.randint(self.vocabulary, (self.tokens,), generator=generator)
+        ignored = round(self.ignored * self.tokens)
+        targets[torch.randperm(self.tokens, generator=generator)[:ignored]] = IGNORED
+        return x, weight, targets.to(device), self.tokens - ignored
+
+
+def eager(x, weight, targets):
+    logits = F.linear(x, weight)
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED)
+
+
+def rungs(device):
+    """Name and function of each way that is there."""
+    found = {"eager": eager}
+    if device.type != "cuda":
+        return found
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        liger = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED)
+        found["liger"] = lambda x, weight, targets: liger(weight, x, targets)
+    except ImportError:
+        pass
+    try:
+        from cut_cross_entropy import linear_cross_entropy
+
+        found["cut-cross-entropy"] = lambda x, weight, targets: linear_cross_entropy(
+            x, weight, targets, ignore_index=IGNORED
+        )
+    except ImportError:
+        pass
+    return found
+
+
+def step(loss_of, inputs, device):
+    """One step; seconds of the forward and of the backward."""
+    x, weight, targets = inputs
+    synchronize(device)
+    start = time.perf_counter()
+    loss = loss_of(x, weight, targets)
+    synchronize(device)
+    middle = time.perf_counter()
+    loss.backward()
+    synchronize(device)
+    end = time.perf_counter()
+    x.grad = weight.grad = None
+    return middle - start, end - middle
+
+
+def peak_of_a_step(loss_of, inputs, device):
+    """Largest number of live bytes beyond those there before the step."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step(loss_of, inputs, device)
+        return torch.cuda.max_memory_allocated(device) - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step(loss_of, inputs, device)
+    live = peak = 0
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def speed(case, loss_of, inputs, labelled, repeats, device):
+    step(loss_of, inputs, device)
+    times = [step(loss_of, inputs, device) for _ in range(repeats)]
+    above = peak_of_a_step(loss_of, inputs, device)
+    gradients = sum(tensor.numel() * tensor.element_size() for tensor in inputs[:2])
+    flops = 6 * labelled * case.hidden * case.vocabulary
+    return [
+        metric("forward_seconds", "s", [forward for forward, _ in times]),
+        metric("backward_seconds", "s", [backward for _, backward in times]),
+        metric("step_seconds", "s", [forward + backward for forward, backward in times]),
+        metric("peak_above_bytes", "B", [max(0, above - gradients)]),
+        metric("peak_with_gradients_bytes", "B", [above]),
+        metric("flop_rate", "FLOP/s", [flops / (forward + backward) for forward, backward in times]),
+    ]
+
+
+def results(loss_of, x, weight, targets):
+    """Loss and both gradients, in fp64."""
+    x, weight = (tensor.detach().requires_grad_() for tensor in (x, weight))
+    loss = loss_of(x, weight, targets)
+    loss.backward()
+    return {"loss": loss.detach().double(), "hidden": x.grad.double(), "weight": weight.grad.double()}
+
+
+def errors(case, loss_of, inputs):
+    """Per result, its distance from the exact one, both measured by Frobenius."""
+    x, weight, targets = inputs
+    exact = results(eager, x.double(), weight.double(), targets)
+    found = results(loss_of, x, weight, targets)
+    return {name: ((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in exact}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--hidden", type=int, default=896)
+    parser.add_argument("--vocabulary", type=int, default=151936)
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--ignored", type=float, default=0.0, help="share of the rows without a label")
+    parser.add_argument(
+        "--case", type=Case, action="append", default=[], metavar="TOKENS,HIDDEN,VOCABULARY,DTYPE,IGNORED",
+        help="instead of the five above; may be given more than once",
+    )
+    parser.add_argument("--accuracy", action="store_true", help="errors against fp64 instead of time and memory")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--records", required=True)
+    args = parser.parse_args()
+
+    cases = args.case
+    if not cases and args.accuracy:
+        cases = [
+            Case(f"{tokens},{hidden},{vocabulary},{dtype},{ignored}")
+            for dtype in ("float32", "bfloat16")
+            for tokens, hidden, vocabulary, ignored in ACCURACY_SHAPES
+        ]
+    elif not cases:
+        one = (args.tokens, args.hidden, args.vocabulary, args.dtype, args.ignored)
+        try:
+            cases = [Case(",".join(map(str, one)))]
+        except argparse.ArgumentTypeError as cause:
+            parser.error(str(cause))
+    if args.repeats < 1:
+        parser.error("--repeats is at least 1")
+
+    device = torch.device(args.device)
+    torch.manual_seed(args.seed)
+    where = environment(device)
+    ways = rungs(device)
+
+    def put(records, keys, figures):
+        for figure in figures:
+            record = {"experiment": "fused-ce", "case": keys, "metric": figure, "environment": where}
+            records.write(json.dumps(record) + "\n")
+        records.flush()
+
+    with open(args.records, "a") as records:
+        for index, case in enumerate(cases):
+            *inputs, labelled = case.draw(args.seed, device)
+            for offset, (rung, loss_of) in enumerate(ways.items()):
+                keys = case.keys(rung)
+                what = f"{rung}, {case.tokens} tokens, {case.dtype}, {100 * case.ignored:.0f} % ignored"
+                done, total = index * len(ways) + offset, len(cases) * len(ways)
+                print(f"@progress {done} {total} {what}", file=sys.stderr, flush=True)
+                if not args.accuracy:
+                    put(records, keys, speed(case, loss_of, inputs, labelled, args.repeats, device))
+                    continue
+                for tensor, error in errors(case, loss_of, inputs).items():
+                    tolerances = LOSS_TOLERANCES if tensor == "loss" else TOLERANCES
+                    held_to = error + tolerances[DTYPES[case.dtype]]
+                    print(f"{what}, V {case.vocabulary}: {tensor} {error:.3e}, held to {held_to:.3e}")
+                    figures = [metric("error", "ratio", [error]), metric("held_to", "ratio", [held_to])]
+                    put(records, {**keys, "tensor": tensor}, figures)
+            # Nothing of a case is there when the next is measured.
+            del inputs
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
