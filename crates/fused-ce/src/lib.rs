@@ -2,6 +2,7 @@
 
 pub mod bench;
 mod error;
+pub mod experiment;
 mod function;
 mod head;
 mod inputs;
@@ -14,7 +15,7 @@ mod token_loss;
 pub mod vocabulary_parallel;
 
 pub use error::{Error, Result};
-pub use head::{LinearCrossEntropyHead, install};
+pub use head::{LinearCrossEntropyHead, install, install_rung};
 pub use inputs::{Adapter, Denominator, Inputs, Targets};
 pub use ladder::Rung;
 pub use linear_cross_entropy::Output;

@@ -1,0 +1,53 @@
+//! `fused-ce memory`: where the memory of a training step goes.
+
+use fused_ce::experiment::step_memory::{StepMemory, measure, thinned};
+use fused_ce::experiment::training::Way;
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+use tch::Kind;
+
+use super::sizes;
+
+const EXPERIMENT: &str = "fused-ce-memory";
+/// Points of a timeline.
+const POINTS: usize = 150;
+
+#[derive(clap::Args)]
+pub(crate) struct Memory {
+    /// How large
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Memory) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    runtime::memory::track_cpu()?;
+    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let sizes = sizes::training(arguments.scale, device, common.seed);
+    let ways = [Way::Original, Way::Frugal];
+    let mut progress = Progress::new(ways.len() as u64);
+    for way in ways {
+        progress.message(&format!("one step, {way}"));
+        let rows = [sizes.batch_size as i64, sizes.sequence as i64];
+        let step = measure(&sizes.model, way, rows, Kind::Float, common.seed, device)?;
+        progress.step();
+        let case = Case::new().with("loss", way.to_string());
+        let StepMemory { parameters, optimizer, gradients, activations, logits, peak, .. } = step;
+        for (part, bytes) in [
+            ("parameters", parameters),
+            ("optimizer state", optimizer),
+            ("gradients", gradients),
+            ("activations", activations),
+            ("logits and loss", logits),
+        ] {
+            let case = case.clone().with("part", part);
+            sink.put(EXPERIMENT, &case, vec![Metric::exact("part_bytes", "B", bytes as f64)])?;
+        }
+        sink.put(EXPERIMENT, &case, vec![Metric::exact("peak_bytes", "B", peak as f64)])?;
+        for (at, bytes) in thinned(&step.timeline, POINTS) {
+            let case = case.clone().with("seconds", (at * 1e4).round() / 1e4);
+            sink.put(EXPERIMENT, &case, vec![Metric::exact("live_bytes", "B", bytes as f64)])?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,66 @@
+//! `fused-ce numerics`: how far each rung is from the exact loss and gradients.
+
+use fused_ce::Rung;
+use fused_ce::bench::{Shape, dtype_name};
+use fused_ce::experiment::numerics::{Exact, TENSORS};
+use report::cli::CommonArgs;
+use report::{Case, Metric, Progress, Sink};
+use tch::Kind;
+
+/// Odd sizes, so that no kernel has only whole vectors, and enough tokens for many chunks.
+const SHAPE: Shape = Shape { tokens: 509, hidden: 251, vocabulary: 4093, kind: Kind::Float, ignored: 0.25 };
+/// Tokens of a chunk: all of them at once, a few, one.
+const CHUNKS: [i64; 4] = [509, 64, 8, 1];
+
+#[derive(clap::Args)]
+pub(crate) struct Numerics {
+    /// Seeds, each with its own inputs
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
+    seeds: u64,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let kinds = [Kind::Float, Kind::BFloat16, Kind::Half];
+    let mut progress = Progress::new(arguments.seeds * kinds.len() as u64);
+    for kind in kinds {
+        let shape = Shape { kind, ..SHAPE };
+        let mut cases: Vec<(Rung, Option<i64>)> = vec![(Rung::Naive, None)];
+        for rung in [Rung::ChunkedRecompute, Rung::GradInForward, Rung::LinearCrossEntropy] {
+            cases.extend(CHUNKS.map(|chunk| (rung, Some(chunk))));
+        }
+        let mut errors = vec![Vec::new(); cases.len()];
+        let mut zeros = Vec::new();
+        for seed in 0..arguments.seeds {
+            progress.message(&format!("{} inputs, seed {seed}", dtype_name(kind)));
+            let exact = Exact::new(&shape, common.seed + seed, device)?;
+            zeros.push(exact.zeros_under_the_assignments_tolerance()?);
+            for ((rung, chunk), errors) in cases.iter().zip(&mut errors) {
+                errors.push(exact.errors(*rung, *chunk)?);
+            }
+            progress.step();
+        }
+        for ((rung, chunk), of_case) in cases.iter().zip(&errors) {
+            for (index, tensor) in TENSORS.into_iter().enumerate() {
+                let case = Case::new()
+                    .with("dtype", dtype_name(kind))
+                    .with("rung", rung.name())
+                    .with("chunk", chunk.unwrap_or(shape.tokens))
+                    .with("tensor", tensor);
+                let found: Vec<f64> = of_case.iter().map(|errors| errors[index]).collect();
+                let against: Vec<f64> =
+                    of_case.iter().zip(&errors[0]).map(|(own, naive)| own[index] / naive[index]).collect();
+                let mut metrics = vec![Metric::of_samples("relative_error", "exact", &found)];
+                if tensor != "loss" {
+                    // The loss is one number, whose error may be anything down to 0 by chance.
+                    metrics.push(Metric::of_samples("error_vs_naive", "ratio", &against));
+                    let share: Vec<f64> = zeros.iter().map(|zeros| zeros[index - 1]).collect();
+                    metrics.push(Metric::of_samples("zeros_of_the_assignments_tolerance", "ratio", &share));
+                }
+                sink.put("fused-ce-numerics", &case, metrics)?;
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,82 @@
+//! `fused-ce train`: the same training with each loss.
+
+use fused_ce::experiment::training::{Outcome, Way, train};
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+use training::experiment::corpus::{Corpus, Limits};
+
+use super::sizes;
+
+const EXPERIMENT: &str = "fused-ce-training";
+/// Of the loss, at every step: what rounding in another order may make of fp32 losses over a few dozen steps.
+const TOLERANCE: f64 = 1e-4;
+
+#[derive(clap::Args)]
+pub(crate) struct Train {
+    /// How large
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// Rounds, each beginning with another way
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    runtime::memory::track_cpu()?;
+    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let training = sizes::training(arguments.scale, device, common.seed);
+    let limits = Limits { max_length: training.sequence, ..Limits::default() };
+    let corpus = Corpus::embedded(&limits)?;
+    let mut outcomes = vec![Vec::new(); Way::ALL.len()];
+    let mut progress = Progress::new(u64::from(arguments.rounds) * Way::ALL.len() as u64);
+    for round in 0..arguments.rounds as usize {
+        for turn in 0..Way::ALL.len() {
+            let index = (turn + round) % Way::ALL.len();
+            progress.message(&format!("{}, round {}", Way::ALL[index], round + 1));
+            outcomes[index].push(train(&corpus, Way::ALL[index], &training)?);
+            progress.step();
+        }
+    }
+    for (way, of_way) in Way::ALL.iter().zip(&outcomes) {
+        let case = Case::new().with("loss", way.to_string());
+        let original: &Outcome = &outcomes[0][0];
+        let furthest = of_way[0].losses.iter().zip(&original.losses).map(|(own, original)| {
+            (own - original).abs() / original.abs() / TOLERANCE
+        });
+        let furthest = furthest.fold(0.0, f64::max);
+        let seconds: Vec<f64> = of_way.iter().flat_map(|outcome| outcome.seconds.clone()).collect();
+        let ratios: Vec<f64> = of_way
+            .iter()
+            .zip(&outcomes[0])
+            .map(|(own, original)| median(&own.seconds) / median(&original.seconds))
+            .collect();
+        let peaks: Vec<f64> = of_way.iter().map(|outcome| outcome.peak_bytes as f64).collect();
+        let peak_ratios: Vec<f64> =
+            peaks.iter().zip(&outcomes[0]).map(|(own, original)| own / original.peak_bytes as f64).collect();
+        let last = of_way[0].losses.last().copied().unwrap_or(f64::NAN);
+        sink.put(
+            EXPERIMENT,
+            &case,
+            vec![
+                Metric::exact("final_loss", "exact", last),
+                Metric::exact("share_of_tolerance", "ratio", furthest),
+                Metric::of_samples("step_seconds", "s", &seconds),
+                Metric::of_samples("time_vs_original", "ratio", &ratios),
+                Metric::of_samples("peak_bytes", "B", &peaks),
+                Metric::of_samples("peak_vs_original", "ratio", &peak_ratios),
+            ],
+        )?;
+        for (step, loss) in of_way[0].losses.iter().enumerate() {
+            let case = case.clone().with("step", step as u64 + 1);
+            sink.put(EXPERIMENT, &case, vec![Metric::exact("training_loss", "nat", *loss)])?;
+        }
+    }
+    Ok(())
+}
+
+fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+}

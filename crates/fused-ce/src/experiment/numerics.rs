@@ -1,0 +1,84 @@
+//! The assignment's sanity check, with tolerances that mean something.
+//!
+//! The assignment compares gradients with `allclose(atol = 1e-2)` where they are of the order of 1e-4: gradients of zero would
+//! pass. Here each error is the norm of the difference over the norm of the exact value, computed in f64 from the same rounded
+//! inputs, and what it is held to is the error of libtorch's composition in the same dtype.
+
+use tch::{Kind, Tensor};
+
+use crate::bench::{Shape, Tensors};
+use crate::error::Result;
+use crate::inputs::Inputs;
+use crate::ladder::Rung;
+use crate::options::{Chunk, LinearCrossEntropy};
+
+/// Which value is compared.
+pub const TENSORS: [&str; 3] = ["loss", "hidden", "weight"];
+
+/// The assignment's absolute tolerance.
+pub const ASSIGNMENTS_TOLERANCE: f64 = 1e-2;
+
+/// The exact values of a shape, and its inputs.
+#[derive(Debug)]
+pub struct Exact {
+    tensors: Tensors,
+    values: [Tensor; 3],
+}
+
+impl Exact {
+    /// Computes the loss and both gradients in f64, from inputs in the shape's dtype.
+    ///
+    /// # Errors
+    /// Too little memory.
+    pub fn new(shape: &Shape, seed: u64, device: tch::Device) -> Result<Self> {
+        let tensors = Tensors::new(shape, seed, device)?;
+        let wide = |tensor: &Tensor| tensor.f_detach()?.f_to_kind(Kind::Double)?.f_set_requires_grad(true);
+        let (hidden, weight) = (wide(&tensors.hidden)?, wide(&tensors.weight)?);
+        let values = run(&hidden, &weight, &tensors.targets, Rung::Naive, &LinearCrossEntropy::default())?;
+        Ok(Self { tensors, values })
+    }
+
+    /// ‖found − exact‖ / ‖exact‖ of [`TENSORS`] for one rung, with so many tokens a chunk.
+    ///
+    /// # Errors
+    /// Those of the rung.
+    pub fn errors(&self, rung: Rung, chunk: Option<i64>) -> Result<[f64; 3]> {
+        let options = LinearCrossEntropy { chunk: chunk.map(Chunk::Tokens), ..LinearCrossEntropy::default() };
+        let Tensors { hidden, weight, targets } = &self.tensors;
+        let found = run(hidden, weight, targets, rung, &options)?;
+        let mut errors = [0.0; 3];
+        for ((error, found), exact) in errors.iter_mut().zip(&found).zip(&self.values) {
+            let difference = found.f_to_kind(Kind::Double)?.f_sub(exact)?;
+            *error = difference.f_norm()?.double_value(&[]) / exact.f_norm()?.double_value(&[]);
+        }
+        Ok(errors)
+    }
+
+    /// The largest element of each gradient over the assignment's tolerance: where it is below 1, zeros would pass.
+    ///
+    /// # Errors
+    /// None in practice.
+    pub fn zeros_under_the_assignments_tolerance(&self) -> Result<[f64; 2]> {
+        let largest = |value: &Tensor| -> Result<f64> {
+            Ok(value.f_abs()?.f_max()?.double_value(&[]) / ASSIGNMENTS_TOLERANCE)
+        };
+        Ok([largest(&self.values[1])?, largest(&self.values[2])?])
+    }
+}
+
+fn run(
+    hidden: &Tensor,
+    weight: &Tensor,
+    targets: &Tensor,
+    rung: Rung,
+    options: &LinearCrossEntropy,
+) -> Result<[Tensor; 3]> {
+    let loss = rung.run(&Inputs::new(hidden, weight, targets), options)?.loss;
+    runtime::autograd::backward(&[&loss])?;
+    let gradients = [hidden.f_grad()?, weight.f_grad()?];
+    for leaf in [hidden, weight] {
+        runtime::autograd::set_grad(leaf, None)?;
+    }
+    let [of_hidden, of_weight] = gradients;
+    Ok([loss.f_detach()?, of_hidden, of_weight])
+}

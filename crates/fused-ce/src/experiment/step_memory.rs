@@ -1,0 +1,191 @@
+//! Where the memory of a training step goes, and how it rises and falls over the step.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use models::LlamaConfig;
+use models::module::{Input, LanguageModel, trainable};
+use runtime::autograd::Keep;
+use runtime::memory::{Region, live_bytes};
+use runtime::random::Generator;
+use tch::{Device, Kind, Tensor};
+use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+
+use super::training::{Way, model, outside};
+use crate::error::Result;
+
+/// Bytes of a step's parts, as the allocator counted them.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepMemory {
+    /// Of the parameters.
+    pub parameters: u64,
+    /// Of the optimizer's state.
+    pub optimizer: u64,
+    /// Of the parameters' gradients, when all are there.
+    pub gradients: u64,
+    /// What the blocks' forward keeps.
+    pub activations: u64,
+    /// What the projection and the loss add to that at their most, the gradients that they make left out.
+    pub logits: u64,
+    /// The most of the whole step.
+    pub peak: u64,
+    /// Live bytes by seconds since the step began.
+    pub timeline: Vec<(f64, u64)>,
+    /// When each part of the step began, in seconds: forward, the head's forward and backward, the blocks' backward,
+    /// the optimizer; then its end.
+    pub moments: [f64; 5],
+}
+
+/// Takes two steps of AdamW on drawn tokens `[rows, sequence]`, and watches the second.
+///
+/// # Errors
+/// Those of the model and of the optimizer.
+pub fn measure(
+    config: &LlamaConfig,
+    way: Way,
+    [rows, sequence]: [i64; 2],
+    kind: Kind,
+    seed: u64,
+    device: Device,
+) -> Result<StepMemory> {
+    let before = live_bytes(device)?;
+    runtime::random::seed(seed)?;
+    let model = model(config, way, rows * sequence, (kind, device))?;
+    let parameters = live_bytes(device)? - before;
+    let mut optimizer =
+        Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), 1e-4)]).map_err(outside)?;
+    let drawn = Generator::new(seed)?.uniform(&[rows, sequence + 1], (0.0, 1.0), (Kind::Double, device))?;
+    let drawn = drawn.f_mul_scalar(config.vocab_size as f64)?.f_to_kind(Kind::Int64)?;
+    let (tokens, labels) = (drawn.f_narrow(1, 0, sequence)?, drawn.f_narrow(1, 1, sequence)?);
+    step(&*model, &mut optimizer, &tokens, &labels, device)?;
+    let optimizer_bytes = live_bytes(device)? - before - parameters - bytes_of(&drawn);
+    let sampler = Sampler::start(device);
+    let mut measured = step(&*model, &mut optimizer, &tokens, &labels, device)?;
+    measured.timeline = sampler.finish().into_iter().map(|(at, bytes)| (at, bytes.saturating_sub(before))).collect();
+    measured.parameters = parameters;
+    measured.optimizer = optimizer_bytes;
+    measured.peak -= before;
+    Ok(measured)
+}
+
+fn bytes_of(tensor: &Tensor) -> u64 {
+    (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
+}
+
+fn step(
+    model: &dyn LanguageModel,
+    optimizer: &mut Optimizer,
+    tokens: &Tensor,
+    labels: &Tensor,
+    device: Device,
+) -> Result<StepMemory> {
+    let started = Instant::now();
+    let mut moments = [0.0; 5];
+    let mut moment = |index: usize| -> Result<()> {
+        runtime::device::synchronize(device)?;
+        moments[index] = started.elapsed().as_secs_f64();
+        Ok(())
+    };
+    let whole = Region::start(device)?;
+    let at_start = live_bytes(device)?;
+    let hidden = model.hidden(&Input { context: models::module::Context { training: true, ..Default::default() }, ..Input::new(tokens) })?;
+    moment(1)?;
+    let activations = live_bytes(device)? - at_start;
+    // The head on a leaf of its own, so that its backward ends before the blocks' begins.
+    let loss_region = Region::start(device)?;
+    let leaf = hidden.f_detach()?.f_set_requires_grad(true)?;
+    let loss = model.head().loss(&leaf, labels, false)?.sum.f_div_scalar(labels.numel() as f64)?;
+    runtime::autograd::backward(&[&loss])?;
+    drop(loss);
+    let of_hidden = leaf.f_grad()?;
+    drop(leaf);
+    moment(2)?;
+    let top_of_loss = loss_region.finish()?.peak;
+    runtime::autograd::backward_with(&[&hidden], &[Some(&of_hidden)], Keep::default())?;
+    drop((hidden, of_hidden));
+    moment(3)?;
+    let gradients: u64 = optimizer.gradients().map_err(outside)?.iter().map(bytes_of).sum();
+    optimizer.step().map_err(outside)?;
+    optimizer.zero_grad(ZeroGrad::ToNone).map_err(outside)?;
+    moment(4)?;
+    let peak = whole.finish()?.peak;
+    let weights = models::module::parameters(model.head());
+    let of_weights: u64 = weights.iter().map(|(_, weight)| bytes_of(weight)).sum();
+    Ok(StepMemory {
+        gradients,
+        activations,
+        logits: top_of_loss.saturating_sub(at_start + activations + of_weights),
+        peak,
+        moments,
+        ..StepMemory::default()
+    })
+}
+
+/// Looks at the allocator's count again and again from a thread of its own.
+struct Sampler {
+    stop: Arc<AtomicBool>,
+    thread: std::thread::JoinHandle<Vec<(f64, u64)>>,
+}
+
+impl Sampler {
+    fn start(device: Device) -> Self {
+        const EVERY: Duration = Duration::from_micros(200);
+        let stop = Arc::new(AtomicBool::new(false));
+        let told = stop.clone();
+        let started = Instant::now();
+        let thread = std::thread::spawn(move || {
+            let mut seen = Vec::new();
+            while !told.load(Ordering::Relaxed) {
+                if let Ok(bytes) = live_bytes(device) {
+                    seen.push((started.elapsed().as_secs_f64(), bytes));
+                }
+                std::thread::sleep(EVERY);
+            }
+            seen
+        });
+        Self { stop, thread }
+    }
+
+    fn finish(self) -> Vec<(f64, u64)> {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap_or_default()
+    }
+}
+
+/// At most `count` points of a timeline: the largest of each stretch of time, so that no peak is lost.
+pub fn thinned(timeline: &[(f64, u64)], count: usize) -> Vec<(f64, u64)> {
+    let Some(&(end, _)) = timeline.last() else { return Vec::new() };
+    let width = (end / count.max(1) as f64).max(f64::MIN_POSITIVE);
+    let mut points: Vec<(f64, u64)> = Vec::new();
+    let mut stretch = 0;
+    for &(at, bytes) in timeline {
+        let of = (at / width) as usize;
+        match points.last_mut() {
+            Some(last) if of == stretch => {
+                if bytes > last.1 {
+                    *last = (at, bytes);
+                }
+            }
+            _ => {
+                points.push((at, bytes));
+                stretch = of;
+            }
+        }
+    }
+    points
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thinning_keeps_every_peak() {
+        let timeline: Vec<(f64, u64)> = (0..1000).map(|i| (f64::from(i) * 1e-3, u64::from(i == 777) * 5 + 1)).collect();
+        let thin = thinned(&timeline, 50);
+        assert!(thin.len() <= 51 && thin.iter().any(|(_, bytes)| *bytes == 6), "{thin:?}");
+        assert!(thin.windows(2).all(|pair| pair[0].0 < pair[1].0));
+        assert!(thinned(&[], 10).is_empty());
+    }
+}

@@ -1,0 +1,175 @@
+//! The same training with each loss: what the assignment compares as the original, Malek's way and Liger's.
+
+use std::fmt;
+use std::str::FromStr;
+
+use dataloading::loader::LoaderOptions;
+use dataloading::{BatchOptions, Order};
+use models::module::{LanguageModel, trainable};
+use models::{Llama, LlamaConfig};
+use runtime::memory::live_bytes;
+use tch::{Device, Kind};
+use training::Trainer;
+use training::experiment::corpus::Corpus;
+use training::experiment::step_peak::StepPeak;
+use training::experiment::strategy::Strategy;
+use training::loader_batches::LoaderBatches;
+use training::observer::{Observer, StepRecord};
+use training::optimizer::{AdamW, Group, Optimizer};
+use training::trainer::Options;
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::error::{Error, Result};
+use crate::head::install_rung;
+use crate::ladder::Rung;
+use crate::options::{Chunk, LinearCrossEntropy};
+
+/// A way to compute the loss of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// All logits, as transformers does.
+    Original,
+    /// Malek's: gradients in forward, an eighth of the tokens at a time.
+    Malek,
+    /// Liger's: the same, and as many tokens at a time as make a chunk's logits about as large as the hidden states.
+    Liger,
+    /// This crate's.
+    Frugal,
+}
+
+impl Way {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Original, Self::Malek, Self::Liger, Self::Frugal];
+
+    /// The rung, and its options for so many tokens.
+    pub fn rung(self, tokens: i64, hidden: i64, vocabulary: i64) -> (Rung, LinearCrossEntropy) {
+        let with = |chunk| LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() };
+        match self {
+            Self::Original => (Rung::Naive, with(None)),
+            Self::Malek => (Rung::GradInForward, with(None)),
+            Self::Liger => {
+                let parts = ((vocabulary + hidden - 1) / hidden).max(1);
+                let chunk = ((tokens + parts - 1) / parts).max(1).unsigned_abs().next_power_of_two();
+                (Rung::GradInForward, with(Some(Chunk::Tokens(i64::try_from(chunk).unwrap_or(i64::MAX)))))
+            }
+            Self::Frugal => (Rung::LinearCrossEntropy, with(None)),
+        }
+    }
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Original => "original",
+            Self::Malek => "malek",
+            Self::Liger => "liger",
+            Self::Frugal => "frugal",
+        })
+    }
+}
+
+impl FromStr for Way {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|way| way.to_string() == text).ok_or_else(|| {
+            Error::Option(format!("unknown way `{text}`; expected original, malek, liger or frugal"))
+        })
+    }
+}
+
+/// Sizes of the comparison.
+#[derive(Clone, Debug)]
+pub struct Training {
+    /// The model.
+    pub model: LlamaConfig,
+    /// Rows of a batch.
+    pub batch_size: usize,
+    /// Tokens of a row.
+    pub sequence: usize,
+    /// Steps.
+    pub steps: u64,
+    /// Learning rate of AdamW.
+    pub lr: f64,
+    /// Where.
+    pub device: Device,
+    /// Of weights and order.
+    pub seed: u64,
+}
+
+/// What a training came to.
+#[derive(Clone, Debug, Default)]
+pub struct Outcome {
+    /// The loss of each step.
+    pub losses: Vec<f64>,
+    /// Seconds of each step but the first two.
+    pub seconds: Vec<f64>,
+    /// The most bytes that were live during a step, beyond what was before the training.
+    pub peak_bytes: u64,
+}
+
+/// A model whose loss is computed this way.
+///
+/// # Errors
+/// Those of the model.
+pub fn model(config: &LlamaConfig, way: Way, tokens: i64, options: (Kind, Device)) -> Result<Box<dyn LanguageModel>> {
+    let mut model = Llama::new(config, options)?;
+    let (rung, loss) = way.rung(tokens, config.hidden_size, config.vocab_size);
+    install_rung(&mut model, &loss, rung)?;
+    Ok(Box::new(model))
+}
+
+/// Trains once.
+///
+/// # Errors
+/// Those of the data, the model and the loop.
+pub fn train(corpus: &Corpus, way: Way, training: &Training) -> Result<Outcome> {
+    let &Training { batch_size, sequence, steps, lr, device, seed, .. } = training;
+    let before = live_bytes(device)?;
+    runtime::random::seed(seed)?;
+    let options = BatchOptions {
+        batch_size,
+        max_length: sequence,
+        pad: corpus.pad(),
+        seed,
+        order: Order::Shuffled,
+        ..Default::default()
+    };
+    let source = Strategy::Packed.source(corpus.train.clone(), &options).map_err(outside)?;
+    let loader = LoaderOptions { workers: 1, device, epochs: None, ..Default::default() };
+    let mut batches = LoaderBatches::new(source, &loader).map_err(outside)?;
+    let model = model(&training.model, way, (batch_size * sequence) as i64, (Kind::Float, device))?;
+    let optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), lr)]).map_err(outside)?;
+    let mut trainer = Trainer::new(model, optimizer, Options { steps, ..Default::default() }).map_err(outside)?;
+    let seen = Arc::new(Mutex::new(Seen { peak: StepPeak::start(device).map_err(outside)?, steps: Vec::new() }));
+    trainer.observers.push(Box::new(Watcher(seen.clone())));
+    trainer.run(&mut batches, None).map_err(outside)?;
+    drop(trainer);
+    let seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
+    Ok(Outcome {
+        losses: seen.steps.iter().map(|step| step.loss).collect(),
+        seconds: seen.steps.iter().skip(2).map(|step| step.timings.total).collect(),
+        peak_bytes: seen.peak.bytes().saturating_sub(before),
+    })
+}
+
+pub(super) fn outside(error: training::Error) -> Error {
+    Error::Runtime(runtime::Error::Other(Box::new(error)))
+}
+
+struct Seen {
+    peak: StepPeak,
+    steps: Vec<StepRecord>,
+}
+
+struct Watcher(Arc<Mutex<Seen>>);
+
+impl Observer for Watcher {
+    fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
+        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.peak.after_step()?;
+        seen.steps.push(record.clone());
+        Ok(())
+    }
+}
