@@ -242,7 +242,12 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, documents: Option<&Documents>, drop
         return Err(Error::Config { what: operation, reason });
     }
     if v.size() != of_k {
-        return Err(Error::Shape { operation, name: "v", found: v.size(), expected: format!("{of_k:?}, as k") });
+        return Err(Error::Shape {
+            operation,
+            name: "v",
+            found: v.size(),
+            expected: format!("{of_k:?}, as k"),
+        });
     }
     if !(0.0..1.0).contains(&dropout) {
         let reason = format!("dropout is {dropout}; expected a probability in [0, 1)");

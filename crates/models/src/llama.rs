@@ -11,7 +11,7 @@
 //! The two differ in that Qwen2 has biases on queries, keys and values; a [`LlamaConfig`] says which it is. Norms, rotation and
 //! the gate's product are `runtime`'s fused passes, and keys and values of grouped queries are never copied on the CPU or by
 //! flash, so that between forward and backward a block holds, per token in elements: both norms' outputs 2H, the rotated
-//! queries and keys with the values and attention's output 2(h + g)e, the MLP's 3F, and two numbers of the norms. The residual
+//! queries and keys with the values and attention's output 2(h + g)e, the MLP's 3F; and h + 2 numbers of softmax and norms. The residual
 //! stream itself is free.
 //!
 //! Parameters carry Hugging Face's names without their `model.`: `layers.0.self_attn.q_proj.weight`. [`load`] reads files of
@@ -36,7 +36,6 @@ mod block;
 mod config;
 
 use std::path::Path;
-use std::sync::Arc;
 
 use runtime::fused::rope::RotaryTable;
 use tch::{Device, Kind, Tensor};
@@ -74,7 +73,6 @@ impl Llama {
         let &LlamaConfig { vocab_size, hidden_size, max_position_embeddings, .. } = config;
         let init = Init::Normal { std: config.initializer_range };
         let rope = RotaryTable::new(config.head_dim, max_position_embeddings, &config.rope, options.1)?;
-        let rope = Arc::new(rope);
         let embed_tokens = Embedding::new(vocab_size, hidden_size, init, options)?;
         let block =
             |_| -> Result<Box<dyn Block>> { Ok(Box::new(LlamaBlock::new(config, rope.clone(), options)?)) };

@@ -43,7 +43,8 @@ fn check(name: &str) {
     let cases: BTreeMap<String, Tensor> =
         tensors_file::read(&folder.join("cases.safetensors"), Device::Cpu).unwrap().into_iter().collect();
     for attention in [AttentionPath::Fused, AttentionPath::DenseMask, AttentionPath::Explicit] {
-        let model = Llama::new(&LlamaConfig { attention, ..config.clone() }, (Kind::Float, Device::Cpu)).unwrap();
+        let model =
+            Llama::new(&LlamaConfig { attention, ..config.clone() }, (Kind::Float, Device::Cpu)).unwrap();
         llama::load(&model, &folder.join("model.safetensors")).unwrap();
 
         let mask = &cases["attention_mask"];

@@ -1,7 +1,9 @@
 //! Llama and Qwen2: what a `config.json` says, what a file of weights is called, and that packed documents never meet.
 
 use accounting::config as paper;
-use models::module::{Context, Edit, Input, LanguageModel, Mlp, Module, Projection, edit, parameter_count, parameters};
+use models::module::{
+    Context, Edit, Input, LanguageModel, Mlp, Module, Projection, edit, parameter_count, parameters,
+};
 use models::state_dict::state_dict;
 use models::{AttentionPath, Documents, Init, Llama, LlamaConfig, Swiglu, llama, tensors_file};
 use runtime::autograd::backward;
@@ -41,12 +43,8 @@ fn parse(fields: &Value) -> Result<LlamaConfig, String> {
 
 #[test]
 fn both_forms_of_the_file_are_read() {
-    let llama3 = Scaling::Llama3 {
-        factor: 8.0,
-        low_freq_factor: 1.0,
-        high_freq_factor: 4.0,
-        original_places: 8192.0,
-    };
+    let llama3 =
+        Scaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_places: 8192.0 };
     let numbers = json!({
         "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
     });
@@ -60,7 +58,10 @@ fn both_forms_of_the_file_are_read() {
     };
     let cases = [
         (json!({}), Frequencies::default()),
-        (json!({ "rope_theta": 5e5, "rope_scaling": null }), Frequencies { theta: 5e5, scaling: Scaling::None }),
+        (
+            json!({ "rope_theta": 5e5, "rope_scaling": null }),
+            Frequencies { theta: 5e5, scaling: Scaling::None },
+        ),
         (
             json!({ "rope_theta": 5e5, "rope_scaling": kind("rope_type", "llama3", None) }),
             Frequencies { theta: 5e5, scaling: llama3 },
@@ -160,7 +161,8 @@ fn weights_are_read_under_either_name_and_a_repeated_head_is_left_out() {
     let path = folder.path().join("model.safetensors");
     for tied in [false, true] {
         let config = LlamaConfig { tie_word_embeddings: tied, ..small() };
-        let (model, tokens) = (Llama::new(&config, F32).unwrap(), Tensor::from_slice(&[1i64, 5, 9]).view([1, 3]));
+        let (model, tokens) =
+            (Llama::new(&config, F32).unwrap(), Tensor::from_slice(&[1i64, 5, 9]).view([1, 3]));
         let logits = model.logits(&Input::new(&tokens)).unwrap();
         let own = state_dict(&model);
         let mut theirs: Vec<(String, Tensor)> =
@@ -177,9 +179,13 @@ fn weights_are_read_under_either_name_and_a_repeated_head_is_left_out() {
             assert_eq!(other.logits(&Input::new(&tokens)).unwrap(), logits);
         }
     }
-    let qwen2 = Llama::new(&LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::qwen2(40, 24, 36, 2, 6) }, F32);
+    let qwen2 =
+        Llama::new(&LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::qwen2(40, 24, 36, 2, 6) }, F32);
     let error = llama::load(&qwen2.unwrap(), &path).unwrap_err().to_string();
-    assert!(error.contains("missing layers.0.self_attn.q_proj.bias, layers.0.self_attn.k_proj.bias"), "{error}");
+    assert!(
+        error.contains("missing layers.0.self_attn.q_proj.bias, layers.0.self_attn.k_proj.bias"),
+        "{error}"
+    );
 }
 
 /// The model's output at each place, and the gradient of what it sums to.
@@ -228,7 +234,10 @@ fn a_packed_row_gives_what_each_document_gives_alone() {
             let shifted = (&unmoved.0 - &packed.0).abs().max().double_value(&[]);
             assert!(shifted < 1e-5, "{shifted}");
             // ... and without the documents it is not.
-            let mixed = run(&model, &Input { tokens: &tokens, positions: Some(&places), context: Context::default() });
+            let mixed = run(
+                &model,
+                &Input { tokens: &tokens, positions: Some(&places), context: Context::default() },
+            );
             assert!((mixed.0 - &packed.0).abs().max().double_value(&[]) > 1e-3);
         }
     }

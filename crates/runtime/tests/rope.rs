@@ -36,12 +36,14 @@ fn it_is_the_formula_in_every_dtype_and_layout() {
     for (kind, tolerance) in
         [(Kind::Float, 4e-7), (Kind::Double, 2e-7), (Kind::BFloat16, 6e-3), (Kind::Half, 8e-4)]
     {
-        let shapes = [[1, 1, 1, 1, 2], [2, 5, 3, 1, 6], [1, 9, 4, 2, 34], [2, 70, 14, 2, 64], [3, 50, 3, 3, 100]];
+        let shapes =
+            [[1, 1, 1, 1, 2], [2, 5, 3, 1, 6], [1, 9, 4, 2, 34], [2, 70, 14, 2, 64], [3, 50, 3, 3, 100]];
         for [batch, sequence, heads, kv_heads, head] in shapes {
             let table = table(head, 700);
             let all = heads + 2 * kv_heads;
             let joint = generator.normal(&[batch, sequence, all * head], F64).unwrap().to_kind(kind);
-            let parts = joint.view([batch, sequence, all, head]).split_with_sizes([heads, kv_heads, kv_heads], 2);
+            let parts =
+                joint.view([batch, sequence, all, head]).split_with_sizes([heads, kv_heads, kv_heads], 2);
             let transposed = |x: &Tensor| x.transpose(1, 2).contiguous().transpose(1, 2);
             let layouts: [(&str, [Tensor; 2]); 3] = [
                 ("joint", [parts[0].shallow_clone(), parts[1].shallow_clone()]),
@@ -57,9 +59,14 @@ fn it_is_the_formula_in_every_dtype_and_layout() {
                         let expected = oracle(from, positions.unwrap_or(&counted));
                         assert_eq!((found.kind(), found.is_contiguous()), (kind, true));
                         let size = expected.abs().max().double_value(&[]);
-                        let error = (found.to_kind(Kind::Double) - expected).abs().max().double_value(&[]) / size;
+                        let error =
+                            (found.to_kind(Kind::Double) - expected).abs().max().double_value(&[]) / size;
                         let given = positions.is_some();
-                        assert!(error <= tolerance, "{kind:?} {layout} {:?} given {given}: {error:e}", from.size());
+                        assert!(
+                            error <= tolerance,
+                            "{kind:?} {layout} {:?} given {given}: {error:e}",
+                            from.size()
+                        );
                     }
                 }
             }
@@ -101,7 +108,9 @@ fn its_derivatives_are_those_of_central_differences() {
         let slope = |x: &[Tensor]| {
             // Central differences are taken without a graph; the first derivative needs one all the same.
             let _recorded = GradMode::on();
-            let leaf = |x: &Tensor| if x.requires_grad() { x.shallow_clone() } else { x.detach().set_requires_grad(true) };
+            let leaf = |x: &Tensor| {
+                if x.requires_grad() { x.shallow_clone() } else { x.detach().set_requires_grad(true) }
+            };
             let x = [leaf(&x[0]), leaf(&x[1])];
             let (q, k) = table.rotate(&x[0], &x[1], positions)?;
             let sum = q.f_square()?.f_mul(&q)?.f_sum(Kind::Double)? + k.f_square()?.f_sum(Kind::Double)?;
@@ -182,7 +191,10 @@ fn what_does_not_fit_is_refused() {
             words(&good, &good.to_kind(Kind::Half), None),
             "`k` is Half on Cpu; expected Float, Double, BFloat16 or Half, the same for q and k, on Cpu where the table is",
         ),
-        (words(&good, &good, Some(&at(&[1, 2, 3]))), "positions are Int64 [1, 3] on Cpu; expected Int64 [1, 2] on Cpu"),
+        (
+            words(&good, &good, Some(&at(&[1, 2, 3]))),
+            "positions are Int64 [1, 3] on Cpu; expected Int64 [1, 2] on Cpu",
+        ),
         (
             words(&good, &good, Some(&at(&[0, 9]))),
             "position 9 is outside the table's 9 places (0 to 8); cut the rows, or make the table longer",

@@ -1,7 +1,5 @@
 //! A block: attention over rotated heads, then the MLP, each on a normalized copy of the residual stream.
 
-use std::sync::Arc;
-
 use runtime::fused::rope::RotaryTable;
 use tch::{Device, Kind, Tensor};
 
@@ -23,11 +21,7 @@ pub(super) struct LlamaBlock {
 }
 
 impl LlamaBlock {
-    pub(super) fn new(
-        config: &LlamaConfig,
-        rope: Arc<RotaryTable>,
-        options: (Kind, Device),
-    ) -> Result<Self> {
+    pub(super) fn new(config: &LlamaConfig, rope: RotaryTable, options: (Kind, Device)) -> Result<Self> {
         let &LlamaConfig { hidden_size, intermediate_size, mlp_bias, rms_norm_eps, .. } = config;
         let init = Init::Normal { std: config.initializer_range };
         Ok(Self {
@@ -68,14 +62,14 @@ struct SelfAttention {
     k_proj: Box<dyn Projection>,
     v_proj: Box<dyn Projection>,
     o_proj: Box<dyn Projection>,
-    rope: Arc<RotaryTable>,
+    rope: RotaryTable,
     head: i64,
     dropout: f64,
     path: AttentionPath,
 }
 
 impl SelfAttention {
-    fn new(config: &LlamaConfig, rope: Arc<RotaryTable>, options: (Kind, Device)) -> Result<Self> {
+    fn new(config: &LlamaConfig, rope: RotaryTable, options: (Kind, Device)) -> Result<Self> {
         let init = Init::Normal { std: config.initializer_range };
         let linear = |from, to, bias: bool| -> Result<Box<dyn Projection>> {
             let bias = bias.then_some(Init::Constant(0.0));
@@ -103,8 +97,7 @@ impl SelfAttention {
             let (batch, sequence, width) = joint.size3()?;
             Ok(joint.f_view([batch, sequence, width / self.head, self.head])?)
         };
-        let (q, k) =
-            self.rope.rotate(&heads(&*self.q_proj)?, &heads(&*self.k_proj)?, context.positions)?;
+        let (q, k) = self.rope.rotate(&heads(&*self.q_proj)?, &heads(&*self.k_proj)?, context.positions)?;
         let v = heads(&*self.v_proj)?;
         let dropout = if context.training { self.dropout } else { 0.0 };
         self.o_proj.forward(&causal_attention(&q, &k, &v, context.documents, self.path, dropout)?)

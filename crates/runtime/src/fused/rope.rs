@@ -51,11 +51,17 @@ use function::Rotate;
 
 pub(crate) use sys::NAME;
 
-/// Cosines and sines of every place. Computed once, shared by all layers of a model.
+/// Cosines and sines of every place. Computed once; its clones, one for each layer of a model, share its memory.
 #[derive(Debug)]
 pub struct RotaryTable {
     /// `[places, 2, head / 2]`, fp32.
     values: Tensor,
+}
+
+impl Clone for RotaryTable {
+    fn clone(&self) -> Self {
+        Self { values: self.values.shallow_clone() }
+    }
 }
 
 impl RotaryTable {
@@ -119,7 +125,8 @@ impl RotaryTable {
         for (name, x) in [("q", q), ("k", k)] {
             let found = x.size();
             if found.len() != 4 || found[3] != head || found[..2] != size[..2] {
-                let rows = if size.len() == 4 { format!("{}, {}", size[0], size[1]) } else { "b, t".to_owned() };
+                let rows =
+                    if size.len() == 4 { format!("{}, {}", size[0], size[1]) } else { "b, t".to_owned() };
                 return invalid(format!("`{name}` has shape {found:?}; expected [{rows}, heads, {head}]"));
             }
             if x.kind() != kind || !sys::takes(kind) || x.device() != device {

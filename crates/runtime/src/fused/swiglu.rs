@@ -47,7 +47,8 @@ use crate::sys::swiglu as sys;
 /// # Errors
 /// Those of [`Elementwise::apply`]; shapes that differ.
 pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    static PRODUCT: LazyLock<Elementwise<2>> = LazyLock::new(|| Elementwise::new(|[gate, up]| gate.silu() * up));
+    static PRODUCT: LazyLock<Elementwise<2>> =
+        LazyLock::new(|| Elementwise::new(|[gate, up]| gate.silu() * up));
     if gate.size() != up.size() {
         let reason = format!("gate is {:?} and up {:?}; expected one shape", gate.size(), up.size());
         return Err(Error::invalid("fused swiglu", reason));

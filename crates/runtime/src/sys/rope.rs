@@ -42,7 +42,12 @@ pub(crate) fn writes(tensor: &Tensor) -> bool {
 /// `places`; `table` is `[places, 2, head / 2]` of fp32, contiguous: the cosines of a place, then its sines.
 ///
 /// All are on the CPU; `turns` share their batch, sequence, head and dtype.
-pub(crate) fn rotate(table: &Tensor, places: Option<&[i64]>, turns: &[Turn<'_>], inverse: bool) -> Result<()> {
+pub(crate) fn rotate(
+    table: &Tensor,
+    places: Option<&[i64]>,
+    turns: &[Turn<'_>],
+    inverse: bool,
+) -> Result<()> {
     let invalid = |reason: String| Err(Error::invalid(NAME, reason));
     let &[known, 2, half] = &table.size()[..] else {
         return invalid(format!("the table is {:?}; expected [places, 2, head / 2]", table.size()));
@@ -58,7 +63,9 @@ pub(crate) fn rotate(table: &Tensor, places: Option<&[i64]>, turns: &[Turn<'_>],
         let (b, t, heads, head) = from.size4()?;
         let fits = (b, t, head) == (batch, sequence, 2 * half)
             && to.size() == from.size()
-            && [from, to].iter().all(|x| x.kind() == kind && x.device() == Device::Cpu && !x.is_sparse() && !x.is_neg());
+            && [from, to]
+                .iter()
+                .all(|x| x.kind() == kind && x.device() == Device::Cpu && !x.is_sparse() && !x.is_neg());
         if !fits || !takes(kind) || !reads(from) || !writes(to) {
             return invalid(format!(
                 "heads of {:?} {:?} with strides {:?} to {:?} with strides {:?}; expected [{batch}, {sequence}, heads, {}] on \

@@ -128,9 +128,8 @@ mod tests {
 
     #[test]
     fn what_makes_no_angles_is_named() {
-        let words = |theta, scaling, head| {
-            Frequencies { theta, scaling }.angles(head).unwrap_err().to_string()
-        };
+        let words =
+            |theta, scaling, head| Frequencies { theta, scaling }.angles(head).unwrap_err().to_string();
         let llama = |low_freq_factor, high_freq_factor| Scaling::Llama3 {
             factor: 8.0,
             low_freq_factor,
@@ -138,10 +137,19 @@ mod tests {
             original_places: 8192.0,
         };
         for (found, expected) in [
-            (words(1e4, Scaling::None, 7), "rotary embedding: heads of width 7; expected an even width from 2 on"),
-            (words(1e4, Scaling::None, 0), "rotary embedding: heads of width 0; expected an even width from 2 on"),
+            (
+                words(1e4, Scaling::None, 7),
+                "rotary embedding: heads of width 7; expected an even width from 2 on",
+            ),
+            (
+                words(1e4, Scaling::None, 0),
+                "rotary embedding: heads of width 0; expected an even width from 2 on",
+            ),
             (words(0.0, Scaling::None, 8), "rotary embedding: theta is 0; expected a finite number above 0"),
-            (words(f64::NAN, Scaling::None, 8), "rotary embedding: theta is NaN; expected a finite number above 0"),
+            (
+                words(f64::NAN, Scaling::None, 8),
+                "rotary embedding: theta is NaN; expected a finite number above 0",
+            ),
             (
                 words(1e4, Scaling::Linear { factor: 0.5 }, 8),
                 "rotary embedding: the scaling's factor is 0.5; expected a finite number from 1 on",
