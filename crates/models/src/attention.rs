@@ -11,9 +11,23 @@
 //! | [`DenseMask`](AttentionPath::DenseMask) | the mask, `[t, t]` or `[b, 1, t, t]` | all pairs |
 //! | [`Fused`](AttentionPath::Fused) | one number per query | pairs within a document, up to the diagonal |
 //!
-//! `Fused` is libtorch's flash kernel (Dao, arXiv:2307.08691). Packed documents run through its variable-length form on
-//! CUDA. On the CPU, which has none, the documents are views of the pack and the kernel runs once for each of them: work
-//! is Σ lengthᵢ² and not (Σ lengthᵢ)², and nothing of size t² exists.
+//! `Fused` never makes anything of size t². Which kernel that is depends on the device alone:
+//!
+//! | device | dtype | rows of one document | packed documents |
+//! |---|---|---|---|
+//! | CPU | any | flash (Dao, arXiv:2307.08691), libtorch's for the CPU | the same, once for each document |
+//! | CUDA | bf16, fp16 | flash (or cuDNN's, where libtorch puts that first) | flash, variable length |
+//! | CUDA | fp32 | memory-efficient (Rabe & Staats, arXiv:2112.05682) | the same, variable length |
+//! | any | f64 on CUDA; any on the CPU with dropout | libtorch's products (`math`): all pairs | on the CPU per document |
+//!
+//! The CPU has no variable-length kernel; there the documents are views of the pack, so work is Σ lengthᵢ² and not
+//! (Σ lengthᵢ)², and no mask exists. (A boolean mask would keep flash too, and compute all pairs.)
+//!
+//! # Grouped queries
+//!
+//! With h queries for g heads of keys and values (Ainslie et al., arXiv:2305.13245), query head i reads the keys of head
+//! i / (h/g). Flash reads them where they lie, forward and backward, on either device; the memory-efficient kernel and the
+//! explicit form cannot, and get copies.
 
 mod documents;
 
@@ -37,13 +51,14 @@ pub enum AttentionPath {
     Fused,
 }
 
-/// Attention of `q`, `k`, `v` (each `[batch, sequence, heads, head]`, one dtype) into `[batch, sequence, heads·head]`.
+/// Attention of `q` `[batch, sequence, heads, head]` over `k` and `v` `[batch, sequence, kv_heads, head]`, of one dtype, into
+/// `[batch, sequence, heads·head]`. kv_heads divides heads: see [grouped queries](self#grouped-queries).
 ///
 /// `dropout` is the probability that a weight is dropped, 0 outside of training. Above 0, libtorch's CPU has no fused
 /// kernel and takes the explicit form by itself.
 ///
 /// # Errors
-/// Shapes that differ, a dropout outside [0, 1), documents of other rows.
+/// Shapes that differ, heads that kv_heads does not divide, a dropout outside [0, 1), documents of other rows.
 pub fn causal_attention(
     q: &Tensor,
     k: &Tensor,
@@ -72,12 +87,16 @@ fn attend(
     path: AttentionPath,
     dropout: f64,
 ) -> Result<Tensor> {
+    if k.size()[2] != q.size()[2] && !reads_groups(path, q) {
+        let [k, v] = [spread(k, q.size()[2])?, spread(v, q.size()[2])?];
+        return attend(q, &k, &v, documents, path, dropout);
+    }
     match (path, documents) {
         (AttentionPath::Explicit, _) => explicit(q, k, v, documents, dropout),
         (AttentionPath::DenseMask, _) => {
             let mask = additive_mask(q, documents)?;
-            heads_first(q, k, v, |q, k, v| {
-                Tensor::f_scaled_dot_product_attention(q, k, v, Some(&mask), dropout, false, None, false)
+            heads_first(q, k, v, |q, k, v, grouped| {
+                Tensor::f_scaled_dot_product_attention(q, k, v, Some(&mask), dropout, false, None, grouped)
             })
         }
         (AttentionPath::Fused, None) => fused(q, k, v, dropout),
@@ -88,21 +107,39 @@ fn attend(
     }
 }
 
+/// Whether the kernel of this path, device and dtype reads keys and values of fewer heads than the queries where they lie.
+/// (Where libtorch's own `math` runs on the CPU, for dropout or a mask, it copies by itself.)
+fn reads_groups(path: AttentionPath, q: &Tensor) -> bool {
+    match path {
+        AttentionPath::Explicit => false,
+        AttentionPath::DenseMask => !q.device().is_cuda(),
+        AttentionPath::Fused => !q.device().is_cuda() || low(q.kind()),
+    }
+}
+
+/// `[b, t, kv_heads, head]` with each head as often as a group of queries reads it: `[b, t, heads, head]`.
+fn spread(x: &Tensor, heads: i64) -> Result<Tensor> {
+    let (batch, sequence, kv_heads, head) = x.size4()?;
+    let groups = x.f_unsqueeze(3)?.f_expand([batch, sequence, kv_heads, heads / kv_heads, head], false)?;
+    Ok(groups.f_reshape([batch, sequence, heads, head])?)
+}
+
 fn fused(q: &Tensor, k: &Tensor, v: &Tensor, dropout: f64) -> Result<Tensor> {
-    heads_first(q, k, v, |q, k, v| {
-        Tensor::f_scaled_dot_product_attention(q, k, v, None::<&Tensor>, dropout, true, None, false)
+    heads_first(q, k, v, |q, k, v, grouped| {
+        Tensor::f_scaled_dot_product_attention(q, k, v, None::<&Tensor>, dropout, true, None, grouped)
     })
 }
 
-/// libtorch's operator wants the heads before the sequence; the transposes are views.
+/// libtorch's operator wants the heads before the sequence (the transposes are views), and to be told of groups.
 fn heads_first(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    attend: impl FnOnce(&Tensor, &Tensor, &Tensor) -> std::result::Result<Tensor, tch::TchError>,
+    attend: impl FnOnce(&Tensor, &Tensor, &Tensor, bool) -> std::result::Result<Tensor, tch::TchError>,
 ) -> Result<Tensor> {
+    let grouped = q.size()[2] != k.size()[2];
     let [q, k, v] = [q.f_transpose(1, 2)?, k.f_transpose(1, 2)?, v.f_transpose(1, 2)?];
-    Ok(attend(&q, &k, &v)?.f_transpose(1, 2)?)
+    Ok(attend(&q, &k, &v, grouped)?.f_transpose(1, 2)?)
 }
 
 fn document_by_document(
@@ -194,15 +231,23 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, documents: Option<&Documents>, drop
         let expected = "[batch, sequence, heads, head]".to_owned();
         return Err(Error::Shape { operation, name: "q", found: shape, expected });
     }
-    for (name, x) in [("k", k), ("v", v)] {
-        if x.size() != shape {
-            return Err(Error::Shape {
-                operation,
-                name,
-                found: x.size(),
-                expected: format!("{shape:?}, as q"),
-            });
-        }
+    let of_k = k.size();
+    let kv_heads = of_k.get(2).copied().unwrap_or(0);
+    if of_k.len() != 4 || [of_k[0], of_k[1], of_k[3]] != [shape[0], shape[1], shape[3]] {
+        let expected = format!("[{}, {}, heads, {}], as q", shape[0], shape[1], shape[3]);
+        return Err(Error::Shape { operation, name: "k", found: of_k, expected });
+    }
+    if kv_heads < 1 || shape[2] % kv_heads != 0 {
+        let reason = format!("{kv_heads} heads of keys do not divide {} of queries", shape[2]);
+        return Err(Error::Config { what: operation, reason });
+    }
+    if v.size() != of_k {
+        return Err(Error::Shape {
+            operation,
+            name: "v",
+            found: v.size(),
+            expected: format!("{of_k:?}, as k"),
+        });
     }
     if !(0.0..1.0).contains(&dropout) {
         let reason = format!("dropout is {dropout}; expected a probability in [0, 1)");

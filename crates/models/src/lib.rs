@@ -6,10 +6,11 @@
 //! | [`state_dict`], [`tensors_file`] | a module's state as safetensors |
 //! | [`attention`] | causal attention, over packed documents too, three ways |
 //! | [`init`] | how weights begin |
-//! | [`Linear`], [`Embedding`], [`LayerNorm`], [`RmsNorm`], [`PositionalEncoding`], [`LearnedPositions`], [`FeedForward`] | the parts |
+//! | [`Linear`], [`Embedding`], [`LayerNorm`], [`RmsNorm`], [`PositionalEncoding`], [`LearnedPositions`], [`FeedForward`], [`Swiglu`] | the parts |
 //! | [`TransformerDecoderLayer`] | PyTorch's post-norm layer, whose memory is its own input |
 //! | [`Gpt2Like`] | the model of the training assignment |
 //! | [`Gpt2`] | a pre-norm decoder of any depth |
+//! | [`llama`] | Llama and Qwen2, from a Hugging Face folder |
 //! | [`Cruncher`] | the deep linear model of CS336's lecture |
 //!
 //! ```
@@ -31,6 +32,7 @@
 
 pub mod attention;
 pub mod init;
+pub mod llama;
 pub mod module;
 pub mod state_dict;
 pub mod tensors_file;
@@ -47,6 +49,7 @@ mod linear;
 mod loss_head;
 mod norm;
 mod position;
+mod swiglu;
 
 pub use attention::{AttentionPath, Documents};
 pub use cruncher::Cruncher;
@@ -58,6 +61,8 @@ pub use gpt2::{Gpt2, Gpt2Config};
 pub use gpt2_like::{Gpt2Like, Gpt2LikeConfig};
 pub use init::Init;
 pub use linear::Linear;
+pub use llama::{Llama, LlamaConfig};
 pub use loss_head::ProjectionHead;
 pub use norm::{LayerNorm, RmsNorm};
 pub use position::{LearnedPositions, PositionalEncoding};
+pub use swiglu::Swiglu;

@@ -121,6 +121,9 @@ pub struct LossOutput {
 pub struct Context<'a> {
     /// Where the documents of packed rows lie; `None` when each row is one document.
     pub documents: Option<&'a Documents>,
+    /// `[batch, sequence]`, int64: the place of each token, for blocks that turn with it; `None` for 0, 1, 2, … in every row. A
+    /// model puts [`Input::positions`] here.
+    pub positions: Option<&'a Tensor>,
     /// Whether dropout drops.
     pub training: bool,
     /// Whether the head counts right predictions.

@@ -1,7 +1,11 @@
 //! Attention: three ways to one result, and what a token must never see.
 
+use std::collections::BTreeSet;
+
 use models::attention::{AttentionPath, Documents, causal_attention};
 use proptest::prelude::*;
+use runtime::ops::Value;
+use runtime::profile::Counter;
 use tch::{Device, IndexOp, Kind, Tensor};
 
 const PATHS: [AttentionPath; 3] = [AttentionPath::Explicit, AttentionPath::DenseMask, AttentionPath::Fused];
@@ -28,14 +32,19 @@ fn distance(a: &Tensor, b: &Tensor) -> f64 {
 
 #[test]
 fn the_paths_agree_on_outputs_and_gradients() {
-    let cases: [(&str, [i64; 4], Option<Documents>); 4] = [
-        ("one document", [2, 7, 3, 5], None),
-        ("one place", [1, 1, 1, 1], None),
-        ("packed", [2, 9, 2, 4], Some(documents(&[&[4, 3, 2], &[1, 8]]))),
-        ("packed, one document of no length", [1, 6, 2, 3], Some(documents(&[&[2, 0, 4]]))),
+    let packed = || Some(documents(&[&[4, 3, 2], &[1, 8]]));
+    let cases: [(&str, [i64; 4], i64, Option<Documents>); 7] = [
+        ("one document", [2, 7, 3, 5], 3, None),
+        ("one place", [1, 1, 1, 1], 1, None),
+        ("packed", [2, 9, 2, 4], 2, packed()),
+        ("packed, one document of no length", [1, 6, 2, 3], 2, Some(documents(&[&[2, 0, 4]]))),
+        ("grouped queries", [2, 7, 6, 5], 2, None),
+        ("one head of keys, packed", [2, 9, 4, 4], 1, packed()),
+        ("grouped queries, packed", [2, 9, 6, 4], 3, packed()),
     ];
-    for (name, shape, documents) in cases {
-        let [q, k, v] = [(); 3].map(|()| random(shape));
+    for (name, shape, kv_heads, documents) in cases {
+        let q = random(shape);
+        let [k, v] = [(); 2].map(|()| random([shape[0], shape[1], kv_heads, shape[3]]));
         let run = |path| {
             let output = causal_attention(&q, &k, &v, documents.as_ref(), path, 0.0).unwrap();
             let gradients = gradients(&output, &[&q, &k, &v]);
@@ -86,6 +95,60 @@ fn a_token_sees_neither_the_future_nor_another_document() {
     }
 }
 
+/// Query head i reads the keys of head i / (heads / kv_heads), as Hugging Face's checkpoints have it.
+#[test]
+fn groups_are_of_neighbouring_query_heads() {
+    let (q, k, v) = (random([1, 5, 6, 4]), random([1, 5, 2, 4]), random([1, 5, 2, 4]));
+    for path in PATHS {
+        let grouped = causal_attention(&q, &k, &v, None, path, 0.0).unwrap().view([1, 5, 6, 4]);
+        for head in 0..6 {
+            let one = |x: &Tensor, head| x.narrow(2, head, 1);
+            let (k, v) = (one(&k, head / 3), one(&v, head / 3));
+            let alone = causal_attention(&one(&q, head), &k, &v, None, AttentionPath::Explicit, 0.0).unwrap();
+            let distance = distance(&grouped.select(2, head), &alone);
+            assert!(distance < 1e-12, "{path:?} {head}: {distance}");
+        }
+    }
+}
+
+/// The table of the module, as far as a CPU can tell: libtorch's own choice, by its numbers (0 math, 1 flash).
+#[test]
+fn the_cpu_takes_flash_for_every_dtype_and_group_unless_weights_are_dropped() {
+    for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half] {
+        for kv_heads in [6, 2, 1] {
+            for (dropout, expected) in [(0.0, 1), (0.1, 0)] {
+                let [q, k, v] = [6, kv_heads, kv_heads].map(|heads| {
+                    let x = Tensor::zeros([2, 9, heads, 8], (kind, Device::Cpu)).set_requires_grad(true);
+                    x.transpose(1, 2)
+                });
+                let arguments: [Value; 6] =
+                    [(&q).into(), (&k).into(), (&v).into(), Value::None, dropout.into(), true.into()];
+                let named = [("enable_gqa", Value::Bool(kv_heads != 6))];
+                let choice = runtime::ops::call("aten::_fused_sdp_choice", "", &arguments, &named).unwrap();
+                let Value::Int(choice) = choice[0] else { panic!("{choice:?}") };
+                assert_eq!(choice, expected, "{kind:?}, {kv_heads} heads of keys, dropout {dropout}");
+            }
+        }
+    }
+}
+
+/// Grouped keys are read where they lie: what moves bytes is flash alone, forward and backward.
+#[test]
+fn grouped_keys_are_not_copied() {
+    let [q, k, v] = [4, 2, 2].map(|heads| random([2, 9, heads, 8]));
+    let upstream = Tensor::ones([2, 9, 32], (Kind::Double, Device::Cpu));
+    let counter = Counter::on_this_thread().unwrap();
+    let output = causal_attention(&q, &k, &v, None, AttentionPath::Fused, 0.0).unwrap();
+    let keep = runtime::autograd::Keep::default();
+    let found = runtime::autograd::grad(&[&output], &[Some(&upstream)], &[&q, &k, &v], keep).unwrap();
+    let counts = counter.finish().unwrap();
+    assert_eq!(found[1].as_ref().unwrap().size(), k.size());
+    let moved = counts.by_op.iter().filter(|op| op.total.bytes > 0).map(|op| op.name.as_str());
+    let forward = "aten::_scaled_dot_product_flash_attention_for_cpu";
+    let expected = BTreeSet::from([forward.to_owned(), format!("{forward}_backward")]);
+    assert_eq!(moved.map(str::to_owned).collect::<BTreeSet<_>>(), expected);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
@@ -116,6 +179,18 @@ fn what_does_not_fit_is_refused() {
         error(Some(&documents(&[&[2, 2]])), 0.0),
         "attention: `document ids` has shape [1, 4]; expected [2, 4], as the rows"
     );
+    let words = |q: [i64; 4], k: [i64; 4], v: [i64; 4]| {
+        let [q, k, v] = [q, k, v].map(random);
+        causal_attention(&q, &k, &v, None, AttentionPath::Fused, 0.0).unwrap_err().to_string()
+    };
+    let (q, k) = ([2, 4, 6, 2], [2, 4, 3, 2]);
+    for (found, expected) in [
+        (words(q, [2, 4, 4, 2], [2, 4, 4, 2]), "4 heads of keys do not divide 6 of queries"),
+        (words(q, [2, 5, 3, 2], [2, 5, 3, 2]), "`k` has shape [2, 5, 3, 2]; expected [2, 4, heads, 2], as q"),
+        (words(q, k, q), "`v` has shape [2, 4, 6, 2]; expected [2, 4, 3, 2], as k"),
+    ] {
+        assert_eq!(found, format!("attention: {expected}"));
+    }
 }
 
 #[test]

@@ -116,7 +116,7 @@ fn kept(f: &dyn Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor]) -> Result<f6
 }
 
 /// Seconds of both sides and their ratio, in turns; who goes first changes.
-fn in_turns(
+pub(crate) fn in_turns(
     budget: f64,
     mut ours: impl FnMut() -> Result<()>,
     mut theirs: impl FnMut() -> Result<()>,

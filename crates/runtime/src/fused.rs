@@ -1,13 +1,13 @@
 //! Elementwise chains and normalisations as one pass over memory, forward and backward.
 //!
-//! [`swiglu`] and [`gradients`] are ordinary functions on tensors that record nothing: a hand-written
-//! [`Function`](crate::autograd::Function) is their caller. [`norm`] has one at hand; [`elementwise`] makes the pass, and its
-//! derivative, from an expression, and is a node of the graph by itself. On the CPU the pass is written in Rust and
-//! vectorized; on other devices it is the shortest chain of
-//! libtorch's operators that works in place.
+//! The passes of [`swiglu`] and [`gradients`] are ordinary functions on tensors that record nothing: a hand-written
+//! [`Function`](crate::autograd::Function) is their caller. [`norm`], [`rope`] and [`swiglu::silu_mul`] are nodes of the graph
+//! by themselves; [`elementwise`] makes such a node, and its derivative, from an expression. On the CPU the pass is written in
+//! Rust and vectorized; on other devices it is the shortest chain of libtorch's operators that works in place.
 
 pub mod cross_entropy;
 pub mod elementwise;
 pub mod gradients;
 pub mod norm;
+pub mod rope;
 pub mod swiglu;

@@ -3,6 +3,7 @@
 mod cost;
 mod elementwise;
 mod norms;
+mod pieces;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -43,6 +44,12 @@ enum Command {
         #[arg(long, value_enum, default_value_t)]
         scale: Scale,
     },
+    /// Measure the rotary embedding and SwiGLU's product beside chains of libtorch's operators
+    FusedPieces {
+        /// How long to measure
+        #[arg(long, value_enum, default_value_t)]
+        scale: Scale,
+    },
     /// A loop of small operators; prints seconds per operator (run by `cost`, in processes of their own)
     #[command(hide = true)]
     SmallOperators {
@@ -60,6 +67,7 @@ fn main() -> ExitCode {
         Command::Cost { scale } => measure(&cli.common, *scale, cost::parts),
         Command::Elementwise { scale } => elementwise::measure(&cli.common, *scale),
         Command::Norms { scale } => measure(&cli.common, *scale, norms::parts),
+        Command::FusedPieces { scale } => measure(&cli.common, *scale, pieces::parts),
         Command::SmallOperators { tracked, operators } => {
             writeln!(std::io::stdout(), "{:e}", cost::small_operators(*tracked, *operators)?)?;
             Ok(())

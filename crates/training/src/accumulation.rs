@@ -66,7 +66,7 @@ pub fn forward(
     let input = Input {
         tokens: &batch.tokens,
         positions: batch.packing.as_ref().map(|packing| &packing.positions),
-        context: Context { documents: documents.as_ref(), training, accuracy },
+        context: Context { documents: documents.as_ref(), training, accuracy, ..Context::default() },
     };
     Ok(model.loss(&input, &batch.labels)?)
 }

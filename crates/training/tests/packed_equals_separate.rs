@@ -8,7 +8,7 @@ use dataloading::{
     SequencedDataset, StandardDataset,
 };
 use models::module::{Input, LanguageModel, trainable};
-use models::{Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig};
+use models::{Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, Llama, LlamaConfig};
 use runtime::autograd::{backward, set_grad};
 use tch::{Device, Kind, Tensor};
 use training::accumulation::forward;
@@ -25,7 +25,7 @@ fn documents() -> Vec<Vec<u32>> {
 
 type Build = fn(Kind) -> models::Result<Box<dyn LanguageModel>>;
 
-const MODELS: [(&str, Build); 2] = [
+const MODELS: [(&str, Build); 3] = [
     ("Gpt2Like", |kind| {
         let config = Gpt2LikeConfig {
             vocab_size: VOCABULARY.into(),
@@ -50,6 +50,14 @@ const MODELS: [(&str, Build); 2] = [
             ..Gpt2Config::small()
         };
         Ok(Box::new(Gpt2::new(&config, (kind, Device::Cpu))?))
+    }),
+    ("Llama", |kind| {
+        let config = LlamaConfig {
+            num_key_value_heads: 2,
+            max_position_embeddings: LONGEST as i64,
+            ..LlamaConfig::llama(VOCABULARY.into(), 16, 40, 2, 4)
+        };
+        Ok(Box::new(Llama::new(&config, (kind, Device::Cpu))?))
     }),
 ];
 

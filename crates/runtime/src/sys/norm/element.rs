@@ -8,10 +8,10 @@ use super::vector::Vectors;
 
 /// Elements computed at once: two AVX-512 registers of fp32, few enough for three sums and their operands to stay in
 /// registers.
-pub(super) const BLOCK: usize = 32;
+pub(in crate::sys) const BLOCK: usize = 32;
 
 /// An element type of a matrix.
-pub(super) trait Element: Copy + Default + Send + Sync + 'static {
+pub(in crate::sys) trait Element: Copy + Default + Send + Sync + 'static {
     type Compute: Real;
     fn widen(self) -> Self::Compute;
     fn round(value: Self::Compute) -> Self;
@@ -27,7 +27,7 @@ pub(super) trait Element: Copy + Default + Send + Sync + 'static {
 }
 
 /// A type that is computed in.
-pub(super) trait Real:
+pub(in crate::sys) trait Real:
     Element<Compute = Self>
     + Vectors
     + Into<f64>
@@ -134,7 +134,7 @@ impl Element for f16 {
 /// # Safety
 /// `N` elements lie at `pointer`.
 #[inline(always)]
-pub(super) unsafe fn load<T: Element, const N: usize>(pointer: *const T) -> [T::Compute; N] {
+pub(in crate::sys) unsafe fn load<T: Element, const N: usize>(pointer: *const T) -> [T::Compute; N] {
     // SAFETY: the caller says that they are there; an array has its element's layout.
     let raw = unsafe { pointer.cast::<[T; N]>().read_unaligned() };
     let mut wide = [T::Compute::default(); N];
@@ -147,7 +147,7 @@ pub(super) unsafe fn load<T: Element, const N: usize>(pointer: *const T) -> [T::
 /// # Safety
 /// As [`load`]; nobody else reads or writes these elements now.
 #[inline(always)]
-pub(super) unsafe fn store<T: Element, const N: usize>(pointer: *mut T, values: &[T::Compute; N]) {
+pub(in crate::sys) unsafe fn store<T: Element, const N: usize>(pointer: *mut T, values: &[T::Compute; N]) {
     let mut raw = [T::default(); N];
     for i in 0..N {
         raw[i] = T::round(values[i]);
@@ -158,7 +158,7 @@ pub(super) unsafe fn store<T: Element, const N: usize>(pointer: *mut T, values: 
 
 /// The sum of all lanes, by halves.
 #[inline(always)]
-pub(super) fn total<C: Real>(lanes: [C; BLOCK]) -> f64 {
+pub(in crate::sys) fn total<C: Real>(lanes: [C; BLOCK]) -> f64 {
     let mut half = [C::default(); BLOCK / 2];
     for i in 0..BLOCK / 2 {
         half[i] = lanes[i] + lanes[i + BLOCK / 2];
@@ -192,7 +192,7 @@ macro_rules! blocks {
         }
     }};
 }
-pub(super) use blocks;
+pub(in crate::sys) use blocks;
 
 #[cfg(test)]
 mod tests {

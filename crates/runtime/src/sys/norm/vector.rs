@@ -6,7 +6,7 @@
 use pulp::Simd;
 
 /// A compute type, vector by vector.
-pub(super) trait Vectors: Copy {
+pub(in crate::sys) trait Vectors: Copy {
     type Vector<S: Simd>: Copy;
     fn splat<S: Simd>(simd: S, value: Self) -> Self::Vector<S>;
     fn plus<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;

@@ -1,0 +1,168 @@
+//! Llama (Touvron et al., arXiv:2302.13971) and Qwen2 (arXiv:2407.10671): pre-norm decoders with rotated heads.
+//!
+//! ```text
+//! x = embed_tokens[tokens]
+//! n = rms(x)
+//! x = x + o_proj(attention(rotate(q_proj(n)), rotate(k_proj(n)), v_proj(n)))      in each of the blocks,
+//! x = x + down_proj(SiLU(gate_proj(rms(x))) ⊙ up_proj(rms(x)))
+//! logits = rms(x)·lm_headᵀ                                                         tied to the embedding or not
+//! ```
+//!
+//! The two differ in that Qwen2 has biases on queries, keys and values; a [`LlamaConfig`] says which it is. Norms, rotation and
+//! the gate's product are `runtime`'s fused passes, and keys and values of grouped queries are never copied on the CPU or by
+//! flash, so that between forward and backward a block holds, per token in elements: both norms' outputs 2H, the rotated
+//! queries and keys with the values and attention's output 2(h + g)e, the MLP's 3F; and h + 2 numbers of softmax and norms. The residual
+//! stream itself is free.
+//!
+//! Parameters carry Hugging Face's names without their `model.`: `layers.0.self_attn.q_proj.weight`. [`load`] reads files of
+//! either naming.
+//!
+//! ```
+//! use models::module::{Input, LanguageModel, parameter_count};
+//! use models::{Llama, LlamaConfig};
+//! use tch::{Device, Kind, Tensor};
+//!
+//! let config = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::llama(100, 16, 40, 2, 4) };
+//! let model = Llama::new(&config, (Kind::Float, Device::Cpu))?;
+//! let of_block = (16 * 16 + 2 * 16 * 8 + 16 * 16) + 3 * 16 * 40 + 2 * 16;
+//! assert_eq!(parameter_count(&model).total, 100 * 16 + 2 * of_block + 16 + 100 * 16);
+//!
+//! let tokens = Tensor::from_slice(&[3i64, 1, 4]).view([1, 3]);
+//! assert_eq!(model.logits(&Input::new(&tokens))?.size(), [1, 3, 100]);
+//! # Ok::<(), models::Error>(())
+//! ```
+
+mod block;
+mod config;
+
+use std::path::Path;
+
+use runtime::fused::rope::RotaryTable;
+use tch::{Device, Kind, Tensor};
+
+use block::LlamaBlock;
+pub use config::{Family, LlamaConfig};
+
+use crate::embedding::Embedding;
+use crate::error::Result;
+use crate::init::Init;
+use crate::linear::Linear;
+use crate::loss_head::ProjectionHead;
+use crate::module::{Block, Context, Editor, Input, LanguageModel, LossHead, Module, Visitor};
+use crate::norm::RmsNorm;
+use crate::state_dict::load_state_dict;
+use crate::tensors_file;
+
+/// The model. See the [module](self).
+#[derive(Debug)]
+pub struct Llama {
+    embed_tokens: Embedding,
+    layers: Vec<Box<dyn Block>>,
+    norm: RmsNorm,
+    lm_head: Box<dyn LossHead>,
+    config: LlamaConfig,
+}
+
+impl Llama {
+    /// A model with the published initialisation: normal with `initializer_range`, biases of 0, norms of 1.
+    ///
+    /// # Errors
+    /// A configuration that makes no model: what is wrong is named. Too little memory.
+    pub fn new(config: &LlamaConfig, options: (Kind, Device)) -> Result<Self> {
+        config.check()?;
+        let &LlamaConfig { vocab_size, hidden_size, max_position_embeddings, .. } = config;
+        let init = Init::Normal { std: config.initializer_range };
+        let rope = RotaryTable::new(config.head_dim, max_position_embeddings, &config.rope, options.1)?;
+        let embed_tokens = Embedding::new(vocab_size, hidden_size, init, options)?;
+        let block =
+            |_| -> Result<Box<dyn Block>> { Ok(Box::new(LlamaBlock::new(config, rope.clone(), options)?)) };
+        let layers = (0..config.num_hidden_layers).map(block).collect::<Result<_>>()?;
+        let head = if config.tie_word_embeddings {
+            Linear { weight: embed_tokens.weight.shallow_clone(), bias: None }
+        } else {
+            Linear::with_init(hidden_size, vocab_size, None, init, options)?
+        };
+        Ok(Self {
+            embed_tokens,
+            layers,
+            norm: RmsNorm::new(hidden_size, config.rms_norm_eps, options)?,
+            lm_head: Box::new(ProjectionHead::new(head)),
+            config: config.clone(),
+        })
+    }
+
+    /// What it was made from.
+    pub fn llama_config(&self) -> &LlamaConfig {
+        &self.config
+    }
+}
+
+/// Copies the weights of one safetensors file, named as Hugging Face names them or as this crate does, into `model`, whose
+/// parts may have been replaced by others of the same names. Nothing is copied unless everything fits. A head that the file
+/// repeats, though the model's is tied, is left out.
+///
+/// # Errors
+/// Those of [`tensors_file::read`] and of [`load_state_dict`].
+pub fn load(model: &Llama, path: &Path) -> Result<()> {
+    let tied = model.config.tie_word_embeddings;
+    let state = tensors_file::read(path, Device::Cpu)?.into_iter().filter_map(|(name, tensor)| {
+        let name = name.strip_prefix(PREFIX).unwrap_or(&name).to_owned();
+        (!tied || name != TIED).then_some((name, tensor))
+    });
+    load_state_dict(model, &state.collect::<Vec<_>>(), &path.display().to_string())
+}
+
+/// Hugging Face's name of a tensor of a [`Llama`].
+pub fn hugging_face_name(name: &str) -> String {
+    if name.starts_with("lm_head") { name.to_owned() } else { format!("{PREFIX}{name}") }
+}
+
+const PREFIX: &str = "model.";
+const TIED: &str = "lm_head.weight";
+
+impl Module for Llama {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        visitor.part("embed_tokens", &self.embed_tokens);
+        for (index, layer) in self.layers.iter().enumerate() {
+            visitor.part(&format!("layers.{index}"), &**layer);
+        }
+        visitor.part("norm", &self.norm);
+        visitor.part("lm_head", &*self.lm_head);
+    }
+
+    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
+        editor.part("embed_tokens", &mut self.embed_tokens)?;
+        for (index, layer) in self.layers.iter_mut().enumerate() {
+            editor.block(&format!("layers.{index}"), layer)?;
+        }
+        editor.part("norm", &mut self.norm)?;
+        editor.loss_head("lm_head", &mut self.lm_head)
+    }
+}
+
+impl LanguageModel for Llama {
+    fn hidden(&self, input: &Input<'_>) -> Result<Tensor> {
+        let context = Context { positions: input.positions, ..input.context };
+        let mut x = self.embed_tokens.forward(input.tokens)?;
+        for layer in &self.layers {
+            x = layer.forward(&x, &context)?;
+        }
+        self.norm.forward(&x)
+    }
+
+    fn head(&self) -> &dyn LossHead {
+        &*self.lm_head
+    }
+
+    fn config(&self) -> serde_json::Value {
+        serde_json::to_value(&self.config).unwrap_or_default()
+    }
+
+    fn vocabulary(&self) -> i64 {
+        self.config.vocab_size
+    }
+
+    fn max_sequence(&self) -> i64 {
+        self.config.max_position_embeddings
+    }
+}

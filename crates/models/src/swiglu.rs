@@ -1,0 +1,59 @@
+//! The gated MLP of Llama and Qwen2.
+
+use runtime::fused::swiglu::silu_mul;
+use tch::{Device, Kind, Tensor};
+
+use crate::error::Result;
+use crate::init::Init;
+use crate::linear::Linear;
+use crate::module::{Context, Editor, Mlp, Module, Projection, Visitor};
+
+/// y = (SiLU(x·Gᵀ) ⊙ x·Uᵀ)·Dᵀ (Shazeer, arXiv:2002.05202), with Hugging Face's names `gate_proj`, `up_proj`, `down_proj`.
+///
+/// The product of the gate is one pass ([`silu_mul`]), so that a token holds H + 3F elements for backward: the input, both
+/// projections and their product, where a chain of operators holds H + 4F. What holds less takes its place as an [`Mlp`].
+#[derive(Debug)]
+pub struct Swiglu {
+    gate_proj: Box<dyn Projection>,
+    up_proj: Box<dyn Projection>,
+    down_proj: Box<dyn Projection>,
+}
+
+impl Swiglu {
+    /// Weights drawn as told; biases, where there are any, of 0.
+    ///
+    /// # Errors
+    /// A width below 1, too little memory.
+    pub fn new(hidden: i64, inner: i64, bias: bool, init: Init, options: (Kind, Device)) -> Result<Self> {
+        let linear = |from, to| -> Result<Box<dyn Projection>> {
+            let bias = bias.then_some(Init::Constant(0.0));
+            Ok(Box::new(Linear::with_init(from, to, bias, init, options)?))
+        };
+        Ok(Self {
+            gate_proj: linear(hidden, inner)?,
+            up_proj: linear(hidden, inner)?,
+            down_proj: linear(inner, hidden)?,
+        })
+    }
+}
+
+impl Module for Swiglu {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        visitor.part("gate_proj", &*self.gate_proj);
+        visitor.part("up_proj", &*self.up_proj);
+        visitor.part("down_proj", &*self.down_proj);
+    }
+
+    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
+        editor.projection("gate_proj", &mut self.gate_proj)?;
+        editor.projection("up_proj", &mut self.up_proj)?;
+        editor.projection("down_proj", &mut self.down_proj)
+    }
+}
+
+impl Mlp for Swiglu {
+    fn forward(&self, x: &Tensor, _: &Context<'_>) -> Result<Tensor> {
+        let product = silu_mul(&self.gate_proj.forward(x)?, &self.up_proj.forward(x)?)?;
+        self.down_proj.forward(&product)
+    }
+}

@@ -1,0 +1,295 @@
+//! Llama and Qwen2: what a `config.json` says, what a file of weights is called, and that packed documents never meet.
+
+use accounting::config as paper;
+use models::module::{
+    Context, Edit, Input, LanguageModel, Mlp, Module, Projection, edit, parameter_count, parameters,
+};
+use models::state_dict::state_dict;
+use models::{AttentionPath, Documents, Init, Llama, LlamaConfig, Swiglu, llama, tensors_file};
+use runtime::autograd::backward;
+use runtime::fused::rope::{Frequencies, Scaling};
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
+const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
+
+fn small() -> LlamaConfig {
+    LlamaConfig {
+        num_key_value_heads: 2,
+        max_position_embeddings: 32,
+        ..LlamaConfig::llama(40, 24, 36, 2, 6)
+    }
+}
+
+fn file() -> Value {
+    json!({
+        "model_type": "llama", "vocab_size": 40, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+    })
+}
+
+fn with(fields: &Value) -> Value {
+    let mut file = file();
+    for (name, value) in fields.as_object().unwrap() {
+        file[name] = value.clone();
+    }
+    file
+}
+
+fn parse(fields: &Value) -> Result<LlamaConfig, String> {
+    serde_json::from_value(with(fields)).map_err(|error: serde_json::Error| error.to_string())
+}
+
+#[test]
+fn both_forms_of_the_file_are_read() {
+    let llama3 =
+        Scaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_places: 8192.0 };
+    let numbers = json!({
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    });
+    let kind = |key: &str, kind: &str, theta: Option<f64>| {
+        let mut rope = numbers.clone();
+        rope[key] = json!(kind);
+        if let Some(theta) = theta {
+            rope["rope_theta"] = json!(theta);
+        }
+        rope
+    };
+    let cases = [
+        (json!({}), Frequencies::default()),
+        (
+            json!({ "rope_theta": 5e5, "rope_scaling": null }),
+            Frequencies { theta: 5e5, scaling: Scaling::None },
+        ),
+        (
+            json!({ "rope_theta": 5e5, "rope_scaling": kind("rope_type", "llama3", None) }),
+            Frequencies { theta: 5e5, scaling: llama3 },
+        ),
+        (
+            json!({ "rope_theta": 1e4, "rope_scaling": kind("type", "linear", None) }),
+            Frequencies { theta: 1e4, scaling: Scaling::Linear { factor: 8.0 } },
+        ),
+        (
+            json!({ "rope_parameters": kind("rope_type", "llama3", Some(5e5)) }),
+            Frequencies { theta: 5e5, scaling: llama3 },
+        ),
+        (
+            json!({ "rope_parameters": { "rope_type": "default", "rope_theta": 1e6 } }),
+            Frequencies { theta: 1e6, scaling: Scaling::None },
+        ),
+    ];
+    for (fields, expected) in cases {
+        let config = parse(&fields).unwrap();
+        assert_eq!(config.rope, expected, "{fields}");
+        // What is written is read as the same.
+        let again: LlamaConfig = serde_json::from_value(serde_json::to_value(&config).unwrap()).unwrap();
+        assert_eq!(again, config);
+    }
+    let config = parse(&json!({})).unwrap();
+    assert_eq!((config.num_key_value_heads, config.head_dim, config.max_position_embeddings), (6, 4, 2048));
+    assert!(!config.qkv_bias() && !config.tie_word_embeddings);
+    let qwen2 = parse(&json!({ "model_type": "qwen2", "tie_word_embeddings": true })).unwrap();
+    assert!(qwen2.qkv_bias() && !qwen2.output_bias() && qwen2.tie_word_embeddings);
+    assert_eq!(qwen2.max_position_embeddings, 32768);
+}
+
+#[test]
+fn what_cannot_be_computed_is_refused_by_name() {
+    let cases = [
+        (json!({ "model_type": "mamba" }), "`model_type` is `mamba`; known are llama and qwen2"),
+        (json!({ "hidden_act": "gelu" }), "`hidden_act` is `gelu`; known is silu"),
+        (
+            json!({ "rope_scaling": { "rope_type": "yarn", "factor": 4.0 } }),
+            "the rotary embedding is scaled by `yarn`; known are default, linear and llama3",
+        ),
+        (
+            json!({ "rope_scaling": { "rope_type": "linear" } }),
+            "the rotary embedding's scaling has no number `factor`; it needs one",
+        ),
+        (
+            json!({ "use_sliding_window": true }),
+            "attention has a sliding window, which is not computed here; set `use_sliding_window` to false if every layer \
+             attends in full",
+        ),
+        (
+            json!({ "num_key_value_heads": 4 }),
+            "`num_key_value_heads` 4 does not divide `num_attention_heads` 6; take a divisor",
+        ),
+        (
+            json!({ "hidden_size": 25 }),
+            "`num_attention_heads` 6 does not divide `hidden_size` 25; take a divisor, or give `head_dim`",
+        ),
+        (json!({ "vocab_size": 0 }), "`vocab_size` is 0; expected at least 1"),
+        (json!({ "attention_dropout": 1.0 }), "`dropout` is 1; expected a probability in [0, 1)"),
+    ];
+    for (fields, expected) in cases {
+        assert_eq!(parse(&fields).unwrap_err(), format!("Llama or Qwen2: {expected}"));
+    }
+    let error = parse(&json!({ "hidden_size": "wide" })).unwrap_err();
+    assert!(error.contains("invalid type: string \"wide\""), "{error}");
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("config.json");
+    std::fs::write(&path, "{").unwrap();
+    let error = LlamaConfig::read(&path).unwrap_err().to_string();
+    assert!(error.starts_with(&format!("{}: EOF while parsing", path.display())), "{error}");
+    let odd = Llama::new(&LlamaConfig { head_dim: 5, ..small() }, F32).unwrap_err().to_string();
+    assert_eq!(odd, "rotary embedding: heads of width 5; expected an even width from 2 on");
+}
+
+#[test]
+fn parameters_are_as_many_as_on_paper() {
+    let cases = [
+        json!({}),
+        json!({ "num_key_value_heads": 1, "attention_bias": true, "mlp_bias": true }),
+        json!({ "tie_word_embeddings": true, "num_key_value_heads": 3 }),
+        json!({ "head_dim": 10, "num_key_value_heads": 2 }),
+        json!({ "model_type": "qwen2", "tie_word_embeddings": true, "num_key_value_heads": 2 }),
+        json!({ "model_type": "qwen2" }),
+    ];
+    for fields in cases {
+        let text = with(&fields).to_string();
+        let expected = paper::parse("config.json".as_ref(), &text).unwrap().parameters().unwrap();
+        let model = Llama::new(&serde_json::from_str(&text).unwrap(), F32).unwrap();
+        assert_eq!(parameter_count(&model).total, expected, "{fields}");
+    }
+}
+
+#[test]
+fn weights_are_read_under_either_name_and_a_repeated_head_is_left_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    for tied in [false, true] {
+        let config = LlamaConfig { tie_word_embeddings: tied, ..small() };
+        let (model, tokens) =
+            (Llama::new(&config, F32).unwrap(), Tensor::from_slice(&[1i64, 5, 9]).view([1, 3]));
+        let logits = model.logits(&Input::new(&tokens)).unwrap();
+        let own = state_dict(&model);
+        let mut theirs: Vec<(String, Tensor)> =
+            own.iter().map(|(name, x)| (llama::hugging_face_name(name), x.shallow_clone())).collect();
+        assert!(theirs.iter().any(|(name, _)| name == "model.layers.1.self_attn.k_proj.weight"));
+        assert_eq!(theirs.iter().any(|(name, _)| name == "lm_head.weight"), !tied);
+        if tied {
+            theirs.push(("lm_head.weight".to_owned(), own[0].1.copy()));
+        }
+        for state in [own, theirs] {
+            tensors_file::write(&path, &state).unwrap();
+            let other = Llama::new(&config, F32).unwrap();
+            llama::load(&other, &path).unwrap();
+            assert_eq!(other.logits(&Input::new(&tokens)).unwrap(), logits);
+        }
+    }
+    let qwen2 =
+        Llama::new(&LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::qwen2(40, 24, 36, 2, 6) }, F32);
+    let error = llama::load(&qwen2.unwrap(), &path).unwrap_err().to_string();
+    assert!(
+        error.contains("missing layers.0.self_attn.q_proj.bias, layers.0.self_attn.k_proj.bias"),
+        "{error}"
+    );
+}
+
+/// The model's output at each place, and the gradient of what it sums to.
+fn run(model: &Llama, input: &Input<'_>) -> (Tensor, Vec<Tensor>) {
+    let logits = model.logits(input).unwrap();
+    let weights = Tensor::arange(40, F64).sin();
+    backward(&[&(&logits * weights).sum(Kind::Double)]).unwrap();
+    let gradients = parameters(model).into_iter().map(|(_, tensor)| {
+        let grad = tensor.grad().copy();
+        runtime::autograd::set_grad(tensor, None).unwrap();
+        grad
+    });
+    (logits.detach(), gradients.collect())
+}
+
+#[test]
+fn a_packed_row_gives_what_each_document_gives_alone() {
+    let lengths = [5usize, 1, 7, 3];
+    for config in [small(), LlamaConfig::qwen2(40, 24, 36, 2, 6)] {
+        for attention in [AttentionPath::Fused, AttentionPath::DenseMask, AttentionPath::Explicit] {
+            let model = Llama::new(&LlamaConfig { attention, ..config.clone() }, F64).unwrap();
+            let tokens = (Tensor::arange(16, (Kind::Int64, Device::Cpu)) * 7).remainder(40).view([1, 16]);
+            let places: Vec<i64> = lengths.iter().flat_map(|&length| 0..length as i64).collect();
+            let places = Tensor::from_slice(&places).view([1, 16]);
+            let documents = Documents::new(&[&lengths[..]], Device::Cpu).unwrap();
+            let context = Context { documents: Some(&documents), ..Context::default() };
+            let packed = run(&model, &Input { tokens: &tokens, positions: Some(&places), context });
+            // The embedding of a place where a document begins is the same everywhere in the row only if its place restarts.
+            let unmoved = run(&model, &Input { tokens: &tokens, positions: None, context });
+            let (mut start, mut sums): (i64, Option<Vec<Tensor>>) = (0, None);
+            for length in lengths.map(|length| length as i64) {
+                let (logits, gradients) = run(&model, &Input::new(&tokens.narrow(1, start, length)));
+                let distance = (&logits - packed.0.narrow(1, start, length)).abs().max().double_value(&[]);
+                assert!(distance < 1e-12, "{attention:?} at {start}: {distance}");
+                sums = Some(match sums {
+                    None => gradients,
+                    Some(sums) => sums.iter().zip(&gradients).map(|(sum, gradient)| sum + gradient).collect(),
+                });
+                start += length;
+            }
+            for (sum, together) in sums.unwrap().iter().zip(&packed.1) {
+                let distance = ((sum - together).norm() / sum.norm()).double_value(&[]);
+                assert!(distance < 1e-12, "{attention:?}: {distance}");
+            }
+            // Rotation knows differences of places alone, so that without a restart a document is still the same...
+            let shifted = (&unmoved.0 - &packed.0).abs().max().double_value(&[]);
+            assert!(shifted < 1e-5, "{shifted}");
+            // ... and without the documents it is not.
+            let mixed = run(
+                &model,
+                &Input { tokens: &tokens, positions: Some(&places), context: Context::default() },
+            );
+            assert!((mixed.0 - &packed.0).abs().max().double_value(&[]) > 1e-3);
+        }
+    }
+}
+
+#[test]
+fn the_future_is_hidden_and_places_are_told_apart() {
+    let model = Llama::new(&small(), F64).unwrap();
+    let logits = |tokens: &[i64]| {
+        model.logits(&Input::new(&Tensor::from_slice(tokens).view([1, -1]))).unwrap().detach()
+    };
+    let (a, b) = (logits(&[5, 6, 7, 8]), logits(&[5, 6, 9, 1]));
+    assert_eq!(a.narrow(1, 0, 2), b.narrow(1, 0, 2));
+    assert_ne!(a.narrow(1, 2, 2), b.narrow(1, 2, 2));
+    // Two tokens that change places change what the third one reads.
+    assert_ne!(logits(&[5, 6, 7]).get(0).get(2), logits(&[6, 5, 7]).get(0).get(2));
+    let error = model.logits(&Input::new(&Tensor::zeros([1, 33], (Kind::Int64, Device::Cpu)))).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "rotary embedding: position 32 is outside the table's 32 places (0 to 31); cut the rows, or make the table longer"
+    );
+}
+
+/// Notes the parts that could be replaced, and puts an MLP of its own into the first block.
+#[derive(Default)]
+struct Parts(Vec<String>);
+
+impl Edit for Parts {
+    fn projection(&mut self, name: &str, _: &mut Box<dyn Projection>) -> models::Result<()> {
+        self.0.push(name.to_owned());
+        Ok(())
+    }
+
+    fn mlp(&mut self, name: &str, slot: &mut Box<dyn Mlp>) -> models::Result<()> {
+        if name == "layers.0.mlp" {
+            *slot = Box::new(Swiglu::new(24, 10, true, Init::Constant(0.5), F64)?);
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn parts_are_replaced_by_name() {
+    let mut model = Llama::new(&LlamaConfig { num_hidden_layers: 1, ..small() }, F64).unwrap();
+    let mut parts = Parts::default();
+    edit(&mut model, &mut parts).unwrap();
+    let attention = ["q_proj", "k_proj", "v_proj", "o_proj"].map(|name| format!("layers.0.self_attn.{name}"));
+    let mlp = ["gate_proj", "up_proj", "down_proj"].map(|name| format!("layers.0.mlp.{name}"));
+    assert_eq!(parts.0, [&attention[..], &mlp, &["lm_head".to_owned()]].concat());
+    let bias = parameters(&model).into_iter().find(|(name, _)| name == "layers.0.mlp.gate_proj.bias");
+    assert_eq!(bias.unwrap().1.size(), [10]);
+    let tokens = Tensor::from_slice(&[1i64, 2]).view([1, 2]);
+    assert_eq!(model.logits(&Input::new(&tokens)).unwrap().size(), [1, 2, 40]);
+    let _: &dyn Module = &model;
+}

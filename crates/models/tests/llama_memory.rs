@@ -1,0 +1,47 @@
+//! What a block of Llama holds between forward and backward, to the byte. Alone in its file: it counts every allocation of
+//! the process.
+
+use models::module::{Context, Input, LanguageModel, Mlp};
+use models::{Init, Llama, LlamaConfig, Swiglu};
+use runtime::memory::{live_bytes, track_cpu};
+use tch::{Device, Kind, Tensor};
+
+const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+#[test]
+fn a_block_holds_what_its_documentation_says() {
+    track_cpu().unwrap();
+    let live = || live_bytes(Device::Cpu).unwrap();
+    let (batch, sequence, hidden, inner, heads, kv_heads) = (2u64, 48u64, 32u64, 56u64, 4u64, 2u64);
+    let tokens = batch * sequence;
+    let head = hidden / heads;
+
+    let mlp = Swiglu::new(hidden as i64, inner as i64, false, Init::Normal { std: 0.1 }, F32).unwrap();
+    let x = Tensor::ones([batch as i64, sequence as i64, hidden as i64], F32).set_requires_grad(true);
+    let before = live();
+    let y = mlp.forward(&x, &Context::default()).unwrap();
+    // H + 3F with the input, which is the caller's here.
+    assert_eq!(live() - before, 4 * tokens * (3 * inner + hidden), "gate, up and their product; the output");
+    drop(y);
+    assert_eq!(live(), before);
+
+    // Layers beside one another differ in nothing but their number.
+    let held = |layers: i64| {
+        let config = LlamaConfig {
+            num_key_value_heads: kv_heads as i64,
+            max_position_embeddings: sequence as i64,
+            ..LlamaConfig::llama(50, hidden as i64, inner as i64, layers, heads as i64)
+        };
+        let model = Llama::new(&config, F32).unwrap();
+        let ids = Tensor::ones([batch as i64, sequence as i64], (Kind::Int64, Device::Cpu));
+        let before = live();
+        let hidden = model.hidden(&Input::new(&ids)).unwrap();
+        let held = live() - before;
+        runtime::autograd::backward(&[&hidden.sum(Kind::Float)]).unwrap();
+        held
+    };
+    let elements = 2 * hidden + 2 * (heads + kv_heads) * head + 3 * inner;
+    // A number of each norm, and flash's logarithm of each query's sum.
+    let numbers = 2 + heads;
+    assert_eq!(held(3) - held(2), 4 * tokens * (elements + numbers));
+}

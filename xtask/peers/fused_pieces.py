@@ -1,0 +1,98 @@
+"""The rotary embedding and SwiGLU's product in PyTorch, as transformers writes them: eager, and compiled by torch.compile.
+
+Pieces, sizes and dtypes are those of `runtime fused-pieces`. Forward runs without a graph; forward and backward gives the gradients
+of all inputs from given upstream gradients. Writes one JSON record per figure; compilation is not timed.
+"""
+
+import argparse
+import json
+import sys
+
+import torch
+import torch.nn.functional as F
+
+from elementwise import measure
+from records import environment, metric
+
+# Batch, sequence, heads of queries, of keys, their width, and the width within the MLP.
+SHAPES = [
+    ("1 × 64, Qwen2.5-0.5B", (1, 64, 14, 2, 64, 4864)),
+    ("2 × 512, Qwen2.5-0.5B", (2, 512, 14, 2, 64, 4864)),
+    ("1 × 512, Llama-3-8B", (1, 512, 32, 8, 128, 14336)),
+]
+
+
+def rotary(sizes, kind, device):
+    batch, sequence, heads, kv_heads, head, _ = sizes
+    angles = torch.arange(sequence)[:, None] * 10_000.0 ** (-torch.arange(0, head, 2) / head)
+    angles = torch.cat((angles, angles), dim=-1)[None, :, None]
+    cos, sin = angles.cos().to(device, kind), angles.sin().to(device, kind)
+
+    def turned(x):
+        first, second = x[..., : head // 2], x[..., head // 2 :]
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def rotate(q, k):
+        return turned(q), turned(k)
+
+    return rotate, [(batch, sequence, heads, head), (batch, sequence, kv_heads, head)]
+
+
+def product(sizes, kind, device):
+    batch, sequence, *_, inner = sizes
+
+    def gated(gate, up):
+        return (F.silu(gate) * up,)
+
+    return gated, [(batch, sequence, 1, inner)] * 2
+
+
+PIECES = [("rotary embedding of q and k", rotary), ("SiLU(gate)·up", product)]
+
+
+def forward(piece, inputs, upstream):
+    with torch.no_grad():
+        piece(*inputs)
+
+
+def both(piece, inputs, upstream):
+    torch.autograd.grad(piece(*inputs), inputs, upstream)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--budget", type=float, default=0.3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--records", required=True)
+    args = parser.parse_args()
+
+    device = torch.device(args.device)
+    torch.manual_seed(args.seed)
+    where = environment(device)
+    steps = [(*piece, *shape) for piece in PIECES for shape in SHAPES]
+    with open(args.records, "a") as records:
+        for index, (what, make, shape, sizes) in enumerate(steps):
+            print(f"@progress {index} {len(steps)} {what}", file=sys.stderr, flush=True)
+            for dtype, kind in (("Float", torch.float32), ("BFloat16", torch.bfloat16)):
+                piece, shapes = make(sizes, kind, device)
+                inputs = [torch.randn(shape, device=device).to(kind).requires_grad_() for shape in shapes]
+                upstream = [output.detach().clone() for output in piece(*inputs)]
+                torch.compiler.reset()
+                compiled = torch.compile(piece, dynamic=False)
+                for level, callee in (("eager", piece), ("torch.compile", compiled)):
+                    for part, step in (("forward", forward), ("forward + backward", both)):
+                        samples = measure(lambda: step(callee, inputs, upstream), device, args.budget)
+                        case = {
+                            "what": what, "dtype": dtype, "shape": shape, "part": part,
+                            "device": args.device, "level": level,
+                        }
+                        record = {
+                            "experiment": "fused-pieces", "case": case,
+                            "metric": metric("seconds", "s", samples), "environment": where,
+                        }
+                        records.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()
