@@ -54,11 +54,12 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
         chunk: arguments.chunk_bytes.map(Chunk::Budget),
         ..LinearCrossEntropy::default()
     };
+    let mut first = vec![None; rungs.len()];
     let mut progress = Progress::new((shapes.len() * rungs.len()) as u64);
     for shape in shapes {
         progress.message(&format!("{shape}: the machine's limit"));
         let limit = bench::product_rate(shape, device)?;
-        for &rung in &rungs {
+        for (&rung, first) in rungs.iter().zip(&mut first) {
             progress.message(&format!("{shape} {rung}"));
             let free = runtime::device::memory_info(device)?.free;
             let metrics = if rung == Rung::Naive && shape.naive_bytes() as f64 > 0.9 * free as f64 {
@@ -82,7 +83,9 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
                 };
                 let outcome = bench::measure(shape, rung, &options, common.seed, &plan)
                     .with_context(|| format!("measuring {shape} {rung}"))?;
-                metrics(shape, rung, &outcome, limit)
+                let mut metrics = metrics(shape, rung, &outcome, limit);
+                metrics.extend(against_first(shape, &outcome, first));
+                metrics
             };
             sink.put(&arguments.experiment, &case(shape, rung, device), metrics)?;
             progress.step();
@@ -118,5 +121,16 @@ fn metrics(shape: &Shape, rung: Rung, outcome: &Outcome, limit: f64) -> Vec<Metr
         Metric::exact("peak_above_bytes", "B", outcome.peak_above_bytes as f64),
         Metric::of_samples("flop_rate", "FLOP/s", &rates),
         Metric::of_samples("share_of_product_rate", "ratio", &shares),
+    ]
+}
+
+/// Time for each token with a label, and the peak, over those of the rung's first shape: what more tokens cost.
+fn against_first(shape: &Shape, outcome: &Outcome, first: &mut Option<(f64, f64)>) -> Vec<Metric> {
+    let own =
+        (outcome.time.time.median() / shape.labelled().max(1) as f64, outcome.peak_above_bytes.max(1) as f64);
+    let (seconds, peak) = *first.get_or_insert(own);
+    vec![
+        Metric::exact("time_per_token_vs_first", "ratio", own.0 / seconds),
+        Metric::exact("peak_vs_first", "ratio", own.1 / peak),
     ]
 }

@@ -12,6 +12,9 @@ pub(crate) fn training(scale: Scale, device: Device, seed: u64) -> Training {
         Scale::Laptop => (32_000, 256, 688, 2, 4, 8, 128, 20),
         Scale::Paper => (128_256, 1024, 2816, 12, 16, 8, 1024, 200),
     };
-    let model = LlamaConfig { max_position_embeddings: sequence, ..LlamaConfig::llama(vocabulary, hidden, inner, layers, heads) };
+    let model = LlamaConfig {
+        max_position_embeddings: sequence,
+        ..LlamaConfig::llama(vocabulary, hidden, inner, layers, heads)
+    };
     Training { model, batch_size, sequence: sequence as usize, steps, lr: 1e-3, device, seed }
 }

@@ -26,7 +26,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
     runtime::memory::track_cpu()?;
     let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
     let training = sizes::training(arguments.scale, device, common.seed);
-    let limits = Limits { max_length: training.sequence, ..Limits::default() };
+    let train_tokens = training.steps as usize * training.batch_size * training.sequence * 2;
+    let limits = Limits { max_length: training.sequence, train_tokens, validation_tokens: 1000 };
     let corpus = Corpus::embedded(&limits)?;
     let mut outcomes = vec![Vec::new(); Way::ALL.len()];
     let mut progress = Progress::new(u64::from(arguments.rounds) * Way::ALL.len() as u64);
@@ -41,9 +42,11 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
     for (way, of_way) in Way::ALL.iter().zip(&outcomes) {
         let case = Case::new().with("loss", way.to_string());
         let original: &Outcome = &outcomes[0][0];
-        let furthest = of_way[0].losses.iter().zip(&original.losses).map(|(own, original)| {
-            (own - original).abs() / original.abs() / TOLERANCE
-        });
+        let furthest = of_way[0]
+            .losses
+            .iter()
+            .zip(&original.losses)
+            .map(|(own, original)| (own - original).abs() / original.abs() / TOLERANCE);
         let furthest = furthest.fold(0.0, f64::max);
         let seconds: Vec<f64> = of_way.iter().flat_map(|outcome| outcome.seconds.clone()).collect();
         let ratios: Vec<f64> = of_way

@@ -62,7 +62,8 @@ pub fn measure(
     let optimizer_bytes = live_bytes(device)? - before - parameters - bytes_of(&drawn);
     let sampler = Sampler::start(device);
     let mut measured = step(&*model, &mut optimizer, &tokens, &labels, device)?;
-    measured.timeline = sampler.finish().into_iter().map(|(at, bytes)| (at, bytes.saturating_sub(before))).collect();
+    measured.timeline =
+        sampler.finish().into_iter().map(|(at, bytes)| (at, bytes.saturating_sub(before))).collect();
     measured.parameters = parameters;
     measured.optimizer = optimizer_bytes;
     measured.peak -= before;
@@ -89,7 +90,10 @@ fn step(
     };
     let whole = Region::start(device)?;
     let at_start = live_bytes(device)?;
-    let hidden = model.hidden(&Input { context: models::module::Context { training: true, ..Default::default() }, ..Input::new(tokens) })?;
+    let hidden = model.hidden(&Input {
+        context: models::module::Context { training: true, ..Default::default() },
+        ..Input::new(tokens)
+    })?;
     moment(1)?;
     let activations = live_bytes(device)? - at_start;
     // The head on a leaf of its own, so that its backward ends before the blocks' begins.
@@ -182,7 +186,8 @@ mod tests {
 
     #[test]
     fn thinning_keeps_every_peak() {
-        let timeline: Vec<(f64, u64)> = (0..1000).map(|i| (f64::from(i) * 1e-3, u64::from(i == 777) * 5 + 1)).collect();
+        let timeline: Vec<(f64, u64)> =
+            (0..1000).map(|i| (f64::from(i) * 1e-3, u64::from(i == 777) * 5 + 1)).collect();
         let thin = thinned(&timeline, 50);
         assert!(thin.len() <= 51 && thin.iter().any(|(_, bytes)| *bytes == 6), "{thin:?}");
         assert!(thin.windows(2).all(|pair| pair[0].0 < pair[1].0));

@@ -113,7 +113,12 @@ pub struct Outcome {
 ///
 /// # Errors
 /// Those of the model.
-pub fn model(config: &LlamaConfig, way: Way, tokens: i64, options: (Kind, Device)) -> Result<Box<dyn LanguageModel>> {
+pub fn model(
+    config: &LlamaConfig,
+    way: Way,
+    tokens: i64,
+    options: (Kind, Device),
+) -> Result<Box<dyn LanguageModel>> {
     let mut model = Llama::new(config, options)?;
     let (rung, loss) = way.rung(tokens, config.hidden_size, config.vocab_size);
     install_rung(&mut model, &loss, rung)?;
@@ -140,9 +145,12 @@ pub fn train(corpus: &Corpus, way: Way, training: &Training) -> Result<Outcome> 
     let loader = LoaderOptions { workers: 1, device, epochs: None, ..Default::default() };
     let mut batches = LoaderBatches::new(source, &loader).map_err(outside)?;
     let model = model(&training.model, way, (batch_size * sequence) as i64, (Kind::Float, device))?;
-    let optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), lr)]).map_err(outside)?;
-    let mut trainer = Trainer::new(model, optimizer, Options { steps, ..Default::default() }).map_err(outside)?;
-    let seen = Arc::new(Mutex::new(Seen { peak: StepPeak::start(device).map_err(outside)?, steps: Vec::new() }));
+    let optimizer =
+        Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), lr)]).map_err(outside)?;
+    let mut trainer =
+        Trainer::new(model, optimizer, Options { steps, ..Default::default() }).map_err(outside)?;
+    let seen =
+        Arc::new(Mutex::new(Seen { peak: StepPeak::start(device).map_err(outside)?, steps: Vec::new() }));
     trainer.observers.push(Box::new(Watcher(seen.clone())));
     trainer.run(&mut batches, None).map_err(outside)?;
     drop(trainer);
