@@ -213,7 +213,6 @@ fn a_packed_row_gives_what_each_document_gives_alone() {
             let documents = Documents::new(&[&lengths[..]], Device::Cpu).unwrap();
             let context = Context { documents: Some(&documents), ..Context::default() };
             let packed = run(&model, &Input { tokens: &tokens, positions: Some(&places), context });
-            // The embedding of a place where a document begins is the same everywhere in the row only if its place restarts.
             let unmoved = run(&model, &Input { tokens: &tokens, positions: None, context });
             let (mut start, mut sums): (i64, Option<Vec<Tensor>>) = (0, None);
             for length in lengths.map(|length| length as i64) {

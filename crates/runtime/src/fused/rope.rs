@@ -19,8 +19,8 @@
 //!
 //! # Precision
 //!
-//! The table is computed in f64 and rounded to fp32 once. (transformers multiplies place and ω in fp32, which strays by
-//! 10⁻³ rad at place 10⁴ in the fastest pairs.) fp32, bf16 and fp16 are computed in fp32 and rounded once; f64 in f64, with the
+//! The table is computed in f64 and rounded to fp32 once. (transformers multiplies place and ω in fp32, which strays by up
+//! to 10⁻³ rad at place 10⁴.) fp32, bf16 and fp16 are computed in fp32 and rounded once; f64 in f64, with the
 //! fp32 table.
 //!
 //! ```

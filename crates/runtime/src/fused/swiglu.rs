@@ -27,8 +27,8 @@ use crate::sys::swiglu as sys;
 /// SiLU(gate)·up, connected to the graph, which keeps `gate` and `up`. Tensors of one shape, of any floating dtype; one pass
 /// forward and one backward, in which one gradient takes the memory of the upstream one where nobody else can see that.
 ///
-/// It is [`elementwise`](super::elementwise)'s pass: the gradients need memory of their own, since gate and up may be anyone's,
-/// so that there is nothing for a kernel of its own to win.
+/// It is [`elementwise`](super::elementwise)'s pass. [`backward`] could not be its derivative: it overwrites gate and up, which
+/// may be anyone's here.
 ///
 /// ```
 /// use runtime::fused::swiglu::silu_mul;
