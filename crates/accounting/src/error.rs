@@ -85,6 +85,21 @@ pub enum Error {
         /// Bytes of the device, for people.
         available: String,
     },
+    /// Layers whose activations fit under no choice.
+    #[error(
+        "no plan for {layers} layers fits {available}: the least takes {needed_text} ({needed} bytes); give that \
+         budget, fewer tokens, or a choice that holds less"
+    )]
+    NoPlanFits {
+        /// Number of layers.
+        layers: usize,
+        /// The least budget that a plan fits, in bytes.
+        needed: u64,
+        /// The same, for people.
+        needed_text: String,
+        /// The budget as given, for people.
+        available: String,
+    },
     /// A configuration file that cannot be read.
     #[error("cannot read {path}: {cause}; give the path of a model's config.json")]
     ConfigRead {

@@ -4,15 +4,17 @@
 //!
 //! | moment | gradients | activations | logits and loss | temporaries |
 //! |---|---|---|---|---|
-//! | loss | none yet¹ | all | all | gathered parameters² |
+//! | loss | none yet¹, or the output's³ | all | all | gathered parameters² |
 //! | backward of the last block | those of the output¹ | all | what the caller holds | one block's backward, buffers² |
 //! | backward of the first block | all | one block's | what the caller holds | one block's backward, buffers² |
 //! | backward of the embedding | all | tokens | what the caller holds | a tied matrix' second gradient |
 //! | optimizer step | all | none | none | the step's own |
 //!
-//! ¹ all of them where gradients are accumulated over several batches. ² of ZeRO.
+//! ¹ all of them where gradients are accumulated over several batches. ² of ZeRO, or of what is on the host. ³ where
+//! the loss makes it chunk by chunk.
 //!
-//! Parameters, master weights and optimizer state are there at every moment. Between the first and the last block
+//! Parameters, master weights and optimizer state are there at every moment, unless they are kept on the host
+//! ([`host`](crate::memory::host)). Between the first and the last block
 //! activations fall and gradients rise by the same amount each, so one of the two ends is the larger. The **peak** is
 //! the largest moment.
 //!
@@ -32,6 +34,7 @@
 
 use crate::decoder_flops::{Recomputation, Workload, check_positions};
 use crate::memory::activations::{self, ActivationChoices};
+use crate::memory::host::OnHost;
 use crate::memory::logits::{self, Loss};
 use crate::memory::optimizer::{Optimizer, StepKernel};
 use crate::memory::recipe::Recipe;
@@ -64,6 +67,8 @@ pub struct Plan {
     pub sharding: Sharding,
     /// Whether gradients of an earlier batch are there while the next one runs.
     pub accumulate: bool,
+    /// What is on the host.
+    pub host: OnHost,
 }
 
 impl Default for Plan {
@@ -81,6 +86,7 @@ impl Default for Plan {
             loss: Loss::default(),
             sharding: Sharding::default(),
             accumulate: false,
+            host: OnHost::default(),
         }
     }
 }
@@ -201,7 +207,7 @@ impl Budget {
 pub struct Estimate {
     /// Number of parameters, of the whole model.
     pub parameters: u64,
-    /// What stays from step to step.
+    /// What stays from step to step on the device.
     pub states: ModelStates,
     /// What one block keeps, tensor by tensor.
     pub block: Vec<Item>,
@@ -209,6 +215,8 @@ pub struct Estimate {
     pub outside_blocks: Vec<Item>,
     /// The five moments in the order in which they come.
     pub moments: [Budget; 5],
+    /// Bytes on the host, when the forward is done: none unless the plan puts something there.
+    pub host_bytes: u64,
 }
 
 impl Estimate {
@@ -222,46 +230,71 @@ impl Estimate {
         }
         peak
     }
+
+    /// One moment of the step.
+    pub fn at(&self, moment: Moment) -> &Budget {
+        &self.moments[moment as usize]
+    }
+
+    /// The most that one part takes at any moment of the step: the split of a step that profiles show, in which each
+    /// part has a peak of its own. [`Budget::bytes`] of [`Estimate::peak`] is what it takes when the sum is largest.
+    pub fn largest(&self, part: Part) -> u64 {
+        self.moments.iter().map(|budget| budget.bytes(part)).max().unwrap_or(0)
+    }
 }
 
 /// Estimates a training step of `model`.
 pub fn estimate(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
     check_positions(model, plan.work.sequence)?;
-    let Plan { work, recipe, optimizer, sharding, .. } = *plan;
+    plan.host.check(&plan.recomputation)?;
+    let Plan { work, recipe, optimizer, sharding, host, .. } = *plan;
     let choices = plan.activation_choices();
     let parameters = model.parameters()?;
-    let states = model_states(model, &recipe, optimizer, sharding)?;
+    let (states, hosted) = split(model_states(model, &recipe, optimizer, sharding)?, host);
 
     let block = activations::block(model, work, &choices)?;
     let outside_blocks = activations::outside_blocks(model, work, &choices)?;
     let outside = total(&outside_blocks)?;
-    let all_blocks = exact::product("activations of all blocks", &[model.layers, total(&block)?])?;
-    let all_kept = exact::sum("activations", [outside, all_blocks])?;
+    let inputs = exact::product("activations of all blocks", &[model.layers, total(&block)?])?;
+    // One is where it is used; the other, on its way, is with the temporaries.
+    let on_device = if host.block_inputs { total(&block)? } else { inputs };
+    let all_kept = exact::sum("activations", [outside, on_device])?;
     let one_kept = exact::sum("activations", [outside, total(&block)?])?;
 
-    let loss_peak = total(&logits::peak(model, work, recipe.compute, plan.loss)?)?;
-    let loss_held = total(&logits::held(model, work, recipe.compute, plan.loss)?)?;
-    let buffers = working_set::communication(model, &choices, sharding)?;
-    let gathered = buffers.iter().filter(|item| item.name == "gathered parameters");
-    let gathered = exact::sum("gathered parameters", gathered.map(|item| item.bytes))?;
+    let loss_peak = total(&logits::peak(model, work, &recipe, plan.loss)?)?;
+    let loss_held = total(&logits::held(model, work, &recipe, plan.loss)?)?;
+    let buffers = working_set::communication(model, &choices, sharding, host)?;
+    let gathered = buffers.iter().filter(|item| item.name == working_set::GATHERED);
+    let in_flight = if host.block_inputs { total(&block)? } else { 0 };
+    let gathered = exact::sum("gathered parameters", gathered.map(|item| item.bytes).chain([in_flight]))?;
     let backward = exact::sum(
         "temporaries",
         [total(&working_set::block_backward(model, work, &choices)?)?, total(&buffers)?],
     )?;
+    // Behind the first block there is no other to be fetched.
+    let last_backward = exact::sum("temporaries", [backward, in_flight])?;
     let step = optimizer.step_bytes(
         model,
         recipe.state,
         plan.step,
         if sharding.divides(ZeroStage::One) { sharding.devices } else { 1 },
     )?;
+    let step = if host.optimizer { 0 } else { step };
 
     let output = exact::product("parameters of the output", &[model.vocabulary, model.hidden])?;
     let output_gradient = recipe.gradients.bytes(sharding.share(output, ZeroStage::Two))?;
     let table = exact::product("parameters of the embedding", &[model.vocabulary, model.embedding])?;
-    // A tied matrix, or an accumulated one, has its gradient already when the embedding's own arrives.
-    let second_gradient = if model.tied || plan.accumulate { recipe.gradients.bytes(table)? } else { 0 };
+    // A tied matrix, or an accumulated one, has its gradient already when the embedding's own arrives. One on the host
+    // is added to there, but the new part comes by.
+    let twice = model.tied || plan.accumulate || host.gradients;
+    let second_gradient = if twice { recipe.gradients.bytes(table)? } else { 0 };
     let (casts, one_cast) = autocast_copies(model, plan)?;
-    let early = |gradients: u64| if plan.accumulate { states.gradients } else { gradients };
+    let early = |gradients: u64| match (host.gradients, plan.accumulate) {
+        (false, true) => states.gradients,
+        _ => gradients,
+    };
+    // The gradient of the output matrix comes with the chunks of the loss, or with the backward of the logits.
+    let at_loss = if plan.loss == Loss::Eager { 0 } else { output_gradient };
 
     let budget = |moment, casts, gradients, activations, logits, temporaries| {
         let ModelStates { parameters, master, optimizer, .. } = states;
@@ -271,24 +304,42 @@ pub fn estimate(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
         )
     };
     let all = states.gradients;
+    let kept_on_host = if host.block_inputs { inputs } else { 0 };
     Ok(Estimate {
         parameters,
         states,
         moments: [
-            budget(Moment::Loss, casts, early(0), all_kept, loss_peak, gathered)?,
-            budget(Moment::LastBlock, casts, early(output_gradient), all_kept, loss_held, backward)?,
+            budget(Moment::Loss, casts, early(at_loss), all_kept, loss_peak, gathered)?,
+            budget(Moment::LastBlock, casts, early(output_gradient), all_kept, loss_held, last_backward)?,
             budget(Moment::FirstBlock, one_cast, all, one_kept, loss_held, backward)?,
             budget(Moment::Embedding, 0, all, outside, loss_held, second_gradient)?,
             budget(Moment::Step, 0, all, 0, 0, step)?,
         ],
         block,
         outside_blocks,
+        host_bytes: exact::sum("bytes on the host", [hosted.total()?, kept_on_host])?,
     })
 }
 
-/// Autocast's copies of all weights and of one block's. Under ZeRO-3 the gathered parameters take their place.
+/// What of the model states is on the device, and what on the host.
+fn split(states: ModelStates, host: OnHost) -> (ModelStates, ModelStates) {
+    let place = |bytes: u64, on_host: bool| if on_host { (0, bytes) } else { (bytes, 0) };
+    let parameters = place(states.parameters, host.parameters);
+    let gradients = place(states.gradients, host.gradients);
+    let master = place(states.master, host.optimizer);
+    let optimizer = place(states.optimizer, host.optimizer);
+    let one =
+        |parameters, master, gradients, optimizer| ModelStates { parameters, master, gradients, optimizer };
+    (
+        one(parameters.0, master.0, gradients.0, optimizer.0),
+        one(parameters.1, master.1, gradients.1, optimizer.1),
+    )
+}
+
+/// Autocast's copies of all weights and of one block's. The gathered parameters of ZeRO-3, or
+/// fetched from the host, take their place.
 fn autocast_copies(model: &Decoder, plan: &Plan) -> Result<(u64, u64), Error> {
-    if !plan.recipe.casts || plan.sharding.divides(ZeroStage::Three) {
+    if !plan.recipe.casts || plan.sharding.divides(ZeroStage::Three) || plan.host.parameters {
         return Ok((0, 0));
     }
     let all = plan.recipe.compute.bytes(model.product_parameters()?)?;

@@ -8,17 +8,20 @@
 //! | [`flops`] | FLOPs of models, and where 6·N·D fails |
 //! | [`estimates`] | ladders of recipes, recomputation, optimizers and ZeRO stages, part by part |
 //! | [`fits`] | the largest batch, sequence and model on known devices |
+//! | [`long_context`] | which terms remain in long sequences on one card, and how long one fits |
 //! | [`times`] | how long known trainings take |
 
 mod estimates;
 mod fits;
 mod flops;
+mod long_context;
 mod published;
 mod times;
 
 pub use estimates::{estimates, metrics as estimate_metrics};
 pub use fits::fits;
 pub use flops::flops;
+pub use long_context::long_context;
 pub use published::published;
 pub use times::times;
 

@@ -27,11 +27,13 @@
 //! | how many bytes, where? | [`memory`], [`estimate`] |
 //! | what is the peak of a SwiGLU stack's training step? | [`swiglu`] |
 //! | what fits? | [`fit`] |
+//! | which layers should compute their activations again? | [`activation_plan`] |
 //! | how long does it train? | [`hardware`], [`training_time`] |
 //! | what did the lecture say? | [`lecture`] |
 //!
 //! Counts are exact integers: bytes and elements `u64`, FLOPs `u128`. A result that does not fit is an [`Error`].
 
+pub mod activation_plan;
 pub mod bar;
 pub mod config;
 pub mod decoder_flops;

@@ -9,11 +9,13 @@
 //! | [`published`] | the formulas of Korthikanti et al. for the same |
 //! | [`logits`] | the output's logits and what the loss makes of them |
 //! | [`working_set`] | what the backward of one block, and ZeRO's communication, need for a moment |
+//! | [`host`] | what is on the host instead of the device |
 //! | [`kv_cache`] | keys and values of generation |
 //!
 //! [`estimate`](crate::estimate) puts them together.
 
 pub mod activations;
+pub mod host;
 pub mod kv_cache;
 pub mod logits;
 pub mod optimizer;

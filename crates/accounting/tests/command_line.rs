@@ -103,7 +103,8 @@ fn an_experiment_appends_the_records_of_every_section() {
             "accounting-flops",
             "accounting-estimate",
             "accounting-fit",
-            "accounting-time"
+            "accounting-time",
+            "long-context"
         ]
     );
     let off = records.iter().filter(|record| record.metric.name == "half_units_off");

@@ -1,8 +1,9 @@
 //! What holds for every model and plan.
 
 use accounting::decoder_flops::{Recomputation, Workload, step};
-use accounting::estimate::{Part, Plan, estimate};
+use accounting::estimate::{Moment, Part, Plan, estimate};
 use accounting::fit::{Limit, largest_batch, largest_model, longest_sequence, scaled, template_size};
+use accounting::memory::host::OnHost;
 use accounting::memory::logits::Loss;
 use accounting::memory::optimizer::{Optimizer, StepKernel};
 use accounting::memory::recipe::Recipe;
@@ -47,7 +48,8 @@ fn plans() -> impl Strategy<Value = Plan> {
     let recomputation =
         (select(&AttentionKernel::ALL[..]), select(&Recompute::ALL[..]), select(&SwigluLevel::ALL[..]))
             .prop_map(|(attention, checkpoint, swiglu)| Recomputation { attention, checkpoint, swiglu });
-    let loss = prop_oneof![Just(Loss::Eager), (1u64..1000).prop_map(|tokens| Loss::Chunked { tokens })];
+    let loss = (select(&Loss::NAMES[..]), 1u64..1000)
+        .prop_map(|(name, tokens)| Loss::from_name(name, tokens).unwrap());
     let states = (
         select(&Recipe::ALL[..]),
         select(&Optimizer::ALL[..]),
@@ -55,7 +57,7 @@ fn plans() -> impl Strategy<Value = Plan> {
         select(&ZeroStage::ALL[..]),
         1u64..9,
     );
-    (work, recomputation, loss, states, any::<[bool; 3]>()).prop_map(
+    (work, recomputation, loss, states, any::<[bool; 7]>()).prop_map(
         |(work, recomputation, loss, (recipe, optimizer, step, stage, devices), flags)| Plan {
             work,
             recipe,
@@ -67,6 +69,12 @@ fn plans() -> impl Strategy<Value = Plan> {
             loss,
             sharding: Sharding::new(stage, devices).unwrap(),
             accumulate: flags[1],
+            host: OnHost {
+                parameters: flags[3],
+                gradients: flags[4],
+                optimizer: flags[5],
+                block_inputs: flags[6] && recomputation.checkpoint == Recompute::Full,
+            },
         },
     )
 }
@@ -89,7 +97,8 @@ proptest! {
         }
         let listed: u64 = model.parameter_tensors().unwrap().iter().map(|t| t.elements().unwrap()).sum();
         prop_assert_eq!(listed, model.parameters().unwrap());
-        let kept = total(&estimate.block).unwrap() * model.layers + total(&estimate.outside_blocks).unwrap();
+        let blocks = if plan.host.block_inputs { 1 } else { model.layers };
+        let kept = total(&estimate.block).unwrap() * blocks + total(&estimate.outside_blocks).unwrap();
         prop_assert_eq!(estimate.moments[0].bytes(Part::Activations), kept);
     }
 
@@ -116,7 +125,8 @@ proptest! {
     fn recomputation_keeps_less_and_computes_more(model in models(), plan in plans()) {
         let with = |checkpoint, swiglu| {
             let recomputation = Recomputation { checkpoint, swiglu, ..plan.recomputation };
-            let kept = estimate(&model, &Plan { recomputation, ..plan }).unwrap();
+            let host = OnHost { block_inputs: false, ..plan.host };
+            let kept = estimate(&model, &Plan { recomputation, host, ..plan }).unwrap();
             let flops = step(&model, plan.work, &recomputation).unwrap();
             (total(&kept.block).unwrap(), flops.recomputed.dense)
         };
@@ -125,6 +135,42 @@ proptest! {
         choices = Recompute::ALL.map(|choice| with(choice, plan.recomputation.swiglu)).into();
         prop_assert!(choices.is_sorted_by(|a, b| a.0 >= b.0));
         prop_assert!(choices[2].1 >= choices[0].1);
+    }
+
+    /// What goes to the host leaves the device at every moment, but for what passes through, and all of it is there.
+    #[test]
+    fn the_host_takes_what_the_device_gives(model in models(), plan in plans()) {
+        let on_device = estimate(&model, &Plan { host: OnHost::default(), ..plan }).unwrap();
+        let on_host = estimate(&model, &plan).unwrap();
+        prop_assert_eq!(on_device.host_bytes, 0);
+        let states = on_host.states.total().unwrap();
+        let inputs = if plan.host.block_inputs { model.layers * total(&on_host.block).unwrap() } else { 0 };
+        prop_assert_eq!(states + on_host.host_bytes, on_device.states.total().unwrap() + inputs);
+        for part in Part::ALL {
+            let (with, without) = (on_host.largest(part), on_device.largest(part));
+            let passing = (part == Part::Temporaries && plan.host != OnHost::default())
+                || (part == Part::Activations && model.layers == 1);
+            prop_assert!(with <= without || passing, "{part:?}: {with} against {without}");
+            prop_assert!(on_host.peak().bytes(part) <= with);
+        }
+    }
+
+    /// A loss with chunks of one token has the logits of one token, and beside them the matrix and the hidden states.
+    #[test]
+    fn a_chunk_has_no_more_logits_than_all(model in models(), plan in plans()) {
+        let at_loss = |loss| {
+            let estimate = estimate(&model, &Plan { loss, ..plan }).unwrap();
+            (estimate.at(Moment::Loss).bytes(Part::Logits), estimate.largest(Part::OptimizerState))
+        };
+        let matrix = model.vocabulary * model.hidden;
+        let (eager, optimizer) = at_loss(Loss::Eager);
+        for name in &Loss::NAMES[1..] {
+            let (bytes, same) = at_loss(Loss::from_name(name, 1).unwrap());
+            let tokens = plan.work.tokens().unwrap();
+            let beside = 4 * (tokens * model.hidden + matrix);
+            prop_assert!(bytes <= eager.div_ceil(tokens) + beside, "{name}: {bytes} of {eager}");
+            prop_assert_eq!(same, optimizer);
+        }
     }
 
     #[test]

@@ -27,6 +27,16 @@ enum Section {
     Estimate,
     Fit,
     Time,
+    LongContext,
+}
+
+impl Section {
+    /// The experiment's name in the records.
+    fn experiment(self) -> String {
+        let name = self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
+        // What it is about is the techniques, not this crate.
+        if self == Self::LongContext { name } else { format!("accounting-{name}") }
+    }
 }
 
 const SMOKE_MODELS: [&str; 2] = ["gpt2", "qwen2.5-0.5b"];
@@ -56,8 +66,7 @@ impl Args {
         let mut progress = Progress::new(sections.len() as u64);
         let (mut records, mut text) = (Vec::new(), String::new());
         for section in sections {
-            let name = section.to_possible_value().map(|value| value.get_name().to_owned());
-            let name = format!("accounting-{}", name.unwrap_or_default());
+            let name = section.experiment();
             progress.message(&name);
             let made = match section {
                 Section::Published => experiment::published(environment)?,
@@ -66,6 +75,7 @@ impl Args {
                 Section::Estimate => experiment::estimates(environment)?,
                 Section::Fit => experiment::fits(fit_models, devices, environment)?,
                 Section::Time => experiment::times(environment)?,
+                Section::LongContext => experiment::long_context(environment)?,
             };
             text += &format!("{name}: {} records\n", made.len());
             records.extend(made);

@@ -3,6 +3,7 @@
 use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::estimate::Plan;
 use accounting::hardware::{self, Hardware};
+use accounting::memory::host::OnHost;
 use accounting::memory::logits::Loss;
 use accounting::memory::optimizer::{Optimizer, StepKernel};
 use accounting::memory::recipe::Recipe;
@@ -69,9 +70,16 @@ pub(crate) struct PlanArgs {
     /// Dropout is on
     #[arg(long, help_heading = TRAINING)]
     dropout: bool,
-    /// Output and loss in chunks of N tokens instead of all at once
+    /// How the loss is computed: naive, chunked-recompute, grad-in-forward or linear-cross-entropy [default: naive, or
+    /// linear-cross-entropy with --loss-chunk]
+    #[arg(long, value_parser = loss_name, value_name = "NAME", help_heading = TRAINING)]
+    loss: Option<&'static str>,
+    /// Output and loss for N tokens at a time [default: 1024 if the loss has chunks]
     #[arg(long, value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
     loss_chunk: Option<u64>,
+    /// What is kept on the host: parameters, gradients, optimizer, block-inputs
+    #[arg(long, value_delimiter = ',', value_name = "NAME,…", help_heading = TRAINING)]
+    on_host: Vec<String>,
     /// Gradients of earlier batches are kept while the next runs
     #[arg(long, help_heading = TRAINING)]
     accumulate: bool,
@@ -93,10 +101,23 @@ impl PlanArgs {
             recomputation: self.recompute.recomputation(),
             norm: self.norm,
             dropout: self.dropout,
-            loss: self.loss_chunk.map_or(Loss::Eager, |tokens| Loss::Chunked { tokens }),
+            loss: self.loss()?,
             sharding: Sharding::new(self.zero, self.devices)?,
             accumulate: self.accumulate,
+            host: self.on_host.iter().try_fold(OnHost::default(), |host, name| host.with(name))?,
         })
+    }
+
+    fn loss(&self) -> Result<Loss, Error> {
+        match (self.loss, self.loss_chunk) {
+            (Some(name), Some(_)) if name == Loss::Eager.name() => Err(Error::Shape {
+                what: format!("a loss computed by `{name}` has no chunks"),
+                remedy: "leave out --loss-chunk, or name another --loss".into(),
+            }),
+            (Some(name), tokens) => Loss::from_name(name, tokens.unwrap_or(1024)),
+            (None, Some(tokens)) => Ok(Loss::LinearCrossEntropy { tokens }),
+            (None, None) => Ok(Loss::Eager),
+        }
     }
 
     /// The choices in a line.
@@ -113,14 +134,21 @@ impl PlanArgs {
         if plan.recomputation.swiglu != SwigluLevel::Eager {
             parts.push(format!("SwiGLU {}", plan.recomputation.swiglu.name()));
         }
-        if let Loss::Chunked { tokens } = plan.loss {
-            parts.push(format!("loss in chunks of {tokens}"));
+        if let Some(tokens) = plan.loss.chunk() {
+            parts.push(format!("{} in chunks of {tokens}", plan.loss.name()));
+        }
+        if plan.host != OnHost::default() {
+            parts.push(format!("{} on the host", plan.host.names().join(" and ")));
         }
         if plan.sharding.devices > 1 {
             parts.push(format!("ZeRO-{} on {} devices", plan.sharding.stage.number(), plan.sharding.devices));
         }
         parts.join(", ")
     }
+}
+
+fn loss_name(text: &str) -> Result<&'static str, Error> {
+    Ok(text.parse::<Loss>()?.name())
 }
 
 fn zero_stage(text: &str) -> Result<ZeroStage, String> {

@@ -52,7 +52,7 @@ fn ladders() -> Result<[Ladder; 4], Error> {
     // Gradients of earlier batches and a loss in chunks: the model states are what these ladders are about.
     let small = Plan {
         work: Workload { batch: 8, sequence: 1024 },
-        loss: Loss::Chunked { tokens: 1024 },
+        loss: Loss::LinearCrossEntropy { tokens: 1024 },
         accumulate: true,
         ..Plan::default()
     };
@@ -93,9 +93,9 @@ fn recomputation(plan: Plan) -> Vec<(String, Plan)> {
         ("… and SwiGLU input-only".into(), with(level(SwigluLevel::InputOnly), Loss::Eager)),
         (
             "… and loss in chunks of 1024".into(),
-            with(level(SwigluLevel::InputOnly), Loss::Chunked { tokens: 1024 }),
+            with(level(SwigluLevel::InputOnly), Loss::LinearCrossEntropy { tokens: 1024 }),
         ),
         ("full recomputation".into(), with(full, Loss::Eager)),
-        ("full, loss in chunks of 1024".into(), with(full, Loss::Chunked { tokens: 1024 })),
+        ("full, loss in chunks of 1024".into(), with(full, Loss::LinearCrossEntropy { tokens: 1024 })),
     ]
 }

@@ -20,8 +20,12 @@ pub fn fits(models: &[&str], devices: &[&str], environment: &Environment) -> Res
         swiglu: SwigluLevel::InputOnly,
         ..Recomputation::default()
     };
-    let frugal =
-        Plan { recomputation, loss: Loss::Chunked { tokens: 1024 }, step: StepKernel::Fused, ..plain };
+    let frugal = Plan {
+        recomputation,
+        loss: Loss::LinearCrossEntropy { tokens: 1024 },
+        step: StepKernel::Fused,
+        ..plain
+    };
     let mut records = Vec::new();
     for device in devices {
         let memory = hardware::find(device)?.memory;

@@ -60,8 +60,7 @@ impl ActivationChoices {
 /// What one block keeps until its backward.
 pub fn block(model: &Decoder, work: Workload, choices: &ActivationChoices) -> Result<Vec<Item>, Error> {
     if choices.recomputation.checkpoint == Recompute::Full {
-        let tokens = work.tokens()?;
-        return Ok(vec![Item::new("block input", choices.residual_bytes(), &[tokens, model.hidden])?]);
+        return Ok(vec![block_input(model, work, choices)?]);
     }
     inside_block(model, work, choices)
 }
@@ -73,15 +72,78 @@ pub fn inside_block(
     work: Workload,
     choices: &ActivationChoices,
 ) -> Result<Vec<Item>, Error> {
+    let mut items = attention_branch(model, work, choices)?;
+    items.extend(feed_forward_branch(model, work, choices)?);
+    Ok(items)
+}
+
+/// What a block's attentions and their norms keep.
+pub(crate) fn attention_branch(
+    model: &Decoder,
+    work: Workload,
+    choices: &ActivationChoices,
+) -> Result<Vec<Item>, Error> {
     let mut items = Vec::new();
     for _ in 0..model.family.attentions() {
         norm(&mut items, model, work, choices)?;
         attention(&mut items, model, work, choices)?;
     }
+    Ok(items)
+}
+
+/// What a block's feed-forward layer and its norm keep.
+pub(crate) fn feed_forward_branch(
+    model: &Decoder,
+    work: Workload,
+    choices: &ActivationChoices,
+) -> Result<Vec<Item>, Error> {
+    let mut items = Vec::new();
     norm(&mut items, model, work, choices)?;
     feed_forward(&mut items, model, work, choices)?;
     Ok(items)
 }
+
+/// What comes in at the residual stream, of a block or of a branch.
+pub(crate) fn block_input(
+    model: &Decoder,
+    work: Workload,
+    choices: &ActivationChoices,
+) -> Result<Item, Error> {
+    Item::new("block input", choices.residual_bytes(), &[work.tokens()?, model.hidden])
+}
+
+/// The bytes of [`inside_block`], or of one branch, that are its input itself and not another tensor: what the first
+/// norm keeps, or the first projection where norms come last, unless autocast makes copies of that.
+pub(crate) fn input_kept_inside(
+    model: &Decoder,
+    work: Workload,
+    choices: &ActivationChoices,
+) -> Result<u64, Error> {
+    let norm_comes_first = model.family.has_final_norm();
+    if norm_comes_first || !choices.recipe.casts {
+        Ok(block_input(model, work, choices)?.bytes)
+    } else {
+        Ok(0)
+    }
+}
+
+/// Whether an item is the result of elementwise operations and norms over tensors that are kept beside it.
+pub(crate) fn is_elementwise(item: &Item) -> bool {
+    const NAMES: [&str; 8] = [
+        "normalized input",
+        QKV_INPUT,
+        "feed-forward input",
+        "SiLU(xW)",
+        "SiLU(xW) ⊙ xV",
+        "GELU output",
+        "dropped ReLU output",
+        "dropped probabilities",
+    ];
+    NAMES.contains(&item.name)
+}
+
+/// What the query, key and value projections keep.
+pub(crate) const QKV_INPUT: &str = "query, key, value input";
 
 fn norm(
     items: &mut Vec<Item>,
@@ -113,7 +175,7 @@ fn attention(
     let kv_heads = if eager { model.heads } else { model.kv_heads };
     // Query, key and value are one packed projection in the GPT-2 families.
     let copies = if choices.recipe.casts && model.family.is_swiglu() { 3 } else { 1 };
-    items.push(Item::new("query, key, value input", c, &[copies, tokens, model.hidden])?);
+    items.push(Item::new(QKV_INPUT, c, &[copies, tokens, model.hidden])?);
     items.push(Item::new("query", c, &[tokens, model.heads, model.head_dim])?);
     items.push(Item::new("key and value", c, &[2, tokens, kv_heads, model.head_dim])?);
     if eager {

@@ -10,55 +10,148 @@
 //! gradient of the logits                 4    backward only
 //! ```
 //!
-//! The peak is in the backward, `c + 12`: 16 bytes in fp32, 14 in 16 bits. A loss computed in chunks of tokens has
-//! this for one chunk only, and keeps the gradient of the hidden states instead.
+//! The peak is in the backward, `c + 12`: 16 bytes in fp32, 14 in 16 bits. A loss that goes over the tokens chunk by
+//! chunk has its logits for one chunk only. It keeps the gradient of the hidden states instead, and has the gradient of
+//! the output matrix (`v·d`) while it runs, which an eager loss has only when its logits go:
+//!
+//! | [`Loss`] | bytes per token and entry of a chunk | of `v·d`, beside the gradient itself |
+//! |---|---|---|
+//! | `ChunkedRecompute` | `c + 12` | one chunk's gradient, before it is added |
+//! | `GradInForward` | `c`, and `4` for a copy in fp32 unless `c = 4`; the gradient is written over it | – |
+//! | `LinearCrossEntropy` | `4`: one tile in fp32, its gradient written over it | an accumulator in fp32, unless the gradient is that |
+
+use std::str::FromStr;
 
 use crate::decoder_flops::Workload;
 use crate::exact::positive;
 use crate::memory::Item;
+use crate::memory::recipe::Recipe;
 use crate::model::Decoder;
 use crate::{Dtype, Error};
 
-/// How the loss is computed.
+/// How the loss is computed: the ladder of `fused-ce`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Loss {
     /// All logits, then the cross-entropy, composed of framework operations.
     #[default]
     Eager,
-    /// Output projection and loss for so many tokens at a time, gradients in the same pass.
-    Chunked {
+    /// Output projection and loss for so many tokens at a time, composed of framework operations; the backward
+    /// computes each chunk again.
+    ChunkedRecompute {
         /// Tokens of a chunk.
+        tokens: u64,
+    },
+    /// The same with the gradients made in the forward, in the format of the products, the way of Malek and of Liger.
+    GradInForward {
+        /// Tokens of a chunk.
+        tokens: u64,
+    },
+    /// The same with one tile of logits in fp32 that its gradient is written over, and the output matrix' gradient
+    /// accumulated in fp32.
+    LinearCrossEntropy {
+        /// Tokens of a tile.
         tokens: u64,
     },
 }
 
-/// Logits, loss temporaries and their gradients at their peak, when the backward starts.
-pub fn peak(model: &Decoder, work: Workload, compute: Dtype, loss: Loss) -> Result<Vec<Item>, Error> {
-    let (tokens, c) = (work.tokens()?, compute.storage_bits() / 8);
-    let rows = match loss {
-        Loss::Eager => tokens,
-        Loss::Chunked { tokens: chunk } => positive("tokens of a chunk of logits", chunk)?.min(tokens),
+impl Loss {
+    /// The names that [`Loss::from_name`] reads, in the order of the ladder.
+    pub const NAMES: [&str; 4] = ["naive", "chunked-recompute", "grad-in-forward", "linear-cross-entropy"];
+
+    /// The loss of that name, with chunks of `tokens` where it has chunks.
+    pub fn from_name(name: &str, tokens: u64) -> Result<Self, Error> {
+        let known = Self::NAMES.into_iter().position(|known| known.eq_ignore_ascii_case(name));
+        match known {
+            Some(0) => Ok(Self::Eager),
+            Some(1) => Ok(Self::ChunkedRecompute { tokens }),
+            Some(2) => Ok(Self::GradInForward { tokens }),
+            Some(_) => Ok(Self::LinearCrossEntropy { tokens }),
+            None => Err(Error::unknown("loss", name, Self::NAMES)),
+        }
+    }
+
+    /// Its name in the ladder.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Eager => "naive",
+            Self::ChunkedRecompute { .. } => "chunked-recompute",
+            Self::GradInForward { .. } => "grad-in-forward",
+            Self::LinearCrossEntropy { .. } => "linear-cross-entropy",
+        }
+    }
+
+    /// Tokens of a chunk, where there are chunks.
+    pub const fn chunk(self) -> Option<u64> {
+        match self {
+            Self::Eager => None,
+            Self::ChunkedRecompute { tokens }
+            | Self::GradInForward { tokens }
+            | Self::LinearCrossEntropy { tokens } => Some(tokens),
+        }
+    }
+}
+
+impl FromStr for Loss {
+    type Err = Error;
+
+    /// [`Loss::from_name`] with chunks of 1024 tokens.
+    fn from_str(text: &str) -> Result<Self, Error> {
+        Self::from_name(text, 1024)
+    }
+}
+
+/// Logits, loss temporaries and their gradients at their peak: when the backward starts, or while chunks are gone
+/// through. The gradient of the output matrix is counted with the others' gradients, not here.
+pub fn peak(model: &Decoder, work: Workload, recipe: &Recipe, loss: Loss) -> Result<Vec<Item>, Error> {
+    let (tokens, c) = (work.tokens()?, recipe.compute.storage_bits() / 8);
+    let rows = match loss.chunk() {
+        None => tokens,
+        Some(chunk) => positive("tokens of a chunk of logits", chunk)?.min(tokens),
     };
     let size = [rows, model.vocabulary];
-    let mut items = vec![
-        Item::new("logits", c, &size)?,
-        Item::new("log-probabilities", 4, &size)?,
-        Item::new("gradient of the log-probabilities", 4, &size)?,
-        Item::new("gradient of the logits", 4, &size)?,
-    ];
-    if loss != Loss::Eager {
-        items.push(Item::new("gradient of the hidden states", c, &[tokens, model.hidden])?);
-    }
+    let matrix = [model.vocabulary, model.hidden];
+    let composed = || {
+        Ok::<_, Error>(vec![
+            Item::new("logits", c, &size)?,
+            Item::new("log-probabilities", 4, &size)?,
+            Item::new("gradient of the log-probabilities", 4, &size)?,
+            Item::new("gradient of the logits", 4, &size)?,
+        ])
+    };
+    let mut items = match loss {
+        Loss::Eager => return composed(),
+        Loss::ChunkedRecompute { .. } => {
+            let mut items = composed()?;
+            let bytes = recipe.gradients.storage_bits() / 8;
+            items.push(Item::new("a chunk's gradient of the output matrix", bytes, &matrix)?);
+            items
+        }
+        Loss::GradInForward { .. } => {
+            let mut items = vec![Item::new("logits", c, &size)?];
+            if c < 4 {
+                items.push(Item::new("logits in fp32", 4, &size)?);
+            }
+            items
+        }
+        Loss::LinearCrossEntropy { .. } => {
+            let mut items = vec![Item::new("tile of logits in fp32", 4, &size)?];
+            if recipe.gradients.storage_bits() < Dtype::Fp32.storage_bits() {
+                items.push(Item::new("accumulator of the output matrix' gradient", 4, &matrix)?);
+            }
+            items
+        }
+    };
+    items.push(Item::new("gradient of the hidden states", c, &[tokens, model.hidden])?);
     Ok(items)
 }
 
 /// What stays while the blocks' backward runs: the logits that the caller still holds, or the gradient of the hidden
 /// states.
-pub fn held(model: &Decoder, work: Workload, compute: Dtype, loss: Loss) -> Result<Vec<Item>, Error> {
-    let (tokens, c) = (work.tokens()?, compute.storage_bits() / 8);
-    let item = match loss {
-        Loss::Eager => Item::new("logits", c, &[tokens, model.vocabulary])?,
-        Loss::Chunked { .. } => Item::new("gradient of the hidden states", c, &[tokens, model.hidden])?,
+pub fn held(model: &Decoder, work: Workload, recipe: &Recipe, loss: Loss) -> Result<Vec<Item>, Error> {
+    let (tokens, c) = (work.tokens()?, recipe.compute.storage_bits() / 8);
+    let item = match loss.chunk() {
+        None => Item::new("logits", c, &[tokens, model.vocabulary])?,
+        Some(_) => Item::new("gradient of the hidden states", c, &[tokens, model.hidden])?,
     };
     Ok(vec![item])
 }
@@ -73,13 +166,40 @@ mod tests {
     fn bytes_per_token_and_entry() {
         let model = presets::find("gpt2").unwrap();
         let work = Workload { batch: 2, sequence: 512 };
-        let bytes = |dtype, loss| total(&peak(&model, work, dtype, loss).unwrap()).unwrap();
-        assert_eq!(bytes(Dtype::Fp32, Loss::Eager), 16 * 1024 * 50257);
-        assert_eq!(bytes(Dtype::Bf16, Loss::Eager), 14 * 1024 * 50257);
-        let chunked = Loss::Chunked { tokens: 256 };
-        assert_eq!(bytes(Dtype::Bf16, chunked), 14 * 256 * 50257 + 2 * 1024 * 768);
-        let larger_than_all = Loss::Chunked { tokens: 1 << 40 };
-        assert_eq!(bytes(Dtype::Bf16, larger_than_all), 14 * 1024 * 50257 + 2 * 1024 * 768);
-        assert!(peak(&model, work, Dtype::Bf16, Loss::Chunked { tokens: 0 }).is_err());
+        let bytes = |recipe, loss| total(&peak(&model, work, &recipe, loss).unwrap()).unwrap();
+        let (v, d) = (50257, 768);
+        assert_eq!(bytes(Recipe::FP32, Loss::Eager), 16 * 1024 * v);
+        assert_eq!(bytes(Recipe::BF16, Loss::Eager), 14 * 1024 * v);
+        let cases = [
+            // Per entry of a chunk, per entry of the output matrix, per entry of the hidden states.
+            (Recipe::FP32, "chunked-recompute", [16, 4, 4]),
+            (Recipe::BF16, "chunked-recompute", [14, 2, 2]),
+            (Recipe::FP32, "grad-in-forward", [4, 0, 4]),
+            (Recipe::BF16, "grad-in-forward", [6, 0, 2]),
+            (Recipe::FP32, "linear-cross-entropy", [4, 0, 4]),
+            (Recipe::BF16, "linear-cross-entropy", [4, 4, 2]),
+            // Products in bf16, but the weight and its gradient are in fp32.
+            (Recipe::AMP_BF16, "linear-cross-entropy", [4, 0, 2]),
+        ];
+        for (recipe, name, [logit, matrix, hidden]) in cases {
+            for tokens in [256, 1 << 40] {
+                let loss = Loss::from_name(name, tokens).unwrap();
+                let chunk = tokens.min(1024);
+                let hand = logit * chunk * v + matrix * v * d + hidden * 1024 * d;
+                assert_eq!(bytes(recipe, loss), hand, "{name} {} {tokens}", recipe.name);
+                assert_eq!((loss.name(), loss.chunk()), (name, Some(tokens)));
+            }
+            let none = Loss::from_name(name, 0).unwrap();
+            assert!(peak(&model, work, &recipe, none).is_err());
+        }
+    }
+
+    #[test]
+    fn names_are_read_back() {
+        for name in Loss::NAMES {
+            assert_eq!(name.parse::<Loss>().unwrap().name(), name);
+        }
+        let words = "liger".parse::<Loss>().unwrap_err().to_string();
+        assert!(words.starts_with("unknown loss `liger`; known are: naive, chunked-recompute,"), "{words}");
     }
 }

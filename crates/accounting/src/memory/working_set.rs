@@ -2,18 +2,24 @@
 //!
 //! A block's backward holds the gradient of the residual stream and that of its branch, and then the larger of
 //!
-//! - the feed-forward layer: gradients of its wide tensors (three of a SwiGLU, two of a plain one), and those of the
-//!   wide tensors that its level did not keep and that it makes again;
-//! - the attention: gradients of its output, Q, K and V, with an fp32 accumulator for Q's (flash), or of the scores
-//!   and probabilities (eager), and the probabilities themselves where they are computed again.
+//! - the feed-forward layer: gradients of its wide tensors, and those that its level did not keep and that it makes
+//!   again. Of a SwiGLU of framework operations two gradients are there at a time beyond what was kept, of a
+//!   hand-written one (which works in place) one: as the ledger of [`swiglu`](crate::swiglu) has it. Of a plain one, two;
+//! - the attention, which comes when all that the feed-forward layer kept is gone: gradients of its output, Q, K and V,
+//!   with an fp32 accumulator for Q's (flash), or of the scores and probabilities (eager), and the probabilities
+//!   themselves where they are computed again.
 //!
-//! Where the whole block is computed again, all that its forward keeps comes on top.
+//! Where the whole block is computed again, all that its forward keeps comes on top, but for its input.
 //!
 //! ZeRO-2 and 3 reduce the gradients of one block while the next is computed: a bucket of one block. ZeRO-3 gathers
-//! the parameters of a block, or of the largest matrix outside, and the next one ahead of time: two of them.
+//! the parameters of a block, or of the largest matrix outside, and the next one ahead of time: two of them. What is
+//! kept on the host ([`OnHost`]) comes and goes the same way.
 
 use crate::decoder_flops::Workload;
-use crate::memory::activations::{ActivationChoices, inside_block, probabilities};
+use crate::memory::activations::{
+    ActivationChoices, feed_forward_branch, input_kept_inside, inside_block, probabilities,
+};
+use crate::memory::host::OnHost;
 use crate::memory::zero::{Sharding, ZeroStage};
 use crate::memory::{Item, total};
 use crate::model::{Decoder, Part};
@@ -26,19 +32,53 @@ pub fn block_backward(
     work: Workload,
     choices: &ActivationChoices,
 ) -> Result<Vec<Item>, Error> {
-    let (tokens, c, d) = (work.tokens()?, choices.compute_bytes(), model.hidden);
-    let mut items = vec![
-        Item::new("gradient of the residual stream", choices.residual_bytes(), &[tokens, d])?,
-        Item::new("gradient of a branch", c, &[tokens, d])?,
-    ];
-    let feed_forward = feed_forward(model, tokens, choices)?;
-    let attention = attention(model, work, choices)?;
-    items.extend(if total(&feed_forward)? >= total(&attention)? { feed_forward } else { attention });
+    let mut items = stream(model, work, choices)?;
+    let feed_forward = feed_forward(model, work.tokens()?, choices)?;
+    let attention = total(&attention(model, work, choices)?)?;
+    let bytes = attention.saturating_sub(total(&feed_forward_branch(model, work, choices)?)?);
+    if bytes > total(&feed_forward)? {
+        items.push(Item { name: "gradients in the attention, beyond what is freed before", bytes });
+    } else {
+        items.extend(feed_forward);
+    }
     if choices.recomputation.checkpoint == Recompute::Full {
-        let bytes = total(&inside_block(model, work, choices)?)?;
+        // The block's input is there already.
+        let input = input_kept_inside(model, work, choices)?;
+        let bytes = total(&inside_block(model, work, choices)?)? - input;
         items.push(Item { name: "activations of the recomputed block", bytes });
     }
     Ok(items)
+}
+
+/// Temporaries of the two moments of a block's backward, in bytes.
+pub(crate) struct Moments {
+    /// Gradients that are there at both: the residual stream's, and its branch's.
+    pub(crate) stream: u64,
+    /// Those inside the attention.
+    pub(crate) attention: u64,
+    /// Those inside the feed-forward layer.
+    pub(crate) feed_forward: u64,
+}
+
+/// What [`block_backward`] takes the larger of, nothing freed in between.
+pub(crate) fn block_moments(
+    model: &Decoder,
+    work: Workload,
+    choices: &ActivationChoices,
+) -> Result<Moments, Error> {
+    Ok(Moments {
+        stream: total(&stream(model, work, choices)?)?,
+        attention: total(&attention(model, work, choices)?)?,
+        feed_forward: total(&feed_forward(model, work.tokens()?, choices)?)?,
+    })
+}
+
+fn stream(model: &Decoder, work: Workload, choices: &ActivationChoices) -> Result<Vec<Item>, Error> {
+    let size = [work.tokens()?, model.hidden];
+    Ok(vec![
+        Item::new("gradient of the residual stream", choices.residual_bytes(), &size)?,
+        Item::new("gradient of a branch", choices.compute_bytes(), &size)?,
+    ])
 }
 
 fn feed_forward(model: &Decoder, tokens: u64, choices: &ActivationChoices) -> Result<Vec<Item>, Error> {
@@ -46,11 +86,11 @@ fn feed_forward(model: &Decoder, tokens: u64, choices: &ActivationChoices) -> Re
     if !model.family.is_swiglu() {
         return Ok(vec![Item::new("gradients in the feed-forward layer", c, &[2, tokens, f])?]);
     }
-    let eager = SwigluLevel::Eager.kept_feed_forward_tensors();
-    let again = eager - choices.recomputation.swiglu.kept_feed_forward_tensors();
+    let level = choices.recomputation.swiglu;
+    let gradients = if level == SwigluLevel::Eager { 2 } else { 1 };
     Ok(vec![
-        Item::new("gradients in the feed-forward layer", c, &[3, tokens, f])?,
-        Item::new("tensors that the SwiGLU makes again", c, &[again, tokens, f])?,
+        Item::new("gradients in the feed-forward layer", c, &[gradients, tokens, f])?,
+        Item::new("products that the SwiGLU makes again", c, &[level.recomputed_products(), tokens, f])?,
     ])
 }
 
@@ -75,24 +115,29 @@ fn attention(model: &Decoder, work: Workload, choices: &ActivationChoices) -> Re
     Ok(items)
 }
 
-/// Buffers of ZeRO's communication during forward and backward: gathered parameters and gradients to be reduced.
+/// The item of [`communication`] that is there in the forward too.
+pub const GATHERED: &str = "gathered parameters";
+
+/// Buffers of ZeRO's communication, or of that with the host, during forward and backward: gathered parameters and
+/// gradients to be reduced.
 pub fn communication(
     model: &Decoder,
     choices: &ActivationChoices,
     sharding: Sharding,
+    host: OnHost,
 ) -> Result<Vec<Item>, Error> {
     let block = model.block_parameters()?;
     let mut items = Vec::new();
-    if sharding.divides(ZeroStage::Two) {
+    if sharding.divides(ZeroStage::Two) || host.gradients {
         let bytes = choices.recipe.gradients.bytes(block)?;
         items.push(Item { name: "gradients to be reduced", bytes });
     }
-    if sharding.divides(ZeroStage::Three) {
+    if sharding.divides(ZeroStage::Three) || host.parameters {
         let outside = model.parameters_by_part()?;
         let outside = outside.iter().filter(|(part, _)| matches!(part, Part::Embedding | Part::Output));
         let largest = outside.map(|(_, elements)| *elements).fold(block, u64::max);
         let two = exact::product("gathered parameters", &[2, largest])?;
-        items.push(Item { name: "gathered parameters", bytes: choices.recipe.compute.bytes(two)? });
+        items.push(Item { name: GATHERED, bytes: choices.recipe.compute.bytes(two)? });
     }
     Ok(items)
 }

@@ -1,0 +1,81 @@
+//! What a training keeps on the host instead of the device, and what of it passes through the device.
+//!
+//! | on the host | on the device all the same |
+//! |---|---|
+//! | parameters | those of the block that computes and of the next one, or of the largest matrix outside the blocks |
+//! | gradients | those of one block, or of the output or the embedding, on their way out |
+//! | optimizer | nothing: master weights, state and step are the host's |
+//! | block inputs (only with full recomputation) | that of the block that computes, and one on its way |
+//!
+//! DeepSpeed's ZeRO-Offload and ZeRO-Infinity (arXiv:2101.06840, arXiv:2104.07857) do this with buckets of configurable
+//! sizes; here a bucket is a block.
+
+use crate::Error;
+use crate::decoder_flops::Recomputation;
+use crate::recompute::Recompute;
+
+/// What is kept on the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OnHost {
+    /// The parameters that the forward reads.
+    pub parameters: bool,
+    /// Gradients of the parameters.
+    pub gradients: bool,
+    /// Master weights and the optimizer's state; the step runs there.
+    pub optimizer: bool,
+    /// What each block keeps, where that is its input only.
+    pub block_inputs: bool,
+}
+
+impl OnHost {
+    /// The names that [`OnHost::with`] reads.
+    pub const NAMES: [&str; 4] = ["parameters", "gradients", "optimizer", "block-inputs"];
+
+    /// The same with one more thing, by name.
+    pub fn with(mut self, name: &str) -> Result<Self, Error> {
+        let known = Self::NAMES.into_iter().position(|known| known.eq_ignore_ascii_case(name));
+        *match known {
+            Some(0) => &mut self.parameters,
+            Some(1) => &mut self.gradients,
+            Some(2) => &mut self.optimizer,
+            Some(_) => &mut self.block_inputs,
+            None => return Err(Error::unknown("thing on the host", name, Self::NAMES)),
+        } = true;
+        Ok(self)
+    }
+
+    /// The names of what is on the host.
+    pub fn names(self) -> Vec<&'static str> {
+        let flags = [self.parameters, self.gradients, self.optimizer, self.block_inputs];
+        Self::NAMES.into_iter().zip(flags).filter(|(_, flag)| *flag).map(|(name, _)| name).collect()
+    }
+
+    /// Refuses to keep block inputs on the host where they are not what is kept.
+    pub(crate) fn check(self, recomputation: &Recomputation) -> Result<(), Error> {
+        if self.block_inputs && recomputation.checkpoint != Recompute::Full {
+            return Err(Error::Shape {
+                what: format!(
+                    "block inputs can be on the host only where blocks keep nothing else, not with recomputation `{}`",
+                    recomputation.checkpoint.name()
+                ),
+                remedy: "recompute in full, or keep the activations on the device".into(),
+            });
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_back() {
+        let mut all = OnHost::default();
+        for (place, name) in OnHost::NAMES.into_iter().enumerate() {
+            all = all.with(name).unwrap();
+            assert_eq!(all.names(), OnHost::NAMES[..=place]);
+        }
+        assert!(all.with("everything").unwrap_err().to_string().contains("block-inputs"));
+    }
+}
