@@ -17,6 +17,7 @@
 
 mod documents;
 
+use runtime::autograd::retain::causal_attention as causal_attention_of_heads;
 use runtime::ops::attention::{Options, Packing, efficient_attention, flash_attention};
 use runtime::precision;
 use tch::{Kind, Tensor};
@@ -77,7 +78,8 @@ fn attend(
         (AttentionPath::DenseMask, _) => {
             let mask = additive_mask(q, documents)?;
             heads_first(q, k, v, |q, k, v| {
-                Tensor::f_scaled_dot_product_attention(q, k, v, Some(&mask), dropout, false, None, false)
+                let mask = Some(&mask);
+                Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, dropout, false, None, false)?)
             })
         }
         (AttentionPath::Fused, None) => fused(q, k, v, dropout),
@@ -89,9 +91,7 @@ fn attend(
 }
 
 fn fused(q: &Tensor, k: &Tensor, v: &Tensor, dropout: f64) -> Result<Tensor> {
-    heads_first(q, k, v, |q, k, v| {
-        Tensor::f_scaled_dot_product_attention(q, k, v, None::<&Tensor>, dropout, true, None, false)
-    })
+    heads_first(q, k, v, |q, k, v| causal_attention_of_heads(q, k, v, dropout))
 }
 
 /// libtorch's operator wants the heads before the sequence; the transposes are views.
@@ -99,7 +99,7 @@ fn heads_first(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    attend: impl FnOnce(&Tensor, &Tensor, &Tensor) -> std::result::Result<Tensor, tch::TchError>,
+    attend: impl FnOnce(&Tensor, &Tensor, &Tensor) -> runtime::Result<Tensor>,
 ) -> Result<Tensor> {
     let [q, k, v] = [q.f_transpose(1, 2)?, k.f_transpose(1, 2)?, v.f_transpose(1, 2)?];
     Ok(attend(&q, &k, &v)?.f_transpose(1, 2)?)

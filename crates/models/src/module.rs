@@ -127,6 +127,29 @@ pub struct Context<'a> {
     pub accuracy: bool,
 }
 
+/// A [`Context`] that borrows nothing, for what computes again later. It shares the tensors of the one it was made from.
+#[derive(Debug)]
+pub struct OwnedContext {
+    documents: Option<Documents>,
+    training: bool,
+    accuracy: bool,
+}
+
+impl From<&Context<'_>> for OwnedContext {
+    fn from(context: &Context<'_>) -> Self {
+        let &Context { documents, training, accuracy } = context;
+        Self { documents: documents.map(Documents::shallow_clone), training, accuracy }
+    }
+}
+
+impl OwnedContext {
+    /// The context that it was made from.
+    pub fn borrow(&self) -> Context<'_> {
+        let &Self { ref documents, training, accuracy } = self;
+        Context { documents: documents.as_ref(), training, accuracy }
+    }
+}
+
 /// What a language model reads.
 #[derive(Debug, Clone, Copy)]
 pub struct Input<'a> {

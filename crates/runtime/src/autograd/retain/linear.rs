@@ -21,7 +21,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     }
     let mut inputs = vec![x, weight];
     inputs.extend(bias);
-    Ok(apply(Linear { shape: x.size(), inputs: inputs.len() }, &inputs)?.remove(0))
+    Ok(apply(Linear { shape: x.size(), inputs: inputs.len(), saved: [false; 2] }, &inputs)?.remove(0))
 }
 
 struct Linear {
@@ -29,6 +29,8 @@ struct Linear {
     shape: Vec<i64>,
     /// Three with a bias.
     inputs: usize,
+    /// Whether x was saved, and whether the weight was.
+    saved: [bool; 2],
 }
 
 impl Function for Linear {
@@ -39,15 +41,16 @@ impl Function for Linear {
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         let (x, weight) = (inputs[0], inputs[1]);
         // Each is needed for the other's gradient.
-        let none = Tensor::new();
-        ctx.save(if ctx.needs_input_grad(1) { x } else { &none });
-        ctx.save(if ctx.needs_input_grad(0) { weight } else { &none });
+        self.saved = [ctx.needs_input_grad(1), ctx.needs_input_grad(0)];
+        for (tensor, _) in [x, weight].into_iter().zip(self.saved).filter(|(_, saved)| *saved) {
+            ctx.save(tensor);
+        }
         kept(|| Ok(vec![x.f_linear(weight, inputs.get(2).copied())?]))
     }
 
     fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
-        let mut saved = ctx.take_saved();
-        let (weight, x) = (saved.remove(1), saved.remove(0));
+        let mut tensors = ctx.take_saved().into_iter();
+        let [x, weight] = self.saved.map(|saved| if saved { tensors.next() } else { None }.unwrap_or_else(Tensor::new));
         let Some(grad) = grads.into_iter().next().flatten() else {
             return Ok((0..self.inputs).map(|_| None).collect());
         };
