@@ -19,7 +19,7 @@
 //! which nothing needs a gradient is never run again.
 //!
 //! [`Activations::probe`] measures what each way costs on the device at hand, and `accounting::activation_plan` finds from
-//! that the plan of least recomputation under a budget:
+//! that the plan of least recomputation under a budget; [`Forecast`] does both for a whole model:
 //!
 //! ```
 //! use accounting::activation_plan::least_recomputation;
@@ -41,6 +41,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod forecast;
 mod host_lane;
 mod probe;
 mod switched;
@@ -51,6 +52,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use models::module::{Block, Edit, Mlp, Module, edit};
 
+pub use forecast::{Forecast, StepCost};
 pub use probe::LayerProbe;
 
 use crate::error::{Error, Result};
