@@ -7,18 +7,22 @@
 //! peak = max( E + Σ H + D,  max over layers i of  E' + H₀ + … + Hᵢ + Tᵢ )      time = outside + Σ (layer + recomputation)
 //! ```
 //!
-//! E' is E without the head's input, which is gone when the layers' backward begins. Everything comes from a model of one
-//! layer and from figures taken before the step that they foretell.
+//! E' is what is left of the outside when the layers' backward begins: the gradient of a weight that head and embedding share
+//! waits in the engine until the embedding's part of it comes. The embedding's own backward is left out: the head, whose
+//! logits are as wide, needs more. Everything comes from a model of one layer and from figures taken before the step that they
+//! foretell.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use accounting::activation_plan::{Choice, LayerCost, Plan, least_recomputation, peak_bytes};
 use models::module::{Input, LanguageModel};
-use runtime::autograd::{GradMode, backward};
+use runtime::autograd::{Backward, Forward, Function, GradMode, apply, backward};
 use runtime::device::synchronize;
 use runtime::measure::Samples;
 use runtime::memory::{Region, live_bytes};
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use super::{Activations, LayerPlan, LayerProbe, WHAT};
 use crate::error::{Error, Result};
@@ -32,8 +36,8 @@ pub struct Forecast {
     pub outside_seconds: f64,
     /// E: bytes held outside of the layers when the forward of the hidden states is done.
     pub outside_bytes: u64,
-    /// Bytes of the head's input among them.
-    pub head_input_bytes: u64,
+    /// E': bytes held outside of the layers while these run backward.
+    pub behind_head_bytes: u64,
     /// D: bytes that the head's forward and backward need beyond all that is held.
     pub head_bytes: u64,
 }
@@ -95,21 +99,27 @@ impl Forecast {
         }
         let outside_seconds = (Samples { samples: seconds }.median() - layers as f64 * layer.seconds).max(0.0);
 
+        let of_layers = layers as u64 * layer.cost(LayerPlan::KeepAll).map_or(0, |cost| cost.held_bytes);
         let alive = live_bytes(device)?;
         let hidden = model.hidden(input)?;
-        let held = live_bytes(device)? - alive;
+        let outside_bytes = (live_bytes(device)? - alive).saturating_sub(of_layers);
+        // The head alone, for its own peak.
         let head_input = hidden.f_detach()?.f_set_requires_grad(true)?;
         let region = Region::start(device)?;
         backward(&[&model.head().loss(&head_input, labels_bt, input.context.accuracy)?.sum])?;
         let head_bytes = region.finish()?.peak_above_start();
-        let of_layers = layers as u64 * layer.cost(LayerPlan::KeepAll).map_or(0, |cost| cost.held_bytes);
-        Ok(Self {
-            layer,
-            outside_seconds,
-            outside_bytes: held.saturating_sub(of_layers),
-            head_input_bytes: (hidden.numel() * hidden.kind().elt_size_in_bytes()) as u64,
-            head_bytes,
-        })
+        drop(head_input);
+        // The whole, for what the head leaves behind. Its input and that input's gradient end with the last norm.
+        let ends_with_norm = 2 * (hidden.numel() * hidden.kind().elt_size_in_bytes()) as u64;
+        let at_mark = Arc::new(AtomicU64::new(0));
+        let marked = apply(Mark { live: at_mark.clone(), device }, &[&hidden])?.remove(0);
+        drop(hidden);
+        let loss = model.head().loss(&marked, labels_bt, input.context.accuracy)?.sum;
+        drop(marked);
+        backward(&[&loss])?;
+        let behind_head_bytes =
+            at_mark.load(Ordering::SeqCst).saturating_sub(alive + of_layers + ends_with_norm);
+        Ok(Self { layer, outside_seconds, outside_bytes, behind_head_bytes, head_bytes })
     }
 
     /// A step of as many layers as `plan` has entries.
@@ -120,7 +130,7 @@ impl Forecast {
         let costs: Vec<LayerCost> = plan.iter().filter_map(|&of| self.layer.cost(of)).collect();
         let held: u64 = costs.iter().map(|cost| cost.held_bytes).sum();
         let at_the_head = self.outside_bytes + held + self.head_bytes;
-        let in_the_layers = self.behind_the_head() + peak_bytes(costs.iter().copied())?;
+        let in_the_layers = self.behind_head_bytes + peak_bytes(costs.iter().copied())?;
         let recomputed: f64 = costs.iter().map(|cost| cost.recompute_seconds).sum();
         Ok(StepCost {
             peak_bytes: at_the_head.max(in_the_layers),
@@ -136,8 +146,8 @@ impl Forecast {
     /// # Errors
     /// No plan fits: the least budget that one does fit is named.
     pub fn least_recomputation(&self, layers: usize, budget: u64) -> Result<Plan<LayerPlan>> {
-        let outside = self.behind_the_head();
-        let head = self.head_bytes + self.head_input_bytes;
+        let outside = self.behind_head_bytes;
+        let head = (self.outside_bytes + self.head_bytes).saturating_sub(outside);
         let with_head = |choice: &Choice<LayerPlan>| {
             let transient_bytes = choice.cost.transient_bytes.max(head);
             Choice { cost: LayerCost { transient_bytes, ..choice.cost }, ..*choice }
@@ -151,8 +161,25 @@ impl Forecast {
         };
         Ok(least_recomputation(layers, &choices, left)?)
     }
+}
 
-    fn behind_the_head(&self) -> u64 {
-        self.outside_bytes.saturating_sub(self.head_input_bytes)
+/// Passes a tensor on, and in backward notes the bytes that are alive when its gradient comes.
+struct Mark {
+    live: Arc<AtomicU64>,
+    device: Device,
+}
+
+impl Function for Mark {
+    fn forward(&mut self, _: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
+        Ok(vec![inputs[0].f_detach()?])
+    }
+
+    fn backward(
+        &self,
+        _: &mut Backward,
+        grads: Vec<Option<Tensor>>,
+    ) -> runtime::Result<Vec<Option<Tensor>>> {
+        self.live.store(live_bytes(self.device)?, Ordering::SeqCst);
+        Ok(grads)
     }
 }

@@ -92,7 +92,7 @@ struct Trip {
     copied: Event,
     /// On its way back, and when it is there.
     returning: Mutex<Option<(Tensor, Event)>>,
-    /// The layer that went out before, of the same forward.
+    /// What went out before, of the same forward.
     previous: Weak<Trip>,
 }
 
@@ -135,7 +135,8 @@ impl Park for Stop {
 
         // Never let go of under the lock: a trip's end takes it too.
         let last = self.lane.state.lock().last.upgrade();
-        let previous = last.as_ref().filter(|last| last.place < self.place);
+        // The same place again is a block that runs twice in a forward; an earlier one begins another forward.
+        let previous = last.as_ref().filter(|last| last.place <= self.place);
         let trip = Arc::new(Trip {
             lane: self.lane.clone(),
             stream,
