@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use runtime::Result;
 use runtime::autograd::retain::{causal_attention, kept, linear};
-use runtime::autograd::{self, Backward, Checkpoint, Forward, Function, Keep, Park, Parked, backward_with, checkpoint};
+use runtime::autograd::{
+    self, Backward, Checkpoint, Forward, Function, Keep, Park, Parked, backward_with, checkpoint,
+};
 use runtime::profile::Counter;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -148,7 +150,10 @@ fn a_function_of_ones_own_keeps_what_it_says() {
         let x = Tensor::from_slice(&[1.0, 2.0]).set_requires_grad(true);
         let of_segment = count.clone();
         let y = options
-            .run(move |x| Ok(vec![autograd::apply(Doubled(of_segment.clone()), &[&x[0]])?.remove(0).f_sin()?]), &[&x])
+            .run(
+                move |x| Ok(vec![autograd::apply(Doubled(of_segment.clone()), &[&x[0]])?.remove(0).f_sin()?]),
+                &[&x],
+            )
             .unwrap()
             .remove(0);
         autograd::backward(&[&y.sum(Kind::Double)]).unwrap();

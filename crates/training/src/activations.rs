@@ -115,7 +115,10 @@ impl fmt::Display for LayerPlan {
 /// A `k` of 0.
 pub fn every_kth(layers: usize, k: usize, plan: LayerPlan) -> Result<Vec<LayerPlan>> {
     if k == 0 {
-        return Err(Error::config(WHAT, "every 0th layer; expected 1 for every layer, 2 for every second, …"));
+        return Err(Error::config(
+            WHAT,
+            "every 0th layer; expected 1 for every layer, 2 for every second, …",
+        ));
     }
     let of = |layer| if layer % k == 0 && layer + 1 < layers { plan } else { LayerPlan::KeepAll };
     Ok((0..layers).map(of).collect())
@@ -140,8 +143,10 @@ pub fn apply(model: &mut (impl Module + ?Sized), plan: &[LayerPlan]) -> Result<A
     let mut names = Names(Vec::new());
     edit(model, &mut names)?;
     check(plan, names.0.len())?;
-    let mut install =
-        Install { activations: Activations { switches: Vec::new(), lane: HostLane::default() }, block: String::new() };
+    let mut install = Install {
+        activations: Activations { switches: Vec::new(), lane: HostLane::default() },
+        block: String::new(),
+    };
     edit(model, &mut install)?;
     install.activations.change(plan)?;
     Ok(install.activations)

@@ -35,7 +35,8 @@ fn model(dropout: f64) -> (Gpt2, Activations) {
 }
 
 fn tokens(seed: u64) -> Tensor {
-    let values = Generator::new(seed).unwrap().uniform(&[ROWS, LENGTH], (0.0, 40.0), (Kind::Float, Device::Cpu));
+    let values =
+        Generator::new(seed).unwrap().uniform(&[ROWS, LENGTH], (0.0, 40.0), (Kind::Float, Device::Cpu));
     values.unwrap().to_kind(Kind::Int64)
 }
 
@@ -76,12 +77,15 @@ impl Policy for Rounded {
     }
 }
 
+/// Name, dropout, documents, what is frozen, batches, mixed precision.
+type Case<'a> = (&'a str, f64, Option<&'a Documents>, Option<&'a str>, u64, bool);
+
 #[test]
 fn gradients_are_those_of_keeping_everything_to_the_last_bit() {
     let _serial = serial();
     let documents = Documents::new(&[vec![4, 6], vec![10], vec![1, 2, 7]], Device::Cpu).unwrap();
     let frozen_first = r"wte.weight|wpe.*|h\.[01]\..*";
-    let cases: [(&str, f64, Option<&Documents>, Option<&str>, u64, bool); 8] = [
+    let cases: [Case<'_>; 8] = [
         ("plain", 0.0, None, None, 1, false),
         ("dropout", 0.3, None, None, 1, false),
         ("packed", 0.0, Some(&documents), None, 1, false),
@@ -136,7 +140,11 @@ fn only_what_the_plan_says_is_computed_again() {
     assert_eq!(of(&[Offload; LAYERS]), LAYERS as u64 * (products + attention));
     assert_eq!(of(&every_kth(LAYERS, 2, RecomputeAll).unwrap()), 2 * (products + attention));
     freeze(&model, r"wte.weight|wpe.*|h\.[01]\..*", true).unwrap();
-    assert_eq!(of(&[RecomputeAll; LAYERS]), 2 * (products + attention), "nothing in the first two needs a gradient");
+    assert_eq!(
+        of(&[RecomputeAll; LAYERS]),
+        2 * (products + attention),
+        "nothing in the first two needs a gradient"
+    );
 }
 
 #[test]

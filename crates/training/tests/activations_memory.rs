@@ -21,7 +21,11 @@ fn the_peak_of_every_plan_is_the_one_foretold() {
         device: Device::Cpu,
         seed: 3,
     };
-    for stack in [base.clone(), Stack { dropout: 0.1, layers: 5, ..base.clone() }, Stack { vocabulary: 1500, layers: 4, ..base }] {
+    for stack in [
+        base.clone(),
+        Stack { dropout: 0.1, layers: 5, ..base.clone() },
+        Stack { vocabulary: 1500, layers: 4, ..base },
+    ] {
         let forecast = stack.forecast(1).unwrap();
         let layers = stack.layers as usize;
         let mut plans = stack.plans(&forecast).unwrap();

@@ -16,7 +16,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
-use runtime::autograd::{self, retain, Backward, Forward, Function};
+use runtime::autograd::{self, Backward, Forward, Function, retain};
 use runtime::matmul::mm_into;
 use tch::{Device, Kind, Tensor};
 

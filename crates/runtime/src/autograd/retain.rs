@@ -61,8 +61,9 @@ pub fn kept(compute: impl FnOnce() -> Result<Vec<Tensor>>) -> Result<Vec<Tensor>
             let results = compute()?;
             TAPE.with_borrow_mut(|tape| {
                 if let Some(Tape::Record(list)) = tape {
-                    let noted =
-                        results.iter().map(|tensor| Ok((tensor.shallow_clone(), tensor.f_internal_version()?)));
+                    let noted = results
+                        .iter()
+                        .map(|tensor| Ok((tensor.shallow_clone(), tensor.f_internal_version()?)));
                     list.push(noted.collect::<Result<_>>()?);
                 }
                 Ok::<_, Error>(())

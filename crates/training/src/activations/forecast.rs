@@ -97,7 +97,8 @@ impl Forecast {
                 seconds.push(start.elapsed().as_secs_f64());
             }
         }
-        let outside_seconds = (Samples { samples: seconds }.median() - layers as f64 * layer.seconds).max(0.0);
+        let outside_seconds =
+            (Samples { samples: seconds }.median() - layers as f64 * layer.seconds).max(0.0);
 
         let of_layers = layers as u64 * layer.cost(LayerPlan::KeepAll).map_or(0, |cost| cost.held_bytes);
         let alive = live_bytes(device)?;
@@ -174,11 +175,7 @@ impl Function for Mark {
         Ok(vec![inputs[0].f_detach()?])
     }
 
-    fn backward(
-        &self,
-        _: &mut Backward,
-        grads: Vec<Option<Tensor>>,
-    ) -> runtime::Result<Vec<Option<Tensor>>> {
+    fn backward(&self, _: &mut Backward, grads: Vec<Option<Tensor>>) -> runtime::Result<Vec<Option<Tensor>>> {
         self.live.store(live_bytes(self.device)?, Ordering::SeqCst);
         Ok(grads)
     }

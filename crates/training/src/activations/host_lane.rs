@@ -127,7 +127,8 @@ impl Park for Stop {
             if source.f_internal_version()? == version {
                 return Ok(());
             }
-            let reason = "a layer's input was changed in place while it was copied to the host; change a copy";
+            let reason =
+                "a layer's input was changed in place while it was copied to the host; change a copy";
             Err(Error::invalid("activation offload", reason))
         })?;
         let copied = Event::untimed(device)?;
@@ -169,8 +170,9 @@ impl Parked for Ticket {
         let trip = &*self.0;
         trip.send_for()?;
         let returning = trip.returning.lock().take();
-        let (input, arrived) = returning
-            .ok_or_else(|| Error::invalid("activation offload", "two backwards at once took one layer's input"))?;
+        let (input, arrived) = returning.ok_or_else(|| {
+            Error::invalid("activation offload", "two backwards at once took one layer's input")
+        })?;
         Stream::current(trip.stream.device())?.wait(&arrived)?;
         if let Some(previous) = trip.previous.upgrade() {
             previous.send_for()?;

@@ -98,7 +98,8 @@ impl First<'_> {
         }
         let costs = plans.iter().zip(&seconds).map(|(&of, taken)| {
             self.activations.change(&vec![of; layers])?;
-            let longer: Vec<f64> = taken.iter().zip(&seconds[0]).map(|(with, without)| with - without).collect();
+            let longer: Vec<f64> =
+                taken.iter().zip(&seconds[0]).map(|(with, without)| with - without).collect();
             let recompute_seconds = Samples { samples: longer }.median().max(0.0);
             Ok(Choice { of, cost: LayerCost { recompute_seconds, ..self.bytes(block)? } })
         });

@@ -51,7 +51,8 @@ impl<P: Module + ?Sized> Held<P> {
 
     /// Whether a run on `x` is worth running again: gradients are recorded, and something in it needs one.
     fn records(&self, x: &Tensor) -> bool {
-        GradMode::enabled() && (x.requires_grad() || self.named.iter().any(|(_, tensor, _)| tensor.requires_grad()))
+        GradMode::enabled()
+            && (x.requires_grad() || self.named.iter().any(|(_, tensor, _)| tensor.requires_grad()))
     }
 
     /// The part's `forward` as a segment.
@@ -82,9 +83,9 @@ fn handles(part: &(impl Module + ?Sized)) -> Vec<(String, Tensor, Role)> {
 fn output(outputs: runtime::Result<Vec<Tensor>>) -> Result<Tensor> {
     match outputs {
         Ok(mut outputs) => Ok(outputs.remove(0)),
-        Err(runtime::Error::Other(error)) => {
-            Err(error.downcast::<Error>().map_or_else(|error| runtime::Error::Other(error).into(), |error| *error))
-        }
+        Err(runtime::Error::Other(error)) => Err(error
+            .downcast::<Error>()
+            .map_or_else(|error| runtime::Error::Other(error).into(), |error| *error)),
         Err(error) => Err(error.into()),
     }
 }

@@ -84,7 +84,8 @@ impl Stack {
         let &Self { rows, length, hidden, heads, vocabulary, dropout, device, seed, .. } = self;
         runtime::random::seed(seed)?;
         let attention = AttentionPath::Fused;
-        let config = Gpt2Config { vocabulary, max_sequence: length, hidden, heads, layers, dropout, attention };
+        let config =
+            Gpt2Config { vocabulary, max_sequence: length, hidden, heads, layers, dropout, attention };
         let mut model = Gpt2::new(&config, (Kind::Float, device))?;
         let activations = apply(&mut model, &vec![LayerPlan::KeepAll; layers as usize])?;
         let mut generator = Generator::new(seed)?;
@@ -125,7 +126,11 @@ impl Stack {
         for thirds in [1, 2] {
             let budget = least + (peaks[0] - least) * thirds / 3;
             let plan = forecast.least_recomputation(layers, budget)?.layers;
-            plans.push(NamedPlan { name: format!("planned, {thirds}/3 of the way"), plan, budget: Some(budget) });
+            plans.push(NamedPlan {
+                name: format!("planned, {thirds}/3 of the way"),
+                plan,
+                budget: Some(budget),
+            });
         }
         Ok(plans)
     }

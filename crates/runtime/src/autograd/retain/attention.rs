@@ -57,7 +57,8 @@ impl Function for FlashOnCpu {
         let mut arguments = vec![Value::Tensor(grad)];
         arguments.extend(ctx.take_saved().into_iter().map(Value::Tensor));
         arguments.extend([0.0.into(), true.into()]);
-        let results = call("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "", &arguments, &[])?;
+        let results =
+            call("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "", &arguments, &[])?;
         Ok(tensors::<3>(results)?.into_iter().map(Some).collect())
     }
 }

@@ -50,7 +50,8 @@ impl Function for Linear {
 
     fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let mut tensors = ctx.take_saved().into_iter();
-        let [x, weight] = self.saved.map(|saved| if saved { tensors.next() } else { None }.unwrap_or_else(Tensor::new));
+        let [x, weight] =
+            self.saved.map(|saved| if saved { tensors.next() } else { None }.unwrap_or_else(Tensor::new));
         let Some(grad) = grads.into_iter().next().flatten() else {
             return Ok((0..self.inputs).map(|_| None).collect());
         };
