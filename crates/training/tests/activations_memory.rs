@@ -34,14 +34,7 @@ fn the_peak_of_every_plan_is_the_one_foretold() {
         let outcomes = stack.bench(stack.layers).unwrap().run(&forecast, plans, 1, |_| ()).unwrap();
         for outcome in &outcomes {
             let Outcome { plan, forecast, peak_bytes, host_bytes, .. } = outcome;
-            println!(
-                "{:>28} {:>10} foretold {:>10} {:+.2} %",
-                plan.name,
-                peak_bytes,
-                forecast.peak_bytes,
-                (forecast.peak_bytes as f64 / *peak_bytes as f64 - 1.0) * 100.0
-            );
-            assert!(within(forecast.peak_bytes, *peak_bytes, 0.05), "{}: {stack:?}", plan.name);
+            assert!(within(forecast.peak_bytes, *peak_bytes, 0.05), "{outcome:?}: {stack:?}");
             assert_eq!(*host_bytes, forecast.host_bytes, "{}", plan.name);
             let offloaded = plan.plan.iter().filter(|plan| **plan == LayerPlan::Offload).count() as u64;
             let input = (stack.rows * stack.length * stack.hidden * 4) as u64;
