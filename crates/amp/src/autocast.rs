@@ -157,7 +157,7 @@ impl Policy for Casts {
         let (x, weight) = (self.low(x)?, self.low_weight(weight)?);
         let bias = bias.map(|bias| self.low_weight(bias)).transpose()?;
         if x.kind() != self.dtype || self.native(&x) {
-            return Ok(x.f_linear(&weight, bias.as_ref())?);
+            return runtime::autograd::retain::linear(&x, &weight, bias.as_ref());
         }
         rounded_linear::linear(&x, &weight, bias.as_ref())
     }

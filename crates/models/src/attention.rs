@@ -31,6 +31,7 @@
 
 mod documents;
 
+use runtime::autograd::retain::causal_attention as causal_attention_of_heads;
 use runtime::ops::attention::{Options, Packing, efficient_attention, flash_attention};
 use runtime::precision;
 use tch::{Kind, Tensor};
@@ -96,7 +97,8 @@ fn attend(
         (AttentionPath::DenseMask, _) => {
             let mask = additive_mask(q, documents)?;
             heads_first(q, k, v, |q, k, v, grouped| {
-                Tensor::f_scaled_dot_product_attention(q, k, v, Some(&mask), dropout, false, None, grouped)
+                let mask = Some(&mask);
+                Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, dropout, false, None, grouped)?)
             })
         }
         (AttentionPath::Fused, None) => fused(q, k, v, dropout),
@@ -125,9 +127,7 @@ fn spread(x: &Tensor, heads: i64) -> Result<Tensor> {
 }
 
 fn fused(q: &Tensor, k: &Tensor, v: &Tensor, dropout: f64) -> Result<Tensor> {
-    heads_first(q, k, v, |q, k, v, grouped| {
-        Tensor::f_scaled_dot_product_attention(q, k, v, None::<&Tensor>, dropout, true, None, grouped)
-    })
+    heads_first(q, k, v, |q, k, v, _| causal_attention_of_heads(q, k, v, dropout))
 }
 
 /// libtorch's operator wants the heads before the sequence (the transposes are views), and to be told of groups.
@@ -135,7 +135,7 @@ fn heads_first(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    attend: impl FnOnce(&Tensor, &Tensor, &Tensor, bool) -> std::result::Result<Tensor, tch::TchError>,
+    attend: impl FnOnce(&Tensor, &Tensor, &Tensor, bool) -> runtime::Result<Tensor>,
 ) -> Result<Tensor> {
     let grouped = q.size()[2] != k.size()[2];
     let [q, k, v] = [q.f_transpose(1, 2)?, k.f_transpose(1, 2)?, v.f_transpose(1, 2)?];

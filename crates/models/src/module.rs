@@ -130,6 +130,31 @@ pub struct Context<'a> {
     pub accuracy: bool,
 }
 
+/// A [`Context`] that borrows nothing, for what computes again later. It shares the tensors of the one it was made from.
+#[derive(Debug)]
+pub struct OwnedContext {
+    documents: Option<Documents>,
+    positions: Option<Tensor>,
+    training: bool,
+    accuracy: bool,
+}
+
+impl From<&Context<'_>> for OwnedContext {
+    fn from(context: &Context<'_>) -> Self {
+        let &Context { documents, positions, training, accuracy } = context;
+        let positions = positions.map(Tensor::shallow_clone);
+        Self { documents: documents.map(Documents::shallow_clone), positions, training, accuracy }
+    }
+}
+
+impl OwnedContext {
+    /// The context that it was made from.
+    pub fn borrow(&self) -> Context<'_> {
+        let &Self { ref documents, ref positions, training, accuracy } = self;
+        Context { documents: documents.as_ref(), positions: positions.as_ref(), training, accuracy }
+    }
+}
+
 /// What a language model reads.
 #[derive(Debug, Clone, Copy)]
 pub struct Input<'a> {

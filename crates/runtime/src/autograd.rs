@@ -54,9 +54,12 @@ use crate::sys::autograd as sys;
 
 mod checkpoint;
 mod gradcheck;
+mod park;
+pub mod retain;
 
 pub use checkpoint::{Checkpoint, SequentialSegment, checkpoint, checkpoint_sequential};
 pub use gradcheck::{GradcheckOptions, GradcheckReport, gradcheck};
+pub use park::{Park, Parked};
 
 /// A differentiable function with a backward written by hand. See the [module](self).
 ///

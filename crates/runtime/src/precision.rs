@@ -37,6 +37,7 @@ use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
+use crate::autograd::retain;
 use crate::error::Result;
 
 /// An attention of queries, keys and values, in whatever dtype they come.
@@ -49,7 +50,7 @@ pub trait Policy: Debug + Send + Sync {
     /// # Errors
     /// Those of libtorch.
     fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        Ok(x.f_linear(weight, bias)?)
+        retain::linear(x, weight, bias)
     }
 
     /// a·b; see [`matmul`].
@@ -138,7 +139,7 @@ impl Drop for Entered {
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     match current() {
         Some(policy) => policy.linear(x, weight, bias),
-        None => Ok(x.f_linear(weight, bias)?),
+        None => retain::linear(x, weight, bias),
     }
 }
 

@@ -1,5 +1,6 @@
 //! The subcommands, a module each.
 
+pub(crate) mod activations;
 pub(crate) mod bench;
 pub(crate) mod loading;
 pub(crate) mod profile;

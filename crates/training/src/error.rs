@@ -99,6 +99,9 @@ pub enum Error {
         /// The losses seen.
         reason: String,
     },
+    /// No plan of activations fits its budget.
+    #[error(transparent)]
+    Plan(#[from] accounting::Error),
     /// The data refused.
     #[error(transparent)]
     Data(#[from] dataloading::Error),

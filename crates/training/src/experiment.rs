@@ -1,5 +1,6 @@
-//! What the training assignment measures.
+//! What the training assignment measures, and what plans of activations save.
 
+pub mod activation_plan;
 pub mod corpus;
 pub mod loading;
 pub mod profiling;

@@ -4,7 +4,7 @@
 //! [`checkpoint`], [`divergence`]; [`trainer`] is the loop over them. A model is any `models::module::LanguageModel`, data any
 //! [`Batches`], a loss scaler any [`GradScaler`](scaler::GradScaler), and whoever wants to know what happens is an
 //! [`Observer`](observer::Observer).
-//! [`documents`] reads what a training learns from. [`profile`] says where the time of a step goes and what to do,
+//! [`activations`] says what each layer keeps between forward and backward. [`documents`] reads what a training learns from. [`profile`] says where the time of a step goes and what to do,
 //! [`tracing`] records steps for it, [`probe`] looks at one pass; [`experiment`] and [`planted`] are what the report measures.
 //!
 //! ```
@@ -31,6 +31,7 @@
 //! ```
 
 pub mod accumulation;
+pub mod activations;
 pub mod batches;
 pub mod checkpoint;
 pub mod clip;

@@ -27,6 +27,8 @@ enum Command {
     Profile(commands::profile::ProfileArgs),
     /// Measure steps with all planted inefficiencies on, then with one repaired after another
     Repair(commands::profile::RepairArgs),
+    /// Measure steps under plans of what each layer keeps, against what was foretold
+    Activations(commands::activations::ActivationsArgs),
     /// Measure steps of the GPT-2-like model on given sizes
     Bench(commands::bench::Bench),
 }
@@ -38,6 +40,7 @@ fn main() -> ExitCode {
         Command::Loading(arguments) => commands::loading::run(&cli.common, arguments),
         Command::Profile(arguments) => commands::profile::run(&cli.common, arguments),
         Command::Repair(arguments) => commands::profile::run_repair(&cli.common, arguments),
+        Command::Activations(arguments) => commands::activations::run(&cli.common, arguments),
         Command::Bench(arguments) => commands::bench::run(&cli.common, arguments),
     })
 }

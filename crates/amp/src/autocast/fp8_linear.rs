@@ -16,7 +16,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
-use runtime::autograd::{self, Backward, Forward, Function};
+use runtime::autograd::{self, Backward, Forward, Function, retain};
 use runtime::matmul::mm_into;
 use tch::{Device, Kind, Tensor};
 
@@ -91,10 +91,6 @@ impl Function for Fp8Linear {
         let width = x.size().last().copied().unwrap_or(1);
         let x8 = quantize(&x.f_reshape([-1, width])?, Kind::Float8e4m3fn)?;
         let w8 = quantize(weight, Kind::Float8e4m3fn)?;
-        let mut y = product(&x8, &w8.transposed()?, Kind::Float, true)?;
-        if let Some(bias) = inputs.get(2) {
-            let _ = y.f_add_(&bias.f_to_kind(Kind::Float)?)?;
-        }
         for kept in [&x8.values, &x8.scale, &w8.values, &w8.scale] {
             ctx.save(kept);
         }
@@ -102,7 +98,13 @@ impl Function for Fp8Linear {
         if let Some(last) = shape.last_mut() {
             *last = weight.size()[0];
         }
-        Ok(vec![y.f_to_kind(self.dtype)?.f_reshape(shape)?])
+        retain::kept(|| {
+            let mut y = product(&x8, &w8.transposed()?, Kind::Float, true)?;
+            if let Some(bias) = inputs.get(2) {
+                let _ = y.f_add_(&bias.f_to_kind(Kind::Float)?)?;
+            }
+            Ok(vec![y.f_to_kind(self.dtype)?.f_reshape(shape)?])
+        })
     }
 
     fn backward(

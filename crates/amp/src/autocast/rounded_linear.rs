@@ -4,6 +4,7 @@
 //! y = round(x·Wᵀ + b), and from the gradient d of y, ∂L/∂x = round(d·W), ∂L/∂W = round(dᵀ·x), ∂L/∂b = round(Σ d). What is kept for
 //! backward is of the dtype, as the layer's own operands are.
 
+use runtime::autograd::retain::kept;
 use runtime::autograd::{self, Backward, Forward, Function};
 use runtime::matmul::{mm, mm_into};
 use tch::{Kind, Tensor};
@@ -35,12 +36,14 @@ impl Function for RoundedLinear {
         if let Some(last) = shape.last_mut() {
             *last = weight.size()[0];
         }
-        let mut y = Tensor::f_empty([rows.size()[0], weight.size()[0]], (Kind::Float, x.device()))?;
-        mm_into(&mut y, &rows, &weight.f_tr()?, false)?;
-        if let Some(bias) = inputs.get(2) {
-            let _ = y.f_add_(&bias.f_to_kind(Kind::Float)?)?;
-        }
-        Ok(vec![y.f_to_kind(x.kind())?.f_reshape(shape)?])
+        kept(|| {
+            let mut y = Tensor::f_empty([rows.size()[0], weight.size()[0]], (Kind::Float, x.device()))?;
+            mm_into(&mut y, &rows, &weight.f_tr()?, false)?;
+            if let Some(bias) = inputs.get(2) {
+                let _ = y.f_add_(&bias.f_to_kind(Kind::Float)?)?;
+            }
+            Ok(vec![y.f_to_kind(x.kind())?.f_reshape(shape)?])
+        })
     }
 
     fn backward(

@@ -118,6 +118,17 @@ impl Documents {
         Ok(Self { ids, cu_seqlens, starts, longest })
     }
 
+    /// The same documents, sharing their tensors.
+    #[must_use]
+    pub fn shallow_clone(&self) -> Self {
+        Self {
+            ids: self.ids.shallow_clone(),
+            cu_seqlens: self.cu_seqlens.shallow_clone(),
+            starts: self.starts.clone(),
+            longest: self.longest,
+        }
+    }
+
     /// `[rows, length]`, int64: the number of each place's document within the batch.
     pub fn ids(&self) -> &Tensor {
         &self.ids

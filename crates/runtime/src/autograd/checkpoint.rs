@@ -13,7 +13,8 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-use super::{Backward, Forward, Function, GradMode, Keep, apply_with, backward_with};
+use super::retain::{self, Within};
+use super::{Backward, Forward, Function, GradMode, Keep, Park, Parked, apply_with, backward_with};
 use crate::error::{Error, Result};
 use crate::precision::{self, Policy};
 use crate::random::RandomState;
@@ -29,11 +30,14 @@ pub struct Checkpoint {
     /// Give the second run the random state of the first. Costs one copy of the generators' state; a segment that
     /// draws nothing may do without.
     pub preserve_random_state: bool,
+    /// Keep the results of products and compute only what lies between them again: [`retain`](super::retain). Inside
+    /// another segment that does so, its own products are computed again.
+    pub retain_products: bool,
 }
 
 impl Default for Checkpoint {
     fn default() -> Self {
-        Self { recompute: true, preserve_random_state: true }
+        Self { recompute: true, preserve_random_state: true, retain_products: false }
     }
 }
 
@@ -47,10 +51,38 @@ impl Checkpoint {
     where
         F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
     {
+        self.run_kept(f, inputs, None)
+    }
+
+    /// [`Checkpoint::run`] with the inputs taken to `park` in between, instead of kept where they are.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::run`], and those of the park.
+    pub fn run_parked<F>(self, f: F, inputs: &[&Tensor], park: Arc<dyn Park>) -> Result<Vec<Tensor>>
+    where
+        F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
+    {
+        self.run_kept(f, inputs, Some(park))
+    }
+
+    fn run_kept<F>(self, f: F, inputs: &[&Tensor], park: Option<Arc<dyn Park>>) -> Result<Vec<Tensor>>
+    where
+        F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
+    {
         if !self.recompute {
             return f(&clones(inputs));
         }
-        apply_with(Segment { f, options: self, random: None, autocast: None, precision: None }, inputs, true)
+        let segment = Segment {
+            f,
+            options: self,
+            random: None,
+            autocast: None,
+            precision: None,
+            park,
+            parked: Vec::new(),
+            products: None,
+        };
+        apply_with(segment, inputs, true)
     }
 }
 
@@ -106,6 +138,10 @@ struct Segment<F> {
     random: Option<RandomState>,
     autocast: Option<Autocast>,
     precision: Option<Arc<dyn Policy>>,
+    park: Option<Arc<dyn Park>>,
+    parked: Vec<Box<dyn Parked>>,
+    /// How many tensors each product of the first run has, which lie behind the inputs among the saved.
+    products: Option<Vec<usize>>,
 }
 
 impl<F> Function for Segment<F>
@@ -119,13 +155,31 @@ where
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         self.autocast = Some(Autocast::capture()?);
         self.precision = precision::current();
-        if ctx.will_run_backward() && self.options.preserve_random_state {
+        if !ctx.will_run_backward() {
+            return (self.f)(&clones(inputs));
+        }
+        if self.options.preserve_random_state {
             self.random = Some(RandomState::capture_all()?);
         }
-        for input in inputs {
-            ctx.save(input);
+        match &self.park {
+            Some(park) => {
+                self.parked = inputs.iter().map(|input| park.park(input)).collect::<Result<_>>()?;
+            }
+            None => inputs.iter().for_each(|input| ctx.save(input)),
         }
-        (self.f)(&clones(inputs))
+        // A segment around this one notes what is computed here; a second list would be of the same tensors.
+        let outputs = if self.options.retain_products && !retain::active() {
+            let within = Within::record();
+            let outputs = (self.f)(&clones(inputs))?;
+            let products = within.recorded()?;
+            products.iter().flatten().for_each(|tensor| ctx.save(tensor));
+            self.products = Some(products.iter().map(Vec::len).collect());
+            outputs
+        } else {
+            (self.f)(&clones(inputs))?
+        };
+        self.parked.iter().try_for_each(|parked| parked.settle())?;
+        Ok(outputs)
     }
 
     fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
@@ -143,8 +197,15 @@ where
                  `recompute: false`",
             ));
         }
-        let inputs: Vec<Tensor> = ctx
-            .take_saved()
+        let mut saved = ctx.take_saved();
+        let products = self.products.as_ref().map(|counts| {
+            let mut kept = saved.split_off(saved.len() - counts.iter().sum::<usize>()).into_iter();
+            counts.iter().map(|&count| kept.by_ref().take(count).collect()).collect()
+        });
+        for parked in &self.parked {
+            saved.push(parked.fetch()?);
+        }
+        let inputs: Vec<Tensor> = saved
             .into_iter()
             .enumerate()
             .map(|(index, input)| {
@@ -160,7 +221,10 @@ where
             let _precision = precision::enter(self.precision.clone());
             let _first = self.random.as_ref().map(RandomState::replay).transpose()?;
             let _grad = GradMode::on();
-            (self.f)(&inputs)?
+            let within = products.map_or_else(Within::none, Within::replay);
+            let outputs = (self.f)(&inputs)?;
+            within.exhausted()?;
+            outputs
         };
         if outputs.len() != grads.len() {
             let (first, second) = (grads.len(), outputs.len());

@@ -1,0 +1,246 @@
+//! Segments that keep their products: gradients to the last bit, no product twice, the bytes that they say.
+
+use std::sync::Arc;
+
+use runtime::Result;
+use runtime::autograd::retain::{causal_attention, kept, linear};
+use runtime::autograd::{
+    self, Backward, Checkpoint, Forward, Function, Keep, Park, Parked, backward_with, checkpoint,
+};
+use runtime::profile::Counter;
+use runtime::random::Generator;
+use tch::{Device, Kind, Tensor};
+
+const RETAIN: Checkpoint = Checkpoint { recompute: true, preserve_random_state: true, retain_products: true };
+
+/// Leaves of the same values each time.
+fn leaves(kind: Kind) -> Vec<Tensor> {
+    let mut generator = Generator::new(7).unwrap();
+    let shapes: [&[i64]; 5] = [&[2, 6, 8], &[24, 8], &[24], &[8, 8], &[8]];
+    let leaf = |shape: &&[i64]| {
+        let values = generator.normal(shape, (kind, Device::Cpu));
+        values.unwrap().set_requires_grad(true)
+    };
+    shapes.iter().map(leaf).collect()
+}
+
+/// A layer's worth: norm, products with and without bias, attention, an activation, residual sums.
+fn layer(x: &Tensor, weights: &[Tensor]) -> Result<Tensor> {
+    let qkv = linear(&x.f_tanh()?, &weights[0], Some(&weights[1]))?;
+    let heads = |part: i64| -> Result<Tensor> {
+        Ok(qkv.f_narrow(2, part * 8, 8)?.f_reshape([2, 6, 2, 4])?.f_transpose(1, 2)?)
+    };
+    let attended = causal_attention(&heads(0)?, &heads(1)?, &heads(2)?, 0.0)?;
+    let attended = attended.f_transpose(1, 2)?.f_reshape([2, 6, 8])?;
+    let x = x.f_add(&linear(&attended, &weights[2], None)?)?;
+    let inner = linear(&x, &weights[2], Some(&weights[3]))?.f_gelu("tanh")?;
+    Ok(x.f_add(&inner)?)
+}
+
+fn gradients(leaves: &[Tensor]) -> Vec<Tensor> {
+    leaves.iter().map(Tensor::grad).collect()
+}
+
+fn owned(weights: &[Tensor]) -> Vec<Tensor> {
+    weights.iter().map(Tensor::shallow_clone).collect()
+}
+
+fn run(options: Checkpoint, leaves: &[Tensor]) -> Tensor {
+    let weights = owned(&leaves[1..]);
+    options.run(move |x| Ok(vec![layer(&x[0], &weights)?]), &[&leaves[0]]).unwrap().remove(0)
+}
+
+#[test]
+fn gradients_equal_those_of_everything_kept_to_the_last_bit() {
+    for kind in [Kind::Float, Kind::Double] {
+        let (plain, retained) = (leaves(kind), leaves(kind));
+        let y = layer(&plain[0], &plain[1..]).unwrap();
+        autograd::backward(&[&y.square().sum(kind)]).unwrap();
+        let y2 = run(RETAIN, &retained);
+        assert_eq!(y, y2);
+        autograd::backward(&[&y2.square().sum(kind)]).unwrap();
+        assert_eq!(gradients(&plain), gradients(&retained), "{kind:?}");
+    }
+}
+
+#[test]
+fn frozen_parts_get_no_gradient_and_the_others_the_same() {
+    for frozen in 0..5 {
+        let (plain, retained) = (leaves(Kind::Float), leaves(Kind::Float));
+        for list in [&plain, &retained] {
+            let _ = list[frozen].set_requires_grad(false);
+        }
+        autograd::backward(&[&layer(&plain[0], &plain[1..]).unwrap().square().sum(Kind::Float)]).unwrap();
+        autograd::backward(&[&run(RETAIN, &retained).square().sum(Kind::Float)]).unwrap();
+        for (index, (a, b)) in plain.iter().zip(&retained).enumerate() {
+            assert_eq!(a.grad().defined(), index != frozen);
+            assert_eq!(b.grad().defined(), index != frozen);
+            assert!(index == frozen || a.grad() == b.grad(), "leaf {index} with {frozen} frozen");
+        }
+    }
+}
+
+#[test]
+fn no_product_is_computed_twice() {
+    let flops = |options: Checkpoint| {
+        let leaves = leaves(Kind::Float);
+        let counter = Counter::on_this_thread().unwrap();
+        let y = run(options, &leaves);
+        let sum = y.sum(Kind::Float);
+        autograd::backward(&[&sum]).unwrap();
+        counter.finish().unwrap().total.flops.dense
+    };
+    let kept = flops(Checkpoint { recompute: false, ..Checkpoint::default() });
+    assert_eq!(flops(RETAIN), kept);
+    assert!(flops(Checkpoint::default()) > kept, "the count sees what is computed again");
+}
+
+#[test]
+fn backward_twice_through_a_retained_graph() {
+    let leaves = leaves(Kind::Double);
+    let y = run(RETAIN, &leaves).square().sum(Kind::Double);
+    backward_with(&[&y], &[None], Keep { graph: true, derivative: false }).unwrap();
+    let once: Vec<Tensor> = gradients(&leaves).iter().map(Tensor::copy).collect();
+    autograd::backward(&[&y]).unwrap();
+    for (once, twice) in once.iter().zip(gradients(&leaves)) {
+        assert_eq!(&(once * 2.0), &twice);
+    }
+}
+
+#[test]
+fn segments_nest_in_either_order() {
+    let plain = leaves(Kind::Float);
+    let y = layer(&layer(&plain[0], &plain[1..]).unwrap(), &plain[1..]).unwrap();
+    autograd::backward(&[&y.square().sum(Kind::Float)]).unwrap();
+    for outer in [RETAIN, Checkpoint::default()] {
+        for inner in [RETAIN, Checkpoint::default()] {
+            let leaves = leaves(Kind::Float);
+            let weights = owned(&leaves[1..]);
+            let both = move |x: &[Tensor]| {
+                let of_inner = owned(&weights);
+                let h = inner.run(move |x| Ok(vec![layer(&x[0], &of_inner)?]), &[&x[0]])?;
+                Ok(vec![layer(&h[0], &weights)?])
+            };
+            let y = outer.run(both, &[&leaves[0]]).unwrap().remove(0);
+            autograd::backward(&[&y.square().sum(Kind::Float)]).unwrap();
+            // Weights are used twice, and the order of the two sums may differ.
+            for (expected, found) in gradients(&plain).iter().zip(gradients(&leaves)) {
+                assert!(expected.allclose(&found, 1e-5, 1e-6, false), "{outer:?} around {inner:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_function_of_ones_own_keeps_what_it_says() {
+    struct Doubled(Arc<std::sync::atomic::AtomicUsize>);
+    impl Function for Doubled {
+        fn forward(&mut self, _: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+            kept(|| {
+                self.0.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+                Ok(vec![inputs[0].f_mul_scalar(2.0)?])
+            })
+        }
+        fn backward(&self, _: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+            Ok(grads.into_iter().map(|grad| grad.map(|grad| grad * 2.0)).collect())
+        }
+    }
+    for (options, runs) in [(RETAIN, 1), (Checkpoint::default(), 2)] {
+        let count = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+        let x = Tensor::from_slice(&[1.0, 2.0]).set_requires_grad(true);
+        let of_segment = count.clone();
+        let y = options
+            .run(
+                move |x| Ok(vec![autograd::apply(Doubled(of_segment.clone()), &[&x[0]])?.remove(0).f_sin()?]),
+                &[&x],
+            )
+            .unwrap()
+            .remove(0);
+        autograd::backward(&[&y.sum(Kind::Double)]).unwrap();
+        assert_eq!(count.load(std::sync::atomic::Ordering::SeqCst), runs);
+        assert_eq!(x.grad(), (&x * 2.0).cos() * 2.0);
+    }
+}
+
+#[test]
+fn an_in_place_change_of_a_product_is_an_error() {
+    let leaves = leaves(Kind::Float);
+    let weights = owned(&leaves[1..]);
+    let changed = move |x: &[Tensor]| {
+        let mut y = linear(&x[0], &weights[2], None)?;
+        let _ = y.f_relu_()?;
+        Ok(vec![y])
+    };
+    let error = RETAIN.run(changed, &[&leaves[0]]).unwrap_err().to_string();
+    assert!(error.contains("was changed in place inside a segment"), "{error}");
+}
+
+#[test]
+fn another_number_of_products_is_an_error() {
+    for (first, words) in [(true, "fewer"), (false, "more")] {
+        let leaves = leaves(Kind::Float);
+        let weights = owned(&leaves[1..]);
+        let runs = std::sync::atomic::AtomicUsize::new(0);
+        let uneven = move |x: &[Tensor]| {
+            let again = (runs.fetch_add(1, std::sync::atomic::Ordering::SeqCst) == 0) == first;
+            let y = linear(&x[0], &weights[2], None)?;
+            Ok(vec![if again { linear(&y, &weights[2], None)? } else { y }])
+        };
+        let y = RETAIN.run(uneven, &[&leaves[0]]).unwrap().remove(0);
+        let error = autograd::backward(&[&y.sum(Kind::Float)]).unwrap_err().to_string();
+        assert!(error.contains(&format!("computed {words} products in backward")), "{error}");
+    }
+}
+
+/// Keeps a copy in fp64, and counts what it was asked for.
+#[derive(Default)]
+struct Copies(Arc<std::sync::Mutex<Vec<&'static str>>>);
+
+struct Copied(Tensor, Arc<std::sync::Mutex<Vec<&'static str>>>);
+
+impl Park for Copies {
+    fn park(&self, input: &Tensor) -> Result<Box<dyn Parked>> {
+        self.0.lock().unwrap().push("park");
+        Ok(Box::new(Copied(input.detach().copy(), self.0.clone())))
+    }
+}
+
+impl Parked for Copied {
+    fn settle(&self) -> Result<()> {
+        self.1.lock().unwrap().push("settle");
+        Ok(())
+    }
+    fn fetch(&self) -> Result<Tensor> {
+        self.1.lock().unwrap().push("fetch");
+        Ok(self.0.shallow_clone())
+    }
+}
+
+#[test]
+fn parked_inputs_come_back_from_where_they_were_taken() {
+    let (plain, parked) = (leaves(Kind::Float), leaves(Kind::Float));
+    autograd::backward(&[&layer(&plain[0], &plain[1..]).unwrap().square().sum(Kind::Float)]).unwrap();
+    let log = Arc::default();
+    let weights = owned(&parked[1..]);
+    let park = Arc::new(Copies(Arc::clone(&log)));
+    let y = RETAIN.run_parked(move |x| Ok(vec![layer(&x[0], &weights)?]), &[&parked[0]], park).unwrap();
+    assert_eq!(*log.lock().unwrap(), ["park", "settle"]);
+    autograd::backward(&[&y[0].square().sum(Kind::Float)]).unwrap();
+    assert_eq!(*log.lock().unwrap(), ["park", "settle", "fetch"]);
+    assert_eq!(gradients(&plain), gradients(&parked));
+}
+
+#[test]
+fn an_ordinary_segment_keeps_nothing() {
+    let leaves = leaves(Kind::Float);
+    let weights = owned(&leaves[1..]);
+    let seen = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let of_segment = seen.clone();
+    let f = move |x: &[Tensor]| {
+        of_segment.lock().unwrap().push(autograd::retain::active());
+        Ok(vec![layer(&x[0], &weights)?])
+    };
+    let y = checkpoint(f, &[&leaves[0]]).unwrap().remove(0);
+    autograd::backward(&[&y.sum(Kind::Float)]).unwrap();
+    assert_eq!(*seen.lock().unwrap(), [false, false]);
+}

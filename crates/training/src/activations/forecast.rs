@@ -1,0 +1,182 @@
+//! What a step of a whole model will take under a plan, from what one of its layers takes.
+//!
+//! With H and T a layer's held and transient bytes, E what is held outside of the layers, and D what the head needs, all
+//! beyond what is alive between steps:
+//!
+//! ```text
+//! peak = max( E + Σ H + D,  max over layers i of  E' + H₀ + … + Hᵢ + Tᵢ )      time = outside + Σ (layer + recomputation)
+//! ```
+//!
+//! E' is what is left of the outside when the layers' backward begins: the gradient of a weight that head and embedding share
+//! waits in the engine until the embedding's part of it comes. The embedding's own backward is left out: the head, whose
+//! logits are as wide, needs more. Everything comes from a model of one layer and from figures taken before the step that they
+//! foretell.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use accounting::activation_plan::{Choice, LayerCost, Plan, least_recomputation, peak_bytes};
+use models::module::{Input, LanguageModel};
+use runtime::autograd::{Backward, Forward, Function, GradMode, apply, backward};
+use runtime::device::synchronize;
+use runtime::measure::Samples;
+use runtime::memory::{Region, live_bytes};
+use tch::{Device, Tensor};
+
+use super::{Activations, LayerPlan, LayerProbe, WHAT};
+use crate::error::{Error, Result};
+
+/// What steps will take. See the [module](self).
+#[derive(Debug, Clone, PartialEq)]
+pub struct Forecast {
+    /// One layer.
+    pub layer: LayerProbe,
+    /// Seconds of a step outside of the layers: embedding, last norm, head.
+    pub outside_seconds: f64,
+    /// E: bytes held outside of the layers when the forward of the hidden states is done.
+    pub outside_bytes: u64,
+    /// E': bytes held outside of the layers while these run backward.
+    pub behind_head_bytes: u64,
+    /// D: bytes that the head's forward and backward need beyond all that is held.
+    pub head_bytes: u64,
+}
+
+/// What a step takes beyond what is alive between steps (weights, gradients, optimizer).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepCost {
+    /// Bytes on the device at the largest moment.
+    pub peak_bytes: u64,
+    /// Bytes on the host.
+    pub host_bytes: u64,
+    /// Seconds of forward and backward.
+    pub seconds: f64,
+}
+
+impl Forecast {
+    /// Measures `model`, whose first layer stands for all, on one batch, in `rounds` rounds: a model of one layer tells
+    /// everything about one of many. Gradients that it has are gone afterwards; the plan in place is again.
+    ///
+    /// # Errors
+    /// As [`Activations::probe`].
+    pub fn measure(
+        model: &mut dyn LanguageModel,
+        activations: &Activations,
+        input: &Input<'_>,
+        labels_bt: &Tensor,
+        rounds: usize,
+    ) -> Result<Self> {
+        let before = activations.plan();
+        let result = Self::measure_keeping(model, activations, input, labels_bt, rounds);
+        activations.change(&before)?;
+        result
+    }
+
+    fn measure_keeping(
+        model: &mut dyn LanguageModel,
+        activations: &Activations,
+        input: &Input<'_>,
+        labels_bt: &Tensor,
+        rounds: usize,
+    ) -> Result<Self> {
+        let _grad = GradMode::on();
+        let device = input.tokens.device();
+        let layers = activations.plan().len();
+        activations.change(&vec![LayerPlan::KeepAll; layers])?;
+        let hidden = model.hidden(input)?.f_detach()?;
+        let layer = activations.probe(model, &hidden, &input.context, rounds)?;
+        drop(hidden);
+
+        let mut seconds = Vec::new();
+        for round in 0..=rounds {
+            synchronize(device)?;
+            let start = Instant::now();
+            backward(&[&model.loss(input, labels_bt)?.sum])?;
+            synchronize(device)?;
+            if round > 0 {
+                seconds.push(start.elapsed().as_secs_f64());
+            }
+        }
+        let outside_seconds =
+            (Samples { samples: seconds }.median() - layers as f64 * layer.seconds).max(0.0);
+
+        let of_layers = layers as u64 * layer.cost(LayerPlan::KeepAll).map_or(0, |cost| cost.held_bytes);
+        let alive = live_bytes(device)?;
+        let hidden = model.hidden(input)?;
+        let outside_bytes = (live_bytes(device)? - alive).saturating_sub(of_layers);
+        // The head alone, for its own peak.
+        let head_input = hidden.f_detach()?.f_set_requires_grad(true)?;
+        let region = Region::start(device)?;
+        backward(&[&model.head().loss(&head_input, labels_bt, input.context.accuracy)?.sum])?;
+        let head_bytes = region.finish()?.peak_above_start();
+        drop(head_input);
+        // The whole, for what the head leaves behind. Its input and that input's gradient end with the last norm.
+        let ends_with_norm = 2 * (hidden.numel() * hidden.kind().elt_size_in_bytes()) as u64;
+        let at_mark = Arc::new(AtomicU64::new(0));
+        let marked = apply(Mark { live: at_mark.clone(), device }, &[&hidden])?.remove(0);
+        drop(hidden);
+        let loss = model.head().loss(&marked, labels_bt, input.context.accuracy)?.sum;
+        drop(marked);
+        backward(&[&loss])?;
+        let behind_head_bytes =
+            at_mark.load(Ordering::SeqCst).saturating_sub(alive + of_layers + ends_with_norm);
+        Ok(Self { layer, outside_seconds, outside_bytes, behind_head_bytes, head_bytes })
+    }
+
+    /// A step of as many layers as `plan` has entries.
+    ///
+    /// # Errors
+    /// More bytes than 64 bits count.
+    pub fn step(&self, plan: &[LayerPlan]) -> Result<StepCost> {
+        let costs: Vec<LayerCost> = plan.iter().filter_map(|&of| self.layer.cost(of)).collect();
+        let held: u64 = costs.iter().map(|cost| cost.held_bytes).sum();
+        let at_the_head = self.outside_bytes + held + self.head_bytes;
+        let in_the_layers = self.behind_head_bytes + peak_bytes(costs.iter().copied())?;
+        let recomputed: f64 = costs.iter().map(|cost| cost.recompute_seconds).sum();
+        Ok(StepCost {
+            peak_bytes: at_the_head.max(in_the_layers),
+            host_bytes: costs.iter().map(|cost| cost.host_bytes).sum(),
+            seconds: self.outside_seconds + plan.len() as f64 * self.layer.seconds + recomputed,
+        })
+    }
+
+    /// The plan of least recomputation for `layers` layers whose step stays under `budget` bytes beyond what is alive
+    /// between steps. The head's need counts as one that each layer has, as it meets the last one; so where the head needs
+    /// more than a layer does, there may be a cheaper plan.
+    ///
+    /// # Errors
+    /// No plan fits: the least budget that one does fit is named.
+    pub fn least_recomputation(&self, layers: usize, budget: u64) -> Result<Plan<LayerPlan>> {
+        let outside = self.behind_head_bytes;
+        let head = (self.outside_bytes + self.head_bytes).saturating_sub(outside);
+        let with_head = |choice: &Choice<LayerPlan>| {
+            let transient_bytes = choice.cost.transient_bytes.max(head);
+            Choice { cost: LayerCost { transient_bytes, ..choice.cost }, ..*choice }
+        };
+        let choices: Vec<Choice<LayerPlan>> = self.layer.choices.iter().map(with_head).collect();
+        let Some(left) = budget.checked_sub(outside) else {
+            let reason = format!(
+                "a budget of {budget} B is less than the {outside} B that the model holds outside of its layers"
+            );
+            return Err(Error::config(WHAT, reason));
+        };
+        Ok(least_recomputation(layers, &choices, left)?)
+    }
+}
+
+/// Passes a tensor on, and in backward notes the bytes that are alive when its gradient comes.
+struct Mark {
+    live: Arc<AtomicU64>,
+    device: Device,
+}
+
+impl Function for Mark {
+    fn forward(&mut self, _: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
+        Ok(vec![inputs[0].f_detach()?])
+    }
+
+    fn backward(&self, _: &mut Backward, grads: Vec<Option<Tensor>>) -> runtime::Result<Vec<Option<Tensor>>> {
+        self.live.store(live_bytes(self.device)?, Ordering::SeqCst);
+        Ok(grads)
+    }
+}

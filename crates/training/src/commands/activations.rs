@@ -1,0 +1,85 @@
+//! `training activations`: steps under plans of what each layer keeps, measured against their forecast.
+
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+use training::experiment::activation_plan::{Outcome, Stack};
+
+#[derive(clap::Args)]
+pub(crate) struct ActivationsArgs {
+    /// How large the stack is
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+}
+
+const EXPERIMENT: &str = "activation-plan";
+
+pub(crate) fn run(common: &CommonArgs, arguments: &ActivationsArgs) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    runtime::memory::track_cpu()?;
+    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let seed = common.seed;
+    let stack = |rows, length, hidden, layers| Stack {
+        rows,
+        length,
+        hidden,
+        heads: hidden / 64,
+        layers,
+        vocabulary: 256,
+        dropout: 0.0,
+        device,
+        seed,
+    };
+    let (stack, rounds) = match arguments.scale {
+        Scale::Smoke => (stack(2, 64, 128, 4), 2),
+        Scale::Laptop => (stack(4, 256, 384, 6), 3),
+        Scale::Paper => (stack(8, 1024, 1024, 24), 5),
+    };
+    let probe = Progress::new(1);
+    probe.message("activation plans, one layer");
+    let forecast = stack.forecast(2 * rounds + 1)?;
+    drop(probe);
+    for choice in &forecast.layer.choices {
+        let cost = choice.cost;
+        let metrics = vec![
+            Metric::exact("held_bytes", "B", cost.held_bytes as f64),
+            Metric::exact("transient_bytes", "B", cost.transient_bytes as f64),
+            Metric::exact("host_bytes", "B", cost.host_bytes as f64),
+            Metric::exact("recompute_seconds", "s", cost.recompute_seconds),
+            Metric::exact("layer_seconds", "s", forecast.layer.seconds),
+        ];
+        sink.put(EXPERIMENT, &Case::new().with("layer", choice.of.name()), metrics)?;
+    }
+
+    let plans = stack.plans(&forecast)?;
+    let bench = stack.bench(stack.layers)?;
+    let mut progress = Progress::new((plans.len() * (rounds + 1)) as u64);
+    let outcomes = bench.run(&forecast, plans, rounds, |name| {
+        progress.message(&format!("activation plans, {name}"));
+        progress.step();
+    })?;
+    for outcome in &outcomes {
+        sink.put(EXPERIMENT, &Case::new().with("plan", outcome.plan.name.as_str()), metrics(outcome))?;
+    }
+    Ok(())
+}
+
+fn metrics(outcome: &Outcome) -> Vec<Metric> {
+    let Outcome { plan, forecast, peak_bytes, host_bytes, seconds } = outcome;
+    let step = Metric::of_samples("step_seconds", "s", seconds);
+    let bytes_error = (forecast.peak_bytes as f64 / *peak_bytes as f64 - 1.0).abs();
+    let time_error = step.value.map_or(f64::NAN, |measured| (forecast.seconds / measured - 1.0).abs());
+    let mut metrics = vec![
+        Metric::exact("peak_bytes", "B", *peak_bytes as f64),
+        Metric::exact("predicted_peak_bytes", "B", forecast.peak_bytes as f64),
+        Metric::exact("peak_error", "ratio", bytes_error),
+        Metric::exact("host_bytes", "B", *host_bytes as f64),
+        step,
+        Metric::exact("predicted_step_seconds", "s", forecast.seconds),
+        Metric::exact("time_error", "ratio", time_error),
+    ];
+    if let Some(budget) = plan.budget {
+        metrics.push(Metric::exact("budget_bytes", "B", budget as f64));
+        metrics.push(Metric::exact("budget_used", "ratio", *peak_bytes as f64 / budget as f64));
+    }
+    metrics
+}

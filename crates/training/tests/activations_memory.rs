@@ -1,0 +1,51 @@
+//! Peak memory falls as each plan says, foretold from one layer. One test: the allocator's counts are the process's.
+
+use tch::Device;
+use training::activations::LayerPlan;
+use training::experiment::activation_plan::{NamedPlan, Outcome, Stack};
+
+fn within(found: u64, expected: u64, share: f64) -> bool {
+    (found as f64 / expected as f64 - 1.0).abs() <= share
+}
+
+#[test]
+fn the_peak_of_every_plan_is_the_one_foretold() {
+    let base = Stack {
+        rows: 4,
+        length: 64,
+        hidden: 64,
+        heads: 2,
+        layers: 6,
+        vocabulary: 96,
+        dropout: 0.0,
+        device: Device::Cpu,
+        seed: 3,
+    };
+    for stack in [
+        base.clone(),
+        Stack { dropout: 0.1, layers: 5, ..base.clone() },
+        Stack { vocabulary: 1500, layers: 4, ..base },
+    ] {
+        let forecast = stack.forecast(1).unwrap();
+        let layers = stack.layers as usize;
+        let mut plans = stack.plans(&forecast).unwrap();
+        let mixed = LayerPlan::ALL.iter().cycle().take(layers).copied().collect();
+        plans.push(NamedPlan { name: "mixed".into(), plan: mixed, budget: None });
+        let outcomes = stack.bench(stack.layers).unwrap().run(&forecast, plans, 1, |_| ()).unwrap();
+        for outcome in &outcomes {
+            let Outcome { plan, forecast, peak_bytes, host_bytes, .. } = outcome;
+            assert!(within(forecast.peak_bytes, *peak_bytes, 0.05), "{outcome:?}: {stack:?}");
+            assert_eq!(*host_bytes, forecast.host_bytes, "{}", plan.name);
+            let offloaded = plan.plan.iter().filter(|plan| **plan == LayerPlan::Offload).count() as u64;
+            let input = (stack.rows * stack.length * stack.hidden * 4) as u64;
+            assert_eq!(*host_bytes, offloaded * input, "{}", plan.name);
+            if let Some(budget) = plan.budget {
+                assert!(*peak_bytes <= budget + budget / 20, "{}: {peak_bytes} of {budget}", plan.name);
+            }
+        }
+        let peak = |name: &str| outcomes.iter().find(|outcome| outcome.plan.name == name).unwrap().peak_bytes;
+        let uniform: Vec<u64> = LayerPlan::ALL.iter().map(|plan| peak(plan.name())).collect();
+        assert!(uniform[0] > uniform[1] && uniform[0] > uniform[2], "{uniform:?}");
+        assert!(uniform[1] > uniform[3] && uniform[2] > uniform[3] && uniform[3] > uniform[4], "{uniform:?}");
+    }
+}
