@@ -1,6 +1,6 @@
 //! The passes over one row, vectorized by the compiler for the processor at hand.
 
-use pulp::Arch;
+use pulp::{Arch, Simd, WithSimd};
 
 use crate::sys::elementwise::Real;
 
@@ -54,18 +54,71 @@ pub(super) fn statistics<R: Real>(
     target: RowTarget<'_, R>,
     known: &mut RowStatistics<R>,
 ) {
-    Arch::new().dispatch(
-        #[inline(always)]
-        || {
-            for start in (0..row.len()).step_by(PANEL) {
-                let end = row.len().min(start + PANEL);
-                panel(&mut row[start..end], start, first, formula, target, known);
-            }
-            if let RowTarget::Column(Some(column)) = target {
-                known.target += row[column].to_f64();
-            }
-        },
-    );
+    Arch::new().dispatch(StatisticsOf { row, first, formula, target, known });
+}
+
+/// Products to logits.
+pub(super) fn logits<R: Real>(row: &mut [R], formula: Formula<'_, R>) {
+    Arch::new().dispatch(LogitsOf { row, formula });
+}
+
+/// Logits to the gradient of the products.
+pub(super) fn gradient<R: Real>(
+    row: &mut [R],
+    formula: Formula<'_, R>,
+    target: RowTarget<'_, R>,
+    by: RowCoefficients<R>,
+) {
+    Arch::new().dispatch(GradientOf { row, formula, target, by });
+}
+
+/// A pass over a row. A type and not a closure, so that it is inlined into the code for each processor.
+struct StatisticsOf<'a, 'k, R> {
+    row: &'a mut [R],
+    first: usize,
+    formula: Formula<'a, R>,
+    target: RowTarget<'a, R>,
+    known: &'k mut RowStatistics<R>,
+}
+
+impl<R: Real> WithSimd for StatisticsOf<'_, '_, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self { row, first, formula, target, known } = self;
+        let mut start = 0;
+        while start < row.len() {
+            let end = row.len().min(start + PANEL);
+            panel(&mut row[start..end], start, first, formula, target, known);
+            start = end;
+        }
+        if let RowTarget::Column(Some(column)) = target {
+            known.target += row[column].to_f64();
+        }
+    }
+}
+
+struct LogitsOf<'a, R> {
+    row: &'a mut [R],
+    formula: Formula<'a, R>,
+}
+
+impl<R: Real> WithSimd for LogitsOf<'_, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let columns = self.row.len();
+        transform(self.row, self.formula, 0..columns);
+    }
+}
+
+struct GradientOf<'a, R> {
+    row: &'a mut [R],
+    formula: Formula<'a, R>,
+    target: RowTarget<'a, R>,
+    by: RowCoefficients<R>,
 }
 
 #[inline(always)]
@@ -221,63 +274,54 @@ fn expectation<R: Real>(panel: &[R], distribution: &[R], weights: Option<&[R]>) 
     (expected, mass)
 }
 
-/// Products to logits.
-pub(super) fn logits<R: Real>(row: &mut [R], formula: Formula<'_, R>) {
-    Arch::new().dispatch(
-        #[inline(always)]
-        || {
-            let columns = row.len();
-            transform(row, formula, 0..columns);
-        },
-    );
-}
+impl<R: Real> WithSimd for GradientOf<'_, R> {
+    type Output = ();
 
-/// Logits to the gradient of the products.
-pub(super) fn gradient<R: Real>(
-    row: &mut [R],
-    formula: Formula<'_, R>,
-    target: RowTarget<'_, R>,
-    by: RowCoefficients<R>,
-) {
-    Arch::new().dispatch(
-        #[inline(always)]
-        || {
-            let at_target = match target {
-                RowTarget::Column(Some(column)) => {
-                    Some((column, by.target.multiply(slope(row[column], formula))))
-                }
-                _ => None,
-            };
-            let dense = match target {
-                RowTarget::Dense(distribution) => Some(distribution),
-                RowTarget::Column(_) => None,
-            };
-            let plain = by.constant.is_none() && dense.is_none() && formula.softcap.is_none();
-            if plain {
-                let factor = by.powers.multiply(formula.scale);
-                let (blocks, rest) = row.as_chunks_mut::<BLOCK>();
-                for block in blocks {
-                    for z in block.iter_mut() {
-                        *z = z.subtract(by.maximum).exp_of_negative().multiply(factor);
-                    }
-                }
-                for z in rest {
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self { row, formula, target, by } = self;
+        let at_target = match target {
+            RowTarget::Column(Some(column)) => {
+                Some((column, by.target.multiply(slope(row[column], formula))))
+            }
+            _ => None,
+        };
+        let dense = match target {
+            RowTarget::Dense(distribution) => Some(distribution),
+            RowTarget::Column(_) => None,
+        };
+        if by.constant.is_none() && dense.is_none() && formula.softcap.is_none() {
+            let factor = by.powers.multiply(formula.scale);
+            let (blocks, rest) = row.as_chunks_mut::<BLOCK>();
+            for block in blocks {
+                for z in block {
                     *z = z.subtract(by.maximum).exp_of_negative().multiply(factor);
                 }
-            } else {
-                for start in (0..row.len()).step_by(PANEL) {
-                    let end = row.len().min(start + PANEL);
-                    let part = start..end;
-                    let weights = formula.class_weights.map(|weights| &weights[part.clone()]);
-                    let dense = dense.map(|dense| &dense[part.clone()]);
-                    general(&mut row[part], formula, weights, dense, by);
-                }
             }
-            if let Some((column, amount)) = at_target {
-                row[column] = row[column].subtract(amount);
+            for z in rest {
+                *z = z.subtract(by.maximum).exp_of_negative().multiply(factor);
             }
-        },
-    );
+        } else {
+            let mut start = 0;
+            while start < row.len() {
+                let end = row.len().min(start + PANEL);
+                let part = start..end;
+                let weights = match formula.class_weights {
+                    Some(weights) => Some(&weights[part.clone()]),
+                    None => None,
+                };
+                let dense = match dense {
+                    Some(dense) => Some(&dense[part.clone()]),
+                    None => None,
+                };
+                general(&mut row[part], formula, weights, dense, by);
+                start = end;
+            }
+        }
+        if let Some((column, amount)) = at_target {
+            row[column] = row[column].subtract(amount);
+        }
+    }
 }
 
 /// ∂z/∂r at the logit z.
