@@ -4,7 +4,7 @@
 //! products wait for memory. So chunks are as large as the budget allows, and all of one size but for the last row or so. The
 //! plan is a function of shapes alone, never of the memory that happens to be free.
 
-use runtime::fused::cross_entropy::LogitsPass;
+use runtime::fused::cross_entropy::{LogitsPass, pass_for};
 use tch::{Device, Kind};
 
 use crate::error::{Error, Result};
@@ -77,6 +77,14 @@ impl Plan {
 /// Bytes of logits that exist at a time where nothing else is asked for.
 pub fn default_budget(device: Device) -> u64 {
     if device == Device::Cpu { 128 << 20 } else { 1 << 30 }
+}
+
+/// Tokens of the largest chunk of so many where no chunk is asked for.
+pub(crate) fn chunk_tokens(tokens: i64, vocabulary: i64, kind: Kind, device: Device) -> i64 {
+    let row = row_bytes(vocabulary, kind, device, pass_for(device));
+    let most = i64::try_from(default_budget(device) / row).unwrap_or(i64::MAX).max(1);
+    let chunks = ((tokens + most - 1) / most).max(1);
+    (tokens + chunks - 1) / chunks
 }
 
 /// Bytes that a row of logits takes: in the tile's dtype, as often as the passes make temporaries, and in the dtype of the

@@ -1,6 +1,7 @@
 //! `fused-ce memory`: where the memory of a training step goes.
 
-use fused_ce::experiment::step_memory::{StepMemory, measure, thinned};
+use accounting::estimate::Part;
+use fused_ce::experiment::step_memory::{StepMemory, measure, predict, thinned};
 use fused_ce::experiment::training::Way;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
@@ -33,17 +34,32 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Memory) -> anyhow::Result<()>
         progress.step();
         let case = Case::new().with("loss", way.to_string());
         let StepMemory { parameters, optimizer, gradients, activations, logits, peak, .. } = step;
-        for (part, bytes) in [
-            ("parameters", parameters),
-            ("optimizer state", optimizer),
-            ("gradients", gradients),
-            ("activations", activations),
-            ("logits and loss", logits),
+        let predicted = predict(&sizes.model, way, rows)?;
+        for (part, bytes, on_paper) in [
+            ("parameters", parameters, Part::Parameters),
+            ("optimizer state", optimizer, Part::OptimizerState),
+            ("gradients", gradients, Part::Gradients),
+            ("activations", activations, Part::Activations),
+            ("logits and loss", logits, Part::Logits),
         ] {
             let case = case.clone().with("part", part);
-            sink.put(EXPERIMENT, &case, vec![Metric::exact("part_bytes", "B", bytes as f64)])?;
+            sink.put(
+                EXPERIMENT,
+                &case,
+                vec![
+                    Metric::exact("part_bytes", "B", bytes as f64),
+                    Metric::exact("predicted_bytes", "B", predicted.largest(on_paper) as f64),
+                ],
+            )?;
         }
-        sink.put(EXPERIMENT, &case, vec![Metric::exact("peak_bytes", "B", peak as f64)])?;
+        sink.put(
+            EXPERIMENT,
+            &case,
+            vec![
+                Metric::exact("peak_bytes", "B", peak as f64),
+                Metric::exact("predicted_bytes", "B", predicted.peak().total as f64),
+            ],
+        )?;
         for (at, bytes) in thinned(&step.timeline, POINTS) {
             let case = case.clone().with("seconds", (at * 1e4).round() / 1e4);
             sink.put(EXPERIMENT, &case, vec![Metric::exact("live_bytes", "B", bytes as f64)])?;

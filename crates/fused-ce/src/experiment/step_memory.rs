@@ -4,6 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use accounting::decoder_flops::{Recomputation, Workload};
+use accounting::estimate::{Estimate, Plan, estimate};
+use accounting::memory::logits::Loss;
+use accounting::memory::recipe::Recipe;
+use accounting::model::{Decoder, Family, Shape};
+use accounting::recompute::SwigluLevel;
 use models::LlamaConfig;
 use models::module::{Input, LanguageModel, trainable};
 use runtime::autograd::Keep;
@@ -124,6 +130,44 @@ fn step(
         moments,
         ..StepMemory::default()
     })
+}
+
+/// What `accounting` says of the same step on paper, part by part, for chunks of so many tokens where there are chunks.
+///
+/// # Errors
+/// Sizes that it cannot count.
+pub fn predict(config: &LlamaConfig, way: Way, [rows, sequence]: [i64; 2]) -> Result<Estimate> {
+    let size = |n: i64| n.unsigned_abs();
+    let decoder = Decoder::new(Shape {
+        family: Family::Llama,
+        vocabulary: size(config.vocab_size),
+        context: size(config.max_position_embeddings),
+        embedding: size(config.hidden_size),
+        hidden: size(config.hidden_size),
+        layers: size(config.num_hidden_layers),
+        heads: size(config.num_attention_heads),
+        kv_heads: size(config.num_key_value_heads),
+        head_dim: size(config.head_dim),
+        feed_forward: size(config.intermediate_size),
+        tied: config.tie_word_embeddings,
+        attention_bias: config.attention_bias,
+        mlp_bias: config.mlp_bias,
+    })?;
+    let chunk = size(crate::plan::chunk_tokens(rows * sequence, config.vocab_size, Kind::Float, Device::Cpu));
+    let loss = match way {
+        Way::Original => Loss::Eager,
+        Way::Malek | Way::Liger => Loss::GradInForward { tokens: chunk },
+        Way::Frugal => Loss::LinearCrossEntropy { tokens: chunk },
+    };
+    let swiglu = SwigluLevel::SaveAll;
+    let plan = Plan {
+        work: Workload { batch: size(rows), sequence: size(sequence) },
+        recipe: Recipe::FP32,
+        recomputation: Recomputation { swiglu, ..Recomputation::default() },
+        loss,
+        ..Plan::default()
+    };
+    Ok(estimate(&decoder, &plan)?)
 }
 
 /// Looks at the allocator's count again and again from a thread of its own.
