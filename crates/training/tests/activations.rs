@@ -5,7 +5,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use models::module::{Context, Edit, Input, LanguageModel, edit, freeze, parameters, tensors};
-use models::{Documents, Gpt2, Gpt2Config};
+use models::{Documents, Gpt2, Gpt2Config, Llama, LlamaConfig};
 use runtime::autograd::{GradMode, backward, set_grad};
 use runtime::precision::{self, Policy};
 use runtime::profile::Counter;
@@ -40,8 +40,18 @@ fn tokens(seed: u64) -> Tensor {
     values.unwrap().to_kind(Kind::Int64)
 }
 
+/// Documents in each row, and the place of each token in its own.
+fn documents() -> Documents {
+    Documents::new(&[vec![4, 6], vec![10], vec![1, 2, 7]], Device::Cpu).unwrap()
+}
+
+fn places() -> Tensor {
+    let row = |lengths: &[i64]| lengths.iter().flat_map(|&length| 0..length).collect::<Vec<i64>>();
+    Tensor::from_slice2(&[row(&[4, 6]), row(&[10]), row(&[1, 2, 7])])
+}
+
 /// The loss and the gradients of `batches` batches, whose gradients add up.
-fn step(model: &Gpt2, documents: Option<&Documents>, batches: u64) -> Vec<Option<Tensor>> {
+fn step(model: &dyn LanguageModel, documents: Option<&Documents>, batches: u64) -> Vec<Option<Tensor>> {
     runtime::random::seed(11).unwrap();
     for (_, tensor) in parameters(model) {
         set_grad(tensor, None).unwrap();
@@ -49,8 +59,10 @@ fn step(model: &Gpt2, documents: Option<&Documents>, batches: u64) -> Vec<Option
     let mut results = Vec::new();
     for batch in 0..batches {
         let (tokens, labels) = (tokens(batch), tokens(batch + 100));
-        let context = Context { documents, training: true, accuracy: false };
-        let loss = model.loss(&Input { tokens: &tokens, positions: None, context }, &labels).unwrap().sum;
+        let context = Context { documents, training: true, ..Context::default() };
+        let places = documents.map(|_| places());
+        let loss =
+            model.loss(&Input { tokens: &tokens, positions: places.as_ref(), context }, &labels).unwrap().sum;
         backward(&[&loss]).unwrap();
         results.push(Some(loss.detach()));
     }
@@ -83,7 +95,7 @@ type Case<'a> = (&'a str, f64, Option<&'a Documents>, Option<&'a str>, u64, bool
 #[test]
 fn gradients_are_those_of_keeping_everything_to_the_last_bit() {
     let _serial = serial();
-    let documents = Documents::new(&[vec![4, 6], vec![10], vec![1, 2, 7]], Device::Cpu).unwrap();
+    let documents = documents();
     let frozen_first = r"wte.weight|wpe.*|h\.[01]\..*";
     let cases: [Case<'_>; 8] = [
         ("plain", 0.0, None, None, 1, false),
@@ -110,6 +122,29 @@ fn gradients_are_those_of_keeping_everything_to_the_last_bit() {
             let found = step(&model, documents, batches);
             assert_eq!(found, expected, "{name}: {plan:?}");
             assert_eq!(activations.host_bytes(), 0);
+        }
+    }
+}
+
+/// Heads that turn with their places, which a second run must see again, and keys and values of fewer heads.
+#[test]
+fn llamas_gradients_too() {
+    let _serial = serial();
+    runtime::random::seed(5).unwrap();
+    let config = LlamaConfig {
+        num_key_value_heads: 2,
+        max_position_embeddings: LENGTH,
+        ..LlamaConfig::llama(40, 16, 40, LAYERS as i64, 4)
+    };
+    let mut model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
+    let activations = apply(&mut model, &[KeepAll; LAYERS]).unwrap();
+    let packed = documents();
+    for documents in [None, Some(&packed)] {
+        activations.change(&[KeepAll; LAYERS]).unwrap();
+        let expected = step(&model, documents, 2);
+        for plan in plans() {
+            activations.change(&plan).unwrap();
+            assert_eq!(step(&model, documents, 2), expected, "{plan:?}");
         }
     }
 }

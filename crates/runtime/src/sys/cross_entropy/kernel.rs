@@ -306,14 +306,8 @@ impl<R: Real> WithSimd for GradientOf<'_, R> {
             while start < row.len() {
                 let end = row.len().min(start + PANEL);
                 let part = start..end;
-                let weights = match formula.class_weights {
-                    Some(weights) => Some(&weights[part.clone()]),
-                    None => None,
-                };
-                let dense = match dense {
-                    Some(dense) => Some(&dense[part.clone()]),
-                    None => None,
-                };
+                let weights = formula.class_weights.map(|weights| &weights[part.clone()]);
+                let dense = dense.map(|dense| &dense[part.clone()]);
                 general(&mut row[part], formula, weights, dense, by);
                 start = end;
             }
