@@ -609,8 +609,11 @@ impl Fused {
             if !ctx.needs_input_grad(index) {
                 continue;
             }
-            if !is_one {
-                gradient = if overwrite { gradient.f_mul_(&upstream)? } else { gradient.f_mul(&upstream)? };
+            // What is kept for another backward is never handed out: the caller may write into its gradients.
+            if !overwrite {
+                gradient = gradient.f_mul(&upstream)?;
+            } else if !is_one {
+                gradient = gradient.f_mul_(&upstream)?;
             }
             result[place] = Some(gradient.f_to_kind(kind)?);
         }
