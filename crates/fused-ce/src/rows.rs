@@ -76,7 +76,7 @@ fn read(classes: &Tensor, options: &LinearCrossEntropy, sizes: Sizes, sequence: 
 }
 
 /// By operators whose shapes do not depend on the targets.
-fn order(
+pub(crate) fn order(
     classes: &Tensor,
     options: &LinearCrossEntropy,
     labelled: Option<i64>,

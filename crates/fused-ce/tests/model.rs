@@ -200,7 +200,8 @@ fn a_head_that_is_no_projection_is_refused_and_stays() {
     expect![[r#"linear cross-entropy cannot take the place of the head `lm_head`, which has the tensors ["centres"]; expected `weight` [vocabulary, hidden], with or without `bias`"#]].assert_eq(&install(&mut model, &options).unwrap_err().to_string());
     assert!(format!("{:?}", model.head).contains("Strange"));
     let mut model = Model { head: None };
-    expect!["linear cross-entropy cannot take the place of the head `none`, which has the tensors []; expected `weight` [vocabulary, hidden], with or without `bias`"].assert_eq(&install(&mut model, &options).unwrap_err().to_string());
+    expect!["linear cross-entropy: the model has no head to take the place of; give a language model"]
+        .assert_eq(&install(&mut model, &options).unwrap_err().to_string());
     let mut model = gpt2();
     let bad = LinearCrossEntropy { label_smoothing: 2.0, ..options.clone() };
     expect!["linear cross-entropy: label_smoothing is 2; expected a number in [0, 1]"]
