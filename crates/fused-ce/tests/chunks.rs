@@ -1,5 +1,7 @@
 //! What the number of chunks does to the result: nothing that a run could notice.
 
+#![expect(clippy::print_stdout, reason = "errors are printed beside their bounds")]
+
 use fused_ce::{Chunk, Gradients, Inputs, LinearCrossEntropy, Rung};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};

@@ -1,6 +1,8 @@
 //! bf16 and fp16 on the CPU: no number may be further from the exact one than the naive way's, but for one rounding of the
 //! result. Exact is the naive way in f64 over the same rounded operands.
 
+#![expect(clippy::print_stdout, reason = "shares of the tolerance are printed")]
+
 use fused_ce::{Chunk, Denominator, Gradients, Inputs, LinearCrossEntropy, Reduction, Rung};
 use runtime::autograd::{Keep, backward_with};
 use runtime::random::Generator;

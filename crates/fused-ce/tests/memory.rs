@@ -1,6 +1,8 @@
 //! How many bytes live at once, and what is held between the passes. One test in one process: the counts are the whole
 //! process's.
 
+#![expect(clippy::print_stdout, reason = "bytes are printed beside their bounds")]
+
 use fused_ce::{Chunk, Gradients, LinearCrossEntropy, Reduction};
 use runtime::memory::{Region, live_bytes, track_cpu};
 use runtime::random::Generator;

@@ -46,5 +46,8 @@ fn hidden_states_are_taken_to_the_weights_dtype() {
     // Without a policy that would be a mistake, and is called one.
     let inputs = Inputs::new(&low, &w, &targets);
     let error = LinearCrossEntropy::default().run(&inputs).unwrap_err().to_string();
-    expect_test::expect!["linear cross-entropy: `weight` is Float; expected BFloat16; convert it with `to_kind`"].assert_eq(&error);
+    expect_test::expect![
+        "linear cross-entropy: `weight` is Float; expected BFloat16; convert it with `to_kind`"
+    ]
+    .assert_eq(&error);
 }
