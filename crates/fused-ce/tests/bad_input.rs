@@ -228,16 +228,13 @@ fn dtypes_that_do_not_fit() {
 #[test]
 fn devices_that_do_not_fit() {
     let tensors = Tensors::new();
-    match &tensors.elsewhere {
-        Some([weight, targets]) => {
-            let loss = LinearCrossEntropy::default();
-            let inputs = Inputs::new(&tensors.hidden, weight, &tensors.targets);
-            assert!(matches!(loss.run(&inputs), Err(Error::DeviceMismatch { name: "weight", .. })));
-            let inputs = Inputs::new(&tensors.hidden, &tensors.weight, targets);
-            assert!(matches!(loss.run(&inputs), Err(Error::DeviceMismatch { name: "targets", .. })));
-        }
-        // No second device here: the words alone are looked at.
-        None => {}
+    // Without a second device the words alone are looked at.
+    if let Some([weight, targets]) = &tensors.elsewhere {
+        let loss = LinearCrossEntropy::default();
+        let inputs = Inputs::new(&tensors.hidden, weight, &tensors.targets);
+        assert!(matches!(loss.run(&inputs), Err(Error::DeviceMismatch { name: "weight", .. })));
+        let inputs = Inputs::new(&tensors.hidden, &tensors.weight, targets);
+        assert!(matches!(loss.run(&inputs), Err(Error::DeviceMismatch { name: "targets", .. })));
     }
     let error = Error::DeviceMismatch { name: "weight", found: Device::Cuda(1), expected: Device::Cpu };
     expect!["linear cross-entropy: `weight` is on Cuda(1) and `hidden` on Cpu; move one with `to_device`"]
