@@ -6,7 +6,7 @@
 
 use runtime::autograd::{Backward, Forward, Function};
 use runtime::fused::cross_entropy::{
-    Coefficients, Statistics, Targets as TileTargets, Transform, Wanted, pass_for,
+    Coefficients, LogitsPass, Statistics, Targets as TileTargets, Transform, Wanted,
 };
 use runtime::matmul::mm_into;
 use runtime::{Error as RuntimeError, Result};
@@ -35,6 +35,7 @@ pub(crate) struct Fused {
     pub(crate) options: LinearCrossEntropy,
     pub(crate) sizes: Sizes,
     pub(crate) plan: Plan,
+    pub(crate) pass: &'static dyn LogitsPass,
     pub(crate) rows: Rows,
     /// `[n, v]`, where distributions are given.
     pub(crate) distributions: Option<Tensor>,
@@ -417,7 +418,7 @@ impl Function for Fused {
         let kind = operands.x.kind();
         let (plan, rows) = (self.plan, self.rows.count);
         let options = self.options_of(device);
-        let pass = pass_for(device);
+        let pass = self.pass;
 
         let in_forward = ctx.will_run_backward() && !self.waits_for_upstream();
         let wanted = std::array::from_fn(|place| {
@@ -609,8 +610,11 @@ impl Fused {
             if !ctx.needs_input_grad(index) {
                 continue;
             }
-            if !is_one {
-                gradient = if overwrite { gradient.f_mul_(&upstream)? } else { gradient.f_mul(&upstream)? };
+            // What is kept for another backward is never handed out: the caller may write into its gradients.
+            if !overwrite {
+                gradient = gradient.f_mul(&upstream)?;
+            } else if !is_one {
+                gradient = gradient.f_mul_(&upstream)?;
             }
             result[place] = Some(gradient.f_to_kind(kind)?);
         }
@@ -644,7 +648,7 @@ impl Fused {
             return Ok([const { None }; INPUTS]);
         }
 
-        let (rows, pass) = (self.rows.count, pass_for(device));
+        let (rows, pass) = (self.rows.count, self.pass);
         let upstream = match of_loss {
             Some(arrived) => {
                 let factors = self.factors()?;

@@ -121,7 +121,7 @@ pub fn install_rung(model: &mut dyn Module, loss: &LinearCrossEntropy, rung: Run
     let mut install = Install { loss, rung, done: Ok(0) };
     edit(model, &mut install)?;
     match install.done? {
-        0 => Err(Error::Head { head: "none".into(), found: Vec::new() }),
+        0 => Err(Error::Option("the model has no head to take the place of; give a language model".into())),
         _ => Ok(()),
     }
 }

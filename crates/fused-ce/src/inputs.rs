@@ -98,6 +98,8 @@ pub(crate) struct Sizes {
     pub(crate) vocabulary: i64,
     /// Column of the vocabulary at which the weight at hand begins.
     pub(crate) first: i64,
+    /// Rows of the largest weight that any rank has at hand.
+    pub(crate) widest: i64,
 }
 
 /// The dtype of a tile of logits, and of everything that there is one of for each token.
@@ -171,7 +173,8 @@ pub(crate) fn check(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result
     {
         return Err(Error::Option(format!("{labelled} labelled tokens of {tokens}; expected 0 to {tokens}")));
     }
-    Ok(Sizes { tokens, hidden, columns, vocabulary, first })
+    let widest = inputs.shard.as_ref().map_or(columns, |shard| shard.widest);
+    Ok(Sizes { tokens, hidden, columns, vocabulary, first, widest })
 }
 
 fn targets(inputs: &Inputs<'_>, options: &LinearCrossEntropy, leading: &[i64], columns: i64) -> Result<()> {
@@ -225,6 +228,7 @@ fn not_differentiated(inputs: &Inputs<'_>) -> Result<()> {
         ("targets", distributions),
         ("token_weights", inputs.token_weights),
         ("class_weights", inputs.class_weights),
+        ("denominator", denominator_tensor(inputs)),
     ];
     for (name, tensor) in named {
         if tensor.is_some_and(Tensor::requires_grad) {
@@ -263,10 +267,6 @@ fn defined(inputs: &Inputs<'_>) -> Result<()> {
     let targets = match inputs.targets {
         Targets::Classes(targets) | Targets::Distributions(targets) => targets,
     };
-    let denominator = match inputs.denominator {
-        Some(Denominator::Tensor(tensor)) => Some(tensor),
-        _ => None,
-    };
     let named = [
         ("hidden", Some(inputs.hidden)),
         ("weight", Some(inputs.weight)),
@@ -276,10 +276,17 @@ fn defined(inputs: &Inputs<'_>) -> Result<()> {
         ("adapter.b", inputs.adapter.map(|adapter| adapter.b)),
         ("token_weights", inputs.token_weights),
         ("class_weights", inputs.class_weights),
-        ("denominator", denominator),
+        ("denominator", denominator_tensor(inputs)),
     ];
     let undefined = named.into_iter().find(|(_, tensor)| tensor.is_some_and(|tensor| !tensor.defined()));
     undefined.map_or(Ok(()), |(name, _)| Err(Error::Undefined { name }))
+}
+
+fn denominator_tensor<'a>(inputs: &Inputs<'a>) -> Option<&'a Tensor> {
+    match inputs.denominator {
+        Some(Denominator::Tensor(tensor)) => Some(tensor),
+        _ => None,
+    }
 }
 
 fn same(name: &'static str, tensor: &Tensor, kind: Kind, device: Device) -> Result<()> {

@@ -1,13 +1,13 @@
 //! The entry: checks, choices, and the call of the function.
 
 use runtime::autograd::apply;
-use runtime::fused::cross_entropy::pass_for;
+use runtime::fused::cross_entropy::{LogitsPass, pass_for};
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 use crate::function::{Differentiable, Fused, State};
-use crate::inputs::{Adapter, Denominator, Inputs, Targets, check, tile_kind};
+use crate::inputs::{Adapter, Denominator, Inputs, Sizes, Targets, check, tile_kind};
 use crate::options::{LinearCrossEntropy, LogSumExp};
 use crate::plan::Plan;
 use crate::rows::Rows;
@@ -72,8 +72,22 @@ impl LinearCrossEntropy {
     fn run_as_is(&self, inputs: &Inputs<'_>) -> Result<Output> {
         let sizes = check(inputs, self)?;
         let (kind, device) = (inputs.hidden.kind(), inputs.hidden.device());
-        let plan = Plan::new(self.chunk, sizes, kind, device, pass_for(device))?;
+        let pass = pass_for(device);
+        let plan = Plan::new(self.chunk, sizes, kind, device, pass)?;
         let rows = Rows::new(inputs, self, sizes)?;
+        self.run_planned(inputs, sizes, plan, pass, rows)
+    }
+
+    /// With everything that depends on the device decided.
+    fn run_planned(
+        &self,
+        inputs: &Inputs<'_>,
+        sizes: Sizes,
+        plan: Plan,
+        pass: &'static dyn LogitsPass,
+        rows: Rows,
+    ) -> Result<Output> {
+        let (kind, device) = (inputs.hidden.kind(), inputs.hidden.device());
         let low = match inputs.adapter {
             Some(Adapter { a, scale, .. }) => {
                 let x = inputs.hidden.f_reshape([sizes.tokens, sizes.hidden])?;
@@ -94,6 +108,7 @@ impl LinearCrossEntropy {
             options: self.clone(),
             sizes,
             plan,
+            pass,
             rows,
             distributions: match inputs.targets {
                 Targets::Classes(_) => None,
@@ -127,5 +142,97 @@ impl LinearCrossEntropy {
             correct: next(self.predictions),
             entropy: next(self.entropy),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use runtime::fused::cross_entropy::Operators;
+    use runtime::random::Generator;
+
+    use super::*;
+    use crate::options::{Chunk, Gradients, Reduction};
+    use crate::rows::order;
+
+    /// What a device other than the CPU does (libtorch's operators over rows that are put in order without being looked at),
+    /// on CPU tensors, against what the CPU does.
+    #[test]
+    fn the_way_of_other_devices_gives_the_same() {
+        let mut generator = Generator::new(1).unwrap();
+        let mut normal = |size: &[i64]| generator.normal(size, (Kind::Double, Device::Cpu)).unwrap();
+        let given = [normal(&[2, 5, 4]), normal(&[7, 4]), normal(&[7]), normal(&[2, 4]), normal(&[7, 2])];
+        let (token_weights, class_weights) = (normal(&[2, 5]).abs(), normal(&[7]).abs());
+        let upstream = normal(&[2, 5]);
+        let targets = Tensor::from_slice2(&[[3i64, -100, 6, 0, -100], [-100, 5, 5, 2, 1]]);
+        let nothing = targets.full_like(-100);
+        for (targets, labelled) in [(&targets, 7), (&nothing, 0)] {
+            for bits in 0..96 {
+                let on = |bit: i32| bits >> bit & 1 == 1;
+                let options = LinearCrossEntropy {
+                    reduction: [Reduction::Mean, Reduction::Sum, Reduction::None][bits as usize >> 5],
+                    gradients: if on(0) { Gradients::Forward } else { Gradients::Backward },
+                    label_smoothing: if on(1) { 0.1 } else { 0.0 },
+                    z_loss: if on(2) { 0.02 } else { 0.0 },
+                    softcap: on(3).then_some(2.0),
+                    scale: if on(4) { 1.3 } else { 1.0 },
+                    shift: i64::from(on(1)),
+                    chunk: Some(Chunk::Tokens(3)),
+                    log_sum_exp: if on(2) { LogSumExp::Differentiable } else { LogSumExp::Value },
+                    predictions: true,
+                    entropy: true,
+                    ..LinearCrossEntropy::default()
+                };
+                let run = |known: Option<Option<i64>>| {
+                    let leaves = given.each_ref().map(|tensor| tensor.copy().set_requires_grad(true));
+                    let inputs = Inputs {
+                        bias: on(0).then_some(&leaves[2]),
+                        adapter: on(3).then_some(Adapter { a: &leaves[3], b: &leaves[4], scale: 0.5 }),
+                        token_weights: on(4).then_some(&token_weights),
+                        class_weights: on(2).then_some(&class_weights),
+                        ..Inputs::new(&leaves[0], &leaves[1], targets)
+                    };
+                    let output = match known {
+                        None => options.run(&inputs).unwrap(),
+                        Some(known) => {
+                            let sizes = check(&inputs, &options).unwrap();
+                            let plan = Plan::new(options.chunk, sizes, Kind::Double, Device::Cpu, &Operators)
+                                .unwrap();
+                            let rows =
+                                order(&targets.reshape([-1]), &options, known, 5, Kind::Double).unwrap();
+                            options.run_planned(&inputs, sizes, plan, &Operators, rows).unwrap()
+                        }
+                    };
+                    let mut total = match options.reduction {
+                        Reduction::None => (&output.loss * &upstream).sum(Kind::Double),
+                        _ => &output.loss * 3.0,
+                    };
+                    let log_sum_exp = output.log_sum_exp.unwrap();
+                    if on(2) {
+                        total += (&log_sum_exp * &upstream).sum(Kind::Double);
+                    }
+                    runtime::autograd::backward(&[&total]).unwrap();
+                    let gradients = leaves.map(|leaf| leaf.grad()).into_iter().filter(Tensor::defined);
+                    let outputs = [
+                        Some(output.loss),
+                        Some(log_sum_exp),
+                        output.predictions,
+                        output.correct,
+                        output.entropy,
+                    ];
+                    let outputs = outputs.into_iter().flatten().map(|tensor| tensor.detach());
+                    outputs.chain(gradients).map(|tensor| tensor.to_kind(Kind::Double)).collect::<Vec<_>>()
+                };
+                let expected = run(None);
+                // The caller knows nothing, the number (before the shift), or one that is too large.
+                for known in [None, Some(labelled), Some(9)] {
+                    let found = run(Some(known));
+                    assert_eq!(found.len(), expected.len());
+                    for (place, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                        let error = (found - expected).abs().max().double_value(&[]);
+                        assert!(error <= 1e-12, "{place} of {options:?}, {known:?}: {error:e}");
+                    }
+                }
+            }
+        }
     }
 }

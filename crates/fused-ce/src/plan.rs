@@ -42,13 +42,13 @@ impl Plan {
         } else {
             (CAST / (sizes.hidden * tile.elt_size_in_bytes() as i64)).clamp(1, sizes.columns)
         };
-        let row = row_bytes(sizes.columns, kind, device, pass);
+        let row = row_bytes(sizes.widest, kind, device, pass);
         let most = match chunk.unwrap_or(Chunk::Budget(default_budget(device))) {
             Chunk::Tokens(tokens) => tokens,
             // What nobody asked for cannot be too small.
             Chunk::Budget(_) if chunk.is_none() => (default_budget(device) / row).max(1) as i64,
             Chunk::Budget(budget) if budget < row => {
-                return Err(Error::Budget { budget, row, vocabulary: sizes.columns });
+                return Err(Error::Budget { budget, row, vocabulary: sizes.widest });
             }
             Chunk::Budget(budget) => i64::try_from(budget / row).unwrap_or(i64::MAX),
         };
@@ -57,7 +57,8 @@ impl Plan {
 
     /// Start and length of each chunk of `count` rows.
     pub(crate) fn chunks(&self, count: i64) -> impl Iterator<Item = (i64, i64)> + use<> {
-        let chunks = (count + self.tokens - 1) / self.tokens.max(1);
+        let most = self.tokens.clamp(1, count.max(1));
+        let chunks = (count + most - 1) / most;
         let size = if chunks > 0 { (count + chunks - 1) / chunks } else { 1 };
         (0..count).step_by(size as usize).map(move |start| (start, size.min(count - start)))
     }
@@ -103,7 +104,7 @@ mod tests {
 
     #[test]
     fn chunks_cover_every_row_once_and_are_of_one_size() {
-        for (tokens, count) in [(1, 0), (1, 5), (220, 2048), (7, 7), (7, 8), (3, 100), (1 << 40, 10)] {
+        for (tokens, count) in [(1, 0), (1, 5), (220, 2048), (7, 7), (7, 8), (3, 100), (i64::MAX, 10)] {
             let plan = Plan { tile: Kind::Float, product: Kind::Float, tokens, columns: 1 };
             let chunks: Vec<_> = plan.chunks(count).collect();
             let mut next = 0;
@@ -113,14 +114,15 @@ mod tests {
                 next += size;
             }
             assert_eq!(next, count);
-            let least = (count + tokens - 1) / tokens;
-            assert!(chunks.len() as i64 <= least.max(0), "{count} rows of {tokens}: {} chunks", chunks.len());
+            let least = u64::try_from(count).unwrap().div_ceil(u64::try_from(tokens).unwrap());
+            assert!(chunks.len() as u64 <= least, "{count} rows of {tokens}: {} chunks", chunks.len());
         }
     }
 
     #[test]
     fn a_budget_counts_all_that_is_as_large_as_the_logits() {
-        let sizes = Sizes { tokens: 4096, hidden: 64, columns: 1000, vocabulary: 1000, first: 0 };
+        let sizes =
+            Sizes { tokens: 4096, hidden: 64, columns: 1000, vocabulary: 1000, first: 0, widest: 1000 };
         let tokens = |kind, device, pass: &dyn LogitsPass| {
             Plan::new(Some(Chunk::Budget(1_000_000)), sizes, kind, device, pass).unwrap().tokens
         };

@@ -55,12 +55,11 @@ fn read(classes: &Tensor, options: &LinearCrossEntropy, sizes: Sizes, sequence: 
     }
     let (mut index, mut labels) = (Vec::new(), Vec::new());
     for place in 0..given.len() as i64 {
-        let target = place + options.shift;
         // In the same row of tokens still.
-        if place % sequence + options.shift >= sequence {
+        if options.shift >= sequence - place % sequence {
             continue;
         }
-        let label = given[target as usize];
+        let label = given[(place + options.shift) as usize];
         if label != options.ignore_index {
             index.push(place);
             labels.push(label);
@@ -77,7 +76,7 @@ fn read(classes: &Tensor, options: &LinearCrossEntropy, sizes: Sizes, sequence: 
 }
 
 /// By operators whose shapes do not depend on the targets.
-fn order(
+pub(crate) fn order(
     classes: &Tensor,
     options: &LinearCrossEntropy,
     labelled: Option<i64>,
@@ -87,11 +86,12 @@ fn order(
     let (tokens, options_of) = (classes.size()[0], (Kind::Int64, classes.device()));
     let mut labels = classes.shallow_clone();
     let mut mask = classes.f_ne(options.ignore_index)?;
-    if options.shift > 0 {
+    let shift = options.shift.min(sequence);
+    if shift > 0 {
         let place = Tensor::f_arange(tokens, options_of)?.f_remainder(sequence.max(1))?;
-        let within = place.f_lt(sequence - options.shift)?;
-        labels = labels.f_roll([-options.shift], [0])?;
-        mask = mask.f_roll([-options.shift], [0])?.f_logical_and(&within)?;
+        let within = place.f_lt(sequence - shift)?;
+        labels = labels.f_roll([-shift], [0])?;
+        mask = mask.f_roll([-shift], [0])?.f_logical_and(&within)?;
     }
     let order = mask.f_logical_not()?.f_to_kind(Kind::Uint8)?.f_argsort_stable(true, 0, false)?;
     let count = labelled.unwrap_or(tokens);
@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     fn sizes(tokens: i64, vocabulary: i64) -> Sizes {
-        Sizes { tokens, hidden: 1, columns: vocabulary, vocabulary, first: 0 }
+        Sizes { tokens, hidden: 1, columns: vocabulary, vocabulary, first: 0, widest: vocabulary }
     }
 
     /// What is found without looking is what is found by looking.
@@ -120,7 +120,7 @@ mod tests {
         let ignored = -7;
         let targets =
             Tensor::from_slice2(&[[3i64, ignored, 0, 4], [ignored, ignored, 2, ignored], [1, 1, 1, 1]]);
-        for shift in 0..5 {
+        for shift in [0, 1, 2, 3, 4, 5, 12, i64::MAX] {
             let options =
                 LinearCrossEntropy { shift, ignore_index: ignored, ..LinearCrossEntropy::default() };
             let seen = read(&targets, &options, sizes(12, 5), 4).unwrap();

@@ -39,6 +39,8 @@ pub struct Shard {
     pub first: i64,
     /// Number of classes of all slices together.
     pub vocabulary: i64,
+    /// Rows of the largest slice. Chunks are planned for it, so that ranks with fewer rows make the same ones.
+    pub widest: i64,
     /// The ranks.
     pub group: Box<dyn Group>,
 }
@@ -46,10 +48,17 @@ pub struct Shard {
 impl Shard {
     /// The slice's first class and the number of all classes, for a weight of so many rows.
     pub(crate) fn range(&self, rows: i64) -> Result<(i64, i64)> {
-        let Self { first, vocabulary, .. } = *self;
-        if first < 0 || first + rows > vocabulary {
+        let Self { first, vocabulary, widest, .. } = *self;
+        if first < 0 || first.checked_add(rows).is_none_or(|end| end > vocabulary) {
             let reason = format!(
                 "a slice of {rows} rows from {first} on is not within a vocabulary of {vocabulary}; give each rank its own rows"
+            );
+            return Err(Error::Option(reason));
+        }
+        if !(rows..=vocabulary).contains(&widest) {
+            let reason = format!(
+                "the largest slice of {vocabulary} classes is said to have {widest} rows, and this one has {rows}; give each rank \
+                 the same number, that of the largest"
             );
             return Err(Error::Option(reason));
         }

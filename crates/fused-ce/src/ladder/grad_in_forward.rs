@@ -8,13 +8,14 @@ use super::{Rung, chunk_tokens, is_pytorchs};
 use crate::error::Result;
 use crate::inputs::{Inputs, Targets, check, tile_kind};
 use crate::linear_cross_entropy::Output;
-use crate::options::{LinearCrossEntropy, Reduction};
+use crate::options::{Empty, LinearCrossEntropy, Reduction};
 
 pub(super) fn run(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<Output> {
     let sizes = check(inputs, options)?;
     let rung = Rung::GradInForward;
     let Targets::Classes(targets) = inputs.targets else { return rung.refuse("distributions") };
     let plain = is_pytorchs(inputs, options)
+        && options.empty == Empty::Zero
         && options.label_smoothing == 0.0
         && options.shift == 0
         && options.scale == 1.0

@@ -1,0 +1,335 @@
+//! Slices of the vocabulary, a thread for each rank: together they are the whole.
+
+use std::sync::{Arc, Barrier, Mutex};
+
+use expect_test::expect;
+use fused_ce::vocabulary_parallel::{Group, Reduce, Shard};
+use fused_ce::{
+    Adapter, Chunk, Denominator, Gradients, Inputs, LinearCrossEntropy, LogSumExp, Output, Reduction, Targets,
+};
+use runtime::random::Generator;
+use tch::{Device, Kind, Tensor};
+
+const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
+const TOKENS: i64 = 10;
+const HIDDEN: i64 = 6;
+const VOCABULARY: i64 = 23;
+const RANK: i64 = 3;
+
+/// Threads that meet at a barrier.
+#[derive(Debug)]
+struct Threads {
+    barrier: Barrier,
+    given: Mutex<Vec<Option<Tensor>>>,
+}
+
+#[derive(Debug)]
+struct Member {
+    rank: usize,
+    all: Arc<Threads>,
+}
+
+impl Group for Member {
+    fn all_reduce(&self, tensor: &mut Tensor, reduce: Reduce) -> runtime::Result<()> {
+        self.all.given.lock().unwrap()[self.rank] = Some(tensor.copy());
+        self.all.barrier.wait();
+        let result = {
+            let given = self.all.given.lock().unwrap();
+            let mut tensors = given.iter().flatten();
+            let first = tensors.next().unwrap().copy();
+            tensors.try_fold(first, |sum, next| {
+                if sum.size() != next.size() {
+                    let reason = format!("ranks brought {:?} and {:?}", sum.size(), next.size());
+                    return Err(runtime::Error::invalid("all_reduce", reason));
+                }
+                Ok(match reduce {
+                    Reduce::Sum => sum + next,
+                    Reduce::Maximum => sum.maximum(next),
+                })
+            })
+        };
+        self.all.barrier.wait();
+        tensor.copy_(&result?);
+        Ok(())
+    }
+}
+
+/// What a case is computed from.
+struct Whole {
+    /// Hidden states, weight, bias, A, B.
+    leaves: [Tensor; 5],
+    classes: Tensor,
+    distributions: Tensor,
+    token_weights: Tensor,
+    class_weights: Tensor,
+    upstream: Tensor,
+}
+
+impl Whole {
+    fn new(seed: u64) -> Self {
+        let mut generator = Generator::new(seed).unwrap();
+        let mut normal = |size: &[i64]| generator.normal(size, F64).unwrap();
+        let leaves = [
+            normal(&[2, TOKENS / 2, HIDDEN]),
+            normal(&[VOCABULARY, HIDDEN]),
+            normal(&[VOCABULARY]),
+            normal(&[RANK, HIDDEN]),
+            normal(&[VOCABULARY, RANK]),
+        ];
+        Self {
+            leaves,
+            // Each slice has some, the first and the last class too.
+            classes: Tensor::from_slice2(&[[0i64, 22, -100, 7, 11], [15, -100, 19, 3, 8]]),
+            distributions: normal(&[2, TOKENS / 2, VOCABULARY]).softmax(-1, Kind::Double),
+            token_weights: normal(&[2, TOKENS / 2]).abs(),
+            class_weights: normal(&[VOCABULARY]).abs(),
+            upstream: normal(&[2, TOKENS / 2]),
+        }
+    }
+
+    fn share(&self) -> Self {
+        let same = Tensor::shallow_clone;
+        Self {
+            leaves: std::array::from_fn(|place| same(&self.leaves[place])),
+            classes: same(&self.classes),
+            distributions: same(&self.distributions),
+            token_weights: same(&self.token_weights),
+            class_weights: same(&self.class_weights),
+            upstream: same(&self.upstream),
+        }
+    }
+}
+
+#[derive(Clone, Debug, Default)]
+struct Case {
+    options: LinearCrossEntropy,
+    bias: bool,
+    adapter: bool,
+    token_weights: bool,
+    class_weights: bool,
+    distributions: bool,
+    denominator: bool,
+}
+
+/// The outputs, and the gradients of the leaves as far as this rank has them.
+type Result = fused_ce::Result<(Vec<Tensor>, [Tensor; 5])>;
+
+fn run(case: &Case, whole: &Whole, slice: Option<(i64, i64, Shard)>) -> Result {
+    let (first, rows) = slice.as_ref().map_or((0, VOCABULARY), |(first, rows, _)| (*first, *rows));
+    let sliced = |place: usize| [1, 2, 4].contains(&place);
+    let leaves: [Tensor; 5] = std::array::from_fn(|place| {
+        let leaf = &whole.leaves[place];
+        let leaf = if sliced(place) { leaf.narrow(0, first, rows) } else { leaf.shallow_clone() };
+        leaf.copy().set_requires_grad(true)
+    });
+    let distributions = whole.distributions.narrow(-1, first, rows);
+    let inputs = Inputs {
+        targets: match case.distributions {
+            true => Targets::Distributions(&distributions),
+            false => Targets::Classes(&whole.classes),
+        },
+        bias: case.bias.then_some(&leaves[2]),
+        adapter: case.adapter.then_some(Adapter { a: &leaves[3], b: &leaves[4], scale: 0.7 }),
+        token_weights: case.token_weights.then_some(&whole.token_weights),
+        class_weights: case.class_weights.then_some(&whole.class_weights),
+        denominator: case.denominator.then_some(Denominator::Number(4.5)),
+        shard: slice.map(|(_, _, shard)| Arc::new(shard)),
+        ..Inputs::new(&leaves[0], &leaves[1], &whole.classes)
+    };
+    let Output { loss, log_sum_exp, predictions, correct, entropy } = case.options.run(&inputs)?;
+    let mut total = match case.options.reduction {
+        Reduction::None => (&loss * &whole.upstream).sum(Kind::Double),
+        _ => &loss * 1.5,
+    };
+    if let (LogSumExp::Differentiable, Some(values)) = (case.options.log_sum_exp, &log_sum_exp) {
+        total += (values * &whole.upstream).sum(Kind::Double);
+    }
+    runtime::autograd::backward(&[&total])?;
+    let gradients = leaves.each_ref().map(|leaf| match leaf.grad() {
+        gradient if gradient.defined() => gradient,
+        _ => leaf.detach().zeros_like(),
+    });
+    let outputs = [Some(loss), log_sum_exp, predictions, correct, entropy];
+    Ok((outputs.into_iter().flatten().map(|tensor| tensor.detach()).collect(), gradients))
+}
+
+/// The result of each rank, for slices of these sizes.
+fn in_slices(case: &Case, whole: &Whole, slices: &[i64]) -> Vec<Result> {
+    let all = Arc::new(Threads {
+        barrier: Barrier::new(slices.len()),
+        given: Mutex::new(slices.iter().map(|_| None).collect()),
+    });
+    let widest = *slices.iter().max().unwrap();
+    let mut first = 0;
+    let threads: Vec<_> = slices
+        .iter()
+        .enumerate()
+        .map(|(rank, &rows)| {
+            let group = Box::new(Member { rank, all: Arc::clone(&all) });
+            let shard = Shard { first, vocabulary: VOCABULARY, widest, group };
+            let (case, whole, from) = (case.clone(), whole.share(), first);
+            first += rows;
+            std::thread::spawn(move || run(&case, &whole, Some((from, rows, shard))))
+        })
+        .collect();
+    assert_eq!(first, VOCABULARY);
+    threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+}
+
+fn same(name: &str, found: &Tensor, expected: &Tensor) {
+    assert_eq!((found.size(), found.kind()), (expected.size(), expected.kind()), "{name}");
+    let error = (found - expected).abs().max().to_kind(Kind::Double).double_value(&[]);
+    let allowed = 1e-12 * (1.0 + expected.abs().max().to_kind(Kind::Double).double_value(&[]));
+    assert!(error <= allowed, "{name}: {error:e}");
+}
+
+fn check(case: &Case, whole: &Whole, slices: &[i64]) {
+    let (outputs, gradients) = run(case, whole, None).unwrap();
+    let ranks: Vec<_> = in_slices(case, whole, slices).into_iter().map(|rank| rank.unwrap()).collect();
+    let names = ["x", "w", "b", "a", "b of a"];
+    for (found, of_rank) in &ranks {
+        assert_eq!(found.len(), outputs.len());
+        for (place, (found, expected)) in found.iter().zip(&outputs).enumerate() {
+            same(&format!("{case:?} {slices:?} output {place}"), found, expected);
+        }
+        for place in [0, 3] {
+            same(&format!("{case:?} {slices:?} {}", names[place]), &of_rank[place], &gradients[place]);
+        }
+    }
+    for place in [1, 2, 4] {
+        let together: Vec<&Tensor> = ranks.iter().map(|(_, gradients)| &gradients[place]).collect();
+        same(&format!("{case:?} {slices:?} {}", names[place]), &Tensor::cat(&together, 0), &gradients[place]);
+    }
+}
+
+#[test]
+fn slices_together_give_what_the_whole_gives() {
+    let whole = Whole::new(6);
+    let chunk = Some(Chunk::Tokens(3));
+    let plain =
+        Case { options: LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() }, ..Case::default() };
+    let full = LinearCrossEntropy {
+        label_smoothing: 0.1,
+        z_loss: 0.01,
+        softcap: Some(3.0),
+        scale: 0.8,
+        log_sum_exp: LogSumExp::Value,
+        predictions: true,
+        entropy: true,
+        ..plain.options.clone()
+    };
+    let every = Case {
+        options: full,
+        bias: true,
+        adapter: true,
+        token_weights: true,
+        class_weights: true,
+        ..plain.clone()
+    };
+    let mut cases = vec![
+        plain.clone(),
+        Case { denominator: true, ..every.clone() },
+        Case { distributions: true, ..plain.clone() },
+        Case { distributions: true, ..every.clone() },
+    ];
+    for log_sum_exp in [LogSumExp::Value, LogSumExp::Differentiable] {
+        cases.push(Case {
+            options: LinearCrossEntropy { log_sum_exp, shift: 1, ..every.options.clone() },
+            ..every.clone()
+        });
+    }
+    for case in cases {
+        for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
+            for gradients in [Gradients::Forward, Gradients::Backward] {
+                let options = LinearCrossEntropy { reduction, gradients, ..case.options.clone() };
+                let denominator = case.denominator && reduction == Reduction::Mean;
+                let case = Case { options, denominator, ..case.clone() };
+                for slices in [&[23][..], &[10, 13], &[1, 20, 2], &[5, 3, 9, 1, 5]] {
+                    check(&case, &whole, slices);
+                }
+            }
+        }
+    }
+}
+
+/// A rank with fewer rows of W could hold more tokens in the same bytes; all must make the same chunks.
+#[test]
+fn a_budget_makes_the_same_chunks_on_uneven_slices() {
+    let whole = Whole::new(7);
+    for rows in [20, 25, 40] {
+        let chunk = Some(Chunk::Budget(rows * 8 * 2));
+        let case = Case {
+            options: LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() },
+            ..Case::default()
+        };
+        check(&case, &whole, &[1, 20, 2]);
+        check(&case, &whole, &[19, 4]);
+    }
+}
+
+/// A vocabulary is often filled up to a round number with classes that cannot be; a whole slice may be of those.
+#[test]
+fn a_slice_of_impossible_classes_changes_nothing() {
+    let whole = Whole::new(8);
+    let _ = whole.leaves[2].narrow(0, 20, 3).fill_(f64::NEG_INFINITY);
+    let classes = whole.classes.where_self(&whole.classes.lt(20), &Tensor::from(4i64));
+    let whole = Whole { classes, ..whole };
+    let options = LinearCrossEntropy {
+        predictions: true,
+        entropy: true,
+        log_sum_exp: LogSumExp::Value,
+        ..LinearCrossEntropy::default()
+    };
+    let case = Case { options, bias: true, ..Case::default() };
+    check(&case, &whole, &[20, 3]);
+    check(&case, &whole, &[10, 11, 2]);
+}
+
+/// Equal logits in two slices: the first class of all is the prediction, as without slices.
+#[test]
+fn of_equal_logits_the_first_class_is_predicted() {
+    let whole = Whole::new(9);
+    let leaves = [&whole.leaves[0], &whole.leaves[1].zeros_like()].map(Tensor::shallow_clone);
+    let [x, w] = leaves;
+    let [_, _, b, a, low] = whole.leaves.each_ref().map(Tensor::shallow_clone);
+    let whole = Whole { leaves: [x, w, b, a, low], ..whole };
+    let case = Case {
+        options: LinearCrossEntropy { predictions: true, ..LinearCrossEntropy::default() },
+        ..Case::default()
+    };
+    check(&case, &whole, &[10, 13]);
+    let (outputs, _) = run(&case, &whole, None).unwrap();
+    // 0 at the labelled places, −1 at the two without.
+    assert_eq!(outputs[1].sum(Kind::Int64).int64_value(&[]), -2);
+}
+
+#[test]
+fn what_goes_wrong_between_ranks_comes_out() {
+    #[derive(Debug)]
+    struct Broken {
+        left: Mutex<i32>,
+    }
+    impl Group for Broken {
+        fn all_reduce(&self, _: &mut Tensor, _: Reduce) -> runtime::Result<()> {
+            let mut left = self.left.lock().unwrap();
+            *left -= 1;
+            if *left >= 0 { Ok(()) } else { Err(runtime::Error::invalid("all_reduce", "rank 1 is gone")) }
+        }
+    }
+    let whole = Whole::new(10);
+    let gone = expect!["all_reduce: rank 1 is gone"];
+    // In the maximum, the sums, the sum of the hidden states' gradient; in forward and, with the last, in backward.
+    for (calls, gradients) in
+        [(0, Gradients::Forward), (1, Gradients::Forward), (2, Gradients::Forward), (2, Gradients::Backward)]
+    {
+        let options = LinearCrossEntropy { gradients, ..LinearCrossEntropy::default() };
+        let group = Box::new(Broken { left: Mutex::new(calls) });
+        let shard = Shard { first: 5, vocabulary: VOCABULARY, widest: 9, group };
+        let error =
+            run(&Case { options, ..Case::default() }, &whole, Some((5, 9, shard))).unwrap_err().to_string();
+        assert!(error.contains("rank 1 is gone"), "{calls} {gradients:?}: {error}");
+        if gradients == Gradients::Forward {
+            gone.assert_eq(&error);
+        }
+    }
+}
