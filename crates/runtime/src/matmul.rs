@@ -21,6 +21,9 @@ use crate::sys::tensor::memory_range;
 
 /// Products smaller than this many multiply-adds go to libtorch, whose call is cheaper.
 const SMALL: i64 = 1 << 18;
+/// A sum so many times longer than either side of the output is libtorch's: a part of the output would be little work for the
+/// operands that it reads.
+const DEEP: i64 = 8;
 
 /// `out = a·b`; with `accumulate`, `out += a·b`.
 ///
@@ -87,8 +90,9 @@ pub fn compute_kind(device: Device, kind: Kind) -> Kind {
 
 fn same_kind(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
     let (m, n, k) = (out.size()[0], out.size()[1], a.size()[1]);
-    if out.device() == Device::Cpu && out.kind() == Kind::Float && m * n * k >= SMALL && prefers_gemm_crate()
-    {
+    let deep = k > DEEP * m.max(n);
+    let large = m * n * k >= SMALL && !deep;
+    if out.device() == Device::Cpu && out.kind() == Kind::Float && large && prefers_gemm_crate() {
         // A tensor may be a view that says "negated" instead of holding the values.
         let (a, b) = (&a.f_resolve_neg()?, &b.f_resolve_neg()?);
         gemm_f32(out, a, b, accumulate, usize::try_from(tch::get_num_threads()).unwrap_or(1))?;
