@@ -24,7 +24,8 @@ pub enum Targets<'a> {
 pub enum Denominator<'a> {
     /// This number: the labelled tokens of a whole step, when it is computed in several batches or on several devices.
     Number(f64),
-    /// The same as a tensor of one element on the device, for which nothing waits.
+    /// The same as a tensor of one element on the device, for which nothing waits, and which therefore nobody looks at: where it
+    /// holds 0, [`Empty`](crate::Empty) decides.
     Tensor(&'a Tensor),
 }
 
