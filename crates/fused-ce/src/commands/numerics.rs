@@ -3,7 +3,7 @@
 use fused_ce::Rung;
 use fused_ce::bench::{Shape, dtype_name};
 use fused_ce::experiment::numerics::{Exact, TENSORS};
-use report::cli::CommonArgs;
+use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use tch::Kind;
 
@@ -14,16 +14,24 @@ const CHUNKS: [i64; 4] = [509, 64, 8, 1];
 
 #[derive(clap::Args)]
 pub(crate) struct Numerics {
+    /// How many seeds, each with its own inputs, where `--seeds` does not say: 1, 3 or 10
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
     /// Seeds, each with its own inputs
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
-    seeds: u64,
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    seeds: Option<u64>,
 }
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let seeds = arguments.seeds.unwrap_or(match arguments.scale {
+        Scale::Smoke => 1,
+        Scale::Laptop => 3,
+        Scale::Paper => 10,
+    });
     let kinds = [Kind::Float, Kind::BFloat16, Kind::Half];
-    let mut progress = Progress::new(arguments.seeds * kinds.len() as u64);
+    let mut progress = Progress::new(seeds * kinds.len() as u64);
     for kind in kinds {
         let shape = Shape { kind, ..SHAPE };
         let mut cases: Vec<(Rung, Option<i64>)> = vec![(Rung::Naive, None)];
@@ -32,7 +40,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<(
         }
         let mut errors = vec![Vec::new(); cases.len()];
         let mut zeros = Vec::new();
-        for seed in 0..arguments.seeds {
+        for seed in 0..seeds {
             progress.message(&format!("{} inputs, seed {seed}", dtype_name(kind)));
             let exact = Exact::new(&shape, common.seed + seed, device)?;
             zeros.push(exact.zeros_under_the_assignments_tolerance()?);

@@ -36,7 +36,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &ActivationsArgs) -> anyhow::R
     };
     let probe = Progress::new(1);
     probe.message("activation plans, one layer");
-    let forecast = stack.forecast(2 * rounds + 1)?;
+    // A layer is short beside a step, and what it costs is what everything is foretold from.
+    let forecast = stack.forecast(6 * rounds + 1)?;
     drop(probe);
     for choice in &forecast.layer.choices {
         let cost = choice.cost;
