@@ -63,7 +63,7 @@ impl Sizes {
                 profiled: model(256, 4, 256),
                 odd: (255, 5),
                 batch_size: 16,
-                train_tokens: 80_000,
+                train_tokens: 56_000,
                 validation_tokens: 6_000,
                 evaluate_every: 8,
                 rounds: 2,
