@@ -12,6 +12,8 @@ pub(crate) struct ActivationsArgs {
 }
 
 const EXPERIMENT: &str = "activation-plan";
+/// How often the layer is measured before each round: it is short beside a step.
+const PROBES: usize = 5;
 
 pub(crate) fn run(common: &CommonArgs, arguments: &ActivationsArgs) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
@@ -31,13 +33,12 @@ pub(crate) fn run(common: &CommonArgs, arguments: &ActivationsArgs) -> anyhow::R
     };
     let (stack, rounds) = match arguments.scale {
         Scale::Smoke => (stack(2, 64, 128, 4), 2),
-        Scale::Laptop => (stack(4, 256, 384, 6), 3),
+        Scale::Laptop => (stack(4, 256, 384, 6), 4),
         Scale::Paper => (stack(8, 1024, 1024, 24), 5),
     };
     let probe = Progress::new(1);
     probe.message("activation plans, one layer");
-    // A layer is short beside a step, and what it costs is what everything is foretold from.
-    let forecast = stack.forecast(6 * rounds + 1)?;
+    let forecast = stack.forecast(PROBES)?;
     drop(probe);
     for choice in &forecast.layer.choices {
         let cost = choice.cost;
@@ -54,7 +55,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &ActivationsArgs) -> anyhow::R
     let plans = stack.plans(&forecast)?;
     let bench = stack.bench(stack.layers)?;
     let mut progress = Progress::new((plans.len() * (rounds + 1)) as u64);
-    let outcomes = bench.run(&forecast, plans, rounds, |name| {
+    let outcomes = bench.run(&stack, &forecast, plans, [rounds, PROBES], |name| {
         progress.message(&format!("activation plans, {name}"));
         progress.step();
     })?;
@@ -65,17 +66,19 @@ pub(crate) fn run(common: &CommonArgs, arguments: &ActivationsArgs) -> anyhow::R
 }
 
 fn metrics(outcome: &Outcome) -> Vec<Metric> {
-    let Outcome { plan, forecast, peak_bytes, host_bytes, seconds } = outcome;
+    let Outcome { plan, forecast, predicted_seconds, peak_bytes, host_bytes, seconds } = outcome;
     let step = Metric::of_samples("step_seconds", "s", seconds);
+    let predicted = Metric::of_samples("predicted_step_seconds", "s", predicted_seconds);
     let bytes_error = (forecast.peak_bytes as f64 / *peak_bytes as f64 - 1.0).abs();
-    let time_error = step.value.map_or(f64::NAN, |measured| (forecast.seconds / measured - 1.0).abs());
+    let ratio = predicted.value.zip(step.value).map(|(predicted, measured)| predicted / measured);
+    let time_error = ratio.map_or(f64::NAN, |ratio| (ratio - 1.0).abs());
     let mut metrics = vec![
         Metric::exact("peak_bytes", "B", *peak_bytes as f64),
         Metric::exact("predicted_peak_bytes", "B", forecast.peak_bytes as f64),
         Metric::exact("peak_error", "ratio", bytes_error),
         Metric::exact("host_bytes", "B", *host_bytes as f64),
         step,
-        Metric::exact("predicted_step_seconds", "s", forecast.seconds),
+        predicted,
         Metric::exact("time_error", "ratio", time_error),
     ];
     if let Some(budget) = plan.budget {

@@ -1,6 +1,7 @@
 //! Steps of a GPT-2 under plans of what each layer keeps: bytes and time, foretold and measured.
 //!
-//! The forecast is made first, from a model of one layer. Then the whole model runs each plan in turns, round by round.
+//! Bytes are foretold first, from a model of one layer. Then the whole model runs each plan in turns, round by round; what a round
+//! will take is foretold from a layer measured just before it, as the machine's speed is another from minute to minute.
 //! Gradients are added to those of the step before, so that a step begins and ends with the same bytes alive.
 
 use std::time::Instant;
@@ -55,8 +56,10 @@ pub struct NamedPlan {
 pub struct Outcome {
     /// Which.
     pub plan: NamedPlan,
-    /// Before the measurement.
+    /// Before the first round.
     pub forecast: StepCost,
+    /// Seconds foretold before each round.
+    pub predicted_seconds: Vec<f64>,
     /// The most bytes on the device in a step, beyond those alive between steps.
     pub peak_bytes: u64,
     /// Bytes on the host when a forward was done.
@@ -141,24 +144,33 @@ fn context() -> Context<'static> {
 }
 
 impl Bench {
-    /// Runs `plans` in turns: once each to warm up, then in `rounds` rounds. `tell` hears of each run.
+    /// Runs `plans` in turns: once each to warm up, then in `rounds` rounds, before each of which `stack`'s layer is measured
+    /// `probes` times. `tell` hears of each run.
     ///
     /// # Errors
     /// Those of the model.
     pub fn run(
         &self,
+        stack: &Stack,
         forecast: &Forecast,
         plans: Vec<NamedPlan>,
-        rounds: usize,
+        [rounds, probes]: [usize; 2],
         mut tell: impl FnMut(&str),
     ) -> Result<Vec<Outcome>> {
         let outcome = |plan: NamedPlan| {
             let forecast = forecast.step(&plan.plan)?;
-            Ok(Outcome { plan, forecast, peak_bytes: 0, host_bytes: 0, seconds: Vec::new() })
+            let (predicted_seconds, seconds) = (Vec::new(), Vec::new());
+            Ok(Outcome { plan, forecast, predicted_seconds, peak_bytes: 0, host_bytes: 0, seconds })
         };
         let mut outcomes: Vec<Outcome> = plans.into_iter().map(outcome).collect::<Result<_>>()?;
         let number = outcomes.len();
         for round in 0..=rounds {
+            let layer = if round > 0 { Some(stack.forecast(probes)?) } else { None };
+            for outcome in &mut outcomes {
+                if let Some(layer) = &layer {
+                    outcome.predicted_seconds.push(layer.step(&outcome.plan.plan)?.seconds);
+                }
+            }
             for turn in 0..number {
                 // Each round begins with another plan, so that none is always the first or the last.
                 let outcome = &mut outcomes[(turn + round * number / rounds.max(1)) % number];
