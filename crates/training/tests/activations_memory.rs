@@ -31,7 +31,8 @@ fn the_peak_of_every_plan_is_the_one_foretold() {
         let mut plans = stack.plans(&forecast).unwrap();
         let mixed = LayerPlan::ALL.iter().cycle().take(layers).copied().collect();
         plans.push(NamedPlan { name: "mixed".into(), plan: mixed, budget: None });
-        let outcomes = stack.bench(stack.layers).unwrap().run(&stack, &forecast, plans, [1, 1], |_| ()).unwrap();
+        let outcomes =
+            stack.bench(stack.layers).unwrap().run(&stack, &forecast, plans, [1, 1], |_| ()).unwrap();
         for outcome in &outcomes {
             let Outcome { plan, forecast, peak_bytes, host_bytes, .. } = outcome;
             assert!(within(forecast.peak_bytes, *peak_bytes, 0.05), "{outcome:?}: {stack:?}");
