@@ -37,7 +37,8 @@
 //! let all = 4 * probe.cost(LayerPlan::KeepAll).unwrap().held_bytes;
 //! let plan = least_recomputation(4, &probe.choices, all)?;
 //! activations.change(&plan.layers)?;
-//! assert_eq!(activations.plan()[3], LayerPlan::KeepAll);
+//! assert!(plan.peak_bytes <= all);
+//! assert_eq!(activations.plan(), plan.layers);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
