@@ -20,7 +20,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from records import environment, metric, synchronize
+from records import environment, metric, peak_of, synchronize
 
 IGNORED = -100
 DTYPES = {
@@ -116,28 +116,10 @@ def step(loss_of, inputs, device):
     return middle - start, end - middle
 
 
-def peak_of_a_step(loss_of, inputs, device):
-    """Largest number of live bytes beyond those there before the step."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step(loss_of, inputs, device)
-        return torch.cuda.max_memory_allocated(device) - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        step(loss_of, inputs, device)
-    live = peak = 0
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
 def speed(case, loss_of, inputs, labelled, repeats, device):
     step(loss_of, inputs, device)
     times = [step(loss_of, inputs, device) for _ in range(repeats)]
-    above = peak_of_a_step(loss_of, inputs, device)
+    above = peak_of(lambda: step(loss_of, inputs, device), device)
     gradients = sum(tensor.numel() * tensor.element_size() for tensor in inputs[:2])
     flops = 6 * labelled * case.hidden * case.vocabulary
     return [

@@ -41,3 +41,21 @@ def metric(name, unit, samples):
     if len(samples) > 1:
         record["spread"] = (quartiles[2] - quartiles[0]) / 2
     return record
+
+
+def peak_of(run, device):
+    """Largest number of live bytes while `run` runs, beyond those there before it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    live = peak = 0
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from records import environment, metric, synchronize
+from records import environment, metric, peak_of, synchronize
 
 
 class SwigluMlp(torch.nn.Module):
@@ -54,24 +54,6 @@ def step(model, x, device):
     return middle - start, end - middle
 
 
-def peak_of_a_step(model, x, device):
-    """Largest number of live bytes beyond those there before the step."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step(model, x, device)
-        return torch.cuda.max_memory_allocated(device) - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        step(model, x, device)
-    live = peak = 0
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True, help="BATCH,SEQ,HIDDEN,INTERMEDIATE,LAYERS")
@@ -93,7 +75,7 @@ def main():
             x = torch.randn(batch, seq, hidden, device=device, requires_grad=True)
             step(model, x, device)
             times = [step(model, x, device) for _ in range(args.repeats)]
-            above = peak_of_a_step(model, x, device)
+            above = peak_of(lambda: step(model, x, device), device)
             weights = sum(p.numel() * p.element_size() for p in model.parameters())
             resident = weights + x.numel() * x.element_size()
             figures = [

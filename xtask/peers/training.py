@@ -14,7 +14,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from records import environment, metric, synchronize
+from records import environment, metric, peak_of, synchronize
 
 IGNORED = -100
 
@@ -65,24 +65,6 @@ def step(model, optimizer, tokens, labels):
     return loss
 
 
-def peak_of_a_step(model, optimizer, tokens, labels, device):
-    """Largest number of live bytes beyond those there before the step."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step(model, optimizer, tokens, labels)
-        return torch.cuda.max_memory_allocated(device) - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        step(model, optimizer, tokens, labels)
-    live = peak = 0
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=16)
@@ -117,7 +99,8 @@ def main():
     parameters = sum(p.numel() for p in model.parameters())
     # Weights and both moments are there before the step that is measured.
     held = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
-    peak = held + peak_of_a_step(model, optimizer, *draw(), device)
+    batch = draw()
+    peak = held + peak_of(lambda: step(model, optimizer, *batch), device)
 
     case = {"rows": args.rows, "length": args.length, "width": args.width, "vocabulary": args.vocabulary}
     places = args.rows * args.length

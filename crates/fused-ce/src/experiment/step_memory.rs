@@ -38,9 +38,6 @@ pub struct StepMemory {
     pub peak: u64,
     /// Live bytes by seconds since the step began.
     pub timeline: Vec<(f64, u64)>,
-    /// When each part of the step began, in seconds: forward, the head's forward and backward, the blocks' backward,
-    /// the optimizer; then its end.
-    pub moments: [f64; 5],
 }
 
 /// Takes two steps of AdamW on drawn tokens `[rows, sequence]`, and watches the second.
@@ -87,20 +84,13 @@ fn step(
     labels: &Tensor,
     device: Device,
 ) -> Result<StepMemory> {
-    let started = Instant::now();
-    let mut moments = [0.0; 5];
-    let mut moment = |index: usize| -> Result<()> {
-        runtime::device::synchronize(device)?;
-        moments[index] = started.elapsed().as_secs_f64();
-        Ok(())
-    };
     let whole = Region::start(device)?;
     let at_start = live_bytes(device)?;
     let hidden = model.hidden(&Input {
         context: models::module::Context { training: true, ..Default::default() },
         ..Input::new(tokens)
     })?;
-    moment(1)?;
+    runtime::device::synchronize(device)?;
     let activations = live_bytes(device)? - at_start;
     // The head on a leaf of its own, so that its backward ends before the blocks' begins.
     let loss_region = Region::start(device)?;
@@ -110,15 +100,15 @@ fn step(
     drop(loss);
     let of_hidden = leaf.f_grad()?;
     drop(leaf);
-    moment(2)?;
+    runtime::device::synchronize(device)?;
     let top_of_loss = loss_region.finish()?.peak;
     runtime::autograd::backward_with(&[&hidden], &[Some(&of_hidden)], Keep::default())?;
     drop((hidden, of_hidden));
-    moment(3)?;
+    runtime::device::synchronize(device)?;
     let gradients: u64 = optimizer.gradients().map_err(outside)?.iter().map(bytes_of).sum();
     optimizer.step().map_err(outside)?;
     optimizer.zero_grad(ZeroGrad::ToNone).map_err(outside)?;
-    moment(4)?;
+    runtime::device::synchronize(device)?;
     let peak = whole.finish()?.peak;
     let weights = models::module::parameters(model.head());
     let of_weights: u64 = weights.iter().map(|(_, weight)| bytes_of(weight)).sum();
@@ -127,7 +117,6 @@ fn step(
         activations,
         logits: top_of_loss.saturating_sub(at_start + activations + of_weights),
         peak,
-        moments,
         ..StepMemory::default()
     })
 }
