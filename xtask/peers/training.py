@@ -99,8 +99,8 @@ def main():
     parameters = sum(p.numel() for p in model.parameters())
     # Weights and both moments are there before the step that is measured.
     held = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
-    batch = draw()
-    peak = held + peak_of(lambda: step(model, optimizer, *batch), device)
+    drawn = draw()
+    peak = held + peak_of(lambda: step(model, optimizer, *drawn), device)
 
     case = {"rows": args.rows, "length": args.length, "width": args.width, "vocabulary": args.vocabulary}
     places = args.rows * args.length
