@@ -3,6 +3,7 @@
 use fused_ce::experiment::training::{Outcome, Way, train};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
+use runtime::measure::Samples;
 use training::experiment::corpus::{Corpus, Limits};
 
 use super::sizes;
@@ -78,8 +79,6 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
     Ok(())
 }
 
-fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+fn median(seconds: &[f64]) -> f64 {
+    Samples { samples: seconds.to_vec() }.median()
 }
