@@ -29,6 +29,7 @@
 //! i / (h/g). Flash reads them where they lie, forward and backward, on either device; the memory-efficient kernel and the
 //! explicit form cannot, and get copies.
 
+mod cached;
 mod documents;
 
 use runtime::autograd::retain::causal_attention as causal_attention_of_heads;
@@ -36,6 +37,7 @@ use runtime::ops::attention::{Options, Packing, efficient_attention, flash_atten
 use runtime::precision;
 use tch::{Kind, Tensor};
 
+pub(crate) use cached::cached_attention;
 pub use documents::Documents;
 
 use crate::error::{Error, Result};

@@ -5,6 +5,7 @@
 //! | [`module`] | the traits: a module, a projection, an MLP, a block, a loss head, a language model |
 //! | [`state_dict`], [`tensors_file`] | a module's state as safetensors |
 //! | [`attention`] | causal attention, over packed documents too, three ways |
+//! | [`generation`] | new tokens from a model: a cache, batches, sampling |
 //! | [`init`] | how weights begin |
 //! | [`Linear`], [`Embedding`], [`LayerNorm`], [`RmsNorm`], [`PositionalEncoding`], [`LearnedPositions`], [`FeedForward`], [`Swiglu`] | the parts |
 //! | [`TransformerDecoderLayer`] | PyTorch's post-norm layer, whose memory is its own input |
@@ -31,6 +32,7 @@
 //! ```
 
 pub mod attention;
+pub mod generation;
 pub mod init;
 pub mod llama;
 pub mod module;

@@ -45,6 +45,7 @@ pub use config::{Family, LlamaConfig};
 
 use crate::embedding::Embedding;
 use crate::error::Result;
+use crate::generation::CacheShape;
 use crate::init::Init;
 use crate::linear::Linear;
 use crate::loss_head::ProjectionHead;
@@ -74,9 +75,10 @@ impl Llama {
         let init = Init::Normal { std: config.initializer_range };
         let rope = RotaryTable::new(config.head_dim, max_position_embeddings, &config.rope, options.1)?;
         let embed_tokens = Embedding::new(vocab_size, hidden_size, init, options)?;
-        let block =
-            |_| -> Result<Box<dyn Block>> { Ok(Box::new(LlamaBlock::new(config, rope.clone(), options)?)) };
-        let layers = (0..config.num_hidden_layers).map(block).collect::<Result<_>>()?;
+        let block = |layer| -> Result<Box<dyn Block>> {
+            Ok(Box::new(LlamaBlock::new(config, rope.clone(), layer, options)?))
+        };
+        let layers = (0..config.num_hidden_layers as usize).map(block).collect::<Result<_>>()?;
         let head = if config.tie_word_embeddings {
             Linear { weight: embed_tokens.weight.shallow_clone(), bias: None }
         } else {
@@ -160,6 +162,18 @@ impl LanguageModel for Llama {
 
     fn vocabulary(&self) -> i64 {
         self.config.vocab_size
+    }
+
+    fn cache_shape(&self) -> Option<CacheShape> {
+        let LlamaConfig { num_key_value_heads: heads, head_dim: head, .. } = self.config;
+        let weight = &self.embed_tokens.weight;
+        Some(CacheShape {
+            layers: self.layers.len(),
+            heads,
+            head,
+            kind: weight.kind(),
+            device: weight.device(),
+        })
     }
 
     fn max_sequence(&self) -> i64 {

@@ -42,6 +42,7 @@ use tch::Tensor;
 
 use crate::attention::Documents;
 use crate::error::{Error, Result};
+use crate::generation::{CacheShape, Extension};
 
 /// Something with named tensors and named parts.
 pub trait Module: Debug + Send {
@@ -124,13 +125,17 @@ pub struct Context<'a> {
     /// `[batch, sequence]`, int64: the place of each token, for blocks that turn with it; `None` for 0, 1, 2, … in every row. A
     /// model puts [`Input::positions`] here.
     pub positions: Option<&'a Tensor>,
+    /// Room in a cache for these tokens' keys and values, behind those of the tokens that they follow; `None` where rows are read
+    /// whole. See [`generation`](crate::generation).
+    pub extension: Option<&'a Extension<'a>>,
     /// Whether dropout drops.
     pub training: bool,
     /// Whether the head counts right predictions.
     pub accuracy: bool,
 }
 
-/// A [`Context`] that borrows nothing, for what computes again later. It shares the tensors of the one it was made from.
+/// A [`Context`] that borrows nothing, for what computes again later. It shares the tensors of the one it was made from, and knows of
+/// no cache: what was generated is not computed again.
 #[derive(Debug)]
 pub struct OwnedContext {
     documents: Option<Documents>,
@@ -141,7 +146,7 @@ pub struct OwnedContext {
 
 impl From<&Context<'_>> for OwnedContext {
     fn from(context: &Context<'_>) -> Self {
-        let &Context { documents, positions, training, accuracy } = context;
+        let &Context { documents, positions, extension: _, training, accuracy } = context;
         let positions = positions.map(Tensor::shallow_clone);
         Self { documents: documents.map(Documents::shallow_clone), positions, training, accuracy }
     }
@@ -151,7 +156,13 @@ impl OwnedContext {
     /// The context that it was made from.
     pub fn borrow(&self) -> Context<'_> {
         let &Self { ref documents, ref positions, training, accuracy } = self;
-        Context { documents: documents.as_ref(), positions: positions.as_ref(), training, accuracy }
+        Context {
+            documents: documents.as_ref(),
+            positions: positions.as_ref(),
+            extension: None,
+            training,
+            accuracy,
+        }
     }
 }
 
@@ -189,6 +200,12 @@ pub trait LanguageModel: Module {
 
     /// The longest row that it takes.
     fn max_sequence(&self) -> i64;
+
+    /// What its layers keep of a token that was read, where they take part in [`Context::extension`]; `None` where they do not,
+    /// and [`generate`](crate::generation::generate) reads whole rows again for each token.
+    fn cache_shape(&self) -> Option<CacheShape> {
+        None
+    }
 
     /// Its configuration, a flat JSON object: what the shapes of its tensors do not say, such as the number of heads, is
     /// compared when a training goes on. Null where it has none.

@@ -1,6 +1,7 @@
 //! What a block of Llama holds between forward and backward, to the byte. Alone in its file: it counts every allocation of
 //! the process.
 
+use models::generation::{CacheShape, KeyValueCache};
 use models::module::{Context, Input, LanguageModel, Mlp};
 use models::{Init, Llama, LlamaConfig, Swiglu};
 use runtime::memory::{live_bytes, track_cpu};
@@ -44,4 +45,11 @@ fn a_block_holds_what_its_documentation_says() {
     // A number of each norm, and flash's logarithm of each query's sum.
     let numbers = 2 + heads;
     assert_eq!(held(3) - held(2), 4 * tokens * (elements + numbers));
+
+    // A cache takes all that it will hold at once.
+    let shape = CacheShape { layers: 3, heads: 2, head: 16, kind: Kind::BFloat16, device: Device::Cpu };
+    let before = live();
+    let cache = KeyValueCache::new(shape, 4, 100).unwrap();
+    assert_eq!((live() - before, shape.bytes_per_token()), (400 * 2 * 3 * 2 * 16 * 2, 2 * 3 * 2 * 16 * 2));
+    drop(cache);
 }

@@ -19,6 +19,8 @@ use crate::profile::{Flops, record_external};
 use crate::sys::gemm::gemm_f32;
 use crate::sys::tensor::memory_range;
 
+/// Vectors that [`matvec`] takes: from some ten on, arithmetic counts as much as the weights' bytes.
+pub const FEW: i64 = 16;
 /// Products smaller than this many multiply-adds go to libtorch, whose call is cheaper.
 const SMALL: i64 = 1 << 18;
 /// A sum so many times longer than either side of the output is libtorch's: a part of the output would be little work for the
@@ -86,6 +88,54 @@ pub fn compute_kind(device: Device, kind: Kind) -> Kind {
         (Device::Cpu, Kind::Half) if !cpu_multiplies_f16() => Kind::Float,
         _ => kind,
     }
+}
+
+/// `x·Wᵀ + b` for a few vectors `x [vectors, in]`, with `weight [out, in]` and `bias [out]`, in `x`'s dtype; `None` where this has
+/// nothing to gain over libtorch's product, which the caller then takes.
+///
+/// A matrix that multiplies one vector is read once and used once, so its bytes are the time: weights are read as they are
+/// stored, fp32 or bf16, and the sums are in fp32, rounded once. So weights in bf16 are as fast as their half of the bytes. It
+/// is for the CPU, [`FEW`] vectors at most, `x` fp32 or bf16, and weights of a size that counts.
+///
+/// # Errors
+/// Shapes that do not fit; operands that require a gradient while gradients are recorded.
+pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Tensor>> {
+    let (&[vectors, width], &[out, stored]) = (&x.size()[..], &weight.size()[..]) else {
+        return Err(Error::invalid(
+            "matrix-vector product",
+            format!("x is {:?} and the weight {:?}; expected matrices", x.size(), weight.size()),
+        ));
+    };
+    if width != stored || bias.is_some_and(|bias| bias.size() != [out]) {
+        let reason = format!(
+            "x is {:?}, the weight {:?}, the bias {:?}; expected [vectors, in], [out, in], [out]",
+            x.size(),
+            weight.size(),
+            bias.map(Tensor::size)
+        );
+        return Err(Error::invalid("matrix-vector product", reason));
+    }
+    if GradMode::enabled() && [Some(x), Some(weight), bias].into_iter().flatten().any(Tensor::requires_grad) {
+        return Err(Error::invalid(
+            "matrix-vector product",
+            "an operand requires a gradient, which is not recorded here; use Tensor::linear",
+        ));
+    }
+    let on_cpu = [x, weight].iter().all(|tensor| tensor.device() == Device::Cpu);
+    let dtypes = matches!(
+        (x.kind(), weight.kind()),
+        (Kind::Float | Kind::BFloat16, Kind::BFloat16) | (Kind::Float, Kind::Float)
+    );
+    if !on_cpu || !dtypes || !(1..=FEW).contains(&vectors) || out * width < SMALL {
+        return Ok(None);
+    }
+    let Some(mut product) = crate::sys::matvec::matvec(x, weight)? else { return Ok(None) };
+    if let Some(bias) = bias {
+        let _ = product.f_add_(bias)?;
+    }
+    let bytes = weight.numel() * weight.kind().elt_size_in_bytes();
+    record_external("runtime::matvec", Flops::from((2 * vectors * out * width) as u64), bytes as u64)?;
+    Ok(Some(product.f_to_kind(x.kind())?))
 }
 
 fn same_kind(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
@@ -272,6 +322,48 @@ mod tests {
         mm_into(&mut weight.shallow_clone(), &a, &b, false).unwrap();
         let error = crate::autograd::backward(&[&y.sum(Kind::Float)]).unwrap_err().to_string();
         assert!(error.contains("modified by an inplace operation"), "{error}");
+    }
+
+    /// Every number of vectors, rows that do not divide into streams or tasks, columns that do not fill registers, windows of
+    /// larger matrices: against the product in f64 of the very same numbers.
+    #[test]
+    fn a_few_vectors_by_stored_weights_are_right_to_one_rounding() {
+        let mut random = crate::random::Generator::new(3).unwrap();
+        let mut normal =
+            |shape: [i64; 2], kind| random.normal(&shape, (Kind::Float, Device::Cpu)).unwrap().to_kind(kind);
+        for (out, width) in [(4099, 64), (2053, 128), (300, 898), (3, 100_002), (1, 1 << 18)] {
+            for (x_kind, kind) in
+                [(Kind::Float, Kind::Float), (Kind::BFloat16, Kind::BFloat16), (Kind::Float, Kind::BFloat16)]
+            {
+                let weight = normal([out, width + 6], kind).narrow(1, 4, width);
+                let bias = normal([1, out], kind).view([out]);
+                for vectors in [1, 2, 3, 4, 5, FEW] {
+                    let x = normal([vectors, width], x_kind);
+                    let wide = |t: &Tensor| t.to_kind(Kind::Double);
+                    let exact = wide(&x).matmul(&wide(&weight).tr()) + wide(&bias);
+                    let found = matvec(&x, &weight, Some(&bias)).unwrap().unwrap();
+                    assert_eq!((found.kind(), found.size()), (x_kind, vec![vectors, out]));
+                    // One rounding of the result, and those of a sum in fp32 of `width` products of about 1: far below one product.
+                    let rounding = if x_kind == Kind::Float { 2f64.powi(-24) } else { 2f64.powi(-8) };
+                    let allowed = exact.abs() * rounding * 1.01 + width as f64 * 2f64.powi(-23);
+                    let share = ((wide(&found) - exact).abs() / allowed).max().double_value(&[]);
+                    assert!(share <= 1.0, "{vectors} x {out} x {width} {kind:?}: {share} of what is allowed");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_has_nothing_to_gain_is_left_to_libtorch() {
+        let t = |shape: [i64; 2], kind| Tensor::zeros(shape, (kind, Device::Cpu));
+        let large = t([1024, 512], Kind::BFloat16);
+        let left = |x: Tensor, weight: &Tensor| matvec(&x, weight, None).unwrap().is_none();
+        assert!(!left(t([1, 512], Kind::BFloat16), &large));
+        assert!(left(t([FEW + 1, 512], Kind::BFloat16), &large), "many vectors");
+        assert!(left(t([1, 512], Kind::BFloat16), &large.narrow(0, 0, 8)), "few weights");
+        assert!(left(t([1, 1024], Kind::BFloat16), &large.tr()), "columns that are not dense");
+        assert!(left(t([1, 511], Kind::BFloat16), &large.narrow(1, 1, 511)), "half a word");
+        assert!(left(t([1, 512], Kind::Half), &large.to_kind(Kind::Half)), "fp16");
     }
 
     #[test]

@@ -24,6 +24,7 @@ pub(crate) mod gemm;
 pub(crate) mod gradients;
 pub(crate) mod graph;
 pub(crate) mod mapped;
+pub(crate) mod matvec;
 pub(crate) mod memory;
 pub(crate) mod norm;
 pub(crate) mod ops;

@@ -21,11 +21,16 @@ pub(super) struct LlamaBlock {
 }
 
 impl LlamaBlock {
-    pub(super) fn new(config: &LlamaConfig, rope: RotaryTable, options: (Kind, Device)) -> Result<Self> {
+    pub(super) fn new(
+        config: &LlamaConfig,
+        rope: RotaryTable,
+        layer: usize,
+        options: (Kind, Device),
+    ) -> Result<Self> {
         let &LlamaConfig { hidden_size, intermediate_size, mlp_bias, rms_norm_eps, .. } = config;
         let init = Init::Normal { std: config.initializer_range };
         Ok(Self {
-            self_attn: SelfAttention::new(config, rope, options)?,
+            self_attn: SelfAttention::new(config, rope, layer, options)?,
             mlp: Box::new(Swiglu::new(hidden_size, intermediate_size, mlp_bias, init, options)?),
             input_layernorm: RmsNorm::new(hidden_size, rms_norm_eps, options)?,
             post_attention_layernorm: RmsNorm::new(hidden_size, rms_norm_eps, options)?,
@@ -63,13 +68,15 @@ struct SelfAttention {
     v_proj: Box<dyn Projection>,
     o_proj: Box<dyn Projection>,
     rope: RotaryTable,
+    /// Which of the model's, for a cache.
+    layer: usize,
     head: i64,
     dropout: f64,
     path: AttentionPath,
 }
 
 impl SelfAttention {
-    fn new(config: &LlamaConfig, rope: RotaryTable, options: (Kind, Device)) -> Result<Self> {
+    fn new(config: &LlamaConfig, rope: RotaryTable, layer: usize, options: (Kind, Device)) -> Result<Self> {
         let init = Init::Normal { std: config.initializer_range };
         let linear = |from, to, bias: bool| -> Result<Box<dyn Projection>> {
             let bias = bias.then_some(Init::Constant(0.0));
@@ -84,6 +91,7 @@ impl SelfAttention {
             v_proj: linear(hidden, of_keys, config.qkv_bias())?,
             o_proj: linear(of_queries, hidden, config.output_bias())?,
             rope,
+            layer,
             head,
             dropout: config.attention_dropout,
             path: config.attention,
@@ -100,7 +108,11 @@ impl SelfAttention {
         let (q, k) = self.rope.rotate(&heads(&*self.q_proj)?, &heads(&*self.k_proj)?, context.positions)?;
         let v = heads(&*self.v_proj)?;
         let dropout = if context.training { self.dropout } else { 0.0 };
-        self.o_proj.forward(&causal_attention(&q, &k, &v, context.documents, self.path, dropout)?)
+        let attended = match context.extension {
+            Some(extension) => extension.attend(self.layer, &q, &k, &v)?,
+            None => causal_attention(&q, &k, &v, context.documents, self.path, dropout)?,
+        };
+        self.o_proj.forward(&attended)
     }
 }
 

@@ -1,0 +1,33 @@
+//! Products with weights as they are stored.
+
+use runtime::autograd::retain;
+use runtime::matmul::{FEW, matvec};
+use runtime::precision::Policy;
+use tch::Tensor;
+
+/// Takes [`matvec`] for the projections of a few tokens, where it has something to gain.
+///
+/// A policy, entered while generating only: in training the same rows may be computed twice, with and without a graph, and must
+/// come out the same.
+#[derive(Debug)]
+pub(super) struct StoredWeights;
+
+impl Policy for StoredWeights {
+    fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> runtime::Result<Tensor> {
+        let mut shape = x.size();
+        let Some(width) = shape.pop() else { return retain::linear(x, weight, bias) };
+        let vectors: i64 = shape.iter().product();
+        let product = if vectors <= FEW && x.kind() == weight.kind() {
+            matvec(&x.f_reshape([vectors, width])?, weight, bias)?
+        } else {
+            None
+        };
+        match product {
+            Some(product) => {
+                shape.push(product.size()[1]);
+                Ok(product.f_view(shape.as_slice())?)
+            }
+            None => retain::linear(x, weight, bias),
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! Products of a few vectors with a stored matrix: each weight is read once, and summed in fp32.
+
+use pulp::{Arch, Simd, WithSimd};
+use tch::{Device, Kind, Tensor};
+
+use super::parallel;
+use super::tensor::rows;
+use crate::error::Result;
+
+/// Bytes of weights that one task reads, about: enough for its start not to count, and a share for every thread.
+const TASK: usize = 256 * 1024;
+/// Parts of a task's rows that are read side by side. Each is one unbroken stream, which the processor reads ahead of: rows taken
+/// four by four from one place came at half the rate.
+const STREAMS: usize = 4;
+/// Vectors that are multiplied at once with what was read.
+const VECTORS: usize = 4;
+
+/// How an element is stored in a word of 32 bits.
+#[derive(Clone, Copy)]
+enum Stored {
+    /// One fp32 in each word.
+    Float,
+    /// Two bf16 in each word, the first in its lower half.
+    Bfloat16,
+}
+
+/// `x·Wᵀ` in fp32, or `None` where the weight is not one that is read word by word: fp32 or bf16, dense rows on the CPU, each
+/// of whole words.
+///
+/// `x_md` is a CPU matrix of any dtype that converts to fp32, as wide as `weight_nd`, which the caller has checked.
+pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor) -> Result<Option<Tensor>> {
+    let (stored, per_word) = match weight_nd.kind() {
+        Kind::Float => (Stored::Float, 1),
+        Kind::BFloat16 => (Stored::Bfloat16, 2),
+        _ => return Ok(None),
+    };
+    let Ok(weight) = rows("matrix-vector product", "weight", weight_nd, weight_nd.kind()) else {
+        return Ok(None);
+    };
+    let words = weight.columns / per_word;
+    let whole = weight.columns % per_word == 0
+        && (weight.rows < 2 || weight.row_stride % per_word == 0)
+        && weight.pointer % size_of::<u32>() == 0;
+    if !whole || words == 0 || weight.rows == 0 {
+        return Ok(None);
+    }
+    let x_md = x_md.f_to_kind(Kind::Float)?.f_contiguous()?;
+    let vectors = x_md.size()[0] as usize;
+    let mut flat = vec![0f32; vectors * weight.columns];
+    x_md.f_copy_data(&mut flat, vectors * weight.columns)?;
+    // The elements that lie first in their words, then those that lie second.
+    let parted: Vec<f32> = flat
+        .chunks_exact(weight.columns)
+        .flat_map(|x| (0..per_word).flat_map(move |part| x.iter().skip(part).step_by(per_word).copied()))
+        .collect();
+    let x: Vec<&[f32]> = parted.chunks_exact(weight.columns).collect();
+
+    let out = Tensor::f_empty([vectors as i64, weight.rows as i64], (Kind::Float, Device::Cpu))?;
+    let out_at = out.data_ptr() as usize;
+    let stride = weight.row_stride / per_word;
+    let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1).max(1);
+    let of_task = (TASK / (words * size_of::<u32>())).min(weight.rows.div_ceil(threads)).max(STREAMS);
+    parallel::for_each(weight.rows.div_ceil(of_task), |task| {
+        let first = task * of_task;
+        let end = weight.rows.min(first + of_task);
+        let of_stream = (end - first).div_ceil(STREAMS);
+        for step in 0..of_stream {
+            let row = |stream: usize| first + stream * of_stream + step;
+            let streams: [&[u32]; STREAMS] = std::array::from_fn(|stream| {
+                // The last stream may be shorter: its last row is read again, and those sums are dropped.
+                let start = weight.pointer + row(stream).min(end - 1) * stride * size_of::<u32>();
+                // SAFETY: the row lies in the CPU tensor that `rows` has viewed, which outlives the call; it starts at a
+                // multiple of a word and has whole words (checked above), and any bits are a u32.
+                unsafe { std::slice::from_raw_parts(start as *const u32, words) }
+            });
+            for (number, some) in x.chunks(VECTORS).enumerate() {
+                let sums = Arch::new().dispatch(Block { stored, streams, x: some });
+                for (stream, of_vectors) in sums.iter().enumerate().filter(|(stream, _)| row(*stream) < end) {
+                    for (vector, sum) in of_vectors.iter().enumerate().take(some.len()) {
+                        let place = (number * VECTORS + vector) * weight.rows + row(stream);
+                        // SAFETY: the place lies in `out`, which has `vectors` rows of as many elements as the weight has
+                        // rows, and no other task has this row of weights.
+                        unsafe { (out_at as *mut f32).add(place).write(*sum) };
+                    }
+                }
+            }
+        }
+    })?;
+    Ok(Some(out))
+}
+
+/// Some rows of weights by up to [`VECTORS`] vectors, each with its parts one after the other.
+struct Block<'a> {
+    stored: Stored,
+    streams: [&'a [u32]; STREAMS],
+    x: &'a [&'a [f32]],
+}
+
+impl WithSimd for Block<'_> {
+    type Output = [[f32; VECTORS]; STREAMS];
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
+        match self.x.len() {
+            1 => self.dots::<S, 1>(simd),
+            2 => self.dots::<S, 2>(simd),
+            _ => self.dots::<S, VECTORS>(simd),
+        }
+    }
+}
+
+impl Block<'_> {
+    #[inline(always)]
+    fn dots<S: Simd, const N: usize>(&self, simd: S) -> [[f32; VECTORS]; STREAMS] {
+        let words = self.streams[0].len();
+        let mut sums = [[simd.splat_f32s(0.0); N]; STREAMS];
+        // Where fewer vectors are left than are multiplied at once, the first takes the places of the others.
+        let mut x = [self.x[0]; N];
+        let given = N.min(self.x.len());
+        x[..given].copy_from_slice(&self.x[..given]);
+        match self.stored {
+            Stored::Float => {
+                let whole = words / S::F32_LANES * S::F32_LANES;
+                for at in (0..whole).step_by(S::F32_LANES) {
+                    add::<S, N>(simd, &mut sums, self.streams, x, at, S::F32_LANES);
+                }
+                if whole < words {
+                    add::<S, N>(simd, &mut sums, self.streams, x, whole, words - whole);
+                }
+            }
+            Stored::Bfloat16 => {
+                let whole = words / S::F32_LANES * S::F32_LANES;
+                for at in (0..whole).step_by(S::F32_LANES) {
+                    add_halves::<S, N>(simd, &mut sums, self.streams, x, at, S::F32_LANES);
+                }
+                if whole < words {
+                    add_halves::<S, N>(simd, &mut sums, self.streams, x, whole, words - whole);
+                }
+            }
+        }
+        let mut out = [[0.0; VECTORS]; STREAMS];
+        for stream in 0..STREAMS {
+            for vector in 0..N {
+                out[stream][vector] = simd.reduce_sum_f32s(sums[stream][vector]);
+            }
+        }
+        out
+    }
+}
+
+/// Adds the products of `count` words of each stream, from `at` on. No closures here: they would not be compiled for the
+/// processor at hand.
+#[inline(always)]
+fn add<S: Simd, const N: usize>(
+    simd: S,
+    sums: &mut [[S::f32s; N]; STREAMS],
+    streams: [&[u32]; STREAMS],
+    x: [&[f32]; N],
+    at: usize,
+    count: usize,
+) {
+    let mut loaded = [simd.splat_f32s(0.0); N];
+    for vector in 0..N {
+        loaded[vector] = simd.partial_load_f32s(&x[vector][at..at + count]);
+    }
+    for stream in 0..STREAMS {
+        let weight = simd.transmute_f32s_u32s(simd.partial_load_u32s(&streams[stream][at..at + count]));
+        for vector in 0..N {
+            sums[stream][vector] = simd.mul_add_e_f32s(weight, loaded[vector], sums[stream][vector]);
+        }
+    }
+}
+
+/// As [`add`], of words that hold two bf16: a bf16 is the upper half of the fp32 of the same value.
+#[inline(always)]
+fn add_halves<S: Simd, const N: usize>(
+    simd: S,
+    sums: &mut [[S::f32s; N]; STREAMS],
+    streams: [&[u32]; STREAMS],
+    x: [&[f32]; N],
+    at: usize,
+    count: usize,
+) {
+    let (shift, upper) = (simd.splat_u32s(16), simd.splat_u32s(0xffff_0000));
+    let words = streams[0].len();
+    let mut first = [simd.splat_f32s(0.0); N];
+    let mut second = first;
+    for vector in 0..N {
+        first[vector] = simd.partial_load_f32s(&x[vector][at..at + count]);
+        second[vector] = simd.partial_load_f32s(&x[vector][words + at..words + at + count]);
+    }
+    for stream in 0..STREAMS {
+        let pairs = simd.partial_load_u32s(&streams[stream][at..at + count]);
+        let low = simd.transmute_f32s_u32s(simd.wrapping_dyn_shl_u32s(pairs, shift));
+        let high = simd.transmute_f32s_u32s(simd.and_u32s(pairs, upper));
+        for vector in 0..N {
+            let sum = simd.mul_add_e_f32s(low, first[vector], sums[stream][vector]);
+            sums[stream][vector] = simd.mul_add_e_f32s(high, second[vector], sum);
+        }
+    }
+}
