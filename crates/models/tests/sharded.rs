@@ -115,21 +115,32 @@ fn change_shard(folder: &Path, shard: &str, change: impl FnOnce(&mut Vec<(String
 
 #[test]
 fn shards_and_index_that_contradict_each_other_are_refused() {
-    refused(|folder| fs::remove_file(folder.join(SECOND)).unwrap(), expect![""]);
+    refused(
+        |folder| fs::remove_file(folder.join(SECOND)).unwrap(),
+        expect![
+            "DIR/model.safetensors.index.json: shards are missing: model-00002-of-00003.safetensors; there is config.json, model-00001-of-00003.safetensors, model-00003-of-00003.safetensors, model.safetensors.index.json"
+        ],
+    );
     refused(
         |folder| change_shard(folder, FIRST, |tensors| tensors.retain(|(name, _)| !name.contains("embed"))),
-        expect![""],
+        expect![
+            "DIR/model.safetensors.index.json: `model.embed_tokens.weight` should be in model-00001-of-00003.safetensors, which does not have it; copy or download both again"
+        ],
     );
     refused(
         |folder| {
             let norm = ("model.embed_tokens.weight".to_owned(), Tensor::from(1f32));
             change_shard(folder, SECOND, |tensors| tensors.push(norm));
         },
-        expect![""],
+        expect![
+            "DIR/model-00002-of-00003.safetensors: `model.embed_tokens.weight` is there twice: it is `model.embed_tokens.weight` of DIR/model-00001-of-00003.safetensors too"
+        ],
     );
     refused(
         |folder| change_index(folder, |json| json["weight_map"]["model.embed_tokens.weight"] = json!(SECOND)),
-        expect![""],
+        expect![
+            "DIR/model.safetensors.index.json: `model.embed_tokens.weight` should be in model-00002-of-00003.safetensors, which does not have it; copy or download both again"
+        ],
     );
     refused(
         |folder| {
@@ -137,27 +148,56 @@ fn shards_and_index_that_contradict_each_other_are_refused() {
             let twice = format!("\"weight_map\": {{ \"model.norm.weight\": {FIRST:?},");
             fs::write(folder.join(INDEX), text.replace("\"weight_map\": {", &twice)).unwrap();
         },
-        expect![""],
+        expect![
+            "DIR/model.safetensors.index.json: `model.norm.weight` is listed twice, in `model-00001-of-00003.safetensors` and `model-00003-of-00003.safetensors` at line 32 column 3"
+        ],
     );
-    refused(|folder| change_index(folder, |json| json["weight_map"]["x"] = json!("../x")), expect![""]);
-    refused(|folder| change_index(folder, |json| json["weight_map"] = json!({})), expect![""]);
-    refused(|folder| change_index(folder, |json| json["weight_map"] = json!([1])), expect![""]);
-    refused(|folder| fs::write(folder.join(INDEX), "{}").unwrap(), expect![""]);
+    refused(
+        |folder| change_index(folder, |json| json["weight_map"]["x"] = json!("../x")),
+        expect![
+            "DIR/model.safetensors.index.json: `../x` is no file name; expected a shard beside the index"
+        ],
+    );
+    refused(
+        |folder| change_index(folder, |json| json["weight_map"] = json!({})),
+        expect![
+            "DIR/model.safetensors.index.json: `weight_map` is empty; expected every tensor with its shard"
+        ],
+    );
+    refused(
+        |folder| change_index(folder, |json| json["weight_map"] = json!([1])),
+        expect![
+            "DIR/model.safetensors.index.json: invalid type: sequence, expected a map from tensors to the file names of their shards at line 1 column 46"
+        ],
+    );
+    refused(
+        |folder| fs::write(folder.join(INDEX), "{}").unwrap(),
+        expect!["DIR/model.safetensors.index.json: missing field `weight_map` at line 1 column 2"],
+    );
     refused(
         |folder| {
             let bytes = fs::read(folder.join(SECOND)).unwrap();
             fs::write(folder.join(SECOND), &bytes[..bytes.len() - 1]).unwrap();
         },
-        expect![""],
+        expect![
+            "DIR/model-00002-of-00003.safetensors: not a whole safetensors file (incomplete metadata, file not fully covered); copy or download it again"
+        ],
     );
-    refused(|folder| fs::write(folder.join(SECOND), "").unwrap(), expect![""]);
+    refused(
+        |folder| fs::write(folder.join(SECOND), "").unwrap(),
+        expect![
+            "DIR/model-00002-of-00003.safetensors: not a whole safetensors file (header too small); copy or download it again"
+        ],
+    );
     refused(
         |folder| {
             let mut bytes = fs::read(folder.join(FIRST)).unwrap();
             bytes[..8].copy_from_slice(&u64::MAX.to_le_bytes());
             fs::write(folder.join(FIRST), bytes).unwrap();
         },
-        expect![""],
+        expect![
+            "DIR/model-00001-of-00003.safetensors: not a whole safetensors file (header too large); copy or download it again"
+        ],
     );
 }
 
