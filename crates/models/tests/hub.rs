@@ -20,7 +20,7 @@ fn repositories() -> tempfile::TempDir {
     let root = tempfile::tempdir().unwrap();
     let config = LlamaConfig { max_position_embeddings: 32, ..LlamaConfig::qwen2(40, 16, 24, 1, 2) };
     let model = Llama::new(&config, (Kind::BFloat16, Device::Cpu)).unwrap();
-    for (name, limit) in [("whole", SHARD_BYTES), ("shards", 2_000)] {
+    for (name, limit) in [("whole", SHARD_BYTES), ("shards", 2_500)] {
         let folder = root.path().join("models/tiny").join(name);
         hugging_face::save(&model, &folder, limit).unwrap();
         fs::write(folder.join("tokenizer.json"), "{}").unwrap();
@@ -108,9 +108,9 @@ fn a_revision_is_a_snapshot_of_its_own_name() {
     let path = world.hub(false).fetch("tiny/whole", Some("v1.0")).unwrap();
     assert_eq!(world.hub(true).fetch("tiny/whole", Some("v1.0")).unwrap(), path);
     let error = world.hub(true).fetch("tiny/whole", None).unwrap_err();
-    expect![""].assert_eq(&world.words(&error));
+    expect!["`tiny/whole`: the cache has no model of this name at revision `main`, and the network is switched off (offline, or HF_HUB_OFFLINE); fetch it once with the network"].assert_eq(&world.words(&error));
     let error = world.hub(false).fetch("tiny/whole", Some("missing")).unwrap_err();
-    expect![""].assert_eq(&world.words(&error));
+    expect!["`tiny/whole`: the hub has no model of this name at revision `missing`, or it is private or gated (then set HF_TOKEN)"].assert_eq(&world.words(&error));
 }
 
 #[test]
@@ -123,20 +123,21 @@ fn files_of_a_data_set_are_fetched_by_pattern() {
     assert_eq!(names(&path.join("main")), ["train-00000.jsonl"]);
     assert_eq!(fetch(&["main/train-*.jsonl"], true).unwrap(), path);
     let error = fetch(&["main/test-*.jsonl"], true).unwrap_err();
-    expect![""].assert_eq(&world.words(&error));
+    expect!["`tiny/sums`: the cache's copy has no `main/test-*.jsonl`; fetch it once with the network; it has main/train-00000.jsonl"].assert_eq(&world.words(&error));
     let error = fetch(&["main/train-*.jsonl", "socratic/*"], false).unwrap_err();
-    expect![""].assert_eq(&world.words(&error));
+    expect!["`tiny/sums`: the repository has no `socratic/*`; it has main/test-00000.jsonl, main/train-00000.jsonl"].assert_eq(&world.words(&error));
 }
 
 #[test]
 fn what_is_not_there_is_said_in_clear_words() {
     let world = World::new();
     let error = world.hub(false).fetch("tiny/absent", None).unwrap_err();
-    expect![""].assert_eq(&world.words(&error));
+    expect!["`tiny/absent`: the hub has no model of this name at revision `main`, or it is private or gated (then set HF_TOKEN)"].assert_eq(&world.words(&error));
     let error = world.hub(true).fetch("tiny/whole", None).unwrap_err();
-    expect![""].assert_eq(&world.words(&error));
+    expect!["`tiny/whole`: the cache has no model of this name at revision `main`, and the network is switched off (offline, or HF_HUB_OFFLINE); fetch it once with the network"].assert_eq(&world.words(&error));
     let error = world.hub(false).fetch("tiny/none", None).unwrap_err();
-    expect![""].assert_eq(&world.words(&error));
+    expect!["`tiny/none`: the repository has no `config.json`; it has README.md"]
+        .assert_eq(&world.words(&error));
     for name in ["", "/", "a/b/c", "../x", "a//b", "a b", "tiny/..", "/etc"] {
         let error = world.hub(false).fetch(name, None).unwrap_err().to_string();
         assert!(error.contains("not a repository's name; expected `owner/name`"), "{name}: {error}");
@@ -158,7 +159,10 @@ fn a_download_that_breaks_off_leaves_nothing_half() {
     let world = World::new();
     world.server.replace("model.safetensors", "<html>please log in</html>");
     let error = world.hub(false).fetch("tiny/whole", None).unwrap_err();
-    expect![""].assert_eq(&world.words(&error));
+    expect![
+        "`tiny/whole`: `model.safetensors` came as 26 bytes of 6000; what came is thrown away, fetch it again"
+    ]
+    .assert_eq(&world.words(&error));
     world.server.mend();
     let path = world.hub(false).fetch("tiny/whole", None).unwrap();
     assert!(Folder::open(&path).unwrap().load(None, Device::Cpu).is_ok());
@@ -186,9 +190,9 @@ fn a_folder_goes_before_a_name() {
     assert_eq!(world.hub(false).resolve(&text, None).unwrap(), here.path());
     assert!(world.hub(false).resolve("tiny/whole", None).unwrap().starts_with(world.cache.path()));
     let error = world.hub(false).resolve("tiny/absent", None).unwrap_err();
-    expect![""].assert_eq(&world.words(&error));
+    expect!["`tiny/absent`: there is no folder of that name, and on the hub: the hub has no model of this name at revision `main`, or it is private or gated (then set HF_TOKEN)"].assert_eq(&world.words(&error));
     let error = world.hub(false).resolve("./no/such/folder", None).unwrap_err();
-    expect![""].assert_eq(&world.words(&error));
+    expect!["`./no/such/folder`: there is no folder of that name, and on the hub: not a repository's name; expected `owner/name`, such as `Qwen/Qwen2.5-0.5B`"].assert_eq(&world.words(&error));
 }
 
 /// Runs itself again with another environment, since a process's own must not change under its threads.
