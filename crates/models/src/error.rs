@@ -70,6 +70,14 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+    /// A repository of the hub that cannot be had.
+    #[error("`{name}`: {reason}")]
+    Hub {
+        /// The repository.
+        name: String,
+        /// Why, and what to do.
+        reason: String,
+    },
     /// A tensor on another device, or of another dtype, than the model.
     #[error("{operation}: `{name}` is {found_kind:?} on {found_device:?}; expected {expected}")]
     Placement {

@@ -32,6 +32,8 @@ pub enum Init {
         /// The bound.
         bound: f64,
     },
+    /// Whatever the memory held: for tensors that are overwritten as a whole, such as those of a model that is read from a file.
+    Uninitialised,
 }
 
 impl Init {
@@ -79,6 +81,7 @@ impl Init {
             Err(Error::Config { what: "initialisation", reason })
         };
         match self {
+            Self::Uninitialised => {}
             Self::Constant(value) => {
                 let _ = tensor.f_fill_(value)?;
             }

@@ -11,7 +11,9 @@
 //! | [`TransformerDecoderLayer`] | PyTorch's post-norm layer, whose memory is its own input |
 //! | [`Gpt2Like`] | the model of the training assignment |
 //! | [`Gpt2`] | a pre-norm decoder of any depth |
-//! | [`llama`] | Llama and Qwen2, from a Hugging Face folder |
+//! | [`llama`] | Llama and Qwen2 |
+//! | [`hugging_face`] | models from Hugging Face's folders, and back into them |
+//! | `hub` (with the feature of that name) | those folders by name, from the hub or its cache |
 //! | [`Cruncher`] | the deep linear model of CS336's lecture |
 //!
 //! ```
@@ -33,6 +35,9 @@
 
 pub mod attention;
 pub mod generation;
+#[cfg(feature = "hub")]
+pub mod hub;
+pub mod hugging_face;
 pub mod init;
 pub mod llama;
 pub mod module;

@@ -34,6 +34,7 @@
 
 mod block;
 mod config;
+mod shapes;
 
 use std::path::Path;
 
@@ -46,13 +47,12 @@ pub use config::{Family, LlamaConfig};
 use crate::embedding::Embedding;
 use crate::error::Result;
 use crate::generation::CacheShape;
+use crate::hugging_face::Weights;
 use crate::init::Init;
 use crate::linear::Linear;
 use crate::loss_head::ProjectionHead;
 use crate::module::{Block, Context, Editor, Input, LanguageModel, LossHead, Module, Visitor};
 use crate::norm::RmsNorm;
-use crate::state_dict::load_state_dict;
-use crate::tensors_file;
 
 /// The model. See the [module](self).
 #[derive(Debug)]
@@ -70,13 +70,17 @@ impl Llama {
     /// # Errors
     /// A configuration that makes no model: what is wrong is named. Too little memory.
     pub fn new(config: &LlamaConfig, options: (Kind, Device)) -> Result<Self> {
+        Self::with_init(config, Init::Normal { std: config.initializer_range }, options)
+    }
+
+    /// A model whose matrices begin as told; biases are 0 and norms 1.
+    pub(crate) fn with_init(config: &LlamaConfig, init: Init, options: (Kind, Device)) -> Result<Self> {
         config.check()?;
         let &LlamaConfig { vocab_size, hidden_size, max_position_embeddings, .. } = config;
-        let init = Init::Normal { std: config.initializer_range };
         let rope = RotaryTable::new(config.head_dim, max_position_embeddings, &config.rope, options.1)?;
         let embed_tokens = Embedding::new(vocab_size, hidden_size, init, options)?;
         let block = |layer| -> Result<Box<dyn Block>> {
-            Ok(Box::new(LlamaBlock::new(config, rope.clone(), layer, options)?))
+            Ok(Box::new(LlamaBlock::new(config, rope.clone(), layer, init, options)?))
         };
         let layers = (0..config.num_hidden_layers as usize).map(block).collect::<Result<_>>()?;
         let head = if config.tie_word_embeddings {
@@ -99,19 +103,16 @@ impl Llama {
     }
 }
 
-/// Copies the weights of one safetensors file, named as Hugging Face names them or as this crate does, into `model`, whose
-/// parts may have been replaced by others of the same names. Nothing is copied unless everything fits. A head that the file
-/// repeats, though the model's is tied, is left out.
+/// Copies the weights of a safetensors file, or of a folder that has one or several with an index, named as Hugging Face names
+/// them or as this crate does, into `model`, whose parts may have been replaced by others of the same names. Values go from the
+/// file's pages straight into the model's tensors, whatever their dtype and device. Nothing is copied unless everything fits. A
+/// head that the file repeats, though the model's is tied, is left out.
 ///
 /// # Errors
-/// Those of [`tensors_file::read`] and of [`load_state_dict`].
+/// Files that are missing, truncated or contradict each other, by name; those of
+/// [`load_state_dict`](crate::state_dict::load_state_dict).
 pub fn load(model: &Llama, path: &Path) -> Result<()> {
-    let tied = model.config.tie_word_embeddings;
-    let state = tensors_file::read(path, Device::Cpu)?.into_iter().filter_map(|(name, tensor)| {
-        let name = name.strip_prefix(PREFIX).unwrap_or(&name).to_owned();
-        (!tied || name != TIED).then_some((name, tensor))
-    });
-    load_state_dict(model, &state.collect::<Vec<_>>(), &path.display().to_string())
+    Weights::open(path)?.copy_into(model)
 }
 
 /// Hugging Face's name of a tensor of a [`Llama`].
@@ -119,8 +120,8 @@ pub fn hugging_face_name(name: &str) -> String {
     if name.starts_with("lm_head") { name.to_owned() } else { format!("{PREFIX}{name}") }
 }
 
-const PREFIX: &str = "model.";
-const TIED: &str = "lm_head.weight";
+pub(crate) const PREFIX: &str = "model.";
+pub(crate) const TIED: &str = "lm_head.weight";
 
 impl Module for Llama {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {

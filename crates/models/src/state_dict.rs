@@ -27,30 +27,38 @@ pub fn load_state_dict(
 ) -> Result<()> {
     let given: BTreeMap<&str, &Tensor> = state.iter().map(|(name, tensor)| (&**name, tensor)).collect();
     let wanted = tensors(module);
-    let names: BTreeSet<&str> = wanted.iter().map(|named| &*named.name).collect();
-    let (mut missing, mut mismatched) = (Vec::new(), Vec::new());
-    for named in &wanted {
-        match given.get(&*named.name) {
-            None => missing.push(named.name.clone()),
-            Some(tensor) if tensor.size() != named.tensor.size() => mismatched.push(format!(
-                "{} {:?} (the model has {:?})",
-                named.name,
-                tensor.size(),
-                named.tensor.size()
-            )),
-            Some(_) => {}
-        }
-    }
-    let unexpected: Vec<String> =
-        given.keys().filter(|name| !names.contains(*name)).map(|name| (*name).to_owned()).collect();
-    if !(missing.is_empty() && unexpected.is_empty() && mismatched.is_empty()) {
-        return Err(Error::State { from: from.to_owned(), missing, unexpected, mismatched });
-    }
+    let shapes: Vec<_> = wanted.iter().map(|named| (named.name.clone(), named.tensor.size())).collect();
+    check_fit(&shapes, &given.iter().map(|(name, tensor)| (*name, tensor.size())).collect(), from)?;
     let _no_grad = tch::no_grad_guard();
     for named in wanted {
         named.tensor.shallow_clone().f_copy_(given[&*named.name])?;
     }
     Ok(())
+}
+
+/// Compares names and shapes of a state with those of a model.
+pub(crate) fn check_fit(
+    wanted: &[(String, Vec<i64>)],
+    given: &BTreeMap<&str, Vec<i64>>,
+    from: &str,
+) -> Result<()> {
+    let names: BTreeSet<&str> = wanted.iter().map(|(name, _)| &**name).collect();
+    let (mut missing, mut mismatched) = (Vec::new(), Vec::new());
+    for (name, shape) in wanted {
+        match given.get(&**name) {
+            None => missing.push(name.clone()),
+            Some(found) if found != shape => {
+                mismatched.push(format!("{name} {found:?} (the model has {shape:?})"));
+            }
+            Some(_) => {}
+        }
+    }
+    let unexpected: Vec<String> =
+        given.keys().filter(|name| !names.contains(*name)).map(|name| (*name).to_owned()).collect();
+    if missing.is_empty() && unexpected.is_empty() && mismatched.is_empty() {
+        return Ok(());
+    }
+    Err(Error::State { from: from.to_owned(), missing, unexpected, mismatched })
 }
 
 /// Writes a module's state as safetensors, whole or not at all.

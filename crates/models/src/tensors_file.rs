@@ -6,6 +6,7 @@
 use std::cmp::Reverse;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use runtime::mapped::MappedFile;
@@ -15,6 +16,9 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 
+/// The name that the format keeps for texts.
+const METADATA: &str = "__metadata__";
+
 /// Writes tensors of any device, contiguous or not, one at a time: beside them, memory for the largest is needed. Those of
 /// wide dtypes come first, as the format wants it, so that every one lies at a multiple of its element's size.
 ///
@@ -22,11 +26,29 @@ use crate::error::{Error, Result};
 /// As [`io::ErrorKind::InvalidInput`]: a dtype that the format lacks (complex numbers, quantised), a name that comes twice or
 /// that the format keeps for itself. Those of `out` and of libtorch.
 pub fn write_to(out: &mut dyn Write, tensors: &[(String, Tensor)]) -> io::Result<()> {
+    write_with(out, tensors, &[])
+}
+
+/// [`write_to`] with texts in the header, which readers of the format ignore or ask for: Hugging Face's want
+/// `("format", "pt")`.
+///
+/// # Errors
+/// As [`write_to`].
+pub fn write_with(
+    out: &mut dyn Write,
+    tensors: &[(String, Tensor)],
+    metadata: &[(&str, &str)],
+) -> io::Result<()> {
     let refuse = |reason: String| Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
     let width = |tensor: &Tensor| tensor.kind().elt_size_in_bytes();
     let mut order: Vec<&(String, Tensor)> = tensors.iter().collect();
     order.sort_by_key(|(_, tensor)| Reverse(width(tensor)));
     let (mut header, mut end) = (serde_json::Map::new(), 0);
+    if !metadata.is_empty() {
+        let texts: serde_json::Map<_, _> =
+            metadata.iter().map(|(name, text)| ((*name).to_owned(), json!(text))).collect();
+        header.insert(METADATA.to_owned(), texts.into());
+    }
     for (name, tensor) in &order {
         let Some(dtype) = dtype_of(tensor.kind()) else {
             return refuse(format!(
@@ -37,7 +59,7 @@ pub fn write_to(out: &mut dyn Write, tensors: &[(String, Tensor)]) -> io::Result
         let start = end;
         end += tensor.numel() * width(tensor);
         let entry = json!({ "dtype": dtype, "shape": tensor.size(), "data_offsets": [start, end] });
-        if name == "__metadata__" || header.insert(name.clone(), entry).is_some() {
+        if name == METADATA || header.insert(name.clone(), entry).is_some() {
             return refuse(format!(
                 "two tensors are called `{name}`, or the format keeps that name for itself"
             ));
@@ -65,12 +87,17 @@ pub fn write_to(out: &mut dyn Write, tensors: &[(String, Tensor)]) -> io::Result
 /// # Errors
 /// Those of [`write_to`], with the path; a folder that is not there or full.
 pub fn write(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
+    write_file(path, tensors, &[])
+}
+
+/// [`write`] with texts in the header.
+pub(crate) fn write_file(path: &Path, tensors: &[(String, Tensor)], metadata: &[(&str, &str)]) -> Result<()> {
     let mut temporary = path.as_os_str().to_owned();
     temporary.push(".partial");
     let temporary = PathBuf::from(temporary);
     let written = (|| {
         let mut file = BufWriter::new(File::create(&temporary)?);
-        write_to(&mut file, tensors)?;
+        write_with(&mut file, tensors, metadata)?;
         file.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
         std::fs::rename(&temporary, path)?;
         // The new name is on the disk when its folder is.
@@ -100,34 +127,112 @@ pub fn read(path: &Path, device: Device) -> Result<Vec<(String, Tensor)>> {
 /// # Errors
 /// Truncated or foreign bytes; a dtype that libtorch lacks.
 pub fn from_bytes(bytes: &[u8], device: Device) -> Result<Vec<(String, Tensor)>> {
-    let what = "safetensors";
-    let (header, metadata) = SafeTensors::read_metadata(bytes).map_err(|cause| Error::Config {
-        what,
-        reason: format!("not a whole safetensors file ({cause}); copy or download it again"),
-    })?;
-    let data = &bytes[8 + header..];
-    let mut tensors = Vec::new();
-    for name in metadata.offset_keys() {
-        let Some(info) = metadata.info(&name) else { continue };
-        let kind = kind_of(info.dtype).ok_or_else(|| Error::Config {
-            what,
-            reason: format!("`{name}` is {:?}, which libtorch has no dtype for", info.dtype),
-        })?;
-        let Some(values) = data.get(info.data_offsets.0..info.data_offsets.1) else {
-            let reason = format!("`{name}` ends beyond the file; it is truncated, copy or download it again");
-            return Err(Error::Config { what, reason });
+    let read = |entry: Entry| {
+        let tensor = match &bytes[entry.range.clone()] {
+            [] => Tensor::f_zeros(&entry.shape, (entry.kind, device))?,
+            values => Tensor::f_from_data_size(values, &entry.shape, entry.kind)?.f_to_device(device)?,
         };
-        let shape: Vec<i64> = info.shape.iter().map(|&size| size as i64).collect();
-        let tensor = match values {
-            [] => Tensor::f_zeros(&shape, (kind, device))?,
-            values => Tensor::f_from_data_size(values, &shape, kind)?.f_to_device(device)?,
-        };
-        tensors.push((name, tensor));
-    }
-    Ok(tensors)
+        Ok((entry.name, tensor))
+    };
+    entries(bytes)?.into_iter().map(read).collect()
 }
 
-fn file_error(path: &Path, reason: String) -> Error {
+/// What a file's header says of a tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// What it is called.
+    pub name: String,
+    /// Its dtype.
+    pub kind: Kind,
+    /// Its shape.
+    pub shape: Vec<i64>,
+    /// Where its values lie in the file.
+    range: Range<usize>,
+}
+
+/// A file that is open: what is in it is known, values are read where they are wanted.
+#[derive(Debug)]
+pub struct TensorsFile {
+    mapped: MappedFile,
+    entries: Vec<Entry>,
+}
+
+impl TensorsFile {
+    /// Reads the header and compares it with the file's length.
+    ///
+    /// # Errors
+    /// As [`read`].
+    pub fn open(path: &Path) -> Result<Self> {
+        let mapped = MappedFile::open(path)?;
+        let entries = entries(&mapped).map_err(|error| match error {
+            Error::Config { reason, .. } => file_error(path, reason),
+            other => other,
+        })?;
+        Ok(Self { mapped, entries })
+    }
+
+    /// Where it lies.
+    pub fn path(&self) -> &Path {
+        self.mapped.path()
+    }
+
+    /// What is in it, in the order of the values.
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// Copies the values of an entry of this file into a tensor of its shape, whatever that one's dtype and device, and gives the
+    /// file's pages back to the system.
+    ///
+    /// # Errors
+    /// Another shape; those of libtorch.
+    pub fn copy(&self, entry: &Entry, destination: &Tensor) -> Result<()> {
+        let Some(values) = self.mapped.get(entry.range.clone()).filter(|_| entry.shape == destination.size())
+        else {
+            return Err(file_error(
+                self.path(),
+                format!(
+                    "`{}` is {:?}; expected {:?}, as where it goes",
+                    entry.name,
+                    entry.shape,
+                    destination.size()
+                ),
+            ));
+        };
+        runtime::mapped::copy_values(values, entry.kind, destination)?;
+        Ok(self.mapped.forget(entry.range.clone())?)
+    }
+}
+
+/// What lies where in a file's bytes; all of it within them.
+fn entries(bytes: &[u8]) -> Result<Vec<Entry>> {
+    let refuse = |reason: String| Error::Config { what: "safetensors", reason };
+    let (header, metadata) = SafeTensors::read_metadata(bytes).map_err(|cause| {
+        refuse(format!("not a whole safetensors file ({cause}); copy or download it again"))
+    })?;
+    let start = 8 + header;
+    let mut entries = Vec::new();
+    for name in metadata.offset_keys() {
+        let Some(info) = metadata.info(&name) else { continue };
+        let Some(kind) = kind_of(info.dtype) else {
+            return Err(refuse(format!("`{name}` is {:?}, which libtorch has no dtype for", info.dtype)));
+        };
+        let range = start + info.data_offsets.0..start + info.data_offsets.1;
+        if bytes.get(range.clone()).is_none() {
+            return Err(refuse(format!(
+                "`{name}` ends beyond the file; it is truncated, copy or download it again"
+            )));
+        }
+        let shape: Option<Vec<i64>> = info.shape.iter().map(|&size| i64::try_from(size).ok()).collect();
+        let Some(shape) = shape else {
+            return Err(refuse(format!("`{name}` has the shape {:?}, which no tensor has", info.shape)));
+        };
+        entries.push(Entry { name, kind, shape, range });
+    }
+    Ok(entries)
+}
+
+pub(crate) fn file_error(path: &Path, reason: String) -> Error {
     Error::File { path: path.to_owned(), reason }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use models::tensors_file::{from_bytes, read, write, write_to};
+use models::tensors_file::{TensorsFile, from_bytes, read, write, write_to};
 use safetensors::SafeTensors;
 use tch::{Device, Kind, Tensor};
 
@@ -89,4 +89,44 @@ fn what_the_format_cannot_say_is_refused() {
     let nowhere = std::path::Path::new("/nowhere/x.safetensors");
     let error = write(nowhere, &[]).unwrap_err().to_string();
     assert!(error.starts_with("/nowhere/x.safetensors: cannot be written: "), "{error}");
+}
+
+#[test]
+fn values_go_from_a_file_into_tensors_of_other_dtypes_and_layouts() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("x.safetensors");
+    write(&path, &tensors().into_iter().collect::<Vec<_>>()).unwrap();
+    // The same values behind a header of odd length: no value is aligned.
+    let bytes = bytes();
+    let length = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+    let odd = folder.path().join("odd.safetensors");
+    let parts = [
+        &(length + 1).to_le_bytes()[..],
+        &bytes[8..8 + length as usize],
+        b" ",
+        &bytes[8 + length as usize..],
+    ];
+    std::fs::write(&odd, parts.concat()).unwrap();
+    for path in [path, odd] {
+        let file = TensorsFile::open(&path).unwrap();
+        assert_eq!(file.entries().len(), tensors().len());
+        // Twice: pages that were given back are read again.
+        for kind in [Kind::Double, Kind::BFloat16, Kind::Double] {
+            for entry in file.entries() {
+                let expected = &tensors()[&entry.name];
+                let transposed: Vec<i64> = entry.shape.iter().rev().copied().collect();
+                let turned = Tensor::zeros(&transposed, (kind, Device::Cpu));
+                let turned = if transposed.len() == 2 { turned.transpose(0, 1) } else { turned };
+                file.copy(entry, &turned).unwrap();
+                assert!(turned.equal(&expected.to_kind(kind)), "{} into {kind:?}", entry.name);
+            }
+        }
+        let entry = file.entries().iter().find(|entry| entry.name == "Float").unwrap();
+        let error =
+            file.copy(entry, &Tensor::zeros([3, 5], (Kind::Float, Device::Cpu))).unwrap_err().to_string();
+        assert!(error.ends_with("`Float` is [5, 3]; expected [3, 5], as where it goes"), "{error}");
+    }
+    let error =
+        runtime::mapped::copy_values(&[0; 7], Kind::Float, &Tensor::from(0f32)).unwrap_err().to_string();
+    assert!(error.contains("7 bytes of Float for a tensor of []; expected 4 for each element"), "{error}");
 }

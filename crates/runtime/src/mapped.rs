@@ -19,8 +19,46 @@ use std::ops::Deref;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
+use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
+
+/// Copies values, which lie in `bytes` one after the other in this machine's byte order, into `destination`, converting dtype and
+/// device on the way: from the pages of a mapped file there is no other copy. (Bytes that are not aligned to their elements are
+/// copied once more.)
+///
+/// ```
+/// use tch::{Device, Kind, Tensor};
+///
+/// let halves = Tensor::zeros([2], (Kind::BFloat16, Device::Cpu));
+/// let bytes: Vec<u8> = [1.5f32, -2.0].iter().flat_map(|x| x.to_le_bytes()).collect();
+/// runtime::mapped::copy_values(&bytes, Kind::Float, &halves)?;
+/// assert_eq!(Vec::<f32>::try_from(halves.to_kind(Kind::Float))?, [1.5, -2.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`] for as many bytes as the destination's elements do not take; those of libtorch.
+pub fn copy_values(bytes: &[u8], kind: Kind, destination: &Tensor) -> Result<()> {
+    let width = kind.elt_size_in_bytes();
+    if destination.numel().checked_mul(width) != Some(bytes.len()) {
+        let (found, size) = (bytes.len(), destination.size());
+        return Err(Error::invalid(
+            "copy_values",
+            format!("{found} bytes of {kind:?} for a tensor of {size:?}; expected {width} for each element"),
+        ));
+    }
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    if (bytes.as_ptr() as usize).is_multiple_of(width) {
+        return crate::sys::mapped::copy_values(bytes, kind, destination);
+    }
+    let values = Tensor::f_from_data_size(bytes, &destination.size(), kind)?;
+    let _no_grad = tch::no_grad_guard();
+    destination.shallow_clone().f_copy_(&values)?;
+    Ok(())
+}
 
 /// A file that is open for reading as a slice of bytes, from any thread.
 #[derive(Debug)]
@@ -76,6 +114,24 @@ impl MappedFile {
             Some(bytes) if !range.is_empty() => {
                 bytes.advise_range(memmap2::Advice::WillNeed, range.start, range.len()).map_err(io)
             }
+            _ => Ok(()),
+        }
+    }
+
+    /// Gives the memory of `range`, which is not needed any more, back to the system. Touched again, it is read again.
+    ///
+    /// # Errors
+    /// As [`MappedFile::will_need`].
+    pub fn forget(&self, range: std::ops::Range<usize>) -> Result<()> {
+        if range.start > range.end || range.end > self.len() {
+            return Err(Error::invalid(
+                "forget",
+                format!("the bytes {range:?} of {}, which has {}", self.path.display(), self.len()),
+            ));
+        }
+        let io = |cause| Error::Io { path: self.path.clone(), cause };
+        match &self.bytes {
+            Some(bytes) if !range.is_empty() => crate::sys::mapped::forget(bytes, range).map_err(io),
             _ => Ok(()),
         }
     }

@@ -25,12 +25,12 @@ impl LlamaBlock {
         config: &LlamaConfig,
         rope: RotaryTable,
         layer: usize,
+        init: Init,
         options: (Kind, Device),
     ) -> Result<Self> {
         let &LlamaConfig { hidden_size, intermediate_size, mlp_bias, rms_norm_eps, .. } = config;
-        let init = Init::Normal { std: config.initializer_range };
         Ok(Self {
-            self_attn: SelfAttention::new(config, rope, layer, options)?,
+            self_attn: SelfAttention::new(config, rope, layer, init, options)?,
             mlp: Box::new(Swiglu::new(hidden_size, intermediate_size, mlp_bias, init, options)?),
             input_layernorm: RmsNorm::new(hidden_size, rms_norm_eps, options)?,
             post_attention_layernorm: RmsNorm::new(hidden_size, rms_norm_eps, options)?,
@@ -76,8 +76,13 @@ struct SelfAttention {
 }
 
 impl SelfAttention {
-    fn new(config: &LlamaConfig, rope: RotaryTable, layer: usize, options: (Kind, Device)) -> Result<Self> {
-        let init = Init::Normal { std: config.initializer_range };
+    fn new(
+        config: &LlamaConfig,
+        rope: RotaryTable,
+        layer: usize,
+        init: Init,
+        options: (Kind, Device),
+    ) -> Result<Self> {
         let linear = |from, to, bias: bool| -> Result<Box<dyn Projection>> {
             let bias = bias.then_some(Init::Constant(0.0));
             Ok(Box::new(Linear::with_init(from, to, bias, init, options)?))

@@ -24,6 +24,27 @@ pub enum Family {
     Qwen2,
 }
 
+impl Family {
+    /// Both of them.
+    const ALL: [Self; 2] = [Self::Llama, Self::Qwen2];
+
+    /// As `model_type` names it.
+    pub fn model_type(self) -> &'static str {
+        match self {
+            Self::Llama => "llama",
+            Self::Qwen2 => "qwen2",
+        }
+    }
+
+    /// As `architectures` names it.
+    pub fn architecture(self) -> &'static str {
+        match self {
+            Self::Llama => "LlamaForCausalLM",
+            Self::Qwen2 => "Qwen2ForCausalLM",
+        }
+    }
+}
+
 /// Sizes and options of a [`Llama`](super::Llama). Reads and writes Hugging Face's `config.json` through serde
 /// (`serde_json::from_str`), both the older form (`rope_theta`, `rope_scaling`) and transformers 5's (`rope_parameters`); what
 /// the file leaves out is as transformers has it. What cannot be computed here (another activation, a sliding window, another
@@ -153,7 +174,10 @@ impl LlamaConfig {
 /// The file, as transformers writes it. Fields that are not named here say nothing about the computation.
 #[derive(Clone, Serialize, Deserialize)]
 struct HuggingFace {
-    model_type: String,
+    #[serde(default)]
+    model_type: Option<String>,
+    #[serde(default, skip_serializing)]
+    architectures: Option<Vec<String>>,
     vocab_size: i64,
     hidden_size: i64,
     intermediate_size: i64,
@@ -240,15 +264,43 @@ fn refuse(reason: String) -> Error {
     Error::Config { what: WHAT, reason }
 }
 
+/// Whose file it is: `model_type` says so, or else `architectures`. A head other than a language model's is refused.
+fn family(file: &HuggingFace) -> Result<Family> {
+    let known = |name: fn(Family) -> &'static str| Family::ALL.map(name).join(" and ");
+    let architecture = file.architectures.as_ref().and_then(|names| names.first());
+    let by_architecture = match architecture {
+        None => None,
+        Some(found) => {
+            Some(Family::ALL.into_iter().find(|family| family.architecture() == found).ok_or_else(|| {
+                refuse(format!("`architectures` names `{found}`; known are {}", known(Family::architecture)))
+            }))
+        }
+    };
+    match &file.model_type {
+        Some(found) => {
+            let family =
+                Family::ALL.into_iter().find(|family| family.model_type() == found).ok_or_else(|| {
+                    refuse(format!("`model_type` is `{found}`; known are {}", known(Family::model_type)))
+                })?;
+            match by_architecture.transpose()? {
+                Some(other) if other != family => Err(refuse(format!(
+                    "`model_type` is `{found}`, but `architectures` names `{}`; they must agree",
+                    other.architecture()
+                ))),
+                _ => Ok(family),
+            }
+        }
+        None => by_architecture.unwrap_or_else(|| {
+            Err(refuse(format!("there is no `model_type`; known are {}", known(Family::model_type))))
+        }),
+    }
+}
+
 impl TryFrom<HuggingFace> for LlamaConfig {
     type Error = Error;
 
     fn try_from(file: HuggingFace) -> Result<Self> {
-        let family = match file.model_type.as_str() {
-            "llama" => Family::Llama,
-            "qwen2" => Family::Qwen2,
-            other => return Err(refuse(format!("`model_type` is `{other}`; known are llama and qwen2"))),
-        };
+        let family = family(&file)?;
         if file.hidden_act != "silu" {
             return Err(refuse(format!("`hidden_act` is `{}`; known is silu", file.hidden_act)));
         }
@@ -315,7 +367,8 @@ impl From<LlamaConfig> for HuggingFace {
         let numbers = numbers.as_object().cloned().unwrap_or_default();
         let llama = config.family == Family::Llama;
         Self {
-            model_type: if llama { "llama" } else { "qwen2" }.to_owned(),
+            model_type: Some(config.family.model_type().to_owned()),
+            architectures: None,
             vocab_size: config.vocab_size,
             hidden_size: config.hidden_size,
             intermediate_size: config.intermediate_size,

@@ -1,0 +1,243 @@
+//! Folders by name: repositories of the Hugging Face hub, through the cache that all of its tools share.
+//!
+//! What is fetched lies under `HF_HUB_CACHE`, else `HF_HOME/hub`, else `~/.cache/huggingface/hub`, as Python's `huggingface_hub`
+//! lays it down: what one has fetched, the other finds. `HF_ENDPOINT` names another hub, `HF_TOKEN` opens private and gated
+//! repositories, `HF_HUB_OFFLINE=1` forbids the network. After a download every file's size is compared with what the hub says
+//! it is; one that came short is removed, so that the cache never keeps half a file.
+//!
+//! ```no_run
+//! use models::hub;
+//! use models::hugging_face::Folder;
+//! use tch::Device;
+//!
+//! let path = hub::resolve("Qwen/Qwen2.5-0.5B", None, false)?;
+//! let model = Folder::open(&path)?.load(None, Device::Cpu)?;
+//! let questions = hub::fetch_files(hub::RepositoryKind::Dataset, "openai/gsm8k", None, &["main/*.parquet"], false)?;
+//! # Ok::<(), models::Error>(())
+//! ```
+
+mod download;
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use regex::Regex;
+
+use crate::error::{Error, Result};
+use crate::hugging_face::{CONFIG, INDEX, SINGLE, Weights};
+
+/// What of a model's repository is fetched: everything that is read here or by transformers beside it, and no other framework's
+/// weights.
+const MODEL_FILES: [&str; 10] = [
+    CONFIG,
+    SINGLE,
+    INDEX,
+    "model-*-of-*.safetensors",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+];
+
+/// What a repository holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RepositoryKind {
+    /// A model.
+    Model,
+    /// A data set.
+    Dataset,
+}
+
+impl RepositoryKind {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Model => "model",
+            Self::Dataset => "dataset",
+        }
+    }
+}
+
+/// How far a download is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Progress {
+    /// Bytes that are here.
+    pub bytes: u64,
+    /// Bytes of all files that had to be fetched; 0 as long as it is not known.
+    pub total: u64,
+}
+
+/// Where repositories come from.
+#[derive(Clone, Default)]
+pub struct Hub {
+    /// The hub's address; `None` for `HF_ENDPOINT`, else huggingface.co.
+    pub endpoint: Option<String>,
+    /// The cache; `None` for that of the environment.
+    pub cache: Option<PathBuf>,
+    /// Whether only the cache is looked at. `HF_HUB_OFFLINE` is obeyed by [`Hub::from_env`] alone.
+    pub offline: bool,
+    /// Called as bytes arrive, from a thread of the download.
+    pub progress: Option<Arc<dyn Fn(Progress) + Send + Sync>>,
+}
+
+impl fmt::Debug for Hub {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Hub")
+            .field("endpoint", &self.endpoint)
+            .field("cache", &self.cache)
+            .field("offline", &self.offline)
+            .finish_non_exhaustive()
+    }
+}
+
+/// [`Hub::fetch`] with the environment's settings; `offline` or `HF_HUB_OFFLINE=1` forbids the network.
+///
+/// # Errors
+/// As [`Hub::fetch`].
+pub fn fetch(name: &str, revision: Option<&str>, offline: bool) -> Result<PathBuf> {
+    Hub::from_env(offline).fetch(name, revision)
+}
+
+/// [`Hub::fetch_files`] with the environment's settings.
+///
+/// # Errors
+/// As [`Hub::fetch_files`].
+pub fn fetch_files(
+    kind: RepositoryKind,
+    name: &str,
+    revision: Option<&str>,
+    patterns: &[&str],
+    offline: bool,
+) -> Result<PathBuf> {
+    Hub::from_env(offline).fetch_files(kind, name, revision, patterns)
+}
+
+/// [`Hub::resolve`] with the environment's settings.
+///
+/// # Errors
+/// As [`Hub::resolve`].
+pub fn resolve(name_or_path: &str, revision: Option<&str>, offline: bool) -> Result<PathBuf> {
+    Hub::from_env(offline).resolve(name_or_path, revision)
+}
+
+impl Hub {
+    /// The hub of the environment; offline if told so or if `HF_HUB_OFFLINE` is 1, true, yes or on.
+    pub fn from_env(offline: bool) -> Self {
+        let set = std::env::var("HF_HUB_OFFLINE").is_ok_and(|value| {
+            ["1", "true", "yes", "on"].iter().any(|yes| value.trim().eq_ignore_ascii_case(yes))
+        });
+        Self { offline: offline || set, ..Self::default() }
+    }
+
+    /// A model's configuration, tokenizer and weights, whole, as a folder of the cache; what is there already is not fetched
+    /// again.
+    ///
+    /// # Errors
+    /// [`Error::Hub`]: no such repository or revision, no network, a download that broke off, weights in no form that is read
+    /// here; offline, what the cache lacks.
+    pub fn fetch(&self, name: &str, revision: Option<&str>) -> Result<PathBuf> {
+        let folder =
+            self.fetch_files_of_patterns(RepositoryKind::Model, name, revision, &MODEL_FILES, &[CONFIG])?;
+        // The index names the shards; all of them must be there, and whole.
+        Weights::open(&folder).map_err(|cause| {
+            let remedy = if self.offline { "; fetch it once with the network" } else { "" };
+            refuse(name, format!("what is in the cache is no whole model: {cause}{remedy}"))
+        })?;
+        Ok(folder)
+    }
+
+    /// Files of a model's or data set's repository, by their paths in it, where `*` stands for any run of characters. Gives the
+    /// folder under which they lie with those paths.
+    ///
+    /// # Errors
+    /// As [`Hub::fetch`]; a pattern that no file matches.
+    pub fn fetch_files(
+        &self,
+        kind: RepositoryKind,
+        name: &str,
+        revision: Option<&str>,
+        patterns: &[&str],
+    ) -> Result<PathBuf> {
+        self.fetch_files_of_patterns(kind, name, revision, patterns, patterns)
+    }
+
+    /// A folder that is there, or else a model of the hub: what a user gives as `--model`.
+    ///
+    /// # Errors
+    /// As [`Hub::fetch`], after saying that no folder has that name.
+    pub fn resolve(&self, name_or_path: &str, revision: Option<&str>) -> Result<PathBuf> {
+        let path = Path::new(name_or_path);
+        if path.is_dir() {
+            return Ok(path.to_owned());
+        }
+        self.fetch(name_or_path, revision).map_err(|error| match error {
+            Error::Hub { name, reason } => Error::Hub {
+                name,
+                reason: format!("there is no folder of that name, and on the hub: {reason}"),
+            },
+            other => other,
+        })
+    }
+
+    fn fetch_files_of_patterns(
+        &self,
+        kind: RepositoryKind,
+        name: &str,
+        revision: Option<&str>,
+        patterns: &[&str],
+        needed: &[&str],
+    ) -> Result<PathBuf> {
+        check_name(name)?;
+        let patterns: Vec<Regex> =
+            patterns.iter().map(|pattern| matcher(name, pattern)).collect::<Result<_>>()?;
+        let wanted = |path: &str| patterns.iter().any(|pattern| pattern.is_match(path));
+        let (folder, files) = if self.offline {
+            self.cached(kind, name, revision)?
+        } else {
+            self.download(kind, name, revision, &wanted)?
+        };
+        for pattern in needed {
+            let matcher = matcher(name, pattern)?;
+            if !files.iter().any(|path| matcher.is_match(path)) {
+                let place = if self.offline { "the cache's copy" } else { "the repository" };
+                let remedy = if self.offline { "; fetch it once with the network" } else { "" };
+                return Err(refuse(name, format!("{place} has no `{pattern}`{remedy}; {}", listed(&files))));
+            }
+        }
+        Ok(folder)
+    }
+}
+
+/// `owner/name`, or `name` alone for the hub's oldest repositories.
+fn check_name(name: &str) -> Result<()> {
+    let part = |part: &str| {
+        let letters = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        !part.is_empty() && part.chars().all(letters) && !part.starts_with('.') && !part.contains("..")
+    };
+    if name.split('/').count() <= 2 && name.split('/').all(part) {
+        return Ok(());
+    }
+    Err(refuse(
+        name,
+        "not a repository's name; expected `owner/name`, such as `Qwen/Qwen2.5-0.5B`".to_owned(),
+    ))
+}
+
+fn matcher(name: &str, pattern: &str) -> Result<Regex> {
+    let whole = format!("^{}$", regex::escape(pattern).replace(r"\*", ".*"));
+    Regex::new(&whole).map_err(|cause| refuse(name, format!("the pattern `{pattern}`: {cause}")))
+}
+
+fn listed(files: &[String]) -> String {
+    match (files.len(), files.len().saturating_sub(8)) {
+        (0, _) => "it has no files".to_owned(),
+        (_, 0) => format!("it has {}", files.join(", ")),
+        (_, more) => format!("it has {} and {more} more", files[..8].join(", ")),
+    }
+}
+
+fn refuse(name: &str, reason: String) -> Error {
+    Error::Hub { name: name.to_owned(), reason }
+}

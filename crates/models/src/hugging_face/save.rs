@@ -1,0 +1,168 @@
+//! A model into a folder.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io;
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+use tch::{Kind, Tensor};
+
+use super::{CONFIG, INDEX, SINGLE};
+use crate::error::{Error, Result};
+use crate::llama::{Llama, hugging_face_name};
+use crate::module::LanguageModel;
+use crate::state_dict::{check_fit, state_dict};
+use crate::tensors_file::{self, file_error};
+
+/// Bytes of a shard unless another limit is wanted: 5 GB, as Hugging Face's writers have had it.
+pub const SHARD_BYTES: u64 = 5_000_000_000;
+
+/// What readers of the format ask for.
+const METADATA: [(&str, &str); 1] = [("format", "pt")];
+
+/// Where files are written before they take their names.
+const STAGE: &str = ".frugal-partial";
+
+/// Writes `config.json` and the weights, in the dtypes that they have, under Hugging Face's names: one `model.safetensors`, or,
+/// where that would be beyond `max_shard_bytes` (of values), shards with an index. A tensor is never cut: one that is larger gets
+/// a shard of its own.
+///
+/// The folder is made if it is not there; weights of an earlier model in it are replaced, other files stay. Everything is written
+/// and synced under the folder's `.frugal-partial` first, and the old weights stay until then. The file by which readers find the
+/// weights goes first and comes last, so that whoever looks in between finds none, and never a mixture.
+///
+/// # Errors
+/// [`Error::State`] for a model whose tensors are not those of its configuration, because parts were replaced: by name (merge
+/// adapters first). A limit of 0; a folder that cannot be written or is full.
+pub fn save(model: &Llama, folder: &Path, max_shard_bytes: u64) -> Result<()> {
+    if max_shard_bytes == 0 {
+        let reason = "`max_shard_bytes` is 0; expected at least 1".to_owned();
+        return Err(Error::Config { what: "hugging_face::save", reason });
+    }
+    let state = state_dict(model);
+    let given: BTreeMap<&str, Vec<i64>> = state.iter().map(|(name, x)| (&**name, x.size())).collect();
+    check_fit(&model.llama_config().shapes(), &given, "what is to be saved")?;
+    drop(given);
+    let tensors: Vec<(String, Tensor)> =
+        state.into_iter().map(|(name, tensor)| (hugging_face_name(&name), tensor)).collect();
+
+    let failed = |cause: io::Error| file_error(folder, format!("cannot be written: {cause}"));
+    let made = !folder.exists();
+    fs::create_dir_all(folder).map_err(failed)?;
+    let stage = folder.join(STAGE);
+    let written = (|| {
+        if stage.exists() {
+            fs::remove_dir_all(&stage).map_err(failed)?;
+        }
+        fs::create_dir(&stage).map_err(failed)?;
+        let weights = write_weights(&stage, &tensors, max_shard_bytes)?;
+        write_json(&stage.join(CONFIG), &config(model, &tensors))?;
+        publish(&stage, folder, &weights).map_err(failed)
+    })();
+    let _ = fs::remove_dir_all(&stage);
+    if written.is_err() && made {
+        // Only if nothing has got there.
+        let _ = fs::remove_dir(folder);
+    }
+    written
+}
+
+/// Writes the weights, and gives the names of the files: that by which they are found is the last.
+fn write_weights(stage: &Path, tensors: &[(String, Tensor)], limit: u64) -> Result<Vec<String>> {
+    let shards = shards(tensors, limit);
+    if let [_] = shards[..] {
+        tensors_file::write_file(&stage.join(SINGLE), tensors, &METADATA)?;
+        return Ok(vec![SINGLE.to_owned()]);
+    }
+    let mut files = Vec::new();
+    let mut weight_map = Map::new();
+    for (number, shard) in (1..).zip(&shards) {
+        let file = format!("model-{number:05}-of-{:05}.safetensors", shards.len());
+        weight_map.extend(shard.iter().map(|(name, _)| (name.clone(), json!(file))));
+        tensors_file::write_file(&stage.join(&file), shard, &METADATA)?;
+        files.push(file);
+    }
+    weight_map.sort_keys();
+    let total: u64 = tensors.iter().map(|(_, tensor)| bytes(tensor)).sum();
+    let index = json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
+    write_json(&stage.join(INDEX), &index)?;
+    files.push(INDEX.to_owned());
+    Ok(files)
+}
+
+/// Cuts the tensors, in their order, into runs that stay within the limit; at least one.
+fn shards(tensors: &[(String, Tensor)], limit: u64) -> Vec<&[(String, Tensor)]> {
+    let (mut shards, mut start, mut size) = (Vec::new(), 0, 0u64);
+    for (at, (_, tensor)) in tensors.iter().enumerate() {
+        let more = bytes(tensor);
+        if at > start && size.saturating_add(more) > limit {
+            shards.push(&tensors[start..at]);
+            (start, size) = (at, 0);
+        }
+        size = size.saturating_add(more);
+    }
+    shards.push(&tensors[start..]);
+    shards
+}
+
+fn bytes(tensor: &Tensor) -> u64 {
+    (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
+}
+
+/// The configuration, with what transformers wants to know besides.
+fn config(model: &Llama, tensors: &[(String, Tensor)]) -> Value {
+    let mut config = model.config();
+    config["architectures"] = json!([model.llama_config().family.architecture()]);
+    let kinds: Vec<Kind> = tensors.iter().map(|(_, tensor)| tensor.kind()).collect();
+    let dtype = match kinds[..] {
+        [Kind::Float, ..] => "float32",
+        [Kind::BFloat16, ..] => "bfloat16",
+        [Kind::Half, ..] => "float16",
+        [Kind::Double, ..] => "float64",
+        _ => return config,
+    };
+    if kinds.iter().all(|kind| *kind == kinds[0]) {
+        config["dtype"] = json!(dtype);
+    }
+    config
+}
+
+fn write_json(path: &Path, json: &Value) -> Result<()> {
+    let written = (|| {
+        let mut text = serde_json::to_vec_pretty(json)?;
+        text.push(b'\n');
+        fs::write(path, text)?;
+        File::open(path)?.sync_all()
+    })();
+    written.map_err(|cause: io::Error| file_error(path, format!("cannot be written: {cause}")))
+}
+
+/// Gives the files their names.
+fn publish(stage: &Path, folder: &Path, weights: &[String]) -> io::Result<()> {
+    let remove = |name: &str| match fs::remove_file(folder.join(name)) {
+        Err(cause) if cause.kind() != io::ErrorKind::NotFound => Err(cause),
+        _ => Ok(()),
+    };
+    for name in [INDEX, SINGLE] {
+        remove(name)?;
+    }
+    for entry in fs::read_dir(folder)? {
+        let name = entry?.file_name();
+        if let Some(name) = name.to_str().filter(|name| is_shard(name)) {
+            remove(name)?;
+        }
+    }
+    for name in std::iter::once(CONFIG).chain(weights.iter().map(String::as_str)) {
+        fs::rename(stage.join(name), folder.join(name))?;
+    }
+    // The names are on the disk when their folder is.
+    File::open(folder)?.sync_all()
+}
+
+/// Whether a name is `model-00001-of-00002.safetensors`.
+fn is_shard(name: &str) -> bool {
+    let numbers = name.strip_prefix("model-").and_then(|rest| rest.strip_suffix(".safetensors"));
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    numbers.and_then(|rest| rest.split_once("-of-")).is_some_and(|(a, b)| digits(a) && digits(b))
+}

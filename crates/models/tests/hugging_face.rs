@@ -1,0 +1,353 @@
+//! A model's folder: what is read of it, what is written, and what is said of one that is not whole.
+
+use std::fs;
+use std::path::Path;
+
+use expect_test::{Expect, expect};
+use models::hugging_face::{self, Folder, SHARD_BYTES};
+use models::module::{Edit, Input, LanguageModel, Mlp, edit};
+use models::state_dict::state_dict;
+use models::{Init, Llama, LlamaConfig, Swiglu, llama, tensors_file};
+use runtime::random::Generator;
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+fn config() -> LlamaConfig {
+    LlamaConfig {
+        max_position_embeddings: 32,
+        num_key_value_heads: 1,
+        ..LlamaConfig::llama(40, 16, 24, 2, 4)
+    }
+}
+
+/// A model with weights that a seed decides.
+fn model(config: &LlamaConfig, kind: Kind) -> Llama {
+    let model = Llama::new(config, (kind, Device::Cpu)).unwrap();
+    let mut generator = Generator::new(7).unwrap();
+    for (_, tensor) in state_dict(&model) {
+        tensor.shallow_clone().copy_(&generator.normal(&tensor.size(), (Kind::Float, Device::Cpu)).unwrap());
+    }
+    model
+}
+
+fn logits(model: &Llama) -> Tensor {
+    let tokens = Tensor::from_slice(&[3i64, 1, 4, 1, 5, 9]).view([2, 3]);
+    model.logits(&Input::new(&tokens)).unwrap().detach()
+}
+
+/// A folder with a saved model, changed by `change`.
+fn folder(config: &LlamaConfig, change: impl FnOnce(&Path)) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    hugging_face::save(&model(config, Kind::Float), folder.path(), SHARD_BYTES).unwrap();
+    change(folder.path());
+    folder
+}
+
+fn change_config(folder: &Path, name: &str, value: Value) {
+    let path = folder.join("config.json");
+    let mut json: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    json[name] = value;
+    fs::write(path, json.to_string()).unwrap();
+}
+
+/// Rewrites the weights.
+fn change_weights(folder: &Path, change: impl FnOnce(&mut Vec<(String, Tensor)>)) {
+    let path = folder.join("model.safetensors");
+    let mut tensors = tensors_file::read(&path, Device::Cpu).unwrap();
+    change(&mut tensors);
+    tensors_file::write(&path, &tensors).unwrap();
+}
+
+/// What opening or loading says of a folder that was changed, without the folder's own name.
+fn refused(change: impl FnOnce(&Path), expected: Expect) {
+    let folder = folder(&config(), change);
+    let error = Folder::open(folder.path()).and_then(|opened| opened.load(None, Device::Cpu)).unwrap_err();
+    expected.assert_eq(&error.to_string().replace(&folder.path().display().to_string(), "DIR"));
+}
+
+#[test]
+fn a_model_comes_back_from_its_folder() {
+    let configs = [
+        config(),
+        LlamaConfig { tie_word_embeddings: true, attention_bias: true, mlp_bias: true, ..config() },
+        LlamaConfig { max_position_embeddings: 32, ..LlamaConfig::qwen2(40, 16, 24, 2, 4) },
+        LlamaConfig { tie_word_embeddings: false, ..LlamaConfig::qwen2(40, 16, 24, 1, 2) },
+    ];
+    for config in configs {
+        for kind in [Kind::Float, Kind::BFloat16, Kind::Half, Kind::Double] {
+            let model = model(&config, kind);
+            let place = tempfile::tempdir().unwrap();
+            let path = place.path().join("new/folder");
+            hugging_face::save(&model, &path, SHARD_BYTES).unwrap();
+            let folder = Folder::open(&path).unwrap();
+            assert_eq!((folder.config(), folder.kind().unwrap()), (&config, kind));
+            let back = folder.load(None, Device::Cpu).unwrap();
+            for ((name, a), (other, b)) in state_dict(&model).into_iter().zip(state_dict(&back)) {
+                assert_eq!((&name, b.kind()), (&other, kind));
+                assert!(a.equal(&b), "{name}");
+            }
+            for wanted in [Kind::Float, Kind::BFloat16, Kind::Double] {
+                let converted = folder.load(Some(wanted), Device::Cpu).unwrap();
+                for ((name, a), (_, b)) in state_dict(&model).into_iter().zip(state_dict(&converted)) {
+                    assert!(a.to_kind(wanted).equal(&b), "{name} from {kind:?} to {wanted:?}");
+                    assert!(!name.is_empty() && b.kind() == wanted);
+                }
+            }
+            let mut names: Vec<_> =
+                fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+            names.sort();
+            assert_eq!(names, ["config.json", "model.safetensors"]);
+        }
+    }
+}
+
+#[test]
+fn weights_go_into_a_model_that_is_there_from_a_folder_or_a_file() {
+    let folder = folder(&config(), |_| ());
+    let expected = logits(&model(&config(), Kind::Float));
+    for path in [folder.path().to_owned(), folder.path().join("model.safetensors")] {
+        let other = Llama::new(&config(), (Kind::Float, Device::Cpu)).unwrap();
+        assert_ne!(logits(&other), expected);
+        llama::load(&other, &path).unwrap();
+        assert_eq!(logits(&other), expected);
+    }
+    let other = Llama::new(&config(), (Kind::Float, Device::Cpu)).unwrap();
+    Folder::open(folder.path()).unwrap().load_into(&other).unwrap();
+    assert_eq!(logits(&other), expected);
+}
+
+#[test]
+fn the_header_says_what_transformers_asks_for() {
+    let folder = folder(&config(), |_| ());
+    let bytes = fs::read(folder.path().join("model.safetensors")).unwrap();
+    let (_, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    assert_eq!(metadata.metadata().as_ref().unwrap()["format"], "pt");
+    let config: Value =
+        serde_json::from_str(&fs::read_to_string(folder.path().join("config.json")).unwrap()).unwrap();
+    assert_eq!(config["architectures"], json!(["LlamaForCausalLM"]));
+    assert_eq!((&config["dtype"], &config["model_type"]), (&json!("float32"), &json!("llama")));
+}
+
+#[test]
+fn what_older_files_repeat_is_left_out() {
+    let tied = LlamaConfig { tie_word_embeddings: true, ..config() };
+    let folder = folder(&tied, |folder| {
+        change_weights(folder, |tensors| {
+            let embedding =
+                tensors.iter().find(|(name, _)| name == "model.embed_tokens.weight").unwrap().1.copy();
+            tensors.push(("lm_head.weight".to_owned(), embedding));
+            for layer in 0..2 {
+                let name = format!("model.layers.{layer}.self_attn.rotary_emb.inv_freq");
+                tensors.push((name, Tensor::ones([2], (Kind::Float, Device::Cpu))));
+            }
+        });
+    });
+    let loaded = Folder::open(folder.path()).unwrap().load(None, Device::Cpu).unwrap();
+    assert_eq!(logits(&loaded), logits(&model(&tied, Kind::Float)));
+}
+
+#[test]
+fn fields_that_say_nothing_here_are_accepted() {
+    let qwen2 = LlamaConfig { max_position_embeddings: 32, ..LlamaConfig::qwen2(40, 16, 24, 2, 4) };
+    for dtype in ["dtype", "torch_dtype"] {
+        let folder = folder(&qwen2, |folder| {
+            change_config(folder, "sliding_window", json!(32768));
+            change_config(folder, "use_sliding_window", json!(false));
+            change_config(folder, "max_window_layers", json!(21));
+            change_config(folder, dtype, json!("bfloat16"));
+        });
+        let opened = Folder::open(folder.path()).unwrap();
+        // The tensors' own dtype decides.
+        assert_eq!(opened.kind().unwrap(), Kind::Float);
+        assert_eq!(opened.config(), &qwen2);
+    }
+    // Who says only `architectures` is known by that.
+    let folder = folder(&qwen2, |folder| change_config(folder, "model_type", Value::Null));
+    assert_eq!(Folder::open(folder.path()).unwrap().config(), &qwen2);
+}
+
+#[test]
+fn end_tokens_come_from_the_generation_config_before_the_config() {
+    let open = |config_says: Value, generation: Option<Value>| {
+        let folder = folder(&config(), |folder| {
+            change_config(folder, "eos_token_id", config_says);
+            change_config(folder, "pad_token_id", json!(9));
+            if let Some(generation) = &generation {
+                fs::write(folder.join("generation_config.json"), generation.to_string()).unwrap();
+            }
+        });
+        let opened = Folder::open(folder.path()).unwrap();
+        assert_eq!(opened.generation_config().is_some(), generation.is_some());
+        assert_eq!(opened.tokenizer(), None);
+        fs::write(folder.path().join("tokenizer.json"), "{}").unwrap();
+        assert_eq!(opened.tokenizer(), Some(folder.path().join("tokenizer.json")));
+        (opened.end_tokens().to_vec(), opened.pad_token())
+    };
+    assert_eq!(open(json!(2), None), (vec![2], Some(9)));
+    assert_eq!(open(Value::Null, None), (vec![], Some(9)));
+    assert_eq!(open(json!(2), Some(json!({}))), (vec![2], Some(9)));
+    let generation = json!({ "eos_token_id": [151645, 151643], "pad_token_id": 151643 });
+    assert_eq!(open(json!(2), Some(generation)), (vec![151645, 151643], Some(151643)));
+}
+
+#[test]
+fn a_folder_that_is_not_whole_is_refused_in_clear_words() {
+    let gone = |name: &'static str| move |folder: &Path| fs::remove_file(folder.join(name)).unwrap();
+    refused(gone("config.json"), expect!["DIR: config.json is missing; there is model.safetensors"]);
+    refused(
+        gone("model.safetensors"),
+        expect![
+            "DIR: neither model.safetensors nor model.safetensors.index.json is there; there is config.json"
+        ],
+    );
+    refused(|folder| fs::remove_dir_all(folder).unwrap(), expect!["DIR: there is no such folder"]);
+    refused(
+        |folder| {
+            fs::remove_dir_all(folder).unwrap();
+            fs::write(folder, "").unwrap();
+        },
+        expect!["DIR: a file; expected the folder that has config.json"],
+    );
+    refused(
+        |folder| fs::write(folder.join("config.json"), "{\n\"vocab_size\": ").unwrap(),
+        expect!["DIR/config.json: EOF while parsing a value at line 2 column 14"],
+    );
+    refused(
+        |folder| change_config(folder, "architectures", json!(["MixtralForCausalLM"])),
+        expect![
+            "DIR/config.json: Llama or Qwen2: `architectures` names `MixtralForCausalLM`; known are LlamaForCausalLM and Qwen2ForCausalLM"
+        ],
+    );
+    refused(
+        |folder| change_config(folder, "model_type", json!("mixtral")),
+        expect!["DIR/config.json: Llama or Qwen2: `model_type` is `mixtral`; known are llama and qwen2"],
+    );
+    refused(
+        |folder| change_config(folder, "model_type", json!("qwen2")),
+        expect![
+            "DIR/config.json: Llama or Qwen2: `model_type` is `qwen2`, but `architectures` names `LlamaForCausalLM`; they must agree"
+        ],
+    );
+    refused(
+        |folder| {
+            change_config(folder, "model_type", Value::Null);
+            change_config(folder, "architectures", Value::Null);
+        },
+        expect!["DIR/config.json: Llama or Qwen2: there is no `model_type`; known are llama and qwen2"],
+    );
+    for kind in ["dynamic", "yarn"] {
+        let folder = folder(&config(), |folder| {
+            change_config(folder, "rope_parameters", Value::Null);
+            change_config(folder, "rope_scaling", json!({ "type": kind, "factor": 4.0 }));
+        });
+        let error = Folder::open(folder.path()).unwrap_err().to_string();
+        assert!(
+            error.contains(&format!("scaled by `{kind}`; known are default, linear and llama3")),
+            "{error}"
+        );
+    }
+    refused(
+        |folder| fs::write(folder.join("generation_config.json"), r#"{ "eos_token_id": "</s>" }"#).unwrap(),
+        expect![[
+            r#"DIR/generation_config.json: `eos_token_id` is "</s>"; expected a token or a list of them"#
+        ]],
+    );
+}
+
+#[test]
+fn weights_that_do_not_fit_are_listed() {
+    refused(
+        |folder| change_weights(folder, |tensors| tensors.retain(|(name, _)| name != "lm_head.weight")),
+        expect!["DIR does not fit the model: missing lm_head.weight"],
+    );
+    refused(
+        |folder| {
+            change_weights(folder, |tensors| {
+                tensors.retain(|(name, _)| !name.ends_with("input_layernorm.weight"));
+                tensors.push(("model.extra".to_owned(), Tensor::from(1f32)));
+                let norm = tensors.iter_mut().find(|(name, _)| name == "model.norm.weight").unwrap();
+                norm.1 = Tensor::zeros([4, 4], (Kind::Float, Device::Cpu));
+            });
+        },
+        expect![
+            "DIR does not fit the model: missing layers.0.input_layernorm.weight, layers.1.input_layernorm.weight; unexpected extra; of another shape norm.weight [4, 4] (the model has [16])"
+        ],
+    );
+    refused(
+        |folder| change_config(folder, "num_hidden_layers", json!(1_000_000_000_000i64)),
+        expect![
+            "DIR/config.json: `num_hidden_layers` is 1000000000000, but the weights are 21 tensors; the files do not belong together"
+        ],
+    );
+    refused(
+        |folder| {
+            change_weights(folder, |tensors| {
+                let twice = tensors.iter().find(|(name, _)| name == "model.norm.weight").unwrap().1.copy();
+                tensors.push(("norm.weight".to_owned(), twice));
+            });
+        },
+        expect![
+            "DIR/model.safetensors: `norm.weight` is there twice: it is `model.norm.weight` of DIR/model.safetensors too"
+        ],
+    );
+    refused(
+        |folder| change_weights(folder, |tensors| tensors[0].1 = tensors[0].1.to_kind(Kind::Int8)),
+        expect![
+            "DIR/model.safetensors: `model.embed_tokens.weight` is Int8; expected a floating dtype (quantised weights are not computed here)"
+        ],
+    );
+    refused(
+        |folder| change_weights(folder, |tensors| tensors[0].1 = tensors[0].1.to_kind(Kind::Half)),
+        expect!["DIR: the tensors have several dtypes (20 in Float, 1 in Half); say which one is wanted"],
+    );
+    let mixed = folder(&config(), |folder| {
+        change_weights(folder, |tensors| tensors[0].1 = tensors[0].1.to_kind(Kind::Half));
+    });
+    let folder = Folder::open(mixed.path()).unwrap();
+    assert!(folder.load(Some(Kind::BFloat16), Device::Cpu).is_ok());
+    expect!["hugging_face: a model in Int64; expected Float, BFloat16, Half or Double"]
+        .assert_eq(&folder.load(Some(Kind::Int64), Device::Cpu).unwrap_err().to_string());
+}
+
+#[test]
+fn a_state_that_does_not_fit_changes_nothing() {
+    let folder = folder(&config(), |folder| {
+        change_weights(folder, |tensors| tensors.retain(|(name, _)| name != "model.norm.weight"));
+    });
+    let other = Llama::new(&config(), (Kind::Float, Device::Cpu)).unwrap();
+    let before = logits(&other);
+    assert!(llama::load(&other, folder.path()).is_err());
+    assert_eq!(logits(&other), before);
+}
+
+/// Puts an MLP with biases into the first block.
+struct WithBias;
+
+impl Edit for WithBias {
+    fn mlp(&mut self, name: &str, slot: &mut Box<dyn Mlp>) -> models::Result<()> {
+        if name == "layers.0.mlp" {
+            *slot = Box::new(Swiglu::new(16, 24, true, Init::Constant(0.5), (Kind::Float, Device::Cpu))?);
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn a_model_with_other_parts_is_not_saved() {
+    let mut other = model(&config(), Kind::Float);
+    edit(&mut other, &mut WithBias).unwrap();
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("other");
+    let error = hugging_face::save(&other, &path, SHARD_BYTES).unwrap_err();
+    expect![
+        "what is to be saved does not fit the model: unexpected layers.0.mlp.down_proj.bias, layers.0.mlp.gate_proj.bias, layers.0.mlp.up_proj.bias"
+    ]
+    .assert_eq(&error.to_string());
+    assert!(!path.exists());
+    let error = hugging_face::save(&model(&config(), Kind::Float), &path, 0).unwrap_err();
+    expect!["hugging_face::save: `max_shard_bytes` is 0; expected at least 1"].assert_eq(&error.to_string());
+    // A file where the folder should be.
+    fs::write(&path, "").unwrap();
+    let error = hugging_face::save(&model(&config(), Kind::Float), &path, 1).unwrap_err().to_string();
+    assert!(error.contains("other: cannot be written: "), "{error}");
+}
