@@ -103,9 +103,9 @@ pub struct LoraConfig {
     pub fan_in_fan_out: bool,
     /// Kept for files.
     pub base_model_name_or_path: Option<String>,
-    /// The file as it was read.
+    /// The file that it was read from, field by field; empty for a configuration that was made here.
     #[serde(skip)]
-    pub(crate) read: Map<String, Value>,
+    pub read: Map<String, Value>,
 }
 
 impl Default for LoraConfig {

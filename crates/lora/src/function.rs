@@ -277,3 +277,41 @@ fn rows(x: &Tensor) -> runtime::Result<Tensor> {
     let (&width, leading) = size.split_last().unwrap_or((&1, &[]));
     Ok(x.f_reshape([leading.iter().product::<i64>(), width])?)
 }
+
+#[cfg(test)]
+mod tests {
+    use runtime::autograd::{GradcheckOptions, gradcheck};
+    use runtime::random::Generator;
+    use tch::kind;
+
+    use super::*;
+
+    /// Everything at once: the base trained too, two terms that drop and one that does not.
+    #[test]
+    fn derivatives_are_those_of_differences() {
+        let mut generator = Generator::new(5).unwrap();
+        let shapes: [&[i64]; 9] =
+            [&[2, 3, 5], &[4, 5], &[4], &[3, 5], &[4, 3], &[2, 5], &[4, 2], &[1, 5], &[4, 1]];
+        let inputs: Vec<Tensor> = shapes
+            .iter()
+            .map(|shape| generator.normal(shape, kind::DOUBLE_CPU).unwrap().set_requires_grad(true))
+            .collect();
+        let masks = [Some(Mask { rate: 0.3, seed: 1 }), None, Some(Mask { rate: 0.5, seed: 2 })];
+        let report = gradcheck(
+            |inputs| {
+                let terms: Vec<Term<'_>> = inputs[3..]
+                    .chunks(2)
+                    .zip(masks)
+                    .map(|(pair, mask)| Term { a: &pair[0], b: &pair[1], scale: 0.7, mask })
+                    .collect();
+                let [x, weight, bias] = [&inputs[0], &inputs[1], &inputs[2]];
+                Ok(vec![low_rank_linear(x, weight, Some(bias), &terms, Kind::Double)?])
+            },
+            &inputs.iter().collect::<Vec<_>>(),
+            GradcheckOptions::default(),
+        )
+        .unwrap();
+        let expected = 24 * (30 + 20 + 4 + 15 + 12 + 10 + 8 + 5 + 4);
+        assert_eq!(report.compared, expected, "{report}");
+    }
+}
