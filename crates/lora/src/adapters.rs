@@ -5,6 +5,7 @@ mod slots;
 pub(crate) mod survey;
 mod whole;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use models::Linear;
@@ -56,7 +57,12 @@ pub struct Adapters {
     sites: Vec<Site>,
     wholes: Arc<Mutex<Vec<Whole>>>,
     configs: Vec<(String, LoraConfig)>,
+    /// Base weights that came with an adapter's file, by adapter and projection: they are written with it again.
+    copies: Vec<(String, String)>,
 }
+
+/// What PEFT calls the weight of an adapted projection; it is in files whose targets name the head.
+pub(crate) const BASE_WEIGHT: &str = ".base_layer.weight";
 
 /// An adapted projection.
 #[derive(Debug)]
@@ -84,8 +90,13 @@ impl Adapters {
         for (_, tensor) in parameters(model) {
             let _ = tensor.f_set_requires_grad(false)?;
         }
-        let mut adapters =
-            Self { switch: Arc::default(), sites: Vec::new(), wholes: Arc::default(), configs: Vec::new() };
+        let mut adapters = Self {
+            switch: Arc::default(),
+            sites: Vec::new(),
+            wholes: Arc::default(),
+            configs: Vec::new(),
+            copies: Vec::new(),
+        };
         adapters.place(model, DEFAULT, config, plan, seed)?;
         adapters.set_active(&[DEFAULT])?;
         Ok(adapters)
@@ -264,6 +275,7 @@ impl Adapters {
         }
         self.wholes.lock().iter_mut().for_each(|whole| whole.values.retain(|(known, _)| known != name));
         self.configs.retain(|(known, _)| known != name);
+        self.copies.retain(|(known, _)| known != name);
         put_in(model, &self.sites, &self.wholes.lock())
     }
 
@@ -272,10 +284,14 @@ impl Adapters {
     /// # Errors
     /// [`Error::UnknownAdapter`].
     pub fn parameter_count(&self, name: &str) -> Result<u64> {
-        Ok(self.tensors(name)?.iter().map(|(_, tensor)| tensor.numel() as u64).sum())
+        let mut seen = BTreeSet::new();
+        let tensors = self.tensors(name)?;
+        let once = tensors.iter().filter(|(_, tensor)| seen.insert(tensor.data_ptr() as usize));
+        Ok(once.map(|(_, tensor)| tensor.numel() as u64).sum())
     }
 
-    /// An adapter's tensors as PEFT's files call them without `base_model.model.`, sharing memory with it.
+    /// An adapter's tensors as PEFT's files call them without `base_model.model.`, sharing memory with it. One that is tied comes
+    /// under each of its names.
     ///
     /// # Errors
     /// [`Error::UnknownAdapter`].
@@ -292,7 +308,8 @@ impl Adapters {
         }
         for whole in self.wholes.lock().iter() {
             if let Some(values) = whole.of(name) {
-                list.push((whole.keys[0].clone(), values.f_detach()?));
+                let shared = |key: &String| Ok((key.clone(), values.f_detach()?));
+                list.extend(whole.keys.iter().map(shared).collect::<Result<Vec<_>>>()?);
             }
         }
         Ok(list)
@@ -388,6 +405,22 @@ impl Adapters {
             names.extend(shared.then_some(own));
         }
         names
+    }
+
+    /// Notes that an adapter's file has the base weight of these projections.
+    pub(crate) fn keep_copies(&mut self, name: &str, projections: Vec<String>) {
+        self.copies.extend(projections.into_iter().map(|projection| (name.to_owned(), projection)));
+    }
+
+    /// The base weights that were noted for an adapter, as its file calls them.
+    pub(crate) fn copies(&self, name: &str) -> Vec<(String, Tensor)> {
+        let of_adapter = self.copies.iter().filter(|(adapter, _)| adapter == name);
+        let site = |projection: &String| self.sites.iter().find(|site| site.name == *projection);
+        of_adapter
+            .filter_map(|(_, projection)| {
+                Some((format!("{projection}{BASE_WEIGHT}"), site(projection)?.layer.base_weight()))
+            })
+            .collect()
     }
 
     fn not_merged(&self, to: &str) -> Result<()> {

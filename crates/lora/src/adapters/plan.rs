@@ -74,18 +74,19 @@ impl Plan {
         Ok(Self { sites, wholes })
     }
 
-    /// Every tensor of the adapter as a file has it, without PEFT's prefix, with its shape.
-    pub(crate) fn expected(&self) -> Vec<(String, Vec<i64>)> {
+    /// Every tensor of the adapter as a file has it, without PEFT's prefix, with its shape. One that is tied has several names, of
+    /// which a file has one at least.
+    pub(crate) fn expected(&self) -> Vec<(Vec<String>, Vec<i64>)> {
         let mut expected = Vec::new();
         for PlannedSite { name, weight, options, .. } in &self.sites {
             let (out, inner) = (weight.size()[0], weight.size()[1]);
-            expected.push((format!("{name}.lora_A.weight"), vec![options.r, inner]));
-            expected.push((format!("{name}.lora_B.weight"), vec![out, options.r]));
+            expected.push((vec![format!("{name}.lora_A.weight")], vec![options.r, inner]));
+            expected.push((vec![format!("{name}.lora_B.weight")], vec![out, options.r]));
             if options.dora {
-                expected.push((format!("{name}.lora_magnitude_vector"), vec![out]));
+                expected.push((vec![format!("{name}.lora_magnitude_vector")], vec![out]));
             }
         }
-        expected.extend(self.wholes.iter().map(|whole| (whole.keys[0].clone(), whole.tensor.size())));
+        expected.extend(self.wholes.iter().map(|whole| (whole.keys.clone(), whole.tensor.size())));
         expected
     }
 }

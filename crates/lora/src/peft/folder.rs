@@ -9,7 +9,7 @@ use tch::{Device, Tensor};
 
 use super::{CONFIG_FILE, TENSORS_FILE, tensors};
 use crate::adapters::plan::Plan;
-use crate::adapters::{Adapters, survey::Survey};
+use crate::adapters::{Adapters, BASE_WEIGHT, survey::Survey};
 use crate::config::LoraConfig;
 use crate::error::{Error, Result};
 use crate::linear::DEFAULT;
@@ -27,9 +27,9 @@ impl Adapters {
     pub fn load(model: &mut dyn Module, folder: &Path) -> Result<Self> {
         let config = LoraConfig::read(&folder.join(CONFIG_FILE))?;
         let plan = Plan::new(&Survey::of(model)?, &config)?;
-        let values = fitting(folder, &plan)?;
-        let adapters = Self::install(model, &config, 0)?;
-        adapters.fill(DEFAULT, &values)?;
+        let read = fitting(folder, &plan)?;
+        let mut adapters = Self::install(model, &config, 0)?;
+        adapters.fill(DEFAULT, read)?;
         Ok(adapters)
     }
 
@@ -40,9 +40,9 @@ impl Adapters {
     pub fn add_from(&mut self, model: &mut dyn Module, name: &str, folder: &Path) -> Result<()> {
         let config = LoraConfig::read(&folder.join(CONFIG_FILE))?;
         let plan = self.plan(model, name, &config)?;
-        let values = fitting(folder, &plan)?;
+        let read = fitting(folder, &plan)?;
         self.place(model, name, &config, plan, 0)?;
-        self.fill(name, &values)
+        self.fill(name, read)
     }
 
     /// Writes every adapter as PEFT does: `default` into `folder`, each other one into a folder of its name in it.
@@ -70,25 +70,27 @@ impl Adapters {
             path: folder.to_owned(),
             reason: format!("cannot be made: {cause}"),
         })?;
-        let named = self.tensors(name)?.into_iter().map(|(key, tensor)| (format!("{PREFIX}{key}"), tensor));
+        let all = self.tensors(name)?.into_iter().chain(self.copies(name));
+        let named = all.map(|(key, tensor)| (format!("{PREFIX}{key}"), tensor));
         tensors::write(&folder.join(TENSORS_FILE), &named.collect::<Vec<_>>())?;
         tensors::replace(&folder.join(CONFIG_FILE), config.to_json().as_bytes())
     }
 
     /// Copies values, which fit, into an adapter.
-    fn fill(&self, name: &str, values: &BTreeMap<String, Tensor>) -> Result<()> {
+    fn fill(&mut self, name: &str, Read { values, copies }: Read) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         for (key, tensor) in self.tensors(name)? {
             if let Some(values) = values.get(&key) {
                 tensor.shallow_clone().f_copy_(values)?;
             }
         }
+        self.keep_copies(name, copies);
         Ok(())
     }
 }
 
 /// The tensors of a folder by name without the prefix, all of which `plan` expects.
-fn fitting(folder: &Path, plan: &Plan) -> Result<BTreeMap<String, Tensor>> {
+fn fitting(folder: &Path, plan: &Plan) -> Result<Read> {
     let path = folder.join(TENSORS_FILE);
     let mut values = BTreeMap::new();
     for (name, tensor) in tensors_file::read(&path, Device::Cpu)? {
@@ -102,23 +104,42 @@ fn fitting(folder: &Path, plan: &Plan) -> Result<BTreeMap<String, Tensor>> {
     }
     let (mut missing, mut mismatched) = (Vec::new(), Vec::new());
     let expected = plan.expected();
-    for (name, shape) in &expected {
-        match values.get(name) {
-            None => missing.push(name.clone()),
-            Some(tensor) if tensor.size() != *shape => {
-                mismatched.push(format!("{name} {:?} (the model wants {shape:?})", tensor.size()));
-            }
-            Some(_) => {}
+    for (names, shape) in &expected {
+        let found: Vec<_> = names.iter().filter_map(|name| Some((name, values.get(name)?))).collect();
+        if found.is_empty() {
+            missing.push(names[0].clone());
+        }
+        for (name, tensor) in found.into_iter().filter(|(_, tensor)| tensor.size() != *shape) {
+            mismatched.push(format!("{name} {:?} (the model wants {shape:?})", tensor.size()));
         }
     }
-    // A tensor that is tied may be written under each of its names.
-    let known = |name: &String| {
-        expected.iter().any(|(expected, _)| expected == name)
-            || plan.wholes.iter().any(|whole| whole.keys.contains(name))
-    };
-    let unexpected: Vec<String> = values.keys().filter(|name| !known(name)).cloned().collect();
+    let (mut unexpected, mut copies) = (Vec::new(), Vec::new());
+    for (name, tensor) in &values {
+        if expected.iter().any(|(names, _)| names.contains(name)) {
+            continue;
+        }
+        let projection = name.strip_suffix(BASE_WEIGHT);
+        match projection.and_then(|projection| plan.sites.iter().find(|site| site.name == projection)) {
+            None => unexpected.push(name.clone()),
+            Some(site) if same_values(&site.weight, tensor)? => copies.push(site.name.clone()),
+            Some(_) => mismatched.push(format!("{name} (its values are not the base's)")),
+        }
+    }
     if missing.is_empty() && unexpected.is_empty() && mismatched.is_empty() {
-        return Ok(values);
+        return Ok(Read { values, copies });
     }
     Err(Error::Adapter { from: path.display().to_string(), missing, unexpected, mismatched })
+}
+
+/// What a folder has.
+struct Read {
+    /// By name without the prefix.
+    values: BTreeMap<String, Tensor>,
+    /// Projections whose base weight lies there too.
+    copies: Vec<String>,
+}
+
+fn same_values(base: &Tensor, read: &Tensor) -> Result<bool> {
+    let base = base.f_detach()?.f_to_device(Device::Cpu)?;
+    Ok(base.size() == read.size() && base.f_equal(&read.f_to_kind(base.kind())?)?)
 }
