@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 from records import environment, metric
 
 TOLERANCE = 1e-4
+# How far an adapter must move a logit for its being read right to mean something.
+EFFECT = 1e-2
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 CASES = {
     "plain": ("llama", dict(r=4, lora_alpha=12, target_modules=ATTENTION)),
@@ -81,7 +83,7 @@ def make(root):
         with torch.no_grad():
             for parameter in adapted.parameters():
                 if parameter.requires_grad:
-                    parameter += 0.05 * torch.randn_like(parameter)
+                    parameter += 0.3 * torch.randn_like(parameter)
         adapted.save_pretrained(folder / "theirs")
         # What PEFT gives after loading, since that is what others get.
         adapted = peft.PeftModel.from_pretrained(load_base(folder), folder / "theirs")
@@ -101,6 +103,9 @@ def check(root):
         model = peft.PeftModel.from_pretrained(load_base(folder), folder / "ours")
         ours, tokens = load_file(folder / "ours.safetensors"), load_file(folder / "theirs.safetensors")["tokens"]
         found = (logits(model, tokens) - ours["logits"]).abs().max().item()
+        effect = (logits(load_base(folder), tokens) - ours["logits"]).abs().max().item()
+        if effect < EFFECT:
+            sys.exit(f"{case}: the adapter moves no logit by {EFFECT}, only by {effect:.1e}")
         merged = (logits(model.merge_and_unload(), tokens) - ours["logits"]).abs().max().item()
         read = ours["difference"].item()
         for direction, value in [("we write, PEFT reads", found), ("we write, PEFT merges", merged), ("PEFT writes, we read", read)]:

@@ -231,8 +231,10 @@ impl LoraLinear {
                 expected: format!("{:?} on {:?}, as the weight", weight.kind(), weight.device()),
             });
         }
-        let off = self.merged.lock().is_some() || self.switch.read(|setting| setting.disabled > 0);
-        let active = if off { Vec::new() } else { self.active() };
+        if self.switch.read(|setting| setting.disabled > 0) {
+            return Ok(precision::linear(x, &self.base_weight(), self.bias.as_ref())?);
+        }
+        let active = if self.merged.lock().is_some() { Vec::new() } else { self.active() };
         if active.is_empty() {
             return Ok(precision::linear(x, weight, self.bias.as_ref())?);
         }
