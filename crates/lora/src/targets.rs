@@ -138,8 +138,12 @@ fn in_list(names: &[String], name: &str) -> bool {
 }
 
 fn compile(pattern: &str, whole: &str) -> Result<Regex> {
-    Regex::new(whole)
-        .map_err(|cause| Error::Pattern { pattern: pattern.to_owned(), reason: cause.to_string() })
+    Regex::new(whole).map_err(|cause| {
+        let cause = cause.to_string();
+        let reason = cause.lines().last().unwrap_or_default().trim_start_matches("error: ");
+        let reason = format!("{reason}; patterns are Python's without look-around and back-references");
+        Error::Pattern { pattern: pattern.to_owned(), reason }
+    })
 }
 
 impl LoraConfig {
