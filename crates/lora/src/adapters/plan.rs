@@ -1,0 +1,150 @@
+//! What a configuration means for a model: decided, and refused, before anything is changed.
+
+use std::collections::BTreeSet;
+
+use tch::Tensor;
+
+use super::survey::{Found, Survey};
+use crate::config::{BiasTraining, LoraConfig};
+use crate::error::{Error, Result};
+use crate::options::Options;
+use crate::targets::Targets;
+
+/// A projection and the adapter it is to get.
+#[derive(Debug)]
+pub(crate) struct PlannedSite {
+    pub(crate) path: String,
+    pub(crate) name: String,
+    pub(crate) weight: Tensor,
+    pub(crate) bias: Option<Tensor>,
+    pub(crate) options: Options,
+}
+
+/// A tensor of the base that is to be trained whole.
+#[derive(Debug)]
+pub(crate) struct PlannedWhole {
+    /// The model's names for it; several where it is tied and trained as one.
+    pub(crate) paths: Vec<String>,
+    /// Hugging Face's, in the same order.
+    pub(crate) names: Vec<String>,
+    /// What files call it, without PEFT's prefix: the first is written.
+    pub(crate) keys: Vec<String>,
+    pub(crate) tensor: Tensor,
+    /// Whether others share it and are not to be trained, so that it needs a handle of its own.
+    pub(crate) split: bool,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Plan {
+    pub(crate) sites: Vec<PlannedSite>,
+    pub(crate) wholes: Vec<PlannedWhole>,
+}
+
+impl Plan {
+    pub(crate) fn new(survey: &Survey, config: &LoraConfig) -> Result<Self> {
+        config.check()?;
+        let targets = Targets::new(config)?;
+        let mut sites = Vec::new();
+        for Found { path, name, weight, bias, head, .. } in &survey.projections {
+            if targets.wants(name, *head) {
+                let clone = Tensor::shallow_clone;
+                sites.push(PlannedSite {
+                    path: path.clone(),
+                    name: name.clone(),
+                    weight: clone(weight),
+                    bias: bias.as_ref().map(clone),
+                    options: config.options(name)?,
+                });
+            }
+        }
+        let names = survey.names();
+        if !targets.means_projections_only() {
+            let known: BTreeSet<&String> = names.iter().collect();
+            let modules = survey.modules();
+            if let Some(name) =
+                modules.iter().find(|name| !known.contains(name) && targets.wants(name, false))
+            {
+                return Err(Error::NotProjection { name: name.clone(), names });
+            }
+        }
+        if sites.is_empty() {
+            return Err(Error::NoTarget { targets: targets.described(), names });
+        }
+        let wholes = wholes(survey, config, &sites)?;
+        Ok(Self { sites, wholes })
+    }
+
+    /// Every tensor of the adapter as a file has it, without PEFT's prefix, with its shape. One that is tied has several names, of
+    /// which a file has one at least.
+    pub(crate) fn expected(&self) -> Vec<(Vec<String>, Vec<i64>)> {
+        let mut expected = Vec::new();
+        for PlannedSite { name, weight, options, .. } in &self.sites {
+            let (out, inner) = (weight.size()[0], weight.size()[1]);
+            expected.push((vec![format!("{name}.lora_A.weight")], vec![options.r, inner]));
+            expected.push((vec![format!("{name}.lora_B.weight")], vec![out, options.r]));
+            if options.dora {
+                expected.push((vec![format!("{name}.lora_magnitude_vector")], vec![out]));
+            }
+        }
+        expected.extend(self.wholes.iter().map(|whole| (whole.keys.clone(), whole.tensor.size())));
+        expected
+    }
+}
+
+fn wholes(survey: &Survey, config: &LoraConfig, sites: &[PlannedSite]) -> Result<Vec<PlannedWhole>> {
+    let modules = survey.modules();
+    for name in config.modules_to_save.iter().flatten() {
+        if !modules.iter().any(|module| module.ends_with(name.as_str())) {
+            let names = modules.into_iter().collect();
+            return Err(Error::NoModule { name: name.clone(), names });
+        }
+    }
+    let adapted = |name: &str| {
+        let module = name.strip_suffix(".bias");
+        module.is_some_and(|module| sites.iter().any(|site| site.name == module))
+    };
+    let saved = |name: &str| {
+        let mut modules = name.match_indices('.').map(|(end, _)| &name[..end]);
+        let wanted = |module: &str| {
+            config.modules_to_save.iter().flatten().any(|saved| module.ends_with(saved.as_str()))
+        };
+        modules.any(wanted)
+    };
+    let wanted = |name: &str| {
+        saved(name)
+            || match config.bias {
+                BiasTraining::None => false,
+                BiasTraining::All => name.ends_with(".bias"),
+                BiasTraining::LoraOnly => adapted(name),
+            }
+    };
+    let key = |name: &str| match name.strip_suffix(".bias") {
+        Some(module) if adapted(name) => format!("{module}.base_layer.bias"),
+        _ => name.to_owned(),
+    };
+    let mut planned: Vec<(usize, PlannedWhole)> = Vec::new();
+    for base in survey.tensors.iter().filter(|base| wanted(&base.name)) {
+        let group = survey.tensors.iter().filter(|other| other.identity == base.identity);
+        let tied = group.clone().count() > 1;
+        let group: Vec<_> = if tied && config.ensure_weight_tying {
+            if planned.iter().any(|(identity, _)| *identity == base.identity) {
+                continue;
+            }
+            group.collect()
+        } else {
+            vec![base]
+        };
+        let names: Vec<String> = group.iter().map(|base| base.name.clone()).collect();
+        planned.push((
+            base.identity,
+            PlannedWhole {
+                paths: group.iter().map(|base| base.path.clone()).collect(),
+                keys: names.iter().map(|name| key(name)).collect(),
+                names,
+                tensor: base.tensor.shallow_clone(),
+                split: tied && !config.ensure_weight_tying,
+            },
+        ));
+    }
+    Ok(planned.into_iter().map(|(_, whole)| whole).collect())
+}

@@ -1,0 +1,55 @@
+//! The model's own slots and tensors, written.
+
+use models::Linear;
+use models::module::{Edit, Module, Projection, Role, edit};
+use tch::Tensor;
+
+use super::Site;
+use super::whole::Whole;
+use crate::error::Result;
+
+/// Puts the adapted projections, and the handles of tensors that are trained whole, where they belong.
+pub(super) fn put_in(model: &mut dyn Module, sites: &[Site], wholes: &[Whole]) -> Result<()> {
+    struct In<'a>(&'a [Site], &'a [Whole]);
+    impl Edit for In<'_> {
+        fn tensor(&mut self, path: &str, tensor: &mut Tensor, _: Role) -> models::Result<()> {
+            if let Some(whole) = self.1.iter().find(|whole| whole.paths.iter().any(|known| known == path)) {
+                *tensor = whole.live.shallow_clone();
+            }
+            Ok(())
+        }
+
+        fn projection(&mut self, path: &str, slot: &mut Box<dyn Projection>) -> models::Result<()> {
+            if let Some(site) = self.0.iter().find(|site| site.path == path) {
+                *slot = Box::new(site.layer.shallow_clone());
+            }
+            Ok(())
+        }
+    }
+    Ok(edit(model, &mut In(sites, wholes))?)
+}
+
+/// Puts plain projections and tensors there.
+pub(super) fn put_back(
+    model: &mut dyn Module,
+    linears: Vec<(String, Linear)>,
+    tensors: Vec<(String, Tensor)>,
+) -> Result<()> {
+    struct Out(Vec<(String, Linear)>, Vec<(String, Tensor)>);
+    impl Edit for Out {
+        fn tensor(&mut self, path: &str, tensor: &mut Tensor, _: Role) -> models::Result<()> {
+            if let Some((_, original)) = self.1.iter().find(|(known, _)| known == path) {
+                *tensor = original.shallow_clone();
+            }
+            Ok(())
+        }
+
+        fn projection(&mut self, path: &str, slot: &mut Box<dyn Projection>) -> models::Result<()> {
+            if let Some(at) = self.0.iter().position(|(known, _)| known == path) {
+                *slot = Box::new(self.0.swap_remove(at).1);
+            }
+            Ok(())
+        }
+    }
+    Ok(edit(model, &mut Out(linears, tensors))?)
+}

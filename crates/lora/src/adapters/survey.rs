@@ -1,0 +1,133 @@
+//! What a model has, by Hugging Face's names, found without changing anything.
+
+use std::collections::BTreeSet;
+
+use models::llama;
+use models::module::{Edit, LossHead, Module, Projection, Role, edit, tensors};
+use runtime::precision::identity;
+use tch::Tensor;
+
+use crate::error::{Error, Result};
+
+/// A projection that may be adapted.
+#[derive(Debug)]
+pub(crate) struct Found {
+    /// The model's own name.
+    pub(crate) path: String,
+    /// Hugging Face's.
+    pub(crate) name: String,
+    pub(crate) weight: Tensor,
+    pub(crate) bias: Option<Tensor>,
+    /// Whether it is the output head.
+    pub(crate) head: bool,
+    /// Whether its tensors are a weight and perhaps a bias, and nothing else.
+    pub(crate) plain: bool,
+}
+
+/// A tensor of the base.
+#[derive(Debug)]
+pub(crate) struct Base {
+    pub(crate) path: String,
+    pub(crate) name: String,
+    pub(crate) tensor: Tensor,
+    /// Which tensor it is: one that is tied comes under several names.
+    pub(crate) identity: usize,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Survey {
+    pub(crate) projections: Vec<Found>,
+    pub(crate) tensors: Vec<Base>,
+    heads: Vec<String>,
+}
+
+impl Survey {
+    pub(crate) fn of(model: &mut dyn Module) -> Result<Self> {
+        let mut survey = Self::default();
+        edit(model, &mut survey)?;
+        // Llama's and Qwen2's names lack the `model.` that Hugging Face puts before all but the head.
+        let has = |start: &str| survey.tensors.iter().any(|base| base.path.starts_with(start));
+        if has("embed_tokens.") && has("layers.") {
+            survey
+                .projections
+                .iter_mut()
+                .for_each(|found| found.name = llama::hugging_face_name(&found.path));
+            survey.tensors.iter_mut().for_each(|base| base.name = llama::hugging_face_name(&base.path));
+        }
+        let Self { projections, tensors, heads } = &mut survey;
+        for found in projections.iter_mut() {
+            let inside = |head: &String| found.path == *head || found.path.starts_with(&format!("{head}."));
+            found.head = heads.iter().any(inside);
+        }
+        // What an adapted projection learns belongs to its adapter.
+        let adapted: Vec<&Found> = projections.iter().filter(|found| !found.plain).collect();
+        let learned = |path: &str| {
+            let rest = adapted.iter().find_map(|found| path.strip_prefix(found.path.as_str()));
+            rest.is_some_and(|rest| rest.starts_with(".lora_"))
+        };
+        tensors.retain(|base| !learned(&base.path));
+        Ok(survey)
+    }
+
+    /// Every projection's name.
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.projections.iter().map(|found| found.name.clone()).collect()
+    }
+
+    /// Every module's name: what stands before a dot in the name of a tensor.
+    pub(crate) fn modules(&self) -> BTreeSet<String> {
+        let ends = |name: &str| -> Vec<String> {
+            name.match_indices('.').map(|(end, _)| name[..end].to_owned()).collect()
+        };
+        self.tensors.iter().flat_map(|base| ends(&base.name)).collect()
+    }
+}
+
+impl Edit for Survey {
+    fn tensor(&mut self, path: &str, tensor: &mut Tensor, role: Role) -> models::Result<()> {
+        if role == Role::Parameter {
+            self.tensors.push(Base {
+                path: path.to_owned(),
+                name: path.to_owned(),
+                tensor: tensor.shallow_clone(),
+                identity: identity(tensor)?,
+            });
+        }
+        Ok(())
+    }
+
+    fn projection(&mut self, path: &str, slot: &mut Box<dyn Projection>) -> models::Result<()> {
+        let (mut weight, mut bias, mut plain) = (None, None, true);
+        for named in tensors(&**slot) {
+            match named.name.as_str() {
+                "weight" => weight = Some(named.tensor.shallow_clone()),
+                "bias" => bias = Some(named.tensor.shallow_clone()),
+                _ => plain = false,
+            }
+        }
+        if let Some(weight) = weight {
+            let (path, name) = (path.to_owned(), path.to_owned());
+            self.projections.push(Found { path, name, weight, bias, head: false, plain });
+        }
+        Ok(())
+    }
+
+    fn loss_head(&mut self, path: &str, _: &mut Box<dyn LossHead>) -> models::Result<()> {
+        self.heads.push(path.to_owned());
+        Ok(())
+    }
+}
+
+/// That no adapter of another handle is there.
+pub(crate) fn refuse_foreign(survey: &Survey, known: &[&str]) -> Result<()> {
+    let foreign =
+        survey.projections.iter().find(|found| !found.plain && !known.contains(&found.path.as_str()));
+    match foreign {
+        None => Ok(()),
+        Some(found) => Err(Error::State(format!(
+            "`{}` is no plain projection: it has tensors beside its weight and bias, perhaps of adapters that were installed \
+             before; add to those with `Adapters::add`, or unload them first",
+            found.name
+        ))),
+    }
+}

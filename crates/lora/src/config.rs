@@ -1,0 +1,225 @@
+//! A configuration in PEFT's words: `adapter_config.json`.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::error::{Error, Result};
+use crate::init::Init;
+use crate::options::Options;
+
+/// Names of modules: a list of names or last parts, or a regular expression for whole names.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Names {
+    /// `all-linear` for every projection but the head; else a regular expression that matches the whole name.
+    Pattern(String),
+    /// A module whose name is one of these, or ends with a dot and one of these.
+    List(Vec<String>),
+}
+
+impl<T: Into<String>, const N: usize> From<[T; N]> for Names {
+    fn from(names: [T; N]) -> Self {
+        Self::List(names.map(Into::into).into())
+    }
+}
+
+/// One number or several.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Layers {
+    /// This layer.
+    One(i64),
+    /// These layers.
+    Several(Vec<i64>),
+}
+
+/// Which biases of the base are trained.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BiasTraining {
+    /// None.
+    #[default]
+    None,
+    /// All of the model's. They are trained where they are: a model with such an adapter switched off is not the base model.
+    All,
+    /// Those of adapted projections.
+    LoraOnly,
+}
+
+/// What is adapted, and how: PEFT's `LoraConfig`, field by field. Fields that are not listed here are kept as they were read and
+/// written back; one that would change what is computed is refused by name.
+///
+/// ```
+/// use lora::LoraConfig;
+/// use models::LlamaConfig;
+///
+/// let config = LoraConfig {
+///     r: 8,
+///     lora_alpha: 16.0,
+///     lora_dropout: 0.05,
+///     target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj"].into()),
+///     ..LoraConfig::default()
+/// };
+/// let model = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::llama(100, 16, 40, 2, 4) };
+/// assert_eq!(config.trainable_parameters(&model)?, 2 * 8 * (2 * (16 + 16) + 2 * (16 + 8)));
+/// # Ok::<(), lora::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct LoraConfig {
+    /// Rank.
+    pub r: i64,
+    /// α; the product is scaled by α/r.
+    #[serde(serialize_with = "as_python")]
+    pub lora_alpha: f64,
+    /// Dropout of the adapter's path.
+    pub lora_dropout: f64,
+    /// Scale by α/√r.
+    pub use_rslora: bool,
+    /// DoRA.
+    pub use_dora: bool,
+    /// How A and B begin, in PEFT's words: `true`, `false`, `"gaussian"`, `"pissa"`, `"olora"`, `"orthogonal"`. See [`Init`].
+    pub init_lora_weights: Value,
+    /// What is adapted; `None` for q_proj and v_proj, as PEFT has it for Llama and Qwen2.
+    pub target_modules: Option<Names>,
+    /// What is not, though it is a target.
+    pub exclude_modules: Option<Names>,
+    /// Only these layers, for targets given as a list.
+    pub layers_to_transform: Option<Layers>,
+    /// What stands before a layer's number in names; `None` for anything.
+    pub layers_pattern: Option<Names>,
+    /// Other ranks, by regular expressions for the ends of names.
+    pub rank_pattern: Map<String, Value>,
+    /// Other α, likewise.
+    pub alpha_pattern: Map<String, Value>,
+    /// Which biases are trained.
+    pub bias: BiasTraining,
+    /// Modules that are trained and saved whole, by the ends of their names.
+    pub modules_to_save: Option<Vec<String>>,
+    /// Train a tied head and embedding as one, where either is in `modules_to_save`. (PEFT's default is false: the head
+    /// is trained apart from the embedding, and lost when the merged model is saved as tied.)
+    pub ensure_weight_tying: bool,
+    /// Kept for files: a projection here is `[out, in]`, always.
+    pub fan_in_fan_out: bool,
+    /// Kept for files.
+    pub base_model_name_or_path: Option<String>,
+    /// The file that it was read from, field by field; empty for a configuration that was made here.
+    #[serde(skip)]
+    pub read: Map<String, Value>,
+}
+
+impl Default for LoraConfig {
+    fn default() -> Self {
+        Self {
+            r: 8,
+            lora_alpha: 8.0,
+            lora_dropout: 0.0,
+            use_rslora: false,
+            use_dora: false,
+            init_lora_weights: Value::Bool(true),
+            target_modules: None,
+            exclude_modules: None,
+            layers_to_transform: None,
+            layers_pattern: None,
+            rank_pattern: Map::new(),
+            alpha_pattern: Map::new(),
+            bias: BiasTraining::None,
+            modules_to_save: None,
+            ensure_weight_tying: false,
+            fan_in_fan_out: false,
+            base_model_name_or_path: None,
+            read: Map::new(),
+        }
+    }
+}
+
+/// A whole number without a point, as Python writes an `int`.
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+fn as_python<S: serde::Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+    if value.fract() == 0.0 && value.abs() < 9e15 {
+        serializer.serialize_i64(*value as i64)
+    } else {
+        serializer.serialize_f64(*value)
+    }
+}
+
+impl LoraConfig {
+    /// How A and B begin.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for one that is not among [`Init`]'s.
+    pub fn init(&self) -> Result<Init> {
+        let named = match &self.init_lora_weights {
+            Value::Bool(true) => Some(Init::Kaiming),
+            Value::Bool(false) => Some(Init::Random),
+            Value::String(name) => match name.to_lowercase().as_str() {
+                "gaussian" => Some(Init::Gaussian),
+                "pissa" => Some(Init::Pissa),
+                name if name.starts_with("pissa_niter_") => Some(Init::Pissa),
+                "olora" => Some(Init::Olora),
+                "orthogonal" => Some(Init::Orthogonal),
+                // They choose values only, which a file has and which leave the base as it is.
+                "eva" if !self.read.is_empty() => Some(Init::Kaiming),
+                _ => None,
+            },
+            _ => None,
+        };
+        named.ok_or_else(|| Error::Unsupported {
+            field: "init_lora_weights".to_owned(),
+            found: self.init_lora_weights.to_string(),
+            remedy: "take true, false, \"gaussian\", \"pissa\", \"olora\" or \"orthogonal\", or convert the adapter to one \
+                     that leaves the base as it is (PEFT: path_initial_model_for_weight_conversion)",
+        })
+    }
+
+    /// The options of one projection, by its whole name.
+    ///
+    /// # Errors
+    /// A pattern that is no regular expression, or whose value is no number; an option outside its range.
+    pub fn options(&self, name: &str) -> Result<Options> {
+        let r = crate::targets::pattern_value(&self.rank_pattern, name)?;
+        let alpha = crate::targets::pattern_value(&self.alpha_pattern, name)?;
+        let number = |field: &'static str, value: &Value| {
+            value.as_f64().ok_or_else(|| Error::Option {
+                name: field,
+                found: value.to_string(),
+                expected: "a number for each pattern",
+            })
+        };
+        let rank = match r {
+            Some(value) => value.as_i64().ok_or_else(|| Error::Option {
+                name: "rank_pattern",
+                found: value.to_string(),
+                expected: "a whole number for each pattern",
+            })?,
+            None => self.r,
+        };
+        let options = Options {
+            r: rank,
+            alpha: alpha.map_or(Ok(self.lora_alpha), |value| number("alpha_pattern", value))?,
+            dropout: self.lora_dropout,
+            rslora: self.use_rslora,
+            dora: self.use_dora,
+            init: self.init()?,
+            seed: 0,
+        };
+        options.check()?;
+        Ok(options)
+    }
+
+    /// Refuses what makes no adapter, and what is not supported.
+    ///
+    /// # Errors
+    /// [`Error::Option`], [`Error::Unsupported`].
+    pub fn check(&self) -> Result<()> {
+        crate::peft::check_unsupported(&self.read)?;
+        if self.fan_in_fan_out {
+            return Err(Error::Unsupported {
+                field: "fan_in_fan_out".to_owned(),
+                found: "true".to_owned(),
+                remedy: "projections here are [out, in]; set it to false",
+            });
+        }
+        self.options("").map(drop)
+    }
+}

@@ -1,0 +1,317 @@
+//! A frozen projection with low-rank terms beside it, as one function with a backward written by hand.
+//!
+//! Letters: n tokens (all leading dimensions of x as one), i and o the projection's widths, r a rank. Forward, with W `[o, i]`,
+//! b `[o]`, and for each term A `[r, i]`, B `[o, r]`, a scale s, a dropout D (D(x) = k·M ⊙ x, M of zeros and ones, k = 1/(1 − p)):
+//!
+//! - u = D(x)·Aᵀ `[n, r]`
+//! - y = x·Wᵀ + b + Σ s·u·Bᵀ `[n, o]`
+//!
+//! Backward, with g = ∂L/∂y:
+//!
+//! - dB = s·gᵀ·u
+//! - du = s·g·B `[n, r]`
+//! - dA = duᵀ·D(x)
+//! - dx = g·W + Σ D(du·A), D being its own transpose
+//! - dW = gᵀ·x and db = Σ g only where somebody trains them: a frozen base has no gradient and no product for one.
+//!
+//! What is kept: x, which the layers beside keep too (q, k and v share one), and u, r numbers for each token. The mask is made
+//! again from its seed ([`Mask`]). PyTorch with PEFT keeps x, D(x), D's mask and u; D(x) is as large as x for each projection.
+//!
+//! Each output is one tensor that all products add into: no `[n, o]` for the low-rank part, and no second `[n, i]` for its
+//! gradient. With dropout there is one more `[n, i]`, first the mask, then D(x).
+//!
+//! Precision: A and B are in fp32 beside a base of bf16 or fp16 (in f64 beside one of f64), and so are u, the sum that becomes y,
+//! and the one that becomes dx; each is rounded once. A few rows are an exception: their base product is libtorch's own in the
+//! base's dtype, because to cast the whole of W for them would cost more than the product.
+//!
+//! In a segment that keeps its products ([`runtime::autograd::retain`]), y and every u are kept, and the second run multiplies
+//! nothing.
+
+use runtime::autograd::{Backward, Forward, Function, apply, retain};
+use runtime::matmul::{mm, mm_into};
+use tch::{Kind, Tensor};
+
+use crate::dropout::Mask;
+
+/// With no more rows than this a low-precision base product is left in its own dtype.
+const FEW_ROWS: i64 = 16;
+
+/// s·D(x)·Aᵀ·Bᵀ.
+#[derive(Debug)]
+pub(crate) struct Term<'a> {
+    /// `[r, i]`, of [`wide_kind`].
+    pub(crate) a: &'a Tensor,
+    /// `[o, r]`, likewise.
+    pub(crate) b: &'a Tensor,
+    pub(crate) scale: f64,
+    pub(crate) mask: Option<Mask>,
+}
+
+/// The dtype of adapters and of sums beside a base of `kind`.
+pub(crate) fn wide_kind(kind: Kind) -> Kind {
+    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+}
+
+/// x·Wᵀ + b + Σ s·D(x)·Aᵀ·Bᵀ, `[…, i]` to `[…, o]`. x, W and b are of one dtype; the result is of dtype `output`.
+pub(crate) fn low_rank_linear(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    terms: &[Term<'_>],
+    output: Kind,
+) -> runtime::Result<Tensor> {
+    let mut inputs = vec![x, weight];
+    inputs.extend(bias);
+    inputs.extend(terms.iter().flat_map(|term| [term.a, term.b]));
+    let function = LowRank {
+        shape: x.size(),
+        bias: bias.is_some(),
+        terms: terms.iter().map(|term| (term.scale, term.mask)).collect(),
+        kind: weight.kind(),
+        output,
+        kept: Vec::new(),
+    };
+    Ok(apply(function, &inputs)?.remove(0))
+}
+
+struct LowRank {
+    /// x's.
+    shape: Vec<i64>,
+    bias: bool,
+    /// Scale and mask of each.
+    terms: Vec<(f64, Option<Mask>)>,
+    /// The base's.
+    kind: Kind,
+    output: Kind,
+    /// What forward saved, in that order.
+    kept: Vec<Kept>,
+}
+
+/// A saved tensor; numbers are those of terms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kept {
+    X,
+    Weight,
+    A(usize),
+    B(usize),
+    U(usize),
+}
+
+impl LowRank {
+    fn index_of_a(&self, term: usize) -> usize {
+        2 + usize::from(self.bias) + 2 * term
+    }
+
+    fn input_count(&self) -> usize {
+        self.index_of_a(self.terms.len())
+    }
+
+    fn products(&self, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
+        let (weight, bias) = (inputs[1], self.bias.then(|| inputs[2]));
+        let x = rows(inputs[0])?;
+        let (count, wide) = (x.size()[0], wide_kind(weight.kind()));
+        let mut out = if weight.kind() != wide && count <= FEW_ROWS {
+            x.f_linear(weight, bias)?.f_to_kind(wide)?
+        } else {
+            let mut out = Tensor::f_empty([count, weight.size()[0]], (wide, x.device()))?;
+            if let Some(bias) = bias {
+                out.f_copy_(&bias.f_expand_as(&out)?)?;
+            }
+            mm_into(&mut out, &x, &weight.f_tr()?, bias.is_some())?;
+            out
+        };
+        let mut results = Vec::new();
+        let x = if self.terms.is_empty() { x } else { x.f_to_kind(wide)? };
+        for (term, &(scale, mask)) in self.terms.iter().enumerate() {
+            let at = self.index_of_a(term);
+            let (a, b) = (inputs[at], inputs[at + 1]);
+            let mut u = match mask {
+                Some(mask) => mm(&masked(mask, &x)?, &a.f_tr()?)?,
+                None => mm(&x, &a.f_tr()?)?,
+            };
+            if let Some(mask) = mask {
+                let _ = u.f_mul_scalar_(mask.scale())?;
+            }
+            mm_into(&mut out, &u.f_mul_scalar(scale)?, &b.f_tr()?, true)?;
+            results.push(u);
+        }
+        let shape = [&self.shape[..self.shape.len() - 1], &[weight.size()[0]]].concat();
+        results.insert(0, out.f_to_kind(self.output)?.f_reshape(&shape)?);
+        Ok(results)
+    }
+}
+
+impl Function for LowRank {
+    fn name(&self) -> String {
+        "low-rank linear".to_owned()
+    }
+
+    fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
+        let mut results = retain::kept(|| self.products(inputs))?;
+        let us = results.split_off(1);
+        let terms = 0..self.terms.len();
+        let needs = |index: usize| ctx.needs_input_grad(index);
+        let of_x = needs(0);
+        let mut saved = Vec::new();
+        if needs(1) || terms.clone().any(|term| needs(self.index_of_a(term))) {
+            saved.push((Kept::X, inputs[0]));
+        }
+        if of_x {
+            saved.push((Kept::Weight, inputs[1]));
+        }
+        for term in terms {
+            let at = self.index_of_a(term);
+            if of_x {
+                saved.push((Kept::A(term), inputs[at]));
+            }
+            if of_x || needs(at) {
+                saved.push((Kept::B(term), inputs[at + 1]));
+            }
+            if needs(at + 1) {
+                saved.push((Kept::U(term), &us[term]));
+            }
+        }
+        self.kept = saved.iter().map(|(kept, _)| *kept).collect();
+        saved.into_iter().for_each(|(_, tensor)| ctx.save(tensor));
+        Ok(results)
+    }
+
+    fn backward(
+        &self,
+        ctx: &mut Backward,
+        grads: Vec<Option<Tensor>>,
+    ) -> runtime::Result<Vec<Option<Tensor>>> {
+        let mut result: Vec<Option<Tensor>> = (0..self.input_count()).map(|_| None).collect();
+        let Some(grad) = grads.into_iter().next().flatten() else { return Ok(result) };
+        let saved = ctx.take_saved();
+        let find = |kept: Kept| {
+            let at = self.kept.iter().position(|known| *known == kept);
+            at.map(|at| &saved[at]).ok_or_else(|| {
+                runtime::Error::invalid(
+                    "low-rank linear",
+                    format!("{kept:?} was not kept, but its gradient is wanted"),
+                )
+            })
+        };
+        let wanted = |index: usize| ctx.needs_input_grad(index);
+        let of_x = wanted(0);
+
+        let grad = rows(&grad)?;
+        let wide = wide_kind(grad.kind());
+        let grad_wide = grad.f_to_kind(wide)?;
+        let options = (wide, grad.device());
+        let inner = self.shape[self.shape.len() - 1];
+        // The sum that becomes dx, once something is in it.
+        let mut dx: Option<Tensor> = None;
+        let mut undropped = Vec::new();
+        for (term, &(scale, mask)) in self.terms.iter().enumerate() {
+            let at = self.index_of_a(term);
+            if wanted(at + 1) {
+                let u = find(Kept::U(term))?;
+                result[at + 1] = Some(mm(&grad_wide.f_tr()?, u)?.f_mul_scalar_(scale)?);
+            }
+            if !(of_x || wanted(at)) {
+                continue;
+            }
+            let factor = scale * mask.map_or(1.0, Mask::scale);
+            let du = mm(&grad_wide, find(Kept::B(term))?)?.f_mul_scalar_(factor)?;
+            let Some(mask) = mask else {
+                if wanted(at) {
+                    let x = rows(find(Kept::X)?)?.f_to_kind(wide)?;
+                    result[at] = Some(mm(&du.f_tr()?, &x)?);
+                }
+                undropped.push((term, du));
+                continue;
+            };
+            let mut kept = mask.keep(&[grad.size()[0], inner], options)?;
+            if of_x {
+                let mut part = mm(&du, find(Kept::A(term))?)?;
+                let _ = part.f_mul_(&kept)?;
+                dx = Some(match dx {
+                    Some(mut sum) => sum.f_add_(&part)?,
+                    None => part,
+                });
+            }
+            if wanted(at) {
+                let _ = kept.f_mul_(&rows(find(Kept::X)?)?)?;
+                result[at] = Some(mm(&du.f_tr()?, &kept)?);
+            }
+        }
+        if of_x {
+            let accumulate = dx.is_some();
+            let mut sum = match dx {
+                Some(sum) => sum,
+                None => Tensor::f_empty([grad.size()[0], inner], options)?,
+            };
+            let weight = find(Kept::Weight)?;
+            if grad.kind() == weight.kind() {
+                mm_into(&mut sum, &grad, weight, accumulate)?;
+            } else {
+                mm_into(&mut sum, &grad_wide, &weight.f_to_kind(wide)?, accumulate)?;
+            }
+            for (term, du) in &undropped {
+                mm_into(&mut sum, du, find(Kept::A(*term))?, true)?;
+            }
+            result[0] = Some(sum.f_to_kind(weight.kind())?.f_reshape(&self.shape)?);
+        }
+        if wanted(1) {
+            let x = rows(find(Kept::X)?)?;
+            let product = mm(&grad_wide.f_tr()?, &x.f_to_kind(wide)?)?;
+            result[1] = Some(product.f_to_kind(x.kind())?);
+        }
+        if self.bias && wanted(2) {
+            let sum = grad_wide.f_sum_dim_intlist([0].as_slice(), false, wide)?;
+            result[2] = Some(sum.f_to_kind(self.kind)?);
+        }
+        Ok(result)
+    }
+}
+
+fn masked(mask: Mask, x: &Tensor) -> runtime::Result<Tensor> {
+    Ok(mask.keep(&x.size(), (x.kind(), x.device()))?.f_mul_(x)?)
+}
+
+/// `[…, width]` as `[n, width]`, also where n is 0.
+fn rows(x: &Tensor) -> runtime::Result<Tensor> {
+    let size = x.size();
+    let (&width, leading) = size.split_last().unwrap_or((&1, &[]));
+    Ok(x.f_reshape([leading.iter().product::<i64>(), width])?)
+}
+
+#[cfg(test)]
+mod tests {
+    use runtime::autograd::{GradcheckOptions, gradcheck};
+    use runtime::random::Generator;
+    use tch::kind;
+
+    use super::*;
+
+    /// Everything at once: the base trained too, two terms that drop and one that does not.
+    #[test]
+    fn derivatives_are_those_of_differences() {
+        let mut generator = Generator::new(5).unwrap();
+        let shapes: [&[i64]; 9] =
+            [&[2, 3, 5], &[4, 5], &[4], &[3, 5], &[4, 3], &[2, 5], &[4, 2], &[1, 5], &[4, 1]];
+        let inputs: Vec<Tensor> = shapes
+            .iter()
+            .map(|shape| generator.normal(shape, kind::DOUBLE_CPU).unwrap().set_requires_grad(true))
+            .collect();
+        let masks = [Some(Mask { rate: 0.3, seed: 1 }), None, Some(Mask { rate: 0.5, seed: 2 })];
+        let report = gradcheck(
+            |inputs| {
+                let terms: Vec<Term<'_>> = inputs[3..]
+                    .chunks(2)
+                    .zip(masks)
+                    .map(|(pair, mask)| Term { a: &pair[0], b: &pair[1], scale: 0.7, mask })
+                    .collect();
+                let [x, weight, bias] = [&inputs[0], &inputs[1], &inputs[2]];
+                Ok(vec![low_rank_linear(x, weight, Some(bias), &terms, Kind::Double)?])
+            },
+            &inputs.iter().collect::<Vec<_>>(),
+            GradcheckOptions::default(),
+        )
+        .unwrap();
+        let expected = 24 * (30 + 20 + 4 + 15 + 12 + 10 + 8 + 5 + 4);
+        assert_eq!(report.compared, expected, "{report}");
+    }
+}

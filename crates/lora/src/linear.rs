@@ -1,0 +1,305 @@
+//! A frozen projection with adapters beside it.
+
+use std::sync::Arc;
+
+use models::Linear;
+use models::module::{Editor, Module, Projection, Visitor};
+use parking_lot::Mutex;
+use runtime::precision;
+use runtime::random::Generator;
+use tch::Tensor;
+
+use crate::adapter::Adapter;
+use crate::dora;
+use crate::dropout::Mask;
+use crate::error::{Error, Result};
+use crate::function::low_rank_linear;
+use crate::options::Options;
+use crate::switch::{Evaluation, Switch};
+
+/// The name of an adapter that was given none.
+pub const DEFAULT: &str = "default";
+
+/// y = x·Wᵀ + b + s·dropout(x)·Aᵀ·Bᵀ with W and b frozen, in the place of a [`Linear`].
+///
+/// W and b keep their dtype (fp32, bf16, fp16, f64) and their names, so that a checkpoint of the base still fits; A `[r, in]` and
+/// B `[out, r]` are in fp32 (f64 for f64) and are called `lora_A.default.weight` and `lora_B.default.weight`, DoRA's lengths
+/// `lora_magnitude_vector.default.weight`. The input is of W's dtype, unless a policy of [`runtime::precision`] casts it; the
+/// result too. The [source of the function](../src/lora/function.rs.html) has the mathematics.
+///
+/// Between a forward and its backward nothing of it may be switched, merged or changed.
+///
+/// ```
+/// use lora::{LoraLinear, Options};
+/// use models::{Linear, module::Projection, module::parameter_count};
+/// use tch::{Device, Kind, Tensor, kind};
+///
+/// let linear = Linear::new(64, 32, true, kind::FLOAT_CPU)?;
+/// let adapted = LoraLinear::new(linear, &Options { r: 8, alpha: 16.0, dropout: 0.05, ..Options::default() })?;
+/// assert_eq!(parameter_count(&adapted).trainable, 8 * (64 + 32));
+///
+/// let y = adapted.forward(&Tensor::randn([2, 5, 64], kind::FLOAT_CPU))?;
+/// runtime::autograd::backward(&[&y.sum(Kind::Float)])?;
+/// # Ok::<(), lora::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct LoraLinear {
+    /// A tensor of its own over the base's memory, so that a merge reaches nobody who shares it (a tied embedding).
+    weight: Tensor,
+    bias: Option<Tensor>,
+    /// ‖W‖² of each row, once an adapter needs it.
+    squares: Option<Tensor>,
+    adapters: Vec<Adapter>,
+    merged: Arc<Mutex<Option<Merged>>>,
+    switch: Arc<Switch>,
+}
+
+/// What a merge put aside.
+#[derive(Debug)]
+struct Merged {
+    /// W, sharing the base's memory.
+    original: Tensor,
+    adapters: Vec<String>,
+}
+
+impl LoraLinear {
+    /// Freezes `linear` and puts an adapter called `default` beside it.
+    ///
+    /// # Errors
+    /// An option outside its range; a base that is not of a floating dtype; too little memory.
+    pub fn new(linear: Linear, options: &Options) -> Result<Self> {
+        let switch = Arc::new(Switch::default());
+        switch.set(|setting| setting.active = vec![DEFAULT.to_owned()]);
+        let mut layer = Self::over(&linear.weight, linear.bias, switch)?;
+        layer.push(Adapter::new(DEFAULT, &layer.weight, options, &mut Generator::new(options.seed)?)?)?;
+        Ok(layer)
+    }
+
+    /// Without an adapter yet.
+    pub(crate) fn over(weight: &Tensor, bias: Option<Tensor>, switch: Arc<Switch>) -> Result<Self> {
+        if !weight.is_floating_point() || weight.dim() != 2 {
+            let found = format!("{:?} {:?}", weight.kind(), weight.size());
+            return Err(Error::Option { name: "weight", found, expected: "a floating matrix [out, in]" });
+        }
+        for tensor in std::iter::once(weight).chain(&bias) {
+            let _ = tensor.f_set_requires_grad(false)?;
+        }
+        Ok(Self {
+            weight: weight.f_detach()?,
+            bias,
+            squares: None,
+            adapters: Vec::new(),
+            merged: Arc::default(),
+            switch,
+        })
+    }
+
+    pub(crate) fn push(&mut self, adapter: Adapter) -> Result<()> {
+        if adapter.magnitude.is_some() && self.squares.is_none() {
+            let _no_grad = tch::no_grad_guard();
+            self.squares = Some(dora::squared_norms(&self.base_weight())?);
+        }
+        self.adapters.retain(|known| known.name != adapter.name);
+        self.adapters.push(adapter);
+        Ok(())
+    }
+
+    pub(crate) fn remove(&mut self, name: &str) {
+        self.adapters.retain(|adapter| adapter.name != name);
+    }
+
+    /// Another handle on the same tensors.
+    pub(crate) fn shallow_clone(&self) -> Self {
+        Self {
+            weight: self.weight.shallow_clone(),
+            bias: self.bias.as_ref().map(Tensor::shallow_clone),
+            squares: self.squares.as_ref().map(Tensor::shallow_clone),
+            adapters: self.adapters.iter().map(Adapter::shallow_clone).collect(),
+            merged: self.merged.clone(),
+            switch: self.switch.clone(),
+        }
+    }
+
+    pub(crate) fn adapters(&self) -> &[Adapter] {
+        &self.adapters
+    }
+
+    /// W as it was before any merge, sharing its memory.
+    pub(crate) fn base_weight(&self) -> Tensor {
+        match &*self.merged.lock() {
+            Some(merged) => merged.original.shallow_clone(),
+            None => self.weight.shallow_clone(),
+        }
+    }
+
+    /// Nothing is dropped while the guard lives.
+    pub fn evaluation(&self) -> Evaluation {
+        self.switch.evaluation()
+    }
+
+    /// Writes the active adapters into a weight that takes W's place until [`LoraLinear::unmerge`], which brings W back bit for
+    /// bit: it was never overwritten. Meanwhile both are in memory. Merged layers compute the merged product and no low-rank one.
+    /// Nothing happens to a layer that is merged already.
+    ///
+    /// # Errors
+    /// [`Error::NotFinite`], with nothing changed.
+    pub fn merge(&self) -> Result<()> {
+        let merged = self.merged_weight()?;
+        self.put(merged, "the projection")
+    }
+
+    /// What W would be with the active adapters in it, in W's dtype; `None` where it is merged, or none is active.
+    pub(crate) fn merged_weight(&self) -> Result<Option<Tensor>> {
+        let _no_grad = tch::no_grad_guard();
+        if self.merged.lock().is_some() {
+            return Ok(None);
+        }
+        let active = self.active();
+        let [first, ..] = active.as_slice() else { return Ok(None) };
+        let wide = self.weight.f_to_kind(first.a.kind())?;
+        let mut sum = wide.f_add(&first.delta()?)?;
+        for adapter in &active[1..] {
+            sum = sum.f_add_(&adapter.delta()?)?;
+        }
+        if let (Some(magnitude), Some(squares)) = (&first.magnitude, &self.squares) {
+            let norms = dora::row_norms(&self.weight, squares, &first.terms(None))?;
+            sum = sum.f_mul_(&magnitude.f_div(&norms)?.f_unsqueeze(1)?)?;
+        }
+        Ok(Some(sum.f_to_kind(self.weight.kind())?))
+    }
+
+    /// Puts a merged weight in W's place.
+    pub(crate) fn put(&self, merged: Option<Tensor>, module: &str) -> Result<()> {
+        let Some(merged) = merged else { return Ok(()) };
+        let adapters: Vec<String> = self.active().iter().map(|adapter| adapter.name.clone()).collect();
+        if merged.f_isfinite()?.f_all()?.f_int64_value(&[])? == 0 {
+            return Err(Error::NotFinite { module: module.to_owned(), adapters: adapters.join(", ") });
+        }
+        let original = self.weight.f_detach()?;
+        exchange(&self.weight, &merged)?;
+        *self.merged.lock() = Some(Merged { original, adapters });
+        Ok(())
+    }
+
+    /// Brings W back. Nothing happens to a layer that is not merged.
+    ///
+    /// # Errors
+    /// None in practice; the border's type.
+    pub fn unmerge(&self) -> Result<()> {
+        match self.merged.lock().take() {
+            Some(merged) => exchange(&self.weight, &merged.original),
+            None => Ok(()),
+        }
+    }
+
+    /// Names of the adapters that are merged.
+    pub fn merged(&self) -> Vec<String> {
+        self.merged.lock().as_ref().map(|merged| merged.adapters.clone()).unwrap_or_default()
+    }
+
+    /// A plain projection of what W is now: merged or not.
+    pub fn into_linear(self) -> Linear {
+        Linear { weight: self.weight, bias: self.bias }
+    }
+
+    /// Adapters that are switched on and this layer has, in the order of the switch.
+    fn active(&self) -> Vec<&Adapter> {
+        self.switch.read(|setting| {
+            let named = |name: &String| self.adapters.iter().find(|adapter| adapter.name == *name);
+            setting.active.iter().filter_map(named).collect()
+        })
+    }
+
+    fn run(&self, x: &Tensor) -> models::Result<Tensor> {
+        let weight = &self.weight;
+        let same_kind = x.kind() == weight.kind() || precision::current().is_some();
+        if x.size().last() != Some(&self.in_features()) {
+            let expected = format!("[…, {}]", self.in_features());
+            return Err(models::Error::Shape {
+                operation: "lora linear",
+                name: "x",
+                found: x.size(),
+                expected,
+            });
+        }
+        if !same_kind || x.device() != weight.device() {
+            return Err(models::Error::Placement {
+                operation: "lora linear",
+                name: "x",
+                found_kind: x.kind(),
+                found_device: x.device(),
+                expected: format!("{:?} on {:?}, as the weight", weight.kind(), weight.device()),
+            });
+        }
+        if self.switch.read(|setting| setting.disabled > 0) {
+            return Ok(precision::linear(x, &self.base_weight(), self.bias.as_ref())?);
+        }
+        let active = if self.merged.lock().is_some() { Vec::new() } else { self.active() };
+        if active.is_empty() {
+            return Ok(precision::linear(x, weight, self.bias.as_ref())?);
+        }
+        let drops = self.switch.read(|setting| setting.evaluating == 0);
+        let x = precision::operand(x)?;
+        let weight = precision::weight(weight)?;
+        let bias = self.bias.as_ref().map(precision::weight).transpose()?;
+        let mask = |adapter: &Adapter| {
+            (drops && adapter.dropout > 0.0).then(|| Mask::draw(adapter.dropout)).transpose()
+        };
+        if let ([adapter], Some(squares)) = (active.as_slice(), &self.squares)
+            && adapter.magnitude.is_some()
+        {
+            return Ok(dora::forward(&x, &weight, bias.as_ref(), squares, adapter, mask(adapter)?)?);
+        }
+        let mut terms = Vec::new();
+        for adapter in active {
+            terms.extend(adapter.terms(mask(adapter)?));
+        }
+        Ok(low_rank_linear(&x, &weight, bias.as_ref(), &terms, x.kind())?)
+    }
+}
+
+/// Gives `tensor` the values of `other` by sharing its memory. A graph that saved `tensor` refuses to go on.
+pub(crate) fn exchange(tensor: &Tensor, other: &Tensor) -> Result<()> {
+    let _no_grad = tch::no_grad_guard();
+    tensor.shallow_clone().f_set_data(other)?;
+    // An in-place change of nothing counts as a change: what was saved for backward is known to be another tensor.
+    let _ = tensor.f_detach()?.f_narrow(0, 0, 0)?.f_zero_()?;
+    Ok(())
+}
+
+impl Module for LoraLinear {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        visitor.parameter("weight", &self.weight);
+        visitor.optional_parameter("bias", self.bias.as_ref());
+        for adapter in &self.adapters {
+            for (name, tensor) in adapter.tensors() {
+                visitor.parameter(&format!("{name}.{}.weight", adapter.name), tensor);
+            }
+        }
+    }
+
+    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> models::Result<()> {
+        editor.parameter("weight", &mut self.weight)?;
+        editor.optional_parameter("bias", self.bias.as_mut())?;
+        for Adapter { name, a, b, magnitude, .. } in &mut self.adapters {
+            editor.parameter(&format!("lora_A.{name}.weight"), a)?;
+            editor.parameter(&format!("lora_B.{name}.weight"), b)?;
+            editor.optional_parameter(&format!("lora_magnitude_vector.{name}.weight"), magnitude.as_mut())?;
+        }
+        Ok(())
+    }
+}
+
+impl Projection for LoraLinear {
+    fn forward(&self, x: &Tensor) -> models::Result<Tensor> {
+        self.run(x)
+    }
+
+    fn in_features(&self) -> i64 {
+        self.weight.size()[1]
+    }
+
+    fn out_features(&self) -> i64 {
+        self.weight.size()[0]
+    }
+}

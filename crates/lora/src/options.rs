@@ -1,0 +1,72 @@
+//! What one adapter of one projection is.
+
+use crate::error::{Error, Result};
+use crate::init::Init;
+
+/// An adapter of one projection. [`LoraConfig`](crate::LoraConfig) has the same for a whole model, in PEFT's words.
+///
+/// ```
+/// let options = lora::Options { r: 16, alpha: 32.0, dropout: 0.05, ..lora::Options::default() };
+/// assert_eq!(options.scaling(), 2.0);
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct Options {
+    /// Rank: at least 1. A rank beyond the projection's widths is allowed, and a waste.
+    pub r: i64,
+    /// α; the low-rank product is scaled by α/r.
+    pub alpha: f64,
+    /// Probability that the adapter's path drops an element of its input, in [0, 1).
+    pub dropout: f64,
+    /// Scale by α/√r instead (Kalajdzievski, arXiv:2312.03732).
+    pub rslora: bool,
+    /// Learn the length of each row of W + sBA beside its direction (Liu et al., arXiv:2402.09353).
+    pub dora: bool,
+    /// How A and B begin.
+    pub init: Init,
+    /// What they are drawn from.
+    pub seed: u64,
+}
+
+impl Default for Options {
+    /// PEFT's: rank 8, α 8, nothing else.
+    fn default() -> Self {
+        Self { r: 8, alpha: 8.0, dropout: 0.0, rslora: false, dora: false, init: Init::default(), seed: 0 }
+    }
+}
+
+impl Options {
+    /// s in y = x·Wᵀ + s·x·Aᵀ·Bᵀ.
+    pub fn scaling(&self) -> f64 {
+        let r = self.r as f64;
+        self.alpha / if self.rslora { r.sqrt() } else { r }
+    }
+
+    /// Refuses what makes no adapter.
+    ///
+    /// # Errors
+    /// [`Error::Option`].
+    pub fn check(&self) -> Result<()> {
+        let refuse = |name, found: String, expected| Err(Error::Option { name, found, expected });
+        if self.r < 1 {
+            return refuse(
+                "r",
+                self.r.to_string(),
+                "a rank of at least 1; without an adapter there is no rank",
+            );
+        }
+        if !self.alpha.is_finite() {
+            return refuse("lora_alpha", self.alpha.to_string(), "a finite number, such as twice the rank");
+        }
+        if self.init.has_offset() && self.alpha <= 0.0 {
+            let expected = "a positive number, because PiSSA and OLoRA divide by it";
+            return refuse("lora_alpha", self.alpha.to_string(), expected);
+        }
+        if !(0.0..1.0).contains(&self.dropout) {
+            return refuse("lora_dropout", self.dropout.to_string(), "a probability in [0, 1)");
+        }
+        if self.init == Init::Orthogonal && self.r % 2 != 0 {
+            return refuse("r", self.r.to_string(), "an even rank, which orthogonal initialisation needs");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,145 @@
+//! An adapter's folder, read into a model and written from one.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use models::module::Module;
+use models::tensors_file;
+use tch::{Device, Tensor};
+
+use super::{CONFIG_FILE, TENSORS_FILE, tensors};
+use crate::adapters::plan::Plan;
+use crate::adapters::{Adapters, BASE_WEIGHT, survey::Survey};
+use crate::config::LoraConfig;
+use crate::error::{Error, Result};
+use crate::linear::DEFAULT;
+
+/// What PEFT puts before every name.
+const PREFIX: &str = "base_model.model.";
+
+impl Adapters {
+    /// [`Adapters::install`] of the adapter that lies in `folder`, which PEFT or [`Adapters::save`] wrote. It is active, and can be
+    /// trained on.
+    ///
+    /// # Errors
+    /// Those of [`LoraConfig::read`] and [`Adapters::install`]; a missing, truncated or foreign file of tensors;
+    /// [`Error::Adapter`] for an adapter of another base. Nothing is changed then.
+    pub fn load(model: &mut dyn Module, folder: &Path) -> Result<Self> {
+        let config = LoraConfig::read(&folder.join(CONFIG_FILE))?;
+        let plan = Plan::new(&Survey::of(model)?, &config)?;
+        let read = fitting(folder, &plan)?;
+        let mut adapters = Self::install(model, &config, 0)?;
+        adapters.fill(DEFAULT, read)?;
+        Ok(adapters)
+    }
+
+    /// [`Adapters::add`] of the adapter that lies in `folder`.
+    ///
+    /// # Errors
+    /// As [`Adapters::load`] and [`Adapters::add`].
+    pub fn add_from(&mut self, model: &mut dyn Module, name: &str, folder: &Path) -> Result<()> {
+        let config = LoraConfig::read(&folder.join(CONFIG_FILE))?;
+        let plan = self.plan(model, name, &config)?;
+        let read = fitting(folder, &plan)?;
+        self.place(model, name, &config, plan, 0)?;
+        self.fill(name, read)
+    }
+
+    /// Writes every adapter as PEFT does: `default` into `folder`, each other one into a folder of its name in it.
+    ///
+    /// # Errors
+    /// A folder that cannot be written.
+    pub fn save(&self, folder: &Path) -> Result<()> {
+        for name in self.names() {
+            if name == DEFAULT {
+                self.save_one(&name, folder)?;
+            } else {
+                self.save_one(&name, &folder.join(&name))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes one adapter's two files into `folder`, each whole or not at all.
+    ///
+    /// # Errors
+    /// [`Error::UnknownAdapter`]; a folder that cannot be written.
+    pub fn save_one(&self, name: &str, folder: &Path) -> Result<()> {
+        let config = self.config(name)?;
+        std::fs::create_dir_all(folder).map_err(|cause| Error::File {
+            path: folder.to_owned(),
+            reason: format!("cannot be made: {cause}"),
+        })?;
+        let all = self.tensors(name)?.into_iter().chain(self.copies(name));
+        let named = all.map(|(key, tensor)| (format!("{PREFIX}{key}"), tensor));
+        tensors::write(&folder.join(TENSORS_FILE), &named.collect::<Vec<_>>())?;
+        tensors::replace(&folder.join(CONFIG_FILE), config.to_json().as_bytes())
+    }
+
+    /// Copies values, which fit, into an adapter.
+    fn fill(&mut self, name: &str, Read { values, copies }: Read) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        for (key, tensor) in self.tensors(name)? {
+            if let Some(values) = values.get(&key) {
+                tensor.shallow_clone().f_copy_(values)?;
+            }
+        }
+        self.keep_copies(name, copies);
+        Ok(())
+    }
+}
+
+/// The tensors of a folder by name without the prefix, all of which `plan` expects.
+fn fitting(folder: &Path, plan: &Plan) -> Result<Read> {
+    let path = folder.join(TENSORS_FILE);
+    let mut values = BTreeMap::new();
+    for (name, tensor) in tensors_file::read(&path, Device::Cpu)? {
+        let name = name.strip_prefix(PREFIX).unwrap_or(&name);
+        // Some versions wrote DoRA's lengths as a module's weight.
+        let name = match name.strip_suffix(".weight") {
+            Some(rest) if rest.ends_with("lora_magnitude_vector") => rest,
+            _ => name,
+        };
+        values.insert(name.to_owned(), tensor);
+    }
+    let (mut missing, mut mismatched) = (Vec::new(), Vec::new());
+    let expected = plan.expected();
+    for (names, shape) in &expected {
+        let found: Vec<_> = names.iter().filter_map(|name| Some((name, values.get(name)?))).collect();
+        if found.is_empty() {
+            missing.push(names[0].clone());
+        }
+        for (name, tensor) in found.into_iter().filter(|(_, tensor)| tensor.size() != *shape) {
+            mismatched.push(format!("{name} {:?} (the model wants {shape:?})", tensor.size()));
+        }
+    }
+    let (mut unexpected, mut copies) = (Vec::new(), Vec::new());
+    for (name, tensor) in &values {
+        if expected.iter().any(|(names, _)| names.contains(name)) {
+            continue;
+        }
+        let projection = name.strip_suffix(BASE_WEIGHT);
+        match projection.and_then(|projection| plan.sites.iter().find(|site| site.name == projection)) {
+            None => unexpected.push(name.clone()),
+            Some(site) if same_values(&site.weight, tensor)? => copies.push(site.name.clone()),
+            Some(_) => mismatched.push(format!("{name} (its values are not the base's)")),
+        }
+    }
+    if missing.is_empty() && unexpected.is_empty() && mismatched.is_empty() {
+        return Ok(Read { values, copies });
+    }
+    Err(Error::Adapter { from: path.display().to_string(), missing, unexpected, mismatched })
+}
+
+/// What a folder has.
+struct Read {
+    /// By name without the prefix.
+    values: BTreeMap<String, Tensor>,
+    /// Projections whose base weight lies there too.
+    copies: Vec<String>,
+}
+
+fn same_values(base: &Tensor, read: &Tensor) -> Result<bool> {
+    let base = base.f_detach()?.f_to_device(Device::Cpu)?;
+    Ok(base.size() == read.size() && base.f_equal(&read.f_to_kind(base.kind())?)?)
+}

@@ -1,0 +1,193 @@
+//! Which modules a configuration means, decided as PEFT does.
+//!
+//! A list matches a module of that very name, or one that ends with a dot and the name; a string is a regular expression for
+//! whole names; modules that are excluded or saved whole are never adapted. Regular expressions are those of the `regex` crate:
+//! Python's without look-around and back-references.
+
+use models::LlamaConfig;
+use regex::Regex;
+use serde_json::{Map, Value};
+
+use crate::config::{Layers, LoraConfig, Names};
+use crate::error::{Error, Result};
+
+/// The word for every projection but the head.
+const ALL_LINEAR: &str = "all-linear";
+/// What PEFT adapts of Llama and Qwen2 where nothing is said.
+const DEFAULT_TARGETS: [&str; 2] = ["q_proj", "v_proj"];
+
+/// A configuration with its patterns compiled.
+#[derive(Debug)]
+pub(crate) struct Targets<'a> {
+    config: &'a LoraConfig,
+    modules: Names,
+    pattern: Option<Regex>,
+    excluded: Option<Regex>,
+    saved: Vec<Regex>,
+    layers: Vec<Regex>,
+}
+
+impl<'a> Targets<'a> {
+    pub(crate) fn new(config: &'a LoraConfig) -> Result<Self> {
+        let whole = |names: Option<&Names>| match names {
+            Some(Names::Pattern(pattern)) if !is_all_linear(pattern) => {
+                compile(pattern, &format!("^(?:{pattern})$")).map(Some)
+            }
+            _ => Ok(None),
+        };
+        let saved = config.modules_to_save.iter().flatten();
+        let layers = match &config.layers_pattern {
+            Some(Names::Pattern(pattern)) if !pattern.is_empty() => vec![pattern.clone()],
+            Some(Names::List(patterns)) if !patterns.is_empty() => patterns.clone(),
+            _ => Vec::new(),
+        };
+        let layers = if layers.is_empty() {
+            vec![compile("layers", r"^.*?\.[^.]*\.(?P<index>\d+)\.")?]
+        } else {
+            let one =
+                |pattern: &String| compile(pattern, &format!(r"^(?:|.*?\.)(?:{pattern})\.(?P<index>\d+)\."));
+            layers.iter().map(one).collect::<Result<_>>()?
+        };
+        let modules = config.target_modules.clone().unwrap_or_else(|| DEFAULT_TARGETS.into());
+        if matches!(modules, Names::Pattern(_)) && config.layers_to_transform.is_some() {
+            return Err(Error::Unsupported {
+                field: "layers_to_transform".to_owned(),
+                found: "set beside a pattern".to_owned(),
+                remedy: "name the layers in the pattern of `target_modules`, or give a list of names",
+            });
+        }
+        Ok(Self {
+            pattern: whole(Some(&modules))?,
+            excluded: whole(config.exclude_modules.as_ref())?,
+            saved: saved
+                .map(|name| compile(name, &format!(r"^(?:|.*\.)(?:{name})(?:$|\..*)")))
+                .collect::<Result<_>>()?,
+            config,
+            modules,
+            layers,
+        })
+    }
+
+    /// Whether the module of this name is to be adapted; `head` says that it is the output head.
+    pub(crate) fn wants(&self, name: &str, head: bool) -> bool {
+        let excluded = match (&self.excluded, &self.config.exclude_modules) {
+            (Some(pattern), _) => pattern.is_match(name),
+            (None, Some(Names::List(names))) => in_list(names, name),
+            _ => false,
+        };
+        if excluded || self.saved.iter().any(|saved| saved.is_match(name)) {
+            return false;
+        }
+        match (&self.pattern, &self.modules) {
+            (Some(pattern), _) => pattern.is_match(name),
+            (None, Names::Pattern(_)) => !head,
+            (None, Names::List(names)) if names.iter().any(|known| known == name) => true,
+            (None, Names::List(names)) => in_list(names, name) && self.in_layers(name),
+        }
+    }
+
+    /// Whether it is one of the words that mean every projection, so that it never names anything else.
+    pub(crate) fn means_projections_only(&self) -> bool {
+        matches!(&self.modules, Names::Pattern(pattern) if is_all_linear(pattern))
+    }
+
+    /// As an error says it.
+    pub(crate) fn described(&self) -> String {
+        let written = match &self.modules {
+            Names::Pattern(pattern) => format!("`{pattern}`"),
+            Names::List(names) => format!("{names:?}"),
+        };
+        let layers = match &self.config.layers_to_transform {
+            Some(Layers::One(layer)) => format!(" in layer {layer}"),
+            Some(Layers::Several(layers)) if !layers.is_empty() => format!(" in layers {layers:?}"),
+            _ => String::new(),
+        };
+        format!("`target_modules` {written}{layers}")
+    }
+
+    fn in_layers(&self, name: &str) -> bool {
+        let wanted: &[i64] = match &self.config.layers_to_transform {
+            None => return true,
+            Some(Layers::One(layer)) => std::slice::from_ref(layer),
+            Some(Layers::Several(layers)) if layers.is_empty() => return true,
+            Some(Layers::Several(layers)) => layers,
+        };
+        let found = self.layers.iter().find_map(|pattern| pattern.captures(name));
+        let index = found.and_then(|captures| captures.name("index")?.as_str().parse::<i64>().ok());
+        index.is_some_and(|index| wanted.contains(&index))
+    }
+}
+
+/// The value of the first pattern that matches the end of a name.
+pub(crate) fn pattern_value<'a>(patterns: &'a Map<String, Value>, name: &str) -> Result<Option<&'a Value>> {
+    for (pattern, value) in patterns {
+        if compile(pattern, &format!(r"^(?:.*\.)?(?:{pattern})$"))?.is_match(name) {
+            return Ok(Some(value));
+        }
+    }
+    Ok(None)
+}
+
+fn is_all_linear(pattern: &str) -> bool {
+    pattern.eq_ignore_ascii_case(ALL_LINEAR)
+}
+
+fn in_list(names: &[String], name: &str) -> bool {
+    let ends = |known: &String| name.strip_suffix(known.as_str()).is_some_and(|rest| rest.ends_with('.'));
+    names.iter().any(|known| known == name || ends(known))
+}
+
+fn compile(pattern: &str, whole: &str) -> Result<Regex> {
+    Regex::new(whole).map_err(|cause| {
+        let cause = cause.to_string();
+        let reason = cause.lines().last().unwrap_or_default().trim_start_matches("error: ");
+        let reason = format!("{reason}; patterns are Python's without look-around and back-references");
+        Error::Pattern { pattern: pattern.to_owned(), reason }
+    })
+}
+
+impl LoraConfig {
+    /// How many numbers an adapter of this configuration learns in a model of that one, without making either. Modules that are
+    /// saved whole and biases are not counted.
+    ///
+    /// # Errors
+    /// Those of [`LoraConfig::options`]; [`Error::NoTarget`].
+    pub fn trainable_parameters(&self, model: &LlamaConfig) -> Result<u64> {
+        self.check()?;
+        let targets = Targets::new(self)?;
+        let projections = llama_projections(model);
+        let mut count = 0;
+        let mut matched = false;
+        for (name, [inner, out]) in &projections {
+            if targets.wants(name, name == "lm_head") {
+                matched = true;
+                let options = self.options(name)?;
+                count += options.r * (inner + out) + if options.dora { *out } else { 0 };
+            }
+        }
+        if matched {
+            return Ok(count.cast_unsigned());
+        }
+        let names = projections.into_iter().map(|(name, _)| name).collect();
+        Err(Error::NoTarget { targets: targets.described(), names })
+    }
+}
+
+/// Name and `[in, out]` of every projection of such a model.
+fn llama_projections(model: &LlamaConfig) -> Vec<(String, [i64; 2])> {
+    let (hidden, feed) = (model.hidden_size, model.intermediate_size);
+    let (queries, keys) =
+        (model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim);
+    let of_layer = [
+        ("self_attn.q_proj", [hidden, queries]),
+        ("self_attn.k_proj", [hidden, keys]),
+        ("self_attn.v_proj", [hidden, keys]),
+        ("self_attn.o_proj", [queries, hidden]),
+        ("mlp.gate_proj", [hidden, feed]),
+        ("mlp.up_proj", [hidden, feed]),
+        ("mlp.down_proj", [feed, hidden]),
+    ];
+    let layers = (0..model.num_hidden_layers)
+        .flat_map(|layer| of_layer.map(|(name, widths)| (format!("model.layers.{layer}.{name}"), widths)));
+    layers.chain([("lm_head".to_owned(), [hidden, model.vocab_size])]).collect()
+}

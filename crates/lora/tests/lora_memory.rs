@@ -1,0 +1,63 @@
+//! What adapted projections hold between forward and backward, and at the peak of a backward, to the byte. Alone in its file: it
+//! counts every allocation of the process.
+
+use lora::{LoraLinear, Options};
+use models::Linear;
+use models::module::Projection;
+use runtime::autograd::backward;
+use runtime::memory::{Region, live_bytes, track_cpu};
+use tch::{Device, Kind, Tensor};
+
+const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+#[test]
+fn x_is_kept_once_and_no_mask_is_kept() {
+    track_cpu().unwrap();
+    let live = || live_bytes(Device::Cpu).unwrap();
+    let (tokens, width, out, r) = (96u64, 128u64, 160u64, 4u64);
+    for dropout in [0.0, 0.25] {
+        let options = Options { r: r as i64, alpha: 8.0, dropout, ..Options::default() };
+        let layers: Vec<LoraLinear> = (0..3)
+            .map(|_| {
+                let linear = Linear::new(width as i64, out as i64, false, F32).unwrap();
+                LoraLinear::new(linear, &options).unwrap()
+            })
+            .collect();
+        let x = Tensor::ones([2, tokens as i64 / 2, width as i64], F32).set_requires_grad(true);
+
+        let before = live();
+        let outputs: Vec<Tensor> = layers.iter().map(|layer| layer.forward(&x).unwrap()).collect();
+        // x is the caller's; each layer adds its output, which nobody keeps, and u.
+        assert_eq!(live() - before, 3 * 4 * tokens * (out + r), "dropout {dropout}");
+        drop(outputs);
+        assert_eq!(live(), before, "dropout {dropout}");
+
+        let first = &layers[0];
+        let y = first.forward(&x).unwrap();
+        let upstream = Tensor::ones_like(&y);
+        let before = live();
+        let region = Region::start(Device::Cpu).unwrap();
+        runtime::autograd::backward_with(&[&y], &[Some(&upstream)], runtime::autograd::Keep::default())
+            .unwrap();
+        let peak = region.finish().unwrap().peak_above_start();
+        // dx and, with dropout, one more of its size with the mask's bytes while they become numbers; what has r columns or
+        // rows: du and the gradients of A and B.
+        let small = 4 * (2 * tokens * r + r * width + 2 * r * out);
+        let wide = 4 * tokens * width;
+        let most = if dropout > 0.0 { 2 * wide + tokens * width } else { wide } + small;
+        assert!(peak <= most, "dropout {dropout}: {peak} of {most}");
+        assert!(peak >= wide, "dropout {dropout}: {peak}");
+        drop((y, upstream));
+        let gradients = 4 * (tokens * width + r * width + r * out);
+        // y and its gradient are gone, the gradients and nothing else are there.
+        assert_eq!(live() + 4 * tokens * (2 * out + r), before + gradients);
+        runtime::autograd::set_grad(&x, None).unwrap();
+    }
+
+    // Nobody wants dx: W is not kept for it, and no product is made.
+    let layer = LoraLinear::new(Linear::new(128, 160, true, F32).unwrap(), &Options::default()).unwrap();
+    let x = Tensor::ones([tokens as i64, width as i64], F32);
+    let y = layer.forward(&x).unwrap().sum(Kind::Float);
+    backward(&[&y]).unwrap();
+    assert!(!x.grad().defined());
+}

@@ -1,0 +1,153 @@
+//! Adapted layers inside segments that run again, under mixed precision, and over several backward passes.
+
+use std::sync::{Arc, Mutex};
+
+use lora::{LoraLinear, Options};
+use models::Linear;
+use models::module::{Module, Projection, parameters};
+use runtime::autograd::{Checkpoint, backward, set_grad};
+use runtime::precision::{self, Policy};
+use runtime::random::{Generator, RandomState};
+use tch::{Device, Kind, Tensor, kind};
+
+/// Dropout draws its seed from the process's one generator: whoever replays it has it alone.
+static GENERATOR: Mutex<()> = Mutex::new(());
+
+fn layer(dora: bool, options: (Kind, Device)) -> LoraLinear {
+    let mut generator = Generator::new(1).unwrap();
+    let mut normal = |shape: &[i64]| generator.normal(shape, options).unwrap();
+    let linear = Linear { weight: normal(&[24, 16]), bias: Some(normal(&[24])) };
+    let options = Options { r: 4, alpha: 6.0, dropout: 0.5, dora, ..Options::default() };
+    let layer = LoraLinear::new(linear, &options).unwrap();
+    let _no_grad = tch::no_grad_guard();
+    for (name, tensor) in parameters(&layer) {
+        if name.starts_with("lora_B") {
+            tensor.shallow_clone().copy_(&generator.normal(&tensor.size(), kind::FLOAT_CPU).unwrap());
+        }
+    }
+    layer
+}
+
+fn learned(layer: &impl Module) -> Vec<Tensor> {
+    let all = parameters(layer).into_iter().filter(|(name, _)| name.starts_with("lora_"));
+    all.map(|(_, tensor)| tensor.shallow_clone()).collect()
+}
+
+fn taken(leaves: &[Tensor]) -> Vec<Tensor> {
+    let gradients = leaves.iter().map(|leaf| {
+        let grad = leaf.grad().copy();
+        set_grad(leaf, None).unwrap();
+        grad
+    });
+    gradients.collect()
+}
+
+#[test]
+fn a_segment_that_runs_again_drops_the_same_and_gives_the_same_gradients() {
+    let _alone = GENERATOR.lock().unwrap();
+    for dora in [false, true] {
+        let layer = Arc::new(Mutex::new(layer(dora, kind::FLOAT_CPU)));
+        let x =
+            Generator::new(2).unwrap().normal(&[3, 7, 16], kind::FLOAT_CPU).unwrap().set_requires_grad(true);
+        let mut leaves = learned(&*layer.lock().unwrap());
+        leaves.push(x.shallow_clone());
+        let state = RandomState::capture(Device::Cpu).unwrap();
+        let run = |options: Checkpoint| {
+            let _replay = state.replay().unwrap();
+            let inner = layer.clone();
+            let segment = move |x: &[Tensor]| {
+                let inner = inner.lock().unwrap();
+                let y = inner.forward(&x[0]).map_err(|error| runtime::Error::Other(error.into()))?;
+                Ok(vec![y.f_tanh()?])
+            };
+            let y = options.run(segment, &[&x]).unwrap().remove(0);
+            // What others draw in between changes nothing.
+            let _ = Tensor::rand([3], kind::FLOAT_CPU);
+            backward(&[&y.square().sum(Kind::Float)]).unwrap();
+            (y.detach(), taken(&leaves))
+        };
+        let expected = run(Checkpoint { recompute: false, ..Checkpoint::default() });
+        assert_eq!(run(Checkpoint::default()), expected, "dora {dora}");
+        assert_eq!(
+            run(Checkpoint { retain_products: true, ..Checkpoint::default() }),
+            expected,
+            "dora {dora}"
+        );
+        let elsewhere = Checkpoint { preserve_random_state: false, ..Checkpoint::default() };
+        assert_ne!(run(elsewhere).1, expected.1, "without the state the mask is another: dropout is on");
+    }
+}
+
+#[test]
+fn gradients_add_up_over_passes_and_through_one_retained_graph() {
+    let _alone = GENERATOR.lock().unwrap();
+    let layer = layer(false, kind::FLOAT_CPU);
+    let leaves = learned(&layer);
+    let mut generator = Generator::new(3).unwrap();
+    let mut loss = || {
+        let x = generator.normal(&[5, 16], kind::FLOAT_CPU).unwrap();
+        layer.forward(&x).unwrap().square().sum(Kind::Float)
+    };
+    let (first, second) = (loss(), loss());
+    let keep = runtime::autograd::Keep { graph: true, derivative: false };
+    let mut each = Vec::new();
+    for loss in [&first, &second] {
+        runtime::autograd::backward_with(&[loss], &[None], keep).unwrap();
+        each.push(taken(&leaves));
+    }
+    backward(&[&first]).unwrap();
+    backward(&[&second]).unwrap();
+    for (leaf, (a, b)) in leaves.iter().zip(each[0].iter().zip(&each[1])) {
+        assert!(leaf.grad().allclose(&(a + b), 1e-6, 1e-6, false));
+    }
+}
+
+#[test]
+fn dropout_is_off_in_evaluation_and_elements_are_dropped_in_training() {
+    let _alone = GENERATOR.lock().unwrap();
+    let layer = layer(false, kind::FLOAT_CPU);
+    let x = Tensor::ones([40, 16], kind::FLOAT_CPU);
+    let run = || layer.forward(&x).unwrap().detach();
+    assert_ne!(run(), run());
+    let evaluation = layer.evaluation();
+    assert_eq!(run(), run());
+    drop(evaluation);
+    assert_ne!(run(), run());
+}
+
+/// Casts to bf16, as autocast does.
+#[derive(Debug)]
+struct Low;
+
+impl Policy for Low {
+    fn operand(&self, x: &Tensor) -> runtime::Result<Tensor> {
+        Ok(x.f_to_kind(Kind::BFloat16)?)
+    }
+    fn weight(&self, weight: &Tensor) -> runtime::Result<Tensor> {
+        Ok(weight.f_to_kind(Kind::BFloat16)?)
+    }
+}
+
+#[test]
+fn a_policy_decides_the_bases_dtype_and_the_adapter_stays_in_fp32() {
+    for dora in [false, true] {
+        for base in [Kind::Float, Kind::BFloat16] {
+            let layer = layer(dora, (base, Device::Cpu));
+            let _evaluation = layer.evaluation();
+            let x = Generator::new(2)
+                .unwrap()
+                .normal(&[40, 16], kind::FLOAT_CPU)
+                .unwrap()
+                .set_requires_grad(true);
+            let exact = tch::no_grad(|| layer.forward(&x.to_kind(base)).unwrap().to_kind(Kind::Float));
+            let _within = precision::enter(Some(Arc::new(Low)));
+            let y = layer.forward(&x).unwrap();
+            assert_eq!(y.kind(), Kind::BFloat16);
+            let off = (y.to_kind(Kind::Float) - &exact).norm() / exact.norm();
+            assert!(off.double_value(&[]) < 1e-2, "dora {dora} {base:?}: {off}");
+            backward(&[&y.to_kind(Kind::Float).sum(Kind::Float)]).unwrap();
+            assert_eq!(x.grad().kind(), Kind::Float);
+            assert!(learned(&layer).iter().all(|tensor| tensor.grad().kind() == Kind::Float));
+        }
+    }
+}
