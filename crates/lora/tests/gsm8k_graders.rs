@@ -121,7 +121,12 @@ fn another_problems_answer_is_right_only_where_the_numbers_are_equal() {
     for pair in problems.windows(2) {
         let equal = pair[0].result() == pair[1].result();
         for grader in Grader::ALL {
-            assert_eq!(grader.right(&pair[0].answer, &pair[1].answer), equal, "{grader}: {:?}", pair[0].answer);
+            assert_eq!(
+                grader.right(&pair[0].answer, &pair[1].answer),
+                equal,
+                "{grader}: {:?}",
+                pair[0].answer
+            );
         }
     }
 }

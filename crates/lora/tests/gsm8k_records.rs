@@ -27,7 +27,7 @@ fn problems_are_read_with_or_without_annotations() {
     assert_eq!(kept[0].stripped(), stripped[0]);
     // What is no annotation stays.
     let odd = Problem::new("?", "a << b and c >> d <<>> <x> <<1\n#### 6").unwrap();
-    assert_eq!(odd.stripped().answer, "a << b and c >> d  <x> <<1\n#### 6");
+    assert_eq!(odd.stripped().answer, "a << b and c >> d <<>> <x> <<1\n#### 6");
 }
 
 /// The error of a file whose second line is `line`.
@@ -39,7 +39,9 @@ fn check(line: &str, expected: Expect) {
 fn a_bad_line_is_named() {
     check(
         r#"{"question": "How many?", "answer""#,
-        expect!["problems.jsonl: line 2: not JSON (EOF while parsing an object, column 34); mend or remove the line"],
+        expect![
+            "problems.jsonl: line 2: not JSON (EOF while parsing an object, column 34); mend or remove the line"
+        ],
     );
     check("[1, 2]", expect!["problems.jsonl: line 2: expected an object with `question` and `answer`"]);
     check(
@@ -48,17 +50,17 @@ fn a_bad_line_is_named() {
     );
     check("{}", expect!["problems.jsonl: line 2: no field 'question'; the fields here are: none"]);
     check(
-        r##"{"question": 7, "answer": "#### 7"}"##,
+        r#####"{"question": 7, "answer": "#### 7"}"#####,
         expect!["problems.jsonl: line 2: field 'question' is no string; mend or remove the line"],
     );
     check(
-        r##"{"question": "  ", "answer": "#### 7"}"##,
+        r#####"{"question": "  ", "answer": "#### 7"}"#####,
         expect!["problems.jsonl: line 2: field 'question' is empty; mend or remove the line"],
     );
     check(
         r#"{"question": "How many?", "answer": "There are 6 of them in all, and that is the end of it."}"#,
         expect![[
-            r#"problems.jsonl: line 2: the answer has no `#### NUMBER` (it ends with "em in all, and that is the end of it."); write the result in a last line, as `#### 42`"#
+            r#"problems.jsonl: line 2: the answer has no `#### NUMBER` (it ends with " them in all, and that is the end of it."); write the result in a last line, as `#### 42`"#
         ]],
     );
 }

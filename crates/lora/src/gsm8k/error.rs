@@ -34,7 +34,9 @@ pub enum Error {
         path: PathBuf,
     },
     /// An answer that no grader can grade against.
-    #[error("the answer has no `#### NUMBER` (it ends with {end:?}); write the result in a last line, as `#### 42`")]
+    #[error(
+        "the answer has no `#### NUMBER` (it ends with {end:?}); write the result in a last line, as `#### 42`"
+    )]
     NoResult {
         /// The last characters of the answer.
         end: String,

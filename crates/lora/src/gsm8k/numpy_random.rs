@@ -3,7 +3,7 @@
 //! Three published parts. A *seed sequence* (O'Neill's `randutils`) mixes the seed into a pool of four words and draws the
 //! generator's 256 bits from it. *PCG64* (O'Neill 2014) is `s ← s·M + c` modulo 2¹²⁸, whose output is the xor of the halves
 //! turned by the top six bits. *Fisher and Yates* swap place `i`, from the last to the second, with a place below or at it,
-//! which *Lemire's* method (arXiv:1805.10941) draws from 32 bits without bias.
+//! drawn without bias: bits are drawn again while they are above `i`.
 
 const MULTIPLIER: u128 = 0x2360_ed05_1fc6_5da4_4385_df64_9fcc_f645;
 
@@ -42,16 +42,15 @@ impl Pcg64 {
         })
     }
 
-    /// From 0 to `last`, both included; `last` is below 2³² − 1.
+    /// From 0 to `last`, both included: as many bits as `last` has, until they are not above it.
     fn up_to(&mut self, last: u32) -> u32 {
-        let count = u64::from(last) + 1;
-        let mut product = u64::from(self.next_u32()) * count;
-        // The lowest products of each count would come once too often.
-        let threshold = (u64::from(u32::MAX) - u64::from(last)) % count;
-        while u64::from(product as u32) < threshold {
-            product = u64::from(self.next_u32()) * count;
+        let mask = u32::MAX.checked_shr(last.leading_zeros()).unwrap_or(0);
+        loop {
+            let drawn = self.next_u32() & mask;
+            if drawn <= last {
+                return drawn;
+            }
         }
-        (product >> 32) as u32
     }
 }
 

@@ -17,7 +17,8 @@ use super::graders::Grader;
 /// Bytes of the longest line; a file without line breaks must not fill the memory.
 const LONGEST_LINE: u64 = 16 << 20;
 
-static ANNOTATION: LazyLock<Regex> = LazyLock::new(|| Regex::new("<<[^<>]*>>").expect("a valid pattern"));
+static ANNOTATION: LazyLock<Regex> =
+    LazyLock::new(|| Regex::new(r"<<[^<>=\n]*=[^<>\n]*>>").expect("a valid pattern"));
 
 /// A word problem.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -114,7 +115,7 @@ impl Problems {
                 self.wrong(format!("byte {at} of the line is not UTF-8; convert the file to UTF-8"))
             })?;
             if !text.trim().is_empty() {
-                return Ok(Some(text));
+                return Ok(Some(text.trim_end().to_owned()));
             }
         }
     }

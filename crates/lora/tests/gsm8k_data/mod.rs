@@ -2,11 +2,12 @@
 #![allow(dead_code, reason = "each test file takes what it needs")]
 
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use lora::gsm8k::{Annotations, Problem, records};
 
 /// The problems of a file of GSM8K in the folder that `FRUGAL_DATA` names.
-pub fn real(file: &str) -> Option<Vec<Problem>> {
+pub(crate) fn real(file: &str) -> Option<Vec<Problem>> {
     let path = std::env::var_os("FRUGAL_DATA").map(|folder| PathBuf::from(folder).join("gsm8k").join(file));
     match path.filter(|path| path.is_file()) {
         Some(path) => Some(records::read(&path, Annotations::Keep).unwrap()),
@@ -18,16 +19,22 @@ pub fn real(file: &str) -> Option<Vec<Problem>> {
 }
 
 /// A file of the project's own data.
-pub fn embedded(name: &str) -> PathBuf {
+pub(crate) fn embedded(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data").join(name)
 }
 
 /// The embedded byte-level BPE of 4096 ids.
-pub fn tokenizer() -> tokenizers::Tokenizer {
+pub(crate) fn tokenizer() -> tokenizers::Tokenizer {
     tokenizers::Tokenizer::from_file(embedded("tokenizer.json")).unwrap()
 }
 
+/// The same, read once.
+pub(crate) fn tokenizer_once() -> &'static tokenizers::Tokenizer {
+    static TOKENIZER: OnceLock<tokenizers::Tokenizer> = OnceLock::new();
+    TOKENIZER.get_or_init(tokenizer)
+}
+
 /// The embedded test problems.
-pub fn problems() -> Vec<Problem> {
+pub(crate) fn problems() -> Vec<Problem> {
     records::read(&embedded("word-problems/test.jsonl"), Annotations::Keep).unwrap()
 }
