@@ -62,6 +62,20 @@ fn a_technique_that_depends_on_a_technique_is_caught() {
 }
 
 #[test]
+fn a_techniques_program_may_compose_others_and_its_library_may_not() {
+    let lora = |features: &str| {
+        format!("[features]\n{features}\n{MEMBER}amp = {{ workspace = true, optional = true }}\n")
+    };
+    let caught = expect![
+        "crates/lora/Cargo.toml: the technique `lora` depends on the technique `amp`; what both need belongs into runtime, models or training"
+    ];
+    let composed = lora("program = [\"dep:amp\"]");
+    check(&[("crates/amp/Cargo.toml", MEMBER), ("crates/lora/Cargo.toml", &composed)], expect![""]);
+    let in_the_library = lora("program = [\"dep:amp\"]\nmixed = [\"dep:amp\"]");
+    check(&[("crates/amp/Cargo.toml", MEMBER), ("crates/lora/Cargo.toml", &in_the_library)], caught);
+}
+
+#[test]
 fn a_layer_that_depends_on_a_technique_is_caught() {
     check(
         &[

@@ -24,6 +24,7 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
         for dependency in dependencies {
             let known = by_name.contains_key(&**dependency);
             match (known && is_technique(dependency), is_technique(name)) {
+                (true, true) if of_the_program_alone(members.get(folder), dependency) => {}
                 (true, true) => found.push(format!(
                     "{folder}/Cargo.toml: the technique `{name}` depends on the technique `{dependency}`; what both need \
                      belongs into runtime, models or training"
@@ -58,6 +59,28 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
 
 fn is_technique(name: &str) -> bool {
     !LAYERS.contains(&name) && name != "xtask"
+}
+
+/// Whether only a technique's binary has this dependency: it is optional, and of the feature `program` alone, without which the
+/// library builds (`cargo xtask lint` builds it so). A program may compose techniques as any user does.
+fn of_the_program_alone(manifest: Option<&toml::Table>, dependency: &str) -> bool {
+    let Some(manifest) = manifest else { return false };
+    let table = |key: &str| manifest.get(key).and_then(toml::Value::as_table);
+    let optional = table("dependencies").and_then(|all| all.get(dependency)?.get("optional")?.as_bool());
+    let named = format!("dep:{dependency}");
+    let names = |list: &toml::Value| {
+        list.as_array().is_some_and(|list| list.iter().any(|item| item.as_str() == Some(&named)))
+    };
+    let features: Vec<&str> = table("features")
+        .into_iter()
+        .flatten()
+        .filter(|(_, list)| names(list))
+        .map(|(feature, _)| feature.as_str())
+        .collect();
+    let elsewhere = ["dev-dependencies", "build-dependencies"]
+        .into_iter()
+        .any(|kind| table(kind).is_some_and(|all| all.contains_key(dependency)));
+    optional == Some(true) && features == ["program"] && !elsewhere
 }
 
 /// Packages that a manifest names as a dependency of any kind, for any target.

@@ -1,0 +1,4 @@
+//! The subcommands, a module each.
+
+pub(crate) mod decode;
+pub(crate) mod step;

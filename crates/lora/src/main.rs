@@ -1,0 +1,34 @@
+//! `lora`: a frozen model adapted, graded, and taken elsewhere.
+
+mod commands;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use report::cli::CommonArgs;
+
+/// Low-rank adaptation of a frozen model, in PEFT's files
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    common: CommonArgs,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Measure a training step on a real model's shape, and foretell it
+    Step(commands::step::Step),
+    /// Measure how fast a real model's shape decodes
+    Decode(commands::decode::Decode),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    report::cli::run(|| match &cli.command {
+        Command::Step(arguments) => commands::step::run(&cli.common, arguments),
+        Command::Decode(arguments) => commands::decode::run(&cli.common, arguments),
+    })
+}
