@@ -1,4 +1,5 @@
 //! The subcommands, a module each.
 
 pub(crate) mod decode;
+pub(crate) mod shape;
 pub(crate) mod step;

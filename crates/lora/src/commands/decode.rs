@@ -1,11 +1,109 @@
-//! `lora decode`.
+//! `lora decode`: how fast a real model's shape generates.
 
+use std::time::Instant;
+
+use anyhow::Context;
 use clap::Args;
-use report::cli::CommonArgs;
+use models::generation::{GenerateOptions, generate};
+use models::module::{LanguageModel, parameters};
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+use runtime::measure::physical;
+
+use super::shape::{Shape, kind_of};
 
 #[derive(Args)]
-pub(crate) struct Decode {}
+pub(crate) struct Decode {
+    /// How large the shape is, where none is given
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// qwen2.5-0.5b, qwen2.5-7b, tiny, or a config.json
+    #[arg(long)]
+    shape: Option<Shape>,
+    /// Dtypes of the weights: float32, bfloat16, float16
+    #[arg(long, value_delimiter = ',', default_value = "float32,bfloat16")]
+    dtype: Vec<String>,
+    /// Prompts at a time
+    #[arg(long, value_delimiter = ',', default_value = "1,4", value_parser = clap::value_parser!(i64).range(1..))]
+    batch: Vec<i64>,
+    /// Tokens of a prompt
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(i64).range(1..))]
+    prompt: i64,
+    /// New tokens for each
+    #[arg(long, default_value_t = 24, value_parser = clap::value_parser!(u32).range(2..))]
+    new_tokens: u32,
+    /// Measured times
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+    repeats: u32,
+    /// The experiment that the records are of
+    #[arg(long, default_value = "lora-decode")]
+    experiment: String,
+}
 
-pub(crate) fn run(_: &CommonArgs, _: &Decode) -> anyhow::Result<()> {
+pub(crate) fn run(common: &CommonArgs, arguments: &Decode) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let shape = arguments.shape.clone().unwrap_or_else(|| Shape::of(arguments.scale));
+    let copied = physical::copy_bandwidth(device)?.rate().context("the rate of a copy")?;
+    let mut progress = Progress::new((arguments.dtype.len() * arguments.batch.len()) as u64);
+    for dtype in &arguments.dtype {
+        progress.message(&format!("{} in {dtype}: drawing weights", shape.name()));
+        runtime::random::seed(common.seed)?;
+        let model = shape.model(kind_of(dtype)?, device)?;
+        for &batch in &arguments.batch {
+            progress.message(&format!("{} in {dtype}, {batch} at a time", shape.name()));
+            let case = Case::new()
+                .with("shape", shape.name())
+                .with("dtype", dtype.as_str())
+                .with("batch", batch)
+                .with("prompt", arguments.prompt);
+            sink.put(&arguments.experiment, &case, measure(&model, batch, arguments, copied)?)?;
+            progress.step();
+        }
+    }
     Ok(())
+}
+
+/// Decoding is timed from a row's first new token on; reading the prompt ends with that.
+fn measure(
+    model: &dyn LanguageModel,
+    batch: i64,
+    arguments: &Decode,
+    copied: f64,
+) -> anyhow::Result<Vec<Metric>> {
+    let vocabulary = model.vocabulary();
+    let token = |row: i64, place: i64| (row * 7919 + place * 104_729 + 13) % vocabulary;
+    let prompts: Vec<Vec<i64>> =
+        (0..batch).map(|row| (0..arguments.prompt).map(|place| token(row, place)).collect()).collect();
+    let options =
+        GenerateOptions { max_new_tokens: arguments.new_tokens as usize, ..GenerateOptions::default() };
+    let (mut reading, mut decoding) = (Vec::new(), Vec::new());
+    for repeat in 0..=arguments.repeats {
+        let start = Instant::now();
+        let mut first = None;
+        let mut watch = |_: usize, _: &[i64]| {
+            first.get_or_insert_with(Instant::now);
+            false
+        };
+        generate(model, &prompts, &options, &mut watch)?;
+        let first = first.context("nothing was generated")?;
+        // The first time fills caches.
+        if repeat > 0 {
+            reading.push(first.duration_since(start).as_secs_f64());
+            decoding.push(first.elapsed().as_secs_f64() / f64::from(arguments.new_tokens - 1));
+        }
+    }
+    // What a token must read: every weight once, but of the embedding one row, unless it is the head too.
+    let bytes: usize =
+        parameters(model).iter().map(|(_, tensor)| tensor.numel() * tensor.kind().elt_size_in_bytes()).sum();
+    let rates: Vec<f64> = decoding.iter().map(|seconds| batch as f64 / seconds).collect();
+    let bandwidth: Vec<f64> = decoding.iter().map(|seconds| bytes as f64 / seconds).collect();
+    let shares: Vec<f64> = bandwidth.iter().map(|rate| rate / copied).collect();
+    Ok(vec![
+        Metric::of_samples("prompt_seconds", "s", &reading),
+        Metric::of_samples("token_seconds", "s", &decoding),
+        Metric::of_samples("tokens_per_second", "tokens/s", &rates),
+        Metric::of_samples("weight_bandwidth", "B/s", &bandwidth),
+        Metric::of_samples("share_of_copy_bandwidth", "ratio", &shares),
+    ])
 }

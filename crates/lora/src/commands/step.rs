@@ -1,11 +1,207 @@
-//! `lora step`.
+//! `lora step`: a training step on a real model's shape, measured and foretold.
 
-use clap::Args;
-use report::cli::CommonArgs;
+use anyhow::Context;
+use clap::{Args, ValueEnum};
+use lora::{Adapters, LoraConfig};
+use models::module::{Context as Pass, IGNORED, Input, LanguageModel, trainable};
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+use runtime::device::{reset_resident_peak, resident_memory};
+use runtime::measure::{Measurement, Plan, Work, physical, run as measure};
+use runtime::profile::Counter;
+use runtime::random::Generator;
+use tch::{Device, Kind, Tensor};
+use training::activations::{self, LayerPlan};
+use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+
+use super::shape::{Shape, kind_of};
+
+/// What a step keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Method {
+    /// All that backward needs
+    Keep,
+    /// The inputs of blocks; a block runs again for its backward
+    Recompute,
+}
 
 #[derive(Args)]
-pub(crate) struct Step {}
+pub(crate) struct Step {
+    /// How large the shape is, where none is given
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// qwen2.5-0.5b, qwen2.5-7b, tiny, or a config.json
+    #[arg(long)]
+    shape: Option<Shape>,
+    /// Rows of a batch
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i64).range(1..))]
+    batch: i64,
+    /// Tokens of a row
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(i64).range(2..))]
+    sequence: i64,
+    /// Share of a row's tokens, at its end, that have a label
+    #[arg(long, default_value_t = 0.5)]
+    answers: f64,
+    /// Dtype of the base: float32, bfloat16, float16
+    #[arg(long, value_delimiter = ',', default_value = "float32")]
+    dtype: Vec<String>,
+    /// What is kept
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "keep,recompute")]
+    methods: Vec<Method>,
+    /// Rank of the adapters on q, k, v and o
+    #[arg(long, default_value_t = 8)]
+    rank: i64,
+    /// Measured steps
+    #[arg(long, default_value_t = 2)]
+    repeats: usize,
+    /// The experiment that the records are of
+    #[arg(long, default_value = "lora-step")]
+    experiment: String,
+}
 
-pub(crate) fn run(_: &CommonArgs, _: &Step) -> anyhow::Result<()> {
+pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    runtime::memory::track_cpu()?;
+    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let shape = arguments.shape.clone().unwrap_or_else(|| Shape::of(arguments.scale));
+    let rows = arguments.batch * arguments.sequence;
+    let config = shape.config()?;
+    let limit = physical::gemm_rate(device, Kind::Float, rows, config.intermediate_size, config.hidden_size)?
+        .rate()
+        .context("the rate of a product")?;
+    let mut progress = Progress::new((arguments.dtype.len() * arguments.methods.len()) as u64);
+    for dtype in &arguments.dtype {
+        let kind = kind_of(dtype)?;
+        progress.message(&format!("{} in {dtype}: drawing weights", shape.name()));
+        runtime::random::seed(common.seed)?;
+        let mut prepared = Prepared::new(&shape, arguments, common.seed, (kind, device))?;
+        for &method in &arguments.methods {
+            progress.message(&format!("{} in {dtype}, {}", shape.name(), name(method)));
+            let figures = prepared.measure(method, arguments, limit)?;
+            let case = Case::new()
+                .with("shape", shape.name())
+                .with("method", name(method))
+                .with("dtype", dtype.as_str())
+                .with("batch", arguments.batch)
+                .with("sequence", arguments.sequence);
+            sink.put(&arguments.experiment, &case, figures)?;
+            progress.step();
+        }
+    }
     Ok(())
+}
+
+fn name(method: Method) -> &'static str {
+    match method {
+        Method::Keep => "keep",
+        Method::Recompute => "recompute",
+    }
+}
+
+/// A model with adapters, its optimizer, and a batch.
+struct Prepared {
+    model: Box<dyn LanguageModel>,
+    optimizer: Optimizer,
+    switches: activations::Activations,
+    layers: usize,
+    tokens: Tensor,
+    labels: Tensor,
+    labelled: i64,
+    device: Device,
+}
+
+impl Prepared {
+    fn new(shape: &Shape, arguments: &Step, seed: u64, options: (Kind, Device)) -> anyhow::Result<Self> {
+        let mut model = Box::new(shape.model(options.0, options.1)?);
+        fused_ce::install(&mut *model, &fused_ce::LinearCrossEntropy::default())?;
+        let layers = model.llama_config().num_hidden_layers as usize;
+        let vocabulary = model.vocabulary();
+        let lora = LoraConfig {
+            r: arguments.rank,
+            lora_alpha: 16.0,
+            target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj"].into()),
+            ..LoraConfig::default()
+        };
+        Adapters::install(&mut *model, &lora, seed)?;
+        let switches = activations::apply(&mut *model, &vec![LayerPlan::KeepAll; layers])?;
+        let parameters: Vec<(String, Tensor)> =
+            trainable(&*model).into_iter().map(|(name, tensor)| (name, tensor.shallow_clone())).collect();
+        let optimizer = Optimizer::new(AdamW::default(), vec![Group::new(parameters, 1e-4)])?;
+
+        let size = [arguments.batch, arguments.sequence];
+        let mut generator = Generator::new(seed)?;
+        let drawn = generator.uniform(&size, (0.0, vocabulary as f64), (Kind::Double, Device::Cpu))?;
+        let tokens = drawn.f_floor()?.f_to_kind(Kind::Int64)?.f_to_device(options.1)?;
+        let answers =
+            ((arguments.sequence as f64 * arguments.answers).round() as i64).clamp(1, arguments.sequence);
+        let labels = tokens.f_detach_copy()?;
+        let _ = labels.f_narrow(1, 0, arguments.sequence - answers)?.f_fill_(IGNORED)?;
+        let labelled = arguments.batch * answers;
+        Ok(Self { model, optimizer, switches, layers, tokens, labels, labelled, device: options.1 })
+    }
+
+    fn forward(&self) -> anyhow::Result<Tensor> {
+        let context = Pass { training: true, ..Pass::default() };
+        let input = Input { tokens: &self.tokens, positions: None, context };
+        Ok(self.model.loss(&input, &self.labels)?.sum.f_div_scalar(self.labelled as f64)?)
+    }
+
+    fn measure(&mut self, method: Method, arguments: &Step, limit: f64) -> anyhow::Result<Vec<Metric>> {
+        let plan = match method {
+            Method::Keep => LayerPlan::KeepAll,
+            Method::Recompute => LayerPlan::RecomputeAll,
+        };
+        self.switches.change(&vec![plan; self.layers])?;
+        let tokens = (arguments.batch * arguments.sequence) as f64;
+
+        // The first step fills caches and the optimizer's state, and is counted.
+        let counter = Counter::start()?;
+        runtime::autograd::backward(&[&self.forward()?])?;
+        let flops = counter.finish()?.total.flops.dense as f64;
+        self.optimizer.step()?;
+        self.optimizer.zero_grad(ZeroGrad::ToNone)?;
+
+        reset_resident_peak()?;
+        let plan = Plan {
+            warmup: 0,
+            repeats: arguments.repeats,
+            work: Some(Work::tokens(tokens)),
+            ..Plan::new(self.device)
+        };
+        let measured = measure(&plan, |lap| {
+            let loss = self.forward().map_err(|error| runtime::Error::Other(error.into()))?;
+            lap.end("forward")?;
+            runtime::autograd::backward(&[&loss])?;
+            lap.end("backward")?;
+            let other = |error: training::Error| runtime::Error::Other(Box::new(error));
+            self.optimizer.step().map_err(other)?;
+            self.optimizer.zero_grad(ZeroGrad::ToNone).map_err(other)?;
+            lap.end("optimizer")
+        })?;
+        let resident = resident_memory()?;
+        Ok(self.figures(&measured, flops, limit, tokens, resident.peak))
+    }
+
+    fn figures(
+        &self,
+        measured: &Measurement,
+        flops: f64,
+        limit: f64,
+        tokens: f64,
+        resident: u64,
+    ) -> Vec<Metric> {
+        let seconds = &measured.time.samples;
+        let rates: Vec<f64> = seconds.iter().map(|seconds| tokens / seconds).collect();
+        let phase = |phase: &str| measured.phase(phase).map_or(&[][..], |samples| &samples.samples);
+        vec![
+            Metric::of_samples("step_seconds", "s", seconds),
+            Metric::of_samples("forward_seconds", "s", phase("forward")),
+            Metric::of_samples("backward_seconds", "s", phase("backward")),
+            Metric::of_samples("tokens_per_second", "tokens/s", &rates),
+            Metric::exact("limit_tokens_per_second", "tokens/s", limit * tokens / flops),
+            Metric::exact("flops", "FLOP", flops),
+            Metric::exact("peak_bytes", "B", measured.memory.peak as f64),
+            Metric::exact("process_bytes", "B", resident as f64),
+        ]
+    }
 }

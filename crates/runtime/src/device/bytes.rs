@@ -23,7 +23,7 @@ pub struct MemoryInfo {
 pub struct ResidentMemory {
     /// Now (`VmRSS`).
     pub current: u64,
-    /// The most since the process began (`VmHWM`).
+    /// The most since the process began (`VmHWM`), or since [`reset_resident_peak`].
     pub peak: u64,
 }
 
@@ -54,6 +54,15 @@ pub fn resident_memory() -> Result<ResidentMemory> {
     let current = kibibytes(&path, &text, "VmRSS:")?;
     // The kernel counts pages in batches, so its high-water mark can lie below what it says of the present.
     Ok(ResidentMemory { current, peak: kibibytes(&path, &text, "VmHWM:")?.max(current) })
+}
+
+/// Lets [`ResidentMemory::peak`] begin anew at what is resident now, for the peak of a stretch of work.
+///
+/// # Errors
+/// A kernel that does not offer it (`/proc/self/clear_refs`).
+pub fn reset_resident_peak() -> Result<()> {
+    let path = PathBuf::from("/proc/self/clear_refs");
+    std::fs::write(&path, "5").map_err(|cause| Error::Io { path, cause })
 }
 
 fn read(path: &str) -> Result<(PathBuf, String)> {

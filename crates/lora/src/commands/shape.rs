@@ -1,0 +1,113 @@
+//! Models of real shapes with random weights, for measurements that do not depend on what the weights say.
+
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use accounting::presets;
+use anyhow::{Context, anyhow, bail};
+use models::{Llama, LlamaConfig};
+use report::cli::Scale;
+use tch::{Device, Kind};
+
+/// Which shape.
+#[derive(Debug, Clone)]
+pub(crate) enum Shape {
+    /// Qwen2.5-0.5B's.
+    Small,
+    /// Qwen2.5-7B's.
+    Large,
+    /// A block or two that keep the proportions.
+    Tiny,
+    /// Of a `config.json`, or of the folder of one.
+    File(PathBuf),
+}
+
+impl FromStr for Shape {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ok(match text {
+            "qwen2.5-0.5b" => Self::Small,
+            "qwen2.5-7b" => Self::Large,
+            "tiny" => Self::Tiny,
+            path if Path::new(path).exists() => Self::File(path.into()),
+            other => bail!(
+                "no shape `{other}`: expected qwen2.5-0.5b, qwen2.5-7b, tiny, or the path of a config.json"
+            ),
+        })
+    }
+}
+
+impl Shape {
+    /// What is measured where nothing else was asked for.
+    pub(crate) fn of(scale: Scale) -> Self {
+        match scale {
+            Scale::Smoke => Self::Tiny,
+            Scale::Laptop | Scale::Paper => Self::Small,
+        }
+    }
+
+    pub(crate) fn name(&self) -> String {
+        match self {
+            Self::Small => "Qwen2.5-0.5B".to_owned(),
+            Self::Large => "Qwen2.5-7B".to_owned(),
+            Self::Tiny => "tiny".to_owned(),
+            Self::File(path) => path.display().to_string(),
+        }
+    }
+
+    pub(crate) fn config(&self) -> anyhow::Result<LlamaConfig> {
+        let qwen = |vocabulary, hidden, inner, layers, heads, kv_heads| LlamaConfig {
+            num_key_value_heads: kv_heads,
+            max_position_embeddings: 32_768,
+            ..LlamaConfig::qwen2(vocabulary, hidden, inner, layers, heads)
+        };
+        Ok(match self {
+            Self::Small => qwen(151_936, 896, 4864, 24, 14, 2),
+            Self::Large => {
+                LlamaConfig { tie_word_embeddings: false, ..qwen(152_064, 3584, 18_944, 28, 28, 4) }
+            }
+            Self::Tiny => qwen(4096, 128, 704, 2, 2, 1),
+            Self::File(path) => {
+                let file = if path.is_dir() { path.join("config.json") } else { path.clone() };
+                LlamaConfig::read(&file)?
+            }
+        })
+    }
+
+    /// The model, its weights drawn from libtorch's generator.
+    pub(crate) fn model(&self, kind: Kind, device: Device) -> anyhow::Result<Llama> {
+        let config = self.config()?;
+        let bytes = config.parameter_count() * kind.elt_size_in_bytes() as u64;
+        let free = runtime::device::memory_info(device)?.free;
+        if bytes > free {
+            let gib = |bytes: u64| bytes as f64 / f64::from(1u32 << 30);
+            return Err(anyhow!(
+                "{} in {kind:?} has {:.1} GiB of weights, and {:.1} GiB are free",
+                self.name(),
+                gib(bytes),
+                gib(free)
+            ));
+        }
+        Llama::new(&config, (kind, device)).with_context(|| format!("making {}", self.name()))
+    }
+
+    /// The same shape on paper, where it is one that `accounting` knows.
+    pub(crate) fn on_paper(&self) -> anyhow::Result<Option<accounting::Decoder>> {
+        Ok(match self {
+            Self::Small => Some(presets::find("qwen2.5-0.5b")?),
+            Self::Large => Some(presets::find("qwen2.5-7b")?),
+            Self::Tiny | Self::File(_) => None,
+        })
+    }
+}
+
+/// A floating dtype by its name.
+pub(crate) fn kind_of(name: &str) -> anyhow::Result<Kind> {
+    Ok(match name {
+        "float32" => Kind::Float,
+        "bfloat16" => Kind::BFloat16,
+        "float16" => Kind::Half,
+        other => bail!("no dtype `{other}`: expected float32, bfloat16 or float16"),
+    })
+}
