@@ -1,0 +1,91 @@
+"""A training step of a Qwen2 with LoRA in transformers and PEFT, fp32.
+
+Adapters of rank 8 on q, k, v and o, without dropout; AdamW over them; labels on the second half of each row. The model computes
+the loss itself, over the logits of all tokens, as transformers does when it is given labels. `process_bytes` is the most that the
+process held in RAM during the measured steps (`VmHWM`, reset before them), `peak_bytes` the most that lived in torch's allocator
+(on a CPU: as its profiler tells it, above what lived before the step, plus that). Writes one JSON record per figure.
+"""
+
+import argparse
+import json
+import sys
+import time
+
+import peft
+import torch
+
+from decoders import NAMES, SHAPES, qwen2, reset_resident_peak, resident_peak
+from records import environment, metric, peak_of, synchronize
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-0.5b")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--methods", default="keep,recompute")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--records", required=True)
+    args = parser.parse_args()
+
+    device = torch.device(args.device)
+    torch.manual_seed(args.seed)
+    model = qwen2(args.shape, "float32", device)
+    config = peft.LoraConfig(
+        r=8, lora_alpha=16, lora_dropout=0.0, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(model, config).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    ids = torch.randint(SHAPES[args.shape]["vocab_size"], (args.batch, args.sequence), device=device)
+    labels = ids.clone()
+    labels[:, : args.sequence // 2] = -100
+    where = environment(device)
+
+    def step():
+        synchronize(device)
+        start = time.perf_counter()
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        synchronize(device)
+        return time.perf_counter() - start
+
+    methods = args.methods.split(",")
+    with open(args.records, "a") as records:
+        for done, method in enumerate(methods):
+            print(f"@progress {done} {len(methods)} {method}", file=sys.stderr, flush=True)
+            if method == "recompute":
+                model.enable_input_require_grads()
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            step()
+            if device.type == "cpu":
+                reset_resident_peak()
+            times = [step() for _ in range(args.repeats)]
+            figures = [
+                metric("step_seconds", "s", times),
+                metric("tokens_per_second", "tokens/s", [ids.numel() / seconds for seconds in times]),
+            ]
+            if device.type == "cpu":
+                figures.append(metric("process_bytes", "B", [resident_peak()]))
+                held = sum(p.numel() * p.element_size() for p in model.parameters())
+                held += 2 * sum(p.numel() * p.element_size() for p in trained)
+            else:
+                held = torch.cuda.memory_allocated(device)
+            figures.append(metric("peak_bytes", "B", [held + peak_of(step, device)]))
+            case = {
+                "shape": NAMES[args.shape], "method": method, "dtype": "float32", "batch": args.batch,
+                "sequence": args.sequence,
+            }
+            for figure in figures:
+                record = {"experiment": "lora-step", "case": case, "metric": figure, "environment": where}
+                records.write(json.dumps(record) + "\n")
+            records.flush()
+
+
+if __name__ == "__main__":
+    main()
