@@ -25,7 +25,8 @@ pub const DEFAULT: &str = "default";
 /// W and b keep their dtype (fp32, bf16, fp16, f64) and their names, so that a checkpoint of the base still fits; A `[r, in]` and
 /// B `[out, r]` are in fp32 (f64 for f64) and are called `lora_A.default.weight` and `lora_B.default.weight`, DoRA's lengths
 /// `lora_magnitude_vector.default.weight`. The input is of W's dtype, unless a policy of [`runtime::precision`] casts it; the
-/// result too. The [source of the function](../src/lora/function.rs.html) has the mathematics.
+/// result too.
+/// The head of `function.rs` has the mathematics, what is kept, and where it is rounded; that of `dora.rs` DoRA's.
 ///
 /// Between a forward and its backward nothing of it may be switched, merged or changed.
 ///
