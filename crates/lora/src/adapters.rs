@@ -360,6 +360,9 @@ impl Adapters {
             .map(|site| (site.path.clone(), site.layer.shallow_clone().into_linear()))
             .collect();
         let untied = self.untied(&tied);
+        for whole in self.wholes.lock().iter() {
+            let _ = whole.live.f_set_requires_grad(false)?;
+        }
         put_back(model, linears, Vec::new())?;
         Ok(Unloaded { untied })
     }

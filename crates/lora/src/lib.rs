@@ -1,4 +1,50 @@
 //! Low-rank adaptation of a frozen model (Hu et al., arXiv:2106.09685), in PEFT's files, trained and graded on GSM8K.
+//!
+//! A projection y = x·Wᵀ + b is left as it is, and s·x·Aᵀ·Bᵀ with A `[r, in]` and B `[out, r]` is learned beside it: of a model of
+//! half a billion numbers, a million are trained.
+//!
+//! | | what it gives |
+//! |---|---|
+//! | [`LoraLinear`], [`Options`] | one projection with an adapter, in any model |
+//! | [`Adapters`], [`LoraConfig`] | a whole model's: installed by name, switched, merged, saved |
+//! | [`Init`] | how adapters begin: Kaiming, Gaussian, PiSSA, OLoRA, orthogonal |
+//! | [`peft`] | `adapter_config.json` and `adapter_model.safetensors`, both ways |
+//! | [`gsm8k`] | word problems, prompts, graders |
+//!
+//! What differs from PEFT:
+//! - Between forward and backward a layer keeps x, which its neighbours keep too, and r numbers for each token; dropout's mask is
+//!   made again from its seed. The gradient of the frozen base is never computed.
+//! - A merge never overwrites W, so that it comes back bit for bit; PEFT subtracts what it added.
+//! - PiSSA and OLoRA leave W as it is: what they take off is a low-rank term of its own.
+//! - Modules that are saved whole, and trained biases, step aside too when adapters are disabled, switched or unloaded.
+//! - A head that is tied to the embedding can be merged, and the caller is told that it is tied no more.
+//!
+//! ```
+//! use lora::{Adapters, LoraConfig};
+//! use models::module::{Input, LanguageModel};
+//! use models::{Llama, LlamaConfig};
+//! use tch::{Device, Kind, Tensor};
+//!
+//! # let folder = std::env::temp_dir().join(format!("lora-doc-{}", std::process::id()));
+//! let base = LlamaConfig::llama(100, 16, 40, 2, 4);
+//! let mut model = Llama::new(&base, (Kind::Float, Device::Cpu))?;
+//! let config = LoraConfig {
+//!     r: 8,
+//!     lora_alpha: 16.0,
+//!     target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj"].into()),
+//!     ..LoraConfig::default()
+//! };
+//! let adapters = Adapters::install(&mut model, &config, 42)?;
+//!
+//! let tokens = Tensor::from_slice(&[3i64, 1, 4, 1, 5]).view([1, 5]);
+//! let loss = model.loss(&Input::new(&tokens), &tokens)?.sum;
+//! runtime::autograd::backward(&[&loss])?;
+//! // … an optimizer's step over `models::module::trainable(&model)` …
+//! adapters.save(&folder)?;
+//! let _ = adapters.merge_and_unload(&mut model)?;
+//! # std::fs::remove_dir_all(&folder).ok();
+//! # Ok::<(), lora::Error>(())
+//! ```
 
 pub mod gsm8k;
 pub mod init;

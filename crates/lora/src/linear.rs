@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use models::Linear;
-use models::module::{Editor, Module, Projection, Visitor};
+use models::module::{Editor, Module, Projection, Visitor, tensors};
 use parking_lot::Mutex;
 use runtime::precision;
 use runtime::random::Generator;
@@ -25,7 +25,8 @@ pub const DEFAULT: &str = "default";
 /// W and b keep their dtype (fp32, bf16, fp16, f64) and their names, so that a checkpoint of the base still fits; A `[r, in]` and
 /// B `[out, r]` are in fp32 (f64 for f64) and are called `lora_A.default.weight` and `lora_B.default.weight`, DoRA's lengths
 /// `lora_magnitude_vector.default.weight`. The input is of W's dtype, unless a policy of [`runtime::precision`] casts it; the
-/// result too. The [source of the function](../src/lora/function.rs.html) has the mathematics.
+/// result too.
+/// The head of `function.rs` has the mathematics, what is kept, and where it is rounded; that of `dora.rs` DoRA's.
 ///
 /// Between a forward and its backward nothing of it may be switched, merged or changed.
 ///
@@ -73,6 +74,33 @@ impl LoraLinear {
         let mut layer = Self::over(&linear.weight, linear.bias, switch)?;
         layer.push(Adapter::new(DEFAULT, &layer.weight, options, &mut Generator::new(options.seed)?)?)?;
         Ok(layer)
+    }
+
+    /// [`LoraLinear::new`] of any projection that computes x·Wᵀ + b with tensors called `weight` and `bias`, which it shares.
+    ///
+    /// # Errors
+    /// A projection with other tensors than these; as [`LoraLinear::new`].
+    pub fn of(projection: &dyn Projection, options: &Options) -> Result<Self> {
+        let (mut weight, mut bias) = (None, None);
+        for named in tensors(projection) {
+            match named.name.as_str() {
+                "weight" => weight = Some(named.tensor.shallow_clone()),
+                "bias" => bias = Some(named.tensor.shallow_clone()),
+                other => {
+                    let found = format!("a projection with a tensor `{other}`");
+                    return Err(Error::Option {
+                        name: "projection",
+                        found,
+                        expected: "a weight and a bias only",
+                    });
+                }
+            }
+        }
+        let weight = weight.ok_or_else(|| {
+            let found = "one without a weight".to_owned();
+            Error::Option { name: "projection", found, expected: "a weight [out, in]" }
+        })?;
+        Self::new(Linear { weight, bias }, options)
     }
 
     /// Without an adapter yet.

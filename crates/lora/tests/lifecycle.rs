@@ -1,7 +1,7 @@
 //! Merge, unmerge, switch, disable, delete, unload: what the model computes after each, and whether the base comes back.
 
-use lora::{Adapters, BiasTraining, Error, LoraConfig};
-use models::module::{Input, LanguageModel, parameter_count, tensors, trainable};
+use lora::{Adapters, BiasTraining, Error, LoraConfig, LoraLinear, Options};
+use models::module::{Input, LanguageModel, Projection, parameter_count, tensors, trainable};
 use models::{Llama, LlamaConfig};
 use runtime::random::Generator;
 use serde_json::json;
@@ -158,6 +158,7 @@ fn a_merged_model_is_plain_and_says_what_is_tied_no_more() {
         let adapted = logits(&model);
         let left = adapters.merge_and_unload(&mut model).unwrap();
         assert_eq!(left.untied, untied);
+        assert!(trainable(&model).is_empty());
         assert!(apart(&logits(&model), &adapted) < 1e-4);
         let mut expected = names;
         expected.extend(untied.iter().map(|name| (*name).to_owned()));
@@ -225,4 +226,36 @@ fn a_graph_that_was_made_before_a_merge_is_refused() {
     adapters.merge().unwrap();
     let error = runtime::autograd::backward(&[&loss]).unwrap_err().to_string();
     assert!(error.contains("modified by an inplace operation"), "{error}");
+}
+
+#[test]
+fn adapters_come_back_from_their_folders_under_any_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut model = model_of(false, Kind::Float);
+    let mut adapters = Adapters::install(&mut model, &config(), 7).unwrap();
+    let other = LoraConfig { use_dora: true, bias: BiasTraining::LoraOnly, ..config() };
+    adapters.add(&mut model, "other", &other, 9).unwrap();
+    perturb(&adapters, "default", 8);
+    perturb(&adapters, "other", 10);
+    let of_default = logits(&model);
+    adapters.set_active(&["other"]).unwrap();
+    let of_other = logits(&model);
+    adapters.save(folder.path()).unwrap();
+
+    let mut model = model_of(false, Kind::Float);
+    let mut adapters = Adapters::load(&mut model, &folder.path().join("other")).unwrap();
+    assert_eq!(logits(&model), of_other);
+    adapters.add_from(&mut model, "first", folder.path()).unwrap();
+    assert_eq!(logits(&model), of_other, "what is added rests");
+    adapters.set_active(&["first"]).unwrap();
+    assert_eq!(logits(&model), of_default);
+}
+
+#[test]
+fn any_projection_with_a_weight_can_be_wrapped() {
+    let linear = models::Linear::new(6, 5, true, tch::kind::FLOAT_CPU).unwrap();
+    let x = Tensor::ones([2, 6], tch::kind::FLOAT_CPU);
+    let layer = LoraLinear::of(&linear, &Options::default()).unwrap();
+    assert_eq!(layer.forward(&x).unwrap(), linear.forward(&x).unwrap());
+    assert!(LoraLinear::of(&layer, &Options::default()).is_err(), "not one that is adapted already");
 }
