@@ -206,6 +206,9 @@ impl Turns<'_> {
                 command.arg(script).args(&comparison.peer_args);
                 command.env("PYTHONDONTWRITEBYTECODE", "1").env("PYTHONUNBUFFERED", "1");
                 command.env(crate::revision::VARIABLE, &self.programs.revision).current_dir(&self.house.root);
+                // For a peer that hands files to our program in the middle of its own work.
+                let program = self.programs.command(&comparison.package)?;
+                command.env("FRUGAL_PROGRAM", program.get_program());
                 command
             }
         };

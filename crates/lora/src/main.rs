@@ -23,6 +23,9 @@ enum Command {
     Step(commands::step::Step),
     /// Measure how fast a real model's shape decodes
     Decode(commands::decode::Decode),
+    /// Read what PEFT wrote, and write for PEFT to read
+    #[command(hide = true)]
+    Interchange(commands::interchange::Interchange),
 }
 
 fn main() -> ExitCode {
@@ -30,5 +33,6 @@ fn main() -> ExitCode {
     report::cli::run(|| match &cli.command {
         Command::Step(arguments) => commands::step::run(&cli.common, arguments),
         Command::Decode(arguments) => commands::decode::run(&cli.common, arguments),
+        Command::Interchange(arguments) => commands::interchange::run(&cli.common, arguments),
     })
 }
