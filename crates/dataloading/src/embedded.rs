@@ -1,8 +1,8 @@
 //! Small data sets of the project's own, written by a seeded generator and kept in `data/`.
 //!
 //! They make every experiment and test work offline: an encyclopedia-like corpus in WikiText's format with WikiText-2's
-//! spread of line lengths, word problems in GSM8K's format, and a byte-level BPE trained on both. All of it is about an
-//! invented world. The same seed gives the same bytes on every machine.
+//! spread of line lengths, word problems in GSM8K's format, a byte-level BPE trained on both, and a smaller world of problems
+//! and stories that a small model can learn. All of it is about an invented world. The same seed gives the same bytes on every machine.
 //!
 //! ```
 //! use dataloading::Tokenizer;
@@ -18,6 +18,7 @@ mod articles;
 mod facts;
 mod grammar;
 mod random;
+mod small_problems;
 mod word_problems;
 mod world;
 
@@ -40,6 +41,13 @@ pub const CORPUS_VALID: &str = "corpus/valid.txt";
 pub const PROBLEMS_TRAIN: &str = "word-problems/train.jsonl";
 /// Test word problems: others than those of training.
 pub const PROBLEMS_TEST: &str = "word-problems/test.jsonl";
+/// Training problems of two steps with small numbers, which a model of a million parameters can learn in a minute.
+pub const SMALL_PROBLEMS_TRAIN: &str = "small-problems/train.jsonl";
+/// Test problems of that kind: a template's three numbers are in no training problem and no story.
+pub const SMALL_PROBLEMS_TEST: &str = "small-problems/test.jsonl";
+/// Stories about the same world, with their calculations and without questions, and lists of calculations: paragraphs to
+/// pretrain on.
+pub const SMALL_STORIES: &str = "small-problems/stories.txt";
 /// The tokenizer.
 pub const TOKENIZER: &str = "tokenizer.json";
 
@@ -48,6 +56,9 @@ pub const VARIABLE: &str = "FRUGAL_EMBEDDED";
 
 const TRAIN_BYTES: usize = 1_150_000;
 const VALID_BYTES: usize = 120_000;
+const SMALL_TRAIN: usize = 1200;
+const SMALL_TEST: usize = 200;
+const STORY_PARAGRAPHS: usize = 4500;
 
 /// The folder of the data sets: the one that `FRUGAL_EMBEDDED` names; else `data/` of the sources that this program was
 /// built from; else `data/` beside the folder of the executable, as a bundle has it, or beside the executable.
@@ -100,12 +111,19 @@ pub fn generate(seed: u64) -> Result<Vec<(&'static str, String)>> {
         Ok(format!("{}\n{}", field("question"), field("answer")))
     });
     let texts = corpus_train.lines().map(|line| Ok(format!("{line}\n"))).chain(problems);
+    let mut questions = BTreeSet::new();
+    let small_train = small_problems::problems(&random.fork(6), SMALL_TRAIN, false, &mut questions);
+    let small_test = small_problems::problems(&random.fork(7), SMALL_TEST, true, &mut questions);
+    let small_stories = small_problems::stories(&random.fork(8), STORY_PARAGRAPHS);
     let tokenizer = Tokenizer::train_json(texts, &TrainOptions::default())?;
     Ok(vec![
         (CORPUS_TRAIN, corpus_train),
         (CORPUS_VALID, corpus_valid),
         (PROBLEMS_TRAIN, problems_train),
         (PROBLEMS_TEST, problems_test),
+        (SMALL_PROBLEMS_TRAIN, small_train),
+        (SMALL_PROBLEMS_TEST, small_test),
+        (SMALL_STORIES, small_stories),
         (TOKENIZER, tokenizer),
     ])
 }

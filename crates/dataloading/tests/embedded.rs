@@ -3,7 +3,10 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use dataloading::embedded::{self, CORPUS_TRAIN, CORPUS_VALID, PROBLEMS_TEST, PROBLEMS_TRAIN};
+use dataloading::embedded::{
+    self, CORPUS_TRAIN, CORPUS_VALID, PROBLEMS_TEST, PROBLEMS_TRAIN, SMALL_PROBLEMS_TEST,
+    SMALL_PROBLEMS_TRAIN, SMALL_STORIES,
+};
 use dataloading::length_statistics::LengthStatistics;
 use dataloading::text::{Corpus, Format, heading_level};
 use serde_json::Value;
@@ -102,6 +105,95 @@ fn every_step_of_every_problem_is_right_and_no_question_is_there_twice() {
     let (train, test) = (read(PROBLEMS_TRAIN), read(PROBLEMS_TEST));
     let questions: BTreeSet<String> = train.lines().chain(test.lines()).map(check_problem).collect();
     assert_eq!((train.lines().count(), test.lines().count(), questions.len()), (2000, 300, 2300));
+}
+
+/// The numbers that a text tells, and what remains when names, pronouns and things are taken for one: what makes two
+/// problems the same but for their names.
+fn told(text: &str) -> (Vec<i64>, String) {
+    const SAME: [(&str, &[&str]); 3] = [
+        (
+            "NAME",
+            &[
+                "Ada", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo", "Irene", "Jonas", "Laura",
+                "Martin", "Nina", "Oscar", "Rosa", "Simon", "He", "She", "he", "she",
+            ],
+        ),
+        (
+            "THING",
+            &[
+                "apples",
+                "pencils",
+                "stickers",
+                "marbles",
+                "cookies",
+                "postcards",
+                "candles",
+                "notebooks",
+                "muffins",
+                "buttons",
+            ],
+        ),
+        ("PLACE", &["boxes", "bags", "baskets", "packs", "crates", "bus", "train", "boat"]),
+    ];
+    let mut numbers = Vec::new();
+    let word = |word: &str| {
+        let plain = word.trim_end_matches(['.', ',', '?']);
+        if let Ok(number) = plain.parse() {
+            numbers.push(number);
+            return "NUMBER";
+        }
+        SAME.iter().find(|(_, words)| words.contains(&plain)).map_or("WORD", |(name, _)| name)
+    };
+    let shape: Vec<&str> = text.split(' ').map(word).collect();
+    (numbers, shape.join(" "))
+}
+
+#[test]
+fn small_problems_are_right_and_what_a_test_problem_tells_is_told_nowhere_else() {
+    let (train, test, stories) = (read(SMALL_PROBLEMS_TRAIN), read(SMALL_PROBLEMS_TEST), read(SMALL_STORIES));
+    let questions: BTreeSet<String> = train.lines().chain(test.lines()).map(check_problem).collect();
+    assert_eq!((train.lines().count(), test.lines().count(), questions.len()), (1200, 200, 1400));
+
+    // All of a question but the sentence that asks.
+    let facts = |line: &str| {
+        let question = check_problem(line);
+        question[..question.rfind(". ").unwrap() + 1].to_owned()
+    };
+    let held_out: BTreeSet<_> = test.lines().map(|line| told(&facts(line))).collect();
+    assert!(held_out.len() >= 100, "{} different combinations of a template and its numbers", held_out.len());
+    let paragraphs: Vec<&str> =
+        stories.split("\n\n").filter(|paragraph| !paragraph.trim().is_empty()).collect();
+    let is_list = |paragraph: &&&str| paragraph.contains('\n');
+    assert_eq!((paragraphs.len(), paragraphs.iter().filter(is_list).count()), (4500, 1500));
+    let told_in_stories = paragraphs.iter().filter(|paragraph| !is_list(paragraph)).map(|story| {
+        let end = story.find(" We count ").or_else(|| story.find(" First ")).unwrap();
+        story[..end].to_owned()
+    });
+    let seen: BTreeSet<_> =
+        train.lines().map(facts).chain(told_in_stories).map(|facts| told(&facts)).collect();
+    assert!(seen.len() > 500 && seen.is_disjoint(&held_out));
+}
+
+#[test]
+fn stories_have_right_calculations_and_neither_questions_nor_marks() {
+    let stories = read(SMALL_STORIES);
+    assert!(!stories.contains(['?', '#', '<']) && !stories.contains("Answer"));
+    let mut calculations = 0;
+    for sentence in stories.split(['\n', ',', '.']) {
+        let Some((left, right)) = sentence.split_once(" = ") else { continue };
+        let words: Vec<&str> = left.split(' ').collect();
+        let [.., a, operation, b] = words[..] else { panic!("{sentence}") };
+        let (a, b, c): (i64, i64, i64) = (a.parse().unwrap(), b.parse().unwrap(), right.parse().unwrap());
+        let expected = match operation {
+            "+" => a + b,
+            "-" => a - b,
+            "*" => a * b,
+            other => panic!("{other} in {sentence}"),
+        };
+        assert!(c == expected && c >= 2, "{sentence}");
+        calculations += 1;
+    }
+    assert_eq!(calculations, 3000 * 2 + 1500 * 8);
 }
 
 #[test]

@@ -7,7 +7,7 @@ use serde_json::json;
 use super::facts::capital;
 use super::random::Random;
 
-const PEOPLE: [(&str, &str, &str); 16] = [
+pub(super) const PEOPLE: [(&str, &str, &str); 16] = [
     ("Ada", "she", "her"),
     ("Ben", "he", "his"),
     ("Clara", "she", "her"),
@@ -25,7 +25,7 @@ const PEOPLE: [(&str, &str, &str); 16] = [
     ("Rosa", "she", "her"),
     ("Simon", "he", "his"),
 ];
-const THINGS: [&str; 10] = [
+pub(super) const THINGS: [&str; 10] = [
     "apples",
     "pencils",
     "stickers",
@@ -37,7 +37,7 @@ const THINGS: [&str; 10] = [
     "muffins",
     "buttons",
 ];
-const BOXES: [&str; 5] = ["boxes", "bags", "baskets", "packs", "crates"];
+pub(super) const BOXES: [&str; 5] = ["boxes", "bags", "baskets", "packs", "crates"];
 const SHOPS: [&str; 5] = ["market", "school fair", "bakery", "corner shop", "garden sale"];
 const CROPS: [&str; 6] = ["pumpkins", "tomatoes", "cabbages", "peppers", "melons", "carrots"];
 
