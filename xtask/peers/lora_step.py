@@ -24,7 +24,7 @@ def main():
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--methods", default="keep,recompute")
+    parser.add_argument("--methods", default="recompute,keep")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--records", required=True)
@@ -60,8 +60,9 @@ def main():
         for done, method in enumerate(methods):
             print(f"@progress {done} {len(methods)} {method}", file=sys.stderr, flush=True)
             if method == "recompute":
-                model.enable_input_require_grads()
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            else:
+                model.gradient_checkpointing_disable()
             step()
             if device.type == "cpu":
                 reset_resident_peak()

@@ -21,20 +21,18 @@
 //! gradient. With dropout there is one more `[n, i]`, first the mask, then D(x).
 //!
 //! Precision: A and B are in fp32 beside a base of bf16 or fp16 (in f64 beside one of f64), and so are u, the sum that becomes y,
-//! and the one that becomes dx; each is rounded once. A few rows are an exception: their base product is libtorch's own in the
-//! base's dtype, because to cast the whole of W for them would cost more than the product.
+//! and the one that becomes dx; each is rounded once. A few rows, as in decoding, are an exception: W is read as it is stored
+//! ([`matvec`]), or the product is libtorch's own in the base's dtype, because to cast the whole of W for them would cost more than
+//! the product.
 //!
 //! In a segment that keeps its products ([`runtime::autograd::retain`]), y and every u are kept, and the second run multiplies
 //! nothing.
 
 use runtime::autograd::{Backward, Forward, Function, apply, retain};
-use runtime::matmul::{mm, mm_into};
+use runtime::matmul::{FEW, matvec, mm, mm_into};
 use tch::{Kind, Tensor};
 
 use crate::dropout::Mask;
-
-/// With no more rows than this a low-precision base product is left in its own dtype.
-const FEW_ROWS: i64 = 16;
 
 /// s·D(x)·Aᵀ·Bᵀ.
 #[derive(Debug)]
@@ -110,15 +108,18 @@ impl LowRank {
         let (weight, bias) = (inputs[1], self.bias.then(|| inputs[2]));
         let x = rows(inputs[0])?;
         let (count, wide) = (x.size()[0], wide_kind(weight.kind()));
-        let mut out = if weight.kind() != wide && count <= FEW_ROWS {
-            x.f_linear(weight, bias)?.f_to_kind(wide)?
-        } else {
-            let mut out = Tensor::f_empty([count, weight.size()[0]], (wide, x.device()))?;
-            if let Some(bias) = bias {
-                out.f_copy_(&bias.f_expand_as(&out)?)?;
+        let few = if count <= FEW { matvec(&x, weight, bias)? } else { None };
+        let mut out = match few {
+            Some(product) => product.f_to_kind(wide)?,
+            None if weight.kind() != wide && count <= FEW => x.f_linear(weight, bias)?.f_to_kind(wide)?,
+            None => {
+                let mut out = Tensor::f_empty([count, weight.size()[0]], (wide, x.device()))?;
+                if let Some(bias) = bias {
+                    out.f_copy_(&bias.f_expand_as(&out)?)?;
+                }
+                mm_into(&mut out, &x, &weight.f_tr()?, bias.is_some())?;
+                out
             }
-            mm_into(&mut out, &x, &weight.f_tr()?, bias.is_some())?;
-            out
         };
         let mut results = Vec::new();
         let x = if self.terms.is_empty() { x } else { x.f_to_kind(wide)? };

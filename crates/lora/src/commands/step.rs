@@ -46,7 +46,7 @@ pub(crate) struct Step {
     #[arg(long, value_delimiter = ',', default_value = "float32")]
     dtype: Vec<String>,
     /// What is kept
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "keep,recompute")]
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "recompute,keep")]
     methods: Vec<Method>,
     /// Rank of the adapters on q, k, v and o
     #[arg(long, default_value_t = 8)]
