@@ -87,7 +87,9 @@ fn targets_that_match_nothing_or_no_projection() {
     );
     check(
         &targets(Names::Pattern("(".into())),
-        expect!["the pattern `(`: unclosed group; patterns are Python's without look-around and back-references"],
+        expect![
+            "the pattern `(`: unclosed group; patterns are Python's without look-around and back-references"
+        ],
     );
     check(
         &targets(["q_proj", "embed_tokens"].into()),
