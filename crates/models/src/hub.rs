@@ -2,8 +2,9 @@
 //!
 //! What is fetched lies under `HF_HUB_CACHE`, else `HF_HOME/hub`, else `~/.cache/huggingface/hub`, as Python's `huggingface_hub`
 //! lays it down: what one has fetched, the other finds. `HF_ENDPOINT` names another hub, `HF_TOKEN` opens private and gated
-//! repositories, `HF_HUB_OFFLINE=1` forbids the network. After a download every file's size is compared with what the hub says
-//! it is; one that came short is removed, so that the cache never keeps half a file.
+//! repositories, `HF_HUB_OFFLINE=1` forbids the network. A file of another size than the hub says never gets its name in the
+//! cache, and a revision's name leads to a commit only once all that was asked of it is there. What broke off goes on where it
+//! stopped.
 //!
 //! ```no_run
 //! use models::hub;
@@ -16,12 +17,15 @@
 //! # Ok::<(), models::Error>(())
 //! ```
 
+mod bar;
+mod cache;
 mod download;
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+pub use bar::terminal_bar;
 use regex::Regex;
 
 use crate::error::{Error, Result};
@@ -65,7 +69,7 @@ impl RepositoryKind {
 pub struct Progress {
     /// Bytes that are here.
     pub bytes: u64,
-    /// Bytes of all files that had to be fetched; 0 as long as it is not known.
+    /// Bytes of all files that were missing.
     pub total: u64,
 }
 
@@ -78,7 +82,7 @@ pub struct Hub {
     pub cache: Option<PathBuf>,
     /// Whether only the cache is looked at. `HF_HUB_OFFLINE` is obeyed by [`Hub::from_env`] alone.
     pub offline: bool,
-    /// Called as bytes arrive, from a thread of the download.
+    /// Called as bytes arrive, such as [`terminal_bar`]; never if nothing is missing.
     pub progress: Option<Arc<dyn Fn(Progress) + Send + Sync>>,
 }
 
@@ -190,6 +194,7 @@ impl Hub {
         needed: &[&str],
     ) -> Result<PathBuf> {
         check_name(name)?;
+        check_revision(name, revision)?;
         let patterns: Vec<Regex> =
             patterns.iter().map(|pattern| matcher(name, pattern)).collect::<Result<_>>()?;
         let wanted = |path: &str| patterns.iter().any(|pattern| pattern.is_match(path));
@@ -223,6 +228,16 @@ fn check_name(name: &str) -> Result<()> {
         name,
         "not a repository's name; expected `owner/name`, such as `Qwen/Qwen2.5-0.5B`".to_owned(),
     ))
+}
+
+fn check_revision(name: &str, revision: Option<&str>) -> Result<()> {
+    match revision {
+        Some(revision) if !cache::is_inside(revision) => Err(refuse(
+            name,
+            format!("`{revision}` is not a revision; expected a branch, a tag or a commit, such as `main`"),
+        )),
+        _ => Ok(()),
+    }
 }
 
 fn matcher(name: &str, pattern: &str) -> Result<Regex> {

@@ -71,6 +71,11 @@ fn names(folder: &Path) -> Vec<String> {
     names
 }
 
+/// The names in the folder of blobs that a snapshot leads to.
+fn blobs(snapshot: &Path) -> Vec<String> {
+    names(&snapshot.join("../../blobs"))
+}
+
 #[test]
 fn a_model_is_fetched_once_and_found_offline() {
     let world = World::new();
@@ -138,6 +143,12 @@ fn what_is_not_there_is_said_in_clear_words() {
     let error = world.hub(false).fetch("tiny/none", None).unwrap_err();
     expect!["`tiny/none`: the repository has no `config.json`; it has README.md"]
         .assert_eq(&world.words(&error));
+    for revision in ["", "../x", "/etc", "a/../../b"] {
+        for offline in [false, true] {
+            let error = world.hub(offline).fetch("tiny/whole", Some(revision)).unwrap_err().to_string();
+            assert!(error.contains("is not a revision; expected a branch"), "{revision}: {error}");
+        }
+    }
     for name in ["", "/", "a/b/c", "../x", "a//b", "a b", "tiny/..", "/etc"] {
         let error = world.hub(false).fetch(name, None).unwrap_err().to_string();
         assert!(error.contains("not a repository's name; expected `owner/name`"), "{name}: {error}");
@@ -145,16 +156,34 @@ fn what_is_not_there_is_said_in_clear_words() {
 }
 
 #[test]
-fn a_download_that_breaks_off_leaves_nothing_half() {
-    let world = World::new();
-    world.server.break_off("model.safetensors");
-    let error = world.hub(false).fetch("tiny/whole", None).unwrap_err().to_string();
-    assert!(error.starts_with("`tiny/whole`: "), "{error}");
-    assert!(error.contains("; try again, or work offline with what the cache has"), "{error}");
-    world.server.mend();
-    let path = world.hub(false).fetch("tiny/whole", None).unwrap();
-    assert!(Folder::open(&path).unwrap().load(None, Device::Cpu).is_ok());
+fn a_download_that_breaks_off_goes_on_where_it_stopped() {
+    for ranges in [true, false] {
+        let world = World::new();
+        world.server.break_off("model.safetensors");
+        let error = world.hub(false).fetch("tiny/whole", None).unwrap_err().to_string();
+        assert!(error.starts_with("`tiny/whole`: `model.safetensors` broke off after "), "{error}");
+        assert!(error.ends_with("; try again, or work offline with what the cache has"), "{error}");
+        let error = world.hub(true).fetch("tiny/whole", None).unwrap_err();
+        expect!["`tiny/whole`: the cache has no model of this name at revision `main`, and the network is switched off (offline, or HF_HUB_OFFLINE); fetch it once with the network"].assert_eq(&world.words(&error));
 
+        world.server.mend();
+        if !ranges {
+            world.server.forget_ranges();
+        }
+        let sent = world.server.sent();
+        let path = world.hub(false).fetch("tiny/whole", None).unwrap();
+        let sent = world.server.sent() - sent;
+        let whole = fs::read(path.join("model.safetensors")).unwrap();
+        let tokenizer = fs::metadata(path.join("tokenizer.json")).unwrap().len() as usize;
+        let expected = if ranges { whole.len() - whole.len() / 2 } else { whole.len() };
+        assert_eq!(sent, expected + tokenizer, "ranges {ranges}: what the cache had is not sent again");
+        assert_eq!(whole, fs::read(world.server.file("models/tiny/whole/model.safetensors")).unwrap());
+        assert!(!blobs(&path).iter().any(|name| name.ends_with(".part")), "{:?}", blobs(&path));
+    }
+}
+
+#[test]
+fn what_is_not_the_file_gets_no_name_in_the_cache() {
     // A proxy that answers with a page of its own, which is whole in itself.
     let world = World::new();
     world.server.replace("model.safetensors", "<html>please log in</html>");
@@ -165,6 +194,35 @@ fn a_download_that_breaks_off_leaves_nothing_half() {
     let whole = fs::metadata(path.join("model.safetensors")).unwrap().len();
     expect!["`tiny/whole`: `model.safetensors` came as 26 bytes of WHOLE; what came is thrown away, fetch it again"]
         .assert_eq(&world.words(&error).replace(&whole.to_string(), "WHOLE"));
+}
+
+#[test]
+fn what_was_cut_or_lost_in_the_cache_is_fetched_again() {
+    let world = World::new();
+    let path = world.hub(false).fetch("tiny/whole", None).unwrap();
+    let weights = path.join("model.safetensors");
+    let whole = fs::read(&weights).unwrap();
+    let blob = fs::canonicalize(&weights).unwrap();
+    assert_ne!(blob, weights, "a snapshot leads to blobs");
+    let damages: [&dyn Fn(); 3] = [
+        &|| fs::write(&blob, &whole[..9]).unwrap(),
+        &|| fs::remove_file(&blob).unwrap(),
+        // A part that is longer than the file, and no file.
+        &|| {
+            fs::remove_file(&blob).unwrap();
+            fs::write(blob.with_extension("part"), [&whole[..], b"more"].concat()).unwrap();
+        },
+    ];
+    for damage in damages {
+        damage();
+        assert_eq!(world.hub(false).fetch("tiny/whole", None).unwrap(), path);
+        assert_eq!(fs::read(&weights).unwrap(), whole);
+    }
+    // The link alone: the blob is still there, and nothing is sent.
+    fs::remove_file(&weights).unwrap();
+    let bodies = world.server.bodies();
+    world.hub(false).fetch("tiny/whole", None).unwrap();
+    assert_eq!((fs::read(&weights).unwrap(), world.server.bodies()), (whole, bodies));
 }
 
 #[test]

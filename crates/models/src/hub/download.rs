@@ -1,16 +1,33 @@
-//! The network, and the cache's layout, through `hf-hub`.
+//! The network. One request asks what a revision is: its commit, and every file's size and name in the cache; each file is one
+//! request more, of that commit, so that a push in between mixes nothing. A file grows as `blobs/NAME.part` and gets its name
+//! only when it is whole; one that broke off goes on where it stopped.
+//!
+//! `hf-hub` gives the cache's layout alone: its own download asks for ranges of compressed answers, which the hub gives whole
+//! and without the header that it then misses, and it sends the token on to wherever the hub redirects.
 
-use std::collections::BTreeMap;
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::path::PathBuf;
+use std::time::Duration;
 
-use hf_hub::progress::{DownloadEvent, ProgressEvent, ProgressHandler};
-use hf_hub::repository::RepoTreeEntry;
-use hf_hub::{HFClient, HFClientSync, HFError, HFRepositorySync, RepoType, split_id};
+use serde::Deserialize;
+use ureq::config::RedirectAuthHeaders;
+use ureq::http::header::{AUTHORIZATION, CONTENT_RANGE, RANGE};
+use ureq::http::{Response, StatusCode};
+use ureq::typestate::WithoutBody;
+use ureq::{Agent, Body, RequestBuilder};
 
+use super::cache::{self, Place};
 use super::{Hub, Progress, RepositoryKind, refuse};
 use crate::error::{Error, Result};
+
+const HUB: &str = "https://huggingface.co";
+
+/// What a hub that cannot be reached may take before that is said.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The longest list of files that is read: that of some 500,000 files.
+const LONGEST_LIST: u64 = 256 << 20;
 
 impl Hub {
     /// Fetches the files that are wanted. Gives their folder and the paths of all files that the repository has.
@@ -21,55 +38,36 @@ impl Hub {
         revision: Option<&str>,
         wanted: &dyn Fn(&str) -> bool,
     ) -> Result<(PathBuf, Vec<String>)> {
-        let client = self.client(name)?;
-        let (owner, short) = split_id(name);
-        let request = Request { kind, name, revision, wanted };
-        match kind {
-            RepositoryKind::Model => self.download_from(&client.model(owner, short), &request),
-            RepositoryKind::Dataset => self.download_from(&client.dataset(owner, short), &request),
-        }
-    }
-
-    fn download_from<T: RepoType>(
-        &self,
-        repository: &HFRepositorySync<T>,
-        request: &Request<'_>,
-    ) -> Result<(PathBuf, Vec<String>)> {
-        let revision = request.revision.map(str::to_owned);
-        let failed = |error: HFError| self.failed(request, &error);
-        let entries =
-            repository.list_tree().maybe_revision(revision.clone()).recursive(true).send().map_err(failed)?;
-        let files: BTreeMap<String, u64> = entries
-            .into_iter()
-            .filter_map(|entry| match entry {
-                RepoTreeEntry::File { path, size, .. } => Some((path, size)),
-                RepoTreeEntry::Directory { .. } => None,
-            })
-            .collect();
-        let chosen: Vec<(&String, u64)> = files
+        let revision = revision.unwrap_or("main");
+        let place = Place::new(self, kind, name, revision)?;
+        let request = Request { kind, name, revision, place, http: Http::new(self) };
+        let description = request.describe()?;
+        let names = description.siblings.iter().map(|file| file.rfilename.clone()).collect();
+        let chosen: Vec<Chosen<'_>> = description
+            .siblings
             .iter()
-            .filter(|(path, _)| (request.wanted)(path))
-            .map(|(path, size)| (path, *size))
-            .collect();
-        let names: Vec<String> = files.keys().cloned().collect();
+            .filter(|file| wanted(&file.rfilename))
+            .map(|file| request.chosen(file))
+            .collect::<Result<_>>()?;
         if chosen.is_empty() {
             // The caller says what it misses.
             return Ok((PathBuf::new(), names));
         }
-        let watch = self.progress.as_ref().map(|report| {
-            hf_hub::progress::Progress::new(Watch { report: Arc::clone(report), state: Mutex::default() })
-        });
-        let folder = repository
-            .snapshot_download()
-            .maybe_revision(revision)
-            .allow_patterns(chosen.iter().map(|(path, _)| literal(path)).collect())
-            .maybe_progress(watch)
-            .send()
-            .map_err(failed)?;
-        for (path, size) in chosen {
-            check_size(request.name, &folder, path, size)?;
+        let commit = &description.sha;
+        let missing: Vec<&Chosen<'_>> = chosen.iter().filter(|file| !request.is_here(commit, file)).collect();
+        let mut progress = Progress { bytes: 0, total: missing.iter().map(|file| file.size).sum() };
+        for file in missing {
+            let path = file.path;
+            request.fetch(commit, file, &mut |bytes| {
+                progress.bytes += bytes;
+                if let Some(report) = &self.progress {
+                    report(progress);
+                }
+            })?;
+            request.place.link(commit, path, file.blob).map_err(|error| request.cannot_write(&error))?;
         }
-        Ok((folder, names))
+        request.place.note(commit).map_err(|error| request.cannot_write(&error))?;
+        Ok((request.place.snapshot(commit), names))
     }
 
     /// What the cache has of a revision, without the network.
@@ -79,164 +77,288 @@ impl Hub {
         name: &str,
         revision: Option<&str>,
     ) -> Result<(PathBuf, Vec<String>)> {
-        let client = self.client(name)?;
-        let (owner, short) = split_id(name);
-        let revision_name = revision.map(str::to_owned);
-        let found = match kind {
-            RepositoryKind::Model => client
-                .model(owner, short)
-                .snapshot_download()
-                .maybe_revision(revision_name)
-                .local_files_only(true)
-                .send(),
-            RepositoryKind::Dataset => client
-                .dataset(owner, short)
-                .snapshot_download()
-                .maybe_revision(revision_name)
-                .local_files_only(true)
-                .send(),
-        };
-        let folder = found.map_err(|error| match error {
-            HFError::LocalEntryNotFound { .. } => refuse(
+        let revision = revision.unwrap_or("main");
+        let folder = Place::new(self, kind, name, revision)?.cached_snapshot().ok_or_else(|| {
+            refuse(
                 name,
                 format!(
-                    "the cache has no {} of this name at revision `{}`, and the network is switched off (offline, or \
+                    "the cache has no {} of this name at revision `{revision}`, and the network is switched off (offline, or \
                      HF_HUB_OFFLINE); fetch it once with the network",
-                    kind.word(),
-                    revision.unwrap_or("main")
+                    kind.word()
                 ),
-            ),
-            error => refuse(name, words(&error)),
+            )
         })?;
-        let mut files = Vec::new();
-        list(&folder, &folder, &mut files);
-        files.sort();
+        let files = cache::files(&folder);
         Ok((folder, files))
     }
+}
 
-    fn client(&self, name: &str) -> Result<HFClientSync> {
-        let mut builder = HFClient::builder();
-        if let Some(endpoint) = &self.endpoint {
-            builder = builder.endpoint(endpoint);
-        }
-        if let Some(cache) = &self.cache {
-            builder = builder.cache_dir(cache);
-        }
-        builder.build().and_then(HFClientSync::from_inner).map_err(|error| refuse(name, words(&error)))
-    }
+/// The hub's description of a revision, as far as it is read.
+#[derive(Deserialize)]
+struct Description {
+    sha: String,
+    siblings: Vec<Sibling>,
+}
 
-    fn failed(&self, request: &Request<'_>, error: &HFError) -> Error {
-        let status = match error {
-            HFError::Http { context }
-            | HFError::AuthRequired { context }
-            | HFError::Forbidden { context } => Some(context.status.as_u16()),
-            HFError::RepoNotFound { .. }
-            | HFError::RevisionNotFound { .. }
-            | HFError::EntryNotFound { .. } => Some(404),
-            _ => None,
-        };
-        let reason = match status {
-            // The hub answers 401 for a repository that is not there, so as not to tell of private ones.
-            Some(401 | 403 | 404) => format!(
-                "the hub has no {} of this name at revision `{}`, or it is private or gated (then set HF_TOKEN)",
-                request.kind.word(),
-                request.revision.unwrap_or("main")
-            ),
-            _ => format!("{}; try again, or work offline with what the cache has", words(error)),
-        };
-        refuse(request.name, reason)
-    }
+#[derive(Deserialize)]
+struct Sibling {
+    rfilename: String,
+    size: Option<u64>,
+    #[serde(rename = "blobId")]
+    blob: Option<String>,
+    /// Of a file that git keeps elsewhere.
+    lfs: Option<Elsewhere>,
+}
+
+#[derive(Deserialize)]
+struct Elsewhere {
+    sha256: Option<String>,
+}
+
+/// A file to be fetched.
+struct Chosen<'a> {
+    path: &'a str,
+    size: u64,
+    blob: &'a str,
 }
 
 struct Request<'a> {
     kind: RepositoryKind,
     name: &'a str,
-    revision: Option<&'a str>,
-    wanted: &'a dyn Fn(&str) -> bool,
+    revision: &'a str,
+    place: Place,
+    http: Http,
 }
 
-/// A pattern that matches a path and nothing else.
-fn literal(path: &str) -> String {
-    path.chars().map(|c| if "*?[]{}".contains(c) { format!("[{c}]") } else { c.to_string() }).collect()
-}
-
-/// The error with its causes, where these say something new.
-fn words(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(next) = cause {
-        let more = next.to_string();
-        if !text.contains(&more) {
-            text = format!("{text}: {more}");
+impl Request<'_> {
+    fn describe(&self) -> Result<Description> {
+        let kind = format!("{}s", self.kind.word());
+        let revision = encoded(self.revision, "");
+        let url = format!("{}/api/{kind}/{}/revision/{revision}?blobs=true", self.http.endpoint, self.name);
+        let mut response = self.http.get(&url).call().map_err(|error| self.failed(&error))?;
+        let text = response.body_mut().with_config().limit(LONGEST_LIST).read_to_string();
+        let text = text.map_err(|error| self.failed(&error))?;
+        let mut description: Description = serde_json::from_str(&text).map_err(|cause| {
+            refuse(self.name, format!("{} answers, but not as a hub does: {cause}", self.http.endpoint))
+        })?;
+        description.siblings.sort_by(|a, b| a.rfilename.cmp(&b.rfilename));
+        if !is_digest(&description.sha) {
+            return Err(refuse(self.name, format!("the hub names no commit, but `{}`", description.sha)));
         }
-        cause = next.source();
+        Ok(description)
     }
-    text
-}
 
-/// A file of another size than the hub says is taken out of the cache, with the bytes that its name leads to.
-fn check_size(name: &str, folder: &Path, path: &str, expected: u64) -> Result<()> {
-    let file = folder.join(path);
-    let found = fs::metadata(&file).map_or(0, |metadata| metadata.len());
-    if found == expected && file.is_file() {
-        return Ok(());
-    }
-    if let Ok(bytes) = fs::canonicalize(&file) {
-        let _ = fs::remove_file(bytes);
-    }
-    let _ = fs::remove_file(&file);
-    Err(refuse(
-        name,
-        format!("`{path}` came as {found} bytes of {expected}; what came is thrown away, fetch it again"),
-    ))
-}
-
-/// The paths of all files under a folder; the cache's are links to its blobs.
-fn list(root: &Path, folder: &Path, files: &mut Vec<String>) {
-    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        let path = entry.path();
-        if path.is_dir() {
-            list(root, &path, files);
-        } else if path.is_file()
-            && let Ok(relative) = path.strip_prefix(root)
-        {
-            files.push(relative.to_string_lossy().replace('\\', "/"));
-        }
-    }
-}
-
-/// Sums what the files of a download tell.
-struct Watch {
-    report: Arc<dyn Fn(Progress) + Send + Sync>,
-    state: Mutex<Sums>,
-}
-
-#[derive(Default)]
-struct Sums {
-    files: BTreeMap<String, u64>,
-    /// Those that are not told file by file.
-    others: u64,
-    total: u64,
-}
-
-impl ProgressHandler for Watch {
-    fn on_progress(&self, event: &ProgressEvent) {
-        let ProgressEvent::Download(event) = event else { return };
-        let mut sums = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        match event {
-            // The whole download begins first; its files' own beginnings are of less.
-            DownloadEvent::Start { total_bytes, .. } => sums.total = sums.total.max(*total_bytes),
-            DownloadEvent::Progress { files } => {
-                for file in files {
-                    sums.files.insert(file.filename.clone(), file.bytes_completed);
-                }
+    fn chosen<'a>(&self, file: &'a Sibling) -> Result<Chosen<'a>> {
+        let path = &file.rfilename;
+        let blob = file.lfs.as_ref().and_then(|lfs| lfs.sha256.as_deref()).or(file.blob.as_deref());
+        match (file.size, blob) {
+            (Some(size), Some(blob)) if is_digest(blob) && cache::is_inside(path) => {
+                Ok(Chosen { path, size, blob })
             }
-            DownloadEvent::AggregateProgress { bytes_completed, .. } => sums.others = *bytes_completed,
-            DownloadEvent::Complete => return,
+            _ => Err(refuse(
+                self.name,
+                format!(
+                    "the hub describes `{path}` without a size, a digest or a path inside the repository"
+                ),
+            )),
         }
-        let bytes = sums.files.values().sum::<u64>() + sums.others;
-        let progress = Progress { bytes: bytes.min(sums.total), total: sums.total };
-        drop(sums);
-        (self.report)(progress);
+    }
+
+    fn is_here(&self, commit: &str, file: &Chosen<'_>) -> bool {
+        let found = fs::metadata(self.place.snapshot(commit).join(file.path));
+        found.is_ok_and(|found| found.is_file() && found.len() == file.size)
+    }
+
+    /// Makes the blob whole, telling how many bytes have come.
+    fn fetch(&self, commit: &str, file: &Chosen<'_>, arrived: &mut dyn FnMut(u64)) -> Result<()> {
+        let cannot = |error: io::Error| self.cannot_write(&error);
+        let blob = self.place.blob(file.blob);
+        let part = blob.with_extension("part");
+        if let Some(folder) = blob.parent() {
+            fs::create_dir_all(folder).map_err(cannot)?;
+        }
+        let mut out = File::options().create(true).append(true).open(&part).map_err(cannot)?;
+        // Another process that fetches the same is waited for; then the blob is there.
+        out.lock().map_err(cannot)?;
+        if fs::metadata(&blob).is_ok_and(|found| found.len() == file.size) {
+            let _ = fs::remove_file(&part);
+            arrived(file.size);
+            return Ok(());
+        }
+        let mut start = out.metadata().map_err(cannot)?.len();
+        if start > file.size {
+            out.set_len(0).map_err(cannot)?;
+            start = 0;
+        }
+        if start < file.size {
+            let mut response = self.ask(commit, file, start)?;
+            if start > 0 && response.status() != StatusCode::PARTIAL_CONTENT {
+                // A server that knows no ranges sends all again.
+                out.set_len(0).map_err(cannot)?;
+                start = 0;
+            }
+            self.check_length(file, start, &response)?;
+            arrived(start);
+            // One byte more than is due would show.
+            let mut body = response.body_mut().as_reader().take(file.size - start + 1);
+            let mut buffer = vec![0; 64 << 10];
+            let mut found = start;
+            loop {
+                let count = body.read(&mut buffer).map_err(|error| {
+                    let broke = format!("`{}` broke off after {found} bytes of {}", file.path, file.size);
+                    refuse(self.name, again(&format!("{broke}: {error}")))
+                })?;
+                if count == 0 {
+                    break;
+                }
+                out.write_all(&buffer[..count]).map_err(cannot)?;
+                found += count as u64;
+                arrived(count as u64);
+            }
+            if found != file.size {
+                let _ = fs::remove_file(&part);
+                return Err(self.another_size(file, found));
+            }
+        } else {
+            arrived(file.size);
+        }
+        fs::rename(&part, &blob).map_err(cannot)
+    }
+
+    fn ask(&self, commit: &str, file: &Chosen<'_>, start: u64) -> Result<Response<Body>> {
+        let kind = match self.kind {
+            RepositoryKind::Model => "",
+            RepositoryKind::Dataset => "datasets/",
+        };
+        let path = encoded(file.path, "/");
+        let url = format!("{}/{kind}{}/resolve/{commit}/{path}", self.http.endpoint, self.name);
+        let mut request = self.http.get(&url);
+        if start > 0 {
+            request = request.header(RANGE, format!("bytes={start}-"));
+        }
+        request.call().map_err(|error| self.failed(&error))
+    }
+
+    /// What announces itself as another file, such as a proxy's page, is not let in.
+    fn check_length(&self, file: &Chosen<'_>, start: u64, response: &Response<Body>) -> Result<()> {
+        let rest = response.body().content_length().unwrap_or(file.size - start);
+        let range = response.headers().get(CONTENT_RANGE).and_then(|range| range.to_str().ok());
+        let from = range.and_then(|range| range.strip_prefix("bytes ")?.split('-').next()?.parse().ok());
+        if start > 0 && from != Some(start) {
+            let range = range.unwrap_or("nothing");
+            return Err(refuse(
+                self.name,
+                again(&format!("asked for `{}` from byte {start}, got {range}", file.path)),
+            ));
+        }
+        if start + rest != file.size {
+            return Err(self.another_size(file, start + rest));
+        }
+        Ok(())
+    }
+
+    fn another_size(&self, file: &Chosen<'_>, found: u64) -> Error {
+        let Chosen { path, size, .. } = file;
+        refuse(
+            self.name,
+            format!("`{path}` came as {found} bytes of {size}; what came is thrown away, fetch it again"),
+        )
+    }
+
+    fn cannot_write(&self, error: &io::Error) -> Error {
+        refuse(
+            self.name,
+            format!("the cache at {} cannot be written: {error}", self.place.blob("").display()),
+        )
+    }
+
+    fn failed(&self, error: &ureq::Error) -> Error {
+        let reason = match error {
+            // The hub answers 401 for a repository that is not there, so as not to tell of private ones.
+            ureq::Error::StatusCode(401 | 403 | 404) => format!(
+                "the hub has no {} of this name at revision `{}`, or it is private or gated (then set HF_TOKEN)",
+                self.kind.word(),
+                self.revision
+            ),
+            _ => again(&format!("{}: {error}", self.http.endpoint)),
+        };
+        refuse(self.name, reason)
+    }
+}
+
+fn again(what: &str) -> String {
+    format!("{what}; try again, or work offline with what the cache has")
+}
+
+/// A hub's address, and who asks.
+struct Http {
+    endpoint: String,
+    token: Option<String>,
+    agent: Agent,
+}
+
+impl Http {
+    fn new(hub: &Hub) -> Self {
+        let endpoint = hub.endpoint.clone().or_else(|| cache::variable("HF_ENDPOINT"));
+        let agent = Agent::config_builder()
+            // The token is for the hub; the stores that it redirects to get none.
+            .redirect_auth_headers(RedirectAuthHeaders::SameHost)
+            .user_agent(concat!("frugal/", env!("CARGO_PKG_VERSION")))
+            .timeout_connect(Some(PATIENCE))
+            .timeout_recv_response(Some(PATIENCE))
+            .timeout_per_read(Some(PATIENCE))
+            .build();
+        Self {
+            endpoint: endpoint.as_deref().unwrap_or(HUB).trim_end_matches('/').to_owned(),
+            token: token(),
+            agent: agent.into(),
+        }
+    }
+
+    fn get(&self, url: &str) -> RequestBuilder<WithoutBody> {
+        let request = self.agent.get(url);
+        match &self.token {
+            Some(token) => request.header(AUTHORIZATION, format!("Bearer {token}")),
+            None => request,
+        }
+    }
+}
+
+/// `HF_TOKEN`, or what `hf auth login` has left.
+fn token() -> Option<String> {
+    cache::variable("HF_TOKEN").or_else(|| {
+        let path = cache::variable("HF_TOKEN_PATH").map(PathBuf::from);
+        let text = fs::read_to_string(path.or_else(|| Some(cache::home()?.join("token")))?).ok()?;
+        Some(text.trim().to_owned()).filter(|token| !token.is_empty())
+    })
+}
+
+/// Whether it can be the name of a blob or a commit, and of nothing else.
+fn is_digest(text: &str) -> bool {
+    text.len() >= 16 && text.chars().all(|c| c.is_ascii_hexdigit())
+}
+
+/// A text as a part of an address, in which these may stand besides letters and digits.
+fn encoded(text: &str, also: &str) -> String {
+    let stands =
+        |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte) || also.as_bytes().contains(&byte);
+    text.bytes()
+        .map(|byte| if stands(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_encoded_byte_by_byte() {
+        for (text, also, expected) in [
+            ("main/train-0.parquet", "/", "main/train-0.parquet"),
+            ("refs/pr/1", "", "refs%2Fpr%2F1"),
+            ("a b?#%ä", "/", "a%20b%3F%23%25%C3%A4"),
+        ] {
+            assert_eq!(encoded(text, also), expected);
+        }
     }
 }

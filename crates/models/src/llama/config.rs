@@ -268,14 +268,11 @@ fn refuse(reason: String) -> Error {
 fn family(file: &HuggingFace) -> Result<Family> {
     let known = |name: fn(Family) -> &'static str| Family::ALL.map(name).join(" and ");
     let architecture = file.architectures.as_ref().and_then(|names| names.first());
-    let by_architecture = match architecture {
-        None => None,
-        Some(found) => {
-            Some(Family::ALL.into_iter().find(|family| family.architecture() == found).ok_or_else(|| {
-                refuse(format!("`architectures` names `{found}`; known are {}", known(Family::architecture)))
-            }))
-        }
-    };
+    let by_architecture = architecture.map(|found| {
+        Family::ALL.into_iter().find(|family| family.architecture() == found).ok_or_else(|| {
+            refuse(format!("`architectures` names `{found}`; known are {}", known(Family::architecture)))
+        })
+    });
     match &file.model_type {
         Some(found) => {
             let family =

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -12,10 +12,10 @@ use std::thread::JoinHandle;
 use serde_json::json;
 
 /// The commit that every revision but `missing` is.
-pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+pub(crate) const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
 /// Serves until it is dropped.
-pub struct Server {
+pub(crate) struct Server {
     shared: Arc<Shared>,
     address: String,
     thread: Option<JoinHandle<()>>,
@@ -26,13 +26,15 @@ struct Shared {
     stop: AtomicBool,
     requests: AtomicUsize,
     bodies: AtomicUsize,
+    sent: AtomicUsize,
+    ranges: AtomicBool,
     /// By file name: what is sent in its place; `None` for half of it.
     broken: Mutex<BTreeMap<String, Option<String>>>,
 }
 
 impl Server {
     /// Serves `models/OWNER/NAME` and `datasets/OWNER/NAME` under a folder.
-    pub fn start(root: tempfile::TempDir) -> Self {
+    pub(crate) fn start(root: tempfile::TempDir) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let shared = Arc::new(Shared {
@@ -40,6 +42,8 @@ impl Server {
             stop: AtomicBool::new(false),
             requests: AtomicUsize::new(0),
             bodies: AtomicUsize::new(0),
+            sent: AtomicUsize::new(0),
+            ranges: AtomicBool::new(true),
             broken: Mutex::default(),
         });
         let of_thread = Arc::clone(&shared);
@@ -58,32 +62,47 @@ impl Server {
         Self { shared, address, thread: Some(thread) }
     }
 
-    pub fn address(&self) -> String {
+    pub(crate) fn address(&self) -> String {
         format!("http://{}", self.address)
     }
 
+    /// A file that is served.
+    pub(crate) fn file(&self, path: &str) -> PathBuf {
+        self.shared.root.path().join(path)
+    }
+
     /// How many requests have come.
-    pub fn requests(&self) -> usize {
+    pub(crate) fn requests(&self) -> usize {
         self.shared.requests.load(Ordering::SeqCst)
     }
 
     /// How many files have been sent.
-    pub fn bodies(&self) -> usize {
+    pub(crate) fn bodies(&self) -> usize {
         self.shared.bodies.load(Ordering::SeqCst)
     }
 
+    /// How many bytes of whole answers with files have been sent.
+    pub(crate) fn sent(&self) -> usize {
+        self.shared.sent.load(Ordering::SeqCst)
+    }
+
+    /// Sends files whole from here on, whatever part of them is asked for.
+    pub(crate) fn forget_ranges(&self) {
+        self.shared.ranges.store(false, Ordering::SeqCst);
+    }
+
     /// Hangs up in the middle of a file from here on.
-    pub fn break_off(&self, file: &str) {
+    pub(crate) fn break_off(&self, file: &str) {
         self.shared.broken.lock().unwrap().insert(file.to_owned(), None);
     }
 
     /// Sends something else in the place of a file from here on.
-    pub fn replace(&self, file: &str, text: &str) {
+    pub(crate) fn replace(&self, file: &str, text: &str) {
         self.shared.broken.lock().unwrap().insert(file.to_owned(), Some(text.to_owned()));
     }
 
     /// Sends everything as it is again.
-    pub fn mend(&self) {
+    pub(crate) fn mend(&self) {
         self.shared.broken.lock().unwrap().clear();
     }
 }
@@ -102,103 +121,104 @@ impl Drop for Server {
 fn answer(shared: &Shared, stream: &TcpStream) -> std::io::Result<()> {
     let mut lines = BufReader::new(stream).lines();
     let request = lines.next().transpose()?.unwrap_or_default();
+    let mut from = 0;
     for line in lines.by_ref() {
-        if line?.is_empty() {
+        let line = line?.to_ascii_lowercase();
+        if line.is_empty() {
             break;
+        }
+        if let Some(range) = line.strip_prefix("range: bytes=")
+            && shared.ranges.load(Ordering::SeqCst)
+        {
+            from = range.trim_end_matches('-').parse().unwrap();
         }
     }
     shared.requests.fetch_add(1, Ordering::SeqCst);
-    let mut words = request.split(' ');
-    let (method, target) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+    let target = request.split(' ').nth(1).unwrap_or_default();
     let path = target.split('?').next().unwrap_or_default().trim_start_matches('/');
     let parts: Vec<&str> = path.split('/').collect();
     let root = shared.root.path();
     match parts[..] {
-        ["api", kind, owner, name, "tree", revision] => {
+        ["api", kind, owner, name, "revision", revision] => {
             let folder = root.join(kind).join(owner).join(name);
             if revision == "missing" || !folder.is_dir() {
                 return not_found(stream);
             }
-            let mut entries = Vec::new();
-            list(&folder, "", &mut entries);
-            send(stream, "200 OK", &[], serde_json::to_string(&entries)?.as_bytes(), true)
-        }
-        ["api", kind, owner, name, "revision", revision] => {
-            if revision == "missing" || !root.join(kind).join(owner).join(name).is_dir() {
-                return not_found(stream);
-            }
-            let info = json!({ "id": format!("{owner}/{name}"), "sha": COMMIT });
-            send(stream, "200 OK", &[], info.to_string().as_bytes(), true)
+            let mut siblings = Vec::new();
+            list(&folder, "", &mut siblings);
+            let info = json!({ "id": format!("{owner}/{name}"), "sha": COMMIT, "siblings": siblings });
+            send(stream, "200 OK", &[], info.to_string().as_bytes())
         }
         ["datasets", owner, name, "resolve", _, ..] => {
             let file = root.join("datasets").join(owner).join(name).join(parts[5..].join("/"));
-            send_file(shared, stream, method, &file)
+            send_file(shared, stream, &file, from)
         }
         [owner, name, "resolve", _, ..] => {
             let file = root.join("models").join(owner).join(name).join(parts[4..].join("/"));
-            send_file(shared, stream, method, &file)
+            send_file(shared, stream, &file, from)
         }
         _ => not_found(stream),
     }
 }
 
-fn list(folder: &Path, prefix: &str, entries: &mut Vec<serde_json::Value>) {
+/// The files with their sizes and digests, as the hub gives them where `blobs=true` asks for them.
+fn list(folder: &Path, prefix: &str, siblings: &mut Vec<serde_json::Value>) {
     for entry in fs::read_dir(folder).unwrap().map(Result::unwrap) {
         let path = format!("{prefix}{}", entry.file_name().to_string_lossy());
-        let metadata = entry.metadata().unwrap();
-        if metadata.is_dir() {
-            entries.push(json!({ "type": "directory", "oid": "d", "size": 0, "path": path }));
-            list(&entry.path(), &format!("{path}/"), entries);
+        if entry.metadata().unwrap().is_dir() {
+            list(&entry.path(), &format!("{path}/"), siblings);
         } else {
-            entries.push(json!({ "type": "file", "oid": "f", "size": metadata.len(), "path": path }));
+            let bytes = fs::read(entry.path()).unwrap();
+            let mut sibling = json!({ "rfilename": path, "size": bytes.len(), "blobId": digest(&bytes) });
+            if path.ends_with(".safetensors") {
+                let lfs =
+                    json!({ "size": bytes.len(), "sha256": digest(&bytes).repeat(4), "pointerSize": 132 });
+                sibling["lfs"] = lfs;
+            }
+            siblings.push(sibling);
         }
     }
 }
 
-fn send_file(shared: &Shared, stream: &TcpStream, method: &str, file: &Path) -> std::io::Result<()> {
-    let Ok(mut bytes) = fs::read(file) else { return not_found(stream) };
-    let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    // The same bytes have the same tag, as on the hub.
-    let etag = bytes.iter().fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {
+/// The same bytes have the same digest, as on the hub.
+fn digest(bytes: &[u8]) -> String {
+    let hash = bytes.iter().fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {
         (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
     });
-    let headers = [format!("ETag: \"{etag:016x}\""), format!("X-Repo-Commit: {COMMIT}")];
-    if method == "HEAD" {
-        return send(stream, "200 OK", &headers, &bytes, false);
-    }
+    format!("{hash:016x}")
+}
+
+fn send_file(shared: &Shared, mut stream: &TcpStream, file: &Path, from: usize) -> std::io::Result<()> {
+    let Ok(bytes) = fs::read(file) else { return not_found(stream) };
+    let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
     shared.bodies.fetch_add(1, Ordering::SeqCst);
-    match shared.broken.lock().unwrap().get(&name) {
-        Some(None) => {
-            let half = bytes.len() / 2;
-            let mut stream = stream;
-            write!(
-                stream,
-                "HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
-                bytes.len()
-            )?;
-            return stream.write_all(&bytes[..half]);
-        }
-        Some(Some(text)) => bytes = text.clone().into_bytes(),
-        None => {}
+    let broken = shared.broken.lock().unwrap().get(&name).cloned();
+    if let Some(Some(text)) = broken {
+        return send(stream, "200 OK", &[], text.as_bytes());
     }
-    send(stream, "200 OK", &headers, &bytes, true)
+    let length = bytes.len();
+    let rest = &bytes[from.min(length)..];
+    let (status, headers) = match from {
+        0 => ("200 OK", vec![]),
+        _ => ("206 Partial Content", vec![format!("Content-Range: bytes {from}-{}/{length}", length - 1)]),
+    };
+    if broken.is_none() {
+        shared.sent.fetch_add(rest.len(), Ordering::SeqCst);
+        return send(stream, status, &headers, rest);
+    }
+    write!(stream, "HTTP/1.1 {status}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n", rest.len())?;
+    stream.write_all(&rest[..rest.len() / 2])
 }
 
 fn not_found(stream: &TcpStream) -> std::io::Result<()> {
-    send(stream, "404 Not Found", &[], br#"{"error":"Repository not found"}"#, true)
+    send(stream, "404 Not Found", &[], br#"{"error":"Repository not found"}"#)
 }
 
-fn send(
-    mut stream: &TcpStream,
-    status: &str,
-    headers: &[String],
-    body: &[u8],
-    with_body: bool,
-) -> std::io::Result<()> {
+fn send(mut stream: &TcpStream, status: &str, headers: &[String], body: &[u8]) -> std::io::Result<()> {
     write!(stream, "HTTP/1.1 {status}\r\nContent-Length: {}\r\nConnection: close\r\n", body.len())?;
     for header in headers {
         write!(stream, "{header}\r\n")?;
     }
     stream.write_all(b"\r\n")?;
-    if with_body { stream.write_all(body) } else { Ok(()) }
+    stream.write_all(body)
 }
