@@ -13,7 +13,7 @@ use accounting::recompute::{NormKernel, Recompute};
 use fused_ce::{Chunk, LinearCrossEntropy, install};
 use lora::{Adapters, LoraConfig};
 use models::module::{Context, IGNORED, Input, LanguageModel, trainable};
-use models::{Llama, LlamaConfig, LlamaFamily};
+use models::{Llama, LlamaConfig};
 use runtime::memory::{Region, live_bytes, track_cpu};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -45,11 +45,9 @@ const CHUNK: i64 = 64;
 fn config() -> LlamaConfig {
     let size = |n: u64| i64::try_from(n).unwrap();
     LlamaConfig {
-        family: LlamaFamily::Qwen2,
         num_key_value_heads: size(SHAPE.kv_heads),
         max_position_embeddings: size(SHAPE.context),
-        tie_word_embeddings: SHAPE.tied,
-        ..LlamaConfig::llama(
+        ..LlamaConfig::qwen2(
             size(SHAPE.vocabulary),
             size(SHAPE.hidden),
             size(SHAPE.feed_forward),

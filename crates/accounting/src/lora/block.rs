@@ -363,9 +363,8 @@ pub(super) fn backward_bytes(block: &Block, input: bool) -> Result<u64, Error> {
 pub(super) fn recomputed_bytes(block: &Block, input: bool) -> Result<u64, Error> {
     let mut ledger = Ledger::default();
     block.forward(&mut ledger, true, input);
-    // Its output has no second use.
-    ledger.free(block.narrow);
+    // The second output is there until the backward is done, beside the gradient of the first.
     ledger.make(block.narrow);
     block.backward(&mut ledger, input);
-    checked(ledger.peak.saturating_sub(u128::from(block.narrow)))
+    checked(ledger.peak - u128::from(block.narrow))
 }
