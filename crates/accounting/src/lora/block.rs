@@ -45,7 +45,6 @@ pub(super) fn checked(bytes: u128) -> Result<u64, Error> {
 
 /// Bytes of one projection's tensors.
 struct Sizes {
-    which: Projection,
     adapted: bool,
     /// Input and output, in the base's dtype and in fp32.
     input: u64,
@@ -98,7 +97,6 @@ impl Block {
         let of = |width: u64, bytes: u64| product("bytes of an activation", &[tokens, width, bytes]);
         let sizes = |(which, linear): (Projection, Linear)| {
             Ok::<_, Error>(Sizes {
-                which,
                 adapted: lora.targets.has(which),
                 input: of(linear.inputs, c)?,
                 output: of(linear.outputs, c)?,
@@ -352,9 +350,6 @@ pub(super) fn backward_bytes(block: &Block, input: bool) -> Result<u64, Error> {
     ledger.make(exact::sum("bytes of a block", block.kept(input).iter().map(|item| item.bytes))?);
     ledger.make(block.narrow);
     let start = ledger.live;
-    if input && !block.keeps_output {
-        ledger.free(block.narrow);
-    }
     block.backward(&mut ledger, input);
     checked(ledger.peak - start)
 }
@@ -367,4 +362,49 @@ pub(super) fn recomputed_bytes(block: &Block, input: bool) -> Result<u64, Error>
     ledger.make(block.narrow);
     block.backward(&mut ledger, input);
     checked(ledger.peak - u128::from(block.narrow))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::decoder_flops::Workload;
+    use crate::memory::recipe::Recipe;
+    use crate::{lora::Targets, presets};
+
+    /// Every set of targets, in either dtype, with either norm, with and without a gradient of the input.
+    #[test]
+    fn what_is_made_is_freed_and_what_is_kept_is_listed() {
+        let model = presets::find("qwen2.5-0.5b").unwrap();
+        for set in 1..1u32 << 7 {
+            let one = |which: &Projection| set >> (*which as u32) & 1 == 1;
+            let targets = Targets::of(&Projection::ALL.into_iter().filter(one).collect::<Vec<_>>());
+            for flags in 0..16u32 {
+                let flag = |bit: u32| flags >> bit & 1 == 1;
+                let plan = Plan {
+                    work: Workload { batch: 2, sequence: 64 },
+                    recipe: if flag(0) { Recipe::FP32 } else { Recipe::BF16 },
+                    norm: if flag(1) { NormKernel::Output } else { NormKernel::Fused },
+                    ..Plan::default()
+                };
+                let lora = LowRank { targets, dropout: flag(2), on_cpu: true, ..LowRank::default() };
+                let block = Block::new(&lora, &model, &plan).unwrap();
+                let input = flag(3);
+                let mut kept: u64 = block.kept(input).iter().map(|item| item.bytes).sum();
+                if input && !block.keeps_output {
+                    // The first norm's input is the caller's.
+                    kept -= block.narrow;
+                }
+                let mut ledger = Ledger::default();
+                block.forward(&mut ledger, false, input);
+                assert_eq!(ledger.live, u128::from(block.narrow), "{targets} {flags:b}");
+                let mut ledger = Ledger::default();
+                block.forward(&mut ledger, true, input);
+                assert_eq!(ledger.live, u128::from(kept + block.narrow), "{targets} {flags:b}");
+                // The gradient of the output takes the output's place.
+                block.backward(&mut ledger, input);
+                let left = if input { block.narrow } else { 0 };
+                assert_eq!(ledger.live, u128::from(left), "{targets} {flags:b}");
+            }
+        }
+    }
 }
