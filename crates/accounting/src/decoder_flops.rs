@@ -73,7 +73,7 @@ pub struct Flops {
 }
 
 impl Flops {
-    fn both(flops: u128) -> Self {
+    pub(crate) fn both(flops: u128) -> Self {
         Self { dense: flops, causal: flops }
     }
 
@@ -81,7 +81,7 @@ impl Flops {
         Ok(Self { dense: count(Convention::Dense)?, causal: count(Convention::Causal)? })
     }
 
-    fn times(self, factor: u64) -> Result<Self, Error> {
+    pub(crate) fn times(self, factor: u64) -> Result<Self, Error> {
         let times = |flops: u128| {
             flops.checked_mul(factor.into()).ok_or_else(|| Error::Overflow {
                 what: "FLOPs of a step",
@@ -92,7 +92,12 @@ impl Flops {
         Ok(Self { dense: times(self.dense)?, causal: times(self.causal)? })
     }
 
-    fn sum(terms: impl IntoIterator<Item = Self>) -> Result<Self, Error> {
+    /// One of `parts` equal ones.
+    pub(crate) fn over(self, parts: u64) -> Self {
+        Self { dense: self.dense / u128::from(parts), causal: self.causal / u128::from(parts) }
+    }
+
+    pub(crate) fn sum(terms: impl IntoIterator<Item = Self>) -> Result<Self, Error> {
         let (dense, causal): (Vec<_>, Vec<_>) = terms.into_iter().map(|f| (f.dense, f.causal)).unzip();
         Ok(Self { dense: wide_sum("FLOPs of a step", dense)?, causal: wide_sum("FLOPs of a step", causal)? })
     }

@@ -18,6 +18,8 @@
 //! activations fall and gradients rise by the same amount each, so one of the two ends is the larger. The **peak** is
 //! the largest moment.
 //!
+//! A step that trains adapters beside a frozen base ([`Plan::lora`]) has the same moments, with other parts: [`lora`].
+//!
 //! Not counted: the CUDA context (about 0.5 GiB), a cuBLAS workspace, and the allocator's fragmentation.
 //!
 //! ```
@@ -33,6 +35,7 @@
 //! ```
 
 use crate::decoder_flops::{Recomputation, Workload, check_positions};
+use crate::lora::{self, LowRank};
 use crate::memory::activations::{self, ActivationChoices};
 use crate::memory::host::OnHost;
 use crate::memory::logits::{self, Loss};
@@ -69,6 +72,10 @@ pub struct Plan {
     pub accumulate: bool,
     /// What is on the host.
     pub host: OnHost,
+    /// Tokens of the step that have a label; `None`: all. A loss that goes over chunks goes over these only.
+    pub labelled: Option<u64>,
+    /// Adapters beside a base that is frozen; `None`: the whole model learns.
+    pub lora: Option<LowRank>,
 }
 
 impl Default for Plan {
@@ -87,6 +94,8 @@ impl Default for Plan {
             sharding: Sharding::default(),
             accumulate: false,
             host: OnHost::default(),
+            labelled: None,
+            lora: None,
         }
     }
 }
@@ -192,7 +201,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    fn new(moment: Moment, parts: [u64; 8]) -> Result<Self, Error> {
+    pub(crate) fn new(moment: Moment, parts: [u64; 8]) -> Result<Self, Error> {
         Ok(Self { moment, parts, total: exact::sum("bytes of a training step", parts)? })
     }
 
@@ -247,6 +256,9 @@ impl Estimate {
 pub fn estimate(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
     check_positions(model, plan.work.sequence)?;
     plan.host.check(&plan.recomputation)?;
+    if let Some(lora) = &plan.lora {
+        return lora::estimate(model, lora, plan);
+    }
     let Plan { work, recipe, optimizer, sharding, host, .. } = *plan;
     let choices = plan.activation_choices();
     let parameters = model.parameters()?;
@@ -261,7 +273,8 @@ pub fn estimate(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
     let all_kept = exact::sum("activations", [outside, on_device])?;
     let one_kept = exact::sum("activations", [outside, total(&block)?])?;
 
-    let loss_peak = total(&logits::peak(model, work, &recipe, plan.loss)?)?;
+    let loss = plan.labelled.map_or(plan.loss, |labelled| plan.loss.within(labelled));
+    let loss_peak = total(&logits::peak(model, work, &recipe, loss)?)?;
     let loss_held = total(&logits::held(model, work, &recipe, plan.loss)?)?;
     let buffers = working_set::communication(model, &choices, sharding, host)?;
     let gathered = buffers.iter().filter(|item| item.name == working_set::GATHERED);

@@ -26,6 +26,7 @@
 //! | how many FLOPs? | [`flops`], [`decoder_flops`], [`recompute`] |
 //! | how many bytes, where? | [`memory`], [`estimate`] |
 //! | what is the peak of a SwiGLU stack's training step? | [`swiglu`] |
+//! | what does it take to train adapters beside a frozen base? | [`lora`] |
 //! | what fits? | [`fit`] |
 //! | which layers should compute their activations again? | [`activation_plan`] |
 //! | how long does it train? | [`hardware`], [`training_time`] |
@@ -47,6 +48,7 @@ pub mod float_format;
 pub mod flops;
 pub mod hardware;
 pub mod lecture;
+pub mod lora;
 pub mod memory;
 pub mod model;
 pub mod parameters;

@@ -23,6 +23,10 @@ pub enum NormKernel {
     /// One kernel, which keeps its input and one number per token.
     #[default]
     Fused,
+    /// The same, which keeps its output instead of its input: the product behind it keeps that too, or may (Apex's
+    /// `memory_efficient`; `runtime`'s norms on a CPU). Under autocast, where the product keeps a copy of its own, it is
+    /// [`NormKernel::Fused`].
+    Output,
     /// Composed of operations, as `rms_norm` is on a CPU in torch 2.11: the normalized input, before the weight, is
     /// kept too.
     Composed,
@@ -72,12 +76,13 @@ impl AttentionKernel {
 
 impl NormKernel {
     /// All kernels.
-    pub const ALL: [Self; 2] = [Self::Fused, Self::Composed];
+    pub const ALL: [Self; 3] = [Self::Fused, Self::Output, Self::Composed];
 
     /// The name that [`FromStr`] reads.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Fused => "fused",
+            Self::Output => "fused-output",
             Self::Composed => "composed",
         }
     }

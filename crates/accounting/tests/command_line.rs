@@ -49,6 +49,41 @@ fn an_estimate_for_programs() {
 }
 
 #[test]
+fn an_estimate_of_adapters() {
+    let text = accounting(&[
+        "estimate",
+        "--model",
+        "qwen2.5-0.5b",
+        "--batch",
+        "2",
+        "--sequence",
+        "256",
+        "--recipe",
+        "bf16",
+        "--lora-rank",
+        "8",
+        "--lora-targets",
+        "q,k,v,o",
+        "--loss",
+        "linear-cross-entropy",
+        "--json",
+    ]);
+    let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(value["parameters"], 495_114_112);
+    let plan = value["plan"].as_str().unwrap();
+    assert!(plan.contains("adapters of rank 8 on q,k,v,o"), "{plan}");
+    let step = value["moments"].as_array().unwrap().last().unwrap();
+    // A frozen base in bf16; adapters, their gradients and two moments in fp32; no master weights.
+    let (base, adapters) = (494_032_768u64, 1_081_344u64);
+    assert_eq!(step["parts"]["parameters"], 2 * base + 4 * adapters);
+    assert_eq!(step["parts"]["gradients"], 4 * adapters);
+    assert_eq!(step["parts"]["optimizer state"], 8 * adapters);
+    assert_eq!(step["parts"]["master weights"], 0);
+    let text = accounting(&["flops", "--model", "qwen2.5-0.5b", "--lora-rank", "8"]);
+    assert!(text.contains("self_attn.q_proj adapter"), "{text}");
+}
+
+#[test]
 fn the_table_of_number_formats() {
     expect![[r#"
         dtype     bits  sign+exp+man         max   min normal  min subnormal     epsilon  digits  stores 1e-8 as  stores 0.1 as
@@ -69,11 +104,21 @@ fn the_table_of_number_formats() {
 
 #[test]
 fn every_subcommand_speaks_json() {
-    let commands: [&[&str]; 9] = [
+    let commands: [&[&str]; 10] = [
         &["dtypes", "--shape", "49152,12288"],
         &["parameters", "--model", "qwen2.5-7b", "--list"],
         &["flops", "--model", "llama-3-8b"],
         &["estimate", "--model", "gpt2-like"],
+        &[
+            "estimate",
+            "--model",
+            "qwen2.5-7b",
+            "--lora-rank",
+            "16",
+            "--lora-targets",
+            "all",
+            "--lora-dropout",
+        ],
         &["fit", "--model", "gpt2", "--memory", "8GiB"],
         &["time", "--parameters", "70B", "--tokens", "15T", "--devices", "1024"],
         &["kv-cache", "--model", "llama-3-8b", "--memory", "80GB"],

@@ -64,7 +64,7 @@ fn plans() -> impl Strategy<Value = Plan> {
             optimizer,
             step,
             recomputation,
-            norm: if flags[2] { NormKernel::Fused } else { NormKernel::Composed },
+            norm: NormKernel::ALL[usize::from(flags[2]) + usize::from(flags[2] && flags[3])],
             dropout: flags[0],
             loss,
             sharding: Sharding::new(stage, devices).unwrap(),
@@ -75,6 +75,7 @@ fn plans() -> impl Strategy<Value = Plan> {
                 optimizer: flags[5],
                 block_inputs: flags[6] && recomputation.checkpoint == Recompute::Full,
             },
+            ..Plan::default()
         },
     )
 }

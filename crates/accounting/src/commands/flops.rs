@@ -1,13 +1,14 @@
 //! `accounting flops`
 
 use accounting::decoder_flops::{Flops, rule_of_thumb, step};
+use accounting::lora;
 use accounting::quantity::grouped;
 use report::{Case, Environment, Metric, Record};
 use serde_json::{Value, json};
 
 use super::Output;
 use super::model_args::ModelArgs;
-use super::plan_args::{RecomputeArgs, WorkArgs};
+use super::plan_args::{LoraArgs, RecomputeArgs, WorkArgs};
 use super::table::{flops_json, flops_text, rule, table};
 
 #[derive(clap::Args)]
@@ -18,13 +19,19 @@ pub(crate) struct Args {
     work: WorkArgs,
     #[command(flatten)]
     recompute: RecomputeArgs,
+    #[command(flatten)]
+    lora: LoraArgs,
 }
 
 impl Args {
     pub(crate) fn run(&self, environment: &Environment) -> anyhow::Result<Output> {
         let model = self.model.decoder()?;
         let work = self.work.workload(&model);
-        let exact = step(&model, work, &self.recompute.recomputation())?;
+        let recomputation = self.recompute.recomputation();
+        let exact = match self.lora.low_rank() {
+            Some(lora) => lora::flops::step(&model, &lora, work, None, &recomputation)?,
+            None => step(&model, work, &recomputation)?,
+        };
         let rule_of_thumb = rule_of_thumb(&model, work)?;
         let (total, hardware) = (exact.model()?, exact.hardware()?);
 

@@ -3,6 +3,7 @@
 use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::estimate::Plan;
 use accounting::hardware::{self, Hardware};
+use accounting::lora::{LowRank, Targets};
 use accounting::memory::host::OnHost;
 use accounting::memory::logits::Loss;
 use accounting::memory::optimizer::{Optimizer, StepKernel};
@@ -64,7 +65,7 @@ pub(crate) struct PlanArgs {
     step: StepKernel,
     #[command(flatten)]
     recompute: RecomputeArgs,
-    /// How an RMSNorm is computed: fused, or composed of operations (torch on a CPU)
+    /// How an RMSNorm is computed: fused, fused-output (which keeps its output), or composed of operations (torch on a CPU)
     #[arg(long, default_value = "fused", value_name = "KERNEL", help_heading = TRAINING)]
     norm: NormKernel,
     /// Dropout is on
@@ -89,6 +90,41 @@ pub(crate) struct PlanArgs {
     /// Data-parallel devices
     #[arg(long, default_value = "1", value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
     devices: u64,
+    /// Tokens of the step that have a label [default: all]
+    #[arg(long, value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
+    labelled: Option<u64>,
+    #[command(flatten)]
+    lora: LoraArgs,
+}
+
+const ADAPTERS: &str = "Adapters beside a frozen base";
+
+/// Adapters, and what trains them.
+#[derive(clap::Args)]
+pub(crate) struct LoraArgs {
+    /// Train low-rank adapters of this rank and nothing else
+    #[arg(long, value_parser = parse_count, allow_negative_numbers = true, value_name = "R", help_heading = ADAPTERS)]
+    lora_rank: Option<u64>,
+    /// Which projections are adapted: q, k, v, o, gate, up, down, or all [default: q,k,v,o]
+    #[arg(long, requires = "lora_rank", value_name = "NAME,…", help_heading = ADAPTERS)]
+    lora_targets: Option<Targets>,
+    /// The adapters' input is dropped
+    #[arg(long, requires = "lora_rank", help_heading = ADAPTERS)]
+    lora_dropout: bool,
+    /// A base of 16 bits is cast to fp32 for the adapters' products, as on a processor
+    #[arg(long, requires = "lora_rank", help_heading = ADAPTERS)]
+    lora_on_cpu: bool,
+}
+
+impl LoraArgs {
+    pub(crate) fn low_rank(&self) -> Option<LowRank> {
+        self.lora_rank.map(|rank| LowRank {
+            rank,
+            targets: self.lora_targets.unwrap_or(Targets::ATTENTION),
+            dropout: self.lora_dropout,
+            on_cpu: self.lora_on_cpu,
+        })
+    }
 }
 
 impl PlanArgs {
@@ -105,6 +141,8 @@ impl PlanArgs {
             sharding: Sharding::new(self.zero, self.devices)?,
             accumulate: self.accumulate,
             host: self.on_host.iter().try_fold(OnHost::default(), |host, name| host.with(name))?,
+            labelled: self.labelled,
+            lora: self.lora.low_rank(),
         })
     }
 
@@ -128,6 +166,9 @@ impl PlanArgs {
             plan.optimizer.name().to_owned(),
             format!("{} attention", plan.recomputation.attention.name()),
         ];
+        if let Some(lora) = plan.lora {
+            parts.push(format!("adapters of rank {} on {}", lora.rank, lora.targets));
+        }
         if plan.recomputation.checkpoint != Recompute::None {
             parts.push(format!("{} recomputation", plan.recomputation.checkpoint.name()));
         }
@@ -136,6 +177,9 @@ impl PlanArgs {
         }
         if let Some(tokens) = plan.loss.chunk() {
             parts.push(format!("{} in chunks of {tokens}", plan.loss.name()));
+        }
+        if let Some(labelled) = plan.labelled {
+            parts.push(format!("{labelled} of them labelled"));
         }
         if plan.host != OnHost::default() {
             parts.push(format!("{} on the host", plan.host.names().join(" + ")));

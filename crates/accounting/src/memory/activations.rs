@@ -6,7 +6,7 @@
 //!
 //! | kept by | tensor | bytes |
 //! |---|---|---|
-//! | each norm | its input; mean and deviation (RMSNorm: one number) in fp32 | `r·d`, `8` (`4`) |
+//! | each norm | its input ([`NormKernel::Output`]: its output, which is counted below); mean and deviation (RMSNorm: one number) in fp32 | `r·d`, `8` (`4`) |
 //! | RMSNorm, composed | its input divided by its length | `r·d` |
 //! | query, key, value projections | their input | `c·d` |
 //! | attention | Q; K and V (eager kernels repeat them for every query head) | `c·h·k`, `2·c·n·k` |
@@ -50,6 +50,11 @@ pub struct ActivationChoices {
 impl ActivationChoices {
     pub(crate) fn compute_bytes(&self) -> u64 {
         self.recipe.compute.storage_bits() / 8
+    }
+
+    /// Whether a norm keeps its output, which is the next product's input and counted there.
+    pub(crate) fn norm_keeps_output(&self, model: &Decoder) -> bool {
+        self.norm == NormKernel::Output && !self.recipe.casts && model.family.is_rms_norm()
     }
 
     pub(crate) fn residual_bytes(&self) -> u64 {
@@ -120,7 +125,9 @@ pub(crate) fn input_kept_inside(
     choices: &ActivationChoices,
 ) -> Result<u64, Error> {
     let norm_comes_first = model.family.has_final_norm();
-    if norm_comes_first || !choices.recipe.casts {
+    if norm_comes_first && choices.norm_keeps_output(model) {
+        Ok(0)
+    } else if norm_comes_first || !choices.recipe.casts {
         Ok(block_input(model, work, choices)?.bytes)
     } else {
         Ok(0)
@@ -153,7 +160,9 @@ fn norm(
 ) -> Result<(), Error> {
     let tokens = work.tokens()?;
     let statistics = if model.family.is_rms_norm() { 1 } else { 2 };
-    items.push(Item::new("norm input", choices.residual_bytes(), &[tokens, model.hidden])?);
+    if !choices.norm_keeps_output(model) {
+        items.push(Item::new("norm input", choices.residual_bytes(), &[tokens, model.hidden])?);
+    }
     items.push(Item::new(NORM_STATISTICS, 4, &[tokens, statistics])?);
     if model.family.is_rms_norm() && choices.norm == NormKernel::Composed {
         items.push(Item::new("normalized input", choices.residual_bytes(), &[tokens, model.hidden])?);

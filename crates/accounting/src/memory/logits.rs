@@ -80,6 +80,16 @@ impl Loss {
         }
     }
 
+    /// The loss over so many labelled tokens of a step: no chunk is larger. An eager loss goes over all tokens in any case.
+    pub(crate) fn within(self, labelled: u64) -> Self {
+        match self {
+            Self::Eager => self,
+            Self::ChunkedRecompute { tokens } => Self::ChunkedRecompute { tokens: tokens.min(labelled) },
+            Self::GradInForward { tokens } => Self::GradInForward { tokens: tokens.min(labelled) },
+            Self::LinearCrossEntropy { tokens } => Self::LinearCrossEntropy { tokens: tokens.min(labelled) },
+        }
+    }
+
     /// Tokens of a chunk, where there are chunks.
     pub const fn chunk(self) -> Option<u64> {
         match self {

@@ -92,14 +92,24 @@ impl Optimizer {
 
     /// Bytes of state for the whole of `model`.
     pub fn state_bytes(self, model: &Decoder, state: Dtype) -> Result<u64, Error> {
+        let groups = model.tensor_groups()?;
+        let sizes: Result<Vec<_>, Error> =
+            groups.iter().map(|(n, tensor)| Ok((*n, tensor.elements()?))).collect();
+        self.state_bytes_of(sizes?, state)
+    }
+
+    /// Bytes of state for tensors, each given as how many there are and their elements.
+    pub(crate) fn state_bytes_of(
+        self,
+        tensors: impl IntoIterator<Item = (u64, u64)>,
+        state: Dtype,
+    ) -> Result<u64, Error> {
         const WHAT: &str = "bytes of the optimizer's state";
-        if self != Self::Adam8bit {
-            return exact::product(WHAT, &[self.state_tensors(), state.bytes(model.parameters()?)?]);
-        }
         let mut bytes = Vec::new();
-        for (count, tensor) in model.tensor_groups()? {
-            let elements = tensor.elements()?;
-            let one = if elements < SMALLEST_8BIT {
+        for (count, elements) in tensors {
+            let one = if self != Self::Adam8bit {
+                state.bytes(elements)?
+            } else if elements < SMALLEST_8BIT {
                 Dtype::Fp32.bytes(elements)?
             } else {
                 exact::sum(WHAT, [elements, Dtype::Fp32.bytes(elements.div_ceil(BLOCK))?])?
@@ -137,6 +147,11 @@ impl Optimizer {
                 sizes?.into_iter().max().unwrap_or(0).min(share)
             }
         };
+        self.step_bytes_of(elements, state)
+    }
+
+    /// The same where the step's kernel works on so many elements at a time.
+    pub(crate) fn step_bytes_of(self, elements: u64, state: Dtype) -> Result<u64, Error> {
         exact::product("bytes of the optimizer's step", &[self.step_copies(), state.bytes(elements)?])
     }
 }

@@ -1,0 +1,284 @@
+//! Low-rank adaptation of a frozen base (Hu et al., arXiv:2106.09685): parameters, bytes and FLOPs of a training step.
+//!
+//! Beside a projection W `[o, i]` of the base stand A `[r, i]` and B `[o, r]`, and only they learn:
+//!
+//! ```text
+//! u = x·Aᵀ                     [n, r]
+//! y = x·Wᵀ + s·u·Bᵀ            [n, o]
+//! dB = s·gᵀ·u,  du = s·g·B,  dA = duᵀ·x,  dx = g·W + du·A          g = ∂L/∂y
+//! ```
+//!
+//! **Parameters** that learn: `r·(i + o)` for each adapted projection.
+//!
+//! **States.** The base is in the recipe's dtype, has no gradient, no master weight and no optimizer state. A and B, their
+//! gradients and their state are in fp32, whatever the base is: `16` bytes for each number with AdamW.
+//!
+//! **Activations**, as this workspace's own functions keep them. No product of a frozen matrix keeps its input; what remains is
+//! needed by the adapters, or by what has no weights:
+//!
+//! | kept by | tensor | elements per token |
+//! |---|---|---|
+//! | a norm | its output ([`NormKernel::Output`]) or its input; a number in fp32 | `d`, `1` |
+//! | adapted q, k, v | the norm's output, once for all three; u in fp32 for each | `d`, `r` each |
+//! | attention | rotated queries and keys, values, output; log-sum-exp in fp32 | `2·h·k + 2·n·k`, `h` |
+//! | an adapted o | the attention's output, which is there already; u | `r` |
+//! | SwiGLU | gate and up | `2·f` |
+//! | adapted gate, up | the norm's output; u for each | `d`, `r` each |
+//! | an adapted down | the product of the gate; u | `f`, `r` |
+//!
+//! The mask of a dropout is made again from its seed and not kept. Nothing in front of the first adapter is kept: the first
+//! norm keeps nothing, as the embedding is frozen. A block that is computed again ([`Recompute::Full`]) keeps its input only.
+//!
+//! **The loss** goes over the labelled tokens only and makes no gradient of the frozen output matrix.
+//!
+//! **Temporaries** are read off a ledger that goes through a block's forward and backward, operation by operation. The largest
+//! moment of a backward is, as a rule, where gate and up meet their two gradients: `4·f` per token.
+//!
+//! **FLOPs** are in [`flops`].
+//!
+//! Not modelled, and refused: families whose query, key and value are one projection, attention that keeps its
+//! probabilities, autocast, several devices, a host.
+
+mod block;
+mod budget;
+pub mod flops;
+mod targets;
+
+pub(crate) use budget::estimate;
+pub use targets::{Projection, Targets};
+
+use crate::estimate::Plan;
+use crate::exact::{self, positive};
+use crate::memory::host::OnHost;
+use crate::model::{Decoder, Linear};
+use crate::recompute::{AttentionKernel, SwigluLevel};
+use crate::{Dtype, Error};
+
+#[cfg(doc)]
+use crate::recompute::{NormKernel, Recompute};
+
+/// Adapters beside projections of a frozen base.
+///
+/// ```
+/// use accounting::lora::{LowRank, Targets};
+/// use accounting::presets;
+///
+/// let lora = LowRank { rank: 8, ..LowRank::default() };
+/// assert_eq!(lora.targets, Targets::ATTENTION);
+/// assert_eq!(lora.parameters(&presets::find("qwen2.5-0.5b")?)?, 1_081_344);
+/// # Ok::<(), accounting::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LowRank {
+    /// r.
+    pub rank: u64,
+    /// Which projections of every block are adapted.
+    pub targets: Targets,
+    /// Whether the adapters' input is dropped. Takes memory for a moment, and none between the passes.
+    pub dropout: bool,
+    /// Whether products of 16-bit operands that are summed in fp32 cast their operands up first, as a processor's do and an
+    /// accelerator's do not. Of no effect on a base in fp32.
+    pub on_cpu: bool,
+}
+
+impl Default for LowRank {
+    /// Rank 8 on q, k, v and o, without dropout, on an accelerator.
+    fn default() -> Self {
+        Self { rank: 8, targets: Targets::ATTENTION, dropout: false, on_cpu: false }
+    }
+}
+
+impl LowRank {
+    /// How many numbers learn, in all blocks of `model`.
+    ///
+    /// # Errors
+    /// A rank of 0, no target, or a model whose family has no such projections.
+    pub fn parameters(&self, model: &Decoder) -> Result<u64, Error> {
+        exact::product("parameters of the adapters", &[model.layers, self.block_parameters(model)?])
+    }
+
+    /// How many of them are in one block.
+    pub(crate) fn block_parameters(&self, model: &Decoder) -> Result<u64, Error> {
+        let sizes = self.tensors(model)?;
+        exact::sum("parameters of a block's adapters", sizes)
+    }
+
+    /// Elements of each tensor of one block: A and B of each adapted projection.
+    pub(crate) fn tensors(&self, model: &Decoder) -> Result<Vec<u64>, Error> {
+        self.check(model)?;
+        let mut sizes = Vec::new();
+        for (_, linear) in self.linears(model)?.iter().filter(|(which, _)| self.targets.has(*which)) {
+            for width in [linear.inputs, linear.outputs] {
+                sizes.push(exact::product("elements of an adapter", &[self.rank, width])?);
+            }
+        }
+        Ok(sizes)
+    }
+
+    /// Whether a gradient flows into that projection's input in the first block, in front of which nothing learns; in the others it
+    /// always does. Into attention's core as into what follows it.
+    pub(crate) fn reaches(&self, which: Projection) -> bool {
+        use Projection::{Down, Gate, Key, Output, Query, Up, Value};
+        let before: &[Projection] = match which {
+            Query | Key | Value => &[],
+            Output => &[Query, Key, Value],
+            Gate | Up => &[Query, Key, Value, Output],
+            Down => &[Query, Key, Value, Output, Gate, Up],
+        };
+        before.iter().any(|one| self.targets.has(*one))
+    }
+
+    /// A block's projections, by what they are.
+    pub(crate) fn linears(&self, model: &Decoder) -> Result<Vec<(Projection, Linear)>, Error> {
+        Ok(Projection::ALL.into_iter().zip(model.block_linears()?).collect())
+    }
+
+    fn check(&self, model: &Decoder) -> Result<(), Error> {
+        positive("the rank of the adapters", self.rank)?;
+        if !model.family.is_swiglu() {
+            return Err(refusal(
+                format!("{} has no projections q, k, v, o, gate, up and down", model.family.name()),
+                "give a model of the family qwen2 or llama",
+            ));
+        }
+        if self.targets == Targets::NONE {
+            return Err(refusal("adapters on no projection".into(), "name at least one target"));
+        }
+        Ok(())
+    }
+
+    /// Refuses a plan that this does not model.
+    pub(crate) fn check_plan(&self, model: &Decoder, plan: &Plan) -> Result<(), Error> {
+        self.check(model)?;
+        let refuse = |what: &str, remedy| Err(refusal(format!("adapters {what} are not modelled"), remedy));
+        if plan.recipe.casts {
+            return refuse("under autocast", "take a recipe of one dtype, as fp32 or bf16");
+        }
+        if plan.recomputation.attention == AttentionKernel::Eager {
+            return refuse("beside an attention that keeps its probabilities", "take flash attention");
+        }
+        if matches!(plan.recomputation.swiglu, SwigluLevel::SaveOne | SwigluLevel::InputOnly) {
+            return refuse(
+                "in a SwiGLU that computes its products again",
+                "take the level save-gate-up, or recompute whole blocks",
+            );
+        }
+        if plan.sharding.devices > 1 || plan.host != OnHost::default() {
+            return refuse("on several devices or a host", "leave out sharding and the host");
+        }
+        let tokens = plan.work.tokens()?;
+        match plan.labelled {
+            Some(0) => Err(Error::Zero { what: "the number of labelled tokens" }),
+            Some(labelled) if labelled > tokens => Err(refusal(
+                format!("{labelled} labelled tokens are more than the {tokens} of the step"),
+                "give at most as many",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// The dtype of adapters, their gradients, their state and u.
+    pub(crate) const WIDE: Dtype = Dtype::Fp32;
+}
+
+fn refusal(what: String, remedy: &str) -> Error {
+    Error::Shape { what, remedy: remedy.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::decoder_flops::Workload;
+    use crate::estimate::{Moment, Part, estimate};
+    use crate::presets;
+
+    #[test]
+    fn published_counts_of_trainable_parameters() {
+        let count = |model: &str, rank, targets| {
+            LowRank { rank, targets, ..LowRank::default() }
+                .parameters(&presets::find(model).unwrap())
+                .unwrap()
+        };
+        assert_eq!(count("qwen2.5-0.5b", 8, Targets::ATTENTION), 1_081_344);
+        assert_eq!(count("qwen2.5-7b", 8, Targets::ATTENTION), 5_046_272);
+        // By hand: each of 24 blocks has 896 → 896 twice, 896 → 128 twice, 896 → 4864 thrice.
+        let by_hand = 24 * 8 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864));
+        assert_eq!(count("qwen2.5-0.5b", 8, Targets::ALL), by_hand);
+    }
+
+    #[test]
+    fn what_is_not_modelled_is_refused_by_name() {
+        let message = |plan: Plan, model: &str| {
+            let plan = Plan { lora: Some(plan.lora.unwrap_or_default()), ..plan };
+            crate::estimate::estimate(&presets::find(model).unwrap(), &plan).unwrap_err().to_string()
+        };
+        assert!(message(Plan::default(), "gpt2").starts_with("gpt2 has no projections q, k, v, o"));
+        let of_rank = LowRank { rank: 0, ..LowRank::default() };
+        assert!(
+            message(Plan { lora: Some(of_rank), ..Plan::default() }, "qwen2.5-0.5b")
+                .contains("rank of the adapters is 0")
+        );
+        let none = LowRank { targets: Targets::NONE, ..LowRank::default() };
+        assert!(
+            message(Plan { lora: Some(none), ..Plan::default() }, "qwen2.5-0.5b").contains("no projection")
+        );
+        let recipe = crate::memory::recipe::Recipe::AMP_BF16;
+        assert!(message(Plan { recipe, ..Plan::default() }, "qwen2.5-0.5b").contains("under autocast"));
+        let labelled = Some(1025);
+        assert!(
+            message(Plan { labelled, ..Plan::default() }, "qwen2.5-0.5b").contains("1025 labelled tokens")
+        );
+    }
+
+    /// Qwen2.5-0.5B in bf16, q, k, v and o with rank 8, by hand, per token of a block: two norms' outputs, queries and output
+    /// of 896, keys and values of 128, gate and up of 4864 in 2 bytes; a log-sum-exp for each of 14 heads, two statistics and
+    /// four u of 8 in 4 bytes.
+    #[test]
+    fn a_step_of_qwen_by_hand() {
+        let model = presets::find("qwen2.5-0.5b").unwrap();
+        let plan = Plan {
+            work: Workload { batch: 2, sequence: 256 },
+            recipe: crate::memory::recipe::Recipe::BF16,
+            norm: crate::recompute::NormKernel::Output,
+            lora: Some(LowRank::default()),
+            ..Plan::default()
+        };
+        let found = estimate(&model, &plan).unwrap();
+        let block = 2 * (2 * 896 + 2 * 896 + 2 * 128 + 2 * 4864) + 4 * (14 + 2 + 4 * 8);
+        assert_eq!(crate::memory::total(&found.block).unwrap(), 512 * block);
+        // The first norm keeps nothing, but its output is the adapters' input; tokens and labels, and the rotary table.
+        let kept = 512 * (24 * block - 4) + 512 * 16 + 32768 * 64 * 4;
+        assert_eq!(found.at(Moment::LastBlock).bytes(Part::Activations), kept);
+        // At the most, a product's gradient and one more of its size.
+        assert_eq!(found.at(Moment::LastBlock).bytes(Part::Temporaries), 512 * 2 * (2 * 4864 + 896));
+        assert_eq!(found.states.total().unwrap(), 2 * 494_032_768 + 16 * 1_081_344);
+    }
+
+    #[test]
+    fn less_learns_or_more_is_computed_again_and_less_is_there() {
+        let model = presets::find("qwen2.5-0.5b").unwrap();
+        let peak = |targets: &str, full: bool, labelled| {
+            let mut plan = Plan {
+                work: Workload { batch: 4, sequence: 1024 },
+                lora: Some(LowRank { targets: targets.parse().unwrap(), ..LowRank::default() }),
+                loss: crate::memory::logits::Loss::LinearCrossEntropy { tokens: 4096 },
+                labelled,
+                ..Plan::default()
+            };
+            if full {
+                plan.recomputation.checkpoint = crate::recompute::Recompute::Full;
+            }
+            estimate(&model, &plan).unwrap().peak().total
+        };
+        let peaks = [
+            peak("all", false, None),
+            peak("q,k,v,o", false, None),
+            peak("q,k,v,o", false, Some(1024)),
+            peak("q,k,v,o", true, Some(1024)),
+        ];
+        assert!(peaks.is_sorted_by(|a, b| a > b), "{peaks:?}");
+        let whole =
+            estimate(&model, &Plan { work: Workload { batch: 4, sequence: 1024 }, ..Plan::default() });
+        assert!(whole.unwrap().peak().total > peaks[0]);
+    }
+}

@@ -1,0 +1,109 @@
+//! FLOPs of a step that trains adapters.
+//!
+//! For n tokens, of which m are labelled, and a projection `[o, i]` with an adapter of rank r:
+//!
+//! | | base | adapter |
+//! |---|---|---|
+//! | forward | `2·n·i·o` | `2·n·r·(i + o)` |
+//! | backward, dx | `2·n·i·o` | `2·n·r·i` |
+//! | – the adapter's own | – | `2·n·r·(i + 2·o)`: du, dA and dB |
+//!
+//! No product makes the gradient of a frozen weight, so that forward and backward are `4·N` FLOPs per token and not `6·N`. The
+//! queries', keys' and values' dx of the first block is not computed: the embedding is frozen. The output projection is
+//! `2·m·d·v` forward, and as much backward, of its input only. Attention's core is that of full training, its backward twice
+//! its forward.
+
+use super::{LowRank, Projection};
+use crate::Error;
+use crate::decoder_flops::{self, Flops, FlopsRow, Recomputation, StepFlops, Workload};
+use crate::flops::MatrixProduct;
+use crate::model::{Decoder, Part};
+use crate::recompute::Recompute;
+
+/// FLOPs of one training step of `lora` in a frozen `model`, with `labelled` tokens that have a label (`None`: all). The loss
+/// is one that goes over the labelled tokens only.
+///
+/// # Errors
+/// What [`LowRank`] refuses; more labelled tokens than there are.
+///
+/// ```
+/// use accounting::decoder_flops::{Recomputation, Workload, step};
+/// use accounting::lora::{LowRank, flops};
+/// use accounting::presets;
+///
+/// let (model, work) = (presets::find("qwen2.5-0.5b")?, Workload { batch: 2, sequence: 256 });
+/// let again = Recomputation::default();
+/// let adapted = flops::step(&model, &LowRank::default(), work, None, &again)?.model()?;
+/// let whole = step(&model, work, &again)?.model()?;
+/// // Two thirds, the adapters' own products and attention's core beside it.
+/// assert_eq!(adapted.dense * 1000 / whole.dense, 673);
+/// # Ok::<(), accounting::Error>(())
+/// ```
+pub fn step(
+    model: &Decoder,
+    lora: &LowRank,
+    work: Workload,
+    labelled: Option<u64>,
+    recomputation: &Recomputation,
+) -> Result<StepFlops, Error> {
+    lora.check_plan(
+        model,
+        &crate::estimate::Plan { work, labelled, recomputation: *recomputation, ..Default::default() },
+    )?;
+    let tokens = work.tokens()?;
+    let whole = decoder_flops::step(model, work, recomputation)?;
+    let product =
+        |rows, inner, columns| Ok::<_, Error>(Flops::both(MatrixProduct::new(rows, inner, columns).flops()?));
+    // In how many blocks a projection's input, or attention's, has a gradient.
+    let blocks = |which: Projection| if lora.reaches(which) { model.layers } else { model.layers - 1 };
+
+    let mut rows = whole.rows;
+    let mut backward = Vec::new();
+    let mut recomputed = vec![whole.recomputed];
+    for row in &mut rows {
+        if row.part == Part::Output {
+            row.forward = product(labelled.unwrap_or(tokens), model.hidden, model.vocabulary)?;
+            backward.push(row.forward);
+        } else if !row.has_weight {
+            backward.push(row.forward.over(model.layers).times(2 * blocks(Projection::Output))?);
+        }
+    }
+    let mut adapters = Vec::new();
+    for (which, linear) in lora.linears(model)? {
+        let times = blocks(which);
+        backward.push(product(tokens, linear.inputs, linear.outputs)?.times(times)?);
+        if !lora.targets.has(which) {
+            continue;
+        }
+        let down = product(tokens, linear.inputs, lora.rank)?;
+        let up = product(tokens, lora.rank, linear.outputs)?;
+        adapters.push(FlopsRow {
+            name: format!("{} adapter", linear.name),
+            part: linear.part,
+            has_weight: true,
+            times: model.layers,
+            forward: Flops::sum([down, up])?.times(model.layers)?,
+        });
+        // dB and du, dA; and dx.
+        backward.push(Flops::sum([up, up, down])?.times(model.layers)?);
+        backward.push(down.times(times)?);
+    }
+    if recomputation.checkpoint == Recompute::Full {
+        recomputed.extend(adapters.iter().map(|row| row.forward));
+    }
+    let first_core = rows.iter().position(|row| !row.has_weight).unwrap_or(rows.len());
+    let mut recomputed = Flops::sum(recomputed)?;
+    if !lora.reaches(Projection::Output) {
+        // The first block's attention has no backward, which would compute its scores again.
+        let scores = rows[first_core].forward.over(model.layers);
+        recomputed =
+            Flops { dense: recomputed.dense - scores.dense, causal: recomputed.causal - scores.causal };
+    }
+    rows.splice(first_core..first_core, adapters);
+    Ok(StepFlops {
+        forward: Flops::sum(rows.iter().map(|row| row.forward))?,
+        backward: Flops::sum(backward)?,
+        recomputed,
+        rows,
+    })
+}

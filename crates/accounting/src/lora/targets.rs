@@ -1,0 +1,112 @@
+//! Which projections of a block are adapted.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::Error;
+
+/// A projection of a block, in the order in which a token meets them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Projection {
+    /// Queries.
+    Query,
+    /// Keys.
+    Key,
+    /// Values.
+    Value,
+    /// From the heads back to the residual stream.
+    Output,
+    /// The gate of the SwiGLU.
+    Gate,
+    /// What the gate multiplies.
+    Up,
+    /// From the feed-forward width back to the residual stream.
+    Down,
+}
+
+impl Projection {
+    /// All of them.
+    pub const ALL: [Self; 7] =
+        [Self::Query, Self::Key, Self::Value, Self::Output, Self::Gate, Self::Up, Self::Down];
+
+    /// The name that [`Targets`] reads; with `_proj` it is the checkpoint's.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Query => "q",
+            Self::Key => "k",
+            Self::Value => "v",
+            Self::Output => "o",
+            Self::Gate => "gate",
+            Self::Up => "up",
+            Self::Down => "down",
+        }
+    }
+}
+
+/// A set of projections. Read from names separated by commas, with or without `_proj`; `all` is every one.
+///
+/// ```
+/// use accounting::lora::{Projection, Targets};
+///
+/// let targets: Targets = "q,v_proj".parse()?;
+/// assert_eq!(targets, Targets::of(&[Projection::Query, Projection::Value]));
+/// assert_eq!(targets.to_string(), "q,v");
+/// assert!("q,w".parse::<Targets>().unwrap_err().to_string().starts_with("unknown target `w`; known are: q, k,"));
+/// # Ok::<(), accounting::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Targets([bool; 7]);
+
+impl Targets {
+    /// No projection.
+    pub const NONE: Self = Self([false; 7]);
+    /// q, k, v and o.
+    pub const ATTENTION: Self = Self([true, true, true, true, false, false, false]);
+    /// All seven: PEFT's `all-linear`.
+    pub const ALL: Self = Self([true; 7]);
+
+    /// These.
+    pub fn of(projections: &[Projection]) -> Self {
+        let mut targets = Self::NONE;
+        for &projection in projections {
+            targets.0[projection as usize] = true;
+        }
+        targets
+    }
+
+    /// Whether that one is adapted.
+    pub const fn has(self, projection: Projection) -> bool {
+        self.0[projection as usize]
+    }
+}
+
+impl fmt::Display for Targets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names = Projection::ALL.into_iter().filter(|one| self.has(*one)).map(Projection::name);
+        f.write_str(&names.collect::<Vec<_>>().join(","))
+    }
+}
+
+impl FromStr for Targets {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let mut targets = Self::NONE;
+        for given in text.split(',').map(str::trim) {
+            let short = given.strip_suffix("_proj").unwrap_or(given);
+            if short == "all" {
+                return Ok(Self::ALL);
+            }
+            let known = Projection::ALL.into_iter().find(|known| known.name() == short);
+            let known = known.ok_or_else(|| {
+                Error::unknown(
+                    "target",
+                    given,
+                    Projection::ALL.map(Projection::name).into_iter().chain(["all"]),
+                )
+            })?;
+            targets.0[known as usize] = true;
+        }
+        Ok(targets)
+    }
+}

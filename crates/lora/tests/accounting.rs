@@ -1,0 +1,140 @@
+//! What `accounting` says of a step that trains adapters is what the allocator counts. One test, alone in its file: the counts
+//! are the process's.
+#![cfg(feature = "program")]
+
+use accounting::decoder_flops::{Recomputation, Workload};
+use accounting::estimate::{Estimate, Plan, estimate};
+use accounting::lora::{LowRank, Targets};
+use accounting::memory::logits::Loss;
+use accounting::memory::optimizer::StepKernel;
+use accounting::memory::recipe::Recipe;
+use accounting::model::{Decoder, Family, Shape};
+use accounting::recompute::{NormKernel, Recompute};
+use fused_ce::{Chunk, LinearCrossEntropy, install};
+use lora::{Adapters, LoraConfig};
+use models::module::{Context, IGNORED, Input, LanguageModel, trainable};
+use models::{Llama, LlamaConfig};
+use runtime::memory::{Region, live_bytes, track_cpu};
+use runtime::random::Generator;
+use tch::{Device, Kind, Tensor};
+use training::activations::{self, LayerPlan};
+use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+
+/// Qwen2.5-0.5B's proportions, a quarter as wide, of few layers and words.
+const SHAPE: Shape = Shape {
+    family: Family::Qwen2,
+    vocabulary: 1500,
+    context: 256,
+    embedding: 224,
+    hidden: 224,
+    layers: 4,
+    heads: 14,
+    kv_heads: 2,
+    head_dim: 16,
+    feed_forward: 1216,
+    tied: true,
+    attention_bias: false,
+    mlp_bias: false,
+};
+const BATCH: i64 = 2;
+const SEQUENCE: i64 = 128;
+const RANK: i64 = 8;
+/// Of logits.
+const CHUNK: i64 = 64;
+
+fn config() -> LlamaConfig {
+    let size = |n: u64| i64::try_from(n).unwrap();
+    LlamaConfig {
+        num_key_value_heads: size(SHAPE.kv_heads),
+        max_position_embeddings: size(SHAPE.context),
+        ..LlamaConfig::qwen2(
+            size(SHAPE.vocabulary),
+            size(SHAPE.hidden),
+            size(SHAPE.feed_forward),
+            size(SHAPE.layers),
+            size(SHAPE.heads),
+        )
+    }
+}
+
+/// The most bytes of a second step, and what of them is there before the step: parameters and optimizer state.
+fn measured(names: &[&str], dropout: f64, kind: Kind, full: bool) -> [u64; 2] {
+    let device = Device::Cpu;
+    let live = || live_bytes(device).unwrap();
+    let before = live();
+    let mut model = Llama::new(&config(), (kind, device)).unwrap();
+    let names: Vec<String> = names.iter().map(|name| format!("{name}_proj")).collect();
+    let config = LoraConfig {
+        r: RANK,
+        lora_dropout: dropout,
+        target_modules: Some(lora::Names::List(names)),
+        ..LoraConfig::default()
+    };
+    let _adapters = Adapters::install(&mut model, &config, 1).unwrap();
+    let loss = LinearCrossEntropy { chunk: Some(Chunk::Tokens(CHUNK)), ..LinearCrossEntropy::default() };
+    install(&mut model, &loss).unwrap();
+    let plan = if full { LayerPlan::RecomputeAll } else { LayerPlan::KeepAll };
+    let _plan = activations::apply(&mut model, &vec![plan; SHAPE.layers as usize]).unwrap();
+    let mut optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-4)]).unwrap();
+
+    let drawn = Generator::new(2).unwrap().uniform(&[BATCH, SEQUENCE], (0.0, 1.0), (Kind::Double, device));
+    let tokens = (drawn.unwrap() * SHAPE.vocabulary as f64).to_kind(Kind::Int64);
+    let labels = tokens.copy();
+    let _ = labels.narrow(1, 0, SEQUENCE / 2).fill_(IGNORED);
+    let context = Context { training: true, ..Context::default() };
+    let mut found = [0; 2];
+    for _ in 0..2 {
+        let states = live() - before;
+        let region = Region::start(device).unwrap();
+        let hidden = model.hidden(&Input { context, ..Input::new(&tokens) }).unwrap();
+        let loss = model.head().loss(&hidden, &labels, false).unwrap().sum / (BATCH * SEQUENCE / 2) as f64;
+        drop(hidden);
+        runtime::autograd::backward(&[&loss]).unwrap();
+        drop(loss);
+        optimizer.step().unwrap();
+        optimizer.zero_grad(ZeroGrad::ToNone).unwrap();
+        found = [region.finish().unwrap().peak - before, states];
+    }
+    found
+}
+
+fn predicted(targets: Targets, dropout: bool, kind: Kind, full: bool) -> Estimate {
+    let checkpoint = if full { Recompute::Full } else { Recompute::None };
+    let tokens = (BATCH * SEQUENCE) as u64;
+    let plan = Plan {
+        work: Workload { batch: BATCH as u64, sequence: SEQUENCE as u64 },
+        recipe: if kind == Kind::Float { Recipe::FP32 } else { Recipe::BF16 },
+        recomputation: Recomputation { checkpoint, ..Recomputation::default() },
+        norm: NormKernel::Output,
+        step: StepKernel::Fused,
+        loss: Loss::LinearCrossEntropy { tokens: CHUNK as u64 },
+        labelled: Some(tokens / 2),
+        lora: Some(LowRank { rank: RANK as u64, targets, dropout, on_cpu: true }),
+        ..Plan::default()
+    };
+    estimate(&Decoder::new(SHAPE).unwrap(), &plan).unwrap()
+}
+
+#[test]
+fn the_peak_of_a_step_is_the_one_foretold() {
+    track_cpu().unwrap();
+    let attention: &[&str] = &["q", "k", "v", "o"];
+    let all: &[&str] = &["q", "k", "v", "o", "gate", "up", "down"];
+    for (names, dropout) in [(attention, 0.0), (attention, 0.1), (all, 0.0), (all, 0.1)] {
+        let targets = names.join(",").parse().unwrap();
+        for kind in [Kind::Float, Kind::BFloat16] {
+            for full in [false, true] {
+                let case = format!("{names:?}, dropout {dropout}, {kind:?}, recomputed {full}");
+                let [peak, states] = measured(names, dropout, kind, full);
+                let estimate = predicted(targets, dropout > 0.0, kind, full);
+                let expected = estimate.peak();
+                let share = |found: u64, expected: u64| found as f64 / expected as f64 - 1.0;
+                assert!(share(peak, expected.total).abs() < 0.05, "{case}: {peak} of {expected:?}");
+                // The base is as large as the rest: what comes and goes is to be right by itself.
+                let stay = estimate.states.parameters + estimate.states.optimizer;
+                let moving = share(peak - states, expected.total - stay);
+                assert!(moving.abs() < 0.1, "{case}: {moving}, {} of {expected:?}", peak - states);
+            }
+        }
+    }
+}

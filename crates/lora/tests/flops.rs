@@ -1,0 +1,85 @@
+//! A step that trains adapters has the FLOPs that `accounting` foretells, to the last one.
+#![cfg(feature = "program")]
+
+use accounting::decoder_flops::{Recomputation, Workload};
+use accounting::lora::{self as predicted, LowRank};
+use accounting::model::{Decoder, Family, Shape};
+use accounting::recompute::Recompute;
+use fused_ce::{LinearCrossEntropy, install};
+use lora::{Adapters, LoraConfig, Names};
+use models::module::{Context, IGNORED, Input, LanguageModel};
+use models::{Llama, LlamaConfig};
+use runtime::profile::Counter;
+use runtime::random::Generator;
+use tch::{Device, Kind};
+use training::activations::{self, LayerPlan};
+
+const SHAPE: Shape = Shape {
+    family: Family::Llama,
+    vocabulary: 90,
+    context: 24,
+    embedding: 32,
+    hidden: 32,
+    layers: 3,
+    heads: 4,
+    kv_heads: 2,
+    head_dim: 8,
+    feed_forward: 56,
+    tied: false,
+    attention_bias: false,
+    mlp_bias: false,
+};
+
+#[test]
+fn a_step_has_exactly_the_predicted_flops() {
+    let (batch, sequence, labelled) = (2i64, 24i64, 10i64);
+    for names in ["q,k,v,o", "q,v", "k", "o", "gate,up", "down", "q,k,v,o,gate,up,down"] {
+        for full in [false, true] {
+            let config = LlamaConfig {
+                num_key_value_heads: 2,
+                max_position_embeddings: sequence,
+                ..LlamaConfig::llama(90, 32, 56, 3, 4)
+            };
+            let mut model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
+            let targets = names.split(',').map(|name| format!("{name}_proj")).collect();
+            let adapted =
+                LoraConfig { r: 4, target_modules: Some(Names::List(targets)), ..LoraConfig::default() };
+            let _adapters = Adapters::install(&mut model, &adapted, 1).unwrap();
+            install(&mut model, &LinearCrossEntropy::default()).unwrap();
+            let plan = if full { LayerPlan::RecomputeAll } else { LayerPlan::KeepAll };
+            let _plan = activations::apply(&mut model, &[plan; 3]).unwrap();
+
+            let drawn = Generator::new(2).unwrap();
+            let drawn =
+                { drawn }.uniform(&[batch, sequence], (0.0, 90.0), (Kind::Double, Device::Cpu)).unwrap();
+            let tokens = drawn.to_kind(Kind::Int64);
+            let labels = tokens.copy();
+            let _ = labels.narrow(1, 0, sequence - labelled / batch).fill_(IGNORED);
+            let context = Context { training: true, ..Context::default() };
+
+            let counter = Counter::on_this_thread().unwrap();
+            let hidden = model.hidden(&Input { context, ..Input::new(&tokens) }).unwrap();
+            let loss = model.head().loss(&hidden, &labels, false).unwrap().sum;
+            runtime::autograd::backward(&[&loss]).unwrap();
+            let counts = counter.finish().unwrap();
+
+            let checkpoint = if full { Recompute::Full } else { Recompute::None };
+            let expected = predicted::flops::step(
+                &Decoder::new(SHAPE).unwrap(),
+                &LowRank { rank: 4, targets: names.parse().unwrap(), ..LowRank::default() },
+                Workload { batch: batch as u64, sequence: sequence as u64 },
+                Some(labelled as u64),
+                &Recomputation { checkpoint, ..Recomputation::default() },
+            )
+            .unwrap();
+            let hardware = expected.hardware().unwrap();
+            let found = counts.total.flops;
+            assert_eq!(
+                (u128::from(found.dense), u128::from(found.causal)),
+                (hardware.dense, hardware.causal),
+                "{names}, recomputed {full}: {expected:#?}\n{counts}"
+            );
+            assert_eq!(counts.unknown, Vec::<String>::new());
+        }
+    }
+}
