@@ -1,7 +1,15 @@
 //! `lora step`: a training step on a real model's shape, measured and foretold.
 
+use accounting::decoder_flops::{Recomputation, Workload};
+use accounting::estimate::{Plan as Budget, estimate};
+use accounting::lora::LowRank;
+use accounting::memory::logits::Loss;
+use accounting::memory::optimizer::StepKernel;
+use accounting::memory::recipe::Recipe;
+use accounting::recompute::{NormKernel, Recompute};
 use anyhow::Context;
 use clap::{Args, ValueEnum};
+use fused_ce::{Chunk, LinearCrossEntropy};
 use lora::{Adapters, LoraConfig};
 use models::module::{Context as Pass, IGNORED, Input, LanguageModel, trainable};
 use report::cli::{CommonArgs, Scale};
@@ -77,7 +85,14 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
         let mut prepared = Prepared::new(&shape, arguments, common.seed, (kind, device))?;
         for &method in &arguments.methods {
             progress.message(&format!("{} in {dtype}, {}", shape.name(), name(method)));
-            let figures = prepared.measure(method, arguments, limit)?;
+            let mut figures = prepared.measure(method, arguments, limit)?;
+            let foretold = foretell(&shape, method, arguments, prepared.labelled, (kind, device))?;
+            figures.push(Metric::exact("predicted_peak_bytes", "B", foretold as f64));
+            if let Some(peak) =
+                figures.iter().find(|figure| figure.name == "peak_bytes").and_then(|peak| peak.value)
+            {
+                figures.push(Metric::exact("predicted_error", "ratio", (foretold as f64 / peak - 1.0).abs()));
+            }
             let case = Case::new()
                 .with("shape", shape.name())
                 .with("method", name(method))
@@ -89,6 +104,42 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Tokens whose logits exist at a time: 128 MiB of them in fp32.
+fn chunk(shape: &Shape) -> anyhow::Result<i64> {
+    Ok(((128 << 20) / (4 * shape.config()?.vocab_size)).max(1))
+}
+
+/// The peak of such a step on paper.
+fn foretell(
+    shape: &Shape,
+    method: Method,
+    arguments: &Step,
+    labelled: i64,
+    (kind, device): (Kind, Device),
+) -> anyhow::Result<u64> {
+    let on_cpu = device == Device::Cpu;
+    let size = |n: i64| u64::try_from(n).context("a size below 0");
+    let checkpoint = match method {
+        Method::Keep => Recompute::None,
+        Method::Recompute => Recompute::Full,
+    };
+    let budget = Budget {
+        work: Workload { batch: size(arguments.batch)?, sequence: size(arguments.sequence)? },
+        recipe: match kind {
+            Kind::Float => Recipe::FP32,
+            _ => Recipe::BF16,
+        },
+        recomputation: Recomputation { checkpoint, ..Recomputation::default() },
+        norm: NormKernel::Output,
+        step: StepKernel::Fused,
+        loss: Loss::LinearCrossEntropy { tokens: size(chunk(shape)?.min(labelled))? },
+        labelled: Some(size(labelled)?),
+        lora: Some(LowRank { rank: size(arguments.rank)?, on_cpu, ..LowRank::default() }),
+        ..Budget::default()
+    };
+    Ok(estimate(&shape.on_paper()?, &budget)?.peak().total)
 }
 
 fn name(method: Method) -> &'static str {
@@ -113,7 +164,8 @@ struct Prepared {
 impl Prepared {
     fn new(shape: &Shape, arguments: &Step, seed: u64, options: (Kind, Device)) -> anyhow::Result<Self> {
         let mut model = Box::new(shape.model(options.0, options.1)?);
-        fused_ce::install(&mut *model, &fused_ce::LinearCrossEntropy::default())?;
+        let chunk = Some(Chunk::Tokens(chunk(shape)?));
+        fused_ce::install(&mut *model, &LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() })?;
         let layers = model.llama_config().num_hidden_layers as usize;
         let vocabulary = model.vocabulary();
         let lora = LoraConfig {
