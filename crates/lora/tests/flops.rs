@@ -49,9 +49,8 @@ fn a_step_has_exactly_the_predicted_flops() {
             let plan = if full { LayerPlan::RecomputeAll } else { LayerPlan::KeepAll };
             let _plan = activations::apply(&mut model, &[plan; 3]).unwrap();
 
-            let drawn = Generator::new(2).unwrap();
-            let drawn =
-                { drawn }.uniform(&[batch, sequence], (0.0, 90.0), (Kind::Double, Device::Cpu)).unwrap();
+            let options = (Kind::Double, Device::Cpu);
+            let drawn = Generator::new(2).unwrap().uniform(&[batch, sequence], (0.0, 90.0), options).unwrap();
             let tokens = drawn.to_kind(Kind::Int64);
             let labels = tokens.copy();
             let _ = labels.narrow(1, 0, sequence - labelled / batch).fill_(IGNORED);
