@@ -261,6 +261,11 @@ impl Adapters {
         self.switch.evaluation()
     }
 
+    /// Which adapters compute, and whether they drop: shared by all layers.
+    pub(crate) fn switch(&self) -> Arc<Switch> {
+        self.switch.clone()
+    }
+
     /// Takes an adapter away. One that computes no longer does.
     ///
     /// # Errors

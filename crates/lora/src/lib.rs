@@ -50,6 +50,7 @@ pub mod gsm8k;
 pub mod init;
 pub mod peft;
 
+mod adapted;
 mod adapter;
 mod adapters;
 mod config;
@@ -62,6 +63,7 @@ mod options;
 mod switch;
 mod targets;
 
+pub use adapted::{Adapted, field_prefix};
 pub use adapters::{Adapters, Disabled, Unloaded};
 pub use config::{BiasTraining, Layers, LoraConfig, Names};
 pub use error::{Error, Result};

@@ -11,6 +11,8 @@ mod folder;
 mod json;
 mod tensors;
 
+pub use folder::{PREFIX, write_folder};
+
 use std::path::Path;
 
 use serde_json::{Map, Value, json};

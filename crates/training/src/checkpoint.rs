@@ -4,7 +4,7 @@
 //!
 //! | file | what |
 //! |---|---|
-//! | `model.safetensors` | every tensor of the model's state, by name |
+//! | `model.safetensors` | every tensor of the model's state, by name; without those that are not trained, where the training leaves them out ([`Frozen`](crate::trainer::Frozen)) |
 //! | `optimizer.safetensors` | the optimizer's state: `NAME.step`, `NAME.SLOT` |
 //! | `random.bin` | where the random generators stood |
 //! | `state.json` | model and settings in words, scaler, losses seen, position in the data |

@@ -10,6 +10,7 @@
 //! stopped: parameters, optimizer, scaler, data and random generators go on where they stood.
 
 mod description;
+mod frozen;
 mod retry;
 mod saving;
 mod settle;
@@ -34,6 +35,8 @@ use crate::observer::{Observer, StepRecord, Timings};
 use crate::optimizer::{Optimizer, ZeroGrad};
 use crate::scaler::{GradScaler, NoScaler};
 use crate::schedule::Schedule;
+use frozen::Fingerprint;
+pub use frozen::Frozen;
 use retry::Attempts;
 pub use retry::Overflow;
 use saving::Occasion;
@@ -75,6 +78,8 @@ pub struct Options {
     pub checkpoint_every: Option<u64>,
     /// What to do when one cannot be written.
     pub failed_checkpoint: FailedCheckpoint,
+    /// What a checkpoint holds of parameters that are not trained.
+    pub frozen: Frozen,
     /// When to stop early.
     pub divergence: Divergence,
 }
@@ -93,6 +98,7 @@ impl Default for Options {
             evaluate_every: None,
             checkpoint_every: None,
             failed_checkpoint: FailedCheckpoint::default(),
+            frozen: Frozen::default(),
             divergence: Divergence::default(),
         }
     }
@@ -145,6 +151,8 @@ pub struct Trainer {
     watch: Watch,
     pending: Vec<Pending>,
     last: Instant,
+    /// Of what checkpoints leave out, once it was needed.
+    fingerprint: Fingerprint,
 }
 
 impl Trainer {
@@ -169,6 +177,7 @@ impl Trainer {
             watch: Watch::default(),
             pending: Vec::new(),
             last: Instant::now(),
+            fingerprint: Fingerprint::default(),
         })
     }
 

@@ -46,7 +46,8 @@ impl Accuracy {
         let middle = p + Z * Z / (2.0 * n);
         let spread = Z * (p * (1.0 - p) / n + Z * Z / (4.0 * n * n)).sqrt();
         let below = 1.0 + Z * Z / n;
-        (((middle - spread) / below).max(0.0), ((middle + spread) / below).min(1.0))
+        // Rounding must not put the share itself outside: at 0 of n the lower end is a few units of the last place above 0.
+        (((middle - spread) / below).clamp(0.0, p), ((middle + spread) / below).clamp(p, 1.0))
     }
 }
 

@@ -14,8 +14,8 @@ use crate::config::LoraConfig;
 use crate::error::{Error, Result};
 use crate::linear::DEFAULT;
 
-/// What PEFT puts before every name.
-const PREFIX: &str = "base_model.model.";
+/// What PEFT puts before every name in its files.
+pub const PREFIX: &str = "base_model.model.";
 
 impl Adapters {
     /// [`Adapters::install`] of the adapter that lies in `folder`, which PEFT or [`Adapters::save`] wrote. It is active, and can be
@@ -65,15 +65,9 @@ impl Adapters {
     /// # Errors
     /// [`Error::UnknownAdapter`]; a folder that cannot be written.
     pub fn save_one(&self, name: &str, folder: &Path) -> Result<()> {
-        let config = self.config(name)?;
-        std::fs::create_dir_all(folder).map_err(|cause| Error::File {
-            path: folder.to_owned(),
-            reason: format!("cannot be made: {cause}"),
-        })?;
         let all = self.tensors(name)?.into_iter().chain(self.copies(name));
-        let named = all.map(|(key, tensor)| (format!("{PREFIX}{key}"), tensor));
-        tensors::write(&folder.join(TENSORS_FILE), &named.collect::<Vec<_>>())?;
-        tensors::replace(&folder.join(CONFIG_FILE), config.to_json().as_bytes())
+        let named: Vec<_> = all.map(|(key, tensor)| (format!("{PREFIX}{key}"), tensor)).collect();
+        write_folder(folder, self.config(name)?, &named)
     }
 
     /// Copies values, which fit, into an adapter.
@@ -87,6 +81,20 @@ impl Adapters {
         self.keep_copies(name, copies);
         Ok(())
     }
+}
+
+/// Writes an adapter's two files into `folder`, each whole or not at all, from tensors with the names that files have: those of
+/// [`Adapters::tensors`] after [`PREFIX`]. For an adapter that is in no model; else [`Adapters::save`].
+///
+/// # Errors
+/// A folder that cannot be written.
+pub fn write_folder(folder: &Path, config: &LoraConfig, tensors: &[(String, Tensor)]) -> Result<()> {
+    std::fs::create_dir_all(folder).map_err(|cause| Error::File {
+        path: folder.to_owned(),
+        reason: format!("cannot be made: {cause}"),
+    })?;
+    tensors::write(&folder.join(TENSORS_FILE), tensors)?;
+    tensors::replace(&folder.join(CONFIG_FILE), config.to_json().as_bytes())
 }
 
 /// The tensors of a folder by name without the prefix, all of which `plan` expects.

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::Trainer;
+use crate::error::Result;
 
 /// Settings by name. As text, in which equal numbers are equal after any journey.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -17,13 +18,16 @@ pub(super) struct Description {
 }
 
 impl Description {
-    pub(super) fn of(trainer: &Trainer) -> Self {
+    pub(super) fn of(trainer: &Trainer) -> Result<Self> {
         let mut model: BTreeMap<String, String> = match trainer.model.config() {
             Value::Object(config) => {
                 config.into_iter().map(|(key, value)| (key, value.to_string())).collect()
             }
             _ => BTreeMap::new(),
         };
+        if let Some(fingerprint) = trainer.frozen_fingerprint()? {
+            model.insert("the frozen parameters".to_owned(), fingerprint);
+        }
         let mut settings = BTreeMap::new();
         if let Some(dropout) = model.remove("dropout") {
             settings.insert("dropout".to_owned(), dropout);
@@ -45,7 +49,7 @@ impl Description {
                 set(&format!("optimizer of group {}", group.name), format!("{rule:?}"));
             }
         }
-        Self { model, settings }
+        Ok(Self { model, settings })
     }
 
     /// What differs, of the model and of the settings: a line each.

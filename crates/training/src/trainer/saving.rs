@@ -1,13 +1,13 @@
 //! Checkpoints of a training: when one is written, what is in it, and how a training goes on from one.
 
 use models::module;
-use models::state_dict::state_dict;
 use runtime::profile::range;
 use runtime::random::RandomState;
 use serde_json::json;
 use tch::Device;
 
 use super::description::Description;
+use super::frozen::kept;
 use super::{FailedCheckpoint, Trainer};
 use crate::batches::Batches;
 use crate::checkpoint::{Checkpoint, Saved, Snapshot, matched, put};
@@ -65,15 +65,19 @@ impl Trainer {
             Error::config("checkpoints", "the training has no folder for them; set Trainer::checkpoints")
         })?;
         let state = json!({
-            "run": Description::of(self),
+            "run": Description::of(self)?,
             "rule": self.optimizer.rule().name(),
             "scaler": self.scaler.state(),
             "watch": self.watch,
             "data": train.state(),
         });
+        let model: Vec<_> = kept(self.model.as_ref(), self.options.frozen)
+            .into_iter()
+            .map(|(name, tensor)| (name, tensor.detach()))
+            .collect();
         let snapshot = Snapshot {
             step: self.step,
-            model: &state_dict(self.model.as_ref()),
+            model: &model,
             optimizer: &self.optimizer.state(),
             random: &RandomState::capture_on(&self.devices())?,
             state: &state,
@@ -165,7 +169,7 @@ impl Trainer {
         let Ok(before) = serde_json::from_value::<Description>(checkpoint.state["run"].clone()) else {
             return Ok(Vec::new());
         };
-        let (model, settings) = Description::of(self).differences(&before);
+        let (model, settings) = Description::of(self)?.differences(&before);
         if !model.is_empty() {
             let reason = format!(
                 "it is of another model: {}; resume with that model, or start again in an empty folder",
@@ -181,8 +185,7 @@ impl Trainer {
     fn load(&mut self, checkpoint: &Checkpoint, train: &mut dyn Batches) -> Result<Vec<String>> {
         let name = checkpoint.path.display().to_string();
         let devices = self.devices();
-        let model = module::tensors(self.model.as_ref()).into_iter().map(|named| (named.name, named.tensor));
-        let pairs = matched(model, &checkpoint.model, &name)?;
+        let pairs = matched(kept(self.model.as_ref(), self.options.frozen), &checkpoint.model, &name)?;
         let (scaler, data) = (self.scaler.state(), train.state());
         let random = RandomState::capture_on(&devices)?;
         let mut load = || -> Result<Vec<Device>> {

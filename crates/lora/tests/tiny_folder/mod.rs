@@ -1,0 +1,93 @@
+//! A model's folder that is made here, problems for it, and the program that works on them.
+#![allow(dead_code, reason = "each test file takes what it needs")]
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use models::module::tensors;
+use models::{Llama, LlamaConfig, hugging_face};
+use runtime::random::Generator;
+use serde_json::json;
+use tch::{Device, Kind};
+
+/// A folder with a model, problems, and room for what is written.
+pub(crate) struct Tiny {
+    folder: tempfile::TempDir,
+}
+
+impl Tiny {
+    /// A Qwen2 of two layers that knows the repository's tokenizer, and forty sums.
+    pub(crate) fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let tiny = Self { folder };
+        tiny.write_model("model", 16, 1);
+        let mut lines = String::new();
+        for (a, b) in (0..40).map(|n| (n % 9, n / 4)) {
+            let answer = format!("{a} + {b} = <<{a}+{b}={0}>>{0}\n#### {0}", a + b);
+            let question = format!("Ann has {a} pears and buys {b} more. How many has she?");
+            writeln!(lines, "{}", json!({ "question": question, "answer": answer })).unwrap();
+        }
+        std::fs::create_dir(tiny.path("problems")).unwrap();
+        std::fs::write(tiny.path("problems/train.jsonl"), &lines).unwrap();
+        std::fs::write(tiny.path("problems/test.jsonl"), &lines).unwrap();
+        tiny
+    }
+
+    /// Writes a model of this width under a name.
+    pub(crate) fn write_model(&self, name: &str, width: i64, seed: u64) {
+        let config = LlamaConfig {
+            num_key_value_heads: 2,
+            max_position_embeddings: 200,
+            tie_word_embeddings: true,
+            ..LlamaConfig::qwen2(4096, width, 24, 2, 4)
+        };
+        let model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
+        let mut generator = Generator::new(seed).unwrap();
+        for named in tensors(&model).into_iter().filter(|named| named.tensor.dim() == 2) {
+            let noise = generator.normal(&named.tensor.size(), (Kind::Float, Device::Cpu)).unwrap() * 0.2;
+            tch::no_grad(|| named.tensor.shallow_clone().copy_(&noise));
+        }
+        let folder = self.path(name);
+        hugging_face::save(&model, &folder, hugging_face::SHARD_BYTES).unwrap();
+        let tokenizer = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/tokenizer.json");
+        std::fs::copy(tokenizer, folder.join("tokenizer.json")).unwrap();
+        std::fs::write(folder.join("generation_config.json"), r#"{"eos_token_id": 0}"#).unwrap();
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// The program in the folder, its arguments between blanks.
+    pub(crate) fn command(&self, arguments: &str) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_lora"));
+        command.args(arguments.split_whitespace()).current_dir(self.folder.path());
+        // One thread: no other order of summation, and room for other tests.
+        command.env("OMP_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1");
+        command.env("HF_HUB_CACHE", self.path("no-cache"));
+        command
+    }
+
+    pub(crate) fn run(&self, arguments: &str) -> Output {
+        self.command(arguments).output().unwrap()
+    }
+
+    /// Standard output and standard error of a run that ends well.
+    pub(crate) fn succeed(&self, arguments: &str) -> (String, String) {
+        let output = self.run(arguments);
+        let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+        assert!(output.status.success(), "{arguments}: {err}");
+        (out, err)
+    }
+
+    pub(crate) fn bytes(&self, name: &str) -> Vec<u8> {
+        std::fs::read(self.path(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+
+    /// A text without the folder's own path.
+    pub(crate) fn without_path(&self, text: &str) -> String {
+        let path: &Path = self.folder.path();
+        text.replace(&format!("{}/", path.display()), "")
+    }
+}

@@ -1,0 +1,90 @@
+//! Parameters that are not trained, in checkpoints: kept, or known again.
+//!
+//! A training of adapters changes a thousandth of what the model has. Its checkpoints need not repeat the rest, which lies where
+//! the model came from; but they must not be put on another rest. So a fingerprint stands for it: of names, dtypes, shapes, and
+//! every byte of the values, found once for a training.
+
+use std::sync::OnceLock;
+
+use dataloading::fingerprint;
+use models::module::{self, LanguageModel, Named, Role};
+use tch::{Device, Tensor};
+
+use super::Trainer;
+use crate::error::Result;
+
+/// What a checkpoint holds of parameters that require no gradient.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Frozen {
+    /// Their values.
+    #[default]
+    Saved,
+    /// A fingerprint of them. Only a training over the very same values goes on from such a checkpoint, with the same
+    /// setting; another is refused.
+    LeftOut,
+}
+
+/// What stands for the values, once it was needed.
+pub(super) type Fingerprint = OnceLock<String>;
+
+/// Bytes that are read at a time: beside the model there is never more than this of it.
+const BLOCK: usize = 16 << 20;
+
+/// The tensors of the model that a checkpoint holds.
+pub(super) fn kept(model: &dyn LanguageModel, frozen: Frozen) -> Vec<(String, &Tensor)> {
+    let left_out = |named: &Named<'_>| named.role == Role::Parameter && !named.tensor.requires_grad();
+    let all = module::tensors(model).into_iter();
+    let kept = all.filter(|named| frozen == Frozen::Saved || !left_out(named));
+    kept.map(|named| (named.name, named.tensor)).collect()
+}
+
+impl Trainer {
+    /// What stands for the tensors that a checkpoint does not hold; `None` where it holds all.
+    pub(super) fn frozen_fingerprint(&self) -> Result<Option<String>> {
+        if self.options.frozen == Frozen::Saved {
+            return Ok(None);
+        }
+        if let Some(known) = self.fingerprint.get() {
+            return Ok(Some(known.clone()));
+        }
+        let mut all = fingerprint::Fingerprint::new("frozen parameters");
+        let mut count = 0u64;
+        for (name, tensor) in module::parameters(self.model.as_ref()) {
+            if !tensor.requires_grad() {
+                all = of_tensor(all.number(name_of(&name)), tensor)?;
+                count += tensor.numel() as u64;
+            }
+        }
+        let found = format!("{count} numbers with the fingerprint {:016x}", all.finish());
+        Ok(Some(self.fingerprint.get_or_init(|| found).clone()))
+    }
+}
+
+fn name_of(text: &str) -> u64 {
+    fingerprint::Fingerprint::new(text).finish()
+}
+
+fn of_tensor(all: fingerprint::Fingerprint, tensor: &Tensor) -> Result<fingerprint::Fingerprint> {
+    let _no_grad = tch::no_grad_guard();
+    let sizes = tensor.size();
+    let mut all = all
+        .number(name_of(&format!("{:?}", tensor.kind())))
+        .numbers(sizes.iter().map(|size| size.cast_unsigned()));
+    let width = tensor.kind().elt_size_in_bytes();
+    let flat = tensor.f_detach()?.f_reshape([-1])?;
+    let (count, step) = (flat.numel(), BLOCK / width.max(1));
+    let mut bytes = vec![0; BLOCK.min(count * width)];
+    for start in (0..count).step_by(step) {
+        let length = step.min(count - start);
+        let block = flat.f_narrow(0, start as i64, length as i64)?.f_to_device(Device::Cpu)?;
+        let bytes = &mut bytes[..length * width];
+        block.f_contiguous()?.f_copy_data_u8(bytes, length)?;
+        let number = |chunk: &[u8]| {
+            let mut eight = [0; 8];
+            eight[..chunk.len()].copy_from_slice(chunk);
+            u64::from_le_bytes(eight)
+        };
+        all = all.numbers(bytes.chunks(8).map(number));
+    }
+    Ok(all)
+}
