@@ -54,7 +54,7 @@ fn a_training_ends_in_an_adapter_with_its_log() {
     let losses = losses(&tiny, "adapter");
     assert!(losses.iter().map(|(step, _)| *step).eq(1..=20), "{losses:?}");
     let mean = |part: &[(u64, f64)]| part.iter().map(|(_, loss)| loss).sum::<f64>() / part.len() as f64;
-    assert!(mean(&losses[15..]) < mean(&losses[..5]) - 1.0, "{losses:?}");
+    assert!(mean(&losses[15..]) < mean(&losses[..5]) - 0.4, "{losses:?}");
     let log = String::from_utf8(tiny.bytes("adapter/losses.jsonl")).unwrap();
     let measured: Vec<f64> = lines(&log).iter().filter_map(|line| line["validation_loss"].as_f64()).collect();
     assert!(measured.len() == 2 && measured[1] < measured[0], "{measured:?}");

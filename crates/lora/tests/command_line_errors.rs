@@ -125,9 +125,25 @@ fn an_adapter_that_cannot_be_is_told() {
     );
     assert!(!tiny.path("out").exists(), "nothing is made before it is known to be possible");
     let into_base = "train --model model --data problems --steps 1 --out model";
-    refused(&tiny, into_base, expect![[r#""#]]);
-    check("--warmup 1", expect![[r#""#]]);
-    check("--packing 10", expect![[r#""#]]);
+    refused(
+        &tiny,
+        into_base,
+        expect![[r#"
+        error: --out model is the model's own folder; give another
+    "#]],
+    );
+    check(
+        "--warmup 1",
+        expect![[r#"
+        error: a warm-up of 1 of the steps; expected a share in [0, 1)
+    "#]],
+    );
+    check(
+        "--packing 10",
+        expect![[r#"
+        error: training rows: row 0 has 41 places and packed rows have 10; give longer rows, or leave such problems out
+    "#]],
+    );
 }
 
 #[test]

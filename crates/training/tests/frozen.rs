@@ -43,7 +43,7 @@ fn open(folder: &Path, steps: u64, frozen: Frozen, phase: f64) -> Trainer {
     }
     freeze(&model, ".*", true).unwrap();
     freeze(&model, r"h\.0\..*", false).unwrap();
-    let optimizer = Optimizer::new(AdamW::default(), [Group::new(trainable(&model), 1e-2)]).unwrap();
+    let optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-2)]).unwrap();
     let options = Options { steps, checkpoint_every: Some(3), frozen, ..Options::default() };
     let mut trainer = Trainer::new(Box::new(model), optimizer, options).unwrap();
     trainer.checkpoints = Some(Checkpoints::open(folder, 9).unwrap());
