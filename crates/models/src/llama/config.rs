@@ -199,9 +199,9 @@ struct HuggingFace {
     rope_theta: Option<f64>,
     #[serde(default)]
     tie_word_embeddings: bool,
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     attention_bias: Option<bool>,
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     mlp_bias: Option<bool>,
     #[serde(default)]
     attention_dropout: f64,
