@@ -208,3 +208,48 @@ fn documents(tokenizer: &Tokenizer, texts: &[&str], end: u32) -> anyhow::Result<
 fn read(path: &Path) -> anyhow::Result<String> {
     std::fs::read_to_string(path).with_context(|| path.display().to_string())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers(tensor: &Tensor) -> Vec<Vec<i64>> {
+        Vec::try_from(tensor).unwrap()
+    }
+
+    #[test]
+    fn a_batch_predicts_each_answer_and_nothing_else() {
+        let world = World::read(256, 3).unwrap();
+        let (tokens, labels) = world.batch(&world.test_rows, &[2, 0], Device::Cpu).unwrap();
+        assert_eq!(tokens.size(), labels.size());
+        for ((tokens, labels), problem) in numbers(&tokens).iter().zip(numbers(&labels)).zip([2, 0]) {
+            let prompt =
+                world.encoder.prompt(&world.prompts.prompt(&world.test[problem].question).unwrap()).unwrap();
+            assert_eq!(tokens[..prompt.len()], prompt);
+            let learnt: Vec<i64> = labels.iter().copied().filter(|label| *label != IGNORED).collect();
+            let ids: Vec<u32> = learnt.iter().map(|id| *id as u32).collect();
+            let (end, answer) = ids.split_last().unwrap();
+            assert_eq!(*end, world.encoder.options().end);
+            let text = world.encoder.tokenizer().decode(answer, false).unwrap();
+            assert_eq!(text, format!(" {}", world.test[problem].answer));
+            // The first token of the answer is predicted at the prompt's last place.
+            assert_eq!(labels[..prompt.len()].iter().filter(|label| **label != IGNORED).count(), 1);
+        }
+    }
+
+    #[test]
+    fn rows_follow_one_another_and_come_again_from_their_seed() {
+        let world = World::read(256, 1).unwrap();
+        let read = |seed| {
+            let mut reading = Reading::new(&world, seed).unwrap();
+            let batches: Vec<_> = (0..3).map(|_| reading.next(2, 16, Device::Cpu).unwrap()).collect();
+            for (tokens, labels) in &batches {
+                let (tokens, labels) = (numbers(tokens), numbers(labels));
+                assert!(tokens.iter().zip(&labels).all(|(tokens, labels)| tokens[1..] == labels[..15]));
+            }
+            batches.iter().map(|(tokens, _)| numbers(tokens)).collect::<Vec<_>>()
+        };
+        assert_eq!(read(1), read(1));
+        assert_ne!(read(1), read(2));
+    }
+}
