@@ -148,6 +148,18 @@ fn told(text: &str) -> (Vec<i64>, String) {
     (numbers, shape.join(" "))
 }
 
+/// What a story goes on with when its facts are told.
+const AFTER_THE_FACTS: [&str; 8] = [
+    " We count ",
+    " First ",
+    "\n",
+    " Let us count.",
+    " It is a warm day.",
+    " Nobody else is there.",
+    " The sun shines over the harbour.",
+    " All of them are glad.",
+];
+
 #[test]
 fn small_problems_are_right_and_what_a_test_problem_tells_is_told_nowhere_else() {
     let (train, test, stories) = (read(SMALL_PROBLEMS_TRAIN), read(SMALL_PROBLEMS_TEST), read(SMALL_STORIES));
@@ -163,11 +175,11 @@ fn small_problems_are_right_and_what_a_test_problem_tells_is_told_nowhere_else()
     assert!(held_out.len() >= 100, "{} different combinations of a template and its numbers", held_out.len());
     let paragraphs: Vec<&str> =
         stories.split("\n\n").filter(|paragraph| !paragraph.trim().is_empty()).collect();
-    let is_list = |paragraph: &&&str| paragraph.contains('\n');
+    let is_list = |paragraph: &&&str| paragraph.starts_with(|first: char| first.is_ascii_digit());
     assert_eq!((paragraphs.len(), paragraphs.iter().filter(is_list).count()), (4500, 1500));
     let told_in_stories = paragraphs.iter().filter(|paragraph| !is_list(paragraph)).map(|story| {
-        let end = story.find(" We count ").or_else(|| story.find(" First ")).unwrap();
-        story[..end].to_owned()
+        let ends = AFTER_THE_FACTS.iter().filter_map(|after| story.find(after));
+        story[..ends.min().unwrap()].to_owned()
     });
     let seen: BTreeSet<_> =
         train.lines().map(facts).chain(told_in_stories).map(|facts| told(&facts)).collect();

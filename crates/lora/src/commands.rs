@@ -1,6 +1,7 @@
 //! The subcommands, a module each.
 
 pub(crate) mod decode;
+pub(crate) mod embedded;
 pub(crate) mod eval;
 pub(crate) mod export;
 pub(crate) mod generate;

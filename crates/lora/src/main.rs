@@ -36,6 +36,8 @@ enum Command {
     Step(commands::step::Step),
     /// Measure how fast a real model's shape decodes
     Decode(commands::decode::Decode),
+    /// Pretrain a small model on a small world, adapt it, and grade its answers
+    Embedded(commands::embedded::Embedded),
     /// Read what PEFT wrote, and write for PEFT to read
     #[command(hide = true)]
     Interchange(commands::interchange::Interchange),
@@ -52,6 +54,7 @@ fn main() -> ExitCode {
         Command::Info(arguments) => commands::info::run(&cli.common, arguments),
         Command::Step(arguments) => commands::step::run(&cli.common, arguments),
         Command::Decode(arguments) => commands::decode::run(&cli.common, arguments),
+        Command::Embedded(arguments) => commands::embedded::run(&cli.common, arguments),
         Command::Interchange(arguments) => commands::interchange::run(&cli.common, arguments),
     })
 }

@@ -13,17 +13,16 @@ use super::facts::capital;
 use super::random::Random;
 use super::word_problems::{BOXES, PEOPLE, THINGS};
 
-/// `who a op b = c unit`, for example `Ada has 3 + 4 = 7 apples`.
+/// `a op b = c`.
+#[derive(Clone, Copy)]
 struct Step {
-    who: String,
     a: i64,
     op: char,
     b: i64,
-    unit: &'static str,
 }
 
 impl Step {
-    fn result(&self) -> i64 {
+    fn result(self) -> i64 {
         match self.op {
             '+' => self.a + self.b,
             '-' => self.a - self.b,
@@ -31,44 +30,52 @@ impl Step {
         }
     }
 
-    fn calculation(&self) -> String {
+    fn calculation(self) -> String {
         format!("{} {} {} = {}", self.a, self.op, self.b, self.result())
     }
 
-    fn annotated(&self) -> String {
-        let Self { who, a, op, b, unit } = self;
+    fn annotated(self) -> String {
+        let Self { a, op, b } = self;
         let c = self.result();
-        format!("{} {a} {op} {b} = <<{a}{op}{b}={c}>>{c} {unit}.", capital(who))
-    }
-
-    fn told(&self) -> String {
-        format!("{} {} {}", self.who, self.result(), self.unit)
+        format!("{a} {op} {b} = <<{a}{op}{b}={c}>>{c}")
     }
 }
 
-/// What is told, what is asked, and how it is found.
+/// What is told, what is asked, how it is found, and how the story ends.
 struct Problem {
     facts: String,
     question: String,
     steps: [Step; 2],
+    end: String,
     numbers: [i64; 3],
 }
+
+/// What may stand between what is told and its calculations, so that a reader has to look for the numbers.
+const MEANWHILE: [&str; 5] = [
+    " Let us count.",
+    " It is a warm day.",
+    " Nobody else is there.",
+    " The sun shines over the harbour.",
+    " All of them are glad.",
+];
 
 type Template = fn(&mut Random) -> Problem;
 
 const TEMPLATES: [Template; 8] = [finding, boxes, more, fewer, days, paying, leaving, times];
 
 impl Problem {
+    /// `a op b` is what is found first, and `then c` with that the second. `who` and `unit` stand around the result.
     fn new(
         facts: String,
         question: String,
-        (first, a, op, b): (String, i64, char, i64),
-        (second, then, c): (String, char, i64),
-        unit: &'static str,
+        (a, op, b): (i64, char, i64),
+        (then, c): (char, i64),
+        (who, unit): (String, &str),
     ) -> Self {
-        let first = Step { who: first, a, op, b, unit };
-        let second = Step { who: second, a: first.result(), op: then, b: c, unit };
-        Self { facts, question, steps: [first, second], numbers: [a, b, c] }
+        let first = Step { a, op, b };
+        let second = Step { a: first.result(), op: then, b: c };
+        let end = format!("{who} {} {unit}", second.result());
+        Self { facts, question, steps: [first, second], end, numbers: [a, b, c] }
     }
 
     /// One of eight of the combinations of a template and its numbers.
@@ -88,13 +95,13 @@ impl Problem {
     }
 
     fn story(&self, random: &mut Random) -> String {
-        let Self { facts, steps: [first, second], .. } = self;
-        let (one, two) = (first.calculation(), second.calculation());
-        let (told, end) = (first.told(), second.told());
-        if random.chance(50) {
-            format!("{facts} We count {one}, so {told}. Then {two}, so {end}.")
-        } else {
-            format!("{facts} First {told}, because {one}. In the end {end}, because {two}.")
+        let Self { facts, steps, end, .. } = self;
+        let [one, two] = steps.map(Step::calculation);
+        let meanwhile = if random.chance(70) { *random.pick(&MEANWHILE) } else { "" };
+        match random.index(3) {
+            0 => format!("{facts}{meanwhile} We count {one}. Then {two}. In the end {end}."),
+            1 => format!("{facts}{meanwhile} First {one}, then {two}, so {end}."),
+            _ => format!("{facts}{meanwhile}\n{one}\n{two}\nSo {end}."),
         }
     }
 }
@@ -181,9 +188,9 @@ fn finding(r: &mut Random) -> Problem {
     Problem::new(
         format!("{name} has {a} {thing}. {} finds {b} more and gives {c} to {other}.", capital(he)),
         format!("How many {thing} does {name} have?"),
-        (format!("{name} has"), a, '+', b),
-        (format!("{he} has"), '-', c),
-        thing,
+        (a, '+', b),
+        ('-', c),
+        (format!("{he} has"), thing),
     )
 }
 
@@ -193,9 +200,9 @@ fn boxes(r: &mut Random) -> Problem {
     Problem::new(
         format!("{name} has {a} {boxes} with {b} {thing} in each. {} sells {c} of them.", capital(he)),
         format!("How many {thing} does {name} have?"),
-        (format!("{name} has"), a, '*', b),
-        (format!("{he} has"), '-', c),
-        thing,
+        (a, '*', b),
+        ('-', c),
+        (format!("{he} has"), thing),
     )
 }
 
@@ -207,9 +214,9 @@ fn more(r: &mut Random) -> Problem {
             "{name} has {a} {thing}, and {other} has {b} more than {name}. Then {other} loses {c} of them."
         ),
         format!("How many {thing} does {other} have?"),
-        (format!("{other} has"), a, '+', b),
-        (format!("{other} has"), '-', c),
-        thing,
+        (a, '+', b),
+        ('-', c),
+        (format!("{other} has"), thing),
     )
 }
 
@@ -218,9 +225,9 @@ fn fewer(r: &mut Random) -> Problem {
     Problem::new(
         format!("{name} has {a} {thing}, and {other} has {b} fewer than {name}. Then {other} buys {c} more."),
         format!("How many {thing} does {other} have?"),
-        (format!("{other} has"), a, '-', b),
-        (format!("{other} has"), '+', c),
-        thing,
+        (a, '-', b),
+        ('+', c),
+        (format!("{other} has"), thing),
     )
 }
 
@@ -229,9 +236,9 @@ fn days(r: &mut Random) -> Problem {
     Problem::new(
         format!("{name} reads {a} pages a day for {b} days. After that {he} reads {c} more pages."),
         format!("How many pages does {name} read?"),
-        (format!("{name} reads"), a, '*', b),
-        (format!("{he} reads"), '+', c),
-        "pages",
+        (a, '*', b),
+        ('+', c),
+        (format!("{he} reads"), "pages"),
     )
 }
 
@@ -241,9 +248,9 @@ fn paying(r: &mut Random) -> Problem {
     Problem::new(
         format!("{name} buys {a} {thing} for {b} dollars each. The shop takes {c} dollars off."),
         format!("How many dollars does {name} pay?"),
-        (format!("the {thing} cost"), a, '*', b),
-        (format!("{name} pays"), '-', c),
-        "dollars",
+        (a, '*', b),
+        ('-', c),
+        (format!("{name} pays"), "dollars"),
     )
 }
 
@@ -252,9 +259,9 @@ fn leaving(r: &mut Random) -> Problem {
     Problem::new(
         format!("There are {a} people on a {vehicle}. At the harbour {b} people leave and {c} come."),
         format!("How many people are on the {vehicle}?"),
-        ("there are".into(), a, '-', b),
-        ("there are".into(), '+', c),
-        "people",
+        (a, '-', b),
+        ('+', c),
+        ("there are".into(), "people"),
     )
 }
 
@@ -264,8 +271,8 @@ fn times(r: &mut Random) -> Problem {
     Problem::new(
         format!("{name} has {a} {thing}, and {other} has {b} times as many. Then {other} loses {c} of them."),
         format!("How many {thing} does {other} have?"),
-        (format!("{other} has"), a, '*', b),
-        (format!("{other} has"), '-', c),
-        thing,
+        (a, '*', b),
+        ('-', c),
+        (format!("{other} has"), thing),
     )
 }
