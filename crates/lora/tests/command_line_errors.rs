@@ -221,8 +221,8 @@ fn bad_problems_are_named_by_their_line() {
         &tiny,
         "train --model model --data nothing.jsonl --out out",
         expect![[r#"
-        error: nothing.jsonl: No such file or directory (os error 2)
-    "#]],
+            error: nothing.jsonl is not there; give a folder with GSM8K's train.jsonl and test.jsonl, or one file of JSON lines
+        "#]],
     );
     refused(
         &tiny,

@@ -54,6 +54,12 @@ impl ProblemArgs {
     /// # Errors
     /// A file that is not there; the first line that is no problem, with its number.
     pub(crate) fn all(&self) -> anyhow::Result<Vec<Problem>> {
+        if !self.data.exists() {
+            bail!(
+                "{} is not there; give a folder with GSM8K's {TRAIN} and {TEST}, or one file of JSON lines",
+                self.data.display()
+            );
+        }
         let path = if self.data.is_dir() { self.file(TRAIN)? } else { self.data.clone() };
         self.read(&path)
     }
