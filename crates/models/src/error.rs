@@ -94,7 +94,29 @@ pub enum Error {
     },
     /// The runtime refused.
     #[error(transparent)]
-    Runtime(#[from] runtime::Error),
+    Runtime(runtime::Error),
+}
+
+impl From<runtime::Error> for Error {
+    /// An error of a model that went through a closure of the runtime is itself again.
+    fn from(error: runtime::Error) -> Self {
+        match error {
+            runtime::Error::Other(error) => match error.downcast::<Self>() {
+                Ok(own) => *own,
+                Err(other) => Self::Runtime(runtime::Error::Other(other)),
+            },
+            other => Self::Runtime(other),
+        }
+    }
+}
+
+impl From<Error> for runtime::Error {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Runtime(error) => error,
+            other => Self::Other(Box::new(other)),
+        }
+    }
 }
 
 impl From<tch::TchError> for Error {

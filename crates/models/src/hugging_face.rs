@@ -46,7 +46,7 @@ pub(crate) use weights::Weights;
 use crate::error::Result;
 use crate::init::Init;
 use crate::llama::{Llama, LlamaConfig};
-use crate::tensors_file::file_error;
+use crate::tensors_file::{Stored, file_error};
 
 pub(crate) const CONFIG: &str = "config.json";
 pub(crate) const SINGLE: &str = "model.safetensors";
@@ -153,6 +153,21 @@ impl Folder {
         let model = Llama::with_init(&self.config, Init::Uninitialised, (kind, device))?;
         self.load_into(&model)?;
         Ok(model)
+    }
+
+    /// Where the values of a tensor lie, by the model's name of it (`layers.0.mlp.up_proj.weight`); `None` for a name that the files
+    /// do not have.
+    pub fn stored(&self, name: &str) -> Option<Stored> {
+        self.weights.stored(name)
+    }
+
+    /// [`Folder::load_into`] for the tensors whose names `is_wanted`, for a model whose others lie elsewhere. Names and shapes of all are
+    /// compared.
+    ///
+    /// # Errors
+    /// As [`Folder::load_into`].
+    pub fn load_some(&self, model: &Llama, is_wanted: &dyn Fn(&str) -> bool) -> Result<()> {
+        self.weights.copy_some(model, is_wanted)
     }
 
     /// Copies the weights into a model that is there, whose parts may have been replaced by others of the same names. Nothing is

@@ -75,12 +75,27 @@ impl Llama {
 
     /// A model whose matrices begin as told; biases are 0 and norms 1.
     pub(crate) fn with_init(config: &LlamaConfig, init: Init, options: (Kind, Device)) -> Result<Self> {
+        Self::assemble(config, init, options, &mut |_, block| Ok(block))
+    }
+
+    /// A model whose matrices begin as told, for a technique that takes each block as soon as it is made, before the next one is:
+    /// `wrap` gets its number, and gives what stands in its place. So a model that fits no memory as a whole can be made in the
+    /// memory of one block.
+    ///
+    /// # Errors
+    /// As [`Llama::new`]; those of `wrap`.
+    pub fn assemble(
+        config: &LlamaConfig,
+        init: Init,
+        options: (Kind, Device),
+        wrap: &mut dyn FnMut(usize, Box<dyn Block>) -> Result<Box<dyn Block>>,
+    ) -> Result<Self> {
         config.check()?;
         let &LlamaConfig { vocab_size, hidden_size, max_position_embeddings, .. } = config;
         let rope = RotaryTable::new(config.head_dim, max_position_embeddings, &config.rope, options.1)?;
         let embed_tokens = Embedding::new(vocab_size, hidden_size, init, options)?;
         let block = |layer| -> Result<Box<dyn Block>> {
-            Ok(Box::new(LlamaBlock::new(config, rope.clone(), layer, init, options)?))
+            wrap(layer, Box::new(LlamaBlock::new(config, rope.clone(), layer, init, options)?))
         };
         let layers = (0..config.num_hidden_layers as usize).map(block).collect::<Result<_>>()?;
         let head = if config.tie_word_embeddings {

@@ -35,6 +35,7 @@
 //! ```
 
 mod context;
+mod held;
 
 use std::collections::BTreeSet;
 use std::fmt::Debug;
@@ -43,6 +44,7 @@ use regex::Regex;
 use tch::Tensor;
 
 pub use context::{Context, Input, OwnedContext};
+pub use held::{Held, Shared, take_block, take_mlp};
 
 use crate::error::{Error, Result};
 use crate::generation::CacheShape;

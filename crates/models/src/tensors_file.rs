@@ -150,6 +150,19 @@ pub struct Entry {
     range: Range<usize>,
 }
 
+/// Where the values of a tensor lie: contiguous, little-endian, in a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stored {
+    /// The file.
+    pub path: PathBuf,
+    /// Where they begin, in bytes from the file's beginning.
+    pub offset: u64,
+    /// Their dtype.
+    pub kind: Kind,
+    /// The tensor's shape.
+    pub shape: Vec<i64>,
+}
+
 /// A file that is open: what is in it is known, values are read where they are wanted.
 #[derive(Debug)]
 pub struct TensorsFile {
@@ -179,6 +192,12 @@ impl TensorsFile {
     /// What is in it, in the order of the values.
     pub fn entries(&self) -> &[Entry] {
         &self.entries
+    }
+
+    /// Where the values of an entry of this file lie.
+    pub fn stored(&self, entry: &Entry) -> Stored {
+        let Entry { kind, ref shape, ref range, .. } = *entry;
+        Stored { path: self.path().to_owned(), offset: range.start as u64, kind, shape: shape.clone() }
     }
 
     /// Copies the values of an entry of this file into a tensor of its shape, whatever that one's dtype and device, and gives the

@@ -254,6 +254,15 @@ rt_status rt_set_grad(const Tensor* leaf, const Tensor* grad) {
   return guard([&] { leaf->mutable_grad() = grad == nullptr ? Tensor() : *grad; });
 }
 
+rt_status rt_at_end_of_backward(void* context, rt_status (*run)(void*), void (*release)(void*)) {
+  // Freed once: with the callback, or here where the engine refuses it.
+  std::shared_ptr<void> held(context, release);
+  return guard([&] {
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [held, run] { throw_on_failure(run(held.get()), "at the end of backward"); });
+  });
+}
+
 rt_status rt_is_checkpoint_valid(int* valid) {
   return guard([&] { *valid = torch::autograd::Engine::get_default_engine().is_checkpoint_valid(); });
 }

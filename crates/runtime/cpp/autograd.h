@@ -46,6 +46,11 @@ rt_status rt_grad_run(const at::Tensor* const* outputs, const at::Tensor* const*
                       const at::Tensor* const* inputs, size_t input_count, int retain_graph, int create_graph,
                       at::Tensor** result);
 
+// Runs `run(context)` once, when the backward that is running on this thread has computed all gradients and before it returns; its
+// failure is that backward's. `context` is taken, also on failure, and given to `release` once, whether it ran or not. An error
+// outside of a backward.
+rt_status rt_at_end_of_backward(void* context, rt_status (*run)(void*), void (*release)(void*));
+
 // Whether the running backward computes the gradient of every leaf, as a recomputing segment needs.
 rt_status rt_is_checkpoint_valid(int* valid);
 }

@@ -1,7 +1,22 @@
 // What Rust code that writes into a tensor's memory must tell libtorch.
 #include "guard.h"
 
+#include <ATen/ops/from_blob.h>
+#include <memory>
+
 extern "C" {
+// A CPU tensor, contiguous and of the prototype's dtype, over memory that is not libtorch's. `owner` is taken, also on failure:
+// `release` gets it once, when nobody sees the memory any more, on whichever thread that is.
+rt_status rt_tensor_over(void* memory, const int64_t* shape, size_t dims, const at::Tensor* prototype, void* owner,
+                         void (*release)(void*), at::Tensor** out) {
+  return guard([&] {
+    // Freed once, whether or not `from_blob` had taken the deleter over when it threw.
+    std::shared_ptr<void> held(owner, release);
+    const at::IntArrayRef sizes(shape, dims);
+    *out = new at::Tensor(at::from_blob(memory, sizes, [held](void*) mutable { held.reset(); }, prototype->options()));
+  });
+}
+
 // Counts one in-place change of `tensor` (borrowed), so that a graph which saved it refuses to use it.
 rt_status rt_bump_version(const at::Tensor* tensor) {
   return guard([&] { tensor->unsafeGetTensorImpl()->bump_version(); });

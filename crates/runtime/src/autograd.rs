@@ -56,10 +56,12 @@ mod checkpoint;
 mod gradcheck;
 mod park;
 pub mod retain;
+mod surroundings;
 
 pub use checkpoint::{Checkpoint, SequentialSegment, checkpoint, checkpoint_sequential};
 pub use gradcheck::{GradcheckOptions, GradcheckReport, gradcheck};
 pub use park::{Park, Parked};
+pub use surroundings::{Surrounded, Surroundings};
 
 /// A differentiable function with a backward written by hand. See the [module](self).
 ///
@@ -147,6 +149,38 @@ impl Backward {
         !self.pass.keep_graph
     }
 
+    /// Runs `body` once, when the backward that this one is a part of has computed all gradients, and before it returns: for work
+    /// on other streams that the caller of backward expects to be done. Its failure is that backward's.
+    ///
+    /// # Errors
+    /// None in practice: a backward is running.
+    pub fn at_end(&self, body: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
+        sys::at_end_of_backward(Box::new(body))
+    }
+
+    /// Refuses what a backward cannot serve that runs its forward again and puts gradients of captured leaves into `.grad`: the
+    /// gradients of chosen inputs alone, for which the engine does not say which leaves they are, and a second derivative.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] in those two cases, with the remedy; `operation` is whose words they are.
+    pub fn check_replay(&self, operation: &'static str) -> Result<()> {
+        if !sys::is_checkpoint_valid()? {
+            return Err(Error::invalid(
+                operation,
+                "gradients of chosen inputs were asked for, but the segment may hold weights that only an ordinary \
+                 backward reaches; call autograd::backward and read .grad()",
+            ));
+        }
+        if self.is_recorded() {
+            return Err(Error::invalid(
+                operation,
+                "a second derivative was asked for, which a segment that runs again cannot give; run it with \
+                 `recompute: false`",
+            ));
+        }
+        Ok(())
+    }
+
     /// Whether a second derivative is wanted. What this backward does is recorded only if the function declares
     /// [`Function::TWICE_DIFFERENTIABLE`].
     pub fn is_recorded(&self) -> bool {
@@ -178,7 +212,15 @@ pub fn apply<F: Function>(function: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>
     apply_with(function, inputs, false)
 }
 
-/// [`apply`]; with `always`, a node is made whenever gradients are recorded, even if no input needs one.
+/// [`apply`] for a function that has parameters of its own, whose gradients its backward puts into `.grad` itself: a node is made
+/// whenever gradients are recorded, even if no input needs one.
+///
+/// # Errors
+/// As [`apply`].
+pub fn apply_always<F: Function>(function: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+    apply_with(function, inputs, true)
+}
+
 fn apply_with<F: Function>(mut function: F, inputs: &[&Tensor], always: bool) -> Result<Vec<Tensor>> {
     let name = function.name();
     let (node, needs) = sys::Node::new(&name, inputs, always)?;

@@ -75,6 +75,28 @@ pub fn copy_async(target: &mut Tensor, source: &Tensor) -> Result<()> {
     sys_stream::copy_async(target, source)
 }
 
+/// Copies `source` into `target` on the calling thread alone, where `copy_` would spread it over all of libtorch's threads and hold
+/// up what computes there: for the lanes of a schedule on the CPU. To autograd it is an in-place change.
+///
+/// # Errors
+/// Tensors that are not contiguous, not on the CPU, or not of one dtype and number of elements.
+pub fn copy_on_this_thread(target: &Tensor, source: &Tensor) -> Result<()> {
+    let plain = |tensor: &Tensor| tensor.defined() && tensor.device() == Device::Cpu && tensor.is_contiguous();
+    if !plain(target) || !plain(source) || target.kind() != source.kind() || target.numel() != source.numel() {
+        let of = |tensor: &Tensor| match tensor.defined() {
+            true => format!("{:?} {:?} on {}", tensor.kind(), tensor.size(), flag(tensor.device())),
+            false => "undefined".to_owned(),
+        };
+        let reason = format!(
+            "{} into {}; expected contiguous CPU tensors of one dtype and number of elements",
+            of(source),
+            of(target)
+        );
+        return Err(Error::invalid("copy_on_this_thread", reason));
+    }
+    crate::sys::tensor::copy_bytes(target, source)
+}
+
 /// Keeps the memory of `tensor` from being freed or reused before the work that `stream` has now is done. Needed on
 /// CUDA when a tensor is used on another stream than the one it was allocated on, or pinned memory in an asynchronous
 /// copy, and then dropped. A CPU stream holds a reference; ordinary CPU memory needs nothing on a CUDA stream.

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::llama::{Llama, LlamaConfig, PREFIX, TIED};
 use crate::module::tensors;
 use crate::state_dict::check_fit;
-use crate::tensors_file::{Entry, TensorsFile, file_error};
+use crate::tensors_file::{Entry, Stored, TensorsFile, file_error};
 
 /// Files of weights, mapped, with what they hold.
 #[derive(Debug)]
@@ -112,12 +112,23 @@ impl Weights {
         }
     }
 
+    /// Where a tensor's values lie, by the model's name of it.
+    pub(super) fn stored(&self, name: &str) -> Option<Stored> {
+        let (file, entry) = self.entry(*self.places.get(name)?);
+        Some(file.stored(entry))
+    }
+
     /// Copies everything into a model's tensors, once all of it fits.
     pub(crate) fn copy_into(&self, model: &Llama) -> Result<()> {
+        self.copy_some(model, &|_| true)
+    }
+
+    /// Copies the tensors whose names are wanted, once all of the model fits.
+    pub(super) fn copy_some(&self, model: &Llama, is_wanted: &dyn Fn(&str) -> bool) -> Result<()> {
         let wanted = tensors(model);
         let shapes: Vec<_> = wanted.iter().map(|named| (named.name.clone(), named.tensor.size())).collect();
         self.check(&shapes, model.llama_config().tie_word_embeddings)?;
-        for named in wanted {
+        for named in wanted.into_iter().filter(|named| is_wanted(&named.name)) {
             let (file, entry) = self.entry(self.places[&named.name]);
             file.copy(entry, named.tensor)?;
         }

@@ -14,12 +14,9 @@ use std::sync::Arc;
 use tch::Tensor;
 
 use super::retain::{self, Within};
-use super::{Backward, Forward, Function, GradMode, Keep, Park, Parked, apply_with, backward_with};
+use super::{Backward, Forward, Function, GradMode, Keep, Park, Parked, Surroundings};
+use super::{apply_always, backward_with};
 use crate::error::{Error, Result};
-use crate::precision::{self, Policy};
-use crate::random::RandomState;
-use crate::sys::autocast::Autocast;
-use crate::sys::autograd as sys;
 
 /// How a segment is checkpointed.
 #[derive(Clone, Copy, Debug)]
@@ -75,14 +72,12 @@ impl Checkpoint {
         let segment = Segment {
             f,
             options: self,
-            random: None,
-            autocast: None,
-            precision: None,
+            surroundings: None,
             park,
             parked: Vec::new(),
             products: None,
         };
-        apply_with(segment, inputs, true)
+        apply_always(segment, inputs)
     }
 }
 
@@ -135,9 +130,7 @@ fn clones(tensors: &[&Tensor]) -> Vec<Tensor> {
 struct Segment<F> {
     f: F,
     options: Checkpoint,
-    random: Option<RandomState>,
-    autocast: Option<Autocast>,
-    precision: Option<Arc<dyn Policy>>,
+    surroundings: Option<Surroundings>,
     park: Option<Arc<dyn Park>>,
     parked: Vec<Box<dyn Parked>>,
     /// How many tensors each product of the first run has, which lie behind the inputs among the saved.
@@ -153,14 +146,10 @@ where
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
-        self.autocast = Some(Autocast::capture()?);
-        self.precision = precision::current();
         if !ctx.will_run_backward() {
             return (self.f)(&clones(inputs));
         }
-        if self.options.preserve_random_state {
-            self.random = Some(RandomState::capture_all()?);
-        }
+        self.surroundings = Some(Surroundings::capture(self.options.preserve_random_state)?);
         match &self.park {
             Some(park) => {
                 self.parked = inputs.iter().map(|input| park.park(input)).collect::<Result<_>>()?;
@@ -183,20 +172,7 @@ where
     }
 
     fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
-        if !sys::is_checkpoint_valid()? {
-            return Err(Error::invalid(
-                "checkpoint",
-                "gradients of chosen inputs were asked for, but the segment may hold weights that only an ordinary \
-                 backward reaches; call autograd::backward and read .grad()",
-            ));
-        }
-        if ctx.is_recorded() {
-            return Err(Error::invalid(
-                "checkpoint",
-                "a second derivative was asked for, which a segment that runs again cannot give; run it with \
-                 `recompute: false`",
-            ));
-        }
+        ctx.check_replay("checkpoint")?;
         let mut saved = ctx.take_saved();
         let products = self.products.as_ref().map(|counts| {
             let mut kept = saved.split_off(saved.len() - counts.iter().sum::<usize>()).into_iter();
@@ -217,9 +193,7 @@ where
             .collect::<Result<_>>()?;
         let outputs = {
             let _recompute = crate::profile::recompute();
-            let _autocast = self.autocast.map(|state| state.enter()).transpose()?;
-            let _precision = precision::enter(self.precision.clone());
-            let _first = self.random.as_ref().map(RandomState::replay).transpose()?;
+            let _first = self.surroundings.as_ref().map(Surroundings::enter).transpose()?;
             let _grad = GradMode::on();
             let within = products.map_or_else(Within::none, Within::replay);
             let outputs = (self.f)(&inputs)?;
@@ -250,6 +224,7 @@ mod tests {
     use tch::{Kind, kind};
 
     use super::*;
+    use crate::sys::autocast::Autocast;
 
     #[test]
     fn the_second_run_has_the_autocast_of_the_first() {

@@ -4,6 +4,7 @@ use std::ffi::{CString, c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::{NonNull, null_mut};
 
+use parking_lot::Mutex;
 use tch::Tensor;
 use torch_sys::C_tensor;
 
@@ -76,6 +77,11 @@ unsafe extern "C" {
     ) -> Status;
     fn rt_set_grad(leaf: *const C_tensor, grad: *const C_tensor) -> Status;
     fn rt_is_checkpoint_valid(valid: *mut c_int) -> Status;
+    fn rt_at_end_of_backward(
+        context: *mut c_void,
+        run: extern "C" fn(*mut c_void) -> Status,
+        release: extern "C" fn(*mut c_void),
+    ) -> Status;
 }
 
 /// Sets whether this thread records gradients; returns what it was.
@@ -100,6 +106,31 @@ pub(crate) fn is_checkpoint_valid() -> Result<bool> {
     // SAFETY: the out-parameter outlives the call.
     unsafe { check(rt_is_checkpoint_valid(&mut valid)) }?;
     Ok(valid != 0)
+}
+
+/// What runs at the end of a backward, until it has.
+type AtEnd = Mutex<Option<Box<dyn FnOnce() -> Result<()> + Send>>>;
+
+extern "C" fn run_at_end(context: *mut c_void) -> Status {
+    // SAFETY: the context is the box that `at_end_of_backward` gave away, alive until `release_at_end`.
+    let body = unsafe { &*context.cast::<AtEnd>() }.lock().take();
+    callback(move || body.map_or(Ok(()), |body| body()))
+}
+
+extern "C" fn release_at_end(context: *mut c_void) {
+    // As in `drop_state`.
+    let _ = catch_unwind(AssertUnwindSafe(|| {
+        // SAFETY: the context is the box that `at_end_of_backward` gave away, and comes back once.
+        drop(unsafe { Box::from_raw(context.cast::<AtEnd>()) });
+    }));
+}
+
+/// Runs `body` when the backward that is running on this thread has computed all gradients.
+pub(crate) fn at_end_of_backward(body: Box<dyn FnOnce() -> Result<()> + Send>) -> Result<()> {
+    let context = Box::into_raw(Box::<AtEnd>::new(Mutex::new(Some(body)))).cast::<c_void>();
+    // SAFETY: the shim takes the context over and gives it to `release_at_end` once; both functions take what it is, and neither
+    // unwinds.
+    unsafe { check(rt_at_end_of_backward(context, run_at_end, release_at_end)) }
 }
 
 /// What the engine was asked for.

@@ -22,6 +22,20 @@ pub(crate) fn bump_version(tensor: &Tensor) -> Result<()> {
     unsafe { check(rt_bump_version(tensor.as_ptr())) }
 }
 
+/// Copies the bytes of `source` into `target`, on this thread alone. Both are contiguous, on the CPU, and of one size in bytes (the
+/// caller's word).
+pub(crate) fn copy_bytes(target: &Tensor, source: &Tensor) -> Result<()> {
+    let bytes = target.numel() * target.kind().elt_size_in_bytes();
+    if bytes == 0 {
+        return Ok(());
+    }
+    bump_version(target)?;
+    // SAFETY: the tensors are contiguous and have as many bytes; `copy` allows for an overlap. As with every in-place operation of
+    // libtorch, that nobody computes with them meanwhile is for the caller to see to.
+    unsafe { std::ptr::copy(source.data_ptr().cast::<u8>(), target.data_ptr().cast::<u8>(), bytes) };
+    Ok(())
+}
+
 /// The address of the tensor behind its handles.
 pub(crate) fn identity(tensor: &Tensor) -> Result<usize> {
     let mut identity = 0;

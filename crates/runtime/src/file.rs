@@ -1,0 +1,80 @@
+//! Tensors whose values lie in a file: seen through its pages, or read into memory that is there.
+//!
+//! [`tensor_over`] costs no memory until the values are touched, and then pages that the system can take back. [`read_into`] is the
+//! fast way in: one copy from the system's cache of the file, no page faults, and an error where the file ends too early, where a
+//! mapping would end the process.
+//!
+//! ```
+//! use std::fs::File;
+//!
+//! use runtime::file;
+//! use tch::{Kind, Tensor};
+//!
+//! let folder = tempfile::tempdir()?;
+//! let path = folder.path().join("values");
+//! std::fs::write(&path, [0u8, 0, 0, 0, 0, 0, 128, 63])?;
+//! let over = file::tensor_over(&path, 0, &[2], Kind::Float)?;
+//! assert_eq!(Vec::<f32>::try_from(&over)?, [0.0, 1.0]);
+//!
+//! let read = Tensor::zeros([1], (Kind::Float, tch::Device::Cpu));
+//! file::read_into(&File::open(&path)?, &path, 4, &read)?;
+//! assert_eq!(read, over.narrow(0, 1, 1));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+use std::fs::File;
+use std::path::Path;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::sys::file as sys;
+
+/// A contiguous CPU tensor over the file's bytes from `offset` on, in this machine's byte order. What is written to it stays in this
+/// process, and takes memory. The file must not be shortened while the tensor lives: see [`crate::mapped`].
+///
+/// # Errors
+/// [`Error::Io`] with the path: no such file, no permission, a file that ends before the tensor does. [`Error::Invalid`] for a
+/// shape that no tensor has, or an offset that is not a multiple of the element's size.
+pub fn tensor_over(path: &Path, offset: u64, shape: &[i64], kind: Kind) -> Result<Tensor> {
+    const OPERATION: &str = "tensor over a file";
+    let io = |cause| Error::Io { path: path.to_owned(), cause };
+    let width = kind.elt_size_in_bytes();
+    let bytes = shape.iter().try_fold(width, |bytes, &size| bytes.checked_mul(usize::try_from(size).ok()?));
+    let Some(bytes) = bytes else {
+        return Err(Error::invalid(OPERATION, format!("the shape {shape:?} of {kind:?} is not one of a tensor")));
+    };
+    if !offset.is_multiple_of(width as u64) {
+        let reason = format!("the offset {offset} is not a multiple of {kind:?}'s {width} bytes");
+        return Err(Error::invalid(OPERATION, reason));
+    }
+    let file = File::open(path).map_err(io)?;
+    let length = file.metadata().map_err(io)?.len();
+    if offset.checked_add(bytes as u64).is_none_or(|end| end > length) {
+        let reason = format!("{bytes} bytes from {offset} on reach beyond the file's {length}; copy or download it again");
+        return Err(io(std::io::Error::new(std::io::ErrorKind::UnexpectedEof, reason)));
+    }
+    if bytes == 0 {
+        return Ok(Tensor::f_empty(shape, (kind, Device::Cpu))?);
+    }
+    sys::tensor_over(sys::map_private(&file, offset, bytes).map_err(io)?, shape, kind)
+}
+
+/// Fills `target`, a contiguous CPU tensor, with the bytes of `file` from `offset` on, in this machine's byte order; `path` is what
+/// an error calls the file. To autograd it is an in-place change.
+///
+/// # Errors
+/// [`Error::Io`] where the file ends too early or cannot be read: the target's values are undefined then. [`Error::Invalid`] for a
+/// target that is not contiguous, or on another device.
+pub fn read_into(file: &File, path: &Path, offset: u64, target: &Tensor) -> Result<()> {
+    if target.device() != Device::Cpu || !target.is_contiguous() {
+        let (device, size) = (crate::device::flag(target.device()), target.size());
+        let reason = format!("the target {size:?} is on {device} or not contiguous; expected contiguous memory on the CPU");
+        return Err(Error::invalid("read_into", reason));
+    }
+    sys::read_into(file, offset, target)?.map_err(|cause| {
+        let bytes = target.numel() * target.kind().elt_size_in_bytes();
+        let reason = format!("{bytes} bytes from {offset} on: {cause}; is the file whole?");
+        Error::Io { path: path.to_owned(), cause: std::io::Error::new(cause.kind(), reason) }
+    })
+}

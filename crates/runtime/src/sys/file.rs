@@ -1,0 +1,76 @@
+//! Tensors over a file's pages, and files read into tensors.
+
+use std::ffi::c_void;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use memmap2::{MmapMut, MmapOptions};
+use tch::{Device, Kind, Tensor};
+use torch_sys::C_tensor;
+
+use super::tensor::bump_version;
+use super::{Status, check, take};
+use crate::error::{Error, Result};
+
+unsafe extern "C" {
+    fn rt_tensor_over(
+        memory: *mut c_void,
+        shape: *const i64,
+        dims: usize,
+        prototype: *const C_tensor,
+        owner: *mut c_void,
+        release: extern "C" fn(*mut c_void),
+        out: *mut *mut C_tensor,
+    ) -> Status;
+}
+
+/// Maps `len` bytes from `offset` on, privately: what is written goes to this process's own copy of the page.
+pub(crate) fn map_private(file: &File, offset: u64, len: usize) -> std::io::Result<MmapMut> {
+    // SAFETY: writes stay in this process. That nobody shortens or rewrites the file meanwhile is what every reader of mapped files
+    // has to trust; `file::tensor_over` says so to its callers.
+    unsafe { MmapOptions::new().offset(offset).len(len).map_copy(file) }
+}
+
+extern "C" fn release_mapping(owner: *mut c_void) {
+    // SAFETY: the pointer is the box that `tensor_over` gave away, and libtorch gives it back once.
+    drop(unsafe { Box::from_raw(owner.cast::<MmapMut>()) });
+}
+
+/// A contiguous tensor over the mapping, which it owns. The caller has compared the sizes and seen that the address is aligned.
+pub(crate) fn tensor_over(mapping: MmapMut, shape: &[i64], kind: Kind) -> Result<Tensor> {
+    let prototype = Tensor::f_empty([0], (kind, Device::Cpu))?;
+    let mut mapping = Box::new(mapping);
+    let memory = mapping.as_mut_ptr().cast::<c_void>();
+    let owner = Box::into_raw(mapping).cast::<c_void>();
+    let mut out: *mut C_tensor = std::ptr::null_mut();
+    // SAFETY: the memory is the mapping's, at least as long as the tensor (the caller's word), and lives until `release_mapping`
+    // is called, which is when no tensor views it; shape and prototype are borrowed during the call; what comes out is ours.
+    let tensor = unsafe {
+        let shape = (shape.as_ptr(), shape.len());
+        check(rt_tensor_over(
+            memory,
+            shape.0,
+            shape.1,
+            prototype.as_ptr(),
+            owner,
+            release_mapping,
+            &mut out,
+        ))?;
+        take(out)
+    };
+    tensor.ok_or_else(|| Error::Torch("no tensor came back".into()))
+}
+
+/// Fills a contiguous CPU tensor with the file's bytes from `offset` on.
+pub(crate) fn read_into(file: &File, offset: u64, target: &Tensor) -> Result<std::io::Result<()>> {
+    let len = target.numel() * target.kind().elt_size_in_bytes();
+    if len == 0 {
+        return Ok(Ok(()));
+    }
+    // Before the first byte changes: a graph that saved the tensor must not see it half written and unmarked.
+    bump_version(target)?;
+    // SAFETY: the tensor is contiguous and on the CPU (the caller's word), so these are its bytes and no others; bytes have no
+    // invalid value. As with every in-place operation of libtorch, that nobody computes with them meanwhile is for the caller to see to.
+    let bytes = unsafe { std::slice::from_raw_parts_mut(target.data_ptr().cast::<u8>(), len) };
+    Ok(file.read_exact_at(bytes, offset))
+}
