@@ -81,8 +81,10 @@ pub fn copy_async(target: &mut Tensor, source: &Tensor) -> Result<()> {
 /// # Errors
 /// Tensors that are not contiguous, not on the CPU, or not of one dtype and number of elements.
 pub fn copy_on_this_thread(target: &Tensor, source: &Tensor) -> Result<()> {
-    let plain = |tensor: &Tensor| tensor.defined() && tensor.device() == Device::Cpu && tensor.is_contiguous();
-    if !plain(target) || !plain(source) || target.kind() != source.kind() || target.numel() != source.numel() {
+    let plain =
+        |tensor: &Tensor| tensor.defined() && tensor.device() == Device::Cpu && tensor.is_contiguous();
+    if !plain(target) || !plain(source) || target.kind() != source.kind() || target.numel() != source.numel()
+    {
         let of = |tensor: &Tensor| match tensor.defined() {
             true => format!("{:?} {:?} on {}", tensor.kind(), tensor.size(), flag(tensor.device())),
             false => "undefined".to_owned(),

@@ -42,7 +42,10 @@ pub fn tensor_over(path: &Path, offset: u64, shape: &[i64], kind: Kind) -> Resul
     let width = kind.elt_size_in_bytes();
     let bytes = shape.iter().try_fold(width, |bytes, &size| bytes.checked_mul(usize::try_from(size).ok()?));
     let Some(bytes) = bytes else {
-        return Err(Error::invalid(OPERATION, format!("the shape {shape:?} of {kind:?} is not one of a tensor")));
+        return Err(Error::invalid(
+            OPERATION,
+            format!("the shape {shape:?} of {kind:?} is not one of a tensor"),
+        ));
     };
     if !offset.is_multiple_of(width as u64) {
         let reason = format!("the offset {offset} is not a multiple of {kind:?}'s {width} bytes");
@@ -51,7 +54,9 @@ pub fn tensor_over(path: &Path, offset: u64, shape: &[i64], kind: Kind) -> Resul
     let file = File::open(path).map_err(io)?;
     let length = file.metadata().map_err(io)?.len();
     if offset.checked_add(bytes as u64).is_none_or(|end| end > length) {
-        let reason = format!("{bytes} bytes from {offset} on reach beyond the file's {length}; copy or download it again");
+        let reason = format!(
+            "{bytes} bytes from {offset} on reach beyond the file's {length}; copy or download it again"
+        );
         return Err(io(std::io::Error::new(std::io::ErrorKind::UnexpectedEof, reason)));
     }
     if bytes == 0 {
@@ -69,7 +74,9 @@ pub fn tensor_over(path: &Path, offset: u64, shape: &[i64], kind: Kind) -> Resul
 pub fn read_into(file: &File, path: &Path, offset: u64, target: &Tensor) -> Result<()> {
     if target.device() != Device::Cpu || !target.is_contiguous() {
         let (device, size) = (crate::device::flag(target.device()), target.size());
-        let reason = format!("the target {size:?} is on {device} or not contiguous; expected contiguous memory on the CPU");
+        let reason = format!(
+            "the target {size:?} is on {device} or not contiguous; expected contiguous memory on the CPU"
+        );
         return Err(Error::invalid("read_into", reason));
     }
     sys::read_into(file, offset, target)?.map_err(|cause| {

@@ -34,10 +34,18 @@ impl<P: Module + ?Sized> Held<P> {
     /// Takes a part; `name` is what errors call it.
     pub fn new(name: &str, part: Box<P>) -> Self {
         let named = handles(&*part);
-        Self {
-            name: name.to_owned(),
-            part: Shared(Arc::new(ReentrantMutex::new(RefCell::new(part)))),
-            named,
+        Self { name: name.to_owned(), part: Shared(Arc::new(ReentrantMutex::new(RefCell::new(part)))), named }
+    }
+
+    /// The part again, for who changed their mind.
+    ///
+    /// # Errors
+    /// This itself, where a graph or a run still holds the part.
+    pub fn into_inner(self) -> std::result::Result<Box<P>, Self> {
+        let Self { name, part, named } = self;
+        match Arc::try_unwrap(part.0) {
+            Ok(part) => Ok(part.into_inner().into_inner()),
+            Err(part) => Err(Self { name, part: Shared(part), named }),
         }
     }
 
@@ -150,7 +158,11 @@ fn exchange<P: Module + ?Sized>(part: &RefCell<Box<P>>, others: &[Tensor]) -> Re
     });
     edit(&mut **part, &mut look)?;
     if known.len() != others.len() {
-        return Err(refuse(format!("{} tensors in the place of {}; give one for each", others.len(), known.len())));
+        return Err(refuse(format!(
+            "{} tensors in the place of {}; give one for each",
+            others.len(),
+            known.len()
+        )));
     }
     let mut places = places.into_iter();
     let mut put = Each(|slot: &mut Tensor| {

@@ -69,14 +69,8 @@ impl Checkpoint {
         if !self.recompute {
             return f(&clones(inputs));
         }
-        let segment = Segment {
-            f,
-            options: self,
-            surroundings: None,
-            park,
-            parked: Vec::new(),
-            products: None,
-        };
+        let segment =
+            Segment { f, options: self, surroundings: None, park, parked: Vec::new(), products: None };
         apply_always(segment, inputs)
     }
 }

@@ -6,6 +6,7 @@ use tch::Tensor;
 
 use super::{Value, call, foreach, list};
 use crate::error::{Error, Result};
+use crate::sys::tensor::bump_version;
 
 /// What a step of Adam or AdamW needs besides the tensors; the defaults are those of PyTorch's AdamW.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -136,6 +137,11 @@ fn fused<T: Borrow<Tensor>>(
             foreach::sub_(steps, &skipped)?;
         }
         (Ok(()), None) => {}
+    }
+    // The kernel counts no change of its own: without this a graph that saved a parameter would go on with it changed, and whoever
+    // keeps something made from it (a cast, a copy on a device) would not know that it is old.
+    for changed in [params, exp_avgs, exp_avg_sqs] {
+        changed.iter().try_for_each(|tensor| bump_version(tensor.borrow()))?;
     }
     result
 }

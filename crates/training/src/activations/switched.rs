@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use models::Result;
-use models::module::{Block, Context, Editor, Held, Mlp, Module, OwnedContext, Visitor, take_block, take_mlp};
+use models::module::{
+    Block, Context, Editor, Held, Mlp, Module, OwnedContext, Visitor, take_block, take_mlp,
+};
 use runtime::autograd::Checkpoint;
 use tch::Tensor;
 

@@ -1,0 +1,142 @@
+//! Where a layer's tensors lie in one piece of memory.
+//!
+//! A layer that moves tensor by tensor pays for each copy. Laid out flat, it moves in one copy for each region: tensors of one dtype,
+//! trained or frozen, side by side, each at a multiple of 256 bytes, which suits every kernel. A frozen region only ever comes; of a
+//! trained one the gradients go back.
+
+use std::ops::Range;
+
+use tch::{Kind, Tensor};
+
+use crate::error::{Error, Result};
+
+/// Where views begin: a multiple of a GPU's memory transaction, and of a cache line.
+pub(crate) const ALIGNMENT: usize = 256;
+
+/// A tensor's place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) region: usize,
+    /// Bytes, from the layer's beginning.
+    pub(crate) range: Range<usize>,
+    pub(crate) kind: Kind,
+    pub(crate) shape: Vec<i64>,
+}
+
+/// Tensors that move together.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Region {
+    pub(crate) kind: Kind,
+    pub(crate) trained: bool,
+    pub(crate) range: Range<usize>,
+}
+
+/// The places of a layer's tensors, in the tensors' order.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Layout {
+    pub(crate) places: Vec<Place>,
+    pub(crate) regions: Vec<Region>,
+    pub(crate) bytes: usize,
+}
+
+impl Layout {
+    /// Places for `tensors`, each with its name and whether it is trained.
+    pub(crate) fn of<'a>(tensors: impl Iterator<Item = (&'a str, &'a Tensor, bool)>) -> Result<Self> {
+        let tensors: Vec<_> = tensors.collect();
+        let mut layout = Self::default();
+        let mut kinds: Vec<(Kind, bool)> = Vec::new();
+        for &(name, tensor, trained) in &tensors {
+            if !tensor.is_contiguous() || tensor.is_sparse() {
+                let reason =
+                    format!("`{name}` is not contiguous; expected tensors that lie in memory as one piece");
+                return Err(Error::config("layer", reason));
+            }
+            if !kinds.contains(&(tensor.kind(), trained)) {
+                kinds.push((tensor.kind(), trained));
+            }
+        }
+        let mut places: Vec<Option<Place>> = tensors.iter().map(|_| None).collect();
+        for (region, &(kind, trained)) in kinds.iter().enumerate() {
+            let begin = layout.bytes;
+            for (index, (_, tensor, of)) in tensors.iter().enumerate() {
+                if (tensor.kind(), *of) != (kind, trained) {
+                    continue;
+                }
+                let start = layout.bytes;
+                let end = start + tensor.numel() * kind.elt_size_in_bytes();
+                places[index] = Some(Place { region, range: start..end, kind, shape: tensor.size() });
+                layout.bytes = end.next_multiple_of(ALIGNMENT);
+            }
+            layout.regions.push(Region { kind, trained, range: begin..layout.bytes });
+        }
+        layout.places = places.into_iter().flatten().collect();
+        Ok(layout)
+    }
+
+    /// Views of `flat`, bytes of which the first is the layer's: one for each tensor.
+    pub(crate) fn views(&self, flat: &Tensor) -> Result<Vec<Tensor>> {
+        self.places.iter().map(|place| view(flat, 0, place)).collect()
+    }
+
+    /// Bytes of the trained tensors, with what aligns them.
+    pub(crate) fn trained_bytes(&self) -> usize {
+        self.regions.iter().filter(|region| region.trained).map(|region| region.range.len()).sum()
+    }
+}
+
+/// The tensor at `place` in `flat`, whose first byte is the layer's `origin`.
+pub(crate) fn view(flat: &Tensor, origin: usize, place: &Place) -> Result<Tensor> {
+    let bytes = piece(flat, place.range.start - origin..place.range.end - origin)?;
+    Ok(bytes.f_view_dtype(place.kind)?.f_view(place.shape.as_slice())?)
+}
+
+/// Bytes of a flat piece of memory.
+pub(crate) fn piece(flat: &Tensor, range: Range<usize>) -> Result<Tensor> {
+    Ok(flat.f_narrow(0, range.start as i64, range.len() as i64)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    fn tensor(shape: &[i64], kind: Kind) -> Tensor {
+        Tensor::zeros(shape, (kind, Device::Cpu))
+    }
+
+    #[test]
+    fn tensors_of_one_dtype_and_role_lie_side_by_side_at_aligned_places() {
+        let tensors =
+            [tensor(&[3, 5], Kind::BFloat16), tensor(&[7], Kind::Float), tensor(&[200], Kind::BFloat16)];
+        let named = [("w", &tensors[0], false), ("a", &tensors[1], true), ("b", &tensors[2], false)];
+        let layout = Layout::of(named.into_iter()).unwrap();
+        assert_eq!(
+            layout.places.iter().map(|place| place.range.clone()).collect::<Vec<_>>(),
+            [0..30, 768..796, 256..656]
+        );
+        assert_eq!(layout.bytes, 1024);
+        assert_eq!(layout.trained_bytes(), 256);
+        let regions: Vec<_> =
+            layout.regions.iter().map(|region| (region.trained, region.range.clone())).collect();
+        assert_eq!(regions, [(false, 0..768), (true, 768..1024)]);
+
+        let flat = Tensor::zeros([1024], (Kind::Uint8, Device::Cpu));
+        let views = layout.views(&flat).unwrap();
+        for (view, tensor) in views.iter().zip(&tensors) {
+            assert_eq!((view.size(), view.kind()), (tensor.size(), tensor.kind()));
+        }
+        let _ = views[2].shallow_clone().fill_(1.0);
+        assert_eq!(
+            views[0].sum(Kind::Float).double_value(&[]) + views[1].sum(Kind::Float).double_value(&[]),
+            0.0
+        );
+    }
+
+    #[test]
+    fn a_transposed_tensor_is_refused_by_name() {
+        let tensor = tensor(&[2, 3], Kind::Float).tr();
+        let error = Layout::of([("mlp.weight", &tensor, true)].into_iter()).unwrap_err();
+        assert!(error.to_string().contains("`mlp.weight` is not contiguous"), "{error}");
+    }
+}

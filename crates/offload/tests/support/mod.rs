@@ -1,0 +1,110 @@
+//! A training of few steps, and what is left of it.
+#![allow(dead_code, unreachable_pub, reason = "each test file takes what it needs")]
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use models::module::{Input, LanguageModel, parameters, trainable};
+use models::{Llama, LlamaConfig};
+use offload::{Offload, Options};
+use runtime::autograd::backward;
+use runtime::random::Generator;
+use tch::{Device, Kind, Tensor};
+use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+
+pub const FLOAT: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+/// Models and dropout draw from the process's generator: one test at a time.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static ONE: Mutex<()> = Mutex::new(());
+    ONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Five small Qwen2 layers with a tied head.
+pub fn tiny() -> Box<Llama> {
+    runtime::random::seed(1).unwrap();
+    let config = LlamaConfig {
+        num_key_value_heads: 2,
+        tie_word_embeddings: true,
+        ..LlamaConfig::qwen2(60, 32, 48, 5, 4)
+    };
+    Box::new(Llama::new(&config, FLOAT).unwrap())
+}
+
+/// `Qwen/Qwen2.5-0.5B`, as its `config.json` has it.
+pub fn assignment() -> LlamaConfig {
+    LlamaConfig {
+        num_key_value_heads: 2,
+        tie_word_embeddings: true,
+        max_position_embeddings: 4096,
+        ..LlamaConfig::qwen2(151_936, 896, 4864, 24, 14)
+    }
+}
+
+/// What a training leaves.
+pub struct Trained {
+    pub losses: Vec<f64>,
+    /// Those of the last step, before they were used.
+    pub gradients: Vec<(String, Tensor)>,
+    pub weights: Vec<(String, Tensor)>,
+}
+
+/// Batches `[2, 9]` of tokens, the same for everyone.
+pub fn batch(vocabulary: i64, number: u64) -> Tensor {
+    let uniform = Generator::new(number).unwrap().uniform(&[2, 9], (0.0, 1.0), FLOAT).unwrap();
+    (uniform * vocabulary as f64).to_kind(Kind::Int64).clamp(0, vocabulary - 1)
+}
+
+/// Trains `model` for some steps of some micro-batches, offloaded or not.
+pub fn steps(
+    mut model: Box<impl LanguageModel>,
+    options: Option<Options>,
+    steps: u64,
+    micro: u64,
+) -> Trained {
+    let offload = options.map(|options| Offload::apply(&mut *model, &options).unwrap());
+    let named: Vec<(String, Tensor)> =
+        trainable(&*model).into_iter().map(|(name, tensor)| (name, tensor.shallow_clone())).collect();
+    let mut optimizer = Optimizer::new(AdamW::default(), vec![Group::new(named, 1e-3)]).unwrap();
+    runtime::random::seed(9).unwrap();
+    let (mut losses, mut gradients) = (Vec::new(), Vec::new());
+    for step in 0..steps {
+        for part in 0..micro {
+            let tokens = batch(model.vocabulary(), step * micro + part);
+            let mut input = Input::new(&tokens);
+            input.context.training = true;
+            let loss = model.loss(&input, &tokens).unwrap().sum;
+            losses.push(loss.double_value(&[]));
+            backward(&[&loss]).unwrap();
+            if let Some(offload) = &offload {
+                offload.check_at_home().unwrap();
+            }
+        }
+        if step + 1 == steps {
+            gradients =
+                trainable(&*model).into_iter().map(|(name, tensor)| (name, tensor.grad().copy())).collect();
+        }
+        optimizer.step().unwrap();
+        optimizer.zero_grad(ZeroGrad::ToNone).unwrap();
+    }
+    let weights =
+        parameters(&*model).into_iter().map(|(name, tensor)| (name, tensor.detach().copy())).collect();
+    Trained { losses, gradients, weights }
+}
+
+/// The same losses, gradients and weights, bit for bit.
+pub fn compare(expected: &Trained, found: &Trained, case: &str) {
+    assert_eq!(expected.losses, found.losses, "{case}: losses");
+    assert!(expected.losses.windows(2).any(|pair| pair[0] != pair[1]), "{case}: something is learned");
+    for (what, expected, found) in
+        [("gradient", &expected.gradients, &found.gradients), ("weight", &expected.weights, &found.weights)]
+    {
+        assert!(!expected.is_empty());
+        assert_eq!(expected.len(), found.len(), "{case}: {what}s");
+        for ((name, expected), (other, found)) in expected.iter().zip(found) {
+            assert_eq!(name, other, "{case}");
+            assert!(expected.equal(found), "{case}: the {what} of {name} differs by {:e}", {
+                (expected - found).abs().max().to_kind(Kind::Double).double_value(&[])
+            });
+        }
+    }
+}
