@@ -358,19 +358,22 @@ fn slots(setup: &Setup) -> usize {
 /// A layer's stay in a slot: from its load's begin to its last use.
 fn stays(step: &Step) -> Vec<(f64, f64)> {
     let mut stays: Vec<(usize, f64, f64)> = Vec::new();
-    let uses = [Work::Forward, Work::Backward, Work::Step];
+    let uses = [
+        (Lane::Compute, Work::Forward),
+        (Lane::Compute, Work::Backward),
+        (Lane::Compute, Work::Step),
+        (Lane::Store, Work::Weights),
+    ];
     let mut spans = step.spans.clone();
     spans.sort_by(|a, b| a.start.total_cmp(&b.start).then(a.end.total_cmp(&b.end)));
     for span in &spans {
         let Some(layer) = span.layer else { continue };
         if span.lane == Lane::Load {
             stays.push((layer, span.start, span.end));
-        } else if (span.lane == Lane::Compute && uses.contains(&span.work))
-            || (span.lane == Lane::Store && span.work == Work::Weights)
-        {
-            if let Some(stay) = stays.iter_mut().rev().find(|stay| stay.0 == layer) {
-                stay.2 = span.end;
-            }
+        }
+        let stay = stays.iter_mut().rev().find(|stay| stay.0 == layer);
+        if let Some(stay) = stay.filter(|_| uses.contains(&(span.lane, span.work))) {
+            stay.2 = span.end;
         }
     }
     stays.into_iter().map(|(_, from, until)| (from, until)).collect()

@@ -2,7 +2,7 @@
 //!
 //! A layer's flat buffer has one region for each dtype and trainability ([`flat_bytes`]): of a
 //! frozen base with adapters one in the base's dtype and one in fp32. Working memory is that of
-//! [`working_set`] for a model of which all learns, of [`lora`](crate::lora) for adapters,
+//! [`working_set`] for a model of which all learns, of [`lora`] for adapters,
 //! and of the same ledger without adapters for inference, which the families Qwen2 and Llama have. Seconds are the causal count
 //! of FLOPs by one rate, the same for every layer; what a measurement says should replace them.
 
