@@ -24,7 +24,7 @@ pub use estimates::{estimates, metrics as estimate_metrics};
 pub use fits::fits;
 pub use flops::flops;
 pub use long_context::long_context;
-pub use offload::{metrics as offload_metrics, offload_condition};
+pub use offload::{metrics as offload_metrics, offload_condition, span_metrics};
 pub use published::published;
 pub use times::times;
 

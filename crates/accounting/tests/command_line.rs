@@ -149,7 +149,8 @@ fn an_experiment_appends_the_records_of_every_section() {
             "accounting-estimate",
             "accounting-fit",
             "accounting-time",
-            "long-context"
+            "long-context",
+            "offload-condition"
         ]
     );
     let off = records.iter().filter(|record| record.metric.name == "half_units_off");

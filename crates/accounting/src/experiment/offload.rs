@@ -1,4 +1,4 @@
-//! Layers that pass through a ring, on paper: the condition for common cards, and plans for Qwen2.5-7B in 10 GB.
+//! Layers that pass through a ring, on paper: the condition for common cards, plans for Qwen2.5-7B in 10 GB, and a schedule.
 
 use report::{Case, Environment, Metric, Record};
 
@@ -16,9 +16,18 @@ use crate::{Error, presets};
 const MODEL: &str = "qwen2.5-7b";
 const BUDGET: u64 = 10_000_000_000;
 const TOKENS: [u64; 4] = [1, 512, 2048, 8192];
+const TIMELINE_CARD: &str = "4090";
+const TIMELINE_TOKENS: u64 = 4096;
+const TIMELINE_LAYERS: usize = 10;
+const METHODS: [(&str, Method); 3] = [
+    ("one layer at a time", Method::OneAtATime),
+    ("ring of 2", Method::Overlap { ring: 2 }),
+    ("ring of 3", Method::Overlap { ring: 3 }),
+];
 const LINKS: [(&str, f64); 2] = [("gen4, 25 GB/s", GEN4), ("gen5, 50 GB/s", GEN5)];
 
-/// Least tokens for every card, link and direction in bf16; plans for Qwen2.5-7B in 10 GB by tokens of a step.
+/// Least tokens for every card, link and direction in bf16; plans for Qwen2.5-7B in 10 GB by tokens of a step; the
+/// spans of a LoRA step by three methods.
 pub fn offload_condition(environment: &Environment) -> Result<Vec<Record>, Error> {
     let mut records = Vec::new();
     let mut put = |case: &Case, metric| records.push(record("offload-condition", case, metric, environment));
@@ -51,7 +60,37 @@ pub fn offload_condition(environment: &Environment) -> Result<Vec<Record>, Error
             }
         }
     }
+    let job = jobs(TIMELINE_TOKENS, card(TIMELINE_CARD)?)?.into_iter().next_back();
+    let rates = rates(card(TIMELINE_CARD)?)?;
+    for (name, method) in METHODS {
+        let Some((_, job)) = &job else { break };
+        // So few layers that each is seen.
+        let job = Job { layers: job.layers[..TIMELINE_LAYERS].to_vec(), ..job.clone() };
+        let setup = Setup { method, resident: Vec::new(), optimizer: OptimizerPlace::Host };
+        let step = simulate(&job, &rates, &setup, Start::Warm)?;
+        for (case, metric) in span_metrics(&Case::new().with("shows", "timeline").with("method", name), &step)
+        {
+            put(&case, metric);
+        }
+    }
     Ok(records)
+}
+
+/// A timeline's measurements, as a plot of the kind `timeline` reads them: each span is `of` with `lane`, `what`, `layer` (`–`
+/// for what is of none) and its number, and has the metrics `start` and `end` in seconds.
+pub fn span_metrics(of: &Case, step: &Step) -> Vec<(Case, Metric)> {
+    let measure = |(number, span): (usize, &Span)| {
+        let layer = span.layer.map_or("–".to_owned(), |layer| layer.to_string());
+        let case = of
+            .clone()
+            .with("lane", span.lane.name())
+            .with("what", span.work.name())
+            .with("layer", layer)
+            .with("span", number);
+        [("start", span.start), ("end", span.end)]
+            .map(|(name, time)| (case.clone(), Metric::exact(name, "s", time)))
+    };
+    step.spans.iter().enumerate().flat_map(measure).collect()
 }
 
 /// The link of the card's own generation, both ways; a host optimizer at 50 GB/s of memory and one on the device at its
