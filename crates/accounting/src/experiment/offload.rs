@@ -8,8 +8,8 @@ use crate::lora::LowRank;
 use crate::memory::recipe::Recipe;
 use crate::offload::sizes::{self, Choices};
 use crate::offload::{
-    Budget, CARDS, Card, Condition, Direction, GEN4, GEN5, Job, OptimizerPlace, Plan, Rates, least_tokens,
-    plan,
+    Budget, CARDS, Card, Condition, Direction, GEN4, GEN5, Job, Method, OptimizerPlace, Plan, Rates, Setup,
+    Span, Start, Step, card, least_tokens, plan, simulate,
 };
 use crate::{Error, presets};
 
