@@ -8,6 +8,7 @@ mod flops;
 mod kv_cache;
 mod lecture;
 mod model_args;
+mod offload;
 mod parameters;
 mod plan_args;
 mod table;
@@ -39,6 +40,8 @@ pub(crate) enum Command {
     Estimate(estimate::Args),
     /// The largest batch, the longest sequence and the largest model that fit a device
     Fit(fit::Args),
+    /// Which layers live on the host, what ring they pass through, and from how many tokens on their loads are free
+    Offload(offload::Args),
     /// Training time from parameters and tokens, or utilization from a measured time
     Time(time::Args),
     /// Memory of the keys and values that generation keeps
@@ -57,6 +60,7 @@ impl Command {
             Self::Flops(args) => args.run(environment),
             Self::Estimate(args) => args.run(environment),
             Self::Fit(args) => args.run(environment),
+            Self::Offload(args) => args.run(environment),
             Self::Time(args) => args.run(environment),
             Self::KvCache(args) => args.run(environment),
             Self::Lecture(args) => args.run(environment),

@@ -100,6 +100,25 @@ pub enum Error {
         /// The budget as given, for people.
         available: String,
     },
+    /// Layers that fit a device under no method of offloading.
+    #[error(
+        "no offloading of {layers} layers fits {available} of the device{host}: the least takes {needed_text} ({needed} \
+         bytes: {parts}); give that budget, fewer tokens or a lower precision"
+    )]
+    NoOffloadFits {
+        /// Number of layers.
+        layers: usize,
+        /// The host's budget, if there was one, as a part of the sentence.
+        host: String,
+        /// The least budget that a plan fits, in bytes.
+        needed: u64,
+        /// The same, for people.
+        needed_text: String,
+        /// What takes it, the largest first.
+        parts: String,
+        /// The budget as given, for people.
+        available: String,
+    },
     /// A configuration file that cannot be read.
     #[error("cannot read {path}: {cause}; give the path of a model's config.json")]
     ConfigRead {

@@ -9,12 +9,14 @@
 //! | [`estimates`] | ladders of recipes, recomputation, optimizers and ZeRO stages, part by part |
 //! | [`fits`] | the largest batch, sequence and model on known devices |
 //! | [`long_context`] | which terms remain in long sequences on one card, and how long one fits |
+//! | [`offload_condition`] | from how many tokens on loads hide behind compute, and plans for 10 GB |
 //! | [`times`] | how long known trainings take |
 
 mod estimates;
 mod fits;
 mod flops;
 mod long_context;
+mod offload;
 mod published;
 mod times;
 
@@ -22,6 +24,7 @@ pub use estimates::{estimates, metrics as estimate_metrics};
 pub use fits::fits;
 pub use flops::flops;
 pub use long_context::long_context;
+pub use offload::{metrics as offload_metrics, offload_condition, span_metrics};
 pub use published::published;
 pub use times::times;
 

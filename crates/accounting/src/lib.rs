@@ -29,6 +29,7 @@
 //! | what does it take to train adapters beside a frozen base? | [`lora`] |
 //! | what fits? | [`fit`] |
 //! | which layers should compute their activations again? | [`activation_plan`] |
+//! | which layers should live elsewhere than they compute, how long is a step then? | [`offload`] |
 //! | how long does it train? | [`hardware`], [`training_time`] |
 //! | what did the lecture say? | [`lecture`] |
 //!
@@ -51,6 +52,7 @@ pub mod lecture;
 pub mod lora;
 pub mod memory;
 pub mod model;
+pub mod offload;
 pub mod parameters;
 pub mod presets;
 pub mod quantity;

@@ -44,7 +44,7 @@ mod budget;
 pub mod flops;
 mod targets;
 
-pub(crate) use budget::estimate;
+pub(crate) use budget::{around_blocks, estimate, passes};
 pub use targets::{Projection, Targets};
 
 use crate::estimate::Plan;

@@ -21,6 +21,7 @@ Examples:
   accounting estimate --model gpt2 --batch 8 --hardware rtx4090
   accounting fit --config path/to/config.json --recompute full --memory 24GiB
   accounting flops --model llama-3-8b --sequence 8192
+  accounting offload --model qwen2.5-7b --budget 10GiB --tokens 2048 --card 4090
   accounting time --parameters 70B --tokens 15T --hardware h100 --devices 1024"
 )]
 struct Arguments {

@@ -153,7 +153,7 @@ impl Decoder {
         tensors
     }
 
-    fn block_tensors(&self) -> Result<Vec<ParameterTensor>, Error> {
+    pub(crate) fn block_tensors(&self) -> Result<Vec<ParameterTensor>, Error> {
         let (norms_before, norms_after): (&[&str], &[&str]) = match self.family {
             Family::Gpt2 => (&["ln_1", "ln_2"], &[]),
             Family::Gpt2Like => (&[], &["norm1", "norm2", "norm3"]),

@@ -149,10 +149,51 @@ fn an_experiment_appends_the_records_of_every_section() {
             "accounting-estimate",
             "accounting-fit",
             "accounting-time",
-            "long-context"
+            "long-context",
+            "offload-condition"
         ]
     );
     let off = records.iter().filter(|record| record.metric.name == "half_units_off");
     let worst = off.map(|record| record.metric.value.unwrap()).fold(0.0, f64::max);
     assert!(worst <= 1.0, "a published figure is missed by {worst} half units");
+}
+
+#[test]
+fn a_plan_of_offloading() {
+    let flags = ["offload", "--model", "qwen2.5-7b", "--budget", "10GiB", "--lora-rank", "8"];
+    expect![[r#"
+        qwen2.5-7b, 7,615,616,512 parameters (7.62 B), training of adapters of rank 8 on q,k,v,o, 2048 tokens, bf16
+        4090 at 1.200e14 FLOP/s, link 2.500e10 B/s
+
+        resident layers          11 of 28
+        ring                     4 slots
+        optimizer                device
+        fixed weights            2,179,996,672 (2.03 GiB)
+        optimizer state          40,370,176 (38.5 MiB)
+        resident layers          5,135,201,280 (4.78 GiB)
+        ring                     1,867,345,920 (1.74 GiB)
+        constant                 67,141,632 (64.0 MiB)
+        layer inputs             411,041,792 (392 MiB)
+        working memory           1,000,382,464 (954 MiB)
+        peak, head               10,701,479,936 (9.97 GiB)
+        device budget            10,737,418,240 (10.0 GiB)
+        host                     7,936,220,160 (7.39 GiB)
+        loaded per step          12,137,748,480 (11.3 GiB)
+        stored per step          12,255,232 (11.7 MiB)
+        step                     774.738 ms
+        compute waits            37.498 ms
+        step, all resident       737.241 ms
+        share of resident speed  0.952
+
+        Tokens of a step at which loads hide behind compute:
+        pass              all streamed  by this plan
+        ────────────────────────────────────────────
+        forward                  4,800         2,915
+        backward, frozen         2,400         1,458
+    "#]].assert_eq(&accounting(&flags));
+    let text = accounting(&[&flags[..], &["--json"]].concat());
+    let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let parts = value["device"].as_array().unwrap().iter().map(|part| part["bytes"].as_u64().unwrap());
+    assert_eq!(value["figures"]["peak_bytes"].as_f64(), Some(parts.sum::<u64>() as f64));
+    assert_eq!(value["resident_layers"].as_array().unwrap().len(), 11);
 }

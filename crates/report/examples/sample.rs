@@ -113,6 +113,17 @@ fn records() -> Vec<Record> {
             add("accounting", &case, Metric::exact("training_days", "days", years));
         }
     }
+    for (method, ahead) in [("one layer at a time", false), ("ring of 3", true)] {
+        for (case, start, end) in offloaded(ahead) {
+            let case = Case::new()
+                .with("method", method)
+                .with("lane", case.0)
+                .with("what", case.1)
+                .with("layer", case.2);
+            add("offload", &case, Metric::exact("start", "s", start));
+            add("offload", &case, Metric::exact("end", "s", end));
+        }
+    }
     for round in 0..5 {
         for (name, level, factor) in [
             ("frugal", "SaveAll", 0.97),
@@ -127,6 +138,34 @@ fn records() -> Vec<Record> {
     records
 }
 
+/// Lane, work and layer, start and end of the spans of a step over 12 layers.
+type Spans = Vec<((&'static str, &'static str, u64), f64, f64)>;
+
+/// Loads take as long as a forward; a backward takes thrice that, and a gradient leaves behind it.
+fn offloaded(ahead: bool) -> Spans {
+    const LAYERS: u64 = 12;
+    let mut spans = Spans::new();
+    let (mut load, mut compute, mut store) = (0.0f64, 0.0f64, 0.0f64);
+    let mut done = Vec::new();
+    let visits = (0..LAYERS).map(|layer| (layer, "forward", 0.018));
+    for (layer, what, seconds) in visits.chain((0..LAYERS).rev().map(|layer| (layer, "backward", 0.054))) {
+        let free = if ahead { done.iter().rev().nth(2).copied().unwrap_or(0.0) } else { compute.max(store) };
+        let start = load.max(free);
+        load = start + 0.0186;
+        spans.push((("load", if what == "forward" { "load" } else { "load again" }, layer), start, load));
+        let start = compute.max(load);
+        compute = start + seconds;
+        done.push(compute);
+        spans.push((("compute", what, layer), start, compute));
+        if what == "backward" {
+            let start = store.max(compute);
+            store = start + 0.009;
+            spans.push((("store", "gradient", layer), start, store));
+        }
+    }
+    spans
+}
+
 fn main() -> std::process::ExitCode {
     cli::run(|| {
         let out = PathBuf::from(std::env::args().nth(1).unwrap_or_else(|| "target/sample-report".into()));
@@ -139,6 +178,7 @@ fn main() -> std::process::ExitCode {
                 RunState::Failed { message: "error: cannot read config.json: no such file".into() },
             ),
             outcome("fused-ce", RunState::Skipped { why: "no GPU".into() }),
+            outcome("offload", RunState::Done { seconds: 12.0 }),
             outcome("swiglu-time", RunState::Done { seconds: 41.0 }),
         ];
         let written = site::write(&specs, &records(), &runs, &out)?;

@@ -1,4 +1,4 @@
-//! Plots as SVG text: lines, points with their Pareto front, bars.
+//! Plots as SVG text: lines, points with their Pareto front, bars, timelines.
 //!
 //! The same records give the same bytes. A plot has no background and takes its colours by `prefers-color-scheme`, so
 //! it is readable on a light and on a dark page, inlined or as a file. Colours are Okabe and Ito's, which people with
@@ -9,6 +9,7 @@ mod bars;
 mod figure;
 mod place;
 mod svg;
+mod timeline;
 mod xy;
 
 pub(crate) use svg::escape;
@@ -25,5 +26,6 @@ pub fn draw(spec: &Plot, measured: &Measurements) -> Option<String> {
         PlotKind::Bar | PlotKind::StackedBar => {
             figure::bars(spec, measured).map(|figure| bars::draw(spec, &figure))
         }
+        PlotKind::Timeline => timeline::spans(spec, measured).map(|figure| timeline::draw(spec, &figure)),
     }
 }

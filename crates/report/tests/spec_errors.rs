@@ -39,7 +39,7 @@ fn the_crates_are_read_in_order() {
 fn the_sample_has_every_field_and_loads() {
     let sample = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/sample.toml");
     let specs = Specs::load_files(&[sample]).unwrap();
-    assert_eq!((specs.experiments.len(), specs.comparisons.len(), specs.claims.len()), (3, 1, 4));
+    assert_eq!((specs.experiments.len(), specs.comparisons.len(), specs.claims.len()), (4, 1, 4));
     assert!(!specs.experiments[0].runs_at(report::cli::Scale::Paper));
     assert!(specs.experiments[1].runs_at(report::cli::Scale::Paper));
 }
@@ -99,7 +99,7 @@ fn mistakes_in_plots() {
     check(
         &[&plot("kind = \"pie\"\nx = \"a\"")],
         expect![
-            "crates/a/experiments.toml:10: unknown variant `pie`, expected one of `line`, `scatter`, `bar`, `stacked-bar`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/a/experiments.toml:10: unknown variant `pie`, expected one of `line`, `scatter`, `bar`, `stacked-bar`, `timeline`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
@@ -125,6 +125,30 @@ fn mistakes_in_plots() {
         expect![[
             r#"crates/a/experiments.toml:7: the plot `p` asks for `pareto`; remove it, or set `kind = "scatter"`; correct the line (the documentation of `report::spec` lists every field)"#
         ]],
+    );
+    check(
+        &[&plot("kind = \"timeline\"\nx = \"start\"\ny = \"lane\"")],
+        expect![
+            "crates/a/experiments.toml:7: the timeline `p` has no `end`; add the metric at which a span ends (`x` is that at which it starts); correct the line (the documentation of `report::spec` lists every field)"
+        ],
+    );
+    check(
+        &[&plot("kind = \"timeline\"\nx = \"start\"\nend = \"end\"")],
+        expect![
+            "crates/a/experiments.toml:7: the plot `p` has no `y`; add the case key or metric to plot; correct the line (the documentation of `report::spec` lists every field)"
+        ],
+    );
+    check(
+        &[&plot("kind = \"bar\"\nx = \"a\"\ny = \"b\"\nend = \"c\"")],
+        expect![[
+            r#"crates/a/experiments.toml:7: the plot `p` has `end`; remove it, or set `kind = "timeline"`; correct the line (the documentation of `report::spec` lists every field)"#
+        ]],
+    );
+    check(
+        &[&plot("kind = \"timeline\"\nx = \"start\"\nend = \"end\"\ny = \"lane\"\nlog_x = true")],
+        expect![
+            "crates/a/experiments.toml:7: the timeline `p` asks for a logarithmic axis; remove it, the length of a span is its time; correct the line (the documentation of `report::spec` lists every field)"
+        ],
     );
 }
 

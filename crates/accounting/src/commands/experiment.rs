@@ -28,6 +28,7 @@ enum Section {
     Fit,
     Time,
     LongContext,
+    OffloadCondition,
 }
 
 impl Section {
@@ -35,7 +36,10 @@ impl Section {
     fn experiment(self) -> String {
         let name = self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
         // What it is about is the techniques, not this crate.
-        if self == Self::LongContext { name } else { format!("accounting-{name}") }
+        match self {
+            Self::LongContext | Self::OffloadCondition => name,
+            _ => format!("accounting-{name}"),
+        }
     }
 }
 
@@ -76,6 +80,7 @@ impl Args {
                 Section::Fit => experiment::fits(fit_models, devices, environment)?,
                 Section::Time => experiment::times(environment)?,
                 Section::LongContext => experiment::long_context(environment)?,
+                Section::OffloadCondition => experiment::offload_condition(environment)?,
             };
             text += &format!("{name}: {} records\n", made.len());
             records.extend(made);

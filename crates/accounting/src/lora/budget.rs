@@ -101,6 +101,39 @@ pub(crate) fn estimate(model: &Decoder, lora: &LowRank, plan: &Plan) -> Result<E
     })
 }
 
+/// Bytes of one block's passes, beyond its input and the gradient of its output.
+pub(crate) struct Passes {
+    /// Of a forward that keeps nothing.
+    pub(crate) forward: u64,
+    /// Of a forward once more and the backward.
+    pub(crate) recomputed: u64,
+    /// What a block keeps, its input among it.
+    pub(crate) kept: u64,
+    /// Of the backward beyond what was kept.
+    pub(crate) backward: u64,
+}
+
+/// The passes of a block in front of which something learns. Adapters on nothing are none: their backward has no meaning.
+pub(crate) fn passes(lora: &LowRank, model: &Decoder, plan: &Plan) -> Result<Passes, Error> {
+    let block = Block::new(lora, model, plan)?;
+    let mut ledger = Ledger::default();
+    block.forward(&mut ledger, false, true);
+    Ok(Passes {
+        forward: checked(ledger.peak)?,
+        // The gradient of the output comes on top of that of the input.
+        recomputed: sum("bytes of a block", [recomputed_bytes(&block, true)?, block.narrow])?,
+        kept: total(&block.kept(true))?,
+        backward: sum("bytes of a block", [backward_bytes(&block, true)?, block.narrow])?,
+    })
+}
+
+/// What is there from begin to end of a step, and what from the last block to the end of the loss at most.
+pub(crate) fn around_blocks(lora: &LowRank, model: &Decoder, plan: &Plan) -> Result<(u64, u64), Error> {
+    let outside = outside(model, plan, &Block::new(lora, model, plan)?)?;
+    let head = [total(&outside[FIXED..])?, total(&loss(model, plan, lora)?)?];
+    Ok((total(&outside[..FIXED])?, sum("bytes of the head", head)?))
+}
+
 /// How many items of [`outside`] are there for the whole step.
 const FIXED: usize = 2;
 

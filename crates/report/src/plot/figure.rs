@@ -64,18 +64,18 @@ pub(super) struct Bar {
     pub(super) hover: String,
 }
 
-fn cases<'a>(spec: &Plot, measured: &'a Measurements) -> Vec<&'a Case> {
+pub(super) fn cases<'a>(spec: &Plot, measured: &'a Measurements) -> Vec<&'a Case> {
     measured.cases().filter(|case| spec.filter.matches(case)).collect()
 }
 
 /// Splits cases by the facet's keys. A case that lacks one of them is in no panel.
-fn panels<'a>(spec: &Plot, cases: &[&'a Case]) -> Vec<(String, Vec<&'a Case>)> {
+pub(super) fn panels<'a>(spec: &Plot, cases: &[&'a Case]) -> Vec<(String, Vec<&'a Case>)> {
     let facets = distinct(cases.iter().filter_map(|case| case.project(&spec.facet)));
     let of = |facet: &Case| cases.iter().copied().filter(|case| case.matches(facet)).collect();
     facets.iter().map(|facet| (facet.describe(), of(facet))).collect()
 }
 
-fn series_of(spec: &Plot, case: &Case) -> String {
+pub(super) fn series_of(spec: &Plot, case: &Case) -> String {
     spec.series.as_ref().and_then(|key| case.get(key)).map(plain).unwrap_or_default()
 }
 
@@ -116,7 +116,7 @@ impl Dimension {
 }
 
 /// Whether there is a place for a value on an axis: the ends of f64 leave no room for the axis itself.
-fn drawable(value: &f64) -> bool {
+pub(super) fn drawable(value: &f64) -> bool {
     value.abs() < 1e300
 }
 

@@ -47,6 +47,13 @@ impl Svg {
         )
     }
 
+    /// Makes the class `inside` one for texts on a series' colour: of the background's lightness, as the colours are of the
+    /// text's.
+    pub(super) fn style_texts_inside(&mut self) {
+        self.body += "<style>.frugal-plot text.inside{fill:#fff;font-size:10px}\
+                      @media screen and (prefers-color-scheme:dark){.frugal-plot text.inside{fill:#15181c}}</style>\n";
+    }
+
     pub(super) fn line(&mut self, class: &str, (x1, y1): (f64, f64), (x2, y2): (f64, f64)) {
         let (x1, y1, x2, y2) = (short(x1), short(y1), short(x2), short(y2));
         let _ =

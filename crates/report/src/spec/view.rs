@@ -38,6 +38,13 @@ pub enum PlotKind {
     Bar,
     /// Horizontal bars made of the metrics in `stack`, one per value of `x`.
     StackedBar,
+    /// Spans of time: a row per value of the case key `y` (a lane), in it a bar from the metric `x` to the metric `end`
+    /// for each case. Panels share one axis, which starts at zero.
+    ///
+    /// A span is one case with a metric for its start and one for its end, in the same unit, for example
+    /// `{method, lane, what, index}` with `start` and `end` in `s`. `series` colours the bars (a legend stands above where
+    /// there are at most eight), `label` writes a case key's value into bars that are wide enough for it.
+    Timeline,
 }
 
 /// A plot of the records of one section.
@@ -50,10 +57,13 @@ pub struct Plot {
     pub title: String,
     /// How the points are drawn.
     pub kind: PlotKind,
-    /// A case key or a metric. For bars: the case key whose values name the bars.
+    /// A case key or a metric. For bars: the case key whose values name the bars. For a timeline: the metric at which a
+    /// span starts.
     pub x: String,
-    /// A case key or a metric; empty for a stacked bar.
+    /// A case key or a metric; empty for a stacked bar. For a timeline: the case key whose values name the rows.
     pub y: String,
+    /// The metric at which a span of a timeline ends; empty for other plots.
+    pub end: String,
     /// The metrics of a stacked bar, from the axis outwards.
     pub stack: Vec<String>,
     /// The case key that tells series apart.
@@ -68,7 +78,7 @@ pub struct Plot {
     pub log_y: bool,
     /// Which cases; every one where this is missing.
     pub filter: Filter,
-    /// The case key whose value is written beside each point.
+    /// The case key whose value is written beside each point, or into each bar of a timeline.
     pub label: Option<String>,
 }
 
@@ -82,6 +92,8 @@ struct PlotFields {
     x: String,
     #[serde(default)]
     y: String,
+    #[serde(default)]
+    end: String,
     #[serde(default)]
     stack: Vec<String>,
     #[serde(default)]
@@ -126,6 +138,20 @@ impl TryFrom<PlotFields> for Plot {
         if !stacked && !f.stack.is_empty() {
             return Err(format!("the plot `{name}` has `stack`; remove it, or set `kind = \"stacked-bar\"`"));
         }
+        let timeline = f.kind == PlotKind::Timeline;
+        if timeline && f.end.is_empty() {
+            return Err(format!(
+                "the timeline `{name}` has no `end`; add the metric at which a span ends (`x` is that at which it starts)"
+            ));
+        }
+        if !timeline && !f.end.is_empty() {
+            return Err(format!("the plot `{name}` has `end`; remove it, or set `kind = \"timeline\"`"));
+        }
+        if timeline && (f.log_x || f.log_y) {
+            return Err(format!(
+                "the timeline `{name}` asks for a logarithmic axis; remove it, the length of a span is its time"
+            ));
+        }
         if bars && (f.log_x || f.log_y) {
             return Err(format!(
                 "the plot `{name}` asks for a logarithmic axis; remove it, the length of a bar is read from zero"
@@ -136,9 +162,23 @@ impl TryFrom<PlotFields> for Plot {
                 "the plot `{name}` asks for `pareto`; remove it, or set `kind = \"scatter\"`"
             ));
         }
-        let PlotFields { name, title, kind, x, y, stack, series, facet, pareto, log_x, log_y, filter, label } =
-            f;
-        Ok(Self { name, title, kind, x, y, stack, series, facet, pareto, log_x, log_y, filter, label })
+        let PlotFields {
+            name,
+            title,
+            kind,
+            x,
+            y,
+            end,
+            stack,
+            series,
+            facet,
+            pareto,
+            log_x,
+            log_y,
+            filter,
+            label,
+        } = f;
+        Ok(Self { name, title, kind, x, y, end, stack, series, facet, pareto, log_x, log_y, filter, label })
     }
 }
 

@@ -1,0 +1,165 @@
+//! Layers that pass through a ring, on paper: the condition for common cards, plans for Qwen2.5-7B in 10 GB, and a schedule.
+
+use report::{Case, Environment, Metric, Record};
+
+use super::record;
+use crate::decoder_flops::Workload;
+use crate::lora::LowRank;
+use crate::memory::recipe::Recipe;
+use crate::offload::sizes::{self, Choices};
+use crate::offload::{
+    Budget, CARDS, Card, Condition, Direction, GEN4, GEN5, Job, Method, OptimizerPlace, Plan, Rates, Setup,
+    Span, Start, Step, card, least_tokens, plan, simulate,
+};
+use crate::{Error, presets};
+
+const MODEL: &str = "qwen2.5-7b";
+const BUDGET: u64 = 10_000_000_000;
+const TOKENS: [u64; 4] = [1, 512, 2048, 8192];
+const TIMELINE_CARD: &str = "4090";
+const TIMELINE_TOKENS: u64 = 4096;
+const TIMELINE_LAYERS: usize = 10;
+const METHODS: [(&str, Method); 3] = [
+    ("one layer at a time", Method::OneAtATime),
+    ("ring of 2", Method::Overlap { ring: 2 }),
+    ("ring of 3", Method::Overlap { ring: 3 }),
+];
+const LINKS: [(&str, f64); 2] = [("gen4, 25 GB/s", GEN4), ("gen5, 50 GB/s", GEN5)];
+
+/// Least tokens for every card, link and direction in bf16; plans for Qwen2.5-7B in 10 GB by tokens of a step; the
+/// spans of a LoRA step by three methods.
+pub fn offload_condition(environment: &Environment) -> Result<Vec<Record>, Error> {
+    let mut records = Vec::new();
+    let mut put = |case: &Case, metric| records.push(record("offload-condition", case, metric, environment));
+    for card in CARDS {
+        for (name, link) in LINKS {
+            let case = Case::new().with("shows", "condition").with("card", card.name).with("link", name);
+            for direction in Direction::ALL {
+                let condition =
+                    Condition { flops: card.flops, link, bytes_per_parameter: 2.0, resident_share: 0.0 };
+                let case = case.clone().with("pass", direction.name());
+                let tokens = least_tokens(&condition, direction)? as f64;
+                put(&case, Metric::exact("least_tokens", "tokens", tokens));
+            }
+        }
+        for tokens in TOKENS {
+            for (step, job) in jobs(tokens, card)? {
+                let rates = rates(card)?;
+                let case = Case::new()
+                    .with("shows", "plan")
+                    .with("card", card.name)
+                    .with("step", step)
+                    .with("tokens", tokens);
+                match plan(&job, &rates, Budget { device: BUDGET, host: None }) {
+                    Ok(found) => metrics(&found).into_iter().for_each(|metric| put(&case, metric)),
+                    Err(error @ Error::NoOffloadFits { .. }) => {
+                        put(&case, Metric::not_measured("resident_share", "ratio", &error.to_string()));
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+    }
+    let job = jobs(TIMELINE_TOKENS, card(TIMELINE_CARD)?)?.into_iter().next_back();
+    let rates = rates(card(TIMELINE_CARD)?)?;
+    for (name, method) in METHODS {
+        let Some((_, job)) = &job else { break };
+        // So few layers that each is seen.
+        let job = Job { layers: job.layers[..TIMELINE_LAYERS].to_vec(), ..job.clone() };
+        let setup = Setup { method, resident: Vec::new(), optimizer: OptimizerPlace::Host };
+        let step = simulate(&job, &rates, &setup, Start::Warm)?;
+        for (case, metric) in span_metrics(&Case::new().with("shows", "timeline").with("method", name), &step)
+        {
+            put(&case, metric);
+        }
+    }
+    Ok(records)
+}
+
+/// A timeline's measurements, as a plot of the kind `timeline` reads them: each span is `of` with `lane`, `what`, `layer` (`–`
+/// for what is of none) and its number, and has the metrics `start` and `end` in seconds.
+pub fn span_metrics(of: &Case, step: &Step) -> Vec<(Case, Metric)> {
+    let measure = |(number, span): (usize, &Span)| {
+        let layer = span.layer.map_or("–".to_owned(), |layer| layer.to_string());
+        let case = of
+            .clone()
+            .with("lane", span.lane.name())
+            .with("what", span.work.name())
+            .with("layer", layer)
+            .with("span", number);
+        [("start", span.start), ("end", span.end)]
+            .map(|(name, time)| (case.clone(), Metric::exact(name, "s", time)))
+    };
+    step.spans.iter().enumerate().flat_map(measure).collect()
+}
+
+/// The link of the card's own generation, both ways; a host optimizer at 50 GB/s of memory and one on the device at its
+/// bandwidth, 28 bytes a number each.
+fn rates(card: Card) -> Result<Rates, Error> {
+    let device_optimizer = card.data_sheet()?.bandwidth / 28.0;
+    Ok(Rates { load: card.link, store: card.link, host_optimizer: 50e9 / 28.0, device_optimizer })
+}
+
+fn jobs(tokens: u64, card: Card) -> Result<[(&'static str, Job); 2], Error> {
+    let model = presets::find(MODEL)?;
+    let work = Workload { batch: 1, sequence: tokens };
+    let choices = Choices { flops: card.flops, recipe: Recipe::BF16, ..Choices::default() };
+    Ok([
+        ("inference", sizes::inference(&model, work, &choices)?),
+        ("LoRA, rank 8", sizes::adapters(&model, &LowRank::default(), work, None, &choices)?),
+    ])
+}
+
+/// A plan's figures.
+pub fn metrics(plan: &Plan) -> Vec<Metric> {
+    let bytes = |name: &str, bytes: u64| Metric::exact(name, "B", bytes as f64);
+    let mut share = Metric::exact("resident_share", "ratio", plan.resident_share);
+    share.note = Some(format!("{} of {} layers", plan.setup.resident.len(), plan.layers));
+    let mut peak = bytes("peak_bytes", plan.step.device.total);
+    peak.note = Some(format!("at the {}", plan.step.device.moment));
+    vec![
+        Metric::exact("resident_layers", "count", plan.setup.resident.len() as f64),
+        share,
+        Metric::exact("ring_slots", "count", plan.ring() as f64),
+        Metric::exact(
+            "optimizer_on_host",
+            "",
+            f64::from(u8::from(plan.optimizer == Some(OptimizerPlace::Host))),
+        ),
+        peak,
+        bytes("host_bytes", plan.step.host_bytes),
+        bytes("loaded_bytes", plan.step.load_bytes),
+        bytes("stored_bytes", plan.step.store_bytes),
+        Metric::exact("step_seconds", "s", plan.step.seconds),
+        Metric::exact("idle_seconds", "s", plan.step.idle_seconds),
+        Metric::exact("resident_step_seconds", "s", plan.resident_seconds),
+        Metric::exact("share_of_resident_speed", "ratio", plan.share_of_resident_speed()),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// At ten tokens the loads are everything; beyond the condition for the share that is resident nothing is waited for.
+    #[test]
+    fn plans_keep_what_the_condition_promises() {
+        for card in CARDS {
+            let rates = rates(card).unwrap();
+            let mut last = 0.0;
+            for tokens in [1, 512, 2048, 8192, 24_000] {
+                let [(_, job), _] = jobs(tokens, card).unwrap();
+                let Ok(found) = plan(&job, &rates, Budget { device: BUDGET, host: None }) else {
+                    assert!(tokens > 8192, "the logits alone take too much");
+                    continue;
+                };
+                let least = found.least_tokens(card.flops, &rates, 2.0, Direction::Forward).unwrap();
+                let share = found.share_of_resident_speed();
+                // Attention's core and the head compute too, so that fewer tokens than the condition's may be enough.
+                assert!(tokens < least || share > 0.999, "{} {tokens} {least} {share}", card.name);
+                assert!(share >= last || share > 0.999, "{} {tokens}: {share} after {last}", card.name);
+                last = share;
+            }
+        }
+    }
+}

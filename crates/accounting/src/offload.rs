@@ -1,0 +1,103 @@
+//! Layers that live on the host or in a file and visit the device: bytes, seconds, and when loading hides behind compute.
+//!
+//! A device holds the embedding, the last norm and the head (the *fixed* part), some *resident* layers, and a *ring* of N
+//! slots through which the others, the *streamed* ones, pass. A slot is as large as the largest streamed layer's flat buffer
+//! ([`flat_bytes`]). In a forward each layer is loaded once; in a training step its input alone is kept, and the backward
+//! loads it again, computes it again and sends its gradients away.
+//!
+//! # The schedule
+//!
+//! Three lanes run side by side, each doing one thing at a time and in order: *compute*, *load* (to the device), *store* (from
+//! it); a fourth, the *host*, runs the optimizer where its state is there.
+//!
+//! ```text
+//! visits   0 1 … L-1            of an inference step, over and over
+//!          0 1 … L-1 L-1 … 1 0  of a training step
+//! load     of the next visit whose layer is not there, when the lane and a slot are free
+//! slot     free when its layer's last visit was computed (and its changed weights were stored)
+//! victim   of the free slots the one whose layer is needed last (Belady, IBM Systems Journal 5:2, 1966)
+//! compute  of a visit when the one before is done and its layer is there
+//! ```
+//!
+//! So the last N layers of a forward stay for the backward, and the first N of a backward for the next forward, unless the host
+//! changed them. A ring of one is no prefetch at all. A step begins when all of the step before is done but for loads, which
+//! may run ahead of it. [`simulate`] follows this to the last event; [`plan()`] searches what fits and is fastest.
+//!
+//! # The condition
+//!
+//! Which tokens per step hide the loads is in [`least_tokens`]: for weights of 2 bytes `F / link` forward, a third of it
+//! backward.
+//!
+//! # What is not modelled
+//!
+//! Contention of the lanes for the host's memory, a link whose directions share their rate, launch latencies, the rounding of an
+//! allocator.
+//!
+//! ```
+//! use accounting::offload::{Method, OptimizerPlace, Setup, Start, simulate, sizes};
+//! use accounting::{decoder_flops::Workload, offload::Rates, presets};
+//!
+//! let model = presets::find("qwen2.5-7b")?;
+//! let rates = Rates { load: 25e9, store: 25e9, host_optimizer: 1.8e9, device_optimizer: 35e9 };
+//! let choices = sizes::Choices { flops: 120e12, ..sizes::Choices::default() };
+//! let job = sizes::inference(&model, Workload { batch: 1, sequence: 8192 }, &choices)?;
+//! let setup = Setup { method: Method::Overlap { ring: 3 }, resident: vec![], optimizer: OptimizerPlace::Host };
+//! let step = simulate(&job, &rates, &setup, Start::Warm)?;
+//! // 8192 tokens are more than the condition's 4800: no load is waited for.
+//! assert!(step.idle_seconds < 1e-9);
+//! # Ok::<(), accounting::Error>(())
+//! ```
+
+mod condition;
+mod footprint;
+mod job;
+mod plan;
+mod schedule;
+pub mod sizes;
+
+pub use condition::{CARDS, Card, Condition, Direction, GEN4, GEN5, card, least_tokens};
+pub use footprint::{Footprint, Moment};
+pub use job::{Fixed, Job, Kept, Layer, Rates, Working};
+pub use plan::{Budget, MOST_PLANNED_SLOTS, Plan, interleaved, plan};
+pub use schedule::{Lane, Method, OptimizerPlace, Setup, Span, Start, Step, Work, simulate};
+
+use crate::{Error, exact};
+
+/// Bytes at whose multiples every tensor of a flat buffer starts.
+pub const ALIGNMENT: u64 = 256;
+
+/// The most slots that a ring is simulated with.
+pub const MOST_SLOTS: usize = 8;
+
+/// Bytes of one region of a flat buffer: its tensors one behind the other, each from a multiple of [`ALIGNMENT`] on, the end
+/// rounded up as well so that the next region is aligned. A layer's buffer is the sum of its regions, one for each dtype and
+/// trainability.
+///
+/// # Errors
+/// More than 64 bits of bytes.
+///
+/// ```
+/// use accounting::offload::flat_bytes;
+///
+/// assert_eq!(flat_bytes(&[1000, 256, 1])?, 1024 + 256 + 256);
+/// assert_eq!(flat_bytes(&[])?, 0);
+/// # Ok::<(), accounting::Error>(())
+/// ```
+pub fn flat_bytes(tensors: &[u64]) -> Result<u64, Error> {
+    const WHAT: &str = "bytes of a flat buffer";
+    let aligned: Result<Vec<u64>, Error> =
+        tensors.iter().map(|bytes| exact::product(WHAT, &[bytes.div_ceil(ALIGNMENT), ALIGNMENT])).collect();
+    exact::sum(WHAT, aligned?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_beyond_64_bits_is_an_error() {
+        assert_eq!(flat_bytes(&[0, 255, 257]).unwrap(), 256 + 512);
+        assert!(flat_bytes(&[u64::MAX]).is_err(), "the end is rounded up");
+        assert!(flat_bytes(&[u64::MAX / 2, u64::MAX / 2 + 1]).is_err());
+    }
+}

@@ -1,0 +1,203 @@
+//! From how many tokens on loading hides behind compute.
+//!
+//! A layer of P parameters, s bytes each, crosses a link of B bytes per second in `s·P/B` seconds. With T tokens (attention's core
+//! left out) its forward takes `2·P·T` FLOPs, its backward `4·P·T` and with the forward once more `6·P·T`; where it is frozen no
+//! weight has a gradient, and backward with recomputation takes `4·P·T`. At F FLOP/s, reached and not advertised:
+//!
+//! ```text
+//! s·P/B ≤ 2·P·T/F    T_forward  ≥ s/2 · F/B         bf16:  F/B
+//! s·P/B ≤ 6·P·T/F    T_backward ≥ s/6 · F/B                F/(3·B)
+//! s·P/B ≤ 4·P·T/F    T_frozen   ≥ s/4 · F/B                F/(2·B)
+//! ```
+//!
+//! A share ρ of the layers that is resident and evenly interleaved computes while others load: `(1 - ρ)` times the tokens. P cancels:
+//! the condition is of machine and number format, not of the model. T are the tokens of one pass over the layers: accumulating
+//! batches does not help unless each layer runs all of them while it is there. Gradients in the weights' dtype go the other way
+//! and need no more than the loads on a link that is as fast both ways.
+//!
+//! The rates of [`CARDS`] are what trainings reach, not data sheets': about 0.55 to 0.75 of the dense bf16 peak of
+//! [`hardware`](crate::hardware). A x16 slot's link reaches about 25 GB/s as PCIe generation 4 and 50 GB/s as generation 5 from
+//! pinned memory, of 32 and 64 by the specification (PCI-SIG).
+
+use crate::Error;
+use crate::hardware::{self, Hardware};
+
+/// Bytes per second that a link of PCIe 4.0 × 16 reaches.
+pub const GEN4: f64 = 25e9;
+
+/// Bytes per second that a link of PCIe 5.0 × 16 reaches.
+pub const GEN5: f64 = 50e9;
+
+/// A card with the rate that it reaches.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Card {
+    /// The name that [`card`] reads.
+    pub name: &'static str,
+    /// The name in [`hardware`].
+    hardware: &'static str,
+    /// FLOP/s reached in bf16.
+    pub flops: f64,
+    /// Bytes per second of its own generation's link.
+    pub link: f64,
+}
+
+/// Common cards.
+pub const CARDS: [Card; 5] = [
+    Card { name: "3090", hardware: "rtx3090", flops: 40e12, link: GEN4 },
+    Card { name: "4090", hardware: "rtx4090", flops: 120e12, link: GEN4 },
+    Card { name: "a100", hardware: "a100", flops: 200e12, link: GEN4 },
+    Card { name: "h100", hardware: "h100", flops: 550e12, link: GEN5 },
+    Card { name: "h200", hardware: "h200", flops: 550e12, link: GEN5 },
+];
+
+impl Card {
+    /// What its data sheet says.
+    pub fn data_sheet(&self) -> Result<Hardware, Error> {
+        hardware::find(self.hardware)
+    }
+}
+
+/// The card of that name, whatever its case; `rtx4090` is `4090`.
+pub fn card(name: &str) -> Result<Card, Error> {
+    CARDS
+        .into_iter()
+        .find(|card| card.name.eq_ignore_ascii_case(name) || card.hardware.eq_ignore_ascii_case(name))
+        .ok_or_else(|| Error::unknown("card", name, CARDS.map(|card| card.name)))
+}
+
+/// A pass over the layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// The forward.
+    Forward,
+    /// The backward with recomputation, of layers that are trained.
+    Backward,
+    /// The backward with recomputation, of frozen layers.
+    FrozenBackward,
+}
+
+impl Direction {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Forward, Self::Backward, Self::FrozenBackward];
+
+    /// FLOPs per parameter and token.
+    pub const fn flops(self) -> f64 {
+        match self {
+            Self::Forward => 2.0,
+            Self::Backward => 6.0,
+            Self::FrozenBackward => 4.0,
+        }
+    }
+
+    /// A short name for tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::FrozenBackward => "backward, frozen",
+        }
+    }
+}
+
+/// A machine and a number format.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Condition {
+    /// F: FLOP/s reached.
+    pub flops: f64,
+    /// B: bytes per second of the link.
+    pub link: f64,
+    /// s: bytes of a parameter; 2 for bf16, 1 for int8.
+    pub bytes_per_parameter: f64,
+    /// ρ: the share of layers that is resident, 0 to 1.
+    pub resident_share: f64,
+}
+
+/// The least tokens of a pass whose loads hide behind compute.
+///
+/// # Errors
+/// A rate or a parameter's bytes that are not positive, a share outside 0 to 1.
+///
+/// ```
+/// use accounting::offload::{Condition, Direction, GEN4, card, least_tokens};
+///
+/// let flops = card("4090")?.flops;
+/// let bf16 = Condition { flops, link: GEN4, bytes_per_parameter: 2.0, resident_share: 0.0 };
+/// assert_eq!(least_tokens(&bf16, Direction::Forward)?, 4800);
+/// assert_eq!(least_tokens(&bf16, Direction::Backward)?, 1600);
+/// assert_eq!(least_tokens(&Condition { resident_share: 0.5, ..bf16 }, Direction::Forward)?, 2400);
+/// # Ok::<(), accounting::Error>(())
+/// ```
+pub fn least_tokens(condition: &Condition, direction: Direction) -> Result<u64, Error> {
+    let Condition { flops, link, bytes_per_parameter, resident_share } = *condition;
+    for rate in [flops, link, bytes_per_parameter] {
+        if !(rate > 0.0 && rate.is_finite()) {
+            return Err(Error::OutOfRange {
+                what: "a rate",
+                given: rate,
+                range: "the positive numbers",
+                remedy: "give FLOP/s, bytes per second and bytes of a parameter",
+            });
+        }
+    }
+    if !(0.0..=1.0).contains(&resident_share) {
+        return Err(Error::OutOfRange {
+            what: "the resident share",
+            given: resident_share,
+            range: "0 to 1",
+            remedy: "give resident layers by all layers",
+        });
+    }
+    let tokens = (1.0 - resident_share) * bytes_per_parameter / direction.flops() * flops / link;
+    // A whole number that rounding has put above itself is not the next one.
+    Ok((tokens * (1.0 - 1e-12)).ceil() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Published beside the cards' rates: forward and backward at 25 GB/s, then at 50 GB/s, rounded.
+    #[test]
+    fn the_table_of_common_cards() {
+        let table = [
+            ("3090", GEN4, 1600, 533),
+            ("3090", GEN5, 800, 267),
+            ("4090", GEN4, 4800, 1600),
+            ("4090", GEN5, 2400, 800),
+            ("A100", GEN4, 8000, 2667),
+            ("h100", GEN4, 22000, 7333),
+            ("h100", GEN5, 11000, 3667),
+            ("h200", GEN5, 11000, 3667),
+        ];
+        for (name, link, forward, backward) in table {
+            let flops = card(name).unwrap().flops;
+            let condition = Condition { flops, link, bytes_per_parameter: 2.0, resident_share: 0.0 };
+            let least = |direction| least_tokens(&condition, direction).unwrap();
+            assert_eq!(least(Direction::Forward), forward, "{name}");
+            // The published ones are rounded to the nearest, which may be one token too few.
+            assert!([backward, backward + 1].contains(&least(Direction::Backward)), "{name}");
+            assert_eq!(least(Direction::Backward), forward.div_ceil(3), "{name}");
+            assert_eq!(least(Direction::FrozenBackward), forward / 2, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_card_reaches_less_than_its_data_sheet_says() {
+        for card in CARDS {
+            let sheet = card.data_sheet().unwrap();
+            assert!((0.5..0.8).contains(&(card.flops / sheet.bf16)), "{}", card.name);
+        }
+        assert_eq!(card("RTX4090").unwrap().name, "4090");
+        assert!(card("5090").unwrap_err().to_string().contains("known are: 3090, 4090"));
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused() {
+        let of =
+            |flops, share| Condition { flops, link: 1.0, bytes_per_parameter: 2.0, resident_share: share };
+        assert!(least_tokens(&of(0.0, 0.0), Direction::Forward).is_err());
+        assert!(least_tokens(&of(f64::NAN, 0.0), Direction::Forward).is_err());
+        assert!(least_tokens(&of(1.0, 1.5), Direction::Forward).is_err());
+        assert_eq!(least_tokens(&of(1e12, 1.0), Direction::Forward).unwrap(), 0);
+    }
+}

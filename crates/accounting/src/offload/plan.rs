@@ -1,0 +1,177 @@
+//! What fits and is fastest.
+
+use std::fmt;
+
+use super::condition::{Condition, Direction, least_tokens};
+use super::job::{Job, Rates};
+use super::schedule::{Method, OptimizerPlace, Setup, Start, Step, simulate};
+use crate::Error;
+use crate::quantity::{bytes_text, grouped};
+
+/// The most slots that a plan has.
+pub const MOST_PLANNED_SLOTS: usize = 4;
+
+/// Bytes at hand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Budget {
+    /// On the device.
+    pub device: u64,
+    /// On the host; `None`: as many as are asked for.
+    pub host: Option<u64>,
+}
+
+/// What to do, and what it is predicted to take.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    /// Ring, resident layers, the optimizer's place.
+    pub setup: Setup,
+    /// Where the optimizer is; `None` where nothing is trained.
+    pub optimizer: Option<OptimizerPlace>,
+    /// A step of it, not the first.
+    pub step: Step,
+    /// The share of layers that is resident.
+    pub resident_share: f64,
+    /// Seconds of a step with every layer on the device, whether it fits or not.
+    pub resident_seconds: f64,
+    /// Number of layers.
+    pub layers: usize,
+    /// What it was made for.
+    pub budget: Budget,
+}
+
+/// The fastest of all plans that fit `budget`: any number of resident layers, rings of 1 to [`MOST_PLANNED_SLOTS`], the
+/// optimizer on the device or on the host. Of several, the one that takes least, of these the one with the smallest ring.
+///
+/// # Errors
+/// What [`simulate`] refuses; or nothing fits, with the least budget that does and what takes it.
+pub fn plan(job: &Job, rates: &Rates, budget: Budget) -> Result<Plan, Error> {
+    let count = job.layers.len();
+    let places: &[OptimizerPlace] =
+        if job.updates() { &[OptimizerPlace::Device, OptimizerPlace::Host] } else { &[OptimizerPlace::Host] };
+    let mut best: Option<(Setup, Step)> = None;
+    // With every layer and the optimizer on the device nothing is on the host, so that one at least is within its budget.
+    let mut least: Option<Step> = None;
+    for &optimizer in places {
+        for stay in 0..=count {
+            for ring in 1..=MOST_PLANNED_SLOTS.min((count - stay).max(1)) {
+                let method = Method::Overlap { ring };
+                let setup = Setup { method, resident: interleaved(count, stay), optimizer };
+                let step = simulate(job, rates, &setup, Start::Warm)?;
+                if budget.host.is_some_and(|host| step.host_bytes > host) {
+                    continue;
+                }
+                let fits = step.device.total <= budget.device;
+                if fits && best.as_ref().is_none_or(|(_, best)| is_better(&step, best)) {
+                    best = Some((setup, step.clone()));
+                }
+                if least.as_ref().is_none_or(|least| step.device.total < least.device.total) {
+                    least = Some(step);
+                }
+            }
+        }
+    }
+    let (setup, step) = match (best, least) {
+        (Some(best), _) => best,
+        (None, Some(least)) => return Err(nothing_fits(count, budget, &least)),
+        (None, None) => return Err(Error::Zero { what: "layers of a step" }),
+    };
+    let stays = Setup { resident: (0..count).collect(), ..setup.clone() };
+    Ok(Plan {
+        optimizer: job.updates().then_some(setup.optimizer),
+        resident_share: setup.resident.len() as f64 / count as f64,
+        resident_seconds: simulate(job, rates, &stays, Start::Warm)?.seconds,
+        layers: count,
+        setup,
+        step,
+        budget,
+    })
+}
+
+/// `stay` of `count` layers, as evenly among the others as can be; the last layer is one of them.
+pub fn interleaved(count: usize, stay: usize) -> Vec<usize> {
+    (0..count).filter(|layer| (layer + 1) * stay / count > layer * stay / count).collect()
+}
+
+fn is_better(step: &Step, than: &Step) -> bool {
+    (step.seconds, step.device.total) < (than.seconds, than.device.total)
+}
+
+fn nothing_fits(layers: usize, budget: Budget, least: &Step) -> Error {
+    Error::NoOffloadFits {
+        layers,
+        host: budget.host.map_or(String::new(), |host| format!(" and {} of the host", bytes_text(host))),
+        needed: least.device.total,
+        needed_text: bytes_text(least.device.total),
+        parts: least.device.summary(),
+        available: bytes_text(budget.device),
+    }
+}
+
+impl Plan {
+    /// Slots of the ring; 0 where every layer is resident.
+    pub fn ring(&self) -> usize {
+        match self.setup.method {
+            Method::Overlap { ring } if self.setup.resident.len() < self.layers => ring,
+            _ => 0,
+        }
+    }
+
+    /// The plan's speed as a share of the speed with every layer on the device, 0 to 1.
+    pub fn share_of_resident_speed(&self) -> f64 {
+        if self.step.seconds > 0.0 { self.resident_seconds / self.step.seconds } else { 1.0 }
+    }
+
+    /// The least tokens of a pass whose loads hide behind compute, for the share that is resident.
+    ///
+    /// # Errors
+    /// As [`least_tokens`].
+    pub fn least_tokens(
+        &self,
+        flops: f64,
+        rates: &Rates,
+        bytes_per_parameter: f64,
+        direction: Direction,
+    ) -> Result<u64, Error> {
+        let resident_share = self.resident_share;
+        least_tokens(&Condition { flops, link: rates.load, bytes_per_parameter, resident_share }, direction)
+    }
+
+    /// Every figure as what it is and its value: counts, bytes in full and for people, seconds.
+    pub fn lines(&self) -> Vec<(String, String)> {
+        let bytes = |bytes: u64| format!("{} ({})", grouped(bytes.into()), bytes_text(bytes));
+        let place = match self.optimizer {
+            None => "none",
+            Some(OptimizerPlace::Device) => "device",
+            Some(OptimizerPlace::Host) => "host",
+        };
+        let mut lines = vec![
+            ("resident layers".to_owned(), format!("{} of {}", self.setup.resident.len(), self.layers)),
+            ("ring".into(), format!("{} slots", self.ring())),
+            ("optimizer".into(), place.into()),
+        ];
+        lines.extend(self.step.device.parts.iter().map(|part| (part.name.to_owned(), bytes(part.bytes))));
+        lines.push((format!("peak, {}", self.step.device.moment), bytes(self.step.device.total)));
+        lines.push(("device budget".into(), bytes(self.budget.device)));
+        lines.push(("host".into(), bytes(self.step.host_bytes)));
+        lines.push(("loaded per step".into(), bytes(self.step.load_bytes)));
+        lines.push(("stored per step".into(), bytes(self.step.store_bytes)));
+        lines.push(("step".into(), seconds(self.step.seconds)));
+        lines.push(("compute waits".into(), seconds(self.step.idle_seconds)));
+        lines.push(("step, all resident".into(), seconds(self.resident_seconds)));
+        lines.push(("share of resident speed".into(), format!("{:.3}", self.share_of_resident_speed())));
+        lines
+    }
+}
+
+fn seconds(seconds: f64) -> String {
+    if seconds < 1.0 { format!("{:.3} ms", seconds * 1e3) } else { format!("{seconds:.3} s") }
+}
+
+impl fmt::Display for Plan {
+    /// A line for each of [`Plan::lines`], in two columns.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let lines = self.lines();
+        let width = lines.iter().map(|(what, _)| what.chars().count()).max().unwrap_or(0);
+        lines.iter().try_for_each(|(what, value)| writeln!(f, "{what:<width$}  {value}"))
+    }
+}

@@ -1,0 +1,348 @@
+//! Jobs of known models: bytes from this crate's own formulas, seconds from FLOPs.
+//!
+//! A layer's flat buffer has one region for each dtype and trainability ([`flat_bytes`]): of a
+//! frozen base with adapters one in the base's dtype and one in fp32. Working memory is that of
+//! [`working_set`] for a model of which all learns, of [`lora`] for adapters,
+//! and of the same ledger without adapters for inference, which the families Qwen2 and Llama have. Seconds are the causal count
+//! of FLOPs by one rate, the same for every layer; what a measurement says should replace them.
+
+use super::flat_bytes;
+use super::job::{Fixed, Job, Kept, Layer, Working};
+use crate::decoder_flops::{self, Recomputation, StepFlops, Workload};
+use crate::estimate::Plan;
+use crate::exact::{product, sum};
+use crate::lora::{self, LowRank, Targets};
+use crate::memory::logits::{self, Loss};
+use crate::memory::optimizer::Optimizer;
+use crate::memory::recipe::Recipe;
+use crate::memory::{activations, total, working_set};
+use crate::model::{Decoder, Part};
+use crate::recompute::{NormKernel, Recompute};
+use crate::{Dtype, Error};
+
+/// What a job's sizes depend on beside model and workload.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Choices {
+    /// FLOP/s that products reach.
+    pub flops: f64,
+    /// Number formats.
+    pub recipe: Recipe,
+    /// The optimizer of what learns.
+    pub optimizer: Optimizer,
+    /// How the loss is computed.
+    pub loss: Loss,
+    /// How an RMSNorm is computed.
+    pub norm: NormKernel,
+}
+
+impl Default for Choices {
+    /// 100 TFLOP/s, everything in bf16 with fp32 master weights of what learns, AdamW, a loss in tiles of 1024 tokens.
+    fn default() -> Self {
+        Self {
+            flops: 100e12,
+            recipe: Recipe::BF16_MASTER,
+            optimizer: Optimizer::AdamW,
+            loss: Loss::LinearCrossEntropy { tokens: 1024 },
+            norm: NormKernel::default(),
+        }
+    }
+}
+
+/// A forward that keeps nothing and ends in the logits of all tokens.
+///
+/// # Errors
+/// A family without SwiGLU, an empty workload, counts beyond 64 bits; a rate that is not positive is found by
+/// [`simulate`](super::simulate).
+pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<Job, Error> {
+    let none = LowRank { targets: Targets::NONE, ..LowRank::default() };
+    swiglu(model)?;
+    let flops = decoder_flops::step(model, work, &Recomputation::default())?;
+    let plan = plan(work, choices);
+    let tensors = block(model)?;
+    let layer = Layer {
+        slot_bytes: region(&tensors, choices.recipe.parameters)?,
+        forward_seconds: layer_flops(&flops, model, flops.forward.causal, 1) / choices.flops,
+        ..Layer::default()
+    };
+    let logits = [work.tokens()?, model.vocabulary, choices.recipe.compute.storage_bits() / 8];
+    let input = input_bytes(model, work, choices)?;
+    let working = Working {
+        input_bytes: input,
+        forward_bytes: lora::passes(&none, model, &plan)?.forward,
+        // The last layer's output and its norm's stand beside the logits.
+        head_bytes: sum("bytes of the head", [product("bytes of the logits", &logits)?, input, input])?,
+        constant_bytes: lora::around_blocks(&none, model, &plan)?.0,
+        ..Working::default()
+    };
+    Ok(Job {
+        layers: repeat(layer, model)?,
+        fixed: Fixed {
+            weight_bytes: choices.recipe.parameters.bytes(outer_parameters(model)?)?,
+            seconds: outer_flops(&flops) as f64 / choices.flops,
+            ..Fixed::default()
+        },
+        working,
+        training: false,
+    })
+}
+
+/// A step that trains the whole model.
+///
+/// # Errors
+/// As [`inference`].
+pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<Job, Error> {
+    swiglu(model)?;
+    let none = LowRank { targets: Targets::NONE, ..LowRank::default() };
+    let recipe = choices.recipe;
+    let full = plan(work, choices);
+    let recompute = full.activation_choices();
+    let keep = Plan { recomputation: Recomputation::default(), ..full }.activation_choices();
+    let flops = decoder_flops::step(model, work, &full.recomputation)?;
+    let tensors = block(model)?;
+    let numbers = sum("parameters of a layer", tensors.iter().copied())?;
+    let weights = region(&tensors, recipe.parameters)?;
+    let states = |tensors: Vec<u64>| {
+        let numbers = sum("parameters", tensors.iter().copied())?;
+        let master = recipe.master.map_or(Ok(0), |dtype| dtype.bytes(numbers))?;
+        let state =
+            choices.optimizer.state_bytes_of(tensors.into_iter().map(|one| (1, one)), recipe.state)?;
+        sum("bytes of the optimizer's state", [master, state])
+    };
+    let outer = outer_parameters(model)?;
+    let backward = flops.backward.causal + flops.recomputed.causal;
+    let layer = Layer {
+        slot_bytes: weights,
+        trainable_bytes: weights,
+        gradient_bytes: region(&tensors, recipe.gradients)?,
+        state_bytes: states(tensors)?,
+        trainable: numbers,
+        forward_seconds: layer_flops(&flops, model, flops.forward.causal, 1) / choices.flops,
+        backward_seconds: layer_flops(&flops, model, backward, 2) / choices.flops,
+    };
+    let held = total(&logits::held(model, work, &recipe, choices.loss)?)?;
+    let narrow = input_bytes(model, work, choices)?;
+    let backward_of = |choices| {
+        let bytes = total(&working_set::block_backward(model, work, choices)?)?;
+        sum("bytes of a backward", [bytes, held])
+    };
+    let working = Working {
+        input_bytes: narrow,
+        forward_bytes: lora::passes(&none, model, &full)?.forward,
+        backward_bytes: backward_of(&recompute)?,
+        head_bytes: total(&logits::peak(model, work, &recipe, choices.loss)?)?,
+        constant_bytes: total(&activations::outside_blocks(model, work, &recompute)?)?,
+        kept: Some(Kept {
+            bytes: total(&activations::inside_block(model, work, &keep)?)?,
+            // A branch, and the residual stream behind it.
+            forward_bytes: product("bytes of a forward", &[2, narrow])?,
+            backward_bytes: backward_of(&keep)?,
+        }),
+    };
+    let fixed = Fixed {
+        weight_bytes: recipe.parameters.bytes(outer)?,
+        trainable_bytes: recipe.parameters.bytes(outer)?,
+        gradient_bytes: recipe.gradients.bytes(outer)?,
+        state_bytes: states(vec![outer])?,
+        trainable: outer,
+        seconds: 3.0 * outer_flops(&flops) as f64 / choices.flops,
+    };
+    Ok(Job { layers: repeat(layer, model)?, fixed, working, training: true })
+}
+
+/// A step that trains adapters beside a frozen base, of whose tokens `labelled` have a label (`None`: all). Adapters, their
+/// gradients and their state are in fp32.
+///
+/// # Errors
+/// As [`inference`]; what [`LowRank`] refuses.
+pub fn adapters(
+    model: &Decoder,
+    lora: &LowRank,
+    work: Workload,
+    labelled: Option<u64>,
+    choices: &Choices,
+) -> Result<Job, Error> {
+    let plan = Plan { labelled, ..plan(work, choices) };
+    lora.check_plan(model, &plan)?;
+    let flops = lora::flops::step(model, lora, work, labelled, &plan.recomputation)?;
+    let tensors = lora.tensors(model)?;
+    let learning = region(&tensors, LowRank::WIDE)?;
+    let frozen = region(&block(model)?, choices.recipe.parameters)?;
+    let state = choices.optimizer.state_bytes_of(tensors.iter().map(|&one| (1, one)), LowRank::WIDE)?;
+    let backward = flops.backward.causal + flops.recomputed.causal;
+    let layer = Layer {
+        slot_bytes: sum("bytes of a layer", [frozen, learning])?,
+        trainable_bytes: learning,
+        gradient_bytes: learning,
+        state_bytes: state,
+        trainable: sum("parameters of a layer's adapters", tensors)?,
+        forward_seconds: layer_flops(&flops, model, flops.forward.causal, 1) / choices.flops,
+        backward_seconds: layer_flops(&flops, model, backward, 1) / choices.flops,
+    };
+    let passes = lora::passes(lora, model, &plan)?;
+    let held = total(&logits::held(model, work, &choices.recipe, choices.loss)?)?;
+    let with_held = |bytes| sum("bytes of a backward", [bytes, held]);
+    let (constant_bytes, head_bytes) = lora::around_blocks(lora, model, &plan)?;
+    let narrow = input_bytes(model, work, choices)?;
+    let working = Working {
+        input_bytes: narrow,
+        forward_bytes: passes.forward,
+        backward_bytes: with_held(passes.recomputed)?,
+        head_bytes,
+        constant_bytes,
+        kept: Some(Kept {
+            bytes: passes.kept,
+            forward_bytes: product("bytes of a forward", &[2, narrow])?,
+            backward_bytes: with_held(passes.backward)?,
+        }),
+    };
+    let fixed = Fixed {
+        weight_bytes: choices.recipe.parameters.bytes(outer_parameters(model)?)?,
+        // No gradient of the frozen output matrix.
+        seconds: 2.0 * outer_flops(&flops) as f64 / choices.flops,
+        ..Fixed::default()
+    };
+    Ok(Job { layers: repeat(layer, model)?, fixed, working, training: true })
+}
+
+fn swiglu(model: &Decoder) -> Result<(), Error> {
+    if model.family.is_swiglu() {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        what: format!("the working memory of {}'s forward is not modelled", model.family.name()),
+        remedy: "give a model of the family qwen2 or llama, or sizes that were measured".into(),
+    })
+}
+
+fn plan(work: Workload, choices: &Choices) -> Plan {
+    Plan {
+        work,
+        recipe: choices.recipe,
+        optimizer: choices.optimizer,
+        recomputation: Recomputation { checkpoint: Recompute::Full, ..Recomputation::default() },
+        norm: choices.norm,
+        loss: choices.loss,
+        ..Plan::default()
+    }
+}
+
+/// Elements of each tensor of a block.
+fn block(model: &Decoder) -> Result<Vec<u64>, Error> {
+    model.block_tensors()?.iter().map(|tensor| tensor.elements()).collect()
+}
+
+fn region(tensors: &[u64], dtype: Dtype) -> Result<u64, Error> {
+    let bytes: Result<Vec<u64>, Error> = tensors.iter().map(|&elements| dtype.bytes(elements)).collect();
+    flat_bytes(&bytes?)
+}
+
+fn outer_parameters(model: &Decoder) -> Result<u64, Error> {
+    let blocks = product("parameters of all layers", &[model.layers, model.block_parameters()?])?;
+    Ok(model.parameters()? - blocks)
+}
+
+fn input_bytes(model: &Decoder, work: Workload, choices: &Choices) -> Result<u64, Error> {
+    let bytes = choices.recipe.residual.storage_bits() / 8;
+    product("bytes of a layer's input", &[work.tokens()?, model.hidden, bytes])
+}
+
+fn outer_flops(flops: &StepFlops) -> u128 {
+    let outer = flops.rows.iter().filter(|row| matches!(row.part, Part::Output | Part::Projector));
+    outer.map(|row| row.forward.causal).sum()
+}
+
+/// A layer's share of `all`, of which the outer products' forward `outer_passes` times is none.
+fn layer_flops(flops: &StepFlops, model: &Decoder, all: u128, outer_passes: u128) -> f64 {
+    (all - outer_passes * outer_flops(flops)) as f64 / model.layers as f64
+}
+
+fn repeat(layer: Layer, model: &Decoder) -> Result<Vec<Layer>, Error> {
+    /// More layers than this are not gone through one by one.
+    const MOST: u64 = 10_000;
+    if model.layers > MOST {
+        return Err(Error::Shape {
+            what: format!("a schedule of {} layers is too long", model.layers),
+            remedy: format!("give a model of at most {MOST} layers"),
+        });
+    }
+    Ok(vec![layer; model.layers as usize])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::estimate::{Moment, estimate};
+    use crate::memory::optimizer::StepKernel;
+    use crate::offload::{self, Method, OptimizerPlace, Rates, Setup, Start, simulate};
+    use crate::presets;
+
+    const RATES: Rates = Rates { load: 25e9, store: 25e9, host_optimizer: 2e9, device_optimizer: 35e9 };
+
+    /// A layer has 233.06 million parameters, all of them 13.05 GB, embedding and head 2.18 GB; with 1 GB of activations and a
+    /// ring of three, 10 GB leave room for 11 resident layers.
+    #[test]
+    fn qwen_of_7_billion_in_10_gb() {
+        let model = presets::find("qwen2.5-7b").unwrap();
+        let job = inference(&model, Workload { batch: 1, sequence: 1024 }, &Choices::default()).unwrap();
+        let slot = job.layers[0].slot_bytes;
+        assert_eq!(slot / 10_000, 46_611);
+        assert_eq!(job.layer_bytes().unwrap() / 10_000_000, 1305);
+        assert_eq!(job.fixed.weight_bytes / 10_000_000, 217);
+        let working = Working { constant_bytes: 1_000_000_000, ..Working::default() };
+        let job = Job { working, ..job };
+        let peak = |resident| {
+            let resident = offload::interleaved(28, resident);
+            let method = Method::Overlap { ring: 3 };
+            let setup = Setup { method, resident, optimizer: OptimizerPlace::Host };
+            simulate(&job, &RATES, &setup, Start::Warm).unwrap().device.total
+        };
+        assert!(peak(11) <= 10_000_000_000 && peak(12) > 10_000_000_000);
+    }
+
+    /// What all-resident training takes by [`estimate`]: with recomputation at the backward of the first block, when all
+    /// gradients are there; without at the loss.
+    #[test]
+    fn a_resident_step_is_the_estimate() {
+        let model = presets::find("qwen2.5-0.5b").unwrap();
+        let choices = Choices { loss: Loss::LinearCrossEntropy { tokens: 64 }, ..Choices::default() };
+        for (recompute, sequence) in [(true, 256), (false, 2048)] {
+            let work = Workload { batch: 2, sequence };
+            let job = training(&model, work, &choices).unwrap();
+            let method = Method::Resident { recompute };
+            let setup = Setup { method, resident: vec![], optimizer: OptimizerPlace::Device };
+            let step = simulate(&job, &RATES, &setup, Start::Warm).unwrap();
+            let mut plan = Plan { step: StepKernel::Fused, ..plan(work, &choices) };
+            if !recompute {
+                plan.recomputation = Recomputation::default();
+            }
+            let wanted = estimate(&model, &plan).unwrap();
+            let (moment, wanted, norm) = match recompute {
+                true => (offload::Moment::Backward(0), wanted.at(Moment::FirstBlock).total, 0),
+                // The final norm's gradient is here from the begin on.
+                false => (offload::Moment::Head, wanted.at(Moment::Loss).total, 2 * 896),
+            };
+            assert_eq!(step.device.moment, moment);
+            // All tensors are multiples of 256 bytes.
+            assert_eq!(step.device.total, wanted + norm);
+        }
+    }
+
+    #[test]
+    fn adapters_by_hand() {
+        let model = presets::find("qwen2.5-0.5b").unwrap();
+        let choices = Choices { recipe: Recipe::BF16, ..Choices::default() };
+        let work = Workload { batch: 2, sequence: 256 };
+        let job = adapters(&model, &LowRank::default(), work, None, &choices).unwrap();
+        let layer = job.layers[0];
+        assert_eq!(layer.trainable * 24, 1_081_344);
+        assert_eq!(layer.state_bytes, 8 * layer.trainable);
+        // Every tensor is a multiple of 64 numbers.
+        assert_eq!(layer.gradient_bytes, 4 * layer.trainable);
+        assert_eq!(layer.slot_bytes - layer.trainable_bytes, 2 * model.block_parameters().unwrap());
+        assert_eq!(job.fixed.gradient_bytes, 0);
+        // 4·P·T with the forward again, attention and adapters beside it, the first layer's a little less.
+        let ratio = layer.backward_seconds / layer.forward_seconds;
+        assert!((1.95..2.15).contains(&ratio), "{ratio}");
+        assert!(inference(&presets::find("gpt2").unwrap(), work, &choices).is_err());
+    }
+}
