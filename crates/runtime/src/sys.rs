@@ -23,6 +23,7 @@ pub(crate) mod elementwise;
 pub(crate) mod gemm;
 pub(crate) mod gradients;
 pub(crate) mod graph;
+pub(crate) mod host_memory;
 pub(crate) mod mapped;
 pub(crate) mod matvec;
 pub(crate) mod memory;
