@@ -15,6 +15,7 @@ use crate::error::{Error, Result, strip_frames};
 /// What a function of the shim returns: null, or a message that the caller owns.
 pub(crate) type Status = *mut c_char;
 
+pub(crate) mod adam;
 pub(crate) mod autocast;
 pub(crate) mod autograd;
 pub(crate) mod cross_entropy;
