@@ -3,16 +3,11 @@
 
 #include <ATen/Context.h>
 #include <ATen/core/CachingHostAllocator.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <algorithm>
 #include <atomic>
 #include <dlfcn.h>
-#include <memory>
-#include <unistd.h>
 
 namespace {
 
@@ -23,35 +18,6 @@ c10::Stream cuda_stream(int device, int64_t id) {
 }
 
 c10::impl::VirtualGuardImpl cuda() { return c10::impl::VirtualGuardImpl(c10::kCUDA); }
-
-// Bytes handed out by rt_host_empty without pinning. They live outside the CPU allocator, so that a run on the CPU can
-// tell the bytes that stand for device memory from those that stand for host memory.
-std::atomic<uint64_t> host_live{0};
-std::atomic<uint64_t> host_peak{0};
-
-void host_grew(uint64_t bytes) {
-  const uint64_t live = host_live.fetch_add(bytes) + bytes;
-  uint64_t peak = host_peak.load();
-  while (peak < live && !host_peak.compare_exchange_weak(peak, live)) {
-  }
-}
-
-at::Tensor pageable_empty(at::IntArrayRef shape, const at::TensorOptions& options) {
-  const size_t bytes = static_cast<size_t>(c10::multiply_integers(shape)) * options.dtype().itemsize();
-  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  void* memory = nullptr;
-  // An empty tensor still gets a page: from_blob wants an address.
-  if (posix_memalign(&memory, page, std::max(bytes, page)) != 0) {
-    TORCH_CHECK(false, "out of host memory: ", bytes, " bytes were asked for");
-  }
-  host_grew(bytes);
-  // Freed once, when the last copy of the deleter is gone, whether or not `from_blob` had taken it over when it threw.
-  std::shared_ptr<void> owner(memory, [bytes](void* pointer) {
-    std::free(pointer);
-    host_live.fetch_sub(bytes);
-  });
-  return at::from_blob(memory, shape, [owner](void*) mutable { owner.reset(); }, options);
-}
 
 }  // namespace
 
@@ -190,27 +156,6 @@ rt_status rt_thread_state_enter(const at::ThreadLocalState* state, at::ThreadLoc
 
 rt_status rt_thread_state_leave(at::ThreadLocalStateGuard* state_guard) {
   return guard([&] { delete state_guard; });
-}
-
-rt_status rt_host_empty(const int64_t* shape, size_t dims, const at::Tensor* prototype, int pinned, at::Tensor** out) {
-  return guard([&] {
-    const at::IntArrayRef sizes(shape, dims);
-    const auto options = prototype->options();
-    *out = new at::Tensor(pinned != 0 ? at::empty(sizes, options.pinned_memory(true)) : pageable_empty(sizes, options));
-  });
-}
-
-rt_status rt_host_bytes(int pinned, uint64_t* live, uint64_t* peak) {
-  return guard([&] {
-    if (pinned == 0) {
-      *live = host_live.load();
-      *peak = host_peak.load();
-      return;
-    }
-    const auto stats = at::getHostAllocator(c10::kCUDA)->get_stats();
-    *live = static_cast<uint64_t>(stats.active_bytes.current);
-    *peak = static_cast<uint64_t>(stats.active_bytes.peak);
-  });
 }
 
 rt_status rt_storage_users(const at::Tensor* tensor, uint64_t* out) {

@@ -60,11 +60,7 @@ rt_status rt_thread_state_enter(const at::ThreadLocalState* state, at::ThreadLoc
 // `guard` is taken.
 rt_status rt_thread_state_leave(at::ThreadLocalStateGuard* guard);
 
-// --- host memory that a device copies from and to ---
-// An uninitialised CPU tensor of `prototype`'s dtype: page-locked when `pinned`, else ordinary pages of its own.
-rt_status rt_host_empty(const int64_t* shape, size_t dims, const at::Tensor* prototype, int pinned, at::Tensor** out);
-// Bytes of host memory in use and their peak: page-locked, or what `rt_host_empty` handed out without pinning.
-rt_status rt_host_bytes(int pinned, uint64_t* live, uint64_t* peak);
+// --- storages ---
 // How many tensors share `tensor`'s storage, itself included. Where it is one, what other threads did with the storage
 // happened before.
 rt_status rt_storage_users(const at::Tensor* tensor, uint64_t* out);

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <iterator>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <sys/mman.h>
@@ -26,6 +27,9 @@ struct alignas(128) Counters {
 };
 Counters counters;
 std::atomic<bool> huge_pages{true};
+constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
+// No allocation makes more bytes live than this.
+std::atomic<int64_t> limit{kUnlimited};
 c10::Allocator* base = nullptr;
 c10::DeleterFnPtr base_deleter = nullptr;
 
@@ -52,7 +56,7 @@ class KeptBlocks {
   bool keep(char* block, size_t size, int64_t live) {
     if (!enabled.load(std::memory_order_relaxed)) return false;
     std::lock_guard<std::mutex> lock(mutex_);
-    if (live + static_cast<int64_t>(bytes_ + size) > most_) return false;
+    if (live + static_cast<int64_t>(bytes_ + size) > bound()) return false;
     // Before another thread can take it: to a trace this is a release, and the next use an allocation.
     c10::profiledCPUMemoryReporter().Delete(block);
     blocks_.emplace(size, block);
@@ -64,7 +68,13 @@ class KeptBlocks {
   void made(int64_t live) {
     std::lock_guard<std::mutex> lock(mutex_);
     most_ = std::max(most_, live);
-    while (!blocks_.empty() && live + static_cast<int64_t>(bytes_) > most_) release_one();
+    trim(live);
+  }
+
+  // Gives back what does not fit beside `live` bytes.
+  void fit(int64_t live) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    trim(live);
   }
 
   size_t bytes() {
@@ -81,6 +91,10 @@ class KeptBlocks {
 
  private:
   void release_one();
+  int64_t bound() const { return std::min(most_, limit.load(std::memory_order_relaxed)); }
+  void trim(int64_t live) {
+    while (!blocks_.empty() && live + static_cast<int64_t>(bytes_) > bound()) release_one();
+  }
 
   std::mutex mutex_;
   std::multimap<size_t, char*> blocks_;
@@ -118,15 +132,37 @@ void KeptBlocks::release_one() {
   blocks_.erase(largest);
 }
 
+// Counts `size` bytes that are about to be allocated, if the limit lets them; the live bytes with them.
+int64_t admit(int64_t size) {
+  int64_t live = counters.live.load(std::memory_order_relaxed);
+  while (true) {
+    const int64_t most = limit.load(std::memory_order_relaxed);
+    if (size > most - live) {
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "out of memory on the CPU: ", size, " bytes were asked for, ", live,
+                       " are live and the limit is ", most,
+                       "; free tensors, take smaller batches, or raise the limit (runtime::memory::limit)");
+    }
+    if (counters.live.compare_exchange_weak(live, live + size, std::memory_order_relaxed)) return live + size;
+  }
+}
+
 struct TrackingAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     if (size == 0) return {nullptr, nullptr, &release, c10::Device(c10::kCPU)};
     const auto counted = static_cast<int64_t>(size);
     const bool large = size >= KeptBlocks::kSmallest;
+    const int64_t live = admit(counted);
     char* block = large ? kept().take(size) : nullptr;
     const bool fresh = block == nullptr;
     if (fresh) {
-      block = static_cast<char*>(base->raw_allocate(size + kHeader));
+      // Before the system is asked, so that kept and live bytes never exceed the limit together.
+      if (limit.load(std::memory_order_relaxed) != kUnlimited) kept().fit(live);
+      try {
+        block = static_cast<char*>(base->raw_allocate(size + kHeader));
+      } catch (...) {
+        counters.live.fetch_sub(counted, std::memory_order_relaxed);
+        throw;
+      }
     } else {
       c10::profiledCPUMemoryReporter().New(block, size + kHeader);
     }
@@ -137,7 +173,6 @@ struct TrackingAllocator final : c10::Allocator {
       if (begin < end) (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
     }
     std::memcpy(block, &counted, sizeof counted);
-    const int64_t live = counters.live.fetch_add(counted, std::memory_order_relaxed) + counted;
     raise_peak(live);
     if (large && fresh) kept().made(live);
     void* data = block + kHeader;
@@ -179,6 +214,13 @@ rt_status rt_cpu_take_peak(int64_t* peak) {
     *peak = counters.peak.exchange(counters.live.load());
     // An allocation between the two steps above must not be lost to the new peak.
     raise_peak(counters.live.load());
+  });
+}
+
+rt_status rt_cpu_limit(int64_t bytes) {
+  return guard([&] {
+    limit.store(bytes < 0 ? kUnlimited : bytes);
+    kept().fit(counters.live.load());
   });
 }
 

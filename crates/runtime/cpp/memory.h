@@ -14,6 +14,10 @@ rt_status rt_cpu_live(int64_t* live);
 // Largest number of live bytes since the last call, and starts a new peak at what is live.
 rt_status rt_cpu_take_peak(int64_t* peak);
 
+// The most bytes that may be live on the CPU from this call on; negative for no limit. An allocation beyond it throws
+// c10::OutOfMemoryError and counts nothing. Gives kept blocks back that do not fit beside what is live.
+rt_status rt_cpu_limit(int64_t bytes);
+
 // Whether large blocks are offered to the kernel for huge pages. Returns what it was.
 rt_status rt_cpu_huge_pages(int enabled, int* previous);
 

@@ -43,7 +43,7 @@ pub use bytes::{MemoryInfo, ResidentMemory, memory_info, reset_resident_peak, re
 pub(crate) use choice::checked;
 pub use choice::{cuda_count, environment, flag, name, select};
 pub use event::Event;
-pub use pinned::{Number, PinnedBuffer, PinnedBytes, pinned_bytes, pinned_empty};
+pub use pinned::{Number, PinnedBuffer, PinnedBytes, pinned_bytes, pinned_empty, pinned_fallback};
 pub use stream::{Stream, StreamGuard};
 
 use crate::error::{Error, Result};
@@ -100,8 +100,10 @@ pub fn copy_on_this_thread(target: &Tensor, source: &Tensor) -> Result<()> {
 }
 
 /// Keeps the memory of `tensor` from being freed or reused before the work that `stream` has now is done. Needed on
-/// CUDA when a tensor is used on another stream than the one it was allocated on, or pinned memory in an asynchronous
-/// copy, and then dropped. A CPU stream holds a reference; ordinary CPU memory needs nothing on a CUDA stream.
+/// CUDA when a tensor is used on another stream than the one it was allocated on and then dropped. A CPU stream holds a
+/// reference; ordinary CPU memory needs nothing on a CUDA stream. Nor does page-locked memory of [`pinned_empty`], which
+/// is freed only after a wait for the devices; libtorch's own pinned memory is kept from reuse. Neither is kept from being
+/// written to: who fills a buffer again waits for an event first.
 ///
 /// # Errors
 /// A tensor without memory; a tensor of another CUDA device than the stream's.

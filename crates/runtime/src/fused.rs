@@ -5,6 +5,7 @@
 //! by themselves; [`elementwise`] makes such a node, and its derivative, from an expression. On the CPU the pass is written in
 //! Rust and vectorized; on other devices it is the shortest chain of libtorch's operators that works in place.
 
+pub mod adam;
 pub mod cross_entropy;
 pub mod elementwise;
 pub mod gradients;

@@ -1,4 +1,4 @@
-//! Live and peak bytes of the device allocators, and the peak of a region of code.
+//! Live and peak bytes of the device allocators, the peak of a region of code, and a limit.
 //!
 //! On CUDA the figures are those of libtorch's caching allocator (bytes in tensors, not bytes reserved). On the CPU a
 //! counting allocator is put before libtorch's own at the first question; every tensor allocated from then on is counted
@@ -6,7 +6,7 @@
 //! for themselves (a matrix product's packing buffers) is not in either count.
 //!
 //! The counting allocator also does what CUDA's does: it keeps large freed blocks for the next tensors of their size
-//! ([`set_keep_blocks`]), and asks for huge pages ([`set_huge_pages`]).
+//! ([`set_keep_blocks`]), asks for huge pages ([`set_huge_pages`]), and refuses what is beyond a [`limit`].
 //!
 //! ```
 //! use runtime::memory::Region;
@@ -22,10 +22,14 @@
 //! # Ok::<(), runtime::Error>(())
 //! ```
 
+mod limit;
+
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tch::Device;
+
+pub use limit::{Limit, limit};
 
 use crate::error::Result;
 use crate::sys::memory as sys;

@@ -15,6 +15,7 @@ use crate::error::{Error, Result, strip_frames};
 /// What a function of the shim returns: null, or a message that the caller owns.
 pub(crate) type Status = *mut c_char;
 
+pub(crate) mod adam;
 pub(crate) mod autocast;
 pub(crate) mod autograd;
 pub(crate) mod cross_entropy;
@@ -24,6 +25,7 @@ pub(crate) mod file;
 pub(crate) mod gemm;
 pub(crate) mod gradients;
 pub(crate) mod graph;
+pub(crate) mod host_memory;
 pub(crate) mod mapped;
 pub(crate) mod matvec;
 pub(crate) mod memory;

@@ -51,6 +51,18 @@ fn tensors_have_pages_of_their_own_and_are_counted() {
     assert_eq!(live(), 0);
     assert_eq!(device::pinned_bytes(Device::Cpu).unwrap().peak, 7 * 11 * 8);
 
+    // In whole pages, beside what powers of two would take.
+    let tensors = [(3_000, 1), (70_000, 2)].map(|(bytes, times)| {
+        let one = || device::pinned_empty(&[bytes], Kind::Uint8, Device::Cpu).unwrap();
+        std::iter::repeat_with(one).take(times).collect::<Vec<_>>()
+    });
+    let all = device::pinned_bytes(Device::Cpu).unwrap();
+    assert_eq!((all.live, all.held, all.powers_of_two), (143_000, 4096 + 2 * 73_728, 4096 + 2 * 131_072));
+    assert_eq!((all.fallback, device::pinned_fallback(Device::Cpu).unwrap()), (0, None));
+    drop(tensors);
+    let none = device::PinnedBytes { live: 0, peak: 143_000, held: 0, powers_of_two: 0, fallback: 0 };
+    assert_eq!(device::pinned_bytes(Device::Cpu).unwrap(), none);
+
     // A view keeps the memory after the tensor is gone.
     let mut tensor = device::pinned_empty(&[4, 8], Kind::Float, Device::Cpu).unwrap();
     let _ = tensor.fill_(3.0);

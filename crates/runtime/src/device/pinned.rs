@@ -4,22 +4,38 @@ use tch::{Device, Kind, Tensor};
 
 use super::choice::checked;
 use crate::error::{Error, Result};
-use crate::sys::device::{HostBlock, Plain, host_bytes, host_empty};
+use crate::sys::host_memory::{HostBlock, Plain, Usage, host_empty, host_fallback_reason, host_usage};
 
 /// Bytes of host memory that [`pinned_empty`] and [`PinnedBuffer`] hold.
+///
+/// `held - live` is what rounding up to whole pages wastes, `powers_of_two - live` what libtorch's allocator for pinned
+/// memory would waste, which rounds up to powers of two (and keeps freed blocks besides).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PinnedBytes {
-    /// Now.
+    /// Asked for, by tensors that live.
     pub live: u64,
-    /// The most since the process began.
+    /// The most that was live since the process began. Where there was `fallback`, a bound: the sum of two peaks.
     pub peak: u64,
+    /// Taken from the system for it, in whole pages.
+    pub held: u64,
+    /// What it would take in blocks rounded up to powers of two.
+    pub powers_of_two: u64,
+    /// Of `held`, what lies in libtorch's allocator because pages could not be locked ([`pinned_fallback`] says why),
+    /// or because libtorch's own `pin_memory` was called.
+    pub fallback: u64,
 }
 
 /// An uninitialised tensor on the CPU for copies to and from `device`: page-locked for CUDA, where a copy with
-/// `non_blocking` is asynchronous only from and to such memory; ordinary whole pages for the CPU.
+/// `non_blocking` is asynchronous only from and to such memory; ordinary whole pages for the CPU. The pages are the
+/// tensor's own: no more than its bytes need, and given back to the system when it is dropped.
+///
+/// A copy may be under way when the tensor is dropped: dropping page-locked memory waits for all work on the CUDA devices
+/// that the process uses. A pipeline that must not stop there keeps its tensors, as it keeps their pages; while a step is
+/// captured ([`super::graph`]) a device cannot be waited for, so drop none there. Where pages cannot be locked, the memory
+/// is libtorch's own, rounded up to a power of two, and kept for reuse without a wait ([`pinned_fallback`]).
 ///
 /// The memory is not the CPU allocator's and not in [`crate::memory`]'s figures: on the CPU those stand for the device,
-/// and [`pinned_bytes`] for the host. libtorch rounds page-locked blocks up to a power of two and keeps them for reuse.
+/// and [`pinned_bytes`] for the host.
 ///
 /// # Errors
 /// A negative size, more bytes than there are, a device that is not there.
@@ -35,7 +51,7 @@ pub struct PinnedBytes {
 /// ```
 pub fn pinned_empty(shape: &[i64], kind: Kind, device: Device) -> Result<Tensor> {
     const OPERATION: &str = "pinned tensor";
-    let pinned = checked(device)?.is_some();
+    let cuda = checked(device)?;
     let unsized_kinds = [Kind::QInt8, Kind::QUInt8, Kind::QInt32];
     if unsized_kinds.contains(&kind) {
         return Err(Error::invalid(
@@ -54,7 +70,7 @@ pub fn pinned_empty(shape: &[i64], kind: Kind, device: Device) -> Result<Tensor>
             format!("the shape {shape:?} of {kind:?} has more than 2^63 bytes"),
         ));
     }
-    host_empty(shape, kind, pinned)
+    host_empty(shape, kind, cuda)
 }
 
 /// Host memory that pinned tensors and buffers for `device` hold.
@@ -62,8 +78,20 @@ pub fn pinned_empty(shape: &[i64], kind: Kind, device: Device) -> Result<Tensor>
 /// # Errors
 /// A device that is not there.
 pub fn pinned_bytes(device: Device) -> Result<PinnedBytes> {
-    let (live, peak) = host_bytes(checked(device)?.is_some())?;
-    Ok(PinnedBytes { live, peak })
+    let Usage { live, peak, held, powers_of_two, fallback } = host_usage(checked(device)?.is_some())?;
+    Ok(PinnedBytes { live, peak, held, powers_of_two, fallback })
+}
+
+/// Why memory for `device` was taken from libtorch's allocator the last time that it was: the CUDA runtime's words when it
+/// refused to lock pages (`ulimit -l` is the usual limit). `None` where it never was, and always for the CPU.
+///
+/// # Errors
+/// A device that is not there.
+pub fn pinned_fallback(device: Device) -> Result<Option<String>> {
+    match checked(device)? {
+        None => Ok(None),
+        Some(_) => host_fallback_reason(),
+    }
 }
 
 /// A number that a [`PinnedBuffer`] can be seen as: `u8`, `i8`, `i16`, `i32`, `i64`, `half::f16`, `half::bf16`, `f32`,
@@ -105,7 +133,7 @@ impl PinnedBuffer {
     /// # Errors
     /// More bytes than there are, a device that is not there.
     pub fn new(bytes: usize, device: Device) -> Result<Self> {
-        Ok(Self { block: HostBlock::zeroed(bytes, checked(device)?.is_some())? })
+        Ok(Self { block: HostBlock::zeroed(bytes, checked(device)?)? })
     }
 
     /// Its length in bytes.

@@ -1,14 +1,10 @@
-//! Discovery of CUDA, device-wide calls and host memory.
+//! Discovery of CUDA and device-wide calls.
 
-use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::PathBuf;
 
-use tch::{Kind, Tensor};
-use torch_sys::C_tensor;
-
-use super::{Status, check, take};
-use crate::error::{Error, Result};
+use super::{Status, check};
+use crate::error::Result;
 
 unsafe extern "C" {
     fn rt_libtorch_folder(out: *mut *mut c_char) -> Status;
@@ -17,15 +13,6 @@ unsafe extern "C" {
     fn rt_cuda_synchronize(device: c_int) -> Status;
     fn rt_cuda_synchronize_used() -> Status;
     fn rt_cuda_memory(device: c_int, free_bytes: *mut u64, total_bytes: *mut u64) -> Status;
-    fn rt_host_empty(
-        shape: *const i64,
-        dims: usize,
-        prototype: *const C_tensor,
-        pinned: c_int,
-        out: *mut *mut C_tensor,
-    ) -> Status;
-    fn rt_host_bytes(pinned: c_int, live: *mut u64, peak: *mut u64) -> Status;
-    fn rt_storage_users(tensor: *const C_tensor, out: *mut u64) -> Status;
     fn rt_free_message(message: Status);
 }
 
@@ -86,7 +73,7 @@ pub(crate) fn cuda_synchronize(device: c_int) -> Result<()> {
 }
 
 /// Waits for all work on every CUDA device that this process uses; returns at once where it uses none.
-fn cuda_synchronize_used() -> Result<()> {
+pub(crate) fn cuda_synchronize_used() -> Result<()> {
     // SAFETY: a plain call; the status is fresh.
     unsafe { check(rt_cuda_synchronize_used()) }
 }
@@ -123,146 +110,4 @@ pub(crate) fn cuda_driver_name(device: c_int) -> Option<String> {
     }
     // SAFETY: the driver wrote at most 255 bytes with their NUL, and the last byte of the array is still 0.
     Some(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
-}
-
-/// An uninitialised CPU tensor, in page-locked memory or on ordinary pages of its own.
-pub(crate) fn host_empty(shape: &[i64], kind: Kind, pinned: bool) -> Result<Tensor> {
-    let prototype = Tensor::f_empty([0], (kind, tch::Device::Cpu))?;
-    let mut out: *mut C_tensor = std::ptr::null_mut();
-    // SAFETY: shape and prototype are borrowed during the call; on success the tensor that comes out is ours.
-    let tensor = unsafe {
-        check(rt_host_empty(shape.as_ptr(), shape.len(), prototype.as_ptr(), c_int::from(pinned), &mut out))?;
-        take(out)
-    };
-    tensor.ok_or_else(|| Error::Torch("no tensor came back".into()))
-}
-
-/// Live and peak bytes of page-locked memory, or of what [`host_empty`] handed out without pinning.
-pub(crate) fn host_bytes(pinned: bool) -> Result<(u64, u64)> {
-    let (mut live, mut peak) = (0, 0);
-    // SAFETY: the out-parameters are valid during the call.
-    unsafe { check(rt_host_bytes(c_int::from(pinned), &mut live, &mut peak)) }?;
-    Ok((live, peak))
-}
-
-/// How many tensors share the storage of `tensor`, itself included.
-fn storage_users(tensor: &Tensor) -> Result<u64> {
-    let mut users = 0;
-    // SAFETY: the tensor is borrowed and the out-parameter is valid during the call.
-    unsafe { check(rt_storage_users(tensor.as_ptr(), &mut users)) }?;
-    Ok(users)
-}
-
-/// A type of which every bit pattern is a value.
-///
-/// # Safety
-/// It has no padding and no invalid bit pattern, and [`Plain::KIND`] is the kind of the same size.
-pub(crate) unsafe trait Plain: Copy {
-    /// libtorch's name of the type.
-    const KIND: Kind;
-}
-
-macro_rules! plain {
-    ($($element:ty => $kind:ident),* $(,)?) => { $(
-        // SAFETY: a plain number: no padding, every bit pattern is a value, same size as the kind.
-        unsafe impl Plain for $element {
-            const KIND: Kind = Kind::$kind;
-        }
-    )* };
-}
-plain! {
-    u8 => Uint8, i8 => Int8, i16 => Int16, i32 => Int, i64 => Int64,
-    half::f16 => Half, half::bf16 => BFloat16, f32 => Float, f64 => Double,
-}
-
-/// A block of initialised host memory that tensors may view.
-#[derive(Debug)]
-pub(crate) struct HostBlock {
-    /// Contiguous `Uint8` on the CPU, every byte initialised; never handed out, so nobody can resize it.
-    bytes: Tensor,
-    /// Its length.
-    len: usize,
-    /// Whether tensors viewed it since the devices were last waited for: a device may still copy for a view that is gone.
-    viewed: Cell<bool>,
-}
-
-impl HostBlock {
-    pub(crate) fn zeroed(len: usize, pinned: bool) -> Result<Self> {
-        let size = i64::try_from(len).map_err(|_| {
-            Error::invalid("pinned buffer", format!("{len} bytes is more than a tensor can hold"))
-        })?;
-        let mut bytes = host_empty(&[size], Kind::Uint8, pinned)?;
-        let _ = bytes.f_zero_()?;
-        Ok(Self { bytes, len, viewed: Cell::new(false) })
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.len
-    }
-
-    /// A tensor over `[offset, offset + size)`; `&mut`, so that no slice of the block is alive.
-    pub(crate) fn view(&mut self, offset: usize, size: usize) -> Result<Tensor> {
-        self.viewed.set(true);
-        // Both were checked against `len`, which fits an i64.
-        Ok(self.bytes.f_narrow(0, offset as i64, size as i64)?)
-    }
-
-    /// How many tensors view the block.
-    pub(crate) fn views(&self) -> Result<u64> {
-        Ok(storage_users(&self.bytes)?.saturating_sub(1))
-    }
-
-    /// Whether the block may be lent as numbers. When it is, nobody uses it: no tensor views it, and no device is still
-    /// copying for one that did. A copy is submitted while its tensor lives, so that a wait after the last one is gone
-    /// is a wait for all of them.
-    fn lendable<T: Plain>(&self) -> Result<bool> {
-        if self.views()? != 0 || !self.len.is_multiple_of(size_of::<T>()) {
-            return Ok(false);
-        }
-        // Whatever device the block was made for: a view can be copied to any.
-        if self.viewed.get() {
-            cuda_synchronize_used()?;
-            self.viewed.set(false);
-        }
-        Ok(true)
-    }
-
-    /// The block as numbers; `None` when tensors view it, or when it is not a whole number of them. Waits for the CUDA
-    /// devices in use when tensors viewed it before.
-    pub(crate) fn numbers<T: Plain>(&self) -> Result<Option<&[T]>> {
-        if !self.lendable::<T>()? {
-            return Ok(None);
-        }
-        // SAFETY: the block is initialised, its address is that of a page or of page-locked memory and so aligned for
-        // any number, and lives as long as `self`. Nobody writes to it while the slice is alive: no tensor views it and
-        // no device copies to it, and `view`, the only way to get a tensor, takes `&mut self`.
-        Ok(Some(unsafe { self.slice() }))
-    }
-
-    /// As [`HostBlock::numbers`], to write.
-    pub(crate) fn numbers_mut<T: Plain>(&mut self) -> Result<Option<&mut [T]>> {
-        if !self.lendable::<T>()? {
-            return Ok(None);
-        }
-        // SAFETY: as in `numbers`, and no device reads it either; `&mut self` makes the slice the only one.
-        Ok(Some(unsafe {
-            let pointer = self.address().cast::<T>();
-            std::slice::from_raw_parts_mut(pointer, self.len / size_of::<T>())
-        }))
-    }
-
-    fn address(&self) -> *mut u8 {
-        match self.len {
-            // libtorch gives a null address to an empty pinned tensor; this one is aligned for any number.
-            0 => std::ptr::without_provenance_mut(64),
-            _ => self.bytes.data_ptr().cast(),
-        }
-    }
-
-    /// # Safety
-    /// The block is a whole number of `T`, and nobody writes to it while the slice is alive.
-    unsafe fn slice<T: Plain>(&self) -> &[T] {
-        // SAFETY: by this function's contract, and the block's own: initialised, aligned, alive as long as `self`.
-        unsafe { std::slice::from_raw_parts(self.address().cast::<T>(), self.len / size_of::<T>()) }
-    }
 }

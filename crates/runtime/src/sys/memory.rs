@@ -9,6 +9,7 @@ unsafe extern "C" {
     fn rt_cpu_tracking_install() -> Status;
     fn rt_cpu_live(live: *mut i64) -> Status;
     fn rt_cpu_take_peak(peak: *mut i64) -> Status;
+    fn rt_cpu_limit(bytes: i64) -> Status;
     fn rt_cpu_huge_pages(enabled: c_int, previous: *mut c_int) -> Status;
     fn rt_cpu_keep_blocks(enabled: c_int, previous: *mut c_int) -> Status;
     fn rt_cpu_cached(bytes: *mut i64) -> Status;
@@ -49,6 +50,12 @@ pub(crate) fn take_peak(cuda: Option<i32>) -> Result<i64> {
         })
     }?;
     Ok(peak)
+}
+
+/// The most bytes that may be live on the CPU; `None` for no limit.
+pub(crate) fn set_limit(bytes: Option<i64>) -> Result<()> {
+    // SAFETY: plain data in.
+    unsafe { check(rt_cpu_limit(bytes.unwrap_or(-1))) }
 }
 
 /// Whether large CPU blocks ask for huge pages; returns what it was.

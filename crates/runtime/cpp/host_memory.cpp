@@ -1,0 +1,201 @@
+// Host memory in exact pages. Contracts are in host_memory.h.
+#include "host_memory.h"
+
+#include "device.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <atomic>
+#include <dlfcn.h>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+
+// Pages live outside the CPU allocator, so that a run on the CPU can tell the bytes that stand for device memory from
+// those that stand for host memory.
+struct Counters {
+  std::atomic<uint64_t> live{0};
+  std::atomic<uint64_t> peak{0};
+  std::atomic<uint64_t> held{0};
+  std::atomic<uint64_t> powers_of_two{0};
+};
+Counters pageable;
+Counters locked;
+
+uint64_t power_of_two(uint64_t bytes) {
+  if (bytes == 0) return 0;
+  uint64_t power = 1;
+  while (power < bytes) power <<= 1;
+  return power;
+}
+
+// One mapping. It is counted from construction to destruction, and freed whether or not a tensor took it over.
+class Pages {
+ public:
+  explicit Pages(size_t bytes, Counters& counters) : counters_(counters), asked_(bytes) {
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    // An empty tensor still gets a page: from_blob wants an address.
+    held_ = (std::max<size_t>(bytes, 1) + page - 1) / page * page;
+    address_ = mmap(nullptr, held_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (address_ == MAP_FAILED) TORCH_CHECK(false, "out of host memory: ", bytes, " bytes were asked for");
+    if (held_ >= 2 * kHugePage) (void)madvise(address_, held_, MADV_HUGEPAGE);
+    const uint64_t live = counters_.live.fetch_add(asked_) + asked_;
+    uint64_t peak = counters_.peak.load();
+    while (peak < live && !counters_.peak.compare_exchange_weak(peak, live)) {
+    }
+    counters_.held.fetch_add(held_);
+    counters_.powers_of_two.fetch_add(power_of_two(asked_));
+  }
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+
+  // Locks the pages: nothing, or why not.
+  std::optional<std::string> lock(const rt_page_locker& locker) {
+    const int error = locker.lock(address_, held_, /*flags=*/0);
+    if (error == 0) {
+      locker_ = locker;
+      return std::nullopt;
+    }
+    // Else the next check that libtorch makes after a kernel would report it as the kernel's.
+    locker.forget_error();
+    const char* text = locker.describe(error);
+    return std::string("cudaHostRegister of ") + std::to_string(held_) + " bytes: " + (text ? text : "an unknown error");
+  }
+
+  ~Pages() {
+    bool unmapped = true;
+    if (locker_) {
+      // A copy may be under way: it was submitted while its tensor lived, so a wait now is a wait for it. A device that
+      // has failed copies nothing more.
+      std::free(rt_cuda_synchronize_used());
+      // Pages that stay locked must stay mapped: the device knows their addresses.
+      unmapped = locker_->unlock(address_) == 0;
+      if (!unmapped) locker_->forget_error();
+    }
+    if (unmapped) (void)munmap(address_, held_);
+    counters_.live.fetch_sub(asked_);
+    counters_.held.fetch_sub(held_);
+    counters_.powers_of_two.fetch_sub(power_of_two(asked_));
+  }
+
+  void* address() const { return address_; }
+
+ private:
+  Counters& counters_;
+  size_t asked_;
+  size_t held_;
+  void* address_;
+  std::optional<rt_page_locker> locker_;
+};
+
+size_t bytes_of(at::IntArrayRef shape, const at::TensorOptions& options) {
+  return static_cast<size_t>(c10::multiply_integers(shape)) * options.dtype().itemsize();
+}
+
+at::Tensor over(std::shared_ptr<Pages> pages, at::IntArrayRef shape, const at::TensorOptions& options) {
+  void* address = pages->address();
+  // Freed once, when the last copy of the deleter is gone, whether or not `from_blob` had taken it over when it threw.
+  return at::from_blob(address, shape, [pages](void*) mutable { pages.reset(); }, options);
+}
+
+// The runtime that libtorch's CUDA half has loaded: none is opened here, a second one would know nothing of the first.
+const rt_page_locker* runtime_locker() {
+  static const std::optional<rt_page_locker> found = []() -> std::optional<rt_page_locker> {
+    for (const char* library : {static_cast<const char*>(nullptr), "libcudart.so.13", "libcudart.so.12"}) {
+      void* handle = library == nullptr ? RTLD_DEFAULT : dlopen(library, RTLD_NOLOAD | RTLD_LAZY);
+      if (library != nullptr && handle == nullptr) continue;
+      rt_page_locker locker;
+      locker.lock = reinterpret_cast<int (*)(void*, size_t, unsigned)>(dlsym(handle, "cudaHostRegister"));
+      locker.unlock = reinterpret_cast<int (*)(void*)>(dlsym(handle, "cudaHostUnregister"));
+      locker.describe = reinterpret_cast<const char* (*)(int)>(dlsym(handle, "cudaGetErrorString"));
+      locker.forget_error = reinterpret_cast<int (*)()>(dlsym(handle, "cudaGetLastError"));
+      if (locker.lock && locker.unlock && locker.describe && locker.forget_error) return locker;
+    }
+    return std::nullopt;
+  }();
+  return found ? &*found : nullptr;
+}
+
+std::mutex reason_mutex;
+std::string& last_reason() {
+  static auto* reason = new std::string();
+  return *reason;
+}
+
+at::Tensor locked_empty(at::IntArrayRef shape, const at::TensorOptions& options, int device) {
+  std::string reason = "the CUDA runtime that libtorch uses does not show cudaHostRegister";
+  if (const rt_page_locker* locker = runtime_locker()) {
+    auto pages = std::make_shared<Pages>(bytes_of(shape, options), locked);
+    // Locking makes a context on the current device if there is none, some hundred MiB: let it be the one that is used.
+    const c10::DeviceGuard on_device(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(device)));
+    auto failure = pages->lock(*locker);
+    if (!failure) return over(std::move(pages), shape, options);
+    reason = *failure;
+  }
+  at::Tensor tensor = at::empty(shape, options.pinned_memory(true));
+  std::lock_guard<std::mutex> hold(reason_mutex);
+  last_reason() = reason;
+  return tensor;
+}
+
+}  // namespace
+
+extern "C" {
+
+rt_status rt_host_empty(const int64_t* shape, size_t dims, const at::Tensor* prototype, int device, at::Tensor** out) {
+  return guard([&] {
+    const at::IntArrayRef sizes(shape, dims);
+    const auto options = prototype->options();
+    *out = new at::Tensor(device >= 0 ? locked_empty(sizes, options, device)
+                                      : over(std::make_shared<Pages>(bytes_of(sizes, options), pageable), sizes, options));
+  });
+}
+
+rt_status rt_host_locked(const int64_t* shape, size_t dims, const at::Tensor* prototype, const rt_page_locker* locker,
+                         at::Tensor** out, char** reason) {
+  return guard([&] {
+    const at::IntArrayRef sizes(shape, dims);
+    const auto options = prototype->options();
+    auto pages = std::make_shared<Pages>(bytes_of(sizes, options), locked);
+    const auto failure = pages->lock(*locker);
+    *reason = failure ? rt_message(failure->c_str()) : nullptr;
+    *out = failure ? nullptr : new at::Tensor(over(std::move(pages), sizes, options));
+  });
+}
+
+rt_status rt_host_usage_of(int pinned, rt_host_usage* out) {
+  return guard([&] {
+    const Counters& counters = pinned != 0 ? locked : pageable;
+    rt_host_usage usage{counters.live, counters.peak, counters.held, counters.powers_of_two, 0};
+    // The hooks are asked only once the library is there: libtorch keeps the first answer.
+    if (pinned != 0 && c10::impl::hasDeviceGuardImpl(c10::kCUDA) && at::detail::getCUDAHooks().hasCUDA()) {
+      const auto stats = at::getHostAllocator(c10::kCUDA)->get_stats();
+      const auto count = [](int64_t bytes) { return static_cast<uint64_t>(std::max<int64_t>(bytes, 0)); };
+      usage.live += count(stats.active_bytes.current);
+      usage.peak += count(stats.active_bytes.peak);
+      usage.fallback = count(stats.allocated_bytes.current);
+      usage.held += usage.fallback;
+      usage.powers_of_two += usage.fallback;
+    }
+    *out = usage;
+  });
+}
+
+rt_status rt_host_fallback_reason(char** out) {
+  return guard([&] {
+    std::lock_guard<std::mutex> hold(reason_mutex);
+    *out = last_reason().empty() ? nullptr : rt_message(last_reason().c_str());
+  });
+}
+}

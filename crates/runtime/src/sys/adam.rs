@@ -1,0 +1,106 @@
+//! A step of Adam in one pass over memory: the checks that make it sound.
+
+use std::ops::Range;
+
+use half::{bf16, f16};
+use tch::{Device, Kind, Tensor};
+
+use super::tensor::{bump_version, memory_range};
+use crate::error::{Error, Result};
+use crate::fused::adam::{AdamStep, AdamTensors};
+
+mod kernel;
+
+use kernel::{Coefficients, Pass};
+
+pub(crate) const NAME: &str = "fused adam";
+
+/// See [`crate::fused::adam::adam`].
+pub(crate) fn step(tensors: &AdamTensors<'_>, step: &AdamStep) -> Result<()> {
+    let AdamTensors { gradient, master, exp_avg, exp_avg_sq, weight } = *tensors;
+    let low = [Kind::BFloat16, Kind::Half];
+    let all = [
+        ("master", Some(master), &[Kind::Float][..]),
+        ("exp_avg", Some(exp_avg), &[Kind::Float]),
+        ("exp_avg_sq", Some(exp_avg_sq), &[Kind::Float]),
+        ("weight", weight, &low),
+        ("gradient", Some(gradient), &[Kind::Float, Kind::BFloat16, Kind::Half]),
+    ];
+    let mut ranges: Vec<(&str, Range<usize>)> = Vec::new();
+    for (name, tensor, kinds) in all {
+        let Some(tensor) = tensor else { continue };
+        ranges.push((name, memory(name, tensor, kinds, master)?));
+    }
+    for (index, (name, range)) in ranges.iter().enumerate() {
+        let meets = |other: &&(&str, Range<usize>)| other.1.start < range.end && range.start < other.1.end;
+        if let Some((other, _)) = ranges[..index].iter().find(meets) {
+            let reason = format!("`{name}` overlaps `{other}` in memory; give it memory of its own");
+            return Err(Error::invalid(NAME, reason));
+        }
+    }
+    let elements = master.numel();
+    if elements == 0 {
+        return Ok(());
+    }
+    let address = |tensor: &Tensor| tensor.data_ptr() as usize;
+    let pass = Pass {
+        elements,
+        gradient: address(gradient),
+        master: address(master),
+        exp_avg: address(exp_avg),
+        exp_avg_sq: address(exp_avg_sq),
+        weight: weight.map_or(0, address),
+        coefficients: Coefficients::of(step),
+    };
+    let out = weight.map_or(Kind::BFloat16, Tensor::kind);
+    macro_rules! run {
+        ($gradient:ty) => {
+            // SAFETY: every tensor has so many dense elements of its type on the CPU, and what is written is apart from all
+            // else, as was seen above; they outlive the call.
+            unsafe {
+                match out {
+                    Kind::Half => kernel::run::<$gradient, f16>(pass),
+                    _ => kernel::run::<$gradient, bf16>(pass),
+                }
+            }
+        };
+    }
+    match gradient.kind() {
+        Kind::BFloat16 => run!(bf16),
+        Kind::Half => run!(f16),
+        _ => run!(f32),
+    }?;
+    [Some(master), Some(exp_avg), Some(exp_avg_sq), weight].into_iter().flatten().try_for_each(bump_version)
+}
+
+/// Where the tensor lies, if it is what the pass takes: dense, of the master's shape, of one of `kinds`.
+fn memory(name: &str, tensor: &Tensor, kinds: &[Kind], master: &Tensor) -> Result<Range<usize>> {
+    let refuse = |reason: String| Err(Error::invalid(NAME, reason));
+    if !tensor.defined() {
+        return refuse(format!("`{name}` is undefined"));
+    }
+    if tensor.device() != Device::Cpu {
+        let device = tensor.device();
+        return refuse(format!(
+            "`{name}` is on {device:?}; this is the CPU's pass, elsewhere take ops::optimizer"
+        ));
+    }
+    if !kinds.contains(&tensor.kind()) {
+        let remedy = if name == "weight" && tensor.kind() == Kind::Float {
+            "; a weight in fp32 is the master itself, so give none"
+        } else {
+            ""
+        };
+        let kind = tensor.kind();
+        return refuse(format!("`{name}` is {kind:?}; expected one of {kinds:?}{remedy}"));
+    }
+    if tensor.size() != master.size() {
+        let (size, expected) = (tensor.size(), master.size());
+        return refuse(format!("`{name}` is {size:?} and `master` {expected:?}; they must be equal"));
+    }
+    if tensor.is_sparse() || tensor.is_neg() || !tensor.is_contiguous() {
+        let stride = if tensor.is_sparse() { Vec::new() } else { tensor.stride() };
+        return refuse(format!("`{name}` has strides {stride:?} or is no plain memory; make it contiguous"));
+    }
+    memory_range(tensor)
+}
