@@ -171,6 +171,24 @@ fn two(name: &str) -> (Tensor, Tensor, Optimizer) {
     (a, b, optimizer)
 }
 
+/// A graph that saved a parameter, and whoever keeps a copy of one, tells by its version that it was changed.
+#[test]
+fn every_step_counts_as_an_in_place_change() {
+    for name in ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "adamw"] {
+        for implementation in ALL {
+            let w = start(&[3]).set_requires_grad(true);
+            let parameters = vec![("w".to_owned(), w.shallow_clone())];
+            let mut optimizer = Optimizer::boxed(rule(name), vec![Group::new(parameters, 0.1)])
+                .unwrap()
+                .with_implementation(implementation);
+            runtime::autograd::set_grad(&w, Some(&gradient(1, &[3]))).unwrap();
+            let before = w.internal_version();
+            optimizer.step().unwrap();
+            assert!(w.internal_version() > before, "{name} {implementation:?}");
+        }
+    }
+}
+
 #[test]
 fn what_has_no_gradient_or_is_frozen_stays_as_it_is() {
     for implementation in ALL {
