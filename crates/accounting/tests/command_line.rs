@@ -166,7 +166,7 @@ fn a_plan_of_offloading() {
         4090 at 1.200e14 FLOP/s, link 2.500e10 B/s
 
         resident layers          11 of 28
-        ring                     4 slots
+        slots of the ring        4
         optimizer                device
         fixed weights            2,179,996,672 (2.03 GiB)
         optimizer state          40,370,176 (38.5 MiB)

@@ -265,7 +265,7 @@ fn a_plan_in_lines() {
     let found = plan(&job(vec![trained(1.0); 6], true), &RATES, Budget { device: 8000, host: None }).unwrap();
     expect![[r#"
         resident layers            0 of 6
-        ring                       2 slots
+        slots of the ring          2
         optimizer                  host
         fixed weights              500 (500 B)
         ring                       2,000 (1.95 KiB)

@@ -128,7 +128,8 @@ impl Args {
             (other, _) => anyhow::bail!("weights in {other} are not modelled; give --dtype bf16 or fp32"),
         };
         anyhow::ensure!(flops > 0.0 && flops.is_finite(), "--flops is {flops}; give a rate above 0");
-        let choices = Choices { flops, recipe, ..Choices::default() };
+        let bandwidth = self.card.data_sheet()?.bandwidth;
+        let choices = Choices { flops, bandwidth, recipe, ..Choices::default() };
         let work = Workload { batch: 1, sequence: self.tokens };
         Ok(match self.lora.low_rank() {
             Some(lora) => sizes::adapters(model, &lora, work, None, &choices)?,

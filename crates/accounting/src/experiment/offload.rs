@@ -103,7 +103,12 @@ fn rates(card: Card) -> Result<Rates, Error> {
 fn jobs(tokens: u64, card: Card) -> Result<[(&'static str, Job); 2], Error> {
     let model = presets::find(MODEL)?;
     let work = Workload { batch: 1, sequence: tokens };
-    let choices = Choices { flops: card.flops, recipe: Recipe::BF16, ..Choices::default() };
+    let choices = Choices {
+        flops: card.flops,
+        bandwidth: card.data_sheet()?.bandwidth,
+        recipe: Recipe::BF16,
+        ..Choices::default()
+    };
     Ok([
         ("inference", sizes::inference(&model, work, &choices)?),
         ("LoRA, rank 8", sizes::adapters(&model, &LowRank::default(), work, None, &choices)?),

@@ -146,7 +146,7 @@ impl Plan {
         };
         let mut lines = vec![
             ("resident layers".to_owned(), format!("{} of {}", self.setup.resident.len(), self.layers)),
-            ("ring".into(), format!("{} slots", self.ring())),
+            ("slots of the ring".into(), self.ring().to_string()),
             ("optimizer".into(), place.into()),
         ];
         lines.extend(self.step.device.parts.iter().map(|part| (part.name.to_owned(), bytes(part.bytes))));
