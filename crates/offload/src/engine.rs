@@ -93,8 +93,6 @@ struct Slot {
 pub(crate) trait Sink: Send + Sync {
     /// Gradients of the layer's trained tensors, by their number, on the device.
     fn deliver(&self, engine: &Engine, layer: usize, gradients: Vec<(usize, Tensor)>) -> Result<()>;
-    /// Whether the end of a backward waits for the host's thread.
-    fn waits(&self) -> bool;
 }
 
 impl Engine {
@@ -134,10 +132,6 @@ impl Engine {
 
     pub(crate) fn device(&self) -> Device {
         self.0.options.device
-    }
-
-    pub(crate) fn host(&self) -> &Stream {
-        &self.0.host
     }
 
     /// Takes a layer home. Returns its number.
@@ -258,14 +252,18 @@ impl Engine {
 
     /// Brings a layer into memory of its own, now: one layer at a time, and nothing meanwhile.
     pub(crate) fn fetch(&self, layer: usize, direction: Direction) -> Result<Fetched> {
-        let (pieces, (layout, flat, number), bytes, in_files) = {
+        let (pieces, (layout, flat, number, updated), bytes, in_files) = {
             let mut state = self.0.state.lock();
             let of = &state.layers[layer];
             of.check()?;
             let flat = Tensor::f_empty([of.layout.bytes as i64], (Kind::Uint8, self.device()))
                 .map_err(|error| self.refused("bringing", &of.name, error.into()))?;
-            let result =
-                (of.pieces(&flat)?, (of.layout.clone(), flat, of.number), of.bytes(), of.is_in_files());
+            let result = (
+                of.pieces(&flat)?,
+                (of.layout.clone(), flat, of.number, of.updated.clone()),
+                of.bytes(),
+                of.is_in_files(),
+            );
             state.uses += 1;
             state.counters.loads += 1;
             state.counters.late += 1;
@@ -277,6 +275,9 @@ impl Engine {
         let current = Stream::current(self.device())?;
         let begin = self.0.trace.begin(&current)?;
         let copied = (|| {
+            if let Some(updated) = updated {
+                updated.synchronize()?;
+            }
             self.0.options.at(Point::Load)?;
             for (piece, mut target) in pieces {
                 let staging = self.staging(&piece, &target, in_files)?;
@@ -304,7 +305,7 @@ impl Engine {
         let (slot, views, staged, ready, free, occupancy) = {
             let mut state = self.0.state.lock();
             self.ensure_ring(&mut state)?;
-            let State { layers, ring, counters, uses, sink, .. } = &mut *state;
+            let State { layers, ring, counters, uses, .. } = &mut *state;
             layers[layer].check()?;
             let Slots { ring, slots } = ring.as_mut().expect("it was just made");
             let is_current = |slot: usize, layer: usize| {
@@ -324,11 +325,10 @@ impl Engine {
             *uses += 1;
             // Trained layers are not read ahead across the end of a step, when an optimizer that the engine does not know may
             // be writing them; the engine's own is waited for.
-            let engine_steps = sink.is_some();
             let may_load = |now: Access, coming: Access| {
                 let crosses = coming.direction == Direction::Forward
                     && (now.direction == Direction::Backward || coming.layer <= now.layer);
-                !crosses || engine_steps || !layers[coming.layer].is_trained()
+                !crosses || layers[coming.layer].settled || !layers[coming.layer].is_trained()
             };
             let ahead = ring.prefetch(&is_current, &may_load);
             let mut order = Vec::new();
@@ -365,6 +365,24 @@ impl Engine {
         }
         lease.leaves = self.leaves(layer, &views)?;
         Ok(lease)
+    }
+
+    /// Sends for the layers that come next, after the engine's own optimizer has queued its changes.
+    pub(crate) fn send_ahead(&self) -> Result<()> {
+        let mut state = self.0.state.lock();
+        let State { layers, ring, counters, .. } = &mut *state;
+        let Some(Slots { ring, slots }) = ring else { return Ok(()) };
+        let is_current = |slot: usize, layer: usize| {
+            let layer: &Layer = &layers[layer];
+            matches!(&slots[slot].holds, Some((generation, versions))
+                if *generation == layer.generation && *versions == layer.versions())
+        };
+        for load in ring.prefetch(&is_current, &|_, coming| layers[coming.layer].settled) {
+            counters.loads += 1;
+            counters.loaded += layers[load.layer].bytes();
+            self.load(&mut slots[load.slot], &layers[load.layer], Direction::Forward)?;
+        }
+        Ok(())
     }
 
     /// Queues a layer's way into a slot.
@@ -538,6 +556,78 @@ impl Engine {
         Ok(())
     }
 
+    /// Takes gradients to the host for one use there, without adding them to any: where the device is the host they are there. They are
+    /// when the events are complete.
+    pub(crate) fn bring_home(
+        &self,
+        layer: usize,
+        gradients: Vec<(usize, Tensor)>,
+    ) -> Result<(Vec<(usize, Tensor)>, Vec<Arc<Event>>)> {
+        let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
+        let total = gradients.iter().map(|(_, gradient)| bytes(gradient)).sum::<u64>();
+        let number = {
+            let mut state = self.0.state.lock();
+            state.counters.stored += total;
+            state.layers[layer].number
+        };
+        let computed = Arc::new(Event::untimed(self.device())?);
+        Stream::current(self.device())?.record(&computed)?;
+        self.0.options.at(Point::Store)?;
+        if self.device() == Device::Cpu {
+            return Ok((gradients, vec![computed]));
+        }
+        let store = &self.0.store;
+        store.wait(&computed)?;
+        let begin = self.0.trace.begin(store)?;
+        let mut home = Vec::new();
+        for (index, gradient) in gradients {
+            device::record_stream(&gradient, store)?;
+            let room = device::pinned_empty(&gradient.size(), gradient.kind(), self.0.homing.pinned_for)?;
+            let mut target = room.shallow_clone();
+            store.submit(move || {
+                let _no_grad = GradMode::off();
+                device::copy_async(&mut target, &gradient)
+            })?;
+            home.push((index, room));
+        }
+        self.0.trace.end(store, begin, (Lane::Store, number, Direction::Backward), total)?;
+        let copied = Arc::new(Event::untimed(self.device())?);
+        store.record(&copied)?;
+        Ok((home, vec![copied]))
+    }
+
+    /// Queues a change of a layer's tensors at home on the host's thread, behind `after` and behind every load that was queued before.
+    /// What the slots hold of the layer is old from here on. Returns when the change is done.
+    pub(crate) fn update(
+        &self,
+        layer: usize,
+        after: &[Arc<Event>],
+        work: impl FnOnce() -> runtime::Result<()> + Send + 'static,
+    ) -> Result<Arc<Event>> {
+        let host = &self.0.host;
+        let read = Event::untimed(self.device())?;
+        self.0.prefetch.record(&read)?;
+        host.wait(&read)?;
+        for event in after {
+            host.wait(event)?;
+        }
+        let mut state = self.0.state.lock();
+        let of = &mut state.layers[layer];
+        let begin = self.0.trace.begin(host)?;
+        let options = self.0.options.clone();
+        host.submit(move || {
+            options.at(Point::Update)?;
+            work()
+        })?;
+        self.0.trace.end(host, begin, (Lane::Host, of.number, Direction::Backward), 0)?;
+        let updated = Arc::new(Event::untimed(Device::Cpu)?);
+        host.record(&updated)?;
+        of.generation += 1;
+        of.updated = Some(updated.clone());
+        of.settled = true;
+        Ok(updated)
+    }
+
     /// A gradient in memory of the host's own, now.
     pub(crate) fn to_host(&self, layer: usize, gradient: &Tensor) -> Result<Tensor> {
         let number = {
@@ -560,18 +650,19 @@ impl Engine {
 
     /// At the end of the backward that is running: waits for what the caller of backward expects to be done.
     pub(crate) fn await_end(&self, backward: &runtime::autograd::Backward) -> Result<()> {
-        let sink = {
-            let mut state = self.0.state.lock();
-            if std::mem::replace(&mut state.ending, true) {
-                return Ok(());
-            }
-            state.sink.clone()
-        };
+        if std::mem::replace(&mut self.0.state.lock().ending, true) {
+            return Ok(());
+        }
         let engine = self.clone();
         Ok(backward.at_end(move || {
-            engine.0.state.lock().ending = false;
+            let steps = {
+                let mut state = engine.0.state.lock();
+                state.ending = false;
+                state.sink.is_some()
+            };
             engine.0.store.synchronize()?;
-            if sink.is_none_or(|sink| sink.waits()) {
+            // The optimizer of the engine says itself when it is to be waited for.
+            if !steps {
                 engine.0.host.synchronize()?;
             }
             Ok(engine.check_at_home()?)

@@ -77,6 +77,8 @@ pub(crate) struct Layer {
     gradients: Vec<Option<Tensor>>,
     /// How often the engine's own optimizer has changed the trained tensors, or will have when what is queued is done.
     pub(crate) generation: u64,
+    /// Whether the change of this step is queued, so that the layer may be read ahead for the next one.
+    pub(crate) settled: bool,
     /// When the last of those changes is done.
     pub(crate) updated: Option<Arc<Event>>,
     /// When the gradients that were delivered are in the host's memory.
@@ -117,6 +119,7 @@ impl Layer {
             gradients: named.iter().map(|_| None).collect(),
             layout,
             generation: 0,
+            settled: false,
             updated: None,
             arrived: Vec::new(),
         };

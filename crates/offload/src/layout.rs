@@ -77,11 +77,6 @@ impl Layout {
     pub(crate) fn views(&self, flat: &Tensor) -> Result<Vec<Tensor>> {
         self.places.iter().map(|place| view(flat, 0, place)).collect()
     }
-
-    /// Bytes of the trained tensors, with what aligns them.
-    pub(crate) fn trained_bytes(&self) -> usize {
-        self.regions.iter().filter(|region| region.trained).map(|region| region.range.len()).sum()
-    }
 }
 
 /// The tensor at `place` in `flat`, whose first byte is the layer's `origin`.
@@ -116,7 +111,6 @@ mod tests {
             [0..30, 768..796, 256..656]
         );
         assert_eq!(layout.bytes, 1024);
-        assert_eq!(layout.trained_bytes(), 256);
         let regions: Vec<_> =
             layout.regions.iter().map(|region| (region.trained, region.range.clone())).collect();
         assert_eq!(regions, [(false, 0..768), (true, 768..1024)]);

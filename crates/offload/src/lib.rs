@@ -37,6 +37,7 @@ mod engine;
 mod error;
 mod function;
 mod home;
+mod host_adam_w;
 mod layout;
 mod occupancy;
 mod offload;
@@ -50,6 +51,7 @@ pub use blocks::{
 pub use engine::Counters;
 pub use error::{Error, Result};
 pub use home::Tier;
+pub use host_adam_w::{HostAdamW, HostOptions, StateBytes, Stepped};
 pub use offload::Offload;
 pub use options::{Method, Options, Point, Probe};
 pub use schedule::Direction;

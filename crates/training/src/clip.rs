@@ -112,12 +112,15 @@ pub fn clip_(grads: &[impl Borrow<Tensor>], limit: f64, non_finite: NonFinite) -
     Ok(value)
 }
 
+/// What gradients whose norm is `norm` are multiplied by to keep the limit; `None` where they keep it.
+pub fn factor(norm: f64, limit: f64) -> Option<f64> {
+    let factor = limit / (norm + EPS);
+    (factor < 1.0).then_some(factor)
+}
+
 /// [`scale_to_`] with a norm that the host knows: nothing is done where the limit is kept.
 pub(crate) fn scale_to_known_(grads: &[impl Borrow<Tensor>], norm: f64, limit: f64) -> Result<()> {
-    let factor = limit / (norm + EPS);
-    if factor >= 1.0 {
-        return Ok(());
-    }
+    let Some(factor) = factor(norm, limit) else { return Ok(()) };
     let _no_grad = tch::no_grad_guard();
     let grads: Vec<Tensor> = grads.iter().map(|grad| grad.borrow().f_detach()).collect::<Result<_, _>>()?;
     Ok(foreach::mul_scalar_(&grads, factor)?)
@@ -131,7 +134,11 @@ pub(crate) fn not_finite(norm: f64) -> Error {
     Error::config("gradient clipping", reason)
 }
 
-pub(crate) fn check(limit: f64) -> Result<()> {
+/// Refuses a limit that is not positive.
+///
+/// # Errors
+/// That.
+pub fn check(limit: f64) -> Result<()> {
     if limit.is_finite() && limit > 0.0 {
         return Ok(());
     }

@@ -1,0 +1,566 @@
+//! AdamW whose state lives on the host, and whose step runs while backward goes on.
+//!
+//! Per parameter the state is 8 bytes (m and v), and 4 more for the unrounded weight of a bf16 model; the step reads and writes all of
+//! it once. On the device that is memory for nothing between steps. On the host it costs the way of the gradient down and of the
+//! weight up, which a layer that is offloaded goes anyway:
+//!
+//! ```text
+//! compute   … backward of layer 5 │ backward of layer 4 │ backward of layer 3 │ …
+//! store                           │ ∂L/∂w of 5          │ ∂L/∂w of 4          │
+//! host                                          │ AdamW of 5 │        │ AdamW of 4 │
+//! ```
+//!
+//! A layer's gradient is consumed as soon as it has arrived, so that gradients of the whole model are never in memory at once. Two
+//! things need all gradients before the first step, and keep them on the host until then: accumulation, until the last micro-batch,
+//! and clipping, whose norm is that of all. Clipped, the layers step in the order of forward, and the next forward may begin
+//! while the last ones are not done ([`HostOptions::overlap`]): a load waits for its layer's step.
+//!
+//! Weights, state and schedule are bit for bit those of [`training::optimizer::AdamW`] with the same groups. What [`Offload`] did not
+//! take home (embeddings, norms, head, resident layers) is stepped by exactly that, where it lies.
+//!
+//! Sources: ZeRO-Offload (Ren et al., arXiv:2101.06840) for the host's state; LOMO (Lv et al., arXiv:2306.09782) for the step
+//! within backward; AdamW (Loshchilov & Hutter, arXiv:1711.05101).
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::fmt;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use runtime::autograd::set_grad;
+use runtime::device::{self, Event};
+use runtime::fused::adam::{AdamStep, AdamTensors, adam};
+use runtime::precision::identity;
+use tch::{Device, Kind, Tensor};
+use training::clip;
+use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+
+use crate::engine::{Engine, Sink};
+use crate::error::{Error, Result};
+use crate::offload::Offload;
+
+/// Layers whose steps may wait for the host's thread, each with its gradients.
+const WAITING: usize = 2;
+
+/// How [`HostAdamW`] steps.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct HostOptions {
+    /// The norm of all gradients is clipped to this. A step whose norm is not finite is left out.
+    pub clip: Option<f64>,
+    /// Lets [`HostAdamW::step`] return while the host still steps; the next forward waits layer by layer. Whoever reads weights in between
+    /// calls [`Offload::synchronize`] first.
+    pub overlap: bool,
+    /// Keeps the unrounded weights of bf16 and fp16 layers, in fp32.
+    pub master_weights: bool,
+}
+
+/// What a step did.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Stepped {
+    /// The norm of all gradients before clipping, where it was asked for.
+    pub norm: Option<f64>,
+    /// Whether the step was left out, as the norm was not finite.
+    pub skipped: bool,
+}
+
+/// AdamW on the host. See the [module](self).
+///
+/// ```
+/// use models::module::{Input, LanguageModel, trainable};
+/// use models::{Llama, LlamaConfig};
+/// use offload::{HostAdamW, HostOptions, Offload, Options};
+/// use tch::{Device, Kind, Tensor};
+/// use training::optimizer::{AdamW, Group};
+///
+/// let config = LlamaConfig::qwen2(100, 32, 64, 4, 4);
+/// let mut model = Llama::new(&config, (Kind::Float, Device::Cpu))?;
+/// let offload = Offload::apply(&mut model, &Options::default())?;
+/// let group = Group::new(trainable(&model), 1e-3);
+/// let mut optimizer = HostAdamW::new(&offload, vec![group], AdamW::default(), HostOptions::default())?;
+///
+/// let tokens = Tensor::from_slice(&[3i64, 1, 4, 1]).view([1, 4]);
+/// for _ in 0..3 {
+///     let loss = model.loss(&Input::new(&tokens), &tokens)?.sum;
+///     runtime::autograd::backward(&[&loss])?;
+///     optimizer.step()?;
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct HostAdamW {
+    engine: Engine,
+    shared: Arc<Shared>,
+    /// All parameters, in the groups' order: that in which the norm sums them.
+    parameters: Vec<Tensor>,
+    /// What did not go home.
+    rest: Option<Optimizer>,
+    options: HostOptions,
+}
+
+struct Shared {
+    clips: bool,
+    state: Mutex<State>,
+}
+
+struct State {
+    rule: AdamW,
+    /// Learning rate and weight decay of each group.
+    groups: Vec<(f64, f64)>,
+    factor: f64,
+    micro_batches: u64,
+    layers: Vec<LayerState>,
+    master_weights: bool,
+    waiting: VecDeque<Arc<Event>>,
+}
+
+#[derive(Default)]
+struct LayerState {
+    /// By the number of its tensor.
+    parameters: BTreeMap<usize, Parameter>,
+    /// Micro-batches of this step whose gradients have come.
+    delivered: u64,
+}
+
+struct Parameter {
+    name: String,
+    group: usize,
+    step: u64,
+    moments: Option<[Tensor; 2]>,
+    master: Option<Tensor>,
+}
+
+impl HostAdamW {
+    /// AdamW over the parameters of `groups`, on the host for those in layers that `offload` took home. From here on the engine gives it
+    /// their gradients: `.grad` stays empty, but where they have to be kept for accumulation or clipping.
+    ///
+    /// # Errors
+    /// A group with a rule of its own; layers in f64; what [`Optimizer::new`] refuses; a limit for clipping that is not positive.
+    pub fn new(offload: &Offload, groups: Vec<Group>, rule: AdamW, options: HostOptions) -> Result<Self> {
+        options.clip.map_or(Ok(()), clip::check)?;
+        let engine = offload.engine().clone();
+        let mut places = HashMap::new();
+        let count = engine.with_layers(|layers| -> Result<usize> {
+            for (layer, of) in layers.iter().enumerate() {
+                for (index, tensor) in of.tensors.iter().enumerate() {
+                    places.insert(identity(tensor)?, (layer, index));
+                }
+            }
+            Ok(layers.len())
+        })?;
+        let mut layers: Vec<LayerState> = (0..count).map(|_| LayerState::default()).collect();
+        let (mut rates, mut rest, mut parameters) = (Vec::new(), Vec::new(), Vec::new());
+        // The whole is checked as the ordinary optimizer checks it.
+        Optimizer::new(rule, groups.iter().map(handles).collect())?;
+        for (number, group) in groups.into_iter().enumerate() {
+            if group.rule.is_some() {
+                let reason = format!(
+                    "group `{}` has a rule of its own; expected one AdamW for all groups",
+                    group.name
+                );
+                return Err(Error::config("optimizer", reason));
+            }
+            rates.push((group.lr, group.weight_decay));
+            let mut outside = Vec::new();
+            for (name, tensor) in &group.parameters {
+                parameters.extend((!group.frozen).then(|| tensor.shallow_clone()));
+                let Some(&(layer, index)) = places.get(&identity(tensor)?) else {
+                    outside.push((name.clone(), tensor.shallow_clone()));
+                    continue;
+                };
+                if tensor.kind() == Kind::Double {
+                    let reason = format!(
+                        "`{name}` is Double; the host's step computes in fp32. Take the ordinary optimizer"
+                    );
+                    return Err(Error::config("optimizer", reason));
+                }
+                if !group.frozen {
+                    let parameter =
+                        Parameter { name: name.clone(), group: number, step: 0, moments: None, master: None };
+                    layers[layer].parameters.insert(index, parameter);
+                }
+            }
+            rest.push(Group { parameters: outside, ..group });
+        }
+        rest.retain(|group| !group.parameters.is_empty());
+        let rest = if rest.is_empty() { None } else { Some(Optimizer::new(rule, rest)?) };
+        let rest = match rest {
+            Some(rest) if options.master_weights => Some(rest.with_master_weights()),
+            rest => rest,
+        };
+        let shared = Arc::new(Shared {
+            clips: options.clip.is_some(),
+            state: Mutex::new(State {
+                rule,
+                groups: rates,
+                factor: 1.0,
+                micro_batches: 1,
+                layers,
+                master_weights: options.master_weights,
+                waiting: VecDeque::new(),
+            }),
+        });
+        engine.set_sink(Some(shared.clone()));
+        Ok(Self { engine, shared, parameters, rest, options })
+    }
+
+    /// Says how many micro-batches the coming step has, before the first of them; 1 until it is said.
+    ///
+    /// # Errors
+    /// 0; a step that has begun already.
+    pub fn begin(&mut self, micro_batches: u64) -> Result<()> {
+        let mut state = self.shared.state.lock();
+        if micro_batches == 0 {
+            return Err(Error::config("optimizer", "a step of 0 micro-batches; expected 1 or more"));
+        }
+        if state.layers.iter().any(|layer| layer.delivered > 0) {
+            return Err(Error::config(
+                "optimizer",
+                "gradients of a step have come already; end it with `step` first",
+            ));
+        }
+        state.micro_batches = micro_batches;
+        Ok(())
+    }
+
+    /// What multiplies every group's learning rate from now on: a schedule's factor.
+    ///
+    /// # Errors
+    /// A factor that is negative or not finite.
+    pub fn set_factor(&mut self, factor: f64) -> Result<()> {
+        if !(factor.is_finite() && factor >= 0.0) {
+            let reason =
+                format!("the learning rate's factor is {factor}; expected a finite number from 0 on");
+            return Err(Error::config("optimizer", reason));
+        }
+        if let Some(rest) = &mut self.rest {
+            rest.set_factor(factor)?;
+        }
+        self.shared.state.lock().factor = factor;
+        Ok(())
+    }
+
+    /// The learning rate of each group's next step.
+    pub fn learning_rates(&self) -> Vec<f64> {
+        let state = self.shared.state.lock();
+        state.groups.iter().map(|(lr, _)| lr * state.factor).collect()
+    }
+
+    /// Ends a step: what has not been stepped within backward is stepped now, and all gradients are gone.
+    ///
+    /// # Errors
+    /// A failure on the host's thread, that of an earlier step with [`HostOptions::overlap`] included; those of libtorch.
+    pub fn step(&mut self) -> Result<Stepped> {
+        let mut stepped = Stepped { norm: None, skipped: false };
+        let mut factor = None;
+        if let Some(limit) = self.options.clip {
+            // All gradients are at home.
+            self.engine.synchronize()?;
+            let gradients =
+                self.parameters.iter().map(|tensor| Ok(tensor.f_grad()?)).collect::<Result<Vec<_>>>()?;
+            let gradients: Vec<Tensor> = gradients.into_iter().filter(Tensor::defined).collect();
+            let norm = clip::norm(&gradients)?.read()?;
+            stepped = Stepped { norm: Some(norm), skipped: !norm.is_finite() };
+            factor = clip::factor(norm, limit);
+        }
+        if stepped.skipped {
+            self.forget_gradients()?;
+        } else {
+            self.step_layers(factor)?;
+            if let Some(rest) = &mut self.rest {
+                if let Some(factor) = factor {
+                    let _no_grad = tch::no_grad_guard();
+                    runtime::ops::foreach::mul_scalar_(&rest.gradients()?, factor)?;
+                }
+                rest.step()?;
+            }
+        }
+        if let Some(rest) = &self.rest {
+            rest.zero_grad(ZeroGrad::ToNone)?;
+        }
+        self.shared.state.lock().layers.iter_mut().for_each(|layer| layer.delivered = 0);
+        if self.options.overlap {
+            self.engine.send_ahead()?;
+        } else {
+            self.engine.synchronize()?;
+        }
+        Ok(stepped)
+    }
+
+    /// Steps, in the order of forward, every layer that still has gradients.
+    fn step_layers(&mut self, factor: Option<f64>) -> Result<()> {
+        let mut state = self.shared.state.lock();
+        // These are all queued whatever is before them: nothing follows that would make more gradients.
+        state.waiting.clear();
+        for layer in 0..state.layers.len() {
+            let (gradients, arrived) = kept(&self.engine, layer)?;
+            if !gradients.is_empty() {
+                state.step(&self.engine, layer, gradients, &arrived, factor)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn forget_gradients(&mut self) -> Result<()> {
+        let layers = self.shared.state.lock().layers.len();
+        (0..layers).try_for_each(|layer| kept(&self.engine, layer).map(drop))
+    }
+
+    /// The state as named tensors, named as [`Optimizer::state`] names them, so that a checkpoint of one can be read by the other.
+    /// They share memory with the optimizer's own.
+    ///
+    /// # Errors
+    /// A failure of the host's thread, which is waited for.
+    pub fn state(&self) -> Result<Vec<(String, Tensor)>> {
+        self.engine.synchronize()?;
+        let state = self.shared.state.lock();
+        let mut named = Vec::new();
+        for parameter in state.layers.iter().flat_map(|layer| layer.parameters.values()) {
+            let Parameter { name, step, moments: Some([m, v]), master, .. } = parameter else { continue };
+            named.push((format!("{name}.step"), Tensor::from(*step as i64)));
+            named.push((format!("{name}.exp_avg"), m.shallow_clone()));
+            named.push((format!("{name}.exp_avg_sq"), v.shallow_clone()));
+            named.extend(master.iter().map(|master| (format!("{name}.master"), master.shallow_clone())));
+        }
+        named.extend(self.rest.iter().flat_map(Optimizer::state));
+        Ok(named)
+    }
+
+    /// Puts back what [`HostAdamW::state`] or [`Optimizer::state`] gave. A parameter without any tensor in it starts anew.
+    ///
+    /// # Errors
+    /// All names that are missing, not known, or of another shape or dtype; nothing is changed then.
+    pub fn load_state(&mut self, tensors: &[(String, Tensor)]) -> Result<()> {
+        self.engine.synchronize()?;
+        // The ordinary optimizer's own reading decides what fits.
+        let mut state = self.shared.state.lock();
+        let of_layers: Vec<(String, Tensor)> = self.engine.with_layers(|layers| {
+            let tensor = |layer: usize, index: usize| layers[layer].tensors[index].shallow_clone();
+            let layers = state.layers.iter().enumerate();
+            layers
+                .flat_map(|(layer, of)| of.parameters.iter().map(move |(index, of)| (layer, *index, of)))
+                .map(|(layer, index, of)| (of.name.clone(), tensor(layer, index)))
+                .collect()
+        });
+        let is_ours = |name: &str| {
+            of_layers.iter().any(|(own, _)| name.strip_prefix(own.as_str()).is_some_and(|rest| is_slot(rest)))
+        };
+        let (ours, others): (Vec<_>, Vec<_>) = tensors
+            .iter()
+            .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()))
+            .partition(|(name, _)| is_ours(name));
+        let mut reader = (!of_layers.is_empty())
+            .then(|| Optimizer::new(state.rule, vec![Group::new(of_layers, 0.0)]))
+            .transpose()?;
+        if let Some(reader) = &mut reader {
+            reader.load_state(&ours)?;
+        }
+        match &mut self.rest {
+            Some(rest) => rest.load_state(&others)?,
+            None if others.is_empty() => {}
+            None => {
+                let names: Vec<&str> = others.iter().map(|(name, _)| name.as_str()).take(8).collect();
+                let reason = format!("its state has no {}", names.join(", "));
+                return Err(Error::config("optimizer", reason));
+            }
+        }
+        let read: HashMap<String, Tensor> = reader.iter().flat_map(Optimizer::state).collect();
+        for parameter in state.layers.iter_mut().flat_map(|layer| layer.parameters.values_mut()) {
+            let slot = |slot: &str| read.get(&format!("{}.{slot}", parameter.name));
+            let own = |tensor: &Tensor| -> Result<Tensor> {
+                let home = device::pinned_empty(&tensor.size(), tensor.kind(), Device::Cpu)?;
+                home.shallow_clone().f_copy_(tensor)?;
+                Ok(home)
+            };
+            let moments = slot("exp_avg").zip(slot("exp_avg_sq"));
+            let (step, moments, master) = (
+                slot("step").map_or(Ok(0), |step| step.f_int64_value(&[]))?,
+                moments.map(|(m, v)| Ok::<_, Error>([own(m)?, own(v)?])).transpose()?,
+                slot("master").map(own).transpose()?,
+            );
+            (parameter.step, parameter.moments, parameter.master) = (step as u64, moments, master);
+        }
+        Ok(())
+    }
+
+    /// Bytes of state on the host, and elsewhere.
+    pub fn state_bytes(&self) -> StateBytes {
+        let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
+        let state = self.shared.state.lock();
+        let parameters = state.layers.iter().flat_map(|layer| layer.parameters.values());
+        let host = parameters.flat_map(|of| of.moments.iter().flatten().chain(&of.master)).map(bytes).sum();
+        StateBytes { host, device: self.rest.as_ref().map_or(0, Optimizer::state_bytes) }
+    }
+}
+
+/// Where state lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StateBytes {
+    /// Of layers that are at home.
+    pub host: u64,
+    /// Of the rest, beside its parameters.
+    pub device: u64,
+}
+
+impl Drop for HostAdamW {
+    fn drop(&mut self) {
+        // What fails now was, or will be, an error of the next use of the weights.
+        let _ = self.engine.synchronize();
+        self.engine.set_sink(None);
+    }
+}
+
+impl fmt::Debug for HostAdamW {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostAdamW").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+impl Sink for Shared {
+    fn deliver(&self, engine: &Engine, layer: usize, gradients: Vec<(usize, Tensor)>) -> Result<()> {
+        let mut state = self.state.lock();
+        let of = &mut state.layers[layer];
+        // What no group has is nobody's.
+        let gradients: Vec<(usize, Tensor)> =
+            gradients.into_iter().filter(|(index, _)| of.parameters.contains_key(index)).collect();
+        of.delivered += 1;
+        let (first, last) = (of.delivered == 1, of.delivered == state.micro_batches);
+        if first {
+            engine.with_layers(|layers| layers[layer].settled = false);
+        }
+        if self.clips || !last {
+            return engine.keep(layer, gradients);
+        }
+        let (gradients, arrived) = if first {
+            engine.bring_home(layer, gradients)?
+        } else {
+            engine.keep(layer, gradients)?;
+            kept(engine, layer)?
+        };
+        // Gradients that wait are memory: backward goes no further ahead of the host than this.
+        while state.waiting.len() >= WAITING {
+            if let Some(oldest) = state.waiting.pop_front() {
+                oldest.synchronize()?;
+            }
+        }
+        state.step(engine, layer, gradients, &arrived, None)
+    }
+}
+
+impl State {
+    /// Queues the step of a layer.
+    fn step(
+        &mut self,
+        engine: &Engine,
+        layer: usize,
+        gradients: Vec<(usize, Tensor)>,
+        arrived: &[Arc<Event>],
+        factor: Option<f64>,
+    ) -> Result<()> {
+        let weights: Vec<Tensor> = engine.with_layers(|layers| {
+            gradients.iter().map(|(index, _)| layers[layer].tensors[*index].shallow_clone()).collect()
+        });
+        let AdamW { beta1, beta2, eps } = self.rule;
+        let mut work = Vec::new();
+        for ((index, gradient), weight) in gradients.into_iter().zip(weights) {
+            let Some(parameter) = self.layers[layer].parameters.get_mut(&index) else { continue };
+            let (lr, weight_decay) = self.groups[parameter.group];
+            parameter.step += 1;
+            let step = AdamStep {
+                lr: lr * self.factor,
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                decoupled: true,
+                step: parameter.step,
+                gradient_factor: factor,
+            };
+            let moments = parameter.moments(&weight)?;
+            let master = parameter.master(&weight, self.master_weights)?;
+            work.push((step, gradient, weight, moments, master));
+        }
+        let updated = engine.update(layer, arrived, move || {
+            let _no_grad = tch::no_grad_guard();
+            for (step, gradient, weight, [m, v], master) in work {
+                // Of a version of its own: the engine knows of this change by the layer's generation, ahead of time, and the
+                // tensor's version tells it of those by others.
+                let weight = weight.f_data()?;
+                let gradient = gradient.f_contiguous()?;
+                let rounds = weight.kind() != Kind::Float;
+                let master = match master {
+                    Some(master) => master,
+                    None if rounds => weight.f_to_kind(Kind::Float)?,
+                    None => weight.shallow_clone(),
+                };
+                let tensors = AdamTensors {
+                    gradient: &gradient,
+                    master: &master,
+                    exp_avg: &m,
+                    exp_avg_sq: &v,
+                    weight: rounds.then_some(&weight),
+                };
+                adam(&tensors, &step)?;
+            }
+            Ok(())
+        })?;
+        self.waiting.push_back(updated);
+        Ok(())
+    }
+}
+
+impl Parameter {
+    fn moments(&mut self, weight: &Tensor) -> Result<[Tensor; 2]> {
+        let moments = match &self.moments {
+            Some(moments) => moments,
+            None => {
+                let zero = || -> Result<Tensor> {
+                    let mut tensor = device::pinned_empty(&weight.size(), Kind::Float, Device::Cpu)?;
+                    Ok(tensor.f_zero_()?)
+                };
+                self.moments.insert([zero()?, zero()?])
+            }
+        };
+        Ok(moments.each_ref().map(Tensor::shallow_clone))
+    }
+
+    /// The unrounded weight, where one is kept. The weight itself is not being changed: its last step is done, or none was.
+    fn master(&mut self, weight: &Tensor, keep: bool) -> Result<Option<Tensor>> {
+        if self.master.is_none() && keep && weight.kind() != Kind::Float {
+            let _no_grad = tch::no_grad_guard();
+            let mut master = device::pinned_empty(&weight.size(), Kind::Float, Device::Cpu)?;
+            master.f_copy_(weight)?;
+            self.master = Some(master);
+        }
+        Ok(self.master.as_ref().map(Tensor::shallow_clone))
+    }
+}
+
+/// Takes the gradients of a layer that were kept at home, and says when they are there.
+fn kept(engine: &Engine, layer: usize) -> Result<(Vec<(usize, Tensor)>, Vec<Arc<Event>>)> {
+    engine.with_layers(|layers| {
+        let of = &mut layers[layer];
+        let mut gradients = Vec::new();
+        for (index, tensor) in of.tensors.iter().enumerate() {
+            let gradient = tensor.f_grad()?;
+            if gradient.defined() {
+                set_grad(tensor, None)?;
+                gradients.push((index, gradient));
+            }
+        }
+        Ok((gradients, std::mem::take(&mut of.arrived)))
+    })
+}
+
+/// The same group on the same parameters.
+fn handles(group: &Group) -> Group {
+    let parameters = group.parameters.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+    Group {
+        name: group.name.clone(),
+        weight_decay: group.weight_decay,
+        frozen: group.frozen,
+        ..Group::new(parameters, group.lr)
+    }
+}
+
+/// What follows a parameter's name in its state's.
+fn is_slot(rest: &str) -> bool {
+    [".step", ".exp_avg", ".exp_avg_sq", ".master"].contains(&rest)
+}
