@@ -1,0 +1,221 @@
+//! Gradients on their way home, and changes of what lives there.
+
+use std::sync::Arc;
+
+use runtime::autograd::{Backward, GradMode, set_grad};
+use runtime::device::{self, Event, Stream};
+use tch::{Device, Tensor};
+
+use super::{Engine, State};
+use crate::error::Result;
+use crate::options::Point;
+use crate::schedule::Direction;
+use crate::trace::Lane;
+
+/// Who takes gradients that arrive from a layer's backward.
+pub(crate) trait Sink: Send + Sync {
+    /// Gradients of the layer's trained tensors, by their number, on the device.
+    fn deliver(&self, engine: &Engine, layer: usize, gradients: Vec<(usize, Tensor)>) -> Result<()>;
+}
+
+impl Engine {
+    /// Takes the gradients that a backward left at `leaves` to the host.
+    pub(crate) fn deliver(&self, layer: usize, leaves: &[Tensor]) -> Result<()> {
+        let trained: Vec<usize> = self.with_layers(|layers| layers[layer].trained().collect());
+        let mut gradients = Vec::new();
+        for index in trained {
+            let gradient = leaves[index].f_grad()?;
+            if gradient.defined() {
+                set_grad(&leaves[index], None)?;
+                gradients.push((index, gradient));
+            }
+        }
+        let sink = self.0.state.lock().sink.clone();
+        match sink {
+            Some(sink) => sink.deliver(self, layer, gradients),
+            None => self.keep(layer, gradients),
+        }
+    }
+
+    /// Adds gradients to those of the model's own tensors, in the host's memory. They are there when the stream's work is done.
+    pub(crate) fn keep(&self, layer: usize, gradients: Vec<(usize, Tensor)>) -> Result<()> {
+        let current = Stream::current(self.device())?;
+        let computed = Event::untimed(self.device())?;
+        current.record(&computed)?;
+        let (store, host) = (&self.0.store, &self.0.host);
+        store.wait(&computed)?;
+        let mut state = self.0.state.lock();
+        let State { layers, counters, .. } = &mut *state;
+        let of = &mut layers[layer];
+        let mut work = Vec::new();
+        for (index, gradient) in gradients {
+            let tensor = of.tensors[index].shallow_clone();
+            let sum = tensor.f_grad()?;
+            counters.stored += (gradient.numel() * gradient.kind().elt_size_in_bytes()) as u64;
+            if sum.defined() {
+                work.push((sum, gradient, true));
+            } else {
+                let room = of.gradient_room(index, self.0.homing.pinned_for)?;
+                set_grad(&tensor, Some(&room))?;
+                work.push((room, gradient, false));
+            }
+        }
+        let bytes = of.gradient_bytes();
+        let begin = self.0.trace.begin(store)?;
+        let (mut additions, on_host) = (Vec::new(), self.device() == Device::Cpu);
+        let mut copies = Vec::new();
+        for (target, gradient, adds) in work {
+            device::record_stream(&gradient, store)?;
+            if adds && !on_host {
+                let staging = device::pinned_empty(&gradient.size(), gradient.kind(), self.device())?;
+                copies.push((staging.shallow_clone(), gradient, false));
+                additions.push((target, staging));
+            } else {
+                copies.push((target, gradient, adds));
+            }
+        }
+        let options = self.0.options.clone();
+        store.submit(move || {
+            options.at(Point::Store)?;
+            let _no_grad = GradMode::off();
+            for (mut target, gradient, adds) in copies {
+                if adds {
+                    let _ = target.f_add_(&gradient)?;
+                } else if on_host && gradient.is_contiguous() {
+                    device::copy_on_this_thread(&target, &gradient)?;
+                } else {
+                    device::copy_async(&mut target, &gradient)?;
+                }
+            }
+            Ok(())
+        })?;
+        self.0.trace.end(store, begin, (Lane::Store, of.number, Direction::Backward), bytes)?;
+        let copied = Arc::new(Event::untimed(self.device())?);
+        store.record(&copied)?;
+        of.arrived = vec![copied.clone()];
+        if !additions.is_empty() {
+            host.wait(&copied)?;
+            host.submit(move || {
+                let _no_grad = GradMode::off();
+                additions.into_iter().try_for_each(|(mut sum, part)| Ok(sum.f_add_(&part).map(drop)?))
+            })?;
+            let added = Arc::new(Event::untimed(Device::Cpu)?);
+            host.record(&added)?;
+            of.arrived.push(added);
+        }
+        Ok(())
+    }
+
+    /// Takes gradients to the host for one use there, without adding them to any: where the device is the host they are there. They are
+    /// when the events are complete.
+    pub(crate) fn bring_home(
+        &self,
+        layer: usize,
+        gradients: Vec<(usize, Tensor)>,
+    ) -> Result<(Vec<(usize, Tensor)>, Vec<Arc<Event>>)> {
+        let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
+        let total = gradients.iter().map(|(_, gradient)| bytes(gradient)).sum::<u64>();
+        let number = {
+            let mut state = self.0.state.lock();
+            state.counters.stored += total;
+            state.layers[layer].number
+        };
+        let computed = Arc::new(Event::untimed(self.device())?);
+        Stream::current(self.device())?.record(&computed)?;
+        self.0.options.at(Point::Store)?;
+        if self.device() == Device::Cpu {
+            return Ok((gradients, vec![computed]));
+        }
+        let store = &self.0.store;
+        store.wait(&computed)?;
+        let begin = self.0.trace.begin(store)?;
+        let mut home = Vec::new();
+        for (index, gradient) in gradients {
+            device::record_stream(&gradient, store)?;
+            let room = device::pinned_empty(&gradient.size(), gradient.kind(), self.0.homing.pinned_for)?;
+            let mut target = room.shallow_clone();
+            store.submit(move || {
+                let _no_grad = GradMode::off();
+                device::copy_async(&mut target, &gradient)
+            })?;
+            home.push((index, room));
+        }
+        self.0.trace.end(store, begin, (Lane::Store, number, Direction::Backward), total)?;
+        let copied = Arc::new(Event::untimed(self.device())?);
+        store.record(&copied)?;
+        Ok((home, vec![copied]))
+    }
+
+    /// Queues a change of a layer's tensors at home on the host's thread, behind `after` and behind every load that was queued before.
+    /// What the slots hold of the layer is old from here on. Returns when the change is done.
+    pub(crate) fn update(
+        &self,
+        layer: usize,
+        after: &[Arc<Event>],
+        work: impl FnOnce() -> runtime::Result<()> + Send + 'static,
+    ) -> Result<Arc<Event>> {
+        let host = &self.0.host;
+        let read = Event::untimed(self.device())?;
+        self.0.prefetch.record(&read)?;
+        host.wait(&read)?;
+        for event in after {
+            host.wait(event)?;
+        }
+        let mut state = self.0.state.lock();
+        let of = &mut state.layers[layer];
+        let begin = self.0.trace.begin(host)?;
+        let options = self.0.options.clone();
+        host.submit(move || {
+            options.at(Point::Update)?;
+            work()
+        })?;
+        self.0.trace.end(host, begin, (Lane::Host, of.number, Direction::Backward), 0)?;
+        let updated = Arc::new(Event::untimed(Device::Cpu)?);
+        host.record(&updated)?;
+        of.generation += 1;
+        of.updated = Some(updated.clone());
+        of.settled = true;
+        Ok(updated)
+    }
+
+    /// A gradient in memory of the host's own, now.
+    pub(crate) fn to_host(&self, layer: usize, gradient: &Tensor) -> Result<Tensor> {
+        let number = {
+            let mut state = self.0.state.lock();
+            state.counters.stored += (gradient.numel() * gradient.kind().elt_size_in_bytes()) as u64;
+            state.layers[layer].number
+        };
+        self.0.options.at(Point::Store)?;
+        let current = Stream::current(self.device())?;
+        let begin = self.0.trace.begin(&current)?;
+        let mut home = device::pinned_empty(&gradient.size(), gradient.kind(), self.0.homing.pinned_for)?;
+        {
+            let _no_grad = GradMode::off();
+            home.f_copy_(gradient)?;
+        }
+        let bytes = (gradient.numel() * gradient.kind().elt_size_in_bytes()) as u64;
+        self.0.trace.end(&current, begin, (Lane::Store, number, Direction::Backward), bytes)?;
+        Ok(home)
+    }
+
+    /// At the end of the backward that is running: waits for what the caller of backward expects to be done.
+    pub(crate) fn await_end(&self, backward: &Backward) -> Result<()> {
+        if std::mem::replace(&mut self.0.state.lock().ending, true) {
+            return Ok(());
+        }
+        let engine = self.clone();
+        Ok(backward.at_end(move || {
+            let steps = {
+                let mut state = engine.0.state.lock();
+                state.ending = false;
+                state.sink.is_some()
+            };
+            engine.0.store.synchronize()?;
+            // The optimizer of the engine says itself when it is to be waited for.
+            if !steps {
+                engine.0.host.synchronize()?;
+            }
+            Ok(engine.check_at_home()?)
+        })?)
+    }
+}
