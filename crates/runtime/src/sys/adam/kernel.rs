@@ -127,8 +127,8 @@ impl<G: Element<Compute = f32>, W: Element<Compute = f32>> WithSimd for Task<G, 
                     // SAFETY: as above.
                     let mut g: [f32; BLOCK] = unsafe { load(raw.as_ptr()) };
                     if let Some(factor) = factor {
-                        for i in 0..BLOCK {
-                            g[i] = G::round(g[i] * factor).widen();
+                        for g in &mut g {
+                            *g = G::round(*g * factor).widen();
                         }
                     }
                     block(simd, c, &g, p, m, v);
@@ -238,8 +238,8 @@ mod tests {
         fn with_simd<S: Simd>(self, simd: S) -> Option<f32> {
             let mut values = [0.0f32; BLOCK];
             for first in (self.from..self.to).step_by(BLOCK) {
-                for i in 0..BLOCK {
-                    values[i] = f32::from_bits(first + i as u32);
+                for (value, bits) in values.iter_mut().zip(first..) {
+                    *value = f32::from_bits(bits);
                 }
                 let mut ours = values;
                 for x in S::as_mut_simd_f32s(&mut ours).0 {
