@@ -23,24 +23,27 @@ pub(crate) enum Effort {
 /// Figures with the case each belongs to.
 pub(crate) type Figures = Vec<(Case, Metric)>;
 
+/// Measures a group of figures.
+pub(crate) type Measure = Box<dyn Fn(Device, Effort) -> anyhow::Result<Figures>>;
+
 /// One group of figures.
 pub(crate) struct Part {
     pub(crate) about: &'static str,
     pub(crate) experiment: &'static str,
-    pub(crate) run: fn(Device, Effort) -> anyhow::Result<Figures>,
+    pub(crate) run: Measure,
 }
 
 /// What can be measured on `device`.
 pub(crate) fn parts(device: Device) -> Vec<Part> {
     let cost = "runtime-cost";
     let mut parts = vec![
-        Part { about: "hand-written functions", experiment: cost, run: functions },
-        Part { about: "counting work", experiment: cost, run: counter },
-        Part { about: "matrix products", experiment: cost, run: products },
+        Part { about: "hand-written functions", experiment: cost, run: Box::new(functions) },
+        Part { about: "counting work", experiment: cost, run: Box::new(counter) },
+        Part { about: "matrix products", experiment: cost, run: Box::new(products) },
     ];
     if device == Device::Cpu {
-        parts.insert(0, Part { about: "tracking allocations", experiment: cost, run: tracking });
-        parts.push(Part { about: "large blocks", experiment: cost, run: large_blocks });
+        parts.insert(0, Part { about: "tracking allocations", experiment: cost, run: Box::new(tracking) });
+        parts.push(Part { about: "large blocks", experiment: cost, run: Box::new(large_blocks) });
     }
     parts
 }

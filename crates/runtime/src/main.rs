@@ -1,5 +1,6 @@
 //! `runtime`: what this machine offers, and what the runtime's own machinery costs on it.
 
+mod adam;
 mod cost;
 mod elementwise;
 mod norms;
@@ -50,6 +51,15 @@ enum Command {
         #[arg(long, value_enum, default_value_t)]
         scale: Scale,
     },
+    /// Measure a step of Adam on the CPU beside libtorch's fused kernel, in fp32 and in mixed precision
+    Adam {
+        /// How long to measure
+        #[arg(long, value_enum, default_value_t)]
+        scale: Scale,
+        /// Parameters of the step; those of `smoke` fit a cache
+        #[arg(long, value_parser = clap::value_parser!(i64).range(1..))]
+        parameters: Option<i64>,
+    },
     /// A loop of small operators; prints seconds per operator (run by `cost`, in processes of their own)
     #[command(hide = true)]
     SmallOperators {
@@ -68,6 +78,9 @@ fn main() -> ExitCode {
         Command::Elementwise { scale } => elementwise::measure(&cli.common, *scale),
         Command::Norms { scale } => measure(&cli.common, *scale, norms::parts),
         Command::FusedPieces { scale } => measure(&cli.common, *scale, pieces::parts),
+        Command::Adam { scale, parameters } => {
+            measure(&cli.common, *scale, |_| adam::parts(*scale, *parameters))
+        }
         Command::SmallOperators { tracked, operators } => {
             writeln!(std::io::stdout(), "{:e}", cost::small_operators(*tracked, *operators)?)?;
             Ok(())
@@ -100,7 +113,7 @@ fn info(common: &CommonArgs) -> anyhow::Result<()> {
 fn measure(
     common: &CommonArgs,
     scale: Scale,
-    parts: fn(tch::Device) -> Vec<cost::Part>,
+    parts: impl FnOnce(tch::Device) -> Vec<cost::Part>,
 ) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::random::seed(common.seed)?;

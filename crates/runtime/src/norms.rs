@@ -18,7 +18,7 @@ const SHAPES: [(i64, i64); 4] = [(4096, 256), (4096, 768), (2048, 2048), (1024, 
 const EPS: f64 = 1e-5;
 
 pub(crate) fn parts(_: Device) -> Vec<Part> {
-    vec![Part { about: "norms", experiment: "norms", run: norms }]
+    vec![Part { about: "norms", experiment: "norms", run: Box::new(norms) }]
 }
 
 /// What follows a norm, with a gradient that is ready: backward gives it away, as a product's backward does.

@@ -28,8 +28,8 @@ const SHAPES: [(&str, [i64; 6]); 3] = [
 pub(crate) fn parts(_: Device) -> Vec<Part> {
     let experiment = "fused-pieces";
     vec![
-        Part { about: "rotary embedding", experiment, run: rope },
-        Part { about: "SwiGLU's product", experiment, run: swiglu },
+        Part { about: "rotary embedding", experiment, run: Box::new(rope) },
+        Part { about: "SwiGLU's product", experiment, run: Box::new(swiglu) },
     ]
 }
 

@@ -253,21 +253,21 @@ mod tests {
         if *REFUSES.lock().unwrap() { 2 } else { 0 }
     }
 
-    unsafe extern "C" fn lock(memory: *mut c_void, bytes: usize, _: c_uint) -> c_int {
+    extern "C" fn lock(memory: *mut c_void, bytes: usize, _: c_uint) -> c_int {
         CALLS.lock().unwrap().push(("lock", memory as usize, bytes));
         answer()
     }
 
-    unsafe extern "C" fn unlock(memory: *mut c_void) -> c_int {
+    extern "C" fn unlock(memory: *mut c_void) -> c_int {
         CALLS.lock().unwrap().push(("unlock", memory as usize, 0));
         answer()
     }
 
-    unsafe extern "C" fn describe(_: c_int) -> *const c_char {
+    extern "C" fn describe(_: c_int) -> *const c_char {
         c"the limit of locked memory".as_ptr()
     }
 
-    unsafe extern "C" fn forget_error() -> c_int {
+    extern "C" fn forget_error() -> c_int {
         CALLS.lock().unwrap().push(("forget", 0, 0));
         0
     }
