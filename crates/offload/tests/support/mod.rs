@@ -3,7 +3,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use models::module::{Input, LanguageModel, parameters, trainable};
+use models::module::{Input, LanguageModel, Module, parameters, tensors, trainable};
 use models::{Llama, LlamaConfig};
 use offload::{Offload, Options};
 use runtime::autograd::backward;
@@ -106,5 +106,47 @@ pub fn compare(expected: &Trained, found: &Trained, case: &str) {
                 (expected - found).abs().max().to_kind(Kind::Double).double_value(&[])
             });
         }
+    }
+}
+
+/// Every tensor of a model with a copy of its bytes.
+pub fn snapshot(model: &(impl Module + ?Sized)) -> Vec<(String, Tensor)> {
+    let of = |tensor: &Tensor| tensor.detach().contiguous().view([-1]).view_dtype(Kind::Uint8).copy();
+    tensors(model).into_iter().map(|named| (named.name, of(named.tensor))).collect()
+}
+
+/// That a model's tensors are what they were, byte for byte.
+pub fn assert_intact(before: &[(String, Tensor)], model: &(impl Module + ?Sized), case: &str) {
+    let after = snapshot(model);
+    assert_eq!(before.len(), after.len(), "{case}");
+    for ((name, before), (other, after)) in before.iter().zip(&after) {
+        assert_eq!(name, other, "{case}");
+        assert!(before.equal(after), "{case}: {name} has changed");
+    }
+}
+
+/// One loss and its gradients, which are taken away again.
+pub fn gradients_of(model: &impl LanguageModel, tokens: &Tensor) -> (f64, Vec<(String, Tensor)>) {
+    let loss = model.loss(&Input::new(tokens), tokens).unwrap().sum;
+    backward(&[&loss]).unwrap();
+    let gradients = trainable(model).into_iter().map(|(name, tensor)| {
+        let gradient = tensor.grad().copy();
+        runtime::autograd::set_grad(tensor, None).unwrap();
+        (name, gradient)
+    });
+    (loss.double_value(&[]), gradients.collect())
+}
+
+/// That two of those are the same bits.
+pub fn assert_same(
+    (loss, gradients): &(f64, Vec<(String, Tensor)>),
+    found: &(f64, Vec<(String, Tensor)>),
+    case: &str,
+) {
+    assert_eq!(*loss, found.0, "{case}: the loss");
+    assert_eq!(gradients.len(), found.1.len(), "{case}");
+    for ((name, gradient), (other, found)) in gradients.iter().zip(&found.1) {
+        assert_eq!(name, other, "{case}");
+        assert!(gradient.equal(found), "{case}: the gradient of {name}");
     }
 }
