@@ -7,7 +7,7 @@ use runtime::device::{self, Event, Stream};
 use tch::{Device, Tensor};
 
 use super::{Engine, State};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::options::Point;
 use crate::schedule::Direction;
 use crate::trace::Lane;
@@ -74,20 +74,23 @@ impl Engine {
                 copies.push((target, gradient, adds));
             }
         }
-        let options = self.0.options.clone();
+        let (options, name) = (self.0.options.clone(), of.name.clone());
         store.submit(move || {
-            options.at(Point::Store)?;
-            let _no_grad = GradMode::off();
-            for (mut target, gradient, adds) in copies {
-                if adds {
-                    let _ = target.f_add_(&gradient)?;
-                } else if on_host && gradient.is_contiguous() {
-                    device::copy_on_this_thread(&target, &gradient)?;
-                } else {
-                    device::copy_async(&mut target, &gradient)?;
+            let stored = || {
+                options.at(Point::Store)?;
+                let _no_grad = GradMode::off();
+                for (mut target, gradient, adds) in copies {
+                    if adds {
+                        let _ = target.f_add_(&gradient)?;
+                    } else if on_host && gradient.is_contiguous() {
+                        device::copy_on_this_thread(&target, &gradient)?;
+                    } else {
+                        device::copy_async(&mut target, &gradient)?;
+                    }
                 }
-            }
-            Ok(())
+                Ok(())
+            };
+            stored().map_err(|cause| not_stored(&name, cause).into())
         })?;
         self.0.trace.end(store, begin, (Lane::Store, of.number, Direction::Backward), bytes)?;
         let copied = Arc::new(Event::untimed(self.device())?);
@@ -185,14 +188,17 @@ impl Engine {
             state.counters.stored += (gradient.numel() * gradient.kind().elt_size_in_bytes()) as u64;
             state.layers[layer].number
         };
-        self.0.options.at(Point::Store)?;
         let current = Stream::current(self.device())?;
         let begin = self.0.trace.begin(&current)?;
-        let mut home = device::pinned_empty(&gradient.size(), gradient.kind(), self.0.homing.pinned_for)?;
-        {
+        let copied = || -> runtime::Result<Tensor> {
+            self.0.options.at(Point::Store)?;
+            let pinned_for = self.0.homing.pinned_for;
+            let mut home = device::pinned_empty(&gradient.size(), gradient.kind(), pinned_for)?;
             let _no_grad = GradMode::off();
             home.f_copy_(gradient)?;
-        }
+            Ok(home)
+        };
+        let home = copied().map_err(|cause| not_stored(&self.name(layer), cause))?;
         let bytes = (gradient.numel() * gradient.kind().elt_size_in_bytes()) as u64;
         self.0.trace.end(&current, begin, (Lane::Store, number, Direction::Backward), bytes)?;
         Ok(home)
@@ -218,4 +224,8 @@ impl Engine {
             Ok(engine.check_at_home()?)
         })?)
     }
+}
+
+fn not_stored(layer: &str, cause: runtime::Error) -> Error {
+    Error::Transfer { what: "storing the gradients", layer: layer.to_owned(), cause: Box::new(cause) }
 }
