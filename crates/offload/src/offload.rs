@@ -2,7 +2,7 @@
 
 use models::hugging_face::Folder;
 use models::init::Init;
-use models::module::{Block, Edit, Held, Module, edit, take_block};
+use models::module::{Block, Edit, Held, Module, edit, parameters, take_block};
 use models::tensors_file::Stored;
 use models::{Llama, LlamaConfig};
 use runtime::device;
@@ -58,8 +58,8 @@ impl Offload {
         Self::build(config, init, kind, options, &|_| None)
     }
 
-    /// A model of a folder. With [`Tier::File`] the blocks stay in the folder's own files, which nothing writes: a model larger than the
-    /// memory opens at once. Otherwise they are read into the host's memory, one after the other.
+    /// A model of a folder. With [`Tier::File`] the blocks stay in the folder's own files, frozen, and nothing writes those: a model
+    /// larger than the memory opens at once. Otherwise they are read into the host's memory, one after the other.
     ///
     /// # Errors
     /// As [`Folder::load`] and [`Offload::apply`]; with [`Tier::File`], another dtype than the files'.
@@ -99,6 +99,12 @@ impl Offload {
         let model = Llama::assemble(config, init, (kind, options.device), &mut |number, block| {
             blocks += 1;
             let name = format!("layers.{number}");
+            // What is read from the model's own files is not trained.
+            for (tensor, parameter) in parameters(&*block) {
+                if !options.resident.contains(&number) && stored(&format!("{name}.{tensor}")).is_some() {
+                    let _ = parameter.f_set_requires_grad(false)?;
+                }
+            }
             let wrapped =
                 wrap(&engine, (&name, number), block, &|tensor| stored(&format!("{name}.{tensor}")));
             Ok(wrapped.map_err(|(_, error)| error)?)
