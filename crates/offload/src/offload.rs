@@ -2,7 +2,7 @@
 
 use models::hugging_face::Folder;
 use models::init::Init;
-use models::module::{Block, Edit, Held, Module, edit, parameters, take_block};
+use models::module::{Block, Edit, Held, Module, edit, freeze, take_block};
 use models::tensors_file::Stored;
 use models::{Llama, LlamaConfig};
 use runtime::device;
@@ -45,7 +45,8 @@ impl Offload {
     }
 
     /// A model with new weights, each of whose blocks is taken home before the next is made: what does not fit the device as a whole
-    /// can be made there, with the values that it would have.
+    /// can be made there, with the values that it would have. With [`Tier::File`] its blocks are frozen: adapters that are installed
+    /// afterwards are trained.
     ///
     /// # Errors
     /// As [`Llama::new`] and [`Offload::apply`].
@@ -58,8 +59,8 @@ impl Offload {
         Self::build(config, init, kind, options, &|_| None)
     }
 
-    /// A model of a folder. With [`Tier::File`] the blocks stay in the folder's own files, frozen, and nothing writes those: a model
-    /// larger than the memory opens at once. Otherwise they are read into the host's memory, one after the other.
+    /// A model of a folder. With [`Tier::File`] the blocks stay in the folder's own files, which nothing writes: a model larger than the
+    /// memory opens at once, its blocks frozen. Otherwise they are read into the host's memory, one after the other.
     ///
     /// # Errors
     /// As [`Folder::load`] and [`Offload::apply`]; with [`Tier::File`], another dtype than the files'.
@@ -99,11 +100,9 @@ impl Offload {
         let model = Llama::assemble(config, init, (kind, options.device), &mut |number, block| {
             blocks += 1;
             let name = format!("layers.{number}");
-            // What is read from the model's own files is not trained.
-            for (tensor, parameter) in parameters(&*block) {
-                if !options.resident.contains(&number) && stored(&format!("{name}.{tensor}")).is_some() {
-                    let _ = parameter.f_set_requires_grad(false)?;
-                }
+            if matches!(options.tier, Tier::File(_)) {
+                // What is trained stays in the host's memory, which would be the whole model.
+                freeze(&*block, ".*", true)?;
             }
             let wrapped =
                 wrap(&engine, (&name, number), block, &|tensor| stored(&format!("{name}.{tensor}")));

@@ -1,0 +1,4 @@
+//! The subcommands, a module each.
+
+pub(crate) mod methods;
+pub(crate) mod timeline;

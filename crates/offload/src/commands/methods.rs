@@ -1,0 +1,129 @@
+//! `offload methods`: every method against the model that is resident.
+
+use accounting::offload::Method as Paper;
+use clap::Args;
+use offload::{Method, Options, Tier};
+use report::Sink;
+use report::cli::{CommonArgs, Scale};
+use runtime::device;
+use tch::Device;
+
+use crate::program::contest::{self, Conditions, Entrant, Place};
+use crate::program::folder::scratch;
+use crate::program::shape;
+
+const EXPERIMENT: &str = "offload-methods";
+
+#[derive(Args)]
+pub(crate) struct Methods {
+    /// How large it is
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// Blocks of Qwen2.5-0.5B
+    #[arg(long, value_parser = clap::value_parser!(i64).range(1..))]
+    layers: Option<i64>,
+    /// Tokens of a step
+    #[arg(long, value_parser = clap::value_parser!(i64).range(2..))]
+    tokens: Option<i64>,
+    /// How often all methods take turns
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: Option<u32>,
+    /// Where layers in files lie [default: beside this program]
+    #[arg(long, value_name = "FOLDER")]
+    folder: Option<std::path::PathBuf>,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Methods) -> anyhow::Result<()> {
+    let device = device::select(&common.device)?;
+    runtime::memory::track_cpu()?;
+    let mut sink = Sink::new(common, device::environment(device)?)?;
+    let (layers, tokens, rounds, vocabulary) = match arguments.scale {
+        Scale::Smoke => (4, 16, 1, 512),
+        Scale::Laptop => (5, 512, 3, 8192),
+        Scale::Paper => (24, 4096, 5, 151_936),
+    };
+    let tokens = arguments.tokens.unwrap_or(tokens);
+    let layers = arguments.layers.unwrap_or(layers);
+    let config = match arguments.scale {
+        Scale::Smoke => shape::tiny(layers, tokens),
+        _ => shape::small(layers, vocabulary, tokens),
+    };
+    let rounds = arguments.rounds.map_or(rounds, |rounds| rounds as usize);
+    let conditions = Conditions { config, device, tokens, seed: common.seed, rounds };
+    let scratch = scratch(arguments.folder.as_deref())?;
+    let heats = heats(device, layers, &Tier::File(scratch.path().to_owned()));
+    let turns: usize = heats.iter().map(|heat| heat.len() * (rounds + 1)).sum();
+    let mut progress = report::Progress::new(turns as u64);
+    for heat in heats {
+        for (case, metrics) in contest::run(&conditions, &heat, &mut progress)? {
+            sink.put(EXPERIMENT, &case, metrics)?;
+        }
+    }
+    Ok(())
+}
+
+/// Who runs against whom. All of a heat are in memory together.
+fn heats(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Entrant>> {
+    let of = |method: Method, ring: usize, tier: &Tier, pinned: bool| {
+        let on_paper = match method {
+            Method::Overlap => Paper::Overlap { ring },
+            _ => Paper::OneAtATime,
+        };
+        let options = Options { device, method, ring, tier: tier.clone(), pinned, ..Options::default() };
+        Entrant {
+            method: method.name(),
+            tier: if *tier == Tier::Host { "host" } else { "file" },
+            place: Place::Offloaded(options),
+            paper: on_paper,
+            // What is trained does not live in files.
+            trains: method != Method::OneLayer && *tier == Tier::Host,
+            reported: true,
+        }
+    };
+    let references = |reported: bool| {
+        let all = Options { device, resident: (0..layers as usize).collect(), ..Options::default() };
+        let resident = |method, place, recompute| Entrant {
+            method,
+            tier: "device",
+            place,
+            paper: Paper::Resident { recompute },
+            trains: true,
+            reported,
+        };
+        vec![
+            resident("resident", Place::Resident, false),
+            resident("resident, recomputed", Place::Offloaded(all), true),
+        ]
+    };
+    let host = |method, ring| of(method, ring, &Tier::Host, true);
+    let mut first = references(true);
+    first.extend([
+        host(Method::Overlap, 3),
+        host(Method::Function, 1),
+        host(Method::OneLayer, 1),
+        of(Method::Function, 1, files, true),
+        of(Method::Overlap, 3, files, true),
+    ]);
+    let mut second = references(false);
+    second.extend([
+        host(Method::Checkpointing, 1),
+        host(Method::Overlap, 1),
+        host(Method::Overlap, 2),
+        host(Method::Overlap, 4),
+    ]);
+    let mut heats = vec![first, second];
+    if device != Device::Cpu {
+        let mut third = references(false);
+        let paged = |method, ring| of(method, ring, &Tier::Host, false);
+        third.extend([paged(Method::Overlap, 3), paged(Method::Function, 1)]);
+        third.push(Entrant {
+            method: "all on the CPU",
+            tier: "host",
+            place: Place::Host,
+            reported: true,
+            ..third[0].clone()
+        });
+        heats.push(third);
+    }
+    heats
+}

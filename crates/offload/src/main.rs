@@ -1,0 +1,35 @@
+//! `offload`: models larger than the device, planned, measured and run.
+
+mod commands;
+mod program;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use report::cli::CommonArgs;
+
+/// Layers, gradients and optimizer state that live elsewhere than they are used
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    common: CommonArgs,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Measure every method against the model that is resident
+    Methods(commands::methods::Methods),
+    /// Show what the lanes do in a step
+    Timeline(commands::timeline::Timeline),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    report::cli::run(|| match &cli.command {
+        Command::Methods(arguments) => commands::methods::run(&cli.common, arguments),
+        Command::Timeline(arguments) => commands::timeline::run(&cli.common, arguments),
+    })
+}

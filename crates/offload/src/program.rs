@@ -1,0 +1,8 @@
+//! What the subcommands are made of.
+
+pub(crate) mod contest;
+pub(crate) mod folder;
+pub(crate) mod foretold;
+pub(crate) mod shape;
+pub(crate) mod spans;
+pub(crate) mod subject;

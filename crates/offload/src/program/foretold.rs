@@ -1,0 +1,90 @@
+//! What `accounting` says before anything runs.
+
+use accounting::decoder_flops::Workload;
+use accounting::memory::logits::Loss;
+use accounting::memory::recipe::Recipe;
+use accounting::offload::sizes::{self, Choices};
+use accounting::offload::{Job, Method, OptimizerPlace, Rates, Setup, Start, simulate};
+use accounting::recompute::NormKernel;
+use anyhow::Context;
+use models::LlamaConfig;
+use tch::Kind;
+
+use super::shape::on_paper;
+use super::subject::HEAD_TOKENS;
+
+/// Rates for what does not depend on them: who is on the device when.
+pub(crate) const NOMINAL: Rates = Rates { load: 5e9, store: 5e9, host_optimizer: 1e9, device_optimizer: 1e9 };
+
+/// A step that is planned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// One forward, which gives the last token's logits.
+    Inference,
+    /// Forward, backward and optimizer over all weights.
+    Training,
+}
+
+/// How fast a machine computes: FLOP/s of products, and bytes per second of memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Speed {
+    pub(crate) flops: f64,
+    pub(crate) bandwidth: f64,
+}
+
+impl Speed {
+    /// For what does not depend on it.
+    pub(crate) const NOMINAL: Self = Self { flops: 1e11, bandwidth: 2e10 };
+}
+
+/// The number formats of a model in `kind`.
+pub(crate) fn choices(kind: Kind, speed: Speed, chunk: i64) -> Choices {
+    Choices {
+        flops: speed.flops,
+        bandwidth: speed.bandwidth,
+        recipe: if kind == Kind::Float { Recipe::FP32 } else { Recipe::BF16 },
+        loss: Loss::LinearCrossEntropy { tokens: chunk.unsigned_abs() },
+        norm: NormKernel::Output,
+        ..Choices::default()
+    }
+}
+
+/// The step of a model that reads one row.
+///
+/// # Errors
+/// A shape that is none.
+pub(crate) fn job(
+    config: &LlamaConfig,
+    (kind, speed): (Kind, Speed),
+    tokens: i64,
+    step: Step,
+) -> anyhow::Result<Job> {
+    let model = on_paper(config)?;
+    let work = Workload { batch: 1, sequence: u64::try_from(tokens).context("tokens below 0")? };
+    let choices = choices(kind, speed, HEAD_TOKENS.min(tokens));
+    match step {
+        Step::Training => Ok(sizes::training(&model, work, &choices)?),
+        Step::Inference => Ok(last_logits(sizes::inference(&model, work, &choices)?, config, kind)),
+    }
+}
+
+/// An inference that computes the last token's logits alone.
+pub(crate) fn last_logits(mut job: Job, config: &LlamaConfig, kind: Kind) -> Job {
+    let row = (config.vocab_size * kind.elt_size_in_bytes() as i64).unsigned_abs();
+    // The last layer's output and its norm's are there for all tokens.
+    job.working.head_bytes = row + 2 * job.working.input_bytes;
+    job
+}
+
+/// Bytes of the device at the peak of a step's forward and backward. The optimizer's state is not in it.
+///
+/// # Errors
+/// Those of the simulation.
+pub(crate) fn peak(job: &Job, method: Method, resident: Vec<usize>) -> anyhow::Result<u64> {
+    let optimizer = match method {
+        Method::Resident { .. } => OptimizerPlace::Device,
+        _ => OptimizerPlace::Host,
+    };
+    let device = simulate(job, &NOMINAL, &Setup { method, resident, optimizer }, Start::Warm)?.device;
+    Ok(device.total - device.bytes("optimizer state"))
+}
