@@ -1,4 +1,8 @@
 //! The subcommands, a module each.
 
+pub(crate) mod equality;
+pub(crate) mod large;
 pub(crate) mod methods;
+pub(crate) mod optimizer;
 pub(crate) mod timeline;
+pub(crate) mod tokens;
