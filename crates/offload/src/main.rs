@@ -20,6 +20,10 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Say what of a model fits a budget, and how long a step takes
+    Plan(commands::plan::PlanArgs),
+    /// Let a model go on from a text, its layers elsewhere
+    Generate(commands::generate::Generate),
     /// Measure every method against the model that is resident
     Methods(commands::methods::Methods),
     /// Show what the lanes do in a step
@@ -37,6 +41,8 @@ enum Command {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     report::cli::run(|| match &cli.command {
+        Command::Plan(arguments) => commands::plan::run(&cli.common, arguments),
+        Command::Generate(arguments) => commands::generate::run(&cli.common, arguments),
         Command::Methods(arguments) => commands::methods::run(&cli.common, arguments),
         Command::Timeline(arguments) => commands::timeline::run(&cli.common, arguments),
         Command::Tokens(arguments) => commands::tokens::run(&cli.common, arguments),

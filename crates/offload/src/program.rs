@@ -5,6 +5,7 @@ pub(crate) mod contest;
 pub(crate) mod difference;
 pub(crate) mod folder;
 pub(crate) mod foretold;
+pub(crate) mod output;
 pub(crate) mod rates;
 pub(crate) mod shape;
 pub(crate) mod spans;

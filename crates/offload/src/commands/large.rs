@@ -71,10 +71,17 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
     let for_tensors = budget::for_tensors(allowed, device)?;
     let job = |aim| budget::job(&config, (KIND, device), tokens, aim, measured.speed);
     let jobs = [job(Aim::Inference)?, job(Aim::Lora(RANK.unsigned_abs()))?];
+    let whole = budget::model_bytes(&config, KIND)?;
+    // Beside the program itself the smallest model is nothing: its plan gets less than it has, too.
+    let for_tensors = match arguments.scale {
+        Scale::Smoke => {
+            for_tensors.min(whole / 2 + jobs[1].working.head_bytes + jobs[1].working.backward_bytes)
+        }
+        _ => for_tensors,
+    };
     let plan = budget::planned(&jobs[1], &measured, for_tensors)?;
     progress.print(&format!("{plan}"));
     let foretold = [budget::by(&plan.setup, &jobs[0], &measured)?, plan.step.clone()];
-    let whole = budget::model_bytes(&config, KIND)?;
 
     progress.message(&format!("writing {layers} layers into {}", scratch.path().display()));
     let limit = budget::enforce(device, allowed)?;

@@ -11,7 +11,7 @@ use runtime::device::{reset_resident_peak, resident_memory};
 use runtime::memory::{Limit, Region, RegionUsage};
 use tch::{Device, Kind};
 
-use super::foretold::{self, Speed, choices, last_logits};
+use super::foretold::{self, Speed, choices};
 use super::rates::Measured;
 use super::shape::on_paper;
 use super::subject::HEAD_TOKENS;

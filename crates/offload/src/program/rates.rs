@@ -64,7 +64,7 @@ pub(crate) fn link(device: Device, tier: &Tier) -> anyhow::Result<f64> {
     let mut samples = Vec::new();
     for round in 0..6 {
         offload.start_trace()?;
-        model.hidden(&Input::new(&tokens))?;
+        let _hidden = model.hidden(&Input::new(&tokens))?;
         let trace = offload.take_trace()?;
         if round > 0 {
             samples.extend(spans::link_rate(&trace));
