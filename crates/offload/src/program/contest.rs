@@ -3,20 +3,21 @@
 //! A machine's speed drifts by a quarter within minutes. So all methods of a heat run once in each round, and a ratio is taken within the
 //! round, in which they ran one after the other.
 
+use std::time::Instant;
+
+use accounting::offload::Method as Paper;
+use models::LlamaConfig;
 use offload::{Lane, Options};
 use report::{Case, Metric};
 use runtime::device::pinned_bytes;
 use runtime::measure::Samples;
 use runtime::memory::{Region, live_bytes};
 use tch::{Device, Kind};
-use training::optimizer::{AdamW, Optimizer};
+use training::optimizer::{AdamW, Group, Optimizer};
 
-use super::foretold::{Speed, Step, job, peak};
+use super::foretold::{Speed, Step, job, peak, training_peak};
 use super::spans;
 use super::subject::{Passes, Subject};
-use accounting::offload::Method as Paper;
-use models::LlamaConfig;
-use std::time::Instant;
 
 /// Where a model's layers are.
 #[derive(Clone, Debug)]
@@ -174,10 +175,8 @@ impl Runner {
             let region = Region::start(device)?;
             subject.gradients()?;
             once.training_peak = region.finish()?.peak - before;
-            let mut optimizer = Optimizer::new(
-                AdamW::default(),
-                vec![training::optimizer::Group::new(subject.parameters(), 1e-6)],
-            )?;
+            let mut optimizer =
+                Optimizer::new(AdamW::default(), vec![Group::new(subject.parameters(), 1e-6)])?;
             for step in 0..3 {
                 let began = Instant::now();
                 optimizer.step()?;
@@ -225,7 +224,7 @@ impl Runner {
             ),
             samples("share_of_resident", "ratio", ratios(resident, laps)),
         ];
-        metrics.extend(self.peak(entrant, self.once.inference_peak, peak(&foretold, paper, vec![])?));
+        metrics.extend(self.peak(entrant, self.once.inference_peak, peak(&foretold, paper)?));
         metrics.extend(moved(laps));
         if one_at_a_time(entrant) {
             metrics.push(unexplained(resident, laps));
@@ -241,8 +240,7 @@ impl Runner {
     ) -> anyhow::Result<Vec<Metric>> {
         let laps = &self.training;
         let optimizer = Samples { samples: self.once.optimizer.clone() }.median();
-        let foretold =
-            job(&conditions.config, (Kind::Float, Speed::NOMINAL), conditions.tokens, Step::Training)?;
+        let foretold = training_peak(&conditions.config, conditions.tokens, entrant.paper)?;
         let mut metrics = vec![
             samples("forward_seconds", "s", laps.iter().map(|lap| lap.passes.forward)),
             samples("backward_seconds", "s", laps.iter().map(|lap| lap.passes.backward)),
@@ -255,7 +253,7 @@ impl Runner {
             samples("share_of_resident", "ratio", ratios(resident, laps)),
             samples("share_of_recomputed", "ratio", ratios(recomputed, laps)),
         ];
-        metrics.extend(self.peak(entrant, self.once.training_peak, peak(&foretold, entrant.paper, vec![])?));
+        metrics.extend(self.peak(entrant, self.once.training_peak, foretold));
         metrics.extend(moved(laps));
         if one_at_a_time(entrant) {
             metrics.push(unexplained(recomputed, laps));

@@ -76,15 +76,64 @@ pub(crate) fn last_logits(mut job: Job, config: &LlamaConfig, kind: Kind) -> Job
     job
 }
 
-/// Bytes of the device at the peak of a step's forward and backward. The optimizer's state is not in it.
+/// Bytes of the device at an inference's peak.
 ///
 /// # Errors
 /// Those of the simulation.
-pub(crate) fn peak(job: &Job, method: Method, resident: Vec<usize>) -> anyhow::Result<u64> {
-    let optimizer = match method {
-        Method::Resident { .. } => OptimizerPlace::Device,
-        _ => OptimizerPlace::Host,
+pub(crate) fn peak(job: &Job, method: Method) -> anyhow::Result<u64> {
+    let setup = Setup { method, resident: Vec::new(), optimizer: OptimizerPlace::Host };
+    Ok(simulate(job, &NOMINAL, &setup, Start::Warm)?.device.total)
+}
+
+/// Bytes of the device at the peak of forward and backward of a training step of all weights, in fp32. The optimizer's state is not in
+/// it.
+///
+/// `accounting::offload` takes a layer's gradients as there from the begin of its backward; the matrices' gradients come one by one while what
+/// forward kept goes, which is what is added up here, with f the bytes of one wide activation, x of one narrow, K what a block keeps:
+///
+/// ```text
+/// the gate's backward of layer i      (i + 1)·x + K + 2·f + ∂down + 2·x
+/// its end                             (i + 1)·x + ∂layer + 3·x
+/// the embedding's backward            x + ∂embedding, where it is tied and the head's gradient is there, + ∂layer 0 on its way home
+/// ```
+///
+/// # Errors
+/// Sizes that are none.
+pub(crate) fn training_peak(config: &LlamaConfig, tokens: i64, method: Method) -> anyhow::Result<u64> {
+    let job = job(config, (Kind::Float, Speed::NOMINAL), tokens, Step::Training)?;
+    let size = |n: i64| u64::try_from(n).context("a size below 0");
+    let &LlamaConfig {
+        hidden_size,
+        intermediate_size,
+        num_attention_heads,
+        num_key_value_heads,
+        head_dim,
+        ..
+    } = config;
+    let (rows, hidden, inner) = (4 * size(tokens)?, size(hidden_size)?, size(intermediate_size)?);
+    let (heads, groups, head) = (size(num_attention_heads)?, size(num_key_value_heads)?, size(head_dim)?);
+    let (narrow, wide) = (rows * hidden, rows * inner);
+    let kept = rows * (2 * hidden + 2 * (heads + groups) * head + 3 * inner + heads + 2);
+    let down = 4 * hidden * inner;
+    let layers = job.layers.len() as u64;
+    let layer = job.layers.first().map_or(0, |layer| layer.slot_bytes);
+    let tied = if config.tie_word_embeddings { 4 * size(config.vocab_size)? * hidden } else { 0 };
+
+    // Weights of layers on the device, gradients of other layers there at layer i's backward, what stays of a layer for it.
+    let (weights, stay, each) = match method {
+        Method::Resident { recompute } => (layers * layer, layer, if recompute { narrow } else { kept }),
+        Method::OneAtATime => (layer, 0, narrow),
+        Method::Overlap { ring } => ((ring as u64).min(layers) * layer, 0, narrow),
     };
-    let device = simulate(job, &NOMINAL, &Setup { method, resident, optimizer }, Start::Warm)?.device;
-    Ok(device.total - device.bytes("optimizer state"))
+    let of_block = if each == kept { 0 } else { kept };
+    let on_its_way = if matches!(method, Method::Overlap { ring } if ring > 1) { layer } else { 0 };
+    let mut most = layers * each + job.working.head_bytes;
+    for index in 0..layers {
+        let before = (layers - 1 - index) * stay + (index + 1) * each;
+        most = most.max(before + of_block + 2 * wide + down + 2 * narrow);
+        most = most.max(before + layer + 3 * narrow);
+    }
+    most = most.max(layers * stay + narrow + tied + on_its_way);
+    let fixed = job.fixed.weight_bytes + job.fixed.gradient_bytes + job.working.constant_bytes;
+    Ok(fixed + weights + most)
 }

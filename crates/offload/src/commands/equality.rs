@@ -1,0 +1,136 @@
+//! `offload equality`: the assignment's `compare_grads`, in full width.
+
+use clap::Args;
+use models::Llama;
+use models::LlamaConfig;
+use models::module::{Input, LanguageModel, parameters, trainable};
+use offload::{Method, Offload, Options};
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Sink};
+use runtime::autograd::backward;
+use runtime::device;
+use tch::{Device, Kind, Tensor};
+use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+
+use crate::program::difference::largest;
+use crate::program::shape;
+
+const EXPERIMENT: &str = "offload-equality";
+/// "Hello, world!" by Qwen2's tokenizer.
+const TOKENS: [i64; 4] = [9707, 11, 1879, 0];
+const METHODS: [Method; 3] = [Method::Checkpointing, Method::Function, Method::Overlap];
+
+#[derive(Args)]
+pub(crate) struct Equality {
+    /// How large it is
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// Layers of Qwen2.5-0.5B
+    #[arg(long, value_parser = clap::value_parser!(i64).range(1..))]
+    layers: Option<i64>,
+    /// Training steps
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    steps: u32,
+}
+
+/// What a training leaves.
+struct Left {
+    losses: Vec<f64>,
+    /// Those of the last step.
+    gradients: Vec<Tensor>,
+    weights: Vec<Tensor>,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Equality) -> anyhow::Result<()> {
+    let device = device::select(&common.device)?;
+    let mut sink = Sink::new(common, device::environment(device)?)?;
+    let (layers, config): (i64, fn(i64) -> LlamaConfig) = match arguments.scale {
+        Scale::Smoke => (4, |layers| shape::tiny(layers, 64)),
+        Scale::Laptop => (5, |layers| shape::small(layers, 151_936, 4096)),
+        Scale::Paper => (24, |layers| shape::small(layers, 151_936, 4096)),
+    };
+    let layers = arguments.layers.unwrap_or(layers);
+    let config = config(layers);
+    let mut progress = report::Progress::new(1 + METHODS.len() as u64);
+    progress.message("without offload");
+    let reference = train(&config, None, common.seed, arguments.steps, device)?.into_host()?;
+    progress.step();
+    for method in METHODS {
+        progress.message(method.name());
+        let options = Options { device, method, ..Options::default() };
+        let left = train(&config, Some(&options), common.seed, arguments.steps, device)?;
+        let case = Case::new().with("layers", layers).with("method", method.name());
+        sink.put(EXPERIMENT, &case, reference.against(&left)?)?;
+        progress.step();
+    }
+    Ok(())
+}
+
+fn train(
+    config: &LlamaConfig,
+    options: Option<&Options>,
+    seed: u64,
+    steps: u32,
+    device: Device,
+) -> anyhow::Result<Left> {
+    runtime::random::seed(seed)?;
+    let mut model = Llama::new(config, (Kind::Float, device))?;
+    let offload = options.map(|options| Offload::apply(&mut model, options)).transpose()?;
+    let group = Group::new(trainable(&model), 1e-3);
+    let mut optimizer = Optimizer::new(AdamW::default(), vec![group])?;
+    let tokens = Tensor::from_slice(&TOKENS.map(|token| token % config.vocab_size))
+        .view([1, 4])
+        .f_to_device(device)?;
+    let mut losses = Vec::new();
+    for step in 0..steps {
+        optimizer.zero_grad(ZeroGrad::ToNone)?;
+        let loss = model.loss(&Input::new(&tokens), &tokens)?.sum;
+        backward(&[&loss])?;
+        losses.push(loss.f_double_value(&[])?);
+        if let Some(offload) = &offload {
+            offload.check_at_home()?;
+        }
+        if step + 1 < steps {
+            optimizer.step()?;
+        }
+    }
+    // The gradients of the last step, before it changes the weights, are what remains of them.
+    let gradients =
+        trainable(&model).into_iter().map(|(_, tensor)| tensor.f_grad()).collect::<Result<_, _>>()?;
+    optimizer.step()?;
+    drop(optimizer);
+    let weights = parameters(&model)
+        .into_iter()
+        .map(|(_, tensor)| Ok(tensor.f_detach()?))
+        .collect::<anyhow::Result<_>>()?;
+    Ok(Left { losses, gradients, weights })
+}
+
+impl Left {
+    /// The same on the host.
+    fn into_host(self) -> anyhow::Result<Self> {
+        let host = |tensors: Vec<Tensor>| {
+            tensors.iter().map(|tensor| tensor.f_to_device(Device::Cpu)).collect::<Result<_, _>>()
+        };
+        Ok(Self { gradients: host(self.gradients)?, weights: host(self.weights)?, ..self })
+    }
+
+    fn against(&self, other: &Self) -> anyhow::Result<Vec<Metric>> {
+        let losses = self.losses.iter().zip(&other.losses).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        let gradients = largest(&self.gradients, &other.gradients)?;
+        let weights = largest(&self.weights, &other.weights)?;
+        let moved = self.losses.first().zip(self.losses.last()).map_or(0.0, |(first, last)| first - last);
+        Ok(vec![
+            Metric::exact("largest_difference", "", losses.max(gradients).max(weights)),
+            Metric::exact("loss_difference", "", losses),
+            Metric::exact("gradient_difference", "", gradients),
+            Metric::exact("weight_difference", "", weights),
+            Metric::exact("loss_fell_by", "nats", moved),
+            Metric::exact(
+                "compared_numbers",
+                "count",
+                self.weights.iter().map(|tensor| tensor.numel() as f64).sum(),
+            ),
+        ])
+    }
+}

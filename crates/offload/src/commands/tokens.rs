@@ -1,0 +1,155 @@
+//! `offload tokens`: from how many tokens on loading hides behind compute.
+
+use std::path::PathBuf;
+
+use accounting::offload::{Condition, Direction, least_tokens};
+use anyhow::Context;
+use clap::Args;
+use offload::{Lane, Method, Options, Tier};
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Sink};
+use runtime::device;
+use runtime::measure::{Samples, physical};
+use tch::Kind;
+
+use crate::program::folder::scratch;
+use crate::program::shape;
+use crate::program::spans;
+use crate::program::subject::{Subject, random_tokens};
+
+const EXPERIMENT: &str = "offload-tokens";
+const RING: usize = 3;
+
+#[derive(Args)]
+pub(crate) struct Tokens {
+    /// How large it is
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// Tokens of a step
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(i64).range(1..))]
+    tokens: Vec<i64>,
+    /// How often all take turns
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: Option<u32>,
+    /// Where layers in files lie [default: beside this program]
+    #[arg(long, value_name = "FOLDER")]
+    folder: Option<PathBuf>,
+}
+
+/// One tier at one number of tokens.
+#[derive(Default)]
+struct Seen {
+    seconds: Vec<f64>,
+    shares: Vec<f64>,
+    overlaps: Vec<f64>,
+    idle: Vec<f64>,
+    links: Vec<f64>,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Tokens) -> anyhow::Result<()> {
+    let device = device::select(&common.device)?;
+    runtime::memory::track_cpu()?;
+    let mut sink = Sink::new(common, device::environment(device)?)?;
+    let (layers, sweep, rounds, vocabulary): (_, &[i64], _, _) = match arguments.scale {
+        Scale::Smoke => (4, &[4, 16], 1, 512),
+        Scale::Laptop => (6, &[16, 32, 64, 128, 256, 512, 1024], 4, 8192),
+        Scale::Paper => (24, &[64, 256, 1024, 4096, 16_384], 4, 151_936),
+    };
+    let sweep = if arguments.tokens.is_empty() { sweep } else { &arguments.tokens };
+    let rounds = arguments.rounds.map_or(rounds, |rounds| rounds as usize);
+    let longest = sweep.iter().copied().max().unwrap_or(1);
+    let config = match arguments.scale {
+        Scale::Smoke => shape::tiny(layers, longest),
+        _ => shape::small(layers, vocabulary, longest),
+    };
+    let scratch = scratch(arguments.folder.as_deref())?;
+    let tiers = [("host", Tier::Host), ("file", Tier::File(scratch.path().to_owned()))];
+    let make = |options: Option<&Options>| {
+        Subject::new(&config, (Kind::Float, device), options, (longest, common.seed))
+    };
+    let mut resident = make(None)?;
+    let mut offloaded = Vec::new();
+    for (name, tier) in tiers {
+        let options = Options { device, method: Method::Overlap, ring: RING, tier, ..Options::default() };
+        offloaded.push((name, make(Some(&options))?));
+    }
+    let flops =
+        physical::gemm_rate(device, Kind::Float, longest, config.intermediate_size, config.hidden_size)?
+            .rate()
+            .context("the rate of a product")?;
+    let mut progress = report::Progress::new((sweep.len() * rounds) as u64);
+    let mut links: Vec<Vec<f64>> = vec![Vec::new(); offloaded.len()];
+    for &tokens in sweep {
+        let ids = random_tokens(config.vocab_size, &[1, tokens], common.seed, device)?;
+        resident.tokens = ids.shallow_clone();
+        resident.infer()?;
+        for (_, subject) in &mut offloaded {
+            subject.tokens = ids.shallow_clone();
+            subject.infer()?;
+        }
+        let mut seen: Vec<Seen> = offloaded.iter().map(|_| Seen::default()).collect();
+        for _ in 0..rounds {
+            progress.message(&format!("{tokens} tokens"));
+            let reference = resident.infer()?;
+            for ((_, subject), seen) in offloaded.iter().zip(&mut seen) {
+                seen.lap(subject, reference)?;
+            }
+            progress.step();
+        }
+        for (((tier, _), seen), links) in offloaded.iter().zip(&seen).zip(&mut links) {
+            let case = Case::new().with("shows", "sweep").with("tier", *tier).with("tokens", tokens);
+            sink.put(EXPERIMENT, &case, seen.metrics(tokens))?;
+            links.extend(&seen.links);
+        }
+    }
+    for ((tier, _), links) in offloaded.iter().zip(links) {
+        let link = Samples { samples: links.clone() }.median();
+        let condition = Condition { flops, link, bytes_per_parameter: 4.0, resident_share: 0.0 };
+        let mut metrics = vec![
+            Metric::exact("compute_rate", "FLOP/s", flops),
+            Metric::of_samples("link_rate", "B/s", &links),
+        ];
+        for (name, direction) in
+            [("least_tokens", Direction::Forward), ("least_tokens_backward", Direction::Backward)]
+        {
+            metrics.push(Metric::exact(name, "tokens", least_tokens(&condition, direction)? as f64));
+        }
+        sink.put(EXPERIMENT, &Case::new().with("shows", "condition").with("tier", *tier), metrics)?;
+    }
+    Ok(())
+}
+
+impl Seen {
+    fn lap(&mut self, subject: &Subject, reference: f64) -> anyhow::Result<()> {
+        let offload = subject.offload.as_ref().context("the model is not offloaded")?;
+        offload.start_trace()?;
+        let seconds = subject.infer()?;
+        let trace = offload.take_trace()?;
+        let (first, last) = ends(&trace);
+        self.seconds.push(seconds);
+        self.shares.push(reference / seconds);
+        self.overlaps.push(offload::overlap(&trace));
+        self.idle.push(1.0 - spans::busy(&trace, Lane::Compute) / (last - first));
+        self.links.extend(spans::link_rate(&trace));
+        Ok(())
+    }
+
+    fn metrics(&self, tokens: i64) -> Vec<Metric> {
+        let rates: Vec<f64> = self.seconds.iter().map(|seconds| tokens as f64 / seconds).collect();
+        vec![
+            Metric::of_samples("forward_seconds", "s", &self.seconds),
+            Metric::of_samples("tokens_per_second", "tokens/s", &rates),
+            Metric::of_samples("share_of_resident", "ratio", &self.shares),
+            Metric::of_samples("overlap", "ratio", &self.overlaps),
+            Metric::of_samples("idle_share", "ratio", &self.idle),
+            Metric::of_samples("link_rate", "B/s", &self.links),
+        ]
+    }
+}
+
+/// From the first layer's beginning, or that of its load, to the last one's end.
+fn ends(trace: &[offload::Span]) -> (f64, f64) {
+    let first = trace.iter().map(|span| span.start).fold(f64::INFINITY, f64::min);
+    let compute = trace.iter().filter(|span| span.lane == Lane::Compute);
+    (first, compute.map(|span| span.end).fold(first, f64::max))
+}

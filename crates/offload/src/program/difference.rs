@@ -1,0 +1,26 @@
+//! How far tensors are apart.
+
+use tch::{Device, Tensor};
+
+/// The largest difference of any number, infinite where one has what the other lacks.
+///
+/// # Errors
+/// Shapes that differ.
+pub(crate) fn largest(expected: &[Tensor], found: &[Tensor]) -> anyhow::Result<f64> {
+    if expected.len() != found.len() {
+        return Ok(f64::INFINITY);
+    }
+    let mut most: f64 = 0.0;
+    for (expected, found) in expected.iter().zip(found) {
+        if expected.defined() != found.defined() {
+            return Ok(f64::INFINITY);
+        }
+        if !expected.defined() {
+            continue;
+        }
+        let difference = (expected - found.f_to_device(Device::Cpu)?).f_abs()?.f_max()?.f_double_value(&[])?;
+        // A number that is none differs from everything.
+        most = if difference.is_nan() { f64::INFINITY } else { most.max(difference) };
+    }
+    Ok(most)
+}
