@@ -36,12 +36,12 @@ impl Offload {
     /// A number of a resident layer that the model does not have; too little memory, or room on the disk. Blocks that were taken
     /// home before the failure stay there, and the model works.
     pub fn apply(model: &mut (impl Module + ?Sized), options: &Options) -> Result<Self> {
-        let mut names = Names(0);
+        let mut names = Names::default();
         edit(model, &mut names)?;
-        check_resident(&options.resident, names.0)?;
-        let mut install = Install { engine: Engine::new(options.clone())?, number: 0 };
+        check_resident(&options.resident, names.0.count)?;
+        let mut install = Install { engine: Engine::new(options.clone())?, blocks: Outermost::default() };
         edit(model, &mut install)?;
-        Ok(Self { blocks: install.number, engine: install.engine })
+        Ok(Self { blocks: install.blocks.count, engine: install.engine })
     }
 
     /// A model with new weights, each of whose blocks is taken home before the next is made: what does not fit the device as a whole
@@ -225,24 +225,43 @@ fn wrap(
 }
 
 /// Counts the blocks.
-struct Names(usize);
+#[derive(Default)]
+struct Names(Outermost);
 
 impl Edit for Names {
-    fn block(&mut self, _: &str, _: &mut Box<dyn Block>) -> models::Result<()> {
-        self.0 += 1;
+    fn block(&mut self, name: &str, _: &mut Box<dyn Block>) -> models::Result<()> {
+        self.0.next(name);
         Ok(())
+    }
+}
+
+/// Numbers blocks. One inside another is a part of that, and goes where it goes.
+#[derive(Default)]
+struct Outermost {
+    count: usize,
+    last: Option<String>,
+}
+
+impl Outermost {
+    fn next(&mut self, name: &str) -> Option<usize> {
+        let inside = |last: &String| name.strip_prefix(last.as_str()).is_some_and(|rest| rest.starts_with('.'));
+        if self.last.as_ref().is_some_and(inside) {
+            return None;
+        }
+        self.last = Some(name.to_owned());
+        self.count += 1;
+        Some(self.count - 1)
     }
 }
 
 struct Install {
     engine: Engine,
-    number: usize,
+    blocks: Outermost,
 }
 
 impl Edit for Install {
     fn block(&mut self, name: &str, slot: &mut Box<dyn Block>) -> models::Result<()> {
-        let number = self.number;
-        self.number += 1;
+        let Some(number) = self.blocks.next(name) else { return Ok(()) };
         match wrap(&self.engine, (name, number), take_block(slot), &|_| None) {
             Ok(wrapped) => *slot = wrapped,
             Err((block, error)) => {

@@ -22,7 +22,7 @@ fn in_files(folder: &Path) -> Options {
 /// A folder with the tiny model as others would have saved it.
 fn saved() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
-    hugging_face::save(&*tiny(), folder.path(), SHARD_BYTES).unwrap();
+    hugging_face::save(&tiny(), folder.path(), SHARD_BYTES).unwrap();
     folder
 }
 
