@@ -244,7 +244,8 @@ struct Outermost {
 
 impl Outermost {
     fn next(&mut self, name: &str) -> Option<usize> {
-        let inside = |last: &String| name.strip_prefix(last.as_str()).is_some_and(|rest| rest.starts_with('.'));
+        let inside =
+            |last: &String| name.strip_prefix(last.as_str()).is_some_and(|rest| rest.starts_with('.'));
         if self.last.as_ref().is_some_and(inside) {
             return None;
         }
