@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::time::Instant;
 
+use accounting::offload::Job;
 use accounting::quantity::{bytes_text, parse_bytes};
 use anyhow::{anyhow, bail};
 use clap::Args;
@@ -22,7 +23,7 @@ use crate::program::folder::scratch;
 use crate::program::output::print;
 use crate::program::rates;
 
-/// Tokens that a plan reads at a time, at least: those of a longer prompt, for the memory that it takes.
+/// Tokens of the product whose rate is measured.
 const FEW: i64 = 16;
 
 #[derive(Args)]
@@ -143,10 +144,13 @@ fn options(arguments: &Generate, folder: &Folder, prompt: i64, device: Device) -
         TierName::Host => Tier::Host,
         TierName::File => Tier::File(scratch.path().to_owned()),
     };
-    let tokens = prompt.max(FEW).min(config.max_position_embeddings);
-    let measured = rates::measure(config, (kind, device), tokens, &measured_tier)?;
+    let measured =
+        rates::measure(config, (kind, device), FEW.min(config.max_position_embeddings), &measured_tier)?;
     runtime::memory::empty_cache(device)?;
-    let mut job = budget::job(config, (kind, device), tokens, Aim::Inference, measured.speed)?;
+    let job = |tokens| budget::job(config, (kind, device), tokens, Aim::Inference, measured.speed);
+    // The memory is the prompt's, and the time that of one token after the other.
+    let tokens = prompt.min(config.max_position_embeddings);
+    let mut job = Job { working: job(tokens)?.working, ..job(1)? };
     // Keys and values of all tokens.
     let cached =
         (tokens as u64 + arguments.max_new_tokens as u64).min(config.max_position_embeddings.unsigned_abs());

@@ -95,16 +95,19 @@ pub(crate) fn run(common: &CommonArgs, arguments: &OptimizerArgs) -> anyhow::Res
         progress.message(&format!("{}: on the host", demand.name));
         let host = training.on_host(&demand)?;
         progress.step();
-        let case = |optimizer: &str| Case::new().with("demand", demand.name).with("optimizer", optimizer);
+        let case = |shows: &str, optimizer: &str| {
+            Case::new().with("shows", shows).with("demand", demand.name).with("optimizer", optimizer)
+        };
         let curve = demand.name == DEMANDS[0].name || demand.schedule;
         for (name, trained) in [("AdamW, resident", &ordinary), ("HostAdamW, layers offloaded", &host)] {
-            sink.put(EXPERIMENT, &case(name), trained.metrics())?;
+            sink.put(EXPERIMENT, &case("training", name), trained.metrics())?;
             for (step, loss) in trained.losses.iter().enumerate().filter(|_| curve) {
-                let case = case(name).with("step", step + 1);
+                let case = case("curve", name).with("step", step + 1);
                 sink.put(EXPERIMENT, &case, vec![Metric::exact("training_loss", "nats", *loss)])?;
             }
         }
-        sink.put(EXPERIMENT, &Case::new().with("demand", demand.name), host.against(&ordinary)?)?;
+        let compared = Case::new().with("shows", "comparison").with("demand", demand.name);
+        sink.put(EXPERIMENT, &compared, host.against(&ordinary)?)?;
     }
     Ok(())
 }
