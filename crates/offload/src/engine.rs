@@ -13,13 +13,14 @@
 mod gradients;
 mod ring;
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
 use models::module::Role;
 use models::tensors_file::Stored;
 use parking_lot::Mutex;
-use runtime::device::{self, Stream};
+use runtime::device::{self, Event, Stream};
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
@@ -27,7 +28,8 @@ use crate::home::{Homing, Layer, Piece};
 use crate::options::{Options, Point};
 use crate::schedule::Direction;
 use crate::trace::{Lane, Span, Trace};
-pub(crate) use gradients::Sink;
+use gradients::Rooms;
+pub(crate) use gradients::{Arriving, Gradients, Sink};
 pub(crate) use ring::Lease;
 use ring::Slots;
 
@@ -43,6 +45,7 @@ struct Inner {
     /// A thread of the host: adds gradients up, and runs the optimizer.
     host: Stream,
     trace: Trace,
+    rooms: Rooms,
     state: Mutex<State>,
     /// Removes the file tier's files.
     _folder: Option<tempfile::TempDir>,
@@ -53,6 +56,8 @@ struct State {
     layers: Vec<Layer>,
     ring: Option<Slots>,
     sink: Option<Arc<dyn Sink>>,
+    /// When the gradients of the last layers have left the device.
+    leaving: VecDeque<Arc<Event>>,
     /// Whether the end of the running backward is awaited already.
     ending: bool,
     /// Uses that have not ended, of the ring and besides it.
@@ -98,6 +103,7 @@ impl Engine {
             store: Stream::high_priority(device)?,
             host: Stream::new(Device::Cpu)?,
             trace: Trace::default(),
+            rooms: Rooms::default(),
             state: Mutex::default(),
             _folder: folder,
             options,

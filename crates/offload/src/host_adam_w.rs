@@ -37,7 +37,7 @@ use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::offload::Offload;
-use state::{LayerState, Parameter, Shared, State, kept};
+use state::{Due, LayerState, Parameter, Shared, State, kept};
 
 /// How [`HostAdamW`] steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -258,7 +258,7 @@ impl HostAdamW {
         for layer in 0..state.layers.len() {
             let (gradients, arrived) = kept(&self.engine, layer)?;
             if !gradients.is_empty() {
-                state.step(&self.engine, layer, gradients, &arrived, factor)?;
+                state.step(&self.engine, layer, Due { gradients, arrived, lent: false, factor })?;
             }
         }
         Ok(())
@@ -306,7 +306,7 @@ impl HostAdamW {
                 .collect()
         });
         let is_ours = |name: &str| {
-            of_layers.iter().any(|(own, _)| name.strip_prefix(own.as_str()).is_some_and(|rest| is_slot(rest)))
+            of_layers.iter().any(|(own, _)| name.strip_prefix(own.as_str()).is_some_and(is_slot))
         };
         let (ours, others): (Vec<_>, Vec<_>) = tensors
             .iter()

@@ -106,7 +106,7 @@ impl Offload {
             }
             let wrapped =
                 wrap(&engine, (&name, number), block, &|tensor| stored(&format!("{name}.{tensor}")));
-            Ok(wrapped.map_err(|(_, error)| error)?)
+            Ok(wrapped.map_err(|refused| *refused.error)?)
         })?;
         Ok((model, Self { engine, blocks }))
     }
@@ -200,20 +200,26 @@ fn check_resident(resident: &[usize], blocks: usize) -> Result<()> {
     Err(Error::config("resident layers", reason))
 }
 
+/// A block that could not be taken home.
+struct NotTaken {
+    block: Option<Box<dyn Block>>,
+    error: Box<Error>,
+}
+
 /// Puts a block behind its rung; gives it back where that fails.
 fn wrap(
     engine: &Engine,
     (name, number): (&str, usize),
     block: Box<dyn Block>,
     stored: &dyn Fn(&str) -> Option<Stored>,
-) -> std::result::Result<Box<dyn Block>, (Option<Box<dyn Block>>, Error)> {
+) -> std::result::Result<Box<dyn Block>, NotTaken> {
     let held = Held::new(name, block);
     if engine.options().resident.contains(&number) {
         return Ok(Box::new(ResidentBlock::new(held, engine.clone(), number)));
     }
     let layer = match engine.add((name, number), held.named(), stored) {
         Ok(layer) => layer,
-        Err(error) => return Err((held.into_inner().ok(), error)),
+        Err(error) => return Err(NotTaken { block: held.into_inner().ok(), error: Box::new(error) }),
     };
     let away = Away::new(held, engine.clone(), layer, number);
     Ok(match engine.options().method {
@@ -265,11 +271,11 @@ impl Edit for Install {
         let Some(number) = self.blocks.next(name) else { return Ok(()) };
         match wrap(&self.engine, (name, number), take_block(slot), &|_| None) {
             Ok(wrapped) => *slot = wrapped,
-            Err((block, error)) => {
+            Err(NotTaken { block, error }) => {
                 if let Some(block) = block {
                     *slot = block;
                 }
-                return Err(error.into());
+                return Err((*error).into());
             }
         }
         Ok(())

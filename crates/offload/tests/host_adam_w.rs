@@ -2,9 +2,11 @@
 
 mod support;
 
+use std::sync::{Arc, Mutex};
+
 use models::module::{Input, LanguageModel, freeze, parameters, trainable};
 use models::{Llama, LlamaConfig};
-use offload::{HostAdamW, HostOptions, Method, Offload, Options, StateBytes, Tier};
+use offload::{HostAdamW, HostOptions, Method, Offload, Options, Point, Probe, StateBytes, Tier};
 use runtime::autograd::backward;
 use support::{FLOAT, alone, batch, tiny};
 use tch::{Device, Kind, Tensor};
@@ -118,6 +120,34 @@ fn it_is_the_ordinary_optimizer() {
                 let host = HostOptions { clip, overlap, ..HostOptions::default() };
                 check(&tiny, Case { options, host, micro, factor: true });
             }
+        }
+    }
+}
+
+/// Lanes that are late by anything, the host's among them, change nothing: neither where steps run within backward nor where
+/// they run into the next forward.
+#[test]
+fn delays_change_nothing() {
+    struct Late(Mutex<u64>);
+    impl Probe for Late {
+        fn at(&self, _: Point) -> runtime::Result<()> {
+            let turns = {
+                let mut state = self.0.lock().unwrap();
+                *state =
+                    state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                *state >> 56
+            };
+            (0..turns).for_each(|_| std::thread::yield_now());
+            Ok(())
+        }
+    }
+    let _alone = alone();
+    for seed in 0..4 {
+        for (clip, micro) in [(None, 1), (None, 2), (Some(0.5), 1)] {
+            let probe: Arc<dyn Probe> = Arc::new(Late(Mutex::new(seed)));
+            let options = Options { probe: Some(probe), ring: 2 + seed as usize % 3, ..Options::default() };
+            let host = HostOptions { clip, overlap: true, ..HostOptions::default() };
+            check(&tiny, Case { options, host, micro, factor: true });
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use runtime::autograd::{Backward, GradMode, set_grad};
 use runtime::device::{self, Event, Stream};
 use tch::{Device, Tensor};
@@ -12,10 +13,40 @@ use crate::options::Point;
 use crate::schedule::Direction;
 use crate::trace::Lane;
 
+/// Gradients of a layer's tensors, by their number, each on its way to the host or there.
+pub(crate) type Gradients = Vec<(usize, Tensor)>;
+
+/// Gradients at home, and the events that say when.
+pub(crate) type Arriving = (Gradients, Vec<Arc<Event>>);
+
+/// Layers whose gradients may be on their way at once. They are memory of the device until they have left: backward goes no further
+/// ahead of the store stream than this.
+const LEAVING: usize = 2;
+
+/// Page-locked memory that is used again: to lock and unlock it takes longer than to copy into it, and stops the device.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Rooms(Arc<Mutex<Vec<Tensor>>>);
+
+impl Rooms {
+    fn take(&self, like: &Tensor, pinned_for: Device) -> Result<Tensor> {
+        let mut free = self.0.lock();
+        let fits = |room: &Tensor| room.kind() == like.kind() && room.size() == like.size();
+        match free.iter().position(fits) {
+            Some(at) => Ok(free.swap_remove(at)),
+            None => Ok(device::pinned_empty(&like.size(), like.kind(), pinned_for)?),
+        }
+    }
+
+    /// Takes memory back that nobody uses any more.
+    fn give(&self, room: Tensor) {
+        self.0.lock().push(room);
+    }
+}
+
 /// Who takes gradients that arrive from a layer's backward.
 pub(crate) trait Sink: Send + Sync {
     /// Gradients of the layer's trained tensors, by their number, on the device.
-    fn deliver(&self, engine: &Engine, layer: usize, gradients: Vec<(usize, Tensor)>) -> Result<()>;
+    fn deliver(&self, engine: &Engine, layer: usize, gradients: Gradients) -> Result<()>;
 }
 
 impl Engine {
@@ -38,7 +69,7 @@ impl Engine {
     }
 
     /// Adds gradients to those of the model's own tensors, in the host's memory. They are there when the stream's work is done.
-    pub(crate) fn keep(&self, layer: usize, gradients: Vec<(usize, Tensor)>) -> Result<()> {
+    pub(crate) fn keep(&self, layer: usize, gradients: Gradients) -> Result<()> {
         let current = Stream::current(self.device())?;
         let computed = Event::untimed(self.device())?;
         current.record(&computed)?;
@@ -67,7 +98,7 @@ impl Engine {
         for (target, gradient, adds) in work {
             device::record_stream(&gradient, store)?;
             if adds && !on_host {
-                let staging = device::pinned_empty(&gradient.size(), gradient.kind(), self.device())?;
+                let staging = self.0.rooms.take(&gradient, self.0.homing.pinned_for)?;
                 copies.push((staging.shallow_clone(), gradient, false));
                 additions.push((target, staging));
             } else {
@@ -98,24 +129,32 @@ impl Engine {
         of.arrived = vec![copied.clone()];
         if !additions.is_empty() {
             host.wait(&copied)?;
+            let rooms = self.0.rooms.clone();
             host.submit(move || {
                 let _no_grad = GradMode::off();
-                additions.into_iter().try_for_each(|(mut sum, part)| Ok(sum.f_add_(&part).map(drop)?))
+                additions.into_iter().try_for_each(|(mut sum, part)| {
+                    let _ = sum.f_add_(&part)?;
+                    rooms.give(part);
+                    Ok(())
+                })
             })?;
             let added = Arc::new(Event::untimed(Device::Cpu)?);
             host.record(&added)?;
             of.arrived.push(added);
+        }
+        state.leaving.push_back(copied);
+        let oldest = if state.leaving.len() > LEAVING { state.leaving.pop_front() } else { None };
+        drop(state);
+        // A failure of the stream is told at the end of the backward.
+        if let Some(oldest) = oldest {
+            let _ = oldest.synchronize();
         }
         Ok(())
     }
 
     /// Takes gradients to the host for one use there, without adding them to any: where the device is the host they are there. They are
     /// when the events are complete.
-    pub(crate) fn bring_home(
-        &self,
-        layer: usize,
-        gradients: Vec<(usize, Tensor)>,
-    ) -> Result<(Vec<(usize, Tensor)>, Vec<Arc<Event>>)> {
+    pub(crate) fn bring_home(&self, layer: usize, gradients: Gradients) -> Result<Arriving> {
         let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
         let total = gradients.iter().map(|(_, gradient)| bytes(gradient)).sum::<u64>();
         let number = {
@@ -135,7 +174,7 @@ impl Engine {
         let mut home = Vec::new();
         for (index, gradient) in gradients {
             device::record_stream(&gradient, store)?;
-            let room = device::pinned_empty(&gradient.size(), gradient.kind(), self.0.homing.pinned_for)?;
+            let room = self.0.rooms.take(&gradient, self.0.homing.pinned_for)?;
             let mut target = room.shallow_clone();
             store.submit(move || {
                 let _no_grad = GradMode::off();
@@ -147,6 +186,17 @@ impl Engine {
         let copied = Arc::new(Event::untimed(self.device())?);
         store.record(&copied)?;
         Ok((home, vec![copied]))
+    }
+
+    /// Takes back what [`Engine::bring_home`] gave, after its use.
+    pub(crate) fn rooms(&self) -> impl Fn(Tensor) + Send + 'static {
+        let (rooms, on_host) = (self.0.rooms.clone(), self.device() == Device::Cpu);
+        move |room| {
+            // Where the device is the host, it is the gradient itself.
+            if !on_host {
+                rooms.give(room);
+            }
+        }
     }
 
     /// Queues a change of a layer's tensors at home on the host's thread, behind `after` and behind every load that was queued before.
@@ -214,15 +264,31 @@ impl Engine {
             let steps = {
                 let mut state = engine.0.state.lock();
                 state.ending = false;
+                state.leaving.clear();
                 state.sink.is_some()
             };
-            engine.0.store.synchronize()?;
+            if let Err(error) = engine.0.store.synchronize() {
+                // What was not stored is no gradient.
+                engine.forget_gradients();
+                return Err(error);
+            }
             // The optimizer of the engine says itself when it is to be waited for.
             if !steps {
                 engine.0.host.synchronize()?;
             }
             Ok(engine.check_at_home()?)
         })?)
+    }
+}
+
+impl Engine {
+    fn forget_gradients(&self) {
+        self.with_layers(|layers| {
+            for tensor in layers.iter().flat_map(|layer| &layer.tensors) {
+                // A tensor that takes no gradient has none.
+                let _ = set_grad(tensor, None);
+            }
+        });
     }
 }
 

@@ -10,7 +10,7 @@ use runtime::fused::adam::{AdamStep, AdamTensors, adam};
 use tch::{Device, Kind, Tensor};
 use training::optimizer::AdamW;
 
-use crate::engine::{Engine, Sink};
+use crate::engine::{Arriving, Engine, Gradients, Sink};
 use crate::error::Result;
 
 /// Layers whose steps may wait for the host's thread, each with its gradients.
@@ -48,12 +48,23 @@ pub(super) struct Parameter {
     pub(super) master: Option<Tensor>,
 }
 
+/// Gradients of a layer that are to be used.
+pub(super) struct Due {
+    pub(super) gradients: Gradients,
+    /// When they are at home.
+    pub(super) arrived: Vec<Arc<Event>>,
+    /// Whether their memory is the engine's, for others after this.
+    pub(super) lent: bool,
+    /// What clipping multiplies them by.
+    pub(super) factor: Option<f64>,
+}
+
 impl Sink for Shared {
-    fn deliver(&self, engine: &Engine, layer: usize, gradients: Vec<(usize, Tensor)>) -> Result<()> {
+    fn deliver(&self, engine: &Engine, layer: usize, gradients: Gradients) -> Result<()> {
         let mut state = self.state.lock();
         let of = &mut state.layers[layer];
         // What no group has is nobody's.
-        let gradients: Vec<(usize, Tensor)> =
+        let gradients: Gradients =
             gradients.into_iter().filter(|(index, _)| of.parameters.contains_key(index)).collect();
         of.delivered += 1;
         let (first, last) = (of.delivered == 1, of.delivered == state.micro_batches);
@@ -63,11 +74,11 @@ impl Sink for Shared {
         if self.clips || !last {
             return engine.keep(layer, gradients);
         }
-        let (gradients, arrived) = if first {
-            engine.bring_home(layer, gradients)?
+        let (lent, (gradients, arrived)) = if first {
+            (true, engine.bring_home(layer, gradients)?)
         } else {
             engine.keep(layer, gradients)?;
-            kept(engine, layer)?
+            (false, kept(engine, layer)?)
         };
         // Gradients that wait are memory: backward goes no further ahead of the host than this.
         while state.waiting.len() >= WAITING {
@@ -75,20 +86,14 @@ impl Sink for Shared {
                 oldest.synchronize()?;
             }
         }
-        state.step(engine, layer, gradients, &arrived, None)
+        state.step(engine, layer, Due { gradients, arrived, lent, factor: None })
     }
 }
 
 impl State {
     /// Queues the step of a layer.
-    pub(super) fn step(
-        &mut self,
-        engine: &Engine,
-        layer: usize,
-        gradients: Vec<(usize, Tensor)>,
-        arrived: &[Arc<Event>],
-        factor: Option<f64>,
-    ) -> Result<()> {
+    pub(super) fn step(&mut self, engine: &Engine, layer: usize, due: Due) -> Result<()> {
+        let Due { gradients, arrived, lent, factor } = due;
         let weights: Vec<Tensor> = engine.with_layers(|layers| {
             gradients.iter().map(|(index, _)| layers[layer].tensors[*index].shallow_clone()).collect()
         });
@@ -112,13 +117,14 @@ impl State {
             let master = parameter.master(&weight, self.master_weights)?;
             work.push((step, gradient, weight, moments, master));
         }
-        let updated = engine.update(layer, arrived, move || {
+        let used = lent.then(|| engine.rooms());
+        let updated = engine.update(layer, &arrived, move || {
             let _no_grad = tch::no_grad_guard();
             for (step, gradient, weight, [m, v], master) in work {
                 // Of a version of its own: the engine knows of this change by the layer's generation, ahead of time, and the
                 // tensor's version tells it of those by others.
                 let weight = weight.f_data()?;
-                let gradient = gradient.f_contiguous()?;
+                let gradient = if gradient.is_contiguous() { gradient } else { gradient.f_contiguous()? };
                 let rounds = weight.kind() != Kind::Float;
                 let master = match master {
                     Some(master) => master,
@@ -133,6 +139,9 @@ impl State {
                     weight: rounds.then_some(&weight),
                 };
                 adam(&tensors, &step)?;
+                if let Some(used) = &used {
+                    used(gradient);
+                }
             }
             Ok(())
         })?;
@@ -169,7 +178,7 @@ impl Parameter {
 }
 
 /// Takes the gradients of a layer that were kept at home, and says when they are there.
-pub(super) fn kept(engine: &Engine, layer: usize) -> Result<(Vec<(usize, Tensor)>, Vec<Arc<Event>>)> {
+pub(super) fn kept(engine: &Engine, layer: usize) -> Result<Arriving> {
     engine.with_layers(|layers| {
         let of = &mut layers[layer];
         let mut gradients = Vec::new();

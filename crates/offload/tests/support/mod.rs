@@ -55,8 +55,9 @@ pub fn batch(vocabulary: i64, number: u64) -> Tensor {
 }
 
 /// Trains `model` for some steps of some micro-batches, offloaded or not.
-pub fn steps(
-    mut model: Box<impl LanguageModel>,
+#[allow(clippy::boxed_local, reason = "every model of these tests is boxed")]
+pub fn steps<M: LanguageModel>(
+    mut model: Box<M>,
     options: Option<Options>,
     steps: u64,
     micro: u64,
