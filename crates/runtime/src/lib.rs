@@ -15,7 +15,7 @@
 //! | [`fused`] | elementwise chains as one pass over memory |
 //! | [`precision`] | where mixed precision takes hold of a model |
 //! | [`mapped`] | a file as memory, read when it is touched |
-//! | [`file`] | tensors over a file's pages, or read from it into memory that is there |
+//! | [`file`](mod@file) | tensors over a file's pages, or read from it into memory that is there |
 //! | [`random`] | seeds and the state of the random generators |
 //!
 //! All `unsafe` code of the workspace and its only C++ are behind these modules: `src/sys` and `cpp`. A failure of
