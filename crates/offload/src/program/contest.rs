@@ -107,6 +107,7 @@ struct Moved {
     overlap: f64,
     transfer_seconds: f64,
     compute_seconds: f64,
+    unexplained_seconds: f64,
     late: f64,
 }
 
@@ -227,7 +228,7 @@ impl Runner {
         metrics.extend(self.peak(entrant, self.once.inference_peak, peak(&foretold, paper)?));
         metrics.extend(moved(laps));
         if one_at_a_time(entrant) {
-            metrics.push(unexplained(resident, laps));
+            metrics.push(unexplained(laps));
         }
         Ok(metrics)
     }
@@ -256,7 +257,7 @@ impl Runner {
         metrics.extend(self.peak(entrant, self.once.training_peak, foretold));
         metrics.extend(moved(laps));
         if one_at_a_time(entrant) {
-            metrics.push(unexplained(recomputed, laps));
+            metrics.push(unexplained(laps));
         }
         Ok(metrics)
     }
@@ -284,6 +285,7 @@ fn traced(subject: &Subject, passes: impl FnOnce() -> anyhow::Result<Passes>) ->
         overlap: offload::overlap(&trace),
         transfer_seconds: spans::busy(&trace, Lane::Load) + spans::busy(&trace, Lane::Store),
         compute_seconds: spans::busy(&trace, Lane::Compute),
+        unexplained_seconds: spans::unexplained(&trace),
         late: (offload.counters().late - late) as f64,
     };
     Ok(Lap { passes, moved: Some(moved) })
@@ -298,16 +300,13 @@ fn ratios(reference: &[Lap], laps: &[Lap]) -> impl Iterator<Item = f64> {
     reference.iter().zip(laps).map(|(reference, lap)| reference.passes.total() / lap.passes.total())
 }
 
-/// The share of a step that neither what the reference computes nor the transfers explain, without its sign.
-fn unexplained(reference: &[Lap], laps: &[Lap]) -> Metric {
-    let rest = reference.iter().zip(laps).filter_map(|(reference, lap)| {
-        let step = lap.passes.total();
-        Some((step - reference.passes.total() - lap.moved?.transfer_seconds) / step)
-    });
-    let rest = Samples { samples: rest.collect() };
-    let mut metric = Metric::exact("unexplained_share", "ratio", rest.median().abs());
-    (metric.n, metric.spread) = (rest.samples.len(), Some(rest.spread()));
-    metric
+/// The share of a step in which what computes waits between two layers, and no transfer is why.
+fn unexplained(laps: &[Lap]) -> Metric {
+    samples(
+        "unexplained_share",
+        "ratio",
+        laps.iter().filter_map(|lap| Some(lap.moved?.unexplained_seconds / lap.passes.total())),
+    )
 }
 
 fn moved(laps: &[Lap]) -> Vec<Metric> {

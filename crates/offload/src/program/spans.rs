@@ -15,6 +15,30 @@ pub(crate) fn link_rate(spans: &[Span]) -> Option<f64> {
     (seconds > 0.0).then(|| bytes as f64 / seconds)
 }
 
+/// Seconds between two layers of one pass in which neither a layer comes nor gradients go: the idle time of what computes that
+/// transfers do not account for. Between forward and backward the head computes, which is no layer's.
+pub(crate) fn unexplained(spans: &[Span]) -> f64 {
+    let mut computes: Vec<&Span> = spans.iter().filter(|span| span.lane == Lane::Compute).collect();
+    computes.sort_by(|a, b| a.start.total_cmp(&b.start));
+    let gaps = computes.windows(2).filter(|pair| pair[0].direction == pair[1].direction);
+    gaps.map(|pair| {
+        let (mut at, end, mut rest) = (pair[0].end, pair[1].start, 0.0);
+        let mut transfers: Vec<(f64, f64)> = spans
+            .iter()
+            .filter(|span| matches!(span.lane, Lane::Load | Lane::Store))
+            .map(|span| (span.start.max(at), span.end.min(end)))
+            .filter(|(start, end)| start < end)
+            .collect();
+        transfers.sort_by(|a, b| a.0.total_cmp(&b.0));
+        for (start, end) in transfers {
+            rest += (start - at).max(0.0);
+            at = at.max(end);
+        }
+        rest + (end - at).max(0.0)
+    })
+    .sum()
+}
+
 /// A timeline's measurements, as a plot of the kind `timeline` reads them: each span is `of` with its lane, layer and number, and has
 /// a `start` and an `end` in seconds, the first span's start being 0.
 pub(crate) fn timeline(of: &Case, spans: &[Span]) -> Vec<(Case, Metric)> {
@@ -37,4 +61,31 @@ pub(crate) fn timeline(of: &Case, spans: &[Span]) -> Vec<(Case, Metric)> {
             .map(|(name, time)| (case.clone(), Metric::exact(name, "s", time - origin)))
     };
     spans.iter().enumerate().flat_map(measure).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use offload::Direction;
+
+    use super::*;
+
+    #[test]
+    fn what_transfers_account_for_is_explained() {
+        let span = |lane, direction, start, end| Span { lane, layer: 0, direction, start, end, bytes: 1 };
+        let (forward, backward) = (Direction::Forward, Direction::Backward);
+        let spans = [
+            span(Lane::Compute, forward, 0.0, 1.0),
+            // Between 1 and 4: a load and a store that meet, and half a second of nothing before and after.
+            span(Lane::Load, forward, 1.5, 2.5),
+            span(Lane::Store, backward, 2.0, 3.5),
+            span(Lane::Compute, forward, 4.0, 5.0),
+            // The head.
+            span(Lane::Compute, backward, 9.0, 10.0),
+            // A transfer while a layer computes explains nothing.
+            span(Lane::Load, backward, 9.0, 9.5),
+            span(Lane::Compute, backward, 10.25, 11.0),
+        ];
+        assert_eq!(unexplained(&spans), 1.25);
+        assert_eq!(link_rate(&spans), Some(2.0 / 1.5));
+    }
 }
