@@ -35,6 +35,9 @@ pub(crate) fn run(house: &House) -> Result<()> {
             failed.push(what);
         }
     }
+    if !other_architecture(house)? {
+        failed.push("another architecture");
+    }
     match failed.as_slice() {
         [] => {
             println!("lint: formatting, lints and documentation are clean");
@@ -44,4 +47,31 @@ pub(crate) fn run(house: &House) -> Result<()> {
             bail!("not clean: {}; `cargo fmt` repairs formatting, the rest is named above", failed.join(", "))
         }
     }
+}
+
+/// An architecture that shares no vector instructions with x86-64.
+const OTHER: &str = "aarch64-unknown-linux-gnu";
+
+/// Checks that what needs no libtorch, and the kernels in Rust, compile for another architecture. Where its standard library
+/// cannot be installed the check is left out aloud.
+fn other_architecture(house: &House) -> Result<bool> {
+    let installed = Command::new("rustup").args(["target", "add", OTHER]).output();
+    if !installed.is_ok_and(|output| output.status.success()) {
+        println!("skipped: the check for {OTHER}, since `rustup target add {OTHER}` does not succeed here");
+        return Ok(true);
+    }
+    let checks: [&[&str]; 2] = [
+        &["--package", "report", "--package", "accounting", "--package", "xtask"],
+        &["--package", "runtime", "--features", "check-only"],
+    ];
+    let mut clean = true;
+    for packages in checks {
+        let args = [&["check", "--target", OTHER], packages].concat();
+        eprintln!("lint: cargo {}", args.join(" "));
+        let mut command = cargo::command(house);
+        // Libraries in C are compiled for this machine: nothing is linked, and no cross compiler is asked for.
+        command.args(args).env(format!("CC_{}", OTHER.replace('-', "_")), "cc").env("RUSTFLAGS", "-D warnings");
+        clean &= command.status().context("cannot run cargo")?.success();
+    }
+    Ok(clean)
 }

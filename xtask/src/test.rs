@@ -1,5 +1,11 @@
 //! `cargo xtask test`: sets up, then runs every test; in a bundle, the prebuilt ones.
+//!
+//! The whole workspace is built at once and its test executables run beside each other, one for each processor; then those whose
+//! results depend on matrix products and vector kernels run again under each other implementation ([`choices`]); then the
+//! documentation's examples. With arguments it is `cargo test` with these.
 
+mod choices;
+mod jobs;
 mod output;
 
 use std::io::{BufRead, BufReader};
@@ -7,8 +13,11 @@ use std::process::{Command, ExitStatus, Stdio};
 
 use anyhow::{Context, Result, bail};
 
+use crate::cargo::Executable;
 use crate::house::{House, Manifest};
 use crate::{cargo, setup};
+use choices::CHOICES;
+use jobs::Job;
 use output::Filter;
 
 /// What to pass on.
@@ -24,19 +33,17 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
     let failed = match &house.bundle {
         None => {
             setup::ensure(house, None)?;
-            let args = cargo_args(&args.extra);
-            eprintln!("test: cargo {}", args.join(" "));
-            let mut command = cargo::command(house);
-            command.args(&args);
-            // Tests start in their package's folder, where a relative path would mean something else.
-            if let Some(fixtures) = std::env::var_os("FRUGAL_FIXTURES").filter(|path| !path.is_empty()) {
-                command.env(
-                    "FRUGAL_FIXTURES",
-                    std::path::absolute(fixtures).context("FRUGAL_FIXTURES is no path")?,
-                );
+            if args.extra.is_empty() {
+                run_workspace(house, &mut filter)?
+            } else {
+                let args = cargo_args(&args.extra);
+                eprintln!("test: cargo {}", args.join(" "));
+                let mut command = cargo::command(house);
+                command.args(&args);
+                with_fixtures(&mut command)?;
+                (!run_filtered(command, &mut filter)?.success())
+                    .then(|| "cargo test did not succeed; what failed is named above".to_owned())
             }
-            (!run_filtered(command, &mut filter)?.success())
-                .then(|| "cargo test did not succeed; what failed is named above".to_owned())
         }
         Some(bundle) => run_bundled(house, bundle, &args.extra, &mut filter)?,
     };
@@ -50,6 +57,67 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
         None => Ok(()),
         Some(message) => bail!(message),
     }
+}
+
+/// Tests start in their package's folder, where a relative path would mean something else.
+fn with_fixtures(command: &mut Command) -> Result<()> {
+    if let Some(fixtures) = std::env::var_os("FRUGAL_FIXTURES").filter(|path| !path.is_empty()) {
+        command.env(
+            "FRUGAL_FIXTURES",
+            std::path::absolute(fixtures).context("FRUGAL_FIXTURES is no path")?,
+        );
+    }
+    Ok(())
+}
+
+fn run_workspace(house: &House, filter: &mut Filter) -> Result<Option<String>> {
+    let mut tests = cargo::executables(house, &["test", "--workspace", "--no-run"])?;
+    tests.retain(|executable| executable.test);
+    let flags = choices::processor_flags();
+    let skipped = CHOICES.iter().filter_map(|choice| choice.missing(&flags)).collect::<Vec<_>>();
+    let jobs = plan(house, &tests, &flags);
+    let slots = std::thread::available_parallelism().map_or(1, usize::from);
+    eprintln!("test: {}, {slots} at a time", count(jobs.len(), "executable", "executables"));
+    let mut fixtures = Command::new("true");
+    with_fixtures(&mut fixtures)?;
+    let prepare = |command: &mut Command| {
+        cargo::with_libtorch(command, house);
+        // Threads that wait for their next part of an operator leave the processor to the other executable.
+        command.env("OMP_WAIT_POLICY", "passive");
+        command.envs(fixtures.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    };
+    let mut failed = jobs::run(&jobs, slots, prepare, filter)?;
+
+    let args = ["test", "--workspace", "--doc", "--no-fail-fast"];
+    eprintln!("test: cargo {}", args.join(" "));
+    let mut command = cargo::command(house);
+    command.args(args);
+    if !run_filtered(command, filter)?.success() {
+        failed.push("the documentation's examples".into());
+    }
+    skipped.into_iter().for_each(|reason| filter.skip(reason));
+    Ok((!failed.is_empty()).then(|| format!("failed: {}", failed.join(", "))))
+}
+
+/// Every executable under the machine's own choice, then those that a choice concerns under each other one.
+fn plan(house: &House, tests: &[Executable], flags: &str) -> Vec<Job> {
+    let job = |test: &Executable, choice: Option<&choices::Choice>| Job {
+        name: match choice {
+            None => format!("{} of {}", test.name, test.package),
+            Some(choice) => format!("{} of {} under `{}`", test.name, test.package, choice.name),
+        },
+        executable: test.path.clone(),
+        folder: jobs::folder(&house.root, &test.package),
+        variables: choice.map_or_else(Vec::new, |choice| {
+            choice.variables.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect()
+        }),
+        arguments: vec!["--show-output".into()],
+    };
+    let own = tests.iter().map(|test| job(test, None));
+    let others = CHOICES.iter().filter(|choice| choice.missing(flags).is_none()).flat_map(|choice| {
+        tests.iter().filter(|test| choice.concerns(&test.package)).map(move |test| job(test, Some(choice)))
+    });
+    own.chain(others).collect()
 }
 
 fn count(n: usize, one: &str, many: &str) -> String {
@@ -102,6 +170,7 @@ fn run_bundled(
         let folder = house.root.join("crates").join(&test.package);
         let mut command = Command::new(house.root.join(&test.path));
         command.current_dir(&folder).env("CARGO_MANIFEST_DIR", &folder).arg("--show-output");
+        command.env("RUST_TEST_THREADS", "1");
         if std::env::var_os("FRUGAL_FIXTURES").is_none() {
             command.env("FRUGAL_FIXTURES", house.root.join("data/fixtures"));
         }
@@ -119,7 +188,52 @@ fn run_bundled(
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
+
+    #[test]
+    fn what_depends_on_products_runs_once_for_each_choice() {
+        let house = House { root: PathBuf::from("/w"), bundle: None };
+        let test = |package: &str| Executable {
+            name: "it".into(),
+            package: package.into(),
+            test: true,
+            path: "/w/target/it".into(),
+        };
+        let jobs = plan(&house, &[test("report"), test("lora")], "avx2 avx512_bf16");
+        let names: Vec<&str> = jobs.iter().map(|job| job.name.as_str()).collect();
+        let expected = [
+            "it of report",
+            "it of lora",
+            "it of lora under `avx2`",
+            "it of lora under `bf16 products`",
+        ];
+        assert_eq!(names, expected);
+        assert!(jobs[0].variables.is_empty());
+        assert!(jobs[2].variables.contains(&("FRUGAL_SIMD".into(), "avx2".into())));
+        assert_eq!(plan(&house, &[test("lora")], "sse").len(), 1, "what the processor lacks is left out");
+    }
+
+    #[test]
+    fn jobs_run_with_their_variables_and_those_that_fail_are_named() {
+        let job = |name: &str, script: &str| Job {
+            name: name.into(),
+            executable: "/bin/sh".into(),
+            folder: "/".into(),
+            variables: vec![("CHOICE".into(), "avx2".into())],
+            arguments: vec!["-c".into(), script.into()],
+        };
+        let jobs = [
+            job("one", "echo \"test result: ok. 2 passed; 0 failed\"; test \"$CHOICE $RUST_TEST_THREADS\" = 'avx2 1'"),
+            job("two", "echo \"test result: FAILED. 1 passed; 3 failed\"; exit 101"),
+        ];
+        for slots in [1, 2] {
+            let mut filter = Filter::default();
+            assert_eq!(jobs::run(&jobs, slots, |_| {}, &mut filter).unwrap(), ["two"]);
+            assert_eq!((filter.passed, filter.failed), (3, 3));
+        }
+    }
 
     #[test]
     fn extra_arguments_go_to_cargo_and_after_the_second_dash_to_the_tests() {

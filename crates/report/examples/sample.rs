@@ -35,6 +35,7 @@ fn environment() -> Environment {
         threads: 2,
         memory_bytes: 8 << 30,
         torch: Some("2.11.0".into()),
+        implementations: None,
         revision: "c5ea097".into(),
         unix_time: 1_795_248_000,
     }

@@ -19,6 +19,9 @@ pub struct Environment {
     /// Version of libtorch, or `None` where none is linked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub torch: Option<String>,
+    /// Implementations that CPU computations took, such as `avx512, bf16 in fp32, fp16 in fp32`; `None` where there is no choice.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub implementations: Option<String>,
     /// Short git revision, `+` after it when the tree had changes; empty outside a repository.
     pub revision: String,
     /// Seconds since 1970-01-01 UTC.
@@ -37,6 +40,7 @@ impl Environment {
                 .and_then(|value| value.trim_end_matches("kB").trim().parse::<u64>().ok())
                 .map_or(0, |kib| kib * 1024),
             torch: torch.map(str::to_owned),
+            implementations: None,
             revision,
             unix_time: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
         }

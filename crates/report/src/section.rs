@@ -159,6 +159,9 @@ fn place(e: &Environment) -> String {
     if e.memory_bytes > 0 {
         parts.push(crate::unit::human(e.memory_bytes as f64, "B"));
     }
+    if let Some(implementations) = &e.implementations {
+        parts.push(implementations.clone());
+    }
     if let Some(torch) = &e.torch {
         parts.push(format!("libtorch {torch}"));
     }

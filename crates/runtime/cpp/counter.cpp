@@ -39,7 +39,7 @@ namespace {
 std::mutex registry_mutex;
 std::vector<std::shared_ptr<rt_counter>> registry;
 at::CallbackHandle callback_handle = at::INVALID_CALLBACK_HANDLE;
-std::atomic<size_t> counters{0};
+std::atomic<size_t> running_counters{0};
 
 thread_local int recompute_depth = 0;
 
@@ -158,7 +158,7 @@ rt_status rt_counter_start(int this_thread, std::shared_ptr<rt_counter>** counte
     }
     std::lock_guard<std::mutex> lock(registry_mutex);
     registry.push_back(*made);
-    if (counters.fetch_add(1) == 0) {
+    if (running_counters.fetch_add(1) == 0) {
       callback_handle = at::addGlobalCallback(at::RecordFunctionCallback(on_start, on_end)
                                                   .needsInputs(true)
                                                   .needsOutputs(true)
@@ -175,7 +175,7 @@ rt_status rt_counter_stop(std::shared_ptr<rt_counter>* counter) {
     if ((*taken)->marker != at::INVALID_CALLBACK_HANDLE) at::removeCallback((*taken)->marker);
     std::lock_guard<std::mutex> lock(registry_mutex);
     registry.erase(std::find(registry.begin(), registry.end(), *taken));
-    if (counters.fetch_sub(1) == 1) at::removeCallback(callback_handle);
+    if (running_counters.fetch_sub(1) == 1) at::removeCallback(callback_handle);
   });
 }
 
@@ -194,7 +194,7 @@ rt_status rt_counter_rows(const std::shared_ptr<rt_counter>* counter, rt_visit_r
 // Adds work that no operator did, as one call of `name` (`size` bytes of UTF-8, borrowed).
 rt_status rt_counter_record(const char* name, size_t size, uint64_t dense, uint64_t causal, uint64_t bytes) {
   return guard([&] {
-    if (counters.load(std::memory_order_relaxed) == 0) return;
+    if (running_counters.load(std::memory_order_relaxed) == 0) return;
     commit(std::string(name, size), Flops{dense, causal}, bytes, false);
   });
 }

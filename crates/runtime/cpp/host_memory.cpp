@@ -2,6 +2,7 @@
 #include "host_memory.h"
 
 #include "device.h"
+#include "memory.h"
 
 #include <ATen/Context.h>
 #include <ATen/core/CachingHostAllocator.h>
@@ -20,18 +21,17 @@
 
 namespace {
 
-constexpr size_t kHugePage = size_t{2} << 20;
 
 // Pages live outside the CPU allocator, so that a run on the CPU can tell the bytes that stand for device memory from
 // those that stand for host memory.
-struct Counters {
+struct PageCounters {
   std::atomic<uint64_t> live{0};
   std::atomic<uint64_t> peak{0};
   std::atomic<uint64_t> held{0};
   std::atomic<uint64_t> powers_of_two{0};
 };
-Counters pageable;
-Counters locked;
+PageCounters pageable;
+PageCounters locked;
 
 uint64_t power_of_two(uint64_t bytes) {
   if (bytes == 0) return 0;
@@ -43,7 +43,7 @@ uint64_t power_of_two(uint64_t bytes) {
 // One mapping. It is counted from construction to destruction, and freed whether or not a tensor took it over.
 class Pages {
  public:
-  explicit Pages(size_t bytes, Counters& counters) : counters_(counters), asked_(bytes) {
+  explicit Pages(size_t bytes, PageCounters& counters) : counters_(counters), asked_(bytes) {
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     // An empty tensor still gets a page: from_blob wants an address.
     held_ = (std::max<size_t>(bytes, 1) + page - 1) / page * page;
@@ -92,7 +92,7 @@ class Pages {
   void* address() const { return address_; }
 
  private:
-  Counters& counters_;
+  PageCounters& counters_;
   size_t asked_;
   size_t held_;
   void* address_;
@@ -176,7 +176,7 @@ rt_status rt_host_locked(const int64_t* shape, size_t dims, const at::Tensor* pr
 
 rt_status rt_host_usage_of(int pinned, rt_host_usage* out) {
   return guard([&] {
-    const Counters& counters = pinned != 0 ? locked : pageable;
+    const PageCounters& counters = pinned != 0 ? locked : pageable;
     rt_host_usage usage{counters.live, counters.peak, counters.held, counters.powers_of_two, 0};
     // The hooks are asked only once the library is there: libtorch keeps the first answer.
     if (pinned != 0 && c10::impl::hasDeviceGuardImpl(c10::kCUDA) && at::detail::getCUDAHooks().hasCUDA()) {

@@ -18,14 +18,13 @@ namespace {
 
 // libtorch aligns to 64 bytes; a header of the same size keeps that, and lets a free know its size without a lookup.
 constexpr size_t kHeader = 64;
-constexpr size_t kHugePage = size_t{2} << 20;
 
 // The counters are written by every allocation, so they share a cache line with nothing else.
-struct alignas(128) Counters {
+struct alignas(128) CpuCounters {
   std::atomic<int64_t> live{0};
   std::atomic<int64_t> peak{0};
 };
-Counters counters;
+CpuCounters cpu_counters;
 std::atomic<bool> huge_pages{true};
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 // No allocation makes more bytes live than this.
@@ -109,8 +108,8 @@ KeptBlocks& kept() {
 }
 
 void raise_peak(int64_t candidate) {
-  int64_t peak = counters.peak.load(std::memory_order_relaxed);
-  while (candidate > peak && !counters.peak.compare_exchange_weak(peak, candidate, std::memory_order_relaxed)) {
+  int64_t peak = cpu_counters.peak.load(std::memory_order_relaxed);
+  while (candidate > peak && !cpu_counters.peak.compare_exchange_weak(peak, candidate, std::memory_order_relaxed)) {
   }
 }
 
@@ -119,7 +118,7 @@ void release(void* data) {
   char* block = static_cast<char*>(data) - kHeader;
   int64_t size;
   std::memcpy(&size, block, sizeof size);
-  const int64_t live = counters.live.fetch_sub(size, std::memory_order_relaxed) - size;
+  const int64_t live = cpu_counters.live.fetch_sub(size, std::memory_order_relaxed) - size;
   const auto bytes = static_cast<size_t>(size);
   if (bytes >= KeptBlocks::kSmallest && kept().keep(block, bytes, live)) return;
   base_deleter(block);
@@ -134,7 +133,7 @@ void KeptBlocks::release_one() {
 
 // Counts `size` bytes that are about to be allocated, if the limit lets them; the live bytes with them.
 int64_t admit(int64_t size) {
-  int64_t live = counters.live.load(std::memory_order_relaxed);
+  int64_t live = cpu_counters.live.load(std::memory_order_relaxed);
   while (true) {
     const int64_t most = limit.load(std::memory_order_relaxed);
     if (size > most - live) {
@@ -142,7 +141,7 @@ int64_t admit(int64_t size) {
                        " are live and the limit is ", most,
                        "; free tensors, take smaller batches, or raise the limit (runtime::memory::limit)");
     }
-    if (counters.live.compare_exchange_weak(live, live + size, std::memory_order_relaxed)) return live + size;
+    if (cpu_counters.live.compare_exchange_weak(live, live + size, std::memory_order_relaxed)) return live + size;
   }
 }
 
@@ -160,7 +159,7 @@ struct TrackingAllocator final : c10::Allocator {
       try {
         block = static_cast<char*>(base->raw_allocate(size + kHeader));
       } catch (...) {
-        counters.live.fetch_sub(counted, std::memory_order_relaxed);
+        cpu_counters.live.fetch_sub(counted, std::memory_order_relaxed);
         throw;
       }
     } else {
@@ -206,21 +205,21 @@ rt_status rt_cpu_tracking_install() {
 }
 
 rt_status rt_cpu_live(int64_t* live) {
-  return guard([&] { *live = counters.live.load(); });
+  return guard([&] { *live = cpu_counters.live.load(); });
 }
 
 rt_status rt_cpu_take_peak(int64_t* peak) {
   return guard([&] {
-    *peak = counters.peak.exchange(counters.live.load());
+    *peak = cpu_counters.peak.exchange(cpu_counters.live.load());
     // An allocation between the two steps above must not be lost to the new peak.
-    raise_peak(counters.live.load());
+    raise_peak(cpu_counters.live.load());
   });
 }
 
 rt_status rt_cpu_limit(int64_t bytes) {
   return guard([&] {
     limit.store(bytes < 0 ? kUnlimited : bytes);
-    kept().fit(counters.live.load());
+    kept().fit(cpu_counters.live.load());
   });
 }
 

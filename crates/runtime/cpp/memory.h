@@ -1,8 +1,12 @@
 // Bytes of the device allocators. See guard.h for the border's contract.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 #include "guard.h"
+
+// Bytes of a page that the kernel maps as one where it is asked to (madvise).
+inline constexpr size_t kHugePage = size_t{2} << 20;
 
 extern "C" {
 // Puts a counting allocator before libtorch's CPU allocator, once per process. Memory handed out before is not counted,

@@ -12,6 +12,7 @@
 //! | [`measure`] | warm-up, repeats, phases, median and spread, the machine's limits |
 //! | [`ops`] | every operator by its name, and typed functions over the ones training needs |
 //! | [`matmul`] | matrix products into a given output, in the precision that is asked for |
+//! | [`processor`] | which implementation a CPU computation takes, shown and forcible |
 //! | [`fused`] | elementwise chains as one pass over memory |
 //! | [`precision`] | where mixed precision takes hold of a model |
 //! | [`mapped`] | a file as memory, read when it is touched |
@@ -45,6 +46,7 @@ pub mod measure;
 pub mod memory;
 pub mod ops;
 pub mod precision;
+pub mod processor;
 pub mod profile;
 pub mod random;
 mod sys;

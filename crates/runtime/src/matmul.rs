@@ -2,30 +2,30 @@
 //!
 //! out[m, n] = a[m, k]·b[k, n], or out += a·b. What libtorch's own `mm` lacks:
 //! - accumulation in fp32 of products of bf16 or fp16 operands, so that a gradient summed over tiles is rounded once;
-//! - on the CPU, low-precision products at fp32 speed where the processor has none of its own (libtorch's fp16 product
-//!   runs at under 1 % of the fp32 rate there: the operands are cast up, multiplied in fp32, and rounded once);
-//! - on AMD processors, the `gemm` crate for fp32, whose rate does not depend on how MKL treats another maker's processor.
-//!   On a Zen 4 the two are within a tenth of each other, either way (the report's "What the runtime's machinery costs").
+//! - on the CPU, low-precision products at fp32 speed where the processor is slower with its own
+//!   ([`processor`](crate::processor) decides): the operands are cast up, multiplied in fp32, and rounded once;
+//! - on the CPU, fp32 products by the `gemm` crate, divided among libtorch's threads here. One thread of it runs at 0.95–1.03
+//!   of MKL's rate on an Intel Xeon with AVX-512, and at up to 1.1 of it on an AMD Zen 4. MKL leaves a product of 512 rows to one
+//!   thread where this takes two; MKL's bits depend on the number of threads, and these do not.
+//!
+//! A product whose output has fewer than 32 rows or columns is libtorch's on every processor: MKL is up to twice as fast there. Such
+//! results may depend on the number of threads.
 //!
 //! Nothing here is recorded: the caller is a hand-written function, or does not need gradients.
-
-use std::sync::OnceLock;
 
 use tch::{Device, Kind, Tensor};
 
 use crate::autograd::GradMode;
 use crate::error::{Error, Result};
 use crate::profile::{Flops, record_external};
-use crate::sys::gemm::gemm_f32;
+use crate::processor;
+use crate::sys::gemm::{SHORTEST, gemm_f32};
 use crate::sys::tensor::memory_range;
 
 /// Vectors that [`matvec`] takes: from some ten on, arithmetic counts as much as the weights' bytes.
 pub const FEW: i64 = 16;
-/// Products smaller than this many multiply-adds go to libtorch, whose call is cheaper.
+/// Weights with fewer elements are left to libtorch by [`matvec`]: its call is cheaper.
 const SMALL: i64 = 1 << 18;
-/// A sum so many times longer than either side of the output is libtorch's: a part of the output would be little work for the
-/// operands that it reads.
-const DEEP: i64 = 8;
 
 /// `out = a·b`; with `accumulate`, `out += a·b`.
 ///
@@ -34,9 +34,10 @@ const DEEP: i64 = 8;
 ///
 /// # Errors
 /// Shapes, dtypes or devices that do not fit together; an output that shares memory with an operand; operands that
-/// require a gradient while gradients are recorded.
+/// require a gradient while gradients are recorded; a choice of [`processor`] that this machine cannot take.
 pub fn mm_into(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
     check(out, a, b)?;
+    let _ = processor::choices()?;
     if out.numel() == 0 {
         return Ok(());
     }
@@ -81,13 +82,9 @@ pub fn mm(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 }
 
 /// The dtype in which products of `kind` run on `device` at full speed: `kind` itself, or fp32 for bf16 and fp16 on a
-/// processor without instructions for them.
+/// processor that is slower with its own instructions ([`processor::multiplies_low_precision`]).
 pub fn compute_kind(device: Device, kind: Kind) -> Kind {
-    match (device, kind) {
-        (Device::Cpu, Kind::BFloat16) if !cpu_multiplies_bf16() => Kind::Float,
-        (Device::Cpu, Kind::Half) if !cpu_multiplies_f16() => Kind::Float,
-        _ => kind,
-    }
+    if device == Device::Cpu && !processor::multiplies_low_precision(kind) { Kind::Float } else { kind }
 }
 
 /// `x·Wᵀ + b` for a few vectors `x [vectors, in]`, with `weight [out, in]` and `bias [out]`, in `x`'s dtype; `None` where this has
@@ -140,9 +137,7 @@ pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Opti
 
 fn same_kind(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
     let (m, n, k) = (out.size()[0], out.size()[1], a.size()[1]);
-    let deep = k > DEEP * m.max(n);
-    let large = m * n * k >= SMALL && !deep;
-    if out.device() == Device::Cpu && out.kind() == Kind::Float && large && prefers_gemm_crate() {
+    if out.device() == Device::Cpu && out.kind() == Kind::Float && m.min(n) >= SHORTEST {
         // A tensor may be a view that says "negated" instead of holding the values.
         let (a, b) = (&a.f_resolve_neg()?, &b.f_resolve_neg()?);
         gemm_f32(out, a, b, accumulate, usize::try_from(tch::get_num_threads()).unwrap_or(1))?;
@@ -205,34 +200,6 @@ fn check(out: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     Ok(())
 }
 
-fn prefers_gemm_crate() -> bool {
-    static CHOICE: OnceLock<bool> = OnceLock::new();
-    *CHOICE.get_or_init(|| {
-        let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-        info.lines().take_while(|line| !line.is_empty()).any(|line| line.contains("AuthenticAMD"))
-    })
-}
-
-#[cfg(target_arch = "x86_64")]
-fn cpu_multiplies_bf16() -> bool {
-    is_x86_feature_detected!("avx512bf16")
-}
-
-#[cfg(target_arch = "x86_64")]
-fn cpu_multiplies_f16() -> bool {
-    is_x86_feature_detected!("avx512fp16")
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn cpu_multiplies_bf16() -> bool {
-    false
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn cpu_multiplies_f16() -> bool {
-    false
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -291,7 +258,7 @@ mod tests {
         assert_eq!(whole, expected);
     }
 
-    /// Also where libtorch is the default: the backend itself, in shapes that a caller reaches only by size.
+    /// The crate's product itself, in shapes that [`mm_into`] leaves to libtorch too.
     #[test]
     fn the_crates_backend_is_right_and_refuses_an_output_whose_elements_coincide() {
         for (m, n, k) in [(1, 1, 5), (1, 70, 33), (70, 1, 33), (130, 65, 40)] {
@@ -307,6 +274,34 @@ mod tests {
                 (Tensor::ones([m, 64], tch::kind::FLOAT_CPU), Tensor::ones([64, n], tch::kind::FLOAT_CPU));
             let mut out = Tensor::zeros([1, 1], tch::kind::FLOAT_CPU).expand([m, n], false);
             assert!(gemm_f32(&mut out, &a, &b, false, 2).is_err(), "{m} {n}");
+        }
+    }
+
+    /// Every division of every layout: shapes whose last part is short, long sums, parts that begin anywhere.
+    #[test]
+    fn products_from_32_rows_and_columns_on_are_the_same_bits_for_any_number_of_threads() {
+        let mut random = crate::random::Generator::new(5).unwrap();
+        let mut normal = |shape: [i64; 2]| random.normal(&shape, (Kind::Float, Device::Cpu)).unwrap();
+        for (m, n, k) in
+            [(32, 32, 1), (32, 129, 2), (130, 33, 3000), (65, 1031, 300), (300, 65, 1031), (2100, 40, 7)]
+        {
+            for transposed in [(false, false), (true, false), (false, true), (true, true)] {
+                let a = if transposed.0 { normal([k, m]).tr() } else { normal([m, k]) };
+                let b = if transposed.1 { normal([n, k]).tr() } else { normal([k, n]) };
+                let mut results = [1, 2, 3, 5, 64].map(|threads| {
+                    let mut out = Tensor::zeros([m, n], (Kind::Float, Device::Cpu));
+                    gemm_f32(&mut out, &a, &b, false, threads).unwrap();
+                    gemm_f32(&mut out, &a, &b, true, threads).unwrap();
+                    out
+                });
+                let exact = a.to_kind(Kind::Double).matmul(&b.to_kind(Kind::Double)) * 2.0;
+                let error = (results[0].to_kind(Kind::Double) - exact).abs().max().double_value(&[]);
+                assert!(error < 1e-5 * (k as f64), "{m} {n} {k} {transposed:?}: {error}");
+                let one = results[0].shallow_clone();
+                for (found, threads) in results.iter_mut().zip([1, 2, 3, 5, 64]) {
+                    assert!(found.equal(&one), "{m} {n} {k} {transposed:?}: {threads} threads");
+                }
+            }
         }
     }
 

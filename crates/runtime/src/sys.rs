@@ -35,6 +35,7 @@ pub(crate) mod parallel;
 pub(crate) mod profile;
 pub(crate) mod random;
 pub(crate) mod rope;
+pub(crate) mod simd;
 pub(crate) mod stream;
 pub(crate) mod swiglu;
 pub(crate) mod tensor;

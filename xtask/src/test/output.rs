@@ -44,6 +44,11 @@ impl Filter {
         (!self.successes).then_some(line)
     }
 
+    /// Notes what was left out beside single tests.
+    pub(super) fn skip(&mut self, reason: String) {
+        self.skipped.push(reason);
+    }
+
     /// `test: reason` of each test that was skipped or ignored.
     pub(super) fn skipped(&self) -> &[String] {
         &self.skipped

@@ -258,6 +258,7 @@ fn no_text_acts_as_html() {
                 device: text.into(),
                 cpu: text.into(),
                 torch: Some(text.into()),
+                implementations: None,
                 revision: text.into(),
                 ..environment()
             };

@@ -241,18 +241,12 @@ fn dispatch<T: Real>(task: Task<'_, T>) {
             unsafe { task.run::<Narrow>() }
         }
 
-        if is_x86_feature_detected!("avx2")
-            && is_x86_feature_detected!("fma")
-            && is_x86_feature_detected!("f16c")
-            && is_x86_feature_detected!("bmi1")
-            && is_x86_feature_detected!("bmi2")
-        {
-            let is_wide = is_x86_feature_detected!("avx512f")
-                && is_x86_feature_detected!("avx512bw")
-                && is_x86_feature_detected!("avx512dq")
-                && is_x86_feature_detected!("avx512vl");
-            // SAFETY: the processor has what the function was compiled for.
-            return unsafe { if is_wide { wide(task) } else { narrow(task) } };
+        match crate::processor::simd() {
+            // SAFETY: the processor has what the function was compiled for: `processor::simd` names what it has.
+            crate::processor::Simd::Avx512 => return unsafe { wide(task) },
+            // SAFETY: as above.
+            crate::processor::Simd::Avx2 => return unsafe { narrow(task) },
+            _ => {}
         }
     }
     // SAFETY: every processor has these instructions.

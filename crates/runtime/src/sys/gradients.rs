@@ -1,11 +1,11 @@
 //! One pass over the gradients of a step: scaled, checked, measured.
 
 use half::bf16;
-use pulp::Arch;
 use tch::{Device, Kind, Tensor};
 
 use super::parallel;
 use super::tensor::{bump_version, memory_range};
+use crate::sys::simd;
 use crate::error::{Error, Result};
 
 /// Elements computed at once: four AVX-512 registers of fp32.
@@ -115,7 +115,7 @@ fn is_dense(tensor: &Tensor) -> bool {
 fn survey(stretches: &[Stretch], factor: f64) -> Result<Survey> {
     let run = |stretch: &Stretch| {
         // SAFETY: the stretches are apart from each other and lie in tensors that the caller holds (`scale_and_survey`).
-        Arch::new().dispatch(|| unsafe {
+        simd::arch().dispatch(|| unsafe {
             match stretch.kind {
                 Kind::Double => scale::<f64>(*stretch, factor),
                 Kind::BFloat16 => scale::<bf16>(*stretch, factor as f32),

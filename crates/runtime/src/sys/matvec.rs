@@ -1,10 +1,11 @@
 //! Products of a few vectors with a stored matrix: each weight is read once, and summed in fp32.
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use tch::{Device, Kind, Tensor};
 
 use super::parallel;
 use super::tensor::rows;
+use crate::sys::simd;
 use crate::error::Result;
 
 /// Bytes of weights that one task reads, about: enough for its start not to count, and a share for every thread.
@@ -74,7 +75,7 @@ pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor) -> Result<Option<Tensor>
                 unsafe { std::slice::from_raw_parts(start as *const u32, words) }
             });
             for (number, some) in x.chunks(VECTORS).enumerate() {
-                let sums = Arch::new().dispatch(Block { stored, streams, x: some });
+                let sums = simd::arch().dispatch(Block { stored, streams, x: some });
                 for (stream, of_vectors) in sums.iter().enumerate().filter(|(stream, _)| row(*stream) < end) {
                     for (vector, sum) in of_vectors.iter().enumerate().take(some.len()) {
                         let place = (number * VECTORS + vector) * weight.rows + row(stream);

@@ -13,6 +13,7 @@ pub(crate) fn environment() -> Environment {
         threads: 2,
         memory_bytes: 8 << 30,
         torch: Some("2.11.0".into()),
+        implementations: None,
         revision: "abc1234".into(),
         unix_time: 1_795_248_000,
     }

@@ -6,8 +6,9 @@
 
 use std::marker::PhantomData;
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 
+use crate::sys::simd;
 use crate::error::Result;
 use crate::fused::adam::AdamStep;
 use crate::sys::norm::element::{Element, load, store};
@@ -87,7 +88,7 @@ where
     G: Element<Compute = f32>,
     W: Element<Compute = f32>,
 {
-    let arch = Arch::new();
+    let arch = simd::arch();
     parallel::for_each(pass.elements.div_ceil(TASK), |task| {
         let (from, to) = (task * TASK, pass.elements.min((task + 1) * TASK));
         arch.dispatch(Task::<G, W> { pass, from, to, types: PhantomData });
@@ -263,13 +264,13 @@ mod tests {
         let worst = f32::from_bits(one - 1);
         let odd = f32::from_bits(0.5f32.to_bits() + 1);
         for divisor in [root(0.999, 1.0), root(0.999, 2.0), root(0.95, 7.0), worst, odd, 1.0, 1e-8] {
-            assert_eq!(Arch::new().dispatch(Differs { from: one, to: two, divisor }), None, "of {divisor}");
+            assert_eq!(simd::arch().dispatch(Differs { from: one, to: two, divisor }), None, "of {divisor}");
         }
         // The least root and the largest.
         for end in [f32::from_bits(1).sqrt(), f32::MAX.sqrt()] {
             for divisor in [root(0.999, 1.0), 1e-8, 0.7] {
                 let (from, to) = (end.to_bits() - 31, end.to_bits() + 1);
-                assert_eq!(Arch::new().dispatch(Differs { from, to, divisor }), None, "of {divisor}");
+                assert_eq!(simd::arch().dispatch(Differs { from, to, divisor }), None, "of {divisor}");
             }
         }
     }

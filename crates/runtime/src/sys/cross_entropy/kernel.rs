@@ -1,7 +1,8 @@
 //! The passes over one row, vectorized by the compiler for the processor at hand.
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 
+use crate::sys::simd;
 use crate::sys::elementwise::Real;
 
 /// Elements computed at once: four AVX-512 registers of fp32.
@@ -54,12 +55,12 @@ pub(super) fn statistics<R: Real>(
     target: RowTarget<'_, R>,
     known: &mut RowStatistics<R>,
 ) {
-    Arch::new().dispatch(StatisticsOf { row, first, formula, target, known });
+    simd::arch().dispatch(StatisticsOf { row, first, formula, target, known });
 }
 
 /// Products to logits.
 pub(super) fn logits<R: Real>(row: &mut [R], formula: Formula<'_, R>) {
-    Arch::new().dispatch(LogitsOf { row, formula });
+    simd::arch().dispatch(LogitsOf { row, formula });
 }
 
 /// Logits to the gradient of the products.
@@ -69,7 +70,7 @@ pub(super) fn gradient<R: Real>(
     target: RowTarget<'_, R>,
     by: RowCoefficients<R>,
 ) {
-    Arch::new().dispatch(GradientOf { row, formula, target, by });
+    simd::arch().dispatch(GradientOf { row, formula, target, by });
 }
 
 /// A pass over a row. A type and not a closure, so that it is inlined into the code for each processor.

@@ -6,12 +6,12 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 
 use super::element::{BLOCK, Element, Real, blocks, load, store, total};
 use super::forward::STRETCH;
 use crate::error::Result;
-use crate::sys::parallel;
+use crate::sys::{parallel, simd};
 
 /// Rows worked on together.
 const GROUP: usize = 4;
@@ -64,7 +64,7 @@ where
     let height = part(pass.rows);
     let work = |index: usize| {
         let rows = index * height..((index + 1) * height).min(pass.rows);
-        Arch::new().dispatch(Part::<S, Y, X, CENTER, OUTPUT> { pass, index, rows, types: PhantomData });
+        simd::arch().dispatch(Part::<S, Y, X, CENTER, OUTPUT> { pass, index, rows, types: PhantomData });
     };
     let tasks = parts(pass.rows);
     if pass.rows * pass.columns <= 2 * TASK {
@@ -105,13 +105,10 @@ where
         let mut row = rows.start;
         // SAFETY: `run`'s caller says what the memory is, and `run` gives each row to one task.
         unsafe {
-            while row + GROUP <= rows.end {
-                group::<S, Y, X, CENTER, OUTPUT, GROUP>(pass, row, sums);
-                row += GROUP;
-            }
             while row < rows.end {
-                group::<S, Y, X, CENTER, OUTPUT, 1>(pass, row, sums);
-                row += 1;
+                let count = if row + GROUP <= rows.end { GROUP } else { 1 };
+                group::<S, Y, X, CENTER, OUTPUT>(pass, row, count, sums);
+                row += count;
             }
         }
     }
@@ -129,19 +126,24 @@ struct Row<C> {
     curve: C,
 }
 
+/// `count` rows from `first` on, at most [`GROUP`]. Their number is no constant: code for each would be compiled for every dtype,
+/// kind of norm and set of instructions, for no gain in speed.
+///
 /// # Safety
 /// As [`run`]; nobody else works on these rows or sums.
 #[inline(always)]
-unsafe fn group<S, Y, X, const CENTER: bool, const OUTPUT: bool, const ROWS: usize>(
+unsafe fn group<S, Y, X, const CENTER: bool, const OUTPUT: bool>(
     pass: Pass,
     first: usize,
+    count: usize,
     (weight_sums, bias_sums): (*mut X::Compute, *mut X::Compute),
 ) where
     S: Element<Compute = X::Compute>,
     Y: Element<Compute = X::Compute>,
     X: Element,
 {
-    let mut rows = [Row::<X::Compute>::default(); ROWS];
+    let mut rows = [Row::<X::Compute>::default(); GROUP];
+    let rows = &mut rows[..count];
     for (k, row) in rows.iter_mut().enumerate() {
         // SAFETY: the rows are there, as the caller says.
         *row = unsafe { survey::<S, Y, X, CENTER, OUTPUT>(pass, first + k) };
@@ -299,7 +301,7 @@ unsafe fn add<C: Real, const N: usize>(sums: *mut C, values: &[C; N]) {
 /// The addresses are of `[parts, columns]` and `[columns]` elements of `C`, apart from each other, nobody else's now.
 pub(super) unsafe fn combine<C: Real>(parts: usize, columns: usize, addends: usize, sum: usize) {
     let (addends, sum) = (addends as *const C, sum as *mut C);
-    Arch::new().dispatch(|| {
+    simd::arch().dispatch(|| {
         for from in (0..columns).step_by(BLOCK) {
             let count = BLOCK.min(columns - from);
             let mut wide = [0.0f64; BLOCK];

@@ -3,9 +3,10 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 
 use super::element::{Element, Real};
+use crate::sys::simd;
 use crate::error::Result;
 use crate::sys::parallel;
 
@@ -55,7 +56,7 @@ where
     let height = (TASK / pass.columns).max(1);
     let work = |task: usize| {
         let rows = task * height..((task + 1) * height).min(pass.rows);
-        Arch::new().dispatch(Task::<X, Y, CENTER> { pass, rows, types: PhantomData });
+        simd::arch().dispatch(Task::<X, Y, CENTER> { pass, rows, types: PhantomData });
     };
     let tasks = pass.rows.div_ceil(height);
     if pass.rows * pass.columns <= 2 * TASK {

@@ -3,8 +3,9 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 
+use crate::sys::simd;
 use crate::error::Result;
 use crate::sys::norm::element::{Element, Real, blocks, load, store};
 use crate::sys::parallel;
@@ -47,7 +48,7 @@ pub(super) unsafe fn run<T: Element>(pass: Pass<'_>) -> Result<()> {
     let height = (TASK / width).max(1);
     let work = |task: usize| {
         let tokens = task * height..((task + 1) * height).min(pass.tokens);
-        Arch::new().dispatch(Task::<T> { pass, tokens, element: PhantomData });
+        simd::arch().dispatch(Task::<T> { pass, tokens, element: PhantomData });
     };
     let tasks = pass.tokens.div_ceil(height);
     if pass.tokens * width <= 2 * TASK {

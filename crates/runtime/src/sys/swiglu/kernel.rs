@@ -4,8 +4,8 @@
 //! of an input, and so that the compiler sees plain arrays.
 
 use half::bf16;
-use pulp::Arch;
 
+use crate::sys::simd;
 use crate::error::Result;
 use crate::sys::parallel;
 use crate::sys::tensor::Rows;
@@ -205,7 +205,7 @@ fn for_each_piece(matrices: &[Option<Rows>], work: impl Fn(usize, usize, usize) 
     let pieces = columns.div_ceil(TASK);
     let run = |index: usize| {
         let (row, column) = (index / pieces, index % pieces * TASK);
-        Arch::new().dispatch(|| work(row, column, TASK.min(columns - column)));
+        simd::arch().dispatch(|| work(row, column, TASK.min(columns - column)));
     };
     let total = rows * pieces;
     // A task has so many pieces that it is worth its start.

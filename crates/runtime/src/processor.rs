@@ -1,0 +1,211 @@
+//! Which of several implementations a CPU computation takes: chosen by the processor, shown, and forcible.
+//!
+//! | choice | values | by default | variable |
+//! |---|---|---|---|
+//! | [`simd`]: vector instructions of the kernels and products in Rust | `avx512`, `avx2`, `neon`, `scalar` | the widest that there is | `FRUGAL_SIMD` |
+//! | [`multiplies_low_precision`]: which of bf16 and fp16 libtorch's own products take; the other's operands are cast up, and the result is rounded once | `native` (both), `bf16`, `fp16`, `fp32` (none) | see there | `FRUGAL_LOW_PRECISION` |
+//!
+//! The variables are read once. A machine proves the implementations of another one by them: `cargo xtask test` runs what depends
+//! on products once for each. Results of two choices differ by rounding; each is deterministic.
+//!
+//! Measured, one thread, GFLOP/s, 512–4096 rows of a transformer's products:
+//!
+//! | processor | fp32, `gemm` crate | fp32, MKL | bf16, libtorch's own | fp16, libtorch's own |
+//! |---|---|---|---|---|
+//! | Intel Xeon with AVX-512 bf16 and fp16, without AMX | 143–161 | 148–163 | 73–85 | 145–157 |
+//! | AMD Zen 4 (two threads) | 190–224 | 192–205 | 391–438 | 2 |
+//!
+//! So bf16 takes its own instructions on AMD, or where there are tiles (AMX), and fp16 only where there are tiles.
+
+use std::fmt;
+use std::sync::OnceLock;
+
+use tch::Kind;
+
+use crate::error::{Error, Result};
+
+/// Vector instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Simd {
+    /// None that not every processor of the architecture has.
+    Scalar,
+    /// AVX2, FMA, F16C, BMI1 and BMI2.
+    Avx2,
+    /// AVX-512 F, BW, CD, DQ, VL.
+    Avx512,
+    /// ARM's.
+    Neon,
+}
+
+impl Simd {
+    const ALL: [Self; 4] = [Self::Scalar, Self::Avx2, Self::Avx512, Self::Neon];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Scalar => "scalar",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+            Self::Neon => "neon",
+        }
+    }
+
+    /// Whether this processor has them.
+    pub fn is_there(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return match self {
+            Self::Scalar => true,
+            Self::Avx2 => pulp::x86::V3::try_new().is_some() && is_x86_feature_detected!("f16c"),
+            Self::Avx512 => Self::Avx2.is_there() && pulp::x86::V4::try_new().is_some(),
+            Self::Neon => false,
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        match self {
+            Self::Scalar => true,
+            Self::Neon => cfg!(target_arch = "aarch64"),
+            Self::Avx2 | Self::Avx512 => false,
+        }
+    }
+}
+
+/// The choices of this process. Displays as `avx512, bf16 in fp32, fp16 in fp32`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Choices {
+    /// Vector instructions of the kernels in Rust.
+    pub simd: Simd,
+    /// Whether libtorch's own bf16 products are taken.
+    pub native_bf16: bool,
+    /// Whether libtorch's own fp16 products are taken.
+    pub native_f16: bool,
+}
+
+impl fmt::Display for Choices {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let products = |native| if native { "native" } else { "in fp32" };
+        let (bf16, f16) = (products(self.native_bf16), products(self.native_f16));
+        write!(f, "{}, bf16 {bf16}, fp16 {f16}", self.simd.name())
+    }
+}
+
+/// What this process computes with.
+///
+/// # Errors
+/// `FRUGAL_SIMD` or `FRUGAL_LOW_PRECISION` says what is unknown, or what this processor lacks. Products refuse to run then;
+/// other kernels take what they would without the variables.
+pub fn choices() -> Result<Choices> {
+    decided().1.clone().map_err(|reason| Error::invalid("processor", reason))
+}
+
+/// Vector instructions of the kernels in Rust.
+pub fn simd() -> Simd {
+    decided().0.simd
+}
+
+/// Whether libtorch's own products of `kind` run at full speed on this processor. For bf16: with AMX tiles, or with AVX-512
+/// instructions on a processor that is not Intel's, whose own run at half the rate of fp32. For fp16: with AMX tiles. Wider dtypes
+/// always do.
+pub fn multiplies_low_precision(kind: Kind) -> bool {
+    let choices = decided().0;
+    match kind {
+        Kind::BFloat16 => choices.native_bf16,
+        Kind::Half => choices.native_f16,
+        _ => true,
+    }
+}
+
+/// What is computed with, and what [`choices`] says of it.
+fn decided() -> &'static (Choices, std::result::Result<Choices, String>) {
+    static DECIDED: OnceLock<(Choices, std::result::Result<Choices, String>)> = OnceLock::new();
+    DECIDED.get_or_init(|| {
+        let read = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let (simd, low) = (read("FRUGAL_SIMD"), read("FRUGAL_LOW_PRECISION"));
+        let best = best();
+        let result = forced(best, simd.as_deref(), low.as_deref());
+        (result.as_ref().copied().unwrap_or(best), result)
+    })
+}
+
+/// What the processor is best at.
+fn best() -> Choices {
+    let simd = [Simd::Avx512, Simd::Avx2, Simd::Neon].into_iter().find(|simd| simd.is_there());
+    let simd = simd.unwrap_or(Simd::Scalar);
+    #[cfg(target_arch = "x86_64")]
+    let (native_bf16, native_f16) = {
+        let (bf16_tiles, f16_tiles) = crate::sys::simd::tiles();
+        (bf16_tiles || is_x86_feature_detected!("avx512bf16") && !crate::sys::simd::is_intel(), f16_tiles)
+    };
+    #[cfg(not(target_arch = "x86_64"))]
+    let (native_bf16, native_f16) = (false, false);
+    Choices { simd, native_bf16, native_f16 }
+}
+
+/// `best` with what the variables force.
+fn forced(
+    best: Choices,
+    simd: Option<&str>,
+    low_precision: Option<&str>,
+) -> std::result::Result<Choices, String> {
+    let mut choices = best;
+    if let Some(name) = simd {
+        let there = Simd::ALL.into_iter().filter(|simd| simd.is_there());
+        choices.simd = there.clone().find(|simd| simd.name() == name).ok_or_else(|| {
+            let there: Vec<&str> = there.map(Simd::name).collect();
+            format!("FRUGAL_SIMD is `{name}`; this processor has {}", there.join(", "))
+        })?;
+    }
+    if let Some(name) = low_precision {
+        (choices.native_bf16, choices.native_f16) = match name {
+            "native" => (true, true),
+            "bf16" => (true, false),
+            "fp16" => (false, true),
+            "fp32" => (false, false),
+            other => {
+                let reason = "expected `native`, `bf16`, `fp16` or `fp32`";
+                return Err(format!("FRUGAL_LOW_PRECISION is `{other}`; {reason}"));
+            }
+        };
+    }
+    Ok(choices)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_forced_is_taken_or_refused_by_name() {
+        let best = Choices { simd: Simd::Scalar, native_bf16: false, native_f16: true };
+        let found = |simd, low| match forced(best, simd, low) {
+            Ok(choices) => choices.to_string(),
+            Err(reason) => reason,
+        };
+        assert_eq!(found(None, None), "scalar, bf16 in fp32, fp16 native");
+        assert_eq!(found(Some("scalar"), Some("native")), "scalar, bf16 native, fp16 native");
+        assert_eq!(found(None, Some("fp32")), "scalar, bf16 in fp32, fp16 in fp32");
+        assert_eq!(found(None, Some("bf16")), "scalar, bf16 native, fp16 in fp32");
+        assert_eq!(
+            found(None, Some("fp8")),
+            "FRUGAL_LOW_PRECISION is `fp8`; expected `native`, `bf16`, `fp16` or `fp32`"
+        );
+        let refused = found(Some("mmx"), None);
+        assert!(refused.starts_with("FRUGAL_SIMD is `mmx`; this processor has scalar"), "{refused}");
+        for simd in Simd::ALL {
+            let found = found(Some(simd.name()), None);
+            assert_eq!(found.starts_with(&format!("{},", simd.name())), simd.is_there(), "{found}");
+        }
+    }
+
+    /// Under a forced choice, this process computes with it.
+    #[test]
+    fn the_process_takes_what_its_variables_say() {
+        let found = choices().unwrap();
+        if let Ok(name) = std::env::var("FRUGAL_SIMD") {
+            assert_eq!(found.simd.name(), name);
+        }
+        match std::env::var("FRUGAL_LOW_PRECISION").as_deref() {
+            Ok("bf16") => assert!(found.native_bf16 && !found.native_f16),
+            Ok("fp32") => assert!(!found.native_bf16 && !found.native_f16),
+            Ok(other) => assert_eq!((found.native_bf16, found.native_f16), (other != "fp16", true)),
+            _ => assert_eq!((found.native_bf16, found.native_f16), (best().native_bf16, best().native_f16)),
+        }
+    }
+}

@@ -1,0 +1,44 @@
+//! The vector instructions that the kernels in Rust use: one choice for the process.
+
+use pulp::Arch;
+
+use crate::processor::{Simd, simd};
+
+/// What the kernels dispatch to.
+pub(crate) fn arch() -> Arch {
+    match simd() {
+        #[cfg(target_arch = "x86_64")]
+        Simd::Avx512 => pulp::x86::V4::try_new().map_or(Arch::Scalar, Arch::V4),
+        #[cfg(target_arch = "x86_64")]
+        Simd::Avx2 => pulp::x86::V3::try_new().map_or(Arch::Scalar, Arch::V3),
+        Simd::Scalar => Arch::Scalar,
+        // Another architecture's vectors, which every one of its processors has.
+        _ => Arch::new(),
+    }
+}
+
+/// Whether the processor has tiles that multiply bf16 (AMX-BF16), and fp16 (AMX-FP16).
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn tiles() -> (bool, bool) {
+    if cpuid(0, 0).eax < 7 {
+        return (false, false);
+    }
+    let (features, more) = (cpuid(7, 0), cpuid(7, 1));
+    let tiles = features.edx >> 24 & 1 == 1;
+    (tiles && features.edx >> 22 & 1 == 1, tiles && more.eax >> 21 & 1 == 1)
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn is_intel() -> bool {
+    let vendor = cpuid(0, 0);
+    [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).concat() == b"GenuineIntel"
+}
+
+#[cfg(target_arch = "x86_64")]
+fn cpuid(leaf: u32, part: u32) -> std::arch::x86_64::CpuidResult {
+    #[allow(unused_unsafe, reason = "safe from Rust 1.94 on")]
+    // SAFETY: every x86-64 processor has the instruction.
+    unsafe {
+        std::arch::x86_64::__cpuid_count(leaf, part)
+    }
+}

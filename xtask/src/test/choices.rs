@@ -1,0 +1,85 @@
+//! The implementations that a CPU computation may take, and the tests that run once for each.
+//!
+//! Which one a processor takes is decided by `runtime::processor`, libtorch and the libraries below it, and all can be told
+//! to take another: so that a machine of one maker proves what a machine of another would do.
+
+/// Environment variables under which the tests run again.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Choice {
+    pub(super) name: &'static str,
+    /// What the processor must have.
+    needs: &'static str,
+    pub(super) variables: &'static [(&'static str, &'static str)],
+    /// The packages whose results depend on it.
+    packages: &'static [&'static str],
+}
+
+/// The suite runs under the machine's own choice first.
+pub(super) const CHOICES: [Choice; 3] = [
+    // A processor without AVX-512.
+    Choice {
+        name: "avx2",
+        needs: "avx2",
+        variables: &[
+            ("FRUGAL_SIMD", "avx2"),
+            ("FRUGAL_LOW_PRECISION", "fp32"),
+            ("ATEN_CPU_CAPABILITY", "avx2"),
+            ("MKL_ENABLE_INSTRUCTIONS", "AVX2"),
+            ("ONEDNN_MAX_CPU_ISA", "AVX2"),
+        ],
+        packages: &["runtime", "swiglu-ckpt", "amp", "fused-ce", "lora"],
+    },
+    // A processor that multiplies bf16 faster than fp32: AMD's with AVX-512, Intel's with AMX.
+    Choice {
+        name: "bf16 products",
+        needs: "avx512_bf16",
+        variables: &[("FRUGAL_LOW_PRECISION", "bf16")],
+        packages: &["swiglu-ckpt", "amp", "fused-ce", "lora"],
+    },
+    // Another architecture.
+    Choice {
+        name: "no vector instructions",
+        needs: "",
+        variables: &[
+            ("FRUGAL_SIMD", "scalar"),
+            ("FRUGAL_LOW_PRECISION", "fp32"),
+            ("ATEN_CPU_CAPABILITY", "default"),
+        ],
+        packages: &["runtime"],
+    },
+];
+
+impl Choice {
+    /// Whether the tests of `package` run under it.
+    pub(super) fn concerns(&self, package: &str) -> bool {
+        self.packages.contains(&package)
+    }
+
+    /// Why it cannot be taken here; `flags` is what `/proc/cpuinfo` lists.
+    pub(super) fn missing(&self, flags: &str) -> Option<String> {
+        let there = self.needs.is_empty() || flags.split_whitespace().any(|flag| flag == self.needs);
+        (!there).then(|| format!("tests under `{}`: this processor has no {}", self.name, self.needs))
+    }
+}
+
+/// The flags of this machine's processor; empty where the system does not list them.
+pub(super) fn processor_flags() -> String {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let flags = text.lines().find_map(|line| line.strip_prefix("flags")?.split_once(':'));
+    flags.map(|(_, flags)| flags.to_owned()).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_choice_that_this_processor_cannot_take_says_what_is_missing() {
+        let missing = |flags: &str| CHOICES.map(|choice| choice.missing(flags));
+        assert_eq!(missing("sse avx avx2 avx512_bf16"), [None, None, None]);
+        let [avx2, bf16, scalar] = missing("sse avx");
+        assert_eq!(avx2.unwrap(), "tests under `avx2`: this processor has no avx2");
+        assert_eq!(bf16.unwrap(), "tests under `bf16 products`: this processor has no avx512_bf16");
+        assert_eq!(scalar, None);
+    }
+}

@@ -1,0 +1,95 @@
+//! Test executables as jobs of which several run beside each other.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+
+use super::output::Filter;
+
+/// One executable under one choice of implementations.
+pub(super) struct Job {
+    /// What a person calls it.
+    pub(super) name: String,
+    pub(super) executable: PathBuf,
+    pub(super) folder: PathBuf,
+    pub(super) variables: Vec<(String, String)>,
+    pub(super) arguments: Vec<String>,
+}
+
+/// Runs all jobs, `slots` at a time in their order, and prints what a person wants to see of each when it has ended. Gives the
+/// names of those that failed.
+///
+/// Each is a process of its own, whose tests run one after another: what a test changes of its process meets no other test.
+pub(super) fn run(
+    jobs: &[Job],
+    slots: usize,
+    prepare: impl Fn(&mut Command) + Sync,
+    filter: &mut Filter,
+) -> Result<Vec<String>> {
+    let next = AtomicUsize::new(0);
+    let shared = Mutex::new((filter, Vec::new()));
+    let failure = std::thread::scope(|scope| {
+        let work = || -> Result<()> {
+            loop {
+                let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) else { return Ok(()) };
+                let start = Instant::now();
+                let (succeeded, lines) = run_one(job, &prepare)?;
+                let mut shared = shared.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                let (filter, failed) = &mut *shared;
+                println!("\n     Ran {} in {:.1} s", job.name, start.elapsed().as_secs_f64());
+                for line in &lines {
+                    if let Some(line) = filter.line(line) {
+                        println!("{line}");
+                    }
+                }
+                if !succeeded {
+                    failed.push(job.name.clone());
+                }
+            }
+        };
+        let workers: Vec<_> = (0..slots.max(1)).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().find_map(|worker| worker.join().expect("a worker does not panic").err())
+    });
+    let (_, failed) = shared.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    failure.map_or(Ok(failed), Err)
+}
+
+/// Whether it succeeded, and the lines of its standard output.
+fn run_one(job: &Job, prepare: impl Fn(&mut Command)) -> Result<(bool, Vec<String>)> {
+    let mut command = Command::new(&job.executable);
+    prepare(&mut command);
+    command.current_dir(&job.folder).env("CARGO_MANIFEST_DIR", &job.folder).env("RUST_TEST_THREADS", "1");
+    command.envs(job.variables.iter().cloned()).args(&job.arguments);
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot run {}", job.executable.display()))?;
+    // A test that ends its process says why on standard error; those that pass say nothing there that is wanted.
+    let errors = child.stderr.take().expect("standard error is piped");
+    let errors = std::thread::spawn(move || lines(errors));
+    let mut lines = lines(child.stdout.take().expect("standard output is piped"));
+    let succeeded = child.wait().context("cannot wait for the tests")?.success();
+    let errors = errors.join().expect("reading does not panic");
+    if !succeeded {
+        lines.extend(errors);
+    }
+    Ok((succeeded, lines))
+}
+
+fn lines(stream: impl std::io::Read) -> Vec<String> {
+    let lines = BufReader::new(stream).split(b'\n').map_while(std::result::Result::ok);
+    lines.map(|line| String::from_utf8_lossy(&line).into_owned()).collect()
+}
+
+/// The package's folder, by its name under `crates/` or as the workspace's own.
+pub(super) fn folder(root: &Path, package: &str) -> PathBuf {
+    let own = root.join(package);
+    if own.join("Cargo.toml").exists() { own } else { root.join("crates").join(package) }
+}
