@@ -70,7 +70,10 @@ fn other_architecture(house: &House) -> Result<bool> {
         eprintln!("lint: cargo {}", args.join(" "));
         let mut command = cargo::command(house);
         // Libraries in C are compiled for this machine: nothing is linked, and no cross compiler is asked for.
-        command.args(args).env(format!("CC_{}", OTHER.replace('-', "_")), "cc").env("RUSTFLAGS", "-D warnings");
+        command
+            .args(args)
+            .env(format!("CC_{}", OTHER.replace('-', "_")), "cc")
+            .env("RUSTFLAGS", "-D warnings");
         clean &= command.status().context("cannot run cargo")?.success();
     }
     Ok(clean)

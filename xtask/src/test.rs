@@ -62,10 +62,7 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
 /// Tests start in their package's folder, where a relative path would mean something else.
 fn with_fixtures(command: &mut Command) -> Result<()> {
     if let Some(fixtures) = std::env::var_os("FRUGAL_FIXTURES").filter(|path| !path.is_empty()) {
-        command.env(
-            "FRUGAL_FIXTURES",
-            std::path::absolute(fixtures).context("FRUGAL_FIXTURES is no path")?,
-        );
+        command.env("FRUGAL_FIXTURES", std::path::absolute(fixtures).context("FRUGAL_FIXTURES is no path")?);
     }
     Ok(())
 }
@@ -203,12 +200,8 @@ mod tests {
         };
         let jobs = plan(&house, &[test("report"), test("lora")], "avx2 avx512_bf16");
         let names: Vec<&str> = jobs.iter().map(|job| job.name.as_str()).collect();
-        let expected = [
-            "it of report",
-            "it of lora",
-            "it of lora under `avx2`",
-            "it of lora under `bf16 products`",
-        ];
+        let expected =
+            ["it of report", "it of lora", "it of lora under `avx2`", "it of lora under `bf16 products`"];
         assert_eq!(names, expected);
         assert!(jobs[0].variables.is_empty());
         assert!(jobs[2].variables.contains(&("FRUGAL_SIMD".into(), "avx2".into())));
@@ -225,7 +218,10 @@ mod tests {
             arguments: vec!["-c".into(), script.into()],
         };
         let jobs = [
-            job("one", "echo \"test result: ok. 2 passed; 0 failed\"; test \"$CHOICE $RUST_TEST_THREADS\" = 'avx2 1'"),
+            job(
+                "one",
+                "echo \"test result: ok. 2 passed; 0 failed\"; test \"$CHOICE $RUST_TEST_THREADS\" = 'avx2 1'",
+            ),
             job("two", "echo \"test result: FAILED. 1 passed; 3 failed\"; exit 101"),
         ];
         for slots in [1, 2] {

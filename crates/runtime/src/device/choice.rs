@@ -125,5 +125,8 @@ pub(crate) fn checked(device: Device) -> Result<Option<c_int>> {
 pub fn environment(device: Device) -> Result<report::Environment> {
     let name = if device.is_cuda() { name(device)? } else { "cpu".to_owned() };
     let implementations = Some(crate::processor::choices()?.to_string());
-    Ok(report::Environment { implementations, ..report::Environment::detect(&name, Some(crate::torch_version())) })
+    Ok(report::Environment {
+        implementations,
+        ..report::Environment::detect(&name, Some(crate::torch_version()))
+    })
 }

@@ -5,8 +5,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::parallel;
 use super::tensor::{bump_version, memory_range};
-use crate::sys::simd;
 use crate::error::{Error, Result};
+use crate::sys::simd;
 
 /// Elements computed at once: four AVX-512 registers of fp32.
 const BLOCK: usize = 64;

@@ -5,8 +5,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::parallel;
 use super::tensor::rows;
-use crate::sys::simd;
 use crate::error::Result;
+use crate::sys::simd;
 
 /// Bytes of weights that one task reads, about: enough for its start not to count, and a share for every thread.
 const TASK: usize = 256 * 1024;

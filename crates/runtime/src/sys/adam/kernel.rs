@@ -8,11 +8,11 @@ use std::marker::PhantomData;
 
 use pulp::{Simd, WithSimd};
 
-use crate::sys::simd;
 use crate::error::Result;
 use crate::fused::adam::AdamStep;
 use crate::sys::norm::element::{Element, load, store};
 use crate::sys::parallel;
+use crate::sys::simd;
 
 /// Elements computed at once: two AVX-512 registers of fp32.
 const BLOCK: usize = 32;
@@ -179,12 +179,12 @@ fn block<S: Simd>(simd: S, c: Coefficients, g: &[f32], p: &mut [f32], m: &mut [f
         let mut gradient = g[i];
         let parameter = simd.mul_f32s(p[i], shrink);
         if let Some(penalty) = c.penalty {
-            gradient = simd.mul_add_e_f32s(parameter, simd.splat_f32s(penalty), gradient);
+            gradient = simd.mul_add_f32s(parameter, simd.splat_f32s(penalty), gradient);
         }
         let base = if c.from_gradient { gradient } else { m[i] };
-        let first = simd.mul_add_e_f32s(simd.sub_f32s(gradient, m[i]), lerp, base);
+        let first = simd.mul_add_f32s(simd.sub_f32s(gradient, m[i]), lerp, base);
         let squared = simd.mul_f32s(gradient, rest2);
-        let second = simd.mul_add_e_f32s(gradient, squared, simd.mul_f32s(v[i], beta2));
+        let second = simd.mul_add_f32s(gradient, squared, simd.mul_f32s(v[i], beta2));
         let denominator = simd.add_f32s(quotient(simd, simd.sqrt_f32s(second), c.root), eps);
         m[i] = first;
         v[i] = second;
@@ -203,8 +203,8 @@ fn block<S: Simd>(simd: S, c: Coefficients, g: &[f32], p: &mut [f32], m: &mut [f
 fn quotient<S: Simd>(simd: S, a: S::f32s, divisor: f32) -> S::f32s {
     let (r, minus) = (simd.splat_f32s(1.0 / divisor), simd.splat_f32s(-divisor));
     let rough = simd.mul_f32s(a, r);
-    let close = simd.mul_add_e_f32s(simd.mul_add_e_f32s(rough, minus, a), r, rough);
-    let exact = simd.mul_add_e_f32s(simd.mul_add_e_f32s(close, minus, a), r, close);
+    let close = simd.mul_add_f32s(simd.mul_add_f32s(rough, minus, a), r, rough);
+    let exact = simd.mul_add_f32s(simd.mul_add_f32s(close, minus, a), r, close);
     let finite = simd.less_than_f32s(a, simd.splat_f32s(f32::INFINITY));
     simd.select_f32s(finite, exact, rough)
 }

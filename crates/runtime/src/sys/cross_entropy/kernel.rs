@@ -2,8 +2,8 @@
 
 use pulp::{Simd, WithSimd};
 
-use crate::sys::simd;
 use crate::sys::elementwise::Real;
+use crate::sys::simd;
 
 /// Elements computed at once: four AVX-512 registers of fp32.
 const BLOCK: usize = 64;

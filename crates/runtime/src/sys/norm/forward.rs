@@ -6,9 +6,9 @@ use std::ops::Range;
 use pulp::{Simd, WithSimd};
 
 use super::element::{Element, Real};
-use crate::sys::simd;
 use crate::error::Result;
 use crate::sys::parallel;
+use crate::sys::simd;
 
 /// Elements whose sum is taken in the compute type, before it is added up in f64: rows of any width are summed as exactly.
 pub(super) const STRETCH: usize = 4096;
@@ -197,11 +197,17 @@ fn add<X: Element>(x: &[X], residual: &[X], sum: &mut [X]) {
     }
 }
 
+/// [`STRETCH`], or less where a vector has one lane: so that a lane adds up a few hundred elements at most.
+#[inline(always)]
+fn stretch<S: Simd, C: Real>() -> usize {
+    STRETCH.min(1024 * size_of::<C::Vector<S>>() / size_of::<C>())
+}
+
 /// Σ v.
 #[inline(always)]
 fn sum<S: Simd, C: Real>(simd: S, values: &[C]) -> f64 {
     let mut result = 0.0;
-    for stretch in values.chunks(STRETCH) {
+    for stretch in values.chunks(stretch::<S, C>()) {
         let (vectors, tail) = C::split::<S>(stretch);
         let (fours, rest) = vectors.as_chunks::<4>();
         let mut lanes = [C::splat(simd, C::default()); 4];
@@ -222,7 +228,7 @@ fn sum<S: Simd, C: Real>(simd: S, values: &[C]) -> f64 {
 #[inline(always)]
 fn deviations<S: Simd, C: Real>(simd: S, values: &[C], center: C) -> (f64, f64) {
     let (mut first, mut second) = (0.0, 0.0);
-    for stretch in values.chunks(STRETCH) {
+    for stretch in values.chunks(stretch::<S, C>()) {
         let (vectors, tail) = C::split::<S>(stretch);
         let (fours, rest) = vectors.as_chunks::<4>();
         let centers = C::splat(simd, center);

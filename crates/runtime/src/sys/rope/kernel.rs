@@ -5,10 +5,10 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use crate::sys::simd;
 use crate::error::Result;
 use crate::sys::norm::element::{Element, Real, blocks, load, store};
 use crate::sys::parallel;
+use crate::sys::simd;
 
 /// Elements of one task.
 const TASK: usize = 32 * 1024;

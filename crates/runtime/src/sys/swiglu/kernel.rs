@@ -5,9 +5,9 @@
 
 use half::bf16;
 
-use crate::sys::simd;
 use crate::error::Result;
 use crate::sys::parallel;
+use crate::sys::simd;
 use crate::sys::tensor::Rows;
 
 /// Elements computed at once: four AVX-512 registers of fp32.
