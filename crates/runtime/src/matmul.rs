@@ -8,8 +8,9 @@
 //!   of MKL's rate on an Intel Xeon with AVX-512, and at up to 1.1 of it on an AMD Zen 4. MKL leaves a product of 512 rows to one
 //!   thread where this takes two; MKL's bits depend on the number of threads, and these do not.
 //!
-//! A product whose output has fewer than 32 rows or columns is libtorch's on every processor: MKL is up to twice as fast there. Such
-//! results may depend on the number of threads.
+//! A product whose output has fewer than 32 rows or columns is libtorch's on every processor, where its operands' rows or columns lie
+//! dense: MKL is up to twice as fast there. Such results may depend on the number of threads. No fp32 product on the CPU allocates
+//! memory.
 //!
 //! Nothing here is recorded: the caller is a hand-written function, or does not need gradients.
 
@@ -137,7 +138,8 @@ pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Opti
 
 fn same_kind(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
     let (m, n, k) = (out.size()[0], out.size()[1], a.size()[1]);
-    if out.device() == Device::Cpu && out.kind() == Kind::Float && m.min(n) >= SHORTEST {
+    let fp32_on_cpu = out.device() == Device::Cpu && out.kind() == Kind::Float;
+    if fp32_on_cpu && (m.min(n) >= SHORTEST || ![a, b].into_iter().all(is_dense)) {
         // A tensor may be a view that says "negated" instead of holding the values.
         let (a, b) = (&a.f_resolve_neg()?, &b.f_resolve_neg()?);
         gemm_f32(out, a, b, accumulate, usize::try_from(tch::get_num_threads()).unwrap_or(1))?;
@@ -155,6 +157,13 @@ fn same_kind(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Resu
         let _ = a.f_mm_out(out, b)?;
     }
     Ok(())
+}
+
+/// Whether rows or columns lie dense, so that a BLAS reads them where they are. libtorch copies other operands first, such as
+/// the expanded gradient of a sum.
+fn is_dense(matrix: &Tensor) -> bool {
+    let (&[rows, columns], &[row, column]) = (&matrix.size()[..], &matrix.stride()[..]) else { return false };
+    column == 1 && row >= columns.max(1) || row == 1 && column >= rows.max(1)
 }
 
 fn check(out: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
@@ -302,6 +311,21 @@ mod tests {
                     assert!(found.equal(&one), "{m} {n} {k} {transposed:?}: {threads} threads");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn a_product_of_expanded_operands_is_right_and_allocates_nothing() {
+        crate::memory::track_cpu().unwrap();
+        let ones = Tensor::from(2.0f32).expand([28, 64], false);
+        let (wide, deep) =
+            (Tensor::ones([64, 200], tch::kind::FLOAT_CPU), Tensor::ones([28, 90], tch::kind::FLOAT_CPU));
+        for (a, b, expected) in [(ones.shallow_clone(), wide, 128.0), (ones.tr(), deep, 56.0)] {
+            let mut out = Tensor::zeros([a.size()[0], b.size()[1]], tch::kind::FLOAT_CPU);
+            let region = crate::memory::Region::start(Device::Cpu).unwrap();
+            mm_into(&mut out, &a, &b, false).unwrap();
+            assert_eq!(region.finish().unwrap().peak_above_start(), 0);
+            assert_eq!((out.min().double_value(&[]), out.max().double_value(&[])), (expected, expected));
         }
     }
 
