@@ -1,0 +1,8 @@
+//! The tests of `accounting` that need only its public interface: one binary, a module per behaviour.
+
+mod activation_plan;
+mod bad_input;
+mod command_line;
+mod fixtures;
+mod offload;
+mod properties;

@@ -1,0 +1,14 @@
+//! The tests of `dataloading` that need only its public interface: one binary, a module per behaviour.
+
+mod balanced_batch_sampler;
+mod datasets;
+mod embedded;
+mod lengths;
+mod loader;
+mod loader_cuda;
+mod loader_epochs;
+mod packing;
+mod strategies;
+mod text;
+mod token_store;
+mod tokenize;

@@ -1,0 +1,15 @@
+//! The tests of `fused-ce` that need only its public interface: one binary, a module per behaviour.
+
+mod bad_input;
+mod bad_options;
+mod chunks;
+mod gradcheck;
+mod ladder;
+mod low_precision;
+mod memory;
+mod model;
+mod options;
+mod precision_policy;
+mod semantics;
+mod threads;
+mod vocabulary_parallel;

@@ -1,0 +1,18 @@
+//! The tests of `models` that need only its public interface: one binary, a module per behaviour.
+
+mod attention;
+mod fixtures;
+mod fixtures_generation;
+mod fixtures_llama;
+mod generation;
+mod held;
+mod hub;
+mod hub_server;
+mod hugging_face;
+mod hugging_face_memory;
+mod llama;
+mod llama_memory;
+mod llama_shapes;
+mod parts;
+mod sharded;
+mod tensors_file;

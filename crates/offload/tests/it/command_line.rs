@@ -1,0 +1,241 @@
+//! The program as its user has it: each sub-command writes what the report reads, and wrong flags get an answer.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use models::module::tensors;
+use models::{Llama, LlamaConfig, hugging_face};
+use report::Record;
+use runtime::random::Generator;
+use serde_json::Value;
+use tch::{Device, Kind};
+
+fn program(folder: &Path, arguments: &str) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_offload"));
+    // One thread: no other order of summation, and room for other tests.
+    command.args(arguments.split_whitespace()).current_dir(folder).env("OMP_NUM_THREADS", "1");
+    command.env("HF_HUB_OFFLINE", "1").env("HF_HUB_CACHE", folder.join("no-cache")).output().unwrap()
+}
+
+fn succeed(folder: &Path, arguments: &str) -> (String, String) {
+    let output = program(folder, arguments);
+    let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+    assert!(output.status.success(), "{arguments}: {err}");
+    (out, err)
+}
+
+fn refuse(folder: &Path, arguments: &str, status: i32) -> String {
+    let output = program(folder, arguments);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(status), "{arguments}: {said}");
+    said
+}
+
+/// Runs an experiment at the smallest scale, and checks that every table, plot and claim of it finds what it shows.
+fn experiment(name: &str) -> Vec<Record> {
+    let folder = tempfile::tempdir().unwrap();
+    let text = include_str!("../../experiments.toml");
+    let spec: toml::Table = toml::from_str(text).unwrap();
+    let list = |key: &str| spec[key].as_array().unwrap().clone();
+    let found = list("experiment").into_iter().find(|one| one["name"].as_str() == Some(name)).unwrap();
+    let arguments: Vec<&str> =
+        found["args"].as_array().unwrap().iter().map(|argument| argument.as_str().unwrap()).collect();
+    let line = format!("{} --scale smoke --device cpu --seed 0 --records records.jsonl", arguments.join(" "));
+    succeed(folder.path(), &line);
+    let left: Vec<_> =
+        std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left, ["records.jsonl"], "layers are removed from the disk");
+    let records = report::record::read_records(&folder.path().join("records.jsonl")).unwrap();
+    assert!(records.iter().all(|record| record.experiment == name && record.metric.value.is_some()));
+
+    let names: BTreeSet<&str> = records.iter().map(|record| record.metric.name.as_str()).collect();
+    let keys: BTreeSet<&str> =
+        records.iter().flat_map(|record| record.case.0.keys().map(String::as_str)).collect();
+    let known =
+        |what: &str| assert!(names.contains(what) || keys.contains(what), "{name}: nothing is `{what}`");
+    for part in ["table", "plot"].iter().filter_map(|part| found.get(*part)) {
+        for shown in part.as_array().unwrap() {
+            for key in ["columns", "rows", "facet"] {
+                shown
+                    .get(key)
+                    .into_iter()
+                    .flat_map(|list| list.as_array().unwrap())
+                    .for_each(|one| known(one.as_str().unwrap()));
+            }
+            for key in ["x", "y", "end", "series", "label"] {
+                shown.get(key).into_iter().for_each(|one| known(one.as_str().unwrap()));
+            }
+        }
+    }
+    for claim in list("claim").iter().filter(|claim| claim["experiment"].as_str() == Some(name)) {
+        let metric = claim["metric"].as_str().unwrap();
+        assert!(names.contains(metric), "{}: nothing is `{metric}`", claim["name"]);
+        // Of a GPU, of the whole model, and of long rows there is nothing here.
+        let case: Value = serde_json::to_value(&claim["case"]).unwrap();
+        let elsewhere = ["pinned", "Qwen2.5-7B", "2048"].iter().any(|one| case.to_string().contains(one));
+        let matches = |record: &Record| record.case.matches(&report::Case(case.as_object().unwrap().clone()));
+        let any = records.iter().any(|record| record.metric.name == metric && matches(record));
+        assert_eq!(any, !elsewhere, "{}", claim["name"]);
+    }
+    records
+}
+
+fn values(records: &[Record], metric: &str) -> Vec<f64> {
+    let of = records.iter().filter(|record| record.metric.name == metric);
+    of.filter_map(|record| record.metric.value).collect()
+}
+
+#[test]
+fn methods_are_measured() {
+    let records = experiment("offload-methods");
+    assert_eq!(values(&records, "peak_bytes").len(), 11 + 8, "eleven of inference, eight of training");
+    let peak = |pass: &str, method: &str, ring: &str| {
+        let case = report::Case::new().with("pass", pass).with("method", method).with("ring", ring);
+        let found = records.iter().find(|one| one.case.matches(&case) && one.metric.name == "peak_bytes");
+        found.unwrap().metric.value.unwrap()
+    };
+    // Of inference: how many gradients of so small a model are on their way at once is the lanes' luck.
+    let ladder = [
+        peak("inference", "function", "–"),
+        peak("inference", "overlap", "2"),
+        peak("inference", "overlap", "3"),
+        peak("inference", "resident, recomputed", "–"),
+    ];
+    assert!(ladder.is_sorted_by(|a, b| a < b), "{ladder:?}");
+}
+
+#[test]
+fn a_timeline_is_drawn() {
+    let records = experiment("offload-timeline");
+    let (starts, ends) = (values(&records, "start"), values(&records, "end"));
+    assert!(starts.len() > 60 && starts.len() == ends.len());
+    assert!(starts.iter().zip(&ends).all(|(start, end)| 0.0 <= *start && start <= end));
+    let folder = tempfile::tempdir().unwrap();
+    succeed(folder.path(), "timeline --scale smoke --trace trace.json");
+    let trace: Value =
+        serde_json::from_slice(&std::fs::read(folder.path().join("trace.json")).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let count = |lane: &str| events.iter().filter(|event| event["cat"] == lane).count();
+    assert_eq!((count("compute"), count("store")), (2 * 4, 4));
+    assert!(count("load") > 0, "{events:?}");
+}
+
+#[test]
+fn tokens_are_swept() {
+    let records = experiment("offload-tokens");
+    assert_eq!(values(&records, "least_tokens").len(), 2);
+    assert!(values(&records, "overlap").iter().all(|share| (0.0..=1.0 + 1e-9).contains(share)));
+}
+
+#[test]
+fn a_large_model_keeps_its_budget() {
+    let records = experiment("offload-large");
+    assert!(values(&records, "resident_layers").iter().all(|layers| *layers < 6.0), "some layers move");
+    assert!(values(&records, "loaded_bytes").iter().all(|bytes| *bytes > 0.0));
+    let folder = tempfile::tempdir().unwrap();
+    let said = refuse(folder.path(), "large --scale smoke --budget 1MiB", 1);
+    assert!(
+        said.starts_with("error: a budget of 1.00 MiB is less than the program takes by itself"),
+        "{said}"
+    );
+}
+
+#[test]
+fn everything_is_equal() {
+    let records = experiment("offload-equality");
+    assert_eq!(values(&records, "largest_difference"), [0.0; 3]);
+    assert!(values(&records, "loss_fell_by").iter().all(|nats| *nats > 0.1), "something is learned");
+}
+
+#[test]
+fn the_optimizer_on_the_host_is_the_ordinary_one() {
+    let records = experiment("offload-optimizer");
+    assert_eq!(values(&records, "loss_difference"), [0.0; 4]);
+    assert_eq!(values(&records, "weight_difference"), [0.0; 4]);
+    assert!(values(&records, "loss_fell_by").iter().all(|nats| *nats > 0.05), "something is learned");
+}
+
+/// Numbers of a block of the model below: projections with their biases, the MLP, two norms.
+const BLOCK: f64 = (2 * (64 * 64) + 64 + 2 * (64 * 32 + 32) + 3 * 64 * 96 + 2 * 64) as f64;
+
+/// A model of six layers in a folder.
+fn write_model(folder: &Path) {
+    let config = LlamaConfig {
+        num_key_value_heads: 2,
+        max_position_embeddings: 64,
+        ..LlamaConfig::qwen2(4096, 64, 96, 6, 4)
+    };
+    let model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
+    let mut generator = Generator::new(1).unwrap();
+    for named in tensors(&model).into_iter().filter(|named| named.tensor.dim() == 2) {
+        let noise = generator.normal(&named.tensor.size(), (Kind::Float, Device::Cpu)).unwrap() * 0.2;
+        tch::no_grad(|| named.tensor.shallow_clone().copy_(&noise));
+    }
+    hugging_face::save(&model, folder, hugging_face::SHARD_BYTES).unwrap();
+    let tokenizer = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/tokenizer.json");
+    std::fs::copy(tokenizer, folder.join("tokenizer.json")).unwrap();
+}
+
+#[test]
+fn a_plan_and_a_text_of_a_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    write_model(&folder.path().join("model"));
+    let at = folder.path();
+    let (text, _) = succeed(at, "plan --model model --budget 2GiB --tokens 32 --lora-rank 4");
+    for what in ["measured: link", "resident layers", "slots of the ring", "device budget", "step"] {
+        assert!(text.lines().any(|line| line.starts_with(what)), "{what}: {text}");
+    }
+    let (line, _) = succeed(at, "plan --model model --budget 2GiB --tokens 1 --json");
+    let plan: Value = serde_json::from_str(&line).unwrap();
+    let number = |key: &str| plan[key].as_f64().unwrap();
+    assert_eq!((number("layers"), number("model_bytes")), (6.0, 4.0 * (4096.0 * 64.0 + 64.0 + 6.0 * BLOCK)));
+    assert!(number("peak_bytes") <= 2.0 * f64::from(1 << 30) && number("link_rate") > 1e6);
+
+    let prompt = "generate --model model --prompt The --max-new-tokens 12";
+    let (resident, said) = succeed(at, &format!("{prompt} --budget 2GiB"));
+    assert!(resident.starts_with("The") && said.contains(" of 6 layers resident"), "{resident} {said}");
+    for flags in ["", "--ring 1", "--tier host --ring 2"] {
+        let (text, said) = succeed(at, &format!("{prompt} {flags}"));
+        assert_eq!(text, resident, "{flags}");
+        assert!(said.contains("0 of 6 layers resident"), "{said}");
+    }
+    let (line, _) = succeed(at, &format!("{prompt} --json"));
+    let told: Value = serde_json::from_str(&line).unwrap();
+    assert_eq!(format!("The{}\n", told["text"].as_str().unwrap()), resident);
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let cases = [
+        (
+            "plan --model nowhere --budget 1GiB",
+            1,
+            "error: no model `nowhere`: expected a folder in Hugging Face's layout",
+        ),
+        (
+            "plan --model qwen2.5-7b --budget 3GiB --tokens 40000",
+            1,
+            "error: --tokens 40000: the model takes rows of 32768 at most",
+        ),
+        ("plan --model qwen2.5-7b --budget 3GiB --train", 1, "give --tier host"),
+        ("plan --model qwen2.5-7b --budget 10GiB --train --lora-rank 8", 2, "cannot be used with"),
+        ("plan --model qwen2.5-7b --budget 10Gi", 2, "write for example 80GB or 24GiB"),
+        ("generate --model nowhere --prompt x --ring 0", 2, "0 is not in 1..=64"),
+        ("generate --model nowhere --prompt x", 1, "error: "),
+        ("methods --scale huge", 2, "possible values: smoke, laptop, paper"),
+        ("methods --scale smoke --folder /nowhere/at/all", 1, "give one that can be written as --folder"),
+        ("equality --scale smoke --device tpu", 1, "error: "),
+        (
+            "tokens --scale smoke --records /nowhere/records",
+            1,
+            "give --records a path in a folder that you may write",
+        ),
+    ];
+    for (arguments, status, expected) in cases {
+        let said = refuse(folder.path(), arguments, status);
+        assert!(said.contains(expected), "{arguments}: {said}");
+        assert!(status == 2 || said.trim_end().lines().count() == 1, "{arguments}: one line: {said}");
+    }
+}

@@ -1,0 +1,174 @@
+//! Lanes that are late, in every combination: what is computed does not change by a bit. Nothing sleeps; a lane that is held back gives
+//! its turn away, a number of times that a seed decides.
+
+use crate::support;
+use std::hint::black_box;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::support::{FLOAT, alone, compare, steps, tiny};
+use models::module::{Input, LanguageModel};
+use models::{Llama, LlamaConfig};
+use offload::{Method, Offload, Options, Point, Probe, Tier};
+use proptest::prelude::*;
+
+const POINTS: [Point; 4] = [Point::Load, Point::Store, Point::Compute, Point::Event];
+
+/// Holds lanes back at some points, by up to so many turns each.
+#[derive(Debug)]
+struct Delays {
+    seed: u64,
+    most: [u64; 4],
+    visits: [AtomicU64; 4],
+}
+
+impl Delays {
+    fn new(seed: u64, most: [u64; 4]) -> Arc<Self> {
+        Arc::new(Self { seed, most, visits: Default::default() })
+    }
+
+    fn visits(&self) -> [u64; 4] {
+        std::array::from_fn(|index| self.visits[index].load(Ordering::Relaxed))
+    }
+}
+
+/// SplitMix64 (Steele et al., OOPSLA 2014).
+fn mix(mut x: u64) -> u64 {
+    x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+impl Probe for Delays {
+    fn at(&self, point: Point) -> runtime::Result<()> {
+        let Some(lane) = POINTS.iter().position(|other| *other == point) else { return Ok(()) };
+        let visit = self.visits[lane].fetch_add(1, Ordering::Relaxed);
+        let turns = mix(self.seed ^ (visit << 8) ^ lane as u64) % (self.most[lane] + 1);
+        for turn in 0..turns {
+            // Work as well as giving way: with nobody else to run, giving way takes no time.
+            black_box((0..64).fold(turn, |sum, one| mix(sum ^ one)));
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+}
+
+/// Each lane alone, all of them, and one far behind the others.
+const SKEWS: [[u64; 4]; 7] = [
+    [200, 0, 0, 0],
+    [0, 200, 0, 0],
+    [0, 0, 200, 0],
+    [0, 0, 0, 200],
+    [100, 100, 100, 100],
+    [1000, 20, 20, 20],
+    [20, 1000, 20, 20],
+];
+
+#[test]
+fn late_lanes_change_nothing() {
+    let _alone = alone();
+    let reference = steps(tiny(), None, 2, 2);
+    for (case, most) in SKEWS.into_iter().enumerate() {
+        for ring in 1..=4 {
+            let probe = Delays::new(case as u64, most);
+            let options = Options { ring, probe: Some(probe.clone()), ..Options::default() };
+            let name = format!("ring {ring}, delays {most:?}");
+            compare(&reference, &steps(tiny(), Some(options), 2, 2), &name);
+            assert!(probe.visits().iter().all(|&visits| visits > 0), "{name}: {:?}", probe.visits());
+        }
+    }
+}
+
+#[test]
+fn late_lanes_change_nothing_where_layers_lie_in_files() {
+    let _alone = alone();
+    let model = || {
+        let model = tiny();
+        models::module::freeze(&*model, r".*(weight)", true).unwrap();
+        model
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let reference = steps(model(), None, 2, 2);
+    for (case, most) in SKEWS.into_iter().enumerate() {
+        for ring in [1, 3] {
+            let probe = Delays::new(100 + case as u64, most);
+            let tier = Tier::File(folder.path().to_owned());
+            let options = Options { ring, tier, probe: Some(probe.clone()), ..Options::default() };
+            let name = format!("files, ring {ring}, delays {most:?}");
+            compare(&reference, &steps(model(), Some(options), 2, 2), &name);
+            assert!(probe.visits().iter().all(|&visits| visits > 0), "{name}: {:?}", probe.visits());
+        }
+    }
+}
+
+#[test]
+fn late_lanes_change_nothing_where_one_layer_comes_at_a_time() {
+    let _alone = alone();
+    let reference = steps(tiny(), None, 2, 2);
+    for method in [Method::Checkpointing, Method::Function] {
+        for (case, most) in SKEWS.into_iter().enumerate() {
+            let probe = Some(Delays::new(200 + case as u64, most) as Arc<dyn Probe>);
+            let options = Options { method, probe, ..Options::default() };
+            compare(&reference, &steps(tiny(), Some(options), 2, 2), &format!("{} {most:?}", method.name()));
+        }
+    }
+}
+
+/// Wide layers and few tokens: a layer is copied for longer than it runs, so every slot is waited for.
+#[test]
+fn layers_that_copy_longer_than_they_run() {
+    let _alone = alone();
+    let model = || {
+        runtime::random::seed(2).unwrap();
+        let config = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::qwen2(60, 192, 1536, 6, 4) };
+        Box::new(Llama::new(&config, FLOAT).unwrap())
+    };
+    let token = support::batch(60, 0).narrow(0, 0, 1).narrow(1, 0, 1);
+    let reference = steps(model(), None, 2, 2);
+    let logits = {
+        let _no_grad = tch::no_grad_guard();
+        model().logits(&Input::new(&token)).unwrap()
+    };
+    let folder = tempfile::tempdir().unwrap();
+    for ring in 1..=4 {
+        for most in [[0; 4], [1000, 0, 0, 0], [1000, 1000, 10, 10]] {
+            let name = format!("ring {ring}, delays {most:?}");
+            let probe = Some(Delays::new(ring as u64, most) as Arc<dyn Probe>);
+            let options = Options { ring, probe, ..Options::default() };
+            compare(&reference, &steps(model(), Some(options.clone()), 2, 2), &name);
+
+            for tier in [Tier::Host, Tier::File(folder.path().to_owned())] {
+                let mut model = model();
+                models::module::freeze(&*model, ".*", true).unwrap();
+                let options = Options { tier, ..options.clone() };
+                let offload = Offload::apply(&mut *model, &options).unwrap();
+                for pass in 0..4 {
+                    let _no_grad = tch::no_grad_guard();
+                    let found = model.logits(&Input::new(&token)).unwrap();
+                    assert!(found.equal(&logits), "{name}, pass {pass}, {:?}", options.tier);
+                }
+                offload.check_at_home().unwrap();
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_delays_change_nothing(
+        seed in any::<u64>(),
+        most in prop::array::uniform4(prop_oneof![Just(0u64), 1u64..300, 500u64..1500]),
+        ring in 1usize..5,
+        micro in 1u64..4,
+        method in prop_oneof![3 => Just(Method::Overlap), 1 => Just(Method::Function)],
+    ) {
+        let _alone = alone();
+        let reference = steps(tiny(), None, 2, micro);
+        let probe = Some(Delays::new(seed, most) as Arc<dyn Probe>);
+        let found = steps(tiny(), Some(Options { method, ring, probe, ..Options::default() }), 2, micro);
+        compare(&reference, &found, &format!("seed {seed}, ring {ring}, delays {most:?}"));
+    }
+}

@@ -1,0 +1,99 @@
+//! A device whose memory is out. One test in one process: the counts are the whole process's.
+
+use crate::support::{assert_intact, assert_same, batch, gradients_of, snapshot, tiny};
+use expect_test::{Expect, expect};
+use models::Llama;
+use models::module::{Input, LanguageModel, trainable};
+use offload::{Method, Offload, Options};
+use runtime::autograd::{backward, set_grad};
+use runtime::memory::{self, Region};
+use tch::Device;
+
+const CPU: Device = Device::Cpu;
+
+/// A step under a limit of so many bytes above what is live.
+fn step_within(model: &Llama, above: u64) -> Result<(), String> {
+    let tokens = batch(60, 7);
+    let _limit = memory::limit(CPU, memory::live_bytes(CPU).unwrap() + above).unwrap();
+    let loss = model.loss(&Input::new(&tokens), &tokens).map_err(|error| format!("forward: {error}"))?.sum;
+    backward(&[&loss]).map_err(|error| format!("backward: {error}"))
+}
+
+/// Digits, which depend on what else is live, left out.
+fn words(error: &str) -> String {
+    let mut text = String::new();
+    for letter in error.chars() {
+        if !letter.is_ascii_digit() {
+            text.push(letter);
+        } else if !text.ends_with('#') {
+            text.push('#');
+        }
+    }
+    text
+}
+
+fn check(method: Method, expected: Expect) {
+    let tokens = batch(60, 7);
+    let reference = gradients_of(&*tiny(), &tokens);
+    let mut model = tiny();
+    let offload = Offload::apply(&mut *model, &Options { method, ..Options::default() }).unwrap();
+    let intact = snapshot(&*model);
+
+    // What fails first: there is less than one layer.
+    let mut said = vec![words(&step_within(&model, offload.layer_bytes() - 1).unwrap_err())];
+    offload.check_at_home().unwrap();
+    assert_intact(&intact, &*model, method.name());
+    assert_same(&reference, &gradients_of(&*model, &tokens), method.name());
+
+    // The ring is there. From nothing to plenty, memory is out at one place after the other.
+    let region = Region::start(CPU).unwrap();
+    gradients_of(&*model, &tokens);
+    let enough = region.finish().unwrap().peak_above_start();
+    let mut successes = 0;
+    for above in (0..=20).map(|part| enough * part / 20) {
+        match step_within(&model, above) {
+            Err(error) => said.push(words(&error)),
+            Ok(()) => successes += 1,
+        }
+        let case = format!("{}, {above} bytes", method.name());
+        assert_intact(&intact, &*model, &case);
+        offload.check_at_home().unwrap();
+        for (_, tensor) in trainable(&*model) {
+            set_grad(tensor, None).unwrap();
+        }
+        assert_same(&reference, &gradients_of(&*model, &tokens), &case);
+        offload.check_at_home().unwrap();
+    }
+    assert!(successes >= 1, "{enough} bytes are enough");
+    // Which places there are depends on who was faster; that these are among them does not.
+    said.dedup();
+    let first = said.iter().find(|error| error.starts_with("forward")).unwrap();
+    let last = said.iter().rfind(|error| error.starts_with("backward: backward of")).unwrap();
+    expected.assert_eq(&format!("{first}\n{last}\n"));
+}
+
+#[test]
+fn a_step_without_memory_fails_and_the_next_works() {
+    memory::track_cpu().unwrap();
+    check(
+        Method::Overlap,
+        expect![[r#"
+        forward: offload: making room of `a slot of the ring` failed: out of memory on the CPU: # bytes were asked for, # are live and the limit is #; free tensors, take smaller batches, or raise the limit (runtime::memory::limit); the model on the host is as it was
+        backward: backward of `OverlapOffloadFunction`: out of memory on the CPU: # bytes were asked for, # are live and the limit is #; free tensors, take smaller batches, or raise the limit (runtime::memory::limit)
+    "#]],
+    );
+    check(
+        Method::Function,
+        expect![[r#"
+        forward: offload: bringing of `layers.#` failed: out of memory on the CPU: # bytes were asked for, # are live and the limit is #; free tensors, take smaller batches, or raise the limit (runtime::memory::limit); the model on the host is as it was
+        backward: backward of `OffloadFunction`: out of memory on the CPU: # bytes were asked for, # are live and the limit is #; free tensors, take smaller batches, or raise the limit (runtime::memory::limit)
+    "#]],
+    );
+    check(
+        Method::Checkpointing,
+        expect![[r#"
+        forward: offload: bringing of `layers.#` failed: out of memory on the CPU: # bytes were asked for, # are live and the limit is #; free tensors, take smaller batches, or raise the limit (runtime::memory::limit); the model on the host is as it was
+        backward: backward of `checkpoint`: out of memory on the CPU: # bytes were asked for, # are live and the limit is #; free tensors, take smaller batches, or raise the limit (runtime::memory::limit)
+    "#]],
+    );
+}

@@ -1,0 +1,305 @@
+//! What breaks says so, leaves the model as it was, and the next step works.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
+
+use crate::support::{alone, assert_intact, assert_same, batch, gradients_of, snapshot, tiny};
+use expect_test::{Expect, expect};
+use models::Llama;
+use models::module::{Input, LanguageModel, trainable};
+use offload::{Method, Offload, Options, Point, Probe};
+use runtime::autograd::{Keep, backward, grad, set_grad};
+use tch::Tensor;
+
+/// Breaks a lane once, at the visit of a point that has so many before it.
+#[derive(Debug)]
+struct Breaks {
+    at: Point,
+    before: AtomicI64,
+    panics: bool,
+}
+
+impl Probe for Breaks {
+    fn at(&self, point: Point) -> runtime::Result<()> {
+        if point != self.at || self.before.fetch_sub(1, Ordering::Relaxed) != 0 {
+            return Ok(());
+        }
+        assert!(!self.panics, "the lane was killed");
+        Err(runtime::Error::Other("the link is gone".into()))
+    }
+}
+
+fn clear(model: &Llama) {
+    trainable(model).into_iter().for_each(|(_, tensor)| set_grad(tensor, None).unwrap());
+}
+
+/// Breaks a first step and, at the second of the numbers, a later one, when the order is known; and looks at what is left.
+fn check(method: Method, (at, before, panics): (Point, [i64; 2], bool), expected: Expect) {
+    let _alone = alone();
+    let case = format!("{} {at:?} {before:?}", method.name());
+    let tokens = batch(60, 7);
+    let reference = gradients_of(&*tiny(), &tokens);
+    for warm in [false, true] {
+        let mut model = tiny();
+        let probe = Arc::new(Breaks { at, before: AtomicI64::new(i64::MAX), panics });
+        let options = Options { method, probe: Some(probe.clone()), ..Options::default() };
+        let offload = Offload::apply(&mut *model, &options).unwrap();
+        if warm {
+            assert_same(&reference, &gradients_of(&*model, &tokens), &case);
+        }
+        let intact = snapshot(&*model);
+        probe.before.store(before[usize::from(warm)], Ordering::Relaxed);
+
+        let step = || -> Result<(), Box<dyn std::error::Error>> {
+            let loss = model.loss(&Input::new(&tokens), &tokens)?.sum;
+            Ok(backward(&[&loss])?)
+        };
+        let error = step().expect_err(&case).to_string();
+        // Which layer it was depends on what was there already.
+        if !warm {
+            expected.assert_eq(&error);
+        }
+        assert!(error.contains(if panics { "the lane was killed" } else { "the link is gone" }), "{error}");
+        assert_intact(&intact, &*model, &case);
+        offload.check_at_home().unwrap();
+
+        clear(&model);
+        for _ in 0..2 {
+            assert_same(&reference, &gradients_of(&*model, &tokens), &case);
+            offload.check_at_home().unwrap();
+        }
+        offload.synchronize().unwrap();
+    }
+}
+
+#[test]
+fn a_prefetch_thread_that_panics() {
+    check(
+        Method::Overlap,
+        (Point::Load, [1, 1], true),
+        expect![
+            "offload: bringing of `layers.1` failed: work on the stream failed: panicked: the lane was killed; the model on the host is as it was"
+        ],
+    );
+}
+
+#[test]
+fn a_load_that_fails_in_forward() {
+    check(
+        Method::Overlap,
+        (Point::Load, [2, 2], false),
+        expect![
+            "offload: bringing of `layers.2` failed: work on the stream failed: the link is gone; the model on the host is as it was"
+        ],
+    );
+    check(
+        Method::Function,
+        (Point::Load, [2, 2], false),
+        expect![
+            "offload: bringing of `layers.2` failed: the link is gone; the model on the host is as it was"
+        ],
+    );
+    check(
+        Method::Checkpointing,
+        (Point::Load, [2, 2], false),
+        expect![
+            "offload: bringing of `layers.2` failed: the link is gone; the model on the host is as it was"
+        ],
+    );
+}
+
+#[test]
+fn a_load_that_fails_in_backward() {
+    check(
+        Method::Overlap,
+        (Point::Load, [5, 3], false),
+        expect![
+            "backward of `OverlapOffloadFunction`: offload: bringing of `layers.1` failed: work on the stream failed: the link is gone; the model on the host is as it was"
+        ],
+    );
+    check(
+        Method::Function,
+        (Point::Load, [6, 6], false),
+        expect![
+            "backward of `OffloadFunction`: offload: bringing of `layers.3` failed: the link is gone; the model on the host is as it was"
+        ],
+    );
+    check(
+        Method::Checkpointing,
+        (Point::Load, [6, 6], false),
+        expect![
+            "backward of `checkpoint`: offload: bringing of `layers.3` failed: the link is gone; the model on the host is as it was"
+        ],
+    );
+}
+
+#[test]
+fn gradients_that_cannot_be_stored() {
+    check(
+        Method::Overlap,
+        (Point::Store, [1, 1], false),
+        expect![
+            "at the end of backward: work on the stream failed: offload: storing the gradients of `layers.3` failed: the link is gone; the model on the host is as it was"
+        ],
+    );
+    check(
+        Method::Overlap,
+        (Point::Store, [4, 4], true),
+        expect!["at the end of backward: work on the stream failed: panicked: the lane was killed"],
+    );
+    check(
+        Method::Function,
+        (Point::Store, [1, 1], false),
+        expect![
+            "at the end of backward: work on the stream failed: offload: storing the gradients of `layers.3` failed: the link is gone; the model on the host is as it was"
+        ],
+    );
+    check(
+        Method::Checkpointing,
+        (Point::Store, [1, 1], false),
+        expect![
+            "backward of `checkpoint`: backward of `Fetch`: offload: storing the gradients of `layers.4` failed: the link is gone; the model on the host is as it was"
+        ],
+    );
+}
+
+#[test]
+fn a_layer_that_fails_while_it_runs() {
+    check(Method::Overlap, (Point::Compute, [3, 3], false), expect!["the link is gone"]);
+    check(
+        Method::Overlap,
+        (Point::Compute, [6, 6], false),
+        expect!["backward of `OverlapOffloadFunction`: the link is gone"],
+    );
+    check(
+        Method::Function,
+        (Point::Compute, [6, 6], false),
+        expect!["backward of `OffloadFunction`: the link is gone"],
+    );
+    check(
+        Method::Checkpointing,
+        (Point::Compute, [6, 6], false),
+        expect!["backward of `checkpoint`: the link is gone"],
+    );
+}
+
+#[test]
+fn an_event_that_fails() {
+    check(
+        Method::Overlap,
+        (Point::Event, [4, 4], false),
+        expect![
+            "offload: bringing of `layers.2` failed: the link is gone; the model on the host is as it was"
+        ],
+    );
+    check(
+        Method::Overlap,
+        (Point::Event, [12, 12], false),
+        expect![
+            "backward of `OverlapOffloadFunction`: offload: bringing of `layers.3` failed: the link is gone; the model on the host is as it was"
+        ],
+    );
+}
+
+fn refused(result: Result<Offload, offload::Error>, expected: Expect) {
+    expected.assert_eq(&result.unwrap_err().to_string());
+}
+
+#[test]
+fn options_that_make_no_sense() {
+    let _alone = alone();
+    let mut model = tiny();
+    let tokens = batch(60, 7);
+    let reference = gradients_of(&*model, &tokens);
+    let intact = snapshot(&*model);
+    refused(
+        Offload::apply(&mut *model, &Options { ring: 0, ..Options::default() }),
+        expect!["offload: ring: 0 slots; expected 1 or more, 3 for full overlap"],
+    );
+    refused(
+        Offload::apply(&mut *model, &Options { resident: vec![1, 5], ..Options::default() }),
+        expect!["offload: resident layers: 5 is not a block of this model, which has 5 (0 to 4)"],
+    );
+    assert_intact(&intact, &*model, "refused options");
+    assert_same(&reference, &gradients_of(&*model, &tokens), "refused options");
+}
+
+#[test]
+fn the_first_rung_is_for_inference() {
+    let _alone = alone();
+    let (mut model, tokens) = (tiny(), batch(60, 7));
+    let logits = {
+        let _no_grad = tch::no_grad_guard();
+        model.logits(&Input::new(&tokens)).unwrap()
+    };
+    let offload =
+        Offload::apply(&mut *model, &Options { method: Method::OneLayer, ..Options::default() }).unwrap();
+    let error = model.loss(&Input::new(&tokens), &tokens).unwrap_err().to_string();
+    expect!["offload: method: `layers.0` is offloaded for inference, but gradients are recorded; take Method::Overlap, or turn gradients off"].assert_eq(&error);
+    offload.check_at_home().unwrap();
+    let _no_grad = tch::no_grad_guard();
+    assert!(model.logits(&Input::new(&tokens)).unwrap().equal(&logits));
+}
+
+/// Gradients of chosen inputs: those of the layers would be delivered though nobody asked for them.
+#[test]
+fn gradients_of_chosen_inputs() {
+    let _alone = alone();
+    let tokens = batch(60, 7);
+    let reference = gradients_of(&*tiny(), &tokens);
+    for (method, expected) in [
+        (
+            Method::Checkpointing,
+            expect![
+                "backward of `checkpoint`: checkpoint: gradients of chosen inputs were asked for, but the segment may hold weights that only an ordinary backward reaches; call autograd::backward and read .grad()"
+            ],
+        ),
+        (
+            Method::Function,
+            expect![
+                "backward of `OffloadFunction`: offload: gradients of chosen inputs were asked for, but the segment may hold weights that only an ordinary backward reaches; call autograd::backward and read .grad()"
+            ],
+        ),
+        (
+            Method::Overlap,
+            expect![
+                "backward of `OverlapOffloadFunction`: offload: gradients of chosen inputs were asked for, but the segment may hold weights that only an ordinary backward reaches; call autograd::backward and read .grad()"
+            ],
+        ),
+    ] {
+        let mut model = tiny();
+        let offload = Offload::apply(&mut *model, &Options { method, ..Options::default() }).unwrap();
+        let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum;
+        let embedding = trainable(&*model)[0].1.shallow_clone();
+        let error = grad(&[&loss], &[None], &[&embedding], Keep::default()).unwrap_err().to_string();
+        expected.assert_eq(&error);
+        for (name, tensor) in trainable(&*model) {
+            assert!(!tensor.grad().defined(), "{}: {name} has a gradient", method.name());
+        }
+        offload.check_at_home().unwrap();
+        assert_same(&reference, &gradients_of(&*model, &tokens), method.name());
+    }
+}
+
+#[test]
+fn a_graph_is_used_once() {
+    let _alone = alone();
+    let tokens = batch(60, 7);
+    let reference = gradients_of(&*tiny(), &tokens);
+    for method in [Method::Checkpointing, Method::Function, Method::Overlap] {
+        let mut model = tiny();
+        let offload = Offload::apply(&mut *model, &Options { method, ..Options::default() }).unwrap();
+        let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum;
+        backward(&[&loss]).unwrap();
+        let gradients: Vec<Tensor> =
+            trainable(&*model).into_iter().map(|(_, tensor)| tensor.grad().copy()).collect();
+        let error = backward(&[&loss]).unwrap_err().to_string();
+        assert!(error.contains("backward through the graph a second time"), "{}: {error}", method.name());
+        for (gradient, (name, tensor)) in gradients.iter().zip(trainable(&*model)) {
+            assert!(gradient.equal(&tensor.grad()), "{}: {name}", method.name());
+        }
+        offload.check_at_home().unwrap();
+        clear(&model);
+        assert_same(&reference, &gradients_of(&*model, &tokens), method.name());
+    }
+}

@@ -1,0 +1,208 @@
+//! Files that are cut, missing, or have no room; and tensors in files that someone changes.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::support::{alone, assert_intact, batch, snapshot, tiny};
+use expect_test::{Expect, expect};
+use models::hugging_face::{self, Folder, SHARD_BYTES};
+use models::module::{Input, LanguageModel, freeze, parameters, trainable};
+use offload::{Method, Offload, Options, Tier};
+use runtime::autograd::backward;
+use tch::Tensor;
+
+const WEIGHTS: &str = "model.safetensors";
+
+fn in_files(folder: &Path) -> Options {
+    Options { tier: Tier::File(folder.to_owned()), ..Options::default() }
+}
+
+/// A folder with the tiny model as others would have saved it.
+fn saved() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    hugging_face::save(&tiny(), folder.path(), SHARD_BYTES).unwrap();
+    folder
+}
+
+/// An error without the names that differ from run to run.
+fn words(error: impl ToString, folder: &Path) -> String {
+    let text = error.to_string().replace(&folder.display().to_string(), "DIR");
+    let Some((before, after)) = text.split_once("/offload-") else { return text };
+    let end = after.find(|letter: char| !letter.is_ascii_alphanumeric()).unwrap_or(after.len());
+    format!("{before}/offload-*{}", &after[end..])
+}
+
+fn logits(model: &impl LanguageModel) -> Result<Tensor, models::Error> {
+    let _no_grad = tch::no_grad_guard();
+    model.logits(&Input::new(&batch(60, 7)))
+}
+
+#[test]
+fn a_weights_file_that_is_cut() {
+    let _alone = alone();
+    let reference = logits(&*tiny()).unwrap();
+    let folder = saved();
+    let path = folder.path().join(WEIGHTS);
+    for (method, expected) in [
+        (
+            Method::Overlap,
+            expect![
+                "offload: bringing of `layers.3` failed: work on the stream failed: DIR/model.safetensors: 4096 bytes from 107632 on: failed to fill whole buffer; is the file whole?; the model on the host is as it was"
+            ],
+        ),
+        (
+            Method::OneLayer,
+            expect![
+                "offload: bringing of `layers.2` failed: DIR/model.safetensors: 4096 bytes from 84848 on: failed to fill whole buffer; is the file whole?; the model on the host is as it was"
+            ],
+        ),
+    ] {
+        let opened = Folder::open(folder.path()).unwrap();
+        let options = Options { method, ..in_files(folder.path()) };
+        let (model, offload) = Offload::open(&opened, None, &options).unwrap();
+        assert!(logits(&model).unwrap().equal(&reference));
+        let intact = snapshot(&model);
+
+        // In place: a file that is replaced under its name stays as it was for those who have it open.
+        let whole = std::fs::read(&path).unwrap();
+        let cut =
+            || std::fs::File::options().write(true).open(&path).unwrap().set_len(whole.len() as u64 / 2);
+        cut().unwrap();
+        let error = words(logits(&model).unwrap_err(), folder.path());
+        expected.assert_eq(&error);
+        offload.check_at_home().unwrap();
+
+        std::fs::write(&path, &whole).unwrap();
+        for _ in 0..2 {
+            assert!(logits(&model).unwrap().equal(&reference), "{}", method.name());
+        }
+        assert_intact(&intact, &model, method.name());
+    }
+}
+
+#[test]
+fn a_weights_file_that_is_gone() {
+    let _alone = alone();
+    let folder = saved();
+    let opened = Folder::open(folder.path()).unwrap();
+    std::fs::rename(folder.path().join(WEIGHTS), folder.path().join("elsewhere")).unwrap();
+    let error = Offload::open(&opened, None, &in_files(folder.path())).unwrap_err();
+    expect!["DIR/model.safetensors: No such file or directory (os error 2)"]
+        .assert_eq(&words(error, folder.path()));
+
+    // One that is gone while it is open is still there for who has it.
+    std::fs::rename(folder.path().join("elsewhere"), folder.path().join(WEIGHTS)).unwrap();
+    let (model, _offload) = Offload::open(&opened, None, &in_files(folder.path())).unwrap();
+    std::fs::remove_file(folder.path().join(WEIGHTS)).unwrap();
+    assert!(logits(&model).unwrap().equal(&logits(&*tiny()).unwrap()));
+}
+
+#[test]
+fn a_folder_that_is_not_there() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let mut model = tiny();
+    let intact = snapshot(&*model);
+    let error = Offload::apply(&mut *model, &in_files(&folder.path().join("none"))).unwrap_err();
+    expect![[r#"offload: DIR/none: no folder for the layers can be made in it: No such file or directory (os error 2) at path "DIR/none/offload-*""#]].assert_eq(&words(error, folder.path()));
+    assert_intact(&intact, &*model, "no folder");
+    assert!(logits(&*model).unwrap().equal(&logits(&*tiny()).unwrap()));
+}
+
+#[test]
+fn another_dtype_than_the_files() {
+    let _alone = alone();
+    let folder = saved();
+    let opened = Folder::open(folder.path()).unwrap();
+    let error = Offload::open(&opened, Some(tch::Kind::BFloat16), &in_files(folder.path())).unwrap_err();
+    expect!["offload: DIR: its weights are Float, and layers that stay in files are not converted; take them in that dtype, or with the host tier"].assert_eq(&words(error, folder.path()));
+}
+
+const CHILD: &str = "OFFLOAD_TEST_SMALL_FILES_IN";
+
+/// In a process of its own, whose files may have 16 KiB at most: the system refuses as it does where the disk is full.
+#[test]
+fn a_disk_that_is_full() {
+    let _alone = alone();
+    if let Some(folder) = std::env::var_os(CHILD).map(PathBuf::from) {
+        return on_a_full_disk(&folder);
+    }
+    let folder = tempfile::tempdir().unwrap();
+    // The blocks that `ulimit` counts have 512 bytes or 1024, by shell.
+    let script = "trap '' XFSZ; ulimit -f 16; exec \"$@\"";
+    let output = Command::new("sh")
+        .args(["-c", script, "sh"])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "file_failures::a_disk_that_is_full", "--nocapture"])
+        .env(CHILD, folder.path())
+        .output()
+        .unwrap();
+    let text =
+        format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{text}");
+    assert!(text.contains("1 passed") && text.contains("the disk was full"), "{text}");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "what was begun is removed");
+}
+
+fn on_a_full_disk(folder: &Path) {
+    let reference = logits(&*tiny()).unwrap();
+    let mut model = tiny();
+    freeze(&*model, ".*", true).unwrap();
+    let intact = snapshot(&*model);
+    let error = words(Offload::apply(&mut *model, &in_files(folder)).unwrap_err(), folder);
+    expect!["offload: DIR/offload-*/layers.0.0.safetensors: cannot be written: File too large (os error 27); the file tier needs room for the model's layers, in a folder that can be written"].assert_eq(&error);
+    assert_intact(&intact, &*model, "a full disk");
+    assert!(logits(&*model).unwrap().equal(&reference));
+    // There is room in memory.
+    let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
+    assert!(logits(&*model).unwrap().equal(&reference));
+    offload.check_at_home().unwrap();
+    eprintln!("the disk was full");
+}
+
+/// A model in files, of which `change` does something to a layer that is there.
+fn changed(change: impl FnOnce(&Tensor), expected: Expect) {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let mut model = tiny();
+    freeze(&*model, r"layers\..*(weight)", true).unwrap();
+    let offload = Offload::apply(&mut *model, &in_files(folder.path())).unwrap();
+    let reference = logits(&*model).unwrap();
+    let name = "layers.2.mlp.up_proj.weight";
+    let tensor = parameters(&*model).into_iter().find(|(other, _)| other == name).unwrap().1.shallow_clone();
+    change(&tensor);
+    for _ in 0..2 {
+        let error = words(logits(&*model).unwrap_err(), folder.path());
+        expected.assert_eq(&error);
+        offload.check_at_home().unwrap();
+    }
+    // To train it after all is a change of mind that can be taken back; to write it is not.
+    if tensor.requires_grad() {
+        let _ = tensor.set_requires_grad(false);
+        assert!(logits(&*model).unwrap().equal(&reference));
+        let tokens = batch(60, 7);
+        let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum;
+        backward(&[&loss]).unwrap();
+        assert!(trainable(&*model).iter().all(|(_, tensor)| tensor.grad().defined()));
+    }
+}
+
+#[test]
+fn a_tensor_in_a_file_that_is_to_be_trained() {
+    changed(
+        |tensor| drop(tensor.set_requires_grad(true)),
+        expect![
+            "offload: file tier: `layers.2.mlp.up_proj.weight` is to be trained, but it lives in DIR/offload-*/layers.2.0.safetensors and is read from there; choose what is trained, and load what is to be loaded, before the model is offloaded to files"
+        ],
+    );
+}
+
+#[test]
+fn a_tensor_in_a_file_that_is_written() {
+    changed(
+        |tensor| drop(tensor.shallow_clone().fill_(1.0)),
+        expect![
+            "offload: file tier: `layers.2.mlp.up_proj.weight` was changed in memory, but it lives in DIR/offload-*/layers.2.0.safetensors and is read from there; choose what is trained, and load what is to be loaded, before the model is offloaded to files"
+        ],
+    );
+}

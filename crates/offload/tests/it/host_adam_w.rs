@@ -1,0 +1,286 @@
+//! AdamW on the host, stepped within backward, against the ordinary optimizer on the model without offload: the same bits.
+
+use std::sync::{Arc, Mutex};
+
+use crate::support::{FLOAT, alone, batch, tiny};
+use models::module::{Input, LanguageModel, freeze, parameters, trainable};
+use models::{Llama, LlamaConfig};
+use offload::{HostAdamW, HostOptions, Method, Offload, Options, Point, Probe, StateBytes, Tier};
+use runtime::autograd::backward;
+use tch::{Device, Kind, Tensor};
+use training::clip::{self, NonFinite};
+use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+
+const RULE: AdamW = AdamW { beta1: 0.8, beta2: 0.95, eps: 1e-6 };
+const STEPS: u64 = 4;
+
+#[derive(Clone, Debug, Default)]
+struct Case {
+    options: Options,
+    host: HostOptions,
+    micro: u64,
+    factor: bool,
+}
+
+fn groups(model: &Llama) -> Vec<Group> {
+    Group::by_dimension(trainable(model), 3e-3, 0.1)
+}
+
+/// A schedule's factor for a step.
+fn factor(step: u64, on: bool) -> f64 {
+    if on { 1.0 / (1.0 + step as f64) } else { 1.0 }
+}
+
+/// Losses, norms before clipping, weights and state.
+type Left = (Vec<f64>, Vec<f64>, Vec<(String, Tensor)>, Vec<(String, Tensor)>);
+
+fn gradients_of(model: &Llama, step: u64, micro: u64) -> Vec<f64> {
+    let of = |part| {
+        let tokens = batch(model.vocabulary(), step * micro + part);
+        let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum;
+        backward(&[&loss]).unwrap();
+        loss.double_value(&[])
+    };
+    (0..micro).map(of).collect()
+}
+
+fn weights(model: &Llama) -> Vec<(String, Tensor)> {
+    parameters(model).into_iter().map(|(name, tensor)| (name, tensor.detach().copy())).collect()
+}
+
+fn ordinary(model: &Llama, case: &Case) -> Left {
+    let mut optimizer = Optimizer::new(RULE, groups(model)).unwrap();
+    if case.host.master_weights {
+        optimizer = optimizer.with_master_weights();
+    }
+    let (mut losses, mut norms) = (Vec::new(), Vec::new());
+    for step in 0..STEPS {
+        losses.extend(gradients_of(model, step, case.micro));
+        if let Some(limit) = case.host.clip {
+            norms.push(clip::clip_(&optimizer.gradients().unwrap(), limit, NonFinite::Skip).unwrap());
+        }
+        optimizer.set_factor(factor(step, case.factor)).unwrap();
+        optimizer.step().unwrap();
+        optimizer.zero_grad(ZeroGrad::ToNone).unwrap();
+    }
+    (losses, norms, weights(model), optimizer.state())
+}
+
+fn on_host(mut model: Box<Llama>, case: &Case) -> Left {
+    let offload = Offload::apply(&mut *model, &case.options).unwrap();
+    let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, case.host).unwrap();
+    let (mut losses, mut norms) = (Vec::new(), Vec::new());
+    for step in 0..STEPS {
+        optimizer.begin(case.micro).unwrap();
+        optimizer.set_factor(factor(step, case.factor)).unwrap();
+        losses.extend(gradients_of(&model, step, case.micro));
+        norms.extend(optimizer.step().unwrap().norm);
+        assert!(
+            trainable(&*model).iter().all(|(_, tensor)| !tensor.grad().defined()),
+            "gradients are consumed"
+        );
+    }
+    let state = optimizer.state().unwrap();
+    (losses, norms, weights(&model), state)
+}
+
+fn same(expected: &Left, found: &Left, case: &Case) {
+    assert_eq!(expected.0, found.0, "losses of {case:?}");
+    assert_eq!(expected.1, found.1, "norms of {case:?}");
+    for (what, expected, found) in [("weight", &expected.2, &found.2), ("state", &expected.3, &found.3)] {
+        let sorted = |list: &[(String, Tensor)]| {
+            let mut names: Vec<(String, Tensor)> =
+                list.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
+            names.sort_by(|a, b| a.0.cmp(&b.0));
+            names
+        };
+        let (expected, found) = (sorted(expected), sorted(found));
+        assert_eq!(expected.len(), found.len(), "{what} of {case:?}");
+        for ((name, expected), (other, found)) in expected.iter().zip(&found) {
+            assert_eq!(name, other);
+            assert!(expected.equal(found), "{what} {name} of {case:?}");
+        }
+    }
+}
+
+fn check(model: &dyn Fn() -> Box<Llama>, case: Case) {
+    let expected = ordinary(&model(), &case);
+    same(&expected, &on_host(model(), &case), &case);
+}
+
+#[test]
+fn it_is_the_ordinary_optimizer() {
+    let _alone = alone();
+    for method in [Method::Checkpointing, Method::Function, Method::Overlap] {
+        for (clip, micro) in [(None, 1), (None, 3), (Some(0.5), 1), (Some(0.5), 2), (Some(1e6), 1)] {
+            for overlap in [false, true] {
+                let options = Options { method, ..Options::default() };
+                let host = HostOptions { clip, overlap, ..HostOptions::default() };
+                check(&tiny, Case { options, host, micro, factor: true });
+            }
+        }
+    }
+}
+
+/// Lanes that are late by anything, the host's among them, change nothing: neither where steps run within backward nor where
+/// they run into the next forward.
+#[test]
+fn delays_change_nothing() {
+    struct Late(Mutex<u64>);
+    impl Probe for Late {
+        fn at(&self, _: Point) -> runtime::Result<()> {
+            let turns = {
+                let mut state = self.0.lock().unwrap();
+                *state =
+                    state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                *state >> 56
+            };
+            (0..turns).for_each(|_| std::thread::yield_now());
+            Ok(())
+        }
+    }
+    let _alone = alone();
+    for seed in 0..4 {
+        for (clip, micro) in [(None, 1), (None, 2), (Some(0.5), 1)] {
+            let probe: Arc<dyn Probe> = Arc::new(Late(Mutex::new(seed)));
+            let options = Options { probe: Some(probe), ring: 2 + seed as usize % 3, ..Options::default() };
+            let host = HostOptions { clip, overlap: true, ..HostOptions::default() };
+            check(&tiny, Case { options, host, micro, factor: true });
+        }
+    }
+}
+
+#[test]
+fn rings_and_resident_layers_change_nothing() {
+    let _alone = alone();
+    for (ring, resident) in
+        [(1, vec![]), (2, vec![1]), (3, vec![0, 4]), (5, vec![]), (3, vec![0, 1, 2, 3, 4])]
+    {
+        for overlap in [false, true] {
+            let options = Options { ring, resident: resident.clone(), ..Options::default() };
+            let host = HostOptions { overlap, ..HostOptions::default() };
+            check(&tiny, Case { options, host, micro: 1, factor: false });
+        }
+    }
+}
+
+#[test]
+fn bf16_with_and_without_master_weights() {
+    let _alone = alone();
+    let model = || {
+        runtime::random::seed(2).unwrap();
+        let config = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::llama(60, 32, 48, 4, 4) };
+        Box::new(Llama::new(&config, (Kind::BFloat16, Device::Cpu)).unwrap())
+    };
+    for master_weights in [false, true] {
+        for (clip, micro) in [(None, 1), (Some(0.3), 2)] {
+            let host = HostOptions { clip, master_weights, overlap: true };
+            check(&model, Case { host, micro, ..Case::default() });
+        }
+    }
+}
+
+#[test]
+fn frozen_layers_in_files_have_no_state() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let model = || {
+        let model = tiny();
+        freeze(&*model, ".*weight", true).unwrap();
+        model
+    };
+    let options = Options { tier: Tier::File(folder.path().to_owned()), ..Options::default() };
+    check(&model, Case { options, micro: 2, ..Case::default() });
+}
+
+#[test]
+fn a_step_whose_norm_is_not_finite_is_left_out() {
+    let _alone = alone();
+    let mut model = tiny();
+    let before = weights(&model);
+    let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
+    let host = HostOptions { clip: Some(1.0), ..HostOptions::default() };
+    let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, host).unwrap();
+    let tokens = batch(model.vocabulary(), 0);
+    let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum * f64::INFINITY;
+    backward(&[&loss]).unwrap();
+    let stepped = optimizer.step().unwrap();
+    assert!(stepped.skipped && stepped.norm.is_some_and(|norm| !norm.is_finite()));
+    for ((name, before), (_, after)) in before.iter().zip(weights(&model)) {
+        assert!(before.equal(&after), "{name}");
+    }
+    gradients_of(&model, 1, 1);
+    assert!(!optimizer.step().unwrap().skipped);
+    assert!(
+        optimizer
+            .state()
+            .unwrap()
+            .iter()
+            .any(|(name, step)| name.ends_with(".step") && step.int64_value(&[]) == 1)
+    );
+}
+
+/// A checkpoint of one can be read by the other, half way.
+#[test]
+fn its_state_is_the_ordinary_optimizers() {
+    let _alone = alone();
+    let case =
+        Case { micro: 1, options: Options { resident: vec![2], ..Options::default() }, ..Case::default() };
+    let model = tiny();
+    let (.., first, state) = ordinary(&model, &case);
+    let mut optimizer = Optimizer::new(RULE, groups(&model)).unwrap();
+    optimizer.load_state(&state).unwrap();
+    gradients_of(&model, 9, 1);
+    optimizer.step().unwrap();
+
+    let mut other = tiny();
+    models::state_dict::load_state_dict(&*other, &first, "a checkpoint").unwrap();
+    let offload = Offload::apply(&mut *other, &case.options).unwrap();
+    let mut on_host = HostAdamW::new(&offload, groups(&other), RULE, case.host).unwrap();
+    on_host.load_state(&state).unwrap();
+    gradients_of(&other, 9, 1);
+    on_host.step().unwrap();
+    let left = |model: &Llama, state| (Vec::new(), Vec::new(), weights(model), state);
+    same(&left(&model, optimizer.state()), &left(&other, on_host.state().unwrap()), &case);
+
+    let StateBytes { host, device } = on_host.state_bytes();
+    assert_eq!(host + device, optimizer.state_bytes());
+    let of_layer: u64 = parameters(&*other)
+        .iter()
+        .filter(|(name, _)| name.starts_with("layers.0."))
+        .map(|(_, tensor)| tensor.numel() as u64 * 8)
+        .sum();
+    assert_eq!(host, 4 * of_layer);
+
+    let error = on_host.load_state(&[("layers.9.mlp.step".into(), Tensor::from(1i64))]).unwrap_err();
+    assert!(error.to_string().contains("layers.9.mlp.step"), "{error}");
+}
+
+#[test]
+fn what_it_cannot_step_is_an_error() {
+    let _alone = alone();
+    let mut model = tiny();
+    let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
+    let new = |groups, options| HostAdamW::new(&offload, groups, RULE, options).unwrap_err().to_string();
+    let clips = HostOptions { clip: Some(-1.0), ..HostOptions::default() };
+    assert!(new(groups(&model), clips).contains("the limit is -1"));
+    let own = Group { rule: Some(Box::new(RULE)), ..Group::new(trainable(&*model), 0.1) };
+    assert!(new(vec![own], HostOptions::default()).contains("has a rule of its own"));
+    let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, HostOptions::default()).unwrap();
+    assert!(optimizer.begin(0).unwrap_err().to_string().contains("0 micro-batches"));
+    assert!(optimizer.set_factor(f64::NAN).unwrap_err().to_string().contains("NaN"));
+    optimizer.begin(2).unwrap();
+    gradients_of(&model, 0, 1);
+    assert!(optimizer.begin(1).unwrap_err().to_string().contains("have come already"));
+    drop(optimizer);
+    // Without it gradients come home as they do for any optimizer.
+    gradients_of(&model, 0, 1);
+    assert!(trainable(&*model).iter().all(|(_, tensor)| tensor.grad().defined()));
+
+    let config = LlamaConfig::llama(60, 32, 48, 2, 4);
+    let mut double = Llama::new(&config, (Kind::Double, Device::Cpu)).unwrap();
+    let offload = Offload::apply(&mut double, &Options::default()).unwrap();
+    let error = HostAdamW::new(&offload, groups(&double), RULE, HostOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("is Double"), "{error}");
+    assert_eq!(FLOAT.0, Kind::Float);
+}

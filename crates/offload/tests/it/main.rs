@@ -1,0 +1,15 @@
+//! The tests of `offload` that need only its public interface: one binary, a module per behaviour.
+
+#[cfg(feature = "program")]
+mod command_line;
+mod delays;
+mod device_memory;
+mod failures;
+mod file_failures;
+mod fixtures_offload;
+mod gradients;
+mod host_adam_w;
+mod nested;
+mod peaks;
+mod support;
+mod trainer;

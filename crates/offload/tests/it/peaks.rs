@@ -1,0 +1,187 @@
+//! What a step takes at its peak, by method, against the paper. One test in one process: the counts are the whole process's.
+//!
+//! On the CPU the device's memory is the allocator's, and the host's that of page-locked tensors, which it does not count.
+
+use std::sync::Arc;
+
+use crate::support::{FLOAT, batch};
+use accounting::Decoder;
+use accounting::decoder_flops::Workload;
+use accounting::memory::logits::Loss;
+use accounting::memory::recipe::Recipe;
+use accounting::model::{Family, Shape};
+use accounting::offload::{self as paper, Job, OptimizerPlace, Rates, Setup, Start, sizes};
+use models::module::{Input, LanguageModel, trainable};
+use models::{Llama, LlamaConfig};
+use offload::{Method, Offload, Options, Point, Probe};
+use parking_lot::Mutex;
+use runtime::autograd::{backward, set_grad};
+use runtime::device;
+use runtime::memory::{self, Region};
+use tch::{Device, Tensor};
+
+const CPU: Device = Device::Cpu;
+const SHAPE: Shape = Shape {
+    family: Family::Qwen2,
+    vocabulary: 60,
+    context: 32,
+    embedding: 256,
+    hidden: 256,
+    layers: 8,
+    heads: 4,
+    kv_heads: 2,
+    head_dim: 64,
+    feed_forward: 1024,
+    tied: true,
+    attention_bias: false,
+    mlp_bias: false,
+};
+
+fn model() -> Box<Llama> {
+    runtime::random::seed(4).unwrap();
+    let config = LlamaConfig {
+        num_key_value_heads: SHAPE.kv_heads as i64,
+        tie_word_embeddings: true,
+        max_position_embeddings: SHAPE.context as i64,
+        ..LlamaConfig::qwen2(60, 256, 1024, SHAPE.layers as i64, 4)
+    };
+    Box::new(Llama::new(&config, FLOAT).unwrap())
+}
+
+/// Keeps the lanes in step: a layer runs when the gradients of the one before have left. How many are on their way would else depend
+/// on who is faster.
+#[derive(Default)]
+struct InStep(Mutex<Option<Arc<Offload>>>);
+
+impl Probe for InStep {
+    fn at(&self, point: Point) -> runtime::Result<()> {
+        let offload = self.0.lock().clone().filter(|_| point == Point::Compute);
+        offload.map_or(Ok(()), |offload| Ok(offload.synchronize()?))
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Peak {
+    /// Of a step, over what was there before the model.
+    bytes: u64,
+    /// On the device between steps.
+    rest: u64,
+    /// Of one layer's flat buffer; 0 where nothing is offloaded.
+    layer: u64,
+    ring: u64,
+}
+
+/// The peak of a third step.
+fn peak(method: Option<(Method, usize)>, training: bool) -> Peak {
+    let tokens = batch(60, 3);
+    let host_before = device::pinned_bytes(CPU).unwrap().live;
+    let before = memory::live_bytes(CPU).unwrap();
+    let mut model = model();
+    let in_step = Arc::new(InStep::default());
+    let offload = method.map(|(method, ring)| {
+        let options = Options { method, ring, probe: Some(in_step.clone()), ..Options::default() };
+        Arc::new(Offload::apply(&mut *model, &options).unwrap())
+    });
+    *in_step.0.lock() = offload.clone();
+    let layer = offload.as_ref().map_or(0, |offload| offload.layer_bytes());
+    if let Some(offload) = &offload {
+        // At home, and nowhere else: the flat buffers of all layers to the byte.
+        assert_eq!(offload.host_bytes().unwrap() - host_before, SHAPE.layers * layer);
+    }
+    let step = || {
+        let loss = if training {
+            let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum;
+            backward(&[&loss]).unwrap();
+            if let Some(offload) = &offload {
+                // Beside the layers their gradients, without what aligns them; one layer's at a time came by the device.
+                let of_layers = |(name, _): &&(String, &Tensor)| name.starts_with("layers.");
+                let trained = trainable(&*model);
+                let gradients: u64 =
+                    trained.iter().filter(of_layers).map(|(_, tensor)| tensor.numel() as u64 * 4).sum();
+                let host = offload.host_bytes().unwrap() - host_before;
+                assert_eq!(host, SHAPE.layers * layer + gradients);
+            }
+            trainable(&*model).into_iter().for_each(|(_, tensor)| set_grad(tensor, None).unwrap());
+            loss
+        } else {
+            let _no_grad = tch::no_grad_guard();
+            model.logits(&Input::new(&tokens)).unwrap()
+        };
+        drop(loss);
+        if let Some(offload) = &offload {
+            offload.synchronize().unwrap();
+            offload.check_at_home().unwrap();
+        }
+    };
+    step();
+    step();
+    let rest = memory::live_bytes(CPU).unwrap() - before;
+    let region = Region::start(CPU).unwrap();
+    step();
+    let usage = region.finish().unwrap();
+    let ring = offload.as_ref().map_or(0, |offload| offload.ring_bytes());
+    if let Some(offload) = &offload {
+        assert!(rest >= ring);
+        offload.release_ring().unwrap();
+        assert_eq!(memory::live_bytes(CPU).unwrap() - before, rest - ring, "the ring is given back");
+    }
+    *in_step.0.lock() = None;
+    drop((offload, model));
+    assert_eq!(device::pinned_bytes(CPU).unwrap().live, host_before, "the host's memory is given back");
+    assert_eq!(memory::live_bytes(CPU).unwrap(), before, "and the device's");
+    Peak { bytes: usage.peak - before, rest, layer, ring }
+}
+
+/// What the paper says of it, with gradients that leave before the next layer runs, as [`InStep`] has it.
+fn on_paper(job: &Job, method: paper::Method) -> u64 {
+    let rates = Rates { load: 1e15, store: f64::MAX, host_optimizer: 1e15, device_optimizer: 1e15 };
+    let setup = Setup { method, resident: vec![], optimizer: OptimizerPlace::Host };
+    paper::simulate(job, &rates, &setup, Start::Warm).unwrap().device.total
+}
+
+fn close(what: &str, measured: u64, expected: u64, tolerance: f64) {
+    let off = measured as f64 / expected as f64 - 1.0;
+    eprintln!("{what}: {measured} bytes, {expected} on paper, {:+.2} %", off * 100.0);
+    assert!(off.abs() <= tolerance, "{what}: {measured} bytes, {expected} on paper");
+}
+
+#[test]
+fn peaks_are_ordered_and_those_of_the_paper() {
+    memory::track_cpu().unwrap();
+    // What is made once for the whole process.
+    peak(None, true);
+    let decoder = Decoder::new(SHAPE).unwrap();
+    let work = Workload { batch: 2, sequence: 9 };
+    let choices = sizes::Choices { recipe: Recipe::FP32, loss: Loss::Eager, ..sizes::Choices::default() };
+    for training in [false, true] {
+        let job =
+            if training { sizes::training } else { sizes::inference }(&decoder, work, &choices).unwrap();
+        let kind = if training { "training" } else { "inference" };
+        let resident = peak(None, training);
+        let one = peak(Some((Method::Function, 3)), training);
+        let rings: Vec<Peak> = (1..=4).map(|ring| peak(Some((Method::Overlap, ring)), training)).collect();
+
+        assert_eq!(one.layer, job.layers[0].slot_bytes, "a layer's flat buffer");
+        // Each slot costs a layer, to the byte; the fixed part is the same for all.
+        for (ring, found) in rings.iter().enumerate() {
+            assert_eq!(found.ring, (ring as u64 + 1) * found.layer);
+            assert_eq!(found.rest - found.ring, one.rest, "{kind}: the fixed part");
+        }
+        for pair in rings.windows(2) {
+            assert_eq!(pair[1].bytes - pair[0].bytes, one.layer, "{kind}: a slot more");
+        }
+        assert!(resident.bytes > rings[3].bytes && rings[2].bytes > one.bytes, "{kind}");
+
+        // The same half a megabyte is more of a single slot: on paper a layer has all its gradients when its backward works on most,
+        // while the first of them come when most of that is gone.
+        let single = if training { 0.06 } else { 0.001 };
+        let expected = on_paper(&job, paper::Method::OneAtATime);
+        close(&format!("{kind}, one layer at a time"), one.bytes, expected, single);
+        assert!(one.bytes <= expected, "{kind}: the paper promises enough");
+        for (ring, found) in (1..).zip(&rings) {
+            let expected = on_paper(&job, paper::Method::Overlap { ring });
+            let tolerance = if ring == 1 { single } else { 0.05 };
+            close(&format!("{kind}, ring {ring}"), found.bytes, expected, tolerance);
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! One line per claim, and what decides it.
+
+use crate::fixed_records::{record, rounds, specs, swiglu};
+use expect_test::expect;
+use report::{Case, Metric, RunOutcome, RunState, claim, spec};
+
+fn claim_lines(records: &[report::Record], runs: &[RunOutcome]) -> String {
+    claim::check(&specs(), records, runs).iter().map(|claim| format!("{claim}\n")).collect()
+}
+
+#[test]
+fn claims_are_one_line_each_and_the_worst_case_decides() {
+    expect![[r#"
+        claim swiglu/time 0.95 <= 1.00 holds
+        claim swiglu/peak 1.50 GiB <= 1.00 GiB falls short
+        claim swiglu/save-all-peak not measured (needs 12 GiB)
+    "#]]
+    .assert_eq(&claim_lines(&[swiglu(), rounds()].concat(), &[]));
+}
+
+#[test]
+fn claims_without_records_say_why() {
+    let outcome = |experiment: &str, state| RunOutcome { experiment: experiment.into(), state };
+    let runs = [
+        outcome("swiglu-time", RunState::Skipped { why: "no GPU".into() }),
+        outcome("swiglu", RunState::Failed { message: "killed".into() }),
+    ];
+    expect![[r#"
+        claim swiglu/time not measured (no GPU)
+        claim swiglu/peak not measured (swiglu failed)
+        claim swiglu/save-all-peak not measured (swiglu failed)
+    "#]]
+    .assert_eq(&claim_lines(&[], &runs));
+    assert!(claim_lines(&[], &[]).starts_with("claim swiglu/time not measured (no record)\n"));
+}
+
+#[test]
+fn the_worst_of_all_cases_decides_in_every_direction() {
+    let verdict = |op: &str, limit: f64, values: &[Option<f64>]| {
+        let mut specs = specs();
+        specs.claims.truncate(1);
+        (specs.claims[0].op, specs.claims[0].limit) =
+            (toml::from_str::<Wrapped>(&format!("op = '{op}'")).unwrap().op, limit);
+        let one = |(i, value): (usize, &Option<f64>)| {
+            let metric = match value {
+                Some(value) => Metric::exact("step_time_ratio", "ratio", *value),
+                None => Metric::not_measured("step_time_ratio", "ratio", "no GPU"),
+            };
+            record("swiglu-time", Case::new().with("i", i), metric)
+        };
+        let records: Vec<_> = values.iter().enumerate().map(one).collect();
+        claim::check(&specs, &records, &[])[0].to_string().replace("claim swiglu/time ", "")
+    };
+    let (a, b) = (Some(0.5), Some(2.0));
+    assert_eq!(verdict("<=", 3.0, &[a, b]), "2.00 <= 3.00 holds");
+    assert_eq!(verdict("<=", 1.0, &[b, a]), "2.00 <= 1.00 falls short");
+    assert_eq!(verdict(">=", 0.5, &[a, b]), "0.50 >= 0.50 holds");
+    assert_eq!(verdict(">=", 1.0, &[b, a]), "0.50 >= 1.00 falls short");
+    assert_eq!(verdict("==", 2.0, &[b, b]), "2.00 == 2.00 holds");
+    assert_eq!(verdict("==", 2.0, &[a, b]), "0.50 == 2.00 falls short");
+    // A limit is written as it was stated.
+    assert_eq!(verdict(">=", 0.997, &[Some(0.99712)]), "0.997 >= 0.997 holds");
+    // What is missing leaves a claim open, but never hides a case that falls short.
+    assert_eq!(verdict("<=", 3.0, &[a, None, b]), "not measured (no GPU)");
+    assert_eq!(verdict("<=", 1.0, &[a, None, b]), "2.00 <= 1.00 falls short");
+}
+
+#[derive(serde::Deserialize)]
+struct Wrapped {
+    op: spec::Op,
+}
+
+#[test]
+fn a_claim_shows_the_decimals_that_its_verdict_needs() {
+    let one = |value: f64| {
+        let case = Case::new().with("impl", "frugal").with("batch", 8);
+        claim_lines(&[record("swiglu-time", case, Metric::exact("step_time_ratio", "ratio", value))], &[])
+            .lines()
+            .next()
+            .unwrap()
+            .to_owned()
+    };
+    assert_eq!(one(1.0), "claim swiglu/time 1.00 <= 1.00 holds");
+    assert_eq!(one(1.08), "claim swiglu/time 1.08 <= 1.00 falls short");
+    assert_eq!(one(1.0004), "claim swiglu/time 1.0004 <= 1.0000 falls short");
+    assert_eq!(one(f64::NAN), "claim swiglu/time NaN <= 1.00 falls short");
+}

@@ -1,0 +1,10 @@
+//! The tests of `report` that need only its public interface: one binary, a module per behaviour.
+
+mod against;
+mod claims;
+mod fixed_records;
+mod page;
+mod records;
+mod spec_errors;
+mod timeline;
+mod views;

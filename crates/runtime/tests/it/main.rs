@@ -1,0 +1,36 @@
+//! The tests of `runtime` that need only its public interface: one binary, a module per behaviour.
+
+mod adam;
+mod attention_flops;
+mod autograd_checkpoint;
+mod autograd_function;
+mod autograd_property;
+mod autograd_random_state;
+mod autograd_retain;
+mod counter;
+mod counter_threads;
+mod cross_entropy;
+mod device_choice;
+mod device_cuda;
+mod device_failures;
+mod device_graph;
+mod device_pinned;
+mod device_schedules;
+mod device_streams;
+mod device_synchronize;
+mod elementwise;
+mod elementwise_memory;
+mod file;
+mod held;
+mod mapped;
+mod measure;
+mod memory_limit;
+mod memory_region;
+mod norm;
+mod norm_memory;
+mod ops;
+mod random;
+mod rope;
+mod rope_memory;
+mod set_grad;
+mod trace;

@@ -1,0 +1,9 @@
+//! The tests of `swiglu-ckpt` that need only its public interface: one binary, a module per behaviour.
+
+mod autocast;
+mod autocast_memory;
+mod bad_input;
+mod equivalence;
+mod flops;
+mod memory;
+mod peak;

@@ -1,0 +1,19 @@
+//! The tests of `training` that need only its public interface: one binary, a module per behaviour.
+
+mod activations;
+mod activations_memory;
+mod checkpoints;
+mod diagnose;
+mod diagnose_cuda;
+mod fixtures_gpt2_like;
+mod fixtures_optimizers;
+mod frozen;
+mod kill;
+mod llama;
+mod optimizers;
+mod packed_equals_separate;
+mod parts;
+mod planted;
+mod resume;
+mod train_command;
+mod trainer;

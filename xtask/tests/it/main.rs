@@ -1,0 +1,8 @@
+//! The tests of `xtask` that need only its public interface: one binary, a module per behaviour.
+
+mod bundle;
+mod compare;
+mod run_all;
+mod setup;
+mod tidy;
+mod tidy_checks;

@@ -1,0 +1,227 @@
+//! The invariants of the house, checked on its own files. See `ARCHITECTURE.md` for why each of them is there.
+//!
+//! Every check is a function of a [`Tree`], so that the tests below can show on bad samples that it catches what it is for.
+
+use std::path::Path;
+
+use crate::tidy_checks::{Tree, dependencies, layout, sources};
+use expect_test::{Expect, expect};
+
+fn house() -> Tree {
+    Tree::read(&Path::new(env!("CARGO_MANIFEST_DIR")).join(".."))
+}
+
+fn report(violations: Vec<String>) {
+    assert!(violations.is_empty(), "\n{}\n", violations.join("\n"));
+}
+
+#[test]
+fn nobody_depends_on_whom_they_must_not() {
+    report(dependencies::check(&house()));
+}
+
+#[test]
+fn every_file_is_in_its_place() {
+    report(layout::check(&house()));
+}
+
+#[test]
+fn unsafe_code_has_its_place_and_its_reason() {
+    report(sources::check(&house()));
+}
+
+/// Runs every check on a sample.
+fn check(files: &[(&str, &str)], expected: Expect) {
+    let tree = Tree::of(files);
+    let found = [dependencies::check(&tree), layout::check(&tree), sources::check(&tree)].concat();
+    expected.assert_eq(&found.join("\n"));
+}
+
+const MEMBER: &str = "[lints]\nworkspace = true\n[dependencies]\n";
+
+#[test]
+fn a_technique_that_depends_on_a_technique_is_caught() {
+    check(
+        &[
+            ("crates/amp/Cargo.toml", MEMBER),
+            ("crates/lora/Cargo.toml", &format!("{MEMBER}amp.workspace = true\n")),
+        ],
+        expect![
+            "crates/lora/Cargo.toml: the technique `lora` depends on the technique `amp`; what both need belongs into runtime, models or training"
+        ],
+    );
+    let as_development_dependency = format!("{MEMBER}[dev-dependencies]\namp = {{ path = \"../amp\" }}\n");
+    check(
+        &[("crates/amp/Cargo.toml", MEMBER), ("crates/lora/Cargo.toml", &as_development_dependency)],
+        expect![
+            "crates/lora/Cargo.toml: the technique `lora` depends on the technique `amp`; what both need belongs into runtime, models or training"
+        ],
+    );
+}
+
+#[test]
+fn a_techniques_program_may_compose_others_and_its_library_may_not() {
+    let lora = |features: &str| {
+        format!("[features]\n{features}\n{MEMBER}amp = {{ workspace = true, optional = true }}\n")
+    };
+    let caught = expect![
+        "crates/lora/Cargo.toml: the technique `lora` depends on the technique `amp`; what both need belongs into runtime, models or training"
+    ];
+    let composed = lora("program = [\"dep:amp\"]");
+    check(&[("crates/amp/Cargo.toml", MEMBER), ("crates/lora/Cargo.toml", &composed)], expect![""]);
+    let in_the_library = lora("program = [\"dep:amp\"]\nmixed = [\"dep:amp\"]");
+    check(&[("crates/amp/Cargo.toml", MEMBER), ("crates/lora/Cargo.toml", &in_the_library)], caught);
+}
+
+#[test]
+fn a_layer_that_depends_on_a_technique_is_caught() {
+    check(
+        &[
+            ("crates/lora/Cargo.toml", MEMBER),
+            ("crates/models/Cargo.toml", &format!("{MEMBER}lora.workspace = true\n")),
+        ],
+        expect![
+            "crates/models/Cargo.toml: `models` depends on the technique `lora`; techniques build on it, not the other way round"
+        ],
+    );
+}
+
+#[test]
+fn libtorch_below_a_crate_that_must_build_without_is_caught() {
+    check(
+        &[
+            ("crates/accounting/Cargo.toml", &format!("{MEMBER}report.workspace = true\n")),
+            ("crates/report/Cargo.toml", &format!("{MEMBER}runtime.workspace = true\n")),
+            ("crates/runtime/Cargo.toml", "[dependencies]\ntch.workspace = true\n"),
+        ],
+        expect![[r#"
+            accounting links libtorch: accounting -> report -> runtime -> tch; it must build on a machine without
+            report links libtorch: report -> runtime -> tch; it must build on a machine without"#]],
+    );
+    let renamed = format!("{MEMBER}torch = {{ package = \"tch\", version = \"0.24\" }}\n");
+    check(
+        &[("xtask/Cargo.toml", &renamed)],
+        expect!["xtask links libtorch: xtask -> tch; it must build on a machine without"],
+    );
+}
+
+#[test]
+fn a_member_without_the_lints_of_the_workspace_is_caught() {
+    check(
+        &[("crates/amp/Cargo.toml", "[dependencies]\n"), ("crates/runtime/Cargo.toml", "[dependencies]\n")],
+        expect!["crates/amp/Cargo.toml: add `[lints]` with `workspace = true`"],
+    );
+}
+
+#[test]
+fn a_second_binary_is_caught() {
+    check(
+        &[
+            ("crates/amp/Cargo.toml", MEMBER),
+            ("crates/amp/src/main.rs", ""),
+            ("crates/amp/src/bin/other.rs", ""),
+            ("crates/lora/Cargo.toml", &format!("[[bin]]\nname = \"adapter\"\n{MEMBER}")),
+        ],
+        expect![[r#"
+            crates/amp: 2 binaries (amp, other); a crate has at most one, of its own name
+            crates/lora: the binary `adapter` has another name than its crate"#]],
+    );
+}
+
+#[test]
+fn strangers_at_the_top_are_caught() {
+    check(
+        &[("README.md", ""), (".gitignore", ""), ("notes.txt", ""), ("scripts/run.py", "")],
+        expect![[r#"
+            notes.txt: the top level holds Cargo.toml Cargo.lock README.md ARCHITECTURE.md LICENSE-* crates data reports xtask and dotfiles only
+            scripts: the top level holds Cargo.toml Cargo.lock README.md ARCHITECTURE.md LICENSE-* crates data reports xtask and dotfiles only"#]],
+    );
+}
+
+#[test]
+fn names_without_a_subject_and_long_files_are_caught() {
+    check(
+        &[
+            ("crates/amp/src/utils.rs", ""),
+            ("crates/amp/src/helpers/mod.rs", ""),
+            ("crates/amp/src/scaler.rs", &"//\n".repeat(501)),
+            ("crates/amp/tests/fixtures/types.json", ""),
+        ],
+        expect![[r#"
+            crates/amp/src/utils.rs: `utils` names no subject; name the file by what it is about
+            crates/amp/src/helpers/mod.rs: `helpers` names no subject; name the file by what it is about
+            crates/amp/src/scaler.rs: 501 lines; a file has at most 500: give the part that has a subject of its own its own file"#]],
+    );
+}
+
+#[test]
+fn unsafe_code_outside_its_place_is_caught() {
+    check(
+        &[
+            ("crates/amp/src/lib.rs", "// SAFETY: none\nunsafe { f() }\n#![allow(unsafe_code)]\n"),
+            ("crates/runtime/src/device.rs", "fn f() {\n    // SAFETY: none\n    unsafe { g() }\n}\n"),
+            ("crates/amp/cpp/shim.cpp", ""),
+        ],
+        expect![[r#"
+            crates/amp/src/lib.rs:2: `unsafe` outside of crates/runtime/src/sys
+            crates/amp/src/lib.rs:3: `unsafe_code` is allowed outside of crates/runtime
+            crates/runtime/src/device.rs:3: `unsafe` outside of crates/runtime/src/sys
+            crates/amp/cpp/shim.cpp: C++ outside of crates/runtime/cpp"#]],
+    );
+}
+
+#[test]
+fn unsafe_code_without_its_reason_is_caught() {
+    let text = "\
+fn a() {
+    unsafe { f() }
+    let x = unsafe { f() };
+    // SAFETY: `f` has no preconditions.
+    let y = unsafe { f() };
+    // SAFETY: a comment of
+    // two lines above an attribute
+    #[rustfmt::skip]
+    unsafe { f() }
+}
+unsafe impl Send for A {}
+// SAFETY: A holds no reference.
+unsafe impl Sync for A {}
+/// Does it.
+///
+/// # Safety
+/// The pointer is valid.
+#[inline]
+pub unsafe fn documented(p: *const u8) {}
+pub unsafe fn undocumented(p: *const u8) {}
+unsafe extern \"C\" {
+    fn declared(f: unsafe extern \"C\" fn());
+}
+// the word unsafe in a comment, and \"unsafe { }\" in a string:
+const S: &str = \"unsafe { f() }\";
+unsafe extern \"C\" fn trampoline(p: *mut u8) {}
+";
+    check(
+        &[("crates/runtime/src/sys/node.rs", text)],
+        expect![[r#"
+            crates/runtime/src/sys/node.rs:2: `unsafe` without `// SAFETY:` just above
+            crates/runtime/src/sys/node.rs:3: `unsafe` without `// SAFETY:` just above
+            crates/runtime/src/sys/node.rs:11: `unsafe` without `// SAFETY:` just above
+            crates/runtime/src/sys/node.rs:20: `unsafe` without `// SAFETY:` just above
+            crates/runtime/src/sys/node.rs:26: `unsafe` without `// SAFETY:` just above"#]],
+    );
+}
+
+#[test]
+fn paths_of_one_machine_are_caught() {
+    let home = ["/ho", "me/someone/torch"].concat();
+    check(
+        &[
+            ("crates/amp/src/lib.rs", &format!("const A: &str = \"{home}\";\n")),
+            ("README.md", &format!("cd {home}\n")),
+            ("data/set.json", &format!("{{\"from\": \"{home}\"}}")),
+        ],
+        expect![[r#"
+            crates/amp/src/lib.rs:1: a path of one machine (/home/)
+            README.md:1: a path of one machine (/home/)"#]],
+    );
+}

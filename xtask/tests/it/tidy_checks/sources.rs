@@ -1,0 +1,127 @@
+//! What the text of the files says: unsafe code, C++, paths of one machine.
+
+use super::Tree;
+
+/// Declarations of the shim, and the only unsafe code of the project.
+const SYS: &str = "crates/runtime/src/sys";
+const CPP: &str = "crates/runtime/cpp/";
+const TEXTS: [&str; 9] = ["rs", "toml", "md", "cpp", "h", "hpp", "py", "sh", "yml"];
+/// Folders of a person or of a machine; a remedy may name a system folder, but never these.
+const MACHINE: [&str; 4] = ["/home/", "/root/", "/Users/", "/work/"];
+
+pub(crate) fn check(tree: &Tree) -> Vec<String> {
+    let mut found = Vec::new();
+    for (path, text) in tree.with_extension(&["rs"]) {
+        // These very checks are about such words.
+        if path.starts_with("xtask/tests/it/tidy") {
+            continue;
+        }
+        found.extend(unsafe_code(path, text));
+    }
+    for (path, _) in tree.with_extension(&["cpp", "cc", "cxx", "cu", "c", "h", "hpp"]) {
+        if !path.starts_with(CPP) {
+            found.push(format!("{path}: C++ outside of crates/runtime/cpp"));
+        }
+    }
+    for (path, text) in tree.with_extension(&TEXTS) {
+        if path.starts_with("xtask/tests/it/tidy") {
+            continue;
+        }
+        for (number, line) in (1..).zip(text.lines()) {
+            if let Some(folder) = MACHINE.iter().find(|folder| names_folder(line, folder)) {
+                found.push(format!("{path}:{number}: a path of one machine ({folder})"));
+            }
+        }
+    }
+    found
+}
+
+/// `folder` at the start of a path: `/w/home/x` is none of `/home/`.
+fn names_folder(line: &str, folder: &str) -> bool {
+    line.match_indices(folder).any(|(at, _)| {
+        let before = line[..at].chars().next_back();
+        before.is_none_or(|c| !c.is_alphanumeric() && !"_-./}$".contains(c))
+    })
+}
+
+fn unsafe_code(path: &str, text: &str) -> Vec<String> {
+    let in_sys = path == format!("{SYS}.rs") || path.starts_with(&format!("{SYS}/"));
+    let lines: Vec<&str> = text.lines().collect();
+    let mut found = Vec::new();
+    for (index, line) in lines.iter().enumerate() {
+        let (at, code) = (format!("{path}:{}", index + 1), code_of(line));
+        if code.contains("allow(unsafe_code)") && !path.starts_with("crates/runtime/") {
+            found.push(format!("{at}: `unsafe_code` is allowed outside of crates/runtime"));
+        }
+        if !opens_unsafe(&code) {
+            continue;
+        }
+        if !in_sys {
+            found.push(format!("{at}: `unsafe` outside of {SYS}"));
+        } else if !has_reason(&lines[..index]) {
+            found.push(format!("{at}: `unsafe` without `// SAFETY:` just above"));
+        }
+    }
+    found
+}
+
+/// A line without its strings and its comment. Good enough for lines that a formatter has laid out.
+fn code_of(line: &str) -> String {
+    let mut code = String::new();
+    let mut rest = line;
+    while let Some(at) = rest.find(['"', '/']) {
+        code.push_str(&rest[..at]);
+        rest = &rest[at..];
+        if rest.starts_with("//") {
+            return code;
+        }
+        if let Some(string) = rest.strip_prefix('"') {
+            let end = end_of_string(string);
+            code.push_str("\"\"");
+            rest = &string[end..];
+        } else {
+            code.push('/');
+            rest = &rest[1..];
+        }
+    }
+    code + rest
+}
+
+fn end_of_string(text: &str) -> usize {
+    let mut escaped = false;
+    for (at, c) in text.char_indices() {
+        match c {
+            '"' if !escaped => return at + 1,
+            '\\' => escaped = !escaped,
+            _ => escaped = false,
+        }
+    }
+    text.len()
+}
+
+/// A block, function, implementation or trait that is unsafe. A pointer's type (`unsafe extern "C" fn(…)`) does nothing,
+/// a block of declarations is used through unsafe blocks, and an attribute (`#[unsafe(no_mangle)]`) is judged by the
+/// compiler.
+fn opens_unsafe(code: &str) -> bool {
+    code.match_indices("unsafe").any(|(at, word)| {
+        let before = code[..at].chars().next_back();
+        let after = &code[at + word.len()..];
+        let stands_alone = before.is_none_or(|c| !c.is_alphanumeric() && c != '_' && c != '[')
+            && (after.is_empty() || after.starts_with([' ', '{']));
+        let rest = after.trim_start();
+        let rest = match rest.strip_prefix("extern") {
+            Some(external) => external.trim_start().trim_start_matches("\"\"").trim_start(),
+            None => rest,
+        };
+        let declarations = after.trim_start().starts_with("extern") && rest.starts_with('{');
+        stands_alone && !declarations && !rest.starts_with("fn(")
+    })
+}
+
+/// Whether the lines just above end in a comment with the reason, attributes in between allowed.
+fn has_reason(above: &[&str]) -> bool {
+    let lines = above.iter().rev().map(|line| line.trim());
+    lines
+        .take_while(|line| line.starts_with("//") || line.starts_with("#[") || line.starts_with("#!["))
+        .any(|line| line.starts_with("// SAFETY:") || line.trim_end() == "/// # Safety")
+}
