@@ -1,4 +1,4 @@
-//! Cargo as a child: it finds libtorch, and says which executables it made.
+//! Cargo as a child: it finds libtorch, says which executables it made, and changes which `tch` is locked.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -9,6 +9,7 @@ use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
 use crate::house::House;
+use crate::torch::Pair;
 
 /// A cargo that works in the checkout. What it runs finds libtorch.
 pub(crate) fn command(house: &House) -> Command {
@@ -114,6 +115,62 @@ fn executable_of(line: &str) -> Option<Executable> {
     Some(Executable { name, package, test: message.profile.test, path: message.executable? })
 }
 
+/// Makes `Cargo.lock` have the `tch` of `pair`, and everything else as it was.
+pub(crate) fn lock_tch(house: &House, pair: &Pair) -> Result<()> {
+    let mut command = command(house);
+    command.args(["update", "tch", "torch-sys", "--precise", pair.tch]);
+    if !command.status().context("cannot run cargo update")?.success() {
+        bail!(
+            "cargo could not lock tch {}; its error is above. Where the network is missing and the crate was downloaded \
+             before, set CARGO_NET_OFFLINE=true",
+            pair.tch
+        );
+    }
+    Ok(())
+}
+
+#[derive(Deserialize)]
+struct Metadata {
+    packages: Vec<Package>,
+}
+
+#[derive(Deserialize)]
+struct Package {
+    name: String,
+    dependencies: Vec<Dependency>,
+}
+
+#[derive(Deserialize)]
+struct Dependency {
+    name: String,
+}
+
+/// The workspace's packages that link libtorch.
+pub(crate) fn packages_with_torch(house: &House) -> Result<Vec<String>> {
+    let mut command: Command = command(house);
+    let output = command.args(["metadata", "--no-deps", "--offline", "--format-version", "1"]).output();
+    let output = output.context("cannot run cargo metadata")?;
+    if !output.status.success() {
+        bail!("cargo metadata failed: {}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    let metadata: Metadata = serde_json::from_slice(&output.stdout).context("cargo metadata gave no JSON")?;
+    Ok(linking_torch(&metadata.packages))
+}
+
+/// Those that depend on `tch`, directly or through another package of the workspace.
+fn linking_torch(packages: &[Package]) -> Vec<String> {
+    let mut linking: Vec<String> = vec!["tch".into(), "torch-sys".into()];
+    loop {
+        let links = |package: &&Package| {
+            !linking.contains(&package.name) && package.dependencies.iter().any(|d| linking.contains(&d.name))
+        };
+        match packages.iter().find(links) {
+            Some(package) => linking.push(package.name.clone()),
+            None => return linking.split_off(2),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -139,5 +196,20 @@ mod tests {
         assert_eq!(executable_of(&line.replace("\"/w/target/release/lora\"", "null")), None);
         assert_eq!(executable_of(r#"{"reason":"build-finished","success":true}"#), None);
         assert_eq!(executable_of("running 3 tests"), None);
+    }
+
+    #[test]
+    fn packages_with_torch_are_found_through_others() {
+        let package = |name: &str, dependencies: &[&str]| Package {
+            name: name.into(),
+            dependencies: dependencies.iter().map(|&name| Dependency { name: name.into() }).collect(),
+        };
+        let all = [
+            package("lora", &["runtime", "report"]),
+            package("report", &["serde"]),
+            package("runtime", &["tch"]),
+            package("xtask", &["report"]),
+        ];
+        assert_eq!(linking_torch(&all), ["runtime", "lora"]);
     }
 }

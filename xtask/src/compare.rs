@@ -8,7 +8,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use report::measurements::ROUND_KEY;
+use report::measurements::{IMPLEMENTATION_KEY, ROUND_KEY};
 use report::spec::Comparison;
 use report::{Case, Record, RunOutcome, RunState, Specs};
 
@@ -21,9 +21,7 @@ use crate::programs::{Programs, packages, select};
 use crate::run_all::show_failure;
 use crate::runner::{self, Ending, Step};
 use crate::stamp::{Setting, Stamp};
-
-/// The case key that tells the two sides apart.
-const IMPLEMENTATION_KEY: &str = "impl";
+use peers::Pythons;
 
 /// What to compare, and where.
 #[derive(clap::Args)]
@@ -34,7 +32,7 @@ pub(crate) struct Args {
     /// Where to compute: cpu, cuda or cuda:N
     #[arg(long, default_value_t)]
     device: Device,
-    /// Use this Python, which has torch, instead of a private environment
+    /// Use this Python, which has torch (the newest, or the one that is linked), instead of private environments
     #[arg(long, value_name = "PATH")]
     python: Option<PathBuf>,
     /// Seed of every random choice
@@ -51,10 +49,16 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
     let chosen = select("comparison", &specs.comparisons, |c| c.name.as_str(), &args.only)?;
     let folder = Folder::new(house, args.out.as_deref())?;
     folder.create()?;
-    let python = peers::python(house, args.python.as_deref())?;
+    let pythons = Pythons::ready(house, args.python.as_deref(), &chosen)?;
     let programs = Programs::ready(house, &packages(chosen.iter().map(|c| &*c.package)), true, args.device)?;
-    let turns =
-        Turns { args, house, folder: &folder, programs: &programs, python, interrupt: Interrupt::install()? };
+    let turns = Turns {
+        args,
+        house,
+        folder: &folder,
+        programs: &programs,
+        pythons,
+        interrupt: Interrupt::install()?,
+    };
     let failed = turns.all(&chosen)?;
     folder.finish(&specs)?;
     if turns.interrupt.wanted() {
@@ -109,7 +113,7 @@ struct Turns<'a> {
     house: &'a House,
     folder: &'a Folder,
     programs: &'a Programs<'a>,
-    python: PathBuf,
+    pythons: Pythons,
     interrupt: Interrupt,
 }
 
@@ -202,7 +206,7 @@ impl Turns<'_> {
                         script.display()
                     );
                 }
-                let mut command = Command::new(&self.python);
+                let mut command = Command::new(self.pythons.with(comparison.peer_torch));
                 command.arg(script).args(&comparison.peer_args);
                 command.env("PYTHONDONTWRITEBYTECODE", "1").env("PYTHONUNBUFFERED", "1");
                 command.env(crate::revision::VARIABLE, &self.programs.revision).current_dir(&self.house.root);

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::torch::Pair;
+
 /// Name of the file beside the executable that makes it work from a bundle.
 pub(crate) const MANIFEST: &str = "bundle.json";
 
@@ -74,6 +76,15 @@ impl House {
             );
         }
         Ok(())
+    }
+
+    /// The version of libtorch that the programs link, and of the `tch` that goes with it: what `Cargo.lock` has, or what
+    /// the bundle was built with.
+    pub(crate) fn pair(&self) -> Result<&'static Pair> {
+        match &self.bundle {
+            Some(manifest) => Pair::of_torch(&manifest.torch).context("the bundle's manifest"),
+            None => Pair::locked(&self.root),
+        }
     }
 
     /// The link to libtorch that every build goes through.

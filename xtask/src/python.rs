@@ -5,8 +5,6 @@ use std::process::Command;
 
 use anyhow::{Result, bail};
 
-use crate::torch::TORCH_VERSION;
-
 /// Minor versions of Python 3 for which torch has wheels.
 const WHEELS: std::ops::RangeInclusive<u32> = 10..=14;
 
@@ -18,8 +16,8 @@ pub(crate) struct Python {
 }
 
 impl Python {
-    /// The first of `python3` and `python3.N` that torch has wheels for.
-    pub(crate) fn find() -> Result<Self> {
+    /// The first of `python3` and `python3.N` that torch has wheels for; errors name the version of `torch`.
+    pub(crate) fn find(torch: &str) -> Result<Self> {
         let names =
             std::iter::once("python3".to_owned()).chain(WHEELS.rev().map(|minor| format!("python3.{minor}")));
         let mut outside = None;
@@ -27,24 +25,25 @@ impl Python {
             let Some(version) = version_of(Path::new(&name)) else { continue };
             let python = Self { program: name.into(), version };
             if version.0 == 3 && WHEELS.contains(&version.1) {
-                python.check_venv()?;
+                python.check_venv(torch)?;
                 return Ok(python);
             }
             outside.get_or_insert(python);
         }
         match outside {
             Some(python) => bail!(
-                "torch {TORCH_VERSION} has wheels for Python 3.{} to 3.{}, and {} is Python {}.{}; {}",
+                "torch {torch} has wheels for Python 3.{} to 3.{}, and {} is Python {}.{}; {}",
                 WHEELS.start(),
                 WHEELS.end(),
                 python.program.display(),
                 python.version.0,
                 python.version.1,
-                remedy(&format!("install python3.{} beside it", WHEELS.end() - 1)),
+                remedy(torch, &format!("install python3.{} beside it", WHEELS.end() - 1)),
             ),
             None => bail!(
                 "python3 was not found, and libtorch is installed with it; {}",
                 remedy(
+                    torch,
                     "install it (Debian, Ubuntu: sudo apt install python3 python3-venv; Fedora: sudo dnf install python3)"
                 ),
             ),
@@ -52,7 +51,7 @@ impl Python {
     }
 
     /// Debian ships Python without the parts that make a virtual environment.
-    fn check_venv(&self) -> Result<()> {
+    fn check_venv(&self, torch: &str) -> Result<()> {
         if succeeds(Command::new(&self.program).args(["-c", "import venv, ensurepip"])) {
             return Ok(());
         }
@@ -60,16 +59,20 @@ impl Python {
         bail!(
             "{} (Python {major}.{minor}) cannot make virtual environments: its venv or ensurepip module is missing; {}",
             self.program.display(),
-            remedy(&format!(
-                "install it (Debian, Ubuntu: sudo apt install python{major}.{minor}-venv; Fedora: sudo dnf install python3-pip)"
-            )),
+            remedy(
+                torch,
+                &format!(
+                    "install it (Debian, Ubuntu: sudo apt install python{major}.{minor}-venv; Fedora: sudo dnf install \
+                     python3-pip)"
+                )
+            ),
         )
     }
 }
 
 /// The way out that does not need Python at all belongs to every such error.
-fn remedy(install: &str) -> String {
-    format!("{install}, or set LIBTORCH to the folder of a libtorch {TORCH_VERSION} with headers")
+fn remedy(torch: &str, install: &str) -> String {
+    format!("{install}, or set LIBTORCH to the folder of a libtorch {torch} with headers")
 }
 
 /// `(3, 11)` for an interpreter that runs.

@@ -1,4 +1,4 @@
-//! `cargo xtask setup`: finds or installs libtorch and links it as `.libtorch`.
+//! `cargo xtask setup`: finds or installs libtorch and links it as `.libtorch`; with `--torch`, another version of it.
 
 mod compiler;
 mod decision;
@@ -9,8 +9,9 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 
+use crate::cargo;
 use crate::house::House;
-use crate::torch::{TORCH_VERSION, Torch, Variant};
+use crate::torch::{Pair, Torch, Variant};
 use crate::venv::{self, Recipe};
 use decision::{Decision, decide};
 pub(crate) use surroundings::{Surroundings, cache_folder, nvidia_driver};
@@ -24,6 +25,9 @@ pub(crate) struct Args {
     /// Take the CPU packages even where an NVIDIA driver is seen
     #[arg(long)]
     cpu: bool,
+    /// Switch to this version of torch, and to the tch that goes with it: changes Cargo.lock
+    #[arg(long, value_name = "VERSION", value_parser = Pair::of_torch)]
+    torch: Option<&'static Pair>,
 }
 
 impl Args {
@@ -38,23 +42,61 @@ impl Args {
 
 pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
     house.need_sources("setup")?;
-    ensure(house, args.wanted()).map(drop)
+    match args.torch {
+        Some(pair) => switch(house, pair, args.wanted()),
+        None => ensure(house, args.wanted()).map(drop),
+    }
 }
 
-/// Makes sure that `.libtorch` leads to a libtorch that `tch` can be built against, and says so in one line.
+/// Makes sure that `.libtorch` leads to a libtorch that the locked `tch` can be built against, and says so in one line.
 pub(crate) fn ensure(house: &House, wanted: Option<Variant>) -> Result<Torch> {
     let start = Instant::now();
+    let (torch, from) = find(house, house.pair()?, wanted)?;
+    show(house, torch, from, start)
+}
+
+/// Makes `pair` the one that is built: its libtorch, then its `tch` in `Cargo.lock`, then the link. What fails on the way
+/// leaves the lock and the link as they were.
+fn switch(house: &House, pair: &Pair, wanted: Option<Variant>) -> Result<()> {
+    let start = Instant::now();
+    let (torch, from) = find(house, pair, wanted)?;
+    // A lock with a version that is not known here is what a switch mends.
+    let locked = house.pair().ok() == Some(pair);
+    if !locked {
+        cargo::lock_tch(house, pair)?;
+    }
+    show(house, torch, from, start)?;
+    if locked {
+        eprintln!("setup: Cargo.lock has tch {} for torch {} already", pair.tch, pair.torch);
+        return Ok(());
+    }
+    eprintln!(
+        "setup: Cargo.lock has tch {} for torch {} from here on; the next build compiles tch, torch-sys and what links \
+         libtorch for it, each profile once: {}. What target/ holds for another version stays there for a switch back",
+        pair.tch,
+        pair.torch,
+        cargo::packages_with_torch(house)?.join(", ")
+    );
+    Ok(())
+}
+
+/// The libtorch of `pair`, installed where there is none, and where it comes from.
+fn find(house: &House, pair: &Pair, wanted: Option<Variant>) -> Result<(Torch, &'static str)> {
     compiler::check(|name| std::env::var_os(name))?;
     let surroundings = Surroundings::of_this_process(house);
-    let (decision, notes) = decide(&surroundings, wanted, &|folder| Torch::inspect(folder))?;
+    let (decision, notes) = decide(&surroundings, pair, wanted, &|folder| Torch::inspect(folder))?;
     for note in notes {
         eprintln!("setup: {note}");
     }
-    let (torch, from) = match decision {
+    Ok(match decision {
         Decision::Keep(torch) => (torch, "linked already"),
         Decision::Link(torch, from) => (torch, from),
-        Decision::Install(variant) => (install(variant)?, "private environment"),
-    };
+        Decision::Install(variant) => (install(pair, variant)?, "private environment"),
+    })
+}
+
+/// Links `torch` and says so.
+fn show(house: &House, torch: Torch, from: &str, start: Instant) -> Result<Torch> {
     link(&house.libtorch(), &torch.folder)?;
     eprintln!(
         "setup: libtorch {} ({}) in {}, linked as .libtorch ({from}, {:.1} s)",
@@ -67,9 +109,9 @@ pub(crate) fn ensure(house: &House, wanted: Option<Variant>) -> Result<Torch> {
 }
 
 /// Installs the wheels into a private environment and returns its libtorch.
-fn install(variant: Variant) -> Result<Torch> {
-    let recipe = recipe(variant);
-    let venv = venv::ensure(&cache_folder()?, &recipe, |folder| is_whole(folder, variant))?;
+fn install(pair: &Pair, variant: Variant) -> Result<Torch> {
+    let recipe = recipe(pair, variant);
+    let venv = venv::ensure(&cache_folder()?, &recipe, |folder| is_whole(folder, pair, variant))?;
     if let Some(time) = venv.made_in {
         eprintln!("setup: installed {} in {:.1} s", recipe.what, time.as_secs_f64());
     }
@@ -78,33 +120,32 @@ fn install(variant: Variant) -> Result<Torch> {
 
 /// Without CUDA three wheels are enough, at a quarter of the size: libtorch loads the profiler's and the runtime's
 /// library at start, and the other packages only when a GPU is used.
-fn recipe(variant: Variant) -> Recipe {
-    let mut packages = vec![format!("torch=={TORCH_VERSION}")];
+fn recipe(pair: &Pair, variant: Variant) -> Recipe {
+    let torch = pair.torch;
+    let mut packages = vec![format!("torch=={torch}")];
     if variant == Variant::Cpu {
         packages.insert(0, "--no-deps".into());
         if cfg!(target_os = "linux") {
-            packages.extend(SLIM.map(|(package, version)| format!("{package}=={version}")));
+            packages.extend(pair.slim.map(|(package, version)| format!("{package}=={version}")));
         }
     }
     Recipe {
-        name: format!("torch-{TORCH_VERSION}-{}", variant.lower()),
-        what: format!("torch {TORCH_VERSION} ({variant})"),
+        name: format!("torch-{torch}-{}", variant.lower()),
+        what: format!("torch {torch} ({variant})"),
+        torch: torch.into(),
         size: if variant == Variant::Cpu { "1.3 GB" } else { "4.7 GB" },
         fingerprint: packages.join(" "),
         packages,
     }
 }
 
-/// What libtorch's CPU library itself links to.
-const SLIM: [(&str, &str); 2] = [("nvidia-cuda-cupti", "13.0.*"), ("nvidia-cuda-runtime", "13.0.*")];
-
 /// Whether the environment in `folder` has all that libtorch needs.
-fn is_whole(folder: &Path, variant: Variant) -> bool {
+fn is_whole(folder: &Path, pair: &Pair, variant: Variant) -> bool {
     let Some(torch) = venv::site_packages(folder).map(|site| site.join("torch")) else { return false };
     let fits = Torch::inspect(&torch).is_ok_and(|torch| {
-        torch.fits() && (torch.variant == variant || variant == Variant::Cpu || cfg!(target_os = "macos"))
+        torch.fits(pair) && (torch.variant == variant || variant == Variant::Cpu || cfg!(target_os = "macos"))
     });
-    let slim = SLIM.map(|(package, _)| package.replace('-', "_"));
+    let slim = pair.slim.map(|(package, _)| package.replace('-', "_"));
     let nvidia: &[String] = if cfg!(target_os = "linux") { &slim } else { &[] };
     let wheels: Vec<&str> = std::iter::once("torch").chain(nvidia.iter().map(String::as_str)).collect();
     fits && venv::wheels_complete(folder, &wheels)
@@ -140,12 +181,14 @@ mod tests {
 
     #[test]
     fn the_cpu_recipe_is_three_wheels() {
-        let recipe = recipe(Variant::Cpu);
-        assert_eq!(recipe.name, "torch-2.11.0-cpu");
-        assert_eq!(
-            recipe.fingerprint,
-            "--no-deps torch==2.11.0 nvidia-cuda-cupti==13.0.* nvidia-cuda-runtime==13.0.*"
-        );
+        for version in ["2.11.0", "2.13.0"] {
+            let recipe = recipe(Pair::of_torch(version).unwrap(), Variant::Cpu);
+            assert_eq!(recipe.name, format!("torch-{version}-cpu"));
+            assert_eq!(
+                recipe.fingerprint,
+                format!("--no-deps torch=={version} nvidia-cuda-cupti==13.0.* nvidia-cuda-runtime==13.0.*")
+            );
+        }
     }
 
     #[test]

@@ -23,6 +23,8 @@ pub(crate) struct Recipe {
     pub(crate) name: String,
     /// What is installed, in words.
     pub(crate) what: String,
+    /// The version of torch in it.
+    pub(crate) torch: String,
     /// Disk space that it takes, in words.
     pub(crate) size: &'static str,
     /// Arguments of `pip install`.
@@ -73,7 +75,7 @@ pub(crate) fn ensure(cache: &Path, recipe: &Recipe, works: impl Fn(&Path) -> boo
     // An older recipe's environment is built upon; whatever was interrupted has no stamp and is not trusted.
     let older = stamp.is_some_and(|stamp| stamp != recipe.fingerprint);
     let upgrade = older && python::version_of(&python_of(&folder)).is_some();
-    let python = if upgrade { None } else { Some(Python::find()?) };
+    let python = if upgrade { None } else { Some(Python::find(&recipe.torch)?) };
     let log = cache.join(format!("{}.log", recipe.name));
     let _ = std::fs::remove_file(&log);
     if upgrade {
@@ -178,6 +180,7 @@ mod tests {
         Recipe {
             name: "sample".into(),
             what: "a sample".into(),
+            torch: "2.11.0".into(),
             size: "1 GB",
             packages: vec!["torch==2.11.0".into()],
             fingerprint: "torch==2.11.0".into(),

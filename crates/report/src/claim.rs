@@ -30,7 +30,7 @@ pub enum Verdict {
 
 /// A claim with its verdict.
 ///
-/// Its `Display` is one line: `claim fused-ce/time-vs-eager 0.97 <= 1.00 holds`.
+/// Its `Display` is one line: `claim fused-ce/time-vs-eager 0.97 <= 1.00 holds (against PyTorch 2.15.0)`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CheckedClaim {
     /// The claim.
@@ -39,6 +39,8 @@ pub struct CheckedClaim {
     pub unit: String,
     /// What the records say.
     pub verdict: Verdict,
+    /// What a reader must know of the value that decides, such as which PyTorch a ratio is against.
+    pub note: Option<String>,
 }
 
 /// Checks every claim of `specs` against `records`, in the order of registration.
@@ -56,10 +58,11 @@ fn check_one(specs: &Specs, claim: &Claim, records: &[Record], runs: &[RunOutcom
         .iter()
         .filter(|record| record.metric.name == claim.metric && claim.case.matches(&record.case))
         .collect();
-    let worst = matching
-        .iter()
-        .filter_map(|record| record.metric.value)
-        .max_by(|&a, &b| claim.op.badness(a, claim.limit).total_cmp(&claim.op.badness(b, claim.limit)));
+    let worst =
+        matching.iter().filter_map(|record| Some((record.metric.value?, &record.metric.note))).max_by(
+            |(a, _), (b, _)| claim.op.badness(*a, claim.limit).total_cmp(&claim.op.badness(*b, claim.limit)),
+        );
+    let (worst, note) = worst.map_or((None, None), |(value, note)| (Some(value), note.clone()));
     let missing = matching.iter().find(|record| record.metric.value.is_none());
     let verdict = match (worst, missing) {
         (Some(value), _) if !claim.op.holds(value, claim.limit) => Verdict::FallsShort { value },
@@ -70,7 +73,8 @@ fn check_one(specs: &Specs, claim: &Claim, records: &[Record], runs: &[RunOutcom
         (None, None) => Verdict::NotMeasured { why: why_no_record(claim, runs) },
     };
     let unit = matching.first().map_or_else(|| claim.unit.clone(), |record| record.metric.unit.clone());
-    CheckedClaim { claim: claim.clone(), unit, verdict }
+    let note = note.filter(|_| !matches!(verdict, Verdict::NotMeasured { .. }));
+    CheckedClaim { claim: claim.clone(), unit, verdict, note }
 }
 
 fn why_no_record(claim: &Claim, runs: &[RunOutcome]) -> String {
@@ -126,7 +130,8 @@ impl fmt::Display for CheckedClaim {
                     value.unwrap_or_default(),
                     op.symbol(),
                     self.word()
-                )
+                )?;
+                self.note.iter().try_for_each(|note| write!(f, " ({note})"))
             }
         }
     }

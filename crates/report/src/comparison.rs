@@ -3,14 +3,15 @@
 //! A machine drifts: its clock, its neighbours, its caches. Two programs that take turns drift together, so the ratio
 //! is taken within each round, and the figure is the median of the rounds' ratios, with their spread.
 
-use crate::measurements::{ROUND_KEY, distinct, newest};
+use crate::measurements::{IMPLEMENTATION_KEY, ROUND_KEY, distinct, newest};
 use crate::record::{Case, Metric, Record};
 use crate::spec::{Comparison, Ratio};
 
 /// The ratios that `comparison` asks for, one record per group of cases and ratio.
 ///
 /// The result's case is the group's values, then the keys that `ours` fixes. A group whose rounds never have both
-/// sides gives a record that says "not measured" and why.
+/// sides gives a record that says "not measured" and why. Where the two sides are different implementations, the ratio's
+/// note says which PyTorch it is against.
 ///
 /// ```
 /// use report::{Case, Environment, Metric, Record, comparison};
@@ -60,18 +61,37 @@ fn ratios_of(ratio: &Ratio, records: &[Record]) -> Vec<Record> {
         let case = ratio.ours.fixed().fold(group, |case, (key, value)| case.with(key, value.clone()));
         let values: Vec<f64> = of_rounds.iter().filter_map(|r| r.as_ref().ok().copied()).collect();
         let why = of_rounds.into_iter().find_map(Result::err);
-        let metric = match (values.is_empty(), why) {
-            (true, why) => Metric::not_measured(&ratio.name, "ratio", &why.unwrap_or("no record".into())),
-            (false, None) => Metric::of_samples(&ratio.name, "ratio", &values),
-            (false, Some(why)) => Metric {
-                note: Some(format!("a round is left out: {why}")),
-                ..Metric::of_samples(&ratio.name, "ratio", &values)
-            },
+        let notes = [against(&mine, &peers), why.as_ref().map(|why| format!("a round is left out: {why}"))];
+        let metric = if values.is_empty() {
+            Metric::not_measured(&ratio.name, "ratio", &why.unwrap_or("no record".into()))
+        } else {
+            let note = notes.into_iter().flatten().reduce(|first, second| format!("{first}; {second}"));
+            Metric { note, ..Metric::of_samples(&ratio.name, "ratio", &values) }
         };
         let last = mine.iter().max_by_key(|r| r.environment.unix_time).expect("a group has a record of ours");
         results.push(Record { case, metric, ..(**last).clone() });
     }
     results
+}
+
+/// Which PyTorch `peers` ran on, and which libtorch `mine` linked where that is another. `None` where both are the same
+/// implementation, or none is known.
+fn against(mine: &[&&Record], peers: &[&&Record]) -> Option<String> {
+    let implementations = |records: &[&&Record]| {
+        distinct(records.iter().map(|record| record.case.get(IMPLEMENTATION_KEY).cloned()))
+    };
+    if implementations(mine) == implementations(peers) {
+        return None;
+    }
+    let versions = |records: &[&&Record]| {
+        distinct(records.iter().filter_map(|record| record.environment.torch.clone())).join(", ")
+    };
+    let (ours, theirs) = (versions(mine), versions(peers));
+    match (theirs.is_empty(), ours.is_empty() || ours == theirs) {
+        (true, _) => None,
+        (false, true) => Some(format!("against PyTorch {theirs}")),
+        (false, false) => Some(format!("against PyTorch {theirs}; ours links libtorch {ours}")),
+    }
 }
 
 fn ratio_of_round(

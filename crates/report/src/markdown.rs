@@ -65,11 +65,12 @@ pub fn claims(claims: &[CheckedClaim]) -> String {
         .iter()
         .map(|checked| {
             let (value, limit) = checked.figures();
-            let verdict = match &checked.verdict {
-                Verdict::NotMeasured { why } => format!("not measured ({why})"),
-                Verdict::Holds { .. } => "holds".into(),
-                Verdict::FallsShort { .. } => "**falls short**".into(),
+            let (word, words) = match &checked.verdict {
+                Verdict::NotMeasured { why } => ("not measured", Some(why)),
+                Verdict::Holds { .. } => ("holds", checked.note.as_ref()),
+                Verdict::FallsShort { .. } => ("**falls short**", checked.note.as_ref()),
             };
+            let verdict = words.map_or_else(|| word.to_owned(), |words| format!("{word} ({words})"));
             vec![
                 verdict,
                 checked.claim.name.clone(),

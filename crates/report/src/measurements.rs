@@ -11,6 +11,9 @@ use crate::spec::Specs;
 /// The case key that counts the turns of a comparison.
 pub const ROUND_KEY: &str = "round";
 
+/// The case key that tells the two sides of a comparison apart.
+pub const IMPLEMENTATION_KEY: &str = "impl";
+
 /// The records of one experiment or comparison; of two with the same case and metric, the newest.
 #[derive(Clone, Debug, Default)]
 pub struct Measurements {

@@ -79,13 +79,15 @@ fn claims(checked: &[CheckedClaim]) -> String {
     let mut rows = String::new();
     for one in checked {
         let (value, limit) = one.figures();
-        let (kind, why) = match &one.verdict {
-            Verdict::Holds { .. } => ("good", String::new()),
-            Verdict::FallsShort { .. } => ("bad", String::new()),
-            Verdict::NotMeasured { why } => ("open", format!("<div class=\"small\">{}</div>", escape(why))),
+        let (kind, words) = match &one.verdict {
+            Verdict::Holds { .. } => ("good", one.note.as_ref()),
+            Verdict::FallsShort { .. } => ("bad", one.note.as_ref()),
+            Verdict::NotMeasured { why } => ("open", Some(why)),
         };
+        let words =
+            words.map(|words| format!("<div class=\"small\">{}</div>", escape(words))).unwrap_or_default();
         rows += &format!(
-            "<tr><td>{}{why}</td><td><strong>{}</strong><div class=\"small\">{}</div></td><td class=\"n\">{}</td><td \
+            "<tr><td>{}{words}</td><td><strong>{}</strong><div class=\"small\">{}</div></td><td class=\"n\">{}</td><td \
              class=\"n\">{} {}</td><td><code>{}</code></td></tr>\n",
             badge(kind, one.word()),
             escape(&one.claim.name),

@@ -202,6 +202,9 @@ pub struct Comparison {
     /// Arguments of the peer.
     #[serde(default)]
     pub peer_args: Vec<String>,
+    /// Which PyTorch the peer runs on.
+    #[serde(default)]
+    pub peer_torch: PeerTorch,
     /// How often the two take turns.
     #[serde(deserialize_with = "view::at_least_one")]
     pub rounds: u32,
@@ -217,6 +220,17 @@ pub struct Comparison {
     /// Findings, in the order of the page.
     #[serde(default, rename = "finding")]
     pub findings: Vec<Finding>,
+}
+
+/// Which PyTorch a peer runs on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PeerTorch {
+    /// The newest release, which is what a user would pick.
+    #[default]
+    Newest,
+    /// The release whose libtorch our programs link, where both sides shall run the same kernels.
+    Linked,
 }
 
 /// A ratio of our value to theirs, taken within each round so that a drift of the machine cancels.

@@ -1,5 +1,6 @@
 // A node of libtorch's graph whose backward is written in Rust, and the engine's entry points.
 #include "autograd.h"
+#include "versions.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -120,12 +121,11 @@ struct RustNode : public torch::autograd::Node {
   void fail_on_second_derivative(variable_list& grads, torch::autograd::edge_list&& upstream) {
     auto edges = next_edges();
     edges.insert(edges.end(), upstream.begin(), upstream.end());
-    auto error = std::shared_ptr<Node>(
-        new torch::autograd::Error("the backward of `" + name_ + "` is not differentiable, so a second derivative "
-                                   "through it does not exist; declare TWICE_DIFFERENTIABLE where its backward uses "
-                                   "differentiable operators only",
-                                   std::move(edges)),
-        torch::autograd::deleteNode);
+    NodePointer<Node> error =
+        make_node<torch::autograd::Error>("the backward of `" + name_ + "` is not differentiable, so a second derivative "
+                                          "through it does not exist; declare TWICE_DIFFERENTIABLE where its backward "
+                                          "uses differentiable operators only",
+                                          std::move(edges));
     for (auto& grad : grads) {
       if (!grad.defined()) continue;
       grad = grad.detach();
@@ -141,7 +141,7 @@ struct RustNode : public torch::autograd::Node {
 };
 
 struct rt_node {
-  std::shared_ptr<RustNode> node;
+  NodePointer<RustNode> node;
 };
 
 extern "C" {
@@ -171,9 +171,7 @@ rt_status rt_node_new(const char* name, const Tensor* const* inputs, size_t inpu
       *out = nullptr;
       return;
     }
-    // deleteNode unrolls the destruction of long chains, which would overflow the stack one node inside another.
-    auto node = std::shared_ptr<RustNode>(new RustNode(torch::autograd::collect_next_edges(list), name, input_count),
-                                          torch::autograd::deleteNode);
+    auto node = make_node<RustNode>(torch::autograd::collect_next_edges(list), name, input_count);
     for (const auto& input : list) node->versions_.push_back(version_of(input));
     *out = new rt_node{std::move(node)};
   });
@@ -223,7 +221,7 @@ rt_status rt_node_attach(rt_node* handle, const Tensor* const* inputs, size_t in
         node->saved_.emplace_back(saved[i]->detach(), /*is_output=*/false);
         continue;
       }
-      const bool is_output = saved[i]->grad_fn() == node;
+      const bool is_output = saved[i]->grad_fn().get() == node.get();
       node->saved_.emplace_back(*saved[i], is_output);
     }
     for (size_t i = 0; i < output_count; i++) wrapped[i] = new Tensor(std::move(tensors[i]));

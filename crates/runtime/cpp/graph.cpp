@@ -5,22 +5,20 @@
 // Itanium C++ ABI (Linux on x86-64 and on AArch64) says a method is: a function whose first argument is the object. What
 // the names do not pin is the object's size, and what the methods return.
 #include "graph.h"
+#include "versions.h"
 
 #include <c10/core/Allocator.h>
-#include <torch/version.h>
 
 #include <cstring>
 #include <dlfcn.h>
 #include <new>
 
-// The signatures below were read in this version's ATen/cuda/CUDAGraph.h.
-static_assert(TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR == 11,
-              "compare ATen/cuda/CUDAGraph.h with the signatures and the size in cpp/graph.cpp");
+// The signatures below were read in ATen/cuda/CUDAGraph.h of each version that versions.h admits.
 static_assert(std::is_trivially_copy_constructible_v<c10::MempoolId_t>, "passed in registers");
 
 namespace {
 
-// sizeof(CUDAGraph) is about 120 bytes. `kSize` is what it may be; the rest is watched.
+// sizeof(CUDAGraph) is about 120 bytes in 2.11 and 370 in 2.13. `kSize` is what it may be; the rest is watched.
 constexpr size_t kSize = 512;
 constexpr size_t kStorage = 1024;
 constexpr unsigned char kUntouched = 0xA5;

@@ -38,7 +38,7 @@ struct MemoryReports : kineto::ProfilerStateBase {
   }
 };
 
-constexpr auto SLOT = c10::DebugInfoKind::PROFILER_STATE;
+c10::DebugInfoKind slot() { return c10::DebugInfoKind::PROFILER_STATE; }
 } // namespace
 
 extern "C" {
@@ -54,15 +54,15 @@ rt_status rt_trace_start(int cuda, int shapes, int memory) {
     profiler::prepareProfiler(config, activities);
     profiler::enableProfiler(config, activities,
                              {at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE, at::RecordScope::BACKWARD_FUNCTION});
-    if (memory != 0) c10::ThreadLocalDebugInfo::_push(SLOT, std::make_shared<MemoryReports>(config));
+    if (memory != 0) c10::ThreadLocalDebugInfo::_push(slot(), std::make_shared<MemoryReports>(config));
   });
 }
 
 // Stops the trace; `result` is the caller's.
 rt_status rt_trace_stop(profiler::ProfilerResult** result) {
   return guard([&] {
-    auto* reports = c10::ThreadLocalDebugInfo::get(SLOT);
-    if (dynamic_cast<MemoryReports*>(reports) != nullptr) c10::ThreadLocalDebugInfo::_pop(SLOT);
+    auto* reports = c10::ThreadLocalDebugInfo::get(slot());
+    if (dynamic_cast<MemoryReports*>(reports) != nullptr) c10::ThreadLocalDebugInfo::_pop(slot());
     *result = profiler::disableProfiler().release();
   });
 }

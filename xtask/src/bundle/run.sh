@@ -11,7 +11,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 FRUGAL_PYTHON=${FRUGAL_PYTHON:-python3}
 export FRUGAL_PYTHON
 if ! command -v "$FRUGAL_PYTHON" >/dev/null 2>&1; then
-    echo "error: $FRUGAL_PYTHON was not found; set FRUGAL_PYTHON to a Python that has torch 2.11" >&2
+    echo "error: $FRUGAL_PYTHON was not found; set FRUGAL_PYTHON to a Python that has torch @TORCH_SERIES@" >&2
     exit 1
 fi
 found=$("$FRUGAL_PYTHON" - <<'END'
@@ -19,7 +19,7 @@ import glob, os, sys
 try:
     import torch
 except ImportError as error:
-    sys.exit(f"error: {sys.executable} has no torch ({error}); set FRUGAL_PYTHON to a Python that has torch 2.11")
+    sys.exit(f"error: {sys.executable} has no torch ({error}); set FRUGAL_PYTHON to a Python that has torch @TORCH_SERIES@")
 package = os.path.dirname(os.path.abspath(torch.__file__))
 nvidia = sorted(glob.glob(os.path.join(os.path.dirname(package), "nvidia", "*", "lib")))
 print(torch.__version__)
@@ -29,9 +29,9 @@ END
 version=$(printf '%s\n' "$found" | sed -n 1p)
 folders=$(printf '%s\n' "$found" | sed -n 2p)
 case $version in
-    2.11.*) ;;
+    @TORCH_SERIES@.*) ;;
     *)
-        echo "error: $FRUGAL_PYTHON has torch $version, and these programs need 2.11; set FRUGAL_PYTHON to a Python that has it" >&2
+        echo "error: $FRUGAL_PYTHON has torch $version, and these programs need @TORCH_SERIES@; set FRUGAL_PYTHON to a Python that has it" >&2
         exit 1
         ;;
 esac

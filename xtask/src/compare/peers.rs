@@ -4,40 +4,75 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
+use report::spec::{Comparison, PeerTorch};
 
 use crate::house::House;
 use crate::setup::cache_folder;
-use crate::torch::{TORCH_VERSION, public_version};
+use crate::torch::{Pair, public_version};
 use crate::venv::{self, Recipe};
 
-/// The interpreter that was given, else the bundle's, else a private environment's.
-pub(super) fn python(house: &House, given: Option<&Path>) -> Result<PathBuf> {
-    let bundled =
-        || house.bundle.is_some().then(|| std::env::var_os("FRUGAL_PYTHON").unwrap_or("python3".into()));
-    if let Some(python) = given.map(|given| given.as_os_str().to_owned()).or_else(bundled) {
-        let python = PathBuf::from(python);
-        check(&python)?;
-        // The peers start in another folder. A bare name is looked up on the path, wherever that is.
-        let is_name = python.components().count() == 1 && !python.is_absolute();
-        return if is_name {
-            Ok(python)
-        } else {
-            std::path::absolute(&python).context("--python is no usable path")
-        };
+/// An interpreter for each PyTorch that the chosen comparisons want.
+pub(super) struct Pythons(Vec<(PeerTorch, PathBuf)>);
+
+impl Pythons {
+    /// The interpreter that was given, else the bundle's, else private environments'.
+    pub(super) fn ready(house: &House, given: Option<&Path>, chosen: &[&Comparison]) -> Result<Self> {
+        let file = house.peers().join("requirements.txt");
+        let text =
+            std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
+        let requirements = Requirements::parse(&text).with_context(|| file.display().to_string())?;
+        let pair = house.pair()?;
+        let bundled =
+            || house.bundle.is_some().then(|| std::env::var_os("FRUGAL_PYTHON").unwrap_or("python3".into()));
+        let given = given.map(|given| given.as_os_str().to_owned()).or_else(bundled).map(PathBuf::from);
+        let mut pythons: Vec<(PeerTorch, PathBuf)> = Vec::new();
+        for comparison in chosen {
+            let wanted = comparison.peer_torch;
+            if pythons.iter().any(|(torch, _)| *torch == wanted) {
+                continue;
+            }
+            let python = match &given {
+                Some(python) => {
+                    check(python, &requirements, pair, comparison)?;
+                    from_anywhere(python)?
+                }
+                None => installed(&requirements, requirements.version(wanted, pair))?,
+            };
+            pythons.push((wanted, python));
+        }
+        Ok(Self(pythons))
     }
-    let file = house.peers().join("requirements.txt");
-    let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
-    let packages = packages(&text);
+
+    /// The interpreter with this PyTorch.
+    pub(super) fn with(&self, torch: PeerTorch) -> &Path {
+        let found = self.0.iter().find(|(has, _)| *has == torch);
+        &found.expect("there is one for each chosen comparison").1
+    }
+}
+
+/// The peers start in another folder. A bare name is looked up on the path, wherever that is.
+fn from_anywhere(python: &Path) -> Result<PathBuf> {
+    let is_name = python.components().count() == 1 && !python.is_absolute();
+    if is_name {
+        return Ok(python.to_owned());
+    }
+    std::path::absolute(python).context("--python is no usable path")
+}
+
+/// The private environment whose torch is `torch`, made where it is not there yet.
+fn installed(requirements: &Requirements, torch: &str) -> Result<PathBuf> {
+    let packages = requirements.packages(torch);
     let recipe = Recipe {
-        name: format!("peers-torch-{TORCH_VERSION}"),
+        name: format!("peers-torch-{torch}"),
         what: format!("the peers' {}", packages.join(", ")),
+        torch: torch.into(),
         size: "4.8 GB",
         fingerprint: packages.join(" "),
         packages: packages.clone(),
     };
     let modules: Vec<&str> = packages.iter().map(|package| module(package)).collect();
     let venv = venv::ensure(&cache_folder()?, &recipe, |folder| {
-        version_with(&venv::python_of(folder), &modules).is_ok_and(|version| version == TORCH_VERSION)
+        version_with(&venv::python_of(folder), &modules).is_ok_and(|version| version == torch)
     })?;
     if let Some(time) = venv.made_in {
         eprintln!("compare: installed {} in {:.1} s", recipe.what, time.as_secs_f64());
@@ -45,17 +80,26 @@ pub(super) fn python(house: &House, given: Option<&Path>) -> Result<PathBuf> {
     Ok(venv.python())
 }
 
-/// Refuses an interpreter whose torch would make an unfair peer.
-fn check(python: &Path) -> Result<()> {
+/// Refuses an interpreter whose torch would make an unfair peer: neither the newest nor the one that our programs link,
+/// or not the latter where the comparison is of the same kernels.
+fn check(python: &Path, requirements: &Requirements, pair: &Pair, comparison: &Comparison) -> Result<()> {
     let version = version_with(python, &["torch"])
         .with_context(|| format!("{} is no Python with torch; give --python another", python.display()))?;
-    if version != TORCH_VERSION {
-        bail!(
-            "{} has torch {version}, and the comparison is with {TORCH_VERSION}; give --python one that has it",
-            python.display()
-        );
-    }
-    Ok(())
+    let (newest, linked) = (&requirements.torch, pair.torch);
+    let wanted = match comparison.peer_torch {
+        _ if version == linked => return Ok(()),
+        PeerTorch::Newest if version == *newest => return Ok(()),
+        PeerTorch::Newest => format!("is with {newest}, the newest, or {linked}, which our programs link"),
+        PeerTorch::Linked => {
+            format!("is with {linked}, which our programs link, so that both run the same kernels")
+        }
+    };
+    bail!(
+        "{} has torch {version}, and the comparison {} {wanted}; give --python one that has it, or leave the comparison \
+         out with --only",
+        python.display(),
+        comparison.name
+    )
 }
 
 /// The version of torch where all of `modules` can be imported.
@@ -72,10 +116,43 @@ fn version_with(python: &Path, modules: &[&str]) -> Result<String> {
     Ok(public_version(&String::from_utf8_lossy(&output.stdout)).to_owned())
 }
 
-/// The requirements without comments.
-fn packages(text: &str) -> Vec<String> {
-    let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
-    lines.filter(|line| !line.is_empty()).map(str::to_owned).collect()
+/// What the peers need beside Python.
+#[derive(Debug, PartialEq)]
+struct Requirements {
+    /// The newest torch.
+    torch: String,
+    /// The other packages, as pip is asked for them.
+    others: Vec<String>,
+}
+
+impl Requirements {
+    /// Reads a requirements file, which pins torch.
+    fn parse(text: &str) -> Result<Self> {
+        let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
+        let (torch, others): (Vec<_>, Vec<_>) = lines
+            .filter(|line| !line.is_empty())
+            .map(str::to_owned)
+            .partition(|line| module(line) == "torch");
+        match torch.as_slice() {
+            [one] if one.starts_with("torch==") => {
+                Ok(Self { torch: one["torch==".len()..].trim().to_owned(), others })
+            }
+            _ => bail!("has no line `torch==VERSION`, or several"),
+        }
+    }
+
+    /// The version of torch that `wanted` means.
+    fn version<'a>(&'a self, wanted: PeerTorch, pair: &'a Pair) -> &'a str {
+        match wanted {
+            PeerTorch::Newest => &self.torch,
+            PeerTorch::Linked => pair.torch,
+        }
+    }
+
+    /// What pip is asked for to have this torch.
+    fn packages(&self, torch: &str) -> Vec<String> {
+        std::iter::once(format!("torch=={torch}")).chain(self.others.iter().cloned()).collect()
+    }
 }
 
 /// The module that a requirement brings; the peers need only packages whose module has the same name.
@@ -89,25 +166,22 @@ mod tests {
 
     #[test]
     fn requirements_are_packages_and_modules() {
-        let packages = packages("# peers\ntorch==2.11.0\n\nnumpy  # arrays\ntransformers[torch]>=5\n");
-        assert_eq!(packages, ["torch==2.11.0", "numpy", "transformers[torch]>=5"]);
+        let text = "# peers\ntorch==2.15.0\n\nnumpy  # arrays\ntransformers[torch]>=5\n";
+        let requirements = Requirements::parse(text).unwrap();
+        let packages = requirements.packages("2.13.0");
+        assert_eq!(packages, ["torch==2.13.0", "numpy", "transformers[torch]>=5"]);
         let modules: Vec<&str> = packages.iter().map(|package| module(package)).collect();
         assert_eq!(modules, ["torch", "numpy", "transformers"]);
+        for wrong in ["numpy\n", "torch>=2\n", "torch==1\ntorch==2\n"] {
+            assert!(Requirements::parse(wrong).is_err(), "{wrong}");
+        }
     }
 
     #[test]
-    fn what_is_no_python_says_so() {
-        let message = format!("{:#}", check(Path::new("/nonexistent/python")).unwrap_err());
-        assert!(
-            message.starts_with(
-                "/nonexistent/python is no Python with torch; give --python another: cannot run"
-            )
-        );
-    }
-
-    #[test]
-    fn the_requirements_pin_the_torch_that_tch_expects() {
-        let text = include_str!("../../peers/requirements.txt");
-        assert_eq!(packages(text)[0], format!("torch=={TORCH_VERSION}"));
+    fn a_comparison_of_the_same_kernels_takes_the_linked_torch() {
+        let requirements = Requirements::parse(include_str!("../../peers/requirements.txt")).unwrap();
+        let pair = Pair::of_torch("2.11").unwrap();
+        assert_eq!(requirements.version(PeerTorch::Linked, pair), "2.11.0");
+        assert_eq!(requirements.version(PeerTorch::Newest, pair), requirements.torch);
     }
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 
 use super::Surroundings;
-use crate::torch::{TORCH_VERSION, Torch, Variant};
+use crate::torch::{Pair, Torch, Variant};
 use crate::venv;
 
 /// What `setup` does.
@@ -25,14 +25,15 @@ pub(super) enum Decision {
 /// was entered or left; only an exported `LIBTORCH` or a flag changes it.
 pub(super) fn decide(
     surroundings: &Surroundings,
+    pair: &Pair,
     wanted: Option<Variant>,
     inspect: &dyn Fn(&Path) -> Result<Torch>,
 ) -> Result<(Decision, Vec<String>)> {
     let mut notes = Vec::new();
     if let Some(folder) = &surroundings.libtorch {
-        return Ok((Decision::Link(exported(folder, wanted, inspect)?, "from LIBTORCH"), notes));
+        return Ok((Decision::Link(exported(folder, pair, wanted, inspect)?, "from LIBTORCH"), notes));
     }
-    match linked(&surroundings.link, inspect) {
+    match linked(&surroundings.link, pair, inspect) {
         Some(Ok(torch)) if wanted.is_none_or(|variant| variant == torch.variant) => {
             if torch.variant == Variant::Cpu && surroundings.driver && wanted.is_none() {
                 notes.push(
@@ -53,17 +54,23 @@ pub(super) fn decide(
         let folder =
             venv::site_packages(environment).map(|site| site.join("torch")).filter(|torch| torch.exists());
         match folder.map(|folder| inspect(&folder)) {
-            Some(Ok(torch)) if !torch.fits() => notes.push(format!(
-                "the active environment {} has torch {}, and {TORCH_VERSION} is needed; installing that privately",
+            Some(Ok(torch)) if !torch.fits(pair) => notes.push(format!(
+                "the active environment {} has torch {}, and {} is needed; installing that privately{}",
                 environment.display(),
-                torch.version
+                torch.version,
+                pair.torch,
+                other_pair(&torch).map(|switch| format!(" ({switch} takes the other)")).unwrap_or_default()
             )),
-            Some(Ok(torch)) if wanted == Some(Variant::Cuda) && torch.variant == Variant::Cpu => notes.push(format!(
-                "the active environment {} has torch for the CPU only; installing CUDA's privately",
-                environment.display()
-            )),
+            Some(Ok(torch)) if wanted == Some(Variant::Cuda) && torch.variant == Variant::Cpu => {
+                notes.push(format!(
+                    "the active environment {} has torch for the CPU only; installing CUDA's privately",
+                    environment.display()
+                ))
+            }
             Some(Ok(torch)) => return Ok((Decision::Link(torch, "from the active environment"), notes)),
-            Some(Err(error)) => notes.push(format!("the active environment's torch is passed over: {error:#}")),
+            Some(Err(error)) => {
+                notes.push(format!("the active environment's torch is passed over: {error:#}"))
+            }
             None => {}
         }
     }
@@ -74,17 +81,20 @@ pub(super) fn decide(
 /// The caller's own choice is never replaced by another: it serves, or it is an error.
 fn exported(
     folder: &Path,
+    pair: &Pair,
     wanted: Option<Variant>,
     inspect: &dyn Fn(&Path) -> Result<Torch>,
 ) -> Result<Torch> {
     let folder = std::path::absolute(folder).context("LIBTORCH is no usable path")?;
     let torch = inspect(&folder).context("LIBTORCH is set and cannot be used; correct it, or unset it")?;
-    if !torch.fits() {
+    if !torch.fits(pair) {
+        let Pair { tch, torch: needed, .. } = pair;
         bail!(
-            "LIBTORCH is {}, which is version {}, and this project needs {TORCH_VERSION}; unset LIBTORCH (setup installs \
-             {TORCH_VERSION} then), or point it to a libtorch {TORCH_VERSION}",
+            "LIBTORCH is {}, which is version {}, and tch {tch} needs {needed}; unset LIBTORCH (setup installs {needed} \
+             then), or point it to a libtorch {needed}{}",
             folder.display(),
-            torch.version
+            torch.version,
+            other_pair(&torch).map(|switch| format!(", or run {switch}")).unwrap_or_default()
         );
     }
     if wanted == Some(Variant::Cuda) && torch.variant == Variant::Cpu {
@@ -97,14 +107,20 @@ fn exported(
     Ok(torch)
 }
 
+/// The command that takes this libtorch, where a known `tch` goes with it.
+fn other_pair(torch: &Torch) -> Option<String> {
+    let pair = Pair::of_torch(&torch.version).ok()?;
+    Some(format!("`cargo xtask setup --torch {}`", pair.series()))
+}
+
 /// What the link leads to: nothing, a libtorch that fits, or an error.
-fn linked(link: &Path, inspect: &dyn Fn(&Path) -> Result<Torch>) -> Option<Result<Torch>> {
+fn linked(link: &Path, pair: &Pair, inspect: &dyn Fn(&Path) -> Result<Torch>) -> Option<Result<Torch>> {
     link.symlink_metadata().ok()?;
     let target = || -> Result<Torch> {
         let folder = std::fs::read_link(link).unwrap_or_else(|_| link.to_owned());
         let torch = inspect(&folder)?;
-        if !torch.fits() {
-            bail!("it leads to version {}, and {TORCH_VERSION} is needed", torch.version);
+        if !torch.fits(pair) {
+            bail!("it leads to version {}, and {} is needed", torch.version, pair.torch);
         }
         Ok(torch)
     };
@@ -158,9 +174,14 @@ mod tests {
             self
         }
 
-        /// The decision in short, then the notes.
+        /// The decision for torch 2.11 in short, then the notes.
         fn decide(&self, wanted: Option<Variant>) -> String {
-            match decide(&self.surroundings, wanted, &|folder| Torch::inspect(folder)) {
+            self.decide_for("2.11", wanted)
+        }
+
+        fn decide_for(&self, torch: &str, wanted: Option<Variant>) -> String {
+            let pair = Pair::of_torch(torch).unwrap();
+            match decide(&self.surroundings, pair, wanted, &|folder| Torch::inspect(folder)) {
                 Err(error) => format!("error: {error:#}").replace(&*self.dir.path().to_string_lossy(), "DIR"),
                 Ok((decision, notes)) => {
                     let short = match decision {
@@ -209,7 +230,7 @@ mod tests {
     fn a_wrong_version_is_named_with_the_right_one() {
         assert_eq!(
             Machine::bare().exported("2.9.1+cpu", false).decide(None),
-            "error: LIBTORCH is DIR/exported/torch, which is version 2.9.1+cpu, and this project needs 2.11.0; unset \
+            "error: LIBTORCH is DIR/exported/torch, which is version 2.9.1+cpu, and tch 0.24.0 needs 2.11.0; unset \
              LIBTORCH (setup installs 2.11.0 then), or point it to a libtorch 2.11.0"
         );
         assert_eq!(
@@ -222,6 +243,29 @@ mod tests {
                 .decide(None)
                 .starts_with("install CPU\nthe link .libtorch is of no")
         );
+    }
+
+    #[test]
+    fn the_other_pairs_torch_is_taken_by_a_switch_alone() {
+        let sources = [
+            Machine::bare().exported("2.13.0+cu130", false),
+            Machine::bare().linked("2.13.0+cu130", false),
+            Machine::bare().virtual_env("2.13.0+cu130", false),
+        ];
+        let taken = ["link CPU from LIBTORCH", "keep CPU", "link CPU from the active environment"];
+        let refused = [
+            "error: LIBTORCH is DIR/exported/torch, which is version 2.13.0+cu130, and tch 0.24.0 needs 2.11.0; unset \
+             LIBTORCH (setup installs 2.11.0 then), or point it to a libtorch 2.11.0, or run `cargo xtask setup --torch \
+             2.13`",
+            "install CPU\nthe link .libtorch is of no use (it leads to version 2.13.0+cu130, and 2.11.0 is needed); \
+             replacing it",
+            "install CPU\nthe active environment DIR/venv has torch 2.13.0+cu130, and 2.11.0 is needed; installing that \
+             privately (`cargo xtask setup --torch 2.13` takes the other)",
+        ];
+        for (machine, (taken, refused)) in sources.iter().zip(taken.into_iter().zip(refused)) {
+            assert_eq!(machine.decide_for("2.13", None), taken);
+            assert_eq!(machine.decide_for("2.11", None), refused);
+        }
     }
 
     #[test]

@@ -34,8 +34,9 @@ run = "cargo xtask compare"
 fn bundle() -> Bundle {
     let mut bundle = Bundle::new();
     bundle.register(COMPARISON);
-    bundle.program("ours", &format!("echo ours $OMP_NUM_THREADS >> turns{RECORD}"));
-    bundle.script("xtask/peers/peer.py", &format!("echo peer $OMP_NUM_THREADS >> turns\nVALUE=2{RECORD}"));
+    bundle.program("ours", &format!("echo ours $OMP_NUM_THREADS >> turns\nTORCH=2.11.0{RECORD}"));
+    let peer = format!("echo peer $OMP_NUM_THREADS >> turns\nVALUE=2 TORCH=2.11.0{RECORD}");
+    bundle.script("xtask/peers/peer.py", &peer);
     bundle.script("python", "if [ \"$1\" = -c ]; then echo 2.11.0+cu130; else exec sh \"$@\"; fi\n");
     bundle
 }
@@ -48,7 +49,11 @@ fn the_two_take_turns_and_the_ratio_is_claimed() {
     let ran = bundle::Ran::of(ran);
     assert_eq!(ran.code, Some(0), "{ran:?}");
     assert_eq!(bundle.read("turns"), "ours 3\npeer 3\npeer 3\nours 3\nours 3\npeer 3\n");
-    assert!(ran.out.contains("claim time/ratio 0.75 <= 1.00 holds"), "{}", ran.out);
+    assert!(
+        ran.out.contains("claim time/ratio 0.75 <= 1.00 holds (against PyTorch 2.11.0)\n"),
+        "{}",
+        ran.out
+    );
     let records = report::read_records(&bundle.path("reports/records/time.jsonl")).unwrap();
     assert_eq!(records.len(), 6);
     assert_eq!(records[2].experiment, "time");
@@ -69,13 +74,32 @@ fn a_peer_that_fails_or_says_nothing_fails_the_comparison() {
 }
 
 #[test]
+fn the_newest_pytorch_is_a_peer_and_the_claim_says_so() {
+    let bundle = bundle();
+    bundle.script("python", "if [ \"$1\" = -c ]; then echo 2.15.0; else exec sh \"$@\"; fi\n");
+    bundle.script("xtask/peers/peer.py", &format!("VALUE=2 TORCH=2.15.0{RECORD}"));
+    let ran = bundle.run(&["compare", "--python", "./python"]);
+    let line = "claim time/ratio 0.75 <= 1.00 holds (against PyTorch 2.15.0; ours links libtorch 2.11.0)\n";
+    assert!(ran.out.contains(line), "{ran:?}");
+    // A comparison of the same kernels is with the libtorch that our programs link alone.
+    bundle.register(&COMPARISON.replace("rounds = 3", "rounds = 3\npeer_torch = \"linked\""));
+    let ran = bundle.run(&["compare", "--python", "./python"]);
+    assert_eq!(
+        ran.err,
+        "error: ./python has torch 2.15.0, and the comparison time is with 2.11.0, which our programs link, so that both \
+         run the same kernels; give --python one that has it, or leave the comparison out with --only\n"
+    );
+}
+
+#[test]
 fn a_python_with_another_torch_is_refused() {
     let bundle = bundle();
     bundle.script("python", "echo 2.9.1\n");
     let ran = bundle.run(&["compare", "--python", "./python"]);
     assert_eq!(
         ran.err,
-        "error: ./python has torch 2.9.1, and the comparison is with 2.11.0; give --python one that has it\n"
+        "error: ./python has torch 2.9.1, and the comparison time is with 2.15.0, the newest, or 2.11.0, which our programs \
+         link; give --python one that has it, or leave the comparison out with --only\n"
     );
     bundle.script("python", "echo \"ModuleNotFoundError: No module named 'torch'\" >&2; exit 1\n");
     let ran = bundle.run(&["compare", "--python", "./python"]);

@@ -11,7 +11,7 @@ fn claim_lines(records: &[report::Record], runs: &[RunOutcome]) -> String {
 #[test]
 fn claims_are_one_line_each_and_the_worst_case_decides() {
     expect![[r#"
-        claim swiglu/time 0.95 <= 1.00 holds
+        claim swiglu/time 0.95 <= 1.00 holds (against PyTorch 2.11.0)
         claim swiglu/peak 1.50 GiB <= 1.00 GiB falls short
         claim swiglu/save-all-peak not measured (needs 12 GiB)
     "#]]

@@ -205,8 +205,30 @@ fn a_ratio_says_why_it_is_missing() {
     let theirs = |r: &report::Record| r.case.get("impl").unwrap() == "pytorch";
     let first = |r: &report::Record| r.case.get("round").unwrap() == 0;
     assert_eq!(why(&|r| !theirs(r)), (0, "no record of step_seconds to divide by".into()));
-    let left_out = "a round is left out: no record of step_seconds to divide by";
+    let left_out = "against PyTorch 2.11.0; a round is left out: no record of step_seconds to divide by";
     assert_eq!(why(&|r| !(theirs(r) && first(r))), (2, left_out.into()));
+}
+
+#[test]
+fn a_ratio_says_which_pytorch_it_is_against() {
+    let check = |ours: Option<&str>, theirs: Option<&str>, expected: Option<&str>| {
+        let mut records = rounds();
+        for record in &mut records {
+            let version = if record.case.get("impl").unwrap() == "frugal" { ours } else { theirs };
+            record.environment.torch = version.map(str::to_owned);
+        }
+        let ratios = comparison::ratios(&specs().comparisons[0], &records);
+        assert_eq!(ratios[0].metric.note.as_deref(), expected);
+    };
+    check(Some("2.11.0"), Some("2.11.0"), Some("against PyTorch 2.11.0"));
+    check(Some("2.11.0"), Some("2.15.0"), Some("against PyTorch 2.15.0; ours links libtorch 2.11.0"));
+    check(None, Some("2.15.0"), Some("against PyTorch 2.15.0"));
+    check(Some("2.11.0"), None, None);
+    // Of two cases of ours there is no PyTorch to name.
+    let mut specs = specs();
+    specs.comparisons[0].ratios[0].theirs = report::Filter(Case::new().with("impl", "frugal"));
+    let ratios = comparison::ratios(&specs.comparisons[0], &rounds());
+    assert_eq!((ratios[0].metric.value, ratios[0].metric.note.as_deref()), (Some(1.0), None));
 }
 
 #[test]

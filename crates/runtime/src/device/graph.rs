@@ -21,8 +21,8 @@
 //! There is no such thing on a CPU, where a launch is a call: [`Step::capture`] says so, and
 //! [`fused::elementwise`](crate::fused::elementwise) is what takes passes together there.
 //!
-//! How it is built: libtorch 2.11 has no graph in its device-generic interface, and the header of `at::cuda::CUDAGraph` needs
-//! CUDA's. Its methods are found in `libtorch_cuda` by name and called by the platform's C++ ABI; `cpp/graph.cpp` has the
+//! How it is built: libtorch 2.11 has no graph in its device-generic interface (2.13 has `at::accelerator::Graph`), and the
+//! header of `at::cuda::CUDAGraph` needs CUDA's. Its methods are found in `libtorch_cuda` by name and called by the platform's C++ ABI; `cpp/graph.cpp` has the
 //! checks (version, names, size). **Not measured**: no GPU was there to run it.
 
 use tch::Device;

@@ -5,11 +5,12 @@ use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::sync::{Mutex, MutexGuard};
 
-/// Appends a record of the metric `seconds` with the value `$VALUE` to the file that `--records` names.
+/// Appends a record of the metric `seconds` with the value `$VALUE`, taken with torch `$TORCH`, to the file that `--records`
+/// names.
 pub(crate) const RECORD: &str = r#"
 experiment=$(basename "$0")
 while [ $# -gt 0 ]; do if [ "$1" = --records ]; then records=$2; fi; shift; done
-echo "{\"experiment\":\"$experiment\",\"case\":{\"batch\":8},\"metric\":{\"name\":\"seconds\",\"unit\":\"s\",\"value\":${VALUE:-1.5},\"n\":1},\"environment\":{\"device\":\"cpu\",\"cpu\":\"x\",\"threads\":2,\"memory_bytes\":1,\"revision\":\"$FRUGAL_REVISION\",\"unix_time\":1}}" >> "$records"
+echo "{\"experiment\":\"$experiment\",\"case\":{\"batch\":8},\"metric\":{\"name\":\"seconds\",\"unit\":\"s\",\"value\":${VALUE:-1.5},\"n\":1},\"environment\":{${TORCH:+\"torch\":\"$TORCH\",}\"device\":\"cpu\",\"cpu\":\"x\",\"threads\":2,\"memory_bytes\":1,\"revision\":\"$FRUGAL_REVISION\",\"unix_time\":1}}" >> "$records"
 "#;
 
 /// A program cannot start while a child that another test is about to start still has it open for writing, so one test
@@ -30,6 +31,7 @@ impl Bundle {
             std::fs::create_dir_all(dir.path().join(folder)).unwrap();
         }
         std::fs::copy(env!("CARGO_BIN_EXE_xtask"), dir.path().join("bin/xtask")).unwrap();
+        std::fs::write(dir.path().join("xtask/peers/requirements.txt"), "torch==2.15.0\n").unwrap();
         let bundle = Self { _turn: turn, dir, programs: Vec::new() };
         bundle.register("");
         bundle.manifest();

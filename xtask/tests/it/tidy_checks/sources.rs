@@ -5,6 +5,8 @@ use super::Tree;
 /// Declarations of the shim, and the only unsafe code of the project.
 const SYS: &str = "crates/runtime/src/sys";
 const CPP: &str = "crates/runtime/cpp/";
+/// What differs between versions of libtorch is here alone.
+const VERSIONS: &str = "crates/runtime/cpp/versions.h";
 const TEXTS: [&str; 9] = ["rs", "toml", "md", "cpp", "h", "hpp", "py", "sh", "yml"];
 /// Folders of a person or of a machine; a remedy may name a system folder, but never these.
 const MACHINE: [&str; 4] = ["/home/", "/root/", "/Users/", "/work/"];
@@ -18,9 +20,14 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
         }
         found.extend(unsafe_code(path, text));
     }
-    for (path, _) in tree.with_extension(&["cpp", "cc", "cxx", "cu", "c", "h", "hpp"]) {
+    for (path, text) in tree.with_extension(&["cpp", "cc", "cxx", "cu", "c", "h", "hpp"]) {
         if !path.starts_with(CPP) {
             found.push(format!("{path}: C++ outside of crates/runtime/cpp"));
+        }
+        for (number, line) in (1..).zip(text.lines()) {
+            if line.contains("TORCH_VERSION_M") && path != VERSIONS {
+                found.push(format!("{path}:{number}: asks for libtorch's version outside of {VERSIONS}"));
+            }
         }
     }
     for (path, text) in tree.with_extension(&TEXTS) {

@@ -1,0 +1,33 @@
+// What differs between the versions of libtorch that the shim compiles against: 2.11 and 2.13. The other sources have no
+// condition on the version. A version that is added here also gets a line in `xtask/src/torch/pairs.rs`.
+#pragma once
+#include <torch/csrc/autograd/function.h>
+#include <torch/version.h>
+
+#include <memory>
+#include <utility>
+
+// Besides what is below, graph.cpp depends on a layout that the compiler does not see: see the comment at its top.
+static_assert(TORCH_VERSION_MAJOR == 2 && (TORCH_VERSION_MINOR == 11 || TORCH_VERSION_MINOR == 13),
+              "the shim is written for libtorch 2.11 and 2.13; for another version, compare ATen/cuda/CUDAGraph.h with the "
+              "signatures and the size in cpp/graph.cpp, run the tests, and add it in cpp/versions.h");
+
+// Graph nodes are counted by std::shared_ptr up to 2.12, by c10::intrusive_ptr from 2.13 on. `make_node` sees to it that
+// long chains are not destroyed one node inside another, which would overflow the stack.
+#if TORCH_VERSION_MINOR >= 13
+template <class Node>
+using NodePointer = c10::intrusive_ptr<Node>;
+
+template <class Node, class... Arguments>
+NodePointer<Node> make_node(Arguments&&... arguments) {
+  return c10::make_intrusive<Node>(std::forward<Arguments>(arguments)...);
+}
+#else
+template <class Node>
+using NodePointer = std::shared_ptr<Node>;
+
+template <class Node, class... Arguments>
+NodePointer<Node> make_node(Arguments&&... arguments) {
+  return NodePointer<Node>(new Node(std::forward<Arguments>(arguments)...), torch::autograd::deleteNode);
+}
+#endif
