@@ -2,7 +2,9 @@
 
 mod adam;
 mod attention_flops;
+mod autograd_captured;
 mod autograd_checkpoint;
+mod autograd_concurrent;
 mod autograd_function;
 mod autograd_property;
 mod autograd_random_state;
