@@ -22,6 +22,7 @@ mod device_streams;
 mod device_synchronize;
 mod elementwise;
 mod elementwise_memory;
+mod empty;
 mod file;
 mod held;
 mod mapped;
