@@ -3,7 +3,7 @@
 //! All parts of a batch lie in one block: one allocation, one copy to a device, and on the CPU no copy at all, because the
 //! tensors of the finished batch view the block. Each part begins at a multiple of 64 bytes.
 
-use runtime::device::{PinnedBuffer, copy_async};
+use runtime::device::{PinnedBuffer, Stream};
 use tch::{Device, Kind, Tensor};
 
 use crate::batch::{Batch, Counts, IGNORED, Packing};
@@ -257,18 +257,18 @@ impl HostBatch {
         self.over(&block)
     }
 
-    /// The batch on the device, copied there on the current stream. The memory may be given back at once: libtorch keeps
-    /// page-locked memory until the copies of it are done, and a copy of other memory is done on return.
-    pub(crate) fn finish_on_device(&mut self) -> Result<Batch> {
+    /// The batch on the stream's device, copied there in `stream`. The memory may be written again at once: whoever does waits for
+    /// the copy.
+    pub(crate) fn finish_in(&mut self, stream: &Stream) -> Result<Batch> {
         let bytes = self.layout.numbers() * 8;
         let device = self.device;
-        let source = self.written()?.view(0, &[bytes as i64], Kind::Uint8)?;
-        let mut target = Tensor::f_empty([bytes as i64], (Kind::Uint8, device))?;
-        if self.pinned {
-            copy_async(&mut target, &source)?;
-        } else {
-            target.f_copy_(&source)?;
-        }
+        let block = self.written()?;
+        let target = {
+            // The device's memory is of the stream that writes it. Memory of the CPU is of no stream.
+            let _current = device.is_cuda().then(|| stream.enter()).transpose()?;
+            Tensor::f_empty([bytes as i64], (Kind::Uint8, device))?
+        };
+        block.copy_to(&target, stream)?;
         self.over(&target)
     }
 

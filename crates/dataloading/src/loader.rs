@@ -15,6 +15,7 @@
 
 mod cursor;
 mod queue;
+mod staging;
 mod worker;
 
 use std::sync::Arc;

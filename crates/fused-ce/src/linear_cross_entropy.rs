@@ -90,7 +90,7 @@ impl LinearCrossEntropy {
         let (kind, device) = (inputs.hidden.kind(), inputs.hidden.device());
         let low = match inputs.adapter {
             Some(Adapter { a, scale, .. }) => {
-                let x = inputs.hidden.f_reshape([sizes.tokens, sizes.hidden])?;
+                let x = rows.without_others(&inputs.hidden.f_reshape([sizes.tokens, sizes.hidden])?)?;
                 Some(x.f_matmul(&a.f_tr()?)?.f_mul_scalar(scale)?)
             }
             None => None,
@@ -153,6 +153,77 @@ mod tests {
     use super::*;
     use crate::options::{Chunk, Gradients, Reduction};
     use crate::rows::order;
+
+    /// Tokens without a label may hold anything: their hidden states, their weights and what arrives for them in backward.
+    #[test]
+    fn tokens_without_a_label_may_be_infinite() {
+        let mut generator = Generator::new(2).unwrap();
+        let mut normal = |size: &[i64]| generator.normal(size, (Kind::Double, Device::Cpu)).unwrap();
+        let given = [normal(&[6, 4]), normal(&[7, 4]), normal(&[2, 4]), normal(&[7, 2])];
+        let (token_weights, upstream) = (normal(&[6]).abs(), normal(&[6]));
+        let targets = Tensor::from_slice(&[3i64, -100, 6, -100, 0, -100]);
+        for value in [f64::INFINITY, f64::NEG_INFINITY, f64::NAN, 1e308] {
+            for token in [1, 3, 5] {
+                let _ = given[0].get(token).fill_(value);
+                let _ = token_weights.get(token).fill_(value);
+                let _ = upstream.get(token).fill_(value);
+            }
+            for bits in 0..48 {
+                let on = |bit: i32| bits >> bit & 1 == 1;
+                let options = LinearCrossEntropy {
+                    reduction: [Reduction::Mean, Reduction::Sum, Reduction::None][bits as usize >> 4],
+                    gradients: if on(0) { Gradients::Forward } else { Gradients::Backward },
+                    label_smoothing: if on(1) { 0.1 } else { 0.0 },
+                    z_loss: if on(2) { 0.02 } else { 0.0 },
+                    chunk: Some(Chunk::Tokens(2)),
+                    log_sum_exp: if on(3) { LogSumExp::Differentiable } else { LogSumExp::No },
+                    ..LinearCrossEntropy::default()
+                };
+                let run = |way: Option<Option<i64>>| {
+                    let leaves = given.each_ref().map(|tensor| tensor.copy().set_requires_grad(true));
+                    let inputs = Inputs {
+                        adapter: on(2).then_some(Adapter { a: &leaves[2], b: &leaves[3], scale: 0.5 }),
+                        token_weights: on(1).then_some(&token_weights),
+                        ..Inputs::new(&leaves[0], &leaves[1], &targets)
+                    };
+                    let sizes = check(&inputs, &options).unwrap();
+                    let output = match way {
+                        None => options.run(&inputs).unwrap(),
+                        Some(labelled) => {
+                            let plan = Plan::new(options.chunk, sizes, Kind::Double, Device::Cpu, &Operators);
+                            let rows = order(&targets, &options, labelled, 6, Kind::Double).unwrap();
+                            options.run_planned(&inputs, sizes, plan.unwrap(), &Operators, rows).unwrap()
+                        }
+                    };
+                    let loss = output.loss.sum(Kind::Double).double_value(&[]);
+                    let mut total = match options.reduction {
+                        Reduction::None => (&output.loss * &upstream).sum(Kind::Double),
+                        _ => &output.loss * 3.0,
+                    };
+                    if let Some(log_sum_exp) = &output.log_sum_exp {
+                        total += (log_sum_exp * &upstream).sum(Kind::Double);
+                    }
+                    runtime::autograd::backward(&[&total]).unwrap();
+                    let gradients =
+                        leaves.iter().map(Tensor::grad).filter(Tensor::defined).collect::<Vec<_>>();
+                    (loss, gradients)
+                };
+                let (expected_loss, expected) = run(None);
+                for way in [None, Some(None), Some(Some(3)), Some(Some(5))] {
+                    let (loss, found) = run(way);
+                    assert!((loss - expected_loss).abs() <= 1e-12, "{value}: {options:?}, {way:?}: {loss}");
+                    assert_eq!(found.len(), expected.len());
+                    for (place, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                        let error = (found - expected).abs().max().double_value(&[]);
+                        assert!(
+                            error <= 1e-12,
+                            "{value}: gradient {place} of {options:?}, {way:?}: {error:e}"
+                        );
+                    }
+                }
+            }
+        }
+    }
 
     /// What a device other than the CPU does (libtorch's operators over rows that are put in order without being looked at),
     /// on CPU tensors, against what the CPU does.

@@ -42,6 +42,18 @@ impl Rows {
         let kind = tile_kind(inputs.hidden.kind());
         order(&classes.f_reshape([-1])?, options, inputs.labelled, sequence, kind)
     }
+
+    /// x `[tokens, …]` with zeros in the rows that take no part, as autograd's operators see it. They may hold infinities, and a
+    /// product that meets them with a gradient of 0 is not 0.
+    pub(crate) fn without_others(&self, x: &Tensor) -> Result<Tensor> {
+        let Some(index) = &self.index else { return Ok(x.shallow_clone()) };
+        let part = match &self.labelled {
+            Some(labelled) => labelled.f_ne(0.0)?,
+            None => Tensor::f_ones([self.count], (Kind::Bool, x.device()))?,
+        };
+        let part = Tensor::f_zeros([x.size()[0]], (Kind::Bool, x.device()))?.f_index_copy(0, index, &part)?;
+        Ok(x.f_where_self(&part.f_unsqueeze(1)?, &Tensor::f_zeros([], (x.kind(), x.device()))?)?)
+    }
 }
 
 /// By looking at each target.

@@ -13,6 +13,8 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <mutex>
+#include <optional>
+#include <unordered_map>
 #include <unordered_set>
 
 using at::Tensor;
@@ -32,6 +34,42 @@ variable_list copy_list(const Tensor* const* tensors, size_t count) {
 
 uint32_t version_of(const Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference() ? static_cast<uint32_t>(tensor._version()) : 0;
+}
+
+// One tensor for each output that the node alone may connect to the graph.
+struct OwnOutputs {
+  std::vector<Tensor> tensors;
+  // The function's own tensor behind an output without history, to the first output that it is.
+  std::unordered_map<at::TensorImpl*, size_t> fresh;
+};
+
+// To connect a tensor is to change it: it gets another history, or loses its own. So whatever somebody else has too is
+// connected through an alias: an input, a tensor with history that the function captured (a view, so that an in-place
+// change of it is refused), one without history that somebody still holds, and an output that is given twice.
+OwnOutputs own_outputs(const Tensor* const* inputs, size_t input_count, const Tensor* const* outputs, size_t output_count,
+                       const uint8_t* differentiable, const Tensor* const* saved, size_t saved_count) {
+  std::unordered_set<at::TensorImpl*> of_inputs;
+  for (size_t i = 0; i < input_count; i++) of_inputs.insert(inputs[i]->unsafeGetTensorImpl());
+  // Handles that the caller of this shim has; any other is somebody else's.
+  std::unordered_map<at::TensorImpl*, size_t> handles;
+  for (size_t i = 0; i < output_count; i++) handles[outputs[i]->unsafeGetTensorImpl()]++;
+  for (size_t i = 0; i < saved_count; i++) handles[saved[i]->unsafeGetTensorImpl()]++;
+  OwnOutputs own;
+  for (size_t i = 0; i < output_count; i++) {
+    const Tensor& output = *outputs[i];
+    auto* impl = output.unsafeGetTensorImpl();
+    if (!output.defined()) {
+      own.tensors.push_back(output);
+    } else if (of_inputs.count(impl) != 0 || output.requires_grad()) {
+      const at::AutoGradMode no_grad(false);
+      own.tensors.push_back(differentiable[i] ? output.view_as(output) : output.detach());
+    } else {
+      const bool shared = output.use_count() > handles[impl];
+      const bool again = !own.fresh.emplace(impl, i).second;
+      own.tensors.push_back(shared || again ? output.detach() : output);
+    }
+  }
+  return own;
 }
 
 }  // namespace
@@ -55,6 +93,8 @@ struct RustNode : public torch::autograd::Node {
   variable_list apply(variable_list&& grads) override {
     const bool create_graph = at::GradMode::is_enabled();
     const bool keep_graph = torch::autograd::get_current_graph_task_keep_graph();
+    bool alone = false;
+    std::optional<Running> running;
     std::shared_ptr<void> state, dropped;
     std::vector<SavedVariable> saved_variables;
     variable_list saved;
@@ -67,8 +107,13 @@ struct RustNode : public torch::autograd::Node {
       state = state_;
       saved.reserve(saved_.size());
       for (auto& variable : saved_) saved.push_back(variable.unpack(getptr()));
-      // Nobody can come back for them, so that backward may free each saved tensor as soon as it is used.
-      if (!keep_graph) release(dropped, saved_variables);
+      // Nobody can come back for them, so that backward may free each saved tensor as soon as it is used. Another run, of
+      // another thread or around this one, may have them still; none can begin after the release.
+      if (!keep_graph) {
+        release(dropped, saved_variables);
+        alone = running_ == 0;
+      }
+      running.emplace(*this);
     }
     saved_variables.clear();
 
@@ -87,7 +132,7 @@ struct RustNode : public torch::autograd::Node {
     {
       at::AutoGradMode mode(create_graph && twice_differentiable_);
       status = backward_(state.get(), grads_in.data(), grads_in.size(), saved_in.data(), saved_in.size(), needed.data(),
-                         grads_out.data(), grads_out.size(), keep_graph, create_graph);
+                         grads_out.data(), grads_out.size(), !alone, create_graph);
     }
     variable_list result;
     result.reserve(inputs_);
@@ -113,8 +158,23 @@ struct RustNode : public torch::autograd::Node {
   std::shared_ptr<void> state_;
   std::vector<SavedVariable> saved_;
   bool released_ = false;
+  // Runs of `apply` that have the saved tensors.
+  int running_ = 0;
 
  private:
+  struct Running {
+    // With the node's lock held.
+    explicit Running(RustNode& node) : node_(node) { node_.running_++; }
+    ~Running() {
+      std::lock_guard<std::mutex> lock(node_.mutex_);
+      node_.running_--;
+    }
+    Running(const Running&) = delete;
+    Running& operator=(const Running&) = delete;
+
+    RustNode& node_;
+  };
+
   // A derivative through a backward that was not recorded must fail when it is asked for, not be silently zero or
   // absent. The failing node leads to this node's own inputs and to what the upstream gradients came from, so that the
   // engine meets it on the way to anything that the derivative depends on.
@@ -198,13 +258,12 @@ rt_status rt_node_attach(rt_node* handle, const Tensor* const* inputs, size_t in
     node->state_ = std::move(owned);
     node->backward_ = backward;
     node->twice_differentiable_ = twice_differentiable != 0;
-    std::unordered_set<at::TensorImpl*> non_differentiable, known;
-    for (size_t i = 0; i < input_count; i++) known.insert(inputs[i]->unsafeGetTensorImpl());
-    for (size_t i = 0; i < output_count; i++) known.insert(outputs[i]->unsafeGetTensorImpl());
+    const auto own = own_outputs(inputs, input_count, outputs, output_count, differentiable, saved, saved_count);
+    std::unordered_set<at::TensorImpl*> non_differentiable;
     std::vector<std::optional<Tensor>> raw;
     for (size_t i = 0; i < output_count; i++) {
-      raw.emplace_back(*outputs[i]);
-      if (!differentiable[i]) non_differentiable.insert(outputs[i]->unsafeGetTensorImpl());
+      raw.emplace_back(own.tensors[i]);
+      if (!differentiable[i]) non_differentiable.insert(own.tensors[i].unsafeGetTensorImpl());
     }
     auto no_forward_mode = [](variable_list, variable_list) -> variable_list {
       throw RustFailure("forward-mode differentiation of a custom function is not supported");
@@ -214,15 +273,20 @@ rt_status rt_node_attach(rt_node* handle, const Tensor* const* inputs, size_t in
                                                   no_forward_mode, {}, view_as_self, false);
     std::vector<Tensor> tensors;
     for (auto& result : results) tensors.push_back(result.value());
+    std::unordered_set<at::TensorImpl*> of_inputs;
+    for (size_t i = 0; i < input_count; i++) of_inputs.insert(inputs[i]->unsafeGetTensorImpl());
     for (size_t i = 0; i < saved_count; i++) {
-      if (known.count(saved[i]->unsafeGetTensorImpl()) == 0) {
+      auto* impl = saved[i]->unsafeGetTensorImpl();
+      if (of_inputs.count(impl) != 0) {
+        node->saved_.emplace_back(*saved[i], /*is_output=*/false);
+      } else if (const auto output = own.fresh.find(impl); output != own.fresh.end()) {
+        const Tensor& connected = tensors[output->second];
+        node->saved_.emplace_back(connected, connected.grad_fn().get() == node.get());
+      } else {
         // An intermediate has no history. Detached, a view of an output does not keep the output, and with it this
         // node, alive; it still shares the counter of in-place changes.
         node->saved_.emplace_back(saved[i]->detach(), /*is_output=*/false);
-        continue;
       }
-      const bool is_output = saved[i]->grad_fn().get() == node.get();
-      node->saved_.emplace_back(*saved[i], is_output);
     }
     for (size_t i = 0; i < output_count; i++) wrapped[i] = new Tensor(std::move(tensors[i]));
   });

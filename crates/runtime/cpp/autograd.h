@@ -9,11 +9,11 @@ struct rt_node;
 extern "C" {
 // Runs a Rust backward. `state` is borrowed. `grads` (NULL where no gradient arrived), `saved` are taken by Rust.
 // `needed[i]` says whether the gradient of input i is used. `out` holds `out_count` NULLs; Rust puts tensors there that
-// C++ takes, also when it fails. `keep_graph`: the saved tensors will be needed again. `create_graph`: a second
+// C++ takes, also when it fails. `keep_saved`: another backward, under way or to come, needs the saved tensors. `create_graph`: a second
 // derivative is wanted.
 typedef rt_status (*rt_backward)(void* state, at::Tensor** grads, size_t grad_count, at::Tensor** saved,
                                  size_t saved_count, const uint8_t* needed, at::Tensor** out, size_t out_count,
-                                 int keep_graph, int create_graph);
+                                 int keep_saved, int create_graph);
 // Drops a Rust state. `state` is taken. Does not unwind.
 typedef void (*rt_drop)(void* state);
 

@@ -49,6 +49,15 @@ rt_status rt_cuda_initialise(int* out) {
   });
 }
 
+void* rt_cuda_runtime(const char* name) {
+  for (const char* library : {static_cast<const char*>(nullptr), "libcudart.so.13", "libcudart.so.12"}) {
+    void* handle = library == nullptr ? RTLD_DEFAULT : dlopen(library, RTLD_NOLOAD | RTLD_LAZY);
+    if (library != nullptr && handle == nullptr) continue;
+    if (void* address = dlsym(handle, name)) return address;
+  }
+  return nullptr;
+}
+
 rt_status rt_cuda_synchronize(int device) {
   return guard([&] { cuda().synchronizeDevice(static_cast<c10::DeviceIndex>(device)); });
 }

@@ -19,6 +19,10 @@ rt_status rt_cuda_device_count(int* out);
 // decided, before the library was there, that CUDA is absent: it never asks again.
 rt_status rt_cuda_initialise(int* out);
 
+// The address of a function of the CUDA runtime that libtorch's CUDA half has loaded, or null. None is opened here: a second
+// runtime would know nothing of the first.
+void* rt_cuda_runtime(const char* name);
+
 // --- a device ---
 rt_status rt_cuda_synchronize(int device);
 // Waits for all work on every CUDA device that this process uses, and starts none; does nothing without CUDA.

@@ -7,7 +7,10 @@
 #include "graph.h"
 #include "versions.h"
 
+#include "device.h"
+
 #include <c10/core/Allocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cstring>
 #include <dlfcn.h>
@@ -52,7 +55,6 @@ Methods methods() {
 
 struct rt_graph {
   Methods call;
-  bool capturing = false;
   alignas(64) unsigned char object[kStorage];
 };
 
@@ -77,33 +79,30 @@ rt_status rt_graph_new(rt_graph** out) {
 
 void rt_graph_free(rt_graph* graph) {
   if (graph == nullptr) return;
-  if (graph->capturing) rt_graph_end_quietly(graph);
   // A destructor is noexcept.
   graph->call.destroy(graph->object);
   delete graph;
 }
 
-void rt_graph_end_quietly(rt_graph* graph) {
-  try {
-    graph->capturing = false;
-    graph->call.end(graph->object);
-  } catch (...) {
-    // The failure that led here is the one to tell of.
-  }
-}
-
 rt_status rt_graph_begin(rt_graph* graph) {
   return guard([&] {
-    // cudaStreamCaptureModeGlobal: a call that no capture can hold fails, on whichever thread it is made.
-    graph->call.begin(graph->object, c10::MempoolId_t{0, 0}, 0);
-    graph->capturing = true;
+    // cudaStreamCaptureModeThreadLocal: a call that no capture can hold fails on this thread. Another thread, a loader's, may
+    // go on.
+    graph->call.begin(graph->object, c10::MempoolId_t{0, 0}, 1);
   });
 }
 
 rt_status rt_graph_end(rt_graph* graph) {
+  return guard([&] { graph->call.end(graph->object); });
+}
+
+rt_status rt_graph_restart(rt_graph*) {
   return guard([&] {
-    graph->capturing = false;
-    graph->call.end(graph->object);
+    const auto begin = reinterpret_cast<int (*)(void*, int)>(rt_cuda_runtime("cudaStreamBeginCapture"));
+    TORCH_CHECK(begin != nullptr, "the CUDA runtime that libtorch uses does not show cudaStreamBeginCapture");
+    const c10::impl::VirtualGuardImpl cuda(c10::kCUDA);
+    const int error = begin(cuda.getStreamNativeHandle(cuda.getStream(cuda.getDevice())), /*cudaStreamCaptureModeRelaxed*/ 2);
+    TORCH_CHECK(error == 0, "cudaStreamBeginCapture: error ", error);
   });
 }
 

@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <dlfcn.h>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -109,19 +108,14 @@ at::Tensor over(std::shared_ptr<Pages> pages, at::IntArrayRef shape, const at::T
   return at::from_blob(address, shape, [pages](void*) mutable { pages.reset(); }, options);
 }
 
-// The runtime that libtorch's CUDA half has loaded: none is opened here, a second one would know nothing of the first.
 const rt_page_locker* runtime_locker() {
   static const std::optional<rt_page_locker> found = []() -> std::optional<rt_page_locker> {
-    for (const char* library : {static_cast<const char*>(nullptr), "libcudart.so.13", "libcudart.so.12"}) {
-      void* handle = library == nullptr ? RTLD_DEFAULT : dlopen(library, RTLD_NOLOAD | RTLD_LAZY);
-      if (library != nullptr && handle == nullptr) continue;
-      rt_page_locker locker;
-      locker.lock = reinterpret_cast<int (*)(void*, size_t, unsigned)>(dlsym(handle, "cudaHostRegister"));
-      locker.unlock = reinterpret_cast<int (*)(void*)>(dlsym(handle, "cudaHostUnregister"));
-      locker.describe = reinterpret_cast<const char* (*)(int)>(dlsym(handle, "cudaGetErrorString"));
-      locker.forget_error = reinterpret_cast<int (*)()>(dlsym(handle, "cudaGetLastError"));
-      if (locker.lock && locker.unlock && locker.describe && locker.forget_error) return locker;
-    }
+    rt_page_locker locker;
+    locker.lock = reinterpret_cast<int (*)(void*, size_t, unsigned)>(rt_cuda_runtime("cudaHostRegister"));
+    locker.unlock = reinterpret_cast<int (*)(void*)>(rt_cuda_runtime("cudaHostUnregister"));
+    locker.describe = reinterpret_cast<const char* (*)(int)>(rt_cuda_runtime("cudaGetErrorString"));
+    locker.forget_error = reinterpret_cast<int (*)()>(rt_cuda_runtime("cudaGetLastError"));
+    if (locker.lock && locker.unlock && locker.describe && locker.forget_error) return locker;
     return std::nullopt;
   }();
   return found ? &*found : nullptr;

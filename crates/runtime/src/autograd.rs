@@ -15,6 +15,9 @@
 //!   ([`Backward::may_overwrite_saved`]), as soon as it is used.
 //! - An `Err` or a panic in backward becomes the `Err` of [`backward`], [`grad`], or `tch`'s `f_backward`.
 //! - Forward must leave its inputs as they are: an in-place change of one is an error.
+//! - An output that is not the function's alone (an input, a tensor that it captured, one that is given twice) is connected
+//!   through an alias, and stays what it was for everyone else. A captured tensor that requires a gradient may not be changed
+//!   in place through its alias. Without a node, no output has a history.
 //! - The engine may run backward on a thread of its own, as it does for CUDA: nothing is read there from a thread-local of
 //!   the caller. What backward must know of it (random state, autocast) is captured in forward, as [`checkpoint()`] does.
 //!
@@ -143,10 +146,11 @@ impl Backward {
         std::mem::take(&mut self.saved)
     }
 
-    /// Whether the graph is released after this backward, so that a saved *intermediate*, which nothing but this
-    /// function has ever seen, may be overwritten. Never overwrite a saved input or output.
+    /// Whether no other backward, to come or under way on another thread, needs the saved tensors, so that a saved
+    /// *intermediate*, which nothing but this function has ever seen, may be overwritten. Never overwrite a saved input or
+    /// output.
     pub fn may_overwrite_saved(&self) -> bool {
-        !self.pass.keep_graph
+        !self.pass.keep_saved
     }
 
     /// Runs `body` once, when the backward that this one is a part of has computed all gradients, and before it returns: for work
@@ -234,7 +238,12 @@ fn apply_with<F: Function>(mut function: F, inputs: &[&Tensor], always: bool) ->
         let _no_grad = GradMode::off();
         function.forward(&mut ctx, inputs)?
     };
-    let Some(node) = node else { return Ok(outputs) };
+    let Some(node) = node else {
+        // An input or a captured tensor, handed on as it is, would take gradients past this function.
+        let without_history =
+            |output: Tensor| if output.requires_grad() { output.f_detach() } else { Ok(output) };
+        return Ok(outputs.into_iter().map(without_history).collect::<std::result::Result<_, _>>()?);
+    };
     let Forward { saved, non_differentiable, .. } = ctx;
     let mut differentiable = vec![true; outputs.len()];
     for index in non_differentiable {

@@ -10,6 +10,7 @@ use tch::Device;
 use super::LoaderOptions;
 use super::cursor::{Cursor, Place};
 use super::queue::Queue;
+use super::staging::Staging;
 use crate::batch::Batch;
 use crate::batch_source::BatchSource;
 use crate::error::{Error, Result};
@@ -26,13 +27,16 @@ pub(super) struct Builder {
     device: Device,
     /// Where copies to the device go.
     stream: Option<Stream>,
+    /// Buffers that are copied from there.
+    staging: Staging,
     host: HostBatch,
 }
 
 impl Builder {
     pub(super) fn new(source: Arc<dyn BatchSource>, options: &LoaderOptions, stream: Option<Stream>) -> Self {
         let device = options.device;
-        Self { source, device, stream, host: HostBatch::in_memory(device, options.pinned) }
+        let host = HostBatch::in_memory(device, options.pinned);
+        Self { source, device, stream, staging: Staging::default(), host }
     }
 
     /// Moves the cursor on by a round.
@@ -56,12 +60,12 @@ impl Builder {
             self.source.fill(place.epoch, place.index, &mut self.host)?;
             return Ok(Made { batch: self.host.finish()?, copied: None });
         };
-        // Memory that was copied from could only be written again after a wait for the whole device. libtorch knows when
-        // the copy alone is done, and keeps page-locked memory for the next who asks.
-        drop(self.host.exchange(None));
-        self.source.fill(place.epoch, place.index, &mut self.host)?;
-        let _current = stream.enter()?;
-        let batch = self.host.finish_on_device()?;
+        let buffer = self.staging.take()?;
+        drop(self.host.exchange(buffer));
+        let filled = self.source.fill(place.epoch, place.index, &mut self.host);
+        let batch = filled.and_then(|()| self.host.finish_in(stream));
+        self.staging.put(self.host.exchange(None));
+        let batch = batch?;
         let copied = Event::untimed(self.device)?;
         stream.record(&copied)?;
         Ok(Made { batch, copied: Some(copied) })
@@ -98,4 +102,61 @@ fn caught<R>(place: Place, run: impl FnOnce() -> R) -> Result<R> {
             message: message.unwrap_or_else(|| "it said nothing".into()),
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use runtime::device::pinned_bytes;
+
+    use super::super::staging::MOST;
+    use super::*;
+    use crate::{BatchOptions, StandardDataset};
+
+    fn tokens(batch: &Batch) -> Vec<i64> {
+        Vec::try_from(batch.tokens.reshape([-1])).unwrap()
+    }
+
+    /// A CPU stream stands for a device's: the copies are done when it gets to them.
+    #[test]
+    fn a_worker_writes_few_buffers_again_and_again_and_never_one_that_is_being_copied() {
+        // Lengths that hardly differ, so that one size of buffer serves all.
+        let samples: Vec<Vec<u32>> = (0..120).map(|index| vec![index; 500 + index as usize % 7]).collect();
+        let batching = BatchOptions { batch_size: 4, ..BatchOptions::default() };
+        let source: Arc<dyn BatchSource> = Arc::new(StandardDataset::new(samples, &batching).unwrap());
+        let live = || pinned_bytes(Device::Cpu).unwrap().live;
+        let before = live();
+
+        let stream = Stream::new(Device::Cpu).unwrap();
+        let mut builder = Builder::new(source.clone(), &LoaderOptions::default(), Some(stream.clone()));
+        let (open, gate) = channel::<()>();
+        stream
+            .submit(move || {
+                let _ = gate.recv();
+                Ok(())
+            })
+            .unwrap();
+        let mut make = |index| builder.make(Place { epoch: 0, index }).unwrap();
+        // While nothing is copied, each batch is written to a buffer of its own.
+        let mut made: Vec<Made> = Vec::new();
+        for index in 0..MOST {
+            made.push(make(index));
+            assert!(made.iter().all(|made| !made.copied.as_ref().unwrap().query().unwrap()));
+        }
+        let of_buffers = live() - before;
+        assert!(of_buffers >= MOST as u64 * 4 * 500 * 16, "{of_buffers} bytes");
+        // From here on the same buffers serve, each as soon as its own copy is done.
+        drop(open);
+        let batches = source.batches(0);
+        made.extend((MOST..batches).map(&mut make));
+        assert_eq!((made.len(), live() - before), (30, of_buffers));
+        stream.synchronize().unwrap();
+        for (index, made) in made.iter().enumerate() {
+            assert!(made.copied.as_ref().unwrap().query().unwrap());
+            assert_eq!(tokens(&made.batch), tokens(&source.batch(0, index).unwrap()), "batch {index}");
+        }
+        drop(builder);
+        assert_eq!(live(), before);
+    }
 }

@@ -53,13 +53,18 @@ impl Fused {
         (self.plan.tile, device)
     }
 
-    /// Rows of x, or of another tensor with one for each token, in the dtype of the products.
+    /// Rows of x, or of another tensor with one for each token. Of those without a label: zeros, since what they hold may be
+    /// infinite, and 0·∞ is not 0.
     pub(super) fn gather(&self, tensor: &Tensor, start: i64, count: i64) -> Result<Tensor> {
         let rows = match &self.rows.index {
             Some(index) => tensor.f_index_select(0, &index.f_narrow(0, start, count)?)?,
             None => tensor.f_narrow(0, start, count)?,
         };
-        Ok(rows)
+        let Some(labelled) = &self.rows.labelled else { return Ok(rows) };
+        let mut shape = vec![1; tensor.dim()];
+        shape[0] = count;
+        let labelled = labelled.f_narrow(0, start, count)?.f_ne(0.0)?.f_reshape(shape.as_slice())?;
+        Ok(rows.f_where_self(&labelled, &Tensor::f_zeros([], (rows.kind(), rows.device()))?)?)
     }
 
     pub(super) fn class_weights_here(&self) -> Result<Option<Tensor>> {

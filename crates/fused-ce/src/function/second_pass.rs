@@ -48,13 +48,7 @@ impl Fused {
             None => Tensor::f_zeros([rows], self.options_of(device))?,
         };
         let of_log_sum_exp = match of_log_sum_exp {
-            Some(arrived) => {
-                let arrived = self.gather(&arrived.f_reshape([-1])?, 0, rows)?;
-                Some(match &self.rows.labelled {
-                    Some(labelled) => arrived.f_mul(labelled)?,
-                    None => arrived,
-                })
-            }
+            Some(arrived) => Some(self.gather(&arrived.f_reshape([-1])?, 0, rows)?),
             None => None,
         };
         let formula = Formula::new(&self.options, self.sizes.vocabulary, self.class_weights.as_ref())?;

@@ -14,17 +14,13 @@ const LOGITS: f64 = 1e-4;
 const LOSS: f64 = 1e-5;
 const GRADIENT: f64 = 1e-4;
 
-/// Every folder of the fixtures that has an adapter in it.
+/// The folders of the fixtures that have an adapter in them.
 fn folders() -> Vec<PathBuf> {
     let fixtures = std::env::var_os("FRUGAL_FIXTURES").map_or_else(
         || PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/fixtures")),
         PathBuf::from,
     );
-    let entries = std::fs::read_dir(&fixtures).unwrap().map(|entry| entry.unwrap().path());
-    let mut found: Vec<_> = entries.filter(|path| path.join("adapter_cases.safetensors").is_file()).collect();
-    found.sort();
-    assert!(!found.is_empty(), "{} has no adapters", fixtures.display());
-    found
+    ["llama", "qwen2"].map(|name| fixtures.join(name)).to_vec()
 }
 
 fn tensors(path: &Path) -> BTreeMap<String, Tensor> {

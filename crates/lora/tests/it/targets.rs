@@ -27,7 +27,6 @@ fn attention() -> LoraConfig {
 fn the_counts_of_published_models() {
     let half = qwen(896, 4864, 24, 14, 2, 151_936);
     assert_eq!(attention().trainable_parameters(&half).unwrap(), 1_081_344);
-    assert_eq!(494_032_768 + 1_081_344, 495_114_112);
     let seven = qwen(3584, 18_944, 28, 28, 4, 152_064);
     assert_eq!(attention().trainable_parameters(&seven).unwrap(), 5_046_272);
 }

@@ -5,7 +5,8 @@
 //! mask, and its autocast. Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 //!
 //! Tensors that the closure captures: leaves (weights) receive their gradients in `.grad` as usual. A captured tensor
-//! that is not a leaf would be differentiated into the graph around the segment a second time: pass it as an input.
+//! that is not a leaf would be differentiated into the graph around the segment a second time: pass it as an input. A segment
+//! may return what it captured: the result is an alias, and the tensor itself stays as it was.
 //! Unlike PyTorch's re-entrant form, the segment takes part in backward even when no input needs a gradient, so that
 //! captured weights of a first layer are trained and not silently forgotten.
 

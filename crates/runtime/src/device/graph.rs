@@ -16,7 +16,8 @@
 //! - **Its memory is the graph's**: what the step allocates while it is captured lies in a pool that each replay overwrites.
 //!   What the closure owns lives as long as the step. A tensor that it borrows through a shared handle must not get other memory
 //!   (`set_data`, `set_grad(None)` outside): a replay would use the old one, which may be another tensor's by then.
-//! - **Alone**: while it captures, no other thread may use the device in a way that no graph can hold.
+//! - **On its own stream**: other threads may use the device on other streams meanwhile, as a loader does; what they do is not part
+//!   of the step. A wait for the whole device may fail meanwhile, on any thread.
 //!
 //! There is no such thing on a CPU, where a launch is a call: [`Step::capture`] says so, and
 //! [`fused::elementwise`](crate::fused::elementwise) is what takes passes together there.
@@ -52,8 +53,8 @@ impl Step {
     ///
     /// # Errors
     /// [`Error::Unavailable`] on a CPU, where CUDA is not there, and where libtorch is not the one that this was built for;
-    /// no warm-up; what `body` returns; a call in `body` that no graph can hold. After a failure nothing is captured, and the
-    /// warm-up has taken place.
+    /// no warm-up; what `body` returns; a call in `body` that no graph can hold. After a failure nothing is captured, the
+    /// warm-up has taken place, and the device works as before.
     pub fn capture(
         device: Device,
         warmup: usize,

@@ -2,7 +2,8 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::choice::checked;
+use super::Stream;
+use super::choice::{checked, flag};
 use crate::error::{Error, Result};
 use crate::sys::host_memory::{HostBlock, Plain, Usage, host_empty, host_fallback_reason, host_usage};
 
@@ -105,8 +106,8 @@ impl<T: Plain> Number for T {}
 ///
 /// The bytes are borrowed as slices only while no tensor views them, so that a slice never changes under its reader.
 /// A copy with a view may still be under way when the view is gone. So the first borrow after a view waits for all work on
-/// the CUDA devices that the process uses: it costs little after a synchronise, and a pipeline that must not stop there
-/// keeps to tensors. On the CPU there is nothing to wait for.
+/// the CUDA devices that the process uses: it costs little after a synchronise. A pipeline that must not stop there copies with
+/// [`PinnedBuffer::copy_to`], after which a borrow waits for that copy alone. On the CPU there is nothing to wait for.
 ///
 /// ```
 /// use runtime::device::PinnedBuffer;
@@ -173,6 +174,54 @@ impl PinnedBuffer {
             Err(error) => return error,
         };
         Error::invalid("pinned buffer", reason)
+    }
+
+    /// Copies its first bytes to `target`, contiguous and on the stream's device, in `stream` and without waiting. The buffer may
+    /// be borrowed again at once: a borrow waits until the copy is done, and for nothing else. One that is not page-locked is
+    /// copied from while the caller waits, where the device is CUDA's.
+    ///
+    /// ```
+    /// use runtime::device::{PinnedBuffer, Stream};
+    /// use tch::{Device, Kind, Tensor};
+    ///
+    /// let mut buffer = PinnedBuffer::new(8, Device::Cpu)?;
+    /// buffer.as_mut_slice::<f32>()?.copy_from_slice(&[0.5, 2.0]);
+    /// let stream = Stream::new(Device::Cpu)?;
+    /// let target = Tensor::zeros([2], (Kind::Float, Device::Cpu));
+    /// buffer.copy_to(&target, &stream)?;
+    /// buffer.as_mut_slice::<f32>()?.fill(0.0);
+    /// stream.synchronize()?;
+    /// assert_eq!(Vec::<f32>::try_from(&target)?, [0.5, 2.0]);
+    /// # Ok::<(), runtime::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// A target that is not contiguous, on another device than the stream, or larger than the buffer; those of the copy.
+    pub fn copy_to(&mut self, target: &Tensor, stream: &Stream) -> Result<()> {
+        let invalid = |reason: String| Err(Error::invalid("pinned buffer copy", reason));
+        let bytes = target.numel() * target.kind().elt_size_in_bytes();
+        if target.device() != stream.device() {
+            return invalid(format!(
+                "the target is on {} and the stream of {}; give it a stream of the target's device",
+                flag(target.device()),
+                flag(stream.device())
+            ));
+        }
+        if !target.is_contiguous() {
+            return invalid(format!("the target has strides {:?}; make it contiguous", target.stride()));
+        }
+        if bytes > self.len() {
+            return invalid(format!("the target has {bytes} bytes and the buffer {}", self.len()));
+        }
+        self.block.copy_to(target, stream)
+    }
+
+    /// Whether a copy of [`PinnedBuffer::copy_to`] is under way, so that a borrow would wait.
+    ///
+    /// # Errors
+    /// On CUDA, an asynchronous error of a kernel.
+    pub fn is_being_copied(&self) -> Result<bool> {
+        self.block.is_being_copied()
     }
 
     /// A tensor over the bytes from `offset` on; it keeps the memory alive. All views share a version counter: autograd

@@ -154,7 +154,7 @@ pub struct Coefficients<'a> {
     pub constant: Option<&'a Tensor>,
 }
 
-/// The two passes over a tile.
+/// The two passes over a tile. One without rows or without columns adds nothing and changes nothing.
 pub trait LogitsPass: Debug + Send + Sync {
     /// Tensors as large as the tile that a pass makes on the way, at most: what a plan of memory counts in.
     fn temporaries(&self) -> u64;

@@ -25,7 +25,7 @@ type BackwardCallback = extern "C" fn(
     needed: *const u8,
     out: *mut *mut C_tensor,
     out_count: usize,
-    keep_graph: c_int,
+    keep_saved: c_int,
     create_graph: c_int,
 ) -> Status;
 
@@ -133,10 +133,12 @@ pub(crate) fn at_end_of_backward(body: Box<dyn FnOnce() -> Result<()> + Send>) -
     unsafe { check(rt_at_end_of_backward(context, run_at_end, release_at_end)) }
 }
 
-/// What the engine was asked for.
+/// What a run of a node must heed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pass {
-    pub(crate) keep_graph: bool,
+    /// Another backward, under way or to come, needs the saved tensors.
+    pub(crate) keep_saved: bool,
+    /// A second derivative is wanted.
     pub(crate) create_graph: bool,
 }
 
@@ -232,7 +234,7 @@ extern "C" fn run_backward(
     needed: *const u8,
     out: *mut *mut C_tensor,
     out_count: usize,
-    keep_graph: c_int,
+    keep_saved: c_int,
     create_graph: c_int,
 ) -> Status {
     callback(|| {
@@ -250,7 +252,7 @@ extern "C" fn run_backward(
             grads,
             saved,
             needed,
-            Pass { keep_graph: keep_graph != 0, create_graph: create_graph != 0 },
+            Pass { keep_saved: keep_saved != 0, create_graph: create_graph != 0 },
         )?;
         if result.len() != out_count {
             return Err(Error::invalid(

@@ -73,6 +73,9 @@ fn typed_statistics<R: Real>(
     let best = statistics.best.as_ref();
     let best = best.map(|best| view.cells::<i64>("best", best, Kind::Int64)).transpose()?;
     let matrix = view.rows;
+    if matrix.is_empty() {
+        return Ok(());
+    }
     parallel::for_each(matrix.rows, |row| {
         // SAFETY: each row is one task's, and every vector has an element for it (`Tile::cells`).
         unsafe {
@@ -110,6 +113,9 @@ fn typed_logits<R: Real>(tile: &Tensor, transform: Transform<'_>) -> Result<()> 
     let view = Tile::<R>::new(tile)?;
     let formula = view.formula(transform, None)?;
     let matrix = view.rows;
+    if matrix.is_empty() {
+        return Ok(());
+    }
     parallel::for_each(matrix.rows, |row| {
         // SAFETY: each row is one task's.
         unsafe { kernel::logits(row_of::<R>(matrix, row), formula) }
@@ -132,6 +138,9 @@ fn typed_gradient<R: Real>(
     let (powers, target) = (cells("powers", coefficients.powers)?, cells("target", coefficients.target)?);
     let constant = coefficients.constant.map(|constant| cells("constant", constant)).transpose()?;
     let matrix = view.rows;
+    if matrix.is_empty() {
+        return Ok(());
+    }
     parallel::for_each(matrix.rows, |row| {
         // SAFETY: each row is one task's, and every vector has an element for it (`Tile::cells`).
         unsafe {
@@ -241,10 +250,11 @@ impl<'a, R: Real> Tile<'a, R> {
 /// Row `index` of a tile of `R`.
 ///
 /// # Safety
-/// It is one of the tile's, which outlives `'a`, and nobody else has it now.
+/// It is one of the tile's, which has columns and outlives `'a`, and nobody else has it now.
 unsafe fn row_of<'a, R>(tile: Rows, index: usize) -> &'a mut [R] {
     let start = (tile.pointer as *mut R).wrapping_add(index * tile.row_stride);
-    // SAFETY: the row lies in the tile, whose rows do not overlap (`rows`), and is the caller's alone.
+    // SAFETY: the row lies in the tile, whose rows do not overlap (`rows`), and is the caller's alone. The address is that of an
+    // element, not the null of a tensor without any.
     unsafe { std::slice::from_raw_parts_mut(start, tile.columns) }
 }
 
@@ -285,7 +295,7 @@ enum TileTargets<R> {
 
 impl<R: Real> TileTargets<R> {
     /// # Safety
-    /// `row` is one of the tile's.
+    /// `row` is one of the tile's, which has columns.
     unsafe fn of(&self, row: usize) -> RowTarget<'_, R> {
         match self {
             Self::Columns(cells, columns) => {

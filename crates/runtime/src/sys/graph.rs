@@ -16,6 +16,7 @@ unsafe extern "C" {
     fn rt_graph_free(graph: *mut Opaque);
     fn rt_graph_begin(graph: *mut Opaque) -> Status;
     fn rt_graph_end(graph: *mut Opaque) -> Status;
+    fn rt_graph_restart(graph: *mut Opaque) -> Status;
     fn rt_graph_replay(graph: *mut Opaque) -> Status;
 }
 
@@ -23,7 +24,44 @@ unsafe extern "C" {
 #[derive(Debug)]
 pub(crate) struct CudaGraph {
     graph: *mut Opaque,
+    capturing: bool,
     _thread: PhantomData<*mut ()>,
+}
+
+/// What it takes to end a capture.
+trait Capture {
+    /// libtorch's own end.
+    fn end(&mut self) -> Result<()>;
+    /// Begins a capture of nothing on the same stream, of which libtorch is not told.
+    fn restart(&mut self) -> Result<()>;
+}
+
+/// Ends a capture, whatever has become of it.
+///
+/// CUDA refuses to end one that a forbidden call has made invalid, or whose streams did not come together again: the stream captures no
+/// more, but libtorch's end leaves with that failure before it has told its allocators. They would take the capture for one that goes
+/// on, and from then on put no block that another stream has used to use again. So libtorch gets a capture of nothing to end.
+fn end(capture: &mut impl Capture) -> Result<()> {
+    let Err(failure) = capture.end() else { return Ok(()) };
+    if capture.restart().is_ok() {
+        let _ = capture.end();
+    }
+    Err(failure)
+}
+
+/// The shim's functions for a graph.
+struct Shim(*mut Opaque);
+
+impl Capture for Shim {
+    fn end(&mut self) -> Result<()> {
+        // SAFETY: the graph is that of a `CudaGraph`, which outlives this.
+        unsafe { check(rt_graph_end(self.0)) }
+    }
+
+    fn restart(&mut self) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { check(rt_graph_restart(self.0)) }
+    }
 }
 
 impl CudaGraph {
@@ -32,19 +70,21 @@ impl CudaGraph {
         let mut graph = std::ptr::null_mut();
         // SAFETY: the out-parameter is valid during the call.
         unsafe { check(rt_graph_new(&mut graph)) }?;
-        Ok(Self { graph, _thread: PhantomData })
+        Ok(Self { graph, capturing: false, _thread: PhantomData })
     }
 
     /// Captures what the thread's current stream is given, until [`CudaGraph::end`].
     pub(crate) fn begin(&mut self) -> Result<()> {
         // SAFETY: the graph is ours.
-        unsafe { check(rt_graph_begin(self.graph)) }
+        unsafe { check(rt_graph_begin(self.graph)) }?;
+        self.capturing = true;
+        Ok(())
     }
 
-    /// Ends the capture.
+    /// Ends the capture. After a failure there is none, and libtorch knows it.
     pub(crate) fn end(&mut self) -> Result<()> {
-        // SAFETY: the graph is ours.
-        unsafe { check(rt_graph_end(self.graph)) }
+        self.capturing = false;
+        end(&mut Shim(self.graph))
     }
 
     /// Launches what was captured on the current stream.
@@ -56,7 +96,78 @@ impl CudaGraph {
 
 impl Drop for CudaGraph {
     fn drop(&mut self) {
+        if self.capturing {
+            // A panic led here; the failure of a capture that nobody will have has no one to tell.
+            let _ = self.end();
+        }
         // SAFETY: the graph is ours and freed once.
         unsafe { rt_graph_free(self.graph) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+
+    /// What a stream does.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum Capturing {
+        No,
+        Yes,
+        /// Since a call that no capture can hold.
+        Invalid,
+    }
+
+    /// libtorch's `CUDAGraph::capture_end` and what it stands on: CUDA ends the stream's capture in any case, and libtorch's
+    /// allocators hear of it only where CUDA was content.
+    struct Model {
+        stream: Capturing,
+        allocators_capture: bool,
+        ended: bool,
+        restarts: bool,
+    }
+
+    impl Capture for Model {
+        fn end(&mut self) -> Result<()> {
+            let was = std::mem::replace(&mut self.stream, Capturing::No);
+            if was != Capturing::Yes {
+                return Err(Error::Torch(format!("the stream's capture was {was:?}")));
+            }
+            self.allocators_capture = false;
+            self.ended = true;
+            Ok(())
+        }
+
+        fn restart(&mut self) -> Result<()> {
+            if !self.restarts || self.stream != Capturing::No {
+                return Err(Error::Torch("no restart".into()));
+            }
+            self.stream = Capturing::Yes;
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn the_allocators_learn_that_a_failed_capture_has_ended() {
+        for stream in [Capturing::Yes, Capturing::Invalid, Capturing::No] {
+            let mut model = Model { stream, allocators_capture: true, ended: false, restarts: true };
+            let outcome = end(&mut model).map_err(|error| error.to_string());
+            assert_eq!(outcome.is_ok(), stream == Capturing::Yes);
+            if let Err(words) = outcome {
+                // The first failure, not that of the way out.
+                assert!(words.ends_with(&format!("the stream's capture was {stream:?}")), "{words}");
+            }
+            assert_eq!((model.stream, model.allocators_capture), (Capturing::No, false), "{stream:?}");
+        }
+    }
+
+    #[test]
+    fn a_capture_that_cannot_be_mended_tells_its_first_failure() {
+        let mut model =
+            Model { stream: Capturing::Invalid, allocators_capture: true, ended: false, restarts: false };
+        let words = end(&mut model).unwrap_err().to_string();
+        assert!(words.ends_with("the stream's capture was Invalid"), "{words}");
+        assert!(!model.ended);
     }
 }

@@ -1,6 +1,6 @@
 //! Host memory that a device copies from and to (`cpp/host_memory.cpp`).
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use tch::{Kind, Tensor};
@@ -8,6 +8,7 @@ use torch_sys::C_tensor;
 
 use super::device::cuda_synchronize_used;
 use super::{Status, check, take};
+use crate::device::{Event, Stream, copy_async};
 use crate::error::{Error, Result};
 
 /// The functions that lock pages, as `rt_page_locker`.
@@ -154,6 +155,8 @@ pub(crate) struct HostBlock {
     len: usize,
     /// Whether tensors viewed it since the devices were last waited for: a device may still copy for a view that is gone.
     viewed: Cell<bool>,
+    /// Copies from the block that may be under way, of tensors that nobody else has seen.
+    copies: RefCell<Vec<Event>>,
 }
 
 impl HostBlock {
@@ -163,7 +166,7 @@ impl HostBlock {
         })?;
         let mut bytes = host_empty(&[size], Kind::Uint8, cuda)?;
         let _ = bytes.f_zero_()?;
-        Ok(Self { bytes, len, viewed: Cell::new(false) })
+        Ok(Self { bytes, len, viewed: Cell::new(false), copies: RefCell::default() })
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -177,6 +180,50 @@ impl HostBlock {
         Ok(self.bytes.f_narrow(0, offset as i64, size as i64)?)
     }
 
+    /// Puts a copy of its first bytes to `target`, which has as many, into `stream`. The block remembers the copy, and waits for
+    /// it alone when it is lent.
+    pub(crate) fn copy_to(&mut self, target: &Tensor, stream: &Stream) -> Result<()> {
+        let copied = Event::untimed(stream.device())?;
+        let bytes = target.numel() * target.kind().elt_size_in_bytes();
+        let source = self.bytes.f_narrow(0, 0, bytes as i64)?.f_view_dtype(target.kind())?;
+        let source = source.f_view(target.size().as_slice())?;
+        let mut target = target.shallow_clone();
+        let submitted =
+            stream.submit(move || copy_async(&mut target, &source)).and_then(|()| stream.record(&copied));
+        if submitted.is_err() {
+            // Whether something was copied is not known, so the next borrow waits for the devices.
+            self.viewed.set(true);
+        }
+        submitted?;
+        let mut copies = self.copies.borrow_mut();
+        copies.retain(|copied| !copied.query().unwrap_or(false));
+        copies.push(copied);
+        Ok(())
+    }
+
+    /// Whether a copy of [`HostBlock::copy_to`] is still under way.
+    pub(crate) fn is_being_copied(&self) -> Result<bool> {
+        for copied in self.copies.borrow().iter() {
+            if !copied.query()? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Waits for the copies of [`HostBlock::copy_to`].
+    fn finish_copies(&self) -> Result<()> {
+        let mut copies = self.copies.borrow_mut();
+        while let Some(copied) = copies.last() {
+            // A failure of work before the copy is the stream's to tell: what counts here is that nobody reads any more.
+            match copied.synchronize() {
+                Err(error) if !copied.query().unwrap_or(false) => return Err(error),
+                _ => drop(copies.pop()),
+            }
+        }
+        Ok(())
+    }
+
     /// How many tensors view the block.
     pub(crate) fn views(&self) -> Result<u64> {
         Ok(storage_users(&self.bytes)?.saturating_sub(1))
@@ -186,6 +233,7 @@ impl HostBlock {
     /// copying for one that did. A copy is submitted while its tensor lives, so that a wait after the last one is gone
     /// is a wait for all of them.
     fn lendable<T: Plain>(&self) -> Result<bool> {
+        self.finish_copies()?;
         if self.views()? != 0 || !self.len.is_multiple_of(size_of::<T>()) {
             return Ok(false);
         }

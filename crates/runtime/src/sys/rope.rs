@@ -19,9 +19,10 @@ pub(crate) fn takes(kind: Kind) -> bool {
     matches!(kind, Kind::Float | Kind::Double | Kind::BFloat16 | Kind::Half)
 }
 
-/// Whether the pass can read heads where they lie.
+/// Whether the pass can read heads where they lie. Without elements any strides are libtorch's contiguous ones.
 pub(crate) fn reads(tensor: &Tensor) -> bool {
-    tensor.stride().last() == Some(&1) && tensor.stride().iter().all(|stride| *stride >= 0)
+    tensor.numel() == 0
+        || tensor.stride().last() == Some(&1) && tensor.stride().iter().all(|stride| *stride >= 0)
 }
 
 /// Whether the pass can write heads where they lie: no two of their elements share a place.
@@ -35,7 +36,7 @@ pub(crate) fn writes(tensor: &Tensor) -> bool {
         reach = stride * size;
         beyond
     });
-    reads(tensor) && apart
+    tensor.numel() == 0 || reads(tensor) && apart
 }
 
 /// Rotates all of `turns`, backwards with `inverse`. The token at `[b, t]` has the place `places[b·T + t]`, or t without

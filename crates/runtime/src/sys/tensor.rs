@@ -69,6 +69,13 @@ pub(crate) struct Rows {
     pub(crate) row_stride: usize,
 }
 
+impl Rows {
+    /// Whether there is no element, so that `pointer` may be null.
+    pub(crate) fn is_empty(self) -> bool {
+        self.rows == 0 || self.columns == 0
+    }
+}
+
 /// Views a dense-rowed CPU tensor `[rows, columns]` of the given kind.
 pub(crate) fn rows(operation: &'static str, name: &str, tensor: &Tensor, kind: Kind) -> Result<Rows> {
     let refuse = |what: String| Err(Error::invalid(operation, format!("`{name}` {what}")));

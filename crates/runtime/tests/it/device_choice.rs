@@ -1,7 +1,5 @@
 //! What a device flag may be, and the words for what it may not.
 
-use std::io::Write;
-
 use expect_test::{Expect, expect};
 use runtime::device::{self, Event, Stream};
 use tch::Device;
@@ -26,8 +24,7 @@ fn cpu_is_always_there() {
 #[test]
 fn flags_that_name_nothing_here() {
     if cuda() {
-        let mut stderr = std::io::stderr();
-        writeln!(stderr, "skipped: the words are those of a machine without CUDA").unwrap();
+        eprintln!("skipped: the words are those of a machine without CUDA");
         return;
     }
     check(
@@ -85,8 +82,7 @@ fn flags_that_name_nothing_here() {
 #[test]
 fn every_constructor_refuses_a_device_that_is_not_there() {
     if cuda() {
-        let mut stderr = std::io::stderr();
-        writeln!(stderr, "skipped: the words are those of a machine without CUDA").unwrap();
+        eprintln!("skipped: the words are those of a machine without CUDA");
         return;
     }
     let cuda = Device::Cuda(0);

@@ -1,7 +1,5 @@
 //! What CUDA must do as the CPU does, and what only CUDA can. Says aloud that it is skipped where there is none.
 
-use std::io::Write;
-
 use runtime::device::{self, Event, PinnedBuffer, Stream, copy_async};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
@@ -9,9 +7,7 @@ use tch::{Device, Kind, Tensor};
 /// Runs the body on the first CUDA device.
 fn on_cuda(body: impl FnOnce(Device) -> Result<()>) {
     if device::cuda_count().unwrap() == 0 {
-        // Not through a macro, whose words the test harness keeps to itself.
-        let mut stderr = std::io::stderr();
-        writeln!(stderr, "skipped: no CUDA device").unwrap();
+        eprintln!("skipped: no CUDA device");
         return;
     }
     body(device::select("cuda").unwrap()).unwrap();

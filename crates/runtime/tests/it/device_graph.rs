@@ -1,12 +1,10 @@
 //! Captured steps: what is said where there is no CUDA, and a step of training where there is.
 
-use std::io::Write;
-
 use expect_test::expect;
 use runtime::Error;
 use runtime::autograd::{self, GradMode, Keep};
 use runtime::device::graph::Step;
-use runtime::device::{self, cuda_count};
+use runtime::device::{self, Stream, cuda_count};
 use tch::{Device, Kind, Tensor};
 
 #[test]
@@ -29,14 +27,53 @@ fn a_device_that_is_not_there_is_unavailable_and_nothing_runs() {
 #[test]
 fn a_captured_step_computes_what_the_step_itself_does() {
     if cuda_count().unwrap() == 0 {
-        // Not through a macro, whose words the test harness keeps to itself.
-        writeln!(std::io::stderr(), "skipped: no CUDA device").unwrap();
+        eprintln!("skipped: no CUDA device");
         return;
     }
     let device = device::select("cuda").unwrap();
     let losses: Vec<Vec<f64>> =
         [false, true].into_iter().map(|captured| losses(device, captured).unwrap()).collect();
     assert_eq!(losses[0], losses[1]);
+}
+
+#[test]
+fn after_a_failed_capture_the_device_works_as_before() {
+    if cuda_count().unwrap() == 0 {
+        eprintln!("skipped: no CUDA device");
+        return;
+    }
+    let device = device::select("cuda").unwrap();
+    let side = Stream::new(device).unwrap();
+    // Bytes that the driver has left after blocks of 8 MiB were used by another stream and given back, one after the other.
+    let left = || {
+        for _ in 0..64 {
+            let block = Tensor::zeros([2 << 20], (Kind::Float, device));
+            device::record_stream(&block, &side).unwrap();
+            drop(block);
+            device::synchronize(device).unwrap();
+        }
+        device::memory_info(device).unwrap().free
+    };
+    let before = left();
+    let x = Tensor::ones([8], (Kind::Float, device));
+    let inside = x.shallow_clone();
+    let error = Step::capture(device, 1, move || {
+        // The host reads a value, which no graph can hold; in the warm-up it may.
+        inside.f_sum(Kind::Float)?.f_double_value(&[])?;
+        Ok(())
+    })
+    .unwrap_err();
+    assert!(error.to_string().contains("captur"), "{error}");
+    // One step fails without CUDA: its own error is told.
+    let mut runs = 0;
+    let error = Step::capture(device, 1, move || {
+        runs += 1;
+        if runs == 2 { Err(Error::Other("no data".into())) } else { Ok(()) }
+    })
+    .unwrap_err();
+    assert_eq!(error.to_string(), "no data");
+    assert!(before.abs_diff(left()) < 64 << 20, "blocks that another stream used are used again");
+    assert_eq!(losses(device, false).unwrap(), losses(device, true).unwrap(), "another capture works");
 }
 
 /// One step of gradient descent, which leaves its loss in `loss`.

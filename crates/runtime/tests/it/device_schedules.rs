@@ -4,8 +4,6 @@
 //! for the last write of both slots and for the last reads of the one it writes, through events that are recorded again
 //! and again. Any order that these waits allow gives the sequential result, to the last bit.
 
-use std::io::Write;
-
 use runtime::Result;
 use runtime::device::{self, Event, Stream};
 use tch::{Device, Kind, Tensor};
@@ -141,9 +139,7 @@ fn any_schedule_gives_the_sequential_result_on_cpu() {
 #[test]
 fn any_schedule_gives_the_sequential_result_on_cuda() {
     if device::cuda_count().unwrap() == 0 {
-        // Not through a macro, whose words the test harness keeps to itself.
-        let mut stderr = std::io::stderr();
-        writeln!(stderr, "skipped: no CUDA device").unwrap();
+        eprintln!("skipped: no CUDA device");
         return;
     }
     check(Device::Cuda(0));

@@ -2,7 +2,9 @@
 
 mod adam;
 mod attention_flops;
+mod autograd_captured;
 mod autograd_checkpoint;
+mod autograd_concurrent;
 mod autograd_function;
 mod autograd_property;
 mod autograd_random_state;
@@ -15,11 +17,13 @@ mod device_cuda;
 mod device_failures;
 mod device_graph;
 mod device_pinned;
+mod device_pinned_copy;
 mod device_schedules;
 mod device_streams;
 mod device_synchronize;
 mod elementwise;
 mod elementwise_memory;
+mod empty;
 mod file;
 mod held;
 mod mapped;

@@ -7,3 +7,4 @@ mod equivalence;
 mod flops;
 mod memory;
 mod peak;
+mod threads;

@@ -23,6 +23,9 @@ impl LogitsPass for Operators {
         class_weights: Option<&Tensor>,
         statistics: &mut Statistics,
     ) -> Result<()> {
+        if tile.numel() == 0 {
+            return Ok(());
+        }
         self.logits(tile, transform)?;
         let (largest, column) = tile.f_max_dim(1, false)?;
         if let Some(best) = &mut statistics.best {
@@ -110,6 +113,9 @@ impl LogitsPass for Operators {
         class_weights: Option<&Tensor>,
         coefficients: Coefficients<'_>,
     ) -> Result<()> {
+        if tile.numel() == 0 {
+            return Ok(());
+        }
         let slope = match transform.softcap {
             // s·(1 − (z/k)²)
             Some(cap) => Some(

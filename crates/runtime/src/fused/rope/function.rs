@@ -105,7 +105,7 @@ fn by_operators(table: &Tensor, positions: Option<&Tensor>, x: &Tensor, inverse:
         None => table.f_narrow(0, 0, sequence)?.f_unsqueeze(0)?,
         Some(positions) => {
             let picked = table.f_index_select(0, &positions.f_reshape([-1])?)?;
-            picked.f_reshape([-1, sequence, 2, head / 2])?
+            picked.f_reshape([positions.size()[0], sequence, 2, head / 2])?
         }
     };
     let compute = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
@@ -125,6 +125,18 @@ mod tests {
     use super::super::{Frequencies, RotaryTable};
     use super::*;
     use crate::random::Generator;
+
+    #[test]
+    fn the_chain_of_operators_takes_tensors_without_elements() {
+        let table = RotaryTable::new(6, 40, &Frequencies::default(), Device::Cpu).unwrap();
+        for size in [[0i64, 3, 4, 6], [2, 0, 4, 6], [2, 3, 0, 6]] {
+            let x = Tensor::ones(size, (Kind::Float, Device::Cpu));
+            let positions = Tensor::zeros([size[0], size[1]], (Kind::Int64, Device::Cpu));
+            for positions in [None, Some(&positions)] {
+                assert_eq!(by_operators(&table.values, positions, &x, false).unwrap().size(), size);
+            }
+        }
+    }
 
     /// The chain for other devices, run on the CPU, where both can be.
     #[test]

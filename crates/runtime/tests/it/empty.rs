@@ -1,0 +1,247 @@
+//! Tensors without elements, whose address is null: every public pass over memory, with every dimension zero in turn.
+
+use runtime::device::{PinnedBuffer, pinned_empty};
+use runtime::fused::adam::{AdamStep, AdamTensors, adam};
+use runtime::fused::cross_entropy::{
+    Coefficients, LogitsPass, Operators, Simd, Statistics, Targets, Transform, Wanted,
+};
+use runtime::fused::elementwise::Elementwise;
+use runtime::fused::gradients::unscale_;
+use runtime::fused::norm::{Norm, Options, add_norm, layer_norm, rms_norm};
+use runtime::fused::rope::{Frequencies, RotaryTable};
+use runtime::fused::swiglu;
+use runtime::mapped::{MappedFile, copy_values};
+use runtime::matmul::{matvec, mm, mm_into};
+use runtime::random::Generator;
+use runtime::{autograd, file};
+use tch::{Device, Kind, Tensor};
+
+const FLOATS: [Kind; 2] = [Kind::Float, Kind::Double];
+
+fn ones(size: &[i64], kind: Kind) -> Tensor {
+    Tensor::ones(size, (kind, Device::Cpu))
+}
+
+/// `size` with each dimension zero in turn, and all of them.
+fn emptied(size: &[i64]) -> Vec<Vec<i64>> {
+    let one = (0..size.len()).map(|zero| {
+        size.iter().enumerate().map(|(index, &n)| if index == zero { 0 } else { n }).collect::<Vec<_>>()
+    });
+    one.chain([vec![0; size.len()]]).collect()
+}
+
+fn values(tensor: &Tensor) -> Vec<f64> {
+    Vec::try_from(tensor.to_kind(Kind::Double).reshape([-1])).unwrap()
+}
+
+#[test]
+fn tiles_of_logits_without_elements_add_nothing() {
+    for pass in [&Simd as &dyn LogitsPass, &Operators] {
+        for kind in FLOATS {
+            for size in emptied(&[3, 4]) {
+                for dense in [false, true] {
+                    let (n, columns) = (size[0], size[1]);
+                    let case = format!("{pass:?} {kind:?} {size:?}, dense: {dense}");
+                    let (bias, weights) = (ones(&[columns], kind), ones(&[columns], kind));
+                    let target = if dense {
+                        ones(&size, kind)
+                    } else {
+                        Tensor::zeros([n], (Kind::Int64, Device::Cpu))
+                    };
+                    let targets = if dense { Targets::Dense(&target) } else { Targets::Columns(&target) };
+                    let transform = Transform { bias: Some(&bias), scale: 0.5, softcap: Some(2.0) };
+                    let wanted = Wanted { total: true, moment: true, best: true };
+                    let mut known = Statistics::new(n, dense, wanted, (kind, Device::Cpu)).unwrap();
+                    // What an earlier tile left.
+                    let _ = known.maximum.fill_(1.0);
+                    let _ = known.sum.fill_(2.0);
+                    let mut tile = ones(&size, kind);
+                    pass.statistics(&mut tile, 0, transform, targets, Some(&weights), &mut known)
+                        .unwrap_or_else(|error| panic!("{case}: {error}"));
+                    assert_eq!(values(&known.maximum), vec![1.0; n as usize], "{case}");
+                    assert_eq!(values(&known.sum), vec![2.0; n as usize], "{case}");
+                    for left in [&known.target, known.total.as_ref().unwrap(), known.moment.as_ref().unwrap()]
+                    {
+                        assert_eq!(values(left), vec![0.0; n as usize], "{case}");
+                    }
+                    pass.logits(&mut tile, transform).unwrap();
+                    let coefficients = Coefficients {
+                        maximum: &known.maximum,
+                        powers: &known.sum,
+                        target: &known.target,
+                        constant: known.total.as_ref(),
+                    };
+                    pass.gradient(&mut tile, transform, targets, Some(&weights), coefficients)
+                        .unwrap_or_else(|error| panic!("{case}: {error}"));
+                    assert_eq!(tile.size(), size, "{case}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn norms_of_no_rows_have_no_rows_and_gradients_of_zero() {
+    for kind in FLOATS {
+        for size in [&[0i64, 4][..], &[2, 0, 4], &[0, 3, 4]] {
+            let x = ones(size, kind).set_requires_grad(true);
+            let (weight, bias) = (ones(&[4], kind), ones(&[4], kind));
+            let (weight, bias) = (weight.set_requires_grad(true), bias.set_requires_grad(true));
+            let residual = ones(size, kind);
+            let outputs = [
+                layer_norm(&x, Some(&weight), Some(&bias), Options::default()).unwrap(),
+                rms_norm(&x, Some(&weight), Options::default()).unwrap(),
+                add_norm(Norm::Rms, &x, &residual, Some(&weight), None, Options::default()).unwrap().0,
+            ];
+            for y in outputs {
+                assert_eq!(y.size(), size);
+                autograd::backward(&[&y.sum(kind)]).unwrap();
+            }
+            assert_eq!(x.grad().size(), size);
+            assert_eq!((values(&weight.grad()), values(&bias.grad())), (vec![0.0; 4], vec![0.0; 4]));
+        }
+        for size in [&[3i64, 0][..], &[0, 0]] {
+            let error = rms_norm(&ones(size, kind), None, Options::default()).unwrap_err().to_string();
+            assert!(error.contains("expected […, width] of width from 1 on"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn rotations_of_nothing_are_nothing() {
+    let table = RotaryTable::new(4, 8, &Frequencies::default(), Device::Cpu).unwrap();
+    for kind in FLOATS {
+        for size in emptied(&[2, 3, 2]) {
+            let size = [size[0], size[1], size[2], 4];
+            let (q, k) = (ones(&size, kind).set_requires_grad(true), ones(&size, kind));
+            let positions = Tensor::zeros([size[0], size[1]], (Kind::Int64, Device::Cpu));
+            for positions in [None, Some(&positions)] {
+                let (q_turned, k_turned) = table.rotate(&q, &k, positions).unwrap();
+                assert_eq!((q_turned.size(), k_turned.size()), (size.to_vec(), size.to_vec()));
+                autograd::backward(&[&q_turned.sum(kind)]).unwrap();
+            }
+            assert_eq!(q.grad().size(), size);
+        }
+    }
+}
+
+#[test]
+fn swiglu_of_nothing_is_nothing() {
+    for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
+        for size in emptied(&[3, 5]) {
+            let tensor = || ones(&size, kind);
+            let (silu, mut product) = (tensor(), tensor());
+            swiglu::forward(&tensor(), &tensor(), Some(&silu), &mut product).unwrap();
+            assert_eq!(product.size(), size);
+            let gradients = swiglu::backward(tensor(), tensor(), Some(&silu), tensor()).unwrap();
+            for gradient in [gradients.gate, gradients.up, gradients.product] {
+                assert_eq!(gradient.size(), size);
+            }
+            let leaf = tensor().set_requires_grad(true);
+            autograd::backward(&[&swiglu::silu_mul(&leaf, &tensor()).unwrap().sum(kind)]).unwrap();
+            assert_eq!(leaf.grad().size(), size);
+        }
+    }
+}
+
+#[test]
+fn a_step_of_no_parameters_is_a_step() {
+    for size in emptied(&[3, 5]) {
+        let state: [Tensor; 3] = std::array::from_fn(|_| ones(&size, Kind::Float));
+        let (gradient, weight) = (ones(&size, Kind::BFloat16), ones(&size, Kind::BFloat16));
+        let [master, exp_avg, exp_avg_sq] = &state;
+        for weight in [None, Some(&weight)] {
+            let tensors = AdamTensors { gradient: &gradient, master, exp_avg, exp_avg_sq, weight };
+            adam(&tensors, &AdamStep::default()).unwrap();
+        }
+    }
+}
+
+#[test]
+fn elementwise_passes_over_nothing_sum_to_zero() {
+    let scaled = Elementwise::new(|[x, vector]: [_; 2]| (x * vector).tanh());
+    for kind in FLOATS {
+        for size in emptied(&[3, 5]) {
+            let x = ones(&size, kind).set_requires_grad(true);
+            let vector = ones(&size[1..], kind).set_requires_grad(true);
+            let y = scaled.apply([&x, &vector]).unwrap();
+            assert_eq!(y.size(), size);
+            autograd::backward(&[&y.sum(kind)]).unwrap();
+            assert_eq!(x.grad().size(), size);
+            assert_eq!(values(&vector.grad()), vec![0.0; size[1] as usize]);
+        }
+    }
+}
+
+#[test]
+fn gradients_without_elements_are_finite_and_of_norm_zero() {
+    let factor = Tensor::from_slice(&[3.0f32]);
+    for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
+        for size in emptied(&[3, 5]) {
+            let found = unscale_(&[ones(&size, kind), ones(&size, kind)], &factor, true).unwrap();
+            assert_eq!((values(&found.found_inf), values(&found.norm.unwrap())), (vec![0.0], vec![0.0]));
+        }
+        let found = unscale_(&[ones(&[0], kind), ones(&[4], kind)], &factor, true).unwrap();
+        assert_eq!(values(&found.norm.unwrap()), [6.0]);
+    }
+}
+
+#[test]
+fn products_over_nothing_are_zero_and_of_nothing_empty() {
+    for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
+        for size in emptied(&[3, 4, 5]) {
+            let (m, k, n) = (size[0], size[1], size[2]);
+            let (a, b) = (ones(&[m, k], kind), ones(&[k, n], kind));
+            assert_eq!(mm(&a, &b).unwrap(), Tensor::zeros([m, n], (kind, Device::Cpu)));
+            for accumulate in [false, true] {
+                let mut out = ones(&[m, n], kind);
+                mm_into(&mut out, &a, &b, accumulate).unwrap();
+                let each = if accumulate { 1.0 } else { 0.0 };
+                assert_eq!(values(&out), vec![each; (m * n) as usize]);
+            }
+            // None: it is libtorch's to multiply.
+            assert!(matvec(&a, &ones(&[n, k], kind), None).unwrap().is_none());
+        }
+    }
+}
+
+#[test]
+fn files_are_read_where_there_is_nothing_to_read() {
+    let folder = std::env::temp_dir().join(format!("frugal-empty-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let path = folder.join("nothing");
+    std::fs::write(&path, b"").unwrap();
+    let mapped = MappedFile::open(&path).unwrap();
+    assert_eq!(mapped.len(), 0);
+    mapped.advise_random().unwrap();
+    mapped.will_need(0..0).unwrap();
+    mapped.forget(0..0).unwrap();
+    for size in emptied(&[2, 3]) {
+        assert_eq!(file::tensor_over(&path, 0, &size, Kind::Float).unwrap().size(), size);
+        let target = ones(&size, Kind::Float);
+        file::read_into(&std::fs::File::open(&path).unwrap(), &path, 0, &target).unwrap();
+        copy_values(&mapped, Kind::BFloat16, &target).unwrap();
+        let error = copy_values(&[1, 2], Kind::BFloat16, &target).unwrap_err().to_string();
+        assert!(error.starts_with("copy_values: 2 bytes of BFloat16 for a tensor of"), "{error}");
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
+fn host_memory_may_be_empty() {
+    for size in emptied(&[2, 3]) {
+        assert_eq!(pinned_empty(&size, Kind::Float, Device::Cpu).unwrap().size(), size);
+    }
+    let mut buffer = PinnedBuffer::new(0, Device::Cpu).unwrap();
+    assert_eq!(buffer.view(0, &[0, 3], Kind::Int64).unwrap().size(), [0, 3]);
+    assert_eq!(buffer.as_mut_slice::<f64>().unwrap(), [0.0; 0]);
+    assert_eq!(buffer.as_slice::<u8>().unwrap(), [0; 0]);
+}
+
+#[test]
+fn random_tensors_may_be_empty() {
+    let mut generator = Generator::new(1).unwrap();
+    for size in emptied(&[2, 3]) {
+        assert_eq!(generator.normal(&size, (Kind::Float, Device::Cpu)).unwrap().size(), size);
+    }
+}
