@@ -210,7 +210,7 @@ fn a_folder_that_is_not_whole_is_refused_in_clear_words() {
     );
     refused(
         |folder| fs::write(folder.join("config.json"), "{\n\"vocab_size\": ").unwrap(),
-        expect!["DIR/config.json: EOF while parsing a value at line 2 column 14"],
+        expect!["DIR/config.json: `vocab_size`: EOF while parsing a value at line 2 column 14"],
     );
     refused(
         |folder| change_config(folder, "architectures", json!(["MixtralForCausalLM"])),
