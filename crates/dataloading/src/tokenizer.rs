@@ -57,9 +57,12 @@ impl Tokenizer {
     /// # Errors
     /// Not a tokenizer.
     pub fn from_bytes(json: &[u8]) -> Result<Self> {
-        let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(refused)?;
-        inner.with_truncation(None).map_err(refused)?;
-        inner.with_padding(None);
+        let inner = guarded(|| {
+            let mut inner = tokenizers::Tokenizer::from_bytes(json)?;
+            inner.with_truncation(None)?;
+            inner.with_padding(None);
+            Ok(inner)
+        })?;
         let largest = inner.get_vocab(true).into_values().max();
         Ok(Self { vocabulary: largest.map_or(0, |id| id as usize + 1), inner })
     }
@@ -89,7 +92,7 @@ impl Tokenizer {
     /// # Errors
     /// The tokenizer refuses the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        Ok(self.inner.encode_fast(text, false).map_err(refused)?.get_ids().to_vec())
+        guarded(|| Ok(self.inner.encode_fast(text, false)?.get_ids().to_vec()))
     }
 
     /// The ids of many texts, in their order, on all threads of the current rayon pool.
@@ -111,7 +114,7 @@ impl Tokenizer {
                 self.vocabulary
             )));
         }
-        self.inner.decode(ids, false).map_err(refused)
+        guarded(|| self.inner.decode(ids, false))
     }
 
     /// How many ids there are: the largest one plus one, special tokens included.
@@ -158,4 +161,17 @@ impl Tokenizer {
 
 fn refused(cause: tokenizers::Error) -> Error {
     Error::Tokenizer(cause.to_string())
+}
+
+/// Runs a function of the library, which panics where parts of a `tokenizer.json` contradict each other.
+fn guarded<T>(run: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
+    // A tokenizer's caches are behind locks of their own, and a text that failed leaves nothing in them.
+    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
+        Ok(result) => result.map_err(refused),
+        Err(_) => Err(Error::Tokenizer(
+            "the tokenizer's parts contradict each other (the library `tokenizers` panicked); take the file from its \
+             publisher again"
+                .to_owned(),
+        )),
+    }
 }

@@ -15,6 +15,7 @@ pub use folder::{PREFIX, write_folder};
 
 use std::path::Path;
 
+use models::strict_json;
 use serde_json::{Map, Value, json};
 
 use crate::config::LoraConfig;
@@ -134,7 +135,7 @@ impl LoraConfig {
             path: CONFIG_FILE.into(),
             reason: format!("not a configuration of an adapter: {cause}"),
         };
-        let read: Map<String, Value> = serde_json::from_str(text).map_err(refuse)?;
+        let read: Map<String, Value> = strict_json::from_str(text).map_err(refuse)?;
         let set = read.iter().filter(|(field, value)| !(value.is_null() && not_optional(field)));
         let set: Map<String, Value> = set.map(|(field, value)| (field.clone(), value.clone())).collect();
         let config = Self { read, ..serde_json::from_value(Value::Object(set)).map_err(refuse)? };

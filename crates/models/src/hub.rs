@@ -2,9 +2,9 @@
 //!
 //! What is fetched lies under `HF_HUB_CACHE`, else `HF_HOME/hub`, else `~/.cache/huggingface/hub`, as Python's `huggingface_hub`
 //! lays it down: what one has fetched, the other finds. `HF_ENDPOINT` names another hub, `HF_TOKEN` opens private and gated
-//! repositories, `HF_HUB_OFFLINE=1` forbids the network. A file of another size than the hub says never gets its name in the
-//! cache, and a revision's name leads to a commit only once all that was asked of it is there. What broke off goes on where it
-//! stopped.
+//! repositories, `HF_HUB_OFFLINE=1` forbids the network. A file of another size than the hub says, or, where git keeps it elsewhere (LFS,
+//! as it does weights), of another SHA-256, never gets its name in the cache, and a revision's name leads to a commit only once all that was asked of it is there. What broke off goes on where it
+//! stopped. A hub with an https address may not redirect to http.
 //!
 //! ```no_run
 //! use models::hub;
@@ -20,6 +20,7 @@
 mod bar;
 mod cache;
 mod download;
+mod part;
 
 use std::fmt;
 use std::path::{Path, PathBuf};

@@ -37,15 +37,17 @@ mod weights;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
+use runtime::atomic_write;
+use serde_json::{Map, Value};
 use tch::{Device, Kind};
 
-pub use save::{SHARD_BYTES, save};
+pub use save::{SHARD_BYTES, save, save_with};
 pub(crate) use weights::Weights;
 
 use crate::error::Result;
 use crate::init::Init;
 use crate::llama::{Llama, LlamaConfig};
+use crate::strict_json;
 use crate::tensors_file::{Stored, file_error};
 
 pub(crate) const CONFIG: &str = "config.json";
@@ -80,6 +82,10 @@ impl Folder {
             };
             return Err(file_error(path, reason));
         }
+        atomic_write::read(path, || Self::read(path))
+    }
+
+    fn read(path: &Path) -> Result<Self> {
         let config_path = path.join(CONFIG);
         if !config_path.is_file() {
             return Err(file_error(path, format!("{CONFIG} is missing; {}", contents(path))));
@@ -182,7 +188,10 @@ impl Folder {
 
 fn read_json(path: &Path) -> Result<Value> {
     let text = fs::read_to_string(path).map_err(|cause| file_error(path, cause.to_string()))?;
-    serde_json::from_str(&text).map_err(|cause| file_error(path, cause.to_string()))
+    // Anything but an object would be one that has no field.
+    let fields: Map<String, Value> =
+        strict_json::from_str(&text).map_err(|cause| file_error(path, cause.to_string()))?;
+    Ok(Value::Object(fields))
 }
 
 /// A field that holds a token, a list of them, or nothing.

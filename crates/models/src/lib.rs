@@ -42,6 +42,7 @@ pub mod init;
 pub mod llama;
 pub mod module;
 pub mod state_dict;
+pub mod strict_json;
 pub mod tensors_file;
 
 mod cruncher;

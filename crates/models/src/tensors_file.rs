@@ -1,20 +1,22 @@
 //! Named tensors in a safetensors file.
 //!
-//! A file is written under a temporary name, synced and renamed, so that a reader sees the old one or the new one whole. It is
-//! read through a mapping: each tensor's bytes are copied once, from the file's pages into the tensor.
+//! A file is written by [`atomic_write`], so that a reader sees the old one or the new one whole. It is read through a
+//! mapping: each tensor's bytes are copied once, from the file's pages into the tensor.
 
 use std::cmp::Reverse;
-use std::fs::File;
-use std::io::{self, BufWriter, Write};
+use std::io::{self, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use runtime::atomic_write;
 use runtime::mapped::MappedFile;
 use safetensors::{Dtype, SafeTensors};
+use serde::de::IgnoredAny;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
+use crate::strict_json;
 
 /// The name that the format keeps for texts.
 const METADATA: &str = "__metadata__";
@@ -92,22 +94,8 @@ pub fn write(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
 
 /// [`write`] with texts in the header.
 pub(crate) fn write_file(path: &Path, tensors: &[(String, Tensor)], metadata: &[(&str, &str)]) -> Result<()> {
-    let mut temporary = path.as_os_str().to_owned();
-    temporary.push(".partial");
-    let temporary = PathBuf::from(temporary);
-    let written = (|| {
-        let mut file = BufWriter::new(File::create(&temporary)?);
-        write_with(&mut file, tensors, metadata)?;
-        file.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
-        std::fs::rename(&temporary, path)?;
-        // The new name is on the disk when its folder is.
-        File::open(path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")))?
-            .sync_all()
-    })();
-    written.map_err(|cause| {
-        let _ = std::fs::remove_file(&temporary);
-        file_error(path, format!("cannot be written: {cause}"))
-    })
+    atomic_write::file(path, |out| write_with(out, tensors, metadata))
+        .map_err(|cause| file_error(path, format!("cannot be written: {cause}")))
 }
 
 /// Reads all tensors of a file onto `device`, in the file's order.
@@ -230,6 +218,10 @@ fn entries(bytes: &[u8]) -> Result<Vec<Entry>> {
         refuse(format!("not a whole safetensors file ({cause}); copy or download it again"))
     })?;
     let start = 8 + header;
+    // Of two tensors of one name the format's library keeps one.
+    let text = std::str::from_utf8(&bytes[8..start]).unwrap_or_default();
+    strict_json::from_str::<IgnoredAny>(text)
+        .map_err(|cause| refuse(format!("its header: {cause}; write the file again")))?;
     let mut entries = Vec::new();
     for name in metadata.offset_keys() {
         let Some(info) = metadata.info(&name) else { continue };

@@ -15,6 +15,7 @@
 //! | [`processor`] | which implementation a CPU computation takes, shown and forcible |
 //! | [`fused`] | elementwise chains as one pass over memory |
 //! | [`precision`] | where mixed precision takes hold of a model |
+//! | [`atomic_write`] | files and folders that appear whole |
 //! | [`mapped`] | a file as memory, read when it is touched |
 //! | [`file`](mod@file) | tensors over a file's pages, or read from it into memory that is there |
 //! | [`random`] | seeds and the state of the random generators |
@@ -35,6 +36,7 @@
 //! # Ok::<(), runtime::Error>(())
 //! ```
 
+pub mod atomic_write;
 pub mod autograd;
 pub mod device;
 pub mod error;

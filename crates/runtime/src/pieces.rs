@@ -52,7 +52,7 @@ fn rope(device: Device, effort: Effort) -> anyhow::Result<Figures> {
         for kind in [Kind::Float, Kind::BFloat16] {
             // transformers' form: cosines and sines of a whole head, in the dtype of q and k, made once for all layers.
             let whole = |index: i64| -> runtime::Result<Tensor> {
-                let half = table.values().f_select(1, index)?;
+                let half = table.values(sequence)?.f_select(1, index)?;
                 Ok(Tensor::f_cat(&[&half, &half], 1)?.f_view([1, sequence, 1, head])?.f_to_kind(kind)?)
             };
             let (cos, sin) = (whole(0)?, whole(1)?);

@@ -106,6 +106,19 @@ fn libtorch_below_a_crate_that_must_build_without_is_caught() {
 }
 
 #[test]
+fn what_is_for_tests_is_caught_elsewhere() {
+    let in_tests = format!("{MEMBER}[dev-dependencies]\nfuzz.workspace = true\n");
+    check(&[("crates/fuzz/Cargo.toml", MEMBER), ("crates/report/Cargo.toml", &in_tests)], expect![""]);
+    check(
+        &[
+            ("crates/fuzz/Cargo.toml", MEMBER),
+            ("crates/report/Cargo.toml", &format!("{MEMBER}fuzz.workspace = true\n")),
+        ],
+        expect!["crates/report/Cargo.toml: `fuzz` is for tests; name it under [dev-dependencies]"],
+    );
+}
+
+#[test]
 fn a_member_without_the_lints_of_the_workspace_is_caught() {
     check(
         &[("crates/amp/Cargo.toml", "[dependencies]\n"), ("crates/runtime/Cargo.toml", "[dependencies]\n")],

@@ -92,7 +92,12 @@ impl Header {
             payload: digest(48),
             store: digest(80),
         };
-        if version == 0 || header.width != width(header.vocabulary) || header.shard >= header.shards {
+        let ids = 1..=1 << 32;
+        if version == 0
+            || !ids.contains(&header.vocabulary)
+            || header.width != width(header.vocabulary)
+            || header.shard >= header.shards
+        {
             return Err(file(path, "the header contradicts itself; write the store again"));
         }
         Ok(header)

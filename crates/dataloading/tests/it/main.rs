@@ -3,6 +3,7 @@
 mod balanced_batch_sampler;
 mod datasets;
 mod embedded;
+mod fuzz_files;
 mod lengths;
 mod loader;
 mod loader_cuda;

@@ -65,9 +65,9 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Merge) -> anyhow::Result<()> 
     if !unloaded.untied.is_empty() {
         model = untied(&model)?;
     }
-    hugging_face::save(&model, out, arguments.max_shard_bytes)?;
-    drop(model);
-    complete(&folder, out)?;
+    hugging_face::save_with(&model, out, arguments.max_shard_bytes, |new| {
+        complete(&folder, new).map_err(|error| std::io::Error::other(format!("{error:#}")))
+    })?;
     let _ = writeln!(std::io::stderr().lock(), "the merged model is in {}", out.display());
     Ok(())
 }
@@ -83,7 +83,7 @@ fn untied(model: &Llama) -> anyhow::Result<Llama> {
     Ok(apart)
 }
 
-/// Copies what the base's folder has beside the weights, and gives `config.json` the fields that no weight depends on.
+/// Copies what the base's folder has beside the weights into the new one, and gives `config.json` the fields that no weight depends on.
 fn complete(base: &Folder, out: &Path) -> anyhow::Result<()> {
     for name in BESIDE {
         let from = base.path().join(name);

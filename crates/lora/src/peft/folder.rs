@@ -5,6 +5,7 @@ use std::path::Path;
 
 use models::module::Module;
 use models::tensors_file;
+use runtime::atomic_write;
 use tch::{Device, Tensor};
 
 use super::{CONFIG_FILE, TENSORS_FILE, tensors};
@@ -25,9 +26,12 @@ impl Adapters {
     /// Those of [`LoraConfig::read`] and [`Adapters::install`]; a missing, truncated or foreign file of tensors;
     /// [`Error::Adapter`] for an adapter of another base. Nothing is changed then.
     pub fn load(model: &mut dyn Module, folder: &Path) -> Result<Self> {
-        let config = LoraConfig::read(&folder.join(CONFIG_FILE))?;
-        let plan = Plan::new(&Survey::of(model)?, &config)?;
-        let read = fitting(folder, &plan)?;
+        let survey = Survey::of(model)?;
+        let (config, read) = atomic_write::read(folder, || {
+            let config = LoraConfig::read(&folder.join(CONFIG_FILE))?;
+            let read = fitting(folder, &Plan::new(&survey, &config)?)?;
+            Ok::<_, Error>((config, read))
+        })?;
         let mut adapters = Self::install(model, &config, 0)?;
         adapters.fill(DEFAULT, read)?;
         Ok(adapters)
@@ -38,9 +42,12 @@ impl Adapters {
     /// # Errors
     /// As [`Adapters::load`] and [`Adapters::add`].
     pub fn add_from(&mut self, model: &mut dyn Module, name: &str, folder: &Path) -> Result<()> {
-        let config = LoraConfig::read(&folder.join(CONFIG_FILE))?;
-        let plan = self.plan(model, name, &config)?;
-        let read = fitting(folder, &plan)?;
+        let (config, plan, read) = atomic_write::read(folder, || {
+            let config = LoraConfig::read(&folder.join(CONFIG_FILE))?;
+            let plan = self.plan(model, name, &config)?;
+            let read = fitting(folder, &plan)?;
+            Ok::<_, Error>((config, plan, read))
+        })?;
         self.place(model, name, &config, plan, 0)?;
         self.fill(name, read)
     }
@@ -60,7 +67,7 @@ impl Adapters {
         Ok(())
     }
 
-    /// Writes one adapter's two files into `folder`, each whole or not at all.
+    /// Writes one adapter's two files into `folder`, both or neither: see [`write_folder`].
     ///
     /// # Errors
     /// [`Error::UnknownAdapter`]; a folder that cannot be written.
@@ -83,18 +90,24 @@ impl Adapters {
     }
 }
 
-/// Writes an adapter's two files into `folder`, each whole or not at all, from tensors with the names that files have: those of
-/// [`Adapters::tensors`] after [`PREFIX`]. For an adapter that is in no model; else [`Adapters::save`].
+/// Writes an adapter's two files into `folder`, from tensors with the names that files have: those of [`Adapters::tensors`] after
+/// [`PREFIX`]. For an adapter that is in no model; else [`Adapters::save`]. Both files become visible together
+/// ([`atomic_write::Folder`]): a reader, or a process that starts after a crash, finds the former adapter or this one. Other entries of
+/// the folder stay.
 ///
 /// # Errors
 /// A folder that cannot be written.
 pub fn write_folder(folder: &Path, config: &LoraConfig, tensors: &[(String, Tensor)]) -> Result<()> {
-    std::fs::create_dir_all(folder).map_err(|cause| Error::File {
+    let failed = |cause: std::io::Error| Error::File {
         path: folder.to_owned(),
-        reason: format!("cannot be made: {cause}"),
-    })?;
-    tensors::write(&folder.join(TENSORS_FILE), tensors)?;
-    tensors::replace(&folder.join(CONFIG_FILE), config.to_json().as_bytes())
+        reason: format!("cannot be written: {cause}"),
+    };
+    let new = atomic_write::Folder::beside(folder).map_err(failed)?;
+    tensors::write(&new.path().join(TENSORS_FILE), tensors)?;
+    let text = config.to_json();
+    atomic_write::file(&new.path().join(CONFIG_FILE), |out| out.write_all(text.as_bytes()))
+        .map_err(failed)?;
+    new.publish(&[CONFIG_FILE], &|_| false).map_err(failed)
 }
 
 /// The tensors of a folder by name without the prefix, all of which `plan` expects.
@@ -108,7 +121,11 @@ fn fitting(folder: &Path, plan: &Plan) -> Result<Read> {
             Some(rest) if rest.ends_with("lora_magnitude_vector") => rest,
             _ => name,
         };
-        values.insert(name.to_owned(), tensor);
+        if values.insert(name.to_owned(), tensor).is_some() {
+            let reason =
+                format!("`{name}` is there twice, with and without `{PREFIX}`; write the file again");
+            return Err(Error::File { path, reason });
+        }
     }
     let (mut missing, mut mismatched) = (Vec::new(), Vec::new());
     let expected = plan.expected();

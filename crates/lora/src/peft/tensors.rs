@@ -1,9 +1,9 @@
 //! The tensors' file: safetensors with PyTorch's mark, in the order in which the format's own library writes.
 
 use std::cmp::Reverse;
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+use runtime::atomic_write;
 use serde_json::{Map, json};
 use tch::{Device, Kind, Tensor};
 
@@ -13,28 +13,12 @@ use crate::error::{Error, Result};
 const DTYPES: [(Kind, &str); 4] =
     [(Kind::Half, "F16"), (Kind::BFloat16, "BF16"), (Kind::Float, "F32"), (Kind::Double, "F64")];
 
-/// Writes a file whole or not at all: wide dtypes first, each by name.
+/// Writes the file: wide dtypes first, each by name.
 pub(crate) fn write(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
     let refuse = |reason: String| Error::File { path: path.to_owned(), reason };
     let bytes = encoded(tensors).map_err(refuse)?;
-    replace(path, &bytes)
-}
-
-/// Puts `bytes` in the place of a file, so that a reader sees the old one or the new one.
-pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
-    let mut temporary = path.as_os_str().to_owned();
-    temporary.push(".partial");
-    let temporary = PathBuf::from(temporary);
-    let written = (|| {
-        let mut file = std::fs::File::create(&temporary)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        std::fs::rename(&temporary, path)
-    })();
-    written.map_err(|cause| {
-        let _ = std::fs::remove_file(&temporary);
-        Error::File { path: path.to_owned(), reason: format!("cannot be written: {cause}") }
-    })
+    atomic_write::file(path, |out| out.write_all(&bytes))
+        .map_err(|cause| refuse(format!("cannot be written: {cause}")))
 }
 
 fn encoded(tensors: &[(String, Tensor)]) -> std::result::Result<Vec<u8>, String> {

@@ -6,6 +6,7 @@ use std::io;
 use std::path::{Component, Path, PathBuf};
 
 use hf_hub::{Cache, Repo, RepoType};
+use runtime::atomic_write;
 
 use super::{Hub, RepositoryKind, refuse};
 use crate::error::Result;
@@ -57,7 +58,10 @@ impl Place {
         if self.repo.revision() == commit {
             return Ok(());
         }
-        self.cache.repo(self.repo.clone()).create_ref(commit)
+        let path = self.folder().join("refs").join(self.repo.revision());
+        // A revision may be called `refs/pr/1`.
+        fs::create_dir_all(atomic_write::parent(&path))?;
+        atomic_write::file(&path, |out| out.write_all(commit.as_bytes()))
     }
 
     /// Lets a path of a snapshot lead to a blob.
@@ -66,24 +70,10 @@ impl Place {
         if let Some(parent) = link.parent() {
             fs::create_dir_all(parent)?;
         }
-        if fs::symlink_metadata(&link).is_ok() {
-            fs::remove_file(&link)?;
-        }
         // From the link's own folder, so that the cache can be moved: out of the path, the commit and `snapshots`.
         let target = "../".repeat(path.matches('/').count() + 2) + "blobs/" + blob;
-        symlink(Path::new(&target), &link, &self.blob(blob))
+        atomic_write::link(&link, Path::new(&target), &self.blob(blob))
     }
-}
-
-#[cfg(unix)]
-fn symlink(target: &Path, link: &Path, _: &Path) -> io::Result<()> {
-    std::os::unix::fs::symlink(target, link)
-}
-
-#[cfg(not(unix))]
-fn symlink(_: &Path, link: &Path, blob: &Path) -> io::Result<()> {
-    // Links need a privilege there; what is named twice is one file all the same.
-    fs::hard_link(blob, link)
 }
 
 /// Whether a path that the hub or a user gave stays under the folder that it is joined to.

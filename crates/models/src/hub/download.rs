@@ -1,12 +1,13 @@
 //! The network. One request asks what a revision is: its commit, and every file's size and name in the cache; each file is one
-//! request more, of that commit, so that a push in between mixes nothing. A file grows as `blobs/NAME.part` and gets its name
-//! only when it is whole; one that broke off goes on where it stopped.
+//! request more, of that commit, so that a push in between mixes nothing. A file grows as `blobs/NAME.part`, which one process at a
+//! time holds locked, and gets its name only when it is whole and on the disk; one that broke off goes on where it stopped. The
+//! blob of a large file (LFS) is named by its SHA-256, which is computed while the file is written and compared.
 //!
 //! `hf-hub` gives the cache's layout alone: its own download asks for ranges of compressed answers, which the hub gives whole
 //! and without the header that it then misses, and it sends the token on to wherever the hub redirects.
 
-use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::fs;
+use std::io::{self, Read};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -18,8 +19,10 @@ use ureq::typestate::WithoutBody;
 use ureq::{Agent, Body, RequestBuilder};
 
 use super::cache::{self, Place};
+use super::part::Part;
 use super::{Hub, Progress, RepositoryKind, refuse};
 use crate::error::{Error, Result};
+use crate::strict_json;
 
 const HUB: &str = "https://huggingface.co";
 
@@ -115,11 +118,43 @@ struct Elsewhere {
     sha256: Option<String>,
 }
 
+impl Description {
+    /// Reads the hub's answer; else what is wrong with it.
+    fn read(text: &str) -> std::result::Result<Self, String> {
+        let mut description: Self = strict_json::from_str(text)
+            .map_err(|cause| format!("answers, but not as a hub does: {cause}"))?;
+        description.siblings.sort_by(|a, b| a.rfilename.cmp(&b.rfilename));
+        if let Some(pair) =
+            description.siblings.windows(2).find(|pair| pair[0].rfilename == pair[1].rfilename)
+        {
+            return Err(format!("describes `{}` twice", pair[0].rfilename));
+        }
+        if !is_digest(&description.sha) {
+            return Err(format!("names no commit, but `{}`", description.sha));
+        }
+        Ok(description)
+    }
+}
+
+impl Sibling {
+    /// What to fetch, where the hub says enough of it.
+    fn chosen(&self) -> Option<Chosen<'_>> {
+        let sha256 = self.lfs.as_ref().and_then(|lfs| lfs.sha256.as_deref());
+        let blob = sha256.or(self.blob.as_deref())?;
+        let is_known = is_digest(blob)
+            && sha256.is_none_or(|digest| digest.len() == 64)
+            && cache::is_inside(&self.rfilename);
+        is_known.then_some(Chosen { path: &self.rfilename, size: self.size?, blob, sha256 })
+    }
+}
+
 /// A file to be fetched.
-struct Chosen<'a> {
+pub(super) struct Chosen<'a> {
     path: &'a str,
-    size: u64,
+    pub(super) size: u64,
     blob: &'a str,
+    /// The SHA-256 of its bytes, of a file that git keeps elsewhere.
+    sha256: Option<&'a str>,
 }
 
 struct Request<'a> {
@@ -138,30 +173,20 @@ impl Request<'_> {
         let mut response = self.http.get(&url).call().map_err(|error| self.failed(&error))?;
         let text = response.body_mut().with_config().limit(LONGEST_LIST).read_to_string();
         let text = text.map_err(|error| self.failed(&error))?;
-        let mut description: Description = serde_json::from_str(&text).map_err(|cause| {
-            refuse(self.name, format!("{} answers, but not as a hub does: {cause}", self.http.endpoint))
-        })?;
-        description.siblings.sort_by(|a, b| a.rfilename.cmp(&b.rfilename));
-        if !is_digest(&description.sha) {
-            return Err(refuse(self.name, format!("the hub names no commit, but `{}`", description.sha)));
-        }
-        Ok(description)
+        Description::read(&text)
+            .map_err(|reason| refuse(self.name, format!("{} {reason}", self.http.endpoint)))
     }
 
     fn chosen<'a>(&self, file: &'a Sibling) -> Result<Chosen<'a>> {
-        let path = &file.rfilename;
-        let blob = file.lfs.as_ref().and_then(|lfs| lfs.sha256.as_deref()).or(file.blob.as_deref());
-        match (file.size, blob) {
-            (Some(size), Some(blob)) if is_digest(blob) && cache::is_inside(path) => {
-                Ok(Chosen { path, size, blob })
-            }
-            _ => Err(refuse(
+        file.chosen().ok_or_else(|| {
+            let path = &file.rfilename;
+            refuse(
                 self.name,
                 format!(
                     "the hub describes `{path}` without a size, a digest or a path inside the repository"
                 ),
-            )),
-        }
+            )
+        })
     }
 
     fn is_here(&self, commit: &str, file: &Chosen<'_>) -> bool {
@@ -173,56 +198,55 @@ impl Request<'_> {
     fn fetch(&self, commit: &str, file: &Chosen<'_>, arrived: &mut dyn FnMut(u64)) -> Result<()> {
         let cannot = |error: io::Error| self.cannot_write(&error);
         let blob = self.place.blob(file.blob);
-        let part = blob.with_extension("part");
-        if let Some(folder) = blob.parent() {
-            fs::create_dir_all(folder).map_err(cannot)?;
-        }
-        let mut out = File::options().create(true).append(true).open(&part).map_err(cannot)?;
-        // Another process that fetches the same is waited for; then the blob is there.
-        out.lock().map_err(cannot)?;
-        if fs::metadata(&blob).is_ok_and(|found| found.len() == file.size) {
-            let _ = fs::remove_file(&part);
+        let Some(mut part) = Part::open(&blob, file).map_err(cannot)? else {
             arrived(file.size);
             return Ok(());
-        }
-        let mut start = out.metadata().map_err(cannot)?.len();
-        if start > file.size {
-            out.set_len(0).map_err(cannot)?;
-            start = 0;
-        }
-        if start < file.size {
-            let mut response = self.ask(commit, file, start)?;
-            if start > 0 && response.status() != StatusCode::PARTIAL_CONTENT {
+        };
+        if part.bytes < file.size {
+            let mut response = self.ask(commit, file, part.bytes)?;
+            if part.bytes > 0 && response.status() != StatusCode::PARTIAL_CONTENT {
                 // A server that knows no ranges sends all again.
-                out.set_len(0).map_err(cannot)?;
-                start = 0;
+                part.clear().map_err(cannot)?;
             }
-            self.check_length(file, start, &response)?;
-            arrived(start);
+            self.check_length(file, part.bytes, &response)?;
+            arrived(part.bytes);
             // One byte more than is due would show.
-            let mut body = response.body_mut().as_reader().take(file.size - start + 1);
+            let mut body = response.body_mut().as_reader().take(file.size - part.bytes + 1);
             let mut buffer = vec![0; 64 << 10];
-            let mut found = start;
             loop {
                 let count = body.read(&mut buffer).map_err(|error| {
-                    let broke = format!("`{}` broke off after {found} bytes of {}", file.path, file.size);
+                    let broke =
+                        format!("`{}` broke off after {} bytes of {}", file.path, part.bytes, file.size);
                     refuse(self.name, again(&format!("{broke}: {error}")))
                 })?;
                 if count == 0 {
                     break;
                 }
-                out.write_all(&buffer[..count]).map_err(cannot)?;
-                found += count as u64;
+                part.write(&buffer[..count]).map_err(cannot)?;
                 arrived(count as u64);
-            }
-            if found != file.size {
-                let _ = fs::remove_file(&part);
-                return Err(self.another_size(file, found));
             }
         } else {
             arrived(file.size);
         }
-        fs::rename(&part, &blob).map_err(cannot)
+        if part.bytes != file.size {
+            let found = part.bytes;
+            part.remove();
+            return Err(self.another_size(file, found));
+        }
+        let (found, expected) = (part.sha256(), file.sha256.map(str::to_ascii_lowercase));
+        if let Some(expected) = expected.filter(|expected| *expected != found) {
+            part.remove();
+            return Err(refuse(
+                self.name,
+                format!(
+                    "`{}` came with the SHA-256 {}…, the hub says {}…; what came is thrown away, fetch it again",
+                    file.path,
+                    &found[..12],
+                    &expected[..12]
+                ),
+            ));
+        }
+        part.finish(&blob).map_err(cannot)
     }
 
     fn ask(&self, commit: &str, file: &Chosen<'_>, start: u64) -> Result<Response<Body>> {
@@ -274,6 +298,11 @@ impl Request<'_> {
 
     fn failed(&self, error: &ureq::Error) -> Error {
         let reason = match error {
+            ureq::Error::RequireHttpsOnly(address) => format!(
+                "{} redirects to {address}, which is not encrypted, so nothing was fetched from there; if that is meant, set \
+                 HF_ENDPOINT to the hub's http address",
+                self.http.endpoint
+            ),
             // The hub answers 401 for a repository that is not there, so as not to tell of private ones.
             ureq::Error::StatusCode(401 | 403 | 404) => format!(
                 "the hub has no {} of this name at revision `{}`, or it is private or gated (then set HF_TOKEN)",
@@ -300,19 +329,18 @@ struct Http {
 impl Http {
     fn new(hub: &Hub) -> Self {
         let endpoint = hub.endpoint.clone().or_else(|| cache::variable("HF_ENDPOINT"));
+        let endpoint = endpoint.as_deref().unwrap_or(HUB).trim_end_matches('/').to_owned();
         let agent = Agent::config_builder()
             // The token is for the hub; the stores that it redirects to get none.
             .redirect_auth_headers(RedirectAuthHeaders::SameHost)
+            // Holds for each address that it redirects to.
+            .https_only(!endpoint.to_ascii_lowercase().starts_with("http://"))
             .user_agent(concat!("frugal/", env!("CARGO_PKG_VERSION")))
             .timeout_connect(Some(PATIENCE))
             .timeout_recv_response(Some(PATIENCE))
             .timeout_per_read(Some(PATIENCE))
             .build();
-        Self {
-            endpoint: endpoint.as_deref().unwrap_or(HUB).trim_end_matches('/').to_owned(),
-            token: token(),
-            agent: agent.into(),
-        }
+        Self { endpoint, token: token(), agent: agent.into() }
     }
 
     fn get(&self, url: &str) -> RequestBuilder<WithoutBody> {
@@ -350,6 +378,65 @@ fn encoded(text: &str, also: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn descriptions_from_elsewhere() {
+        let (commit, sha256) = ("0123456789abcdef0123456789abcdef01234567", "ab".repeat(32));
+        let good = serde_json::json!({
+            "id": "tiny/whole", "sha": commit,
+            "siblings": [
+                { "rfilename": "config.json", "size": 40, "blobId": commit },
+                {
+                    "rfilename": "original/model.safetensors", "size": 4000, "blobId": commit,
+                    "lfs": { "size": 4000, "sha256": sha256, "pointerSize": 132 },
+                },
+            ],
+        });
+        fuzz::run("the hub's description", |random| {
+            let text = fuzz::json(random, &good);
+            let read = fuzz::within(400 * text.len() + (64 << 10), || Description::read(&text));
+            let Ok(description) = read else { return fuzz::Outcome::Refused };
+            let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+            assert_eq!(json["sha"], *description.sha);
+            let siblings = json["siblings"].as_array().unwrap();
+            assert_eq!(siblings.len(), description.siblings.len());
+            for file in &description.siblings {
+                let Some(chosen) = file.chosen() else { continue };
+                // Nothing is written outside of the cache, or under a name that is no digest.
+                assert!(chosen.blob.chars().all(|c| c.is_ascii_hexdigit()), "{}", chosen.blob);
+                assert!(!chosen.path.starts_with('/') && !chosen.path.split('/').any(|part| part == ".."));
+                let theirs = siblings.iter().find(|theirs| theirs["rfilename"] == *chosen.path).unwrap();
+                assert_eq!(theirs["size"], chosen.size);
+                assert_eq!(theirs["lfs"]["sha256"].as_str(), chosen.sha256);
+            }
+            fuzz::Outcome::Read
+        });
+    }
+
+    /// The client checks each address that it is redirected to as it checks the first.
+    #[test]
+    fn only_a_hub_whose_own_address_is_http_is_read_without_encryption() {
+        let http = |endpoint: &str| Http::new(&Hub { endpoint: Some(endpoint.to_owned()), ..Hub::default() });
+        // Nobody listens there: who is refused has not asked.
+        let elsewhere = "http://127.0.0.1:9/blob";
+        for endpoint in ["https://hub.example", "HTTPS://hub.example/", "hub.example"] {
+            let http = http(endpoint);
+            let error = http.get(elsewhere).call().unwrap_err();
+            assert!(matches!(error, ureq::Error::RequireHttpsOnly(_)), "{endpoint}: {error}");
+            let cache = tempfile::tempdir().unwrap();
+            let hub = Hub { cache: Some(cache.path().to_owned()), ..Hub::default() };
+            let (kind, name, revision) = (RepositoryKind::Model, "tiny/whole", "main");
+            let place = Place::new(&hub, kind, name, revision).unwrap();
+            let request = Request { kind, name, revision, place, http };
+            let words = request.failed(&error).to_string();
+            let expected = "redirects to http://127.0.0.1:9/blob, which is not encrypted, so nothing was fetched from there";
+            assert!(words.contains(expected), "{words}");
+        }
+        for endpoint in ["http://127.0.0.1:9", "HTTP://127.0.0.1:9/"] {
+            let error = http(endpoint).get(elsewhere).call().unwrap_err();
+            assert!(!matches!(error, ureq::Error::RequireHttpsOnly(_)), "{endpoint}: {error}");
+        }
+    }
 
     #[test]
     fn addresses_are_encoded_byte_by_byte() {

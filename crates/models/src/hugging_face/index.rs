@@ -10,6 +10,7 @@ use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
 use super::contents;
 use crate::error::Result;
+use crate::strict_json;
 use crate::tensors_file::file_error;
 
 /// Tensors with the shard that each lies in.
@@ -23,7 +24,7 @@ impl Index {
     pub(super) fn read(path: &Path, folder: &Path) -> Result<Self> {
         let refuse = |reason: String| file_error(path, reason);
         let text = fs::read_to_string(path).map_err(|cause| refuse(cause.to_string()))?;
-        let index: Self = serde_json::from_str(&text).map_err(|cause| refuse(cause.to_string()))?;
+        let index: Self = strict_json::from_str(&text).map_err(|cause| refuse(cause.to_string()))?;
         let shards = index.shards();
         if shards.is_empty() {
             return Err(refuse("`weight_map` is empty; expected every tensor with its shard".to_owned()));

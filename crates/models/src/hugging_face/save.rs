@@ -1,10 +1,10 @@
 //! A model into a folder.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 
+use runtime::atomic_write;
 use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
@@ -21,21 +21,31 @@ pub const SHARD_BYTES: u64 = 5_000_000_000;
 /// What readers of the format ask for.
 const METADATA: [(&str, &str); 1] = [("format", "pt")];
 
-/// Where files are written before they take their names.
-const STAGE: &str = ".frugal-partial";
-
 /// Writes `config.json` and the weights, in the dtypes that they have, under Hugging Face's names: one `model.safetensors`, or,
 /// where that would be beyond `max_shard_bytes` (of values), shards with an index. A tensor is never cut: one that is larger gets
 /// a shard of its own.
 ///
-/// The folder is made if it is not there; weights of an earlier model in it are replaced, other files stay. Everything is written
-/// and synced under the folder's `.frugal-partial` first, and the old weights stay until then. The file by which readers find the
-/// weights goes first and comes last, so that whoever looks in between finds none, and never a mixture.
+/// The folder is made if it is not there; weights of an earlier model in it are replaced, other files stay. All files become
+/// visible together ([`atomic_write::Folder`]), so that a reader finds the earlier model or this one, and never a mixture.
 ///
 /// # Errors
 /// [`Error::State`] for a model whose tensors are not those of its configuration, because parts were replaced: by name (merge
 /// adapters first). A limit of 0; a folder that cannot be written or is full.
 pub fn save(model: &Llama, folder: &Path, max_shard_bytes: u64) -> Result<()> {
+    save_with(model, folder, max_shard_bytes, |_| Ok(()))
+}
+
+/// [`save`] with further files: `complete` gets the folder before it has its name, with `config.json` and the weights in it, and
+/// may change it.
+///
+/// # Errors
+/// As [`save`]; those of `complete`.
+pub fn save_with(
+    model: &Llama,
+    folder: &Path,
+    max_shard_bytes: u64,
+    complete: impl FnOnce(&Path) -> io::Result<()>,
+) -> Result<()> {
     if max_shard_bytes == 0 {
         let reason = "`max_shard_bytes` is 0; expected at least 1".to_owned();
         return Err(Error::Config { what: "hugging_face::save", reason });
@@ -48,47 +58,30 @@ pub fn save(model: &Llama, folder: &Path, max_shard_bytes: u64) -> Result<()> {
         state.into_iter().map(|(name, tensor)| (hugging_face_name(&name), tensor)).collect();
 
     let failed = |cause: io::Error| file_error(folder, format!("cannot be written: {cause}"));
-    let made = !folder.exists();
-    fs::create_dir_all(folder).map_err(failed)?;
-    let stage = folder.join(STAGE);
-    let written = (|| {
-        if stage.exists() {
-            fs::remove_dir_all(&stage).map_err(failed)?;
-        }
-        fs::create_dir(&stage).map_err(failed)?;
-        let weights = write_weights(&stage, &tensors, max_shard_bytes)?;
-        write_json(&stage.join(CONFIG), &config(model, &tensors))?;
-        publish(&stage, folder, &weights).map_err(failed)
-    })();
-    let _ = fs::remove_dir_all(&stage);
-    if written.is_err() && made {
-        // Only if nothing has got there.
-        let _ = fs::remove_dir(folder);
-    }
-    written
+    let new = atomic_write::Folder::beside(folder).map_err(failed)?;
+    write_weights(new.path(), &tensors, max_shard_bytes)?;
+    write_json(&new.path().join(CONFIG), &config(model, &tensors))?;
+    complete(new.path()).map_err(failed)?;
+    let is_weights = |name: &str| [INDEX, SINGLE].contains(&name) || is_shard(name);
+    new.publish(&[INDEX, SINGLE], &is_weights).map_err(failed)
 }
 
-/// Writes the weights, and gives the names of the files: that by which they are found is the last.
-fn write_weights(stage: &Path, tensors: &[(String, Tensor)], limit: u64) -> Result<Vec<String>> {
+/// Writes the weights, in one file or in shards with their index.
+fn write_weights(stage: &Path, tensors: &[(String, Tensor)], limit: u64) -> Result<()> {
     let shards = shards(tensors, limit);
     if let [_] = shards[..] {
-        tensors_file::write_file(&stage.join(SINGLE), tensors, &METADATA)?;
-        return Ok(vec![SINGLE.to_owned()]);
+        return tensors_file::write_file(&stage.join(SINGLE), tensors, &METADATA);
     }
-    let mut files = Vec::new();
     let mut weight_map = Map::new();
     for (number, shard) in (1..).zip(&shards) {
         let file = format!("model-{number:05}-of-{:05}.safetensors", shards.len());
         weight_map.extend(shard.iter().map(|(name, _)| (name.clone(), json!(file))));
         tensors_file::write_file(&stage.join(&file), shard, &METADATA)?;
-        files.push(file);
     }
     weight_map.sort_keys();
     let total: u64 = tensors.iter().map(|(_, tensor)| bytes(tensor)).sum();
     let index = json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
-    write_json(&stage.join(INDEX), &index)?;
-    files.push(INDEX.to_owned());
-    Ok(files)
+    write_json(&stage.join(INDEX), &index)
 }
 
 /// Cuts the tensors, in their order, into runs that stay within the limit; at least one.
@@ -129,35 +122,11 @@ fn config(model: &Llama, tensors: &[(String, Tensor)]) -> Value {
 }
 
 fn write_json(path: &Path, json: &Value) -> Result<()> {
-    let written = (|| {
-        let mut text = serde_json::to_vec_pretty(json)?;
-        text.push(b'\n');
-        fs::write(path, text)?;
-        File::open(path)?.sync_all()
-    })();
-    written.map_err(|cause: io::Error| file_error(path, format!("cannot be written: {cause}")))
-}
-
-/// Gives the files their names.
-fn publish(stage: &Path, folder: &Path, weights: &[String]) -> io::Result<()> {
-    let remove = |name: &str| match fs::remove_file(folder.join(name)) {
-        Err(cause) if cause.kind() != io::ErrorKind::NotFound => Err(cause),
-        _ => Ok(()),
-    };
-    for name in [INDEX, SINGLE] {
-        remove(name)?;
-    }
-    for entry in fs::read_dir(folder)? {
-        let name = entry?.file_name();
-        if let Some(name) = name.to_str().filter(|name| is_shard(name)) {
-            remove(name)?;
-        }
-    }
-    for name in std::iter::once(CONFIG).chain(weights.iter().map(String::as_str)) {
-        fs::rename(stage.join(name), folder.join(name))?;
-    }
-    // The names are on the disk when their folder is.
-    File::open(folder)?.sync_all()
+    atomic_write::file(path, |out| {
+        serde_json::to_writer_pretty(&mut *out, json)?;
+        out.write_all(b"\n")
+    })
+    .map_err(|cause| file_error(path, format!("cannot be written: {cause}")))
 }
 
 /// Whether a name is `model-00001-of-00002.safetensors`.

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use runtime::atomic_write;
 use tch::Kind;
 
 use super::index::Index;
@@ -29,6 +30,10 @@ impl Weights {
         if !path.is_dir() {
             return Self::collect(path, vec![TensorsFile::open(path)?]);
         }
+        atomic_write::read(path, || Self::open_folder(path))
+    }
+
+    fn open_folder(path: &Path) -> Result<Self> {
         if path.join(SINGLE).is_file() {
             return Self::collect(path, vec![TensorsFile::open(&path.join(SINGLE))?]);
         }

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Barrier, Mutex};
 
 use crate::hub_server::{COMMIT, Server};
 use expect_test::expect;
@@ -192,6 +192,73 @@ fn what_is_not_the_file_gets_no_name_in_the_cache() {
     let whole = fs::metadata(path.join("model.safetensors")).unwrap().len();
     expect!["`tiny/whole`: `model.safetensors` came as 26 bytes of WHOLE; what came is thrown away, fetch it again"]
         .assert_eq(&world.words(&error).replace(&whole.to_string(), "WHOLE"));
+}
+
+/// Without the digests, which the weights decide.
+fn without_digests(text: &str) -> String {
+    let words: Vec<&str> =
+        text.split(' ').map(|word| if word.contains('…') { "DIGEST" } else { word }).collect();
+    words.join(" ")
+}
+
+#[test]
+fn bytes_of_the_right_number_that_are_not_the_files_get_no_name_in_the_cache() {
+    // Corrupt from the start; only in what was fetched before the connection broke; only in what came after.
+    for (before, after) in [(true, true), (true, false), (false, true)] {
+        let world = World::new();
+        if before {
+            world.server.corrupt("model.safetensors");
+        }
+        if before != after {
+            world.server.break_off("model.safetensors");
+            world.hub(false).fetch("tiny/whole", None).unwrap_err();
+            world.server.mend();
+            if after {
+                world.server.corrupt_last("model.safetensors");
+            }
+        }
+        let error = world.hub(false).fetch("tiny/whole", None).unwrap_err();
+        expect!["`tiny/whole`: `model.safetensors` came with the SHA-256 DIGEST the hub says DIGEST what came is thrown away, fetch it again"]
+            .assert_eq(&without_digests(&world.words(&error)));
+        let blobs = world.cache.path().join("models--tiny--whole/blobs");
+        assert!(!names(&blobs).iter().any(|name| name.ends_with(".part")), "{:?}", names(&blobs));
+        world.hub(true).fetch("tiny/whole", None).unwrap_err();
+        world.server.mend();
+        let path = world.hub(false).fetch("tiny/whole", None).unwrap();
+        assert!(Folder::open(&path).unwrap().load(None, Device::Cpu).is_ok());
+    }
+}
+
+#[test]
+fn a_hub_may_redirect_to_where_its_files_are() {
+    let world = World::new();
+    world.server.redirect();
+    let path = world.hub(false).fetch("tiny/shards", None).unwrap();
+    assert!(Folder::open(&path).unwrap().load(None, Device::Cpu).is_ok());
+}
+
+/// Several at once fetch, each in a cache of its own threads' making; a reader of the revision's name never sees a part of it.
+#[test]
+fn several_fetch_into_one_cache() {
+    let world = World::new();
+    let (first, barrier) = (world.hub(false).fetch("tiny/whole", None).unwrap(), Barrier::new(4));
+    let reference = world.cache.path().join("models--tiny--whole/refs/main");
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                barrier.wait();
+                for _ in 0..20 {
+                    assert_eq!(world.hub(false).fetch("tiny/whole", None).unwrap(), first);
+                    assert_eq!(fs::read_to_string(&reference).unwrap(), COMMIT);
+                    // Another must not find it gone for good.
+                    let _ = fs::remove_file(first.join("tokenizer.json"));
+                }
+            });
+        }
+    });
+    world.hub(false).fetch("tiny/whole", None).unwrap();
+    assert!(Folder::open(&first).unwrap().load(None, Device::Cpu).is_ok());
+    assert_eq!(names(reference.parent().unwrap()), ["main"]);
 }
 
 #[test]

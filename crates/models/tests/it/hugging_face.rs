@@ -210,7 +210,7 @@ fn a_folder_that_is_not_whole_is_refused_in_clear_words() {
     );
     refused(
         |folder| fs::write(folder.join("config.json"), "{\n\"vocab_size\": ").unwrap(),
-        expect!["DIR/config.json: EOF while parsing a value at line 2 column 14"],
+        expect!["DIR/config.json: `vocab_size`: EOF while parsing a value at line 2 column 14"],
     );
     refused(
         |folder| change_config(folder, "architectures", json!(["MixtralForCausalLM"])),
@@ -274,9 +274,15 @@ fn weights_that_do_not_fit_are_listed() {
         ],
     );
     refused(
-        |folder| change_config(folder, "num_hidden_layers", json!(1_000_000_000_000i64)),
+        |folder| change_config(folder, "num_hidden_layers", json!(4000)),
         expect![
-            "DIR/config.json: `num_hidden_layers` is 1000000000000, but the weights are 21 tensors; the files do not belong together"
+            "DIR/config.json: `num_hidden_layers` is 4000, but the weights are 21 tensors; the files do not belong together"
+        ],
+    );
+    refused(
+        |folder| change_config(folder, "max_position_embeddings", json!(1_000_000_000_000_000i64)),
+        expect![
+            "DIR/config.json: Llama or Qwen2: `max_position_embeddings` is 1000000000000000; expected at most 16777216"
         ],
     );
     refused(

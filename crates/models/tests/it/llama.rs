@@ -4,10 +4,11 @@ use accounting::config as paper;
 use models::module::{
     Context, Edit, Input, LanguageModel, Mlp, Module, Projection, edit, parameter_count, parameters,
 };
-use models::state_dict::state_dict;
+use models::state_dict::{load_state_dict, state_dict};
 use models::{AttentionPath, Documents, Init, Llama, LlamaConfig, Swiglu, llama, tensors_file};
 use runtime::autograd::backward;
 use runtime::fused::rope::{Frequencies, Scaling};
+use runtime::memory::Region;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -121,7 +122,7 @@ fn what_cannot_be_computed_is_refused_by_name() {
             "`num_attention_heads` 6 does not divide `hidden_size` 25; take a divisor, or give `head_dim`",
         ),
         (json!({ "vocab_size": 0 }), "`vocab_size` is 0; expected at least 1"),
-        (json!({ "attention_dropout": 1.0 }), "`dropout` is 1; expected a probability in [0, 1)"),
+        (json!({ "attention_dropout": 1.0 }), "`attention_dropout` is 1; expected a probability in [0, 1)"),
     ];
     for (fields, expected) in cases {
         assert_eq!(parse(&fields).unwrap_err(), format!("Llama or Qwen2: {expected}"));
@@ -134,7 +135,108 @@ fn what_cannot_be_computed_is_refused_by_name() {
     let error = LlamaConfig::read(&path).unwrap_err().to_string();
     assert!(error.starts_with(&format!("{}: EOF while parsing", path.display())), "{error}");
     let odd = Llama::new(&LlamaConfig { head_dim: 5, ..small() }, F32).unwrap_err().to_string();
-    assert_eq!(odd, "rotary embedding: heads of width 5; expected an even width from 2 on");
+    assert_eq!(
+        odd,
+        "Llama or Qwen2: `head_dim` is 5; expected an even width, since its halves rotate with each other"
+    );
+}
+
+/// Each number of the file, with values that no model has. What is read from a file must not be able to end the process, so each is
+/// refused before anything is allocated, by the field's name and with its bound.
+#[test]
+fn extreme_numbers_are_refused_by_name_and_bound() {
+    let sizes = [
+        ("vocab_size", 1i64 << 28),
+        ("hidden_size", 1 << 28),
+        ("intermediate_size", 1 << 28),
+        ("num_hidden_layers", 1 << 12),
+        ("num_attention_heads", 1 << 16),
+        ("num_key_value_heads", 1 << 16),
+        ("head_dim", 1 << 16),
+        ("max_position_embeddings", 1 << 24),
+    ];
+    for (name, largest) in sizes {
+        // With a width of its own, so that no other rule speaks first.
+        let read = |value: Value| parse(&json!({ "head_dim": 4, name: value })).unwrap_err();
+        for below in [0, -1, i64::MIN] {
+            assert_eq!(
+                read(json!(below)),
+                format!("Llama or Qwen2: `{name}` is {below}; expected at least 1")
+            );
+        }
+        for beyond in [largest + 2, 1_000_000_000_000_000, i64::MAX] {
+            let expected = format!("Llama or Qwen2: `{name}` is {beyond}; expected at most {largest}");
+            assert_eq!(read(json!(beyond)), expected);
+        }
+        for other in
+            [json!(2.5), json!(1e30), json!(u64::MAX), json!("6"), json!([6]), json!({}), json!(true)]
+        {
+            let error = read(other.clone());
+            assert!(error.starts_with(&format!("`{name}`: invalid ")), "{other}: {error}");
+        }
+    }
+    for (name, bounds) in
+        [("rms_norm_eps", "0 to 1.0"), ("initializer_range", "0 to 1000.0"), ("rope_theta", "1 to 1e18")]
+    {
+        for value in [-1.0, -1e-300, 1e300] {
+            let error = parse(&json!({ name: value })).unwrap_err();
+            let expected = format!("Llama or Qwen2: `{name}` is {value:?}; expected a number from {bounds}");
+            assert_eq!(error, expected);
+        }
+        assert!(parse(&json!({ name: "1" })).unwrap_err().starts_with(&format!("`{name}`: invalid type")));
+    }
+    let dropout = |value: f64| parse(&json!({ "attention_dropout": value })).unwrap_err();
+    for value in [-1e-9, 1.0, 1e300] {
+        let expected = "; expected a probability in [0, 1)";
+        assert_eq!(dropout(value), format!("Llama or Qwen2: `attention_dropout` is {value}{expected}"));
+    }
+    for (name, value, expected) in [
+        ("factor", json!(0), "the positions' scaling: rotary embedding: the scaling's factor is 0"),
+        ("factor", json!(1e308), ""),
+        ("factor", json!("8"), "`factor` of the rotary embedding is \"8\"; expected a number"),
+        ("low_freq_factor", json!(-1.0), "the positions' scaling: rotary embedding: low_freq_factor is -1"),
+        ("high_freq_factor", json!(0.5), "the positions' scaling: rotary embedding: low_freq_factor is 1"),
+        ("rope_theta", json!([1e4]), "`rope_theta` of the rotary embedding is [10000.0]; expected a number"),
+        ("rope_theta", json!(0), "`rope_theta` is 0.0; expected a number from 1 to 1e18"),
+        (
+            "original_max_position_embeddings",
+            json!("8192"),
+            "`original_max_position_embeddings` of the rotary embedding is \"8192\"; expected a number",
+        ),
+        (
+            "original_max_position_embeddings",
+            json!(0),
+            "and the original places are 0; expected numbers above 0",
+        ),
+    ] {
+        let mut rope = json!({
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_theta": 1e4,
+        });
+        rope[name] = value;
+        match parse(&json!({ "rope_parameters": rope })) {
+            Err(error) => assert!(error.contains(expected) && !expected.is_empty(), "{rope}: {error}"),
+            Ok(_) => assert_eq!(expected, "", "{rope}"),
+        }
+    }
+    let text = r#"{ "vocab_size": 40, "rms_norm_eps": NaN }"#;
+    assert!(serde_json::from_str::<LlamaConfig>(text).is_err());
+    let text = with(&json!({})).to_string().replacen("{", r#"{ "rms_norm_eps": 1e999, "#, 1);
+    let error = serde_json::from_str::<LlamaConfig>(&text).unwrap_err().to_string();
+    assert!(error.contains("number out of range"), "{error}");
+    // The largest row, which is meant to be rare, costs what is used of it.
+    let long = LlamaConfig { max_position_embeddings: 1 << 24, ..small() };
+    let region = Region::start(Device::Cpu).unwrap();
+    let model = Llama::new(&long, F32).unwrap();
+    let tokens = Tensor::from_slice(&[1i64, 5, 9]).view([1, 3]);
+    let short = Llama::new(&small(), F32).unwrap();
+    load_state_dict(&model, &state_dict(&short), "the short model").unwrap();
+    assert_eq!(model.logits(&Input::new(&tokens)).unwrap(), short.logits(&Input::new(&tokens)).unwrap());
+    assert!(region.finish().unwrap().peak_above_start() < 4 << 20);
 }
 
 #[test]

@@ -3,6 +3,7 @@
 mod against;
 mod claims;
 mod fixed_records;
+mod fuzz_files;
 mod page;
 mod records;
 mod spec_errors;

@@ -42,6 +42,10 @@ mod function;
 
 pub use frequencies::{Frequencies, Scaling};
 
+use std::ops::Range;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 use tch::{Device, Kind, Tensor};
 
 use crate::autograd;
@@ -51,21 +55,27 @@ use function::Rotate;
 
 pub(crate) use sys::NAME;
 
-/// Cosines and sines of every place. Computed once; its clones, one for each layer of a model, share its memory.
-#[derive(Debug)]
+/// Cosines and sines of every place. Its clones, one for each layer of a model, share its memory.
+#[derive(Debug, Clone)]
 pub struct RotaryTable {
-    /// `[places, 2, head / 2]`, fp32.
-    values: Tensor,
+    shared: Arc<Shared>,
 }
 
-impl Clone for RotaryTable {
-    fn clone(&self) -> Self {
-        Self { values: self.values.shallow_clone() }
-    }
+/// Rows of a table that are computed at first, on the CPU: 4 MiB for heads of 128.
+const FIRST_ROWS: i64 = 8192;
+
+#[derive(Debug)]
+struct Shared {
+    places: i64,
+    angles: Vec<f64>,
+    device: Device,
+    /// `[rows, 2, head / 2]`, fp32: the places that were needed so far, and not more than there are.
+    rows: Mutex<Tensor>,
 }
 
 impl RotaryTable {
-    /// The table of places 0 to `places` − 1 for heads of width `head`: `places · head` numbers of 4 bytes.
+    /// The table of places 0 to `places` − 1 for heads of width `head`: `places · head` numbers of 4 bytes. On the CPU those beyond the
+    /// first 8192 places are computed when such a place is first rotated.
     ///
     /// # Errors
     /// Those of [`Frequencies::angles`]; fewer than one place; too little memory.
@@ -74,29 +84,54 @@ impl RotaryTable {
         if places < 1 {
             return Err(Error::invalid(NAME, format!("{places} places; expected at least 1")));
         }
-        let mut values = Vec::with_capacity(2 * angles.len() * places as usize);
-        for place in 0..places {
-            let turned = |angle: &f64| (place as f64 * angle).sin_cos();
-            values.extend(angles.iter().map(|angle| turned(angle).1 as f32));
-            values.extend(angles.iter().map(|angle| turned(angle).0 as f32));
-        }
-        let values = Tensor::f_from_slice(&values)?.f_reshape([places, 2, head / 2])?;
-        Ok(Self { values: values.f_to_device(device)? })
+        // Elsewhere the places of given positions are not known without waiting for the device.
+        let first = if device == Device::Cpu { places.min(FIRST_ROWS) } else { places };
+        let rows = Mutex::new(rows(0..first, &angles)?.f_to_device(device)?);
+        Ok(Self { shared: Arc::new(Shared { places, angles, device, rows }) })
     }
 
     /// How many places there are.
     pub fn places(&self) -> i64 {
-        self.values.size()[0]
+        self.shared.places
     }
 
     /// Width of the heads.
     pub fn head(&self) -> i64 {
-        2 * self.values.size()[2]
+        2 * self.shared.angles.len() as i64
     }
 
-    /// `[places, 2, head / 2]`, fp32: the cosines of a place, then its sines.
-    pub fn values(&self) -> &Tensor {
-        &self.values
+    /// `[rows, 2, head / 2]`, fp32: the cosines of a place, then its sines, for the places below `needed` at least.
+    ///
+    /// # Errors
+    /// More places than there are; too little memory.
+    pub fn values(&self, needed: i64) -> Result<Tensor> {
+        let Shared { places, ref angles, device, ref rows } = *self.shared;
+        if needed > places {
+            return Err(sys::beyond(needed - 1, places));
+        }
+        let mut computed = rows.lock();
+        let known = computed.size()[0];
+        if needed > known {
+            // Twice as many, so that one place after the other does not copy the table each time.
+            let enough = needed.max(known.saturating_mul(2)).min(places);
+            let more = self::rows(known..enough, angles)?.f_to_device(device)?;
+            *computed = Tensor::f_cat(&[&*computed, &more], 0)?;
+        }
+        Ok(computed.shallow_clone())
+    }
+
+    /// [`RotaryTable::values`] of the places of a call.
+    fn values_for(&self, sequence: i64, positions: Option<&Tensor>) -> Result<Tensor> {
+        let Some(positions) = positions else { return self.values(sequence) };
+        let known = self.values(0)?;
+        if known.size()[0] == self.places() || positions.numel() == 0 {
+            return Ok(known);
+        }
+        let (least, most) = (i64::try_from(positions.f_min()?)?, i64::try_from(positions.f_max()?)?);
+        if least < 0 {
+            return Err(sys::beyond(least, self.places()));
+        }
+        self.values(most.saturating_add(1))
     }
 
     /// Rotates `q` `[b, t, heads, head]` and `k` `[b, t, kv_heads, head]`, of one dtype and any strides: windows of a joint
@@ -111,7 +146,8 @@ impl RotaryTable {
     /// computed.
     pub fn rotate(&self, q: &Tensor, k: &Tensor, positions: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
         self.check(q, k, positions)?;
-        let function = Rotate::new(&self.values, positions, false)?;
+        let values = self.values_for(q.size()[1], positions)?;
+        let function = Rotate::new(&values, positions, false)?;
         let [q, k]: [Tensor; 2] = autograd::apply(function, &[q, k])?
             .try_into()
             .map_err(|_| Error::invalid(NAME, "two tensors in, another number out"))?;
@@ -120,7 +156,7 @@ impl RotaryTable {
 
     fn check(&self, q: &Tensor, k: &Tensor, positions: Option<&Tensor>) -> Result<()> {
         let invalid = |reason: String| Err(Error::invalid(NAME, reason));
-        let (size, kind, device) = (q.size(), q.kind(), self.values.device());
+        let (size, kind, device) = (q.size(), q.kind(), self.shared.device);
         let head = self.head();
         for (name, x) in [("q", q), ("k", k)] {
             let found = x.size();
@@ -157,4 +193,27 @@ impl RotaryTable {
             _ => Ok(()),
         }
     }
+}
+
+/// The rows of some places, on the CPU.
+fn rows(places: Range<i64>, angles: &[f64]) -> Result<Tensor> {
+    let (count, half) = ((places.end - places.start) as usize, angles.len());
+    let mut values: Vec<f32> = Vec::new();
+    let numbers = half.checked_mul(2).and_then(|width| width.checked_mul(count));
+    if numbers.is_none_or(|numbers| values.try_reserve_exact(numbers).is_err()) {
+        let head = 2 * half;
+        return Err(Error::invalid(
+            NAME,
+            format!(
+                "a table of {count} places for heads of {head} has 4 · {count} · {head} bytes, more memory than there is; make \
+                 the model with fewer positions"
+            ),
+        ));
+    }
+    for place in places {
+        let turned = |angle: &f64| (place as f64 * angle).sin_cos();
+        values.extend(angles.iter().map(|angle| turned(angle).1 as f32));
+        values.extend(angles.iter().map(|angle| turned(angle).0 as f32));
+    }
+    Ok(Tensor::f_from_slice(&values)?.f_reshape([count as i64, 2, half as i64])?)
 }

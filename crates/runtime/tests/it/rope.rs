@@ -215,3 +215,44 @@ fn what_does_not_fit_is_refused() {
     let (q, _) = table.rotate(&empty, &empty, None).unwrap();
     assert_eq!(q.size(), [1, 0, 1, 4]);
 }
+
+/// A long table is computed as far as it is used, and a part of it has the bits of the whole.
+#[test]
+fn a_table_grows_as_places_are_used() {
+    let places = 40_000;
+    let whole: Tensor = table(8, places).values(places).unwrap();
+    assert_eq!(whole.size(), [places, 2, 4]);
+    let q = Tensor::arange(3 * 2 * 8, (Kind::Float, Device::Cpu)).view([1, 3, 2, 8]);
+    for top in [8191i64, 8192, 20_000, places - 1] {
+        let growing = table(8, places);
+        let layer = growing.clone();
+        assert_eq!(growing.values(1).unwrap().size()[0], 8192);
+        let positions = Tensor::from_slice(&[7, top, 0]).view([1, 3]);
+        let (rotated, _) = growing.rotate(&q, &q, Some(&positions)).unwrap();
+        let rows = layer.values(1).unwrap();
+        assert!(rows.size()[0] > top, "the clones share the rows");
+        assert_eq!(rows, whole.narrow(0, 0, rows.size()[0]));
+        let full = table(8, places);
+        assert_eq!(full.values(places).unwrap(), whole);
+        assert_eq!(full.rotate(&q, &q, Some(&positions)).unwrap().0, rotated);
+    }
+    let long = Tensor::ones([1, 9000, 1, 8], (Kind::Float, Device::Cpu));
+    let growing = table(8, places);
+    let _ = growing.rotate(&long, &long, None).unwrap();
+    assert_eq!(growing.values(1).unwrap().size()[0], 16_384);
+    for (position, sequence) in [(places, 3), (-1, 3)] {
+        let positions = Tensor::from_slice(&[0, position, 1]).view([1, sequence]);
+        let error = growing.rotate(&q, &q, Some(&positions)).unwrap_err().to_string();
+        let expected = format!("position {position} is outside the table's 40000 places (0 to 39999)");
+        assert!(error.contains(&expected), "{error}");
+    }
+}
+
+#[test]
+fn a_table_beyond_memory_is_an_error() {
+    // 10¹⁸ places on the CPU begin with the first ones; all of them at once are refused.
+    let table = table(64, 1_000_000_000_000_000_000);
+    let error = table.values(1_000_000_000_000_000_000).unwrap_err().to_string();
+    assert!(error.contains("places for heads of 64 has 4 · "), "{error}");
+    assert!(error.ends_with("more memory than there is; make the model with fewer positions"), "{error}");
+}

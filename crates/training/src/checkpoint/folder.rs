@@ -304,7 +304,7 @@ fn write(folder: &Path, snapshot: &Snapshot<'_>) -> io::Result<()> {
 }
 
 fn read(folder: &Path, step: u64) -> Result<Checkpoint> {
-    let manifest = Manifest::verify(folder)?;
+    let manifest = Manifest::verify(folder, &[MODEL, OPTIMIZER, RANDOM, STATE])?;
     if manifest.step != step {
         return Err(Error::file(folder, format!("its manifest is that of step {}", manifest.step)));
     }

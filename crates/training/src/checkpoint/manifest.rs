@@ -1,6 +1,6 @@
 //! What belongs to a checkpoint, and that it is what was written.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Write};
 use std::path::Path;
@@ -81,8 +81,8 @@ impl Manifest {
         self.write(folder, CHECKSUM, |out| out.write_all(line.as_bytes()))
     }
 
-    /// Reads the manifest and checks every file against it.
-    pub(super) fn verify(folder: &Path) -> Result<Self> {
+    /// Reads the manifest, sees that it lists these files and no others, and checks each against it.
+    pub(super) fn verify(folder: &Path, expected_files: &[&str]) -> Result<Self> {
         let path = folder.join(NAME);
         let text = std::fs::read(&path).map_err(|cause| Error::Io { path: path.clone(), cause })?;
         let of_checksum = folder.join(CHECKSUM);
@@ -98,6 +98,12 @@ impl Manifest {
             .map_err(|cause| Error::file(&path, format!("not a checkpoint's manifest: {cause}")))?;
         if manifest.format != FORMAT {
             let reason = format!("format {}; this program reads {FORMAT}", manifest.format);
+            return Err(Error::file(&path, reason));
+        }
+        // A file that is not listed would be read unchecked, and another's name may lead anywhere.
+        let listed: BTreeSet<&str> = manifest.files.keys().map(String::as_str).collect();
+        if listed != expected_files.iter().copied().collect() {
+            let reason = format!("it lists {listed:?}; expected {expected_files:?}");
             return Err(Error::file(&path, reason));
         }
         for (name, entry) in &manifest.files {
@@ -131,7 +137,7 @@ impl Entry {
         let reason = format!(
             "altered: its SHA-256 is {}…, the manifest says {}…",
             &found[..12],
-            &self.sha256[..12.min(self.sha256.len())]
+            self.sha256.chars().take(12).collect::<String>()
         );
         Err(Error::file(path, reason))
     }

@@ -10,6 +10,7 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
+use runtime::atomic_write;
 use training::experiment::corpus::Corpus;
 use training::experiment::profiling::{Effort, Pair, Repairs, Turn, detector, measure_pair, profile, repair};
 use training::experiment::setup::{Common, Setup};
@@ -243,14 +244,12 @@ impl Measurement {
 
 /// Compresses a trace, as Perfetto opens it too, into a file that appears whole.
 fn keep(trace: &Path, path: &Path) -> anyhow::Result<()> {
-    let partial = path.with_extension("partial");
-    let copy = || -> std::io::Result<()> {
-        let mut out = GzEncoder::new(File::create(&partial)?, Compression::best());
+    let kept = atomic_write::file(path, |out| {
+        let mut out = GzEncoder::new(out, Compression::best());
         std::io::copy(&mut File::open(trace)?, &mut out)?;
-        out.finish()?.sync_all()?;
-        std::fs::rename(&partial, path)
-    };
-    copy().with_context(|| format!("keeping the trace {}", path.display()))
+        out.finish().map(drop)
+    });
+    kept.with_context(|| format!("keeping the trace {}", path.display()))
 }
 
 fn steps(turns: &[Turn]) -> Vec<f64> {

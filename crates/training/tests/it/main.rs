@@ -8,6 +8,7 @@ mod diagnose_cuda;
 mod fixtures_gpt2_like;
 mod fixtures_optimizers;
 mod frozen;
+mod fuzz_manifest;
 mod kill;
 mod llama;
 mod optimizers;

@@ -6,8 +6,10 @@ use super::Tree;
 
 /// What every technique may build on; all other crates are techniques.
 const LAYERS: [&str; 6] = ["report", "accounting", "runtime", "models", "dataloading", "training"];
+/// What tests alone use: never a dependency of what is built without them.
+const FOR_TESTS: [&str; 1] = ["fuzz"];
 /// Members that build in seconds on a machine without libtorch.
-const WITHOUT_TORCH: [&str; 3] = ["accounting", "report", "xtask"];
+const WITHOUT_TORCH: [&str; 4] = ["accounting", "fuzz", "report", "xtask"];
 const TORCH: [&str; 2] = ["tch", "torch-sys"];
 
 pub(crate) fn check(tree: &Tree) -> Vec<String> {
@@ -46,6 +48,13 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
         }
     }
     for (folder, manifest) in &members {
+        for dependency in
+            FOR_TESTS.iter().filter(|name| dependencies_of_kinds(manifest, &BUILT).contains(**name))
+        {
+            found.push(format!(
+                "{folder}/Cargo.toml: `{dependency}` is for tests; name it under [dev-dependencies]"
+            ));
+        }
         let inherited =
             manifest.get("lints").and_then(|lints| lints.get("workspace")).and_then(toml::Value::as_bool);
         // Unsafe code lives in runtime, so it states its lints by itself.
@@ -58,7 +67,7 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
 }
 
 fn is_technique(name: &str) -> bool {
-    !LAYERS.contains(&name) && name != "xtask"
+    !LAYERS.contains(&name) && !FOR_TESTS.contains(&name) && name != "xtask"
 }
 
 /// Whether only a technique's binary has this dependency: it is optional, and of the feature `program` alone, without which the
@@ -83,16 +92,22 @@ fn of_the_program_alone(manifest: Option<&toml::Table>, dependency: &str) -> boo
     optional == Some(true) && features == ["program"] && !elsewhere
 }
 
+/// Dependencies that come with a crate's library, program or build.
+const BUILT: [&str; 2] = ["dependencies", "build-dependencies"];
+
 /// Packages that a manifest names as a dependency of any kind, for any target.
 fn dependencies_of(manifest: &toml::Table) -> BTreeSet<String> {
-    const KINDS: [&str; 3] = ["dependencies", "dev-dependencies", "build-dependencies"];
+    dependencies_of_kinds(manifest, &["dependencies", "dev-dependencies", "build-dependencies"])
+}
+
+fn dependencies_of_kinds(manifest: &toml::Table, kinds: &[&str]) -> BTreeSet<String> {
     let targets =
         manifest.get("target").and_then(toml::Value::as_table).into_iter().flat_map(toml::Table::values);
     let tables = std::iter::once(manifest).chain(targets.filter_map(toml::Value::as_table));
     let mut names = BTreeSet::new();
     for table in tables {
-        for kind in KINDS {
-            for (key, value) in table.get(kind).and_then(toml::Value::as_table).into_iter().flatten() {
+        for kind in kinds {
+            for (key, value) in table.get(*kind).and_then(toml::Value::as_table).into_iter().flatten() {
                 let renamed = value.get("package").and_then(toml::Value::as_str);
                 names.insert(renamed.unwrap_or(key).to_owned());
             }

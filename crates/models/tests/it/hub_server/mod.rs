@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use serde_json::json;
+use sha2::{Digest, Sha256};
 
 /// The commit that every revision but `missing` is.
 pub(crate) const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
@@ -28,8 +29,18 @@ struct Shared {
     bodies: AtomicUsize,
     sent: AtomicUsize,
     ranges: AtomicBool,
+    /// Whether files are elsewhere, and requests for them are sent on.
+    redirects: AtomicBool,
+    /// Files of which one byte is another.
+    corrupt: Mutex<BTreeMap<String, Corrupt>>,
     /// By file name: what is sent in its place; `None` for half of it.
     broken: Mutex<BTreeMap<String, Option<String>>>,
+}
+
+/// Which byte of a file is another.
+enum Corrupt {
+    First,
+    Last,
 }
 
 impl Server {
@@ -44,6 +55,8 @@ impl Server {
             bodies: AtomicUsize::new(0),
             sent: AtomicUsize::new(0),
             ranges: AtomicBool::new(true),
+            redirects: AtomicBool::new(false),
+            corrupt: Mutex::default(),
             broken: Mutex::default(),
         });
         let of_thread = Arc::clone(&shared);
@@ -91,6 +104,21 @@ impl Server {
         self.shared.ranges.store(false, Ordering::SeqCst);
     }
 
+    /// Redirects from here on to where the files are.
+    pub(crate) fn redirect(&self) {
+        self.shared.redirects.store(true, Ordering::SeqCst);
+    }
+
+    /// Changes the first byte of a file from here on.
+    pub(crate) fn corrupt(&self, file: &str) {
+        self.shared.corrupt.lock().unwrap().insert(file.to_owned(), Corrupt::First);
+    }
+
+    /// Changes the last byte of a file from here on.
+    pub(crate) fn corrupt_last(&self, file: &str) {
+        self.shared.corrupt.lock().unwrap().insert(file.to_owned(), Corrupt::Last);
+    }
+
     /// Hangs up in the middle of a file from here on.
     pub(crate) fn break_off(&self, file: &str) {
         self.shared.broken.lock().unwrap().insert(file.to_owned(), None);
@@ -104,6 +132,7 @@ impl Server {
     /// Sends everything as it is again.
     pub(crate) fn mend(&self) {
         self.shared.broken.lock().unwrap().clear();
+        self.shared.corrupt.lock().unwrap().clear();
     }
 }
 
@@ -153,6 +182,14 @@ fn answer(shared: &Shared, stream: &TcpStream) -> std::io::Result<()> {
             let file = root.join("datasets").join(owner).join(name).join(parts[5..].join("/"));
             send_file(shared, stream, &file, from)
         }
+        ["elsewhere", owner, name, ..] => {
+            let file = root.join("models").join(owner).join(name).join(parts[3..].join("/"));
+            send_file(shared, stream, &file, from)
+        }
+        [owner, name, "resolve", _, ..] if shared.redirects.load(Ordering::SeqCst) => {
+            let location = format!("Location: /elsewhere/{owner}/{name}/{}", parts[4..].join("/"));
+            send(stream, "302 Found", &[location], b"")
+        }
         [owner, name, "resolve", _, ..] => {
             let file = root.join("models").join(owner).join(name).join(parts[4..].join("/"));
             send_file(shared, stream, &file, from)
@@ -171,13 +208,16 @@ fn list(folder: &Path, prefix: &str, siblings: &mut Vec<serde_json::Value>) {
             let bytes = fs::read(entry.path()).unwrap();
             let mut sibling = json!({ "rfilename": path, "size": bytes.len(), "blobId": digest(&bytes) });
             if path.ends_with(".safetensors") {
-                let lfs =
-                    json!({ "size": bytes.len(), "sha256": digest(&bytes).repeat(4), "pointerSize": 132 });
+                let lfs = json!({ "size": bytes.len(), "sha256": sha256(&bytes), "pointerSize": 132 });
                 sibling["lfs"] = lfs;
             }
             siblings.push(sibling);
         }
     }
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// The same bytes have the same digest, as on the hub.
@@ -189,8 +229,13 @@ fn digest(bytes: &[u8]) -> String {
 }
 
 fn send_file(shared: &Shared, mut stream: &TcpStream, file: &Path, from: usize) -> std::io::Result<()> {
-    let Ok(bytes) = fs::read(file) else { return not_found(stream) };
+    let Ok(mut bytes) = fs::read(file) else { return not_found(stream) };
     let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    match shared.corrupt.lock().unwrap().get(&name) {
+        Some(Corrupt::First) => bytes[0] ^= 1,
+        Some(Corrupt::Last) => *bytes.last_mut().unwrap() ^= 1,
+        None => {}
+    }
     shared.bodies.fetch_add(1, Ordering::SeqCst);
     let broken = shared.broken.lock().unwrap().get(&name).cloned();
     if let Some(Some(text)) = broken {
