@@ -13,30 +13,34 @@
 //! ([`schedule`](crate::schedule)). The tensors that a layer runs on are views of its slot, made for one use: they share the slot's
 //! version, so that a graph which outlives its lease refuses to go on once the slot has been written again.
 
+mod fetch;
 mod gradients;
+mod graph;
 mod pass;
 mod ring;
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
-use std::thread::{self, ThreadId};
+use std::thread::ThreadId;
 
 use models::module::Role;
 use models::tensors_file::Stored;
 use parking_lot::{Mutex, MutexGuard};
 use runtime::device::{self, Event, Stream};
 use runtime::precision::identity;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
 use crate::error::{Error, Result};
-use crate::home::{Homing, Layer, Left, Piece, Stamp, own_folder};
+use crate::home::{Homing, Layer, Left, own_folder};
 use crate::options::{Options, Point};
 use crate::schedule::Direction;
 use crate::trace::{Lane, Span, Trace};
+pub(crate) use fetch::Fetched;
+use fetch::Use;
 use gradients::Rooms;
 pub(crate) use gradients::{Arriving, Gradients, Sink};
+pub(crate) use graph::Outstanding;
 use pass::Ending;
 pub(crate) use ring::Lease;
 use ring::Slots;
@@ -303,95 +307,6 @@ impl Engine {
         Ok(result)
     }
 
-    /// Brings a layer into memory of its own, now: one layer at a time, and nothing meanwhile.
-    pub(crate) fn fetch(&self, layer: usize, direction: Direction) -> Result<Fetched> {
-        let (pieces, (layout, flat, number, updated), bytes, in_files) = {
-            let mut state = self.0.state.lock();
-            state.layers[layer].look(self.0.homing.pinned_for)?;
-            let of = &state.layers[layer];
-            let flat = Tensor::f_empty([of.layout.bytes as i64], (Kind::Uint8, self.device()))
-                .map_err(|error| self.refused("bringing", &of.name, error.into()))?;
-            let result = (
-                of.pieces(&flat)?,
-                (of.layout.clone(), flat, of.number, of.updated.clone()),
-                of.bytes(),
-                of.is_in_files(),
-            );
-            state.counters.loads += 1;
-            state.counters.late += 1;
-            state.counters.loaded += result.2;
-            result
-        };
-        let mut fetched = Fetched { leaves: Vec::new(), _use: Use::begin(self, &mut self.0.state.lock()) };
-        let current = Stream::current(self.device())?;
-        let begin = self.0.trace.begin(&current)?;
-        let copied = (|| {
-            if let Some(updated) = updated {
-                updated.synchronize()?;
-            }
-            self.0.options.at(Point::Load)?;
-            for (piece, mut target) in pieces {
-                let staging = self.staging(&piece, &target, in_files)?;
-                piece.bring(&mut target, staging.as_ref())?;
-                if let Some(staging) = staging {
-                    device::synchronize(self.device())?;
-                    drop(staging);
-                }
-            }
-            Ok(())
-        })();
-        copied.map_err(|error| self.refused("bringing", &self.name(layer), error))?;
-        if self.device() != Device::Cpu {
-            // The copies may go on after this; who writes at home waits for them.
-            let read = Event::untimed(self.device())?;
-            current.record(&read)?;
-            let mut state = self.0.state.lock();
-            state.reads.retain(|event| !event.query().unwrap_or(true));
-            state.reads.push(read);
-        }
-        self.0.trace.end(&current, begin, (Lane::Load, number, direction), bytes)?;
-        fetched.leaves = self.leaves(layer, &layout.views(&flat)?)?;
-        Ok(fetched)
-    }
-
-    fn staging(&self, piece: &Piece, target: &Tensor, in_files: bool) -> runtime::Result<Option<Tensor>> {
-        let needed = in_files && matches!(piece, Piece::File(_)) && self.device() != Device::Cpu;
-        needed.then(|| device::pinned_empty(&target.size(), Kind::Uint8, self.device())).transpose()
-    }
-
-    /// Tensors to compute with: one for each of the layer's, leaves of graphs of their own.
-    fn leaves(&self, layer: usize, views: &[Tensor]) -> Result<Vec<Tensor>> {
-        let state = self.0.state.lock();
-        views
-            .iter()
-            .zip(&state.layers[layer].tensors)
-            .map(|(view, tensor)| {
-                // It shares the version of the memory, and not its history.
-                Ok(view.f_detach()?.f_set_requires_grad(tensor.requires_grad())?)
-            })
-            .collect()
-    }
-
-    /// What the layer is now, for a graph whose backward runs it again.
-    pub(crate) fn stamp(&self, layer: usize) -> Result<Stamp> {
-        let mut state = self.0.state.lock();
-        let of = &mut state.layers[layer];
-        of.look(self.0.homing.pinned_for)?;
-        Ok(of.stamp())
-    }
-
-    /// That a backward runs the layer with the values of its forward.
-    pub(crate) fn check_unchanged(&self, layer: usize, stamp: &Stamp) -> Result<()> {
-        self.0.state.lock().layers[layer].check_unchanged(stamp)
-    }
-
-    /// Notes a forward whose backward is to come.
-    pub(crate) fn outstanding(&self, layer: usize) -> Outstanding {
-        let count = self.0.state.lock().layers[layer].outstanding.clone();
-        count.fetch_add(1, Ordering::Relaxed);
-        Outstanding { count, over: AtomicBool::new(false) }
-    }
-
     /// Makes the lanes usable again after a failure, which is an error of someone already. What the slots hold is not known.
     fn recover(&self) {
         let _ = self.settle();
@@ -400,18 +315,6 @@ impl Engine {
             ring.clear();
             slots.iter_mut().for_each(|slot| slot.holds = None);
         }
-    }
-
-    /// That the model is one model: no layer of it has been stepped before the others.
-    pub(crate) fn begin_forward(&self) -> Result<()> {
-        let state = self.0.state.lock();
-        let Some(layer) = state.layers.iter().find(|layer| !layer.ahead.is_empty()) else { return Ok(()) };
-        let reason = format!(
-            "`{}` was stepped within a backward, and other parameters were not yet; call `HostAdamW::step` before the next forward, \
-             or say with `HostAdamW::begin` that more micro-batches come",
-            layer.name
-        );
-        Err(Error::config("optimizer", reason))
     }
 
     fn name(&self, layer: usize) -> String {
@@ -436,61 +339,5 @@ impl Drop for Inner {
 impl fmt::Debug for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Engine").field("options", &self.0.options).finish_non_exhaustive()
-    }
-}
-
-/// A layer on the device, for one use, in memory of its own.
-#[derive(Debug)]
-pub(crate) struct Fetched {
-    pub(crate) leaves: Vec<Tensor>,
-    _use: Use,
-}
-
-/// A use of a layer by a thread, counted until it is dropped.
-#[derive(Debug)]
-struct Use {
-    engine: Engine,
-    thread: ThreadId,
-}
-
-impl Use {
-    fn begin(engine: &Engine, state: &mut State) -> Self {
-        let thread = thread::current().id();
-        *state.uses.entry(thread).or_default() += 1;
-        Self { engine: engine.clone(), thread }
-    }
-}
-
-impl Drop for Use {
-    fn drop(&mut self) {
-        let mut state = self.engine.0.state.lock();
-        if let Some(uses) = state.uses.get_mut(&self.thread) {
-            *uses -= 1;
-            if *uses == 0 {
-                state.uses.remove(&self.thread);
-            }
-        }
-    }
-}
-
-/// A forward whose backward is to come, until that is over or cannot come any more.
-#[derive(Debug)]
-pub(crate) struct Outstanding {
-    count: Arc<AtomicUsize>,
-    over: AtomicBool,
-}
-
-impl Outstanding {
-    /// Its backward is here, and comes no second time.
-    pub(crate) fn end(&self) {
-        if !self.over.swap(true, Ordering::Relaxed) {
-            self.count.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-}
-
-impl Drop for Outstanding {
-    fn drop(&mut self) {
-        self.end();
     }
 }
