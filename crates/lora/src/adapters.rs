@@ -278,7 +278,7 @@ impl Adapters {
         for site in &mut self.sites {
             site.layer.remove(name);
         }
-        self.wholes.lock().iter_mut().for_each(|whole| whole.values.retain(|(known, _)| known != name));
+        self.wholes.lock().iter_mut().for_each(|whole| whole.remove(name));
         self.configs.retain(|(known, _)| known != name);
         self.copies.retain(|(known, _)| known != name);
         put_in(model, &self.sites, &self.wholes.lock())
@@ -312,8 +312,8 @@ impl Adapters {
             }
         }
         for whole in self.wholes.lock().iter() {
-            if let Some(values) = whole.of(name) {
-                let shared = |key: &String| Ok((key.clone(), values.f_detach()?));
+            if let Some(values) = whole.of(name)? {
+                let shared = |key: &String| Ok((key.clone(), values.shallow_clone()));
                 list.extend(whole.keys.iter().map(shared).collect::<Result<Vec<_>>>()?);
             }
         }
@@ -364,7 +364,7 @@ impl Adapters {
             .iter()
             .map(|site| (site.path.clone(), site.layer.shallow_clone().into_linear()))
             .collect();
-        let untied = self.untied(&tied);
+        let untied = self.untied(&tied)?;
         for whole in self.wholes.lock().iter() {
             let _ = whole.live.f_set_requires_grad(false)?;
         }
@@ -393,15 +393,14 @@ impl Adapters {
     }
 
     /// Names of tensors that were tied to others and are not any more.
-    fn untied(&self, survey: &Survey) -> Vec<String> {
+    fn untied(&self, survey: &Survey) -> Result<Vec<String>> {
         let mut names = Vec::new();
         for whole in self.wholes.lock().iter() {
             if whole.original.data_ptr() != whole.live.data_ptr() && whole.names.len() == 1 {
                 let shares = |name: &str| name != whole.names[0];
-                let same = survey
-                    .tensors
-                    .iter()
-                    .any(|base| shares(&base.name) && base.tensor.data_ptr() == whole.base.data_ptr());
+                let shared = whole.base()?.data_ptr();
+                let same =
+                    survey.tensors.iter().any(|base| shares(&base.name) && base.tensor.data_ptr() == shared);
                 names.extend(same.then(|| whole.names[0].clone()));
             }
         }
@@ -412,7 +411,7 @@ impl Adapters {
                 survey.tensors.iter().any(|base| base.name != own && base.tensor.data_ptr() == weight);
             names.extend(shared.then_some(own));
         }
-        names
+        Ok(names)
     }
 
     /// Notes that an adapter's file has the base weight of these projections.

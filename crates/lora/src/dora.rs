@@ -70,6 +70,8 @@ pub(crate) fn squared_norms(weight: &Tensor) -> runtime::Result<Tensor> {
 /// ν `[o]`. The caller records nothing.
 pub(crate) fn row_norms(weight: &Tensor, squares: &Tensor, terms: &[Term<'_>]) -> runtime::Result<Tensor> {
     let weight = weight.f_detach()?.f_to_kind(squares.kind())?;
+    // Where the weight was brought from elsewhere they were left behind.
+    let squares = squares.f_to_device(weight.device())?;
     let rows = |product: Tensor, b: &Tensor, scale: f64| -> runtime::Result<Tensor> {
         let kind: Kind = squares.kind();
         Ok(product.f_mul(b)?.f_sum_dim_intlist([1].as_slice(), false, kind)?.f_mul_scalar(scale)?)

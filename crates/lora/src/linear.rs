@@ -260,7 +260,9 @@ impl LoraLinear {
             });
         }
         if self.switch.read(|setting| setting.disabled > 0) {
-            return Ok(precision::linear(x, &self.base_weight(), self.bias.as_ref())?);
+            // Of a merged layer that was brought from elsewhere it was left behind.
+            let base = self.base_weight().f_to_device(x.device())?;
+            return Ok(precision::linear(x, &base, self.bias.as_ref())?);
         }
         let active = if self.merged.lock().is_some() { Vec::new() } else { self.active() };
         if active.is_empty() {

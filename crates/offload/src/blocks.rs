@@ -18,6 +18,7 @@ use tch::Tensor;
 use crate::engine::{Engine, Fetched, Lease};
 use crate::error::Error;
 use crate::function::{Fetch, Guest, OffloadFunction, OverlapOffloadFunction};
+use crate::home::{Stamp, unchanged};
 use crate::schedule::Direction;
 
 /// A block whose tensors are at home.
@@ -47,9 +48,9 @@ impl Away {
     }
 
     /// What every rung does first; whether there will be a backward.
-    fn begin(&self, x: &Tensor) -> bool {
-        self.engine.begin_forward();
-        self.held.records(x)
+    fn begin(&self, x: &Tensor) -> Result<bool> {
+        self.engine.begin_forward()?;
+        Ok(self.held.records(x))
     }
 }
 
@@ -87,7 +88,7 @@ rungs! {
 
 impl Block for OffloadBlock {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        if self.0.begin(x_btd) {
+        if self.0.begin(x_btd)? {
             let reason = format!(
                 "`{}` is offloaded for inference, but gradients are recorded; take Method::Overlap, or turn gradients off",
                 self.0.held.name()
@@ -100,13 +101,15 @@ impl Block for OffloadBlock {
 
 impl Block for OffloadBlockWithCheckpointing {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        if !self.0.begin(x_btd) {
+        if !self.0.begin(x_btd)? {
             return Ok(self.0.guest().visit::<Fetched>(x_btd, context)?);
         }
         let (guest, context) = (self.0.guest(), OwnedContext::from(context));
+        let stamp = guest.engine.stamp(guest.layer)?;
         let segment = move |x: &[Tensor]| {
             // The segment runs without recording in forward, and with it in backward.
             let direction = if GradMode::enabled() { Direction::Backward } else { Direction::Forward };
+            guest.engine.check_unchanged(guest.layer, &stamp)?;
             let own = guest.engine.with_layers(|layers| {
                 layers[guest.layer].tensors.iter().map(Tensor::shallow_clone).collect::<Vec<_>>()
             });
@@ -120,7 +123,7 @@ impl Block for OffloadBlockWithCheckpointing {
 
 impl Block for OffloadBlockWithFunction {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        if !self.0.begin(x_btd) {
+        if !self.0.begin(x_btd)? {
             return Ok(self.0.guest().visit::<Fetched>(x_btd, context)?);
         }
         Ok(OffloadFunction::apply(self.0.guest(), x_btd, context)?)
@@ -129,7 +132,7 @@ impl Block for OffloadBlockWithFunction {
 
 impl Block for OverlapOffloadBlock {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        if !self.0.begin(x_btd) {
+        if !self.0.begin(x_btd)? {
             return Ok(self.0.guest().visit::<Lease>(x_btd, context)?);
         }
         Ok(OverlapOffloadFunction::apply(self.0.guest(), x_btd, context)?)
@@ -168,11 +171,18 @@ impl Block for ResidentBlock {
             return Ok(engine.computing(number, Direction::Forward, run)?);
         }
         let context = OwnedContext::from(context);
+        let (name, named) = (self.held.name().to_owned(), handles(&self.held));
+        let stamp = Stamp::of(&named)?;
         let segment = move |x: &[Tensor]| {
             let direction = if GradMode::enabled() { Direction::Backward } else { Direction::Forward };
+            unchanged(&stamp, &name, &named)?;
             let run = || Ok(part.run(|block| block.forward(&x[0], &context.borrow()))?);
             Ok(vec![engine.computing(number, direction, run)?])
         };
         Ok(Checkpoint::default().run(segment, &[x_btd])?.remove(0))
     }
+}
+
+fn handles(held: &Held<dyn Block>) -> Vec<(String, Tensor)> {
+    held.named().iter().map(|(name, tensor, _)| (name.clone(), tensor.shallow_clone())).collect()
 }

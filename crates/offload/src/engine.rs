@@ -6,30 +6,42 @@
 //!                                                        gradients ──────────► copy to host ──► add up, or step
 //! ```
 //!
+//! What a stream of a GPU would have to wait for on the host (a file that is read, a layer's step) a second thread of the host waits
+//! for, the feeder, and queues the load then: whoever acquires a layer is not held up by another one's.
+//!
 //! A slot is device memory for one layer. Who computes holds a lease; a slot without one goes to the layer that is needed next
 //! ([`schedule`](crate::schedule)). The tensors that a layer runs on are views of its slot, made for one use: they share the slot's
 //! version, so that a graph which outlives its lease refuses to go on once the slot has been written again.
 
+mod fetch;
 mod gradients;
+mod graph;
+mod pass;
 mod ring;
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
+use std::thread::ThreadId;
 
 use models::module::Role;
 use models::tensors_file::Stored;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use runtime::device::{self, Event, Stream};
-use tch::{Device, Kind, Tensor};
+use runtime::precision::identity;
+use tch::{Device, Tensor};
 
 use crate::error::{Error, Result};
-use crate::home::{Homing, Layer, Piece};
+use crate::home::{Homing, Layer, Left, own_folder};
 use crate::options::{Options, Point};
 use crate::schedule::Direction;
 use crate::trace::{Lane, Span, Trace};
+pub(crate) use fetch::Fetched;
+use fetch::Use;
 use gradients::Rooms;
 pub(crate) use gradients::{Arriving, Gradients, Sink};
+pub(crate) use graph::Outstanding;
+use pass::Ending;
 pub(crate) use ring::Lease;
 use ring::Slots;
 
@@ -44,11 +56,11 @@ struct Inner {
     store: Stream,
     /// A thread of the host: adds gradients up, and runs the optimizer.
     host: Stream,
+    /// A thread of the host: queues loads that wait for something on the host.
+    feeder: Stream,
     trace: Trace,
     rooms: Rooms,
     state: Mutex<State>,
-    /// Removes the file tier's files.
-    _folder: Option<tempfile::TempDir>,
 }
 
 #[derive(Default)]
@@ -58,10 +70,14 @@ struct State {
     sink: Option<Arc<dyn Sink>>,
     /// When the gradients of the last layers have left the device.
     leaving: VecDeque<Arc<Event>>,
-    /// Whether the end of the running backward is awaited already.
-    ending: bool,
-    /// Uses that have not ended, of the ring and besides it.
-    uses: usize,
+    /// The running backwards: one entry for each layer that has come.
+    endings: Vec<Weak<Ending>>,
+    /// A failure of a step on the host that no one has been told of.
+    untold: Option<runtime::Error>,
+    /// Uses that have not ended, of the ring and besides it, by the thread that computes.
+    uses: HashMap<ThreadId, usize>,
+    /// When copies from home on streams of who computes are done.
+    reads: Vec<Event>,
     counters: Counters,
 }
 
@@ -86,26 +102,21 @@ impl Engine {
         let folder = match &options.tier {
             crate::Tier::Host => None,
             crate::Tier::File(folder) => {
-                let made = tempfile::Builder::new().prefix("offload-").tempdir_in(folder);
-                Some(made.map_err(|cause| Error::File {
-                    path: folder.clone(),
-                    reason: format!("no folder for the layers can be made in it: {cause}"),
-                })?)
+                // That one can be made is better known before the first layer.
+                own_folder(folder)?;
+                Some(folder.clone())
             }
         };
-        let homing = Homing {
-            pinned_for: if options.pinned { device } else { Device::Cpu },
-            folder: folder.as_ref().map(|folder| folder.path().to_owned()),
-        };
+        let homing = Homing { pinned_for: if options.pinned { device } else { Device::Cpu }, folder };
         Ok(Self(Arc::new(Inner {
             homing,
             prefetch: Stream::high_priority(device)?,
             store: Stream::high_priority(device)?,
             host: Stream::new(Device::Cpu)?,
+            feeder: Stream::new(Device::Cpu)?,
             trace: Trace::default(),
             rooms: Rooms::default(),
             state: Mutex::default(),
-            _folder: folder,
             options,
         })))
     }
@@ -125,33 +136,51 @@ impl Engine {
         named: &[(String, Tensor, Role)],
         stored: &dyn Fn(&str) -> Option<Stored>,
     ) -> Result<usize> {
-        let layer = Layer::new((name, number), named, &self.0.homing, stored)?;
+        let left = |name: &str, _: &Tensor| stored(name).map(Left::At);
+        let layer = Layer::new((name, number), named, &self.0.homing, &left)?;
         self.release_ring()?;
         let mut state = self.0.state.lock();
         state.layers.push(layer);
         Ok(state.layers.len() - 1)
     }
 
-    /// Takes a layer home again whose tensors are others than before.
+    /// Takes a layer home again whose tensors are others than before. Where that fails the layer cannot be used any more.
     pub(crate) fn replace(&self, layer: usize, named: &[(String, Tensor, Role)]) -> Result<()> {
-        let (name, number) = {
+        {
             let state = self.0.state.lock();
             let old = &state.layers[layer];
-            let same = old.tensors.len() == named.len()
-                && old.astray().is_none()
-                && old.tensors.iter().zip(named).all(|(old, (_, new, _))| old.data_ptr() == new.data_ptr());
+            let mut same = old.tensors.len() == named.len();
+            for (old, (_, new, _)) in old.tensors.iter().zip(named) {
+                same = same && identity(old)? == identity(new)?;
+            }
             if same {
                 return Ok(());
             }
-            (old.name.clone(), old.number)
-        };
-        self.synchronize()?;
-        let files = self.0.state.lock().layers[layer].files();
+        }
+        // The layer changes whatever failed before; who asks next is told.
+        let _ = self.settle();
+        let mut state = self.0.state.lock();
+        let old = &state.layers[layer];
         let homing = Homing { folder: None, ..self.0.homing.clone() };
-        let new = Layer::new((&name, number), named, &homing, &|tensor| files.get(tensor).cloned())?;
-        self.release_ring()?;
-        self.0.state.lock().layers[layer] = new;
-        Ok(())
+        let left = |name: &str, tensor: &Tensor| old.left(name, tensor);
+        let new = Layer::new((&old.name, old.number), named, &homing, &left);
+        let result = match new {
+            Ok(mut new) => {
+                // Slots that hold the old one are never taken for the new one.
+                (new.generation, new.steps) = (old.generation + 1, old.steps);
+                new.ahead.clone_from(&old.ahead);
+                new.outstanding = old.outstanding.clone();
+                state.layers[layer] = new;
+                Ok(())
+            }
+            Err(error) => {
+                let reason = format!("`{}` could not be taken home after it was changed: {error}", old.name);
+                state.layers[layer].lost = Some(reason);
+                Err(error)
+            }
+        };
+        drop(state);
+        result.and(self.release_ring())
     }
 
     /// Runs something on the layers, with the lock held.
@@ -159,8 +188,21 @@ impl Engine {
         body(&mut self.0.state.lock().layers)
     }
 
-    pub(crate) fn set_sink(&self, sink: Option<Arc<dyn Sink>>) {
-        self.0.state.lock().sink = sink;
+    pub(crate) fn set_sink(&self, sink: Arc<dyn Sink>) -> Result<()> {
+        let mut state = self.0.state.lock();
+        if state.sink.is_some() {
+            let reason =
+                "there is a `HostAdamW` for these layers already, which takes their gradients; drop it first";
+            return Err(Error::config("optimizer", reason));
+        }
+        state.sink = Some(sink);
+        Ok(())
+    }
+
+    pub(crate) fn remove_sink(&self) {
+        let mut state = self.0.state.lock();
+        state.sink = None;
+        state.layers.iter_mut().for_each(|layer| layer.ahead.clear());
     }
 
     pub(crate) fn counters(&self) -> Counters {
@@ -178,11 +220,34 @@ impl Engine {
         self.0.trace.take()
     }
 
-    /// Waits for all that is on its way.
+    /// Waits for all that is on its way, and all that reads or writes memory of the home.
     pub(crate) fn synchronize(&self) -> Result<()> {
-        // Each is waited for, whatever the others say.
-        let results = [self.0.prefetch.synchronize(), self.0.store.synchronize(), self.0.host.synchronize()];
-        Ok(results.into_iter().collect::<runtime::Result<()>>()?)
+        let settled = self.settle();
+        match self.0.state.lock().untold.take() {
+            Some(error) => Err(error.into()),
+            None => settled,
+        }
+    }
+
+    /// Waits for the lanes, and makes them usable again after a failure. That of a load is returned. One of gradients on their way takes
+    /// all of them away, and fails every backward that is running. One of a step is remembered, for who asks next.
+    fn settle(&self) -> Result<()> {
+        self.settle_locked(&mut self.0.state.lock())
+    }
+
+    fn settle_locked(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
+        // The feeder waits for the host, and the prefetch stream has what it queued.
+        let (store, host) = (self.0.store.synchronize(), self.0.host.synchronize());
+        let (feeder, prefetch) = (self.0.feeder.synchronize(), self.0.prefetch.synchronize());
+        let reads = state.reads.drain(..).map(|event| event.synchronize()).fold(Ok(()), Result::and);
+        for (failed, is_step) in [(store, false), (host, state.sink.is_some())] {
+            let Err(error) = failed else { continue };
+            Self::lose_gradients(state, &error.to_string());
+            if is_step {
+                state.untold.get_or_insert(error);
+            }
+        }
+        Ok(feeder.and(prefetch).and(reads)?)
     }
 
     /// Device memory of the ring.
@@ -205,20 +270,26 @@ impl Engine {
     /// That no layer is anywhere but at home: the assignment's `test_model_on_cpu`.
     pub(crate) fn check_at_home(&self) -> Result<()> {
         let state = self.0.state.lock();
-        if state.uses > 0 || state.ring.as_ref().is_some_and(|ring| ring.ring.in_use()) {
+        let in_ring = state.ring.as_ref().is_some_and(|ring| ring.ring.in_use());
+        Self::check_not_in_use(in_ring || state.uses.values().any(|&uses| uses > 0))?;
+        Self::check_none_astray(&state)
+    }
+
+    fn check_not_in_use(in_use: bool) -> Result<()> {
+        if in_use {
             return Err(Error::config(
                 "layers",
                 "a layer is in use; expected all of them at home between passes",
             ));
         }
-        for layer in &state.layers {
-            if let Some(index) = layer.astray() {
-                let reason =
-                    format!("tensor {index} of `{}` is not at home; was its memory exchanged?", layer.name);
-                return Err(Error::config("layers", reason));
-            }
-        }
         Ok(())
+    }
+
+    fn check_none_astray(state: &State) -> Result<()> {
+        match state.layers.iter().find_map(Layer::astray) {
+            Some(reason) => Err(Error::config("layers", reason)),
+            None => Ok(()),
+        }
     }
 
     /// Marks a stretch of computing in the block of that number.
@@ -236,86 +307,13 @@ impl Engine {
         Ok(result)
     }
 
-    /// Brings a layer into memory of its own, now: one layer at a time, and nothing meanwhile.
-    pub(crate) fn fetch(&self, layer: usize, direction: Direction) -> Result<Fetched> {
-        let (pieces, (layout, flat, number, updated), bytes, in_files) = {
-            let mut state = self.0.state.lock();
-            let of = &state.layers[layer];
-            of.check()?;
-            let flat = Tensor::f_empty([of.layout.bytes as i64], (Kind::Uint8, self.device()))
-                .map_err(|error| self.refused("bringing", &of.name, error.into()))?;
-            let result = (
-                of.pieces(&flat)?,
-                (of.layout.clone(), flat, of.number, of.updated.clone()),
-                of.bytes(),
-                of.is_in_files(),
-            );
-            state.uses += 1;
-            state.counters.loads += 1;
-            state.counters.late += 1;
-            state.counters.loaded += result.2;
-            result
-        };
-        // From here on its end is counted, whatever happens.
-        let mut fetched = Fetched { engine: self.clone(), leaves: Vec::new() };
-        let current = Stream::current(self.device())?;
-        let begin = self.0.trace.begin(&current)?;
-        let copied = (|| {
-            if let Some(updated) = updated {
-                updated.synchronize()?;
-            }
-            self.0.options.at(Point::Load)?;
-            for (piece, mut target) in pieces {
-                let staging = self.staging(&piece, &target, in_files)?;
-                piece.bring(&mut target, staging.as_ref())?;
-                if let Some(staging) = staging {
-                    device::synchronize(self.device())?;
-                    drop(staging);
-                }
-            }
-            Ok(())
-        })();
-        copied.map_err(|error| self.refused("bringing", &self.name(layer), error))?;
-        self.0.trace.end(&current, begin, (Lane::Load, number, direction), bytes)?;
-        fetched.leaves = self.leaves(layer, &layout.views(&flat)?)?;
-        Ok(fetched)
-    }
-
-    fn staging(&self, piece: &Piece, target: &Tensor, in_files: bool) -> runtime::Result<Option<Tensor>> {
-        let needed = in_files && matches!(piece, Piece::File(_)) && self.device() != Device::Cpu;
-        needed.then(|| device::pinned_empty(&target.size(), Kind::Uint8, self.device())).transpose()
-    }
-
-    /// Tensors to compute with: one for each of the layer's, leaves of graphs of their own.
-    fn leaves(&self, layer: usize, views: &[Tensor]) -> Result<Vec<Tensor>> {
-        let state = self.0.state.lock();
-        views
-            .iter()
-            .zip(&state.layers[layer].tensors)
-            .map(|(view, tensor)| {
-                // It shares the version of the memory, and not its history.
-                Ok(view.f_detach()?.f_set_requires_grad(tensor.requires_grad())?)
-            })
-            .collect()
-    }
-
-    /// Forgets that an end is awaited, after a backward that failed before it.
+    /// Makes the lanes usable again after a failure, which is an error of someone already. What the slots hold is not known.
     fn recover(&self) {
-        // What failed is an error of someone already; the lanes are made usable again, and what the slots hold is not known.
-        let _ = self.synchronize();
+        let _ = self.settle();
         let mut state = self.0.state.lock();
-        state.ending = false;
         if let Some(Slots { ring, slots }) = &mut state.ring {
             ring.clear();
             slots.iter_mut().for_each(|slot| slot.holds = None);
-        }
-    }
-
-    /// Begins a pass anew where the last one failed on its way.
-    pub(crate) fn begin_forward(&self) {
-        let mut state = self.0.state.lock();
-        if state.uses == 0 {
-            state.ending = false;
         }
     }
 
@@ -332,6 +330,7 @@ impl Drop for Inner {
     fn drop(&mut self) {
         // The ring's memory goes back to the allocator, and what is on its way into it has to be there first. A failure was, or
         // would have been, an error of whoever waits for it.
+        let _ = self.feeder.synchronize();
         let _ = self.prefetch.synchronize();
         let _ = self.store.synchronize();
     }
@@ -340,18 +339,5 @@ impl Drop for Inner {
 impl fmt::Debug for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Engine").field("options", &self.0.options).finish_non_exhaustive()
-    }
-}
-
-/// A layer on the device, for one use, in memory of its own.
-#[derive(Debug)]
-pub(crate) struct Fetched {
-    engine: Engine,
-    pub(crate) leaves: Vec<Tensor>,
-}
-
-impl Drop for Fetched {
-    fn drop(&mut self) {
-        self.engine.0.state.lock().uses -= 1;
     }
 }

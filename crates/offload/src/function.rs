@@ -16,8 +16,9 @@ use runtime::autograd::{
 use runtime::profile;
 use tch::Tensor;
 
-use crate::engine::{Engine, Fetched, Lease};
+use crate::engine::{Engine, Fetched, Lease, Outstanding};
 use crate::error::{Error, Result};
+use crate::home::Stamp;
 use crate::schedule::Direction;
 
 /// A layer on the device, for as long as the value lives.
@@ -88,7 +89,15 @@ impl fmt::Debug for Guest {
 pub(crate) struct OffloadFunction {
     guest: Guest,
     context: OwnedContext,
-    surroundings: Option<Surroundings>,
+    kept: Option<Kept>,
+}
+
+/// What a forward keeps for its backward besides its input.
+struct Kept {
+    surroundings: Surroundings,
+    /// The layer's values.
+    stamp: Stamp,
+    outstanding: Outstanding,
 }
 
 /// Part 5 of the assignment: the layer is in a slot of the ring by the time that it runs, and the next ones are on their way.
@@ -96,7 +105,7 @@ pub(crate) struct OverlapOffloadFunction(OffloadFunction);
 
 impl OffloadFunction {
     fn new(guest: Guest, context: &Context<'_>) -> Self {
-        Self { guest, context: OwnedContext::from(context), surroundings: None }
+        Self { guest, context: OwnedContext::from(context), kept: None }
     }
 
     pub(crate) fn apply(guest: Guest, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
@@ -106,7 +115,12 @@ impl OffloadFunction {
     fn forward_as<D: OnDevice>(&mut self, ctx: &mut Forward<'_>, x: &Tensor) -> Result<Vec<Tensor>> {
         ctx.save(x);
         if ctx.will_run_backward() {
-            self.surroundings = Some(Surroundings::capture(true)?);
+            let Guest { engine, layer, .. } = &self.guest;
+            self.kept = Some(Kept {
+                surroundings: Surroundings::capture(true)?,
+                stamp: engine.stamp(*layer)?,
+                outstanding: engine.outstanding(*layer),
+            });
         }
         Ok(vec![self.guest.visit::<D>(x, &self.context.borrow())?])
     }
@@ -117,16 +131,23 @@ impl OffloadFunction {
         gradient: Option<Tensor>,
     ) -> Result<Vec<Option<Tensor>>> {
         ctx.check_replay("offload")?;
-        let Some(gradient) = gradient else { return Ok(vec![None]) };
         let Guest { engine, layer, number, .. } = &self.guest;
+        let Some(Kept { surroundings, stamp, outstanding }) = &self.kept else {
+            return Err(Error::config("function", "its forward recorded nothing"));
+        };
+        if ctx.may_overwrite_saved() {
+            outstanding.end();
+        }
+        let Some(gradient) = gradient else { return Ok(vec![None]) };
         engine.await_end(ctx)?;
+        engine.check_unchanged(*layer, stamp)?;
         let x = ctx.take_saved().pop().ok_or_else(|| Error::config("function", "its input was not saved"))?;
         let x = x.f_detach()?.f_set_requires_grad(ctx.needs_input_grad(0))?;
         let on_device = D::begin(engine, *layer, Direction::Backward)?;
         engine.computing(*number, Direction::Backward, || {
             let y = {
                 let _recompute = profile::recompute();
-                let _as_then = self.surroundings.as_ref().map(Surroundings::enter).transpose()?;
+                let _as_then = surroundings.enter()?;
                 let _grad = GradMode::on();
                 let block = &self.guest.block;
                 block.run_on(on_device.leaves(), |block| block.forward(&x, &self.context.borrow()))?

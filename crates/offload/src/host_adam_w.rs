@@ -15,7 +15,11 @@
 //! and clipping, whose norm is that of all. Clipped, the layers step in the order of forward, and the next forward may begin
 //! while the last ones are not done ([`HostOptions::overlap`]): a load waits for its layer's step.
 //!
-//! Weights, state and schedule are bit for bit those of [`training::optimizer::AdamW`] with the same groups. What [`Offload`] did not
+//! A layer is stepped when all of its forwards have given their gradients, and that so often as there are micro-batches: a layer that is
+//! used twice, or whose graph is retained, waits for the rest, at the latest for [`HostAdamW::step`]. From a layer's step to that call
+//! the model is between two steps: no forward is run, and no gradient of such a layer taken.
+//!
+//! //! Weights, state and schedule are bit for bit those of [`training::optimizer::AdamW`] with the same groups. What [`Offload`] did not
 //! take home (embeddings, norms, head, resident layers) is stepped by exactly that, where it lies.
 //!
 //! Sources: ZeRO-Offload (Ren et al., arXiv:2101.06840) for the host's state; LOMO (Lv et al., arXiv:2306.09782) for the step
@@ -37,7 +41,7 @@ use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::offload::Offload;
-use state::{Due, LayerState, Parameter, Shared, State, kept};
+use state::{Due, LayerState, Parameter, Shared, State};
 
 /// How [`HostAdamW`] steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -95,10 +99,11 @@ pub struct HostAdamW {
 
 impl HostAdamW {
     /// AdamW over the parameters of `groups`, on the host for those in layers that `offload` took home. From here on the engine gives it
-    /// their gradients: `.grad` stays empty, but where they have to be kept for accumulation or clipping.
+    /// their gradients: `.grad` stays empty, but where they have to be kept for accumulation or clipping. Parameters are known by their
+    /// tensors, whatever layers are given besides them later.
     ///
     /// # Errors
-    /// A group with a rule of its own; layers in f64; what [`Optimizer::new`] refuses; a limit for clipping that is not positive.
+    /// Another one that lives; a group with a rule of its own; layers in f64; what [`Optimizer::new`] refuses; a limit for clipping that is not positive.
     pub fn new(offload: &Offload, groups: Vec<Group>, rule: AdamW, options: HostOptions) -> Result<Self> {
         options.clip.map_or(Ok(()), clip::check)?;
         let engine = offload.engine().clone();
@@ -111,7 +116,8 @@ impl HostAdamW {
             }
             Ok(layers.len())
         })?;
-        let mut layers: Vec<LayerState> = (0..count).map(|_| LayerState::default()).collect();
+        let layers: Vec<LayerState> = (0..count).map(|_| LayerState::default()).collect();
+        let mut of_layers = Vec::new();
         let (mut rates, mut rest, mut parameters) = (Vec::new(), Vec::new(), Vec::new());
         // The whole is checked as the ordinary optimizer checks it.
         Optimizer::new(rule, groups.iter().map(handles).collect())?;
@@ -138,9 +144,15 @@ impl HostAdamW {
                     return Err(Error::config("optimizer", reason));
                 }
                 if !group.frozen {
-                    let parameter =
-                        Parameter { name: name.clone(), group: number, step: 0, moments: None, master: None };
-                    layers[layer].parameters.insert(index, parameter);
+                    let parameter = Parameter {
+                        name: name.clone(),
+                        tensor: tensor.shallow_clone(),
+                        group: number,
+                        step: 0,
+                        moments: None,
+                        master: None,
+                    };
+                    of_layers.push(((layer, index), parameter));
                 }
             }
             rest.push(Group { parameters: outside, ..group });
@@ -151,6 +163,12 @@ impl HostAdamW {
             Some(rest) if options.master_weights => Some(rest.with_master_weights()),
             rest => rest,
         };
+        of_layers.sort_by_key(|(place, _)| *place);
+        let of_layers: Vec<Parameter> = of_layers.into_iter().map(|(_, parameter)| parameter).collect();
+        let mut places = HashMap::new();
+        for (place, parameter) in of_layers.iter().enumerate() {
+            places.insert(identity(&parameter.tensor)?, place);
+        }
         let shared = Arc::new(Shared {
             clips: options.clip.is_some(),
             state: Mutex::new(State {
@@ -158,12 +176,14 @@ impl HostAdamW {
                 groups: rates,
                 factor: 1.0,
                 micro_batches: 1,
+                parameters: of_layers,
+                places,
                 layers,
                 master_weights: options.master_weights,
                 waiting: VecDeque::new(),
             }),
         });
-        engine.set_sink(Some(shared.clone()));
+        engine.set_sink(shared.clone())?;
         Ok(Self { engine, shared, parameters, rest, options })
     }
 
@@ -176,7 +196,7 @@ impl HostAdamW {
         if micro_batches == 0 {
             return Err(Error::config("optimizer", "a step of 0 micro-batches; expected 1 or more"));
         }
-        if state.layers.iter().any(|layer| layer.delivered > 0) {
+        if state.layers.iter().any(|layer| layer.begun) {
             return Err(Error::config(
                 "optimizer",
                 "gradients of a step have come already; end it with `step` first",
@@ -241,7 +261,8 @@ impl HostAdamW {
         if let Some(rest) = &self.rest {
             rest.zero_grad(ZeroGrad::ToNone)?;
         }
-        self.shared.state.lock().layers.iter_mut().for_each(|layer| layer.delivered = 0);
+        self.shared.state.lock().layers.iter_mut().for_each(|layer| *layer = LayerState::default());
+        self.engine.with_layers(|layers| layers.iter_mut().for_each(|layer| layer.ahead.clear()));
         if self.options.overlap {
             self.engine.send_ahead()?;
         } else {
@@ -256,17 +277,18 @@ impl HostAdamW {
         // These are all queued whatever is before them: nothing follows that would make more gradients.
         state.waiting.clear();
         for layer in 0..state.layers.len() {
-            let (gradients, arrived) = kept(&self.engine, layer)?;
+            let (gradients, arrived) = state.kept(&self.engine, layer)?;
             if !gradients.is_empty() {
-                state.step(&self.engine, layer, Due { gradients, arrived, lent: false, factor })?;
+                let due = Due { gradients, arrived, lent: false, factor, ahead: false };
+                state.step(&self.engine, layer, due)?;
             }
         }
         Ok(())
     }
 
     fn forget_gradients(&mut self) -> Result<()> {
-        let layers = self.shared.state.lock().layers.len();
-        (0..layers).try_for_each(|layer| kept(&self.engine, layer).map(drop))
+        let state = self.shared.state.lock();
+        (0..state.layers.len()).try_for_each(|layer| state.kept(&self.engine, layer).map(drop))
     }
 
     /// The state as named tensors, named as [`Optimizer::state`] names them, so that a checkpoint of one can be read by the other.
@@ -278,7 +300,7 @@ impl HostAdamW {
         self.engine.synchronize()?;
         let state = self.shared.state.lock();
         let mut named = Vec::new();
-        for parameter in state.layers.iter().flat_map(|layer| layer.parameters.values()) {
+        for parameter in &state.parameters {
             let Parameter { name, step, moments: Some([m, v]), master, .. } = parameter else { continue };
             named.push((format!("{name}.step"), Tensor::from(*step as i64)));
             named.push((format!("{name}.exp_avg"), m.shallow_clone()));
@@ -297,14 +319,8 @@ impl HostAdamW {
         self.engine.synchronize()?;
         // The ordinary optimizer's own reading decides what fits.
         let mut state = self.shared.state.lock();
-        let of_layers: Vec<(String, Tensor)> = self.engine.with_layers(|layers| {
-            let tensor = |layer: usize, index: usize| layers[layer].tensors[index].shallow_clone();
-            let layers = state.layers.iter().enumerate();
-            layers
-                .flat_map(|(layer, of)| of.parameters.iter().map(move |(index, of)| (layer, *index, of)))
-                .map(|(layer, index, of)| (of.name.clone(), tensor(layer, index)))
-                .collect()
-        });
+        let own = |parameter: &Parameter| (parameter.name.clone(), parameter.tensor.shallow_clone());
+        let of_layers: Vec<(String, Tensor)> = state.parameters.iter().map(own).collect();
         let is_ours = |name: &str| {
             of_layers.iter().any(|(own, _)| name.strip_prefix(own.as_str()).is_some_and(is_slot))
         };
@@ -328,7 +344,7 @@ impl HostAdamW {
             }
         }
         let read: HashMap<String, Tensor> = reader.iter().flat_map(Optimizer::state).collect();
-        for parameter in state.layers.iter_mut().flat_map(|layer| layer.parameters.values_mut()) {
+        for parameter in &mut state.parameters {
             let slot = |slot: &str| read.get(&format!("{}.{slot}", parameter.name));
             let own = |tensor: &Tensor| -> Result<Tensor> {
                 let home = device::pinned_empty(&tensor.size(), tensor.kind(), Device::Cpu)?;
@@ -350,8 +366,12 @@ impl HostAdamW {
     pub fn state_bytes(&self) -> StateBytes {
         let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
         let state = self.shared.state.lock();
-        let parameters = state.layers.iter().flat_map(|layer| layer.parameters.values());
-        let host = parameters.flat_map(|of| of.moments.iter().flatten().chain(&of.master)).map(bytes).sum();
+        let host = state
+            .parameters
+            .iter()
+            .flat_map(|of| of.moments.iter().flatten().chain(&of.master))
+            .map(bytes)
+            .sum();
         StateBytes { host, device: self.rest.as_ref().map_or(0, Optimizer::state_bytes) }
     }
 }
@@ -369,7 +389,7 @@ impl Drop for HostAdamW {
     fn drop(&mut self) {
         // What fails now was, or will be, an error of the next use of the weights.
         let _ = self.engine.synchronize();
-        self.engine.set_sink(None);
+        self.engine.remove_sink();
     }
 }
 

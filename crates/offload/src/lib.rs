@@ -30,6 +30,46 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! # Who owns a tensor's memory
+//!
+//! The model's tensors stay the handles that they were. [`Offload::apply`] gives those of a layer memory of its own, the layer's *home*:
+//! one page-locked piece of the host's memory for each dtype, or pages of a file ([`Tier`]). **What a handle shows is what the layer
+//! is**: every use of a layer compares its handles' memory and versions with what it read last, and reads where they point now. So others
+//! may go on doing what they do to a model, before and after, in any order, and undo it on the other side:
+//!
+//! | who | does what to memory | with layers that are offloaded |
+//! |---|---|---|
+//! | an optimizer, `state_dict`, a checkpoint | writes it in place | computes with the new values |
+//! | `set_data` of any tensor | exchanges it | computes with the new memory, wherever it is; what is on a device is copied to the host first |
+//! | adapters' `merge` and `unmerge` | exchange a frozen weight's | the same. The merged weights are the adapters', in ordinary memory: their loads are slower on a GPU |
+//! | trained biases, modules saved whole, `disable` | exchange a tensor's between the base's and an adapter's | the same; the values shown are the ones trained and saved |
+//! | adapters' `install`, `add`, `delete`, `unload`, `merge_and_unload` | give a layer other tensors | the layer is taken home again |
+//! | [`HostAdamW`] | writes the memory that a weight shows when its step is queued | knows parameters by their tensor: adapters may be installed and deleted after it was made, and those that no group has keep their `.grad` for others |
+//! | a backward | sums gradients up out of sight, and puts them into `.grad` at its end | a `.grad` that somebody keeps is never written again by another backward than one that adds to it |
+//!
+//! With one thing in return: **loads and steps on the host are asynchronous**. Memory of a layer may be written from the host after a
+//! backward has returned (a step of an ordinary optimizer), or after [`Offload::synchronize`] (anything else: a forward on a GPU
+//! returns while layers are still read).
+//!
+//! Refused, in these words:
+//!
+//! | what | words |
+//! |---|---|
+//! | a layer that changes, or is stepped, between a forward and its backward, which would run the forward again with other values | `was written, or given other memory, between a forward and its backward` |
+//! | other memory of another dtype or shape | `was given other memory, … expected …, contiguous, as it was when the model was offloaded` |
+//! | a tensor in a file that is written in place, or is to be trained there | `was changed in memory, but it lives in …`; `is to be trained, but it lives in …` |
+//! | a forward between a backward that stepped layers and [`HostAdamW::step`] | `was stepped within a backward, and other parameters were not yet` |
+//! | gradients after a layer's step: more micro-batches than [`HostAdamW::begin`] said | `came after the layer's step` |
+//! | a weight used in the loss before the model's forward, with steps within backward | `got a gradient besides its layer's, after the layer was stepped` |
+//! | a second [`HostAdamW`] | `` there is a `HostAdamW` for these layers already `` |
+//!
+//! Not seen is what changes a layer and none of its tensors, such as adapters that are switched on or off (not merged) between a forward
+//! and its backward, while no tensor of the layer is trained whole: the backward would run with the other setting. As with every
+//! recomputed segment, switch before the forward or after the backward.
+//!
+//! A layer that is used several times adds its gradients up one after the other, as recomputed segments do. libtorch first adds up what
+//! one backward brings: where that comes on top of an earlier micro-batch's gradient, the last bit may differ.
+//!
 //! Sources: ZeRO-Offload (Ren et al., arXiv:2101.06840), ZeRO-Infinity (arXiv:2104.07857), FlexGen (arXiv:2303.06865).
 
 mod blocks;

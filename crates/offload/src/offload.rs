@@ -30,7 +30,8 @@ impl Offload {
     /// where they are: on the device that the model runs on.
     ///
     /// The model's tensors stay the ones that they are, with new memory under them, so an optimizer or an adapter made before goes on
-    /// working. Choose what is trained before: with [`Tier::File`], frozen tensors go to a file and cannot be trained any more.
+    /// working, and memory may be exchanged under them afterwards: see the [crate's front page](crate#who-owns-a-tensors-memory). Choose
+    /// what is trained before: with [`Tier::File`], frozen tensors go to a file and cannot be trained any more.
     ///
     /// # Errors
     /// A number of a resident layer that the model does not have; too little memory, or room on the disk. Blocks that were taken
@@ -173,10 +174,12 @@ impl Offload {
         self.engine.take_trace()
     }
 
-    /// Waits for everything that is on its way: transfers, and steps of the optimizer on the host.
+    /// Waits for everything that reads or writes memory of the layers: transfers both ways, also those on the streams of who computes,
+    /// and steps of the optimizer on the host. After this the memory may be read and written from the host, until the next forward.
     ///
     /// # Errors
-    /// A failure of that.
+    /// A failure of that, or of a step since the last call. Gradients that could not be stored are gone: every tensor of a layer is
+    /// without one.
     pub fn synchronize(&self) -> Result<()> {
         self.engine.synchronize()
     }

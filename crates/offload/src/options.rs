@@ -40,6 +40,8 @@ impl Method {
 /// Something that a lane is about to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Point {
+    /// Queue a layer's way to the device. Called on the thread that computes.
+    Queue,
     /// Bring a layer to the device.
     Load,
     /// Take gradients to the host.

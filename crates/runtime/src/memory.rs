@@ -27,7 +27,7 @@ mod limit;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use tch::Device;
+use tch::{Device, Tensor};
 
 pub use limit::{Limit, limit};
 
@@ -50,6 +50,27 @@ impl RegionUsage {
     pub fn peak_above_start(&self) -> u64 {
         self.peak - self.live_before
     }
+}
+
+/// Whether nobody else can see the memory of `tensor`, so that it may be used again: this is the tensor's only handle, the tensor the
+/// only one on its storage, and no graph has it.
+///
+/// # Errors
+/// Those of libtorch.
+///
+/// ```
+/// use runtime::memory::is_sole_owner;
+/// use tch::{Tensor, kind};
+///
+/// let buffer = Tensor::zeros([4], kind::FLOAT_CPU);
+/// assert!(is_sole_owner(&buffer)?);
+/// let view = buffer.narrow(0, 1, 2);
+/// assert!(!is_sole_owner(&buffer)?);
+/// # drop(view);
+/// # Ok::<(), runtime::Error>(())
+/// ```
+pub fn is_sole_owner(tensor: &Tensor) -> Result<bool> {
+    crate::sys::tensor::is_sole_owner(tensor)
 }
 
 /// Bytes that tensors on `device` hold now.

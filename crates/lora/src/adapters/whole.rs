@@ -3,6 +3,9 @@
 //! The model's tensor keeps its handle, which optimizers and other parts of the model hold. What changes is whose memory it shows:
 //! the base's, or that of the adapter that computes. So the base comes back bit for bit, and what is trained in place is the
 //! adapter's own.
+//!
+//! Others may exchange the memory under the handle too, as offloading does. So whose values are shown has them where the handle shows
+//! them, and nowhere else: they are noted when another one's turn comes.
 
 use tch::Tensor;
 
@@ -19,10 +22,10 @@ pub(crate) struct Whole {
     pub(crate) live: Tensor,
     /// What stood in the model before: `live` itself, or the one that others share.
     pub(crate) original: Tensor,
-    /// The base's values, in the base's memory.
-    pub(crate) base: Tensor,
-    /// Each adapter's.
-    pub(crate) values: Vec<(String, Tensor)>,
+    /// The base's values, in the base's memory, while others are shown.
+    base: Tensor,
+    /// Each adapter's, but for the one that is shown.
+    values: Vec<(String, Tensor)>,
     shown: Option<String>,
 }
 
@@ -37,26 +40,59 @@ impl Whole {
     /// Gives an adapter a copy of the base's values.
     pub(crate) fn push(&mut self, adapter: &str) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
-        let mut copy = self.base.f_empty_like()?;
-        copy.f_copy_(&self.base)?;
+        let base = self.base()?;
+        let mut copy = base.f_empty_like()?;
+        copy.f_copy_(&base)?;
         self.values.push((adapter.to_owned(), copy));
         Ok(())
     }
 
-    pub(crate) fn of(&self, adapter: &str) -> Option<&Tensor> {
-        self.values.iter().find(|(name, _)| name == adapter).map(|(_, values)| values)
+    fn has(&self, adapter: &str) -> bool {
+        self.values.iter().any(|(name, _)| name == adapter)
+    }
+
+    /// An adapter's values, sharing their memory, if it has some.
+    pub(crate) fn of(&self, adapter: &str) -> Result<Option<Tensor>> {
+        if self.shown.as_deref() == Some(adapter) {
+            return Ok(Some(self.live.f_detach()?));
+        }
+        let found = self.values.iter().find(|(name, _)| name == adapter);
+        Ok(found.map(|(_, values)| values.f_detach()).transpose()?)
+    }
+
+    /// The base's values, sharing their memory.
+    pub(crate) fn base(&self) -> Result<Tensor> {
+        Ok(if self.shown.is_none() { self.live.f_detach()? } else { self.base.f_detach()? })
+    }
+
+    /// Forgets an adapter, which is not shown.
+    pub(crate) fn remove(&mut self, adapter: &str) {
+        self.values.retain(|(name, _)| name != adapter);
     }
 
     /// Shows the values of the last adapter that computes and has some, or the base's, which are never trained.
     pub(crate) fn show(&mut self, setting: &Setting) -> Result<()> {
         let active = setting.active.iter().rev().filter(|_| setting.disabled == 0);
-        let wanted = active.into_iter().find(|name| self.of(name).is_some()).cloned();
+        let wanted = active.into_iter().find(|name| self.has(name)).cloned();
         let _ = self.live.f_set_requires_grad(wanted.is_some())?;
         if wanted == self.shown {
             return Ok(());
         }
-        let values = wanted.as_deref().and_then(|name| self.of(name));
-        exchange(&self.live, values.unwrap_or(&self.base))?;
+        let next = match &wanted {
+            Some(name) => self.of(name)?,
+            None => None,
+        };
+        let next = next.map_or_else(|| self.base(), Ok)?;
+        let now = self.live.f_detach()?;
+        exchange(&self.live, &next)?;
+        match &self.shown {
+            Some(shown) => {
+                self.values.iter_mut().filter(|(name, _)| name == shown).for_each(|(_, values)| {
+                    *values = now.shallow_clone();
+                });
+            }
+            None => self.base = now,
+        }
         self.shown = wanted;
         Ok(())
     }

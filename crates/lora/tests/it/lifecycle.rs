@@ -251,6 +251,44 @@ fn adapters_come_back_from_their_folders_under_any_name() {
     assert_eq!(logits(&model), of_default);
 }
 
+/// As offloading does: a tensor that is trained whole is given other memory, and trained there.
+#[test]
+fn what_is_trained_whole_is_what_the_model_computes_with_wherever_its_memory_is() {
+    let mut model = model_of(false, Kind::Float);
+    let config = LoraConfig { bias: BiasTraining::All, ..config() };
+    let adapters = Adapters::install(&mut model, &config, 7).unwrap();
+    let of_model = || {
+        let (_, bias) =
+            trainable(&model).into_iter().find(|(name, _)| name == "layers.0.self_attn.q_proj.bias").unwrap();
+        bias.shallow_clone()
+    };
+    let saved = || {
+        let named = adapters.tensors("default").unwrap().into_iter();
+        named
+            .into_iter()
+            .find(|(name, _)| name.ends_with("layers.0.self_attn.q_proj.base_layer.bias"))
+            .unwrap()
+            .1
+    };
+    let base = of_model().detach().copy();
+    let _no_grad = tch::no_grad_guard();
+    for round in 1..=2 {
+        let moved = of_model().detach().copy();
+        of_model().set_data(&moved);
+        let _ = of_model().g_add_scalar_(1.0);
+        let expected = &base + f64::from(round);
+        assert_eq!(saved(), expected);
+        let bias = of_model();
+        {
+            let _off = adapters.disable().unwrap();
+            assert_eq!(bias, base);
+            assert_eq!(saved(), expected);
+        }
+        assert_eq!(bias, expected);
+        assert_eq!(saved(), expected);
+    }
+}
+
 #[test]
 fn any_projection_with_a_weight_can_be_wrapped() {
     let linear = models::Linear::new(6, 5, true, tch::kind::FLOAT_CPU).unwrap();

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use runtime::autograd::{Backward, GradMode, set_grad};
+use runtime::autograd::{GradMode, set_grad};
 use runtime::device::{self, Event, Stream};
 use tch::{Device, Tensor};
 
 use super::{Engine, State};
 use crate::error::{Error, Result};
+use crate::home::Layer;
 use crate::options::Point;
 use crate::schedule::Direction;
 use crate::trace::Lane;
@@ -68,7 +69,9 @@ impl Engine {
         }
     }
 
-    /// Adds gradients to those of the model's own tensors, in the host's memory. They are there when the stream's work is done.
+    /// Adds gradients to those of the model's own tensors, in the host's memory. They are there when the stream's work is done, and the
+    /// tensors' own when the backward is. Until then the sums are out of autograd's sight: a weight that is used in the loss besides its
+    /// layer gets a gradient from autograd too, at any time.
     pub(crate) fn keep(&self, layer: usize, gradients: Gradients) -> Result<()> {
         let current = Stream::current(self.device())?;
         let computed = Event::untimed(self.device())?;
@@ -80,15 +83,17 @@ impl Engine {
         let of = &mut layers[layer];
         let mut work = Vec::new();
         for (index, gradient) in gradients {
-            let tensor = of.tensors[index].shallow_clone();
-            let sum = tensor.f_grad()?;
             counters.stored += (gradient.numel() * gradient.kind().elt_size_in_bytes()) as u64;
-            if sum.defined() {
-                work.push((sum, gradient, true));
-            } else {
-                let room = of.gradient_room(index, self.0.homing.pinned_for)?;
-                set_grad(&tensor, Some(&room))?;
-                work.push((room, gradient, false));
+            match of.sum(index)? {
+                (Some(sum), other) => {
+                    work.extend(other.map(|other| (sum.shallow_clone(), other, true)));
+                    work.push((sum, gradient, true));
+                }
+                (None, _) => {
+                    let room = of.gradient_room(index, self.0.homing.pinned_for)?;
+                    of.pending[index] = Some(room.shallow_clone());
+                    work.push((room, gradient, false));
+                }
             }
         }
         let bytes = of.gradient_bytes();
@@ -200,21 +205,33 @@ impl Engine {
     }
 
     /// Queues a change of a layer's tensors at home on the host's thread, behind `after` and behind every load that was queued before.
-    /// What the slots hold of the layer is old from here on. Returns when the change is done.
+    /// What the slots hold of the layer is old from here on. `ahead` are the tensors that are changed before the rest of the model is.
+    /// Returns when the change is done.
     pub(crate) fn update(
         &self,
         layer: usize,
         after: &[Arc<Event>],
+        ahead: Vec<usize>,
         work: impl FnOnce() -> runtime::Result<()> + Send + 'static,
     ) -> Result<Arc<Event>> {
         let host = &self.0.host;
-        let read = Event::untimed(self.device())?;
-        self.0.prefetch.record(&read)?;
-        host.wait(&read)?;
+        let mut state = self.0.state.lock();
+        let read = Arc::new(Event::untimed(self.device())?);
+        if self.0.feeder.query()? {
+            self.0.prefetch.record(&read)?;
+            host.wait(&read)?;
+        } else {
+            // Loads that are not in the prefetch stream yet are this far behind in the feeder.
+            let (prefetch, behind) = (self.0.prefetch.clone(), read.clone());
+            self.0.feeder.submit(move || prefetch.record(&behind))?;
+            let fed = Event::untimed(Device::Cpu)?;
+            self.0.feeder.record(&fed)?;
+            host.wait(&fed)?;
+            host.submit(move || read.synchronize())?;
+        }
         for event in after {
             host.wait(event)?;
         }
-        let mut state = self.0.state.lock();
         let of = &mut state.layers[layer];
         let begin = self.0.trace.begin(host)?;
         let options = self.0.options.clone();
@@ -226,6 +243,8 @@ impl Engine {
         let updated = Arc::new(Event::untimed(Device::Cpu)?);
         host.record(&updated)?;
         of.generation += 1;
+        of.steps += 1;
+        of.ahead.extend(ahead);
         of.updated = Some(updated.clone());
         of.settled = true;
         Ok(updated)
@@ -253,42 +272,43 @@ impl Engine {
         self.0.trace.end(&current, begin, (Lane::Store, number, Direction::Backward), bytes)?;
         Ok(home)
     }
-
-    /// At the end of the backward that is running: waits for what the caller of backward expects to be done.
-    pub(crate) fn await_end(&self, backward: &Backward) -> Result<()> {
-        if std::mem::replace(&mut self.0.state.lock().ending, true) {
-            return Ok(());
-        }
-        let engine = self.clone();
-        Ok(backward.at_end(move || {
-            let steps = {
-                let mut state = engine.0.state.lock();
-                state.ending = false;
-                state.leaving.clear();
-                state.sink.is_some()
-            };
-            if let Err(error) = engine.0.store.synchronize() {
-                // What was not stored is no gradient.
-                engine.forget_gradients();
-                return Err(error);
-            }
-            // The optimizer of the engine says itself when it is to be waited for.
-            if !steps {
-                engine.0.host.synchronize()?;
-            }
-            Ok(engine.check_at_home()?)
-        })?)
-    }
 }
 
-impl Engine {
-    fn forget_gradients(&self) {
-        self.with_layers(|layers| {
-            for tensor in layers.iter().flat_map(|layer| &layer.tensors) {
-                // A tensor that takes no gradient has none.
-                let _ = set_grad(tensor, None);
+impl Layer {
+    /// The sum of gradients that a tensor has, and what autograd has added to it since it was last asked for. `.grad` is empty then.
+    fn sum(&mut self, index: usize) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let tensor = &self.tensors[index];
+        let own = tensor.f_grad()?;
+        let own = own.defined().then_some(own);
+        if own.is_some() {
+            set_grad(tensor, None)?;
+        }
+        Ok(match &self.pending[index] {
+            Some(pending) => (Some(pending.shallow_clone()), own),
+            None => {
+                self.pending[index] = own.as_ref().map(Tensor::shallow_clone);
+                (own, None)
             }
-        });
+        })
+    }
+
+    /// Whether a tensor has any gradient.
+    pub(crate) fn has_gradient(&self, index: usize) -> Result<bool> {
+        Ok(self.pending[index].is_some() || self.tensors[index].f_grad()?.defined())
+    }
+
+    /// Takes the gradient of a tensor, which is at home.
+    pub(crate) fn take_gradient(&mut self, index: usize) -> Result<Option<Tensor>> {
+        let (sum, other) = self.sum(index)?;
+        self.pending[index] = None;
+        if let (Some(sum), Some(other)) = (&sum, other) {
+            for event in &self.arrived {
+                event.synchronize()?;
+            }
+            let _no_grad = GradMode::off();
+            let _ = sum.shallow_clone().f_add_(&other)?;
+        }
+        Ok(sum)
     }
 }
 

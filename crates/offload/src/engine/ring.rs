@@ -5,12 +5,12 @@ use std::sync::Arc;
 use runtime::device::{self, Event, Stream};
 use tch::{Device, Kind, Tensor};
 
-use super::{Engine, State};
+use super::{Counters, Engine, State, Use};
 use crate::error::{Error, Result};
-use crate::home::Layer;
+use crate::home::{Layer, Piece};
 use crate::occupancy::{Inside, Occupancy};
 use crate::options::Point;
-use crate::schedule::{Access, Direction, Ring};
+use crate::schedule::{Access, Direction, Load, Ring};
 use crate::trace::Lane;
 
 pub(super) struct Slots {
@@ -23,34 +23,48 @@ pub(super) struct Slot {
     /// Pinned memory that a file's values go through, where the device is not the host.
     staging: Option<Tensor>,
     /// When the host has read the file and queued its copy; of the CPU.
-    staged: Arc<Event>,
+    pub(super) staged: Arc<Event>,
     /// When the layer is there.
-    ready: Arc<Event>,
-    /// When the last use is over.
-    free: Arc<Event>,
+    pub(super) ready: Arc<Event>,
+    /// When the uses since the last load are over, each on a stream of its own.
+    free: Vec<Arc<Event>>,
     occupancy: Occupancy,
-    /// The layer's generation and versions when its load was queued.
-    pub(super) holds: Option<(u64, Vec<i64>)>,
+    /// What was brought, once its load is queued.
+    pub(super) holds: Option<Holds>,
+}
+
+/// What a slot holds.
+pub(super) struct Holds {
+    pub(super) layer: usize,
+    /// The layer's when its load was queued.
+    generation: u64,
+    versions: Vec<i64>,
 }
 
 impl Slot {
     /// Whether what it holds is what the layer is now.
-    fn is_current(&self, layer: &Layer) -> bool {
-        let now = |holds: &(u64, Vec<i64>)| holds.0 == layer.generation && holds.1 == layer.versions();
-        self.holds.as_ref().is_some_and(now)
+    fn is_current(&self, (number, layer): (usize, &Layer)) -> bool {
+        let now = |holds: &Holds| {
+            holds.layer == number
+                && holds.generation == layer.generation
+                && holds.versions == layer.versions()
+        };
+        self.holds.as_ref().is_some_and(now) && layer.is_as_seen()
     }
 }
 
 impl Engine {
     /// Begins a use of a layer in the ring, and sends for those that come next.
     pub(crate) fn acquire(&self, layer: usize, direction: Direction) -> Result<Lease> {
-        let (slot, views, staged, ready, free, occupancy) = {
+        // Outlives the lock, which its end takes.
+        let lease;
+        let begun = {
             let mut state = self.0.state.lock();
+            state.layers[layer].look(self.0.homing.pinned_for)?;
             self.ensure_ring(&mut state)?;
-            let State { layers, ring, counters, uses, .. } = &mut *state;
-            layers[layer].check()?;
+            let State { layers, ring, .. } = &mut *state;
             let Slots { ring, slots } = ring.as_mut().expect("it was just made");
-            let is_current = |slot: usize, layer: usize| slots[slot].is_current(&layers[layer]);
+            let is_current = |slot: usize, layer: usize| slots[slot].is_current((layer, &layers[layer]));
             let access = Access { layer, direction };
             let Some((slot, load)) = ring.acquire(access, &is_current) else {
                 let reason = format!(
@@ -60,49 +74,66 @@ impl Engine {
                 );
                 return Err(Error::config("ring", reason));
             };
-            *uses += 1;
-            // Trained layers are not read ahead across the end of a step, when an optimizer that the engine does not know may
-            // be writing them; the engine's own is waited for.
-            let may_load = |now: Access, coming: Access| {
-                let crosses = coming.direction == Direction::Forward
-                    && (now.direction == Direction::Backward || coming.layer <= now.layer);
-                !crosses || layers[coming.layer].settled || !layers[coming.layer].is_trained()
+            // From here on its end is counted, whatever happens.
+            lease = Lease {
+                engine: self.clone(),
+                slot,
+                leaves: Vec::new(),
+                inside: None,
+                ended: false,
+                _use: Use::begin(self, &mut state),
             };
-            let ahead = ring.prefetch(&is_current, &may_load);
-            let mut order = Vec::new();
-            if load {
-                counters.late += 1;
-                order.push((slot, layer, direction));
-            }
-            order.extend(ahead.iter().map(|load| (load.slot, load.layer, direction)));
-            for (slot, layer, direction) in order {
-                counters.loads += 1;
-                counters.loaded += layers[layer].bytes();
-                self.load(&mut slots[slot], &layers[layer], direction)?;
-            }
-            let views = layers[layer].layout.views(&slots[slot].bytes)?;
-            let Slot { staged, ready, free, occupancy, .. } = &slots[slot];
-            (slot, views, staged.clone(), ready.clone(), free.clone(), occupancy.clone())
+            self.begin_use(&mut state, (slot, load), access)
         };
-        let mut lease =
-            Lease { engine: self.clone(), slot, free, leaves: Vec::new(), inside: None, ended: false };
-        let arrived = (|| {
-            self.0.options.at(Point::Event)?;
-            staged.synchronize()?;
-            Stream::current(self.device())?.wait(&ready)?;
-            if self.device() == Device::Cpu {
-                lease.inside = Some(occupancy.read()?);
+        let arrived = begun.and_then(|Begun { views, staged, ready, occupancy }| {
+            let wait = || {
+                self.0.options.at(Point::Event)?;
+                staged.synchronize()?;
+                Stream::current(self.device())?.wait(&ready)?;
+                Ok((self.device() == Device::Cpu).then(|| occupancy.read()).transpose()?)
+            };
+            let inside = wait().map_err(|error| self.refused("bringing", &self.name(layer), error))?;
+            Ok((views, inside))
+        });
+        match arrived {
+            Ok((views, inside)) => {
+                let mut lease = lease;
+                lease.inside = inside;
+                lease.leaves = self.leaves(layer, &views)?;
+                Ok(lease)
             }
-            Ok(())
-        })();
-        if let Err(error) = arrived {
-            let error = self.refused("bringing", &self.name(layer), error);
-            drop(lease);
-            self.recover();
-            return Err(error);
+            Err(error) => {
+                drop(lease);
+                self.recover();
+                Err(error)
+            }
         }
-        lease.leaves = self.leaves(layer, &views)?;
-        Ok(lease)
+    }
+
+    /// Queues the loads of a use and of those that come after it.
+    fn begin_use(&self, state: &mut State, (slot, load): (usize, bool), access: Access) -> Result<Begun> {
+        let State { layers, ring, counters, .. } = &mut *state;
+        let Slots { ring, slots } = ring.as_mut().expect("a slot of it was given");
+        let Access { layer, direction } = access;
+        if load {
+            counters.late += 1;
+            counters.loads += 1;
+            counters.loaded += layers[layer].bytes();
+            self.load(&mut slots[slot], (layer, &layers[layer]), direction)?;
+        }
+        let is_current = |slot: usize, layer: usize| slots[slot].is_current((layer, &layers[layer]));
+        // Trained layers are not read ahead across the end of a step, when an optimizer that the engine does not know may
+        // be writing them; the engine's own is waited for.
+        let may_load = |now: Access, coming: Access| {
+            let crosses = coming.direction == Direction::Forward
+                && (now.direction == Direction::Backward || coming.layer <= now.layer);
+            !crosses || layers[coming.layer].settled || !layers[coming.layer].is_trained()
+        };
+        let ahead = ring.prefetch(&is_current, &may_load);
+        self.load_ahead(layers, slots, counters, &ahead, direction)?;
+        let views = layers[layer].layout.views(&slots[slot].bytes)?;
+        let Slot { staged, ready, occupancy, .. } = &slots[slot];
+        Ok(Begun { views, staged: staged.clone(), ready: ready.clone(), occupancy: occupancy.clone() })
     }
 
     /// Sends for the layers that come next, after the engine's own optimizer has queued its changes.
@@ -110,28 +141,61 @@ impl Engine {
         let mut state = self.0.state.lock();
         let State { layers, ring, counters, .. } = &mut *state;
         let Some(Slots { ring, slots }) = ring else { return Ok(()) };
-        let is_current = |slot: usize, layer: usize| slots[slot].is_current(&layers[layer]);
-        for load in ring.prefetch(&is_current, &|_, coming| layers[coming.layer].settled) {
+        let is_current = |slot: usize, layer: usize| slots[slot].is_current((layer, &layers[layer]));
+        let ahead = ring.prefetch(&is_current, &|_, coming| layers[coming.layer].settled);
+        let queued = self.load_ahead(layers, slots, counters, &ahead, Direction::Forward);
+        drop(state);
+        queued.inspect_err(|_| self.recover())
+    }
+
+    fn load_ahead(
+        &self,
+        layers: &mut [Layer],
+        slots: &mut [Slot],
+        counters: &mut Counters,
+        ahead: &[Load],
+        direction: Direction,
+    ) -> Result<()> {
+        for &Load { slot, layer } in ahead {
+            // What is wrong with it is an error of its own use; until then the slot holds nothing.
+            if layers[layer].look(self.0.homing.pinned_for).is_err() {
+                slots[slot].holds = None;
+                continue;
+            }
             counters.loads += 1;
-            counters.loaded += layers[load.layer].bytes();
-            self.load(&mut slots[load.slot], &layers[load.layer], Direction::Forward)?;
+            counters.loaded += layers[layer].bytes();
+            self.load(&mut slots[slot], (layer, &layers[layer]), direction)?;
         }
         Ok(())
     }
 
-    /// Queues a layer's way into a slot.
-    fn load(&self, slot: &mut Slot, layer: &Layer, direction: Direction) -> Result<()> {
-        let prefetch = &self.0.prefetch;
-        prefetch.wait(&slot.free)?;
-        if let Some(updated) = &layer.updated {
-            prefetch.wait(updated)?;
-        }
+    /// Queues a layer's way into a slot, which holds nothing until that is done.
+    fn load(&self, slot: &mut Slot, (number, layer): (usize, &Layer), direction: Direction) -> Result<()> {
+        slot.holds = None;
+        self.queue(slot, layer, direction).map_err(|error| match error {
+            Error::Runtime(cause) => self.refused("bringing", &layer.name, cause),
+            other => other,
+        })?;
+        slot.free.clear();
+        slot.holds = Some(Holds { layer: number, generation: layer.generation, versions: layer.versions() });
+        Ok(())
+    }
+
+    fn queue(&self, slot: &mut Slot, layer: &Layer, direction: Direction) -> Result<()> {
+        let (prefetch, feeder) = (&self.0.prefetch, &self.0.feeder);
+        self.0.options.at(Point::Queue)?;
         let pieces = layer.pieces(&slot.bytes)?;
         let (options, occupancy) = (self.0.options.clone(), slot.occupancy.clone());
         let on_host = self.device() == Device::Cpu;
         let what = (Lane::Load, layer.number, direction);
-        slot.holds = Some((layer.generation, layer.versions()));
-        if on_host || !layer.is_in_files() {
+        let updated = layer.updated.clone();
+        let pending = updated.as_ref().map_or(Ok(false), |updated| Ok::<_, Error>(!updated.query()?))?;
+        // A stream of the host waits in its own thread. One of a GPU would wait for the host in this one, which holds the engine. What
+        // is in the feeder already stays before what comes later: slots are written in the order of the decisions.
+        if on_host || !(pending || layer.is_in_files() || !feeder.query()?) {
+            for event in slot.free.iter().chain(&updated) {
+                prefetch.wait(event)?;
+            }
             let begin = self.0.trace.begin(prefetch)?;
             prefetch.submit(move || {
                 options.at(Point::Load)?;
@@ -142,26 +206,33 @@ impl Engine {
             prefetch.record(&slot.ready)?;
             return Ok(());
         }
-        // The file is read by the host's thread, which then queues the copy; who computes waits for that first.
         let staging = match &slot.staging {
-            Some(staging) => staging.shallow_clone(),
+            _ if !layer.is_in_files() => None,
+            Some(staging) => Some(staging.shallow_clone()),
             None => {
                 let made = device::pinned_empty(&slot.bytes.size(), Kind::Uint8, self.device())?;
-                slot.staging.insert(made).shallow_clone()
+                Some(slot.staging.insert(made).shallow_clone())
             }
         };
         let (stream, ready, origin) = (prefetch.clone(), slot.ready.clone(), slot.bytes.data_ptr() as usize);
-        self.0.host.wait(&slot.ready)?;
-        self.0.host.submit(move || {
+        let free = slot.free.clone();
+        // The staging memory is read until then.
+        feeder.wait(&slot.ready)?;
+        updated.iter().try_for_each(|updated| feeder.wait(updated))?;
+        feeder.submit(move || {
             options.at(Point::Load)?;
+            free.iter().try_for_each(|event| stream.wait(event))?;
             for (piece, mut target) in pieces {
                 let from = (target.data_ptr() as usize - origin) as i64;
-                let staging = staging.f_narrow(0, from, target.size()[0])?;
-                stream.submit(move || piece.bring(&mut target, Some(&staging)))?;
+                let staging = match (&piece, &staging) {
+                    (Piece::File(_), Some(staging)) => Some(staging.f_narrow(0, from, target.size()[0])?),
+                    _ => None,
+                };
+                stream.submit(move || piece.bring(&mut target, staging.as_ref()))?;
             }
             stream.record(&ready)
         })?;
-        self.0.host.record(&slot.staged)?;
+        feeder.record(&slot.staged)?;
         Ok(())
     }
 
@@ -183,7 +254,7 @@ impl Engine {
                 staging: None,
                 staged: Arc::new(Event::untimed(Device::Cpu)?),
                 ready: Arc::new(Event::untimed(device)?),
-                free: Arc::new(free),
+                free: vec![Arc::new(free)],
                 occupancy: Occupancy::default(),
                 holds: None,
             })
@@ -194,37 +265,50 @@ impl Engine {
     }
 }
 
+/// A use whose loads are queued.
+struct Begun {
+    views: Vec<Tensor>,
+    staged: Arc<Event>,
+    ready: Arc<Event>,
+    occupancy: Occupancy,
+}
+
 /// A layer in a slot, for one use.
 #[derive(Debug)]
 pub(crate) struct Lease {
     engine: Engine,
     slot: usize,
-    free: Arc<Event>,
     pub(crate) leaves: Vec<Tensor>,
     inside: Option<Inside>,
     ended: bool,
+    _use: Use,
 }
 
 impl Lease {
-    fn end(&mut self) -> Result<()> {
+    /// Marks the end on the stream that computes. A use on another stream has a mark of its own.
+    fn end(&mut self) -> Result<Option<Event>> {
         if std::mem::replace(&mut self.ended, true) {
-            return Ok(());
+            return Ok(None);
         }
         self.inside = None;
         self.engine.0.options.at(Point::Event)?;
-        Stream::current(self.engine.device())?.record(&self.free)?;
-        Ok(())
+        let free = Event::untimed(self.engine.device())?;
+        Stream::current(self.engine.device())?.record(&free)?;
+        Ok(Some(free))
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
         // On a device that fails here nothing else works either, and the next use says so.
-        let _ = self.end();
+        let free = self.end().ok().flatten();
         let mut state = self.engine.0.state.lock();
-        state.uses -= 1;
-        if let Some(slots) = &mut state.ring {
-            slots.ring.release(self.slot);
+        if let Some(Slots { ring, slots }) = &mut state.ring {
+            ring.release(self.slot);
+            let events = &mut slots[self.slot].free;
+            // A layer that stays in its slot is used any number of times.
+            events.retain(|event| !event.query().unwrap_or(true));
+            events.extend(free.map(Arc::new));
         }
     }
 }

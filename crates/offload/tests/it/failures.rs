@@ -83,6 +83,102 @@ fn a_prefetch_thread_that_panics() {
     );
 }
 
+/// What a GPU's stream refuses it refuses when it is asked, on the thread that computes.
+#[test]
+fn a_load_that_cannot_be_queued() {
+    for panics in [false, true] {
+        let _alone = alone();
+        let tokens = batch(60, 7);
+        let reference = gradients_of(&*tiny(), &tokens);
+        for ring in 1..=5 {
+            for before in 0..10 {
+                let mut model = tiny();
+                let probe = Arc::new(Breaks { at: Point::Queue, before: AtomicI64::new(before), panics });
+                let options = Options { ring, probe: Some(probe.clone()), ..Options::default() };
+                let offload = Offload::apply(&mut *model, &options).unwrap();
+                let step = || -> Result<(), Box<dyn std::error::Error>> {
+                    let loss = model.loss(&Input::new(&tokens), &tokens)?.sum;
+                    Ok(backward(&[&loss])?)
+                };
+                let step = std::panic::catch_unwind(std::panic::AssertUnwindSafe(step));
+                if let Ok(Err(error)) = &step {
+                    let words = if panics { "the lane was killed" } else { "the link is gone" };
+                    assert!(error.to_string().contains(words), "{error}");
+                }
+                probe.before.store(i64::MAX, Ordering::Relaxed);
+                let case = format!("ring {ring}, load {before}, {panics}");
+                // The layers that were to come are brought again, and the slots are all to be had.
+                offload.check_at_home().unwrap();
+                clear(&model);
+                for _ in 0..2 {
+                    assert_same(&reference, &gradients_of(&*model, &tokens), &case);
+                }
+            }
+        }
+    }
+    check(
+        Method::Overlap,
+        (Point::Queue, [2, 2], false),
+        expect![
+            "offload: bringing of `layers.2` failed: the link is gone; the model on the host is as it was"
+        ],
+    );
+    check(
+        Method::Overlap,
+        (Point::Queue, [5, 2], false),
+        expect![
+            "backward of `OverlapOffloadFunction`: offload: bringing of `layers.1` failed: the link is gone; the model on the host is as it was"
+        ],
+    );
+}
+
+/// Breaks the first store, and then a load.
+#[derive(Debug)]
+struct BreaksTwice {
+    stores: AtomicI64,
+    loads: AtomicI64,
+}
+
+impl Probe for BreaksTwice {
+    fn at(&self, point: Point) -> runtime::Result<()> {
+        let before = match point {
+            Point::Store => &self.stores,
+            Point::Load => &self.loads,
+            _ => return Ok(()),
+        };
+        match before.fetch_sub(1, Ordering::Relaxed) {
+            0 => Err(runtime::Error::Other("the link is gone".into())),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[test]
+fn gradients_that_cannot_be_stored_before_a_load_that_fails() {
+    let _alone = alone();
+    let tokens = batch(60, 7);
+    let reference = gradients_of(&*tiny(), &tokens);
+    for (method, loads) in [(Method::Overlap, 5), (Method::Function, 8)] {
+        let mut model = tiny();
+        let probe = Arc::new(BreaksTwice { stores: AtomicI64::new(0), loads: AtomicI64::new(loads) });
+        let options = Options { method, probe: Some(probe), ..Options::default() };
+        let offload = Offload::apply(&mut *model, &options).unwrap();
+        let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum;
+        let error = backward(&[&loss]).unwrap_err().to_string();
+        assert!(error.contains("bringing of"), "{error}");
+        for (name, tensor) in trainable(&*model).iter().filter(|(name, _)| name.starts_with("layers.")) {
+            assert!(
+                !tensor.grad().defined(),
+                "{}: {name} has a gradient that was never stored",
+                method.name()
+            );
+        }
+        clear(&model);
+        assert_same(&reference, &gradients_of(&*model, &tokens), method.name());
+        offload.synchronize().unwrap();
+    }
+}
+
 #[test]
 fn a_load_that_fails_in_forward() {
     check(

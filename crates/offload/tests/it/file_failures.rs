@@ -206,3 +206,37 @@ fn a_tensor_in_a_file_that_is_written() {
         ],
     );
 }
+
+const KILLED: &str = "OFFLOAD_TEST_KILLED_IN";
+
+/// A process that is killed has no time to remove anything.
+#[test]
+fn a_process_that_is_killed_leaves_nothing() {
+    let _alone = alone();
+    if let Some(folder) = std::env::var_os(KILLED).map(PathBuf::from) {
+        let mut model = tiny();
+        freeze(&*model, ".*", true).unwrap();
+        let reference = logits(&*model).unwrap();
+        let _offload = Offload::apply(&mut *model, &in_files(&folder)).unwrap();
+        assert!(logits(&*model).unwrap().equal(&reference));
+        eprintln!("the layers are in files");
+        // Until it is killed.
+        let _ = std::io::stdin().read_line(&mut String::new());
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "file_failures::a_process_that_is_killed_leaves_nothing", "--nocapture"])
+        .env(KILLED, folder.path())
+        .stdin(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let lines = std::io::BufReader::new(child.stderr.take().unwrap());
+    let ready = std::io::BufRead::lines(lines).any(|line| line.unwrap().contains("the layers are in files"));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(ready);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+}

@@ -4,6 +4,8 @@
 mod command_line;
 mod delays;
 mod device_memory;
+#[cfg(feature = "program")]
+mod exchanged_memory;
 mod failures;
 mod file_failures;
 mod fixtures_offload;
@@ -11,5 +13,6 @@ mod gradients;
 mod host_adam_w;
 mod nested;
 mod peaks;
+mod repeated_uses;
 mod support;
 mod trainer;

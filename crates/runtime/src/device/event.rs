@@ -1,11 +1,13 @@
 //! Marks in a stream that other streams and the host wait for, and time between two of them.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use tch::Device;
 
 use super::choice::{checked, flag};
+use super::worker::is_worker;
 use crate::error::{Error, Result};
 use crate::sys::stream::CudaEvent;
 
@@ -96,7 +98,7 @@ impl Recorded {
     pub(super) fn wait(&self) -> Result<()> {
         match self {
             Self::Host(mark) => mark.wait().failure.map_or(Ok(()), |failure| Err(failure.to_error())),
-            Self::Cuda(event) => event.synchronize(),
+            Self::Cuda(event) => wait_for(event),
         }
     }
 
@@ -107,6 +109,21 @@ impl Recorded {
         }
     }
 }
+
+/// Waits for a mark of a device. libtorch's events keep a core busy while they are waited for, which is the fastest way to hear of
+/// short work; the threads of CPU streams wait for long work, beside others that need the core, and look in now and then.
+pub(super) fn wait_for(event: &CudaEvent) -> Result<()> {
+    let mut pause = SHORTEST_PAUSE;
+    while is_worker() && !event.query()? {
+        thread::sleep(pause);
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+    event.synchronize()
+}
+
+const SHORTEST_PAUSE: Duration = Duration::from_micros(10);
+/// A hundredth of what a layer takes.
+const LONGEST_PAUSE: Duration = Duration::from_micros(100);
 
 impl Event {
     /// An event with timing, for streams of `device`.

@@ -9,7 +9,7 @@ use std::thread::{self, JoinHandle, ThreadId};
 
 use tch::Tensor;
 
-use super::event::{Failure, Mark, Recorded};
+use super::event::{Failure, Mark, Recorded, wait_for};
 use crate::error::{Error, Result};
 use crate::sys::stream::ThreadState;
 use crate::sys::{error_chain, panic_message};
@@ -69,6 +69,11 @@ impl std::fmt::Debug for Command {
 thread_local! {
     /// Whether this thread executes a stream's queue.
     static IS_WORKER: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this thread executes a stream's queue.
+pub(super) fn is_worker() -> bool {
+    IS_WORKER.get()
 }
 
 /// The queues whose threads live.
@@ -200,7 +205,7 @@ impl Queue {
                     // Waits after a failure too: a mark of this stream never comes before one it waited for.
                     let inherited = match &recorded {
                         Recorded::Host(mark) => mark.wait().failure.map(|failure| failure.inherit()),
-                        Recorded::Cuda(event) => event.synchronize().err().map(|error| {
+                        Recorded::Cuda(event) => wait_for(event).err().map(|error| {
                             Failure::of_work(format!("a CUDA event that it waited for failed: {error}"))
                         }),
                     };

@@ -1,0 +1,183 @@
+//! Tensors whose values lie in files.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use models::tensors_file::{self, Stored, TensorsFile};
+use runtime::{device, file};
+use tch::{Device, Kind, Tensor};
+
+use super::Layer;
+use crate::error::{Error, Result};
+
+/// A part of a file of the file tier, or of the model itself.
+#[derive(Debug)]
+pub(crate) struct Source {
+    file: Arc<File>,
+    pub(super) path: PathBuf,
+    offset: u64,
+}
+
+/// A tensor that was left in a file: the handle shows its pages.
+#[derive(Debug)]
+pub(crate) struct InFile {
+    pub(crate) source: Arc<Source>,
+    /// The pages, whoever's memory the handle shows.
+    mapped: Tensor,
+    /// The handle's version when the pages were as the file.
+    version: i64,
+}
+
+/// Where a tensor's values lie already.
+pub(crate) enum Left {
+    /// In a file of the model's.
+    At(Stored),
+    /// Where the layer had left it before.
+    Again(InFile),
+}
+
+impl Source {
+    pub(super) fn read_into(&self, target: &Tensor) -> runtime::Result<()> {
+        file::read_into(&self.file, &self.path, self.offset, target)
+    }
+}
+
+impl InFile {
+    fn clone(&self) -> Self {
+        let Self { source, mapped, version } = self;
+        Self { source: source.clone(), mapped: mapped.shallow_clone(), version: *version }
+    }
+}
+
+impl Layer {
+    pub(super) fn leave_in_file(&mut self, index: usize, left: Left) -> Result<()> {
+        let Stored { path, offset, kind, shape } = match left {
+            Left::At(stored) => stored,
+            Left::Again(in_file) => {
+                self.files[index] = Some(in_file);
+                return Ok(());
+            }
+        };
+        let file = |path: &Path| {
+            let file = File::open(path).map_err(|cause| unreadable(path, &cause));
+            Ok(Arc::new(file?))
+        };
+        self.map(index, &file, Stored { path, offset, kind, shape })
+    }
+
+    fn map(&mut self, index: usize, file: &dyn Fn(&Path) -> Result<Arc<File>>, stored: Stored) -> Result<()> {
+        let Stored { path, offset, kind, shape } = stored;
+        let tensor = &mut self.tensors[index];
+        if kind != tensor.kind() || shape != tensor.size() {
+            let reason = format!(
+                "a tensor of `{}` is {kind:?} {shape:?} in it; expected {:?} {:?}. Take the model in the file's own dtype",
+                self.name,
+                tensor.kind(),
+                tensor.size()
+            );
+            return Err(Error::File { path, reason });
+        }
+        let mapped = file::tensor_over(&path, offset, &shape, kind)?;
+        tensor.f_set_data(&mapped)?;
+        let version = tensor.internal_version();
+        let source = Arc::new(Source { file: file(&path)?, path, offset });
+        self.files[index] = Some(InFile { source, mapped, version });
+        Ok(())
+    }
+
+    /// Writes tensors to a file in a folder of its own, and takes its name away: what is open stays, for this process alone.
+    pub(super) fn spill(&mut self, folder: &Path, region: usize, members: &[usize]) -> Result<()> {
+        let own = own_folder(folder)?;
+        let path = own.path().join(format!("{}.{region}.safetensors", self.name));
+        let tensors: Vec<(String, Tensor)> = members
+            .iter()
+            .map(|&index| Ok((self.names[index].clone(), self.tensors[index].f_detach()?)))
+            .collect::<Result<_>>()?;
+        tensors_file::write(&path, &tensors).map_err(|error| match error {
+            models::Error::File { path, reason } => {
+                let reason = format!(
+                    "{reason}; the file tier needs room for the model's layers, in a folder that can be written"
+                );
+                Error::File { path, reason }
+            }
+            other => other.into(),
+        })?;
+        let written = TensorsFile::open(&path)?;
+        let file = Arc::new(File::open(&path).map_err(|cause| unreadable(&path, &cause))?);
+        for &index in members {
+            let entry = written.entries().iter().find(|entry| entry.name == self.names[index]);
+            let stored = entry.map(|entry| written.stored(entry)).ok_or_else(|| Error::File {
+                path: path.clone(),
+                reason: "lacks tensors that were just written".into(),
+            })?;
+            self.map(index, &|_| Ok(file.clone()), stored)?;
+        }
+        Ok(())
+    }
+
+    /// Where a tensor's values are in a file, unless its handle shows other memory.
+    pub(super) fn in_file(&self, index: usize) -> Option<&InFile> {
+        self.files[index].as_ref().filter(|file| file.mapped.data_ptr() == self.tensors[index].data_ptr())
+    }
+
+    /// That file, for a layer that takes this one's place, if `tensor` shows its pages.
+    pub(crate) fn left(&self, name: &str, tensor: &Tensor) -> Option<Left> {
+        let index = self.names.iter().position(|known| known == name)?;
+        let file = self.files[index].as_ref()?;
+        (file.mapped.data_ptr() == tensor.data_ptr()).then(|| Left::Again(file.clone()))
+    }
+
+    /// Whether any of it comes from a file.
+    pub(crate) fn is_in_files(&self) -> bool {
+        (0..self.files.len()).any(|index| self.in_file(index).is_some())
+    }
+
+    /// That files have what the handles show: their tensors were not written in memory, nor are they to be trained.
+    pub(super) fn check_files(&mut self) -> Result<()> {
+        for index in 0..self.files.len() {
+            let Some(InFile { source, mapped, version }) = self.in_file(index) else { continue };
+            let now = self.tensors[index].internal_version();
+            let change = if self.tensors[index].requires_grad() {
+                "is to be trained"
+            } else if now == *version {
+                continue;
+            } else if same_bytes(source, mapped)? {
+                // Other memory came and went.
+                self.files[index].iter_mut().for_each(|file| file.version = now);
+                continue;
+            } else {
+                "was changed in memory"
+            };
+            let reason = format!(
+                "`{}.{}` {change}, but it lives in {} and is read from there; choose what is trained, and load what is to be loaded, \
+                 before the model is offloaded to files",
+                self.name,
+                self.names[index],
+                source.path.display()
+            );
+            return Err(Error::config("file tier", reason));
+        }
+        Ok(())
+    }
+}
+
+/// A folder in which a file can be written, and which is gone with the value.
+pub(crate) fn own_folder(folder: &Path) -> Result<tempfile::TempDir> {
+    let made = tempfile::Builder::new().prefix("offload-").tempdir_in(folder);
+    made.map_err(|cause| Error::File {
+        path: folder.to_owned(),
+        reason: format!("no folder for the layers can be made in it: {cause}"),
+    })
+}
+
+fn same_bytes(source: &Source, mapped: &Tensor) -> Result<bool> {
+    let bytes = mapped.f_view([-1i64])?.f_view_dtype(Kind::Uint8)?;
+    let read = device::pinned_empty(&bytes.size(), Kind::Uint8, Device::Cpu)?;
+    source.read_into(&read)?;
+    Ok(read.f_equal(&bytes)?)
+}
+
+fn unreadable(path: &Path, cause: &std::io::Error) -> Error {
+    Error::File { path: path.to_owned(), reason: format!("cannot be read: {cause}") }
+}

@@ -1,0 +1,441 @@
+//! Layers that are used more than once before a step, gradients that others keep or add, and backwards beside and after each other:
+//! the bits of the model without offload, or an error that says what cannot be.
+
+use std::hint::black_box;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
+
+use expect_test::expect;
+use models::Llama;
+use models::Result;
+use models::module::{Block, Context, Editor, Input, LanguageModel, Module, Visitor, parameters, trainable};
+use offload::{HostAdamW, HostOptions, Method, Offload, Options, Point, Probe};
+use runtime::autograd::{Keep, backward, backward_with, set_grad};
+use tch::{Kind, Tensor};
+use training::optimizer::{AdamW, Group, Optimizer};
+
+use crate::support::{FLOAT, alone, batch, tiny};
+
+const TRAINING: [Method; 3] = [Method::Checkpointing, Method::Function, Method::Overlap];
+
+fn loss(model: &Llama, number: u64) -> Tensor {
+    let tokens = batch(60, number);
+    model.loss(&Input::new(&tokens), &tokens).unwrap().sum
+}
+
+fn values(model: &Llama) -> Vec<(String, Tensor)> {
+    parameters(model).into_iter().map(|(name, tensor)| (name, tensor.detach().copy())).collect()
+}
+
+fn gradients(model: &Llama) -> Vec<(String, Tensor)> {
+    trainable(model).into_iter().map(|(name, tensor)| (name, tensor.grad().copy())).collect()
+}
+
+fn clear(model: &Llama) {
+    trainable(model).into_iter().for_each(|(_, tensor)| set_grad(tensor, None).unwrap());
+}
+
+fn assert_equal(expected: &[(String, Tensor)], found: &[(String, Tensor)], case: &str) {
+    assert_eq!(expected.len(), found.len(), "{case}");
+    for ((name, expected), (other, found)) in expected.iter().zip(found) {
+        assert_eq!(name, other);
+        assert!(expected.equal(found), "{case}: {name}");
+    }
+}
+
+fn weight(model: &Llama, name: &str) -> Tensor {
+    trainable(model).into_iter().find(|(known, _)| known == name).unwrap().1.shallow_clone()
+}
+
+fn l2(model: &Llama, names: &[&str]) -> Tensor {
+    let square = |name: &&str| weight(model, name).square().sum(Kind::Float) * 0.1;
+    names.iter().map(square).reduce(|a, b| a + b).unwrap()
+}
+
+const WEIGHTS: [&str; 3] =
+    ["layers.0.mlp.up_proj.weight", "layers.3.input_layernorm.weight", "layers.4.self_attn.q_proj.bias"];
+
+/// What a step's gradients are made of.
+fn backwards(model: &Llama, how: usize) -> runtime::Result<()> {
+    match how {
+        // Two losses, one graph.
+        0 => backward(&[&(loss(model, 1) + loss(model, 2))]),
+        // A graph that is used twice.
+        1 => {
+            let loss = loss(model, 1);
+            backward_with(&[&loss], &[None], Keep { graph: true, ..Keep::default() })?;
+            backward(&[&loss])
+        }
+        // Two forwards before the first backward.
+        2 => {
+            let (first, second) = (loss(model, 1), loss(model, 2));
+            backward(&[&first])?;
+            backward(&[&second])
+        }
+        // A forward that nobody goes back through, dropped and not.
+        3 => {
+            drop(loss(model, 3));
+            let (used, unused) = (loss(model, 1), loss(model, 2));
+            backward(&[&used])?;
+            drop(unused);
+            Ok(())
+        }
+        // Weights of layers in the loss itself, after the model and before it.
+        4 => {
+            let loss = loss(model, 1);
+            backward(&[&(loss + l2(model, &WEIGHTS))])
+        }
+        _ => {
+            let term = l2(model, &WEIGHTS);
+            backward(&[&(loss(model, 1) + term)])
+        }
+    }
+}
+
+#[test]
+fn gradients_of_every_order_are_those_of_the_model_itself() {
+    let _alone = alone();
+    for how in 0..6 {
+        let model = tiny();
+        backwards(&model, how).unwrap();
+        let expected = gradients(&model);
+        for method in TRAINING {
+            let mut model = tiny();
+            let offload = Offload::apply(&mut *model, &Options { method, ..Options::default() }).unwrap();
+            for pass in 0..2 {
+                clear(&model);
+                backwards(&model, how).unwrap();
+                offload.check_at_home().unwrap();
+                assert_equal(
+                    &expected,
+                    &gradients(&model),
+                    &format!("{}, {how}, pass {pass}", method.name()),
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn steps_on_the_host_are_taken_when_all_gradients_of_a_layer_are_there() {
+    let _alone = alone();
+    for how in 0..5 {
+        let model = tiny();
+        let mut optimizer =
+            Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), 1e-2)]).unwrap();
+        backwards(&model, how).unwrap();
+        optimizer.step().unwrap();
+        let expected = values(&model);
+        for method in TRAINING {
+            for clip in [None, Some(1e9)] {
+                let mut model = tiny();
+                let offload = Offload::apply(&mut *model, &Options { method, ..Options::default() }).unwrap();
+                let options = HostOptions { clip, ..HostOptions::default() };
+                let groups = vec![Group::new(trainable(&*model), 1e-2)];
+                let mut optimizer = HostAdamW::new(&offload, groups, AdamW::default(), options).unwrap();
+                backwards(&model, how).unwrap();
+                optimizer.step().unwrap();
+                assert_equal(&expected, &values(&model), &format!("{}, {how}, {clip:?}", method.name()));
+            }
+        }
+    }
+}
+
+fn with_host_adam_w(body: impl FnOnce(&Llama, &mut HostAdamW)) {
+    with_host_adam_w_of("", body);
+}
+
+fn with_host_adam_w_of(start: &str, body: impl FnOnce(&Llama, &mut HostAdamW)) {
+    let _alone = alone();
+    let mut model = tiny();
+    let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
+    let some = trainable(&*model).into_iter().filter(|(name, _)| name.starts_with(start));
+    let mut optimizer =
+        HostAdamW::new(&offload, vec![Group::new(some, 1e-2)], AdamW::default(), HostOptions::default())
+            .unwrap();
+    body(&model, &mut optimizer);
+}
+
+#[test]
+fn more_micro_batches_than_were_said() {
+    with_host_adam_w(|model, optimizer| {
+        backward(&[&loss(model, 1)]).unwrap();
+        let tokens = batch(60, 2);
+        let error = model.loss(&Input::new(&tokens), &tokens).unwrap_err().to_string();
+        expect!["offload: optimizer: `layers.0` was stepped within a backward, and other parameters were not yet; call `HostAdamW::step` before the next forward, or say with `HostAdamW::begin` that more micro-batches come"].assert_eq(&error);
+        optimizer.step().unwrap();
+        backward(&[&loss(model, 2)]).unwrap();
+        optimizer.step().unwrap();
+    });
+}
+
+#[test]
+fn a_graph_of_before_the_step() {
+    // With all of the model, libtorch would say of the embedding what the engine says of the layers.
+    with_host_adam_w_of("layers.", |model, optimizer| {
+        let (first, second) = (loss(model, 1), loss(model, 2));
+        backward(&[&first]).unwrap();
+        optimizer.step().unwrap();
+        let error = backward(&[&second]).unwrap_err().to_string();
+        expect!["backward of `OverlapOffloadFunction`: offload: graph: `layers.4` was stepped by its optimizer between a forward and its backward, which would run with other values; run backward before weights are changed, merged or stepped, or run the forward again"].assert_eq(&error);
+    });
+}
+
+/// A term whose gradient comes after the layer's: what was stepped cannot be stepped again.
+#[test]
+fn a_weight_in_the_loss_before_the_model() {
+    with_host_adam_w(|model, _| {
+        let error = backwards(model, 5).unwrap_err().to_string();
+        expect!["at the end of backward: offload: optimizer: `layers.0.mlp.up_proj.weight` got a gradient besides its layer's, after the layer was stepped within the same backward; use the weight in the loss after the model's forward, take the group's weight decay for such a term, or clip (`HostOptions::clip`), which waits for all gradients"].assert_eq(&error);
+    });
+}
+
+#[test]
+fn two_optimizers_for_one_model() {
+    let _alone = alone();
+    let mut model = tiny();
+    let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
+    let new = || {
+        let groups = vec![Group::new(trainable(&*model), 1e-2)];
+        HostAdamW::new(&offload, groups, AdamW::default(), HostOptions::default())
+    };
+    let first = new().unwrap();
+    let error = new().unwrap_err().to_string();
+    expect!["offload: optimizer: there is a `HostAdamW` for these layers already, which takes their gradients; drop it first"].assert_eq(&error);
+    drop(first);
+    new().unwrap();
+}
+
+/// What no group of it has is not its business.
+#[test]
+fn tensors_that_are_in_no_group() {
+    let _alone = alone();
+    let names = |name: &str| name.ends_with("up_proj.weight");
+    let reference = tiny();
+    backward(&[&loss(&reference, 1)]).unwrap();
+    let expected = gradients(&reference);
+    let mut model = tiny();
+    let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
+    let some = trainable(&*model).into_iter().filter(|(name, _)| names(name));
+    let groups = vec![Group::new(some, 1e-2)];
+    let mut optimizer = HostAdamW::new(&offload, groups, AdamW::default(), HostOptions::default()).unwrap();
+    backward(&[&loss(&model, 1)]).unwrap();
+    optimizer.step().unwrap();
+    for ((name, expected), (_, tensor)) in expected.iter().zip(trainable(&*model)) {
+        let gradient = tensor.grad();
+        assert_eq!(gradient.defined(), !names(name), "{name}");
+        assert!(!gradient.defined() || expected.equal(&gradient), "{name}");
+    }
+}
+
+#[test]
+fn gradients_that_are_kept_stay_what_they_are() {
+    let _alone = alone();
+    for method in TRAINING {
+        let mut model = tiny();
+        let _offload = Offload::apply(&mut *model, &Options { method, ..Options::default() }).unwrap();
+        let mut kept: Vec<(String, Tensor)> = Vec::new();
+        let mut copies = Vec::new();
+        for number in 0..3 {
+            backward(&[&loss(&model, number)]).unwrap();
+            kept.extend(trainable(&*model).into_iter().map(|(name, tensor)| (name, tensor.grad())));
+            copies.extend(gradients(&model));
+            clear(&model);
+        }
+        // A view of a gradient keeps it too.
+        backward(&[&loss(&model, 3)]).unwrap();
+        copies.extend(gradients(&model));
+        kept.extend(trainable(&*model).into_iter().map(|(name, tensor)| (name, tensor.grad().detach())));
+        clear(&model);
+        backward(&[&loss(&model, 4)]).unwrap();
+        assert_equal(&copies, &kept, method.name());
+    }
+}
+
+/// Makes the lanes late, and breaks one load.
+#[derive(Debug, Default)]
+struct LateAndBroken {
+    loads: AtomicI64,
+}
+
+impl Probe for LateAndBroken {
+    fn at(&self, point: Point) -> runtime::Result<()> {
+        if point == Point::Store {
+            for turn in 0..20_000u64 {
+                black_box(turn);
+                std::thread::yield_now();
+            }
+        }
+        if point == Point::Load && self.loads.fetch_sub(1, Ordering::Relaxed) == 0 {
+            return Err(runtime::Error::Other("the link is gone".into()));
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn a_retained_graph_after_a_backward_that_failed() {
+    let _alone = alone();
+    let reference = tiny();
+    backward(&[&loss(&reference, 1)]).unwrap();
+    let expected = gradients(&reference);
+    for (method, loads) in [(Method::Overlap, 5), (Method::Function, 7)] {
+        let mut model = tiny();
+        let probe = Arc::new(LateAndBroken { loads: AtomicI64::new(loads) });
+        let options = Options { method, probe: Some(probe), ..Options::default() };
+        let offload = Offload::apply(&mut *model, &options).unwrap();
+        let loss = loss(&model, 1);
+        let retained = || backward_with(&[&loss], &[None], Keep { graph: true, ..Keep::default() });
+        let error = retained().unwrap_err().to_string();
+        assert!(error.contains("the link is gone"), "{error}");
+        for pass in 0..2 {
+            clear(&model);
+            retained().unwrap();
+            assert_equal(&expected, &gradients(&model), &format!("{}, pass {pass}", method.name()));
+            offload.check_at_home().unwrap();
+        }
+    }
+}
+
+#[test]
+fn two_threads_run_backward_over_one_model() {
+    let _alone = alone();
+    let reference = tiny();
+    for number in [1, 2] {
+        backward(&[&loss(&reference, number)]).unwrap();
+    }
+    let expected = gradients(&reference);
+    for method in TRAINING {
+        let mut model = tiny();
+        let options = Options { method, ring: 4, ..Options::default() };
+        let offload = Offload::apply(&mut *model, &options).unwrap();
+        for round in 0..5 {
+            clear(&model);
+            let losses = [loss(&model, 1), loss(&model, 2)];
+            let threads = losses.map(|loss| std::thread::spawn(move || backward(&[&loss])));
+            for thread in threads {
+                thread.join().unwrap().unwrap();
+            }
+            assert_equal(&expected, &gradients(&model), &format!("{}, round {round}", method.name()));
+            offload.check_at_home().unwrap();
+        }
+    }
+}
+
+/// x·w.
+#[derive(Debug)]
+struct Times(Tensor);
+
+impl Module for Times {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        visitor.parameter("weight", &self.0);
+    }
+
+    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
+        editor.parameter("weight", &mut self.0)
+    }
+}
+
+impl Block for Times {
+    fn forward(&self, x: &Tensor, _: &Context<'_>) -> Result<Tensor> {
+        Ok(x * &self.0)
+    }
+}
+
+#[derive(Debug)]
+struct Model(Vec<Box<dyn Block>>);
+
+impl Module for Model {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        self.0.iter().enumerate().for_each(|(number, block)| visitor.part(&format!("h.{number}"), &**block));
+    }
+
+    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
+        self.0
+            .iter_mut()
+            .enumerate()
+            .try_for_each(|(number, block)| editor.block(&format!("h.{number}"), block))
+    }
+}
+
+fn number(value: f64) -> Tensor {
+    Tensor::full([1], value, FLOAT).set_requires_grad(true)
+}
+
+fn times(weights: &[f64]) -> Model {
+    Model(weights.iter().map(|&weight| Box::new(Times(number(weight))) as Box<dyn Block>).collect())
+}
+
+/// Weights of a model whose blocks are each run twice, one behind the other, and stepped.
+#[test]
+fn a_block_that_is_run_twice() {
+    let run = |model: &Model| {
+        let mut y = number(5.0);
+        for block in model.0.iter().chain(&model.0) {
+            y = block.forward(&y, &Context::default()).unwrap();
+        }
+        backward(&[&y]).unwrap();
+    };
+    let values = |model: &Model| -> Vec<f32> {
+        parameters(model).iter().map(|(_, tensor)| tensor.double_value(&[0]) as f32).collect()
+    };
+    let model = times(&[2.0, 3.0, 0.5]);
+    let mut optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 0.1)]).unwrap();
+    run(&model);
+    optimizer.step().unwrap();
+    let expected = values(&model);
+    for method in TRAINING {
+        let mut model = times(&[2.0, 3.0, 0.5]);
+        let offload = Offload::apply(&mut model, &Options { method, ..Options::default() }).unwrap();
+        let groups = vec![Group::new(trainable(&model), 0.1)];
+        let mut optimizer =
+            HostAdamW::new(&offload, groups, AdamW::default(), HostOptions::default()).unwrap();
+        run(&model);
+        optimizer.step().unwrap();
+        assert_eq!(values(&model), expected, "{}", method.name());
+    }
+}
+
+/// Holds the second layer's step back until it is let go.
+#[derive(Debug)]
+struct Holds {
+    updates: AtomicI64,
+    gate: parking_lot::Mutex<std::sync::mpsc::Receiver<()>>,
+}
+
+impl Probe for Holds {
+    fn at(&self, point: Point) -> runtime::Result<()> {
+        if point == Point::Update && self.updates.fetch_sub(1, Ordering::Relaxed) == 0 {
+            let _ = self.gate.lock().recv();
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn a_step_that_is_late_holds_up_its_own_layer_only() {
+    let _alone = alone();
+    let (open, gate) = std::sync::mpsc::channel();
+    let mut model = times(&[2.0, 3.0, 0.5, 4.0]);
+    let probe = Arc::new(Holds { updates: AtomicI64::new(1), gate: parking_lot::Mutex::new(gate) });
+    let options = Options { probe: Some(probe), ring: 2, ..Options::default() };
+    let offload = Offload::apply(&mut model, &options).unwrap();
+    // Clipped, layers step from the first to the last, after the backward.
+    let host = HostOptions { clip: Some(1.0), overlap: true, ..HostOptions::default() };
+    let groups = vec![Group::new(trainable(&model), 0.1)];
+    let mut optimizer = HostAdamW::new(&offload, groups, AdamW::default(), host).unwrap();
+    let mut y = number(5.0);
+    for block in &model.0 {
+        y = block.forward(&y, &Context::default()).unwrap();
+    }
+    backward(&[&y]).unwrap();
+    optimizer.step().unwrap();
+    // This would not return.
+    let _no_grad = tch::no_grad_guard();
+    let first = model.0[0].forward(&number(1.0), &Context::default()).unwrap();
+    assert_ne!(first.double_value(&[0]), 2.0, "the first layer is stepped");
+    open.send(()).unwrap();
+    let second = model.0[1].forward(&number(1.0), &Context::default()).unwrap();
+    assert_ne!(second.double_value(&[0]), 3.0, "and the second, once its step is taken");
+    offload.synchronize().unwrap();
+}
