@@ -133,7 +133,10 @@ mod tests {
             let x = Tensor::ones(size, (Kind::Float, Device::Cpu));
             let positions = Tensor::zeros([size[0], size[1]], (Kind::Int64, Device::Cpu));
             for positions in [None, Some(&positions)] {
-                assert_eq!(by_operators(&table.values, positions, &x, false).unwrap().size(), size);
+                assert_eq!(
+                    by_operators(&table.values(3).unwrap(), positions, &x, false).unwrap().size(),
+                    size
+                );
             }
         }
     }
