@@ -52,7 +52,7 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
 pub(crate) fn ensure(house: &House, wanted: Option<Variant>) -> Result<Torch> {
     let start = Instant::now();
     let (torch, from) = find(house, house.pair()?, wanted)?;
-    show(house, torch, from, start)
+    put_in_place(house, torch, from, start)
 }
 
 /// Makes `pair` the one that is built: its libtorch, then its `tch` in `Cargo.lock`, then the link. What fails on the way
@@ -65,7 +65,7 @@ fn switch(house: &House, pair: &Pair, wanted: Option<Variant>) -> Result<()> {
     if !locked {
         cargo::lock_tch(house, pair)?;
     }
-    show(house, torch, from, start)?;
+    put_in_place(house, torch, from, start)?;
     if locked {
         eprintln!("setup: Cargo.lock has tch {} for torch {} already", pair.tch, pair.torch);
         return Ok(());
@@ -96,7 +96,7 @@ fn find(house: &House, pair: &Pair, wanted: Option<Variant>) -> Result<(Torch, &
 }
 
 /// Links `torch` and says so.
-fn show(house: &House, torch: Torch, from: &str, start: Instant) -> Result<Torch> {
+fn put_in_place(house: &House, torch: Torch, from: &str, start: Instant) -> Result<Torch> {
     link(&house.libtorch(), &torch.folder)?;
     eprintln!(
         "setup: libtorch {} ({}) in {}, linked as .libtorch ({from}, {:.1} s)",

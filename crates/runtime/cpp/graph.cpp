@@ -1,9 +1,10 @@
 // CUDA graphs without CUDA's headers. Contracts are in graph.h.
 //
-// libtorch has no device-generic graph: the one class is at::cuda::CUDAGraph of libtorch_cuda, whose header includes
-// cuda_runtime_api.h. Its methods are exported, so they are found by name when libtorch_cuda is open, and called as the
-// Itanium C++ ABI (Linux on x86-64 and on AArch64) says a method is: a function whose first argument is the object. What
-// the names do not pin is the object's size, and what the methods return.
+// The class that every supported libtorch has is at::cuda::CUDAGraph of libtorch_cuda, whose header includes
+// cuda_runtime_api.h (a device-generic graph, at::accelerator::Graph, is in 2.13 alone). Its methods are exported, so they
+// are found by name when libtorch_cuda is open, and called as the Itanium C++ ABI (Linux on x86-64 and on AArch64) says a
+// method is: a function whose first argument is the object. What the names do not pin is the object's size, and what the
+// methods return.
 #include "graph.h"
 #include "versions.h"
 
