@@ -83,7 +83,7 @@ fn run_workspace(house: &House, filter: &mut Filter) -> Result<Option<String>> {
         command.env("OMP_WAIT_POLICY", "passive");
         command.envs(fixtures.get_envs().filter_map(|(name, value)| Some((name, value?))));
     };
-    let mut failed = jobs::run(&jobs, slots, prepare, filter)?;
+    let mut failed = jobs::run(&jobs, slots, prepare, filter, |line| println!("{line}"))?;
 
     let args = ["test", "--workspace", "--doc", "--no-fail-fast"];
     eprintln!("test: cargo {}", args.join(" "));
@@ -226,8 +226,13 @@ mod tests {
         ];
         for slots in [1, 2] {
             let mut filter = Filter::default();
-            assert_eq!(jobs::run(&jobs, slots, |_| {}, &mut filter).unwrap(), ["two"]);
+            let shown = std::sync::Mutex::new(Vec::new());
+            let print = |line: &str| shown.lock().unwrap().push(line.to_owned());
+            assert_eq!(jobs::run(&jobs, slots, |_| {}, &mut filter, print).unwrap(), ["two"]);
             assert_eq!((filter.passed, filter.failed), (3, 3));
+            assert!(
+                shown.into_inner().unwrap().contains(&"test result: FAILED. 1 passed; 3 failed".to_owned())
+            );
         }
     }
 

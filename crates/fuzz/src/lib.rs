@@ -13,7 +13,7 @@
 //! let good = r#"{ "width": 4 }"#;
 //! fuzz::run("widths", |random| {
 //!     let text = fuzz::json(random, &serde_json::from_str(good).unwrap());
-//!     let read = fuzz::within(64 * text.len() + 4096, || serde_json::from_str::<serde_json::Value>(&text));
+//!     let read = fuzz::within(64 * text.len() + (1 << 16), || serde_json::from_str::<serde_json::Value>(&text));
 //!     Outcome::of(&read)
 //! });
 //! ```
@@ -57,6 +57,8 @@ pub fn run(name: &str, mut case: impl FnMut(&mut Random) -> Outcome) {
     // One alone, to look at what it does.
     let only: Option<u64> = std::env::var("FRUGAL_FUZZ_CASE").ok().and_then(|number| number.parse().ok());
     let mut refused = 0u64;
+    // A panic that the reader catches prints no backtrace: its symbols take more heap than any file.
+    std::panic::set_hook(Box::new(|panic| report(&panic.to_string())));
     for number in only.map_or(0..cases, |only| only..only + 1) {
         let failing = Failing { name, number };
         refused += u64::from(case(&mut Random::new(number)) == Outcome::Refused);

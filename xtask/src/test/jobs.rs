@@ -21,8 +21,8 @@ pub(super) struct Job {
     pub(super) arguments: Vec<String>,
 }
 
-/// Runs all jobs, `slots` at a time in their order, and prints what a person wants to see of each when it has ended. Gives the
-/// names of those that failed.
+/// Runs all jobs, `slots` at a time in their order, and gives `print` what a person wants to see of each when it has ended.
+/// Returns the names of those that failed.
 ///
 /// Each is a process of its own, whose tests run one after another: what a test changes of its process meets no other test.
 pub(super) fn run(
@@ -30,6 +30,7 @@ pub(super) fn run(
     slots: usize,
     prepare: impl Fn(&mut Command) + Sync,
     filter: &mut Filter,
+    print: impl Fn(&str) + Sync,
 ) -> Result<Vec<String>> {
     let next = AtomicUsize::new(0);
     let shared = Mutex::new((filter, Vec::new()));
@@ -41,10 +42,10 @@ pub(super) fn run(
                 let (succeeded, lines) = run_one(job, &prepare)?;
                 let mut shared = shared.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
                 let (filter, failed) = &mut *shared;
-                println!("\n     Ran {} in {:.1} s", job.name, start.elapsed().as_secs_f64());
+                print(&format!("\n     Ran {} in {:.1} s", job.name, start.elapsed().as_secs_f64()));
                 for line in &lines {
                     if let Some(line) = filter.line(line) {
-                        println!("{line}");
+                        print(line);
                     }
                 }
                 if !succeeded {

@@ -36,17 +36,19 @@ impl Filter {
         }
         if let Some(reason) = line.trim_start().strip_prefix(SKIPPED) {
             let test = self.test.as_deref().unwrap_or("a test");
-            self.skipped.push(format!("{test}: {}", reason.trim()));
+            self.skip(format!("{test}: {}", reason.trim()));
         }
         if let Some((test, reason)) = ignored(line) {
-            self.skipped.push(format!("{test}: {reason}"));
+            self.skip(format!("{test}: {reason}"));
         }
         (!self.successes).then_some(line)
     }
 
-    /// Notes what was left out beside single tests.
+    /// Notes what was left out, once: a test may run under several choices.
     pub(super) fn skip(&mut self, reason: String) {
-        self.skipped.push(reason);
+        if !self.skipped.contains(&reason) {
+            self.skipped.push(reason);
+        }
     }
 
     /// `test: reason` of each test that was skipped or ignored.

@@ -153,8 +153,10 @@ mod narrower {
     use gemm_common::simd::MixedSimd;
 
     macro_rules! product {
-        ($(#[$attribute:meta])* $name:ident, $module:ident, $simd:ident, $lanes:literal) => {
-            $(#[$attribute])*
+        ($(#[$attribute:meta])? $name:ident, $module:ident, $simd:ident, $lanes:literal) => {
+            $(#[$attribute])?
+            /// # Safety
+            /// As the crate's own; the processor has the instructions.
             #[allow(clippy::too_many_arguments, reason = "a BLAS signature")]
             pub(super) unsafe fn $name(
                 m: usize,
@@ -194,14 +196,11 @@ mod narrower {
     }
 
     product!(
-        /// # Safety
-        /// As the crate's own; the processor has AVX2 and FMA.
         #[cfg(target_arch = "x86_64")]
-        avx2, fma, V3, 8
+        avx2,
+        fma,
+        V3,
+        8
     );
-    product!(
-        /// # Safety
-        /// As the crate's own.
-        scalar, scalar, Scalar, 1
-    );
+    product!(scalar, scalar, Scalar, 1);
 }
