@@ -70,6 +70,10 @@ fn with_fixtures(command: &mut Command) -> Result<()> {
 fn run_workspace(house: &House, filter: &mut Filter) -> Result<Option<String>> {
     let mut tests = cargo::executables(house, &["test", "--workspace", "--no-run"])?;
     tests.retain(|executable| executable.test);
+    // The largest first: they run longest, and what is left at the end is short.
+    tests.sort_by_cached_key(|test| {
+        std::cmp::Reverse(std::fs::metadata(&test.path).map_or(0, |file| file.len()))
+    });
     let flags = choices::processor_flags();
     let skipped = CHOICES.iter().filter_map(|choice| choice.missing(&flags)).collect::<Vec<_>>();
     let jobs = plan(house, &tests, &flags);

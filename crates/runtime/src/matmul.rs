@@ -3,7 +3,7 @@
 //! out[m, n] = a[m, k]·b[k, n], or out += a·b. What libtorch's own `mm` lacks:
 //! - accumulation in fp32 of products of bf16 or fp16 operands, so that a gradient summed over tiles is rounded once;
 //! - on the CPU, low-precision products at fp32 speed where the processor is slower with its own
-//!   ([`processor`](crate::processor) decides): the operands are cast up, multiplied in fp32, and rounded once;
+//!   ([`processor`] decides): the operands are cast up, multiplied in fp32, and rounded once;
 //! - on the CPU, fp32 products by the `gemm` crate, divided among libtorch's threads here. One thread of it runs at 0.95–1.03
 //!   of MKL's rate on an Intel Xeon with AVX-512, and at up to 1.1 of it on an AMD Zen 4. MKL leaves a product of 512 rows to one
 //!   thread where this takes two; MKL's bits depend on the number of threads, and these do not.

@@ -90,7 +90,7 @@ impl Engine {
                 self.0.options.at(Point::Event)?;
                 staged.synchronize()?;
                 Stream::current(self.device())?.wait(&ready)?;
-                Ok((self.device() == Device::Cpu).then(|| occupancy.read()).transpose()?)
+                (self.device() == Device::Cpu).then(|| occupancy.read()).transpose()
             };
             let inside = wait().map_err(|error| self.refused("bringing", &self.name(layer), error))?;
             Ok((views, inside))
