@@ -48,10 +48,11 @@
 //! Logits, statistics and the gradient of W are in fp32 (f64 for f64), whatever the operands: W's gradient is summed over chunks
 //! in fp32 and rounded once, so its error does not depend on the number of chunks. On a CPU operands of low precision are cast
 //! up, so logits are not rounded to them at all. Equal runs give equal bits: the plan depends on shapes and labels alone, and
-//! sums have one order.
+//! sums have one order. On a CPU the number of threads changes no bit either where every chunk has 32 tokens and more; the products
+//! of shorter chunks are libtorch's, and MKL's bits depend on it.
 //!
 //! A target outside the vocabulary is an error that names it (on a CPU; see [`CheckTargets`]). A NaN in a row of hidden states
-//! makes its loss NaN, and with it a mean or sum; in a row without a label it changes nothing on a CPU. A mean over no label is
+//! makes its loss NaN, and with it a mean or sum; in a row without a label it changes nothing. A mean over no label is
 //! 0, or NaN as in PyTorch, by [`Empty`].
 //!
 //! Nothing waits for a device: counts, denominators and upstream gradients stay there. So there the rows without a label can

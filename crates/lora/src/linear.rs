@@ -5,6 +5,7 @@ use std::sync::Arc;
 use models::Linear;
 use models::module::{Editor, Module, Projection, Visitor, tensors};
 use parking_lot::Mutex;
+use runtime::autograd::note_setting;
 use runtime::precision;
 use runtime::random::Generator;
 use tch::Tensor;
@@ -238,6 +239,17 @@ impl LoraLinear {
         })
     }
 
+    /// Tells a segment that runs again in backward what this forward goes by.
+    fn note_settings(&self) {
+        let merged = self.merged();
+        let active = self.active();
+        let drops = active.iter().any(|adapter| adapter.dropout > 0.0);
+        self.switch.read(|setting| {
+            let names: Vec<&str> = active.iter().map(|adapter| adapter.name.as_str()).collect();
+            note_setting(&(setting.disabled > 0, merged, names, drops && setting.evaluating == 0));
+        });
+    }
+
     fn run(&self, x: &Tensor) -> models::Result<Tensor> {
         let weight = &self.weight;
         let same_kind = x.kind() == weight.kind() || precision::current().is_some();
@@ -259,6 +271,7 @@ impl LoraLinear {
                 expected: format!("{:?} on {:?}, as the weight", weight.kind(), weight.device()),
             });
         }
+        self.note_settings();
         if self.switch.read(|setting| setting.disabled > 0) {
             // Of a merged layer that was brought from elsewhere it was left behind.
             let base = self.base_weight().f_to_device(x.device())?;

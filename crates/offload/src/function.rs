@@ -11,7 +11,7 @@ use std::fmt;
 
 use models::module::{Block, Context, OwnedContext, Shared};
 use runtime::autograd::{
-    Backward, Forward, Function, GradMode, Keep, Surroundings, apply_always, backward_with,
+    Backward, Forward, Function, GradMode, Keep, Settings, Surroundings, apply_always, backward_with,
 };
 use runtime::profile;
 use tch::Tensor;
@@ -95,6 +95,8 @@ pub(crate) struct OffloadFunction {
 /// What a forward keeps for its backward besides its input.
 struct Kept {
     surroundings: Surroundings,
+    /// What the block's forward went by; none until it has run.
+    settings: Option<Settings>,
     /// The layer's values.
     stamp: Stamp,
     outstanding: Outstanding,
@@ -118,11 +120,16 @@ impl OffloadFunction {
             let Guest { engine, layer, .. } = &self.guest;
             self.kept = Some(Kept {
                 surroundings: Surroundings::capture(true)?,
+                settings: None,
                 stamp: engine.stamp(*layer)?,
                 outstanding: engine.outstanding(*layer),
             });
         }
-        Ok(vec![self.guest.visit::<D>(x, &self.context.borrow())?])
+        let (y, settings) = Settings::of(|| self.guest.visit::<D>(x, &self.context.borrow()));
+        if let Some(kept) = &mut self.kept {
+            kept.settings = Some(settings);
+        }
+        Ok(vec![y?])
     }
 
     fn backward_as<D: OnDevice>(
@@ -132,7 +139,7 @@ impl OffloadFunction {
     ) -> Result<Vec<Option<Tensor>>> {
         ctx.check_replay("offload")?;
         let Guest { engine, layer, number, .. } = &self.guest;
-        let Some(Kept { surroundings, stamp, outstanding }) = &self.kept else {
+        let Some(Kept { surroundings, settings, stamp, outstanding }) = &self.kept else {
             return Err(Error::config("function", "its forward recorded nothing"));
         };
         if ctx.may_overwrite_saved() {
@@ -150,7 +157,13 @@ impl OffloadFunction {
                 let _as_then = surroundings.enter()?;
                 let _grad = GradMode::on();
                 let block = &self.guest.block;
-                block.run_on(on_device.leaves(), |block| block.forward(&x, &self.context.borrow()))?
+                let (y, second) = Settings::of(|| {
+                    block.run_on(on_device.leaves(), |block| block.forward(&x, &self.context.borrow()))
+                });
+                if let Some(first) = settings {
+                    first.check(second, "offload")?;
+                }
+                y?
             };
             if y.requires_grad() {
                 let _grad = GradMode::on();

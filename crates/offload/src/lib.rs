@@ -61,11 +61,8 @@
 //! | a forward between a backward that stepped layers and [`HostAdamW::step`] | `was stepped within a backward, and other parameters were not yet` |
 //! | gradients after a layer's step: more micro-batches than [`HostAdamW::begin`] said | `came after the layer's step` |
 //! | a weight used in the loss before the model's forward, with steps within backward | `got a gradient besides its layer's, after the layer was stepped` |
+//! | adapters that are switched between a forward and its backward, and not back | `a setting that its layers read` |
 //! | a second [`HostAdamW`] | `` there is a `HostAdamW` for these layers already `` |
-//!
-//! Not seen is what changes a layer and none of its tensors, such as adapters that are switched on or off (not merged) between a forward
-//! and its backward, while no tensor of the layer is trained whole: the backward would run with the other setting. As with every
-//! recomputed segment, switch before the forward or after the backward.
 //!
 //! A layer that is used several times adds its gradients up one after the other, as recomputed segments do. libtorch first adds up what
 //! one backward brings: where that comes on top of an earlier micro-batch's gradient, the last bit may differ.

@@ -59,11 +59,13 @@ mod checkpoint;
 mod gradcheck;
 mod park;
 pub mod retain;
+mod settings;
 mod surroundings;
 
 pub use checkpoint::{Checkpoint, SequentialSegment, checkpoint, checkpoint_sequential};
 pub use gradcheck::{GradcheckOptions, GradcheckReport, gradcheck};
 pub use park::{Park, Parked};
+pub use settings::{Settings, note_setting};
 pub use surroundings::{Surrounded, Surroundings};
 
 /// A differentiable function with a backward written by hand. See the [module](self).

@@ -151,3 +151,33 @@ fn a_policy_decides_the_bases_dtype_and_the_adapter_stays_in_fp32() {
         }
     }
 }
+
+#[test]
+fn a_segment_that_would_run_again_by_other_settings_is_refused() {
+    let _alone = GENERATOR.lock().unwrap();
+    let layer = Arc::new(Mutex::new(layer(false, kind::FLOAT_CPU)));
+    let x = Tensor::ones([2, 16], kind::FLOAT_CPU).set_requires_grad(true);
+    let forward = || {
+        let inner = layer.clone();
+        let segment = move |x: &[Tensor]| {
+            let y = inner.lock().unwrap().forward(&x[0]);
+            Ok(vec![y.map_err(|error| runtime::Error::Other(error.into()))?])
+        };
+        Checkpoint::default().run(segment, &[&x]).unwrap().remove(0).sum(Kind::Float)
+    };
+    let y = forward();
+    let evaluation = layer.lock().unwrap().evaluation();
+    let error = backward(&[&y]).unwrap_err().to_string();
+    assert!(
+        error.contains(
+            "checkpoint: a setting that its layers read (which adapters are active, merged or dropping) is another than in the \
+             forward; run the backward before it is changed, or change it back"
+        ),
+        "{error}"
+    );
+    // As it was again when the backward runs.
+    drop(evaluation);
+    let y = forward();
+    drop(layer.lock().unwrap().evaluation());
+    backward(&[&y]).unwrap();
+}

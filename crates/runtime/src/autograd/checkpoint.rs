@@ -7,6 +7,8 @@
 //! Tensors that the closure captures: leaves (weights) receive their gradients in `.grad` as usual. A captured tensor
 //! that is not a leaf would be differentiated into the graph around the segment a second time: pass it as an input. A segment
 //! may return what it captured: the result is an alias, and the tensor itself stays as it was.
+//! Layers go by settings outside the graph, such as which adapters are active: a segment whose second run would go by others is refused
+//! ([`Settings`]).
 //! Unlike PyTorch's re-entrant form, the segment takes part in backward even when no input needs a gradient, so that
 //! captured weights of a first layer are trained and not silently forgotten.
 
@@ -15,7 +17,7 @@ use std::sync::Arc;
 use tch::Tensor;
 
 use super::retain::{self, Within};
-use super::{Backward, Forward, Function, GradMode, Keep, Park, Parked, Surroundings};
+use super::{Backward, Forward, Function, GradMode, Keep, Park, Parked, Settings, Surroundings};
 use super::{apply_always, backward_with};
 use crate::error::{Error, Result};
 
@@ -43,8 +45,8 @@ impl Checkpoint {
     /// Runs the segment `f` on `inputs`.
     ///
     /// # Errors
-    /// What `f` returns. In backward: what `f` returns then, another number of outputs than the first time, or a
-    /// backward for chosen inputs only ([`grad`](super::grad)), through which captured weights would get no gradient.
+    /// What `f` returns. In backward: what `f` returns then, another number of outputs than the first time, layers that go by other
+    /// [`Settings`] than the first time, or a backward for chosen inputs only ([`grad`](super::grad)), through which captured weights would get no gradient.
     pub fn run<F>(self, f: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
     where
         F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
@@ -70,8 +72,15 @@ impl Checkpoint {
         if !self.recompute {
             return f(&clones(inputs));
         }
-        let segment =
-            Segment { f, options: self, surroundings: None, park, parked: Vec::new(), products: None };
+        let segment = Segment {
+            f,
+            options: self,
+            surroundings: None,
+            settings: None,
+            park,
+            parked: Vec::new(),
+            products: None,
+        };
         apply_always(segment, inputs)
     }
 }
@@ -126,6 +135,8 @@ struct Segment<F> {
     f: F,
     options: Checkpoint,
     surroundings: Option<Surroundings>,
+    /// What the first run went by.
+    settings: Option<Settings>,
     park: Option<Arc<dyn Park>>,
     parked: Vec<Box<dyn Parked>>,
     /// How many tensors each product of the first run has, which lie behind the inputs among the saved.
@@ -152,16 +163,15 @@ where
             None => inputs.iter().for_each(|input| ctx.save(input)),
         }
         // A segment around this one notes what is computed here; a second list would be of the same tensors.
-        let outputs = if self.options.retain_products && !retain::active() {
-            let within = Within::record();
-            let outputs = (self.f)(&clones(inputs))?;
+        let within = (self.options.retain_products && !retain::active()).then(Within::record);
+        let (outputs, settings) = Settings::of(|| (self.f)(&clones(inputs)));
+        let outputs = outputs?;
+        self.settings = Some(settings);
+        if let Some(within) = within {
             let products = within.recorded()?;
             products.iter().flatten().for_each(|tensor| ctx.save(tensor));
             self.products = Some(products.iter().map(Vec::len).collect());
-            outputs
-        } else {
-            (self.f)(&clones(inputs))?
-        };
+        }
         self.parked.iter().try_for_each(|parked| parked.settle())?;
         Ok(outputs)
     }
@@ -191,7 +201,11 @@ where
             let _first = self.surroundings.as_ref().map(Surroundings::enter).transpose()?;
             let _grad = GradMode::on();
             let within = products.map_or_else(Within::none, Within::replay);
-            let outputs = (self.f)(&inputs)?;
+            let (outputs, second) = Settings::of(|| (self.f)(&inputs));
+            if let Some(first) = self.settings {
+                first.check(second, "checkpoint")?;
+            }
+            let outputs = outputs?;
             within.exhausted()?;
             outputs
         };
