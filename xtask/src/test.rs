@@ -70,14 +70,11 @@ fn with_fixtures(command: &mut Command) -> Result<()> {
 fn run_workspace(house: &House, filter: &mut Filter) -> Result<Option<String>> {
     let mut tests = cargo::executables(house, &["test", "--workspace", "--no-run"])?;
     tests.retain(|executable| executable.test);
-    // The largest first: they run longest, and what is left at the end is short.
-    tests.sort_by_cached_key(|test| {
-        std::cmp::Reverse(std::fs::metadata(&test.path).map_or(0, |file| file.len()))
-    });
+    let tests = largest_first(tests);
     let flags = choices::processor_flags();
     let skipped = CHOICES.iter().filter_map(|choice| choice.missing(&flags)).collect::<Vec<_>>();
     let jobs = plan(house, &tests, &flags);
-    let slots = std::thread::available_parallelism().map_or(1, usize::from);
+    let slots = slots();
     eprintln!("test: {}, {slots} at a time", count(jobs.len(), "executable", "executables"));
     let mut fixtures = Command::new("true");
     with_fixtures(&mut fixtures)?;
@@ -159,32 +156,52 @@ fn run_filtered(mut command: Command, filter: &mut Filter) -> Result<ExitStatus>
     child.wait().context("cannot wait for the tests")
 }
 
-/// Runs the prebuilt tests as cargo would: each in its package's folder.
+/// Runs the prebuilt tests as [`run_workspace`] runs those that it builds.
 fn run_bundled(
     house: &House,
     bundle: &Manifest,
     extra: &[String],
     filter: &mut Filter,
 ) -> Result<Option<String>> {
-    let mut failed = Vec::new();
-    for test in &bundle.tests {
-        let folder = house.root.join("crates").join(&test.package);
-        let mut command = Command::new(house.root.join(&test.path));
-        command.current_dir(&folder).env("CARGO_MANIFEST_DIR", &folder).arg("--show-output");
-        command.env("RUST_TEST_THREADS", "1");
-        if std::env::var_os("FRUGAL_FIXTURES").is_none() {
-            command.env("FRUGAL_FIXTURES", house.root.join("data/fixtures"));
-        }
+    let tests: Vec<Executable> = bundle
+        .tests
+        .iter()
+        .map(|test| Executable {
+            name: test.name.clone(),
+            package: test.package.clone(),
+            test: true,
+            path: house.root.join(&test.path),
+        })
+        .collect();
+    let mut jobs = plan(house, &largest_first(tests), &choices::processor_flags());
+    for job in &mut jobs {
+        job.arguments.extend(extra.iter().filter(|arg| *arg != "--").cloned());
+    }
+    let fixtures = std::env::var_os("FRUGAL_FIXTURES")
+        .filter(|path| !path.is_empty())
+        .map_or_else(|| Ok(house.root.join("data/fixtures")), std::path::absolute)
+        .context("FRUGAL_FIXTURES is no path")?;
+    let prepare = |command: &mut Command| {
+        command.env("OMP_WAIT_POLICY", "passive").env("FRUGAL_FIXTURES", &fixtures);
         for (name, path) in &bundle.programs {
             command.env(format!("CARGO_BIN_EXE_{name}"), house.root.join(path));
         }
-        command.args(extra.iter().filter(|arg| *arg != "--"));
-        println!("\n     Running {} of {}", test.name, test.package);
-        if !run_filtered(command, filter)?.success() {
-            failed.push(format!("{} of {}", test.name, test.package));
-        }
-    }
+    };
+    let failed = jobs::run(&jobs, slots(), prepare, filter, |line| println!("{line}"))?;
     Ok((!failed.is_empty()).then(|| format!("failed: {}", failed.join(", "))))
+}
+
+/// The largest run longest, and what is left at the end is short.
+fn largest_first(mut tests: Vec<Executable>) -> Vec<Executable> {
+    tests.sort_by_cached_key(|test| {
+        std::cmp::Reverse(std::fs::metadata(&test.path).map_or(0, |file| file.len()))
+    });
+    tests
+}
+
+/// How many executables run beside each other. Each has libtorch's own threads, so that more than this gain nothing.
+fn slots() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from).min(8)
 }
 
 #[cfg(test)]
