@@ -27,7 +27,7 @@ const SERIES: &str = "@TORCH_SERIES@";
 /// Where the archive goes.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The archive, instead of .bundle/frugal-bundle.tar.gz
+    /// The archive, instead of .bundle/frugal-bundle.tar.xz
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 }
@@ -66,7 +66,7 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
     entries.extend(shared.into_iter().map(|file| Entry::file(&file, house.root.join(&file))));
     archive::check_listing(&entries)?;
 
-    let own = house.root.join(".bundle/frugal-bundle.tar.gz");
+    let own = house.root.join(".bundle/frugal-bundle.tar.xz");
     let out = match &args.out {
         Some(out) => out,
         None => {
@@ -77,7 +77,7 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
     let size = archive::write(out, entries)?;
     if size > LIMIT {
         bail!(
-            "{} is {:.1} MiB, and a bundle has at most {} MiB; it was left there to look into with tar -tvzf",
+            "{} is {:.1} MiB, and a bundle has at most {} MiB; it was left there to look into with tar -tvJf",
             out.display(),
             mib(size),
             LIMIT >> 20
@@ -85,7 +85,7 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
     }
     println!(
         "bundle: {} ({:.1} MiB, {} programs, {} tests, revision {}, {:.0} s); on a machine with torch {}: \
-         tar -xzf it, then ./{}/run.sh test",
+         tar -xJf it (or python3 -m tarfile -e), then ./{}/run.sh test",
         out.display(),
         mib(size),
         manifest.programs.len(),

@@ -173,13 +173,21 @@ fn packed_on_cuda(q: &Tensor, k: &Tensor, v: &Tensor, documents: &Documents, dro
         max_seqlen_q: documents.longest(),
         max_seqlen_k: documents.longest(),
     };
-    let options = Options { causal: true, dropout, scale: None };
-    let (q, k, v) = (flat(q)?, flat(k)?, flat(v)?);
+    // The kernels want heads of a multiple of 8 numbers. Zeros change no score, and give columns of the output that are cut off.
+    const MULTIPLE: i64 = 8;
+    let head = q.size()[3];
+    let options = Options { causal: true, dropout, scale: Some(1.0 / (head as f64).sqrt()) };
+    let padded = |x: &Tensor| match head % MULTIPLE {
+        0 => flat(x),
+        rest => flat(x)?.f_constant_pad_nd([0, MULTIPLE - rest]),
+    };
+    let (q, k, v) = (padded(q)?, padded(k)?, padded(v)?);
     let attend = match q.kind() {
         Kind::Half | Kind::BFloat16 => flash_attention,
         _ => efficient_attention,
     };
-    Ok(attend(&q, &k, &v, Some(packing), options)?.0)
+    let o = attend(&q, &k, &v, Some(packing), options)?.0;
+    Ok(if head % MULTIPLE == 0 { o } else { o.f_narrow(2, 0, head)? })
 }
 
 fn low(kind: Kind) -> bool {

@@ -58,7 +58,7 @@ struct Inner {
     host: Stream,
     /// A thread of the host: queues loads that wait for something on the host.
     feeder: Stream,
-    trace: Trace,
+    trace: Arc<Trace>,
     rooms: Rooms,
     state: Mutex<State>,
 }
@@ -114,7 +114,7 @@ impl Engine {
             store: Stream::high_priority(device)?,
             host: Stream::new(Device::Cpu)?,
             feeder: Stream::new(Device::Cpu)?,
-            trace: Trace::default(),
+            trace: Arc::default(),
             rooms: Rooms::default(),
             state: Mutex::default(),
             options,

@@ -76,7 +76,7 @@ impl Trace {
     }
 
     /// Marks the beginning of a span on a stream; `None` while it is off.
-    pub(crate) fn begin(&self, stream: &Stream) -> Result<Option<Event>> {
+    pub(crate) fn begin(&self, stream: &Stream) -> runtime::Result<Option<Event>> {
         if self.0.lock().is_none() {
             return Ok(None);
         }
@@ -92,7 +92,7 @@ impl Trace {
         begin: Option<Event>,
         (lane, layer, direction): (Lane, usize, Direction),
         bytes: u64,
-    ) -> Result<()> {
+    ) -> runtime::Result<()> {
         let Some(begin) = begin else { return Ok(()) };
         let end = Event::new(stream.device())?;
         stream.record(&end)?;

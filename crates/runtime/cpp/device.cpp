@@ -7,7 +7,10 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <dlfcn.h>
+#include <string>
+#include <unistd.h>
 
 namespace {
 
@@ -19,20 +22,46 @@ c10::Stream cuda_stream(int device, int64_t id) {
 
 c10::impl::VirtualGuardImpl cuda() { return c10::impl::VirtualGuardImpl(c10::kCUDA); }
 
+// The folder of libtorch_cpu; empty where the loader does not say.
+std::string libtorch_folder() {
+  Dl_info info;
+  const void* symbol = reinterpret_cast<const void*>(&at::globalContext);
+  if (dladdr(symbol, &info) == 0 || info.dli_fname == nullptr) return "";
+  const std::string path(info.dli_fname);
+  const size_t slash = path.rfind('/');
+  return slash == std::string::npos ? "." : path.substr(0, slash);
+}
+
+// On Linux, in a container, under WSL.
+bool driver_visible() {
+  for (const char* sign : {"/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia/version", "/dev/dxg"}) {
+    if (access(sign, F_OK) == 0) return true;
+  }
+  return false;
+}
+
+// libtorch asks once for the process whether there is CUDA, and many calls on the CPU make it ask: a seed, pinned memory, a
+// trace. So libtorch_cuda, which the linker drops, is opened before main where a driver is visible, as `import torch` does.
+// Where it cannot be opened, Rust tries again when CUDA is wanted, and tells the loader's reason.
+[[maybe_unused]] const bool opened_before_main = [] {
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  if (!driver_visible() || (visible != nullptr && *visible == '\0')) return false;
+  return dlopen((libtorch_folder() + "/libtorch_cuda.so").c_str(), RTLD_NOW | RTLD_GLOBAL) != nullptr;
+}();
+
 }  // namespace
 
 extern "C" {
 
 rt_status rt_libtorch_folder(char** out) {
   return guard([&] {
-    Dl_info info;
-    const void* symbol = reinterpret_cast<const void*>(&at::globalContext);
-    TORCH_CHECK(dladdr(symbol, &info) != 0 && info.dli_fname != nullptr, "the loader does not say where libtorch is");
-    const std::string path(info.dli_fname);
-    const size_t slash = path.rfind('/');
-    *out = rt_message(slash == std::string::npos ? "." : path.substr(0, slash).c_str());
+    const std::string folder = libtorch_folder();
+    TORCH_CHECK(!folder.empty(), "the loader does not say where libtorch is");
+    *out = rt_message(folder.c_str());
   });
 }
+
+int rt_driver_visible() { return driver_visible() ? 1 : 0; }
 
 rt_status rt_cuda_device_count(int* out) {
   return guard([&] { *out = c10::impl::hasDeviceGuardImpl(c10::kCUDA) ? cuda().deviceCount() : 0; });

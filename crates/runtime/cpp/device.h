@@ -13,6 +13,8 @@ extern "C" {
 // --- discovery ---
 // The folder of the libtorch_cpu that this process runs. `out` receives a message that the caller frees.
 rt_status rt_libtorch_folder(char** out);
+// Whether there are signs of an NVIDIA driver.
+int rt_driver_visible();
 // Number of CUDA devices; 0 while libtorch_cuda is not loaded.
 rt_status rt_cuda_device_count(int* out);
 // Initialises CUDA in libtorch; call it after libtorch_cuda is loaded. `out` receives 0 when libtorch had already

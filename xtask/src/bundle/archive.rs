@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
-use flate2::Compression;
-use flate2::write::GzEncoder;
+use liblzma::stream::{Check, Filters, LzmaOptions, Stream};
+use liblzma::write::XzEncoder;
 
 /// The folder that an unpacked bundle makes.
 pub(super) const TOP: &str = "frugal-bundle";
@@ -98,6 +98,21 @@ pub(super) fn check_listing(entries: &[Entry]) -> Result<()> {
     Ok(())
 }
 
+/// The programs and tests hold the same libraries: a dictionary that reaches from one into the next finds them again.
+const DICTIONARY: u32 = 128 << 20;
+
+/// Of an archive of 200 MB, gzip at its best leaves 80 in half a minute, the lowest presets with this dictionary 24, the usual
+/// one 21 in two minutes.
+const PRESET: u32 = 2;
+
+fn encoder(file: File) -> Result<XzEncoder<File>, liblzma::stream::Error> {
+    let mut options = LzmaOptions::new_preset(PRESET)?;
+    options.dict_size(DICTIONARY);
+    let mut filters = Filters::new();
+    filters.lzma2(&options);
+    Ok(XzEncoder::new_stream(file, Stream::new_stream_encoder(&filters, Check::Crc64)?))
+}
+
 /// Packs the entries into `out` and returns the archive's size in bytes.
 pub(super) fn write(out: &Path, entries: Vec<Entry>) -> Result<u64> {
     let cannot =
@@ -105,7 +120,7 @@ pub(super) fn write(out: &Path, entries: Vec<Entry>) -> Result<u64> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let partial = out.with_extension(format!("partial-{}", std::process::id()));
     let file = File::create(&partial).with_context(cannot)?;
-    let mut archive = tar::Builder::new(GzEncoder::new(file, Compression::best()));
+    let mut archive = tar::Builder::new(encoder(file).with_context(cannot)?);
     for entry in entries {
         let bytes = match entry.content {
             Content::Text(text) => text.into_bytes(),
@@ -121,7 +136,7 @@ pub(super) fn write(out: &Path, entries: Vec<Entry>) -> Result<u64> {
             .append_data(&mut header, Path::new(TOP).join(&entry.place), &bytes[..])
             .with_context(cannot)?;
     }
-    let file = archive.into_inner().and_then(GzEncoder::finish).with_context(cannot)?;
+    let file = archive.into_inner().and_then(XzEncoder::finish).with_context(cannot)?;
     let size = file.metadata().with_context(cannot)?.len();
     std::fs::rename(&partial, out).with_context(cannot)?;
     Ok(size)
@@ -168,7 +183,7 @@ mod tests {
     #[test]
     fn an_archive_unpacks_to_what_was_listed() {
         let dir = tempfile::tempdir().unwrap();
-        let (source, out) = (dir.path().join("program"), dir.path().join("b.tar.gz"));
+        let (source, out) = (dir.path().join("program"), dir.path().join("b.tar.xz"));
         std::fs::write(&source, "binary").unwrap();
         let entries = vec![
             Entry::program(Path::new("bin/amp"), source.clone()),
@@ -178,7 +193,7 @@ mod tests {
         check_listing(&entries).unwrap();
         let size = write(&out, entries).unwrap();
         assert_eq!(size, std::fs::metadata(&out).unwrap().len());
-        let mut archive = tar::Archive::new(flate2::read::GzDecoder::new(File::open(&out).unwrap()));
+        let mut archive = tar::Archive::new(liblzma::read::XzDecoder::new(File::open(&out).unwrap()));
         let listing: Vec<String> = archive
             .entries()
             .unwrap()

@@ -5,7 +5,7 @@ use std::process::Command;
 use expect_test::expect;
 
 fn accounting(arguments: &[&str]) -> String {
-    let output = Command::new(env!("CARGO_BIN_EXE_accounting")).args(arguments).output().unwrap();
+    let output = Command::new(crate::program()).args(arguments).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert!(output.stderr.is_empty());
     String::from_utf8(output.stdout).unwrap()

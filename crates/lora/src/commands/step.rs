@@ -71,6 +71,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
     let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let workspaces = runtime::device::product_workspaces(device)?;
     let shape = arguments.shape.clone().unwrap_or_else(|| Shape::of(arguments.scale));
     let rows = arguments.batch * arguments.sequence;
     let config = shape.config()?;
@@ -86,7 +87,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
         for &method in &arguments.methods {
             progress.message(&format!("{} in {dtype}, {}", shape.name(), name(method)));
             let mut figures = prepared.measure(method, arguments, limit)?;
-            let foretold = foretell(&shape, method, arguments, prepared.labelled, (kind, device))?;
+            let foretold =
+                workspaces + foretell(&shape, method, arguments, prepared.labelled, (kind, device))?;
             figures.push(Metric::exact("predicted_peak_bytes", "B", foretold as f64));
             if let Some(peak) =
                 figures.iter().find(|figure| figure.name == "peak_bytes").and_then(|peak| peak.value)

@@ -16,7 +16,7 @@ use models::module::{Context, IGNORED, Input, LanguageModel, trainable};
 use models::{Llama, LlamaConfig};
 use runtime::memory::{Region, live_bytes, track_cpu};
 use runtime::random::Generator;
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 use training::activations::{self, LayerPlan};
 use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
 
@@ -98,6 +98,19 @@ fn measured(names: &[&str], dropout: f64, kind: Kind, full: bool) -> [u64; 2] {
     found
 }
 
+/// The most that libtorch takes for itself in a product, where it packs the operands into AMX's tiles; 0 where it does not.
+fn packing(kind: Kind) -> u64 {
+    let device = Device::Cpu;
+    let hidden = Tensor::randn([CHUNK, SHAPE.hidden as i64], (kind, device));
+    let matrix = Tensor::randn([SHAPE.vocabulary as i64, SHAPE.hidden as i64], (kind, device));
+    let region = Region::start(device).unwrap();
+    let product = hidden.matmul(&matrix.tr());
+    let after = live_bytes(device).unwrap();
+    let took = region.finish().unwrap().peak - after;
+    drop(product);
+    if took > 0 { 3 * SHAPE.vocabulary * SHAPE.hidden * kind.elt_size_in_bytes() as u64 } else { 0 }
+}
+
 fn predicted(targets: Targets, dropout: bool, kind: Kind, full: bool) -> Estimate {
     let checkpoint = if full { Recompute::Full } else { Recompute::None };
     let tokens = (BATCH * SEQUENCE) as u64;
@@ -128,14 +141,18 @@ fn the_peak_of_a_step_is_the_one_foretold() {
                 let [peak, states] = measured(names, dropout, kind, full);
                 let estimate = predicted(targets, dropout > 0.0, kind, full);
                 let expected = estimate.peak();
+                let packing = packing(kind);
                 let share = |found: u64, expected: u64| found as f64 / expected as f64 - 1.0;
-                assert!(share(peak, expected.total).abs() < 0.05, "{case}: {peak} of {expected:?}");
+                let within =
+                    share(peak, expected.total) > -0.05 && share(peak, expected.total + packing) < 0.05;
+                assert!(within, "{case}: {peak} of {expected:?}");
                 // The base is as large as the rest: what comes and goes is to be right by itself. A block that runs again has
                 // three or four more [n, d] at hand than the ledger knows (its output, and what hands gradients over).
                 let stay = estimate.states.parameters + estimate.states.optimizer;
-                let moving = share(peak - states, expected.total - stay);
+                let moving = |packing: u64| share(peak - states, expected.total - stay + packing);
                 let allowed = if full { 0.2 } else { 0.1 };
-                assert!(moving.abs() < allowed, "{case}: {moving}, {} of {expected:?}", peak - states);
+                let within = moving(0) > -allowed && moving(packing) < allowed;
+                assert!(within, "{case}: {}, {} of {expected:?}", moving(0), peak - states);
             }
         }
     }

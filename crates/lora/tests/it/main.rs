@@ -21,3 +21,8 @@ mod recompute;
 mod targets;
 mod tiny_folder;
 mod writers;
+
+/// The program, where this was built, or where the variable says on another machine.
+fn program() -> std::ffi::OsString {
+    std::env::var_os("CARGO_BIN_EXE_lora").unwrap_or_else(|| env!("CARGO_BIN_EXE_lora").into())
+}

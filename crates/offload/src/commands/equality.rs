@@ -9,6 +9,7 @@ use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Sink};
 use runtime::autograd::backward;
 use runtime::device;
+use runtime::ops::settings::{Determinism, set_determinism};
 use tch::{Device, Kind, Tensor};
 use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
 
@@ -43,6 +44,8 @@ struct Left {
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Equality) -> anyhow::Result<()> {
     let device = device::select(&common.device)?;
+    // Some of CUDA's kernels add in an order that changes from run to run.
+    set_determinism(Determinism::Warn)?;
     let mut sink = Sink::new(common, device::environment(device)?)?;
     let (layers, config): (i64, fn(i64) -> LlamaConfig) = match arguments.scale {
         Scale::Smoke => (4, |layers| shape::tiny(layers, 64)),

@@ -63,6 +63,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
     let tier = Tier::File(scratch.path().to_owned());
     let mut progress = report::Progress::new(3 + 2 * u64::from(arguments.repeats));
     progress.message("measuring this machine");
+    let workspaces = runtime::device::product_workspaces(device)?;
     let measured = rates::measure(&config, (KIND, device), tokens, &tier)?;
     runtime::memory::empty_cache(device)?;
     progress.step();
@@ -108,12 +109,12 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
             exact("resident_layers", "count", plan.setup.resident.len() as u64),
             exact("ring_slots", "count", plan.ring() as u64),
             Metric::exact("predicted_step_seconds", "s", step.seconds),
-            exact("predicted_peak_bytes", "B", step.device.total),
+            exact("predicted_peak_bytes", "B", workspaces + step.device.total),
         ]
     };
     let figures = |passes: &Passes, step: &Step| {
         let mut metrics = about(step);
-        metrics.extend(passes.metrics(step, tokens, device));
+        metrics.extend(passes.metrics(workspaces + step.device.total, tokens, device));
         metrics
     };
     sink.put(
@@ -213,14 +214,14 @@ impl Passes {
         })
     }
 
-    fn metrics(&self, step: &Step, tokens: i64, device: Device) -> Vec<Metric> {
+    fn metrics(&self, predicted: u64, tokens: i64, device: Device) -> Vec<Metric> {
         let peak = self.seen.tensors.peak as f64;
         let rates: Vec<f64> = self.seconds.iter().map(|seconds| tokens as f64 / seconds).collect();
         let mut metrics = vec![
             Metric::of_samples("step_seconds", "s", &self.seconds),
             Metric::of_samples("tokens_per_second", "tokens/s", &rates),
             Metric::exact("peak_bytes", "B", peak),
-            Metric::exact("predicted_error", "ratio", (step.device.total as f64 / peak - 1.0).abs()),
+            Metric::exact("predicted_error", "ratio", (predicted as f64 / peak - 1.0).abs()),
             Metric::exact("process_bytes", "B", self.seen.process as f64),
             Metric::exact("counted_bytes", "B", self.seen.counted(device) as f64),
             Metric::exact("loaded_bytes", "B", self.loaded),

@@ -215,13 +215,14 @@ impl Engine {
             }
         };
         let (stream, ready, origin) = (prefetch.clone(), slot.ready.clone(), slot.bytes.data_ptr() as usize);
-        let free = slot.free.clone();
+        let (free, trace, bytes) = (slot.free.clone(), self.0.trace.clone(), layer.bytes());
         // The staging memory is read until then.
         feeder.wait(&slot.ready)?;
         updated.iter().try_for_each(|updated| feeder.wait(updated))?;
         feeder.submit(move || {
             options.at(Point::Load)?;
             free.iter().try_for_each(|event| stream.wait(event))?;
+            let begin = trace.begin(&stream)?;
             for (piece, mut target) in pieces {
                 let from = (target.data_ptr() as usize - origin) as i64;
                 let staging = match (&piece, &staging) {
@@ -230,6 +231,7 @@ impl Engine {
                 };
                 stream.submit(move || piece.bring(&mut target, staging.as_ref()))?;
             }
+            trace.end(&stream, begin, what, bytes)?;
             stream.record(&ready)
         })?;
         feeder.record(&slot.staged)?;

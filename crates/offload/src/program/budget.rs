@@ -7,7 +7,7 @@ use accounting::quantity::bytes_text;
 use accounting::{decoder_flops::Workload, memory::recipe::Recipe};
 use anyhow::{Context, bail};
 use models::LlamaConfig;
-use runtime::device::{reset_resident_peak, resident_memory};
+use runtime::device::{product_workspaces, reset_resident_peak, resident_memory};
 use runtime::memory::{Limit, Region, RegionUsage};
 use tch::{Device, Kind};
 
@@ -35,7 +35,10 @@ pub(crate) enum Aim {
 /// # Errors
 /// A budget that the process is beyond before it has begun.
 pub(crate) fn for_tensors(budget: u64, device: Device) -> anyhow::Result<u64> {
-    let taken = if device == Device::Cpu { resident_memory()?.current } else { 0 };
+    let taken = match device {
+        Device::Cpu => resident_memory()?.current,
+        _ => product_workspaces(device)?,
+    };
     let free = budget.saturating_sub(taken).saturating_sub((budget as f64 * SLACK) as u64);
     if free == 0 {
         bail!(

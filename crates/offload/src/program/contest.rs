@@ -127,6 +127,8 @@ pub(crate) fn run(
     entrants: &[Entrant],
     progress: &mut report::Progress,
 ) -> anyhow::Result<Vec<(Case, Vec<Metric>)>> {
+    // What they take is of no method's.
+    runtime::device::product_workspaces(conditions.device)?;
     let mut runners = Vec::new();
     for entrant in entrants {
         progress.message(&format!("{}, {}: making it", entrant.method, entrant.tier));

@@ -34,6 +34,8 @@ pub(crate) fn measure(
     tokens: i64,
     tier: &Tier,
 ) -> anyhow::Result<Measured> {
+    // Before the first product, when they can be told from the rest.
+    runtime::device::product_workspaces(device)?;
     // On a CPU products of low precision run in fp32.
     let compute = runtime::matmul::compute_kind(device, kind);
     let product = physical::gemm_rate(device, compute, tokens, config.intermediate_size, config.hidden_size)?;

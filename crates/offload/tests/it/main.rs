@@ -16,3 +16,9 @@ mod peaks;
 mod repeated_uses;
 mod support;
 mod trainer;
+
+/// The program, where this was built, or where the variable says on another machine.
+#[cfg(feature = "program")]
+fn program() -> std::ffi::OsString {
+    std::env::var_os("CARGO_BIN_EXE_offload").unwrap_or_else(|| env!("CARGO_BIN_EXE_offload").into())
+}

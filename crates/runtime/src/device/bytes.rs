@@ -1,8 +1,10 @@
 //! How much memory a device and this process have.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
-use tch::Device;
+use tch::{Device, Kind, Tensor};
 
 use super::choice::checked;
 use crate::error::{Error, Result};
@@ -43,6 +45,31 @@ pub fn memory_info(device: Device) -> Result<MemoryInfo> {
         total: kibibytes(&path, &text, "MemTotal:")?,
     };
     Ok(control_group().map_or(machine, |group| within(machine, group)))
+}
+
+/// Bytes of the device that CUDA's libraries keep for the process's matrix products: a workspace for each thread that computes
+/// them, which in training are the caller's and the autograd engine's (32 MiB each on Hopper, `CUBLAS_WORKSPACE_CONFIG` says
+/// otherwise). The first call makes them, and is right before any other product. 0 on the CPU.
+///
+/// # Errors
+/// A device that is not there, or without that memory.
+pub fn product_workspaces(device: Device) -> Result<u64> {
+    static KNOWN: Mutex<Option<HashMap<i32, u64>>> = Mutex::new(None);
+    let Some(index) = checked(device)? else { return Ok(0) };
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = known.get_or_insert_default();
+    if let Some(&bytes) = known.get(&index) {
+        return Ok(bytes);
+    }
+    let before = crate::memory::live_bytes(device)?;
+    {
+        let x = Tensor::f_ones([64, 64], (Kind::Float, device))?.f_set_requires_grad(true)?;
+        let product = x.f_mm(&x)?.f_sum(Kind::Float)?;
+        drop(crate::autograd::grad(&[&product], &[None], &[&x], crate::autograd::Keep::default())?);
+    }
+    let bytes = crate::memory::live_bytes(device)?.saturating_sub(before);
+    known.insert(index, bytes);
+    Ok(bytes)
 }
 
 /// The process's memory in RAM.

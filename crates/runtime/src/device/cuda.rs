@@ -1,17 +1,15 @@
 //! Whether CUDA is there, and if not, why.
 //!
 //! libtorch keeps CUDA in a library of its own, `libtorch_cuda`, which a linker drops from a program that names none of
-//! its symbols. It is opened here, once for the process. A CPU install may hold a `libtorch_cuda` whose dependencies are
-//! absent, so it is opened only when a driver is visible or CUDA is asked for by name.
+//! its symbols. The shim opens it before `main` on a machine with an NVIDIA driver, since libtorch asks only once whether
+//! there is CUDA; here it is opened again, for the loader's reason where that failed. A CPU install may hold a
+//! `libtorch_cuda` whose dependencies are absent, so it is opened only when a driver is visible or CUDA is asked for by name.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use crate::error::{Error, Result};
 use crate::sys::device as sys;
-
-/// Signs of an NVIDIA driver: on Linux, in a container, under WSL.
-const DRIVER_SIGNS: [&str; 4] = ["/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia/version", "/dev/dxg"];
 
 /// What was found when CUDA was looked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,7 +32,7 @@ static CUDA: Mutex<Option<Cuda>> = Mutex::new(None);
 /// Number of CUDA devices. Does not look for CUDA on a machine without a driver.
 pub(super) fn count() -> Result<usize> {
     let mut cuda = CUDA.lock().unwrap_or_else(PoisonError::into_inner);
-    if cuda.is_none() && !driver_visible() {
+    if cuda.is_none() && !sys::driver_visible() {
         return Ok(0);
     }
     match found(&mut cuda)? {
@@ -56,12 +54,8 @@ fn found(cuda: &mut Option<Cuda>) -> Result<&Cuda> {
     Ok(cuda.as_ref().unwrap_or(&Cuda::NoDevice { driver: false }))
 }
 
-fn driver_visible() -> bool {
-    DRIVER_SIGNS.iter().any(|sign| Path::new(sign).exists())
-}
-
 fn look() -> Result<Cuda> {
-    let driver = driver_visible();
+    let driver = sys::driver_visible();
     // A program that was linked to the CUDA half has it already.
     if sys::cuda_device_count()? == 0 {
         let folder = sys::libtorch_folder()?;

@@ -8,6 +8,7 @@ use crate::error::Result;
 
 unsafe extern "C" {
     fn rt_libtorch_folder(out: *mut *mut c_char) -> Status;
+    fn rt_driver_visible() -> c_int;
     fn rt_cuda_device_count(out: *mut c_int) -> Status;
     fn rt_cuda_initialise(out: *mut c_int) -> Status;
     fn rt_cuda_synchronize(device: c_int) -> Status;
@@ -48,6 +49,12 @@ fn open_library(path: &str) -> std::result::Result<*mut c_void, String> {
         if text.is_null() { None } else { Some(CStr::from_ptr(text).to_string_lossy().into_owned()) }
     };
     Err(message.unwrap_or_else(|| "the loader gave no reason".to_owned()))
+}
+
+/// Whether there are signs of an NVIDIA driver: on Linux, in a container, under WSL.
+pub(crate) fn driver_visible() -> bool {
+    // SAFETY: a plain call that looks for files.
+    unsafe { rt_driver_visible() != 0 }
 }
 
 /// Number of CUDA devices that libtorch sees; 0 while its CUDA half is not loaded.

@@ -218,11 +218,17 @@ impl Profile {
                 self.device.push(DeviceEvent { name, work, start, end, bytes });
                 self.cuda = true;
             }
-            "cuda_runtime" | "cuda_driver" => self.cuda = true,
+            // A trace of the CPU asks the runtime for devices, too.
+            "cuda_runtime" | "cuda_driver" => self.cuda |= puts_work_on_the_device(&event.name),
             _ => {}
         }
         Ok(())
     }
+}
+
+/// `cudaLaunchKernel`, `cuLaunchKernelEx`, `cudaGraphLaunch`, `cudaMemcpyAsync`, `cudaMemsetAsync` and the like.
+fn puts_work_on_the_device(call: &str) -> bool {
+    ["Launch", "Memcpy", "Memset"].iter().any(|work| call.contains(work))
 }
 
 /// The file's outermost object.

@@ -18,3 +18,8 @@ mod planted;
 mod resume;
 mod train_command;
 mod trainer;
+
+/// The program, where this was built, or where the variable says on another machine.
+fn program() -> std::ffi::OsString {
+    std::env::var_os("CARGO_BIN_EXE_training").unwrap_or_else(|| env!("CARGO_BIN_EXE_training").into())
+}

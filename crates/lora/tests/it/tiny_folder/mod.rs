@@ -61,7 +61,7 @@ impl Tiny {
 
     /// The program in the folder, its arguments between blanks.
     pub(crate) fn command(&self, arguments: &str) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_lora"));
+        let mut command = Command::new(crate::program());
         command.args(arguments.split_whitespace()).current_dir(self.folder.path());
         // One thread: no other order of summation, and room for other tests.
         command.env("OMP_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1");
