@@ -133,8 +133,14 @@ impl Tensors {
     pub fn new(shape: &Shape, seed: u64, device: Device) -> Result<Self> {
         let mut generator = Generator::new(seed)?;
         let options = (Kind::Float, device);
-        let hidden = generator.normal(&[shape.tokens, shape.hidden], options)?;
-        let weight = generator.normal(&[shape.vocabulary, shape.hidden], options)?.f_mul_scalar_(0.02)?;
+        runtime::random::seed(seed)?;
+        // A billion numbers of one generator of the CPU would keep a GPU waiting for half a minute.
+        let mut normal = |size: [i64; 2]| match device {
+            Device::Cuda(_) => Ok(Tensor::f_randn(size, options)?),
+            _ => generator.normal(&size, options),
+        };
+        let hidden = normal([shape.tokens, shape.hidden])?;
+        let weight = normal([shape.vocabulary, shape.hidden])?.f_mul_scalar_(0.02)?;
         let drawn = generator.uniform(&[shape.tokens], (0.0, 1.0), (Kind::Double, device))?;
         let targets = drawn.f_mul_scalar(shape.vocabulary as f64)?.f_to_kind(Kind::Int64)?;
         // Prompts are ignored at the beginning of a sequence; where does not matter here.

@@ -11,6 +11,7 @@ mod second_pass;
 use runtime::Result;
 use runtime::autograd::{Backward, Forward, Function};
 use runtime::fused::cross_entropy::{Coefficients, LogitsPass, Statistics};
+use runtime::fused::gradients::scale_;
 use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
@@ -143,8 +144,10 @@ impl Function for Fused {
                     target: &numbers.target,
                     constant: numbers.constant.as_ref(),
                 };
-                pass.gradient(&mut tile, transform, targets, weights, coefficients)?;
-                sums.add(self, &operands, &tile, start, count)?;
+                let into = sums.kind_of_tile(plan);
+                let gradient =
+                    pass.gradient_as(&mut tile, transform, targets, weights, coefficients, into)?;
+                sums.add(self, &operands, &gradient, start, count)?;
             }
         }
         drop(scratch);
@@ -258,8 +261,6 @@ impl Fused {
         let mut result = [const { None }; INPUTS];
         let Some(upstream) = upstream else { return Ok(result) };
         let overwrite = ctx.may_overwrite_saved();
-        // To look at the number costs nothing on the CPU, and a pass over the weight's gradient if it is not 1.
-        let is_one = upstream.device() == Device::Cpu && upstream.double_value(&[]) == 1.0;
         let kind = self.state.kind.unwrap_or(self.plan.tile);
         let mut saved = ctx.take_saved().into_iter();
         for place in (0..INPUTS).filter(|&place| self.state.computed[place]) {
@@ -268,10 +269,10 @@ impl Fused {
                 continue;
             }
             // What is kept for another backward is never handed out: the caller may write into its gradients.
-            if !overwrite {
+            if overwrite {
+                scale_(&mut gradient, &upstream)?;
+            } else {
                 gradient = gradient.f_mul(&upstream)?;
-            } else if !is_one {
-                gradient = gradient.f_mul_(&upstream)?;
             }
             result[place] = Some(gradient.f_to_kind(kind)?);
         }

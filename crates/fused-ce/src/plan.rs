@@ -92,7 +92,8 @@ pub(crate) fn chunk_tokens(tokens: i64, vocabulary: i64, kind: Kind, device: Dev
 /// products where that is another.
 pub(crate) fn row_bytes(columns: i64, kind: Kind, device: Device, pass: &dyn LogitsPass) -> u64 {
     let tile = tile_kind(kind);
-    let cast = if device == Device::Cpu || kind == tile { 0 } else { kind.elt_size_in_bytes() as u64 };
+    let none = device == Device::Cpu || kind == tile || pass.narrows_in_place();
+    let cast = if none { 0 } else { kind.elt_size_in_bytes() as u64 };
     columns.unsigned_abs() * (tile.elt_size_in_bytes() as u64 * (1 + pass.temporaries()) + cast)
 }
 

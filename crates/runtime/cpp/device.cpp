@@ -129,6 +129,10 @@ rt_status rt_stream_synchronize(int device, int64_t id) {
   return guard([&] { cuda_stream(device, id).synchronize(); });
 }
 
+rt_status rt_stream_native(int device, int64_t id, void** out) {
+  return guard([&] { *out = cuda_stream(device, id).native_handle(); });
+}
+
 rt_status rt_stream_enter(int device, int64_t id, c10::StreamGuard** out) {
   return guard([&] { *out = new c10::StreamGuard(cuda_stream(device, id)); });
 }

@@ -36,6 +36,8 @@ rt_status rt_stream_new(int device, int high_priority, int64_t* id);
 rt_status rt_stream_current(int device, int64_t* id);
 rt_status rt_stream_query(int device, int64_t id, int* out);
 rt_status rt_stream_synchronize(int device, int64_t id);
+// The stream as the driver knows it. Valid as long as the process.
+rt_status rt_stream_native(int device, int64_t id, void** out);
 // Makes the stream and its device current on this thread until the guard is left, on this thread.
 rt_status rt_stream_enter(int device, int64_t id, c10::StreamGuard** out);
 // `guard` is taken.

@@ -39,7 +39,9 @@ mod worker;
 
 use tch::{Device, Tensor};
 
-pub use bytes::{MemoryInfo, ResidentMemory, memory_info, product_workspaces, reset_resident_peak, resident_memory};
+pub use bytes::{
+    MemoryInfo, ResidentMemory, memory_info, product_workspaces, reset_resident_peak, resident_memory,
+};
 pub(crate) use choice::checked;
 pub use choice::{cuda_count, environment, flag, name, select};
 pub use event::Event;

@@ -42,6 +42,7 @@ pub mod device;
 pub mod error;
 pub mod file;
 pub mod fused;
+mod kernels;
 pub mod mapped;
 pub mod matmul;
 pub mod measure;

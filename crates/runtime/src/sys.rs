@@ -19,6 +19,7 @@ pub(crate) mod adam;
 pub(crate) mod autocast;
 pub(crate) mod autograd;
 pub(crate) mod cross_entropy;
+pub(crate) mod cuda;
 pub(crate) mod device;
 pub(crate) mod elementwise;
 pub(crate) mod file;

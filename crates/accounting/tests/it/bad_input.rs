@@ -197,8 +197,7 @@ fn workloads_that_make_no_sense() {
 
 /// Runs the binary; gives its exit status and the first line of standard error.
 fn run(arguments: &str) -> (Option<i32>, String) {
-    let output =
-        Command::new(crate::program()).args(arguments.split_whitespace()).output().unwrap();
+    let output = Command::new(crate::program()).args(arguments.split_whitespace()).output().unwrap();
     let errors = String::from_utf8(output.stderr).unwrap();
     (output.status.code(), errors.lines().next().unwrap_or_default().to_owned())
 }

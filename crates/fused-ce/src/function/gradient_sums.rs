@@ -6,6 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::chunk::Operands;
 use super::{BIAS, Fused, HIDDEN, INPUTS, LOW, LOW_WEIGHT, WEIGHT};
+use crate::plan::Plan;
 use crate::vocabulary_parallel::Reduce;
 
 /// The gradients of one run, as they add up over chunks.
@@ -25,7 +26,12 @@ impl Sums {
         self.wanted.contains(&true)
     }
 
-    /// Adds a chunk, given ∂L/∂Z in `tile`.
+    /// The dtype in which [`add`](Self::add) wants ∂L/∂Z: that of the products, unless it is summed besides.
+    pub(super) fn kind_of_tile(&self, plan: Plan) -> Kind {
+        if self.wanted[BIAS] { plan.tile } else { plan.product }
+    }
+
+    /// Adds a chunk, given ∂L/∂Z in `tile`, of [`kind_of_tile`](Self::kind_of_tile).
     pub(super) fn add(
         &mut self,
         of: &Fused,

@@ -78,14 +78,15 @@ impl Fused {
                 constant: numbers.constant.as_ref(),
             };
             let targets = self.tile_targets(start, count)?;
-            pass.gradient(
+            let gradient = pass.gradient_as(
                 &mut tile,
                 transform,
                 self.as_targets(&targets),
                 class_weights.as_ref(),
                 coefficients,
+                sums.kind_of_tile(self.plan),
             )?;
-            sums.add(self, &operands, &tile, start, count)?;
+            sums.add(self, &operands, &gradient, start, count)?;
         }
         drop(scratch);
         sums.finish(self, &operands, kind)

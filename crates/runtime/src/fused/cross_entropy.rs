@@ -30,6 +30,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::autograd::GradMode;
 use crate::error::{Error, Result};
+use crate::kernels::cross_entropy::Cuda;
 use crate::profile::{Flops, record_external};
 use crate::sys::cross_entropy as sys;
 
@@ -159,6 +160,11 @@ pub trait LogitsPass: Debug + Send + Sync {
     /// Tensors as large as the tile that a pass makes on the way, at most: what a plan of memory counts in.
     fn temporaries(&self) -> u64;
 
+    /// Whether [`gradient_as`](Self::gradient_as) needs no memory for its result.
+    fn narrows_in_place(&self) -> bool {
+        false
+    }
+
     /// Products to logits, and their statistics. `tile` `[n, c]`, Float or Double, rows dense, whose first column is column
     /// `first` of the vocabulary; `class_weights` `[c]` in its dtype.
     ///
@@ -192,11 +198,29 @@ pub trait LogitsPass: Debug + Send + Sync {
         class_weights: Option<&Tensor>,
         coefficients: Coefficients<'_>,
     ) -> Result<()>;
+
+    /// [`gradient`](Self::gradient) in another dtype, for a product: a tensor `[n, c]` that may lie in the tile's memory. What the
+    /// tile holds afterwards is not said.
+    ///
+    /// # Errors
+    /// As [`gradient`](Self::gradient).
+    fn gradient_as(
+        &self,
+        tile: &mut Tensor,
+        transform: Transform<'_>,
+        targets: Targets<'_>,
+        class_weights: Option<&Tensor>,
+        coefficients: Coefficients<'_>,
+        kind: Kind,
+    ) -> Result<Tensor> {
+        self.gradient(tile, transform, targets, class_weights, coefficients)?;
+        Ok(tile.f_to_kind(kind)?)
+    }
 }
 
 /// The best passes there are for tensors on `device`.
 pub fn pass_for(device: Device) -> &'static dyn LogitsPass {
-    if device == Device::Cpu { &Simd } else { &Operators }
+    if device == Device::Cpu { &Simd } else { &Cuda }
 }
 
 /// One pass over memory, vectorized for the processor, on libtorch's threads. CPU tensors only.

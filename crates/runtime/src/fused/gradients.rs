@@ -12,10 +12,27 @@ use std::borrow::Borrow;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
+use crate::kernels::scale as cuda;
 use crate::ops;
 use crate::sys::gradients as sys;
 
 const NAME: &str = "fused unscale";
+
+/// `x *= factor`, where `factor` is one number on x's device, such as the gradient that arrives for a loss. Where it is 1, the pass
+/// over x is left out, on CUDA without waiting for the device.
+///
+/// # Errors
+/// Those of libtorch.
+pub fn scale_(x: &mut Tensor, factor: &Tensor) -> Result<()> {
+    let is_done = match x.device() {
+        Device::Cpu => factor.f_double_value(&[])? == 1.0,
+        _ => cuda::scale(x, factor)?,
+    };
+    if !is_done {
+        let _ = x.f_mul_(factor)?;
+    }
+    Ok(())
+}
 
 /// What [`unscale_`] learned. Both are tensors on the gradients' device, which nobody has waited for.
 #[derive(Debug)]

@@ -21,6 +21,7 @@ use tch::{Device, Tensor};
 use super::elementwise::Elementwise;
 use crate::autograd::GradMode;
 use crate::error::{Error, Result};
+use crate::kernels::swiglu as cuda;
 use crate::profile::{Flops, record_external};
 use crate::sys::swiglu as sys;
 
@@ -69,6 +70,10 @@ pub fn forward(gate: &Tensor, up: &Tensor, silu: Option<&Tensor>, product: &mut 
         sys::forward(gate, up, silu, product)?;
         return record("runtime::swiglu", product, if silu.is_some() { 4 } else { 3 });
     }
+    if cuda::take(gate) {
+        cuda::forward(gate, up, silu, product)?;
+        return record("runtime::swiglu", product, if silu.is_some() { 4 } else { 3 });
+    }
     let computed = gate.f_silu()?;
     let _ = computed.f_mul_out(product, up)?;
     if let Some(silu) = silu {
@@ -101,6 +106,11 @@ pub fn backward(gate: Tensor, up: Tensor, silu: Option<&Tensor>, grad: Tensor) -
     if on_cpu(&gate) {
         sys::backward(&gate, &up, silu, &grad)?;
         record("runtime::swiglu_backward", &grad, if silu.is_some() { 7 } else { 6 })?;
+        return Ok(Gradients { gate, up, product: grad });
+    }
+    if cuda::take(&gate) {
+        cuda::backward(&gate, &up, &grad)?;
+        record("runtime::swiglu_backward", &grad, 6)?;
         return Ok(Gradients { gate, up, product: grad });
     }
     let silu = match silu {

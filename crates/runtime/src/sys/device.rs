@@ -35,7 +35,7 @@ pub(crate) fn load_library(path: &str) -> std::result::Result<(), String> {
 }
 
 /// The handle of a library that is never closed.
-fn open_library(path: &str) -> std::result::Result<*mut c_void, String> {
+pub(crate) fn open_library(path: &str) -> std::result::Result<*mut c_void, String> {
     let path = CString::new(path).map_err(|_| "the path holds a NUL byte".to_owned())?;
     // SAFETY: the path is NUL-terminated. The constructors that run are those of libtorch's CUDA half or of the
     // driver, made to be loaded into a running process; the library is never closed, so nothing of it can dangle.

@@ -1,6 +1,6 @@
 //! CUDA streams and events, and libtorch's thread-local state.
 
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::marker::PhantomData;
 
 use tch::Tensor;
@@ -20,6 +20,7 @@ unsafe extern "C" {
     fn rt_stream_current(device: c_int, id: *mut i64) -> Status;
     fn rt_stream_query(device: c_int, id: i64, out: *mut c_int) -> Status;
     fn rt_stream_synchronize(device: c_int, id: i64) -> Status;
+    fn rt_stream_native(device: c_int, id: i64, out: *mut *mut c_void) -> Status;
     fn rt_stream_enter(device: c_int, id: i64, out: *mut *mut Opaque) -> Status;
     fn rt_stream_leave(guard: *mut Opaque) -> Status;
     fn rt_stream_keep(device: c_int, id: i64, tensor: *const C_tensor) -> Status;
@@ -80,6 +81,14 @@ impl CudaStream {
     pub(crate) fn keep(self, tensor: &Tensor) -> Result<()> {
         // SAFETY: the id came from libtorch; the tensor is borrowed during the call.
         unsafe { check(rt_stream_keep(self.device, self.id, tensor.as_ptr())) }
+    }
+
+    /// The driver's own handle.
+    pub(crate) fn native(self) -> Result<*mut c_void> {
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the id came from libtorch; the out-parameter is valid during the call.
+        unsafe { check(rt_stream_native(self.device, self.id, &mut handle)) }?;
+        Ok(handle)
     }
 
     /// Makes the stream current on this thread.

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 
 mod kernel;
 
-const NAME: &str = "fused swiglu";
+pub(crate) const NAME: &str = "fused swiglu";
 
 /// Whether the passes take this dtype.
 pub(crate) fn takes(kind: Kind) -> bool {

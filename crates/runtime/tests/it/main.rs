@@ -26,6 +26,7 @@ mod elementwise_memory;
 mod empty;
 mod file;
 mod held;
+mod kernels_cuda;
 mod mapped;
 mod measure;
 mod memory_limit;

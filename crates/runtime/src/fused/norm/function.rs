@@ -5,6 +5,7 @@ use tch::{Device, Kind, Tensor};
 use super::{Gradients, Keep, NAME, Norm, Options, Saved, Wanted, backward, forward, operators, recoverable};
 use crate::autograd::{Backward, Forward, Function};
 use crate::error::{Error, Result};
+use crate::kernels::norm as cuda;
 use crate::sys::norm::compute_kind;
 
 /// Inputs: x, then whichever there are of residual, weight and bias. Outputs: y, and with a residual the sum.
@@ -84,7 +85,10 @@ impl Function for FusedNorm {
         let normalized = if self.device == Device::Cpu {
             forward(self.norm, x, residual, weight, bias, self.options, self.mean)?
         } else {
-            operators::forward(self.norm, x, residual, weight, bias, self.options)?
+            match cuda::forward(self.norm, x, residual, weight, bias, self.options)? {
+                Some(normalized) => normalized,
+                None => operators::forward(self.norm, x, residual, weight, bias, self.options)?,
+            }
         };
         if matrix {
             ctx.save(match self.keep {
@@ -131,8 +135,15 @@ impl Function for FusedNorm {
                 };
                 let (keep, kind) = (self.keep, self.kind);
                 let saved = Saved { kept, keep, kind, mean, rstd, weight, bias };
-                let pass = if self.device == Device::Cpu { backward } else { operators::backward };
-                gradients = pass(self.norm, &saved, upstream, of_sum.as_ref(), wanted)?;
+                let added = of_sum.as_ref();
+                gradients = if self.device == Device::Cpu {
+                    backward(self.norm, &saved, upstream, added, wanted)?
+                } else {
+                    match cuda::backward(self.norm, &saved, upstream, added, wanted)? {
+                        Ok(gradients) => gradients,
+                        Err(upstream) => operators::backward(self.norm, &saved, upstream, added, wanted)?,
+                    }
+                };
             }
         }
         let Gradients { x, weight, bias } = gradients;

@@ -5,6 +5,7 @@ use tch::{Device, Kind, Tensor};
 use super::NAME;
 use crate::autograd::{self, Backward, Forward, Function};
 use crate::error::{Error, Result};
+use crate::kernels::rope as cuda;
 use crate::profile::{Flops, record_external};
 use crate::sys::rope as sys;
 use crate::sys::tensor::is_sole_owner;
@@ -77,7 +78,7 @@ fn rotate(
     overwrite: bool,
 ) -> Result<Vec<Tensor>> {
     if table.device() != Device::Cpu {
-        return tensors.iter().map(|x| by_operators(table, positions, x, inverse)).collect();
+        return tensors.into_iter().map(|x| on_device(table, positions, x, inverse, overwrite)).collect();
     }
     let mut turns = Vec::with_capacity(tensors.len());
     for x in tensors {
@@ -98,7 +99,33 @@ fn rotate(
     Ok(turns.into_iter().map(|(from, to)| to.unwrap_or(from)).collect())
 }
 
-/// The same by libtorch's operators, for devices other than the CPU.
+/// The same on a CUDA device.
+fn on_device(
+    table: &Tensor,
+    positions: Option<&Tensor>,
+    x: Tensor,
+    inverse: bool,
+    overwrite: bool,
+) -> Result<Tensor> {
+    if !cuda::takes(&x) {
+        return by_operators(table, positions, &x, inverse);
+    }
+    let x = if x.stride()[3] == 1 && !x.is_neg() { x } else { x.f_contiguous()? };
+    let out = if overwrite && is_sole_owner(&x)? {
+        x.shallow_clone()
+    } else {
+        Tensor::f_empty(x.size(), (x.kind(), x.device()))?
+    };
+    cuda::rotate(table, positions, &x, &out, inverse)?;
+    record_external(
+        "runtime::rope",
+        Flops::default(),
+        (2 * x.numel() * x.kind().elt_size_in_bytes()) as u64,
+    )?;
+    Ok(out)
+}
+
+/// The same by libtorch's operators, for devices and dtypes without a kernel.
 fn by_operators(table: &Tensor, positions: Option<&Tensor>, x: &Tensor, inverse: bool) -> Result<Tensor> {
     let (_, sequence, _, head) = x.size4()?;
     let rows = match positions {

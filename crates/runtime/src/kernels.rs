@@ -1,0 +1,301 @@
+//! CUDA kernels of this crate: CUDA C++ text (`cpp/cuda`) that NVRTC compiles for the device at its first use, launched on
+//! libtorch's current stream.
+//!
+//! Nothing of CUDA is needed to build. At run time NVRTC comes with torch's CUDA packages; where it, or a driver that loads its
+//! code (CUDA 12 or newer), is not there, libtorch's operators compute instead, which is said once. `FRUGAL_CUDA_KERNELS=off`
+//! chooses the operators.
+//!
+//! Machine code is kept in `FRUGAL_CACHE` (else the user's cache folder), by a digest of all that made it. A kernel that is
+//! used first while a graph is captured is an error, since a capture cannot load code: run the step once before.
+//! `FRUGAL_CUDA_CHECK=1` waits after each launch, so that an error names the kernel that made it.
+
+mod cache;
+pub(crate) mod cross_entropy;
+pub(crate) mod norm;
+pub(crate) mod rope;
+pub(crate) mod scale;
+pub(crate) mod swiglu;
+
+use std::collections::HashMap;
+use std::ffi::c_int;
+use std::sync::{Mutex, Once, OnceLock, PoisonError};
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+pub(crate) use crate::sys::cuda::driver::Argument;
+use crate::sys::cuda::driver::{self, Loaded};
+use crate::sys::cuda::nvrtc;
+use crate::sys::stream::CudaStream;
+
+const NAME: &str = "CUDA kernel";
+/// What every text includes.
+const PRELUDE: (&str, &str) = ("prelude.cuh", include_str!("../cpp/cuda/prelude.cuh"));
+
+/// A text with kernels.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Source(pub(crate) &'static str);
+
+/// Whether kernels can be compiled and launched on this device. On CUDA, why not is said once on standard error.
+pub(crate) fn are_ready(device: Device) -> bool {
+    static SAID: Once = Once::new();
+    if !device.is_cuda() || is_off() {
+        return false;
+    }
+    let missing = missing();
+    if let Some(reason) = missing {
+        SAID.call_once(|| {
+            eprintln!(
+                "runtime: our CUDA kernels are not available, libtorch's operators compute instead: {reason}"
+            );
+        });
+    }
+    missing.is_none()
+}
+
+/// Whether all is there that kernels need, whatever the device: for a plan.
+fn are_found() -> bool {
+    !is_off() && missing().is_none()
+}
+
+fn missing() -> Option<&'static str> {
+    nvrtc::load().err().or_else(|| driver::load().err())
+}
+
+fn is_off() -> bool {
+    static OFF: OnceLock<bool> = OnceLock::new();
+    *OFF.get_or_init(|| std::env::var_os("FRUGAL_CUDA_KERNELS").is_some_and(|choice| choice == "off"))
+}
+
+/// Queues the kernel `expression` of a text on the current stream of `device`.
+///
+/// The arguments must be those of its signature, and lead to memory of the device that is as large as the kernel reads and
+/// writes: the functions of the modules below see to that.
+fn launch(
+    source: Source,
+    expression: &str,
+    device: Device,
+    grid: (i64, u32),
+    arguments: &[Argument],
+) -> Result<()> {
+    let Device::Cuda(index) = device else {
+        return Err(Error::invalid(NAME, format!("{expression} on {device:?}; expected a CUDA device")));
+    };
+    let index = c_int::try_from(index).map_err(|_| Error::invalid(NAME, "a device index out of range"))?;
+    let blocks = u32::try_from(grid.0).ok().filter(|blocks| *blocks <= i32::MAX as u32).ok_or_else(|| {
+        Error::invalid(NAME, format!("{expression} with {} blocks; at most 2³¹ − 1", grid.0))
+    })?;
+    let driver = driver::load().map_err(unavailable)?;
+    let stream = CudaStream::current(index)?;
+    driver.make_current(stream)?;
+    let kernel = loaded(source, expression, index, stream)?;
+    let queued = driver.launch(kernel, (blocks, grid.1), arguments, stream);
+    queued.and_then(|()| if checks() { driver.synchronize(stream) } else { Ok(()) }).map_err(|error| {
+        match error {
+            Error::Torch(message) => Error::Torch(format!("{expression}: {message}")),
+            other => other,
+        }
+    })
+}
+
+fn checks() -> bool {
+    static CHECKS: OnceLock<bool> = OnceLock::new();
+    *CHECKS.get_or_init(|| std::env::var_os("FRUGAL_CUDA_CHECK").is_some_and(|value| value == "1"))
+}
+
+/// The kernel, compiled and loaded if it is not yet.
+fn loaded(source: Source, expression: &str, device: c_int, stream: CudaStream) -> Result<Loaded> {
+    type Known = HashMap<(c_int, c_int), HashMap<String, Loaded>>;
+    static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
+    static CAPABILITIES: Mutex<Vec<(c_int, (c_int, c_int))>> = Mutex::new(Vec::new());
+    let driver = driver::load().map_err(unavailable)?;
+    let capability = {
+        let mut known = CAPABILITIES.lock().unwrap_or_else(PoisonError::into_inner);
+        match known.iter().find(|(of, _)| *of == device) {
+            Some(&(_, capability)) => capability,
+            None => {
+                let capability = driver.capability(device)?;
+                known.push((device, capability));
+                capability
+            }
+        }
+    };
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let of_device = known.get_or_insert_default().entry(capability).or_default();
+    if let Some(kernel) = of_device.get(expression) {
+        return Ok(*kernel);
+    }
+    if driver.is_capturing(stream)? {
+        return Err(Error::invalid(
+            NAME,
+            format!(
+                "{expression} is used first while a graph is captured, which can load no code; run the step once before"
+            ),
+        ));
+    }
+    let compiled = compiled(source, expression, capability)?;
+    let kernel = driver.kernel(&compiled.cubin, &compiled.name)?;
+    of_device.insert(expression.to_owned(), kernel);
+    Ok(kernel)
+}
+
+/// From the cache, or by NVRTC.
+fn compiled(source: Source, expression: &str, capability: (c_int, c_int)) -> Result<nvrtc::Compiled> {
+    let nvrtc = nvrtc::load().map_err(unavailable)?;
+    let options = options(capability);
+    let key =
+        cache::key(&[source.0, PRELUDE.1, expression, &options.join(" "), &format!("{:?}", nvrtc.version())]);
+    if let Some(found) = cache::read(&key) {
+        return Ok(found);
+    }
+    let made = nvrtc
+        .compile(source.0, &[PRELUDE], expression, &options)
+        .map_err(|log| Error::invalid(NAME, format!("{expression} does not compile: {log}")))?;
+    cache::write(&key, &made);
+    Ok(made)
+}
+
+fn options((major, minor): (c_int, c_int)) -> Vec<String> {
+    vec![format!("--gpu-architecture=sm_{major}{minor}"), "-std=c++17".into()]
+}
+
+fn unavailable(reason: &str) -> Error {
+    Error::Unavailable { what: "a CUDA kernel".into(), reason: reason.to_owned() }
+}
+
+/// The C++ type of a dtype that the kernels take.
+fn type_of(kind: Kind) -> Option<&'static str> {
+    match kind {
+        Kind::Float => Some("float"),
+        Kind::BFloat16 => Some("bf16"),
+        Kind::Half => Some("f16"),
+        _ => None,
+    }
+}
+
+/// How many numbers a thread loads at once: those of 16 bytes of the narrowest dtype, where every address and stride allows it,
+/// else one.
+fn width(kinds: &[Kind], tensors: &[&Tensor], multiples: &[i64]) -> i64 {
+    let bytes = kinds.iter().map(|kind| kind.elt_size_in_bytes()).min().unwrap_or(4) as i64;
+    let wide = 16 / bytes;
+    let fits = tensors.iter().all(|tensor| (tensor.data_ptr() as usize).is_multiple_of(16))
+        && multiples.iter().all(|number| number % wide == 0);
+    if fits { wide } else { 1 }
+}
+
+/// A matrix as the kernels see it: dense rows, a stride apart.
+#[derive(Debug, Clone, Copy)]
+struct Matrix {
+    rows: i64,
+    columns: i64,
+    stride: i64,
+}
+
+/// Views a dense-rowed tensor `[rows, columns]` of this dtype and device.
+fn matrix(operation: &'static str, name: &str, tensor: &Tensor, options: (Kind, Device)) -> Result<Matrix> {
+    let (size, stride) = (tensor.size(), tensor.stride());
+    let refuse = |what: String| Err(Error::invalid(operation, format!("`{name}` {what}")));
+    if (tensor.kind(), tensor.device()) != options || tensor.is_sparse() || tensor.is_neg() {
+        let expected = format!("expected a dense {:?} on {:?}", options.0, options.1);
+        return refuse(format!("is {:?} on {:?}; {expected}", tensor.kind(), tensor.device()));
+    }
+    let (&[rows, columns], &[row, column]) = (&size[..], &stride[..]) else {
+        return refuse(format!("has shape {size:?}; expected [rows, columns]"));
+    };
+    if rows > 0 && columns > 1 && column != 1 || rows > 1 && row < columns {
+        return refuse(format!("has strides {stride:?}; expected dense rows"));
+    }
+    Ok(Matrix { rows, columns, stride: row })
+}
+
+/// Refuses a tensor that is not dense, one behind the other, of this shape, dtype and device.
+fn expect(
+    operation: &'static str,
+    name: &str,
+    tensor: &Tensor,
+    size: &[i64],
+    options: (Kind, Device),
+) -> Result<()> {
+    let fits = tensor.size() == size && (tensor.kind(), tensor.device()) == options;
+    if fits && tensor.is_contiguous() && !tensor.is_neg() {
+        return Ok(());
+    }
+    let found = format!("{:?} {:?} on {:?}", tensor.kind(), tensor.size(), tensor.device());
+    Err(Error::invalid(
+        operation,
+        format!("`{name}` is {found}; expected a contiguous {:?} {size:?} on {:?}", options.0, options.1),
+    ))
+}
+
+fn pointer(tensor: &Tensor) -> Argument {
+    Argument::Pointer(tensor.data_ptr() as u64)
+}
+
+fn optional(tensor: Option<&Tensor>) -> Argument {
+    tensor.map_or(Argument::Pointer(0), pointer)
+}
+
+/// `int`, for sizes that are checked to be.
+fn int(operation: &'static str, name: &str, number: i64) -> Result<Argument> {
+    let narrow = i32::try_from(number).map_err(|_| {
+        Error::invalid(operation, format!("{name} is {number}; the CUDA kernel takes at most 2³¹ − 1"))
+    })?;
+    Ok(Argument::I32(narrow))
+}
+
+fn float(number: f64) -> Argument {
+    Argument::F32(number as f32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every text compiles for the oldest and the newest architecture that is promised; needs NVRTC and no GPU.
+    #[test]
+    fn every_kernel_compiles() {
+        let nvrtc = match nvrtc::load() {
+            Ok(nvrtc) => nvrtc,
+            Err(reason) => {
+                eprintln!("skipped: {reason}");
+                return;
+            }
+        };
+        for capability in [(8, 0), (9, 0)] {
+            for (source, expressions) in EXPRESSIONS {
+                for expression in expressions {
+                    let made = nvrtc.compile(source.0, &[PRELUDE], expression, &options(capability));
+                    assert!(made.unwrap().cubin.len() > 100, "{expression}");
+                }
+            }
+        }
+    }
+
+    const EXPRESSIONS: [(Source, &[&str]); 5] = [
+        (
+            cross_entropy::SOURCE,
+            &[
+                "ce_statistics<float, 4, false, false, 512>",
+                "ce_statistics<float, 1, true, true, 512>",
+                "ce_logits<float, 4, 256>",
+                "ce_gradient<float, 4, false, 256>",
+                "ce_gradient<float, 1, true, 256>",
+                "ce_gradient_narrow<bf16, 8, false, 512>",
+                "ce_gradient_narrow<f16, 1, true, 512>",
+            ],
+        ),
+        (
+            norm::SOURCE,
+            &[
+                "norm_forward<bf16, bf16, bf16, 8, 256, 2, false>",
+                "norm_forward<f16, float, float, 1, 512, 8, true>",
+                "norm_backward<bf16, bf16, bf16, 8, 512, 1, false, false>",
+                "norm_backward<f16, float, float, 1, 1024, 4, true, true>",
+                "column_sums",
+            ],
+        ),
+        (rope::SOURCE, &["rotate<bf16, 8>", "rotate<float, 1>"]),
+        (scale::SOURCE, &["scale<bf16, 8, 256>", "scale<float, 1, 256>"]),
+        (swiglu::SOURCE, &["swiglu_forward<bf16, 8, 256>", "swiglu_backward<float, 1, 256>"]),
+    ];
+}

@@ -1,0 +1,274 @@
+//! The passes over a tile of logits as CUDA kernels.
+
+use tch::{Device, Kind, Tensor};
+
+use super::{
+    Argument, Matrix, Source, are_ready, expect, float, int, launch, matrix, optional, pointer, type_of,
+    width,
+};
+use crate::error::{Error, Result};
+use crate::fused::cross_entropy::{Coefficients, LogitsPass, Operators, Statistics, Targets, Transform};
+use crate::sys::cross_entropy::NAME;
+use crate::sys::tensor::bump_version;
+
+pub(super) const SOURCE: Source = Source(include_str!("../../cpp/cuda/cross_entropy.cuh"));
+
+/// Threads of a block of the statistics, which has a row.
+const ROW: u32 = 512;
+/// Threads of a block of the other passes.
+const THREADS: u32 = 256;
+/// Numbers of 16 bytes that a thread of the gradient has.
+const PACKS: i64 = 4;
+
+/// A pass over memory each, in fp32; for f64, and where there is no NVRTC, [`Operators`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cuda;
+
+/// The fixed part of a tile.
+struct Tile {
+    matrix: Matrix,
+    width: i64,
+    device: Device,
+}
+
+impl Cuda {
+    fn takes(tile: &Tensor) -> bool {
+        tile.kind() == Kind::Float && are_ready(tile.device())
+    }
+}
+
+impl LogitsPass for Cuda {
+    fn temporaries(&self) -> u64 {
+        if super::are_found() { 0 } else { Operators.temporaries() }
+    }
+
+    fn narrows_in_place(&self) -> bool {
+        super::are_found()
+    }
+
+    fn statistics(
+        &self,
+        tile: &mut Tensor,
+        first: i64,
+        transform: Transform<'_>,
+        targets: Targets<'_>,
+        class_weights: Option<&Tensor>,
+        statistics: &mut Statistics,
+    ) -> Result<()> {
+        if !Self::takes(tile) {
+            return Operators.statistics(tile, first, transform, targets, class_weights, statistics);
+        }
+        let view = Tile::new(tile, transform.bias, Some(targets))?;
+        let Tile { matrix: Matrix { rows, columns, stride }, width, device } = view;
+        let of_rows = |name, tensor: &Tensor, kind| expect(NAME, name, tensor, &[rows], (kind, device));
+        let Statistics { maximum, sum, target, mass, total, moment, best } = &*statistics;
+        for (name, tensor) in [("maximum", Some(maximum)), ("sum", Some(sum)), ("target", Some(target))]
+            .into_iter()
+            .chain([("mass", mass.as_ref()), ("total", total.as_ref()), ("moment", moment.as_ref())])
+        {
+            tensor.map_or(Ok(()), |tensor| of_rows(name, tensor, Kind::Float))?;
+        }
+        best.as_ref().map_or(Ok(()), |best| of_rows("best", best, Kind::Int64))?;
+        view.weights(class_weights)?;
+        if rows == 0 || columns == 0 {
+            return Ok(());
+        }
+        let dense = matches!(targets, Targets::Dense(_));
+        let extra = dense || total.is_some() || moment.is_some() || best.is_some();
+        let expression = format!("ce_statistics<float, {width}, {}, {extra}, {ROW}>", transform.changes());
+        let [labels, distributions, distributions_stride] = target_arguments(targets);
+        let [bias, scale, cap] = transform_arguments(transform);
+        let arguments = [
+            pointer(tile),
+            Argument::I64(stride),
+            int(NAME, "the number of columns", columns)?,
+            Argument::I64(first),
+            bias,
+            scale,
+            cap,
+            labels,
+            distributions,
+            distributions_stride,
+            optional(class_weights),
+            pointer(maximum),
+            pointer(sum),
+            pointer(target),
+            optional(mass.as_ref()),
+            optional(total.as_ref()),
+            optional(moment.as_ref()),
+            optional(best.as_ref()),
+        ];
+        launch(SOURCE, &expression, device, (rows, ROW), &arguments)?;
+        bump_version(tile)
+    }
+
+    fn logits(&self, tile: &mut Tensor, transform: Transform<'_>) -> Result<()> {
+        if !Self::takes(tile) {
+            return Operators.logits(tile, transform);
+        }
+        let view = Tile::new(tile, transform.bias, None)?;
+        let Tile { matrix: Matrix { rows, columns, stride }, width, device } = view;
+        if rows == 0 || columns == 0 || !transform.changes() {
+            return Ok(());
+        }
+        let blocks = blocks(columns, width * i64::from(THREADS));
+        let [bias, scale, cap] = transform_arguments(transform);
+        let arguments = [
+            pointer(tile),
+            Argument::I64(stride),
+            int(NAME, "the number of columns", columns)?,
+            int(NAME, "the number of blocks", blocks)?,
+            bias,
+            scale,
+            cap,
+        ];
+        let expression = format!("ce_logits<float, {width}, {THREADS}>");
+        launch(SOURCE, &expression, device, (rows * blocks, THREADS), &arguments)?;
+        bump_version(tile)
+    }
+
+    fn gradient(
+        &self,
+        tile: &mut Tensor,
+        transform: Transform<'_>,
+        targets: Targets<'_>,
+        class_weights: Option<&Tensor>,
+        coefficients: Coefficients<'_>,
+    ) -> Result<()> {
+        if !Self::takes(tile) {
+            return Operators.gradient(tile, transform, targets, class_weights, coefficients);
+        }
+        let view = Tile::new(tile, None, Some(targets))?;
+        let Tile { matrix: Matrix { rows, columns, .. }, width, device } = view;
+        let [before, after] =
+            view.gradient_arguments(tile, transform, targets, class_weights, coefficients)?;
+        if rows == 0 || columns == 0 {
+            return Ok(());
+        }
+        let blocks = blocks(columns, width * PACKS * i64::from(THREADS));
+        let arguments = [before, vec![int(NAME, "the number of blocks", blocks)?], after].concat();
+        let extra = extra_of_gradient(targets, coefficients);
+        let expression = format!("ce_gradient<float, {width}, {extra}, {THREADS}>");
+        launch(SOURCE, &expression, device, (rows * blocks, THREADS), &arguments)?;
+        bump_version(tile)
+    }
+
+    fn gradient_as(
+        &self,
+        tile: &mut Tensor,
+        transform: Transform<'_>,
+        targets: Targets<'_>,
+        class_weights: Option<&Tensor>,
+        coefficients: Coefficients<'_>,
+        kind: Kind,
+    ) -> Result<Tensor> {
+        let of_gradient = type_of(kind).filter(|_| kind != Kind::Float && Self::takes(tile));
+        let Some(of_gradient) = of_gradient else {
+            self.gradient(tile, transform, targets, class_weights, coefficients)?;
+            return Ok(tile.f_to_kind(kind)?);
+        };
+        let view = Tile::new(tile, None, Some(targets))?;
+        let Tile { matrix: Matrix { rows, columns, stride }, device, .. } = view;
+        let arguments =
+            view.gradient_arguments(tile, transform, targets, class_weights, coefficients)?.concat();
+        // Of 16 bits each: as many as fill 16 bytes.
+        let width =
+            if columns % 8 == 0 && stride % 8 == 0 && (tile.data_ptr() as usize).is_multiple_of(16) { 8 } else { 1 };
+        if rows > 0 && columns > 0 {
+            let extra = extra_of_gradient(targets, coefficients);
+            let expression = format!("ce_gradient_narrow<{of_gradient}, {width}, {extra}, {ROW}>");
+            launch(SOURCE, &expression, device, (rows, ROW), &arguments)?;
+            bump_version(tile)?;
+        }
+        Ok(tile.f_view_dtype(kind)?.f_narrow(1, 0, columns)?)
+    }
+}
+
+/// Whether a gradient has more than one class and the softmax.
+fn extra_of_gradient(targets: Targets<'_>, coefficients: Coefficients<'_>) -> bool {
+    coefficients.constant.is_some() || matches!(targets, Targets::Dense(_))
+}
+
+impl Tile {
+    /// Checks the tile, and what of its shape it comes with.
+    fn new(tile: &Tensor, bias: Option<&Tensor>, targets: Option<Targets<'_>>) -> Result<Self> {
+        let device = tile.device();
+        let options = (Kind::Float, device);
+        let view = matrix(NAME, "tile", tile, options)?;
+        if let Some(bias) = bias {
+            expect(NAME, "bias", bias, &[view.columns], options)?;
+        }
+        match targets {
+            None => {}
+            Some(Targets::Columns(columns)) => {
+                expect(NAME, "targets", columns, &[view.rows], (Kind::Int64, device))?;
+            }
+            Some(Targets::Dense(dense)) => {
+                let found = matrix(NAME, "targets", dense, options)?;
+                if (found.rows, found.columns) != (view.rows, view.columns) {
+                    let reason = format!("the targets are {:?}; expected {:?}", dense.size(), tile.size());
+                    return Err(Error::invalid(NAME, reason));
+                }
+            }
+        }
+        let width = width(&[Kind::Float], &[tile], &[view.stride, view.columns]);
+        Ok(Self { matrix: view, width, device })
+    }
+
+    /// The arguments of the passes for the gradient, before and after the number of blocks.
+    fn gradient_arguments(
+        &self,
+        tile: &Tensor,
+        transform: Transform<'_>,
+        targets: Targets<'_>,
+        class_weights: Option<&Tensor>,
+        coefficients: Coefficients<'_>,
+    ) -> Result<[Vec<Argument>; 2]> {
+        let Matrix { rows, columns, stride } = self.matrix;
+        let Coefficients { maximum, powers, target, constant } = coefficients;
+        let all = [
+            ("maximum", Some(maximum)),
+            ("powers", Some(powers)),
+            ("target", Some(target)),
+            ("constant", constant),
+        ];
+        for (name, tensor) in all {
+            tensor
+                .map_or(Ok(()), |tensor| expect(NAME, name, tensor, &[rows], (Kind::Float, self.device)))?;
+        }
+        self.weights(class_weights)?;
+        let [_, scale, cap] = transform_arguments(transform);
+        let before = vec![pointer(tile), Argument::I64(stride), int(NAME, "the number of columns", columns)?];
+        let mut after = vec![scale, cap];
+        after.extend(target_arguments(targets));
+        after.extend([
+            optional(class_weights),
+            pointer(maximum),
+            pointer(powers),
+            pointer(target),
+            optional(constant),
+        ]);
+        Ok([before, after])
+    }
+
+    fn weights(&self, weights: Option<&Tensor>) -> Result<()> {
+        let options = (Kind::Float, self.device);
+        weights
+            .map_or(Ok(()), |weights| expect(NAME, "class weights", weights, &[self.matrix.columns], options))
+    }
+}
+
+fn target_arguments(targets: Targets<'_>) -> [Argument; 3] {
+    match targets {
+        Targets::Columns(columns) => [pointer(columns), Argument::Pointer(0), Argument::I64(0)],
+        Targets::Dense(dense) => [Argument::Pointer(0), pointer(dense), Argument::I64(dense.stride()[0])],
+    }
+}
+
+fn transform_arguments(transform: Transform<'_>) -> [Argument; 3] {
+    [optional(transform.bias), float(transform.scale), float(transform.softcap.unwrap_or(0.0))]
+}
+
+fn blocks(columns: i64, of_block: i64) -> i64 {
+    (columns + of_block - 1) / of_block
+}

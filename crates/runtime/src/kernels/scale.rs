@@ -1,0 +1,40 @@
+//! A tensor times a number of its device, in place.
+
+use tch::{Kind, Tensor};
+
+use super::{Argument, Source, are_ready, expect, launch, pointer, type_of, width};
+use crate::error::Result;
+use crate::sys::tensor::bump_version;
+
+pub(super) const SOURCE: Source = Source(include_str!("../../cpp/cuda/scale.cuh"));
+
+const NAME: &str = "scale";
+const THREADS: u32 = 256;
+/// Blocks: enough for every GPU, and few to start for nothing.
+const BLOCKS: i64 = 2112;
+
+/// `x *= factor`, where `factor` is one fp32 number of x's device; false where the kernel does not take it. Costs a launch and no
+/// pass over memory where the factor is 1.
+pub(crate) fn scale(x: &Tensor, factor: &Tensor) -> Result<bool> {
+    let device = x.device();
+    let Some(of_x) = type_of(x.kind()).filter(|_| are_ready(device) && x.is_contiguous() && !x.is_neg())
+    else {
+        return Ok(false);
+    };
+    if factor.numel() != 1 || factor.kind() != Kind::Float {
+        return Ok(false);
+    }
+    let factor = factor.f_reshape([1])?;
+    expect(NAME, "factor", &factor, &[1], (Kind::Float, device))?;
+    let numbers = x.numel() as i64;
+    if numbers == 0 {
+        return Ok(true);
+    }
+    let width = width(&[x.kind()], &[x], &[numbers]);
+    let of_block = width * i64::from(THREADS);
+    let blocks = ((numbers + of_block - 1) / of_block).min(BLOCKS);
+    let arguments = [pointer(x), Argument::I64(numbers), pointer(&factor)];
+    launch(SOURCE, &format!("scale<{of_x}, {width}, {THREADS}>"), device, (blocks, THREADS), &arguments)?;
+    bump_version(x)?;
+    Ok(true)
+}

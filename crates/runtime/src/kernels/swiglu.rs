@@ -1,0 +1,131 @@
+//! SwiGLU's elementwise part as CUDA kernels.
+
+use tch::{Device, Tensor};
+
+use super::{Argument, Matrix, Source, are_ready, int, launch, matrix, pointer, type_of, width};
+use crate::error::{Error, Result};
+use crate::sys::swiglu::NAME;
+use crate::sys::tensor::{bump_version, memory_range};
+
+pub(super) const SOURCE: Source = Source(include_str!("../../cpp/cuda/swiglu.cuh"));
+
+const THREADS: u32 = 256;
+
+/// Whether the kernels take tensors like this one.
+pub(crate) fn take(gate: &Tensor) -> bool {
+    gate.dim() == 2 && type_of(gate.kind()).is_some() && are_ready(gate.device())
+}
+
+/// See [`crate::fused::swiglu::forward`].
+pub(crate) fn forward(gate: &Tensor, up: &Tensor, silu: Option<&Tensor>, product: &Tensor) -> Result<()> {
+    let names = [("gate", gate), ("up", up), ("product", product)];
+    let all: Vec<(&str, &Tensor)> = names.into_iter().chain(silu.map(|silu| ("silu", silu))).collect();
+    let Some(grid) = Grid::new(&all)? else { return Ok(()) };
+    // An output may be an input, element for element; silu is stored before the others are read no more.
+    for (index, (name, output)) in all.iter().enumerate().skip(2) {
+        for (other, tensor) in &all[..index] {
+            let same = *name == "product"
+                && output.data_ptr() == tensor.data_ptr()
+                && output.stride() == tensor.stride();
+            if !same && overlap(output, tensor)? {
+                return Err(Error::invalid(NAME, format!("`{name}` overlaps `{other}`")));
+            }
+        }
+    }
+    let none = (Argument::Pointer(0), Argument::I64(0));
+    let (silu_at, silu_stride) = silu.map_or(none, |silu| (pointer(silu), Argument::I64(silu.stride()[0])));
+    let stride = |tensor: &Tensor| Argument::I64(tensor.stride()[0]);
+    let [features, blocks] = grid.numbers()?;
+    let arguments = [
+        pointer(gate),
+        stride(gate),
+        pointer(up),
+        stride(up),
+        silu_at,
+        silu_stride,
+        pointer(product),
+        stride(product),
+        features,
+        blocks,
+    ];
+    grid.launch("swiglu_forward", &arguments)?;
+    silu.into_iter().chain([product]).try_for_each(bump_version)
+}
+
+/// See [`crate::fused::swiglu::backward`].
+pub(crate) fn backward(gate: &Tensor, up: &Tensor, grad: &Tensor) -> Result<()> {
+    let all = [("gate", gate), ("up", up), ("grad", grad)];
+    let Some(grid) = Grid::new(&all)? else { return Ok(()) };
+    for (index, (name, tensor)) in all.iter().enumerate() {
+        for (other, before) in &all[..index] {
+            if overlap(tensor, before)? {
+                return Err(Error::invalid(NAME, format!("`{name}` overlaps `{other}`")));
+            }
+        }
+    }
+    let [features, blocks] = grid.numbers()?;
+    let mut arguments: Vec<Argument> =
+        all.iter().flat_map(|(_, tensor)| [pointer(tensor), Argument::I64(tensor.stride()[0])]).collect();
+    arguments.extend([features, blocks]);
+    grid.launch("swiglu_backward", &arguments)?;
+    [gate, up, grad].into_iter().try_for_each(bump_version)
+}
+
+struct Grid {
+    kind: &'static str,
+    device: Device,
+    rows: i64,
+    features: i64,
+    width: i64,
+    blocks: i64,
+}
+
+impl Grid {
+    /// Of matrices of one shape, dtype and device; `None` where they have no elements.
+    fn new(all: &[(&str, &Tensor)]) -> Result<Option<Self>> {
+        let first = all[0].1;
+        let options = (first.kind(), first.device());
+        let kind = type_of(first.kind()).ok_or_else(|| {
+            Error::invalid(NAME, format!("{:?}; expected Float, BFloat16 or Half", first.kind()))
+        })?;
+        let mut strides = Vec::new();
+        for (name, tensor) in all {
+            let Matrix { stride, .. } = matrix(NAME, name, tensor, options)?;
+            if tensor.size() != first.size() {
+                let reason = format!("`{name}` is {:?} and `{}` {:?}", tensor.size(), all[0].0, first.size());
+                return Err(Error::invalid(NAME, format!("{reason}; expected one shape")));
+            }
+            strides.push(stride);
+        }
+        let Matrix { rows, columns: features, .. } = matrix(NAME, all[0].0, first, options)?;
+        if rows == 0 || features == 0 {
+            return Ok(None);
+        }
+        strides.push(features);
+        let tensors: Vec<&Tensor> = all.iter().map(|(_, tensor)| *tensor).collect();
+        let width = width(&[first.kind()], &tensors, &strides);
+        let of_block = width * i64::from(THREADS);
+        let blocks = (features + of_block - 1) / of_block;
+        Ok(Some(Self { kind, device: first.device(), rows, features, width, blocks }))
+    }
+
+    fn numbers(&self) -> Result<[Argument; 2]> {
+        Ok([int(NAME, "features", self.features)?, int(NAME, "the number of blocks", self.blocks)?])
+    }
+
+    fn launch(&self, kernel: &str, arguments: &[Argument]) -> Result<()> {
+        let expression = format!("{kernel}<{}, {}, {THREADS}>", self.kind, self.width);
+        launch(SOURCE, &expression, self.device, (self.rows * self.blocks, THREADS), arguments)
+    }
+}
+
+/// Whether they share addresses, but for windows of columns of one larger matrix.
+fn overlap(a: &Tensor, b: &Tensor) -> Result<bool> {
+    let (first, second) = (memory_range(a)?, memory_range(b)?);
+    if first.end <= second.start || second.end <= first.start {
+        return Ok(false);
+    }
+    let shift = (first.start.abs_diff(second.start) / a.kind().elt_size_in_bytes()) as i64;
+    let (columns, stride) = (a.size()[1], a.stride()[0]);
+    Ok(stride != b.stride()[0] || shift < columns || shift + columns > stride)
+}
