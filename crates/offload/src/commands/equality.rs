@@ -7,7 +7,7 @@ use models::module::{Input, LanguageModel, parameters, trainable};
 use offload::{Method, Offload, Options};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Sink};
-use runtime::autograd::backward;
+use runtime::autograd::{backward, set_grad};
 use runtime::device;
 use runtime::ops::settings::{Determinism, set_determinism};
 use tch::{Device, Kind, Tensor};
@@ -79,7 +79,8 @@ fn train(
     runtime::random::seed(seed)?;
     let mut model = Llama::new(config, (Kind::Float, device))?;
     let offload = options.map(|options| Offload::apply(&mut model, options)).transpose()?;
-    let group = Group::new(trainable(&model), 1e-3);
+    let on_host = if offload.is_some() { OnHost::default() } else { OnHost::of(&model)? };
+    let group = Group::new(on_host.stepped(&model), 1e-3);
     let mut optimizer = Optimizer::new(AdamW::default(), vec![group])?;
     let tokens = Tensor::from_slice(&TOKENS.map(|token| token % config.vocab_size))
         .view([1, 4])
@@ -87,6 +88,7 @@ fn train(
     let mut losses = Vec::new();
     for step in 0..steps {
         optimizer.zero_grad(ZeroGrad::ToNone)?;
+        on_host.zero_grad()?;
         let loss = model.loss(&Input::new(&tokens), &tokens)?.sum;
         backward(&[&loss])?;
         losses.push(loss.f_double_value(&[])?);
@@ -94,19 +96,69 @@ fn train(
             offload.check_at_home()?;
         }
         if step + 1 < steps {
-            optimizer.step()?;
+            on_host.step(&mut optimizer)?;
         }
     }
     // The gradients of the last step, before it changes the weights, are what remains of them.
     let gradients =
         trainable(&model).into_iter().map(|(_, tensor)| tensor.f_grad()).collect::<Result<_, _>>()?;
-    optimizer.step()?;
+    on_host.step(&mut optimizer)?;
     drop(optimizer);
     let weights = parameters(&model)
         .into_iter()
         .map(|(_, tensor)| Ok(tensor.f_detach()?))
         .collect::<anyhow::Result<_>>()?;
     Ok(Left { losses, gradients, weights })
+}
+
+/// Copies on the host of the layers of a model on a GPU, which the optimizer steps in their place: offloaded layers are stepped
+/// there, and the fused AdamW of a CPU and that of CUDA round in other orders.
+#[derive(Default)]
+struct OnHost(Vec<Pair>);
+
+struct Pair {
+    name: String,
+    device: Tensor,
+    host: Tensor,
+}
+
+impl OnHost {
+    fn of(model: &Llama) -> anyhow::Result<Self> {
+        let mut pairs = Vec::new();
+        for (name, tensor) in trainable(model) {
+            if name.contains("layers.") && tensor.device().is_cuda() {
+                let host = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_set_requires_grad(true)?;
+                pairs.push(Pair { name, device: tensor.shallow_clone(), host });
+            }
+        }
+        Ok(Self(pairs))
+    }
+
+    /// What the optimizer steps.
+    fn stepped<'a>(&'a self, model: &'a Llama) -> Vec<(String, &'a Tensor)> {
+        let copy = |name: &str| self.0.iter().find(|pair| pair.name == name).map(|pair| &pair.host);
+        let all = trainable(model).into_iter();
+        all.map(|(name, tensor)| {
+            let stepped = copy(&name).unwrap_or(tensor);
+            (name, stepped)
+        })
+        .collect()
+    }
+
+    fn zero_grad(&self) -> anyhow::Result<()> {
+        self.0.iter().try_for_each(|pair| Ok(set_grad(&pair.device, None)?))
+    }
+
+    fn step(&self, optimizer: &mut Optimizer) -> anyhow::Result<()> {
+        for Pair { device, host, .. } in &self.0 {
+            set_grad(host, Some(&device.f_grad()?.f_to_device(Device::Cpu)?))?;
+        }
+        optimizer.step()?;
+        for Pair { device, host, .. } in &self.0 {
+            device.f_detach()?.f_copy_(&host.f_detach()?)?;
+        }
+        Ok(())
+    }
 }
 
 impl Left {

@@ -172,8 +172,11 @@ impl LogitsPass for Cuda {
         let arguments =
             view.gradient_arguments(tile, transform, targets, class_weights, coefficients)?.concat();
         // Of 16 bits each: as many as fill 16 bytes.
-        let width =
-            if columns % 8 == 0 && stride % 8 == 0 && (tile.data_ptr() as usize).is_multiple_of(16) { 8 } else { 1 };
+        let width = if columns % 8 == 0 && stride % 8 == 0 && (tile.data_ptr() as usize).is_multiple_of(16) {
+            8
+        } else {
+            1
+        };
         if rows > 0 && columns > 0 {
             let extra = extra_of_gradient(targets, coefficients);
             let expression = format!("ce_gradient_narrow<{of_gradient}, {width}, {extra}, {ROW}>");
