@@ -75,10 +75,7 @@ fn path(run: &Path, experiment: &str) -> PathBuf {
 
 /// Writes a file by way of a rename, so that nobody ever reads half of it.
 pub(crate) fn replace(path: &Path, content: &[u8]) -> Result<()> {
-    let partial = path.with_extension(format!("partial-{}", std::process::id()));
-    std::fs::write(&partial, content)
-        .and_then(|()| std::fs::rename(&partial, path))
-        .with_context(|| format!("cannot write {}", path.display()))
+    report::atomic_write(path, content).with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// As it is given on the command line.

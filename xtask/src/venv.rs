@@ -146,9 +146,7 @@ fn stamp_of(folder: &Path) -> Option<String> {
 }
 
 fn write_stamp(folder: &Path, recipe: &Recipe) -> Result<()> {
-    let partial = folder.join(format!("{STAMP}.{}", std::process::id()));
-    std::fs::write(&partial, &recipe.fingerprint)
-        .and_then(|()| std::fs::rename(&partial, folder.join(STAMP)))
+    report::atomic_write(&folder.join(STAMP), recipe.fingerprint.as_bytes())
         .with_context(|| format!("cannot write into {}", folder.display()))
 }
 

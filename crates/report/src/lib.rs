@@ -53,6 +53,7 @@
 //! page that it makes of made-up records.
 
 pub mod against;
+mod atomic_write;
 pub mod claim;
 pub mod cli;
 pub mod comparison;
@@ -76,6 +77,7 @@ pub mod table;
 pub mod tidy_csv;
 pub mod unit;
 
+pub use atomic_write::atomic_write;
 pub use claim::{CheckedClaim, Verdict};
 pub use environment::Environment;
 pub use filter::Filter;

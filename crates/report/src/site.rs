@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::atomic_write;
 use crate::claim::{self, CheckedClaim};
 use crate::comparison;
 use crate::measurements::newest;
@@ -73,7 +74,7 @@ impl Folder<'_> {
     fn write(&mut self, name: &str, text: &str) -> Result<PathBuf, SiteError> {
         let path = self.out.join(name);
         let folder = path.parent().unwrap_or(self.out);
-        let written = std::fs::create_dir_all(folder).and_then(|()| std::fs::write(&path, text));
+        let written = std::fs::create_dir_all(folder).and_then(|()| atomic_write(&path, text.as_bytes()));
         written.map_err(|cause| SiteError::Write { path: path.clone(), cause })?;
         self.files.push(path.clone());
         Ok(path)

@@ -27,14 +27,14 @@ pub(super) const CHOICES: [Choice; 3] = [
             ("MKL_ENABLE_INSTRUCTIONS", "AVX2"),
             ("ONEDNN_MAX_CPU_ISA", "AVX2"),
         ],
-        packages: &["runtime", "swiglu-ckpt", "amp", "fused-ce", "lora"],
+        packages: &["runtime", "models", "swiglu-ckpt", "amp", "fused-ce", "lora"],
     },
     // A processor that multiplies bf16 faster than fp32: AMD's with AVX-512, Intel's with AMX.
     Choice {
         name: "bf16 products",
         needs: "avx512_bf16",
         variables: &[("FRUGAL_LOW_PRECISION", "bf16")],
-        packages: &["swiglu-ckpt", "amp", "fused-ce", "lora"],
+        packages: &["models", "swiglu-ckpt", "amp", "fused-ce", "lora"],
     },
     // Another architecture.
     Choice {

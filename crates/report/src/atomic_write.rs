@@ -1,0 +1,42 @@
+//! Files that appear whole.
+
+use std::io::{self, Write};
+use std::path::Path;
+
+/// Writes a file under a temporary name beside it and renames it, so that a reader finds the former content or the new one, and of
+/// two writers at once one has its own, whole. It is not synced to the disk: what it holds can be made again.
+///
+/// # Errors
+/// A folder that is not there, may not be written, or is full; the former file is as it was.
+pub fn atomic_write(path: &Path, content: &[u8]) -> io::Result<()> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(".").suffix(".new");
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let mut file = builder.tempfile_in(folder)?;
+    file.write_all(content)?;
+    file.persist(path)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_there_is_replaced_whole_and_stays_where_it_cannot_be() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("page.html");
+        for content in ["a long first page", "short"] {
+            atomic_write(&path, content.as_bytes()).unwrap();
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), content);
+        }
+        assert!(atomic_write(&folder.path().join("absent/page.html"), b"x").is_err());
+        std::fs::create_dir(folder.path().join("taken")).unwrap();
+        assert!(atomic_write(&folder.path().join("taken"), b"x").is_err());
+        let left: Vec<_> =
+            std::fs::read_dir(folder.path()).unwrap().flatten().map(|entry| entry.file_name()).collect();
+        assert_eq!(left.len(), 2, "no temporary file stays: {left:?}");
+    }
+}
