@@ -24,7 +24,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 pub(crate) use crate::sys::cuda::driver::Argument;
-use crate::sys::cuda::driver::{self, Loaded};
+use crate::sys::cuda::driver::{self, Driver, Loaded};
 use crate::sys::cuda::nvrtc;
 use crate::sys::stream::CudaStream;
 
@@ -42,15 +42,42 @@ pub(crate) fn are_ready(device: Device) -> bool {
     if !device.is_cuda() || is_off() {
         return false;
     }
-    let missing = missing();
-    if let Some(reason) = missing {
+    let reason = missing().map(str::to_owned).or_else(|| too_old(device));
+    if let Some(reason) = &reason {
         SAID.call_once(|| {
             eprintln!(
                 "runtime: our CUDA kernels are not available, libtorch's operators compute instead: {reason}"
             );
         });
     }
-    missing.is_none()
+    reason.is_none()
+}
+
+/// Why a GPU cannot run the kernels, whose instructions are those of compute capability 8.0 (bf16, a maximum that keeps NaN).
+fn too_old(device: Device) -> Option<String> {
+    const OLDEST: (c_int, c_int) = (8, 0);
+    let Device::Cuda(index) = device else { return None };
+    let found = driver::load().ok().zip(c_int::try_from(index).ok());
+    match found.map(|(driver, index)| capability(driver, index)) {
+        Some(Ok(capability)) if capability >= OLDEST => None,
+        Some(Ok((major, minor))) => {
+            Some(format!("the GPU has compute capability {major}.{minor}, and they need 8.0"))
+        }
+        Some(Err(error)) => Some(error.to_string()),
+        None => Some("there is no such device".into()),
+    }
+}
+
+/// The compute capability of a device, asked for once.
+fn capability(driver: &Driver, device: c_int) -> Result<(c_int, c_int)> {
+    static KNOWN: Mutex<Vec<(c_int, (c_int, c_int))>> = Mutex::new(Vec::new());
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(&(_, capability)) = known.iter().find(|(of, _)| *of == device) {
+        return Ok(capability);
+    }
+    let capability = driver.capability(device)?;
+    known.push((device, capability));
+    Ok(capability)
 }
 
 /// Whether all is there that kernels need, whatever the device: for a plan.
@@ -107,19 +134,8 @@ fn checks() -> bool {
 fn loaded(source: Source, expression: &str, device: c_int, stream: CudaStream) -> Result<Loaded> {
     type Known = HashMap<(c_int, c_int), HashMap<String, Loaded>>;
     static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
-    static CAPABILITIES: Mutex<Vec<(c_int, (c_int, c_int))>> = Mutex::new(Vec::new());
     let driver = driver::load().map_err(unavailable)?;
-    let capability = {
-        let mut known = CAPABILITIES.lock().unwrap_or_else(PoisonError::into_inner);
-        match known.iter().find(|(of, _)| *of == device) {
-            Some(&(_, capability)) => capability,
-            None => {
-                let capability = driver.capability(device)?;
-                known.push((device, capability));
-                capability
-            }
-        }
-    };
+    let capability = capability(driver, device)?;
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     let of_device = known.get_or_insert_default().entry(capability).or_default();
     if let Some(kernel) = of_device.get(expression) {
