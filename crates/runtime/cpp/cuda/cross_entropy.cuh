@@ -123,6 +123,27 @@ __global__ void __launch_bounds__(THREADS) ce_logits(T* tile, i64 stride, int co
   store<T, W>(z, f);
 }
 
+// One number of a row: ∂L/∂r of a logit.
+template <bool EXTRA> struct Gradient {
+  float scale, cap;
+  i64 label;
+  const float* dense;    // the row's distribution, or null
+  const float* weights;  // or null
+  bool constant;
+  float m, alpha, beta, gamma;
+  DEVICE float operator()(float logit, int column) const {
+    float g = alpha * exp_fast(logit - m);
+    if constexpr (EXTRA) {
+      const float w = weights ? weights[column] : 1.f;
+      if (constant) g -= gamma * w;
+      if (dense) g -= beta * dense[column] * w;
+    }
+    if (label == column) g -= beta;
+    const float bent = logit / (cap > 0.f ? cap : 1.f);
+    return g * (cap > 0.f ? scale * (1.f - bent * bent) : scale);
+  }
+};
+
 // Logits to the gradient of the products.
 template <typename T, int W, bool EXTRA, int THREADS>
 __global__ void __launch_bounds__(THREADS) ce_gradient(
@@ -133,9 +154,8 @@ __global__ void __launch_bounds__(THREADS) ce_gradient(
   const i64 row = blockIdx.x / blocks;
   const int begin = (int)(blockIdx.x - row * blocks) * (THREADS * W * PACKS) + threadIdx.x * W;
   T* z = tile + row * stride;
-  const i64 label = labels ? labels[row] : -1;
-  const float m = maximum[row], alpha = powers[row], beta = target[row];
-  const float gamma = EXTRA && constant ? constant[row] : 0.f;
+  const Gradient<EXTRA> gradient{scale, cap, labels ? labels[row] : -1, dense ? dense + row * dense_stride : nullptr, weights,
+                                 constant != nullptr, maximum[row], powers[row], target[row], EXTRA && constant ? constant[row] : 0.f};
   float f[PACKS][W];
   UNROLL for (int k = 0; k < PACKS; k++) {
     const int i = begin + k * THREADS * W;
@@ -144,18 +164,7 @@ __global__ void __launch_bounds__(THREADS) ce_gradient(
   UNROLL for (int k = 0; k < PACKS; k++) {
     const int i = begin + k * THREADS * W;
     if (i >= columns) continue;
-    UNROLL for (int j = 0; j < W; j++) {
-      const float logit = f[k][j];
-      float g = alpha * exp_fast(logit - m);
-      if constexpr (EXTRA) {
-        const float w = weights ? weights[i + j] : 1.f;
-        if (constant) g -= gamma * w;
-        if (dense) g -= beta * dense[row * dense_stride + i + j] * w;
-      }
-      if (label == i + j) g -= beta;
-      const float bent = logit / (cap > 0.f ? cap : 1.f);
-      f[k][j] = g * (cap > 0.f ? scale * (1.f - bent * bent) : scale);
-    }
+    UNROLL for (int j = 0; j < W; j++) f[k][j] = gradient(f[k][j], i + j);
     store<T, W>(z + i, f[k]);
   }
 }
@@ -171,9 +180,8 @@ __global__ void __launch_bounds__(THREADS) ce_gradient_narrow(
   const i64 row = blockIdx.x;
   float* z = tile + row * stride;
   O* out = (O*)z;
-  const i64 label = labels ? labels[row] : -1;
-  const float m = maximum[row], alpha = powers[row], beta = target[row];
-  const float gamma = EXTRA && constant ? constant[row] : 0.f;
+  const Gradient<EXTRA> gradient{scale, cap, labels ? labels[row] : -1, dense ? dense + row * dense_stride : nullptr, weights,
+                                 constant != nullptr, maximum[row], powers[row], target[row], EXTRA && constant ? constant[row] : 0.f};
   Raw<float, W> next[PACKS];
   auto read = [&](int begin) {
     UNROLL for (int k = 0; k < PACKS; k++) {
@@ -189,18 +197,7 @@ __global__ void __launch_bounds__(THREADS) ce_gradient_narrow(
     UNROLL for (int k = 0; k < PACKS; k++) {
       const int i = begin + (threadIdx.x + k * THREADS) * W;
       if (i >= columns) continue;
-      UNROLL for (int j = 0; j < W; j++) {
-        const float logit = f[k][j];
-        float g = alpha * exp_fast(logit - m);
-        if constexpr (EXTRA) {
-          const float w = weights ? weights[i + j] : 1.f;
-          if (constant) g -= gamma * w;
-          if (dense) g -= beta * dense[row * dense_stride + i + j] * w;
-        }
-        if (label == i + j) g -= beta;
-        const float bent = logit / (cap > 0.f ? cap : 1.f);
-        f[k][j] = g * (cap > 0.f ? scale * (1.f - bent * bent) : scale);
-      }
+      UNROLL for (int j = 0; j < W; j++) f[k][j] = gradient(f[k][j], i + j);
     }
     __syncthreads();
     UNROLL for (int k = 0; k < PACKS; k++) {
