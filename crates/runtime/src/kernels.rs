@@ -27,6 +27,7 @@ pub(crate) use crate::sys::cuda::driver::Argument;
 use crate::sys::cuda::driver::{self, Driver, Loaded};
 use crate::sys::cuda::nvrtc;
 use crate::sys::stream::CudaStream;
+use crate::sys::tensor::{Rows, rows_on};
 
 const NAME: &str = "CUDA kernel";
 /// What every text includes.
@@ -209,19 +210,9 @@ struct Matrix {
 
 /// Views a dense-rowed tensor `[rows, columns]` of this dtype and device.
 fn matrix(operation: &'static str, name: &str, tensor: &Tensor, options: (Kind, Device)) -> Result<Matrix> {
-    let (size, stride) = (tensor.size(), tensor.stride());
-    let refuse = |what: String| Err(Error::invalid(operation, format!("`{name}` {what}")));
-    if (tensor.kind(), tensor.device()) != options || tensor.is_sparse() || tensor.is_neg() {
-        let expected = format!("expected a dense {:?} on {:?}", options.0, options.1);
-        return refuse(format!("is {:?} on {:?}; {expected}", tensor.kind(), tensor.device()));
-    }
-    let (&[rows, columns], &[row, column]) = (&size[..], &stride[..]) else {
-        return refuse(format!("has shape {size:?}; expected [rows, columns]"));
-    };
-    if rows > 0 && columns > 1 && column != 1 || rows > 1 && row < columns {
-        return refuse(format!("has strides {stride:?}; expected dense rows"));
-    }
-    Ok(Matrix { rows, columns, stride: row })
+    let Rows { rows, columns, row_stride, .. } = rows_on(operation, name, tensor, options)?;
+    let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+    Ok(Matrix { rows: number(rows), columns: number(columns), stride: number(row_stride) })
 }
 
 /// Refuses a tensor that is not dense, one behind the other, of this shape, dtype and device.

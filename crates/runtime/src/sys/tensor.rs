@@ -60,7 +60,7 @@ pub(crate) fn memory_range(tensor: &Tensor) -> Result<Range<usize>> {
     Ok(begin..end)
 }
 
-/// A CPU matrix as kernels see it: rows of `columns` elements, `row_stride` apart, each row dense.
+/// A matrix as kernels see it: rows of `columns` elements, `row_stride` apart, each row dense.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rows {
     pub(crate) pointer: usize,
@@ -78,10 +78,21 @@ impl Rows {
 
 /// Views a dense-rowed CPU tensor `[rows, columns]` of the given kind.
 pub(crate) fn rows(operation: &'static str, name: &str, tensor: &Tensor, kind: Kind) -> Result<Rows> {
+    rows_on(operation, name, tensor, (kind, Device::Cpu))
+}
+
+/// The same of a tensor on the given device, whose memory the host may not read.
+pub(crate) fn rows_on(
+    operation: &'static str,
+    name: &str,
+    tensor: &Tensor,
+    (kind, device): (Kind, Device),
+) -> Result<Rows> {
     let refuse = |what: String| Err(Error::invalid(operation, format!("`{name}` {what}")));
-    if tensor.device() != Device::Cpu || tensor.kind() != kind {
+    if tensor.device() != device || tensor.kind() != kind {
+        let place = if device == Device::Cpu { "the CPU".to_owned() } else { format!("{device:?}") };
         return refuse(format!(
-            "is {:?} on {:?}; expected {kind:?} on the CPU",
+            "is {:?} on {:?}; expected {kind:?} on {place}",
             tensor.kind(),
             tensor.device()
         ));
