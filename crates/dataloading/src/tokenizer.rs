@@ -117,6 +117,23 @@ impl Tokenizer {
         guarded(|| self.inner.decode(ids, false))
     }
 
+    /// The text of ids, special tokens included; ids without a token are left out. A model may have more ids than its tokenizer
+    /// has tokens, and generate one of them.
+    ///
+    /// # Errors
+    /// The tokenizer refuses the ids.
+    pub fn decode_known(&self, ids: &[u32]) -> Result<String> {
+        guarded(|| self.inner.decode(ids, false))
+    }
+
+    /// The special token that the tokenizer puts before every text, where it puts one.
+    ///
+    /// # Errors
+    /// The tokenizer refuses an empty text.
+    pub fn begin_of_text(&self) -> Result<Option<u32>> {
+        guarded(|| Ok(self.inner.encode_fast("", true)?.get_ids().first().copied()))
+    }
+
     /// How many ids there are: the largest one plus one, special tokens included.
     pub fn vocabulary(&self) -> usize {
         self.vocabulary
@@ -125,6 +142,11 @@ impl Tokenizer {
     /// The id of a token by its exact name.
     pub fn id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
+    }
+
+    /// The name of an id.
+    pub fn token(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
     }
 
     /// The id that pads.

@@ -1,4 +1,4 @@
-//! Low-rank adaptation of a frozen model (Hu et al., arXiv:2106.09685), in PEFT's files, trained and graded on GSM8K.
+//! Low-rank adaptation of a frozen model (Hu et al., arXiv:2106.09685), in PEFT's files.
 //!
 //! A projection y = x·Wᵀ + b is left as it is, and s·x·Aᵀ·Bᵀ with A `[r, in]` and B `[out, r]` is learned beside it: of a model of
 //! half a billion numbers, a million are trained.
@@ -9,7 +9,6 @@
 //! | [`Adapters`], [`LoraConfig`] | a whole model's: installed by name, switched, merged, saved |
 //! | [`Init`] | how adapters begin: Kaiming, Gaussian, PiSSA, OLoRA, orthogonal |
 //! | [`peft`] | `adapter_config.json` and `adapter_model.safetensors`, both ways |
-//! | [`gsm8k`] | word problems, prompts, graders |
 //!
 //! What differs from PEFT:
 //! - Between forward and backward a layer keeps x, which its neighbours keep too, and r numbers for each token; dropout's mask is
@@ -46,7 +45,6 @@
 //! # Ok::<(), lora::Error>(())
 //! ```
 
-pub mod gsm8k;
 pub mod init;
 pub mod peft;
 

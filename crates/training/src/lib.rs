@@ -4,7 +4,7 @@
 //! [`checkpoint`], [`divergence`]; [`trainer`] is the loop over them. A model is any `models::module::LanguageModel`, data any
 //! [`Batches`], a loss scaler any [`GradScaler`](scaler::GradScaler), and whoever wants to know what happens is an
 //! [`Observer`](observer::Observer).
-//! [`activations`] says what each layer keeps between forward and backward. [`documents`] reads what a training learns from. [`profile`] says where the time of a step goes and what to do,
+//! [`activations`] says what each layer keeps between forward and backward. [`documents`] reads what a training learns from; [`masked_rows`] makes fine-tuning batches. [`profile`] says where the time of a step goes and what to do,
 //! [`tracing`] records steps for it, [`probe`] looks at one pass; [`experiment`] and [`planted`] are what the report measures.
 //!
 //! ```
@@ -44,6 +44,7 @@ pub mod experiment;
 pub mod interrupt;
 pub mod loader_batches;
 pub mod loss;
+pub mod masked_rows;
 pub mod observer;
 pub mod optimizer;
 pub mod planted;

@@ -6,6 +6,8 @@ use super::Tree;
 
 /// What every technique may build on; all other crates are techniques.
 const LAYERS: [&str; 6] = ["report", "accounting", "runtime", "models", "dataloading", "training"];
+/// What puts techniques together; nothing but these depends on them.
+const PRODUCTS: [&str; 2] = ["frugal", "experiments"];
 /// What tests alone use: never a dependency of what is built without them.
 const FOR_TESTS: [&str; 1] = ["fuzz"];
 /// Members that build in seconds on a machine without libtorch.
@@ -31,6 +33,7 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
                     "{folder}/Cargo.toml: the technique `{name}` depends on the technique `{dependency}`; what both need \
                      belongs into runtime, models or training"
                 )),
+                (true, false) if PRODUCTS.contains(name) => {}
                 (true, false) => found.push(format!(
                     "{folder}/Cargo.toml: `{name}` depends on the technique `{dependency}`; techniques build on it, not \
                      the other way round"
@@ -67,7 +70,7 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
 }
 
 fn is_technique(name: &str) -> bool {
-    !LAYERS.contains(&name) && !FOR_TESTS.contains(&name) && name != "xtask"
+    !LAYERS.contains(&name) && !PRODUCTS.contains(&name) && !FOR_TESTS.contains(&name) && name != "xtask"
 }
 
 /// Whether only a technique's binary has this dependency: it is optional, and of the feature `program` alone, without which the

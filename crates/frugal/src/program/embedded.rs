@@ -1,0 +1,342 @@
+//! `frugal embedded`: a small model learns a small world, and is then adapted to answer its questions.
+
+mod grading;
+mod learning;
+mod world;
+
+use std::time::Instant;
+
+use anyhow::Context;
+use clap::Args;
+use frugal::tasks::gsm8k::{Accuracy, Evaluation, Grader};
+use lora::{Adapters, LoraConfig};
+use models::module::{LanguageModel, parameter_count};
+use models::state_dict::{load_state_dict, state_dict};
+use models::{Llama, LlamaConfig};
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+use runtime::fused::rope::Frequencies;
+use runtime::random::Generator;
+use tch::{Device, Kind, Tensor};
+use training::experiment::step_peak::StepPeak;
+use training::schedule::{Schedule, Shape};
+
+use grading::grade;
+use learning::{Learner, loss_of};
+use world::{Reading, World, permutation};
+
+const EXPERIMENT: &str = "lora-embedded";
+
+/// Places of a row, which no question with its answer fills.
+const CONTEXT: i64 = 256;
+
+/// Held-out rows whose loss is followed.
+const FOLLOWED: usize = 32;
+
+#[derive(Args)]
+pub(crate) struct Embedded {
+    /// How long is trained
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// Show this many answers of each model beside their questions
+    #[arg(long, default_value_t = 0)]
+    show: usize,
+    #[command(flatten)]
+    recipe: Recipe,
+}
+
+/// What is learned at which pace; what is left out is the scale's.
+#[derive(Args)]
+struct Recipe {
+    /// Steps of pretraining
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    pretraining_steps: Option<u64>,
+    /// Steps of LoRA, and of full fine-tuning
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    adaptation_steps: Option<u64>,
+    /// Learning rate of pretraining
+    #[arg(long, default_value_t = 2.5e-3)]
+    pretraining_rate: f64,
+    /// Learning rate of LoRA
+    #[arg(long, default_value_t = 5e-3)]
+    lora_rate: f64,
+    /// Learning rate of full fine-tuning
+    #[arg(long, default_value_t = 1e-3)]
+    full_rate: f64,
+    /// Rank of the adapters on q, k, v and o
+    #[arg(long, default_value_t = 8)]
+    rank: i64,
+}
+
+/// How much is trained and graded.
+struct Sizes {
+    /// Steps of pretraining, rows of each, tokens of a row.
+    pretraining: (u64, i64, i64),
+    /// Steps of an adaptation, problems of each.
+    adaptation: (u64, usize),
+    /// Held-out problems.
+    held_out: usize,
+}
+
+impl Sizes {
+    fn of(scale: Scale, recipe: &Recipe) -> Self {
+        let (pretraining, adaptation, held_out) = match scale {
+            Scale::Smoke => ((12, 2, 64), (4, 4), 8),
+            Scale::Laptop => ((2400, 2, 128), (300, 16), 200),
+            Scale::Paper => ((6000, 8, 128), (600, 32), 200),
+        };
+        Self {
+            pretraining: (recipe.pretraining_steps.unwrap_or(pretraining.0), pretraining.1, pretraining.2),
+            adaptation: (recipe.adaptation_steps.unwrap_or(adaptation.0), adaptation.1),
+            held_out,
+        }
+    }
+
+    fn steps(&self) -> u64 {
+        self.pretraining.0 + 2 * self.adaptation.0 + 3
+    }
+}
+
+/// Which parameters an adaptation trains.
+#[derive(Clone, Copy, PartialEq)]
+enum Method {
+    Lora,
+    Full,
+}
+
+impl Method {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Lora => "LoRA",
+            Self::Full => "full fine-tuning",
+        }
+    }
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Embedded) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    runtime::memory::track_cpu()?;
+    let sizes = Sizes::of(arguments.scale, &arguments.recipe);
+    let mut experiment = Experiment {
+        world: World::read(CONTEXT as usize, sizes.held_out)?,
+        sink: Sink::new(common, runtime::device::environment(device)?)?,
+        progress: Progress::new(sizes.steps()),
+        sizes,
+        arguments,
+        device,
+        seed: common.seed,
+    };
+    let base = experiment.pretrain()?;
+    let lora = experiment.adapt(&base, Method::Lora)?;
+    let full = experiment.adapt(&base, Method::Full)?;
+    let ratios = vec![
+        Metric::exact("peak_vs_full", "ratio", lora.peak / full.peak),
+        Metric::exact("state_vs_full", "ratio", lora.state / full.state),
+        Metric::exact("step_time_vs_full", "ratio", lora.step_seconds / full.step_seconds),
+    ];
+    experiment.sink.put(EXPERIMENT, &case(Method::Lora.name()), ratios)
+}
+
+fn case(method: &str) -> Case {
+    Case::new().with("method", method)
+}
+
+/// What two adaptations are compared by: bytes at the most, bytes of the optimizer's state, and seconds of a step.
+struct Cost {
+    peak: f64,
+    state: f64,
+    step_seconds: f64,
+}
+
+struct Experiment<'a> {
+    world: World,
+    sink: Sink,
+    progress: Progress,
+    sizes: Sizes,
+    arguments: &'a Embedded,
+    device: Device,
+    seed: u64,
+}
+
+impl Experiment<'_> {
+    fn model(&self) -> anyhow::Result<Llama> {
+        let vocabulary = self.world.encoder.options().vocabulary as i64;
+        let config = LlamaConfig {
+            num_key_value_heads: 2,
+            max_position_embeddings: CONTEXT,
+            rope: Frequencies { theta: 1e4, ..Frequencies::default() },
+            ..LlamaConfig::qwen2(vocabulary, 128, 384, 4, 4)
+        };
+        let mut model = Llama::new(&config, (Kind::Float, self.device))?;
+        fused_ce::install(&mut model, &fused_ce::LinearCrossEntropy::default())?;
+        Ok(model)
+    }
+
+    /// The weights of a model that has read stories, calculations and encyclopedia.
+    fn pretrain(&mut self) -> anyhow::Result<Vec<(String, Tensor)>> {
+        let (steps, rows, length) = self.sizes.pretraining;
+        runtime::random::seed(self.seed)?;
+        let model = self.model()?;
+        self.progress.message("pretraining");
+        let start = Instant::now();
+        let mut learner = Learner::new(&model, self.arguments.recipe.pretraining_rate, 0.05)?;
+        let mut reading = Reading::new(&self.world, self.seed)?;
+        for step in 0..steps {
+            let batch = reading.next(rows, length, self.device)?;
+            learner.step(&batch, pace(step, steps))?;
+            self.progress.step();
+        }
+        let seconds = start.elapsed().as_secs_f64();
+        let pretraining = case("pretraining");
+        let tokens = (steps as i64 * rows * length) as f64;
+        let [stories, lists, corpus] = self.world.text_tokens().map(|tokens| tokens as f64);
+        let metrics = vec![
+            Metric::exact("parameters", "count", parameter_count(&model).total as f64),
+            Metric::exact("tokens", "count", tokens),
+            Metric::exact("story_tokens", "count", stories),
+            Metric::exact("calculation_tokens", "count", lists),
+            Metric::exact("encyclopedia_tokens", "count", corpus),
+            Metric::exact("training_seconds", "s", seconds),
+            Metric::of_samples("step_seconds", "s", &learner.seconds),
+        ];
+        curve(&mut self.sink, &pretraining, &learner.losses)?;
+        self.sink.put(EXPERIMENT, &pretraining, metrics)?;
+        drop(learner);
+        self.judge("base", &model)?;
+        state_dict(&model).into_iter().map(|(name, tensor)| Ok((name, tensor.f_detach_copy()?))).collect()
+    }
+
+    /// Trains a model with these weights to answer, and judges it.
+    fn adapt(&mut self, base: &[(String, Tensor)], method: Method) -> anyhow::Result<Cost> {
+        let recipe = &self.arguments.recipe;
+        let (steps, problems) = self.sizes.adaptation;
+        let before = runtime::memory::live_bytes(self.device)?;
+        let mut peak = StepPeak::start(self.device)?;
+        let mut model = self.model()?;
+        load_state_dict(&model, base, "the pretrained model")?;
+        let (rate, adapters) = match method {
+            Method::Full => (recipe.full_rate, None),
+            Method::Lora => {
+                let config = LoraConfig {
+                    r: recipe.rank,
+                    lora_alpha: 2.0 * recipe.rank as f64,
+                    target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj"].into()),
+                    ..LoraConfig::default()
+                };
+                (recipe.lora_rate, Some(Adapters::install(&mut model, &config, self.seed)?))
+            }
+        };
+        self.progress.message(method.name());
+        let schedule = Schedule { shape: Shape::Cosine, warmup: 20.min(steps / 2), steps, floor: 0.05 };
+        let mut learner = Learner::new(&model, rate, 0.0)?;
+        let followed: Vec<usize> = (0..self.world.test_rows.len().min(FOLLOWED)).collect();
+        let followed = self.world.batch(&self.world.test_rows, &followed, self.device)?;
+        let mut generator = Generator::new(self.seed)?;
+        let (mut order, mut loading) = (Vec::new(), Instant::now());
+        let mut seconds = 0.0;
+        for step in 0..steps {
+            if order.len() < problems {
+                order = permutation(self.world.train_rows.len(), &mut generator)?;
+            }
+            let numbers = order.split_off(order.len() - problems);
+            let batch = self.world.batch(&self.world.train_rows, &numbers, self.device)?;
+            learner.step(&batch, schedule.factor(step))?;
+            seconds += loading.elapsed().as_secs_f64();
+            peak.after_step()?;
+            if (step + 1).is_multiple_of((steps / 10).max(1)) {
+                let loss = loss_of(&model, &followed)?;
+                let case = case(method.name()).with("step", step + 1);
+                self.sink.put(EXPERIMENT, &case, vec![Metric::exact("held_out_loss", "nat", loss)])?;
+                peak.after_evaluation()?;
+            }
+            self.progress.step();
+            loading = Instant::now();
+        }
+        let count = parameter_count(&model);
+        let step_seconds = Metric::of_samples("step_seconds", "s", &learner.seconds);
+        let cost = Cost {
+            peak: peak.bytes().saturating_sub(before) as f64,
+            state: learner.state_bytes() as f64,
+            step_seconds: step_seconds.value.context("no step was timed")?,
+        };
+        let metrics = vec![
+            Metric::exact("trainable_parameters", "count", count.trainable as f64),
+            Metric::exact("trainable_share", "ratio", count.trainable as f64 / count.total as f64),
+            Metric::exact("peak_bytes", "B", cost.peak),
+            Metric::exact("optimizer_bytes", "B", cost.state),
+            step_seconds,
+            Metric::exact("training_seconds", "s", seconds),
+        ];
+        curve(&mut self.sink, &case(method.name()), &learner.losses)?;
+        self.sink.put(EXPERIMENT, &case(method.name()), metrics)?;
+        drop(learner);
+        let _evaluation = adapters.as_ref().map(Adapters::evaluation);
+        self.judge(method.name(), &model)?;
+        Ok(cost)
+    }
+
+    /// Grades the model's answers to the held-out problems, and looks at what it knows of the encyclopedia.
+    fn judge(&mut self, name: &str, model: &dyn LanguageModel) -> anyhow::Result<()> {
+        self.progress.message(&format!("{name}: answers to held-out problems"));
+        let start = Instant::now();
+        let evaluation = grade(model, &self.world)?;
+        let seconds = start.elapsed().as_secs_f64();
+        self.show(name, &evaluation);
+        let (_, _, length) = self.sizes.pretraining;
+        let encyclopedia = loss_of(model, &self.world.validation(16, length, self.device)?)?;
+        let mut metrics = Vec::new();
+        for grader in Grader::ALL {
+            metrics.extend(self.accuracy(grader, evaluation.accuracy(grader)));
+        }
+        metrics.push(Metric::exact("encyclopedia_loss", "nat", encyclopedia));
+        metrics.push(Metric::exact("answering_seconds", "s", seconds));
+        self.progress.step();
+        self.sink.put(EXPERIMENT, &case(name), metrics)
+    }
+
+    fn accuracy(&self, grader: Grader, accuracy: Accuracy) -> Vec<Metric> {
+        let (low, high) = accuracy.interval();
+        let figures = [("accuracy", accuracy.share()), ("accuracy_from", low), ("accuracy_to", high)];
+        let metric = |(what, value): (&str, f64)| {
+            let name = format!("{grader}_{what}");
+            match self.arguments.scale {
+                Scale::Smoke => {
+                    Metric::not_measured(&name, "ratio", "at the smoke scale nothing is trained to its end")
+                }
+                Scale::Laptop | Scale::Paper => Metric::exact(&name, "ratio", value),
+            }
+        };
+        let wanted = if grader == Grader::Strict { figures.len() } else { 1 };
+        figures.into_iter().take(wanted).map(metric).collect()
+    }
+
+    fn show(&self, name: &str, evaluation: &Evaluation) {
+        for graded in evaluation.graded.iter().take(self.arguments.show) {
+            let question = &self.world.test[graded.number].question;
+            let text = format!("{name}: {question}\n{}\n(gold: {})\n\n", graded.text, graded.gold);
+            self.progress.print(&text);
+        }
+    }
+}
+
+/// The factor of the learning rate in pretraining: up within 50 steps, then 1, then down to 0 over the last two fifths, as
+/// Hägele et al. have it (arXiv:2405.18392).
+fn pace(step: u64, steps: u64) -> f64 {
+    let up = (step + 1) as f64 / 50.0;
+    let down = (steps - step) as f64 / (0.4 * steps as f64);
+    up.min(down).min(1.0)
+}
+
+/// Points of a curve at most.
+const POINTS: usize = 60;
+
+/// The training loss by step, each point the mean of the steps since the one before.
+fn curve(sink: &mut Sink, case: &Case, losses: &[f64]) -> anyhow::Result<()> {
+    let stretch = losses.len().div_ceil(POINTS).max(1);
+    for (number, losses) in losses.chunks(stretch).enumerate() {
+        let case = case.clone().with("step", number * stretch + losses.len());
+        let mean = losses.iter().sum::<f64>() / losses.len() as f64;
+        sink.put(EXPERIMENT, &case, vec![Metric::exact("training_loss", "nat", mean)])?;
+    }
+    Ok(())
+}

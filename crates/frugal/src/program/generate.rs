@@ -1,0 +1,187 @@
+//! `frugal generate`.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Context, bail};
+use clap::{ArgGroup, Args};
+use dataloading::Tokenizer;
+use models::generation::{Ended, GenerateOptions, Generated, Generator, Sampling};
+use report::cli::CommonArgs;
+use serde_json::json;
+
+use crate::program::encoding;
+use crate::program::model::{ModelArgs, with_adapter};
+use crate::program::output::print_line;
+use frugal::text_stream::TextStream;
+
+#[derive(Args)]
+#[command(group(ArgGroup::new("text").required(true).args(["prompt", "prompts"])))]
+pub(crate) struct Generate {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// An adapter's folder
+    #[arg(long, value_name = "FOLDER")]
+    adapter: Option<PathBuf>,
+    /// What the text begins with
+    #[arg(long, value_name = "TEXT")]
+    prompt: Option<String>,
+    /// A file of prompts, one on each line (\n in it is a line break), which are generated in one batch
+    #[arg(long, value_name = "FILE")]
+    prompts: Option<PathBuf>,
+    /// New tokens of a text, at most
+    #[arg(long, default_value_t = 256)]
+    max_new_tokens: usize,
+    /// Sample, from logits divided by this [default: take the likeliest token]
+    #[arg(long)]
+    temperature: Option<f64>,
+    /// Sample from the likeliest K tokens
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Sample from the fewest tokens that have this share of the probability
+    #[arg(long, value_name = "SHARE")]
+    top_p: Option<f64>,
+    /// Ends a text, and is no part of it; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+}
+
+impl Generate {
+    /// Greedy unless something asks for another way.
+    fn sampling(&self, seed: u64) -> Sampling {
+        if self.temperature.is_none() && self.top_k.is_none() && self.top_p.is_none() {
+            return Sampling::Greedy;
+        }
+        Sampling::Random {
+            temperature: self.temperature.unwrap_or(1.0),
+            top_k: self.top_k,
+            top_p: self.top_p.unwrap_or(1.0),
+            seed,
+        }
+    }
+
+    fn texts(&self) -> anyhow::Result<Vec<String>> {
+        if let Some(prompt) = &self.prompt {
+            return Ok(vec![prompt.clone()]);
+        }
+        let path = self.prompts.clone().unwrap_or_default();
+        let file = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+        let lines = file.lines().filter(|line| !line.trim().is_empty());
+        let texts: Vec<String> = lines.map(|line| line.replace("\\n", "\n")).collect();
+        if texts.is_empty() {
+            bail!("{}: no prompt in it; write one on each line", path.display());
+        }
+        Ok(texts)
+    }
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Generate) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    let texts = arguments.texts()?;
+    let folder = arguments.model.open()?;
+    let tokenizer = encoding::tokenizer(&folder)?;
+    let begin = tokenizer.begin_of_text()?;
+    let prompts = texts.iter().map(|text| -> anyhow::Result<Vec<i64>> {
+        let encoded = tokenizer.encode(text)?;
+        Ok(begin.iter().chain(&encoded).copied().map(i64::from).collect())
+    });
+    let prompts: Vec<Vec<i64>> = prompts.collect::<anyhow::Result<_>>()?;
+    let model = with_adapter(arguments.model.load(&folder, device)?, arguments.adapter.as_deref())?;
+    let options = GenerateOptions {
+        max_new_tokens: arguments.max_new_tokens,
+        sampling: arguments.sampling(common.seed),
+        end_tokens: folder.end_tokens().to_vec(),
+        ..GenerateOptions::default()
+    };
+    let generator = Generator::new(model.as_ref(), &options)?;
+    let mut rows =
+        Rows::new(&tokenizer, &arguments.stop, texts.len(), arguments.prompt.is_some() && !common.json);
+    let began = Instant::now();
+    let generated =
+        generator.generate(&prompts, &mut |row: usize, tokens: &[i64]| rows.token(row, tokens))?;
+    let seconds = began.elapsed().as_secs_f64();
+    let answers = rows.finish(&generated)?;
+    tell(common, &texts, &answers, &generated, !rows.streams);
+    let count: usize = generated.iter().map(|row| row.tokens.len()).sum();
+    let _ = writeln!(
+        std::io::stderr().lock(),
+        "{count} tokens in {seconds:.2} s, {:.1} tokens/s",
+        count as f64 / seconds.max(1e-9)
+    );
+    Ok(())
+}
+
+/// The texts as they come. One alone goes to standard output at once.
+struct Rows<'t> {
+    streams: bool,
+    rows: Vec<(TextStream<'t>, String)>,
+    refused: Option<frugal::Error>,
+}
+
+impl<'t> Rows<'t> {
+    fn new(tokenizer: &'t Tokenizer, stop: &[String], count: usize, streams: bool) -> Self {
+        let rows = (0..count).map(|_| (TextStream::new(tokenizer, stop), String::new())).collect();
+        Self { streams, rows, refused: None }
+    }
+
+    /// Takes a new token; true where the row is to end.
+    fn token(&mut self, row: usize, tokens: &[i64]) -> bool {
+        let (stream, text) = &mut self.rows[row];
+        match stream.push(tokens) {
+            Ok(new) => {
+                // Nobody reading any more is a reason to stop.
+                let read = !self.streams || show(&new);
+                text.push_str(&new);
+                stream.stopped() || !read
+            }
+            Err(error) => {
+                self.refused.get_or_insert(error);
+                true
+            }
+        }
+    }
+
+    /// What was held back to the end, and the texts.
+    fn finish(&mut self, generated: &[Generated]) -> anyhow::Result<Vec<String>> {
+        if let Some(error) = self.refused.take() {
+            return Err(error.into());
+        }
+        let mut texts = Vec::new();
+        for ((stream, text), row) in self.rows.iter_mut().zip(generated) {
+            let rest = stream.finish(&row.tokens)?;
+            if self.streams {
+                show(&rest);
+                show("\n");
+            }
+            texts.push(format!("{text}{rest}"));
+        }
+        Ok(texts)
+    }
+}
+
+/// Writes text at once; false where nobody reads it.
+#[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
+fn show(text: &str) -> bool {
+    let mut out = std::io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_ok()
+}
+
+/// Texts that were not shown as they came.
+fn tell(common: &CommonArgs, prompts: &[String], texts: &[String], generated: &[Generated], whole: bool) {
+    for ((prompt, text), row) in prompts.iter().zip(texts).zip(generated).filter(|_| whole) {
+        let ended = match row.ended {
+            Ended::EndToken => "end token",
+            Ended::Watch => "stop text",
+            Ended::Length => "length",
+            Ended::Context => "context",
+        };
+        if common.json {
+            print_line(
+                &json!({ "prompt": prompt, "text": text, "tokens": row.tokens.len(), "ended": ended }),
+            );
+        } else {
+            show(&format!("{prompt}{text}\n\n"));
+        }
+    }
+}

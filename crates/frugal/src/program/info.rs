@@ -1,0 +1,149 @@
+//! `frugal info`.
+
+use std::io::Write;
+use std::path::Path;
+
+use clap::Args;
+use lora::LoraConfig;
+use lora::peft::{CONFIG_FILE, TENSORS_FILE};
+use models::hugging_face::Folder;
+use models::tensors_file::TensorsFile;
+use report::cli::CommonArgs;
+use report::unit::human;
+use serde_json::{Value, json};
+
+use crate::program::adapter::AdapterArgs;
+use crate::program::figures::{grouped, share};
+use crate::program::model::HubArgs;
+use crate::program::output::print_line;
+
+#[derive(Args)]
+pub(crate) struct Info {
+    /// A model's folder or name on the hub, or an adapter's folder
+    #[arg(value_name = "NAME_OR_FOLDER")]
+    folder: String,
+    /// The base of an adapter, to say its share
+    #[arg(long, value_name = "NAME_OR_FOLDER")]
+    model: Option<String>,
+    #[command(flatten)]
+    hub: HubArgs,
+    #[command(flatten)]
+    adapter: AdapterArgs,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Info) -> anyhow::Result<()> {
+    let path = Path::new(&arguments.folder);
+    let lines = if path.join(CONFIG_FILE).is_file() {
+        of_adapter(arguments, path)?
+    } else {
+        of_model(arguments, &arguments.hub.open(&arguments.folder)?)?
+    };
+    if common.json {
+        let fields = lines.into_iter().map(|(name, _, value)| (name.replace(' ', "_"), value));
+        print_line(&Value::Object(fields.collect()));
+    } else {
+        tell(&lines);
+    }
+    Ok(())
+}
+
+/// A name, what people read, and what programs read.
+type Line = (&'static str, String, Value);
+
+#[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
+fn tell(lines: &[Line]) {
+    let width = lines.iter().map(|(name, _, _)| name.len()).max().unwrap_or(0);
+    let mut out = std::io::stdout().lock();
+    for (name, text, _) in lines {
+        let _ = writeln!(out, "{name:width$}  {text}");
+    }
+}
+
+fn of_model(arguments: &Info, folder: &Folder) -> anyhow::Result<Vec<Line>> {
+    let config = folder.config();
+    let parameters = config.parameter_count();
+    let kind = folder.kind().ok();
+    let dtype = kind.map_or_else(|| "several".to_owned(), |kind| format!("{kind:?}"));
+    let bytes = kind.map(|kind| parameters * kind.elt_size_in_bytes() as u64);
+    let adapter = arguments.adapter.config(&arguments.folder);
+    let trained = adapter.trainable_parameters(config)?;
+    let all = parameters + trained;
+    let heads = format!("{} ({} of keys)", config.num_attention_heads, config.num_key_value_heads);
+    let tied = if config.tie_word_embeddings { "tied to the embedding" } else { "of its own" };
+    let targets = targets(&adapter);
+    Ok(vec![
+        ("model", config.family.architecture().to_owned(), json!(config.family.architecture())),
+        ("parameters", grouped(parameters), json!(parameters)),
+        ("dtype", dtype.clone(), json!(dtype)),
+        ("bytes", bytes.map_or_else(|| "–".to_owned(), |bytes| human(bytes as f64, "B")), json!(bytes)),
+        ("layers", config.num_hidden_layers.to_string(), json!(config.num_hidden_layers)),
+        ("width", config.hidden_size.to_string(), json!(config.hidden_size)),
+        ("heads", heads, json!([config.num_attention_heads, config.num_key_value_heads])),
+        ("head", tied.to_owned(), json!(if config.tie_word_embeddings { "tied" } else { "own" })),
+        ("vocabulary", grouped(config.vocab_size.cast_unsigned()), json!(config.vocab_size)),
+        (
+            "context",
+            grouped(config.max_position_embeddings.cast_unsigned()),
+            json!(config.max_position_embeddings),
+        ),
+        (
+            "tokenizer",
+            if folder.tokenizer().is_some() { "yes" } else { "no" }.to_owned(),
+            json!(folder.tokenizer().is_some()),
+        ),
+        (
+            "trainable",
+            format!("{} with adapters of rank {} on {targets}", share(trained, all), adapter.r),
+            json!(trained),
+        ),
+    ])
+}
+
+fn of_adapter(arguments: &Info, path: &Path) -> anyhow::Result<Vec<Line>> {
+    let config = LoraConfig::read(&path.join(CONFIG_FILE))?;
+    let file = TensorsFile::open(&path.join(TENSORS_FILE))?;
+    let numel = |shape: &[i64]| shape.iter().product::<i64>().cast_unsigned();
+    let (mut numbers, mut bytes) = (0, 0);
+    for entry in file.entries() {
+        numbers += numel(&entry.shape);
+        bytes += numel(&entry.shape) * entry.kind.elt_size_in_bytes() as u64;
+    }
+    let kinds: std::collections::BTreeSet<String> =
+        file.entries().iter().map(|entry| format!("{:?}", entry.kind)).collect();
+    let dtype = kinds.into_iter().collect::<Vec<_>>().join(", ");
+    let kind = match (config.use_dora, config.use_rslora) {
+        (true, true) => "DoRA, rank-stabilised",
+        (true, false) => "DoRA",
+        (false, true) => "LoRA, rank-stabilised",
+        (false, false) => "LoRA",
+    };
+    let base = config.base_model_name_or_path.clone();
+    let targets = targets(&config);
+    let mut lines = vec![
+        ("adapter", kind.to_owned(), json!(kind)),
+        ("base", base.clone().unwrap_or_else(|| "not said".to_owned()), json!(base)),
+        ("rank", config.r.to_string(), json!(config.r)),
+        ("alpha", config.lora_alpha.to_string(), json!(config.lora_alpha)),
+        ("dropout", config.lora_dropout.to_string(), json!(config.lora_dropout)),
+        ("targets", targets, serde_json::to_value(&config.target_modules)?),
+        ("tensors", file.entries().len().to_string(), json!(file.entries().len())),
+        ("parameters", grouped(numbers), json!(numbers)),
+        ("dtype", dtype.clone(), json!(dtype)),
+        ("bytes", human(bytes as f64, "B"), json!(bytes)),
+    ];
+    if let Some(model) = &arguments.model {
+        let folder = arguments.hub.open(model)?;
+        let all = numbers + folder.config().parameter_count();
+        lines.push(("trainable", share(numbers, all), json!({ "of": all })));
+    }
+    Ok(lines)
+}
+
+/// Targets as people write them.
+fn targets(config: &LoraConfig) -> String {
+    match &config.target_modules {
+        None => "q_proj, v_proj".to_owned(),
+        Some(lora::Names::Pattern(pattern)) => format!("`{pattern}`"),
+        Some(lora::Names::List(names)) => names.join(", "),
+    }
+}

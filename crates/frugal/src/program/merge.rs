@@ -1,0 +1,112 @@
+//! `frugal merge`.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use clap::Args;
+use models::hugging_face::{self, Folder};
+use models::state_dict::{load_state_dict, state_dict};
+use models::{Llama, LlamaConfig};
+use report::cli::CommonArgs;
+use serde_json::{Map, Value};
+use tch::Kind;
+
+use crate::program::model::{ModelArgs, load_adapter, same_folder};
+
+/// What lies beside a model's weights and is copied as it is.
+const BESIDE: [&str; 9] = [
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+];
+
+/// Names that transformers has had for the dtype of the weights.
+const DTYPES: [&str; 2] = ["dtype", "torch_dtype"];
+
+/// Fields that say how positions are rotated, in the old form and in the new one.
+const ROPE: [&str; 3] = ["rope_theta", "rope_scaling", "rope_parameters"];
+
+const CONFIG: &str = "config.json";
+
+#[derive(Args)]
+pub(crate) struct Merge {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// The adapter's folder
+    #[arg(long, value_name = "FOLDER")]
+    adapter: PathBuf,
+    /// Where the merged model goes
+    #[arg(long, value_name = "FOLDER")]
+    out: PathBuf,
+    /// Bytes of a file of weights, at most
+    #[arg(long, value_name = "BYTES", default_value_t = hugging_face::SHARD_BYTES)]
+    max_shard_bytes: u64,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Merge) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    let out = &arguments.out;
+    let folder = arguments.model.open()?;
+    for (taken, what) in [(folder.path(), "the model's"), (&arguments.adapter, "the adapter's")] {
+        if same_folder(taken, out) {
+            bail!("--out {} is {what} own folder; give another", out.display());
+        }
+    }
+    let mut model = arguments.model.load(&folder, device)?;
+    let adapters = load_adapter(&mut model, &arguments.adapter)?;
+    let unloaded = adapters.merge_and_unload(&mut model)?;
+    if !unloaded.untied.is_empty() {
+        model = untied(&model)?;
+    }
+    hugging_face::save_with(&model, out, arguments.max_shard_bytes, |new| {
+        complete(&folder, new).map_err(|error| std::io::Error::other(format!("{error:#}")))
+    })?;
+    let _ = writeln!(std::io::stderr().lock(), "the merged model is in {}", out.display());
+    Ok(())
+}
+
+/// The same model with a head of its own, whose values are no longer the embedding's.
+fn untied(model: &Llama) -> anyhow::Result<Llama> {
+    let config = LlamaConfig { tie_word_embeddings: false, ..model.llama_config().clone() };
+    let state = state_dict(model);
+    let (kind, device) =
+        state.first().map_or((Kind::Float, tch::Device::Cpu), |(_, x)| (x.kind(), x.device()));
+    let apart = Llama::new(&config, (kind, device))?;
+    load_state_dict(&apart, &state, "the merged model")?;
+    Ok(apart)
+}
+
+/// Copies what the base's folder has beside the weights into the new one, and gives `config.json` the fields that no weight depends on.
+fn complete(base: &Folder, out: &Path) -> anyhow::Result<()> {
+    for name in BESIDE {
+        let from = base.path().join(name);
+        if from.is_file() {
+            let to = out.join(name);
+            std::fs::copy(&from, &to).with_context(|| format!("{} cannot be written", to.display()))?;
+        }
+    }
+    let read = |path: PathBuf| -> anyhow::Result<Map<String, Value>> {
+        let text = std::fs::read(&path).with_context(|| path.display().to_string())?;
+        serde_json::from_slice(&text).with_context(|| path.display().to_string())
+    };
+    let (mut fields, saved) = (read(base.path().join(CONFIG))?, read(out.join(CONFIG))?);
+    // Two forms of one thing must not stand beside each other.
+    fields.retain(|name, _| !ROPE.contains(&name.as_str()));
+    for name in DTYPES {
+        if let (Some(field), Some(dtype)) = (fields.get_mut(name), saved.get("dtype")) {
+            *field = dtype.clone();
+        }
+    }
+    fields.extend(saved);
+    let path = out.join(CONFIG);
+    let mut text = serde_json::to_vec_pretty(&fields)?;
+    text.push(b'\n');
+    std::fs::write(&path, text).with_context(|| format!("{} cannot be written", path.display()))
+}

@@ -1,0 +1,30 @@
+//! Results on standard output.
+
+use std::io::Write;
+
+use frugal::loss_log::{of_evaluation, of_step};
+use serde_json::Value;
+use training::evaluation::Evaluation;
+use training::observer::{Observer, StepRecord};
+
+/// One JSON object on a line of standard output.
+#[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
+pub(crate) fn print_line(value: &Value) {
+    // Nobody reading is no reason to stop.
+    let _ = writeln!(std::io::stdout().lock(), "{value}");
+}
+
+/// Steps and evaluations on standard output.
+pub(crate) struct Lines;
+
+impl Observer for Lines {
+    fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
+        print_line(&of_step(record));
+        Ok(())
+    }
+
+    fn on_evaluation(&mut self, evaluation: &Evaluation) -> training::Result<()> {
+        print_line(&of_evaluation(evaluation));
+        Ok(())
+    }
+}

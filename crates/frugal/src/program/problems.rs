@@ -1,0 +1,100 @@
+//! The problems that a command works on.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::bail;
+use clap::Args;
+use frugal::tasks::gsm8k::{Annotations, FewShot, Problem, PromptFormat, Split, records, split};
+
+const TRAIN: &str = "train.jsonl";
+const TEST: &str = "test.jsonl";
+
+/// Which problems.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ProblemArgs {
+    /// A folder with GSM8K's train.jsonl and test.jsonl, or one file of JSON lines with `question` and `answer`
+    #[arg(long, value_name = "FOLDER_OR_JSONL")]
+    data: PathBuf,
+    /// Take calculator annotations (<<6*7=42>>) out of answers
+    #[arg(long)]
+    strip_annotations: bool,
+    /// Seed of the split into 90, 5 and 5 %, and of the examples that prompts show
+    #[arg(long, default_value_t = split::SEED)]
+    split_seed: u64,
+}
+
+/// The three parts of the training file.
+#[derive(Debug)]
+pub(crate) struct Parts {
+    pub(crate) train: Vec<Problem>,
+    pub(crate) test: Vec<Problem>,
+    pub(crate) validation: Vec<Problem>,
+}
+
+impl ProblemArgs {
+    fn read(&self, path: &Path) -> anyhow::Result<Vec<Problem>> {
+        let annotations = if self.strip_annotations { Annotations::Strip } else { Annotations::Keep };
+        Ok(records::read(path, annotations)?)
+    }
+
+    /// A file of the folder.
+    fn file(&self, name: &str) -> anyhow::Result<PathBuf> {
+        let path = self.data.join(name);
+        if path.is_file() {
+            return Ok(path);
+        }
+        bail!(
+            "{}: {name} is missing; give a folder with GSM8K's {TRAIN} and {TEST}, or one file of JSON lines",
+            self.data.display()
+        )
+    }
+
+    /// All problems of the training file, or of the one file.
+    ///
+    /// # Errors
+    /// A file that is not there; the first line that is no problem, with its number.
+    pub(crate) fn all(&self) -> anyhow::Result<Vec<Problem>> {
+        if !self.data.exists() {
+            bail!(
+                "{} is not there; give a folder with GSM8K's {TRAIN} and {TEST}, or one file of JSON lines",
+                self.data.display()
+            );
+        }
+        let path = if self.data.is_dir() { self.file(TRAIN)? } else { self.data.clone() };
+        self.read(&path)
+    }
+
+    /// The assignment's parts of those.
+    ///
+    /// # Errors
+    /// Those of [`ProblemArgs::all`]; so few problems that a part would be empty.
+    pub(crate) fn parts(&self) -> anyhow::Result<Parts> {
+        let all = self.all()?;
+        let Split { train, test, eval } = Split::new(all.len(), self.split_seed)?;
+        let of = |numbers: &[usize]| split::select(&all, numbers);
+        Ok(Parts { train: of(&train), test: of(&test), validation: of(&eval) })
+    }
+
+    /// The official test set.
+    ///
+    /// # Errors
+    /// `--data` is a file; a file that is not there or has a bad line.
+    pub(crate) fn official(&self) -> anyhow::Result<Vec<Problem>> {
+        if !self.data.is_dir() {
+            bail!("{}: a file has no official test set; give the folder with {TEST}", self.data.display());
+        }
+        self.read(&self.file(TEST)?)
+    }
+
+    /// Prompts with examples from these problems.
+    ///
+    /// # Errors
+    /// Fewer problems than examples.
+    pub(crate) fn few_shot(&self, train: &[Problem], shots: usize) -> anyhow::Result<FewShot> {
+        let format = PromptFormat::default();
+        Ok(match shots {
+            0 => FewShot::zero(format),
+            shots => FewShot::new(train, shots, format, self.split_seed)?,
+        })
+    }
+}

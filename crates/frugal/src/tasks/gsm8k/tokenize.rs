@@ -1,0 +1,183 @@
+//! Rows to train on, and prompts to generate from: the same tokens.
+//!
+//! A row is the prompt's tokens, the answer's, and the end token; the labels are −100 over the prompt, and the tokens
+//! themselves after it, the end token among them, so that the model learns to stop.
+//!
+//! **Prompt and answer are encoded apart.** Generation sees the encoded prompt and nothing else, so training must see exactly
+//! these tokens before the answer's first. To encode the whole text and find the border by offsets can give other tokens: a BPE
+//! may merge across it. It does not with [`PromptFormat`](super::PromptFormat)'s default and a byte-level BPE as GPT-2's,
+//! Llama 3's or Qwen's, which divide the text before merging: `:` never shares a piece with the space after it, which belongs
+//! to the answer's first word. Then both ways agree, and a test shows it.
+
+use dataloading::Tokenizer;
+use training::masked_rows::MaskedRow;
+
+use super::error::{Error, Result};
+use super::prompt::FewShot;
+use super::records::Problem;
+
+/// The label of a token that is not to be learnt.
+pub const IGNORED: i64 = -100;
+
+/// What is done with a row or a prompt that the model has no places for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum TooLong {
+    /// It is an error.
+    #[default]
+    Refuse,
+    /// It is left out, and counted.
+    Skip,
+}
+
+/// What the model asks of its rows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EncodeOptions {
+    /// Ids that the model knows: 0 to `vocabulary - 1`.
+    pub vocabulary: usize,
+    /// Places that the model has.
+    pub context: usize,
+    /// The token that begins every row, for models that were trained with one (Llama; not Qwen).
+    pub begin: Option<u32>,
+    /// The token after the answer.
+    pub end: u32,
+    /// What is done with longer rows.
+    pub too_long: TooLong,
+}
+
+/// A row as the assignment's `tokenize` returns it. The three lists are of one length.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct TrainingRow {
+    /// Prompt, answer, end token.
+    pub input_ids: Vec<i64>,
+    /// 1 everywhere: what pads is put on when rows meet in a batch.
+    pub attention_mask: Vec<i64>,
+    /// −100 over the prompt, then the tokens themselves. Not shifted: the model's loss compares place `t` with label `t + 1`.
+    pub labels: Vec<i64>,
+}
+
+impl From<TrainingRow> for MaskedRow {
+    fn from(row: TrainingRow) -> Self {
+        Self { tokens: row.input_ids, labels: row.labels }
+    }
+}
+
+/// Rows of many problems.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct TrainingRows {
+    /// In the order of the problems.
+    pub rows: Vec<TrainingRow>,
+    /// Numbers of the problems that were too long and left out.
+    pub skipped: Vec<usize>,
+}
+
+/// Makes rows and prompts for one model.
+#[derive(Debug, Clone)]
+pub struct Encoder {
+    tokenizer: Tokenizer,
+    options: EncodeOptions,
+}
+
+impl Encoder {
+    /// Checks that tokenizer and model belong together.
+    ///
+    /// # Errors
+    /// [`Error::Vocabulary`]: the tokenizer, or the end or begin token, has ids beyond the model's. A context of 0.
+    pub fn new(tokenizer: Tokenizer, options: EncodeOptions) -> Result<Self> {
+        if options.context == 0 {
+            return Err(Error::Config {
+                what: "context",
+                reason: "0 places; give the model's `max_position_embeddings`".into(),
+            });
+        }
+        let encoder = Self { tokenizer, options };
+        let largest = encoder.tokenizer.vocabulary().checked_sub(1).map(|largest| largest as u32);
+        let own = [encoder.options.begin, Some(encoder.options.end), largest];
+        encoder.check(&own.into_iter().flatten().collect::<Vec<_>>())?;
+        Ok(encoder)
+    }
+
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// What the model asks of its rows.
+    pub fn options(&self) -> &EncodeOptions {
+        &self.options
+    }
+
+    fn check(&self, ids: &[u32]) -> Result<()> {
+        match ids.iter().find(|id| **id as usize >= self.options.vocabulary) {
+            None => Ok(()),
+            Some(&id) => Err(Error::Vocabulary {
+                id,
+                token: self.tokenizer.token(id).unwrap_or_default(),
+                vocabulary: self.options.vocabulary,
+            }),
+        }
+    }
+
+    fn ids(&self, text: &str) -> Result<Vec<i64>> {
+        let ids = self.tokenizer.encode(text)?;
+        self.check(&ids)?;
+        Ok(ids.into_iter().map(i64::from).collect())
+    }
+
+    /// The tokens of a prompt: the begin token if there is one, and the text's.
+    ///
+    /// # Errors
+    /// The tokenizer refuses the text.
+    pub fn prompt(&self, text: &str) -> Result<Vec<i64>> {
+        let mut ids: Vec<i64> = self.options.begin.map(i64::from).into_iter().collect();
+        ids.extend(self.ids(text)?);
+        Ok(ids)
+    }
+
+    /// The assignment's `tokenize(sample)`. `number` is the problem's place in its list, for errors. `None`: too long, and
+    /// such rows are skipped.
+    ///
+    /// # Errors
+    /// The row is too long and such rows are refused; those of [`FewShot::prompt`] and of the tokenizer.
+    pub fn tokenize(
+        &self,
+        number: usize,
+        problem: &Problem,
+        few_shot: &FewShot,
+    ) -> Result<Option<TrainingRow>> {
+        let mut input_ids = self.prompt(&few_shot.prompt(&problem.question)?)?;
+        let mut labels = vec![IGNORED; input_ids.len()];
+        let mut answer = self.ids(&few_shot.format().reply(&problem.answer))?;
+        answer.push(i64::from(self.options.end));
+        input_ids.extend(&answer);
+        labels.extend(&answer);
+        if !self.fits(number, input_ids.len(), 0)? {
+            return Ok(None);
+        }
+        Ok(Some(TrainingRow { attention_mask: vec![1; input_ids.len()], input_ids, labels }))
+    }
+
+    /// Rows of all problems.
+    ///
+    /// # Errors
+    /// Those of [`tokenize`](Self::tokenize).
+    pub fn tokenize_all(&self, problems: &[Problem], few_shot: &FewShot) -> Result<TrainingRows> {
+        let mut all = TrainingRows::default();
+        for (number, problem) in problems.iter().enumerate() {
+            match self.tokenize(number, problem, few_shot)? {
+                Some(row) => all.rows.push(row),
+                None => all.skipped.push(number),
+            }
+        }
+        Ok(all)
+    }
+
+    /// Whether `tokens` and `new` ones after them have places.
+    pub(super) fn fits(&self, number: usize, tokens: usize, new: usize) -> Result<bool> {
+        let context = self.options.context;
+        match self.options.too_long {
+            _ if tokens.saturating_add(new) <= context => Ok(true),
+            TooLong::Skip => Ok(false),
+            TooLong::Refuse => Err(Error::TooLong { number, tokens, new, context }),
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! Text as it comes, token by token.
+//!
+//! A token of a byte-level BPE may end within a character, and may begin with what the one before left open; other decoders treat
+//! the first token of a text apart. So text is decoded with the tokens that came last before it, and what is new is what that
+//! has more; it is held back while it ends within a character. What may be the beginning of a stop text is held back too.
+
+use dataloading::Tokenizer;
+
+use crate::error::{Error, Result};
+
+/// What is said of bytes that are no character, or not yet.
+const UNFINISHED: char = '\u{fffd}';
+
+/// The text of one row. See the [module](self).
+#[derive(Debug)]
+pub struct TextStream<'t> {
+    tokenizer: &'t Tokenizer,
+    stop: Vec<String>,
+    /// The first token that is decoded.
+    start: usize,
+    /// Tokens whose text was given.
+    given: usize,
+    /// Text that may be the beginning of a stop text.
+    held: String,
+    stopped: bool,
+}
+
+impl<'t> TextStream<'t> {
+    /// Ends before any of these texts.
+    pub fn new(tokenizer: &'t Tokenizer, stop: &[String]) -> Self {
+        let stop = stop.iter().filter(|text| !text.is_empty()).cloned().collect();
+        Self { tokenizer, stop, start: 0, given: 0, held: String::new(), stopped: false }
+    }
+
+    /// Whether a stop text came.
+    pub fn stopped(&self) -> bool {
+        self.stopped
+    }
+
+    /// The text that is certain now, of a row that has these tokens.
+    ///
+    /// # Errors
+    /// A token that is no id.
+    pub fn push(&mut self, tokens: &[i64]) -> Result<String> {
+        if self.stopped || tokens.len() <= self.given {
+            return Ok(String::new());
+        }
+        let whole = self.decode(&tokens[self.start..])?;
+        if whole.ends_with(UNFINISHED) {
+            return Ok(String::new());
+        }
+        let before = self.decode(&tokens[self.start..self.given])?;
+        let new = whole.strip_prefix(&before).unwrap_or(&whole);
+        self.held.push_str(new);
+        (self.start, self.given) = (self.given, tokens.len());
+        Ok(self.release())
+    }
+
+    /// What was held back, at the end of the row.
+    ///
+    /// # Errors
+    /// As [`TextStream::push`].
+    pub fn finish(&mut self, tokens: &[i64]) -> Result<String> {
+        if self.stopped {
+            return Ok(String::new());
+        }
+        let whole = self.decode(&tokens[self.start..])?;
+        let before = self.decode(&tokens[self.start..self.given.min(tokens.len())])?;
+        self.held.push_str(whole.strip_prefix(&before).unwrap_or(&whole));
+        self.given = tokens.len();
+        let mut text = self.release();
+        text.push_str(&std::mem::take(&mut self.held));
+        Ok(text)
+    }
+
+    /// Takes out of what is held what is no beginning of a stop text; up to the first whole one.
+    fn release(&mut self) -> String {
+        if let Some(at) = self.stop.iter().filter_map(|stop| self.held.find(stop.as_str())).min() {
+            self.stopped = true;
+            let text = self.held[..at].to_owned();
+            self.held.clear();
+            return text;
+        }
+        let begins = |at: &usize| {
+            let rest = &self.held[*at..];
+            !rest.is_empty() && self.stop.iter().any(|stop| stop.starts_with(rest))
+        };
+        let from = self.held.char_indices().map(|(at, _)| at).find(begins).unwrap_or(self.held.len());
+        let rest = self.held.split_off(from);
+        std::mem::replace(&mut self.held, rest)
+    }
+
+    fn decode(&self, tokens: &[i64]) -> Result<String> {
+        let ids: Result<Vec<u32>, _> = tokens.iter().map(|token| u32::try_from(*token)).collect();
+        let ids = ids.map_err(|_| Error::NotAToken)?;
+        Ok(self.tokenizer.decode_known(&ids)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tokenizer() -> Tokenizer {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/tokenizer.json");
+        Tokenizer::from_file(std::path::Path::new(path)).unwrap()
+    }
+
+    fn tokens(tokenizer: &Tokenizer, text: &str) -> Vec<i64> {
+        tokenizer.encode(text).unwrap().into_iter().map(i64::from).collect()
+    }
+
+    /// The pieces in which a text comes, and whether it was stopped.
+    fn streamed(text: &str, stop: &[&str]) -> (Vec<String>, bool) {
+        let tokenizer = tokenizer();
+        let tokens = tokens(&tokenizer, text);
+        let stop: Vec<String> = stop.iter().map(|text| (*text).to_owned()).collect();
+        let mut stream = TextStream::new(&tokenizer, &stop);
+        let mut pieces: Vec<String> =
+            (1..=tokens.len()).map(|end| stream.push(&tokens[..end]).unwrap()).collect();
+        pieces.push(stream.finish(&tokens).unwrap());
+        (pieces, stream.stopped())
+    }
+
+    #[test]
+    fn pieces_are_whole_characters_and_make_the_text() {
+        for text in ["Die Straße kostet 5 €, 数学 and 🦀🦀.", "", " a  b\n\nc", "Привет, мир"]
+        {
+            let (pieces, stopped) = streamed(text, &["never seen"]);
+            assert_eq!(pieces.concat(), text);
+            assert!(!stopped && pieces.iter().all(|piece| !piece.contains(UNFINISHED)), "{pieces:?}");
+        }
+        let (pieces, _) = streamed("Die Straße kostet 5 €", &[]);
+        assert!(
+            pieces.iter().filter(|piece| !piece.is_empty()).count() > 4,
+            "it comes as it is made: {pieces:?}"
+        );
+    }
+
+    #[test]
+    fn nothing_of_a_stop_text_is_given() {
+        let (pieces, stopped) = streamed("She has 5.\n\nQuestion: How", &["Question:", "\n\nQ"]);
+        assert_eq!((pieces.concat().as_str(), stopped), ("She has 5.", true));
+        let (pieces, stopped) = streamed("An open Quest", &["Question:"]);
+        assert_eq!((pieces.concat().as_str(), stopped), ("An open Quest", false));
+    }
+
+    #[test]
+    fn half_a_character_at_the_end_is_given_as_such() {
+        let tokenizer = tokenizer();
+        let all = tokens(&tokenizer, "🦀");
+        assert!(all.len() > 1, "the tokenizer has a token for it; take a rarer one");
+        let mut stream = TextStream::new(&tokenizer, &[]);
+        assert_eq!(stream.push(&all[..1]).unwrap(), "");
+        assert_eq!(stream.finish(&all[..1]).unwrap(), UNFINISHED.to_string());
+    }
+}

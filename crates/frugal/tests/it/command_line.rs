@@ -1,0 +1,291 @@
+//! The program as its user has it: a folder in, an adapter out, and what is done with both.
+
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
+
+use crate::tiny_folder::Tiny;
+use dataloading::Tokenizer;
+use expect_test::expect;
+use lora::peft::{CONFIG_FILE, TENSORS_FILE};
+use lora::{Adapters, LoraConfig};
+use models::generation::{GenerateOptions, generate};
+use models::hugging_face::Folder;
+use models::module::{Input, LanguageModel};
+use models::{Llama, tensors_file};
+use serde_json::Value;
+use tch::{Device, Kind, Tensor};
+
+const TRAIN: &str =
+    "finetune --model model --data problems --r 4 --batch-size 4 --accumulation 1 --lr 0.03 --seed 3";
+
+fn lines(text: &str) -> Vec<Value> {
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// The steps' losses of a log.
+fn losses(tiny: &Tiny, out: &str) -> Vec<(u64, f64)> {
+    let text = String::from_utf8(tiny.bytes(&format!("{out}/losses.jsonl"))).unwrap();
+    let of = |line: Value| Some((line["step"].as_u64()?, line["loss"].as_f64()?));
+    lines(&text).into_iter().filter_map(of).collect()
+}
+
+fn logits(model: &dyn LanguageModel) -> Tensor {
+    let tokens = Tensor::from_slice(&[3i64, 1, 4, 1, 5, 9, 2, 6, 5, 35]).view([2, 5]);
+    tch::no_grad(|| model.logits(&Input::new(&tokens)).unwrap())
+}
+
+fn load(tiny: &Tiny, folder: &str) -> Llama {
+    Folder::open(&tiny.path(folder)).unwrap().load(None, Device::Cpu).unwrap()
+}
+
+#[test]
+fn a_training_ends_in_an_adapter_with_its_log() {
+    let tiny = Tiny::new();
+    let (out, err) = tiny.succeed(&format!("{TRAIN} --out adapter --steps 20 --evaluate-every 10 --json"));
+    expect![[r#"
+        trains 896 of 70 416 (1.27 %) parameters; an epoch is 1 476 tokens in 9 batches; 20 steps
+    "#]]
+    .assert_eq(&err);
+    let all = lines(&out);
+    let result = &all[all.len() - 1]["result"];
+    assert_eq!((&result["steps"], &result["trainable"]), (&20.into(), &896.into()));
+    let losses = losses(&tiny, "adapter");
+    assert!(losses.iter().map(|(step, _)| *step).eq(1..=20), "{losses:?}");
+    let mean = |part: &[(u64, f64)]| part.iter().map(|(_, loss)| loss).sum::<f64>() / part.len() as f64;
+    assert!(mean(&losses[15..]) < mean(&losses[..5]) - 0.4, "{losses:?}");
+    let log = String::from_utf8(tiny.bytes("adapter/losses.jsonl")).unwrap();
+    let measured: Vec<f64> = lines(&log).iter().filter_map(|line| line["validation_loss"].as_f64()).collect();
+    assert!(measured.len() == 2 && measured[1] < measured[0], "{measured:?}");
+    assert_eq!(result["validation_loss"], measured[1]);
+
+    let config = LoraConfig::read(&tiny.path("adapter").join(CONFIG_FILE)).unwrap();
+    assert_eq!(config.base_model_name_or_path.as_deref(), Some("model"));
+    assert_eq!((config.r, config.lora_alpha, config.lora_dropout), (4, 16.0, 0.05));
+    let tensors = tensors_file::read(&tiny.path("adapter").join(TENSORS_FILE), Device::Cpu).unwrap();
+    assert_eq!(tensors.len(), 2 * 4 * 2);
+    assert!(
+        tensors
+            .iter()
+            .all(|(name, x)| name.starts_with("base_model.model.model.layers.") && x.kind() == Kind::Float)
+    );
+
+    // The base is in no file of the training.
+    let checkpoint = tiny.path("adapter/checkpoints/step-000000000020/model.safetensors");
+    let kept = tensors_file::read(&checkpoint, Device::Cpu).unwrap();
+    assert!(kept.iter().all(|(name, _)| name.contains(".lora_")) && kept.len() == tensors.len());
+}
+
+#[test]
+fn recomputation_packing_and_dora_train_too() {
+    let tiny = Tiny::new();
+    let plain = format!("{TRAIN} --steps 4 --out plain");
+    tiny.succeed(&plain);
+    tiny.succeed(&format!("{TRAIN} --steps 4 --out recomputed --recompute"));
+    let tensors = |out: &str| tiny.bytes(&format!("{out}/{TENSORS_FILE}"));
+    assert!(tensors("plain") == tensors("recomputed"), "recomputation changes no bit");
+    let (_, err) = tiny.succeed(&format!("{TRAIN} --steps 4 --out packed --packing 150 --shots 1"));
+    assert!(err.contains("places of padding; 4 steps"), "{err}");
+    let first = losses(&tiny, "plain")[0].1;
+    for (out, flags) in [
+        ("dora", "--dora --targets all-linear"),
+        ("head", "--targets q_proj,lm_head --dtype bf16"),
+        ("pissa", "--init pissa --rslora --target-pattern .*\\.(k|v)_proj"),
+    ] {
+        tiny.succeed(&format!("{TRAIN} --steps 6 --out {out} {flags}"));
+        let losses = losses(&tiny, out);
+        assert!(losses.len() == 6 && (losses[0].1 - first).abs() < 0.1, "begins as the base: {losses:?}");
+        assert!(losses[5].1 < losses[0].1, "{out}: {losses:?}");
+        Adapters::load(&mut load(&tiny, "model"), &tiny.path(out)).unwrap();
+    }
+}
+
+#[test]
+fn a_training_that_was_killed_goes_on_to_the_same_bytes() {
+    let tiny = Tiny::new();
+    let train = format!("{TRAIN} --dropout 0.2 --steps 40 --checkpoint-every 4 --json");
+    tiny.succeed(&format!("{train} --out unbroken"));
+    let mut child = tiny
+        .command(&format!("{train} --out broken"))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let read = BufReader::new(child.stdout.take().unwrap());
+    let mut steps = read.lines().map(|line| serde_json::from_str::<Value>(&line.unwrap()).unwrap());
+    assert!(steps.any(|line| line["step"] == 6), "it came to step 6");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(!tiny.path("broken").join(TENSORS_FILE).exists(), "it was not done");
+
+    let again = tiny.run(&format!("{train} --out broken"));
+    let said = String::from_utf8(again.stderr).unwrap();
+    assert!(again.status.code() == Some(1) && said.contains("go on from them with --resume"), "{said}");
+    tiny.succeed(&format!("{train} --out broken --resume"));
+    for file in [TENSORS_FILE, CONFIG_FILE] {
+        let of = |out: &str| tiny.bytes(&format!("{out}/{file}"));
+        assert!(of("broken") == of("unbroken"), "{file}");
+    }
+    assert_eq!(losses(&tiny, "broken"), losses(&tiny, "unbroken"));
+
+    // Another base of the same shapes, and other data, are other trainings.
+    tiny.write_model("other", 16, 2);
+    for (flags, said) in [
+        ("--model other", "the frozen parameters was "),
+        ("--alpha 32", "it is of another model: adapter `default`: lora_alpha was 16 and is 32; resume with"),
+        ("--batch-size 3", "over other rows, in other batches or in another order"),
+    ] {
+        let with = match flags.split_once(' ') {
+            Some((flag, value)) if train.contains(flag) => {
+                let at = train.find(flag).unwrap();
+                let end = train[at + flag.len() + 1..].find(' ').unwrap() + at + flag.len() + 1;
+                format!("{}{flag} {value}{}", &train[..at], &train[end..])
+            }
+            _ => format!("{train} {flags}"),
+        };
+        let output = tiny.run(&format!("{with} --out broken --resume"));
+        let err = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(1) && err.contains(said), "{flags}: {err}");
+    }
+}
+
+#[test]
+fn answers_are_generated_and_graded() {
+    let tiny = Tiny::new();
+    tiny.succeed(&format!("{TRAIN} --steps 2 --out adapter"));
+    let eval = "eval --model model --data problems --batch-size 2 --max-new-tokens 8";
+    let (out, _) = tiny.succeed(&format!(
+        "{eval} --split official --shots 1 --limit 3 --adapter adapter --transcript said.jsonl --json"
+    ));
+    let figures = &lines(&out)[0];
+    for grader in ["strict", "flexible", "openai"] {
+        let of = &figures["graders"][grader];
+        assert_eq!(of["of"], 3, "{figures}");
+        assert!(of["low"].as_f64().unwrap() <= of["accuracy"].as_f64().unwrap(), "{figures}");
+    }
+    let said = lines(&String::from_utf8(tiny.bytes("said.jsonl")).unwrap());
+    assert_eq!(said.len(), 3);
+    assert!(said.iter().zip(0..).all(|(line, number)| line["number"] == number), "{said:?}");
+    let new: u64 = said.iter().map(|line| line["new_tokens"].as_u64().unwrap()).sum();
+    assert_eq!(figures["tokens"], new);
+
+    let (out, _) = tiny.succeed(&format!("{eval} --shots 0 --dtype bf16"));
+    assert!(out.starts_with("strict    0.0 % (0.0 to "), "{out}");
+    assert!(out.contains("tokens/s"), "{out}");
+}
+
+#[test]
+fn text_comes_as_the_library_generates_it() {
+    let tiny = Tiny::new();
+    let tokenizer = Tokenizer::from_file(&tiny.path("model/tokenizer.json")).unwrap();
+    let prompt: Vec<i64> = tokenizer.encode("Ann has").unwrap().into_iter().map(i64::from).collect();
+    let options = GenerateOptions { max_new_tokens: 12, end_tokens: vec![0], ..GenerateOptions::default() };
+    let expected = generate(&load(&tiny, "model"), &[prompt], &options, &mut ()).unwrap();
+    let ids: Vec<u32> = expected[0].tokens.iter().map(|token| *token as u32).collect();
+    let expected = tokenizer.decode(&ids).unwrap();
+
+    let one = |more: &[&str]| {
+        let mut command = tiny.command("generate --model model --max-new-tokens 12");
+        let output = command.args(["--prompt", "Ann has"]).args(more).output().unwrap();
+        let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+        assert!(output.status.success() && err.contains("tokens/s"), "{err}");
+        out
+    };
+    assert_eq!(one(&[]), format!("{expected}\n"));
+    let middle: String = expected.chars().skip(expected.chars().count() / 2).take(4).collect();
+    let before = expected.split(&middle).next().unwrap();
+    assert_eq!(one(&["--stop", &middle]), format!("{before}\n"));
+    let drawn = one(&["--temperature", "2", "--top-k", "50", "--top-p", "0.9", "--seed", "5"]);
+    assert_eq!(drawn, one(&["--temperature", "2", "--top-k", "50", "--top-p", "0.9", "--seed", "5"]));
+    assert_ne!(drawn, one(&["--temperature", "2", "--top-k", "50", "--top-p", "0.9", "--seed", "6"]));
+
+    std::fs::write(tiny.path("prompts.txt"), "Ann has\n\nBob\\nhas 5\n").unwrap();
+    let (out, _) = tiny.succeed("generate --model model --prompts prompts.txt --max-new-tokens 12 --json");
+    let rows = lines(&out);
+    assert_eq!(rows.len(), 2);
+    assert_eq!((&rows[0]["text"], &rows[1]["prompt"]), (&expected.into(), &"Bob\nhas 5".into()));
+}
+
+#[test]
+fn a_merged_model_computes_what_its_adapter_does() {
+    let tiny = Tiny::new();
+    tiny.succeed(&format!("{TRAIN} --steps 6 --out adapter"));
+    tiny.succeed(&format!("{TRAIN} --steps 6 --out head --targets v_proj,lm_head"));
+    std::fs::write(tiny.path("model/merges.txt"), "as it is").unwrap();
+    let base = logits(&load(&tiny, "model"));
+    for adapter in ["adapter", "head"] {
+        let merged = format!("merged-{adapter}");
+        tiny.succeed(&format!("merge --model model --adapter {adapter} --out {merged}"));
+        let mut model = load(&tiny, "model");
+        let adapters = Adapters::load(&mut model, &tiny.path(adapter)).unwrap();
+        let _evaluation = adapters.evaluation();
+        let (expected, found) = (logits(&model), logits(&load(&tiny, &merged)));
+        let apart = |other: &Tensor| (&found - other).abs().max().double_value(&[]);
+        assert!(apart(&expected) < 1e-4 && apart(&base) > 0.05, "{} {}", apart(&expected), apart(&base));
+        for file in ["tokenizer.json", "generation_config.json", "merges.txt"] {
+            assert!(
+                tiny.bytes(&format!("{merged}/{file}")) == tiny.bytes(&format!("model/{file}")),
+                "{file}"
+            );
+        }
+    }
+    let tied = |name: &str| Folder::open(&tiny.path(name)).unwrap().config().tie_word_embeddings;
+    assert!(tied("merged-adapter") && !tied("merged-head"), "an adapted head is one of its own");
+    tiny.succeed("merge --model model --adapter adapter --out halved --dtype bf16 --max-shard-bytes 100000");
+    let folder = Folder::open(&tiny.path("halved")).unwrap();
+    assert_eq!(folder.kind().unwrap(), Kind::BFloat16);
+    assert!(tiny.path("halved/model.safetensors.index.json").is_file());
+}
+
+#[test]
+fn an_adapter_is_taken_out_of_a_checkpoint() {
+    let tiny = Tiny::new();
+    tiny.succeed(&format!("{TRAIN} --steps 3 --out adapter --dora --targets q_proj,lm_head"));
+    tiny.succeed("export --checkpoints adapter --base model --out exported");
+    tiny.succeed("export --adapter adapter --out halved --dtype bf16 --base elsewhere");
+    for file in [TENSORS_FILE, CONFIG_FILE] {
+        let of = |out: &str| tiny.bytes(&format!("{out}/{file}"));
+        assert!(of("exported") == of("adapter"), "{file}");
+    }
+    let halved = tensors_file::read(&tiny.path("halved").join(TENSORS_FILE), Device::Cpu).unwrap();
+    assert!(halved.iter().all(|(_, x)| x.kind() == Kind::BFloat16));
+    let config = LoraConfig::read(&tiny.path("halved").join(CONFIG_FILE)).unwrap();
+    assert_eq!(config.base_model_name_or_path.as_deref(), Some("elsewhere"));
+    Adapters::load(&mut load(&tiny, "model"), &tiny.path("halved")).unwrap();
+}
+
+#[test]
+fn folders_are_described_by_their_headers() {
+    let tiny = Tiny::new();
+    tiny.succeed(&format!("{TRAIN} --steps 1 --out adapter"));
+    expect![[r#"
+        model       Qwen2ForCausalLM
+        parameters  69 520
+        dtype       Float
+        bytes       272 KiB
+        layers      2
+        width       16
+        heads       4 (2 of keys)
+        head        tied to the embedding
+        vocabulary  4 096
+        context     200
+        tokenizer   yes
+        trainable   1 792 of 71 312 (2.51 %) with adapters of rank 8 on q_proj, k_proj, v_proj, o_proj
+    "#]]
+    .assert_eq(&tiny.succeed("info model").0);
+    expect![[r#"
+        adapter     LoRA
+        base        model
+        rank        4
+        alpha       16
+        dropout     0.05
+        targets     q_proj, k_proj, v_proj, o_proj
+        tensors     16
+        parameters  896
+        dtype       Float
+        bytes       3.50 KiB
+        trainable   896 of 70 416 (1.27 %)
+    "#]]
+    .assert_eq(&tiny.succeed("info adapter --model model").0);
+    let fields: Value = serde_json::from_str(&tiny.succeed("info model --json --r 4").0).unwrap();
+    assert_eq!((&fields["parameters"], &fields["trainable"]), (&69520.into(), &896.into()));
+}

@@ -1,0 +1,17 @@
+//! The tests of `frugal` that need only its public interface and its program: one binary, a module per behaviour.
+
+mod command_line;
+mod command_line_errors;
+mod gsm8k_data;
+mod gsm8k_evaluate;
+mod gsm8k_graders;
+mod gsm8k_records;
+mod gsm8k_split;
+mod gsm8k_stop_texts;
+mod gsm8k_tokenize;
+mod tiny_folder;
+
+/// The program, where this was built, or where the variable says on another machine.
+fn program() -> std::ffi::OsString {
+    std::env::var_os("CARGO_BIN_EXE_frugal").unwrap_or_else(|| env!("CARGO_BIN_EXE_frugal").into())
+}
