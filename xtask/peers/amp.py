@@ -162,7 +162,7 @@ def numerics(args, device, records):
             {"tensor": name},
             [
                 {"name": "error", "unit": "ratio", "value": error, "n": 1},
-                {"name": "held_to", "unit": "ratio", "value": error + TOLERANCE, "n": 1},
+                {"name": "allowed_error", "unit": "ratio", "value": error + TOLERANCE, "n": 1},
             ],
         )
 

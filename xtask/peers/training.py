@@ -108,7 +108,7 @@ def main():
     with open(args.records, "a") as records:
         for figure in (
             metric("step_seconds", "s", times),
-            metric("places_per_second", "token/s", [places / seconds for seconds in times]),
+            metric("positions_per_second", "tokens/s", [places / seconds for seconds in times]),
             {"name": "peak_bytes", "unit": "B", "value": peak, "n": 1},
             {"name": "parameters", "unit": "count", "value": parameters, "n": 1},
         ):

@@ -85,7 +85,7 @@ enum Casts {
 const CASES: [(&str, &str, Casts); 3] = [
     ("fp32", "_fused_adamw_", Casts::None),
     ("mixed", "casts into a buffer", Casts::Buffer),
-    ("mixed", "casts into a fresh tensor", Casts::Fresh),
+    ("mixed", "casts into a new tensor", Casts::Fresh),
 ];
 
 fn theirs(model: &mut Model, casts: Casts) -> runtime::Result<()> {
@@ -104,7 +104,7 @@ fn theirs(model: &mut Model, casts: Casts) -> runtime::Result<()> {
 fn steps(device: Device, parameters: i64, rounds: usize) -> anyhow::Result<Figures> {
     let mut figures = Vec::new();
     let case = |precision: &str, beside: &str| {
-        Case::new().with("precision", precision).with("beside", beside).with("parameters", parameters)
+        Case::new().with("precision", precision).with("baseline", beside).with("parameters", parameters)
     };
     if device != Device::Cpu {
         let metric = || Metric::not_measured("speed", "ratio", "a pass of the CPU");

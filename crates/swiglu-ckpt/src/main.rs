@@ -216,7 +216,7 @@ fn metrics(
             held_beyond_inputs(config, *held_bytes, dtype.elt_size_in_bytes()),
         ),
         Metric::of_samples("flop_rate", "FLOP/s", &rates),
-        Metric::of_samples("share_of_product_rate", "ratio", &shares),
+        Metric::of_samples("share_of_matmul_rate", "ratio", &shares),
     ]
 }
 
@@ -258,7 +258,7 @@ fn print(records: &[Record], json: bool) -> anyhow::Result<()> {
             text("backward_seconds", 1.0),
             text("peak_bytes", gib),
             text("predicted_peak_bytes", gib),
-            value("share_of_product_rate").map_or("-".to_owned(), |share| format!("{:.0}", share * 100.0)),
+            value("share_of_matmul_rate").map_or("-".to_owned(), |share| format!("{:.0}", share * 100.0)),
         )?;
         if let Some(note) = &chunk[0].metric.note {
             writeln!(out, "    not measured: {note}")?;

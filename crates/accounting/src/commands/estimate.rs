@@ -48,7 +48,7 @@ impl Args {
                  fragmentation.\n";
 
         let case = Case::new()
-            .with("ladder", "command line")
+            .with("varied", "command line")
             .with("model", self.model.name())
             .with("batch", plan.work.batch)
             .with("sequence", plan.work.sequence)

@@ -22,7 +22,7 @@ pub fn estimates(environment: &Environment) -> Result<Vec<Record>, Error> {
         let model = presets::find(name)?;
         for (step, plan) in steps {
             let case = Case::new()
-                .with("ladder", ladder)
+                .with("varied", ladder)
                 .with("model", name)
                 .with("batch", plan.work.batch)
                 .with("sequence", plan.work.sequence)

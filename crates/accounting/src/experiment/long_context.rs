@@ -55,7 +55,7 @@ pub fn long_context(environment: &Environment) -> Result<Vec<Record>, Error> {
             Metric::exact("published_peak_bytes", "B", published),
             Metric::exact("predicted_peak_bytes", "B", ours),
             Metric::exact("predicted_over_published", "ratio", ours / published),
-            Metric::exact("off_by", "ratio", (ours / published - 1.0).abs()),
+            Metric::exact("relative_error", "ratio", (ours / published - 1.0).abs()),
         ] {
             put(&case, metric);
         }
@@ -119,7 +119,7 @@ fn terms(model: &Decoder, plan: &Plan) -> Result<Vec<Metric>, Error> {
     total.note = Some(format!("at the {}", peak.moment.name()));
     Ok(vec![
         bytes("model_states_bytes", states.map(|part| peak.bytes(part)).into_iter().sum()),
-        bytes("passing_through_bytes", peak.bytes(Part::Temporaries) - one_block),
+        bytes("in_transfer_bytes", peak.bytes(Part::Temporaries) - one_block),
         bytes("activations_bytes", peak.bytes(Part::Activations)),
         bytes("logits_and_loss_bytes", peak.bytes(Part::Logits)),
         bytes("one_block_bytes", one_block),
@@ -222,7 +222,7 @@ mod tests {
                 assert!(peak < last, "{label} {step}: {peak} after {last}");
                 last = peak;
                 let terms =
-                    ["model_states", "passing_through", "activations", "logits_and_loss", "one_block"];
+                    ["model_states", "in_transfer", "activations", "logits_and_loss", "one_block"];
                 let sum: f64 =
                     terms.iter().map(|term| value(&records, &format!("{term}_bytes"), &case).unwrap()).sum();
                 assert_eq!(sum, peak);

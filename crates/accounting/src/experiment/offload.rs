@@ -39,7 +39,7 @@ pub fn offload_condition(environment: &Environment) -> Result<Vec<Record>, Error
                     Condition { flops: card.flops, link, bytes_per_parameter: 2.0, resident_share: 0.0 };
                 let case = case.clone().with("pass", direction.name());
                 let tokens = least_tokens(&condition, direction)? as f64;
-                put(&case, Metric::exact("least_tokens", "tokens", tokens));
+                put(&case, Metric::exact("min_tokens", "tokens", tokens));
             }
         }
         for tokens in TOKENS {
@@ -83,7 +83,7 @@ pub fn span_metrics(of: &Case, step: &Step) -> Vec<(Case, Metric)> {
         let layer = span.layer.map_or("–".to_owned(), |layer| layer.to_string());
         let case = of
             .clone()
-            .with("lane", span.lane.name())
+            .with("stream", span.lane.name())
             .with("what", span.work.name())
             .with("layer", layer)
             .with("span", number);

@@ -1,7 +1,7 @@
 //! Our figures beside published ones.
 //!
 //! A published figure has so many digits; ours agrees if it rounds to them: the difference is at most half a unit of
-//! the last one. `half_units_off` is the difference in such halves; for an exact integer it is 0 or it is wrong.
+//! the last one. `error_in_half_units` is the difference in such halves; for an exact integer it is 0 or it is wrong.
 
 use report::{Case, Environment, Metric, Record};
 
@@ -36,7 +36,7 @@ pub fn published(environment: &Environment) -> Result<Vec<Record>, Error> {
         let metrics = [
             Metric::exact("published", unit, published),
             Metric::exact("ours", unit, ours),
-            Metric::exact("half_units_off", "ratio", (ours - published).abs() / (last_digit / 2.0)),
+            Metric::exact("error_in_half_units", "ratio", (ours - published).abs() / (last_digit / 2.0)),
         ];
         records.extend(metrics.map(|metric| record("accounting-published", &case, metric, environment)));
     }

@@ -153,7 +153,7 @@ fn an_experiment_appends_the_records_of_every_section() {
             "offload-condition"
         ]
     );
-    let off = records.iter().filter(|record| record.metric.name == "half_units_off");
+    let off = records.iter().filter(|record| record.metric.name == "error_in_half_units");
     let worst = off.map(|record| record.metric.value.unwrap()).fold(0.0, f64::max);
     assert!(worst <= 1.0, "a published figure is missed by {worst} half units");
 }

@@ -18,7 +18,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Formats) -> anyhow::Result<()
         let case = Case::new().with("number", 1e-8).with("format", format.name());
         let held = format.round(1e-8);
         let metrics = vec![
-            Metric::exact("held", "exact", held),
+            Metric::exact("stored", "exact", held),
             Metric::exact("relative_error", "exact", (held / 1e-8 - 1.0).abs()),
         ];
         sink.put("amp-formats", &case, metrics)?;

@@ -20,7 +20,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<(
         let metrics = vec![
             Metric::exact("error", "ratio", error),
             // What is held against the peer's error and the tolerance.
-            Metric::exact("held_to", "ratio", error),
+            Metric::exact("allowed_error", "ratio", error),
         ];
         sink.put("amp-numerics", &Case::new().with("tensor", tensor), metrics)?;
     }

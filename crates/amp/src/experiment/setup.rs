@@ -139,8 +139,8 @@ impl fmt::Display for Setup {
             Self::Unscaled => "fp16, no scaler",
             Self::Static => "fp16, static scaler",
             Self::Dynamic => "fp16, dynamic scaler",
-            Self::Restless => "fp16, restless scaler",
-            Self::Retry => "fp16, restless, retried",
+            Self::Restless => "fp16, fast-growing scaler",
+            Self::Retry => "fp16, fast-growing, retried",
             Self::Bf16 => "bf16",
             Self::Fp8 => "fp8",
         })

@@ -155,12 +155,12 @@ pub fn measure(text: Text, seed: u64, scale: Scale) -> Result<Vec<Figures>> {
     for way in WAYS {
         let counted = way.count(lines.clone(), epochs, seed)?;
         let mut metrics = vec![
-            Metric::of_samples("places", "count", &counted.places),
+            Metric::of_samples("positions", "count", &counted.places),
             Metric::of_samples("padding", "ratio", &counted.padding),
             Metric::of_samples("dropped_tokens", "count", &counted.dropped),
         ];
         if let Some(waste) = way.computed(&statistics) {
-            metrics.push(Metric::exact("padding_computed", "ratio", waste.share()));
+            metrics.push(Metric::exact("expected_padding", "ratio", waste.share()));
         }
         all.push(figures(of_text().with("batches", way.name()), metrics));
     }

@@ -161,7 +161,7 @@ pub fn measure<S: Samples + 'static>(
     }
     let metrics = vec![
         Metric::of_samples("tokens_per_second", "tokens/s", &rates),
-        Metric::of_samples("places_per_second", "places/s", &places),
+        Metric::of_samples("positions_per_second", "positions/s", &places),
         Metric::of_samples("work_per_token_seconds", "s", &per_token),
         Metric::exact("padding", "ratio", sum.padding as f64 / (sum.tokens + sum.padding) as f64),
     ];

@@ -17,9 +17,9 @@ pub(crate) struct Bench {
     #[arg(long, value_name = "SHAPE")]
     case: Vec<Shape>,
     /// Measure these only: naive, chunked-recompute, grad-in-forward, linear-cross-entropy
-    #[arg(long, value_name = "RUNGS", value_delimiter = ',')]
+    #[arg(long = "methods", value_name = "METHODS", value_delimiter = ',')]
     rungs: Vec<Rung>,
-    /// Bytes of logits that exist at a time, for all rungs but the first [default: each rung's own]
+    /// Bytes of logits that exist at a time, for all methods but the first [default: each method's own]
     #[arg(long, value_name = "BYTES")]
     chunk_bytes: Option<u64>,
     /// Largest number of measured steps of each case
@@ -97,7 +97,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
 fn case(shape: &Shape, rung: Rung, device: Device) -> Case {
     Case::new()
         .with("device", if device == Device::Cpu { "cpu" } else { "cuda" })
-        .with("rung", rung.name())
+        .with("method", rung.name())
         .with("dtype", dtype_name(shape.kind))
         .with("tokens", shape.tokens)
         .with("hidden", shape.hidden)
@@ -120,7 +120,7 @@ fn metrics(shape: &Shape, rung: Rung, outcome: &Outcome, limit: f64) -> Vec<Metr
         Metric::of_samples("step_seconds", "s", seconds),
         Metric::exact("peak_above_bytes", "B", outcome.peak_above_bytes as f64),
         Metric::of_samples("flop_rate", "FLOP/s", &rates),
-        Metric::of_samples("share_of_product_rate", "ratio", &shares),
+        Metric::of_samples("share_of_matmul_rate", "ratio", &shares),
     ]
 }
 

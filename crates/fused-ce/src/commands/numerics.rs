@@ -56,7 +56,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<(
             for (index, tensor) in TENSORS.into_iter().enumerate() {
                 let case = Case::new()
                     .with("dtype", dtype_name(kind))
-                    .with("rung", rung.name())
+                    .with("method", rung.name())
                     .with("chunk", chunk.unwrap_or(shape.tokens))
                     .with("tensor", tensor);
                 let found: Vec<f64> = of_case.iter().map(|errors| errors[index]).collect();

@@ -180,7 +180,7 @@ impl Left {
             Metric::exact("loss_difference", "", losses),
             Metric::exact("gradient_difference", "", gradients),
             Metric::exact("weight_difference", "", weights),
-            Metric::exact("loss_fell_by", "nats", moved),
+            Metric::exact("loss_fell_by", "nat", moved),
             Metric::exact(
                 "compared_numbers",
                 "count",

@@ -119,7 +119,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
     };
     sink.put(
         EXPERIMENT,
-        &case("making it"),
+        &case("construction"),
         vec![
             Metric::exact("budget_bytes", "B", allowed as f64),
             Metric::exact("peak_bytes", "B", made.tensors.peak as f64),

@@ -99,17 +99,17 @@ pub(crate) fn run(common: &CommonArgs, arguments: &OptimizerArgs) -> anyhow::Res
         let host = training.on_host(&demand)?;
         progress.step();
         let case = |shows: &str, optimizer: &str| {
-            Case::new().with("shows", shows).with("demand", demand.name).with("optimizer", optimizer)
+            Case::new().with("shows", shows).with("options", demand.name).with("optimizer", optimizer)
         };
         let curve = demand.name == DEMANDS[0].name || demand.schedule;
         for (name, trained) in [("AdamW, resident", &ordinary), ("HostAdamW, layers offloaded", &host)] {
             sink.put(EXPERIMENT, &case("training", name), trained.metrics())?;
             for (step, loss) in trained.losses.iter().enumerate().filter(|_| curve) {
                 let case = case("curve", name).with("step", step + 1);
-                sink.put(EXPERIMENT, &case, vec![Metric::exact("training_loss", "nats", *loss)])?;
+                sink.put(EXPERIMENT, &case, vec![Metric::exact("training_loss", "nat", *loss)])?;
             }
         }
-        let compared = Case::new().with("shows", "comparison").with("demand", demand.name);
+        let compared = Case::new().with("shows", "comparison").with("options", demand.name);
         sink.put(EXPERIMENT, &compared, host.against(&ordinary, device)?)?;
     }
     Ok(())
@@ -219,7 +219,7 @@ impl Trained {
             Metric::of_samples("step_seconds", "s", &self.seconds),
             Metric::exact("device_state_bytes", "B", self.device_state as f64),
             Metric::exact("host_state_bytes", "B", self.host_state as f64),
-            Metric::exact("last_loss", "nats", self.losses.last().copied().unwrap_or(f64::NAN)),
+            Metric::exact("last_loss", "nat", self.losses.last().copied().unwrap_or(f64::NAN)),
         ]
     }
 
@@ -232,10 +232,10 @@ impl Trained {
         let name = if device.is_cuda() { "weight_difference_from_cuda" } else { "weight_difference" };
         let fell = ordinary.losses.first().zip(ordinary.losses.last());
         Ok(vec![
-            Metric::exact("loss_difference", "nats", losses),
+            Metric::exact("loss_difference", "nat", losses),
             Metric::exact(name, "", weights),
             Metric::of_samples("time_ratio", "ratio", &ratios),
-            Metric::exact("loss_fell_by", "nats", fell.map_or(0.0, |(first, last)| first - last)),
+            Metric::exact("loss_fell_by", "nat", fell.map_or(0.0, |(first, last)| first - last)),
         ])
     }
 }

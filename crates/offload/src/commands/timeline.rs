@@ -76,7 +76,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Timeline) -> anyhow::Result<(
         let mut metrics = vec![Metric::exact("step_seconds", "s", passes.total())];
         metrics.extend([Lane::Compute, Lane::Load, Lane::Store].map(share));
         metrics.push(Metric::exact("overlap", "ratio", offload::overlap(&trace)));
-        sink.put(EXPERIMENT, &Case::new().with("shows", "lanes").with("method", name), metrics)?;
+        sink.put(EXPERIMENT, &Case::new().with("shows", "streams").with("method", name), metrics)?;
         if let Some(path) = arguments.trace.as_ref().filter(|_| ring == 3) {
             std::fs::write(path, offload::to_chrome(&trace).to_string())
                 .with_context(|| format!("the trace {}", path.display()))?;

@@ -110,7 +110,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Tokens) -> anyhow::Result<()>
             Metric::of_samples("link_rate", "B/s", &links),
         ];
         for (name, direction) in
-            [("least_tokens", Direction::Forward), ("least_tokens_backward", Direction::Backward)]
+            [("min_forward_tokens", Direction::Forward), ("min_backward_tokens", Direction::Backward)]
         {
             metrics.push(Metric::exact(name, "tokens", least_tokens(&condition, direction)? as f64));
         }

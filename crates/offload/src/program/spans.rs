@@ -53,7 +53,7 @@ pub(crate) fn timeline(of: &Case, spans: &[Span]) -> Vec<(Case, Metric)> {
         };
         let case = of
             .clone()
-            .with("lane", span.lane.name())
+            .with("stream", span.lane.name())
             .with("what", what)
             .with("layer", span.layer.to_string())
             .with("span", number);

@@ -127,7 +127,7 @@ fn a_timeline_is_drawn() {
 #[test]
 fn tokens_are_swept() {
     let records = experiment("offload-tokens");
-    assert_eq!(values(&records, "least_tokens").len(), 2);
+    assert_eq!(values(&records, "min_forward_tokens").len(), 2);
     assert!(values(&records, "overlap").iter().all(|share| (0.0..=1.0 + 1e-9).contains(share)));
 }
 

@@ -90,7 +90,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
         .with("vocabulary", vocabulary);
     let metrics = vec![
         Metric::of_samples("step_seconds", "s", &seconds),
-        Metric::of_samples("places_per_second", "token/s", &rates),
+        Metric::of_samples("positions_per_second", "tokens/s", &rates),
         Metric::exact("peak_bytes", "B", peak as f64),
         Metric::exact("parameters", "count", parameters as f64),
     ];

@@ -96,7 +96,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Loading) -> anyhow::Result<()
 
 const TOTALS: [(&str, &str); 13] = [
     ("total_seconds", "s"),
-    ("tokens_per_second", "token/s"),
+    ("tokens_per_second", "tokens/s"),
     ("steps", "count"),
     ("padding_share", "ratio"),
     ("peak_bytes", "B"),

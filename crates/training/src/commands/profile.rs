@@ -157,7 +157,7 @@ impl Measurement {
         let pair = measure_pair(&mut with, &mut without, self.effort)?;
         let (base, beside) = profile(&mut without, self.effort, scratch)?;
         let (composition, diagnosis) = profile(&mut with, self.effort, scratch)?;
-        self.put(name, "beside", &base, None, &beside, Vec::new())?;
+        self.put(name, "clean", &base, None, &beside, Vec::new())?;
         let repaired = Comparison::between(&composition, &base);
         self.put(name, state, &composition, Some(&repaired), &diagnosis, of_pair(&pair))?;
         Ok(diagnosis)
@@ -213,11 +213,11 @@ impl Measurement {
         let mut product = 1.0;
         for (number, stage) in stages.iter().enumerate() {
             let name =
-                stage.repaired.map_or("all of them on".to_owned(), |repaired| format!("without {repaired}"));
+                stage.repaired.map_or("all on".to_owned(), |repaired| format!("without {repaired}"));
             let rates: Vec<f64> = stage.turns.iter().map(|turn| 1.0 / turn.token).collect();
             let mut metrics = vec![
                 Metric::of_samples("step_seconds", "s", &steps(&stage.turns)),
-                Metric::of_samples("tokens_per_second", "token/s", &rates),
+                Metric::of_samples("tokens_per_second", "tokens/s", &rates),
                 Metric::exact("peak_bytes", "B", stage.peak_bytes as f64),
             ];
             if !stage.speedups.is_empty() {
@@ -225,13 +225,13 @@ impl Measurement {
                 product *= speedup.value.unwrap_or(f64::NAN);
                 metrics.push(speedup);
             }
-            metrics.push(Metric::exact("product", "ratio", product));
+            metrics.push(Metric::exact("cumulative_speedup", "ratio", product));
             let case = Case::new().with("stage", number as u64).with("setup", name);
             self.sink.put(REPAIR, &case, metrics)?;
         }
         let ends = [
-            ("all repaired, against none", total),
-            ("all repaired, against the batches only", beyond_batching),
+            ("all repaired vs none", total),
+            ("all repaired vs padding only", beyond_batching),
         ];
         for (setups, speedups) in ends {
             let case = Case::new().with("setups", setups);

@@ -130,7 +130,7 @@ impl Stack {
             let budget = least + (peaks[0] - least) * thirds / 3;
             let plan = forecast.least_recomputation(layers, budget)?.layers;
             plans.push(NamedPlan {
-                name: format!("planned, {thirds}/3 of the way"),
+                name: format!("planned, {thirds}/3 of the range"),
                 plan,
                 budget: Some(budget),
             });
