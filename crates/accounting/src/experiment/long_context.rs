@@ -221,8 +221,7 @@ mod tests {
                 let peak = value(&records, "peak_bytes", &case).unwrap();
                 assert!(peak < last, "{label} {step}: {peak} after {last}");
                 last = peak;
-                let terms =
-                    ["model_states", "in_transfer", "activations", "logits_and_loss", "one_block"];
+                let terms = ["model_states", "in_transfer", "activations", "logits_and_loss", "one_block"];
                 let sum: f64 =
                     terms.iter().map(|term| value(&records, &format!("{term}_bytes"), &case).unwrap()).sum();
                 assert_eq!(sum, peak);

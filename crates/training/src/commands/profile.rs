@@ -212,8 +212,7 @@ impl Measurement {
             })?;
         let mut product = 1.0;
         for (number, stage) in stages.iter().enumerate() {
-            let name =
-                stage.repaired.map_or("all on".to_owned(), |repaired| format!("without {repaired}"));
+            let name = stage.repaired.map_or("all on".to_owned(), |repaired| format!("without {repaired}"));
             let rates: Vec<f64> = stage.turns.iter().map(|turn| 1.0 / turn.token).collect();
             let mut metrics = vec![
                 Metric::of_samples("step_seconds", "s", &steps(&stage.turns)),
@@ -229,10 +228,7 @@ impl Measurement {
             let case = Case::new().with("stage", number as u64).with("setup", name);
             self.sink.put(REPAIR, &case, metrics)?;
         }
-        let ends = [
-            ("all repaired vs none", total),
-            ("all repaired vs padding only", beyond_batching),
-        ];
+        let ends = [("all repaired vs none", total), ("all repaired vs padding only", beyond_batching)];
         for (setups, speedups) in ends {
             let case = Case::new().with("setups", setups);
             let metrics = vec![Metric::of_samples("total_speedup", "ratio", &speedups)];
