@@ -1,6 +1,6 @@
 //! What a measurement is, and how it becomes CSV, Markdown, SVG and one HTML page.
 //!
-//! A program appends [`Record`]s to a file. Its crate's `experiments.toml` ([`Specs`]) says which tables, plots and
+//! A program appends [`Record`]s to a file. What is registered for it ([`Specs`]) says which tables, plots and
 //! findings to make of them, and which claims they must bear out. [`site::write`] makes the report of both. Every
 //! figure in it is a function of records; none is typed.
 //!
@@ -49,7 +49,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! `examples/sample.toml` shows every field of an `experiments.toml`, and `cargo run -p report --example sample` the
+//! `examples/sample.toml` shows every field of a file of experiments, and `cargo run -p report --example sample` the
 //! page that it makes of made-up records.
 
 pub mod against;

@@ -91,7 +91,7 @@ impl Metric {
 /// One measurement: experiment, case, metric, environment.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Record {
-    /// The experiment's name, as its crate's `experiments.toml` registers it.
+    /// The experiment's name, as it is registered ([`crate::Specs`]).
     pub experiment: String,
     /// Which case of it.
     pub case: Case,

@@ -1,4 +1,5 @@
-//! What a crate registers in its `experiments.toml`: experiments, claims, and comparisons with another program.
+//! What is registered for a crate in `crates/experiments/experiments/<crate>.toml`: experiments, claims, and comparisons with
+//! another program.
 //!
 //! Everything that runs and renders an experiment reads it from there, so that a new experiment is a new file and no
 //! change in this crate or in `xtask`. An unknown field is an error, so a slip of the pen never passes silently.
@@ -40,7 +41,7 @@ use serde::Deserialize;
 
 use crate::cli::Scale;
 use crate::filter::Filter;
-pub use load::SpecError;
+pub use load::{FOLDER, SpecError};
 pub use view::{Finding, Plot, PlotKind, Table};
 
 /// Everything that the crates of a workspace register.

@@ -77,9 +77,6 @@ pub enum Error {
         "unknown checkpoint level `{0}`; expected save-all (or 0), save-gate-up, save-one, input-only (or 1), or input-only-tiled:BYTES (for example input-only-tiled:16MiB)"
     )]
     UnknownLevel(String),
-    /// Sizes that `accounting` cannot count.
-    #[error(transparent)]
-    Accounting(#[from] accounting::Error),
     /// The runtime refused.
     #[error(transparent)]
     Runtime(#[from] runtime::Error),

@@ -28,11 +28,10 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! The mathematics and what each level keeps is in [`function`]. `cargo run -p swiglu-ckpt --release -- bench` measures
-//! time and memory of every level.
+//! The mathematics and what each level keeps is in [`function`]. `experiments swiglu-ckpt bench` measures time and
+//! memory of every level.
 
 mod arguments;
-pub mod bench;
 pub mod error;
 pub mod function;
 pub mod level;

@@ -50,8 +50,8 @@ pub(super) fn shared_files(root: &Path) -> Result<Vec<PathBuf>> {
     for member in sorted(&root.join("crates"))? {
         let member = Path::new("crates").join(member);
         // Tests start in this folder, so it must be there; its manifest stands for it.
-        files.extend(["Cargo.toml", "experiments.toml"].map(|name| member.join(name)));
-        for folder in ["tests", "data"] {
+        files.push(member.join("Cargo.toml"));
+        for folder in ["tests", "data", "experiments"] {
             walk(root, &member.join(folder), &mut files)?;
         }
     }
@@ -155,7 +155,7 @@ mod tests {
             "xtask/peers/__pycache__/swiglu.pyc",
             "xtask/src/main.rs",
             "crates/amp/Cargo.toml",
-            "crates/amp/experiments.toml",
+            "crates/experiments/experiments/amp.toml",
             "crates/amp/src/lib.rs",
             "crates/amp/tests/traces.rs",
             "crates/amp/tests/traces/one.json",
@@ -173,8 +173,8 @@ mod tests {
                 "xtask/peers/swiglu.py",
                 "data/fixtures/a.json",
                 "crates/amp/Cargo.toml",
-                "crates/amp/experiments.toml",
                 "crates/amp/tests/traces/one.json",
+                "crates/experiments/experiments/amp.toml",
                 "crates/report/Cargo.toml",
             ]
         );

@@ -155,7 +155,7 @@ fn wrong_flags_and_places_are_refused() {
     check(&["setup"], 1, "a bundle has only run-all, test, compare and report");
     check(&["report", "--out", "empty"], 1, "there are no records in");
     bundle.register("[[experiment]]\nnam = \"x\"\n");
-    check(&["run-all"], 1, "crates/sample/experiments.toml:");
+    check(&["run-all"], 1, "crates/experiments/experiments/sample.toml:");
 }
 
 #[test]

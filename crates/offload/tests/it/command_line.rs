@@ -35,7 +35,7 @@ fn refuse(folder: &Path, arguments: &str, status: i32) -> String {
 /// Runs an experiment at the smallest scale, and checks that every table, plot and claim of it finds what it shows.
 fn experiment(name: &str) -> Vec<Record> {
     let folder = tempfile::tempdir().unwrap();
-    let text = include_str!("../../experiments.toml");
+    let text = include_str!("../../../experiments/experiments/offload.toml");
     let spec: toml::Table = toml::from_str(text).unwrap();
     let list = |key: &str| spec[key].as_array().unwrap().clone();
     let found = list("experiment").into_iter().find(|one| one["name"].as_str() == Some(name)).unwrap();

@@ -1,16 +1,19 @@
-//! Reads the `experiments.toml` files of a workspace and checks them against each other.
+//! Reads the files that register experiments and checks them against each other.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use super::Specs;
 
-/// An `experiments.toml` that cannot be used.
+/// The folder of a workspace whose `.toml` files register experiments, one for each crate that is measured.
+pub const FOLDER: &str = "crates/experiments/experiments";
+
+/// A file of experiments that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SpecError {
     /// The folder or file cannot be read.
     #[error(
-        "cannot read {path}: {cause}; run from a checkout of the project, or give a folder with crates/ in it"
+        "cannot read {path}: {cause}; run from a checkout of the project, or give a folder with crates/experiments/ in it"
     )]
     Read {
         /// The path that was tried.
@@ -63,14 +66,14 @@ pub enum SpecError {
 }
 
 impl Specs {
-    /// Reads every `crates/*/experiments.toml` under `root`, in the order of the crates' names.
+    /// Reads every file in [`FOLDER`] under `root`, in the order of their names.
     pub fn load(root: &Path) -> Result<Self, SpecError> {
-        let crates = root.join("crates");
-        let read = |cause| SpecError::Read { path: crates.clone(), cause };
+        let folder = root.join(FOLDER);
+        let read = |cause| SpecError::Read { path: folder.clone(), cause };
         let mut files = Vec::new();
-        for entry in std::fs::read_dir(&crates).map_err(read)? {
-            let file = entry.map_err(read)?.path().join("experiments.toml");
-            if file.is_file() {
+        for entry in std::fs::read_dir(&folder).map_err(read)? {
+            let file = entry.map_err(read)?.path();
+            if file.extension().is_some_and(|extension| extension == "toml") {
                 files.push(file);
             }
         }

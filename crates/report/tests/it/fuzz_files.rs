@@ -55,7 +55,7 @@ fn records() {
 fn specifications() {
     let folder = scratch();
     let path = folder.path().join("experiments.toml");
-    let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("../swiglu-ckpt/experiments.toml");
+    let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("../experiments/experiments/swiglu-ckpt.toml");
     let text = fs::read_to_string(own).unwrap();
     // Its first tables, claims and comparisons; a case takes time for each line.
     let good: String = text.lines().take(60).map(|line| format!("{line}\n")).collect();

@@ -1,17 +1,17 @@
-//! What a person reads who made a mistake in an `experiments.toml`.
+//! What a person reads who made a mistake in a file of experiments.
 
 use std::path::{Path, PathBuf};
 
 use expect_test::{Expect, expect};
 use report::Specs;
 
-/// Writes one `experiments.toml` per text into crates `a`, `b`, … and loads them.
+/// Writes one file for each text, `a.toml`, `b.toml`, …, and loads them.
 fn load(texts: &[&str]) -> Result<Specs, String> {
     let root = tempfile::tempdir().unwrap();
     for (index, text) in texts.iter().enumerate() {
-        let folder = root.path().join("crates").join(char::from(b'a' + index as u8).to_string());
+        let folder = root.path().join(report::spec::FOLDER);
         std::fs::create_dir_all(&folder).unwrap();
-        std::fs::write(folder.join("experiments.toml"), text).unwrap();
+        std::fs::write(folder.join(format!("{}.toml", char::from(b'a' + index as u8))), text).unwrap();
     }
     let without_root = |message: String| message.replace(&format!("{}/", root.path().display()), "");
     Specs::load(root.path()).map_err(|error| without_root(error.to_string()))
@@ -45,9 +45,9 @@ fn the_sample_has_every_field_and_loads() {
 }
 
 #[test]
-fn a_folder_without_crates() {
+fn a_folder_without_experiments() {
     let error = Specs::load(Path::new("/nonexistent")).unwrap_err().to_string();
-    expect![[r#"cannot read /nonexistent/crates: No such file or directory (os error 2); run from a checkout of the project, or give a folder with crates/ in it"#]]
+    expect![[r#"cannot read /nonexistent/crates/experiments/experiments: No such file or directory (os error 2); run from a checkout of the project, or give a folder with crates/experiments/ in it"#]]
     .assert_eq(&error);
     assert!(Specs::load_files(&[PathBuf::from("/nonexistent/experiments.toml")]).is_err());
 }
@@ -57,37 +57,37 @@ fn mistakes_in_one_file() {
     check(
         &["[[experiment]\n"],
         expect![
-            "crates/a/experiments.toml:1: unclosed array table, expected `]`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:1: unclosed array table, expected `]`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &["\n\n[[experiment]]\nname = \"e\"\n"],
         expect![
-            "crates/a/experiments.toml:3: missing field `title`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:3: missing field `title`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&experiment("colour = \"red\"\n")],
         expect![
-            "crates/a/experiments.toml:7: unknown field `colour`, expected one of `name`, `title`, `about`, `package`, `args`, `torch`, `scales`, `table`, `plot`, `finding`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:7: unknown field `colour`, expected one of `name`, `title`, `about`, `package`, `args`, `torch`, `scales`, `table`, `plot`, `finding`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&experiment("scales = [\"huge\"]\n")],
         expect![
-            "crates/a/experiments.toml:7: unknown variant `huge`, expected one of `smoke`, `laptop`, `paper`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:7: unknown variant `huge`, expected one of `smoke`, `laptop`, `paper`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&experiment("").replace("\"e\"", "\"../e\"")],
         expect![[
-            r#"crates/a/experiments.toml:2: the name "../e" becomes part of a file name; use letters, digits, `-` and `_`; correct the line (the documentation of `report::spec` lists every field)"#
+            r#"crates/experiments/experiments/a.toml:2: the name "../e" becomes part of a file name; use letters, digits, `-` and `_`; correct the line (the documentation of `report::spec` lists every field)"#
         ]],
     );
     check(
         &[&experiment("[[experiment.table]]\ntitle = \"t\"\nrow = [\"batch\"]\n")],
         expect![
-            "crates/a/experiments.toml:9: unknown field `row`, expected one of `title`, `filter`, `rows`, `columns`, `pivot`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:9: unknown field `row`, expected one of `title`, `filter`, `rows`, `columns`, `pivot`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
 }
@@ -99,55 +99,55 @@ fn mistakes_in_plots() {
     check(
         &[&plot("kind = \"pie\"\nx = \"a\"")],
         expect![
-            "crates/a/experiments.toml:10: unknown variant `pie`, expected one of `line`, `scatter`, `bar`, `stacked-bar`, `timeline`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:10: unknown variant `pie`, expected one of `line`, `scatter`, `bar`, `stacked-bar`, `timeline`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&plot("kind = \"line\"\nx = \"a\"")],
         expect![
-            "crates/a/experiments.toml:7: the plot `p` has no `y`; add the case key or metric to plot; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:7: the plot `p` has no `y`; add the case key or metric to plot; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&plot("kind = \"stacked-bar\"\nx = \"a\"")],
         expect![[
-            r#"crates/a/experiments.toml:7: the stacked bar `p` names no metrics; add `stack = ["metric", …]`; correct the line (the documentation of `report::spec` lists every field)"#
+            r#"crates/experiments/experiments/a.toml:7: the stacked bar `p` names no metrics; add `stack = ["metric", …]`; correct the line (the documentation of `report::spec` lists every field)"#
         ]],
     );
     check(
         &[&plot("kind = \"bar\"\nx = \"a\"\ny = \"b\"\nlog_y = true")],
         expect![
-            "crates/a/experiments.toml:7: the plot `p` asks for a logarithmic axis; remove it, the length of a bar is read from zero; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:7: the plot `p` asks for a logarithmic axis; remove it, the length of a bar is read from zero; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&plot("kind = \"line\"\nx = \"a\"\ny = \"b\"\npareto = true")],
         expect![[
-            r#"crates/a/experiments.toml:7: the plot `p` asks for `pareto`; remove it, or set `kind = "scatter"`; correct the line (the documentation of `report::spec` lists every field)"#
+            r#"crates/experiments/experiments/a.toml:7: the plot `p` asks for `pareto`; remove it, or set `kind = "scatter"`; correct the line (the documentation of `report::spec` lists every field)"#
         ]],
     );
     check(
         &[&plot("kind = \"timeline\"\nx = \"start\"\ny = \"lane\"")],
         expect![
-            "crates/a/experiments.toml:7: the timeline `p` has no `end`; add the metric at which a span ends (`x` is that at which it starts); correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:7: the timeline `p` has no `end`; add the metric at which a span ends (`x` is that at which it starts); correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&plot("kind = \"timeline\"\nx = \"start\"\nend = \"end\"")],
         expect![
-            "crates/a/experiments.toml:7: the plot `p` has no `y`; add the case key or metric to plot; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:7: the plot `p` has no `y`; add the case key or metric to plot; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&plot("kind = \"bar\"\nx = \"a\"\ny = \"b\"\nend = \"c\"")],
         expect![[
-            r#"crates/a/experiments.toml:7: the plot `p` has `end`; remove it, or set `kind = "timeline"`; correct the line (the documentation of `report::spec` lists every field)"#
+            r#"crates/experiments/experiments/a.toml:7: the plot `p` has `end`; remove it, or set `kind = "timeline"`; correct the line (the documentation of `report::spec` lists every field)"#
         ]],
     );
     check(
         &[&plot("kind = \"timeline\"\nx = \"start\"\nend = \"end\"\ny = \"lane\"\nlog_x = true")],
         expect![
-            "crates/a/experiments.toml:7: the timeline `p` asks for a logarithmic axis; remove it, the length of a span is its time; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:7: the timeline `p` asks for a logarithmic axis; remove it, the length of a span is its time; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
 }
@@ -158,37 +158,37 @@ fn mistakes_in_findings() {
     check(
         &[&finding("saves {less:peak_bytes}")],
         expect![
-            "crates/a/experiments.toml:7: the finding uses `{less:peak_bytes}` or `{more:peak_bytes}` and has no `against`; add `against = { … }`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:7: the finding uses `{less:peak_bytes}` or `{more:peak_bytes}` and has no `against`; add `against = { … }`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&finding("saves {half:peak_bytes}")],
         expect![
-            "crates/a/experiments.toml:8: the text asks for the unknown quantity `half`; known are of, against, ratio, less and more; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:8: the text asks for the unknown quantity `half`; known are of, against, ratio, less and more; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&finding("saves {of:}")],
         expect![
-            "crates/a/experiments.toml:8: the text has `{of:}` without a metric; write `{of:backward_seconds}`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:8: the text has `{of:}` without a metric; write `{of:backward_seconds}`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&finding("saves {of:peak")],
         expect![
-            "crates/a/experiments.toml:8: the text has a `{` without its `}`; write `{{` for a brace; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:8: the text has a `{` without its `}`; write `{{` for a brace; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&finding("saves } much")],
         expect![
-            "crates/a/experiments.toml:8: the text has a `}` without its `{`; write `}}` for a brace; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:8: the text has a `}` without its `{`; write `}}` for a brace; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&finding("saves {}")],
         expect![
-            "crates/a/experiments.toml:8: the text has an empty `{}`; name a case key or a quantity; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:8: the text has an empty `{}`; name a case key or a quantity; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
 }
@@ -204,25 +204,25 @@ fn mistakes_in_claims_and_comparisons() {
     check(
         &[&claim("missing", "1.0", "<=")],
         expect![
-            "crates/a/experiments.toml:2: the claim `c/x` is about the experiment `missing`, which no crate registers; known are none"
+            "crates/experiments/experiments/a.toml:2: the claim `c/x` is about the experiment `missing`, which no crate registers; known are none"
         ],
     );
     check(
         &[&(experiment("") + &claim("missing", "1.0", "<="))],
         expect![
-            "crates/a/experiments.toml:8: the claim `c/x` is about the experiment `missing`, which no crate registers; known are `e`"
+            "crates/experiments/experiments/a.toml:8: the claim `c/x` is about the experiment `missing`, which no crate registers; known are `e`"
         ],
     );
     check(
         &[&(experiment("") + &claim("e", "nan", "<="))],
         expect![
-            "crates/a/experiments.toml:13: the limit NaN cannot be checked; give a finite number; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:13: the limit NaN cannot be checked; give a finite number; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&(experiment("") + &claim("e", "1.0", "<"))],
         expect![
-            "crates/a/experiments.toml:12: unknown variant `<`, expected one of `<=`, `>=`, `==`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:12: unknown variant `<`, expected one of `<=`, `>=`, `==`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
@@ -230,7 +230,7 @@ fn mistakes_in_claims_and_comparisons() {
             "[[comparison]]\nname = \"c\"\ntitle = \"C\"\nabout = \"a\"\npackage = \"p\"\npeer = \"p.py\"\nrounds = 0\n",
         ],
         expect![
-            "crates/a/experiments.toml:7: 0 rounds measure nothing; give `rounds = 1` or more; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:7: 0 rounds measure nothing; give `rounds = 1` or more; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
 }
@@ -240,14 +240,14 @@ fn one_name_twice() {
     check(
         &[&experiment(""), &experiment("")],
         expect![
-            "crates/b/experiments.toml:2: the experiment `e` is registered already, in crates/a/experiments.toml; rename one of the two"
+            "crates/experiments/experiments/b.toml:2: the experiment `e` is registered already, in crates/experiments/experiments/a.toml; rename one of the two"
         ],
     );
     let comparison = "\n[[comparison]]\nname = \"e\"\ntitle = \"C\"\nabout = \"a\"\npackage = \"p\"\npeer = \"p.py\"\nrounds = 1\n";
     check(
         &[&(experiment("") + comparison)],
         expect![
-            "crates/a/experiments.toml:9: the experiment `e` is registered already, in crates/a/experiments.toml; rename one of the two"
+            "crates/experiments/experiments/a.toml:9: the experiment `e` is registered already, in crates/experiments/experiments/a.toml; rename one of the two"
         ],
     );
 }

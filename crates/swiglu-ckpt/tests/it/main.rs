@@ -6,5 +6,4 @@ mod bad_input;
 mod equivalence;
 mod flops;
 mod memory;
-mod peak;
 mod threads;

@@ -27,7 +27,7 @@ impl Bundle {
     pub(crate) fn new() -> Self {
         let turn = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let dir = tempfile::tempdir().unwrap();
-        for folder in ["bin", "crates/sample", "xtask/peers"] {
+        for folder in ["bin", "crates/sample", "crates/experiments/experiments", "xtask/peers"] {
             std::fs::create_dir_all(dir.path().join(folder)).unwrap();
         }
         std::fs::copy(env!("CARGO_BIN_EXE_xtask"), dir.path().join("bin/xtask")).unwrap();
@@ -70,9 +70,9 @@ impl Bundle {
         std::fs::write(self.path("bin/bundle.json"), text).unwrap();
     }
 
-    /// Writes `experiments.toml`.
+    /// Writes the file that registers experiments.
     pub(crate) fn register(&self, text: &str) {
-        std::fs::write(self.path("crates/sample/experiments.toml"), text).unwrap();
+        std::fs::write(self.path("crates/experiments/experiments/sample.toml"), text).unwrap();
     }
 
     /// The bundle's `xtask`.

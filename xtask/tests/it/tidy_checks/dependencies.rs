@@ -4,10 +4,15 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::Tree;
 
-/// What every technique may build on; all other crates are techniques.
+/// The members with a binary. The crates among them may build on everything, and no library on them.
+const PROGRAMS: [&str; 3] = ["experiments", "frugal", "xtask"];
+/// What only a program needs.
+const FOR_PROGRAMS: [&str; 4] = ["anyhow", "clap", "indicatif", "report"];
+/// Libraries whose programs have not moved yet.
+const WITH_A_PROGRAM: [&str; 9] =
+    ["accounting", "amp", "dataloading", "fused-ce", "lora", "models", "offload", "runtime", "training"];
+/// What every technique may build on; all other libraries are techniques.
 const LAYERS: [&str; 6] = ["report", "accounting", "runtime", "models", "dataloading", "training"];
-/// What puts techniques together; nothing but these depends on them.
-const PRODUCTS: [&str; 2] = ["frugal", "experiments"];
 /// What tests alone use: never a dependency of what is built without them.
 const FOR_TESTS: [&str; 1] = ["fuzz"];
 /// Members that build in seconds on a machine without libtorch.
@@ -33,12 +38,18 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
                     "{folder}/Cargo.toml: the technique `{name}` depends on the technique `{dependency}`; what both need \
                      belongs into runtime, models or training"
                 )),
-                (true, false) if PRODUCTS.contains(name) => {}
+                (true, false) if PROGRAMS.contains(name) => {}
                 (true, false) => found.push(format!(
                     "{folder}/Cargo.toml: `{name}` depends on the technique `{dependency}`; techniques build on it, not \
                      the other way round"
                 )),
                 (false, _) => {}
+            }
+            if PROGRAMS.contains(&&**dependency) && !PROGRAMS.contains(name) {
+                found.push(format!(
+                    "{folder}/Cargo.toml: the library `{name}` depends on the program `{dependency}`; programs build on \
+                     libraries, not the other way round"
+                ));
             }
         }
         if WITHOUT_TORCH.contains(name)
@@ -58,6 +69,16 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
                 "{folder}/Cargo.toml: `{dependency}` is for tests; name it under [dev-dependencies]"
             ));
         }
+        let name = folder.rsplit('/').next().unwrap_or(folder);
+        // `report` makes the pages, and is what programs alone depend on.
+        if ![&PROGRAMS[..], &WITH_A_PROGRAM[..], &["report"]].concat().contains(&name) {
+            let built = dependencies_of_kinds(manifest, &BUILT);
+            for dependency in FOR_PROGRAMS.iter().filter(|name| built.contains(**name)) {
+                found.push(format!(
+                    "{folder}/Cargo.toml: the library `{name}` depends on `{dependency}`, which is for programs"
+                ));
+            }
+        }
         let inherited =
             manifest.get("lints").and_then(|lints| lints.get("workspace")).and_then(toml::Value::as_bool);
         // Unsafe code lives in runtime, so it states its lints by itself.
@@ -70,7 +91,7 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
 }
 
 fn is_technique(name: &str) -> bool {
-    !LAYERS.contains(&name) && !PRODUCTS.contains(&name) && !FOR_TESTS.contains(&name) && name != "xtask"
+    !LAYERS.contains(&name) && !FOR_TESTS.contains(&name) && !PROGRAMS.contains(&name)
 }
 
 /// Whether only a technique's binary has this dependency: it is optional, and of the feature `program` alone, without which the
@@ -136,7 +157,7 @@ fn chain_to_torch<'a>(
     Some([vec![name], rest].concat())
 }
 
-/// At most one binary, of the crate's own name.
+/// Programs have one binary, of the crate's own name, and libraries none.
 fn binaries(tree: &Tree, folder: &str, manifest: &toml::Table) -> Vec<String> {
     let own = folder.rsplit('/').next().unwrap_or(folder);
     let mut names: BTreeSet<String> = BTreeSet::new();
@@ -156,8 +177,16 @@ fn binaries(tree: &Tree, folder: &str, manifest: &toml::Table) -> Vec<String> {
     let declared = manifest.get("bin").and_then(toml::Value::as_array).into_iter().flatten();
     names.extend(declared.filter_map(|bin| bin.get("name")?.as_str().map(str::to_owned)));
     let listed: Vec<&str> = names.iter().map(String::as_str).collect();
+    let library = !PROGRAMS.contains(&own) && !WITH_A_PROGRAM.contains(&own);
     match listed.as_slice() {
         [] => Vec::new(),
+        all if library => {
+            vec![format!(
+                "{folder}: the library has the binary {}; what people run is in {}",
+                all.join(", "),
+                PROGRAMS.join(", ")
+            )]
+        }
         [one] if *one == own => Vec::new(),
         [one] => vec![format!("{folder}: the binary `{one}` has another name than its crate")],
         all => vec![format!(

@@ -1,34 +1,27 @@
 //! `swiglu-ckpt`: what each checkpoint level costs and saves, on this machine.
 
+pub mod bench;
+
 use std::io::Write;
-use std::process::ExitCode;
 
 use anyhow::{Context, bail};
-use clap::{Parser, Subcommand};
+use clap::Subcommand;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Record};
 use runtime::measure::{Plan, Samples};
-use swiglu_ckpt::bench::{self, Configuration, Outcome, Variant};
 use tch::{Device, Kind};
 
-/// A SwiGLU MLP that keeps or recomputes its activations
-#[derive(Parser)]
-#[command(version)]
-struct Cli {
-    #[command(subcommand)]
-    command: Command,
-    #[command(flatten)]
-    common: CommonArgs,
-}
+use bench::{Configuration, Outcome, Variant};
 
+/// What is measured.
 #[derive(Subcommand)]
-enum Command {
+pub(crate) enum Verb {
     /// Measure time and memory of training steps, level by level
     Bench(Bench),
 }
 
 #[derive(clap::Args)]
-struct Bench {
+pub(crate) struct Bench {
     /// Which configurations to measure
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
@@ -72,14 +65,13 @@ fn dtype(text: &str) -> Result<Kind, String> {
     }
 }
 
-fn main() -> ExitCode {
-    let cli = Cli::parse();
-    report::cli::run(|| match &cli.command {
-        Command::Bench(arguments) => run(&cli.common, arguments),
-    })
+pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
+    match verb {
+        Verb::Bench(arguments) => measure(common, arguments),
+    }
 }
 
-fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
+fn measure(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
     runtime::random::seed(common.seed)?;
@@ -91,7 +83,7 @@ fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
         None => (runtime::device::memory_info(device)?.free as f64 * 0.8) as u64,
     };
     let mut records = common.open_records()?;
-    let environment = runtime::device::environment(device)?;
+    let environment = crate::environment::of(device)?;
     let configurations = match (&arguments.config[..], arguments.scale) {
         ([], Scale::Smoke) => bench::SMOKE,
         ([], Scale::Laptop) => bench::LAPTOP,

@@ -1,8 +1,8 @@
 //! `accounting`'s peak of a step is the allocator's. One test in one process: the counts are the whole process's.
 
+use experiments::swiglu_ckpt::bench::{Configuration, SMOKE, Variant, measure};
 use runtime::measure::Plan;
 use swiglu_ckpt::CheckpointLevel;
-use swiglu_ckpt::bench::{Configuration, SMOKE, Variant, measure};
 use tch::{Device, Kind};
 
 #[test]

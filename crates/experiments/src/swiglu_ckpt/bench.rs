@@ -5,15 +5,13 @@
 //! the report and the tests.
 
 use accounting::swiglu::{Form, Peak, Stack, peak};
+use anyhow::ensure;
 use runtime::autograd::{self, Keep};
 use runtime::matmul::{compute_kind, mm_into};
 use runtime::measure::{self, Measurement, Plan, Work, physical};
 use runtime::memory::live_bytes;
+use swiglu_ckpt::{CheckpointLevel, SwigluConfig, SwigluMlp};
 use tch::{Device, Kind, Tensor};
-
-use crate::error::{Error, Result};
-use crate::level::CheckpointLevel;
-use crate::mlp::{SwigluConfig, SwigluMlp};
 
 /// Sizes of a stack and its batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,9 +75,10 @@ impl Configuration {
     ///
     /// # Errors
     /// Sizes that make no stack.
-    pub fn predict(&self, variant: Variant, kind: Kind) -> Result<Peak> {
-        let positive = |name, found: i64| {
-            u64::try_from(found).ok().filter(|&n| n > 0).ok_or(Error::Size { name, found })
+    pub fn predict(&self, variant: Variant, kind: Kind) -> anyhow::Result<Peak> {
+        let positive = |name: &str, found: i64| {
+            ensure!(found > 0, "swiglu: {name} is {found}; expected at least 1");
+            Ok(found.unsigned_abs())
         };
         let stack = Stack {
             tokens: positive("tokens", self.tokens())?,
@@ -105,7 +104,7 @@ impl Configuration {
 pub enum Variant {
     /// libtorch's operators, recorded by its own graph.
     Operators,
-    /// This crate's function.
+    /// The function of `swiglu-ckpt`.
     Level(CheckpointLevel),
 }
 
@@ -134,9 +133,9 @@ impl std::fmt::Display for Variant {
 }
 
 impl std::str::FromStr for Variant {
-    type Err = Error;
+    type Err = swiglu_ckpt::Error;
 
-    fn from_str(text: &str) -> Result<Self> {
+    fn from_str(text: &str) -> swiglu_ckpt::Result<Self> {
         Ok(if text == "operators" { Self::Operators } else { Self::Level(text.parse()?) })
     }
 }
@@ -166,7 +165,7 @@ pub struct Outcome {
 ///
 /// # Errors
 /// Sizes that make no stack, too little memory, a device that is not there.
-pub fn measure(config: &Configuration, variant: Variant, kind: Kind, plan: &Plan) -> Result<Outcome> {
+pub fn measure(config: &Configuration, variant: Variant, kind: Kind, plan: &Plan) -> anyhow::Result<Outcome> {
     let predicted = config.predict(variant, kind)?;
     let &Configuration { batch, seq, hidden, intermediate, layers } = config;
     let device = plan.device;
@@ -177,7 +176,7 @@ pub fn measure(config: &Configuration, variant: Variant, kind: Kind, plan: &Plan
         Variant::Level(level) => level,
     };
     let shape = SwigluConfig { level, kind, device, ..SwigluConfig::new(hidden, intermediate) };
-    let stack = (0..layers).map(|_| SwigluMlp::new(&shape)).collect::<Result<Vec<_>>>()?;
+    let stack = (0..layers).map(|_| SwigluMlp::new(&shape)).collect::<swiglu_ckpt::Result<Vec<_>>>()?;
     let x = Tensor::f_randn([batch, seq, hidden], (kind, device))?.f_set_requires_grad(true)?;
     let output_bytes = (x.numel() * kind.elt_size_in_bytes()) as u64;
     let leaves: Vec<&Tensor> = std::iter::once(&x)
@@ -221,7 +220,7 @@ fn operators(mlp: &SwigluMlp, x: &Tensor) -> runtime::Result<Tensor> {
 ///
 /// # Errors
 /// As [`measure()`].
-pub fn product_rate(config: &Configuration, kind: Kind, device: Device) -> Result<f64> {
+pub fn product_rate(config: &Configuration, kind: Kind, device: Device) -> anyhow::Result<f64> {
     let (m, n, k) = (config.tokens(), config.intermediate, config.hidden);
     let libtorch = physical::gemm_rate(device, kind, m, n, k)?;
     let (a, b) = (Tensor::f_ones([m, k], (kind, device))?, Tensor::f_ones([k, n], (kind, device))?);
