@@ -11,6 +11,7 @@ use clap::{Parser, Subcommand};
 use report::cli::CommonArgs;
 
 mod environment;
+pub mod fused_ce;
 pub mod swiglu_ckpt;
 
 /// Measures what each crate of the project costs and saves, for the reports
@@ -26,6 +27,9 @@ struct Cli {
 /// The crate that is measured.
 #[derive(Subcommand)]
 enum Measured {
+    /// The output projection and the cross-entropy as one operation that never holds all logits
+    #[command(subcommand)]
+    FusedCe(crate::fused_ce::Verb),
     /// A SwiGLU MLP that keeps or recomputes its activations
     #[command(subcommand)]
     SwigluCkpt(crate::swiglu_ckpt::Verb),
@@ -35,6 +39,7 @@ enum Measured {
 pub fn run() -> ExitCode {
     let Cli { measured, common } = Cli::parse();
     report::cli::run(|| match &measured {
+        Measured::FusedCe(verb) => crate::fused_ce::run(&common, verb),
         Measured::SwigluCkpt(verb) => crate::swiglu_ckpt::run(&common, verb),
     })
 }

@@ -90,9 +90,6 @@ pub enum Error {
         /// Names of its tensors.
         found: Vec<String>,
     },
-    /// Sizes that `accounting` cannot count.
-    #[error(transparent)]
-    Accounting(#[from] accounting::Error),
     /// The model refused.
     #[error(transparent)]
     Model(#[from] models::Error),

@@ -6,7 +6,6 @@ use tch::Tensor;
 
 use crate::error::{Error, Result};
 use crate::inputs::Inputs;
-use crate::ladder::Rung;
 use crate::options::{LinearCrossEntropy, LogSumExp, Reduction};
 
 /// A [`LossHead`] over a projection's weight, which it shares with whoever else has it (a tied embedding).
@@ -17,7 +16,6 @@ pub struct LinearCrossEntropyHead {
     weight: Tensor,
     bias: Option<Tensor>,
     loss: LinearCrossEntropy,
-    rung: Rung,
 }
 
 impl LinearCrossEntropyHead {
@@ -36,12 +34,7 @@ impl LinearCrossEntropyHead {
             entropy: false,
             ..loss
         };
-        Ok(Self { weight, bias, loss, rung: Rung::LinearCrossEntropy })
-    }
-
-    /// Computes the loss another way, for a comparison.
-    pub fn with_rung(self, rung: Rung) -> Self {
-        Self { rung, ..self }
+        Ok(Self { weight, bias, loss })
     }
 }
 
@@ -71,7 +64,7 @@ impl LossHead for LinearCrossEntropyHead {
     fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, accuracy: bool) -> models::Result<LossOutput> {
         let loss = LinearCrossEntropy { predictions: accuracy, ..self.loss.clone() };
         let inputs = Inputs { bias: self.bias.as_ref(), ..Inputs::new(hidden_btd, &self.weight, labels_bt) };
-        let output = self.rung.run(&inputs, &loss).map_err(runtime::Error::from)?;
+        let output = loss.run(&inputs).map_err(runtime::Error::from)?;
         Ok(LossOutput { sum: output.loss, correct: output.correct })
     }
 }
@@ -92,17 +85,8 @@ impl LossHead for LinearCrossEntropyHead {
 /// # Errors
 /// A head that is not one projection's weight and bias, a model without one; an option outside its range.
 pub fn install(model: &mut dyn Module, loss: &LinearCrossEntropy) -> Result<()> {
-    install_rung(model, loss, Rung::LinearCrossEntropy)
-}
-
-/// [`install`] of another rung of the ladder, for a comparison.
-///
-/// # Errors
-/// As [`install`].
-pub fn install_rung(model: &mut dyn Module, loss: &LinearCrossEntropy, rung: Rung) -> Result<()> {
     struct Install<'a> {
         loss: &'a LinearCrossEntropy,
-        rung: Rung,
         done: Result<usize>,
     }
     impl Edit for Install<'_> {
@@ -112,13 +96,13 @@ pub fn install_rung(model: &mut dyn Module, loss: &LinearCrossEntropy, rung: Run
                 Err(_) => return Ok(()),
             };
             self.done = replaced(name, &**slot, self.loss).map(|head| {
-                *slot = Box::new(head.with_rung(self.rung));
+                *slot = Box::new(head);
                 count + 1
             });
             Ok(())
         }
     }
-    let mut install = Install { loss, rung, done: Ok(0) };
+    let mut install = Install { loss, done: Ok(0) };
     edit(model, &mut install)?;
     match install.done? {
         0 => Err(Error::Option("the model has no head to take the place of; give a language model".into())),

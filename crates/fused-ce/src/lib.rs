@@ -59,15 +59,12 @@
 //! only be left out if their number is given ([`Inputs::labelled`]).
 //!
 //! Sources: the assignment's fused loss, after Malek's `efficient_cross_entropy`; Hsu et al., "Liger Kernel", arXiv 2410.10989;
-//! Wijmans et al., "Cut Your Losses", arXiv 2411.09009. The [`ladder`] has what they do beside what this does.
+//! Wijmans et al., "Cut Your Losses", arXiv 2411.09009.
 
-pub mod bench;
 mod error;
-pub mod experiment;
 mod function;
 mod head;
 mod inputs;
-pub mod ladder;
 mod linear_cross_entropy;
 mod options;
 mod plan;
@@ -76,9 +73,8 @@ mod token_loss;
 pub mod vocabulary_parallel;
 
 pub use error::{Error, Result};
-pub use head::{LinearCrossEntropyHead, install, install_rung};
+pub use head::{LinearCrossEntropyHead, install};
 pub use inputs::{Adapter, Denominator, Inputs, Targets};
-pub use ladder::Rung;
 pub use linear_cross_entropy::Output;
 pub use options::{CheckTargets, Chunk, Empty, Gradients, LinearCrossEntropy, LogSumExp, Reduction};
-pub use plan::default_budget;
+pub use plan::{default_budget, default_chunk_tokens};

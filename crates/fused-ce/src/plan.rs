@@ -81,7 +81,7 @@ pub fn default_budget(device: Device) -> u64 {
 }
 
 /// Tokens of the largest chunk of so many where no chunk is asked for.
-pub(crate) fn chunk_tokens(tokens: i64, vocabulary: i64, kind: Kind, device: Device) -> i64 {
+pub fn default_chunk_tokens(tokens: i64, vocabulary: i64, kind: Kind, device: Device) -> i64 {
     let row = row_bytes(vocabulary, kind, device, pass_for(device));
     let most = i64::try_from(default_budget(device) / row).unwrap_or(i64::MAX).max(1);
     let chunks = ((tokens + most - 1) / most).max(1);

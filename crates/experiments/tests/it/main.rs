@@ -1,3 +1,4 @@
 //! The tests of `experiments`: one binary, a module per behaviour.
 
+mod fused_ce_ladder;
 mod swiglu_ckpt_peak;

@@ -2,9 +2,11 @@
 
 #![expect(clippy::print_stdout, reason = "errors are printed beside their bounds")]
 
-use fused_ce::{Chunk, Gradients, Inputs, LinearCrossEntropy, Rung};
+use fused_ce::{Chunk, Gradients, Inputs, LinearCrossEntropy};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
+
+use crate::naive;
 
 const TOKENS: i64 = 1024;
 const CHUNKS: [i64; 5] = [1, 2, 7, 64, TOKENS];
@@ -18,24 +20,29 @@ fn operands(kind: Kind) -> [Tensor; 3] {
 }
 
 /// Loss, ∂/∂x, ∂/∂W.
-fn run(rung: Rung, [x, w, targets]: &[Tensor; 3], chunks: i64, gradients: Gradients) -> [Tensor; 3] {
-    let (x, w) = (x.copy().set_requires_grad(true), w.copy().set_requires_grad(true));
+fn run(operands: &[Tensor; 3], chunks: i64, gradients: Gradients) -> [Tensor; 3] {
     let chunk = Some(Chunk::Tokens((TOKENS + chunks - 1) / chunks));
     let options = LinearCrossEntropy { chunk, gradients, ..LinearCrossEntropy::default() };
-    let loss = rung.run(&Inputs::new(&x, &w, targets), &options).unwrap().loss;
+    differentiate(operands, |inputs| options.run(inputs).unwrap().loss)
+}
+
+fn differentiate([x, w, targets]: &[Tensor; 3], loss: impl Fn(&Inputs<'_>) -> Tensor) -> [Tensor; 3] {
+    let (x, w) = (x.copy().set_requires_grad(true), w.copy().set_requires_grad(true));
+    let loss = loss(&Inputs::new(&x, &w, targets));
     runtime::autograd::backward(&[&loss]).unwrap();
     [loss.detach(), x.grad(), w.grad()]
 }
 
 /// ‖∂W − exact‖ over ‖exact‖, for each number of chunks.
-fn errors_of_weight(rung: Rung, kind: Kind, gradients: Gradients) -> [f64; 5] {
+fn errors_of_weight(kind: Kind, gradients: Gradients) -> [f64; 5] {
     let given = operands(kind);
     let [x, w, targets] = &given;
     let wide = [x.to_kind(Kind::Double), w.to_kind(Kind::Double), targets.shallow_clone()];
-    let [_, _, exact] = run(Rung::Naive, &wide, 1, gradients);
+    let plain = LinearCrossEntropy::default();
+    let [_, _, exact] = differentiate(&wide, |inputs| naive::run(inputs, &plain).unwrap().loss);
     let norm = |tensor: &Tensor| tensor.norm().double_value(&[]);
     CHUNKS.map(|chunks| {
-        let [_, _, found] = run(rung, &given, chunks, gradients);
+        let [_, _, found] = run(&given, chunks, gradients);
         norm(&(found.to_kind(Kind::Double) - &exact)) / norm(&exact)
     })
 }
@@ -48,7 +55,7 @@ fn the_error_of_the_weights_gradient_does_not_grow_with_chunks() {
         for (kind, [factor, of_single_tokens], below) in
             [(Kind::Float, [1.5, 4.0], 2e-6), (Kind::BFloat16, [1.01, 1.01], 4e-3)]
         {
-            let errors = errors_of_weight(Rung::LinearCrossEntropy, kind, gradients);
+            let errors = errors_of_weight(kind, gradients);
             println!(
                 "{kind:?} {gradients:?}: relative error of the weight's gradient {errors:?} in {CHUNKS:?} chunks"
             );
@@ -61,22 +68,14 @@ fn the_error_of_the_weights_gradient_does_not_grow_with_chunks() {
     }
 }
 
-/// What is avoided: a sum in bf16 loses more with each chunk.
-#[test]
-fn a_sum_in_the_weights_own_dtype_does_grow() {
-    let errors = errors_of_weight(Rung::GradInForward, Kind::BFloat16, Gradients::Forward);
-    println!("grad-in-forward in bf16: {errors:?} in {CHUNKS:?} chunks");
-    assert!(errors[3] > 2.0 * errors[0] && errors[4] > 2.0 * errors[3], "{errors:?}");
-}
-
 #[test]
 fn a_second_run_gives_the_same_bits() {
     for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half] {
         let given = operands(kind);
         for gradients in [Gradients::Forward, Gradients::Backward] {
             for chunks in [1, 7, 64] {
-                let first = run(Rung::LinearCrossEntropy, &given, chunks, gradients);
-                let second = run(Rung::LinearCrossEntropy, &given, chunks, gradients);
+                let first = run(&given, chunks, gradients);
+                let second = run(&given, chunks, gradients);
                 assert!(
                     first.iter().zip(&second).all(|(a, b)| a.equal(b)),
                     "{kind:?} {gradients:?} {chunks}"

@@ -3,10 +3,12 @@
 
 #![expect(clippy::print_stdout, reason = "shares of the tolerance are printed")]
 
-use fused_ce::{Chunk, Denominator, Gradients, Inputs, LinearCrossEntropy, Reduction, Rung};
+use fused_ce::{Chunk, Denominator, Gradients, Inputs, LinearCrossEntropy, Output, Reduction, Result};
 use runtime::autograd::{Keep, backward_with};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
+
+use crate::naive;
 
 const LOW: [Kind; 2] = [Kind::BFloat16, Kind::Half];
 
@@ -21,9 +23,15 @@ fn operands(kind: Kind, [tokens, hidden, vocabulary]: [i64; 3], seed: u64) -> [T
     [x.to_kind(kind), w.to_kind(kind), targets]
 }
 
+/// How a loss is computed.
+type Run = fn(&Inputs<'_>, &LinearCrossEntropy) -> Result<Output>;
+
+const NAIVE: Run = naive::run;
+const OURS: Run = |inputs, options| options.run(inputs);
+
 /// Loss, ∂/∂x and ∂/∂W times `upstream`, as f64.
 fn run(
-    rung: Rung,
+    how: Run,
     options: &LinearCrossEntropy,
     [x, w, targets]: &[Tensor; 3],
     denominator: Option<f64>,
@@ -31,7 +39,7 @@ fn run(
 ) -> [Tensor; 3] {
     let (x, w) = (x.copy().set_requires_grad(true), w.copy().set_requires_grad(true));
     let denominator = denominator.map(Denominator::Number);
-    let loss = rung.run(&Inputs { denominator, ..Inputs::new(&x, &w, targets) }, options).unwrap().loss;
+    let loss = how(&Inputs { denominator, ..Inputs::new(&x, &w, targets) }, options).unwrap().loss;
     let upstream = loss.full_like(upstream);
     backward_with(&[&loss], &[Some(&upstream)], Keep::default()).unwrap();
     assert_eq!((x.grad().kind(), w.grad().kind()), (x.kind(), w.kind()));
@@ -57,8 +65,8 @@ fn no_number_is_further_from_the_exact_one_than_the_naive_ways() {
             let wide = [x.to_kind(Kind::Double), w.to_kind(Kind::Double), targets.shallow_clone()];
             for reduction in [Reduction::Mean, Reduction::Sum] {
                 let options = LinearCrossEntropy { reduction, ..LinearCrossEntropy::default() };
-                let exact = run(Rung::Naive, &options, &wide, None, 1.0);
-                let naive = run(Rung::Naive, &options, &low, None, 1.0);
+                let exact = run(NAIVE, &options, &wide, None, 1.0);
+                let naive = run(NAIVE, &options, &low, None, 1.0);
                 for (chunk, gradients) in [7, 64, 251]
                     .into_iter()
                     .flat_map(|chunk| [(chunk, Gradients::Forward), (chunk, Gradients::Backward)])
@@ -68,7 +76,7 @@ fn no_number_is_further_from_the_exact_one_than_the_naive_ways() {
                         gradients,
                         ..options.clone()
                     };
-                    let ours = run(Rung::LinearCrossEntropy, &options, &low, None, 1.0);
+                    let ours = run(OURS, &options, &low, None, 1.0);
                     for (place, name) in ["loss", "x", "w"].into_iter().enumerate() {
                         let exact = &exact[place];
                         let (error, allowed) = ((&ours[place] - exact).abs(), (&naive[place] - exact).abs());
@@ -108,12 +116,12 @@ fn a_loss_scale_saves_gradients_that_fp16_alone_would_lose() {
     let denominator = Some(1e9);
     for gradients in [Gradients::Forward, Gradients::Backward] {
         let options = LinearCrossEntropy { gradients, ..LinearCrossEntropy::default() };
-        let unscaled = run(Rung::LinearCrossEntropy, &options, &low, denominator, 1.0);
+        let unscaled = run(OURS, &options, &low, denominator, 1.0);
         assert_eq!([largest(&unscaled[1]), largest(&unscaled[2])], [0.0; 2], "the case is too easy");
         for power in [14, 16, 18, 20] {
             let scale = 2f64.powi(power);
-            let exact = run(Rung::Naive, &options, &wide, denominator, scale);
-            let ours = run(Rung::LinearCrossEntropy, &options, &low, denominator, scale);
+            let exact = run(NAIVE, &options, &wide, denominator, scale);
+            let ours = run(OURS, &options, &low, denominator, scale);
             for place in [1, 2] {
                 let error = largest(&(&ours[place] - &exact[place]));
                 // One rounding, with subnormal numbers where the result is as small as those.

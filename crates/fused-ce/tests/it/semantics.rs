@@ -2,13 +2,15 @@
 
 use expect_test::expect;
 use fused_ce::{
-    Adapter, Chunk, Denominator, Empty, Gradients, Inputs, LinearCrossEntropy, LogSumExp, Reduction, Rung,
+    Adapter, Chunk, Denominator, Empty, Gradients, Inputs, LinearCrossEntropy, LogSumExp, Output, Reduction, Result,
     Targets,
 };
 use runtime::autograd::{GradMode, Keep, backward, backward_with, grad, set_grad};
 use runtime::profile::Counter;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
+
+use crate::naive;
 
 const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
 const N: i64 = 12;
@@ -94,13 +96,13 @@ fn any_upstream_gradient_scales_what_comes_back() {
             for upstream in [1.0, 3.0, 0.0, -0.125, 65536.0] {
                 let [x, w, targets] = operands(3, Kind::Double);
                 let options = LinearCrossEntropy { reduction, ..options(gradients) };
-                let run = |rung: Rung| {
+                let run = |how: fn(&Inputs<'_>, &LinearCrossEntropy) -> Result<Output>| {
                     let (x, w) = (leaf(&x), leaf(&w));
-                    let loss = rung.run(&Inputs::new(&x, &w, &targets), &options).unwrap().loss;
+                    let loss = how(&Inputs::new(&x, &w, &targets), &options).unwrap().loss;
                     backward_with(&[&loss], &[Some(&loss.full_like(upstream))], Keep::default()).unwrap();
                     [x.grad(), w.grad()]
                 };
-                let (found, expected) = (run(Rung::LinearCrossEntropy), run(Rung::Naive));
+                let (found, expected) = (run(|inputs, options| options.run(inputs)), run(naive::run));
                 for (found, expected) in found.iter().zip(&expected) {
                     assert_close(found, expected, &format!("{gradients:?} {reduction:?} {upstream}"));
                 }

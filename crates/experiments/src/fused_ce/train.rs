@@ -1,12 +1,12 @@
 //! `fused-ce train`: the same training with each loss.
 
-use fused_ce::experiment::training::{Outcome, Way, train};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use runtime::measure::Samples;
 use training::experiment::corpus::{Corpus, Limits};
 
 use super::sizes;
+use super::training::{Outcome, Way, train};
 
 const EXPERIMENT: &str = "fused-ce-training";
 /// Of the loss, at every step: what rounding in another order may make of fp32 losses over a few dozen steps.
@@ -25,7 +25,7 @@ pub(crate) struct Train {
 pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let training = sizes::training(arguments.scale, device, common.seed);
     let train_tokens = training.steps as usize * training.batch_size * training.sequence * 2;
     let limits = Limits { max_length: training.sequence, train_tokens, validation_tokens: 1000 };

@@ -4,13 +4,12 @@
 //! pass. Here each error is the norm of the difference over the norm of the exact value, computed in f64 from the same rounded
 //! inputs, and what it is held to is the error of libtorch's composition in the same dtype.
 
+use anyhow::Result;
+use fused_ce::{Chunk, Reduction};
 use tch::{Kind, Tensor};
 
-use crate::bench::{Shape, Tensors};
-use crate::error::Result;
-use crate::inputs::Inputs;
-use crate::ladder::Rung;
-use crate::options::{Chunk, LinearCrossEntropy};
+use super::ladder::Implementation;
+use super::shapes::{Shape, Tensors};
 
 /// Which value is compared.
 pub const TENSORS: [&str; 3] = ["loss", "hidden", "weight"];
@@ -34,18 +33,17 @@ impl Exact {
         let tensors = Tensors::new(shape, seed, device)?;
         let wide = |tensor: &Tensor| tensor.f_detach()?.f_to_kind(Kind::Double)?.f_set_requires_grad(true);
         let (hidden, weight) = (wide(&tensors.hidden)?, wide(&tensors.weight)?);
-        let values = run(&hidden, &weight, &tensors.targets, Rung::Naive, &LinearCrossEntropy::default())?;
+        let values = run(&hidden, &weight, &tensors.targets, Implementation::Naive, None)?;
         Ok(Self { tensors, values })
     }
 
-    /// ‖found − exact‖ / ‖exact‖ of [`TENSORS`] for one rung, with so many tokens a chunk.
+    /// ‖found − exact‖ / ‖exact‖ of [`TENSORS`] for one implementation, with so many tokens a chunk.
     ///
     /// # Errors
-    /// Those of the rung.
-    pub fn errors(&self, rung: Rung, chunk: Option<i64>) -> Result<[f64; 3]> {
-        let options = LinearCrossEntropy { chunk: chunk.map(Chunk::Tokens), ..LinearCrossEntropy::default() };
+    /// Those of the implementation.
+    pub fn errors(&self, implementation: Implementation, chunk: Option<i64>) -> Result<[f64; 3]> {
         let Tensors { hidden, weight, targets } = &self.tensors;
-        let found = run(hidden, weight, targets, rung, &options)?;
+        let found = run(hidden, weight, targets, implementation, chunk.map(Chunk::Tokens))?;
         let mut errors = [0.0; 3];
         for ((error, found), exact) in errors.iter_mut().zip(&found).zip(&self.values) {
             let difference = found.f_to_kind(Kind::Double)?.f_sub(exact)?;
@@ -70,10 +68,10 @@ fn run(
     hidden: &Tensor,
     weight: &Tensor,
     targets: &Tensor,
-    rung: Rung,
-    options: &LinearCrossEntropy,
+    implementation: Implementation,
+    chunk: Option<Chunk>,
 ) -> Result<[Tensor; 3]> {
-    let loss = rung.run(&Inputs::new(hidden, weight, targets), options)?.loss;
+    let loss = implementation.loss([hidden, weight, targets], Reduction::Mean, chunk)?;
     runtime::autograd::backward(&[&loss])?;
     let gradients = [hidden.f_grad()?, weight.f_grad()?];
     for leaf in [hidden, weight] {

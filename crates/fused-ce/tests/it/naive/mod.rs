@@ -1,22 +1,14 @@
-//! All logits as one tensor, and libtorch's graph.
+//! The oracle of every option but slices of the vocabulary: all logits as one tensor, and libtorch's graph. In f64 it is exact.
 
+use fused_ce::{Denominator, Empty, Inputs, LinearCrossEntropy, LogSumExp, Output, Reduction, Result, Targets};
 use tch::{Kind, Tensor};
 
-use super::{Rung, is_pytorchs};
-use crate::error::Result;
-use crate::inputs::{Denominator, Inputs, Sizes, Targets, check, tile_kind};
-use crate::linear_cross_entropy::Output;
-use crate::options::{Empty, LinearCrossEntropy, LogSumExp, Reduction};
-
-pub(super) fn run(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<Output> {
-    let sizes = check(inputs, options)?;
-    if inputs.shard.is_some() {
-        return Rung::Naive.refuse("slices of the vocabulary");
-    }
+/// Computes the loss as [`LinearCrossEntropy::run`] does, from all logits at once.
+pub(crate) fn run(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<Output> {
     let leading = inputs.hidden.size()[..inputs.hidden.dim() - 1].to_vec();
-    let x = inputs.hidden.f_reshape([sizes.tokens, sizes.hidden])?;
+    let x = inputs.hidden.f_reshape([-1, inputs.weight.size()[1]])?;
     let z = logits(&x, inputs, options)?;
-    let tokens = Tokens::new(inputs, options, sizes, 0, sizes.tokens)?;
+    let tokens = Tokens::new(inputs, options)?;
     let loss = if is_pytorchs(inputs, options) {
         let reduction = match options.reduction {
             Reduction::Sum => tch::Reduction::Sum,
@@ -65,7 +57,7 @@ pub(super) fn run(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<O
 }
 
 /// The logits of rows of x `[n, h]`, in fp32 for low precision.
-pub(super) fn logits(x: &Tensor, inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<Tensor> {
+fn logits(x: &Tensor, inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<Tensor> {
     let mut z = x.f_linear(inputs.weight, inputs.bias)?;
     if let Some(adapter) = inputs.adapter {
         let low = x.f_matmul(&adapter.a.f_tr()?)?.f_mul_scalar(adapter.scale)?;
@@ -81,8 +73,8 @@ pub(super) fn logits(x: &Tensor, inputs: &Inputs<'_>, options: &LinearCrossEntro
     Ok(z)
 }
 
-/// What a run of tokens is to be predicted as.
-pub(super) struct Tokens {
+/// What the tokens are to be predicted as.
+struct Tokens {
     /// `[n]`, shifted; the ignore index where there is none.
     labels: Option<Tensor>,
     distributions: Option<Tensor>,
@@ -91,15 +83,8 @@ pub(super) struct Tokens {
 }
 
 impl Tokens {
-    /// Tokens `start` to `start + count` of all.
-    pub(super) fn new(
-        inputs: &Inputs<'_>,
-        options: &LinearCrossEntropy,
-        sizes: Sizes,
-        start: i64,
-        count: i64,
-    ) -> Result<Self> {
-        let flat = |tensor: &Tensor| tensor.f_reshape([-1])?.f_narrow(0, start, count);
+    fn new(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<Self> {
+        let flat = |tensor: &Tensor| tensor.f_reshape([-1]);
         let weights = inputs.token_weights.map(flat).transpose()?;
         let (labels, distributions) = match inputs.targets {
             Targets::Classes(classes) => {
@@ -113,19 +98,20 @@ impl Tokens {
                 };
                 (Some(flat(&labels)?), None)
             }
-            Targets::Distributions(all) => {
-                (None, Some(all.f_reshape([sizes.tokens, sizes.vocabulary])?.f_narrow(0, start, count)?))
-            }
+            Targets::Distributions(all) => (None, Some(all.f_reshape([-1, inputs.weight.size()[0]])?)),
         };
         let labelled = match &labels {
             Some(labels) => labels.f_ne(options.ignore_index)?,
-            None => Tensor::f_ones([count], (Kind::Bool, inputs.hidden.device()))?,
+            None => {
+                let count = inputs.hidden.size()[..inputs.hidden.dim() - 1].iter().product::<i64>();
+                Tensor::f_ones([count], (Kind::Bool, inputs.hidden.device()))?
+            }
         };
         Ok(Self { labels, distributions, labelled, weights })
     }
 
     /// The loss of each token, and what each adds to a mean's denominator.
-    pub(super) fn losses(
+    fn losses(
         &self,
         z: &Tensor,
         inputs: &Inputs<'_>,
@@ -149,7 +135,7 @@ impl Tokens {
                 let ones = expected.f_detach()?.f_ones_like()?;
                 (expected, ones)
             }
-            (None, None) => return Rung::Naive.refuse("a loss without targets"),
+            (None, None) => unreachable!("a loss has targets"),
         };
         let mut losses = likely;
         if options.label_smoothing > 0.0 {
@@ -171,8 +157,23 @@ impl Tokens {
     }
 }
 
+/// The dtype of logits: fp32, or f64 for f64.
+fn tile_kind(kind: Kind) -> Kind {
+    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+}
+
+/// Whether libtorch's own cross-entropy computes this loss.
+fn is_pytorchs(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> bool {
+    matches!(inputs.targets, Targets::Classes(_))
+        && inputs.token_weights.is_none()
+        && inputs.denominator.is_none()
+        && options.z_loss == 0.0
+        && options.reduction != Reduction::None
+        && options.log_sum_exp == LogSumExp::No
+}
+
 /// The tokens' losses `[n]` as the result.
-pub(super) fn reduce(
+fn reduce(
     losses: &Tensor,
     divisors: &Tensor,
     inputs: &Inputs<'_>,

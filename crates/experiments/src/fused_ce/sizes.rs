@@ -1,9 +1,10 @@
 //! The models of the experiments, by scale.
 
-use fused_ce::experiment::training::Training;
 use models::LlamaConfig;
 use report::cli::Scale;
 use tch::Device;
+
+use super::training::Training;
 
 /// A small Llama whose vocabulary is as large beside it as those of real ones.
 pub(crate) fn training(scale: Scale, device: Device, seed: u64) -> Training {

@@ -1,48 +1,21 @@
 //! Gradients in the forward pass, chunk by chunk, as Malek and Liger compute them: logits in the operands' dtype with a copy in
 //! fp32, the gradient of W summed in W's dtype, every row through every product.
 
+use fused_ce::Result;
 use runtime::autograd::{Backward, Forward, Function, apply};
 use tch::Tensor;
 
-use super::{Rung, chunk_tokens, is_pytorchs};
-use crate::error::Result;
-use crate::inputs::{Inputs, Targets, check, tile_kind};
-use crate::linear_cross_entropy::Output;
-use crate::options::{Empty, LinearCrossEntropy, Reduction};
+use super::{IGNORED, Implementation, tile_kind};
 
-pub(super) fn run(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<Output> {
-    let sizes = check(inputs, options)?;
-    let rung = Rung::GradInForward;
-    let Targets::Classes(targets) = inputs.targets else { return rung.refuse("distributions") };
-    let plain = is_pytorchs(inputs, options)
-        && options.empty == Empty::Zero
-        && options.label_smoothing == 0.0
-        && options.shift == 0
-        && options.scale == 1.0
-        && options.softcap.is_none()
-        && !options.predictions
-        && !options.entropy;
-    let given = [inputs.bias.is_some(), inputs.adapter.is_some(), inputs.class_weights.is_some()];
-    if !plain || given.contains(&true) || inputs.shard.is_some() {
-        return rung.refuse("anything but classes, an ignore index, and means or sums");
-    }
-    let kind = tile_kind(inputs.hidden.kind());
-    let function = GradInForward {
-        chunk: chunk_tokens(options.chunk, sizes.tokens, sizes.vocabulary, kind.elt_size_in_bytes())?,
-        targets: targets.f_reshape([-1])?,
-        ignore_index: options.ignore_index,
-        mean: options.reduction == Reduction::Mean,
-        shape: inputs.hidden.size(),
-        computed: [false; 2],
-    };
-    let loss = apply(function, &[inputs.hidden, inputs.weight])?.remove(0);
-    Ok(Output { loss, log_sum_exp: None, predictions: None, correct: None, entropy: None })
+pub(super) fn loss(x: &Tensor, w: &Tensor, targets: &Tensor, mean: bool, chunk: i64) -> Result<Tensor> {
+    let function =
+        GradInForward { chunk, targets: targets.f_reshape([-1])?, mean, shape: x.size(), computed: [false; 2] };
+    Ok(apply(function, &[x, w])?.remove(0))
 }
 
 struct GradInForward {
     chunk: i64,
     targets: Tensor,
-    ignore_index: i64,
     mean: bool,
     shape: Vec<i64>,
     computed: [bool; 2],
@@ -50,7 +23,7 @@ struct GradInForward {
 
 impl Function for GradInForward {
     fn name(&self) -> String {
-        Rung::GradInForward.name().to_owned()
+        Implementation::GradInForward.name().to_owned()
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
@@ -60,7 +33,7 @@ impl Function for GradInForward {
         let x = inputs[0].f_reshape([-1, weight.size()[1]])?;
         let tokens = x.size()[0];
         self.computed = [ctx.needs_input_grad(0), ctx.needs_input_grad(1)];
-        let labelled = self.targets.f_ne(self.ignore_index)?;
+        let labelled = self.targets.f_ne(IGNORED)?;
         let divisor = match self.mean {
             true => labelled.f_sum(tile)?.f_clamp_min(1.0)?,
             false => Tensor::f_ones([0i64; 0], (tile, device))?,

@@ -1,13 +1,13 @@
 //! `fused-ce memory`: where the memory of a training step goes.
 
 use accounting::estimate::Part;
-use fused_ce::experiment::step_memory::{StepMemory, measure, predict, thinned};
-use fused_ce::experiment::training::Way;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use tch::Kind;
 
 use super::sizes;
+use super::step_memory::{StepMemory, measure, predict, thinned};
+use super::training::Way;
 
 const EXPERIMENT: &str = "fused-ce-memory";
 /// Points of a timeline.
@@ -23,7 +23,7 @@ pub(crate) struct Memory {
 pub(crate) fn run(common: &CommonArgs, arguments: &Memory) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let sizes = sizes::training(arguments.scale, device, common.seed);
     let ways = [Way::Original, Way::Frugal];
     let mut progress = Progress::new(ways.len() as u64);

@@ -10,6 +10,7 @@ use accounting::memory::logits::Loss;
 use accounting::memory::recipe::Recipe;
 use accounting::model::{Decoder, Family, Shape};
 use accounting::recompute::SwigluLevel;
+use anyhow::Result;
 use models::LlamaConfig;
 use models::module::{Input, LanguageModel, trainable};
 use runtime::autograd::Keep;
@@ -18,8 +19,7 @@ use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
 
-use super::training::{Way, model, outside};
-use crate::error::Result;
+use super::training::{Way, model};
 
 /// Bytes of a step's parts, as the allocator counted them.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -57,7 +57,7 @@ pub fn measure(
     let model = model(config, way, rows * sequence, (kind, device))?;
     let parameters = live_bytes(device)? - before;
     let mut optimizer =
-        Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), 1e-4)]).map_err(outside)?;
+        Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), 1e-4)])?;
     let drawn = Generator::new(seed)?.uniform(&[rows, sequence + 1], (0.0, 1.0), (Kind::Double, device))?;
     let drawn = drawn.f_mul_scalar(config.vocab_size as f64)?.f_to_kind(Kind::Int64)?;
     let (tokens, labels) = (drawn.f_narrow(1, 0, sequence)?, drawn.f_narrow(1, 1, sequence)?);
@@ -105,9 +105,9 @@ fn step(
     runtime::autograd::backward_with(&[&hidden], &[Some(&of_hidden)], Keep::default())?;
     drop((hidden, of_hidden));
     runtime::device::synchronize(device)?;
-    let gradients: u64 = optimizer.gradients().map_err(outside)?.iter().map(bytes_of).sum();
-    optimizer.step().map_err(outside)?;
-    optimizer.zero_grad(ZeroGrad::ToNone).map_err(outside)?;
+    let gradients: u64 = optimizer.gradients()?.iter().map(bytes_of).sum();
+    optimizer.step()?;
+    optimizer.zero_grad(ZeroGrad::ToNone)?;
     runtime::device::synchronize(device)?;
     let peak = whole.finish()?.peak;
     let weights = models::module::parameters(model.head());
@@ -142,7 +142,7 @@ pub fn predict(config: &LlamaConfig, way: Way, [rows, sequence]: [i64; 2]) -> Re
         attention_bias: config.attention_bias,
         mlp_bias: config.mlp_bias,
     })?;
-    let chunk = size(crate::plan::chunk_tokens(rows * sequence, config.vocab_size, Kind::Float, Device::Cpu));
+    let chunk = size(fused_ce::default_chunk_tokens(rows * sequence, config.vocab_size, Kind::Float, Device::Cpu));
     let loss = match way {
         Way::Original => Loss::Eager,
         Way::Malek | Way::Liger => Loss::GradInForward { tokens: chunk },

@@ -1,18 +1,17 @@
-//! One table of shapes for the command line, the report and the tests, and how a shape is measured.
+//! One table of shapes, and how one of them is measured.
 
 use std::fmt;
 use std::str::FromStr;
 
+use anyhow::Result;
+use fused_ce::{Chunk, Reduction};
 use runtime::matmul::mm_into;
 use runtime::measure::{self, Measurement, Plan, Work, physical};
 use runtime::memory::live_bytes;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
-use crate::error::Result;
-use crate::inputs::Inputs;
-use crate::ladder::Rung;
-use crate::options::LinearCrossEntropy;
+use super::ladder::Implementation;
 
 /// Sizes of one forward and backward.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -68,7 +67,7 @@ impl Shape {
         6.0 * self.labelled() as f64 * self.hidden as f64 * self.vocabulary as f64
     }
 
-    /// Bytes of the largest tensors: the naive rung's logits, log-probabilities and their two gradients in fp32, the weight and
+    /// Bytes of the largest tensors: the naive implementation's logits, log-probabilities and their two gradients in fp32, the weight and
     /// its gradient.
     pub fn naive_bytes(&self) -> u64 {
         let element = self.kind.elt_size_in_bytes() as i64;
@@ -165,8 +164,8 @@ pub struct Outcome {
 /// Too little memory, a device that is not there, an option outside its range.
 pub fn measure(
     shape: &Shape,
-    rung: Rung,
-    options: &LinearCrossEntropy,
+    implementation: Implementation,
+    chunk: Option<Chunk>,
     seed: u64,
     plan: &Plan,
 ) -> Result<Outcome> {
@@ -176,10 +175,10 @@ pub fn measure(
     let gradients = (hidden.numel() + weight.numel()) * shape.kind.elt_size_in_bytes();
     let plan = Plan { work: Some(Work::flops(shape.flops())), ..plan.clone() };
     let time = measure::run(&plan, |lap| {
-        let output =
-            rung.run(&Inputs::new(hidden, weight, targets), options).map_err(runtime::Error::from)?;
+        let loss = implementation.loss([hidden, weight, targets], Reduction::Mean, chunk);
+        let loss = loss.map_err(runtime::Error::from)?;
         lap.end("forward")?;
-        runtime::autograd::backward(&[&output.loss])?;
+        runtime::autograd::backward(&[&loss])?;
         lap.end("backward")?;
         runtime::autograd::set_grad(hidden, None)?;
         runtime::autograd::set_grad(weight, None)

@@ -1,12 +1,14 @@
 //! `fused-ce bench`: time and memory of one forward and backward.
 
 use anyhow::{Context, bail};
-use fused_ce::bench::{self, Outcome, Shape, dtype_name};
-use fused_ce::{Chunk, LinearCrossEntropy, Rung};
+use fused_ce::Chunk;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use runtime::measure::{Plan, Samples};
 use tch::Device;
+
+use super::ladder::Implementation;
+use super::shapes::{self, Outcome, Shape, dtype_name};
 
 #[derive(clap::Args)]
 pub(crate) struct Bench {
@@ -17,8 +19,8 @@ pub(crate) struct Bench {
     #[arg(long, value_name = "SHAPE")]
     case: Vec<Shape>,
     /// Measure these only: naive, chunked-recompute, grad-in-forward, linear-cross-entropy
-    #[arg(long = "methods", value_name = "METHODS", value_delimiter = ',')]
-    rungs: Vec<Rung>,
+    #[arg(long, value_name = "METHODS", value_delimiter = ',')]
+    methods: Vec<Implementation>,
     /// Bytes of logits that exist at a time, for all methods but the first [default: each method's own]
     #[arg(long, value_name = "BYTES")]
     chunk_bytes: Option<u64>,
@@ -42,27 +44,24 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
     if !(arguments.budget.is_finite() && arguments.budget > 0.0) {
         bail!("--budget is {}; expected a positive number of seconds", arguments.budget);
     }
-    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let shapes = match (&arguments.case[..], arguments.scale) {
-        ([], Scale::Smoke) => bench::SMOKE,
-        ([], Scale::Laptop) => bench::LAPTOP,
-        ([], Scale::Paper) => bench::PAPER,
+        ([], Scale::Smoke) => shapes::SMOKE,
+        ([], Scale::Laptop) => shapes::LAPTOP,
+        ([], Scale::Paper) => shapes::PAPER,
         (given, _) => given,
     };
-    let rungs = if arguments.rungs.is_empty() { Rung::ALL.to_vec() } else { arguments.rungs.clone() };
-    let options = LinearCrossEntropy {
-        chunk: arguments.chunk_bytes.map(Chunk::Budget),
-        ..LinearCrossEntropy::default()
-    };
+    let rungs = if arguments.methods.is_empty() { Implementation::ALL.to_vec() } else { arguments.methods.clone() };
+    let chunk = arguments.chunk_bytes.map(Chunk::Budget);
     let mut first = vec![None; rungs.len()];
     let mut progress = Progress::new((shapes.len() * rungs.len()) as u64);
     for shape in shapes {
         progress.message(&format!("{shape}: the machine's limit"));
-        let limit = bench::product_rate(shape, device)?;
+        let limit = shapes::product_rate(shape, device)?;
         for (&rung, first) in rungs.iter().zip(&mut first) {
             progress.message(&format!("{shape} {rung}"));
             let free = runtime::device::memory_info(device)?.free;
-            let metrics = if rung == Rung::Naive && shape.naive_bytes() as f64 > 0.9 * free as f64 {
+            let metrics = if rung == Implementation::Naive && shape.naive_bytes() as f64 > 0.9 * free as f64 {
                 let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
                 let why = format!(
                     "needs {:.1} GiB of the {:.1} that are free",
@@ -81,7 +80,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
                     budget: Some(arguments.budget),
                     ..Plan::new(device)
                 };
-                let outcome = bench::measure(shape, rung, &options, common.seed, &plan)
+                let outcome = shapes::measure(shape, rung, chunk, common.seed, &plan)
                     .with_context(|| format!("measuring {shape} {rung}"))?;
                 let mut metrics = metrics(shape, rung, &outcome, limit);
                 metrics.extend(against_first(shape, &outcome, first));
@@ -94,7 +93,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
     Ok(())
 }
 
-fn case(shape: &Shape, rung: Rung, device: Device) -> Case {
+fn case(shape: &Shape, rung: Implementation, device: Device) -> Case {
     Case::new()
         .with("device", if device == Device::Cpu { "cpu" } else { "cuda" })
         .with("method", rung.name())
@@ -105,14 +104,14 @@ fn case(shape: &Shape, rung: Rung, device: Device) -> Case {
         .with("ignored", shape.ignored)
 }
 
-fn metrics(shape: &Shape, rung: Rung, outcome: &Outcome, limit: f64) -> Vec<Metric> {
+fn metrics(shape: &Shape, rung: Implementation, outcome: &Outcome, limit: f64) -> Vec<Metric> {
     let phase = |name: &str| outcome.time.phase(name).map_or(&[][..], |Samples { samples }| samples);
     let seconds = &outcome.time.time.samples;
     let rates: Vec<f64> = seconds.iter().map(|seconds| shape.flops() / seconds).collect();
     // Products that run: four where logits are computed again, and those of ignored rows where these are not dropped.
-    let products = if rung == Rung::ChunkedRecompute { 4.0 / 3.0 } else { 1.0 };
+    let products = if rung == Implementation::ChunkedRecompute { 4.0 / 3.0 } else { 1.0 };
     let rows =
-        if rung == Rung::LinearCrossEntropy { 1.0 } else { shape.tokens as f64 / shape.labelled() as f64 };
+        if rung == Implementation::LinearCrossEntropy { 1.0 } else { shape.tokens as f64 / shape.labelled() as f64 };
     let shares: Vec<f64> = rates.iter().map(|rate| rate * products * rows / limit).collect();
     vec![
         Metric::of_samples("forward_seconds", "s", phase("forward")),

@@ -1,11 +1,12 @@
 //! `fused-ce numerics`: how far each rung is from the exact loss and gradients.
 
-use fused_ce::Rung;
-use fused_ce::bench::{Shape, dtype_name};
-use fused_ce::experiment::numerics::{Exact, TENSORS};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use tch::Kind;
+
+use super::exact::{Exact, TENSORS};
+use super::ladder::Implementation;
+use super::shapes::{Shape, dtype_name};
 
 /// Odd sizes, so that no kernel has only whole vectors, and enough tokens for many chunks.
 const SHAPE: Shape = Shape { tokens: 509, hidden: 251, vocabulary: 4093, kind: Kind::Float, ignored: 0.25 };
@@ -27,7 +28,7 @@ pub(crate) struct Numerics {
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let seeds = arguments.seeds.unwrap_or(match arguments.scale {
         Scale::Smoke => 1,
         Scale::Laptop => 3,
@@ -37,8 +38,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<(
     let mut progress = Progress::new(seeds * kinds.len() as u64);
     for kind in kinds {
         let shape = Shape { kind, ..SHAPE };
-        let mut cases: Vec<(Rung, Option<i64>)> = vec![(Rung::Naive, None)];
-        for rung in [Rung::ChunkedRecompute, Rung::GradInForward, Rung::LinearCrossEntropy] {
+        let mut cases: Vec<(Implementation, Option<i64>)> = vec![(Implementation::Naive, None)];
+        for rung in [Implementation::ChunkedRecompute, Implementation::GradInForward, Implementation::LinearCrossEntropy] {
             cases.extend(CHUNKS.map(|chunk| (rung, Some(chunk))));
         }
         let mut errors = vec![Vec::new(); cases.len()];

@@ -1,10 +1,11 @@
 //! The same training with each loss: what the assignment compares as the original, Malek's way and Liger's.
 
 use std::fmt;
-use std::str::FromStr;
 
+use anyhow::Result;
 use dataloading::loader::LoaderOptions;
 use dataloading::{BatchOptions, Order};
+use fused_ce::Chunk;
 use models::module::{LanguageModel, trainable};
 use models::{Llama, LlamaConfig};
 use runtime::memory::live_bytes;
@@ -20,10 +21,7 @@ use training::trainer::Options;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::error::{Error, Result};
-use crate::head::install_rung;
-use crate::ladder::Rung;
-use crate::options::{Chunk, LinearCrossEntropy};
+use super::ladder::{Implementation, install};
 
 /// A way to compute the loss of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +32,7 @@ pub enum Way {
     Malek,
     /// Liger's: the same, and as many tokens at a time as make a chunk's logits about as large as the hidden states.
     Liger,
-    /// This crate's.
+    /// That of `fused-ce`.
     Frugal,
 }
 
@@ -42,18 +40,17 @@ impl Way {
     /// All of them.
     pub const ALL: [Self; 4] = [Self::Original, Self::Malek, Self::Liger, Self::Frugal];
 
-    /// The rung, and its options for so many tokens.
-    pub fn rung(self, tokens: i64, hidden: i64, vocabulary: i64) -> (Rung, LinearCrossEntropy) {
-        let with = |chunk| LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() };
+    /// The implementation, and its chunks of so many tokens.
+    pub fn implementation(self, tokens: i64, hidden: i64, vocabulary: i64) -> (Implementation, Option<Chunk>) {
         match self {
-            Self::Original => (Rung::Naive, with(None)),
-            Self::Malek => (Rung::GradInForward, with(None)),
+            Self::Original => (Implementation::Naive, None),
+            Self::Malek => (Implementation::GradInForward, None),
             Self::Liger => {
                 let parts = ((vocabulary + hidden - 1) / hidden).max(1);
                 let chunk = ((tokens + parts - 1) / parts).max(1).unsigned_abs().next_power_of_two();
-                (Rung::GradInForward, with(Some(Chunk::Tokens(i64::try_from(chunk).unwrap_or(i64::MAX)))))
+                (Implementation::GradInForward, Some(Chunk::Tokens(i64::try_from(chunk).unwrap_or(i64::MAX))))
             }
-            Self::Frugal => (Rung::LinearCrossEntropy, with(None)),
+            Self::Frugal => (Implementation::LinearCrossEntropy, None),
         }
     }
 }
@@ -65,16 +62,6 @@ impl fmt::Display for Way {
             Self::Malek => "malek",
             Self::Liger => "liger",
             Self::Frugal => "frugal",
-        })
-    }
-}
-
-impl FromStr for Way {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        Self::ALL.into_iter().find(|way| way.to_string() == text).ok_or_else(|| {
-            Error::Option(format!("unknown way `{text}`; expected original, malek, liger or frugal"))
         })
     }
 }
@@ -120,8 +107,8 @@ pub fn model(
     options: (Kind, Device),
 ) -> Result<Box<dyn LanguageModel>> {
     let mut model = Llama::new(config, options)?;
-    let (rung, loss) = way.rung(tokens, config.hidden_size, config.vocab_size);
-    install_rung(&mut model, &loss, rung)?;
+    let (implementation, chunk) = way.implementation(tokens, config.hidden_size, config.vocab_size);
+    install(&mut model, implementation, chunk)?;
     Ok(Box::new(model))
 }
 
@@ -141,18 +128,18 @@ pub fn train(corpus: &Corpus, way: Way, training: &Training) -> Result<Outcome> 
         order: Order::Shuffled,
         ..Default::default()
     };
-    let source = Strategy::Packed.source(corpus.train.clone(), &options).map_err(outside)?;
+    let source = Strategy::Packed.source(corpus.train.clone(), &options)?;
     let loader = LoaderOptions { workers: 1, device, epochs: None, ..Default::default() };
-    let mut batches = LoaderBatches::new(source, &loader).map_err(outside)?;
+    let mut batches = LoaderBatches::new(source, &loader)?;
     let model = model(&training.model, way, (batch_size * sequence) as i64, (Kind::Float, device))?;
     let optimizer =
-        Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), lr)]).map_err(outside)?;
+        Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), lr)])?;
     let mut trainer =
-        Trainer::new(model, optimizer, Options { steps, ..Default::default() }).map_err(outside)?;
+        Trainer::new(model, optimizer, Options { steps, ..Default::default() })?;
     let seen =
-        Arc::new(Mutex::new(Seen { peak: StepPeak::start(device).map_err(outside)?, steps: Vec::new() }));
+        Arc::new(Mutex::new(Seen { peak: StepPeak::start(device)?, steps: Vec::new() }));
     trainer.observers.push(Box::new(Watcher(seen.clone())));
-    trainer.run(&mut batches, None).map_err(outside)?;
+    trainer.run(&mut batches, None)?;
     drop(trainer);
     let seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
     Ok(Outcome {
@@ -160,10 +147,6 @@ pub fn train(corpus: &Corpus, way: Way, training: &Training) -> Result<Outcome> 
         seconds: seen.steps.iter().skip(2).map(|step| step.timings.total).collect(),
         peak_bytes: seen.peak.bytes().saturating_sub(before),
     })
-}
-
-pub(super) fn outside(error: training::Error) -> Error {
-    Error::Runtime(runtime::Error::Other(Box::new(error)))
 }
 
 struct Seen {

@@ -1,0 +1,114 @@
+//! From what every framework does to what `fused-ce` does: one loss of classes, four implementations.
+//!
+//! | implementation | logits at a time | products | gradient of W summed in | rows without a label |
+//! |---|---|---|---|---|
+//! | [`Naive`](Implementation::Naive) | all, and as much again three times over | 3 | one product | computed |
+//! | [`ChunkedRecompute`](Implementation::ChunkedRecompute) | one chunk's | 4 | W's dtype | computed |
+//! | [`GradInForward`](Implementation::GradInForward) | one chunk's | 3 | W's dtype | computed |
+//! | [`LinearCrossEntropy`](Implementation::LinearCrossEntropy) | one chunk's, once | 3 | fp32 | dropped |
+//!
+//! The third is the way of Malek's `efficient_cross_entropy`, which the assignment takes up with chunks of an eighth of the
+//! tokens and at most 4096, and of Liger.
+
+mod chunked_recompute;
+mod grad_in_forward;
+mod head;
+mod naive;
+
+use std::fmt;
+use std::str::FromStr;
+
+use fused_ce::{Chunk, Error, Inputs, LinearCrossEntropy, Reduction, Result};
+use tch::{Kind, Tensor};
+
+pub use head::install;
+
+/// The target that means none.
+const IGNORED: i64 = models::module::IGNORED;
+
+/// A way to compute the loss.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Implementation {
+    /// All logits, then the cross-entropy, by libtorch's operators and graph; low precision is taken to fp32 in between.
+    Naive,
+    /// The same for one chunk of tokens after the other, each computed again in backward.
+    ChunkedRecompute,
+    /// Chunk by chunk, with the gradients computed in forward, in the operands' dtypes.
+    GradInForward,
+    /// That of `fused-ce`.
+    LinearCrossEntropy,
+}
+
+impl Implementation {
+    /// All of them, in order.
+    pub const ALL: [Self; 4] =
+        [Self::Naive, Self::ChunkedRecompute, Self::GradInForward, Self::LinearCrossEntropy];
+
+    /// Its name, as [`FromStr`] reads it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Naive => "naive",
+            Self::ChunkedRecompute => "chunked-recompute",
+            Self::GradInForward => "grad-in-forward",
+            Self::LinearCrossEntropy => "linear-cross-entropy",
+        }
+    }
+
+    /// The loss of hidden states `[…, h]`, a weight `[v, h]` and classes as targets, of which −100 means none: a mean or a sum.
+    /// Where `chunk` is `None`, the second and third implementation take the assignment's.
+    ///
+    /// # Errors
+    /// As [`LinearCrossEntropy::run`].
+    pub fn loss(self, [x, w, targets]: [&Tensor; 3], reduction: Reduction, chunk: Option<Chunk>) -> Result<Tensor> {
+        if self == Self::LinearCrossEntropy {
+            let options = LinearCrossEntropy { reduction, chunk, ..LinearCrossEntropy::default() };
+            return Ok(options.run(&Inputs::new(x, w, targets))?.loss);
+        }
+        let mean = match reduction {
+            Reduction::Mean => true,
+            Reduction::Sum => false,
+            Reduction::None => return Err(Error::Option(format!("`{self}` computes means and sums"))),
+        };
+        let vocabulary = w.size()[0];
+        let tokens = targets.numel() as i64;
+        let chunk = || chunk_tokens(chunk, tokens, vocabulary, tile_kind(x.kind()).elt_size_in_bytes());
+        match self {
+            Self::Naive => naive::loss(x, w, targets, mean),
+            Self::ChunkedRecompute => chunked_recompute::loss(x, w, targets, mean, chunk()?),
+            _ => grad_in_forward::loss(x, w, targets, mean, chunk()?),
+        }
+    }
+}
+
+impl fmt::Display for Implementation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Implementation {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|implementation| implementation.name() == text).ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            Error::Option(format!("unknown implementation `{text}`; expected one of {names}"))
+        })
+    }
+}
+
+/// The dtype of logits: fp32, or f64 for f64.
+fn tile_kind(kind: Kind) -> Kind {
+    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+}
+
+/// Tokens of a chunk: as asked for, else an eighth of all and at most 4096.
+fn chunk_tokens(chunk: Option<Chunk>, tokens: i64, vocabulary: i64, element: usize) -> Result<i64> {
+    let row = vocabulary.unsigned_abs() * element as u64;
+    Ok(match chunk {
+        Some(Chunk::Tokens(tokens)) => tokens,
+        Some(Chunk::Budget(budget)) if budget < row => return Err(Error::Budget { budget, row, vocabulary }),
+        Some(Chunk::Budget(budget)) => i64::try_from(budget / row).unwrap_or(i64::MAX),
+        None => (tokens / 8).clamp(1, 4096),
+    })
+}

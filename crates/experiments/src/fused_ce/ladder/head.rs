@@ -1,0 +1,72 @@
+//! The head of a model whose loss is computed by any of the implementations.
+
+use fused_ce::{Chunk, LinearCrossEntropy, Reduction};
+use models::module::{Edit, Editor, LossHead, LossOutput, Module, Visitor, edit, tensors};
+use runtime::precision;
+use tch::Tensor;
+
+use super::Implementation;
+
+/// Gives `model` a head whose loss is computed by `implementation`, in the place of its own, whose weight it goes on to train.
+///
+/// # Errors
+/// A head that is not one projection's weight.
+pub fn install(model: &mut dyn Module, implementation: Implementation, chunk: Option<Chunk>) -> anyhow::Result<()> {
+    if implementation == Implementation::LinearCrossEntropy {
+        return Ok(fused_ce::install(model, &LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() })?);
+    }
+    Ok(edit(model, &mut Install { implementation, chunk })?)
+}
+
+struct Install {
+    implementation: Implementation,
+    chunk: Option<Chunk>,
+}
+
+impl Edit for Install {
+    fn loss_head(&mut self, name: &str, slot: &mut Box<dyn LossHead>) -> models::Result<()> {
+        let weight = match tensors(&**slot).as_slice() {
+            [weight] if weight.name == "weight" => weight.tensor.shallow_clone(),
+            _ => return Err(refused(format!("the head `{name}` is not one projection's weight"))),
+        };
+        let &mut Self { implementation, chunk } = self;
+        *slot = Box::new(Head { weight, implementation, chunk });
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct Head {
+    weight: Tensor,
+    implementation: Implementation,
+    chunk: Option<Chunk>,
+}
+
+impl Module for Head {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        visitor.parameter("weight", &self.weight);
+    }
+
+    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> models::Result<()> {
+        editor.parameter("weight", &mut self.weight)
+    }
+}
+
+impl LossHead for Head {
+    fn logits(&self, hidden_btd: &Tensor) -> models::Result<Tensor> {
+        Ok(precision::linear(hidden_btd, &self.weight, None)?)
+    }
+
+    fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, accuracy: bool) -> models::Result<LossOutput> {
+        if accuracy {
+            return Err(refused(format!("`{}` computes no accuracy", self.implementation)));
+        }
+        let inputs = [hidden_btd, &self.weight, labels_bt];
+        let sum = self.implementation.loss(inputs, Reduction::Sum, self.chunk).map_err(runtime::Error::from)?;
+        Ok(LossOutput { sum, correct: None })
+    }
+}
+
+fn refused(why: String) -> models::Error {
+    runtime::Error::Other(why.into()).into()
+}
