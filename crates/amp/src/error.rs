@@ -107,12 +107,6 @@ pub enum Error {
     /// From the training.
     #[error(transparent)]
     Training(#[from] training::Error),
-    /// From the model.
-    #[error(transparent)]
-    Models(#[from] models::Error),
-    /// From the data.
-    #[error(transparent)]
-    Data(#[from] dataloading::Error),
     /// From libtorch.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),

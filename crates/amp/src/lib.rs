@@ -32,13 +32,9 @@
 //! |---|---|
 //! | [`scaler`] | static and dynamic loss scaling, for any number of optimizers |
 //! | [`autocast`] | what is computed in which dtype, and the cache of casts |
-//! | [`demonstration`] | what a number format does to small numbers and long sums |
-//! | [`experiment`] | what the assignment compares: trainings in each precision, and where gradients underflow |
 
 pub mod autocast;
-pub mod demonstration;
 mod error;
-pub mod experiment;
 pub mod scaler;
 
 pub use autocast::Autocast;

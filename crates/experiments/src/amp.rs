@@ -1,49 +1,52 @@
 //! `amp`: what mixed precision buys, and what it takes.
 
-mod commands;
+mod demonstration;
+mod exact;
+mod formats;
+mod fp16_adam;
+mod gradient;
+mod gradient_time;
+mod gradients;
+mod numerics;
+mod overhead;
+mod scaler_step;
+mod setup;
+mod sizes;
+mod sweep;
+mod train;
+mod training;
+mod underflow;
 
-use std::process::ExitCode;
-
-use clap::{Parser, Subcommand};
+use clap::Subcommand;
 use report::cli::CommonArgs;
 
-/// Mixed precision: loss scalers, autocast, and what they buy
-#[derive(Parser)]
-#[command(version)]
-struct Cli {
-    #[command(subcommand)]
-    command: Command,
-    #[command(flatten)]
-    common: CommonArgs,
-}
-
+/// What is measured.
 #[derive(Subcommand)]
-enum Command {
+pub(crate) enum Verb {
     /// Measure whole trainings, one in each precision
-    Train(commands::train::Train),
+    Train(train::Train),
     /// Measure one gradient in each precision, on a wider model
-    Gradient(commands::gradient::GradientArgs),
+    Gradient(gradient::GradientArgs),
     /// Train with one static scale after another, and with the dynamic scaler from both ends
-    Sweep(commands::sweep::Sweep),
+    Sweep(sweep::Sweep),
     /// Count the gradients that fp16 makes zero, by exponent and by scale
-    Underflow(commands::underflow::Underflow),
+    Underflow(underflow::Underflow),
     /// Show what number formats do to small numbers and long sums
-    Formats(commands::formats::Formats),
+    Formats(formats::Formats),
     /// Measure what a loss scaler adds to a step of the optimizer
-    Overhead(commands::overhead::Overhead),
+    Overhead(overhead::Overhead),
     /// Measure how far autocast in bf16 is from the exact loss and gradients
-    Numerics(commands::numerics::Numerics),
+    Numerics(numerics::Numerics),
 }
 
-fn main() -> ExitCode {
-    let cli = Cli::parse();
-    report::cli::run(|| match &cli.command {
-        Command::Train(arguments) => commands::train::run(&cli.common, arguments),
-        Command::Gradient(arguments) => commands::gradient::run(&cli.common, arguments),
-        Command::Sweep(arguments) => commands::sweep::run(&cli.common, arguments),
-        Command::Underflow(arguments) => commands::underflow::run(&cli.common, arguments),
-        Command::Formats(arguments) => commands::formats::run(&cli.common, arguments),
-        Command::Overhead(arguments) => commands::overhead::run(&cli.common, arguments),
-        Command::Numerics(arguments) => commands::numerics::run(&cli.common, arguments),
-    })
+pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
+    match verb {
+        Verb::Train(arguments) => train::run(common, arguments),
+        Verb::Gradient(arguments) => gradient::run(common, arguments),
+        Verb::Sweep(arguments) => sweep::run(common, arguments),
+        Verb::Underflow(arguments) => underflow::run(common, arguments),
+        Verb::Formats(arguments) => formats::run(common, arguments),
+        Verb::Overhead(arguments) => overhead::run(common, arguments),
+        Verb::Numerics(arguments) => numerics::run(common, arguments),
+    }
 }

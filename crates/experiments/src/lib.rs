@@ -10,6 +10,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use report::cli::CommonArgs;
 
+mod amp;
 mod environment;
 pub mod fused_ce;
 pub mod swiglu_ckpt;
@@ -27,6 +28,9 @@ struct Cli {
 /// The crate that is measured.
 #[derive(Subcommand)]
 enum Measured {
+    /// Mixed precision: loss scalers, autocast, and what they buy
+    #[command(subcommand)]
+    Amp(crate::amp::Verb),
     /// The output projection and the cross-entropy as one operation that never holds all logits
     #[command(subcommand)]
     FusedCe(crate::fused_ce::Verb),
@@ -39,6 +43,7 @@ enum Measured {
 pub fn run() -> ExitCode {
     let Cli { measured, common } = Cli::parse();
     report::cli::run(|| match &measured {
+        Measured::Amp(verb) => crate::amp::run(&common, verb),
         Measured::FusedCe(verb) => crate::fused_ce::run(&common, verb),
         Measured::SwigluCkpt(verb) => crate::swiglu_ckpt::run(&common, verb),
     })

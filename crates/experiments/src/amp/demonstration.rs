@@ -31,7 +31,6 @@ impl Format {
     /// The nearest number of this format.
     ///
     /// ```
-    /// use amp::demonstration::Format;
     ///
     /// // Below half of fp16's least number, 2⁻²⁴; bf16 has fp32's range.
     /// assert_eq!(Format::Fp16.round(1e-8), 0.0);
@@ -47,18 +46,26 @@ impl Format {
 }
 
 /// Adds `value`, rounded to `operand`, `times` times to a sum that is rounded to `accumulator` after each addition.
-///
-/// ```
-/// use amp::demonstration::{Format, repeated_sum};
-///
-/// let sum = |operand, accumulator| repeated_sum(0.01, 1000, operand, accumulator);
-/// assert_eq!(format!("{:.5}", sum(Format::Fp32, Format::Fp32)), "10.00013");
-/// assert_eq!(format!("{:.3}", sum(Format::Fp16, Format::Fp16)), "9.953");
-/// assert_eq!(format!("{:.4}", sum(Format::Fp16, Format::Fp32)), "10.0021");
-/// // Half a step of bf16 at 4 is more than 0.01: the sum stops there.
-/// assert_eq!(sum(Format::Bf16, Format::Bf16), 4.0);
-/// ```
 pub fn repeated_sum(value: f64, times: u32, operand: Format, accumulator: Format) -> f64 {
     let term = operand.round(value);
     (0..times).fold(0.0, |sum, _| accumulator.round(sum + term))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_numbers_and_long_sums_are_rounded_by_the_format() {
+        // Below half of fp16's least number, 2⁻²⁴; bf16 has fp32's range.
+        assert_eq!(Format::Fp16.round(1e-8), 0.0);
+        assert!((Format::Bf16.round(1e-8) / 1e-8 - 1.0).abs() < 0.004);
+
+        let sum = |operand, accumulator| repeated_sum(0.01, 1000, operand, accumulator);
+        assert_eq!(format!("{:.5}", sum(Format::Fp32, Format::Fp32)), "10.00013");
+        assert_eq!(format!("{:.3}", sum(Format::Fp16, Format::Fp16)), "9.953");
+        assert_eq!(format!("{:.4}", sum(Format::Fp16, Format::Fp32)), "10.0021");
+        // Half a step of bf16 at 4 is more than 0.01: the sum stops there.
+        assert_eq!(sum(Format::Bf16, Format::Bf16), 4.0);
+    }
 }

@@ -12,14 +12,13 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use amp::Autocast;
+use anyhow::Result;
 use models::module::{Context, Input, LanguageModel, trainable};
 use models::state_dict::load_state_dict;
 use models::{Gpt2Like, Gpt2LikeConfig, tensors_file};
 use tch::{Device, Kind, Tensor};
 use training::loss::LmCrossEntropyLoss;
-
-use crate::Autocast;
-use crate::error::{Error, Result};
 
 /// The name that the loss goes by, beside those of the weights.
 pub const LOSS: &str = "loss";
@@ -66,7 +65,7 @@ impl Fixture {
         let path = folder.join("config.json");
         let refuse = |reason: String| {
             let reason = format!("{reason}; give the folder of the fixture gpt2_like");
-            Error::Training(training::Error::File { path: path.clone(), reason })
+            training::Error::File { path: path.clone(), reason }
         };
         let text = std::fs::read_to_string(&path).map_err(|cause| refuse(cause.to_string()))?;
         let config = serde_json::from_str(&text).map_err(|cause| refuse(cause.to_string()))?;
@@ -77,7 +76,7 @@ impl Fixture {
     fn tensor(&self, name: &str) -> Result<&Tensor> {
         self.tensors.iter().find(|(own, _)| own == name).map(|(_, tensor)| tensor).ok_or_else(|| {
             let (path, reason) = ("cases.safetensors".into(), format!("it has no tensor `{name}`"));
-            Error::Training(training::Error::File { path, reason })
+            training::Error::File { path, reason }.into()
         })
     }
 

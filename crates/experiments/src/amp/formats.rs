@@ -1,8 +1,9 @@
 //! `amp formats`: what number formats do to small numbers and long sums.
 
-use amp::demonstration::{Format, repeated_sum};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Sink};
+
+use super::demonstration::{Format, repeated_sum};
 
 #[derive(clap::Args)]
 pub(crate) struct Formats {

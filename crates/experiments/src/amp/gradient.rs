@@ -1,10 +1,10 @@
 //! `amp gradient`: the time and memory of one gradient in each precision.
 
-use amp::experiment::gradient_time::{Cost, Gradient};
-use amp::experiment::setup::Setup;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 
+use super::gradient_time::{Cost, Gradient};
+use super::setup::Setup;
 use super::sizes::{Sizes, wide};
 
 const SETUPS: [Setup; 6] =
@@ -23,7 +23,7 @@ pub(crate) struct GradientArgs {
 pub(crate) fn run(common: &CommonArgs, arguments: &GradientArgs) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let scales = Sizes::of(arguments.scale, device, common.seed).training.scales;
     let sizes = wide(arguments.scale, device, common.seed);
     let mut gradients: Vec<Gradient> =

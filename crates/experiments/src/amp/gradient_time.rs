@@ -2,6 +2,8 @@
 
 use std::time::Instant;
 
+use amp::Autocast;
+use anyhow::Result;
 use models::Gpt2LikeConfig;
 use models::module::{LanguageModel, trainable};
 use runtime::memory::Region;
@@ -11,8 +13,6 @@ use training::batches::Synthetic;
 
 use super::setup::{Parts, Scales, Setup};
 use super::training::gpt2_like;
-use crate::Autocast;
-use crate::error::Result;
 
 /// Sizes.
 #[derive(Debug, Clone)]

@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 
-use amp::experiment::numerics;
 use report::cli::CommonArgs;
 use report::{Case, Metric, Sink};
 use tch::Kind;
+
+use super::exact;
 
 #[derive(clap::Args)]
 pub(crate) struct Numerics {
@@ -16,7 +17,7 @@ pub(crate) struct Numerics {
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<()> {
     let mut sink = Sink::new(common, runtime::device::environment(tch::Device::Cpu)?)?;
-    for (tensor, error) in numerics::run(&arguments.fixture, Kind::BFloat16)? {
+    for (tensor, error) in exact::run(&arguments.fixture, Kind::BFloat16)? {
         let metrics = vec![
             Metric::exact("error", "ratio", error),
             // What is held against the peer's error and the tolerance.

@@ -1,8 +1,9 @@
 //! `amp overhead`: what a loss scaler adds to a step of the optimizer.
 
-use amp::experiment::overhead::{self, SIZES};
 use report::cli::CommonArgs;
 use report::{Case, Metric, Progress, Sink};
+
+use super::scaler_step::{self, SIZES};
 
 #[derive(clap::Args)]
 pub(crate) struct Overhead {
@@ -13,13 +14,13 @@ pub(crate) struct Overhead {
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Overhead) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let mut progress = Progress::new(SIZES.len() as u64 * u64::from(arguments.rounds));
     for size in SIZES {
         let case = Case::new().with("tensors", size.tensors).with("parameters", size.parameters());
         progress.message(&format!("AdamW of {} tensors, with and without a scaler", size.tensors));
-        let seconds = overhead::run(size, arguments.rounds as usize, device, |_| progress.step())?;
-        let overhead::Overhead { plain, host, device, unscale } = &seconds;
+        let seconds = scaler_step::run(size, arguments.rounds as usize, device, |_| progress.step())?;
+        let scaler_step::Overhead { plain, host, device, unscale } = &seconds;
         for (decides, scaled) in [("host", host), ("device", device)] {
             let metrics = vec![
                 Metric::of_samples("plain_seconds", "s", plain),

@@ -6,12 +6,11 @@
 
 use std::time::Instant;
 
+use amp::{DeviceScaler, DynamicGradScaler, DynamicOptions, DynamicRule};
+use anyhow::Result;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 use training::optimizer::{AdamW, Group, Optimizer};
-
-use crate::error::Result;
-use crate::{DeviceScaler, DynamicGradScaler, DynamicOptions, DynamicRule};
 
 /// Columns of each matrix, and elements of each vector.
 const WIDTH: i64 = 768;
@@ -93,7 +92,7 @@ pub fn run(size: Size, rounds: usize, device: Device, mut progress: impl FnMut(u
         let host = timed(&mut || {
             on_host.unscale_("all", &optimizer.gradients()?, false)?;
             on_host.step("all", &mut optimizer)?;
-            on_host.update().map(drop)
+            Ok(on_host.update().map(drop)?)
         })?;
         let unscale = timed(&mut || {
             runtime::fused::gradients::unscale_(&optimizer.gradients()?, &one, false)?;
@@ -102,7 +101,7 @@ pub fn run(size: Size, rounds: usize, device: Device, mut progress: impl FnMut(u
         let decided_there = timed(&mut || {
             on_device.unscale_("all", &optimizer.gradients()?, false)?;
             on_device.step("all", &mut optimizer)?;
-            on_device.update()
+            Ok(on_device.update()?)
         })?;
         // Takes up on the host what the device did, which is no part of the plain step that comes next.
         optimizer.step()?;

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use amp::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
+use anyhow::Result;
 use runtime::matmul::compute_kind;
 use tch::{Device, Kind};
 use training::optimizer::{Adam, Group, Optimizer};
@@ -9,8 +11,6 @@ use training::scaler::{GradScaler, NoScaler};
 use training::trainer::Overflow;
 
 use super::fp16_adam::Fp16Adam;
-use crate::error::Result;
-use crate::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
 
 /// A way to train.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -77,7 +77,7 @@ impl Setup {
     /// The parts, new.
     ///
     /// # Errors
-    /// [`crate::Error::Option`] for constants that are none.
+    /// [`amp::Error::Option`] for constants that are none.
     pub fn parts(self, scales: &Scales) -> Result<Parts> {
         let scaler: Box<dyn GradScaler> = match self {
             Self::Static => Box::new(StaticGradScaler::new(scales.fixed)?),

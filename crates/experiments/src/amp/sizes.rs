@@ -1,15 +1,16 @@
 //! How large the experiments are at each scale.
 
 use amp::DynamicOptions;
-use amp::experiment::gradient_time;
-use amp::experiment::setup::Scales;
-use amp::experiment::training::Training;
 use anyhow::Context;
 use models::Gpt2LikeConfig;
 use report::cli::Scale;
 use tch::Device;
 use training::experiment::corpus::{Corpus, Limits};
 use training::experiment::strategy::Strategy;
+
+use super::gradient_time;
+use super::setup::Scales;
+use super::training::Training;
 
 /// The sizes of a run.
 pub(crate) struct Sizes {

@@ -1,12 +1,12 @@
 //! `amp sweep`: one static scale after another, and the dynamic scaler from both ends.
 
 use amp::DynamicOptions;
-use amp::experiment::setup::{Scales, Setup};
-use amp::experiment::training::{Outcome, Training, train};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 
+use super::setup::{Scales, Setup};
 use super::sizes::Sizes;
+use super::training::{Outcome, Training, train};
 
 const EXPERIMENT: &str = "amp-sweep";
 /// Exponents of the static scales.
@@ -23,7 +23,7 @@ pub(crate) struct Sweep {
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Sweep) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let sizes = Sizes::of(arguments.scale, device, common.seed);
     let corpus = sizes.corpus()?;
     let training = Training { epochs: 1, evaluate_every: u64::MAX, ..sizes.training.clone() };

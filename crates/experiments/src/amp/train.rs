@@ -1,11 +1,11 @@
 //! `amp train`: whole trainings, one in each precision.
 
-use amp::experiment::setup::Setup;
-use amp::experiment::training::{Outcome, Training, train};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 
+use super::setup::Setup;
 use super::sizes::Sizes;
+use super::training::{Outcome, Training, train};
 
 const EXPERIMENT: &str = "amp-training";
 
@@ -25,7 +25,7 @@ pub(crate) struct Train {
 pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let sizes = Sizes::of(arguments.scale, device, common.seed);
     let corpus = sizes.corpus()?;
     let mut setups = vec![Setup::Fp32];

@@ -2,6 +2,8 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use amp::{Autocast, CastStatistics};
+use anyhow::Result;
 use dataloading::loader::LoaderOptions;
 use dataloading::{BatchOptions, Order};
 use models::module::{LanguageModel, trainable};
@@ -23,8 +25,6 @@ use training::schedule::{Schedule, Shape};
 use training::trainer::Options;
 
 use super::setup::{Parts, Scales, Setup};
-use crate::error::Result;
-use crate::{Autocast, CastStatistics};
 
 /// What all trainings of a comparison share.
 #[derive(Debug, Clone)]

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use amp::Autocast;
-use amp::experiment::gradients::{Histogram, Of, Probe};
-use amp::experiment::training::Trained;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use tch::Kind;
 
+use super::gradients::{Histogram, Of, Probe};
 use super::sizes::Sizes;
+use super::training::Trained;
 
 const EXPERIMENT: &str = "amp-underflow";
 /// Exponents of scales at which the shares are given.
@@ -26,7 +26,7 @@ pub(crate) struct Underflow {
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Underflow) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let sizes = Sizes::of(arguments.scale, device, common.seed);
     let corpus = sizes.corpus()?;
     let mut progress = Progress::new(2 + COUNTED.len() as u64);

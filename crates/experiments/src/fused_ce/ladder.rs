@@ -59,7 +59,12 @@ impl Implementation {
     ///
     /// # Errors
     /// As [`LinearCrossEntropy::run`].
-    pub fn loss(self, [x, w, targets]: [&Tensor; 3], reduction: Reduction, chunk: Option<Chunk>) -> Result<Tensor> {
+    pub fn loss(
+        self,
+        [x, w, targets]: [&Tensor; 3],
+        reduction: Reduction,
+        chunk: Option<Chunk>,
+    ) -> Result<Tensor> {
         if self == Self::LinearCrossEntropy {
             let options = LinearCrossEntropy { reduction, chunk, ..LinearCrossEntropy::default() };
             return Ok(options.run(&Inputs::new(x, w, targets))?.loss);

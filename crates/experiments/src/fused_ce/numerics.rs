@@ -39,7 +39,11 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<(
     for kind in kinds {
         let shape = Shape { kind, ..SHAPE };
         let mut cases: Vec<(Implementation, Option<i64>)> = vec![(Implementation::Naive, None)];
-        for rung in [Implementation::ChunkedRecompute, Implementation::GradInForward, Implementation::LinearCrossEntropy] {
+        for rung in [
+            Implementation::ChunkedRecompute,
+            Implementation::GradInForward,
+            Implementation::LinearCrossEntropy,
+        ] {
             cases.extend(CHUNKS.map(|chunk| (rung, Some(chunk))));
         }
         let mut errors = vec![Vec::new(); cases.len()];

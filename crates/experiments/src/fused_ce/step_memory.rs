@@ -56,8 +56,7 @@ pub fn measure(
     runtime::random::seed(seed)?;
     let model = model(config, way, rows * sequence, (kind, device))?;
     let parameters = live_bytes(device)? - before;
-    let mut optimizer =
-        Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), 1e-4)])?;
+    let mut optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), 1e-4)])?;
     let drawn = Generator::new(seed)?.uniform(&[rows, sequence + 1], (0.0, 1.0), (Kind::Double, device))?;
     let drawn = drawn.f_mul_scalar(config.vocab_size as f64)?.f_to_kind(Kind::Int64)?;
     let (tokens, labels) = (drawn.f_narrow(1, 0, sequence)?, drawn.f_narrow(1, 1, sequence)?);
@@ -142,7 +141,8 @@ pub fn predict(config: &LlamaConfig, way: Way, [rows, sequence]: [i64; 2]) -> Re
         attention_bias: config.attention_bias,
         mlp_bias: config.mlp_bias,
     })?;
-    let chunk = size(fused_ce::default_chunk_tokens(rows * sequence, config.vocab_size, Kind::Float, Device::Cpu));
+    let chunk =
+        size(fused_ce::default_chunk_tokens(rows * sequence, config.vocab_size, Kind::Float, Device::Cpu));
     let loss = match way {
         Way::Original => Loss::Eager,
         Way::Malek | Way::Liger => Loss::GradInForward { tokens: chunk },

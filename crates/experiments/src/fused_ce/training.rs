@@ -1,6 +1,7 @@
 //! The same training with each loss: what the assignment compares as the original, Malek's way and Liger's.
 
 use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
 use dataloading::loader::LoaderOptions;
@@ -18,8 +19,6 @@ use training::loader_batches::LoaderBatches;
 use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, Group, Optimizer};
 use training::trainer::Options;
-
-use std::sync::{Arc, Mutex, PoisonError};
 
 use super::ladder::{Implementation, install};
 
@@ -41,7 +40,12 @@ impl Way {
     pub const ALL: [Self; 4] = [Self::Original, Self::Malek, Self::Liger, Self::Frugal];
 
     /// The implementation, and its chunks of so many tokens.
-    pub fn implementation(self, tokens: i64, hidden: i64, vocabulary: i64) -> (Implementation, Option<Chunk>) {
+    pub fn implementation(
+        self,
+        tokens: i64,
+        hidden: i64,
+        vocabulary: i64,
+    ) -> (Implementation, Option<Chunk>) {
         match self {
             Self::Original => (Implementation::Naive, None),
             Self::Malek => (Implementation::GradInForward, None),
@@ -132,12 +136,9 @@ pub fn train(corpus: &Corpus, way: Way, training: &Training) -> Result<Outcome> 
     let loader = LoaderOptions { workers: 1, device, epochs: None, ..Default::default() };
     let mut batches = LoaderBatches::new(source, &loader)?;
     let model = model(&training.model, way, (batch_size * sequence) as i64, (Kind::Float, device))?;
-    let optimizer =
-        Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), lr)])?;
-    let mut trainer =
-        Trainer::new(model, optimizer, Options { steps, ..Default::default() })?;
-    let seen =
-        Arc::new(Mutex::new(Seen { peak: StepPeak::start(device)?, steps: Vec::new() }));
+    let optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), lr)])?;
+    let mut trainer = Trainer::new(model, optimizer, Options { steps, ..Default::default() })?;
+    let seen = Arc::new(Mutex::new(Seen { peak: StepPeak::start(device)?, steps: Vec::new() }));
     trainer.observers.push(Box::new(Watcher(seen.clone())));
     trainer.run(&mut batches, None)?;
     drop(trainer);

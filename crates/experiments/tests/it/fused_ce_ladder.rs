@@ -77,7 +77,8 @@ fn a_sum_in_the_weights_own_dtype_loses_more_with_each_chunk() {
     let (x, w) = (x.to_kind(Kind::BFloat16), w.to_kind(Kind::BFloat16));
     let targets = (Tensor::arange(TOKENS, (Kind::Int64, Device::Cpu)) * 17).remainder(257);
     let of_weight = |implementation: Implementation, kind: Kind, chunk: i64| {
-        let (x, w) = (x.to_kind(kind).set_requires_grad(true), w.to_kind(kind).copy().set_requires_grad(true));
+        let (x, w) =
+            (x.to_kind(kind).set_requires_grad(true), w.to_kind(kind).copy().set_requires_grad(true));
         let chunk = Some(Chunk::Tokens(chunk));
         let loss = implementation.loss([&x, &w, &targets], Reduction::Mean, chunk).unwrap();
         runtime::autograd::backward(&[&loss]).unwrap();

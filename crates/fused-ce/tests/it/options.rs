@@ -169,7 +169,8 @@ fn check(case: &Case, generator: &mut Generator) -> f64 {
         });
         (output, gradients.collect())
     };
-    let ((ours, our_gradients), (oracle, gradients)) = (run(|inputs, options| options.run(inputs)), run(naive::run));
+    let ((ours, our_gradients), (oracle, gradients)) =
+        (run(|inputs, options| options.run(inputs)), run(naive::run));
     let mut worst: f64 = 0.0;
     let mut same = |name: &str, found: &Tensor, expected: &Tensor| {
         assert_eq!((found.size(), found.kind()), (expected.size(), expected.kind()), "{name}");

@@ -8,8 +8,13 @@ use tch::Tensor;
 use super::{IGNORED, Implementation, tile_kind};
 
 pub(super) fn loss(x: &Tensor, w: &Tensor, targets: &Tensor, mean: bool, chunk: i64) -> Result<Tensor> {
-    let function =
-        GradInForward { chunk, targets: targets.f_reshape([-1])?, mean, shape: x.size(), computed: [false; 2] };
+    let function = GradInForward {
+        chunk,
+        targets: targets.f_reshape([-1])?,
+        mean,
+        shape: x.size(),
+        computed: [false; 2],
+    };
     Ok(apply(function, &[x, w])?.remove(0))
 }
 

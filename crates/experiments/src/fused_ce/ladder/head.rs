@@ -11,7 +11,11 @@ use super::Implementation;
 ///
 /// # Errors
 /// A head that is not one projection's weight.
-pub fn install(model: &mut dyn Module, implementation: Implementation, chunk: Option<Chunk>) -> anyhow::Result<()> {
+pub fn install(
+    model: &mut dyn Module,
+    implementation: Implementation,
+    chunk: Option<Chunk>,
+) -> anyhow::Result<()> {
     if implementation == Implementation::LinearCrossEntropy {
         return Ok(fused_ce::install(model, &LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() })?);
     }
@@ -62,7 +66,8 @@ impl LossHead for Head {
             return Err(refused(format!("`{}` computes no accuracy", self.implementation)));
         }
         let inputs = [hidden_btd, &self.weight, labels_bt];
-        let sum = self.implementation.loss(inputs, Reduction::Sum, self.chunk).map_err(runtime::Error::from)?;
+        let sum =
+            self.implementation.loss(inputs, Reduction::Sum, self.chunk).map_err(runtime::Error::from)?;
         Ok(LossOutput { sum, correct: None })
     }
 }

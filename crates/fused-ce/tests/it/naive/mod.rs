@@ -1,6 +1,8 @@
 //! The oracle of every option but slices of the vocabulary: all logits as one tensor, and libtorch's graph. In f64 it is exact.
 
-use fused_ce::{Denominator, Empty, Inputs, LinearCrossEntropy, LogSumExp, Output, Reduction, Result, Targets};
+use fused_ce::{
+    Denominator, Empty, Inputs, LinearCrossEntropy, LogSumExp, Output, Reduction, Result, Targets,
+};
 use tch::{Kind, Tensor};
 
 /// Computes the loss as [`LinearCrossEntropy::run`] does, from all logits at once.
