@@ -54,7 +54,6 @@
 //! | [`loader`] | worker threads, order, ranks, resuming |
 //! | [`length_statistics`] | lengths, and what padding them would waste, without reading a token |
 //! | [`embedded`] | small data sets that make everything work offline |
-//! | [`mod@bench`] | what all of it costs |
 //!
 //! # The assignment's names
 //!
@@ -97,7 +96,6 @@
 pub mod balanced_batch_sampler;
 pub mod batch;
 pub mod batch_source;
-pub mod bench;
 pub mod datasets;
 pub mod embedded;
 pub mod error;

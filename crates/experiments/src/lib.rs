@@ -11,6 +11,7 @@ use clap::{Parser, Subcommand};
 use report::cli::CommonArgs;
 
 mod amp;
+pub mod dataloading;
 mod environment;
 pub mod fused_ce;
 pub mod swiglu_ckpt;
@@ -31,6 +32,9 @@ enum Measured {
     /// Mixed precision: loss scalers, autocast, and what they buy
     #[command(subcommand)]
     Amp(crate::amp::Verb),
+    /// Datasets, samplers, packing and loaders that resume
+    #[command(subcommand)]
+    Dataloading(crate::dataloading::Verb),
     /// The output projection and the cross-entropy as one operation that never holds all logits
     #[command(subcommand)]
     FusedCe(crate::fused_ce::Verb),
@@ -44,6 +48,7 @@ pub fn run() -> ExitCode {
     let Cli { measured, common } = Cli::parse();
     report::cli::run(|| match &measured {
         Measured::Amp(verb) => crate::amp::run(&common, verb),
+        Measured::Dataloading(verb) => crate::dataloading::run(&common, verb),
         Measured::FusedCe(verb) => crate::fused_ce::run(&common, verb),
         Measured::SwigluCkpt(verb) => crate::swiglu_ckpt::run(&common, verb),
     })

@@ -4,7 +4,6 @@ mod balanced_batch_sampler;
 mod datasets;
 mod embedded;
 mod fuzz_files;
-mod lengths;
 mod loader;
 mod loader_cuda;
 mod loader_epochs;

@@ -2,11 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::embedded;
-use crate::error::Result;
-use crate::text::{Corpus, Format};
-use crate::token_store::{TokenStore, TokenizeOptions, Writer, WriterOptions, tokenize};
-use crate::tokenizer::Tokenizer;
+use dataloading::Result;
+use dataloading::embedded;
+use dataloading::text::{Corpus, Format};
+use dataloading::token_store::{TokenStore, TokenizeOptions, Writer, WriterOptions, tokenize};
+use dataloading::tokenizer::Tokenizer;
 
 /// The variable that names a folder with real data.
 pub const VARIABLE: &str = "FRUGAL_DATA";

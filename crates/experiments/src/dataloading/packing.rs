@@ -1,14 +1,14 @@
 //! How full rows get and how long that takes, on one thread.
 
+use dataloading::Result;
+use dataloading::packing::{
+    Algorithm, Plan, PlanOptions, StreamingBestFit, StreamingOptions, lower_bound, next_fit,
+};
 use report::cli::Scale;
 use report::{Case, Metric};
 
 use super::synthetic::uniform_lengths;
 use super::{Figures, repeats, seconds};
-use crate::error::Result;
-use crate::packing::{
-    Algorithm, Plan, PlanOptions, StreamingBestFit, StreamingOptions, lower_bound, next_fit,
-};
 
 /// Tokens of a row, and the longest document.
 pub const CAPACITY: u32 = 512;

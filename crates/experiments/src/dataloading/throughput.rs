@@ -3,21 +3,21 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use dataloading::Result;
+use dataloading::balanced_batch_sampler::{BalancedOptions, BatchSize};
+use dataloading::batch::Counts;
+use dataloading::batch_source::BatchSource;
+use dataloading::datasets::{BaseDataset, PackedDataset, PackedOptions, SequencedDataset, StandardDataset};
+use dataloading::loader::{Loader, LoaderOptions};
+use dataloading::packing::PlanOptions;
+use dataloading::random_batch_sampler::BatchOptions;
+use dataloading::samples::Samples;
 use report::cli::Scale;
 use report::{Case, Metric};
 use tch::Device;
 
 use super::Figures;
 use super::synthetic::{Synthetic, text_lengths};
-use crate::balanced_batch_sampler::{BalancedOptions, BatchSize};
-use crate::batch::Counts;
-use crate::batch_source::BatchSource;
-use crate::datasets::{BaseDataset, PackedDataset, PackedOptions, SequencedDataset, StandardDataset};
-use crate::error::Result;
-use crate::loader::{Loader, LoaderOptions};
-use crate::packing::PlanOptions;
-use crate::random_batch_sampler::BatchOptions;
-use crate::samples::Samples;
 
 /// Samples of a batch.
 pub const BATCH: usize = 32;
@@ -139,7 +139,7 @@ pub fn measure<S: Samples + 'static>(
             ..LoaderOptions::default()
         };
         let state = Loader::new(source.clone(), &LoaderOptions { workers: 0, ..options })?.state();
-        let state = crate::LoaderState { epoch, batches: source.batches(epoch) as u64, ..state };
+        let state = dataloading::LoaderState { epoch, batches: source.batches(epoch) as u64, ..state };
         let mut loader = Loader::resume(source.clone(), &options, &state)?;
         let began = Instant::now();
         let mut counts = Counts::default();

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use dataloading::LengthStatistics;
-use dataloading::bench::lengths::{WAYS, Way};
-use dataloading::bench::texts::Text;
+use experiments::dataloading::lengths::{WAYS, Way};
+use experiments::dataloading::texts::Text;
 
 fn lines() -> Arc<Vec<Vec<u32>>> {
     Arc::new(Text::EmbeddedValid.lines().unwrap().unwrap())

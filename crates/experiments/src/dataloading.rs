@@ -1,30 +1,27 @@
-//! `dataloading`: what packing, sampling and loading cost on this machine.
+//! `dataloading`: what packing, sampling and loading cost, over one table of sizes.
 
-use std::io::Write;
-use std::process::ExitCode;
+pub mod lengths;
+mod packing;
+mod sampler;
+mod synthetic;
+pub mod texts;
+mod throughput;
+
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use clap::{Parser, Subcommand};
-use dataloading::bench::texts::Text;
-use dataloading::bench::throughput::{Origin, STRATEGIES, Strategy};
-use dataloading::bench::{self, Figures};
+use clap::Subcommand;
 use dataloading::{Samples, TokenStore};
 use report::cli::{CommonArgs, Scale};
-use report::{Environment, Progress, Record, RecordWriter};
+use report::{Case, Metric, Progress, Sink};
 use tch::Device;
 
-/// Datasets, samplers, packing and loaders that resume
-#[derive(Parser)]
-#[command(version)]
-struct Cli {
-    #[command(subcommand)]
-    command: Command,
-    #[command(flatten)]
-    common: CommonArgs,
-}
+use texts::Text;
+use throughput::{Origin, STRATEGIES, Strategy};
 
+/// What is measured.
 #[derive(Subcommand)]
-enum Command {
+pub(crate) enum Verb {
     /// Measure how full rows get, and how long packing takes on one thread
     Pack(Sized),
     /// Measure the balanced sampler by the size of the data set
@@ -38,14 +35,14 @@ enum Command {
 }
 
 #[derive(clap::Args)]
-struct Embedded {
+pub(crate) struct Embedded {
     /// The folder that they go to; what is there of the same names is replaced
     #[arg(long, value_name = "FOLDER")]
-    out: std::path::PathBuf,
+    out: PathBuf,
 }
 
 #[derive(clap::Args)]
-struct Sized {
+pub(crate) struct Sized {
     /// Which sizes to measure
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
@@ -55,14 +52,14 @@ struct Sized {
 }
 
 #[derive(clap::Args)]
-struct Lengths {
+pub(crate) struct Lengths {
     /// How many epochs
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
 }
 
 #[derive(clap::Args)]
-struct Throughput {
+pub(crate) struct Throughput {
     /// How many samples
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
@@ -71,7 +68,7 @@ struct Throughput {
     samples: Option<u32>,
     /// The documents of this token store instead
     #[arg(long, value_name = "FOLDER", conflicts_with = "samples")]
-    data: Option<std::path::PathBuf>,
+    data: Option<PathBuf>,
     /// These only: base, standard, balanced, sequenced, packed
     #[arg(long, value_delimiter = ',', value_parser = strategy)]
     strategies: Vec<Strategy>,
@@ -91,60 +88,87 @@ fn strategy(text: &str) -> Result<Strategy, String> {
         .ok_or_else(|| format!("expected one of {}", known().collect::<Vec<_>>().join(", ")))
 }
 
-fn main() -> ExitCode {
-    let cli = Cli::parse();
-    report::cli::run(|| match &cli.command {
-        Command::Embedded(Embedded { out }) => {
-            Ok(dataloading::embedded::write(out, dataloading::embedded::SEED)?)
-        }
-        _ => run(&cli),
-    })
+/// Figures of one case.
+#[derive(Debug, Clone)]
+pub struct Figures {
+    /// The experiment.
+    pub experiment: &'static str,
+    /// Which case.
+    pub case: Case,
+    /// What came out.
+    pub metrics: Vec<Metric>,
 }
 
-fn run(cli: &Cli) -> anyhow::Result<()> {
-    let device = runtime::device::select(&cli.common.device)?;
-    let mut sink = Sink {
-        records: cli.common.open_records()?,
-        environment: runtime::device::environment(device)?,
-        json: cli.common.json,
+impl Figures {
+    fn put(self, sink: &mut Sink) -> anyhow::Result<()> {
+        sink.put(self.experiment, &self.case, self.metrics)
+    }
+}
+
+/// How often a fast piece of work is repeated.
+fn repeats(scale: Scale) -> usize {
+    match scale {
+        Scale::Smoke => 3,
+        Scale::Laptop | Scale::Paper => 21,
+    }
+}
+
+/// Seconds of each of `repeats` runs, after one to warm up.
+fn seconds<R>(repeats: usize, mut run: impl FnMut() -> R) -> Vec<f64> {
+    std::hint::black_box(run());
+    let sample = |_| {
+        let began = std::time::Instant::now();
+        let result = run();
+        let seconds = began.elapsed().as_secs_f64();
+        std::hint::black_box(result);
+        seconds
     };
-    let seed = cli.common.seed;
-    match &cli.command {
-        Command::Embedded(_) => {}
-        Command::Pack(arguments) => {
-            let sizes = sizes(arguments, bench::packing::sizes(arguments.scale));
-            let mut progress = Progress::new((sizes.len() * bench::packing::PACKERS.len()) as u64);
+    (0..repeats).map(sample).collect()
+}
+
+pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
+    if let Verb::Embedded(Embedded { out }) = verb {
+        return Ok(dataloading::embedded::write(out, dataloading::embedded::SEED)?);
+    }
+    let device = runtime::device::select(&common.device)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let seed = common.seed;
+    match verb {
+        Verb::Embedded(_) => {}
+        Verb::Pack(arguments) => {
+            let sizes = sizes(arguments, packing::sizes(arguments.scale));
+            let mut progress = Progress::new((sizes.len() * packing::PACKERS.len()) as u64);
             for size in sizes {
-                for packer in bench::packing::PACKERS {
+                for packer in packing::PACKERS {
                     progress.message(&format!("{size} documents, {}", packer.name()));
-                    sink.put(&bench::packing::measure(packer, size, seed, arguments.scale)?)?;
+                    packing::measure(packer, size, seed, arguments.scale)?.put(&mut sink)?;
                     progress.step();
                 }
             }
         }
-        Command::Sampler(arguments) => {
-            let sizes = sizes(arguments, bench::sampler::sizes(arguments.scale));
-            let mut progress = Progress::new((sizes.len() * bench::sampler::GAPS.len()) as u64);
+        Verb::Sampler(arguments) => {
+            let sizes = sizes(arguments, sampler::sizes(arguments.scale));
+            let mut progress = Progress::new((sizes.len() * sampler::GAPS.len()) as u64);
             for size in sizes {
-                sink.put(&bench::sampler::permutation(size, seed, arguments.scale))?;
-                for k in bench::sampler::GAPS {
+                sampler::permutation(size, seed, arguments.scale).put(&mut sink)?;
+                for k in sampler::GAPS {
                     progress.message(&format!("{size} samples, k {k}"));
-                    sink.put(&bench::sampler::measure(size, k, seed, arguments.scale)?)?;
+                    sampler::measure(size, k, seed, arguments.scale)?.put(&mut sink)?;
                     progress.step();
                 }
             }
         }
-        Command::Lengths(arguments) => {
+        Verb::Lengths(arguments) => {
             let mut progress = Progress::new(Text::ALL.len() as u64);
             for text in Text::ALL {
                 progress.message(text.name());
-                for figures in bench::lengths::measure(text, seed, arguments.scale)? {
-                    sink.put(&figures)?;
+                for figures in lengths::measure(text, seed, arguments.scale)? {
+                    figures.put(&mut sink)?;
                 }
                 progress.step();
             }
         }
-        Command::Throughput(arguments) => throughput(arguments, device, seed, &mut sink)?,
+        Verb::Throughput(arguments) => throughput(arguments, device, seed, &mut sink)?,
     }
     Ok(())
 }
@@ -161,14 +185,14 @@ fn throughput(arguments: &Throughput, device: Device, seed: u64, sink: &mut Sink
         let store = Arc::new(TokenStore::open(folder)?);
         return cases(&store, Origin::Store, &chosen(&STRATEGIES), arguments, device, seed, sink);
     }
-    let count = arguments.samples.map_or_else(|| bench::throughput::size(arguments.scale), |n| n as usize);
-    let samples = bench::throughput::synthetic(count, seed);
+    let count = arguments.samples.map_or_else(|| throughput::size(arguments.scale), |n| n as usize);
+    let samples = throughput::synthetic(count, seed);
     cases(&samples, Origin::Memory, &chosen(&STRATEGIES), arguments, device, seed, sink)?;
     drop(samples);
     if arguments.strategies.is_empty() && arguments.samples.is_none() {
         let folder = tempfile::tempdir()?;
-        let tokens = bench::throughput::store_tokens(arguments.scale);
-        let store = Arc::new(bench::texts::repeated(&folder.path().join("store"), tokens)?);
+        let tokens = throughput::store_tokens(arguments.scale);
+        let store = Arc::new(texts::repeated(&folder.path().join("store"), tokens)?);
         let strategies = chosen(&[Strategy::Standard, Strategy::Packed]);
         cases(&store, Origin::Store, &strategies, arguments, device, seed, sink)?;
     }
@@ -189,7 +213,7 @@ fn cases<S: Samples + 'static>(
         progress.message(&format!("{}, {workers} workers", strategy.name()));
         let samples = samples.clone();
         let epochs = arguments.epochs;
-        sink.put(&bench::throughput::measure(samples, origin, strategy, workers, device, epochs, seed)?)?;
+        throughput::measure(samples, origin, strategy, workers, device, epochs, seed)?.put(sink)?;
         progress.step();
     }
     Ok(())
@@ -200,40 +224,5 @@ fn sizes(arguments: &Sized, usual: &[usize]) -> Vec<usize> {
         usual.to_vec()
     } else {
         arguments.sizes.iter().map(|&n| n as usize).collect()
-    }
-}
-
-/// Where figures go.
-struct Sink {
-    records: Option<RecordWriter>,
-    environment: Environment,
-    json: bool,
-}
-
-impl Sink {
-    #[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
-    fn put(&mut self, figures: &Figures) -> anyhow::Result<()> {
-        let mut out = std::io::stdout().lock();
-        let case: Vec<String> = figures.case.0.iter().map(|(key, value)| format!("{key} {value}")).collect();
-        if !self.json {
-            writeln!(out, "{}", case.join(", ").replace('"', ""))?;
-        }
-        for metric in &figures.metrics {
-            let record = Record {
-                experiment: figures.experiment.into(),
-                case: figures.case.clone(),
-                metric: metric.clone(),
-                environment: self.environment.clone(),
-            };
-            if let Some(records) = &mut self.records {
-                records.write(&record)?;
-            }
-            if self.json {
-                writeln!(out, "{}", serde_json::to_string(&record)?)?;
-            } else if let Some(value) = metric.value {
-                writeln!(out, "    {:24} {}", metric.name, report::unit::human(value, &metric.unit))?;
-            }
-        }
-        Ok(())
     }
 }

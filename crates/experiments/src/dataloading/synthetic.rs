@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use crate::error::Result;
-use crate::permutation::{Permutation, mix};
-use crate::samples::Samples;
+use dataloading::Result;
+use dataloading::permutation::Permutation;
+use dataloading::samples::Samples;
 
 /// Samples with given lengths, whose tokens are slices of one pool, as they are of a token store.
 #[derive(Debug, Clone)]
@@ -69,6 +69,13 @@ pub fn text_lengths(n: usize, seed: u64) -> Vec<u32> {
         (72.0 * (1.2 * normal).exp()).clamp(2.0, 2048.0) as u32
     };
     (0..n as u64).map(length).collect()
+}
+
+/// Steele, Lea and Flood's finaliser of SplitMix64 (2014), which the peer computes too.
+fn mix(value: u64) -> u64 {
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
 }
 
 #[cfg(test)]

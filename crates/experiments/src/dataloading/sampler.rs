@@ -1,15 +1,15 @@
 //! What it takes to make a balanced sampler, and to choose a batch.
 
+use dataloading::Result;
+use dataloading::balanced_batch_sampler::{BalancedBatchSampler, BalancedOptions, Operations};
+use dataloading::permutation::Permutation;
+use dataloading::random_batch_sampler::BatchSampler;
+use dataloading::samples::Samples;
 use report::cli::Scale;
 use report::{Case, Metric};
 
 use super::synthetic::text_lengths;
 use super::{Figures, repeats, seconds};
-use crate::balanced_batch_sampler::{BalancedBatchSampler, BalancedOptions, Operations};
-use crate::error::Result;
-use crate::permutation::Permutation;
-use crate::random_batch_sampler::BatchSampler;
-use crate::samples::Samples;
 
 /// How many samples.
 pub fn sizes(scale: Scale) -> &'static [usize] {
@@ -70,7 +70,7 @@ pub fn measure(n: usize, k: usize, seed: u64, scale: Scale) -> Result<Figures> {
         for index in (0..batches).step_by((batches / BATCHES).max(1)) {
             sampler.choose(0, index, &mut chosen)?;
         }
-        Ok::<_, crate::Error>(())
+        Ok::<_, dataloading::Error>(())
     });
     let measured = batches.div_ceil((batches / BATCHES).max(1)) as f64;
     let per_batch: Vec<f64> = choosing.iter().map(|seconds| seconds / measured).collect();

@@ -3,21 +3,21 @@
 
 use std::sync::Arc;
 
+use dataloading::Result;
+use dataloading::balanced_batch_sampler::{BalancedOptions, BatchSize};
+use dataloading::batch_source::BatchSource;
+use dataloading::datasets::{BaseDataset, PackedDataset, PackedOptions, SequencedDataset, StandardDataset};
+use dataloading::host_batch::HostBatch;
+use dataloading::length_statistics::{LengthStatistics, Waste};
+use dataloading::packing::PlanOptions;
+use dataloading::random_batch_sampler::BatchOptions;
+use dataloading::samples::Samples;
 use report::cli::Scale;
 use report::{Case, Metric};
 
 use super::Figures;
 use super::texts::Text;
 use super::throughput::{BATCH, LENGTH};
-use crate::balanced_batch_sampler::{BalancedOptions, BatchSize};
-use crate::batch_source::BatchSource;
-use crate::datasets::{BaseDataset, PackedDataset, PackedOptions, SequencedDataset, StandardDataset};
-use crate::error::Result;
-use crate::host_batch::HostBatch;
-use crate::length_statistics::{LengthStatistics, Waste};
-use crate::packing::PlanOptions;
-use crate::random_batch_sampler::BatchOptions;
-use crate::samples::Samples;
 
 /// Tokens of a bin of the histogram.
 const BIN: usize = 16;
