@@ -43,7 +43,6 @@ pub mod dtype;
 mod error;
 pub mod estimate;
 mod exact;
-pub mod experiment;
 pub mod fit;
 pub mod float_format;
 pub mod flops;

@@ -10,6 +10,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use report::cli::CommonArgs;
 
+mod accounting;
 mod amp;
 pub mod dataloading;
 mod environment;
@@ -29,6 +30,18 @@ struct Cli {
 /// The crate that is measured.
 #[derive(Subcommand)]
 enum Measured {
+    /// Parameters, FLOPs, bytes and training time of language models, on paper
+    #[command(
+        subcommand,
+        after_help = "\
+Examples:
+  experiments accounting estimate --model gpt2 --batch 8 --hardware rtx4090
+  experiments accounting fit --config path/to/config.json --recompute full --memory 24GiB
+  experiments accounting flops --model llama-3-8b --sequence 8192
+  experiments accounting offload --model qwen2.5-7b --budget 10GiB --tokens 2048 --card 4090
+  experiments accounting time --parameters 70B --tokens 15T --hardware h100 --devices 1024"
+    )]
+    Accounting(crate::accounting::Verb),
     /// Mixed precision: loss scalers, autocast, and what they buy
     #[command(subcommand)]
     Amp(crate::amp::Verb),
@@ -47,6 +60,7 @@ enum Measured {
 pub fn run() -> ExitCode {
     let Cli { measured, common } = Cli::parse();
     report::cli::run(|| match &measured {
+        Measured::Accounting(verb) => crate::accounting::run(&common, verb),
         Measured::Amp(verb) => crate::amp::run(&common, verb),
         Measured::Dataloading(verb) => crate::dataloading::run(&common, verb),
         Measured::FusedCe(verb) => crate::fused_ce::run(&common, verb),

@@ -1,5 +1,17 @@
 //! The tests of `experiments`: one binary, a module per behaviour.
 
+mod accounting_bad_input;
+mod accounting_command_line;
 mod dataloading_lengths;
 mod fused_ce_ladder;
 mod swiglu_ckpt_peak;
+
+use std::process::Command;
+
+/// The program where this was built, or where the variable says on another machine, for the verbs of one crate.
+fn program(measured: &str) -> Command {
+    let path = std::env::var_os("CARGO_BIN_EXE_experiments");
+    let mut command = Command::new(path.unwrap_or_else(|| env!("CARGO_BIN_EXE_experiments").into()));
+    command.arg(measured);
+    command
+}

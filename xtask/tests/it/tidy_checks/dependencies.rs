@@ -9,9 +9,9 @@ const PROGRAMS: [&str; 3] = ["experiments", "frugal", "xtask"];
 /// What only a program needs.
 const FOR_PROGRAMS: [&str; 4] = ["anyhow", "clap", "indicatif", "report"];
 /// Libraries whose programs have not moved yet.
-const WITH_A_PROGRAM: [&str; 6] = ["accounting", "lora", "models", "offload", "runtime", "training"];
+const WITH_A_PROGRAM: [&str; 5] = ["lora", "models", "offload", "runtime", "training"];
 /// What every technique may build on; all other libraries are techniques.
-const LAYERS: [&str; 6] = ["report", "accounting", "runtime", "models", "dataloading", "training"];
+const LAYERS: [&str; 5] = ["report", "accounting", "runtime", "models", "dataloading", "training"];
 /// What tests alone use: never a dependency of what is built without them.
 const FOR_TESTS: [&str; 1] = ["fuzz"];
 /// Members that build in seconds on a machine without libtorch.

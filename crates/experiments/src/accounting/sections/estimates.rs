@@ -1,16 +1,16 @@
 //! Memory budgets in ladders: each varies one choice and keeps the others.
 
+use accounting::decoder_flops::{Recomputation, Workload};
+use accounting::estimate::{Estimate, Part, Plan, estimate};
+use accounting::memory::logits::Loss;
+use accounting::memory::optimizer::Optimizer;
+use accounting::memory::recipe::Recipe;
+use accounting::memory::zero::{Sharding, ZeroStage};
+use accounting::recompute::{AttentionKernel, Recompute, SwigluLevel};
+use accounting::{Error, presets};
 use report::{Case, Environment, Metric, Record};
 
 use super::record;
-use crate::decoder_flops::{Recomputation, Workload};
-use crate::estimate::{Estimate, Part, Plan, estimate};
-use crate::memory::logits::Loss;
-use crate::memory::optimizer::Optimizer;
-use crate::memory::recipe::Recipe;
-use crate::memory::zero::{Sharding, ZeroStage};
-use crate::recompute::{AttentionKernel, Recompute, SwigluLevel};
-use crate::{Error, presets};
 
 /// A ladder's name, its model, and its steps.
 type Ladder = (&'static str, &'static str, Vec<(String, Plan)>);

@@ -3,16 +3,16 @@
 //! A published figure has so many digits; ours agrees if it rounds to them: the difference is at most half a unit of
 //! the last one. `error_in_half_units` is the difference in such halves; for an exact integer it is 0 or it is wrong.
 
+use accounting::decoder_flops::{Recomputation, Workload, step};
+use accounting::memory::optimizer::Optimizer;
+use accounting::memory::recipe::Recipe;
+use accounting::memory::{kv_cache, published as korthikanti};
+use accounting::recompute::Recompute;
+use accounting::training_time::{Run, SECONDS_PER_DAY, naive_largest_model, promised_flops, six_n_d};
+use accounting::{Dtype, Error, hardware, presets};
 use report::{Case, Environment, Metric, Record};
 
 use super::record;
-use crate::decoder_flops::{Recomputation, Workload, step};
-use crate::memory::optimizer::Optimizer;
-use crate::memory::recipe::Recipe;
-use crate::memory::{kv_cache, published as korthikanti};
-use crate::recompute::Recompute;
-use crate::training_time::{Run, SECONDS_PER_DAY, naive_largest_model, promised_flops, six_n_d};
-use crate::{Dtype, Error, hardware, presets};
 
 /// What it is, where it is published, the unit, the published value and its last digit's unit, ours.
 type Figure = (String, &'static str, &'static str, f64, f64, f64);

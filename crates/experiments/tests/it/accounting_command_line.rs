@@ -1,11 +1,9 @@
 //! What people and programs see of the binary.
 
-use std::process::Command;
-
 use expect_test::expect;
 
 fn accounting(arguments: &[&str]) -> String {
-    let output = Command::new(crate::program()).args(arguments).output().unwrap();
+    let output = crate::program("accounting").args(arguments).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert!(output.stderr.is_empty());
     String::from_utf8(output.stdout).unwrap()

@@ -24,13 +24,12 @@ pub use estimates::{estimates, metrics as estimate_metrics};
 pub use fits::fits;
 pub use flops::flops;
 pub use long_context::long_context;
-pub use offload::{metrics as offload_metrics, offload_condition, span_metrics};
+pub use offload::{metrics as offload_metrics, offload_condition};
 pub use published::published;
 pub use times::times;
 
+use accounting::{Dtype, Error};
 use report::{Case, Environment, Metric, Record};
-
-use crate::{Dtype, Error};
 
 /// What each number format can hold.
 pub fn dtypes(environment: &Environment) -> Result<Vec<Record>, Error> {

@@ -1,20 +1,20 @@
 //! Long sequences on one card, on paper: which terms remain as techniques come together, and how long a sequence fits.
 
+use accounting::decoder_flops::{Recomputation, Workload};
+use accounting::estimate::{Estimate, Moment, Part, Plan, estimate};
+use accounting::fit::longest_sequence;
+use accounting::memory::host::OnHost;
+use accounting::memory::logits::Loss;
+use accounting::memory::optimizer::StepKernel;
+use accounting::memory::recipe::Recipe;
+use accounting::memory::total;
+use accounting::memory::working_set::block_backward;
+use accounting::model::Decoder;
+use accounting::recompute::{Recompute, SwigluLevel};
+use accounting::{Error, hardware, presets};
 use report::{Case, Environment, Metric, Record};
 
 use super::record;
-use crate::decoder_flops::{Recomputation, Workload};
-use crate::estimate::{Estimate, Moment, Part, Plan, estimate};
-use crate::fit::longest_sequence;
-use crate::memory::host::OnHost;
-use crate::memory::logits::Loss;
-use crate::memory::optimizer::StepKernel;
-use crate::memory::recipe::Recipe;
-use crate::memory::total;
-use crate::memory::working_set::block_backward;
-use crate::model::Decoder;
-use crate::recompute::{Recompute, SwigluLevel};
-use crate::{Error, hardware, presets};
 
 const MODEL: &str = "llama-3-8b";
 const CARD: &str = "h100";

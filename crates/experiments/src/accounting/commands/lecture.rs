@@ -1,6 +1,5 @@
 //! `accounting lecture`
 
-use accounting::experiment;
 use accounting::lecture::{Cruncher, LinearModel};
 use accounting::quantity::{bytes_text, grouped, parse_count};
 use report::{Environment, Record};
@@ -8,6 +7,7 @@ use serde_json::{Value, json};
 
 use super::Output;
 use super::table::{flops_json, rule, table};
+use crate::accounting::sections;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -27,7 +27,7 @@ pub(crate) struct Args {
 
 impl Args {
     pub(crate) fn run(&self, environment: &Environment) -> anyhow::Result<Output> {
-        let records = experiment::published(environment)?;
+        let records = sections::published(environment)?;
         let mut text = String::from("The lecture's and the assignment's figures, and ours\n\n");
         let figures = figures(&records);
         text += &table(

@@ -1,13 +1,14 @@
 //! `accounting dtypes`
 
+use accounting::Dtype;
 use accounting::dtype::Limits;
 use accounting::quantity::{bytes_text, grouped, parse_count};
-use accounting::{Dtype, experiment};
 use report::Environment;
 use serde_json::{Value, json};
 
 use super::Output;
 use super::table::table;
+use crate::accounting::sections;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -58,7 +59,7 @@ impl Args {
             let shape: Vec<String> = self.shape.iter().map(u64::to_string).collect();
             text += &format!("tensor: [{}], {} elements\n", shape.join(", "), grouped(elements));
         }
-        Ok(Output { text, json: Value::Array(values), records: experiment::dtypes(environment)? })
+        Ok(Output { text, json: Value::Array(values), records: sections::dtypes(environment)? })
     }
 }
 

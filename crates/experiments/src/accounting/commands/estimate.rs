@@ -2,7 +2,6 @@
 
 use accounting::bar;
 use accounting::estimate::{Estimate, Part, estimate};
-use accounting::experiment::estimate_metrics;
 use accounting::memory::Item;
 use accounting::quantity::{bytes_text, count_text, grouped};
 use report::{Case, Environment, Record};
@@ -12,6 +11,7 @@ use super::Output;
 use super::model_args::ModelArgs;
 use super::plan_args::{DeviceMemoryArgs, PlanArgs};
 use super::table::{rule, table};
+use crate::accounting::sections::estimate_metrics;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {

@@ -1,7 +1,6 @@
 //! `accounting offload`
 
 use accounting::decoder_flops::Workload;
-use accounting::experiment::offload_metrics;
 use accounting::memory::recipe::Recipe;
 use accounting::offload::sizes::{self, Choices};
 use accounting::offload::{Budget, Card, Direction, Plan, Rates, card, plan};
@@ -14,6 +13,7 @@ use super::Output;
 use super::model_args::ModelArgs;
 use super::plan_args::LoraArgs;
 use super::table::table;
+use crate::accounting::sections::offload_metrics;
 
 /// Bytes that a step of AdamW moves for each number: gradient, master weight and moments, and the new weight.
 const STEP_BYTES: f64 = 28.0;

@@ -1,12 +1,13 @@
 //! `accounting experiment`
 
-use accounting::{experiment, presets};
+use accounting::presets;
 use clap::ValueEnum;
 use report::cli::Scale;
 use report::{Environment, Progress};
 use serde_json::json;
 
 use super::Output;
+use crate::accounting::sections;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -73,14 +74,14 @@ impl Args {
             let name = section.experiment();
             progress.message(&name);
             let made = match section {
-                Section::Published => experiment::published(environment)?,
-                Section::Dtypes => experiment::dtypes(environment)?,
-                Section::Flops => experiment::flops(models, environment)?,
-                Section::Estimate => experiment::estimates(environment)?,
-                Section::Fit => experiment::fits(fit_models, devices, environment)?,
-                Section::Time => experiment::times(environment)?,
-                Section::LongContext => experiment::long_context(environment)?,
-                Section::OffloadCondition => experiment::offload_condition(environment)?,
+                Section::Published => sections::published(environment)?,
+                Section::Dtypes => sections::dtypes(environment)?,
+                Section::Flops => sections::flops(models, environment)?,
+                Section::Estimate => sections::estimates(environment)?,
+                Section::Fit => sections::fits(fit_models, devices, environment)?,
+                Section::Time => sections::times(environment)?,
+                Section::LongContext => sections::long_context(environment)?,
+                Section::OffloadCondition => sections::offload_condition(environment)?,
             };
             text += &format!("{name}: {} records\n", made.len());
             records.extend(made);

@@ -1,15 +1,15 @@
 //! The inverse questions on known devices.
 
+use accounting::decoder_flops::{Recomputation, Workload};
+use accounting::estimate::Plan;
+use accounting::fit::{largest_batch, largest_model, longest_sequence};
+use accounting::memory::logits::Loss;
+use accounting::memory::optimizer::StepKernel;
+use accounting::recompute::{Recompute, SwigluLevel};
+use accounting::{Error, hardware, presets};
 use report::{Case, Environment, Metric, Record};
 
 use super::record;
-use crate::decoder_flops::{Recomputation, Workload};
-use crate::estimate::Plan;
-use crate::fit::{largest_batch, largest_model, longest_sequence};
-use crate::memory::logits::Loss;
-use crate::memory::optimizer::StepKernel;
-use crate::recompute::{Recompute, SwigluLevel};
-use crate::{Error, hardware, presets};
 
 /// Largest batch (of 1024 tokens), longest sequence (one of them) and largest model of the family (one sequence of
 /// 1024) for each of `models` on each of `devices`, without and with everything that saves memory.

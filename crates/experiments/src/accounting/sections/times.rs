@@ -1,10 +1,10 @@
 //! How long known trainings take on known devices, by 6·N·D.
 
+use accounting::training_time::{Run, six_n_d};
+use accounting::{Error, hardware};
 use report::{Case, Environment, Metric, Record};
 
 use super::record;
-use crate::training_time::{Run, six_n_d};
-use crate::{Error, hardware};
 
 /// Trainings: name, parameters, tokens, devices.
 const TRAININGS: [(&str, u64, u64, u64); 4] = [

@@ -1,11 +1,11 @@
 //! FLOPs per token of known models over the sequence length, and the rule of thumb beside them.
 
+use accounting::decoder_flops::{Recomputation, Workload, rule_of_thumb, step};
+use accounting::recompute::{AttentionKernel, Recompute, SwigluLevel};
+use accounting::{Error, presets};
 use report::{Case, Environment, Metric, Record};
 
 use super::record;
-use crate::decoder_flops::{Recomputation, Workload, rule_of_thumb, step};
-use crate::recompute::{AttentionKernel, Recompute, SwigluLevel};
-use crate::{Error, presets};
 
 /// FLOPs of one sequence of each of `models` at 1024 tokens and, where positions allow, at longer ones.
 pub fn flops(models: &[&str], environment: &Environment) -> Result<Vec<Record>, Error> {

@@ -1,17 +1,17 @@
 //! Layers that pass through a ring, on paper: the condition for common cards, plans for Qwen2.5-7B in 10 GB, and a schedule.
 
-use report::{Case, Environment, Metric, Record};
-
-use super::record;
-use crate::decoder_flops::Workload;
-use crate::lora::LowRank;
-use crate::memory::recipe::Recipe;
-use crate::offload::sizes::{self, Choices};
-use crate::offload::{
+use accounting::decoder_flops::Workload;
+use accounting::lora::LowRank;
+use accounting::memory::recipe::Recipe;
+use accounting::offload::sizes::{self, Choices};
+use accounting::offload::{
     Budget, CARDS, Card, Condition, Direction, GEN4, GEN5, Job, Method, OptimizerPlace, Plan, Rates, Setup,
     Span, Start, Step, card, least_tokens, plan, simulate,
 };
-use crate::{Error, presets};
+use accounting::{Error, presets};
+use report::{Case, Environment, Metric, Record};
+
+use super::record;
 
 const MODEL: &str = "qwen2.5-7b";
 const BUDGET: u64 = 10_000_000_000;
@@ -78,7 +78,7 @@ pub fn offload_condition(environment: &Environment) -> Result<Vec<Record>, Error
 
 /// A timeline's measurements, as a plot of the kind `timeline` reads them: each span is `of` with `lane`, `what`, `layer` (`–`
 /// for what is of none) and its number, and has the metrics `start` and `end` in seconds.
-pub fn span_metrics(of: &Case, step: &Step) -> Vec<(Case, Metric)> {
+fn span_metrics(of: &Case, step: &Step) -> Vec<(Case, Metric)> {
     let measure = |(number, span): (usize, &Span)| {
         let layer = span.layer.map_or("–".to_owned(), |layer| layer.to_string());
         let case = of
