@@ -12,10 +12,13 @@ use report::cli::CommonArgs;
 
 mod accounting;
 mod amp;
+pub mod corpus;
 pub mod dataloading;
 mod environment;
 pub mod fused_ce;
+mod step_peak;
 pub mod swiglu_ckpt;
+pub mod training;
 
 /// Measures what each crate of the project costs and saves, for the reports
 #[derive(Parser)]
@@ -54,6 +57,9 @@ Examples:
     /// A SwiGLU MLP that keeps or recomputes its activations
     #[command(subcommand)]
     SwigluCkpt(crate::swiglu_ckpt::Verb),
+    /// Optimizers, schedules, losses, the training loop, crash-safe checkpoints
+    #[command(subcommand)]
+    Training(crate::training::Verb),
 }
 
 /// Runs the program.
@@ -65,5 +71,6 @@ pub fn run() -> ExitCode {
         Measured::Dataloading(verb) => crate::dataloading::run(&common, verb),
         Measured::FusedCe(verb) => crate::fused_ce::run(&common, verb),
         Measured::SwigluCkpt(verb) => crate::swiglu_ckpt::run(&common, verb),
+        Measured::Training(verb) => crate::training::run(&common, verb),
     })
 }

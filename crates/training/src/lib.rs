@@ -4,8 +4,9 @@
 //! [`checkpoint`], [`divergence`]; [`trainer`] is the loop over them. A model is any `models::module::LanguageModel`, data any
 //! [`Batches`], a loss scaler any [`GradScaler`](scaler::GradScaler), and whoever wants to know what happens is an
 //! [`Observer`](observer::Observer).
-//! [`activations`] says what each layer keeps between forward and backward. [`documents`] reads what a training learns from; [`masked_rows`] makes fine-tuning batches. [`profile`] says where the time of a step goes and what to do,
-//! [`tracing`] records steps for it, [`probe`] looks at one pass; [`experiment`] and [`planted`] are what the report measures.
+//! [`activations`] says what each layer keeps between forward and backward. [`documents`] reads what a training learns from;
+//! [`masked_rows`] makes fine-tuning batches, and [`strategy`] names the ways to make others. [`profile`] says where the time of
+//! a step goes and what to do, [`tracing`] records steps for it, [`probe`] looks at one pass.
 //!
 //! ```
 //! use models::{Gpt2Like, Gpt2LikeConfig, module};
@@ -40,18 +41,17 @@ pub mod divergence;
 pub mod documents;
 pub mod error;
 pub mod evaluation;
-pub mod experiment;
 pub mod interrupt;
 pub mod loader_batches;
 pub mod loss;
 pub mod masked_rows;
 pub mod observer;
 pub mod optimizer;
-pub mod planted;
 pub mod probe;
 pub mod profile;
 pub mod scaler;
 pub mod schedule;
+pub mod strategy;
 pub mod tracing;
 pub mod trainer;
 

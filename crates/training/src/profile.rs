@@ -44,6 +44,7 @@ mod compare;
 mod composition;
 mod diagnose;
 mod error;
+mod quantity;
 mod timeline;
 mod trace_file;
 

@@ -5,12 +5,12 @@ use anyhow::Context;
 use models::Gpt2LikeConfig;
 use report::cli::Scale;
 use tch::Device;
-use training::experiment::corpus::{Corpus, Limits};
-use training::experiment::strategy::Strategy;
+use training::strategy::Strategy;
 
 use super::gradient_time;
 use super::setup::Scales;
 use super::training::Training;
+use crate::corpus::{Corpus, Limits};
 
 /// The sizes of a run.
 pub(crate) struct Sizes {

@@ -15,16 +15,16 @@ use training::Trainer;
 use training::accumulation::{MicroBatches, fetch, forward};
 use training::divergence::Divergence;
 use training::evaluation::Evaluation;
-use training::experiment::corpus::Corpus;
-use training::experiment::step_peak::StepPeak;
-use training::experiment::strategy::Strategy;
 use training::loader_batches::LoaderBatches;
 use training::observer::{Observer, StepRecord};
 use training::optimizer::Group;
 use training::schedule::{Schedule, Shape};
+use training::strategy::Strategy;
 use training::trainer::Options;
 
 use super::setup::{Parts, Scales, Setup};
+use crate::corpus::Corpus;
+use crate::step_peak::StepPeak;
 
 /// What all trainings of a comparison share.
 #[derive(Debug, Clone)]

@@ -3,10 +3,10 @@
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use runtime::measure::Samples;
-use training::experiment::corpus::{Corpus, Limits};
 
 use super::sizes;
 use super::training::{Outcome, Way, train};
+use crate::corpus::{Corpus, Limits};
 
 const EXPERIMENT: &str = "fused-ce-training";
 /// Of the loss, at every step: what rounding in another order may make of fp32 losses over a few dozen steps.

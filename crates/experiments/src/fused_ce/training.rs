@@ -12,15 +12,15 @@ use models::{Llama, LlamaConfig};
 use runtime::memory::live_bytes;
 use tch::{Device, Kind};
 use training::Trainer;
-use training::experiment::corpus::Corpus;
-use training::experiment::step_peak::StepPeak;
-use training::experiment::strategy::Strategy;
 use training::loader_batches::LoaderBatches;
 use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, Group, Optimizer};
+use training::strategy::Strategy;
 use training::trainer::Options;
 
 use super::ladder::{Implementation, install};
+use crate::corpus::Corpus;
+use crate::step_peak::StepPeak;
 
 /// A way to compute the loss of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,9 +2,13 @@
 
 mod accounting_bad_input;
 mod accounting_command_line;
+mod activation_plan_memory;
 mod dataloading_lengths;
 mod fused_ce_ladder;
+mod injected_slowdowns;
 mod swiglu_ckpt_peak;
+mod training_command;
+mod training_kill;
 
 use std::process::Command;
 

@@ -7,9 +7,8 @@
 use std::collections::BTreeSet;
 use std::fmt::{self, Display, Formatter};
 
-use report::unit::human;
-
 use super::composition::{Composition, Phase};
+use super::quantity::human;
 
 /// What a part of the step, or an operator, contributed.
 #[derive(Debug, Clone, PartialEq)]

@@ -11,8 +11,7 @@
 
 use std::collections::HashMap;
 
-use report::Metric;
-use report::statistics::summarize;
+use runtime::measure::Samples;
 
 use super::error::ProfileError;
 use super::timeline::Timeline;
@@ -217,35 +216,6 @@ impl Composition {
     pub fn calls(&self) -> f64 {
         median(self.steps.iter().map(|step| step.calls.iter().sum::<usize>() as f64))
     }
-
-    /// The figures as metrics of records, each with its spread over the steps: `step_seconds`, `data_seconds` and so on for
-    /// each part, `idle_seconds`, `host_seconds`, `copy_seconds`, `operators`, `copies`, `allocated_bytes`, and on CUDA
-    /// `device_idle_share` and `kernels`.
-    #[must_use]
-    pub fn metrics(&self) -> Vec<Metric> {
-        let metric = |name: &str, unit: &str, of: &dyn Fn(&StepTimes) -> f64| {
-            Metric::of_samples(name, unit, &self.steps.iter().map(of).collect::<Vec<f64>>())
-        };
-        let mut metrics = vec![metric("step_seconds", "s", &|step| step.seconds)];
-        for phase in Phase::ALL {
-            let name = format!("{}_seconds", phase.name());
-            metrics.push(metric(&name, "s", &|step| step.phases[phase as usize]));
-        }
-        metrics.extend([
-            metric("idle_seconds", "s", &|step| step.idle_seconds),
-            metric("host_seconds", "s", &|step| step.host_seconds),
-            metric("copy_seconds", "s", &|step| step.copies.seconds),
-            metric("operators", "count", &|step| step.calls.iter().sum::<usize>() as f64),
-            metric("copies", "count", &|step| step.copies.count),
-            metric("allocated_bytes", "B", &|step| step.allocated_bytes),
-        ]);
-        if self.median.device.is_some() {
-            let device = |step: &StepTimes| step.device.unwrap_or_default();
-            metrics.push(metric("device_idle_share", "ratio", &|step| device(step).idle_share));
-            metrics.push(metric("kernels", "count", &|step| device(step).kernels));
-        }
-        metrics
-    }
 }
 
 /// Nanoseconds in seconds.
@@ -255,7 +225,8 @@ pub(super) fn seconds(nanoseconds: i64) -> f64 {
 
 /// The median, 0 of nothing.
 pub(super) fn median(values: impl Iterator<Item = f64>) -> f64 {
-    summarize(&values.collect::<Vec<f64>>()).map_or(0.0, |summary| summary.median)
+    let samples: Vec<f64> = values.collect();
+    if samples.is_empty() { 0.0 } else { Samples { samples }.median() }
 }
 
 fn lengths(step: &super::timeline::Step) -> StepTimes {

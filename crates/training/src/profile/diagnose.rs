@@ -7,10 +7,9 @@
 
 use std::fmt::{self, Display, Formatter};
 
-use report::unit::human;
-
 use super::composition::Composition;
 use super::error::ProfileError;
+use super::quantity::human;
 use super::timeline::Timeline;
 use super::trace_file::Profile;
 

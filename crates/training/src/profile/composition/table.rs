@@ -2,9 +2,8 @@
 
 use std::fmt::{self, Display, Formatter};
 
-use report::unit::human;
-
 use super::{Composition, Phase};
+use crate::profile::quantity::human;
 
 /// Operators that the table lists.
 const LISTED: usize = 10;

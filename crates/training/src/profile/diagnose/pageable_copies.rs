@@ -27,7 +27,7 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
         evidence: format!(
             "copies with pageable memory {}, {} in a step: {}",
             times(count),
-            report::unit::human(bytes as f64 / view.timeline.steps.len() as f64, "B"),
+            crate::profile::quantity::human(bytes as f64 / view.timeline.steps.len() as f64, "B"),
             tally.shapes()
         ),
         per_step: count,

@@ -6,6 +6,7 @@
 
 use std::time::Instant;
 
+use anyhow::Result;
 use models::module::{Context, Input, LanguageModel};
 use models::{AttentionPath, Gpt2, Gpt2Config};
 use runtime::autograd::backward;
@@ -13,9 +14,7 @@ use runtime::device::synchronize;
 use runtime::memory::{Region, live_bytes};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
-
-use crate::activations::{Activations, Forecast, LayerPlan, StepCost, apply, every_kth};
-use crate::error::Result;
+use training::activations::{Activations, Forecast, LayerPlan, StepCost, apply, every_kth};
 
 /// What is run.
 #[derive(Debug, Clone)]
@@ -107,7 +106,7 @@ impl Stack {
     pub fn forecast(&self, rounds: usize) -> Result<Forecast> {
         let Bench { mut model, activations, tokens, labels, .. } = self.bench(1)?;
         let input = Input { tokens: &tokens, positions: None, context: context() };
-        Forecast::measure(&mut model, &activations, &input, &labels, rounds)
+        Ok(Forecast::measure(&mut model, &activations, &input, &labels, rounds)?)
     }
 
     /// Every layer the same, every second one, and what is planned for budgets of a third and two thirds of the way between

@@ -11,13 +11,13 @@ use flate2::write::GzEncoder;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use runtime::atomic_write;
-use training::experiment::corpus::Corpus;
-use training::experiment::profiling::{Effort, Pair, Repairs, Turn, detector, measure_pair, profile, repair};
-use training::experiment::setup::{Common, Setup};
-use training::planted::Inefficiency;
-use training::profile::{Comparison, Composition, Diagnosis, Finding};
+use training::profile::{Comparison, Composition, Diagnosis, Finding, Phase, StepTimes};
 
+use super::injected_slowdowns::Inefficiency;
+use super::profiling::{Effort, Pair, Repairs, Turn, detector, measure_pair, profile, repair};
+use super::setup::{Common, Setup};
 use super::sizes::{Sizes, Which};
+use crate::corpus::Corpus;
 
 #[derive(clap::Args)]
 pub(crate) struct ProfileArgs {
@@ -81,7 +81,7 @@ impl Measurement {
         let sizes = Sizes::of(scale);
         let smoke = scale == Scale::Smoke;
         Ok(Self {
-            sink: Sink::new(common, runtime::device::environment(device)?)?,
+            sink: Sink::new(common, crate::environment::of(device)?)?,
             progress: Progress::new(parts as u64),
             corpus: sizes.corpus(data)?.map_err(anyhow::Error::msg)?,
             common: Common {
@@ -252,9 +252,37 @@ fn steps(turns: &[Turn]) -> Vec<f64> {
     turns.iter().map(|turn| turn.step).collect()
 }
 
+/// The figures of a composition as metrics of records, each with its spread over the steps: `step_seconds`, `data_seconds` and so on for
+/// each part, `idle_seconds`, `host_seconds`, `copy_seconds`, `operators`, `copies`, `allocated_bytes`, and on CUDA
+/// `device_idle_share` and `kernels`.
+fn composition_metrics(composition: &Composition) -> Vec<Metric> {
+    let metric = |name: &str, unit: &str, of: &dyn Fn(&StepTimes) -> f64| {
+        Metric::of_samples(name, unit, &composition.steps.iter().map(of).collect::<Vec<f64>>())
+    };
+    let mut metrics = vec![metric("step_seconds", "s", &|step| step.seconds)];
+    for phase in Phase::ALL {
+        let name = format!("{}_seconds", phase.name());
+        metrics.push(metric(&name, "s", &|step| step.phases[phase as usize]));
+    }
+    metrics.extend([
+        metric("idle_seconds", "s", &|step| step.idle_seconds),
+        metric("host_seconds", "s", &|step| step.host_seconds),
+        metric("copy_seconds", "s", &|step| step.copies.seconds),
+        metric("operators", "count", &|step| step.calls.iter().sum::<usize>() as f64),
+        metric("copies", "count", &|step| step.copies.count),
+        metric("allocated_bytes", "B", &|step| step.allocated_bytes),
+    ]);
+    if composition.median.device.is_some() {
+        let device = |step: &StepTimes| step.device.unwrap_or_default();
+        metrics.push(metric("device_idle_share", "ratio", &|step| device(step).idle_share));
+        metrics.push(metric("kernels", "count", &|step| device(step).kernels));
+    }
+    metrics
+}
+
 /// The profiler's figures. Its step is not the one that is compared: under the profiler every operator is slower.
 fn of_profile(composition: &Composition, diagnosis: &Diagnosis) -> Vec<Metric> {
-    let mut metrics = composition.metrics();
+    let mut metrics = composition_metrics(composition);
     for metric in &mut metrics {
         if metric.name == "step_seconds" {
             metric.name = "profiled_step_seconds".into();

@@ -3,12 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use anyhow::Result;
 use dataloading::text::{Corpus as Files, Format};
 use dataloading::token_store::{TokenStore, Writer, WriterOptions};
 use dataloading::tokenizer::{Tokenizer, TrainOptions};
 use tempfile::TempDir;
-
-use crate::error::{Error, Result};
+use training::Error;
 
 /// Samples for training and for validation.
 #[derive(Debug)]

@@ -2,7 +2,8 @@
 
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
-use training::experiment::activation_plan::{Outcome, Stack};
+
+use super::activation_plan::{Outcome, Stack};
 
 #[derive(clap::Args)]
 pub(crate) struct ActivationsArgs {
@@ -18,7 +19,7 @@ const PROBES: usize = 5;
 pub(crate) fn run(common: &CommonArgs, arguments: &ActivationsArgs) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let seed = common.seed;
     let stack = |rows, length, hidden, layers| Stack {
         rows,

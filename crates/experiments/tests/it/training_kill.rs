@@ -33,7 +33,7 @@ impl Run {
     }
 
     fn command(&self) -> Command {
-        let mut command = Command::new(crate::program());
+        let mut command = crate::program("training");
         command.args(["train", "--width", "16", "--heads", "2", "--dropout", "0.1", "--batch", "4"]);
         command.args(["--accumulation", "2", "--clip", "1", "--warmup", "5", "--read-every", "1"]);
         command.args(self.data);

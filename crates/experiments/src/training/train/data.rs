@@ -11,7 +11,7 @@ use report::Case;
 use tch::Device;
 use training::batches::Synthetic;
 use training::documents::{Documents, Origin, Request};
-use training::experiment::strategy::Strategy;
+use training::strategy::Strategy;
 use training::tracing::Loading;
 use training::{Batches, LoaderBatches};
 

@@ -3,11 +3,12 @@
 use std::path::Path;
 use std::time::Instant;
 
-use super::corpus::Corpus;
+use anyhow::Result;
+use training::profile::{Composition, Diagnosis};
+
+use super::injected_slowdowns::Inefficiency;
 use super::setup::{Common, Setup};
-use crate::error::Result;
-use crate::planted::Inefficiency;
-use crate::profile::{Composition, Diagnosis};
+use crate::corpus::Corpus;
 
 /// How much is measured.
 #[derive(Debug, Clone, Copy)]

@@ -1,12 +1,12 @@
-//! Planted inefficiencies cost time, and change nothing that is learned.
+//! Injected slowdowns cost time, and change nothing that is learned.
 
 use std::collections::BTreeSet;
 
+use experiments::corpus::{Corpus, Limits};
+use experiments::training::injected_slowdowns::Inefficiency;
+use experiments::training::setup::{Common, Setup};
 use models::Gpt2LikeConfig;
 use tch::Device;
-use training::experiment::corpus::{Corpus, Limits};
-use training::experiment::setup::{Common, Setup};
-use training::planted::Inefficiency;
 
 const STEPS: u64 = 3;
 
@@ -26,7 +26,7 @@ fn losses(corpus: &Corpus, on: &BTreeSet<Inefficiency>) -> Vec<f64> {
 }
 
 #[test]
-fn planted_inefficiencies_train_the_same() {
+fn injected_slowdowns_train_the_same() {
     let limits = Limits { max_length: 32, train_tokens: 2_000, validation_tokens: 100 };
     let corpus = Corpus::embedded(&limits).unwrap();
     let clean = losses(&corpus, &BTreeSet::new());

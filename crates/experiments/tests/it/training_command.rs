@@ -14,7 +14,7 @@ const LENGTH: usize = 32;
 
 /// `training train` with `arguments` between blanks.
 fn train(arguments: &str) -> Output {
-    let mut command = Command::new(crate::program());
+    let mut command = crate::program("training");
     command.args(["train", "--json", "--heads", "2"]).args(arguments.split_whitespace());
     command.env("OMP_NUM_THREADS", "1").output().unwrap()
 }

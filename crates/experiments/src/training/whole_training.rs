@@ -3,24 +3,24 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
+use anyhow::Result;
 use dataloading::loader::{LoaderOptions, LoaderStats};
 use dataloading::{BatchOptions, Order};
 use models::module::trainable;
 use models::{Gpt2Like, Gpt2LikeConfig};
 use runtime::memory::Region;
 use tch::{Device, Kind};
+use training::Trainer;
+use training::evaluation::Evaluation;
+use training::loader_batches::LoaderBatches;
+use training::observer::{Observer, StepRecord};
+use training::optimizer::{Adam, Group, Optimizer};
+use training::schedule::{Schedule, Shape};
+use training::strategy::Strategy;
+use training::trainer::Options;
 
-use super::corpus::Corpus;
-use super::step_peak::StepPeak;
-use super::strategy::Strategy;
-use crate::Trainer;
-use crate::error::Result;
-use crate::evaluation::Evaluation;
-use crate::loader_batches::LoaderBatches;
-use crate::observer::{Observer, StepRecord};
-use crate::optimizer::{Adam, Group, Optimizer};
-use crate::schedule::{Schedule, Shape};
-use crate::trainer::Options;
+use crate::corpus::Corpus;
+use crate::step_peak::StepPeak;
 
 /// What all trainings of a comparison share.
 #[derive(Debug, Clone)]

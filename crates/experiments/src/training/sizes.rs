@@ -4,7 +4,8 @@ use anyhow::Context;
 use clap::{Args, ValueEnum};
 use models::Gpt2LikeConfig;
 use report::cli::Scale;
-use training::experiment::corpus::{Corpus, Limits};
+
+use crate::corpus::{Corpus, Limits};
 
 /// Which texts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]

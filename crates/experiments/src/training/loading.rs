@@ -2,10 +2,10 @@
 
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
-use training::experiment::loading::{Outcome, Training, train};
-use training::experiment::strategy::Strategy;
+use training::strategy::Strategy;
 
 use super::sizes::{Data, Sizes, Which};
+use super::whole_training::{Outcome, Training, train};
 
 #[derive(clap::Args)]
 pub(crate) struct Loading {
@@ -25,7 +25,7 @@ pub(crate) struct Loading {
 pub(crate) fn run(common: &CommonArgs, arguments: &Loading) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let Which { scale, data } = arguments.which;
     let experiment = match data {
         Data::Embedded => "loading",

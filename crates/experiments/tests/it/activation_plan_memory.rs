@@ -1,15 +1,15 @@
-//! Peak memory falls as each plan says, foretold from one layer. One test: the allocator's counts are the process's.
+//! Peak memory falls as each plan says, predicted from one layer. One test: the allocator's counts are the process's.
 
+use experiments::training::activation_plan::{NamedPlan, Outcome, Stack};
 use tch::Device;
 use training::activations::LayerPlan;
-use training::experiment::activation_plan::{NamedPlan, Outcome, Stack};
 
 fn within(found: u64, expected: u64, share: f64) -> bool {
     (found as f64 / expected as f64 - 1.0).abs() <= share
 }
 
 #[test]
-fn the_peak_of_every_plan_is_the_one_foretold() {
+fn the_peak_of_every_plan_is_the_one_predicted() {
     let base = Stack {
         rows: 4,
         length: 64,

@@ -193,7 +193,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
         trainer.observers.push(Box::new(LossLog::append(path)?));
     }
     if let (Some(path), Some(writer)) = (&common.records, common.open_records()?) {
-        let environment = runtime::device::environment(device)?;
+        let environment = crate::environment::of(device)?;
         let records = StepRecords::new(writer, path, case(common, arguments), environment);
         trainer.observers.push(Box::new(records));
     }

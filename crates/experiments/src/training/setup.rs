@@ -4,23 +4,25 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
+use anyhow::{Context, Result};
 use dataloading::loader::LoaderOptions;
 use dataloading::{BatchOptions, Samples};
 use models::module::{Edit, LanguageModel, LossHead, edit, trainable};
 use models::{AttentionPath, Gpt2Like, Gpt2LikeConfig, Linear, ProjectionHead};
 use tch::{Device, Kind};
+use training::Trainer;
+use training::loader_batches::LoaderBatches;
+use training::observer::{Collect, StepRecord};
+use training::optimizer::{Adam, Group, Implementation, Optimizer, ZeroGrad};
+use training::profile::{Facts, Profile};
+use training::strategy::Strategy;
+use training::tracing::{self, Loading, Traced};
+use training::trainer::Options;
 
-use super::corpus::Corpus;
-use super::strategy::Strategy;
-use crate::Trainer;
-use crate::error::{Error, Result};
-use crate::loader_batches::LoaderBatches;
-use crate::observer::{Collect, StepRecord};
-use crate::optimizer::{Adam, Group, Implementation, Optimizer, ZeroGrad};
-use crate::planted::{HostReadsHead, IndexedLossHead, Inefficiency, TokenizePerItem, UnusedProjection};
-use crate::profile::{Facts, Profile};
-use crate::tracing::{self, Loading, Traced};
-use crate::trainer::Options;
+use super::injected_slowdowns::{
+    HostReadsHead, IndexedLossHead, Inefficiency, TokenizePerItem, UnusedProjection,
+};
+use crate::corpus::Corpus;
 
 /// What every setup has in common.
 #[derive(Debug, Clone)]
@@ -122,7 +124,7 @@ impl Setup {
         let traced = tracing::trace(&mut self.trainer, &mut self.batches, None, steps, loading, path)?;
         drop(self.steps.take());
         let Traced { profile, facts } =
-            traced.ok_or_else(|| Error::config("profile", format!("the data ended before step {until}")))?;
+            traced.with_context(|| format!("profile: the data ended before step {until}"))?;
         Ok((profile, facts))
     }
 }

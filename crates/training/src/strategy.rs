@@ -1,4 +1,4 @@
-//! The ways to make batches that the training assignment compares.
+//! The ways to make batches of samples.
 
 use std::fmt;
 use std::str::FromStr;

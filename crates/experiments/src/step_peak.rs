@@ -2,8 +2,7 @@
 
 use runtime::memory::Region;
 use tch::Device;
-
-use crate::error::Result;
+use training::Result;
 
 /// The most bytes that were live in any stretch of a training that ended with a step. An observer tells it where stretches
 /// end: losses are read before an evaluation, so one that ends with a step's record has no evaluation in it.
