@@ -120,17 +120,17 @@ def check(root, records):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--program", default=os.environ.get("FRUGAL_PROGRAM"), help="our `lora`")
+    parser.add_argument("--program", default=os.environ.get("FRUGAL_PROGRAM"), help="our `experiments`")
     parser.add_argument("--device", default="cpu", help="the processor, always")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--records", required=True)
     args = parser.parse_args()
     if not args.program:
-        parser.error("give --program, the path of our `lora`")
+        parser.error("give --program, the path of our `experiments`")
     torch.manual_seed(17 + args.seed)
     with tempfile.TemporaryDirectory() as root, open(args.records, "a") as records:
         make(pathlib.Path(root))
-        subprocess.run([args.program, "interchange", "--folder", root], check=True)
+        subprocess.run([args.program, "lora", "interchange", "--folder", root], check=True)
         check(pathlib.Path(root), records)
 
 

@@ -12,18 +12,9 @@ pub(crate) fn run(house: &House) -> Result<()> {
     // Clippy and rustdoc check the crates that link libtorch too, and their build scripts need it.
     setup::ensure(house, None)?;
     let documentation_flags = format!("{} -D warnings", std::env::var("RUSTDOCFLAGS").unwrap_or_default());
-    let checks: [(&str, &[&str]); 5] = [
+    let checks: [(&str, &[&str]); 3] = [
         ("formatting", &["fmt", "--all", "--check"]),
         ("lints", &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]),
-        // A technique's library stands without what its program composes.
-        (
-            "library alone",
-            &["clippy", "-p", "lora", "--lib", "--no-default-features", "--", "-D", "warnings"],
-        ),
-        (
-            "library alone",
-            &["clippy", "-p", "offload", "--lib", "--no-default-features", "--", "-D", "warnings"],
-        ),
         ("documentation", &["doc", "--workspace", "--no-deps"]),
     ];
     let mut failed = Vec::new();

@@ -16,6 +16,9 @@ pub mod corpus;
 pub mod dataloading;
 mod environment;
 pub mod fused_ce;
+mod lora;
+mod offload;
+mod on_paper;
 mod step_peak;
 pub mod swiglu_ckpt;
 pub mod training;
@@ -54,6 +57,12 @@ Examples:
     /// The output projection and the cross-entropy as one operation that never holds all logits
     #[command(subcommand)]
     FusedCe(crate::fused_ce::Verb),
+    /// Low-rank adaptation of a frozen model, in PEFT's files
+    #[command(subcommand)]
+    Lora(crate::lora::Verb),
+    /// Layers, gradients and optimizer state that live elsewhere than they are used
+    #[command(subcommand)]
+    Offload(crate::offload::Verb),
     /// A SwiGLU MLP that keeps or recomputes its activations
     #[command(subcommand)]
     SwigluCkpt(crate::swiglu_ckpt::Verb),
@@ -70,6 +79,8 @@ pub fn run() -> ExitCode {
         Measured::Amp(verb) => crate::amp::run(&common, verb),
         Measured::Dataloading(verb) => crate::dataloading::run(&common, verb),
         Measured::FusedCe(verb) => crate::fused_ce::run(&common, verb),
+        Measured::Lora(verb) => crate::lora::run(&common, verb),
+        Measured::Offload(verb) => crate::offload::run(&common, verb),
         Measured::SwigluCkpt(verb) => crate::swiglu_ckpt::run(&common, verb),
         Measured::Training(verb) => crate::training::run(&common, verb),
     })

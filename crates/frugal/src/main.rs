@@ -31,9 +31,6 @@ enum Command {
     Export(program::export::Export),
     /// Describe a model's or an adapter's folder
     Info(program::info::Info),
-    /// Pretrain a small model on embedded data, adapt it, and grade its answers
-    #[command(hide = true)]
-    Embedded(program::embedded::Embedded),
 }
 
 fn main() -> ExitCode {
@@ -45,6 +42,5 @@ fn main() -> ExitCode {
         Command::Merge(arguments) => program::merge::run(&cli.common, arguments),
         Command::Export(arguments) => program::export::run(&cli.common, arguments),
         Command::Info(arguments) => program::info::run(&cli.common, arguments),
-        Command::Embedded(arguments) => program::embedded::run(&cli.common, arguments),
     })
 }

@@ -1,7 +1,6 @@
 //! The subcommands, and what they share.
 
 pub(crate) mod adapter;
-pub(crate) mod embedded;
 pub(crate) mod encoding;
 pub(crate) mod eval;
 pub(crate) mod export;

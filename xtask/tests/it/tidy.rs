@@ -60,17 +60,31 @@ fn a_technique_that_depends_on_a_technique_is_caught() {
 }
 
 #[test]
-fn a_techniques_program_may_compose_others_and_its_library_may_not() {
-    let lora = |features: &str| {
-        format!("[features]\n{features}\n{MEMBER}amp = {{ workspace = true, optional = true }}\n")
-    };
-    let caught = expect![
-        "crates/lora/Cargo.toml: the technique `lora` depends on the technique `amp`; what both need belongs into runtime, models or training"
-    ];
-    let composed = lora("program = [\"dep:amp\"]");
-    check(&[("crates/amp/Cargo.toml", MEMBER), ("crates/lora/Cargo.toml", &composed)], expect![""]);
-    let in_the_library = lora("program = [\"dep:amp\"]\nmixed = [\"dep:amp\"]");
-    check(&[("crates/amp/Cargo.toml", MEMBER), ("crates/lora/Cargo.toml", &in_the_library)], caught);
+fn programs_compose_techniques_and_no_library_builds_on_them() {
+    let program = format!("{MEMBER}amp.workspace = true\nclap.workspace = true\n");
+    check(
+        &[("crates/amp/Cargo.toml", MEMBER), ("crates/experiments/Cargo.toml", &program)],
+        expect![""],
+    );
+    check(
+        &[
+            ("crates/amp/Cargo.toml", &format!("{MEMBER}experiments.workspace = true\n")),
+            ("crates/experiments/Cargo.toml", MEMBER),
+        ],
+        expect![
+            "crates/amp/Cargo.toml: the library `amp` depends on the program `experiments`; programs build on libraries, not the other way round"
+        ],
+    );
+}
+
+#[test]
+fn what_is_for_programs_is_caught_in_a_library() {
+    let in_tests = format!("{MEMBER}[dev-dependencies]\nreport.workspace = true\n");
+    check(&[("crates/amp/Cargo.toml", &in_tests)], expect![""]);
+    check(
+        &[("crates/amp/Cargo.toml", &format!("{MEMBER}clap.workspace = true\n"))],
+        expect!["crates/amp/Cargo.toml: the library `amp` depends on `clap`, which is for programs"],
+    );
 }
 
 #[test]
@@ -127,17 +141,22 @@ fn a_member_without_the_lints_of_the_workspace_is_caught() {
 }
 
 #[test]
-fn a_second_binary_is_caught() {
+fn binaries_beside_the_programs_are_caught() {
     check(
         &[
             ("crates/amp/Cargo.toml", MEMBER),
             ("crates/amp/src/main.rs", ""),
-            ("crates/amp/src/bin/other.rs", ""),
+            ("crates/experiments/Cargo.toml", MEMBER),
+            ("crates/experiments/src/main.rs", ""),
+            ("crates/experiments/src/bin/other.rs", ""),
+            ("crates/frugal/Cargo.toml", &format!("[[bin]]\nname = \"tuner\"\n{MEMBER}")),
             ("crates/lora/Cargo.toml", &format!("[[bin]]\nname = \"adapter\"\n{MEMBER}")),
         ],
         expect![[r#"
-            crates/amp: 2 binaries (amp, other); a crate has at most one, of its own name
-            crates/lora: the binary `adapter` has another name than its crate"#]],
+            crates/amp: the library has the binary amp; what people run is in experiments, frugal, xtask
+            crates/experiments: 2 binaries (experiments, other); a crate has at most one, of its own name
+            crates/frugal: the binary `tuner` has another name than its crate
+            crates/lora: the library has the binary adapter; what people run is in experiments, frugal, xtask"#]],
     );
 }
 

@@ -8,7 +8,6 @@ use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::estimate::{Estimate, Plan, estimate};
 use accounting::memory::logits::Loss;
 use accounting::memory::recipe::Recipe;
-use accounting::model::{Decoder, Family, Shape};
 use accounting::recompute::SwigluLevel;
 use anyhow::Result;
 use models::LlamaConfig;
@@ -125,22 +124,8 @@ fn step(
 /// # Errors
 /// Sizes that it cannot count.
 pub fn predict(config: &LlamaConfig, way: Way, [rows, sequence]: [i64; 2]) -> Result<Estimate> {
+    let decoder = crate::on_paper::decoder(config)?;
     let size = |n: i64| n.unsigned_abs();
-    let decoder = Decoder::new(Shape {
-        family: Family::Llama,
-        vocabulary: size(config.vocab_size),
-        context: size(config.max_position_embeddings),
-        embedding: size(config.hidden_size),
-        hidden: size(config.hidden_size),
-        layers: size(config.num_hidden_layers),
-        heads: size(config.num_attention_heads),
-        kv_heads: size(config.num_key_value_heads),
-        head_dim: size(config.head_dim),
-        feed_forward: size(config.intermediate_size),
-        tied: config.tie_word_embeddings,
-        attention_bias: config.attention_bias,
-        mlp_bias: config.mlp_bias,
-    })?;
     let chunk =
         size(fused_ce::default_chunk_tokens(rows * sequence, config.vocab_size, Kind::Float, Device::Cpu));
     let loss = match way {

@@ -2,6 +2,7 @@
 
 mod command_line;
 mod command_line_errors;
+mod exchanged_memory;
 mod gsm8k_data;
 mod gsm8k_evaluate;
 mod gsm8k_graders;

@@ -1,10 +1,8 @@
 //! The tests of `lora` that need only its public interface: one binary, a module per behaviour.
 
-mod accounting;
 mod bad_input;
 mod equivalence;
 mod fixtures_adapter;
-mod flops;
 mod fuzz_adapter;
 mod lifecycle;
 mod lora_memory;

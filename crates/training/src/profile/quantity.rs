@@ -5,7 +5,13 @@ pub(super) fn human(value: f64, unit: &str) -> String {
     const KIB: f64 = 1024.0;
     let multiples: &[(f64, &str)] = match unit {
         "s" => &[(1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")],
-        _ => &[(KIB * KIB * KIB * KIB, "TiB"), (KIB * KIB * KIB, "GiB"), (KIB * KIB, "MiB"), (KIB, "KiB"), (1.0, "B")],
+        _ => &[
+            (KIB * KIB * KIB * KIB, "TiB"),
+            (KIB * KIB * KIB, "GiB"),
+            (KIB * KIB, "MiB"),
+            (KIB, "KiB"),
+            (1.0, "B"),
+        ],
     };
     // 0.9995 ms is written as 1.00 ms, so the step is taken a little before.
     let least = if value == 0.0 && unit == "s" { 0 } else { multiples.len() - 1 };

@@ -9,9 +9,9 @@ const PROGRAMS: [&str; 3] = ["experiments", "frugal", "xtask"];
 /// What only a program needs.
 const FOR_PROGRAMS: [&str; 4] = ["anyhow", "clap", "indicatif", "report"];
 /// Libraries whose programs have not moved yet.
-const WITH_A_PROGRAM: [&str; 5] = ["lora", "models", "offload", "runtime", "training"];
+const WITH_A_PROGRAM: [&str; 3] = ["models", "runtime", "training"];
 /// What every technique may build on; all other libraries are techniques.
-const LAYERS: [&str; 5] = ["report", "accounting", "runtime", "models", "dataloading", "training"];
+const LAYERS: [&str; 6] = ["report", "accounting", "runtime", "models", "dataloading", "training"];
 /// What tests alone use: never a dependency of what is built without them.
 const FOR_TESTS: [&str; 1] = ["fuzz"];
 /// Members that build in seconds on a machine without libtorch.
@@ -32,7 +32,6 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
         for dependency in dependencies {
             let known = by_name.contains_key(&**dependency);
             match (known && is_technique(dependency), is_technique(name)) {
-                (true, true) if of_the_program_alone(members.get(folder), dependency) => {}
                 (true, true) => found.push(format!(
                     "{folder}/Cargo.toml: the technique `{name}` depends on the technique `{dependency}`; what both need \
                      belongs into runtime, models or training"
@@ -93,29 +92,7 @@ fn is_technique(name: &str) -> bool {
     !LAYERS.contains(&name) && !FOR_TESTS.contains(&name) && !PROGRAMS.contains(&name)
 }
 
-/// Whether only a technique's binary has this dependency: it is optional, and of the feature `program` alone, without which the
-/// library builds (`cargo xtask lint` builds it so). A program may compose techniques as any user does.
-fn of_the_program_alone(manifest: Option<&toml::Table>, dependency: &str) -> bool {
-    let Some(manifest) = manifest else { return false };
-    let table = |key: &str| manifest.get(key).and_then(toml::Value::as_table);
-    let optional = table("dependencies").and_then(|all| all.get(dependency)?.get("optional")?.as_bool());
-    let named = format!("dep:{dependency}");
-    let names = |list: &toml::Value| {
-        list.as_array().is_some_and(|list| list.iter().any(|item| item.as_str() == Some(&named)))
-    };
-    let features: Vec<&str> = table("features")
-        .into_iter()
-        .flatten()
-        .filter(|(_, list)| names(list))
-        .map(|(feature, _)| feature.as_str())
-        .collect();
-    let elsewhere = ["dev-dependencies", "build-dependencies"]
-        .into_iter()
-        .any(|kind| table(kind).is_some_and(|all| all.contains_key(dependency)));
-    optional == Some(true) && features == ["program"] && !elsewhere
-}
-
-/// Dependencies that come with a crate's library, program or build.
+/// Dependencies that come with a crate's library or program, or its build.
 const BUILT: [&str; 2] = ["dependencies", "build-dependencies"];
 
 /// Packages that a manifest names as a dependency of any kind, for any target.

@@ -1,5 +1,4 @@
 //! A step that trains adapters has the FLOPs that `accounting` foretells, to the last one.
-#![cfg(feature = "program")]
 
 use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::lora::{self as predicted, LowRank};

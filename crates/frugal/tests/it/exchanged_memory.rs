@@ -3,15 +3,22 @@
 
 use std::collections::BTreeMap;
 
-use crate::support::{FLOAT, alone, batch};
 use lora::{Adapters, BiasTraining, Disabled, LoraConfig};
 use models::module::{Input, LanguageModel, freeze, parameters, tensors, trainable};
 use models::{Llama, LlamaConfig};
 use offload::{HostAdamW, HostOptions, Method, Offload, Options, Tier};
 use runtime::autograd::backward;
 use runtime::random::Generator;
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+
+const FLOAT: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+/// Two rows of nine tokens.
+fn batch(vocabulary: i64, number: u64) -> Tensor {
+    let uniform = Generator::new(number).unwrap().uniform(&[2, 9], (0.0, 1.0), FLOAT).unwrap();
+    (uniform * vocabulary as f64).to_kind(Kind::Int64).clamp(0, vocabulary - 1)
+}
 
 /// What is done to a model, one after the other.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -270,7 +277,6 @@ const METHODS: [Method; 4] = Method::ALL;
 /// Runs the scenario without offload, and with it applied before each of its operations and after the last, by every method and tier.
 /// What is refused is returned: for each, where it was and the words.
 fn cross(scenario: &[Do]) -> Vec<String> {
-    let _alone = alone();
     let mut reference = World::new(Options::default(), false);
     let expected = reference.all(scenario);
     let records = scenario.iter().any(|what| matches!(what, Do::Step | Do::Forward));

@@ -12,10 +12,10 @@ use runtime::device;
 use runtime::measure::{Samples, physical};
 use tch::Kind;
 
-use crate::program::folder::scratch;
-use crate::program::shape;
-use crate::program::spans;
-use crate::program::subject::{Subject, random_tokens};
+use super::folder::scratch;
+use super::shape;
+use super::spans;
+use super::subject::{Subject, random_tokens};
 
 const EXPERIMENT: &str = "offload-tokens";
 const RING: usize = 3;
@@ -49,7 +49,7 @@ struct Seen {
 pub(crate) fn run(common: &CommonArgs, arguments: &Tokens) -> anyhow::Result<()> {
     let device = device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let (layers, sweep, rounds, vocabulary): (_, &[i64], _, _) = match arguments.scale {
         Scale::Smoke => (4, &[4, 16], 1, 512),
         Scale::Laptop => (6, &[16, 64, 128, 256, 512, 1024, 2048], 4, 8192),

@@ -14,11 +14,11 @@ use runtime::device;
 use serde_json::json;
 use tch::Kind;
 
-use crate::program::budget::{self, Aim};
-use crate::program::folder::scratch;
-use crate::program::output::print;
-use crate::program::rates::{self, Measured};
-use crate::program::shape;
+use super::budget::{self, Aim};
+use super::folder::scratch;
+use super::output::print;
+use super::rates::{self, Measured};
+use super::shape;
 
 #[derive(Args)]
 pub(crate) struct PlanArgs {

@@ -70,7 +70,7 @@ pub(crate) struct Step {
 pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let workspaces = runtime::device::product_workspaces(device)?;
     let shape = arguments.shape.clone().unwrap_or_else(|| Shape::of(arguments.scale));
     let rows = arguments.batch * arguments.sequence;
@@ -141,7 +141,7 @@ fn foretell(
         lora: Some(LowRank { rank: size(arguments.rank)?, on_cpu, ..LowRank::default() }),
         ..Budget::default()
     };
-    Ok(estimate(&shape.on_paper()?, &budget)?.peak().total)
+    Ok(estimate(&crate::on_paper::decoder(&shape.config()?)?, &budget)?.peak().total)
 }
 
 fn name(method: Method) -> &'static str {

@@ -18,9 +18,9 @@ use report::{Case, Metric, Progress, Sink};
 use runtime::fused::rope::Frequencies;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
-use training::experiment::step_peak::StepPeak;
 use training::schedule::{Schedule, Shape};
 
+use crate::step_peak::StepPeak;
 use grading::grade;
 use learning::{Learner, loss_of};
 use world::{Reading, World, permutation};
@@ -119,7 +119,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Embedded) -> anyhow::Result<(
     let sizes = Sizes::of(arguments.scale, &arguments.recipe);
     let mut experiment = Experiment {
         world: World::read(CONTEXT as usize, sizes.held_out)?,
-        sink: Sink::new(common, runtime::device::environment(device)?)?,
+        sink: Sink::new(common, crate::environment::of(device)?)?,
         progress: Progress::new(sizes.steps()),
         sizes,
         arguments,

@@ -10,9 +10,9 @@ use report::{Case, Metric, Sink};
 use runtime::device;
 use tch::Kind;
 
-use crate::program::shape;
-use crate::program::spans;
-use crate::program::subject::Subject;
+use super::shape;
+use super::spans;
+use super::subject::Subject;
 
 const EXPERIMENT: &str = "offload-timeline";
 const METHODS: [(&str, Method, usize); 4] = [
@@ -37,7 +37,7 @@ pub(crate) struct Timeline {
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Timeline) -> anyhow::Result<()> {
     let device = device::select(&common.device)?;
-    let mut sink = Sink::new(common, device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let (layers, tokens, vocabulary) = match arguments.scale {
         Scale::Smoke => (4, 16, 512),
         Scale::Laptop => (8, 64, 8192),

@@ -42,7 +42,7 @@ pub(crate) struct Decode {
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Decode) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, runtime::device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let shape = arguments.shape.clone().unwrap_or_else(|| Shape::of(arguments.scale));
     let copied = physical::copy_bandwidth(device)?.rate().context("the rate of a copy")?;
     let mut progress = Progress::new((arguments.dtype.len() * arguments.batch.len()) as u64);

@@ -17,11 +17,11 @@ use serde_json::json;
 use tch::{Device, Kind};
 use tokenizers::Tokenizer;
 
+use super::budget::{self, Aim, Watch};
+use super::folder::scratch;
+use super::output::print;
 use super::plan::TierName;
-use crate::program::budget::{self, Aim, Watch};
-use crate::program::folder::scratch;
-use crate::program::output::print;
-use crate::program::rates;
+use super::rates;
 
 /// Tokens of the product whose rate is measured.
 const FEW: i64 = 16;

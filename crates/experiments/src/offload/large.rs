@@ -14,12 +14,12 @@ use runtime::device;
 use tch::{Device, Kind};
 use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
 
-use crate::program::budget::{self, Aim, Seen, Watch};
-use crate::program::folder::scratch;
-use crate::program::rates;
-use crate::program::shape;
-use crate::program::spans;
-use crate::program::subject::Subject;
+use super::budget::{self, Aim, Seen, Watch};
+use super::folder::scratch;
+use super::rates;
+use super::shape;
+use super::spans;
+use super::subject::Subject;
 
 const EXPERIMENT: &str = "offload-large";
 const RANK: i64 = 8;
@@ -47,7 +47,7 @@ pub(crate) struct Large {
 pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> {
     let device = device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let (name, layers, vocabulary, tokens, allowed) = match arguments.scale {
         Scale::Smoke => ("tiny", 6, 512, 16, 1 << 30),
         Scale::Laptop => ("Qwen2.5-7B's blocks", 4, 32_768, 64, 2 << 30),

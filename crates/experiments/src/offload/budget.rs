@@ -13,8 +13,8 @@ use tch::{Device, Kind};
 
 use super::foretold::{self, Speed, choices};
 use super::rates::Measured;
-use super::shape::on_paper;
 use super::subject::HEAD_TOKENS;
+use crate::on_paper;
 
 /// What a plan leaves free: a moment's garbage, and what the libraries take as they go.
 const SLACK: f64 = 0.03;
@@ -69,7 +69,7 @@ pub(crate) fn job(
     let lora = LowRank { rank, on_cpu: device == Device::Cpu, ..LowRank::default() };
     let work = Workload { batch: 1, sequence: u64::try_from(tokens).context("tokens below 0")? };
     let choices = choices(kind, speed, HEAD_TOKENS.min(tokens));
-    Ok(sizes::adapters(&on_paper(config)?, &lora, work, None, &choices)?)
+    Ok(sizes::adapters(&on_paper::decoder(config)?, &lora, work, None, &choices)?)
 }
 
 /// The fastest plan for `aim` within `budget`, of tensors on the device.
@@ -145,5 +145,5 @@ impl Seen {
 /// A shape that is none.
 pub(crate) fn model_bytes(config: &LlamaConfig, kind: Kind) -> anyhow::Result<u64> {
     let recipe = if kind == Kind::Float { Recipe::FP32 } else { Recipe::BF16 };
-    Ok(recipe.parameters.bytes(on_paper(config)?.parameters()?)?)
+    Ok(recipe.parameters.bytes(on_paper::decoder(config)?.parameters()?)?)
 }

@@ -8,9 +8,9 @@ use report::cli::{CommonArgs, Scale};
 use runtime::device;
 use tch::Device;
 
-use crate::program::contest::{self, Conditions, Entrant, Place};
-use crate::program::folder::scratch;
-use crate::program::shape;
+use super::contest::{self, Conditions, Entrant, Place};
+use super::folder::scratch;
+use super::shape;
 
 const EXPERIMENT: &str = "offload-methods";
 
@@ -36,7 +36,7 @@ pub(crate) struct Methods {
 pub(crate) fn run(common: &CommonArgs, arguments: &Methods) -> anyhow::Result<()> {
     let device = device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let (layers, tokens, rounds, vocabulary) = match arguments.scale {
         Scale::Smoke => (4, 16, 1, 512),
         Scale::Laptop => (5, 512, 3, 8192),

@@ -3,9 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use accounting::model::{Decoder, Family};
 use anyhow::{Context, anyhow, bail};
-use models::{Llama, LlamaConfig, llama};
+use models::{Llama, LlamaConfig};
 use report::cli::Scale;
 use tch::{Device, Kind};
 
@@ -90,30 +89,6 @@ impl Shape {
             ));
         }
         Llama::new(&config, (kind, device)).with_context(|| format!("making {}", self.name()))
-    }
-
-    /// The same shape on paper.
-    pub(crate) fn on_paper(&self) -> anyhow::Result<Decoder> {
-        let config = self.config()?;
-        let size = |n: i64| u64::try_from(n).context("a size below 0");
-        Ok(Decoder::new(accounting::model::Shape {
-            family: match config.family {
-                llama::Family::Llama => Family::Llama,
-                llama::Family::Qwen2 => Family::Qwen2,
-            },
-            vocabulary: size(config.vocab_size)?,
-            context: size(config.max_position_embeddings)?,
-            embedding: size(config.hidden_size)?,
-            hidden: size(config.hidden_size)?,
-            layers: size(config.num_hidden_layers)?,
-            heads: size(config.num_attention_heads)?,
-            kv_heads: size(config.num_key_value_heads)?,
-            head_dim: size(config.head_dim)?,
-            feed_forward: size(config.intermediate_size)?,
-            tied: config.tie_word_embeddings,
-            attention_bias: config.attention_bias,
-            mlp_bias: config.mlp_bias,
-        })?)
     }
 }
 

@@ -10,8 +10,8 @@ use anyhow::Context;
 use models::LlamaConfig;
 use tch::Kind;
 
-use super::shape::on_paper;
 use super::subject::HEAD_TOKENS;
+use crate::on_paper;
 
 /// Rates for what does not depend on them: who is on the device when.
 pub(crate) const NOMINAL: Rates = Rates { load: 5e9, store: 5e9, host_optimizer: 1e9, device_optimizer: 1e9 };
@@ -59,7 +59,7 @@ pub(crate) fn job(
     tokens: i64,
     step: Step,
 ) -> anyhow::Result<Job> {
-    let model = on_paper(config)?;
+    let model = on_paper::decoder(config)?;
     let work = Workload { batch: 1, sequence: u64::try_from(tokens).context("tokens below 0")? };
     let choices = choices(kind, speed, HEAD_TOKENS.min(tokens));
     match step {

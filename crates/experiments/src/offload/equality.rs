@@ -13,8 +13,8 @@ use runtime::ops::settings::{Determinism, set_determinism};
 use tch::{Device, Kind, Tensor};
 use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
 
-use crate::program::difference::largest;
-use crate::program::shape;
+use super::difference::largest;
+use super::shape;
 
 const EXPERIMENT: &str = "offload-equality";
 /// "Hello, world!" by Qwen2's tokenizer.
@@ -46,7 +46,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Equality) -> anyhow::Result<(
     let device = device::select(&common.device)?;
     // Some of CUDA's kernels add in an order that changes from run to run.
     set_determinism(Determinism::Warn)?;
-    let mut sink = Sink::new(common, device::environment(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let (layers, config): (i64, fn(i64) -> LlamaConfig) = match arguments.scale {
         Scale::Smoke => (4, |layers| shape::tiny(layers, 64)),
         Scale::Laptop => (5, |layers| shape::small(layers, 151_936, 4096)),

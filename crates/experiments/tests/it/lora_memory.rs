@@ -1,6 +1,5 @@
 //! What `accounting` says of a step that trains adapters is what the allocator counts. One test, alone in its file: the counts
 //! are the process's.
-#![cfg(feature = "program")]
 
 use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::estimate::{Estimate, Plan, estimate};

@@ -1,0 +1,57 @@
+//! `offload`: models larger than the device, planned, measured and run.
+
+mod budget;
+mod contest;
+mod difference;
+mod equality;
+mod folder;
+mod foretold;
+mod generate;
+mod large;
+mod methods;
+mod optimizer;
+mod output;
+mod plan;
+mod rates;
+mod shape;
+mod spans;
+mod subject;
+mod timeline;
+mod tokens;
+
+use clap::Subcommand;
+use report::cli::CommonArgs;
+
+/// What is measured.
+#[derive(Subcommand)]
+pub(crate) enum Verb {
+    /// Print what of a model fits a budget, and how long a step takes
+    Plan(plan::PlanArgs),
+    /// Generate text from a prompt, with offloaded layers
+    Generate(generate::Generate),
+    /// Measure every method against the resident model
+    Methods(methods::Methods),
+    /// Show what the lanes do in a step
+    Timeline(timeline::Timeline),
+    /// Measure from how many tokens on loading hides behind compute
+    Tokens(tokens::Tokens),
+    /// Run a model larger than its budget, and hold it to that
+    Large(large::Large),
+    /// Compare losses, gradients and weights of every method with the model's own
+    Equality(equality::Equality),
+    /// Train with the optimizer's state on the host, and without
+    Optimizer(optimizer::OptimizerArgs),
+}
+
+pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
+    match verb {
+        Verb::Plan(arguments) => plan::run(common, arguments),
+        Verb::Generate(arguments) => generate::run(common, arguments),
+        Verb::Methods(arguments) => methods::run(common, arguments),
+        Verb::Timeline(arguments) => timeline::run(common, arguments),
+        Verb::Tokens(arguments) => tokens::run(common, arguments),
+        Verb::Large(arguments) => large::run(common, arguments),
+        Verb::Equality(arguments) => equality::run(common, arguments),
+        Verb::Optimizer(arguments) => optimizer::run(common, arguments),
+    }
+}
