@@ -50,7 +50,7 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
     let folder = Folder::new(house, args.out.as_deref())?;
     folder.create()?;
     let pythons = Pythons::ready(house, args.python.as_deref(), &chosen)?;
-    let programs = Programs::ready(house, &packages(chosen.iter().map(|c| &*c.package)), true, args.device)?;
+    let programs = Programs::ready(house, &packages(chosen.iter().map(|c| &*c.package)), args.device)?;
     let turns = Turns {
         args,
         house,

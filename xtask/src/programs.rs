@@ -19,16 +19,14 @@ pub(crate) struct Programs<'a> {
 }
 
 impl<'a> Programs<'a> {
-    /// Makes the programs of `packages` ready. `torch` says whether any of them links libtorch.
-    pub(crate) fn ready(house: &'a House, packages: &[String], torch: bool, device: Device) -> Result<Self> {
+    /// Makes the programs of `packages` ready.
+    pub(crate) fn ready(house: &'a House, packages: &[String], device: Device) -> Result<Self> {
         let paths = match &house.bundle {
             Some(bundle) => {
                 bundle.programs.iter().map(|(name, path)| (name.clone(), house.root.join(path))).collect()
             }
             None => {
-                if torch {
-                    setup::ensure(house, device.variant())?;
-                }
+                setup::ensure(house, device.variant())?;
                 cargo::build_programs(house, packages)?
             }
         };

@@ -50,8 +50,7 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
     for experiment in other {
         eprintln!("{} is not run at scale {}", experiment.name, scale_name(args.scale));
     }
-    let torch = now.iter().any(|experiment| experiment.torch);
-    let programs = Programs::ready(house, &packages(now.iter().map(|e| &*e.package)), torch, args.device)?;
+    let programs = Programs::ready(house, &packages(now.iter().map(|e| &*e.package)), args.device)?;
     let run = Run { args, folder: &folder, programs: &programs, interrupt: Interrupt::install()? };
     let failed = run.all(&now)?;
     folder.finish(&specs)?;

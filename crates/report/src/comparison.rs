@@ -21,7 +21,6 @@ use crate::spec::{Comparison, Ratio};
 ///     name = "swiglu-time"
 ///     title = "SwiGLU against PyTorch"
 ///     about = "Forward and backward."
-///     package = "swiglu-ckpt"
 ///     peer = "swiglu.py"
 ///     rounds = 2
 ///     ratio = [{ metric = "step_seconds", as = "step_time_ratio", per = ["batch"],

@@ -12,8 +12,6 @@
 //!     name = "copy"
 //!     title = "Copying a tensor"
 //!     about = "How fast bytes move."
-//!     package = "copy"
-//!     torch = false
 //!
 //!     [[experiment.finding]]
 //!     per = ["size"]

@@ -10,9 +10,7 @@
 //!     name = "swiglu-ckpt"
 //!     title = "SwiGLU: keep or recompute"
 //!     about = "What each level costs in time and saves in memory."
-//!     package = "swiglu-ckpt"
-//!     args = ["bench"]
-//!     torch = true
+//!     args = ["swiglu-ckpt", "bench"]
 //!
 //!     [[experiment.table]]
 //!     title = "Time and memory"
@@ -82,13 +80,12 @@ pub struct Experiment {
     pub title: String,
     /// What it shows, in Markdown.
     pub about: String,
-    /// Cargo package, whose binary has the same name.
+    /// Cargo package, whose binary has the same name; `experiments` where this is missing.
+    #[serde(default = "experiments")]
     pub package: String,
     /// Arguments of the binary. `xtask` appends `--scale`, `--device`, `--records` and `--seed`.
     #[serde(default)]
     pub args: Vec<String>,
-    /// Whether the binary links libtorch.
-    pub torch: bool,
     /// The scales that it runs at; every one where this is missing.
     #[serde(default)]
     pub scales: Option<Vec<Scale>>,
@@ -101,6 +98,11 @@ pub struct Experiment {
     /// Findings, in the order of the page.
     #[serde(default, rename = "finding")]
     pub findings: Vec<Finding>,
+}
+
+/// The package that measures.
+fn experiments() -> String {
+    "experiments".to_owned()
 }
 
 impl Experiment {
@@ -193,7 +195,8 @@ pub struct Comparison {
     pub title: String,
     /// What is compared, in Markdown.
     pub about: String,
-    /// Cargo package of our program, whose binary has the same name.
+    /// Cargo package of our program, whose binary has the same name; `experiments` where this is missing.
+    #[serde(default = "experiments")]
     pub package: String,
     /// Arguments of our program.
     #[serde(default)]

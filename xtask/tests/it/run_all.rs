@@ -8,7 +8,7 @@ use crate::bundle::{Bundle, RECORD, Ran};
 /// An experiment as it is registered.
 fn experiment(name: &str) -> String {
     format!(
-        "[[experiment]]\nname = \"{name}\"\ntitle = \"{name}\"\nabout = \"\"\npackage = \"{name}\"\ntorch = false\n"
+        "[[experiment]]\nname = \"{name}\"\ntitle = \"{name}\"\nabout = \"\"\npackage = \"{name}\"\n"
     )
 }
 

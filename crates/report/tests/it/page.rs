@@ -241,7 +241,7 @@ fn no_text_acts_as_html() {
     for text in HOSTILE {
         let q = serde_json::to_string(text).unwrap().replace("\\u0000", "").replace("\\u001b", "");
         let specs: Specs = toml::from_str(&format!(
-            "[[experiment]]\nname = 'e'\ntitle = {q}\nabout = {q}\npackage = 'p'\ntorch = false\n\
+            "[[experiment]]\nname = 'e'\ntitle = {q}\nabout = {q}\npackage = 'p'\n\
              [[experiment.table]]\ntitle = {q}\n\
              [[experiment.plot]]\nname = 'dots'\ntitle = {q}\nkind = 'scatter'\nx = 'i'\ny = {q}\nseries = {q}\n\
              label = {q}\nfacet = ['i']\n\

@@ -23,7 +23,7 @@ fn check(texts: &[&str], expected: Expect) {
 
 fn experiment(rest: &str) -> String {
     format!(
-        "[[experiment]]\nname = \"e\"\ntitle = \"E\"\nabout = \"a\"\npackage = \"p\"\ntorch = false\n{rest}"
+        "[[experiment]]\nname = \"e\"\ntitle = \"E\"\nabout = \"a\"\npackage = \"p\"\n{rest}"
     )
 }
 
@@ -69,13 +69,13 @@ fn mistakes_in_one_file() {
     check(
         &[&experiment("colour = \"red\"\n")],
         expect![
-            "crates/experiments/experiments/a.toml:7: unknown field `colour`, expected one of `name`, `title`, `about`, `package`, `args`, `torch`, `scales`, `table`, `plot`, `finding`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:6: unknown field `colour`, expected one of `name`, `title`, `about`, `package`, `args`, `scales`, `table`, `plot`, `finding`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&experiment("scales = [\"huge\"]\n")],
         expect![
-            "crates/experiments/experiments/a.toml:7: unknown variant `huge`, expected one of `smoke`, `laptop`, `paper`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:6: unknown variant `huge`, expected one of `smoke`, `laptop`, `paper`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
@@ -87,7 +87,7 @@ fn mistakes_in_one_file() {
     check(
         &[&experiment("[[experiment.table]]\ntitle = \"t\"\nrow = [\"batch\"]\n")],
         expect![
-            "crates/experiments/experiments/a.toml:9: unknown field `row`, expected one of `title`, `filter`, `rows`, `columns`, `pivot`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:8: unknown field `row`, expected one of `title`, `filter`, `rows`, `columns`, `pivot`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
 }
@@ -99,55 +99,55 @@ fn mistakes_in_plots() {
     check(
         &[&plot("kind = \"pie\"\nx = \"a\"")],
         expect![
-            "crates/experiments/experiments/a.toml:10: unknown variant `pie`, expected one of `line`, `scatter`, `bar`, `stacked-bar`, `timeline`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:9: unknown variant `pie`, expected one of `line`, `scatter`, `bar`, `stacked-bar`, `timeline`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&plot("kind = \"line\"\nx = \"a\"")],
         expect![
-            "crates/experiments/experiments/a.toml:7: the plot `p` has no `y`; add the case key or metric to plot; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:6: the plot `p` has no `y`; add the case key or metric to plot; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&plot("kind = \"stacked-bar\"\nx = \"a\"")],
         expect![[
-            r#"crates/experiments/experiments/a.toml:7: the stacked bar `p` names no metrics; add `stack = ["metric", …]`; correct the line (the documentation of `report::spec` lists every field)"#
+            r#"crates/experiments/experiments/a.toml:6: the stacked bar `p` names no metrics; add `stack = ["metric", …]`; correct the line (the documentation of `report::spec` lists every field)"#
         ]],
     );
     check(
         &[&plot("kind = \"bar\"\nx = \"a\"\ny = \"b\"\nlog_y = true")],
         expect![
-            "crates/experiments/experiments/a.toml:7: the plot `p` asks for a logarithmic axis; remove it, the length of a bar is read from zero; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:6: the plot `p` asks for a logarithmic axis; remove it, the length of a bar is read from zero; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&plot("kind = \"line\"\nx = \"a\"\ny = \"b\"\npareto = true")],
         expect![[
-            r#"crates/experiments/experiments/a.toml:7: the plot `p` asks for `pareto`; remove it, or set `kind = "scatter"`; correct the line (the documentation of `report::spec` lists every field)"#
+            r#"crates/experiments/experiments/a.toml:6: the plot `p` asks for `pareto`; remove it, or set `kind = "scatter"`; correct the line (the documentation of `report::spec` lists every field)"#
         ]],
     );
     check(
         &[&plot("kind = \"timeline\"\nx = \"start\"\ny = \"lane\"")],
         expect![
-            "crates/experiments/experiments/a.toml:7: the timeline `p` has no `end`; add the metric at which a span ends (`x` is that at which it starts); correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:6: the timeline `p` has no `end`; add the metric at which a span ends (`x` is that at which it starts); correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&plot("kind = \"timeline\"\nx = \"start\"\nend = \"end\"")],
         expect![
-            "crates/experiments/experiments/a.toml:7: the plot `p` has no `y`; add the case key or metric to plot; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:6: the plot `p` has no `y`; add the case key or metric to plot; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&plot("kind = \"bar\"\nx = \"a\"\ny = \"b\"\nend = \"c\"")],
         expect![[
-            r#"crates/experiments/experiments/a.toml:7: the plot `p` has `end`; remove it, or set `kind = "timeline"`; correct the line (the documentation of `report::spec` lists every field)"#
+            r#"crates/experiments/experiments/a.toml:6: the plot `p` has `end`; remove it, or set `kind = "timeline"`; correct the line (the documentation of `report::spec` lists every field)"#
         ]],
     );
     check(
         &[&plot("kind = \"timeline\"\nx = \"start\"\nend = \"end\"\ny = \"lane\"\nlog_x = true")],
         expect![
-            "crates/experiments/experiments/a.toml:7: the timeline `p` asks for a logarithmic axis; remove it, the length of a span is its time; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:6: the timeline `p` asks for a logarithmic axis; remove it, the length of a span is its time; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
 }
@@ -158,37 +158,37 @@ fn mistakes_in_findings() {
     check(
         &[&finding("saves {less:peak_bytes}")],
         expect![
-            "crates/experiments/experiments/a.toml:7: the finding uses `{less:peak_bytes}` or `{more:peak_bytes}` and has no `against`; add `against = { … }`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:6: the finding uses `{less:peak_bytes}` or `{more:peak_bytes}` and has no `against`; add `against = { … }`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&finding("saves {half:peak_bytes}")],
         expect![
-            "crates/experiments/experiments/a.toml:8: the text asks for the unknown quantity `half`; known are of, against, ratio, less and more; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:7: the text asks for the unknown quantity `half`; known are of, against, ratio, less and more; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&finding("saves {of:}")],
         expect![
-            "crates/experiments/experiments/a.toml:8: the text has `{of:}` without a metric; write `{of:backward_seconds}`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:7: the text has `{of:}` without a metric; write `{of:backward_seconds}`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&finding("saves {of:peak")],
         expect![
-            "crates/experiments/experiments/a.toml:8: the text has a `{` without its `}`; write `{{` for a brace; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:7: the text has a `{` without its `}`; write `{{` for a brace; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&finding("saves } much")],
         expect![
-            "crates/experiments/experiments/a.toml:8: the text has a `}` without its `{`; write `}}` for a brace; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:7: the text has a `}` without its `{`; write `}}` for a brace; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&finding("saves {}")],
         expect![
-            "crates/experiments/experiments/a.toml:8: the text has an empty `{}`; name a case key or a quantity; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:7: the text has an empty `{}`; name a case key or a quantity; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
 }
@@ -210,19 +210,19 @@ fn mistakes_in_claims_and_comparisons() {
     check(
         &[&(experiment("") + &claim("missing", "1.0", "<="))],
         expect![
-            "crates/experiments/experiments/a.toml:8: the claim `c/x` is about the experiment `missing`, which no crate registers; known are `e`"
+            "crates/experiments/experiments/a.toml:7: the claim `c/x` is about the experiment `missing`, which no crate registers; known are `e`"
         ],
     );
     check(
         &[&(experiment("") + &claim("e", "nan", "<="))],
         expect![
-            "crates/experiments/experiments/a.toml:13: the limit NaN cannot be checked; give a finite number; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:12: the limit NaN cannot be checked; give a finite number; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
         &[&(experiment("") + &claim("e", "1.0", "<"))],
         expect![
-            "crates/experiments/experiments/a.toml:12: unknown variant `<`, expected one of `<=`, `>=`, `==`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:11: unknown variant `<`, expected one of `<=`, `>=`, `==`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
@@ -247,7 +247,7 @@ fn one_name_twice() {
     check(
         &[&(experiment("") + comparison)],
         expect![
-            "crates/experiments/experiments/a.toml:9: the experiment `e` is registered already, in crates/experiments/experiments/a.toml; rename one of the two"
+            "crates/experiments/experiments/a.toml:8: the experiment `e` is registered already, in crates/experiments/experiments/a.toml; rename one of the two"
         ],
     );
 }

@@ -71,7 +71,6 @@ pub(crate) fn specs() -> Specs {
         title = "Keep or recompute"
         about = "What each **level** costs."
         package = "swiglu-ckpt"
-        torch = true
 
         [[experiment.table]]
         title = "Time and memory"
