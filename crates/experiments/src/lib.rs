@@ -22,6 +22,7 @@ mod on_paper;
 mod step_peak;
 pub mod swiglu_ckpt;
 pub mod training;
+mod watcher;
 
 /// Measures what each crate of the project costs and saves, for the reports
 #[derive(Parser)]

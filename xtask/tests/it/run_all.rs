@@ -7,9 +7,7 @@ use crate::bundle::{Bundle, RECORD, Ran};
 
 /// An experiment as it is registered.
 fn experiment(name: &str) -> String {
-    format!(
-        "[[experiment]]\nname = \"{name}\"\ntitle = \"{name}\"\nabout = \"\"\npackage = \"{name}\"\n"
-    )
+    format!("[[experiment]]\nname = \"{name}\"\ntitle = \"{name}\"\nabout = \"\"\npackage = \"{name}\"\n")
 }
 
 /// One experiment that works, one that fails, one that crashes; each notes that it ran.

@@ -62,10 +62,7 @@ fn a_technique_that_depends_on_a_technique_is_caught() {
 #[test]
 fn programs_compose_techniques_and_no_library_builds_on_them() {
     let program = format!("{MEMBER}amp.workspace = true\nclap.workspace = true\n");
-    check(
-        &[("crates/amp/Cargo.toml", MEMBER), ("crates/experiments/Cargo.toml", &program)],
-        expect![""],
-    );
+    check(&[("crates/amp/Cargo.toml", MEMBER), ("crates/experiments/Cargo.toml", &program)], expect![""]);
     check(
         &[
             ("crates/amp/Cargo.toml", &format!("{MEMBER}experiments.workspace = true\n")),

@@ -1,6 +1,6 @@
 //! A whole training in one of the set-ups: what it learned, what a gradient cost, what the scale did.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use amp::{Autocast, CastStatistics};
 use anyhow::Result;
@@ -16,7 +16,7 @@ use training::accumulation::{MicroBatches, fetch, forward};
 use training::divergence::Divergence;
 use training::evaluation::Evaluation;
 use training::loader_batches::LoaderBatches;
-use training::observer::{Observer, StepRecord};
+use training::observer::StepRecord;
 use training::optimizer::Group;
 use training::schedule::{Schedule, Shape};
 use training::strategy::Strategy;
@@ -24,7 +24,7 @@ use training::trainer::Options;
 
 use super::setup::{Parts, Scales, Setup};
 use crate::corpus::Corpus;
-use crate::step_peak::StepPeak;
+use crate::watcher::Watcher;
 
 /// What all trainings of a comparison share.
 #[derive(Debug, Clone)]
@@ -117,14 +117,17 @@ pub fn train(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Outco
     let device = training.device;
     let before = runtime::memory::live_bytes(device)?;
     let Prepared { mut trainer, mut batches, mut validation, autocast } = prepare(corpus, setup, training)?;
-    let peak = StepPeak::start(device)?;
-    let seen = Arc::new(Mutex::new(Seen { peak, outcome: Outcome::default() }));
-    trainer.observers.push(Box::new(Watcher(seen.clone())));
+    let watcher = Watcher::of(&mut trainer, device)?;
     let ended = trainer.run(&mut batches, Some(&mut validation)).map(|_| ());
     let ended = ended.and_then(|()| trainer.evaluate(&mut validation).map(|_| ()));
     drop(trainer);
-    let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
-    let mut outcome = std::mem::take(&mut seen.outcome);
+    let seen = watcher.seen();
+    let point = |&Evaluation { step, loss, accuracy, .. }: &Evaluation| Point { step, loss, accuracy };
+    let mut outcome = Outcome {
+        steps: seen.steps.clone(),
+        curve: seen.evaluations.iter().map(point).collect(),
+        ..Outcome::default()
+    };
     match ended {
         Ok(()) => {}
         Err(
@@ -136,7 +139,7 @@ pub fn train(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Outco
     if outcome.curve.last().is_some_and(|point| !point.loss.is_finite()) {
         outcome.diverged.get_or_insert_with(|| "the validation loss is not finite".to_owned());
     }
-    outcome.peak_bytes = seen.peak.bytes().saturating_sub(before);
+    outcome.peak_bytes = seen.peak_bytes().saturating_sub(before);
     outcome.casts = autocast.map(|autocast| autocast.statistics());
     Ok(outcome)
 }
@@ -236,30 +239,4 @@ pub fn gpt2_like(
     let low = Gpt2Like::new(&config, (kind, device))?;
     load_state_dict(&low, &state_dict(&full), "the fp32 model")?;
     Ok(Box::new(low))
-}
-
-struct Seen {
-    peak: StepPeak,
-    outcome: Outcome,
-}
-
-struct Watcher(Arc<Mutex<Seen>>);
-
-impl Observer for Watcher {
-    fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
-        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.peak.after_step()?;
-        seen.outcome.steps.push(record.clone());
-        Ok(())
-    }
-
-    fn on_evaluation(&mut self, evaluation: &Evaluation) -> training::Result<()> {
-        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.peak.after_evaluation()?;
-        let &Evaluation { step, loss, accuracy, .. } = evaluation;
-        if seen.outcome.curve.last().is_none_or(|last| last.step != step) {
-            seen.outcome.curve.push(Point { step, loss, accuracy });
-        }
-        Ok(())
-    }
 }

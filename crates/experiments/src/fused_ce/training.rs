@@ -1,7 +1,6 @@
 //! The same training with each loss: what the assignment compares as the original, Malek's way and Liger's.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
 use dataloading::loader::LoaderOptions;
@@ -13,14 +12,13 @@ use runtime::memory::live_bytes;
 use tch::{Device, Kind};
 use training::Trainer;
 use training::loader_batches::LoaderBatches;
-use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, Group, Optimizer};
 use training::strategy::Strategy;
 use training::trainer::Options;
 
 use super::ladder::{Implementation, install};
 use crate::corpus::Corpus;
-use crate::step_peak::StepPeak;
+use crate::watcher::Watcher;
 
 /// A way to compute the loss of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -138,30 +136,13 @@ pub fn train(corpus: &Corpus, way: Way, training: &Training) -> Result<Outcome> 
     let model = model(&training.model, way, (batch_size * sequence) as i64, (Kind::Float, device))?;
     let optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), lr)])?;
     let mut trainer = Trainer::new(model, optimizer, Options { steps, ..Default::default() })?;
-    let seen = Arc::new(Mutex::new(Seen { peak: StepPeak::start(device)?, steps: Vec::new() }));
-    trainer.observers.push(Box::new(Watcher(seen.clone())));
+    let watcher = Watcher::of(&mut trainer, device)?;
     trainer.run(&mut batches, None)?;
     drop(trainer);
-    let seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
+    let seen = watcher.seen();
     Ok(Outcome {
         losses: seen.steps.iter().map(|step| step.loss).collect(),
         seconds: seen.steps.iter().skip(2).map(|step| step.timings.total).collect(),
-        peak_bytes: seen.peak.bytes().saturating_sub(before),
+        peak_bytes: seen.peak_bytes().saturating_sub(before),
     })
-}
-
-struct Seen {
-    peak: StepPeak,
-    steps: Vec<StepRecord>,
-}
-
-struct Watcher(Arc<Mutex<Seen>>);
-
-impl Observer for Watcher {
-    fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
-        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.peak.after_step()?;
-        seen.steps.push(record.clone());
-        Ok(())
-    }
 }

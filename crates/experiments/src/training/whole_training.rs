@@ -1,6 +1,5 @@
 //! The whole training with each way of loading data: time, memory, and what it learned.
 
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use anyhow::Result;
@@ -13,14 +12,13 @@ use tch::{Device, Kind};
 use training::Trainer;
 use training::evaluation::Evaluation;
 use training::loader_batches::LoaderBatches;
-use training::observer::{Observer, StepRecord};
 use training::optimizer::{Adam, Group, Optimizer};
 use training::schedule::{Schedule, Shape};
 use training::strategy::Strategy;
 use training::trainer::Options;
 
 use crate::corpus::Corpus;
-use crate::step_peak::StepPeak;
+use crate::watcher::Watcher;
 
 /// What all trainings of a comparison share.
 #[derive(Debug, Clone)]
@@ -125,68 +123,42 @@ pub fn train(corpus: &Corpus, strategy: Strategy, training: &Training) -> Result
 
     let model = Box::new(Gpt2Like::new(&config, (Kind::Float, device))?);
     let optimizer = Optimizer::new(Adam::default(), vec![Group::new(trainable(&*model), lr)])?;
-    let peak = Some(StepPeak::start(device)?);
-    let seen = Arc::new(Mutex::new(Seen { seconds, peak, ..Seen::default() }));
     let mut trainer = Trainer::new(
         model,
         optimizer,
         Options { steps: u64::MAX, evaluate_every: Some(evaluate_every), ..Default::default() },
     )?;
     trainer.schedule = Schedule { warmup, shape: Shape::Constant, ..Default::default() };
-    trainer.observers.push(Box::new(Watcher(seen.clone())));
+    let watcher = Watcher::of(&mut trainer, device)?;
     trainer.run(&mut batches, Some(&mut validation))?;
     trainer.evaluate(&mut validation)?;
     drop(trainer);
     let loader = batches.stats();
     let all = region.finish()?;
-    let seen = std::mem::take(&mut *seen.lock().unwrap_or_else(PoisonError::into_inner));
-    Ok(Outcome {
-        steps: seen.steps,
-        seconds: seen.seconds,
-        tokens: seen.tokens,
-        padding: seen.padding,
-        peak_bytes: seen.peak.map_or(0, |peak| peak.bytes()).saturating_sub(all.live_before),
+    let seen = watcher.seen();
+    let mut outcome = Outcome {
+        steps: seen.steps.len() as u64,
+        seconds,
+        tokens: 0,
+        padding: 0,
+        peak_bytes: seen.peak_bytes().saturating_sub(all.live_before),
         peak_with_evaluation_bytes: all.peak_above_start(),
-        waited_seconds: seen.waited,
+        waited_seconds: 0.0,
         loader,
-        curve: seen.curve,
-    })
-}
-
-#[derive(Debug, Default)]
-struct Seen {
-    peak: Option<StepPeak>,
-    steps: u64,
-    seconds: f64,
-    waited: f64,
-    tokens: u64,
-    padding: u64,
-    curve: Vec<Point>,
-}
-
-struct Watcher(Arc<Mutex<Seen>>);
-
-impl Observer for Watcher {
-    fn on_step(&mut self, record: &StepRecord) -> Result<()> {
-        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.peak.as_mut().map_or(Ok(()), StepPeak::after_step)?;
-        seen.steps = record.step;
-        seen.seconds += record.timings.total;
-        seen.waited += record.timings.data;
-        seen.tokens += record.tokens as u64;
-        seen.padding += record.padding as u64;
-        Ok(())
-    }
-
-    fn on_evaluation(&mut self, evaluation: &Evaluation) -> Result<()> {
-        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.peak.as_mut().map_or(Ok(()), StepPeak::after_evaluation)?;
-        let &Evaluation { step, loss, accuracy, .. } = evaluation;
-        // An evaluation at the end may follow one at the last step.
-        if seen.curve.last().is_none_or(|last| last.step != step) {
-            let point = Point { step, seconds: seen.seconds, tokens: seen.tokens, loss, accuracy };
-            seen.curve.push(point);
+        curve: Vec::new(),
+    };
+    let mut evaluations = seen.evaluations.iter().peekable();
+    for record in &seen.steps {
+        outcome.seconds += record.timings.total;
+        outcome.waited_seconds += record.timings.data;
+        outcome.tokens += record.tokens as u64;
+        outcome.padding += record.padding as u64;
+        if let Some(&Evaluation { step, loss, accuracy, .. }) =
+            evaluations.next_if(|one| one.step == record.step)
+        {
+            let Outcome { seconds, tokens, .. } = outcome;
+            outcome.curve.push(Point { step, seconds, tokens, loss, accuracy });
         }
-        Ok(())
     }
+    Ok(outcome)
 }

@@ -22,9 +22,7 @@ fn check(texts: &[&str], expected: Expect) {
 }
 
 fn experiment(rest: &str) -> String {
-    format!(
-        "[[experiment]]\nname = \"e\"\ntitle = \"E\"\nabout = \"a\"\npackage = \"p\"\n{rest}"
-    )
+    format!("[[experiment]]\nname = \"e\"\ntitle = \"E\"\nabout = \"a\"\npackage = \"p\"\n{rest}")
 }
 
 #[test]

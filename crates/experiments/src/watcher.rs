@@ -1,0 +1,64 @@
+//! What a training did: its steps, its evaluations, its peak.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tch::Device;
+use training::Trainer;
+use training::evaluation::Evaluation;
+use training::observer::{Observer, StepRecord};
+
+use crate::step_peak::StepPeak;
+
+/// What was seen of a training.
+#[derive(Debug)]
+pub(crate) struct Watched {
+    /// Every step.
+    pub(crate) steps: Vec<StepRecord>,
+    /// Every evaluation, the first of each step: one at the end may follow one at the last step.
+    pub(crate) evaluations: Vec<Evaluation>,
+    peak: StepPeak,
+}
+
+impl Watched {
+    /// The most bytes that were live during a training step.
+    pub(crate) fn peak_bytes(&self) -> u64 {
+        self.peak.bytes()
+    }
+}
+
+/// Watches one training.
+#[derive(Clone, Debug)]
+pub(crate) struct Watcher(Arc<Mutex<Watched>>);
+
+impl Watcher {
+    /// Begins to watch `trainer`; the first stretch of its peak begins now.
+    pub(crate) fn of(trainer: &mut Trainer, device: Device) -> training::Result<Self> {
+        let watched = Watched { steps: Vec::new(), evaluations: Vec::new(), peak: StepPeak::start(device)? };
+        let watcher = Self(Arc::new(Mutex::new(watched)));
+        trainer.observers.push(Box::new(watcher.clone()));
+        Ok(watcher)
+    }
+
+    /// What was seen so far.
+    pub(crate) fn seen(&self) -> MutexGuard<'_, Watched> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Observer for Watcher {
+    fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
+        let mut seen = self.seen();
+        seen.peak.after_step()?;
+        seen.steps.push(record.clone());
+        Ok(())
+    }
+
+    fn on_evaluation(&mut self, evaluation: &Evaluation) -> training::Result<()> {
+        let mut seen = self.seen();
+        seen.peak.after_evaluation()?;
+        if seen.evaluations.last().is_none_or(|last| last.step != evaluation.step) {
+            seen.evaluations.push(*evaluation);
+        }
+        Ok(())
+    }
+}
