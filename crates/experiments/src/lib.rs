@@ -19,6 +19,7 @@ pub mod fused_ce;
 mod lora;
 mod offload;
 mod on_paper;
+mod product_rate;
 mod step_peak;
 pub mod swiglu_ckpt;
 pub mod training;

@@ -2,12 +2,10 @@
 
 pub mod bench;
 
-use std::io::Write;
-
 use anyhow::{Context, bail};
 use clap::Subcommand;
 use report::cli::{CommonArgs, Scale};
-use report::{Case, Metric, Progress, Record};
+use report::{Case, Metric, Progress, Sink};
 use runtime::measure::{Plan, Samples};
 use tch::{Device, Kind};
 
@@ -82,8 +80,7 @@ fn measure(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
         Some(gib) => (gib * f64::from(1 << 30)) as u64,
         None => (runtime::device::memory_info(device)?.free as f64 * 0.8) as u64,
     };
-    let mut records = common.open_records()?;
-    let environment = crate::environment::of(device)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let configurations = match (&arguments.config[..], arguments.scale) {
         ([], Scale::Smoke) => bench::SMOKE,
         ([], Scale::Laptop) => bench::LAPTOP,
@@ -94,7 +91,6 @@ fn measure(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
         if arguments.levels.is_empty() { Variant::all().collect() } else { arguments.levels.clone() };
 
     let mut progress = Progress::new((configurations.len() * variants.len()) as u64);
-    let mut lines = Vec::new();
     for config in configurations {
         progress.message(&format!("{}: the machine's limit", config.name()));
         // What is cast up takes the bytes of fp32.
@@ -125,24 +121,11 @@ fn measure(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
                     Metric::not_measured("peak_bytes", "B", &why),
                 ]
             };
-            let case = case(config, variant, &common.device, arguments.dtype);
-            for metric in metrics {
-                let record = Record {
-                    experiment: "swiglu".into(),
-                    case: case.clone(),
-                    metric,
-                    environment: environment.clone(),
-                };
-                if let Some(records) = &mut records {
-                    records.write(&record)?;
-                }
-                lines.push(record);
-            }
+            sink.put("swiglu", &case(config, variant, &common.device, arguments.dtype), metrics)?;
             progress.step();
         }
     }
-    drop(progress);
-    print(&lines, common.json)
+    Ok(())
 }
 
 fn plan(device: Device, arguments: &Bench) -> Plan {
@@ -216,45 +199,4 @@ fn metrics(
 fn held_beyond_inputs(config: &Configuration, held_bytes: u64, element_bytes: usize) -> f64 {
     let inputs = (config.layers - 1) * config.tokens() * config.hidden * element_bytes as i64;
     held_bytes as f64 - inputs as f64
-}
-
-#[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
-fn print(records: &[Record], json: bool) -> anyhow::Result<()> {
-    let mut out = std::io::stdout().lock();
-    if json {
-        for record in records {
-            writeln!(out, "{}", serde_json::to_string(record)?)?;
-        }
-        return Ok(());
-    }
-    writeln!(
-        out,
-        "{:28} {:18} {:>10} {:>10} {:>10} {:>10} {:>8}",
-        "configuration", "level", "forward s", "backward s", "peak GiB", "predicted", "limit"
-    )?;
-    for chunk in records.chunk_by(|a, b| a.case == b.case) {
-        let value = |name: &str| {
-            chunk.iter().find(|record| record.metric.name == name).and_then(|record| record.metric.value)
-        };
-        let text = |name: &str, scale: f64| {
-            value(name).map_or("-".to_owned(), |value| format!("{:.3}", value / scale))
-        };
-        let key = |name: &str| chunk[0].case.get(name).and_then(|value| value.as_str()).unwrap_or_default();
-        let gib = f64::from(1 << 30);
-        writeln!(
-            out,
-            "{:28} {:18} {:>10} {:>10} {:>10} {:>10} {:>7} %",
-            key("config"),
-            key("level"),
-            text("forward_seconds", 1.0),
-            text("backward_seconds", 1.0),
-            text("peak_bytes", gib),
-            text("predicted_peak_bytes", gib),
-            value("share_of_matmul_rate").map_or("-".to_owned(), |share| format!("{:.0}", share * 100.0)),
-        )?;
-        if let Some(note) = &chunk[0].metric.note {
-            writeln!(out, "    not measured: {note}")?;
-        }
-    }
-    Ok(())
 }

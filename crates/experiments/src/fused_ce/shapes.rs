@@ -5,8 +5,7 @@ use std::str::FromStr;
 
 use anyhow::Result;
 use fused_ce::{Chunk, Reduction};
-use runtime::matmul::mm_into;
-use runtime::measure::{self, Measurement, Plan, Work, physical};
+use runtime::measure::{self, Measurement, Plan, Work};
 use runtime::memory::live_bytes;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -187,20 +186,14 @@ pub fn measure(
     Ok(Outcome { time, peak_above_bytes })
 }
 
-/// The device's rate for a product of this shape's width in FLOP/s: the better of libtorch's and this project's.
+/// The device's rate for a product of this shape's width in FLOP/s.
 ///
 /// # Errors
 /// As [`measure()`].
 pub fn product_rate(shape: &Shape, device: Device) -> Result<f64> {
     let kind = if device == Device::Cpu { Kind::Float } else { shape.kind };
-    let (m, n, k) = (shape.tokens.min(2048), shape.vocabulary.min(16_384), shape.hidden);
-    let libtorch = physical::gemm_rate(device, kind, m, n, k)?;
-    let (a, b) = (Tensor::f_ones([m, k], (kind, device))?, Tensor::f_ones([k, n], (kind, device))?);
-    let mut out = Tensor::f_empty([m, n], (kind, device))?;
-    let work = Work::flops(2.0 * m as f64 * n as f64 * k as f64);
-    let plan = Plan { repeats: 8, budget: Some(1.5), work: Some(work), ..Plan::new(device) };
-    let ours = measure::run(&plan, |_| mm_into(&mut out, &a, &b, false))?;
-    Ok(ours.rate().unwrap_or(0.0).max(libtorch.rate().unwrap_or(0.0)))
+    let size = [shape.tokens.min(2048), shape.vocabulary.min(16_384), shape.hidden];
+    crate::product_rate::product_rate((kind, device), size, 8, 1.5)
 }
 
 /// A name for a dtype, as PyTorch's.

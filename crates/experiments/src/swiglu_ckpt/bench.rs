@@ -7,8 +7,8 @@
 use accounting::swiglu::{Form, Peak, Stack, peak};
 use anyhow::ensure;
 use runtime::autograd::{self, Keep};
-use runtime::matmul::{compute_kind, mm_into};
-use runtime::measure::{self, Measurement, Plan, Work, physical};
+use runtime::matmul::compute_kind;
+use runtime::measure::{self, Measurement, Plan, Work};
 use runtime::memory::live_bytes;
 use swiglu_ckpt::{CheckpointLevel, SwigluConfig, SwigluMlp};
 use tch::{Device, Kind, Tensor};
@@ -216,17 +216,15 @@ fn operators(mlp: &SwigluMlp, x: &Tensor) -> runtime::Result<Tensor> {
     Ok(x.f_matmul(gate)?.f_silu()?.f_mul(&x.f_matmul(up)?)?.f_matmul(down)?)
 }
 
-/// The device's rate for this configuration's largest product in FLOP/s: the better of libtorch's and this project's.
+/// The device's rate for this configuration's largest product in FLOP/s.
 ///
 /// # Errors
 /// As [`measure()`].
 pub fn product_rate(config: &Configuration, kind: Kind, device: Device) -> anyhow::Result<f64> {
-    let (m, n, k) = (config.tokens(), config.intermediate, config.hidden);
-    let libtorch = physical::gemm_rate(device, kind, m, n, k)?;
-    let (a, b) = (Tensor::f_ones([m, k], (kind, device))?, Tensor::f_ones([k, n], (kind, device))?);
-    let mut out = Tensor::f_empty([m, n], (kind, device))?;
-    let work = Work::flops(2.0 * m as f64 * n as f64 * k as f64);
-    let plan = Plan { repeats: 15, budget: Some(2.0), work: Some(work), ..Plan::new(device) };
-    let ours = measure::run(&plan, |_| mm_into(&mut out, &a, &b, false))?;
-    Ok(ours.rate().unwrap_or(0.0).max(libtorch.rate().unwrap_or(0.0)))
+    crate::product_rate::product_rate(
+        (kind, device),
+        [config.tokens(), config.intermediate, config.hidden],
+        15,
+        2.0,
+    )
 }
