@@ -20,6 +20,7 @@ mod lora;
 mod offload;
 mod on_paper;
 mod product_rate;
+mod runtime;
 mod step_peak;
 pub mod swiglu_ckpt;
 pub mod training;
@@ -65,6 +66,9 @@ Examples:
     /// Layers, gradients and optimizer state that live elsewhere than they are used
     #[command(subcommand)]
     Offload(crate::offload::Verb),
+    /// What this machine offers, and what the runtime costs on it
+    #[command(subcommand)]
+    Runtime(crate::runtime::Verb),
     /// A SwiGLU MLP that keeps or recomputes its activations
     #[command(subcommand)]
     SwigluCkpt(crate::swiglu_ckpt::Verb),
@@ -83,6 +87,7 @@ pub fn run() -> ExitCode {
         Measured::FusedCe(verb) => crate::fused_ce::run(&common, verb),
         Measured::Lora(verb) => crate::lora::run(&common, verb),
         Measured::Offload(verb) => crate::offload::run(&common, verb),
+        Measured::Runtime(verb) => crate::runtime::run(&common, verb),
         Measured::SwigluCkpt(verb) => crate::swiglu_ckpt::run(&common, verb),
         Measured::Training(verb) => crate::training::run(&common, verb),
     })

@@ -43,7 +43,7 @@ pub use bytes::{
     MemoryInfo, ResidentMemory, memory_info, product_workspaces, reset_resident_peak, resident_memory,
 };
 pub(crate) use choice::checked;
-pub use choice::{cuda_count, environment, flag, name, select};
+pub use choice::{cuda_count, flag, name, select};
 pub use event::Event;
 pub use pinned::{Number, PinnedBuffer, PinnedBytes, pinned_bytes, pinned_empty, pinned_fallback};
 pub use stream::{Stream, StreamGuard};

@@ -14,7 +14,7 @@ pub(crate) struct Formats {
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Formats) -> anyhow::Result<()> {
     let Formats { scale: _ } = arguments;
-    let mut sink = Sink::new(common, runtime::device::environment(tch::Device::Cpu)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?)?;
     for format in Format::ALL {
         let case = Case::new().with("number", 1e-8).with("format", format.name());
         let held = format.round(1e-8);

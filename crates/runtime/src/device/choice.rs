@@ -116,17 +116,3 @@ pub(crate) fn checked(device: Device) -> Result<Option<c_int>> {
         }),
     }
 }
-
-/// Where figures of this device come from: `cpu` or the GPU's name, libtorch's version, the machine, and the implementations that
-/// [`processor`](crate::processor) chose.
-///
-/// # Errors
-/// As [`name`]; a choice that this machine cannot take.
-pub fn environment(device: Device) -> Result<report::Environment> {
-    let name = if device.is_cuda() { name(device)? } else { "cpu".to_owned() };
-    let implementations = Some(crate::processor::choices()?.to_string());
-    Ok(report::Environment {
-        implementations,
-        ..report::Environment::detect(&name, Some(crate::torch_version()))
-    })
-}

@@ -9,7 +9,7 @@ const PROGRAMS: [&str; 3] = ["experiments", "frugal", "xtask"];
 /// What only a program needs.
 const FOR_PROGRAMS: [&str; 4] = ["anyhow", "clap", "indicatif", "report"];
 /// Libraries whose programs have not moved yet.
-const WITH_A_PROGRAM: [&str; 3] = ["models", "runtime", "training"];
+const WITH_A_PROGRAM: [&str; 2] = ["models", "training"];
 /// What every technique may build on; all other libraries are techniques.
 const LAYERS: [&str; 6] = ["report", "accounting", "runtime", "models", "dataloading", "training"];
 /// What tests alone use: never a dependency of what is built without them.

@@ -11,7 +11,7 @@ use runtime::ops::optimizer::{AdamW, AdamWTensors, fused_adamw_};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor, kind};
 
-use crate::cost::{Effort, Figures, Part};
+use super::cost::{Effort, Figures, Part};
 
 pub(crate) fn parts(scale: Scale, parameters: Option<i64>) -> Vec<Part> {
     let (default, rounds) = match scale {

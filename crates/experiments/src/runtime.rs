@@ -7,24 +7,14 @@ mod norms;
 mod pieces;
 
 use std::io::Write;
-use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::Subcommand;
 use report::cli::{CommonArgs, Scale};
-use report::{Progress, Record};
+use report::{Progress, Sink};
 
-/// What this machine offers, and what the runtime costs on it
-#[derive(Parser)]
-#[command(version)]
-struct Cli {
-    #[command(subcommand)]
-    command: Command,
-    #[command(flatten)]
-    common: CommonArgs,
-}
-
+/// What is measured.
 #[derive(Subcommand)]
-enum Command {
+pub(crate) enum Verb {
     /// Print the device, its memory, and libtorch's version
     Info,
     /// Measure what tracking, counting and hand-written functions cost, and the rates of both matrix products
@@ -70,28 +60,25 @@ enum Command {
     },
 }
 
-fn main() -> ExitCode {
-    let cli = Cli::parse();
-    report::cli::run(|| match &cli.command {
-        Command::Info => info(&cli.common),
-        Command::Cost { scale } => measure(&cli.common, *scale, cost::parts),
-        Command::Elementwise { scale } => elementwise::measure(&cli.common, *scale),
-        Command::Norms { scale } => measure(&cli.common, *scale, norms::parts),
-        Command::FusedPieces { scale } => measure(&cli.common, *scale, pieces::parts),
-        Command::Adam { scale, parameters } => {
-            measure(&cli.common, *scale, |_| adam::parts(*scale, *parameters))
-        }
-        Command::SmallOperators { tracked, operators } => {
+pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
+    match verb {
+        Verb::Info => info(common),
+        Verb::Cost { scale } => measure(common, *scale, cost::parts),
+        Verb::Elementwise { scale } => elementwise::measure(common, *scale),
+        Verb::Norms { scale } => measure(common, *scale, norms::parts),
+        Verb::FusedPieces { scale } => measure(common, *scale, pieces::parts),
+        Verb::Adam { scale, parameters } => measure(common, *scale, |_| adam::parts(*scale, *parameters)),
+        Verb::SmallOperators { tracked, operators } => {
             writeln!(std::io::stdout(), "{:e}", cost::small_operators(*tracked, *operators)?)?;
             Ok(())
         }
-    })
+    }
 }
 
 fn info(common: &CommonArgs) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     let memory = runtime::device::memory_info(device)?;
-    let environment = runtime::device::environment(device)?;
+    let environment = crate::environment::of(device)?;
     let mut out = std::io::stdout().lock();
     if common.json {
         let text = serde_json::json!({
@@ -117,34 +104,14 @@ fn measure(
 ) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::random::seed(common.seed)?;
-    let mut records = common.open_records()?;
-    let environment = runtime::device::environment(device)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let effort = if scale == Scale::Smoke { cost::Effort::Seconds } else { cost::Effort::Minutes };
     let parts = parts(device);
     let mut progress = Progress::new(parts.len() as u64);
-    let mut out = std::io::stdout().lock();
     for part in parts {
         progress.message(part.about);
         for (case, metric) in (part.run)(device, effort)? {
-            let case = case.with("device", common.device.as_str());
-            let record =
-                Record { experiment: part.experiment.into(), case, metric, environment: environment.clone() };
-            if let Some(records) = &mut records {
-                records.write(&record)?;
-            }
-            if common.json {
-                writeln!(out, "{}", serde_json::to_string(&record)?)?;
-            } else {
-                let value =
-                    record.metric.value.map_or("not measured".to_owned(), |value| format!("{value:.4e}"));
-                writeln!(
-                    out,
-                    "{:44} {:24} {value} {}",
-                    record.case.describe(),
-                    record.metric.name,
-                    record.metric.unit
-                )?;
-            }
+            sink.put(part.experiment, &case.with("device", common.device.as_str()), vec![metric])?;
         }
         progress.step();
     }

@@ -12,7 +12,7 @@ use runtime::memory::{Region, live_bytes};
 use runtime::ops;
 use tch::{Device, Kind, Tensor};
 
-use crate::cost::{Effort, Figures, Part};
+use super::cost::{Effort, Figures, Part};
 
 const SHAPES: [(i64, i64); 4] = [(4096, 256), (4096, 768), (2048, 2048), (1024, 4096)];
 const EPS: f64 = 1e-5;

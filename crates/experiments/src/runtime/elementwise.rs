@@ -189,7 +189,7 @@ fn captured(device: Device) -> Result<Metric> {
 /// Runs the experiment and writes its records.
 pub(crate) fn measure(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
-    let environment = runtime::device::environment(device)?;
+    let environment = crate::environment::of(device)?;
     let mut records = common.open_records()?;
     let mut out = std::io::stdout().lock();
     let mut emit = |case: Case, metric: Metric| -> anyhow::Result<()> {

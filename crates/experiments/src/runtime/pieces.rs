@@ -14,8 +14,8 @@ use runtime::memory::{Region, live_bytes};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
-use crate::cost::{Effort, Figures, Part};
-use crate::elementwise::in_turns;
+use super::cost::{Effort, Figures, Part};
+use super::elementwise::in_turns;
 
 /// Batch, sequence, heads of queries, of keys, their width, and the width within the MLP: of Qwen2.5-0.5B and Llama-3-8B, and
 /// one that fits the caches.

@@ -77,7 +77,7 @@ fn tracking(_: Device, effort: Effort) -> anyhow::Result<Figures> {
     let program = std::env::current_exe().context("finding this program to run it again")?;
     let once = |tracked: bool| -> anyhow::Result<f64> {
         let mut command = Command::new(&program);
-        command.args(["small-operators", "--operators", &operators.to_string()]);
+        command.args(["runtime", "small-operators", "--operators", &operators.to_string()]);
         if tracked {
             command.arg("--tracked");
         }
