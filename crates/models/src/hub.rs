@@ -17,7 +17,6 @@
 //! # Ok::<(), models::Error>(())
 //! ```
 
-mod bar;
 mod cache;
 mod download;
 mod part;
@@ -26,7 +25,6 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub use bar::terminal_bar;
 use regex::Regex;
 
 use crate::error::{Error, Result};
@@ -83,7 +81,7 @@ pub struct Hub {
     pub cache: Option<PathBuf>,
     /// Whether only the cache is looked at. `HF_HUB_OFFLINE` is obeyed by [`Hub::from_env`] alone.
     pub offline: bool,
-    /// Called as bytes arrive, such as [`terminal_bar`]; never if nothing is missing.
+    /// Called as bytes arrive; never if nothing is missing.
     pub progress: Option<Arc<dyn Fn(Progress) + Send + Sync>>,
 }
 

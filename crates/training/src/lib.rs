@@ -36,7 +36,6 @@ pub mod activations;
 pub mod batches;
 pub mod checkpoint;
 pub mod clip;
-pub mod display;
 pub mod divergence;
 pub mod documents;
 pub mod error;

@@ -321,3 +321,25 @@ fn setups(inefficiency: Inefficiency) -> (BTreeSet<Inefficiency>, BTreeSet<Ineff
         other => (BTreeSet::from([other]), BTreeSet::new()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metrics_are_those_of_the_steps() {
+        let step = |seconds, calls| StepTimes {
+            seconds,
+            phases: [0.0, seconds / 2.0, 0.0, 0.0, 0.0, seconds / 2.0],
+            calls: [0, calls, 0, 0, 0, 0],
+            ..StepTimes::default()
+        };
+        let steps = vec![step(3.0, 1), step(5.0, 2)];
+        let composition = Composition { median: steps[0], steps, operators: Vec::new() };
+        let metrics = composition_metrics(&composition);
+        let named = |name: &str| metrics.iter().find(|metric| metric.name == name).unwrap();
+        assert_eq!(named("step_seconds").value, Some(4.0));
+        assert_eq!((named("forward_seconds").n, named("forward_seconds").value), (2, Some(2.0)));
+        assert_eq!(named("operators").value, Some(1.5));
+    }
+}

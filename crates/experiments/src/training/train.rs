@@ -8,6 +8,7 @@ use std::path::PathBuf;
 
 use anyhow::bail;
 use clap::{Args, ValueEnum};
+use frugal::display::{Display, Efficiency};
 use models::module::{LanguageModel, trainable};
 use models::{Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig};
 use report::Case;
@@ -15,7 +16,6 @@ use report::cli::CommonArgs;
 use serde_json::json;
 use tch::{Device, Kind};
 use training::checkpoint::Checkpoints;
-use training::display::{Display, Efficiency};
 use training::optimizer::{AdaGrad, Adam, AdamW, Group, Momentum, Nesterov, Optimizer, RmsProp, Rule, Sgd};
 use training::probe::Probe;
 use training::schedule::Shape;

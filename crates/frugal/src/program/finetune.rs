@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
+use frugal::display::{Display, Efficiency};
 use frugal::tasks::gsm8k::{Encoder, FewShot, Problem};
 use lora::Adapters;
 use models::module::parameter_count;
 use report::cli::CommonArgs;
 use serde_json::json;
-use training::display::{Display, Efficiency};
 use training::interrupt;
 use training::masked_rows::MaskedRow;
 use training::observer::Observer;

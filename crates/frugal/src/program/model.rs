@@ -1,16 +1,14 @@
 //! Models by name or folder.
 
-use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use anyhow::Context;
 use clap::{Args, ValueEnum};
-use indicatif::{ProgressBar, ProgressStyle};
+use frugal::download_bar;
 use lora::Adapters;
 use lora::peft::CONFIG_FILE;
 use models::Llama;
-use models::hub::{Hub, Progress};
+use models::hub::Hub;
 use models::hugging_face::Folder;
 use models::module::LanguageModel;
 use tch::{Device, Kind};
@@ -69,7 +67,7 @@ impl HubArgs {
     /// # Errors
     /// No such folder and no such model; a folder that is an adapter's or lacks a file.
     pub(crate) fn open(&self, model: &str) -> anyhow::Result<Folder> {
-        let hub = Hub { progress: download_bar(), ..Hub::from_env(self.offline) };
+        let hub = Hub { progress: Some(download_bar::terminal_bar()), ..Hub::from_env(self.offline) };
         let path = hub.resolve(model, self.revision.as_deref())?;
         Folder::open(&path).map_err(|error| match path.join(CONFIG_FILE).is_file() {
             true => anyhow::anyhow!(
@@ -117,24 +115,6 @@ pub(crate) fn with_adapter(
 /// As [`with_adapter`].
 pub(crate) fn load_adapter(model: &mut Llama, folder: &Path) -> anyhow::Result<Adapters> {
     Adapters::load(model, folder).with_context(|| format!("the adapter {}", folder.display()))
-}
-
-/// A bar of a download, where somebody sees it.
-fn download_bar() -> Option<Arc<dyn Fn(Progress) + Send + Sync>> {
-    if !std::io::stderr().is_terminal() {
-        return None;
-    }
-    let style =
-        ProgressStyle::with_template("{bar:12} {bytes}/{total_bytes} {bytes_per_sec} {eta} downloading")
-            .unwrap_or_else(|_| ProgressStyle::default_bar());
-    let bar = ProgressBar::no_length().with_style(style);
-    Some(Arc::new(move |progress: Progress| {
-        bar.set_length(progress.total);
-        bar.set_position(progress.bytes);
-        if progress.total > 0 && progress.bytes >= progress.total {
-            bar.finish_and_clear();
-        }
-    }))
 }
 
 /// Whether two paths are one folder.

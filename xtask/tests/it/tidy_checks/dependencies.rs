@@ -8,8 +8,6 @@ use super::Tree;
 const PROGRAMS: [&str; 3] = ["experiments", "frugal", "xtask"];
 /// What only a program needs.
 const FOR_PROGRAMS: [&str; 4] = ["anyhow", "clap", "indicatif", "report"];
-/// Libraries whose programs have not moved yet.
-const WITH_A_PROGRAM: [&str; 2] = ["models", "training"];
 /// What every technique may build on; all other libraries are techniques.
 const LAYERS: [&str; 6] = ["report", "accounting", "runtime", "models", "dataloading", "training"];
 /// What tests alone use: never a dependency of what is built without them.
@@ -69,7 +67,7 @@ pub(crate) fn check(tree: &Tree) -> Vec<String> {
         }
         let name = folder.rsplit('/').next().unwrap_or(folder);
         // `report` makes the pages, and is what programs alone depend on.
-        if ![&PROGRAMS[..], &WITH_A_PROGRAM[..], &["report"]].concat().contains(&name) {
+        if !PROGRAMS.contains(&name) && name != "report" {
             let built = dependencies_of_kinds(manifest, &BUILT);
             for dependency in FOR_PROGRAMS.iter().filter(|name| built.contains(**name)) {
                 found.push(format!(
@@ -153,7 +151,7 @@ fn binaries(tree: &Tree, folder: &str, manifest: &toml::Table) -> Vec<String> {
     let declared = manifest.get("bin").and_then(toml::Value::as_array).into_iter().flatten();
     names.extend(declared.filter_map(|bin| bin.get("name")?.as_str().map(str::to_owned)));
     let listed: Vec<&str> = names.iter().map(String::as_str).collect();
-    let library = !PROGRAMS.contains(&own) && !WITH_A_PROGRAM.contains(&own);
+    let library = !PROGRAMS.contains(&own);
     match listed.as_slice() {
         [] => Vec::new(),
         all if library => {

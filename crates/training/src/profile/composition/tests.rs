@@ -87,18 +87,6 @@ fn what_a_device_does_is_its_own() {
 }
 
 #[test]
-fn metrics_are_those_of_the_steps() {
-    let metrics = Composition::of(&trace(EVENTS)).unwrap().metrics();
-    let named = |name: &str| metrics.iter().find(|metric| metric.name == name).unwrap();
-    assert_eq!(named("step_seconds").value.map(microseconds), Some(75.0));
-    assert_eq!(
-        (named("forward_seconds").n, named("forward_seconds").value.map(microseconds)),
-        (2, Some(30.0))
-    );
-    assert_eq!(named("operators").value, Some(1.5));
-}
-
-#[test]
 fn a_trace_without_steps_is_refused_in_words() {
     let error = Composition::of(&trace(&EVENTS[4..8])).unwrap_err();
     expect_test::expect![[r#"the trace has 4 operators but no range named "step"; record whole steps, each within runtime::profile::range("step")"#]]

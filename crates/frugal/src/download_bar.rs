@@ -3,15 +3,15 @@
 use std::sync::Arc;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use models::hub::Progress;
 
-use super::Progress;
-
-/// What shows a download on standard error where that is a terminal, and nothing elsewhere; for [`super::Hub::progress`].
+/// What shows a download on standard error where that is a terminal, and nothing elsewhere; for [`Hub::progress`](models::hub::Hub::progress).
 ///
 /// ```no_run
-/// use models::hub::{self, Hub};
+/// use frugal::download_bar;
+/// use models::hub::Hub;
 ///
-/// let hub = Hub { progress: Some(hub::terminal_bar()), ..Hub::from_env(false) };
+/// let hub = Hub { progress: Some(download_bar::terminal_bar()), ..Hub::from_env(false) };
 /// hub.resolve("Qwen/Qwen2.5-0.5B", None)?;
 /// # Ok::<(), models::Error>(())
 /// ```
@@ -22,8 +22,9 @@ pub fn terminal_bar() -> Arc<dyn Fn(Progress) + Send + Sync> {
 }
 
 fn styled(target: ProgressDrawTarget) -> ProgressBar {
-    let style = ProgressStyle::with_template("{bar:12} {bytes}/{total_bytes} {bytes_per_sec} {eta}")
-        .expect("the template is a constant");
+    let style =
+        ProgressStyle::with_template("{bar:12} {bytes}/{total_bytes} {bytes_per_sec} {eta} downloading")
+            .expect("the template is a constant");
     ProgressBar::with_draw_target(None, target).with_style(style)
 }
 

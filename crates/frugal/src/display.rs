@@ -3,11 +3,10 @@
 use report::Progress;
 use runtime::measure::physical;
 use tch::{Device, Kind};
-
-use crate::error::Result;
-use crate::evaluation::Evaluation;
-use crate::observer::{Observer, StepRecord};
-use crate::probe::Probe;
+use training::Result;
+use training::evaluation::Evaluation;
+use training::observer::{Observer, StepRecord};
+use training::probe::Probe;
 
 /// What is needed to say how well the machine is used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
