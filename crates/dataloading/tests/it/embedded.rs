@@ -19,7 +19,7 @@ fn the_committed_files_are_what_the_generator_writes() {
     for (name, content) in embedded::generate(embedded::SEED).unwrap() {
         assert!(
             content == read(name),
-            "data/{name} differs; write it again: cargo run -p dataloading --release -- embedded --out data"
+            "data/{name} differs; write it again: cargo run -p experiments --release -- dataloading embedded --out data"
         );
     }
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! `lora step`: a training step on a real model's shape, measured and foretold.
+//! `lora step`: a training step on a real model's shape, measured and predicted.
 
 use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::estimate::{Plan as Budget, estimate};
