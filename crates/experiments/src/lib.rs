@@ -50,7 +50,7 @@ Examples:
   experiments accounting offload --model qwen2.5-7b --budget 10GiB --tokens 2048 --card 4090
   experiments accounting time --parameters 70B --tokens 15T --hardware h100 --devices 1024"
     )]
-    Accounting(crate::accounting::Verb),
+    Accounting(Box<crate::accounting::Verb>),
     /// Mixed precision: loss scalers, autocast, and what they buy
     #[command(subcommand)]
     Amp(crate::amp::Verb),

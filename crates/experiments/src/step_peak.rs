@@ -7,7 +7,7 @@ use training::Result;
 /// The most bytes that were live in any stretch of a training that ended with a step. An observer tells it where stretches
 /// end: losses are read before an evaluation, so one that ends with a step's record has no evaluation in it.
 #[derive(Debug)]
-pub struct StepPeak {
+pub(crate) struct StepPeak {
     device: Device,
     /// Since the last step or evaluation.
     stretch: Region,
@@ -19,7 +19,7 @@ impl StepPeak {
     ///
     /// # Errors
     /// Those of [`Region::start`].
-    pub fn start(device: Device) -> Result<Self> {
+    pub(crate) fn start(device: Device) -> Result<Self> {
         Ok(Self { device, stretch: Region::start(device)?, peak: 0 })
     }
 
@@ -27,7 +27,7 @@ impl StepPeak {
     ///
     /// # Errors
     /// Those of [`Region`].
-    pub fn after_step(&mut self) -> Result<()> {
+    pub(crate) fn after_step(&mut self) -> Result<()> {
         self.peak = self.next_stretch()?.max(self.peak);
         Ok(())
     }
@@ -36,12 +36,12 @@ impl StepPeak {
     ///
     /// # Errors
     /// Those of [`Region`].
-    pub fn after_evaluation(&mut self) -> Result<()> {
+    pub(crate) fn after_evaluation(&mut self) -> Result<()> {
         self.next_stretch().map(drop)
     }
 
     /// Bytes.
-    pub fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.peak
     }
 

@@ -101,7 +101,10 @@ fn a_layer_that_depends_on_a_technique_is_caught() {
 fn libtorch_below_a_crate_that_must_build_without_is_caught() {
     check(
         &[
-            ("crates/accounting/Cargo.toml", &format!("{MEMBER}report.workspace = true\n")),
+            (
+                "crates/accounting/Cargo.toml",
+                &format!("{MEMBER}[dev-dependencies]\nreport.workspace = true\n"),
+            ),
             ("crates/report/Cargo.toml", &format!("{MEMBER}runtime.workspace = true\n")),
             ("crates/runtime/Cargo.toml", "[dependencies]\ntch.workspace = true\n"),
         ],

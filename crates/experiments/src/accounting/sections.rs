@@ -20,19 +20,19 @@ mod offload;
 mod published;
 mod times;
 
-pub use estimates::{estimates, metrics as estimate_metrics};
-pub use fits::fits;
-pub use flops::flops;
-pub use long_context::long_context;
-pub use offload::{metrics as offload_metrics, offload_condition};
-pub use published::published;
-pub use times::times;
+pub(crate) use estimates::{estimates, metrics as estimate_metrics};
+pub(crate) use fits::fits;
+pub(crate) use flops::flops;
+pub(crate) use long_context::long_context;
+pub(crate) use offload::{metrics as offload_metrics, offload_condition};
+pub(crate) use published::published;
+pub(crate) use times::times;
 
 use accounting::{Dtype, Error};
 use report::{Case, Environment, Metric, Record};
 
 /// What each number format can hold.
-pub fn dtypes(environment: &Environment) -> Result<Vec<Record>, Error> {
+pub(crate) fn dtypes(environment: &Environment) -> Result<Vec<Record>, Error> {
     let mut records = Vec::new();
     for dtype in Dtype::ALL {
         let limits = dtype.limits();

@@ -6,7 +6,7 @@ use half::{bf16, f16};
 
 /// A number format with round-to-nearest-even.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Format {
+pub(crate) enum Format {
     /// 8 bits of exponent, 23 of mantissa.
     Fp32,
     /// 5 and 10.
@@ -17,10 +17,10 @@ pub enum Format {
 
 impl Format {
     /// All of them.
-    pub const ALL: [Self; 3] = [Self::Fp32, Self::Fp16, Self::Bf16];
+    pub(crate) const ALL: [Self; 3] = [Self::Fp32, Self::Fp16, Self::Bf16];
 
     /// Its name in records.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Fp32 => "fp32",
             Self::Fp16 => "fp16",
@@ -36,7 +36,7 @@ impl Format {
     /// assert_eq!(Format::Fp16.round(1e-8), 0.0);
     /// assert!((Format::Bf16.round(1e-8) / 1e-8 - 1.0).abs() < 0.004);
     /// ```
-    pub fn round(self, value: f64) -> f64 {
+    pub(crate) fn round(self, value: f64) -> f64 {
         match self {
             Self::Fp32 => f64::from(value as f32),
             Self::Fp16 => f16::from_f64(value).to_f64(),
@@ -46,7 +46,7 @@ impl Format {
 }
 
 /// Adds `value`, rounded to `operand`, `times` times to a sum that is rounded to `accumulator` after each addition.
-pub fn repeated_sum(value: f64, times: u32, operand: Format, accumulator: Format) -> f64 {
+pub(crate) fn repeated_sum(value: f64, times: u32, operand: Format, accumulator: Format) -> f64 {
     let term = operand.round(value);
     (0..times).fold(0.0, |sum, _| accumulator.round(sum + term))
 }

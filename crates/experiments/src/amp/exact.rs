@@ -21,16 +21,16 @@ use tch::{Device, Kind, Tensor};
 use training::loss::LmCrossEntropyLoss;
 
 /// The name that the loss goes by, beside those of the weights.
-pub const LOSS: &str = "loss";
+pub(crate) const LOSS: &str = "loss";
 
 /// The name of all gradients, taken as one vector.
-pub const ALL: &str = "all gradients";
+pub(crate) const ALL: &str = "all gradients";
 
 /// The error of the loss, of each weight's gradient, and of all gradients together under autocast in `dtype`, by name.
 ///
 /// # Errors
 /// A folder without the fixture; those of the model.
-pub fn run(folder: &Path, dtype: Kind) -> Result<Vec<(String, f64)>> {
+pub(crate) fn run(folder: &Path, dtype: Kind) -> Result<Vec<(String, f64)>> {
     let fixture = Fixture::read(folder)?;
     let (exact, low) = (fixture.model(Kind::Double)?, fixture.model(Kind::Float)?);
     let autocast = Autocast::new(dtype)?;

@@ -11,7 +11,7 @@ use training::optimizer::{Adam, Hyper, Rule, Tensors};
 
 /// Adam whose every intermediate is rounded to fp16.
 #[derive(Debug, Clone, Copy)]
-pub struct Fp16Adam(pub Adam);
+pub(crate) struct Fp16Adam(pub Adam);
 
 impl Rule for Fp16Adam {
     fn name(&self) -> &'static str {

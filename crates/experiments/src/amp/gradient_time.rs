@@ -16,7 +16,7 @@ use super::training::gpt2_like;
 
 /// Sizes.
 #[derive(Debug, Clone)]
-pub struct Sizes {
+pub(crate) struct Sizes {
     /// The model.
     pub model: Gpt2LikeConfig,
     /// Rows of the batch, each as long as the model allows.
@@ -29,7 +29,7 @@ pub struct Sizes {
 
 /// A model that computes the gradient of one batch again and again.
 #[derive(Debug)]
-pub struct Gradient {
+pub(crate) struct Gradient {
     model: Box<dyn LanguageModel>,
     parts: Parts,
     batch: MicroBatches,
@@ -37,7 +37,7 @@ pub struct Gradient {
 
 /// What one gradient cost.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Cost {
+pub(crate) struct Cost {
     /// Seconds of forward.
     pub forward: f64,
     /// Seconds of backward, from the scaled loss.
@@ -53,7 +53,7 @@ impl Gradient {
     ///
     /// # Errors
     /// Those of the model and of the scaler.
-    pub fn new(setup: Setup, sizes: &Sizes, scales: &Scales) -> Result<Self> {
+    pub(crate) fn new(setup: Setup, sizes: &Sizes, scales: &Scales) -> Result<Self> {
         let &Sizes { ref model, rows, device, seed } = sizes;
         runtime::random::seed(seed)?;
         let parts = setup.parts(scales)?;
@@ -78,7 +78,7 @@ impl Gradient {
     ///
     /// # Errors
     /// Those of the model and of the scaler.
-    pub fn compute(&mut self) -> Result<Cost> {
+    pub(crate) fn compute(&mut self) -> Result<Cost> {
         let device = self.batch.batches[0].tokens.device();
         let region = Region::start(device)?;
         let started = Instant::now();

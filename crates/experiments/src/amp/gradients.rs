@@ -22,7 +22,7 @@ const NOT_FINITE: i64 = 128;
 
 /// Which gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Of {
+pub(crate) enum Of {
     /// Of inputs and outputs.
     Activations,
     /// Of weights and biases.
@@ -31,10 +31,10 @@ pub enum Of {
 
 impl Of {
     /// Both.
-    pub const ALL: [Self; 2] = [Self::Activations, Self::Weights];
+    pub(crate) const ALL: [Self; 2] = [Self::Activations, Self::Weights];
 
     /// Its name in records.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Activations => "activations",
             Self::Weights => "weights",
@@ -44,7 +44,7 @@ impl Of {
 
 /// Numbers by exponent.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Histogram {
+pub(crate) struct Histogram {
     /// Exponent, and how many numbers have it.
     pub exponents: BTreeMap<i64, u64>,
     /// Numbers that are zero.
@@ -58,7 +58,7 @@ impl Histogram {
     ///
     /// # Errors
     /// Those of libtorch.
-    pub fn add(&mut self, tensor: &Tensor) -> runtime::Result<()> {
+    pub(crate) fn add(&mut self, tensor: &Tensor) -> runtime::Result<()> {
         let _no_grad = autograd::GradMode::off();
         // fp64 holds every subnormal of fp32 as a normal number. `frexp` gives a mantissa in [½, 1).
         let magnitude = tensor.f_to_kind(Kind::Double)?.f_abs()?.f_reshape([-1])?;
@@ -82,7 +82,7 @@ impl Histogram {
     }
 
     /// How many numbers there are.
-    pub fn total(&self) -> u64 {
+    pub(crate) fn total(&self) -> u64 {
         self.zeros + self.not_finite + self.exponents.values().sum::<u64>()
     }
 
@@ -93,17 +93,17 @@ impl Histogram {
     }
 
     /// The share of the numbers other than zero that fp16 makes zero at the scale 2^`log2_scale`.
-    pub fn underflow(&self, log2_scale: i64) -> f64 {
+    pub(crate) fn underflow(&self, log2_scale: i64) -> f64 {
         self.share(|exponent| exponent + log2_scale < -25)
     }
 
     /// The share of the numbers other than zero that lose bits of their mantissa, those that become zero among them.
-    pub fn subnormal(&self, log2_scale: i64) -> f64 {
+    pub(crate) fn subnormal(&self, log2_scale: i64) -> f64 {
         self.share(|exponent| exponent + log2_scale < -14)
     }
 
     /// The share that becomes infinite.
-    pub fn overflow(&self, log2_scale: i64) -> f64 {
+    pub(crate) fn overflow(&self, log2_scale: i64) -> f64 {
         self.share(|exponent| exponent + log2_scale >= 16)
     }
 }
@@ -112,19 +112,19 @@ type Seen = Arc<Mutex<BTreeMap<Of, Histogram>>>;
 
 /// Writes down gradients on their way through another policy's products. `None`: those of the dtypes at hand.
 #[derive(Debug)]
-pub struct Probe {
+pub(crate) struct Probe {
     inner: Option<Arc<dyn Policy>>,
     seen: Seen,
 }
 
 impl Probe {
     /// Before `inner`.
-    pub fn new(inner: Option<Arc<dyn Policy>>) -> Self {
+    pub(crate) fn new(inner: Option<Arc<dyn Policy>>) -> Self {
         Self { inner, seen: Seen::default() }
     }
 
     /// What went through so far.
-    pub fn histogram(&self, of: Of) -> Histogram {
+    pub(crate) fn histogram(&self, of: Of) -> Histogram {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).get(&of).cloned().unwrap_or_default()
     }
 

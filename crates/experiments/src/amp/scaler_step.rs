@@ -17,7 +17,7 @@ const WIDTH: i64 = 768;
 
 /// Parameters as a decoder has them: as many vectors `[768]` as matrices `[rows, 768]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Size {
+pub(crate) struct Size {
     /// Tensors, half of them vectors.
     pub tensors: i64,
     /// Rows of each matrix.
@@ -25,11 +25,11 @@ pub struct Size {
 }
 
 /// 24.6 million parameters in 148 tensors, and a million in 16.
-pub const SIZES: [Size; 2] = [Size { tensors: 148, rows: 432 }, Size { tensors: 16, rows: 162 }];
+pub(crate) const SIZES: [Size; 2] = [Size { tensors: 148, rows: 432 }, Size { tensors: 16, rows: 162 }];
 
 impl Size {
     /// Elements of all tensors.
-    pub fn parameters(&self) -> i64 {
+    pub(crate) fn parameters(&self) -> i64 {
         self.tensors / 2 * WIDTH * (self.rows + 1)
     }
 
@@ -51,7 +51,7 @@ impl Size {
 
 /// Seconds of each round.
 #[derive(Debug, Clone, Default)]
-pub struct Overhead {
+pub(crate) struct Overhead {
     /// The optimizer's step by itself.
     pub plain: Vec<f64>,
     /// With a scaler that decides on the host.
@@ -64,7 +64,7 @@ pub struct Overhead {
 
 impl Overhead {
     /// What `scaled` took more than the plain step of the same round.
-    pub fn beyond_plain(&self, scaled: &[f64]) -> Vec<f64> {
+    pub(crate) fn beyond_plain(&self, scaled: &[f64]) -> Vec<f64> {
         scaled.iter().zip(&self.plain).map(|(scaled, plain)| scaled - plain).collect()
     }
 }
@@ -73,7 +73,12 @@ impl Overhead {
 ///
 /// # Errors
 /// Those of libtorch.
-pub fn run(size: Size, rounds: usize, device: Device, mut progress: impl FnMut(usize)) -> Result<Overhead> {
+pub(crate) fn run(
+    size: Size,
+    rounds: usize,
+    device: Device,
+    mut progress: impl FnMut(usize),
+) -> Result<Overhead> {
     const WARMUP: usize = 2;
     let mut optimizer = size.optimizer(device)?;
     let options = DynamicOptions { initial: 1.0, interval: u32::MAX, ..DynamicOptions::default() };

@@ -14,7 +14,7 @@ use super::fp16_adam::Fp16Adam;
 
 /// A way to train.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum Setup {
+pub(crate) enum Setup {
     /// Everything in fp32
     Fp32,
     /// Everything in fp16, the optimizer's arithmetic too, and no scaling
@@ -39,7 +39,7 @@ pub enum Setup {
 
 /// The constants of the scalers.
 #[derive(Debug, Clone, Copy)]
-pub struct Scales {
+pub(crate) struct Scales {
     /// The static one's scale.
     pub fixed: f32,
     /// How the dynamic one's moves.
@@ -50,7 +50,7 @@ pub struct Scales {
 
 /// What a set-up gives to a training.
 #[derive(Debug)]
-pub struct Parts {
+pub(crate) struct Parts {
     /// The dtype of the model's tensors.
     pub weights: Kind,
     /// What its products are computed in; `None`: fp32.
@@ -61,7 +61,7 @@ pub struct Parts {
 
 impl Setup {
     /// All of them.
-    pub const ALL: [Self; 10] = [
+    pub(crate) const ALL: [Self; 10] = [
         Self::Fp32,
         Self::PureFp16,
         Self::Fp16Weights,
@@ -78,7 +78,7 @@ impl Setup {
     ///
     /// # Errors
     /// [`amp::Error::Option`] for constants that are none.
-    pub fn parts(self, scales: &Scales) -> Result<Parts> {
+    pub(crate) fn parts(self, scales: &Scales) -> Result<Parts> {
         let scaler: Box<dyn GradScaler> = match self {
             Self::Static => Box::new(StaticGradScaler::new(scales.fixed)?),
             Self::Dynamic => Box::new(DynamicGradScaler::new(scales.dynamic)?),
@@ -100,7 +100,7 @@ impl Setup {
     }
 
     /// What becomes of steps that overflow.
-    pub fn overflow(self) -> Overflow {
+    pub(crate) fn overflow(self) -> Overflow {
         if self == Self::Retry { Overflow::Retry { most: 40 } } else { Overflow::Skip }
     }
 
@@ -108,7 +108,7 @@ impl Setup {
     ///
     /// # Errors
     /// Those of [`Optimizer::new`].
-    pub fn adam(self, parameters: Group) -> Result<Optimizer> {
+    pub(crate) fn adam(self, parameters: Group) -> Result<Optimizer> {
         Ok(match self {
             Self::PureFp16 => Optimizer::new(Fp16Adam(Adam::default()), vec![parameters])?,
             _ => Optimizer::new(Adam::default(), vec![parameters])?,
@@ -116,7 +116,7 @@ impl Setup {
     }
 
     /// What a device multiplies in for it: "fp16", or "fp16 rounded, fp32 products" where it has none.
-    pub fn products(self, device: Device) -> String {
+    pub(crate) fn products(self, device: Device) -> String {
         let native = |kind| compute_kind(device, kind) == kind;
         let of = |name: &str, native| {
             if native { name.to_owned() } else { format!("{name} operands, multiplied in fp32") }

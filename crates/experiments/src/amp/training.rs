@@ -28,7 +28,7 @@ use crate::watcher::Watcher;
 
 /// What all trainings of a comparison share.
 #[derive(Debug, Clone)]
-pub struct Training {
+pub(crate) struct Training {
     /// The model; its vocabulary is set by the corpus.
     pub model: Gpt2LikeConfig,
     /// How batches are made.
@@ -53,7 +53,7 @@ pub struct Training {
 
 /// A point of the validation curve.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Point {
+pub(crate) struct Point {
     /// Steps done.
     pub step: u64,
     /// Mean validation loss in nats, computed as the training computes.
@@ -64,7 +64,7 @@ pub struct Point {
 
 /// What a training came to.
 #[derive(Debug, Clone, Default)]
-pub struct Outcome {
+pub(crate) struct Outcome {
     /// Every step.
     pub steps: Vec<StepRecord>,
     /// Validation, the last one after the last step. Empty where the training diverged at once.
@@ -79,17 +79,17 @@ pub struct Outcome {
 
 impl Outcome {
     /// Seconds of forward and backward, step by step, without the first ones.
-    pub fn gradient_seconds(&self) -> Vec<f64> {
+    pub(crate) fn gradient_seconds(&self) -> Vec<f64> {
         self.settled().map(|step| step.timings.forward + step.timings.backward).collect()
     }
 
     /// Seconds of unscaling, clipping and the optimizer, likewise.
-    pub fn optimizer_seconds(&self) -> Vec<f64> {
+    pub(crate) fn optimizer_seconds(&self) -> Vec<f64> {
         self.settled().map(|step| step.timings.optimizer).collect()
     }
 
     /// How often gradients were computed again because they overflowed.
-    pub fn retries(&self) -> u32 {
+    pub(crate) fn retries(&self) -> u32 {
         self.steps.iter().map(|step| step.retries).sum()
     }
 
@@ -99,12 +99,12 @@ impl Outcome {
     }
 
     /// Steps that were left out because a gradient was not finite.
-    pub fn skipped(&self) -> usize {
+    pub(crate) fn skipped(&self) -> usize {
         self.steps.iter().filter(|step| step.skipped).count()
     }
 
     /// The last validation, where the training came to its end.
-    pub fn last(&self) -> Option<Point> {
+    pub(crate) fn last(&self) -> Option<Point> {
         self.curve.last().copied().filter(|point| self.diverged.is_none() && point.loss.is_finite())
     }
 }
@@ -113,7 +113,7 @@ impl Outcome {
 ///
 /// # Errors
 /// Those of the data, the model and the loop.
-pub fn train(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Outcome> {
+pub(crate) fn train(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Outcome> {
     let device = training.device;
     let before = runtime::memory::live_bytes(device)?;
     let Prepared { mut trainer, mut batches, mut validation, autocast } = prepare(corpus, setup, training)?;
@@ -182,7 +182,7 @@ fn prepare(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Prepare
 
 /// A model that was trained in fp32, and a batch that it was not trained on.
 #[derive(Debug)]
-pub struct Trained {
+pub(crate) struct Trained {
     model: Box<dyn LanguageModel>,
     batch: MicroBatches,
 }
@@ -192,7 +192,7 @@ impl Trained {
     ///
     /// # Errors
     /// Those of the data, the model and the loop; validation data without a batch.
-    pub fn in_fp32(corpus: &Corpus, training: &Training) -> Result<Self> {
+    pub(crate) fn in_fp32(corpus: &Corpus, training: &Training) -> Result<Self> {
         let Prepared { mut trainer, mut batches, mut validation, .. } =
             prepare(corpus, Setup::Fp32, training)?;
         trainer.run(&mut batches, None)?;
@@ -207,7 +207,7 @@ impl Trained {
     ///
     /// # Errors
     /// Those of the model and of the policy.
-    pub fn backward(&self, policy: Arc<dyn Policy>, scale: f64) -> Result<()> {
+    pub(crate) fn backward(&self, policy: Arc<dyn Policy>, scale: f64) -> Result<()> {
         let _within = precision::enter(Some(policy));
         for batch in &self.batch.batches {
             let mean =
@@ -225,7 +225,7 @@ impl Trained {
 ///
 /// # Errors
 /// Those of the model.
-pub fn gpt2_like(
+pub(crate) fn gpt2_like(
     config: &Gpt2LikeConfig,
     vocabulary: i64,
     kind: Kind,

@@ -11,14 +11,14 @@ use super::synthetic::uniform_lengths;
 use super::{Figures, repeats, seconds};
 
 /// Tokens of a row, and the longest document.
-pub const CAPACITY: u32 = 512;
+pub(crate) const CAPACITY: u32 = 512;
 
 /// A fill that is asked for. On three of five draws of 10,000 lengths no packing at all reaches it: documents above 256
 /// tokens have rows of their own, and some dozens more of them than of the others leave rows half empty.
 const BAR: f64 = 0.997;
 
 /// How many documents.
-pub fn sizes(scale: Scale) -> &'static [usize] {
+pub(crate) fn sizes(scale: Scale) -> &'static [usize] {
     match scale {
         Scale::Smoke => &[10_000],
         Scale::Laptop => &[10_000, 1_000_000, 10_000_000],
@@ -28,7 +28,7 @@ pub fn sizes(scale: Scale) -> &'static [usize] {
 
 /// What packs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Packer {
+pub(crate) enum Packer {
     /// A plan, and all rows written down.
     Plan(Algorithm),
     /// A stream through the default buffer.
@@ -40,7 +40,7 @@ pub enum Packer {
 }
 
 /// All of them.
-pub const PACKERS: [Packer; 5] = [
+pub(crate) const PACKERS: [Packer; 5] = [
     Packer::Plan(Algorithm::BestFitDecreasing),
     Packer::Plan(Algorithm::FirstFitDecreasing),
     Packer::Streaming,
@@ -50,7 +50,7 @@ pub const PACKERS: [Packer; 5] = [
 
 impl Packer {
     /// As records call it.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Plan(algorithm) => algorithm.name(),
             Self::Streaming => "streaming best-fit",
@@ -87,7 +87,7 @@ impl Packer {
 ///
 /// # Errors
 /// None on these lengths.
-pub fn measure(packer: Packer, n: usize, seed: u64, scale: Scale) -> Result<Figures> {
+pub(crate) fn measure(packer: Packer, n: usize, seed: u64, scale: Scale) -> Result<Figures> {
     let (draws, runs) = if n > 100_000 { (1, 3) } else { (201, repeats(scale)) };
     let (mut fills, mut possible, mut where_possible) = (Vec::new(), Vec::new(), Vec::new());
     let (mut excess, mut over) = (Vec::new(), Vec::new());

@@ -12,7 +12,7 @@ use super::synthetic::text_lengths;
 use super::{Figures, repeats, seconds};
 
 /// How many samples.
-pub fn sizes(scale: Scale) -> &'static [usize] {
+pub(crate) fn sizes(scale: Scale) -> &'static [usize] {
     match scale {
         Scale::Smoke => &[1_000, 10_000, 100_000],
         Scale::Laptop | Scale::Paper => &[100_000, 1_000_000, 10_000_000],
@@ -20,7 +20,7 @@ pub fn sizes(scale: Scale) -> &'static [usize] {
 }
 
 /// Largest differences in length.
-pub const GAPS: [usize; 3] = [0, 20, 640];
+pub(crate) const GAPS: [usize; 3] = [0, 20, 640];
 
 /// Lengths alone.
 struct Lengths(Vec<u32>);
@@ -44,7 +44,7 @@ impl Samples for Lengths {
 ///
 /// # Errors
 /// None on these lengths.
-pub fn measure(n: usize, k: usize, seed: u64, scale: Scale) -> Result<Figures> {
+pub(crate) fn measure(n: usize, k: usize, seed: u64, scale: Scale) -> Result<Figures> {
     const BATCHES: usize = 1000;
     let lengths = Lengths(text_lengths(n, seed));
     let options = BalancedOptions { k, seed, ..BalancedOptions::default() };
@@ -90,7 +90,7 @@ pub fn measure(n: usize, k: usize, seed: u64, scale: Scale) -> Result<Figures> {
 }
 
 /// One element of a shuffled order of `n`, asked for at places far apart.
-pub fn permutation(n: usize, seed: u64, scale: Scale) -> Figures {
+pub(crate) fn permutation(n: usize, seed: u64, scale: Scale) -> Figures {
     const CALLS: u64 = 1 << 20;
     let (len, order) = (n as u64, Permutation::new(n as u64, seed, 0, 0));
     let times = seconds(repeats(scale), || {

@@ -8,7 +8,7 @@ use dataloading::samples::Samples;
 
 /// Samples with given lengths, whose tokens are slices of one pool, as they are of a token store.
 #[derive(Debug, Clone)]
-pub struct Synthetic {
+pub(crate) struct Synthetic {
     /// Where each sample begins, and the end of the last.
     offsets: Vec<u64>,
     pool: Vec<u32>,
@@ -16,7 +16,7 @@ pub struct Synthetic {
 
 impl Synthetic {
     /// Samples of these lengths. All tokens are there once, up to 2²⁶ of them; beyond that samples share them.
-    pub fn new(lengths: &[u32]) -> Self {
+    pub(crate) fn new(lengths: &[u32]) -> Self {
         let mut offsets = Vec::with_capacity(lengths.len() + 1);
         offsets.push(0);
         let mut end = 0;
@@ -52,14 +52,14 @@ impl Samples for Synthetic {
 }
 
 /// `n` lengths uniform in `1..=longest`.
-pub fn uniform_lengths(n: usize, longest: u32, seed: u64) -> Vec<u32> {
+pub(crate) fn uniform_lengths(n: usize, longest: u32, seed: u64) -> Vec<u32> {
     let order = Permutation::new(1 << 44, seed, 0, 0);
     (0..n as u64).map(|place| (order.at(place) % u64::from(longest)) as u32 + 1).collect()
 }
 
 /// `n` lengths with the spread of a text's paragraphs: log-normal with median 72 and sigma 1.2, from 2 to 2048. The peer in
 /// PyTorch makes the same ones, and the same tokens.
-pub fn text_lengths(n: usize, seed: u64) -> Vec<u32> {
+pub(crate) fn text_lengths(n: usize, seed: u64) -> Vec<u32> {
     let start = mix(seed).wrapping_mul(2);
     let uniform = |number: u64| ((mix(start.wrapping_add(number)) >> 11) as f64 + 0.5) / (1_u64 << 53) as f64;
     let length = |place: u64| {

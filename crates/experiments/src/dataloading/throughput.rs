@@ -20,13 +20,13 @@ use super::Figures;
 use super::synthetic::{Synthetic, text_lengths};
 
 /// Samples of a batch.
-pub const BATCH: usize = 32;
+pub(crate) const BATCH: usize = 32;
 /// Tokens of a row, at most.
-pub const LENGTH: usize = 512;
+pub(crate) const LENGTH: usize = 512;
 
 /// How samples become batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Strategy {
+pub(crate) enum Strategy {
     /// [`BaseDataset`].
     Base,
     /// [`StandardDataset`].
@@ -40,12 +40,12 @@ pub enum Strategy {
 }
 
 /// All of them.
-pub const STRATEGIES: [Strategy; 5] =
+pub(crate) const STRATEGIES: [Strategy; 5] =
     [Strategy::Base, Strategy::Standard, Strategy::Balanced, Strategy::Sequenced, Strategy::Packed];
 
 impl Strategy {
     /// As records call it.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Base => "base",
             Self::Standard => "standard",
@@ -59,7 +59,7 @@ impl Strategy {
     ///
     /// # Errors
     /// Samples that make no batch.
-    pub fn over<S: Samples + 'static>(self, samples: S, seed: u64) -> Result<Arc<dyn BatchSource>> {
+    pub(crate) fn over<S: Samples + 'static>(self, samples: S, seed: u64) -> Result<Arc<dyn BatchSource>> {
         let options = BatchOptions { batch_size: BATCH, max_length: LENGTH, seed, ..BatchOptions::default() };
         let balanced = BalancedOptions {
             batch_size: BatchSize::Samples(BATCH),
@@ -84,7 +84,7 @@ impl Strategy {
 
 /// Where samples lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Origin {
+pub(crate) enum Origin {
     /// In memory.
     Memory,
     /// In a token store, whose files are mapped and, after the first epoch, in the system's cache.
@@ -92,7 +92,7 @@ pub enum Origin {
 }
 
 /// How many samples.
-pub fn size(scale: Scale) -> usize {
+pub(crate) fn size(scale: Scale) -> usize {
     match scale {
         Scale::Smoke => 5_000,
         Scale::Laptop => 200_000,
@@ -101,7 +101,7 @@ pub fn size(scale: Scale) -> usize {
 }
 
 /// How many tokens a store gets.
-pub fn store_tokens(scale: Scale) -> u64 {
+pub(crate) fn store_tokens(scale: Scale) -> u64 {
     match scale {
         Scale::Smoke => 500_000,
         Scale::Laptop => 8_000_000,
@@ -110,7 +110,7 @@ pub fn store_tokens(scale: Scale) -> u64 {
 }
 
 /// Lengths of text, and their tokens.
-pub fn synthetic(n: usize, seed: u64) -> Arc<Synthetic> {
+pub(crate) fn synthetic(n: usize, seed: u64) -> Arc<Synthetic> {
     Arc::new(Synthetic::new(&text_lengths(n, seed)))
 }
 
@@ -118,7 +118,7 @@ pub fn synthetic(n: usize, seed: u64) -> Arc<Synthetic> {
 ///
 /// # Errors
 /// Samples that make no batch; a device that is not there.
-pub fn measure<S: Samples + 'static>(
+pub(crate) fn measure<S: Samples + 'static>(
     samples: S,
     origin: Origin,
     strategy: Strategy,

@@ -51,7 +51,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
         ([], Scale::Paper) => shapes::PAPER,
         (given, _) => given,
     };
-    let rungs = if arguments.methods.is_empty() { Implementation::ALL.to_vec() } else { arguments.methods.clone() };
+    let rungs =
+        if arguments.methods.is_empty() { Implementation::ALL.to_vec() } else { arguments.methods.clone() };
     let chunk = arguments.chunk_bytes.map(Chunk::Budget);
     let mut first = vec![None; rungs.len()];
     let mut progress = Progress::new((shapes.len() * rungs.len()) as u64);

@@ -12,14 +12,14 @@ use super::ladder::Implementation;
 use super::shapes::{Shape, Tensors};
 
 /// Which value is compared.
-pub const TENSORS: [&str; 3] = ["loss", "hidden", "weight"];
+pub(crate) const TENSORS: [&str; 3] = ["loss", "hidden", "weight"];
 
 /// The assignment's absolute tolerance.
-pub const ASSIGNMENTS_TOLERANCE: f64 = 1e-2;
+pub(crate) const ASSIGNMENTS_TOLERANCE: f64 = 1e-2;
 
 /// The exact values of a shape, and its inputs.
 #[derive(Debug)]
-pub struct Exact {
+pub(crate) struct Exact {
     tensors: Tensors,
     values: [Tensor; 3],
 }
@@ -29,7 +29,7 @@ impl Exact {
     ///
     /// # Errors
     /// Too little memory.
-    pub fn new(shape: &Shape, seed: u64, device: tch::Device) -> Result<Self> {
+    pub(crate) fn new(shape: &Shape, seed: u64, device: tch::Device) -> Result<Self> {
         let tensors = Tensors::new(shape, seed, device)?;
         let wide = |tensor: &Tensor| tensor.f_detach()?.f_to_kind(Kind::Double)?.f_set_requires_grad(true);
         let (hidden, weight) = (wide(&tensors.hidden)?, wide(&tensors.weight)?);
@@ -41,7 +41,7 @@ impl Exact {
     ///
     /// # Errors
     /// Those of the implementation.
-    pub fn errors(&self, implementation: Implementation, chunk: Option<i64>) -> Result<[f64; 3]> {
+    pub(crate) fn errors(&self, implementation: Implementation, chunk: Option<i64>) -> Result<[f64; 3]> {
         let Tensors { hidden, weight, targets } = &self.tensors;
         let found = run(hidden, weight, targets, implementation, chunk.map(Chunk::Tokens))?;
         let mut errors = [0.0; 3];
@@ -56,7 +56,7 @@ impl Exact {
     ///
     /// # Errors
     /// None in practice.
-    pub fn zeros_under_the_assignments_tolerance(&self) -> Result<[f64; 2]> {
+    pub(crate) fn zeros_under_the_assignments_tolerance(&self) -> Result<[f64; 2]> {
         let largest = |value: &Tensor| -> Result<f64> {
             Ok(value.f_abs()?.f_max()?.double_value(&[]) / ASSIGNMENTS_TOLERANCE)
         };

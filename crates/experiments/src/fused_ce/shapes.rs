@@ -14,7 +14,7 @@ use super::ladder::Implementation;
 
 /// Sizes of one forward and backward.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Shape {
+pub(crate) struct Shape {
     /// Tokens.
     pub tokens: i64,
     /// Width.
@@ -32,10 +32,10 @@ const fn shape(tokens: i64, hidden: i64, vocabulary: i64) -> Shape {
 }
 
 /// A glance.
-pub const SMOKE: &[Shape] = &[shape(128, 64, 4000), shape(256, 64, 4000), shape(128, 64, 8000)];
+pub(crate) const SMOKE: &[Shape] = &[shape(128, 64, 4000), shape(256, 64, 4000), shape(128, 64, 8000)];
 
 /// Sequences and vocabularies that two cores get through in a minute.
-pub const LAPTOP: &[Shape] = &[
+pub(crate) const LAPTOP: &[Shape] = &[
     shape(512, 256, 32_000),
     shape(1024, 256, 32_000),
     shape(2048, 256, 32_000),
@@ -45,7 +45,7 @@ pub const LAPTOP: &[Shape] = &[
 ];
 
 /// The sizes of GPUs: Qwen2.5-0.5B's head, and Llama-3-8B's, whose sequence is the assignment's.
-pub const PAPER: &[Shape] = &[
+pub(crate) const PAPER: &[Shape] = &[
     shape(2048, 896, 151_936),
     shape(8192, 896, 151_936),
     Shape { kind: Kind::BFloat16, ..shape(8192, 4096, 128_256) },
@@ -57,18 +57,18 @@ pub const PAPER: &[Shape] = &[
 
 impl Shape {
     /// Tokens that have a label.
-    pub fn labelled(&self) -> i64 {
+    pub(crate) fn labelled(&self) -> i64 {
         self.tokens - (self.tokens as f64 * self.ignored).round() as i64
     }
 
     /// FLOPs of the three products over the labelled tokens.
-    pub fn flops(&self) -> f64 {
+    pub(crate) fn flops(&self) -> f64 {
         6.0 * self.labelled() as f64 * self.hidden as f64 * self.vocabulary as f64
     }
 
     /// Bytes of the largest tensors: the naive implementation's logits, log-probabilities and their two gradients in fp32, the weight and
     /// its gradient.
-    pub fn naive_bytes(&self) -> u64 {
+    pub(crate) fn naive_bytes(&self) -> u64 {
         let element = self.kind.elt_size_in_bytes() as i64;
         (self.vocabulary * (self.tokens * (12 + element) + 2 * self.hidden * element)).unsigned_abs()
     }
@@ -114,7 +114,7 @@ impl FromStr for Shape {
 
 /// The tensors of one shape, like a trained model's: hidden states of variance 1, a weight of σ = 0.02.
 #[derive(Debug)]
-pub struct Tensors {
+pub(crate) struct Tensors {
     /// `[tokens, hidden]`, with a gradient.
     pub hidden: Tensor,
     /// `[vocabulary, hidden]`, with a gradient.
@@ -128,7 +128,7 @@ impl Tensors {
     ///
     /// # Errors
     /// Too little memory, a device that is not there.
-    pub fn new(shape: &Shape, seed: u64, device: Device) -> Result<Self> {
+    pub(crate) fn new(shape: &Shape, seed: u64, device: Device) -> Result<Self> {
         let mut generator = Generator::new(seed)?;
         let options = (Kind::Float, device);
         runtime::random::seed(seed)?;
@@ -150,7 +150,7 @@ impl Tensors {
 
 /// What a shape came to.
 #[derive(Debug)]
-pub struct Outcome {
+pub(crate) struct Outcome {
     /// Seconds of `forward`, `backward` and both, per repeat.
     pub time: Measurement,
     /// The most bytes that were live beyond the inputs and their gradients.
@@ -161,7 +161,7 @@ pub struct Outcome {
 ///
 /// # Errors
 /// Too little memory, a device that is not there, an option outside its range.
-pub fn measure(
+pub(crate) fn measure(
     shape: &Shape,
     implementation: Implementation,
     chunk: Option<Chunk>,
@@ -190,14 +190,14 @@ pub fn measure(
 ///
 /// # Errors
 /// As [`measure()`].
-pub fn product_rate(shape: &Shape, device: Device) -> Result<f64> {
+pub(crate) fn product_rate(shape: &Shape, device: Device) -> Result<f64> {
     let kind = if device == Device::Cpu { Kind::Float } else { shape.kind };
     let size = [shape.tokens.min(2048), shape.vocabulary.min(16_384), shape.hidden];
     crate::product_rate::product_rate((kind, device), size, 8, 1.5)
 }
 
 /// A name for a dtype, as PyTorch's.
-pub fn dtype_name(kind: Kind) -> &'static str {
+pub(crate) fn dtype_name(kind: Kind) -> &'static str {
     match kind {
         Kind::BFloat16 => "bfloat16",
         Kind::Half => "float16",

@@ -22,7 +22,7 @@ use super::training::{Way, model};
 
 /// Bytes of a step's parts, as the allocator counted them.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct StepMemory {
+pub(crate) struct StepMemory {
     /// Of the parameters.
     pub parameters: u64,
     /// Of the optimizer's state.
@@ -43,7 +43,7 @@ pub struct StepMemory {
 ///
 /// # Errors
 /// Those of the model and of the optimizer.
-pub fn measure(
+pub(crate) fn measure(
     config: &LlamaConfig,
     way: Way,
     [rows, sequence]: [i64; 2],
@@ -123,7 +123,7 @@ fn step(
 ///
 /// # Errors
 /// Sizes that it cannot count.
-pub fn predict(config: &LlamaConfig, way: Way, [rows, sequence]: [i64; 2]) -> Result<Estimate> {
+pub(crate) fn predict(config: &LlamaConfig, way: Way, [rows, sequence]: [i64; 2]) -> Result<Estimate> {
     let decoder = crate::on_paper::decoder(config)?;
     let size = |n: i64| n.unsigned_abs();
     let chunk =
@@ -176,7 +176,7 @@ impl Sampler {
 }
 
 /// At most `count` points of a timeline: the largest of each stretch of time, so that no peak is lost.
-pub fn thinned(timeline: &[(f64, u64)], count: usize) -> Vec<(f64, u64)> {
+pub(crate) fn thinned(timeline: &[(f64, u64)], count: usize) -> Vec<(f64, u64)> {
     let Some(&(end, _)) = timeline.last() else { return Vec::new() };
     let width = (end / count.max(1) as f64).max(f64::MIN_POSITIVE);
     let mut points: Vec<(f64, u64)> = Vec::new();

@@ -22,7 +22,7 @@ use crate::watcher::Watcher;
 
 /// A way to compute the loss of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub(crate) enum Way {
     /// All logits, as transformers does.
     Original,
     /// Malek's: gradients in forward, an eighth of the tokens at a time.
@@ -35,10 +35,10 @@ pub enum Way {
 
 impl Way {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Original, Self::Malek, Self::Liger, Self::Frugal];
+    pub(crate) const ALL: [Self; 4] = [Self::Original, Self::Malek, Self::Liger, Self::Frugal];
 
     /// The implementation, and its chunks of so many tokens.
-    pub fn implementation(
+    pub(crate) fn implementation(
         self,
         tokens: i64,
         hidden: i64,
@@ -70,7 +70,7 @@ impl fmt::Display for Way {
 
 /// Sizes of the comparison.
 #[derive(Clone, Debug)]
-pub struct Training {
+pub(crate) struct Training {
     /// The model.
     pub model: LlamaConfig,
     /// Rows of a batch.
@@ -89,7 +89,7 @@ pub struct Training {
 
 /// What a training came to.
 #[derive(Clone, Debug, Default)]
-pub struct Outcome {
+pub(crate) struct Outcome {
     /// The loss of each step.
     pub losses: Vec<f64>,
     /// Seconds of each step but the first two.
@@ -102,7 +102,7 @@ pub struct Outcome {
 ///
 /// # Errors
 /// Those of the model.
-pub fn model(
+pub(crate) fn model(
     config: &LlamaConfig,
     way: Way,
     tokens: i64,
@@ -118,7 +118,7 @@ pub fn model(
 ///
 /// # Errors
 /// Those of the data, the model and the loop.
-pub fn train(corpus: &Corpus, way: Way, training: &Training) -> Result<Outcome> {
+pub(crate) fn train(corpus: &Corpus, way: Way, training: &Training) -> Result<Outcome> {
     let &Training { batch_size, sequence, steps, lr, device, seed, .. } = training;
     let before = live_bytes(device)?;
     runtime::random::seed(seed)?;

@@ -12,7 +12,7 @@ use crate::corpus::Corpus;
 
 /// How much is measured.
 #[derive(Debug, Clone, Copy)]
-pub struct Effort {
+pub(crate) struct Effort {
     /// Steps before the measured ones.
     pub warmup: u64,
     /// Steps that are timed as one: on CUDA several, so that the host runs ahead of the device as it does in a training.
@@ -25,7 +25,7 @@ pub struct Effort {
 
 /// Some steps, timed as one.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Turn {
+pub(crate) struct Turn {
     /// Seconds per step.
     pub step: f64,
     /// Seconds per token that was learned from; what pads does not count.
@@ -37,7 +37,7 @@ impl Turn {
     ///
     /// # Errors
     /// Those of the setup.
-    pub fn of(setup: &mut Setup, steps: u64) -> Result<Self> {
+    pub(crate) fn of(setup: &mut Setup, steps: u64) -> Result<Self> {
         let start = Instant::now();
         // The losses are read at the end, which waits for the device.
         let records = setup.run(steps)?;
@@ -49,7 +49,7 @@ impl Turn {
 
 /// Two setups that were run in turns, so that a drift of the machine is in both.
 #[derive(Debug, Clone, Default)]
-pub struct Pair {
+pub(crate) struct Pair {
     /// With the inefficiency.
     pub on: Vec<Turn>,
     /// Without.
@@ -58,7 +58,7 @@ pub struct Pair {
 
 impl Pair {
     /// Seconds per token with, over seconds per token without, of each pair of turns.
-    pub fn slowdown(&self) -> Vec<f64> {
+    pub(crate) fn slowdown(&self) -> Vec<f64> {
         self.on.iter().zip(&self.off).map(|(on, off)| on.token / off.token).collect()
     }
 }
@@ -67,7 +67,7 @@ impl Pair {
 ///
 /// # Errors
 /// Those of the setups.
-pub fn measure_pair(on: &mut Setup, off: &mut Setup, effort: Effort) -> Result<Pair> {
+pub(crate) fn measure_pair(on: &mut Setup, off: &mut Setup, effort: Effort) -> Result<Pair> {
     on.run(effort.warmup)?;
     off.run(effort.warmup)?;
     let mut pair = Pair::default();
@@ -82,14 +82,14 @@ pub fn measure_pair(on: &mut Setup, off: &mut Setup, effort: Effort) -> Result<P
 ///
 /// # Errors
 /// Those of the setup and of the profiler.
-pub fn profile(setup: &mut Setup, effort: Effort, trace: &Path) -> Result<(Composition, Diagnosis)> {
+pub(crate) fn profile(setup: &mut Setup, effort: Effort, trace: &Path) -> Result<(Composition, Diagnosis)> {
     let (profile, facts) = setup.trace(effort.traced, trace)?;
     Ok((Composition::of(&profile)?, Diagnosis::of(&profile, &facts)?))
 }
 
 /// A stage on the way from all inefficiencies to none.
 #[derive(Debug, Clone)]
-pub struct Stage {
+pub(crate) struct Stage {
     /// What this stage has repaired, `None` for the beginning.
     pub repaired: Option<Inefficiency>,
     /// This stage's turns.
@@ -102,7 +102,7 @@ pub struct Stage {
 
 /// The way from all inefficiencies to none.
 #[derive(Debug, Clone)]
-pub struct Repairs {
+pub(crate) struct Repairs {
     /// In the order of [`Inefficiency::ALL`], those that concern the device.
     pub stages: Vec<Stage>,
     /// Tokens per second of the last stage over those of the first, of each pair of turns.
@@ -119,7 +119,7 @@ const PEAK_STEPS: u64 = 4;
 ///
 /// # Errors
 /// Those of the setups.
-pub fn repair(
+pub(crate) fn repair(
     corpus: &Corpus,
     common: &Common,
     effort: Effort,
@@ -160,7 +160,7 @@ pub fn repair(
 
 /// The detector that is made for an inefficiency. `None`: its cost is a plain part of the model, which no profile can tell
 /// from what is wanted.
-pub fn detector(inefficiency: Inefficiency) -> Option<&'static str> {
+pub(crate) fn detector(inefficiency: Inefficiency) -> Option<&'static str> {
     Some(match inefficiency {
         Inefficiency::PadToMax => "padding",
         Inefficiency::TokenizePerItem => "tokenizing in the step",

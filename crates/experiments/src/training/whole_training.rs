@@ -22,7 +22,7 @@ use crate::watcher::Watcher;
 
 /// What all trainings of a comparison share.
 #[derive(Debug, Clone)]
-pub struct Training {
+pub(crate) struct Training {
     /// The model; its vocabulary is set by the corpus.
     pub model: Gpt2LikeConfig,
     /// Samples of a batch. Packed batches have as many tokens on average.
@@ -45,7 +45,7 @@ pub struct Training {
 
 /// A point of the validation curve.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Point {
+pub(crate) struct Point {
     /// Steps done.
     pub step: u64,
     /// Seconds of training until then; evaluations are not counted.
@@ -60,7 +60,7 @@ pub struct Point {
 
 /// What a whole training came to.
 #[derive(Debug, Clone)]
-pub struct Outcome {
+pub(crate) struct Outcome {
     /// Steps.
     pub steps: u64,
     /// Seconds, with the making of plans and samplers and without evaluations.
@@ -85,7 +85,7 @@ pub struct Outcome {
 impl Outcome {
     /// Seconds of training until the validation loss was first at or below `target`, between two evaluations in
     /// proportion; `None` where it never was.
-    pub fn seconds_to(&self, target: f64) -> Option<f64> {
+    pub(crate) fn seconds_to(&self, target: f64) -> Option<f64> {
         let reached = self.curve.iter().position(|point| point.loss <= target)?;
         let at = self.curve[reached];
         let Some(before) = reached.checked_sub(1).map(|index| self.curve[index]) else {
@@ -96,7 +96,7 @@ impl Outcome {
     }
 
     /// The least validation loss.
-    pub fn best_loss(&self) -> f64 {
+    pub(crate) fn best_loss(&self) -> f64 {
         self.curve.iter().map(|point| point.loss).fold(f64::INFINITY, f64::min)
     }
 }
@@ -105,7 +105,7 @@ impl Outcome {
 ///
 /// # Errors
 /// Those of the data, the model and the loop.
-pub fn train(corpus: &Corpus, strategy: Strategy, training: &Training) -> Result<Outcome> {
+pub(crate) fn train(corpus: &Corpus, strategy: Strategy, training: &Training) -> Result<Outcome> {
     let &Training { batch_size, epochs, lr, warmup, evaluate_every, workers, device, seed, .. } = training;
     runtime::random::seed(seed)?;
     let region = Region::start(device)?;

@@ -1,7 +1,7 @@
 //! `training train` as a process: over every kind of data, with every way of making batches, and with a diagnosis.
 
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Output;
 
 use dataloading::text::{Corpus, Format};
 use dataloading::token_store::{TokenizeOptions, WriterOptions, tokenize_to_store};

@@ -16,7 +16,7 @@ use super::record;
 type Ladder = (&'static str, &'static str, Vec<(String, Plan)>);
 
 /// The budget at the peak of each step of each ladder.
-pub fn estimates(environment: &Environment) -> Result<Vec<Record>, Error> {
+pub(crate) fn estimates(environment: &Environment) -> Result<Vec<Record>, Error> {
     let mut records = Vec::new();
     for (ladder, name, steps) in ladders()? {
         let model = presets::find(name)?;
@@ -37,7 +37,7 @@ pub fn estimates(environment: &Environment) -> Result<Vec<Record>, Error> {
 }
 
 /// The metric of each part at the peak, `<part>_bytes`, and `peak_bytes` with the moment in its note.
-pub fn metrics(estimate: &Estimate) -> Vec<Metric> {
+pub(crate) fn metrics(estimate: &Estimate) -> Vec<Metric> {
     let peak = estimate.peak();
     let name = |part: Part| format!("{}_bytes", part.name().replace(' ', "_"));
     let mut metrics: Vec<Metric> =

@@ -13,7 +13,11 @@ use super::record;
 
 /// Largest batch (of 1024 tokens), longest sequence (one of them) and largest model of the family (one sequence of
 /// 1024) for each of `models` on each of `devices`, without and with everything that saves memory.
-pub fn fits(models: &[&str], devices: &[&str], environment: &Environment) -> Result<Vec<Record>, Error> {
+pub(crate) fn fits(
+    models: &[&str],
+    devices: &[&str],
+    environment: &Environment,
+) -> Result<Vec<Record>, Error> {
     let plain = Plan { work: Workload { batch: 1, sequence: 1024 }, ..Plan::default() };
     let recomputation = Recomputation {
         checkpoint: Recompute::Full,

@@ -8,7 +8,7 @@ use report::{Case, Environment, Metric, Record};
 use super::record;
 
 /// FLOPs of one sequence of each of `models` at 1024 tokens and, where positions allow, at longer ones.
-pub fn flops(models: &[&str], environment: &Environment) -> Result<Vec<Record>, Error> {
+pub(crate) fn flops(models: &[&str], environment: &Environment) -> Result<Vec<Record>, Error> {
     let mut records = Vec::new();
     for name in models {
         let model = presets::find(name)?;

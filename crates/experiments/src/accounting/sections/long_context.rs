@@ -32,7 +32,7 @@ const PUBLISHED: [(u64, bool, f64); 3] =
 
 /// The terms of Llama-3-8B's step, step by step; the published peaks beside ours; the longest sequence for every
 /// combination of the techniques.
-pub fn long_context(environment: &Environment) -> Result<Vec<Record>, Error> {
+pub(crate) fn long_context(environment: &Environment) -> Result<Vec<Record>, Error> {
     let model = presets::find(MODEL)?;
     let mut records = Vec::new();
     let mut put = |case: &Case, metric| records.push(record("long-context", case, metric, environment));

@@ -28,7 +28,7 @@ const LINKS: [(&str, f64); 2] = [("gen4, 25 GB/s", GEN4), ("gen5, 50 GB/s", GEN5
 
 /// Least tokens for every card, link and direction in bf16; plans for Qwen2.5-7B in 10 GB by tokens of a step; the
 /// spans of a LoRA step by three methods.
-pub fn offload_condition(environment: &Environment) -> Result<Vec<Record>, Error> {
+pub(crate) fn offload_condition(environment: &Environment) -> Result<Vec<Record>, Error> {
     let mut records = Vec::new();
     let mut put = |case: &Case, metric| records.push(record("offload-condition", case, metric, environment));
     for card in CARDS {
@@ -116,7 +116,7 @@ fn jobs(tokens: u64, card: Card) -> Result<[(&'static str, Job); 2], Error> {
 }
 
 /// A plan's figures.
-pub fn metrics(plan: &Plan) -> Vec<Metric> {
+pub(crate) fn metrics(plan: &Plan) -> Vec<Metric> {
     let bytes = |name: &str, bytes: u64| Metric::exact(name, "B", bytes as f64);
     let mut share = Metric::exact("resident_share", "ratio", plan.resident_share);
     share.note = Some(format!("{} of {} layers", plan.setup.resident.len(), plan.layers));

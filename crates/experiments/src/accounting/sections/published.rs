@@ -18,7 +18,7 @@ use super::record;
 type Figure = (String, &'static str, &'static str, f64, f64, f64);
 
 /// Published figures and ours.
-pub fn published(environment: &Environment) -> Result<Vec<Record>, Error> {
+pub(crate) fn published(environment: &Environment) -> Result<Vec<Record>, Error> {
     let mut figures = parameters()?;
     figures.extend(flops()?);
     figures.extend(times()?);

@@ -15,7 +15,7 @@ const TRAININGS: [(&str, u64, u64, u64); 4] = [
 ];
 
 /// Days of each training at an MFU of 0.5 in 16 bits, and what the rate with sparsity would promise.
-pub fn times(environment: &Environment) -> Result<Vec<Record>, Error> {
+pub(crate) fn times(environment: &Environment) -> Result<Vec<Record>, Error> {
     let mut rates: Vec<(&str, f64)> = Vec::new();
     for name in ["rtx4090", "a100", "h100", "b200"] {
         rates.push((name, hardware::find(name)?.bf16));
