@@ -10,7 +10,7 @@
 //!
 //! ```
 //! use amp::Autocast;
-//! use models::module::Projection;
+//! use models::module::{Context, Projection};
 //! use tch::{Device, Kind, Tensor, kind};
 //!
 //! let layer = models::Linear::new(8, 4, true, (Kind::Float, Device::Cpu))?;
@@ -18,7 +18,7 @@
 //! let autocast = Autocast::new(Kind::BFloat16)?;
 //! let y = {
 //!     let _scope = autocast.enter();
-//!     layer.forward(&x)?
+//!     layer.forward(&x, &Context::default())?
 //! };
 //! assert_eq!(y.kind(), Kind::BFloat16);
 //! runtime::autograd::backward(&[&y.sum(Kind::Float)])?;

@@ -1,6 +1,6 @@
 //! The head of a model that trains without its logits.
 
-use models::module::{Edit, Editor, IGNORED, LossHead, LossOutput, Module, Visitor, edit};
+use models::module::{Context, Edit, Editor, IGNORED, LossHead, LossOutput, Module, Visitor, edit};
 use runtime::precision;
 use tch::Tensor;
 
@@ -51,7 +51,7 @@ impl Module for LinearCrossEntropyHead {
 }
 
 impl LossHead for LinearCrossEntropyHead {
-    fn logits(&self, hidden_btd: &Tensor) -> models::Result<Tensor> {
+    fn logits(&self, hidden_btd: &Tensor, _: &Context<'_>) -> models::Result<Tensor> {
         let products = precision::linear(hidden_btd, &self.weight, self.bias.as_ref())?;
         let scaled =
             if self.loss.scale == 1.0 { products } else { products.f_mul_scalar(self.loss.scale)? };
@@ -61,8 +61,13 @@ impl LossHead for LinearCrossEntropyHead {
         })
     }
 
-    fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, accuracy: bool) -> models::Result<LossOutput> {
-        let loss = LinearCrossEntropy { predictions: accuracy, ..self.loss.clone() };
+    fn loss(
+        &self,
+        hidden_btd: &Tensor,
+        labels_bt: &Tensor,
+        context: &Context<'_>,
+    ) -> models::Result<LossOutput> {
+        let loss = LinearCrossEntropy { predictions: context.accuracy, ..self.loss.clone() };
         let inputs = Inputs { bias: self.bias.as_ref(), ..Inputs::new(hidden_btd, &self.weight, labels_bt) };
         let output = loss.run(&inputs).map_err(runtime::Error::from)?;
         Ok(LossOutput { sum: output.loss, correct: output.correct })

@@ -1,6 +1,4 @@
-//! A model that drops where it is trained, and nowhere else.
-
-use std::sync::Arc;
+//! A model whose configuration names its adapters.
 
 use models::generation::CacheShape;
 use models::module::{Editor, Input, LanguageModel, LossHead, LossOutput, Module, Visitor};
@@ -9,17 +7,12 @@ use tch::Tensor;
 
 use crate::adapters::Adapters;
 use crate::error::Result;
-use crate::switch::{Evaluation, Switch};
 
-/// A model with adapters in it. A projection is not told whether it is trained; a model is
-/// ([`Context::training`](models::module::Context::training)), and this one keeps dropout off in every other pass.
-///
-/// Names of tensors and parts are the model's. Its configuration is the model's, with the fields of each adapter's beside it
-/// ([`field_prefix`]), so that a checkpoint of one adapter is not taken for another's.
+/// A model with adapters in it. Its configuration is the model's, with the fields of each adapter's beside it ([`field_prefix`]), so
+/// that a checkpoint of one adapter is not taken for another's. All else is the model's.
 #[derive(Debug)]
 pub struct Adapted {
     model: Box<dyn LanguageModel>,
-    switch: Arc<Switch>,
     config: Value,
 }
 
@@ -29,27 +22,24 @@ pub fn field_prefix(adapter: &str) -> String {
 }
 
 impl Adapters {
-    /// `model`, which these adapters are in, with dropout in training alone.
+    /// `model`, which these adapters are in, with their configurations in its own.
     ///
     /// ```
     /// use lora::{Adapters, LoraConfig};
-    /// use models::module::{Input, LanguageModel};
+    /// use models::module::LanguageModel;
     /// use models::{Llama, LlamaConfig};
-    /// use tch::{Device, Kind, Tensor};
+    /// use tch::{Device, Kind};
     ///
     /// let mut model = Llama::new(&LlamaConfig::llama(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
-    /// let config = LoraConfig { lora_dropout: 0.5, init_lora_weights: false.into(), ..LoraConfig::default() };
-    /// let adapters = Adapters::install(&mut model, &config, 42)?;
+    /// let adapters = Adapters::install(&mut model, &LoraConfig { r: 4, ..LoraConfig::default() }, 42)?;
     /// let model = adapters.wrap(Box::new(model))?;
     ///
-    /// let tokens = Tensor::from_slice(&[3i64, 1, 4]).view([1, 3]);
-    /// let input = Input::new(&tokens);
-    /// assert_eq!(model.logits(&input)?, model.logits(&input)?);
+    /// assert_eq!(model.config()["adapter `default`: r"], 4);
     /// # Ok::<(), lora::Error>(())
     /// ```
     ///
     /// # Errors
-    /// None in practice; the border's type.
+    /// Those of [`Adapters::config`].
     pub fn wrap(&self, model: Box<dyn LanguageModel>) -> Result<Adapted> {
         let mut fields = match model.config() {
             Value::Object(fields) => fields,
@@ -65,18 +55,14 @@ impl Adapters {
             );
         }
         let config = Value::Object(fields);
-        Ok(Adapted { model, switch: self.switch(), config })
+        Ok(Adapted { model, config })
     }
 }
 
 impl Adapted {
-    /// The model, whose adapters drop in every pass.
+    /// Unwraps the model.
     pub fn into_inner(self) -> Box<dyn LanguageModel> {
         self.model
-    }
-
-    fn still(&self, input: &Input<'_>) -> Option<Evaluation> {
-        (!input.context.training).then(|| self.switch.evaluation())
     }
 }
 
@@ -92,7 +78,6 @@ impl Module for Adapted {
 
 impl LanguageModel for Adapted {
     fn hidden(&self, input: &Input<'_>) -> models::Result<Tensor> {
-        let _still = self.still(input);
         self.model.hidden(input)
     }
 
@@ -117,12 +102,10 @@ impl LanguageModel for Adapted {
     }
 
     fn logits(&self, input: &Input<'_>) -> models::Result<Tensor> {
-        let _still = self.still(input);
         self.model.logits(input)
     }
 
     fn loss(&self, input: &Input<'_>, labels_bt: &Tensor) -> models::Result<LossOutput> {
-        let _still = self.still(input);
         self.model.loss(input, labels_bt)
     }
 }

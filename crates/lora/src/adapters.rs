@@ -18,7 +18,7 @@ use crate::adapter::Adapter;
 use crate::config::LoraConfig;
 use crate::error::{Error, Result};
 use crate::linear::{DEFAULT, LoraLinear};
-use crate::switch::{Evaluation, Setting, Switch};
+use crate::switch::{Setting, Switch};
 use plan::{Plan, PlannedWhole};
 use slots::{put_back, put_in};
 use survey::{Survey, refuse_foreign};
@@ -42,7 +42,6 @@ use whole::Whole;
 /// assert_eq!(trainable(&model).len(), 2 * 2 * 2);
 ///
 /// let tokens = Tensor::from_slice(&[3i64, 1, 4]).view([1, 3]);
-/// let _evaluation = adapters.evaluation();
 /// let adapted = model.logits(&Input::new(&tokens))?;
 /// let base = {
 ///     let _off = adapters.disable()?;
@@ -254,16 +253,6 @@ impl Adapters {
         let guard = Disabled { switch: self.switch.clone(), wholes: self.wholes.clone() };
         guard.change(1)?;
         Ok(guard)
-    }
-
-    /// No adapter drops anything while the guard lives. (Else all do that have a dropout, as modules in training do.)
-    pub fn evaluation(&self) -> Evaluation {
-        self.switch.evaluation()
-    }
-
-    /// Which adapters compute, and whether they drop: shared by all layers.
-    pub(crate) fn switch(&self) -> Arc<Switch> {
-        self.switch.clone()
     }
 
     /// Takes an adapter away. One that computes no longer does.

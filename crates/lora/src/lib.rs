@@ -20,7 +20,7 @@
 //!
 //! ```
 //! use lora::{Adapters, LoraConfig};
-//! use models::module::{Input, LanguageModel};
+//! use models::module::{Context, Input, LanguageModel};
 //! use models::{Llama, LlamaConfig};
 //! use tch::{Device, Kind, Tensor};
 //!
@@ -36,7 +36,8 @@
 //! let adapters = Adapters::install(&mut model, &config, 42)?;
 //!
 //! let tokens = Tensor::from_slice(&[3i64, 1, 4, 1, 5]).view([1, 5]);
-//! let loss = model.loss(&Input::new(&tokens), &tokens)?.sum;
+//! let context = Context { training: true, ..Context::default() };
+//! let loss = model.loss(&Input { context, ..Input::new(&tokens) }, &tokens)?.sum;
 //! runtime::autograd::backward(&[&loss])?;
 //! // … an optimizer's step over `models::module::trainable(&model)` …
 //! adapters.save(&folder)?;
@@ -68,4 +69,3 @@ pub use error::{Error, Result};
 pub use init::Init;
 pub use linear::{DEFAULT, LoraLinear};
 pub use options::Options;
-pub use switch::Evaluation;

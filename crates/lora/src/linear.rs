@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use models::Linear;
-use models::module::{Editor, Module, Projection, Visitor, tensors};
+use models::module::{Context, Editor, Module, Projection, Visitor, tensors};
 use parking_lot::Mutex;
 use runtime::autograd::note_setting;
 use runtime::precision;
@@ -16,7 +16,7 @@ use crate::dropout::Mask;
 use crate::error::{Error, Result};
 use crate::function::low_rank_linear;
 use crate::options::Options;
-use crate::switch::{Evaluation, Switch};
+use crate::switch::Switch;
 
 /// The name of an adapter that was given none.
 pub const DEFAULT: &str = "default";
@@ -29,18 +29,21 @@ pub const DEFAULT: &str = "default";
 /// result too.
 /// The head of `function.rs` has the mathematics, what is kept, and where it is rounded; that of `dora.rs` DoRA's.
 ///
-/// Between a forward and its backward nothing of it may be switched, merged or changed.
+/// Dropout drops where [`Context::training`] says so. Between a forward and its backward nothing of it may be switched, merged or
+/// changed.
 ///
 /// ```
 /// use lora::{LoraLinear, Options};
-/// use models::{Linear, module::Projection, module::parameter_count};
+/// use models::Linear;
+/// use models::module::{Context, Projection, parameter_count};
 /// use tch::{Device, Kind, Tensor, kind};
 ///
 /// let linear = Linear::new(64, 32, true, kind::FLOAT_CPU)?;
 /// let adapted = LoraLinear::new(linear, &Options { r: 8, alpha: 16.0, dropout: 0.05, ..Options::default() })?;
 /// assert_eq!(parameter_count(&adapted).trainable, 8 * (64 + 32));
 ///
-/// let y = adapted.forward(&Tensor::randn([2, 5, 64], kind::FLOAT_CPU))?;
+/// let training = Context { training: true, ..Context::default() };
+/// let y = adapted.forward(&Tensor::randn([2, 5, 64], kind::FLOAT_CPU), &training)?;
 /// runtime::autograd::backward(&[&y.sum(Kind::Float)])?;
 /// # Ok::<(), lora::Error>(())
 /// ```
@@ -161,11 +164,6 @@ impl LoraLinear {
         }
     }
 
-    /// Nothing is dropped while the guard lives.
-    pub fn evaluation(&self) -> Evaluation {
-        self.switch.evaluation()
-    }
-
     /// Writes the active adapters into a weight that takes W's place until [`LoraLinear::unmerge`], which brings W back bit for
     /// bit: it was never overwritten. Meanwhile both are in memory. Merged layers compute the merged product and no low-rank one.
     /// Nothing happens to a layer that is merged already.
@@ -241,16 +239,12 @@ impl LoraLinear {
 
     /// Tells a segment that runs again in backward what this forward goes by.
     fn note_settings(&self) {
-        let merged = self.merged();
         let active = self.active();
-        let drops = active.iter().any(|adapter| adapter.dropout > 0.0);
-        self.switch.read(|setting| {
-            let names: Vec<&str> = active.iter().map(|adapter| adapter.name.as_str()).collect();
-            note_setting(&(setting.disabled > 0, merged, names, drops && setting.evaluating == 0));
-        });
+        let names: Vec<&str> = active.iter().map(|adapter| adapter.name.as_str()).collect();
+        self.switch.read(|setting| note_setting(&(setting.disabled > 0, self.merged(), names)));
     }
 
-    fn run(&self, x: &Tensor) -> models::Result<Tensor> {
+    fn run(&self, x: &Tensor, training: bool) -> models::Result<Tensor> {
         let weight = &self.weight;
         let same_kind = x.kind() == weight.kind() || precision::current().is_some();
         if x.size().last() != Some(&self.in_features()) {
@@ -281,12 +275,11 @@ impl LoraLinear {
         if active.is_empty() {
             return Ok(precision::linear(x, weight, self.bias.as_ref())?);
         }
-        let drops = self.switch.read(|setting| setting.evaluating == 0);
         let x = precision::operand(x)?;
         let weight = precision::weight(weight)?;
         let bias = self.bias.as_ref().map(precision::weight).transpose()?;
         let mask = |adapter: &Adapter| {
-            (drops && adapter.dropout > 0.0).then(|| Mask::draw(adapter.dropout)).transpose()
+            (training && adapter.dropout > 0.0).then(|| Mask::draw(adapter.dropout)).transpose()
         };
         if let ([adapter], Some(squares)) = (active.as_slice(), &self.squares)
             && adapter.magnitude.is_some()
@@ -334,8 +327,8 @@ impl Module for LoraLinear {
 }
 
 impl Projection for LoraLinear {
-    fn forward(&self, x: &Tensor) -> models::Result<Tensor> {
-        self.run(x)
+    fn forward(&self, x: &Tensor, context: &Context<'_>) -> models::Result<Tensor> {
+        self.run(x, context.training)
     }
 
     fn in_features(&self) -> i64 {

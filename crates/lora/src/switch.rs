@@ -1,6 +1,4 @@
-//! Which adapters compute, and whether they drop: read by every layer in every forward, and set from outside.
-
-use std::sync::Arc;
+//! Which adapters compute: read by every layer in every forward, and set from outside.
 
 use parking_lot::RwLock;
 
@@ -15,8 +13,6 @@ pub(crate) struct Setting {
     pub(crate) active: Vec<String>,
     /// Guards that keep adapters off.
     pub(crate) disabled: usize,
-    /// Guards that keep dropout off.
-    pub(crate) evaluating: usize,
 }
 
 impl Switch {
@@ -26,21 +22,5 @@ impl Switch {
 
     pub(crate) fn set<T>(&self, set: impl FnOnce(&mut Setting) -> T) -> T {
         set(&mut self.0.write())
-    }
-
-    pub(crate) fn evaluation(self: &Arc<Self>) -> Evaluation {
-        self.set(|setting| setting.evaluating += 1);
-        Evaluation(self.clone())
-    }
-}
-
-/// No adapter drops anything until this is dropped.
-#[derive(Debug)]
-#[must_use = "dropout is on again as soon as the guard is dropped"]
-pub struct Evaluation(Arc<Switch>);
-
-impl Drop for Evaluation {
-    fn drop(&mut self) {
-        self.0.set(|setting| setting.evaluating -= 1);
     }
 }

@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 use crate::error::Result;
 use crate::init::Init;
 use crate::linear::{Linear, positive};
-use crate::module::{Editor, Module, Projection, Visitor};
+use crate::module::{Context, Editor, Module, Projection, Visitor};
 
 /// `layers` square matrices without a bias, then one to a single number: `[batch, width]` to `[batch]`.
 ///
@@ -35,12 +35,12 @@ impl Cruncher {
     ///
     /// # Errors
     /// Another width or dtype.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let mut x = x.shallow_clone();
         for layer in &self.layers {
-            x = layer.forward(&x)?;
+            x = layer.forward(&x, context)?;
         }
-        Ok(self.last.forward(&x)?.f_squeeze_dim(-1)?)
+        Ok(self.last.forward(&x, context)?.f_squeeze_dim(-1)?)
     }
 }
 

@@ -145,7 +145,7 @@ impl MultiheadAttention {
 
     fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let dropout = if context.training { self.dropout } else { 0.0 };
-        self.out_proj.forward(&causal_attention(q, k, v, context.documents, self.path, dropout)?)
+        self.out_proj.forward(&causal_attention(q, k, v, context.documents, self.path, dropout)?, context)
     }
 
     /// `[b, t, n·hidden]` to n views `[b, t, heads, head]`.

@@ -76,7 +76,7 @@ impl Module for FeedForward {
 
 impl Mlp for FeedForward {
     fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        let inner = self.activation.apply(&self.up.forward(x)?)?;
-        self.down.forward(&dropout(inner, self.inner_dropout, context.training)?)
+        let inner = self.activation.apply(&self.up.forward(x, context)?)?;
+        self.down.forward(&dropout(inner, self.inner_dropout, context.training)?, context)
     }
 }

@@ -216,9 +216,10 @@ impl Module for Gpt2Block {
 impl Block for Gpt2Block {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let rate = if context.training { self.dropout } else { 0.0 };
-        let [q, k, v] = split_heads(&self.c_attn.forward(&self.ln_1.forward(x_btd)?)?, self.heads)?;
+        let joint = self.c_attn.forward(&self.ln_1.forward(x_btd)?, context)?;
+        let [q, k, v] = split_heads(&joint, self.heads)?;
         let attended = causal_attention(&q, &k, &v, context.documents, self.path, rate)?;
-        let x = x_btd.f_add(&dropout(self.c_proj.forward(&attended)?, rate, context.training)?)?;
+        let x = x_btd.f_add(&dropout(self.c_proj.forward(&attended, context)?, rate, context.training)?)?;
         let update = self.mlp.forward(&self.ln_2.forward(&x)?, context)?;
         Ok(x.f_add(&dropout(update, rate, context.training)?)?)
     }

@@ -126,7 +126,7 @@ impl Module for Gpt2Like {
 impl LanguageModel for Gpt2Like {
     fn hidden(&self, input: &Input<'_>) -> Result<Tensor> {
         let embedded = self.positions.forward(&self.embedding.forward(input.tokens)?, input.positions)?;
-        self.decoder.forward(&self.hidden_projector.forward(&embedded)?, &input.context)
+        self.decoder.forward(&self.hidden_projector.forward(&embedded, &input.context)?, &input.context)
     }
 
     fn head(&self) -> &dyn LossHead {

@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::init::Init;
-use crate::module::{Editor, Module, Projection, Visitor};
+use crate::module::{Context, Editor, Module, Projection, Visitor};
 
 /// y = x·Wᵀ + b.
 #[derive(Debug)]
@@ -88,7 +88,7 @@ impl Module for Linear {
 }
 
 impl Projection for Linear {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, _: &Context<'_>) -> Result<Tensor> {
         project(x, &self.weight, self.bias.as_ref())
     }
 

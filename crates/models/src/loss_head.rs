@@ -3,7 +3,7 @@
 use tch::{Kind, Reduction, Tensor};
 
 use crate::error::{Error, Result};
-use crate::module::{Editor, IGNORED, LossHead, LossOutput, Module, Projection, Visitor};
+use crate::module::{Context, Editor, IGNORED, LossHead, LossOutput, Module, Projection, Visitor};
 
 /// Logits as a whole, then their cross-entropy: what every framework does, and the baseline of heads that do better.
 ///
@@ -31,25 +31,25 @@ impl Module for ProjectionHead {
 }
 
 impl LossHead for ProjectionHead {
-    fn logits(&self, hidden_btd: &Tensor) -> Result<Tensor> {
-        self.projection.forward(hidden_btd)
+    fn logits(&self, hidden_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        self.projection.forward(hidden_btd, context)
     }
 
-    fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, accuracy: bool) -> Result<LossOutput> {
+    fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, context: &Context<'_>) -> Result<LossOutput> {
         let (rows, size) = (hidden_btd.size(), labels_bt.size());
         if rows.len() != 3 || size != rows[..2] {
             let expected = format!("{:?}, one label for each place", &rows[..rows.len().min(2)]);
             return Err(Error::Shape { operation: "loss", name: "labels", found: size, expected });
         }
         let labels = labels_bt.f_reshape([-1])?;
-        let logits = self.projection.forward(&hidden_btd.f_flatten(0, 1)?)?;
+        let logits = self.projection.forward(&hidden_btd.f_flatten(0, 1)?, context)?;
         // Sums and exponentials of low precision lose what is learned; fp32 is what every framework computes them in.
         let logits = match logits.kind() {
             Kind::Half | Kind::BFloat16 => logits.f_to_kind(Kind::Float)?,
             _ => logits,
         };
         let sum = logits.f_cross_entropy_loss(&labels, None::<&Tensor>, Reduction::Sum, IGNORED, 0.0)?;
-        let correct = if accuracy {
+        let correct = if context.accuracy {
             let _no_grad = tch::no_grad_guard();
             Some(logits.f_argmax(-1, false)?.f_eq_tensor(&labels)?.f_sum(Kind::Int64)?)
         } else {

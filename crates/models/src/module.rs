@@ -67,7 +67,7 @@ pub trait Projection: Module {
     ///
     /// # Errors
     /// A tensor of another width, dtype or device.
-    fn forward(&self, x: &Tensor) -> Result<Tensor>;
+    fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor>;
     /// Width of what goes in.
     fn in_features(&self) -> i64;
     /// Width of what comes out.
@@ -98,15 +98,15 @@ pub trait LossHead: Module {
     ///
     /// # Errors
     /// A tensor of another width, dtype or device.
-    fn logits(&self, hidden_btd: &Tensor) -> Result<Tensor>;
+    fn logits(&self, hidden_btd: &Tensor, context: &Context<'_>) -> Result<Tensor>;
 
     /// The summed loss of every position that has a label, over `hidden_btd` `[batch, sequence, hidden]` and `labels_bt`
     /// `[batch, sequence]` (int64, the token to predict at each position; [`IGNORED`] where there is none). With
-    /// `accuracy` the right predictions are counted too, which costs a pass over the logits.
+    /// [`Context::accuracy`] the right predictions are counted too, which costs a pass over the logits.
     ///
     /// # Errors
     /// Shapes that do not fit, another dtype or device.
-    fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, accuracy: bool) -> Result<LossOutput>;
+    fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, context: &Context<'_>) -> Result<LossOutput>;
 }
 
 /// The label of a position that has nothing to predict.
@@ -156,7 +156,7 @@ pub trait LanguageModel: Module {
     /// # Errors
     /// As [`LanguageModel::hidden`].
     fn logits(&self, input: &Input<'_>) -> Result<Tensor> {
-        self.head().logits(&self.hidden(input)?)
+        self.head().logits(&self.hidden(input)?, &input.context)
     }
 
     /// The loss of `labels_bt`: see [`LossHead::loss`].
@@ -164,7 +164,7 @@ pub trait LanguageModel: Module {
     /// # Errors
     /// As [`LanguageModel::hidden`] and [`LossHead::loss`].
     fn loss(&self, input: &Input<'_>, labels_bt: &Tensor) -> Result<LossOutput> {
-        self.head().loss(&self.hidden(input)?, labels_bt, input.context.accuracy)
+        self.head().loss(&self.hidden(input)?, labels_bt, &input.context)
     }
 }
 

@@ -52,8 +52,8 @@ impl Module for Swiglu {
 }
 
 impl Mlp for Swiglu {
-    fn forward(&self, x: &Tensor, _: &Context<'_>) -> Result<Tensor> {
-        let product = silu_mul(&self.gate_proj.forward(x)?, &self.up_proj.forward(x)?)?;
-        self.down_proj.forward(&product)
+    fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        let product = silu_mul(&self.gate_proj.forward(x, context)?, &self.up_proj.forward(x, context)?)?;
+        self.down_proj.forward(&product, context)
     }
 }

@@ -29,7 +29,7 @@ fn a_linear_layer_has_the_numerics_of_its_dtype() {
             let x = random(&size).set_requires_grad(true);
             let y = {
                 let _scope = Autocast::new(dtype).unwrap().enter();
-                layer.forward(&x).unwrap()
+                layer.forward(&x, &Context::default()).unwrap()
             };
             assert_eq!(y.kind(), dtype);
             // The same rounded operands, multiplied in f64.
@@ -72,7 +72,10 @@ fn norms_softmax_and_losses_stay_in_fp32_and_fp64_is_left_alone() {
         let a = random(&[4, 4]);
         assert_eq!(precision::matmul(&a, &a).unwrap().kind(), dtype);
         let double = Linear::new(4, 4, true, kind::DOUBLE_CPU).unwrap();
-        assert_eq!(double.forward(&a.to_kind(Kind::Double)).unwrap().kind(), Kind::Double);
+        assert_eq!(
+            double.forward(&a.to_kind(Kind::Double), &Context::default()).unwrap().kind(),
+            Kind::Double
+        );
     }
 }
 
@@ -101,7 +104,7 @@ fn loss(model: &dyn LanguageModel) -> Tensor {
     let tokens = (Tensor::arange(32, (Kind::Int64, Device::Cpu)) * 7).remainder(64).view([2, 16]);
     let input = Input { tokens: &tokens, positions: None, context: Context::default() };
     let hidden = model.hidden(&input).unwrap();
-    model.head().loss(&hidden, &tokens.roll([-1], [1]), false).unwrap().sum / 32.0
+    model.head().loss(&hidden, &tokens.roll([-1], [1]), &input.context).unwrap().sum / 32.0
 }
 
 #[test]
@@ -139,7 +142,7 @@ fn a_whole_model_is_near_its_fp32_self_in_loss_and_gradients() {
 fn scopes_nest_are_switched_off_and_end_with_a_panic() {
     let (bf16, fp16) = (Autocast::new(Kind::BFloat16).unwrap(), Autocast::new(Kind::Half).unwrap());
     let layer = Linear::new(4, 4, true, kind::FLOAT_CPU).unwrap();
-    let kind_now = || layer.forward(&random(&[1, 4])).unwrap().kind();
+    let kind_now = || layer.forward(&random(&[1, 4]), &Context::default()).unwrap().kind();
     let outer = bf16.enter();
     assert_eq!(kind_now(), Kind::BFloat16);
     {

@@ -11,7 +11,7 @@ use accounting::memory::recipe::Recipe;
 use accounting::recompute::SwigluLevel;
 use anyhow::Result;
 use models::LlamaConfig;
-use models::module::{Input, LanguageModel, trainable};
+use models::module::{Context, Input, LanguageModel, trainable};
 use runtime::autograd::Keep;
 use runtime::memory::{Region, live_bytes};
 use runtime::random::Generator;
@@ -84,16 +84,14 @@ fn step(
 ) -> Result<StepMemory> {
     let whole = Region::start(device)?;
     let at_start = live_bytes(device)?;
-    let hidden = model.hidden(&Input {
-        context: models::module::Context { training: true, ..Default::default() },
-        ..Input::new(tokens)
-    })?;
+    let context = Context { training: true, ..Context::default() };
+    let hidden = model.hidden(&Input { context, ..Input::new(tokens) })?;
     runtime::device::synchronize(device)?;
     let activations = live_bytes(device)? - at_start;
     // The head on a leaf of its own, so that its backward ends before the blocks' begins.
     let loss_region = Region::start(device)?;
     let leaf = hidden.f_detach()?.f_set_requires_grad(true)?;
-    let loss = model.head().loss(&leaf, labels, false)?.sum.f_div_scalar(labels.numel() as f64)?;
+    let loss = model.head().loss(&leaf, labels, &context)?.sum.f_div_scalar(labels.numel() as f64)?;
     runtime::autograd::backward(&[&loss])?;
     drop(loss);
     let of_hidden = leaf.f_grad()?;

@@ -214,8 +214,8 @@ impl Experiment<'_> {
         let mut peak = StepPeak::start(self.device)?;
         let mut model = self.model()?;
         load_state_dict(&model, base, "the pretrained model")?;
-        let (rate, adapters) = match method {
-            Method::Full => (recipe.full_rate, None),
+        let rate = match method {
+            Method::Full => recipe.full_rate,
             Method::Lora => {
                 let config = LoraConfig {
                     r: recipe.rank,
@@ -223,7 +223,8 @@ impl Experiment<'_> {
                     target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj"].into()),
                     ..LoraConfig::default()
                 };
-                (recipe.lora_rate, Some(Adapters::install(&mut model, &config, self.seed)?))
+                Adapters::install(&mut model, &config, self.seed)?;
+                recipe.lora_rate
             }
         };
         self.progress.message(method.name());
@@ -270,7 +271,6 @@ impl Experiment<'_> {
         curve(&mut self.sink, &case(method.name()), &learner.losses)?;
         self.sink.put(EXPERIMENT, &case(method.name()), metrics)?;
         drop(learner);
-        let _evaluation = adapters.as_ref().map(Adapters::evaluation);
         self.judge(method.name(), &model)?;
         Ok(cost)
     }

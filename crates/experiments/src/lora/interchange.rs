@@ -47,7 +47,6 @@ fn fixtures(common: &CommonArgs) -> anyhow::Result<()> {
         let (cases, adapted) = (tensors("cases.safetensors")?, tensors("adapter_cases.safetensors")?);
         let mut model = Folder::open(&folder)?.load(Some(Kind::Float), Device::Cpu)?;
         let adapters = Adapters::load(&mut model, &folder.join("adapter"))?;
-        let _evaluation = adapters.evaluation();
         // The row without padding.
         let row = |of: &BTreeMap<String, Tensor>, key: &str| of.get(key).map(|all| all.narrow(0, 1, 1));
         let tokens = row(&cases, "input_ids").context("no input_ids among the cases")?;
@@ -84,10 +83,7 @@ fn beside(folder: &Path) -> anyhow::Result<()> {
 
     let mut model = base(folder)?;
     let adapters = Adapters::load(&mut model, &folder.join("theirs"))?;
-    let difference = {
-        let _evaluation = adapters.evaluation();
-        (model.logits(&Input::new(tokens))? - expected).abs().max()
-    };
+    let difference = { (model.logits(&Input::new(tokens))? - expected).abs().max() };
 
     adapters.save(&folder.join("again"))?;
     same_files(&folder.join("theirs"), &folder.join("again"))?;
@@ -103,7 +99,6 @@ fn beside(folder: &Path) -> anyhow::Result<()> {
         let _ = tensor.shallow_clone().f_add_(&noise)?;
     }
     adapters.save(&folder.join("ours"))?;
-    let _evaluation = adapters.evaluation();
     let logits = model.logits(&Input::new(tokens))?.detach();
     let ours: [(String, Tensor); 2] =
         [("logits".to_owned(), logits), ("difference".to_owned(), difference.detach())];

@@ -74,7 +74,7 @@ impl Subject {
         let hidden = self.model.hidden(&Input::new(&self.tokens))?;
         let last = hidden.f_narrow(1, self.tokens.size()[1] - 1, 1)?;
         drop(hidden);
-        let _logits = self.model.head().logits(&last)?;
+        let _logits = self.model.head().logits(&last, &Context::default())?;
         device::synchronize(self.device)?;
         Ok(began.elapsed().as_secs_f64())
     }

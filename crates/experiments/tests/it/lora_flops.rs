@@ -57,7 +57,7 @@ fn a_step_has_exactly_the_predicted_flops() {
 
             let counter = Counter::on_this_thread().unwrap();
             let hidden = model.hidden(&Input { context, ..Input::new(&tokens) }).unwrap();
-            let loss = model.head().loss(&hidden, &labels, false).unwrap().sum;
+            let loss = model.head().loss(&hidden, &labels, &context).unwrap().sum;
             runtime::autograd::backward(&[&loss]).unwrap();
             let counts = counter.finish().unwrap();
 

@@ -86,7 +86,7 @@ fn measured(names: &[&str], dropout: f64, kind: Kind, full: bool) -> [u64; 2] {
         let states = live() - before;
         let region = Region::start(device).unwrap();
         let hidden = model.hidden(&Input { context, ..Input::new(&tokens) }).unwrap();
-        let loss = model.head().loss(&hidden, &labels, false).unwrap().sum / (BATCH * SEQUENCE / 2) as f64;
+        let loss = model.head().loss(&hidden, &labels, &context).unwrap().sum / (BATCH * SEQUENCE / 2) as f64;
         drop(hidden);
         runtime::autograd::backward(&[&loss]).unwrap();
         drop(loss);

@@ -105,8 +105,8 @@ pub(crate) fn with_adapter(
     adapter: Option<&Path>,
 ) -> anyhow::Result<Box<dyn LanguageModel>> {
     let Some(folder) = adapter else { return Ok(Box::new(model)) };
-    let adapters = load_adapter(&mut model, folder)?;
-    Ok(Box::new(adapters.wrap(Box::new(model))?))
+    load_adapter(&mut model, folder)?;
+    Ok(Box::new(model))
 }
 
 /// The adapter of a folder, put into the model.

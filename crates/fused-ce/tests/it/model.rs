@@ -168,10 +168,10 @@ impl Module for Strange {
 }
 
 impl LossHead for Strange {
-    fn logits(&self, hidden_btd: &Tensor) -> models::Result<Tensor> {
+    fn logits(&self, hidden_btd: &Tensor, _: &Context<'_>) -> models::Result<Tensor> {
         Ok(hidden_btd.f_matmul(&self.centres.f_tr()?)?)
     }
-    fn loss(&self, hidden_btd: &Tensor, _: &Tensor, _: bool) -> models::Result<LossOutput> {
+    fn loss(&self, hidden_btd: &Tensor, _: &Tensor, _: &Context<'_>) -> models::Result<LossOutput> {
         Ok(LossOutput { sum: hidden_btd.f_sum(Kind::Float)?, correct: None })
     }
 }

@@ -118,7 +118,8 @@ fn a_layer_that_cannot_be() {
     expect!["`r` is -1; expected a rank of at least 1; without an adapter there is no rank"]
         .assert_eq(&error.to_string());
     let layer = LoraLinear::new(linear(), &Options::default()).unwrap();
-    let of = |x: &Tensor| models::module::Projection::forward(&layer, x).unwrap_err().to_string();
+    let context = models::module::Context::default();
+    let of = |x: &Tensor| models::module::Projection::forward(&layer, x, &context).unwrap_err().to_string();
     expect!["lora linear: `x` has shape [2, 5]; expected […, 4]"]
         .assert_eq(&of(&Tensor::zeros([2, 5], kind::FLOAT_CPU)));
     expect!["lora linear: `x` is Double on Cpu; expected Float on Cpu, as the weight"]

@@ -2,7 +2,7 @@
 
 use lora::{LoraLinear, Options};
 use models::Linear;
-use models::module::{Projection, parameters};
+use models::module::{Context, Projection, parameters};
 use proptest::prelude::*;
 use runtime::autograd::{backward, set_grad};
 use runtime::random::{Generator, RandomState};
@@ -11,6 +11,9 @@ use tch::{Device, Kind, Tensor, kind};
 
 /// Dropout draws its seed from the process's one generator: whoever replays it has it alone.
 static GENERATOR: Mutex<()> = Mutex::new(());
+
+const TRAINING: Context<'_> =
+    Context { documents: None, positions: None, extension: None, training: true, accuracy: false };
 
 fn linear(inner: i64, out: i64, bias: bool, generator: &mut Generator, options: (Kind, Device)) -> Linear {
     let mut normal = |shape: &[i64]| generator.normal(shape, options).unwrap();
@@ -83,7 +86,7 @@ fn mask(state: &RandomState, shape: &[i64], rate: f64) -> Tensor {
         }
     }
     let _replay = state.replay().unwrap();
-    layer.forward(&Tensor::ones(shape, kind::DOUBLE_CPU)).unwrap()
+    layer.forward(&Tensor::ones(shape, kind::DOUBLE_CPU), &TRAINING).unwrap()
 }
 
 proptest! {
@@ -114,7 +117,7 @@ proptest! {
         let state = RandomState::capture(Device::Cpu).unwrap();
         let found = {
             let _replay = state.replay().unwrap();
-            layer.forward(&x).unwrap()
+            layer.forward(&x, &TRAINING).unwrap()
         };
         let keep = drops.then(|| mask(&state, &shape, dropout));
         let expected = by_operators(&x, (&weight, of_bias.as_ref()), &learned, options.scaling(), keep.as_ref());
@@ -148,7 +151,7 @@ fn low_precision_bases_round_once() {
             let (layer, learned) = adapted(base, &options, &mut generator);
             assert!(learned.iter().all(|tensor| tensor.kind() == Kind::Float));
             let x = generator.normal(&[rows, 64], (low, Device::Cpu)).unwrap().set_requires_grad(true);
-            let y = layer.forward(&x).unwrap();
+            let y = layer.forward(&x, &TRAINING).unwrap();
             assert_eq!(y.kind(), low);
             let wide: Vec<Tensor> =
                 learned.iter().map(|tensor| tensor.detach().to_kind(Kind::Double)).collect();

@@ -59,12 +59,11 @@ fn fixtures_adapter_logits_loss_and_gradients() {
             (tensors(&folder.join("cases.safetensors")), tensors(&folder.join("adapter_cases.safetensors")));
         let mut model = base(&folder);
         let adapters = Adapters::load(&mut model, &folder.join("adapter")).unwrap();
-        let _evaluation = adapters.evaluation();
 
         let mask = &inputs["attention_mask"];
         let documents = documents(mask);
         let positions = (mask.cumsum(1, Kind::Int64) - 1).clamp_min(0);
-        let context = Context { documents: Some(&documents), training: true, ..Context::default() };
+        let context = Context { documents: Some(&documents), ..Context::default() };
         let input = Input { tokens: &inputs["input_ids"], positions: Some(&positions), context };
 
         let counts = mask.unsqueeze(2).to_kind(Kind::Float);

@@ -1,7 +1,7 @@
 //! Merge, unmerge, switch, disable, delete, unload: what the model computes after each, and whether the base comes back.
 
 use lora::{Adapters, BiasTraining, Error, LoraConfig, LoraLinear, Options};
-use models::module::{Input, LanguageModel, Projection, parameter_count, tensors, trainable};
+use models::module::{Context, Input, LanguageModel, Projection, parameter_count, tensors, trainable};
 use models::{Llama, LlamaConfig};
 use runtime::random::Generator;
 use serde_json::json;
@@ -83,7 +83,6 @@ fn every_state_computes_what_it_says_and_the_base_comes_back_bit_for_bit() {
             let (before, base) = (values(&model), logits(&model));
             let count = parameter_count(&model).total;
             let mut adapters = Adapters::install(&mut model, variant, 7).unwrap();
-            let _evaluation = adapters.evaluation();
             assert!(apart(&logits(&model), &base) < 1e-4, "{what}: a new adapter changes nothing");
 
             perturb(&adapters, "default", 8);
@@ -292,8 +291,8 @@ fn what_is_trained_whole_is_what_the_model_computes_with_wherever_its_memory_is(
 #[test]
 fn any_projection_with_a_weight_can_be_wrapped() {
     let linear = models::Linear::new(6, 5, true, tch::kind::FLOAT_CPU).unwrap();
-    let x = Tensor::ones([2, 6], tch::kind::FLOAT_CPU);
+    let (x, context) = (Tensor::ones([2, 6], tch::kind::FLOAT_CPU), Context::default());
     let layer = LoraLinear::of(&linear, &Options::default()).unwrap();
-    assert_eq!(layer.forward(&x).unwrap(), linear.forward(&x).unwrap());
+    assert_eq!(layer.forward(&x, &context).unwrap(), linear.forward(&x, &context).unwrap());
     assert!(LoraLinear::of(&layer, &Options::default()).is_err(), "not one that is adapted already");
 }

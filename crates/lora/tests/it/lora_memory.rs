@@ -3,7 +3,7 @@
 
 use lora::{LoraLinear, Options};
 use models::Linear;
-use models::module::Projection;
+use models::module::{Context, Projection};
 use runtime::autograd::backward;
 use runtime::memory::{Region, live_bytes, track_cpu};
 use tch::{Device, Kind, Tensor};
@@ -13,6 +13,7 @@ const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 #[test]
 fn x_is_kept_once_and_no_mask_is_kept() {
     track_cpu().unwrap();
+    let context = Context { training: true, ..Context::default() };
     let live = || live_bytes(Device::Cpu).unwrap();
     let (tokens, width, out, r) = (96u64, 128u64, 160u64, 4u64);
     for dropout in [0.0, 0.25] {
@@ -26,14 +27,14 @@ fn x_is_kept_once_and_no_mask_is_kept() {
         let x = Tensor::ones([2, tokens as i64 / 2, width as i64], F32).set_requires_grad(true);
 
         let before = live();
-        let outputs: Vec<Tensor> = layers.iter().map(|layer| layer.forward(&x).unwrap()).collect();
+        let outputs: Vec<Tensor> = layers.iter().map(|layer| layer.forward(&x, &context).unwrap()).collect();
         // x is the caller's; each layer adds its output, which nobody keeps, and u.
         assert_eq!(live() - before, 3 * 4 * tokens * (out + r), "dropout {dropout}");
         drop(outputs);
         assert_eq!(live(), before, "dropout {dropout}");
 
         let first = &layers[0];
-        let y = first.forward(&x).unwrap();
+        let y = first.forward(&x, &context).unwrap();
         let upstream = Tensor::ones_like(&y);
         let before = live();
         let region = Region::start(Device::Cpu).unwrap();
@@ -57,7 +58,7 @@ fn x_is_kept_once_and_no_mask_is_kept() {
     // Nobody wants dx: W is not kept for it, and no product is made.
     let layer = LoraLinear::new(Linear::new(128, 160, true, F32).unwrap(), &Options::default()).unwrap();
     let x = Tensor::ones([tokens as i64, width as i64], F32);
-    let y = layer.forward(&x).unwrap().sum(Kind::Float);
+    let y = layer.forward(&x, &context).unwrap().sum(Kind::Float);
     backward(&[&y]).unwrap();
     assert!(!x.grad().defined());
 }

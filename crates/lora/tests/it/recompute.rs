@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use lora::{LoraLinear, Options};
 use models::Linear;
-use models::module::{Module, Projection, parameters};
+use models::module::{Context, Module, Projection, parameters};
 use runtime::autograd::{Checkpoint, backward, set_grad};
 use runtime::precision::{self, Policy};
 use runtime::random::{Generator, RandomState};
@@ -12,6 +12,9 @@ use tch::{Device, Kind, Tensor, kind};
 
 /// Dropout draws its seed from the process's one generator: whoever replays it has it alone.
 static GENERATOR: Mutex<()> = Mutex::new(());
+
+const TRAINING: Context<'_> =
+    Context { documents: None, positions: None, extension: None, training: true, accuracy: false };
 
 fn layer(dora: bool, options: (Kind, Device)) -> LoraLinear {
     let mut generator = Generator::new(1).unwrap();
@@ -57,7 +60,8 @@ fn a_segment_that_runs_again_drops_the_same_and_gives_the_same_gradients() {
             let inner = layer.clone();
             let segment = move |x: &[Tensor]| {
                 let inner = inner.lock().unwrap();
-                let y = inner.forward(&x[0]).map_err(|error| runtime::Error::Other(error.into()))?;
+                let y =
+                    inner.forward(&x[0], &TRAINING).map_err(|error| runtime::Error::Other(error.into()))?;
                 Ok(vec![y.f_tanh()?])
             };
             let y = options.run(segment, &[&x]).unwrap().remove(0);
@@ -86,7 +90,7 @@ fn gradients_add_up_over_passes_and_through_one_retained_graph() {
     let mut generator = Generator::new(3).unwrap();
     let mut loss = || {
         let x = generator.normal(&[5, 16], kind::FLOAT_CPU).unwrap();
-        layer.forward(&x).unwrap().square().sum(Kind::Float)
+        layer.forward(&x, &TRAINING).unwrap().square().sum(Kind::Float)
     };
     let (first, second) = (loss(), loss());
     let keep = runtime::autograd::Keep { graph: true, derivative: false };
@@ -107,12 +111,10 @@ fn dropout_is_off_in_evaluation_and_elements_are_dropped_in_training() {
     let _alone = GENERATOR.lock().unwrap();
     let layer = layer(false, kind::FLOAT_CPU);
     let x = Tensor::ones([40, 16], kind::FLOAT_CPU);
-    let run = || layer.forward(&x).unwrap().detach();
-    assert_ne!(run(), run());
-    let evaluation = layer.evaluation();
-    assert_eq!(run(), run());
-    drop(evaluation);
-    assert_ne!(run(), run());
+    let run = |training| layer.forward(&x, &Context { training, ..Context::default() }).unwrap().detach();
+    assert_ne!(run(true), run(true));
+    assert_eq!(run(false), run(false));
+    assert_ne!(run(true), run(true));
 }
 
 /// Casts to bf16, as autocast does.
@@ -133,15 +135,16 @@ fn a_policy_decides_the_bases_dtype_and_the_adapter_stays_in_fp32() {
     for dora in [false, true] {
         for base in [Kind::Float, Kind::BFloat16] {
             let layer = layer(dora, (base, Device::Cpu));
-            let _evaluation = layer.evaluation();
             let x = Generator::new(2)
                 .unwrap()
                 .normal(&[40, 16], kind::FLOAT_CPU)
                 .unwrap()
                 .set_requires_grad(true);
-            let exact = tch::no_grad(|| layer.forward(&x.to_kind(base)).unwrap().to_kind(Kind::Float));
+            let exact = tch::no_grad(|| {
+                layer.forward(&x.to_kind(base), &Context::default()).unwrap().to_kind(Kind::Float)
+            });
             let _within = precision::enter(Some(Arc::new(Low)));
-            let y = layer.forward(&x).unwrap();
+            let y = layer.forward(&x, &Context::default()).unwrap();
             assert_eq!(y.kind(), Kind::BFloat16);
             let off = (y.to_kind(Kind::Float) - &exact).norm() / exact.norm();
             assert!(off.double_value(&[]) < 1e-2, "dora {dora} {base:?}: {off}");
@@ -160,24 +163,25 @@ fn a_segment_that_would_run_again_by_other_settings_is_refused() {
     let forward = || {
         let inner = layer.clone();
         let segment = move |x: &[Tensor]| {
-            let y = inner.lock().unwrap().forward(&x[0]);
+            let y = inner.lock().unwrap().forward(&x[0], &TRAINING);
             Ok(vec![y.map_err(|error| runtime::Error::Other(error.into()))?])
         };
         Checkpoint::default().run(segment, &[&x]).unwrap().remove(0).sum(Kind::Float)
     };
     let y = forward();
-    let evaluation = layer.lock().unwrap().evaluation();
+    layer.lock().unwrap().merge().unwrap();
     let error = backward(&[&y]).unwrap_err().to_string();
     assert!(
         error.contains(
-            "checkpoint: a setting that its layers read (which adapters are active, merged or dropping) is another than in the \
+            "checkpoint: a setting that its layers read (which adapters are active or merged) is another than in the \
              forward; run the backward before it is changed, or change it back"
         ),
         "{error}"
     );
     // As it was again when the backward runs.
-    drop(evaluation);
+    layer.lock().unwrap().unmerge().unwrap();
     let y = forward();
-    drop(layer.lock().unwrap().evaluation());
+    layer.lock().unwrap().merge().unwrap();
+    layer.lock().unwrap().unmerge().unwrap();
     backward(&[&y]).unwrap();
 }

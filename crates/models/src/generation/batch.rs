@@ -90,7 +90,8 @@ impl<'m> Reader<'m> {
             None
         };
         let context = Context { documents: documents.as_ref(), ..Context::default() };
-        self.last(self.model.hidden(&Input { tokens: &tokens, positions: Some(&positions), context })?)
+        let hidden = self.model.hidden(&Input { tokens: &tokens, positions: Some(&positions), context })?;
+        self.last(hidden)
     }
 
     fn forward(
@@ -110,7 +111,7 @@ impl<'m> Reader<'m> {
 
     fn last(&self, hidden_btd: Tensor) -> Result<Tensor> {
         let last = hidden_btd.f_narrow(1, hidden_btd.size()[1] - 1, 1)?;
-        Ok(self.model.head().logits(&last)?.f_squeeze_dim(1)?)
+        Ok(self.model.head().logits(&last, &Context::default())?.f_squeeze_dim(1)?)
     }
 
     fn grid(&self, rows: &[Row], width: usize, value: impl Fn(&Row, usize) -> i64) -> Result<Tensor> {

@@ -106,7 +106,7 @@ impl SelfAttention {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         // [b, t, heads·head] to [b, t, heads, head]; how many heads is the projection's to say.
         let heads = |projection: &dyn Projection| -> Result<Tensor> {
-            let joint = projection.forward(x_btd)?;
+            let joint = projection.forward(x_btd, context)?;
             let (batch, sequence, width) = joint.size3()?;
             Ok(joint.f_view([batch, sequence, width / self.head, self.head])?)
         };
@@ -117,7 +117,7 @@ impl SelfAttention {
             Some(extension) => extension.attend(self.layer, &q, &k, &v)?,
             None => causal_attention(&q, &k, &v, context.documents, self.path, dropout)?,
         };
-        self.o_proj.forward(&attended)
+        self.o_proj.forward(&attended, context)
     }
 }
 

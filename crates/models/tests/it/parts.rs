@@ -1,6 +1,6 @@
 //! The building blocks, against closed forms and against their own words.
 
-use models::module::{self, Edit, Input, LanguageModel, Module, Projection, edit};
+use models::module::{self, Context, Edit, Input, LanguageModel, Module, Projection, edit};
 use models::state_dict::{load, load_state_dict, save, state_dict};
 use models::{
     Cruncher, Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, Init, LayerNorm, Linear, PositionalEncoding,
@@ -33,7 +33,7 @@ fn the_variance_of_the_output_does_not_depend_on_the_width() {
     let variance = |init: fn(i64) -> Init, width: i64| {
         let layer = Linear::with_init(width, 512, None, init(width), F32).unwrap();
         let x = Tensor::randn([256, width], F32);
-        layer.forward(&x).unwrap().var(false).double_value(&[])
+        layer.forward(&x, &Context::default()).unwrap().var(false).double_value(&[])
     };
     // Each with the variance it is made for; 131072 samples of it stray by less than a hundredth or two.
     type Case = (&'static str, fn(i64) -> Init, f64);
@@ -74,7 +74,7 @@ fn xavier_balances_both_directions() {
 fn a_cruncher_keeps_the_variance_at_any_depth_and_width() {
     for (width, layers) in [(64, 1), (256, 4), (512, 8)] {
         let model = Cruncher::new(width, layers, F32).unwrap();
-        let y = model.forward(&Tensor::randn([512, width], F32)).unwrap();
+        let y = model.forward(&Tensor::randn([512, width], F32), &Context::default()).unwrap();
         assert_eq!(y.size(), [512]);
         // The last layer is one draw of `width` numbers, so the variance strays widely; a wrong scale is off by `width`.
         let variance = y.var(false).double_value(&[]);
@@ -210,8 +210,8 @@ impl Module for Doubled {
 }
 
 impl Projection for Doubled {
-    fn forward(&self, x: &Tensor) -> models::Result<Tensor> {
-        Ok(self.0.forward(x)? * 2.0)
+    fn forward(&self, x: &Tensor, context: &Context<'_>) -> models::Result<Tensor> {
+        Ok(self.0.forward(x, context)? * 2.0)
     }
     fn in_features(&self) -> i64 {
         self.0.in_features()

@@ -51,7 +51,7 @@ impl Settings {
         }
         Err(Error::invalid(
             name,
-            "a setting that its layers read (which adapters are active, merged or dropping) is another than in the forward; run \
+            "a setting that its layers read (which adapters are active or merged) is another than in the forward; run \
              the backward before it is changed, or change it back",
         ))
     }

@@ -107,7 +107,7 @@ impl Forecast {
         // The head alone, for its own peak.
         let head_input = hidden.f_detach()?.f_set_requires_grad(true)?;
         let region = Region::start(device)?;
-        backward(&[&model.head().loss(&head_input, labels_bt, input.context.accuracy)?.sum])?;
+        backward(&[&model.head().loss(&head_input, labels_bt, &input.context)?.sum])?;
         let head_bytes = region.finish()?.peak_above_start();
         drop(head_input);
         // The whole, for what the head leaves behind. Its input and that input's gradient end with the last norm.
@@ -115,7 +115,7 @@ impl Forecast {
         let at_mark = Arc::new(AtomicU64::new(0));
         let marked = apply(Mark { live: at_mark.clone(), device }, &[&hidden])?.remove(0);
         drop(hidden);
-        let loss = model.head().loss(&marked, labels_bt, input.context.accuracy)?.sum;
+        let loss = model.head().loss(&marked, labels_bt, &input.context)?.sum;
         drop(marked);
         backward(&[&loss])?;
         let behind_head_bytes =

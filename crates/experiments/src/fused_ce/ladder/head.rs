@@ -1,7 +1,7 @@
 //! The head of a model whose loss is computed by any of the implementations.
 
 use fused_ce::{Chunk, LinearCrossEntropy, Reduction};
-use models::module::{Edit, Editor, LossHead, LossOutput, Module, Visitor, edit, tensors};
+use models::module::{Context, Edit, Editor, LossHead, LossOutput, Module, Visitor, edit, tensors};
 use runtime::precision;
 use tch::Tensor;
 
@@ -57,12 +57,17 @@ impl Module for Head {
 }
 
 impl LossHead for Head {
-    fn logits(&self, hidden_btd: &Tensor) -> models::Result<Tensor> {
+    fn logits(&self, hidden_btd: &Tensor, _: &Context<'_>) -> models::Result<Tensor> {
         Ok(precision::linear(hidden_btd, &self.weight, None)?)
     }
 
-    fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, accuracy: bool) -> models::Result<LossOutput> {
-        if accuracy {
+    fn loss(
+        &self,
+        hidden_btd: &Tensor,
+        labels_bt: &Tensor,
+        context: &Context<'_>,
+    ) -> models::Result<LossOutput> {
+        if context.accuracy {
             return Err(refused(format!("`{}` computes no accuracy", self.implementation)));
         }
         let inputs = [hidden_btd, &self.weight, labels_bt];

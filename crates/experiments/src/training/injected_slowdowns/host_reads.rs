@@ -1,6 +1,6 @@
 //! A loss that the host reads in each step.
 
-use models::module::{Editor, LossHead, LossOutput, Module, Visitor};
+use models::module::{Context, Editor, LossHead, LossOutput, Module, Visitor};
 use tch::Tensor;
 
 /// Calls `.item()` on the loss, and on the count of right predictions where there is one, as a script does that prints both
@@ -19,12 +19,17 @@ impl Module for HostReadsHead {
 }
 
 impl LossHead for HostReadsHead {
-    fn logits(&self, hidden_btd: &Tensor) -> models::Result<Tensor> {
-        self.0.logits(hidden_btd)
+    fn logits(&self, hidden_btd: &Tensor, context: &Context<'_>) -> models::Result<Tensor> {
+        self.0.logits(hidden_btd, context)
     }
 
-    fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, accuracy: bool) -> models::Result<LossOutput> {
-        let output = self.0.loss(hidden_btd, labels_bt, accuracy)?;
+    fn loss(
+        &self,
+        hidden_btd: &Tensor,
+        labels_bt: &Tensor,
+        context: &Context<'_>,
+    ) -> models::Result<LossOutput> {
+        let output = self.0.loss(hidden_btd, labels_bt, context)?;
         output.sum.f_double_value(&[])?;
         if let Some(correct) = &output.correct {
             correct.f_double_value(&[])?;

@@ -1,6 +1,6 @@
 //! A loss that picks the labelled rows by a boolean index.
 
-use models::module::{Editor, IGNORED, LossHead, LossOutput, Module, Visitor};
+use models::module::{Context, Editor, IGNORED, LossHead, LossOutput, Module, Visitor};
 use tch::{Kind, Reduction, Tensor};
 
 /// Gives the same loss as the head within it, through `logits[labels != IGNORED]`: a copy of most of the logits forward,
@@ -19,17 +19,22 @@ impl Module for IndexedLossHead {
 }
 
 impl LossHead for IndexedLossHead {
-    fn logits(&self, hidden_btd: &Tensor) -> models::Result<Tensor> {
-        self.0.logits(hidden_btd)
+    fn logits(&self, hidden_btd: &Tensor, context: &Context<'_>) -> models::Result<Tensor> {
+        self.0.logits(hidden_btd, context)
     }
 
-    fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, accuracy: bool) -> models::Result<LossOutput> {
-        let logits = self.0.logits(hidden_btd)?.f_flatten(0, 1)?;
+    fn loss(
+        &self,
+        hidden_btd: &Tensor,
+        labels_bt: &Tensor,
+        context: &Context<'_>,
+    ) -> models::Result<LossOutput> {
+        let logits = self.0.logits(hidden_btd, context)?.f_flatten(0, 1)?;
         let labels = labels_bt.f_reshape([-1])?;
         let labelled = labels.f_ne(IGNORED)?;
         let (logits, labels) = (logits.f_index(&[Some(&labelled)])?, labels.f_index(&[Some(&labelled)])?);
         let sum = logits.f_cross_entropy_loss(&labels, None::<&Tensor>, Reduction::Sum, IGNORED, 0.0)?;
-        let correct = if accuracy {
+        let correct = if context.accuracy {
             let _no_grad = tch::no_grad_guard();
             Some(logits.f_argmax(-1, false)?.f_eq_tensor(&labels)?.f_sum(Kind::Int64)?)
         } else {

@@ -37,7 +37,7 @@ impl<M: LanguageModel> Module for UnusedProjection<M> {
 impl<M: LanguageModel> LanguageModel for UnusedProjection<M> {
     fn hidden(&self, input: &Input<'_>) -> models::Result<Tensor> {
         let hidden = self.model.hidden(input)?;
-        drop(self.unused.forward(&hidden)?);
+        drop(self.unused.forward(&hidden, &input.context)?);
         Ok(hidden)
     }
 
