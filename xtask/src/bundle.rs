@@ -15,7 +15,7 @@ use crate::torch::Pair;
 use crate::{revision, setup};
 use archive::Entry;
 
-/// What travels well. More than this, and something has slipped in that does not belong.
+/// Limit of the archive: a larger one contains files that do not belong in it.
 const LIMIT: u64 = 50 << 20;
 
 /// Finds libtorch through the target's Python, then starts `xtask`. [`SERIES`] stands in it for the version.
@@ -24,10 +24,10 @@ const SCRIPT: &str = include_str!("bundle/run.sh");
 /// In [`SCRIPT`], torch's version without the patch.
 const SERIES: &str = "@TORCH_SERIES@";
 
-/// Where the archive goes.
+/// Arguments of `cargo xtask bundle`.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The archive, instead of .bundle/frugal-bundle.tar.xz
+    /// Path of the archive [default: .bundle/frugal-bundle.tar.xz]
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 }
@@ -77,7 +77,7 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
     let size = archive::write(out, entries)?;
     if size > LIMIT {
         bail!(
-            "{} is {:.1} MiB, and a bundle has at most {} MiB; it was left there to look into with tar -tvJf",
+            "{} is {:.1} MiB, more than the limit of {} MiB; inspect it with tar -tvJf",
             out.display(),
             mib(size),
             LIMIT >> 20
@@ -107,7 +107,7 @@ fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-/// The release tests of the packages that link libtorch: the others have nothing to learn from another machine.
+/// The release tests of the packages that link libtorch; the others do not depend on the machine.
 fn tests(house: &House) -> Result<Vec<Executable>> {
     let packages = cargo::packages_with_torch(house)?;
     if packages.is_empty() {

@@ -1,4 +1,4 @@
-//! Cargo as a child: it finds libtorch, says which executables it made, and changes which `tch` is locked.
+//! Cargo as a child process: builds executables with libtorch, and changes the locked `tch`.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -11,7 +11,7 @@ use serde::Deserialize;
 use crate::house::House;
 use crate::torch::Pair;
 
-/// A cargo that works in the checkout. What it runs finds libtorch.
+/// Returns a cargo command in the checkout, whose programs find libtorch.
 pub(crate) fn command(house: &House) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(&house.root);
@@ -26,14 +26,14 @@ pub(crate) fn with_libtorch(command: &mut Command, house: &House) {
     }
     let link = house.libtorch();
     command.env("LD_LIBRARY_PATH", search_path(&link.join("lib"), std::env::var_os("LD_LIBRARY_PATH")));
-    // The outer cargo sets it from the configuration. Were it handed on, the inner cargo would take it for a change of
-    // the environment and compile the bindings again.
+    // The outer cargo sets it from the configuration. Passed on, it would look to the inner cargo like a changed
+    // environment, and the bindings would be compiled again.
     if std::env::var_os("LIBTORCH").is_some_and(|folder| Path::new(&folder) == link) {
         command.env_remove("LIBTORCH");
     }
 }
 
-/// `first`, then what was searched before.
+/// Returns `first` followed by the previous search path.
 fn search_path(first: &Path, before: Option<OsString>) -> OsString {
     let mut path = first.as_os_str().to_owned();
     if let Some(before) = before.filter(|before| !before.is_empty()) {
@@ -115,13 +115,13 @@ fn executable_of(line: &str) -> Option<Executable> {
     Some(Executable { name, package, test: message.profile.test, path: message.executable? })
 }
 
-/// Makes `Cargo.lock` have the `tch` of `pair`, and everything else as it was.
+/// Locks the `tch` of `pair` in `Cargo.lock` and changes nothing else.
 pub(crate) fn lock_tch(house: &House, pair: &Pair) -> Result<()> {
     let mut command = command(house);
     command.args(["update", "tch", "torch-sys", "--precise", pair.tch]);
     if !command.status().context("cannot run cargo update")?.success() {
         bail!(
-            "cargo could not lock tch {}; its error is above. Where the network is missing and the crate was downloaded \
+            "cargo could not lock tch {}; its error is above. If there is no network and the crate was downloaded \
              before, set CARGO_NET_OFFLINE=true",
             pair.tch
         );

@@ -1,4 +1,4 @@
-//! `cargo xtask compare`: our programs and their peers in Python take turns on this machine.
+//! `cargo xtask compare`: runs our programs and their PyTorch peers alternately on this machine.
 
 mod peers;
 
@@ -26,16 +26,16 @@ use peers::Pythons;
 /// What to compare, and where.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Only these comparisons
+    /// Run only these comparisons
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     only: Vec<String>,
-    /// Where to compute: cpu, cuda or cuda:N
+    /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value_t)]
     device: Device,
-    /// Use this Python, which has torch (the newest, or the one that is linked), instead of private environments
+    /// Use this Python, with the newest or the linked torch, instead of private environments
     #[arg(long, value_name = "PATH")]
     python: Option<PathBuf>,
-    /// Seed of every random choice
+    /// Random seed
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// Write the report to DIR instead of reports/
@@ -62,7 +62,7 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
     let failed = turns.all(&chosen)?;
     folder.finish(&specs)?;
     if turns.interrupt.wanted() {
-        bail!("stopped; the comparison at hand was left out");
+        bail!("interrupted; the current comparison was discarded");
     }
     match failed.as_slice() {
         [] => Ok(()),
@@ -70,7 +70,7 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
     }
 }
 
-/// One of the two that take turns.
+/// One side of a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Side {
     Ours,
@@ -87,7 +87,7 @@ impl Side {
     }
 }
 
-/// Who goes first changes from round to round, so that neither always finds the machine warm.
+/// The order of the sides alternates from round to round, so that neither always runs on the warm machine.
 fn schedule(rounds: u32) -> impl Iterator<Item = (u32, Side)> {
     (0..rounds).flat_map(|round| {
         let sides = if round % 2 == 0 { [Side::Ours, Side::Peer] } else { [Side::Peer, Side::Ours] };
@@ -95,8 +95,7 @@ fn schedule(rounds: u32) -> impl Iterator<Item = (u32, Side)> {
     })
 }
 
-/// The same record as one of this comparison: which side and which round it comes from is known here, and the programs
-/// need not know that they are compared.
+/// Adds the comparison's name, the side and the round to a record, so that programs need not know that they are compared.
 fn attribute(mut record: Record, comparison: &str, side: Side, round: u32) -> Record {
     record.experiment = comparison.to_owned();
     let mut case = Case::new();
@@ -152,7 +151,7 @@ impl Turns<'_> {
         Ok(failed.into_iter().map(|(name, _)| name).collect())
     }
 
-    /// All turns of one comparison, into one records file.
+    /// Runs all rounds of one comparison into one records file.
     fn rounds(&self, comparison: &Comparison, display: &mut Display) -> Result<Ending> {
         let name = &comparison.name;
         let records = self.folder.unfinished_records(name);
@@ -201,7 +200,7 @@ impl Turns<'_> {
                 let script = self.house.peers().join(&comparison.peer);
                 if !script.exists() {
                     bail!(
-                        "the comparison {} names the peer {}, which is not there",
+                        "the comparison {} names the peer {}, which does not exist",
                         comparison.name,
                         script.display()
                     );
@@ -210,7 +209,7 @@ impl Turns<'_> {
                 command.arg(script).args(&comparison.peer_args);
                 command.env("PYTHONDONTWRITEBYTECODE", "1").env("PYTHONUNBUFFERED", "1");
                 command.env(crate::revision::VARIABLE, &self.programs.revision).current_dir(&self.house.root);
-                // For a peer that hands files to our program in the middle of its own work.
+                // For a peer that runs our program on files it has written.
                 let program = self.programs.command(&comparison.package)?;
                 command.env("FRUGAL_PROGRAM", program.get_program());
                 command
@@ -235,7 +234,7 @@ impl Turns<'_> {
     }
 }
 
-/// Both sides compute with as many threads: the caller's choice, else one per processor.
+/// Number of threads of both sides: the caller's choice, else one per processor.
 fn threads() -> String {
     let processors = || std::thread::available_parallelism().map_or(1, usize::from).to_string();
     std::env::var("OMP_NUM_THREADS").ok().filter(|n| n.parse::<u32>().is_ok()).unwrap_or_else(processors)

@@ -21,7 +21,7 @@ impl Device {
     pub(crate) fn check(self) -> Result<()> {
         if self != Self::Cpu && !nvidia_driver() {
             bail!(
-                "--device {self} was asked for, and no NVIDIA driver is visible here (no /proc/driver/nvidia, no \
+                "--device {self} needs an NVIDIA driver, and none is visible (no /proc/driver/nvidia, no \
                  libcuda.so.1); use --device cpu, or a machine with an NVIDIA GPU"
             );
         }

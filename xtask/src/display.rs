@@ -1,5 +1,4 @@
-//! What a person sees while programs run: one bar for the whole and one for the step at hand, or plain lines where there
-//! is no terminal.
+//! Progress display: one bar for the whole run and one for the current step, or plain lines without a terminal.
 
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
@@ -8,11 +7,11 @@ use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use crate::runner::Step;
 
-/// Parts of one program's share of the whole bar.
+/// Resolution of one program's share of the overall bar.
 const PARTS: u64 = 1000;
-/// How often the clocks of the bars move.
+/// Refresh interval of the bars.
 const TICK: Duration = Duration::from_millis(250);
-/// Without a terminal, progress is said this often at most.
+/// Minimum interval between progress lines without a terminal.
 const QUIET: Duration = Duration::from_secs(15);
 
 /// Shows the progress of several programs that run one after the other.
@@ -24,13 +23,13 @@ pub(crate) struct Display {
     current: Option<Current>,
 }
 
-/// The program at hand.
+/// The running program.
 struct Current {
     name: String,
     /// `of about 3 min 05 s`, or empty.
     about: String,
-    /// When progress was last said of it.
-    said: Instant,
+    /// When its last progress line was printed.
+    printed: Instant,
 }
 
 struct Bars {
@@ -55,13 +54,13 @@ impl Display {
         Self { bars, done: 0, count, current: None }
     }
 
-    /// A program starts; `estimate` in seconds is what it took the last time.
+    /// Starts a program; `estimate` is its last duration in seconds.
     pub(crate) fn start(&mut self, name: &str, estimate: Option<f64>) {
         let about = estimate.map_or(String::new(), |seconds| format!("of about {}", duration(seconds)));
         let which = format!("{}/{}", self.done + 1, self.count);
         match &self.bars {
             Some(bars) => {
-                bars.whole.set_message(format!("{which} in all"));
+                bars.whole.set_message(format!("{which} total"));
                 bars.step.reset();
                 bars.step.set_length(1);
                 bars.step.set_prefix(name.to_owned());
@@ -71,10 +70,10 @@ impl Display {
             None if about.is_empty() => eprintln!("[{which}] {name}"),
             None => eprintln!("[{which}] {name} ({})", about.trim_start_matches("of ")),
         }
-        self.current = Some(Current { name: name.to_owned(), about, said: Instant::now() });
+        self.current = Some(Current { name: name.to_owned(), about, printed: Instant::now() });
     }
 
-    /// The program at hand got this far.
+    /// Updates the progress of the running program.
     pub(crate) fn step(&mut self, step: &Step) {
         let total = step.total.max(1);
         let done = step.done.min(total);
@@ -87,13 +86,13 @@ impl Display {
                 bars.step.set_message(format!("{}{between}{}", current.about, step.message));
             }
             bars.whole.set_position(self.done * PARTS + done * PARTS / total);
-        } else if current.said.elapsed() >= QUIET {
+        } else if current.printed.elapsed() >= QUIET {
             eprintln!("      {} {done}/{total} {}", current.name, step.message);
-            current.said = Instant::now();
+            current.printed = Instant::now();
         }
     }
 
-    /// The program at hand has ended; `line` says how.
+    /// Ends the running program and prints `line`.
     pub(crate) fn finish(&mut self, line: &str) {
         self.done += 1;
         self.current = None;
@@ -103,7 +102,7 @@ impl Display {
         self.say(line);
     }
 
-    /// A line that stays.
+    /// Prints a line above the bars.
     pub(crate) fn say(&self, line: &str) {
         match &self.bars {
             Some(bars) => drop(bars.all.println(line)),

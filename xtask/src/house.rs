@@ -1,4 +1,4 @@
-//! Where things lie: in a checkout of the workspace, or in an unpacked bundle on a machine without Rust.
+//! The paths of a checkout of the workspace, or of an unpacked bundle on a machine without Rust.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -35,7 +35,7 @@ pub(crate) struct BundledTest {
     pub(crate) path: PathBuf,
 }
 
-/// The folder that everything is found from.
+/// The top folder, from which all paths are derived.
 #[derive(Debug)]
 pub(crate) struct House {
     /// Top folder of the checkout or of the bundle.
@@ -48,8 +48,8 @@ impl House {
     /// A bundle when its manifest lies beside this executable, else the workspace that cargo runs this from, else the
     /// one around the working folder.
     pub(crate) fn find() -> Result<Self> {
-        let program = std::env::current_exe().context("cannot tell where this program lies")?;
-        let folder = program.parent().context("this program lies in no folder")?;
+        let program = std::env::current_exe().context("cannot find the path of this program")?;
+        let folder = program.parent().context("this program has no parent folder")?;
         let manifest = folder.join(MANIFEST);
         if manifest.exists() {
             let text = std::fs::read_to_string(&manifest)
@@ -60,11 +60,11 @@ impl House {
             return Ok(Self { root, bundle: Some(bundle) });
         }
         let package = std::env::var_os("CARGO_MANIFEST_DIR").map(PathBuf::from);
-        let here = std::env::current_dir().context("the working folder is gone")?;
+        let here = std::env::current_dir().context("the working folder does not exist")?;
         let starts = package.iter().map(PathBuf::as_path).chain([here.as_path()]);
         match starts.flat_map(Path::ancestors).find(|folder| is_workspace(folder)) {
             Some(root) => Ok(Self { root: root.to_owned(), bundle: None }),
-            None => bail!("{} lies in no checkout of this project; change to one", here.display()),
+            None => bail!("{} is not in a checkout of this project; change to one", here.display()),
         }
     }
 
@@ -87,7 +87,7 @@ impl House {
         }
     }
 
-    /// The link to libtorch that every build goes through.
+    /// The link to libtorch that every build uses.
     pub(crate) fn libtorch(&self) -> PathBuf {
         self.root.join(".libtorch")
     }

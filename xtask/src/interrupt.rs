@@ -1,4 +1,4 @@
-//! Ctrl-C: the program at hand is ended and the rest is left; a second Ctrl-C ends everything at once.
+//! Ctrl-C: ends the running program and skips the rest; a second Ctrl-C exits at once.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,12 +10,12 @@ use signal_hook::flag;
 /// Exit status of a program that SIGINT ended, as shells count it.
 const INTERRUPTED: i32 = 130;
 
-/// Whether the user wants to stop.
+/// Whether the user has interrupted the run.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Interrupt(Arc<AtomicBool>);
 
 impl Interrupt {
-    /// Takes over SIGINT and SIGTERM for the rest of the process.
+    /// Handles SIGINT and SIGTERM for the rest of the process.
     pub(crate) fn install() -> Result<Self> {
         let wanted = Arc::new(AtomicBool::new(false));
         for signal in [SIGINT, SIGTERM] {

@@ -35,7 +35,10 @@ pub(crate) fn run(house: &House) -> Result<()> {
             Ok(())
         }
         failed => {
-            bail!("not clean: {}; `cargo fmt` repairs formatting, the rest is named above", failed.join(", "))
+            bail!(
+                "not clean: {}; `cargo fmt` fixes formatting, the other errors are above",
+                failed.join(", ")
+            )
         }
     }
 }
@@ -44,11 +47,11 @@ pub(crate) fn run(house: &House) -> Result<()> {
 const OTHER: &str = "aarch64-unknown-linux-gnu";
 
 /// Checks that what needs no libtorch, and the kernels in Rust, compile for another architecture. Where its standard library
-/// cannot be installed the check is left out aloud.
+/// cannot be installed, prints that the check is skipped.
 fn other_architecture(house: &House) -> Result<bool> {
     let installed = Command::new("rustup").args(["target", "add", OTHER]).output();
     if !installed.is_ok_and(|output| output.status.success()) {
-        println!("skipped: the check for {OTHER}, since `rustup target add {OTHER}` does not succeed here");
+        println!("skipped: the check for {OTHER}, because `rustup target add {OTHER}` fails here");
         return Ok(true);
     }
     let checks: [&[&str]; 2] = [

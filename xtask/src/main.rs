@@ -5,7 +5,7 @@
 //!
 //! | module | subject |
 //! |---|---|
-//! | [`house`] | where things lie: in a checkout, or in an unpacked bundle |
+//! | [`house`] | the paths of a checkout or of an unpacked bundle |
 //! | [`torch`] | one libtorch folder: its version, and whether it reaches CUDA |
 //! | [`python`], [`venv`] | the interpreter, and private environments that survive being interrupted |
 //! | [`cargo`] | cargo as a child that finds libtorch |
@@ -52,17 +52,17 @@ struct Command {
 enum Verb {
     /// Find or install libtorch and link it as .libtorch
     Setup(setup::Args),
-    /// Set up, run every experiment that fits, write the reports, check the claims
+    /// Set up, run the experiments, write the report, check the claims
     RunAll(run_all::Args),
-    /// Set up, then run every test
+    /// Set up, then run all tests
     Test(test::Args),
     /// Check formatting, lints and documentation
     Lint,
-    /// Render the reports from the records that are there, or compare two runs
+    /// Render the report from existing records, or compare two runs
     Report(pages::Args),
-    /// Measure against PyTorch through Python, in turns on this machine
+    /// Compare with PyTorch, running both alternately on this machine
     Compare(compare::Args),
-    /// Pack release binaries for a machine that has torch and no Rust
+    /// Pack release binaries for a machine with torch and without Rust
     Bundle(bundle::Args),
 }
 

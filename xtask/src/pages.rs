@@ -1,4 +1,4 @@
-//! `cargo xtask report`, and what every measuring verb ends with: the pages, the claims, the path.
+//! `cargo xtask report`, and the last step of every measuring verb: writes the pages, prints the claims and the path.
 
 use std::path::{Path, PathBuf};
 
@@ -8,13 +8,13 @@ use report::{Record, RunOutcome, Specs};
 use crate::house::House;
 use crate::stamp::{self, Stamp};
 
-/// Where a report lies, and what to compare it with.
+/// The folder of the report, and the run to compare with.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Show what changed since the run whose report lies in DIR
+    /// Show what changed since the run whose report is in DIR
     #[arg(long, value_name = "DIR")]
     against: Option<PathBuf>,
-    /// The report's folder; its records are read from DIR/records
+    /// Folder of the report; its records are read from DIR/records
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }
@@ -48,13 +48,13 @@ impl Folder {
         let out = match out {
             None => house.reports(),
             Some(out) => {
-                std::path::absolute(out).with_context(|| format!("{} is no usable path", out.display()))?
+                std::path::absolute(out).with_context(|| format!("{} is not a usable path", out.display()))?
             }
         };
         Ok(Self { out })
     }
 
-    /// Makes the folder, or says why it cannot be written.
+    /// Creates the folder.
     pub(crate) fn create(&self) -> Result<()> {
         for folder in [self.run(), self.records()] {
             std::fs::create_dir_all(&folder).with_context(|| {
@@ -87,7 +87,7 @@ impl Folder {
         self.run().join(format!("{experiment}.jsonl"))
     }
 
-    /// Puts the records of a complete run in the place of the ones before.
+    /// Replaces the records with those of a complete run.
     pub(crate) fn publish(&self, experiment: &str) -> Result<()> {
         let from = self.unfinished_records(experiment);
         // An experiment may have had nothing to measure here.
@@ -122,7 +122,7 @@ fn read_records(folder: &Path) -> Result<Vec<Record>> {
     let entries = match std::fs::read_dir(folder) {
         Ok(entries) => entries,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            bail!("there are no records in {}; `cargo xtask run-all` measures", folder.display())
+            bail!("there are no records in {}; run `cargo xtask run-all`", folder.display())
         }
         Err(error) => return Err(error).with_context(|| format!("cannot read {}", folder.display())),
     };

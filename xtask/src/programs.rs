@@ -1,4 +1,4 @@
-//! The programs that are measured: built from the sources, or taken from the bundle.
+//! The measured programs: built from source, or taken from the bundle.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use crate::device::Device;
 use crate::house::House;
 use crate::{revision, setup};
 
-/// Ready programs by package.
+/// Executable programs by package.
 pub(crate) struct Programs<'a> {
     house: &'a House,
     paths: BTreeMap<String, PathBuf>,
@@ -55,7 +55,7 @@ pub(crate) fn packages<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> 
     packages
 }
 
-/// Takes the entries that `only` names; an unknown name is an error that lists those there are.
+/// Returns the entries that `only` names; an unknown name is an error that lists the known ones.
 pub(crate) fn select<'a, T>(
     what: &str,
     all: &'a [T],

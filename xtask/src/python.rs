@@ -41,7 +41,7 @@ impl Python {
                 remedy(torch, &format!("install python3.{} beside it", WHEELS.end() - 1)),
             ),
             None => bail!(
-                "python3 was not found, and libtorch is installed with it; {}",
+                "python3 was not found, and installing libtorch needs it; {}",
                 remedy(
                     torch,
                     "install it (Debian, Ubuntu: sudo apt install python3 python3-venv; Fedora: sudo dnf install python3)"
@@ -70,7 +70,7 @@ impl Python {
     }
 }
 
-/// The way out that does not need Python at all belongs to every such error.
+/// Adds to a remedy the one that needs no Python.
 fn remedy(torch: &str, install: &str) -> String {
     format!("{install}, or set LIBTORCH to the folder of a libtorch {torch} with headers")
 }

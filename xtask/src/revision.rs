@@ -1,4 +1,4 @@
-//! Which state of the project is measured.
+//! The git revision that is measured.
 
 use std::process::Command;
 
@@ -9,7 +9,7 @@ pub(crate) const VARIABLE: &str = "FRUGAL_REVISION";
 
 /// Short git revision, with `+` when sources differ from it; empty outside a repository.
 ///
-/// The reports do not count: writing them would make the next run look like one of other sources.
+/// Changes in `reports/` are ignored: writing a report does not change the sources.
 pub(crate) fn current(house: &House) -> String {
     if let Some(bundle) = &house.bundle {
         return bundle.revision.clone();

@@ -20,19 +20,19 @@ use crate::stamp::{Setting, Stamp, digest, scale_name};
 /// What to run, and where.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// How large the experiments are
+    /// Size of the experiments
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
-    /// Where to compute: cpu, cuda or cuda:N
+    /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value_t)]
     device: Device,
-    /// Only these experiments
+    /// Run only these experiments
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     only: Vec<String>,
-    /// Skip what an earlier run of the same revision, scale, device and seed has done
+    /// Skip experiments that a run with the same revision, scale, device and seed has completed
     #[arg(long)]
     resume: bool,
-    /// Seed of every random choice
+    /// Random seed
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// Write the report to DIR instead of reports/
@@ -55,7 +55,7 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
     let failed = run.all(&now)?;
     folder.finish(&specs)?;
     if run.interrupt.wanted() {
-        bail!("stopped; `cargo xtask run-all --resume` with the same flags goes on from here");
+        bail!("interrupted; `cargo xtask run-all --resume` with the same flags continues from here");
     }
     match failed.as_slice() {
         [] => Ok(()),
@@ -71,7 +71,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Runs one after the other, and returns the names of those that failed, whose logs it has shown.
+    /// Runs the experiments one after the other, shows the logs of those that fail, and returns their names.
     fn all(&self, experiments: &[&Experiment]) -> Result<Vec<String>> {
         let mut display = Display::new(experiments.len());
         let mut failed = Vec::new();
@@ -101,7 +101,7 @@ impl Run<'_> {
         display.start(name, estimate);
         if let Some(stamp) = before.filter(|stamp| self.args.resume && stamp.covers(&setting)) {
             self.folder.publish(name)?;
-            display.finish(&format!("{name}: done before, skipped"));
+            display.finish(&format!("{name}: already done, skipped"));
             return Ok(stamp.outcome);
         }
         let stamp = |state, usual_seconds| Stamp {
@@ -109,7 +109,7 @@ impl Run<'_> {
             usual_seconds,
             outcome: RunOutcome { experiment: name.clone(), state },
         };
-        // Until it has ended, it counts as one that did not, even when this process is killed.
+        // A run counts as failed until it has ended, even if this process is killed.
         stamp(RunState::Failed { message: "the run did not finish".into() }, estimate).write(&run)?;
         let records = self.folder.unfinished_records(name);
         if records.exists() {
@@ -158,7 +158,7 @@ impl Run<'_> {
     }
 }
 
-/// The last words of a program that failed.
+/// Prints the end of the log of a failed program.
 pub(crate) fn show_failure(name: &str, message: &str, folder: &Folder) {
     let log = folder.log(name);
     eprintln!("\n{name} failed: {message}; the end of {}:", log.display());

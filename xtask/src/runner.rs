@@ -1,4 +1,4 @@
-//! One program as a child process: its progress is passed on, everything else that it prints goes to its log.
+//! Runs a program as a child process: passes its progress on and logs everything else that it prints.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
@@ -44,7 +44,7 @@ pub(crate) enum Ending {
     Interrupted,
 }
 
-/// How long a child may take to end by itself after Ctrl-C, which reached it too.
+/// Time that a child has to exit by itself after Ctrl-C, which it receives too.
 const GRACE: Duration = Duration::from_secs(2);
 const TICK: Duration = Duration::from_millis(50);
 
@@ -91,7 +91,7 @@ pub(crate) fn run(
             break status;
         }
     };
-    // What the child said last may still be on its way. A grandchild that outlives it may hold the pipe open for ever.
+    // The child's last output may still be in the pipe. A grandchild that outlives it may keep the pipe open for ever.
     let patience = Instant::now() + GRACE;
     while !reader.is_finished() && Instant::now() < patience {
         thread::sleep(Duration::from_millis(1));
@@ -111,7 +111,7 @@ fn finished(child: &mut Child) -> Result<Option<ExitStatus>> {
     child.try_wait().context("cannot wait for a program")
 }
 
-/// Passes steps on and writes every other line to the log, so that a crash leaves its last words there.
+/// Passes steps on and writes every other line to the log, so that the log has the last output of a crash.
 fn read(stderr: ChildStderr, log: &mut File, steps: &mpsc::Sender<Step>) {
     for line in BufReader::new(stderr).split(b'\n') {
         let Ok(line) = line else { return };

@@ -19,13 +19,13 @@ pub(crate) use surroundings::{Surroundings, cache_folder, nvidia_driver};
 /// Which libtorch is wanted.
 #[derive(clap::Args, Default)]
 pub(crate) struct Args {
-    /// Take the CUDA packages even where no NVIDIA driver is seen
+    /// Install the CUDA packages even if no NVIDIA driver is found
     #[arg(long, conflicts_with = "cpu")]
     cuda: bool,
-    /// Take the CPU packages even where an NVIDIA driver is seen
+    /// Install the CPU packages even if an NVIDIA driver is found
     #[arg(long)]
     cpu: bool,
-    /// Switch to this version of torch, and to the tch that goes with it: changes Cargo.lock
+    /// Switch to this torch version and the matching tch; changes Cargo.lock
     #[arg(long, value_name = "VERSION", value_parser = Pair::of_torch)]
     torch: Option<&'static Pair>,
 }
@@ -67,7 +67,7 @@ fn switch(house: &House, pair: &Pair, wanted: Option<Variant>) -> Result<()> {
     }
     put_in_place(house, torch, from, start)?;
     if locked {
-        eprintln!("setup: Cargo.lock has tch {} for torch {} already", pair.tch, pair.torch);
+        eprintln!("setup: Cargo.lock already has tch {} for torch {}", pair.tch, pair.torch);
         return Ok(());
     }
     eprintln!(

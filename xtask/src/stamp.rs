@@ -1,4 +1,4 @@
-//! What is remembered of an experiment's last run, so that `--resume` can skip it and its time can be foretold.
+//! The stamp of an experiment's last run, by which `--resume` skips it and its duration is predicted.
 
 use std::fs::File;
 use std::hash::{DefaultHasher, Hasher};
@@ -10,7 +10,7 @@ use report::cli::Scale;
 use report::{RunOutcome, RunState};
 use serde::{Deserialize, Serialize};
 
-/// What decides whether a run would give the same records again.
+/// The settings that determine the records of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Setting {
     /// `smoke`, `laptop` or `paper`; empty for a comparison.
@@ -28,7 +28,7 @@ pub(crate) struct Setting {
 pub(crate) struct Stamp {
     #[serde(flatten)]
     pub(crate) setting: Setting,
-    /// What the last complete run at this scale on this device took.
+    /// Duration of the last complete run at this scale on this device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) usual_seconds: Option<f64>,
     #[serde(flatten)]
@@ -36,7 +36,7 @@ pub(crate) struct Stamp {
 }
 
 impl Stamp {
-    /// The stamp of `experiment` in the folder `run`. One that cannot be read is as good as none.
+    /// The stamp of `experiment` in the folder `run`. `None` if it cannot be read.
     pub(crate) fn read(run: &Path, experiment: &str) -> Option<Self> {
         serde_json::from_str(&std::fs::read_to_string(path(run, experiment)).ok()?).ok()
     }
@@ -73,12 +73,12 @@ fn path(run: &Path, experiment: &str) -> PathBuf {
     run.join(format!("{experiment}.stamp"))
 }
 
-/// Writes a file by way of a rename, so that nobody ever reads half of it.
+/// Writes a file through a rename, so that a reader never sees half of it.
 pub(crate) fn replace(path: &Path, content: &[u8]) -> Result<()> {
     report::atomic_write(path, content).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// As it is given on the command line.
+/// Returns the name used on the command line.
 pub(crate) fn scale_name(scale: Scale) -> &'static str {
     match scale {
         Scale::Smoke => "smoke",

@@ -20,7 +20,7 @@ use choices::CHOICES;
 use jobs::Job;
 use output::Filter;
 
-/// What to pass on.
+/// The arguments of `cargo test`.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Arguments for `cargo test`, for example `-- -p runtime`
@@ -42,7 +42,7 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
                 command.args(&args);
                 with_fixtures(&mut command)?;
                 (!run_filtered(command, &mut filter)?.success())
-                    .then(|| "cargo test did not succeed; what failed is named above".to_owned())
+                    .then(|| "cargo test failed; its failures are listed above".to_owned())
             }
         }
         Some(bundle) => run_bundled(house, bundle, &args.extra, &mut filter)?,
@@ -59,10 +59,13 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
     }
 }
 
-/// Tests start in their package's folder, where a relative path would mean something else.
+/// Makes `FRUGAL_FIXTURES` absolute: tests start in their package's folder.
 fn with_fixtures(command: &mut Command) -> Result<()> {
     if let Some(fixtures) = std::env::var_os("FRUGAL_FIXTURES").filter(|path| !path.is_empty()) {
-        command.env("FRUGAL_FIXTURES", std::path::absolute(fixtures).context("FRUGAL_FIXTURES is no path")?);
+        command.env(
+            "FRUGAL_FIXTURES",
+            std::path::absolute(fixtures).context("FRUGAL_FIXTURES is not a usable path")?,
+        );
     }
     Ok(())
 }
@@ -80,7 +83,7 @@ fn run_workspace(house: &House, filter: &mut Filter) -> Result<Option<String>> {
     with_fixtures(&mut fixtures)?;
     let prepare = |command: &mut Command| {
         cargo::with_libtorch(command, house);
-        // Threads that wait for their next part of an operator leave the processor to the other executable.
+        // Waiting threads of one executable leave the processor to the other.
         command.env("OMP_WAIT_POLICY", "passive");
         command.envs(fixtures.get_envs().filter_map(|(name, value)| Some((name, value?))));
     };
@@ -91,13 +94,13 @@ fn run_workspace(house: &House, filter: &mut Filter) -> Result<Option<String>> {
     let mut command = cargo::command(house);
     command.args(args);
     if !run_filtered(command, filter)?.success() {
-        failed.push("the documentation's examples".into());
+        failed.push("documentation examples".into());
     }
     skipped.into_iter().for_each(|reason| filter.skip(reason));
     Ok((!failed.is_empty()).then(|| format!("failed: {}", failed.join(", "))))
 }
 
-/// Every executable under the machine's own choice, then those that a choice concerns under each other one.
+/// Returns every executable under the machine's own implementations, then the affected ones under each other choice.
 fn plan(house: &House, tests: &[Executable], flags: &str) -> Vec<Job> {
     let job = |test: &Executable, choice: Option<&choices::Choice>| Job {
         name: match choice {
@@ -143,7 +146,7 @@ fn cargo_args(extra: &[String]) -> Vec<String> {
     args
 }
 
-/// Prints what a person wants to see of a test run, and keeps what was skipped.
+/// Runs tests, prints the filtered output, and collects the skipped tests.
 fn run_filtered(mut command: Command, filter: &mut Filter) -> Result<ExitStatus> {
     let mut child = command.stdout(Stdio::piped()).spawn().context("cannot run the tests")?;
     let output = child.stdout.take().expect("standard output is piped");
@@ -180,7 +183,7 @@ fn run_bundled(
     let fixtures = std::env::var_os("FRUGAL_FIXTURES")
         .filter(|path| !path.is_empty())
         .map_or_else(|| Ok(house.root.join("data/fixtures")), std::path::absolute)
-        .context("FRUGAL_FIXTURES is no path")?;
+        .context("FRUGAL_FIXTURES is not a usable path")?;
     let prepare = |command: &mut Command| {
         command.env("OMP_WAIT_POLICY", "passive").env("FRUGAL_FIXTURES", &fixtures);
         for (name, path) in &bundle.programs {
@@ -191,7 +194,7 @@ fn run_bundled(
     Ok((!failed.is_empty()).then(|| format!("failed: {}", failed.join(", "))))
 }
 
-/// The largest run longest, and what is left at the end is short.
+/// Sorts the largest first: they run longest, so the last ones are short.
 fn largest_first(mut tests: Vec<Executable>) -> Vec<Executable> {
     tests.sort_by_cached_key(|test| {
         std::cmp::Reverse(std::fs::metadata(&test.path).map_or(0, |file| file.len()))
@@ -199,7 +202,7 @@ fn largest_first(mut tests: Vec<Executable>) -> Vec<Executable> {
     tests
 }
 
-/// How many executables run beside each other. Each has libtorch's own threads, so that more than this gain nothing.
+/// Number of executables that run concurrently. Each has libtorch's own threads, so more would gain nothing.
 fn slots() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from).min(8)
 }

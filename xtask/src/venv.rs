@@ -1,8 +1,8 @@
 //! Private Python environments in the user's cache folder, shared by all checkouts.
 //!
-//! An environment counts as finished when its stamp says so, and the stamp is written last: one that was interrupted
-//! is made anew. A file lock keeps two checkouts from building the same one. The lock file is also pip's standard
-//! input, so a pip that outlives its parent still holds the lock, and nobody writes beside it.
+//! An environment is complete when its stamp says so. The stamp is written last, so an interrupted environment is created
+//! again. A file lock keeps two checkouts from building the same one. The lock file is also pip's standard
+//! input, so a pip that outlives its parent still holds the lock, and nothing else writes the environment.
 
 mod pip;
 
@@ -17,7 +17,7 @@ use crate::python::{self, Python};
 
 const STAMP: &str = "complete";
 
-/// What an environment consists of.
+/// The specification of an environment.
 pub(crate) struct Recipe {
     /// Its folder's name.
     pub(crate) name: String,
@@ -29,14 +29,14 @@ pub(crate) struct Recipe {
     pub(crate) size: &'static str,
     /// Arguments of `pip install`.
     pub(crate) packages: Vec<String>,
-    /// What the stamp of a finished one says: an environment whose stamp differs is brought up to date.
+    /// The content of the stamp: an environment with another stamp is updated.
     pub(crate) fingerprint: String,
 }
 
-/// An environment that is finished.
+/// A complete environment.
 pub(crate) struct Venv {
     pub(crate) folder: PathBuf,
-    /// How long it took to make, where it was made just now.
+    /// How long its creation took, if it was created now.
     pub(crate) made_in: Option<Duration>,
 }
 
@@ -54,9 +54,9 @@ impl Venv {
     }
 }
 
-/// Makes the environment of `recipe` in `cache`, where it is not there yet.
+/// Creates the environment of `recipe` in `cache` if it is missing.
 ///
-/// `works` judges one without a stamp, so that a finished one which lost its stamp, or was made by hand, is kept.
+/// `works` checks an environment without a stamp, so that a complete one that lost its stamp or was made by hand is kept.
 pub(crate) fn ensure(cache: &Path, recipe: &Recipe, works: impl Fn(&Path) -> bool) -> Result<Venv> {
     let folder = cache.join(&recipe.name);
     if stamp_of(&folder).as_deref() == Some(&*recipe.fingerprint) && works(&folder) {
@@ -72,7 +72,7 @@ pub(crate) fn ensure(cache: &Path, recipe: &Recipe, works: impl Fn(&Path) -> boo
         write_stamp(&folder, recipe)?;
         return Ok(Venv { folder, made_in: None });
     }
-    // An older recipe's environment is built upon; whatever was interrupted has no stamp and is not trusted.
+    // The environment of an older recipe is updated; an interrupted one has no stamp and is not trusted.
     let older = stamp.is_some_and(|stamp| stamp != recipe.fingerprint);
     let upgrade = older && python::version_of(&python_of(&folder)).is_some();
     let python = if upgrade { None } else { Some(Python::find(&recipe.torch)?) };
@@ -82,7 +82,7 @@ pub(crate) fn ensure(cache: &Path, recipe: &Recipe, works: impl Fn(&Path) -> boo
         let stamp = folder.join(STAMP);
         std::fs::remove_file(&stamp).with_context(|| format!("cannot remove {}", stamp.display()))?;
     } else if folder.exists() {
-        eprintln!("setup: {} is unfinished or damaged; making it anew", folder.display());
+        eprintln!("setup: {} is incomplete or damaged; creating it again", folder.display());
         std::fs::remove_dir_all(&folder).with_context(|| format!("cannot remove {}", folder.display()))?;
     }
     let (what, size) = (&recipe.what, recipe.size);
@@ -100,7 +100,7 @@ pub(crate) fn ensure(cache: &Path, recipe: &Recipe, works: impl Fn(&Path) -> boo
     command.arg("--disable-pip-version-check").args(&recipe.packages);
     pip::run(command, &lock, &log, recipe, "starting pip")?;
     if !works(&folder) {
-        bail!("pip ended well, but {} does not work; see {}", folder.display(), log.display());
+        bail!("pip succeeded, but {} does not work; see {}", folder.display(), log.display());
     }
     write_stamp(&folder, recipe)?;
     Ok(Venv { folder, made_in: Some(start.elapsed()) })
@@ -117,7 +117,7 @@ pub(crate) fn site_packages(folder: &Path) -> Option<PathBuf> {
     versions.map(|version| version.path().join("site-packages")).find(|site| site.is_dir())
 }
 
-/// Whether every file that the wheels of `distributions` list is there in its full length.
+/// Returns whether every file that the wheels of `distributions` list exists with its full length.
 pub(crate) fn wheels_complete(folder: &Path, distributions: &[&str]) -> bool {
     let Some(site) = site_packages(folder) else { return false };
     let entries: Vec<PathBuf> =

@@ -1,4 +1,4 @@
-//! Two runs side by side: what changed, by how much, and whether by more than the measurements scatter.
+//! Comparison of two runs: what changed, by how much, and whether by more than the spread.
 
 use crate::markdown;
 use crate::measurements::{Measurements, distinct};
@@ -21,7 +21,7 @@ pub struct Change {
 
 /// A measurement that only one of two runs has.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Lone {
+pub struct Unpaired {
     /// The experiment's name.
     pub experiment: String,
     /// Which case of it.
@@ -33,14 +33,14 @@ pub struct Lone {
 /// The differences of two runs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Changes {
-    /// What differs: first what is outside the spread, each part with the largest change first.
+    /// The measurements that differ: those outside the spread first, each part sorted by the size of the change.
     pub changed: Vec<Change>,
-    /// How many measurements are the same to the last digit.
+    /// Number of measurements that are equal to the last digit.
     pub same: usize,
-    /// What only the new run has.
-    pub added: Vec<Lone>,
-    /// What only the old run has.
-    pub vanished: Vec<Lone>,
+    /// Measurements of the new run only.
+    pub added: Vec<Unpaired>,
+    /// Measurements of the old run only.
+    pub removed: Vec<Unpaired>,
 }
 
 impl Change {
@@ -67,7 +67,7 @@ pub fn compare(specs: &Specs, old: &[Record], new: &[Record]) -> Changes {
     for experiment in distinct(old.iter().chain(new).map(|record| record.experiment.as_str())) {
         let (before, after) =
             (Measurements::of(specs, experiment, old), Measurements::of(specs, experiment, new));
-        let lone = |record: &Record| Lone {
+        let lone = |record: &Record| Unpaired {
             experiment: experiment.into(),
             case: record.case.clone(),
             metric: record.metric.clone(),
@@ -85,7 +85,7 @@ pub fn compare(specs: &Specs, old: &[Record], new: &[Record]) -> Changes {
             }
         }
         let gone = |record: &&Record| after.metric(&record.case, &record.metric.name).is_none();
-        changes.vanished.extend(before.records().iter().filter(gone).map(lone));
+        changes.removed.extend(before.records().iter().filter(gone).map(lone));
     }
     let size = |change: &Change| change.percent().map_or(f64::INFINITY, f64::abs);
     changes
@@ -95,7 +95,7 @@ pub fn compare(specs: &Specs, old: &[Record], new: &[Record]) -> Changes {
 }
 
 impl Changes {
-    /// The differences as Markdown that is readable on a terminal too.
+    /// Renders the differences as Markdown, readable on a terminal.
     pub fn markdown(&self) -> String {
         let outside = self.changed.iter().filter(|change| change.outside_spread()).count();
         let shared = self.changed.len() + self.same;
@@ -106,10 +106,10 @@ impl Changes {
             let right = [false, false, false, true, true, true, false];
             text += &format!("\n{}", markdown::grid(&header.map(str::to_owned), &rows, &right));
         }
-        for (title, lone) in [("Only in the new run", &self.added), ("Only in the old run", &self.vanished)] {
+        for (title, lone) in [("Only in the new run", &self.added), ("Only in the old run", &self.removed)] {
             if !lone.is_empty() {
                 let header = ["experiment", "case", "metric", "value"].map(str::to_owned);
-                let rows: Vec<_> = lone.iter().map(Lone::row).collect();
+                let rows: Vec<_> = lone.iter().map(Unpaired::row).collect();
                 text += &format!(
                     "\n{title}:\n\n{}",
                     markdown::grid(&header, &rows, &[false, false, false, true])
@@ -134,7 +134,7 @@ impl Change {
     }
 }
 
-impl Lone {
+impl Unpaired {
     fn row(&self) -> Vec<String> {
         let name = unit::heading(&self.metric.name, &self.metric.unit);
         vec![self.experiment.clone(), self.case.describe(), name, show(&self.metric)]

@@ -1,10 +1,10 @@
-//! Files that appear whole.
+//! Atomic file writes.
 
 use std::io::{self, Write};
 use std::path::Path;
 
-/// Writes a file under a temporary name beside it and renames it, so that a reader finds the former content or the new one, and of
-/// two writers at once one has its own, whole. It is not synced to the disk: what it holds can be made again.
+/// Writes a file under a temporary name beside it and renames it: a reader sees the old content or the new, and of two
+/// concurrent writers one wins whole. The file is not synced to disk, since its content can be made again.
 ///
 /// # Errors
 /// A folder that is not there, may not be written, or is full; the former file is as it was.

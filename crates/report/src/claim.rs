@@ -1,4 +1,4 @@
-//! Claims and their verdicts: does what the project states hold on the records at hand?
+//! Claims, and whether they hold on a set of records.
 
 use std::fmt;
 
@@ -8,15 +8,15 @@ use crate::run::{RunOutcome, RunState};
 use crate::spec::{Claim, Op, Specs};
 use crate::unit;
 
-/// What the records say of a claim.
+/// The verdict on a claim.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Verdict {
-    /// The worst value keeps to the limit.
+    /// The worst value is within the limit.
     Holds {
         /// The worst value.
         value: f64,
     },
-    /// The worst value does not keep to the limit.
+    /// The worst value is outside the limit.
     FallsShort {
         /// The worst value.
         value: f64,
@@ -37,16 +37,16 @@ pub struct CheckedClaim {
     pub claim: Claim,
     /// The unit of value and limit.
     pub unit: String,
-    /// What the records say.
+    /// The verdict.
     pub verdict: Verdict,
-    /// What a reader must know of the value that decides, such as which PyTorch a ratio is against.
+    /// A note on the deciding value, such as which PyTorch a ratio is relative to.
     pub note: Option<String>,
 }
 
 /// Checks every claim of `specs` against `records`, in the order of registration.
 ///
-/// The worst of all matching records decides. A missing value leaves the claim open unless a measured one falls short
-/// already. `runs` tells why an experiment left no record.
+/// The worst matching record decides. A missing value gives "not measured" unless a measured value falls short. `runs`
+/// has the reason why an experiment left no record.
 pub fn check(specs: &Specs, records: &[Record], runs: &[RunOutcome]) -> Vec<CheckedClaim> {
     specs.claims.iter().map(|claim| check_one(specs, claim, records, runs)).collect()
 }
@@ -95,8 +95,8 @@ impl CheckedClaim {
         }
     }
 
-    /// The value and the limit as shown, with as many decimals as state the limit and as it takes to see on which side the
-    /// value is.
+    /// Returns the value and the limit as shown: with the decimals of the stated limit, and more where they are needed to
+    /// show on which side the value is.
     pub fn figures(&self) -> (Option<String>, String) {
         let Claim { op, limit, .. } = self.claim;
         let stated = unit::decimals_of_limit(limit, &self.unit);

@@ -1,7 +1,7 @@
-//! Ours against a peer's, round by round.
+//! Ratios of this project's figures to a peer's, round by round.
 //!
-//! A machine drifts: its clock, its neighbours, its caches. Two programs that take turns drift together, so the ratio
-//! is taken within each round, and the figure is the median of the rounds' ratios, with their spread.
+//! A machine's speed drifts. Two programs that alternate drift together, so each ratio is computed within one round, and
+//! the figure is the median of the rounds' ratios, with their spread.
 
 use crate::measurements::{IMPLEMENTATION_KEY, ROUND_KEY, distinct, newest};
 use crate::record::{Case, Metric, Record};
@@ -60,7 +60,7 @@ fn ratios_of(ratio: &Ratio, records: &[Record]) -> Vec<Record> {
         let case = ratio.ours.fixed().fold(group, |case, (key, value)| case.with(key, value.clone()));
         let values: Vec<f64> = of_rounds.iter().filter_map(|r| r.as_ref().ok().copied()).collect();
         let why = of_rounds.into_iter().find_map(Result::err);
-        let notes = [against(&mine, &peers), why.as_ref().map(|why| format!("a round is left out: {why}"))];
+        let notes = [against(&mine, &peers), why.as_ref().map(|why| format!("a round is excluded: {why}"))];
         let metric = if values.is_empty() {
             Metric::not_measured(&ratio.name, "ratio", &why.unwrap_or("no record".into()))
         } else {
@@ -102,7 +102,9 @@ fn ratio_of_round(
     let round = record.case.get(ROUND_KEY);
     let same_round = |r: &&&&Record| r.case.get(ROUND_KEY) == round;
     if mine.iter().filter(same_round).count() > 1 {
-        return Err("several cases of ours are in one round; add a key that tells them apart to `per`".into());
+        return Err(
+            "several of our cases are in one round; add a key that distinguishes them to `per`".into()
+        );
     }
     let mut others = peers.iter().filter(same_round);
     let (Some(peer), None) = (others.next(), others.next()) else {
@@ -110,7 +112,7 @@ fn ratio_of_round(
         return Err(if found == 0 {
             format!("no record of {} to divide by", ratio.metric)
         } else {
-            format!("{found} records to divide by in one round; add a key that tells them apart to `per`")
+            format!("{found} records to divide by in one round; add a key that distinguishes them to `per`")
         });
     };
     let value = |r: &Record| {

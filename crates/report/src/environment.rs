@@ -1,11 +1,11 @@
-//! Where a measurement was taken.
+//! The machine and revision of a measurement.
 
 use std::process::Command;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-/// Where and when a measurement was taken.
+/// The machine, revision and time of a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Environment {
     /// `cpu`, or the name of the GPU.
@@ -19,7 +19,7 @@ pub struct Environment {
     /// Version of libtorch, or `None` where none is linked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub torch: Option<String>,
-    /// Implementations that CPU computations took, such as `avx512, bf16 in fp32, fp16 in fp32`; `None` where there is no choice.
+    /// Implementations that CPU computations used, such as `avx512, bf16 in fp32, fp16 in fp32`; `None` if there is no choice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub implementations: Option<String>,
     /// Short git revision, `+` after it when the tree had changes; empty outside a repository.

@@ -1,4 +1,4 @@
-//! Sentences whose figures are computed of records, so that no figure is ever typed.
+//! Sentences whose figures are computed from records.
 
 use serde::Deserialize;
 
@@ -8,14 +8,14 @@ use crate::record::{Case, Record};
 use crate::spec::Finding;
 use crate::unit;
 
-/// A sentence with places for computed quantities.
+/// A sentence with placeholders for computed quantities.
 ///
 /// | written | becomes |
 /// |---|---|
 /// | `{per}` | the group's case: `batch 8, SaveOne` |
 /// | `{level}` | the value of that case key in the group, or in the `of` filter |
 /// | `{of:peak_bytes}` | the value: `1.25 GiB` |
-/// | `{against:peak_bytes}` | the value it is measured against |
+/// | `{against:peak_bytes}` | the baseline value |
 /// | `{ratio:peak_bytes}` | `of / against`: `0.760` |
 /// | `{less:peak_bytes}` | `24.0 % less`, or `… more`, or `the same` |
 /// | `{more:peak_bytes}` | the same words, for sentences that expect more |
@@ -92,7 +92,7 @@ impl Piece {
             "less" | "more" => Quantity::Change,
             other => {
                 return Err(format!(
-                    "the text asks for the unknown quantity `{other}`; known are of, against, ratio, less and more"
+                    "the text asks for the unknown quantity `{other}`; known: of, against, ratio, less, more"
                 ));
             }
         };
@@ -194,7 +194,7 @@ fn side(measured: &Measurements, group: &Case, filter: &Filter, metric: &str) ->
         [one] if one.metric.value.is_some() => Ok((*one).clone()),
         [one] => Err(one.metric.note.clone().unwrap_or_else(|| format!("no value of {metric}"))),
         several => {
-            Err(format!("{} records of {metric} match; add a key that tells them apart", several.len()))
+            Err(format!("{} records of {metric} match; add a key that distinguishes them", several.len()))
         }
     }
 }

@@ -60,7 +60,7 @@ pub(crate) fn grid(header: &[String], rows: &[Vec<String>], right: &[bool]) -> S
 
 /// The claims as a table.
 pub fn claims(claims: &[CheckedClaim]) -> String {
-    let header = ["verdict", "claim", "what", "measured", "limit", "how to run it"].map(str::to_owned);
+    let header = ["verdict", "claim", "description", "measured", "limit", "command"].map(str::to_owned);
     let rows: Vec<Vec<String>> = claims
         .iter()
         .map(|checked| {
@@ -91,7 +91,7 @@ pub fn report(checked: &[CheckedClaim], sections: &[Section]) -> String {
         text += &format!("## Claims\n\n{}\n", claims(checked));
     }
     text += "## Experiments\n\n";
-    let header = ["experiment", "what", "run"].map(str::to_owned);
+    let header = ["experiment", "title", "run"].map(str::to_owned);
     let rows: Vec<_> = sections
         .iter()
         .map(|s| vec![format!("[{}](#{})", s.name, anchor(&s.title)), s.title.clone(), s.run_words()])
@@ -112,13 +112,13 @@ pub fn report(checked: &[CheckedClaim], sections: &[Section]) -> String {
             }
         }
         if !section.command.is_empty() {
-            text += &format!("\nRun it again: `{}`\n", section.command);
+            text += &format!("\nReproduce: `{}`\n", section.command);
         }
         for environment in &section.environments {
             text += &format!("\nMeasured on {environment}\n");
         }
         if section.has_records {
-            text += &format!("\nEvery measurement: [{0}]({0})\n", section.csv_file());
+            text += &format!("\nAll measurements: [{0}]({0})\n", section.csv_file());
         }
     }
     text

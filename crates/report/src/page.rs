@@ -1,4 +1,4 @@
-//! The report as one self-contained HTML page: no script, no font, no picture from elsewhere.
+//! The report as one self-contained HTML page: no scripts, no external fonts or images.
 
 use crate::claim::{CheckedClaim, Verdict};
 use crate::plot::escape;
@@ -9,7 +9,7 @@ use crate::table::{Cell, Table, mark};
 
 /// The page's text. `environments` says where the records were taken.
 pub fn html(checked: &[CheckedClaim], environments: &[String], sections: &[Section]) -> String {
-    let mut main = String::from("<h1>Frugal, measured</h1>\n");
+    let mut main = String::from("<h1>Frugal: measurements</h1>\n");
     main += &format!("<p class=\"lead\">{}</p>\n", escape(&summary(checked, sections)));
     if !checked.is_empty() {
         main += &format!("<h2 id=\"claims\">Claims</h2>\n{}", claims(checked));
@@ -24,7 +24,7 @@ pub fn html(checked: &[CheckedClaim], environments: &[String], sections: &[Secti
     format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" \
          content=\"width=device-width, initial-scale=1\">\n<meta name=\"color-scheme\" content=\"light dark\">\n\
-         <title>Frugal, measured</title>\n<style>\n{}</style>\n</head>\n<body>\n{}<main>\n{main}</main>\n</body>\n\
+         <title>Frugal: measurements</title>\n<style>\n{}</style>\n</head>\n<body>\n{}<main>\n{main}</main>\n</body>\n\
          </html>\n",
         include_str!("page.css"),
         contents(checked, environments, sections),
@@ -100,7 +100,7 @@ fn claims(checked: &[CheckedClaim]) -> String {
     }
     format!(
         "<div class=\"wide whole\"><table class=\"claims\">\n<thead><tr><th>verdict</th><th>claim</th><th class=\"n\">measured</th><th \
-         class=\"n\">limit</th><th>how to run it</th></tr></thead>\n<tbody>\n{rows}</tbody>\n\
+         class=\"n\">limit</th><th>command</th></tr></thead>\n<tbody>\n{rows}</tbody>\n\
          </table></div>\n"
     )
 }
@@ -156,14 +156,14 @@ fn section(s: &Section) -> String {
         html += &format!("<h3>Findings</h3>\n<ul>\n{items}</ul>\n");
     }
     if !s.command.is_empty() {
-        html += &format!("<h3>Run it again</h3>\n<pre><code>{}</code></pre>\n", escape(&s.command));
+        html += &format!("<h3>Reproduce</h3>\n<pre><code>{}</code></pre>\n", escape(&s.command));
     }
     for place in &s.environments {
         html += &format!("<p class=\"small\">Measured on {}</p>\n", escape(place));
     }
     if s.has_records {
         let name = escape(&s.csv_file());
-        html += &format!("<p class=\"small\">Every measurement: <a href=\"{name}\">{name}</a></p>\n");
+        html += &format!("<p class=\"small\">All measurements: <a href=\"{name}\">{name}</a></p>\n");
     }
     html + "</section>\n"
 }

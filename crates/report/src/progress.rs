@@ -29,7 +29,7 @@ impl Progress {
         Self { bar, lines, done: 0, total }
     }
 
-    /// Says what is being done now.
+    /// Sets the message of the current step.
     pub fn message(&self, message: &str) {
         if let Some(bar) = &self.bar {
             bar.set_message(message.to_owned());
@@ -39,7 +39,7 @@ impl Progress {
         }
     }
 
-    /// Writes text to standard error, above the bar where there is one.
+    /// Writes text to standard error, above the bar if there is one.
     pub fn print(&self, text: &str) {
         match &self.bar {
             Some(bar) => bar.suspend(|| eprint!("{text}")),
@@ -52,7 +52,7 @@ impl Progress {
         self.bar.is_some() || self.lines
     }
 
-    /// One more step is done.
+    /// Advances by one step.
     pub fn step(&mut self) {
         self.done += 1;
         if let Some(bar) = &self.bar {

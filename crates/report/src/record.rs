@@ -44,27 +44,27 @@ pub(crate) fn same_value(a: &Value, b: &Value) -> bool {
     a == b || matches!((a.as_f64(), b.as_f64()), (Some(a), Some(b)) if a == b)
 }
 
-/// What was measured, in which unit, and how sure it is.
+/// A measured value with its unit and spread.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Metric {
     /// Snake-case name, for example `backward_seconds`.
     pub name: String,
     /// `s`, `B`, `FLOP/s`, `tokens/s`, `ratio`, `count`, or empty for a pure number.
     pub unit: String,
-    /// The median of the samples; `None` says "not measured", and `note` says why.
+    /// The median of the samples; `None` means "not measured", and `note` has the reason.
     pub value: Option<f64>,
     /// Half of the interquartile range of the samples, in `unit`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub spread: Option<f64>,
     /// Number of samples behind `value`; 1 for a computed figure.
     pub n: usize,
-    /// Why there is no value, or what a reader must know of it.
+    /// Why there is no value, or a remark on it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
 }
 
 impl Metric {
-    /// A figure that was computed or counted, without spread.
+    /// A computed or counted figure, without spread.
     pub fn exact(name: &str, unit: &str, value: f64) -> Self {
         Self { name: name.into(), unit: unit.into(), value: Some(value), spread: None, n: 1, note: None }
     }
@@ -82,7 +82,7 @@ impl Metric {
         }
     }
 
-    /// A figure that could not be had here; `why` is shown in its place.
+    /// A figure that could not be measured; `why` is shown in its place.
     pub fn not_measured(name: &str, unit: &str, why: &str) -> Self {
         Self { name: name.into(), unit: unit.into(), value: None, spread: None, n: 0, note: Some(why.into()) }
     }
@@ -95,7 +95,7 @@ pub struct Record {
     pub experiment: String,
     /// Which case of it.
     pub case: Case,
-    /// What came out.
+    /// The measured value.
     pub metric: Metric,
     /// Where and when.
     pub environment: Environment,
@@ -111,15 +111,15 @@ pub enum RecordsError {
     Open {
         /// The path as given.
         path: PathBuf,
-        /// What the operating system said.
+        /// The error of the operating system.
         cause: std::io::Error,
     },
-    /// Reading or writing broke off.
+    /// Reading or writing failed.
     #[error("cannot read or write the records file {path}: {cause}")]
     Io {
         /// The path as given.
         path: PathBuf,
-        /// What the operating system said.
+        /// The error of the operating system.
         cause: std::io::Error,
     },
     /// A line is not a record.
@@ -129,7 +129,7 @@ pub enum RecordsError {
         path: PathBuf,
         /// Line number, from 1.
         line: usize,
-        /// What the parser said.
+        /// The error of the parser.
         cause: serde_json::Error,
     },
 }

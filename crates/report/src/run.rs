@@ -16,14 +16,14 @@ pub struct RunOutcome {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "state", rename_all = "kebab-case")]
 pub enum RunState {
-    /// It did all its work.
+    /// It completed.
     Done {
         /// Wall-clock seconds.
         seconds: f64,
     },
-    /// It broke off. The records that it left before are shown.
+    /// It failed. The records of the run before are shown.
     Failed {
-        /// Its last words.
+        /// Its error message.
         message: String,
     },
     /// It did not start.
@@ -43,7 +43,7 @@ impl RunState {
         }
     }
 
-    /// The time it took, or why it did not end well.
+    /// Returns its duration, or why it failed or was skipped.
     pub fn detail(&self) -> String {
         match self {
             Self::Done { seconds } if *seconds < 59.95 => format!("{seconds:.1} s"),

@@ -60,7 +60,7 @@ impl Section {
         match &self.run {
             Some(state @ RunState::Done { .. }) => format!("done in {}", state.detail()),
             Some(state) => format!("{}: {}", state.word(), state.detail()),
-            None if self.has_records => "records of an earlier run".into(),
+            None if self.has_records => "records from an earlier run".into(),
             None => "not run".into(),
         }
     }
@@ -86,7 +86,7 @@ pub fn sections(specs: &Specs, records: &[Record], runs: &[RunOutcome]) -> Vec<S
     }
     for name in distinct(records.iter().map(|record| &record.experiment)) {
         if specs.experiment(name).is_none() && specs.comparison(name).is_none() {
-            let about = "No crate registers this experiment; these are its records as they are.";
+            let about = "No crate registers this experiment; the table shows all its records.";
             sections.push(build(name, name, about, Views::default(), String::new()));
         }
     }
@@ -110,7 +110,7 @@ fn section(
     run: Option<RunState>,
 ) -> Section {
     let has_records = !measured.records().is_empty();
-    let everything = [spec::Table { title: "Every measurement".into(), ..spec::Table::default() }];
+    let everything = [spec::Table { title: "All measurements".into(), ..spec::Table::default() }];
     let tables = if views.tables.is_empty() { &everything } else { views.tables };
     let draw = |spec: &spec::Plot| {
         let file = format!("plots/{name}-{}.svg", spec.name);

@@ -1,4 +1,4 @@
-//! Where the figures of an experiment go: a records file and standard output.
+//! The output of an experiment: a records file and standard output.
 
 use std::io::Write;
 
@@ -6,7 +6,7 @@ use crate::cli::CommonArgs;
 use crate::environment::Environment;
 use crate::record::{Case, Metric, Record, RecordWriter, RecordsError};
 
-/// Writes records to the file that was asked for, and a line each to standard output.
+/// Writes records to the file of `--records`, and one line per record to standard output.
 pub struct Sink {
     records: Option<RecordWriter>,
     environment: Environment,
@@ -14,7 +14,7 @@ pub struct Sink {
 }
 
 impl Sink {
-    /// Opens the records file of `--records`, where one was asked for.
+    /// Opens the records file of `--records`, if given.
     ///
     /// # Errors
     /// A file that cannot be written.

@@ -20,12 +20,12 @@ pub enum SiteError {
     Write {
         /// The path that was tried.
         path: PathBuf,
-        /// What the operating system said.
+        /// The error of the operating system.
         cause: std::io::Error,
     },
 }
 
-/// What was written, and what the claims came to.
+/// The written files and the checked claims.
 #[derive(Clone, Debug)]
 pub struct Written {
     /// The page.
@@ -37,7 +37,7 @@ pub struct Written {
 }
 
 /// Writes `index.html`, `report.md`, `<experiment>.csv` and `plots/<experiment>-<plot>.svg` into the folder `out`,
-/// which is made where it is missing. Files of the same names are replaced, others stay.
+/// which is created if missing. Files of the same names are replaced, others stay.
 pub fn write(
     specs: &Specs,
     records: &[Record],

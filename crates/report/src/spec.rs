@@ -2,7 +2,7 @@
 //! another program.
 //!
 //! Everything that runs and renders an experiment reads it from there, so that a new experiment is a new file and no
-//! change in this crate or in `xtask`. An unknown field is an error, so a slip of the pen never passes silently.
+//! change in this crate or in `xtask`. An unknown field is an error.
 //!
 //! ```
 //! let specs: report::Specs = toml::from_str(r#"
@@ -49,10 +49,10 @@ pub struct Specs {
     /// `[[experiment]]`: programs whose records the report shows.
     #[serde(rename = "experiment")]
     pub experiments: Vec<Experiment>,
-    /// `[[claim]]`: figures that the project states, with their limits.
+    /// `[[claim]]`: claims, with their limits.
     #[serde(rename = "claim")]
     pub claims: Vec<Claim>,
-    /// `[[comparison]]`: programs that are measured against another program, in turns.
+    /// `[[comparison]]`: programs that are measured against another program, alternately.
     #[serde(rename = "comparison")]
     pub comparisons: Vec<Comparison>,
 }
@@ -86,7 +86,7 @@ pub struct Experiment {
     /// Arguments of the binary. `xtask` appends `--scale`, `--device`, `--records` and `--seed`.
     #[serde(default)]
     pub args: Vec<String>,
-    /// The scales that it runs at; every one where this is missing.
+    /// The scales at which it runs; all if missing.
     #[serde(default)]
     pub scales: Option<Vec<Scale>>,
     /// Tables, in the order of the page.
@@ -112,19 +112,19 @@ impl Experiment {
     }
 }
 
-/// A figure that the project states, as data: what is measured, its limit, and how to measure it again.
+/// A claim: what is measured, its limit, and the command that measures it.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Claim {
     /// `crate/what`, for example `swiglu-ckpt/save-all-time`.
     pub name: String,
-    /// What is claimed, in words.
+    /// Description of the claimed figure.
     pub what: String,
     /// The experiment or comparison whose records decide.
     pub experiment: String,
     /// The metric that is compared with the limit.
     pub metric: String,
-    /// Which cases; every one where this is missing. The worst of them decides.
+    /// Which cases; all if missing. The worst of them decides.
     #[serde(default)]
     pub case: Filter,
     /// On which side of the limit the value must be.
@@ -154,7 +154,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Whether `value` keeps to `limit`. A value that is not a number never does.
+    /// Returns whether `value` is within `limit`. NaN never is.
     pub fn holds(self, value: f64, limit: f64) -> bool {
         match self {
             Self::AtMost => value <= limit,
@@ -182,7 +182,7 @@ impl Op {
     }
 }
 
-/// A program of ours and a peer that do the same work in turns, on the same machine.
+/// A program of this project and a peer that alternately do the same work on the same machine.
 ///
 /// Both append records under the comparison's name, with the case keys `impl` (`frugal`, `pytorch`) and `round`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -209,7 +209,7 @@ pub struct Comparison {
     /// Which PyTorch the peer runs on.
     #[serde(default)]
     pub peer_torch: PeerTorch,
-    /// How often the two take turns.
+    /// Number of rounds; both run once in each.
     #[serde(deserialize_with = "view::at_least_one")]
     pub rounds: u32,
     /// The ratios that are computed of each round.
@@ -237,7 +237,7 @@ pub enum PeerTorch {
     Linked,
 }
 
-/// A ratio of our value to theirs, taken within each round so that a drift of the machine cancels.
+/// A ratio of our value to theirs, computed within each round so that drift of the machine cancels.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Ratio {

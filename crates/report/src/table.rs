@@ -1,4 +1,4 @@
-//! A table of records: which rows and columns there are, and what stands in a cell.
+//! A table of records: its rows, columns and cells.
 
 use std::collections::HashMap;
 
@@ -18,11 +18,11 @@ pub struct Table {
     pub keys: usize,
     /// Rows, each as long as the header.
     pub rows: Vec<Vec<Cell>>,
-    /// What the marks in cells say: note `i` has the mark [`mark`]`(i)`.
+    /// The footnotes of cells: note `i` has the mark [`mark`]`(i)`.
     pub notes: Vec<String>,
 }
 
-/// What stands in a cell.
+/// The content of a cell.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Cell {
     /// The text without spread.
@@ -189,7 +189,7 @@ fn value_cell(metrics: &[&Metric], shared: Option<(&Multiple, usize)>, notes: &m
             }
         }
         several => Cell {
-            note: note("several cases fall into this cell; add a key that tells them apart to `rows`".into()),
+            note: note("several cases share this cell; add a key that distinguishes them to `rows`".into()),
             ..Cell::text(format!("{} values", several.len()))
         },
     }

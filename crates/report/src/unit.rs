@@ -1,4 +1,4 @@
-//! How a figure is written for people: bytes in binary multiples, everything else in decimal ones.
+//! Human-readable figures: bytes in binary multiples, everything else in decimal ones.
 
 /// A divisor and the symbol that it brings: 1 GiB, 1 ms, 1 TFLOP/s.
 #[derive(Clone, Debug, PartialEq)]

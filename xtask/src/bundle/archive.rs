@@ -1,4 +1,4 @@
-//! What lies in a bundle, and how it is packed.
+//! The content of a bundle, and how it is packed.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ pub(super) const TOP: &str = "frugal-bundle";
 /// One file of a bundle.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Entry {
-    /// Where it lies, relative to the bundle's top folder.
+    /// Its path, relative to the bundle's top folder.
     pub(super) place: PathBuf,
     pub(super) content: Content,
     pub(super) executable: bool,
@@ -41,15 +41,15 @@ impl Entry {
     }
 }
 
-/// The checkout's own files that programs and tests read: what is registered, the peers, the data, and what lies beside
-/// a crate's tests without being source.
+/// The files of the checkout that programs and tests read: registered experiments, peers, data, and the files beside a
+/// crate's tests that are not source.
 pub(super) fn shared_files(root: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     walk(root, Path::new("xtask/peers"), &mut files)?;
     walk(root, Path::new("data"), &mut files)?;
     for member in sorted(&root.join("crates"))? {
         let member = Path::new("crates").join(member);
-        // Tests start in this folder, so it must be there; its manifest stands for it.
+        // Tests start in this folder, so it must exist; its manifest makes it exist.
         files.push(member.join("Cargo.toml"));
         for folder in ["tests", "data", "experiments"] {
             walk(root, &member.join(folder), &mut files)?;
@@ -86,23 +86,23 @@ fn sorted(folder: &Path) -> Result<Vec<std::ffi::OsString>> {
     Ok(names)
 }
 
-/// A listing that unpacks outside of its folder, or over itself, is a mistake of this program.
+/// Refuses a listing that would unpack outside its folder, or one file over another: a bug of this program.
 pub(super) fn check_listing(entries: &[Entry]) -> Result<()> {
     let mut seen = std::collections::HashSet::new();
     for entry in entries {
         let plain = entry.place.components().all(|part| matches!(part, std::path::Component::Normal(_)));
         if !plain || !seen.insert(&entry.place) {
-            bail!("{} is in the bundle twice, or leads out of it", entry.place.display());
+            bail!("{} is in the bundle twice, or points outside it", entry.place.display());
         }
     }
     Ok(())
 }
 
-/// The programs and tests hold the same libraries: a dictionary that reaches from one into the next finds them again.
+/// The programs and tests contain the same libraries; the dictionary is large enough to find them again in the next file.
 const DICTIONARY: u32 = 128 << 20;
 
-/// Of an archive of 200 MB, gzip at its best leaves 80 in half a minute, the lowest presets with this dictionary 24, the usual
-/// one 21 in two minutes.
+/// An archive of 200 MB compresses to 80 MB with gzip at its best in half a minute, to 24 MB with the lowest presets and this
+/// dictionary, and to 21 MB with the default preset in two minutes.
 const PRESET: u32 = 2;
 
 fn encoder(file: File) -> Result<XzEncoder<File>, liblzma::stream::Error> {

@@ -15,7 +15,7 @@ use crate::venv::{self, Recipe};
 pub(super) struct Pythons(Vec<(PeerTorch, PathBuf)>);
 
 impl Pythons {
-    /// The interpreter that was given, else the bundle's, else private environments'.
+    /// Returns the given interpreter, else the bundle's, else those of private environments.
     pub(super) fn ready(house: &House, given: Option<&Path>, chosen: &[&Comparison]) -> Result<Self> {
         let file = house.peers().join("requirements.txt");
         let text =
@@ -50,16 +50,16 @@ impl Pythons {
     }
 }
 
-/// The peers start in another folder. A bare name is looked up on the path, wherever that is.
+/// Makes a path absolute, since the peers start in another folder. A bare name is looked up on `PATH`.
 fn from_anywhere(python: &Path) -> Result<PathBuf> {
     let is_name = python.components().count() == 1 && !python.is_absolute();
     if is_name {
         return Ok(python.to_owned());
     }
-    std::path::absolute(python).context("--python is no usable path")
+    std::path::absolute(python).context("--python is not a usable path")
 }
 
-/// The private environment whose torch is `torch`, made where it is not there yet.
+/// Returns the private environment with this torch, created if missing.
 fn installed(requirements: &Requirements, torch: &str) -> Result<PathBuf> {
     let packages = requirements.packages(torch);
     let recipe = Recipe {
@@ -83,15 +83,16 @@ fn installed(requirements: &Requirements, torch: &str) -> Result<PathBuf> {
 /// Refuses an interpreter whose torch would make an unfair peer: neither the newest nor the one that our programs link,
 /// or not the latter where the comparison is of the same kernels.
 fn check(python: &Path, requirements: &Requirements, pair: &Pair, comparison: &Comparison) -> Result<()> {
-    let version = version_with(python, &["torch"])
-        .with_context(|| format!("{} is no Python with torch; give --python another", python.display()))?;
+    let version = version_with(python, &["torch"]).with_context(|| {
+        format!("{} is not a Python with torch; give another with --python", python.display())
+    })?;
     let (newest, linked) = (&requirements.torch, pair.torch);
     let wanted = match comparison.peer_torch {
         _ if version == linked => return Ok(()),
         PeerTorch::Newest if version == *newest => return Ok(()),
-        PeerTorch::Newest => format!("is with {newest}, the newest, or {linked}, which our programs link"),
+        PeerTorch::Newest => format!("needs {newest}, the newest, or {linked}, which our programs link"),
         PeerTorch::Linked => {
-            format!("is with {linked}, which our programs link, so that both run the same kernels")
+            format!("needs {linked}, which our programs link, so that both run the same kernels")
         }
     };
     bail!(
@@ -111,17 +112,17 @@ fn version_with(python: &Path, modules: &[&str]) -> Result<String> {
     let output = output.with_context(|| format!("cannot run {}", python.display()))?;
     if !output.status.success() {
         let text = String::from_utf8_lossy(&output.stderr);
-        bail!("{}", text.lines().next_back().unwrap_or("it said nothing").trim());
+        bail!("{}", text.lines().next_back().unwrap_or("no output").trim());
     }
     Ok(public_version(&String::from_utf8_lossy(&output.stdout)).to_owned())
 }
 
-/// What the peers need beside Python.
+/// The Python packages of the peers.
 #[derive(Debug, PartialEq)]
 struct Requirements {
     /// The newest torch.
     torch: String,
-    /// The other packages, as pip is asked for them.
+    /// The other packages, as arguments of pip.
     others: Vec<String>,
 }
 
@@ -149,7 +150,7 @@ impl Requirements {
         }
     }
 
-    /// What pip is asked for to have this torch.
+    /// The arguments of pip for this torch.
     fn packages(&self, torch: &str) -> Vec<String> {
         std::iter::once(format!("torch=={torch}")).chain(self.others.iter().cloned()).collect()
     }

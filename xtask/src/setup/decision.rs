@@ -1,4 +1,4 @@
-//! Which libtorch is taken: `$LIBTORCH`, the active virtual environment's, or a private installation.
+//! Chooses the libtorch: `$LIBTORCH`, the active virtual environment's, or a private installation.
 
 use std::path::Path;
 
@@ -11,18 +11,18 @@ use crate::venv;
 /// What `setup` does.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Decision {
-    /// The link is good as it is.
+    /// Keep the existing link.
     Keep(Torch),
-    /// Link this one; the words say where it comes from.
+    /// Link this one; the string says where it comes from.
     Link(Torch, &'static str),
     /// Install the wheels of this variant.
     Install(Variant),
 }
 
-/// Decides, and adds notes for what was passed over.
+/// Decides, and adds notes on the candidates that it skips.
 ///
-/// A link that serves is kept whatever else there is, so that a build is not done twice because a virtual environment
-/// was entered or left; only an exported `LIBTORCH` or a flag changes it.
+/// A usable link is always kept, so that entering or leaving a virtual environment does not cause a second
+/// build; only an exported `LIBTORCH` or a flag changes it.
 pub(super) fn decide(
     surroundings: &Surroundings,
     pair: &Pair,
@@ -37,8 +37,8 @@ pub(super) fn decide(
         Some(Ok(torch)) if wanted.is_none_or(|variant| variant == torch.variant) => {
             if torch.variant == Variant::Cpu && surroundings.driver && wanted.is_none() {
                 notes.push(
-                    "this machine has an NVIDIA driver, and the linked libtorch computes on the CPU only; `cargo xtask \
-                     setup --cuda` changes that"
+                    "this machine has an NVIDIA driver, but the linked libtorch is for the CPU only; `cargo xtask \
+                     setup --cuda` replaces it"
                         .into(),
                 );
             }
@@ -47,7 +47,7 @@ pub(super) fn decide(
         Some(Ok(torch)) => {
             notes.push(format!("the linked libtorch is for {}; replacing the link", torch.variant))
         }
-        Some(Err(error)) => notes.push(format!("the link .libtorch is of no use ({error:#}); replacing it")),
+        Some(Err(error)) => notes.push(format!("the link .libtorch is unusable ({error:#}); replacing it")),
         None => {}
     }
     if let Some(environment) = &surroundings.virtual_env {
@@ -68,9 +68,7 @@ pub(super) fn decide(
                 ))
             }
             Some(Ok(torch)) => return Ok((Decision::Link(torch, "from the active environment"), notes)),
-            Some(Err(error)) => {
-                notes.push(format!("the active environment's torch is passed over: {error:#}"))
-            }
+            Some(Err(error)) => notes.push(format!("the active environment's torch is ignored: {error:#}")),
             None => {}
         }
     }
@@ -78,14 +76,14 @@ pub(super) fn decide(
     Ok((Decision::Install(wanted.unwrap_or(by_driver)), notes))
 }
 
-/// The caller's own choice is never replaced by another: it serves, or it is an error.
+/// Returns the libtorch of `$LIBTORCH`, or an error: the caller's choice is never replaced by another.
 fn exported(
     folder: &Path,
     pair: &Pair,
     wanted: Option<Variant>,
     inspect: &dyn Fn(&Path) -> Result<Torch>,
 ) -> Result<Torch> {
-    let folder = std::path::absolute(folder).context("LIBTORCH is no usable path")?;
+    let folder = std::path::absolute(folder).context("LIBTORCH is not a usable path")?;
     let torch = inspect(&folder).context("LIBTORCH is set and cannot be used; correct it, or unset it")?;
     if !torch.fits(pair) {
         let Pair { tch, torch: needed, .. } = pair;
@@ -107,13 +105,13 @@ fn exported(
     Ok(torch)
 }
 
-/// The command that takes this libtorch, where a known `tch` goes with it.
+/// Returns the command that switches to this libtorch, if a known `tch` matches it.
 fn other_pair(torch: &Torch) -> Option<String> {
     let pair = Pair::of_torch(&torch.version).ok()?;
     Some(format!("`cargo xtask setup --torch {}`", pair.series()))
 }
 
-/// What the link leads to: nothing, a libtorch that fits, or an error.
+/// Inspects the link: `None` if it is missing, a matching libtorch, or an error.
 fn linked(link: &Path, pair: &Pair, inspect: &dyn Fn(&Path) -> Result<Torch>) -> Option<Result<Torch>> {
     link.symlink_metadata().ok()?;
     let target = || -> Result<Torch> {
@@ -241,7 +239,7 @@ mod tests {
             Machine::bare()
                 .linked("2.9.1", false)
                 .decide(None)
-                .starts_with("install CPU\nthe link .libtorch is of no")
+                .starts_with("install CPU\nthe link .libtorch is unusable")
         );
     }
 
@@ -257,7 +255,7 @@ mod tests {
             "error: LIBTORCH is DIR/exported/torch, which is version 2.13.0+cu130, and tch 0.24.0 needs 2.11.0; unset \
              LIBTORCH (setup installs 2.11.0 then), or point it to a libtorch 2.11.0, or run `cargo xtask setup --torch \
              2.13`",
-            "install CPU\nthe link .libtorch is of no use (it leads to version 2.13.0+cu130, and 2.11.0 is needed); \
+            "install CPU\nthe link .libtorch is unusable (it leads to version 2.13.0+cu130, and 2.11.0 is needed); \
              replacing it",
             "install CPU\nthe active environment DIR/venv has torch 2.13.0+cu130, and 2.11.0 is needed; installing that \
              privately (`cargo xtask setup --torch 2.13` takes the other)",
@@ -284,6 +282,6 @@ mod tests {
     fn a_dangling_link_is_replaced() {
         let machine = Machine::bare();
         std::os::unix::fs::symlink(machine.folder("gone"), &machine.surroundings.link).unwrap();
-        assert!(machine.decide(None).starts_with("install CPU\nthe link .libtorch is of no use"));
+        assert!(machine.decide(None).starts_with("install CPU\nthe link .libtorch is unusable"));
     }
 }

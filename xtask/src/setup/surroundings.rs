@@ -1,4 +1,4 @@
-//! What the machine and the caller's environment say about libtorch.
+//! The settings of the machine and of the caller's environment that concern libtorch.
 
 use std::path::{Path, PathBuf};
 
@@ -6,14 +6,14 @@ use anyhow::{Context, Result};
 
 use crate::house::House;
 
-/// All that the choice of a libtorch depends on.
+/// The inputs to the choice of a libtorch.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Surroundings {
     /// `LIBTORCH` as the caller exported it.
     pub(crate) libtorch: Option<PathBuf>,
     /// The active virtual environment.
     pub(crate) virtual_env: Option<PathBuf>,
-    /// Where the link lies, or will.
+    /// The path of the link.
     pub(crate) link: PathBuf,
     /// Whether an NVIDIA driver is visible.
     pub(crate) driver: bool,
@@ -53,7 +53,7 @@ pub(crate) fn cache_folder() -> Result<PathBuf> {
     let folder = choose_cache(|name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from));
     let folder =
         folder.context("there is no home folder to keep libtorch in; set FRUGAL_CACHE to a folder")?;
-    std::path::absolute(&folder).with_context(|| format!("{} is no usable path", folder.display()))
+    std::path::absolute(&folder).with_context(|| format!("{} is not a usable path", folder.display()))
 }
 
 fn choose_cache(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {

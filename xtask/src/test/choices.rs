@@ -1,7 +1,7 @@
-//! The implementations that a CPU computation may take, and the tests that run once for each.
+//! The implementations of CPU computations, and the tests that run once for each.
 //!
-//! Which one a processor takes is decided by `runtime::processor`, libtorch and the libraries below it, and all can be told
-//! to take another: so that a machine of one maker proves what a machine of another would do.
+//! Which one a processor takes is decided by `runtime::processor`, libtorch and the libraries below it, and each can be
+//! overridden, so a machine of one vendor tests what a machine of another would run.
 
 /// Environment variables under which the tests run again.
 #[derive(Clone, Copy, Debug)]
@@ -55,7 +55,7 @@ impl Choice {
         self.packages.contains(&package)
     }
 
-    /// Why it cannot be taken here; `flags` is what `/proc/cpuinfo` lists.
+    /// Why it cannot run here; `flags` is the list of `/proc/cpuinfo`.
     pub(super) fn missing(&self, flags: &str) -> Option<String> {
         let there = self.needs.is_empty() || flags.split_whitespace().any(|flag| flag == self.needs);
         (!there).then(|| format!("tests under `{}`: this processor has no {}", self.name, self.needs))

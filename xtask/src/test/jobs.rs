@@ -1,4 +1,4 @@
-//! Test executables as jobs of which several run beside each other.
+//! Test executables as jobs, several of which run concurrently.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use super::output::Filter;
 
 /// One executable under one choice of implementations.
 pub(super) struct Job {
-    /// What a person calls it.
+    /// Its displayed name.
     pub(super) name: String,
     pub(super) executable: PathBuf,
     pub(super) folder: PathBuf,
@@ -21,10 +21,10 @@ pub(super) struct Job {
     pub(super) arguments: Vec<String>,
 }
 
-/// Runs all jobs, `slots` at a time in their order, and gives `print` what a person wants to see of each when it has ended.
+/// Runs all jobs in their order, `slots` at a time, and passes the filtered output of each to `print` when it has ended.
 /// Returns the names of those that failed.
 ///
-/// Each is a process of its own, whose tests run one after another: what a test changes of its process meets no other test.
+/// Each job is a process, whose tests run one after another, so that a test's changes to its process affect no other job.
 pub(super) fn run(
     jobs: &[Job],
     slots: usize,
@@ -72,7 +72,7 @@ fn run_one(job: &Job, prepare: impl Fn(&mut Command)) -> Result<(bool, Vec<Strin
         .stderr(Stdio::piped())
         .spawn()
         .with_context(|| format!("cannot run {}", job.executable.display()))?;
-    // A test that ends its process says why on standard error; those that pass say nothing there that is wanted.
+    // A test that aborts its process prints the reason to standard error; the standard error of passing tests is dropped.
     let errors = child.stderr.take().expect("standard error is piped");
     let errors = std::thread::spawn(move || lines(errors));
     let mut lines = lines(child.stdout.take().expect("standard output is piped"));
@@ -89,7 +89,7 @@ fn lines(stream: impl std::io::Read) -> Vec<String> {
     lines.map(|line| String::from_utf8_lossy(&line).into_owned()).collect()
 }
 
-/// The package's folder, by its name under `crates/` or as the workspace's own.
+/// The package's folder: `crates/<package>`, or `<package>` at the top of the workspace.
 pub(super) fn folder(root: &Path, package: &str) -> PathBuf {
     let own = root.join(package);
     if own.join("Cargo.toml").exists() { own } else { root.join("crates").join(package) }

@@ -1,9 +1,9 @@
-//! The output of test executables, without what passing tests print, and with what they skipped kept for the end.
+//! Filters the output of test executables: drops what passing tests print, and collects the skipped tests.
 
-/// A test that has nothing to work on prints a line with this at its start.
+/// A test without its data or device prints a line that starts with this.
 const SKIPPED: &str = "skipped:";
 
-/// Takes the lines of any number of test runs.
+/// Filters the lines of any number of test runs.
 #[derive(Debug, Default)]
 pub(super) struct Filter {
     /// Tests that passed, as the summaries count them.
@@ -18,7 +18,7 @@ pub(super) struct Filter {
 }
 
 impl Filter {
-    /// The line, when a person should see it.
+    /// Returns the line if it is to be shown.
     pub(super) fn line<'a>(&mut self, line: &'a str) -> Option<&'a str> {
         if let Some(counts) = line.strip_prefix("test result: ") {
             self.successes = false;
@@ -44,7 +44,7 @@ impl Filter {
         (!self.successes).then_some(line)
     }
 
-    /// Notes what was left out, once: a test may run under several choices.
+    /// Records a skipped test once: it may run under several choices.
     pub(super) fn skip(&mut self, reason: String) {
         if !self.skipped.contains(&reason) {
             self.skipped.push(reason);

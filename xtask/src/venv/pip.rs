@@ -1,4 +1,4 @@
-//! One run of pip: what is shown of it, and what to do when it fails.
+//! One run of pip: its progress, and the remedy when it fails.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, IsTerminal, Write};
@@ -61,10 +61,10 @@ pub(super) fn run(mut command: Command, lock: &File, log: &Path, recipe: &Recipe
 fn last_error(log: &str) -> &str {
     let lines = || log.lines().map(str::trim).filter(|line| !line.is_empty());
     let error = lines().rev().find(|line| line.starts_with("ERROR:") || line.starts_with("Error:"));
-    error.or_else(|| lines().next_back()).unwrap_or("it said nothing")
+    error.or_else(|| lines().next_back()).unwrap_or("no output")
 }
 
-/// What to do about a failure of pip, by its words.
+/// Returns the remedy for a failure of pip, chosen by its error message.
 fn remedy(log: &str, recipe: &Recipe) -> String {
     let wheels: Vec<&str> =
         recipe.packages.iter().map(String::as_str).filter(|package| !package.starts_with('-')).collect();
@@ -90,7 +90,7 @@ fn remedy(log: &str, recipe: &Recipe) -> String {
              PIP_NO_INDEX=1 and PIP_FIND_LINKS to it, or set LIBTORCH"
         )
     } else if says(&["(from versions: none)"]) {
-        // What pip says both without an index and where no wheel fits the platform at all.
+        // pip prints this both without an index and where no wheel fits the platform.
         format!(
             "no wheel was found at all: see that the network and pip's index are reached, and use Linux on x86-64 or \
              aarch64; or put the wheels of {wheels} in a folder and set PIP_NO_INDEX=1 and PIP_FIND_LINKS to it; or set \
@@ -101,7 +101,7 @@ fn remedy(log: &str, recipe: &Recipe) -> String {
          set LIBTORCH"
             .into()
     } else {
-        "repair what it names and run this again, or set LIBTORCH".into()
+        "fix the reported problem and run this again, or set LIBTORCH".into()
     }
 }
 
@@ -138,6 +138,6 @@ mod tests {
             "ERROR: Could not find a version that satisfies the requirement torch==2.11.0 (from versions: none)",
             "the wheels of torch==2.11.0 in a folder",
         );
-        check("", "it said nothing", "run this again");
+        check("", "no output", "run this again");
     }
 }

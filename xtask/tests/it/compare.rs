@@ -86,7 +86,7 @@ fn the_newest_pytorch_is_a_peer_and_the_claim_says_so() {
     let ran = bundle.run(&["compare", "--python", "./python"]);
     assert_eq!(
         ran.err,
-        "error: ./python has torch 2.15.0, and the comparison time is with 2.11.0, which our programs link, so that both \
+        "error: ./python has torch 2.15.0, and the comparison time needs 2.11.0, which our programs link, so that both \
          run the same kernels; give --python one that has it, or leave the comparison out with --only\n"
     );
 }
@@ -98,7 +98,7 @@ fn a_python_with_another_torch_is_refused() {
     let ran = bundle.run(&["compare", "--python", "./python"]);
     assert_eq!(
         ran.err,
-        "error: ./python has torch 2.9.1, and the comparison time is with 2.15.0, the newest, or 2.11.0, which our programs \
+        "error: ./python has torch 2.9.1, and the comparison time needs 2.15.0, the newest, or 2.11.0, which our programs \
          link; give --python one that has it, or leave the comparison out with --only\n"
     );
     bundle.script("python", "echo \"ModuleNotFoundError: No module named 'torch'\" >&2; exit 1\n");

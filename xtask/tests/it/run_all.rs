@@ -47,7 +47,7 @@ fn resume_runs_what_is_not_done() {
     let bundle = three();
     bundle.run(&["run-all", "--scale", "smoke"]);
     let ran = bundle.run(&["run-all", "--scale", "smoke", "--resume"]);
-    assert!(ran.err.contains("fine: done before, skipped"), "{}", ran.err);
+    assert!(ran.err.contains("fine: already done, skipped"), "{}", ran.err);
     assert_eq!(bundle.read("ran"), "fine\nfails\ncrashes\nfails\ncrashes\n");
     // Another scale, seed or program is another measurement.
     bundle.run(&["run-all", "--scale", "laptop", "--resume", "--only", "fine"]);
@@ -69,7 +69,7 @@ fn a_failure_leaves_the_records_of_the_run_before() {
 }
 
 #[test]
-fn the_time_of_the_run_before_is_foretold() {
+fn the_duration_is_predicted_from_the_run_before() {
     let bundle = three();
     let first = bundle.run(&["run-all", "--only", "fine"]);
     assert!(first.err.contains("[1/1] fine\n"), "{}", first.err);
@@ -126,7 +126,7 @@ fn ctrl_c_stops_cleanly_and_resume_goes_on() {
     assert_eq!(ran.code, Some(1), "{ran:?}");
     assert!(start.elapsed() < Duration::from_secs(30), "it waited for the experiment to end");
     assert!(ran.err.contains("fails: interrupted"), "{}", ran.err);
-    assert!(ran.err.contains("error: stopped; `cargo xtask run-all --resume`"), "{}", ran.err);
+    assert!(ran.err.contains("error: interrupted; `cargo xtask run-all --resume`"), "{}", ran.err);
     assert_eq!(bundle.read("ran"), "fine\nfails\n", "nothing starts after Ctrl-C");
     bundle.program("fails", "echo fails >> ran\n");
     bundle.run(&["run-all", "--resume"]);

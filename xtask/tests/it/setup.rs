@@ -128,7 +128,7 @@ fn an_installation_that_was_killed_is_made_anew() {
     assert!(!checkout.join(".libtorch").exists());
     let output = machine.setup(&checkout).output().unwrap();
     assert!(output.status.success(), "{}", words(&output));
-    assert!(words(&output).contains("unfinished or damaged; making it anew"), "{}", words(&output));
+    assert!(words(&output).contains("incomplete or damaged; creating it again"), "{}", words(&output));
     assert_eq!(machine.installations(), 2);
 }
 
@@ -164,7 +164,7 @@ fn a_switch_moves_the_lock_and_the_link_together() {
         assert_eq!((&*linked, &*locked), expected);
     };
     let old = ("2.11.0+cu130", "0.24.0");
-    check("2.11", old, "setup: Cargo.lock has tch 0.24.0 for torch 2.11.0 already\n");
+    check("2.11", old, "setup: Cargo.lock already has tch 0.24.0 for torch 2.11.0\n");
     check(
         "2.13",
         ("2.13.0+cu130", "0.26.0"),

@@ -1,4 +1,4 @@
-//! Spans of time in rows: what ran when, lane by lane.
+//! Spans of time in rows: what ran when, row by row.
 
 use super::axis::Axis;
 use super::figure::{Panel, cases, drawable, panels, series_of};
@@ -14,9 +14,9 @@ const RIGHT: f64 = WIDTH - 16.0;
 /// A row, and the bar in it.
 const ROW: f64 = 26.0;
 const THICK: f64 = 20.0;
-/// A span of next to no time is seen all the same.
+/// Minimum width, so that a very short span is visible.
 const LEAST: f64 = 0.6;
-/// As many series as a legend names; they are as many as there are colours.
+/// Maximum number of series in a legend, the number of colours.
 const NAMED: usize = 8;
 
 /// Spans in panels.
@@ -28,7 +28,7 @@ pub(super) struct Spans {
     last: f64,
 }
 
-/// A lane of one panel.
+/// A row of one panel.
 struct Row {
     name: String,
     spans: Vec<Span>,
@@ -42,7 +42,7 @@ struct Span {
     hover: String,
 }
 
-/// The spans of the cases that have a start, an end and a lane.
+/// The spans of the cases that have a start, an end and a row.
 pub(super) fn spans(spec: &Plot, measured: &Measurements) -> Option<Spans> {
     let unit = measured.unit(&spec.x)?.to_owned();
     let time = |case: &Case, metric: &str| measured.metric(case, metric)?.value.filter(drawable);

@@ -18,7 +18,7 @@ pub enum SpecError {
     Read {
         /// The path that was tried.
         path: PathBuf,
-        /// What the operating system said.
+        /// The error of the operating system.
         cause: std::io::Error,
     },
     /// The file is not TOML, or has a field or value that is not known.
@@ -47,9 +47,9 @@ pub enum SpecError {
         /// The earlier file.
         first: PathBuf,
     },
-    /// A claim is about an experiment that nobody registers.
+    /// A claim names an experiment that no crate registers.
     #[error(
-        "{path}:{line}: the claim `{claim}` is about the experiment `{experiment}`, which no crate registers; known are {known}"
+        "{path}:{line}: the claim `{claim}` is about the experiment `{experiment}`, which no crate registers; known: {known}"
     )]
     UnknownExperiment {
         /// The file.

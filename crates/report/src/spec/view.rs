@@ -12,13 +12,13 @@ use crate::finding::Template;
 pub struct Table {
     /// Caption.
     pub title: String,
-    /// Which cases; every one where this is missing.
+    /// Which cases; all if missing.
     #[serde(default)]
     pub filter: Filter,
-    /// The case keys that make a row; every key where this is missing.
+    /// The case keys that make a row; all keys if missing.
     #[serde(default)]
     pub rows: Vec<String>,
-    /// The metrics that make columns; every metric where this is missing.
+    /// The metrics that make columns; all metrics if missing.
     #[serde(default)]
     pub columns: Vec<String>,
     /// A case key whose values become columns, one of each metric.
@@ -38,11 +38,11 @@ pub enum PlotKind {
     Bar,
     /// Horizontal bars made of the metrics in `stack`, one per value of `x`.
     StackedBar,
-    /// Spans of time: a row per value of the case key `y` (a lane), in it a bar from the metric `x` to the metric `end`
+    /// Spans of time: a row per value of the case key `y`, in it a bar from the metric `x` to the metric `end`
     /// for each case. Panels share one axis, which starts at zero.
     ///
     /// A span is one case with a metric for its start and one for its end, in the same unit, for example
-    /// `{method, lane, what, index}` with `start` and `end` in `s`. `series` colours the bars (a legend stands above where
+    /// `{method, stream, what, index}` with `start` and `end` in `s`. `series` colours the bars (a legend stands above where
     /// there are at most eight), `label` writes a case key's value into bars that are wide enough for it.
     Timeline,
 }
@@ -76,7 +76,7 @@ pub struct Plot {
     pub log_x: bool,
     /// Logarithmic y axis.
     pub log_y: bool,
-    /// Which cases; every one where this is missing.
+    /// Which cases; all if missing.
     pub filter: Filter,
     /// The case key whose value is written beside each point, or into each bar of a timeline.
     pub label: Option<String>,
@@ -182,7 +182,7 @@ impl TryFrom<PlotFields> for Plot {
     }
 }
 
-/// A sentence whose figures are computed of records, once per group of cases.
+/// A sentence whose figures are computed from records, once per group of cases.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(try_from = "FindingFields")]
 pub struct Finding {
@@ -190,7 +190,7 @@ pub struct Finding {
     pub per: Vec<String>,
     /// The cases that the sentence is about.
     pub of: Filter,
-    /// The cases that they are measured against. A key that is fixed here is not matched with the group's, so that
+    /// The cases of the baseline. A key that is fixed here is not matched with the group's, so that
     /// every level can be measured against one baseline.
     pub against: Option<Filter>,
     /// The sentence.

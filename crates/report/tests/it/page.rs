@@ -77,13 +77,13 @@ fn the_page_has_its_parts_in_order() {
         li: 
         li: 
         li: 
-        h1: Frugal, measured
+        h1: Frugal: measurements
         h2: Claims
         th: verdict
         th: claim
         th: measured
         th: limit
-        th: how to run it
+        th: command
         span: holds
         span: falls short
         span: not measured
@@ -106,15 +106,15 @@ fn the_page_has_its_parts_in_order() {
         h3: Findings
         li: batch 1: InputOnly needs 37.5 % less memory for 25.5 % more time, 250 MiB against 400 MiB (0.625)
         li: batch 8: not measured (needs 12 GiB)
-        h3: Run it again
+        h3: Reproduce
         h2: Against PyTorch
         span: skipped
-        h3: Every measurement
+        h3: All measurements
         th: impl
         th: batch
         th: step (s)
         th: step time ratio
-        h3: Run it again
+        h3: Reproduce
     "#]]
     .assert_eq(&outline);
 }
@@ -145,7 +145,7 @@ fn the_markdown_report() {
 
         ## Claims
 
-        | verdict                        | claim                | what                                    | measured |       limit | how to run it                       |
+        | verdict                        | claim                | description                             | measured |       limit | command                             |
         | ------------------------------ | -------------------- | --------------------------------------- | -------: | ----------: | ----------------------------------- |
         | holds (against PyTorch 2.11.0) | swiglu/time          | time against eager                      |     0.95 |     <= 1.00 | `cargo xtask compare`               |
         | **falls short**                | swiglu/peak          | peak of the smallest level              | 1.50 GiB | <= 1.00 GiB | `cargo xtask run-all --only swiglu` |
@@ -153,7 +153,7 @@ fn the_markdown_report() {
 
         ## Experiments
 
-        | experiment                      | what              | run                |
+        | experiment                      | title             | run                |
         | ------------------------------- | ----------------- | ------------------ |
         | [swiglu](#keep-or-recompute)    | Keep or recompute | done in 1 min 15 s |
         | [swiglu-time](#against-pytorch) | Against PyTorch   | skipped: no Python |
@@ -178,17 +178,17 @@ fn the_markdown_report() {
         - batch 1: InputOnly needs 37.5 % less memory for 25.5 % more time, 250 MiB against 400 MiB (0.625)
         - batch 8: not measured (needs 12 GiB)
 
-        Run it again: `cargo xtask run-all --only swiglu`
+        Reproduce: `cargo xtask run-all --only swiglu`
 
         Measured on Test CPU, 2 threads, 8.00 GiB, libtorch 2.11.0, revision abc1234, 2026-11-21
 
-        Every measurement: [swiglu.csv](swiglu.csv)
+        All measurements: [swiglu.csv](swiglu.csv)
 
         ## Against PyTorch
 
         In turns.
 
-        **Every measurement**
+        **All measurements**
 
         | impl    | batch |    step (s) |   step time ratio |
         | ------- | ----: | ----------: | ----------------: |
@@ -197,11 +197,11 @@ fn the_markdown_report() {
 
         - [a] against PyTorch 2.11.0
 
-        Run it again: `cargo xtask compare --only swiglu-time`
+        Reproduce: `cargo xtask compare --only swiglu-time`
 
         Measured on Test CPU, 2 threads, 8.00 GiB, libtorch 2.11.0, revision abc1234, 2026-11-21
 
-        Every measurement: [swiglu-time.csv](swiglu-time.csv)
+        All measurements: [swiglu-time.csv](swiglu-time.csv)
     "#]].assert_eq(&file(&written(&specs(), &[swiglu(), rounds()].concat(), &runs()), "report.md"));
 }
 

@@ -162,7 +162,7 @@ fn mistakes_in_findings() {
     check(
         &[&finding("saves {half:peak_bytes}")],
         expect![
-            "crates/experiments/experiments/a.toml:7: the text asks for the unknown quantity `half`; known are of, against, ratio, less and more; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:7: the text asks for the unknown quantity `half`; known: of, against, ratio, less, more; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(
@@ -202,13 +202,13 @@ fn mistakes_in_claims_and_comparisons() {
     check(
         &[&claim("missing", "1.0", "<=")],
         expect![
-            "crates/experiments/experiments/a.toml:2: the claim `c/x` is about the experiment `missing`, which no crate registers; known are none"
+            "crates/experiments/experiments/a.toml:2: the claim `c/x` is about the experiment `missing`, which no crate registers; known: none"
         ],
     );
     check(
         &[&(experiment("") + &claim("missing", "1.0", "<="))],
         expect![
-            "crates/experiments/experiments/a.toml:7: the claim `c/x` is about the experiment `missing`, which no crate registers; known are `e`"
+            "crates/experiments/experiments/a.toml:7: the claim `c/x` is about the experiment `missing`, which no crate registers; known: `e`"
         ],
     );
     check(

@@ -90,7 +90,7 @@ fn a_cell_never_picks_one_of_several_cases() {
         |     1 |  2 values [a] | 2 values [a] |
         |     8 |  2 values [a] | 2 values [a] |
 
-        - [a] several cases fall into this cell; add a key that tells them apart to `rows`
+        - [a] several cases share this cell; add a key that distinguishes them to `rows`
     "#]]
     .assert_eq(&shown(&spec, &measured()));
 }
@@ -154,7 +154,7 @@ fn sentence(fields: &str) -> String {
 fn findings_say_when_they_cannot_be_computed() {
     expect!["not measured (no record)"]
         .assert_eq(&sentence("of = { level = 'nope' }\ntext = '{of:peak_bytes}'"));
-    expect!["not measured (4 records of peak_bytes match; add a key that tells them apart)"]
+    expect!["not measured (4 records of peak_bytes match; add a key that distinguishes them)"]
         .assert_eq(&sentence("of = { batch = [1, 8] }\ntext = '{of:peak_bytes}'"));
     expect!["batch 1: not measured (no record of nope)"]
         .assert_eq(&sentence("per = ['batch']\nof = { batch = 1, level = 'SaveAll' }\ntext = '{of:nope}'"));
@@ -205,7 +205,7 @@ fn a_ratio_says_why_it_is_missing() {
     let theirs = |r: &report::Record| r.case.get("impl").unwrap() == "pytorch";
     let first = |r: &report::Record| r.case.get("round").unwrap() == 0;
     assert_eq!(why(&|r| !theirs(r)), (0, "no record of step_seconds to divide by".into()));
-    let left_out = "against PyTorch 2.11.0; a round is left out: no record of step_seconds to divide by";
+    let left_out = "against PyTorch 2.11.0; a round is excluded: no record of step_seconds to divide by";
     assert_eq!(why(&|r| !(theirs(r) && first(r))), (2, left_out.into()));
 }
 
