@@ -104,7 +104,7 @@ fn a_python_with_another_torch_is_refused() {
     bundle.script("python", "echo \"ModuleNotFoundError: No module named 'torch'\" >&2; exit 1\n");
     let ran = bundle.run(&["compare", "--python", "./python"]);
     assert!(
-        ran.err.ends_with("give --python another: ModuleNotFoundError: No module named 'torch'\n"),
+        ran.err.ends_with("give another with --python: ModuleNotFoundError: No module named 'torch'\n"),
         "{}",
         ran.err
     );
