@@ -18,7 +18,7 @@
 //! activations fall and gradients rise by the same amount each, so one of the two ends is the larger. The **peak** is
 //! the largest moment.
 //!
-//! A step that trains adapters beside a frozen base ([`Plan::lora`]) has the same moments, with other parts: [`lora`].
+//! A step that trains adapters beside a frozen base ([`Plan::lora`]) has the same moments, with other parts: [`lora`](crate::lora).
 //!
 //! Not counted: the CUDA context (about 0.5 GiB), a cuBLAS workspace, and the allocator's fragmentation.
 //!
@@ -34,230 +34,28 @@
 //! # Ok::<(), accounting::Error>(())
 //! ```
 
-use crate::decoder_flops::{Recomputation, Workload, check_positions};
-use crate::lora::{self, LowRank};
-use crate::memory::activations::{self, ActivationChoices};
+mod adapters;
+mod moments;
+mod plan;
+
+pub use moments::{Budget, Estimate, Moment, Part};
+pub use plan::Plan;
+
+use crate::decoder_flops::check_positions;
+use crate::memory::activations;
 use crate::memory::host::OnHost;
 use crate::memory::logits::{self, Loss};
-use crate::memory::optimizer::{Optimizer, StepKernel};
-use crate::memory::recipe::Recipe;
-use crate::memory::zero::{ModelStates, Sharding, ZeroStage, model_states};
-use crate::memory::{Item, total, working_set};
+use crate::memory::zero::{ModelStates, ZeroStage, model_states};
+use crate::memory::{total, working_set};
 use crate::model::Decoder;
-use crate::recompute::NormKernel;
 use crate::{Error, exact};
-
-/// How a model is trained. Batches are per device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Plan {
-    /// Sequences per device and their length.
-    pub work: Workload,
-    /// Number formats.
-    pub recipe: Recipe,
-    /// Optimizer.
-    pub optimizer: Optimizer,
-    /// How its step runs.
-    pub step: StepKernel,
-    /// What the backward computes again.
-    pub recomputation: Recomputation,
-    /// How an RMSNorm is computed.
-    pub norm: NormKernel,
-    /// Whether dropout is on.
-    pub dropout: bool,
-    /// How the loss is computed.
-    pub loss: Loss,
-    /// What data-parallel devices share.
-    pub sharding: Sharding,
-    /// Whether gradients of an earlier batch are there while the next one runs.
-    pub accumulate: bool,
-    /// What is on the host.
-    pub host: OnHost,
-    /// Tokens of the step that have a label; `None`: all. A loss that goes over chunks goes over these only.
-    pub labelled: Option<u64>,
-    /// Adapters beside a base that is frozen; `None`: the whole model learns.
-    pub lora: Option<LowRank>,
-}
-
-impl Default for Plan {
-    /// One sequence of 1024 tokens, bf16 with fp32 master weights, AdamW, one device, nothing recomputed but what a
-    /// flash kernel does.
-    fn default() -> Self {
-        Self {
-            work: Workload { batch: 1, sequence: 1024 },
-            recipe: Recipe::default(),
-            optimizer: Optimizer::default(),
-            step: StepKernel::default(),
-            recomputation: Recomputation::default(),
-            norm: NormKernel::default(),
-            dropout: false,
-            loss: Loss::default(),
-            sharding: Sharding::default(),
-            accumulate: false,
-            host: OnHost::default(),
-            labelled: None,
-            lora: None,
-        }
-    }
-}
-
-impl Plan {
-    /// What decides about activations.
-    pub fn activation_choices(&self) -> ActivationChoices {
-        ActivationChoices {
-            recipe: self.recipe,
-            recomputation: self.recomputation,
-            norm: self.norm,
-            dropout: self.dropout,
-        }
-    }
-}
-
-/// A part of a budget.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
-    /// Parameters that the forward reads.
-    Parameters,
-    /// Copies of weights that autocast makes.
-    Casts,
-    /// The optimizer's copy of the parameters.
-    MasterWeights,
-    /// The optimizer's state.
-    OptimizerState,
-    /// Gradients of parameters.
-    Gradients,
-    /// What the forward keeps for the backward.
-    Activations,
-    /// Logits and what the loss makes of them.
-    Logits,
-    /// What exists for a moment.
-    Temporaries,
-}
-
-impl Part {
-    /// All parts, in the order of [`Budget::parts`].
-    pub const ALL: [Self; 8] = [
-        Self::Parameters,
-        Self::Casts,
-        Self::MasterWeights,
-        Self::OptimizerState,
-        Self::Gradients,
-        Self::Activations,
-        Self::Logits,
-        Self::Temporaries,
-    ];
-
-    /// A short name for tables and bars.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Parameters => "parameters",
-            Self::Casts => "autocast copies",
-            Self::MasterWeights => "master weights",
-            Self::OptimizerState => "optimizer state",
-            Self::Gradients => "gradients",
-            Self::Activations => "activations",
-            Self::Logits => "logits and loss",
-            Self::Temporaries => "temporaries",
-        }
-    }
-}
-
-/// A moment of a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Moment {
-    /// The loss is computed and its backward begins.
-    Loss,
-    /// The last block's backward, the first to run.
-    LastBlock,
-    /// The first block's backward, the last to run.
-    FirstBlock,
-    /// The embedding's backward.
-    Embedding,
-    /// The optimizer's step.
-    Step,
-}
-
-impl Moment {
-    /// A short name for tables.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Loss => "loss",
-            Self::LastBlock => "last block's backward",
-            Self::FirstBlock => "first block's backward",
-            Self::Embedding => "embedding's backward",
-            Self::Step => "optimizer step",
-        }
-    }
-}
-
-/// What one moment of a step takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Budget {
-    /// The moment.
-    pub moment: Moment,
-    /// Bytes of each part, in the order of [`Part::ALL`].
-    pub parts: [u64; 8],
-    /// The sum of the parts.
-    pub total: u64,
-}
-
-impl Budget {
-    pub(crate) fn new(moment: Moment, parts: [u64; 8]) -> Result<Self, Error> {
-        Ok(Self { moment, parts, total: exact::sum("bytes of a training step", parts)? })
-    }
-
-    /// Bytes of one part.
-    pub fn bytes(&self, part: Part) -> u64 {
-        self.parts[part as usize]
-    }
-}
-
-/// What a training step takes on one device.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Estimate {
-    /// Number of parameters, of the whole model.
-    pub parameters: u64,
-    /// What stays from step to step on the device.
-    pub states: ModelStates,
-    /// What one block keeps, tensor by tensor.
-    pub block: Vec<Item>,
-    /// What is kept outside the blocks.
-    pub outside_blocks: Vec<Item>,
-    /// The five moments in the order in which they come.
-    pub moments: [Budget; 5],
-    /// Bytes on the host, when the forward is done: none unless the plan puts something there.
-    pub host_bytes: u64,
-}
-
-impl Estimate {
-    /// The largest moment; the first one of several.
-    pub fn peak(&self) -> &Budget {
-        let mut peak = &self.moments[0];
-        for budget in &self.moments[1..] {
-            if budget.total > peak.total {
-                peak = budget;
-            }
-        }
-        peak
-    }
-
-    /// One moment of the step.
-    pub fn at(&self, moment: Moment) -> &Budget {
-        &self.moments[moment as usize]
-    }
-
-    /// The most that one part takes at any moment of the step: the split of a step that profiles show, in which each
-    /// part has a peak of its own. [`Budget::bytes`] of [`Estimate::peak`] is what it takes when the sum is largest.
-    pub fn largest(&self, part: Part) -> u64 {
-        self.moments.iter().map(|budget| budget.bytes(part)).max().unwrap_or(0)
-    }
-}
 
 /// Estimates a training step of `model`.
 pub fn estimate(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
     check_positions(model, plan.work.sequence)?;
     plan.host.check(&plan.recomputation)?;
     if let Some(lora) = &plan.lora {
-        return lora::estimate(model, lora, plan);
+        return adapters::estimate(model, lora, plan);
     }
     let Plan { work, recipe, optimizer, sharding, host, .. } = *plan;
     let choices = plan.activation_choices();

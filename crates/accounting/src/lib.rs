@@ -53,6 +53,7 @@ pub mod memory;
 pub mod model;
 pub mod offload;
 pub mod parameters;
+mod passes;
 pub mod presets;
 pub mod quantity;
 pub mod recompute;

@@ -31,7 +31,7 @@
 //!
 //! **The loss** goes over the labelled tokens only and makes no gradient of the frozen output matrix.
 //!
-//! **Temporaries** are read off a ledger that goes through a block's forward and backward, operation by operation. The largest
+//! **Temporaries** are those of a block's forward and backward, gone through operation by operation (`passes`). The largest
 //! moment of a backward is, as a rule, where gate and up meet their two gradients: `4·f` per token.
 //!
 //! **FLOPs** are in [`flops`].
@@ -39,18 +39,14 @@
 //! Not modelled, and refused: families whose query, key and value are one projection, attention that keeps its
 //! probabilities, autocast, several devices, a host.
 
-mod block;
-mod budget;
 pub mod flops;
 mod targets;
 
-pub(crate) use budget::{around_blocks, estimate, passes};
 pub use targets::{Projection, Targets};
 
-use crate::estimate::Plan;
+use crate::decoder_flops::{Recomputation, Workload};
 use crate::exact::{self, positive};
-use crate::memory::host::OnHost;
-use crate::model::{Decoder, Linear};
+use crate::model::Decoder;
 use crate::recompute::{AttentionKernel, SwigluLevel};
 use crate::{Dtype, Error};
 
@@ -107,7 +103,7 @@ impl LowRank {
     pub(crate) fn tensors(&self, model: &Decoder) -> Result<Vec<u64>, Error> {
         self.check(model)?;
         let mut sizes = Vec::new();
-        for (_, linear) in self.linears(model)?.iter().filter(|(which, _)| self.targets.has(*which)) {
+        for (_, linear) in Projection::linears(model)?.iter().filter(|(which, _)| self.targets.has(*which)) {
             for width in [linear.inputs, linear.outputs] {
                 sizes.push(exact::product("elements of an adapter", &[self.rank, width])?);
             }
@@ -128,12 +124,8 @@ impl LowRank {
         before.iter().any(|one| self.targets.has(*one))
     }
 
-    /// A block's projections, by what they are.
-    pub(crate) fn linears(&self, model: &Decoder) -> Result<Vec<(Projection, Linear)>, Error> {
-        Ok(Projection::ALL.into_iter().zip(model.block_linears()?).collect())
-    }
-
-    fn check(&self, model: &Decoder) -> Result<(), Error> {
+    /// Refuses a rank of 0, no target, and a family without these projections.
+    pub(crate) fn check(&self, model: &Decoder) -> Result<(), Error> {
         positive("the rank of the adapters", self.rank)?;
         if !model.family.is_swiglu() {
             return Err(refusal(
@@ -147,27 +139,29 @@ impl LowRank {
         Ok(())
     }
 
-    /// Refuses a plan that this does not model.
-    pub(crate) fn check_plan(&self, model: &Decoder, plan: &Plan) -> Result<(), Error> {
+    /// Refuses a step that this does not model.
+    pub(crate) fn check_step(
+        &self,
+        model: &Decoder,
+        work: Workload,
+        labelled: Option<u64>,
+        recomputation: &Recomputation,
+    ) -> Result<(), Error> {
         self.check(model)?;
-        let refuse = |what: &str, remedy| Err(refusal(format!("adapters {what} are not modelled"), remedy));
-        if plan.recipe.casts {
-            return refuse("under autocast", "take a recipe of one dtype, as fp32 or bf16");
+        if recomputation.attention == AttentionKernel::Eager {
+            return Err(not_modelled(
+                "beside an attention that keeps its probabilities",
+                "take flash attention",
+            ));
         }
-        if plan.recomputation.attention == AttentionKernel::Eager {
-            return refuse("beside an attention that keeps its probabilities", "take flash attention");
-        }
-        if matches!(plan.recomputation.swiglu, SwigluLevel::SaveOne | SwigluLevel::InputOnly) {
-            return refuse(
+        if matches!(recomputation.swiglu, SwigluLevel::SaveOne | SwigluLevel::InputOnly) {
+            return Err(not_modelled(
                 "in a SwiGLU that computes its products again",
                 "take the level save-gate-up, or recompute whole blocks",
-            );
+            ));
         }
-        if plan.sharding.devices > 1 || plan.host != OnHost::default() {
-            return refuse("on several devices or a host", "leave out sharding and the host");
-        }
-        let tokens = plan.work.tokens()?;
-        match plan.labelled {
+        let tokens = work.tokens()?;
+        match labelled {
             Some(0) => Err(Error::Zero { what: "the number of labelled tokens" }),
             Some(labelled) if labelled > tokens => Err(refusal(
                 format!("{labelled} labelled tokens are more than the {tokens} of the step"),
@@ -185,11 +179,14 @@ fn refusal(what: String, remedy: &str) -> Error {
     Error::Shape { what, remedy: remedy.into() }
 }
 
+/// Refuses adapters in what is not modelled.
+pub(crate) fn not_modelled(where_: &str, remedy: &str) -> Error {
+    refusal(format!("adapters {where_} are not modelled"), remedy)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::decoder_flops::Workload;
-    use crate::estimate::{Moment, Part, estimate};
     use crate::presets;
 
     #[test]
@@ -204,81 +201,5 @@ mod tests {
         // By hand: each of 24 blocks has 896 → 896 twice, 896 → 128 twice, 896 → 4864 thrice.
         let by_hand = 24 * 8 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864));
         assert_eq!(count("qwen2.5-0.5b", 8, Targets::ALL), by_hand);
-    }
-
-    #[test]
-    fn what_is_not_modelled_is_refused_by_name() {
-        let message = |plan: Plan, model: &str| {
-            let plan = Plan { lora: Some(plan.lora.unwrap_or_default()), ..plan };
-            crate::estimate::estimate(&presets::find(model).unwrap(), &plan).unwrap_err().to_string()
-        };
-        assert!(message(Plan::default(), "gpt2").starts_with("gpt2 has no projections q, k, v, o"));
-        let of_rank = LowRank { rank: 0, ..LowRank::default() };
-        assert!(
-            message(Plan { lora: Some(of_rank), ..Plan::default() }, "qwen2.5-0.5b")
-                .contains("rank of the adapters is 0")
-        );
-        let none = LowRank { targets: Targets::NONE, ..LowRank::default() };
-        assert!(
-            message(Plan { lora: Some(none), ..Plan::default() }, "qwen2.5-0.5b").contains("no projection")
-        );
-        let recipe = crate::memory::recipe::Recipe::AMP_BF16;
-        assert!(message(Plan { recipe, ..Plan::default() }, "qwen2.5-0.5b").contains("under autocast"));
-        let labelled = Some(1025);
-        assert!(
-            message(Plan { labelled, ..Plan::default() }, "qwen2.5-0.5b").contains("1025 labelled tokens")
-        );
-    }
-
-    /// Qwen2.5-0.5B in bf16, q, k, v and o with rank 8, by hand, per token of a block: two norms' outputs, queries and output
-    /// of 896, keys and values of 128, gate and up of 4864 in 2 bytes; a log-sum-exp for each of 14 heads, two statistics and
-    /// four u of 8 in 4 bytes.
-    #[test]
-    fn a_step_of_qwen_by_hand() {
-        let model = presets::find("qwen2.5-0.5b").unwrap();
-        let plan = Plan {
-            work: Workload { batch: 2, sequence: 256 },
-            recipe: crate::memory::recipe::Recipe::BF16,
-            norm: crate::recompute::NormKernel::Output,
-            lora: Some(LowRank::default()),
-            ..Plan::default()
-        };
-        let found = estimate(&model, &plan).unwrap();
-        let block = 2 * (2 * 896 + 2 * 896 + 2 * 128 + 2 * 4864) + 4 * (14 + 2 + 4 * 8);
-        assert_eq!(crate::memory::total(&found.block).unwrap(), 512 * block);
-        // The first norm keeps nothing, but its output is the adapters' input; tokens and labels, and the rotary table.
-        let kept = 512 * (24 * block - 4) + 512 * 16 + 32768 * 64 * 4;
-        assert_eq!(found.at(Moment::LastBlock).bytes(Part::Activations), kept);
-        // At the most, a product's gradient and one more of its size.
-        assert_eq!(found.at(Moment::LastBlock).bytes(Part::Temporaries), 512 * 2 * (2 * 4864 + 896));
-        assert_eq!(found.states.total().unwrap(), 2 * 494_032_768 + 16 * 1_081_344);
-    }
-
-    #[test]
-    fn less_learns_or_more_is_computed_again_and_less_is_there() {
-        let model = presets::find("qwen2.5-0.5b").unwrap();
-        let peak = |targets: &str, full: bool, labelled| {
-            let mut plan = Plan {
-                work: Workload { batch: 4, sequence: 1024 },
-                lora: Some(LowRank { targets: targets.parse().unwrap(), ..LowRank::default() }),
-                loss: crate::memory::logits::Loss::LinearCrossEntropy { tokens: 4096 },
-                labelled,
-                ..Plan::default()
-            };
-            if full {
-                plan.recomputation.checkpoint = crate::recompute::Recompute::Full;
-            }
-            estimate(&model, &plan).unwrap().peak().total
-        };
-        let peaks = [
-            peak("all", false, None),
-            peak("q,k,v,o", false, None),
-            peak("q,k,v,o", false, Some(1024)),
-            peak("q,k,v,o", true, Some(1024)),
-        ];
-        assert!(peaks.is_sorted_by(|a, b| a > b), "{peaks:?}");
-        let whole =
-            estimate(&model, &Plan { work: Workload { batch: 4, sequence: 1024 }, ..Plan::default() });
-        assert!(whole.unwrap().peak().total > peaks[0]);
     }
 }

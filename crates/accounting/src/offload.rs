@@ -53,13 +53,18 @@ mod footprint;
 mod job;
 mod plan;
 mod schedule;
+mod setup;
+mod simulate;
 pub mod sizes;
+mod timeline;
 
 pub use condition::{CARDS, Card, Condition, Direction, GEN4, GEN5, card, least_tokens};
 pub use footprint::{Footprint, Moment};
-pub use job::{Fixed, Job, Kept, Layer, Rates, Working};
+pub use job::{ADAMW_STEP_BYTES, Fixed, Job, Kept, Layer, Rates, Working};
 pub use plan::{Budget, MOST_PLANNED_SLOTS, Plan, interleaved, plan};
-pub use schedule::{Lane, Method, OptimizerPlace, Setup, Span, Start, Step, Work, simulate};
+pub use setup::{Method, OptimizerPlace, Setup, Start};
+pub use simulate::{Step, simulate};
+pub use timeline::{Lane, Span, Work};
 
 use crate::{Error, exact};
 

@@ -11,7 +11,9 @@ mod large;
 mod methods;
 mod optimizer;
 mod output;
+mod peaks;
 mod plan;
+pub mod predicted_peaks;
 mod rates;
 mod shape;
 mod spans;
@@ -41,6 +43,8 @@ pub(crate) enum Verb {
     Equality(equality::Equality),
     /// Train with the optimizer's state on the host, and without
     Optimizer(optimizer::OptimizerArgs),
+    /// Compare the predicted peak of a step with the measured one, over a table of combinations
+    Peaks(peaks::Peaks),
 }
 
 pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
@@ -53,5 +57,6 @@ pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
         Verb::Large(arguments) => large::run(common, arguments),
         Verb::Equality(arguments) => equality::run(common, arguments),
         Verb::Optimizer(arguments) => optimizer::run(common, arguments),
+        Verb::Peaks(arguments) => peaks::run(common, arguments),
     }
 }

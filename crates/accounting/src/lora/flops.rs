@@ -47,10 +47,7 @@ pub fn step(
     labelled: Option<u64>,
     recomputation: &Recomputation,
 ) -> Result<StepFlops, Error> {
-    lora.check_plan(
-        model,
-        &crate::estimate::Plan { work, labelled, recomputation: *recomputation, ..Default::default() },
-    )?;
+    lora.check_step(model, work, labelled, recomputation)?;
     let tokens = work.tokens()?;
     let whole = decoder_flops::step(model, work, recomputation)?;
     let product =
@@ -70,7 +67,7 @@ pub fn step(
         }
     }
     let mut adapters = Vec::new();
-    for (which, linear) in lora.linears(model)? {
+    for (which, linear) in Projection::linears(model)? {
         let times = blocks(which);
         backward.push(product(tokens, linear.inputs, linear.outputs)?.times(times)?);
         if !lora.targets.has(which) {

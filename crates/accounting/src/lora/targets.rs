@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::Error;
+use crate::model::{Decoder, Linear};
 
 /// A projection of a block, in the order in which a token meets them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -40,6 +41,11 @@ impl Projection {
             Self::Up => "up",
             Self::Down => "down",
         }
+    }
+
+    /// A block's projections, by what they are.
+    pub(crate) fn linears(model: &Decoder) -> Result<Vec<(Self, Linear)>, Error> {
+        Ok(Self::ALL.into_iter().zip(model.block_linears()?).collect())
     }
 }
 

@@ -33,6 +33,15 @@ pub fn bytes(model: &Decoder, work: Workload, dtype: Dtype) -> Result<u64, Error
     dtype.bytes(elements)
 }
 
+/// Tokens of one sequence whose keys and values fit `available` bytes beside the parameters in the same format.
+///
+/// # Errors
+/// More than 64 bits of bytes.
+pub fn tokens_beside_parameters(model: &Decoder, dtype: Dtype, available: u64) -> Result<u64, Error> {
+    let token = bytes(model, Workload { batch: 1, sequence: 1 }, dtype)?;
+    Ok(available.saturating_sub(dtype.bytes(model.parameters()?)?) / token.max(1))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

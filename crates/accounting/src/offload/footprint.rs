@@ -1,23 +1,26 @@
 //! Bytes on the device and on the host while a step runs.
 //!
-//! On the device, at every moment: the fixed part with its gradients, the resident layers, the ring, and what the optimizer
-//! keeps there. Beside them, in training with recomputation,
+//! On the device, at every moment: the fixed part, the resident layers, the ring, and what the optimizer keeps there. Beside them, in
+//! training with recomputation,
 //!
 //! ```text
 //! forward of layer k     (k + 1) inputs + a forward's working bytes
-//! head and loss          L inputs + the head's
-//! backward of layer k    (k + 1) inputs + a backward's + gradients: its own, and those that have not left
+//! head and loss          L inputs + the head's, the output matrix' gradient among them
+//! backward of layer k    (k + 1) inputs + a backward's, the layer's gradients as they come among them
+//!                        + gradients of the head, and of other layers that have not left
+//! embedding's backward   all gradients of the fixed part + the embedding's + gradients of layers that have not left
 //! ```
 //!
-//! in inference one input instead of k + 1, none at the head; without recomputation what a layer keeps in the place of its input.
-//! Gradients leave while other layers compute, so how many are there is read off the schedule.
+//! in inference one input instead of k + 1; without recomputation what a layer keeps in the place of its input. Gradients leave while
+//! other layers compute, so how many are there is read off the schedule.
 
-use super::job::{Job, Kept};
-use super::schedule::{Lane, Method, OptimizerPlace, Setup, Span, Work};
+use super::job::{Job, Kept, Layer};
+use super::setup::{Method, OptimizerPlace, Setup};
+use super::timeline::{Lane, Span, Work};
+use crate::Error;
 use crate::exact::{product, sum};
 use crate::memory::{Item, total};
 use crate::quantity::bytes_text;
-use crate::{Error, exact};
 
 /// The device's bytes at their peak.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -56,6 +59,8 @@ pub enum Moment {
     Head,
     /// Backward of a layer.
     Backward(usize),
+    /// Backward of the embedding.
+    Embedding,
 }
 
 impl std::fmt::Display for Moment {
@@ -64,6 +69,7 @@ impl std::fmt::Display for Moment {
             Self::Forward(layer) => write!(f, "forward of layer {layer}"),
             Self::Head => f.write_str("head"),
             Self::Backward(layer) => write!(f, "backward of layer {layer}"),
+            Self::Embedding => f.write_str("backward of the embedding"),
         }
     }
 }
@@ -87,12 +93,18 @@ fn base(job: &Job, setup: &Setup) -> Result<Vec<Item>, Error> {
     let resident = all().filter(|(layer, _)| is_resident(setup, *layer)).map(|(_, cost)| cost.slot_bytes);
     let streamed = all().filter(|(layer, _)| !is_resident(setup, *layer)).map(|(_, cost)| cost.slot_bytes);
     let ring = product("bytes of the ring", &[slots(job, setup) as u64, streamed.max().unwrap_or(0)])?;
-    let on_device = job.updates() && setup.optimizer == OptimizerPlace::Device;
-    let gradients = if job.training { job.fixed.gradient_bytes } else { 0 };
+    let state = match (job.updates(), setup.optimizer) {
+        (false, _) => 0,
+        (true, OptimizerPlace::Device) => job.state_bytes()?,
+        (true, OptimizerPlace::Host) => {
+            let resident =
+                all().filter(|(layer, _)| is_resident(setup, *layer)).map(|(_, cost)| cost.state_bytes);
+            sum("bytes of the optimizer's state", resident.chain([job.fixed.state_bytes]))?
+        }
+    };
     Ok(vec![
         Item { name: "fixed weights", bytes: job.fixed.weight_bytes },
-        Item { name: "fixed gradients", bytes: gradients },
-        Item { name: "optimizer state", bytes: if on_device { job.state_bytes()? } else { 0 } },
+        Item { name: "optimizer state", bytes: state },
         Item { name: "resident layers", bytes: sum("bytes of the resident layers", resident)? },
         Item { name: "ring", bytes: ring },
         Item { name: "constant", bytes: job.working.constant_bytes },
@@ -101,23 +113,20 @@ fn base(job: &Job, setup: &Setup) -> Result<Vec<Item>, Error> {
 
 pub(super) fn footprint(job: &Job, setup: &Setup, spans: &[Span]) -> Result<Footprint, Error> {
     let base = base(job, setup)?;
-    let kept = match (job.training, setup.method) {
-        (true, Method::Resident { recompute: false }) => {
-            Some(job.working.kept.ok_or_else(|| Error::Shape {
-                what:
-                    "a training without recomputation, of which no bytes that a layer keeps are given".into(),
-                remedy: "give Working::kept, or recompute".into(),
-            })?)
-        }
-        _ => None,
-    };
+    let kept = kept(job, setup)?;
     let alive = gradients(job, setup, spans);
     let mut peak = Footprint::default();
     for (moment, start) in moments(job, spans) {
         let alive = alive.iter().filter(|one| one.from <= start && start < one.until).map(|one| one.bytes);
         let mut parts = base.clone();
+        let fixed = match moment {
+            Moment::Forward(_) | Moment::Head => 0,
+            Moment::Backward(_) => job.fixed.head_gradient_bytes,
+            Moment::Embedding => job.fixed.gradient_bytes,
+        };
+        parts.push(Item { name: "fixed gradients", bytes: fixed });
         parts.push(Item { name: "layer gradients", bytes: sum("bytes of gradients", alive)? });
-        parts.extend(passing(job, kept, moment)?);
+        parts.extend(passing(job, kept.as_deref(), moment)?);
         parts.retain(|item| item.bytes > 0);
         let total = total(&parts)?;
         if total > peak.total {
@@ -127,13 +136,25 @@ pub(super) fn footprint(job: &Job, setup: &Setup, spans: &[Span]) -> Result<Foot
     Ok(peak)
 }
 
+/// What each layer keeps, where it is not its input alone.
+fn kept(job: &Job, setup: &Setup) -> Result<Option<Vec<Kept>>, Error> {
+    if !job.training || setup.method != (Method::Resident { recompute: false }) {
+        return Ok(None);
+    }
+    let of = |layer: &Layer| layer.kept.or(job.working.kept);
+    let all: Option<Vec<Kept>> = job.layers.iter().map(of).collect();
+    all.map(Some).ok_or_else(|| Error::Shape {
+        what: "a training without recomputation, of which no bytes that a layer keeps are given".into(),
+        remedy: "give Working::kept, or recompute".into(),
+    })
+}
+
 /// Every moment of a step with its start; a layer of no seconds has its moment too.
 fn moments(job: &Job, spans: &[Span]) -> Vec<(Moment, f64)> {
-    let start = |work, layer| {
-        let found =
-            spans.iter().find(|span| span.lane == Lane::Compute && span.work == work && span.layer == layer);
-        found.map_or(f64::NEG_INFINITY, |span| span.start)
+    let find = |work, layer| {
+        spans.iter().find(move |span| span.lane == Lane::Compute && span.work == work && span.layer == layer)
     };
+    let start = |work, layer| find(work, layer).map_or(f64::NEG_INFINITY, |span| span.start);
     let count = job.layers.len();
     let mut all: Vec<_> =
         (0..count).map(|layer| (Moment::Forward(layer), start(Work::Forward, Some(layer)))).collect();
@@ -141,29 +162,33 @@ fn moments(job: &Job, spans: &[Span]) -> Vec<(Moment, f64)> {
     if job.training {
         let backward = |layer| (Moment::Backward(layer), start(Work::Backward, Some(layer)));
         all.extend((0..count).rev().map(backward));
+        if job.fixed.gradient_bytes > 0 {
+            let end = find(Work::Backward, Some(0)).map_or(f64::NEG_INFINITY, |span| span.end);
+            all.push((Moment::Embedding, end));
+        }
     }
     all
 }
 
 /// Inputs, or what is kept in their place, and what works.
-fn passing(job: &Job, kept: Option<Kept>, moment: Moment) -> Result<[Item; 2], Error> {
+fn passing(job: &Job, kept: Option<&[Kept]>, moment: Moment) -> Result<[Item; 2], Error> {
+    const WHAT: &str = "bytes that layers keep";
     let working = job.working;
-    let before = match moment {
-        Moment::Head if job.training => job.layers.len(),
-        Moment::Head => 0,
-        Moment::Forward(_) if !job.training => 1,
-        Moment::Forward(layer) | Moment::Backward(layer) => layer + 1,
-    };
-    let each = kept.map_or(working.input_bytes, |kept| kept.bytes);
-    let bytes = match (moment, kept) {
-        (Moment::Head, _) => working.head_bytes,
-        (Moment::Forward(_), None) => working.forward_bytes,
-        (Moment::Forward(_), Some(kept)) => kept.forward_bytes,
-        (Moment::Backward(_), None) => working.backward_bytes,
-        (Moment::Backward(_), Some(kept)) => kept.backward_bytes,
+    let inputs = |count: usize| product(WHAT, &[count as u64, working.input_bytes]);
+    let keeps = |kept: &[Kept]| sum(WHAT, kept.iter().map(|kept| kept.bytes));
+    let count = job.layers.len();
+    let (held, bytes) = match (moment, kept) {
+        (Moment::Head, _) if !job.training => (0, working.head_bytes),
+        (Moment::Head, None) => (inputs(count)?, working.head_bytes),
+        (Moment::Head, Some(kept)) => (keeps(kept)?, working.head_bytes),
+        (Moment::Forward(_), _) if !job.training => (inputs(1)?, working.forward_bytes),
+        (Moment::Forward(layer), None) => (inputs(layer + 1)?, working.forward_bytes),
+        (Moment::Forward(layer), Some(kept)) => (keeps(&kept[..layer])?, kept[layer].forward_bytes),
+        (Moment::Backward(layer), None) => (inputs(layer + 1)?, working.backward_bytes),
+        (Moment::Backward(layer), Some(kept)) => (keeps(&kept[..=layer])?, kept[layer].backward_bytes),
+        (Moment::Embedding, _) => (0, working.embedding_bytes),
     };
     let name = if kept.is_some() { "kept activations" } else { "layer inputs" };
-    let held = exact::product("bytes that layers keep", &[before as u64, each])?;
     Ok([Item { name, bytes: held }, Item { name: "working memory", bytes }])
 }
 
@@ -179,10 +204,11 @@ fn gradients(job: &Job, setup: &Setup, spans: &[Span]) -> Vec<Gradient> {
         return Vec::new();
     }
     let find = |work, layer| spans.iter().find(|span| span.work == work && span.layer == Some(layer));
-    let one = |(layer, cost): (usize, &super::Layer)| {
+    let one = |(layer, cost): (usize, &Layer)| {
         let computed = find(Work::Backward, layer);
         let until = match (setup.optimizer, setup.method) {
             (OptimizerPlace::Device, Method::Resident { .. }) => Some(f64::INFINITY),
+            (OptimizerPlace::Host, _) if is_resident(setup, layer) => Some(f64::INFINITY),
             (OptimizerPlace::Device, _) => spans
                 .iter()
                 .find(|span| {
@@ -193,44 +219,38 @@ fn gradients(job: &Job, setup: &Setup, spans: &[Span]) -> Vec<Gradient> {
         };
         Gradient {
             bytes: cost.gradient_bytes,
-            from: computed.map_or(f64::NEG_INFINITY, |span| span.start),
+            // Until its backward has ended, what has come is among that backward's working bytes.
+            from: computed.map_or(f64::NEG_INFINITY, |span| span.end),
             until: until.or(computed.map(|span| span.end)).unwrap_or(f64::INFINITY),
         }
     };
     job.layers.iter().enumerate().map(one).collect()
 }
 
-/// Streamed layers, the optimizer's state and resident trainable weights if it is there, and the most gradients at a time
-/// that came or are coming and have not been consumed.
+/// Streamed layers, their optimizer's state if it is there, and the most of their gradients at a time that came or are coming and
+/// have not been consumed.
 pub(super) fn host_bytes(job: &Job, setup: &Setup, spans: &[Span]) -> Result<u64, Error> {
     const WHAT: &str = "bytes on the host";
-    let on_host = job.updates() && setup.optimizer == OptimizerPlace::Host;
-    let layer = |(layer, cost): (usize, &super::Layer)| match (is_resident(setup, layer), on_host) {
-        (false, _) => cost.slot_bytes,
-        (true, true) => cost.trainable_bytes,
-        (true, false) => 0,
-    };
-    let weights = sum(WHAT, job.layers.iter().enumerate().map(layer))?;
-    if !on_host {
+    let streamed = || job.layers.iter().enumerate().filter(|(layer, _)| !is_resident(setup, *layer));
+    let weights = sum(WHAT, streamed().map(|(_, cost)| cost.slot_bytes))?;
+    if !job.updates() || setup.optimizer == OptimizerPlace::Device {
         return Ok(weights);
     }
-    let coming =
-        |layer: Option<usize>| spans.iter().find(move |s| s.work == Work::Gradients && s.layer == layer);
-    let stepped = |layer: Option<usize>| {
-        spans.iter().find(move |span| span.lane == Lane::Host && span.layer == layer).map(|span| span.end)
+    let find = |layer: usize, is: &dyn Fn(&Span) -> bool| {
+        spans.iter().find(|span| span.layer == Some(layer) && is(span)).copied()
     };
-    let buffers: Vec<Gradient> = (0..job.layers.len())
-        .map(|layer| (Some(layer), job.layers[layer].gradient_bytes))
-        .chain([(None, job.fixed.gradient_bytes)])
-        .filter_map(|(layer, bytes)| {
-            let coming = coming(layer)?;
-            Some(Gradient { bytes, from: coming.start, until: stepped(layer).unwrap_or(coming.end) })
-        })
-        .collect();
+    let buffer = |(layer, cost): (usize, &Layer)| {
+        let coming = find(layer, &|span| span.work == Work::Gradients)?;
+        let stepped = find(layer, &|span| span.lane == Lane::Host);
+        let until = stepped.map_or(coming.end, |span| span.end);
+        Some(Gradient { bytes: cost.gradient_bytes, from: coming.start, until })
+    };
+    let buffers: Vec<Gradient> = streamed().filter_map(buffer).collect();
     let mut most = 0;
     for moment in buffers.iter().map(|buffer| buffer.from) {
         let there = buffers.iter().filter(|buffer| buffer.from <= moment && moment < buffer.until);
         most = most.max(sum(WHAT, there.map(|buffer| buffer.bytes))?);
     }
-    sum(WHAT, [weights, job.state_bytes()?, job.fixed.trainable_bytes, most])
+    let state = sum(WHAT, streamed().map(|(_, cost)| cost.state_bytes))?;
+    sum(WHAT, [weights, state, most])
 }

@@ -1,8 +1,6 @@
 //! What a step consists of: sizes of the layers and of the fixed part, working memory, seconds, rates.
 
-use super::schedule::{Method, Setup};
-use crate::exact::{self, positive};
-use crate::{Error, activation_plan::LONGEST_SECONDS};
+use crate::{Error, exact};
 
 /// One layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -21,6 +19,9 @@ pub struct Layer {
     pub forward_seconds: f64,
     /// Seconds of its backward, with the forward that is computed again. Not read in inference.
     pub backward_seconds: f64,
+    /// What it keeps where it is resident and not computed again; `None`: as [`Working::kept`] says. An activation plan that
+    /// differs from layer to layer.
+    pub kept: Option<Kept>,
 }
 
 /// What stays on the device whatever the method: embedding, last norm, head.
@@ -28,10 +29,11 @@ pub struct Layer {
 pub struct Fixed {
     /// Bytes of the weights.
     pub weight_bytes: u64,
-    /// Bytes of those that are trained; 0: all frozen.
-    pub trainable_bytes: u64,
-    /// Bytes of the gradients, which are there for the whole step.
+    /// Bytes of the gradients, all of which are there from the embedding's backward on.
     pub gradient_bytes: u64,
+    /// Bytes of those that are there from the loss on: the last norm's and the output matrix', which is the embedding's where they are
+    /// tied.
+    pub head_gradient_bytes: u64,
     /// Bytes of master weights and optimizer state.
     pub state_bytes: u64,
     /// How many trainable numbers they are.
@@ -47,13 +49,16 @@ pub struct Working {
     pub input_bytes: u64,
     /// The most bytes of a layer's forward that keeps nothing, beyond its weights and its input.
     pub forward_bytes: u64,
-    /// The most bytes of a layer's recomputation and backward, beyond its weights, its input and its weights' gradients.
+    /// The most bytes of a layer's recomputation and backward, beyond its weights and its input: its weights' gradients as they come
+    /// are among them.
     pub backward_bytes: u64,
-    /// The most bytes of head and loss, beyond the layers' inputs.
+    /// The most bytes of head and loss, beyond the layers' inputs: the output matrix' gradient is among them.
     pub head_bytes: u64,
+    /// The most bytes of the embedding's backward, beyond [`Fixed::gradient_bytes`].
+    pub embedding_bytes: u64,
     /// Bytes that are there from begin to end: tokens, labels, angles of positions, a workspace.
     pub constant_bytes: u64,
-    /// A layer that keeps its activations; only [`Method::Resident`] without recomputation reads it.
+    /// A layer that keeps its activations; only [`Method::Resident`](super::Method::Resident) without recomputation reads it.
     pub kept: Option<Kept>,
 }
 
@@ -62,9 +67,9 @@ pub struct Working {
 pub struct Kept {
     /// Bytes that it keeps between its passes, its input among them.
     pub bytes: u64,
-    /// The most bytes of its forward beyond those.
+    /// The most bytes of its forward, its input and what it comes to keep among them.
     pub forward_bytes: u64,
-    /// The most bytes of its backward beyond those and its weights' gradients.
+    /// The most bytes of its backward beyond those that it keeps, its weights' gradients as they come among them.
     pub backward_bytes: u64,
 }
 
@@ -97,50 +102,11 @@ impl Job {
         let layers = self.layers.iter().map(|layer| layer.state_bytes);
         exact::sum("bytes of the optimizer's state", layers.chain([self.fixed.state_bytes]))
     }
-
-    pub(super) fn check(&self, rates: &Rates, setup: &Setup) -> Result<(), Error> {
-        positive("layers of a step", self.layers.len() as u64)?;
-        for rate in [rates.load, rates.store, rates.host_optimizer, rates.device_optimizer] {
-            if !(rate > 0.0 && rate.is_finite()) {
-                return Err(Error::OutOfRange {
-                    what: "a rate",
-                    given: rate,
-                    range: "the positive numbers",
-                    remedy: "give bytes per second of the link and numbers per second of the optimizer, as measured",
-                });
-            }
-        }
-        let layers = self.layers.iter().flat_map(|layer| [layer.forward_seconds, layer.backward_seconds]);
-        for seconds in layers.chain([self.fixed.seconds]) {
-            if !(0.0..=LONGEST_SECONDS).contains(&seconds) {
-                return Err(Error::OutOfRange {
-                    what: "a layer's time in seconds",
-                    given: seconds,
-                    range: "0 to 1e9",
-                    remedy: "give seconds as measured, or FLOPs by a positive rate",
-                });
-            }
-        }
-        if let Method::Overlap { ring } = setup.method
-            && !(1..=super::MOST_SLOTS).contains(&ring)
-        {
-            return Err(Error::OutOfRange {
-                what: "the number of slots of the ring",
-                given: ring as f64,
-                range: "1 to 8",
-                remedy: "give 1 (no prefetch) to 8",
-            });
-        }
-        let is_risen = setup.resident.windows(2).all(|pair| pair[0] < pair[1]);
-        match setup.resident.last() {
-            Some(last) if !is_risen || *last >= self.layers.len() => Err(Error::Shape {
-                what: format!("resident layers {:?} of {} layers", setup.resident, self.layers.len()),
-                remedy: "name each layer once, in rising order, from 0 on".into(),
-            }),
-            _ => Ok(()),
-        }
-    }
 }
+
+/// Bytes of memory that a step of AdamW moves for each number, in fp32: gradient, weight and two moments are read, and the last three
+/// written. A step is one pass over memory, so that its rate is the memory's by these.
+pub const ADAMW_STEP_BYTES: f64 = 28.0;
 
 /// How fast bytes move and an optimizer steps. All positive.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -153,4 +119,16 @@ pub struct Rates {
     pub host_optimizer: f64,
     /// Trainable numbers per second of a step on the device.
     pub device_optimizer: f64,
+}
+
+impl Rates {
+    /// A link that is as fast both ways, and an AdamW that steps as fast as the memory of where it is: all in bytes per second.
+    pub const fn of_memory(link: f64, host_bandwidth: f64, device_bandwidth: f64) -> Self {
+        Self {
+            load: link,
+            store: link,
+            host_optimizer: host_bandwidth / ADAMW_STEP_BYTES,
+            device_optimizer: device_bandwidth / ADAMW_STEP_BYTES,
+        }
+    }
 }

@@ -4,7 +4,8 @@ use std::fmt;
 
 use super::condition::{Condition, Direction, least_tokens};
 use super::job::{Job, Rates};
-use super::schedule::{Method, OptimizerPlace, Setup, Start, Step, simulate};
+use super::setup::{Method, OptimizerPlace, Setup, Start};
+use super::simulate::{Step, simulate};
 use crate::Error;
 use crate::quantity::{bytes_text, grouped};
 

@@ -1,219 +1,18 @@
 //! The schedule, event by event.
 
-use super::footprint::{Footprint, footprint, host_bytes};
 use super::job::{Job, Layer, Rates};
-use crate::{Error, exact};
+use super::setup::{Method, OptimizerPlace, Setup};
+use super::timeline::{Lane, Span, Work};
 
-/// How layers come to the device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Method {
-    /// All layers are on the device. Gradients of all are there until an ordinary optimizer steps, unless its state is on the
-    /// host.
-    Resident {
-        /// Whether each layer keeps its input only. Of no effect in inference.
-        recompute: bool,
-    },
-    /// A layer is loaded, computed and released; nothing runs at the same time as anything else.
-    OneAtATime,
-    /// Loads run ahead of compute in a ring.
-    Overlap {
-        /// Slots of the ring, 1 to [`MOST_SLOTS`](super::MOST_SLOTS).
-        ring: usize,
-    },
-}
-
-/// Where master weights and optimizer state are, and so where the step runs, layer by layer as gradients come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OptimizerPlace {
-    /// On the device: no gradient leaves, the changed weights of streamed layers do.
-    Device,
-    /// On the host: gradients leave, and the changed weights of what is resident come back.
-    Host,
-}
-
-/// A method with its choices.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Setup {
-    /// How layers come to the device.
-    pub method: Method,
-    /// Which layers stay there, rising from 0. Not read by [`Method::Resident`].
-    pub resident: Vec<usize>,
-    /// Where the optimizer is. Of no effect where nothing is trained.
-    pub optimizer: OptimizerPlace,
-}
-
-/// Which step is looked at.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Start {
-    /// The first: no streamed layer is on the device.
-    Cold,
-    /// A later one, which finds what the one before has left.
-    Warm,
-}
-
-/// What does one thing at a time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Lane {
-    /// The device's compute.
-    Compute,
-    /// Host or file to device.
-    Load,
-    /// Device to host.
-    Store,
-    /// The host's optimizer.
-    Host,
-}
-
-impl Lane {
-    /// All lanes, in the order in which a timeline shows them.
-    pub const ALL: [Self; 4] = [Self::Compute, Self::Load, Self::Store, Self::Host];
-
-    /// `compute`, `load`, `store` or `host`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Compute => "compute",
-            Self::Load => "load",
-            Self::Store => "store",
-            Self::Host => "host",
-        }
-    }
-}
-
-/// What a lane does in a span.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Work {
-    /// A layer's forward.
-    Forward,
-    /// Embedding, head and loss.
-    Head,
-    /// A layer's backward, with its recomputation.
-    Backward,
-    /// An optimizer's step.
-    Step,
-    /// Weights move: of a whole layer, or the changed ones.
-    Weights,
-    /// Gradients move.
-    Gradients,
-}
-
-impl Work {
-    /// A word for tables and timelines.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Forward => "forward",
-            Self::Head => "head",
-            Self::Backward => "backward",
-            Self::Step => "step",
-            Self::Weights => "weights",
-            Self::Gradients => "gradients",
-        }
-    }
-}
-
-/// A lane at work.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Span {
-    /// Which lane.
-    pub lane: Lane,
-    /// What it does.
-    pub work: Work,
-    /// For which layer; `None`: the fixed part, or all.
-    pub layer: Option<usize>,
-    /// Seconds from the start of the step; 0 at least, also where a load began before.
-    pub start: f64,
-    /// Seconds from the start of the step; its end at most.
-    pub end: f64,
-    /// Bytes moved, all of them in the step in which the transfer began.
-    pub bytes: u64,
-}
-
-/// A step that was simulated.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Step {
-    /// What ran when, lane by lane in the order of their start.
-    pub spans: Vec<Span>,
-    /// Seconds until all is done but for loads that run ahead of the next step.
-    pub seconds: f64,
-    /// Seconds of them in which compute does nothing.
-    pub idle_seconds: f64,
-    /// Bytes moved to the device.
-    pub load_bytes: u64,
-    /// Bytes moved from the device.
-    pub store_bytes: u64,
-    /// The device's bytes at their peak.
-    pub device: Footprint,
-    /// Bytes on the host: of streamed layers, of the optimizer, of gradients that came and were not consumed.
-    pub host_bytes: u64,
-}
-
-impl Step {
-    /// Seconds in which `lane` works.
-    pub fn busy(&self, lane: Lane) -> f64 {
-        self.of(lane).map(|span| span.end - span.start).sum()
-    }
-
-    /// The share of the load lane's seconds that compute works too; 1 where nothing is loaded.
-    pub fn overlap(&self) -> f64 {
-        let loads = self.busy(Lane::Load);
-        let together = |load: &Span| {
-            let shared = |span: &Span| (span.end.min(load.end) - span.start.max(load.start)).max(0.0);
-            self.of(Lane::Compute).map(shared).sum::<f64>()
-        };
-        if loads > 0.0 { self.of(Lane::Load).map(together).sum::<f64>() / loads } else { 1.0 }
-    }
-
-    fn of(&self, lane: Lane) -> impl Iterator<Item = &Span> {
-        self.spans.iter().filter(move |span| span.lane == lane)
-    }
-}
-
-/// Runs `job` by `setup`.
-///
-/// # Errors
-/// No layers, rates or seconds out of range, a ring of no or too many slots, resident layers that do not exist, a resident
-/// training without recomputation whose [`Working::kept`](super::Working::kept) is missing, bytes beyond 64 bits.
-pub fn simulate(job: &Job, rates: &Rates, setup: &Setup, start: Start) -> Result<Step, Error> {
-    job.check(rates, setup)?;
-    // What a step leaves in the ring repeats from the third on.
-    let wanted = match start {
-        Start::Cold => 0,
-        Start::Warm => 3,
-    };
+/// Runs so many steps one behind the other: what ran when, and when each step ended, the first entry being the begin.
+pub(super) fn run(job: &Job, rates: &Rates, setup: &Setup, steps: usize) -> (Vec<Span>, Vec<f64>) {
     let mut run = Run::new(job, rates, setup);
     let mut ends = vec![0.0];
-    // One more, for the loads that run ahead.
-    for _ in 0..wanted + 2 {
+    for _ in 0..steps {
         let end = run.step();
         ends.push(end);
     }
-    let (begin, end) = (ends[wanted], ends[wanted + 1]);
-    let mut spans: Vec<Span> =
-        run.spans.into_iter().filter(|span| span.end > begin && span.start < end).collect();
-    let moved = |lane| {
-        let began = spans.iter().filter(|span: &&Span| span.lane == lane && span.start >= begin);
-        exact::sum("bytes moved", began.map(|span| span.bytes))
-    };
-    let (load_bytes, store_bytes) = (moved(Lane::Load)?, moved(Lane::Store)?);
-    for span in &mut spans {
-        if span.start < begin {
-            span.bytes = 0;
-        }
-        (span.start, span.end) = (span.start.max(begin) - begin, span.end.min(end) - begin);
-    }
-    spans.sort_by(|a, b| a.lane.cmp(&b.lane).then(a.start.total_cmp(&b.start)));
-    let mut step = Step {
-        spans,
-        seconds: end - begin,
-        idle_seconds: 0.0,
-        load_bytes,
-        store_bytes,
-        device: Footprint::default(),
-        host_bytes: 0,
-    };
-    step.idle_seconds = (step.seconds - step.busy(Lane::Compute)).max(0.0);
-    step.device = footprint(job, setup, &step.spans)?;
-    step.host_bytes = host_bytes(job, setup, &step.spans)?;
-    Ok(step)
+    (run.spans, ends)
 }
 
 /// A slot of the ring.
@@ -326,6 +125,8 @@ impl<'a> Run<'a> {
         if backward && cost.trainable > 0 {
             match self.setup.optimizer {
                 OptimizerPlace::Device => done = self.step_on_device(layer, &cost, done, slot.is_some()),
+                // What is not streamed is stepped where it lies, when the backward is done.
+                OptimizerPlace::Host if self.resident[layer] => {}
                 OptimizerPlace::Host => {
                     self.step_on_host(layer, &cost, done);
                     stays = false;
@@ -396,39 +197,17 @@ impl<'a> Run<'a> {
         self.current[layer] = self.put(Lane::Host, Work::Step, Some(layer), there, seconds, 0);
     }
 
-    /// The fixed part's step; what the host changed of resident weights comes back.
+    /// The step of what was not stepped layer by layer, on the device.
     fn finish(&mut self) {
-        let fixed = self.job.fixed;
+        let at_once = |layer: usize| match (self.setup.optimizer, self.setup.method) {
+            (OptimizerPlace::Device, Method::Resident { .. }) => true,
+            (OptimizerPlace::Device, _) => false,
+            (OptimizerPlace::Host, _) => self.resident[layer],
+        };
+        let layers = self.job.layers.iter().enumerate().filter(|(layer, _)| at_once(*layer));
+        let layers: f64 = layers.map(|(_, cost)| cost.trainable as f64).sum();
+        let seconds = (self.job.fixed.trainable as f64 + layers) / self.rates.device_optimizer;
         let done = self.lanes[Lane::Compute as usize];
-        match self.setup.optimizer {
-            OptimizerPlace::Device => {
-                let layers = match self.setup.method {
-                    Method::Resident { .. } => {
-                        self.job.layers.iter().map(|layer| layer.trainable as f64).sum()
-                    }
-                    _ => 0.0,
-                };
-                let seconds = (fixed.trainable as f64 + layers) / self.rates.device_optimizer;
-                self.put(Lane::Compute, Work::Step, None, done, seconds, 0);
-            }
-            OptimizerPlace::Host => {
-                for layer in (0..self.job.layers.len()).rev() {
-                    if self.resident[layer] && self.job.layers[layer].trainable > 0 {
-                        let bytes = self.job.layers[layer].trainable_bytes;
-                        let seconds = bytes as f64 / self.rates.load;
-                        self.put(Lane::Load, Work::Weights, Some(layer), self.current[layer], seconds, bytes);
-                    }
-                }
-                if fixed.trainable > 0 {
-                    let seconds = fixed.gradient_bytes as f64 / self.rates.store;
-                    let there =
-                        self.put(Lane::Store, Work::Gradients, None, done, seconds, fixed.gradient_bytes);
-                    let seconds = fixed.trainable as f64 / self.rates.host_optimizer;
-                    let stepped = self.put(Lane::Host, Work::Step, None, there, seconds, 0);
-                    let seconds = fixed.trainable_bytes as f64 / self.rates.load;
-                    self.put(Lane::Load, Work::Weights, None, stepped, seconds, fixed.trainable_bytes);
-                }
-            }
-        }
+        self.put(Lane::Compute, Work::Step, None, done, seconds, 0);
     }
 }

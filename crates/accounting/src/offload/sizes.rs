@@ -1,25 +1,27 @@
 //! Jobs of known models: bytes from this crate's own formulas, seconds from FLOPs.
 //!
-//! A layer's flat buffer has one region for each dtype and trainability ([`flat_bytes`]): of a
-//! frozen base with adapters one in the base's dtype and one in fp32. Working memory is that of
-//! [`working_set`] for a model of which all learns, of [`lora`] for adapters,
-//! and of the same ledger without adapters for inference, which the families Qwen2 and Llama have. Seconds are the
-//! longer of the causal count of FLOPs by one rate and of the weights' bytes by the device's memory (once forward, once more for
-//! each product of a backward), the same for every layer; what a measurement says should replace them.
+//! A layer's flat buffer has one region for each dtype and trainability ([`flat_bytes`]): of a frozen base with adapters one in the
+//! base's dtype and one in fp32. What the passes hold is gone through operation by operation (`passes`), for the families Qwen2 and
+//! Llama. Seconds are the longer of the causal count of FLOPs by one rate and of the weights' bytes by the device's memory (once
+//! forward, once more for each product of a backward), the same for every layer; what a measurement says should replace them.
 
 use super::flat_bytes;
 use super::job::{Fixed, Job, Kept, Layer, Working};
+use crate::activation_plan::layer_costs;
 use crate::decoder_flops::{self, Recomputation, StepFlops, Workload};
-use crate::estimate::Plan;
 use crate::exact::{product, sum};
-use crate::lora::{self, LowRank, Targets};
-use crate::memory::logits::{self, Loss};
+use crate::lora::{self, LowRank};
+use crate::memory::logits::Loss;
 use crate::memory::optimizer::Optimizer;
 use crate::memory::recipe::Recipe;
-use crate::memory::{activations, total, working_set};
+use crate::memory::{kv_cache, total};
 use crate::model::{Decoder, Part};
+use crate::passes::block::{Block, BlockOptions, KeptPasses, Passes, Trained, kept_passes, passes};
+use crate::passes::head::{self, FIXED, HeadOptions, outside};
 use crate::recompute::{NormKernel, Recompute};
 use crate::{Dtype, Error};
+
+pub use crate::passes::head::Logits;
 
 /// What a job's sizes depend on beside model and workload.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,10 +38,13 @@ pub struct Choices {
     pub loss: Loss,
     /// How an RMSNorm is computed.
     pub norm: NormKernel,
+    /// Which tokens' logits an inference computes.
+    pub logits: Logits,
 }
 
 impl Default for Choices {
-    /// 100 TFLOP/s, 1 TB/s, everything in bf16 with fp32 master weights of what learns, AdamW, a loss in tiles of 1024 tokens.
+    /// 100 TFLOP/s, 1 TB/s, everything in bf16 with fp32 master weights of what learns, AdamW, a loss in tiles of 1024
+    /// tokens, the logits of every token.
     fn default() -> Self {
         Self {
             flops: 100e12,
@@ -48,6 +53,7 @@ impl Default for Choices {
             optimizer: Optimizer::AdamW,
             loss: Loss::LinearCrossEntropy { tokens: 1024 },
             norm: NormKernel::default(),
+            logits: Logits::default(),
         }
     }
 }
@@ -59,16 +65,14 @@ impl Choices {
     }
 }
 
-/// A forward that keeps nothing and ends in the logits of all tokens.
+/// A forward that keeps nothing and ends in logits.
 ///
 /// # Errors
 /// A family without SwiGLU, an empty workload, counts beyond 64 bits; a rate that is not positive is found by
 /// [`simulate`](super::simulate).
 pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<Job, Error> {
-    let none = LowRank { targets: Targets::NONE, ..LowRank::default() };
     swiglu(model)?;
     let flops = decoder_flops::step(model, work, &Recomputation::default())?;
-    let plan = plan(work, choices);
     let tensors = block(model)?;
     let slot_bytes = region(&tensors, choices.recipe.parameters)?;
     let weight_bytes = choices.recipe.parameters.bytes(outer_parameters(model)?)?;
@@ -81,14 +85,12 @@ pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<J
         ),
         ..Layer::default()
     };
-    let logits = [work.tokens()?, model.vocabulary, choices.recipe.compute.storage_bits() / 8];
-    let input = input_bytes(model, work, choices)?;
+    let head = head_options(work, None, choices, false);
     let working = Working {
-        input_bytes: input,
-        forward_bytes: lora::passes(&none, model, &plan)?.forward,
-        // The last layer's output and its norm's stand beside the logits.
-        head_bytes: sum("bytes of the head", [product("bytes of the logits", &logits)?, input, input])?,
-        constant_bytes: lora::around_blocks(&none, model, &plan)?.0,
+        input_bytes: input_bytes(model, work, choices)?,
+        forward_bytes: passes_of(model, work, choices, Trained::Nothing)?.forward,
+        head_bytes: head::inference_bytes(model, &head, choices.logits)?,
+        constant_bytes: total(&outside(model, &head)?[..FIXED])?,
         ..Working::default()
     };
     Ok(Job {
@@ -103,18 +105,32 @@ pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<J
     })
 }
 
+/// Generation of up to `new` tokens after prompts of `prompt`: the memory is that of reading the prompts, with room for the keys and
+/// values of all tokens, and the time that of one more token of each row.
+///
+/// # Errors
+/// As [`inference`].
+pub fn generation(model: &Decoder, prompt: Workload, new: u64, choices: &Choices) -> Result<Job, Error> {
+    let choices = Choices { logits: Logits::LastToken, ..*choices };
+    let reading = inference(model, prompt, &choices)?;
+    let tokens = sum("tokens of a row", [prompt.sequence, new])?.min(model.context);
+    let cached = Workload { sequence: tokens, ..prompt };
+    let cache = kv_cache::bytes(model, cached, choices.recipe.compute)?;
+    let constant_bytes = sum("bytes beside the layers", [reading.working.constant_bytes, cache])?;
+    Ok(Job {
+        working: Working { constant_bytes, ..reading.working },
+        ..inference(model, Workload { sequence: 1, ..prompt }, &choices)?
+    })
+}
+
 /// A step that trains the whole model.
 ///
 /// # Errors
 /// As [`inference`].
 pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<Job, Error> {
     swiglu(model)?;
-    let none = LowRank { targets: Targets::NONE, ..LowRank::default() };
     let recipe = choices.recipe;
-    let full = plan(work, choices);
-    let recompute = full.activation_choices();
-    let keep = Plan { recomputation: Recomputation::default(), ..full }.activation_choices();
-    let flops = decoder_flops::step(model, work, &full.recomputation)?;
+    let flops = decoder_flops::step(model, work, &recomputation())?;
     let tensors = block(model)?;
     let numbers = sum("parameters of a layer", tensors.iter().copied())?;
     let weights = region(&tensors, recipe.parameters)?;
@@ -135,33 +151,27 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<Jo
         trainable: numbers,
         forward_seconds: choices.seconds(layer_flops(&flops, model, flops.forward.causal, 1), 1.0, weights),
         backward_seconds: choices.seconds(layer_flops(&flops, model, backward, 2), 3.0, weights),
+        kept: None,
     };
-    let held = total(&logits::held(model, work, &recipe, choices.loss)?)?;
-    let narrow = input_bytes(model, work, choices)?;
-    let backward_of = |choices| {
-        let bytes = total(&working_set::block_backward(model, work, choices)?)?;
-        sum("bytes of a backward", [bytes, held])
-    };
-    let working = Working {
-        input_bytes: narrow,
-        forward_bytes: lora::passes(&none, model, &full)?.forward,
-        backward_bytes: backward_of(&recompute)?,
-        head_bytes: total(&logits::peak(model, work, &recipe, choices.loss)?)?,
-        constant_bytes: total(&activations::outside_blocks(model, work, &recompute)?)?,
-        kept: Some(Kept {
-            bytes: total(&activations::inside_block(model, work, &keep)?)?,
-            // A branch, and the residual stream behind it.
-            forward_bytes: product("bytes of a forward", &[2, narrow])?,
-            backward_bytes: backward_of(&keep)?,
-        }),
-    };
+    let head = head_options(work, None, choices, true);
+    let working = training_working(model, work, choices, &head, Trained::Everything)?;
+    let matrix = product("parameters of the output", &[model.vocabulary, model.hidden])?;
+    let early = sum("parameters of the head", [matrix, model.hidden])?;
     let fixed = Fixed {
         weight_bytes: recipe.parameters.bytes(outer)?,
-        trainable_bytes: recipe.parameters.bytes(outer)?,
         gradient_bytes: recipe.gradients.bytes(outer)?,
+        head_gradient_bytes: recipe.gradients.bytes(early)?,
         state_bytes: states(vec![outer])?,
         trainable: outer,
         seconds: choices.seconds(3.0 * outer_flops(&flops) as f64, 3.0, output_bytes(model, choices)?),
+    };
+    let working = Working {
+        // The hidden states' gradient, and the embedding's own beside that of a tied head.
+        embedding_bytes: sum(
+            "bytes of the embedding's backward",
+            [working.input_bytes, if model.tied { recipe.gradients.bytes(matrix)? } else { 0 }],
+        )?,
+        ..working
     };
     Ok(Job { layers: repeat(layer, model)?, fixed, working, training: true })
 }
@@ -178,9 +188,7 @@ pub fn adapters(
     labelled: Option<u64>,
     choices: &Choices,
 ) -> Result<Job, Error> {
-    let plan = Plan { labelled, ..plan(work, choices) };
-    lora.check_plan(model, &plan)?;
-    let flops = lora::flops::step(model, lora, work, labelled, &plan.recomputation)?;
+    let flops = lora::flops::step(model, lora, work, labelled, &recomputation())?;
     let tensors = lora.tensors(model)?;
     let learning = region(&tensors, LowRank::WIDE)?;
     let frozen = region(&block(model)?, choices.recipe.parameters)?;
@@ -194,24 +202,10 @@ pub fn adapters(
         trainable: sum("parameters of a layer's adapters", tensors)?,
         forward_seconds: choices.seconds(layer_flops(&flops, model, flops.forward.causal, 1), 1.0, frozen),
         backward_seconds: choices.seconds(layer_flops(&flops, model, backward, 1), 2.0, frozen),
+        kept: None,
     };
-    let passes = lora::passes(lora, model, &plan)?;
-    let held = total(&logits::held(model, work, &choices.recipe, choices.loss)?)?;
-    let with_held = |bytes| sum("bytes of a backward", [bytes, held]);
-    let (constant_bytes, head_bytes) = lora::around_blocks(lora, model, &plan)?;
-    let narrow = input_bytes(model, work, choices)?;
-    let working = Working {
-        input_bytes: narrow,
-        forward_bytes: passes.forward,
-        backward_bytes: with_held(passes.recomputed)?,
-        head_bytes,
-        constant_bytes,
-        kept: Some(Kept {
-            bytes: passes.kept,
-            forward_bytes: product("bytes of a forward", &[2, narrow])?,
-            backward_bytes: with_held(passes.backward)?,
-        }),
-    };
+    let head = HeadOptions { on_cpu: lora.on_cpu, ..head_options(work, labelled, choices, false) };
+    let working = training_working(model, work, choices, &head, Trained::Adapters(lora))?;
     let fixed = Fixed {
         weight_bytes: choices.recipe.parameters.bytes(outer_parameters(model)?)?,
         // No gradient of the frozen output matrix.
@@ -219,6 +213,34 @@ pub fn adapters(
         ..Fixed::default()
     };
     Ok(Job { layers: repeat(layer, model)?, fixed, working, training: true })
+}
+
+/// The same step with every layer resident under an activation plan, the first layer of the forward first:
+/// [`Method::Resident`](super::Method::Resident) without recomputation then follows it.
+///
+/// # Errors
+/// As [`inference`]; a plan of another length.
+pub fn with_activation_plan(
+    job: Job,
+    model: &Decoder,
+    lora: Option<&LowRank>,
+    work: Workload,
+    choices: &Choices,
+    plan: &[layer_costs::Kept],
+) -> Result<Job, Error> {
+    if plan.len() != job.layers.len() {
+        return Err(Error::Shape {
+            what: format!("an activation plan of {} entries for {} layers", plan.len(), job.layers.len()),
+            remedy: "give one for each layer".into(),
+        });
+    }
+    let block = block_of(model, work, choices, lora.map_or(Trained::Everything, Trained::Adapters))?;
+    let mut job = job;
+    for (number, (layer, &way)) in job.layers.iter_mut().zip(plan).enumerate() {
+        let KeptPasses { held, forward, backward } = kept_passes(&block, way, number == 0)?;
+        layer.kept = Some(Kept { bytes: held, forward_bytes: forward, backward_bytes: backward });
+    }
+    Ok(job)
 }
 
 fn swiglu(model: &Decoder) -> Result<(), Error> {
@@ -231,16 +253,59 @@ fn swiglu(model: &Decoder) -> Result<(), Error> {
     })
 }
 
-fn plan(work: Workload, choices: &Choices) -> Plan {
-    Plan {
-        work,
-        recipe: choices.recipe,
-        optimizer: choices.optimizer,
-        recomputation: Recomputation { checkpoint: Recompute::Full, ..Recomputation::default() },
-        norm: choices.norm,
-        loss: choices.loss,
-        ..Plan::default()
-    }
+/// Whole layers are computed again.
+fn recomputation() -> Recomputation {
+    Recomputation { checkpoint: Recompute::Full, ..Recomputation::default() }
+}
+
+fn head_options(work: Workload, labelled: Option<u64>, choices: &Choices, trained: bool) -> HeadOptions<'_> {
+    let Choices { recipe, norm, loss, .. } = choices;
+    HeadOptions { work, labelled, recipe, norm: *norm, loss: *loss, trained, on_cpu: false }
+}
+
+fn passes_of(
+    model: &Decoder,
+    work: Workload,
+    choices: &Choices,
+    trained: Trained<'_>,
+) -> Result<Passes, Error> {
+    passes(&block_of(model, work, choices, trained)?)
+}
+
+fn block_of(
+    model: &Decoder,
+    work: Workload,
+    choices: &Choices,
+    trained: Trained<'_>,
+) -> Result<Block, Error> {
+    let tokens = work.tokens()?;
+    let options =
+        BlockOptions { tokens, recipe: &choices.recipe, norm: choices.norm, trained, gradients: true };
+    Block::new(model, &options)
+}
+
+fn training_working(
+    model: &Decoder,
+    work: Workload,
+    choices: &Choices,
+    head: &HeadOptions<'_>,
+    trained: Trained<'_>,
+) -> Result<Working, Error> {
+    let passes = passes_of(model, work, choices, trained)?;
+    let narrow = input_bytes(model, work, choices)?;
+    Ok(Working {
+        input_bytes: narrow,
+        forward_bytes: passes.forward,
+        backward_bytes: passes.recomputed,
+        head_bytes: head::training_bytes(model, head)?,
+        constant_bytes: total(&outside(model, head)?[..FIXED])?,
+        kept: Some(Kept {
+            bytes: passes.kept,
+            forward_bytes: sum("bytes of a forward", [passes.keeping, narrow])?,
+            backward_bytes: passes.backward,
+        }),
+        ..Working::default()
+    })
 }
 
 /// Elements of each tensor of a block.
@@ -294,10 +359,11 @@ fn repeat(layer: Layer, model: &Decoder) -> Result<Vec<Layer>, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::estimate::{Moment, estimate};
+    use crate::estimate::{Plan, estimate};
     use crate::memory::optimizer::StepKernel;
     use crate::offload::{self, Method, OptimizerPlace, Rates, Setup, Start, simulate};
     use crate::presets;
+    use crate::recompute::SwigluLevel;
 
     const RATES: Rates = Rates { load: 25e9, store: 25e9, host_optimizer: 2e9, device_optimizer: 35e9 };
 
@@ -341,31 +407,41 @@ mod tests {
         assert!((all - (13.05e9 + 1.09e9) / 1e12).abs() < 1e-4, "{all}");
     }
 
-    /// What all-resident training takes by [`estimate`]: with recomputation at the backward of the first block, when all
-    /// gradients are there; without at the loss.
+    /// All-resident training beside [`estimate`], whose kernels are a framework's and which takes a block's gradients as there from the
+    /// beginning: with recomputation the larger one, at the backward of the first block.
     #[test]
     fn a_resident_step_is_the_estimate() {
         let model = presets::find("qwen2.5-0.5b").unwrap();
-        let choices = Choices { loss: Loss::LinearCrossEntropy { tokens: 64 }, ..Choices::default() };
+        let choices = Choices {
+            loss: Loss::LinearCrossEntropy { tokens: 64 },
+            norm: NormKernel::Output,
+            ..Choices::default()
+        };
         for (recompute, sequence) in [(true, 256), (false, 2048)] {
             let work = Workload { batch: 2, sequence };
             let job = training(&model, work, &choices).unwrap();
             let method = Method::Resident { recompute };
             let setup = Setup { method, resident: vec![], optimizer: OptimizerPlace::Device };
             let step = simulate(&job, &RATES, &setup, Start::Warm).unwrap();
-            let mut plan = Plan { step: StepKernel::Fused, ..plan(work, &choices) };
-            if !recompute {
-                plan.recomputation = Recomputation::default();
-            }
-            let wanted = estimate(&model, &plan).unwrap();
-            let (moment, wanted, norm) = match recompute {
-                true => (offload::Moment::Backward(0), wanted.at(Moment::FirstBlock).total, 0),
-                // The final norm's gradient is here from the begin on.
-                false => (offload::Moment::Head, wanted.at(Moment::Loss).total, 2 * 896),
+            let checkpoint = if recompute { Recompute::Full } else { Recompute::None };
+            let plan = Plan {
+                work,
+                recipe: choices.recipe,
+                optimizer: choices.optimizer,
+                // Two projections and their product.
+                recomputation: Recomputation {
+                    checkpoint,
+                    swiglu: SwigluLevel::SaveAll,
+                    ..Recomputation::default()
+                },
+                norm: choices.norm,
+                loss: choices.loss,
+                step: StepKernel::Fused,
+                ..Plan::default()
             };
-            assert_eq!(step.device.moment, moment);
-            // All tensors are multiples of 256 bytes.
-            assert_eq!(step.device.total, wanted + norm);
+            let wanted = estimate(&model, &plan).unwrap();
+            let ratio = step.device.total as f64 / wanted.peak().total as f64;
+            assert!((0.95..=1.005).contains(&ratio), "{ratio}: {:?} of {:?}", step.device, wanted.peak());
         }
     }
 

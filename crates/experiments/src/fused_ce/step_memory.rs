@@ -122,7 +122,7 @@ fn step(
 /// # Errors
 /// Sizes that it cannot count.
 pub(crate) fn predict(config: &LlamaConfig, way: Way, [rows, sequence]: [i64; 2]) -> Result<Estimate> {
-    let decoder = crate::on_paper::decoder(config)?;
+    let decoder = ::training::predicted::decoder(config)?;
     let size = |n: i64| n.unsigned_abs();
     let chunk =
         size(fused_ce::default_chunk_tokens(rows * sequence, config.vocab_size, Kind::Float, Device::Cpu));

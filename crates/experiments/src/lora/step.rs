@@ -141,7 +141,7 @@ fn foretell(
         lora: Some(LowRank { rank: size(arguments.rank)?, on_cpu, ..LowRank::default() }),
         ..Budget::default()
     };
-    Ok(estimate(&crate::on_paper::decoder(&shape.config()?)?, &budget)?.peak().total)
+    Ok(estimate(&::training::predicted::decoder(&shape.config()?)?, &budget)?.peak().total)
 }
 
 fn name(method: Method) -> &'static str {

@@ -14,7 +14,6 @@ use tch::{Device, Kind};
 use super::foretold::{self, Speed, choices};
 use super::rates::Measured;
 use super::subject::HEAD_TOKENS;
-use crate::on_paper;
 
 /// What a plan leaves free: a moment's garbage, and what the libraries take as they go.
 const SLACK: f64 = 0.03;
@@ -24,6 +23,8 @@ const SLACK: f64 = 0.03;
 pub(crate) enum Aim {
     /// Reading tokens.
     Inference,
+    /// Reading a prompt and generating so many tokens, one at a time.
+    Generation { new: u64 },
     /// A step of adapters of this rank on q, k, v and o.
     Lora(u64),
     /// A step of all weights.
@@ -61,15 +62,18 @@ pub(crate) fn job(
     aim: Aim,
     speed: Speed,
 ) -> anyhow::Result<Job> {
+    let work = Workload { batch: 1, sequence: u64::try_from(tokens).context("tokens below 0")? };
+    let choices = choices(kind, speed, HEAD_TOKENS.min(tokens));
     let rank = match aim {
+        Aim::Generation { new } => {
+            return Ok(sizes::generation(&::training::predicted::decoder(config)?, work, new, &choices)?);
+        }
         Aim::Inference => return foretold::job(config, (kind, speed), tokens, foretold::Step::Inference),
         Aim::Training => return foretold::job(config, (kind, speed), tokens, foretold::Step::Training),
         Aim::Lora(rank) => rank,
     };
     let lora = LowRank { rank, on_cpu: device == Device::Cpu, ..LowRank::default() };
-    let work = Workload { batch: 1, sequence: u64::try_from(tokens).context("tokens below 0")? };
-    let choices = choices(kind, speed, HEAD_TOKENS.min(tokens));
-    Ok(sizes::adapters(&on_paper::decoder(config)?, &lora, work, None, &choices)?)
+    Ok(sizes::adapters(&::training::predicted::decoder(config)?, &lora, work, None, &choices)?)
 }
 
 /// The fastest plan for `aim` within `budget`, of tensors on the device.
@@ -145,5 +149,5 @@ impl Seen {
 /// A shape that is none.
 pub(crate) fn model_bytes(config: &LlamaConfig, kind: Kind) -> anyhow::Result<u64> {
     let recipe = if kind == Kind::Float { Recipe::FP32 } else { Recipe::BF16 };
-    Ok(recipe.parameters.bytes(on_paper::decoder(config)?.parameters()?)?)
+    Ok(recipe.parameters.bytes(::training::predicted::decoder(config)?.parameters()?)?)
 }

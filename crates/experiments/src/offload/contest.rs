@@ -15,7 +15,7 @@ use runtime::memory::{Region, live_bytes};
 use tch::{Device, Kind};
 use training::optimizer::{AdamW, Group, Optimizer};
 
-use super::foretold::{Speed, Step, job, peak, training_peak};
+use super::foretold::{Speed, Step, job, peak};
 use super::spans;
 use super::subject::{Passes, Subject};
 
@@ -243,7 +243,8 @@ impl Runner {
     ) -> anyhow::Result<Vec<Metric>> {
         let laps = &self.training;
         let optimizer = Samples { samples: self.once.optimizer.clone() }.median();
-        let foretold = training_peak(&conditions.config, conditions.tokens, entrant.paper)?;
+        let step = job(&conditions.config, (Kind::Float, Speed::NOMINAL), conditions.tokens, Step::Training)?;
+        let foretold = peak(&step, entrant.paper)?;
         let mut metrics = vec![
             samples("forward_seconds", "s", laps.iter().map(|lap| lap.passes.forward)),
             samples("backward_seconds", "s", laps.iter().map(|lap| lap.passes.backward)),

@@ -3,7 +3,6 @@
 use std::io::Write;
 use std::time::Instant;
 
-use accounting::offload::Job;
 use accounting::quantity::{bytes_text, parse_bytes};
 use anyhow::{anyhow, bail};
 use clap::Args;
@@ -147,15 +146,9 @@ fn options(arguments: &Generate, folder: &Folder, prompt: i64, device: Device) -
     let measured =
         rates::measure(config, (kind, device), FEW.min(config.max_position_embeddings), &measured_tier)?;
     runtime::memory::empty_cache(device)?;
-    let job = |tokens| budget::job(config, (kind, device), tokens, Aim::Inference, measured.speed);
-    // The memory is the prompt's, and the time that of one token after the other.
     let tokens = prompt.min(config.max_position_embeddings);
-    let mut job = Job { working: job(tokens)?.working, ..job(1)? };
-    // Keys and values of all tokens.
-    let cached =
-        (tokens as u64 + arguments.max_new_tokens as u64).min(config.max_position_embeddings.unsigned_abs());
-    let row = 2 * config.num_key_value_heads * config.head_dim * kind.elt_size_in_bytes() as i64;
-    job.working.constant_bytes += config.num_hidden_layers.unsigned_abs() * row.unsigned_abs() * cached;
+    let aim = Aim::Generation { new: arguments.max_new_tokens as u64 };
+    let job = budget::job(config, (kind, device), tokens, aim, measured.speed)?;
     // Layers on the host are the same memory where that is the device.
     let on_host =
         if device == Device::Cpu && arguments.tier == TierName::Host { job.layer_bytes()? } else { 0 };

@@ -13,9 +13,6 @@ use tch::{Device, Kind, Tensor};
 use super::foretold::Speed;
 use super::spans;
 
-/// Bytes per number that a step of AdamW moves: gradient, weight and two moments read, the last three written, in fp32.
-const STEP_BYTES: f64 = 28.0;
-
 /// What was measured.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Measured {
@@ -43,13 +40,8 @@ pub(crate) fn measure(
     let bandwidth = physical::copy_bandwidth(device)?.rate().context("the rate of a copy")?;
     let host = physical::copy_bandwidth(Device::Cpu)?.rate().context("the rate of a copy")?;
     let load = link(device, tier)?;
-    let rates = Rates {
-        load,
-        // The same link the other way, and the same threads.
-        store: load,
-        host_optimizer: host / STEP_BYTES,
-        device_optimizer: bandwidth / STEP_BYTES,
-    };
+    // The same link the other way, and the same threads.
+    let rates = Rates::of_memory(load, host, bandwidth);
     Ok(Measured { speed: Speed { flops, bandwidth }, rates })
 }
 

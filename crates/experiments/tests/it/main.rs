@@ -9,6 +9,7 @@ mod injected_slowdowns;
 mod lora_flops;
 mod lora_memory;
 mod offload_command_line;
+mod predicted_peaks;
 mod swiglu_ckpt_peak;
 mod training_command;
 mod training_kill;

@@ -11,6 +11,7 @@ use accounting::memory::logits::Loss;
 use accounting::memory::recipe::Recipe;
 use accounting::model::{Family, Shape};
 use accounting::offload::{self as paper, Job, OptimizerPlace, Rates, Setup, Start, sizes};
+use accounting::recompute::NormKernel;
 use models::module::{Input, LanguageModel, trainable};
 use models::{Llama, LlamaConfig};
 use offload::{Method, Offload, Options, Point, Probe};
@@ -152,7 +153,12 @@ fn peaks_are_ordered_and_those_of_the_paper() {
     peak(None, true);
     let decoder = Decoder::new(SHAPE).unwrap();
     let work = Workload { batch: 2, sequence: 9 };
-    let choices = sizes::Choices { recipe: Recipe::FP32, loss: Loss::Eager, ..sizes::Choices::default() };
+    let choices = sizes::Choices {
+        recipe: Recipe::FP32,
+        loss: Loss::Eager,
+        norm: NormKernel::Output,
+        ..sizes::Choices::default()
+    };
     for training in [false, true] {
         let job =
             if training { sizes::training } else { sizes::inference }(&decoder, work, &choices).unwrap();
@@ -172,15 +178,12 @@ fn peaks_are_ordered_and_those_of_the_paper() {
         }
         assert!(resident.bytes > rings[3].bytes && rings[2].bytes > one.bytes, "{kind}");
 
-        // The same half a megabyte is more of a single slot: on paper a layer has all its gradients when its backward works on most,
-        // while the first of them come when most of that is gone.
-        let single = if training { 0.06 } else { 0.001 };
+        let single = if training { 0.02 } else { 0.001 };
         let expected = on_paper(&job, paper::Method::OneAtATime);
         close(&format!("{kind}, one layer at a time"), one.bytes, expected, single);
-        assert!(one.bytes <= expected, "{kind}: the paper promises enough");
         for (ring, found) in (1..).zip(&rings) {
             let expected = on_paper(&job, paper::Method::Overlap { ring });
-            let tolerance = if ring == 1 { single } else { 0.05 };
+            let tolerance = if ring == 1 { single } else { 0.02 };
             close(&format!("{kind}, ring {ring}"), found.bytes, expected, tolerance);
         }
     }

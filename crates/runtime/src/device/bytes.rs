@@ -51,6 +51,9 @@ pub fn memory_info(device: Device) -> Result<MemoryInfo> {
 /// them, which in training are the caller's and the autograd engine's (32 MiB each on Hopper, `CUBLAS_WORKSPACE_CONFIG` says
 /// otherwise). The first call makes them, and is right before any other product. 0 on the CPU.
 ///
+/// It is measured, because `at::cuda::getChosenWorkspaceSize`, which knows, is in `libtorch_cuda` alone and the shim is built against
+/// what every libtorch has. Whoever predicts or budgets a device's bytes asks here, and nowhere else.
+///
 /// # Errors
 /// A device that is not there, or without that memory.
 pub fn product_workspaces(device: Device) -> Result<u64> {

@@ -38,7 +38,7 @@ impl Args {
         let available = self.device.bytes();
 
         let mut text = format!("{}, {} parameters", self.model.name(), grouped(estimate.parameters.into()));
-        text += &format!(" ({})\n{}\n\n", count_text(estimate.parameters), self.plan.summary(&plan));
+        text += &format!(" ({})\n{}\n\n", count_text(estimate.parameters), plan.summary());
         text += &moments(&estimate);
         text += &peak(&estimate, available);
         if self.list {
@@ -52,7 +52,7 @@ impl Args {
             .with("model", self.model.name())
             .with("batch", plan.work.batch)
             .with("sequence", plan.work.sequence)
-            .with("step", self.plan.summary(&plan));
+            .with("step", plan.summary());
         let records = estimate_metrics(&estimate).into_iter().map(|metric| Record {
             experiment: "accounting-estimate".into(),
             case: case.clone(),
@@ -61,7 +61,7 @@ impl Args {
         });
         let mut json = json(&estimate);
         json["model"] = self.model.name().into();
-        json["plan"] = self.plan.summary(&plan).into();
+        json["plan"] = plan.summary().into();
         if let Some(available) = available {
             json["available_bytes"] = available.into();
             json["fits"] = (estimate.peak().total <= available).into();

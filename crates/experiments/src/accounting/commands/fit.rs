@@ -83,7 +83,7 @@ impl Args {
 
         let rows: Vec<Vec<String>> = answers.iter().map(row).collect();
         let mut text = format!("{}, {} parameters\n", self.model.name(), grouped(model.parameters()?.into()));
-        text += &format!("{}; {} available\n\n", self.plan.summary(&plan), bytes_text(available));
+        text += &format!("{}; {} available\n\n", plan.summary(), bytes_text(available));
         text += &table(&["question", "answer", "peak", "the next one"], &rows);
         text += "\nEach question varies one thing and keeps the others. The largest model keeps the vocabulary, the \
                  head size\nand the ratios of widths and depth.\n";
@@ -104,7 +104,7 @@ impl Args {
         let case = Case::new()
             .with("device", bytes_text(available))
             .with("model", self.model.name())
-            .with("plan", self.plan.summary(&plan));
+            .with("plan", plan.summary());
         let records = answers.iter().map(|answer| Record {
             experiment: "accounting-fit".into(),
             case: case.clone(),

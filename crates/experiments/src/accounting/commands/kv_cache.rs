@@ -48,7 +48,7 @@ impl Args {
             "parameter_bytes": parameters,
         });
         if let Some(available) = self.device.bytes() {
-            let tokens = available.saturating_sub(parameters) / token.max(1);
+            let tokens = kv_cache::tokens_beside_parameters(&model, self.dtype, available)?;
             rows.push(vec![
                 format!("tokens that fit beside the parameters in {}", bytes_text(available)),
                 grouped(tokens.into()),

@@ -15,9 +15,6 @@ use super::plan_args::LoraArgs;
 use super::table::table;
 use crate::accounting::sections::offload_metrics;
 
-/// Bytes that a step of AdamW moves for each number: gradient, master weight and moments, and the new weight.
-const STEP_BYTES: f64 = 28.0;
-
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -58,12 +55,7 @@ impl Args {
         let model = self.model.decoder()?;
         let link = self.link.map_or(self.card.link, |link| link as f64);
         let flops = self.flops.unwrap_or(self.card.flops);
-        let rates = Rates {
-            load: link,
-            store: link,
-            host_optimizer: self.host_bandwidth as f64 / STEP_BYTES,
-            device_optimizer: self.card.data_sheet()?.bandwidth / STEP_BYTES,
-        };
+        let rates = Rates::of_memory(link, self.host_bandwidth as f64, self.card.data_sheet()?.bandwidth);
         let bytes_per_parameter = self.dtype.storage_bits() as f64 / 8.0;
         let job = self.job(&model, flops)?;
         let found = plan(&job, &rates, Budget { device: self.budget, host: self.host_budget })?;

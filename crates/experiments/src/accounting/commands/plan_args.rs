@@ -157,38 +157,6 @@ impl PlanArgs {
             (None, None) => Ok(Loss::Eager),
         }
     }
-
-    /// The choices in a line.
-    pub(crate) fn summary(&self, plan: &Plan) -> String {
-        let mut parts = vec![
-            format!("batch {} × {} tokens", plan.work.batch, plan.work.sequence),
-            plan.recipe.name.to_owned(),
-            plan.optimizer.name().to_owned(),
-            format!("{} attention", plan.recomputation.attention.name()),
-        ];
-        if let Some(lora) = plan.lora {
-            parts.push(format!("adapters of rank {} on {}", lora.rank, lora.targets));
-        }
-        if plan.recomputation.checkpoint != Recompute::None {
-            parts.push(format!("{} recomputation", plan.recomputation.checkpoint.name()));
-        }
-        if plan.recomputation.swiglu != SwigluLevel::Eager {
-            parts.push(format!("SwiGLU {}", plan.recomputation.swiglu.name()));
-        }
-        if let Some(tokens) = plan.loss.chunk() {
-            parts.push(format!("{} in chunks of {tokens}", plan.loss.name()));
-        }
-        if let Some(labelled) = plan.labelled {
-            parts.push(format!("{labelled} of them labelled"));
-        }
-        if plan.host != OnHost::default() {
-            parts.push(format!("{} on the host", plan.host.names().join(" + ")));
-        }
-        if plan.sharding.devices > 1 {
-            parts.push(format!("ZeRO-{} on {} devices", plan.sharding.stage.number(), plan.sharding.devices));
-        }
-        parts.join(", ")
-    }
 }
 
 fn loss_name(text: &str) -> Result<&'static str, Error> {

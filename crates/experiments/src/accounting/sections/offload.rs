@@ -93,11 +93,9 @@ fn span_metrics(of: &Case, step: &Step) -> Vec<(Case, Metric)> {
     step.spans.iter().enumerate().flat_map(measure).collect()
 }
 
-/// The link of the card's own generation, both ways; a host optimizer at 50 GB/s of memory and one on the device at its
-/// bandwidth, 28 bytes a number each.
+/// The link of the card's own generation, both ways; a host optimizer at 50 GB/s of memory and one on the device at its bandwidth.
 fn rates(card: Card) -> Result<Rates, Error> {
-    let device_optimizer = card.data_sheet()?.bandwidth / 28.0;
-    Ok(Rates { load: card.link, store: card.link, host_optimizer: 50e9 / 28.0, device_optimizer })
+    Ok(Rates::of_memory(card.link, 50e9, card.data_sheet()?.bandwidth))
 }
 
 fn jobs(tokens: u64, card: Card) -> Result<[(&'static str, Job); 2], Error> {

@@ -1,15 +1,28 @@
-//! A model's shape as `accounting` takes it.
+//! A model's configuration as `accounting` reads it.
 
-use accounting::model::{Decoder, Family, Shape};
-use anyhow::Context;
+use accounting::Decoder;
+use accounting::model::{Family, Shape};
 use models::{LlamaConfig, llama};
 
-/// The decoder of a configuration, on paper.
+use crate::error::{Error, Result};
+
+/// The sizes of a Llama or a Qwen2, from which [`accounting`] predicts parameters, FLOPs and bytes.
+///
+/// ```
+/// use models::LlamaConfig;
+/// use training::predicted;
+///
+/// let config = LlamaConfig::qwen2(1000, 64, 128, 2, 4);
+/// assert_eq!(predicted::decoder(&config)?.parameters()?, config.parameter_count());
+/// # Ok::<(), training::Error>(())
+/// ```
 ///
 /// # Errors
-/// A shape that is none.
-pub(crate) fn decoder(config: &LlamaConfig) -> anyhow::Result<Decoder> {
-    let size = |n: i64| u64::try_from(n).context("a size below 0");
+/// A size below 0; sizes that do not go together.
+pub fn decoder(config: &LlamaConfig) -> Result<Decoder> {
+    let size = |n: i64| {
+        u64::try_from(n).map_err(|_| Error::config("model", format!("a size is {n}; expected at least 1")))
+    };
     Ok(Decoder::new(Shape {
         family: match config.family {
             llama::Family::Llama => Family::Llama,

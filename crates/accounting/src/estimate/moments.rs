@@ -1,0 +1,145 @@
+//! The moments of a step, and what each takes.
+
+use crate::memory::Item;
+use crate::memory::zero::ModelStates;
+use crate::{Error, exact};
+
+/// A part of a budget.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Parameters that the forward reads.
+    Parameters,
+    /// Copies of weights that autocast makes.
+    Casts,
+    /// The optimizer's copy of the parameters.
+    MasterWeights,
+    /// The optimizer's state.
+    OptimizerState,
+    /// Gradients of parameters.
+    Gradients,
+    /// What the forward keeps for the backward.
+    Activations,
+    /// Logits and what the loss makes of them.
+    Logits,
+    /// What exists for a moment.
+    Temporaries,
+}
+
+impl Part {
+    /// All parts, in the order of [`Budget::parts`].
+    pub const ALL: [Self; 8] = [
+        Self::Parameters,
+        Self::Casts,
+        Self::MasterWeights,
+        Self::OptimizerState,
+        Self::Gradients,
+        Self::Activations,
+        Self::Logits,
+        Self::Temporaries,
+    ];
+
+    /// A short name for tables and bars.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Parameters => "parameters",
+            Self::Casts => "autocast copies",
+            Self::MasterWeights => "master weights",
+            Self::OptimizerState => "optimizer state",
+            Self::Gradients => "gradients",
+            Self::Activations => "activations",
+            Self::Logits => "logits and loss",
+            Self::Temporaries => "temporaries",
+        }
+    }
+}
+
+/// A moment of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moment {
+    /// The loss is computed and its backward begins.
+    Loss,
+    /// The last block's backward, the first to run.
+    LastBlock,
+    /// The first block's backward, the last to run.
+    FirstBlock,
+    /// The embedding's backward.
+    Embedding,
+    /// The optimizer's step.
+    Step,
+}
+
+impl Moment {
+    /// A short name for tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Loss => "loss",
+            Self::LastBlock => "last block's backward",
+            Self::FirstBlock => "first block's backward",
+            Self::Embedding => "embedding's backward",
+            Self::Step => "optimizer step",
+        }
+    }
+}
+
+/// What one moment of a step takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Budget {
+    /// The moment.
+    pub moment: Moment,
+    /// Bytes of each part, in the order of [`Part::ALL`].
+    pub parts: [u64; 8],
+    /// The sum of the parts.
+    pub total: u64,
+}
+
+impl Budget {
+    pub(crate) fn new(moment: Moment, parts: [u64; 8]) -> Result<Self, Error> {
+        Ok(Self { moment, parts, total: exact::sum("bytes of a training step", parts)? })
+    }
+
+    /// Bytes of one part.
+    pub fn bytes(&self, part: Part) -> u64 {
+        self.parts[part as usize]
+    }
+}
+
+/// What a training step takes on one device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Estimate {
+    /// Number of parameters, of the whole model.
+    pub parameters: u64,
+    /// What stays from step to step on the device.
+    pub states: ModelStates,
+    /// What one block keeps, tensor by tensor.
+    pub block: Vec<Item>,
+    /// What is kept outside the blocks.
+    pub outside_blocks: Vec<Item>,
+    /// The five moments in the order in which they come.
+    pub moments: [Budget; 5],
+    /// Bytes on the host, when the forward is done: none unless the plan puts something there.
+    pub host_bytes: u64,
+}
+
+impl Estimate {
+    /// The largest moment; the first one of several.
+    pub fn peak(&self) -> &Budget {
+        let mut peak = &self.moments[0];
+        for budget in &self.moments[1..] {
+            if budget.total > peak.total {
+                peak = budget;
+            }
+        }
+        peak
+    }
+
+    /// One moment of the step.
+    pub fn at(&self, moment: Moment) -> &Budget {
+        &self.moments[moment as usize]
+    }
+
+    /// The most that one part takes at any moment of the step: the split of a step that profiles show, in which each
+    /// part has a peak of its own. [`Budget::bytes`] of [`Estimate::peak`] is what it takes when the sum is largest.
+    pub fn largest(&self, part: Part) -> u64 {
+        self.moments.iter().map(|budget| budget.bytes(part)).max().unwrap_or(0)
+    }
+}

@@ -1,0 +1,108 @@
+//! How a model is trained.
+
+use crate::decoder_flops::{Recomputation, Workload};
+use crate::lora::LowRank;
+use crate::memory::activations::ActivationChoices;
+use crate::memory::host::OnHost;
+use crate::memory::logits::Loss;
+use crate::memory::optimizer::{Optimizer, StepKernel};
+use crate::memory::recipe::Recipe;
+use crate::memory::zero::Sharding;
+use crate::recompute::{NormKernel, Recompute, SwigluLevel};
+
+/// How a model is trained. Batches are per device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// Sequences per device and their length.
+    pub work: Workload,
+    /// Number formats.
+    pub recipe: Recipe,
+    /// Optimizer.
+    pub optimizer: Optimizer,
+    /// How its step runs.
+    pub step: StepKernel,
+    /// What the backward computes again.
+    pub recomputation: Recomputation,
+    /// How an RMSNorm is computed.
+    pub norm: NormKernel,
+    /// Whether dropout is on.
+    pub dropout: bool,
+    /// How the loss is computed.
+    pub loss: Loss,
+    /// What data-parallel devices share.
+    pub sharding: Sharding,
+    /// Whether gradients of an earlier batch are there while the next one runs.
+    pub accumulate: bool,
+    /// What is on the host.
+    pub host: OnHost,
+    /// Tokens of the step that have a label; `None`: all. A loss that goes over chunks goes over these only.
+    pub labelled: Option<u64>,
+    /// Adapters beside a base that is frozen; `None`: the whole model learns.
+    pub lora: Option<LowRank>,
+}
+
+impl Default for Plan {
+    /// One sequence of 1024 tokens, bf16 with fp32 master weights, AdamW, one device, nothing recomputed but what a
+    /// flash kernel does.
+    fn default() -> Self {
+        Self {
+            work: Workload { batch: 1, sequence: 1024 },
+            recipe: Recipe::default(),
+            optimizer: Optimizer::default(),
+            step: StepKernel::default(),
+            recomputation: Recomputation::default(),
+            norm: NormKernel::default(),
+            dropout: false,
+            loss: Loss::default(),
+            sharding: Sharding::default(),
+            accumulate: false,
+            host: OnHost::default(),
+            labelled: None,
+            lora: None,
+        }
+    }
+}
+
+impl Plan {
+    /// What decides about activations.
+    pub fn activation_choices(&self) -> ActivationChoices {
+        ActivationChoices {
+            recipe: self.recipe,
+            recomputation: self.recomputation,
+            norm: self.norm,
+            dropout: self.dropout,
+        }
+    }
+
+    /// The choices in a line.
+    pub fn summary(&self) -> String {
+        let mut parts = vec![
+            format!("batch {} × {} tokens", self.work.batch, self.work.sequence),
+            self.recipe.name.to_owned(),
+            self.optimizer.name().to_owned(),
+            format!("{} attention", self.recomputation.attention.name()),
+        ];
+        if let Some(lora) = self.lora {
+            parts.push(format!("adapters of rank {} on {}", lora.rank, lora.targets));
+        }
+        if self.recomputation.checkpoint != Recompute::None {
+            parts.push(format!("{} recomputation", self.recomputation.checkpoint.name()));
+        }
+        if self.recomputation.swiglu != SwigluLevel::Eager {
+            parts.push(format!("SwiGLU {}", self.recomputation.swiglu.name()));
+        }
+        if let Some(tokens) = self.loss.chunk() {
+            parts.push(format!("{} in chunks of {tokens}", self.loss.name()));
+        }
+        if let Some(labelled) = self.labelled {
+            parts.push(format!("{labelled} of them labelled"));
+        }
+        if self.host != OnHost::default() {
+            parts.push(format!("{} on the host", self.host.names().join(" + ")));
+        }
+        if self.sharding.devices > 1 {
+            parts.push(format!("ZeRO-{} on {} devices", self.sharding.stage.number(), self.sharding.devices));
+        }
+        parts.join(", ")
+    }
+}

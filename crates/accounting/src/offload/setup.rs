@@ -1,0 +1,95 @@
+//! A method with its choices.
+
+use super::job::{Job, Rates};
+use crate::exact::positive;
+use crate::{Error, activation_plan::LONGEST_SECONDS};
+
+/// How layers come to the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Method {
+    /// All layers are on the device, and gradients of all until an ordinary optimizer steps.
+    Resident {
+        /// Whether each layer keeps its input only. Of no effect in inference.
+        recompute: bool,
+    },
+    /// A layer is loaded, computed and released; nothing runs at the same time as anything else.
+    OneAtATime,
+    /// Loads run ahead of compute in a ring.
+    Overlap {
+        /// Slots of the ring, 1 to [`MOST_SLOTS`](super::MOST_SLOTS).
+        ring: usize,
+    },
+}
+
+/// Where master weights and optimizer state are, and so where the step runs, layer by layer as gradients come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OptimizerPlace {
+    /// On the device: no gradient leaves, the changed weights of streamed layers do.
+    Device,
+    /// On the host for streamed layers, whose gradients leave; what is not streamed is stepped where it lies, on the device.
+    Host,
+}
+
+/// A method with its choices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Setup {
+    /// How layers come to the device.
+    pub method: Method,
+    /// Which layers stay there, rising from 0. Not read by [`Method::Resident`].
+    pub resident: Vec<usize>,
+    /// Where the optimizer is. Of no effect where nothing is trained.
+    pub optimizer: OptimizerPlace,
+}
+
+/// Which step is looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Start {
+    /// The first: no streamed layer is on the device.
+    Cold,
+    /// A later one, which finds what the one before has left.
+    Warm,
+}
+
+/// Refuses what cannot be simulated.
+pub(super) fn check(job: &Job, rates: &Rates, setup: &Setup) -> Result<(), Error> {
+    positive("layers of a step", job.layers.len() as u64)?;
+    for rate in [rates.load, rates.store, rates.host_optimizer, rates.device_optimizer] {
+        if !(rate > 0.0 && rate.is_finite()) {
+            return Err(Error::OutOfRange {
+                what: "a rate",
+                given: rate,
+                range: "the positive numbers",
+                remedy: "give bytes per second of the link and numbers per second of the optimizer, as measured",
+            });
+        }
+    }
+    let layers = job.layers.iter().flat_map(|layer| [layer.forward_seconds, layer.backward_seconds]);
+    for seconds in layers.chain([job.fixed.seconds]) {
+        if !(0.0..=LONGEST_SECONDS).contains(&seconds) {
+            return Err(Error::OutOfRange {
+                what: "a layer's time in seconds",
+                given: seconds,
+                range: "0 to 1e9",
+                remedy: "give seconds as measured, or FLOPs by a positive rate",
+            });
+        }
+    }
+    if let Method::Overlap { ring } = setup.method
+        && !(1..=super::MOST_SLOTS).contains(&ring)
+    {
+        return Err(Error::OutOfRange {
+            what: "the number of slots of the ring",
+            given: ring as f64,
+            range: "1 to 8",
+            remedy: "give 1 (no prefetch) to 8",
+        });
+    }
+    let is_risen = setup.resident.windows(2).all(|pair| pair[0] < pair[1]);
+    match setup.resident.last() {
+        Some(last) if !is_risen || *last >= job.layers.len() => Err(Error::Shape {
+            what: format!("resident layers {:?} of {} layers", setup.resident, job.layers.len()),
+            remedy: "name each layer once, in rising order, from 0 on".into(),
+        }),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,554 @@
+//! One block of a Llama or a Qwen2: its forward and its backward.
+//!
+//! With n tokens, d hidden, f feed-forward, and per element c bytes, the order in which `models` and autograd run it is
+//!
+//! ```text
+//! forward    norm · q, k · rotate · v · attention · o · add · norm · gate, up · SiLU(gate) ⊙ up · down · add
+//! backward   down · SiLU ⊙ · up, gate · norm · add · o · attention · v · rotate · k, q · norm · add
+//! ```
+//!
+//! The backward of a product makes the gradient of its input and of its weight while the gradient of its output and the input that
+//! was kept are still there. A norm writes over the gradient that it reads; SiLU(gate) ⊙ up makes two gradients beside it.
+//!
+//! The block's input and the gradient of its output are the caller's.
+
+use crate::activation_plan::layer_costs::Kept;
+use crate::exact::product;
+use crate::lora::{LowRank, Projection};
+use crate::memory::Item;
+use crate::memory::recipe::Recipe;
+use crate::model::{Decoder, Linear};
+use crate::passes::PeakTracker;
+use crate::recompute::NormKernel;
+use crate::{Error, exact};
+
+/// What learns in a block.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Trained<'a> {
+    /// Nothing: the block is frozen, or only read.
+    Nothing,
+    /// Adapters beside frozen weights.
+    Adapters(&'a LowRank),
+    /// All weights.
+    Everything,
+}
+
+/// What a block's passes depend on beside its shape.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BlockOptions<'a> {
+    /// Tokens of the batch.
+    pub(crate) tokens: u64,
+    /// Number formats.
+    pub(crate) recipe: &'a Recipe,
+    /// What a norm keeps.
+    pub(crate) norm: NormKernel,
+    /// What learns.
+    pub(crate) trained: Trained<'a>,
+    /// Whether the gradients of what learns are counted as they come, and stay; else they are the caller's.
+    pub(crate) gradients: bool,
+}
+
+/// Bytes of one projection's tensors.
+struct Sizes {
+    adapted: bool,
+    /// Input and output, in the base's dtype and in fp32.
+    input: u64,
+    output: u64,
+    wide_input: u64,
+    wide_output: u64,
+    /// W in fp32.
+    wide_weight: u64,
+    /// u, or du.
+    low: u64,
+    /// A byte for each element of the input.
+    mask: u64,
+    /// Gradients of what learns, as far as they are counted.
+    gradients: u64,
+}
+
+/// One block under its options.
+pub(crate) struct Block {
+    /// Whether the base is in 16 bits, so that sums in fp32 are tensors of their own.
+    rounds: bool,
+    casts: bool,
+    dropout: bool,
+    keeps_output: bool,
+    /// Whether all weights learn.
+    everything: bool,
+    projections: Vec<Sizes>,
+    /// Gradient of a norm's weight, as far as it is counted.
+    norm_gradient: u64,
+    /// `[n, d]`
+    pub(crate) narrow: u64,
+    /// `[n, h·k]`
+    query: u64,
+    /// `[n, n_kv·k]`
+    key: u64,
+    /// `[n, f]`
+    wide: u64,
+    log_sum_exp: u64,
+    /// One number for each token.
+    statistic: u64,
+}
+
+/// What of a block needs a gradient, and so is recorded.
+struct Recorded {
+    input: bool,
+    attention: bool,
+    /// The residual stream between attention and feed-forward.
+    middle: bool,
+    feed_forward: bool,
+}
+
+impl Block {
+    pub(crate) fn new(model: &Decoder, options: &BlockOptions<'_>) -> Result<Self, Error> {
+        let BlockOptions { tokens, recipe, norm, trained, gradients } = *options;
+        let (everything, lora) = match trained {
+            Trained::Nothing => (false, None),
+            Trained::Adapters(lora) => (false, Some(lora)),
+            Trained::Everything => (true, None),
+        };
+        let c = recipe.compute.storage_bits() / 8;
+        let rounds = c < 4;
+        let of = |width: u64, bytes: u64| product("bytes of an activation", &[tokens, width, bytes]);
+        let sizes = |(which, linear): (Projection, Linear)| {
+            let adapted = lora.is_some_and(|lora| lora.targets.has(which));
+            let rank = lora.map_or(0, |lora| lora.rank);
+            let weight = product("elements of a weight", &[linear.inputs, linear.outputs])?;
+            let bias = if linear.bias { linear.outputs } else { 0 };
+            let learns = match (gradients, everything, adapted) {
+                (true, true, _) => {
+                    recipe.gradients.bytes(exact::sum("elements of a weight", [weight, bias])?)?
+                }
+                (true, false, true) => {
+                    let widths = exact::sum("widths of a projection", [linear.inputs, linear.outputs])?;
+                    LowRank::WIDE.bytes(product("elements of an adapter", &[rank, widths])?)?
+                }
+                _ => 0,
+            };
+            Ok::<_, Error>(Sizes {
+                adapted,
+                input: of(linear.inputs, c)?,
+                output: of(linear.outputs, c)?,
+                wide_input: of(linear.inputs, 4)?,
+                wide_output: of(linear.outputs, 4)?,
+                wide_weight: product("bytes of a weight", &[weight, 4])?,
+                low: of(rank, 4)?,
+                mask: of(linear.inputs, 1)?,
+                gradients: learns,
+            })
+        };
+        let norm_gradient = if gradients && everything { recipe.gradients.bytes(model.hidden)? } else { 0 };
+        Ok(Self {
+            rounds,
+            casts: rounds && lora.is_some_and(|lora| lora.on_cpu),
+            dropout: lora.is_some_and(|lora| lora.dropout),
+            keeps_output: norm == NormKernel::Output,
+            everything,
+            projections: Projection::linears(model)?.into_iter().map(sizes).collect::<Result<_, _>>()?,
+            norm_gradient,
+            narrow: of(model.hidden, c)?,
+            query: of(model.query_width()?, c)?,
+            key: of(model.kv_width()?, c)?,
+            wide: of(model.feed_forward, c)?,
+            log_sum_exp: of(model.heads, 4)?,
+            statistic: of(1, 4)?,
+        })
+    }
+
+    fn of(&self, which: Projection) -> &Sizes {
+        &self.projections[which as usize]
+    }
+
+    /// Whether one of them learns, itself or by an adapter, so that its input is kept.
+    fn learns(&self, which: &[Projection]) -> bool {
+        self.everything || which.iter().any(|one| self.of(*one).adapted)
+    }
+
+    fn recorded(&self, input: bool) -> Recorded {
+        use Projection::{Down, Gate, Key, Output, Query, Up, Value};
+        let attention = input || self.learns(&[Query, Key, Value]);
+        let middle = attention || self.learns(&[Output]);
+        Recorded { input, attention, middle, feed_forward: middle || self.learns(&[Gate, Up, Down]) }
+    }
+
+    /// What the block keeps, tensor by tensor; `input`: whether a gradient flows on into what is in front of it.
+    pub(crate) fn kept(&self, input: bool) -> Vec<Item> {
+        use Projection::{Down, Gate, Key, Output, Query, Up, Value};
+        let of = self.recorded(input);
+        let mut items = Vec::new();
+        let mut keep = |condition: bool, name, bytes| {
+            if condition {
+                items.push(Item { name, bytes });
+            }
+        };
+        keep(of.input && !self.keeps_output, "norm input", self.narrow);
+        keep(of.input, "norm statistics", self.statistic);
+        keep(self.keeps_first_output(&of), "query, key, value input", self.narrow);
+        keep(of.attention, "query", self.query);
+        keep(of.attention, "key and value", 2 * self.key);
+        keep(of.attention, "log-sum-exp of scores", self.log_sum_exp);
+        keep(of.attention || self.learns(&[Output]), "attention output", self.query);
+        keep(of.middle && !self.keeps_output, "norm input", self.narrow);
+        keep(of.middle, "norm statistics", self.statistic);
+        keep(self.keeps_second_output(&of), "feed-forward input", self.narrow);
+        let gates = of.middle || self.learns(&[Gate, Up]);
+        keep(gates, "gate xW", self.wide);
+        keep(gates, "up xV", self.wide);
+        keep(self.learns(&[Down]), "SiLU(xW) ⊙ xV", self.wide);
+        for which in [Query, Key, Value, Output, Gate, Up, Down] {
+            keep(self.of(which).adapted, "low-rank products", self.of(which).low);
+        }
+        items
+    }
+
+    fn keeps_first_output(&self, of: &Recorded) -> bool {
+        use Projection::{Key, Query, Value};
+        of.input && self.keeps_output || self.learns(&[Query, Key, Value])
+    }
+
+    fn keeps_second_output(&self, of: &Recorded) -> bool {
+        of.middle && self.keeps_output || self.learns(&[Projection::Gate, Projection::Up])
+    }
+
+    /// Leaves the block's output and, where `record`, what it keeps but for its input; `input` as for [`Block::kept`].
+    pub(crate) fn forward(&self, tracker: &mut PeakTracker, record: bool, input: bool) {
+        use Projection::{Down, Gate, Key, Output, Query, Up, Value};
+        let of = self.recorded(input);
+        let release = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
+            if !(record && kept) {
+                tracker.free(bytes);
+            }
+        };
+        tracker.make(self.narrow + self.statistic);
+        release(tracker, of.input, self.statistic);
+        self.project(tracker, Query, record);
+        self.project(tracker, Key, record);
+        // Rotated ones, then the others go.
+        tracker.make(self.query + self.key);
+        tracker.free(self.query + self.key);
+        self.project(tracker, Value, record);
+        tracker.make(self.query + self.log_sum_exp);
+        release(tracker, of.attention, self.log_sum_exp);
+        self.project(tracker, Output, record);
+        // Queries, keys, values and output are there until their function ends.
+        release(tracker, of.attention, self.query + 2 * self.key);
+        release(tracker, of.attention || self.learns(&[Output]), self.query);
+        // The residual stream, then the branch goes.
+        tracker.make(self.narrow);
+        tracker.free(self.narrow);
+        release(tracker, self.keeps_first_output(&of), self.narrow);
+
+        tracker.make(self.narrow + self.statistic);
+        release(tracker, of.middle, self.statistic);
+        self.project(tracker, Gate, record);
+        self.project(tracker, Up, record);
+        tracker.make(self.wide);
+        release(tracker, of.middle || self.learns(&[Gate, Up]), 2 * self.wide);
+        self.project(tracker, Down, record);
+        release(tracker, self.learns(&[Down]), self.wide);
+        tracker.make(self.narrow);
+        tracker.free(self.narrow);
+        release(tracker, self.keeps_second_output(&of), self.narrow);
+        release(tracker, of.middle && !self.keeps_output, self.narrow);
+    }
+
+    /// Leaves the output, and u where it is kept.
+    fn project(&self, tracker: &mut PeakTracker, which: Projection, record: bool) {
+        let sizes = self.of(which);
+        if !sizes.adapted {
+            return tracker.make(sizes.output);
+        }
+        tracker.make(sizes.wide_output);
+        if self.casts {
+            tracker.touch(sizes.wide_input + sizes.wide_weight);
+        }
+        let wide_input = if self.rounds { sizes.wide_input } else { 0 };
+        tracker.make(wide_input + sizes.low);
+        if self.dropout {
+            tracker.touch(sizes.mask + sizes.wide_input);
+        }
+        // s·u.
+        tracker.touch(sizes.low);
+        if self.rounds {
+            tracker.make(sizes.output);
+            tracker.free(sizes.wide_output);
+        }
+        tracker.free(wide_input);
+        if !record {
+            tracker.free(sizes.low);
+        }
+    }
+
+    /// Consumes what a recorded forward kept, its input left out, and the gradient of the output; leaves that of the input
+    /// where one is asked for.
+    pub(crate) fn backward(&self, tracker: &mut PeakTracker, input: bool) {
+        use Projection::{Down, Gate, Key, Output, Query, Up, Value};
+        let of = self.recorded(input);
+        let drop_if = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
+            if kept {
+                tracker.free(bytes);
+            }
+        };
+        let gates = of.middle || self.learns(&[Gate, Up]);
+        if of.feed_forward {
+            self.project_back(tracker, Down, gates);
+        }
+        drop_if(tracker, self.learns(&[Down]), self.wide);
+        if gates {
+            // The product's gradient is a view of a matrix that a projection made, whose memory has two owners: neither gradient takes
+            // its place. Then it goes, and gate and up.
+            tracker.make(2 * self.wide);
+            tracker.free(3 * self.wide);
+            self.project_back(tracker, Up, of.middle);
+            tracker.free(self.wide);
+            self.project_back(tracker, Gate, of.middle);
+            tracker.free(self.wide);
+            self.add_back(tracker, of.middle);
+        }
+        drop_if(tracker, self.keeps_second_output(&of), self.narrow);
+        if of.middle {
+            // The norm's is made in place, and added to the residual stream's.
+            tracker.make(self.norm_gradient);
+            tracker.free(self.statistic);
+            drop_if(tracker, !self.keeps_output, self.narrow);
+            tracker.make(self.narrow);
+            tracker.free(2 * self.narrow);
+            self.project_back(tracker, Output, of.attention);
+        }
+        drop_if(tracker, of.attention || self.learns(&[Output]), self.query);
+        if of.attention {
+            tracker.make(self.query + 2 * self.key);
+            tracker.free(self.query);
+            tracker.free(self.query + 2 * self.key + self.log_sum_exp);
+            self.project_back(tracker, Value, of.input);
+            tracker.free(self.key);
+            tracker.touch(self.query + self.key);
+            for (which, gradient) in [(Key, self.key), (Query, self.query)] {
+                self.project_back(tracker, which, of.input);
+                tracker.free(gradient);
+                self.add_back(tracker, of.input);
+            }
+        }
+        drop_if(tracker, self.keeps_first_output(&of), self.narrow);
+        if of.input {
+            tracker.make(self.norm_gradient);
+            tracker.free(self.statistic);
+            tracker.make(self.narrow);
+            tracker.free(2 * self.narrow);
+        } else {
+            tracker.free(self.narrow);
+        }
+    }
+
+    /// Adds two gradients of `[n, d]` up in memory of their own, since both are views.
+    fn add_back(&self, tracker: &mut PeakTracker, there: bool) {
+        if there {
+            tracker.make(self.narrow);
+            tracker.free(2 * self.narrow);
+        }
+    }
+
+    /// Leaves the gradient of the input where it is asked for, and those of what learns; takes u away.
+    fn project_back(&self, tracker: &mut PeakTracker, which: Projection, of_input: bool) {
+        let sizes = self.of(which);
+        if !sizes.adapted {
+            if of_input {
+                tracker.make(sizes.input);
+            }
+            return tracker.make(sizes.gradients);
+        }
+        tracker.make(sizes.gradients);
+        let before = tracker.mark();
+        if self.rounds {
+            tracker.make(sizes.wide_output);
+        }
+        tracker.make(sizes.low);
+        if self.dropout {
+            tracker.touch(sizes.mask + sizes.wide_input);
+            tracker.make(sizes.wide_input);
+            if of_input {
+                tracker.make(sizes.wide_input);
+            }
+            tracker.free(sizes.wide_input);
+        } else {
+            if self.rounds {
+                tracker.touch(sizes.wide_input);
+            }
+            if of_input {
+                tracker.make(sizes.wide_input);
+            }
+        }
+        if of_input && self.casts {
+            tracker.touch(sizes.wide_output + sizes.wide_weight);
+        }
+        if of_input && self.rounds {
+            tracker.make(sizes.input);
+        }
+        tracker.release_since(before);
+        if of_input {
+            tracker.make(sizes.input);
+        }
+        tracker.free(sizes.low);
+    }
+}
+
+/// The most that a block's backward takes, with what it keeps there already: beyond that and the gradient of its output.
+pub(crate) fn backward_bytes(block: &Block, input: bool) -> Result<u64, Error> {
+    let mut tracker = PeakTracker::default();
+    let kept = exact::sum("bytes of a block", block.kept(input).iter().map(|item| item.bytes))?;
+    tracker.make(kept);
+    tracker.make(block.narrow);
+    block.backward(&mut tracker, input);
+    Ok(tracker.peak()? - kept - block.narrow)
+}
+
+/// The same for a block of which its input alone is kept, and which runs again first.
+pub(crate) fn recomputed_bytes(block: &Block, input: bool) -> Result<u64, Error> {
+    let mut tracker = PeakTracker::default();
+    block.forward(&mut tracker, true, input);
+    // The second output is there until the backward is done, beside the gradient of the first.
+    tracker.make(block.narrow);
+    block.backward(&mut tracker, input);
+    Ok(tracker.peak()? - block.narrow)
+}
+
+/// Bytes of one block's passes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Passes {
+    /// Of a forward that keeps nothing, beyond its input.
+    pub(crate) forward: u64,
+    /// Of a forward once more and the backward, beyond the input: with the gradient of the output.
+    pub(crate) recomputed: u64,
+    /// What a block keeps beside its input, or with it where its norm keeps that.
+    pub(crate) kept: u64,
+    /// Of a forward that keeps it, beyond the block's input: with what is kept.
+    pub(crate) keeping: u64,
+    /// Of the backward beyond what was kept: with the gradient of the output.
+    pub(crate) backward: u64,
+}
+
+/// The passes of a block in front of which something learns.
+pub(crate) fn passes(block: &Block) -> Result<Passes, Error> {
+    const WHAT: &str = "bytes of a block";
+    let mut tracker = PeakTracker::default();
+    block.forward(&mut tracker, false, true);
+    let forward = tracker.peak()?;
+    if !block.learns(&Projection::ALL) {
+        return Ok(Passes { forward, recomputed: 0, kept: 0, keeping: 0, backward: 0 });
+    }
+    let mut tracker = PeakTracker::default();
+    block.forward(&mut tracker, true, true);
+    Ok(Passes {
+        forward,
+        recomputed: exact::sum(WHAT, [recomputed_bytes(block, true)?, block.narrow])?,
+        kept: exact::sum(WHAT, block.kept(true).iter().map(|item| item.bytes))?,
+        keeping: tracker.peak()?,
+        backward: exact::sum(WHAT, [backward_bytes(block, true)?, block.narrow])?,
+    })
+}
+
+/// The passes of a block that stays on the device and keeps its activations in one of the ways of an activation plan.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KeptPasses {
+    /// Bytes between its passes.
+    pub(crate) held: u64,
+    /// The most of its forward, its input and what it comes to keep among them.
+    pub(crate) forward: u64,
+    /// The most of its backward beyond what is held, with the gradient of the output.
+    pub(crate) backward: u64,
+}
+
+/// The passes of `block`, the first layer or another, which keeps `way`.
+///
+/// | way | held | made again before the backward |
+/// |---|---|---|
+/// | everything | all | – |
+/// | products | the input, and the results of products and attention | the other tensors of "everything", and the output |
+/// | attention | all but the gate's, the other and their product | these three, and the feed-forward layer's output |
+/// | input | the input | all, and the output |
+/// | input on the host | – | the same; the input and the one of the layer before come back |
+pub(crate) fn kept_passes(block: &Block, way: Kept, first: bool) -> Result<KeptPasses, Error> {
+    const WHAT: &str = "bytes of a block";
+    let Passes { forward, recomputed, kept, keeping, backward } = passes(block)?;
+    let narrow = block.narrow;
+    let input_and = |bytes: u64| exact::sum(WHAT, [narrow, bytes]);
+    let lows = exact::sum(WHAT, block.projections.iter().filter(|one| one.adapted).map(|one| one.low))?;
+    Ok(match way {
+        Kept::Everything => KeptPasses { held: kept, forward: input_and(keeping)?, backward },
+        Kept::Products => {
+            let held = exact::sum(
+                WHAT,
+                [3 * narrow, 2 * block.query, 2 * block.key, block.log_sum_exp, 2 * block.wide, lows],
+            )?;
+            let whole = exact::sum(WHAT, [kept, narrow, narrow, backward])?;
+            KeptPasses {
+                held,
+                forward: exact::sum(WHAT, [forward, held])?,
+                backward: whole.saturating_sub(held),
+            }
+        }
+        Kept::Attention => {
+            use Projection::{Down, Gate, Up};
+            let low = [Gate, Up, Down].into_iter().map(|which| block.of(which));
+            let low = exact::sum(WHAT, low.filter(|one| one.adapted).map(|one| one.low))?;
+            let product = if block.learns(&[Down]) { block.wide } else { 0 };
+            let again = exact::sum(WHAT, [2 * block.wide, product, low])?;
+            KeptPasses {
+                held: kept - again,
+                forward: input_and(keeping)?,
+                backward: exact::sum(WHAT, [again, narrow, backward])?,
+            }
+        }
+        Kept::Input => KeptPasses { held: narrow, forward: input_and(forward)?, backward: recomputed },
+        Kept::InputOnHost => KeptPasses {
+            held: 0,
+            forward: input_and(forward)?,
+            backward: exact::sum(WHAT, [recomputed, narrow, if first { 0 } else { narrow }])?,
+        },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{lora::Targets, presets};
+
+    /// Every set of targets, in either dtype, with either norm, with and without a gradient of the input.
+    #[test]
+    fn what_is_made_is_freed_and_what_is_kept_is_listed() {
+        let model = presets::find("qwen2.5-0.5b").unwrap();
+        for set in 1..1u32 << 7 {
+            let one = |which: &Projection| set >> (*which as u32) & 1 == 1;
+            let targets = Targets::of(&Projection::ALL.into_iter().filter(one).collect::<Vec<_>>());
+            for flags in 0..16u32 {
+                let flag = |bit: u32| flags >> bit & 1 == 1;
+                let lora = LowRank { targets, dropout: flag(2), on_cpu: true, ..LowRank::default() };
+                let options = BlockOptions {
+                    tokens: 128,
+                    recipe: if flag(0) { &Recipe::FP32 } else { &Recipe::BF16 },
+                    norm: if flag(1) { NormKernel::Output } else { NormKernel::Fused },
+                    trained: Trained::Adapters(&lora),
+                    gradients: false,
+                };
+                let block = Block::new(&model, &options).unwrap();
+                let input = flag(3);
+                let mut kept: u64 = block.kept(input).iter().map(|item| item.bytes).sum();
+                if input && !block.keeps_output {
+                    // The first norm's input is the caller's.
+                    kept -= block.narrow;
+                }
+                let mut tracker = PeakTracker::default();
+                block.forward(&mut tracker, false, input);
+                assert_eq!(tracker.live(), u128::from(block.narrow), "{targets} {flags:b}");
+                let mut tracker = PeakTracker::default();
+                block.forward(&mut tracker, true, input);
+                assert_eq!(tracker.live(), u128::from(kept + block.narrow), "{targets} {flags:b}");
+                // The gradient of the output takes the output's place.
+                block.backward(&mut tracker, input);
+                let left = if input { block.narrow } else { 0 };
+                assert_eq!(tracker.live(), u128::from(left), "{targets} {flags:b}");
+            }
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! The head of a decoder: the last norm, the output projection and the loss, forward and backward.
+//!
+//! With n tokens of which m have a label, d hidden, v entries of the vocabulary, c bytes of a number in products:
+//!
+//! ```text
+//! all logits     Z [n, v] · fp32 copy of Z if c < 4 · log-softmax; then its gradient, and that of Z: at most 3·4·n·v
+//! in chunks of r one tile [r, v] in fp32, its gradient written over it; ∂hidden [n, d] and ∂W [v, d] made in the forward
+//! ```
+//!
+//! The sums of ∂W are in fp32; where the weight is narrower they are rounded at the end, beside the result.
+
+use crate::exact::{self, product, sum};
+use crate::memory::logits::{self, Loss};
+use crate::memory::recipe::Recipe;
+use crate::memory::{Item, total};
+use crate::model::Decoder;
+use crate::passes::PeakTracker;
+use crate::recompute::NormKernel;
+use crate::{Error, decoder_flops::Workload};
+
+/// Bytes of a piece of the output matrix that is cast up for a product: `fused-ce`'s.
+const CAST: u64 = 16 << 20;
+
+/// What a head depends on beside the model.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HeadOptions<'a> {
+    pub(crate) work: Workload,
+    /// Tokens that have a label; `None`: all.
+    pub(crate) labelled: Option<u64>,
+    /// Number formats.
+    pub(crate) recipe: &'a Recipe,
+    /// What the norm keeps.
+    pub(crate) norm: NormKernel,
+    /// How the loss is computed.
+    pub(crate) loss: Loss,
+    /// Whether the output matrix learns.
+    pub(crate) trained: bool,
+    /// Whether products of 16 bits cast their operands up.
+    pub(crate) on_cpu: bool,
+}
+
+/// How many items of [`outside`] are there for the whole step.
+pub(crate) const FIXED: usize = 2;
+
+/// What is kept outside the blocks: [`FIXED`] items for the whole step, the others until the head's backward.
+pub(crate) fn outside(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Error> {
+    let tokens = options.work.tokens()?;
+    let c = options.recipe.compute.storage_bits() / 8;
+    let mut items = vec![
+        Item::new("tokens and labels", 8, &[2, tokens])?,
+        // Of all positions, in fp32.
+        Item::new("rotary angles", 4, &[model.context, model.head_dim])?,
+    ];
+    if options.norm != NormKernel::Output {
+        items.push(Item::new("norm input", c, &[tokens, model.hidden])?);
+    }
+    items.push(Item::new("norm statistics", 4, &[tokens])?);
+    items.push(Item::new("output projection input", c, &[tokens, model.hidden])?);
+    Ok(items)
+}
+
+/// The loss over the labelled tokens with no gradient of the output matrix, item by item.
+pub(crate) fn frozen_loss(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Error> {
+    let HeadOptions { work, recipe, loss, .. } = *options;
+    let tokens = work.tokens()?;
+    let labelled = options.labelled.unwrap_or(tokens);
+    if !matches!(loss, Loss::LinearCrossEntropy { .. }) {
+        let mut items = logits::peak(model, work, recipe, loss.within(labelled))?;
+        items.retain(|item| !item.name.ends_with("of the output matrix"));
+        return Ok(items);
+    }
+    chunked(model, options)
+}
+
+/// The items of a loss that goes over tiles of tokens, without those of the output matrix' gradient.
+fn chunked(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Error> {
+    let tokens = options.work.tokens()?;
+    let labelled = options.labelled.unwrap_or(tokens);
+    let c = options.recipe.compute.storage_bits() / 8;
+    let chunk = options.loss.chunk().unwrap_or(labelled);
+    // Chunks are as even as they can be.
+    let chunks = labelled.div_ceil(exact::positive("tokens of a chunk of logits", chunk)?);
+    let rows = labelled.div_ceil(chunks);
+    let narrow = [rows, model.hidden];
+    let mut items = vec![
+        Item::new("tile of logits in fp32", 4, &[rows, model.vocabulary])?,
+        Item::new("gradient of the hidden states", c, &[tokens, model.hidden])?,
+        Item::new("labels and positions of the labelled tokens", 16, &[labelled])?,
+    ];
+    if labelled < tokens || c < 4 {
+        items.push(Item::new("a chunk's gradient of its hidden states", 4, &narrow)?);
+    }
+    if c < 4 {
+        items.push(Item::new("the same, rounded", c, &narrow)?);
+        if options.on_cpu {
+            let columns = (CAST / product("bytes of a row", &[model.hidden, 4])?).clamp(1, model.vocabulary);
+            items.push(Item::new("a piece of the output matrix in fp32", 4, &[columns, model.hidden])?);
+        } else {
+            items.push(Item::new("the tile's gradient, rounded", c, &[rows, model.vocabulary])?);
+        }
+    }
+    Ok(items)
+}
+
+/// The most bytes of the head of a training step from the last block's output on, until the gradient of that output is there:
+/// beyond what blocks keep.
+pub(crate) fn training_bytes(model: &Decoder, options: &HeadOptions<'_>) -> Result<u64, Error> {
+    let HeadOptions { work, recipe, loss, trained, .. } = *options;
+    let tokens = work.tokens()?;
+    let kept = total(&outside(model, options)?[FIXED..])?;
+    let of = |width: u64, bytes: u64| product("bytes of the head", &[tokens, width, bytes]);
+    let c = recipe.compute.storage_bits() / 8;
+    let (narrow, logits, wide) = (of(model.hidden, c)?, of(model.vocabulary, c)?, of(model.vocabulary, 4)?);
+    let matrix = product("elements of the output matrix", &[model.vocabulary, model.hidden])?;
+    let gradient = if trained { recipe.gradients.bytes(matrix)? } else { 0 };
+    let mut tracker = PeakTracker::default();
+    tracker.make(kept);
+    match loss {
+        Loss::Eager => {
+            // The block's output is free only when the norm's is there.
+            tracker.touch(narrow);
+            tracker.make(logits);
+            if c < 4 {
+                tracker.make(wide);
+            }
+            tracker.make(wide);
+            tracker.free(if c < 4 { sum("bytes of the head", [logits, wide])? } else { logits });
+            // The gradient of the log-softmax, then that of the logits.
+            tracker.make(wide);
+            tracker.make(wide);
+            tracker.free(wide);
+            tracker.free(wide);
+            if c < 4 {
+                tracker.make(logits);
+                tracker.free(wide);
+            }
+            tracker.make(sum("bytes of the head", [narrow, gradient])?);
+        }
+        Loss::LinearCrossEntropy { .. } => {
+            tracker.touch(narrow);
+            let items = total(&chunked(model, options)?)?;
+            let sums = if trained { product("bytes of the sums", &[matrix, 4])? } else { 0 };
+            tracker.make(sum("bytes of the head", [items, sums])?);
+            if trained && gradient < sums {
+                tracker.free(items - narrow);
+                tracker.make(gradient);
+            }
+        }
+        _ => {
+            let labelled = options.labelled.unwrap_or(tokens);
+            tracker.make(sum(
+                "bytes of the head",
+                [total(&logits::peak(model, work, recipe, loss.within(labelled))?)?, gradient],
+            )?);
+        }
+    }
+    tracker.peak()
+}
+
+/// Which tokens' logits an inference computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Logits {
+    /// Those of every token.
+    #[default]
+    AllTokens,
+    /// Those of each row's last token, as generation does.
+    LastToken,
+}
+
+/// The most bytes of the head of an inference, beyond the last block's output.
+pub(crate) fn inference_bytes(
+    model: &Decoder,
+    options: &HeadOptions<'_>,
+    which: Logits,
+) -> Result<u64, Error> {
+    let tokens = options.work.tokens()?;
+    let c = options.recipe.compute.storage_bits() / 8;
+    let narrow = product("bytes of the head", &[tokens, model.hidden, c])?;
+    let rows = match which {
+        Logits::AllTokens => tokens,
+        Logits::LastToken => options.work.batch,
+    };
+    let logits = product("bytes of the logits", &[rows, model.vocabulary, c])?;
+    // The block's output beside the norm's, then the norm's beside the logits.
+    sum("bytes of the head", [narrow, narrow.max(logits)])
+}

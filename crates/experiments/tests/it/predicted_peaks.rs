@@ -1,0 +1,27 @@
+//! The peak of a step is the one that `accounting` predicts, for every combination of techniques. One test in one process: the counts
+//! are the whole process's.
+
+use experiments::offload::predicted_peaks::rows;
+
+#[test]
+fn the_peak_of_every_combination_is_within_two_percent_of_the_prediction() {
+    runtime::memory::track_cpu().unwrap();
+    let rows = rows();
+    assert!(rows.len() >= 40);
+    // What is made once for the whole process.
+    rows[0].measure().unwrap();
+    let mut wrong = Vec::new();
+    for row in rows {
+        let (measured, predicted) = (row.measure().unwrap(), row.predict().unwrap());
+        let error = predicted.total as f64 / measured as f64 - 1.0;
+        if error.abs() > 0.02 {
+            wrong.push(format!(
+                "{:+.2} %, {measured} bytes measured, {} predicted at the {}: {row:?}",
+                error * 100.0,
+                predicted.total,
+                predicted.moment
+            ));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
