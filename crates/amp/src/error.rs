@@ -1,113 +1,113 @@
-//! What can be wrong with mixed precision.
+//! Errors of mixed precision.
 
-/// Result of this crate's functions.
+/// A result with this crate's [`enum@Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error of this crate. Each says what to do.
+/// An error of this crate. Each message names the remedy.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A constant outside its range.
+    /// An option outside its range.
     #[error("gradient scaler: `{name}` is {value}; expected {expected}")]
     Option {
-        /// Which.
+        /// Name of the option.
         name: &'static str,
-        /// What came.
+        /// Its value.
         value: f64,
-        /// What can be.
+        /// The valid values.
         expected: &'static str,
     },
-    /// Gradients that are divided by the scale already.
+    /// The gradients of an optimizer were unscaled twice between two updates.
     #[error(
-        "gradient scaler: the gradients of optimizer `{optimizer}` are unscaled already; unscale them once between two updates, \
-         after the last micro-batch's backward"
+        "gradient scaler: the gradients of optimizer `{optimizer}` are unscaled already; call `unscale_` once between two \
+         updates, after the backward pass of the last micro-batch"
     )]
     UnscaledTwice {
-        /// Its name.
+        /// Name of the optimizer.
         optimizer: String,
     },
-    /// Gradients that are still multiplied by the scale, or that nobody has checked.
+    /// An optimizer stepped before its gradients were unscaled and checked.
     #[error(
-        "gradient scaler: optimizer `{optimizer}` was to step before its gradients were unscaled; call `unscale_` with them \
-         first, or `step`, which does it"
+        "gradient scaler: the gradients of optimizer `{optimizer}` are not unscaled; call `unscale_` before the optimizer steps, \
+         or `step`, which does both"
     )]
     NotUnscaled {
-        /// Its name.
+        /// Name of the optimizer.
         optimizer: String,
     },
-    /// A second step of one optimizer before the scale was updated.
+    /// An optimizer stepped twice between two updates.
     #[error(
         "gradient scaler: optimizer `{optimizer}` has stepped since the last update; call `update` once after all optimizers \
          have stepped"
     )]
     SteppedTwice {
-        /// Its name.
+        /// Name of the optimizer.
         optimizer: String,
     },
-    /// An update that no step came before.
+    /// An update before any optimizer has stepped.
     #[error(
         "gradient scaler: no optimizer has stepped since the last update; call `step` for each optimizer, then `update` once"
     )]
     NothingStepped,
-    /// Master gradients of a dtype whose range is the reason for scaling.
+    /// Gradients in fp16, which cannot be unscaled without underflow.
     #[error(
         "gradient scaler: gradient {index} of optimizer `{optimizer}` is fp16; dividing it by the scale would bring back the \
-         underflow that scaling prevents, master weights or not. Keep the parameters in fp32 and let autocast round them, or make \
-         them bf16, which needs no scaler"
+         underflow that scaling prevents, with or without master weights. Keep the parameters in fp32 and let autocast cast them, \
+         or use bf16 parameters, which need no scaler"
     )]
     HalfGradients {
-        /// Its name.
+        /// Name of the optimizer.
         optimizer: String,
-        /// Which of its gradients.
+        /// Index of the gradient.
         index: usize,
     },
-    /// Gradients that are not finite at any scale.
+    /// Gradients that overflow even at the minimum scale.
     #[error(
-        "gradient scaler: {skipped} steps in a row had infinite or NaN gradients, the last ones at the least scale, {scale:e}; no \
-         scale helps, so look for NaN in the data, the parameters or the learning rate"
+        "gradient scaler: {skipped} steps in a row had infinite or NaN gradients, the last ones at the minimum scale, {scale:e}; \
+         no scale helps, so check the data and the parameters for NaN and lower the learning rate"
     )]
     Exhausted {
-        /// Steps that were left out, one after another.
+        /// Steps skipped in a row.
         skipped: u32,
         /// The scale.
         scale: f32,
     },
-    /// A static scale that is always beyond the range.
+    /// A static scale at which every step overflows.
     #[error(
-        "gradient scaler: {skipped} steps in a row had infinite or NaN gradients at the static scale {scale}; take a lower one, or \
-         the dynamic scaler, which finds it"
+        "gradient scaler: {skipped} steps in a row had infinite or NaN gradients at the static scale {scale}; use a lower scale \
+         or the dynamic scaler"
     )]
     TooHigh {
-        /// Steps that were left out, one after another.
+        /// Steps skipped in a row.
         skipped: u32,
         /// The scale.
         scale: f32,
     },
-    /// A state that is none of this scaler.
+    /// The state of another scaler.
     #[error(
-        "gradient scaler: the state {found} is not of a {expected}: {reason}; give the run the scaler it was saved with"
+        "gradient scaler: the state {found} does not load into a {expected}: {reason}; use the scaler that the run was saved with"
     )]
     State {
-        /// What came.
+        /// The state.
         found: String,
-        /// Which scaler.
+        /// The scaler.
         expected: &'static str,
         /// What does not fit.
         reason: String,
     },
-    /// A dtype that autocast does not compute in.
-    #[error("autocast: {found:?} is no low precision; expected Half or BFloat16")]
+    /// A dtype that autocast does not support.
+    #[error("autocast: {found:?} is not a low-precision dtype; expected Half or BFloat16")]
     Dtype {
-        /// What came.
+        /// The dtype.
         found: tch::Kind,
     },
-    /// From the runtime.
+    /// An error of `runtime`.
     #[error(transparent)]
     Runtime(#[from] runtime::Error),
-    /// From the training.
+    /// An error of `training`.
     #[error(transparent)]
     Training(#[from] training::Error),
-    /// From libtorch.
+    /// An error of libtorch.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),
 }

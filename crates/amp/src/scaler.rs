@@ -1,13 +1,13 @@
-//! Loss scaling, so that gradients too small for fp16 survive it.
+//! Loss scaling: keeps small gradients above the underflow threshold of fp16.
 //!
-//! fp16 has no number between 0 and 2⁻²⁴ ≈ 6·10⁻⁸, and most gradients of a trained network are smaller than its loss by many
-//! orders. Backward is linear in the upstream gradient: from s·L it gives s·g. So the loss is multiplied by s, every
-//! gradient divided by s in fp32 before anything looks at its size, and a step is left out when s·g was beyond fp16's 65504
-//! (Micikevicius et al., arXiv:1710.03740).
+//! fp16 has no number between 0 and 2⁻²⁴ ≈ 6·10⁻⁸, and most gradients of a network are many orders of magnitude smaller than
+//! its loss. Backward is linear in the upstream gradient: from s·L it computes s·g. So the loss is multiplied by s, the
+//! gradients are divided by s in fp32 before they are clipped or used, and a step is skipped if s·g exceeded 65504, the
+//! largest number of fp16 (Micikevicius et al., arXiv:1710.03740).
 //!
-//! [`StaticGradScaler`] keeps s. [`DynamicGradScaler`] lets it fall at an overflow and grow after many steps without
-//! ([`dynamic_scale`]). Both are one [`Scaler`] over a [`ScaleRule`], and go into [`training::Trainer`] as they are. By hand,
-//! with any number of optimizers:
+//! [`StaticGradScaler`] has a constant s. [`DynamicGradScaler`] lowers s at an overflow and raises it after a number of steps
+//! without one ([`dynamic_scale`]). Both are a [`Scaler`] over a [`ScaleRule`]; [`training::Trainer`] accepts either. In a
+//! training loop of your own, with any number of optimizers:
 //!
 //! ```
 //! use amp::{DynamicGradScaler, DynamicOptions};
@@ -20,20 +20,20 @@
 //!
 //! let loss = w.square().sum(Kind::Float);
 //! runtime::autograd::backward(&[&scaler.scale(&loss)?])?;
-//! assert!(scaler.step("sgd", &mut sgd)?); // unscales, checks, steps
+//! assert!(scaler.step("sgd", &mut sgd)?); // unscales, checks for overflow, steps
 //! scaler.update()?;
 //! assert_eq!(f32::try_from(&w)?, 0.0);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Between two updates each optimizer's gradients are unscaled once (clip after that), and each steps once; what is out of
-//! order is an error that says what to do. Gradients are scaled, checked and measured in one pass
-//! ([`runtime::fused::gradients`]). On CUDA the flags come to the host in one copy, however many optimizers there are; or not
-//! at all: a [`DeviceScaler`](device_scaler::DeviceScaler) takes the same rules and leaves steps out on the device.
+//! Between two updates the gradients of each optimizer are unscaled once (clip them after that), and each optimizer steps
+//! once. A call out of this order is an error with the remedy. One pass unscales the gradients, checks them, and computes
+//! their norm ([`runtime::fused::gradients`]). On CUDA the overflow flags of all optimizers are copied to the host at once; a
+//! [`DeviceScaler`](device_scaler::DeviceScaler) follows the same rules, skips steps on the device, and copies nothing.
 
 pub mod device_scaler;
 pub mod dynamic_scale;
-mod ledger;
+mod per_optimizer_state;
 pub mod static_scale;
 
 use std::fmt::Debug;
@@ -47,27 +47,27 @@ use training::scaler::Checked;
 
 use crate::error::{Error, Result};
 use dynamic_scale::{DynamicOptions, DynamicRule};
-use ledger::Ledger;
+use per_optimizer_state::PerOptimizerState;
 use static_scale::StaticRule;
 
-/// How a scale moves.
+/// A rule for the scale: its value, and how it changes after a step.
 pub trait ScaleRule: Debug + Send {
-    /// For errors, and the `kind` of a state.
+    /// The name in errors, and the `kind` of a saved state.
     const NAME: &'static str;
 
-    /// The scale now.
+    /// Returns the current scale.
     fn scale(&self) -> f32;
 
-    /// Moves on by a step.
+    /// Updates the scale after a step.
     ///
     /// # Errors
-    /// [`Error::Exhausted`].
+    /// [`Error::Exhausted`] or [`Error::TooHigh`] if too many steps in a row overflowed.
     fn update(&mut self, overflow: bool) -> Result<()>;
 
-    /// All that moves.
+    /// Returns the state for a checkpoint.
     fn state(&self) -> Value;
 
-    /// Goes on from what [`ScaleRule::state`] gave.
+    /// Restores a state returned by [`ScaleRule::state`].
     ///
     /// # Errors
     /// [`Error::State`].
@@ -78,17 +78,17 @@ pub trait ScaleRule: Debug + Send {
 #[derive(Debug)]
 pub struct Scaler<R> {
     rule: R,
-    ledger: Ledger,
+    optimizers: PerOptimizerState,
 }
 
-/// One scale for the whole training.
+/// A loss scaler with a constant scale.
 pub type StaticGradScaler = Scaler<StaticRule>;
 
-/// A scale that follows the gradients.
+/// A loss scaler whose scale adapts to the gradients, as `torch.amp.GradScaler`.
 pub type DynamicGradScaler = Scaler<DynamicRule>;
 
 impl StaticGradScaler {
-    /// A scale that stays.
+    /// Creates a scaler with a constant scale.
     ///
     /// # Errors
     /// [`Error::Option`] for a scale that is not finite or not above 0.
@@ -98,28 +98,28 @@ impl StaticGradScaler {
 }
 
 impl DynamicGradScaler {
-    /// A scale that begins at `options.initial`.
+    /// Creates a scaler whose scale starts at `options.initial`.
     ///
     /// # Errors
-    /// [`Error::Option`] for constants that no scale can move by.
+    /// [`Error::Option`] for an option outside its range.
     pub fn new(options: DynamicOptions) -> Result<Self> {
         Ok(Self::with_rule(DynamicRule::new(options)?))
     }
 }
 
 impl<R: ScaleRule> Scaler<R> {
-    /// A scaler whose scale moves by a rule of one's own.
+    /// Creates a scaler with a custom rule.
     pub fn with_rule(rule: R) -> Self {
-        Self { rule, ledger: Ledger::default() }
+        Self { rule, optimizers: PerOptimizerState::default() }
     }
 
-    /// The rule, with its scale.
+    /// Returns the rule and its scale.
     pub fn rule(&self) -> &R {
         &self.rule
     }
 
-    /// The loss times the scale, to run backward from. Several losses of one step, and those of micro-batches, are all
-    /// multiplied by the same scale: it moves only at an update.
+    /// Returns the loss times the scale; call backward on it. All losses of a step, micro-batches included, have the same
+    /// scale: only [`Scaler::update`] changes it.
     ///
     /// # Errors
     /// Those of libtorch.
@@ -127,70 +127,70 @@ impl<R: ScaleRule> Scaler<R> {
         Ok(loss.f_mul_scalar(f64::from(self.rule.scale()))?)
     }
 
-    /// Divides the gradients of one optimizer by the scale, in place, and notes whether one of them is infinite or NaN.
-    /// Nothing is waited for. `norm` asks for their 2-norm as well, which costs nothing on the CPU.
+    /// Divides the gradients of one optimizer by the scale, in place, and records whether one of them is infinite or NaN.
+    /// Does not wait for the device. `norm` also computes their 2-norm, at no cost on the CPU.
     ///
     /// # Errors
-    /// [`Error::UnscaledTwice`], [`Error::SteppedTwice`], [`Error::HalfGradients`], before any gradient is touched; those of
+    /// [`Error::UnscaledTwice`], [`Error::SteppedTwice`] or [`Error::HalfGradients`], before any gradient is changed; those of
     /// [`unscale_`].
     pub fn unscale_(&mut self, optimizer: &str, grads: &[Tensor], norm: bool) -> Result<Unscaled> {
-        // As PyTorch: 1/s in fp64, rounded to fp32.
+        // As in PyTorch: 1/s in fp64, rounded to fp32.
         let inverse = Tensor::f_from_slice(&[(1.0 / f64::from(self.rule.scale())) as f32])?;
-        unscale_once(&mut self.ledger, optimizer, grads, &inverse, norm)
+        unscale_once(&mut self.optimizers, optimizer, grads, &inverse, norm)
     }
 
-    /// One step of an optimizer, unless its gradients overflowed: whether it was taken. Unscales first where that was not
-    /// done. Parameters without a gradient, and frozen ones, are left out as the optimizer leaves them out.
+    /// Steps an optimizer unless its gradients overflowed, and returns whether it stepped. Unscales the gradients first if
+    /// [`Scaler::unscale_`] was not called. Skips parameters without a gradient and frozen ones, as the optimizer does.
     ///
     /// # Errors
     /// [`Error::SteppedTwice`]; those of [`Scaler::unscale_`] and of the optimizer.
     pub fn step(&mut self, name: &str, optimizer: &mut Optimizer) -> Result<bool> {
-        if !self.ledger.is_unscaled(name) {
+        if !self.optimizers.is_unscaled(name) {
             let grads = optimizer.gradients()?;
             self.unscale_(name, &grads, false)?;
         }
-        let taken = self.ledger.step(name)?;
+        let taken = self.optimizers.step(name)?;
         if taken {
-            optimizer.step().inspect_err(|_| self.ledger.take_back(name))?;
+            optimizer.step().inspect_err(|_| self.optimizers.undo_step(name))?;
         }
         Ok(taken)
     }
 
-    /// Moves the scale, once after all optimizers have stepped: by an overflow if any of them had one. Returns whether.
+    /// Updates the scale. Call it once after all optimizers have stepped. Returns whether any of them overflowed.
     ///
     /// # Errors
-    /// [`Error::NothingStepped`]; [`Error::Exhausted`].
+    /// [`Error::NothingStepped`]; those of [`ScaleRule::update`].
     pub fn update(&mut self) -> Result<bool> {
-        let overflow = self.ledger.settle()?;
+        let overflow = self.optimizers.take_overflow()?;
         self.rule.update(overflow)?;
         Ok(overflow)
     }
 
-    /// What a checkpoint keeps: between two updates there is nothing else to keep.
+    /// Returns the state for a checkpoint. It is complete after an update.
     pub fn state(&self) -> Value {
-        named(R::NAME, &self.rule.state())
+        tagged(R::NAME, &self.rule.state())
     }
 
-    /// Goes on from what [`Scaler::state`] gave.
+    /// Restores a state returned by [`Scaler::state`].
     ///
     /// # Errors
-    /// [`Error::State`] for that of another scaler.
+    /// [`Error::State`] for the state of another scaler.
     pub fn load_state(&mut self, state: &Value) -> Result<()> {
-        self.rule.load_state(unnamed(R::NAME, state)?)?;
-        self.ledger.clear();
+        self.rule.load_state(untagged(R::NAME, state)?)?;
+        self.optimizers.clear();
         Ok(())
     }
 }
 
-/// Multiplies the gradients of an optimizer by `inverse`, a float tensor `[1]`, if they may be unscaled now.
+/// Multiplies the gradients of an optimizer by `inverse`, an fp32 tensor `[1]`, unless they are unscaled already.
 fn unscale_once(
-    ledger: &mut Ledger,
+    optimizers: &mut PerOptimizerState,
     optimizer: &str,
     grads: &[Tensor],
     inverse: &Tensor,
     norm: bool,
 ) -> Result<Unscaled> {
-    ledger.may_unscale(optimizer)?;
+    optimizers.check_unscale(optimizer)?;
     if let Some(index) = grads.iter().position(|grad| grad.kind() == Kind::Half) {
         return Err(Error::HalfGradients { optimizer: optimizer.into(), index });
     }
@@ -199,26 +199,26 @@ fn unscale_once(
         None => inverse.shallow_clone(),
     };
     let unscaled = unscale_(grads, &inverse, norm)?;
-    ledger.unscaled(optimizer, Some(unscaled.found_inf.shallow_clone()));
+    optimizers.mark_unscaled(optimizer, Some(unscaled.found_inf.shallow_clone()));
     Ok(unscaled)
 }
 
-/// A state with its scaler's name.
-fn named(name: &str, state: &Value) -> Value {
+/// Tags a state with the name of its scaler.
+fn tagged(name: &str, state: &Value) -> Value {
     serde_json::json!({ "kind": name, "state": state })
 }
 
-/// What [`named`] took, if it is of this scaler.
-fn unnamed<'a>(name: &'static str, state: &'a Value) -> Result<&'a Value> {
+/// Returns the state inside a [`tagged`] one, if the name matches.
+fn untagged<'a>(name: &'static str, state: &'a Value) -> Result<&'a Value> {
     if state["kind"] == name {
         return Ok(&state["state"]);
     }
-    let reason = "it is of another kind".into();
+    let reason = "its `kind` differs".into();
     Err(Error::State { found: state.to_string(), expected: name, reason })
 }
 
-/// The name of the loop's one optimizer.
-const LOOP: &str = "training";
+/// The name of the one optimizer of `training::Trainer`.
+const TRAINER: &str = "training";
 
 impl<R: ScaleRule> training::scaler::GradScaler for Scaler<R> {
     fn scale(&self, loss: &Tensor) -> training::Result<Tensor> {
@@ -226,13 +226,14 @@ impl<R: ScaleRule> training::scaler::GradScaler for Scaler<R> {
     }
 
     fn unscale_(&mut self, grads: &[Tensor], norm: bool) -> training::Result<Checked> {
-        let Unscaled { found_inf, norm } = Scaler::unscale_(self, LOOP, grads, norm).map_err(to_training)?;
+        let Unscaled { found_inf, norm } =
+            Scaler::unscale_(self, TRAINER, grads, norm).map_err(to_training)?;
         Ok(Checked { found_inf: Some(found_inf), norm: norm.map(Norm::known) })
     }
 
     fn update(&mut self, overflow: bool) -> training::Result<()> {
-        // The loop has read the flag, in one copy with the norm.
-        self.ledger.clear();
+        // The trainer has read the flag, in one copy with the norm.
+        self.optimizers.clear();
         self.rule.update(overflow).map_err(to_training)
     }
 

@@ -1,13 +1,13 @@
-//! Each weight cast once.
+//! A cache of low-precision copies of the weights.
 //!
-//! A cast is kept under the tensor that it is of, that tensor's version, and whether it was recorded in a graph. So it can
-//! never be stale: an in-place change (an optimizer's step, a load) makes a new version, and what was cast without
-//! gradients is never handed to a training (which PyTorch's cache does: pytorch/pytorch#158232). Frozen weights are kept
-//! like all others; PyTorch keeps leaves that require a gradient and no other, and so casts a frozen base at each use. Only
-//! leaves are kept: an activation is used once.
+//! The key of an entry is the tensor, its version, and whether the cast was recorded in a graph. So an entry is never stale:
+//! an in-place change (an optimizer step, a load) makes a new version, and a cast made without gradients is never returned
+//! to a forward pass that needs them (PyTorch's cache does so: pytorch/pytorch#158232). Frozen weights are cached as well;
+//! PyTorch caches only leaves that require a gradient, and so casts a frozen base model at each use. Activations are used
+//! once and are not cached.
 //!
-//! The tensor itself is held with its cast, so that no other can take its place in memory. Everything is let go when the last
-//! thread leaves the outermost scope.
+//! An entry also holds the original tensor, so that its address is not reused. The cache is cleared when the last thread
+//! leaves the outermost scope.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -15,16 +15,16 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use runtime::precision::identity;
 use tch::{Kind, Tensor};
 
-/// What a cache did.
+/// Counters of a cast cache.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CastStatistics {
-    /// Casts that were there.
+    /// Casts found in the cache.
     pub hits: u64,
-    /// Casts that were made.
+    /// Casts computed.
     pub misses: u64,
-    /// Bytes that it holds now.
+    /// Bytes held.
     pub bytes: u64,
-    /// The most that it held.
+    /// Maximum of `bytes` so far.
     pub peak_bytes: u64,
 }
 
@@ -32,59 +32,59 @@ pub struct CastStatistics {
 struct Entry {
     version: i64,
     cast: Tensor,
-    /// Keeps the address, which is the key, from being used again.
-    _of: Tensor,
+    /// Holds the tensor so that its address, the key, is not reused.
+    _original: Tensor,
 }
 
 #[derive(Debug, Default)]
-struct Kept {
+struct State {
     /// By tensor, and whether the cast is part of a graph.
     entries: HashMap<(usize, bool), Entry>,
     statistics: CastStatistics,
-    /// Scopes that threads are in.
+    /// Open scopes on all threads.
     scopes: usize,
 }
 
-/// Casts of leaves. See the [module](self).
+/// A cache of casts of leaf tensors. See the [module](self).
 #[derive(Debug)]
 pub struct CastCache {
-    kept: Option<Mutex<Kept>>,
+    state: Option<Mutex<State>>,
 }
 
 impl CastCache {
     pub(super) fn new() -> Self {
-        Self { kept: Some(Mutex::default()) }
+        Self { state: Some(Mutex::default()) }
     }
 
-    pub(super) fn off() -> Self {
-        Self { kept: None }
+    pub(super) fn disabled() -> Self {
+        Self { state: None }
     }
 
-    fn lock(&self) -> Option<MutexGuard<'_, Kept>> {
-        self.kept.as_ref().map(|kept| kept.lock().unwrap_or_else(PoisonError::into_inner))
+    fn lock(&self) -> Option<MutexGuard<'_, State>> {
+        self.state.as_ref().map(|state| state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(super) fn statistics(&self) -> CastStatistics {
-        self.lock().map_or_else(CastStatistics::default, |kept| kept.statistics)
+        self.lock().map_or_else(CastStatistics::default, |state| state.statistics)
     }
 
     pub(super) fn cast(&self, tensor: &Tensor, dtype: Kind) -> runtime::Result<Tensor> {
-        let Some(mut kept) = self.lock().filter(|kept| kept.scopes > 0 && tensor.is_leaf()) else {
+        let Some(mut state) = self.lock().filter(|state| state.scopes > 0 && tensor.is_leaf()) else {
             return Ok(tensor.f_to_kind(dtype)?);
         };
         let recorded = runtime::autograd::GradMode::enabled() && tensor.requires_grad();
         let key = (identity(tensor)?, recorded);
         let version = tensor.f_internal_version()?;
-        if let Some(entry) = kept.entries.get(&key).filter(|entry| entry.version == version) {
+        if let Some(entry) = state.entries.get(&key).filter(|entry| entry.version == version) {
             let cast = entry.cast.shallow_clone();
-            kept.statistics.hits += 1;
+            state.statistics.hits += 1;
             return Ok(cast);
         }
         let cast = tensor.f_to_kind(dtype)?;
         let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
-        let entry = Entry { version, cast: cast.shallow_clone(), _of: tensor.shallow_clone() };
-        let replaced = kept.entries.insert(key, entry).map_or(0, |old| bytes(&old.cast));
-        let Kept { statistics, .. } = &mut *kept;
+        let entry = Entry { version, cast: cast.shallow_clone(), _original: tensor.shallow_clone() };
+        let replaced = state.entries.insert(key, entry).map_or(0, |old| bytes(&old.cast));
+        let State { statistics, .. } = &mut *state;
         statistics.misses += 1;
         statistics.bytes = statistics.bytes + bytes(&cast) - replaced;
         statistics.peak_bytes = statistics.peak_bytes.max(statistics.bytes);
@@ -92,19 +92,19 @@ impl CastCache {
     }
 
     pub(super) fn entered(&self) {
-        if let Some(mut kept) = self.lock() {
-            kept.scopes += 1;
+        if let Some(mut state) = self.lock() {
+            state.scopes += 1;
         }
     }
 
     pub(super) fn left(&self) {
-        let Some(mut kept) = self.lock() else { return };
-        kept.scopes = kept.scopes.saturating_sub(1);
-        if kept.scopes == 0 {
-            kept.statistics.bytes = 0;
-            // Let go of outside of the lock: a tensor's last handle may free a graph.
-            let entries = std::mem::take(&mut kept.entries);
-            drop(kept);
+        let Some(mut state) = self.lock() else { return };
+        state.scopes = state.scopes.saturating_sub(1);
+        if state.scopes == 0 {
+            state.statistics.bytes = 0;
+            // Dropped outside the lock: the last handle of a tensor may free a graph.
+            let entries = std::mem::take(&mut state.entries);
+            drop(state);
             drop(entries);
         }
     }

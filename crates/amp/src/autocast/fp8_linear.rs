@@ -1,17 +1,17 @@
-//! A linear layer in fp8: e4m3 forward, e5m2 for the gradient, one scale for each tensor (Micikevicius et al.,
+//! A linear layer in fp8: e4m3 in forward, e5m2 for the gradient, one scale per tensor (Micikevicius et al.,
 //! arXiv:2209.05433).
 //!
-//! A tensor t becomes q = cast(clamp(s·t, ±m)) with s = m/max|t|, m the dtype's largest number (448 for e4m3, 57344 for
-//! e5m2); a product of two is (q₁·q₂)/(s₁·s₂), summed up in fp32. e4m3 has three bits of mantissa for what is summed over
-//! many terms; gradients span more orders than that reaches and have e5m2. From the gradient d of y = x·Wᵀ + b:
+//! A tensor t is quantized as q = cast(clamp(s·t, ±m)) with s = m/max|t|, where m is the largest number of the dtype (448 for
+//! e4m3, 57344 for e5m2). A product of two is (q₁·q₂)/(s₁·s₂), accumulated in fp32. Weights and activations use e4m3, which
+//! has three bits of mantissa; gradients span more orders of magnitude and use e5m2. With the gradient d of y = x·Wᵀ + b:
 //!
 //! ∂L/∂x = fp8(d)·fp8(W), ∂L/∂W = fp8(d)ᵀ·fp8(x), ∂L/∂b = Σ d
 //!
-//! The clamp comes before the cast, as libtorch's casts do not saturate. What is kept for backward is x and W in fp8 and their scales: half of
-//! what bf16 keeps.
+//! The clamp comes before the cast because libtorch's casts do not saturate. Backward needs x and W in fp8 and their scales:
+//! half the bytes that bf16 saves.
 //!
-//! Native products (`_scaled_mm`) run on a CUDA device that has them where all sizes are multiples of 16; everywhere
-//! else the same fp8 operands are multiplied in fp32, which is exact for each product (4 + 4 bits of mantissa).
+//! Native products (`_scaled_mm`) run on a CUDA device that supports them if all sizes are multiples of 16. Otherwise the
+//! same fp8 operands are multiplied in fp32, which is exact for each product (4 + 4 bits of mantissa).
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -20,45 +20,45 @@ use runtime::autograd::{self, Backward, Forward, Function, retain};
 use runtime::matmul::mm_into;
 use tch::{Device, Kind, Tensor};
 
-/// The least amax that is divided by: a tensor of zeros stays one.
-const LEAST: f64 = 1e-12;
+/// The lower bound of amax: a tensor of zeros is quantized to zeros.
+const MIN_AMAX: f64 = 1e-12;
 
-/// The largest number of an fp8 dtype.
+/// Returns the largest number of an fp8 dtype.
 pub fn largest(dtype: Kind) -> f64 {
     if dtype == Kind::Float8e5m2 { 57_344.0 } else { 448.0 }
 }
 
-/// A tensor in fp8 with its scale.
+/// An fp8 tensor and its scale.
 #[derive(Debug)]
 pub struct Quantized {
     /// s·t, clamped and cast.
     pub values: Tensor,
-    /// s: a float tensor of no dimension, on the values' device.
+    /// s: a scalar fp32 tensor on the device of `values`.
     pub scale: Tensor,
 }
 
-/// Casts a floating tensor to `dtype` (e4m3 or e5m2) by its largest magnitude. Nothing is waited for. An infinity or a NaN
-/// makes every product with the tensor NaN, so that it is not lost.
+/// Quantizes a floating-point tensor to `dtype` (e4m3 or e5m2), scaled by its largest magnitude. Does not wait for the
+/// device. If the tensor has an infinity or a NaN, every product with the result is NaN.
 ///
 /// # Errors
 /// Those of libtorch.
 pub fn quantize(tensor: &Tensor, dtype: Kind) -> runtime::Result<Quantized> {
-    let most = largest(dtype);
-    let wide = tensor.f_to_kind(Kind::Float)?;
-    if wide.numel() == 0 {
+    let max = largest(dtype);
+    let fp32 = tensor.f_to_kind(Kind::Float)?;
+    if fp32.numel() == 0 {
         return Ok(Quantized {
-            values: wide.f_to_kind(dtype)?,
-            scale: Tensor::f_scalar_tensor(1.0, (Kind::Float, wide.device()))?,
+            values: fp32.f_to_kind(dtype)?,
+            scale: Tensor::f_scalar_tensor(1.0, (Kind::Float, fp32.device()))?,
         });
     }
-    // As torchao: the quotient in fp64, rounded to fp32 once.
-    let amax = wide.f_abs()?.f_max()?.f_to_kind(Kind::Double)?;
-    let scale = (amax.f_clamp_min(LEAST)?.f_reciprocal()? * most).f_to_kind(Kind::Float)?;
-    let values = wide.f_mul(&scale)?.f_clamp(-most, most)?.f_to_kind(dtype)?;
+    // As in torchao: the quotient in fp64, rounded to fp32 once.
+    let amax = fp32.f_abs()?.f_max()?.f_to_kind(Kind::Double)?;
+    let scale = (amax.f_clamp_min(MIN_AMAX)?.f_reciprocal()? * max).f_to_kind(Kind::Float)?;
+    let values = fp32.f_mul(&scale)?.f_clamp(-max, max)?.f_to_kind(dtype)?;
     Ok(Quantized { values, scale })
 }
 
-/// x `[…, in]`, W `[out, in]`, b `[out]` of any floating dtype; the result has `dtype`.
+/// Returns x·Wᵀ + b in `dtype`, for x `[…, in]`, W `[out, in]` and b `[out]` of any floating-point dtype.
 pub(super) fn linear(
     x: &Tensor,
     weight: &Tensor,
@@ -67,32 +67,28 @@ pub(super) fn linear(
 ) -> runtime::Result<Tensor> {
     let mut inputs = vec![x, weight];
     inputs.extend(bias);
-    Ok(autograd::apply(
-        Fp8Linear { dtype, bias: bias.is_some(), kinds: Vec::new(), rows: Vec::new() },
-        &inputs,
-    )?
-    .remove(0))
+    let function = Fp8Linear { dtype, bias: bias.is_some(), kinds: Vec::new(), x_shape: Vec::new() };
+    Ok(autograd::apply(function, &inputs)?.remove(0))
 }
 
 struct Fp8Linear {
     dtype: Kind,
     bias: bool,
-    /// The inputs' dtypes, which their gradients have.
+    /// The dtypes of the inputs and of their gradients.
     kinds: Vec<Kind>,
-    /// x's shape.
-    rows: Vec<i64>,
+    x_shape: Vec<i64>,
 }
 
 impl Function for Fp8Linear {
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
         let (x, weight) = (inputs[0], inputs[1]);
         self.kinds = inputs.iter().map(|input| input.kind()).collect();
-        self.rows = x.size();
+        self.x_shape = x.size();
         let width = x.size().last().copied().unwrap_or(1);
         let x8 = quantize(&x.f_reshape([-1, width])?, Kind::Float8e4m3fn)?;
         let w8 = quantize(weight, Kind::Float8e4m3fn)?;
-        for kept in [&x8.values, &x8.scale, &w8.values, &w8.scale] {
-            ctx.save(kept);
+        for tensor in [&x8.values, &x8.scale, &w8.values, &w8.scale] {
+            ctx.save(tensor);
         }
         let mut shape = x.size();
         if let Some(last) = shape.last_mut() {
@@ -125,7 +121,7 @@ impl Function for Fp8Linear {
         let g8 = quantize(&grad, Kind::Float8e5m2)?;
         let mut results = Vec::new();
         results.push(match ctx.needs_input_grad(0) {
-            true => Some(product(&g8, &w8, self.kinds[0], false)?.f_reshape(&self.rows)?),
+            true => Some(product(&g8, &w8, self.kinds[0], false)?.f_reshape(&self.x_shape)?),
             false => None,
         });
         results.push(match ctx.needs_input_grad(1) {
@@ -151,27 +147,28 @@ impl Quantized {
     }
 }
 
-/// a `[m, k]` times b `[k, n]`, in `kind`. `fast` allows the device to sum up in less than fp32.
+/// Returns a `[m, k]` times b `[k, n]` in `kind`. `fast` allows the device to accumulate in less than fp32.
 fn product(a: &Quantized, b: &Quantized, kind: Kind, fast: bool) -> runtime::Result<Tensor> {
     let (m, k, n) = (a.values.size()[0], a.values.size()[1], b.values.size()[1]);
-    if native(a.values.device()) && [m, k, n].iter().all(|size| size % 16 == 0 && *size > 0) {
-        // The left operand row by row, the right one column by column.
+    if is_native(a.values.device()) && [m, k, n].iter().all(|size| size % 16 == 0 && *size > 0) {
+        // `_scaled_mm` wants a row-major left operand and a column-major right one.
         let left = a.values.f_contiguous()?;
         let right = b.values.f_tr()?.f_contiguous()?.f_tr()?;
-        let (by_a, by_b) = (a.scale.f_reciprocal()?, b.scale.f_reciprocal()?);
+        let (a_inverse, b_inverse) = (a.scale.f_reciprocal()?, b.scale.f_reciprocal()?);
         let none = None::<&Tensor>;
-        let out = left.f_internal_scaled_mm(&right, &by_a, &by_b, none, none, Kind::BFloat16, fast)?;
+        let out =
+            left.f_internal_scaled_mm(&right, &a_inverse, &b_inverse, none, none, Kind::BFloat16, fast)?;
         return Ok(out.f_to_kind(kind)?);
     }
-    let wide = |t: &Tensor| t.f_to_kind(Kind::Float);
+    let fp32 = |t: &Tensor| t.f_to_kind(Kind::Float);
     let mut out = Tensor::f_empty([m, n], (Kind::Float, a.values.device()))?;
-    mm_into(&mut out, &wide(&a.values)?, &wide(&b.values)?, false)?;
-    let both = a.scale.f_mul(&b.scale)?;
-    Ok(out.f_div_(&both)?.f_to_kind(kind)?)
+    mm_into(&mut out, &fp32(&a.values)?, &fp32(&b.values)?, false)?;
+    let scale = a.scale.f_mul(&b.scale)?;
+    Ok(out.f_div_(&scale)?.f_to_kind(kind)?)
 }
 
-/// Whether the device multiplies fp8 itself: tried once.
-fn native(device: Device) -> bool {
+/// Returns whether the device has native fp8 products, tried once per device.
+fn is_native(device: Device) -> bool {
     static TRIED: Mutex<BTreeMap<usize, bool>> = Mutex::new(BTreeMap::new());
     let Device::Cuda(index) = device else { return false };
     let mut tried = TRIED.lock().unwrap_or_else(PoisonError::into_inner);

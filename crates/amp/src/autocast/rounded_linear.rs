@@ -1,15 +1,15 @@
-//! A linear layer of a dtype that the processor cannot multiply: operands of the dtype, products and sums in fp32, results
-//! rounded once.
+//! A linear layer in a dtype without native products: operands in the dtype, products and sums in fp32, results rounded
+//! once.
 //!
-//! y = round(x·Wᵀ + b), and from the gradient d of y, ∂L/∂x = round(d·W), ∂L/∂W = round(dᵀ·x), ∂L/∂b = round(Σ d). What is kept for
-//! backward is of the dtype, as the layer's own operands are.
+//! y = round(x·Wᵀ + b), and with the gradient d of y, ∂L/∂x = round(d·W), ∂L/∂W = round(dᵀ·x), ∂L/∂b = round(Σ d). The tensors
+//! saved for backward have the dtype too.
 
 use runtime::autograd::retain::kept;
 use runtime::autograd::{self, Backward, Forward, Function};
 use runtime::matmul::{mm, mm_into};
 use tch::{Kind, Tensor};
 
-/// x `[…, in]`, W `[out, in]`, b `[out]`, all of one low dtype on the CPU.
+/// Returns round(x·Wᵀ + b) for x `[…, in]`, W `[out, in]` and b `[out]`, all of one low-precision dtype on the CPU.
 pub(super) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> runtime::Result<Tensor> {
     let mut inputs = vec![x, weight];
     inputs.extend(bias);
@@ -20,7 +20,7 @@ struct RoundedLinear {
     bias: bool,
 }
 
-/// `[…, width]` as a matrix.
+/// Reshapes `[…, width]` to a matrix.
 fn matrix(tensor: &Tensor) -> runtime::Result<Tensor> {
     let width = tensor.size().last().copied().unwrap_or(1);
     Ok(tensor.f_reshape([-1, width])?)
@@ -56,15 +56,15 @@ impl Function for RoundedLinear {
         let Some(grad) = grads.into_iter().next().flatten() else {
             return Ok((0..2 + usize::from(self.bias)).map(|_| None).collect());
         };
-        // Cast up once for all that it is multiplied with.
+        // Cast to fp32 once for all three products.
         let rows = matrix(&grad)?.f_to_kind(Kind::Float)?;
-        let rounded = |wide: Tensor| wide.f_to_kind(grad.kind());
-        let of = |index: usize| ctx.needs_input_grad(index);
+        let rounded = |fp32: Tensor| fp32.f_to_kind(grad.kind());
+        let needs = |index: usize| ctx.needs_input_grad(index);
         let product =
             |a: &Tensor, b: &Tensor| Ok::<_, runtime::Error>(rounded(mm(a, &b.f_to_kind(Kind::Float)?)?)?);
-        let x_grad = of(0).then(|| Ok::<_, runtime::Error>(product(&rows, &weight)?.f_reshape(x.size())?));
-        let weight_grad = of(1).then(|| product(&rows.f_tr()?, &matrix(&x)?));
-        let bias_grad = of(2).then(|| {
+        let x_grad = needs(0).then(|| Ok::<_, runtime::Error>(product(&rows, &weight)?.f_reshape(x.size())?));
+        let weight_grad = needs(1).then(|| product(&rows.f_tr()?, &matrix(&x)?));
+        let bias_grad = needs(2).then(|| {
             let sum = rows.f_sum_dim_intlist([0].as_slice(), false, Kind::Float)?;
             Ok::<_, runtime::Error>(rounded(sum)?)
         });

@@ -1,15 +1,14 @@
-//! Loss scaling that never waits for the device.
+//! Loss scaling on the device, without synchronisation.
 //!
-//! The scale is a tensor on the device. The loss is multiplied by it there; unscaling divides by it and leaves a flag; the
-//! optimizer's fused kernel looks at the flag and leaves parameters, moments and step numbers as they are where it is set
-//! ([`Optimizer::step_unless`]); and the scale moves by tensor operations that give, bit for bit, what the rule gives on the
-//! host ([`DeviceRule::moved`]). So the host may queue step after step. PyTorch's `GradScaler` reads the flag of every
-//! optimizer in every step, unless the optimizer is a fused one, and keeps no bounds, hysteresis or patience.
+//! The scale is a tensor on the device. The loss is multiplied by it there; unscaling divides by it and writes an overflow
+//! flag. If the flag is set, the fused kernel of the optimizer leaves parameters, moments and step counts unchanged
+//! ([`Optimizer::step_unless`]). Tensor operations update the scale to the same bits as the rule on the host
+//! ([`DeviceRule::moved`]). So the host can queue step after step. PyTorch's `GradScaler` reads the flag of every optimizer
+//! in every step unless the optimizer is fused, and has no bounds, hysteresis or limit of skipped steps.
 //!
-//! What is known on the host is late: [`DeviceScaler::read`] says where the scale stands, and in the loop
-//! [`training::Trainer`] reads it along with the losses, several steps at a time. A run whose gradients no scale helps ends
-//! as soon as that is read. The state is that of the scaler that decides on the host, so that either goes on from the
-//! other's checkpoint.
+//! The host learns the scale late: [`DeviceScaler::read`] waits for it, and [`training::Trainer`] reads it with the losses of
+//! several steps. A run that skips too many steps ends with an error at that read. The saved state is that of a [`Scaler`]:
+//! each loads the checkpoint of the other.
 //!
 //! ```
 //! use amp::{DeviceScaler, DynamicOptions, DynamicRule};
@@ -22,7 +21,7 @@
 //!
 //! let loss = w.square().sum(Kind::Float) * f64::INFINITY;
 //! runtime::autograd::backward(&[&scaler.scale(&loss)?])?;
-//! scaler.step("adam", &mut adam)?; // unscales, checks, steps or not
+//! scaler.step("adam", &mut adam)?; // unscales, checks for overflow, steps or skips
 //! scaler.update()?;
 //! assert_eq!(f32::try_from(&w)?, 3.0);
 //! assert_eq!(scaler.read()?.now().scale, 32768.0);
@@ -36,61 +35,61 @@ use training::clip::Norm;
 use training::optimizer::Optimizer;
 use training::scaler::{Checked, DeviceSide};
 
-use super::ledger::Ledger;
-use super::{LOOP, ScaleRule, Scaler, named, to_training, unnamed, unscale_once};
+use super::per_optimizer_state::PerOptimizerState;
+use super::{ScaleRule, Scaler, TRAINER, tagged, to_training, unscale_once, untagged};
 use crate::error::Result;
 
-/// A rule that can move its scale on a device.
+/// A rule that can update its scale on a device.
 pub trait DeviceRule: ScaleRule + Clone {
-    /// All that moves, the scale first.
+    /// Returns the state as numbers, the scale first.
     fn position(&self) -> Vec<f64>;
 
-    /// [`ScaleRule::update`] by tensor operations: from a position (fp64) and whether there was an overflow (bool, no
-    /// dimension) a new tensor with the next one. Counts patience, and does not act on it.
+    /// Returns the state after a step, computed by tensor operations from the current state (fp64) and the overflow flag
+    /// (scalar bool). Same results as [`ScaleRule::update`], but never fails because of skipped steps.
     ///
     /// # Errors
     /// Those of libtorch.
     fn moved(&self, position: &Tensor, overflow: &Tensor) -> Result<Tensor>;
 
-    /// Goes where a position that was read says.
+    /// Sets the state to numbers read from the device.
     ///
     /// # Errors
-    /// Those of [`ScaleRule::update`]: too many steps were left out.
+    /// Those of [`ScaleRule::update`]: too many steps in a row overflowed.
     fn adopt(&mut self, position: &[f64]) -> Result<()>;
 }
 
-/// A loss scaler that decides on the device. See the [module](self).
+/// A loss scaler that skips steps on the device. See the [module](self).
 #[derive(Debug)]
 pub struct DeviceScaler<R> {
-    /// Where it stood when it was last read.
+    /// The state of the last read.
     rule: R,
-    /// Fp64. Each update makes a new tensor, so that one that was handed out stays what it is.
+    /// Fp64. Each update makes a new tensor, so a tensor handed out earlier does not change.
     position: Tensor,
-    ledger: Ledger,
+    optimizers: PerOptimizerState,
 }
 
 impl<R: DeviceRule> Scaler<R> {
-    /// The same scaler with its scale on `device`, and steps left out there. What was unscaled and has not stepped is
-    /// forgotten.
+    /// Moves the scaler to `device`: the scale lies there, and steps are skipped there. Gradients that were unscaled without
+    /// a step are forgotten.
     ///
     /// # Errors
-    /// A device that is not there.
+    /// The device does not exist.
     pub fn on_device(self, device: Device) -> Result<DeviceScaler<R>> {
         DeviceScaler::new(self.rule, device)
     }
 }
 
 impl<R: DeviceRule> DeviceScaler<R> {
-    /// A scaler whose scale lies on `device`, where the loss is.
+    /// Creates a scaler whose scale lies on `device`, the device of the loss.
     ///
     /// # Errors
-    /// A device that is not there.
+    /// The device does not exist.
     pub fn new(rule: R, device: Device) -> Result<Self> {
         let position = Tensor::f_from_slice(&rule.position())?.f_to_device(device)?;
-        Ok(Self { rule, position, ledger: Ledger::default() })
+        Ok(Self { rule, position, optimizers: PerOptimizerState::default() })
     }
 
-    /// The loss times the scale; see [`Scaler::scale`].
+    /// Returns the loss times the scale; see [`Scaler::scale`].
     ///
     /// # Errors
     /// Those of libtorch.
@@ -105,62 +104,62 @@ impl<R: DeviceRule> DeviceScaler<R> {
     /// As [`Scaler::unscale_`].
     pub fn unscale_(&mut self, optimizer: &str, grads: &[Tensor], norm: bool) -> Result<Unscaled> {
         let inverse = self.position.f_narrow(0, 0, 1)?.f_reciprocal()?.f_to_kind(Kind::Float)?;
-        unscale_once(&mut self.ledger, optimizer, grads, &inverse, norm)
+        unscale_once(&mut self.optimizers, optimizer, grads, &inverse, norm)
     }
 
-    /// One step of an optimizer, which the device leaves out where its gradients overflowed. Unscales first where that was
-    /// not done.
+    /// Steps an optimizer; the device skips the step if the gradients overflowed. Unscales the gradients first if
+    /// [`DeviceScaler::unscale_`] was not called.
     ///
     /// # Errors
     /// An optimizer without a fused kernel ([`Optimizer::step_unless`]); [`Error::SteppedTwice`](crate::Error::SteppedTwice); those of
     /// [`DeviceScaler::unscale_`].
     pub fn step(&mut self, name: &str, optimizer: &mut Optimizer) -> Result<()> {
-        if !self.ledger.is_unscaled(name) {
+        if !self.optimizers.is_unscaled(name) {
             let grads = optimizer.gradients()?;
             self.unscale_(name, &grads, false)?;
         }
-        let found_inf = self.ledger.step_on_device(name)?;
-        Ok(optimizer.step_unless(&found_inf).inspect_err(|_| self.ledger.take_back(name))?)
+        let found_inf = self.optimizers.step_on_device(name)?;
+        Ok(optimizer.step_unless(&found_inf).inspect_err(|_| self.optimizers.undo_step(name))?)
     }
 
-    /// Moves the scale, once after all optimizers have stepped: by an overflow if any of them had one.
+    /// Updates the scale. Call it once after all optimizers have stepped.
     ///
     /// # Errors
     /// [`Error::NothingStepped`](crate::Error::NothingStepped).
     pub fn update(&mut self) -> Result<()> {
-        let flags = self.ledger.settle_on_device()?;
+        let flags = self.optimizers.take_flags()?;
         self.advance(&flags)
     }
 
-    /// Waits for the device, and says where the scale stands.
+    /// Waits for the device and returns the rule with its current scale.
     ///
     /// # Errors
-    /// [`Error::Exhausted`](crate::Error::Exhausted), [`Error::TooHigh`](crate::Error::TooHigh): too many steps in a row were left out.
+    /// [`Error::Exhausted`](crate::Error::Exhausted), [`Error::TooHigh`](crate::Error::TooHigh): too many steps in a row overflowed.
     pub fn read(&mut self) -> Result<&R> {
         let position = runtime::ops::read(&self.position)?;
         self.rule.adopt(&position)?;
         Ok(&self.rule)
     }
 
-    /// What a checkpoint keeps: the same as the scaler that decides on the host. Waits for the device.
+    /// Waits for the device and returns the state for a checkpoint, which a [`Scaler`] loads as well.
     ///
     /// # Errors
     /// Those of the device.
     pub fn state(&self) -> Result<Value> {
         let mut rule = self.rule.clone();
-        // That patience has run out is for `read` to say.
+        // Too many skipped steps are an error of `read`, not of a checkpoint.
         let _ = rule.adopt(&runtime::ops::read(&self.position)?);
-        Ok(named(R::NAME, &rule.state()))
+        Ok(tagged(R::NAME, &rule.state()))
     }
 
-    /// Goes on from what [`DeviceScaler::state`] or [`Scaler::state`] gave.
+    /// Restores a state returned by [`DeviceScaler::state`] or [`Scaler::state`].
     ///
     /// # Errors
-    /// [`Error::State`](crate::Error::State) for that of another scaler.
+    /// [`Error::State`](crate::Error::State) for the state of another scaler.
     pub fn load_state(&mut self, state: &Value) -> Result<()> {
-        self.rule.load_state(unnamed(R::NAME, state)?)?;
+        self.rule.load_state(untagged(R::NAME, state)?)?;
         self.position = Tensor::f_from_slice(&self.rule.position())?.f_to_device(self.position.device())?;
-        self.ledger.clear();
+        self.optimizers.clear();
         Ok(())
     }
 
@@ -168,7 +167,7 @@ impl<R: DeviceRule> DeviceScaler<R> {
         let device = self.position.device();
         let mut overflow = Tensor::f_zeros([], (Kind::Bool, device))?;
         for flag in flags {
-            // A flag that is NaN itself is no good sign either.
+            // A NaN flag counts as an overflow.
             overflow =
                 overflow.f_logical_or(&flag.f_to_device(device)?.f_reshape([] as [i64; 0])?.f_ne(0)?)?;
         }
@@ -184,7 +183,7 @@ impl<R: DeviceRule> training::scaler::GradScaler for DeviceScaler<R> {
 
     fn unscale_(&mut self, grads: &[Tensor], norm: bool) -> training::Result<Checked> {
         let Unscaled { found_inf, norm } =
-            DeviceScaler::unscale_(self, LOOP, grads, norm).map_err(to_training)?;
+            DeviceScaler::unscale_(self, TRAINER, grads, norm).map_err(to_training)?;
         Ok(Checked { found_inf: Some(found_inf), norm: norm.map(Norm::known) })
     }
 
@@ -200,7 +199,7 @@ impl<R: DeviceRule> training::scaler::GradScaler for DeviceScaler<R> {
             .unwrap_or(f64::NAN)
     }
 
-    /// Waits for the device. Where that fails, a state that no scaler takes.
+    /// Waits for the device. If that fails, returns the error as a state that no scaler loads.
     fn state(&self) -> Value {
         DeviceScaler::state(self).unwrap_or_else(|error| Value::String(error.to_string()))
     }
@@ -216,7 +215,7 @@ impl<R: DeviceRule> training::scaler::GradScaler for DeviceScaler<R> {
 
 impl<R: DeviceRule> DeviceSide for DeviceScaler<R> {
     fn update(&mut self, found_inf: &Tensor) -> training::Result<()> {
-        self.ledger.clear();
+        self.optimizers.clear();
         self.advance(&[found_inf.shallow_clone()]).map_err(to_training)
     }
 

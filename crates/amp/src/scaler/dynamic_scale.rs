@@ -1,13 +1,15 @@
-//! How a dynamic scale moves: the arithmetic alone, on the host.
+//! The update of a dynamic scale: pure arithmetic on the host.
 //!
-//! With s the scale, t the number of good steps since it last moved, and h the overflows that it still bears:
+//! With s the scale, t the growth tracker (steps without overflow since the scale last changed), and h the hysteresis tracker
+//! (overflows until the scale falls):
 //!
-//! - a step with an infinity or a NaN among its gradients: t ← 0, h ← h − 1, and where h ≤ 0, s ← max(s·backoff, least);
-//! - any other step: t ← t + 1, and at t = interval, t ← 0, h ← hysteresis, and s ← min(s·growth, most) if that is finite.
+//! - after a step with an infinite or NaN gradient: t ← 0, h ← h − 1, and if h ≤ 0, s ← max(s·backoff_factor, min_scale);
+//! - after any other step: t ← t + 1; at t = growth_interval, t ← 0, h ← hysteresis, and s ← min(s·growth_factor, max_scale)
+//!   if that is finite.
 //!
-//! Products are rounded to fp32 once, from fp64, as PyTorch's `_amp_update_scale_` does; with a hysteresis of 1, which is
-//! the default, the two agree to the bit (but for PyTorch having no `least`). Hysteresis is Megatron-LM's: a scale that
-//! has just grown bears that many overflows before it falls, so that one bad batch does not cost a whole interval.
+//! Products are rounded to fp32 once, from fp64, as in PyTorch's `_amp_update_scale_`. With a hysteresis of 1, the default,
+//! the two agree to the bit, except that PyTorch has no `min_scale`. Hysteresis is Megatron-LM's: the scale falls only after
+//! that many overflows since it last grew, so that one bad batch does not cost a whole interval.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -17,28 +19,28 @@ use super::ScaleRule;
 use super::device_scaler::DeviceRule;
 use crate::error::{Error, Result};
 
-/// The constants of a dynamic scale.
+/// Options of a dynamic scale, under the names of `torch.amp.GradScaler` and Megatron-LM.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DynamicOptions {
-    /// The first scale.
+    /// Initial scale.
     pub initial: f32,
-    /// What the scale is multiplied by after `interval` good steps; above 1.
+    /// Factor applied after `interval` steps without overflow; above 1.
     pub growth: f64,
-    /// What it is multiplied by after an overflow; between 0 and 1.
+    /// Factor applied after an overflow; between 0 and 1.
     pub backoff: f64,
-    /// Good steps until it grows.
+    /// Steps without overflow until the scale grows.
     pub interval: u32,
-    /// It never falls below.
+    /// Lower bound of the scale.
     pub least: f32,
-    /// It never grows beyond.
+    /// Upper bound of the scale.
     pub most: f32,
-    /// Overflows since it last grew that it takes until it falls; 1: it falls at each.
+    /// Overflows since the last growth until the scale falls; with 1 it falls at each overflow.
     pub hysteresis: u32,
 }
 
 impl Default for DynamicOptions {
-    /// PyTorch's constants; the least and the most are those of normal fp32 numbers.
+    /// PyTorch's defaults; the bounds are the smallest and the largest normal fp32 numbers.
     fn default() -> Self {
         Self {
             initial: 65536.0,
@@ -53,7 +55,7 @@ impl Default for DynamicOptions {
 }
 
 impl DynamicOptions {
-    /// Refuses what no scale can move by.
+    /// Checks that every option is within its range.
     pub(crate) fn check(&self) -> Result<()> {
         let refuse = |name, value: f64, expected| Err(Error::Option { name, value, expected });
         let positive = |value: f32| value.is_finite() && value > 0.0;
@@ -83,25 +85,25 @@ impl DynamicOptions {
     }
 }
 
-/// Where a dynamic scale stands.
+/// The state of a dynamic scale.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DynamicScale {
     /// s.
     pub scale: f32,
-    /// t: good steps since the scale last moved.
+    /// t: steps without overflow since the scale last changed.
     pub tracker: u32,
-    /// h: overflows until it falls.
+    /// h: overflows until the scale falls.
     pub bears: u32,
 }
 
 impl DynamicScale {
-    /// The beginning.
+    /// Returns the initial state.
     pub fn new(options: &DynamicOptions) -> Self {
         Self { scale: options.initial, tracker: 0, bears: options.hysteresis }
     }
 
-    /// Moves on by a step.
+    /// Updates the scale after a step.
     pub fn update(&mut self, overflow: bool, options: &DynamicOptions) {
         if overflow {
             self.tracker = 0;
@@ -127,17 +129,17 @@ fn times(scale: f32, factor: f64) -> f32 {
     (f64::from(scale) * factor) as f32
 }
 
-/// Steps in a row at the least scale that may overflow before the run ends with an error.
+/// Overflows in a row at the minimum scale after which the run ends with an error.
 const PATIENCE: u32 = 50;
 
-/// The rule of [`DynamicGradScaler`](super::DynamicGradScaler): its constants and where it stands.
+/// The rule of [`DynamicGradScaler`](super::DynamicGradScaler): options and state.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DynamicRule {
     options: DynamicOptions,
     now: DynamicScale,
-    /// Steps left out in a row.
+    /// Steps skipped in a row.
     skipped: u32,
-    /// Those of them at the least scale.
+    /// Those of them at the minimum scale.
     at_least: u32,
 }
 
@@ -151,21 +153,21 @@ struct State {
 }
 
 impl DynamicRule {
-    /// At the beginning.
+    /// Creates a rule in its initial state.
     ///
     /// # Errors
-    /// [`Error::Option`].
+    /// [`Error::Option`] for an option outside its range.
     pub fn new(options: DynamicOptions) -> Result<Self> {
         options.check()?;
         Ok(Self { options, now: DynamicScale::new(&options), skipped: 0, at_least: 0 })
     }
 
-    /// Where it stands.
+    /// Returns the current state.
     pub fn now(&self) -> DynamicScale {
         self.now
     }
 
-    /// Its constants.
+    /// Returns the options.
     pub fn options(&self) -> &DynamicOptions {
         &self.options
     }
@@ -202,14 +204,14 @@ impl ScaleRule for DynamicRule {
         json!(State { options, now, skipped, at_least })
     }
 
-    /// Goes on with the constants of the state: a scale belongs to the constants that it moved by.
+    /// Restores a state with its options: a scale belongs to the options that produced it.
     fn load_state(&mut self, state: &Value) -> Result<()> {
         let refuse = |reason: String| Error::State { found: state.to_string(), expected: Self::NAME, reason };
         let State { options, now, skipped, at_least } =
             State::deserialize(state).map_err(|cause| refuse(cause.to_string()))?;
         options.check()?;
         if !(now.scale.is_finite() && now.scale > 0.0) || now.tracker >= options.interval {
-            return Err(refuse("its scale or its tracker is out of range".into()));
+            return Err(refuse("its scale or its growth tracker is out of range".into()));
         }
         *self = Self { options, now, skipped, at_least };
         Ok(())
@@ -217,13 +219,13 @@ impl ScaleRule for DynamicRule {
 }
 
 impl DeviceRule for DynamicRule {
-    /// s, t, h, the steps left out in a row, and those of them at the least scale.
+    /// Returns s, t, h, the steps skipped in a row, and those of them at the minimum scale.
     fn position(&self) -> Vec<f64> {
         let DynamicScale { scale, tracker, bears } = self.now;
         vec![scale.into(), tracker.into(), bears.into(), self.skipped.into(), self.at_least.into()]
     }
 
-    /// [`DynamicScale::update`] without a branch: what either case would give, and of the two the one that is.
+    /// [`DynamicScale::update`] without a branch: computes both outcomes and selects one by the flag.
     fn moved(&self, position: &Tensor, overflow: &Tensor) -> Result<Tensor> {
         let DynamicOptions { growth, backoff, interval, least, most, hysteresis, .. } = self.options;
         let part = |index: i64| position.f_select(0, index);
@@ -232,10 +234,10 @@ impl DeviceRule for DynamicRule {
         let times = |factor: f64| scale.f_mul_scalar(factor)?.f_to_kind(Kind::Float)?.f_to_kind(Kind::Double);
         let zero = scale.f_zeros_like()?;
 
-        let borne = bears.f_sub_scalar(1)?.f_clamp_min(0)?;
-        let fallen = times(backoff)?.f_clamp_min(f64::from(least))?.f_where_self(&borne.f_eq(0)?, &scale)?;
+        let left = bears.f_sub_scalar(1)?.f_clamp_min(0)?;
+        let fallen = times(backoff)?.f_clamp_min(f64::from(least))?.f_where_self(&left.f_eq(0)?, &scale)?;
         let at_least = part(4)?.f_add(&scale.f_le(f64::from(least))?.f_to_kind(Kind::Double)?)?;
-        let bad = [fallen, zero.shallow_clone(), borne, part(3)?.f_add_scalar(1)?, at_least];
+        let after_overflow = [fallen, zero.shallow_clone(), left, part(3)?.f_add_scalar(1)?, at_least];
 
         let tracker = tracker.f_add_scalar(1)?;
         let due = tracker.f_ge(f64::from(interval))?;
@@ -243,9 +245,9 @@ impl DeviceRule for DynamicRule {
         let grows = due.f_logical_and(&grown.f_isfinite()?)?;
         let grown = grown.f_clamp_max(f64::from(most))?.f_where_self(&grows, &scale)?;
         let bears = bears.f_full_like(f64::from(hysteresis))?.f_where_self(&due, &bears)?;
-        let good = [grown, zero.f_where_self(&due, &tracker)?, bears, zero.shallow_clone(), zero];
+        let after_step = [grown, zero.f_where_self(&due, &tracker)?, bears, zero.shallow_clone(), zero];
 
-        Ok(Tensor::f_stack(&bad, 0)?.f_where_self(overflow, &Tensor::f_stack(&good, 0)?)?)
+        Ok(Tensor::f_stack(&after_overflow, 0)?.f_where_self(overflow, &Tensor::f_stack(&after_step, 0)?)?)
     }
 
     fn adopt(&mut self, position: &[f64]) -> Result<()> {

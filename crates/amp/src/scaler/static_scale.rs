@@ -1,4 +1,4 @@
-//! A scale that stays what it is.
+//! A constant scale.
 
 use serde_json::{Value, json};
 use tch::{Kind, Tensor};
@@ -7,10 +7,10 @@ use super::ScaleRule;
 use super::device_scaler::DeviceRule;
 use crate::error::{Error, Result};
 
-/// Steps in a row that may overflow before the run ends with an error.
+/// Overflows in a row after which the run ends with an error.
 const PATIENCE: u32 = 200;
 
-/// One scale for the whole training. A step that overflows is left out, and the scale does not move.
+/// The rule of [`StaticGradScaler`](super::StaticGradScaler): a step that overflows is skipped, and the scale stays.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StaticRule {
     scale: f32,
@@ -19,10 +19,10 @@ pub struct StaticRule {
 }
 
 impl StaticRule {
-    /// A finite scale above 0.
+    /// Creates a rule with a finite scale above 0.
     ///
     /// # Errors
-    /// [`Error::Option`] for any other.
+    /// [`Error::Option`] for any other scale.
     pub fn new(scale: f32) -> Result<Self> {
         if scale.is_finite() && scale > 0.0 {
             return Ok(Self { scale, patience: PATIENCE, skipped: 0 });
@@ -30,7 +30,7 @@ impl StaticRule {
         Err(Error::Option { name: "scale", value: scale.into(), expected: "a finite number above 0" })
     }
 
-    /// Ends with an error after so many steps in a row that overflowed, instead of 200.
+    /// Sets the number of overflows in a row after which the run ends with an error; 200 by default.
     #[must_use]
     pub fn with_patience(self, patience: u32) -> Self {
         Self { patience, ..self }
@@ -77,16 +77,17 @@ impl ScaleRule for StaticRule {
 }
 
 impl DeviceRule for StaticRule {
-    /// The scale and the steps left out in a row.
+    /// Returns the scale and the steps skipped in a row.
     fn position(&self) -> Vec<f64> {
         vec![self.scale.into(), self.skipped.into()]
     }
 
     fn moved(&self, position: &Tensor, overflow: &Tensor) -> Result<Tensor> {
-        let more = position.f_add(&Tensor::f_arange(2, (Kind::Double, position.device()))?)?;
-        let none =
+        // [s, n] + [0, 1] after an overflow, [s, n]·[1, 0] otherwise.
+        let after_overflow = position.f_add(&Tensor::f_arange(2, (Kind::Double, position.device()))?)?;
+        let after_step =
             position.f_mul(&Tensor::f_arange_start_step(1, -1, -1, (Kind::Double, position.device()))?)?;
-        Ok(more.f_where_self(overflow, &none)?)
+        Ok(after_overflow.f_where_self(overflow, &after_step)?)
     }
 
     fn adopt(&mut self, position: &[f64]) -> Result<()> {

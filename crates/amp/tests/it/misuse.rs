@@ -89,7 +89,7 @@ fn steps_out_of_order() {
         "gradient scaler: no optimizer has stepped since the last update; call `step` for each optimizer, then `update` once"
     ];
     let twice = expect![
-        "gradient scaler: the gradients of optimizer `w` are unscaled already; unscale them once between two updates, after the last micro-batch's backward"
+        "gradient scaler: the gradients of optimizer `w` are unscaled already; call `unscale_` once between two updates, after the backward pass of the last micro-batch"
     ];
     let stepped = expect![
         "gradient scaler: optimizer `w` has stepped since the last update; call `update` once after all optimizers have stepped"
@@ -115,7 +115,7 @@ fn steps_out_of_order() {
 #[test]
 fn fp16_gradients_of_parameters_with_masters_or_without() {
     let half = expect![
-        "gradient scaler: gradient 0 of optimizer `w` is fp16; dividing it by the scale would bring back the underflow that scaling prevents, master weights or not. Keep the parameters in fp32 and let autocast round them, or make them bf16, which needs no scaler"
+        "gradient scaler: gradient 0 of optimizer `w` is fp16; dividing it by the scale would bring back the underflow that scaling prevents, with or without master weights. Keep the parameters in fp32 and let autocast cast them, or use bf16 parameters, which need no scaler"
     ];
     for masters in [false, true] {
         for mut scaler in Either::both() {

@@ -1,7 +1,7 @@
-//! Which optimizer stands where between two updates, and what its gradients had.
+//! The state of each optimizer between two updates of the scale, as `_per_optimizer_states` in PyTorch's `GradScaler`.
 //!
-//! Each optimizer goes ready → unscaled → stepped, and all go back to ready at an update. What is out of that order is an
-//! error here, before a tensor is touched.
+//! Each optimizer goes ready → unscaled → stepped, and an update resets all to ready. A call out of this order is an error,
+//! before a tensor is changed.
 
 use std::collections::BTreeMap;
 
@@ -9,22 +9,22 @@ use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
 
-/// What is known of an optimizer since the last update.
+/// The state of one optimizer since the last update.
 #[derive(Debug)]
 struct Entry {
-    /// `[1]`, on the gradients' device; `None` once it was read, which never happens where the device decides.
+    /// `[1]`, on the device of the gradients; `None` after the host has read it.
     found_inf: Option<Tensor>,
     overflow: bool,
     stepped: bool,
 }
 
-/// All optimizers that were unscaled since the last update.
+/// The optimizers whose gradients were unscaled since the last update, by name.
 #[derive(Debug, Default)]
-pub(super) struct Ledger(BTreeMap<String, Entry>);
+pub(super) struct PerOptimizerState(BTreeMap<String, Entry>);
 
-impl Ledger {
-    /// Whether the gradients of an optimizer may be unscaled now.
-    pub(super) fn may_unscale(&self, optimizer: &str) -> Result<()> {
+impl PerOptimizerState {
+    /// Checks that the gradients of an optimizer are neither unscaled nor used.
+    pub(super) fn check_unscale(&self, optimizer: &str) -> Result<()> {
         match self.0.get(optimizer) {
             None => Ok(()),
             Some(Entry { stepped: true, .. }) => Err(Error::SteppedTwice { optimizer: optimizer.into() }),
@@ -32,41 +32,42 @@ impl Ledger {
         }
     }
 
-    /// Whether they were.
+    /// Returns whether the gradients of an optimizer were unscaled.
     pub(super) fn is_unscaled(&self, optimizer: &str) -> bool {
         self.0.contains_key(optimizer)
     }
 
-    /// They are now. `found_inf` stays on its device until somebody asks.
-    pub(super) fn unscaled(&mut self, optimizer: &str, found_inf: Option<Tensor>) {
+    /// Marks the gradients of an optimizer as unscaled. `found_inf` stays on its device until a step reads it.
+    pub(super) fn mark_unscaled(&mut self, optimizer: &str, found_inf: Option<Tensor>) {
         self.0.insert(optimizer.into(), Entry { found_inf, overflow: false, stepped: false });
     }
 
-    /// The optimizer steps, or does not because of an overflow: which of the two. Flags are read for all optimizers at once.
+    /// Marks an optimizer as stepped and returns whether it may step: its gradients did not overflow. Reads the flags of all
+    /// optimizers at once.
     pub(super) fn step(&mut self, optimizer: &str) -> Result<bool> {
-        self.may_step(optimizer)?;
-        self.read()?;
+        self.check_step(optimizer)?;
+        self.read_flags()?;
         let entry = self.entry(optimizer)?;
         entry.stepped = true;
         Ok(!entry.overflow)
     }
 
-    /// The flag by which the optimizer's step is taken or left out, on its device.
+    /// Marks an optimizer as stepped and returns its overflow flag, on the device.
     pub(super) fn step_on_device(&mut self, optimizer: &str) -> Result<Tensor> {
-        self.may_step(optimizer)?;
+        self.check_step(optimizer)?;
         let entry = self.entry(optimizer)?;
         entry.stepped = true;
         Ok(entry.found_inf.as_ref().map_or_else(|| Tensor::from(0f32), Tensor::shallow_clone))
     }
 
-    /// The step was not taken after all.
-    pub(super) fn take_back(&mut self, optimizer: &str) {
+    /// Marks an optimizer as not stepped: its step failed.
+    pub(super) fn undo_step(&mut self, optimizer: &str) {
         if let Some(entry) = self.0.get_mut(optimizer) {
             entry.stepped = false;
         }
     }
 
-    fn may_step(&self, optimizer: &str) -> Result<()> {
+    fn check_step(&self, optimizer: &str) -> Result<()> {
         match self.0.get(optimizer) {
             None => Err(Error::NotUnscaled { optimizer: optimizer.into() }),
             Some(Entry { stepped: true, .. }) => Err(Error::SteppedTwice { optimizer: optimizer.into() }),
@@ -78,32 +79,32 @@ impl Ledger {
         self.0.get_mut(optimizer).ok_or_else(|| Error::NotUnscaled { optimizer: optimizer.into() })
     }
 
-    /// Whether any gradient of any optimizer overflowed; all are ready again.
-    pub(super) fn settle(&mut self) -> Result<bool> {
-        self.may_settle()?;
-        self.read()?;
+    /// Returns whether any optimizer overflowed, and resets all to ready.
+    pub(super) fn take_overflow(&mut self) -> Result<bool> {
+        self.check_update()?;
+        self.read_flags()?;
         let overflow = self.0.values().any(|entry| entry.overflow);
         self.0.clear();
         Ok(overflow)
     }
 
-    /// The flags of all optimizers, each on its device; all are ready again.
-    pub(super) fn settle_on_device(&mut self) -> Result<Vec<Tensor>> {
-        self.may_settle()?;
+    /// Returns the overflow flags of all optimizers, each on its device, and resets all to ready.
+    pub(super) fn take_flags(&mut self) -> Result<Vec<Tensor>> {
+        self.check_update()?;
         Ok(std::mem::take(&mut self.0).into_values().filter_map(|entry| entry.found_inf).collect())
     }
 
-    fn may_settle(&self) -> Result<()> {
+    fn check_update(&self) -> Result<()> {
         if self.0.values().any(|entry| entry.stepped) { Ok(()) } else { Err(Error::NothingStepped) }
     }
 
-    /// Forgets what was unscaled: the steps of this round are not taken.
+    /// Resets all optimizers to ready.
     pub(super) fn clear(&mut self) {
         self.0.clear();
     }
 
-    /// Brings the flags that are still on a device to the host, in one copy.
-    fn read(&mut self) -> Result<()> {
+    /// Copies the flags that are still on a device to the host, all at once.
+    fn read_flags(&mut self) -> Result<()> {
         let pending: Vec<&mut Entry> =
             self.0.values_mut().filter(|entry| entry.found_inf.is_some()).collect();
         let flags: Vec<Tensor> = pending
@@ -117,7 +118,7 @@ impl Ledger {
         let values = runtime::ops::read(&Tensor::f_cat(&flags, 0)?)?;
         for (entry, value) in pending.into_iter().zip(values) {
             entry.found_inf = None;
-            // A flag that is NaN itself is no good sign either.
+            // A NaN flag counts as an overflow.
             entry.overflow = value != 0.0;
         }
         Ok(())
