@@ -1,29 +1,27 @@
-//! Batches of samples of about one length (the assignment's `BalancedBatchSampler`).
+//! Batches of samples of similar length (the assignment's `BalancedBatchSampler`).
 //!
-//! A batch padded to its longest sample wastes `Σ (longest − lengthᵢ)` places. If lengths within a batch differ by at most
-//! `k`, that is at most `k` per sample.
+//! A batch padded to its longest sample wastes `Σ (longest − lengthᵢ)` positions. If lengths within a batch differ by at
+//! most `k`, that is at most `k` per sample.
 //!
-//! The samples are sorted by length once, by counting: `O(n + longest)`. In each epoch the axis of lengths is divided into
-//! *windows* of `k + 1` consecutive lengths, beginning at a random offset, so that the borders are elsewhere in every
-//! epoch. All samples of a window are permuted and cut into batches, of which the last may be short, and the order of all
-//! batches of the epoch is permuted. So
+//! The samples are sorted by length once, by counting sort: `O(n + longest)`. Each epoch divides the range of lengths into
+//! *windows* of `k + 1` consecutive lengths, at a random offset that differs from epoch to epoch. The samples of each
+//! window are permuted and cut into batches, the last of which may be short, and the batches of the epoch are permuted. So
 //!
-//! - longest − shortest ≤ `k` in every batch, exactly;
+//! - longest − shortest ≤ `k` in every batch;
 //! - every sample is in exactly one batch of an epoch;
-//! - any two samples of a window are equally likely to meet;
+//! - any two samples of a window are equally likely to share a batch;
 //! - there are at most as many short batches as windows, `⌈(longest − shortest + 1) / (k + 1)⌉ + 1`;
-//! - where one window holds all lengths, the batches are those of standard batching, to the last index.
+//! - if one window holds all lengths, the batches are those of standard batching, index by index.
 //!
-//! Where short batches are dropped, so are their samples, and the same ones in every epoch where no window has enough of
-//! their neighbours: [`BatchSampler::dropped_samples`] counts them. An epoch whose windows leave no full one has no batch. At least one offset leaves one,
-//! or the sampler is refused; a loader passes over the epochs that have none.
+//! If short batches are dropped, their samples are dropped too, and in every epoch the same ones if no window has enough
+//! samples near their lengths: [`BatchSampler::dropped_samples`] counts them. An epoch without a full batch is empty; a
+//! loader skips it. A sampler that has no full batch at any offset is an error.
 //!
-//! Nothing is stored per epoch but the windows. Batch `i` is found by a binary search over them, and each of its samples by
-//! one evaluation of a [`Permutation`] and one look into the sorted order: the number of operations does not depend on the
-//! size of the data set, and [`BalancedBatchSampler::choose_counted`] counts them.
+//! The windows are the only state of an epoch. Batch `i` is found by a binary search over them, and each of its samples by
+//! one evaluation of a [`Permutation`] and one read of the sorted order: the cost does not depend on the size of the data
+//! set, and [`BalancedBatchSampler::choose_counted`] counts it.
 //!
-//! Buckets that hold lists of remaining samples, as the assignment suggests, need `O(n)` state that must be replayed to
-//! resume.
+//! Buckets with lists of remaining samples, as the assignment suggests, need `O(n)` state that must be replayed to resume.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -38,28 +36,28 @@ use crate::samples::Samples;
 
 const WHAT: &str = "BalancedBatchSampler";
 
-/// How large a batch is.
+/// The size of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BatchSize {
-    /// So many samples.
+    /// A number of samples.
     Samples(usize),
-    /// As many samples of a window as have at most so many places when padded to the window's longest, so that short
-    /// samples come in large batches.
+    /// A number of positions: as many samples as fit when padded to the longest of their window, so that batches of short
+    /// samples have more samples.
     Tokens(usize),
 }
 
-/// How samples are balanced.
+/// Options of balanced batching.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BalancedOptions {
-    /// How large a batch is.
+    /// The size of a batch.
     pub batch_size: BatchSize,
-    /// The largest difference in length within a batch, in tokens.
+    /// The maximum difference in length within a batch, in tokens.
     pub k: usize,
-    /// Tokens that are kept of a sample: longer ones count as this long.
+    /// The maximum tokens of a sample; longer ones are truncated and count as this long.
     pub max_length: usize,
-    /// Seed of the order.
+    /// The seed of the order.
     pub seed: u64,
-    /// The last batch of a window.
+    /// How the incomplete last batch of a window is handled.
     pub incomplete: Incomplete,
 }
 
@@ -75,10 +73,10 @@ impl Default for BalancedOptions {
     }
 }
 
-/// `k` as a flag gives it.
+/// Returns `k` from a signed command-line value.
 ///
 /// # Errors
-/// A negative number.
+/// The number is negative.
 pub fn k_from_flag(k: i64) -> Result<usize> {
     usize::try_from(k).map_err(|_| Error::Config {
         what: "k",
@@ -88,18 +86,18 @@ pub fn k_from_flag(k: i64) -> Result<usize> {
     })
 }
 
-/// What choosing a batch took.
+/// The cost of choosing a batch.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Operations {
-    /// Comparisons of the search for the batch's window.
+    /// Comparisons in the search for the window of the batch.
     pub comparisons: u64,
-    /// Reads of the sorted order, or of the usable samples where one window holds all.
+    /// Reads of the sorted order, or of the usable samples if one window holds all.
     pub lookups: u64,
-    /// Passes through the permutation's network: below two for each sample, and for the batch, on average.
+    /// Passes through the permutation network: less than two per sample and per batch on average.
     pub passes: u64,
 }
 
-/// Random batches within which lengths differ by at most `k`.
+/// Random batches in which lengths differ by at most `k`.
 ///
 /// ```
 /// use dataloading::{BalancedBatchSampler, BalancedOptions, BatchSampler, BatchSize};
@@ -117,36 +115,36 @@ pub struct Operations {
 pub struct BalancedBatchSampler {
     options: BalancedOptions,
     usable: Usable,
-    /// `None` where one window holds all: then the order of the data set does.
+    /// `None` if one window holds all lengths: the order of the data set is used.
     sorted: Option<LengthOrder>,
     shortest: u32,
     longest: u32,
-    /// The windows of the latest two epochs, by parity: workers that are ahead are in the next one.
+    /// The windows of the latest two epochs, by parity: prefetching workers may be in the next epoch.
     cache: Mutex<[Option<OfEpoch>; 2]>,
 }
 
 /// An epoch and its windows.
 type OfEpoch = (u64, Arc<Windows>);
 
-/// The windows of one epoch, those without samples left out.
+/// The non-empty windows of one epoch.
 #[derive(Debug, Default)]
 struct Windows {
-    /// Where each begins in the sorted order, and the end.
+    /// The start of each window in the sorted order, and the end.
     samples: Vec<u32>,
-    /// The number of each one's first batch, and the number of all batches.
+    /// The index of the first batch of each window, and the number of batches.
     batches: Vec<usize>,
     /// Samples per batch.
     batch_sizes: Vec<usize>,
-    /// Number of each on the axis of lengths.
+    /// The index of each window on the axis of lengths.
     numbers: Vec<u64>,
 }
 
 impl BalancedBatchSampler {
-    /// Sorts the samples that have a token. `O(n + longest)` time; 4 bytes for each sample and each length. Where one window
-    /// holds all, 4 bytes for each sample that has a token if some have none, else nothing.
+    /// Sorts the samples that have a token. Takes `O(n + longest)` time and 4 bytes per sample and per length. If one
+    /// window holds all lengths, it takes 4 bytes per usable sample if some are empty, else nothing.
     ///
     /// # Errors
-    /// A data set without tokens; a batch size of 0, or in tokens below the longest sample, or larger than any window where
+    /// No sample has a token; the batch size is 0, less than the longest sample in tokens, or larger than any window if
     /// short batches are dropped.
     pub fn new<S: Samples + ?Sized>(samples: &S, options: &BalancedOptions) -> Result<Self> {
         let mut lengths = lengths_of(WHAT, samples)?;
@@ -161,7 +159,7 @@ impl BalancedBatchSampler {
                 return Err(Error::Config {
                     what: WHAT,
                     reason: format!(
-                        "a batch of {tokens} tokens cannot hold the longest sample, {longest} tokens; take larger \
+                        "a batch of {tokens} tokens cannot hold the longest sample, {longest} tokens; use larger \
                          batches, or a smaller max_length"
                     ),
                 });
@@ -178,8 +176,8 @@ impl BalancedBatchSampler {
             return Err(Error::Config {
                 what: WHAT,
                 reason: format!(
-                    "no {} consecutive lengths have the samples of a full batch, and incomplete ones are dropped, so there is \
-                     no batch; keep them, take smaller batches, or a larger k",
+                    "no {} consecutive lengths have enough samples for a full batch, and incomplete ones are dropped, so there \
+                     is no batch; keep them, or use smaller batches or a larger k",
                     sampler.width()
                 ),
             });
@@ -187,17 +185,17 @@ impl BalancedBatchSampler {
         Ok(sampler)
     }
 
-    /// Lengths of a window.
+    /// Returns the number of lengths per window.
     fn width(&self) -> u64 {
         if self.sorted.is_some() { self.options.k as u64 + 1 } else { 1 }
     }
 
-    /// What can be used of the data set.
+    /// Returns the counts of usable samples.
     pub fn usable(&self) -> &Usable {
         &self.usable
     }
 
-    /// The most windows that an epoch has, and so the most short batches.
+    /// Returns the maximum number of windows of an epoch, which bounds the number of short batches.
     pub fn most_windows(&self) -> usize {
         let lengths = (self.longest - self.shortest) as usize + 1;
         let windows = lengths.div_ceil(self.options.k.saturating_add(1));
@@ -219,14 +217,14 @@ impl BalancedBatchSampler {
         {
             return windows.clone();
         }
-        // The first window holds `offset` lengths, from 1 to all of its width.
+        // The first window holds `offset` lengths, from 1 to the full width.
         let offset = Permutation::new(self.width(), self.options.seed, epoch, stream::OFFSET).at(0) + 1;
         let windows = Arc::new(self.divide(offset));
         *slot = Some((epoch, windows.clone()));
         windows
     }
 
-    /// The windows of which the first holds `offset` lengths.
+    /// Returns the windows of an epoch whose first window holds `offset` lengths.
     fn divide(&self, offset: u64) -> Windows {
         let mut windows = Windows { samples: vec![0], batches: vec![0], ..Windows::default() };
         let mut push = |number: u64, end: u32, longest: u32| {
@@ -263,7 +261,7 @@ impl BalancedBatchSampler {
         }
     }
 
-    /// As [`BatchSampler::choose`], and what it took.
+    /// Like [`BatchSampler::choose`], and returns the cost.
     ///
     /// # Errors
     /// As [`BatchSampler::choose`].
@@ -295,7 +293,7 @@ impl BalancedBatchSampler {
             done.passes += u64::from(passes);
             chosen.push(element as u32);
         }
-        // A loop of its own, so that the processor has all these reads of a large table under way at once.
+        // A loop of its own, so that the processor overlaps these reads of a large table.
         for sample in chosen.iter_mut() {
             done.lookups += 1;
             *sample = match &self.sorted {

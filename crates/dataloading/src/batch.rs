@@ -1,51 +1,52 @@
-//! What a loader hands out.
+//! The batches of a loader.
 
 use tch::Tensor;
 
-/// The label of a position that has nothing to predict.
+/// The label of a position without a target, as PyTorch's `ignore_index`.
 pub const IGNORED: i64 = -100;
 
-/// Rows of tokens on one device, with what to predict at each place.
+/// Rows of tokens on one device, with the label of each position.
 #[derive(Debug)]
 pub struct Batch {
     /// `[rows, length]`, int64.
     pub tokens: Tensor,
-    /// `[rows, length]`, int64: the token that follows in the same document, [`IGNORED`] where there is none (the last
-    /// token of a document, padding).
+    /// `[rows, length]`, int64: the next token of the same document, or [`IGNORED`] for the last token of a document and
+    /// for padding.
     pub labels: Tensor,
-    /// Where packed documents lie; `None` when each row is one document.
+    /// The documents of packed rows; `None` if each row is one document.
     pub packing: Option<Packing>,
     /// Counts, on the host.
     pub counts: Counts,
 }
 
-/// Where the documents of packed rows lie. A document never crosses a row; what pads the end of a row counts as a document
-/// of its own here, so that the lengths cover every place.
+/// The documents of packed rows. A document never spans two rows; the padding at the end of a row counts as a document
+/// here, so that the documents cover all positions.
 #[derive(Debug)]
 pub struct Packing {
     /// `[rows, length]`, int64: 0, 1, 2, … from the start of each document.
     pub positions: Tensor,
-    /// `[rows, length]`, int64: the number of each place's document within the batch, from 0.
+    /// `[rows, length]`, int64: the index of the document of each position, from 0 within the batch.
     pub document_ids: Tensor,
-    /// `[documents + 1]`, int32, on the batch's device: where each document starts among the `rows · length` places.
+    /// `[documents + 1]`, int32, on the batch's device: the start of each document among the `rows · length` positions
+    /// (`cu_seqlens`).
     pub cu_seqlens: Tensor,
     /// The same on the host.
     pub starts: Vec<i32>,
-    /// The longest document.
+    /// The length of the longest document.
     pub longest: i64,
 }
 
-/// What a batch consists of.
+/// Counts of a batch.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Documents, or samples.
     pub documents: usize,
-    /// Places that hold a token of a document.
+    /// Positions with a token of a document.
     pub tokens: usize,
-    /// Places that pad.
+    /// Padding positions.
     pub padding: usize,
-    /// Places that have a label: what a mean loss divides by.
+    /// Positions with a label: the denominator of a mean loss.
     pub targets: usize,
-    /// Tokens that were left out because they did not fit.
+    /// Tokens dropped because they did not fit.
     pub dropped: usize,
 }

@@ -1,4 +1,4 @@
-//! Batches by number.
+//! Batches by index.
 
 use tch::Device;
 
@@ -8,27 +8,27 @@ use crate::host_batch::HostBatch;
 
 /// Batches that are a pure function of (seed, epoch, index).
 ///
-/// This is what makes the rest simple: any number of workers makes the same batches, whichever of them makes which; ranks
-/// divide them by number; and to resume is to know the next number.
+/// Hence any number of workers makes the same batches in any division of work, ranks divide them by index, and resuming
+/// needs only the next index.
 pub trait BatchSource: Send + Sync {
-    /// The seed of every random choice.
+    /// Returns the seed of all random choices.
     fn seed(&self) -> u64;
 
-    /// How many batches there are in epoch `epoch`.
+    /// Returns the number of batches of epoch `epoch`.
     fn batches(&self, epoch: u64) -> usize;
 
-    /// A name for all that the batches are a function of besides seed, epoch and index: the data, the strategy and its
-    /// options ([`Fingerprint`](crate::fingerprint::Fingerprint)). A loader's state is resumed only where it is the same, so
-    /// it must be so in every process.
+    /// Returns a fingerprint of everything that determines the batches besides seed, epoch and index: the data, the
+    /// strategy and its options ([`Fingerprint`](crate::fingerprint::Fingerprint)). A loader resumes only if it matches, so
+    /// it must be the same in every process.
     fn fingerprint(&self) -> u64;
 
     /// Writes batch `index` of epoch `epoch`.
     ///
     /// # Errors
-    /// A record that cannot be read, named by its place; an index beyond the epoch's batches.
+    /// A record cannot be read (the error names its position); the index exceeds the batches of the epoch.
     fn fill(&self, epoch: u64, index: usize, host: &mut HostBatch) -> Result<()>;
 
-    /// Batch `index` of epoch `epoch` on the CPU, in memory of its own.
+    /// Returns batch `index` of epoch `epoch` on the CPU, in its own memory.
     ///
     /// # Errors
     /// As [`BatchSource::fill`].

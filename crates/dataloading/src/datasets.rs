@@ -1,12 +1,12 @@
-//! Data sets that hand out batches, each a way to make rows of samples.
+//! Data sets: strategies that make batches of rows from samples.
 //!
 //! | data set | a row is | wasted |
 //! |---|---|---|
-//! | [`BaseDataset`] | a sample, padded to one length | one length − sample |
-//! | [`StandardDataset`] | a sample, padded to the batch's longest ([`collate`]) | longest − sample |
-//! | [`StandardDataset::balanced`] | the same, of samples of about one length | at most `k` per sample |
-//! | [`SequencedDataset`] | all samples of the batch, one behind the other | nothing; what is beyond a capacity is lost |
-//! | [`PackedDataset`] | as many documents as fit a row, planned over the whole data set | well under 1 % |
+//! | [`BaseDataset`] | a sample, padded to a fixed length | fixed length − sample |
+//! | [`StandardDataset`] | a sample, padded to the longest of the batch ([`collate`]) | longest − sample |
+//! | [`StandardDataset::balanced`] | the same, with samples of similar length | at most `k` per sample |
+//! | [`SequencedDataset`] | all samples of the batch, concatenated | nothing; tokens beyond a capacity are dropped |
+//! | [`PackedDataset`] | as many documents as fit, planned over the whole data set | well under 1 % |
 
 mod base;
 mod packed;
@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::host_batch::HostBatch;
 use crate::samples::Samples;
 
-/// Documents that were read, one behind the other.
+/// Concatenated documents.
 #[derive(Debug, Default)]
 struct Documents {
     tokens: Vec<u32>,
@@ -30,7 +30,7 @@ struct Documents {
 }
 
 impl Documents {
-    /// Empty, in the memory of `host`.
+    /// Creates an empty buffer that reuses the memory of `host`.
     fn in_memory_of(host: &mut HostBatch) -> Self {
         let mut documents =
             Self { tokens: std::mem::take(&mut host.scratch), ends: std::mem::take(&mut host.ends) };
@@ -44,7 +44,7 @@ impl Documents {
         host.ends = self.ends;
     }
 
-    /// Reads tokens `start..start + length` of a sample, which must have them.
+    /// Reads tokens `start..start + length` of a sample; fewer tokens are an error.
     fn read<S: Samples + ?Sized>(
         &mut self,
         samples: &S,
@@ -60,8 +60,8 @@ impl Documents {
                 from: "samples".into(),
                 place: format!("sample {sample}"),
                 reason: format!(
-                    "{found} tokens from token {start} on, and its length promised {length}; the data changed after it was \
-                     opened, so open it again"
+                    "{found} tokens from token {start} on, but its length implies {length}; the data changed after it was \
+                     opened; open it again"
                 ),
             });
         }
@@ -69,7 +69,7 @@ impl Documents {
         Ok(())
     }
 
-    /// Reads the samples that `host` has chosen, cut to `max_length`; returns how many tokens were cut off.
+    /// Reads the samples `chosen`, truncated to `max_length`; returns the number of tokens truncated.
     fn read_chosen<S: Samples + ?Sized>(
         &mut self,
         samples: &S,

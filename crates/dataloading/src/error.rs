@@ -1,46 +1,46 @@
-//! What can be wrong with data, and with how it is asked for.
+//! Errors of data loading.
 
 use std::path::PathBuf;
 
-/// Result of this crate's functions.
+/// A result with this crate's [`enum@Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A setting that makes no loader, sampler or packer.
+    /// An invalid option of a loader, sampler or packer.
     #[error("{what}: {reason}")]
     Config {
-        /// Which setting or part.
+        /// The part or option.
         what: &'static str,
-        /// What came, what was expected, and what to do.
+        /// The value, what was expected, and the remedy.
         reason: String,
     },
-    /// A data set without anything to train on.
+    /// A data set without usable samples.
     #[error("{from}: {reason}")]
     Empty {
         /// The file or data set.
         from: String,
-        /// What is missing and what to do.
+        /// What is missing, and the remedy.
         reason: String,
     },
-    /// A record that cannot be used, with its place.
+    /// An invalid record.
     #[error("{from}: {place}: {reason}")]
     Record {
         /// The file or data set.
         from: String,
-        /// Line, byte or sample.
+        /// The line, byte or sample.
         place: String,
-        /// What is wrong and what to do.
+        /// The problem and the remedy.
         reason: String,
     },
-    /// A file that is not what it should be.
+    /// An invalid file.
     #[error("{}: {reason}", path.display())]
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it and what to do.
+        /// The problem and the remedy.
         reason: String,
     },
     /// A file could not be read or written.
@@ -48,10 +48,10 @@ pub enum Error {
     Io {
         /// The file.
         path: PathBuf,
-        /// What the operating system said.
+        /// The error of the operating system.
         cause: std::io::Error,
     },
-    /// The tokenizer refused.
+    /// An error of the tokenizer.
     #[error("tokenizer: {0}")]
     Tokenizer(String),
     /// A worker of the loader panicked.
@@ -59,22 +59,22 @@ pub enum Error {
     Worker {
         /// The epoch.
         epoch: u64,
-        /// The batch within it.
+        /// The batch of the epoch.
         batch: u64,
-        /// The panic's words.
+        /// The message of the panic.
         message: String,
     },
-    /// An error while a batch was made, with its place.
+    /// An error while making a batch.
     #[error("batch {batch} of epoch {epoch}: {cause}")]
     Batch {
         /// The epoch.
         epoch: u64,
-        /// The batch within it.
+        /// The batch of the epoch.
         batch: u64,
-        /// What went wrong.
+        /// The error.
         cause: Box<Error>,
     },
-    /// The runtime refused.
+    /// An error of `runtime`.
     #[error(transparent)]
     Runtime(#[from] runtime::Error),
 }

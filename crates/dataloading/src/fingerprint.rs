@@ -1,16 +1,15 @@
-//! A name for data and options in 64 bits, the same in every process and on every platform.
+//! A 64-bit fingerprint of data and options, the same in every process and on every platform.
 //!
-//! Each number goes through the finaliser of SplitMix64 (Steele, Lea and Flood 2014), together with all before it:
-//! `state ← mix(state ⊕ number) + c`. It tells apart what differs by accident; it is no protection from those who wish to
-//! be mistaken.
+//! Each number is mixed with all before it by the finaliser of SplitMix64 (Steele, Lea and Flood 2014): `state ← mix(state
+//! ⊕ number) + c`. It detects accidental differences; it is not cryptographic.
 
 use crate::permutation::mix;
 
-/// Raised when the same data, options and seed give other batches than before, so that no state of the former sequence is
-/// resumed in the new one.
+/// Version of the batch sequence. Increased when the same data, options and seed give other batches than before, so that a
+/// state of the former sequence is refused.
 pub const SEQUENCE: u64 = 1;
 
-/// Takes numbers in order.
+/// A hasher of numbers in order.
 ///
 /// ```
 /// use dataloading::fingerprint::Fingerprint;
@@ -23,7 +22,7 @@ pub const SEQUENCE: u64 = 1;
 pub struct Fingerprint(u64);
 
 impl Fingerprint {
-    /// Of something of this kind.
+    /// Creates a hasher for a kind of data.
     pub fn new(kind: &str) -> Self {
         kind.bytes().fold(Self(0).number(kind.len() as u64), |all, byte| all.number(byte.into()))
     }
@@ -33,13 +32,13 @@ impl Fingerprint {
         Self(mix(self.0 ^ number).wrapping_add(0x9e37_79b9_7f4a_7c15))
     }
 
-    /// Adds numbers, and how many they are.
+    /// Adds numbers and their count.
     pub fn numbers(self, numbers: impl ExactSizeIterator<Item = u64>) -> Self {
         let count = numbers.len() as u64;
         numbers.fold(self.number(count), Self::number)
     }
 
-    /// The name of all of them.
+    /// Returns the fingerprint.
     pub fn finish(self) -> u64 {
         mix(self.0)
     }

@@ -1,7 +1,7 @@
-//! A batch while it is being written: one block of host memory, which becomes the batch's tensors.
+//! The host memory of a batch: one block, which becomes the tensors of the batch.
 //!
-//! All parts of a batch lie in one block: one allocation, one copy to a device, and on the CPU no copy at all, because the
-//! tensors of the finished batch view the block. Each part begins at a multiple of 64 bytes.
+//! All parts of a batch lie in one block: one allocation, one copy to a device, and no copy on the CPU, where the tensors
+//! are views of the block. Each part starts at a multiple of 64 bytes.
 
 use runtime::device::{PinnedBuffer, Stream};
 use tch::{Device, Kind, Tensor};
@@ -9,20 +9,20 @@ use tch::{Device, Kind, Tensor};
 use crate::batch::{Batch, Counts, IGNORED, Packing};
 use crate::error::{Error, Result};
 
-/// Numbers of 8 bytes in 64 bytes.
+/// 8-byte elements in 64 bytes.
 const LINE: usize = 8;
 
-/// Where a [`BatchSource`](crate::BatchSource) writes a batch.
+/// The memory to which a [`BatchSource`](crate::BatchSource) writes a batch.
 #[derive(Debug)]
 pub struct HostBatch {
-    /// Documents of the batch one behind the other, before they are laid out.
+    /// The concatenated documents of the batch, before the layout.
     pub(crate) scratch: Vec<u32>,
-    /// Indices of the batch's samples.
+    /// The sample indices of the batch.
     pub(crate) chosen: Vec<u32>,
-    /// Ends of the documents in `scratch`.
+    /// The ends of the documents in `scratch`.
     pub(crate) ends: Vec<usize>,
     device: Device,
-    /// Whether the block is page-locked where the device copies from such memory.
+    /// Whether the block is page-locked, so that a device can copy from it asynchronously.
     pinned: bool,
     block: Option<PinnedBuffer>,
     layout: Layout,
@@ -36,12 +36,12 @@ struct Layout {
     rows: usize,
     length: usize,
     packed: bool,
-    /// Documents with those of padding; only of a packed batch.
+    /// Documents including padding; only for a packed batch.
     documents: usize,
 }
 
 impl Layout {
-    /// Whether the bytes, with room to grow, can be numbered.
+    /// Returns whether the byte count, with room to grow, fits `i64`.
     fn check(&self) -> Result<()> {
         let numbers = self.rows.checked_mul(self.length).and_then(|places| places.checked_mul(64));
         if numbers.is_some_and(|bytes| i64::try_from(bytes).is_ok()) {
@@ -49,10 +49,7 @@ impl Layout {
         }
         Err(Error::Config {
             what: "host batch",
-            reason: format!(
-                "{} rows of {} places are more than memory has; use fewer",
-                self.rows, self.length
-            ),
+            reason: format!("{} rows of {} positions exceed the memory; use fewer", self.rows, self.length),
         })
     }
 
@@ -60,12 +57,12 @@ impl Layout {
         self.rows * self.length
     }
 
-    /// Numbers of 8 bytes from one part to the next.
+    /// 8-byte elements from one part to the next.
     fn part(&self) -> usize {
         self.places().next_multiple_of(LINE)
     }
 
-    /// Numbers of 8 bytes in all.
+    /// 8-byte elements of the block.
     fn numbers(&self) -> usize {
         if !self.packed {
             return 2 * self.part();
@@ -75,13 +72,12 @@ impl Layout {
 }
 
 impl HostBatch {
-    /// Empty, for batches that go to `device`: its memory is page-locked where that is a CUDA device.
+    /// Creates an empty batch for `device`, in page-locked memory if it is a CUDA device.
     pub fn new(device: Device) -> Self {
         Self::in_memory(device, true)
     }
 
-    /// As [`HostBatch::new`]; in ordinary memory where it is not to be `pinned`, from which a device can only be copied to
-    /// while the caller waits.
+    /// As [`HostBatch::new`]; without `pinned` in pageable memory, from which copies to a device are synchronous.
     pub(crate) fn in_memory(device: Device, pinned: bool) -> Self {
         Self {
             scratch: Vec::new(),
@@ -97,16 +93,15 @@ impl HostBatch {
         }
     }
 
-    /// Another block of memory for the next batch, and the present one.
+    /// Returns the current block of memory and allocates another for the next batch.
     pub(crate) fn exchange(&mut self, block: Option<PinnedBuffer>) -> Option<PinnedBuffer> {
         std::mem::replace(&mut self.block, block)
     }
 
-    /// Lays out rows that hold one document each, from their starts: the documents of `documents`, cut to `length` and
-    /// padded to it with `pad`.
+    /// Lays out one document per row, truncated to `length` and padded to it with `pad`.
     ///
     /// # Errors
-    /// No memory, or more places than can be numbered.
+    /// There is not enough memory, or the batch is too large.
     pub fn write_rows<'a>(
         &mut self,
         documents: impl ExactSizeIterator<Item = &'a [u32]>,
@@ -137,11 +132,11 @@ impl HostBatch {
         Ok(())
     }
 
-    /// Lays out `rows` rows of `length` places, each with several documents one behind the other; `documents` gives the
-    /// row of each, in order of rows. What is left of a row is padded with `pad`.
+    /// Lays out `rows` rows of `length` positions with several documents each; `documents` yields the row of each document,
+    /// in order of rows. The rest of a row is padded with `pad`.
     ///
     /// # Errors
-    /// A document that does not fit its row, more places than an `i32` counts, no memory.
+    /// A document does not fit its row, the batch has more positions than an `i32`, or there is not enough memory.
     pub fn write_packed<'a>(
         &mut self,
         documents: impl Iterator<Item = (usize, &'a [u32])> + Clone,
@@ -155,7 +150,7 @@ impl HostBatch {
             return Err(Error::Config {
                 what: "packed batch",
                 reason: format!(
-                    "{rows} rows of {length} places are more than cu_seqlens (int32) can count; use fewer"
+                    "{rows} rows of {length} positions exceed the range of cu_seqlens (int32); use fewer"
                 ),
             });
         };
@@ -163,7 +158,7 @@ impl HostBatch {
         self.starts.clear();
         let (mut at, mut longest) = (0, 0);
         for (row, document) in documents.clone() {
-            // Of a row beyond the last the start may be no number.
+            // For a row that does not exist, the start may overflow.
             let begin = if row < rows { at.max(row * length) } else { places };
             if row >= rows || document.len() > ((row + 1) * length).saturating_sub(begin) {
                 return Err(Error::Config {
@@ -212,7 +207,7 @@ impl HostBatch {
             }
         }
         for (number, pair) in cu_seqlens.iter_mut().zip(starts.chunks(2)) {
-            // Two numbers of four bytes as one of eight, in the machine's own order.
+            // Two 4-byte numbers as one 8-byte element, in native byte order.
             let mut bytes = [0; 8];
             bytes[..4].copy_from_slice(&pair[0].to_ne_bytes());
             bytes[4..].copy_from_slice(&pair.get(1).unwrap_or(&0).to_ne_bytes());
@@ -224,12 +219,12 @@ impl HostBatch {
         Ok(())
     }
 
-    /// What was written.
+    /// Returns the layout of the batch.
     pub fn counts(&self) -> Counts {
         self.counts
     }
 
-    /// The block as numbers, large enough for `layout`. A block that tensors still view is left to them.
+    /// Returns the block, large enough for `layout`. A block that tensors still view is replaced by a new one.
     fn numbers(&mut self, layout: Layout) -> Result<&mut [i64]> {
         self.layout = layout;
         let bytes = layout.numbers() * 8;
@@ -238,7 +233,7 @@ impl HostBatch {
             .as_mut()
             .is_some_and(|block| block.len() >= bytes && block.as_mut_slice::<i64>().is_ok());
         if !usable {
-            // Room for batches that are somewhat longer, so that a few blocks serve all of them.
+            // Room for somewhat longer batches, so that a few blocks serve all of them.
             let room = (bytes + bytes / 4).next_multiple_of(4096);
             let memory_for = if self.pinned { self.device } else { Device::Cpu };
             self.block = Some(PinnedBuffer::new(room, memory_for)?);
@@ -247,24 +242,24 @@ impl HostBatch {
         Ok(&mut block.as_mut_slice::<i64>()?[..layout.numbers()])
     }
 
-    /// The batch on the host, viewing this memory.
+    /// Returns the batch on the host, as views of this memory.
     ///
     /// # Errors
-    /// libtorch's; nothing written yet.
+    /// Nothing was written; errors of libtorch.
     pub fn finish(&mut self) -> Result<Batch> {
         let bytes = self.layout.numbers() * 8;
         let block = self.written()?.view(0, &[bytes as i64], Kind::Uint8)?;
         self.over(&block)
     }
 
-    /// The batch on the stream's device, copied there in `stream`. The memory may be written again at once: whoever does waits for
-    /// the copy.
+    /// Returns the batch on the stream's device, copied asynchronously on `stream`. Before writing to the memory again,
+    /// wait for the copy.
     pub(crate) fn finish_in(&mut self, stream: &Stream) -> Result<Batch> {
         let bytes = self.layout.numbers() * 8;
         let device = self.device;
         let block = self.written()?;
         let target = {
-            // The device's memory is of the stream that writes it. Memory of the CPU is of no stream.
+            // CUDA memory belongs to the stream that writes it; CPU memory belongs to none.
             let _current = device.is_cuda().then(|| stream.enter()).transpose()?;
             Tensor::f_empty([bytes as i64], (Kind::Uint8, device))?
         };
@@ -275,11 +270,11 @@ impl HostBatch {
     fn written(&mut self) -> Result<&mut PinnedBuffer> {
         self.block.as_mut().ok_or_else(|| Error::Config {
             what: "host batch",
-            reason: "nothing was written to it; fill it first".into(),
+            reason: "it is empty; write a batch to it first".into(),
         })
     }
 
-    /// The batch over `block`, which holds its parts.
+    /// Creates the batch from views of `block`.
     fn over(&self, block: &Tensor) -> Result<Batch> {
         let layout = self.layout;
         let shape = [layout.rows as i64, layout.length as i64];
@@ -317,7 +312,7 @@ fn write_document(document: &[u32], tokens: &mut [i64], labels: &mut [i64]) {
     }
 }
 
-/// Documents of padding from `at` to `to`, which end with their rows.
+/// Appends the starts of padding documents from `at` to `to`, one per row.
 fn pad_starts(starts: &mut Vec<i32>, at: usize, to: usize, length: usize, longest: &mut usize) {
     let mut at = at;
     while at < to {

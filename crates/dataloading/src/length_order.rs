@@ -1,22 +1,22 @@
-//! Samples in order of their length, by counting.
+//! Samples sorted by length, by counting sort.
 //!
-//! With lengths up to `m`, counting how many samples have each length and then placing each sample behind the shorter ones
-//! takes `O(n + m)` time and `4·(n + m)` bytes. Samples of one length stay in the order of the data set.
+//! With lengths up to `m` it takes `O(n + m)` time and `4·(n + m)` bytes. The sort is stable: samples of equal length stay
+//! in the order of the data set.
 
 use crate::error::{Error, Result};
 use crate::samples::Samples;
 
-/// Sample numbers sorted by length.
+/// Sample indices sorted by length.
 #[derive(Debug, Clone)]
 pub(crate) struct LengthOrder {
-    /// The samples, the shortest first.
+    /// The samples, shortest first.
     pub(crate) order: Vec<u32>,
-    /// Where each length begins in `order`: samples of length `l` are `starts[l]..starts[l + 1]`.
+    /// The start of each length in `order`: samples of length `l` are `starts[l]..starts[l + 1]`.
     pub(crate) starts: Vec<u32>,
 }
 
 impl LengthOrder {
-    /// Of samples whose lengths are at most `longest`.
+    /// Sorts samples whose lengths are at most `longest`.
     pub(crate) fn new(lengths: &[u32], longest: u32) -> Self {
         let mut starts = vec![0_u32; longest as usize + 2];
         for &length in lengths {
@@ -35,54 +35,51 @@ impl LengthOrder {
         Self { order, starts }
     }
 
-    /// How many samples have this length.
+    /// Returns the number of samples of this length.
     pub(crate) fn count(&self, length: u32) -> u32 {
         self.starts[length as usize + 1] - self.starts[length as usize]
     }
 }
 
-/// The lengths of all samples.
+/// Returns the lengths of all samples.
 ///
 /// # Errors
-/// Too many samples, or too long ones, to be numbered in 32 bits; none at all; one without tokens that cannot be read.
+/// There are no samples; there are too many, or too long ones, for 32-bit indices; a sample without tokens cannot be read.
 pub(crate) fn lengths_of<S: Samples + ?Sized>(what: &'static str, samples: &S) -> Result<Vec<u32>> {
     let limit = u32::MAX as usize - 1;
     if samples.is_empty() {
         return Err(Error::Empty {
             from: what.into(),
-            reason: "the data set has no samples; give it at least one".into(),
+            reason: "the data set has no samples; expected at least one".into(),
         });
     }
     if samples.len() > limit {
         return Err(Error::Config {
             what,
-            reason: format!(
-                "{} samples; at most {limit} can be numbered, so divide the data set",
-                samples.len()
-            ),
+            reason: format!("{} samples; at most {limit} are supported; split the data set", samples.len()),
         });
     }
     let mut none = Vec::new();
     let length = |index: usize| {
         let length = samples.length(index);
         if length == 0 {
-            // Damage may look like a sample without tokens, and nobody would read it again.
+            // A damaged sample may report length 0, and would never be read again.
             none.clear();
             samples.read(index, &mut none)?;
         }
         u32::try_from(length).ok().filter(|&length| length < u32::MAX).ok_or_else(|| Error::Record {
             from: what.into(),
             place: format!("sample {index}"),
-            reason: format!("{length} tokens; at most {limit} can be numbered, so divide the sample"),
+            reason: format!("{length} tokens; at most {limit} are supported; split the sample"),
         })
     };
     (0..samples.len()).map(length).collect()
 }
 
-/// Which samples of a data set can be used: those that have a token.
+/// The usable samples of a data set: those with at least one token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Usable {
-    /// Their numbers; `None` when all are usable.
+    /// Their indices; `None` if all are usable.
     kept: Option<Vec<u32>>,
     used: usize,
     total: usize,
@@ -92,7 +89,7 @@ pub struct Usable {
 
 impl Usable {
     /// # Errors
-    /// No sample with a token; a `max_length` of 0.
+    /// No sample has a token; `max_length` is 0.
     pub(crate) fn new(what: &'static str, lengths: &[u32], max_length: usize) -> Result<Self> {
         if max_length == 0 {
             return Err(Error::Config { what, reason: "max_length is 0; expected at least 1 token".into() });
@@ -102,7 +99,7 @@ impl Usable {
             return Err(Error::Empty {
                 from: what.into(),
                 reason: format!(
-                    "all {} samples are without tokens; check how the text was read",
+                    "none of {} samples has a token; check the format of the text",
                     lengths.len()
                 ),
             });
@@ -114,42 +111,42 @@ impl Usable {
         Ok(Self { kept, used, total: lengths.len(), cut, cut_tokens })
     }
 
-    /// How many samples are used.
+    /// Returns the number of usable samples.
     pub fn len(&self) -> usize {
         self.used
     }
 
-    /// Whether none is; never true of a data set that was made.
+    /// Returns whether there are none; always false for a data set that was created.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// How many samples the data set has.
+    /// Returns the number of samples of the data set.
     pub(crate) fn total(&self) -> usize {
         self.total
     }
 
-    /// How many samples are left out because they have no token.
+    /// Returns the number of samples skipped because they have no token.
     pub fn skipped(&self) -> usize {
         self.total - self.len()
     }
 
-    /// How many samples are longer than the largest length, and lose their end.
+    /// Returns the number of samples longer than `max_length`, which are truncated.
     pub fn cut(&self) -> usize {
         self.cut
     }
 
-    /// How many tokens they lose in all.
+    /// Returns the number of tokens truncated.
     pub fn cut_tokens(&self) -> u64 {
         self.cut_tokens
     }
 
-    /// The counts alone, for who numbers the samples otherwise.
+    /// Drops the indices and keeps the counts.
     pub(crate) fn without_numbers(self) -> Self {
         Self { kept: None, ..self }
     }
 
-    /// The number in the data set of usable sample `place`.
+    /// Returns the index in the data set of usable sample `position`.
     pub(crate) fn sample(&self, place: usize) -> u32 {
         self.kept.as_ref().map_or(place as u32, |kept| kept[place])
     }
@@ -179,7 +176,7 @@ mod tests {
         let check = |result: Result<Usable>, words: &str| assert_eq!(result.unwrap_err().to_string(), words);
         check(
             Usable::new("StandardDataset", &[0, 0], 6),
-            "StandardDataset: all 2 samples are without tokens; check how the text was read",
+            "StandardDataset: none of 2 samples has a token; check the format of the text",
         );
         check(
             Usable::new("StandardDataset", &[1], 0),
@@ -188,7 +185,7 @@ mod tests {
         let none: Vec<Vec<u32>> = Vec::new();
         assert_eq!(
             lengths_of("StandardDataset", &none).unwrap_err().to_string(),
-            "StandardDataset: the data set has no samples; give it at least one"
+            "StandardDataset: the data set has no samples; expected at least one"
         );
     }
 }

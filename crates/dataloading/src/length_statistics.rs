@@ -1,12 +1,12 @@
-//! How long the samples are, and what padding them would waste.
+//! Statistics of sample lengths, and the padding that each batching strategy would waste.
 //!
-//! From lengths `l₁ … lₙ` alone. A batch of `b` samples that is padded to its longest has `b · max` places. Over all random
-//! batches without replacement, `P(max ≤ l) = C(c(l), b) / C(n, b)` with `c(l)` the number of samples no longer than `l`,
-//! so the expected number of places is exact, and nothing is drawn:
+//! Computed from lengths `l₁ … lₙ` only. A batch of `b` samples padded to its longest has `b · max` positions. Over all
+//! random batches without replacement, `P(max ≤ l) = C(c(l), b) / C(n, b)` with `c(l)` the number of samples no longer than
+//! `l`, so the expected number of positions is exact, without sampling:
 //!
-//! `places = Σ over batches of b · Σₗ l · (P(max ≤ l) − P(max ≤ l − 1))`
+//! `positions = Σ over batches of b · Σₗ l · (P(max ≤ l) − P(max ≤ l − 1))`
 //!
-//! where the last batch of an epoch may be smaller. Waste is the share of places that hold no token.
+//! where the last batch of an epoch may be smaller. Waste is the share of positions without a token.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use serde::Serialize;
 use crate::error::{Error, Result};
 use crate::samples::Samples;
 
-/// Lengths of a data set's samples, by how often each occurs.
+/// A histogram of the sample lengths of a data set.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LengthStatistics {
     counts: BTreeMap<usize, u64>,
@@ -23,40 +23,40 @@ pub struct LengthStatistics {
     tokens: u128,
 }
 
-/// Lengths from `from` up to, not including, `to`.
+/// A bin of lengths in `from..to`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Bin {
     /// The smallest length of the bin.
     pub from: usize,
-    /// The first length beyond it.
+    /// The first length beyond the bin.
     pub to: usize,
-    /// Samples.
+    /// The number of samples.
     pub samples: u64,
 }
 
-/// What a way of making batches costs in one epoch.
+/// The padding and truncation of a batching strategy in one epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Waste {
-    /// Places in all batches; an expectation where batches are random.
+    /// Positions in all batches; an expectation for random batches.
     pub places: f64,
     /// Tokens in them.
     pub tokens: f64,
-    /// Tokens left out because they did not fit.
+    /// Tokens dropped because they did not fit.
     pub dropped: f64,
 }
 
 impl Waste {
-    /// The share of places that hold no token, 0 to 1.
+    /// Returns the share of positions without a token, 0 to 1.
     pub fn share(&self) -> f64 {
         if self.places == 0.0 { 0.0 } else { 1.0 - self.tokens / self.places }
     }
 }
 
 impl LengthStatistics {
-    /// Counts lengths.
+    /// Counts these lengths.
     ///
     /// # Errors
-    /// There are none.
+    /// There are no lengths.
     pub fn new(lengths: impl IntoIterator<Item = usize>) -> Result<Self> {
         let (mut counts, mut samples, mut tokens) = (BTreeMap::new(), 0, 0);
         for length in lengths {
@@ -67,7 +67,7 @@ impl LengthStatistics {
         if samples == 0 {
             return Err(Error::Empty {
                 from: "length statistics".into(),
-                reason: "there are no samples; give at least one".into(),
+                reason: "there are no samples; expected at least one".into(),
             });
         }
         Ok(Self { counts, samples, tokens })
@@ -76,32 +76,32 @@ impl LengthStatistics {
     /// Counts the lengths of a data set.
     ///
     /// # Errors
-    /// It is empty.
+    /// The data set is empty.
     pub fn of(samples: &(impl Samples + ?Sized)) -> Result<Self> {
         Self::new((0..samples.len()).map(|index| samples.length(index)))
     }
 
-    /// Samples.
+    /// Returns the number of samples.
     pub fn samples(&self) -> u64 {
         self.samples
     }
 
-    /// Tokens in all.
+    /// Returns the number of tokens.
     pub fn tokens(&self) -> u128 {
         self.tokens
     }
 
-    /// The mean length.
+    /// Returns the mean length.
     pub fn mean(&self) -> f64 {
         self.tokens as f64 / self.samples as f64
     }
 
-    /// The greatest length.
+    /// Returns the maximum length.
     pub fn max(&self) -> usize {
         self.counts.keys().next_back().copied().unwrap_or(0)
     }
 
-    /// The smallest length that at least a share `q` of the samples does not exceed; `q` is taken as 0 to 1.
+    /// Returns the smallest length that at least a share `q` of the samples does not exceed; `q` is clamped to 0..1.
     pub fn quantile(&self, q: f64) -> usize {
         let rank = (q.clamp(0.0, 1.0) * self.samples as f64).ceil().max(1.0) as u64;
         let mut seen = 0;
@@ -112,7 +112,7 @@ impl LengthStatistics {
         reached.map_or(self.max(), |(length, _)| *length)
     }
 
-    /// Samples by bins of `width` tokens from 0 to the greatest length; a width of 0 is taken as 1.
+    /// Returns the number of samples in bins of `width` tokens, from 0 to the maximum length; a width of 0 counts as 1.
     pub fn histogram(&self, width: usize) -> Vec<Bin> {
         let width = width.max(1);
         let bins = 0..=self.max() / width;
@@ -123,7 +123,8 @@ impl LengthStatistics {
         .collect()
     }
 
-    /// Every sample that has a token cut or padded to `length`: the assignment's `BaseDataset`.
+    /// Returns the waste of truncating or padding every sample that has a token to `length`: the assignment's
+    /// `BaseDataset`.
     pub fn padded_to(&self, length: usize) -> Waste {
         let tokens = self.cut(length);
         Waste {
@@ -133,8 +134,8 @@ impl LengthStatistics {
         }
     }
 
-    /// Random batches of `size` samples that have a token, each padded to its longest, samples cut to `longest`: the assignment's `StandardDataset`.
-    /// A size of 0 is taken as 1.
+    /// Returns the expected waste of random batches of `size` samples that have a token, each padded to its longest, with
+    /// samples truncated to `longest`: the assignment's `StandardDataset`. A size of 0 counts as 1.
     pub fn padded_to_batch(&self, size: usize, longest: usize) -> Waste {
         let used = self.samples - self.empty();
         let size = (size as u64).min(used).max(1);
@@ -148,23 +149,24 @@ impl LengthStatistics {
         }
     }
 
-    /// Samples without a token, which no data set puts into a batch.
+    /// Returns the number of samples without a token, which no data set uses.
     fn empty(&self) -> u64 {
         self.counts.get(&0).copied().unwrap_or(0)
     }
 
-    /// Tokens when samples are cut to `longest`.
+    /// Returns the number of tokens when samples are truncated to `longest`.
     fn cut(&self, longest: usize) -> u128 {
         self.counts.iter().map(|(length, count)| (*length).min(longest) as u128 * u128::from(*count)).sum()
     }
 
-    /// Expected length of the longest of `size` samples that have a token, drawn without replacement, each cut to `longest`.
+    /// Returns the expected length of the longest of `size` samples that have a token, drawn without replacement and
+    /// truncated to `longest`.
     fn expected_longest(&self, size: u64, longest: usize) -> f64 {
         let (mut expected, mut below, mut before) = (0.0, 0, 0.0);
         let used = self.samples - self.empty();
         for (length, count) in self.counts.range(1..) {
             below += count;
-            // C(below, size) / C(samples, size), a product of factors of at most one.
+            // C(below, size) / C(samples, size), as a product of factors of at most one.
             let within: f64 = if below < size {
                 0.0
             } else {
@@ -181,7 +183,7 @@ impl LengthStatistics {
 mod tests {
     use super::*;
 
-    /// Places of the batches of every order of the lengths, on average.
+    /// Returns the positions of the batches, summed over every order of the lengths, and the number of orders.
     fn over_all_orders(lengths: &mut [usize], fixed: usize, size: usize, longest: usize) -> (f64, f64) {
         if fixed == lengths.len() {
             let places = lengths.chunks(size).map(|batch| {
@@ -204,7 +206,7 @@ mod tests {
     #[test]
     fn the_expected_places_are_the_mean_over_all_orders() {
         let lengths = [3, 9, 9, 1, 6, 14];
-        // No data set puts a sample without tokens into a batch.
+        // No data set uses a sample without tokens.
         let statistics = LengthStatistics::new(lengths.into_iter().chain([0, 0])).unwrap();
         assert_eq!(statistics.padded_to(8).places, 48.0);
         for size in 1..=9 {

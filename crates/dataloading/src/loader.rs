@@ -1,17 +1,17 @@
-//! Batches made ahead of time by worker threads, in order, from where one left off.
+//! A loader: batches made ahead of time by worker threads, in order, resumable.
 //!
-//! A batch is a pure function of (seed, epoch, index), see [`BatchSource`]. So the sequence of batches is the same for any
-//! number of workers and any depth of prefetch, and the loader's whole state is where it stands in that sequence: the
-//! integers of [`LoaderState`]. To resume replays nothing and takes as long as to begin.
+//! A batch is a pure function of (seed, epoch, index), see [`BatchSource`]. So the sequence of batches does not depend on
+//! the number of workers or the prefetch depth, and the state of the loader is its position in that sequence: the integers
+//! of [`LoaderState`]. Resuming replays nothing and takes as long as starting.
 //!
-//! The global sequence is the batches of epoch 0, those of epoch 1, and so on. With `R` ranks, one *round* hands each
-//! rank one batch: rank `r` takes the batch at `position + r`, and the position moves by `R`. A round may reach over the end
-//! of an epoch, so that no rank is ever without a batch while another has one; only the last round of the last epoch is left
-//! out where it is incomplete. An epoch without a batch is passed over. Because the position counts global batches, a run can resume with another number of ranks.
+//! The global sequence is the batches of epoch 0, then those of epoch 1, and so on. With `R` ranks, each *round* gives
+//! every rank one batch: rank `r` takes the batch at `position + r`, and the position advances by `R`. A round may span two
+//! epochs, so that every rank always has a batch; only an incomplete last round of the last epoch is dropped. Epochs
+//! without batches are skipped. Because the position counts global batches, a run can resume with another number of ranks.
 //!
-//! On CUDA a worker writes into page-locked memory (unless [`LoaderOptions::pinned`] is off) and starts the copy to the device itself, on a stream of its own, so
-//! that batches arrive while the model computes. On the CPU the batch's tensors are the memory that the worker wrote, and
-//! the memory is used again when they are gone.
+//! On CUDA a worker writes to page-locked memory (unless [`LoaderOptions::pinned`] is off) and copies asynchronously to the
+//! device on its own stream, while the model computes. On the CPU the tensors of a batch are views of the memory that the
+//! worker wrote, which is reused after they are dropped.
 
 mod cursor;
 mod queue;
@@ -35,34 +35,34 @@ use worker::{Builder, Made};
 
 const WHAT: &str = "loader";
 
-/// More threads than any machine has use for: a number beyond is a mistake.
+/// Upper bound of the number of workers: more threads than any machine has use for.
 const MOST_WORKERS: u64 = 1024;
 
-/// A round goes through the epochs that it reaches over one by one.
+/// Upper bound of the number of ranks: a round visits its epochs one by one.
 const MOST_RANKS: u64 = 1 << 24;
 
-/// How batches are made and handed out.
+/// Options of a loader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoaderOptions {
-    /// Threads that make batches, at most 1024; 0: the caller makes each when it asks for it.
+    /// Number of worker threads, at most 1024; with 0 the caller's thread makes each batch on request.
     pub workers: usize,
-    /// Batches that are ready or being made beyond the one in hand, at least 1 with workers. More than there are: all.
+    /// Prefetch depth: batches that are ready or in progress ahead of the consumer; at least 1 with workers.
     pub prefetch: usize,
-    /// Where the batches go.
+    /// The device of the batches.
     pub device: Device,
-    /// Whether batches for a CUDA device are written into page-locked memory, which the device copies from while the
-    /// worker goes on. From ordinary memory the worker waits for each copy. No matter on the CPU.
+    /// Whether batches for a CUDA device are written to page-locked memory, so that copies are asynchronous. From pageable
+    /// memory a worker waits for each copy. No effect on the CPU.
     pub pinned: bool,
-    /// This process among `ranks`.
+    /// The rank of this process.
     pub rank: u64,
-    /// Processes that divide the batches, at most 2²⁴. They may be more than an epoch has batches.
+    /// The number of ranks, at most 2²⁴. It may exceed the batches of an epoch.
     pub ranks: u64,
-    /// Epochs to hand out; `None`: without end.
+    /// The number of epochs; `None` for no limit.
     pub epochs: Option<u64>,
 }
 
 impl Default for LoaderOptions {
-    /// One worker, two batches ahead, on the CPU, page-locked memory for devices, one rank, one epoch.
+    /// One worker, prefetch of 2, CPU, page-locked memory for CUDA devices, one rank, one epoch.
     fn default() -> Self {
         Self {
             workers: 1,
@@ -76,37 +76,37 @@ impl Default for LoaderOptions {
     }
 }
 
-/// Where a loader stands: the next batch of the global sequence.
+/// The state of a loader: the next batch of the global sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LoaderState {
-    /// The seed of every random choice.
+    /// The seed of all random choices.
     pub seed: u64,
     /// The epoch.
     pub epoch: u64,
-    /// Batches of it that all ranks have had.
+    /// The number of batches of this epoch consumed by all ranks.
     pub position: u64,
-    /// How many batches the epoch has.
+    /// The number of batches of the epoch.
     pub batches: u64,
-    /// [`BatchSource::fingerprint`]: another one says that the data, or how it is batched, has changed.
+    /// [`BatchSource::fingerprint`], which detects changes of the data or of the batching.
     pub fingerprint: u64,
 }
 
-/// What a loader did so far.
+/// Counters of a loader.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LoaderStats {
-    /// Batches handed out.
+    /// Batches returned.
     pub batches: u64,
-    /// Seconds that the consumer waited for them; without workers, the time of making them.
+    /// Seconds that the consumer waited for batches; without workers, seconds spent making them.
     pub waited_seconds: f64,
-    /// Seconds that all workers spent making batches, those not handed out yet included.
+    /// Seconds that all workers spent making batches, including prefetched ones.
     pub worked_seconds: f64,
 }
 
 /// An iterator over batches.
 ///
-/// After an error it ends; [`Loader::state`] then stands at the batch that failed. Dropping it stops and joins the threads;
-/// each finishes at most the batch at hand.
+/// It ends after an error; [`Loader::state`] is then at the batch that failed. Dropping it stops and joins the threads;
+/// each finishes at most its current batch.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -128,11 +128,11 @@ pub struct LoaderStats {
 pub struct Loader {
     source: Arc<dyn BatchSource>,
     options: LoaderOptions,
-    /// Behind the last batch that was handed out.
+    /// The position after the last batch returned.
     cursor: Cursor,
     queue: Arc<Queue>,
     workers: Vec<JoinHandle<()>>,
-    /// Makes batches where there are no workers.
+    /// Makes the batches without workers.
     own: Option<Builder>,
     finished: bool,
     batches: u64,
@@ -151,10 +151,11 @@ impl std::fmt::Debug for Loader {
 }
 
 impl Loader {
-    /// From the first batch on.
+    /// Creates a loader at the first batch.
     ///
     /// # Errors
-    /// A rank that is none of `ranks`; too many workers or ranks; epochs without a single batch; a device that is not there; no threads to be had.
+    /// The rank is not less than the number of ranks; there are too many workers or ranks; no epoch has a batch; the device
+    /// does not exist; a thread cannot be started.
     pub fn new(source: Arc<dyn BatchSource>, options: &LoaderOptions) -> Result<Self> {
         let epochs = options.epochs;
         if epochs != Some(0) && Cursor::default().advanced(0, epochs, &*source)?.is_none() {
@@ -163,10 +164,11 @@ impl Loader {
         Self::start(source, options, Cursor::default())
     }
 
-    /// From where another loader stood, perhaps one of another number of ranks, workers, or on another device.
+    /// Creates a loader at a saved state, possibly of a loader with another number of ranks or workers, or on another
+    /// device.
     ///
     /// # Errors
-    /// As [`Loader::new`]; a state of another seed, of an epoch of another number of batches, or of other data or options.
+    /// As [`Loader::new`]; the state has another seed, another number of batches in its epoch, or other data or options.
     pub fn resume(
         source: Arc<dyn BatchSource>,
         options: &LoaderOptions,
@@ -175,7 +177,7 @@ impl Loader {
         let refuse = |reason: String| Err(Error::Config { what: WHAT, reason });
         if source.seed() != state.seed {
             return refuse(format!(
-                "the state is of seed {} and the data set of seed {}; give it the same seed to resume",
+                "the state has seed {}, but the data set has seed {}; use the same seed to resume",
                 state.seed,
                 source.seed()
             ));
@@ -183,15 +185,15 @@ impl Loader {
         let batches = source.batches(state.epoch) as u64;
         if batches != state.batches || state.position > batches {
             return refuse(format!(
-                "the state stands at batch {} of {} of epoch {}, and the data set has {batches} there; resume with the data \
-                 and the batch size that the state is of",
+                "the state is at batch {} of {} of epoch {}, but the data set has {batches}; resume with the same data and batch \
+                 size",
                 state.position, state.batches, state.epoch
             ));
         }
         if source.fingerprint() != state.fingerprint {
             return refuse(format!(
-                "the state is of other data, or of other options (its fingerprint is {:016x}, the data set's {:016x}); resume \
-                 with the data, the strategy, the batch size and all other options that the state is of",
+                "the state has other data or options (its fingerprint is {:016x}, that of the data set {:016x}); resume with the \
+                 same data, strategy, batch size and other options",
                 state.fingerprint,
                 source.fingerprint()
             ));
@@ -202,7 +204,10 @@ impl Loader {
     fn start(source: Arc<dyn BatchSource>, options: &LoaderOptions, cursor: Cursor) -> Result<Self> {
         let options = *options;
         if options.rank >= options.ranks {
-            let reason = format!("rank {} of {}; ranks count from 0", options.rank, options.ranks);
+            let reason = format!(
+                "rank {} of {}; expected a rank from 0 to below the number of ranks",
+                options.rank, options.ranks
+            );
             return Err(Error::Config { what: WHAT, reason });
         }
         let most = |what: &str, has: u64, most: u64| {
@@ -211,7 +216,7 @@ impl Loader {
         };
         most("workers", options.workers as u64, MOST_WORKERS)?;
         most("ranks", options.ranks, MOST_RANKS)?;
-        // A device that is not there is found here, not by a worker.
+        // Checked here, so that a device that does not exist is not an error of a worker.
         let stream = match options.device {
             Device::Cpu => None,
             device => Some(Stream::new(device)?),
@@ -233,7 +238,7 @@ impl Loader {
             let (queue, mut builder) = (loader.queue.clone(), builder());
             let thread = std::thread::Builder::new().name(format!("loader {number}"));
             let spawned = thread.spawn(move || worker::run(&queue, &mut builder, &options));
-            // Dropping the loader joins those that were started.
+            // Dropping the loader joins the threads already started.
             loader.workers.push(spawned.map_err(|cause| Error::Config {
                 what: WHAT,
                 reason: format!(
@@ -245,7 +250,7 @@ impl Loader {
         Ok(loader)
     }
 
-    /// Where the loader stands: behind the last batch that it handed out.
+    /// Returns the state after the last batch returned.
     pub fn state(&self) -> LoaderState {
         let Cursor { epoch, position } = self.cursor;
         let batches = self.source.batches(epoch) as u64;
@@ -253,7 +258,7 @@ impl Loader {
         LoaderState { seed, epoch, position, batches, fingerprint }
     }
 
-    /// What it did so far.
+    /// Returns the counters.
     pub fn stats(&self) -> LoaderStats {
         let worked_seconds =
             if self.options.workers == 0 { self.waited_seconds } else { self.queue.worked_seconds() };
@@ -270,7 +275,8 @@ impl Loader {
         Some(Taken { made: own.make(place), after })
     }
 
-    /// Makes the current stream wait for the batch's copy, and the batch's memory for the current stream.
+    /// Makes the current stream wait for the copy of the batch, and keeps the memory of the batch until the current stream
+    /// is done.
     fn arrive(&self, made: Made) -> Result<Batch> {
         if let Some(copied) = &made.copied {
             let current = Stream::current(self.options.device)?;
@@ -315,7 +321,7 @@ impl Drop for Loader {
     fn drop(&mut self) {
         self.queue.stop();
         for worker in self.workers.drain(..) {
-            // A worker catches the panics of what it runs.
+            // A worker catches the panics of the code it calls.
             let _ = worker.join();
         }
     }

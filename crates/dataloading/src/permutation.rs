@@ -1,25 +1,25 @@
-//! A shuffled order of `0..n` that is computed, not stored.
+//! A random permutation of `0..n` that is computed, not stored.
 //!
-//! A Feistel network over `b = ⌈log₂ n⌉` bits is a bijection whatever its round function is: the bits are split in two
-//! halves `(l, r)`, and a round replaces one half by itself xor a keyed function of the other,
+//! A Feistel network over `b = ⌈log₂ n⌉` bits is a bijection for any round function: the bits are split into two halves
+//! `(l, r)`, and a round replaces one half by itself xor a keyed function of the other,
 //!
 //! ```text
 //! l ← l ⊕ F(r, key₁)    r ← r ⊕ F(l, key₂)    l ← l ⊕ F(r, key₃)    …
 //! ```
 //!
-//! which the same round undoes. Where `n` is no power of two, a result beyond `n` is put through the network again until
-//! it falls below (*cycle walking*, Black and Rogaway 2002): still a bijection, and less than two passes on average, because
-//! `n > 2ᵇ⁻¹`. Eight rounds are used; four suffice for a pseudorandom permutation in Luby and Rackoff's sense (1988), and
-//! short halves need more. Halves of one to three bits know too few functions for that: the orders of
-//! five elements came up with frequencies 29 % apart (root mean square, measured). Up to 64 elements are therefore shuffled outright (Fisher and
-//! Yates), into a table as large as the keys. It is for shuffling, not for secrets.
+//! which the same round inverts. If `n` is not a power of two, a result of `n` or more goes through the network again until
+//! it is smaller (*cycle walking*, Black and Rogaway 2002): still a bijection, with less than two passes on average,
+//! because `n > 2ᵇ⁻¹`. Eight rounds are used; four suffice for a pseudorandom permutation in the sense of Luby and Rackoff
+//! (1988), but short halves need more. Halves of one to three bits have too few functions for that: the permutations of
+//! five elements had frequencies that differ by 29 % (root mean square, measured). Up to 64 elements are therefore shuffled
+//! (Fisher and Yates) into a table as large as the keys. It is not cryptographic.
 //!
-//! The state is the key. Any element of any epoch's order is had in a constant number of operations, so a loader can
-//! stop, resume and be divided among workers without replaying or storing anything. PyTorch's `RandomSampler` keeps a
-//! list of `n` numbers instead and must draw it again to resume.
+//! The key is the only state. Any element of the permutation of any epoch takes constant time, so a loader can stop, resume
+//! and divide its work among workers without replaying or storing anything. PyTorch's `RandomSampler` stores a list of `n`
+//! indices instead and must draw it again to resume.
 
 const ROUNDS: usize = 8;
-/// The most elements that a table holds.
+/// The maximum number of elements of a table.
 const TABLE: usize = 64;
 
 /// A bijection of `0..len`, keyed by three numbers.
@@ -45,11 +45,11 @@ enum Kind {
 }
 
 impl Permutation {
-    /// The order of `len` elements in epoch `epoch` under `seed`; `stream` tells apart orders that one epoch needs several
-    /// of. Any change of any of the three gives an unrelated order.
+    /// Creates the permutation of `len` elements for epoch `epoch` under `seed`; `stream` distinguishes several
+    /// permutations of one epoch. Changing any of the three gives an unrelated permutation.
     ///
     /// # Panics
-    /// Beyond 2⁶² elements, which no memory holds.
+    /// `len` exceeds 2⁶².
     pub fn new(len: u64, seed: u64, epoch: u64, stream: u64) -> Self {
         assert!(len <= 1 << 62, "a permutation of {len} elements; at most 2^62");
         let mut state = mix(mix(mix(seed ^ 0x6a09_e667_f3bc_c908).wrapping_add(epoch)).wrapping_add(stream));
@@ -73,25 +73,25 @@ impl Permutation {
         Self { len, kind }
     }
 
-    /// How many elements there are.
+    /// Returns the number of elements.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The element at `place` of the order.
+    /// Returns the element at `position` of the permutation.
     ///
     /// # Panics
-    /// A place beyond the end.
+    /// `position` is not less than `len`.
     pub fn at(&self, place: u64) -> u64 {
         self.at_counted(place).0
     }
 
-    /// The element, and how many passes through the network it took.
+    /// Returns the element, and the number of passes through the network.
     pub(crate) fn at_counted(&self, place: u64) -> (u64, u32) {
         assert!(place < self.len, "place {place} of a permutation of {} elements", self.len);
         let (low_bits, high_bits, keys) = match &self.kind {
@@ -115,7 +115,7 @@ impl Permutation {
     }
 }
 
-/// The round function. The upper half of a product depends on all bits of its factor, so it is moved down.
+/// The round function. The upper half of a product depends on all bits of its factor, so it is shifted down.
 fn scramble(value: u64) -> u64 {
     let product = value.wrapping_mul(0xd6e8_feb8_6659_fd93);
     let product = (product ^ (product >> 32)).wrapping_mul(0xd6e8_feb8_6659_fd93);
@@ -177,7 +177,7 @@ mod tests {
         }
     }
 
-    /// Pearson's statistic against equal counts, in standard deviations of its distribution.
+    /// Pearson's chi-squared statistic against equal counts, in standard deviations of its distribution.
     fn deviation(counts: &[u32]) -> f64 {
         let total: f64 = counts.iter().map(|&count| f64::from(count)).sum();
         let expected = total / counts.len() as f64;

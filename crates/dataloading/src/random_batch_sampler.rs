@@ -1,4 +1,4 @@
-//! Batches of samples drawn without regard to their length.
+//! Random batches, regardless of length.
 
 use crate::error::{Error, Result};
 use crate::fingerprint::{Fingerprint, SEQUENCE};
@@ -6,78 +6,77 @@ use crate::length_order::{Usable, lengths_of};
 use crate::permutation::Permutation;
 use crate::samples::Samples;
 
-/// Streams of [`Permutation`] that one epoch uses.
+/// Streams of [`Permutation`] within one epoch.
 pub(crate) mod stream {
-    /// Samples within a window of lengths: this plus the window's number. Standard batching has one window.
+    /// Samples within a window of lengths: this plus the index of the window. Standard batching has one window.
     pub(crate) const SAMPLES: u64 = 0;
     /// The order of batches, or of packed rows.
     pub(crate) const BATCHES: u64 = 1 << 40;
-    /// Where the windows begin.
+    /// The offset of the windows.
     pub(crate) const OFFSET: u64 = 2 << 40;
-    /// Which document of a length fills a slot: this plus the length.
+    /// Documents of one length over the slots of a plan: this plus the length.
     pub(crate) const DOCUMENTS: u64 = 3 << 40;
 }
 
-/// Which samples make a batch: a pure function of (seed, epoch, index).
+/// The choice of the samples of a batch: a pure function of (seed, epoch, index).
 pub trait BatchSampler: Send + Sync {
-    /// The seed of every random choice.
+    /// Returns the seed of all random choices.
     fn seed(&self) -> u64;
 
-    /// How many samples the data set has that it chooses from, those that it passes over included.
+    /// Returns the number of samples of the data set, skipped ones included.
     fn samples(&self) -> usize;
 
-    /// How many batches there are in epoch `epoch`.
+    /// Returns the number of batches of epoch `epoch`.
     fn batches(&self, epoch: u64) -> usize;
 
-    /// How many of the samples that have a token are in no batch of epoch `epoch`, because it would not be full.
+    /// Returns the number of samples with tokens that epoch `epoch` drops because their batch would be incomplete.
     fn dropped_samples(&self, epoch: u64) -> usize;
 
-    /// A name for how it chooses, seed and data apart: what differs in it chooses differently. The same in every process.
+    /// Returns a fingerprint of the strategy and its options, without seed and data. The same in every process.
     fn fingerprint(&self) -> u64;
 
-    /// Replaces `chosen` by the numbers of the samples of batch `index`.
+    /// Replaces `chosen` by the sample indices of batch `index`.
     ///
     /// # Errors
-    /// An index beyond the epoch's batches.
+    /// The index exceeds the batches of the epoch.
     fn choose(&self, epoch: u64, index: usize, chosen: &mut Vec<u32>) -> Result<()>;
 }
 
 /// The order of samples in an epoch.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Order {
-    /// Another one in every epoch.
+    /// Random, different in every epoch.
     #[default]
     Shuffled,
-    /// The data set's own, for evaluation.
+    /// The order of the data set, for evaluation.
     Sequential,
 }
 
-/// What becomes of a last batch that is not full.
+/// How an incomplete last batch is handled.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Incomplete {
-    /// It is handed out, shorter.
+    /// Return it, with fewer samples.
     #[default]
     Keep,
-    /// It is left out of this epoch, and what is lost can be asked for ([`BatchSampler::dropped_samples`]). Another epoch's
-    /// order leaves out other samples; balanced batches alone may never have a sample that is too far from all others in
-    /// length.
+    /// Drop it for this epoch; [`BatchSampler::dropped_samples`] counts its samples. With random batches other epochs drop
+    /// other samples; balanced batches may always drop a sample whose length is far from all others.
     Drop,
 }
 
-/// What the data sets that read one sample per row have in common.
+/// Options of data sets with one sample per row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchOptions {
-    /// Samples per batch. Larger than the data set: one short batch, or an error where short batches are dropped.
+    /// Samples per batch. If larger than the data set: one short batch, or an error if incomplete batches are dropped.
     pub batch_size: usize,
-    /// Tokens that are kept of a sample; the rest is cut off and counted.
+    /// The maximum tokens of a sample; the rest is truncated and counted.
     pub max_length: usize,
-    /// The token that pads. It is never a label, so any will do for a tokenizer without one.
+    /// The padding token. It is never a label, so any id works for a tokenizer without one.
     pub pad: u32,
-    /// Seed of the order.
+    /// The seed of the order.
     pub seed: u64,
     /// The order of samples.
     pub order: Order,
-    /// The last batch of an epoch.
+    /// How an incomplete last batch is handled.
     pub incomplete: Incomplete,
 }
 
@@ -94,7 +93,7 @@ impl Default for BatchOptions {
     }
 }
 
-/// Standard batching: all samples of an epoch in random order, cut into batches. Samples without tokens are passed over.
+/// Standard batching: all samples of an epoch in random order, divided into batches. Samples without tokens are skipped.
 #[derive(Debug, Clone)]
 pub struct RandomBatchSampler {
     usable: Usable,
@@ -102,10 +101,10 @@ pub struct RandomBatchSampler {
 }
 
 impl RandomBatchSampler {
-    /// Over all samples that have a token.
+    /// Creates the sampler over all samples that have a token.
     ///
     /// # Errors
-    /// A data set without tokens; a batch size of 0, or larger than the data set where short batches are dropped.
+    /// No sample has a token; the batch size is 0, or larger than the data set if incomplete batches are dropped.
     pub fn new<S: Samples + ?Sized>(samples: &S, options: &BatchOptions) -> Result<Self> {
         Self::named("RandomBatchSampler", samples, options)
     }
@@ -120,7 +119,7 @@ impl RandomBatchSampler {
         Ok(Self { usable, options: *options })
     }
 
-    /// What can be used of the data set.
+    /// Returns the counts of usable samples.
     pub fn usable(&self) -> &Usable {
         &self.usable
     }
@@ -137,7 +136,7 @@ pub(crate) fn check_batch_size(
     } else if incomplete == Incomplete::Drop && batch_size > samples {
         format!(
             "the batch size {batch_size} is larger than the {samples} samples, and incomplete batches are dropped, so there \
-             is no batch; keep them, or take smaller batches"
+             is no batch; keep them, or use smaller batches"
         )
     } else {
         return Ok(());
@@ -152,7 +151,7 @@ pub(crate) fn check_index(what: &'static str, epoch: u64, index: usize, batches:
     Err(Error::Config { what, reason: format!("batch {index} of epoch {epoch}, which has {batches}") })
 }
 
-/// How many batches `samples` give.
+/// Returns the number of batches of `samples` samples.
 pub(crate) fn batches_of(samples: usize, batch_size: usize, incomplete: Incomplete) -> usize {
     match incomplete {
         Incomplete::Keep => samples.div_ceil(batch_size),
@@ -247,7 +246,7 @@ mod tests {
         assert_eq!(
             RandomBatchSampler::new(&samples, &options).unwrap_err().to_string(),
             "RandomBatchSampler: the batch size 5 is larger than the 3 samples, and incomplete batches are dropped, so \
-             there is no batch; keep them, or take smaller batches"
+             there is no batch; keep them, or use smaller batches"
         );
         let options = BatchOptions { batch_size: 0, ..BatchOptions::default() };
         assert!(RandomBatchSampler::new(&samples, &options).is_err());

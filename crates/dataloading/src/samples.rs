@@ -1,35 +1,34 @@
-//! What a sampler and a packer need to know of a data set.
+//! The interface of data sets to samplers and packers.
 
 use std::ops::Range;
 
 use crate::error::Result;
 use crate::fingerprint::Fingerprint;
 
-/// A numbered collection of token sequences, readable from any thread in any order.
+/// An indexed collection of token sequences, readable from any thread in any order.
 ///
-/// Lengths are asked for every sample when a sampler is made, so they must not need the sample itself.
+/// Samplers ask for all lengths when they are created, so lengths must be available without reading the samples.
 pub trait Samples: Send + Sync {
-    /// How many there are.
+    /// Returns the number of samples.
     fn len(&self) -> usize;
 
-    /// Whether there are none.
+    /// Returns whether there are no samples.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Tokens of sample `index`. A sample of length 0 is passed over, after it was read once: where the length cannot be
-    /// told, return 0 and let [`Samples::read`] say why.
+    /// Returns the number of tokens of sample `index`. Samples of length 0 are skipped after being read once: if the length
+    /// is unknown, return 0 and return the error from [`Samples::read`].
     fn length(&self, index: usize) -> usize;
 
     /// Appends the tokens of sample `index` to `out`.
     ///
     /// # Errors
-    /// A record that cannot be read, named by its place.
+    /// The record cannot be read; the error names its position.
     fn read(&self, index: usize, out: &mut Vec<u32>) -> Result<()>;
 
-    /// Appends the tokens `part` of sample `index` to `out`. A source that finds them without reading the whole sample
-    /// says so here: pieces of a document that is much longer than a row are read one by one. What is beyond the sample's end
-    /// is left out.
+    /// Appends the tokens `part` of sample `index` to `out`; tokens beyond its end are ignored. Override it if a part can
+    /// be found without reading the whole sample: pieces of a document much longer than a row are read one by one.
     ///
     /// # Errors
     /// As [`Samples::read`].
@@ -41,9 +40,9 @@ pub trait Samples: Send + Sync {
         Ok(())
     }
 
-    /// A name for the content, by which a resumed training knows its data again. Asked for once, when a data set is made,
-    /// and the same in every process. This one is of the lengths, in order: a source that can name its tokens as well
-    /// without reading all of them does so.
+    /// Returns a fingerprint of the content, by which a resumed run recognises its data. Called once when a data set is
+    /// created; must be the same in every process. The default covers the lengths in order; override it if the tokens can
+    /// be covered without reading all of them.
     fn fingerprint(&self) -> u64 {
         let lengths = (0..self.len()).map(|index| self.length(index) as u64);
         Fingerprint::new("lengths").numbers(lengths).finish()
@@ -72,7 +71,7 @@ impl Samples for Vec<Vec<u32>> {
         Ok(())
     }
 
-    /// Of the lengths and the tokens.
+    /// Covers the lengths and the tokens.
     fn fingerprint(&self) -> u64 {
         let all = Fingerprint::new("sequences").number(self.len() as u64);
         let sequence = |all: Fingerprint, tokens: &Vec<u32>| {
@@ -116,7 +115,7 @@ samples_behind!(&S, Box<S>, std::sync::Arc<S>);
 mod tests {
     use super::*;
 
-    /// As it is where nothing is said of the content.
+    /// With the default fingerprint.
     struct Lengths(Vec<usize>);
 
     impl Samples for Lengths {

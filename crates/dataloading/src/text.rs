@@ -1,7 +1,7 @@
-//! Text in files, read record by record through a buffer, so that a corpus may be larger than memory.
+//! Text files, read record by record through a buffer, so that a corpus may be larger than memory.
 //!
-//! A [`Corpus`] is a list of files, read in order, and a [`Format`] that says what one record of them is. Every record
-//! carries its [`Place`], so that whatever is wrong with it later can be said with file and line.
+//! A [`Corpus`] is a list of files in order and a [`Format`] that defines their records. Every record carries its
+//! [`Place`], so that an error can name the file and line.
 //!
 //! ```
 //! use dataloading::text::{Corpus, Format};
@@ -31,38 +31,38 @@ use lines::{Line, Lines};
 pub use lines::LONGEST_RECORD;
 pub use wikitext::{heading_level, is_blank};
 
-/// What one record of a file is.
+/// The format of a text file: what one record is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Format {
-    /// WikiText: an article, from its heading of level one (` = Title = `) to the next one. Its inner headings
-    /// (` = = History = = `) and the marks `@-@`, `@,@`, `@.@` stay as they are.
+    /// WikiText: an article, from a level-one heading (` = Title = `) to the next. Inner headings (` = = History = = `) and
+    /// the marks `@-@`, `@,@`, `@.@` are kept.
     Articles,
-    /// WikiText as the course's assignment reads it: each line that is not empty, headings included, trimmed.
+    /// WikiText, one record per non-blank line, trimmed, headings included.
     Lines,
-    /// Plain text: lines up to an empty one.
+    /// Plain text: paragraphs separated by blank lines.
     Paragraphs,
-    /// Plain text: each file whole, up to [`LONGEST_RECORD`] bytes, as any record.
+    /// Plain text: one record per file, up to [`LONGEST_RECORD`] bytes.
     Files,
-    /// One JSON object per line; the text is the string in this field.
+    /// JSON lines: one object per line, with the text in this string field.
     JsonLines(String),
 }
 
-/// What to do with bytes that are no UTF-8.
+/// How bytes that are not UTF-8 are handled.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Encoding {
-    /// An error that names file, line and byte.
+    /// Fail with an error that names file, line and byte.
     #[default]
     Strict,
-    /// Each bad sequence becomes U+FFFD, and is counted ([`Records::replaced`]).
+    /// Replace each invalid sequence by U+FFFD and count it ([`Records::replaced`]).
     Lossy,
 }
 
-/// Where a record starts.
+/// The position of a record: file and line.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Place {
-    /// The file.
+    /// The path of the file.
     pub path: Arc<Path>,
-    /// Its line, from 1.
+    /// The line number, from 1.
     pub line: u64,
 }
 
@@ -72,41 +72,42 @@ impl fmt::Display for Place {
     }
 }
 
-/// A text and where it came from.
+/// A text and its position.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
-    /// The text, without the line break at its end.
+    /// The text, without its final line break.
     pub text: String,
-    /// Where it starts.
+    /// The position of its start.
     pub place: Place,
 }
 
-/// Files and what a record of them is.
+/// Text files and their format.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Corpus {
-    /// The files, in the order in which they are read.
+    /// The files, in reading order.
     pub files: Vec<PathBuf>,
-    /// What a record is.
+    /// The format of the files.
     pub format: Format,
-    /// What to do with bytes that are no UTF-8.
+    /// How bytes that are not UTF-8 are handled.
     pub encoding: Encoding,
 }
 
 impl Corpus {
-    /// Files that must hold UTF-8.
+    /// Creates a corpus of UTF-8 files.
     pub fn new(files: impl IntoIterator<Item = PathBuf>, format: Format) -> Self {
         Self { files: files.into_iter().collect(), format, encoding: Encoding::Strict }
     }
 
-    /// Starts to read.
+    /// Opens the corpus and returns an iterator over its records.
     ///
     /// # Errors
-    /// No files; a file that is not there or is no regular file, so that it is said before hours of work and not after.
+    /// The list is empty, or a file does not exist or is not a regular file. All files are checked before the first is
+    /// read.
     pub fn records(&self) -> Result<Records> {
         if self.files.is_empty() {
             return Err(Error::Empty {
                 from: "corpus".into(),
-                reason: "no files were given; name at least one".into(),
+                reason: "the list of files is empty; pass at least one".into(),
             });
         }
         for path in &self.files {
@@ -114,7 +115,7 @@ impl Corpus {
             if !metadata.is_file() {
                 return Err(Error::File {
                     path: path.clone(),
-                    reason: "not a regular file; name the text files themselves".into(),
+                    reason: "not a regular file; pass text files".into(),
                 });
             }
         }
@@ -131,14 +132,14 @@ impl Corpus {
     }
 }
 
-/// The records of a [`Corpus`], in order. After the first error there are no more. A corpus that has no record at all ends
-/// with one [`Error::Empty`].
+/// An iterator over the records of a [`Corpus`], in order. It ends after the first error. A corpus without records yields
+/// one [`Error::Empty`].
 #[derive(Debug)]
 pub struct Records {
     corpus: Corpus,
     next_file: usize,
     lines: Option<Lines>,
-    /// A line that was read and belongs to the record after.
+    /// A line that was read ahead: the start of the next record.
     held: Option<Line>,
     given: u64,
     replaced: u64,
@@ -147,12 +148,12 @@ pub struct Records {
 }
 
 impl Records {
-    /// Sequences of bytes that were no UTF-8 and were replaced so far.
+    /// Returns the number of invalid UTF-8 sequences replaced so far.
     pub fn replaced(&self) -> u64 {
         self.replaced + self.lines.as_ref().map_or(0, Lines::replaced)
     }
 
-    /// Bytes read so far, for a progress bar over the sizes of the files.
+    /// Returns the bytes read so far, for a progress bar over the file sizes.
     pub fn bytes(&self) -> u64 {
         self.bytes + self.lines.as_ref().map_or(0, Lines::bytes)
     }
@@ -200,8 +201,7 @@ impl Iterator for Records {
                 (self.given == 0).then(|| {
                     Err(Error::Empty {
                         from: from.collect::<Vec<_>>().join(", "),
-                        reason: "there is no text; check that these are the right files and the right format"
-                            .into(),
+                        reason: "there is no text; check the files and their format".into(),
                     })
                 })
             }

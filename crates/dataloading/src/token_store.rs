@@ -1,36 +1,35 @@
-//! Documents as token ids in files: written once, opened at once, larger than memory.
+//! Documents as token ids in memory-mapped files: written once, opened in constant time, larger than memory.
 //!
-//! # The format
+//! # Format
 //!
-//! A store is a folder of shards `00000.tokens`, `00001.tokens`, …. A document lies in one shard whole; a shard ends before
-//! the document that would make it longer than asked (a document longer than that has a shard to itself). All numbers are
-//! little-endian. A shard is
+//! A store is a folder of shards `00000.tokens`, `00001.tokens`, …. A document lies in one shard; a shard ends before the
+//! document that would exceed its maximum size (a longer document has a shard to itself). All numbers are little-endian.
+//! Layout of a shard:
 //!
-//! | bytes | what |
+//! | bytes | content |
 //! |---|---|
 //! | 8 | `FRUGALTK` |
 //! | 4 | format version, 1 |
-//! | 4 | bytes per token: 2 where the vocabulary has at most 65 536 ids, else 4 |
-//! | 4, 4 | number of this shard from 0, and how many there are |
+//! | 4 | bytes per token: 2 for a vocabulary of at most 65 536 ids, else 4 |
+//! | 4, 4 | index of this shard from 0, number of shards |
 //! | 8, 8, 8 | documents and tokens in this shard, size of the vocabulary |
-//! | 32 | SHA-256 of all that follows the header |
-//! | 32 | SHA-256 of the former of all shards in order: which store this shard is of, and a name for its content |
-//! | 16 | start of the SHA-256 of the 112 bytes before |
-//! | tokens | the ids, document after document; zeros up to a multiple of 8 |
-//! | 8 · (documents + 1) | where each document starts, in tokens, and the end |
+//! | 32 | SHA-256 of everything after the header |
+//! | 32 | SHA-256 of these checksums of all shards in order: identifies the store and its content |
+//! | 16 | first 16 bytes of the SHA-256 of the 112 bytes before |
+//! | tokens | the ids of all documents in order; zeros up to a multiple of 8 |
+//! | 8 · (documents + 1) | the start of each document in tokens, and the end |
 //!
-//! Opening maps the shards and checks the headers against each other and against the sizes of the files; it reads neither
-//! ids nor offsets. [`TokenStore::verify`] reads all.
+//! Opening a store maps the shards and checks the headers against each other and against the file sizes; it reads neither
+//! ids nor offsets. [`TokenStore::verify`] reads everything.
 //!
-//! Writing goes to `.NAME.partial` beside the store, and a rename ends it: an interrupted write leaves no store, and the
-//! next writer of that name removes what it left. A store that is replaced stays as it was for those who have it open. It
-//! lies in `.NAME.replaced` until the new one has its name: for a moment there is no store of that name. Where a process ends
-//! in that moment, opening says so, and the next writer of that name puts the former store back.
+//! A store is written to `.NAME.partial` beside it and then renamed: an interrupted write leaves no store, and the next
+//! writer of that name removes the partial one. Processes that have a replaced store open keep reading it. During a
+//! replacement the former store lies in `.NAME.replaced`, and for a moment no store has the name. If the process ends in
+//! that moment, opening the store reports it, and the next writer of that name restores the former store.
 //!
-//! A store is never written to once it has its name, and nobody else may: a mapped file that is cut short while it is read
-//! ends the process with `SIGBUS`, of which no program can make an error. Files changed in place are not noticed but by
-//! [`TokenStore::verify`]; an id beyond the vocabulary, which a model would look up beyond its table, is an error of whoever
-//! reads it.
+//! Do not change the files of a store: truncating a mapped file while it is read ends the process with `SIGBUS`, which
+//! cannot be caught. Changes in place are detected by [`TokenStore::verify`] only, except for ids outside the vocabulary,
+//! which are an error of every read.
 //!
 //! ```
 //! use dataloading::Samples;
@@ -68,22 +67,22 @@ pub use ids::Ids;
 pub use tokenize::{TokenizeOptions, Tokenized, TooLong, tokenize, tokenize_to_store};
 pub use writer::{Writer, WriterOptions};
 
-/// An open store. Reading is possible from any thread, and copies nothing but what is asked for.
+/// An open token store. It can be read from any thread; reading copies only the requested tokens.
 #[derive(Debug)]
 pub struct TokenStore {
     path: PathBuf,
     shards: Vec<Shard>,
-    /// Documents before each shard, and in all.
+    /// Documents before each shard, and the total.
     first: Vec<u64>,
     tokens: u64,
 }
 
 impl TokenStore {
-    /// Opens the folder of a store: a few system calls per shard, whatever the size.
+    /// Opens the store in a folder. Takes a few system calls per shard, whatever its size.
     ///
     /// # Errors
-    /// No such folder, or none that a store was written to; a shard that is missing, cut, of another store, of a newer
-    /// format, or no shard at all.
+    /// The folder does not exist or holds no store; a shard is missing, truncated, of another store, of a newer format, or
+    /// not a shard.
     pub fn open(path: &Path) -> Result<Self> {
         if !path.is_dir() {
             let former = placing::aside(path).filter(|aside| aside.is_dir());
@@ -95,9 +94,7 @@ impl TokenStore {
                         former.display()
                     ),
                 ),
-                None => {
-                    file(path, "there is no such folder; a store is the folder that its writer was given")
-                }
+                None => file(path, "there is no such folder; pass the folder of a store"),
             });
         }
         let first = path.join(header::shard_name(0));
@@ -135,40 +132,40 @@ impl TokenStore {
             (documents, tokens) = sums;
             first.push(documents);
         }
-        usize::try_from(documents).map_err(|_| file(path, "more documents than this machine can number"))?;
+        usize::try_from(documents).map_err(|_| file(path, "more documents than this platform supports"))?;
         Ok(Self { path: path.to_owned(), shards, first, tokens })
     }
 
-    /// Where it lies.
+    /// Returns the path of the store.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Tokens in all.
+    /// Returns the number of tokens.
     pub fn tokens(&self) -> u64 {
         self.tokens
     }
 
-    /// Shards.
+    /// Returns the number of shards.
     pub fn shards(&self) -> usize {
         self.shards.len()
     }
 
-    /// Ids that a token may have: each is less than this, as the writer saw to and [`Samples::read`] checks.
+    /// Returns the vocabulary size: every id is less than this, as the writer and [`Samples::read`] check.
     pub fn vocabulary(&self) -> usize {
         self.shards[0].header.vocabulary as usize
     }
 
-    /// SHA-256 over the content, in hexadecimal: two stores with this name hold the same documents in the same order and
-    /// shards. What a resumed training compares, to know that it goes on over the same data.
+    /// Returns the SHA-256 of the content in hexadecimal. Stores with the same fingerprint hold the same documents in the
+    /// same order and shards; a resumed run compares it.
     pub fn fingerprint(&self) -> String {
         header::hexadecimal(&self.shards[0].header.store)
     }
 
-    /// Whether a model with `vocabulary` ids can read this store.
+    /// Checks that a model with `vocabulary` ids can read this store.
     ///
     /// # Errors
-    /// The store may hold ids that the model has no embedding for.
+    /// The store may contain ids for which the model has no embedding.
     pub fn check_vocabulary(&self, vocabulary: usize) -> Result<()> {
         if self.vocabulary() <= vocabulary {
             return Ok(());
@@ -184,10 +181,11 @@ impl TokenStore {
         ))
     }
 
-    /// The ids of document `index`, where they lie, unchecked: [`Samples::read`] refuses one beyond the vocabulary.
+    /// Returns the ids of document `index` in place, without checking them; [`Samples::read`] refuses ids outside the
+    /// vocabulary.
     ///
     /// # Errors
-    /// No such document; offsets that are damaged.
+    /// The document does not exist, or its offsets are damaged.
     pub fn document(&self, index: usize) -> Result<Ids<'_>> {
         let (shard, local) = self.locate(index).ok_or_else(|| self.no_document(index))?;
         shard.document(local)
@@ -201,10 +199,10 @@ impl TokenStore {
         }
     }
 
-    /// Reads everything: the checksums, that the offsets only rise, that each id is less than the vocabulary.
+    /// Reads everything and checks the checksums, the order of the offsets, and that each id is less than the vocabulary.
     ///
     /// # Errors
-    /// The first shard that is damaged.
+    /// A shard is damaged.
     pub fn verify(&self) -> Result<()> {
         self.shards.iter().try_for_each(Shard::verify)?;
         let all = header::store_checksum(self.shards.iter().map(|shard| &shard.header.payload));
@@ -226,8 +224,8 @@ impl Samples for TokenStore {
         self.first.last().map_or(0, |documents| *documents as usize)
     }
 
-    /// 0 for a document that does not exist or whose offsets are damaged: whoever is about to pass over it reads it, as
-    /// the samplers do, and is told.
+    /// Returns 0 for a document that does not exist or has damaged offsets; [`Samples::read`], which samplers call for such
+    /// samples, returns the error.
     fn length(&self, index: usize) -> usize {
         self.document(index).map_or(0, |ids| ids.len())
     }
@@ -237,13 +235,13 @@ impl Samples for TokenStore {
         shard.read(local, 0..usize::MAX, out)
     }
 
-    /// The start of [`TokenStore::fingerprint`].
+    /// Returns the first 64 bits of [`TokenStore::fingerprint`].
     fn fingerprint(&self) -> u64 {
         let [a, b, c, d, e, f, g, h, ..] = self.shards[0].header.store;
         u64::from_le_bytes([a, b, c, d, e, f, g, h])
     }
 
-    /// Touches the pages of the part alone.
+    /// Reads only the pages of the part.
     fn read_part(&self, index: usize, part: Range<usize>, out: &mut Vec<u32>) -> Result<()> {
         let (shard, local) = self.locate(index).ok_or_else(|| self.no_document(index))?;
         shard.read(local, part, out)

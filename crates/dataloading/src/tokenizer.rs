@@ -48,7 +48,7 @@ impl Tokenizer {
         let bytes = std::fs::read(path).map_err(|cause| Error::Io { path: path.to_owned(), cause })?;
         Self::from_bytes(&bytes).map_err(|error| Error::File {
             path: path.to_owned(),
-            reason: format!("{error}; give the file that the model's publisher calls tokenizer.json"),
+            reason: format!("{error}; use the tokenizer.json of the model"),
         })
     }
 
@@ -110,7 +110,7 @@ impl Tokenizer {
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         if let Some(unknown) = ids.iter().find(|id| self.inner.id_to_token(**id).is_none()) {
             return Err(Error::Tokenizer(format!(
-                "there is no token {unknown}: the vocabulary has {}; do the tokens come from another tokenizer?",
+                "there is no token {unknown}: the vocabulary has {} ids; use the tokenizer that made the tokens",
                 self.vocabulary
             )));
         }
@@ -157,7 +157,7 @@ impl Tokenizer {
         self.named(
             "padding token",
             &PADDING_NAMES,
-            "padding never has a label and is masked, so the end-of-text token will do: pass its id as the padding id",
+            "pass the id of the end-of-text token as padding id: padding has no label and is masked",
         )
     }
 
@@ -169,7 +169,7 @@ impl Tokenizer {
         self.named(
             "end-of-text token",
             &END_NAMES,
-            "pass the id of the token that the model was trained to end with, or append none",
+            "pass the id of the end token of the model, or append none",
         )
     }
 

@@ -1,77 +1,77 @@
-//! What can be wrong with a loss's arguments.
+//! Errors of the loss.
 
 use tch::{Device, Kind};
 
-/// Result of this crate's functions.
+/// A result with this crate's [`enum@Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A tensor of another shape than the operation needs.
+    /// A tensor with an unexpected shape.
     #[error("linear cross-entropy: `{name}` has shape {found:?}; expected {expected}")]
     Shape {
-        /// Which tensor.
+        /// Name of the tensor.
         name: &'static str,
         /// Its shape.
         found: Vec<i64>,
-        /// What was expected, in words.
+        /// The expected shape, in words.
         expected: String,
     },
-    /// A tensor of a dtype that does not fit.
+    /// A tensor with an unexpected dtype.
     #[error("linear cross-entropy: `{name}` is {found:?}; expected {expected}; convert it with `to_kind`")]
     Dtype {
-        /// Which tensor.
+        /// Name of the tensor.
         name: &'static str,
         /// Its dtype.
         found: Kind,
-        /// What was expected.
+        /// The expected dtype.
         expected: String,
     },
-    /// A tensor on another device than the rest.
+    /// A tensor on another device than the hidden states.
     #[error(
         "linear cross-entropy: `{name}` is on {found:?} and `hidden` on {expected:?}; move one with `to_device`"
     )]
     DeviceMismatch {
-        /// Which tensor.
+        /// Name of the tensor.
         name: &'static str,
         /// Its device.
         found: Device,
-        /// Where the hidden states are.
+        /// The device of the hidden states.
         expected: Device,
     },
-    /// A tensor that was never made.
-    #[error("linear cross-entropy: `{name}` is an undefined tensor; give one with values")]
+    /// An undefined tensor.
+    #[error("linear cross-entropy: `{name}` is an undefined tensor; pass a tensor with values")]
     Undefined {
-        /// Which tensor.
+        /// Name of the tensor.
         name: &'static str,
     },
-    /// A target that names no class.
+    /// A target outside the vocabulary.
     #[error(
-        "linear cross-entropy: target {found} at place {place} is outside the vocabulary of {vocabulary} (0 to {}) and is not \
-         the ignore index {ignore_index}; the tokenizer and the model do not belong together, or the ignore index is another",
+        "linear cross-entropy: target {found} at position {position} is outside the vocabulary of {vocabulary} (0 to {}) and is \
+         not the ignore index {ignore_index}; use the tokenizer of the model, or set the ignore index",
         vocabulary - 1
     )]
     Target {
         /// The target.
         found: i64,
-        /// Where, counting the places of all rows in order.
-        place: usize,
+        /// Its index among the targets of all rows in order.
+        position: usize,
         /// Number of classes.
         vocabulary: i64,
-        /// The target that means none.
+        /// The target of ignored tokens.
         ignore_index: i64,
     },
-    /// A budget that holds no row of logits.
+    /// A budget smaller than one row of logits.
     #[error(
-        "linear cross-entropy: a budget of {budget} bytes is below the {row} bytes that one row of {vocabulary} logits takes; \
-         give at least that, or a number of tokens"
+        "linear cross-entropy: a budget of {budget} bytes is less than the {row} bytes of one row of {vocabulary} logits; \
+         increase it, or set a number of tokens"
     )]
     Budget {
-        /// As given.
+        /// The budget in bytes.
         budget: u64,
-        /// What one row takes.
+        /// Bytes of one row.
         row: u64,
         /// Length of a row.
         vocabulary: i64,
@@ -79,10 +79,10 @@ pub enum Error {
     /// An option outside its range, or options that exclude each other.
     #[error("linear cross-entropy: {0}")]
     Option(String),
-    /// A head whose tensors are not those of one projection.
+    /// A head that is not one projection.
     #[error(
-        "linear cross-entropy cannot take the place of the head `{head}`, which has the tensors {found:?}; expected `weight` \
-         [vocabulary, hidden], with or without `bias`"
+        "linear cross-entropy cannot replace the head `{head}` with the tensors {found:?}; expected `weight` [vocabulary, \
+         hidden], with or without `bias`"
     )]
     Head {
         /// Its name in the model.
@@ -90,10 +90,10 @@ pub enum Error {
         /// Names of its tensors.
         found: Vec<String>,
     },
-    /// The model refused.
+    /// An error of `models`.
     #[error(transparent)]
     Model(#[from] models::Error),
-    /// The runtime refused.
+    /// An error of `runtime`.
     #[error(transparent)]
     Runtime(#[from] runtime::Error),
 }

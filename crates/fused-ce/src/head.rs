@@ -1,4 +1,4 @@
-//! The head of a model that trains without its logits.
+//! A loss head for models that computes the loss without all logits.
 
 use models::module::{Context, Edit, Editor, IGNORED, LossHead, LossOutput, Module, Visitor, edit};
 use runtime::precision;
@@ -8,9 +8,9 @@ use crate::error::{Error, Result};
 use crate::inputs::Inputs;
 use crate::options::{LinearCrossEntropy, LogSumExp, Reduction};
 
-/// A [`LossHead`] over a projection's weight, which it shares with whoever else has it (a tied embedding).
+/// A [`LossHead`] over the weight of the output projection, which may be shared (a tied embedding).
 ///
-/// Its tensors have the names of the projection's, so a checkpoint written with another head loads.
+/// Its tensors keep the names of the projection, so checkpoints load with either head.
 #[derive(Debug)]
 pub struct LinearCrossEntropyHead {
     weight: Tensor,
@@ -19,8 +19,8 @@ pub struct LinearCrossEntropyHead {
 }
 
 impl LinearCrossEntropyHead {
-    /// A head of weight `[vocabulary, hidden]` and bias `[vocabulary]`. The loss is reduced to a sum, and the labels are those of
-    /// `models`, whatever `loss` says of either; all else is as it says.
+    /// Creates a head from a weight `[vocabulary, hidden]` and a bias `[vocabulary]`. The reduction is a sum and the labels are
+    /// those of `models`, whatever `loss` says; the other options apply.
     ///
     /// # Errors
     /// An option outside its range.
@@ -74,7 +74,7 @@ impl LossHead for LinearCrossEntropyHead {
     }
 }
 
-/// Gives `model` a head that never holds all logits, in the place of its own, whose weight it goes on to train.
+/// Replaces the head of `model` by a [`LinearCrossEntropyHead`] over the same weight.
 ///
 /// ```
 /// use fused_ce::{LinearCrossEntropy, install};
@@ -88,7 +88,7 @@ impl LossHead for LinearCrossEntropyHead {
 /// ```
 ///
 /// # Errors
-/// A head that is not one projection's weight and bias, a model without one; an option outside its range.
+/// The head is not one projection with a weight and perhaps a bias, the model has no head, or an option is outside its range.
 pub fn install(model: &mut dyn Module, loss: &LinearCrossEntropy) -> Result<()> {
     struct Install<'a> {
         loss: &'a LinearCrossEntropy,
@@ -110,7 +110,7 @@ pub fn install(model: &mut dyn Module, loss: &LinearCrossEntropy) -> Result<()> 
     let mut install = Install { loss, done: Ok(0) };
     edit(model, &mut install)?;
     match install.done? {
-        0 => Err(Error::Option("the model has no head to take the place of; give a language model".into())),
+        0 => Err(Error::Option("the model has no loss head to replace; pass a language model".into())),
         _ => Ok(()),
     }
 }

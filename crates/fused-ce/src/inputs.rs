@@ -1,4 +1,4 @@
-//! The tensors of a loss, and what must fit together.
+//! The input tensors of a loss and their checks.
 
 use std::sync::Arc;
 
@@ -9,69 +9,68 @@ use crate::error::{Error, Result};
 use crate::options::{LinearCrossEntropy, Reduction};
 use crate::vocabulary_parallel::Shard;
 
-/// What each token is to be predicted as.
+/// The targets of the prediction.
 #[derive(Clone, Copy, Debug)]
 pub enum Targets<'a> {
-    /// One class for each token: int64, of the shape of `hidden` without its last dimension.
+    /// One class per token: int64, in the shape of `hidden` without its last dimension.
     Classes(&'a Tensor),
-    /// A distribution over the vocabulary for each token (distillation, mixing): `[…, vocabulary]` in fp32, or fp64 for fp64
-    /// hidden states. Not differentiated. No target is ignored.
+    /// One distribution over the vocabulary per token (distillation, mixup): `[…, vocabulary]` in fp32, or fp64 for fp64
+    /// hidden states. Not differentiated. No token is ignored.
     Distributions(&'a Tensor),
 }
 
-/// What a mean divides by.
+/// The denominator of a mean.
 #[derive(Clone, Copy, Debug)]
 pub enum Denominator<'a> {
-    /// This number: the labelled tokens of a whole step, when it is computed in several batches or on several devices.
+    /// A number, such as the labelled tokens of a whole step with gradient accumulation or data parallelism.
     Number(f64),
-    /// The same as a tensor of one element on the device, for which nothing waits, and which therefore nobody looks at: where it
-    /// holds 0, [`Empty`](crate::Empty) decides.
+    /// The same as a one-element tensor on the device. It is not read on the host, so it is not checked; if it is 0,
+    /// [`Empty`](crate::Empty) applies.
     Tensor(&'a Tensor),
 }
 
-/// A low-rank term of the weight, W + scale·B·A, of which only A and B are learned (LoRA, arXiv 2106.09685).
+/// A low-rank adapter of the weight, W + scale·B·A, of which only A and B are trained (LoRA, arXiv 2106.09685).
 #[derive(Clone, Copy, Debug)]
 pub struct Adapter<'a> {
     /// A: `[rank, hidden]`.
     pub a: &'a Tensor,
     /// B: `[vocabulary, rank]`.
     pub b: &'a Tensor,
-    /// scale.
+    /// Factor of B·A (LoRA's α/r).
     pub scale: f64,
 }
 
-/// What a loss is computed from. Letters: n tokens (all leading dimensions of `hidden` as one), h hidden, v vocabulary.
+/// The inputs of a loss. Letters: n tokens (all leading dimensions of `hidden`), h hidden, v vocabulary.
 #[derive(Clone, Debug)]
 pub struct Inputs<'a> {
     /// x: `[…, h]`.
     pub hidden: &'a Tensor,
-    /// W: `[v, h]`, of the dtype of `hidden`, as `nn.Linear` stores it.
+    /// W: `[v, h]` in the dtype of `hidden`, as `nn.Linear` stores it.
     pub weight: &'a Tensor,
-    /// What each token is to be predicted as.
+    /// The targets.
     pub targets: Targets<'a>,
-    /// b: `[v]`, of the dtype of `hidden`.
+    /// b: `[v]` in the dtype of `hidden`.
     pub bias: Option<&'a Tensor>,
-    /// A low-rank term of the weight.
+    /// A low-rank adapter of the weight.
     pub adapter: Option<Adapter<'a>>,
-    /// A factor of each token's loss, z-loss included: fp32 (fp64 for fp64), of the targets' shape. Not differentiated: for
-    /// that, multiply the result of [`Reduction::None`].
+    /// A factor per token for its loss, z-loss included: fp32 (fp64 for fp64 inputs), in the shape of the targets. Not
+    /// differentiated; for gradients, multiply the result of [`Reduction::None`] instead.
     pub token_weights: Option<&'a Tensor>,
-    /// A factor of each class, as in PyTorch: `[v]` fp32 (fp64 for fp64).
+    /// A factor per class, as `weight` of PyTorch's `cross_entropy`: `[v]` fp32 (fp64 for fp64 inputs).
     pub class_weights: Option<&'a Tensor>,
-    /// What a mean divides by. `None`: as PyTorch, the number of tokens that are not ignored, each weighted by its token
-    /// weight and by the weight of its target's class (of distributions, by its token weight alone).
+    /// The denominator of a mean. `None`: as in PyTorch, the number of tokens that are not ignored, each weighted by its token
+    /// weight and the weight of its target class (for distributions, by the token weight only).
     pub denominator: Option<Denominator<'a>>,
-    /// How many targets are not ignored, where the caller knows: on devices other than the CPU the rows beyond are left out
-    /// of the products without waiting for the device. (On the CPU the targets are simply read.) A number that is too small
-    /// leaves out labelled tokens.
+    /// The number of tokens that are not ignored, if known. On a GPU the other rows then skip the products without a
+    /// synchronisation; a number that is too small drops labelled tokens. On a CPU the targets are read instead.
     pub labelled: Option<i64>,
-    /// `weight`, `bias` and B are one rank's slice of the vocabulary; targets, distributions and class weights speak of all of
-    /// it, except that distributions are sliced too.
+    /// The shard of the vocabulary that `weight`, `bias`, B and distributions hold. Target classes and class weights refer to
+    /// the whole vocabulary.
     pub shard: Option<Arc<Shard>>,
 }
 
 impl<'a> Inputs<'a> {
-    /// Without anything optional.
+    /// Creates inputs without the optional ones.
     pub fn new(hidden: &'a Tensor, weight: &'a Tensor, targets: &'a Tensor) -> Self {
         Self {
             hidden,
@@ -88,27 +87,27 @@ impl<'a> Inputs<'a> {
     }
 }
 
-/// What the checks found out.
+/// The sizes of checked inputs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
     pub(crate) tokens: i64,
     pub(crate) hidden: i64,
-    /// Rows of the weight at hand.
+    /// Rows of the weight of this shard.
     pub(crate) columns: i64,
     /// Number of classes.
     pub(crate) vocabulary: i64,
-    /// Column of the vocabulary at which the weight at hand begins.
+    /// The first class of this shard.
     pub(crate) first: i64,
-    /// Rows of the largest weight that any rank has at hand.
+    /// Rows of the weight of the largest shard.
     pub(crate) widest: i64,
 }
 
-/// The dtype of a tile of logits, and of everything that there is one of for each token.
+/// Returns the dtype of logits and of per-token numbers.
 pub(crate) fn tile_kind(kind: Kind) -> Kind {
     if kind == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
-/// Refuses what does not fit together.
+/// Checks shapes, dtypes, devices and options, and returns the sizes.
 pub(crate) fn check(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<Sizes> {
     options.check()?;
     let (x, w) = (inputs.hidden, inputs.weight);
@@ -162,7 +161,7 @@ pub(crate) fn check(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result
     targets(inputs, options, leading, columns)?;
     if let Some(weights) = inputs.token_weights {
         if weights.size() != leading {
-            return Err(shape("token_weights", weights, format!("{leading:?}, as the targets")));
+            return Err(shape("token_weights", weights, format!("{leading:?}, the shape of the targets")));
         }
         same("token_weights", weights, tile_kind(kind), x.device())?;
     }
@@ -216,7 +215,7 @@ fn targets(inputs: &Inputs<'_>, options: &LinearCrossEntropy, leading: &[i64], c
     Ok(())
 }
 
-/// Gradients that would silently be missing.
+/// Refuses inputs that require a gradient but get none.
 fn not_differentiated(inputs: &Inputs<'_>) -> Result<()> {
     if !GradMode::enabled() {
         return Ok(());
@@ -233,7 +232,7 @@ fn not_differentiated(inputs: &Inputs<'_>) -> Result<()> {
     ];
     for (name, tensor) in named {
         if tensor.is_some_and(Tensor::requires_grad) {
-            let reason = format!("`{name}` requires a gradient, and none is computed for it; detach it");
+            let reason = format!("`{name}` requires a gradient, but is not differentiated; detach it");
             return Err(Error::Option(reason));
         }
     }
@@ -243,7 +242,7 @@ fn not_differentiated(inputs: &Inputs<'_>) -> Result<()> {
 fn denominator(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<()> {
     let Some(denominator) = inputs.denominator else { return Ok(()) };
     if options.reduction != Reduction::Mean {
-        let reason = format!("a denominator is of a mean; the reduction is {:?}", options.reduction);
+        let reason = format!("a denominator needs the reduction Mean; it is {:?}", options.reduction);
         return Err(Error::Option(reason));
     }
     match denominator {

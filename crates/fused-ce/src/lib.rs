@@ -61,20 +61,20 @@
 //! Sources: the assignment's fused loss, after Malek's `efficient_cross_entropy`; Hsu et al., "Liger Kernel", arXiv 2410.10989;
 //! Wijmans et al., "Cut Your Losses", arXiv 2411.09009.
 
+mod chunk_plan;
 mod error;
 mod function;
 mod head;
 mod inputs;
 mod linear_cross_entropy;
 mod options;
-mod plan;
 mod rows;
 mod token_loss;
 pub mod vocabulary_parallel;
 
+pub use chunk_plan::{default_budget, default_chunk_tokens};
 pub use error::{Error, Result};
 pub use head::{LinearCrossEntropyHead, install};
 pub use inputs::{Adapter, Denominator, Inputs, Targets};
 pub use linear_cross_entropy::Output;
 pub use options::{CheckTargets, Chunk, Empty, Gradients, LinearCrossEntropy, LogSumExp, Reduction};
-pub use plan::{default_budget, default_chunk_tokens};

@@ -1,57 +1,57 @@
-//! The entry: checks, choices, and the call of the function.
+//! The entry point: checks the inputs, plans the chunks and applies the autograd function.
 
 use runtime::autograd::apply;
 use runtime::fused::cross_entropy::{LogitsPass, pass_for};
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
 
+use crate::chunk_plan::ChunkPlan;
 use crate::error::Result;
 use crate::function::{Differentiable, Fused, State};
 use crate::inputs::{Adapter, Denominator, Inputs, Sizes, Targets, check, tile_kind};
 use crate::options::{LinearCrossEntropy, LogSumExp};
-use crate::plan::Plan;
 use crate::rows::Rows;
 
-/// What was computed. Tensors that were not asked for are `None`. Those with one number for each token have the shape of the
-/// targets (of `hidden` without its last dimension).
+/// The result of [`LinearCrossEntropy::run`]. Outputs that were not requested are `None`. Per-token outputs have the shape of
+/// the targets (`hidden` without its last dimension).
 #[derive(Debug)]
 pub struct Output {
-    /// The loss in nats, fp32 (fp64 for fp64 inputs): a scalar, or one number for each token.
+    /// The loss in nats, fp32 (fp64 for fp64 inputs): a scalar, or one number per token with [`Reduction::None`].
     pub loss: Tensor,
-    /// log Σ eᶻ of each token, 0 where it is ignored.
+    /// log Σ eᶻ per token; 0 for ignored tokens.
     pub log_sum_exp: Option<Tensor>,
-    /// The most likely class of each token, int64, the first of equal ones; −1 where it is ignored.
+    /// The argmax of the logits per token, int64, the lowest class of a tie; −1 for ignored tokens.
     pub predictions: Option<Tensor>,
-    /// How many predictions are the target, an int64 scalar; 0 where targets are distributions.
+    /// The number of predictions equal to the target, an int64 scalar; 0 if the targets are distributions.
     pub correct: Option<Tensor>,
-    /// The entropy of each token's softmax in nats, 0 where it is ignored.
+    /// The entropy of the softmax in nats per token; 0 for ignored tokens.
     pub entropy: Option<Tensor>,
 }
 
 impl LinearCrossEntropy {
-    /// The loss of x·Wᵀ for `targets`: x `[…, h]`, W `[v, h]`, targets `[…]` int64.
+    /// Returns the loss of the logits x·Wᵀ: x `[…, h]`, W `[v, h]`, `targets` `[…]` int64.
     ///
     /// # Errors
-    /// Shapes, dtypes or devices that do not fit, a target outside the vocabulary, an option outside its range, a budget below
-    /// one row of logits.
+    /// Shapes, dtypes or devices that do not match, a target outside the vocabulary, an option outside its range, a budget
+    /// smaller than one row of logits.
     pub fn loss(&self, hidden: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
         Ok(self.run(&Inputs::new(hidden, weight, targets))?.loss)
     }
 
-    /// The loss, and what else was asked for.
+    /// Returns the loss and the other outputs requested.
     ///
-    /// Under a policy of [`runtime::precision`] the operands are in its dtype. On a CPU hidden states are taken to the weight's
-    /// dtype instead, as the products are computed in fp32 there.
+    /// Under a policy of [`runtime::precision`] the operands are cast to its dtype. On a CPU, where the products are computed in
+    /// fp32, the hidden states are cast to the dtype of the weight instead.
     ///
     /// # Errors
     /// As [`LinearCrossEntropy::loss`].
     pub fn run(&self, inputs: &Inputs<'_>) -> Result<Output> {
         if precision::current().is_none() || !inputs.hidden.defined() || !inputs.weight.defined() {
-            return self.run_as_is(inputs);
+            return self.run_without_policy(inputs);
         }
         if inputs.hidden.device() == Device::Cpu {
             let hidden = inputs.hidden.f_to_kind(inputs.weight.kind())?;
-            return self.run_as_is(&Inputs { hidden: &hidden, ..inputs.clone() });
+            return self.run_without_policy(&Inputs { hidden: &hidden, ..inputs.clone() });
         }
         let (hidden, weight) = (precision::operand(inputs.hidden)?, precision::weight(inputs.weight)?);
         let bias = inputs.bias.map(precision::operand).transpose()?;
@@ -60,7 +60,7 @@ impl LinearCrossEntropy {
             adapter.map(|of| Ok::<_, runtime::Error>((precision::operand(of.a)?, precision::operand(of.b)?)));
         let ab = ab.transpose()?;
         let adapter = adapter.zip(ab.as_ref()).map(|(of, (a, b))| Adapter { a, b, scale: of.scale });
-        self.run_as_is(&Inputs {
+        self.run_without_policy(&Inputs {
             hidden: &hidden,
             weight: &weight,
             bias: bias.as_ref(),
@@ -69,28 +69,28 @@ impl LinearCrossEntropy {
         })
     }
 
-    fn run_as_is(&self, inputs: &Inputs<'_>) -> Result<Output> {
+    fn run_without_policy(&self, inputs: &Inputs<'_>) -> Result<Output> {
         let sizes = check(inputs, self)?;
         let (kind, device) = (inputs.hidden.kind(), inputs.hidden.device());
         let pass = pass_for(device);
-        let plan = Plan::new(self.chunk, sizes, kind, device, pass)?;
+        let plan = ChunkPlan::new(self.chunk, sizes, kind, device, pass)?;
         let rows = Rows::new(inputs, self, sizes)?;
         self.run_planned(inputs, sizes, plan, pass, rows)
     }
 
-    /// With everything that depends on the device decided.
+    /// Applies the function with a plan, a pass and rows already chosen for the device.
     fn run_planned(
         &self,
         inputs: &Inputs<'_>,
         sizes: Sizes,
-        plan: Plan,
+        plan: ChunkPlan,
         pass: &'static dyn LogitsPass,
         rows: Rows,
     ) -> Result<Output> {
         let (kind, device) = (inputs.hidden.kind(), inputs.hidden.device());
-        let low = match inputs.adapter {
+        let low_rank = match inputs.adapter {
             Some(Adapter { a, scale, .. }) => {
-                let x = rows.without_others(&inputs.hidden.f_reshape([sizes.tokens, sizes.hidden])?)?;
+                let x = rows.zero_unlabelled(&inputs.hidden.f_reshape([sizes.tokens, sizes.hidden])?)?;
                 Some(x.f_matmul(&a.f_tr()?)?.f_mul_scalar(scale)?)
             }
             None => None,
@@ -100,7 +100,7 @@ impl LinearCrossEntropy {
             Some(inputs.hidden),
             Some(inputs.weight),
             inputs.bias,
-            low.as_ref(),
+            low_rank.as_ref(),
             inputs.adapter.map(|adapter| adapter.b),
         ];
         let targets_shape = inputs.hidden.size()[..inputs.hidden.dim() - 1].to_vec();
@@ -112,8 +112,8 @@ impl LinearCrossEntropy {
             rows,
             distributions: match inputs.targets {
                 Targets::Classes(_) => None,
-                Targets::Distributions(all) => {
-                    Some(all.f_detach()?.f_reshape([sizes.tokens, sizes.columns])?.f_contiguous()?)
+                Targets::Distributions(targets) => {
+                    Some(targets.f_detach()?.f_reshape([sizes.tokens, sizes.columns])?.f_contiguous()?)
                 }
             },
             token_weights: inputs.token_weights.map(flat).transpose()?,
@@ -152,9 +152,9 @@ mod tests {
 
     use super::*;
     use crate::options::{Chunk, Gradients, Reduction};
-    use crate::rows::order;
+    use crate::rows::sorted_rows;
 
-    /// Tokens without a label may hold anything: their hidden states, their weights and what arrives for them in backward.
+    /// Ignored tokens may hold any values: hidden states, token weights and upstream gradients.
     #[test]
     fn tokens_without_a_label_may_be_infinite() {
         let mut generator = Generator::new(2).unwrap();
@@ -179,7 +179,7 @@ mod tests {
                     log_sum_exp: if on(3) { LogSumExp::Differentiable } else { LogSumExp::No },
                     ..LinearCrossEntropy::default()
                 };
-                let run = |way: Option<Option<i64>>| {
+                let run = |sorted: Option<Option<i64>>| {
                     let leaves = given.each_ref().map(|tensor| tensor.copy().set_requires_grad(true));
                     let inputs = Inputs {
                         adapter: on(2).then_some(Adapter { a: &leaves[2], b: &leaves[3], scale: 0.5 }),
@@ -187,11 +187,12 @@ mod tests {
                         ..Inputs::new(&leaves[0], &leaves[1], &targets)
                     };
                     let sizes = check(&inputs, &options).unwrap();
-                    let output = match way {
+                    let output = match sorted {
                         None => options.run(&inputs).unwrap(),
                         Some(labelled) => {
-                            let plan = Plan::new(options.chunk, sizes, Kind::Double, Device::Cpu, &Operators);
-                            let rows = order(&targets, &options, labelled, 6, Kind::Double).unwrap();
+                            let plan =
+                                ChunkPlan::new(options.chunk, sizes, Kind::Double, Device::Cpu, &Operators);
+                            let rows = sorted_rows(&targets, &options, labelled, 6, Kind::Double).unwrap();
                             options.run_planned(&inputs, sizes, plan.unwrap(), &Operators, rows).unwrap()
                         }
                     };
@@ -209,15 +210,18 @@ mod tests {
                     (loss, gradients)
                 };
                 let (expected_loss, expected) = run(None);
-                for way in [None, Some(None), Some(Some(3)), Some(Some(5))] {
-                    let (loss, found) = run(way);
-                    assert!((loss - expected_loss).abs() <= 1e-12, "{value}: {options:?}, {way:?}: {loss}");
+                for sorted in [None, Some(None), Some(Some(3)), Some(Some(5))] {
+                    let (loss, found) = run(sorted);
+                    assert!(
+                        (loss - expected_loss).abs() <= 1e-12,
+                        "{value}: {options:?}, {sorted:?}: {loss}"
+                    );
                     assert_eq!(found.len(), expected.len());
-                    for (place, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                    for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
                         let error = (found - expected).abs().max().double_value(&[]);
                         assert!(
                             error <= 1e-12,
-                            "{value}: gradient {place} of {options:?}, {way:?}: {error:e}"
+                            "{value}: gradient {index} of {options:?}, {sorted:?}: {error:e}"
                         );
                     }
                 }
@@ -225,10 +229,10 @@ mod tests {
         }
     }
 
-    /// What a device other than the CPU does (libtorch's operators over rows that are put in order without being looked at),
-    /// on CPU tensors, against what the CPU does.
+    /// The implementation for other devices (libtorch's operators over rows sorted without reading the targets), run on CPU
+    /// tensors, against the implementation for the CPU.
     #[test]
-    fn the_way_of_other_devices_gives_the_same() {
+    fn the_implementation_for_other_devices_gives_the_same() {
         let mut generator = Generator::new(1).unwrap();
         let mut normal = |size: &[i64]| generator.normal(size, (Kind::Double, Device::Cpu)).unwrap();
         let given = [normal(&[2, 5, 4]), normal(&[7, 4]), normal(&[7]), normal(&[2, 4]), normal(&[7, 2])];
@@ -253,7 +257,7 @@ mod tests {
                     entropy: true,
                     ..LinearCrossEntropy::default()
                 };
-                let run = |known: Option<Option<i64>>| {
+                let run = |sorted: Option<Option<i64>>| {
                     let leaves = given.each_ref().map(|tensor| tensor.copy().set_requires_grad(true));
                     let inputs = Inputs {
                         bias: on(0).then_some(&leaves[2]),
@@ -262,14 +266,15 @@ mod tests {
                         class_weights: on(2).then_some(&class_weights),
                         ..Inputs::new(&leaves[0], &leaves[1], targets)
                     };
-                    let output = match known {
+                    let output = match sorted {
                         None => options.run(&inputs).unwrap(),
-                        Some(known) => {
+                        Some(labelled) => {
                             let sizes = check(&inputs, &options).unwrap();
-                            let plan = Plan::new(options.chunk, sizes, Kind::Double, Device::Cpu, &Operators)
-                                .unwrap();
-                            let rows =
-                                order(&targets.reshape([-1]), &options, known, 5, Kind::Double).unwrap();
+                            let plan =
+                                ChunkPlan::new(options.chunk, sizes, Kind::Double, Device::Cpu, &Operators)
+                                    .unwrap();
+                            let flat = targets.reshape([-1]);
+                            let rows = sorted_rows(&flat, &options, labelled, 5, Kind::Double).unwrap();
                             options.run_planned(&inputs, sizes, plan, &Operators, rows).unwrap()
                         }
                     };
@@ -294,13 +299,13 @@ mod tests {
                     outputs.chain(gradients).map(|tensor| tensor.to_kind(Kind::Double)).collect::<Vec<_>>()
                 };
                 let expected = run(None);
-                // The caller knows nothing, the number (before the shift), or one that is too large.
-                for known in [None, Some(labelled), Some(9)] {
-                    let found = run(Some(known));
+                // The number of labelled tokens is unknown, known (before the shift), or too large.
+                for labelled in [None, Some(labelled), Some(9)] {
+                    let found = run(Some(labelled));
                     assert_eq!(found.len(), expected.len());
-                    for (place, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                    for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
                         let error = (found - expected).abs().max().double_value(&[]);
-                        assert!(error <= 1e-12, "{place} of {options:?}, {known:?}: {error:e}");
+                        assert!(error <= 1e-12, "{index} of {options:?}, {labelled:?}: {error:e}");
                     }
                 }
             }

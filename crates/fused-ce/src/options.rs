@@ -1,75 +1,74 @@
-//! What a loss is made of, and how it is computed.
+//! Options of the loss: its definition, its outputs and how it is computed.
 
 use crate::error::{Error, Result};
 
-/// How the tokens' losses become the result.
+/// The reduction of the per-token losses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reduction {
-    /// Their sum over a denominator: see [`Inputs::denominator`](crate::Inputs::denominator).
+    /// The sum divided by a denominator: see [`Inputs::denominator`](crate::Inputs::denominator).
     #[default]
     Mean,
-    /// Their sum.
+    /// The sum.
     Sum,
-    /// One for each target, 0 where it is ignored. Its backward computes the logits a second time: four products instead of
+    /// No reduction: one loss per token, 0 for ignored tokens. Backward recomputes the logits: four products instead of
     /// three.
     None,
 }
 
-/// The mean over no token at all.
+/// The mean of a batch in which every token is ignored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Empty {
     /// 0.
     #[default]
     Zero,
-    /// NaN, as in PyTorch. The gradients are zeros in both.
+    /// NaN, as in PyTorch. The gradients are zero in both cases.
     Nan,
 }
 
-/// How many tokens' logits exist at a time. Depends on shapes alone, so that equal runs compute equal numbers.
+/// The chunk size: how many tokens have their logits in memory at a time. It depends on shapes only, so that equal runs
+/// compute equal numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chunk {
-    /// As many as these bytes hold.
+    /// The number of tokens whose logits fit in this many bytes.
     Budget(u64),
-    /// This many.
+    /// A number of tokens.
     Tokens(i64),
 }
 
-/// When gradients are computed, where both is possible.
+/// When gradients are computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Gradients {
-    /// In the forward pass, while the logits are there: three products in all, and the gradients are held until the
-    /// backward. A loss for each token, and a differentiable log-sum-exp, need the upstream gradient first, and get theirs in
-    /// the backward pass.
+    /// In forward, from the logits in memory: three products, and the gradients are saved until backward. Per-token losses and
+    /// a differentiable log-sum-exp need the upstream gradient; their gradients are always computed in backward.
     #[default]
     Forward,
-    /// In the backward pass, from logits computed again: four products, and between the passes nothing is held but two numbers
-    /// for each token.
+    /// In backward, from recomputed logits: four products, and only two numbers per token are saved.
     Backward,
 }
 
 /// Whether log Σ eᶻ is returned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LogSumExp {
-    /// It is not.
+    /// Not returned.
     #[default]
     No,
-    /// As numbers.
+    /// Returned without a graph.
     Value,
-    /// With a graph. The backward computes the logits a second time.
+    /// Returned with a graph. Backward recomputes the logits.
     Differentiable,
 }
 
-/// Whether targets are looked at before they are used. To look means to wait for a device that is not the CPU.
+/// Whether targets are checked against the vocabulary. On a GPU the check synchronises.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CheckTargets {
-    /// On the CPU only. Elsewhere a target outside the vocabulary adds nothing for its logit, which is wrong and silent.
+    /// On the CPU only. On a GPU a target outside the vocabulary silently contributes no logit, which gives a wrong loss.
     #[default]
     OnCpu,
     /// On every device.
     Always,
 }
 
-/// The loss's definition and its plan. See the [crate](crate) for the mathematics.
+/// The definition of the loss and how it is computed. See the [crate](crate) for the mathematics.
 ///
 /// ```
 /// use fused_ce::{Chunk, LinearCrossEntropy, Reduction};
@@ -84,33 +83,33 @@ pub enum CheckTargets {
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct LinearCrossEntropy {
-    /// How the tokens' losses become the result.
+    /// The reduction of the per-token losses.
     pub reduction: Reduction,
-    /// The target that means none. Its rows take no part in any product.
+    /// The target of ignored tokens. Their rows skip all products.
     pub ignore_index: i64,
     /// ε in [0, 1]: the target becomes (1 − ε)·target + ε/vocabulary.
     pub label_smoothing: f64,
-    /// ζ: adds ζ·(log Σ eᶻ)² to each token's loss (PaLM, arXiv 2204.02311, takes 1e-4).
+    /// ζ: adds ζ·(log Σ eᶻ)² to the loss of each token (PaLM, arXiv 2204.02311, uses 1e-4).
     pub z_loss: f64,
-    /// Multiplies the logits, before the cap.
+    /// Factor of the logits, before the soft cap.
     pub scale: f64,
-    /// k: logits become k·tanh(z/k) (Gemma 2, arXiv 2408.00118, takes 30).
+    /// k: logits become k·tanh(z/k) (Gemma 2, arXiv 2408.00118, uses 30).
     pub softcap: Option<f64>,
-    /// The hidden state at a place predicts the target this many places later in its row; the last ones predict nothing.
+    /// The hidden state at position t predicts the target at position t + shift of its row; the last positions have no target.
     pub shift: i64,
-    /// How many tokens' logits exist at a time. `None`: 128 MiB of them on a CPU, 1 GiB elsewhere.
+    /// The chunk size. `None`: 128 MiB of logits on a CPU, 1 GiB on a GPU.
     pub chunk: Option<Chunk>,
     /// When gradients are computed.
     pub gradients: Gradients,
-    /// The mean over no token.
+    /// The mean of a batch in which every token is ignored.
     pub empty: Empty,
-    /// Whether targets are looked at before they are used.
+    /// Whether targets are checked against the vocabulary.
     pub check_targets: CheckTargets,
     /// Whether log Σ eᶻ is returned.
     pub log_sum_exp: LogSumExp,
-    /// Whether each token's argmax, and how many are the target, are returned. Costs next to nothing.
+    /// Whether the argmax per token and the number of correct ones are returned. Costs almost nothing.
     pub predictions: bool,
-    /// Whether the entropy of each token's softmax is returned, as numbers. Costs next to nothing.
+    /// Whether the entropy of the softmax per token is returned, without a graph. Costs almost nothing.
     pub entropy: bool,
 }
 

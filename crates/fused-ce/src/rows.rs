@@ -1,8 +1,8 @@
-//! Which rows take part, and what each is to be predicted as.
+//! Selection of the rows with a label.
 //!
-//! A row without a label costs three products for nothing, so the labelled ones are gathered first. On the CPU the targets are
-//! read. Elsewhere that would mean to wait: there the rows are put in order instead, the labelled ones first, and those at the
-//! end take part with a factor of 0, or are left out if the caller knows how many there are.
+//! An ignored row costs three products for nothing, so the labelled rows are gathered first. On a CPU the targets are read. On
+//! a GPU that would synchronise: there the rows are sorted, labelled ones first, and the ignored rows at the end have a factor
+//! of 0, or are skipped if the caller gives the number of labelled ones.
 
 use tch::{Device, Kind, Tensor};
 
@@ -10,16 +10,16 @@ use crate::error::{Error, Result};
 use crate::inputs::{Inputs, Sizes, Targets, tile_kind};
 use crate::options::{CheckTargets, LinearCrossEntropy};
 
-/// The rows that take part.
+/// The rows to compute.
 #[derive(Debug)]
 pub(crate) struct Rows {
-    /// How many.
+    /// Their number.
     pub(crate) count: i64,
-    /// `[count]`: their places among all tokens; `None` for every place, in order.
+    /// `[count]`: their indices among all tokens; `None` for all tokens in order.
     pub(crate) index: Option<Tensor>,
-    /// `[count]`: the class of each; `None` where distributions are given.
+    /// `[count]`: their target classes; `None` if the targets are distributions.
     pub(crate) classes: Option<Tensor>,
-    /// `[count]`, of the tile's dtype: 1 where there is a label, 0 where not; `None` where all have one.
+    /// `[count]` in the dtype of logits: 1 for labelled rows, 0 for ignored ones; `None` if all are labelled.
     pub(crate) labelled: Option<Tensor>,
 }
 
@@ -34,18 +34,18 @@ impl Rows {
         let sequence = classes.size().last().copied().unwrap_or(1);
         let device = classes.device();
         if device == Device::Cpu {
-            return read(classes, options, sizes, sequence);
+            return labelled_rows(classes, options, sizes, sequence);
         }
         if options.check_targets == CheckTargets::Always {
-            read(&classes.f_to_device(Device::Cpu)?, options, sizes, sequence)?;
+            labelled_rows(&classes.f_to_device(Device::Cpu)?, options, sizes, sequence)?;
         }
         let kind = tile_kind(inputs.hidden.kind());
-        order(&classes.f_reshape([-1])?, options, inputs.labelled, sequence, kind)
+        sorted_rows(&classes.f_reshape([-1])?, options, inputs.labelled, sequence, kind)
     }
 
-    /// x `[tokens, …]` with zeros in the rows that take no part, as autograd's operators see it. They may hold infinities, and a
-    /// product that meets them with a gradient of 0 is not 0.
-    pub(crate) fn without_others(&self, x: &Tensor) -> Result<Tensor> {
+    /// Returns x `[tokens, …]` with zeros in the ignored rows, by differentiable operators. They may hold infinities, and 0·∞
+    /// is not 0.
+    pub(crate) fn zero_unlabelled(&self, x: &Tensor) -> Result<Tensor> {
         let Some(index) = &self.index else { return Ok(x.shallow_clone()) };
         let part = match &self.labelled {
             Some(labelled) => labelled.f_ne(0.0)?,
@@ -56,24 +56,29 @@ impl Rows {
     }
 }
 
-/// By looking at each target.
-fn read(classes: &Tensor, options: &LinearCrossEntropy, sizes: Sizes, sequence: i64) -> Result<Rows> {
+/// Returns the labelled rows, by reading each target.
+fn labelled_rows(
+    classes: &Tensor,
+    options: &LinearCrossEntropy,
+    sizes: Sizes,
+    sequence: i64,
+) -> Result<Rows> {
     let vocabulary = sizes.vocabulary;
     let given = Vec::<i64>::try_from(classes.f_reshape([-1])?.f_contiguous()?)?;
-    for (place, &found) in given.iter().enumerate() {
+    for (position, &found) in given.iter().enumerate() {
         if found != options.ignore_index && !(0..vocabulary).contains(&found) {
-            return Err(Error::Target { found, place, vocabulary, ignore_index: options.ignore_index });
+            return Err(Error::Target { found, position, vocabulary, ignore_index: options.ignore_index });
         }
     }
     let (mut index, mut labels) = (Vec::new(), Vec::new());
-    for place in 0..given.len() as i64 {
-        // In the same row of tokens still.
-        if options.shift >= sequence - place % sequence {
+    for position in 0..given.len() as i64 {
+        // The target must lie in the same row of tokens.
+        if options.shift >= sequence - position % sequence {
             continue;
         }
-        let label = given[(place + options.shift) as usize];
+        let label = given[(position + options.shift) as usize];
         if label != options.ignore_index {
-            index.push(place);
+            index.push(position);
             labels.push(label);
         }
     }
@@ -87,8 +92,9 @@ fn read(classes: &Tensor, options: &LinearCrossEntropy, sizes: Sizes, sequence: 
     })
 }
 
-/// By operators whose shapes do not depend on the targets.
-pub(crate) fn order(
+/// Returns all rows, or the first `labelled` ones, sorted with the labelled ones first, by operators whose shapes do not
+/// depend on the targets.
+pub(crate) fn sorted_rows(
     classes: &Tensor,
     options: &LinearCrossEntropy,
     labelled: Option<i64>,
@@ -100,8 +106,8 @@ pub(crate) fn order(
     let mut mask = classes.f_ne(options.ignore_index)?;
     let shift = options.shift.min(sequence);
     if shift > 0 {
-        let place = Tensor::f_arange(tokens, options_of)?.f_remainder(sequence.max(1))?;
-        let within = place.f_lt(sequence - shift)?;
+        let position = Tensor::f_arange(tokens, options_of)?.f_remainder(sequence.max(1))?;
+        let within = position.f_lt(sequence - shift)?;
         labels = labels.f_roll([-shift], [0])?;
         mask = mask.f_roll([-shift], [0])?.f_logical_and(&within)?;
     }
@@ -126,19 +132,19 @@ mod tests {
         Sizes { tokens, hidden: 1, columns: vocabulary, vocabulary, first: 0, widest: vocabulary }
     }
 
-    /// What is found without looking is what is found by looking.
+    /// Sorting without reading the targets finds the same rows as reading them.
     #[test]
-    fn both_ways_find_the_same_rows() {
+    fn both_implementations_find_the_same_rows() {
         let ignored = -7;
         let targets =
             Tensor::from_slice2(&[[3i64, ignored, 0, 4], [ignored, ignored, 2, ignored], [1, 1, 1, 1]]);
         for shift in [0, 1, 2, 3, 4, 5, 12, i64::MAX] {
             let options =
                 LinearCrossEntropy { shift, ignore_index: ignored, ..LinearCrossEntropy::default() };
-            let seen = read(&targets, &options, sizes(12, 5), 4).unwrap();
+            let seen = labelled_rows(&targets, &options, sizes(12, 5), 4).unwrap();
             let flat = targets.reshape([-1]);
             for labelled in [None, Some(seen.count)] {
-                let ordered = order(&flat, &options, labelled, 4, Kind::Float).unwrap();
+                let ordered = sorted_rows(&flat, &options, labelled, 4, Kind::Float).unwrap();
                 let mask = ordered.labelled.unwrap();
                 assert_eq!(mask.sum(Kind::Int64).int64_value(&[]), seen.count, "shift {shift}");
                 let head = |t: &Tensor| Vec::<i64>::try_from(t.narrow(0, 0, seen.count)).unwrap();

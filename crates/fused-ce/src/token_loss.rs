@@ -1,4 +1,4 @@
-//! A token's loss and the numbers of its gradient, from the statistics of its logits.
+//! The loss of a token and the coefficients of its gradient, from the statistics of its logits.
 //!
 //! With l = log Σ eᶻ, the target t of class y (or the distribution q), class weights w, smoothing ε over v classes:
 //!
@@ -6,8 +6,8 @@
 //! - ℓ = Σ t·(l − z) + ζ·l²
 //! - for upstream gradients u of ℓ and u′ of l: ∂L/∂z = (u·(T + 2ζ·l) + u′)·softmax(z) − u·t
 //!
-//! which are α, β, γ of [`runtime::fused::cross_entropy`]. l is kept as m + ln Σ e^(z − m), and m − z_y subtracted first, so that
-//! logits far from 0 cost no digits.
+//! which are α, β, γ of [`runtime::fused::cross_entropy`]. l is kept as m + ln Σ e^(z − m), and m − z_y is computed first, so
+//! that logits far from 0 lose no precision.
 
 use runtime::Result;
 use runtime::fused::cross_entropy::Statistics;
@@ -15,16 +15,16 @@ use tch::Tensor;
 
 use crate::options::LinearCrossEntropy;
 
-/// What a chunk's tokens are to be predicted as, as far as their losses need it: `[n]` each.
+/// The total target weight of each token of a chunk, `[n]`.
 #[derive(Debug, Default)]
 pub(crate) struct TargetMass {
     /// w_y, or Σ w ⊙ q; `None` for 1.
     pub(crate) mass: Option<Tensor>,
-    /// Whether the statistics' `target` has the class weights in it.
+    /// Whether `target` of the statistics includes the class weights.
     pub(crate) weighted: bool,
 }
 
-/// The definition, with what all tokens share.
+/// The definition of the loss and the numbers shared by all tokens.
 #[derive(Debug)]
 pub(crate) struct Formula {
     pub(crate) smoothing: f64,
@@ -50,7 +50,7 @@ impl Formula {
         })
     }
 
-    /// x·Σw, where w is 1 for every class unless given, times ε/v.
+    /// Returns x·Σw·ε/v, with w = 1 for every class by default.
     fn smoothed(&self, x: &Tensor) -> Result<Tensor> {
         let share = self.smoothing / self.vocabulary;
         Ok(match &self.class_weight_sum {
@@ -59,66 +59,65 @@ impl Formula {
         })
     }
 
-    /// ℓ of each token.
-    pub(crate) fn losses(&self, known: &Statistics, target: &TargetMass) -> Result<Tensor> {
-        let powers = known.sum.f_log()?;
+    /// Returns ℓ of each token.
+    pub(crate) fn losses(&self, row: &Statistics, target: &TargetMass) -> Result<Tensor> {
+        let log_sum = row.sum.f_log()?;
         let times = |x: Tensor, mass: &Option<Tensor>| {
             mass.as_ref().map_or(Ok(x.shallow_clone()), |mass| x.f_mul(mass))
         };
-        let likely = if target.weighted {
-            times(known.maximum.f_add(&powers)?, &target.mass)?.f_sub(&known.target)?
+        let nll = if target.weighted {
+            times(row.maximum.f_add(&log_sum)?, &target.mass)?.f_sub(&row.target)?
         } else {
-            times(known.maximum.f_sub(&known.target)?.f_add(&powers)?, &target.mass)?
+            times(row.maximum.f_sub(&row.target)?.f_add(&log_sum)?, &target.mass)?
         };
-        let mut losses =
-            if self.smoothing == 0.0 { likely } else { likely.f_mul_scalar(1.0 - self.smoothing)? };
-        if let Some(total) = &known.total {
-            let log_sum_exp = known.maximum.f_add(&powers)?;
+        let mut losses = if self.smoothing == 0.0 { nll } else { nll.f_mul_scalar(1.0 - self.smoothing)? };
+        if let Some(total) = &row.total {
+            let log_sum_exp = row.maximum.f_add(&log_sum)?;
             let share = self.smoothing / self.vocabulary;
             let _ = losses.f_add_(&self.smoothed(&log_sum_exp)?.f_sub(&total.f_mul_scalar(share)?)?)?;
         }
         if self.z_loss > 0.0 {
-            let _ = losses.f_add_(&known.maximum.f_add(&powers)?.f_square()?.f_mul_scalar(self.z_loss)?)?;
+            let _ = losses.f_add_(&row.maximum.f_add(&log_sum)?.f_square()?.f_mul_scalar(self.z_loss)?)?;
         }
         Ok(losses)
     }
 
-    /// α over Σ e^(z − m), β and γ, for the upstream gradients `of_loss` and `of_log_sum_exp`.
+    /// Returns α/Σ e^(z − m), β and γ for the upstream gradients of the loss and of log Σ eᶻ.
     pub(crate) fn coefficients(
         &self,
         maximum: &Tensor,
         sum: &Tensor,
         target: &TargetMass,
-        of_loss: &Tensor,
-        of_log_sum_exp: Option<&Tensor>,
-    ) -> Result<Numbers> {
+        loss_grad: &Tensor,
+        log_sum_exp_grad: Option<&Tensor>,
+    ) -> Result<GradientTerms> {
         let mass = match &target.mass {
-            Some(mass) => of_loss.f_mul(mass)?,
-            None => of_loss.shallow_clone(),
+            Some(mass) => loss_grad.f_mul(mass)?,
+            None => loss_grad.shallow_clone(),
         };
         let mass = mass.f_mul_scalar(1.0 - self.smoothing)?;
         let mut softmax = mass.shallow_clone();
         let constant = if self.smoothing > 0.0 {
-            softmax = softmax.f_add(&self.smoothed(of_loss)?)?;
-            Some(of_loss.f_mul_scalar(self.smoothing / self.vocabulary)?)
+            softmax = softmax.f_add(&self.smoothed(loss_grad)?)?;
+            Some(loss_grad.f_mul_scalar(self.smoothing / self.vocabulary)?)
         } else {
             None
         };
         if self.z_loss > 0.0 {
             let slope = sum.f_log()?.f_add(maximum)?.f_mul_scalar(2.0 * self.z_loss)?;
-            softmax = softmax.f_add(&slope.f_mul(of_loss)?)?;
+            softmax = softmax.f_add(&slope.f_mul(loss_grad)?)?;
         }
-        if let Some(upstream) = of_log_sum_exp {
+        if let Some(upstream) = log_sum_exp_grad {
             softmax = softmax.f_add(upstream)?;
         }
-        let target = if target.weighted { of_loss.f_mul_scalar(1.0 - self.smoothing)? } else { mass };
-        Ok(Numbers { powers: softmax.f_div(sum)?, target, constant })
+        let target = if target.weighted { loss_grad.f_mul_scalar(1.0 - self.smoothing)? } else { mass };
+        Ok(GradientTerms { powers: softmax.f_div(sum)?, target, constant })
     }
 }
 
-/// α over Σ e^(z − m), β, γ.
+/// α/Σ e^(z − m), β and γ.
 #[derive(Debug)]
-pub(crate) struct Numbers {
+pub(crate) struct GradientTerms {
     pub(crate) powers: Tensor,
     pub(crate) target: Tensor,
     pub(crate) constant: Option<Tensor>,

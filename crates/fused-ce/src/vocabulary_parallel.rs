@@ -1,10 +1,10 @@
-//! A vocabulary that several ranks share: each has some rows of W, and all have all tokens.
+//! Vocabulary parallelism: each rank holds some rows of W, and all ranks hold all tokens.
 //!
-//! Statistics of a row of logits can be put together from those of its slices: the largest logit is the largest of theirs, and
-//! every sum is the sum of theirs, rescaled to it. So a chunk of tokens costs two reductions of a few numbers for each token (a
-//! third where predictions are wanted), no logits travel, and the gradient of a rank's slice of W stays with it. The gradient
-//! of the hidden states is summed over the ranks once, at the end. Source: Shoeybi et al., arXiv 1909.08053, section 3, whose
-//! form holds a rank's slice of all logits.
+//! The statistics of a row of logits reduce over its shards: the largest logit is the maximum of the shards' maxima, and every
+//! sum is the sum of the shards' sums, rescaled to that maximum. So a chunk of tokens costs two all-reduces of a few numbers
+//! per token (three with predictions). No logits are communicated, and the gradient of each shard of W stays on its rank. The
+//! gradient of the hidden states is all-reduced once, at the end. Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053,
+//! section 3, which holds all logits of a shard.
 
 use std::fmt::Debug;
 
@@ -12,53 +12,53 @@ use tch::Tensor;
 
 use crate::error::{Error, Result};
 
-/// How tensors of all ranks become one.
+/// The operation of an all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reduce {
-    /// Their sum.
+    /// Element-wise sum.
     Sum,
-    /// Their largest element.
+    /// Element-wise maximum.
     Maximum,
 }
 
-/// Ranks that compute together: a process group, or threads of one process.
+/// A group of ranks: processes, or threads of one process.
 ///
-/// Every rank calls the same reductions in the same order, with tensors of one shape and dtype.
+/// All ranks call the same reductions in the same order, with tensors of the same shape and dtype.
 pub trait Group: Debug + Send + Sync {
-    /// Puts the reduction of every rank's `tensor` into it.
+    /// Reduces `tensor` over all ranks, in place.
     ///
     /// # Errors
-    /// What goes wrong between the ranks.
+    /// The communication fails.
     fn all_reduce(&self, tensor: &mut Tensor, reduce: Reduce) -> runtime::Result<()>;
 }
 
-/// A rank's slice of the vocabulary.
+/// A rank's shard of the vocabulary.
 #[derive(Debug)]
 pub struct Shard {
-    /// The class of the slice's first row.
+    /// The class of the first row of the shard.
     pub first: i64,
-    /// Number of classes of all slices together.
+    /// Number of classes of all shards.
     pub vocabulary: i64,
-    /// Rows of the largest slice. Chunks are planned for it, so that ranks with fewer rows make the same ones.
+    /// Rows of the largest shard. It sizes the chunks, so that all ranks have the same ones.
     pub widest: i64,
     /// The ranks.
     pub group: Box<dyn Group>,
 }
 
 impl Shard {
-    /// The slice's first class and the number of all classes, for a weight of so many rows.
+    /// Returns the first class of the shard and the size of the vocabulary, for a weight with `rows` rows.
     pub(crate) fn range(&self, rows: i64) -> Result<(i64, i64)> {
         let Self { first, vocabulary, widest, .. } = *self;
         if first < 0 || first.checked_add(rows).is_none_or(|end| end > vocabulary) {
             let reason = format!(
-                "a slice of {rows} rows from {first} on is not within a vocabulary of {vocabulary}; give each rank its own rows"
+                "a shard of {rows} rows starting at class {first} exceeds the vocabulary of {vocabulary}; give each rank its own rows"
             );
             return Err(Error::Option(reason));
         }
         if !(rows..=vocabulary).contains(&widest) {
             let reason = format!(
-                "the largest slice of {vocabulary} classes is said to have {widest} rows, and this one has {rows}; give each rank \
-                 the same number, that of the largest"
+                "`widest` is {widest}, but this shard of {vocabulary} classes has {rows} rows; set it to the rows of the largest \
+                 shard on every rank"
             );
             return Err(Error::Option(reason));
         }

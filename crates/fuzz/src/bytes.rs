@@ -1,9 +1,9 @@
-//! Changes of bytes, of lines, and of a safetensors file.
+//! Mutations of bytes, of text and of safetensors files.
 
 use crate::json::json;
 use crate::random::Random;
 
-/// Where lengths and offsets break.
+/// Values at which lengths and offsets overflow.
 const EDGES: [u64; 12] = [
     0,
     1,
@@ -19,7 +19,8 @@ const EDGES: [u64; 12] = [
     u64::MAX,
 ];
 
-/// One to four changes: bits, bytes, fields of 4 or 8 bytes (lengths, offsets), and parts that are cut, doubled, inserted or left out.
+/// Makes one to five random changes to bits, bytes and 4- or 8-byte fields (lengths, offsets), and truncates, duplicates,
+/// inserts or deletes parts.
 pub fn bytes(random: &mut Random, good: &[u8]) -> Vec<u8> {
     let mut bytes = good.to_vec();
     for _ in 0..=random.below(4) {
@@ -44,7 +45,7 @@ pub fn bytes(random: &mut Random, good: &[u8]) -> Vec<u8> {
                     1 => random.bits(),
                     _ => bytes.len() as u64 + random.below(9) as u64,
                 };
-                // Fields lie at multiples of their width, most often near the beginning.
+                // Fields are aligned to their width, mostly near the start.
                 let field = if random.once_in(2) { random.below(16) } else { at / width };
                 if let Some(field) = bytes.get_mut(field * width..(field + 1) * width) {
                     field.copy_from_slice(&value.to_le_bytes()[..width]);
@@ -55,8 +56,8 @@ pub fn bytes(random: &mut Random, good: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Changes a text by lines (left out, doubled, exchanged), by the numbers in it, or as [`bytes()`] does; what is no UTF-8 then is
-/// replaced.
+/// Mutates a text: its lines (deleted, duplicated, swapped), the numbers in it, or its bytes as [`bytes()`] does; invalid
+/// UTF-8 is then replaced.
 pub fn text(random: &mut Random, good: &str) -> String {
     const NUMBERS: [&str; 12] = [
         "0",
@@ -103,11 +104,11 @@ pub fn text(random: &mut Random, good: &str) -> String {
     lines.join("\n")
 }
 
-/// Changes a safetensors file: its header as [`json()`] does, with the header's length corrected or not, or any of it as [`bytes()`]
-/// does.
+/// Mutates a safetensors file: its header as [`json()`] does, with or without correcting the length of the header, or any
+/// of its bytes as [`bytes()`] does.
 ///
 /// # Panics
-/// `good` is none.
+/// `good` is not a safetensors file.
 pub fn safetensors(random: &mut Random, good: &[u8]) -> Vec<u8> {
     if random.once_in(3) {
         return bytes(random, good);

@@ -1,17 +1,17 @@
-//! Changes of JSON that keep most of its structure.
+//! Mutations of JSON that keep most of its structure.
 
 use serde_json::{Map, Value};
 
 use crate::bytes::bytes;
 use crate::random::Random;
 
-/// Stands for text that no [`Value`] has: a string of this, the text and [`CLOSE`].
+/// Opens a marker in a string for text that no [`Value`] can hold; [`CLOSE`] ends it.
 const OPEN: &str = "<<raw ";
 const CLOSE: &str = " raw>>";
-/// Ends a key that is to be written without it, so that the key comes twice.
+/// A suffix of a key that is removed in the text, so that the key is duplicated.
 const TWICE: &str = "<<twice>>";
 
-/// Numbers as texts, so that they need be no [`Value`].
+/// Numbers as text, including ones that no [`Value`] can hold.
 const NUMBERS: [&str; 24] = [
     "0",
     "-0",
@@ -39,8 +39,8 @@ const NUMBERS: [&str; 24] = [
     "18446744073709551616",
 ];
 
-/// One to three changes: a number becomes an extreme one, a value is of another type, left out, doubled, exchanged with another or
-/// nested deeply, a key comes twice or has another name; or the text's bytes change.
+/// Makes one to three changes: a number becomes an extreme one; a value changes its type, or is deleted, duplicated,
+/// swapped with another or nested deeply; a key is duplicated or renamed; or the bytes of the text change.
 pub fn json(random: &mut Random, good: &Value) -> String {
     let mut value = good.clone();
     for _ in 0..=random.below(3) {
@@ -85,7 +85,7 @@ fn change(random: &mut Random, node: &mut Value, donor: Value) {
         }
         (4, _) => *node = donor,
         (5, _) => {
-            // Open to 2¹⁷ levels; sometimes nobody closes them.
+            // Up to 2¹⁷ levels, sometimes unclosed.
             let depth = 1 << random.below(18);
             let (open, close) = random.pick(&[("[", "]"), ("{\"a\":", "}")]);
             let inner = node.to_string();
@@ -100,7 +100,7 @@ fn change(random: &mut Random, node: &mut Value, donor: Value) {
     }
 }
 
-/// Without the signs of an inner replacement, which stand outside of a string then.
+/// Removes the markers of an inner replacement, which is outside of a string then.
 fn plain(text: &str) -> String {
     text.replace(&format!("\"{OPEN}"), "").replace(&format!("{CLOSE}\""), "").replace('\\', "")
 }
@@ -111,7 +111,7 @@ fn change_fields(random: &mut Random, fields: &mut Map<String, Value>) {
     match random.below(4) {
         0 => drop(fields.remove(&key)),
         1 => {
-            // The same, or another: a reader may keep either.
+            // The same value or another: a reader may use either.
             let again = if random.once_in(2) { value } else { raw(random.pick(&NUMBERS)) };
             fields.insert(format!("{key}{TWICE}"), again);
         }
@@ -135,7 +135,7 @@ fn nodes(value: &Value) -> usize {
     }
 }
 
-/// The value of this number, in the order of the text.
+/// Returns the node with this index, in the order of the text.
 fn node<'a>(value: &'a mut Value, number: &mut usize) -> Option<&'a mut Value> {
     if *number == 0 {
         return Some(value);

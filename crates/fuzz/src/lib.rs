@@ -1,11 +1,12 @@
-//! Seeded mutation tests of what reads files from elsewhere.
+//! Seeded mutation tests for file readers.
 //!
-//! [`run`] repeats a case with random numbers that a seed decides, so that every failure comes again: 10 000 times, or as often as
-//! `FRUGAL_FUZZ_CASES` says. A case takes a good file, changes it ([`bytes()`], [`json()`], [`text()`], [`safetensors()`]), and
-//! says whether it was refused. A panic fails the test, with the number of the case; so does a heap that grows beyond what
-//! [`within`] allows: a test that links this crate counts the bytes of its heap.
+//! [`run`] repeats a test case with seeded random numbers, so that every failure is reproducible: 10 000 times, or as often
+//! as the environment variable `FRUGAL_FUZZ_CASES` says. A case mutates a valid file ([`bytes()`], [`json()`], [`text()`],
+//! [`safetensors()`]), reads it, and returns whether the reader refused it. A panic fails the test and prints the index of
+//! the case, and so does a heap larger than [`within`] allows: this crate installs an allocator that counts the bytes of
+//! the heap.
 //!
-//! For tests alone: a crate names it under `dev-dependencies`.
+//! Use it under `dev-dependencies` only.
 //!
 //! ```
 //! use fuzz::Outcome;
@@ -31,33 +32,34 @@ pub use random::Random;
 #[global_allocator]
 static HEAP: PeakAlloc = PeakAlloc;
 
-/// What became of a changed file.
+/// The outcome of reading a mutated file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// An error.
+    /// The reader returned an error.
     Refused,
-    /// It was read.
+    /// The reader accepted the file.
     Read,
 }
 
 impl Outcome {
-    /// Read where it is `Ok`.
+    /// Returns `Read` for `Ok` and `Refused` for `Err`.
     pub fn of<T, E>(result: &Result<T, E>) -> Self {
         if result.is_ok() { Self::Read } else { Self::Refused }
     }
 }
 
-/// Runs a case 10 000 times, or as often as the environment variable `FRUGAL_FUZZ_CASES` says.
+/// Runs a case 10 000 times, or as often as the environment variable `FRUGAL_FUZZ_CASES` says. `FRUGAL_FUZZ_CASE` runs the
+/// one case with this index.
 ///
 /// # Panics
-/// Where a case does, after the number of the case is printed; where every case was refused, or none: such a test shows nothing.
+/// If a case panics, after printing its index; if all cases or none were refused, because such a test shows nothing.
 pub fn run(name: &str, mut case: impl FnMut(&mut Random) -> Outcome) {
     let cases =
         std::env::var("FRUGAL_FUZZ_CASES").ok().and_then(|count| count.parse().ok()).unwrap_or(10_000);
-    // One alone, to look at what it does.
+    // A single case, for debugging.
     let only: Option<u64> = std::env::var("FRUGAL_FUZZ_CASE").ok().and_then(|number| number.parse().ok());
     let mut refused = 0u64;
-    // A panic that the reader catches prints no backtrace: its symbols take more heap than any file.
+    // A panic that the reader catches prints no backtrace: its symbols would take more heap than any file.
     std::panic::set_hook(Box::new(|panic| report(&panic.to_string())));
     for number in only.map_or(0..cases, |only| only..only + 1) {
         let failing = Failing { name, number };
@@ -73,7 +75,7 @@ pub fn run(name: &str, mut case: impl FnMut(&mut Random) -> Outcome) {
     }
 }
 
-/// Says which case panicked.
+/// Prints the index of a case that panics.
 struct Failing<'a> {
     name: &'a str,
     number: u64,
@@ -82,20 +84,22 @@ struct Failing<'a> {
 impl Drop for Failing<'_> {
     fn drop(&mut self) {
         let Self { name, number } = self;
-        report(&format!("{name}: case {number} failed; run it alone with FRUGAL_FUZZ_CASE={number}"));
+        report(&format!(
+            "{name}: case {number} failed; to run only this case, set FRUGAL_FUZZ_CASE={number}"
+        ));
     }
 }
 
-#[allow(clippy::print_stderr, reason = "what a test says")]
+#[allow(clippy::print_stderr, reason = "output of a test")]
 fn report(line: &str) {
     eprintln!("{line}");
 }
 
-/// Runs a closure that may have `allowed` bytes of heap more than there were before, at any moment. Memory of other threads counts
+/// Runs a closure and checks that the heap grows by at most `allowed` bytes at any moment. Memory of other threads counts
 /// too.
 ///
 /// # Panics
-/// Where there were more.
+/// If the heap grows by more.
 pub fn within<T>(allowed: usize, read: impl FnOnce() -> T) -> T {
     let before = HEAP.current_usage();
     HEAP.reset_peak_usage();
@@ -135,7 +139,7 @@ mod tests {
         }
     }
 
-    /// What a mutation of each kind is for, somewhere among a thousand.
+    /// Each kind of mutation occurs among a thousand.
     #[test]
     fn every_kind_of_change_is_made() {
         let good = serde_json::json!({ "width": 4, "inner": { "name": "x" } });

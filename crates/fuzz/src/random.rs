@@ -1,16 +1,16 @@
-//! Random numbers that a seed decides.
+//! Seeded random numbers.
 
-/// SplitMix64 (Steele et al., 2014).
+/// A SplitMix64 generator (Steele et al., 2014).
 #[derive(Debug, Clone)]
 pub struct Random(u64);
 
 impl Random {
-    /// The numbers of a seed.
+    /// Creates a generator from a seed.
     pub fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0xd6e8_feb8_6659_fd93))
     }
 
-    /// The next 64 bits.
+    /// Returns the next 64 bits.
     pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -18,20 +18,20 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A number below `end`; 0 for an end of 0.
+    /// Returns a number below `end`; 0 if `end` is 0.
     pub fn below(&mut self, end: usize) -> usize {
         (self.bits() % end.max(1) as u64) as usize
     }
 
-    /// True once in `n`.
+    /// Returns true with probability 1/n.
     pub fn once_in(&mut self, n: usize) -> bool {
         self.below(n) == 0
     }
 
-    /// One of several.
+    /// Returns a random element.
     ///
     /// # Panics
-    /// Of none.
+    /// `of` is empty.
     pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
         of[self.below(of.len())]
     }

@@ -1,4 +1,4 @@
-//! Every sample cut or padded to one length (the assignment's `BaseDataset`).
+//! Every sample truncated or padded to one length (the assignment's `BaseDataset`).
 
 use super::Documents;
 use crate::batch_source::BatchSource;
@@ -9,8 +9,7 @@ use crate::length_order::Usable;
 use crate::random_batch_sampler::{BatchOptions, BatchSampler, RandomBatchSampler};
 use crate::samples::Samples;
 
-/// Random batches `[batch_size, max_length]`, whatever the samples' lengths: the baseline that the others save padding
-/// against.
+/// Random batches `[batch_size, max_length]`, for samples of any length: the baseline of the other strategies.
 #[derive(Debug)]
 pub struct BaseDataset<S> {
     samples: S,
@@ -20,10 +19,10 @@ pub struct BaseDataset<S> {
 }
 
 impl<S: Samples> BaseDataset<S> {
-    /// Over all samples that have a token.
+    /// Creates the data set over all samples that have a token.
     ///
     /// # Errors
-    /// As [`RandomBatchSampler::new`]; batches of more places than can be numbered.
+    /// As [`RandomBatchSampler::new`]; a batch too large for memory.
     pub fn new(samples: S, options: &BatchOptions) -> Result<Self> {
         let sampler = RandomBatchSampler::named("BaseDataset", &samples, options)?;
         let rows = options.batch_size.min(sampler.usable().len());
@@ -32,7 +31,7 @@ impl<S: Samples> BaseDataset<S> {
             return Err(Error::Config {
                 what: "BaseDataset",
                 reason: format!(
-                    "{rows} rows padded to max_length, {}, are more than memory has; use a smaller one",
+                    "{rows} rows padded to max_length, {}, exceed the memory; use a smaller one",
                     options.max_length
                 ),
             });
@@ -42,7 +41,7 @@ impl<S: Samples> BaseDataset<S> {
         Ok(Self { samples, sampler, options: *options, fingerprint: fingerprint.finish() })
     }
 
-    /// What can be used of the data set.
+    /// Returns the counts of usable samples.
     pub fn usable(&self) -> &Usable {
         self.sampler.usable()
     }

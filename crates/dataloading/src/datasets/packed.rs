@@ -1,4 +1,4 @@
-//! Rows of one length, filled with documents by a plan over the whole data set.
+//! Rows of one length, filled with documents by a packing plan over the whole data set.
 
 use super::Documents;
 use crate::batch_source::BatchSource;
@@ -11,20 +11,20 @@ use crate::permutation::Permutation;
 use crate::random_batch_sampler::{Incomplete, Order, batches_of, check_batch_size, check_index, stream};
 use crate::samples::Samples;
 
-/// How packed batches are made.
+/// Options of packed batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackedOptions {
-    /// Rows of a batch, at least 1.
+    /// Rows per batch, at least 1.
     pub rows: usize,
-    /// How the rows are filled, and their length.
+    /// The packing algorithm and the length of rows.
     pub plan: PlanOptions,
-    /// The token that pads what little room is left.
+    /// The padding token.
     pub pad: u32,
-    /// Seed of the order.
+    /// The seed of the order.
     pub seed: u64,
-    /// The order of rows and of the documents in them.
+    /// The order of rows, and of the documents of equal length in them.
     pub order: Order,
-    /// The last batch of an epoch.
+    /// How an incomplete last batch is handled.
     pub incomplete: Incomplete,
 }
 
@@ -44,9 +44,9 @@ impl Default for PackedOptions {
 
 /// Batches `[rows, capacity]` of packed documents.
 ///
-/// The plan is made once. In every epoch the order of the rows is another, and so are the documents in them: a slot of a
-/// row asks for a length only, and which of the documents of that length fills it is permuted. Both are computed, so that
-/// the plan is all the state there is, and any batch of any epoch is found at once.
+/// The plan is made once. Every epoch permutes the rows, and the documents in them: a slot of a row fixes a length only,
+/// and the documents of that length are permuted over its slots. Both permutations are computed, so the plan is the only
+/// state, and any batch of any epoch is available in constant time.
 #[derive(Debug)]
 pub struct PackedDataset<S> {
     samples: S,
@@ -56,10 +56,10 @@ pub struct PackedDataset<S> {
 }
 
 impl<S: Samples> PackedDataset<S> {
-    /// Plans the rows. `O(n)` time; the [`Plan`] is kept.
+    /// Plans the rows in `O(n)` time and keeps the [`Plan`].
     ///
     /// # Errors
-    /// As [`Plan::new`]; a batch of no rows; fewer rows than a batch has where incomplete batches are dropped.
+    /// As [`Plan::new`]; a batch of 0 rows; fewer rows than a batch has if incomplete batches are dropped.
     pub fn new(samples: S, options: &PackedOptions) -> Result<Self> {
         const WHAT: &str = "PackedDataset";
         let plan = Plan::new(&lengths_of(WHAT, &samples)?, &options.plan)?;
@@ -69,7 +69,7 @@ impl<S: Samples> PackedDataset<S> {
             return Err(Error::Config {
                 what: WHAT,
                 reason: format!(
-                    "{} rows of {} tokens are more than cu_seqlens (int32) can count; use fewer",
+                    "{} rows of {} tokens exceed the range of cu_seqlens (int32); use fewer",
                     options.rows,
                     plan.capacity()
                 ),
@@ -86,13 +86,13 @@ impl<S: Samples> PackedDataset<S> {
         Ok(Self { samples, plan, options, fingerprint })
     }
 
-    /// Rows that are in no batch of an epoch because the batch would not be full: others in every epoch where their order is
-    /// shuffled.
+    /// Returns the number of rows dropped per epoch because their batch would be incomplete; in shuffled order they differ
+    /// from epoch to epoch.
     pub fn dropped_rows(&self) -> usize {
         self.plan.rows().saturating_sub(self.batches(0) * self.options.rows)
     }
 
-    /// The rows, with what they leave unused.
+    /// Returns the packing plan.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
@@ -122,7 +122,7 @@ impl<S: Samples> BatchSource for PackedDataset<S> {
         for (row, place) in places.clone().enumerate() {
             let planned = if shuffled { of_rows.at(place as u64) as usize } else { place };
             let mut outcome = Ok(());
-            // Slots of one length come together, so that the latest permutation serves most of them.
+            // Slots of one length are adjacent, so caching the latest permutation serves most of them.
             let mut latest: Option<(u32, Permutation)> = None;
             let fill = |length: u32, count: u32, rank: u32| {
                 if !shuffled {

@@ -1,4 +1,4 @@
-//! The samples of a batch joined into one long sequence with its boundaries (the assignment's `SequencedDataset`).
+//! The samples of a batch concatenated into one sequence with boundaries (the assignment's `SequencedDataset`).
 
 use super::Documents;
 use crate::batch_source::BatchSource;
@@ -9,30 +9,30 @@ use crate::length_order::Usable;
 use crate::random_batch_sampler::{BatchOptions, BatchSampler, RandomBatchSampler};
 use crate::samples::Samples;
 
-/// What becomes of the sample that reaches beyond the capacity.
+/// How a sample that exceeds the capacity is handled.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Overflow {
-    /// Its beginning fills the sequence.
+    /// Truncate it to the rest of the capacity.
     #[default]
     Cut,
-    /// It is left out.
+    /// Drop it.
     Drop,
 }
 
-/// The most tokens of a sequence.
+/// The maximum length of a sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capacity {
-    /// How many.
+    /// Tokens.
     pub tokens: usize,
-    /// The first sample that reaches beyond. Those behind it are left out in any case.
+    /// How the first sample beyond the capacity is handled. All samples after it are dropped.
     pub overflow: Overflow,
 }
 
-/// Batches of one row: the samples of a random batch one behind the other, without padding, and where each begins
-/// ([`Packing`](crate::Packing)). Positions restart with each sample and no label crosses into the next.
+/// Batches of one row: the samples of a random batch, concatenated without padding, with their boundaries
+/// ([`Packing`](crate::Packing)). Positions restart with each sample and no label crosses a boundary.
 ///
-/// With a capacity, tokens beyond it are lost for this epoch, and counted in [`Counts::dropped`](crate::Counts::dropped):
-/// [`PackedDataset`](super::PackedDataset) loses none.
+/// With a capacity, tokens beyond it are dropped for this epoch and counted in [`Counts::dropped`](crate::Counts::dropped);
+/// [`PackedDataset`](super::PackedDataset) drops none.
 #[derive(Debug)]
 pub struct SequencedDataset<S> {
     samples: S,
@@ -43,11 +43,10 @@ pub struct SequencedDataset<S> {
 }
 
 impl<S: Samples> SequencedDataset<S> {
-    /// Over all samples that have a token.
+    /// Creates the data set over all samples that have a token.
     ///
     /// # Errors
-    /// As [`RandomBatchSampler::new`]; a capacity that some sample, cut to `max_length`, could exceed alone, so that a
-    /// sequence might be left with nothing.
+    /// As [`RandomBatchSampler::new`]; a capacity smaller than `max_length`, with which a sequence could be empty.
     pub fn new(samples: S, options: &BatchOptions, capacity: Option<Capacity>) -> Result<Self> {
         const WHAT: &str = "SequencedDataset";
         let sampler = RandomBatchSampler::named(WHAT, &samples, options)?;
@@ -57,7 +56,7 @@ impl<S: Samples> SequencedDataset<S> {
             return Err(Error::Config {
                 what: WHAT,
                 reason: format!(
-                    "the capacity of {tokens} tokens is less than max_length, {}; a sequence must hold one sample at least",
+                    "the capacity of {tokens} tokens is less than max_length, {}; a sequence must hold at least one sample",
                     options.max_length
                 ),
             });
@@ -71,7 +70,7 @@ impl<S: Samples> SequencedDataset<S> {
         Ok(Self { samples, sampler, options: *options, capacity, fingerprint })
     }
 
-    /// What can be used of the data set.
+    /// Returns the counts of usable samples.
     pub fn usable(&self) -> &Usable {
         self.sampler.usable()
     }
@@ -108,7 +107,7 @@ impl<S: Samples> BatchSource for SequencedDataset<S> {
                 0
             };
             dropped += length - kept;
-            // Behind a sample that did not fit there is no room, also where it was left out.
+            // After the first sample that does not fit, nothing is added, even if that sample is dropped.
             room = if kept < wanted { 0 } else { room - kept };
             if kept > 0 {
                 documents.read(&self.samples, sample as usize, 0, kept)?;

@@ -1,4 +1,4 @@
-//! Samples cut to a length, and padded to the longest of their batch (the assignment's `StandardDataset` and
+//! Samples truncated to a maximum length and padded to the longest of their batch (the assignment's `StandardDataset` and
 //! `collate_fn`).
 
 use tch::Device;
@@ -13,10 +13,10 @@ use crate::host_batch::HostBatch;
 use crate::random_batch_sampler::{BatchOptions, BatchSampler, RandomBatchSampler};
 use crate::samples::Samples;
 
-/// One batch of these samples, padded with `pad` to the longest.
+/// Returns one batch of these samples, padded with `pad` to the longest.
 ///
 /// # Errors
-/// No memory.
+/// There is not enough memory.
 ///
 /// ```
 /// let batch = dataloading::collate(&[&[5, 6, 7], &[8]], 0)?;
@@ -40,7 +40,7 @@ fn collate_into<'a>(
     host.write_rows(samples, longest, pad, dropped)
 }
 
-/// Batches `[samples, longest of the batch]`, of samples that a [`BatchSampler`] chooses.
+/// Batches `[samples, longest of the batch]` of samples chosen by a [`BatchSampler`].
 #[derive(Debug)]
 pub struct StandardDataset<S, B = RandomBatchSampler> {
     samples: S,
@@ -51,7 +51,7 @@ pub struct StandardDataset<S, B = RandomBatchSampler> {
 }
 
 impl<S: Samples> StandardDataset<S> {
-    /// Standard batching: random batches of all samples that have a token.
+    /// Creates standard batching: random batches of all samples that have a token.
     ///
     /// # Errors
     /// As [`RandomBatchSampler::new`].
@@ -62,7 +62,7 @@ impl<S: Samples> StandardDataset<S> {
 }
 
 impl<S: Samples> StandardDataset<S, BalancedBatchSampler> {
-    /// Batches of samples of about one length, padded with `pad`.
+    /// Creates batches of samples of similar length, padded with `pad`.
     ///
     /// # Errors
     /// As [`BalancedBatchSampler::new`].
@@ -73,10 +73,10 @@ impl<S: Samples> StandardDataset<S, BalancedBatchSampler> {
 }
 
 impl<S: Samples, B: BatchSampler> StandardDataset<S, B> {
-    /// Batches of another sampler's choice among these samples; each sample is cut to `max_length`.
+    /// Creates batches with a custom sampler; each sample is truncated to `max_length`.
     ///
     /// # Errors
-    /// A sampler of another number of samples; a `max_length` of 0.
+    /// The sampler has another number of samples, or `max_length` is 0.
     pub fn with_sampler(samples: S, sampler: B, max_length: usize, pad: u32) -> Result<Self> {
         const WHAT: &str = "StandardDataset";
         let refuse = |reason| Err(Error::Config { what: WHAT, reason });
@@ -85,7 +85,7 @@ impl<S: Samples, B: BatchSampler> StandardDataset<S, B> {
         }
         if sampler.samples() != samples.len() {
             return refuse(format!(
-                "the sampler is of {} samples, and the data set has {}; make the sampler of this data set",
+                "the sampler has {} samples, but the data set has {}; create the sampler from this data set",
                 sampler.samples(),
                 samples.len()
             ));
@@ -98,7 +98,7 @@ impl<S: Samples, B: BatchSampler> StandardDataset<S, B> {
         Ok(Self { samples, sampler, max_length, pad, fingerprint })
     }
 
-    /// What chooses the samples.
+    /// Returns the sampler.
     pub fn sampler(&self) -> &B {
         &self.sampler
     }

@@ -1,10 +1,10 @@
-//! A place in the global sequence of batches.
+//! A position in the global sequence of batches.
 
 use super::LoaderOptions;
 use crate::batch_source::BatchSource;
 use crate::error::{Error, Result};
 
-/// The next batch: `position` of epoch `epoch`.
+/// The next batch: batch `position` of epoch `epoch`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Cursor {
     pub(super) epoch: u64,
@@ -18,8 +18,8 @@ pub(super) struct Place {
     pub(super) index: usize,
 }
 
-/// Epochs without a batch that are passed over in a row. A balanced sampler that drops short batches may have some: of the
-/// places where its windows can begin, one leaves a batch at least.
+/// The maximum number of consecutive epochs without a batch. A balanced sampler that drops short batches may have such
+/// epochs; at least one of its window offsets gives a batch.
 const MOST_EMPTY_EPOCHS: u64 = 1 << 16;
 
 pub(super) fn no_batches(first: u64, epochs: u64) -> Error {
@@ -29,13 +29,13 @@ pub(super) fn no_batches(first: u64, epochs: u64) -> Error {
     };
     Error::Config {
         what: super::WHAT,
-        reason: format!("{which} no batch; keep incomplete batches, or take smaller ones"),
+        reason: format!("{which} no batch; keep incomplete batches, or use smaller ones"),
     }
 }
 
 impl Cursor {
-    /// The place `by` batches on, never behind the end of an epoch; `None` where it is behind the last of `epochs`, which is
-    /// found without asking for an epoch beyond it.
+    /// Returns the position `by` batches ahead, which is never the end of an epoch; `None` if it is beyond the last of
+    /// `epochs`, which is determined without asking for an epoch beyond it.
     pub(super) fn advanced(
         self,
         by: u64,
@@ -45,7 +45,7 @@ impl Cursor {
         let beyond = |at: Self| Error::Config {
             what: super::WHAT,
             reason: format!(
-                "{by} batches behind batch {} of epoch {} cannot be numbered",
+                "{by} batches after batch {} of epoch {} exceed the range of batch numbers",
                 at.position, at.epoch
             ),
         };
@@ -69,9 +69,8 @@ impl Cursor {
         }
     }
 
-    /// Moves on by a round and says which of its batches is this rank's; `None` where the round is not complete. The cursor
-    /// then stands behind the round's last batch, at the end of an epoch rather than in the next one, which may not be asked
-    /// for.
+    /// Advances by one round and returns the batch of this rank; `None` if the round is incomplete. The cursor is then
+    /// after the last batch of the round: at the end of an epoch rather than at the start of the next, which may not exist.
     pub(super) fn next_place(
         &mut self,
         options: &LoaderOptions,

@@ -1,7 +1,7 @@
-//! Batches in order, though made in any order.
+//! Returns batches in order, although workers finish them in any order.
 //!
-//! A worker takes a ticket, which names the next place of the sequence, when it is less than `ahead` tickets in front of
-//! what was handed out; it puts the batch into the ticket's slot. The consumer takes slots in order.
+//! A worker takes a ticket for the next batch of the sequence, as long as fewer than `ahead` tickets are outstanding, and
+//! puts the batch into the slot of the ticket. The consumer takes the slots in order.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,27 +12,27 @@ use super::cursor::{Cursor, Place};
 use super::worker::Made;
 use crate::error::Result;
 
-/// What the consumer gets.
+/// A batch for the consumer.
 pub(super) struct Taken {
     pub(super) made: Result<Made>,
-    /// Where the loader stands behind it.
+    /// The position of the loader after it.
     pub(super) after: Cursor,
 }
 
-/// What a worker gets.
+/// A ticket for a worker.
 pub(super) struct Ticket {
     number: u64,
     pub(super) place: Place,
     after: Cursor,
-    /// Memory of a former batch.
+    /// The memory of a former batch.
     pub(super) memory: Option<PinnedBuffer>,
 }
 
 pub(super) struct Queue {
     inner: Mutex<Inner>,
-    /// There is a ticket to be had, or no more at all.
+    /// Signals a new ticket, or the end of tickets.
     tickets: Condvar,
-    /// The next batch is there, or none comes any more.
+    /// Signals the next batch, or the end of batches.
     batches: Condvar,
     ahead: u64,
 }
@@ -41,9 +41,9 @@ struct Inner {
     cursor: Cursor,
     next_ticket: u64,
     taken: u64,
-    /// Of tickets `taken..`.
+    /// The slots of tickets `taken..`.
     slots: VecDeque<Option<Taken>>,
-    /// Memory of batches that were made; the oldest is the likeliest to be free.
+    /// The memory of former batches; the oldest is the most likely to be free.
     memory: VecDeque<PinnedBuffer>,
     ended: bool,
     stopped: bool,
@@ -70,7 +70,7 @@ impl Queue {
         }
     }
 
-    /// The next ticket, when there is one; `None` when there are no more. `next` moves the cursor.
+    /// Waits for the next ticket; `None` at the end. `next` advances the cursor.
     pub(super) fn ticket(
         &self,
         mut next: impl FnMut(&mut Cursor) -> Result<Option<Place>>,
@@ -89,7 +89,7 @@ impl Queue {
                 inner.next_ticket += 1;
                 inner.cursor = after;
                 inner.slots.push_back(None);
-                // Batches that wait, and the consumer's, still view theirs.
+                // The prefetched batches and the consumer's batch still view their memory.
                 let spare = inner.memory.len() as u64 > self.ahead.saturating_add(1);
                 let memory = if spare { inner.memory.pop_front() } else { None };
                 Some(Ticket { number, place, after, memory })
@@ -108,7 +108,7 @@ impl Queue {
         }
     }
 
-    /// Fills the ticket's slot.
+    /// Fills the slot of a ticket.
     pub(super) fn put(
         &self,
         ticket: &Ticket,
@@ -127,7 +127,7 @@ impl Queue {
         }
     }
 
-    /// The next batch; `None` at the end of the sequence, and after [`Queue::stop`].
+    /// Waits for the next batch; `None` at the end of the sequence and after [`Queue::stop`].
     pub(super) fn take(&self) -> Option<Taken> {
         let mut inner = self.lock();
         loop {
@@ -144,7 +144,7 @@ impl Queue {
         taken
     }
 
-    /// No more tickets.
+    /// Stops giving out tickets.
     pub(super) fn stop(&self) {
         self.lock().stopped = true;
         self.tickets.notify_all();
@@ -155,7 +155,7 @@ impl Queue {
         self.lock().worked_seconds
     }
 
-    /// Nothing that can panic is done under the lock but a source's own `batches`, which the caller catches.
+    /// Under the lock only `batches` of a source can panic, and the caller catches that.
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }

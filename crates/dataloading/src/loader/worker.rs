@@ -1,4 +1,4 @@
-//! What makes a batch: in a worker thread, or in the caller's where there is none.
+//! Making a batch, in a worker thread or in the thread of the caller.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::batch_source::BatchSource;
 use crate::error::{Error, Result};
 use crate::host_batch::HostBatch;
 
-/// A batch, and on CUDA the event behind its copy.
+/// A batch, and on CUDA the event after its copy.
 pub(super) struct Made {
     pub(super) batch: Batch,
     pub(super) copied: Option<Event>,
@@ -25,9 +25,9 @@ pub(super) struct Made {
 pub(super) struct Builder {
     source: Arc<dyn BatchSource>,
     device: Device,
-    /// Where copies to the device go.
+    /// The stream of copies to the device.
     stream: Option<Stream>,
-    /// Buffers that are copied from there.
+    /// The buffers for these copies.
     staging: Staging,
     host: HostBatch,
 }
@@ -39,13 +39,13 @@ impl Builder {
         Self { source, device, stream, staging: Staging::default(), host }
     }
 
-    /// Moves the cursor on by a round.
+    /// Advances the cursor by one round.
     pub(super) fn next_place(&self, cursor: &mut Cursor, options: &LoaderOptions) -> Result<Option<Place>> {
         let at = Place { epoch: cursor.epoch, index: cursor.position as usize };
         caught(at, || cursor.next_place(options, &*self.source))?
     }
 
-    /// The batch of a place; an error names it.
+    /// Makes one batch; an error names its epoch and index.
     pub(super) fn make(&mut self, place: Place) -> Result<Made> {
         let made = caught(place, || self.fill_and_finish(place))?;
         made.map_err(|cause| Error::Batch {
@@ -72,11 +72,11 @@ impl Builder {
     }
 }
 
-/// A worker's life.
+/// The loop of a worker thread.
 pub(super) fn run(queue: &Queue, builder: &mut Builder, options: &LoaderOptions) {
     while let Some(mut ticket) = queue.ticket(|cursor| builder.next_place(cursor, options)) {
         let began = Instant::now();
-        // Whatever happens, the ticket's slot is filled: the consumer waits for it.
+        // The slot is filled in any case: the consumer waits for it.
         let filled = caught(ticket.place, || {
             drop(builder.host.exchange(ticket.memory.take()));
             let made = builder.make(ticket.place);
@@ -88,18 +88,18 @@ pub(super) fn run(queue: &Queue, builder: &mut Builder, options: &LoaderOptions)
     }
 }
 
-/// Runs a source's code; a panic becomes an error with the place.
+/// Runs code of a source and turns a panic into an error with epoch and index.
 fn caught<R>(place: Place, run: impl FnOnce() -> R) -> Result<R> {
-    // After a panic the loader ends, so nobody sees what was left half done.
+    // The loader ends after a panic, so no state that it left is used.
     catch_unwind(AssertUnwindSafe(run)).map_err(|payload| {
         let words = payload.downcast_ref::<&str>().map(|words| (*words).to_owned());
         let message = words.or_else(|| payload.downcast_ref::<String>().cloned());
-        // Dropping what somebody panicked with may panic. It is one value in a loader's life.
+        // Dropping a panic's payload may panic itself, so it is leaked: one value per loader.
         std::mem::forget(payload);
         Error::Worker {
             epoch: place.epoch,
             batch: place.index as u64,
-            message: message.unwrap_or_else(|| "it said nothing".into()),
+            message: message.unwrap_or_else(|| "no message".into()),
         }
     })
 }
@@ -118,10 +118,10 @@ mod tests {
         Vec::try_from(batch.tokens.reshape([-1])).unwrap()
     }
 
-    /// A CPU stream stands for a device's: the copies are done when it gets to them.
+    /// A CPU stream stands in for a device's: copies run when it reaches them.
     #[test]
     fn a_worker_writes_few_buffers_again_and_again_and_never_one_that_is_being_copied() {
-        // Lengths that hardly differ, so that one size of buffer serves all.
+        // Similar lengths, so that all batches have buffers of one size.
         let samples: Vec<Vec<u32>> = (0..120).map(|index| vec![index; 500 + index as usize % 7]).collect();
         let batching = BatchOptions { batch_size: 4, ..BatchOptions::default() };
         let source: Arc<dyn BatchSource> = Arc::new(StandardDataset::new(samples, &batching).unwrap());
@@ -138,7 +138,7 @@ mod tests {
             })
             .unwrap();
         let mut make = |index| builder.make(Place { epoch: 0, index }).unwrap();
-        // While nothing is copied, each batch is written to a buffer of its own.
+        // While no copy runs, each batch gets its own buffer.
         let mut made: Vec<Made> = Vec::new();
         for index in 0..MOST {
             made.push(make(index));
@@ -146,7 +146,7 @@ mod tests {
         }
         let of_buffers = live() - before;
         assert!(of_buffers >= MOST as u64 * 4 * 500 * 16, "{of_buffers} bytes");
-        // From here on the same buffers serve, each as soon as its own copy is done.
+        // From here on buffers are reused, each after its own copy.
         drop(open);
         let batches = source.batches(0);
         made.extend((MOST..batches).map(&mut make));

@@ -1,8 +1,8 @@
 //! Best-fit decreasing over groups of rows.
 //!
-//! The groups with a certain room form a stack, and a [`BitmapTree`] knows which stacks are not empty. Documents of length
-//! `s` go to the smallest room `c ≥ s`: a row there takes `⌊c/s⌋` of them one after the other, for after each its room is
-//! the smallest that fits. Among rows of equal room the one that was filled last comes first.
+//! The groups of equal room form a stack, and a [`BitmapTree`] holds the rooms whose stacks are not empty. Documents of
+//! length `s` go to the smallest room `c ≥ s`: a row there takes `⌊c/s⌋` of them, because after each its room is still the
+//! smallest that fits. Among rows of equal room the one filled last comes first.
 
 use super::bitmap_tree::BitmapTree;
 use super::patterns::{Contents, Group, Packed, share};
@@ -10,9 +10,9 @@ use super::patterns::{Contents, Group, Packed, share};
 /// No group.
 const NOTHING: u32 = u32::MAX;
 
-/// Stacks of groups by room.
+/// Stacks of groups, by room.
 struct Stacks {
-    /// Each with the number of the one below it.
+    /// Each group with the index of the one below it.
     groups: Vec<(Group, u32)>,
     tops: Vec<u32>,
     rooms: BitmapTree,
@@ -28,7 +28,7 @@ impl Stacks {
         *top = (self.groups.len() - 1) as u32;
     }
 
-    /// Takes the top group of the smallest room from `length` on.
+    /// Pops the top group of the smallest room of at least `length`.
     fn pop(&mut self, length: u32) -> Option<Group> {
         let room = self.rooms.at_least(length as usize)?;
         let (group, below) = self.groups[self.tops[room] as usize];
@@ -70,7 +70,7 @@ pub(super) fn pack(counts: &[u32], capacity: u32) -> Packed {
             documents -= full * times + rest;
         }
     }
-    // The stacks are lists within one vector; what was popped is still in it.
+    // The stacks are lists in one vector, which still contains popped groups.
     let mut groups = Vec::new();
     for &top in stacks.tops.iter() {
         let mut at = top;

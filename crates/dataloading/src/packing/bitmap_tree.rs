@@ -1,17 +1,17 @@
-//! A set of small numbers that finds the next one in a handful of steps.
+//! A set of small integers with fast successor search.
 //!
-//! The leaves are words of 64 bits, one bit for each number; a word of the level above has one bit for each word below that
-//! is not empty. A set over `0..n` has `⌈log₆₄ n⌉` levels, and each step is one shift and one count of trailing zeros.
+//! The leaves are 64-bit words with one bit per number; a word of the level above has one bit for each non-empty word
+//! below. A set over `0..n` has `⌈log₆₄ n⌉` levels, and each step is one shift and one count of trailing zeros.
 
-/// A set of numbers below a limit.
+/// A set of integers below a limit.
 #[derive(Debug, Clone)]
 pub struct BitmapTree {
-    /// The leaves first, one word last.
+    /// Levels of words, leaves first, a single word last.
     levels: Vec<Vec<u64>>,
 }
 
 impl BitmapTree {
-    /// The empty set over `0..limit`.
+    /// Creates an empty set over `0..limit`.
     pub fn new(limit: usize) -> Self {
         let mut levels = Vec::new();
         let mut size = limit.max(1);
@@ -27,7 +27,7 @@ impl BitmapTree {
     /// Adds a number.
     ///
     /// # Panics
-    /// A number from the limit on, rounded up to a multiple of 64.
+    /// The number is at least the limit, rounded up to a multiple of 64.
     pub fn insert(&mut self, number: usize) {
         let mut place = number;
         for level in &mut self.levels {
@@ -41,7 +41,7 @@ impl BitmapTree {
         }
     }
 
-    /// Removes a number that is there, or is not.
+    /// Removes a number, if present.
     ///
     /// # Panics
     /// As [`BitmapTree::insert`].
@@ -57,7 +57,7 @@ impl BitmapTree {
         }
     }
 
-    /// The smallest number from `number` on.
+    /// Returns the smallest number of at least `number`.
     pub fn at_least(&self, number: usize) -> Option<usize> {
         let mut place = number;
         for height in 0..self.levels.len() {
@@ -67,13 +67,13 @@ impl BitmapTree {
                 let found = place / 64 * 64 + rest.trailing_zeros() as usize;
                 return Some(self.descend(height, found, |word| word.trailing_zeros()));
             }
-            // Above, the words behind this one.
+            // On the level above, the words after this one.
             place = place / 64 + 1;
         }
         None
     }
 
-    /// The largest number up to `number`.
+    /// Returns the largest number of at most `number`.
     pub fn at_most(&self, number: usize) -> Option<usize> {
         let mut place = number.min(self.levels[0].len() * 64 - 1);
         for height in 0..self.levels.len() {
@@ -87,12 +87,12 @@ impl BitmapTree {
         None
     }
 
-    /// The largest number.
+    /// Returns the largest number.
     pub fn last(&self) -> Option<usize> {
         self.at_most(usize::MAX)
     }
 
-    /// From a bit of a level down to a leaf's.
+    /// Descends from a bit of a level to a leaf.
     fn descend(&self, height: usize, place: usize, choose: impl Fn(u64) -> u32) -> usize {
         self.levels[..height]
             .iter()

@@ -1,21 +1,21 @@
-//! What no packing can beat, and what needs no thought.
+//! A lower bound on the number of rows, and the next-fit baseline.
 
 use super::{WHAT, check_capacity};
 use crate::error::{Error, Result};
 
-/// The least number of rows that any packing of these lengths could have, by the larger of two arguments: all tokens
-/// over the capacity, and Martello and Toth's (1990) L₂: for each `α ≤ C/2`, documents longer than `C − α` have rows of
-/// their own, those longer than `C/2` have rows that only documents from `α` on could share.
+/// Returns a lower bound on the rows of any packing of these lengths: the larger of the total tokens over the capacity, and
+/// L₂ of Martello and Toth (1990): for each `α ≤ C/2`, documents longer than `C − α` need rows of their own, and those
+/// longer than `C/2` need rows that only documents of at least `α` can share.
 ///
 /// # Errors
-/// A length beyond the capacity; a capacity of 0.
+/// A length exceeds the capacity, or the capacity is 0.
 pub fn lower_bound(lengths: &[u32], capacity: usize) -> Result<usize> {
     let c = check_capacity(capacity)? as usize;
     let mut counts = vec![0_u64; c + 1];
     for &length in lengths {
         *counts.get_mut(length as usize).ok_or_else(|| too_long(length, capacity))? += 1;
     }
-    // Documents, and tokens, of lengths below an index.
+    // The number of documents and of tokens with lengths below an index.
     let (mut documents, mut tokens) = (vec![0_u64; c + 2], vec![0_u64; c + 2]);
     for length in 0..=c {
         documents[length + 1] = documents[length] + counts[length];
@@ -33,7 +33,7 @@ pub fn lower_bound(lengths: &[u32], capacity: usize) -> Result<usize> {
     Ok(bound as usize)
 }
 
-/// Rows that next-fit needs: documents in the given order, a new row whenever the next one does not fit.
+/// Returns the rows of next-fit: documents in the given order, with a new row whenever the next one does not fit.
 ///
 /// # Errors
 /// As [`lower_bound`].
@@ -55,7 +55,7 @@ pub fn next_fit(lengths: &[u32], capacity: usize) -> Result<usize> {
 pub(super) fn too_long(length: u32, capacity: usize) -> Error {
     Error::Config {
         what: WHAT,
-        reason: format!("a document of {length} tokens is longer than a row of {capacity}; cut it first"),
+        reason: format!("a document of {length} tokens is longer than a row of {capacity}; split it first"),
     }
 }
 

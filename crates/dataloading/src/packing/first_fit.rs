@@ -1,9 +1,8 @@
 //! First-fit decreasing over groups of rows.
 //!
-//! The groups are kept in the order in which their rows were opened, in blocks of some dozens, each with the largest room
-//! that it has. Documents of length `s` go from left to right into the groups whose room is at least `s`; a row takes
-//! `⌊room/s⌋` of them, for it stays the first that fits. Within one length the walk never goes back: what was passed over
-//! had no room.
+//! The groups are kept in the order in which their rows were opened, in blocks of a few dozen, each with its largest room.
+//! Documents of length `s` go from left to right into the groups with room of at least `s`; a row takes `⌊room/s⌋` of them,
+//! because it stays the first that fits. Within one length the search never goes back: groups passed over had no room.
 
 use super::patterns::{Contents, Group, Packed, share};
 
@@ -60,7 +59,7 @@ pub(super) fn pack(counts: &[u32], capacity: u32) -> Packed {
     Packed { groups, contents }
 }
 
-/// Puts documents into the groups of a block; returns how many.
+/// Assigns documents to the groups of a block and returns their number.
 fn fill_block(block: &mut Block, contents: &mut Contents, length: u32, documents: u32) -> u32 {
     let mut left = documents;
     let mut at = 0;

@@ -1,20 +1,20 @@
-//! Groups of rows of one content.
+//! Groups of rows of equal content.
 //!
-//! A content is a list of `(length, times)` from the longest. Rows that differ in their latest entries share the earlier
-//! ones: contents are the paths of a tree, each node an entry, each group at the node where its path ends.
+//! A content is a list of `(length, times)` from the longest. Rows with a common prefix share it: contents are paths of a
+//! tree, each node is an entry, and each group refers to the node where its path ends.
 
-/// Rows with the same content and the same room.
+/// Rows of equal content and equal room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Group {
-    /// Where its content ends.
+    /// The last node of the content.
     pub(super) content: u32,
-    /// How many rows.
+    /// The number of rows.
     pub(super) rows: u32,
-    /// Tokens that each of them still takes.
+    /// Free tokens per row.
     pub(super) room: u32,
 }
 
-/// `times` documents of `length`, behind the entry `before`.
+/// `times` documents of `length`, after the entry `before`.
 #[derive(Debug, Clone, Copy)]
 struct Entry {
     before: u32,
@@ -25,29 +25,29 @@ struct Entry {
 /// No entry.
 const NOTHING: u32 = u32::MAX;
 
-/// All contents.
+/// The tree of all contents.
 #[derive(Debug, Default)]
 pub(super) struct Contents(Vec<Entry>);
 
 impl Contents {
-    /// The content of an empty row.
+    /// Returns the content of an empty row.
     pub(super) fn nothing(&self) -> u32 {
         NOTHING
     }
 
-    /// A content with `times` documents of `length` more.
+    /// Returns a content extended by `times` documents of `length`.
     pub(super) fn extend(&mut self, before: u32, length: u32, times: u32) -> u32 {
         self.0.push(Entry { before, length, times });
         (self.0.len() - 1) as u32
     }
 
-    /// Rows that were `group`'s, with `times` documents of `length` more in each.
+    /// Returns rows of `group` extended by `times` documents of `length` each.
     pub(super) fn fill(&mut self, group: Group, rows: u32, length: u32, times: u32) -> Group {
         let content = self.extend(group.content, length, times);
         Group { content, rows, room: group.room - length * times }
     }
 
-    /// The entries of a content from the longest, `(length, times)`.
+    /// Returns the entries of a content from the longest, `(length, times)`.
     pub(super) fn entries(&self, content: u32) -> Vec<(u32, u32)> {
         let mut entries = Vec::new();
         let mut at = content;
@@ -60,15 +60,15 @@ impl Contents {
     }
 }
 
-/// How many documents of a length come into each row of a group that has room for `times`, when `documents` are left:
-/// rows that get `times` each, documents of one more row, rows that get none.
+/// Splits a group whose rows have room for `times` documents, with `documents` left: rows that take `times` each, the
+/// documents of one partial row, and rows that take none.
 pub(super) fn share(rows: u32, times: u32, documents: u32) -> (u32, u32, u32) {
     let full = rows.min(documents / times);
     let rest = if full < rows { (documents - full * times).min(times) } else { 0 };
     (full, rest, rows - full - u32::from(rest > 0))
 }
 
-/// Groups of rows for `counts[length]` documents of each length.
+/// Plans groups of rows for `counts[length]` documents of each length.
 pub(super) struct Packed {
     pub(super) groups: Vec<Group>,
     pub(super) contents: Contents,

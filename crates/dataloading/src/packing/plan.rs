@@ -1,18 +1,18 @@
-//! Which document lies in which row.
+//! The assignment of documents to rows.
 
 use super::patterns::Packed;
 use super::{Algorithm, LongDocuments, WHAT, best_fit, check_capacity, first_fit};
 use crate::error::{Error, Result};
 use crate::length_order::LengthOrder;
 
-/// How documents are packed.
+/// Options of packing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlanOptions {
-    /// Tokens of a row.
+    /// Tokens per row.
     pub capacity: usize,
-    /// How rows are chosen.
+    /// The packing algorithm.
     pub algorithm: Algorithm,
-    /// Documents longer than a row.
+    /// How documents longer than a row are handled.
     pub long: LongDocuments,
 }
 
@@ -25,26 +25,26 @@ impl Default for PlanOptions {
 /// A document, or a piece of one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
-    /// Its number in the data set.
+    /// Its index in the data set.
     pub document: usize,
-    /// The first of its tokens that belongs to the piece.
+    /// The first token of the piece.
     pub start: usize,
-    /// Tokens of the piece.
+    /// The number of tokens of the piece.
     pub length: usize,
 }
 
-/// All rows with all their documents, without writing them down: 4 bytes for each document, 12 for each further
-/// piece of one that was cut, and a few kilobytes.
+/// The assignment of all documents to rows in compressed form: 4 bytes per document, 12 per further piece of a split
+/// document, and a few kilobytes.
 ///
-/// Documents without tokens are passed over. Pieces are numbered: below the number of documents, the first piece of each;
-/// from there on, the further pieces of documents that were cut.
+/// Documents without tokens are skipped. Piece indices below the number of documents are the first pieces of the documents;
+/// higher ones are the further pieces of split documents.
 #[derive(Debug, Clone)]
 pub struct Plan {
     capacity: u32,
     documents: usize,
-    /// Pieces by length.
+    /// Pieces sorted by length.
     order: LengthOrder,
-    /// Document and start of the pieces beyond the first.
+    /// Document and start of each piece beyond the first.
     further: Vec<(u32, u32)>,
     patterns: Vec<Pattern>,
     slots: Vec<Slots>,
@@ -55,12 +55,12 @@ pub struct Plan {
     skipped: usize,
 }
 
-/// Rows of one content.
+/// Rows of equal content.
 #[derive(Debug, Clone, Copy)]
 struct Pattern {
     first_row: u32,
     rows: u32,
-    /// Where its slots begin; they end with those of the next.
+    /// The index of its first slot; its slots end where those of the next begin.
     slots: u32,
 }
 
@@ -69,32 +69,30 @@ struct Pattern {
 struct Slots {
     length: u32,
     times: u32,
-    /// The rank among the pieces of this length that fills the first slot of the pattern's first row.
+    /// The rank, among the pieces of this length, of the first slot of the pattern's first row.
     base: u32,
 }
 
-/// Rows written down: row `r` holds the pieces `pieces[offsets[r]..offsets[r + 1]]`.
+/// All rows as lists: row `r` holds the pieces `pieces[offsets[r]..offsets[r + 1]]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Assignment {
-    /// Where each row begins in `pieces`, and the end.
+    /// The start of each row in `pieces`, and the end.
     pub offsets: Vec<u32>,
-    /// Numbers of pieces, see [`Plan::piece`].
+    /// Piece indices, see [`Plan::piece`].
     pub pieces: Vec<u32>,
 }
 
 impl Plan {
-    /// Plans rows for documents of these lengths. `O(n + C)` and the planner's own time, which does not depend on `n`.
+    /// Plans rows for documents of these lengths. Takes `O(n + C)` plus the time of the planner, which does not depend on
+    /// `n`.
     ///
     /// # Errors
-    /// A capacity of 0 or beyond 2²⁸; no document with a token; more than 2³² − 2 pieces.
+    /// The capacity is 0 or exceeds 2²⁸; no document has a token; there are more than 2³² − 2 pieces.
     pub fn new(lengths: &[u32], options: &PlanOptions) -> Result<Self> {
         let capacity = check_capacity(options.capacity)?;
         let too_many = |pieces: usize| Error::Config {
             what: WHAT,
-            reason: format!(
-                "{pieces} pieces; at most {} can be numbered, so divide the data set",
-                u32::MAX - 1
-            ),
+            reason: format!("{pieces} pieces; at most {} are supported; split the data set", u32::MAX - 1),
         };
         let longest = lengths.iter().copied().max().unwrap_or(0);
         let mut of_pieces = std::borrow::Cow::Borrowed(lengths);
@@ -161,58 +159,58 @@ impl Plan {
         })
     }
 
-    /// Tokens of a row.
+    /// Returns the tokens per row.
     pub fn capacity(&self) -> usize {
         self.capacity as usize
     }
 
-    /// How many rows there are.
+    /// Returns the number of rows.
     pub fn rows(&self) -> usize {
         self.patterns.last().map_or(0, |last| (last.first_row + last.rows) as usize)
     }
 
-    /// Tokens in all rows.
+    /// Returns the tokens in all rows.
     pub fn tokens(&self) -> u64 {
         self.tokens
     }
 
-    /// The share of places that hold a token.
+    /// Returns the share of positions that hold a token.
     pub fn fill(&self) -> f64 {
         self.tokens as f64 / (self.rows() as u64 * u64::from(self.capacity)) as f64
     }
 
-    /// Pieces in all rows.
+    /// Returns the number of pieces.
     pub fn pieces(&self) -> usize {
         self.order.order.len() - self.skipped - self.dropped
     }
 
-    /// Documents that were cut into pieces.
+    /// Returns the number of documents split into pieces.
     pub fn cut(&self) -> usize {
         self.cut
     }
 
-    /// Documents left out because they are longer than a row.
+    /// Returns the number of documents dropped because they are longer than a row.
     pub fn dropped(&self) -> usize {
         self.dropped
     }
 
-    /// Tokens of the documents that were left out.
+    /// Returns the tokens of the dropped documents.
     pub fn dropped_tokens(&self) -> u64 {
         self.dropped_tokens
     }
 
-    /// Documents passed over because they have no token.
+    /// Returns the number of documents skipped because they have no token.
     pub fn skipped(&self) -> usize {
         self.skipped
     }
 
-    /// How many kinds of content the rows have.
+    /// Returns the number of distinct row contents.
     pub fn patterns(&self) -> usize {
         self.patterns.len()
     }
 
-    /// The pieces of a row, the longest first: `visit(piece)` for each. `fill` says which piece of a length fills a slot,
-    /// given the length, how many pieces have it, and the rank that the plan has there; it must be a bijection of ranks.
+    /// Calls `visit(piece)` for the pieces of a row, longest first. `fill` maps each slot to a piece: it receives the
+    /// length, the number of pieces of that length, and the rank in the plan, and must be a bijection of ranks.
     pub(crate) fn visit_row(
         &self,
         row: usize,
@@ -232,10 +230,10 @@ impl Plan {
         }
     }
 
-    /// The pieces of a row, the longest first.
+    /// Returns the pieces of a row, longest first.
     ///
     /// # Errors
-    /// A row beyond the last.
+    /// The row does not exist.
     pub fn row(&self, row: usize) -> Result<Vec<Piece>> {
         if row >= self.rows() {
             return Err(Error::Config { what: WHAT, reason: format!("row {row} of {}", self.rows()) });
@@ -260,7 +258,7 @@ impl Plan {
         &self.slots[self.patterns[pattern].slots as usize..end]
     }
 
-    /// Writes all rows down.
+    /// Returns all rows as lists.
     pub fn assignment(&self) -> Assignment {
         let mut offsets = Vec::with_capacity(self.rows() + 1);
         let mut pieces = Vec::with_capacity(self.pieces());
@@ -276,7 +274,7 @@ impl Plan {
             for row in 0..pattern.rows as usize {
                 for &(base, times) in &bases {
                     let start = base + row * times;
-                    // Most slots are single, and a push is cheaper than a copy of one.
+                    // Most slots are single, and a push is cheaper than a copy of one element.
                     if times == 1 {
                         pieces.push(self.order.order[start]);
                     } else {
@@ -289,10 +287,10 @@ impl Plan {
         Assignment { offsets, pieces }
     }
 
-    /// The piece of this number.
+    /// Returns the piece with this index.
     ///
     /// # Errors
-    /// A number beyond the last.
+    /// The index exceeds the last piece.
     pub fn piece(&self, lengths: &[u32], number: u32) -> Result<Piece> {
         let known =
             (number as usize) < self.documents + self.further.len() && lengths.len() == self.documents;
@@ -312,7 +310,7 @@ impl Plan {
     }
 }
 
-/// Numbers the rows group by group, and the pieces of each length in the order in which the rows come.
+/// Numbers the rows group by group, and the pieces of each length in the order of the rows.
 fn number(packed: &Packed, order: &LengthOrder) -> (Vec<Pattern>, Vec<Slots>) {
     let mut used = vec![0_u32; order.starts.len()];
     let mut patterns = Vec::with_capacity(packed.groups.len());

@@ -1,13 +1,12 @@
-//! Best-fit for a stream: rows are closed while documents still come, with a bounded buffer.
+//! Best-fit packing of a stream, with a bounded buffer.
 //!
-//! A buffer holds up to `documents` documents, by length. Whenever it is full, one row is closed: it begins with the longest
-//! document of the buffer and takes, again and again, the longest that fits, except that the last two are chosen
-//! together, so that their sum comes nearest to the room. A document that waited for more than `patience` rows begins the
-//! next row instead, the oldest first. So a document leaves at most `patience + documents` rows after it came, and the
-//! buffer never holds more than `documents`.
+//! The buffer holds up to `documents` documents by length. When it is full, one row is closed: it starts with the longest
+//! document of the buffer and repeatedly takes the longest that fits, except that the last two are chosen together so that
+//! their sum is closest to the remaining room. A document that has waited for more than `patience` rows starts the next row
+//! instead, oldest first. So a document waits for at most `patience + documents` rows.
 //!
-//! The streaming packers that are common keep one or a few rows open and close a row when the next document does not
-//! fit: next-fit, 75 % full on uniform lengths. Choosing among a thousand waiting documents is what fills rows.
+//! Common streaming packers keep one or a few rows open and close a row when the next document does not fit (next-fit, 75 %
+//! full on uniform lengths). Choosing among a thousand waiting documents is what fills rows.
 
 use std::collections::VecDeque;
 
@@ -16,14 +15,14 @@ use super::bound::too_long;
 use super::{WHAT, check_capacity};
 use crate::error::{Error, Result};
 
-/// How a stream is packed.
+/// Options of streaming packing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StreamingOptions {
-    /// Tokens of a row.
+    /// Tokens per row.
     pub capacity: usize,
-    /// The most documents that wait.
+    /// The maximum number of waiting documents.
     pub documents: usize,
-    /// Rows after which a waiting document goes first.
+    /// The number of rows after which a waiting document takes precedence.
     pub patience: u64,
 }
 
@@ -37,13 +36,13 @@ impl Default for StreamingOptions {
 #[derive(Debug, Clone, Copy)]
 struct Waiting {
     document: u64,
-    /// How many documents came before it.
+    /// The index of its arrival.
     arrival: u64,
-    /// How many rows were closed before it came.
+    /// The number of rows closed before its arrival.
     since: u64,
 }
 
-/// Packs documents as they come.
+/// A packer for documents as they arrive.
 ///
 /// ```
 /// use dataloading::packing::{StreamingBestFit, StreamingOptions};
@@ -62,7 +61,7 @@ pub struct StreamingBestFit {
     options: StreamingOptions,
     by_length: Vec<VecDeque<Waiting>>,
     lengths: BitmapTree,
-    /// Arrival and length of all that wait, and of some that have left.
+    /// Arrival and length of all waiting documents, and of some that have left.
     arrivals: VecDeque<(u64, u32)>,
     waiting: usize,
     arrived: u64,
@@ -71,10 +70,10 @@ pub struct StreamingBestFit {
 }
 
 impl StreamingBestFit {
-    /// An empty buffer.
+    /// Creates a packer with an empty buffer.
     ///
     /// # Errors
-    /// A capacity of 0, a buffer for no document.
+    /// The capacity or the buffer size is 0.
     pub fn new(options: &StreamingOptions) -> Result<Self> {
         let capacity = check_capacity(options.capacity)? as usize;
         if options.documents == 0 {
@@ -93,11 +92,10 @@ impl StreamingBestFit {
         })
     }
 
-    /// Takes a document; a row that is closed by it comes back, as the documents that it holds. A document without tokens
-    /// is passed over.
+    /// Adds a document. Returns the documents of a row if this closes one. A document without tokens is skipped.
     ///
     /// # Errors
-    /// A document longer than a row.
+    /// The document is longer than a row.
     pub fn push(&mut self, document: u64, length: u32) -> Result<Option<Vec<u64>>> {
         if length == 0 {
             return Ok(None);
@@ -118,7 +116,7 @@ impl StreamingBestFit {
         if self.waiting < self.options.documents { Ok(None) } else { Ok(self.close_row()) }
     }
 
-    /// Closes a row of what waits; `None` when nothing does. At the end of the stream, called until then.
+    /// Closes a row of waiting documents, or returns `None` if there are none. Call it repeatedly at the end of the stream.
     pub fn close_row(&mut self) -> Option<Vec<u64>> {
         let first = self.overdue().or_else(|| self.lengths.last())?;
         let mut row = Vec::new();
@@ -132,22 +130,22 @@ impl StreamingBestFit {
         Some(row)
     }
 
-    /// How many documents wait.
+    /// Returns the number of waiting documents.
     pub fn waiting(&self) -> usize {
         self.waiting
     }
 
-    /// The most rows that were closed between a document's coming and the row that it left in.
+    /// Returns the maximum number of rows that a document has waited.
     pub fn longest_wait(&self) -> u64 {
         self.longest_wait
     }
 
-    /// Forgets the arrivals of those that have left, once they are most: behind one that waits for ever they would gather
-    /// without end. Each pass removes at least half, so that it costs a constant for each document.
+    /// Removes the arrivals of documents that have left, once they are the majority; otherwise they would accumulate behind
+    /// a document that waits long. Each pass removes at least half, so the cost per document is constant.
     fn compact(&mut self) {
         const SPARE: usize = 64;
         if self.arrivals.len() > 2 * self.waiting + SPARE {
-            // Those of one length leave in the order in which they came.
+            // Documents of one length leave in order of arrival.
             let by_length = &self.by_length;
             let waits = |arrival: u64, length: u32| {
                 by_length[length as usize].front().is_some_and(|oldest| oldest.arrival <= arrival)
@@ -156,10 +154,10 @@ impl StreamingBestFit {
         }
     }
 
-    /// The length of the oldest document, if it has waited long enough.
+    /// Returns the length of the oldest document, if it has waited long enough.
     fn overdue(&mut self) -> Option<usize> {
         while let Some(&(arrival, length)) = self.arrivals.front() {
-            // Those of one length leave in the order in which they came.
+            // Documents of one length leave in order of arrival.
             match self.by_length[length as usize].front() {
                 Some(oldest) if oldest.arrival <= arrival => {
                     let waited = self.closed - oldest.since;
@@ -171,8 +169,8 @@ impl StreamingBestFit {
         None
     }
 
-    /// The length to put into `room` next: the longest that fits, unless two shorter ones fill it better than that one and
-    /// the longest beside it.
+    /// Returns the length to put into `room` next: the longest that fits, unless two shorter ones together fill the room
+    /// better than that one and the longest beside it.
     fn next_length(&self, room: usize) -> Option<usize> {
         const TRIES: usize = 16;
         let longest = self.lengths.at_most(room)?;
@@ -216,7 +214,7 @@ mod tests {
     fn what_has_left_is_forgotten_behind_one_that_waits_for_ever() {
         let options = StreamingOptions { capacity: 10, documents: 2, patience: u64::MAX };
         let mut packer = StreamingBestFit::new(&options).unwrap();
-        // Shorter than all others, and nothing leaves it room.
+        // Shorter than all others, and nothing fits beside it.
         assert_eq!(packer.push(0, 9).unwrap(), None);
         for document in 1..10_000 {
             assert_eq!(packer.push(document, 10).unwrap(), Some(vec![document]));

@@ -1,4 +1,4 @@
-//! One JSON object per line.
+//! JSON lines: one object per line.
 
 use serde_json::Value;
 
@@ -6,7 +6,7 @@ use super::Record;
 use super::lines::Lines;
 use crate::error::Result;
 
-/// The string in `field` of the next line that is not blank.
+/// Returns the string in `field` of the next non-blank line.
 pub(super) fn next_object(lines: &mut Lines, field: &str) -> Result<Option<Record>> {
     let line = loop {
         match lines.next()? {
@@ -22,11 +22,11 @@ pub(super) fn next_object(lines: &mut Lines, field: &str) -> Result<Option<Recor
             return wrong(format!("expected an object, found {}; one line is one object", kind(&other)));
         }
         Err(cause) => {
-            // serde_json sees one line; its column is the file's, its line is not.
+            // serde_json parses a single line, so its column is that of the file but its line number is not.
             let column = cause.column();
             let said = cause.to_string();
             let said = said.split(" at line ").next().unwrap_or_default();
-            return wrong(format!("not JSON ({said}, column {column}); mend or remove the line"));
+            return wrong(format!("not JSON ({said}, column {column}); correct or remove the line"));
         }
     };
     match object.get(field) {
@@ -35,7 +35,7 @@ pub(super) fn next_object(lines: &mut Lines, field: &str) -> Result<Option<Recor
         None => {
             let there: Vec<&str> = object.keys().map(String::as_str).collect();
             match there.is_empty() {
-                true => wrong(format!("no field '{field}': the object is empty; mend or remove the line")),
+                true => wrong(format!("no field '{field}': the object is empty; correct or remove the line")),
                 false => wrong(format!("no field '{field}'; the fields here are: {}", there.join(", "))),
             }
         }

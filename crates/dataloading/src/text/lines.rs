@@ -1,4 +1,4 @@
-//! Lines of a file, one at a time, checked to be UTF-8; and plain text made of them.
+//! The lines of a UTF-8 file, and plain-text records made of them.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -8,14 +8,14 @@ use std::sync::Arc;
 use super::{Encoding, Place, Record, io};
 use crate::error::{Error, Result};
 
-/// Bytes of the longest record. A file that has no line breaks, or is no text at all, must not fill the memory.
+/// The maximum size of a record in bytes. It bounds the memory for a file without line breaks or a binary file.
 pub const LONGEST_RECORD: u64 = 256 << 20;
 
-/// A line without its break.
+/// A line without its line break.
 #[derive(Debug)]
 pub(super) struct Line {
     pub(super) text: String,
-    /// From 1.
+    /// The line number, from 1.
     pub(super) number: u64,
 }
 
@@ -50,7 +50,7 @@ impl Lines {
         Record { text, place: Place { path: self.path.clone(), line } }
     }
 
-    /// An error about line `line`.
+    /// Returns an error about line `line`.
     pub(super) fn error(&self, line: u64, reason: String) -> Error {
         Error::Record { from: self.path.display().to_string(), place: format!("line {line}"), reason }
     }
@@ -72,7 +72,7 @@ impl Lines {
                 bytes.pop();
             }
         }
-        // A byte order mark is no text.
+        // Skip the byte order mark.
         if self.number == 1 && bytes.starts_with(b"\xef\xbb\xbf") {
             bytes.drain(..3);
         }
@@ -99,7 +99,7 @@ impl Lines {
         Ok(Some(Line { text, number: self.number }))
     }
 
-    /// A record of `bytes` that starts at `line` must not be longer than the limit.
+    /// Checks that a record of `bytes` that starts at `line` is within the limit.
     pub(super) fn check_size(&self, bytes: u64, line: u64) -> Result<()> {
         if bytes <= self.limit {
             return Ok(());
@@ -107,14 +107,14 @@ impl Lines {
         Err(self.error(
             line,
             format!(
-                "a record is longer than {} bytes; divide it, or check that the text is of the format that was asked for",
+                "a record is longer than {} bytes; split it, or check that the format is the right one",
                 self.limit
             ),
         ))
     }
 }
 
-/// The text with U+FFFD for each maximal bad sequence, and how many there were.
+/// Returns the text with U+FFFD for each maximal invalid sequence, and the number of replacements.
 fn replace(bytes: &[u8]) -> (String, u64) {
     let (mut text, mut replaced) = (String::with_capacity(bytes.len()), 0);
     for chunk in bytes.utf8_chunks() {
@@ -127,7 +127,7 @@ fn replace(bytes: &[u8]) -> (String, u64) {
     (text, replaced)
 }
 
-/// Lines up to one that is blank, joined by line breaks.
+/// Returns the lines up to the next blank line, joined by line breaks.
 pub(super) fn next_paragraph(lines: &mut Lines) -> Result<Option<Record>> {
     let mut paragraph: Option<(String, u64)> = None;
     while let Some(line) = lines.next()? {
@@ -146,7 +146,7 @@ pub(super) fn next_paragraph(lines: &mut Lines) -> Result<Option<Record>> {
     Ok(paragraph.map(|(text, start)| lines.record(text, start)))
 }
 
-/// All lines of the file; a file of white space only has no record.
+/// Returns all lines of the file; a file of only white space has no record.
 pub(super) fn whole_file(lines: &mut Lines) -> Result<Option<Record>> {
     let mut text = String::new();
     while let Some(line) = lines.next()? {
@@ -175,7 +175,7 @@ mod tests {
         assert_eq!(open("1234567\n").next().unwrap().unwrap().text, "1234567");
         let error = open("123456789123456789\n").next().unwrap_err().to_string();
         assert!(error.ends_with(
-            "line 1: a record is longer than 8 bytes; divide it, or check that the text is of the format that was asked for"
+            "line 1: a record is longer than 8 bytes; split it, or check that the format is the right one"
         ));
         assert!(next_paragraph(&mut open("12345\n12345\n")).is_err());
         assert!(next_paragraph(&mut open("12345\n\n12345\n")).is_ok());

@@ -1,13 +1,13 @@
-//! WikiText's format: headings ` = Title = ` on lines of their own, between blank lines.
+//! The WikiText format: headings ` = Title = ` on lines of their own, between blank lines.
 //!
-//! A paragraph may hold a formula (` = 1 m / s = `), so a line counts as an article's heading only where the lines before
-//! and after it are blank. With that rule WikiText-2 has the 60 articles that its authors count, in valid and in test.
+//! A paragraph may contain a formula (` = 1 m / s = `), so a line is a heading only if the lines before and after it are
+//! blank. With this rule the validation and test splits of WikiText-2 have 60 articles each, as published.
 
 use super::Record;
 use super::lines::{Line, Lines};
 use crate::error::Result;
 
-/// The level of a heading (1 for ` = Title = `, 2 for ` = = History = = `), or `None` for other lines.
+/// Returns the level of a heading (1 for ` = Title = `, 2 for ` = = History = = `), or `None` for other lines.
 pub fn heading_level(line: &str) -> Option<usize> {
     let words: Vec<&str> = line.split_whitespace().collect();
     let level = words.iter().take_while(|word| **word == "=").count();
@@ -15,18 +15,18 @@ pub fn heading_level(line: &str) -> Option<usize> {
     (level > 0 && level == closing && words.len() > 2 * level).then_some(level)
 }
 
-/// Whether a line holds white space only.
+/// Returns whether a line is empty or white space.
 pub fn is_blank(line: &str) -> bool {
     line.trim().is_empty()
 }
 
-/// The next article, whole; text before the first heading is an article of its own. `held` carries the heading that ended
-/// it to the next call.
+/// Returns the next article; text before the first heading is an article too. `held` passes the heading that ended the
+/// article to the next call.
 pub(super) fn next_article(lines: &mut Lines, held: &mut Option<Line>) -> Result<Option<Record>> {
     let mut article: Option<(String, u64)> = held.take().map(|line| (line.text, line.number));
-    // A held heading comes with the blank line after it.
+    // A held heading includes the blank line after it.
     let mut after_blank = article.is_some();
-    // A title is known only with the line after it.
+    // Whether a line is a title depends on the line after it.
     let mut candidate: Option<Line> = None;
     loop {
         let line = lines.next()?;
@@ -58,7 +58,7 @@ pub(super) fn next_article(lines: &mut Lines, held: &mut Option<Line>) -> Result
     }))
 }
 
-/// Blank lines before an article are no part of it.
+/// Appends a line to the article, skipping blank lines at its start.
 fn append(article: &mut Option<(String, u64)>, line: Line, lines: &Lines) -> Result<()> {
     match article {
         None if is_blank(&line.text) => {}
@@ -72,7 +72,7 @@ fn append(article: &mut Option<(String, u64)>, line: Line, lines: &Lines) -> Res
     Ok(())
 }
 
-/// The next line that is not blank, trimmed.
+/// Returns the next non-blank line, trimmed.
 pub(super) fn next_line(lines: &mut Lines) -> Result<Option<Record>> {
     while let Some(line) = lines.next()? {
         let text = line.text.trim();

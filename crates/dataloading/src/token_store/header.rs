@@ -1,4 +1,4 @@
-//! The 128 bytes at the start of a shard.
+//! The 128-byte header of a shard.
 
 use std::path::Path;
 
@@ -7,15 +7,15 @@ use sha2::{Digest, Sha256};
 use super::file;
 use crate::error::Result;
 
-/// The format that this crate writes, and the newest that it reads.
+/// The format version that this crate writes, and the newest that it reads.
 pub const VERSION: u32 = 1;
 
 pub(super) const MAGIC: [u8; 8] = *b"FRUGALTK";
 
-/// Bytes of a header.
+/// Size of a header in bytes.
 pub(super) const BYTES: usize = 128;
 
-/// Where the header's own checksum starts.
+/// Offset of the header's own checksum.
 const CHECKED: usize = 112;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,7 +49,7 @@ impl Header {
         whole
     }
 
-    /// Reads the start of the file at `path`.
+    /// Parses the header at the start of the file `path`.
     pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
         if bytes.is_empty() {
             return Err(file(path, "the file is empty; copy or write the store again"));
@@ -59,14 +59,17 @@ impl Header {
         }
         let Some(bytes) = bytes.first_chunk::<BYTES>() else {
             let has = bytes.len();
-            return Err(file(path, format!("cut within the header: {has} of {BYTES} bytes; copy it again")));
+            return Err(file(
+                path,
+                format!("truncated within the header: {has} of {BYTES} bytes; copy it again"),
+            ));
         };
         let version = u32_at(bytes, 8);
         if version > VERSION {
             return Err(file(
                 path,
                 format!(
-                    "format version {version}, and this program reads up to {VERSION}; update the program, or write \
+                    "format version {version}, but this program reads up to {VERSION}; update the program, or write \
                      the store with it"
                 ),
             ));
@@ -98,24 +101,24 @@ impl Header {
             || header.width != width(header.vocabulary)
             || header.shard >= header.shards
         {
-            return Err(file(path, "the header contradicts itself; write the store again"));
+            return Err(file(path, "the header is inconsistent; write the store again"));
         }
         Ok(header)
     }
 
-    /// Bytes of the ids, with the zeros that pad them.
+    /// Returns the bytes of the ids, padding included.
     pub(super) fn ids_bytes(&self) -> Option<u64> {
         self.tokens.checked_mul(self.width.into())?.checked_next_multiple_of(8)
     }
 
-    /// Bytes that the file must have.
+    /// Returns the expected size of the file in bytes.
     pub(super) fn file_bytes(&self) -> Option<u64> {
         let offsets = self.documents.checked_add(1)?.checked_mul(8)?;
         self.ids_bytes()?.checked_add(offsets)?.checked_add(BYTES as u64)
     }
 }
 
-/// Bytes per id.
+/// Returns the bytes per id.
 pub(super) fn width(vocabulary: u64) -> u32 {
     if vocabulary <= 1 << 16 { 2 } else { 4 }
 }

@@ -1,8 +1,8 @@
-//! Token ids as they lie in a file.
+//! Token ids in their stored form.
 
 use std::ops::Range;
 
-/// Borrowed ids of 2 or 4 bytes each.
+/// A slice of ids of 2 or 4 bytes each.
 #[derive(Debug, Clone, Copy)]
 pub struct Ids<'a> {
     bytes: &'a [u8],
@@ -10,7 +10,7 @@ pub struct Ids<'a> {
 }
 
 impl<'a> Ids<'a> {
-    /// `bytes` is a whole number of ids.
+    /// `bytes` must be a whole number of ids.
     pub(super) fn new(bytes: &'a [u8], wide: bool) -> Self {
         Self { bytes, wide }
     }
@@ -19,29 +19,30 @@ impl<'a> Ids<'a> {
         if self.wide { 4 } else { 2 }
     }
 
-    /// How many there are.
+    /// Returns the number of ids.
     pub fn len(self) -> usize {
         self.bytes.len() / self.width()
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no ids.
     pub fn is_empty(self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// Id `index`, `None` beyond the end.
+    /// Returns id `index`, or `None` beyond the end.
     pub fn get(self, index: usize) -> Option<u32> {
         self.slice(index..index.checked_add(1)?)?.iter().next()
     }
 
-    /// A part, `None` where it goes beyond the end.
+    /// Returns a part, or `None` if it exceeds the end.
     pub fn slice(self, range: Range<usize>) -> Option<Self> {
         let width = self.width();
         let range = range.start.checked_mul(width)?..range.end.checked_mul(width)?;
         Some(Self { bytes: self.bytes.get(range)?, wide: self.wide })
     }
 
-    /// Appends all to `out`. The loops over fixed-size chunks compile to vector loads, so this runs at the memory's pace.
+    /// Appends all ids to `out`. The loops over fixed-size chunks compile to vector loads, so this runs at memory
+    /// bandwidth.
     pub fn copy_to(self, out: &mut Vec<u32>) {
         if self.wide {
             out.extend(self.bytes.as_chunks::<4>().0.iter().map(|id| u32::from_le_bytes(*id)));
@@ -50,7 +51,7 @@ impl<'a> Ids<'a> {
         }
     }
 
-    /// All of them.
+    /// Returns an iterator over the ids.
     pub fn iter(self) -> impl Iterator<Item = u32> + 'a {
         self.bytes.chunks_exact(self.width()).map(|id| match *id {
             [a, b, c, d] => u32::from_le_bytes([a, b, c, d]),
@@ -59,7 +60,7 @@ impl<'a> Ids<'a> {
         })
     }
 
-    /// The largest.
+    /// Returns the largest id.
     pub(super) fn max(self) -> Option<u32> {
         if self.wide {
             self.bytes.as_chunks::<4>().0.iter().map(|id| u32::from_le_bytes(*id)).max()

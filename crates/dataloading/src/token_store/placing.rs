@@ -1,8 +1,8 @@
-//! How a finished store comes to its place, and what an interrupted replacement leaves.
+//! Atomic placement of a finished store, and recovery from an interrupted replacement.
 //!
-//! Two folders cannot change places in one step everywhere. So the former store goes aside to `.NAME.replaced`, the new one
-//! takes its name, and the former is removed. If the second step fails, the first is undone; if the process ends between
-//! them, the next writer of that name undoes it, and whoever opens the store is told.
+//! Not every platform can swap two folders in one step. So the former store is renamed to `.NAME.replaced`, the new store
+//! takes the name, and the former is removed. If the second step fails, the first is undone; if the process ends between
+//! them, the next writer of that name undoes it, and opening the store is an error that says so.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use super::{file, header, io};
 use crate::error::Result;
 
-/// `.NAME.extension` beside the folder `NAME`; a name need not be UTF-8. `None` of a path without a name.
+/// Returns `.NAME.extension` beside the folder `NAME`, which need not be UTF-8; `None` for a path without a name.
 pub(super) fn hidden(path: &Path, extension: &str) -> Option<PathBuf> {
     let mut hidden = OsString::from(".");
     hidden.push(path.file_name()?);
@@ -20,30 +20,30 @@ pub(super) fn hidden(path: &Path, extension: &str) -> Option<PathBuf> {
     Some(parent(path).join(hidden))
 }
 
-/// Where the former store at `path` lies while it is replaced.
+/// Returns the path of the former store at `path` during a replacement.
 pub(super) fn aside(path: &Path) -> Option<PathBuf> {
     hidden(path, "replaced")
 }
 
-/// Whether a store may be put at `path`.
+/// Checks that a store may be written to `path`.
 pub(super) fn check_target(path: &Path, replace: bool) -> Result<()> {
     let there = std::fs::symlink_metadata(path).is_ok();
     if !there {
         return Ok(());
     }
     if !replace {
-        return Err(file(
-            path,
-            "there is something already; remove it, choose another name, or ask for replacement",
-        ));
+        return Err(file(path, "the path exists; remove it, choose another name, or allow replacement"));
     }
     if !path.join(header::shard_name(0)).is_file() {
-        return Err(file(path, "what is there is no token store, and is not replaced; choose another name"));
+        return Err(file(
+            path,
+            "the path exists and is not a token store, so it is not replaced; choose another name",
+        ));
     }
     Ok(())
 }
 
-/// Puts the folder `partial` at `target`. What is there goes to `aside`, and back again where `partial` cannot follow.
+/// Renames the folder `partial` to `target`. An existing `target` is moved to `aside`, and moved back if the rename fails.
 pub(super) fn place(partial: &Path, target: &Path, aside: &Path) -> Result<()> {
     let replaces = std::fs::symlink_metadata(target).is_ok();
     if replaces {
@@ -52,15 +52,15 @@ pub(super) fn place(partial: &Path, target: &Path, aside: &Path) -> Result<()> {
     }
     std::fs::rename(partial, target).map_err(|cause| {
         if replaces {
-            // Where this fails as well, the next writer tries again.
+            // If this fails too, the next writer tries again.
             let _ = std::fs::rename(aside, target);
         }
         io(target, cause)
     })
 }
 
-/// Ends or undoes a replacement that was interrupted: a former store without a successor comes back, one with it goes. Only
-/// for who holds the writer's lock.
+/// Finishes or undoes an interrupted replacement: restores a former store without a successor, removes one with a
+/// successor. The caller must hold the writer's lock.
 pub(super) fn recover(target: &Path, aside: &Path) -> Result<()> {
     if std::fs::symlink_metadata(aside).is_err() {
         return Ok(());
@@ -82,12 +82,12 @@ pub(super) fn remove_folder(path: &Path) -> Result<()> {
     }
 }
 
-/// A rename is on the disk once its folder is.
+/// Syncs a folder, so that a rename in it is durable.
 pub(super) fn sync_folder(path: &Path) -> Result<()> {
     File::open(path).and_then(|folder| folder.sync_all()).map_err(|cause| io(path, cause))
 }
 
-/// Whether the open file is still the one of this name: a folder that was renamed took its files along.
+/// Returns whether the open file is still the one at `path`: renaming a folder moves its open files along.
 #[cfg(unix)]
 pub(super) fn is_at(open: &File, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;
@@ -96,7 +96,7 @@ pub(super) fn is_at(open: &File, path: &Path) -> bool {
     open.metadata().ok().map(of).is_some_and(|open| std::fs::metadata(path).ok().map(of) == Some(open))
 }
 
-/// As on Unix; elsewhere an open file keeps its folder from being renamed.
+/// Returns whether `path` exists: outside Unix a folder with an open file cannot be renamed.
 #[cfg(not(unix))]
 pub(super) fn is_at(_: &File, path: &Path) -> bool {
     path.exists()
@@ -106,7 +106,7 @@ pub(super) fn is_at(_: &File, path: &Path) -> bool {
 mod tests {
     use super::*;
 
-    /// A folder that holds one file with these words.
+    /// Creates a folder with one file of these words.
     fn folder(path: &Path, words: &str) {
         std::fs::create_dir(path).unwrap();
         std::fs::write(path.join("words"), words).unwrap();
@@ -121,7 +121,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let [partial, target, aside] = ["partial", "target", "aside"].map(|name| root.path().join(name));
         folder(&target, "former");
-        // There is nothing to follow.
+        // The source does not exist.
         let error = place(&partial, &target, &aside).unwrap_err().to_string();
         assert!(error.contains("target: "), "{error}");
         assert_eq!(words(&target), "former");
@@ -130,7 +130,7 @@ mod tests {
         folder(&partial, "new");
         place(&partial, &target, &aside).unwrap();
         assert_eq!((words(&target), words(&aside)), ("new".into(), "former".into()));
-        // As after a process that ended here.
+        // As if the process had ended here.
         recover(&target, &aside).unwrap();
         assert_eq!(words(&target), "new");
         assert!(!aside.exists());

@@ -1,4 +1,4 @@
-//! One mapped file of a store.
+//! A memory-mapped shard of a store.
 
 use std::ops::Range;
 use std::path::Path;
@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 pub(super) struct Shard {
     map: MappedFile,
     pub(super) header: Header,
-    /// Where the offsets start, in bytes.
+    /// Byte offset of the document offsets.
     offsets: usize,
 }
 
@@ -25,16 +25,16 @@ impl Shard {
         let header = Header::parse(path, &map)?;
         let has = map.len() as u64;
         let Some(needs) = header.file_bytes() else {
-            return Err(file(path, "the header contradicts itself; write the store again"));
+            return Err(file(path, "the header is inconsistent; write the store again"));
         };
         if has != needs {
-            let what = if has < needs { "truncated" } else { "longer than it should be" };
+            let what = if has < needs { "truncated" } else { "too long" };
             return Err(file(
                 path,
-                format!("{what}: {has} bytes, and its header says {needs}; copy or write the store again"),
+                format!("{what}: {has} bytes, but its header says {needs}; copy or write the store again"),
             ));
         }
-        // The file is mapped, so its size, and all within it, fits `usize`.
+        // The file is mapped, so its size fits `usize`.
         let offsets = header::BYTES + header.ids_bytes().unwrap_or(0) as usize;
         Ok(Self { map, header, offsets })
     }
@@ -55,7 +55,7 @@ impl Shard {
         })
     }
 
-    /// Appends the tokens `part` of a document; what is beyond its end is left out.
+    /// Appends the tokens `part` of a document; tokens beyond its end are ignored.
     pub(super) fn read(&self, index: u64, part: Range<usize>, out: &mut Vec<u32>) -> Result<()> {
         let ids = self.document(index)?;
         let part = part.start.min(ids.len())..part.end.min(ids.len());
@@ -63,9 +63,9 @@ impl Shard {
         let Some(part) = ids.slice(part) else { return Ok(()) };
         part.copy_to(out);
         let vocabulary = self.header.vocabulary;
-        // The header has seen to it that there are 1 to 2³².
+        // The header guarantees a vocabulary of 1 to 2³² ids.
         let largest = u32::try_from(vocabulary.saturating_sub(1)).unwrap_or(u32::MAX);
-        // Without a way out, so that the loop compiles to vector comparisons of what is in the cache anyway.
+        // No early exit, so that the loop compiles to vector comparisons; the data is in the cache anyway.
         if !out[start..].iter().fold(false, |beyond, &id| beyond | (id > largest)) {
             return Ok(());
         }
@@ -76,7 +76,7 @@ impl Shard {
             from: self.path().display().to_string(),
             place: format!("document {index}, token {}", first + place),
             reason: format!(
-                "id {id}, and the store's vocabulary has {vocabulary}; copy or write the store again"
+                "id {id}, but the vocabulary of the store is {vocabulary}; copy or write the store again"
             ),
         })
     }
@@ -107,12 +107,12 @@ impl Shard {
         let documents = self.header.documents;
         let rise = (0..=documents).map(|index| self.offset(index)).is_sorted();
         if !rise || self.offset(0) != 0 || self.offset(documents) != self.header.tokens {
-            return damaged("the offsets do not rise from 0 to the number of tokens".into());
+            return damaged("the offsets do not increase from 0 to the number of tokens".into());
         }
         let largest = self.ids(0, self.header.tokens).and_then(Ids::max);
         match largest {
             Some(id) if u64::from(id) >= self.header.vocabulary => {
-                damaged(format!("it holds id {id}, and the vocabulary has {}", self.header.vocabulary))
+                damaged(format!("it has id {id}, but the vocabulary is {}", self.header.vocabulary))
             }
             _ => Ok(()),
         }

@@ -1,4 +1,4 @@
-//! From text to ids, in parallel and in order.
+//! Parallel tokenization of a corpus, in order.
 
 use std::path::Path;
 
@@ -7,60 +7,60 @@ use crate::error::{Error, Result};
 use crate::text::{Corpus, Record, Records};
 use crate::tokenizer::Tokenizer;
 
-/// Records, and bytes of text, that are encoded at a time: what bounds the memory.
+/// Records and bytes of text encoded at a time, which bound the memory.
 const CHUNK_RECORDS: usize = 4096;
 const CHUNK_BYTES: usize = 4 << 20;
 
-/// What happens to a document of more tokens than it may have.
+/// How documents longer than the maximum are handled.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum TooLong {
-    /// It becomes several documents, of the greatest length each but the last.
+    /// Split into several documents of the maximum length, the last one shorter.
     #[default]
     Split,
-    /// It keeps its first tokens; the rest is dropped and counted. What the course's assignment does.
+    /// Truncated to the maximum; the rest is dropped and counted.
     Cut,
-    /// It is left out, and counted.
+    /// Dropped and counted.
     Drop,
 }
 
-/// How text becomes documents.
+/// Options of tokenization.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TokenizeOptions {
-    /// The id that ends each record; [`Tokenizer::end_of_text`] finds the usual one.
+    /// The id appended to each record; see [`Tokenizer::end_of_text`].
     pub end_of_text: Option<u32>,
-    /// The most tokens that a document may have, its end included.
+    /// The maximum tokens of a document, end-of-text included.
     pub longest: Option<usize>,
-    /// What happens to longer ones.
+    /// How longer documents are handled.
     pub too_long: TooLong,
 }
 
-/// Counts of what came of a corpus.
+/// Counts of a tokenized corpus.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Tokenized {
     /// Records read.
     pub records: u64,
-    /// Documents made.
+    /// Documents written.
     pub documents: u64,
-    /// Tokens in them.
+    /// Tokens of these documents.
     pub tokens: u64,
-    /// Records that gave no token, and were skipped.
+    /// Records without tokens, which were skipped.
     pub empty: u64,
-    /// Records longer than allowed, whatever happened to them.
+    /// Records longer than the maximum.
     pub too_long: u64,
-    /// Tokens dropped because of that.
+    /// Tokens dropped from them.
     pub dropped_tokens: u64,
     /// Bytes of the files read so far.
     pub bytes: u64,
-    /// Sequences that were no UTF-8 and were replaced.
+    /// Invalid UTF-8 sequences replaced.
     pub replaced: u64,
 }
 
-/// Encodes records, and hands their documents to `sink` in the records' order. `progress` is called after each chunk. Encoding
-/// uses all threads of the current rayon pool; the result does not depend on their number.
+/// Encodes records and passes their documents to `sink`, in the order of the records. `progress` is called after each
+/// chunk. Encoding uses all threads of the current rayon pool; the result does not depend on their number.
 ///
 /// # Errors
-/// The first error of the records, the tokenizer (with the record's place) or the sink; a longest document of 0 tokens; an
-/// end-of-text id that is not in the vocabulary.
+/// The first error of the records, the tokenizer (with the position of the record) or the sink; a maximum of 0 tokens; an
+/// end-of-text id outside the vocabulary.
 pub fn tokenize(
     mut records: Records,
     tokenizer: &Tokenizer,
@@ -89,10 +89,10 @@ pub fn tokenize(
     }
 }
 
-/// Encodes a corpus into a store of its own; see [`tokenize`]. Nothing is left behind on an error.
+/// Encodes a corpus into a new store; see [`tokenize`]. An error leaves no files behind.
 ///
 /// # Errors
-/// Those of [`tokenize`] and of [`Writer`]; a corpus whose records are all empty, or all dropped.
+/// Those of [`tokenize`] and [`Writer`]; all records are empty or dropped.
 pub fn tokenize_to_store(
     corpus: &Corpus,
     tokenizer: &Tokenizer,
@@ -105,7 +105,7 @@ pub fn tokenize_to_store(
         return Err(Error::Config {
             what: "token store",
             reason: format!(
-                "a vocabulary of {}, and the tokenizer has {} ids; give at least as many",
+                "the vocabulary is {}, but the tokenizer has {} ids; use at least as many",
                 store.vocabulary,
                 tokenizer.vocabulary()
             ),
@@ -136,7 +136,7 @@ pub fn tokenize_to_store(
 fn check(tokenizer: &Tokenizer, options: &TokenizeOptions) -> Result<()> {
     let wrong = |reason| Err(Error::Config { what: "tokenize", reason });
     if options.longest == Some(0) {
-        return wrong("documents of at most 0 tokens; allow at least 1".into());
+        return wrong("the maximum length is 0 tokens; expected at least 1".into());
     }
     match options.end_of_text {
         Some(id) if id as usize >= tokenizer.vocabulary() => {
@@ -191,7 +191,7 @@ fn add(
     }
 }
 
-/// Which record of the chunk the tokenizer refused.
+/// Finds the record of the chunk that the tokenizer refuses.
 fn locate(chunk: &[Record], tokenizer: &Tokenizer, error: Error) -> Error {
     let refused = chunk.iter().find_map(|record| Some((record, tokenizer.encode(&record.text).err()?)));
     refused.map_or(error, |(record, cause)| Error::Record {

@@ -1,4 +1,4 @@
-//! Writing a store, a document at a time.
+//! Writing a store document by document.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write};
@@ -13,35 +13,35 @@ use super::placing::{
 use super::{TokenStore, file, io};
 use crate::error::{Error, Result};
 
-/// The file in the unfinished folder whose lock tells a live writer from a dead one.
+/// The lock file in the partial folder: a writer holds its lock as long as it lives.
 const LOCK: &str = "writing.lock";
 
-/// How a store is written.
+/// Options of a new store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WriterOptions {
-    /// Ids that a token may have: each is less than this.
+    /// The vocabulary size: every id must be less than this.
     pub vocabulary: usize,
-    /// Bytes after which a shard is full, its header apart. A document that is longer has a shard to itself. A reader maps
-    /// all shards at once.
+    /// Maximum size of a shard in bytes, without its header. A longer document has a shard to itself. A reader maps all
+    /// shards at once.
     pub shard_bytes: u64,
-    /// Whether a store that is there already is replaced when this one is finished. Else it is an error.
+    /// Whether to replace an existing store when this one is finished; otherwise an existing store is an error.
     pub replace: bool,
 }
 
 impl WriterOptions {
-    /// Shards of 512 MiB; what is there is not replaced.
+    /// Shards of 512 MiB; an existing store is an error.
     pub fn new(vocabulary: usize) -> Self {
         Self { vocabulary, shard_bytes: 512 << 20, replace: false }
     }
 }
 
-/// Writes documents to a store. Memory: a buffer, and 8 bytes for each document of the shard at hand (which count as bytes
-/// of the shard). Dropped before [`finish`](Self::finish), it removes what it wrote.
+/// A writer of a store. Memory: a buffer, and 8 bytes per document of the current shard (which count towards the size of
+/// the shard). If dropped before [`finish`](Self::finish), it removes its files.
 #[derive(Debug)]
 pub struct Writer {
     target: PathBuf,
     partial: PathBuf,
-    /// Where a store that is replaced goes.
+    /// Where a store is moved when it is replaced.
     aside: PathBuf,
     options: WriterOptions,
     width: u32,
@@ -52,7 +52,7 @@ pub struct Writer {
     failed: bool,
 }
 
-/// The shard that is being written.
+/// The shard being written.
 #[derive(Debug)]
 struct Unfinished {
     path: PathBuf,
@@ -62,22 +62,22 @@ struct Unfinished {
 }
 
 impl Writer {
-    /// Starts a store that will be the folder `path`. Leftovers of an interrupted write of the same name are removed,
-    /// and a store whose replacement was interrupted is put back.
+    /// Starts a store in the folder `path`. Removes the files of an interrupted write of the same name, and restores a
+    /// store whose replacement was interrupted.
     ///
     /// # Errors
-    /// A vocabulary of 0 or beyond `u32`; shards of no bytes; something is at `path` and is not to be replaced, or is no
-    /// store; another process is writing this store; the folder cannot be written to.
+    /// The vocabulary is 0 or exceeds `u32`; shards have 0 bytes; `path` exists and may not be replaced, or is not a store;
+    /// another process is writing this store; the folder is not writable.
     pub fn create(path: &Path, options: &WriterOptions) -> Result<Self> {
         let wrong = |reason| Err(Error::Config { what: "token store", reason });
         if options.vocabulary == 0 || options.vocabulary as u64 > 1 << 32 {
             return wrong(format!("a vocabulary of {}; expected 1 to 2^32 ids", options.vocabulary));
         }
         if options.shard_bytes == 0 {
-            return wrong("shards of 0 bytes; ask for 1 MiB or more".into());
+            return wrong("shards of 0 bytes; use 1 MiB or more".into());
         }
         let (Some(partial), Some(aside)) = (hidden(path, "partial"), aside(path)) else {
-            return wrong(format!("{} names no folder to make", path.display()));
+            return wrong(format!("{} has no folder name", path.display()));
         };
         check_target(path, options.replace)?;
         let parent = parent(path);
@@ -89,7 +89,7 @@ impl Writer {
         let busy =
             || Err(file(path, "another process is writing this store; wait for it, or choose another name"));
         match lock.try_lock() {
-            // One that ended since then took the folder with the lock along.
+            // A writer that has finished since then moved the folder with the lock file away.
             Ok(()) if !is_at(&lock, &lock_path) => return busy(),
             Ok(()) => {}
             Err(std::fs::TryLockError::WouldBlock) => return busy(),
@@ -113,7 +113,7 @@ impl Writer {
             buffer: Vec::new(),
             failed: false,
         };
-        // Again, now that nobody else writes here, and with what came back. A writer that is dropped cleans up.
+        // Checked again with the lock held and after the recovery. Dropping the writer cleans up.
         check_target(path, options.replace)?;
         Ok(writer)
     }
@@ -121,8 +121,8 @@ impl Writer {
     /// Appends a document, which may be empty.
     ///
     /// # Errors
-    /// An id that is not less than the vocabulary (nothing is written); the disk is full, or another error of writing,
-    /// after which the writer accepts nothing more.
+    /// An id is not less than the vocabulary (nothing is written); or writing fails, for example because the disk is full.
+    /// After that, every call fails.
     pub fn push(&mut self, ids: &[u32]) -> Result<()> {
         let vocabulary = self.options.vocabulary;
         if let Some(id) = ids.iter().find(|id| **id as usize >= vocabulary) {
@@ -131,7 +131,7 @@ impl Writer {
                 from: self.target.display().to_string(),
                 place: format!("document {document}"),
                 reason: format!(
-                    "id {id}, and the store's vocabulary has {vocabulary}; give the vocabulary of the tokenizer that \
+                    "id {id}, but the vocabulary of the store is {vocabulary}; use the vocabulary of the tokenizer that \
                      made the ids"
                 ),
             });
@@ -142,10 +142,10 @@ impl Writer {
         result
     }
 
-    /// Ends the store: all is synced to the disk, then one rename puts it in place. A store without documents is one.
+    /// Finishes the store: syncs all files to disk and renames the folder into place. A store may be empty.
     ///
     /// # Errors
-    /// Writing fails, or failed before; something else has come to be at the path.
+    /// Writing fails or has failed before; `path` was created in the meantime.
     pub fn finish(mut self) -> Result<TokenStore> {
         self.working()?;
         if self.current.is_none() && self.done.is_empty() {
@@ -166,7 +166,7 @@ impl Writer {
         }
         check_target(&self.target, self.options.replace)?;
         sync_folder(&self.partial)?;
-        // The lock goes along with the folder: until then nobody else may take what is in it for leftovers.
+        // The lock file moves with the folder: until then no other writer can take it for leftovers.
         place(&self.partial, &self.target, &self.aside)?;
         let held = self.lock.take();
         let lock = self.target.join(LOCK);
@@ -178,7 +178,7 @@ impl Writer {
         TokenStore::open(&self.target)
     }
 
-    /// Documents so far.
+    /// Returns the number of documents so far.
     pub fn documents(&self) -> u64 {
         let current = self.current.as_ref().map_or(0, |shard| shard.offsets.len() as u64 - 1);
         self.done.iter().map(|head| head.documents).sum::<u64>() + current
@@ -188,7 +188,7 @@ impl Writer {
         if self.failed {
             return Err(file(
                 &self.target,
-                "writing failed before, and the store is not complete; start again",
+                "an earlier write failed, so the store is incomplete; start again",
             ));
         }
         Ok(())
@@ -209,7 +209,7 @@ impl Writer {
         };
         self.buffer.clear();
         if self.width == 2 {
-            // Each id is less than the vocabulary, which 16 bits can number.
+            // Each id is less than the vocabulary, which fits 16 bits.
             self.buffer.extend(ids.iter().flat_map(|id| (*id as u16).to_le_bytes()));
         } else {
             self.buffer.extend(ids.iter().flat_map(|id| id.to_le_bytes()));
@@ -224,7 +224,7 @@ impl Writer {
         let path = self.partial.join(header::shard_name(self.done.len() as u32));
         let out = File::create(&path).map_err(|cause| io(&path, cause))?;
         let mut out = BufWriter::with_capacity(1 << 20, out);
-        // The header is known at the end; until then the file does not look like a shard.
+        // The header is written last; until then the file is not a valid shard.
         out.write_all(&[0; header::BYTES]).map_err(|cause| io(&path, cause))?;
         Ok(Unfinished { path, out, hash: Sha256::new(), offsets: vec![0] })
     }
@@ -271,7 +271,7 @@ impl Drop for Writer {
     fn drop(&mut self) {
         if self.lock.is_some() {
             self.current = None;
-            // Nothing can be done about a folder that cannot be removed; the next writer tries again.
+            // A folder that cannot be removed is left to the next writer.
             let _ = std::fs::remove_dir_all(&self.partial);
         }
     }

@@ -225,15 +225,15 @@ fn what_makes_no_sampler_is_refused() {
     );
     refused(
         BalancedOptions { batch_size: BatchSize::Tokens(8), ..Default::default() },
-        "BalancedBatchSampler: a batch of 8 tokens cannot hold the longest sample, 9 tokens; take larger batches, or a \
+        "BalancedBatchSampler: a batch of 8 tokens cannot hold the longest sample, 9 tokens; use larger batches, or a \
          smaller max_length",
     );
     for batch_size in [BatchSize::Samples(2), BatchSize::Tokens(18)] {
         let incomplete = Incomplete::Drop;
         refused(
             BalancedOptions { batch_size, k: 5, incomplete, ..Default::default() },
-            "BalancedBatchSampler: no 6 consecutive lengths have the samples of a full batch, and incomplete ones are \
-             dropped, so there is no batch; keep them, take smaller batches, or a larger k",
+            "BalancedBatchSampler: no 6 consecutive lengths have enough samples for a full batch, and incomplete ones \
+             are dropped, so there is no batch; keep them, or use smaller batches or a larger k",
         );
         let options = BalancedOptions { batch_size, k: 6, incomplete, ..Default::default() };
         assert_eq!(BalancedBatchSampler::new(&Lengths(vec![3, 9]), &options).unwrap().batches(0), 1);

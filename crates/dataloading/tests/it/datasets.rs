@@ -248,7 +248,7 @@ fn what_is_wrong_says_so() {
     let dataset = StandardDataset::new(Changed, &BatchOptions::default()).unwrap();
     assert_eq!(
         dataset.batch(0, 0).unwrap_err().to_string(),
-        "samples: sample 0: 3 tokens from token 0 on, and its length promised 4; the data changed after it was opened, so \
+        "samples: sample 0: 3 tokens from token 0 on, but its length implies 4; the data changed after it was opened; \
          open it again"
     );
     assert_eq!(
@@ -258,8 +258,8 @@ fn what_is_wrong_says_so() {
     let capacity = Some(Capacity { tokens: 100, overflow: Overflow::Cut });
     assert_eq!(
         SequencedDataset::new(Numbered(vec![3]), &BatchOptions::default(), capacity).unwrap_err().to_string(),
-        "SequencedDataset: the capacity of 100 tokens is less than max_length, 512; a sequence must hold one sample at \
-         least"
+        "SequencedDataset: the capacity of 100 tokens is less than max_length, 512; a sequence must hold at least \
+         one sample"
     );
 }
 
@@ -269,7 +269,7 @@ fn options_that_make_no_batch_are_refused() {
     let options = BatchOptions { max_length: usize::MAX, ..BatchOptions::default() };
     assert_eq!(
         BaseDataset::new(samples(), &options).unwrap_err().to_string(),
-        "BaseDataset: 2 rows padded to max_length, 18446744073709551615, are more than memory has; use a smaller one"
+        "BaseDataset: 2 rows padded to max_length, 18446744073709551615, exceed the memory; use a smaller one"
     );
     assert_eq!(StandardDataset::new(samples(), &options).unwrap().batch(0, 0).unwrap().tokens.size(), [2, 3]);
     assert_eq!(
@@ -281,7 +281,7 @@ fn options_that_make_no_batch_are_refused() {
     let sampler = || RandomBatchSampler::new(&samples(), &BatchOptions::default()).unwrap();
     assert_eq!(
         StandardDataset::with_sampler(Numbered(vec![3]), sampler(), 512, 0).unwrap_err().to_string(),
-        "StandardDataset: the sampler is of 2 samples, and the data set has 1; make the sampler of this data set"
+        "StandardDataset: the sampler has 2 samples, but the data set has 1; create the sampler from this data set"
     );
     assert_eq!(
         StandardDataset::with_sampler(samples(), sampler(), 0, 0).unwrap_err().to_string(),

@@ -208,20 +208,20 @@ fn a_state_of_other_data_is_refused() {
         &strategies(37, 6).remove(1),
         options(0, 1),
         state,
-        "loader: the state is of seed 5 and the data set of seed 6; give it the same seed to resume",
+        "loader: the state has seed 5, but the data set has seed 6; use the same seed to resume",
     );
     refused(
         &strategies(20, 5).remove(1),
         options(0, 1),
         state,
-        "loader: the state stands at batch 0 of 10 of epoch 0, and the data set has 5 there; resume with the data and the \
-         batch size that the state is of",
+        "loader: the state is at batch 0 of 10 of epoch 0, but the data set has 5; resume with the same data and batch \
+         size",
     );
     refused(
         &source,
         LoaderOptions { rank: 2, ranks: 2, ..options(0, 1) },
         state,
-        "loader: rank 2 of 2; ranks count from 0",
+        "loader: rank 2 of 2; expected a rank from 0 to below the number of ranks",
     );
 }
 
@@ -290,8 +290,8 @@ fn a_state_of_other_data_or_options_of_as_many_batches_is_refused() {
     assert_eq!(
         refused,
         format!(
-            "loader: the state is of other data, or of other options (its fingerprint is {ours:016x}, the data set's \
-             {theirs:016x}); resume with the data, the strategy, the batch size and all other options that the state is of"
+            "loader: the state has other data or options (its fingerprint is {ours:016x}, that of the data set {theirs:016x}); \
+             resume with the same data, strategy, batch size and other options"
         )
     );
 }
@@ -326,7 +326,7 @@ fn numbers_beyond_reason_are_refused() {
     assert_eq!(refused(&many), "loader: 33554432 ranks; expected at most 16777216");
     assert_eq!(
         refused(&LoaderOptions { ranks: 0, ..options(0, 1) }),
-        "loader: rank 0 of 0; ranks count from 0"
+        "loader: rank 0 of 0; expected a rank from 0 to below the number of ranks"
     );
     for workers in [0, 2] {
         let options = LoaderOptions { epochs: None, ..options(workers, 1) };
@@ -335,7 +335,7 @@ fn numbers_beyond_reason_are_refused() {
         let mut loader = Loader::resume(source.clone(), &options, &state).unwrap();
         assert_eq!(
             loader.next().unwrap().unwrap_err().to_string(),
-            "loader: 0 batches behind batch 3 of epoch 18446744073709551615 cannot be numbered"
+            "loader: 0 batches after batch 3 of epoch 18446744073709551615 exceed the range of batch numbers"
         );
         assert!(loader.next().is_none());
     }
@@ -376,7 +376,7 @@ fn a_panic_that_panics_again_does_not_keep_the_consumer_waiting() {
         let mut loader = Loader::new(Arc::new(PanicsTwice), &options(workers, 2)).unwrap();
         assert_eq!(
             loader.next().unwrap().unwrap_err().to_string(),
-            "a worker of the loader panicked at batch 0 of epoch 0: it said nothing"
+            "a worker of the loader panicked at batch 0 of epoch 0: no message"
         );
         assert!(loader.next().is_none());
     }

@@ -115,19 +115,19 @@ fn epochs_without_any_batch_are_an_error_and_no_endless_loop() {
     };
     assert_eq!(
         refused(Some(1)),
-        "loader: epoch 0 has no batch; keep incomplete batches, or take smaller ones"
+        "loader: epoch 0 has no batch; keep incomplete batches, or use smaller ones"
     );
     assert_eq!(
         refused(Some(3)),
-        "loader: epochs 0 to 2 have no batch; keep incomplete batches, or take smaller ones"
+        "loader: epochs 0 to 2 have no batch; keep incomplete batches, or use smaller ones"
     );
-    let words = "loader: epochs 0 to 65535 have no batch; keep incomplete batches, or take smaller ones";
+    let words = "loader: epochs 0 to 65535 have no batch; keep incomplete batches, or use smaller ones";
     assert_eq!(refused(None), words);
     for workers in [0, 2] {
         for (source, words) in [
             (
                 short(|epoch| epoch == 0, u64::MAX),
-                "loader: epochs 1 to 65536 have no batch; keep incomplete batches, or take smaller ones",
+                "loader: epochs 1 to 65536 have no batch; keep incomplete batches, or use smaller ones",
             ),
             (short(|_| true, 1), "a worker of the loader panicked at batch 2 of epoch 0: no epoch 1"),
         ] {

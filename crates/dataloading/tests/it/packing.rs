@@ -228,6 +228,6 @@ fn what_cannot_be_packed_is_refused() {
     let mut packer = StreamingBestFit::new(&StreamingOptions { capacity: 8, ..Default::default() }).unwrap();
     assert_eq!(
         packer.push(0, 9).unwrap_err().to_string(),
-        "packing: a document of 9 tokens is longer than a row of 8; cut it first"
+        "packing: a document of 9 tokens is longer than a row of 8; split it first"
     );
 }

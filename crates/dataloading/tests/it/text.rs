@@ -115,16 +115,8 @@ fn what_is_wrong_is_said_with_its_place_and_the_remedy() {
             "line 2: byte 8 of the file (0xe9) is not UTF-8; convert the file (iconv -f LATIN1 -t UTF-8), or read the corpus with Encoding::Lossy"
         ],
     );
-    check_error(
-        b" \n\n",
-        Format::Lines,
-        expect!["there is no text; check that these are the right files and the right format"],
-    );
-    check_error(
-        b"",
-        Format::Articles,
-        expect!["there is no text; check that these are the right files and the right format"],
-    );
+    check_error(b" \n\n", Format::Lines, expect!["there is no text; check the files and their format"]);
+    check_error(b"", Format::Articles, expect!["there is no text; check the files and their format"]);
     check_error(
         b"{\"question\": 1}\n",
         json(),
@@ -143,7 +135,7 @@ fn what_is_wrong_is_said_with_its_place_and_the_remedy() {
     check_error(
         b"{\"question\": \"a\"}\n{\"question\": \n",
         json(),
-        expect![[r#"line 2: not JSON (EOF while parsing a value, column 13); mend or remove the line"#]],
+        expect![[r#"line 2: not JSON (EOF while parsing a value, column 13); correct or remove the line"#]],
     );
 }
 
@@ -156,7 +148,7 @@ fn files_that_cannot_be_read_are_said_before_reading_starts() {
     let of_folder = Corpus::new([there, folder.path().into()], Format::Lines).records().unwrap_err();
     assert!(of_folder.to_string().ends_with("not a regular file; name the text files themselves"));
     let none = Corpus::new([], Format::Lines).records().unwrap_err();
-    assert_eq!(none.to_string(), "corpus: no files were given; name at least one");
+    assert_eq!(none.to_string(), "corpus: the list of files is empty; pass at least one");
 }
 
 #[test]

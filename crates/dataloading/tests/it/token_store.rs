@@ -154,12 +154,12 @@ fn damage_is_named() {
     check_damage(
         |path| alter(&first(path), |b| b.truncate(140)),
         expect![
-            "store/00000.tokens: truncated: 140 bytes, and its header says 160; copy or write the store again"
+            "store/00000.tokens: truncated: 140 bytes, but its header says 160; copy or write the store again"
         ],
     );
     check_damage(
         |path| alter(&first(path), |b| b.truncate(50)),
-        expect!["store/00000.tokens: cut within the header: 50 of 128 bytes; copy it again"],
+        expect!["store/00000.tokens: truncated within the header: 50 of 128 bytes; copy it again"],
     );
     check_damage(
         |path| std::fs::write(first(path), b"PK\x03\x04 something else").unwrap(),
@@ -185,7 +185,7 @@ fn damage_is_named() {
     );
     check_damage(
         |path| std::fs::remove_dir_all(path).unwrap(),
-        expect!["store: there is no such folder; a store is the folder that its writer was given"],
+        expect!["store: there is no such folder; pass the folder of a store"],
     );
     check_damage(
         |path| alter(&first(path), |b| b[8..12].copy_from_slice(&(VERSION + 1).to_le_bytes())),
@@ -242,7 +242,7 @@ fn an_id_beyond_the_vocabulary_is_refused_and_the_writer_goes_on() {
     let error = writer.push(&[1, 10]).unwrap_err().to_string();
     assert!(
         error.ends_with(
-            "document 1: id 10, and the store's vocabulary has 10; give the vocabulary of the tokenizer that made the ids"
+            "document 1: id 10, but the vocabulary of the store is 10; use the vocabulary of the tokenizer that made the ids"
         ),
         "{error}"
     );
@@ -303,9 +303,7 @@ fn a_store_is_replaced_only_when_asked_and_only_if_it_is_one() {
     let path = folder.path().join("store");
     let old = write(&path, &[vec![1]], &WriterOptions::new(10)).unwrap();
     let error = Writer::create(&path, &WriterOptions::new(10)).unwrap_err().to_string();
-    assert!(
-        error.ends_with("there is something already; remove it, choose another name, or ask for replacement")
-    );
+    assert!(error.ends_with("the path exists; remove it, choose another name, or allow replacement"));
     let replace = WriterOptions { replace: true, ..WriterOptions::new(10) };
     let new = write(&path, &[vec![2], vec![3]], &replace).unwrap();
     // The old one stays readable to whom has it open.
@@ -315,7 +313,9 @@ fn a_store_is_replaced_only_when_asked_and_only_if_it_is_one() {
     std::fs::create_dir(&foreign).unwrap();
     let error = Writer::create(&foreign, &replace).unwrap_err().to_string();
     assert!(
-        error.ends_with("what is there is no token store, and is not replaced; choose another name"),
+        error.ends_with(
+            "the path exists and is not a token store, so it is not replaced; choose another name"
+        ),
         "{error}"
     );
 }
@@ -385,7 +385,7 @@ fn an_id_that_was_damaged_is_refused_by_whoever_reads_it() {
         for part in [0..usize::MAX, 1..2] {
             let error = store.read_part(1, part, &mut out).unwrap_err().to_string();
             let words = format!(
-                "document 1, token 1: id {id}, and the store's vocabulary has {vocabulary}; copy or write the store again"
+                "document 1, token 1: id {id}, but the vocabulary of the store is {vocabulary}; copy or write the store again"
             );
             assert!(error.ends_with(&words), "{error}");
         }
@@ -435,9 +435,9 @@ fn names_need_not_be_utf_8() {
     assert_eq!(all(&second.finish().unwrap()).unwrap(), [[2]]);
     assert_eq!(all(&TokenStore::open(&one).unwrap()).unwrap(), [[1]]);
     let again = Writer::create(&one, &WriterOptions::new(10)).unwrap_err().to_string();
-    assert!(again.ends_with(
-        "a\u{fffd}: there is something already; remove it, choose another name, or ask for replacement"
-    ));
+    assert!(
+        again.ends_with("a\u{fffd}: the path exists; remove it, choose another name, or allow replacement")
+    );
 }
 
 /// The room that the output needed tells how much was copied.

@@ -72,7 +72,7 @@ fn a_tokenizer_that_lacks_something_says_what_to_do() {
     expect!["end-of-text token: the tokenizer has none of <|endoftext|> </s> <|end_of_text|> <eos> <|eot_id|> [SEP] <|im_end|>; pass the id of the token that the model was trained to end with, or append none"]
         .assert_eq(&bare.end_of_text().unwrap_err().to_string());
     expect![
-        "tokenizer: there is no token 260: the vocabulary has 260; do the tokens come from another tokenizer?"
+        "tokenizer: there is no token 260: the vocabulary has 260 ids; use the tokenizer that made the tokens"
     ]
     .assert_eq(&bare.decode(&[1, 260]).unwrap_err().to_string());
     expect!["tokenizer training: a vocabulary of 257 cannot hold the 256 bytes and 2 special tokens; ask for 258 or more"]
@@ -83,7 +83,7 @@ fn a_tokenizer_that_lacks_something_says_what_to_do() {
     let path = folder.path().join("tokenizer.json");
     std::fs::write(&path, "{}").unwrap();
     let error = Tokenizer::from_file(&path).unwrap_err().to_string();
-    assert!(error.ends_with("give the file that the model's publisher calls tokenizer.json"), "{error}");
+    assert!(error.ends_with("use the tokenizer.json of the model"), "{error}");
 }
 
 #[test]
@@ -189,11 +189,11 @@ fn a_corpus_that_leaves_nothing_makes_no_store() {
     let end = TokenizeOptions { end_of_text: Some(270), ..TokenizeOptions::default() };
     assert_eq!(make(end, 270), "tokenize: the end-of-text id 270 is not among the tokenizer's 270");
     let none = TokenizeOptions { longest: Some(0), ..TokenizeOptions::default() };
-    assert_eq!(make(none, 270), "tokenize: documents of at most 0 tokens; allow at least 1");
+    assert_eq!(make(none, 270), "tokenize: the maximum length is 0 tokens; expected at least 1");
     let small = make(TokenizeOptions::default(), 269);
     assert_eq!(
         small,
-        "token store: a vocabulary of 269, and the tokenizer has 270 ids; give at least as many"
+        "token store: the vocabulary is 269, but the tokenizer has 270 ids; use at least as many"
     );
     assert!(!target.exists() && !folder.path().join(".store.partial").exists());
 }

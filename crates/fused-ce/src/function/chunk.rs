@@ -1,31 +1,31 @@
-//! One chunk of tokens: its operands, products, targets, and what its rows count for.
+//! One chunk of tokens: operands, products, targets and the weights of its rows.
 
 use runtime::fused::cross_entropy::{Statistics, Targets as TileTargets, Transform, Wanted};
 use runtime::matmul::mm_into;
 use runtime::{Error as RuntimeError, Result};
 use tch::{Device, Kind, Tensor};
 
-use super::{BIAS, Fused, HIDDEN, INPUTS, LOW, LOW_WEIGHT, WEIGHT};
+use super::{ADAPTER_B, BIAS, Fused, HIDDEN, INPUTS, LOW_RANK, WEIGHT};
 use crate::inputs::Sizes;
 use crate::options::{Empty, Gradients, LogSumExp, Reduction};
 use crate::token_loss::TargetMass;
 use crate::vocabulary_parallel::Reduce;
 
-/// Inputs of one run, in a known place.
+/// The inputs of one run: x as a matrix, the others by slot.
 pub(super) struct Operands {
     pub(super) x: Tensor,
-    pub(super) by_place: [Option<Tensor>; INPUTS],
+    pub(super) by_slot: [Option<Tensor>; INPUTS],
 }
 
 impl Operands {
     pub(super) fn weight(&self) -> &Tensor {
-        self.by_place[WEIGHT].as_ref().expect("the weight is always given")
+        self.by_slot[WEIGHT].as_ref().expect("the weight is always given")
     }
 }
 
 impl Fused {
-    /// Whether the upstream gradient must be known before the gradients are.
-    pub(super) fn waits_for_upstream(&self) -> bool {
+    /// Returns whether the gradients need the upstream gradient, so that backward computes them.
+    pub(super) fn needs_upstream(&self) -> bool {
         self.options.reduction == Reduction::None
             || self.options.log_sum_exp == LogSumExp::Differentiable
             || self.options.gradients == Gradients::Backward
@@ -33,28 +33,28 @@ impl Fused {
 
     pub(super) fn operands(&self, inputs: &[&Tensor]) -> Result<Operands> {
         let mut inputs = inputs.iter();
-        let mut by_place = [const { None }; INPUTS];
-        for (place, given) in self.given.into_iter().enumerate() {
+        let mut by_slot = [const { None }; INPUTS];
+        for (slot, given) in self.given.into_iter().enumerate() {
             if given {
-                by_place[place] = inputs.next().map(|tensor| tensor.shallow_clone());
+                by_slot[slot] = inputs.next().map(|tensor| tensor.shallow_clone());
             }
         }
-        let x = by_place[HIDDEN].take().expect("the hidden states are always given");
+        let x = by_slot[HIDDEN].take().expect("the hidden states are always given");
         let x = x.f_reshape([self.sizes.tokens, self.sizes.hidden])?;
-        Ok(Operands { x, by_place })
+        Ok(Operands { x, by_slot })
     }
 
-    /// Index among the given inputs of each place.
-    pub(super) fn index_of(&self, place: usize) -> Option<usize> {
-        self.given[place].then(|| self.given[..place].iter().filter(|given| **given).count())
+    /// Returns the index of a slot among the given inputs.
+    pub(super) fn index_of(&self, slot: usize) -> Option<usize> {
+        self.given[slot].then(|| self.given[..slot].iter().filter(|given| **given).count())
     }
 
     pub(super) fn options_of(&self, device: Device) -> (Kind, Device) {
         (self.plan.tile, device)
     }
 
-    /// Rows of x, or of another tensor with one for each token. Of those without a label: zeros, since what they hold may be
-    /// infinite, and 0·∞ is not 0.
+    /// Gathers rows of x, or of another per-token tensor. Rows of ignored tokens are zeros: they may hold infinities, and 0·∞
+    /// is not 0.
     pub(super) fn gather(&self, tensor: &Tensor, start: i64, count: i64) -> Result<Tensor> {
         let rows = match &self.rows.index {
             Some(index) => tensor.f_index_select(0, &index.f_narrow(0, start, count)?)?,
@@ -67,15 +67,16 @@ impl Fused {
         Ok(rows.f_where_self(&labelled, &Tensor::f_zeros([], (rows.kind(), rows.device()))?)?)
     }
 
-    pub(super) fn class_weights_here(&self) -> Result<Option<Tensor>> {
+    /// Returns the class weights of this shard of the vocabulary.
+    pub(super) fn shard_class_weights(&self) -> Result<Option<Tensor>> {
         let Sizes { first, columns, .. } = self.sizes;
         let weights = self.class_weights.as_ref();
         Ok(weights.map(|weights| weights.f_narrow(0, first, columns)?.f_contiguous()).transpose()?)
     }
 
-    /// Bias in the tile's dtype.
+    /// Returns the bias in the dtype of the logits.
     pub(super) fn bias(&self, operands: &Operands) -> Result<Option<Tensor>> {
-        let bias = operands.by_place[BIAS].as_ref();
+        let bias = operands.by_slot[BIAS].as_ref();
         Ok(bias.map(|bias| bias.f_to_kind(self.plan.tile)?.f_contiguous()).transpose()?)
     }
 
@@ -83,7 +84,7 @@ impl Fused {
         Transform { bias, scale: self.options.scale, softcap: self.options.softcap }
     }
 
-    /// X·Wᵀ (+ H·Bᵀ) of a chunk.
+    /// Writes X·Wᵀ (+ scale·X·Aᵀ·Bᵀ) of a chunk into `tile`.
     pub(super) fn products(
         &self,
         operands: &Operands,
@@ -93,23 +94,23 @@ impl Fused {
     ) -> Result<()> {
         let product = self.plan.product;
         let x = self.gather(&operands.x, start, count)?.f_to_kind(product)?;
-        let low = operands.by_place[LOW].as_ref();
-        let low = low
-            .map(|low| Ok::<_, RuntimeError>(self.gather(low, start, count)?.f_to_kind(product)?))
+        let low_rank = operands.by_slot[LOW_RANK].as_ref();
+        let low_rank = low_rank
+            .map(|rows| Ok::<_, RuntimeError>(self.gather(rows, start, count)?.f_to_kind(product)?))
             .transpose()?;
         for (first, width) in self.plan.pieces(self.sizes.columns) {
             let mut piece = tile.f_narrow(1, first, width)?;
             let weight = operands.weight().f_narrow(0, first, width)?.f_to_kind(product)?;
             mm_into(&mut piece, &x, &weight.f_tr()?, false)?;
-            if let (Some(low), Some(b)) = (&low, &operands.by_place[LOW_WEIGHT]) {
+            if let (Some(low_rank), Some(b)) = (&low_rank, &operands.by_slot[ADAPTER_B]) {
                 let b = b.f_narrow(0, first, width)?.f_to_kind(product)?;
-                mm_into(&mut piece, low, &b.f_tr()?, true)?;
+                mm_into(&mut piece, low_rank, &b.f_tr()?, true)?;
             }
         }
         Ok(())
     }
 
-    /// The target columns of a chunk, as columns of this slice of the vocabulary; or its distributions.
+    /// Returns the targets of a chunk: columns relative to this shard of the vocabulary, or distributions.
     pub(super) fn tile_targets(&self, start: i64, count: i64) -> Result<Tensor> {
         match (&self.rows.classes, &self.distributions) {
             (Some(classes), _) => {
@@ -125,7 +126,7 @@ impl Fused {
         if self.rows.classes.is_some() { TileTargets::Columns(tensor) } else { TileTargets::Dense(tensor) }
     }
 
-    /// w_y, or the mass of the distributions.
+    /// Returns w_y, or the mass of the distributions.
     pub(super) fn mass(
         &self,
         start: i64,
@@ -142,7 +143,7 @@ impl Fused {
         }
     }
 
-    /// The factor of each row's loss, `[count]`: its token's weight, and 0 where it has no label. `None` for 1.
+    /// Returns the factor of the loss of each row, `[count]`: the token weight, 0 for ignored tokens. `None` means 1.
     pub(super) fn factors(&self) -> Result<Option<Tensor>> {
         let weights = match &self.token_weights {
             Some(weights) => Some(self.gather(weights, 0, self.rows.count)?),
@@ -155,7 +156,7 @@ impl Fused {
         })
     }
 
-    /// What a mean divides by: one element.
+    /// Returns the denominator of a mean: one element.
     pub(super) fn divisor(&self, factors: Option<&Tensor>, device: Device) -> Result<Option<Tensor>> {
         if self.options.reduction != Reduction::Mean {
             return Ok(None);
@@ -176,37 +177,37 @@ impl Fused {
                 }
             }
         };
-        // Nothing over nothing is 0, unless NaN is wanted.
+        // 0/0 is 0, unless the options ask for NaN.
         Ok(Some(match self.options.empty {
             Empty::Nan => divisor,
             Empty::Zero => divisor.f_where_self(&divisor.f_ne(0.0)?, &divisor.f_ones_like()?)?,
         }))
     }
 
-    /// Makes a chunk's statistics those of all slices of the vocabulary.
-    pub(super) fn reduce(&self, known: &mut Statistics) -> Result<()> {
+    /// Reduces the statistics of a chunk over all shards of the vocabulary.
+    pub(super) fn all_reduce(&self, row: &mut Statistics) -> Result<()> {
         let Some(shard) = &self.shard else { return Ok(()) };
-        let own = known.maximum.f_detach_copy()?;
-        shard.group.all_reduce(&mut known.maximum, Reduce::Maximum)?;
-        if let Some(best) = &mut known.best {
-            // The first class that has the largest logit: −class where this slice has it.
+        let local_maximum = row.maximum.f_detach_copy()?;
+        shard.group.all_reduce(&mut row.maximum, Reduce::Maximum)?;
+        if let Some(best) = &mut row.best {
+            // The lowest class with the largest logit is the maximum of −class over the shards that have it.
             let classes = best.f_neg()?;
             let absent = Tensor::f_full([0i64; 0], -self.sizes.vocabulary, (Kind::Int64, best.device()))?;
-            let mut candidate = classes.f_where_self(&own.f_eq_tensor(&known.maximum)?, &absent)?;
+            let mut candidate = classes.f_where_self(&local_maximum.f_eq_tensor(&row.maximum)?, &absent)?;
             shard.group.all_reduce(&mut candidate, Reduce::Maximum)?;
             best.f_copy_(&candidate.f_neg()?)?;
         }
-        let shrink = own.f_sub(&known.maximum)?.f_exp()?;
-        let _ = known.sum.f_mul_(&shrink)?;
-        if let Some(moment) = &mut known.moment {
-            let _ = moment.f_mul_(&shrink)?;
+        let rescale = local_maximum.f_sub(&row.maximum)?.f_exp()?;
+        let _ = row.sum.f_mul_(&rescale)?;
+        if let Some(moment) = &mut row.moment {
+            let _ = moment.f_mul_(&rescale)?;
         }
-        let mut sums: Vec<&mut Tensor> = vec![&mut known.sum, &mut known.target];
-        sums.extend([&mut known.mass, &mut known.total, &mut known.moment].into_iter().flatten());
-        let mut together = Tensor::f_stack(&sums, 0)?;
-        shard.group.all_reduce(&mut together, Reduce::Sum)?;
+        let mut sums: Vec<&mut Tensor> = vec![&mut row.sum, &mut row.target];
+        sums.extend([&mut row.mass, &mut row.total, &mut row.moment].into_iter().flatten());
+        let mut stacked = Tensor::f_stack(&sums, 0)?;
+        shard.group.all_reduce(&mut stacked, Reduce::Sum)?;
         for (index, sum) in sums.into_iter().enumerate() {
-            sum.f_copy_(&together.f_select(0, index as i64)?)?;
+            sum.f_copy_(&stacked.f_select(0, index as i64)?)?;
         }
         Ok(())
     }
@@ -216,12 +217,12 @@ impl Fused {
         Wanted { total: options.label_smoothing > 0.0, moment: options.entropy, best: options.predictions }
     }
 
-    /// Puts one number for each row at its token's place, `absent` elsewhere, in the targets' shape.
-    pub(super) fn at_places(&self, rows: &Tensor, absent: f64) -> Result<Tensor> {
+    /// Scatters one number per row to the positions of its token, in the shape of the targets; ignored tokens get `absent`.
+    pub(super) fn scatter(&self, rows: &Tensor, absent: f64) -> Result<Tensor> {
         let all = match &self.rows.index {
             Some(index) => {
                 let all = Tensor::f_full([self.sizes.tokens], absent, (rows.kind(), rows.device()))?;
-                // Rows that take part without a label are as absent as those that do not.
+                // Rows of ignored tokens that were computed get `absent` too.
                 let rows = match &self.rows.labelled {
                     Some(labelled) => rows.f_where_self(
                         &labelled.f_ne(0.0)?,

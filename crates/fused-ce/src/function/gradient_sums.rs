@@ -1,37 +1,37 @@
-//! Gradients as they add up over chunks: those of weights in fp32, the first chunk writing.
+//! Accumulation of gradients over chunks: weight gradients in fp32, overwritten by the first chunk.
 
 use runtime::Result;
 use runtime::matmul::mm_into;
 use tch::{Device, Kind, Tensor};
 
 use super::chunk::Operands;
-use super::{BIAS, Fused, HIDDEN, INPUTS, LOW, LOW_WEIGHT, WEIGHT};
-use crate::plan::Plan;
+use super::{ADAPTER_B, BIAS, Fused, HIDDEN, INPUTS, LOW_RANK, WEIGHT};
+use crate::chunk_plan::ChunkPlan;
 use crate::vocabulary_parallel::Reduce;
 
-/// The gradients of one run, as they add up over chunks.
-pub(super) struct Sums {
+/// The gradients of one run, accumulated over chunks.
+pub(super) struct GradientSums {
     pub(super) wanted: [bool; INPUTS],
-    by_place: [Option<Tensor>; INPUTS],
-    /// Dtype in which gradients for each token are held.
+    by_slot: [Option<Tensor>; INPUTS],
+    /// Dtype of per-token gradients.
     kind: Kind,
 }
 
-impl Sums {
+impl GradientSums {
     pub(super) fn new(wanted: [bool; INPUTS], kind: Kind) -> Self {
-        Self { wanted, by_place: [const { None }; INPUTS], kind }
+        Self { wanted, by_slot: [const { None }; INPUTS], kind }
     }
 
     pub(super) fn any(&self) -> bool {
         self.wanted.contains(&true)
     }
 
-    /// The dtype in which [`add`](Self::add) wants ∂L/∂Z: that of the products, unless it is summed besides.
-    pub(super) fn kind_of_tile(&self, plan: Plan) -> Kind {
+    /// Returns the dtype of ∂L/∂Z that [`add`](Self::add) needs: that of the products, or fp32 to sum the gradient of the bias.
+    pub(super) fn tile_kind(&self, plan: ChunkPlan) -> Kind {
         if self.wanted[BIAS] { plan.tile } else { plan.product }
     }
 
-    /// Adds a chunk, given ∂L/∂Z in `tile`, of [`kind_of_tile`](Self::kind_of_tile).
+    /// Adds the gradients of a chunk, with its ∂L/∂Z in `tile`, of dtype [`tile_kind`](Self::tile_kind).
     pub(super) fn add(
         &mut self,
         of: &Fused,
@@ -44,7 +44,7 @@ impl Sums {
         let first_chunk = start == 0;
         if self.wanted[BIAS] {
             let sum = tile.f_sum_dim_intlist(0, false, plan.tile)?;
-            match &mut self.by_place[BIAS] {
+            match &mut self.by_slot[BIAS] {
                 Some(total) => {
                     let _ = total.f_add_(&sum)?;
                 }
@@ -52,24 +52,23 @@ impl Sums {
             }
         }
         let gradient = tile.f_to_kind(plan.product)?;
-        for [for_tokens, for_columns] in [[HIDDEN, WEIGHT], [LOW, LOW_WEIGHT]] {
+        for [for_tokens, for_columns] in [[HIDDEN, WEIGHT], [LOW_RANK, ADAPTER_B]] {
             if !self.wanted[for_tokens] && !self.wanted[for_columns] {
                 continue;
             }
-            let place = if for_tokens == HIDDEN { WEIGHT } else { LOW_WEIGHT };
-            let matrix = operands.by_place[place].as_ref().expect("a wanted gradient is of a given input");
+            let matrix = operands.by_slot[for_columns].as_ref().expect("a wanted gradient has a given input");
             let rows = if for_tokens == HIDDEN {
                 &operands.x
             } else {
-                operands.by_place[LOW].as_ref().expect("given with B")
+                operands.by_slot[LOW_RANK].as_ref().expect("given with B")
             };
             let width = matrix.size()[1];
             let mut into = match self.wanted[for_tokens] {
                 true => Some(self.token_rows(of, for_tokens, width, start, count, device)?),
                 false => None,
             };
-            if self.wanted[for_columns] && self.by_place[for_columns].is_none() {
-                self.by_place[for_columns] = Some(Tensor::f_empty([columns, width], (plan.tile, device))?);
+            if self.wanted[for_columns] && self.by_slot[for_columns].is_none() {
+                self.by_slot[for_columns] = Some(Tensor::f_empty([columns, width], (plan.tile, device))?);
             }
             let rows = match self.wanted[for_columns] {
                 true => Some(of.gather(rows, start, count)?.f_to_kind(plan.product)?),
@@ -81,51 +80,52 @@ impl Sums {
                     let matrix = matrix.f_narrow(0, first, wide)?.f_to_kind(plan.product)?;
                     mm_into(into, &piece, &matrix, first > 0)?;
                 }
-                if let (Some(sum), Some(rows)) = (&self.by_place[for_columns], &rows) {
+                if let (Some(sum), Some(rows)) = (&self.by_slot[for_columns], &rows) {
                     mm_into(&mut sum.f_narrow(0, first, wide)?, &piece.f_tr()?, rows, !first_chunk)?;
                 }
             }
             if let Some(into) = into {
-                self.put_back(of, for_tokens, &into, start, count)?;
+                self.store_token_rows(of, for_tokens, &into, start, count)?;
             }
         }
         Ok(())
     }
 
-    /// Where a chunk's gradient for each of its tokens is computed: where it stays, if it can.
+    /// Returns the buffer for the per-token gradient of a chunk: a view of the result if the layout and dtype allow it.
     pub(super) fn token_rows(
         &mut self,
         of: &Fused,
-        place: usize,
+        slot: usize,
         width: i64,
         start: i64,
         count: i64,
         device: Device,
     ) -> Result<Tensor> {
         let tokens = of.sizes.tokens;
-        if self.by_place[place].is_none() {
+        if self.by_slot[slot].is_none() {
             let options = (self.kind, device);
-            self.by_place[place] = Some(match of.rows.index {
+            self.by_slot[slot] = Some(match of.rows.index {
                 Some(_) => Tensor::f_zeros([tokens, width], options)?,
                 None => Tensor::f_empty([tokens, width], options)?,
             });
         }
-        let all = self.by_place[place].as_ref().expect("it was just made");
+        let all = self.by_slot[slot].as_ref().expect("it was just made");
         if of.rows.index.is_none() && self.kind == of.plan.tile {
             return Ok(all.f_narrow(0, start, count)?);
         }
         Ok(Tensor::f_empty([count, width], (of.plan.tile, device))?)
     }
 
-    pub(super) fn put_back(
+    /// Copies the per-token gradient of a chunk into the result, unless [`token_rows`](Self::token_rows) was a view of it.
+    pub(super) fn store_token_rows(
         &mut self,
         of: &Fused,
-        place: usize,
+        slot: usize,
         rows: &Tensor,
         start: i64,
         count: i64,
     ) -> Result<()> {
-        let all = self.by_place[place].as_mut().expect("its rows were just computed");
+        let all = self.by_slot[slot].as_mut().expect("its rows were just computed");
         match &of.rows.index {
             Some(index) => {
                 let index = index.f_narrow(0, start, count)?;
@@ -137,7 +137,7 @@ impl Sums {
         Ok(())
     }
 
-    /// Zeros for what no chunk touched, sums over the ranks, and weights' gradients in `kind`.
+    /// Returns the gradients in `kind`, summed over the ranks; zeros if there was no chunk.
     pub(super) fn finish(
         mut self,
         of: &Fused,
@@ -145,26 +145,26 @@ impl Sums {
         kind: Kind,
     ) -> Result<[Option<Tensor>; INPUTS]> {
         let device = operands.x.device();
-        for place in 0..INPUTS {
-            if !self.wanted[place] {
+        for slot in 0..INPUTS {
+            if !self.wanted[slot] {
                 continue;
             }
-            let sum = self.by_place[place].take();
+            let sum = self.by_slot[slot].take();
             let mut sum = match sum {
                 Some(sum) => sum,
                 None => {
-                    let size = match place {
+                    let size = match slot {
                         HIDDEN => operands.x.size(),
-                        _ => operands.by_place[place].as_ref().map(Tensor::size).unwrap_or_default(),
+                        _ => operands.by_slot[slot].as_ref().map(Tensor::size).unwrap_or_default(),
                     };
                     Tensor::f_zeros(size.as_slice(), (self.kind, device))?
                 }
             };
-            if let (Some(shard), HIDDEN | LOW) = (&of.shard, place) {
+            if let (Some(shard), HIDDEN | LOW_RANK) = (&of.shard, slot) {
                 shard.group.all_reduce(&mut sum, Reduce::Sum)?;
             }
-            self.by_place[place] = Some(sum.f_to_kind(kind)?);
+            self.by_slot[slot] = Some(sum.f_to_kind(kind)?);
         }
-        Ok(self.by_place)
+        Ok(self.by_slot)
     }
 }

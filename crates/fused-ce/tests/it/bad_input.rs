@@ -138,7 +138,9 @@ fn shapes_that_do_not_fit() {
     );
     check(
         |i, t, _| i.token_weights = Some(&t.class),
-        expect!["linear cross-entropy: `token_weights` has shape [11]; expected [2, 3], as the targets"],
+        expect![
+            "linear cross-entropy: `token_weights` has shape [11]; expected [2, 3], the shape of the targets"
+        ],
     );
     check(
         |i, t, _| i.adapter = Some(Adapter { a: &t.b, b: &t.b, scale: 1.0 }),
@@ -245,23 +247,23 @@ fn devices_that_do_not_fit() {
 fn a_tensor_that_was_never_made() {
     check(
         |i, t, _| i.hidden = &t.undefined,
-        expect!["linear cross-entropy: `hidden` is an undefined tensor; give one with values"],
+        expect!["linear cross-entropy: `hidden` is an undefined tensor; pass a tensor with values"],
     );
     check(
         |i, t, _| i.weight = &t.undefined,
-        expect!["linear cross-entropy: `weight` is an undefined tensor; give one with values"],
+        expect!["linear cross-entropy: `weight` is an undefined tensor; pass a tensor with values"],
     );
     check(
         |i, t, _| i.targets = Targets::Classes(&t.undefined),
-        expect!["linear cross-entropy: `targets` is an undefined tensor; give one with values"],
+        expect!["linear cross-entropy: `targets` is an undefined tensor; pass a tensor with values"],
     );
     check(
         |i, t, _| i.bias = Some(&t.undefined),
-        expect!["linear cross-entropy: `bias` is an undefined tensor; give one with values"],
+        expect!["linear cross-entropy: `bias` is an undefined tensor; pass a tensor with values"],
     );
     check(
         |i, t, _| i.denominator = Some(Denominator::Tensor(&t.undefined)),
-        expect!["linear cross-entropy: `denominator` is an undefined tensor; give one with values"],
+        expect!["linear cross-entropy: `denominator` is an undefined tensor; pass a tensor with values"],
     );
 }
 
@@ -270,13 +272,13 @@ fn a_target_outside_the_vocabulary_is_named_with_its_place() {
     check(
         |i, t, _| i.targets = Targets::Classes(&t.outside),
         expect![
-            "linear cross-entropy: target 11 at place 4 is outside the vocabulary of 11 (0 to 10) and is not the ignore index -100; the tokenizer and the model do not belong together, or the ignore index is another"
+            "linear cross-entropy: target 11 at position 4 is outside the vocabulary of 11 (0 to 10) and is not the ignore index -100; use the tokenizer of the model, or set the ignore index"
         ],
     );
     check(
         |i, t, _| i.targets = Targets::Classes(&t.below),
         expect![
-            "linear cross-entropy: target -1 at place 2 is outside the vocabulary of 11 (0 to 10) and is not the ignore index -100; the tokenizer and the model do not belong together, or the ignore index is another"
+            "linear cross-entropy: target -1 at position 2 is outside the vocabulary of 11 (0 to 10) and is not the ignore index -100; use the tokenizer of the model, or set the ignore index"
         ],
     );
     // A shift does not hide it.
@@ -286,14 +288,14 @@ fn a_target_outside_the_vocabulary_is_named_with_its_place() {
             o.shift = 2;
         },
         expect![
-            "linear cross-entropy: target 11 at place 4 is outside the vocabulary of 11 (0 to 10) and is not the ignore index -100; the tokenizer and the model do not belong together, or the ignore index is another"
+            "linear cross-entropy: target 11 at position 4 is outside the vocabulary of 11 (0 to 10) and is not the ignore index -100; use the tokenizer of the model, or set the ignore index"
         ],
     );
     // What is a class is no target if it is the ignore index, and the usual one is no class if another is given.
     check(
         |_, _, o| o.ignore_index = 3,
         expect![
-            "linear cross-entropy: target -100 at place 3 is outside the vocabulary of 11 (0 to 10) and is not the ignore index 3; the tokenizer and the model do not belong together, or the ignore index is another"
+            "linear cross-entropy: target -100 at position 3 is outside the vocabulary of 11 (0 to 10) and is not the ignore index 3; use the tokenizer of the model, or set the ignore index"
         ],
     );
 }
@@ -303,25 +305,23 @@ fn what_would_silently_get_no_gradient() {
     check(
         |i, t, _| i.token_weights = Some(&t.learned_tokens),
         expect![
-            "linear cross-entropy: `token_weights` requires a gradient, and none is computed for it; detach it"
+            "linear cross-entropy: `token_weights` requires a gradient, but is not differentiated; detach it"
         ],
     );
     check(
         |i, t, _| i.class_weights = Some(&t.learned_classes),
         expect![
-            "linear cross-entropy: `class_weights` requires a gradient, and none is computed for it; detach it"
+            "linear cross-entropy: `class_weights` requires a gradient, but is not differentiated; detach it"
         ],
     );
     check(
         |i, t, _| i.targets = Targets::Distributions(&t.learned_even),
-        expect![
-            "linear cross-entropy: `targets` requires a gradient, and none is computed for it; detach it"
-        ],
+        expect!["linear cross-entropy: `targets` requires a gradient, but is not differentiated; detach it"],
     );
     check(
         |i, t, _| i.denominator = Some(Denominator::Tensor(&t.learned_scalar)),
         expect![
-            "linear cross-entropy: `denominator` requires a gradient, and none is computed for it; detach it"
+            "linear cross-entropy: `denominator` requires a gradient, but is not differentiated; detach it"
         ],
     );
     // Where no gradient is recorded, none can be missing.

@@ -51,13 +51,13 @@ fn a_chunk_that_holds_no_token() {
     check(
         |_, o| o.chunk = Some(Chunk::Budget(43)),
         expect![
-            "linear cross-entropy: a budget of 43 bytes is below the 44 bytes that one row of 11 logits takes; give at least that, or a number of tokens"
+            "linear cross-entropy: a budget of 43 bytes is less than the 44 bytes of one row of 11 logits; increase it, or set a number of tokens"
         ],
     );
     check(
         |_, o| o.chunk = Some(Chunk::Budget(0)),
         expect![
-            "linear cross-entropy: a budget of 0 bytes is below the 44 bytes that one row of 11 logits takes; give at least that, or a number of tokens"
+            "linear cross-entropy: a budget of 0 bytes is less than the 44 bytes of one row of 11 logits; increase it, or set a number of tokens"
         ],
     );
     check(
@@ -146,7 +146,7 @@ fn options_that_exclude_each_other() {
         let error =
             LinearCrossEntropy { reduction, ..LinearCrossEntropy::default() }.run(&inputs).unwrap_err();
         let words =
-            format!("linear cross-entropy: a denominator is of a mean; the reduction is {reduction:?}");
+            format!("linear cross-entropy: a denominator needs the reduction Mean; it is {reduction:?}");
         assert_eq!(error.to_string(), words);
     }
     check(
@@ -178,7 +178,7 @@ fn a_slice_outside_the_vocabulary() {
             15,
             11,
             expect![
-                "linear cross-entropy: a slice of 11 rows from 5 on is not within a vocabulary of 15; give each rank its own rows"
+                "linear cross-entropy: a shard of 11 rows starting at class 5 exceeds the vocabulary of 15; give each rank its own rows"
             ],
         ),
         (
@@ -186,7 +186,7 @@ fn a_slice_outside_the_vocabulary() {
             30,
             11,
             expect![
-                "linear cross-entropy: a slice of 11 rows from -1 on is not within a vocabulary of 30; give each rank its own rows"
+                "linear cross-entropy: a shard of 11 rows starting at class -1 exceeds the vocabulary of 30; give each rank its own rows"
             ],
         ),
         (
@@ -194,7 +194,7 @@ fn a_slice_outside_the_vocabulary() {
             30,
             11,
             expect![
-                "linear cross-entropy: a slice of 11 rows from 9223372036854775807 on is not within a vocabulary of 30; give each rank its own rows"
+                "linear cross-entropy: a shard of 11 rows starting at class 9223372036854775807 exceeds the vocabulary of 30; give each rank its own rows"
             ],
         ),
         (
@@ -202,7 +202,7 @@ fn a_slice_outside_the_vocabulary() {
             15,
             10,
             expect![
-                "linear cross-entropy: the largest slice of 15 classes is said to have 10 rows, and this one has 11; give each rank the same number, that of the largest"
+                "linear cross-entropy: `widest` is 10, but this shard of 15 classes has 11 rows; set it to the rows of the largest shard on every rank"
             ],
         ),
         (
@@ -210,7 +210,7 @@ fn a_slice_outside_the_vocabulary() {
             15,
             16,
             expect![
-                "linear cross-entropy: the largest slice of 15 classes is said to have 16 rows, and this one has 11; give each rank the same number, that of the largest"
+                "linear cross-entropy: `widest` is 16, but this shard of 15 classes has 11 rows; set it to the rows of the largest shard on every rank"
             ],
         ),
     ];

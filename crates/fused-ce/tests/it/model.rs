@@ -197,10 +197,10 @@ fn a_head_that_is_no_projection_is_refused_and_stays() {
     let options = LinearCrossEntropy::default();
     let centres = Tensor::zeros([5, 4], F32);
     let mut model = Model { head: Some(Box::new(Strange { centres })) };
-    expect![[r#"linear cross-entropy cannot take the place of the head `lm_head`, which has the tensors ["centres"]; expected `weight` [vocabulary, hidden], with or without `bias`"#]].assert_eq(&install(&mut model, &options).unwrap_err().to_string());
+    expect![[r#"linear cross-entropy cannot replace the head `lm_head` with the tensors ["centres"]; expected `weight` [vocabulary, hidden], with or without `bias`"#]].assert_eq(&install(&mut model, &options).unwrap_err().to_string());
     assert!(format!("{:?}", model.head).contains("Strange"));
     let mut model = Model { head: None };
-    expect!["linear cross-entropy: the model has no head to take the place of; give a language model"]
+    expect!["linear cross-entropy: the model has no loss head to replace; pass a language model"]
         .assert_eq(&install(&mut model, &options).unwrap_err().to_string());
     let mut model = gpt2();
     let bad = LinearCrossEntropy { label_smoothing: 2.0, ..options.clone() };

@@ -1,8 +1,8 @@
-//! How many tokens' logits exist at a time.
+//! The chunk size.
 //!
-//! Each chunk of tokens reads all of W twice, and reads and writes all of its gradient, whatever its size: with few tokens the
-//! products wait for memory. So chunks are as large as the budget allows, and all of one size but for the last row or so. The
-//! plan is a function of shapes alone, never of the memory that happens to be free.
+//! Each chunk of tokens reads all of W twice, and reads and writes all of its gradient, whatever the chunk size: small chunks
+//! are limited by memory bandwidth. So chunks are as large as the budget allows, and of nearly equal size. The plan depends on
+//! shapes only, never on the free memory.
 
 use runtime::fused::cross_entropy::{LogitsPass, pass_for};
 use tch::{Device, Kind};
@@ -11,22 +11,22 @@ use crate::error::{Error, Result};
 use crate::inputs::{Sizes, tile_kind};
 use crate::options::Chunk;
 
-/// Bytes of a piece of W that is cast up for a product.
+/// Bytes of a piece of W that is cast to fp32 for a product.
 const CAST: i64 = 16 << 20;
 
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Plan {
+pub(crate) struct ChunkPlan {
     /// Dtype of logits, statistics, and gradients of weights.
     pub(crate) tile: Kind,
-    /// Dtype of the products' operands.
+    /// Dtype of the operands of products.
     pub(crate) product: Kind,
-    /// Tokens of a chunk.
+    /// Tokens per chunk.
     pub(crate) tokens: i64,
-    /// Columns of the vocabulary of one product: all, unless W is cast up.
+    /// Columns of the vocabulary per product: all, unless W is cast to fp32.
     pub(crate) columns: i64,
 }
 
-impl Plan {
+impl ChunkPlan {
     pub(crate) fn new(
         chunk: Option<Chunk>,
         sizes: Sizes,
@@ -35,7 +35,7 @@ impl Plan {
         pass: &dyn LogitsPass,
     ) -> Result<Self> {
         let tile = tile_kind(kind);
-        // A processor's products of bf16 cannot be added up in fp32: the operands are cast up, piece by piece.
+        // bf16 products on a CPU cannot accumulate into fp32: the operands are cast to fp32, piece by piece.
         let product = if device == Device::Cpu { tile } else { kind };
         let columns = if product == kind {
             sizes.columns
@@ -45,7 +45,7 @@ impl Plan {
         let row = row_bytes(sizes.widest, kind, device, pass);
         let most = match chunk.unwrap_or(Chunk::Budget(default_budget(device))) {
             Chunk::Tokens(tokens) => tokens,
-            // What nobody asked for cannot be too small.
+            // The default budget is never an error: one row at least.
             Chunk::Budget(_) if chunk.is_none() => (default_budget(device) / row).max(1) as i64,
             Chunk::Budget(budget) if budget < row => {
                 return Err(Error::Budget { budget, row, vocabulary: sizes.widest });
@@ -55,7 +55,7 @@ impl Plan {
         Ok(Self { tile, product, tokens: most, columns })
     }
 
-    /// Start and length of each chunk of `count` rows.
+    /// Returns the start and length of each chunk of `count` rows.
     pub(crate) fn chunks(&self, count: i64) -> impl Iterator<Item = (i64, i64)> + use<> {
         let most = self.tokens.clamp(1, count.max(1));
         let chunks = (count + most - 1) / most;
@@ -63,24 +63,24 @@ impl Plan {
         (0..count).step_by(size as usize).map(move |start| (start, size.min(count - start)))
     }
 
-    /// First column and width of each product.
+    /// Returns the first column and the width of each product.
     pub(crate) fn pieces(&self, columns: i64) -> impl Iterator<Item = (i64, i64)> + use<> {
         let width = self.columns;
         (0..columns).step_by(width as usize).map(move |first| (first, width.min(columns - first)))
     }
 
-    /// Rows of the largest chunk.
+    /// Returns the rows of the largest chunk.
     pub(crate) fn largest(&self, count: i64) -> i64 {
         self.chunks(count).map(|(_, size)| size).max().unwrap_or(0)
     }
 }
 
-/// Bytes of logits that exist at a time where nothing else is asked for.
+/// Returns the default budget in bytes for the logits of a chunk.
 pub fn default_budget(device: Device) -> u64 {
     if device == Device::Cpu { 128 << 20 } else { 1 << 30 }
 }
 
-/// Tokens of the largest chunk of so many where no chunk is asked for.
+/// Returns the tokens of the largest chunk with the default budget.
 pub fn default_chunk_tokens(tokens: i64, vocabulary: i64, kind: Kind, device: Device) -> i64 {
     let row = row_bytes(vocabulary, kind, device, pass_for(device));
     let most = i64::try_from(default_budget(device) / row).unwrap_or(i64::MAX).max(1);
@@ -88,8 +88,8 @@ pub fn default_chunk_tokens(tokens: i64, vocabulary: i64, kind: Kind, device: De
     (tokens + chunks - 1) / chunks
 }
 
-/// Bytes that a row of logits takes: in the tile's dtype, as often as the passes make temporaries, and in the dtype of the
-/// products where that is another.
+/// Returns the bytes of a row of logits: in the dtype of logits, including the temporaries of the passes, and in the dtype of
+/// the products if that differs.
 pub(crate) fn row_bytes(columns: i64, kind: Kind, device: Device, pass: &dyn LogitsPass) -> u64 {
     let tile = tile_kind(kind);
     let none = device == Device::Cpu || kind == tile || pass.narrows_in_place();
@@ -106,7 +106,7 @@ mod tests {
     #[test]
     fn chunks_cover_every_row_once_and_are_of_one_size() {
         for (tokens, count) in [(1, 0), (1, 5), (220, 2048), (7, 7), (7, 8), (3, 100), (i64::MAX, 10)] {
-            let plan = Plan { tile: Kind::Float, product: Kind::Float, tokens, columns: 1 };
+            let plan = ChunkPlan { tile: Kind::Float, product: Kind::Float, tokens, columns: 1 };
             let chunks: Vec<_> = plan.chunks(count).collect();
             let mut next = 0;
             for &(start, size) in &chunks {
@@ -125,15 +125,16 @@ mod tests {
         let sizes =
             Sizes { tokens: 4096, hidden: 64, columns: 1000, vocabulary: 1000, first: 0, widest: 1000 };
         let tokens = |kind, device, pass: &dyn LogitsPass| {
-            Plan::new(Some(Chunk::Budget(1_000_000)), sizes, kind, device, pass).unwrap().tokens
+            ChunkPlan::new(Some(Chunk::Budget(1_000_000)), sizes, kind, device, pass).unwrap().tokens
         };
         assert_eq!(tokens(Kind::Float, Device::Cpu, &Simd), 250);
         assert_eq!(tokens(Kind::Double, Device::Cpu, &Simd), 125);
         assert_eq!(tokens(Kind::BFloat16, Device::Cpu, &Simd), 250);
         assert_eq!(tokens(Kind::Float, Device::Cuda(0), &Operators), 83);
         assert_eq!(tokens(Kind::BFloat16, Device::Cuda(0), &Operators), 71);
-        let error = Plan::new(Some(Chunk::Budget(3999)), sizes, Kind::Float, Device::Cpu, &Simd).unwrap_err();
-        expect_test::expect!["linear cross-entropy: a budget of 3999 bytes is below the 4000 bytes that one row of 1000 logits takes; give at least that, or a number of tokens"]
+        let error =
+            ChunkPlan::new(Some(Chunk::Budget(3999)), sizes, Kind::Float, Device::Cpu, &Simd).unwrap_err();
+        expect_test::expect!["linear cross-entropy: a budget of 3999 bytes is less than the 4000 bytes of one row of 1000 logits; increase it, or set a number of tokens"]
             .assert_eq(&error.to_string());
     }
 }
