@@ -1,7 +1,9 @@
-//! Datasets, samplers, packing, and loaders that resume.
+//! Data sets, tokenization, samplers, packing, and a loader that resumes.
 //!
-//! Text of uneven length becomes batches with next to no padding, made by worker threads ahead of time, in a sequence
-//! that depends on a seed alone. Where a loader stands in it is five integers; to resume replays nothing.
+//! Text of varying length becomes batches with almost no padding. Worker threads make them ahead of time, in a sequence that
+//! depends on a seed only: batch `i` of epoch `e` is a pure function of (seed, `e`, `i`), and every shuffle is a permutation
+//! π of `0..n` that is computed, not stored ([`permutation`]). So the state of a loader is five integers, and resuming replays
+//! nothing.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -15,21 +17,21 @@
 //! # let (text, tokens) = (folder.path().join("towns.txt"), folder.path().join("towns"));
 //! std::fs::write(&text, "Arden is a town .\n\nBrill lies on a river , and is old .\n\nCorve is small .\n")?;
 //!
-//! // Once: text to token ids in a folder.
+//! // Once: text to token ids in a folder of memory-mapped files.
 //! let tokenizer = Tokenizer::from_file(&embedded::folder()?.join(embedded::TOKENIZER))?;
 //! let corpus = Corpus::new([text], Format::Paragraphs);
 //! let ending = TokenizeOptions { end_of_text: Some(tokenizer.end_of_text()?), ..TokenizeOptions::default() };
 //! let options = WriterOptions::new(tokenizer.vocabulary());
 //! tokenize_to_store(&corpus, &tokenizer, &ending, &tokens, &options, |_| {})?;
 //!
-//! // Whenever it is trained on: documents packed into rows of 32.
+//! // For each training run: documents packed into rows of 32 tokens.
 //! let store = TokenStore::open(&tokens)?;
 //! assert_eq!(store.len(), 3);
 //! let plan = PlanOptions { capacity: 32, ..PlanOptions::default() };
 //! let packed = PackedDataset::new(store, &PackedOptions { plan, ..PackedOptions::default() })?;
 //! let mut loader = Loader::new(Arc::new(packed), &LoaderOptions { epochs: None, ..LoaderOptions::default() })?;
 //!
-//! let batch = loader.next().expect("there is no end")?;
+//! let batch = loader.next().expect("the epochs are unlimited")?;
 //! assert_eq!(batch.tokens.size(), [1, 32]);
 //! let packing = batch.packing.expect("rows are packed");
 //! assert_eq!(packing.starts[0], 0);
@@ -39,59 +41,65 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! # The parts
+//! `examples/packed_batches.rs` does the same for a corpus file, and resumes.
+//!
+//! # Modules
 //!
 //! | module | subject |
 //! |---|---|
-//! | [`text`], [`tokenizer`] | records of text files with their places; text to ids |
-//! | [`token_store`] | ids in mapped files: opened at once, larger than memory |
-//! | [`samples`] | what is asked of any data set: lengths, and the tokens of a sample or a part of it |
-//! | [`permutation`] | a shuffled order that is computed, not stored |
+//! | [`text`], [`tokenizer`] | records of text files with their file and line; text to ids |
+//! | [`token_store`] | ids in memory-mapped files, larger than memory |
+//! | [`samples`] | the interface of data sets: lengths, and the tokens of a sample or a part of it |
+//! | [`permutation`] | a random order that is computed, not stored |
 //! | [`random_batch_sampler`], [`balanced_batch_sampler`] | which samples make a batch |
 //! | [`packing`] | which documents make a row: best-fit and first-fit decreasing over the whole data set, best-fit for streams |
 //! | [`datasets`], [`batch_source`], [`mod@fingerprint`] | batches as a function of (seed, epoch, index) |
-//! | [`batch`], [`host_batch`] | what a batch holds, and the memory that it is written to |
+//! | [`batch`], [`host_batch`] | the contents of a batch, and its host memory |
 //! | [`loader`] | worker threads, order, ranks, resuming |
-//! | [`length_statistics`] | lengths, and what padding them would waste, without reading a token |
-//! | [`embedded`] | small data sets that make everything work offline |
+//! | [`length_statistics`] | lengths, and the padding that each strategy would waste, without reading a token |
+//! | [`embedded`] | small data sets for offline tests and experiments |
 //!
-//! # The assignment's names
+//! # Strategies
 //!
-//! | assignment | here |
+//! | strategy | data set |
 //! |---|---|
-//! | `BaseDataset`: all padded to one length | [`BaseDataset`] |
-//! | `StandardDataset` and `collate_fn`: padded to the batch's longest | [`StandardDataset`], [`collate`] |
-//! | `BalancedBatchSampler`: lengths of a batch differ by at most *k* | [`BalancedBatchSampler`], used by [`StandardDataset::balanced`] |
-//! | `SequencedDataset`: the samples of a batch joined | [`SequencedDataset`], the one that reaches over the end cut or dropped ([`Overflow`]) |
-//! | beyond it | [`PackedDataset`]: rows of one length, planned over the whole data set |
+//! | pad every sample to one length | [`BaseDataset`] |
+//! | pad to the longest sample of the batch (a `collate_fn`) | [`StandardDataset`], [`collate`] |
+//! | batches of samples whose lengths differ by at most *k* | [`BalancedBatchSampler`] in [`StandardDataset::balanced`] |
+//! | concatenate the samples of a batch, truncate or drop at a capacity ([`Overflow`]) | [`SequencedDataset`] |
+//! | pack documents into rows of one length, planned over the whole data set | [`PackedDataset`] |
 //!
-//! # What a loader's state is
+//! # Resuming
 //!
-//! [`LoaderState`] is the seed, the epoch, the position in it, the number of batches of that epoch, and a fingerprint of the data
-//! and of how they are batched, by which other data and other options are recognised.
+//! [`LoaderState`] is the seed, the epoch, the position in it, the number of batches of that epoch, and a fingerprint that
+//! detects other data or options.
 //!
 //! Guaranteed, and tested:
 //!
-//! - the batches and their order are the same for any number of workers and any prefetch;
-//! - a loader that resumes goes on as if it had not stopped, packed data sets included, in the time it takes to begin;
-//! - ranks divide the sequence without gap or overlap, also when their number changes between runs; none gets a batch in a
-//!   round in which another gets none;
-//! - every sample is in exactly one batch of an epoch, but for what an option says is dropped: tokens are counted in the batch
+//! - the batches and their order are the same for any number of workers and any prefetch depth;
+//! - a resumed loader continues the sequence exactly, packed data sets included, and starts as fast as a new one;
+//! - ranks divide the sequence without gap or overlap, even if their number changes between runs; in every round either all
+//!   ranks get a batch or none;
+//! - every sample is in exactly one batch of an epoch, except for what an option drops: tokens are counted in the batch
 //!   ([`Counts::dropped`]), samples of dropped batches by [`BatchSampler::dropped_samples`] and [`PackedDataset::dropped_rows`];
-//! - no label crosses from a document into the next;
-//! - a bad record or a panic in a worker is an error with epoch and batch, after which the loader ends; whoever drops a loader
-//!   waits for no more than the batch at hand.
+//! - no label crosses from one document into the next.
 //!
-//! # What differs elsewhere
+//! # Errors
 //!
-//! - *PyTorch's `DataLoader`* keeps a drawn list of sample numbers, and its workers are processes that send tensors through
-//!   shared memory. It has no state to save: `StatefulDataLoader` of `torchdata` asks every worker for its own, and data
-//!   sets that cannot give one are replayed. Here a batch is computed of its number, so that workers have no state.
-//! - *TRL* packs best-fit decreasing within each batch of a `map`, and its default cuts off what is longer than a row.
-//!   Here one plan covers all documents, and longer ones are divided unless asked otherwise.
-//! - *seqpacker* assigns document by document; streams are packed with next-fit or harmonic classes. Here equal rows
-//!   move as one group, so that planning hardly depends on the number of documents, and a stream takes the best of a bounded
-//!   number that wait.
+//! An invalid record names its file and line or its sample. An error or a panic in a worker is returned with epoch and batch,
+//! after which the loader ends; dropping a loader waits for at most one batch per worker. A state of other data or options is
+//! refused ([`enum@Error`]).
+//!
+//! # Compared with PyTorch and others
+//!
+//! - *PyTorch's `DataLoader`* stores a drawn list of sample indices, and its workers are processes that send tensors through
+//!   shared memory. It has no state to save; `StatefulDataLoader` of `torchdata` saves the state of every worker, and replays
+//!   data sets that have none. Here a batch is computed from its index, so workers have no state.
+//! - *TRL* packs best-fit decreasing within each batch of a `map`, and truncates documents longer than a row by default. Here
+//!   one plan covers all documents, and longer ones are split unless an option says otherwise.
+//! - *seqpacker* assigns document by document, and packs streams with next-fit or harmonic classes. Here equal rows move as one
+//!   group, so the planning time hardly depends on the number of documents, and a stream takes the best of a bounded number of
+//!   waiting documents.
 
 pub mod balanced_batch_sampler;
 pub mod batch;

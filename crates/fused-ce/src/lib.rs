@@ -1,22 +1,22 @@
-//! The output projection and the cross-entropy as one operation that never holds all logits.
+//! The output projection and the cross-entropy loss as one operation that never holds all logits.
 //!
-//! A model's last layer turns hidden states x `[n, h]` into logits `[n, v]` by W `[v, h]`, and the loss turns these into one
-//! number. With the vocabularies of today the logits are the largest tensor of a training step: for 32 768 tokens of Llama-3
-//! 8.4 GB in bf16, twice that in fp32, and the graph of ordinary operators holds them about three times. They are needed for
-//! nothing but the loss and its gradient, and a chunk of them is enough at a time.
+//! The last layer of a language model computes logits `[n, v]` from hidden states x `[n, h]` and W `[v, h]`, and the loss
+//! reduces them to one number. The logits are the largest tensor of a training step: 8.4 GB in bf16 for 32 768 tokens of
+//! Llama 3, twice that in fp32, and the autograd graph of separate operators holds them about three times. Only the loss and
+//! its gradient need them, and both can be computed from one chunk of tokens at a time.
 //!
-//! The loss of token i with target y, over logits z = k·tanh(s·(W·x + b)/k) (or s·(W·x + b) without a cap k), l = log Σ eᶻ,
+//! For a token with target y, logits z = k·tanh(s·(W·x + b)/k) (or s·(W·x + b) without a soft cap k), l = log Σ eᶻ, label
 //! smoothing ε, class weights w, token weight a, and z-loss ζ:
 //!
 //! ```text
 //! ℓ = (1 − ε)·w_y·(l − z_y) + (ε/v)·Σ_c w_c·(l − z_c) + ζ·l²
-//! L = Σ a·ℓ / Σ a·w_y          (a mean; or a sum, or each a·ℓ by itself)
+//! L = Σ a·ℓ / Σ a·w_y          (mean; or the sum, or each a·ℓ without reduction)
 //! ∂L/∂z = (u·(T + 2ζ·l))·softmax(z) − u·t,    u = a/Σ a·w_y,    t the smoothed and weighted target, T its sum
 //! ```
 //!
-//! What one run does, chunk by chunk of the tokens that have a label: the logits into one buffer; one pass over them for l, z_y
-//! and what else is wanted; one pass that turns them into ∂L/∂z where they lie ([`runtime::fused::cross_entropy`]); the products
-//! for the gradients of x and W. Three products in all, as many as without chunks.
+//! For each chunk of tokens with a label: one product writes the logits into a buffer; one pass over them computes l, z_y and
+//! the other statistics; one pass overwrites them by ∂L/∂z ([`runtime::fused::cross_entropy`]); two products give the
+//! gradients of x and W. These are three products in all, as many as without chunks.
 //!
 //! ```
 //! use fused_ce::LinearCrossEntropy;
@@ -31,35 +31,46 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! A model of `models` trains this way by one line, [`install`]. More inputs and outputs (bias, weights of tokens and classes,
-//! distributions as targets, an explicit denominator, a low-rank adapter, a vocabulary that ranks share; log-sum-exp, argmax,
-//! entropy) are fields of [`Inputs`] and [`LinearCrossEntropy`], and come back in [`Output`].
+//! [`install`] replaces the loss head of a model of `models`. Further inputs (bias, token and class weights, distributions as
+//! targets, an explicit denominator, a low-rank adapter, a vocabulary-parallel weight) are fields of [`Inputs`]; options and
+//! further outputs (log-sum-exp, predictions, entropy) are fields of [`LinearCrossEntropy`] and [`Output`].
+//! `examples/loss.rs` compares the loss and its gradients with libtorch's.
 //!
-//! # What it keeps
+//! # Cost compared with PyTorch
 //!
-//! | | bytes |
-//! |---|---|
-//! | logits | the budget ([`Chunk`]), whatever n |
-//! | between forward and backward | the gradients of x, W, b (fp32 until scaled for fp16 inputs), or with [`Gradients::Backward`] 8 for each token |
-//! | low-precision weights, while it runs | 4·v·h for the gradient of W in fp32, and 16 MiB for casts on a CPU |
+//! In bytes, for n tokens, with the element size e of the operands:
+//!
+//! | | `linear` and `cross_entropy` | here |
+//! |---|---|---|
+//! | logits and their gradient | about 3·4·n·v | the budget of a chunk ([`Chunk`]), for any n |
+//! | saved for backward | e·n·h and the logits | e·(n·h + v·h) (4 instead of e for fp16), or 8·n with [`Gradients::Backward`] |
+//! | temporary, for low-precision weights | – | 4·v·h for the gradient of W in fp32; on a CPU 16 MiB for casts |
+//! | products | 3 | 3, or 4 with [`Gradients::Backward`] |
+//! | ignored tokens | computed | skipped |
 //!
 //! # Numerics
 //!
-//! Logits, statistics and the gradient of W are in fp32 (f64 for f64), whatever the operands: W's gradient is summed over chunks
-//! in fp32 and rounded once, so its error does not depend on the number of chunks. On a CPU operands of low precision are cast
-//! up, so logits are not rounded to them at all. Equal runs give equal bits: the plan depends on shapes and labels alone, and
-//! sums have one order. On a CPU the number of threads changes no bit either where every chunk has 32 tokens and more; the products
-//! of shorter chunks are libtorch's, and MKL's bits depend on it.
+//! Logits, statistics and the gradient of W are in fp32 (f64 for f64 inputs) for any dtype of the operands: the gradient of W
+//! is summed over chunks in fp32 and rounded once, so its error does not depend on the number of chunks. On a CPU
+//! low-precision operands are cast to fp32, so the logits are never rounded to them. Runs are deterministic: chunks depend on
+//! shapes and labels only, and sums have one order. On a CPU the result does not depend on the number of threads either if
+//! every chunk has at least 32 tokens; the products of smaller chunks are libtorch's, and MKL's bits depend on the threads.
 //!
-//! A target outside the vocabulary is an error that names it (on a CPU; see [`CheckTargets`]). A NaN in a row of hidden states
-//! makes its loss NaN, and with it a mean or sum; in a row without a label it changes nothing. A mean over no label is
-//! 0, or NaN as in PyTorch, by [`Empty`].
+//! A NaN in the hidden states of a token makes its loss NaN, and with it a mean or sum; in an ignored token it changes
+//! nothing. The mean of a batch in which every token is ignored is 0, or NaN as in PyTorch, by [`Empty`].
 //!
-//! Nothing waits for a device: counts, denominators and upstream gradients stay there. So there the rows without a label can
-//! only be left out if their number is given ([`Inputs::labelled`]).
+//! Nothing synchronises with a device: counts, denominators and upstream gradients stay there. So on a GPU ignored tokens are
+//! skipped only if the number of labelled tokens is given ([`Inputs::labelled`]).
 //!
-//! Sources: the assignment's fused loss, after Malek's `efficient_cross_entropy`; Hsu et al., "Liger Kernel", arXiv 2410.10989;
-//! Wijmans et al., "Cut Your Losses", arXiv 2411.09009.
+//! # Errors
+//!
+//! Mismatched shapes, dtypes and devices, options outside their range, and a target outside the vocabulary (on a GPU only with
+//! [`CheckTargets::Always`]) are errors that name the tensor and the remedy ([`enum@Error`]).
+//!
+//! # Sources
+//!
+//! Malek's `efficient_cross_entropy`; Hsu et al., "Liger Kernel", arXiv 2410.10989; Wijmans et al., "Cut Your Losses",
+//! arXiv 2411.09009.
 
 mod chunk_plan;
 mod error;

@@ -4,6 +4,7 @@ mod activations;
 mod autocast;
 mod device_loop;
 mod device_side;
+mod example;
 mod fixtures_grad_scaler;
 mod fp8;
 mod host_reads;

@@ -3,6 +3,7 @@
 mod balanced_batch_sampler;
 mod datasets;
 mod embedded;
+mod example;
 mod fuzz_files;
 mod loader;
 mod loader_cuda;
