@@ -71,7 +71,8 @@ fn with_fixtures(command: &mut Command) -> Result<()> {
 }
 
 fn run_workspace(house: &House, filter: &mut Filter) -> Result<Option<String>> {
-    let mut tests = cargo::executables(house, &["test", "--workspace", "--no-run"])?;
+    // `--tests` links no examples; the tests that include an example compile it.
+    let mut tests = cargo::executables(house, &["test", "--workspace", "--tests", "--no-run"])?;
     tests.retain(|executable| executable.test);
     let tests = largest_first(tests);
     let flags = choices::processor_flags();

@@ -43,7 +43,10 @@ pub fn main() -> Result<(), Box<dyn Error>> {
             first = last;
         }
         if step % 50 == 0 || !stepped {
-            println!("step {step}: loss {last:.4}, scale {}, stepped {stepped}", scaler.rule().now().scale);
+            println!(
+                "step {step}: loss {last:.4}, scale {}, stepped {stepped}",
+                scaler.rule().current().scale
+            );
         }
     }
     println!("loss {first:.4} -> {last:.4}");

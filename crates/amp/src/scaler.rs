@@ -98,7 +98,7 @@ impl StaticGradScaler {
 }
 
 impl DynamicGradScaler {
-    /// Creates a scaler whose scale starts at `options.initial`.
+    /// Creates a scaler whose scale starts at `options.init_scale`.
     ///
     /// # Errors
     /// [`Error::Option`] for an option outside its range.

@@ -5,11 +5,12 @@ use std::error::Error;
 use std::path::Path;
 use std::sync::Arc;
 
-use dataloading::packing::PlanOptions;
+use dataloading::packing::PackingOptions;
 use dataloading::text::{Corpus, Format};
 use dataloading::token_store::{TokenizeOptions, WriterOptions, tokenize_to_store};
 use dataloading::{Loader, LoaderOptions, PackedDataset, PackedOptions, TokenStore, Tokenizer};
 
+/// Tokenizes, packs, loads and resumes.
 pub fn main() -> Result<(), Box<dyn Error>> {
     let data = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../data"));
     let folder = tempfile::tempdir()?;
@@ -18,11 +19,19 @@ pub fn main() -> Result<(), Box<dyn Error>> {
     // Once: tokenize the articles of a text file into a memory-mapped store.
     let tokenizer = Tokenizer::from_file(&data.join("tokenizer.json"))?;
     let corpus = Corpus::new([data.join("corpus/valid.txt")], Format::Articles);
-    let tokenize = TokenizeOptions { end_of_text: Some(tokenizer.end_of_text()?), ..TokenizeOptions::default() };
-    tokenize_to_store(&corpus, &tokenizer, &tokenize, &path, &WriterOptions::new(tokenizer.vocabulary()), |_| {})?;
+    let tokenize =
+        TokenizeOptions { end_of_text: Some(tokenizer.end_of_text()?), ..TokenizeOptions::default() };
+    tokenize_to_store(
+        &corpus,
+        &tokenizer,
+        &tokenize,
+        &path,
+        &WriterOptions::new(tokenizer.vocabulary()),
+        |_| {},
+    )?;
 
     // Before training: pack the documents into rows of 256 tokens, four rows per batch.
-    let plan = PlanOptions { capacity: 256, ..PlanOptions::default() };
+    let plan = PackingOptions { capacity: 256, ..PackingOptions::default() };
     let options = PackedOptions { rows: 4, plan, seed: 7, ..PackedOptions::default() };
     let dataset = Arc::new(PackedDataset::new(TokenStore::open(&path)?, &options)?);
     println!("{} rows, {:.1} % filled", dataset.plan().rows(), 100.0 * dataset.plan().fill());

@@ -27,7 +27,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::error::{Error, Result};
 use crate::fingerprint::{Fingerprint, SEQUENCE};
-use crate::length_order::{LengthOrder, Usable, lengths_of};
+use crate::length_order::{LengthOrder, UsableSamples, lengths_of};
 use crate::permutation::Permutation;
 use crate::random_batch_sampler::{
     BatchSampler, Incomplete, batches_of, check_batch_size, check_index, stream,
@@ -114,7 +114,7 @@ pub struct Operations {
 #[derive(Debug)]
 pub struct BalancedBatchSampler {
     options: BalancedOptions,
-    usable: Usable,
+    usable: UsableSamples,
     /// `None` if one window holds all lengths: the order of the data set is used.
     sorted: Option<LengthOrder>,
     shortest: u32,
@@ -148,7 +148,7 @@ impl BalancedBatchSampler {
     /// short batches are dropped.
     pub fn new<S: Samples + ?Sized>(samples: &S, options: &BalancedOptions) -> Result<Self> {
         let mut lengths = lengths_of(WHAT, samples)?;
-        let usable = Usable::new(WHAT, &lengths, options.max_length)?;
+        let usable = UsableSamples::new(WHAT, &lengths, options.max_length)?;
         let limit = u32::try_from(options.max_length).unwrap_or(u32::MAX);
         lengths.iter_mut().for_each(|length| *length = (*length).min(limit));
         let used = || lengths.iter().copied().filter(|&length| length > 0);
@@ -191,7 +191,7 @@ impl BalancedBatchSampler {
     }
 
     /// Returns the counts of usable samples.
-    pub fn usable(&self) -> &Usable {
+    pub fn usable(&self) -> &UsableSamples {
         &self.usable
     }
 
@@ -288,8 +288,8 @@ impl BalancedBatchSampler {
         let first = (index - windows.batches[window]) * batch_size;
         let order = Permutation::new(samples as u64, seed, epoch, stream::SAMPLES + windows.numbers[window]);
         chosen.clear();
-        for place in first..(first + batch_size).min(samples) {
-            let (element, passes) = order.at_counted(place as u64);
+        for position in first..(first + batch_size).min(samples) {
+            let (element, passes) = order.at_counted(position as u64);
             done.passes += u64::from(passes);
             chosen.push(element as u32);
         }

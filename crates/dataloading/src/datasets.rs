@@ -58,7 +58,7 @@ impl Documents {
         if found != length {
             return Err(Error::Record {
                 from: "samples".into(),
-                place: format!("sample {sample}"),
+                location: format!("sample {sample}"),
                 reason: format!(
                     "{found} tokens from token {start} on, but its length implies {length}; the data changed after it was \
                      opened; open it again"

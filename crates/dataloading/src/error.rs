@@ -26,12 +26,12 @@ pub enum Error {
         reason: String,
     },
     /// An invalid record.
-    #[error("{from}: {place}: {reason}")]
+    #[error("{from}: {location}: {reason}")]
     Record {
         /// The file or data set.
         from: String,
         /// The line, byte or sample.
-        place: String,
+        location: String,
         /// The problem and the remedy.
         reason: String,
     },

@@ -43,7 +43,7 @@ struct Layout {
 impl Layout {
     /// Returns whether the byte count, with room to grow, fits `i64`.
     fn check(&self) -> Result<()> {
-        let numbers = self.rows.checked_mul(self.length).and_then(|places| places.checked_mul(64));
+        let numbers = self.rows.checked_mul(self.length).and_then(|positions| positions.checked_mul(64));
         if numbers.is_some_and(|bytes| i64::try_from(bytes).is_ok()) {
             return Ok(());
         }
@@ -53,13 +53,13 @@ impl Layout {
         })
     }
 
-    fn places(&self) -> usize {
+    fn positions(&self) -> usize {
         self.rows * self.length
     }
 
     /// 8-byte elements from one part to the next.
     fn part(&self) -> usize {
-        self.places().next_multiple_of(LINE)
+        self.positions().next_multiple_of(LINE)
     }
 
     /// 8-byte elements of the block.
@@ -145,8 +145,8 @@ impl HostBatch {
         pad: u32,
         dropped: usize,
     ) -> Result<()> {
-        let places = rows.checked_mul(length).filter(|&places| i32::try_from(places).is_ok());
-        let Some(places) = places else {
+        let positions = rows.checked_mul(length).filter(|&positions| i32::try_from(positions).is_ok());
+        let Some(positions) = positions else {
             return Err(Error::Config {
                 what: "packed batch",
                 reason: format!(
@@ -159,7 +159,7 @@ impl HostBatch {
         let (mut at, mut longest) = (0, 0);
         for (row, document) in documents.clone() {
             // For a row that does not exist, the start may overflow.
-            let begin = if row < rows { at.max(row * length) } else { places };
+            let begin = if row < rows { at.max(row * length) } else { positions };
             if row >= rows || document.len() > ((row + 1) * length).saturating_sub(begin) {
                 return Err(Error::Config {
                     what: "packed batch",
@@ -177,10 +177,10 @@ impl HostBatch {
             counts.tokens += document.len();
             counts.targets += document.len().saturating_sub(1);
         }
-        pad_starts(&mut self.starts, at, places, length, &mut longest);
-        counts.padding = places - counts.tokens;
+        pad_starts(&mut self.starts, at, positions, length, &mut longest);
+        counts.padding = positions - counts.tokens;
         let layout = Layout { rows, length, packed: true, documents: self.starts.len() };
-        self.starts.push(places as i32);
+        self.starts.push(positions as i32);
 
         let starts = std::mem::take(&mut self.starts);
         let numbers = self.numbers(layout)?;
@@ -192,7 +192,7 @@ impl HostBatch {
         let mut document_at = 0;
         for (id, ends) in starts.windows(2).enumerate() {
             let range = ends[0] as usize..ends[1] as usize;
-            positions[range.clone()].iter_mut().zip(0..).for_each(|(place, number)| *place = number);
+            positions[range.clone()].iter_mut().zip(0..).for_each(|(position, number)| *position = number);
             ids[range.clone()].fill(id as i64);
             let begins_here = |&(row, _): &(usize, &[u32])| range.start == document_at.max(row * length);
             match documents.next_if(begins_here) {
@@ -279,7 +279,7 @@ impl HostBatch {
         let layout = self.layout;
         let shape = [layout.rows as i64, layout.length as i64];
         let part = |number: usize| -> Result<Tensor> {
-            let bytes = layout.places() as i64 * 8;
+            let bytes = layout.positions() as i64 * 8;
             let start = (number * layout.part() * 8) as i64;
             Ok(block.f_narrow(0, start, bytes)?.f_view_dtype(Kind::Int64)?.f_view(shape)?)
         };
@@ -301,12 +301,12 @@ impl HostBatch {
 }
 
 fn write_document(document: &[u32], tokens: &mut [i64], labels: &mut [i64]) {
-    for (place, &token) in tokens.iter_mut().zip(document) {
-        *place = i64::from(token);
+    for (position, &token) in tokens.iter_mut().zip(document) {
+        *position = i64::from(token);
     }
     if let Some((last, rest)) = labels.split_last_mut() {
-        for (place, &token) in rest.iter_mut().zip(&document[1..]) {
-            *place = i64::from(token);
+        for (position, &token) in rest.iter_mut().zip(&document[1..]) {
+            *position = i64::from(token);
         }
         *last = IGNORED;
     }
@@ -398,7 +398,7 @@ mod tests {
         let error = host.write_rows([&[1_u32][..]].into_iter(), usize::MAX, 0, 0).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "host batch: 1 rows of 18446744073709551615 places are more than memory has; use fewer"
+            "host batch: 1 rows of 18446744073709551615 positions exceed the memory; use fewer"
         );
     }
 }

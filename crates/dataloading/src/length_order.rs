@@ -28,9 +28,9 @@ impl LengthOrder {
         let mut next = starts.clone();
         let mut order = vec![0; lengths.len()];
         for (sample, &length) in (0..).zip(lengths) {
-            let place = &mut next[length as usize];
-            order[*place as usize] = sample;
-            *place += 1;
+            let position = &mut next[length as usize];
+            order[*position as usize] = sample;
+            *position += 1;
         }
         Self { order, starts }
     }
@@ -69,7 +69,7 @@ pub(crate) fn lengths_of<S: Samples + ?Sized>(what: &'static str, samples: &S) -
         }
         u32::try_from(length).ok().filter(|&length| length < u32::MAX).ok_or_else(|| Error::Record {
             from: what.into(),
-            place: format!("sample {index}"),
+            location: format!("sample {index}"),
             reason: format!("{length} tokens; at most {limit} are supported; split the sample"),
         })
     };
@@ -78,16 +78,16 @@ pub(crate) fn lengths_of<S: Samples + ?Sized>(what: &'static str, samples: &S) -
 
 /// The usable samples of a data set: those with at least one token.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Usable {
+pub struct UsableSamples {
     /// Their indices; `None` if all are usable.
     kept: Option<Vec<u32>>,
     used: usize,
     total: usize,
-    cut: usize,
-    cut_tokens: u64,
+    truncated: usize,
+    truncated_tokens: u64,
 }
 
-impl Usable {
+impl UsableSamples {
     /// # Errors
     /// No sample has a token; `max_length` is 0.
     pub(crate) fn new(what: &'static str, lengths: &[u32], max_length: usize) -> Result<Self> {
@@ -106,9 +106,10 @@ impl Usable {
         }
         let kept = (empty > 0).then(|| (0..).zip(lengths).filter(|&(_, &l)| l > 0).map(|(i, _)| i).collect());
         let used = lengths.len() - empty;
-        let beyond = lengths.iter().map(|&length| (length as usize).saturating_sub(max_length) as u64);
-        let (cut, cut_tokens) = beyond.filter(|&b| b > 0).fold((0, 0), |(n, sum), b| (n + 1, sum + b));
-        Ok(Self { kept, used, total: lengths.len(), cut, cut_tokens })
+        let excess = lengths.iter().map(|&length| (length as usize).saturating_sub(max_length) as u64);
+        let (truncated, truncated_tokens) =
+            excess.filter(|&b| b > 0).fold((0, 0), |(n, sum), b| (n + 1, sum + b));
+        Ok(Self { kept, used, total: lengths.len(), truncated, truncated_tokens })
     }
 
     /// Returns the number of usable samples.
@@ -132,13 +133,13 @@ impl Usable {
     }
 
     /// Returns the number of samples longer than `max_length`, which are truncated.
-    pub fn cut(&self) -> usize {
-        self.cut
+    pub fn truncated(&self) -> usize {
+        self.truncated
     }
 
     /// Returns the number of tokens truncated.
-    pub fn cut_tokens(&self) -> u64 {
-        self.cut_tokens
+    pub fn truncated_tokens(&self) -> u64 {
+        self.truncated_tokens
     }
 
     /// Drops the indices and keeps the counts.
@@ -147,8 +148,8 @@ impl Usable {
     }
 
     /// Returns the index in the data set of usable sample `position`.
-    pub(crate) fn sample(&self, place: usize) -> u32 {
-        self.kept.as_ref().map_or(place as u32, |kept| kept[place])
+    pub(crate) fn sample(&self, position: usize) -> u32 {
+        self.kept.as_ref().map_or(position as u32, |kept| kept[position])
     }
 }
 
@@ -166,20 +167,24 @@ mod tests {
 
     #[test]
     fn what_cannot_be_used_is_counted() {
-        let usable = Usable::new("test", &[0, 5, 9, 0, 7], 6).unwrap();
-        assert_eq!((usable.len(), usable.skipped(), usable.cut(), usable.cut_tokens()), (3, 2, 2, 4));
-        assert_eq!((0..3).map(|place| usable.sample(place)).collect::<Vec<_>>(), [1, 2, 4]);
+        let usable = UsableSamples::new("test", &[0, 5, 9, 0, 7], 6).unwrap();
+        assert_eq!(
+            (usable.len(), usable.skipped(), usable.truncated(), usable.truncated_tokens()),
+            (3, 2, 2, 4)
+        );
+        assert_eq!((0..3).map(|position| usable.sample(position)).collect::<Vec<_>>(), [1, 2, 4]);
     }
 
     #[test]
     fn nothing_usable_is_an_error() {
-        let check = |result: Result<Usable>, words: &str| assert_eq!(result.unwrap_err().to_string(), words);
+        let check =
+            |result: Result<UsableSamples>, words: &str| assert_eq!(result.unwrap_err().to_string(), words);
         check(
-            Usable::new("StandardDataset", &[0, 0], 6),
+            UsableSamples::new("StandardDataset", &[0, 0], 6),
             "StandardDataset: none of 2 samples has a token; check the format of the text",
         );
         check(
-            Usable::new("StandardDataset", &[1], 0),
+            UsableSamples::new("StandardDataset", &[1], 0),
             "StandardDataset: max_length is 0; expected at least 1 token",
         );
         let none: Vec<Vec<u32>> = Vec::new();

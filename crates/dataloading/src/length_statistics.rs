@@ -38,7 +38,7 @@ pub struct Bin {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Waste {
     /// Positions in all batches; an expectation for random batches.
-    pub places: f64,
+    pub positions: f64,
     /// Tokens in them.
     pub tokens: f64,
     /// Tokens dropped because they did not fit.
@@ -48,7 +48,7 @@ pub struct Waste {
 impl Waste {
     /// Returns the share of positions without a token, 0 to 1.
     pub fn share(&self) -> f64 {
-        if self.places == 0.0 { 0.0 } else { 1.0 - self.tokens / self.places }
+        if self.positions == 0.0 { 0.0 } else { 1.0 - self.tokens / self.positions }
     }
 }
 
@@ -128,7 +128,7 @@ impl LengthStatistics {
     pub fn padded_to(&self, length: usize) -> Waste {
         let tokens = self.cut(length);
         Waste {
-            places: (self.samples - self.empty()) as f64 * length as f64,
+            positions: (self.samples - self.empty()) as f64 * length as f64,
             tokens: tokens as f64,
             dropped: (self.tokens - tokens) as f64,
         }
@@ -140,10 +140,10 @@ impl LengthStatistics {
         let used = self.samples - self.empty();
         let size = (size as u64).min(used).max(1);
         let (whole, rest) = (used / size, used % size);
-        let places = |size: u64| size as f64 * self.expected_longest(size, longest);
+        let positions = |size: u64| size as f64 * self.expected_longest(size, longest);
         let tokens = self.cut(longest);
         Waste {
-            places: whole as f64 * places(size) + if rest > 0 { places(rest) } else { 0.0 },
+            positions: whole as f64 * positions(size) + if rest > 0 { positions(rest) } else { 0.0 },
             tokens: tokens as f64,
             dropped: (self.tokens - tokens) as f64,
         }
@@ -186,17 +186,17 @@ mod tests {
     /// Returns the positions of the batches, summed over every order of the lengths, and the number of orders.
     fn over_all_orders(lengths: &mut [usize], fixed: usize, size: usize, longest: usize) -> (f64, f64) {
         if fixed == lengths.len() {
-            let places = lengths.chunks(size).map(|batch| {
+            let positions = lengths.chunks(size).map(|batch| {
                 let longest = batch.iter().map(|length| (*length).min(longest)).max().unwrap_or(0);
                 (batch.len() * longest) as f64
             });
-            return (places.sum(), 1.0);
+            return (positions.sum(), 1.0);
         }
         let (mut sum, mut orders) = (0.0, 0.0);
         for other in fixed..lengths.len() {
             lengths.swap(fixed, other);
-            let (places, count) = over_all_orders(lengths, fixed + 1, size, longest);
-            sum += places;
+            let (positions, count) = over_all_orders(lengths, fixed + 1, size, longest);
+            sum += positions;
             orders += count;
             lengths.swap(fixed, other);
         }
@@ -208,11 +208,11 @@ mod tests {
         let lengths = [3, 9, 9, 1, 6, 14];
         // No data set uses a sample without tokens.
         let statistics = LengthStatistics::new(lengths.into_iter().chain([0, 0])).unwrap();
-        assert_eq!(statistics.padded_to(8).places, 48.0);
+        assert_eq!(statistics.padded_to(8).positions, 48.0);
         for size in 1..=9 {
             for longest in [100, 8] {
                 let (sum, orders) = over_all_orders(&mut lengths.clone(), 0, size, longest);
-                let ours = statistics.padded_to_batch(size, longest).places;
+                let ours = statistics.padded_to_batch(size, longest).positions;
                 assert!((ours - sum / orders).abs() < 1e-9, "{size} {longest}: {ours} {}", sum / orders);
             }
         }
@@ -227,7 +227,7 @@ mod tests {
         let bins = statistics.histogram(4);
         assert_eq!(bins.iter().map(|bin| bin.samples).collect::<Vec<_>>(), [3, 1, 1]);
         let base = statistics.padded_to(8);
-        assert_eq!(base, Waste { places: 40.0, tokens: 18.0, dropped: 2.0 });
+        assert_eq!(base, Waste { positions: 40.0, tokens: 18.0, dropped: 2.0 });
         assert!((base.share() - 0.55).abs() < 1e-12);
         assert_eq!(LengthStatistics::new([0]).unwrap().padded_to_batch(4, 8).share(), 0.0);
         assert!(LengthStatistics::new([]).is_err());
@@ -238,6 +238,6 @@ mod tests {
         let statistics = LengthStatistics::new((1..=100).map(|i| i * i % 37)).unwrap();
         assert!(statistics.padded_to_batch(1, 1000).share().abs() < 1e-12);
         let all = statistics.padded_to_batch(100, 1000);
-        assert!((all.places - statistics.padded_to(statistics.max()).places).abs() < 1e-6);
+        assert!((all.positions - statistics.padded_to(statistics.max()).positions).abs() < 1e-6);
     }
 }

@@ -8,7 +8,7 @@
 //! ```
 //! use std::sync::Arc;
 //!
-//! use dataloading::packing::PlanOptions;
+//! use dataloading::packing::PackingOptions;
 //! use dataloading::text::{Corpus, Format};
 //! use dataloading::token_store::{TokenizeOptions, WriterOptions, tokenize_to_store};
 //! use dataloading::{Loader, LoaderOptions, PackedDataset, PackedOptions, Samples, TokenStore, Tokenizer, embedded};
@@ -27,7 +27,7 @@
 //! // For each training run: documents packed into rows of 32 tokens.
 //! let store = TokenStore::open(&tokens)?;
 //! assert_eq!(store.len(), 3);
-//! let plan = PlanOptions { capacity: 32, ..PlanOptions::default() };
+//! let plan = PackingOptions { capacity: 32, ..PackingOptions::default() };
 //! let packed = PackedDataset::new(store, &PackedOptions { plan, ..PackedOptions::default() })?;
 //! let mut loader = Loader::new(Arc::new(packed), &LoaderOptions { epochs: None, ..LoaderOptions::default() })?;
 //!
@@ -128,10 +128,10 @@ pub use datasets::{
 };
 pub use error::{Error, Result};
 pub use host_batch::HostBatch;
-pub use length_order::Usable;
+pub use length_order::UsableSamples;
 pub use length_statistics::LengthStatistics;
 pub use loader::{Loader, LoaderOptions, LoaderState, LoaderStats};
-pub use packing::{Plan, PlanOptions, StreamingBestFit};
+pub use packing::{PackingOptions, PackingPlan, StreamingBestFit};
 pub use random_batch_sampler::{BatchOptions, BatchSampler, Incomplete, Order, RandomBatchSampler};
 pub use samples::Samples;
 pub use token_store::TokenStore;

@@ -268,11 +268,11 @@ impl Loader {
     fn take(&mut self) -> Option<Taken> {
         let Some(own) = &mut self.own else { return self.queue.take() };
         let mut after = self.cursor;
-        let place = match own.next_place(&mut after, &self.options) {
-            Ok(place) => place?,
+        let id = match own.next_batch(&mut after, &self.options) {
+            Ok(id) => id?,
             Err(error) => return Some(Taken { made: Err(error), after }),
         };
-        Some(Taken { made: own.make(place), after })
+        Some(Taken { made: own.make(id), after })
     }
 
     /// Makes the current stream wait for the copy of the batch, and keeps the memory of the batch until the current stream

@@ -15,7 +15,7 @@
 //! ten thousand; only counting the lengths and listing the rows grow with `n`. The result equals that of the algorithm over
 //! single documents, against which it is tested.
 //!
-//! A [`Plan`] is global over the data set and deterministic. For streams of unknown lengths use [`StreamingBestFit`].
+//! A [`PackingPlan`] is global over the data set and deterministic. For streams of unknown lengths use [`StreamingBestFit`].
 
 mod best_fit;
 pub mod bitmap_tree;
@@ -26,7 +26,7 @@ mod plan;
 mod streaming;
 
 pub use bound::{lower_bound, next_fit};
-pub use plan::{Assignment, Piece, Plan, PlanOptions};
+pub use plan::{Assignment, PackingOptions, PackingPlan, Piece};
 pub use streaming::{StreamingBestFit, StreamingOptions};
 
 use crate::error::{Error, Result};
@@ -56,7 +56,7 @@ impl Algorithm {
 pub enum LongDocuments {
     /// Split it into full rows and a rest, each packed like a document.
     #[default]
-    Cut,
+    Split,
     /// Drop it.
     Drop,
 }

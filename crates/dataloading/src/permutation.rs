@@ -28,7 +28,7 @@ const TABLE: usize = 64;
 /// use dataloading::permutation::Permutation;
 ///
 /// let order = Permutation::new(5, 42, 0, 0);
-/// let mut seen: Vec<u64> = (0..5).map(|place| order.at(place)).collect();
+/// let mut seen: Vec<u64> = (0..5).map(|position| order.at(position)).collect();
 /// seen.sort();
 /// assert_eq!(seen, [0, 1, 2, 3, 4]);
 /// ```
@@ -58,7 +58,7 @@ impl Permutation {
             mix(state)
         };
         let kind = if len <= TABLE as u64 {
-            let mut table: [u8; TABLE] = std::array::from_fn(|place| place as u8);
+            let mut table: [u8; TABLE] = std::array::from_fn(|position| position as u8);
             for last in (1..len).rev() {
                 // The upper half of the product: one of `0..=last`.
                 let chosen = (u128::from(random()) * u128::from(last + 1)) >> 64;
@@ -87,19 +87,19 @@ impl Permutation {
     ///
     /// # Panics
     /// `position` is not less than `len`.
-    pub fn at(&self, place: u64) -> u64 {
-        self.at_counted(place).0
+    pub fn at(&self, position: u64) -> u64 {
+        self.at_counted(position).0
     }
 
     /// Returns the element, and the number of passes through the network.
-    pub(crate) fn at_counted(&self, place: u64) -> (u64, u32) {
-        assert!(place < self.len, "place {place} of a permutation of {} elements", self.len);
+    pub(crate) fn at_counted(&self, position: u64) -> (u64, u32) {
+        assert!(position < self.len, "position {position} of a permutation of {} elements", self.len);
         let (low_bits, high_bits, keys) = match &self.kind {
-            Kind::Table(table) => return (u64::from(table[place as usize]), 1),
+            Kind::Table(table) => return (u64::from(table[position as usize]), 1),
             Kind::Network { low_bits, high_bits, keys } => (*low_bits, *high_bits, keys),
         };
         let (low_mask, high_mask) = ((1 << low_bits) - 1, (1 << high_bits) - 1);
-        let (mut value, mut passes) = (place, 0);
+        let (mut value, mut passes) = (position, 0);
         loop {
             let (mut high, mut low) = (value >> low_bits, value & low_mask);
             for pair in keys.chunks_exact(2) {
@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     fn elements(order: &Permutation) -> Vec<u64> {
-        (0..order.len()).map(|place| order.at(place)).collect()
+        (0..order.len()).map(|position| order.at(position)).collect()
     }
 
     fn is_bijection(order: &Permutation) -> bool {
@@ -158,9 +158,9 @@ mod tests {
         }
 
         #[test]
-        fn large_sizes_stay_within(len in 1_u64..1 << 62, seed: u64, place: u64) {
+        fn large_sizes_stay_within(len in 1_u64..1 << 62, seed: u64, position: u64) {
             let order = Permutation::new(len, seed, 0, 0);
-            prop_assert!(order.at(place % len) < len);
+            prop_assert!(order.at(position % len) < len);
         }
     }
 
@@ -172,7 +172,7 @@ mod tests {
             let fixed = base.iter().zip(&other).filter(|(a, b)| a == b).count();
             assert!(
                 fixed < 10,
-                "{fixed} of 1000 elements in the same place under ({seed}, {epoch}, {stream})"
+                "{fixed} of 1000 elements in the same position under ({seed}, {epoch}, {stream})"
             );
         }
     }
@@ -231,7 +231,8 @@ mod tests {
     fn less_than_two_passes_on_average() {
         for len in [1_000, 1_025, 100_000, 1 << 20, (1 << 20) + 1] {
             let order = Permutation::new(len, 5, 0, 0);
-            let passes: u64 = (0..10_000.min(len)).map(|place| u64::from(order.at_counted(place).1)).sum();
+            let passes: u64 =
+                (0..10_000.min(len)).map(|position| u64::from(order.at_counted(position).1)).sum();
             let mean = passes as f64 / 10_000.min(len) as f64;
             assert!((1.0..2.1).contains(&mean), "{len}: {mean}");
         }

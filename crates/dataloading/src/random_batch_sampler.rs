@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::fingerprint::{Fingerprint, SEQUENCE};
-use crate::length_order::{Usable, lengths_of};
+use crate::length_order::{UsableSamples, lengths_of};
 use crate::permutation::Permutation;
 use crate::samples::Samples;
 
@@ -96,7 +96,7 @@ impl Default for BatchOptions {
 /// Standard batching: all samples of an epoch in random order, divided into batches. Samples without tokens are skipped.
 #[derive(Debug, Clone)]
 pub struct RandomBatchSampler {
-    usable: Usable,
+    usable: UsableSamples,
     options: BatchOptions,
 }
 
@@ -114,13 +114,13 @@ impl RandomBatchSampler {
         samples: &S,
         options: &BatchOptions,
     ) -> Result<Self> {
-        let usable = Usable::new(what, &lengths_of(what, samples)?, options.max_length)?;
+        let usable = UsableSamples::new(what, &lengths_of(what, samples)?, options.max_length)?;
         check_batch_size(what, options.batch_size, options.incomplete, usable.len())?;
         Ok(Self { usable, options: *options })
     }
 
     /// Returns the counts of usable samples.
-    pub fn usable(&self) -> &Usable {
+    pub fn usable(&self) -> &UsableSamples {
         &self.usable
     }
 }
@@ -189,13 +189,14 @@ impl BatchSampler for RandomBatchSampler {
         check_index("RandomBatchSampler", epoch, index, self.batches(epoch))?;
         let BatchOptions { batch_size, seed, order, .. } = self.options;
         let samples = self.usable.len();
-        let places = index * batch_size..((index + 1) * batch_size).min(samples);
+        let positions = index * batch_size..((index + 1) * batch_size).min(samples);
         chosen.clear();
         match order {
-            Order::Sequential => chosen.extend(places.map(|place| self.usable.sample(place))),
+            Order::Sequential => chosen.extend(positions.map(|position| self.usable.sample(position))),
             Order::Shuffled => {
                 let order = Permutation::new(samples as u64, seed, epoch, stream::SAMPLES);
-                chosen.extend(places.map(|place| self.usable.sample(order.at(place as u64) as usize)));
+                chosen
+                    .extend(positions.map(|position| self.usable.sample(order.at(position as u64) as usize)));
             }
         }
         Ok(())

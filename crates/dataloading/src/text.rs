@@ -1,7 +1,7 @@
 //! Text files, read record by record through a buffer, so that a corpus may be larger than memory.
 //!
 //! A [`Corpus`] is a list of files in order and a [`Format`] that defines their records. Every record carries its
-//! [`Place`], so that an error can name the file and line.
+//! [`Location`], so that an error can name the file and line.
 //!
 //! ```
 //! use dataloading::text::{Corpus, Format};
@@ -13,7 +13,7 @@
 //! assert_eq!(articles.len(), 1);
 //! let lines: Vec<_> = Corpus::new([path], Format::Lines).records()?.collect::<Result<_, _>>()?;
 //! assert_eq!(lines[1].text, "Arden is a town .");
-//! assert_eq!(lines[1].place.line, 4);
+//! assert_eq!(lines[1].location.line, 4);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
@@ -59,14 +59,14 @@ pub enum Encoding {
 
 /// The position of a record: file and line.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Place {
+pub struct Location {
     /// The path of the file.
     pub path: Arc<Path>,
     /// The line number, from 1.
     pub line: u64,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}, line {}", self.path.display(), self.line)
     }
@@ -78,7 +78,7 @@ pub struct Record {
     /// The text, without its final line break.
     pub text: String,
     /// The position of its start.
-    pub place: Place,
+    pub location: Location,
 }
 
 /// Text files and their format.
@@ -123,11 +123,11 @@ impl Corpus {
             corpus: self.clone(),
             next_file: 0,
             lines: None,
-            held: None,
-            given: 0,
+            lookahead: None,
+            yielded: 0,
             replaced: 0,
             bytes: 0,
-            over: false,
+            done: false,
         })
     }
 }
@@ -140,11 +140,11 @@ pub struct Records {
     next_file: usize,
     lines: Option<Lines>,
     /// A line that was read ahead: the start of the next record.
-    held: Option<Line>,
-    given: u64,
+    lookahead: Option<Line>,
+    yielded: u64,
     replaced: u64,
     bytes: u64,
-    over: bool,
+    done: bool,
 }
 
 impl Records {
@@ -167,7 +167,7 @@ impl Records {
             }
             let Some(lines) = &mut self.lines else { continue };
             let record = match &self.corpus.format {
-                Format::Articles => wikitext::next_article(lines, &mut self.held)?,
+                Format::Articles => wikitext::next_article(lines, &mut self.lookahead)?,
                 Format::Lines => wikitext::next_line(lines)?,
                 Format::Paragraphs => lines::next_paragraph(lines)?,
                 Format::Files => lines::whole_file(lines)?,
@@ -187,18 +187,18 @@ impl Iterator for Records {
     type Item = Result<Record>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if self.over {
+        if self.done {
             return None;
         }
         match self.next_record() {
             Ok(Some(record)) => {
-                self.given += 1;
+                self.yielded += 1;
                 Some(Ok(record))
             }
             Ok(None) => {
-                self.over = true;
+                self.done = true;
                 let from = self.corpus.files.iter().map(|path| path.display().to_string());
-                (self.given == 0).then(|| {
+                (self.yielded == 0).then(|| {
                     Err(Error::Empty {
                         from: from.collect::<Vec<_>>().join(", "),
                         reason: "there is no text; check the files and their format".into(),
@@ -206,7 +206,7 @@ impl Iterator for Records {
                 })
             }
             Err(error) => {
-                self.over = true;
+                self.done = true;
                 Some(Err(error))
             }
         }

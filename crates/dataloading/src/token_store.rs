@@ -50,7 +50,7 @@
 
 mod header;
 mod ids;
-mod placing;
+mod placement;
 mod shard;
 mod tokenize;
 mod writer;
@@ -85,7 +85,7 @@ impl TokenStore {
     /// not a shard.
     pub fn open(path: &Path) -> Result<Self> {
         if !path.is_dir() {
-            let former = placing::aside(path).filter(|aside| aside.is_dir());
+            let former = placement::aside(path).filter(|aside| aside.is_dir());
             return Err(match former {
                 Some(former) => file(
                     path,
@@ -194,7 +194,7 @@ impl TokenStore {
     fn no_document(&self, index: usize) -> Error {
         Error::Record {
             from: self.path.display().to_string(),
-            place: format!("document {index}"),
+            location: format!("document {index}"),
             reason: format!("there are {}, numbered from 0", self.len()),
         }
     }

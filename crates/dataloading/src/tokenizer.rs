@@ -1,7 +1,7 @@
-//! Text to token ids and back, through the `tokenizers` crate.
+//! Tokenizers: text to token ids and back, through the `tokenizers` crate.
 //!
-//! A [`Tokenizer`] comes from a `tokenizer.json`, or is trained on the spot ([`train`]). Special tokens in a text are found;
-//! none are added: what a document ends with is the caller's to say.
+//! A [`Tokenizer`] is read from a `tokenizer.json`, or trained ([`Tokenizer::train`]). Special tokens in a text are
+//! recognised; none are added: the caller appends an end-of-text token if needed.
 //!
 //! ```
 //! use dataloading::tokenizer::{Tokenizer, TrainOptions};
@@ -24,15 +24,15 @@ use crate::error::{Error, Result};
 
 pub use train::{END_OF_TEXT, PADDING, TrainOptions};
 
-/// Names of padding tokens in use, the most usual first.
+/// Names of padding tokens in use, the most common first.
 const PADDING_NAMES: [&str; 7] =
     [PADDING, "<pad>", "[PAD]", "<|pad|>", "<PAD>", "<|pad_token|>", "<|finetune_right_pad_id|>"];
 
-/// Names of tokens that end a text, the most usual first.
+/// Names of end-of-text tokens in use, the most common first.
 const END_NAMES: [&str; 7] =
     [END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eot_id|>", "[SEP]", "<|im_end|>"];
 
-/// A tokenizer. Shared by threads; encoding a batch uses all threads of the current rayon pool.
+/// A tokenizer. It can be shared by threads; encoding a batch uses all threads of the current rayon pool.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
@@ -40,10 +40,10 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads a `tokenizer.json`. Truncation and padding that it prescribes are switched off: they are the loader's.
+    /// Reads a `tokenizer.json`. Truncation and padding in it are disabled: the loader does both.
     ///
     /// # Errors
-    /// The file is not there, or is no tokenizer.
+    /// The file does not exist, or is not a tokenizer.
     pub fn from_file(path: &Path) -> Result<Self> {
         let bytes = std::fs::read(path).map_err(|cause| Error::Io { path: path.to_owned(), cause })?;
         Self::from_bytes(&bytes).map_err(|error| Error::File {
@@ -52,10 +52,10 @@ impl Tokenizer {
         })
     }
 
-    /// Reads the content of a `tokenizer.json`.
+    /// Parses the content of a `tokenizer.json`.
     ///
     /// # Errors
-    /// Not a tokenizer.
+    /// The content is not a tokenizer.
     pub fn from_bytes(json: &[u8]) -> Result<Self> {
         let inner = guarded(|| {
             let mut inner = tokenizers::Tokenizer::from_bytes(json)?;
@@ -67,7 +67,7 @@ impl Tokenizer {
         Ok(Self { vocabulary: largest.map_or(0, |id| id as usize + 1), inner })
     }
 
-    /// Trains a byte-level BPE on texts: see [`train_json`](Self::train_json).
+    /// Trains a byte-level BPE on texts; see [`train_json`](Self::train_json).
     ///
     /// # Errors
     /// Those of [`train_json`](Self::train_json).
@@ -75,11 +75,11 @@ impl Tokenizer {
         Self::from_bytes(Self::train_json(texts, options)?.as_bytes())
     }
 
-    /// Trains a byte-level BPE on texts and returns the `tokenizer.json`. The same texts, in any order, give the same
-    /// bytes, whatever the number of threads.
+    /// Trains a byte-level BPE on texts and returns the `tokenizer.json`. The same texts in any order give the same bytes,
+    /// for any number of threads.
     ///
     /// # Errors
-    /// The first error among `texts`; no text at all; a vocabulary too small for the 256 bytes and the special tokens.
+    /// The first error of `texts`; no text; a vocabulary too small for the 256 bytes and the special tokens.
     pub fn train_json(
         texts: impl IntoIterator<Item = Result<String>>,
         options: &TrainOptions,
@@ -87,26 +87,26 @@ impl Tokenizer {
         train::train(texts, options)
     }
 
-    /// The ids of a text.
+    /// Returns the ids of a text.
     ///
     /// # Errors
-    /// The tokenizer refuses the text.
+    /// The tokenizer fails on the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         guarded(|| Ok(self.inner.encode_fast(text, false)?.get_ids().to_vec()))
     }
 
-    /// The ids of many texts, in their order, on all threads of the current rayon pool.
+    /// Returns the ids of many texts, in order, on all threads of the current rayon pool.
     ///
     /// # Errors
-    /// The tokenizer refuses a text.
+    /// The tokenizer fails on a text.
     pub fn encode_batch<T: AsRef<str> + Sync>(&self, texts: &[T]) -> Result<Vec<Vec<u32>>> {
         texts.par_iter().map(|text| self.encode(text.as_ref())).collect()
     }
 
-    /// The text of ids, special tokens included.
+    /// Returns the text of ids, special tokens included.
     ///
     /// # Errors
-    /// An id beyond the vocabulary.
+    /// An id exceeds the vocabulary.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         if let Some(unknown) = ids.iter().find(|id| self.inner.id_to_token(**id).is_none()) {
             return Err(Error::Tokenizer(format!(
@@ -117,42 +117,42 @@ impl Tokenizer {
         guarded(|| self.inner.decode(ids, false))
     }
 
-    /// The text of ids, special tokens included; ids without a token are left out. A model may have more ids than its tokenizer
-    /// has tokens, and generate one of them.
+    /// Returns the text of ids, special tokens included; ids without a token are skipped. A model may have more ids than its
+    /// tokenizer has tokens, and generate one of them.
     ///
     /// # Errors
-    /// The tokenizer refuses the ids.
+    /// The tokenizer fails on the ids.
     pub fn decode_known(&self, ids: &[u32]) -> Result<String> {
         guarded(|| self.inner.decode(ids, false))
     }
 
-    /// The special token that the tokenizer puts before every text, where it puts one.
+    /// Returns the special token that the tokenizer prepends to every text, if any.
     ///
     /// # Errors
-    /// The tokenizer refuses an empty text.
+    /// The tokenizer fails on an empty text.
     pub fn begin_of_text(&self) -> Result<Option<u32>> {
         guarded(|| Ok(self.inner.encode_fast("", true)?.get_ids().first().copied()))
     }
 
-    /// How many ids there are: the largest one plus one, special tokens included.
+    /// Returns the vocabulary size: the largest id plus one, special tokens included.
     pub fn vocabulary(&self) -> usize {
         self.vocabulary
     }
 
-    /// The id of a token by its exact name.
+    /// Returns the id of a token by its exact name.
     pub fn id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// The name of an id.
+    /// Returns the name of an id.
     pub fn token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
     }
 
-    /// The id that pads.
+    /// Returns the id of the padding token.
     ///
     /// # Errors
-    /// None of the usual names is in the vocabulary.
+    /// None of the common names is in the vocabulary.
     pub fn padding(&self) -> Result<u32> {
         self.named(
             "padding token",
@@ -161,10 +161,10 @@ impl Tokenizer {
         )
     }
 
-    /// The id that ends a text.
+    /// Returns the id of the end-of-text token.
     ///
     /// # Errors
-    /// None of the usual names is in the vocabulary.
+    /// None of the common names is in the vocabulary.
     pub fn end_of_text(&self) -> Result<u32> {
         self.named(
             "end-of-text token",
@@ -185,9 +185,9 @@ fn refused(cause: tokenizers::Error) -> Error {
     Error::Tokenizer(cause.to_string())
 }
 
-/// Runs a function of the library, which panics where parts of a `tokenizer.json` contradict each other.
+/// Calls the library, which panics if parts of a `tokenizer.json` are inconsistent.
 fn guarded<T>(run: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
-    // A tokenizer's caches are behind locks of their own, and a text that failed leaves nothing in them.
+    // The caches of a tokenizer are behind their own locks, and a text that failed leaves nothing in them.
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
         Ok(result) => result.map_err(refused),
         Err(_) => Err(Error::Tokenizer(

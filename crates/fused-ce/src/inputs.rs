@@ -25,7 +25,7 @@ pub enum Denominator<'a> {
     /// A number, such as the labelled tokens of a whole step with gradient accumulation or data parallelism.
     Number(f64),
     /// The same as a one-element tensor on the device. It is not read on the host, so it is not checked; if it is 0,
-    /// [`Empty`](crate::Empty) applies.
+    /// [`EmptyMean`](crate::EmptyMean) applies.
     Tensor(&'a Tensor),
 }
 
@@ -63,7 +63,7 @@ pub struct Inputs<'a> {
     pub denominator: Option<Denominator<'a>>,
     /// The number of tokens that are not ignored, if known. On a GPU the other rows then skip the products without a
     /// synchronisation; a number that is too small drops labelled tokens. On a CPU the targets are read instead.
-    pub labelled: Option<i64>,
+    pub labelled_tokens: Option<i64>,
     /// The shard of the vocabulary that `weight`, `bias`, B and distributions hold. Target classes and class weights refer to
     /// the whole vocabulary.
     pub shard: Option<Arc<Shard>>,
@@ -81,7 +81,7 @@ impl<'a> Inputs<'a> {
             token_weights: None,
             class_weights: None,
             denominator: None,
-            labelled: None,
+            labelled_tokens: None,
             shard: None,
         }
     }
@@ -168,7 +168,7 @@ pub(crate) fn check(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result
     not_differentiated(inputs)?;
     denominator(inputs, options)?;
     let tokens = leading.iter().product();
-    if let Some(labelled) = inputs.labelled
+    if let Some(labelled) = inputs.labelled_tokens
         && !(0..=tokens).contains(&labelled)
     {
         return Err(Error::Option(format!("{labelled} labelled tokens of {tokens}; expected 0 to {tokens}")));

@@ -34,7 +34,7 @@
 //! [`install`] replaces the loss head of a model of `models`. Further inputs (bias, token and class weights, distributions as
 //! targets, an explicit denominator, a low-rank adapter, a vocabulary-parallel weight) are fields of [`Inputs`]; options and
 //! further outputs (log-sum-exp, predictions, entropy) are fields of [`LinearCrossEntropy`] and [`Output`].
-//! `examples/loss.rs` compares the loss and its gradients with libtorch's.
+//! `examples/linear_cross_entropy.rs` compares the loss and its gradients with libtorch's.
 //!
 //! # Cost compared with PyTorch
 //!
@@ -57,10 +57,10 @@
 //! every chunk has at least 32 tokens; the products of smaller chunks are libtorch's, and MKL's bits depend on the threads.
 //!
 //! A NaN in the hidden states of a token makes its loss NaN, and with it a mean or sum; in an ignored token it changes
-//! nothing. The mean of a batch in which every token is ignored is 0, or NaN as in PyTorch, by [`Empty`].
+//! nothing. The mean of a batch in which every token is ignored is 0, or NaN as in PyTorch, by [`EmptyMean`].
 //!
 //! Nothing synchronises with a device: counts, denominators and upstream gradients stay there. So on a GPU ignored tokens are
-//! skipped only if the number of labelled tokens is given ([`Inputs::labelled`]).
+//! skipped only if the number of labelled tokens is given ([`Inputs::labelled_tokens`]).
 //!
 //! # Errors
 //!
@@ -88,4 +88,4 @@ pub use error::{Error, Result};
 pub use head::{LinearCrossEntropyHead, install};
 pub use inputs::{Adapter, Denominator, Inputs, Targets};
 pub use linear_cross_entropy::Output;
-pub use options::{CheckTargets, Chunk, Empty, Gradients, LinearCrossEntropy, LogSumExp, Reduction};
+pub use options::{CheckTargets, Chunk, EmptyMean, Gradients, LinearCrossEntropy, LogSumExp, Reduction};

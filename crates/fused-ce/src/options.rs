@@ -17,7 +17,7 @@ pub enum Reduction {
 
 /// The mean of a batch in which every token is ignored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Empty {
+pub enum EmptyMean {
     /// 0.
     #[default]
     Zero,
@@ -102,7 +102,7 @@ pub struct LinearCrossEntropy {
     /// When gradients are computed.
     pub gradients: Gradients,
     /// The mean of a batch in which every token is ignored.
-    pub empty: Empty,
+    pub empty_mean: EmptyMean,
     /// Whether targets are checked against the vocabulary.
     pub check_targets: CheckTargets,
     /// Whether log Σ eᶻ is returned.
@@ -125,7 +125,7 @@ impl Default for LinearCrossEntropy {
             shift: 0,
             chunk: None,
             gradients: Gradients::Forward,
-            empty: Empty::Zero,
+            empty_mean: EmptyMean::Zero,
             check_targets: CheckTargets::OnCpu,
             log_sum_exp: LogSumExp::No,
             predictions: false,

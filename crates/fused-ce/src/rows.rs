@@ -40,7 +40,7 @@ impl Rows {
             labelled_rows(&classes.f_to_device(Device::Cpu)?, options, sizes, sequence)?;
         }
         let kind = tile_kind(inputs.hidden.kind());
-        sorted_rows(&classes.f_reshape([-1])?, options, inputs.labelled, sequence, kind)
+        sorted_rows(&classes.f_reshape([-1])?, options, inputs.labelled_tokens, sequence, kind)
     }
 
     /// Returns x `[tokens, …]` with zeros in the ignored rows, by differentiable operators. They may hold infinities, and 0·∞

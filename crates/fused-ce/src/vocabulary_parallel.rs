@@ -14,22 +14,22 @@ use crate::error::{Error, Result};
 
 /// The operation of an all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reduce {
+pub enum ReduceOp {
     /// Element-wise sum.
     Sum,
     /// Element-wise maximum.
-    Maximum,
+    Max,
 }
 
 /// A group of ranks: processes, or threads of one process.
 ///
 /// All ranks call the same reductions in the same order, with tensors of the same shape and dtype.
-pub trait Group: Debug + Send + Sync {
+pub trait ProcessGroup: Debug + Send + Sync {
     /// Reduces `tensor` over all ranks, in place.
     ///
     /// # Errors
     /// The communication fails.
-    fn all_reduce(&self, tensor: &mut Tensor, reduce: Reduce) -> runtime::Result<()>;
+    fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> runtime::Result<()>;
 }
 
 /// A rank's shard of the vocabulary.
@@ -42,7 +42,7 @@ pub struct Shard {
     /// Rows of the largest shard. It sizes the chunks, so that all ranks have the same ones.
     pub widest: i64,
     /// The ranks.
-    pub group: Box<dyn Group>,
+    pub group: Box<dyn ProcessGroup>,
 }
 
 impl Shard {

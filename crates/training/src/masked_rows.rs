@@ -21,7 +21,7 @@
 use dataloading::fingerprint::Fingerprint;
 use dataloading::packing::{Algorithm, LongDocuments};
 use dataloading::permutation::Permutation;
-use dataloading::{Batch, Counts, IGNORED, Packing, Plan, PlanOptions};
+use dataloading::{Batch, Counts, IGNORED, Packing, PackingOptions, PackingPlan};
 use models::Documents;
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
@@ -192,8 +192,8 @@ fn packed(rows: &[MaskedRow], capacity: usize) -> Result<Vec<Vec<usize>>> {
             positions_of(row)
         )));
     }
-    let options = PlanOptions { capacity, algorithm: Algorithm::default(), long: LongDocuments::Drop };
-    let assignment = Plan::new(&lengths, &options)?.assignment();
+    let options = PackingOptions { capacity, algorithm: Algorithm::default(), long: LongDocuments::Drop };
+    let assignment = PackingPlan::new(&lengths, &options)?.assignment();
     let row = |ends: &[u32]| {
         let pieces = &assignment.pieces[ends[0] as usize..ends[1] as usize];
         // No row is cut, so that a piece's number is its row's.

@@ -5,7 +5,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use dataloading::datasets::{BaseDataset, PackedDataset, PackedOptions, SequencedDataset, StandardDataset};
-use dataloading::packing::PlanOptions;
+use dataloading::packing::PackingOptions;
 use dataloading::{BalancedOptions, BatchOptions, BatchSize, BatchSource, Samples};
 
 use crate::error::{Error, Result};
@@ -56,7 +56,7 @@ impl Strategy {
             }
             Self::Sequenced => Arc::new(SequencedDataset::new(samples, options, None)?),
             Self::Packed => {
-                let plan = PlanOptions { capacity: max_length, ..Default::default() };
+                let plan = PackingOptions { capacity: max_length, ..Default::default() };
                 let rows = packed_rows(&samples, batch_size, max_length);
                 Arc::new(PackedDataset::new(
                     samples,

@@ -24,7 +24,7 @@ use tch::{Device, Kind, Tensor};
 const MIN_AMAX: f64 = 1e-12;
 
 /// Returns the largest number of an fp8 dtype.
-pub fn largest(dtype: Kind) -> f64 {
+pub fn max_value(dtype: Kind) -> f64 {
     if dtype == Kind::Float8e5m2 { 57_344.0 } else { 448.0 }
 }
 
@@ -43,7 +43,7 @@ pub struct Quantized {
 /// # Errors
 /// Those of libtorch.
 pub fn quantize(tensor: &Tensor, dtype: Kind) -> runtime::Result<Quantized> {
-    let max = largest(dtype);
+    let max = max_value(dtype);
     let fp32 = tensor.f_to_kind(Kind::Float)?;
     if fp32.numel() == 0 {
         return Ok(Quantized {

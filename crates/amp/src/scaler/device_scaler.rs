@@ -3,7 +3,7 @@
 //! The scale is a tensor on the device. The loss is multiplied by it there; unscaling divides by it and writes an overflow
 //! flag. If the flag is set, the fused kernel of the optimizer leaves parameters, moments and step counts unchanged
 //! ([`Optimizer::step_unless`]). Tensor operations update the scale to the same bits as the rule on the host
-//! ([`DeviceRule::moved`]). So the host can queue step after step. PyTorch's `GradScaler` reads the flag of every optimizer
+//! ([`DeviceRule::update_on_device`]). So the host can queue step after step. PyTorch's `GradScaler` reads the flag of every optimizer
 //! in every step unless the optimizer is fused, and has no bounds, hysteresis or limit of skipped steps.
 //!
 //! The host learns the scale late: [`DeviceScaler::read`] waits for it, and [`training::Trainer`] reads it with the losses of
@@ -24,7 +24,7 @@
 //! scaler.step("adam", &mut adam)?; // unscales, checks for overflow, steps or skips
 //! scaler.update()?;
 //! assert_eq!(f32::try_from(&w)?, 3.0);
-//! assert_eq!(scaler.read()?.now().scale, 32768.0);
+//! assert_eq!(scaler.read()?.current().scale, 32768.0);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
@@ -42,20 +42,20 @@ use crate::error::Result;
 /// A rule that can update its scale on a device.
 pub trait DeviceRule: ScaleRule + Clone {
     /// Returns the state as numbers, the scale first.
-    fn position(&self) -> Vec<f64>;
+    fn state_vector(&self) -> Vec<f64>;
 
     /// Returns the state after a step, computed by tensor operations from the current state (fp64) and the overflow flag
     /// (scalar bool). Same results as [`ScaleRule::update`], but never fails because of skipped steps.
     ///
     /// # Errors
     /// Those of libtorch.
-    fn moved(&self, position: &Tensor, overflow: &Tensor) -> Result<Tensor>;
+    fn update_on_device(&self, state: &Tensor, overflow: &Tensor) -> Result<Tensor>;
 
     /// Sets the state to numbers read from the device.
     ///
     /// # Errors
     /// Those of [`ScaleRule::update`]: too many steps in a row overflowed.
-    fn adopt(&mut self, position: &[f64]) -> Result<()>;
+    fn set_state_vector(&mut self, state: &[f64]) -> Result<()>;
 }
 
 /// A loss scaler that skips steps on the device. See the [module](self).
@@ -64,7 +64,7 @@ pub struct DeviceScaler<R> {
     /// The state of the last read.
     rule: R,
     /// Fp64. Each update makes a new tensor, so a tensor handed out earlier does not change.
-    position: Tensor,
+    state: Tensor,
     optimizers: PerOptimizerState,
 }
 
@@ -85,8 +85,8 @@ impl<R: DeviceRule> DeviceScaler<R> {
     /// # Errors
     /// The device does not exist.
     pub fn new(rule: R, device: Device) -> Result<Self> {
-        let position = Tensor::f_from_slice(&rule.position())?.f_to_device(device)?;
-        Ok(Self { rule, position, optimizers: PerOptimizerState::default() })
+        let state = Tensor::f_from_slice(&rule.state_vector())?.f_to_device(device)?;
+        Ok(Self { rule, state, optimizers: PerOptimizerState::default() })
     }
 
     /// Returns the loss times the scale; see [`Scaler::scale`].
@@ -94,7 +94,7 @@ impl<R: DeviceRule> DeviceScaler<R> {
     /// # Errors
     /// Those of libtorch.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
-        let scale = self.position.f_select(0, 0)?.f_to_kind(Kind::Float)?;
+        let scale = self.state.f_select(0, 0)?.f_to_kind(Kind::Float)?;
         Ok(loss.f_mul(&scale.f_to_device(loss.device())?)?)
     }
 
@@ -103,7 +103,7 @@ impl<R: DeviceRule> DeviceScaler<R> {
     /// # Errors
     /// As [`Scaler::unscale_`].
     pub fn unscale_(&mut self, optimizer: &str, grads: &[Tensor], norm: bool) -> Result<Unscaled> {
-        let inverse = self.position.f_narrow(0, 0, 1)?.f_reciprocal()?.f_to_kind(Kind::Float)?;
+        let inverse = self.state.f_narrow(0, 0, 1)?.f_reciprocal()?.f_to_kind(Kind::Float)?;
         unscale_once(&mut self.optimizers, optimizer, grads, &inverse, norm)
     }
 
@@ -136,8 +136,8 @@ impl<R: DeviceRule> DeviceScaler<R> {
     /// # Errors
     /// [`Error::Exhausted`](crate::Error::Exhausted), [`Error::TooHigh`](crate::Error::TooHigh): too many steps in a row overflowed.
     pub fn read(&mut self) -> Result<&R> {
-        let position = runtime::ops::read(&self.position)?;
-        self.rule.adopt(&position)?;
+        let state = runtime::ops::read(&self.state)?;
+        self.rule.set_state_vector(&state)?;
         Ok(&self.rule)
     }
 
@@ -148,7 +148,7 @@ impl<R: DeviceRule> DeviceScaler<R> {
     pub fn state(&self) -> Result<Value> {
         let mut rule = self.rule.clone();
         // Too many skipped steps are an error of `read`, not of a checkpoint.
-        let _ = rule.adopt(&runtime::ops::read(&self.position)?);
+        let _ = rule.set_state_vector(&runtime::ops::read(&self.state)?);
         Ok(tagged(R::NAME, &rule.state()))
     }
 
@@ -158,20 +158,20 @@ impl<R: DeviceRule> DeviceScaler<R> {
     /// [`Error::State`](crate::Error::State) for the state of another scaler.
     pub fn load_state(&mut self, state: &Value) -> Result<()> {
         self.rule.load_state(untagged(R::NAME, state)?)?;
-        self.position = Tensor::f_from_slice(&self.rule.position())?.f_to_device(self.position.device())?;
+        self.state = Tensor::f_from_slice(&self.rule.state_vector())?.f_to_device(self.state.device())?;
         self.optimizers.clear();
         Ok(())
     }
 
     fn advance(&mut self, flags: &[Tensor]) -> Result<()> {
-        let device = self.position.device();
+        let device = self.state.device();
         let mut overflow = Tensor::f_zeros([], (Kind::Bool, device))?;
         for flag in flags {
             // A NaN flag counts as an overflow.
             overflow =
                 overflow.f_logical_or(&flag.f_to_device(device)?.f_reshape([] as [i64; 0])?.f_ne(0)?)?;
         }
-        self.position = self.rule.moved(&self.position, &overflow)?;
+        self.state = self.rule.update_on_device(&self.state, &overflow)?;
         Ok(())
     }
 }
@@ -193,10 +193,7 @@ impl<R: DeviceRule> training::scaler::GradScaler for DeviceScaler<R> {
     }
 
     fn current(&self) -> f64 {
-        runtime::ops::read(&self.position)
-            .ok()
-            .and_then(|position| position.first().copied())
-            .unwrap_or(f64::NAN)
+        runtime::ops::read(&self.state).ok().and_then(|state| state.first().copied()).unwrap_or(f64::NAN)
     }
 
     /// Waits for the device. If that fails, returns the error as a state that no scaler loads.
@@ -220,10 +217,10 @@ impl<R: DeviceRule> DeviceSide for DeviceScaler<R> {
     }
 
     fn position(&self) -> Tensor {
-        self.position.shallow_clone()
+        self.state.shallow_clone()
     }
 
     fn learn(&mut self, position: &[f64]) -> training::Result<()> {
-        self.rule.adopt(position).map_err(to_training)
+        self.rule.set_state_vector(position).map_err(to_training)
     }
 }

@@ -24,17 +24,23 @@ use crate::error::{Error, Result};
 #[serde(deny_unknown_fields)]
 pub struct DynamicOptions {
     /// Initial scale.
-    pub initial: f32,
-    /// Factor applied after `interval` steps without overflow; above 1.
-    pub growth: f64,
+    #[serde(alias = "initial")]
+    pub init_scale: f32,
+    /// Factor applied after `growth_interval` steps without overflow; above 1.
+    #[serde(alias = "growth")]
+    pub growth_factor: f64,
     /// Factor applied after an overflow; between 0 and 1.
-    pub backoff: f64,
+    #[serde(alias = "backoff")]
+    pub backoff_factor: f64,
     /// Steps without overflow until the scale grows.
-    pub interval: u32,
+    #[serde(alias = "interval")]
+    pub growth_interval: u32,
     /// Lower bound of the scale.
-    pub least: f32,
+    #[serde(alias = "least")]
+    pub min_scale: f32,
     /// Upper bound of the scale.
-    pub most: f32,
+    #[serde(alias = "most")]
+    pub max_scale: f32,
     /// Overflows since the last growth until the scale falls; with 1 it falls at each overflow.
     pub hysteresis: u32,
 }
@@ -43,12 +49,12 @@ impl Default for DynamicOptions {
     /// PyTorch's defaults; the bounds are the smallest and the largest normal fp32 numbers.
     fn default() -> Self {
         Self {
-            initial: 65536.0,
-            growth: 2.0,
-            backoff: 0.5,
-            interval: 2000,
-            least: f32::MIN_POSITIVE,
-            most: f32::MAX,
+            init_scale: 65536.0,
+            growth_factor: 2.0,
+            backoff_factor: 0.5,
+            growth_interval: 2000,
+            min_scale: f32::MIN_POSITIVE,
+            max_scale: f32::MAX,
             hysteresis: 1,
         }
     }
@@ -60,25 +66,27 @@ impl DynamicOptions {
         let refuse = |name, value: f64, expected| Err(Error::Option { name, value, expected });
         let positive = |value: f32| value.is_finite() && value > 0.0;
         match *self {
-            Self { initial, .. } if !positive(initial) => {
-                refuse("initial", initial.into(), "a finite number above 0")
+            Self { init_scale, .. } if !positive(init_scale) => {
+                refuse("init_scale", init_scale.into(), "a finite number above 0")
             }
-            Self { growth, .. } if !(growth > 1.0 && growth.is_finite()) => {
-                refuse("growth", growth, "a finite number above 1")
+            Self { growth_factor, .. } if !(growth_factor > 1.0 && growth_factor.is_finite()) => {
+                refuse("growth_factor", growth_factor, "a finite number above 1")
             }
-            Self { backoff, .. } if !(backoff > 0.0 && backoff < 1.0) => {
-                refuse("backoff", backoff, "a number between 0 and 1")
+            Self { backoff_factor, .. } if !(backoff_factor > 0.0 && backoff_factor < 1.0) => {
+                refuse("backoff_factor", backoff_factor, "a number between 0 and 1")
             }
-            Self { interval: 0, .. } => refuse("interval", 0.0, "at least 1 step"),
+            Self { growth_interval: 0, .. } => refuse("growth_interval", 0.0, "at least 1 step"),
             Self { hysteresis: 0, .. } => refuse("hysteresis", 0.0, "at least 1 overflow"),
-            Self { least, .. } if !positive(least) => {
-                refuse("least", least.into(), "a finite number above 0")
+            Self { min_scale, .. } if !positive(min_scale) => {
+                refuse("min_scale", min_scale.into(), "a finite number above 0")
             }
-            Self { least, most, .. } if !(positive(most) && least <= most) => {
-                refuse("most", most.into(), "a finite number not below `least`")
+            Self { min_scale, max_scale, .. } if !(positive(max_scale) && min_scale <= max_scale) => {
+                refuse("max_scale", max_scale.into(), "a finite number not below `min_scale`")
             }
-            Self { initial, least, most, .. } if !(least..=most).contains(&initial) => {
-                refuse("initial", initial.into(), "a number from `least` to `most`")
+            Self { init_scale, min_scale, max_scale, .. }
+                if !(min_scale..=max_scale).contains(&init_scale) =>
+            {
+                refuse("init_scale", init_scale.into(), "a number from `min_scale` to `max_scale`")
             }
             _ => Ok(()),
         }
@@ -92,34 +100,36 @@ pub struct DynamicScale {
     /// s.
     pub scale: f32,
     /// t: steps without overflow since the scale last changed.
-    pub tracker: u32,
+    #[serde(alias = "tracker")]
+    pub growth_tracker: u32,
     /// h: overflows until the scale falls.
-    pub bears: u32,
+    #[serde(alias = "bears")]
+    pub hysteresis_tracker: u32,
 }
 
 impl DynamicScale {
     /// Returns the initial state.
     pub fn new(options: &DynamicOptions) -> Self {
-        Self { scale: options.initial, tracker: 0, bears: options.hysteresis }
+        Self { scale: options.init_scale, growth_tracker: 0, hysteresis_tracker: options.hysteresis }
     }
 
     /// Updates the scale after a step.
     pub fn update(&mut self, overflow: bool, options: &DynamicOptions) {
         if overflow {
-            self.tracker = 0;
-            self.bears = self.bears.saturating_sub(1);
-            if self.bears == 0 {
-                self.scale = times(self.scale, options.backoff).max(options.least);
+            self.growth_tracker = 0;
+            self.hysteresis_tracker = self.hysteresis_tracker.saturating_sub(1);
+            if self.hysteresis_tracker == 0 {
+                self.scale = times(self.scale, options.backoff_factor).max(options.min_scale);
             }
             return;
         }
-        self.tracker += 1;
-        if self.tracker >= options.interval {
-            self.tracker = 0;
-            self.bears = options.hysteresis;
-            let grown = times(self.scale, options.growth);
+        self.growth_tracker += 1;
+        if self.growth_tracker >= options.growth_interval {
+            self.growth_tracker = 0;
+            self.hysteresis_tracker = options.hysteresis;
+            let grown = times(self.scale, options.growth_factor);
             if grown.is_finite() {
-                self.scale = grown.min(options.most);
+                self.scale = grown.min(options.max_scale);
             }
         }
     }
@@ -136,20 +146,22 @@ const PATIENCE: u32 = 50;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DynamicRule {
     options: DynamicOptions,
-    now: DynamicScale,
+    current: DynamicScale,
     /// Steps skipped in a row.
     skipped: u32,
     /// Those of them at the minimum scale.
-    at_least: u32,
+    at_min_scale: u32,
 }
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct State {
     options: DynamicOptions,
-    now: DynamicScale,
+    #[serde(alias = "now")]
+    current: DynamicScale,
     skipped: u32,
-    at_least: u32,
+    #[serde(alias = "at_least")]
+    at_min_scale: u32,
 }
 
 impl DynamicRule {
@@ -159,12 +171,12 @@ impl DynamicRule {
     /// [`Error::Option`] for an option outside its range.
     pub fn new(options: DynamicOptions) -> Result<Self> {
         options.check()?;
-        Ok(Self { options, now: DynamicScale::new(&options), skipped: 0, at_least: 0 })
+        Ok(Self { options, current: DynamicScale::new(&options), skipped: 0, at_min_scale: 0 })
     }
 
     /// Returns the current state.
-    pub fn now(&self) -> DynamicScale {
-        self.now
+    pub fn current(&self) -> DynamicScale {
+        self.current
     }
 
     /// Returns the options.
@@ -173,8 +185,8 @@ impl DynamicRule {
     }
 
     fn check_patience(&self) -> Result<()> {
-        if self.at_least > PATIENCE {
-            return Err(Error::Exhausted { skipped: self.skipped, scale: self.now.scale });
+        if self.at_min_scale > PATIENCE {
+            return Err(Error::Exhausted { skipped: self.skipped, scale: self.current.scale });
         }
         Ok(())
     }
@@ -184,76 +196,106 @@ impl ScaleRule for DynamicRule {
     const NAME: &'static str = "dynamic scaler";
 
     fn scale(&self) -> f32 {
-        self.now.scale
+        self.current.scale
     }
 
     fn update(&mut self, overflow: bool) -> Result<()> {
-        let at_least = self.now.scale <= self.options.least;
-        self.now.update(overflow, &self.options);
+        let at_min_scale = self.current.scale <= self.options.min_scale;
+        self.current.update(overflow, &self.options);
         if !overflow {
-            (self.skipped, self.at_least) = (0, 0);
+            (self.skipped, self.at_min_scale) = (0, 0);
             return Ok(());
         }
         self.skipped = self.skipped.saturating_add(1);
-        self.at_least = self.at_least.saturating_add(u32::from(at_least));
+        self.at_min_scale = self.at_min_scale.saturating_add(u32::from(at_min_scale));
         self.check_patience()
     }
 
     fn state(&self) -> Value {
-        let &Self { options, now, skipped, at_least } = self;
-        json!(State { options, now, skipped, at_least })
+        let &Self { options, current, skipped, at_min_scale } = self;
+        json!(State { options, current, skipped, at_min_scale })
     }
 
     /// Restores a state with its options: a scale belongs to the options that produced it.
     fn load_state(&mut self, state: &Value) -> Result<()> {
         let refuse = |reason: String| Error::State { found: state.to_string(), expected: Self::NAME, reason };
-        let State { options, now, skipped, at_least } =
+        let State { options, current, skipped, at_min_scale } =
             State::deserialize(state).map_err(|cause| refuse(cause.to_string()))?;
         options.check()?;
-        if !(now.scale.is_finite() && now.scale > 0.0) || now.tracker >= options.interval {
+        if !(current.scale.is_finite() && current.scale > 0.0)
+            || current.growth_tracker >= options.growth_interval
+        {
             return Err(refuse("its scale or its growth tracker is out of range".into()));
         }
-        *self = Self { options, now, skipped, at_least };
+        *self = Self { options, current, skipped, at_min_scale };
         Ok(())
     }
 }
 
 impl DeviceRule for DynamicRule {
     /// Returns s, t, h, the steps skipped in a row, and those of them at the minimum scale.
-    fn position(&self) -> Vec<f64> {
-        let DynamicScale { scale, tracker, bears } = self.now;
-        vec![scale.into(), tracker.into(), bears.into(), self.skipped.into(), self.at_least.into()]
+    fn state_vector(&self) -> Vec<f64> {
+        let DynamicScale { scale, growth_tracker, hysteresis_tracker } = self.current;
+        vec![
+            scale.into(),
+            growth_tracker.into(),
+            hysteresis_tracker.into(),
+            self.skipped.into(),
+            self.at_min_scale.into(),
+        ]
     }
 
     /// [`DynamicScale::update`] without a branch: computes both outcomes and selects one by the flag.
-    fn moved(&self, position: &Tensor, overflow: &Tensor) -> Result<Tensor> {
-        let DynamicOptions { growth, backoff, interval, least, most, hysteresis, .. } = self.options;
-        let part = |index: i64| position.f_select(0, index);
-        let (scale, tracker, bears) = (part(0)?, part(1)?, part(2)?);
+    fn update_on_device(&self, state: &Tensor, overflow: &Tensor) -> Result<Tensor> {
+        let DynamicOptions {
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            min_scale,
+            max_scale,
+            hysteresis,
+            ..
+        } = self.options;
+        let part = |index: i64| state.f_select(0, index);
+        let (scale, growth_tracker, hysteresis_tracker) = (part(0)?, part(1)?, part(2)?);
         // Rounded to fp32 once, from fp64.
         let times = |factor: f64| scale.f_mul_scalar(factor)?.f_to_kind(Kind::Float)?.f_to_kind(Kind::Double);
         let zero = scale.f_zeros_like()?;
 
-        let left = bears.f_sub_scalar(1)?.f_clamp_min(0)?;
-        let fallen = times(backoff)?.f_clamp_min(f64::from(least))?.f_where_self(&left.f_eq(0)?, &scale)?;
-        let at_least = part(4)?.f_add(&scale.f_le(f64::from(least))?.f_to_kind(Kind::Double)?)?;
-        let after_overflow = [fallen, zero.shallow_clone(), left, part(3)?.f_add_scalar(1)?, at_least];
+        let hysteresis_left = hysteresis_tracker.f_sub_scalar(1)?.f_clamp_min(0)?;
+        let fallen = times(backoff_factor)?
+            .f_clamp_min(f64::from(min_scale))?
+            .f_where_self(&hysteresis_left.f_eq(0)?, &scale)?;
+        let at_min_scale = part(4)?.f_add(&scale.f_le(f64::from(min_scale))?.f_to_kind(Kind::Double)?)?;
+        let after_overflow =
+            [fallen, zero.shallow_clone(), hysteresis_left, part(3)?.f_add_scalar(1)?, at_min_scale];
 
-        let tracker = tracker.f_add_scalar(1)?;
-        let due = tracker.f_ge(f64::from(interval))?;
-        let grown = times(growth)?;
+        let growth_tracker = growth_tracker.f_add_scalar(1)?;
+        let due = growth_tracker.f_ge(f64::from(growth_interval))?;
+        let grown = times(growth_factor)?;
         let grows = due.f_logical_and(&grown.f_isfinite()?)?;
-        let grown = grown.f_clamp_max(f64::from(most))?.f_where_self(&grows, &scale)?;
-        let bears = bears.f_full_like(f64::from(hysteresis))?.f_where_self(&due, &bears)?;
-        let after_step = [grown, zero.f_where_self(&due, &tracker)?, bears, zero.shallow_clone(), zero];
+        let grown = grown.f_clamp_max(f64::from(max_scale))?.f_where_self(&grows, &scale)?;
+        let hysteresis_tracker =
+            hysteresis_tracker.f_full_like(f64::from(hysteresis))?.f_where_self(&due, &hysteresis_tracker)?;
+        let after_step = [
+            grown,
+            zero.f_where_self(&due, &growth_tracker)?,
+            hysteresis_tracker,
+            zero.shallow_clone(),
+            zero,
+        ];
 
         Ok(Tensor::f_stack(&after_overflow, 0)?.f_where_self(overflow, &Tensor::f_stack(&after_step, 0)?)?)
     }
 
-    fn adopt(&mut self, position: &[f64]) -> Result<()> {
-        if let &[scale, tracker, bears, skipped, at_least] = position {
-            self.now = DynamicScale { scale: scale as f32, tracker: tracker as u32, bears: bears as u32 };
-            (self.skipped, self.at_least) = (skipped as u32, at_least as u32);
+    fn set_state_vector(&mut self, state: &[f64]) -> Result<()> {
+        if let &[scale, growth_tracker, hysteresis_tracker, skipped, at_min_scale] = state {
+            self.current = DynamicScale {
+                scale: scale as f32,
+                growth_tracker: growth_tracker as u32,
+                hysteresis_tracker: hysteresis_tracker as u32,
+            };
+            (self.skipped, self.at_min_scale) = (skipped as u32, at_min_scale as u32);
         }
         self.check_patience()
     }

@@ -78,20 +78,20 @@ impl ScaleRule for StaticRule {
 
 impl DeviceRule for StaticRule {
     /// Returns the scale and the steps skipped in a row.
-    fn position(&self) -> Vec<f64> {
+    fn state_vector(&self) -> Vec<f64> {
         vec![self.scale.into(), self.skipped.into()]
     }
 
-    fn moved(&self, position: &Tensor, overflow: &Tensor) -> Result<Tensor> {
+    fn update_on_device(&self, state: &Tensor, overflow: &Tensor) -> Result<Tensor> {
         // [s, n] + [0, 1] after an overflow, [s, n]·[1, 0] otherwise.
-        let after_overflow = position.f_add(&Tensor::f_arange(2, (Kind::Double, position.device()))?)?;
+        let after_overflow = state.f_add(&Tensor::f_arange(2, (Kind::Double, state.device()))?)?;
         let after_step =
-            position.f_mul(&Tensor::f_arange_start_step(1, -1, -1, (Kind::Double, position.device()))?)?;
+            state.f_mul(&Tensor::f_arange_start_step(1, -1, -1, (Kind::Double, state.device()))?)?;
         Ok(after_overflow.f_where_self(overflow, &after_step)?)
     }
 
-    fn adopt(&mut self, position: &[f64]) -> Result<()> {
-        if let &[_, skipped] = position {
+    fn set_state_vector(&mut self, state: &[f64]) -> Result<()> {
+        if let &[_, skipped] = state {
             self.skipped = skipped as u32;
         }
         self.check_patience()

@@ -1,4 +1,4 @@
-//! Plans of activations under autocast: the second run computes in the dtypes of the first.
+//! Activation plans under autocast: recomputation uses the dtypes of the forward pass.
 
 use amp::Autocast;
 use models::module::{Context, Input, LanguageModel, parameters};

@@ -1,4 +1,4 @@
-//! Autocast by hand: what is rounded, what is not, where the policy goes, and what the cache keeps.
+//! Autocast: what is cast, what is not, where the policy applies, and what the cache holds.
 
 use amp::{Autocast, Error};
 use models::module::{Context, Input, LanguageModel, Projection, tensors, trainable};
@@ -13,7 +13,7 @@ fn random(size: &[i64]) -> Tensor {
     Tensor::randn(size, kind::FLOAT_CPU)
 }
 
-/// The dtype's own rounding, of what was computed in f64.
+/// Returns the distance from the f64 result in units in the last place of the dtype.
 fn distance_in_ulps(found: &Tensor, exact: &Tensor, dtype: Kind) -> f64 {
     let exact = exact.to_kind(Kind::Double);
     let epsilon = if dtype == Kind::Half { 2f64.powi(-10) } else { 2f64.powi(-7) };
@@ -79,7 +79,7 @@ fn norms_softmax_and_losses_stay_in_fp32_and_fp64_is_left_alone() {
     }
 }
 
-/// The same model every time, whatever other tests draw from the default generator.
+/// Returns the same model every time, independent of the default generator.
 fn model() -> Gpt2Like {
     let config = Gpt2LikeConfig {
         vocab_size: 64,
@@ -109,7 +109,7 @@ fn loss(model: &dyn LanguageModel) -> Tensor {
 
 #[test]
 fn a_whole_model_is_near_its_fp32_self_in_loss_and_gradients() {
-    // A unit of the ReLU that rounding switches on or off changes the gradient more than rounding itself.
+    // A ReLU unit that rounding switches on or off changes the gradient more than rounding itself.
     for (dtype, tolerance, of_gradient) in [(Kind::BFloat16, 1e-3, 0.05), (Kind::Half, 1e-4, 0.025)] {
         let (low, full) = (model(), model());
         let expected = loss(&full);
@@ -124,7 +124,7 @@ fn a_whole_model_is_near_its_fp32_self_in_loss_and_gradients() {
         let off = (found.double_value(&[]) / expected.double_value(&[]) - 1.0).abs();
         assert!(off < tolerance, "{dtype:?}: {off}");
         assert!(off > 0.0, "{dtype:?}: nothing was rounded");
-        // Of the whole gradient: some of its parts are small differences of large numbers.
+        // Over the whole gradient: some of its parts are small differences of large numbers.
         let (mut distance, mut norm) = (0.0, 0.0);
         for (ours, theirs) in tensors(&low).iter().zip(tensors(&full)) {
             let (ours, theirs) = (ours.tensor.grad(), theirs.tensor.grad());
@@ -180,18 +180,18 @@ fn a_weight_is_cast_once_frozen_or_not_and_never_stale() {
         let seen = autocast.statistics();
         assert_eq!((seen.misses, seen.hits, seen.bytes), (2, 4, 2 * 64 * 2));
 
-        // What computes its own products shares the cast.
+        // Code that computes its own products shares the cast.
         assert_eq!(precision::weight(&weight).unwrap().kind(), Kind::BFloat16);
         assert_eq!(autocast.statistics().hits, seen.hits + 1);
         let operand = precision::operand(&x).unwrap();
         assert_eq!((operand.kind(), autocast.statistics().misses), (Kind::BFloat16, seen.misses));
         assert_eq!(precision::operand(&x.to_kind(Kind::Double)).unwrap().kind(), Kind::Double);
 
-        // Without gradients, the cast has none; with them again, it has.
+        // Without gradients the cast has none; with gradients it has one.
         tch::no_grad(|| assert!(!product(&weight).requires_grad()));
         assert!(product(&weight).requires_grad());
 
-        // An optimizer's step is seen.
+        // An in-place change by an optimizer is noticed.
         let before = product(&weight).to_kind(Kind::Float);
         tch::no_grad(|| {
             let _ = weight.shallow_clone().f_mul_scalar_(3.0).unwrap();
@@ -201,19 +201,19 @@ fn a_weight_is_cast_once_frozen_or_not_and_never_stale() {
         assert!(((&after - &exact).abs().max() / exact.abs().max()).double_value(&[]) < 0.02);
         assert!((after - before).abs().max().double_value(&[]) > 0.1);
 
-        // Another tensor at another leaf's memory is another tensor.
+        // Another leaf with the same memory is another tensor.
         let twin = weight.detach().set_requires_grad(true);
         runtime::autograd::backward(&[&product(&twin).sum(Kind::Float)]).unwrap();
         assert!(twin.grad().defined() && !weight.grad().defined());
 
-        // An activation is not kept.
+        // Activations are not cached.
         let misses = autocast.statistics().misses;
         let activation = &weight * 2.0;
         let _ = product(&activation);
         assert_eq!(autocast.statistics().misses, misses);
     }
     assert_eq!(autocast.statistics().bytes, 0);
-    // Both uses of one cast reach the weight.
+    // Both uses of one cast contribute to the gradient of the weight.
     let grads = |cached: bool| {
         let autocast = Autocast::new(Kind::BFloat16).unwrap();
         let autocast = if cached { autocast } else { autocast.without_cache() };
@@ -256,7 +256,7 @@ fn recomputation_and_the_engines_threads_compute_under_the_policy_of_forward() {
                     run(&[input.shallow_clone()]).unwrap().remove(0)
                 }
             };
-            // Backward runs outside of the scope, on a thread of its own.
+            // Backward runs outside the scope, on another thread.
             let sum = y.sum(Kind::Float);
             std::thread::spawn(move || runtime::autograd::backward(&[&sum]).unwrap()).join().unwrap();
             assert_eq!(autocast.statistics().bytes, 0);

@@ -1,5 +1,5 @@
-//! The loop with a scaler that decides on the device does what it does with one that decides on the host, to the bit: over
-//! micro-batches, with clipping after unscaling, groups and frozen parameters, through checkpoints from one to the other.
+//! `Trainer` with a `DeviceScaler` computes the same bits as with a `Scaler` on the host: with micro-batches, clipping
+//! after unscaling, groups, frozen parameters, and checkpoints from one to the other.
 
 use std::sync::{Arc, Mutex};
 
@@ -28,7 +28,7 @@ impl Observer for Notes {
 }
 
 impl Notes {
-    /// All of each record but its times, in bits.
+    /// Returns each record in bits, without its times.
     fn figures(&self) -> Vec<(u64, u64, Option<u64>, bool, u64)> {
         let of = |r: &StepRecord| {
             (r.step, r.loss.to_bits(), r.gradient_norm.map(f64::to_bits), r.skipped, r.scale.to_bits())
@@ -83,14 +83,14 @@ fn trainer(options: &Options, frozen: bool, scaler: Box<dyn GradScaler>) -> (Tra
     (trainer, notes)
 }
 
-/// It begins too high, and goes up again soon: some steps in the middle are left out too.
+/// The scale starts too high and grows soon: some later steps are skipped too.
 const DYNAMIC: DynamicOptions = DynamicOptions {
-    initial: 1.8e16,
-    growth: 64.0,
-    backoff: 0.0625,
-    interval: 3,
-    least: 1.0,
-    most: 1e20,
+    init_scale: 1.8e16,
+    growth_factor: 64.0,
+    backoff_factor: 0.0625,
+    growth_interval: 3,
+    min_scale: 1.0,
+    max_scale: 1e20,
     hysteresis: 1,
 };
 
@@ -159,7 +159,7 @@ fn either_goes_on_from_the_others_checkpoint() {
         let folder = tempfile::tempdir().unwrap();
         let open = || Some(Checkpoints::open(folder.path(), 1).unwrap());
         {
-            // Steps were left out before, and the tracker stands in the middle of an interval.
+            // Steps were skipped before, and the growth tracker is in the middle of an interval.
             let (mut begun, _) = trainer(&Options { steps: 8, ..options.clone() }, false, sides[first]());
             begun.checkpoints = open();
             begun.run(&mut data(), None).unwrap();
@@ -177,7 +177,7 @@ fn either_goes_on_from_the_others_checkpoint() {
 
 #[test]
 fn what_is_wrong_is_told_when_it_is_read_and_the_weights_are_as_they_were() {
-    // A static scale that is always too high.
+    // A static scale at which every step overflows.
     let patient = StaticRule::new(1e30).unwrap().with_patience(3);
     let scaler = amp::DeviceScaler::new(patient, Device::Cpu).unwrap();
     let options = Options { steps: 40, read_every: 10, ..Options::default() };

@@ -1,4 +1,4 @@
-//! A scaler that decides on the device: the host's rule to the bit, steps left out without a trace, and no host read.
+//! `DeviceScaler`: the same bits as on the host, skipped steps change nothing, and no host read.
 
 use amp::{
     DeviceRule, DeviceScaler, DynamicGradScaler, DynamicOptions, DynamicRule, Error, ScaleRule,
@@ -20,23 +20,23 @@ fn flag(overflow: bool) -> Tensor {
     Tensor::from(overflow)
 }
 
-fn position(rule: &impl DeviceRule) -> Tensor {
-    Tensor::from_slice(&rule.position())
+fn state_vector(rule: &impl DeviceRule) -> Tensor {
+    Tensor::from_slice(&rule.state_vector())
 }
 
 fn options() -> impl Strategy<Value = DynamicOptions> {
     let factors = (1.01f64..9.0, 0.05f64..0.99, 1u32..5, 1u32..4);
     (-20i32..120, factors, 0i32..6, 0i32..6).prop_map(
-        |(exponent, (growth, backoff, interval, hysteresis), below, above)| {
-            let initial = 2f32.powi(exponent) * 1.1;
+        |(exponent, (growth_factor, backoff_factor, growth_interval, hysteresis), below, above)| {
+            let init_scale = 2f32.powi(exponent) * 1.1;
             DynamicOptions {
-                initial,
-                growth,
-                backoff,
-                interval,
+                init_scale,
+                growth_factor,
+                backoff_factor,
+                growth_interval,
                 hysteresis,
-                least: if below == 0 { f32::MIN_POSITIVE } else { initial / 2f32.powi(below) },
-                most: if above == 0 { f32::MAX } else { initial * 2f32.powi(above) },
+                min_scale: if below == 0 { f32::MIN_POSITIVE } else { init_scale / 2f32.powi(below) },
+                max_scale: if above == 0 { f32::MAX } else { init_scale * 2f32.powi(above) },
             }
         },
     )
@@ -49,55 +49,55 @@ proptest! {
         overflows in prop::collection::vec(any::<bool>(), 1..120),
     ) {
         let mut host = DynamicRule::new(options).unwrap();
-        let mut device = position(&host);
+        let mut device = state_vector(&host);
         for overflow in overflows {
             let ends = host.update(overflow).is_err();
-            device = host.moved(&device, &flag(overflow)).unwrap();
-            prop_assert_eq!(bits(&device), bits(&position(&host)));
-            // The same word on when to end.
+            device = host.update_on_device(&device, &flag(overflow)).unwrap();
+            prop_assert_eq!(bits(&device), bits(&state_vector(&host)));
+            // Both end at the same step.
             let found = Vec::<f64>::try_from(&device).unwrap();
-            prop_assert_eq!(host.clone().adopt(&found).is_err(), ends);
+            prop_assert_eq!(host.clone().set_state_vector(&found).is_err(), ends);
         }
     }
 
     #[test]
     fn a_static_scale_stays_on_the_device(overflows in prop::collection::vec(prop::bool::weighted(0.8), 1..60)) {
         let mut host = StaticRule::new(1000.0).unwrap().with_patience(9);
-        let mut device = position(&host);
+        let mut device = state_vector(&host);
         for overflow in overflows {
             let ends = host.update(overflow).is_err();
-            device = host.moved(&device, &flag(overflow)).unwrap();
-            prop_assert_eq!(bits(&device), bits(&position(&host)));
-            prop_assert_eq!(host.clone().adopt(&Vec::<f64>::try_from(&device).unwrap()).is_err(), ends);
+            device = host.update_on_device(&device, &flag(overflow)).unwrap();
+            prop_assert_eq!(bits(&device), bits(&state_vector(&host)));
+            prop_assert_eq!(host.clone().set_state_vector(&Vec::<f64>::try_from(&device).unwrap()).is_err(), ends);
         }
     }
 
-    /// Against libtorch's own kernel, where there is neither a bound nor hysteresis.
+    /// Against libtorch's own kernel, which has neither bounds nor hysteresis.
     #[test]
     fn the_scale_moves_on_the_device_as_libtorchs(
         overflows in prop::collection::vec(any::<bool>(), 1..100),
         exponent in -20i32..120,
-        growth in 1.01f64..9.0,
-        backoff in 0.05f64..0.99,
-        interval in 1u32..5,
+        growth_factor in 1.01f64..9.0,
+        backoff_factor in 0.05f64..0.99,
+        growth_interval in 1u32..5,
     ) {
-        let initial = 2f32.powi(exponent);
-        let options = DynamicOptions { initial, growth, backoff, interval, ..DynamicOptions::default() };
+        let init_scale = 2f32.powi(exponent);
+        let options = DynamicOptions { init_scale, growth_factor, backoff_factor, growth_interval, ..DynamicOptions::default() };
         let rule = DynamicRule::new(options).unwrap();
-        let mut ours = position(&rule);
-        let (scale, tracker) = (Tensor::from_slice(&[initial]), Tensor::from_slice(&[0i32]));
+        let mut ours = state_vector(&rule);
+        let (scale, growth_tracker) = (Tensor::from_slice(&[init_scale]), Tensor::from_slice(&[0i32]));
         for overflow in overflows {
-            ours = rule.moved(&ours, &flag(overflow)).unwrap();
+            ours = rule.update_on_device(&ours, &flag(overflow)).unwrap();
             let found = Tensor::from_slice(&[f32::from(u8::from(overflow))]);
-            let _ = scale.shallow_clone().internal_amp_update_scale_(&tracker, &found, growth, backoff, interval.into());
+            let _ = scale.shallow_clone().internal_amp_update_scale_(&growth_tracker, &found, growth_factor, backoff_factor, growth_interval.into());
             prop_assume!(scale.double_value(&[0]) >= f64::from(f32::MIN_POSITIVE));
             let found = (ours.double_value(&[0]), ours.double_value(&[1]));
-            prop_assert_eq!(found, (scale.double_value(&[0]), tracker.double_value(&[0])));
+            prop_assert_eq!(found, (scale.double_value(&[0]), growth_tracker.double_value(&[0])));
         }
     }
 }
 
-/// Parameters of some shapes, the same for the same seed.
+/// Returns parameters of several shapes, the same for the same seed.
 fn leaves(seed: i64, count: i64, kind: Kind) -> Vec<(String, Tensor)> {
     let mut generator = Generator::new(seed as u64).unwrap();
     let leaf = |index: i64| {
@@ -107,7 +107,7 @@ fn leaves(seed: i64, count: i64, kind: Kind) -> Vec<(String, Tensor)> {
     (0..count).map(leaf).collect()
 }
 
-/// Gradients as backward from a loss times `scale` leaves them.
+/// Sets gradients as after backward from a loss times `scale`.
 fn backward(parameters: &[(String, Tensor)], step: u64, scale: f64, bad: bool) {
     let mut generator = Generator::new(100 + step).unwrap();
     for (index, (_, w)) in parameters.iter().enumerate() {
@@ -137,7 +137,7 @@ fn optimizers() -> Vec<(&'static str, Kind, Make)> {
     ]
 }
 
-/// Parameters and all state, in bits.
+/// Returns parameters and all state in bits.
 fn everything(parameters: &[(String, Tensor)], optimizer: &Optimizer) -> Vec<(String, Vec<u64>)> {
     let state = optimizer.state();
     parameters.iter().chain(&state).map(|(name, tensor)| (name.clone(), bits(tensor))).collect()
@@ -158,7 +158,7 @@ fn a_step_that_is_left_out_leaves_no_trace() {
             scaler.update().unwrap();
             scale = f64::from(scaler.read().unwrap().scale());
         };
-        // Also where the very first step is left out: the state that it makes is that of no step.
+        // Also if the very first step is skipped: the state is that of no step.
         take(0, true, &mut optimizer);
         let weights: Vec<_> = leaves(1, 6, kind).iter().map(|(_, w)| bits(w)).collect();
         assert_eq!(parameters.iter().map(|(_, w)| bits(w)).collect::<Vec<_>>(), weights, "{name}");
@@ -180,7 +180,7 @@ fn a_step_that_is_left_out_leaves_no_trace() {
 #[test]
 fn both_ways_to_decide_give_the_same_bits() {
     let bad = |step: u64| [3, 4, 9, 15].contains(&step);
-    let dynamic = DynamicOptions { interval: 3, hysteresis: 2, ..DynamicOptions::default() };
+    let dynamic = DynamicOptions { growth_interval: 3, hysteresis: 2, ..DynamicOptions::default() };
     for (name, kind, optimizer) in optimizers() {
         let [host, device] = [0, 1].map(|_| leaves(7, 5, kind));
         let owned = |p: &[(String, Tensor)]| p.iter().map(|(n, w)| (n.clone(), w.shallow_clone())).collect();
@@ -203,7 +203,7 @@ fn both_ways_to_decide_give_the_same_bits() {
                 on_host.load_state(&b).unwrap();
                 on_device.load_state(&a).unwrap();
             }
-            // An optimizer takes up on the host what it did on the device.
+            // An optimizer continues on the host after steps on the device.
             if step == 12 {
                 backward(&host, 50, 1.0, false);
                 backward(&device, 50, 1.0, false);
@@ -234,7 +234,7 @@ fn several_optimizers_and_the_one_that_overflowed() {
     let after = parameters.each_ref().map(|p| bits(&p[0].1));
     assert_ne!(after[0], before[0]);
     assert_eq!(after[1], before[1]);
-    assert_eq!(scaler.read().unwrap().now().scale, 32768.0);
+    assert_eq!(scaler.read().unwrap().current().scale, 32768.0);
 }
 
 #[test]
@@ -260,13 +260,13 @@ fn optimizers_that_cannot_look_at_a_flag_are_refused_and_left_alone() {
         let error = scaler.step("w", &mut optimizer).unwrap_err();
         words.assert_eq(&error.to_string());
         assert_eq!(everything(&parameters, &optimizer), before);
-        // It did not step, so that another way to step is open.
+        // It did not step, so an update is refused.
         assert!(matches!(scaler.update(), Err(Error::NothingStepped)));
     }
 }
 
 #[test]
-fn gradients_that_no_scale_helps_end_the_run_when_the_position_is_read() {
+fn gradients_that_no_scale_helps_end_the_run_when_the_state_is_read() {
     let rule = StaticRule::new(8.0).unwrap().with_patience(3);
     let mut scaler = DeviceScaler::new(rule, Device::Cpu).unwrap();
     let parameters = leaves(3, 2, Kind::Float);

@@ -27,10 +27,10 @@ impl Config {
     fn options(&self) -> DynamicOptions {
         let default = DynamicOptions::default();
         DynamicOptions {
-            initial: self.init_scale.map_or(default.initial, |scale| scale as f32),
-            growth: self.growth_factor.unwrap_or(default.growth),
-            backoff: self.backoff_factor.unwrap_or(default.backoff),
-            interval: self.growth_interval.unwrap_or(default.interval),
+            init_scale: self.init_scale.map_or(default.init_scale, |scale| scale as f32),
+            growth_factor: self.growth_factor.unwrap_or(default.growth_factor),
+            backoff_factor: self.backoff_factor.unwrap_or(default.backoff_factor),
+            growth_interval: self.growth_interval.unwrap_or(default.growth_interval),
             ..default
         }
     }
@@ -55,15 +55,19 @@ fn fixtures_scale_and_tracker_are_pytorchs_to_the_bit() {
         for (step, (&overflow, &(scale, tracker))) in
             case.overflow.iter().zip(&case.scale_and_tracker).enumerate()
         {
-            // The gradient is what backward left, whatever the scale: an infinity, or a number that stays one.
+            // The gradient is set directly, independent of the scale: infinite or finite.
             let gradient = if overflow != 0 { f32::INFINITY } else { 1.0 };
             runtime::autograd::set_grad(&w, Some(&Tensor::from_slice(&[gradient, gradient]))).unwrap();
             let taken = scaler.step("sgd", &mut sgd).unwrap();
             assert_eq!(taken, overflow == 0, "case {index}, step {step}");
             assert_eq!(scaler.update().unwrap(), overflow != 0);
-            let now = scaler.rule().now();
-            assert_eq!((f64::from(now.scale), now.tracker), (scale, tracker), "case {index}, step {step}");
-            // Through its state, the scaler goes on as if nothing had been.
+            let now = scaler.rule().current();
+            assert_eq!(
+                (f64::from(now.scale), now.growth_tracker),
+                (scale, tracker),
+                "case {index}, step {step}"
+            );
+            // A scaler restored from its state continues the sequence.
             if step % 7 == 3 {
                 let state = scaler.state().to_string();
                 scaler = DynamicGradScaler::new(DynamicOptions::default()).unwrap();

@@ -1,7 +1,7 @@
 //! fp8 linear layers: scales, saturation, and the numerics of the dtype.
 
 use amp::Autocast;
-use amp::autocast::fp8_linear::{largest, quantize};
+use amp::autocast::fp8_linear::{max_value, quantize};
 use runtime::precision;
 use tch::{Device, Kind, Tensor, kind};
 
@@ -16,11 +16,11 @@ fn the_largest_magnitude_becomes_the_dtypes_largest_number_and_nothing_saturates
             let values = Vec::<f32>::try_from(q.values.to_kind(Kind::Float)).unwrap();
             assert!(values.iter().all(|value| value.is_finite()), "{dtype:?} {magnitude}: {values:?}");
             if magnitude > 1e-10 {
-                assert_eq!(values[1], -largest(dtype) as f32, "{dtype:?} {magnitude}");
-                assert_eq!(values[0], largest(dtype) as f32 / 4.0);
+                assert_eq!(values[1], -max_value(dtype) as f32, "{dtype:?} {magnitude}");
+                assert_eq!(values[0], max_value(dtype) as f32 / 4.0);
             }
         }
-        // Zeros stay zeros; an infinity is not lost.
+        // Zeros stay zeros; an infinity becomes NaN.
         let q = quantize(&Tensor::zeros([3], kind::FLOAT_CPU), dtype).unwrap();
         assert_eq!(Vec::<f32>::try_from(q.values.to_kind(Kind::Float)).unwrap(), [0.0; 3]);
         let q = quantize(&Tensor::from_slice(&[1.0f32, f32::INFINITY]), dtype).unwrap();
@@ -35,7 +35,7 @@ fn rounding_errors_are_those_of_the_mantissa() {
     for (dtype, bits) in [(Kind::Float8e4m3fn, 3), (Kind::Float8e5m2, 2)] {
         let q = quantize(&t, dtype).unwrap();
         let back = q.values.to_kind(Kind::Float) / &q.scale;
-        // Half a place of the mantissa, or of the least subnormal number.
+        // Half a unit in the last place of the mantissa, or of the smallest subnormal number.
         let least = if dtype == Kind::Float8e5m2 { 2f64.powi(-16) } else { 2f64.powi(-9) };
         let allowed = (t.abs() * 0.5f64.powi(bits + 1)).maximum(&(q.scale.reciprocal() * (least / 2.0)));
         let worst = ((&back - &t).abs() / allowed).max().double_value(&[]);
@@ -75,7 +75,7 @@ fn a_layer_and_its_gradients_are_products_of_what_was_quantized() {
             assert!(off < tolerance, "{name}: {off}");
         };
         close("y", &y, &exact, 4.1e-3);
-        // Gradients of fp32 inputs are rounded nowhere but in fp8.
+        // Gradients of fp32 inputs are rounded to fp8 only.
         close("x", &x.grad(), &g8.matmul(&w8), 1e-5);
         close("w", &w.grad(), &g8.tr().matmul(&x8), 1e-5);
         if let Some(b) = &b {
@@ -86,7 +86,7 @@ fn a_layer_and_its_gradients_are_products_of_what_was_quantized() {
             );
             close("b", &b.grad(), &sum, 1e-5);
         }
-        // And all of it near what fp32 computes.
+        // All results are close to fp32.
         let full = x.detach().linear(&w.detach(), b.as_ref().map(Tensor::detach).as_ref());
         let off = (y.to_kind(Kind::Float) - &full).norm() / full.norm();
         assert!(off.double_value(&[]) < 0.06, "{off:?}");

@@ -1,6 +1,5 @@
-//! How often a step waits for the device: once where the host decides whether it is taken, never where the device does. The
-//! CPU has nothing to wait for, so what is counted is each bringing of values to the host. One test, as a trace is of the
-//! whole process.
+//! Host synchronisations per step: one if the host decides whether to step, none if the device does. The CPU has nothing to
+//! wait for, so the test counts reads of values by the host. One test, because a trace covers the whole process.
 
 use std::path::Path;
 
@@ -14,10 +13,10 @@ use training::optimizer::{AdamW, Group, Optimizer};
 use training::scaler::GradScaler;
 use training::trainer::{Options, Trainer};
 
-/// libtorch's ways to bring a value to the host; each `item` calls `_local_scalar_dense`.
+/// libtorch's operators that read a value on the host; `item` calls `_local_scalar_dense`.
 const ATEN: [&str; 3] = ["aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"];
 
-/// Values that `part` brought to the host.
+/// Returns the number of values that `part` read on the host.
 fn reads(folder: &Path, part: impl FnOnce()) -> u64 {
     let trace = Trace::start(Default::default()).unwrap();
     let counter = Counter::on_this_thread().unwrap();
@@ -30,13 +29,12 @@ fn reads(folder: &Path, part: impl FnOnce()) -> u64 {
     let named = |names: &'static [&'static str]| {
         events.iter().filter(move |event| names.iter().any(|name| event["name"] == *name)).map(Span::of)
     };
-    // libtorch's optimizer kernel for the CPU looks at its operands, the step numbers, by `item`; that for CUDA gets their
-    // addresses.
+    // libtorch's optimizer kernel for the CPU reads the step numbers by `item`; the CUDA kernel receives their addresses.
     let kernels: Vec<Span> = named(&["aten::_fused_adam_", "aten::_fused_adamw_"]).collect();
     own + named(&ATEN).filter(|read| !kernels.iter().any(|kernel| kernel.holds(read))).count() as u64
 }
 
-/// When an operator ran, in microseconds.
+/// The time span of an operator, in microseconds.
 struct Span {
     thread: u64,
     start: f64,
@@ -75,7 +73,7 @@ fn by_hand(folder: &Path, count: i64) {
     let loss = Tensor::from(1f32);
     for bad in [false, true, false] {
         backward(bad);
-        // All are unscaled, as clipping wants it, and then the flags of all are read at once.
+        // All are unscaled, as before clipping, and then the flags of all are read at once.
         let found = reads(folder, || {
             let _ = host.scale(&loss).unwrap();
             for (name, optimizer) in ["a", "b"].iter().zip(&optimizers) {
@@ -128,14 +126,14 @@ fn a_step_waits_once_for_the_device_or_never() {
     for count in [1, 50] {
         by_hand(folder.path(), count);
     }
-    // What is to be found is found.
+    // The counter finds reads of both kinds.
     let one = Tensor::from(1f32);
     assert_eq!(reads(folder.path(), || assert_eq!(one.double_value(&[]), 1.0)), 1);
     assert_eq!(reads(folder.path(), || drop(runtime::ops::read(&one).unwrap())), 1);
 
-    // The loop: losses of all steps, and what the device decided of them, come in one copy at the end.
+    // In the trainer, the losses of all steps and the decisions of the device are read in one copy at the end.
     const STEPS: u64 = 6;
-    let high = DynamicOptions { initial: 2f32.powi(40), ..DynamicOptions::default() };
+    let high = DynamicOptions { init_scale: 2f32.powi(40), ..DynamicOptions::default() };
     let scaler = || DynamicGradScaler::new(high).unwrap();
     for (scaler, expected) in [
         (Box::new(scaler()) as Box<dyn GradScaler>, STEPS + 1),

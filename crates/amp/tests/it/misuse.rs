@@ -1,5 +1,4 @@
-//! What is out of order is an error that says what to do, and touches nothing: for a scaler that decides on the host, and
-//! for one that decides on the device.
+//! Calls out of order are errors with a remedy and change nothing, for a scaler on the host and on the device.
 
 use amp::{DeviceScaler, DynamicGradScaler, DynamicOptions, DynamicRule, Result};
 use expect_test::{Expect, expect};
@@ -8,7 +7,7 @@ use tch::{Device, Kind, Tensor, kind};
 use training::optimizer::{AdamW, Group, Optimizer};
 use training::scaler::GradScaler;
 
-/// Both scalers under one set of names.
+/// Both scalers behind one interface.
 enum Either {
     Host(DynamicGradScaler),
     Device(DeviceScaler<DynamicRule>),
@@ -16,7 +15,8 @@ enum Either {
 
 impl Either {
     fn both() -> [Self; 2] {
-        let make = || DynamicGradScaler::new(DynamicOptions { initial: 8.0, ..Default::default() }).unwrap();
+        let make =
+            || DynamicGradScaler::new(DynamicOptions { init_scale: 8.0, ..Default::default() }).unwrap();
         [Self::Host(make()), Self::Device(make().on_device(Device::Cpu).unwrap())]
     }
 
@@ -66,7 +66,7 @@ fn leaf(kind: Kind) -> Tensor {
     w
 }
 
-/// The parameter, its gradient, the optimizer's state and the scaler's.
+/// Returns the parameter, its gradient, and the states of the optimizer and the scaler.
 fn everything(w: &Tensor, optimizer: &Optimizer, scaler: &Either) -> (Vec<Tensor>, Value) {
     let tensors = [w.detach(), w.grad()].into_iter().chain(optimizer.state().into_iter().map(|(_, t)| t));
     (tensors.map(|t| t.copy()).collect(), scaler.state())
@@ -98,7 +98,7 @@ fn steps_out_of_order() {
         let w = leaf(Kind::Float);
         let mut optimizer = adam(&w);
         let grads = optimizer.gradients().unwrap();
-        // Between micro-batches the scale cannot move: no step was taken.
+        // Between micro-batches the scale cannot change: no optimizer has stepped.
         refused(&nothing, &mut scaler, (&w, &mut optimizer), |scaler, _| scaler.update());
         scaler.unscale("w", &grads).unwrap();
         assert_eq!(Vec::<f32>::try_from(&grads[0]).unwrap(), [2.0, 2.0]);
@@ -127,7 +127,7 @@ fn fp16_gradients_of_parameters_with_masters_or_without() {
             refused(&half, &mut scaler, (&w, &mut optimizer), |scaler, optimizer| {
                 scaler.step("w", optimizer)
             });
-            // As the loop calls it.
+            // As the trainer calls it.
             let grads = optimizer.gradients().unwrap();
             let error = scaler.in_the_loop().unscale_(&grads, true).unwrap_err().to_string();
             assert!(
@@ -151,7 +151,7 @@ fn bf16_parameters_with_masters_take_steps_too_small_for_bf16() {
             scaler.step("w", &mut optimizer).unwrap();
             scaler.update().unwrap();
         }
-        // Each step is 10⁻⁴, and bf16's digits below 1 are 2⁻⁸ apart.
+        // Each step is 10⁻⁴; bf16 numbers below 1 are 2⁻⁸ apart.
         let state = optimizer.state();
         let (_, master) = state.iter().find(|(name, _)| name == "w.master").unwrap();
         assert!(

@@ -1,4 +1,4 @@
-//! Steps whose gradients overflow are tried again at a lower scale, and come out as if it had been right at once.
+//! Steps whose gradients overflow are retried at a lower scale, with the result of a step at the right scale.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -15,7 +15,7 @@ use training::optimizer::{Adam, Group, Optimizer};
 use training::scaler::GradScaler;
 use training::trainer::{Options, Overflow, Trainer};
 
-/// Dropout draws from the process's generator, which tests that run at once would share.
+/// Dropout uses the generator of the process, which concurrent tests would share.
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn data() -> Synthetic {
@@ -75,7 +75,7 @@ fn run(
 }
 
 fn dynamic(log2: i32) -> Box<dyn GradScaler> {
-    let options = DynamicOptions { initial: 2f32.powi(log2), ..DynamicOptions::default() };
+    let options = DynamicOptions { init_scale: 2f32.powi(log2), ..DynamicOptions::default() };
     Box::new(DynamicGradScaler::new(options).unwrap())
 }
 
@@ -111,7 +111,7 @@ fn what_the_device_decides_cannot_be_tried_again() {
     assert!(error.contains("give one that decides on the host"), "{error}");
 }
 
-/// NaN in the passes `from..=to`.
+/// A policy that returns NaN in the passes `from..=to`.
 #[derive(Debug)]
 struct Poison {
     inner: Arc<dyn Policy>,

@@ -1,4 +1,4 @@
-//! Loss scalers by hand: what they do to gradients, several optimizers, and what is out of order.
+//! Loss scalers: unscaling, several optimizers, and calls out of order.
 
 use amp::{
     DynamicGradScaler, DynamicOptions, DynamicRule, DynamicScale, Error, ScaleRule, StaticGradScaler,
@@ -27,7 +27,7 @@ fn values(t: &Tensor) -> Vec<f32> {
 }
 
 fn dynamic() -> DynamicGradScaler {
-    DynamicGradScaler::new(DynamicOptions { initial: 8.0, ..DynamicOptions::default() }).unwrap()
+    DynamicGradScaler::new(DynamicOptions { init_scale: 8.0, ..DynamicOptions::default() }).unwrap()
 }
 
 #[test]
@@ -37,7 +37,7 @@ fn a_scaled_backward_steps_as_an_unscaled_one() {
     let (mut ours, mut theirs) = (sgd(&[&scaled]), sgd(&[&plain]));
     let mut scaler = dynamic();
     for _ in 0..3 {
-        // Two micro-batches: the scale is the same for both.
+        // Two micro-batches with the same scale.
         for factor in [1.0, 0.5] {
             let loss = |w: &Tensor| (w.square() * factor).sum(Kind::Float);
             runtime::autograd::backward(&[&scaler.scale(&loss(&scaled)).unwrap()]).unwrap();
@@ -46,7 +46,7 @@ fn a_scaled_backward_steps_as_an_unscaled_one() {
         assert!(scaler.step("w", &mut ours).unwrap());
         theirs.step().unwrap();
         assert!(!scaler.update().unwrap());
-        // A power of two loses nothing.
+        // Scaling by a power of two is exact.
         assert_eq!(values(&scaled), values(&plain));
         for w in [&scaled, &plain] {
             runtime::autograd::set_grad(w, None).unwrap();
@@ -98,7 +98,7 @@ fn what_is_out_of_order_is_an_error_before_anything_is_touched() {
     let error = scaler.unscale_("w", &grads, false).unwrap_err();
     assert!(matches!(&error, Error::UnscaledTwice { optimizer } if optimizer == "w"), "{error}");
     assert_eq!(values(&w.grad()), [1.0], "divided once");
-    // Unscaled and not stepped is no step.
+    // Unscaling without a step does not allow an update.
     assert!(matches!(scaler.update(), Err(Error::NothingStepped)));
     assert!(scaler.step("w", &mut optimizer).unwrap());
     assert!(matches!(scaler.step("w", &mut optimizer), Err(Error::SteppedTwice { .. })));
@@ -109,7 +109,7 @@ fn what_is_out_of_order_is_an_error_before_anything_is_touched() {
     let half = [Tensor::ones([2], (Kind::Half, Device::Cpu))];
     let error = scaler.unscale_("half", &half, false).unwrap_err();
     assert!(matches!(error, Error::HalfGradients { index: 0, .. }), "{error}");
-    // An error leaves the scaler as it was.
+    // An error does not change the scaler.
     assert!(scaler.unscale_("half", &grads, false).is_ok());
 }
 
@@ -117,17 +117,17 @@ fn what_is_out_of_order_is_an_error_before_anything_is_touched() {
 fn constants_that_no_scale_can_move_by_are_refused() {
     let good = DynamicOptions::default();
     for (options, name) in [
-        (DynamicOptions { initial: 0.0, ..good }, "initial"),
-        (DynamicOptions { initial: f32::NAN, ..good }, "initial"),
-        (DynamicOptions { growth: 1.0, ..good }, "growth"),
-        (DynamicOptions { growth: f64::INFINITY, ..good }, "growth"),
-        (DynamicOptions { backoff: 1.0, ..good }, "backoff"),
-        (DynamicOptions { backoff: 0.0, ..good }, "backoff"),
-        (DynamicOptions { interval: 0, ..good }, "interval"),
+        (DynamicOptions { init_scale: 0.0, ..good }, "init_scale"),
+        (DynamicOptions { init_scale: f32::NAN, ..good }, "init_scale"),
+        (DynamicOptions { growth_factor: 1.0, ..good }, "growth_factor"),
+        (DynamicOptions { growth_factor: f64::INFINITY, ..good }, "growth_factor"),
+        (DynamicOptions { backoff_factor: 1.0, ..good }, "backoff_factor"),
+        (DynamicOptions { backoff_factor: 0.0, ..good }, "backoff_factor"),
+        (DynamicOptions { growth_interval: 0, ..good }, "growth_interval"),
         (DynamicOptions { hysteresis: 0, ..good }, "hysteresis"),
-        (DynamicOptions { least: -1.0, ..good }, "least"),
-        (DynamicOptions { most: 1.0, least: 2.0, ..good }, "most"),
-        (DynamicOptions { initial: 4.0, most: 2.0, ..good }, "initial"),
+        (DynamicOptions { min_scale: -1.0, ..good }, "min_scale"),
+        (DynamicOptions { max_scale: 1.0, min_scale: 2.0, ..good }, "max_scale"),
+        (DynamicOptions { init_scale: 4.0, max_scale: 2.0, ..good }, "init_scale"),
     ] {
         let error = DynamicGradScaler::new(options).unwrap_err();
         assert!(matches!(error, Error::Option { name: found, .. } if found == name), "{name}: {error}");
@@ -154,8 +154,37 @@ fn a_state_of_another_scaler_is_refused_and_changes_nothing() {
 }
 
 #[test]
+fn a_state_under_the_former_names_loads() {
+    let former = serde_json::json!({ "kind": "dynamic scaler", "state": {
+        "options": {
+            "initial": 8.0, "growth": 4.0, "backoff": 0.25, "interval": 7, "least": 0.5, "most": 64.0, "hysteresis": 2
+        },
+        "now": { "scale": 16.0, "tracker": 3, "bears": 1 },
+        "skipped": 5,
+        "at_least": 4,
+    }});
+    let mut scaler = dynamic();
+    scaler.load_state(&former).unwrap();
+    let options = DynamicOptions {
+        init_scale: 8.0,
+        growth_factor: 4.0,
+        backoff_factor: 0.25,
+        growth_interval: 7,
+        min_scale: 0.5,
+        max_scale: 64.0,
+        hysteresis: 2,
+    };
+    assert_eq!(scaler.rule().options(), &options);
+    let current = DynamicScale { scale: 16.0, growth_tracker: 3, hysteresis_tracker: 1 };
+    assert_eq!(scaler.rule().current(), current);
+    let mut again = dynamic();
+    again.load_state(&scaler.state()).unwrap();
+    assert_eq!(again.rule(), scaler.rule());
+}
+
+#[test]
 fn gradients_that_no_scale_helps_end_the_run() {
-    let options = DynamicOptions { initial: 2.0, least: 1.0, ..DynamicOptions::default() };
+    let options = DynamicOptions { init_scale: 2.0, min_scale: 1.0, ..DynamicOptions::default() };
     let mut rule = DynamicRule::new(options).unwrap();
     let end = (1..100).find_map(|step| rule.update(true).err().map(|error| (step, error))).unwrap();
     assert!(matches!(end, (52, Error::Exhausted { skipped: 52, scale: 1.0 })), "{end:?}");
@@ -170,7 +199,8 @@ fn gradients_that_no_scale_helps_end_the_run() {
 
 #[test]
 fn hysteresis_bears_overflows_until_it_has_grown_again() {
-    let options = DynamicOptions { initial: 16.0, interval: 2, hysteresis: 2, ..DynamicOptions::default() };
+    let options =
+        DynamicOptions { init_scale: 16.0, growth_interval: 2, hysteresis: 2, ..DynamicOptions::default() };
     let mut scale = DynamicScale::new(&options);
     let seen: Vec<f32> = [true, true, true, false, false, true, true]
         .into_iter()
@@ -179,32 +209,33 @@ fn hysteresis_bears_overflows_until_it_has_grown_again() {
             scale.scale
         })
         .collect();
-    // The first is borne, the next two are not; it grows, and bears one again.
+    // With a hysteresis of 2 the first overflow does not lower the scale, the next two do; after growth the count starts
+    // again.
     assert_eq!(seen, [16.0, 8.0, 4.0, 4.0, 8.0, 8.0, 4.0]);
 }
 
 proptest! {
-    /// Against libtorch's own update, where there is neither a bound nor hysteresis.
+    /// Against libtorch's own update, which has neither bounds nor hysteresis.
     #[test]
     fn the_scale_moves_as_libtorchs(
         overflows in prop::collection::vec(any::<bool>(), 1..200),
         exponent in -20i32..100,
-        growth in 1.01f64..9.0,
-        backoff in 0.05f64..0.99,
-        interval in 1u32..5,
+        growth_factor in 1.01f64..9.0,
+        backoff_factor in 0.05f64..0.99,
+        growth_interval in 1u32..5,
     ) {
-        let initial = 2f32.powi(exponent);
-        let options = DynamicOptions { initial, growth, backoff, interval, ..DynamicOptions::default() };
+        let init_scale = 2f32.powi(exponent);
+        let options = DynamicOptions { init_scale, growth_factor, backoff_factor, growth_interval, ..DynamicOptions::default() };
         let mut ours = DynamicScale::new(&options);
-        let scale = Tensor::from_slice(&[initial]);
-        let tracker = Tensor::from_slice(&[0i32]);
+        let scale = Tensor::from_slice(&[init_scale]);
+        let growth_tracker = Tensor::from_slice(&[0i32]);
         for overflow in overflows {
             ours.update(overflow, &options);
             let found = Tensor::from_slice(&[f32::from(u8::from(overflow))]);
-            let _ = scale.shallow_clone().internal_amp_update_scale_(&tracker, &found, growth, backoff, interval.into());
-            let theirs = (scale.double_value(&[0]) as f32, tracker.int64_value(&[0]) as u32);
+            let _ = scale.shallow_clone().internal_amp_update_scale_(&growth_tracker, &found, growth_factor, backoff_factor, growth_interval.into());
+            let theirs = (scale.double_value(&[0]) as f32, growth_tracker.int64_value(&[0]) as u32);
             prop_assume!(theirs.0 >= f32::MIN_POSITIVE);
-            prop_assert_eq!((ours.scale, ours.tracker), theirs);
+            prop_assert_eq!((ours.scale, ours.growth_tracker), theirs);
         }
     }
 }

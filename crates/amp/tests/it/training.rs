@@ -1,4 +1,4 @@
-//! A training in mixed precision, through the loop.
+//! Mixed-precision training with `Trainer`.
 
 use amp::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
 use models::module::{tensors, trainable};
@@ -34,7 +34,7 @@ fn trainer(steps: u64, dtype: Option<Kind>, scaler: Box<dyn GradScaler>) -> Trai
         ..Gpt2LikeConfig::default()
     };
     let model = Gpt2Like::new(&config, kind::FLOAT_CPU).unwrap();
-    // The same weights for every training, whoever draws random numbers beside it.
+    // The same weights for every run, independent of the default generator.
     for (index, (name, weight)) in trainable(&model).into_iter().enumerate() {
         let wave = (Tensor::arange(weight.numel() as i64, kind::FLOAT_CPU) * 1.7 + index as f64).sin() * 0.25;
         if !name.contains("norm") {
@@ -49,7 +49,7 @@ fn trainer(steps: u64, dtype: Option<Kind>, scaler: Box<dyn GradScaler>) -> Trai
     trainer
 }
 
-/// The loss of the weights in fp32 on batches that were not trained on.
+/// Returns the loss in fp32 on held-out batches.
 fn validation(trainer: &Trainer) -> f64 {
     let mut held_out = Synthetic { batches: Some(1004), ..data(1000) };
     training::evaluation::evaluate(trainer.model.as_ref(), &mut held_out, 0).unwrap().loss
@@ -67,8 +67,8 @@ fn mixed_precision_learns_what_fp32_learns() {
     };
     let (before, full) = run(None, Box::new(NoScaler));
     assert!(full < before - 1.0, "fp32 learned nothing: {before} to {full}");
-    // A scale that begins far too high is found within a few steps that are left out.
-    let high = DynamicOptions { initial: 2f32.powi(30), ..DynamicOptions::default() };
+    // A scale that starts far too high is corrected within a few skipped steps.
+    let high = DynamicOptions { init_scale: 2f32.powi(30), ..DynamicOptions::default() };
     let cases: [(&str, Kind, Box<dyn GradScaler>); 3] = [
         ("bf16", Kind::BFloat16, Box::new(NoScaler)),
         ("fp16, static", Kind::Half, Box::new(StaticGradScaler::new(1024.0).unwrap())),
@@ -77,14 +77,15 @@ fn mixed_precision_learns_what_fp32_learns() {
     for (name, dtype, scaler) in cases {
         let (_, low) = run(Some(dtype), scaler);
         eprintln!("{name}: {low:.5} against {full:.5}");
-        // On the steep part of the curve any rounding moves a run by some per cent, up or down, and so do steps left out.
+        // On the steep part of the curve rounding and skipped steps change the loss of a run by several per cent, up or
+        // down.
         assert!((low / full - 1.0).abs() < 0.15, "{name}: {low}, not {full}");
     }
 }
 
 #[test]
 fn steps_that_overflow_are_left_out_and_the_scale_falls() {
-    let options = DynamicOptions { initial: 2f32.powi(40), ..DynamicOptions::default() };
+    let options = DynamicOptions { init_scale: 2f32.powi(40), ..DynamicOptions::default() };
     let mut trainer = trainer(30, Some(Kind::Half), Box::new(DynamicGradScaler::new(options).unwrap()));
     let before: Vec<Tensor> =
         tensors(trainer.model.as_ref()).iter().map(|named| named.tensor.detach().copy()).collect();

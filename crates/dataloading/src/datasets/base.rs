@@ -5,7 +5,7 @@ use crate::batch_source::BatchSource;
 use crate::error::{Error, Result};
 use crate::fingerprint::Fingerprint;
 use crate::host_batch::HostBatch;
-use crate::length_order::Usable;
+use crate::length_order::UsableSamples;
 use crate::random_batch_sampler::{BatchOptions, BatchSampler, RandomBatchSampler};
 use crate::samples::Samples;
 
@@ -26,7 +26,7 @@ impl<S: Samples> BaseDataset<S> {
     pub fn new(samples: S, options: &BatchOptions) -> Result<Self> {
         let sampler = RandomBatchSampler::named("BaseDataset", &samples, options)?;
         let rows = options.batch_size.min(sampler.usable().len());
-        let bytes = options.max_length.checked_mul(rows).and_then(|places| places.checked_mul(64));
+        let bytes = options.max_length.checked_mul(rows).and_then(|positions| positions.checked_mul(64));
         if bytes.is_none_or(|bytes| i64::try_from(bytes).is_err()) {
             return Err(Error::Config {
                 what: "BaseDataset",
@@ -42,7 +42,7 @@ impl<S: Samples> BaseDataset<S> {
     }
 
     /// Returns the counts of usable samples.
-    pub fn usable(&self) -> &Usable {
+    pub fn usable(&self) -> &UsableSamples {
         self.sampler.usable()
     }
 }

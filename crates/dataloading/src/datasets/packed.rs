@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::fingerprint::{Fingerprint, SEQUENCE};
 use crate::host_batch::HostBatch;
 use crate::length_order::lengths_of;
-use crate::packing::{Plan, PlanOptions};
+use crate::packing::{PackingOptions, PackingPlan};
 use crate::permutation::Permutation;
 use crate::random_batch_sampler::{Incomplete, Order, batches_of, check_batch_size, check_index, stream};
 use crate::samples::Samples;
@@ -17,7 +17,7 @@ pub struct PackedOptions {
     /// Rows per batch, at least 1.
     pub rows: usize,
     /// The packing algorithm and the length of rows.
-    pub plan: PlanOptions,
+    pub plan: PackingOptions,
     /// The padding token.
     pub pad: u32,
     /// The seed of the order.
@@ -33,7 +33,7 @@ impl Default for PackedOptions {
     fn default() -> Self {
         Self {
             rows: 1,
-            plan: PlanOptions::default(),
+            plan: PackingOptions::default(),
             pad: 0,
             seed: 0,
             order: Order::default(),
@@ -50,22 +50,23 @@ impl Default for PackedOptions {
 #[derive(Debug)]
 pub struct PackedDataset<S> {
     samples: S,
-    plan: Plan,
+    plan: PackingPlan,
     options: PackedOptions,
     fingerprint: u64,
 }
 
 impl<S: Samples> PackedDataset<S> {
-    /// Plans the rows in `O(n)` time and keeps the [`Plan`].
+    /// Plans the rows in `O(n)` time and keeps the [`PackingPlan`].
     ///
     /// # Errors
-    /// As [`Plan::new`]; a batch of 0 rows; fewer rows than a batch has if incomplete batches are dropped.
+    /// As [`PackingPlan::new`]; a batch of 0 rows; fewer rows than a batch has if incomplete batches are dropped.
     pub fn new(samples: S, options: &PackedOptions) -> Result<Self> {
         const WHAT: &str = "PackedDataset";
-        let plan = Plan::new(&lengths_of(WHAT, &samples)?, &options.plan)?;
+        let plan = PackingPlan::new(&lengths_of(WHAT, &samples)?, &options.plan)?;
         let options = *options;
         check_batch_size(WHAT, options.rows, options.incomplete, plan.rows())?;
-        if options.rows.checked_mul(plan.capacity()).is_none_or(|places| i32::try_from(places).is_err()) {
+        if options.rows.checked_mul(plan.capacity()).is_none_or(|positions| i32::try_from(positions).is_err())
+        {
             return Err(Error::Config {
                 what: WHAT,
                 reason: format!(
@@ -76,7 +77,7 @@ impl<S: Samples> PackedDataset<S> {
             });
         }
         let PackedOptions { rows, plan: of_plan, pad, seed: _, order, incomplete } = options;
-        let PlanOptions { capacity, algorithm, long } = of_plan;
+        let PackingOptions { capacity, algorithm, long } = of_plan;
         let fingerprint = Fingerprint::new(WHAT)
             .number(SEQUENCE)
             .number(samples.fingerprint())
@@ -93,7 +94,7 @@ impl<S: Samples> PackedDataset<S> {
     }
 
     /// Returns the packing plan.
-    pub fn plan(&self) -> &Plan {
+    pub fn plan(&self) -> &PackingPlan {
         &self.plan
     }
 }
@@ -114,13 +115,13 @@ impl<S: Samples> BatchSource for PackedDataset<S> {
     fn fill(&self, epoch: u64, index: usize, host: &mut HostBatch) -> Result<()> {
         check_index("PackedDataset", epoch, index, self.batches(epoch))?;
         let PackedOptions { rows, pad, seed, order, .. } = self.options;
-        let places = index * rows..((index + 1) * rows).min(self.plan.rows());
+        let positions = index * rows..((index + 1) * rows).min(self.plan.rows());
         let shuffled = order == Order::Shuffled;
         let of_rows = Permutation::new(self.plan.rows() as u64, seed, epoch, stream::BATCHES);
         let mut documents = Documents::in_memory_of(host);
         host.chosen.clear();
-        for (row, place) in places.clone().enumerate() {
-            let planned = if shuffled { of_rows.at(place as u64) as usize } else { place };
+        for (row, position) in positions.clone().enumerate() {
+            let planned = if shuffled { of_rows.at(position as u64) as usize } else { position };
             let mut outcome = Ok(());
             // Slots of one length are adjacent, so caching the latest permutation serves most of them.
             let mut latest: Option<(u32, Permutation)> = None;
@@ -148,7 +149,7 @@ impl<S: Samples> BatchSource for PackedDataset<S> {
         }
         let placed = host.chosen.iter().map(|&row| row as usize).zip(documents.iter());
         let chosen: Vec<(usize, &[u32])> = placed.collect();
-        host.write_packed(chosen.iter().copied(), places.len(), self.plan.capacity(), pad, 0)?;
+        host.write_packed(chosen.iter().copied(), positions.len(), self.plan.capacity(), pad, 0)?;
         documents.give_back(host);
         Ok(())
     }

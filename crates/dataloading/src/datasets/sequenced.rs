@@ -5,7 +5,7 @@ use crate::batch_source::BatchSource;
 use crate::error::{Error, Result};
 use crate::fingerprint::Fingerprint;
 use crate::host_batch::HostBatch;
-use crate::length_order::Usable;
+use crate::length_order::UsableSamples;
 use crate::random_batch_sampler::{BatchOptions, BatchSampler, RandomBatchSampler};
 use crate::samples::Samples;
 
@@ -14,7 +14,7 @@ use crate::samples::Samples;
 pub enum Overflow {
     /// Truncate it to the rest of the capacity.
     #[default]
-    Cut,
+    Truncate,
     /// Drop it.
     Drop,
 }
@@ -71,7 +71,7 @@ impl<S: Samples> SequencedDataset<S> {
     }
 
     /// Returns the counts of usable samples.
-    pub fn usable(&self) -> &Usable {
+    pub fn usable(&self) -> &UsableSamples {
         self.sampler.usable()
     }
 }
@@ -98,7 +98,7 @@ impl<S: Samples> BatchSource for SequencedDataset<S> {
         for &sample in &host.chosen {
             let length = self.samples.length(sample as usize);
             let wanted = length.min(max_length);
-            let cut = self.capacity.is_some_and(|capacity| capacity.overflow == Overflow::Cut);
+            let cut = self.capacity.is_some_and(|capacity| capacity.overflow == Overflow::Truncate);
             let kept = if wanted <= room {
                 wanted
             } else if cut {

@@ -13,7 +13,7 @@ pub(super) struct Cursor {
 
 /// One batch of the sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct BatchId {
     pub(super) epoch: u64,
     pub(super) index: usize,
 }
@@ -71,14 +71,14 @@ impl Cursor {
 
     /// Advances by one round and returns the batch of this rank; `None` if the round is incomplete. The cursor is then
     /// after the last batch of the round: at the end of an epoch rather than at the start of the next, which may not exist.
-    pub(super) fn next_place(
+    pub(super) fn next_batch(
         &mut self,
         options: &LoaderOptions,
         source: &dyn BatchSource,
-    ) -> Result<Option<Place>> {
+    ) -> Result<Option<BatchId>> {
         let Some(own) = self.advanced(options.rank, options.epochs, source)? else { return Ok(None) };
         let Some(last) = self.advanced(options.ranks - 1, options.epochs, source)? else { return Ok(None) };
         *self = Self { position: last.position + 1, ..last };
-        Ok(Some(Place { epoch: own.epoch, index: own.position as usize }))
+        Ok(Some(BatchId { epoch: own.epoch, index: own.position as usize }))
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use runtime::device::PinnedBuffer;
 
-use super::cursor::{Cursor, Place};
+use super::cursor::{BatchId, Cursor};
 use super::worker::Made;
 use crate::error::Result;
 
@@ -22,7 +22,7 @@ pub(super) struct Taken {
 /// A ticket for a worker.
 pub(super) struct Ticket {
     number: u64,
-    pub(super) place: Place,
+    pub(super) id: BatchId,
     after: Cursor,
     /// The memory of a former batch.
     pub(super) memory: Option<PinnedBuffer>,
@@ -73,7 +73,7 @@ impl Queue {
     /// Waits for the next ticket; `None` at the end. `next` advances the cursor.
     pub(super) fn ticket(
         &self,
-        mut next: impl FnMut(&mut Cursor) -> Result<Option<Place>>,
+        mut next: impl FnMut(&mut Cursor) -> Result<Option<BatchId>>,
     ) -> Option<Ticket> {
         let mut inner = self.lock();
         while !inner.stopped && !inner.ended && inner.next_ticket >= inner.taken.saturating_add(self.ahead) {
@@ -84,7 +84,7 @@ impl Queue {
         }
         let mut after = inner.cursor;
         match next(&mut after) {
-            Ok(Some(place)) => {
+            Ok(Some(id)) => {
                 let number = inner.next_ticket;
                 inner.next_ticket += 1;
                 inner.cursor = after;
@@ -92,7 +92,7 @@ impl Queue {
                 // The prefetched batches and the consumer's batch still view their memory.
                 let spare = inner.memory.len() as u64 > self.ahead.saturating_add(1);
                 let memory = if spare { inner.memory.pop_front() } else { None };
-                Some(Ticket { number, place, after, memory })
+                Some(Ticket { number, id, after, memory })
             }
             ending => {
                 if let Err(error) = ending {

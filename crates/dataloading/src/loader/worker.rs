@@ -8,7 +8,7 @@ use runtime::device::{Event, Stream};
 use tch::Device;
 
 use super::LoaderOptions;
-use super::cursor::{Cursor, Place};
+use super::cursor::{BatchId, Cursor};
 use super::queue::Queue;
 use super::staging::Staging;
 use crate::batch::Batch;
@@ -40,29 +40,25 @@ impl Builder {
     }
 
     /// Advances the cursor by one round.
-    pub(super) fn next_place(&self, cursor: &mut Cursor, options: &LoaderOptions) -> Result<Option<Place>> {
-        let at = Place { epoch: cursor.epoch, index: cursor.position as usize };
-        caught(at, || cursor.next_place(options, &*self.source))?
+    pub(super) fn next_batch(&self, cursor: &mut Cursor, options: &LoaderOptions) -> Result<Option<BatchId>> {
+        let at = BatchId { epoch: cursor.epoch, index: cursor.position as usize };
+        caught(at, || cursor.next_batch(options, &*self.source))?
     }
 
     /// Makes one batch; an error names its epoch and index.
-    pub(super) fn make(&mut self, place: Place) -> Result<Made> {
-        let made = caught(place, || self.fill_and_finish(place))?;
-        made.map_err(|cause| Error::Batch {
-            epoch: place.epoch,
-            batch: place.index as u64,
-            cause: Box::new(cause),
-        })
+    pub(super) fn make(&mut self, id: BatchId) -> Result<Made> {
+        let made = caught(id, || self.fill_and_finish(id))?;
+        made.map_err(|cause| Error::Batch { epoch: id.epoch, batch: id.index as u64, cause: Box::new(cause) })
     }
 
-    fn fill_and_finish(&mut self, place: Place) -> Result<Made> {
+    fn fill_and_finish(&mut self, id: BatchId) -> Result<Made> {
         let Some(stream) = &self.stream else {
-            self.source.fill(place.epoch, place.index, &mut self.host)?;
+            self.source.fill(id.epoch, id.index, &mut self.host)?;
             return Ok(Made { batch: self.host.finish()?, copied: None });
         };
         let buffer = self.staging.take()?;
         drop(self.host.exchange(buffer));
-        let filled = self.source.fill(place.epoch, place.index, &mut self.host);
+        let filled = self.source.fill(id.epoch, id.index, &mut self.host);
         let batch = filled.and_then(|()| self.host.finish_in(stream));
         self.staging.put(self.host.exchange(None));
         let batch = batch?;
@@ -74,12 +70,12 @@ impl Builder {
 
 /// The loop of a worker thread.
 pub(super) fn run(queue: &Queue, builder: &mut Builder, options: &LoaderOptions) {
-    while let Some(mut ticket) = queue.ticket(|cursor| builder.next_place(cursor, options)) {
+    while let Some(mut ticket) = queue.ticket(|cursor| builder.next_batch(cursor, options)) {
         let began = Instant::now();
         // The slot is filled in any case: the consumer waits for it.
-        let filled = caught(ticket.place, || {
+        let filled = caught(ticket.id, || {
             drop(builder.host.exchange(ticket.memory.take()));
-            let made = builder.make(ticket.place);
+            let made = builder.make(ticket.id);
             let memory = if builder.stream.is_none() { builder.host.exchange(None) } else { None };
             (made, memory)
         });
@@ -89,7 +85,7 @@ pub(super) fn run(queue: &Queue, builder: &mut Builder, options: &LoaderOptions)
 }
 
 /// Runs code of a source and turns a panic into an error with epoch and index.
-fn caught<R>(place: Place, run: impl FnOnce() -> R) -> Result<R> {
+fn caught<R>(id: BatchId, run: impl FnOnce() -> R) -> Result<R> {
     // The loader ends after a panic, so no state that it left is used.
     catch_unwind(AssertUnwindSafe(run)).map_err(|payload| {
         let words = payload.downcast_ref::<&str>().map(|words| (*words).to_owned());
@@ -97,8 +93,8 @@ fn caught<R>(place: Place, run: impl FnOnce() -> R) -> Result<R> {
         // Dropping a panic's payload may panic itself, so it is leaked: one value per loader.
         std::mem::forget(payload);
         Error::Worker {
-            epoch: place.epoch,
-            batch: place.index as u64,
+            epoch: id.epoch,
+            batch: id.index as u64,
             message: message.unwrap_or_else(|| "no message".into()),
         }
     })
@@ -137,7 +133,7 @@ mod tests {
                 Ok(())
             })
             .unwrap();
-        let mut make = |index| builder.make(Place { epoch: 0, index }).unwrap();
+        let mut make = |index| builder.make(BatchId { epoch: 0, index }).unwrap();
         // While no copy runs, each batch gets its own buffer.
         let mut made: Vec<Made> = Vec::new();
         for index in 0..MOST {

@@ -29,15 +29,15 @@ impl BitmapTree {
     /// # Panics
     /// The number is at least the limit, rounded up to a multiple of 64.
     pub fn insert(&mut self, number: usize) {
-        let mut place = number;
+        let mut position = number;
         for level in &mut self.levels {
-            let word = &mut level[place / 64];
+            let word = &mut level[position / 64];
             let was_empty = *word == 0;
-            *word |= 1 << (place % 64);
+            *word |= 1 << (position % 64);
             if !was_empty {
                 return;
             }
-            place /= 64;
+            position /= 64;
         }
     }
 
@@ -46,43 +46,43 @@ impl BitmapTree {
     /// # Panics
     /// As [`BitmapTree::insert`].
     pub fn remove(&mut self, number: usize) {
-        let mut place = number;
+        let mut position = number;
         for level in &mut self.levels {
-            let word = &mut level[place / 64];
-            *word &= !(1 << (place % 64));
+            let word = &mut level[position / 64];
+            *word &= !(1 << (position % 64));
             if *word != 0 {
                 return;
             }
-            place /= 64;
+            position /= 64;
         }
     }
 
     /// Returns the smallest number of at least `number`.
     pub fn at_least(&self, number: usize) -> Option<usize> {
-        let mut place = number;
+        let mut position = number;
         for height in 0..self.levels.len() {
-            let word = self.levels[height].get(place / 64)?;
-            let rest = word & (!0 << (place % 64));
+            let word = self.levels[height].get(position / 64)?;
+            let rest = word & (!0 << (position % 64));
             if rest != 0 {
-                let found = place / 64 * 64 + rest.trailing_zeros() as usize;
+                let found = position / 64 * 64 + rest.trailing_zeros() as usize;
                 return Some(self.descend(height, found, |word| word.trailing_zeros()));
             }
             // On the level above, the words after this one.
-            place = place / 64 + 1;
+            position = position / 64 + 1;
         }
         None
     }
 
     /// Returns the largest number of at most `number`.
     pub fn at_most(&self, number: usize) -> Option<usize> {
-        let mut place = number.min(self.levels[0].len() * 64 - 1);
+        let mut position = number.min(self.levels[0].len() * 64 - 1);
         for height in 0..self.levels.len() {
-            let rest = self.levels[height][place / 64] & (!0 >> (63 - place % 64));
+            let rest = self.levels[height][position / 64] & (!0 >> (63 - position % 64));
             if rest != 0 {
-                let found = place / 64 * 64 + 63 - rest.leading_zeros() as usize;
+                let found = position / 64 * 64 + 63 - rest.leading_zeros() as usize;
                 return Some(self.descend(height, found, |word| 63 - word.leading_zeros()));
             }
-            place = (place / 64).checked_sub(1)?;
+            position = (position / 64).checked_sub(1)?;
         }
         None
     }
@@ -93,11 +93,11 @@ impl BitmapTree {
     }
 
     /// Descends from a bit of a level to a leaf.
-    fn descend(&self, height: usize, place: usize, choose: impl Fn(u64) -> u32) -> usize {
+    fn descend(&self, height: usize, position: usize, choose: impl Fn(u64) -> u32) -> usize {
         self.levels[..height]
             .iter()
             .rev()
-            .fold(place, |place, level| place * 64 + choose(level[place]) as usize)
+            .fold(position, |position, level| position * 64 + choose(level[position]) as usize)
     }
 }
 

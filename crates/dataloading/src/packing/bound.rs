@@ -77,7 +77,7 @@ mod tests {
             assert_eq!(lower_bound(lengths, capacity).unwrap(), bound, "{lengths:?}");
             assert_eq!(next_fit(lengths, capacity).unwrap(), next, "{lengths:?}");
         }
-        let words = "packing: a document of 11 tokens is longer than a row of 10; cut it first";
+        let words = "packing: a document of 11 tokens is longer than a row of 10; split it first";
         assert_eq!(lower_bound(&[11], 10).unwrap_err().to_string(), words);
         assert_eq!(next_fit(&[11], 10).unwrap_err().to_string(), words);
     }

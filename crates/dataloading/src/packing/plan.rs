@@ -7,7 +7,7 @@ use crate::length_order::LengthOrder;
 
 /// Options of packing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PlanOptions {
+pub struct PackingOptions {
     /// Tokens per row.
     pub capacity: usize,
     /// The packing algorithm.
@@ -16,7 +16,7 @@ pub struct PlanOptions {
     pub long: LongDocuments,
 }
 
-impl Default for PlanOptions {
+impl Default for PackingOptions {
     fn default() -> Self {
         Self { capacity: 512, algorithm: Algorithm::default(), long: LongDocuments::default() }
     }
@@ -39,7 +39,7 @@ pub struct Piece {
 /// Documents without tokens are skipped. Piece indices below the number of documents are the first pieces of the documents;
 /// higher ones are the further pieces of split documents.
 #[derive(Debug, Clone)]
-pub struct Plan {
+pub struct PackingPlan {
     capacity: u32,
     documents: usize,
     /// Pieces sorted by length.
@@ -49,7 +49,7 @@ pub struct Plan {
     patterns: Vec<Pattern>,
     slots: Vec<Slots>,
     tokens: u64,
-    cut: usize,
+    split: usize,
     dropped: usize,
     dropped_tokens: u64,
     skipped: usize,
@@ -78,17 +78,17 @@ struct Slots {
 pub struct Assignment {
     /// The start of each row in `pieces`, and the end.
     pub offsets: Vec<u32>,
-    /// Piece indices, see [`Plan::piece`].
+    /// Piece indices, see [`PackingPlan::piece`].
     pub pieces: Vec<u32>,
 }
 
-impl Plan {
+impl PackingPlan {
     /// Plans rows for documents of these lengths. Takes `O(n + C)` plus the time of the planner, which does not depend on
     /// `n`.
     ///
     /// # Errors
     /// The capacity is 0 or exceeds 2²⁸; no document has a token; there are more than 2³² − 2 pieces.
-    pub fn new(lengths: &[u32], options: &PlanOptions) -> Result<Self> {
+    pub fn new(lengths: &[u32], options: &PackingOptions) -> Result<Self> {
         let capacity = check_capacity(options.capacity)?;
         let too_many = |pieces: usize| Error::Config {
             what: WHAT,
@@ -97,7 +97,7 @@ impl Plan {
         let longest = lengths.iter().copied().max().unwrap_or(0);
         let mut of_pieces = std::borrow::Cow::Borrowed(lengths);
         let mut further = Vec::new();
-        let (mut cut, mut dropped, mut dropped_tokens) = (0, 0, 0);
+        let (mut split, mut dropped, mut dropped_tokens) = (0, 0, 0);
         if longest > capacity {
             let pieces = of_pieces.to_mut();
             for (document, &length) in (0..).zip(lengths).filter(|&(_, &length)| length > capacity) {
@@ -107,7 +107,7 @@ impl Plan {
                     dropped_tokens += u64::from(length);
                     continue;
                 }
-                cut += 1;
+                split += 1;
                 pieces[document as usize] = capacity;
                 let mut start = capacity;
                 while start < length {
@@ -152,7 +152,7 @@ impl Plan {
             patterns,
             slots,
             tokens,
-            cut,
+            split,
             dropped,
             dropped_tokens,
             skipped,
@@ -185,8 +185,8 @@ impl Plan {
     }
 
     /// Returns the number of documents split into pieces.
-    pub fn cut(&self) -> usize {
-        self.cut
+    pub fn split(&self) -> usize {
+        self.split
     }
 
     /// Returns the number of documents dropped because they are longer than a row.

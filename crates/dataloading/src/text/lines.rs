@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{Encoding, Place, Record, io};
+use super::{Encoding, Location, Record, io};
 use crate::error::{Error, Result};
 
 /// The maximum size of a record in bytes. It bounds the memory for a file without line breaks or a binary file.
@@ -47,12 +47,12 @@ impl Lines {
     }
 
     pub(super) fn record(&self, text: String, line: u64) -> Record {
-        Record { text, place: Place { path: self.path.clone(), line } }
+        Record { text, location: Location { path: self.path.clone(), line } }
     }
 
     /// Returns an error about line `line`.
     pub(super) fn error(&self, line: u64, reason: String) -> Error {
-        Error::Record { from: self.path.display().to_string(), place: format!("line {line}"), reason }
+        Error::Record { from: self.path.display().to_string(), location: format!("line {line}"), reason }
     }
 
     pub(super) fn next(&mut self) -> Result<Option<Line>> {

@@ -20,11 +20,11 @@ pub fn is_blank(line: &str) -> bool {
     line.trim().is_empty()
 }
 
-/// Returns the next article; text before the first heading is an article too. `held` passes the heading that ended the
+/// Returns the next article; text before the first heading is an article too. `lookahead` passes the heading that ended the
 /// article to the next call.
-pub(super) fn next_article(lines: &mut Lines, held: &mut Option<Line>) -> Result<Option<Record>> {
-    let mut article: Option<(String, u64)> = held.take().map(|line| (line.text, line.number));
-    // A held heading includes the blank line after it.
+pub(super) fn next_article(lines: &mut Lines, lookahead: &mut Option<Line>) -> Result<Option<Record>> {
+    let mut article: Option<(String, u64)> = lookahead.take().map(|line| (line.text, line.number));
+    // A heading read ahead includes the blank line after it.
     let mut after_blank = article.is_some();
     // Whether a line is a title depends on the line after it.
     let mut candidate: Option<Line> = None;
@@ -37,7 +37,7 @@ pub(super) fn next_article(lines: &mut Lines, held: &mut Option<Line>) -> Result
                     title.text.push('\n');
                     title.text.push_str(&line.text);
                 }
-                *held = Some(title);
+                *lookahead = Some(title);
                 break;
             }
             append(&mut article, title, lines)?;

@@ -47,7 +47,7 @@ impl Shard {
         let (start, end) = (self.offset(index), self.offset(index + 1));
         self.ids(start, end).ok_or_else(|| Error::Record {
             from: self.path().display().to_string(),
-            place: format!("document {index}"),
+            location: format!("document {index}"),
             reason: format!(
                 "its offsets are damaged ({start}..{end} of {} tokens); copy or write the store again",
                 self.header.tokens
@@ -69,12 +69,12 @@ impl Shard {
         if !out[start..].iter().fold(false, |beyond, &id| beyond | (id > largest)) {
             return Ok(());
         }
-        let place = out[start..].iter().position(|&id| id > largest).unwrap_or(0);
-        let id = out[start + place];
+        let position = out[start..].iter().position(|&id| id > largest).unwrap_or(0);
+        let id = out[start + position];
         out.truncate(start);
         Err(Error::Record {
             from: self.path().display().to_string(),
-            place: format!("document {index}, token {}", first + place),
+            location: format!("document {index}, token {}", first + position),
             reason: format!(
                 "id {id}, but the vocabulary of the store is {vocabulary}; copy or write the store again"
             ),

@@ -18,7 +18,7 @@ pub enum TooLong {
     #[default]
     Split,
     /// Truncated to the maximum; the rest is dropped and counted.
-    Cut,
+    Truncate,
     /// Dropped and counted.
     Drop,
 }
@@ -179,7 +179,7 @@ fn add(
     counts.too_long += 1;
     match options.too_long {
         TooLong::Split => ids.chunks(longest).try_for_each(give),
-        TooLong::Cut => {
+        TooLong::Truncate => {
             give(&ids[..longest])?;
             counts.dropped_tokens += (ids.len() - longest) as u64;
             Ok(())
@@ -195,8 +195,8 @@ fn add(
 fn locate(chunk: &[Record], tokenizer: &Tokenizer, error: Error) -> Error {
     let refused = chunk.iter().find_map(|record| Some((record, tokenizer.encode(&record.text).err()?)));
     refused.map_or(error, |(record, cause)| Error::Record {
-        from: record.place.path.display().to_string(),
-        place: format!("line {}", record.place.line),
+        from: record.location.path.display().to_string(),
+        location: format!("line {}", record.location.line),
         reason: cause.to_string(),
     })
 }

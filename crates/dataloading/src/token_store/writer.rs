@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 
 use super::header::{self, Header};
-use super::placing::{
+use super::placement::{
     aside, check_target, hidden, is_at, parent, place, recover, remove_folder, sync_folder,
 };
 use super::{TokenStore, file, io};
@@ -129,7 +129,7 @@ impl Writer {
             let document = self.documents();
             return Err(Error::Record {
                 from: self.target.display().to_string(),
-                place: format!("document {document}"),
+                location: format!("document {document}"),
                 reason: format!(
                     "id {id}, but the vocabulary of the store is {vocabulary}; use the vocabulary of the tokenizer that \
                      made the ids"

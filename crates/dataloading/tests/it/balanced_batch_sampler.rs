@@ -1,4 +1,4 @@
-//! Balanced batches: what they promise for any lengths, and what finding one costs.
+//! Balanced batches: their guarantees for any lengths, and the cost of finding one.
 
 use dataloading::balanced_batch_sampler::k_from_flag;
 use dataloading::{
@@ -85,7 +85,7 @@ proptest! {
     ) {
         let options = BalancedOptions { batch_size: BatchSize::Samples(size), k, incomplete: Incomplete::Drop, ..Default::default() };
         let sampler = BalancedBatchSampler::new(&Lengths(lengths.clone()), &options);
-        // A batch is full where so many of the sorted lengths are within k.
+        // A batch is full if enough of the sorted lengths are within k.
         let mut sorted = lengths.clone();
         sorted.sort();
         let possible = sorted.windows(size).any(|window| window[size - 1] - window[0] <= k);
@@ -136,7 +136,7 @@ fn the_tensors_are_those_of_standard_batching_too() {
     }
 }
 
-/// Lengths with the spread of text: many short, few long.
+/// Lengths distributed as in text: many short, few long.
 fn skewed(n: usize) -> Lengths {
     Lengths((0..n).map(|index| 1 + (index * 7919 % n) * 500 / n * (index % 5) / 4).collect())
 }
@@ -159,13 +159,13 @@ fn operations_per_batch_do_not_depend_on_the_size() {
         assert!(passes <= 2 * measured, "{passes} passes for {measured} elements");
         counts.push(most_comparisons);
     }
-    // 500 lengths and k = 20 make 25 windows whatever n is.
+    // 500 lengths and k = 20 make 25 windows for any n.
     assert!(counts.iter().all(|&count| (4..=6).contains(&count)), "{counts:?}");
 }
 
 #[test]
 fn any_two_of_a_window_meet_about_equally_often() {
-    // One length: all 12 samples are in one window with k = 0, beside 30 of other lengths.
+    // One length: all 12 samples are in one window with k = 0, next to 30 of other lengths.
     let lengths: Vec<usize> = (0..42).map(|index| if index < 12 { 5 } else { 6 + index }).collect();
     let options = BalancedOptions { batch_size: BatchSize::Samples(4), k: 0, ..Default::default() };
     let sampler = BalancedBatchSampler::new(&Lengths(lengths), &options).unwrap();
@@ -198,7 +198,7 @@ fn any_two_of_a_window_meet_about_equally_often() {
     // Three of eleven others share a sample's batch.
     assert_eq!(pairs.iter().sum::<f64>(), epochs as f64 * 18.0);
     assert!(chi_square(&pairs).abs() < 5.0, "pairs: {}", chi_square(&pairs));
-    assert!(chi_square(&first).abs() < 5.0, "place of a batch in the epoch: {}", chi_square(&first));
+    assert!(chi_square(&first).abs() < 5.0, "position of a batch in the epoch: {}", chi_square(&first));
 }
 
 #[test]

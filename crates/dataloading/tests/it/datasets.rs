@@ -1,9 +1,9 @@
-//! What each data set puts into its batches.
+//! The batches of each data set.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use dataloading::packing::PlanOptions;
+use dataloading::packing::PackingOptions;
 use dataloading::{
     BaseDataset, Batch, BatchOptions, BatchSampler, BatchSource, Capacity, IGNORED, Incomplete, Order,
     Overflow, PackedDataset, PackedOptions, RandomBatchSampler, Result, Samples, SequencedDataset,
@@ -12,7 +12,7 @@ use dataloading::{
 use proptest::prelude::*;
 use tch::Tensor;
 
-/// Token `place` of sample `index` is `1 + index · 1000 + place`.
+/// Token `position` of sample `index` is `1 + index · 1000 + position`.
 #[derive(Debug)]
 struct Numbered(Vec<usize>);
 
@@ -26,7 +26,7 @@ impl Samples for Numbered {
     }
 
     fn read(&self, index: usize, out: &mut Vec<u32>) -> Result<()> {
-        out.extend((0..self.0[index]).map(|place| (1 + index * 1000 + place) as u32));
+        out.extend((0..self.0[index]).map(|position| (1 + index * 1000 + position) as u32));
         Ok(())
     }
 }
@@ -35,7 +35,7 @@ fn numbers(tensor: &Tensor) -> Vec<i64> {
     Vec::try_from(tensor.f_to_kind(tch::Kind::Int64).unwrap().f_reshape([-1]).unwrap()).unwrap()
 }
 
-/// Checks what holds for every batch, and returns its documents: sample, and the places of it.
+/// Checks the invariants of every batch, and returns its documents: sample and positions.
 fn documents(batch: &Batch, lengths: &[usize], pad: i64) -> Vec<(usize, Range<usize>)> {
     let (rows, length) = batch.tokens.size2().unwrap();
     let (tokens, labels) = (numbers(&batch.tokens), numbers(&batch.labels));
@@ -61,9 +61,9 @@ fn documents(batch: &Batch, lengths: &[usize], pad: i64) -> Vec<(usize, Range<us
             batch.packing.is_none() || kept == 0 || kept == within.len(),
             "padding is a document of its own"
         );
-        for place in 0..within.len() {
-            let expected = if place + 1 < kept { within[place + 1] } else { IGNORED };
-            assert_eq!(labels[range.start + place], expected);
+        for position in 0..within.len() {
+            let expected = if position + 1 < kept { within[position + 1] } else { IGNORED };
+            assert_eq!(labels[range.start + position], expected);
         }
         if kept > 0 {
             let (sample, start) = ((within[0] - 1) as usize / 1000, (within[0] - 1) as usize % 1000);
@@ -86,7 +86,7 @@ fn documents(batch: &Batch, lengths: &[usize], pad: i64) -> Vec<(usize, Range<us
     found
 }
 
-/// All documents of an epoch, and the tokens that were left out.
+/// Returns all documents of an epoch, and the number of tokens dropped.
 fn epoch(source: &impl BatchSource, number: u64, lengths: &[usize]) -> (Vec<(usize, Range<usize>)>, usize) {
     let mut all = Vec::new();
     let mut dropped = 0;
@@ -126,7 +126,7 @@ proptest! {
         for index in 0..base.batches(number) {
             prop_assert_eq!(base.batch(number, index).unwrap().tokens.size()[1], max_length as i64);
             let batch = standard.batch(number, index).unwrap();
-            let longest = documents(&batch, &lengths, 0).iter().map(|(_, places)| places.len()).max().unwrap();
+            let longest = documents(&batch, &lengths, 0).iter().map(|(_, positions)| positions.len()).max().unwrap();
             prop_assert_eq!(batch.tokens.size()[1], longest as i64);
         }
     }
@@ -141,7 +141,7 @@ proptest! {
     ) {
         prop_assume!(lengths.iter().any(|&length| length > 0));
         let options = BatchOptions { batch_size, max_length, ..BatchOptions::default() };
-        let overflow = if cut { Overflow::Cut } else { Overflow::Drop };
+        let overflow = if cut { Overflow::Truncate } else { Overflow::Drop };
         let capacity = room.map(|room| Capacity { tokens: max_length + room, overflow });
         let dataset = SequencedDataset::new(Numbered(lengths.clone()), &options, capacity).unwrap();
         let standard = StandardDataset::new(Numbered(lengths.clone()), &options).unwrap();
@@ -153,15 +153,15 @@ proptest! {
             prop_assert_eq!(batch.tokens.size()[0], 1);
             let mut left = capacity.map_or(usize::MAX, |capacity| capacity.tokens);
             let mut expected = Vec::new();
-            for (sample, places) in whole.clone() {
-                let fits = places.len() <= left;
+            for (sample, positions) in whole.clone() {
+                let fits = positions.len() <= left;
                 if !fits && cut && left > 0 {
                     expected.push((sample, 0..left));
                 } else if fits {
-                    expected.push((sample, places.clone()));
+                    expected.push((sample, positions.clone()));
                 }
                 if !fits { break }
-                left -= places.len();
+                left -= positions.len();
             }
             prop_assert_eq!(&found, &expected);
             let given: usize = whole.iter().map(|(sample, _)| lengths[*sample]).sum();
@@ -178,16 +178,16 @@ proptest! {
     ) {
         prop_assume!(lengths.iter().any(|&length| length > 0));
         let order = if sequential { Order::Sequential } else { Order::Shuffled };
-        let plan = PlanOptions { capacity, ..Default::default() };
+        let plan = PackingOptions { capacity, ..Default::default() };
         let options = PackedOptions { rows, plan, order, ..PackedOptions::default() };
         let dataset = PackedDataset::new(Numbered(lengths.clone()), &options).unwrap();
         for number in 0..2 {
             let mut next = BTreeMap::new();
             let (mut all, dropped) = epoch(&dataset, number, &lengths);
             prop_assert_eq!(dropped, 0);
-            all.sort_by_key(|(sample, places)| (*sample, places.start));
-            for (sample, places) in all {
-                prop_assert_eq!(next.insert(sample, places.end).unwrap_or(0), places.start);
+            all.sort_by_key(|(sample, positions)| (*sample, positions.start));
+            for (sample, positions) in all {
+                prop_assert_eq!(next.insert(sample, positions.end).unwrap_or(0), positions.start);
             }
             let expected: BTreeMap<_, _> = lengths.iter().copied().enumerate().filter(|&(_, l)| l > 0).collect();
             prop_assert_eq!(next, expected);
@@ -198,7 +198,7 @@ proptest! {
 #[test]
 fn neighbours_change_from_epoch_to_epoch() {
     let lengths: Vec<usize> = (0..400).map(|index| 1 + index * 13 % 20).collect();
-    let plan = PlanOptions { capacity: 20, ..Default::default() };
+    let plan = PackingOptions { capacity: 20, ..Default::default() };
     let options = PackedOptions { rows: 1, plan, ..PackedOptions::default() };
     let dataset = PackedDataset::new(Numbered(lengths.clone()), &options).unwrap();
     let pairs = |number| {
@@ -225,7 +225,7 @@ fn one_token_has_no_target() {
     assert_eq!(numbers(&batch.labels), [IGNORED; 3]);
 }
 
-/// Samples whose lengths are not what they promise.
+/// Samples that are shorter than their reported lengths.
 struct Changed;
 
 impl Samples for Changed {
@@ -255,7 +255,7 @@ fn what_is_wrong_says_so() {
         dataset.batch(0, 1).unwrap_err().to_string(),
         "RandomBatchSampler: batch 1 of epoch 0, which has 1"
     );
-    let capacity = Some(Capacity { tokens: 100, overflow: Overflow::Cut });
+    let capacity = Some(Capacity { tokens: 100, overflow: Overflow::Truncate });
     assert_eq!(
         SequencedDataset::new(Numbered(vec![3]), &BatchOptions::default(), capacity).unwrap_err().to_string(),
         "SequencedDataset: the capacity of 100 tokens is less than max_length, 512; a sequence must hold at least \
@@ -289,7 +289,7 @@ fn options_that_make_no_batch_are_refused() {
     );
 }
 
-/// What a batch's counts cannot tell, because there is no batch.
+/// Drops that no batch's counts can report, because there is no batch.
 #[test]
 fn samples_of_dropped_batches_are_counted() {
     let lengths: Vec<usize> = (0..53).map(|index| index * 7 % 30).collect();
@@ -303,7 +303,7 @@ fn samples_of_dropped_batches_are_counted() {
             (0..batches.batches(3)).map(|index| batches.batch(3, index).unwrap().counts.documents);
         assert_eq!(documents.sum::<usize>(), used - dropped);
 
-        let plan = PlanOptions { capacity: 32, ..PlanOptions::default() };
+        let plan = PackingOptions { capacity: 32, ..PackingOptions::default() };
         let options = PackedOptions { rows: 5, plan, incomplete, ..PackedOptions::default() };
         let packed = PackedDataset::new(Numbered(lengths.clone()), &options).unwrap();
         let rows = packed.plan().rows();

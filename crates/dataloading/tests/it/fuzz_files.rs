@@ -1,4 +1,4 @@
-//! A store and a tokenizer from elsewhere, changed at random: each is refused, or is what it was.
+//! Mutated stores and tokenizers: each is refused, or read correctly.
 
 use std::fs;
 use std::path::Path;
@@ -9,14 +9,14 @@ use dataloading::tokenizer::{Tokenizer, TrainOptions};
 use fuzz::Outcome;
 use sha2::{Digest, Sha256};
 
-/// A folder in memory where there is one: the tests write it some ten thousand times.
+/// A folder in memory if possible: the tests write it tens of thousands of times.
 fn scratch() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
     if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap()
 }
 
-/// Makes a header's and a shard's own checksums right again, as far as the shard is long enough: so that what they would catch meets
-/// the other checks.
+/// Corrects the checksums of a header and a shard, as far as the shard is long enough, so that the other checks are tested
+/// too.
 fn sign(bytes: &mut [u8], payload: bool) {
     if bytes.len() < 128 {
         return;
@@ -48,17 +48,17 @@ fn token_store() {
             if signed > 0 {
                 sign(&mut bytes, signed == 2);
             }
-            // A new file each time: nobody shortens one that is mapped.
+            // A new file each time, because a mapped file must not be truncated.
             fs::remove_file(&shard).unwrap();
             fs::write(&shard, &bytes).unwrap();
-            // `verify` reads all, but keeps none of it.
+            // `verify` reads everything but holds none of it.
             let opened = fuzz::within(64 << 10, || {
                 let store = TokenStore::open(&path).ok()?;
                 let whole = store.verify().is_ok();
                 Some((store, whole))
             });
             let Some((store, whole)) = opened else { return Outcome::Refused };
-            // What is opened but damaged never gives ids beyond the vocabulary, or more of them than the file has.
+            // A damaged store that opens never returns ids outside the vocabulary, or more ids than the file has.
             assert!(store.len() <= bytes.len() && store.tokens() <= bytes.len() as u64);
             let mut read = Vec::new();
             for index in 0..store.len() {
@@ -75,7 +75,7 @@ fn token_store() {
             if signed == 0 {
                 assert_eq!(bytes, good, "a change that the checksums do not show");
             }
-            // What is whole is what its bytes say, read by the format's table.
+            // An intact store returns what its bytes contain, parsed by the format's table.
             let word = |at: usize, width: usize| {
                 bytes[at..at + width].iter().rev().fold(0u64, |word, byte| word << 8 | u64::from(*byte))
             };
@@ -99,7 +99,7 @@ fn tokenizer() {
     let texts = ["the cat and the hat", "the mat", "äöü 123"].map(|text| Ok(text.to_owned()));
     let options = TrainOptions { vocabulary: 270, ..TrainOptions::default() };
     let ours = serde_json::from_str(&Tokenizer::train_json(texts, &options).unwrap()).unwrap();
-    // What others have: a normalizer, several steps, a vocabulary with probabilities.
+    // Features of other tokenizers: a normalizer, several steps, a vocabulary with probabilities.
     let theirs: serde_json::Value = serde_json::json!({
         "version": "1.0", "truncation": null,
         "padding": {
@@ -142,7 +142,7 @@ fn tokenizer() {
         let text = fuzz::json(random, good);
         let read = fuzz::within(2000 * text.len() + (4 << 20), || Tokenizer::from_bytes(text.as_bytes()));
         let Ok(tokenizer) = read else { return Outcome::Refused };
-        // What it encodes, it knows.
+        // It decodes what it encodes.
         if let Ok(ids) = tokenizer.encode("the cat 123 äö <unk>") {
             assert!(ids.iter().all(|id| (*id as usize) < tokenizer.vocabulary()), "{ids:?}");
             let _ = tokenizer.decode(&ids);

@@ -1,10 +1,10 @@
-//! The loader: the same sequence whoever makes it, from wherever it begins, and what happens when something fails.
+//! The loader: the same sequence for any number of workers, resuming at any batch, and failures.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::strategies::{content, reference, strategies};
-use dataloading::packing::{Algorithm, LongDocuments, PlanOptions};
+use dataloading::packing::{Algorithm, LongDocuments, PackingOptions};
 use dataloading::{
     BalancedOptions, BaseDataset, Batch, BatchOptions, BatchSize, BatchSource, Capacity, Error, Incomplete,
     Loader, LoaderOptions, LoaderState, Overflow, PackedDataset, PackedOptions, Result, Samples,
@@ -25,7 +25,7 @@ fn any_number_of_workers_makes_the_same_sequence() {
     for source in strategies(37, 5) {
         let expected = reference(&source, 2);
         for workers in 0..=4 {
-            // The last two are more than all batches of both epochs.
+            // The last two exceed all batches of both epochs.
             for prefetch in [1, 3, 1000, usize::MAX] {
                 let mut loader = Loader::new(source.clone(), &options(workers, prefetch)).unwrap();
                 let found: Vec<_> = loader.by_ref().map(|batch| content(&batch.unwrap())).collect();
@@ -101,7 +101,7 @@ proptest! {
     }
 }
 
-/// Samples of which one is bad.
+/// Samples of which one is invalid.
 struct Bad {
     sample: usize,
     panics: bool,
@@ -125,7 +125,7 @@ impl Samples for Bad {
         if index == self.sample {
             return Err(Error::Record {
                 from: "corpus.jsonl".into(),
-                place: format!("line {}", index + 1),
+                location: format!("line {}", index + 1),
                 reason: "not UTF-8".into(),
             });
         }
@@ -194,7 +194,7 @@ fn an_abandoned_loader_ends_its_threads() {
 fn a_state_of_other_data_is_refused() {
     let source = strategies(37, 5).remove(1);
     let state = Loader::new(source.clone(), &options(0, 1)).unwrap().state();
-    // States that were saved are of data that has this name, on any machine.
+    // Saved states contain this fingerprint, on any machine.
     assert_eq!(
         serde_json::to_string(&state).unwrap(),
         r#"{"seed":5,"epoch":0,"position":0,"batches":10,"fingerprint":2099923815248559698}"#
@@ -225,7 +225,7 @@ fn a_state_of_other_data_is_refused() {
     );
 }
 
-/// Each changes what the batches are of, and none their number.
+/// Each changes the content of the batches but not their number.
 #[test]
 fn a_state_of_other_data_or_options_of_as_many_batches_is_refused() {
     let samples = || (0..40).map(|index| vec![index; 1 + index as usize % 8]).collect::<Vec<Vec<u32>>>();
@@ -247,7 +247,7 @@ fn a_state_of_other_data_or_options_of_as_many_batches_is_refused() {
         Arc::new(StandardDataset::balanced(samples(), &options, 0).unwrap())
     };
     let packed = |change: fn(&mut PackedOptions)| -> Arc<dyn BatchSource> {
-        let plan = PlanOptions { capacity: 8, ..PlanOptions::default() };
+        let plan = PackingOptions { capacity: 8, ..PackingOptions::default() };
         let mut options = PackedOptions { rows: 6, plan, ..PackedOptions::default() };
         change(&mut options);
         Arc::new(PackedDataset::new(samples(), &options).unwrap())
@@ -263,7 +263,7 @@ fn a_state_of_other_data_or_options_of_as_many_batches_is_refused() {
         standard(samples(), |options| options.incomplete = Incomplete::Drop),
         Arc::new(BaseDataset::new(samples(), &plain).unwrap()),
         sequenced(None),
-        sequenced(cut(Overflow::Cut)),
+        sequenced(cut(Overflow::Truncate)),
         sequenced(cut(Overflow::Drop)),
         balanced(|_| {}),
         balanced(|options| options.k = 101),
@@ -278,7 +278,7 @@ fn a_state_of_other_data_or_options_of_as_many_batches_is_refused() {
         loader.next().unwrap().unwrap();
         let mut state = loader.state();
         for (other, source) in sources.iter().enumerate() {
-            // Packed data sets have other numbers of batches, and that alone would say it.
+            // Packed data sets have other numbers of batches, which alone would be refused.
             state.batches = source.batches(0) as u64;
             let resumed = Loader::resume(source.clone(), &options(0, 1), &state);
             assert_eq!(resumed.is_ok(), at == other, "state of {at}, source {other}");
@@ -306,11 +306,11 @@ fn more_ranks_than_an_epoch_has_batches_go_on_into_the_next_ones() {
             let options = LoaderOptions { rank, ranks: 7, epochs: Some(5), ..options(workers, 2) };
             all(Loader::new(source.clone(), &options).unwrap())
         };
-        // Two whole rounds of seven in 15 batches.
+        // Two complete rounds of seven in 15 batches.
         for rank in 0..7 {
             assert_eq!(of_rank(rank), [expected[rank as usize].clone(), expected[rank as usize + 7].clone()]);
         }
-        // Not one whole round in an epoch.
+        // No complete round in an epoch.
         let options = LoaderOptions { rank: 0, ranks: 7, epochs: Some(2), ..options(workers, 2) };
         assert!(all(Loader::new(source.clone(), &options).unwrap()).is_empty());
     }
@@ -341,7 +341,7 @@ fn numbers_beyond_reason_are_refused() {
     }
 }
 
-/// Panics with a value whose drop panics as well.
+/// Panics with a value whose drop panics too.
 struct Cursed;
 
 impl Drop for Cursed {
@@ -384,7 +384,7 @@ fn a_panic_that_panics_again_does_not_keep_the_consumer_waiting() {
 
 #[test]
 fn a_loader_that_is_dropped_after_an_error_does_not_wait_for_its_workers() {
-    // The workers have made all that they may and wait for room.
+    // The workers have filled the prefetch buffer and wait.
     let mut loader = Loader::new(bad(0, false), &options(3, 4)).unwrap();
     assert!(loader.next().unwrap().is_err());
     drop(loader);

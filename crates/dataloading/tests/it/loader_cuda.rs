@@ -1,6 +1,6 @@
-//! The loader on a CUDA device: the batches of the CPU, whatever is kept, dropped or under way.
+//! The loader on a CUDA device: the same batches as on the CPU, with batches held, dropped or in progress.
 //!
-//! What a test holds of page-locked memory is the process's: the one that looks at it comes first in the alphabet.
+//! Page-locked memory belongs to the process: the test that inspects it comes first in alphabetical order.
 
 use crate::strategies::{content, reference, strategies};
 use dataloading::{Batch, Loader, LoaderOptions, Result};
@@ -8,7 +8,8 @@ use runtime::device::graph::Step;
 use runtime::device::{cuda_count, pinned_bytes, synchronize};
 use tch::{Device, Kind, Tensor};
 
-/// Whether there is a CUDA device. (`tch`'s own question is answered no, for good, before libtorch's CUDA half is loaded.)
+/// Returns whether there is a CUDA device. (`tch`'s own check would answer no for good before libtorch's CUDA library is
+/// loaded.)
 #[expect(clippy::print_stdout, reason = "a test that does nothing says so")]
 fn has_cuda() -> bool {
     let found = cuda_count().unwrap() > 0;
@@ -57,22 +58,22 @@ fn a_device_gets_the_batches_of_the_cpu() {
         epochs: Some(2),
         ..LoaderOptions::default()
     };
-    // Pageable first: nothing may have asked for page-locked memory before.
+    // Pageable first: nothing may have allocated page-locked memory before.
     for pinned in [false, true] {
         for source in strategies(37, 5) {
             let expected = reference(&source, 2);
             for workers in [0, 2] {
                 let loader = || Loader::new(source.clone(), &options(workers, pinned)).unwrap();
-                // One at a time: memory is used again.
+                // One at a time: memory is reused.
                 let found: Vec<_> = loader().map(|batch| content(&batch.unwrap())).collect();
                 assert_eq!(found, expected, "{workers} workers, pinned: {pinned}");
 
-                // All alive while others are made.
+                // All held while others are made.
                 let kept: Vec<Batch> = loader().collect::<Result<_>>().unwrap();
                 assert!(kept.iter().all(|batch| batch.tokens.device() == device));
                 assert_eq!(kept.iter().map(content).collect::<Vec<_>>(), expected);
 
-                // Dropped with copies under way; what was handed out stays.
+                // Dropped with copies in progress; returned batches remain valid.
                 let mut abandoned = loader();
                 let first = abandoned.next().unwrap().unwrap();
                 drop(abandoned);

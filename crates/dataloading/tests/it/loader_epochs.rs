@@ -1,4 +1,4 @@
-//! Where epochs end, and those that have nothing.
+//! The ends of epochs, and epochs without batches.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ fn options(workers: usize, prefetch: usize) -> LoaderOptions {
     LoaderOptions { workers, prefetch, ..LoaderOptions::default() }
 }
 
-/// A source of two batches in some epochs and none in others; one that nobody may ask for panics.
+/// A source with two batches in some epochs and none in others; asking for one particular epoch panics.
 struct Short {
     has: fn(u64) -> bool,
     forbidden: u64,
@@ -40,19 +40,19 @@ fn short(has: fn(u64) -> bool, forbidden: u64) -> Arc<dyn BatchSource> {
     Arc::new(Short { has, forbidden })
 }
 
-/// Epoch and index of each batch, and the words of the error that ended it.
-fn places(loader: Loader) -> (Vec<(i64, i64)>, Option<String>) {
-    let mut places = Vec::new();
+/// Returns epoch and index of each batch, and the error that ended the loader.
+fn positions(loader: Loader) -> (Vec<(i64, i64)>, Option<String>) {
+    let mut positions = Vec::new();
     for batch in loader {
         match batch {
             Ok(batch) => {
                 let tokens = Vec::<i64>::try_from(batch.tokens.f_reshape([-1]).unwrap()).unwrap();
-                places.push((tokens[0], tokens[1]));
+                positions.push((tokens[0], tokens[1]));
             }
-            Err(error) => return (places, Some(error.to_string())),
+            Err(error) => return (positions, Some(error.to_string())),
         }
     }
-    (places, None)
+    (positions, None)
 }
 
 #[test]
@@ -65,9 +65,10 @@ fn the_last_epoch_is_finished_without_asking_for_the_next() {
                 let mut found = Vec::new();
                 for rank in 0..ranks {
                     let options = LoaderOptions { rank, ranks, epochs: Some(epochs), ..options(workers, 3) };
-                    let (places, error) = places(Loader::new(short(|_| true, epochs), &options).unwrap());
+                    let (positions, error) =
+                        positions(Loader::new(short(|_| true, epochs), &options).unwrap());
                     assert_eq!(error, None);
-                    found.extend(places);
+                    found.extend(positions);
                 }
                 found.sort();
                 assert_eq!(found, expected, "{workers} workers, {ranks} ranks");
@@ -87,7 +88,7 @@ fn a_loader_at_its_end_resumes_into_nothing_and_into_further_epochs() {
         assert_eq!(Loader::resume(short(|_| true, 1), &options, &state).unwrap().count(), 0);
         let further = LoaderOptions { epochs: Some(2), ..options };
         let rest = Loader::resume(short(|_| true, 2), &further, &state).unwrap();
-        assert_eq!(places(rest), (vec![(1, 0), (1, 1)], None));
+        assert_eq!(positions(rest), (vec![(1, 0), (1, 1)], None));
     }
 }
 
@@ -100,7 +101,7 @@ fn an_epoch_without_batches_is_passed_over() {
         let mut loader = Loader::new(odd(), &options).unwrap();
         for done in 0..=expected.len() {
             let rest = Loader::resume(odd(), &options, &loader.state()).unwrap();
-            assert_eq!(places(rest), (expected[done..].to_vec(), None));
+            assert_eq!(positions(rest), (expected[done..].to_vec(), None));
             loader.next();
         }
     }
@@ -132,13 +133,13 @@ fn epochs_without_any_batch_are_an_error_and_no_endless_loop() {
             (short(|_| true, 1), "a worker of the loader panicked at batch 2 of epoch 0: no epoch 1"),
         ] {
             let options = LoaderOptions { epochs: None, ..options(workers, 2) };
-            let (places, error) = places(Loader::new(source, &options).unwrap());
-            assert_eq!((places.len(), error.as_deref()), (2, Some(words)), "{workers} workers");
+            let (positions, error) = positions(Loader::new(source, &options).unwrap());
+            assert_eq!((positions.len(), error.as_deref()), (2, Some(words)), "{workers} workers");
         }
     }
 }
 
-/// Lengths 5 and 6 fill a batch together and not apart, and where the windows begin is drawn for each epoch.
+/// Lengths 5 and 6 fill a batch only together, and the offset of the windows is random in each epoch.
 #[test]
 fn a_balanced_run_outlasts_epochs_whose_windows_leave_no_batch() {
     let lengths = [[5; 16], [6; 16]].concat().into_iter().chain([20]);

@@ -1,9 +1,9 @@
-//! Plans against the algorithms that go document by document, and streams.
+//! Plans against the algorithms over single documents, and streams.
 
 use std::collections::BTreeMap;
 
 use dataloading::packing::{
-    Algorithm, LongDocuments, Plan, PlanOptions, StreamingBestFit, StreamingOptions, lower_bound,
+    Algorithm, LongDocuments, PackingOptions, PackingPlan, StreamingBestFit, StreamingOptions, lower_bound,
 };
 use dataloading::permutation::Permutation;
 use proptest::prelude::*;
@@ -15,7 +15,7 @@ struct Row {
     filled: usize,
 }
 
-/// Document by document from the longest, each into the row that `choose` finds among those with room.
+/// Packs document by document from the longest, each into the row chosen by `choose` among those with room.
 fn one_by_one(lengths: &[u32], capacity: u32, choose: impl Fn(&[(usize, &Row)]) -> usize) -> Vec<Vec<u32>> {
     let mut sorted: Vec<u32> = lengths.iter().copied().filter(|&length| length > 0).collect();
     sorted.sort_by(|a, b| b.cmp(a));
@@ -49,7 +49,7 @@ fn oracle(lengths: &[u32], capacity: u32, algorithm: Algorithm) -> Vec<Vec<u32>>
     }
 }
 
-fn contents(plan: &Plan) -> Vec<Vec<u32>> {
+fn contents(plan: &PackingPlan) -> Vec<Vec<u32>> {
     let of_row = |row| plan.row(row).unwrap().iter().map(|piece| piece.length as u32).collect();
     let mut contents: Vec<Vec<u32>> = (0..plan.rows()).map(of_row).collect();
     contents.sort();
@@ -71,8 +71,8 @@ proptest! {
         let lengths: Vec<u32> = lengths.into_iter().map(|length| length % narrow.max(2) % (capacity + 1)).collect();
         prop_assume!(lengths.iter().any(|&length| length > 0));
         for algorithm in ALGORITHMS {
-            let options = PlanOptions { capacity: capacity as usize, algorithm, ..Default::default() };
-            let plan = Plan::new(&lengths, &options).unwrap();
+            let options = PackingOptions { capacity: capacity as usize, algorithm, ..Default::default() };
+            let plan = PackingPlan::new(&lengths, &options).unwrap();
             prop_assert_eq!(contents(&plan), oracle(&lengths, capacity, algorithm), "{:?}", algorithm);
         }
     }
@@ -83,10 +83,10 @@ proptest! {
         lengths in proptest::collection::vec(0_u32..200, 1..120),
         drop_long: bool,
     ) {
-        let long = if drop_long { LongDocuments::Drop } else { LongDocuments::Cut };
+        let long = if drop_long { LongDocuments::Drop } else { LongDocuments::Split };
         for algorithm in ALGORITHMS {
-            let options = PlanOptions { capacity, algorithm, long };
-            let Ok(plan) = Plan::new(&lengths, &options) else {
+            let options = PackingOptions { capacity, algorithm, long };
+            let Ok(plan) = PackingPlan::new(&lengths, &options) else {
                 prop_assert!(lengths.iter().all(|&length| length == 0 || drop_long && length as usize > capacity));
                 continue;
             };
@@ -115,7 +115,7 @@ proptest! {
             }
             prop_assert_eq!(plan.tokens(), tokens);
             let long_ones = lengths.iter().filter(|&&length| length as usize > capacity).count();
-            prop_assert_eq!(if drop_long { plan.dropped() } else { plan.cut() }, long_ones);
+            prop_assert_eq!(if drop_long { plan.dropped() } else { plan.split() }, long_ones);
             prop_assert_eq!(plan.skipped(), lengths.iter().filter(|&&length| length == 0).count());
         }
     }
@@ -128,9 +128,9 @@ proptest! {
         let lengths: Vec<u32> = lengths.into_iter().map(|length| length.min(capacity as u32)).collect();
         let bound = lower_bound(&lengths, capacity).unwrap();
         for algorithm in ALGORITHMS {
-            let plan = Plan::new(&lengths, &PlanOptions { capacity, algorithm, ..Default::default() }).unwrap();
+            let plan = PackingPlan::new(&lengths, &PackingOptions { capacity, algorithm, ..Default::default() }).unwrap();
             prop_assert!(plan.rows() >= bound);
-            // 11/9 of the least number, plus 6/9 (Dósa 2007); and the bound is at least 2/3 of it (Martello and Toth).
+            // 11/9 of the minimum plus 6/9 (Dósa 2007); and the bound is at least 2/3 of the minimum (Martello and Toth).
             prop_assert!(plan.rows() as f64 <= 11.0 / 9.0 * 1.5 * bound as f64 + 1.0);
         }
     }
@@ -156,7 +156,7 @@ proptest! {
     }
 }
 
-/// All rows of a stream; no more documents wait than may.
+/// Returns all rows of a stream, and checks the number of waiting documents.
 fn stream(lengths: &[u32], options: &StreamingOptions) -> (Vec<Vec<u64>>, u64) {
     let mut packer = StreamingBestFit::new(options).unwrap();
     let mut rows = Vec::new();
@@ -174,7 +174,7 @@ fn stream(lengths: &[u32], options: &StreamingOptions) -> (Vec<Vec<u64>>, u64) {
 /// Uniform in `1..=512`.
 fn uniform(n: u64, seed: u64) -> Vec<u32> {
     let order = Permutation::new(1 << 40, seed, 0, 0);
-    (0..n).map(|place| (order.at(place) % 512) as u32 + 1).collect()
+    (0..n).map(|position| (order.at(position) % 512) as u32 + 1).collect()
 }
 
 #[test]
@@ -185,13 +185,14 @@ fn uniform_lengths_fill_their_rows() {
         let bound = lower_bound(&lengths, 512).unwrap();
         let tokens: u64 = lengths.iter().map(|&length| u64::from(length)).sum();
         for algorithm in ALGORITHMS {
-            let plan = Plan::new(&lengths, &PlanOptions { algorithm, ..Default::default() }).unwrap();
+            let plan =
+                PackingPlan::new(&lengths, &PackingOptions { algorithm, ..Default::default() }).unwrap();
             assert!(
                 plan.rows() * 1000 <= bound * 1004,
                 "seed {seed}: {} rows, at least {bound}",
                 plan.rows()
             );
-            // A surplus of documents above 256 tokens leaves rows half empty, whatever one does.
+            // With too many documents above 256 tokens, every packing leaves rows half empty.
             if tokens as f64 / (bound * 512) as f64 >= 0.997 {
                 fills.push(plan.fill());
             }
@@ -212,17 +213,17 @@ fn a_stream_of_uniform_lengths_fills_its_rows() {
 
 #[test]
 fn what_cannot_be_packed_is_refused() {
-    let check = |lengths: &[u32], options: PlanOptions, words: &str| {
-        assert_eq!(Plan::new(lengths, &options).unwrap_err().to_string(), words);
+    let check = |lengths: &[u32], options: PackingOptions, words: &str| {
+        assert_eq!(PackingPlan::new(lengths, &options).unwrap_err().to_string(), words);
     };
     check(
         &[1],
-        PlanOptions { capacity: 0, ..Default::default() },
+        PackingOptions { capacity: 0, ..Default::default() },
         "packing: rows of 0 tokens; expected a capacity from 1 to 268435456",
     );
     check(
         &[0, 9, 0],
-        PlanOptions { capacity: 8, long: LongDocuments::Drop, ..Default::default() },
+        PackingOptions { capacity: 8, long: LongDocuments::Drop, ..Default::default() },
         "packing: none of 3 documents can be packed into rows of 8 tokens: 2 have no token and 1 are longer than a row",
     );
     let mut packer = StreamingBestFit::new(&StreamingOptions { capacity: 8, ..Default::default() }).unwrap();

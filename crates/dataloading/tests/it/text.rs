@@ -1,4 +1,4 @@
-//! Reading text: each format, and each thing that can be wrong with a file.
+//! Reading text: each format, and each invalid file.
 
 use std::path::{Path, PathBuf};
 
@@ -22,7 +22,7 @@ fn read(content: &[u8], format: Format) -> Result<Vec<Record>> {
 
 fn check(content: &str, format: Format, expected: &[(u64, &str)]) {
     let records = read(content.as_bytes(), format).unwrap();
-    let found: Vec<(u64, &str)> = records.iter().map(|r| (r.place.line, &*r.text)).collect();
+    let found: Vec<(u64, &str)> = records.iter().map(|r| (r.location.line, &*r.text)).collect();
     assert_eq!(found, expected);
 }
 
@@ -32,7 +32,7 @@ fn an_article_is_what_its_title_begins() {
                  old @-@ ish .";
     check(WIKI, Format::Articles, &[(2, arden), (11, "= Brum = \n \n = = Name = = \n \n Brum .")]);
     check("No title . \n \n = A = \n", Format::Articles, &[(1, "No title ."), (3, "= A =")]);
-    // Formulas alone on a line, and titles without blank lines about them.
+    // Formulas on a line of their own, and titles without blank lines around them.
     check(
         " = A = \n \n text \n = 1 m / s = \n text \n",
         Format::Articles,
@@ -82,7 +82,7 @@ fn files_are_read_in_order_and_records_know_theirs() {
     ];
     let mut records = Corpus::new(files.clone(), Format::Lines).records().unwrap();
     let found: Vec<_> =
-        records.by_ref().map(|r| r.map(|r| (r.text, r.place.path.to_path_buf())).unwrap()).collect();
+        records.by_ref().map(|r| r.map(|r| (r.text, r.location.path.to_path_buf())).unwrap()).collect();
     let of = |text: &str, file: usize| (text.to_owned(), files[file].clone());
     assert_eq!(found, [of("1", 0), of("2", 0), of("3", 2)]);
     assert_eq!((records.bytes(), records.replaced()), (5, 0));
@@ -146,7 +146,7 @@ fn files_that_cannot_be_read_are_said_before_reading_starts() {
     let missing = Corpus::new([there.clone(), folder.path().join("b")], Format::Lines).records().unwrap_err();
     assert!(missing.to_string().ends_with("b: No such file or directory (os error 2)"), "{missing}");
     let of_folder = Corpus::new([there, folder.path().into()], Format::Lines).records().unwrap_err();
-    assert!(of_folder.to_string().ends_with("not a regular file; name the text files themselves"));
+    assert!(of_folder.to_string().ends_with("not a regular file; pass text files"));
     let none = Corpus::new([], Format::Lines).records().unwrap_err();
     assert_eq!(none.to_string(), "corpus: the list of files is empty; pass at least one");
 }

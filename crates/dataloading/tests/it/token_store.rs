@@ -1,4 +1,4 @@
-//! A store gives back what was written, and refuses what was not.
+//! A store returns what was written, and refuses everything else.
 
 use std::path::Path;
 
@@ -29,7 +29,7 @@ fn example(path: &Path) -> TokenStore {
     write(path, &documents, &WriterOptions { shard_bytes: 40, ..WriterOptions::new(100) }).unwrap()
 }
 
-/// The 16 bytes at the end of a header after it was altered on purpose.
+/// Corrects the last 16 bytes of a header after a deliberate change.
 fn sign(header: &mut [u8]) {
     use sha2::{Digest, Sha256};
     let check = Sha256::digest(&header[..112]);
@@ -66,7 +66,7 @@ proptest! {
             if let Some(half) = ids.slice(document.len() / 2..document.len()) {
                 prop_assert_eq!(&half.iter().collect::<Vec<_>>(), &document[document.len() / 2..]);
             }
-            // As the sequences in memory do, also beyond the end and backwards.
+            // Like sequences in memory, also for ranges beyond the end and reversed ranges.
             for (start, end) in [(0, 3), (1, 2), (part.0, part.1), (2, usize::MAX), (usize::MAX, usize::MAX)] {
                 let (mut ours, mut theirs) = (vec![9], vec![9]);
                 store.read_part(index, start..end, &mut ours).unwrap();
@@ -74,7 +74,7 @@ proptest! {
                 prop_assert_eq!(ours, theirs, "{}..{}", start, end);
             }
         }
-        // A shard is full at its bound, unless one document alone is beyond it.
+        // A shard is full at its maximum size, unless a single document exceeds it.
         let width = if narrow { 2 } else { 4 };
         for shard in 0..store.shards() {
             let bytes = std::fs::metadata(path.join(format!("{shard:05}.tokens"))).unwrap().len() - 128;
@@ -92,8 +92,8 @@ proptest! {
         let mut bytes = std::fs::read(&shard).unwrap();
         let at = at.index(bytes.len());
         bytes[at] ^= 1 << bit;
-        // With a header checksum that fits, the other checks are on their own. What the checksum itself covers is then only
-        // the checksum.
+        // With a corrected header checksum the other checks must find the damage; bytes that only that checksum covers are
+        // not tested.
         if signed {
             sign(&mut bytes[..128]);
         }
@@ -106,8 +106,8 @@ proptest! {
                 }
             }
             let _ = all(&store);
-            // A wider vocabulary, signed as such, is no damage that can be seen; the rest of a signed flip in the header's
-            // own checksum is mended by signing.
+            // A larger vocabulary with a correct checksum is not detectable; a flip in the header's own checksum is undone
+            // by correcting it.
             let harmless = signed && ((40..48).contains(&at) || (112..128).contains(&at));
             prop_assert!(store.verify().is_err() || harmless, "byte {at}, bit {bit}");
         }
@@ -132,7 +132,7 @@ fn every_truncation_is_refused() {
     }
 }
 
-/// The words of the error of opening and verifying the example after `damage`.
+/// Returns the error of opening and verifying the example after `damage`.
 fn check_damage(damage: impl FnOnce(&Path), expected: Expect) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
@@ -218,7 +218,7 @@ fn damaged_offsets_are_refused_at_the_document() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
     write(&path, &[vec![1, 2], vec![3]], &WriterOptions::new(10)).unwrap();
-    // 128 of header, 8 of ids, then 0, 2, 3.
+    // 128 bytes of header, 8 of ids, then offsets 0, 2, 3.
     alter(&path.join("00000.tokens"), |b| b[144] = 200);
     let store = TokenStore::open(&path).unwrap();
     let error = store.document(0).unwrap_err().to_string();
@@ -282,7 +282,7 @@ fn an_interrupted_write_leaves_no_store_and_the_next_one_cleans_up() {
     assert!(leftovers > 3, "{leftovers} files");
     let second = Writer::create(&path, &WriterOptions::new(10)).unwrap_err().to_string();
     assert!(second.ends_with("another process is writing this store; wait for it, or choose another name"));
-    // What a killed process leaves: the files, and no lock on them.
+    // A killed process leaves the files without a lock.
     let kept = folder.path().join("kept");
     std::fs::rename(&partial, &kept).unwrap();
     drop(writer);
@@ -292,7 +292,7 @@ fn an_interrupted_write_leaves_no_store_and_the_next_one_cleans_up() {
     assert_eq!((store.shards(), all(&store).unwrap()), (1, vec![vec![5]]));
     assert_eq!(std::fs::read_dir(&path).unwrap().count(), 1);
     assert!(!partial.exists());
-    // A writer that is dropped removes what it wrote.
+    // Dropping a writer removes its files.
     drop(Writer::create(&folder.path().join("other"), &WriterOptions::new(10)).unwrap());
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
 }
@@ -306,7 +306,7 @@ fn a_store_is_replaced_only_when_asked_and_only_if_it_is_one() {
     assert!(error.ends_with("the path exists; remove it, choose another name, or allow replacement"));
     let replace = WriterOptions { replace: true, ..WriterOptions::new(10) };
     let new = write(&path, &[vec![2], vec![3]], &replace).unwrap();
-    // The old one stays readable to whom has it open.
+    // A process that has the former store open can still read it.
     assert_eq!((all(&old).unwrap(), all(&new).unwrap()), (vec![vec![1]], vec![vec![2], vec![3]]));
     assert_ne!(old.fingerprint(), new.fingerprint());
     let foreign = folder.path().join("photographs");
@@ -343,7 +343,7 @@ fn a_replaced_store_stays_as_it_was_for_those_who_have_it_open() {
     assert_ne!(TokenStore::open(&path).unwrap().fingerprint(), old.fingerprint());
 }
 
-/// As where a process ended between the two renames.
+/// As if the process had ended between the two renames.
 #[test]
 fn a_store_whose_replacement_was_interrupted_comes_back() {
     let folder = tempfile::tempdir().unwrap();
@@ -356,7 +356,7 @@ fn a_store_whose_replacement_was_interrupted_comes_back() {
         "store: its replacement was interrupted, and the former store lies in .store.replaced; rename it, or write the store again"
     ]
     .assert_eq(&error.replace(&format!("{}/", folder.path().display()), ""));
-    // A writer that may not replace it, and one that does not end.
+    // A writer without permission to replace, and one that does not finish.
     for replace in [false, true] {
         let options = WriterOptions { replace, ..WriterOptions::new(10) };
         assert_eq!(Writer::create(&path, &options).is_ok(), replace);
@@ -370,7 +370,7 @@ fn a_store_whose_replacement_was_interrupted_comes_back() {
     assert_eq!(std::fs::read_dir(&path).unwrap().count(), 1);
 }
 
-/// An id that a model would look up beyond its table.
+/// An id outside the vocabulary, for which a model has no embedding.
 #[test]
 fn an_id_that_was_damaged_is_refused_by_whoever_reads_it() {
     for (vocabulary, width) in [(100, 2), (70_000, 4)] {
@@ -397,7 +397,7 @@ fn an_id_that_was_damaged_is_refused_by_whoever_reads_it() {
     }
 }
 
-/// A document whose offsets are damaged looks empty, and empty documents are passed over.
+/// A document with damaged offsets looks empty, and empty documents are skipped.
 #[test]
 fn damaged_offsets_are_found_when_a_data_set_is_made() {
     let folder = tempfile::tempdir().unwrap();
@@ -425,7 +425,7 @@ fn names_need_not_be_utf_8() {
     use std::os::unix::ffi::OsStrExt;
 
     let folder = tempfile::tempdir().unwrap();
-    // Both would be the same name with the bad byte replaced.
+    // Lossy conversion would map both to the same name.
     let [one, two] = [b"a\xff", b"a\xfe"].map(|name| folder.path().join(OsStr::from_bytes(name)));
     let mut first = Writer::create(&one, &WriterOptions::new(10)).unwrap();
     let mut second = Writer::create(&two, &WriterOptions::new(10)).unwrap();
@@ -440,15 +440,15 @@ fn names_need_not_be_utf_8() {
     );
 }
 
-/// The room that the output needed tells how much was copied.
+/// The capacity of the output shows how much was copied.
 #[test]
 fn a_part_of_a_long_document_is_read_without_the_rest() {
     let folder = tempfile::tempdir().unwrap();
-    let document: Vec<u32> = (0..100_000).map(|place| place % 97).collect();
+    let document: Vec<u32> = (0..100_000).map(|position| position % 97).collect();
     let store = write(&folder.path().join("store"), std::slice::from_ref(&document), &WriterOptions::new(97))
         .unwrap();
     let mut part = Vec::new();
     store.read_part(0, 50_000..50_010, &mut part).unwrap();
     assert_eq!(part, document[50_000..50_010]);
-    assert!(part.capacity() < 1000, "{} places for ten tokens", part.capacity());
+    assert!(part.capacity() < 1000, "{} positions for ten tokens", part.capacity());
 }

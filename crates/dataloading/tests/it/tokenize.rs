@@ -22,7 +22,7 @@ fn small() -> Tokenizer {
     Tokenizer::from_bytes(train_json(&TEXTS, 270).unwrap().as_bytes()).unwrap()
 }
 
-/// The folder of real data, where there is one.
+/// Returns the folder of real data, if it exists.
 fn real(path: &str) -> Option<PathBuf> {
     let file = std::env::var_os("FRUGAL_DATA").map(|folder| PathBuf::from(folder).join(path));
     let file = file.filter(|file| file.is_file());
@@ -42,7 +42,7 @@ fn training_gives_the_same_bytes_in_any_order_and_on_any_number_of_threads() {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         assert_eq!(pool.install(|| train_json(&texts, 600).unwrap()), one);
     }
-    // The crate that reads it writes the same content.
+    // The `tokenizers` crate writes back the content it reads.
     let read = tokenizers::Tokenizer::from_bytes(&one).unwrap().to_string(false).unwrap();
     let value = |json: &str| serde_json::from_str::<serde_json::Value>(json).unwrap();
     assert_eq!(value(&read), value(&one));
@@ -67,9 +67,9 @@ fn any_text_comes_back_and_a_batch_is_the_single_texts() {
 fn a_tokenizer_that_lacks_something_says_what_to_do() {
     let options = TrainOptions { special_tokens: Vec::new(), vocabulary: 260, ..TrainOptions::default() };
     let bare = Tokenizer::train(TEXTS.map(|text| Ok(text.into())), &options).unwrap();
-    expect!["padding token: the tokenizer has none of <|padding|> <pad> [PAD] <|pad|> <PAD> <|pad_token|> <|finetune_right_pad_id|>; padding never has a label and is masked, so the end-of-text token will do: pass its id as the padding id"]
+    expect!["padding token: the tokenizer has none of <|padding|> <pad> [PAD] <|pad|> <PAD> <|pad_token|> <|finetune_right_pad_id|>; pass the id of the end-of-text token as padding id: padding has no label and is masked"]
         .assert_eq(&bare.padding().unwrap_err().to_string());
-    expect!["end-of-text token: the tokenizer has none of <|endoftext|> </s> <|end_of_text|> <eos> <|eot_id|> [SEP] <|im_end|>; pass the id of the token that the model was trained to end with, or append none"]
+    expect!["end-of-text token: the tokenizer has none of <|endoftext|> </s> <|end_of_text|> <eos> <|eot_id|> [SEP] <|im_end|>; pass the id of the end token of the model, or append none"]
         .assert_eq(&bare.end_of_text().unwrap_err().to_string());
     expect![
         "tokenizer: there is no token 260: the vocabulary has 260 ids; use the tokenizer that made the tokens"
@@ -128,7 +128,7 @@ fn long_documents_are_split_cut_or_dropped_and_empty_ones_skipped() {
     let base = Tokenized { records: 3, empty: 1, bytes: text.len() as u64, ..Tokenized::default() };
     for (too_long, expected, dropped_tokens) in [
         (TooLong::Split, vec!["abc.", "vwxy", "z."], 0),
-        (TooLong::Cut, vec!["abc.", "vwxy"], 2),
+        (TooLong::Truncate, vec!["abc.", "vwxy"], 2),
         (TooLong::Drop, vec!["abc."], 6),
     ] {
         let options = TokenizeOptions { end_of_text: Some(0), longest: Some(4), too_long };

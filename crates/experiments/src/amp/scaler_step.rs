@@ -81,7 +81,7 @@ pub(crate) fn run(
 ) -> Result<Overhead> {
     const WARMUP: usize = 2;
     let mut optimizer = size.optimizer(device)?;
-    let options = DynamicOptions { initial: 1.0, interval: u32::MAX, ..DynamicOptions::default() };
+    let options = DynamicOptions { init_scale: 1.0, growth_interval: u32::MAX, ..DynamicOptions::default() };
     let mut on_host = DynamicGradScaler::new(options)?;
     let mut on_device = DeviceScaler::new(DynamicRule::new(options)?, device)?;
     let one = Tensor::f_ones([1], (Kind::Float, device))?;

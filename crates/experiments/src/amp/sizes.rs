@@ -35,7 +35,7 @@ impl Sizes {
         let scales = Scales {
             fixed: 65_536.0,
             dynamic: DynamicOptions::default(),
-            restless: DynamicOptions { initial: 2f32.powi(24), interval: 30, ..Default::default() },
+            restless: DynamicOptions { init_scale: 2f32.powi(24), growth_interval: 30, ..Default::default() },
         };
         let training = |model, batch_size, epochs, lr, evaluate_every| Training {
             model,

@@ -46,7 +46,11 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Sweep) -> anyhow::Result<()> 
     }
     for (exponent, interval) in DYNAMIC {
         progress.message(&format!("dynamic, from 2^{exponent}"));
-        let restless = DynamicOptions { initial: 2f32.powi(exponent), interval, ..Default::default() };
+        let restless = DynamicOptions {
+            init_scale: 2f32.powi(exponent),
+            growth_interval: interval,
+            ..Default::default()
+        };
         let scales = Scales { restless, ..training.scales };
         put(
             "dynamic, from here",

@@ -9,7 +9,7 @@ use dataloading::batch_source::BatchSource;
 use dataloading::datasets::{BaseDataset, PackedDataset, PackedOptions, SequencedDataset, StandardDataset};
 use dataloading::host_batch::HostBatch;
 use dataloading::length_statistics::{LengthStatistics, Waste};
-use dataloading::packing::PlanOptions;
+use dataloading::packing::PackingOptions;
 use dataloading::random_batch_sampler::BatchOptions;
 use dataloading::samples::Samples;
 use report::cli::Scale;
@@ -96,7 +96,7 @@ impl Way {
             }
             Self::Sequenced => Box::new(SequencedDataset::new(samples, &options, None)?),
             Self::Packed => {
-                let plan = PlanOptions { capacity: LENGTH, ..PlanOptions::default() };
+                let plan = PackingOptions { capacity: LENGTH, ..PackingOptions::default() };
                 let options = PackedOptions { rows: 8, plan, seed, ..Default::default() };
                 Box::new(PackedDataset::new(samples, &options)?)
             }

@@ -2,7 +2,7 @@
 
 use dataloading::Result;
 use dataloading::packing::{
-    Algorithm, Plan, PlanOptions, StreamingBestFit, StreamingOptions, lower_bound, next_fit,
+    Algorithm, PackingOptions, PackingPlan, StreamingBestFit, StreamingOptions, lower_bound, next_fit,
 };
 use report::cli::Scale;
 use report::{Case, Metric};
@@ -63,7 +63,8 @@ impl Packer {
     fn pack(self, lengths: &[u32]) -> Result<usize> {
         match self {
             Self::Plan(algorithm) => {
-                let plan = Plan::new(lengths, &PlanOptions { algorithm, ..PlanOptions::default() })?;
+                let plan =
+                    PackingPlan::new(lengths, &PackingOptions { algorithm, ..PackingOptions::default() })?;
                 Ok(std::hint::black_box(plan.assignment()).offsets.len() - 1)
             }
             Self::Streaming => {

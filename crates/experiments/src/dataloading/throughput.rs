@@ -9,7 +9,7 @@ use dataloading::batch::Counts;
 use dataloading::batch_source::BatchSource;
 use dataloading::datasets::{BaseDataset, PackedDataset, PackedOptions, SequencedDataset, StandardDataset};
 use dataloading::loader::{Loader, LoaderOptions};
-use dataloading::packing::PlanOptions;
+use dataloading::packing::PackingOptions;
 use dataloading::random_batch_sampler::BatchOptions;
 use dataloading::samples::Samples;
 use report::cli::Scale;
@@ -68,7 +68,7 @@ impl Strategy {
             seed,
             ..BalancedOptions::default()
         };
-        let plan = PlanOptions { capacity: LENGTH, ..PlanOptions::default() };
+        let plan = PackingOptions { capacity: LENGTH, ..PackingOptions::default() };
         Ok(match self {
             Self::Base => Arc::new(BaseDataset::new(samples, &options)?),
             Self::Standard => Arc::new(StandardDataset::new(samples, &options)?),

@@ -26,9 +26,13 @@ fn computed_and_counted_padding_agree() {
             let error = (variance / n).sqrt();
             // The mean is known to within a percent of the places, so the next line says something.
             assert!(error > 0.0 && error < 0.01 * mean, "{error} of {mean}");
-            assert!((mean - waste.places).abs() < 4.0 * error, "{mean} ± {error}, computed {}", waste.places);
+            assert!(
+                (mean - waste.positions).abs() < 4.0 * error,
+                "{mean} ± {error}, computed {}",
+                waste.positions
+            );
         } else {
-            assert!(counted.places.iter().all(|&places| places == waste.places), "{way:?}");
+            assert!(counted.places.iter().all(|&places| places == waste.positions), "{way:?}");
             assert!(counted.padding.iter().all(|padding| (padding - waste.share()).abs() < 1e-12), "{way:?}");
         }
         assert!(counted.dropped.iter().all(|&dropped| dropped == waste.dropped), "{way:?}");

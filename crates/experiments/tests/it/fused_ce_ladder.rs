@@ -63,7 +63,7 @@ fn a_budget_below_a_row_of_logits_is_refused() {
     let [x, w, targets] = operands(Kind::Float);
     let budget = Some(Chunk::Budget(43));
     let refused = Implementation::ChunkedRecompute.loss([&x, &w, &targets], Reduction::Mean, budget);
-    expect!["linear cross-entropy: a budget of 43 bytes is below the 44 bytes that one row of 11 logits takes; give at least that, or a number of tokens"]
+    expect!["linear cross-entropy: a budget of 43 bytes is less than the 44 bytes of one row of 11 logits; increase it, or set a number of tokens"]
         .assert_eq(&refused.unwrap_err().to_string());
 }
 

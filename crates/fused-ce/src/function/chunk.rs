@@ -7,9 +7,9 @@ use tch::{Device, Kind, Tensor};
 
 use super::{ADAPTER_B, BIAS, Fused, HIDDEN, INPUTS, LOW_RANK, WEIGHT};
 use crate::inputs::Sizes;
-use crate::options::{Empty, Gradients, LogSumExp, Reduction};
+use crate::options::{EmptyMean, Gradients, LogSumExp, Reduction};
 use crate::token_loss::TargetMass;
-use crate::vocabulary_parallel::Reduce;
+use crate::vocabulary_parallel::ReduceOp;
 
 /// The inputs of one run: x as a matrix, the others by slot.
 pub(super) struct Operands {
@@ -178,9 +178,9 @@ impl Fused {
             }
         };
         // 0/0 is 0, unless the options ask for NaN.
-        Ok(Some(match self.options.empty {
-            Empty::Nan => divisor,
-            Empty::Zero => divisor.f_where_self(&divisor.f_ne(0.0)?, &divisor.f_ones_like()?)?,
+        Ok(Some(match self.options.empty_mean {
+            EmptyMean::Nan => divisor,
+            EmptyMean::Zero => divisor.f_where_self(&divisor.f_ne(0.0)?, &divisor.f_ones_like()?)?,
         }))
     }
 
@@ -188,13 +188,13 @@ impl Fused {
     pub(super) fn all_reduce(&self, row: &mut Statistics) -> Result<()> {
         let Some(shard) = &self.shard else { return Ok(()) };
         let local_maximum = row.maximum.f_detach_copy()?;
-        shard.group.all_reduce(&mut row.maximum, Reduce::Maximum)?;
+        shard.group.all_reduce(&mut row.maximum, ReduceOp::Max)?;
         if let Some(best) = &mut row.best {
             // The lowest class with the largest logit is the maximum of −class over the shards that have it.
             let classes = best.f_neg()?;
             let absent = Tensor::f_full([0i64; 0], -self.sizes.vocabulary, (Kind::Int64, best.device()))?;
             let mut candidate = classes.f_where_self(&local_maximum.f_eq_tensor(&row.maximum)?, &absent)?;
-            shard.group.all_reduce(&mut candidate, Reduce::Maximum)?;
+            shard.group.all_reduce(&mut candidate, ReduceOp::Max)?;
             best.f_copy_(&candidate.f_neg()?)?;
         }
         let rescale = local_maximum.f_sub(&row.maximum)?.f_exp()?;
@@ -205,7 +205,7 @@ impl Fused {
         let mut sums: Vec<&mut Tensor> = vec![&mut row.sum, &mut row.target];
         sums.extend([&mut row.mass, &mut row.total, &mut row.moment].into_iter().flatten());
         let mut stacked = Tensor::f_stack(&sums, 0)?;
-        shard.group.all_reduce(&mut stacked, Reduce::Sum)?;
+        shard.group.all_reduce(&mut stacked, ReduceOp::Sum)?;
         for (index, sum) in sums.into_iter().enumerate() {
             sum.f_copy_(&stacked.f_select(0, index as i64)?)?;
         }

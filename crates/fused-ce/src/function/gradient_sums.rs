@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 use super::chunk::Operands;
 use super::{ADAPTER_B, BIAS, Fused, HIDDEN, INPUTS, LOW_RANK, WEIGHT};
 use crate::chunk_plan::ChunkPlan;
-use crate::vocabulary_parallel::Reduce;
+use crate::vocabulary_parallel::ReduceOp;
 
 /// The gradients of one run, accumulated over chunks.
 pub(super) struct GradientSums {
@@ -161,7 +161,7 @@ impl GradientSums {
                 }
             };
             if let (Some(shard), HIDDEN | LOW_RANK) = (&of.shard, slot) {
-                shard.group.all_reduce(&mut sum, Reduce::Sum)?;
+                shard.group.all_reduce(&mut sum, ReduceOp::Sum)?;
             }
             self.by_slot[slot] = Some(sum.f_to_kind(kind)?);
         }

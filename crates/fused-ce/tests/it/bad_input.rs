@@ -1,4 +1,4 @@
-//! What is refused, and in which words.
+//! Invalid inputs are refused, with these messages.
 
 use expect_test::{Expect, expect};
 use fused_ce::{Adapter, Denominator, Error, Inputs, LinearCrossEntropy, LogSumExp, Targets};
@@ -14,7 +14,7 @@ fn learned(size: &[i64]) -> Tensor {
     zeros(size).set_requires_grad(true)
 }
 
-/// Runs with `change` made to inputs that fit: six tokens of width 4, eleven classes.
+/// Runs valid inputs changed by `change`: six tokens of width 4, eleven classes.
 fn check(
     change: impl for<'a> FnOnce(&mut Inputs<'a>, &'a Tensors, &mut LinearCrossEntropy),
     expected: Expect,
@@ -27,7 +27,7 @@ fn check(
     expected.assert_eq(&options.run(&inputs).unwrap_err().to_string());
 }
 
-/// What fits, and what does not.
+/// A valid tensor and invalid ones.
 struct Tensors {
     hidden: Tensor,
     weight: Tensor,
@@ -59,7 +59,7 @@ impl Tensors {
         let _ = outside.get(1).get(1).fill_(11);
         let below = targets.copy();
         let _ = below.get(0).get(2).fill_(-1);
-        // A device without memory of its own, where the library has it.
+        // A device without memory, if libtorch has it.
         let on_meta = |tensor: &Tensor| tensor.f_to_device(Device::Mps).ok();
         let (hidden, weight) = (zeros(&[2, 3, 4]), zeros(&[11, 4]));
         Self {
@@ -230,7 +230,7 @@ fn dtypes_that_do_not_fit() {
 #[test]
 fn devices_that_do_not_fit() {
     let tensors = Tensors::new();
-    // Without a second device the words alone are looked at.
+    // Without a second device only the message is tested.
     if let Some([weight, targets]) = &tensors.elsewhere {
         let loss = LinearCrossEntropy::default();
         let inputs = Inputs::new(&tensors.hidden, weight, &tensors.targets);
@@ -281,7 +281,7 @@ fn a_target_outside_the_vocabulary_is_named_with_its_place() {
             "linear cross-entropy: target -1 at position 2 is outside the vocabulary of 11 (0 to 10) and is not the ignore index -100; use the tokenizer of the model, or set the ignore index"
         ],
     );
-    // A shift does not hide it.
+    // A shift does not hide an invalid target.
     check(
         |i, t, o| {
             i.targets = Targets::Classes(&t.outside);
@@ -291,7 +291,7 @@ fn a_target_outside_the_vocabulary_is_named_with_its_place() {
             "linear cross-entropy: target 11 at position 4 is outside the vocabulary of 11 (0 to 10) and is not the ignore index -100; use the tokenizer of the model, or set the ignore index"
         ],
     );
-    // What is a class is no target if it is the ignore index, and the usual one is no class if another is given.
+    // With another ignore index, a class may be ignored and −100 is invalid.
     check(
         |_, _, o| o.ignore_index = 3,
         expect![
@@ -324,7 +324,7 @@ fn what_would_silently_get_no_gradient() {
             "linear cross-entropy: `denominator` requires a gradient, but is not differentiated; detach it"
         ],
     );
-    // Where no gradient is recorded, none can be missing.
+    // Without gradient recording no gradient can be missing.
     let _no_grad = runtime::autograd::GradMode::off();
     let t = Tensors::new();
     let inputs =

@@ -1,9 +1,9 @@
-//! Options that are refused, and in which words.
+//! Invalid options are refused, with these messages.
 
 use std::sync::Arc;
 
 use expect_test::{Expect, expect};
-use fused_ce::vocabulary_parallel::{Group, Reduce, Shard};
+use fused_ce::vocabulary_parallel::{ProcessGroup, ReduceOp, Shard};
 use fused_ce::{Adapter, Chunk, Denominator, Inputs, LinearCrossEntropy, Reduction, Targets};
 use tch::{Device, Kind, Tensor};
 
@@ -35,7 +35,7 @@ impl Tensors {
     }
 }
 
-/// Runs with `change` made to what fits.
+/// Runs valid inputs changed by `change`.
 fn check(change: impl FnOnce(&mut Inputs<'_>, &mut LinearCrossEntropy), expected: Expect) {
     let t = Tensors::new();
     let mut options = LinearCrossEntropy::default();
@@ -119,11 +119,11 @@ fn options_outside_their_range() {
         expect!["linear cross-entropy: the adapter's scale is inf; expected a finite number"],
     );
     check(
-        |i, _| i.labelled = Some(7),
+        |i, _| i.labelled_tokens = Some(7),
         expect!["linear cross-entropy: 7 labelled tokens of 6; expected 0 to 6"],
     );
     check(
-        |i, _| i.labelled = Some(-1),
+        |i, _| i.labelled_tokens = Some(-1),
         expect!["linear cross-entropy: -1 labelled tokens of 6; expected 0 to 6"],
     );
 }
@@ -167,8 +167,8 @@ fn options_that_exclude_each_other() {
 fn a_slice_outside_the_vocabulary() {
     #[derive(Debug)]
     struct Alone;
-    impl Group for Alone {
-        fn all_reduce(&self, _: &mut Tensor, _: Reduce) -> runtime::Result<()> {
+    impl ProcessGroup for Alone {
+        fn all_reduce(&self, _: &mut Tensor, _: ReduceOp) -> runtime::Result<()> {
             Ok(())
         }
     }

@@ -1,4 +1,4 @@
-//! What the number of chunks does to the result: nothing that a run could notice.
+//! The number of chunks does not affect the accuracy of the result.
 
 #![expect(clippy::print_stdout, reason = "errors are printed beside their bounds")]
 
@@ -33,7 +33,7 @@ fn differentiate([x, w, targets]: &[Tensor; 3], loss: impl Fn(&Inputs<'_>) -> Te
     [loss.detach(), x.grad(), w.grad()]
 }
 
-/// ‖∂W − exact‖ over ‖exact‖, for each number of chunks.
+/// ‖∂W − exact‖/‖exact‖, for each number of chunks.
 fn errors_of_weight(kind: Kind, gradients: Gradients) -> [f64; 5] {
     let given = operands(kind);
     let [x, w, targets] = &given;
@@ -50,8 +50,8 @@ fn errors_of_weight(kind: Kind, gradients: Gradients) -> [f64; 5] {
 #[test]
 fn the_error_of_the_weights_gradient_does_not_grow_with_chunks() {
     for gradients in [Gradients::Forward, Gradients::Backward] {
-        // bf16 rounds once, at the end. In fp32 each sum is rounded: with a token in each chunk that is a sum of one term
-        // after the other, which a product splits up, more or less so by the processor.
+        // bf16 rounds once, at the end. In fp32 each sum is rounded: with one token per chunk that is a sequential sum,
+        // which a product splits into parts that depend on the processor.
         for (kind, [factor, of_single_tokens], below) in
             [(Kind::Float, [1.5, 4.0], 2e-6), (Kind::BFloat16, [1.01, 1.01], 4e-3)]
         {

@@ -1,9 +1,9 @@
 //! The example runs.
 
-#[path = "../../examples/loss.rs"]
-mod loss;
+#[path = "../../examples/linear_cross_entropy.rs"]
+mod linear_cross_entropy;
 
 #[test]
 fn the_example_runs() {
-    loss::main().unwrap();
+    linear_cross_entropy::main().unwrap();
 }

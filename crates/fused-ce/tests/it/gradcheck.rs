@@ -1,4 +1,4 @@
-//! Gradients against differences of the function itself, in f64: no oracle of ours in between.
+//! Gradients against finite differences in f64, without an oracle.
 
 use fused_ce::{Adapter, Chunk, Gradients, Inputs, LinearCrossEntropy, LogSumExp, Reduction};
 use runtime::autograd::{GradcheckOptions, gradcheck};

@@ -1,5 +1,5 @@
-//! bf16 and fp16 on the CPU: no number may be further from the exact one than the naive way's, but for one rounding of the
-//! result. Exact is the naive way in f64 over the same rounded operands.
+//! bf16 and fp16 on the CPU: no result is farther from the exact one than the naive implementation's, except for one
+//! rounding of the result. The exact result is the naive implementation in f64 over the same rounded operands.
 
 #![expect(clippy::print_stdout, reason = "shares of the tolerance are printed")]
 
@@ -12,7 +12,8 @@ use crate::naive;
 
 const LOW: [Kind; 2] = [Kind::BFloat16, Kind::Half];
 
-/// Hidden states and weight in `kind`, like a trained model's, and targets of which every seventh is ignored.
+/// Returns hidden states and a weight in `kind`, of the size of a trained model's, and targets of which every seventh is
+/// ignored.
 fn operands(kind: Kind, [tokens, hidden, vocabulary]: [i64; 3], seed: u64) -> [Tensor; 3] {
     let mut generator = Generator::new(seed).unwrap();
     let mut normal = |size: &[i64]| generator.normal(size, (Kind::Float, Device::Cpu)).unwrap();
@@ -23,13 +24,13 @@ fn operands(kind: Kind, [tokens, hidden, vocabulary]: [i64; 3], seed: u64) -> [T
     [x.to_kind(kind), w.to_kind(kind), targets]
 }
 
-/// How a loss is computed.
+/// An implementation of the loss.
 type Run = fn(&Inputs<'_>, &LinearCrossEntropy) -> Result<Output>;
 
 const NAIVE: Run = naive::run;
 const OURS: Run = |inputs, options| options.run(inputs);
 
-/// Loss, ∂/∂x and ∂/∂W times `upstream`, as f64.
+/// Returns the loss, and ∂/∂x and ∂/∂W times `upstream`, in f64.
 fn run(
     how: Run,
     options: &LinearCrossEntropy,
@@ -53,7 +54,7 @@ fn largest(tensor: &Tensor) -> f64 {
 #[test]
 fn no_number_is_further_from_the_exact_one_than_the_naive_ways() {
     for kind in LOW {
-        // Half a unit in the last place, and half the smallest number above 0.
+        // Half a unit in the last place, and half the smallest positive number.
         let (rounding, smallest) = match kind {
             Kind::BFloat16 => (f64::from(2f32.powi(-8)), 0.0),
             _ => (f64::from(2f32.powi(-11)), f64::from(2f32.powi(-25))),
@@ -87,7 +88,7 @@ fn no_number_is_further_from_the_exact_one_than_the_naive_ways() {
                         let share = ((&error - &allowed) / &tolerance).max().double_value(&[]);
                         let case = format!("{kind:?} {shape:?} {reduction:?} {chunk} {gradients:?} {name}");
                         assert!(share <= 1.0, "{case}: {share}");
-                        // More than asked for: whatever the naive way does, one rounding is all.
+                        // Stricter than required: one rounding, whatever the error of the naive implementation.
                         let of_one = (&error / &tolerance).max().double_value(&[]);
                         assert!(of_one <= 1.0, "{case}: {of_one} of one rounding");
                         let mean = |tensor: &Tensor| tensor.mean(Kind::Double).double_value(&[]);
@@ -106,8 +107,7 @@ fn no_number_is_further_from_the_exact_one_than_the_naive_ways() {
     }
 }
 
-/// Unscaled, every gradient here is under what fp16 can hold. A loss scale is what arrives at backward, and must find them
-/// still there.
+/// Unscaled, every gradient here underflows in fp16. The loss scale arrives in backward and must find the gradients intact.
 #[test]
 fn a_loss_scale_saves_gradients_that_fp16_alone_would_lose() {
     let low = operands(Kind::Half, [64, 16, 509], 3);
@@ -124,7 +124,7 @@ fn a_loss_scale_saves_gradients_that_fp16_alone_would_lose() {
             let ours = run(OURS, &options, &low, denominator, scale);
             for place in [1, 2] {
                 let error = largest(&(&ours[place] - &exact[place]));
-                // One rounding, with subnormal numbers where the result is as small as those.
+                // One rounding, in subnormal numbers if the result is that small.
                 let allowed = largest(&exact[place]) * 2f64.powi(-11) * 1.01 + 2f64.powi(-25);
                 assert!(error <= allowed, "{gradients:?} 2^{power}: {error:e} of {allowed:e}");
                 assert!(largest(&ours[place]) > 0.0);

@@ -1,5 +1,5 @@
-//! How many bytes live at once, and what is held between the passes. One test in one process: the counts are the whole
-//! process's.
+//! Live bytes at the peak and between forward and backward. One test per process, because the counts cover the whole
+//! process.
 
 #![expect(clippy::print_stdout, reason = "bytes are printed beside their bounds")]
 
@@ -13,7 +13,7 @@ const HIDDEN: i64 = 32;
 const VOCABULARY: i64 = 4096;
 const BUDGET: u64 = 4 << 20;
 
-/// The most bytes beyond the inputs and their gradients, and those that are held between the passes beyond the gradients.
+/// The peak beyond inputs and their gradients, and the bytes saved between forward and backward beyond the gradients.
 fn run(kind: Kind, tokens: i64, ignored: bool, options: &LinearCrossEntropy) -> (u64, u64) {
     let mut generator = Generator::new(1).unwrap();
     let mut normal = |size: &[i64]| {
@@ -55,16 +55,16 @@ fn the_budget_bounds_what_lives_and_the_number_of_tokens_does_not_matter() {
         for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
             for ignored in [false, true] {
                 let [(few, _), (many, held)] = [1024, 4096].map(|tokens| run(kind, tokens, ignored, options));
-                // In low precision the weight's gradient is summed in fp32 first.
+                // In low precision the gradient of the weight is summed in fp32 first.
                 let sum = if kind == Kind::Float { 0 } else { (VOCABULARY * HIDDEN * 4) as u64 };
                 let name = format!("{kind:?} {:?} {:?} {ignored}", options.gradients, options.reduction);
                 println!("{name}: {many} bytes beyond inputs and gradients, {held} held");
                 assert!(many <= BUDGET + sum + (2 << 20), "{name}: {many}");
-                // fp16 keeps its hidden states' gradient in fp32 until it is scaled.
+                // fp16 saves the gradient of the hidden states in fp32 until it is scaled.
                 let of_each_token = if kind == Kind::Half { 64 + 4 * HIDDEN as u64 } else { 64 };
                 assert!(many.saturating_sub(few) <= of_each_token * 3072, "{name}: {few}, then {many}");
                 if options.gradients == Gradients::Backward {
-                    // Largest logit, sum, class and place of each.
+                    // Maximum, sum, class and index of each row.
                     assert!(held <= (4 + 4 + 8 + 8 + 4) * 4096 + 1024, "{name}: {held}");
                 } else if kind != Kind::Half {
                     assert!(held <= 16 * 4096 + 1024, "{name}: {held}");
@@ -72,10 +72,10 @@ fn the_budget_bounds_what_lives_and_the_number_of_tokens_does_not_matter() {
             }
         }
     }
-    // All logits would be this many bytes.
+    // Bytes of all logits.
     assert!((4096 * VOCABULARY * 4) as u64 >= 16 * BUDGET);
 
-    // Without recording, nothing is held but the loss.
+    // Without gradient recording only the loss remains.
     let _no_grad = runtime::autograd::GradMode::off();
     let mut generator = Generator::new(1).unwrap();
     let mut normal = |size: &[i64]| generator.normal(size, (Kind::Float, CPU)).unwrap();

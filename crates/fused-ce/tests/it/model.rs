@@ -1,4 +1,4 @@
-//! The head in a model: the same training by one line.
+//! The head in a model.
 
 use expect_test::expect;
 use fused_ce::{Chunk, LinearCrossEntropy, install};
@@ -39,7 +39,7 @@ fn gpt2_like() -> Box<dyn LanguageModel> {
     Box::new(Gpt2Like::new(&config, F32).unwrap())
 }
 
-/// Two models of one kind with equal, drawn weights: the second with this crate's head.
+/// Returns two models with equal random weights, the second with this crate's head.
 fn pair(make: fn() -> Box<dyn LanguageModel>, seed: u64) -> [Box<dyn LanguageModel>; 2] {
     let (plain, mut ours) = (make(), make());
     let mut generator = Generator::new(seed).unwrap();
@@ -47,7 +47,7 @@ fn pair(make: fn() -> Box<dyn LanguageModel>, seed: u64) -> [Box<dyn LanguageMod
         .into_iter()
         .map(|(name, tensor)| {
             let values = generator.normal(&tensor.size(), F32).unwrap() * 0.2;
-            // A norm's weight near 1 keeps activations of a size that fp32 holds to the same digits.
+            // Norm weights near 1 keep activations in a range where fp32 has equal precision.
             let shift = if name.ends_with("weight") && tensor.dim() == 1 { 1.0 } else { 0.0 };
             (name, values + shift)
         })
@@ -55,7 +55,7 @@ fn pair(make: fn() -> Box<dyn LanguageModel>, seed: u64) -> [Box<dyn LanguageMod
     load_state_dict(&*plain, &drawn, "drawn").unwrap();
     let options = LinearCrossEntropy { chunk: Some(Chunk::Tokens(7)), ..LinearCrossEntropy::default() };
     install(&mut *ours, &options).unwrap();
-    // State of the one loads into the other, whichever head wrote it.
+    // Each loads the state of the other.
     load_state_dict(&*ours, &state_dict(&*plain), "the plain model").unwrap();
     load_state_dict(&*plain, &state_dict(&*ours), "the model with the other head").unwrap();
     [plain, ours]
@@ -96,7 +96,7 @@ fn a_model_has_the_same_loss_and_gradients_with_either_head() {
         let (tokens, labels) = batch(2);
         let input = Input::new(&tokens);
         close("logits", &ours.logits(&input).unwrap(), &plain.logits(&input).unwrap(), 1e-5);
-        // Labels that are the predictions at every other place, so that there is something to count.
+        // Every other label is the prediction, so that some are correct.
         let best = plain.logits(&input).unwrap().argmax(-1, false);
         let even = Tensor::arange(9, (Kind::Int64, Device::Cpu)).remainder(2).eq(0);
         let labels = best.where_self(&even.logical_and(&labels.ge(0)), &labels);
@@ -112,7 +112,7 @@ fn a_model_has_the_same_loss_and_gradients_with_either_head() {
         for ((name, expected), (_, found)) in parameters(&*plain).into_iter().zip(parameters(&*ours)) {
             close(&name, &found.grad(), &expected.grad(), 2e-5);
         }
-        // The embedding of a token that is neither read nor a label still has the softmax's gradient, if it is the head's.
+        // With a tied embedding, a token that is neither an input nor a label still gets the gradient of the softmax.
         let embedding =
             parameters(&*ours).into_iter().find(|(_, tensor)| tensor.size()[0] == VOCABULARY).unwrap().1;
         let read = Vec::<i64>::try_from(tokens.reshape([-1])).unwrap();
@@ -128,7 +128,7 @@ fn ten_steps_of_descent_end_at_the_same_weights() {
         let models = pair(make, 3);
         let mut losses = [Vec::new(), Vec::new()];
         for step in 0..10 {
-            // Two batches in turn, so that ten steps learn something.
+            // Two alternating batches, so that ten steps learn something.
             let (tokens, labels) = batch(4 + step % 2);
             for (model, losses) in models.iter().zip(&mut losses) {
                 let mean = loss(&**model, &tokens, &labels).sum / 21.0;
@@ -152,7 +152,7 @@ fn ten_steps_of_descent_end_at_the_same_weights() {
     }
 }
 
-/// A head that is no projection.
+/// A head that is not a projection.
 #[derive(Debug)]
 struct Strange {
     centres: Tensor,
@@ -206,7 +206,7 @@ fn a_head_that_is_no_projection_is_refused_and_stays() {
     let bad = LinearCrossEntropy { label_smoothing: 2.0, ..options.clone() };
     expect!["linear cross-entropy: label_smoothing is 2; expected a number in [0, 1]"]
         .assert_eq(&install(&mut *model, &bad).unwrap_err().to_string());
-    // A second time is as good as once.
+    // Installing twice is the same as once.
     install(&mut *model, &options).unwrap();
     install(&mut *model, &options).unwrap();
 }

@@ -1,10 +1,10 @@
-//! Every option crossed with every other, against the oracle in f64: all logits, by libtorch's graph.
+//! Every pair of options against the oracle in f64: all logits, with libtorch's graph.
 
 use std::collections::BTreeSet;
 
 use fused_ce::{
-    Adapter, Chunk, Denominator, Empty, Gradients, Inputs, LinearCrossEntropy, LogSumExp, Output, Reduction,
-    Result, Targets,
+    Adapter, Chunk, Denominator, EmptyMean, Gradients, Inputs, LinearCrossEntropy, LogSumExp, Output,
+    Reduction, Result, Targets,
 };
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -13,7 +13,7 @@ use crate::naive;
 
 const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
 
-/// How many choices each flag has, in the order of `Case::from`.
+/// The number of choices of each flag, in the order of `Case::from`.
 const CHOICES: [usize; 17] = [3, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 2, 3, 3, 2];
 
 struct Case {
@@ -66,7 +66,7 @@ impl Case {
     }
 }
 
-/// Numbers that look drawn, the same in every run.
+/// Returns pseudo-random numbers, the same in every run.
 struct Draws(u64);
 
 impl Draws {
@@ -98,7 +98,7 @@ fn every_pair_of_options_gives_the_oracles_loss_and_gradients() {
     }
     let after = |index: usize| CHOICES[index + 1..].iter().sum::<usize>();
     let all: usize = CHOICES.iter().enumerate().map(|(index, count)| count * after(index)).sum();
-    // Refused: a shift of distributions (1), denominators of sums and of losses for each token (2 × 2).
+    // Refused: a shift of distributions (1), denominators of sums and of unreduced losses (2 × 2).
     assert_eq!(pairs.len(), all - 1 - 4, "some pair of options was not tried");
     eprintln!("{ran} combinations; largest share of the tolerance {worst:.2}");
 }
@@ -134,7 +134,7 @@ fn check(case: &Case, generator: &mut Generator) -> f64 {
         log_sum_exp: case.log_sum_exp,
         predictions: case.extras,
         entropy: case.extras,
-        empty: if case.token_weights { Empty::Nan } else { Empty::Zero },
+        empty_mean: if case.token_weights { EmptyMean::Nan } else { EmptyMean::Zero },
         ..LinearCrossEntropy::default()
     };
     let run = |how: fn(&Inputs<'_>, &LinearCrossEntropy) -> Result<Output>| -> (Output, Vec<Tensor>) {

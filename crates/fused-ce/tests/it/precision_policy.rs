@@ -1,4 +1,4 @@
-//! Under a precision policy, on the CPU: products are in fp32 there, so nothing is rounded to the policy's dtype on the way.
+//! Under a precision policy on the CPU, where products are in fp32, operands are not rounded to the policy's dtype.
 
 use std::sync::Arc;
 
@@ -34,16 +34,16 @@ fn hidden_states_are_taken_to_the_weights_dtype() {
         runtime::autograd::backward(&[&loss]).unwrap();
         [loss.detach(), x.grad(), w.grad()]
     };
-    // fp32 throughout: as without the policy, bit for bit.
+    // All in fp32: the same bits as without the policy.
     let (with, without) = (run(&x, true), run(&x, false));
     assert!(with.iter().zip(&without).all(|(a, b)| a.equal(b)));
-    // What a layer before left in bf16 is taken up, and its gradient comes back in bf16.
+    // bf16 hidden states are cast to fp32, and their gradient is bf16.
     let low = x.to_kind(Kind::BFloat16);
     let (with, wide) = (run(&low, true), run(&low.to_kind(Kind::Float), false));
     assert_eq!(with.each_ref().map(Tensor::kind), [Kind::Float, Kind::BFloat16, Kind::Float]);
     assert!(with[0].equal(&wide[0]) && with[2].equal(&wide[2]));
     assert!(with[1].equal(&wide[1].to_kind(Kind::BFloat16)));
-    // Without a policy that would be a mistake, and is called one.
+    // Without a policy different dtypes are an error.
     let inputs = Inputs::new(&low, &w, &targets);
     let error = LinearCrossEntropy::default().run(&inputs).unwrap_err().to_string();
     expect_test::expect![

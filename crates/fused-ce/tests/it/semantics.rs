@@ -1,9 +1,9 @@
-//! What a caller of autograd may do: run backward again, scale, freeze, change, leave out.
+//! Autograd semantics: repeated backward, upstream gradients, frozen inputs, in-place changes.
 
 use expect_test::expect;
 use fused_ce::{
-    Adapter, Chunk, Denominator, Empty, Gradients, Inputs, LinearCrossEntropy, LogSumExp, Output, Reduction,
-    Result, Targets,
+    Adapter, Chunk, Denominator, EmptyMean, Gradients, Inputs, LinearCrossEntropy, LogSumExp, Output,
+    Reduction, Result, Targets,
 };
 use runtime::autograd::{GradMode, Keep, backward, backward_with, grad, set_grad};
 use runtime::profile::Counter;
@@ -53,7 +53,7 @@ fn backward_runs_as_often_as_the_graph_is_kept() {
                 for keep in [GRAPH, GRAPH, GRAPH, Keep::default()] {
                     backward_with(&[&loss], &[Some(&upstream)], keep).unwrap();
                     runs.push([x.grad().copy(), w.grad().copy()]);
-                    // As an optimizer's zero_grad does: the caller's gradients are the caller's to write into.
+                    // As `zero_grad` of an optimizer: the caller may write into its gradients.
                     let _ = x.grad().zero_();
                     let _ = w.grad().zero_();
                 }
@@ -137,7 +137,7 @@ fn what_is_needed_again_may_not_be_changed_in_between() {
             }
             let result = backward(&[&loss]);
             match gradients {
-                // The gradients are there already.
+                // The gradients are computed already.
                 Gradients::Forward => result.unwrap(),
                 Gradients::Backward => {
                     let error = result.unwrap_err().to_string();
@@ -151,7 +151,7 @@ fn what_is_needed_again_may_not_be_changed_in_between() {
     }
 }
 
-/// FLOPs of forward and backward, whose products alone count.
+/// Returns the FLOPs of forward and backward; only products count.
 fn flops(inputs: &Inputs<'_>, options: &LinearCrossEntropy, record: bool) -> [u64; 2] {
     let _mode = if record { GradMode::on() } else { GradMode::off() };
     let counter = Counter::on_this_thread().unwrap();
@@ -218,7 +218,7 @@ fn products_that_nobody_needs_are_not_computed() {
     }
 }
 
-/// Whether an input needs a gradient is known at entry, and asked again in backward.
+/// Whether an input needs a gradient is recorded in forward and checked again in backward.
 #[test]
 fn a_gradient_that_this_backward_does_not_use_is_not_computed() {
     let [x, w, targets] = operands(6, Kind::Float);
@@ -226,7 +226,7 @@ fn a_gradient_that_this_backward_does_not_use_is_not_computed() {
     let loss = options(Gradients::Backward).loss(&x, &w, &targets).unwrap();
     let counter = Counter::on_this_thread().unwrap();
     let found = grad(&[&loss], &[None], &[&x], Keep::default()).unwrap();
-    // Eight labelled rows: the logits again, and the hidden states' gradient.
+    // Eight labelled rows: the logits again, and the gradient of the hidden states.
     assert_eq!(counter.finish().unwrap().total.flops.dense, (2 * 2 * 8 * H * V) as u64);
     assert!(found[0].is_some() && !w.grad().defined());
 }
@@ -236,10 +236,10 @@ fn the_mean_of_nothing_is_zero_or_nan_by_choice() {
     for (tokens, ignored) in [(N, true), (0, false)] {
         for gradients in MODES {
             for (empty, reduction, expected) in [
-                (Empty::Zero, Reduction::Mean, 0.0),
-                (Empty::Nan, Reduction::Mean, f64::NAN),
-                (Empty::Zero, Reduction::Sum, 0.0),
-                (Empty::Nan, Reduction::Sum, 0.0),
+                (EmptyMean::Zero, Reduction::Mean, 0.0),
+                (EmptyMean::Nan, Reduction::Mean, f64::NAN),
+                (EmptyMean::Zero, Reduction::Sum, 0.0),
+                (EmptyMean::Nan, Reduction::Sum, 0.0),
             ] {
                 for given in [false, true] {
                     if given && reduction == Reduction::Sum {
@@ -250,7 +250,7 @@ fn the_mean_of_nothing_is_zero_or_nan_by_choice() {
                     let targets = Tensor::full([tokens], -100, (Kind::Int64, Device::Cpu));
                     assert!(ignored || tokens == 0);
                     let options = LinearCrossEntropy {
-                        empty,
+                        empty_mean: empty,
                         reduction,
                         predictions: true,
                         entropy: true,
@@ -285,7 +285,7 @@ fn the_mean_of_nothing_can_be_pytorchs() {
     let targets = targets.full_like(-100);
     let theirs =
         x.matmul(&w.tr()).cross_entropy_loss::<Tensor>(&targets, None, tch::Reduction::Mean, -100, 0.0);
-    let ours = LinearCrossEntropy { empty: Empty::Nan, ..LinearCrossEntropy::default() };
+    let ours = LinearCrossEntropy { empty_mean: EmptyMean::Nan, ..LinearCrossEntropy::default() };
     let ours = ours.loss(&x, &w, &targets).unwrap();
     assert_eq!(ours.double_value(&[]).to_string(), theirs.double_value(&[]).to_string());
 }
@@ -300,14 +300,14 @@ fn weights_that_sum_to_zero_divide_by_nothing() {
         (Some(&nothing_of_token), Some(&nothing_of_class)),
     ] {
         for gradients in MODES {
-            for (empty, expected) in [(Empty::Zero, "0"), (Empty::Nan, "NaN")] {
+            for (empty, expected) in [(EmptyMean::Zero, "0"), (EmptyMean::Nan, "NaN")] {
                 let (x, w) = (leaf(&x), leaf(&w));
-                let options = LinearCrossEntropy { empty, ..options(gradients) };
+                let options = LinearCrossEntropy { empty_mean: empty, ..options(gradients) };
                 let inputs = Inputs { token_weights, class_weights, ..Inputs::new(&x, &w, &targets) };
                 let loss = options.run(&inputs).unwrap().loss;
                 assert_eq!(loss.double_value(&[]).to_string(), expected);
                 backward(&[&loss]).unwrap();
-                if empty == Empty::Zero {
+                if empty == EmptyMean::Zero {
                     assert_eq!(w.grad().abs().max().double_value(&[]), 0.0);
                     assert_eq!(x.grad().abs().max().double_value(&[]), 0.0);
                 }
@@ -347,7 +347,7 @@ fn nan_stays_in_its_row_and_an_ignored_row_is_never_looked_at() {
                     assert_eq!(leaf_x.grad().get(3).abs().max().double_value(&[]), 0.0);
                 } else {
                     assert!(any_nan(&loss) && any_nan(&leaf_w.grad()) && any_nan(&leaf_x.grad().get(0)));
-                    // The other rows' gradients are their own.
+                    // The gradients of the other rows are unaffected.
                     assert!(!any_nan(&leaf_x.grad().narrow(0, 1, N - 1)));
                 }
             }
@@ -398,7 +398,7 @@ fn strides_leading_dimensions_and_single_tokens_do_not_matter() {
     ] {
         assert_close(&loss.unwrap(), &expected, name);
     }
-    // One token without a dimension of tokens.
+    // One token without leading dimensions.
     let leaf_x = leaf(&x.get(0));
     for reduction in [Reduction::Mean, Reduction::None] {
         let options = LinearCrossEntropy { reduction, ..LinearCrossEntropy::default() };
@@ -410,7 +410,7 @@ fn strides_leading_dimensions_and_single_tokens_do_not_matter() {
     }
 }
 
-/// Several batches over the tokens of all of them, as one.
+/// Several batches with one denominator equal one batch.
 #[test]
 fn an_explicit_denominator_makes_batches_one_step() {
     let [x, w, targets] = operands(13, Kind::Double);
@@ -437,8 +437,7 @@ fn an_explicit_denominator_makes_batches_one_step() {
     }
 }
 
-/// Four chunks: three products each but for the sum's, which the first writes and the others add to; and no zeros to begin
-/// with.
+/// Four chunks with three products each; the first chunk overwrites the sum, so nothing is zeroed.
 #[test]
 fn the_first_chunk_writes_the_weights_gradient() {
     let [x, w, _] = operands(17, Kind::Double);
@@ -449,13 +448,13 @@ fn the_first_chunk_writes_the_weights_gradient() {
     let counts = counter.finish().unwrap();
     let zeroed = ["aten::zero_", "aten::fill_"].map(|name| counts.op(name).calls);
     assert_eq!(zeroed, [0, 0], "{counts}");
-    // Statistics of each chunk begin at 0: far fewer bytes than a gradient.
+    // The statistics of each chunk start at 0: far fewer bytes than a gradient.
     assert!(counts.op("aten::zeros").bytes < (V * H * 8) as u64, "{counts}");
     assert_eq!((counts.op("aten::mm").calls, counts.op("aten::addmm_").calls), (9, 3));
     backward(&[&loss]).unwrap();
 }
 
-/// Only A and B learn; the frozen weight's gradient is not computed.
+/// Only A and B are trained; the gradient of the frozen weight is not computed.
 #[test]
 fn an_adapter_on_a_frozen_head_learns_alone() {
     let [x, w, targets] = operands(14, Kind::Double);

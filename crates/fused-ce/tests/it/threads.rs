@@ -1,5 +1,5 @@
-//! How many threads compute is no part of the result, where chunks have 32 tokens and more: the products of shorter ones are
-//! libtorch's, and MKL's bits depend on the number of threads.
+//! The result does not depend on the number of threads if chunks have at least 32 tokens; smaller products are libtorch's,
+//! and MKL's bits depend on the threads.
 
 use fused_ce::{Chunk, Inputs, LinearCrossEntropy};
 use runtime::random::Generator;

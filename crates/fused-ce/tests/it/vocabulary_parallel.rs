@@ -1,9 +1,9 @@
-//! Slices of the vocabulary, a thread for each rank: together they are the whole.
+//! Shards of the vocabulary, one thread per rank, against the whole vocabulary.
 
 use std::sync::{Arc, Barrier, Mutex};
 
 use expect_test::expect;
-use fused_ce::vocabulary_parallel::{Group, Reduce, Shard};
+use fused_ce::vocabulary_parallel::{ProcessGroup, ReduceOp, Shard};
 use fused_ce::{
     Adapter, Chunk, Denominator, Gradients, Inputs, LinearCrossEntropy, LogSumExp, Output, Reduction, Targets,
 };
@@ -16,7 +16,7 @@ const HIDDEN: i64 = 6;
 const VOCABULARY: i64 = 23;
 const RANK: i64 = 3;
 
-/// Threads that meet at a barrier.
+/// A process group of threads with a barrier.
 #[derive(Debug)]
 struct Threads {
     barrier: Barrier,
@@ -29,8 +29,8 @@ struct Member {
     all: Arc<Threads>,
 }
 
-impl Group for Member {
-    fn all_reduce(&self, tensor: &mut Tensor, reduce: Reduce) -> runtime::Result<()> {
+impl ProcessGroup for Member {
+    fn all_reduce(&self, tensor: &mut Tensor, reduce: ReduceOp) -> runtime::Result<()> {
         self.all.given.lock().unwrap()[self.rank] = Some(tensor.copy());
         self.all.barrier.wait();
         let result = {
@@ -43,8 +43,8 @@ impl Group for Member {
                     return Err(runtime::Error::invalid("all_reduce", reason));
                 }
                 Ok(match reduce {
-                    Reduce::Sum => sum + next,
-                    Reduce::Maximum => sum.maximum(next),
+                    ReduceOp::Sum => sum + next,
+                    ReduceOp::Max => sum.maximum(next),
                 })
             })
         };
@@ -54,7 +54,7 @@ impl Group for Member {
     }
 }
 
-/// What a case is computed from.
+/// The inputs of a case.
 struct Whole {
     /// Hidden states, weight, bias, A, B.
     leaves: [Tensor; 5],
@@ -78,7 +78,7 @@ impl Whole {
         ];
         Self {
             leaves,
-            // Each slice has some, the first and the last class too.
+            // Each shard has targets, including the first and the last class.
             classes: Tensor::from_slice2(&[[0i64, 22, -100, 7, 11], [15, -100, 19, 3, 8]]),
             distributions: normal(&[2, TOKENS / 2, VOCABULARY]).softmax(-1, Kind::Double),
             token_weights: normal(&[2, TOKENS / 2]).abs(),
@@ -90,7 +90,7 @@ impl Whole {
     fn share(&self) -> Self {
         let same = Tensor::shallow_clone;
         Self {
-            leaves: std::array::from_fn(|place| same(&self.leaves[place])),
+            leaves: std::array::from_fn(|slot| same(&self.leaves[slot])),
             classes: same(&self.classes),
             distributions: same(&self.distributions),
             token_weights: same(&self.token_weights),
@@ -111,15 +111,15 @@ struct Case {
     denominator: bool,
 }
 
-/// The outputs, and the gradients of the leaves as far as this rank has them.
+/// The outputs, and the gradients of the leaves of this rank.
 type Result = fused_ce::Result<(Vec<Tensor>, [Tensor; 5])>;
 
 fn run(case: &Case, whole: &Whole, slice: Option<(i64, i64, Shard)>) -> Result {
     let (first, rows) = slice.as_ref().map_or((0, VOCABULARY), |(first, rows, _)| (*first, *rows));
-    let sliced = |place: usize| [1, 2, 4].contains(&place);
-    let leaves: [Tensor; 5] = std::array::from_fn(|place| {
-        let leaf = &whole.leaves[place];
-        let leaf = if sliced(place) { leaf.narrow(0, first, rows) } else { leaf.shallow_clone() };
+    let sliced = |slot: usize| [1, 2, 4].contains(&slot);
+    let leaves: [Tensor; 5] = std::array::from_fn(|slot| {
+        let leaf = &whole.leaves[slot];
+        let leaf = if sliced(slot) { leaf.narrow(0, first, rows) } else { leaf.shallow_clone() };
         leaf.copy().set_requires_grad(true)
     });
     let distributions = whole.distributions.narrow(-1, first, rows);
@@ -153,7 +153,7 @@ fn run(case: &Case, whole: &Whole, slice: Option<(i64, i64, Shard)>) -> Result {
     Ok((outputs.into_iter().flatten().map(|tensor| tensor.detach()).collect(), gradients))
 }
 
-/// The result of each rank, for slices of these sizes.
+/// Returns the result of each rank, for shards of these sizes.
 fn in_slices(case: &Case, whole: &Whole, slices: &[i64]) -> Vec<Result> {
     let all = Arc::new(Threads {
         barrier: Barrier::new(slices.len()),
@@ -189,16 +189,16 @@ fn check(case: &Case, whole: &Whole, slices: &[i64]) {
     let names = ["x", "w", "b", "a", "b of a"];
     for (found, of_rank) in &ranks {
         assert_eq!(found.len(), outputs.len());
-        for (place, (found, expected)) in found.iter().zip(&outputs).enumerate() {
-            same(&format!("{case:?} {slices:?} output {place}"), found, expected);
+        for (slot, (found, expected)) in found.iter().zip(&outputs).enumerate() {
+            same(&format!("{case:?} {slices:?} output {slot}"), found, expected);
         }
-        for place in [0, 3] {
-            same(&format!("{case:?} {slices:?} {}", names[place]), &of_rank[place], &gradients[place]);
+        for slot in [0, 3] {
+            same(&format!("{case:?} {slices:?} {}", names[slot]), &of_rank[slot], &gradients[slot]);
         }
     }
-    for place in [1, 2, 4] {
-        let together: Vec<&Tensor> = ranks.iter().map(|(_, gradients)| &gradients[place]).collect();
-        same(&format!("{case:?} {slices:?} {}", names[place]), &Tensor::cat(&together, 0), &gradients[place]);
+    for slot in [1, 2, 4] {
+        let together: Vec<&Tensor> = ranks.iter().map(|(_, gradients)| &gradients[slot]).collect();
+        same(&format!("{case:?} {slices:?} {}", names[slot]), &Tensor::cat(&together, 0), &gradients[slot]);
     }
 }
 
@@ -252,7 +252,7 @@ fn slices_together_give_what_the_whole_gives() {
     }
 }
 
-/// A rank with fewer rows of W could hold more tokens in the same bytes; all must make the same chunks.
+/// A rank with fewer rows of W could use larger chunks; all ranks must use the same ones.
 #[test]
 fn a_budget_makes_the_same_chunks_on_uneven_slices() {
     let whole = Whole::new(7);
@@ -267,7 +267,7 @@ fn a_budget_makes_the_same_chunks_on_uneven_slices() {
     }
 }
 
-/// A vocabulary is often filled up to a round number with classes that cannot be; a whole slice may be of those.
+/// A vocabulary is often padded to a round number with impossible classes; a whole shard may consist of them.
 #[test]
 fn a_slice_of_impossible_classes_changes_nothing() {
     let whole = Whole::new(8);
@@ -285,7 +285,7 @@ fn a_slice_of_impossible_classes_changes_nothing() {
     check(&case, &whole, &[10, 11, 2]);
 }
 
-/// Equal logits in two slices: the first class of all is the prediction, as without slices.
+/// Equal logits in two shards: the lowest class is the prediction, as without shards.
 #[test]
 fn of_equal_logits_the_first_class_is_predicted() {
     let whole = Whole::new(9);
@@ -299,7 +299,7 @@ fn of_equal_logits_the_first_class_is_predicted() {
     };
     check(&case, &whole, &[10, 13]);
     let (outputs, _) = run(&case, &whole, None).unwrap();
-    // 0 at the labelled places, −1 at the two without.
+    // 0 at the labelled positions, −1 at the two ignored ones.
     assert_eq!(outputs[1].sum(Kind::Int64).int64_value(&[]), -2);
 }
 
@@ -309,8 +309,8 @@ fn what_goes_wrong_between_ranks_comes_out() {
     struct Broken {
         left: Mutex<i32>,
     }
-    impl Group for Broken {
-        fn all_reduce(&self, _: &mut Tensor, _: Reduce) -> runtime::Result<()> {
+    impl ProcessGroup for Broken {
+        fn all_reduce(&self, _: &mut Tensor, _: ReduceOp) -> runtime::Result<()> {
             let mut left = self.left.lock().unwrap();
             *left -= 1;
             if *left >= 0 { Ok(()) } else { Err(runtime::Error::invalid("all_reduce", "rank 1 is gone")) }
@@ -318,7 +318,8 @@ fn what_goes_wrong_between_ranks_comes_out() {
     }
     let whole = Whole::new(10);
     let gone = expect!["all_reduce: rank 1 is gone"];
-    // In the maximum, the sums, the sum of the hidden states' gradient; in forward and, with the last, in backward.
+    // An error in the maximum, the sums, or the sum of the hidden states' gradients; in forward and, for the last, in
+    // backward.
     for (calls, gradients) in
         [(0, Gradients::Forward), (1, Gradients::Forward), (2, Gradients::Forward), (2, Gradients::Backward)]
     {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use dataloading::packing::PlanOptions;
+use dataloading::packing::PackingOptions;
 use dataloading::{
     BaseDataset, Batch, BatchOptions, BatchSource, Loader, LoaderOptions, PackedDataset, PackedOptions,
     SequencedDataset, StandardDataset,
@@ -73,7 +73,7 @@ fn batches() -> Vec<(&'static str, Batch)> {
     let samples = documents();
     let options =
         BatchOptions { batch_size: samples.len(), max_length: LONGEST, seed: 3, ..Default::default() };
-    let plan = PlanOptions { capacity: LONGEST, ..Default::default() };
+    let plan = PackingOptions { capacity: LONGEST, ..Default::default() };
     let packed = PackedOptions { rows: samples.len(), plan, seed: 3, ..Default::default() };
     vec![
         ("packed", only_batch(PackedDataset::new(samples.clone(), &packed).unwrap())),

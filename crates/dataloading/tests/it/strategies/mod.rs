@@ -1,18 +1,20 @@
-//! Every strategy over the same samples, and what is in a batch.
+//! All strategies over the same samples, and the content of a batch.
 
 use std::sync::Arc;
 
-use dataloading::packing::PlanOptions;
+use dataloading::packing::PackingOptions;
 use dataloading::{
     BalancedOptions, BaseDataset, Batch, BatchOptions, BatchSize, BatchSource, Capacity, Overflow,
     PackedDataset, PackedOptions, SequencedDataset, StandardDataset,
 };
 
 pub(crate) fn samples(n: usize) -> Vec<Vec<u32>> {
-    (0..n).map(|index| (0..1 + index * 31 % 40).map(|place| (index * 64 + place) as u32).collect()).collect()
+    (0..n)
+        .map(|index| (0..1 + index * 31 % 40).map(|position| (index * 64 + position) as u32).collect())
+        .collect()
 }
 
-/// Every strategy, over the same samples.
+/// Returns all strategies over the same samples.
 pub(crate) fn strategies(n: usize, seed: u64) -> Vec<Arc<dyn BatchSource>> {
     let options = BatchOptions { batch_size: 4, max_length: 32, seed, ..BatchOptions::default() };
     let balanced = BalancedOptions {
@@ -22,9 +24,9 @@ pub(crate) fn strategies(n: usize, seed: u64) -> Vec<Arc<dyn BatchSource>> {
         seed,
         ..Default::default()
     };
-    let plan = PlanOptions { capacity: 32, ..Default::default() };
+    let plan = PackingOptions { capacity: 32, ..Default::default() };
     let packed = PackedOptions { rows: 2, plan, seed, ..PackedOptions::default() };
-    let capacity = Some(Capacity { tokens: 60, overflow: Overflow::Cut });
+    let capacity = Some(Capacity { tokens: 60, overflow: Overflow::Truncate });
     vec![
         Arc::new(BaseDataset::new(samples(n), &options).unwrap()),
         Arc::new(StandardDataset::new(samples(n), &options).unwrap()),
@@ -34,7 +36,7 @@ pub(crate) fn strategies(n: usize, seed: u64) -> Vec<Arc<dyn BatchSource>> {
     ]
 }
 
-/// All that is in a batch.
+/// Returns the whole content of a batch.
 pub(crate) fn content(batch: &Batch) -> Vec<Vec<i64>> {
     let numbers = |tensor: &tch::Tensor| -> Vec<i64> {
         let mut numbers = tensor.size();
@@ -51,7 +53,7 @@ pub(crate) fn content(batch: &Batch) -> Vec<Vec<i64>> {
     content
 }
 
-/// Batch by batch, without a loader.
+/// Returns the batches without a loader.
 pub(crate) fn reference(source: &Arc<dyn BatchSource>, epochs: u64) -> Vec<Vec<Vec<i64>>> {
     let batch = |epoch| move |index| content(&source.batch(epoch, index).unwrap());
     (0..epochs).flat_map(|epoch| (0..source.batches(epoch)).map(batch(epoch))).collect()

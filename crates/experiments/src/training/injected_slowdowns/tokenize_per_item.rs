@@ -36,7 +36,7 @@ impl Samples for TokenizePerItem {
         let _range = runtime::profile::range("tokenize");
         let text = self.texts.get(index).ok_or_else(|| Error::Record {
             from: "texts".into(),
-            place: format!("sample {index}"),
+            location: format!("sample {index}"),
             reason: format!("there are {}", self.texts.len()),
         })?;
         let ids = self.tokenizer.encode(text)?;

@@ -1,7 +1,8 @@
-//! The oracle of every option but slices of the vocabulary: all logits as one tensor, and libtorch's graph. In f64 it is exact.
+//! The oracle of every option except vocabulary parallelism: all logits as one tensor, with libtorch's graph. In f64 it is
+//! exact.
 
 use fused_ce::{
-    Denominator, Empty, Inputs, LinearCrossEntropy, LogSumExp, Output, Reduction, Result, Targets,
+    Denominator, EmptyMean, Inputs, LinearCrossEntropy, LogSumExp, Output, Reduction, Result, Targets,
 };
 use tch::{Kind, Tensor};
 
@@ -19,9 +20,9 @@ pub(crate) fn run(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<O
         let labels = tokens.labels.as_ref().expect("PyTorch's loss is of classes");
         let (ignored, smoothing) = (options.ignore_index, options.label_smoothing);
         let loss = z.f_cross_entropy_loss(labels, inputs.class_weights, reduction, ignored, smoothing)?;
-        match options.empty {
-            // Its mean over nothing is NaN.
-            Empty::Zero if options.reduction == Reduction::Mean => {
+        match options.empty_mean {
+            // libtorch's mean over no token is NaN.
+            EmptyMean::Zero if options.reduction == Reduction::Mean => {
                 let none = tokens.labelled.f_sum(Kind::Int64)?.f_eq(0)?;
                 z.f_sum(z.kind())?.f_mul_scalar(0.0)?.f_where_self(&none, &loss)?
             }
@@ -58,7 +59,7 @@ pub(crate) fn run(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<O
     Ok(Output { loss, log_sum_exp, predictions, correct, entropy })
 }
 
-/// The logits of rows of x `[n, h]`, in fp32 for low precision.
+/// Returns the logits of rows of x `[n, h]`, in fp32 for low precision.
 fn logits(x: &Tensor, inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<Tensor> {
     let mut z = x.f_linear(inputs.weight, inputs.bias)?;
     if let Some(adapter) = inputs.adapter {
@@ -75,9 +76,9 @@ fn logits(x: &Tensor, inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Resu
     Ok(z)
 }
 
-/// What the tokens are to be predicted as.
+/// The targets of the tokens.
 struct Tokens {
-    /// `[n]`, shifted; the ignore index where there is none.
+    /// `[n]`, shifted; the ignore index for tokens without a target.
     labels: Option<Tensor>,
     distributions: Option<Tensor>,
     labelled: Tensor,
@@ -112,7 +113,7 @@ impl Tokens {
         Ok(Self { labels, distributions, labelled, weights })
     }
 
-    /// The loss of each token, and what each adds to a mean's denominator.
+    /// Returns the loss of each token, and its share of a mean's denominator.
     fn losses(
         &self,
         z: &Tensor,
@@ -159,12 +160,12 @@ impl Tokens {
     }
 }
 
-/// The dtype of logits: fp32, or f64 for f64.
+/// Returns the dtype of logits: fp32, or f64 for f64.
 fn tile_kind(kind: Kind) -> Kind {
     if kind == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
-/// Whether libtorch's own cross-entropy computes this loss.
+/// Returns whether libtorch's own cross-entropy computes this loss.
 fn is_pytorchs(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> bool {
     matches!(inputs.targets, Targets::Classes(_))
         && inputs.token_weights.is_none()
@@ -174,7 +175,7 @@ fn is_pytorchs(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> bool {
         && options.log_sum_exp == LogSumExp::No
 }
 
-/// The tokens' losses `[n]` as the result.
+/// Reduces the losses `[n]` of the tokens.
 fn reduce(
     losses: &Tensor,
     divisors: &Tensor,
@@ -192,9 +193,9 @@ fn reduce(
                 Some(Denominator::Tensor(tensor)) => tensor.f_to_kind(kind)?.f_reshape([0i64; 0])?,
                 None => divisors.f_sum(kind)?,
             };
-            let divisor = match options.empty {
-                Empty::Nan => divisor,
-                Empty::Zero => divisor.f_where_self(&divisor.f_ne(0.0)?, &divisor.f_ones_like()?)?,
+            let divisor = match options.empty_mean {
+                EmptyMean::Nan => divisor,
+                EmptyMean::Zero => divisor.f_where_self(&divisor.f_ne(0.0)?, &divisor.f_ones_like()?)?,
             };
             losses.f_sum(kind)?.f_div(&divisor)?
         }

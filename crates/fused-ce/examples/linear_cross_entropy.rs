@@ -1,5 +1,5 @@
 //! Hidden states, an output projection and targets to a loss and its gradients, compared with libtorch's `cross_entropy`:
-//! `cargo run -p fused-ce --example loss`.
+//! `cargo run -p fused-ce --example linear_cross_entropy`.
 #![allow(clippy::print_stdout, unreachable_pub)]
 
 use std::error::Error;
@@ -22,7 +22,8 @@ pub fn main() -> Result<(), Box<dyn Error>> {
     let leaves = || [&x_btd, &w_vd].map(|tensor| tensor.copy().set_requires_grad(true));
     let [x, w] = leaves();
     let logits = x.matmul(&w.tr()).view([b * t, v]);
-    let expected = logits.cross_entropy_loss(&targets_bt.view([b * t]), None::<Tensor>, Reduction::Mean, -100, 0.0);
+    let expected =
+        logits.cross_entropy_loss(&targets_bt.view([b * t]), None::<Tensor>, Reduction::Mean, -100, 0.0);
     backward(&[&expected])?;
     let expected_grads = [x.grad(), w.grad()];
 
@@ -34,7 +35,8 @@ pub fn main() -> Result<(), Box<dyn Error>> {
 
     println!("loss: {:.6}, libtorch {:.6}", f64::try_from(&loss)?, f64::try_from(&expected)?);
     println!("logits in memory: {} KiB, libtorch {} KiB", 64 * v * 4 / 1024, b * t * v * 4 / 1024);
-    for (name, found, expected) in [("x", x.grad(), &expected_grads[0]), ("W", w.grad(), &expected_grads[1])] {
+    for (name, found, expected) in [("x", x.grad(), &expected_grads[0]), ("W", w.grad(), &expected_grads[1])]
+    {
         let error = f64::try_from((&found - expected).abs().max() / expected.abs().max())?;
         println!("gradient of {name}: relative difference {error:.1e}");
         if error > 1e-4 {
