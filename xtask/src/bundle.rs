@@ -39,7 +39,9 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
     let pair = house.pair()?;
     setup::ensure(house, None)?;
     let experiments = specs.experiments.iter().map(|e| &*e.package);
-    let mut wanted = packages(experiments.chain(specs.comparisons.iter().map(|c| &*c.package)));
+    let comparisons = specs.comparisons.iter().map(|c| &*c.package);
+    // The product measures nothing by itself; its tests run it.
+    let mut wanted = packages(experiments.chain(comparisons).chain(["frugal"]));
     wanted.push("xtask".into());
     let programs = cargo::build_programs(house, &wanted)?;
     let tests = tests(house)?;
