@@ -1,5 +1,7 @@
 //! Errors of this crate.
 
+use std::path::PathBuf;
+
 /// Result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -7,10 +9,67 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
+    /// A file that cannot be read or written, or holds something else.
+    #[error("{}: {reason}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, where, and what to do.
+        reason: String,
+    },
+    /// A configuration that is not TOML, or has a key or a value that means nothing.
+    #[error("{0}")]
+    Toml(String),
+    /// A value outside its range.
+    #[error("`{key}` is {found}; expected {expected}")]
+    Value {
+        /// The key, with its section.
+        key: &'static str,
+        /// What came.
+        found: String,
+        /// What was expected.
+        expected: &'static str,
+    },
+    /// Two techniques that do not go together.
+    #[error("{first} and {second} do not go together: {why}; {remedy}")]
+    Conflict {
+        /// A technique, as the configuration says it.
+        first: String,
+        /// The other one.
+        second: String,
+        /// Why not.
+        why: &'static str,
+        /// What does work.
+        remedy: &'static str,
+    },
     /// A generated number that is no token id.
     #[error("a generated token is no id")]
     NotAToken,
     /// Data or a tokenizer.
     #[error(transparent)]
     Data(#[from] dataloading::Error),
+    /// Adapters.
+    #[error(transparent)]
+    Adapter(#[from] lora::Error),
+    /// The loss head.
+    #[error(transparent)]
+    Loss(#[from] fused_ce::Error),
+    /// The model.
+    #[error(transparent)]
+    Model(#[from] models::Error),
+    /// Offloaded layers.
+    #[error(transparent)]
+    Offload(#[from] offload::Error),
+    /// Mixed precision.
+    #[error(transparent)]
+    Precision(#[from] amp::Error),
+    /// Devices and memory.
+    #[error(transparent)]
+    Runtime(#[from] runtime::Error),
+    /// MLPs that compute again what they do not keep.
+    #[error(transparent)]
+    Swiglu(#[from] swiglu_ckpt::Error),
+    /// The training loop.
+    #[error(transparent)]
+    Training(#[from] training::Error),
 }

@@ -1,13 +1,45 @@
 //! Frugal: trains and fine-tunes language models on the memory at hand.
 //!
-//! This crate composes the techniques of the workspace. [`tasks`] holds what models are trained for and graded on,
-//! [`display`], [`download_bar`], [`loss_log`] and [`text_stream`] what a program shows of a training and of a generation.
+//! This crate composes the techniques of the workspace. A [`Config`] says what to train and with which techniques; a [`Recipe`]
+//! applies them to a model in the one right order, and refuses by name what does not go together:
+//!
+//! ```
+//! use frugal::{Config, Recipe};
+//! use models::{Llama, LlamaConfig};
+//! use tch::{Device, Kind};
+//!
+//! let config: Config = "[adapter]\nr = 4\n[activations]\nplan = \"recompute\"".parse()?;
+//! let model = Llama::new(&LlamaConfig::llama(64, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
+//! let (trainer, handles) = Recipe::new(&config)?.apply(Box::new(model))?.trainer(100)?;
+//! # let _ = (trainer, handles);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! | | what it gives |
+//! |---|---|
+//! | [`config`] | every setting, with units, read from and written to TOML |
+//! | [`recipe`] | techniques on a model, and the trainer over it |
+//! | [`rows`] | fine-tuning rows from JSON lines and text |
+//! | [`tasks`] | GSM8K: problems, prompts, graders |
+//! | [`display`], [`download_bar`], [`loss_log`], [`text_stream`] | what a program shows of a training and of a generation |
+//!
+//! The techniques are crates of their own, re-exported here: [`accounting`], [`amp`], [`dataloading`], [`fused_ce`], [`lora`],
+//! [`models`], [`offload`], [`runtime`], [`swiglu_ckpt`], [`training`].
 
+pub mod config;
 pub mod display;
 pub mod download_bar;
 pub mod error;
 pub mod loss_log;
+pub mod recipe;
+pub mod rows;
 pub mod tasks;
 pub mod text_stream;
 
+pub use {
+    accounting, amp, dataloading, fused_ce, lora, models, offload, runtime, swiglu_ckpt, tch, training,
+};
+
+pub use config::Config;
 pub use error::{Error, Result};
+pub use recipe::Recipe;

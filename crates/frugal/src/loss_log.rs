@@ -96,16 +96,16 @@ pub struct Losses {
 
 /// Keeps them. Clones share them.
 #[derive(Debug, Clone, Default)]
-pub struct Ends(Arc<Mutex<Losses>>);
+pub struct LossSummary(Arc<Mutex<Losses>>);
 
-impl Ends {
+impl LossSummary {
     /// What was seen so far.
     pub fn get(&self) -> Losses {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Observer for Ends {
+impl Observer for LossSummary {
     fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
         let mut losses = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         losses.first.get_or_insert(record.loss);

@@ -5,7 +5,6 @@ mod program;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use report::cli::CommonArgs;
 
 /// Train and fine-tune language models on the memory at hand
 #[derive(Parser)]
@@ -14,13 +13,17 @@ struct Cli {
     #[command(subcommand)]
     command: Command,
     #[command(flatten)]
-    common: CommonArgs,
+    common: program::Common,
 }
 
 #[derive(Subcommand)]
 enum Command {
-    /// Fine-tune a model with adapters
+    /// Train a model from scratch
+    Train(Box<program::train::Train>),
+    /// Fine-tune a model: LoRA, DoRA, or all of its weights
     Finetune(Box<program::finetune::Finetune>),
+    /// Resume a training from its output folder
+    Resume(program::resume::Resume),
     /// Grade a model's answers to GSM8K
     Eval(program::eval::Eval),
     /// Generate text from a prompt
@@ -31,16 +34,24 @@ enum Command {
     Export(program::export::Export),
     /// Describe a model's or an adapter's folder
     Info(program::info::Info),
+    /// Show what fits a budget, where the peak is, and what a step costs; reads no weights
+    Plan(program::plan::PlanArgs),
+    /// Show what this machine offers: libtorch, devices, rates, memory, disk, hub
+    Doctor(program::doctor::Doctor),
 }
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
     report::cli::run(|| match &cli.command {
+        Command::Train(arguments) => program::train::run(&cli.common, arguments),
         Command::Finetune(arguments) => program::finetune::run(&cli.common, arguments),
+        Command::Resume(arguments) => program::resume::run(&cli.common, arguments),
         Command::Eval(arguments) => program::eval::run(&cli.common, arguments),
         Command::Generate(arguments) => program::generate::run(&cli.common, arguments),
         Command::Merge(arguments) => program::merge::run(&cli.common, arguments),
         Command::Export(arguments) => program::export::run(&cli.common, arguments),
         Command::Info(arguments) => program::info::run(&cli.common, arguments),
+        Command::Plan(arguments) => program::plan::run(&cli.common, arguments),
+        Command::Doctor(arguments) => program::doctor::run(&cli.common, arguments),
     })
 }

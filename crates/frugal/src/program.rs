@@ -1,15 +1,55 @@
 //! The subcommands, and what they share.
 
 pub(crate) mod adapter;
+pub(crate) mod doctor;
 pub(crate) mod encoding;
 pub(crate) mod eval;
 pub(crate) mod export;
 pub(crate) mod figures;
-pub(crate) mod fine_tune;
 pub(crate) mod finetune;
 pub(crate) mod generate;
 pub(crate) mod info;
 pub(crate) mod merge;
 pub(crate) mod model;
 pub(crate) mod output;
+pub(crate) mod plan;
 pub(crate) mod problems;
+pub(crate) mod resume;
+pub(crate) mod settings;
+pub(crate) mod train;
+pub(crate) mod training;
+
+use clap::Args;
+use tch::Device;
+
+/// Flags that every subcommand has.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Common {
+    /// Where to compute: cpu, cuda or cuda:N [default: cpu]
+    #[arg(long, global = true)]
+    pub(crate) device: Option<String>,
+    /// Seed of every random choice [default: 0]
+    #[arg(long, global = true)]
+    pub(crate) seed: Option<u64>,
+    /// Print a machine-readable result on standard output
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+    /// Print errors and results only
+    #[arg(long, short, global = true)]
+    pub(crate) quiet: bool,
+}
+
+impl Common {
+    /// The device.
+    ///
+    /// # Errors
+    /// One that is not there.
+    pub(crate) fn device(&self) -> anyhow::Result<Device> {
+        Ok(runtime::device::select(self.device.as_deref().unwrap_or("cpu"))?)
+    }
+
+    /// The seed.
+    pub(crate) fn seed(&self) -> u64 {
+        self.seed.unwrap_or(0)
+    }
+}

@@ -173,6 +173,17 @@ impl LoraConfig {
     }
 }
 
+impl LoraConfig {
+    /// Whether the projection of this whole name (`model.layers.0.mlp.up_proj`, `lm_head`) is adapted, or saved whole.
+    ///
+    /// # Errors
+    /// A pattern that is no regular expression.
+    pub fn adapts(&self, name: &str) -> Result<bool> {
+        let targets = Targets::new(self)?;
+        Ok(targets.saved.iter().any(|saved| saved.is_match(name)) || targets.wants(name, name == "lm_head"))
+    }
+}
+
 /// Name and `[in, out]` of every projection of such a model.
 fn llama_projections(model: &LlamaConfig) -> Vec<(String, [i64; 2])> {
     let (hidden, feed) = (model.hidden_size, model.intermediate_size);

@@ -48,6 +48,18 @@ pub fn fetch(source: &mut (impl Batches + ?Sized), count: usize) -> Result<Optio
     Ok((!all.batches.is_empty()).then_some(all))
 }
 
+/// Where the documents of a packed batch lie; `None` where each row is one document.
+///
+/// # Errors
+/// Those of libtorch.
+pub fn documents(batch: &Batch) -> Result<Option<Documents>> {
+    let documents = batch.packing.as_ref().map(|packing| {
+        let (ids, cu_seqlens) = (packing.document_ids.shallow_clone(), packing.cu_seqlens.shallow_clone());
+        Documents::from_parts(ids, cu_seqlens, packing.starts.clone())
+    });
+    Ok(documents.transpose()?)
+}
+
 /// The summed loss of a batch; with `accuracy`, also how many targets were predicted right.
 ///
 /// # Errors
@@ -58,11 +70,7 @@ pub fn forward(
     training: bool,
     accuracy: bool,
 ) -> Result<LossOutput> {
-    let documents = batch.packing.as_ref().map(|packing| {
-        let (ids, cu_seqlens) = (packing.document_ids.shallow_clone(), packing.cu_seqlens.shallow_clone());
-        Documents::from_parts(ids, cu_seqlens, packing.starts.clone())
-    });
-    let documents = documents.transpose()?;
+    let documents = documents(batch)?;
     let input = Input {
         tokens: &batch.tokens,
         positions: batch.packing.as_ref().map(|packing| &packing.positions),

@@ -133,6 +133,18 @@ impl MaskedBatches {
         (tokens, padding)
     }
 
+    /// The batch of the most tokens that there may be: that of the longest rows.
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    pub fn largest(&self) -> Result<Batch> {
+        let width = |row: &[usize]| row.iter().map(|number| positions_of(&self.rows[*number])).sum::<usize>();
+        let mut rows: Vec<&[usize]> = self.together.iter().map(Vec::as_slice).collect();
+        rows.sort_by_key(|row| std::cmp::Reverse(width(row)));
+        rows.truncate(self.layout.batch);
+        self.batch(&rows)
+    }
+
     fn batch(&self, rows: &[&[usize]]) -> Result<Batch> {
         let width =
             |row: &&[usize]| row.iter().map(|number| positions_of(&self.rows[*number])).sum::<usize>();

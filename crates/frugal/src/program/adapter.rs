@@ -1,30 +1,26 @@
 //! What is adapted, and how, by flags.
 
 use clap::Args;
-use lora::{LoraConfig, Names};
+use frugal::lora::{LoraConfig, Names};
 use serde_json::Value;
+
+use super::settings::put;
 
 /// PEFT's `LoraConfig`; each flag is known under PEFT's name too.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct AdapterArgs {
-    /// Rank
-    #[arg(long, default_value_t = 8, allow_negative_numbers = true)]
-    r: i64,
-    /// α: the adapter's product is scaled by α/r
-    #[arg(long, alias = "lora-alpha", default_value_t = 16.0, allow_negative_numbers = true)]
-    alpha: f64,
-    /// Probability that an element of an adapter's input is dropped
-    #[arg(long, alias = "lora-dropout", default_value_t = 0.05, allow_negative_numbers = true)]
-    dropout: f64,
-    /// Which projections: names or their last parts, between commas, or all-linear
-    #[arg(
-        long,
-        alias = "target-modules",
-        value_name = "NAMES",
-        value_delimiter = ',',
-        default_value = "q_proj,k_proj,v_proj,o_proj"
-    )]
-    targets: Vec<String>,
+    /// Rank [default: 8]
+    #[arg(long, allow_negative_numbers = true)]
+    r: Option<i64>,
+    /// α: the adapter's product is scaled by α/r [default: 16]
+    #[arg(long, alias = "lora-alpha", allow_negative_numbers = true)]
+    alpha: Option<f64>,
+    /// Probability that an element of an adapter's input is dropped [default: 0.05]
+    #[arg(long, alias = "lora-dropout", allow_negative_numbers = true)]
+    dropout: Option<f64>,
+    /// Which projections: names or their last parts, between commas, or all-linear [default: q_proj,k_proj,v_proj,o_proj]
+    #[arg(long, alias = "target-modules", value_name = "NAMES", value_delimiter = ',')]
+    targets: Option<Vec<String>>,
     /// Which projections: a regular expression for their whole names
     #[arg(long, value_name = "REGEX", conflicts_with = "targets")]
     target_pattern: Option<String>,
@@ -34,34 +30,64 @@ pub(crate) struct AdapterArgs {
     /// Learn the length of each row of the weights apart (DoRA)
     #[arg(long, alias = "use-dora")]
     dora: bool,
-    /// How adapters begin: true, false, gaussian, pissa, olora or orthogonal
-    #[arg(long, alias = "init-lora-weights", default_value = "true")]
-    init: String,
+    /// How adapters begin: true, false, gaussian, pissa, olora or orthogonal [default: true]
+    #[arg(long, alias = "init-lora-weights")]
+    init: Option<String>,
 }
 
 impl AdapterArgs {
-    /// The configuration, for a base of this name.
-    pub(crate) fn config(&self, base: &str) -> LoraConfig {
-        let targets = match (&self.target_pattern, self.targets.as_slice()) {
-            (Some(pattern), _) => Names::Pattern(pattern.clone()),
-            (None, [one]) if one.eq_ignore_ascii_case("all-linear") => Names::Pattern(one.clone()),
-            (None, names) => Names::List(names.to_vec()),
-        };
-        let init = match self.init.to_lowercase().as_str() {
-            "true" => Value::Bool(true),
-            "false" => Value::Bool(false),
-            _ => Value::String(self.init.clone()),
-        };
+    /// The adapter of a fine-tuning of which nothing else is said.
+    pub(crate) fn default_config() -> LoraConfig {
         LoraConfig {
-            r: self.r,
-            lora_alpha: self.alpha,
-            lora_dropout: self.dropout,
-            use_rslora: self.rslora,
-            use_dora: self.dora,
-            init_lora_weights: init,
-            target_modules: Some(targets),
-            base_model_name_or_path: Some(base.to_owned()),
+            r: 8,
+            lora_alpha: 16.0,
+            lora_dropout: 0.05,
+            target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj"].into()),
             ..LoraConfig::default()
         }
+    }
+
+    /// Whether any flag was given.
+    pub(crate) fn is_given(&self) -> bool {
+        let Self { r, alpha, dropout, targets, target_pattern, rslora, dora, init } = self;
+        r.is_some()
+            || alpha.is_some()
+            || dropout.is_some()
+            || targets.is_some()
+            || target_pattern.is_some()
+            || *rslora
+            || *dora
+            || init.is_some()
+    }
+
+    /// `config` with what the flags say.
+    pub(crate) fn apply(&self, mut config: LoraConfig) -> LoraConfig {
+        put(&mut config.r, self.r);
+        put(&mut config.lora_alpha, self.alpha);
+        put(&mut config.lora_dropout, self.dropout);
+        config.use_rslora |= self.rslora;
+        config.use_dora |= self.dora;
+        match (&self.target_pattern, self.targets.as_deref()) {
+            (Some(pattern), _) => config.target_modules = Some(Names::Pattern(pattern.clone())),
+            (None, Some([one])) if one.eq_ignore_ascii_case("all-linear") => {
+                config.target_modules = Some(Names::Pattern(one.clone()));
+            }
+            (None, Some(names)) => config.target_modules = Some(Names::List(names.to_vec())),
+            (None, None) => {}
+        }
+        if let Some(init) = &self.init {
+            config.init_lora_weights = match init.to_lowercase().as_str() {
+                "true" => Value::Bool(true),
+                "false" => Value::Bool(false),
+                _ => Value::String(init.clone()),
+            };
+        }
+        config
+    }
+
+    /// The configuration, for a base of this name.
+    pub(crate) fn config(&self, base: &str) -> LoraConfig {
+        let base_model_name_or_path = Some(base.to_owned());
+        self.apply(LoraConfig { base_model_name_or_path, ..Self::default_config() })
     }
 }

@@ -2,9 +2,12 @@
 
 use anyhow::{anyhow, bail};
 use clap::Args;
-use dataloading::Tokenizer;
+use frugal::config::DataConfig;
+use frugal::dataloading::Tokenizer;
+use frugal::models::hugging_face::Folder;
 use frugal::tasks::gsm8k::{EncodeOptions, Encoder, TooLong};
-use models::hugging_face::Folder;
+
+use super::settings::put_some;
 
 /// How texts become tokens.
 #[derive(Args, Clone, Debug, Default)]
@@ -12,7 +15,7 @@ pub(crate) struct EncodingArgs {
     /// The token that ends an answer, by its text [default: the model's eos_token_id]
     #[arg(long, value_name = "TOKEN")]
     end_token: Option<String>,
-    /// Leave out problems that are too long for the model, instead of ending with an error
+    /// Leave out rows that are too long for the model, instead of ending with an error
     #[arg(long)]
     skip_long: bool,
     /// Longest row in tokens [default: the model's context]
@@ -21,13 +24,42 @@ pub(crate) struct EncodingArgs {
 }
 
 impl EncodingArgs {
+    /// Overrules a configuration's values by the flags that were given.
+    pub(crate) fn apply(&self, data: &mut DataConfig) {
+        put_some(&mut data.end_token, self.end_token.clone());
+        put_some(&mut data.max_length, self.max_length);
+        data.skip_long |= self.skip_long;
+    }
+
     /// An encoder for the model of a folder.
     ///
     /// # Errors
     /// No tokenizer in it, or one that does not fit the model; no token to end with.
     pub(crate) fn encoder(&self, folder: &Folder) -> anyhow::Result<Encoder> {
-        let tokenizer = tokenizer(folder)?;
-        let end = match &self.end_token {
+        let mut data = DataConfig::default();
+        self.apply(&mut data);
+        Ends::find(folder, &data)?.encoder(folder, &data)
+    }
+}
+
+/// A model's tokenizer, and the tokens that begin and end a row.
+pub(crate) struct Ends {
+    pub(crate) tokenizer: Tokenizer,
+    pub(crate) begin: Option<u32>,
+    pub(crate) end: u32,
+}
+
+impl Ends {
+    /// Those of a model's folder.
+    ///
+    /// # Errors
+    /// No tokenizer in it; no token to end with.
+    pub(crate) fn find(folder: &Folder, data: &DataConfig) -> anyhow::Result<Self> {
+        let tokenizer = match &data.tokenizer {
+            Some(path) => Tokenizer::from_file(path)?,
+            None => tokenizer(folder)?,
+        };
+        let end = match &data.end_token {
             Some(text) => tokenizer.id(text).ok_or_else(|| {
                 anyhow!("--end-token {text}: the tokenizer has no such token; give one of its tokens, as `<|endoftext|>`")
             })?,
@@ -41,16 +73,28 @@ impl EncodingArgs {
                 ),
             },
         };
-        let config = folder.config();
-        let context = usize::try_from(config.max_position_embeddings).unwrap_or(0);
+        Ok(Self { begin: tokenizer.begin_of_text()?, tokenizer, end })
+    }
+
+    /// The most tokens of a row.
+    pub(crate) fn longest(&self, folder: &Folder, data: &DataConfig) -> usize {
+        let context = usize::try_from(folder.config().max_position_embeddings).unwrap_or(0);
+        data.max_length.map_or(context, |longest| longest.min(context))
+    }
+
+    /// An encoder of problems.
+    ///
+    /// # Errors
+    /// A tokenizer that does not fit the model.
+    pub(crate) fn encoder(&self, folder: &Folder, data: &DataConfig) -> anyhow::Result<Encoder> {
         let options = EncodeOptions {
-            vocabulary: usize::try_from(config.vocab_size).unwrap_or(0),
-            context: self.max_length.map_or(context, |longest| longest.min(context)),
-            begin: tokenizer.begin_of_text()?,
-            end,
-            too_long: if self.skip_long { TooLong::Skip } else { TooLong::Refuse },
+            vocabulary: usize::try_from(folder.config().vocab_size).unwrap_or(0),
+            context: self.longest(folder, data),
+            begin: self.begin,
+            end: self.end,
+            too_long: if data.skip_long { TooLong::Skip } else { TooLong::Refuse },
         };
-        Ok(Encoder::new(tokenizer, options)?)
+        Ok(Encoder::new(self.tokenizer.clone(), options)?)
     }
 }
 

@@ -4,19 +4,19 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
+use super::Common;
 use anyhow::Context;
 use clap::{Args, ValueEnum};
 use frugal::tasks::gsm8k::evaluate::Graded;
 use frugal::tasks::gsm8k::{Accuracy, EvaluateOptions, Evaluation, Grader, Problem, evaluate_generation};
 use models::generation::Sampling;
 use report::Progress;
-use report::cli::CommonArgs;
 use serde_json::{Value, json};
 
-use crate::program::encoding::EncodingArgs;
-use crate::program::model::{ModelArgs, with_adapter};
-use crate::program::output::print_line;
-use crate::program::problems::ProblemArgs;
+use super::encoding::EncodingArgs;
+use super::model::{ModelArgs, with_adapter};
+use super::output::print_line;
+use super::problems::ProblemArgs;
 use frugal::tasks::gsm8k::Solver;
 
 /// Which problems are graded.
@@ -61,16 +61,17 @@ pub(crate) struct Eval {
     transcript: Option<PathBuf>,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Eval) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
+pub(crate) fn run(common: &Common, arguments: &Eval) -> anyhow::Result<()> {
+    let device = common.device()?;
     let folder = arguments.model.open()?;
     let encoder = arguments.encoding.encoder(&folder)?;
-    let parts = arguments.problems.parts()?;
-    let few_shot = arguments.problems.few_shot(&parts.train, arguments.shots)?;
+    let source = arguments.problems.problems();
+    let parts = source.parts()?;
+    let few_shot = source.few_shot(&parts.train, arguments.shots)?;
     let mut problems: Vec<Problem> = match arguments.split {
         Part::Test => parts.test,
         Part::Validation => parts.validation,
-        Part::Official => arguments.problems.official()?,
+        Part::Official => source.official()?,
     };
     problems.truncate(arguments.limit.unwrap_or(usize::MAX));
     // Hours of answers must not end with a file that cannot be written.
@@ -119,7 +120,7 @@ fn write(file: File, evaluation: &Evaluation) -> anyhow::Result<()> {
 }
 
 #[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
-fn tell(common: &CommonArgs, evaluation: &Evaluation, tokens: usize, seconds: f64) {
+fn tell(common: &Common, evaluation: &Evaluation, tokens: usize, seconds: f64) {
     let rate = tokens as f64 / seconds.max(1e-9);
     if common.json {
         let of = |grader: Grader| -> (String, Value) {

@@ -3,18 +3,19 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use super::Common;
 use anyhow::{Context, anyhow, bail};
 use clap::{ArgGroup, Args};
 use lora::peft::{self, CONFIG_FILE, PREFIX, TENSORS_FILE};
 use lora::{DEFAULT, LoraConfig, field_prefix};
 use models::{llama, tensors_file};
-use report::cli::CommonArgs;
 use serde_json::{Map, Value};
 use tch::{Device, Tensor};
 use training::checkpoint::{self, Checkpoint};
 
-use super::finetune::CHECKPOINTS;
-use crate::program::model::{Dtype, same_folder};
+use super::model::same_folder;
+use super::settings::DtypeArg;
+use super::training::CHECKPOINTS;
 
 #[derive(Args)]
 #[command(group(ArgGroup::new("from").required(true).args(["checkpoints", "adapter"])))]
@@ -30,13 +31,13 @@ pub(crate) struct Export {
     out: PathBuf,
     /// What its tensors are kept in [default: what they are in]
     #[arg(long, value_enum)]
-    dtype: Option<Dtype>,
+    dtype: Option<DtypeArg>,
     /// The name of its base, as adapter_config.json says it
     #[arg(long, value_name = "NAME")]
     base: Option<String>,
 }
 
-pub(crate) fn run(_: &CommonArgs, arguments: &Export) -> anyhow::Result<()> {
+pub(crate) fn run(_: &Common, arguments: &Export) -> anyhow::Result<()> {
     let (mut config, mut tensors) = match (&arguments.checkpoints, &arguments.adapter) {
         (Some(folder), _) => of_checkpoint(folder)?,
         (None, Some(folder)) => {
@@ -53,7 +54,7 @@ pub(crate) fn run(_: &CommonArgs, arguments: &Export) -> anyhow::Result<()> {
     }
     if let Some(dtype) = arguments.dtype {
         let cast = |(name, tensor): &(String, Tensor)| -> Result<_, tch::TchError> {
-            Ok((name.clone(), tensor.f_to_kind(dtype.kind())?))
+            Ok((name.clone(), tensor.f_to_kind(dtype.get().kind())?))
         };
         tensors = tensors.iter().map(cast).collect::<Result<_, _>>()?;
     }

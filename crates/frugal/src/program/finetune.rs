@@ -1,262 +1,338 @@
 //! `frugal finetune`.
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, bail};
+use anyhow::bail;
 use clap::{Args, ValueEnum};
-use frugal::display::{Display, Efficiency};
-use frugal::tasks::gsm8k::{Encoder, FewShot, Problem};
-use lora::Adapters;
-use models::module::parameter_count;
-use report::cli::CommonArgs;
+use frugal::config::{Config, DataFormat, Task};
+use frugal::models::hugging_face::{self, Folder};
+use frugal::models::module::{LanguageModel, parameter_count};
+use frugal::rows::{self, RowOptions};
+use frugal::training::Batches;
+use frugal::training::masked_rows::{Layout, MaskedBatches, MaskedRow};
+use frugal::{Recipe, tasks::gsm8k};
 use serde_json::json;
-use training::interrupt;
-use training::masked_rows::MaskedRow;
-use training::observer::Observer;
-use training::schedule::Shape;
-use training::trainer::Ended;
 
-use crate::program::adapter::AdapterArgs;
-use crate::program::encoding::EncodingArgs;
-use crate::program::figures::{grouped, share};
-use crate::program::fine_tune::{Checkpointing, FineTuning, Prepared, Tuned, fine_tune};
-use crate::program::model::{ModelArgs, same_folder};
-use crate::program::output::{Lines, print_line};
-use crate::program::problems::ProblemArgs;
-use frugal::loss_log::{Ends, LossLog, Losses};
+use super::Common;
+use super::adapter::AdapterArgs;
+use super::encoding::{EncodingArgs, Ends};
+use super::figures::{grouped, share};
+use super::merge::complete;
+use super::model::{HubArgs, same_folder, shared_llama};
+use super::output::{note, print_line};
+use super::problems::Problems;
+use super::settings::{DtypeArg, FormatArg, SettingsArgs, put, put_some};
+use super::training::{Run, Saving, Trained, enforce, say, told};
 
-/// How the learning rate falls after warm-up.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Falls {
-    /// Not at all
-    Constant,
-    /// In a straight line, to 0 at the last step
-    Linear,
-    /// Along half a cosine, to 0 at the last step
-    Cosine,
+/// What is trained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Method {
+    /// Low-rank adapters
+    Lora,
+    /// Low-rank adapters with a learned length for each row of the weights
+    Dora,
+    /// All weights
+    Full,
 }
 
 #[derive(Args)]
 pub(crate) struct Finetune {
+    /// A folder in Hugging Face's layout, or a name on the hub, such as Qwen/Qwen2.5-0.5B
+    #[arg(long, value_name = "NAME_OR_FOLDER", required_unless_present = "config")]
+    model: Option<String>,
     #[command(flatten)]
-    model: ModelArgs,
-    #[command(flatten)]
-    problems: ProblemArgs,
-    /// Where the adapter goes, with losses.jsonl and the checkpoints
+    hub: HubArgs,
+    /// Dtype of the weights [default: that of the files]
+    #[arg(long, value_enum)]
+    dtype: Option<DtypeArg>,
+    /// GSM8K (a folder with train.jsonl and test.jsonl, or JSON lines with question and answer), JSON lines with prompt and
+    /// completion or with text, or a text file
+    #[arg(long, value_name = "PATH", required_unless_present = "config")]
+    data: Option<String>,
+    /// What the data holds [default: found from the name and the first line]
+    #[arg(long, value_enum)]
+    format: Option<FormatArg>,
+    /// A file to measure the validation loss on; GSM8K has a split of its own
+    #[arg(long, value_name = "FILE")]
+    validation: Option<PathBuf>,
+    /// The field of a JSON line that holds its text
+    #[arg(long)]
+    field: Option<String>,
+    /// Output folder: the adapter or model, config.toml, losses.jsonl, checkpoints
     #[arg(long, value_name = "FOLDER")]
     out: PathBuf,
+    /// What is trained [default: lora]
+    #[arg(long, value_enum)]
+    method: Option<Method>,
     #[command(flatten)]
     adapter: AdapterArgs,
     #[command(flatten)]
     encoding: EncodingArgs,
-    /// Solved examples before each question that is learnt from
-    #[arg(long, default_value_t = 0)]
-    shots: usize,
-    /// Learn from the first N problems
+    /// Solved examples before each question (GSM8K)
+    #[arg(long)]
+    shots: Option<usize>,
+    /// Take calculator annotations (<<6*7=42>>) out of answers (GSM8K)
+    #[arg(long)]
+    strip_annotations: bool,
+    /// Seed of the split into 90, 5 and 5 %, and of the examples that prompts show (GSM8K)
+    #[arg(long)]
+    split_seed: Option<u64>,
+    /// Train on the first N rows
     #[arg(long, value_name = "N")]
     limit: Option<usize>,
-    /// Put several problems into rows of TOKENS places, where none sees another, instead of padding each batch to its longest
-    #[arg(long, value_name = "TOKENS", num_args = 0..=1, default_missing_value = "1024")]
-    packing: Option<usize>,
-    /// Rows of a batch
-    #[arg(long, default_value_t = 4)]
-    batch_size: usize,
-    /// Batches of a step
-    #[arg(long, default_value_t = 4)]
-    accumulation: usize,
-    /// How often each problem is learnt from
-    #[arg(long, default_value_t = 1)]
-    epochs: u64,
-    /// Steps in all, instead of --epochs
-    #[arg(long, conflicts_with = "epochs")]
-    steps: Option<u64>,
-    /// Learning rate
-    #[arg(long, default_value_t = 2e-4)]
-    lr: f64,
-    /// How the learning rate falls after warm-up
-    #[arg(long, value_enum, default_value = "cosine")]
-    schedule: Falls,
-    /// Share of the steps in which the learning rate rises
-    #[arg(long, default_value_t = 0.03)]
-    warmup: f64,
-    /// Decoupled decay of the adapters' matrices
-    #[arg(long, default_value_t = 0.0)]
-    weight_decay: f64,
-    /// Largest norm of the gradients
-    #[arg(long, default_value_t = 1.0)]
-    clip: f64,
-    /// Run layers again in backward instead of keeping what it needs: less memory, more time
-    #[arg(long)]
-    recompute: bool,
-    /// Steps between evaluations on the validation split; one is made at the end in any case
-    #[arg(long, value_name = "STEPS")]
-    evaluate_every: Option<u64>,
-    /// Steps between checkpoints; one is written at the end, and on Ctrl-C, in any case
-    #[arg(long, value_name = "STEPS")]
-    checkpoint_every: Option<u64>,
-    /// Checkpoints to keep
-    #[arg(long, default_value_t = 2)]
-    keep: usize,
-    /// Go on from the newest checkpoint in --out, where there is one
+    #[command(flatten)]
+    settings: SettingsArgs,
+    /// Resume from the newest checkpoint in --out, where there is one
     #[arg(long)]
     resume: bool,
 }
 
-/// Folder of the checkpoints within `--out`.
-pub(crate) const CHECKPOINTS: &str = "checkpoints";
-/// The loss log within `--out`.
-const LOSSES: &str = "losses.jsonl";
+/// Learning rate of full fine-tuning, where nothing else is said.
+const FULL_LEARNING_RATE: f64 = 2e-5;
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Finetune) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
-    runtime::memory::track_cpu()?;
-    runtime::random::seed(common.seed)?;
-    // Everything that can be wrong without the weights is found before they are read.
-    let folder = arguments.model.open()?;
-    if same_folder(folder.path(), &arguments.out) {
-        bail!("--out {} is the model's own folder; give another", arguments.out.display());
-    }
-    let config = arguments.adapter.config(&arguments.model.model);
-    config.check()?;
-    config.trainable_parameters(folder.config())?;
-    let encoder = arguments.encoding.encoder(&folder)?;
-    let (train, validation) = rows(arguments, &encoder)?;
-    std::fs::create_dir_all(&arguments.out)
-        .with_context(|| format!("{} cannot be made", arguments.out.display()))?;
-
-    let mut model = arguments.model.load(&folder, device)?;
-    let adapters = Adapters::install(&mut model, &config, common.seed)?;
-    let model = Box::new(adapters.wrap(Box::new(model))?);
-    let options = options(common, arguments, &encoder);
-    let losses = Ends::default();
-    let mut steps = 0;
-    let observers = |prepared: &Prepared| -> anyhow::Result<Vec<Box<dyn Observer>>> {
-        say(prepared);
-        steps = prepared.steps();
-        let log = LossLog::open(&arguments.out.join(LOSSES), arguments.resume)?;
-        let display = Display::new(steps, device, Efficiency::default());
-        let mut observers: Vec<Box<dyn Observer>> =
-            vec![Box::new(display), Box::new(log), Box::new(losses.clone())];
-        if common.json {
-            observers.push(Box::new(Lines));
+impl Finetune {
+    /// The configuration that the flags and the file make.
+    fn config(&self, common: &Common) -> anyhow::Result<Config> {
+        let from_file = self.settings.is_from_file();
+        let mut config = self.settings.base(Config::default())?;
+        config.task = Task::Finetune;
+        let full = match self.method {
+            Some(method) => method == Method::Full,
+            None => from_file && config.adapter.is_none() && !self.adapter.is_given(),
+        };
+        if full && self.adapter.is_given() {
+            bail!("--method full trains all weights and has no adapter; leave out the adapter's flags");
         }
-        Ok(observers)
-    };
-    let tuned = fine_tune(model, train, validation, &options, observers, interrupt::on_signals()?)?;
-    finish(common, arguments, &adapters, &tuned, steps, losses.get())
-}
-
-fn options(common: &CommonArgs, arguments: &Finetune, encoder: &Encoder) -> FineTuning {
-    let context = encoder.options().context;
-    FineTuning {
-        epochs: arguments.epochs,
-        steps: arguments.steps,
-        batch: arguments.batch_size,
-        accumulation: arguments.accumulation,
-        packed: arguments.packing.map(|capacity| capacity.min(context)),
-        pad: i64::from(encoder.options().end),
-        lr: arguments.lr,
-        shape: match arguments.schedule {
-            Falls::Constant => Shape::Constant,
-            Falls::Linear => Shape::Linear,
-            Falls::Cosine => Shape::Cosine,
-        },
-        warmup: arguments.warmup,
-        weight_decay: arguments.weight_decay,
-        clip: Some(arguments.clip),
-        recompute: arguments.recompute,
-        evaluate_every: arguments.evaluate_every,
-        checkpoints: Some(Checkpointing {
-            folder: arguments.out.join(CHECKPOINTS),
-            every: arguments.checkpoint_every,
-            keep: arguments.keep,
-            resume: arguments.resume,
-        }),
-        seed: common.seed,
-        ..FineTuning::default()
-    }
-}
-
-/// Rows to learn from, and those of the validation split.
-fn rows(arguments: &Finetune, encoder: &Encoder) -> anyhow::Result<(Vec<MaskedRow>, Vec<MaskedRow>)> {
-    let parts = arguments.problems.parts()?;
-    let few_shot = arguments.problems.few_shot(&parts.train, arguments.shots)?;
-    let limit = arguments.limit.unwrap_or(parts.train.len()).min(parts.train.len());
-    let train = encoded(encoder, &parts.train[..limit], &few_shot, "training")?;
-    let validation = encoded(encoder, &parts.validation, &few_shot, "validation")?;
-    Ok((train, validation))
-}
-
-fn encoded(
-    encoder: &Encoder,
-    problems: &[Problem],
-    few_shot: &FewShot,
-    which: &str,
-) -> anyhow::Result<Vec<MaskedRow>> {
-    let rows = encoder
-        .tokenize_all(problems, few_shot)
-        .with_context(|| format!("the {which} rows (--skip-long leaves long ones out)"))?;
-    if !rows.skipped.is_empty() {
-        let (skipped, all) = (rows.skipped.len(), problems.len());
-        note(&format!("{skipped} of {all} {which} problems are too long and left out"));
-    }
-    Ok(rows.rows.into_iter().map(MaskedRow::from).collect())
-}
-
-fn say(prepared: &Prepared) {
-    let counted = prepared.parameters();
-    let (tokens, padding) = prepared.rows().tokens_and_padding();
-    note(&format!(
-        "trains {} parameters; an epoch is {} tokens in {} batches{}; {} steps",
-        share(counted.trainable, counted.total),
-        grouped(tokens as u64),
-        grouped(prepared.rows().batches_per_epoch()),
-        if padding > 0 {
-            format!(" with {} places of padding", grouped(padding as u64))
-        } else {
-            String::new()
-        },
-        grouped(prepared.steps()),
-    ));
-}
-
-/// A line to the user, beside the result.
-fn note(line: &str) {
-    let _ = writeln!(std::io::stderr().lock(), "{line}");
-}
-
-/// Writes the adapter, and says what came of the training.
-fn finish(
-    common: &CommonArgs,
-    arguments: &Finetune,
-    adapters: &Adapters,
-    tuned: &Tuned,
-    steps: u64,
-    losses: Losses,
-) -> anyhow::Result<()> {
-    let out: &Path = &arguments.out;
-    let step = tuned.step;
-    if tuned.ended == Ended::Interrupted {
-        match tuned.saved {
-            Some(saved) if saved == step => {
-                bail!("interrupted after step {step} of {steps}, which is saved; go on with --resume")
+        put_some(&mut config.model.name, self.model.as_deref().map(str::to_owned));
+        put_some(&mut config.model.revision, self.hub.revision.clone());
+        config.model.offline |= self.hub.offline;
+        put_some(&mut config.model.dtype, self.dtype.map(DtypeArg::get));
+        put(&mut config.data.source, self.data.as_deref().map(str::to_owned));
+        put(&mut config.data.format, self.format.map(FormatArg::get));
+        put_some(&mut config.data.validation, self.validation.clone());
+        put(&mut config.data.field, self.field.clone());
+        put(&mut config.data.shots, self.shots);
+        config.data.strip_annotations |= self.strip_annotations;
+        put(&mut config.data.split_seed, self.split_seed);
+        put_some(&mut config.data.limit, self.limit);
+        self.encoding.apply(&mut config.data);
+        if full {
+            config.adapter = None;
+            if !from_file {
+                config.optimizer.lr = FULL_LEARNING_RATE;
             }
-            _ => bail!("interrupted after step {step} of {steps}; its checkpoint was not written"),
+        } else {
+            let base = self.model.clone().or_else(|| config.model.name.clone());
+            let adapter = config.adapter.take().unwrap_or_else(AdapterArgs::default_config);
+            let mut adapter = self.adapter.apply(adapter);
+            put_some(&mut adapter.base_model_name_or_path, base);
+            adapter.use_dora |= self.method == Some(Method::Dora);
+            config.adapter = Some(adapter);
         }
+        self.settings.apply(&mut config, common);
+        Ok(config)
     }
-    adapters.save(out)?;
-    let counted = parameter_count(tuned.model.as_ref());
+}
+
+pub(crate) fn run(common: &Common, arguments: &Finetune) -> anyhow::Result<()> {
+    launch(common, &arguments.config(common)?, &arguments.out, arguments.resume)
+}
+
+/// Fine-tunes as the configuration says, into a folder.
+///
+/// # Errors
+/// Whatever can be wrong; without the weights wherever it can be found without them.
+pub(crate) fn launch(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::Result<()> {
+    let recipe = Recipe::new(config)?;
+    let device = runtime::device::select(&config.training.device)?;
+    runtime::memory::track_cpu()?;
+    runtime::random::seed(config.training.seed)?;
+    let Some(name) = &config.model.name else {
+        bail!(
+            "`model.name` is missing; give a folder in Hugging Face's layout or a name on the hub as --model"
+        )
+    };
+    let hub = HubArgs { revision: config.model.revision.clone(), offline: config.model.offline };
+    let folder = hub.open(name)?;
+    if same_folder(folder.path(), out) {
+        bail!("--out {} is the model's own folder; give another", out.display());
+    }
+    recipe.check_folder(&folder)?;
+    let Data { train, validation, pad } = data(common, config, &folder)?;
+    let context = usize::try_from(folder.config().max_position_embeddings).unwrap_or(usize::MAX);
+    let layout = Layout {
+        batch: config.training.batch,
+        packed: config.data.packing.map(|positions| positions.min(context)),
+        pad,
+        shuffle: Some(config.training.seed),
+        epochs: match (config.training.steps, config.training.epochs) {
+            (Some(_), None) => None,
+            (_, epochs) => Some(epochs.unwrap_or(1)),
+        },
+    };
+    let train = MaskedBatches::new(train, layout, device)?;
+    let ordered = Layout { shuffle: None, epochs: Some(1), ..layout };
+    let validation =
+        (!validation.is_empty()).then(|| MaskedBatches::new(validation, ordered, device)).transpose()?;
+    let steps = steps(config, train.batches_per_epoch());
+    let saving = Some(Saving::open(out, config, resume)?);
+
+    let _limit = enforce(config, device)?;
+    let mut prepared = recipe.open(&folder, device)?;
+    if let Some(chosen) = prepared.plan_activations(&train.largest()?)? {
+        let kept =
+            chosen.layers.iter().filter(|plan| **plan == frugal::training::activations::LayerPlan::KeepAll);
+        say(
+            common,
+            &format!(
+                "activation plan: {} of {} layers keep their activations; predicted peak {}",
+                kept.count(),
+                chosen.layers.len(),
+                frugal::config::Bytes(chosen.peak_bytes)
+            ),
+        );
+    }
+    let (trainer, handles) = prepared.trainer(steps)?;
+    let (tokens, padding) = train.tokens_and_padding();
+    let batches = train.batches_per_epoch();
+    let validation = validation.map(|validation| Box::new(validation) as Box<dyn Batches>);
+    let run = Run { trainer, config, handles, train: Box::new(train), validation, saving };
+    let counted = run.parameters();
+    say(
+        common,
+        &format!(
+            "trains {} parameters; an epoch is {} tokens in {} batches{}; {} steps",
+            share(counted.trainable, counted.total),
+            grouped(tokens as u64),
+            grouped(batches),
+            if padding > 0 {
+                format!(" with {} positions of padding", grouped(padding as u64))
+            } else {
+                String::new()
+            },
+            grouped(steps),
+        ),
+    );
+    let trained = run.run(common, device, |_, _, _| Ok(()))?;
+    finish(common, &folder, out, &trained)
+}
+
+/// Optimizer steps in all.
+fn steps(config: &Config, batches: u64) -> u64 {
+    let accumulation = config.training.accumulation.max(1) as u64;
+    let of_epochs = |epochs: u64| (batches * epochs).div_ceil(accumulation);
+    match (config.training.steps, config.training.epochs) {
+        (Some(steps), None) => steps,
+        (Some(steps), Some(epochs)) => steps.min(of_epochs(epochs)),
+        (None, epochs) => of_epochs(epochs.unwrap_or(1)),
+    }
+}
+
+/// Rows to train on and to measure on, and the token that pads.
+struct Data {
+    train: Vec<MaskedRow>,
+    validation: Vec<MaskedRow>,
+    pad: i64,
+}
+
+fn data(common: &Common, config: &Config, folder: &Folder) -> anyhow::Result<Data> {
+    let own = &config.data;
+    let path = Path::new(&own.source);
+    let ends = Ends::find(folder, own)?;
+    let pad = i64::from(ends.end);
+    if own.source.is_empty() {
+        bail!("`data.source` is missing; give what to learn from as --data");
+    }
+    if !path.exists() {
+        bail!(
+            "{} is not there; give a folder with GSM8K's train.jsonl and test.jsonl, a file of JSON lines, or a text file",
+            path.display()
+        );
+    }
+    let format = match own.format {
+        DataFormat::Auto => rows::detect(path)?,
+        format => format,
+    };
+    let skipped = |count: usize, all: usize, which: &str| {
+        if count > 0 {
+            say(common, &format!("{count} of {all} {which} rows are too long and left out"));
+        }
+    };
+    if format == DataFormat::Gsm8k {
+        let encoder = ends.encoder(folder, own)?;
+        let problems = Problems::of(own);
+        let parts = problems.parts()?;
+        let few_shot = problems.few_shot(&parts.train, own.shots)?;
+        let limit = own.limit.unwrap_or(parts.train.len()).min(parts.train.len());
+        let encoded = |problems: &[gsm8k::Problem], which: &str| -> anyhow::Result<Vec<MaskedRow>> {
+            use anyhow::Context as _;
+            let rows = encoder
+                .tokenize_all(problems, &few_shot)
+                .with_context(|| format!("the {which} rows (--skip-long leaves long ones out)"))?;
+            skipped(rows.skipped.len(), problems.len(), which);
+            Ok(rows.rows.into_iter().map(MaskedRow::from).collect())
+        };
+        return Ok(Data {
+            train: encoded(&parts.train[..limit], "training")?,
+            validation: encoded(&parts.validation, "validation")?,
+            pad,
+        });
+    }
+    let options = RowOptions {
+        longest: ends.longest(folder, own),
+        begin: ends.begin,
+        end: ends.end,
+        field: own.field.clone(),
+        skip_long: own.skip_long,
+    };
+    let read = |path: &Path, which: &str| -> anyhow::Result<Vec<MaskedRow>> {
+        let rows = match format {
+            DataFormat::Text => rows::text(path, &ends.tokenizer, &options)?,
+            _ => rows::json_lines(path, &ends.tokenizer, &options)?,
+        };
+        skipped(rows.skipped, rows.skipped + rows.rows.len(), which);
+        Ok(rows.rows)
+    };
+    let mut train = read(path, "training")?;
+    train.truncate(own.limit.unwrap_or(usize::MAX));
+    let validation = own.validation.as_deref().map(|path| read(path, "validation")).transpose()?;
+    Ok(Data { train, validation: validation.unwrap_or_default(), pad })
+}
+
+/// Folder of the model within an output folder, after full fine-tuning.
+pub(crate) const MODEL: &str = "model";
+
+/// Writes the adapter or the model, and says what came of the training.
+fn finish(common: &Common, folder: &Folder, out: &Path, trained: &Trained) -> anyhow::Result<()> {
+    let Trained { model, handles, step, losses } = trained;
+    let (what, path) = match &handles.adapters {
+        Some(adapters) => {
+            adapters.save(out)?;
+            ("adapter", out.to_owned())
+        }
+        None => {
+            let path = out.join(MODEL);
+            save_model(model.as_ref(), folder, &path)?;
+            ("model", path)
+        }
+    };
+    let counted = parameter_count(model.as_ref());
     if common.json {
         print_line(&json!({ "result": {
-            "adapter": out, "steps": step, "trainable": counted.trainable, "parameters": counted.total,
+            what: path, "steps": step, "trainable": counted.trainable, "parameters": counted.total,
             "first_loss": losses.first, "last_loss": losses.last, "validation_loss": losses.validation,
         }}));
     } else {
-        let of = |loss: Option<f64>| loss.map_or_else(|| "–".to_owned(), |loss| format!("{loss:.4}"));
-        let (first, last, validation) = (of(losses.first), of(losses.last), of(losses.validation));
-        note(&format!("{step} steps: loss {first} to {last}, on the validation split {validation}"));
-        note(&format!("the adapter is in {}", out.display()));
+        note(&format!("{step} steps: {}", told(*losses)));
+        note(&format!("the {what} is in {}", path.display()));
     }
     Ok(())
+}
+
+/// Writes a model in Hugging Face's layout, with what its base's folder has beside the weights.
+fn save_model(model: &dyn LanguageModel, folder: &Folder, path: &Path) -> anyhow::Result<()> {
+    let llama = shared_llama(model, folder.config())?;
+    Ok(hugging_face::save_with(&llama, path, hugging_face::SHARD_BYTES, |new| {
+        complete(folder, new).map_err(|error| std::io::Error::other(format!("{error:#}")))
+    })?)
 }

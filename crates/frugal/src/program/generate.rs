@@ -4,16 +4,22 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::time::Instant;
 
+use super::Common;
 use anyhow::{Context, bail};
 use clap::{ArgGroup, Args};
 use dataloading::Tokenizer;
+use frugal::config::OffloadConfig;
+use frugal::models::Llama;
+use frugal::models::hugging_face::Folder;
+use frugal::offload::Offload;
 use models::generation::{Ended, GenerateOptions, Generated, Generator, Sampling};
-use report::cli::CommonArgs;
 use serde_json::json;
+use tch::Device;
 
-use crate::program::encoding;
-use crate::program::model::{ModelArgs, with_adapter};
-use crate::program::output::print_line;
+use super::encoding;
+use super::model::{ModelArgs, with_adapter};
+use super::output::print_line;
+use super::settings::OffloadArg;
 use frugal::text_stream::TextStream;
 
 #[derive(Args)]
@@ -24,6 +30,16 @@ pub(crate) struct Generate {
     /// An adapter's folder
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
+    /// Keep the layers outside of the device, so that the model may be larger than its memory: in the host's memory, or in the
+    /// model's own files
+    #[arg(long, value_name = "TIER")]
+    offload: Option<OffloadArg>,
+    /// Layers on the device at a time, of those that are offloaded
+    #[arg(long, requires = "offload", value_parser = clap::value_parser!(u16).range(1..=64))]
+    ring: Option<u16>,
+    /// Layers that stay on the device, by number
+    #[arg(long, value_name = "NUMBERS", value_delimiter = ',', requires = "offload")]
+    resident: Vec<usize>,
     /// What the text begins with
     #[arg(long, value_name = "TEXT")]
     prompt: Option<String>,
@@ -61,6 +77,20 @@ impl Generate {
         }
     }
 
+    /// The model, its layers offloaded where that is wanted.
+    fn load(&self, folder: &Folder, device: Device) -> anyhow::Result<(Llama, Option<Offload>)> {
+        let Some(tier) = self.offload else { return Ok((self.model.load(folder, device)?, None)) };
+        let offload = OffloadConfig {
+            tier: tier.get(),
+            ring: self.ring.map_or(OffloadConfig::default().ring, usize::from),
+            resident: self.resident.clone(),
+            ..OffloadConfig::default()
+        };
+        let kind = self.model.dtype.map(|dtype| dtype.get().kind());
+        let (model, offload) = Offload::open(folder, kind, &offload.options(device))?;
+        Ok((model, Some(offload)))
+    }
+
     fn texts(&self) -> anyhow::Result<Vec<String>> {
         if let Some(prompt) = &self.prompt {
             return Ok(vec![prompt.clone()]);
@@ -76,8 +106,8 @@ impl Generate {
     }
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Generate) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
+pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
+    let device = common.device()?;
     let texts = arguments.texts()?;
     let folder = arguments.model.open()?;
     let tokenizer = encoding::tokenizer(&folder)?;
@@ -87,10 +117,11 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Generate) -> anyhow::Result<(
         Ok(begin.iter().chain(&encoded).copied().map(i64::from).collect())
     });
     let prompts: Vec<Vec<i64>> = prompts.collect::<anyhow::Result<_>>()?;
-    let model = with_adapter(arguments.model.load(&folder, device)?, arguments.adapter.as_deref())?;
+    let (llama, _offload) = arguments.load(&folder, device)?;
+    let model = with_adapter(llama, arguments.adapter.as_deref())?;
     let options = GenerateOptions {
         max_new_tokens: arguments.max_new_tokens,
-        sampling: arguments.sampling(common.seed),
+        sampling: arguments.sampling(common.seed()),
         end_tokens: folder.end_tokens().to_vec(),
         ..GenerateOptions::default()
     };
@@ -168,7 +199,7 @@ fn show(text: &str) -> bool {
 }
 
 /// Texts that were not shown as they came.
-fn tell(common: &CommonArgs, prompts: &[String], texts: &[String], generated: &[Generated], whole: bool) {
+fn tell(common: &Common, prompts: &[String], texts: &[String], generated: &[Generated], whole: bool) {
     for ((prompt, text), row) in prompts.iter().zip(texts).zip(generated).filter(|_| whole) {
         let ended = match row.ended {
             Ended::EndToken => "end token",

@@ -1,21 +1,20 @@
 //! `frugal info`.
 
-use std::io::Write;
 use std::path::Path;
 
+use super::Common;
 use clap::Args;
 use lora::LoraConfig;
 use lora::peft::{CONFIG_FILE, TENSORS_FILE};
 use models::hugging_face::Folder;
 use models::tensors_file::TensorsFile;
-use report::cli::CommonArgs;
 use report::unit::human;
 use serde_json::{Value, json};
 
-use crate::program::adapter::AdapterArgs;
-use crate::program::figures::{grouped, share};
-use crate::program::model::HubArgs;
-use crate::program::output::print_line;
+use super::adapter::AdapterArgs;
+use super::figures::{grouped, share};
+use super::model::HubArgs;
+use super::output::{print_line, print_lines};
 
 #[derive(Args)]
 pub(crate) struct Info {
@@ -31,7 +30,7 @@ pub(crate) struct Info {
     adapter: AdapterArgs,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Info) -> anyhow::Result<()> {
+pub(crate) fn run(common: &Common, arguments: &Info) -> anyhow::Result<()> {
     let path = Path::new(&arguments.folder);
     let lines = if path.join(CONFIG_FILE).is_file() {
         of_adapter(arguments, path)?
@@ -42,22 +41,13 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Info) -> anyhow::Result<()> {
         let fields = lines.into_iter().map(|(name, _, value)| (name.replace(' ', "_"), value));
         print_line(&Value::Object(fields.collect()));
     } else {
-        tell(&lines);
+        print_lines(lines.iter().map(|(name, text, _)| (*name, text.as_str())));
     }
     Ok(())
 }
 
 /// A name, what people read, and what programs read.
 type Line = (&'static str, String, Value);
-
-#[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
-fn tell(lines: &[Line]) {
-    let width = lines.iter().map(|(name, _, _)| name.len()).max().unwrap_or(0);
-    let mut out = std::io::stdout().lock();
-    for (name, text, _) in lines {
-        let _ = writeln!(out, "{name:width$}  {text}");
-    }
-}
 
 fn of_model(arguments: &Info, folder: &Folder) -> anyhow::Result<Vec<Line>> {
     let config = folder.config();

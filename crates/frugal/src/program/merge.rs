@@ -3,16 +3,16 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use super::Common;
 use anyhow::{Context, bail};
 use clap::Args;
 use models::hugging_face::{self, Folder};
 use models::state_dict::{load_state_dict, state_dict};
 use models::{Llama, LlamaConfig};
-use report::cli::CommonArgs;
 use serde_json::{Map, Value};
 use tch::Kind;
 
-use crate::program::model::{ModelArgs, load_adapter, same_folder};
+use super::model::{ModelArgs, load_adapter, same_folder};
 
 /// What lies beside a model's weights and is copied as it is.
 const BESIDE: [&str; 9] = [
@@ -50,8 +50,8 @@ pub(crate) struct Merge {
     max_shard_bytes: u64,
 }
 
-pub(crate) fn run(common: &CommonArgs, arguments: &Merge) -> anyhow::Result<()> {
-    let device = runtime::device::select(&common.device)?;
+pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
+    let device = common.device()?;
     let out = &arguments.out;
     let folder = arguments.model.open()?;
     for (taken, what) in [(folder.path(), "the model's"), (&arguments.adapter, "the adapter's")] {
@@ -84,7 +84,7 @@ fn untied(model: &Llama) -> anyhow::Result<Llama> {
 }
 
 /// Copies what the base's folder has beside the weights into the new one, and gives `config.json` the fields that no weight depends on.
-fn complete(base: &Folder, out: &Path) -> anyhow::Result<()> {
+pub(crate) fn complete(base: &Folder, out: &Path) -> anyhow::Result<()> {
     for name in BESIDE {
         let from = base.path().join(name);
         if from.is_file() {

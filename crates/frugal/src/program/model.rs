@@ -3,15 +3,18 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use frugal::download_bar;
 use lora::Adapters;
 use lora::peft::CONFIG_FILE;
-use models::Llama;
 use models::hub::Hub;
 use models::hugging_face::Folder;
-use models::module::LanguageModel;
+use models::init::Init;
+use models::module::{self, LanguageModel};
+use models::{Llama, LlamaConfig};
 use tch::{Device, Kind};
+
+use super::settings::DtypeArg;
 
 /// Which model.
 #[derive(Args, Clone, Debug)]
@@ -23,7 +26,7 @@ pub(crate) struct ModelArgs {
     pub(crate) hub: HubArgs,
     /// What the weights are kept in [default: what the files have]
     #[arg(long, value_enum)]
-    pub(crate) dtype: Option<Dtype>,
+    pub(crate) dtype: Option<DtypeArg>,
 }
 
 /// How the hub is asked.
@@ -35,30 +38,6 @@ pub(crate) struct HubArgs {
     /// Take what is in the hub's cache, and never use the network
     #[arg(long)]
     pub(crate) offline: bool,
-}
-
-/// A dtype, by its name in PyTorch or for short.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Dtype {
-    #[value(alias = "f32")]
-    Float32,
-    #[value(alias = "bf16")]
-    Bfloat16,
-    #[value(alias = "f16")]
-    Float16,
-    #[value(alias = "f64")]
-    Float64,
-}
-
-impl Dtype {
-    pub(crate) fn kind(self) -> Kind {
-        match self {
-            Self::Float32 => Kind::Float,
-            Self::Bfloat16 => Kind::BFloat16,
-            Self::Float16 => Kind::Half,
-            Self::Float64 => Kind::Double,
-        }
-    }
 }
 
 impl HubArgs {
@@ -92,7 +71,7 @@ impl ModelArgs {
     /// # Errors
     /// Those of [`Folder::load`].
     pub(crate) fn load(&self, folder: &Folder, device: Device) -> anyhow::Result<Llama> {
-        Ok(folder.load(self.dtype.map(Dtype::kind), device)?)
+        Ok(folder.load(self.dtype.map(|dtype| dtype.get().kind()), device)?)
     }
 }
 
@@ -121,4 +100,22 @@ pub(crate) fn load_adapter(model: &mut Llama, folder: &Path) -> anyhow::Result<A
 pub(crate) fn same_folder(one: &Path, other: &Path) -> bool {
     let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| PathBuf::from(path));
     real(one) == real(other)
+}
+
+/// A Llama whose tensors are those of `model`, which has the same names: no value is copied.
+///
+/// # Errors
+/// A model of another architecture.
+pub(crate) fn shared_llama(model: &dyn LanguageModel, config: &LlamaConfig) -> anyhow::Result<Llama> {
+    let trained = module::tensors(model);
+    let kind = trained.first().map_or(Kind::Float, |named| named.tensor.kind());
+    // Never touched, so that its pages are never given out.
+    let llama = Llama::assemble(config, Init::Uninitialised, (kind, Device::Cpu), &mut |_, block| Ok(block))?;
+    for own in module::tensors(&llama) {
+        let Some(found) = trained.iter().find(|named| named.name == own.name) else {
+            anyhow::bail!("the model has no `{}`; it is not of the architecture of its folder", own.name);
+        };
+        own.tensor.shallow_clone().set_data(&found.tensor.detach());
+    }
+    Ok(llama)
 }

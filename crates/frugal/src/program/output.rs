@@ -7,11 +7,27 @@ use serde_json::Value;
 use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
 
+/// A line to the user on standard error, beside the result.
+pub(crate) fn note(line: &str) {
+    let _ = writeln!(std::io::stderr().lock(), "{line}");
+}
+
 /// One JSON object on a line of standard output.
 #[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
 pub(crate) fn print_line(value: &Value) {
     // Nobody reading is no reason to stop.
     let _ = writeln!(std::io::stdout().lock(), "{value}");
+}
+
+/// A column of names and one of texts on standard output.
+#[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
+pub(crate) fn print_lines<'a>(lines: impl Iterator<Item = (&'a str, &'a str)>) {
+    let lines: Vec<(&str, &str)> = lines.collect();
+    let width = lines.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
+    let mut out = std::io::stdout().lock();
+    for (name, text) in lines {
+        let _ = writeln!(out, "{name:width$}  {text}");
+    }
 }
 
 /// Steps and evaluations on standard output.

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 use clap::Args;
+use frugal::config::DataConfig;
 use frugal::tasks::gsm8k::{Annotations, FewShot, Problem, PromptFormat, Split, records, split};
 
 const TRAIN: &str = "train.jsonl";
@@ -23,6 +24,14 @@ pub(crate) struct ProblemArgs {
     split_seed: u64,
 }
 
+/// The problems of a file or folder.
+#[derive(Clone, Debug)]
+pub(crate) struct Problems {
+    data: PathBuf,
+    strip_annotations: bool,
+    split_seed: u64,
+}
+
 /// The three parts of the training file.
 #[derive(Debug)]
 pub(crate) struct Parts {
@@ -32,6 +41,20 @@ pub(crate) struct Parts {
 }
 
 impl ProblemArgs {
+    /// The problems that the flags name.
+    pub(crate) fn problems(&self) -> Problems {
+        let Self { data, strip_annotations, split_seed } = self.clone();
+        Problems { data, strip_annotations, split_seed }
+    }
+}
+
+impl Problems {
+    /// The problems of a configuration.
+    pub(crate) fn of(data: &DataConfig) -> Self {
+        let &DataConfig { strip_annotations, split_seed, .. } = data;
+        Self { data: PathBuf::from(&data.source), strip_annotations, split_seed }
+    }
+
     fn read(&self, path: &Path) -> anyhow::Result<Vec<Problem>> {
         let annotations = if self.strip_annotations { Annotations::Strip } else { Annotations::Keep };
         Ok(records::read(path, annotations)?)
@@ -67,7 +90,7 @@ impl ProblemArgs {
     /// The assignment's parts of those.
     ///
     /// # Errors
-    /// Those of [`ProblemArgs::all`]; so few problems that a part would be empty.
+    /// Those of [`Problems::all`]; so few problems that a part would be empty.
     pub(crate) fn parts(&self) -> anyhow::Result<Parts> {
         let all = self.all()?;
         let Split { train, test, eval } = Split::new(all.len(), self.split_seed)?;

@@ -84,7 +84,7 @@ fn recomputation_packing_and_dora_train_too() {
     let tensors = |out: &str| tiny.bytes(&format!("{out}/{TENSORS_FILE}"));
     assert!(tensors("plain") == tensors("recomputed"), "recomputation changes no bit");
     let (_, err) = tiny.succeed(&format!("{TRAIN} --steps 4 --out packed --packing 150 --shots 1"));
-    assert!(err.contains("places of padding; 4 steps"), "{err}");
+    assert!(err.contains("positions of padding; 4 steps"), "{err}");
     let first = losses(&tiny, "plain")[0].1;
     for (out, flags) in [
         ("dora", "--dora --targets all-linear"),
@@ -119,7 +119,10 @@ fn a_training_that_was_killed_goes_on_to_the_same_bytes() {
 
     let again = tiny.run(&format!("{train} --out broken"));
     let said = String::from_utf8(again.stderr).unwrap();
-    assert!(again.status.code() == Some(1) && said.contains("go on from them with --resume"), "{said}");
+    assert!(
+        again.status.code() == Some(1) && said.contains("go on from them with `frugal resume broken`"),
+        "{said}"
+    );
     tiny.succeed(&format!("{train} --out broken --resume"));
     for file in [TENSORS_FILE, CONFIG_FILE] {
         let of = |out: &str| tiny.bytes(&format!("{out}/{file}"));
@@ -191,6 +194,8 @@ fn text_comes_as_the_library_generates_it() {
         out
     };
     assert_eq!(one(&[]), format!("{expected}\n"));
+    assert_eq!(one(&["--offload", "host", "--ring", "1"]), format!("{expected}\n"));
+    assert_eq!(one(&["--offload", "file", "--resident", "1"]), format!("{expected}\n"));
     let middle: String = expected.chars().skip(expected.chars().count() / 2).take(4).collect();
     let before = expected.split(&middle).next().unwrap();
     assert_eq!(one(&["--stop", &middle]), format!("{before}\n"));
@@ -287,4 +292,89 @@ fn folders_are_described_by_their_headers() {
     .assert_eq(&tiny.succeed("info adapter --model model").0);
     let fields: Value = serde_json::from_str(&tiny.succeed("info model --json --r 4").0).unwrap();
     assert_eq!((&fields["parameters"], &fields["trainable"]), (&69520.into(), &896.into()));
+}
+
+#[test]
+fn full_fine_tuning_of_rows_and_of_text_ends_in_a_model() {
+    let tiny = Tiny::new();
+    let rows =
+        "{\"prompt\": \"Ann has\", \"completion\": \" 5 pears.\"}\n{\"text\": \"Bob has none.\"}\n".repeat(8);
+    std::fs::write(tiny.path("rows.jsonl"), rows).unwrap();
+    std::fs::write(tiny.path("plain.txt"), "Ann has 5 pears and Bob has none. ".repeat(40)).unwrap();
+    let base = tiny.bytes("model/model.safetensors");
+    for (data, out) in [("rows.jsonl", "rows"), ("plain.txt --max-length 40 --validation plain.txt", "plain")]
+    {
+        let (_, err) = tiny.succeed(&format!(
+            "finetune --model model --data {data} --method full --out {out} --steps 6 --accumulation 1 --lr 0.01"
+        ));
+        assert!(err.contains("trains 69 520 of 69 520 (100.00 %) parameters"), "{err}");
+        let losses = losses(&tiny, out);
+        assert!(losses[5].1 < losses[0].1, "{losses:?}");
+        assert!(tiny.bytes(&format!("{out}/model/model.safetensors")) != base);
+        tiny.succeed(&format!("generate --model {out}/model --prompt Ann --max-new-tokens 2"));
+    }
+}
+
+#[test]
+fn techniques_compose_by_flags_and_a_resume_needs_the_folder_alone() {
+    let tiny = Tiny::new();
+    let train = "finetune --model model --data problems --method full --steps 4 --accumulation 2 --lr 0.01";
+    tiny.succeed(&format!("{train} --out plain"));
+    for (out, flags) in [
+        ("kept", "--activations every-k"),
+        ("offloaded", "--offload host --ring 1"),
+        ("planned", "--activations plan --budget 2GiB"),
+    ] {
+        tiny.succeed(&format!("{train} --out {out} {flags}"));
+        assert_eq!(losses(&tiny, out), losses(&tiny, "plain"), "{flags}");
+        let weights = |out: &str| tiny.bytes(&format!("{out}/model/model.safetensors"));
+        assert!(weights(out) == weights("plain"), "{flags}");
+    }
+    tiny.succeed(&format!("{train} --out low --precision bf16 --loss plain"));
+    let (low, plain) = (losses(&tiny, "low"), losses(&tiny, "plain"));
+    assert!((low[3].1 - plain[3].1).abs() < 0.05 * plain[3].1, "{low:?} {plain:?}");
+
+    // Two steps, then two more: more steps are the same training at a constant rate.
+    let short = train.replace("--steps 4", "--steps 2");
+    tiny.succeed(&format!("{short} --schedule constant --warmup 0 --out cut"));
+    let text = String::from_utf8(tiny.bytes("cut/config.toml")).unwrap();
+    std::fs::write(tiny.path("cut/config.toml"), text.replace("steps = 2", "steps = 4")).unwrap();
+    tiny.succeed("resume cut");
+    tiny.succeed(&format!("{train} --schedule constant --warmup 0 --out whole"));
+    assert_eq!(losses(&tiny, "cut"), losses(&tiny, "whole"));
+}
+
+#[test]
+fn what_does_not_go_together_is_refused_before_a_weight_is_read() {
+    let tiny = Tiny::new();
+    std::fs::write(tiny.path("model/model.safetensors"), "no weights").unwrap();
+    for (flags, said) in [
+        ("--optimizer-on host", "`optimizer.place = \"host\"` and weights on the device do not go together"),
+        ("--activations plan", "`activations.plan = \"plan\"` and no budget do not go together"),
+        (
+            "--method full --offload file",
+            "and full fine-tuning do not go together: weights in files are frozen",
+        ),
+        (
+            "--mlp input-only --targets all-linear",
+            "and an adapter on the MLP's projections do not go together",
+        ),
+    ] {
+        let output = tiny.run(&format!("finetune --model model --data problems --out out {flags}"));
+        let err = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(1) && err.contains(said), "{flags}: {err}");
+        assert_eq!(err.lines().count(), 1, "{err}");
+    }
+    assert!(!tiny.path("out").exists());
+}
+
+#[test]
+fn the_doctor_tells_what_the_machine_offers() {
+    let tiny = Tiny::new();
+    let (out, _) = tiny.succeed("doctor --fast --offline --json");
+    let told = &lines(&out)[0];
+    assert!(told["libtorch"].as_str().is_some_and(|version| version.starts_with("2.")), "{told}");
+    assert!(told["memory_of_cpu"]["free"].as_u64().unwrap() > 0, "{told}");
+    assert!(told["free_disk"].as_u64().unwrap() > 0, "{told}");
+    assert!(tiny.succeed("doctor --fast --offline").0.contains("hub"), "{told}");
 }

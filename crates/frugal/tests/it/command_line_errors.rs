@@ -34,8 +34,8 @@ fn a_folder_that_is_no_model_is_named() {
     check(
         TRAIN,
         expect![[r#"
-        error: model/tokenizer.json: not a tokenizer (EOF while parsing an object at line 1 column 1); copy or download it again
-    "#]],
+            error: model/tokenizer.json: tokenizer: EOF while parsing an object at line 1 column 1; give the file that the model's publisher calls tokenizer.json
+        "#]],
     );
     std::fs::remove_file(tiny.path("model/model.safetensors")).unwrap();
     check(
@@ -131,16 +131,16 @@ fn an_adapter_that_cannot_be_is_told() {
     "#]],
     );
     check(
-        "--warmup 1",
+        "--warmup -0.1",
         expect![[r#"
-        error: a warm-up of 1 of the steps; expected a share in [0, 1)
-    "#]],
+            error: `optimizer.warmup` is -0.1; expected a share of the steps below 1, or a number of steps
+        "#]],
     );
     check(
         "--packing 10",
         expect![[r#"
-        error: training rows: row 0 has 41 places and packed rows have 10; give longer rows, or leave such problems out
-    "#]],
+            error: training rows: row 0 has 41 positions and packed rows have 10; give longer packed rows, or leave such rows out
+        "#]],
     );
 }
 
@@ -168,8 +168,8 @@ fn an_adapter_of_another_base_is_told() {
         &tiny,
         "generate --model out --prompt a",
         expect![[r#"
-        error: out: config.json is missing; there is adapter_config.json, adapter_model.safetensors, checkpoints, losses.jsonl; this is an adapter's folder: give it as --adapter, and its base as --model
-    "#]],
+            error: out: config.json is missing; there is adapter_config.json, adapter_model.safetensors, checkpoints, config.toml, losses.jsonl; this is an adapter's folder: give it as --adapter, and its base as --model
+        "#]],
     );
     refused(
         &tiny,
@@ -219,7 +219,7 @@ fn bad_problems_are_named_by_their_line() {
         &tiny,
         "finetune --model model --data nothing.jsonl --out out",
         expect![[r#"
-            error: nothing.jsonl is not there; give a folder with GSM8K's train.jsonl and test.jsonl, or one file of JSON lines
+            error: nothing.jsonl is not there; give a folder with GSM8K's train.jsonl and test.jsonl, a file of JSON lines, or a text file
         "#]],
     );
     refused(
@@ -279,7 +279,7 @@ fn wrong_flags_are_a_usage_error() {
         "eval --model model --data problems --split all",
         "export --out out",
         "merge --model model --adapter a --out b --dtype int8",
-        "finetune --model model --data problems --out out --steps 1 --epochs 2",
+        "finetune --model model --data problems --out out --activations recompute --recompute",
     ] {
         assert_eq!(tiny.run(arguments).status.code(), Some(2), "{arguments}");
     }

@@ -2,6 +2,8 @@
 
 mod command_line;
 mod command_line_errors;
+mod config;
+mod examples;
 mod exchanged_memory;
 mod gsm8k_data;
 mod gsm8k_evaluate;
@@ -10,7 +12,10 @@ mod gsm8k_records;
 mod gsm8k_split;
 mod gsm8k_stop_texts;
 mod gsm8k_tokenize;
+mod pairs;
+mod recipe;
 mod tiny_folder;
+mod train_command;
 
 /// The program, where this was built, or where the variable says on another machine.
 fn program() -> std::ffi::OsString {

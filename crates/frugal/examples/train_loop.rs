@@ -1,0 +1,42 @@
+//! A training loop of one's own with four techniques: LoRA, the fused loss, layers in host memory, and bf16 products.
+
+use frugal::amp::Autocast;
+use frugal::fused_ce::{self, LinearCrossEntropy};
+use frugal::lora::{Adapters, LoraConfig};
+use frugal::models::module::{Context, Input, LanguageModel, trainable};
+use frugal::models::{Llama, LlamaConfig};
+use frugal::offload::{self, Offload};
+use frugal::runtime::autograd::backward;
+use frugal::training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+use tch::{Device, Kind, Tensor};
+
+pub(crate) fn main() -> Result<(), Box<dyn std::error::Error>> {
+    frugal::runtime::random::seed(1)?;
+    let mut model = Llama::new(&LlamaConfig::llama(64, 32, 88, 4, 4), (Kind::Float, Device::Cpu))?;
+
+    // The order: adapters, loss head, offload, precision.
+    let adapters = Adapters::install(&mut model, &LoraConfig { r: 4, ..LoraConfig::default() }, 1)?;
+    fused_ce::install(&mut model, &LinearCrossEntropy::default())?;
+    let _offload = Offload::apply(&mut model, &offload::Options::default())?;
+    let autocast = Autocast::new(Kind::BFloat16)?;
+
+    let mut optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-2)])?;
+    let tokens = Tensor::from_slice(&(0..48).map(|n| n * n % 61).collect::<Vec<i64>>()).view([3, 16]);
+    let (inputs, labels) = (tokens.narrow(1, 0, 15), tokens.narrow(1, 1, 15).contiguous());
+    let mut losses = Vec::new();
+    for step in 0..20 {
+        let context = Context { training: true, ..Context::default() };
+        let loss = {
+            let _bf16 = autocast.enter();
+            model.loss(&Input { tokens: &inputs, positions: None, context }, &labels)?.sum / 45.0
+        };
+        backward(&[&loss])?;
+        optimizer.step()?;
+        optimizer.zero_grad(ZeroGrad::ToNone)?;
+        losses.push(loss.double_value(&[]));
+        eprintln!("step {step}: loss {:.4}", losses[step]);
+    }
+    assert!(losses[19] < losses[0]);
+    adapters.save(&std::env::temp_dir().join(format!("train-loop-adapter-{}", std::process::id())))?;
+    Ok(())
+}

@@ -1,0 +1,241 @@
+//! Everything that defines a training, as one value and one TOML file.
+//!
+//! A training writes its configuration as `config.toml` into its output folder, which is all that a resume needs. Each section
+//! is one subject, and each key is optional. Bytes are whole numbers of bytes, or text with a unit (`"3GiB"`).
+//!
+//! ```
+//! use frugal::Config;
+//!
+//! let config: Config = r#"
+//!     [model]
+//!     name = "Qwen/Qwen2.5-0.5B"
+//!     [adapter]
+//!     r = 16
+//!     target_modules = ["q_proj", "v_proj"]
+//!     [activations]
+//!     plan = "recompute"
+//!     [training]
+//!     steps = 100
+//! "#
+//! .parse()?;
+//! assert_eq!(config.adapter.as_ref().map(|adapter| adapter.r), Some(16));
+//!
+//! let error = "[training]\nstep = 100".parse::<Config>().unwrap_err().to_string();
+//! assert!(error.starts_with("line 2 (`step = 100`): unknown field `step`, expected one of `steps`"), "{error}");
+//! # Ok::<(), frugal::Error>(())
+//! ```
+
+mod bytes;
+mod data;
+mod optimizer;
+mod techniques;
+mod training;
+
+use std::path::Path;
+use std::str::FromStr;
+
+use lora::LoraConfig;
+use serde::{Deserialize, Deserializer, Serialize};
+use tch::Kind;
+
+pub use bytes::Bytes;
+pub use data::{DataConfig, DataFormat};
+pub use optimizer::{OptimizerConfig, OptimizerPlace, OptimizerRule};
+pub use techniques::{
+    ActivationPlan, ActivationsConfig, Compute, LossConfig, LossHeadKind, MlpConfig, OffloadConfig,
+    OffloadMethod, OffloadTier, PrecisionConfig, Recomputed, ScalerConfig,
+};
+pub use training::TrainingConfig;
+
+use crate::error::{Error, Result};
+
+/// Name of the configuration within an output folder.
+pub const CONFIG_FILE: &str = "config.toml";
+
+/// A training. See the [module](self).
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// What is done with it.
+    pub task: Task,
+    /// Which model.
+    pub model: ModelConfig,
+    /// What it learns from.
+    pub data: DataConfig,
+    /// Low-rank adapters, in PEFT's words; absent for full fine-tuning.
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "strict_adapter")]
+    pub adapter: Option<LoraConfig>,
+    /// What the MLPs keep for backward.
+    pub mlp: MlpConfig,
+    /// How the loss is computed.
+    pub loss: LossConfig,
+    /// What the layers keep for backward.
+    pub activations: ActivationsConfig,
+    /// Weights that live outside of the device; absent for weights on the device.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub offload: Option<OffloadConfig>,
+    /// Mixed precision.
+    pub precision: PrecisionConfig,
+    /// What updates the weights.
+    pub optimizer: OptimizerConfig,
+    /// The loop.
+    pub training: TrainingConfig,
+}
+
+/// What a configuration is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Task {
+    /// Fine-tunes a model that is there.
+    #[default]
+    Finetune,
+    /// Trains a model from scratch.
+    Train,
+}
+
+/// Which model.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ModelConfig {
+    /// A folder in Hugging Face's layout, a name on the hub, or, for a training from scratch, a `config.json`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Branch, tag or commit on the hub.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub revision: Option<String>,
+    /// Takes models from the hub's cache only, never from the network.
+    pub offline: bool,
+    /// Dtype of the weights; absent for that of the files, and for float32 in a training from scratch.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dtype: Option<Dtype>,
+    /// Freezes the parameters whose whole name matches this regular expression, in full fine-tuning.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub freeze: Option<String>,
+    /// The shape of a model that is trained from scratch, where `name` has none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shape: Option<ShapeConfig>,
+}
+
+/// The shape of a small model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ShapeConfig {
+    /// Which architecture.
+    pub family: ShapeFamily,
+    /// Width of the hidden states.
+    pub width: i64,
+    /// Attention heads.
+    pub heads: i64,
+    /// Layers; the GPT-2-like model has one.
+    pub layers: i64,
+    /// Probability that an activation is dropped.
+    pub dropout: f64,
+}
+
+impl Default for ShapeConfig {
+    fn default() -> Self {
+        Self { family: ShapeFamily::default(), width: 64, heads: 4, layers: 2, dropout: 0.0 }
+    }
+}
+
+/// An architecture to train from scratch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ShapeFamily {
+    /// One post-norm decoder layer.
+    #[default]
+    Gpt2Like,
+    /// GPT-2: pre-norm, of any depth.
+    Gpt2,
+}
+
+/// A dtype of weights, by PyTorch's name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Dtype {
+    /// 32 bits.
+    Float32,
+    /// 16 bits, the exponent of float32.
+    Bfloat16,
+    /// 16 bits, IEEE half.
+    Float16,
+    /// 64 bits.
+    Float64,
+}
+
+impl Dtype {
+    /// The same in `tch`.
+    pub fn kind(self) -> Kind {
+        match self {
+            Self::Float32 => Kind::Float,
+            Self::Bfloat16 => Kind::BFloat16,
+            Self::Float16 => Kind::Half,
+            Self::Float64 => Kind::Double,
+        }
+    }
+}
+
+impl Config {
+    /// Reads a TOML file.
+    ///
+    /// # Errors
+    /// [`Error::File`] with the line: no such file, not TOML, a key that is unknown (those that are known are listed), a value
+    /// of the wrong type.
+    pub fn read(path: &Path) -> Result<Self> {
+        let file = |reason: String| Error::File { path: path.to_owned(), reason };
+        let text = std::fs::read_to_string(path).map_err(|cause| file(cause.to_string()))?;
+        text.parse().map_err(|error: Error| file(error.to_string()))
+    }
+
+    /// The TOML text that [`Config::read`] reads.
+    ///
+    /// # Errors
+    /// [`Error::Toml`] for a value that TOML cannot express, such as a null among PEFT's fields.
+    pub fn to_toml(&self) -> Result<String> {
+        toml::to_string(self).map_err(|cause| Error::Toml(cause.to_string()))
+    }
+
+    /// Writes a TOML file, which appears whole.
+    ///
+    /// # Errors
+    /// As [`Config::to_toml`]; a file that cannot be written.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let text = self.to_toml()?;
+        runtime::atomic_write::file(path, |out| std::io::Write::write_all(out, text.as_bytes()))
+            .map_err(|cause| Error::File { path: path.to_owned(), reason: cause.to_string() })
+    }
+}
+
+impl FromStr for Config {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        toml::from_str(text).map_err(|cause| Error::Toml(with_line(text, &cause)))
+    }
+}
+
+/// What is wrong, behind the line that it is wrong in.
+fn with_line(text: &str, cause: &toml::de::Error) -> String {
+    let message = cause.message().lines().collect::<Vec<_>>().join(" ");
+    let Some(before) = cause.span().and_then(|span| text.get(..span.start)) else { return message };
+    let number = before.matches('\n').count();
+    let line = text.lines().nth(number).unwrap_or_default().trim();
+    format!("line {} (`{line}`): {message}", number + 1)
+}
+
+/// [`LoraConfig`] keeps fields that it does not know, for PEFT's files. In a configuration they are mistakes.
+fn strict_adapter<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<LoraConfig>, D::Error> {
+    use serde::de::Error as _;
+    let fields = serde_json::Map::<String, serde_json::Value>::deserialize(deserializer)?;
+    let Ok(serde_json::Value::Object(known)) = serde_json::to_value(LoraConfig::default()) else {
+        return Err(D::Error::custom("the adapter's fields are not known"));
+    };
+    if let Some(unknown) = fields.keys().find(|field| !known.contains_key(*field)) {
+        let names: Vec<String> = known.keys().map(|field| format!("`{field}`")).collect();
+        return Err(D::Error::custom(format!(
+            "unknown field `{unknown}`, expected one of {}",
+            names.join(", ")
+        )));
+    }
+    LoraConfig::deserialize(serde_json::Value::Object(fields)).map(Some).map_err(D::Error::custom)
+}

@@ -1,0 +1,100 @@
+//! What updates the weights.
+
+use serde::{Deserialize, Serialize};
+use training::optimizer::{AdaGrad, Adam, AdamW, Momentum, Nesterov, RmsProp, Rule, Sgd};
+use training::schedule::Shape;
+
+/// What updates the weights.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct OptimizerConfig {
+    /// The update rule, with its usual coefficients.
+    pub rule: OptimizerRule,
+    /// Learning rate after warm-up.
+    pub lr: f64,
+    /// The learning-rate schedule after warm-up: `constant`, or `linear` or `cosine` to 0 at the last step.
+    pub schedule: Shape,
+    /// Warm-up: below 1 a share of all steps, from 1 on a number of steps.
+    pub warmup: f64,
+    /// Weight decay of matrices: decoupled for AdamW, an L2 penalty for the others.
+    pub weight_decay: f64,
+    /// Maximum gradient norm; 0 for no clipping.
+    pub clip: f64,
+    /// Where the optimizer state of offloaded layers lives, and the update runs.
+    pub place: OptimizerPlace,
+    /// Keeps unrounded fp32 copies of weights in low precision.
+    pub master_weights: bool,
+}
+
+impl Default for OptimizerConfig {
+    fn default() -> Self {
+        Self {
+            rule: OptimizerRule::default(),
+            lr: 2e-4,
+            schedule: Shape::Cosine,
+            warmup: 0.03,
+            weight_decay: 0.0,
+            clip: 1.0,
+            place: OptimizerPlace::default(),
+            master_weights: false,
+        }
+    }
+}
+
+impl OptimizerConfig {
+    /// Steps of warm-up among so many. A share leaves at least one step for the schedule.
+    pub fn warmup_steps(&self, steps: u64) -> u64 {
+        if self.warmup < 1.0 {
+            ((self.warmup * steps as f64).ceil() as u64).min(steps.saturating_sub(1))
+        } else {
+            self.warmup.ceil() as u64
+        }
+    }
+}
+
+/// An update rule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerRule {
+    /// Stochastic gradient descent.
+    Sgd,
+    /// SGD with momentum.
+    Momentum,
+    /// SGD with Nesterov momentum.
+    Nesterov,
+    /// AdaGrad.
+    AdaGrad,
+    /// RMSProp.
+    RmsProp,
+    /// Adam.
+    Adam,
+    /// AdamW.
+    #[default]
+    AdamW,
+}
+
+impl OptimizerRule {
+    /// The rule with its usual coefficients.
+    pub fn rule(self) -> Box<dyn Rule> {
+        match self {
+            Self::Sgd => Box::new(Sgd),
+            Self::Momentum => Box::new(Momentum::default()),
+            Self::Nesterov => Box::new(Nesterov::default()),
+            Self::AdaGrad => Box::new(AdaGrad::default()),
+            Self::RmsProp => Box::new(RmsProp::default()),
+            Self::Adam => Box::new(Adam::default()),
+            Self::AdamW => Box::new(AdamW::default()),
+        }
+    }
+}
+
+/// Where optimizer state lives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerPlace {
+    /// On the device, beside the weights.
+    #[default]
+    Device,
+    /// In the host's memory, where offloaded layers are updated while backward goes on (ZeRO-Offload).
+    Host,
+}

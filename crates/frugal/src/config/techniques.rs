@@ -1,0 +1,235 @@
+//! The techniques that change what a step keeps, where, and in which precision.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::Bytes;
+
+/// What the MLPs keep for backward.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct MlpConfig {
+    /// A checkpoint level of `swiglu-ckpt`: `save-all`, `save-gate-up`, `save-one`, `input-only` or `input-only-tiled:SIZE`;
+    /// absent for the model's own MLP.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub level: Option<String>,
+}
+
+/// How the loss is computed.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LossConfig {
+    /// Which loss head.
+    pub head: LossHeadKind,
+    /// Tokens whose logits exist at a time in the fused loss; absent for `chunk_bytes`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chunk_tokens: Option<i64>,
+    /// Bytes of logits that exist at a time in the fused loss; absent for 128 MiB on a CPU and 1 GiB elsewhere.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chunk_bytes: Option<Bytes>,
+    /// Computes the fused loss's gradients in backward, from logits computed again: one product more, and less memory between
+    /// the passes.
+    pub gradients_in_backward: bool,
+}
+
+/// A loss head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LossHeadKind {
+    /// The fused loss, or the plain one where the head is adapted.
+    #[default]
+    Auto,
+    /// All logits, then cross-entropy.
+    Plain,
+    /// The output projection and cross-entropy in one operation that never holds all logits.
+    Fused,
+}
+
+/// What the layers keep for backward.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ActivationsConfig {
+    /// Which layers keep their activations.
+    pub plan: ActivationPlan,
+    /// What a layer that does not keep all computes again.
+    pub recompute: Recomputed,
+    /// k of `every-k`: every k-th layer does not keep its activations.
+    pub every: usize,
+    /// Bytes that a step may take on the device, for `plan`; absent for `training.budget`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub budget: Option<Bytes>,
+}
+
+impl Default for ActivationsConfig {
+    fn default() -> Self {
+        Self { plan: ActivationPlan::default(), recompute: Recomputed::default(), every: 2, budget: None }
+    }
+}
+
+/// Which layers keep their activations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ActivationPlan {
+    /// All layers.
+    #[default]
+    Keep,
+    /// No layer (activation checkpointing).
+    Recompute,
+    /// All but every k-th layer.
+    EveryK,
+    /// The layers that fit the budget: the plan of least recomputation, from measured costs.
+    Plan,
+}
+
+/// What a layer computes again in backward. Gradients have the same bits with each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Recomputed {
+    /// The whole layer; its input stays.
+    #[default]
+    Layer,
+    /// Norms, activations, dropout and sums; the results of products and attention stay.
+    Elementwise,
+    /// The MLP; everything of attention stays.
+    Mlp,
+    /// The whole layer; its input goes to the host's memory.
+    Offload,
+}
+
+/// Weights that live outside of the device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct OffloadConfig {
+    /// Where the layers live.
+    pub tier: OffloadTier,
+    /// How they are transferred.
+    pub method: OffloadMethod,
+    /// Layers on the device at a time, for `overlap`: 1 has no overlap, 3 is one that runs and two in transfer.
+    pub ring: usize,
+    /// Layers that stay on the device, by number.
+    pub resident: Vec<usize>,
+    /// Page-locks the host's memory where the device is a GPU.
+    pub pinned: bool,
+    /// Folder for the files of the tier `file` where the model has none of its own; absent for the system's temporary folder.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub folder: Option<PathBuf>,
+}
+
+impl Default for OffloadConfig {
+    fn default() -> Self {
+        Self {
+            tier: OffloadTier::default(),
+            method: OffloadMethod::default(),
+            ring: 3,
+            resident: Vec::new(),
+            pinned: true,
+            folder: None,
+        }
+    }
+}
+
+/// Where offloaded layers live.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OffloadTier {
+    /// In the host's memory.
+    #[default]
+    Host,
+    /// In files. A model in Hugging Face's layout is read from its own.
+    File,
+}
+
+/// How offloaded layers are transferred.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OffloadMethod {
+    /// One layer at a time. Inference only.
+    OneLayer,
+    /// One layer at a time, as a recomputed segment.
+    Checkpointing,
+    /// One layer at a time, as an autograd function with its own backward.
+    Function,
+    /// The next layers are prefetched while one runs.
+    #[default]
+    Overlap,
+}
+
+/// Mixed precision.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct PrecisionConfig {
+    /// The precision of products.
+    pub compute: Compute,
+    /// The loss scaler of fp16; absent for a dynamic one with its usual constants.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub scaler: Option<ScalerConfig>,
+}
+
+/// The precision of products. Weights, gradients, norms, softmax and losses stay as they are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Compute {
+    /// That of the weights: fp32, unless `model.dtype` says otherwise.
+    #[default]
+    Fp32,
+    /// bfloat16.
+    Bf16,
+    /// IEEE half, with a loss scaler.
+    Fp16,
+    /// fp8 in linear layers with a scale for each tensor, bf16 elsewhere.
+    Fp8,
+}
+
+/// A loss scaler.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "lowercase", deny_unknown_fields)]
+pub enum ScalerConfig {
+    /// A scale that falls at an overflow and grows after many steps without.
+    Dynamic {
+        /// The first scale.
+        #[serde(default = "default_init_scale")]
+        init_scale: f32,
+        /// What multiplies the scale after `growth_interval` steps.
+        #[serde(default = "default_growth_factor")]
+        growth_factor: f64,
+        /// What multiplies the scale after an overflow.
+        #[serde(default = "default_backoff_factor")]
+        backoff_factor: f64,
+        /// Steps without an overflow until the scale grows.
+        #[serde(default = "default_growth_interval")]
+        growth_interval: u32,
+    },
+    /// One scale for the whole training.
+    Static {
+        /// The scale.
+        scale: f32,
+    },
+}
+
+fn default_init_scale() -> f32 {
+    amp::DynamicOptions::default().init_scale
+}
+
+fn default_growth_factor() -> f64 {
+    amp::DynamicOptions::default().growth_factor
+}
+
+fn default_backoff_factor() -> f64 {
+    amp::DynamicOptions::default().backoff_factor
+}
+
+fn default_growth_interval() -> u32 {
+    amp::DynamicOptions::default().growth_interval
+}
+
+impl Default for ScalerConfig {
+    fn default() -> Self {
+        Self::Dynamic {
+            init_scale: default_init_scale(),
+            growth_factor: default_growth_factor(),
+            backoff_factor: default_backoff_factor(),
+            growth_interval: default_growth_interval(),
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! The loop.
+
+use serde::{Deserialize, Serialize};
+
+use super::Bytes;
+
+/// The loop.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TrainingConfig {
+    /// Optimizer steps in all; absent for those of `epochs`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub steps: Option<u64>,
+    /// Passes over the data; absent for 1, or for as many as `steps` needs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub epochs: Option<u64>,
+    /// Rows per batch.
+    pub batch: usize,
+    /// Gradient accumulation steps: batches per optimizer step.
+    pub accumulation: usize,
+    /// Steps between checkpoints; one is written at the end in any case.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub checkpoint_every: Option<u64>,
+    /// Checkpoints to keep.
+    pub keep: usize,
+    /// Goes on training when a checkpoint cannot be written.
+    pub ignore_failed_checkpoints: bool,
+    /// Steps between evaluations on the validation data; one is made at the end in any case.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub evaluate_every: Option<u64>,
+    /// Steps between reading losses from the device.
+    pub read_every: u64,
+    /// Seed of every random choice.
+    pub seed: u64,
+    /// Where to compute: `cpu`, `cuda` or `cuda:N`.
+    pub device: String,
+    /// Bytes that may be held: of the process on a CPU, of tensors on a GPU; absent for no limit.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub budget: Option<Bytes>,
+}
+
+impl Default for TrainingConfig {
+    fn default() -> Self {
+        Self {
+            steps: None,
+            epochs: None,
+            batch: 4,
+            accumulation: 4,
+            checkpoint_every: None,
+            keep: 2,
+            ignore_failed_checkpoints: false,
+            evaluate_every: None,
+            read_every: 1,
+            seed: 0,
+            device: "cpu".to_owned(),
+            budget: None,
+        }
+    }
+}

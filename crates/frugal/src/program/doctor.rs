@@ -1,0 +1,133 @@
+//! `frugal doctor`: what this machine offers, and what is missing.
+
+use std::net::{TcpStream, ToSocketAddrs};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Args;
+use frugal::models::hub::Hub;
+use report::Environment;
+use report::unit::human;
+use runtime::device::{self, memory_info};
+use runtime::measure::physical;
+use serde_json::{Value, json};
+use tch::{Device, Kind};
+
+use super::Common;
+use super::output::{print_line, print_lines};
+
+#[derive(Args)]
+pub(crate) struct Doctor {
+    /// Never use the network
+    #[arg(long)]
+    offline: bool,
+    /// Leave out the measured rates, which take some seconds
+    #[arg(long)]
+    fast: bool,
+    /// A folder whose disk is looked at [default: the current one]
+    #[arg(long, value_name = "FOLDER", default_value = ".")]
+    folder: PathBuf,
+}
+
+/// A name, what people read, and what programs read.
+pub(crate) type Line = (String, String, Value);
+
+pub(crate) fn run(common: &Common, arguments: &Doctor) -> anyhow::Result<()> {
+    let mut lines: Vec<Line> = Vec::new();
+    let mut tell = |name: &str, text: String, value: Value| lines.push((name.to_owned(), text, value));
+    let environment = Environment::detect("cpu", None);
+    let torch = runtime::torch_version();
+    tell("libtorch", torch.to_owned(), json!(torch));
+    let path = loaded("libtorch_cpu");
+    let shown =
+        path.as_ref().map_or_else(|| "linked statically".to_owned(), |path| path.display().to_string());
+    tell("libtorch path", shown, json!(path));
+    tell("processor", environment.cpu.clone(), json!(environment.cpu));
+    tell("threads", environment.threads.to_string(), json!(environment.threads));
+    let implementations = runtime::processor::choices()?.to_string();
+    tell("implementations", implementations.clone(), json!(implementations));
+    for device in devices()? {
+        let name = device::name(device)?;
+        let flag = device::flag(device);
+        let memory = memory_info(device)?;
+        tell(&format!("device {flag}"), name.clone(), json!(name));
+        tell(
+            &format!("memory of {flag}"),
+            format!("{} free of {}", human(memory.free as f64, "B"), human(memory.total as f64, "B")),
+            json!({ "free": memory.free, "total": memory.total }),
+        );
+        if !arguments.fast {
+            let size = if device.is_cuda() { 4096 } else { 1024 };
+            let product = physical::gemm_rate(device, Kind::Float, size, size, size)?.rate();
+            let copy = physical::copy_bandwidth(device)?.rate();
+            let of =
+                |rate: Option<f64>, unit: &str| rate.map_or_else(|| "–".to_owned(), |rate| human(rate, unit));
+            tell(&format!("products on {flag}"), of(product, "FLOP/s"), json!(product));
+            tell(&format!("copies on {flag}"), of(copy, "B/s"), json!(copy));
+        }
+    }
+    // What the machine has; the lines above have the limit of the control group where that is less.
+    tell("installed memory", human(environment.memory_bytes as f64, "B"), json!(environment.memory_bytes));
+    let group = control_group_limit();
+    let shown = group.map_or_else(|| "none".to_owned(), |bytes| human(bytes as f64, "B"));
+    tell("control group limit", shown, json!(group));
+    let disk = free_disk(&arguments.folder)?;
+    tell("free disk", format!("{} in {}", human(disk as f64, "B"), arguments.folder.display()), json!(disk));
+    let hub = hub(arguments.offline);
+    tell("hub", hub.clone(), json!(hub));
+    if common.json {
+        let fields = lines.into_iter().map(|(name, _, value)| (name.replace(' ', "_"), value));
+        print_line(&Value::Object(fields.collect()));
+    } else {
+        print_lines(lines.iter().map(|(name, text, _)| (name.as_str(), text.as_str())));
+    }
+    Ok(())
+}
+
+/// The CPU and every GPU.
+fn devices() -> anyhow::Result<Vec<Device>> {
+    let count = device::cuda_count()?;
+    Ok(std::iter::once(Device::Cpu).chain((0..count).map(Device::Cuda)).collect())
+}
+
+/// The file of a library that this process has loaded.
+fn loaded(name: &str) -> Option<PathBuf> {
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
+    paths.map(Path::new).find(|path| path.to_string_lossy().contains(name)).map(Path::to_owned)
+}
+
+/// The memory limit of this process's control group.
+fn control_group_limit() -> Option<u64> {
+    let files = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
+    let limits = files.iter().filter_map(|file| std::fs::read_to_string(file).ok()?.trim().parse().ok());
+    // A group without a limit states one beyond any machine's memory.
+    limits.into_iter().find(|limit: &u64| *limit < 1 << 60)
+}
+
+fn free_disk(folder: &Path) -> anyhow::Result<u64> {
+    let found = rustix::fs::statvfs(folder)
+        .map_err(|cause| anyhow::anyhow!("--folder {}: {}", folder.display(), std::io::Error::from(cause)))?;
+    Ok(found.f_bavail.saturating_mul(found.f_frsize))
+}
+
+/// Whether models can be fetched.
+fn hub(offline: bool) -> String {
+    if Hub::from_env(offline).offline {
+        return "offline: models come from the cache only".to_owned();
+    }
+    let endpoint = std::env::var("HF_ENDPOINT").unwrap_or_else(|_| "https://huggingface.co".to_owned());
+    let host = endpoint.trim_start_matches("https://").trim_start_matches("http://").trim_end_matches('/');
+    let port = if endpoint.starts_with("http://") { 80 } else { 443 };
+    let address = if host.contains(':') { host.to_owned() } else { format!("{host}:{port}") };
+    let reached = address
+        .to_socket_addrs()
+        .and_then(|mut all| all.next().ok_or_else(|| std::io::Error::other("no address")))
+        .and_then(|address| TcpStream::connect_timeout(&address, Duration::from_secs(3)));
+    match reached {
+        Ok(_) => format!("{endpoint} answers"),
+        Err(cause) => format!(
+            "{endpoint} does not answer ({cause}); models that are not in the cache cannot be fetched"
+        ),
+    }
+}

@@ -1,0 +1,363 @@
+//! The flags of a training, each of which overrules a value of the configuration.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use frugal::Config;
+use frugal::config::{
+    ActivationPlan, Bytes, Compute, DataFormat, Dtype, LossHeadKind, OffloadConfig, OffloadMethod,
+    OffloadTier, OptimizerPlace, OptimizerRule, Recomputed,
+};
+use frugal::training::schedule::Shape;
+
+use super::Common;
+
+/// The techniques, the optimizer and the loop.
+#[derive(Args, Clone, Debug, Default)]
+pub(crate) struct SettingsArgs {
+    /// Read every setting from a TOML file; flags overrule it
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Optimizer steps in all
+    #[arg(long)]
+    steps: Option<u64>,
+    /// Passes over the data
+    #[arg(long)]
+    epochs: Option<u64>,
+    /// Rows per batch
+    #[arg(long, alias = "batch")]
+    batch_size: Option<usize>,
+    /// Gradient accumulation steps: batches per optimizer step
+    #[arg(long)]
+    accumulation: Option<usize>,
+    /// Pack several rows into one of TOKENS positions, in which none attends to another [default without a value: 1024]
+    #[arg(long, value_name = "TOKENS", num_args = 0..=1, default_missing_value = "1024")]
+    packing: Option<usize>,
+    /// Steps between checkpoints; one is written at the end, and on Ctrl-C, in any case
+    #[arg(long, value_name = "STEPS")]
+    checkpoint_every: Option<u64>,
+    /// Checkpoints to keep
+    #[arg(long)]
+    keep: Option<usize>,
+    /// Steps between evaluations on the validation data; one is made at the end in any case
+    #[arg(long, value_name = "STEPS")]
+    evaluate_every: Option<u64>,
+    /// Steps between reading losses from the device
+    #[arg(long, value_name = "STEPS")]
+    read_every: Option<u64>,
+    /// Bytes that may be held: of the process on a CPU, of tensors on a GPU; such as 3GiB
+    #[arg(long, value_name = "BYTES")]
+    budget: Option<Bytes>,
+    /// Which layers keep their activations for backward
+    #[arg(long, value_name = "PLAN")]
+    activations: Option<ActivationsArg>,
+    /// What a layer that does not keep its activations computes again
+    #[arg(long, value_name = "WHAT")]
+    recompute_what: Option<RecomputedArg>,
+    /// Run layers again in backward: --activations recompute
+    #[arg(long, conflicts_with = "activations")]
+    recompute: bool,
+    /// Checkpoint level of gated MLPs: save-all, save-gate-up, save-one, input-only or input-only-tiled:SIZE
+    #[arg(long, value_name = "LEVEL")]
+    mlp: Option<String>,
+    /// Loss head: fused never holds all logits
+    #[arg(long, value_name = "HEAD")]
+    loss: Option<LossArg>,
+    /// Tokens whose logits exist at a time in the fused loss
+    #[arg(long, value_name = "TOKENS")]
+    loss_chunk: Option<i64>,
+    /// Keep the weights of layers outside of the device, and prefetch them
+    #[arg(long, value_name = "TIER")]
+    offload: Option<OffloadArg>,
+    /// How offloaded layers are transferred
+    #[arg(long, value_name = "METHOD")]
+    offload_method: Option<MethodArg>,
+    /// Layers on the device at a time, of those that are offloaded
+    #[arg(long, value_name = "LAYERS")]
+    ring: Option<usize>,
+    /// Layers that stay on the device, by number
+    #[arg(long, value_name = "NUMBERS", value_delimiter = ',')]
+    resident: Option<Vec<usize>>,
+    /// Precision of products
+    #[arg(long)]
+    precision: Option<PrecisionArg>,
+    /// Update rule, with its usual coefficients
+    #[arg(long)]
+    optimizer: Option<RuleArg>,
+    /// Where the optimizer state of offloaded layers lives
+    #[arg(long, value_name = "PLACE")]
+    optimizer_on: Option<PlaceArg>,
+    /// Learning rate
+    #[arg(long, allow_negative_numbers = true)]
+    lr: Option<f64>,
+    /// Learning-rate schedule after warm-up, to 0 at the last step
+    #[arg(long)]
+    schedule: Option<ScheduleArg>,
+    /// Warm-up: below 1 a share of the steps, else a number of steps
+    #[arg(long, value_name = "SHARE_OR_STEPS", allow_negative_numbers = true)]
+    warmup: Option<f64>,
+    /// Weight decay of matrices: decoupled for adamw, an L2 penalty for the others
+    #[arg(long, allow_negative_numbers = true)]
+    weight_decay: Option<f64>,
+    /// Maximum gradient norm; 0 for no clipping
+    #[arg(long, allow_negative_numbers = true)]
+    clip: Option<f64>,
+}
+
+macro_rules! choice {
+    ($(#[$doc:meta])* $name:ident of $to:ty { $($(#[$each:meta])* $variant:ident),* $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, ValueEnum)]
+        pub(crate) enum $name { $($(#[$each])* $variant),* }
+
+        impl $name {
+            pub(crate) fn get(self) -> $to {
+                match self { $(Self::$variant => <$to>::$variant),* }
+            }
+        }
+    };
+}
+
+choice! {
+    /// `--activations`.
+    ActivationsArg of ActivationPlan {
+        /// All layers
+        Keep,
+        /// No layer: activation checkpointing
+        Recompute,
+        /// All but every second layer (`activations.every` of the configuration)
+        EveryK,
+        /// Those that fit the budget, with the least recomputation
+        Plan,
+    }
+}
+choice! {
+    /// `--recompute-what`.
+    RecomputedArg of Recomputed {
+        /// The whole layer; its input stays
+        Layer,
+        /// Norms and activations; the results of products and attention stay
+        Elementwise,
+        /// The MLP
+        Mlp,
+        /// The whole layer; its input goes to the host's memory
+        Offload,
+    }
+}
+choice! {
+    /// `--loss`.
+    LossArg of LossHeadKind {
+        /// fused, or plain where the head is adapted
+        Auto,
+        /// All logits at once
+        Plain,
+        /// A chunk of logits at a time
+        Fused,
+    }
+}
+choice! {
+    /// `--offload`.
+    OffloadArg of OffloadTier {
+        /// In the host's memory
+        Host,
+        /// In files: a model in Hugging Face's layout is read from its own
+        File,
+    }
+}
+choice! {
+    /// `--offload-method`.
+    MethodArg of OffloadMethod {
+        /// One layer at a time, without its backward: inference only
+        OneLayer,
+        /// One layer at a time, as a recomputed segment
+        Checkpointing,
+        /// One layer at a time, with a backward of its own
+        Function,
+        /// The next layers are prefetched while one runs
+        Overlap,
+    }
+}
+choice! {
+    /// `--precision`.
+    PrecisionArg of Compute {
+        /// That of the weights
+        Fp32,
+        /// bfloat16
+        Bf16,
+        /// IEEE half, with a dynamic loss scaler
+        Fp16,
+        /// fp8 in linear layers, bf16 elsewhere
+        Fp8,
+    }
+}
+choice! {
+    /// `--optimizer-on`.
+    PlaceArg of OptimizerPlace {
+        /// On the device
+        Device,
+        /// In the host's memory, updated while backward goes on
+        Host,
+    }
+}
+choice! {
+    /// `--schedule`.
+    ScheduleArg of Shape {
+        /// No decay
+        Constant,
+        /// In a straight line
+        Linear,
+        /// Along half a cosine
+        Cosine,
+    }
+}
+
+/// `--optimizer`.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+#[value(rename_all = "lower")]
+pub(crate) enum RuleArg {
+    Sgd,
+    Momentum,
+    Nesterov,
+    AdaGrad,
+    RmsProp,
+    Adam,
+    AdamW,
+}
+
+/// `--format`.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum FormatArg {
+    /// Found from the name and the first line
+    Auto,
+    /// GSM8K: a folder with train.jsonl and test.jsonl, or JSON lines with question and answer
+    Gsm8k,
+    /// JSON lines with prompt and completion, or with text
+    Rows,
+    /// Plain text
+    Text,
+}
+
+impl FormatArg {
+    pub(crate) fn get(self) -> DataFormat {
+        match self {
+            Self::Auto => DataFormat::Auto,
+            Self::Gsm8k => DataFormat::Gsm8k,
+            Self::Rows => DataFormat::Rows,
+            Self::Text => DataFormat::Text,
+        }
+    }
+}
+
+/// A dtype of weights, by its name in PyTorch or for short.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DtypeArg {
+    #[value(alias = "f32")]
+    Float32,
+    #[value(alias = "bf16")]
+    Bfloat16,
+    #[value(alias = "f16")]
+    Float16,
+    #[value(alias = "f64")]
+    Float64,
+}
+
+impl DtypeArg {
+    pub(crate) fn get(self) -> Dtype {
+        match self {
+            Self::Float32 => Dtype::Float32,
+            Self::Bfloat16 => Dtype::Bfloat16,
+            Self::Float16 => Dtype::Float16,
+            Self::Float64 => Dtype::Float64,
+        }
+    }
+}
+
+impl SettingsArgs {
+    /// Whether a configuration file was given.
+    pub(crate) fn is_from_file(&self) -> bool {
+        self.config.is_some()
+    }
+
+    /// The configuration file's values, or `defaults`.
+    ///
+    /// # Errors
+    /// A file that is no configuration.
+    pub(crate) fn base(&self, defaults: Config) -> anyhow::Result<Config> {
+        Ok(self.config.as_deref().map_or(Ok(defaults), Config::read)?)
+    }
+
+    /// Puts the flags that were given in the place of the configuration's values.
+    pub(crate) fn apply(&self, config: &mut Config, common: &Common) {
+        let Config { training, activations, loss, precision, optimizer, data, mlp, .. } = config;
+        put(&mut training.seed, common.seed);
+        put(&mut training.device, common.device.clone());
+        // The two say the same thing: the flag that is given alone counts.
+        match (self.steps, self.epochs) {
+            (Some(steps), None) => (training.steps, training.epochs) = (Some(steps), None),
+            (None, Some(epochs)) => (training.steps, training.epochs) = (None, Some(epochs)),
+            (Some(_), Some(_)) => (training.steps, training.epochs) = (self.steps, self.epochs),
+            (None, None) => {}
+        }
+        put(&mut training.batch, self.batch_size);
+        put(&mut training.accumulation, self.accumulation);
+        put_some(&mut data.packing, self.packing);
+        put_some(&mut training.checkpoint_every, self.checkpoint_every);
+        put(&mut training.keep, self.keep);
+        put_some(&mut training.evaluate_every, self.evaluate_every);
+        put(&mut training.read_every, self.read_every);
+        put_some(&mut training.budget, self.budget);
+        put(&mut activations.plan, self.activations.map(ActivationsArg::get));
+        put(&mut activations.plan, self.recompute.then_some(ActivationPlan::Recompute));
+        put(&mut activations.recompute, self.recompute_what.map(RecomputedArg::get));
+        put_some(&mut mlp.level, self.mlp.clone());
+        put(&mut loss.head, self.loss.map(LossArg::get));
+        put_some(&mut loss.chunk_tokens, self.loss_chunk);
+        put(&mut precision.compute, self.precision.map(PrecisionArg::get));
+        put(&mut optimizer.rule, self.optimizer.map(RuleArg::get));
+        put(&mut optimizer.place, self.optimizer_on.map(PlaceArg::get));
+        put(&mut optimizer.lr, self.lr);
+        put(&mut optimizer.schedule, self.schedule.map(ScheduleArg::get));
+        put(&mut optimizer.warmup, self.warmup);
+        put(&mut optimizer.weight_decay, self.weight_decay);
+        put(&mut optimizer.clip, self.clip);
+        let asked = self.offload.is_some()
+            || self.offload_method.is_some()
+            || self.ring.is_some()
+            || self.resident.is_some();
+        if asked {
+            let offload = config.offload.get_or_insert_with(OffloadConfig::default);
+            put(&mut offload.tier, self.offload.map(OffloadArg::get));
+            put(&mut offload.method, self.offload_method.map(MethodArg::get));
+            put(&mut offload.ring, self.ring);
+            put(&mut offload.resident, self.resident.clone());
+        }
+    }
+}
+
+impl RuleArg {
+    fn get(self) -> OptimizerRule {
+        match self {
+            Self::Sgd => OptimizerRule::Sgd,
+            Self::Momentum => OptimizerRule::Momentum,
+            Self::Nesterov => OptimizerRule::Nesterov,
+            Self::AdaGrad => OptimizerRule::AdaGrad,
+            Self::RmsProp => OptimizerRule::RmsProp,
+            Self::Adam => OptimizerRule::Adam,
+            Self::AdamW => OptimizerRule::AdamW,
+        }
+    }
+}
+
+/// Overrules a value where a flag was given.
+pub(crate) fn put<T>(value: &mut T, flag: Option<T>) {
+    if let Some(flag) = flag {
+        *value = flag;
+    }
+}
+
+/// Overrules a value that may be absent where a flag was given.
+pub(crate) fn put_some<T>(value: &mut Option<T>, flag: Option<T>) {
+    if flag.is_some() {
+        *value = flag;
+    }
+}

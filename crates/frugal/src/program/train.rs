@@ -1,0 +1,317 @@
+//! `frugal train`.
+
+mod data;
+mod diagnosis;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::bail;
+use clap::{Args, ValueEnum};
+use frugal::config::{Config, OptimizerConfig, ShapeConfig, ShapeFamily, Task, TrainingConfig};
+use frugal::display::Efficiency;
+use frugal::models::hugging_face;
+use frugal::models::init::Init;
+use frugal::models::module::LanguageModel;
+use frugal::models::{Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, Llama, LlamaConfig};
+use frugal::training::Batches;
+use frugal::training::probe::Probe;
+use frugal::training::schedule::Shape;
+use frugal::{Recipe, training::Trainer};
+use serde_json::json;
+use tch::{Device, Kind};
+
+use super::Common;
+use super::figures::grouped;
+use super::finetune::MODEL;
+use super::model::shared_llama;
+use super::output::{note, print_line};
+use super::settings::{SettingsArgs, put, put_some};
+use super::training::{Run, Saving, Trained, enforce, say, told};
+use data::Data;
+
+/// An architecture.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Family {
+    /// One post-norm decoder layer
+    Gpt2Like,
+    /// GPT-2: pre-norm, of any depth
+    Gpt2,
+}
+
+#[derive(Args)]
+pub(crate) struct Train {
+    /// gpt2-like, gpt2, or a config.json of Llama or Qwen2
+    #[arg(long, value_name = "SHAPE_OR_FILE")]
+    model: Option<String>,
+    /// Width of the hidden states [default: 64]
+    #[arg(long, value_parser = clap::value_parser!(i64).range(1..))]
+    width: Option<i64>,
+    /// Attention heads [default: 4]
+    #[arg(long, value_parser = clap::value_parser!(i64).range(1..))]
+    heads: Option<i64>,
+    /// Layers (gpt2) [default: 2]
+    #[arg(long, value_parser = clap::value_parser!(i64).range(1..))]
+    layers: Option<i64>,
+    /// Probability that an activation is dropped. Attention weights are too, which keeps attention from its fused kernels
+    #[arg(long)]
+    dropout: Option<f64>,
+    /// What to learn from: `synthetic` (a made-up language), `embedded` (the encyclopedia in data/), or a PATH: a text file
+    /// in WikiText's format, a .jsonl file, the folder of a token store [default: synthetic]
+    #[arg(long, value_name = "synthetic|embedded|PATH")]
+    data: Option<String>,
+    /// What to measure on, like --data [default: the embedded validation set for embedded data]
+    #[arg(long, value_name = "PATH")]
+    validation: Option<PathBuf>,
+    /// The field of a .jsonl file's objects that holds the text [default: text]
+    #[arg(long)]
+    field: Option<String>,
+    /// A tokenizer.json [default: the embedded one for embedded data, else one that is trained on the spot]
+    #[arg(long, value_name = "FILE")]
+    tokenizer: Option<PathBuf>,
+    /// Number of tokens that the model knows [default: the tokenizer's; 128 of the made-up language; at most 4096 of a
+    /// tokenizer that is trained on the spot]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    vocabulary: Option<u32>,
+    /// How batches are made: base, standard, balanced:K, sequenced, packed [default: packed]
+    #[arg(long)]
+    strategy: Option<String>,
+    /// Tokens of a row, and of the longest document [default: 32]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(2..))]
+    length: Option<u32>,
+    /// Threads that make batches; 0 makes them in the training thread [default: 1]
+    #[arg(long)]
+    workers: Option<usize>,
+    /// Output folder: config.toml, losses.jsonl, checkpoints, and the model of a config.json [default: nothing is written]
+    #[arg(long, value_name = "FOLDER")]
+    out: Option<PathBuf>,
+    /// Resume from the newest checkpoint in --out, where there is one
+    #[arg(long, requires = "out")]
+    resume: bool,
+    /// Go on training when a checkpoint cannot be written
+    #[arg(long)]
+    ignore_failed_checkpoints: bool,
+    #[command(flatten)]
+    settings: SettingsArgs,
+    /// Trace three steps after the first three, and report bottlenecks
+    #[arg(long)]
+    diagnose: bool,
+    /// Keep that trace in FILE, for ui.perfetto.dev
+    #[arg(long, value_name = "FILE", requires = "diagnose")]
+    trace: Option<PathBuf>,
+}
+
+/// Tokens of a row, where nothing else is said.
+const LENGTH: usize = 32;
+
+impl Train {
+    fn defaults() -> Config {
+        let mut config = Config::default();
+        config.data.source = "synthetic".to_owned();
+        config.optimizer = OptimizerConfig {
+            lr: 1e-3,
+            schedule: Shape::Constant,
+            warmup: 0.0,
+            weight_decay: 0.1,
+            clip: 0.0,
+            ..OptimizerConfig::default()
+        };
+        config.training = TrainingConfig {
+            batch: 8,
+            accumulation: 1,
+            keep: 3,
+            read_every: 10,
+            ..TrainingConfig::default()
+        };
+        config
+    }
+
+    fn config(&self, common: &Common) -> anyhow::Result<Config> {
+        let mut config = self.settings.base(Self::defaults())?;
+        config.task = Task::Train;
+        match self.model.as_deref().map(|name| (name, Family::from_str(name, true))) {
+            None => {}
+            Some((_, Ok(family))) => {
+                let shape = config.model.shape.get_or_insert_default();
+                shape.family = match family {
+                    Family::Gpt2Like => ShapeFamily::Gpt2Like,
+                    Family::Gpt2 => ShapeFamily::Gpt2,
+                };
+                config.model.name = None;
+            }
+            Some((path, Err(_))) => (config.model.name, config.model.shape) = (Some(path.to_owned()), None),
+        }
+        if config.model.name.is_none() {
+            let shape = config.model.shape.get_or_insert_default();
+            put(&mut shape.width, self.width);
+            put(&mut shape.heads, self.heads);
+            put(&mut shape.layers, self.layers);
+            put(&mut shape.dropout, self.dropout);
+        } else if self.width.or(self.heads).or(self.layers).is_some() || self.dropout.is_some() {
+            bail!(
+                "--width, --heads, --layers and --dropout are of gpt2-like and gpt2; a config.json has its own sizes"
+            );
+        }
+        let data = &mut config.data;
+        put(&mut data.source, self.data.clone());
+        put_some(&mut data.validation, self.validation.clone());
+        put(&mut data.field, self.field.clone());
+        put_some(&mut data.tokenizer, self.tokenizer.clone());
+        put_some(&mut data.vocabulary, self.vocabulary);
+        put(&mut data.strategy, self.strategy.clone());
+        put_some(&mut data.max_length, self.length.map(|length| length as usize));
+        put(&mut data.workers, self.workers);
+        config.training.ignore_failed_checkpoints |= self.ignore_failed_checkpoints;
+        self.settings.apply(&mut config, common);
+        Ok(config)
+    }
+}
+
+pub(crate) fn run(common: &Common, arguments: &Train) -> anyhow::Result<()> {
+    let config = arguments.config(common)?;
+    let diagnosis = arguments.diagnose.then_some(arguments.trace.as_deref());
+    launch(common, &config, arguments.out.as_deref(), arguments.resume, diagnosis)
+}
+
+/// Trains a model from scratch as the configuration says, into a folder where there is one. `diagnosis` reports bottlenecks, and
+/// keeps the trace in a file.
+///
+/// # Errors
+/// Whatever can be wrong.
+pub(crate) fn launch(
+    common: &Common,
+    config: &Config,
+    out: Option<&Path>,
+    resume: bool,
+    diagnosis: Option<Option<&Path>>,
+) -> anyhow::Result<()> {
+    let recipe = Recipe::new(config)?;
+    if config.adapter.is_some() || config.data.packing.is_some() {
+        bail!(
+            "adapters and --packing are of fine-tuning; a training from scratch trains all weights, and packs documents with \
+             --strategy packed"
+        );
+    }
+    let device = runtime::device::select(&config.training.device)?;
+    runtime::memory::track_cpu()?;
+    runtime::random::seed(config.training.seed)?;
+    let length = config.data.max_length.unwrap_or(LENGTH);
+    let data = Data::open(config, length, device)?;
+    if config.training.evaluate_every.is_some() && data.validation.is_none() {
+        bail!("--evaluate-every, and nothing to measure on; give a --validation PATH");
+    }
+    let file = config.model.name.as_deref().map(llama_config).transpose()?;
+    let saving = out.map(|out| Saving::open(out, config, resume)).transpose()?;
+    let _limit = enforce(config, device)?;
+    let model = match &file {
+        Some(file) => llama(config, file, data.vocabulary, device)?,
+        None => small(config, data.vocabulary, length, device)?,
+    };
+    let mut prepared = recipe.apply(model)?;
+    let Data { mut train, validation, steps, loading, _documents, .. } = data;
+    let state = train.state();
+    if let Some(batch) = train.next()? {
+        prepared.plan_activations(&batch)?;
+    }
+    train.resume(&state)?;
+    let (trainer, handles) = prepared.trainer(steps)?;
+    let run = Run { trainer, config, handles, train, validation, saving };
+    let counted = run.parameters();
+    let Trained { model, step, losses, .. } = run.run(common, device, |trainer, train, validation| {
+        measure_efficiency(common, device, trainer, train)?;
+        match diagnosis {
+            None => Ok(()),
+            Some(trace) => diagnosis::diagnose(trainer, train, validation, loading, trace, common.json),
+        }
+    })?;
+    if let (Some(file), Some(out)) = (&file, out) {
+        let path = out.join(MODEL);
+        hugging_face::save(&shared_llama(model.as_ref(), file)?, &path, hugging_face::SHARD_BYTES)?;
+        say(common, &format!("the model is in {}", path.display()));
+    }
+    if out.is_some() && !common.json {
+        note(&format!("{step} steps of {} parameters: {}", grouped(counted.trainable), told(losses)));
+    }
+    Ok(())
+}
+
+/// Measures how well the machine is used, where somebody sees it.
+fn measure_efficiency(
+    common: &Common,
+    device: Device,
+    trainer: &mut Trainer,
+    train: &mut dyn Batches,
+) -> anyhow::Result<()> {
+    if common.json
+        && let Some(probe) = Probe::run(trainer, train)?
+    {
+        print_line(&json!({ "efficiency": Efficiency::measure(&probe, device)? }));
+    }
+    Ok(())
+}
+
+/// A `config.json`, or that of a folder.
+fn llama_config(name: &str) -> anyhow::Result<LlamaConfig> {
+    let path = Path::new(name);
+    let file = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
+    if !file.is_file() {
+        bail!("--model {name}: expected gpt2-like, gpt2, or a config.json of Llama or Qwen2");
+    }
+    Ok(LlamaConfig::read(&file)?)
+}
+
+fn llama(
+    config: &Config,
+    file: &LlamaConfig,
+    vocabulary: i64,
+    device: Device,
+) -> anyhow::Result<Box<dyn LanguageModel>> {
+    if vocabulary > file.vocab_size {
+        bail!(
+            "the data has {vocabulary} tokens and the model of `{}` knows {}; give a tokenizer of at most that many",
+            config.model.name.as_deref().unwrap_or_default(),
+            file.vocab_size
+        );
+    }
+    let kind = config.model.dtype.map_or(Kind::Float, frugal::config::Dtype::kind);
+    let init = Init::Normal { std: file.initializer_range };
+    Ok(Box::new(Llama::assemble(file, init, (kind, device), &mut |_, block| Ok(block))?))
+}
+
+fn small(
+    config: &Config,
+    vocabulary: i64,
+    length: usize,
+    device: Device,
+) -> anyhow::Result<Box<dyn LanguageModel>> {
+    let ShapeConfig { family, width, heads, layers, dropout } =
+        config.model.shape.clone().unwrap_or_default();
+    let options = (config.model.dtype.map_or(Kind::Float, frugal::config::Dtype::kind), device);
+    let length = i64::try_from(length)?;
+    Ok(match family {
+        ShapeFamily::Gpt2Like => {
+            let config = Gpt2LikeConfig {
+                vocab_size: vocabulary,
+                embedding_dim: width,
+                hidden_dim: width,
+                num_heads: heads,
+                ff_dim: 2 * width,
+                max_length: length,
+                dropout,
+                ..Gpt2LikeConfig::default()
+            };
+            Box::new(Gpt2Like::new(&config, options)?)
+        }
+        ShapeFamily::Gpt2 => {
+            let config = Gpt2Config {
+                vocabulary,
+                max_sequence: length,
+                hidden: width,
+                heads,
+                layers,
+                dropout,
+                ..Gpt2Config::small()
+            };
+            Box::new(Gpt2::new(&config, options)?)
+        }
+    })
+}

@@ -1,0 +1,148 @@
+//! What a training learns from and is measured on, from the configuration.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::bail;
+use frugal::Config;
+use frugal::dataloading::loader::LoaderOptions;
+use frugal::dataloading::{BatchOptions, BatchSource, Order, Samples};
+use frugal::training::batches::Synthetic;
+use frugal::training::documents::{Documents, Origin, Request};
+use frugal::training::strategy::Strategy;
+use frugal::training::tracing::Loading;
+use frugal::training::{Batches, LoaderBatches};
+use tch::Device;
+
+/// Steps of a training of which nothing else is said.
+const STEPS: u64 = 100;
+/// Tokens of the made-up language.
+const SYNTHETIC_VOCABULARY: usize = 128;
+
+/// All that comes from the data.
+pub(super) struct Data {
+    pub(super) train: Box<dyn Batches>,
+    pub(super) validation: Option<Box<dyn Batches>>,
+    pub(super) vocabulary: i64,
+    pub(super) steps: u64,
+    pub(super) loading: Loading,
+    /// Holds the files.
+    pub(super) _documents: Option<Documents>,
+}
+
+impl Data {
+    /// Opens what the configuration names; rows of `length` tokens.
+    ///
+    /// # Errors
+    /// Files that are missing or something else; a vocabulary that is not the tokenizer's.
+    pub(super) fn open(config: &Config, length: usize, device: Device) -> anyhow::Result<Self> {
+        let source = Source { config, length };
+        if config.data.source == "synthetic" { source.synthetic(device) } else { source.documents(device) }
+    }
+}
+
+/// What there is to open.
+struct Source<'a> {
+    config: &'a Config,
+    length: usize,
+}
+
+impl Source<'_> {
+    fn synthetic(&self, device: Device) -> anyhow::Result<Data> {
+        let Config { data, training, .. } = self.config;
+        let seed = training.seed;
+        let given = [
+            ("--validation", data.validation.is_some()),
+            ("--tokenizer", data.tokenizer.is_some()),
+            ("--epochs", training.epochs.is_some()),
+        ];
+        if let Some((flag, _)) = given.iter().find(|(_, given)| *given) {
+            bail!(
+                "{flag} has no meaning for the made-up language, which has no files and no end; leave it out, or name --data"
+            );
+        }
+        let vocabulary = data.vocabulary.map_or(SYNTHETIC_VOCABULARY, |size| size as usize) as i64;
+        let batches = |seed, batches| Synthetic {
+            seed,
+            vocabulary,
+            rows: training.batch,
+            length: self.length,
+            noise: 3,
+            batches,
+            device,
+            position: 0,
+        };
+        Ok(Data {
+            train: Box::new(batches(seed, None)),
+            validation: Some(Box::new(batches(seed.wrapping_add(1), Some(4)))),
+            vocabulary,
+            steps: training.steps.unwrap_or(STEPS),
+            loading: Loading { workers: 0, pinned: false },
+            _documents: None,
+        })
+    }
+
+    fn documents(&self, device: Device) -> anyhow::Result<Data> {
+        let Config { data, training, .. } = self.config;
+        let seed = training.seed;
+        if data.source != "embedded" && !Path::new(&data.source).exists() {
+            bail!(
+                "--data {}: there is no such file or folder; expected synthetic, embedded, or a path",
+                data.source
+            );
+        }
+        let strategy: Strategy = data.strategy.parse()?;
+        let max_length = self.length;
+        let documents = Documents::read(&Request {
+            train: match &*data.source {
+                "embedded" => Origin::Embedded,
+                path => Origin::Path(path.into()),
+            },
+            validation: data.validation.clone(),
+            field: data.field.clone(),
+            tokenizer: data.tokenizer.clone(),
+            vocabulary: data.vocabulary.map(|size| size as usize),
+            longest: max_length,
+        })?;
+        let options = BatchOptions {
+            batch_size: training.batch,
+            max_length,
+            pad: documents.pad,
+            seed,
+            ..Default::default()
+        };
+        let loader =
+            LoaderOptions { workers: data.workers, device, epochs: training.epochs, ..Default::default() };
+        let source = strategy.source(documents.train.clone() as Arc<dyn Samples>, &options)?;
+        let steps = match (
+            training.steps,
+            training.epochs.map(|epochs| steps(&*source, epochs, training.accumulation)),
+        ) {
+            (Some(steps), Some(of_epochs)) => steps.min(of_epochs),
+            (Some(steps), None) | (None, Some(steps)) => steps,
+            (None, None) => STEPS,
+        };
+        let train = Box::new(LoaderBatches::new(source, &loader)?);
+        let measure = |store: Arc<dyn Samples>| -> anyhow::Result<Box<dyn Batches>> {
+            let options = BatchOptions { order: Order::Sequential, ..options };
+            let source = Strategy::Standard.source(store, &options)?;
+            Ok(Box::new(LoaderBatches::new(source, &LoaderOptions { epochs: Some(1), ..loader })?))
+        };
+        let validation = documents.validation.clone().map(|store| measure(store)).transpose()?;
+        Ok(Data {
+            train,
+            validation,
+            vocabulary: i64::try_from(documents.vocabulary)?,
+            steps,
+            // The loader's buffers are page-locked wherever the device is a CUDA device.
+            loading: Loading { workers: data.workers, pinned: true },
+            _documents: Some(documents),
+        })
+    }
+}
+
+/// Steps of so many epochs: micro-batches are taken across their ends.
+fn steps(source: &dyn BatchSource, epochs: u64, accumulation: usize) -> u64 {
+    let batches = (0..epochs).fold(0u64, |sum, epoch| sum.saturating_add(source.batches(epoch) as u64));
+    batches.div_ceil(accumulation.max(1) as u64)
+}

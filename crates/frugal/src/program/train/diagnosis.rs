@@ -1,0 +1,65 @@
+//! A few steps under the profiler, in the middle of a training.
+
+use std::path::Path;
+
+use anyhow::Context;
+use frugal::training::profile::{Composition, Diagnosis};
+use frugal::training::tracing::{Loading, Traced, trace};
+use frugal::training::trainer::Ended;
+use frugal::training::{Batches, Trainer};
+use serde_json::json;
+
+use crate::program::output::print_line;
+
+/// Steps before those that are traced: the first ones allocate what the others find.
+const WARMUP: u64 = 3;
+/// Steps that are traced.
+const TRACED: u64 = 3;
+
+/// Trains some steps, traces some more, and says where their time went and what was slow.
+pub(super) fn diagnose(
+    trainer: &mut Trainer,
+    train: &mut dyn Batches,
+    mut validation: Option<&mut dyn Batches>,
+    loading: Loading,
+    trace_file: Option<&Path>,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let scratch = tempfile::tempdir().context("making a folder for the trace")?;
+    let scratch = scratch.path().join("trace.json");
+    let start = trainer.step();
+    let traced = if start + WARMUP + TRACED > trainer.options.steps {
+        None
+    } else {
+        // A validation that was lent once can be lent again only through a new borrow.
+        let lent = validation.as_mut().map(|validation| &mut **validation as &mut dyn Batches);
+        match trainer.advance(start + WARMUP, train, lent)? {
+            Ended::Done => {
+                let path = trace_file.unwrap_or(&scratch);
+                trace(trainer, train, validation, TRACED, loading, path)?
+            }
+            Ended::OutOfData | Ended::Interrupted => None,
+        }
+    };
+    let Some(Traced { profile, facts }) = traced else {
+        let needed = WARMUP + TRACED;
+        let warning =
+            format!("nothing was diagnosed: that needs {needed} steps, and the training ends before");
+        return Ok(trainer.warn(&warning)?);
+    };
+    let (composition, diagnosis) = (Composition::of(&profile)?, Diagnosis::of(&profile, &facts)?);
+    trainer.note(&format!("{composition}\n{diagnosis}"))?;
+    if as_json {
+        let findings = diagnosis.findings.iter().map(|finding| {
+            json!({
+                "name": finding.name,
+                "evidence": finding.evidence,
+                "share": finding.share,
+                "remedy": finding.remedy,
+            })
+        });
+        let findings: Vec<_> = findings.collect();
+        print_line(&json!({ "diagnosis": findings, "step_seconds": diagnosis.step_seconds }));
+    }
+    Ok(())
+}

@@ -1,0 +1,202 @@
+//! A training that is ready to run: what a fine-tuning and a training from scratch share.
+
+use std::io::Write;
+use std::path::Path;
+
+use anyhow::{Context, bail};
+use frugal::config::{CONFIG_FILE, Config, Task};
+use frugal::display::{Display, Efficiency};
+use frugal::loss_log::{LossLog, LossSummary, Losses};
+use frugal::models::module::{self, LanguageModel, ParameterCount};
+use frugal::recipe::Handles;
+use frugal::training::checkpoint::Checkpoints;
+use frugal::training::interrupt;
+use frugal::training::trainer::Ended;
+use frugal::training::{Batches, Trainer};
+use runtime::memory::Limit;
+use tch::Device;
+
+use super::Common;
+use super::output::Lines;
+
+/// Folder of the checkpoints within an output folder.
+pub(crate) const CHECKPOINTS: &str = "checkpoints";
+/// The loss log within an output folder.
+pub(crate) const LOSSES: &str = "losses.jsonl";
+
+/// Where a training writes.
+pub(crate) struct Saving<'a> {
+    out: &'a Path,
+    checkpoints: Checkpoints,
+    resume: bool,
+}
+
+impl<'a> Saving<'a> {
+    /// Makes the output folder.
+    ///
+    /// # Errors
+    /// A folder that cannot be written; one with the checkpoints of an earlier run that is not to be resumed.
+    pub(crate) fn open(out: &'a Path, config: &Config, resume: bool) -> anyhow::Result<Self> {
+        std::fs::create_dir_all(out).with_context(|| format!("{} cannot be made", out.display()))?;
+        let checkpoints = Checkpoints::open(&out.join(CHECKPOINTS), config.training.keep)?;
+        if !resume && !checkpoints.steps()?.is_empty() {
+            let shown = out.display();
+            bail!(
+                "{shown} holds checkpoints of an earlier run; go on from them with `frugal resume {shown}`, or give an empty \
+                 folder"
+            );
+        }
+        Ok(Self { out, checkpoints, resume })
+    }
+}
+
+/// Lets the allocator refuse what goes beyond the budget. `None` without a budget, and on a GPU, where the environment alone
+/// can do that.
+///
+/// # Errors
+/// More is live already.
+pub(crate) fn enforce(config: &Config, device: Device) -> anyhow::Result<Option<Limit>> {
+    match (config.training.budget, device) {
+        (Some(budget), Device::Cpu) => Ok(Some(runtime::memory::limit(device, budget.0)?)),
+        _ => Ok(None),
+    }
+}
+
+/// A training that is ready to run.
+pub(crate) struct Run<'a> {
+    pub(crate) trainer: Trainer,
+    pub(crate) config: &'a Config,
+    pub(crate) handles: Handles,
+    pub(crate) train: Box<dyn Batches>,
+    pub(crate) validation: Option<Box<dyn Batches>>,
+    pub(crate) saving: Option<Saving<'a>>,
+}
+
+/// What a training came to.
+pub(crate) struct Trained {
+    pub(crate) model: Box<dyn LanguageModel>,
+    pub(crate) handles: Handles,
+    pub(crate) step: u64,
+    pub(crate) losses: Losses,
+}
+
+impl Run<'_> {
+    /// How many numbers the model has, and how many of them are trained.
+    pub(crate) fn parameters(&self) -> ParameterCount {
+        module::parameter_count(self.trainer.model.as_ref())
+    }
+
+    /// Resumes where that is wanted, trains to the end and saves; `before` is called when everybody who watches is there.
+    ///
+    /// # Errors
+    /// A training that was interrupted: the command that goes on is named. Those of the training.
+    pub(crate) fn run(
+        self,
+        common: &Common,
+        device: Device,
+        before: impl FnOnce(&mut Trainer, &mut dyn Batches, Option<&mut dyn Batches>) -> anyhow::Result<()>,
+    ) -> anyhow::Result<Trained> {
+        let Self { mut trainer, config, handles, mut train, mut validation, saving } = self;
+        let summary = LossSummary::default();
+        if !common.quiet {
+            let display = Display::new(trainer.options.steps, device, Efficiency::default());
+            trainer.observers.push(Box::new(display));
+        }
+        trainer.observers.push(Box::new(summary.clone()));
+        if common.json {
+            trainer.observers.push(Box::new(Lines));
+        }
+        trainer.stop = interrupt::on_signals()?;
+        let out = saving.as_ref().map(|saving| saving.out.to_owned());
+        if let Some(Saving { out, checkpoints, resume }) = saving {
+            trainer.observers.push(Box::new(LossLog::open(&out.join(LOSSES), resume)?));
+            trainer.checkpoints = Some(checkpoints);
+            if resume {
+                trainer.resume(train.as_mut())?;
+            }
+            // Not before it is known that this is a training that goes on.
+            with_absolute_paths(config).write(&out.join(CONFIG_FILE))?;
+        }
+        before(&mut trainer, train.as_mut(), lend(&mut validation))?;
+        let ended = trainer.run(train.as_mut(), lend(&mut validation))?;
+        let step = trainer.step();
+        let evaluated = trainer.options.evaluate_every.is_some_and(|every| step.is_multiple_of(every));
+        if let Some(validation) = validation
+            .as_mut()
+            .filter(|_| ended != Ended::Interrupted && !evaluated && config.task == Task::Finetune)
+        {
+            trainer.evaluate(validation.as_mut())?;
+        }
+        // Bars and files are done before anybody says what came of it.
+        trainer.observers.clear();
+        if let Some(offload) = &handles.offload {
+            offload.synchronize()?;
+        }
+        finish(&trainer, ended, out.as_deref())?;
+        Ok(Trained { model: trainer.model, handles, step, losses: summary.get() })
+    }
+}
+
+/// What the end of a training means for whoever started it: a last step that is not on the disk is a failure.
+fn finish(trainer: &Trainer, ended: Ended, out: Option<&Path>) -> anyhow::Result<()> {
+    let (step, steps) = (trainer.step(), trainer.options.steps);
+    let resume = out.map_or_else(String::new, |out| format!("`frugal resume {}`", out.display()));
+    let kept = match trainer.saved() {
+        _ if out.is_none() => "nothing is saved without --out".to_owned(),
+        Some(saved) if saved == step && ended == Ended::Interrupted => {
+            bail!("interrupted after step {step} of {steps}, which is saved; go on with {resume}")
+        }
+        Some(saved) if saved == step => return Ok(()),
+        Some(saved) => {
+            format!(
+                "its checkpoint was not written, and the last is that of step {saved}; go on from there with {resume}"
+            )
+        }
+        None => "its checkpoint was not written, and there is no earlier one".to_owned(),
+    };
+    match ended {
+        Ended::Interrupted => bail!("interrupted after step {step} of {steps}; {kept}"),
+        Ended::Done | Ended::OutOfData if out.is_none() => Ok(()),
+        Ended::Done | Ended::OutOfData => bail!("trained up to step {step}; {kept}"),
+    }
+}
+
+/// A validation for one call of the loop.
+fn lend(validation: &mut Option<Box<dyn Batches>>) -> Option<&mut dyn Batches> {
+    validation.as_mut().map(|validation| validation.as_mut() as &mut dyn Batches)
+}
+
+/// The configuration as a resume from any folder finds what it names.
+fn with_absolute_paths(config: &Config) -> Config {
+    let mut config = config.clone();
+    let absolute = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let text = |path: &mut String| {
+        if Path::new(path.as_str()).exists() {
+            *path = absolute(Path::new(path.as_str())).display().to_string();
+        }
+    };
+    config.model.name.iter_mut().for_each(text);
+    text(&mut config.data.source);
+    for path in [&mut config.data.validation, &mut config.data.tokenizer].into_iter().flatten() {
+        *path = absolute(path);
+    }
+    config
+}
+
+/// Losses as people read them.
+pub(crate) fn told(losses: Losses) -> String {
+    let of = |loss: Option<f64>| loss.map_or_else(|| "–".to_owned(), |loss| format!("{loss:.4}"));
+    format!(
+        "loss {} to {}, on the validation data {}",
+        of(losses.first),
+        of(losses.last),
+        of(losses.validation)
+    )
+}
+
+/// Writes `text` to standard error, unless that is not wanted.
+pub(crate) fn say(common: &Common, text: &str) {
+    if !common.quiet {
+        let _ = writeln!(std::io::stderr().lock(), "{text}");
+    }
+}

@@ -1,0 +1,264 @@
+//! Applies the techniques of a [`Config`] to a model, in the one right order.
+//!
+//! ```text
+//! load → freeze → adapters → loss head → MLP → activation plan → offload → precision and scaler → optimizer
+//! ```
+//!
+//! Adapters come before everything that looks at projections, the loss head before anything wraps it, and offload last of
+//! what edits the model, so that it takes home what the others left. [`Recipe::new`] refuses what does not go together before a
+//! weight is read. What a combination computes is tested for every pair (`tests/it/pairs.rs`).
+//!
+//! ```
+//! use frugal::{Config, Recipe};
+//! use models::{Llama, LlamaConfig};
+//! use tch::{Device, Kind};
+//! use training::batches::Synthetic;
+//! use training::trainer::Ended;
+//!
+//! let config: Config = r#"
+//!     [adapter]
+//!     r = 4
+//!     [activations]
+//!     plan = "recompute"
+//!     [precision]
+//!     compute = "bf16"
+//! "#
+//! .parse()?;
+//! let model = Llama::new(&LlamaConfig::llama(64, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
+//! let prepared = Recipe::new(&config)?.apply(Box::new(model))?;
+//! let (mut trainer, handles) = prepared.trainer(3)?;
+//! let mut data = Synthetic {
+//!     seed: 1, vocabulary: 64, rows: 2, length: 16, noise: 1, batches: None, device: Device::Cpu, position: 0,
+//! };
+//! assert_eq!(trainer.run(&mut data, None)?, Ended::Done);
+//! assert!(handles.adapters.is_some());
+//!
+//! let refused: Config = "[optimizer]\nplace = \"host\"".parse()?;
+//! let error = Recipe::new(&refused).unwrap_err().to_string();
+//! assert!(error.contains("do not go together"), "{error}");
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod checks;
+mod prepared;
+
+use amp::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
+use fused_ce::{Chunk, Gradients, LinearCrossEntropy};
+use lora::Adapters;
+use models::hugging_face::Folder;
+use models::module::{self, Block, Edit, LanguageModel, Module};
+use offload::{Method, Offload, Tier};
+use swiglu_ckpt::CheckpointLevel;
+use tch::{Device, Kind};
+use training::activations::{self, Activations, LayerPlan};
+use training::scaler::{GradScaler, NoScaler};
+
+pub use prepared::{ActivationChoice, Handles, Prepared};
+
+use crate::config::{
+    ActivationPlan, Compute, Config, LossConfig, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier,
+    Recomputed, ScalerConfig,
+};
+use crate::error::{Error, Result};
+
+/// A configuration whose techniques go together.
+#[derive(Debug, Clone)]
+pub struct Recipe {
+    config: Config,
+    level: Option<CheckpointLevel>,
+}
+
+impl Recipe {
+    /// Checks every value, and every technique against every other.
+    ///
+    /// # Errors
+    /// [`Error::Value`](crate::Error::Value) for a value outside its range, [`Error::Conflict`](crate::Error::Conflict) for two
+    /// techniques that do not go together; an adapter that cannot be.
+    pub fn new(config: &Config) -> Result<Self> {
+        checks::values(config)?;
+        checks::pairs(config)?;
+        let level = config.mlp.level.as_deref().map(str::parse).transpose()?;
+        Ok(Self { config: config.clone(), level })
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Checks the techniques against a model's folder, whose weights are not read.
+    ///
+    /// # Errors
+    /// An adapter whose targets the model does not have; a resident layer that it does not have; as [`Recipe::new`] for
+    /// the dtype of the files.
+    pub fn check_folder(&self, folder: &Folder) -> Result<()> {
+        checks::folder(&self.config, folder)
+    }
+
+    /// Opens a model and applies every technique. Offloaded layers go home as they are read, so the model may be larger than
+    /// the device's memory, and with the tier `file` larger than the host's.
+    ///
+    /// # Errors
+    /// Those of [`Recipe::check_folder`], of [`Folder::load`] and of each technique.
+    pub fn open(&self, folder: &Folder, device: Device) -> Result<Prepared> {
+        self.check_folder(folder)?;
+        let kind = self.config.model.dtype.map(crate::config::Dtype::kind);
+        match &self.config.offload {
+            None => self.apply(Box::new(folder.load(kind, device)?)),
+            Some(offload) => {
+                let (model, offload) = Offload::open(folder, kind, &offload.options(device))?;
+                self.apply_to(Box::new(model), Some(offload))
+            }
+        }
+    }
+
+    /// Applies every technique to a model.
+    ///
+    /// # Errors
+    /// Those of each technique.
+    pub fn apply(&self, model: Box<dyn LanguageModel>) -> Result<Prepared> {
+        self.apply_to(model, None)
+    }
+
+    fn apply_to(&self, mut model: Box<dyn LanguageModel>, mut offload: Option<Offload>) -> Result<Prepared> {
+        let config = &self.config;
+        let device =
+            module::tensors(model.as_ref()).first().map_or(Device::Cpu, |named| named.tensor.device());
+        if let Some(pattern) = &config.model.freeze {
+            module::freeze(model.as_ref(), pattern, true)?;
+        }
+        let adapters = match &config.adapter {
+            None => None,
+            Some(adapter) => {
+                let adapters = Adapters::install(model.as_mut(), adapter, config.training.seed)?;
+                model = Box::new(adapters.wrap(model)?);
+                Some(adapters)
+            }
+        };
+        install_loss_head(model.as_mut(), &config.loss)?;
+        if let Some(level) = self.level {
+            install_mlp(model.as_mut(), level)?;
+        }
+        let activations = self.install_activations(model.as_mut())?;
+        if let (Some(own), None) = (&config.offload, &offload) {
+            offload = Some(Offload::apply(model.as_mut(), &own.options(device))?);
+        }
+        let precision = match config.precision.compute {
+            Compute::Fp32 => None,
+            Compute::Bf16 => Some(Autocast::new(Kind::BFloat16)?.policy()),
+            Compute::Fp16 => Some(Autocast::new(Kind::Half)?.policy()),
+            Compute::Fp8 => Some(Autocast::fp8().policy()),
+        };
+        let handles = Handles { adapters, activations, offload };
+        Ok(Prepared { config: config.clone(), model, handles, precision, scaler: self.scaler()? })
+    }
+
+    /// Puts the layers behind switches, unless all keep their activations. Offloaded layers run again as they are.
+    fn install_activations(&self, model: &mut dyn Module) -> Result<Option<Activations>> {
+        let own = &self.config.activations;
+        let offloaded = self.config.offload.is_some();
+        if own.plan == ActivationPlan::Keep || offloaded {
+            return Ok(None);
+        }
+        let layers = count_blocks(model)?;
+        let plan = match own.plan {
+            // What the plan will be is measured later: `Prepared::plan_activations`.
+            ActivationPlan::Keep | ActivationPlan::Plan => vec![LayerPlan::KeepAll; layers],
+            ActivationPlan::Recompute => activations::every_kth(layers, 1, own.recompute.layer_plan())?,
+            ActivationPlan::EveryK => activations::every_kth(layers, own.every, own.recompute.layer_plan())?,
+        };
+        Ok(Some(activations::apply(model, &plan)?))
+    }
+
+    fn scaler(&self) -> Result<Box<dyn GradScaler>> {
+        if self.config.precision.compute != Compute::Fp16 {
+            return Ok(Box::new(NoScaler));
+        }
+        Ok(match self.config.precision.scaler.unwrap_or_default() {
+            ScalerConfig::Static { scale } => Box::new(StaticGradScaler::new(scale)?),
+            ScalerConfig::Dynamic { init_scale, growth_factor, backoff_factor, growth_interval } => {
+                let options = DynamicOptions {
+                    init_scale,
+                    growth_factor,
+                    backoff_factor,
+                    growth_interval,
+                    ..DynamicOptions::default()
+                };
+                Box::new(DynamicGradScaler::new(options)?)
+            }
+        })
+    }
+}
+
+fn install_loss_head(model: &mut dyn Module, loss: &LossConfig) -> Result<()> {
+    if loss.head == LossHeadKind::Plain {
+        return Ok(());
+    }
+    let chunk = match (loss.chunk_tokens, loss.chunk_bytes) {
+        (Some(tokens), _) => Some(Chunk::Tokens(tokens)),
+        (None, bytes) => bytes.map(|bytes| Chunk::Budget(bytes.0)),
+    };
+    let gradients = if loss.gradients_in_backward { Gradients::Backward } else { Gradients::Forward };
+    let fused = LinearCrossEntropy { chunk, gradients, ..LinearCrossEntropy::default() };
+    match fused_ce::install(model, &fused) {
+        // A head that is more than a projection, because it is adapted itself.
+        Err(fused_ce::Error::Head { .. }) if loss.head == LossHeadKind::Auto => Ok(()),
+        other => Ok(other?),
+    }
+}
+
+fn install_mlp(_: &mut dyn Module, level: CheckpointLevel) -> Result<()> {
+    Err(Error::Value {
+        key: "mlp.level",
+        found: level.to_string(),
+        expected: "none: models have their own MLPs",
+    })
+}
+
+fn count_blocks(model: &mut dyn Module) -> Result<usize> {
+    struct Count(usize);
+    impl Edit for Count {
+        fn block(&mut self, _: &str, _: &mut Box<dyn Block>) -> models::Result<()> {
+            self.0 += 1;
+            Ok(())
+        }
+    }
+    let mut count = Count(0);
+    module::edit(model, &mut count)?;
+    Ok(count.0)
+}
+
+impl Recomputed {
+    /// The plan of a layer.
+    pub fn layer_plan(self) -> LayerPlan {
+        match self {
+            Self::Layer => LayerPlan::RecomputeAll,
+            Self::Elementwise => LayerPlan::RecomputeElementwise,
+            Self::Mlp => LayerPlan::RecomputeMlp,
+            Self::Offload => LayerPlan::Offload,
+        }
+    }
+}
+
+impl OffloadConfig {
+    /// The options of `offload`, for layers that run on `device`.
+    pub fn options(&self, device: Device) -> offload::Options {
+        offload::Options {
+            device,
+            method: match self.method {
+                OffloadMethod::OneLayer => Method::OneLayer,
+                OffloadMethod::Checkpointing => Method::Checkpointing,
+                OffloadMethod::Function => Method::Function,
+                OffloadMethod::Overlap => Method::Overlap,
+            },
+            tier: match self.tier {
+                OffloadTier::Host => Tier::Host,
+                OffloadTier::File => Tier::File(self.folder.clone().unwrap_or_else(std::env::temp_dir)),
+            },
+            ring: self.ring,
+            resident: self.resident.clone(),
+            pinned: self.pinned,
+            ..offload::Options::default()
+        }
+    }
+}

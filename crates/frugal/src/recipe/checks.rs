@@ -1,0 +1,255 @@
+//! What is refused before a weight is read: values outside their ranges, and techniques that do not go together.
+
+use models::hugging_face::Folder;
+use tch::Kind;
+
+use crate::config::{
+    ActivationPlan, Compute, Config, Dtype, LossHeadKind, OffloadMethod, OffloadTier, OptimizerPlace,
+    OptimizerRule, Recomputed,
+};
+use crate::error::{Error, Result};
+
+/// Checks each value by itself.
+pub(super) fn values(config: &Config) -> Result<()> {
+    let Config { training, optimizer, data, activations, .. } = config;
+    let counts: [(&'static str, Option<u64>); 10] = [
+        ("training.steps", training.steps),
+        ("training.epochs", training.epochs),
+        ("training.batch", Some(training.batch as u64)),
+        ("training.accumulation", Some(training.accumulation as u64)),
+        ("training.checkpoint_every", training.checkpoint_every),
+        ("training.evaluate_every", training.evaluate_every),
+        ("training.read_every", Some(training.read_every)),
+        ("data.packing", data.packing.map(|positions| positions as u64)),
+        ("activations.every", Some(activations.every as u64)),
+        ("offload.ring", config.offload.as_ref().map(|offload| offload.ring as u64)),
+    ];
+    for (key, value) in counts {
+        if value == Some(0) {
+            return Err(Error::Value { key, found: "0".to_owned(), expected: "1 or more" });
+        }
+    }
+    let ranges: [(&'static str, f64, &'static str); 4] = [
+        ("optimizer.lr", optimizer.lr, "a finite number, 0 or more"),
+        ("optimizer.warmup", optimizer.warmup, "a share of the steps below 1, or a number of steps"),
+        ("optimizer.weight_decay", optimizer.weight_decay, "a finite number, 0 or more"),
+        ("optimizer.clip", optimizer.clip, "a maximum norm above 0, or 0 for no clipping"),
+    ];
+    for (key, value, expected) in ranges {
+        if !(value.is_finite() && value >= 0.0) {
+            return Err(Error::Value { key, found: value.to_string(), expected });
+        }
+    }
+    if let Some(tokens) = config.loss.chunk_tokens.filter(|tokens| *tokens < 1) {
+        return Err(Error::Value {
+            key: "loss.chunk_tokens",
+            found: tokens.to_string(),
+            expected: "1 or more",
+        });
+    }
+    if let Some(level) = &config.mlp.level {
+        let _: swiglu_ckpt::CheckpointLevel = level.parse()?;
+    }
+    if let Some(adapter) = &config.adapter {
+        adapter.check()?;
+    }
+    Ok(())
+}
+
+/// What a combination is called, why it is refused, and what works instead.
+struct Rule {
+    is_met: bool,
+    first: String,
+    second: String,
+    why: &'static str,
+    remedy: &'static str,
+}
+
+/// Checks each technique against every other.
+pub(super) fn pairs(config: &Config) -> Result<()> {
+    let Config { adapter, mlp, loss, activations, offload, precision, optimizer, model, training, .. } =
+        config;
+    let offloaded = offload.as_ref();
+    let tier = offloaded.map(|offload| offload.tier);
+    let adapts = |names: &[&str]| -> Result<bool> {
+        let Some(adapter) = adapter else { return Ok(false) };
+        for name in names {
+            if adapter.adapts(name)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    };
+    let mlp_names: Vec<String> = (0..MOST_LAYERS)
+        .flat_map(|layer| MLP.map(|name| format!("model.layers.{layer}.mlp.{name}")))
+        .collect();
+    let mlp_names: Vec<&str> = mlp_names.iter().map(String::as_str).collect();
+    let of = |key: &str, value: &dyn std::fmt::Debug| {
+        format!("`{key} = \"{}\"`", format!("{value:?}").to_lowercase())
+    };
+    let host = optimizer.place == OptimizerPlace::Host;
+    let low = |dtype: Option<Dtype>| matches!(dtype, Some(Dtype::Float16));
+    let rules = [
+        Rule {
+            is_met: offloaded.is_some_and(|offload| offload.method == OffloadMethod::OneLayer),
+            first: "`offload.method = \"one-layer\"`".to_owned(),
+            second: "training".to_owned(),
+            why: "it lets a layer go without what backward needs",
+            remedy: "take \"overlap\", \"function\" or \"checkpointing\"",
+        },
+        Rule {
+            is_met: offloaded.is_some()
+                && (matches!(activations.plan, ActivationPlan::EveryK | ActivationPlan::Plan)
+                    || (activations.plan == ActivationPlan::Recompute
+                        && activations.recompute != Recomputed::Layer)),
+            first: format!("`activations.plan = \"{}\"`", plan_name(activations.plan)),
+            second: "`offload`".to_owned(),
+            why: "offloaded layers keep only their inputs and run again in backward, every one of them",
+            remedy: "leave `activations` out, or keep the weights on the device",
+        },
+        Rule {
+            is_met: tier == Some(OffloadTier::File) && adapter.is_none(),
+            first: "`offload.tier = \"file\"`".to_owned(),
+            second: "full fine-tuning".to_owned(),
+            why: "weights in files are frozen",
+            remedy: "train an adapter, or take `offload.tier = \"host\"`",
+        },
+        Rule {
+            is_met: host && offloaded.is_none(),
+            first: "`optimizer.place = \"host\"`".to_owned(),
+            second: "weights on the device".to_owned(),
+            why: "the update on the host is that of offloaded layers",
+            remedy: "add `offload`, or take `optimizer.place = \"device\"`",
+        },
+        Rule {
+            is_met: host && optimizer.rule != OptimizerRule::AdamW,
+            first: "`optimizer.place = \"host\"`".to_owned(),
+            second: of("optimizer.rule", &optimizer.rule),
+            why: "the host computes AdamW only",
+            remedy: "take `optimizer.rule = \"adamw\"`, or `optimizer.place = \"device\"`",
+        },
+        Rule {
+            is_met: host && precision.compute == Compute::Fp16,
+            first: "`optimizer.place = \"host\"`".to_owned(),
+            second: "the loss scaler of `precision.compute = \"fp16\"`".to_owned(),
+            why: "layers are updated while backward goes on, before it is known whether a gradient overflows",
+            remedy: "take `precision.compute = \"bf16\"`, or `optimizer.place = \"device\"`",
+        },
+        Rule {
+            is_met: host,
+            first: "`optimizer.place = \"host\"`".to_owned(),
+            second: "the training loop".to_owned(),
+            why: "the loop steps an optimizer on the device",
+            remedy: "take `optimizer.place = \"device\"`: the state of offloaded layers is in the host's memory with them",
+        },
+        Rule {
+            is_met: mlp.level.is_some() && adapts(&mlp_names)?,
+            first: "`mlp.level`".to_owned(),
+            second: "an adapter on the MLP's projections".to_owned(),
+            why: "the recomputed MLP is one function over its three weights, and an adapted projection is no plain weight",
+            remedy: "adapt attention only, or leave `mlp.level` out and take `activations.recompute = \"mlp\"`",
+        },
+        Rule {
+            is_met: loss.head == LossHeadKind::Fused && adapts(&["lm_head"])?,
+            first: "`loss.head = \"fused\"`".to_owned(),
+            second: "an adapter on `lm_head`".to_owned(),
+            why: "the fused loss is over the head's plain weight",
+            remedy: "take `loss.head = \"auto\"`, or leave the head out of the adapter",
+        },
+        Rule {
+            is_met: loss.head == LossHeadKind::Plain
+                && (loss.chunk_tokens.is_some() || loss.chunk_bytes.is_some() || loss.gradients_in_backward),
+            first: "`loss.head = \"plain\"`".to_owned(),
+            second: "the options of the fused loss".to_owned(),
+            why: "the plain head computes all logits at once",
+            remedy: "take `loss.head = \"fused\"`, or leave the options out",
+        },
+        Rule {
+            is_met: loss.chunk_tokens.is_some() && loss.chunk_bytes.is_some(),
+            first: "`loss.chunk_tokens`".to_owned(),
+            second: "`loss.chunk_bytes`".to_owned(),
+            why: "both say how many logits exist at a time",
+            remedy: "give one of them",
+        },
+        Rule {
+            is_met: precision.scaler.is_some() && precision.compute != Compute::Fp16,
+            first: "`precision.scaler`".to_owned(),
+            second: of("precision.compute", &precision.compute),
+            why: "only fp16's gradients are too small without one",
+            remedy: "leave the scaler out, or take `precision.compute = \"fp16\"`",
+        },
+        Rule {
+            is_met: precision.compute == Compute::Fp16 && low(model.dtype) && adapter.is_none(),
+            first: "`precision.compute = \"fp16\"`".to_owned(),
+            second: "trained weights in `model.dtype = \"float16\"`".to_owned(),
+            why: "the gradients of fp16 weights are fp16, and cannot be unscaled without loss",
+            remedy: "take `model.dtype = \"float32\"`: the products are in fp16 all the same",
+        },
+        Rule {
+            is_met: precision.compute != Compute::Fp32 && model.dtype == Some(Dtype::Float64),
+            first: of("precision.compute", &precision.compute),
+            second: "`model.dtype = \"float64\"`".to_owned(),
+            why: "mixed precision leaves float64 as it is",
+            remedy: "take `model.dtype = \"float32\"`, or `precision.compute = \"fp32\"`",
+        },
+        Rule {
+            is_met: model.freeze.is_some() && adapter.is_some(),
+            first: "`model.freeze`".to_owned(),
+            second: "`adapter`".to_owned(),
+            why: "an adapter freezes the whole base",
+            remedy: "leave `model.freeze` out",
+        },
+        Rule {
+            is_met: activations.plan == ActivationPlan::Plan
+                && activations.budget.or(training.budget).is_none(),
+            first: "`activations.plan = \"plan\"`".to_owned(),
+            second: "no budget".to_owned(),
+            why: "the plan is the one of least recomputation that fits a budget",
+            remedy: "give `training.budget` or `activations.budget` in bytes",
+        },
+    ];
+    match rules.into_iter().find(|rule| rule.is_met) {
+        None => Ok(()),
+        Some(Rule { first, second, why, remedy, .. }) => Err(Error::Conflict { first, second, why, remedy }),
+    }
+}
+
+/// A plan as a configuration says it.
+fn plan_name(plan: ActivationPlan) -> &'static str {
+    match plan {
+        ActivationPlan::Keep => "keep",
+        ActivationPlan::Recompute => "recompute",
+        ActivationPlan::EveryK => "every-k",
+        ActivationPlan::Plan => "plan",
+    }
+}
+
+/// Projections of a gated MLP.
+const MLP: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+/// More layers than a model has.
+const MOST_LAYERS: usize = 256;
+
+/// Checks the techniques against the model's configuration and the dtype of its files.
+pub(super) fn folder(config: &Config, folder: &Folder) -> Result<()> {
+    let model = folder.config();
+    if let Some(adapter) = &config.adapter {
+        adapter.trainable_parameters(model)?;
+    }
+    if let Some(offload) = &config.offload {
+        let layers = usize::try_from(model.num_hidden_layers).unwrap_or(0);
+        if let Some(layer) = offload.resident.iter().find(|layer| **layer >= layers) {
+            return Err(Error::Value {
+                key: "offload.resident",
+                found: layer.to_string(),
+                expected: "numbers of layers that the model has, from 0",
+            });
+        }
+    }
+    let is_half = config.model.dtype.is_none() && folder.kind().is_ok_and(|kind| kind == Kind::Half);
+    if is_half && config.adapter.is_none() && config.precision.compute == Compute::Fp16 {
+        let dtype = Some(Dtype::Float16);
+        let model = crate::config::ModelConfig { dtype, ..config.model.clone() };
+        return pairs(&Config { model, ..config.clone() });
+    }
+    Ok(())
+}

@@ -1,0 +1,162 @@
+//! A model with every technique applied, and the trainer over it.
+
+use std::fmt;
+use std::sync::Arc;
+
+use dataloading::Batch;
+use lora::Adapters;
+use models::module::{self, Context, Input, LanguageModel};
+use offload::Offload;
+use runtime::precision::{self, Policy};
+use tch::Tensor;
+use training::Trainer;
+use training::activations::{Activations, Forecast, LayerPlan};
+use training::optimizer::{Group, Optimizer};
+use training::scaler::GradScaler;
+use training::schedule::Schedule;
+use training::trainer::{FailedCheckpoint, Frozen, Options};
+
+use crate::config::{ActivationPlan, Config};
+use crate::error::{Error, Result};
+
+/// Handles on the techniques within a model, for saving adapters, changing plans, and reading counters.
+#[derive(Debug, Default)]
+pub struct Handles {
+    /// The adapters.
+    pub adapters: Option<Adapters>,
+    /// What the layers keep.
+    pub activations: Option<Activations>,
+    /// The offloaded layers.
+    pub offload: Option<Offload>,
+}
+
+/// A model with every technique applied. See [`Recipe`](super::Recipe).
+pub struct Prepared {
+    pub(super) config: Config,
+    /// The model.
+    pub model: Box<dyn LanguageModel>,
+    /// Handles on what is in it.
+    pub handles: Handles,
+    /// The mixed precision of its passes.
+    pub precision: Option<Arc<dyn Policy>>,
+    /// What scales the loss.
+    pub scaler: Box<dyn GradScaler>,
+}
+
+/// The activation plan that was chosen under a budget.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ActivationChoice {
+    /// What each layer keeps.
+    pub layers: Vec<LayerPlan>,
+    /// Predicted bytes of a step on the device at its peak, weights, gradients and optimizer state included.
+    pub peak_bytes: u64,
+    /// Predicted seconds of a step's forward and backward.
+    pub seconds: f64,
+}
+
+impl Prepared {
+    /// Chooses the activation plan of least recomputation that keeps a step under the budget, where the configuration asks for
+    /// one: measures a layer on `batch`, the largest there is. Gradients are gone afterwards.
+    ///
+    /// # Errors
+    /// No plan fits: the least budget that one does fit is named.
+    pub fn plan_activations(&mut self, batch: &Batch) -> Result<Option<ActivationChoice>> {
+        let own = &self.config.activations;
+        let (Some(activations), ActivationPlan::Plan) = (&self.handles.activations, own.plan) else {
+            return Ok(None);
+        };
+        let Some(budget) = own.budget.or(self.config.training.budget) else { return Ok(None) };
+        let device = batch.tokens.device();
+        let documents = training::accumulation::documents(batch)?;
+        let context = Context { training: true, documents: documents.as_ref(), ..Context::default() };
+        let positions = batch.packing.as_ref().map(|packing| &packing.positions);
+        let input = Input { tokens: &batch.tokens, positions, context };
+        let random = runtime::random::RandomState::capture(device)?;
+        let _precision = self.precision.clone().map(|policy| precision::enter(Some(policy)));
+        let forecast = Forecast::measure(self.model.as_mut(), activations, &input, &batch.labels, 1)?;
+        random.restore()?;
+        // What the measurement left would be added to the first step's.
+        for (_, tensor) in module::trainable(self.model.as_ref()) {
+            runtime::autograd::set_grad(tensor, None)?;
+        }
+        // Between steps: what is alive now, and state and gradients, of which none is there yet.
+        let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
+        let trained: u64 =
+            module::trainable(self.model.as_ref()).iter().map(|(_, tensor)| bytes(tensor)).sum();
+        let alive = runtime::memory::live_bytes(device)? + 3 * trained;
+        let layers = activations.plan().len();
+        let left = budget.0.checked_sub(alive).ok_or_else(|| Error::Value {
+            key: "activations.budget",
+            found: budget.to_string(),
+            expected: "more than the weights, gradients and optimizer state take",
+        })?;
+        let plan = forecast.least_recomputation(layers, left)?;
+        activations.change(&plan.layers)?;
+        let step = forecast.step(&plan.layers)?;
+        Ok(Some(ActivationChoice {
+            layers: plan.layers,
+            peak_bytes: alive + step.peak_bytes,
+            seconds: step.seconds,
+        }))
+    }
+
+    /// A trainer over the model's trainable parameters for `steps` steps, and the handles on what is in the model. Checkpoints,
+    /// observers and the stop flag are the caller's to set.
+    ///
+    /// # Errors
+    /// Nothing to train; a schedule without steps.
+    pub fn trainer(self, steps: u64) -> Result<(Trainer, Handles)> {
+        let Self { config, model, handles, precision, scaler } = self;
+        let (own, training) = (&config.optimizer, &config.training);
+        if steps == 0 {
+            return Err(Error::Value {
+                key: "training.steps",
+                found: "0".to_owned(),
+                expected: "1 step or epoch at least",
+            });
+        }
+        let parameters = module::trainable(model.as_ref());
+        if parameters.is_empty() {
+            return Err(Error::Value {
+                key: "model.freeze",
+                found: "every parameter".to_owned(),
+                expected: "a parameter that requires a gradient; install an adapter, or freeze less",
+            });
+        }
+        let frozen = if parameters.len() < module::parameters(model.as_ref()).len() {
+            Frozen::LeftOut
+        } else {
+            Frozen::Saved
+        };
+        let groups = Group::by_dimension(parameters, own.lr, own.weight_decay);
+        let optimizer = Optimizer::boxed(own.rule.rule(), groups)?;
+        let optimizer = if own.master_weights { optimizer.with_master_weights() } else { optimizer };
+        let options = Options {
+            steps,
+            accumulation: training.accumulation,
+            clip: (own.clip > 0.0).then_some(own.clip),
+            read_every: training.read_every,
+            evaluate_every: training.evaluate_every,
+            checkpoint_every: training.checkpoint_every,
+            failed_checkpoint: match training.ignore_failed_checkpoints {
+                true => FailedCheckpoint::GoOn,
+                false => FailedCheckpoint::Stop,
+            },
+            frozen,
+            ..Options::default()
+        };
+        let mut trainer = Trainer::new(model, optimizer, options)?;
+        trainer.schedule =
+            Schedule { shape: own.schedule, warmup: own.warmup_steps(steps), steps, floor: 0.0 };
+        trainer.schedule.check()?;
+        trainer.precision = precision;
+        trainer.scaler = scaler;
+        Ok((trainer, handles))
+    }
+}
+
+impl fmt::Debug for Prepared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Prepared").field("handles", &self.handles).finish_non_exhaustive()
+    }
+}

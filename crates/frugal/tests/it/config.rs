@@ -1,0 +1,97 @@
+//! Configurations: what is written is read, and what is wrong is named.
+
+use expect_test::{Expect, expect};
+use frugal::config::{ActivationPlan, Bytes, Compute, OffloadConfig, OptimizerPlace, ScalerConfig};
+use frugal::lora::LoraConfig;
+use frugal::{Config, Recipe};
+
+#[test]
+fn what_is_written_is_read_again() {
+    let mut config = Config::default();
+    config.model.name = Some("Qwen/Qwen2.5-0.5B".to_owned());
+    config.adapter = Some(LoraConfig { r: 3, lora_dropout: 0.05, ..LoraConfig::default() });
+    config.activations.plan = ActivationPlan::Plan;
+    config.offload = Some(OffloadConfig { resident: vec![0, 2], ..OffloadConfig::default() });
+    config.precision.compute = Compute::Fp16;
+    config.precision.scaler = Some(ScalerConfig::default());
+    config.optimizer.clip = 0.0;
+    config.training.budget = Some(Bytes(3 << 30));
+    for config in [Config::default(), config] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config.toml");
+        config.write(&path).unwrap();
+        assert_eq!(Config::read(&path).unwrap(), config);
+    }
+}
+
+#[test]
+fn bytes_have_units() {
+    let config: Config = "[training]\nbudget = \"3GiB\"".parse().unwrap();
+    assert_eq!(config.training.budget, Some(Bytes(3 << 30)));
+}
+
+#[test]
+fn what_is_wrong_is_named_with_its_line() {
+    let check = |text: &str, expected: Expect| {
+        expected.assert_eq(&text.parse::<Config>().unwrap_err().to_string());
+    };
+    check(
+        "[trainin]\nsteps = 5",
+        expect![
+            "line 1 (`[trainin]`): unknown field `trainin`, expected one of `task`, `model`, `data`, `adapter`, `mlp`, `loss`, `activations`, `offload`, `precision`, `optimizer`, `training`"
+        ],
+    );
+    check(
+        "[training]\n\nsteps = \"many\"",
+        expect![[r#"line 3 (`steps = "many"`): invalid type: string "many", expected u64"#]],
+    );
+    check(
+        "[adapter]\nrank = 8",
+        expect![
+            "line 1 (`[adapter]`): unknown field `rank`, expected one of `r`, `lora_alpha`, `lora_dropout`, `use_rslora`, `use_dora`, `init_lora_weights`, `target_modules`, `exclude_modules`, `layers_to_transform`, `layers_pattern`, `rank_pattern`, `alpha_pattern`, `bias`, `modules_to_save`, `ensure_weight_tying`, `fan_in_fan_out`, `base_model_name_or_path`"
+        ],
+    );
+    check(
+        "[activations]\nplan = \"none\"",
+        expect![[
+            r#"line 2 (`plan = "none"`): unknown variant `none`, expected one of `keep`, `recompute`, `every-k`, `plan`"#
+        ]],
+    );
+    check(
+        "[training]\nbudget = \"much\"",
+        expect![[
+            r#"line 2 (`budget = "much"`): cannot read `much` as a number of bytes of 1 to 2^64 - 1; write for example 80GB or 24GiB"#
+        ]],
+    );
+    check(
+        "[precision.scaler]\nkind = \"static\"",
+        expect!["line 1 (`[precision.scaler]`): missing field `scale`"],
+    );
+}
+
+#[test]
+fn values_outside_their_range_are_refused() {
+    let check = |text: &str, expected: Expect| {
+        let config: Config = text.parse().unwrap();
+        expected.assert_eq(&Recipe::new(&config).unwrap_err().to_string());
+    };
+    check("[training]\nbatch = 0", expect!["`training.batch` is 0; expected 1 or more"]);
+    check("[optimizer]\nlr = -1.0", expect!["`optimizer.lr` is -1; expected a finite number, 0 or more"]);
+    check(
+        "[mlp]\nlevel = \"some\"",
+        expect![
+            "unknown checkpoint level `some`; expected save-all (or 0), save-gate-up, save-one, input-only (or 1), or input-only-tiled:BYTES (for example input-only-tiled:16MiB)"
+        ],
+    );
+    check(
+        "[adapter]\nr = 0",
+        expect!["`r` is 0; expected a rank of at least 1; without an adapter there is no rank"],
+    );
+}
+
+#[test]
+fn the_optimizers_place_depends_on_offload() {
+    let mut config = Config::default();
+    config.optimizer.place = OptimizerPlace::Host;
+    expect![[r#"`optimizer.place = "host"` and weights on the device do not go together: the update on the host is that of offloaded layers; add `offload`, or take `optimizer.place = "device"`"#]].assert_eq(&Recipe::new(&config).unwrap_err().to_string());
+}

@@ -1,0 +1,427 @@
+//! Every pair of techniques computes what either computes without the other, to the tolerance that each promises, or is refused by
+//! name before anything is made. Full fine-tuning of the smallest model is crossed with every triple.
+//!
+//! A technique that promises bits, or a tolerance, must keep that promise beside any other: `{A, B}` is compared with `{A}` by B's
+//! promise, and with `{B}` by A's. Techniques that compute something else by design (adapters, mixed precision) promise nothing, and
+//! the others keep their promises beside them.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use expect_test::expect;
+use frugal::config::{
+    ActivationPlan, Bytes, Compute, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier, OptimizerPlace,
+    Recomputed, ScalerConfig,
+};
+use frugal::lora::LoraConfig;
+use frugal::models::module::{self, LanguageModel};
+use frugal::models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
+use frugal::runtime::random::Generator;
+use frugal::training::Batches;
+use frugal::training::masked_rows::{Layout, MaskedBatches, MaskedRow};
+use frugal::training::observer::{Observer, StepRecord};
+use frugal::{Config, Error, Recipe};
+use tch::{Device, Kind, Tensor};
+
+/// What a technique promises of losses, gradient norms and weights, compared with training without it.
+#[derive(Clone, Copy, PartialEq)]
+enum Promise {
+    /// The same bits.
+    Bits,
+    /// Losses and gradient norms within this share.
+    Within(f64),
+    /// It computes something else.
+    Nothing,
+}
+
+struct Technique {
+    name: &'static str,
+    /// Two techniques of a group are two values of one setting.
+    group: &'static str,
+    promise: Promise,
+    set: fn(&mut Config, Family),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+enum Family {
+    Llama,
+    Gpt2,
+}
+
+fn adapter(family: Family, dora: bool) -> LoraConfig {
+    let targets = match family {
+        Family::Llama => vec!["q_proj", "v_proj", "o_proj"],
+        Family::Gpt2 => vec!["c_attn"],
+    };
+    LoraConfig {
+        r: 2,
+        use_dora: dora,
+        // B is not 0, so that A has a gradient from the first step on.
+        init_lora_weights: false.into(),
+        target_modules: Some(frugal::lora::Names::List(targets.into_iter().map(str::to_owned).collect())),
+        ..LoraConfig::default()
+    }
+}
+
+fn recompute(config: &mut Config, recompute: Recomputed) {
+    (config.activations.plan, config.activations.recompute) = (ActivationPlan::Recompute, recompute);
+}
+
+fn offloaded(config: &mut Config, method: OffloadMethod) {
+    config.offload = Some(OffloadConfig { method, ring: 2, ..OffloadConfig::default() });
+}
+
+const TECHNIQUES: [Technique; 21] = [
+    Technique {
+        name: "LoRA",
+        group: "adapter",
+        promise: Promise::Nothing,
+        set: |config, family| config.adapter = Some(adapter(family, false)),
+    },
+    Technique {
+        name: "DoRA",
+        group: "adapter",
+        promise: Promise::Nothing,
+        set: |config, family| config.adapter = Some(adapter(family, true)),
+    },
+    Technique {
+        name: "fused loss",
+        group: "loss",
+        promise: Promise::Within(1e-5),
+        set: |config, _| {
+            (config.loss.head, config.loss.chunk_tokens) = (LossHeadKind::Fused, Some(32));
+        },
+    },
+    Technique {
+        name: "fused loss, gradients in backward",
+        group: "loss",
+        promise: Promise::Within(1e-5),
+        set: |config, _| {
+            (config.loss.head, config.loss.gradients_in_backward) = (LossHeadKind::Fused, true);
+        },
+    },
+    Technique {
+        name: "recompute layers",
+        group: "activations",
+        promise: Promise::Bits,
+        set: |config, _| recompute(config, Recomputed::Layer),
+    },
+    Technique {
+        name: "recompute elementwise",
+        group: "activations",
+        promise: Promise::Bits,
+        set: |config, _| recompute(config, Recomputed::Elementwise),
+    },
+    Technique {
+        name: "recompute MLPs",
+        group: "activations",
+        promise: Promise::Bits,
+        set: |config, _| recompute(config, Recomputed::Mlp),
+    },
+    Technique {
+        name: "offload inputs",
+        group: "activations",
+        promise: Promise::Bits,
+        set: |config, _| recompute(config, Recomputed::Offload),
+    },
+    Technique {
+        name: "recompute every second layer",
+        group: "activations",
+        promise: Promise::Bits,
+        set: |config, _| config.activations.plan = ActivationPlan::EveryK,
+    },
+    Technique {
+        name: "activation plan",
+        group: "activations",
+        promise: Promise::Bits,
+        set: |config, _| {
+            config.activations.plan = ActivationPlan::Plan;
+            config.activations.budget = Some(Bytes(1 << 30));
+        },
+    },
+    Technique {
+        name: "offload, overlap",
+        group: "offload",
+        promise: Promise::Bits,
+        set: |config, _| offloaded(config, OffloadMethod::Overlap),
+    },
+    Technique {
+        name: "offload, function",
+        group: "offload",
+        promise: Promise::Bits,
+        set: |config, _| offloaded(config, OffloadMethod::Function),
+    },
+    Technique {
+        name: "offload, checkpointing",
+        group: "offload",
+        promise: Promise::Bits,
+        set: |config, _| offloaded(config, OffloadMethod::Checkpointing),
+    },
+    Technique {
+        name: "offload, a resident layer",
+        group: "offload",
+        promise: Promise::Bits,
+        set: |config, _| {
+            config.offload = Some(OffloadConfig { resident: vec![1], ..OffloadConfig::default() });
+        },
+    },
+    Technique {
+        name: "offload to files",
+        group: "offload",
+        promise: Promise::Bits,
+        set: |config, _| {
+            config.offload = Some(OffloadConfig { tier: OffloadTier::File, ..OffloadConfig::default() });
+        },
+    },
+    Technique {
+        name: "bf16",
+        group: "precision",
+        promise: Promise::Nothing,
+        set: |config, _| config.precision.compute = Compute::Bf16,
+    },
+    Technique {
+        name: "fp16",
+        group: "precision",
+        promise: Promise::Nothing,
+        set: |config, _| {
+            config.precision.compute = Compute::Fp16;
+            config.precision.scaler = Some(ScalerConfig::Static { scale: 1024.0 });
+        },
+    },
+    Technique {
+        name: "fp8",
+        group: "precision",
+        promise: Promise::Nothing,
+        set: |config, _| config.precision.compute = Compute::Fp8,
+    },
+    Technique {
+        name: "optimizer on the host",
+        group: "optimizer",
+        promise: Promise::Bits,
+        set: |config, _| config.optimizer.place = OptimizerPlace::Host,
+    },
+    Technique {
+        name: "accumulation",
+        group: "accumulation",
+        promise: Promise::Within(1e-5),
+        set: |config, _| (config.training.batch, config.training.accumulation) = (ROWS / 2, 2),
+    },
+    Technique {
+        name: "packing",
+        group: "packing",
+        promise: Promise::Within(1e-5),
+        set: |config, _| config.data.packing = Some(24),
+    },
+];
+
+/// Rows of an epoch, all of which are one step.
+const ROWS: usize = 8;
+const VOCABULARY: i64 = 61;
+const STEPS: u64 = 2;
+
+fn rows() -> Vec<MaskedRow> {
+    let row = |number: i64| {
+        let length = 5 + number % 5;
+        let tokens: Vec<i64> = (0..length).map(|at| (7 * number + 5 * at * at + 3) % VOCABULARY).collect();
+        let labels = (0..).zip(&tokens).map(|(at, id)| if at < 2 { -100 } else { *id }).collect();
+        MaskedRow { tokens, labels }
+    };
+    (0..ROWS as i64).map(row).collect()
+}
+
+fn model(family: Family) -> Box<dyn LanguageModel> {
+    let options = (Kind::Float, Device::Cpu);
+    let model: Box<dyn LanguageModel> = match family {
+        Family::Llama => {
+            Box::new(Llama::new(&LlamaConfig::llama(VOCABULARY, 16, 24, 3, 2), options).unwrap())
+        }
+        Family::Gpt2 => {
+            let config = Gpt2Config {
+                vocabulary: VOCABULARY,
+                max_sequence: 32,
+                hidden: 16,
+                heads: 2,
+                layers: 3,
+                ..Gpt2Config::small()
+            };
+            Box::new(Gpt2::new(&config, options).unwrap())
+        }
+    };
+    let mut generator = Generator::new(3).unwrap();
+    for named in module::tensors(model.as_ref()).into_iter().filter(|named| named.tensor.dim() == 2) {
+        let noise = generator.normal(&named.tensor.size(), options).unwrap() * 0.2;
+        tch::no_grad(|| named.tensor.shallow_clone().copy_(&noise));
+    }
+    model
+}
+
+/// What came of a training.
+struct Outcome {
+    losses: Vec<f64>,
+    norms: Vec<f64>,
+    weights: Vec<(String, Tensor)>,
+}
+
+#[derive(Clone, Default)]
+struct Seen(Arc<Mutex<Vec<StepRecord>>>);
+
+impl Observer for Seen {
+    fn on_step(&mut self, record: &StepRecord) -> frugal::training::Result<()> {
+        self.0.lock().unwrap().push(record.clone());
+        Ok(())
+    }
+}
+
+fn base() -> Config {
+    let mut config = Config::default();
+    config.loss.head = LossHeadKind::Plain;
+    (config.training.batch, config.training.accumulation) = (ROWS, 1);
+    (config.optimizer.lr, config.optimizer.warmup) = (1e-2, 0.0);
+    config
+}
+
+fn run(family: Family, techniques: &[&Technique]) -> Result<Outcome, Error> {
+    let mut config = base();
+    techniques.iter().for_each(|technique| (technique.set)(&mut config, family));
+    // The options of the plain head and of the fused one do not mix.
+    let recipe = Recipe::new(&config)?;
+    frugal::runtime::random::seed(1).unwrap();
+    let layout = Layout {
+        batch: config.training.batch,
+        packed: config.data.packing,
+        shuffle: Some(1),
+        ..Layout::default()
+    };
+    let mut data = MaskedBatches::new(rows(), layout, Device::Cpu)?;
+    let mut prepared = recipe.apply(model(family))?;
+    let first = data.next()?.unwrap();
+    prepared.plan_activations(&first)?;
+    let mut data = MaskedBatches::new(rows(), layout, Device::Cpu)?;
+    let (mut trainer, _handles) = prepared.trainer(STEPS)?;
+    let seen = Seen::default();
+    trainer.observers.push(Box::new(seen.clone()));
+    trainer.run(&mut data, None)?;
+    trainer.observers.clear();
+    let records = seen.0.lock().unwrap();
+    let weights = module::tensors(trainer.model.as_ref());
+    Ok(Outcome {
+        losses: records.iter().map(|record| record.loss).collect(),
+        norms: records.iter().filter_map(|record| record.gradient_norm).collect(),
+        weights: weights.into_iter().map(|named| (named.name, named.tensor.detach().copy())).collect(),
+    })
+}
+
+/// What speaks against a promise, if anything does.
+fn broken(promise: Promise, with: &Outcome, without: &Outcome, precise: bool) -> Option<String> {
+    if with.losses.len() != STEPS as usize || with.losses.len() != without.losses.len() {
+        return Some(format!("{:?} steps and {:?}", with.losses, without.losses));
+    }
+    let close = |bound: f64| {
+        let pairs = |a: &[f64], b: &[f64]| a.iter().zip(b).all(|(a, b)| (a - b).abs() <= bound * b.abs());
+        pairs(&with.losses, &without.losses) && pairs(&with.norms, &without.norms)
+    };
+    let figures = || {
+        format!(
+            "losses {:?} and {:?}, norms {:?} and {:?}",
+            with.losses, without.losses, with.norms, without.norms
+        )
+    };
+    match promise {
+        Promise::Nothing => None,
+        // In low precision another order of sums is another rounding of operands, and in fp8 another scale of a batch.
+        Promise::Within(bound) if !close(if precise { bound } else { 1e-1 }) => Some(figures()),
+        Promise::Within(_) => None,
+        Promise::Bits if with.losses != without.losses || with.norms != without.norms => Some(figures()),
+        Promise::Bits => {
+            let differ = with.weights.iter().zip(&without.weights).find(|(a, b)| a != b);
+            differ.map(|((name, _), _)| format!("`{name}` has other bits"))
+        }
+    }
+}
+
+type Runs = BTreeMap<Vec<usize>, Result<Outcome, Error>>;
+
+/// Compares each set with each of its subsets of one technique less; returns what is refused, and what is broken.
+fn cross(family: Family, sets: &[Vec<usize>]) -> (Vec<String>, Vec<String>) {
+    let of = |set: &[usize]| set.iter().map(|index| &TECHNIQUES[*index]).collect::<Vec<_>>();
+    let names = |set: &[usize]| of(set).iter().map(|of| of.name).collect::<Vec<_>>().join(" + ");
+    let mut runs = Runs::new();
+    let (mut refused, mut failures) = (Vec::new(), Vec::new());
+    for set in sets {
+        for subset in std::iter::once(set.clone()).chain((0..set.len()).map(|out| without(set, out))) {
+            runs.entry(subset.clone()).or_insert_with(|| run(family, &of(&subset)));
+        }
+        let with = match &runs[set] {
+            Ok(with) => with,
+            Err(error @ Error::Conflict { .. }) => {
+                refused.push(format!("{}: {error}", names(set)));
+                continue;
+            }
+            Err(error) => {
+                failures.push(format!("{family:?}: {}: {error}", names(set)));
+                continue;
+            }
+        };
+        let precise = of(set).iter().all(|technique| technique.group != "precision");
+        for out in 0..set.len() {
+            // One that makes sense beside another only has no run without it.
+            let Ok(other) = &runs[&without(set, out)] else { continue };
+            let technique = &TECHNIQUES[set[out]];
+            if let Some(found) = broken(technique.promise, with, other, precise) {
+                failures.push(format!("{family:?}: {} breaks {}: {found}", names(set), technique.name));
+            }
+        }
+    }
+    (refused, failures)
+}
+
+fn without(set: &[usize], out: usize) -> Vec<usize> {
+    set.iter().enumerate().filter(|(at, _)| *at != out).map(|(_, index)| *index).collect()
+}
+
+fn distinct(set: &[usize]) -> bool {
+    set.windows(2).all(|pair| TECHNIQUES[pair[0]].group != TECHNIQUES[pair[1]].group)
+        && TECHNIQUES[set[0]].group != TECHNIQUES[set[set.len() - 1]].group
+}
+
+#[test]
+fn every_pair_keeps_its_promises_or_is_refused_by_name() {
+    let count = TECHNIQUES.len();
+    let singles = (0..count).map(|one| vec![one]);
+    let pairs = (0..count).flat_map(|one| (one + 1..count).map(move |other| vec![one, other]));
+    let sets: Vec<Vec<usize>> = singles.chain(pairs).filter(|set| set.len() == 1 || distinct(set)).collect();
+    let mut all = Vec::new();
+    for family in [Family::Llama, Family::Gpt2] {
+        let (refused, failures) = cross(family, &sets);
+        assert!(failures.is_empty(), "\n{}", failures.join("\n"));
+        all.push(refused);
+    }
+    assert_eq!(all[0], all[1], "what is refused depends on the techniques alone");
+    let mut reasons: BTreeMap<&str, usize> = BTreeMap::new();
+    for line in &all[0] {
+        *reasons.entry(line.split_once(": ").map_or("", |(_, reason)| reason)).or_default() += 1;
+    }
+    let reasons: Vec<String> = reasons.iter().map(|(reason, count)| format!("{count} × {reason}")).collect();
+    expect![[r#"
+        5 × `activations.plan = "every-k"` and `offload` do not go together: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
+        5 × `activations.plan = "plan"` and `offload` do not go together: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
+        15 × `activations.plan = "recompute"` and `offload` do not go together: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
+        10 × `offload.tier = "file"` and full fine-tuning do not go together: weights in files are frozen; train an adapter, or take `offload.tier = "host"`
+        4 × `optimizer.place = "host"` and the training loop do not go together: the loop steps an optimizer on the device; take `optimizer.place = "device"`: the state of offloaded layers is in the host's memory with them
+        16 × `optimizer.place = "host"` and weights on the device do not go together: the update on the host is that of offloaded layers; add `offload`, or take `optimizer.place = "device"`"#]].assert_eq(&reasons.join("\n"));
+}
+
+#[test]
+fn every_triple_of_full_fine_tuning_keeps_its_promises() {
+    let of: Vec<usize> =
+        (0..TECHNIQUES.len()).filter(|index| !["adapter"].contains(&TECHNIQUES[*index].group)).collect();
+    let mut sets = Vec::new();
+    for (at, one) in of.iter().enumerate() {
+        for (next, two) in of.iter().enumerate().skip(at + 1) {
+            sets.extend(of[next + 1..].iter().map(|three| vec![*one, *two, *three]));
+        }
+    }
+    sets.retain(|set| distinct(set));
+    let (_, failures) = cross(Family::Llama, &sets);
+    assert!(failures.is_empty(), "\n{}", failures.join("\n"));
+}

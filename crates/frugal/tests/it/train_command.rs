@@ -1,0 +1,137 @@
+//! `frugal train` as a process: the data it reads, what it refuses, and that a resume goes on.
+
+use serde_json::Value;
+
+use crate::tiny_folder::Tiny;
+
+fn lines(text: &str) -> Vec<Value> {
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn losses(lines: &[Value]) -> Vec<f64> {
+    lines.iter().filter_map(|line| line["loss"].as_f64()).collect()
+}
+
+fn train(tiny: &Tiny, arguments: &str) -> Vec<f64> {
+    losses(&lines(&tiny.succeed(&format!("train --json --heads 2 {arguments}")).0))
+}
+
+#[test]
+fn every_way_of_making_batches_trains_both_shapes() {
+    let tiny = Tiny::new();
+    for model in ["gpt2-like", "gpt2"] {
+        for strategy in ["base", "balanced:5", "packed"] {
+            let losses = train(
+                &tiny,
+                &format!("--data embedded --width 16 --steps 2 --model {model} --strategy {strategy}"),
+            );
+            assert_eq!(losses.len(), 2, "{model} {strategy}");
+            assert!(
+                losses.iter().all(|loss| (loss - 4096f64.ln()).abs() < 1.0),
+                "{model} {strategy}: {losses:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn techniques_keep_the_losses() {
+    let tiny = Tiny::new();
+    let common = "--model gpt2 --width 16 --steps 3 --batch-size 4 --accumulation 2 --clip 1";
+    let plain = train(&tiny, common);
+    assert_eq!(plain.len(), 3);
+    for flags in ["--activations recompute --recompute-what elementwise", "--offload host --ring 1"] {
+        assert_eq!(train(&tiny, &format!("{common} {flags}")), plain, "{flags}");
+    }
+}
+
+#[test]
+fn a_training_goes_on_from_its_folder_to_the_same_losses() {
+    let tiny = Tiny::new();
+    let common = "--width 16 --dropout 0.1 --read-every 1 --checkpoint-every 2";
+    let whole = train(&tiny, &format!("{common} --steps 6 --out whole"));
+    train(&tiny, &format!("{common} --steps 3 --out cut"));
+    let again = tiny.run(&format!("train {common} --steps 6 --out cut --heads 2"));
+    let said = String::from_utf8(again.stderr).unwrap();
+    assert!(
+        again.status.code() == Some(1) && said.contains("go on from them with `frugal resume cut`"),
+        "{said}"
+    );
+    let text = String::from_utf8(tiny.bytes("cut/config.toml")).unwrap();
+    std::fs::write(tiny.path("cut/config.toml"), text.replace("steps = 3", "steps = 6")).unwrap();
+    tiny.succeed("resume cut --json");
+    let log = |out: &str| {
+        let text = String::from_utf8(tiny.bytes(&format!("{out}/losses.jsonl"))).unwrap();
+        losses(&lines(&text))
+    };
+    assert_eq!(log("cut"), whole);
+    assert_eq!(log("whole"), whole);
+}
+
+#[test]
+fn a_config_json_is_trained_into_a_model() {
+    let tiny = Tiny::new();
+    let text = String::from_utf8(tiny.bytes("model/config.json")).unwrap();
+    std::fs::write(tiny.path("shape.json"), text).unwrap();
+    tiny.succeed("train --model shape.json --data embedded --steps 2 --out scratch");
+    tiny.succeed("info scratch/model");
+}
+
+#[test]
+fn what_cannot_be_is_told() {
+    let tiny = Tiny::new();
+    for (arguments, said) in [
+        ("--data embedded --vocabulary 100", "100 tokens were asked for, and the tokenizer"),
+        ("--data nowhere.txt", "--data nowhere.txt: there is no such file or folder"),
+        ("--data synthetic --epochs 2", "--epochs has no meaning for the made-up language"),
+        ("--steps 4 --schedule cosine --warmup 4", "4 steps with a warm-up of 4"),
+        ("--model nothing.json", "expected gpt2-like, gpt2, or a config.json of Llama or Qwen2"),
+    ] {
+        let output =
+            tiny.run(&format!("train --width 16 {}", arguments.replace("--width 16 --model n", "--model n")));
+        let err = String::from_utf8(output.stderr).unwrap();
+        let is_told = err.contains(said)
+            || (arguments.contains("nothing") && err.contains("a config.json has its own sizes"));
+        assert!(output.status.code() == Some(1) && is_told, "{arguments}: {err}");
+    }
+    for wrong in ["--optimizer lion", "--schedule step"] {
+        assert_eq!(tiny.run(&format!("train {wrong}")).status.code(), Some(2), "{wrong}");
+    }
+}
+
+#[test]
+fn every_rule_and_schedule_trains_as_it_is_called() {
+    let tiny = Tiny::new();
+    let mut seen = Vec::new();
+    for optimizer in ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "adamw"] {
+        let losses = train(&tiny, &format!("--width 16 --steps 4 --lr 0.01 --optimizer {optimizer}"));
+        assert!(losses.len() == 4 && !seen.contains(&losses), "{optimizer}");
+        seen.push(losses);
+    }
+    for (schedule, expected) in [
+        ("", [0.1; 4]),
+        ("--warmup 1", [0.05, 0.1, 0.1, 0.1]),
+        ("--schedule linear", [0.1, 0.075, 0.05, 0.025]),
+        ("--schedule cosine --warmup 2", [0.1 / 3.0, 0.2 / 3.0, 0.1, 0.05]),
+    ] {
+        let (out, _) =
+            tiny.succeed(&format!("train --json --heads 2 --width 16 --steps 4 --lr 0.1 {schedule}"));
+        let rates: Vec<f64> = lines(&out).iter().filter_map(|line| line["learning_rate"].as_f64()).collect();
+        assert!(
+            rates.len() == 4 && rates.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12),
+            "{schedule}: {rates:?}"
+        );
+    }
+}
+
+#[test]
+fn a_plan_says_what_fits_without_weights() {
+    let tiny = Tiny::new();
+    let (out, _) = tiny.succeed("plan --model qwen2.5-0.5b --budget 3GiB --tokens 128 --json");
+    let told = &lines(&out)[0];
+    assert!(told["chosen"].is_string() && told["variants"].as_array().unwrap().len() == 3, "{told}");
+    let (out, _) = tiny.succeed("plan --model model/config.json --budget 1GiB --tokens 64");
+    assert!(out.contains("the fastest that fits"), "{out}");
+    let refused = tiny.run("plan --model qwen2.5-7b --method full --budget 1GiB");
+    assert_eq!(refused.status.code(), Some(1));
+}
