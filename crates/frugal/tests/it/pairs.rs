@@ -280,6 +280,7 @@ fn base() -> Config {
     config
 }
 
+#[allow(clippy::result_large_err, reason = "a test's errors are few")]
 fn run(family: Family, techniques: &[&Technique]) -> Result<Outcome, Error> {
     let mut config = base();
     techniques.iter().for_each(|technique| (technique.set)(&mut config, family));
@@ -342,6 +343,7 @@ fn broken(promise: Promise, with: &Outcome, without: &Outcome, precise: bool) ->
 type Runs = BTreeMap<Vec<usize>, Result<Outcome, Error>>;
 
 /// Compares each set with each of its subsets of one technique less; returns what is refused, and what is broken.
+#[allow(clippy::result_large_err, reason = "a test's errors are few")]
 fn cross(family: Family, sets: &[Vec<usize>]) -> (Vec<String>, Vec<String>) {
     let of = |set: &[usize]| set.iter().map(|index| &TECHNIQUES[*index]).collect::<Vec<_>>();
     let names = |set: &[usize]| of(set).iter().map(|of| of.name).collect::<Vec<_>>().join(" + ");

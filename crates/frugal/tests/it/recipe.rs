@@ -41,11 +41,11 @@ fn model() -> Box<Llama> {
 }
 
 fn config(adapted: bool) -> Config {
-    let mut config = Config::default();
-    config.adapter = adapted.then(|| LoraConfig {
+    let adapter = adapted.then(|| LoraConfig {
         target_modules: Some(["q_proj", "v_proj", "up_proj", "down_proj"].into()),
         ..LoraConfig::default()
     });
+    let mut config = Config { adapter, ..Config::default() };
     config.optimizer.lr = 1e-2;
     config.training.accumulation = 1;
     config
