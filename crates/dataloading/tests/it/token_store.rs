@@ -190,7 +190,7 @@ fn damage_is_named() {
     check_damage(
         |path| alter(&first(path), |b| b[8..12].copy_from_slice(&(VERSION + 1).to_le_bytes())),
         expect![
-            "store/00000.tokens: format version 2, and this program reads up to 1; update the program, or write the store with it"
+            "store/00000.tokens: format version 2, but this program reads up to 1; update the program, or write the store with it"
         ],
     );
     check_damage(
