@@ -7,12 +7,12 @@ of all inputs from given upstream gradients. Writes one JSON record per figure; 
 import argparse
 import json
 import sys
+import time
 
 import torch
 import torch.nn.functional as F
 
-from elementwise import measure
-from records import environment, metric
+from records import environment, metric, synchronize
 
 # Batch, sequence, heads of queries, of keys, their width, and the width within the MLP.
 SHAPES = [
@@ -57,6 +57,24 @@ def forward(piece, inputs, upstream):
 
 def both(piece, inputs, upstream):
     torch.autograd.grad(piece(*inputs), inputs, upstream)
+
+
+def measure(step, device, budget):
+    """Seconds of a step, several samples."""
+    def seconds(count):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(count):
+            step()
+        synchronize(device)
+        return (time.perf_counter() - start) / count
+
+    for _ in range(3):
+        step()
+    once = seconds(1)
+    count = max(1, min(1000, int(0.005 / once) + 1))
+    rounds = max(5, min(41, int(budget / (once * count))))
+    return [seconds(count) for _ in range(rounds)]
 
 
 def main():

@@ -2,7 +2,6 @@
 
 mod adam;
 mod cost;
-mod elementwise;
 mod norms;
 mod pieces;
 
@@ -20,12 +19,6 @@ pub(crate) enum Verb {
     /// Measure what tracking, counting and hand-written functions cost, and the rates of both matrix products
     Cost {
         /// How long to measure
-        #[arg(long, value_enum, default_value_t)]
-        scale: Scale,
-    },
-    /// Measure fused elementwise passes beside chains of libtorch's operators
-    Elementwise {
-        /// How large, and how long to measure
         #[arg(long, value_enum, default_value_t)]
         scale: Scale,
     },
@@ -64,7 +57,6 @@ pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
     match verb {
         Verb::Info => info(common),
         Verb::Cost { scale } => measure(common, *scale, cost::parts),
-        Verb::Elementwise { scale } => elementwise::measure(common, *scale),
         Verb::Norms { scale } => measure(common, *scale, norms::parts),
         Verb::FusedPieces { scale } => measure(common, *scale, pieces::parts),
         Verb::Adam { scale, parameters } => measure(common, *scale, |_| adam::parts(*scale, *parameters)),

@@ -13,7 +13,7 @@
 //! | [`ops`] | every operator by its name, and typed functions over the ones training needs |
 //! | [`matmul`] | matrix products into a given output, in the precision that is asked for |
 //! | [`processor`] | which implementation a CPU computation takes, shown and forcible |
-//! | [`fused`] | elementwise chains as one pass over memory |
+//! | [`fused`] | norms and elementwise chains as one pass over memory |
 //! | [`precision`] | where mixed precision takes hold of a model |
 //! | [`atomic_write`] | files and folders that appear whole |
 //! | [`mapped`] | a file as memory, read when it is touched |

@@ -21,7 +21,6 @@ pub(crate) mod autograd;
 pub(crate) mod cross_entropy;
 pub(crate) mod cuda;
 pub(crate) mod device;
-pub(crate) mod elementwise;
 pub(crate) mod file;
 pub(crate) mod gemm;
 pub(crate) mod gradients;

@@ -6,7 +6,8 @@ use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use report::{Case, Metric};
-use runtime::autograd::{self, Backward, Forward, Function, checkpoint};
+use runtime::autograd::{self, Backward, Forward, Function, GradMode, Keep, checkpoint};
+use runtime::device::{graph, synchronize};
 use runtime::matmul::mm_into;
 use runtime::measure::{self, Plan, Work, physical};
 use runtime::memory;
@@ -40,6 +41,7 @@ pub(crate) fn parts(device: Device) -> Vec<Part> {
         Part { about: "hand-written functions", experiment: cost, run: Box::new(functions) },
         Part { about: "counting work", experiment: cost, run: Box::new(counter) },
         Part { about: "matrix products", experiment: cost, run: Box::new(products) },
+        Part { about: "a captured step", experiment: cost, run: Box::new(captured_step) },
     ];
     if device == Device::Cpu {
         parts.insert(0, Part { about: "tracking allocations", experiment: cost, run: Box::new(tracking) });
@@ -53,7 +55,7 @@ pub(crate) fn small_operators(tracked: bool, operators: u32) -> anyhow::Result<f
     if tracked {
         memory::track_cpu()?;
     }
-    let _no_grad = autograd::GradMode::off();
+    let _no_grad = GradMode::off();
     let (a, b) = (Tensor::ones([64], tch::kind::FLOAT_CPU), Tensor::ones([64], tch::kind::FLOAT_CPU));
     let round = |count: u32| {
         let start = Instant::now();
@@ -270,4 +272,47 @@ fn large_blocks(device: Device, effort: Effort) -> anyhow::Result<Figures> {
     };
     figures.extend(in_turns("kept blocks, filling a new 64 MiB", 5, rounds, reuse, || fill(false, true))?);
     Ok(figures)
+}
+
+/// A training step of many small kernels, replayed as one CUDA graph, against the same step launched kernel by kernel.
+fn captured_step(device: Device, effort: Effort) -> anyhow::Result<Figures> {
+    const WHAT: &str = "training step captured as one CUDA graph";
+    if !device.is_cuda() {
+        let case = Case::new().with("what", WHAT);
+        return Ok(vec![(case, Metric::not_measured("time_ratio", "ratio", "no GPU"))]);
+    }
+    let (count, rounds) = if effort == Effort::Seconds { (3, 3) } else { (10, 41) };
+    let weights: Vec<Tensor> = (0..32)
+        .map(|_| {
+            Ok(Tensor::f_full([256, 256], 1.0 / 256.0, (Kind::Float, device))?.f_set_requires_grad(true)?)
+        })
+        .collect::<runtime::Result<_>>()?;
+    let x = Tensor::f_ones([64, 256], (Kind::Float, device))?;
+    let body = || {
+        let (mut weights, x) =
+            (weights.iter().map(Tensor::shallow_clone).collect::<Vec<_>>(), x.shallow_clone());
+        move || -> runtime::Result<()> {
+            let mut y = x.shallow_clone();
+            for weight in &weights {
+                y = y.f_mm(weight)?.f_tanh()?;
+            }
+            let references: Vec<&Tensor> = weights.iter().collect();
+            let loss = y.f_square()?.f_mean(Kind::Float)?;
+            let gradients = autograd::grad(&[&loss], &[None], &references, Keep::default())?;
+            let _no_grad = GradMode::off();
+            for (weight, gradient) in weights.iter_mut().zip(gradients.iter().flatten()) {
+                let _ = weight.f_sub_(&gradient.f_mul_scalar(1e-4)?)?;
+            }
+            Ok(())
+        }
+    };
+    let mut plain = body();
+    let mut graph = graph::Step::capture(device, 3, body())?;
+    in_turns(
+        WHAT,
+        count,
+        rounds,
+        || graph.replay().and_then(|()| synchronize(device)),
+        || plain().and_then(|()| synchronize(device)),
+    )
 }

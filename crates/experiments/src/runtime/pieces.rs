@@ -2,6 +2,7 @@
 //! have an experiment of their own.)
 
 use std::hint::black_box;
+use std::time::Instant;
 
 use anyhow::Context;
 use report::{Case, Metric};
@@ -15,7 +16,6 @@ use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
 use super::cost::{Effort, Figures, Part};
-use super::elementwise::in_turns;
 
 /// Batch, sequence, heads of queries, of keys, their width, and the width within the MLP: of Qwen2.5-0.5B and Llama-3-8B, and
 /// one that fits the caches.
@@ -189,4 +189,35 @@ fn compare(
         figures.push((case("forward + backward"), metric));
     }
     Ok(())
+}
+
+/// Seconds of both sides and their ratio, in turns; who goes first changes.
+fn in_turns(
+    budget: f64,
+    mut ours: impl FnMut() -> runtime::Result<()>,
+    mut theirs: impl FnMut() -> runtime::Result<()>,
+) -> runtime::Result<[Vec<f64>; 3]> {
+    fn seconds(count: u32, work: &mut dyn FnMut() -> runtime::Result<()>) -> runtime::Result<f64> {
+        let start = Instant::now();
+        for _ in 0..count {
+            work()?;
+        }
+        Ok(start.elapsed().as_secs_f64() / f64::from(count))
+    }
+    let once = seconds(1, &mut ours)? + seconds(1, &mut theirs)?;
+    // A turn of some milliseconds, so that the clock and a changed cache do not count.
+    let count = (0.005 / once).ceil().clamp(1.0, 1000.0) as u32;
+    let rounds = (budget / (once * f64::from(count))).clamp(5.0, 41.0) as usize;
+    let mut samples = [Vec::new(), Vec::new(), Vec::new()];
+    for round in 0..rounds {
+        let (a, b) = if round % 2 == 0 {
+            let a = seconds(count, &mut ours)?;
+            (a, seconds(count, &mut theirs)?)
+        } else {
+            let b = seconds(count, &mut theirs)?;
+            (seconds(count, &mut ours)?, b)
+        };
+        [a, b, a / b].into_iter().zip(&mut samples).for_each(|(sample, samples)| samples.push(sample));
+    }
+    Ok(samples)
 }

@@ -19,8 +19,7 @@
 //! - **On its own stream**: other threads may use the device on other streams meanwhile, as a loader does; what they do is not part
 //!   of the step. A wait for the whole device may fail meanwhile, on any thread.
 //!
-//! There is no such thing on a CPU, where a launch is a call: [`Step::capture`] says so, and
-//! [`fused::elementwise`](crate::fused::elementwise) is what takes passes together there.
+//! There is no such thing on a CPU, where a launch is a call: [`Step::capture`] says so.
 //!
 //! How it is built: libtorch 2.11 has no graph in its device-generic interface (2.13 has `at::accelerator::Graph`), and the
 //! header of `at::cuda::CUDAGraph` needs CUDA's. Its methods are found in `libtorch_cuda` by name and called by the platform's C++ ABI; `cpp/graph.cpp` has the
@@ -64,7 +63,7 @@ impl Step {
             return Err(Error::Unavailable {
                 what: "a captured step".into(),
                 reason: "a graph of launches exists on CUDA devices alone; call the step itself, whose launches are calls on \
-                         a CPU, and see fused::elementwise"
+                         a CPU"
                     .into(),
             });
         }

@@ -14,22 +14,21 @@
 //! graph by itself and keeps g and u, nothing else: with the input and the product, which the projections around it keep, an
 //! MLP of ordinary parts holds H + 3F elements per token, where SiLU and a product as two operators hold H + 4F.
 
-use std::sync::LazyLock;
-
 use tch::{Device, Tensor};
 
-use super::elementwise::Elementwise;
-use crate::autograd::GradMode;
+use crate::autograd::{self, GradMode};
 use crate::error::{Error, Result};
 use crate::kernels::swiglu as cuda;
 use crate::profile::{Flops, record_external};
 use crate::sys::swiglu as sys;
 
+mod function;
+
 /// SiLU(gate)·up, connected to the graph, which keeps `gate` and `up`. Tensors of one shape, of any floating dtype; one pass
 /// forward and one backward, in which one gradient takes the memory of the upstream one where nobody else can see that.
 ///
-/// It is [`elementwise`](super::elementwise)'s pass. [`backward`] could not be its derivative: it overwrites gate and up, which
-/// may be anyone's here.
+/// Unlike [`backward`] it overwrites neither gate nor up, which may be anyone's here. Two dtypes are promoted as libtorch
+/// does. Beside the CPU it is a chain of libtorch's operators in fp32, or in f64.
 ///
 /// ```
 /// use runtime::fused::swiglu::silu_mul;
@@ -46,15 +45,15 @@ use crate::sys::swiglu as sys;
 /// ```
 ///
 /// # Errors
-/// Those of [`Elementwise::apply`]; shapes that differ.
+/// A tensor that is undefined, sparse or not floating-point; two shapes or devices. In backward, a second derivative.
 pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    static PRODUCT: LazyLock<Elementwise<2>> =
-        LazyLock::new(|| Elementwise::new(|[gate, up]| gate.silu() * up));
-    if gate.size() != up.size() {
-        let reason = format!("gate is {:?} and up {:?}; expected one shape", gate.size(), up.size());
-        return Err(Error::invalid("fused swiglu", reason));
+    let kind = function::check(gate, up)?;
+    if gate.device() != Device::Cpu {
+        return function::by_operators(gate, up, kind);
     }
-    PRODUCT.apply([gate, up])
+    let inputs = [gate.f_to_kind(kind)?, up.f_to_kind(kind)?];
+    let mut outputs = autograd::apply(function::Product::default(), &[&inputs[0], &inputs[1]])?;
+    Ok(outputs.remove(0))
 }
 
 /// Writes `product = SiLU(gate)·up`, and `silu = SiLU(gate)` where it is wanted.
@@ -104,7 +103,15 @@ pub struct Gradients {
 pub fn backward(gate: Tensor, up: Tensor, silu: Option<&Tensor>, grad: Tensor) -> Result<Gradients> {
     not_recorded(&[&gate, &up, &grad])?;
     if on_cpu(&gate) {
-        sys::backward(&gate, &up, silu, &grad)?;
+        sys::backward(sys::Backward {
+            gate: &gate,
+            up: &up,
+            silu,
+            grad: &grad,
+            gate_grad: Some(&gate),
+            up_grad: Some(&up),
+            product: Some(&grad),
+        })?;
         record("runtime::swiglu_backward", &grad, if silu.is_some() { 7 } else { 6 })?;
         return Ok(Gradients { gate, up, product: grad });
     }
@@ -151,8 +158,6 @@ mod tests {
     use tch::{Kind, kind};
 
     use super::*;
-    use crate::autograd::{GradcheckOptions, gradcheck};
-    use crate::random::Generator;
 
     /// Against f64, from tails to pieces for several threads; contiguous and as halves of one storage.
     #[test]
@@ -204,7 +209,7 @@ mod tests {
                         close("up gradient", &found.up, &expected[2]);
                         close("product again", &found.product, &expected[0]);
                     }
-                    if !halves && kind != Kind::Half {
+                    if !halves {
                         forward(&gate, &up, None, &mut up.shallow_clone()).unwrap();
                         close("product in place", &up, &expected[0]);
                     }
@@ -227,28 +232,6 @@ mod tests {
         let slope = Vec::<f32>::try_from(slope.view([-1])).unwrap();
         assert_eq!((slope[3], slope[4], slope[5]), (0.5, 1.0, 1.0));
         assert!(slope[0].abs() < 1e-6 && slope[6].is_nan(), "{slope:?}");
-    }
-
-    #[test]
-    fn the_node_has_the_derivative_of_its_value() {
-        let mut generator = Generator::new(8).unwrap();
-        let mut leaf =
-            |shape: &[i64]| generator.normal(shape, kind::DOUBLE_CPU).unwrap().set_requires_grad(true);
-        let (gate, up, both) = (leaf(&[2, 3, 4]), leaf(&[2, 3, 4]), leaf(&[3, 8]));
-        let product = |x: &[Tensor]| Ok(vec![silu_mul(&x[0], &x[1])?]);
-        let of_halves =
-            |x: &[Tensor]| Ok(vec![silu_mul(&x[0].f_narrow(1, 0, 4)?, &x[0].f_narrow(1, 4, 4)?)?]);
-        for report in [
-            gradcheck(product, &[&gate, &up], GradcheckOptions::default()).unwrap(),
-            gradcheck(of_halves, &[&both], GradcheckOptions::default()).unwrap(),
-        ] {
-            assert!(report.percent_of_tolerance <= 100.0, "{report}");
-        }
-        let expected = gate.silu() * &up;
-        let error = (silu_mul(&gate, &up).unwrap() - expected).abs().max().double_value(&[]);
-        assert!(error < 1e-15, "{error}");
-        let words = silu_mul(&gate, &both).unwrap_err().to_string();
-        assert_eq!(words, "fused swiglu: gate is [2, 3, 4] and up [3, 8]; expected one shape");
     }
 
     #[test]

@@ -5,10 +5,12 @@ use tch::{Device, Kind, Tensor};
 use super::parallel;
 use super::tensor::{Rows, apart, bump_version, memory_range, rows};
 use crate::error::{Error, Result};
-use crate::fused::cross_entropy::{Coefficients, Statistics, Targets, Transform};
-use crate::sys::elementwise::Real;
+use crate::sys::simd::Real;
 
+mod arguments;
 mod kernel;
+
+pub use arguments::{Coefficients, Statistics, Targets, Transform, Wanted};
 
 use kernel::{Formula, RowStatistics, RowTarget};
 

@@ -7,9 +7,7 @@ use super::tensor::{bump_version, memory_range};
 use crate::error::{Error, Result};
 
 mod backward;
-pub(super) mod element;
 mod forward;
-mod vector;
 
 const NAME: &str = "fused norm";
 

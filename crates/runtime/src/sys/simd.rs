@@ -1,8 +1,16 @@
-//! The vector instructions that the kernels in Rust use: one choice for the process.
+//! What the kernels in Rust are written with: one choice of vector instructions for the process ([`arch`]), the element types of
+//! memory ([`Element`]), and the types that are computed in ([`Real`]).
 
 use pulp::Arch;
 
 use crate::processor::{Simd, simd};
+
+mod element;
+mod real;
+mod vectors;
+
+pub(super) use element::{Element, blocks, load, store};
+pub(super) use real::Real;
 
 /// What the kernels dispatch to.
 pub(crate) fn arch() -> Arch {

@@ -1,6 +1,6 @@
 //! SwiGLU's elementwise part in one pass over memory: the checks that make the passes sound.
 
-use half::bf16;
+use half::{bf16, f16};
 use tch::{Kind, Tensor};
 
 use super::tensor::{Rows, apart, bump_version, rows, same};
@@ -12,53 +12,64 @@ pub(crate) const NAME: &str = "fused swiglu";
 
 /// Whether the passes take this dtype.
 pub(crate) fn takes(kind: Kind) -> bool {
-    matches!(kind, Kind::Float | Kind::Double | Kind::BFloat16)
+    matches!(kind, Kind::Float | Kind::Double | Kind::BFloat16 | Kind::Half)
 }
 
 /// See [`crate::fused::swiglu::forward`]; CPU tensors of a dtype that is taken.
 pub(crate) fn forward(gate: &Tensor, up: &Tensor, silu: Option<&Tensor>, product: &Tensor) -> Result<()> {
-    let matrices =
-        Matrices::new(&[("gate", gate), ("up", up)], &[("product", Some(product)), ("silu", silu)])?;
-    let (g, u, p) = (matrices.of(gate)?, matrices.of(up)?, matrices.of(product)?);
-    let s = silu.map(|silu| matrices.of(silu)).transpose()?;
-    if let Some(s) = s {
-        // An output that is an input may be read after it is written, so only the last one written may be.
-        if same(s, g) || same(s, u) {
-            return Err(overlap("silu"));
-        }
-    }
-    // SAFETY: all are views of one shape and dtype on the CPU; each output is an input itself or apart from every other
-    // (`Matrices::new`).
+    let outputs = [("product", Some(product)), ("silu", silu)];
+    let matrices = Matrices::new(&[("gate", Some(gate)), ("up", Some(up))], &outputs)?;
+    // SAFETY: `Matrices::new` has seen that all are views of one shape and dtype on the CPU, and that each output is an input
+    // itself or apart from every other one.
     unsafe {
-        match matrices.kind {
-            Kind::Double => kernel::forward::<f64>(g, u, s, p),
-            Kind::BFloat16 => kernel::forward::<bf16>(g, u, s, p),
-            _ => kernel::forward::<f32>(g, u, s, p),
-        }
+        matrices.run(kernel::Forward {
+            gate: matrices.of(gate)?,
+            up: matrices.of(up)?,
+            silu: silu.map(|silu| matrices.of(silu)).transpose()?,
+            product: matrices.of(product)?,
+        })
     }?;
     silu.into_iter().chain([product]).try_for_each(bump_version)
 }
 
-/// See [`crate::fused::swiglu::backward`]; CPU tensors of a dtype that is taken.
-pub(crate) fn backward(gate: &Tensor, up: &Tensor, silu: Option<&Tensor>, grad: &Tensor) -> Result<()> {
-    let inputs: Vec<_> = silu.map(|silu| ("silu", silu)).into_iter().collect();
-    let outputs = [("gate", Some(gate)), ("up", Some(up)), ("grad", Some(grad))];
-    let matrices = Matrices::new(&inputs, &outputs)?;
-    let (g, u, d) = (matrices.of(gate)?, matrices.of(up)?, matrices.of(grad)?);
-    let s = silu.map(|silu| matrices.of(silu)).transpose()?;
-    if s.is_some_and(|s| same(s, g) || same(s, u) || same(s, d)) {
-        return Err(overlap("silu"));
-    }
-    // SAFETY: all are views of one shape and dtype on the CPU, apart from each other (`Matrices::new`, and above).
-    unsafe {
-        match matrices.kind {
-            Kind::Double => kernel::backward::<f64>(g, u, s, d),
-            Kind::BFloat16 => kernel::backward::<bf16>(g, u, s, d),
-            _ => kernel::backward::<f32>(g, u, s, d),
-        }
-    }?;
-    [gate, up, grad].into_iter().try_for_each(bump_version)
+/// What a backward pass reads and writes. CPU tensors of a dtype that is taken; an output may be an input's very memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Backward<'a> {
+    pub(crate) gate: &'a Tensor,
+    /// Read for the gradient of the gate and for the product.
+    pub(crate) up: &'a Tensor,
+    /// SiLU(gate), where it was kept.
+    pub(crate) silu: Option<&'a Tensor>,
+    pub(crate) grad: &'a Tensor,
+    /// Where results go that are wanted.
+    pub(crate) gate_grad: Option<&'a Tensor>,
+    pub(crate) up_grad: Option<&'a Tensor>,
+    pub(crate) product: Option<&'a Tensor>,
 }
+
+/// See [`crate::fused::swiglu::backward`].
+pub(crate) fn backward(pass: Backward<'_>) -> Result<()> {
+    let Backward { gate, up, silu, grad, gate_grad, up_grad, product } = pass;
+    let inputs = [("gate", Some(gate)), ("up", Some(up)), ("grad", Some(grad)), ("silu", silu)];
+    let outputs = [("gate's gradient", gate_grad), ("up's gradient", up_grad), ("product", product)];
+    let matrices = Matrices::new(&inputs, &outputs)?;
+    let of = |tensor: Option<&Tensor>| tensor.map(|tensor| matrices.of(tensor)).transpose();
+    // SAFETY: as in `forward`.
+    unsafe {
+        matrices.run(kernel::Backward {
+            gate: matrices.of(gate)?,
+            up: matrices.of(up)?,
+            silu: of(silu)?,
+            grad: matrices.of(grad)?,
+            gate_grad: of(gate_grad)?,
+            up_grad: of(up_grad)?,
+            product: of(product)?,
+        })
+    }?;
+    [gate_grad, up_grad, product].into_iter().flatten().try_for_each(bump_version)
+}
+
+type Named<'a> = (&'static str, Option<&'a Tensor>);
 
 /// Views of one shape and dtype. Outputs are apart from each other, and each input is apart from an output or is it.
 struct Matrices {
@@ -66,40 +77,51 @@ struct Matrices {
 }
 
 impl Matrices {
-    fn new(inputs: &[(&'static str, &Tensor)], outputs: &[(&'static str, Option<&Tensor>)]) -> Result<Self> {
-        let outputs: Vec<_> = outputs.iter().filter_map(|(name, tensor)| Some((*name, (*tensor)?))).collect();
-        let (first_name, first) = outputs[0];
+    fn new(inputs: &[Named<'_>], outputs: &[Named<'_>]) -> Result<Self> {
+        let given = |named: &Named<'_>| Some((named.0, named.1?.shallow_clone()));
+        let inputs: Vec<(&str, Tensor)> = inputs.iter().filter_map(given).collect();
+        let outputs: Vec<(&str, Tensor)> = outputs.iter().filter_map(given).collect();
+        let (first_name, first) = outputs.first().unwrap_or(&inputs[0]);
         let kind = first.kind();
-        let matrices = Self { kind };
-        let size = kind.elt_size_in_bytes();
-        for (name, tensor) in inputs.iter().chain(&outputs) {
-            let view = rows(NAME, name, tensor, kind)?;
+        for (index, (name, tensor)) in inputs.iter().chain(&outputs).enumerate() {
+            let matrix = rows(NAME, name, tensor, kind)?;
             if tensor.size() != first.size() {
-                let reason = format!(
-                    "`{name}` is {:?} and `{first_name}` is {:?}; they must be equal",
-                    tensor.size(),
-                    first.size()
-                );
+                let (found, expected) = (tensor.size(), first.size());
+                let reason =
+                    format!("`{name}` is {found:?} and `{first_name}` is {expected:?}; they must be equal");
                 return Err(Error::invalid(NAME, reason));
             }
-            for (other_name, other) in &outputs {
+            for (other_index, (other_name, other)) in outputs.iter().enumerate() {
+                let itself = index == inputs.len() + other_index;
                 let other = rows(NAME, other_name, other, kind)?;
-                let fits = other_name == name
-                    || apart(view, other, size)
-                    || (inputs.iter().any(|(input, _)| input == name) && same(view, other));
+                let fits = itself
+                    || apart(matrix, other, kind.elt_size_in_bytes())
+                    || index < inputs.len() && same(matrix, other);
                 if !fits {
-                    return Err(overlap(name));
+                    let reason =
+                        format!("`{name}` overlaps another tensor in memory; give it memory of its own");
+                    return Err(Error::invalid(NAME, reason));
                 }
             }
         }
-        Ok(matrices)
+        Ok(Self { kind })
     }
 
     fn of(&self, tensor: &Tensor) -> Result<Rows> {
         rows(NAME, "matrix", tensor, self.kind)
     }
-}
 
-fn overlap(name: &str) -> Error {
-    Error::invalid(NAME, format!("`{name}` overlaps another tensor in memory; give it memory of its own"))
+    /// # Safety
+    /// The pass is over the matrices that were seen.
+    unsafe fn run(&self, pass: impl kernel::Pass) -> Result<()> {
+        // SAFETY: as the caller says; `rows` has compared each one's dtype with the kind.
+        unsafe {
+            match self.kind {
+                Kind::Double => kernel::run::<f64>(pass),
+                Kind::BFloat16 => kernel::run::<bf16>(pass),
+                Kind::Half => kernel::run::<f16>(pass),
+                _ => kernel::run::<f32>(pass),
+            }
+        }
+    }
 }

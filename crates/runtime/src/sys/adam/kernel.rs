@@ -8,11 +8,10 @@ use std::marker::PhantomData;
 
 use pulp::{Simd, WithSimd};
 
+use super::AdamStep;
 use crate::error::Result;
-use crate::fused::adam::AdamStep;
-use crate::sys::norm::element::{Element, load, store};
 use crate::sys::parallel;
-use crate::sys::simd;
+use crate::sys::simd::{self, Element, load, store};
 
 /// Elements computed at once: two AVX-512 registers of fp32.
 const BLOCK: usize = 32;

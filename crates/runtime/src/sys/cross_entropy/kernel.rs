@@ -2,8 +2,7 @@
 
 use pulp::{Simd, WithSimd};
 
-use crate::sys::elementwise::Real;
-use crate::sys::simd;
+use crate::sys::simd::{self, Real};
 
 /// Elements computed at once: four AVX-512 registers of fp32.
 const BLOCK: usize = 64;
@@ -143,11 +142,10 @@ fn panel<R: Real>(
         }
     }
     // While every class is impossible, powers are taken of z itself: −∞ − (−∞) is no number.
-    let lowest = R::ZERO.subtract(R::ONE.divide(R::ZERO));
+    let lowest = -(R::ONE / R::ZERO);
     let reference = if known.maximum == lowest { R::ZERO } else { known.maximum };
     if largest > before {
-        let shrink =
-            if before == lowest { 0.0 } else { before.subtract(reference).exp_of_negative().to_f64() };
+        let shrink = if before == lowest { 0.0 } else { (before - reference).exp_of_negative().to_f64() };
         known.sum *= shrink;
         if let Some(moment) = &mut known.moment {
             *moment *= shrink;
@@ -175,19 +173,19 @@ fn panel<R: Real>(
 fn transform<R: Real>(panel: &mut [R], formula: Formula<'_, R>, part: std::ops::Range<usize>) {
     if let Some(bias) = formula.bias {
         for (z, &b) in panel.iter_mut().zip(&bias[part]) {
-            *z = z.add(b);
+            *z += b;
         }
     }
     match formula.softcap {
         Some(cap) => {
-            let inner = formula.scale.divide(cap);
+            let inner = formula.scale / cap;
             for z in panel.iter_mut() {
-                *z = z.multiply(inner).tanh().multiply(cap);
+                *z = (*z * inner).tanh() * cap;
             }
         }
         None if formula.scale != R::ONE => {
             for z in panel.iter_mut() {
-                *z = z.multiply(formula.scale);
+                *z = *z * formula.scale;
             }
         }
         None => {}
@@ -197,7 +195,7 @@ fn transform<R: Real>(panel: &mut [R], formula: Formula<'_, R>, part: std::ops::
 /// NaN is passed over: it shows in the sum of powers.
 #[inline(always)]
 fn maximum<R: Real>(panel: &[R]) -> R {
-    let lowest = R::ZERO.subtract(R::ONE.divide(R::ZERO));
+    let lowest = -(R::ONE / R::ZERO);
     let (blocks, rest) = panel.as_chunks::<BLOCK>();
     let mut lanes = [lowest; BLOCK];
     for block in blocks {
@@ -215,12 +213,11 @@ fn powers<R: Real>(panel: &[R], reference: R, moment: bool) -> (f64, f64) {
     let (mut sums, mut moments) = ([R::ZERO; BLOCK], [R::ZERO; BLOCK]);
     for block in blocks {
         for i in 0..BLOCK {
-            let power = block[i].subtract(reference).exp_of_negative();
-            sums[i] = sums[i].add(power);
+            let power = (block[i] - reference).exp_of_negative();
+            sums[i] += power;
             if moment {
                 // What is impossible adds nothing, though it is −∞.
-                moments[i] =
-                    moments[i].add(if power == R::ZERO { R::ZERO } else { power.multiply(block[i]) });
+                moments[i] += if power == R::ZERO { R::ZERO } else { power * block[i] };
             }
         }
     }
@@ -230,10 +227,10 @@ fn powers<R: Real>(panel: &[R], reference: R, moment: bool) -> (f64, f64) {
         of_z += moments[i].to_f64();
     }
     for &z in rest {
-        let power = z.subtract(reference).exp_of_negative();
+        let power = (z - reference).exp_of_negative();
         sum += power.to_f64();
         if moment && power != R::ZERO {
-            of_z += power.multiply(z).to_f64();
+            of_z += (power * z).to_f64();
         }
     }
     (sum, of_z)
@@ -247,7 +244,7 @@ fn dot<R: Real>(panel: &[R], weights: Option<&[R]>) -> f64 {
         let mut lanes = [R::ZERO; BLOCK];
         for block in blocks {
             for i in 0..BLOCK {
-                lanes[i] = lanes[i].add(block[i]);
+                lanes[i] += block[i];
             }
         }
         return lanes.iter().chain(rest).map(|z| z.to_f64()).sum();
@@ -256,10 +253,10 @@ fn dot<R: Real>(panel: &[R], weights: Option<&[R]>) -> f64 {
     let mut lanes = [R::ZERO; BLOCK];
     for (block, w) in blocks.iter().zip(w_blocks) {
         for i in 0..BLOCK {
-            lanes[i] = lanes[i].add(block[i].multiply(w[i]));
+            lanes[i] += block[i] * w[i];
         }
     }
-    let tail: f64 = rest.iter().zip(w_rest).map(|(z, w)| z.multiply(*w).to_f64()).sum();
+    let tail: f64 = rest.iter().zip(w_rest).map(|(z, w)| (*z * *w).to_f64()).sum();
     lanes.iter().map(|z| z.to_f64()).sum::<f64>() + tail
 }
 
@@ -268,7 +265,7 @@ fn dot<R: Real>(panel: &[R], weights: Option<&[R]>) -> f64 {
 fn expectation<R: Real>(panel: &[R], distribution: &[R], weights: Option<&[R]>) -> (f64, f64) {
     let (mut expected, mut mass) = (0.0, 0.0);
     for (i, (&z, &q)) in panel.iter().zip(distribution).enumerate() {
-        let t = weights.map_or(q, |weights| weights[i].multiply(q));
+        let t = weights.map_or(q, |weights| weights[i] * q);
         mass += t.to_f64();
         expected += if t == R::ZERO { 0.0 } else { t.to_f64() * z.to_f64() };
     }
@@ -282,9 +279,7 @@ impl<R: Real> WithSimd for GradientOf<'_, R> {
     fn with_simd<S: Simd>(self, _: S) {
         let Self { row, formula, target, by } = self;
         let at_target = match target {
-            RowTarget::Column(Some(column)) => {
-                Some((column, by.target.multiply(slope(row[column], formula))))
-            }
+            RowTarget::Column(Some(column)) => Some((column, by.target * slope(row[column], formula))),
             _ => None,
         };
         let dense = match target {
@@ -292,15 +287,15 @@ impl<R: Real> WithSimd for GradientOf<'_, R> {
             RowTarget::Column(_) => None,
         };
         if by.constant.is_none() && dense.is_none() && formula.softcap.is_none() {
-            let factor = by.powers.multiply(formula.scale);
+            let factor = by.powers * formula.scale;
             let (blocks, rest) = row.as_chunks_mut::<BLOCK>();
             for block in blocks {
                 for z in block {
-                    *z = z.subtract(by.maximum).exp_of_negative().multiply(factor);
+                    *z = (*z - by.maximum).exp_of_negative() * factor;
                 }
             }
             for z in rest {
-                *z = z.subtract(by.maximum).exp_of_negative().multiply(factor);
+                *z = (*z - by.maximum).exp_of_negative() * factor;
             }
         } else {
             let mut start = 0;
@@ -314,7 +309,7 @@ impl<R: Real> WithSimd for GradientOf<'_, R> {
             }
         }
         if let Some((column, amount)) = at_target {
-            row[column] = row[column].subtract(amount);
+            row[column] = row[column] - amount;
         }
     }
 }
@@ -324,8 +319,8 @@ impl<R: Real> WithSimd for GradientOf<'_, R> {
 fn slope<R: Real>(z: R, formula: Formula<'_, R>) -> R {
     match formula.softcap {
         Some(cap) => {
-            let share = z.divide(cap);
-            formula.scale.multiply(R::ONE.subtract(share.multiply(share)))
+            let share = z / cap;
+            formula.scale * (R::ONE - share * share)
         }
         None => formula.scale,
     }
@@ -343,11 +338,11 @@ fn general<R: Real>(
     for (i, z) in panel.iter_mut().enumerate() {
         let slope = slope(*z, formula);
         let weight = weights.map_or(R::ONE, |weights| weights[i]);
-        let mut gradient = z.subtract(by.maximum).exp_of_negative().multiply(by.powers);
-        gradient = gradient.subtract(constant.multiply(weight));
+        let mut gradient = (*z - by.maximum).exp_of_negative() * by.powers;
+        gradient = gradient - constant * weight;
         if let Some(dense) = dense {
-            gradient = gradient.subtract(by.target.multiply(weight.multiply(dense[i])));
+            gradient = gradient - by.target * (weight * dense[i]);
         }
-        *z = gradient.multiply(slope);
+        *z = gradient * slope;
     }
 }

@@ -8,11 +8,14 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use super::element::{BLOCK, Element, Real, blocks, load, store, total};
 use super::forward::STRETCH;
 use crate::error::Result;
-use crate::sys::{parallel, simd};
+use crate::sys::parallel;
+use crate::sys::simd::{self, Element, Real, blocks, load, store};
 
+/// Elements computed at once: two AVX-512 registers of fp32, few enough for three sums and their operands to stay in
+/// registers.
+const BLOCK: usize = 32;
 /// Rows worked on together.
 const GROUP: usize = 4;
 /// Work of less than this many elements is not divided between threads.
@@ -153,7 +156,7 @@ unsafe fn group<S, Y, X, const CENTER: bool, const OUTPUT: bool>(
     let upstream = (pass.upstream as *const Y).wrapping_add(first * columns);
     let grad = (pass.grad as *mut X).wrapping_add(first * columns);
     let added = (pass.added as *const X).wrapping_add(first * columns);
-    blocks!(0, columns, |at, N| {
+    blocks!(BLOCK, 0, columns, |at, N| {
         // SAFETY: the block lies in every row, and in the vectors. A row's upstream is read before its gradient is
         // written, which may be in the same place.
         unsafe {
@@ -227,7 +230,7 @@ where
         let mut of_g = [X::Compute::default(); BLOCK];
         let mut of_gx = [X::Compute::default(); BLOCK];
         let mut of_x = [X::Compute::default(); BLOCK];
-        blocks!(from, columns.min(from + STRETCH), |at, N| {
+        blocks!(BLOCK, from, columns.min(from + STRETCH), |at, N| {
             // SAFETY: the block lies in the row, and in the vectors.
             unsafe {
                 let weight = vector::<X::Compute, N>(pass.weight, at, X::Compute::ONE);
@@ -266,6 +269,21 @@ where
     found.rest = X::Compute::from_f64(rest);
     found.curve = X::Compute::from_f64(curve / n - rest * slope);
     found
+}
+
+/// The sum of all lanes, by halves.
+#[inline(always)]
+fn total<C: Real>(lanes: [C; BLOCK]) -> f64 {
+    let mut half = [C::default(); BLOCK / 2];
+    for i in 0..BLOCK / 2 {
+        half[i] = lanes[i] + lanes[i + BLOCK / 2];
+    }
+    let mut quarter = [C::default(); BLOCK / 4];
+    for i in 0..BLOCK / 4 {
+        quarter[i] = half[i] + half[i + BLOCK / 4];
+    }
+    let q = quarter;
+    (((q[0] + q[4]) + (q[1] + q[5])) + ((q[2] + q[6]) + (q[3] + q[7]))).to_f64()
 }
 
 /// A block of a vector, or of a constant where there is no vector.
@@ -308,7 +326,7 @@ pub(super) unsafe fn combine<C: Real>(parts: usize, columns: usize, addends: usi
             for part in 0..parts {
                 for (i, wide) in wide.iter_mut().enumerate().take(count) {
                     // SAFETY: the element lies in the matrix.
-                    *wide += unsafe { addends.add(part * columns + from + i).read() }.into();
+                    *wide += unsafe { addends.add(part * columns + from + i).read() }.to_f64();
                 }
             }
             for (i, wide) in wide.into_iter().enumerate().take(count) {

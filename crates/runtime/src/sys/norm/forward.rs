@@ -5,10 +5,9 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use super::element::{Element, Real};
 use crate::error::Result;
 use crate::sys::parallel;
-use crate::sys::simd;
+use crate::sys::simd::{self, Element, Real};
 
 /// Elements whose sum is taken in the compute type, before it is added up in f64: rows of any width are summed as exactly.
 pub(super) const STRETCH: usize = 4096;
@@ -145,7 +144,7 @@ where
     if !variance.is_finite() {
         let (mean, wide) = in_f64::<X::Compute, CENTER>(values);
         center = X::Compute::from_f64(mean);
-        rest = mean - center.into();
+        rest = mean - center.to_f64();
         variance = wide;
     }
     let scale = 1.0 / (variance + pass.eps).sqrt();
@@ -160,7 +159,7 @@ where
     if pass.mean != 0 {
         // SAFETY: as above.
         let mean = unsafe { at_row_mut::<X::Compute>(pass.mean, row, 1) };
-        mean[0] = X::Compute::from_f64(center.into() + rest);
+        mean[0] = X::Compute::from_f64(center.to_f64() + rest);
     }
     match (X::as_compute(x), Y::as_compute_mut(y)) {
         (Some(values), Some(y)) => affine.map(simd, values, y),
@@ -257,7 +256,7 @@ fn deviations<S: Simd, C: Real>(simd: S, values: &[C], center: C) -> (f64, f64) 
 fn together<S: Simd, C: Real>(simd: S, lanes: [C::Vector<S>; 4], tail: impl Iterator<Item = C>) -> f64 {
     let [a, b, c, d] = lanes;
     let lanes: C = C::sum(simd, C::plus(simd, C::plus(simd, a, b), C::plus(simd, c, d)));
-    tail.fold(lanes, |sum, value| sum + value).into()
+    tail.fold(lanes, |sum, value| sum + value).to_f64()
 }
 
 /// y = ((v − center)·scale + shift)·weight + bias.
@@ -320,7 +319,7 @@ impl<C: Real> Affine<'_, C> {
 #[cold]
 fn in_f64<C: Real, const CENTER: bool>(values: &[C]) -> (f64, f64) {
     let n = values.len() as f64;
-    let wide = || values.iter().map(|value| -> f64 { (*value).into() });
+    let wide = || values.iter().map(|value| value.to_f64());
     let mean = if CENTER { wide().sum::<f64>() / n } else { 0.0 };
     (mean, wide().map(|value| (value - mean).powi(2)).sum::<f64>() / n)
 }

@@ -6,10 +6,11 @@ use std::ops::Range;
 use pulp::{Simd, WithSimd};
 
 use crate::error::Result;
-use crate::sys::norm::element::{Element, Real, blocks, load, store};
 use crate::sys::parallel;
-use crate::sys::simd;
+use crate::sys::simd::{self, Element, Real, blocks, load, store};
 
+/// Elements computed at once: two AVX-512 registers of fp32.
+const BLOCK: usize = 32;
 /// Elements of one task.
 const TASK: usize = 32 * 1024;
 
@@ -99,7 +100,7 @@ impl<T: Element> WithSimd for Task<'_, T> {
 /// `from` or apart from it.
 #[inline(always)]
 unsafe fn turn<T: Element>(cosines: *const f32, half: usize, sign: T::Compute, from: *const T, to: *mut T) {
-    blocks!(0, half, |at, N| {
+    blocks!(BLOCK, 0, half, |at, N| {
         // SAFETY: as the caller says; both halves of a block are read before either is written.
         unsafe {
             let (cos, sin) = (load::<f32, N>(cosines.add(at)), load::<f32, N>(cosines.add(half + at)));

@@ -1,13 +1,14 @@
 //! The passes themselves, vectorized by the compiler for the processor at hand.
 //!
-//! Elements are copied in blocks to the stack, computed there, and copied back, so that an output may be the very memory
-//! of an input, and so that the compiler sees plain arrays.
+//! A block of every input is read before any output's is written, so that an output may be the very memory of an input.
 
-use half::bf16;
+use std::marker::PhantomData;
+
+use pulp::{Simd, WithSimd};
 
 use crate::error::Result;
 use crate::sys::parallel;
-use crate::sys::simd;
+use crate::sys::simd::{self, Element, Real, blocks, load, store};
 use crate::sys::tensor::Rows;
 
 /// Elements computed at once: four AVX-512 registers of fp32.
@@ -15,197 +16,125 @@ const BLOCK: usize = 64;
 /// Elements that one task works on: 128 KiB of each fp32 operand, which stays in a core's own cache.
 const TASK: usize = 32 * 1024;
 
-/// An element type of a matrix.
-pub(super) trait Element: Copy + Default + Send + Sync + 'static {
-    type Compute: Real;
-    fn widen(self) -> Self::Compute;
-    fn round(value: Self::Compute) -> Self;
+/// Matrices of one shape, and what is computed of their elements.
+pub(super) trait Pass: Copy + Send + Sync {
+    fn matrices(&self) -> impl Iterator<Item = Rows>;
+
+    /// # Safety
+    /// `N` elements from `column` on lie in row `row` of every matrix, whose elements are `T`s, and nobody else uses them now.
+    unsafe fn block<T: Element, const N: usize>(&self, row: usize, column: usize);
 }
 
-/// A type that is computed in.
-pub(super) trait Real: Copy + Default {
-    /// 1 / (1 + e⁻ˣ) and 1 minus it.
-    fn sigmoid(self) -> (Self, Self);
-    fn mul(self, other: Self) -> Self;
-    /// self·(1 + a·b)
-    fn mul_one_plus(self, a: Self, b: Self) -> Self;
+/// `silu = SiLU(gate)` where wanted, `product = SiLU(gate)·up`.
+#[derive(Clone, Copy)]
+pub(super) struct Forward {
+    pub(super) gate: Rows,
+    pub(super) up: Rows,
+    pub(super) silu: Option<Rows>,
+    pub(super) product: Rows,
 }
 
-impl Element for f32 {
-    type Compute = f32;
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        self
+impl Pass for Forward {
+    fn matrices(&self) -> impl Iterator<Item = Rows> {
+        [self.gate, self.up, self.product].into_iter().chain(self.silu)
     }
-    #[inline(always)]
-    fn round(value: f32) -> f32 {
-        value
-    }
-}
 
-impl Element for f64 {
-    type Compute = f64;
+    /// # Safety
+    /// As [`Pass::block`].
     #[inline(always)]
-    fn widen(self) -> f64 {
-        self
-    }
-    #[inline(always)]
-    fn round(value: f64) -> f64 {
-        value
-    }
-}
-
-impl Element for bf16 {
-    type Compute = f32;
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        self.to_f32()
-    }
-    #[inline(always)]
-    fn round(value: f32) -> bf16 {
-        bf16::from_f32(value)
+    unsafe fn block<T: Element, const N: usize>(&self, row: usize, column: usize) {
+        // SAFETY: as the caller says.
+        unsafe {
+            let mut g = load::<T, N>(at(self.gate, row, column));
+            let mut u = load::<T, N>(at(self.up, row, column));
+            for i in 0..N {
+                g[i] = g[i] * g[i].sigmoid().0;
+                u[i] = g[i] * u[i];
+            }
+            if let Some(silu) = self.silu {
+                store::<T, N>(at(silu, row, column), &g);
+            }
+            store::<T, N>(at(self.product, row, column), &u);
+        }
     }
 }
 
-impl Real for f32 {
-    #[inline(always)]
-    fn sigmoid(self) -> (f32, f32) {
-        let decay = exp(-self);
-        // Beyond the range of `exp` the quotient would stop falling while its factor grows.
-        let sigmoid = if self < -87.0 { 0.0 } else { 1.0 / (1.0 + decay) };
-        (sigmoid, if self < -87.0 { 1.0 } else { decay * sigmoid })
+/// From the gradient `d` of the product, with σ = sigmoid(gate) and s = SiLU(gate), those that are wanted of
+/// gate_grad = d·up·σ·(1 + gate·(1 − σ)), up_grad = d·s and product = s·up.
+#[derive(Clone, Copy)]
+pub(super) struct Backward {
+    pub(super) gate: Rows,
+    pub(super) up: Rows,
+    /// SiLU(gate), where it was kept.
+    pub(super) silu: Option<Rows>,
+    pub(super) grad: Rows,
+    pub(super) gate_grad: Option<Rows>,
+    pub(super) up_grad: Option<Rows>,
+    pub(super) product: Option<Rows>,
+}
+
+impl Pass for Backward {
+    fn matrices(&self) -> impl Iterator<Item = Rows> {
+        let optional = [self.silu, self.gate_grad, self.up_grad, self.product];
+        [self.gate, self.up, self.grad].into_iter().chain(optional.into_iter().flatten())
     }
+
+    /// # Safety
+    /// As [`Pass::block`].
     #[inline(always)]
-    fn mul(self, other: f32) -> f32 {
-        self * other
-    }
-    #[inline(always)]
-    fn mul_one_plus(self, a: f32, b: f32) -> f32 {
-        self * (1.0 + a * b)
+    unsafe fn block<T: Element, const N: usize>(&self, row: usize, column: usize) {
+        // SAFETY: as the caller says.
+        unsafe {
+            let mut g = load::<T, N>(at(self.gate, row, column));
+            let mut u = load::<T, N>(at(self.up, row, column));
+            let mut d = load::<T, N>(at(self.grad, row, column));
+            let mut s = [T::Compute::ZERO; N];
+            let mut slope = [T::Compute::ZERO; N];
+            for i in 0..N {
+                let (sigmoid, rest) = g[i].sigmoid();
+                s[i] = g[i] * sigmoid;
+                slope[i] = sigmoid * (T::Compute::ONE + g[i] * rest);
+            }
+            if let Some(silu) = self.silu {
+                s = load::<T, N>(at(silu, row, column));
+            }
+            for i in 0..N {
+                g[i] = d[i] * u[i] * slope[i];
+                u[i] = s[i] * u[i];
+                d[i] = d[i] * s[i];
+            }
+            if let Some(gate_grad) = self.gate_grad {
+                store::<T, N>(at(gate_grad, row, column), &g);
+            }
+            if let Some(up_grad) = self.up_grad {
+                store::<T, N>(at(up_grad, row, column), &d);
+            }
+            if let Some(product) = self.product {
+                store::<T, N>(at(product, row, column), &u);
+            }
+        }
     }
 }
 
-impl Real for f64 {
-    #[inline(always)]
-    fn sigmoid(self) -> (f64, f64) {
-        let sigmoid = 1.0 / (1.0 + (-self).exp());
-        (sigmoid, 1.0 - sigmoid)
-    }
-    #[inline(always)]
-    fn mul(self, other: f64) -> f64 {
-        self * other
-    }
-    #[inline(always)]
-    fn mul_one_plus(self, a: f64, b: f64) -> f64 {
-        self * (1.0 + a * b)
-    }
-}
-
-/// eˣ in fp32 within two units in the last place, for x between −88 and 88, and the nearer end's value beyond.
-///
-/// x = n·ln 2 + r with |r| ≤ ln 2 / 2; eʳ is a polynomial of degree 6 (Cephes' `expf`), 2ⁿ is set into the exponent.
 #[inline(always)]
-#[allow(clippy::excessive_precision, reason = "the constants are those of the source")]
-fn exp(x: f32) -> f32 {
-    /// Adding 1.5·2²³ rounds to an integer, which then stands in the low bits.
-    const ROUND: f32 = 12_582_912.0;
-    let x = x.clamp(-87.0, 88.0);
-    let shifted = x * std::f32::consts::LOG2_E + ROUND;
-    let n = shifted - ROUND;
-    let r = x - n * 0.693_359_375 - n * -2.121_944_4e-4;
-    let p = 1.987_569_15e-4;
-    let p = p * r + 1.398_199_950_7e-3;
-    let p = p * r + 8.333_451_907_3e-3;
-    let p = p * r + 4.166_579_589_4e-2;
-    let p = p * r + 1.666_666_545_9e-1;
-    let p = p * r + 5.000_000_120_1e-1;
-    let power = f32::from_bits(shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127) << 23);
-    (p * r * r + r + 1.0) * power
+fn at<T>(matrix: Rows, row: usize, column: usize) -> *mut T {
+    (matrix.pointer as *mut T).wrapping_add(row * matrix.row_stride + column)
 }
 
-/// `silu = SiLU(gate)` where given, `product = SiLU(gate)·up`.
+/// Runs a pass over all elements, in parallel when there are enough of them.
 ///
 /// # Safety
-/// All have one shape and element type `T`; each output is one input's very memory, or apart from every other argument.
-pub(super) unsafe fn forward<T: Element>(
-    gate: Rows,
-    up: Rows,
-    silu: Option<Rows>,
-    product: Rows,
-) -> Result<()> {
-    let all = [Some(gate), Some(up), silu, Some(product)];
-    for_each_piece(&all, |row, column, count| {
-        // SAFETY: the piece lies in every matrix, and no other task has it.
-        unsafe {
-            for offset in (column..column + count).step_by(BLOCK) {
-                let n = BLOCK.min(column + count - offset);
-                let (mut g, mut u) = (load::<T>(gate, row, offset, n), load::<T>(up, row, offset, n));
-                for i in 0..BLOCK {
-                    g[i] = g[i].mul(g[i].sigmoid().0);
-                    u[i] = u[i].mul(g[i]);
-                }
-                if let Some(silu) = silu {
-                    store::<T>(silu, row, offset, n, &g);
-                }
-                store::<T>(product, row, offset, n, &u);
-            }
-        }
-    })
-}
-
-/// In place, from the gradient `d` of the product, with σ = sigmoid(gate) and s = SiLU(gate):
-/// gate ← d·up·σ·(1 + gate·(1 − σ)), up ← d·s, d ← s·up.
-///
-/// # Safety
-/// All have one shape and element type `T`, and are apart from each other.
-pub(super) unsafe fn backward<T: Element>(
-    gate: Rows,
-    up: Rows,
-    silu: Option<Rows>,
-    grad: Rows,
-) -> Result<()> {
-    let all = [Some(gate), Some(up), silu, Some(grad)];
-    for_each_piece(&all, |row, column, count| {
-        // SAFETY: the piece lies in every matrix, and no other task has it.
-        unsafe {
-            for offset in (column..column + count).step_by(BLOCK) {
-                let n = BLOCK.min(column + count - offset);
-                let (mut g, mut u) = (load::<T>(gate, row, offset, n), load::<T>(up, row, offset, n));
-                let mut d = load::<T>(grad, row, offset, n);
-                let kept = silu.map(|silu| load::<T>(silu, row, offset, n));
-                let mut s = [T::Compute::default(); BLOCK];
-                let mut slope = [T::Compute::default(); BLOCK];
-                for i in 0..BLOCK {
-                    let (sigmoid, rest) = g[i].sigmoid();
-                    s[i] = g[i].mul(sigmoid);
-                    slope[i] = sigmoid.mul_one_plus(g[i], rest);
-                }
-                if let Some(kept) = kept {
-                    s = kept;
-                }
-                for i in 0..BLOCK {
-                    g[i] = d[i].mul(u[i]).mul(slope[i]);
-                    let product = s[i].mul(u[i]);
-                    u[i] = d[i].mul(s[i]);
-                    d[i] = product;
-                }
-                store::<T>(gate, row, offset, n, &g);
-                store::<T>(up, row, offset, n, &u);
-                store::<T>(grad, row, offset, n, &d);
-            }
-        }
-    })
-}
-
-/// Runs `work(row, first column, count)` over pieces that cover a matrix, in parallel when there is enough of it.
-fn for_each_piece(matrices: &[Option<Rows>], work: impl Fn(usize, usize, usize) + Sync) -> Result<()> {
-    let first = matrices[0].expect("the first matrix is always given");
-    let dense = matrices.iter().flatten().all(|m| m.row_stride == m.columns || m.rows == 1);
-    let (rows, columns) = if dense { (1, first.rows * first.columns) } else { (first.rows, first.columns) };
+/// The matrices have one shape and elements of type `T`, and are the caller's alone during the call; each output is one
+/// input's very memory, or apart from every other matrix.
+pub(super) unsafe fn run<T: Element>(pass: impl Pass) -> Result<()> {
+    let Some(Rows { rows, columns, .. }) = pass.matrices().next() else { return Ok(()) };
+    let dense = pass.matrices().all(|m| m.row_stride == m.columns || m.rows == 1);
+    let (rows, columns) = if dense { (1, rows * columns) } else { (rows, columns) };
     let pieces = columns.div_ceil(TASK);
     let run = |index: usize| {
-        let (row, column) = (index / pieces, index % pieces * TASK);
-        simd::arch().dispatch(|| work(row, column, TASK.min(columns - column)));
+        let (row, from) = (index / pieces, index % pieces * TASK);
+        let to = columns.min(from + TASK);
+        simd::arch().dispatch(Piece { pass, row, from, to, element: PhantomData::<T> });
     };
     let total = rows * pieces;
     // A task has so many pieces that it is worth its start.
@@ -215,49 +144,24 @@ fn for_each_piece(matrices: &[Option<Rows>], work: impl Fn(usize, usize, usize) 
     })
 }
 
-/// # Safety
-/// `columns` from `column` on lie in row `row` of a matrix of `T`.
-#[inline(always)]
-unsafe fn load<T: Element>(matrix: Rows, row: usize, column: usize, count: usize) -> [T::Compute; BLOCK] {
-    let mut raw = [T::default(); BLOCK];
-    let start = (matrix.pointer as *const T).wrapping_add(row * matrix.row_stride + column);
-    // SAFETY: the caller says that the elements are there; the block is this function's own.
-    unsafe {
-        if count == BLOCK {
-            // A constant length, so that the copy is a few vector moves and no call.
-            std::ptr::copy_nonoverlapping(start, raw.as_mut_ptr(), BLOCK);
-        } else {
-            std::ptr::copy_nonoverlapping(start, raw.as_mut_ptr(), count);
-        }
-    }
-    let mut wide = [T::Compute::default(); BLOCK];
-    for i in 0..BLOCK {
-        wide[i] = raw[i].widen();
-    }
-    wide
+/// Part of a row that nobody else works on. A type and not a closure, so that it is inlined into the code for each processor.
+struct Piece<P, T> {
+    pass: P,
+    row: usize,
+    from: usize,
+    to: usize,
+    element: PhantomData<T>,
 }
 
-/// # Safety
-/// As [`load`]; nobody else reads or writes these elements now.
-#[inline(always)]
-unsafe fn store<T: Element>(
-    matrix: Rows,
-    row: usize,
-    column: usize,
-    count: usize,
-    values: &[T::Compute; BLOCK],
-) {
-    let mut raw = [T::default(); BLOCK];
-    for i in 0..BLOCK {
-        raw[i] = T::round(values[i]);
-    }
-    let start = (matrix.pointer as *mut T).wrapping_add(row * matrix.row_stride + column);
-    // SAFETY: the caller says that the elements are there and nobody else's now.
-    unsafe {
-        if count == BLOCK {
-            std::ptr::copy_nonoverlapping(raw.as_ptr(), start, BLOCK);
-        } else {
-            std::ptr::copy_nonoverlapping(raw.as_ptr(), start, count);
-        }
+impl<P: Pass, T: Element> WithSimd for Piece<P, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self { pass, row, from, to, .. } = self;
+        blocks!(BLOCK, from, to, |column, N| {
+            // SAFETY: `run`'s caller says what the matrices are, and `run` gives each piece to one task.
+            unsafe { pass.block::<T, N>(row, column) };
+        });
     }
 }

@@ -1,14 +1,8 @@
 //! Element types, and blocks of them in registers.
 
-use std::ops::{Add, AddAssign, Mul, Sub};
-
 use half::{bf16, f16};
 
-use super::vector::Vectors;
-
-/// Elements computed at once: two AVX-512 registers of fp32, few enough for three sums and their operands to stay in
-/// registers.
-pub(in crate::sys) const BLOCK: usize = 32;
+use super::real::Real;
 
 /// An element type of a matrix.
 pub(in crate::sys) trait Element: Copy + Default + Send + Sync + 'static {
@@ -26,30 +20,8 @@ pub(in crate::sys) trait Element: Copy + Default + Send + Sync + 'static {
     }
 }
 
-/// A type that is computed in.
-pub(in crate::sys) trait Real:
-    Element<Compute = Self>
-    + Vectors
-    + Into<f64>
-    + Add<Output = Self>
-    + Sub<Output = Self>
-    + Mul<Output = Self>
-    + AddAssign
-{
-    const ONE: Self;
-    fn from_f64(value: f64) -> Self;
-}
-
-macro_rules! real {
+macro_rules! computed_in {
     ($real:ty) => {
-        impl Real for $real {
-            const ONE: Self = 1.0;
-            #[inline(always)]
-            fn from_f64(value: f64) -> Self {
-                value as $real
-            }
-        }
-
         impl Element for $real {
             type Compute = $real;
             #[inline(always)]
@@ -72,8 +44,8 @@ macro_rules! real {
     };
 }
 
-real!(f32);
-real!(f64);
+computed_in!(f32);
+computed_in!(f64);
 
 impl Element for bf16 {
     type Compute = f32;
@@ -156,27 +128,12 @@ pub(in crate::sys) unsafe fn store<T: Element, const N: usize>(pointer: *mut T, 
     unsafe { pointer.cast::<[T; N]>().write_unaligned(raw) };
 }
 
-/// The sum of all lanes, by halves.
-#[inline(always)]
-pub(in crate::sys) fn total<C: Real>(lanes: [C; BLOCK]) -> f64 {
-    let mut half = [C::default(); BLOCK / 2];
-    for i in 0..BLOCK / 2 {
-        half[i] = lanes[i] + lanes[i + BLOCK / 2];
-    }
-    let mut quarter = [C::default(); BLOCK / 4];
-    for i in 0..BLOCK / 4 {
-        quarter[i] = half[i] + half[i + BLOCK / 4];
-    }
-    let q = quarter;
-    (((q[0] + q[4]) + (q[1] + q[5])) + ((q[2] + q[6]) + (q[3] + q[7]))).into()
-}
-
-/// Runs the body over `from..to`: in blocks, then in shorter ones, then one by one. `$n` is a constant in each.
+/// Runs the body over `from..to`: in blocks of `$block` elements, then of eight, then one by one. `$n` is a constant in each.
 macro_rules! blocks {
-    ($from:expr, $to:expr, |$at:ident, $n:ident| $body:block) => {{
+    ($block:expr, $from:expr, $to:expr, |$at:ident, $n:ident| $body:block) => {{
         let (mut $at, end): (usize, usize) = ($from, $to);
-        while $at + $crate::sys::norm::element::BLOCK <= end {
-            const $n: usize = $crate::sys::norm::element::BLOCK;
+        while $at + $block <= end {
+            const $n: usize = $block;
             $body
             $at += $n;
         }
