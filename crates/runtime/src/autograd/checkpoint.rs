@@ -16,9 +16,12 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
+use super::engine::{GradMode, Keep, backward_with};
+use super::function::{Backward, Forward, Function, apply_always};
+use super::park::{Park, Parked};
 use super::retain::{self, Within};
-use super::{Backward, Forward, Function, GradMode, Keep, Park, Parked, Settings, Surroundings};
-use super::{apply_always, backward_with};
+use super::settings::Settings;
+use super::surroundings::Surroundings;
 use crate::error::{Error, Result};
 
 /// How a segment is checkpointed.

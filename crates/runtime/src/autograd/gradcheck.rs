@@ -7,7 +7,7 @@ use std::fmt;
 
 use tch::{Kind, Tensor};
 
-use super::{GradMode, Keep, backward_with};
+use super::engine::{GradMode, Keep, backward_with};
 use crate::error::{Error, Result};
 
 /// Tolerances of [`gradcheck`].

@@ -3,7 +3,7 @@
 use tch::{Device, Tensor};
 
 use super::{active, kept};
-use crate::autograd::{Backward, Forward, Function, apply};
+use crate::autograd::function::{Backward, Forward, Function, apply};
 use crate::error::{Error, Result};
 use crate::ops::{Value, call, tensors};
 

@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use super::{active, kept};
-use crate::autograd::{Backward, Forward, Function, apply};
+use crate::autograd::function::{Backward, Forward, Function, apply};
 use crate::error::Result;
 
 /// x·Wᵀ + b over the last dimension: x `[…, in]`, W `[out, in]`, b `[out]`, of one dtype. libtorch's operator; inside a
