@@ -1,111 +1,50 @@
-//! The little Markdown that an experiment's `about` is written in, as HTML.
+//! The Markdown that an experiment's `about` is written in, as HTML.
 //!
-//! Paragraphs, lists with `-`, fenced code, `code`, **strong**, *emphasis* and [links](https://example.org). Anything
-//! else, HTML too, is shown as it is written.
+//! CommonMark, but HTML is shown as it is written, a picture as its words, and a link leads to the web, to this page or to a
+//! file of the report, so that a page runs no script and loads nothing from elsewhere.
 
-use crate::plot::escape;
+use pulldown_cmark::{Event, Parser, Tag, TagEnd, html::push_html};
 
 /// The paragraphs and lists of `text` as HTML.
 pub fn html(text: &str) -> String {
     let mut html = String::new();
-    let mut block: Vec<&str> = Vec::new();
-    let mut code: Option<Vec<&str>> = None;
-    for line in text.lines().chain([""]) {
-        if line.trim_start().starts_with("```") {
-            html += &paragraph(&std::mem::take(&mut block));
-            match code.take() {
-                None => code = Some(Vec::new()),
-                Some(lines) => html += &pre(&lines),
-            }
-        } else if let Some(lines) = &mut code {
-            lines.push(line);
-        } else if line.trim().is_empty() {
-            html += &paragraph(&std::mem::take(&mut block));
-        } else {
-            block.push(line);
-        }
-    }
-    // A fence without its end still shows what is in it.
-    html + &code.map(|lines| pre(&lines)).unwrap_or_default()
-}
-
-fn pre(lines: &[&str]) -> String {
-    format!(
-        "<pre><code>{}</code></pre>\n",
-        lines.iter().map(|line| escape(line)).collect::<Vec<_>>().join("\n")
-    )
-}
-
-fn item(line: &str) -> Option<&str> {
-    let line = line.trim_start();
-    line.strip_prefix("- ").or_else(|| line.strip_prefix("* "))
-}
-
-fn paragraph(lines: &[&str]) -> String {
-    let start = lines.iter().position(|line| item(line).is_some()).unwrap_or(lines.len());
-    let (words, list) = lines.split_at(start);
-    let mut html = String::new();
-    if !words.is_empty() {
-        html += &format!("<p>{}</p>\n", inline(&words.join(" ")));
-    }
-    if !list.is_empty() {
-        let mut items: Vec<String> = Vec::new();
-        for line in list {
-            match (item(line), items.last_mut()) {
-                (None, Some(last)) => *last += &format!(" {}", line.trim()),
-                (text, _) => items.push(text.unwrap_or(line).to_owned()),
-            }
-        }
-        let items = items.iter().map(|item| format!("<li>{}</li>\n", inline(item)));
-        html += &format!("<ul>\n{}</ul>\n", items.collect::<String>());
-    }
+    push_html(&mut html, events(text).into_iter());
     html
 }
 
 /// The marks within one line of text as HTML.
 pub fn inline(text: &str) -> String {
     let mut html = String::new();
-    let mut rest = text;
-    while let Some(at) = rest.find(['`', '*', '[']) {
-        let (before, from) = rest.split_at(at);
-        html += &escape(before);
-        let (shown, after) = code(from)
-            .or_else(|| strong(from))
-            .or_else(|| emphasis(from))
-            .or_else(|| link(from))
-            .unwrap_or_else(|| (from[..1].to_owned(), &from[1..]));
-        html += &shown;
-        rest = after;
-    }
-    html + &escape(rest)
+    let paragraph =
+        |event: &Event<'_>| matches!(event, Event::Start(Tag::Paragraph) | Event::End(TagEnd::Paragraph));
+    push_html(&mut html, events(text).into_iter().filter(|event| !paragraph(event)));
+    html
 }
 
-type Marked<'a> = Option<(String, &'a str)>;
-
-fn code(text: &str) -> Marked<'_> {
-    let (inside, after) = text.strip_prefix('`')?.split_once('`')?;
-    Some((format!("<code>{}</code>", escape(inside)), after))
+fn events(text: &str) -> Vec<Event<'_>> {
+    // Whether each link that is open at an event is shown as one.
+    let mut links = Vec::new();
+    let shown = Parser::new(text).filter_map(|event| match event {
+        Event::Start(Tag::Link { ref dest_url, .. }) => {
+            let safe = is_safe(dest_url);
+            links.push(safe);
+            safe.then_some(event)
+        }
+        Event::End(TagEnd::Link) => links.pop().unwrap_or(false).then_some(event),
+        Event::Start(Tag::Image { .. }) | Event::End(TagEnd::Image) => None,
+        Event::Start(Tag::HtmlBlock) => Some(Event::Start(Tag::Paragraph)),
+        Event::End(TagEnd::HtmlBlock) => Some(Event::End(TagEnd::Paragraph)),
+        Event::Html(html) | Event::InlineHtml(html) => Some(Event::Text(html)),
+        Event::SoftBreak => Some(Event::Text(" ".into())),
+        event => Some(event),
+    });
+    shown.collect()
 }
 
-fn strong(text: &str) -> Marked<'_> {
-    let (inside, after) = text.strip_prefix("**")?.split_once("**")?;
-    Some((format!("<strong>{}</strong>", inline(inside)), after))
-}
-
-fn emphasis(text: &str) -> Marked<'_> {
-    let (inside, after) = text.strip_prefix('*')?.split_once('*')?;
-    // `2 * 3 * 4` is arithmetic.
-    let words = !inside.is_empty() && !inside.starts_with(' ') && !inside.ends_with(' ');
-    words.then(|| (format!("<em>{}</em>", inline(inside)), after))
-}
-
-fn link(text: &str) -> Marked<'_> {
-    let (name, rest) = text.strip_prefix('[')?.split_once("](")?;
-    let (target, after) = rest.split_once(')')?;
-    // Only what cannot run a script: the web, this page, and files of the report.
-    let scheme = target.split(['/', '?', '#']).next()?.contains(':');
-    let safe = target.starts_with("https://") || target.starts_with("http://") || !scheme;
-    safe.then(|| (format!("<a href=\"{}\">{}</a>", escape(target), inline(name)), after))
+/// Only what cannot run a script: the web, this page, and files of the report.
+fn is_safe(target: &str) -> bool {
+    let scheme = target.split(['/', '?', '#']).next().is_some_and(|start| start.contains(':'));
+    target.starts_with("https://") || target.starts_with("http://") || !scheme
 }
 
 #[cfg(test)]
@@ -120,15 +59,18 @@ mod tests {
             ("**a *b* c**", "<p><strong>a <em>b</em> c</strong></p>\n"),
             ("2 * 3 * 4", "<p>2 * 3 * 4</p>\n"),
             ("[a](https://e.org/?x&y)", "<p><a href=\"https://e.org/?x&amp;y\">a</a></p>\n"),
-            ("[a](javascript:x)", "<p>[a](javascript:x)</p>\n"),
+            ("[a](javascript:x)", "<p>a</p>\n"),
+            ("![a](https://e.org/a.png)", "<p>a</p>\n"),
             ("see:\n- one\n  more\n- two", "<p>see:</p>\n<ul>\n<li>one more</li>\n<li>two</li>\n</ul>\n"),
-            ("```\na  < b\n\n**c**\n```", "<pre><code>a  &lt; b\n\n**c**</code></pre>\n"),
-            ("```\nnever closed", "<pre><code>never closed\n</code></pre>\n"),
+            ("```\na  < b\n\n**c**\n```", "<pre><code>a  &lt; b\n\n**c**\n</code></pre>\n"),
+            ("```\nnever closed", "<pre><code>never closed</code></pre>\n"),
             ("a ` b * c [ d", "<p>a ` b * c [ d</p>\n"),
-            ("<b>&amp;", "<p>&lt;b&gt;&amp;amp;</p>\n"),
+            ("<b>&amp;", "<p>&lt;b&gt;&amp;</p>\n"),
+            ("<script>\nx\n</script>", "<p>&lt;script&gt;\nx\n&lt;/script&gt;</p>\n"),
             ("", ""),
         ] {
             assert_eq!(html(markdown), expected, "{markdown}");
         }
+        assert_eq!(inline("a *b* < `c`"), "a <em>b</em> &lt; <code>c</code>");
     }
 }

@@ -33,6 +33,7 @@
 //! ```
 
 mod load;
+mod template;
 mod view;
 
 use serde::Deserialize;
@@ -40,6 +41,8 @@ use serde::Deserialize;
 use crate::cli::Scale;
 use crate::filter::Filter;
 pub use load::{FOLDER, SpecError};
+pub use template::Template;
+pub(crate) use template::{Piece, Quantity};
 pub use view::{Finding, Plot, PlotKind, Table};
 
 /// Everything that the crates of a workspace register.

@@ -3,8 +3,8 @@
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 
+use super::Template;
 use crate::filter::Filter;
-use crate::finding::Template;
 
 /// A table: one row per combination of case keys, one column per metric.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
