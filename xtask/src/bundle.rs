@@ -9,9 +9,9 @@ use anyhow::{Context, Result, bail};
 use report::Specs;
 
 use crate::cargo::{self, Executable};
-use crate::house::{BundledTest, House, MANIFEST, Manifest};
 use crate::programs::packages;
 use crate::torch::Pair;
+use crate::workspace::{BundledTest, MANIFEST, Manifest, Workspace};
 use crate::{revision, setup};
 use archive::Entry;
 
@@ -32,23 +32,23 @@ pub(crate) struct Args {
     out: Option<PathBuf>,
 }
 
-pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
-    house.need_sources("bundle")?;
+pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
+    workspace.need_sources("bundle")?;
     let start = Instant::now();
-    let specs = Specs::load(&house.root)?;
-    let pair = house.pair()?;
-    setup::ensure(house, None)?;
+    let specs = Specs::load(&workspace.root)?;
+    let pair = workspace.pair()?;
+    setup::ensure(workspace, None)?;
     let experiments = specs.experiments.iter().map(|e| &*e.package);
     let comparisons = specs.comparisons.iter().map(|c| &*c.package);
     // The product measures nothing by itself; its tests run it.
     let mut wanted = packages(experiments.chain(comparisons).chain(["frugal"]));
     wanted.push("xtask".into());
-    let programs = cargo::build_programs(house, &wanted)?;
-    let tests = tests(house)?;
+    let programs = cargo::build_programs(workspace, &wanted)?;
+    let tests = tests(workspace)?;
 
     let mut entries = Vec::new();
     let mut manifest =
-        Manifest { revision: revision::current(house), torch: pair.torch.into(), ..Manifest::default() };
+        Manifest { revision: revision::current(workspace), torch: pair.torch.into(), ..Manifest::default() };
     for (name, path) in programs {
         let place = Path::new("bin").join(&name);
         entries.push(Entry::program(&place, path));
@@ -64,15 +64,16 @@ pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
     let text = serde_json::to_string_pretty(&manifest).context("a manifest is plain data")?;
     entries.push(Entry::text(&Path::new("bin").join(MANIFEST), text, false));
     entries.push(Entry::text(Path::new("run.sh"), script(pair), true));
-    let shared = archive::shared_files(&house.root)?;
-    entries.extend(shared.into_iter().map(|file| Entry::file(&file, house.root.join(&file))));
+    let shared = archive::shared_files(&workspace.root)?;
+    entries.extend(shared.into_iter().map(|file| Entry::file(&file, workspace.root.join(&file))));
     archive::check_listing(&entries)?;
 
-    let own = house.root.join(".bundle/frugal-bundle.tar.xz");
+    let own = workspace.root.join(".bundle/frugal-bundle.tar.xz");
     let out = match &args.out {
         Some(out) => out,
         None => {
-            std::fs::create_dir_all(own.parent().unwrap_or(&house.root)).context("cannot create .bundle")?;
+            std::fs::create_dir_all(own.parent().unwrap_or(&workspace.root))
+                .context("cannot create .bundle")?;
             &own
         }
     };
@@ -110,15 +111,15 @@ fn mib(bytes: u64) -> f64 {
 }
 
 /// The release tests of the packages that link libtorch; the others do not depend on the machine.
-fn tests(house: &House) -> Result<Vec<Executable>> {
-    let packages = cargo::packages_with_torch(house)?;
+fn tests(workspace: &Workspace) -> Result<Vec<Executable>> {
+    let packages = cargo::packages_with_torch(workspace)?;
     if packages.is_empty() {
         return Ok(Vec::new());
     }
     let mut args = vec!["test", "--release", "--no-run"];
     args.extend(packages.iter().flat_map(|package| ["--package", package]));
     let mut tests: Vec<Executable> =
-        cargo::executables(house, &args)?.into_iter().filter(|e| e.test).collect();
+        cargo::executables(workspace, &args)?.into_iter().filter(|e| e.test).collect();
     tests.sort_by(|a, b| (&a.package, &a.name).cmp(&(&b.package, &b.name)));
     Ok(tests)
 }

@@ -8,23 +8,23 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-use crate::house::House;
 use crate::torch::Pair;
+use crate::workspace::Workspace;
 
 /// Returns a cargo command in the checkout, whose programs find libtorch.
-pub(crate) fn command(house: &House) -> Command {
+pub(crate) fn command(workspace: &Workspace) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    command.current_dir(&house.root);
-    with_libtorch(&mut command, house);
+    command.current_dir(&workspace.root);
+    with_libtorch(&mut command, workspace);
     command
 }
 
 /// Lets the programs that `command` runs find libtorch, wherever they were built.
-pub(crate) fn with_libtorch(command: &mut Command, house: &House) {
-    if house.bundle.is_some() {
+pub(crate) fn with_libtorch(command: &mut Command, workspace: &Workspace) {
+    if workspace.bundle.is_some() {
         return;
     }
-    let link = house.libtorch();
+    let link = workspace.libtorch();
     command.env("LD_LIBRARY_PATH", search_path(&link.join("lib"), std::env::var_os("LD_LIBRARY_PATH")));
     // The outer cargo sets it from the configuration. Passed on, it would look to the inner cargo like a changed
     // environment, and the bindings would be compiled again.
@@ -56,13 +56,16 @@ pub(crate) struct Executable {
 }
 
 /// Builds the release programs of `packages`, with cargo's own progress on the terminal.
-pub(crate) fn build_programs(house: &House, packages: &[String]) -> Result<BTreeMap<String, PathBuf>> {
+pub(crate) fn build_programs(
+    workspace: &Workspace,
+    packages: &[String],
+) -> Result<BTreeMap<String, PathBuf>> {
     if packages.is_empty() {
         return Ok(BTreeMap::new());
     }
     let mut args: Vec<&str> = vec!["build", "--release", "--bins"];
     args.extend(packages.iter().flat_map(|package| ["--package", package]));
-    let made = executables(house, &args)?;
+    let made = executables(workspace, &args)?;
     let programs: BTreeMap<_, _> = made.into_iter().filter(|e| !e.test).map(|e| (e.name, e.path)).collect();
     match packages.iter().find(|package| !programs.contains_key(*package)) {
         Some(package) => bail!("the package {package} has no binary of its own name"),
@@ -71,9 +74,9 @@ pub(crate) fn build_programs(house: &House, packages: &[String]) -> Result<BTree
 }
 
 /// Runs a building cargo command and collects the executables that it names.
-pub(crate) fn executables(house: &House, args: &[&str]) -> Result<Vec<Executable>> {
+pub(crate) fn executables(workspace: &Workspace, args: &[&str]) -> Result<Vec<Executable>> {
     eprintln!("build: cargo {}", args.join(" "));
-    let mut command = command(house);
+    let mut command = command(workspace);
     command.args(args).arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
     let output =
         command.spawn().and_then(std::process::Child::wait_with_output).context("cannot run cargo")?;
@@ -116,8 +119,8 @@ fn executable_of(line: &str) -> Option<Executable> {
 }
 
 /// Locks the `tch` of `pair` in `Cargo.lock` and changes nothing else.
-pub(crate) fn lock_tch(house: &House, pair: &Pair) -> Result<()> {
-    let mut command = command(house);
+pub(crate) fn lock_tch(workspace: &Workspace, pair: &Pair) -> Result<()> {
+    let mut command = command(workspace);
     command.args(["update", "tch", "torch-sys", "--precise", pair.tch]);
     if !command.status().context("cannot run cargo update")?.success() {
         bail!(
@@ -146,8 +149,8 @@ struct Dependency {
 }
 
 /// The workspace's packages that link libtorch.
-pub(crate) fn packages_with_torch(house: &House) -> Result<Vec<String>> {
-    let mut command: Command = command(house);
+pub(crate) fn packages_with_torch(workspace: &Workspace) -> Result<Vec<String>> {
+    let mut command: Command = command(workspace);
     let output = command.args(["metadata", "--no-deps", "--offline", "--format-version", "1"]).output();
     let output = output.context("cannot run cargo metadata")?;
     if !output.status.success() {

@@ -14,13 +14,13 @@ use report::{Case, Record, RunOutcome, RunState, Specs};
 
 use crate::device::Device;
 use crate::display::{Display, duration};
-use crate::house::House;
 use crate::interrupt::Interrupt;
 use crate::pages::Folder;
 use crate::programs::{Programs, packages, select};
 use crate::run_all::show_failure;
 use crate::runner::{self, Ending, Step};
 use crate::stamp::{Setting, Stamp};
+use crate::workspace::Workspace;
 use peers::Pythons;
 
 /// What to compare, and where.
@@ -43,17 +43,17 @@ pub(crate) struct Args {
     out: Option<PathBuf>,
 }
 
-pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
+pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     args.device.check()?;
-    let specs = Specs::load(&house.root)?;
+    let specs = Specs::load(&workspace.root)?;
     let chosen = select("comparison", &specs.comparisons, |c| c.name.as_str(), &args.only)?;
-    let folder = Folder::new(house, args.out.as_deref())?;
+    let folder = Folder::new(workspace, args.out.as_deref())?;
     folder.create()?;
-    let pythons = Pythons::ready(house, args.python.as_deref(), &chosen)?;
-    let programs = Programs::ready(house, &packages(chosen.iter().map(|c| &*c.package)), args.device)?;
+    let pythons = Pythons::ready(workspace, args.python.as_deref(), &chosen)?;
+    let programs = Programs::ready(workspace, &packages(chosen.iter().map(|c| &*c.package)), args.device)?;
     let turns = Turns {
         args,
-        house,
+        workspace,
         folder: &folder,
         programs: &programs,
         pythons,
@@ -109,7 +109,7 @@ fn attribute(mut record: Record, comparison: &str, side: Side, round: u32) -> Re
 
 struct Turns<'a> {
     args: &'a Args,
-    house: &'a House,
+    workspace: &'a Workspace,
     folder: &'a Folder,
     programs: &'a Programs<'a>,
     pythons: Pythons,
@@ -197,7 +197,7 @@ impl Turns<'_> {
                 command
             }
             Side::Peer => {
-                let script = self.house.peers().join(&comparison.peer);
+                let script = self.workspace.peers().join(&comparison.peer);
                 if !script.exists() {
                     bail!(
                         "the comparison {} names the peer {}, which does not exist",
@@ -208,7 +208,9 @@ impl Turns<'_> {
                 let mut command = Command::new(self.pythons.with(comparison.peer_torch));
                 command.arg(script).args(&comparison.peer_args);
                 command.env("PYTHONDONTWRITEBYTECODE", "1").env("PYTHONUNBUFFERED", "1");
-                command.env(crate::revision::VARIABLE, &self.programs.revision).current_dir(&self.house.root);
+                command
+                    .env(crate::revision::VARIABLE, &self.programs.revision)
+                    .current_dir(&self.workspace.root);
                 // For a peer that runs our program on files it has written.
                 let program = self.programs.command(&comparison.package)?;
                 command.env("FRUGAL_PROGRAM", program.get_program());

@@ -4,13 +4,13 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-use crate::house::House;
+use crate::workspace::Workspace;
 use crate::{cargo, setup};
 
-pub(crate) fn run(house: &House) -> Result<()> {
-    house.need_sources("lint")?;
+pub(crate) fn run(workspace: &Workspace) -> Result<()> {
+    workspace.need_sources("lint")?;
     // Clippy and rustdoc check the crates that link libtorch too, and their build scripts need it.
-    setup::ensure(house, None)?;
+    setup::ensure(workspace, None)?;
     let documentation_flags = format!("{} -D warnings", std::env::var("RUSTDOCFLAGS").unwrap_or_default());
     let checks: [(&str, &[&str]); 3] = [
         ("formatting", &["fmt", "--all", "--check"]),
@@ -20,13 +20,13 @@ pub(crate) fn run(house: &House) -> Result<()> {
     let mut failed = Vec::new();
     for (what, args) in checks {
         eprintln!("lint: cargo {}", args.join(" "));
-        let mut command: Command = cargo::command(house);
+        let mut command: Command = cargo::command(workspace);
         command.args(args).env("RUSTDOCFLAGS", documentation_flags.trim());
         if !command.status().context("cannot run cargo")?.success() {
             failed.push(what);
         }
     }
-    if !other_architecture(house)? {
+    if !other_architecture(workspace)? {
         failed.push("another architecture");
     }
     match failed.as_slice() {
@@ -48,7 +48,7 @@ const OTHER: &str = "aarch64-unknown-linux-gnu";
 
 /// Checks that what needs no libtorch, and the kernels in Rust, compile for another architecture. Where its standard library
 /// cannot be installed, prints that the check is skipped.
-fn other_architecture(house: &House) -> Result<bool> {
+fn other_architecture(workspace: &Workspace) -> Result<bool> {
     let installed = Command::new("rustup").args(["target", "add", OTHER]).output();
     if !installed.is_ok_and(|output| output.status.success()) {
         println!("skipped: the check for {OTHER}, because `rustup target add {OTHER}` fails here");
@@ -62,7 +62,7 @@ fn other_architecture(house: &House) -> Result<bool> {
     for packages in checks {
         let args = [&["check", "--target", OTHER], packages].concat();
         eprintln!("lint: cargo {}", args.join(" "));
-        let mut command = cargo::command(house);
+        let mut command = cargo::command(workspace);
         // Libraries in C are compiled for this machine: nothing is linked, and no cross compiler is asked for.
         command
             .args(args)

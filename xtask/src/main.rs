@@ -5,7 +5,7 @@
 //!
 //! | module | subject |
 //! |---|---|
-//! | [`house`] | the paths of a checkout or of an unpacked bundle |
+//! | [`workspace`] | the paths of a checkout or of an unpacked bundle |
 //! | [`torch`] | one libtorch folder: its version, and whether it reaches CUDA |
 //! | [`python`], [`venv`] | the interpreter, and private environments that survive being interrupted |
 //! | [`cargo`] | cargo as a child that finds libtorch |
@@ -19,7 +19,6 @@ mod cargo;
 mod compare;
 mod device;
 mod display;
-mod house;
 mod interrupt;
 mod lint;
 mod pages;
@@ -33,12 +32,13 @@ mod stamp;
 mod test;
 mod torch;
 mod venv;
+mod workspace;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::house::House;
+use crate::workspace::Workspace;
 
 /// Makes libtorch available, runs the experiments, renders the reports
 #[derive(Parser)]
@@ -69,15 +69,15 @@ enum Verb {
 fn main() -> ExitCode {
     let command = Command::parse();
     report::cli::run(|| {
-        let house = House::find()?;
+        let workspace = Workspace::find()?;
         match command.verb {
-            Verb::Setup(args) => setup::run(&house, &args),
-            Verb::RunAll(args) => run_all::run(&house, &args),
-            Verb::Test(args) => test::run(&house, &args),
-            Verb::Lint => lint::run(&house),
-            Verb::Report(args) => pages::run(&house, &args),
-            Verb::Compare(args) => compare::run(&house, &args),
-            Verb::Bundle(args) => bundle::run(&house, &args),
+            Verb::Setup(args) => setup::run(&workspace, &args),
+            Verb::RunAll(args) => run_all::run(&workspace, &args),
+            Verb::Test(args) => test::run(&workspace, &args),
+            Verb::Lint => lint::run(&workspace),
+            Verb::Report(args) => pages::run(&workspace, &args),
+            Verb::Compare(args) => compare::run(&workspace, &args),
+            Verb::Bundle(args) => bundle::run(&workspace, &args),
         }
     })
 }

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use report::{Record, RunOutcome, Specs};
 
-use crate::house::House;
 use crate::stamp::{self, Stamp};
+use crate::workspace::Workspace;
 
 /// The folder of the report, and the run to compare with.
 #[derive(clap::Args)]
@@ -19,9 +19,9 @@ pub(crate) struct Args {
     out: Option<PathBuf>,
 }
 
-pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
-    let folder = Folder::new(house, args.out.as_deref())?;
-    let specs = Specs::load(&house.root)?;
+pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
+    let folder = Folder::new(workspace, args.out.as_deref())?;
+    let specs = Specs::load(&workspace.root)?;
     if let Some(against) = &args.against {
         let old = read_records(&records_of(against))?;
         println!("{}", report::against::compare(&specs, &old, &folder.read()?).markdown());
@@ -44,9 +44,9 @@ pub(crate) struct Folder {
 }
 
 impl Folder {
-    pub(crate) fn new(house: &House, out: Option<&Path>) -> Result<Self> {
+    pub(crate) fn new(workspace: &Workspace, out: Option<&Path>) -> Result<Self> {
         let out = match out {
-            None => house.reports(),
+            None => workspace.reports(),
             Some(out) => {
                 std::path::absolute(out).with_context(|| format!("{} is not a usable path", out.display()))?
             }

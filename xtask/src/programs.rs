@@ -8,29 +8,29 @@ use anyhow::{Context, Result};
 
 use crate::cargo;
 use crate::device::Device;
-use crate::house::House;
+use crate::workspace::Workspace;
 use crate::{revision, setup};
 
 /// Executable programs by package.
 pub(crate) struct Programs<'a> {
-    house: &'a House,
+    workspace: &'a Workspace,
     paths: BTreeMap<String, PathBuf>,
     pub(crate) revision: String,
 }
 
 impl<'a> Programs<'a> {
     /// Makes the programs of `packages` ready.
-    pub(crate) fn ready(house: &'a House, packages: &[String], device: Device) -> Result<Self> {
-        let paths = match &house.bundle {
+    pub(crate) fn ready(workspace: &'a Workspace, packages: &[String], device: Device) -> Result<Self> {
+        let paths = match &workspace.bundle {
             Some(bundle) => {
-                bundle.programs.iter().map(|(name, path)| (name.clone(), house.root.join(path))).collect()
+                bundle.programs.iter().map(|(name, path)| (name.clone(), workspace.root.join(path))).collect()
             }
             None => {
-                setup::ensure(house, device.variant())?;
-                cargo::build_programs(house, packages)?
+                setup::ensure(workspace, device.variant())?;
+                cargo::build_programs(workspace, packages)?
             }
         };
-        Ok(Self { house, paths, revision: revision::current(house) })
+        Ok(Self { workspace, paths, revision: revision::current(workspace) })
     }
 
     pub(crate) fn path(&self, package: &str) -> Result<&Path> {
@@ -41,8 +41,8 @@ impl<'a> Programs<'a> {
     /// The program of `package` as a child that finds libtorch.
     pub(crate) fn command(&self, package: &str) -> Result<Command> {
         let mut command = Command::new(self.path(package)?);
-        cargo::with_libtorch(&mut command, self.house);
-        command.env(revision::VARIABLE, &self.revision).current_dir(&self.house.root);
+        cargo::with_libtorch(&mut command, self.workspace);
+        command.env(revision::VARIABLE, &self.revision).current_dir(&self.workspace.root);
         Ok(command)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use crate::house::House;
+use crate::workspace::Workspace;
 
 /// Environment variable by which the programs learn the revision.
 pub(crate) const VARIABLE: &str = "FRUGAL_REVISION";
@@ -10,12 +10,12 @@ pub(crate) const VARIABLE: &str = "FRUGAL_REVISION";
 /// Short git revision, with `+` when sources differ from it; empty outside a repository.
 ///
 /// Changes in `reports/` are ignored: writing a report does not change the sources.
-pub(crate) fn current(house: &House) -> String {
-    if let Some(bundle) = &house.bundle {
+pub(crate) fn current(workspace: &Workspace) -> String {
+    if let Some(bundle) = &workspace.bundle {
         return bundle.revision.clone();
     }
     let git = |args: &[&str]| {
-        let output = Command::new("git").current_dir(&house.root).args(args).output().ok();
+        let output = Command::new("git").current_dir(&workspace.root).args(args).output().ok();
         let output = output.filter(|output| output.status.success())?;
         Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
     };

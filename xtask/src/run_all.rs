@@ -10,12 +10,12 @@ use report::{RunOutcome, RunState, Specs};
 
 use crate::device::Device;
 use crate::display::{Display, duration};
-use crate::house::House;
 use crate::interrupt::Interrupt;
 use crate::pages::Folder;
 use crate::programs::{Programs, packages, select};
 use crate::runner::{self, Ending};
 use crate::stamp::{Setting, Stamp, digest, scale_name};
+use crate::workspace::Workspace;
 
 /// What to run, and where.
 #[derive(clap::Args)]
@@ -40,17 +40,17 @@ pub(crate) struct Args {
     out: Option<PathBuf>,
 }
 
-pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
+pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     args.device.check()?;
-    let specs = Specs::load(&house.root)?;
+    let specs = Specs::load(&workspace.root)?;
     let chosen = select("experiment", &specs.experiments, |e| e.name.as_str(), &args.only)?;
-    let folder = Folder::new(house, args.out.as_deref())?;
+    let folder = Folder::new(workspace, args.out.as_deref())?;
     folder.create()?;
     let (now, other): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|e| e.runs_at(args.scale));
     for experiment in other {
         eprintln!("{} is not run at scale {}", experiment.name, scale_name(args.scale));
     }
-    let programs = Programs::ready(house, &packages(now.iter().map(|e| &*e.package)), args.device)?;
+    let programs = Programs::ready(workspace, &packages(now.iter().map(|e| &*e.package)), args.device)?;
     let run = Run { args, folder: &folder, programs: &programs, interrupt: Interrupt::install()? };
     let failed = run.all(&now)?;
     folder.finish(&specs)?;

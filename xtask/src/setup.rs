@@ -2,19 +2,19 @@
 
 mod compiler;
 mod decision;
-mod surroundings;
+mod environment;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 
 use crate::cargo;
-use crate::house::House;
 use crate::torch::{Pair, Torch, Variant};
 use crate::venv::{self, Recipe};
+use crate::workspace::Workspace;
 use decision::{Decision, decide};
-pub(crate) use surroundings::{Surroundings, cache_folder, nvidia_driver};
+pub(crate) use environment::{Environment, cache_folder, nvidia_driver};
 
 /// Which libtorch is wanted.
 #[derive(clap::Args, Default)]
@@ -40,32 +40,32 @@ impl Args {
     }
 }
 
-pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
-    house.need_sources("setup")?;
+pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
+    workspace.need_sources("setup")?;
     match args.torch {
-        Some(pair) => switch(house, pair, args.wanted()),
-        None => ensure(house, args.wanted()).map(drop),
+        Some(pair) => switch(workspace, pair, args.wanted()),
+        None => ensure(workspace, args.wanted()).map(drop),
     }
 }
 
 /// Makes sure that `.libtorch` leads to a libtorch that the locked `tch` can be built against, and says so in one line.
-pub(crate) fn ensure(house: &House, wanted: Option<Variant>) -> Result<Torch> {
+pub(crate) fn ensure(workspace: &Workspace, wanted: Option<Variant>) -> Result<Torch> {
     let start = Instant::now();
-    let (torch, from) = find(house, house.pair()?, wanted)?;
-    put_in_place(house, torch, from, start)
+    let (torch, from) = find(workspace, workspace.pair()?, wanted)?;
+    put_in_place(workspace, torch, from, start)
 }
 
 /// Makes `pair` the one that is built: its libtorch, then its `tch` in `Cargo.lock`, then the link. What fails on the way
 /// leaves the lock and the link as they were.
-fn switch(house: &House, pair: &Pair, wanted: Option<Variant>) -> Result<()> {
+fn switch(workspace: &Workspace, pair: &Pair, wanted: Option<Variant>) -> Result<()> {
     let start = Instant::now();
-    let (torch, from) = find(house, pair, wanted)?;
+    let (torch, from) = find(workspace, pair, wanted)?;
     // A lock with a version that is not known here is what a switch mends.
-    let locked = house.pair().ok() == Some(pair);
+    let locked = workspace.pair().ok() == Some(pair);
     if !locked {
-        cargo::lock_tch(house, pair)?;
+        cargo::lock_tch(workspace, pair)?;
     }
-    put_in_place(house, torch, from, start)?;
+    put_in_place(workspace, torch, from, start)?;
     if locked {
         eprintln!("setup: Cargo.lock already has tch {} for torch {}", pair.tch, pair.torch);
         return Ok(());
@@ -75,16 +75,16 @@ fn switch(house: &House, pair: &Pair, wanted: Option<Variant>) -> Result<()> {
          libtorch for it, each profile once: {}. What target/ holds for another version stays there for a switch back",
         pair.tch,
         pair.torch,
-        cargo::packages_with_torch(house)?.join(", ")
+        cargo::packages_with_torch(workspace)?.join(", ")
     );
     Ok(())
 }
 
 /// The libtorch of `pair`, installed where there is none, and where it comes from.
-fn find(house: &House, pair: &Pair, wanted: Option<Variant>) -> Result<(Torch, &'static str)> {
+fn find(workspace: &Workspace, pair: &Pair, wanted: Option<Variant>) -> Result<(Torch, &'static str)> {
     compiler::check(|name| std::env::var_os(name))?;
-    let surroundings = Surroundings::of_this_process(house);
-    let (decision, notes) = decide(&surroundings, pair, wanted, &|folder| Torch::inspect(folder))?;
+    let environment = Environment::of_this_process(workspace);
+    let (decision, notes) = decide(&environment, pair, wanted)?;
     for note in notes {
         eprintln!("setup: {note}");
     }
@@ -96,8 +96,8 @@ fn find(house: &House, pair: &Pair, wanted: Option<Variant>) -> Result<(Torch, &
 }
 
 /// Links `torch` and says so.
-fn put_in_place(house: &House, torch: Torch, from: &str, start: Instant) -> Result<Torch> {
-    link(&house.libtorch(), &torch.folder)?;
+fn put_in_place(workspace: &Workspace, torch: Torch, from: &str, start: Instant) -> Result<Torch> {
+    link(&workspace.libtorch(), &torch.folder)?;
     eprintln!(
         "setup: libtorch {} ({}) in {}, linked as .libtorch ({from}, {:.1} s)",
         torch.version,
@@ -155,7 +155,7 @@ fn is_whole(folder: &Path, pair: &Pair, variant: Variant) -> bool {
 fn link(link: &Path, folder: &Path) -> Result<()> {
     let is_link = link.symlink_metadata().is_ok_and(|file| file.is_symlink());
     if !is_link && link.exists() {
-        if same_place(link, folder) {
+        if link.canonicalize().ok() == folder.canonicalize().ok() {
             return Ok(());
         }
         bail!("{} is not a link; move it away and run this again", link.display());
@@ -168,11 +168,6 @@ fn link(link: &Path, folder: &Path) -> Result<()> {
     std::os::unix::fs::symlink(folder, &new)
         .and_then(|()| std::fs::rename(&new, link))
         .with_context(|| format!("cannot make the link {}", link.display()))
-}
-
-fn same_place(a: &Path, b: &Path) -> bool {
-    let real = |path: &Path| -> Option<PathBuf> { path.canonicalize().ok() };
-    real(a).is_some() && real(a) == real(b)
 }
 
 #[cfg(test)]

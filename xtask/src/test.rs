@@ -14,7 +14,7 @@ use std::process::{Command, ExitStatus, Stdio};
 use anyhow::{Context, Result, bail};
 
 use crate::cargo::Executable;
-use crate::house::{House, Manifest};
+use crate::workspace::{Manifest, Workspace};
 use crate::{cargo, setup};
 use choices::CHOICES;
 use jobs::Job;
@@ -28,24 +28,24 @@ pub(crate) struct Args {
     extra: Vec<String>,
 }
 
-pub(crate) fn run(house: &House, args: &Args) -> Result<()> {
+pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     let mut filter = Filter::default();
-    let failed = match &house.bundle {
+    let failed = match &workspace.bundle {
         None => {
-            setup::ensure(house, None)?;
+            setup::ensure(workspace, None)?;
             if args.extra.is_empty() {
-                run_workspace(house, &mut filter)?
+                run_workspace(workspace, &mut filter)?
             } else {
                 let args = cargo_args(&args.extra);
                 eprintln!("test: cargo {}", args.join(" "));
-                let mut command = cargo::command(house);
+                let mut command = cargo::command(workspace);
                 command.args(&args);
                 with_fixtures(&mut command)?;
                 (!run_filtered(command, &mut filter)?.success())
                     .then(|| "cargo test failed; its failures are listed above".to_owned())
             }
         }
-        Some(bundle) => run_bundled(house, bundle, &args.extra, &mut filter)?,
+        Some(bundle) => run_bundled(workspace, bundle, &args.extra, &mut filter)?,
     };
     let skipped = filter.skipped();
     if !skipped.is_empty() {
@@ -70,20 +70,20 @@ fn with_fixtures(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-fn run_workspace(house: &House, filter: &mut Filter) -> Result<Option<String>> {
+fn run_workspace(workspace: &Workspace, filter: &mut Filter) -> Result<Option<String>> {
     // `--tests` links no examples; the tests that include an example compile it.
-    let mut tests = cargo::executables(house, &["test", "--workspace", "--tests", "--no-run"])?;
+    let mut tests = cargo::executables(workspace, &["test", "--workspace", "--tests", "--no-run"])?;
     tests.retain(|executable| executable.test);
     let tests = largest_first(tests);
     let flags = choices::processor_flags();
     let skipped = CHOICES.iter().filter_map(|choice| choice.missing(&flags)).collect::<Vec<_>>();
-    let jobs = plan(house, &tests, &flags);
+    let jobs = plan(workspace, &tests, &flags);
     let slots = slots();
     eprintln!("test: {}, {slots} at a time", count(jobs.len(), "executable", "executables"));
     let mut fixtures = Command::new("true");
     with_fixtures(&mut fixtures)?;
     let prepare = |command: &mut Command| {
-        cargo::with_libtorch(command, house);
+        cargo::with_libtorch(command, workspace);
         // Waiting threads of one executable leave the processor to the other.
         command.env("OMP_WAIT_POLICY", "passive");
         command.envs(fixtures.get_envs().filter_map(|(name, value)| Some((name, value?))));
@@ -92,7 +92,7 @@ fn run_workspace(house: &House, filter: &mut Filter) -> Result<Option<String>> {
 
     let args = ["test", "--workspace", "--doc", "--no-fail-fast"];
     eprintln!("test: cargo {}", args.join(" "));
-    let mut command = cargo::command(house);
+    let mut command = cargo::command(workspace);
     command.args(args);
     if !run_filtered(command, filter)?.success() {
         failed.push("documentation examples".into());
@@ -102,14 +102,14 @@ fn run_workspace(house: &House, filter: &mut Filter) -> Result<Option<String>> {
 }
 
 /// Returns every executable under the machine's own implementations, then the affected ones under each other choice.
-fn plan(house: &House, tests: &[Executable], flags: &str) -> Vec<Job> {
+fn plan(workspace: &Workspace, tests: &[Executable], flags: &str) -> Vec<Job> {
     let job = |test: &Executable, choice: Option<&choices::Choice>| Job {
         name: match choice {
             None => format!("{} of {}", test.name, test.package),
             Some(choice) => format!("{} of {} under `{}`", test.name, test.package, choice.name),
         },
         executable: test.path.clone(),
-        folder: jobs::folder(&house.root, &test.package),
+        folder: jobs::folder(&workspace.root, &test.package),
         variables: choice.map_or_else(Vec::new, |choice| {
             choice.variables.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect()
         }),
@@ -162,7 +162,7 @@ fn run_filtered(mut command: Command, filter: &mut Filter) -> Result<ExitStatus>
 
 /// Runs the prebuilt tests as [`run_workspace`] runs those that it builds.
 fn run_bundled(
-    house: &House,
+    workspace: &Workspace,
     bundle: &Manifest,
     extra: &[String],
     filter: &mut Filter,
@@ -174,21 +174,21 @@ fn run_bundled(
             name: test.name.clone(),
             package: test.package.clone(),
             test: true,
-            path: house.root.join(&test.path),
+            path: workspace.root.join(&test.path),
         })
         .collect();
-    let mut jobs = plan(house, &largest_first(tests), &choices::processor_flags());
+    let mut jobs = plan(workspace, &largest_first(tests), &choices::processor_flags());
     for job in &mut jobs {
         job.arguments.extend(extra.iter().filter(|arg| *arg != "--").cloned());
     }
     let fixtures = std::env::var_os("FRUGAL_FIXTURES")
         .filter(|path| !path.is_empty())
-        .map_or_else(|| Ok(house.root.join("data/fixtures")), std::path::absolute)
+        .map_or_else(|| Ok(workspace.root.join("data/fixtures")), std::path::absolute)
         .context("FRUGAL_FIXTURES is not a usable path")?;
     let prepare = |command: &mut Command| {
         command.env("OMP_WAIT_POLICY", "passive").env("FRUGAL_FIXTURES", &fixtures);
         for (name, path) in &bundle.programs {
-            command.env(format!("CARGO_BIN_EXE_{name}"), house.root.join(path));
+            command.env(format!("CARGO_BIN_EXE_{name}"), workspace.root.join(path));
         }
     };
     let failed = jobs::run(&jobs, slots(), prepare, filter, |line| println!("{line}"))?;
@@ -216,21 +216,21 @@ mod tests {
 
     #[test]
     fn what_depends_on_products_runs_once_for_each_choice() {
-        let house = House { root: PathBuf::from("/w"), bundle: None };
+        let workspace = Workspace { root: PathBuf::from("/w"), bundle: None };
         let test = |package: &str| Executable {
             name: "it".into(),
             package: package.into(),
             test: true,
             path: "/w/target/it".into(),
         };
-        let jobs = plan(&house, &[test("report"), test("lora")], "avx2 avx512_bf16");
+        let jobs = plan(&workspace, &[test("report"), test("lora")], "avx2 avx512_bf16");
         let names: Vec<&str> = jobs.iter().map(|job| job.name.as_str()).collect();
         let expected =
             ["it of report", "it of lora", "it of lora under `avx2`", "it of lora under `bf16 products`"];
         assert_eq!(names, expected);
         assert!(jobs[0].variables.is_empty());
         assert!(jobs[2].variables.contains(&("FRUGAL_SIMD".into(), "avx2".into())));
-        assert_eq!(plan(&house, &[test("lora")], "sse").len(), 1, "what the processor lacks is left out");
+        assert_eq!(plan(&workspace, &[test("lora")], "sse").len(), 1, "what the processor lacks is left out");
     }
 
     #[test]

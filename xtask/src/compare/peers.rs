@@ -6,24 +6,25 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use report::spec::{Comparison, PeerTorch};
 
-use crate::house::House;
 use crate::setup::cache_folder;
 use crate::torch::{Pair, public_version};
 use crate::venv::{self, Recipe};
+use crate::workspace::Workspace;
 
 /// An interpreter for each PyTorch that the chosen comparisons want.
 pub(super) struct Pythons(Vec<(PeerTorch, PathBuf)>);
 
 impl Pythons {
     /// Returns the given interpreter, else the bundle's, else those of private environments.
-    pub(super) fn ready(house: &House, given: Option<&Path>, chosen: &[&Comparison]) -> Result<Self> {
-        let file = house.peers().join("requirements.txt");
+    pub(super) fn ready(workspace: &Workspace, given: Option<&Path>, chosen: &[&Comparison]) -> Result<Self> {
+        let file = workspace.peers().join("requirements.txt");
         let text =
             std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
         let requirements = Requirements::parse(&text).with_context(|| file.display().to_string())?;
-        let pair = house.pair()?;
-        let bundled =
-            || house.bundle.is_some().then(|| std::env::var_os("FRUGAL_PYTHON").unwrap_or("python3".into()));
+        let pair = workspace.pair()?;
+        let bundled = || {
+            workspace.bundle.is_some().then(|| std::env::var_os("FRUGAL_PYTHON").unwrap_or("python3".into()))
+        };
         let given = given.map(|given| given.as_os_str().to_owned()).or_else(bundled).map(PathBuf::from);
         let mut pythons: Vec<(PeerTorch, PathBuf)> = Vec::new();
         for comparison in chosen {

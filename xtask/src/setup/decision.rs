@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 
-use super::Surroundings;
+use super::Environment;
 use crate::torch::{Pair, Torch, Variant};
 use crate::venv;
 
@@ -24,18 +24,17 @@ pub(super) enum Decision {
 /// A usable link is always kept, so that entering or leaving a virtual environment does not cause a second
 /// build; only an exported `LIBTORCH` or a flag changes it.
 pub(super) fn decide(
-    surroundings: &Surroundings,
+    environment: &Environment,
     pair: &Pair,
     wanted: Option<Variant>,
-    inspect: &dyn Fn(&Path) -> Result<Torch>,
 ) -> Result<(Decision, Vec<String>)> {
     let mut notes = Vec::new();
-    if let Some(folder) = &surroundings.libtorch {
-        return Ok((Decision::Link(exported(folder, pair, wanted, inspect)?, "from LIBTORCH"), notes));
+    if let Some(folder) = &environment.libtorch {
+        return Ok((Decision::Link(exported(folder, pair, wanted)?, "from LIBTORCH"), notes));
     }
-    match linked(&surroundings.link, pair, inspect) {
+    match linked(&environment.link, pair) {
         Some(Ok(torch)) if wanted.is_none_or(|variant| variant == torch.variant) => {
-            if torch.variant == Variant::Cpu && surroundings.driver && wanted.is_none() {
+            if torch.variant == Variant::Cpu && environment.driver && wanted.is_none() {
                 notes.push(
                     "this machine has an NVIDIA driver, but the linked libtorch is for the CPU only; `cargo xtask \
                      setup --cuda` replaces it"
@@ -50,13 +49,13 @@ pub(super) fn decide(
         Some(Err(error)) => notes.push(format!("the link .libtorch is unusable ({error:#}); replacing it")),
         None => {}
     }
-    if let Some(environment) = &surroundings.virtual_env {
+    if let Some(active) = &environment.virtual_env {
         let folder =
-            venv::site_packages(environment).map(|site| site.join("torch")).filter(|torch| torch.exists());
-        match folder.map(|folder| inspect(&folder)) {
+            venv::site_packages(active).map(|site| site.join("torch")).filter(|torch| torch.exists());
+        match folder.map(|folder| Torch::inspect(&folder)) {
             Some(Ok(torch)) if !torch.fits(pair) => notes.push(format!(
                 "the active environment {} has torch {}, and {} is needed; installing that privately{}",
-                environment.display(),
+                active.display(),
                 torch.version,
                 pair.torch,
                 other_pair(&torch).map(|switch| format!(" ({switch} takes the other)")).unwrap_or_default()
@@ -64,7 +63,7 @@ pub(super) fn decide(
             Some(Ok(torch)) if wanted == Some(Variant::Cuda) && torch.variant == Variant::Cpu => {
                 notes.push(format!(
                     "the active environment {} has torch for the CPU only; installing CUDA's privately",
-                    environment.display()
+                    active.display()
                 ))
             }
             Some(Ok(torch)) => return Ok((Decision::Link(torch, "from the active environment"), notes)),
@@ -72,19 +71,15 @@ pub(super) fn decide(
             None => {}
         }
     }
-    let by_driver = if surroundings.driver { Variant::Cuda } else { Variant::Cpu };
+    let by_driver = if environment.driver { Variant::Cuda } else { Variant::Cpu };
     Ok((Decision::Install(wanted.unwrap_or(by_driver)), notes))
 }
 
 /// Returns the libtorch of `$LIBTORCH`, or an error: the caller's choice is never replaced by another.
-fn exported(
-    folder: &Path,
-    pair: &Pair,
-    wanted: Option<Variant>,
-    inspect: &dyn Fn(&Path) -> Result<Torch>,
-) -> Result<Torch> {
+fn exported(folder: &Path, pair: &Pair, wanted: Option<Variant>) -> Result<Torch> {
     let folder = std::path::absolute(folder).context("LIBTORCH is not a usable path")?;
-    let torch = inspect(&folder).context("LIBTORCH is set and cannot be used; correct it, or unset it")?;
+    let torch =
+        Torch::inspect(&folder).context("LIBTORCH is set and cannot be used; correct it, or unset it")?;
     if !torch.fits(pair) {
         let Pair { tch, torch: needed, .. } = pair;
         bail!(
@@ -112,17 +107,15 @@ fn other_pair(torch: &Torch) -> Option<String> {
 }
 
 /// Inspects the link: `None` if it is missing, a matching libtorch, or an error.
-fn linked(link: &Path, pair: &Pair, inspect: &dyn Fn(&Path) -> Result<Torch>) -> Option<Result<Torch>> {
+fn linked(link: &Path, pair: &Pair) -> Option<Result<Torch>> {
     link.symlink_metadata().ok()?;
-    let target = || -> Result<Torch> {
-        let folder = std::fs::read_link(link).unwrap_or_else(|_| link.to_owned());
-        let torch = inspect(&folder)?;
-        if !torch.fits(pair) {
-            bail!("it leads to version {}, and {} is needed", torch.version, pair.torch);
+    let folder = std::fs::read_link(link).unwrap_or_else(|_| link.to_owned());
+    Some(Torch::inspect(&folder).and_then(|torch| {
+        if torch.fits(pair) {
+            return Ok(torch);
         }
-        Ok(torch)
-    };
-    Some(target())
+        bail!("it leads to version {}, and {} is needed", torch.version, pair.torch)
+    }))
 }
 
 #[cfg(test)]
@@ -135,14 +128,14 @@ mod tests {
     /// A machine with every kind of libtorch; each test takes away what it does not have.
     struct Machine {
         dir: tempfile::TempDir,
-        surroundings: Surroundings,
+        environment: Environment,
     }
 
     impl Machine {
         fn bare() -> Self {
             let dir = tempfile::tempdir().unwrap();
-            let surroundings = Surroundings { link: dir.path().join(".libtorch"), ..Surroundings::default() };
-            Self { dir, surroundings }
+            let environment = Environment { link: dir.path().join(".libtorch"), ..Environment::default() };
+            Self { dir, environment }
         }
 
         fn folder(&self, name: &str) -> PathBuf {
@@ -151,24 +144,24 @@ mod tests {
 
         fn exported(mut self, version: &str, cuda: bool) -> Self {
             fake_torch(&self.folder("exported/torch"), version, cuda);
-            self.surroundings.libtorch = Some(self.folder("exported/torch"));
+            self.environment.libtorch = Some(self.folder("exported/torch"));
             self
         }
 
         fn virtual_env(mut self, version: &str, cuda: bool) -> Self {
             fake_torch(&self.folder("venv/lib/python3.12/site-packages/torch"), version, cuda);
-            self.surroundings.virtual_env = Some(self.folder("venv"));
+            self.environment.virtual_env = Some(self.folder("venv"));
             self
         }
 
         fn linked(self, version: &str, cuda: bool) -> Self {
             fake_torch(&self.folder("linked/torch"), version, cuda);
-            std::os::unix::fs::symlink(self.folder("linked/torch"), &self.surroundings.link).unwrap();
+            std::os::unix::fs::symlink(self.folder("linked/torch"), &self.environment.link).unwrap();
             self
         }
 
         fn driver(mut self) -> Self {
-            self.surroundings.driver = true;
+            self.environment.driver = true;
             self
         }
 
@@ -179,7 +172,7 @@ mod tests {
 
         fn decide_for(&self, torch: &str, wanted: Option<Variant>) -> String {
             let pair = Pair::of_torch(torch).unwrap();
-            match decide(&self.surroundings, pair, wanted, &|folder| Torch::inspect(folder)) {
+            match decide(&self.environment, pair, wanted) {
                 Err(error) => format!("error: {error:#}").replace(&*self.dir.path().to_string_lossy(), "DIR"),
                 Ok((decision, notes)) => {
                     let short = match decision {
@@ -269,7 +262,7 @@ mod tests {
     #[test]
     fn an_exported_libtorch_that_does_not_serve_is_an_error() {
         let mut machine = Machine::bare();
-        machine.surroundings.libtorch = Some(machine.folder("nowhere"));
+        machine.environment.libtorch = Some(machine.folder("nowhere"));
         assert_eq!(
             machine.decide(None),
             "error: LIBTORCH is set and cannot be used; correct it, or unset it: DIR/nowhere does not exist"
@@ -281,7 +274,7 @@ mod tests {
     #[test]
     fn a_dangling_link_is_replaced() {
         let machine = Machine::bare();
-        std::os::unix::fs::symlink(machine.folder("gone"), &machine.surroundings.link).unwrap();
+        std::os::unix::fs::symlink(machine.folder("gone"), &machine.environment.link).unwrap();
         assert!(machine.decide(None).starts_with("install CPU\nthe link .libtorch is unusable"));
     }
 }

@@ -1,4 +1,4 @@
-//! The invariants of the house, checked on its own files. See `ARCHITECTURE.md` for why each of them is there.
+//! The invariants of the workspace, checked on its own files. See `ARCHITECTURE.md` for why each of them is there.
 //!
 //! Every check is a function of a [`Tree`], so that the tests below can show on bad samples that it catches what it is for.
 
@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::tidy_checks::{Tree, dependencies, layout, sources};
 use expect_test::{Expect, expect};
 
-fn house() -> Tree {
+fn workspace() -> Tree {
     Tree::read(&Path::new(env!("CARGO_MANIFEST_DIR")).join(".."))
 }
 
@@ -17,17 +17,17 @@ fn report(violations: Vec<String>) {
 
 #[test]
 fn nobody_depends_on_whom_they_must_not() {
-    report(dependencies::check(&house()));
+    report(dependencies::check(&workspace()));
 }
 
 #[test]
 fn every_file_is_in_its_place() {
-    report(layout::check(&house()));
+    report(layout::check(&workspace()));
 }
 
 #[test]
 fn unsafe_code_has_its_place_and_its_reason() {
-    report(sources::check(&house()));
+    report(sources::check(&workspace()));
 }
 
 /// Runs every check on a sample.

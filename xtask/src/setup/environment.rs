@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use crate::house::House;
+use crate::workspace::Workspace;
 
 /// The inputs to the choice of a libtorch.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Surroundings {
+pub(crate) struct Environment {
     /// `LIBTORCH` as the caller exported it.
     pub(crate) libtorch: Option<PathBuf>,
     /// The active virtual environment.
@@ -19,10 +19,10 @@ pub(crate) struct Surroundings {
     pub(crate) driver: bool,
 }
 
-impl Surroundings {
-    pub(crate) fn of_this_process(house: &House) -> Self {
+impl Environment {
+    pub(crate) fn of_this_process(workspace: &Workspace) -> Self {
         let path = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
-        let link = house.libtorch();
+        let link = workspace.libtorch();
         Self {
             // Cargo itself sets it to the link when the caller exported nothing.
             libtorch: path("LIBTORCH").filter(|folder| folder != &link),

@@ -37,14 +37,14 @@ pub(crate) struct BundledTest {
 
 /// The top folder, from which all paths are derived.
 #[derive(Debug)]
-pub(crate) struct House {
+pub(crate) struct Workspace {
     /// Top folder of the checkout or of the bundle.
     pub(crate) root: PathBuf,
     /// `Some` in a bundle: nothing is built and libtorch is in place already.
     pub(crate) bundle: Option<Manifest>,
 }
 
-impl House {
+impl Workspace {
     /// A bundle when its manifest lies beside this executable, else the workspace that cargo runs this from, else the
     /// one around the working folder.
     pub(crate) fn find() -> Result<Self> {
