@@ -1,5 +1,6 @@
 //! `dataloading`: what packing, sampling and loading cost, over one table of sizes.
 
+pub mod embedded;
 pub mod lengths;
 mod packing;
 mod sampler;
@@ -128,7 +129,7 @@ fn seconds<R>(repeats: usize, mut run: impl FnMut() -> R) -> Vec<f64> {
 
 pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
     if let Verb::Embedded(Embedded { out }) = verb {
-        return Ok(dataloading::embedded::write(out, dataloading::embedded::SEED)?);
+        return Ok(embedded::write(out, embedded::SEED)?);
     }
     let device = runtime::device::select(&common.device)?;
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;

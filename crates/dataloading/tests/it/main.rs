@@ -2,7 +2,6 @@
 
 mod balanced_batch_sampler;
 mod datasets;
-mod embedded;
 mod example;
 mod fuzz_files;
 mod loader;

@@ -4,6 +4,7 @@ mod accounting_bad_input;
 mod accounting_command_line;
 mod activation_plan_memory;
 mod dataloading_lengths;
+mod embedded;
 mod fused_ce_ladder;
 mod injected_slowdowns;
 mod lora_flops;
