@@ -12,7 +12,8 @@
 //!
 //! The block's input and the gradient of its output are the caller's.
 
-use crate::activation_plan::layer_costs::Kept;
+mod peaks;
+
 use crate::exact::product;
 use crate::lora::{LowRank, Projection};
 use crate::memory::Item;
@@ -21,6 +22,8 @@ use crate::model::{Decoder, Linear};
 use crate::passes::PeakTracker;
 use crate::recompute::NormKernel;
 use crate::{Error, exact};
+
+pub(crate) use peaks::{KeptPasses, Passes, backward_bytes, kept_passes, passes, recomputed_bytes};
 
 /// What learns in a block.
 #[derive(Clone, Copy, Debug)]
@@ -391,122 +394,6 @@ impl Block {
         }
         tracker.free(sizes.low);
     }
-}
-
-/// The most that a block's backward takes, with what it keeps there already: beyond that and the gradient of its output.
-pub(crate) fn backward_bytes(block: &Block, input: bool) -> Result<u64, Error> {
-    let mut tracker = PeakTracker::default();
-    let kept = exact::sum("bytes of a block", block.kept(input).iter().map(|item| item.bytes))?;
-    tracker.make(kept);
-    tracker.make(block.narrow);
-    block.backward(&mut tracker, input);
-    Ok(tracker.peak()? - kept - block.narrow)
-}
-
-/// The same for a block of which its input alone is kept, and which runs again first.
-pub(crate) fn recomputed_bytes(block: &Block, input: bool) -> Result<u64, Error> {
-    let mut tracker = PeakTracker::default();
-    block.forward(&mut tracker, true, input);
-    // The second output is there until the backward is done, beside the gradient of the first.
-    tracker.make(block.narrow);
-    block.backward(&mut tracker, input);
-    Ok(tracker.peak()? - block.narrow)
-}
-
-/// Bytes of one block's passes.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Passes {
-    /// Of a forward that keeps nothing, beyond its input.
-    pub(crate) forward: u64,
-    /// Of a forward once more and the backward, beyond the input: with the gradient of the output.
-    pub(crate) recomputed: u64,
-    /// What a block keeps beside its input, or with it where its norm keeps that.
-    pub(crate) kept: u64,
-    /// Of a forward that keeps it, beyond the block's input: with what is kept.
-    pub(crate) keeping: u64,
-    /// Of the backward beyond what was kept: with the gradient of the output.
-    pub(crate) backward: u64,
-}
-
-/// The passes of a block in front of which something learns.
-pub(crate) fn passes(block: &Block) -> Result<Passes, Error> {
-    const WHAT: &str = "bytes of a block";
-    let mut tracker = PeakTracker::default();
-    block.forward(&mut tracker, false, true);
-    let forward = tracker.peak()?;
-    if !block.learns(&Projection::ALL) {
-        return Ok(Passes { forward, recomputed: 0, kept: 0, keeping: 0, backward: 0 });
-    }
-    let mut tracker = PeakTracker::default();
-    block.forward(&mut tracker, true, true);
-    Ok(Passes {
-        forward,
-        recomputed: exact::sum(WHAT, [recomputed_bytes(block, true)?, block.narrow])?,
-        kept: exact::sum(WHAT, block.kept(true).iter().map(|item| item.bytes))?,
-        keeping: tracker.peak()?,
-        backward: exact::sum(WHAT, [backward_bytes(block, true)?, block.narrow])?,
-    })
-}
-
-/// The passes of a block that stays on the device and keeps its activations in one of the ways of an activation plan.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct KeptPasses {
-    /// Bytes between its passes.
-    pub(crate) held: u64,
-    /// The most of its forward, its input and what it comes to keep among them.
-    pub(crate) forward: u64,
-    /// The most of its backward beyond what is held, with the gradient of the output.
-    pub(crate) backward: u64,
-}
-
-/// The passes of `block`, the first layer or another, which keeps `way`.
-///
-/// | way | held | made again before the backward |
-/// |---|---|---|
-/// | everything | all | – |
-/// | products | the input, and the results of products and attention | the other tensors of "everything", and the output |
-/// | attention | all but the gate's, the other and their product | these three, and the feed-forward layer's output |
-/// | input | the input | all, and the output |
-/// | input on the host | – | the same; the input and the one of the layer before come back |
-pub(crate) fn kept_passes(block: &Block, way: Kept, first: bool) -> Result<KeptPasses, Error> {
-    const WHAT: &str = "bytes of a block";
-    let Passes { forward, recomputed, kept, keeping, backward } = passes(block)?;
-    let narrow = block.narrow;
-    let input_and = |bytes: u64| exact::sum(WHAT, [narrow, bytes]);
-    let lows = exact::sum(WHAT, block.projections.iter().filter(|one| one.adapted).map(|one| one.low))?;
-    Ok(match way {
-        Kept::Everything => KeptPasses { held: kept, forward: input_and(keeping)?, backward },
-        Kept::Products => {
-            let held = exact::sum(
-                WHAT,
-                [3 * narrow, 2 * block.query, 2 * block.key, block.log_sum_exp, 2 * block.wide, lows],
-            )?;
-            let whole = exact::sum(WHAT, [kept, narrow, narrow, backward])?;
-            KeptPasses {
-                held,
-                forward: exact::sum(WHAT, [forward, held])?,
-                backward: whole.saturating_sub(held),
-            }
-        }
-        Kept::Attention => {
-            use Projection::{Down, Gate, Up};
-            let low = [Gate, Up, Down].into_iter().map(|which| block.of(which));
-            let low = exact::sum(WHAT, low.filter(|one| one.adapted).map(|one| one.low))?;
-            let product = if block.learns(&[Down]) { block.wide } else { 0 };
-            let again = exact::sum(WHAT, [2 * block.wide, product, low])?;
-            KeptPasses {
-                held: kept - again,
-                forward: input_and(keeping)?,
-                backward: exact::sum(WHAT, [again, narrow, backward])?,
-            }
-        }
-        Kept::Input => KeptPasses { held: narrow, forward: input_and(forward)?, backward: recomputed },
-        Kept::InputOnHost => KeptPasses {
-            held: 0,
-            forward: input_and(forward)?,
-            backward: exact::sum(WHAT, [recomputed, narrow, if first { 0 } else { narrow }])?,
-        },
-    })
 }
 
 #[cfg(test)]
