@@ -6,7 +6,7 @@ use std::error::Error;
 use amp::{Autocast, DynamicGradScaler, DynamicOptions};
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
-use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 /// Learns z = sin(3x)·y on random points.
 pub fn main() -> Result<(), Box<dyn Error>> {
@@ -18,7 +18,7 @@ pub fn main() -> Result<(), Box<dyn Error>> {
     let b1 = Tensor::zeros([64], fp32).set_requires_grad(true);
     let w2 = (Tensor::randn([1, 64], fp32) * 0.1).set_requires_grad(true);
     let named = [("w1", &w1), ("b1", &b1), ("w2", &w2)].map(|(name, w)| (name.to_owned(), w.shallow_clone()));
-    let mut optimizer = Optimizer::new(AdamW::default(), vec![Group::new(named, 1e-2)])?;
+    let mut optimizer = DeviceOptimizer::new(AdamW::default(), vec![Group::new(named, 1e-2)])?;
 
     let autocast = Autocast::new(Kind::Half)?;
     let mut scaler = DynamicGradScaler::new(DynamicOptions::default())?;

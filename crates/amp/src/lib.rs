@@ -11,13 +11,13 @@
 //! use models::{Gpt2Like, Gpt2LikeConfig};
 //! use tch::{Device, Kind};
 //! use training::batches::Synthetic;
-//! use training::optimizer::{AdamW, Group, Optimizer};
+//! use training::optimizer::{AdamW, Group, DeviceOptimizer};
 //! use training::trainer::{Options, Trainer};
 //!
 //! let config = Gpt2LikeConfig { vocab_size: 32, hidden_dim: 32, embedding_dim: 32, num_heads: 4, ff_dim: 64, ..Default::default() };
 //! let model = Gpt2Like::new(&config, (Kind::Float, Device::Cpu))?;
-//! let optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-3)])?;
-//! let mut trainer = Trainer::new(Box::new(model), optimizer, Options { steps: 3, ..Options::default() })?;
+//! let optimizer = DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-3)])?;
+//! let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), Options { steps: 3, ..Options::default() })?;
 //! trainer.precision = Some(Autocast::new(Kind::Half)?.policy());
 //! trainer.scaler = Box::new(DynamicGradScaler::new(DynamicOptions::default())?);
 //!

@@ -12,10 +12,10 @@
 //! ```
 //! use amp::{DynamicGradScaler, DynamicOptions};
 //! use tch::{Kind, Tensor};
-//! use training::optimizer::{Group, Optimizer, Sgd};
+//! use training::optimizer::{Group, DeviceOptimizer, Sgd};
 //!
 //! let w = Tensor::from_slice(&[3.0f32]).set_requires_grad(true);
-//! let mut sgd = Optimizer::new(Sgd, vec![Group::new(vec![("w".into(), w.shallow_clone())], 0.5)])?;
+//! let mut sgd = DeviceOptimizer::new(Sgd, vec![Group::new(vec![("w".into(), w.shallow_clone())], 0.5)])?;
 //! let mut scaler = DynamicGradScaler::new(DynamicOptions::default())?;
 //!
 //! let loss = w.square().sum(Kind::Float);
@@ -42,7 +42,7 @@ use runtime::fused::gradients::{Unscaled, unscale_};
 use serde_json::Value;
 use tch::{Kind, Tensor};
 use training::clip::Norm;
-use training::optimizer::Optimizer;
+use training::optimizer::DeviceOptimizer;
 use training::scaler::Checked;
 
 use crate::error::{Error, Result};
@@ -144,7 +144,7 @@ impl<R: ScaleRule> Scaler<R> {
     ///
     /// # Errors
     /// [`Error::SteppedTwice`]; those of [`Scaler::unscale_`] and of the optimizer.
-    pub fn step(&mut self, name: &str, optimizer: &mut Optimizer) -> Result<bool> {
+    pub fn step(&mut self, name: &str, optimizer: &mut DeviceOptimizer) -> Result<bool> {
         if !self.optimizers.is_unscaled(name) {
             let grads = optimizer.gradients()?;
             self.unscale_(name, &grads, false)?;

@@ -7,7 +7,7 @@ use frugal::models::module::{Context, Input, LanguageModel, trainable};
 use frugal::models::{Llama, LlamaConfig};
 use frugal::offload::{self, Offload};
 use frugal::runtime::autograd::backward;
-use frugal::training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+use frugal::training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 use tch::{Device, Kind, Tensor};
 
 pub(crate) fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -20,7 +20,7 @@ pub(crate) fn main() -> Result<(), Box<dyn std::error::Error>> {
     let _offload = Offload::apply(&mut model, &offload::Options::default())?;
     let autocast = Autocast::new(Kind::BFloat16)?;
 
-    let mut optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-2)])?;
+    let mut optimizer = DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-2)])?;
     let tokens = Tensor::from_slice(&(0..48).map(|n| n * n % 61).collect::<Vec<i64>>()).view([3, 16]);
     let (inputs, labels) = (tokens.narrow(1, 0, 15), tokens.narrow(1, 1, 15).contiguous());
     let mut losses = Vec::new();

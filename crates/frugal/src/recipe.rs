@@ -59,7 +59,7 @@ use crate::config::{
     ActivationPlan, Compute, Config, LossConfig, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier,
     Recomputed, ScalerConfig,
 };
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// A configuration whose techniques go together.
 #[derive(Debug, Clone)]
@@ -137,7 +137,7 @@ impl Recipe {
         };
         install_loss_head(model.as_mut(), &config.loss)?;
         if let Some(level) = self.level {
-            install_mlp(model.as_mut(), level)?;
+            swiglu_ckpt::install(model.as_mut(), level)?;
         }
         let activations = self.install_activations(model.as_mut())?;
         if let (Some(own), None) = (&config.offload, &offload) {
@@ -205,14 +205,6 @@ fn install_loss_head(model: &mut dyn Module, loss: &LossConfig) -> Result<()> {
         Err(fused_ce::Error::Head { .. }) if loss.head == LossHeadKind::Auto => Ok(()),
         other => Ok(other?),
     }
-}
-
-fn install_mlp(_: &mut dyn Module, level: CheckpointLevel) -> Result<()> {
-    Err(Error::Value {
-        key: "mlp.level",
-        found: level.to_string(),
-        expected: "none: models have their own MLPs",
-    })
 }
 
 fn count_blocks(model: &mut dyn Module) -> Result<usize> {

@@ -42,6 +42,19 @@ pub enum Error {
         /// The projections that exist.
         names: Vec<String>,
     },
+    /// A target inside an MLP that is recomputed.
+    #[error(
+        "the target `{name}` is inside the MLP `{mlp}`, which computes its products itself to recompute them in backward, so it has \
+         no projection to adapt; name other target modules, such as {others}, or leave the MLP as it is"
+    )]
+    Recomputed {
+        /// The target.
+        name: String,
+        /// The MLP.
+        mlp: String,
+        /// Projections that exist.
+        others: String,
+    },
     /// Modules to save that the model lacks.
     #[error("`modules_to_save`: the model has no module that ends with `{name}`; it has {}", listed(names))]
     NoModule {

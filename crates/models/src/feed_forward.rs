@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 use crate::dropout::dropout;
 use crate::error::Result;
 use crate::linear::Linear;
-use crate::module::{Context, Editor, Mlp, Module, Projection, Visitor};
+use crate::module::{Context, Editor, Mlp, MlpForm, Module, Projection, Visitor};
 
 /// The function between the layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,7 +19,11 @@ pub enum Activation {
 }
 
 impl Activation {
-    pub(crate) fn apply(self, x: &Tensor) -> Result<Tensor> {
+    /// f(x), element by element.
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    pub fn apply(self, x: &Tensor) -> Result<Tensor> {
         Ok(match self {
             Self::Relu => x.f_relu()?,
             Self::Gelu => x.f_gelu("none")?,
@@ -78,5 +82,10 @@ impl Mlp for FeedForward {
     fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let inner = self.activation.apply(&self.up.forward(x, context)?)?;
         self.down.forward(&dropout(inner, self.inner_dropout, context.training)?, context)
+    }
+
+    fn form(&self) -> MlpForm {
+        let &Self { names, activation, inner_dropout: dropout, .. } = self;
+        MlpForm::FeedForward { names, activation, dropout }
     }
 }

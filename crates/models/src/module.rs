@@ -47,6 +47,7 @@ pub use context::{Context, Input, OwnedContext};
 pub use held::{Held, Shared, take_block, take_mlp};
 
 use crate::error::{Error, Result};
+use crate::feed_forward::Activation;
 use crate::generation::CacheShape;
 
 /// Something with named tensors and named parts.
@@ -81,6 +82,31 @@ pub trait Mlp: Module {
     /// # Errors
     /// A tensor of another width, dtype or device.
     fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor>;
+
+    /// What it computes, for a technique that computes the same in another way.
+    fn form(&self) -> MlpForm {
+        MlpForm::Other
+    }
+}
+
+/// What an [`Mlp`] computes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum MlpForm {
+    /// (SiLU(x·Gᵀ + b) ⊙ (x·Uᵀ + b))·Dᵀ + b of the projections `gate_proj`, `up_proj` and `down_proj`.
+    Swiglu,
+    /// f(x·W₁ᵀ + b₁)·W₂ᵀ + b₂.
+    FeedForward {
+        /// What the two projections are called.
+        names: [&'static str; 2],
+        /// f.
+        activation: Activation,
+        /// Probability that an element of f's result is dropped in training.
+        dropout: f64,
+    },
+    /// One that computes its products itself, to recompute them in backward: no projection in it can be replaced.
+    Recomputed,
+    /// Anything else, among it an MLP that a technique has wrapped.
+    Other,
 }
 
 /// A layer of a decoder.

@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 use crate::error::Result;
 use crate::init::Init;
 use crate::linear::Linear;
-use crate::module::{Context, Editor, Mlp, Module, Projection, Visitor};
+use crate::module::{Context, Editor, Mlp, MlpForm, Module, Projection, Visitor};
 
 /// y = (SiLU(x·Gᵀ) ⊙ x·Uᵀ)·Dᵀ (Shazeer, arXiv:2002.05202), with Hugging Face's names `gate_proj`, `up_proj`, `down_proj`.
 ///
@@ -55,5 +55,9 @@ impl Mlp for Swiglu {
     fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let product = silu_mul(&self.gate_proj.forward(x, context)?, &self.up_proj.forward(x, context)?)?;
         self.down_proj.forward(&product, context)
+    }
+
+    fn form(&self) -> MlpForm {
+        MlpForm::Swiglu
     }
 }

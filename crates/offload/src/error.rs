@@ -68,6 +68,15 @@ impl From<Error> for runtime::Error {
     }
 }
 
+impl From<Error> for training::Error {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Training(error) => error,
+            other => runtime::Error::from(other).into(),
+        }
+    }
+}
+
 impl From<Error> for models::Error {
     fn from(error: Error) -> Self {
         match error {

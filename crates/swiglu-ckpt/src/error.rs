@@ -9,6 +9,14 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
+    /// An MLP of a model that cannot be recomputed.
+    #[error("the MLP `{name}` {reason}")]
+    Mlp {
+        /// The MLP's name in the model.
+        name: String,
+        /// Why, and what to do.
+        reason: String,
+    },
     /// A tensor of another shape than the operation needs.
     #[error("swiglu: `{name}` has shape {found:?}; expected {expected}")]
     Shape {
@@ -80,6 +88,15 @@ pub enum Error {
     /// The runtime refused.
     #[error(transparent)]
     Runtime(#[from] runtime::Error),
+}
+
+impl From<Error> for runtime::Error {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Runtime(error) => error,
+            other => Self::Other(Box::new(other)),
+        }
+    }
 }
 
 impl From<tch::TchError> for Error {

@@ -82,7 +82,7 @@ pub(crate) fn run(x: &Tensor, weights: Weights<'_>, level: CheckpointLevel) -> R
 }
 
 /// In the dtype that the tensors have.
-fn run_as_is(x: &Tensor, weights: Weights<'_>, level: CheckpointLevel) -> Result<Tensor> {
+pub(crate) fn run_as_is(x: &Tensor, weights: Weights<'_>, level: CheckpointLevel) -> Result<Tensor> {
     let sizes = check(x, weights)?;
     let plan = Plan::new(level, sizes, x)?;
     let function = Swiglu { plan, fused: matches!(weights, Weights::Fused { .. }), sizes, x_was_kept: false };
@@ -257,9 +257,11 @@ impl Scratch {
     }
 }
 
-/// Gradients of the weights, one for each input of the function, summed over tiles. The first tile writes.
+/// Gradients of the weights, one for each input of the function, summed over tiles. The first tile writes. Each has its weight's
+/// layout, so that what reads it, a transposed view above all, need not copy it.
 struct Sums {
     options: (Kind, Device),
+    column_major: Vec<bool>,
     by_input: Vec<Option<Tensor>>,
 }
 
@@ -275,7 +277,12 @@ impl Sums {
         first: bool,
     ) -> runtime::Result<()> {
         if self.by_input[index].is_none() {
-            self.by_input[index] = Some(Tensor::f_empty(size, self.options)?);
+            let [rows, columns] = size;
+            self.by_input[index] = Some(if self.column_major[index] {
+                Tensor::f_empty([columns, rows], self.options)?.f_tr()?
+            } else {
+                Tensor::f_empty(size, self.options)?
+            });
         }
         let sum = self.by_input[index].as_ref().expect("it was just made");
         mm_into(&mut sum.f_narrow(1, column, b.size()[1])?, a, b, !first)
@@ -365,6 +372,10 @@ impl Function for Swiglu {
         let columns = if self.fused { 2 * features } else { features };
         let mut sums = Sums {
             options: (plan.sum_kind(tokens), device),
+            // The input itself has no sum here.
+            column_major: std::iter::once(false)
+                .chain(weight_inputs.iter().map(|weight| !weight.is_contiguous() && weight.stride()[0] == 1))
+                .collect(),
             by_input: result.iter().map(|_| None).collect(),
         };
         let mut scratch = Scratch {

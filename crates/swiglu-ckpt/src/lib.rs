@@ -34,10 +34,14 @@
 mod arguments;
 pub mod error;
 pub mod function;
+pub mod gelu;
+pub mod install;
 pub mod level;
 pub mod mlp;
 
 pub use error::{Error, Result};
 pub use function::swiglu;
+pub use gelu::feed_forward;
+pub use install::{RecomputedMlp, install};
 pub use level::CheckpointLevel;
 pub use mlp::{GateUpStorage, SwigluConfig, SwigluMlp};

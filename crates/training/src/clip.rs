@@ -28,6 +28,21 @@ pub enum NonFinite {
     Ignore,
 }
 
+impl NonFinite {
+    /// Whether a step whose gradients have this norm is left out.
+    ///
+    /// # Errors
+    /// [`NonFinite::Fail`] and a norm that is not finite.
+    pub fn skips(self, norm: f64) -> Result<bool> {
+        match self {
+            _ if norm.is_finite() => Ok(false),
+            Self::Skip => Ok(true),
+            Self::Fail => Err(not_finite(norm)),
+            Self::Ignore => Ok(false),
+        }
+    }
+}
+
 /// A norm that may still be on its way from the device.
 #[derive(Debug)]
 pub struct Norm {

@@ -12,7 +12,7 @@
 //! use models::{Gpt2Like, Gpt2LikeConfig, module};
 //! use tch::{Device, Kind};
 //! use training::batches::Synthetic;
-//! use training::optimizer::{AdamW, Group, Optimizer};
+//! use training::optimizer::{AdamW, DeviceOptimizer, Group};
 //! use training::trainer::{Ended, Options, Trainer};
 //!
 //! runtime::random::seed(1)?;
@@ -21,12 +21,12 @@
 //!     ..Gpt2LikeConfig::default()
 //! };
 //! let model = Gpt2Like::new(&config, (Kind::Float, Device::Cpu))?;
-//! let optimizer = Optimizer::new(AdamW::default(), Group::by_dimension(module::trainable(&model), 3e-3, 0.1))?;
+//! let optimizer = DeviceOptimizer::new(AdamW::default(), Group::by_dimension(module::trainable(&model), 3e-3, 0.1))?;
 //! let options = Options { steps: 20, clip: Some(1.0), ..Options::default() };
 //! let mut data = Synthetic {
 //!     seed: 1, vocabulary: 32, rows: 8, length: 16, noise: 1, batches: None, device: Device::Cpu, position: 0,
 //! };
-//! let mut trainer = Trainer::new(Box::new(model), optimizer, options)?;
+//! let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options)?;
 //! assert_eq!(trainer.run(&mut data, None)?, Ended::Done);
 //! # Ok::<(), training::Error>(())
 //! ```
@@ -58,6 +58,6 @@ pub mod trainer;
 pub use batches::Batches;
 pub use error::{Error, Result};
 pub use loader_batches::LoaderBatches;
-pub use optimizer::Optimizer;
+pub use optimizer::{DeviceOptimizer, Optimizer};
 pub use schedule::Schedule;
 pub use trainer::Trainer;

@@ -1,4 +1,7 @@
-//! Optimizers by hand: one [`Rule`] with one mathematics each, over parameter groups.
+//! Optimizers: what a [`Trainer`](crate::Trainer) steps with, and the ordinary one, a [`Rule`] over parameter groups.
+//!
+//! [`Optimizer`] is the trait. [`DeviceOptimizer`] implements it: state and step are where the parameters are. One whose state is
+//! elsewhere (`offload::HostAdamW`) implements it too, and reads and writes the same checkpoints.
 //!
 //! With parameter θ, gradient g, learning rate η, weight decay λ, step number t from 1:
 //!
@@ -14,15 +17,15 @@
 //!
 //! In all but AdamW the weight decay is the gradient of an L2 penalty: g ← g + λ·θ. All follow PyTorch's conventions. What
 //! differs: state and arithmetic of a half-precision parameter are fp32, rounded once into the parameter (PyTorch keeps
-//! the state in the parameter's own dtype); with [`Optimizer::with_master_weights`] the unrounded parameter is kept too.
+//! the state in the parameter's own dtype); with [`DeviceOptimizer::with_master_weights`] the unrounded parameter is kept too.
 //!
 //! ```
 //! use tch::{Kind, Tensor, kind};
-//! use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+//! use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 //!
 //! let w = Tensor::randn([4], kind::FLOAT_CPU).set_requires_grad(true);
 //! let group = Group { weight_decay: 0.1, ..Group::new(vec![("w".into(), w.shallow_clone())], 0.05) };
-//! let mut optimizer = Optimizer::new(AdamW::default(), vec![group])?;
+//! let mut optimizer = DeviceOptimizer::new(AdamW::default(), vec![group])?;
 //! for _ in 0..200 {
 //!     runtime::autograd::backward(&[&(&w - 1.0).square().sum(Kind::Float)])?;
 //!     optimizer.step()?;
@@ -36,6 +39,7 @@ mod adagrad;
 mod adam;
 mod adam_w;
 mod bucket;
+mod device_optimizer;
 mod group;
 mod momentum;
 mod nesterov;
@@ -43,15 +47,16 @@ mod rms_prop;
 mod rule;
 mod sgd;
 mod state;
+mod unscale_and_clip;
 
-use std::collections::BTreeSet;
+use std::fmt::Debug;
 
-use runtime::ops::foreach;
 use tch::{Kind, Tensor};
 
 pub use adagrad::AdaGrad;
 pub use adam::Adam;
 pub use adam_w::AdamW;
+pub use device_optimizer::DeviceOptimizer;
 pub use group::Group;
 pub use momentum::Momentum;
 pub use nesterov::Nesterov;
@@ -59,10 +64,128 @@ pub use rms_prop::RmsProp;
 pub use rule::{Hyper, Rule, Tensors};
 pub use sgd::Sgd;
 
-use crate::error::{Error, Result};
-use bucket::How;
-use group::Held;
-use state::ParameterState;
+use crate::clip::NonFinite;
+use crate::error::Result;
+use crate::scaler::GradScaler;
+
+/// What a [`Trainer`](crate::Trainer) steps with. One step is, in this order:
+///
+/// ```text
+/// begin │ backward of each micro-batch │ unscale_and_clip │ take_step │ zero_grad
+/// ```
+///
+/// All that happens to gradients after backward belongs to the optimizer, which knows where they are and when they are needed:
+/// one owner unscales, takes the norm, clips and steps. An optimizer that steps within backward does so as far as the settings of
+/// [`Optimizer::begin`] allow.
+pub trait Optimizer: Debug + Send {
+    /// Checks that it can train with this scaler, before anything is computed.
+    ///
+    /// # Errors
+    /// A scaler that the optimizer cannot use: why, and what to use instead.
+    fn check(&self, scaler: &mut dyn GradScaler) -> Result<()> {
+        let _ = scaler;
+        Ok(())
+    }
+
+    /// Announces a step, before its first backward.
+    ///
+    /// # Errors
+    /// Settings outside their ranges; a step that was begun and not ended.
+    fn begin(&mut self, settings: StepSettings) -> Result<()>;
+
+    /// Unscales and clips the gradients of the step, moves the scale, and decides whether the step is taken.
+    ///
+    /// # Errors
+    /// [`NonFinite::Fail`] and a norm that is not finite; those of the scaler.
+    fn unscale_and_clip(&mut self, scaler: &mut dyn GradScaler) -> Result<StepDecision>;
+
+    /// Changes every parameter that has a gradient, unless the step is left out.
+    ///
+    /// # Errors
+    /// A sparse gradient; an optimizer that cannot leave a step out on the device.
+    fn take_step(&mut self, decision: &StepDecision) -> Result<()>;
+
+    /// Removes or clears all gradients, also those of a step that is not taken.
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    fn zero_grad(&mut self, how: ZeroGrad) -> Result<()>;
+
+    /// Waits until every step that was taken is done, so that weights can be read.
+    ///
+    /// # Errors
+    /// A failure of such a step.
+    fn synchronize(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// The parameter groups.
+    fn groups(&self) -> &[Group];
+
+    /// The rule of all groups that have none of their own.
+    fn rule(&self) -> &dyn Rule;
+
+    /// The learning rate of each group's next step.
+    fn learning_rates(&self) -> Vec<f64>;
+
+    /// The state as named tensors: `NAME.step` (int64 scalar) and one `NAME.SLOT` for each of the rule's slots, for every parameter
+    /// that has been stepped. Optimizers of one rule have equal names, so that a checkpoint of one can be read by another.
+    ///
+    /// # Errors
+    /// A failure of a step that was waited for.
+    fn state(&self) -> Result<Vec<(String, Tensor)>>;
+
+    /// Loads what [`Optimizer::state`] returned. A parameter without any tensor in it starts anew.
+    ///
+    /// # Errors
+    /// All names that are missing, not known, or of another shape or dtype; nothing is changed then.
+    fn load_state(&mut self, tensors: &[(String, Tensor)]) -> Result<()>;
+
+    /// Bytes of the state, wherever it is.
+    fn state_bytes(&self) -> u64;
+}
+
+/// What a step is, as [`Optimizer::begin`] is told.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepSettings {
+    /// Gradient accumulation steps: backward passes whose gradients are summed.
+    pub micro_batches: u64,
+    /// What multiplies every group's learning rate: a [`Schedule`](crate::Schedule)'s factor.
+    pub factor: f64,
+    /// Maximum norm of all gradients.
+    pub clip: Option<f64>,
+    /// What to do where that norm is not finite.
+    pub non_finite: NonFinite,
+}
+
+impl Default for StepSettings {
+    /// One micro-batch, the groups' learning rates, no clipping.
+    fn default() -> Self {
+        Self { micro_batches: 1, factor: 1.0, clip: None, non_finite: NonFinite::default() }
+    }
+}
+
+/// What [`Optimizer::unscale_and_clip`] decided, and where that is known.
+#[derive(Debug)]
+pub enum StepDecision {
+    /// On the host.
+    Host {
+        /// The gradients' norm before clipping, where there is clipping.
+        norm: Option<f64>,
+        /// Whether the step is left out.
+        skip: bool,
+        /// Whether it is because gradients overflowed under a scaler.
+        overflow: bool,
+    },
+    /// On the device, with a [`DeviceSide`](crate::scaler::DeviceSide) scaler.
+    Device {
+        /// A float scalar: 1 where the step is left out.
+        skip: Tensor,
+        /// For the step's record, fp64: whether it is left out, whether for an overflow, the norm (NaN without clipping), the scale
+        /// that the step had, then [`DeviceSide::position`](crate::scaler::DeviceSide::position) after it.
+        figures: Tensor,
+    },
+}
 
 /// How a step runs over the parameters. The results agree to rounding.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -85,256 +208,6 @@ pub enum ZeroGrad {
     /// They are filled with zeros, which costs a pass over memory now and another at the next backward. A parameter without
     /// a gradient stays without.
     ToZeros,
-}
-
-/// A rule with the parameters it changes and its state.
-#[derive(Debug)]
-pub struct Optimizer {
-    rule: Box<dyn Rule>,
-    groups: Vec<Group>,
-    held: Vec<Held>,
-    factor: f64,
-    implementation: Implementation,
-    master_weights: bool,
-}
-
-impl Optimizer {
-    /// # Errors
-    /// No group; a parameter listed twice, that is no leaf, or whose dtype is not floating; a rate, decay or coefficient
-    /// outside its range.
-    pub fn new(rule: impl Rule + 'static, groups: Vec<Group>) -> Result<Self> {
-        Self::boxed(Box::new(rule), groups)
-    }
-
-    /// [`Optimizer::new`] for a rule chosen at run time.
-    ///
-    /// # Errors
-    /// As [`Optimizer::new`].
-    pub fn boxed(rule: Box<dyn Rule>, groups: Vec<Group>) -> Result<Self> {
-        rule.check()?;
-        if groups.is_empty() {
-            return Err(Error::config("optimizer", "no parameter group; give at least one"));
-        }
-        let (mut held, mut names) = (Vec::new(), BTreeSet::new());
-        for (index, group) in groups.iter().enumerate() {
-            group.check(rule.as_ref())?;
-            for (name, tensor) in &group.parameters {
-                if !names.insert(name.clone()) {
-                    let reason = format!("the parameter `{name}` is listed twice; put it in one group, once");
-                    return Err(Error::config("optimizer", reason));
-                }
-                held.push(Held::new(index, name, tensor)?);
-            }
-        }
-        Ok(Self {
-            rule,
-            groups,
-            held,
-            factor: 1.0,
-            implementation: Implementation::default(),
-            master_weights: false,
-        })
-    }
-
-    /// Chooses how a step runs.
-    #[must_use]
-    pub fn with_implementation(mut self, implementation: Implementation) -> Self {
-        self.implementation = implementation;
-        self
-    }
-
-    /// Keeps an fp32 copy of each bf16 or fp16 parameter (4 B each) from its first step on, so that updates smaller than
-    /// the parameter's last digit add up instead of being rounded away.
-    #[must_use]
-    pub fn with_master_weights(mut self) -> Self {
-        self.master_weights = true;
-        self
-    }
-
-    /// What multiplies every group's learning rate from now on: a [`Schedule`](crate::Schedule)'s factor.
-    ///
-    /// # Errors
-    /// A factor that is negative or not finite.
-    pub fn set_factor(&mut self, factor: f64) -> Result<()> {
-        if !(factor.is_finite() && factor >= 0.0) {
-            let reason =
-                format!("the learning rate's factor is {factor}; expected a finite number from 0 on");
-            return Err(Error::config("optimizer", reason));
-        }
-        self.factor = factor;
-        Ok(())
-    }
-
-    /// The learning rate of each group's next step.
-    pub fn learning_rates(&self) -> Vec<f64> {
-        self.groups.iter().map(|group| group.lr * self.factor).collect()
-    }
-
-    /// The groups.
-    pub fn groups(&self) -> &[Group] {
-        &self.groups
-    }
-
-    /// The rule.
-    pub fn rule(&self) -> &dyn Rule {
-        self.rule.as_ref()
-    }
-
-    /// Freezes, or with `frozen` false unfreezes, the group called `name`: its parameters are not changed, and their state
-    /// waits. (To save their gradients' computation too, `models::module::freeze` them.)
-    ///
-    /// # Errors
-    /// A name that no group has.
-    pub fn freeze(&mut self, name: &str, frozen: bool) -> Result<()> {
-        let known: Vec<String> = self.groups.iter().map(|group| group.name.clone()).collect();
-        let group = self.groups.iter_mut().find(|group| group.name == name).ok_or_else(|| {
-            Error::config("optimizer", format!("no group is called `{name}`; there are {}", known.join(", ")))
-        })?;
-        group.frozen = frozen;
-        Ok(())
-    }
-
-    /// The gradients that the next step will use, in order, sharing memory with the parameters' own: what clipping and
-    /// unscaling change in place.
-    ///
-    /// # Errors
-    /// Those of libtorch.
-    pub fn gradients(&self) -> Result<Vec<Tensor>> {
-        let live = self.held.iter().filter(|held| !self.groups[held.group].frozen);
-        let grads = live.map(|held| Ok(held.tensor.f_grad()?)).collect::<Result<Vec<_>>>()?;
-        Ok(grads.into_iter().filter(Tensor::defined).collect())
-    }
-
-    /// Removes or clears all gradients.
-    ///
-    /// # Errors
-    /// Those of libtorch.
-    pub fn zero_grad(&self, how: ZeroGrad) -> Result<()> {
-        let mut grads = Vec::new();
-        for held in &self.held {
-            let grad = held.tensor.f_grad()?;
-            match how {
-                _ if !grad.defined() => {}
-                ZeroGrad::ToNone => runtime::autograd::set_grad(&held.tensor, None)?,
-                ZeroGrad::ToZeros => grads.push(grad.f_detach()?),
-            }
-        }
-        let _no_grad = tch::no_grad_guard();
-        Ok(foreach::zero_(&grads)?)
-    }
-
-    /// Changes every parameter that has a gradient; one without, and its state, stay as they are.
-    ///
-    /// # Errors
-    /// A sparse gradient; those of libtorch.
-    pub fn step(&mut self) -> Result<()> {
-        self.learn_steps()?;
-        self.advance(None)
-    }
-
-    /// [`Optimizer::step`] where `found_inf`, a float tensor of one element on the parameters' device, is 0; where it is 1,
-    /// parameters, state and step numbers stay as they are to the bit. It is the device that looks: the host reads nothing,
-    /// and learns how many steps were taken when [`Optimizer::state`] is asked for.
-    ///
-    /// # Errors
-    /// An optimizer without a fused kernel, whose step number the host would have to know: nothing is changed then; those of
-    /// [`Optimizer::step`].
-    pub fn step_unless(&mut self, found_inf: &Tensor) -> Result<()> {
-        let rules = self.groups.iter().map(|group| group.rule.as_deref().unwrap_or(self.rule.as_ref()));
-        if let Some(rule) = rules.into_iter().find(|rule| !rule.has_fused()) {
-            let reason = format!(
-                "{} has no fused kernel, so that it cannot leave a step out on the device; take Adam or AdamW, or a scaler \
-                 that decides on the host",
-                rule.name()
-            );
-            return Err(Error::config("optimizer", reason));
-        }
-        if self.implementation != Implementation::Fused {
-            let reason = format!(
-                "Implementation::{:?} cannot leave a step out on the device; take Implementation::Fused, or a scaler that \
-                 decides on the host",
-                self.implementation
-            );
-            return Err(Error::config("optimizer", reason));
-        }
-        self.advance(Some(found_inf))
-    }
-
-    /// Reads the step numbers that only the device knows, in one copy.
-    fn learn_steps(&mut self) -> Result<()> {
-        let states = self.held.iter_mut().filter_map(|held| held.state.as_mut());
-        let uncertain: Vec<&mut ParameterState> = states.filter(|state| state.uncertain).collect();
-        let steps: Vec<&Tensor> = uncertain.iter().filter_map(|state| state.device_step.as_ref()).collect();
-        let Some(device) = steps.first().map(|step| step.device()) else { return Ok(()) };
-        let steps: Vec<Tensor> =
-            steps.iter().map(|step| step.f_to_device(device)).collect::<Result<_, _>>()?;
-        let steps = runtime::ops::read(&Tensor::f_stack(&steps, 0)?)?;
-        for (state, step) in uncertain.into_iter().zip(steps) {
-            (state.step, state.uncertain) = (step as u64, false);
-        }
-        Ok(())
-    }
-
-    fn advance(&mut self, skip: Option<&Tensor>) -> Result<()> {
-        let _range = runtime::profile::range("optimizer.step");
-        let _no_grad = tch::no_grad_guard();
-        let mut live = Vec::new();
-        for held in &mut self.held {
-            if self.groups[held.group].frozen {
-                continue;
-            }
-            let grad = held.tensor.f_grad()?;
-            if !grad.defined() {
-                continue;
-            }
-            if grad.is_sparse() {
-                let reason =
-                    "has a sparse gradient; make it dense, for example an embedding without `sparse`".into();
-                return Err(Error::Tensor { operation: "optimizer", name: held.name.clone(), reason });
-            }
-            let rule = self.groups[held.group].rule.as_deref().unwrap_or(self.rule.as_ref());
-            match &mut held.state {
-                None => held.state = Some(ParameterState::new(rule, &held.tensor, self.master_weights)?),
-                // A state that was loaded may be from a run without.
-                Some(state) if self.master_weights => state.keep_master(&held.tensor)?,
-                Some(_) => {}
-            }
-            live.push((held, grad));
-        }
-        let &mut Self { ref rule, factor, implementation, .. } = self;
-        bucket::step(live, &self.groups, How { rule: rule.as_ref(), factor, implementation, skip })
-    }
-
-    /// The state as named tensors: `NAME.step` (int64 scalar) and one `NAME.SLOT` for each of the rule's slots, for every
-    /// parameter that has been stepped. They share memory with the optimizer's own.
-    pub fn state(&self) -> Vec<(String, Tensor)> {
-        let states = self.held.iter().filter_map(|held| Some((&held.name, held.state.as_ref()?)));
-        states.flat_map(|(name, state)| state.named(name)).collect()
-    }
-
-    /// Puts back what [`Optimizer::state`] gave. A parameter without any tensor in it starts anew.
-    ///
-    /// # Errors
-    /// [`Error::State`] with all names that are missing, not known, or of another shape or dtype; nothing is changed then.
-    pub fn load_state(&mut self, tensors: &[(String, Tensor)]) -> Result<()> {
-        let rule = |held: &Held| self.groups[held.group].rule.as_deref().unwrap_or(self.rule.as_ref());
-        let states =
-            state::read(self.held.iter().map(|held| (&held.name, &held.tensor, rule(held))), tensors)?;
-        for (held, state) in self.held.iter_mut().zip(states) {
-            held.state = state;
-        }
-        Ok(())
-    }
-
-    /// Bytes that the state takes.
-    pub fn state_bytes(&self) -> u64 {
-        let of = |tensor: &Tensor| tensor.numel() as u64 * tensor.kind().elt_size_in_bytes() as u64;
-        self.held
-            .iter()
-            .filter_map(|held| held.state.as_ref())
-            .map(|state| state.tensors().map(of).sum::<u64>())
-            .sum()
-    }
 }
 
 /// The dtype that a parameter of `kind` is computed in.

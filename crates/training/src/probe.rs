@@ -8,7 +8,7 @@ use runtime::random::RandomState;
 use crate::accumulation::{fetch, forward};
 use crate::batches::Batches;
 use crate::error::Result;
-use crate::optimizer::ZeroGrad;
+use crate::optimizer::{StepSettings, ZeroGrad};
 use crate::trainer::Trainer;
 
 /// What a pass over the next batch showed.
@@ -36,6 +36,8 @@ impl Probe {
         let Some(batch) = micro.batches.first() else { return Ok(None) };
         let model = trainer.model.as_ref();
         trainer.optimizer.zero_grad(ZeroGrad::ToNone)?;
+        // One of two micro-batches, so that nobody steps within backward.
+        trainer.optimizer.begin(StepSettings { micro_batches: 2, ..StepSettings::default() })?;
         let counter = Counter::on_this_thread()?;
         let output = forward(model, batch, true, false)?;
         runtime::autograd::backward(&[&output.sum])?;

@@ -6,11 +6,11 @@
 //! unless it was set. A scaler that checks nothing gives no flag, and then there is nothing to wait for.
 //!
 //! Nor is there with a [`DeviceSide`] scaler. Then the flag stays on the device: clipping multiplies by a factor that is
-//! computed there, the optimizer's kernel looks at the flag itself ([`Optimizer::step_unless`]), and
+//! computed there, the optimizer's kernel looks at the flag itself ([`DeviceOptimizer::step_unless`]), and
 //! [`DeviceSide::update`] moves the scale there. What came of the steps is read together with their losses, several steps
 //! at a time, and the records of a step are told no sooner than that.
 //!
-//! [`Optimizer::step_unless`]: crate::Optimizer::step_unless
+//! [`DeviceOptimizer::step_unless`]: crate::DeviceOptimizer::step_unless
 
 use std::fmt::Debug;
 
@@ -40,6 +40,11 @@ pub trait GradScaler: Debug + Send {
     /// # Errors
     /// A scale that has fallen below what it may.
     fn update(&mut self, overflow: bool) -> Result<()>;
+
+    /// Whether it scales at all, as `GradScaler.is_enabled` of PyTorch.
+    fn is_enabled(&self) -> bool {
+        true
+    }
 
     /// The scale, for records. A [`DeviceSide`] scaler waits for it.
     fn current(&self) -> f64;
@@ -101,6 +106,10 @@ impl GradScaler for NoScaler {
 
     fn update(&mut self, _overflow: bool) -> Result<()> {
         Ok(())
+    }
+
+    fn is_enabled(&self) -> bool {
+        false
     }
 
     fn current(&self) -> f64 {

@@ -1,8 +1,8 @@
 //! The loop, made of parts that stand alone.
 //!
-//! One step: fetch the micro-batches ([`accumulation`](crate::accumulation)); for each, forward, and backward from its share of the loss;
-//! unscale ([`GradScaler`]) and clip ([`clip`]) the gradients; set the learning rate ([`Schedule`]); let the [`Optimizer`]
-//! step; clear the gradients. Between steps: read losses, evaluate, save, stop.
+//! One step: fetch the micro-batches ([`accumulation`](crate::accumulation)); tell the [`Optimizer`] what the step is, the learning
+//! rate's factor ([`Schedule`]) among it; for each micro-batch, forward, and backward from its share of the loss; let the optimizer unscale
+//! ([`GradScaler`]) and clip ([`clip`]) the gradients, and step; clear the gradients. Between steps: read losses, evaluate, save, stop.
 //!
 //! Nothing here waits for the device but the gradients' norm or overflow flag, where one is wanted (both in one copy; not
 //! with a scaler that decides on the device, [`crate::scaler::DeviceSide`]), and the losses, which are read several steps
@@ -10,10 +10,10 @@
 //! stopped: parameters, optimizer, scaler, data and random generators go on where they stood.
 
 mod description;
+mod figures;
 mod frozen;
 mod retry;
 mod saving;
-mod settle;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,15 +32,15 @@ use crate::divergence::{Divergence, Watch};
 use crate::error::{Error, Result};
 use crate::evaluation::evaluate;
 use crate::observer::{Observer, StepRecord, Timings};
-use crate::optimizer::{Optimizer, ZeroGrad};
+use crate::optimizer::{Optimizer, StepDecision, StepSettings, ZeroGrad};
 use crate::scaler::{GradScaler, NoScaler};
 use crate::schedule::Schedule;
+use figures::Figures;
 use frozen::Fingerprint;
 pub use frozen::Frozen;
 use retry::Attempts;
 pub use retry::Overflow;
 use saving::Occasion;
-use settle::{Figures, Settled};
 
 /// What to do when a checkpoint cannot be written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -131,7 +131,7 @@ pub struct Trainer {
     /// What is trained.
     pub model: Box<dyn LanguageModel>,
     /// What trains it.
-    pub optimizer: Optimizer,
+    pub optimizer: Box<dyn Optimizer>,
     /// What multiplies the learning rates.
     pub schedule: Schedule,
     /// What scales the loss.
@@ -160,7 +160,11 @@ impl Trainer {
     ///
     /// # Errors
     /// An option outside its range.
-    pub fn new(model: Box<dyn LanguageModel>, optimizer: Optimizer, options: Options) -> Result<Self> {
+    pub fn new(
+        model: Box<dyn LanguageModel>,
+        optimizer: Box<dyn Optimizer>,
+        options: Options,
+    ) -> Result<Self> {
         options.check()?;
         Ok(Self {
             model,
@@ -214,6 +218,7 @@ impl Trainer {
         mut validation: Option<&mut dyn Batches>,
     ) -> Result<Ended> {
         self.schedule.check()?;
+        self.optimizer.check(self.scaler.as_mut())?;
         self.last = Instant::now();
         let ended = loop {
             if self.step >= until {
@@ -239,6 +244,7 @@ impl Trainer {
                 self.last += began.elapsed();
             }
         };
+        self.optimizer.synchronize()?;
         self.read_losses()?;
         Ok(ended)
     }
@@ -268,30 +274,27 @@ impl Trainer {
             return Ok(false);
         };
         let mut attempts = self.attempts(micro.batches[0].tokens.device())?;
-        let (sums, scale, settled, started) = loop {
+        let settings = StepSettings {
+            micro_batches: micro.batches.len() as u64,
+            factor: self.schedule.factor(self.step),
+            clip: self.options.clip,
+            non_finite: self.options.non_finite,
+        };
+        let (sums, scale, decision, started) = loop {
+            self.optimizer.begin(settings)?;
             let sums = self.gradients(&micro, &mut timings)?;
             // What the device decides is put into the record when it is read.
             let scale = if self.scaler.device_side().is_some() { f64::NAN } else { self.scaler.current() };
             let started = Instant::now();
-            let settled = self.settle_gradients()?;
-            if !self.try_again(attempts.as_mut(), &settled, scale)? {
-                break (sums, scale, settled, started);
+            let decision = self.optimizer.unscale_and_clip(self.scaler.as_mut())?;
+            if !self.try_again(attempts.as_mut(), &decision, scale)? {
+                break (sums, scale, decision, started);
             }
             timings.optimizer += started.elapsed().as_secs_f64();
         };
-        let (mut gradient_norm, mut skipped) = (None, false);
         {
             let _optimizer = range("optimizer");
-            self.optimizer.set_factor(self.schedule.factor(self.step))?;
-            match settled {
-                Settled::Host { norm, skipped: left_out, .. } => {
-                    (gradient_norm, skipped) = (norm, left_out);
-                    if !left_out {
-                        self.optimizer.step()?;
-                    }
-                }
-                Settled::Device { ref skip, .. } => self.optimizer.step_unless(skip)?,
-            }
+            self.optimizer.take_step(&decision)?;
             self.optimizer.zero_grad(self.options.zero_grad)?;
         }
         timings.optimizer += started.elapsed().as_secs_f64();
@@ -301,6 +304,10 @@ impl Trainer {
         let MicroBatches { tokens, padding, targets, .. } = micro;
         let learning_rate = self.optimizer.learning_rates().first().copied().unwrap_or(0.0);
         let (step, loss, accuracy) = (self.step, f64::NAN, None);
+        let (gradient_norm, skipped) = match decision {
+            StepDecision::Host { norm, skip, .. } => (norm, skip),
+            StepDecision::Device { .. } => (None, false),
+        };
         let record = StepRecord {
             step,
             loss,
@@ -317,7 +324,7 @@ impl Trainer {
         };
         let mut sums = Tensor::f_stack(&sums, 0)?.f_sum_dim_intlist([0].as_slice(), false, Kind::Double)?;
         let parts = sums.numel();
-        if let Settled::Device { figures, .. } = settled {
+        if let StepDecision::Device { figures, .. } = decision {
             sums = Tensor::f_cat(&[&sums, &figures.f_to_device(sums.device())?], 0)?;
         }
         self.pending.push(Pending { record, denominator: micro.denominator(), sums, parts });

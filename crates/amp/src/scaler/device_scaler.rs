@@ -2,7 +2,7 @@
 //!
 //! The scale is a tensor on the device. The loss is multiplied by it there; unscaling divides by it and writes an overflow
 //! flag. If the flag is set, the fused kernel of the optimizer leaves parameters, moments and step counts unchanged
-//! ([`Optimizer::step_unless`]). Tensor operations update the scale to the same bits as the rule on the host
+//! ([`DeviceOptimizer::step_unless`]). Tensor operations update the scale to the same bits as the rule on the host
 //! ([`DeviceRule::update_on_device`]). So the host can queue step after step. PyTorch's `GradScaler` reads the flag of every optimizer
 //! in every step unless the optimizer is fused, and has no bounds, hysteresis or limit of skipped steps.
 //!
@@ -13,10 +13,10 @@
 //! ```
 //! use amp::{DeviceScaler, DynamicOptions, DynamicRule};
 //! use tch::{Device, Kind, Tensor};
-//! use training::optimizer::{AdamW, Group, Optimizer};
+//! use training::optimizer::{AdamW, Group, DeviceOptimizer};
 //!
 //! let w = Tensor::from_slice(&[3.0f32]).set_requires_grad(true);
-//! let mut adam = Optimizer::new(AdamW::default(), vec![Group::new(vec![("w".into(), w.shallow_clone())], 0.5)])?;
+//! let mut adam = DeviceOptimizer::new(AdamW::default(), vec![Group::new(vec![("w".into(), w.shallow_clone())], 0.5)])?;
 //! let mut scaler = DeviceScaler::new(DynamicRule::new(DynamicOptions::default())?, Device::Cpu)?;
 //!
 //! let loss = w.square().sum(Kind::Float) * f64::INFINITY;
@@ -32,7 +32,7 @@ use runtime::fused::gradients::Unscaled;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 use training::clip::Norm;
-use training::optimizer::Optimizer;
+use training::optimizer::DeviceOptimizer;
 use training::scaler::{Checked, DeviceSide};
 
 use super::per_optimizer_state::PerOptimizerState;
@@ -111,9 +111,9 @@ impl<R: DeviceRule> DeviceScaler<R> {
     /// [`DeviceScaler::unscale_`] was not called.
     ///
     /// # Errors
-    /// An optimizer without a fused kernel ([`Optimizer::step_unless`]); [`Error::SteppedTwice`](crate::Error::SteppedTwice); those of
+    /// An optimizer without a fused kernel ([`DeviceOptimizer::step_unless`]); [`Error::SteppedTwice`](crate::Error::SteppedTwice); those of
     /// [`DeviceScaler::unscale_`].
-    pub fn step(&mut self, name: &str, optimizer: &mut Optimizer) -> Result<()> {
+    pub fn step(&mut self, name: &str, optimizer: &mut DeviceOptimizer) -> Result<()> {
         if !self.optimizers.is_unscaled(name) {
             let grads = optimizer.gradients()?;
             self.unscale_(name, &grads, false)?;

@@ -13,7 +13,7 @@ use training::batches::Synthetic;
 use training::checkpoint::Checkpoints;
 use training::clip::NonFinite;
 use training::observer::{Observer, StepRecord};
-use training::optimizer::{AdamW, Group, Optimizer, Sgd};
+use training::optimizer::{AdamW, DeviceOptimizer, Group, Sgd};
 use training::scaler::GradScaler;
 use training::trainer::{Options, Trainer};
 
@@ -73,9 +73,9 @@ fn model() -> Gpt2Like {
 fn trainer(options: &Options, frozen: bool, scaler: Box<dyn GradScaler>) -> (Trainer, Notes) {
     let model = model();
     let mut optimizer =
-        Optimizer::new(AdamW::default(), Group::by_dimension(trainable(&model), 3e-3, 0.1)).unwrap();
+        DeviceOptimizer::new(AdamW::default(), Group::by_dimension(trainable(&model), 3e-3, 0.1)).unwrap();
     optimizer.freeze("no_decay", frozen).unwrap();
-    let mut trainer = Trainer::new(Box::new(model), optimizer, options.clone()).unwrap();
+    let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options.clone()).unwrap();
     trainer.precision = Some(Autocast::new(Kind::Half).unwrap().policy());
     trainer.scaler = scaler;
     let notes = Notes::default();
@@ -103,7 +103,7 @@ fn on_device() -> Box<dyn GradScaler> {
 }
 
 fn everything(trainer: &Trainer) -> Vec<(String, Tensor)> {
-    state_dict(trainer.model.as_ref()).into_iter().chain(trainer.optimizer.state()).collect()
+    state_dict(trainer.model.as_ref()).into_iter().chain(trainer.optimizer.state().unwrap()).collect()
 }
 
 #[test]
@@ -200,8 +200,8 @@ fn what_is_wrong_is_told_when_it_is_read_and_the_weights_are_as_they_were() {
 #[test]
 fn an_optimizer_that_cannot_leave_steps_out_on_the_device_ends_the_run() {
     let model = model();
-    let optimizer = Optimizer::new(Sgd, vec![Group::new(trainable(&model), 0.1)]).unwrap();
-    let mut trainer = Trainer::new(Box::new(model), optimizer, Options::default()).unwrap();
+    let optimizer = DeviceOptimizer::new(Sgd, vec![Group::new(trainable(&model), 0.1)]).unwrap();
+    let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), Options::default()).unwrap();
     trainer.scaler = Box::new(StaticGradScaler::new(8.0).unwrap().on_device(Device::Cpu).unwrap());
     let error = trainer.run(&mut data(), None).unwrap_err().to_string();
     assert!(error.contains("sgd has no fused kernel"), "{error}");

@@ -8,7 +8,7 @@ use expect_test::expect;
 use proptest::prelude::*;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor, kind};
-use training::optimizer::{Adam, AdamW, Group, Implementation, Momentum, Optimizer};
+use training::optimizer::{Adam, AdamW, DeviceOptimizer, Group, Implementation, Momentum};
 
 /// Bits, so that a NaN equals itself and −0 is not 0.
 fn bits(tensor: &Tensor) -> Vec<u64> {
@@ -120,25 +120,25 @@ fn backward(parameters: &[(String, Tensor)], step: u64, scale: f64, bad: bool) {
     }
 }
 
-type Make = fn(Vec<(String, Tensor)>) -> Optimizer;
+type Make = fn(Vec<(String, Tensor)>) -> DeviceOptimizer;
 
 fn optimizers() -> Vec<(&'static str, Kind, Make)> {
     fn group(parameters: Vec<(String, Tensor)>) -> Vec<Group> {
         vec![Group { weight_decay: 0.1, ..Group::new(parameters, 1e-2) }]
     }
     vec![
-        ("Adam", Kind::Float, |p| Optimizer::new(Adam::default(), group(p)).unwrap()),
-        ("AdamW", Kind::Float, |p| Optimizer::new(AdamW::default(), group(p)).unwrap()),
-        ("AdamW, fp64", Kind::Double, |p| Optimizer::new(AdamW::default(), group(p)).unwrap()),
-        ("AdamW, bf16", Kind::BFloat16, |p| Optimizer::new(AdamW::default(), group(p)).unwrap()),
+        ("Adam", Kind::Float, |p| DeviceOptimizer::new(Adam::default(), group(p)).unwrap()),
+        ("AdamW", Kind::Float, |p| DeviceOptimizer::new(AdamW::default(), group(p)).unwrap()),
+        ("AdamW, fp64", Kind::Double, |p| DeviceOptimizer::new(AdamW::default(), group(p)).unwrap()),
+        ("AdamW, bf16", Kind::BFloat16, |p| DeviceOptimizer::new(AdamW::default(), group(p)).unwrap()),
         ("AdamW, bf16 with masters", Kind::BFloat16, |p| {
-            Optimizer::new(AdamW::default(), group(p)).unwrap().with_master_weights()
+            DeviceOptimizer::new(AdamW::default(), group(p)).unwrap().with_master_weights()
         }),
     ]
 }
 
 /// Returns parameters and all state in bits.
-fn everything(parameters: &[(String, Tensor)], optimizer: &Optimizer) -> Vec<(String, Vec<u64>)> {
+fn everything(parameters: &[(String, Tensor)], optimizer: &DeviceOptimizer) -> Vec<(String, Vec<u64>)> {
     let state = optimizer.state();
     parameters.iter().chain(&state).map(|(name, tensor)| (name.clone(), bits(tensor))).collect()
 }
@@ -152,7 +152,7 @@ fn a_step_that_is_left_out_leaves_no_trace() {
         let mut scaler =
             DynamicGradScaler::new(DynamicOptions::default()).unwrap().on_device(Device::Cpu).unwrap();
         let mut scale = 65536.0;
-        let mut take = |step: u64, bad: bool, optimizer: &mut Optimizer| {
+        let mut take = |step: u64, bad: bool, optimizer: &mut DeviceOptimizer| {
             backward(&parameters, step, scale, bad);
             scaler.step("w", optimizer).unwrap();
             scaler.update().unwrap();
@@ -221,7 +221,7 @@ fn several_optimizers_and_the_one_that_overflowed() {
     let parameters = [leaves(1, 2, Kind::Float), leaves(2, 3, Kind::Float)];
     let [mut first, mut second] = parameters.each_ref().map(|p| {
         let owned: Vec<_> = p.iter().map(|(n, w)| (n.clone(), w.shallow_clone())).collect();
-        Optimizer::new(Adam::default(), vec![Group::new(owned, 0.1)]).unwrap()
+        DeviceOptimizer::new(Adam::default(), vec![Group::new(owned, 0.1)]).unwrap()
     });
     let mut scaler =
         DynamicGradScaler::new(DynamicOptions::default()).unwrap().on_device(Device::Cpu).unwrap();
@@ -241,8 +241,8 @@ fn several_optimizers_and_the_one_that_overflowed() {
 fn optimizers_that_cannot_look_at_a_flag_are_refused_and_left_alone() {
     let parameters = leaves(3, 2, Kind::Float);
     let owned = || parameters.iter().map(|(n, w)| (n.clone(), w.shallow_clone())).collect::<Vec<_>>();
-    let momentum = Optimizer::new(Momentum::default(), vec![Group::new(owned(), 0.1)]).unwrap();
-    let foreach = Optimizer::new(AdamW::default(), vec![Group::new(owned(), 0.1)])
+    let momentum = DeviceOptimizer::new(Momentum::default(), vec![Group::new(owned(), 0.1)]).unwrap();
+    let foreach = DeviceOptimizer::new(AdamW::default(), vec![Group::new(owned(), 0.1)])
         .unwrap()
         .with_implementation(Implementation::Foreach);
     let words = [
@@ -271,7 +271,7 @@ fn gradients_that_no_scale_helps_end_the_run_when_the_state_is_read() {
     let mut scaler = DeviceScaler::new(rule, Device::Cpu).unwrap();
     let parameters = leaves(3, 2, Kind::Float);
     let owned = parameters.iter().map(|(n, w)| (n.clone(), w.shallow_clone())).collect::<Vec<_>>();
-    let mut adam = Optimizer::new(Adam::default(), vec![Group::new(owned, 0.1)]).unwrap();
+    let mut adam = DeviceOptimizer::new(Adam::default(), vec![Group::new(owned, 0.1)]).unwrap();
     for step in 0..4 {
         backward(&parameters, step, 8.0, true);
         scaler.step("w", &mut adam).unwrap();

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use amp::{DynamicGradScaler, DynamicOptions};
 use serde::Deserialize;
 use tch::{Kind, Tensor};
-use training::optimizer::{Group, Optimizer, Sgd};
+use training::optimizer::{DeviceOptimizer, Group, Sgd};
 
 #[derive(Deserialize)]
 struct Case {
@@ -50,7 +50,7 @@ fn fixtures_scale_and_tracker_are_pytorchs_to_the_bit() {
         assert_eq!(case.overflow.len(), case.scale_and_tracker.len());
         let w = Tensor::from_slice(&[1.0f32, 1.0]).set_requires_grad(true);
         let group = Group::new(vec![("w".into(), w.shallow_clone())], 0.0);
-        let mut sgd = Optimizer::new(Sgd, vec![group]).unwrap();
+        let mut sgd = DeviceOptimizer::new(Sgd, vec![group]).unwrap();
         let mut scaler = DynamicGradScaler::new(case.config.options()).unwrap();
         for (step, (&overflow, &(scale, tracker))) in
             case.overflow.iter().zip(&case.scale_and_tracker).enumerate()

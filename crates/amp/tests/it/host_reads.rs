@@ -9,7 +9,7 @@ use models::{Gpt2Like, Gpt2LikeConfig};
 use runtime::profile::{Counter, Trace};
 use tch::{Device, Kind, Tensor, kind};
 use training::batches::Synthetic;
-use training::optimizer::{AdamW, Group, Optimizer};
+use training::optimizer::{AdamW, DeviceOptimizer, Group};
 use training::scaler::GradScaler;
 use training::trainer::{Options, Trainer};
 
@@ -60,7 +60,7 @@ fn by_hand(folder: &Path, count: i64) {
     let parameters = [leaves(), leaves()];
     let mut optimizers = parameters.each_ref().map(|leaves| {
         let owned = leaves.iter().map(|(name, w)| (name.clone(), w.shallow_clone()));
-        Optimizer::new(AdamW::default(), vec![Group::new(owned, 1e-3)]).unwrap()
+        DeviceOptimizer::new(AdamW::default(), vec![Group::new(owned, 1e-3)]).unwrap()
     });
     let backward = |bad: bool| {
         for (index, (_, w)) in parameters.iter().flatten().enumerate() {
@@ -111,10 +111,11 @@ fn trainer(scaler: Box<dyn GradScaler>, width: i64) -> Trainer {
         ..Gpt2LikeConfig::default()
     };
     let model = Gpt2Like::new(&config, kind::FLOAT_CPU).unwrap();
-    let optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-3)]).unwrap();
+    let optimizer =
+        DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-3)]).unwrap();
     let options =
         Options { steps: 6, accumulation: 2, clip: Some(1.0), read_every: 100, ..Options::default() };
-    let mut trainer = Trainer::new(Box::new(model), optimizer, options).unwrap();
+    let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options).unwrap();
     trainer.precision = Some(Autocast::new(Kind::Half).unwrap().policy());
     trainer.scaler = scaler;
     trainer

@@ -4,7 +4,7 @@ use amp::{DeviceScaler, DynamicGradScaler, DynamicOptions, DynamicRule, Result};
 use expect_test::{Expect, expect};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor, kind};
-use training::optimizer::{AdamW, Group, Optimizer};
+use training::optimizer::{AdamW, DeviceOptimizer, Group};
 use training::scaler::GradScaler;
 
 /// Both scalers behind one interface.
@@ -27,7 +27,7 @@ impl Either {
         }
     }
 
-    fn step(&mut self, name: &str, optimizer: &mut Optimizer) -> Result<()> {
+    fn step(&mut self, name: &str, optimizer: &mut DeviceOptimizer) -> Result<()> {
         match self {
             Self::Host(scaler) => scaler.step(name, optimizer).map(drop),
             Self::Device(scaler) => scaler.step(name, optimizer),
@@ -56,8 +56,9 @@ impl Either {
     }
 }
 
-fn adam(w: &Tensor) -> Optimizer {
-    Optimizer::new(AdamW::default(), vec![Group::new(vec![("w".into(), w.shallow_clone())], 0.5)]).unwrap()
+fn adam(w: &Tensor) -> DeviceOptimizer {
+    DeviceOptimizer::new(AdamW::default(), vec![Group::new(vec![("w".into(), w.shallow_clone())], 0.5)])
+        .unwrap()
 }
 
 fn leaf(kind: Kind) -> Tensor {
@@ -67,7 +68,7 @@ fn leaf(kind: Kind) -> Tensor {
 }
 
 /// Returns the parameter, its gradient, and the states of the optimizer and the scaler.
-fn everything(w: &Tensor, optimizer: &Optimizer, scaler: &Either) -> (Vec<Tensor>, Value) {
+fn everything(w: &Tensor, optimizer: &DeviceOptimizer, scaler: &Either) -> (Vec<Tensor>, Value) {
     let tensors = [w.detach(), w.grad()].into_iter().chain(optimizer.state().into_iter().map(|(_, t)| t));
     (tensors.map(|t| t.copy()).collect(), scaler.state())
 }
@@ -75,8 +76,8 @@ fn everything(w: &Tensor, optimizer: &Optimizer, scaler: &Either) -> (Vec<Tensor
 fn refused(
     words: &Expect,
     scaler: &mut Either,
-    (w, optimizer): (&Tensor, &mut Optimizer),
-    what: impl FnOnce(&mut Either, &mut Optimizer) -> Result<()>,
+    (w, optimizer): (&Tensor, &mut DeviceOptimizer),
+    what: impl FnOnce(&mut Either, &mut DeviceOptimizer) -> Result<()>,
 ) {
     let before = everything(w, optimizer, scaler);
     words.assert_eq(&what(scaler, optimizer).unwrap_err().to_string());
@@ -144,7 +145,8 @@ fn bf16_parameters_with_masters_take_steps_too_small_for_bf16() {
     for mut scaler in Either::both() {
         let w = leaf(Kind::BFloat16);
         let group = Group { weight_decay: 0.0, ..Group::new(vec![("w".into(), w.shallow_clone())], 1e-4) };
-        let mut optimizer = Optimizer::new(AdamW::default(), vec![group]).unwrap().with_master_weights();
+        let mut optimizer =
+            DeviceOptimizer::new(AdamW::default(), vec![group]).unwrap().with_master_weights();
         for _ in 0..40 {
             runtime::autograd::set_grad(&w, Some(&Tensor::full([2], 16.0, (Kind::BFloat16, Device::Cpu))))
                 .unwrap();

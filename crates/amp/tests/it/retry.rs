@@ -11,7 +11,7 @@ use runtime::random::Generator;
 use tch::{Device, Kind, Tensor, kind};
 use training::batches::Synthetic;
 use training::observer::{Collect, StepRecord};
-use training::optimizer::{Adam, Group, Optimizer};
+use training::optimizer::{Adam, DeviceOptimizer, Group};
 use training::scaler::GradScaler;
 use training::trainer::{Options, Overflow, Trainer};
 
@@ -60,9 +60,9 @@ fn run(
         tch::no_grad(|| weight.shallow_clone().copy_(&drawn));
         assert!(weight.requires_grad(), "{name}");
     }
-    let optimizer = Optimizer::new(Adam::default(), vec![Group::new(trainable(&model), 1e-3)])?;
+    let optimizer = DeviceOptimizer::new(Adam::default(), vec![Group::new(trainable(&model), 1e-3)])?;
     let options = Options { steps, accumulation: 2, overflow, ..Options::default() };
-    let mut trainer = Trainer::new(Box::new(model), optimizer, options)?;
+    let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options)?;
     trainer.precision = Some(policy);
     trainer.scaler = scaler;
     let notes = Collect::default();

@@ -6,16 +6,16 @@ use amp::{
 };
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
-use training::optimizer::{Group, Optimizer, Sgd};
+use training::optimizer::{DeviceOptimizer, Group, Sgd};
 
 fn leaf(values: &[f32]) -> Tensor {
     Tensor::from_slice(values).set_requires_grad(true)
 }
 
-fn sgd(parameters: &[&Tensor]) -> Optimizer {
+fn sgd(parameters: &[&Tensor]) -> DeviceOptimizer {
     let named = parameters.iter().enumerate();
     let named: Vec<_> = named.map(|(index, w)| (format!("w{index}"), w.shallow_clone())).collect();
-    Optimizer::new(Sgd, vec![Group::new(named, 0.5)]).unwrap()
+    DeviceOptimizer::new(Sgd, vec![Group::new(named, 0.5)]).unwrap()
 }
 
 fn gradient(w: &Tensor, values: &[f32]) {

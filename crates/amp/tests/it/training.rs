@@ -5,7 +5,7 @@ use models::module::{tensors, trainable};
 use models::{Gpt2Like, Gpt2LikeConfig};
 use tch::{Device, Kind, Tensor, kind};
 use training::batches::Synthetic;
-use training::optimizer::{Adam, Group, Optimizer};
+use training::optimizer::{Adam, DeviceOptimizer, Group};
 use training::scaler::{GradScaler, NoScaler};
 use training::trainer::{Options, Trainer};
 
@@ -41,9 +41,9 @@ fn trainer(steps: u64, dtype: Option<Kind>, scaler: Box<dyn GradScaler>) -> Trai
             tch::no_grad(|| weight.shallow_clone().copy_(&wave.reshape(weight.size())));
         }
     }
-    let optimizer = Optimizer::new(Adam::default(), vec![Group::new(trainable(&model), 3e-3)]).unwrap();
+    let optimizer = DeviceOptimizer::new(Adam::default(), vec![Group::new(trainable(&model), 3e-3)]).unwrap();
     let options = Options { steps, accumulation: 2, clip: Some(1.0), ..Options::default() };
-    let mut trainer = Trainer::new(Box::new(model), optimizer, options).unwrap();
+    let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options).unwrap();
     trainer.precision = dtype.map(|dtype| Autocast::new(dtype).unwrap().policy());
     trainer.scaler = scaler;
     trainer

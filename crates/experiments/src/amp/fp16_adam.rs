@@ -44,7 +44,7 @@ impl Rule for Fp16Adam {
 
 #[cfg(test)]
 mod tests {
-    use training::optimizer::{Group, Optimizer};
+    use training::optimizer::{DeviceOptimizer, Group};
 
     use super::*;
 
@@ -52,7 +52,7 @@ mod tests {
     fn a_gradient_of_zero_is_not_a_number_and_a_small_one_takes_far_too_long_a_step() {
         let w = Tensor::from_slice(&[1.0f32, 1.0, 1.0]).to_kind(Kind::Half).set_requires_grad(true);
         let group = Group::new(vec![("w".into(), w.shallow_clone())], 1e-3);
-        let mut optimizer = Optimizer::new(Fp16Adam(Adam::default()), vec![group]).unwrap();
+        let mut optimizer = DeviceOptimizer::new(Fp16Adam(Adam::default()), vec![group]).unwrap();
         let grad = Tensor::from_slice(&[0.0f32, 1e-4, 0.5]).to_kind(Kind::Half);
         runtime::autograd::set_grad(&w, Some(&grad)).unwrap();
         optimizer.step().unwrap();

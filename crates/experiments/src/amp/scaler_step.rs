@@ -10,7 +10,7 @@ use amp::{DeviceScaler, DynamicGradScaler, DynamicOptions, DynamicRule};
 use anyhow::Result;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
-use training::optimizer::{AdamW, Group, Optimizer};
+use training::optimizer::{AdamW, DeviceOptimizer, Group};
 
 /// Columns of each matrix, and elements of each vector.
 const WIDTH: i64 = 768;
@@ -33,7 +33,7 @@ impl Size {
         self.tensors / 2 * WIDTH * (self.rows + 1)
     }
 
-    fn optimizer(&self, device: Device) -> Result<Optimizer> {
+    fn optimizer(&self, device: Device) -> Result<DeviceOptimizer> {
         let mut generator = Generator::new(1)?;
         let mut parameters = Vec::new();
         for index in 0..self.tensors {
@@ -45,7 +45,7 @@ impl Size {
             runtime::autograd::set_grad(&parameter, Some(&draw()?))?;
             parameters.push((format!("w{index}"), parameter));
         }
-        Ok(Optimizer::new(AdamW::default(), vec![Group::new(parameters, 1e-4)])?)
+        Ok(DeviceOptimizer::new(AdamW::default(), vec![Group::new(parameters, 1e-4)])?)
     }
 }
 

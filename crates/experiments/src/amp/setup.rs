@@ -6,7 +6,7 @@ use amp::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
 use anyhow::Result;
 use runtime::matmul::compute_kind;
 use tch::{Device, Kind};
-use training::optimizer::{Adam, Group, Optimizer};
+use training::optimizer::{Adam, DeviceOptimizer, Group};
 use training::scaler::{GradScaler, NoScaler};
 use training::trainer::Overflow;
 
@@ -107,11 +107,11 @@ impl Setup {
     /// Adam over `parameters`.
     ///
     /// # Errors
-    /// Those of [`Optimizer::new`].
-    pub(crate) fn adam(self, parameters: Group) -> Result<Optimizer> {
+    /// Those of [`DeviceOptimizer::new`].
+    pub(crate) fn adam(self, parameters: Group) -> Result<DeviceOptimizer> {
         Ok(match self {
-            Self::PureFp16 => Optimizer::new(Fp16Adam(Adam::default()), vec![parameters])?,
-            _ => Optimizer::new(Adam::default(), vec![parameters])?,
+            Self::PureFp16 => DeviceOptimizer::new(Fp16Adam(Adam::default()), vec![parameters])?,
+            _ => DeviceOptimizer::new(Adam::default(), vec![parameters])?,
         })
     }
 

@@ -173,7 +173,7 @@ fn prepare(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Prepare
         divergence: Divergence { patience: 10, ..Default::default() },
         ..Default::default()
     };
-    let mut trainer = Trainer::new(model, optimizer, options)?;
+    let mut trainer = Trainer::new(model, Box::new(optimizer), options)?;
     trainer.schedule = Schedule { warmup, shape: Shape::Constant, ..Default::default() };
     trainer.precision = autocast.as_ref().map(|autocast| autocast.policy());
     trainer.scaler = scaler;

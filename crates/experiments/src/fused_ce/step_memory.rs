@@ -16,7 +16,7 @@ use runtime::autograd::Keep;
 use runtime::memory::{Region, live_bytes};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
-use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 use super::training::{Way, model};
 
@@ -55,7 +55,7 @@ pub(crate) fn measure(
     runtime::random::seed(seed)?;
     let model = model(config, way, rows * sequence, (kind, device))?;
     let parameters = live_bytes(device)? - before;
-    let mut optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), 1e-4)])?;
+    let mut optimizer = DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), 1e-4)])?;
     let drawn = Generator::new(seed)?.uniform(&[rows, sequence + 1], (0.0, 1.0), (Kind::Double, device))?;
     let drawn = drawn.f_mul_scalar(config.vocab_size as f64)?.f_to_kind(Kind::Int64)?;
     let (tokens, labels) = (drawn.f_narrow(1, 0, sequence)?, drawn.f_narrow(1, 1, sequence)?);
@@ -77,7 +77,7 @@ fn bytes_of(tensor: &Tensor) -> u64 {
 
 fn step(
     model: &dyn LanguageModel,
-    optimizer: &mut Optimizer,
+    optimizer: &mut DeviceOptimizer,
     tokens: &Tensor,
     labels: &Tensor,
     device: Device,

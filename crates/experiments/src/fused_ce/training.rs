@@ -12,7 +12,7 @@ use runtime::memory::live_bytes;
 use tch::{Device, Kind};
 use training::Trainer;
 use training::loader_batches::LoaderBatches;
-use training::optimizer::{AdamW, Group, Optimizer};
+use training::optimizer::{AdamW, DeviceOptimizer, Group};
 use training::strategy::Strategy;
 use training::trainer::Options;
 
@@ -134,8 +134,8 @@ pub(crate) fn train(corpus: &Corpus, way: Way, training: &Training) -> Result<Ou
     let loader = LoaderOptions { workers: 1, device, epochs: None, ..Default::default() };
     let mut batches = LoaderBatches::new(source, &loader)?;
     let model = model(&training.model, way, (batch_size * sequence) as i64, (Kind::Float, device))?;
-    let optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), lr)])?;
-    let mut trainer = Trainer::new(model, optimizer, Options { steps, ..Default::default() })?;
+    let optimizer = DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), lr)])?;
+    let mut trainer = Trainer::new(model, Box::new(optimizer), Options { steps, ..Default::default() })?;
     let watcher = Watcher::of(&mut trainer, device)?;
     trainer.run(&mut batches, None)?;
     drop(trainer);

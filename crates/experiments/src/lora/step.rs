@@ -20,7 +20,7 @@ use runtime::profile::Counter;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 use training::activations::{self, LayerPlan};
-use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 use super::shape::{Shape, kind_of};
 
@@ -154,7 +154,7 @@ fn name(method: Method) -> &'static str {
 /// A model with adapters, its optimizer, and a batch.
 struct Prepared {
     model: Box<dyn LanguageModel>,
-    optimizer: Optimizer,
+    optimizer: DeviceOptimizer,
     switches: activations::Activations,
     layers: usize,
     tokens: Tensor,
@@ -180,7 +180,7 @@ impl Prepared {
         let switches = activations::apply(&mut *model, &vec![LayerPlan::KeepAll; layers])?;
         let parameters: Vec<(String, Tensor)> =
             trainable(&*model).into_iter().map(|(name, tensor)| (name, tensor.shallow_clone())).collect();
-        let optimizer = Optimizer::new(AdamW::default(), vec![Group::new(parameters, 1e-4)])?;
+        let optimizer = DeviceOptimizer::new(AdamW::default(), vec![Group::new(parameters, 1e-4)])?;
 
         let size = [arguments.batch, arguments.sequence];
         let mut generator = Generator::new(seed)?;

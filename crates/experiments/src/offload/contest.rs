@@ -13,7 +13,7 @@ use runtime::device::pinned_bytes;
 use runtime::measure::Samples;
 use runtime::memory::{Region, live_bytes};
 use tch::{Device, Kind};
-use training::optimizer::{AdamW, Group, Optimizer};
+use training::optimizer::{AdamW, DeviceOptimizer, Group};
 
 use super::foretold::{Speed, Step, job, peak};
 use super::spans;
@@ -179,7 +179,7 @@ impl Runner {
             subject.gradients()?;
             once.training_peak = region.finish()?.peak - before;
             let mut optimizer =
-                Optimizer::new(AdamW::default(), vec![Group::new(subject.parameters(), 1e-6)])?;
+                DeviceOptimizer::new(AdamW::default(), vec![Group::new(subject.parameters(), 1e-6)])?;
             for step in 0..3 {
                 let began = Instant::now();
                 optimizer.step()?;

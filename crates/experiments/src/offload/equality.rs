@@ -11,7 +11,7 @@ use runtime::autograd::{backward, set_grad};
 use runtime::device;
 use runtime::ops::settings::{Determinism, set_determinism};
 use tch::{Device, Kind, Tensor};
-use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 use super::difference::largest;
 use super::shape;
@@ -81,7 +81,7 @@ fn train(
     let offload = options.map(|options| Offload::apply(&mut model, options)).transpose()?;
     let on_host = if offload.is_some() { OnHost::default() } else { OnHost::of(&model)? };
     let group = Group::new(on_host.stepped(&model), 1e-3);
-    let mut optimizer = Optimizer::new(AdamW::default(), vec![group])?;
+    let mut optimizer = DeviceOptimizer::new(AdamW::default(), vec![group])?;
     let tokens = Tensor::from_slice(&TOKENS.map(|token| token % config.vocab_size))
         .view([1, 4])
         .f_to_device(device)?;
@@ -149,7 +149,7 @@ impl OnHost {
         self.0.iter().try_for_each(|pair| Ok(set_grad(&pair.device, None)?))
     }
 
-    fn step(&self, optimizer: &mut Optimizer) -> anyhow::Result<()> {
+    fn step(&self, optimizer: &mut DeviceOptimizer) -> anyhow::Result<()> {
         for Pair { device, host, .. } in &self.0 {
             set_grad(host, Some(&device.f_grad()?.f_to_device(Device::Cpu)?))?;
         }

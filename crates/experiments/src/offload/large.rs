@@ -12,7 +12,7 @@ use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Sink};
 use runtime::device;
 use tch::{Device, Kind};
-use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 use super::budget::{self, Aim, Seen, Watch};
 use super::folder::scratch;
@@ -142,7 +142,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
     Adapters::install(&mut subject.model, &adapters, common.seed)?;
     let installed = watch.finish()?;
     let group = Group::new(subject.parameters(), 1e-4);
-    let mut optimizer = Optimizer::new(AdamW::default(), vec![group])?;
+    let mut optimizer = DeviceOptimizer::new(AdamW::default(), vec![group])?;
     progress.step();
     let lora = Passes::run(&subject, arguments.repeats, &mut progress, |subject| {
         let passes = subject.gradients()?;

@@ -16,7 +16,7 @@ use runtime::ops::settings::{Determinism, set_determinism};
 use tch::{Device, Kind, Tensor};
 use training::Schedule;
 use training::clip::{self, NonFinite};
-use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer, StepSettings, ZeroGrad};
 use training::schedule::Shape;
 
 use super::difference::largest;
@@ -164,7 +164,7 @@ impl Training {
 
     fn ordinary(&self, demand: &Demand) -> anyhow::Result<Trained> {
         let model = self.model()?;
-        let mut optimizer = Optimizer::new(AdamW::default(), Self::groups(&model))?;
+        let mut optimizer = DeviceOptimizer::new(AdamW::default(), Self::groups(&model))?;
         let (mut losses, mut seconds) = (Vec::new(), Vec::new());
         for step in 0..self.steps {
             let began = Instant::now();
@@ -185,13 +185,14 @@ impl Training {
     fn on_host(&self, demand: &Demand) -> anyhow::Result<Trained> {
         let mut model = self.model()?;
         let offload = Offload::apply(&mut model, &Options { device: self.device, ..Options::default() })?;
-        let host = HostOptions { clip: demand.clip, overlap: true, ..HostOptions::default() };
+        let host = HostOptions { overlap: true, ..HostOptions::default() };
         let mut optimizer = HostAdamW::new(&offload, Self::groups(&model), AdamW::default(), host)?;
         let (mut losses, mut seconds) = (Vec::new(), Vec::new());
         for step in 0..self.steps {
             let began = Instant::now();
-            optimizer.begin(demand.micro_batches)?;
-            optimizer.set_factor(self.factor(demand, step))?;
+            let &Demand { micro_batches, clip, .. } = demand;
+            let factor = self.factor(demand, step);
+            optimizer.begin(StepSettings { micro_batches, factor, clip, ..StepSettings::default() })?;
             losses.push(self.passes(&model, demand, step)?);
             optimizer.step()?;
             seconds.push(began.elapsed().as_secs_f64());

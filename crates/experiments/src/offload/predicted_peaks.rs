@@ -25,7 +25,7 @@ use runtime::memory::{Region, live_bytes};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 use training::activations::{self, LayerPlan};
-use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 use training::predicted;
 
 /// What a step does.
@@ -126,7 +126,7 @@ impl Probe for InStep {
 
 enum Steps {
     None,
-    Device(Optimizer),
+    Device(DeviceOptimizer),
     Host(HostAdamW),
 }
 
@@ -182,7 +182,10 @@ impl Row {
                 let groups = vec![Group::new(trainable(&model), 1e-4)];
                 Steps::Host(HostAdamW::new(offload, groups, AdamW::default(), HostOptions::default())?)
             }
-            _ => Steps::Device(Optimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-4)])?),
+            _ => Steps::Device(DeviceOptimizer::new(
+                AdamW::default(),
+                vec![Group::new(trainable(&model), 1e-4)],
+            )?),
         };
         self.step(&model, &mut optimizer)?;
         self.step(&model, &mut optimizer)?;

@@ -10,7 +10,7 @@ use runtime::memory::Region;
 use tch::Kind;
 use training::Trainer;
 use training::batches::Synthetic;
-use training::optimizer::{Adam, Group, Optimizer};
+use training::optimizer::{Adam, DeviceOptimizer, Group};
 use training::trainer::Options;
 
 #[derive(clap::Args)]
@@ -54,7 +54,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
     let before = Region::start(device)?;
     let model = Box::new(Gpt2Like::new(&config, (Kind::Float, device))?);
     let parameters = parameter_count(&*model).total;
-    let optimizer = Optimizer::new(Adam::default(), vec![Group::new(trainable(&*model), 1e-4)])?;
+    let optimizer = DeviceOptimizer::new(Adam::default(), vec![Group::new(trainable(&*model), 1e-4)])?;
     let length = length as usize;
     let mut batches = Synthetic {
         seed: common.seed,
@@ -67,7 +67,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
         position: 0,
     };
     const WARMUP: u64 = 2;
-    let mut trainer = Trainer::new(model, optimizer, Options { steps: WARMUP, ..Default::default() })?;
+    let mut trainer =
+        Trainer::new(model, Box::new(optimizer), Options { steps: WARMUP, ..Default::default() })?;
     trainer.run(&mut batches, None)?;
     let mut progress = Progress::new(steps);
     let mut seconds = Vec::new();

@@ -13,7 +13,7 @@ use tch::{Device, Kind};
 use training::Trainer;
 use training::loader_batches::LoaderBatches;
 use training::observer::{Collect, StepRecord};
-use training::optimizer::{Adam, Group, Implementation, Optimizer, ZeroGrad};
+use training::optimizer::{Adam, DeviceOptimizer, Group, Implementation, ZeroGrad};
 use training::profile::{Facts, Profile};
 use training::strategy::Strategy;
 use training::tracing::{self, Loading, Traced};
@@ -91,12 +91,15 @@ impl Setup {
         };
         let implementation =
             if has(Inefficiency::UnfusedOptimizer) { Implementation::ForLoop } else { Implementation::Fused };
-        let optimizer = Optimizer::new(Adam::default(), vec![Group::new(trainable(&*model), 1e-4)])?
+        let optimizer = DeviceOptimizer::new(Adam::default(), vec![Group::new(trainable(&*model), 1e-4)])?
             .with_implementation(implementation);
         let zero_grad = if has(Inefficiency::ZeroedGradients) { ZeroGrad::ToZeros } else { ZeroGrad::ToNone };
         let accuracy = has(Inefficiency::AccuracyEachStep);
-        let mut trainer =
-            Trainer::new(model, optimizer, Options { steps: 0, accuracy, zero_grad, ..Default::default() })?;
+        let mut trainer = Trainer::new(
+            model,
+            Box::new(optimizer),
+            Options { steps: 0, accuracy, zero_grad, ..Default::default() },
+        )?;
         let steps = Collect::default();
         trainer.observers.push(Box::new(steps.clone()));
         Ok(Self { trainer, batches, steps, workers, pinned })

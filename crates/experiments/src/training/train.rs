@@ -16,7 +16,9 @@ use report::cli::CommonArgs;
 use serde_json::json;
 use tch::{Device, Kind};
 use training::checkpoint::Checkpoints;
-use training::optimizer::{AdaGrad, Adam, AdamW, Group, Momentum, Nesterov, Optimizer, RmsProp, Rule, Sgd};
+use training::optimizer::{
+    AdaGrad, Adam, AdamW, DeviceOptimizer, Group, Momentum, Nesterov, RmsProp, Rule, Sgd,
+};
 use training::probe::Probe;
 use training::schedule::Shape;
 use training::trainer::{Ended, FailedCheckpoint, Options};
@@ -155,7 +157,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
     let (mut train, mut validation) = (data.train, data.validation);
     let model = model(arguments, data.vocabulary, device)?;
     let groups = Group::by_dimension(trainable(model.as_ref()), arguments.lr, arguments.weight_decay);
-    let optimizer = Optimizer::boxed(arguments.optimizer.rule(), groups)?;
+    let optimizer = DeviceOptimizer::boxed(arguments.optimizer.rule(), groups)?;
     let options = Options {
         steps: data.steps,
         accumulation: arguments.accumulation,
@@ -169,7 +171,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
         },
         ..Options::default()
     };
-    let mut trainer = Trainer::new(model, optimizer, options)?;
+    let mut trainer = Trainer::new(model, Box::new(optimizer), options)?;
     let shape = match arguments.schedule {
         Falls::Constant => Shape::Constant,
         Falls::Linear => Shape::Linear,

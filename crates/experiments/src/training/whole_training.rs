@@ -12,7 +12,7 @@ use tch::{Device, Kind};
 use training::Trainer;
 use training::evaluation::Evaluation;
 use training::loader_batches::LoaderBatches;
-use training::optimizer::{Adam, Group, Optimizer};
+use training::optimizer::{Adam, DeviceOptimizer, Group};
 use training::schedule::{Schedule, Shape};
 use training::strategy::Strategy;
 use training::trainer::Options;
@@ -122,10 +122,10 @@ pub(crate) fn train(corpus: &Corpus, strategy: Strategy, training: &Training) ->
     let mut validation = LoaderBatches::new(validation, &LoaderOptions { epochs: Some(1), ..loader })?;
 
     let model = Box::new(Gpt2Like::new(&config, (Kind::Float, device))?);
-    let optimizer = Optimizer::new(Adam::default(), vec![Group::new(trainable(&*model), lr)])?;
+    let optimizer = DeviceOptimizer::new(Adam::default(), vec![Group::new(trainable(&*model), lr)])?;
     let mut trainer = Trainer::new(
         model,
-        optimizer,
+        Box::new(optimizer),
         Options { steps: u64::MAX, evaluate_every: Some(evaluate_every), ..Default::default() },
     )?;
     trainer.schedule = Schedule { warmup, shape: Shape::Constant, ..Default::default() };

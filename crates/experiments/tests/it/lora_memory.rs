@@ -17,7 +17,7 @@ use runtime::memory::{Region, live_bytes, track_cpu};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 use training::activations::{self, LayerPlan};
-use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 /// Qwen2.5-0.5B's proportions, a quarter as wide, of few layers and words.
 const SHAPE: Shape = Shape {
@@ -74,7 +74,8 @@ fn measured(names: &[&str], dropout: f64, kind: Kind, full: bool) -> [u64; 2] {
     install(&mut model, &loss).unwrap();
     let plan = if full { LayerPlan::RecomputeAll } else { LayerPlan::KeepAll };
     let _plan = activations::apply(&mut model, &vec![plan; SHAPE.layers as usize]).unwrap();
-    let mut optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-4)]).unwrap();
+    let mut optimizer =
+        DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-4)]).unwrap();
 
     let drawn = Generator::new(2).unwrap().uniform(&[BATCH, SEQUENCE], (0.0, 1.0), (Kind::Double, device));
     let tokens = (drawn.unwrap() * SHAPE.vocabulary as f64).to_kind(Kind::Int64);

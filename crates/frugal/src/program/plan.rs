@@ -6,7 +6,7 @@ use accounting::decoder_flops::Workload;
 use accounting::lora::LowRank;
 use accounting::memory::logits::Loss;
 use accounting::memory::recipe::Recipe;
-use accounting::model::{Decoder, Family, Shape};
+use accounting::model::Decoder;
 use accounting::offload::{
     Budget, Job, Method, OptimizerPlace, Rates, Setup, Start, Step, plan, simulate, sizes,
 };
@@ -17,8 +17,9 @@ use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use frugal::config::Bytes;
 use frugal::download_bar;
+use frugal::models::LlamaConfig;
 use frugal::models::hub::{Hub, RepositoryKind};
-use frugal::models::{LlamaConfig, llama};
+use frugal::training::predicted;
 use runtime::measure::physical;
 use serde_json::{Value, json};
 use tch::Kind;
@@ -27,9 +28,6 @@ use super::Common;
 use super::model::HubArgs;
 use super::output::{print_line, print_lines};
 use super::settings::DtypeArg;
-
-/// Bytes per number that a step of AdamW moves: gradient, weight and two moments read, the last three written, in fp32.
-const ADAMW_STEP_BYTES: f64 = 28.0;
 
 /// What a step does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -121,12 +119,7 @@ pub(crate) fn run(common: &Common, arguments: &PlanArgs) -> anyhow::Result<()> {
     };
     // The host's memory is what layers are loaded from.
     let host = physical::copy_bandwidth(tch::Device::Cpu)?.rate().context("the rate of a copy")?;
-    let rates = Rates {
-        load: host,
-        store: host,
-        host_optimizer: host / ADAMW_STEP_BYTES,
-        device_optimizer: bandwidth / ADAMW_STEP_BYTES,
-    };
+    let rates = Rates::of_memory(host, host, bandwidth);
     let variants = variants(&job, &rates, budget)?;
     let chosen = variants
         .iter()
@@ -258,28 +251,5 @@ fn decoder(name: &str, hub: &HubArgs) -> anyhow::Result<Decoder> {
             .fetch_files(RepositoryKind::Model, name, hub.revision.as_deref(), &files)?
             .join("config.json")
     };
-    on_paper(&LlamaConfig::read(&file)?)
-}
-
-/// The decoder of a configuration.
-fn on_paper(config: &LlamaConfig) -> anyhow::Result<Decoder> {
-    let size = |n: i64| u64::try_from(n).context("a size below 0");
-    Ok(Decoder::new(Shape {
-        family: match config.family {
-            llama::Family::Llama => Family::Llama,
-            llama::Family::Qwen2 => Family::Qwen2,
-        },
-        vocabulary: size(config.vocab_size)?,
-        context: size(config.max_position_embeddings)?,
-        embedding: size(config.hidden_size)?,
-        hidden: size(config.hidden_size)?,
-        layers: size(config.num_hidden_layers)?,
-        heads: size(config.num_attention_heads)?,
-        kv_heads: size(config.num_key_value_heads)?,
-        head_dim: size(config.head_dim)?,
-        feed_forward: size(config.intermediate_size)?,
-        tied: config.tie_word_embeddings,
-        attention_bias: config.attention_bias,
-        mlp_bias: config.mlp_bias,
-    })?)
+    Ok(predicted::decoder(&LlamaConfig::read(&file)?)?)
 }

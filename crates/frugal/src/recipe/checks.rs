@@ -136,13 +136,6 @@ pub(super) fn pairs(config: &Config) -> Result<()> {
             remedy: "take `precision.compute = \"bf16\"`, or `optimizer.place = \"device\"`",
         },
         Rule {
-            is_met: host,
-            first: "`optimizer.place = \"host\"`".to_owned(),
-            second: "the training loop".to_owned(),
-            why: "the loop steps an optimizer on the device",
-            remedy: "take `optimizer.place = \"device\"`: the state of offloaded layers is in the host's memory with them",
-        },
-        Rule {
             is_met: mlp.level.is_some() && adapts(&mlp_names)?,
             first: "`mlp.level`".to_owned(),
             second: "an adapter on the MLP's projections".to_owned(),

@@ -6,17 +6,17 @@ use std::sync::Arc;
 use dataloading::Batch;
 use lora::Adapters;
 use models::module::{self, Context, Input, LanguageModel};
-use offload::Offload;
+use offload::{HostAdamW, HostOptions, Offload};
 use runtime::precision::{self, Policy};
 use tch::Tensor;
 use training::Trainer;
 use training::activations::{Activations, Forecast, LayerPlan};
-use training::optimizer::{Group, Optimizer};
+use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
 use training::scaler::GradScaler;
 use training::schedule::Schedule;
 use training::trainer::{FailedCheckpoint, Frozen, Options};
 
-use crate::config::{ActivationPlan, Config};
+use crate::config::{ActivationPlan, Config, OptimizerPlace};
 use crate::error::{Error, Result};
 
 /// Handles on the techniques within a model, for saving adapters, changing plans, and reading counters.
@@ -129,8 +129,16 @@ impl Prepared {
             Frozen::Saved
         };
         let groups = Group::by_dimension(parameters, own.lr, own.weight_decay);
-        let optimizer = Optimizer::boxed(own.rule.rule(), groups)?;
-        let optimizer = if own.master_weights { optimizer.with_master_weights() } else { optimizer };
+        let optimizer: Box<dyn Optimizer> = match (own.place, &handles.offload) {
+            (OptimizerPlace::Host, Some(offload)) => {
+                let options = HostOptions { master_weights: own.master_weights, ..HostOptions::default() };
+                Box::new(HostAdamW::new(offload, groups, AdamW::default(), options)?)
+            }
+            _ => {
+                let optimizer = DeviceOptimizer::boxed(own.rule.rule(), groups)?;
+                Box::new(if own.master_weights { optimizer.with_master_weights() } else { optimizer })
+            }
+        };
         let options = Options {
             steps,
             accumulation: training.accumulation,

@@ -34,7 +34,7 @@ fn a_folder_that_is_no_model_is_named() {
     check(
         TRAIN,
         expect![[r#"
-            error: model/tokenizer.json: tokenizer: EOF while parsing an object at line 1 column 1; give the file that the model's publisher calls tokenizer.json
+            error: model/tokenizer.json: tokenizer: EOF while parsing an object at line 1 column 1; use the tokenizer.json of the model
         "#]],
     );
     std::fs::remove_file(tiny.path("model/model.safetensors")).unwrap();

@@ -10,7 +10,7 @@ use offload::{HostAdamW, HostOptions, Method, Offload, Options, Tier};
 use runtime::autograd::backward;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
-use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 const FLOAT: (Kind, Device) = (Kind::Float, Device::Cpu);
 
@@ -62,7 +62,7 @@ enum Extra {
 
 enum Either {
     Host(HostAdamW),
-    Ordinary(Optimizer),
+    Ordinary(DeviceOptimizer),
 }
 
 struct World {
@@ -225,7 +225,7 @@ impl World {
                     Some(offload) if self.host_adam_w => {
                         Either::Host(HostAdamW::new(offload, vec![group], rule, HostOptions::default())?)
                     }
-                    _ => Either::Ordinary(Optimizer::new(rule, vec![group])?),
+                    _ => Either::Ordinary(DeviceOptimizer::new(rule, vec![group])?),
                 });
             }
             Do::Forward => self.loss = Some(self.loss()?),

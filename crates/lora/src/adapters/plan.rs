@@ -58,6 +58,14 @@ impl Plan {
             }
         }
         let names = survey.names();
+        for name in survey.modules() {
+            if let Some(mlp) = survey.recomputed(&name).filter(|_| targets.wants(&name, false)) {
+                let mut others: Vec<&str> = names.iter().filter_map(|name| name.rsplit('.').next()).collect();
+                others.sort_unstable();
+                others.dedup();
+                return Err(Error::Recomputed { mlp: mlp.to_owned(), others: others.join(", "), name });
+            }
+        }
         if !targets.means_projections_only() {
             let known: BTreeSet<&String> = names.iter().collect();
             let modules = survey.modules();

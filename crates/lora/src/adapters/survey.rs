@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use models::llama;
-use models::module::{Edit, LossHead, Module, Projection, Role, edit, tensors};
+use models::module::{Edit, LossHead, Mlp, MlpForm, Module, Projection, Role, edit, tensors};
 use runtime::precision::identity;
 use tch::Tensor;
 
@@ -39,6 +39,8 @@ pub(crate) struct Survey {
     pub(crate) projections: Vec<Found>,
     pub(crate) tensors: Vec<Base>,
     heads: Vec<String>,
+    /// MLPs that compute their products themselves.
+    recomputed: Vec<String>,
 }
 
 impl Survey {
@@ -53,8 +55,9 @@ impl Survey {
                 .iter_mut()
                 .for_each(|found| found.name = llama::hugging_face_name(&found.path));
             survey.tensors.iter_mut().for_each(|base| base.name = llama::hugging_face_name(&base.path));
+            survey.recomputed.iter_mut().for_each(|path| *path = llama::hugging_face_name(path));
         }
-        let Self { projections, tensors, heads } = &mut survey;
+        let Self { projections, tensors, heads, .. } = &mut survey;
         for found in projections.iter_mut() {
             let inside = |head: &String| found.path == *head || found.path.starts_with(&format!("{head}."));
             found.head = heads.iter().any(inside);
@@ -72,6 +75,13 @@ impl Survey {
     /// Every projection's name.
     pub(crate) fn names(&self) -> Vec<String> {
         self.projections.iter().map(|found| found.name.clone()).collect()
+    }
+
+    /// The MLP around a module, where that computes its products itself.
+    pub(crate) fn recomputed(&self, module: &str) -> Option<&str> {
+        let around =
+            |mlp: &&String| module.strip_prefix(mlp.as_str()).is_some_and(|rest| rest.starts_with('.'));
+        self.recomputed.iter().find(around).map(String::as_str)
     }
 
     /// Every module's name: what stands before a dot in the name of a tensor.
@@ -108,6 +118,13 @@ impl Edit for Survey {
         if let Some(weight) = weight {
             let (path, name) = (path.to_owned(), path.to_owned());
             self.projections.push(Found { path, name, weight, bias, head: false, plain });
+        }
+        Ok(())
+    }
+
+    fn mlp(&mut self, path: &str, slot: &mut Box<dyn Mlp>) -> models::Result<()> {
+        if slot.form() == MlpForm::Recomputed {
+            self.recomputed.push(path.to_owned());
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use runtime::device::{self, Event};
 use runtime::fused::adam::{AdamStep, AdamTensors, adam};
 use runtime::precision::identity;
 use tch::{Device, Kind, Tensor};
-use training::optimizer::AdamW;
+use training::optimizer::{AdamW, StepSettings};
 
 use crate::engine::{Arriving, Engine, Gradients, Sink};
 use crate::error::{Error, Result};
@@ -18,7 +18,6 @@ use crate::error::{Error, Result};
 const WAITING: usize = 2;
 
 pub(super) struct Shared {
-    pub(super) clips: bool,
     pub(super) state: Mutex<State>,
 }
 
@@ -26,8 +25,8 @@ pub(super) struct State {
     pub(super) rule: AdamW,
     /// Learning rate and weight decay of each group.
     pub(super) groups: Vec<(f64, f64)>,
-    pub(super) factor: f64,
-    pub(super) micro_batches: u64,
+    /// Of the step at hand.
+    pub(super) settings: StepSettings,
     /// Of layers, in the order of the layers.
     pub(super) parameters: Vec<Parameter>,
     /// Where each is among the parameters, by the tensor that it is: a layer may be given others, and have it at another place then.
@@ -78,7 +77,7 @@ impl Sink for Shared {
         if !others.is_empty() {
             engine.keep(layer, others)?;
         }
-        let micro_batches = state.micro_batches;
+        let StepSettings { micro_batches, clip, .. } = state.settings;
         let of = &mut state.layers[layer];
         if of.stepped {
             let reason = format!(
@@ -93,7 +92,7 @@ impl Sink for Shared {
         if first {
             engine.with_layers(|layers| layers[layer].settled = false);
         }
-        if self.clips || !last {
+        if clip.is_some() || !last {
             return engine.keep(layer, ours);
         }
         of.stepped = true;
@@ -174,7 +173,7 @@ impl State {
             let (lr, weight_decay) = self.groups[parameter.group];
             parameter.step += 1;
             let step = AdamStep {
-                lr: lr * self.factor,
+                lr: lr * self.settings.factor,
                 beta1,
                 beta2,
                 eps,

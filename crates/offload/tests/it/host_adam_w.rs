@@ -9,7 +9,7 @@ use offload::{HostAdamW, HostOptions, Method, Offload, Options, Point, Probe, St
 use runtime::autograd::backward;
 use tch::{Device, Kind, Tensor};
 use training::clip::{self, NonFinite};
-use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer, StepSettings, ZeroGrad};
 
 const RULE: AdamW = AdamW { beta1: 0.8, beta2: 0.95, eps: 1e-6 };
 const STEPS: u64 = 4;
@@ -18,6 +18,7 @@ const STEPS: u64 = 4;
 struct Case {
     options: Options,
     host: HostOptions,
+    clip: Option<f64>,
     micro: u64,
     factor: bool,
 }
@@ -49,14 +50,14 @@ fn weights(model: &Llama) -> Vec<(String, Tensor)> {
 }
 
 fn ordinary(model: &Llama, case: &Case) -> Left {
-    let mut optimizer = Optimizer::new(RULE, groups(model)).unwrap();
+    let mut optimizer = DeviceOptimizer::new(RULE, groups(model)).unwrap();
     if case.host.master_weights {
         optimizer = optimizer.with_master_weights();
     }
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
     for step in 0..STEPS {
         losses.extend(gradients_of(model, step, case.micro));
-        if let Some(limit) = case.host.clip {
+        if let Some(limit) = case.clip {
             norms.push(clip::clip_(&optimizer.gradients().unwrap(), limit, NonFinite::Skip).unwrap());
         }
         optimizer.set_factor(factor(step, case.factor)).unwrap();
@@ -71,8 +72,10 @@ fn on_host(mut model: Box<Llama>, case: &Case) -> Left {
     let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, case.host).unwrap();
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
     for step in 0..STEPS {
-        optimizer.begin(case.micro).unwrap();
-        optimizer.set_factor(factor(step, case.factor)).unwrap();
+        let factor = factor(step, case.factor);
+        let settings =
+            StepSettings { micro_batches: case.micro, factor, clip: case.clip, ..StepSettings::default() };
+        optimizer.begin(settings).unwrap();
         losses.extend(gradients_of(&model, step, case.micro));
         norms.extend(optimizer.step().unwrap().norm);
         assert!(
@@ -115,8 +118,8 @@ fn it_is_the_ordinary_optimizer() {
         for (clip, micro) in [(None, 1), (None, 3), (Some(0.5), 1), (Some(0.5), 2), (Some(1e6), 1)] {
             for overlap in [false, true] {
                 let options = Options { method, ..Options::default() };
-                let host = HostOptions { clip, overlap, ..HostOptions::default() };
-                check(&tiny, Case { options, host, micro, factor: true });
+                let host = HostOptions { overlap, ..HostOptions::default() };
+                check(&tiny, Case { options, host, clip, micro, factor: true });
             }
         }
     }
@@ -144,8 +147,8 @@ fn delays_change_nothing() {
         for (clip, micro) in [(None, 1), (None, 2), (Some(0.5), 1)] {
             let probe: Arc<dyn Probe> = Arc::new(Late(Mutex::new(seed)));
             let options = Options { probe: Some(probe), ring: 2 + seed as usize % 3, ..Options::default() };
-            let host = HostOptions { clip, overlap: true, ..HostOptions::default() };
-            check(&tiny, Case { options, host, micro, factor: true });
+            let host = HostOptions { overlap: true, ..HostOptions::default() };
+            check(&tiny, Case { options, host, clip, micro, factor: true });
         }
     }
 }
@@ -159,7 +162,7 @@ fn rings_and_resident_layers_change_nothing() {
         for overlap in [false, true] {
             let options = Options { ring, resident: resident.clone(), ..Options::default() };
             let host = HostOptions { overlap, ..HostOptions::default() };
-            check(&tiny, Case { options, host, micro: 1, factor: false });
+            check(&tiny, Case { options, host, micro: 1, ..Case::default() });
         }
     }
 }
@@ -174,8 +177,8 @@ fn bf16_with_and_without_master_weights() {
     };
     for master_weights in [false, true] {
         for (clip, micro) in [(None, 1), (Some(0.3), 2)] {
-            let host = HostOptions { clip, master_weights, overlap: true };
-            check(&model, Case { host, micro, ..Case::default() });
+            let host = HostOptions { master_weights, overlap: true };
+            check(&model, Case { host, clip, micro, ..Case::default() });
         }
     }
 }
@@ -199,8 +202,8 @@ fn a_step_whose_norm_is_not_finite_is_left_out() {
     let mut model = tiny();
     let before = weights(&model);
     let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
-    let host = HostOptions { clip: Some(1.0), ..HostOptions::default() };
-    let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, host).unwrap();
+    let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, HostOptions::default()).unwrap();
+    optimizer.begin(StepSettings { clip: Some(1.0), ..StepSettings::default() }).unwrap();
     let tokens = batch(model.vocabulary(), 0);
     let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum * f64::INFINITY;
     backward(&[&loss]).unwrap();
@@ -228,7 +231,7 @@ fn its_state_is_the_ordinary_optimizers() {
         Case { micro: 1, options: Options { resident: vec![2], ..Options::default() }, ..Case::default() };
     let model = tiny();
     let (.., first, state) = ordinary(&model, &case);
-    let mut optimizer = Optimizer::new(RULE, groups(&model)).unwrap();
+    let mut optimizer = DeviceOptimizer::new(RULE, groups(&model)).unwrap();
     optimizer.load_state(&state).unwrap();
     gradients_of(&model, 9, 1);
     optimizer.step().unwrap();
@@ -261,17 +264,22 @@ fn what_it_cannot_step_is_an_error() {
     let _alone = alone();
     let mut model = tiny();
     let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
-    let new = |groups, options| HostAdamW::new(&offload, groups, RULE, options).unwrap_err().to_string();
-    let clips = HostOptions { clip: Some(-1.0), ..HostOptions::default() };
-    assert!(new(groups(&model), clips).contains("the limit is -1"));
+    let new =
+        |groups| HostAdamW::new(&offload, groups, RULE, HostOptions::default()).unwrap_err().to_string();
     let own = Group { rule: Some(Box::new(RULE)), ..Group::new(trainable(&*model), 0.1) };
-    assert!(new(vec![own], HostOptions::default()).contains("has a rule of its own"));
+    assert!(new(vec![own]).contains("has a rule of its own"));
     let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, HostOptions::default()).unwrap();
-    assert!(optimizer.begin(0).unwrap_err().to_string().contains("0 micro-batches"));
-    assert!(optimizer.set_factor(f64::NAN).unwrap_err().to_string().contains("NaN"));
-    optimizer.begin(2).unwrap();
+    let step = StepSettings::default();
+    for (settings, words) in [
+        (StepSettings { micro_batches: 0, ..step }, "0 micro-batches"),
+        (StepSettings { factor: f64::NAN, ..step }, "NaN"),
+        (StepSettings { clip: Some(-1.0), ..step }, "the limit is -1"),
+    ] {
+        assert!(optimizer.begin(settings).unwrap_err().to_string().contains(words));
+    }
+    optimizer.begin(StepSettings { micro_batches: 2, ..step }).unwrap();
     gradients_of(&model, 0, 1);
-    assert!(optimizer.begin(1).unwrap_err().to_string().contains("have come already"));
+    assert!(optimizer.begin(step).unwrap_err().to_string().contains("have come already"));
     drop(optimizer);
     // Without it gradients come home as they do for any optimizer.
     gradients_of(&model, 0, 1);

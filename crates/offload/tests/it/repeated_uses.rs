@@ -12,7 +12,7 @@ use models::module::{Block, Context, Editor, Input, LanguageModel, Module, Visit
 use offload::{HostAdamW, HostOptions, Method, Offload, Options, Point, Probe};
 use runtime::autograd::{Keep, backward, backward_with, set_grad};
 use tch::{Kind, Tensor};
-use training::optimizer::{AdamW, Group, Optimizer};
+use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer, StepSettings};
 
 use crate::support::{FLOAT, alone, batch, tiny};
 
@@ -122,7 +122,7 @@ fn steps_on_the_host_are_taken_when_all_gradients_of_a_layer_are_there() {
     for how in 0..5 {
         let model = tiny();
         let mut optimizer =
-            Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), 1e-2)]).unwrap();
+            DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), 1e-2)]).unwrap();
         backwards(&model, how).unwrap();
         optimizer.step().unwrap();
         let expected = values(&model);
@@ -130,9 +130,10 @@ fn steps_on_the_host_are_taken_when_all_gradients_of_a_layer_are_there() {
             for clip in [None, Some(1e9)] {
                 let mut model = tiny();
                 let offload = Offload::apply(&mut *model, &Options { method, ..Options::default() }).unwrap();
-                let options = HostOptions { clip, ..HostOptions::default() };
                 let groups = vec![Group::new(trainable(&*model), 1e-2)];
-                let mut optimizer = HostAdamW::new(&offload, groups, AdamW::default(), options).unwrap();
+                let mut optimizer =
+                    HostAdamW::new(&offload, groups, AdamW::default(), HostOptions::default()).unwrap();
+                optimizer.begin(StepSettings { clip, ..StepSettings::default() }).unwrap();
                 backwards(&model, how).unwrap();
                 optimizer.step().unwrap();
                 assert_equal(&expected, &values(&model), &format!("{}, {how}, {clip:?}", method.name()));
@@ -380,7 +381,8 @@ fn a_block_that_is_run_twice() {
         parameters(model).iter().map(|(_, tensor)| tensor.double_value(&[0]) as f32).collect()
     };
     let model = times(&[2.0, 3.0, 0.5]);
-    let mut optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 0.1)]).unwrap();
+    let mut optimizer =
+        DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 0.1)]).unwrap();
     run(&model);
     optimizer.step().unwrap();
     let expected = values(&model);
@@ -421,9 +423,10 @@ fn a_step_that_is_late_holds_up_its_own_layer_only() {
     let options = Options { probe: Some(probe), ring: 2, ..Options::default() };
     let offload = Offload::apply(&mut model, &options).unwrap();
     // Clipped, layers step from the first to the last, after the backward.
-    let host = HostOptions { clip: Some(1.0), overlap: true, ..HostOptions::default() };
+    let host = HostOptions { overlap: true, ..HostOptions::default() };
     let groups = vec![Group::new(trainable(&model), 0.1)];
     let mut optimizer = HostAdamW::new(&offload, groups, AdamW::default(), host).unwrap();
+    optimizer.begin(StepSettings { clip: Some(1.0), ..StepSettings::default() }).unwrap();
     let mut y = number(5.0);
     for block in &model.0 {
         y = block.forward(&y, &Context::default()).unwrap();

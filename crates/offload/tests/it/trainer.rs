@@ -5,13 +5,17 @@ use std::path::Path;
 
 use crate::support::{alone, tiny};
 use models::module::{tensors, trainable};
-use offload::{Method, Offload, Options, Tier};
+use offload::{HostAdamW, HostOptions, Method, Offload, Options, Tier};
 use tch::{Device, Tensor};
+use training::activations::{self, LayerPlan};
 use training::batches::Synthetic;
 use training::checkpoint::Checkpoints;
-use training::optimizer::{AdamW, Group};
+use training::clip::NonFinite;
+use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
+use training::scaler::{Checked, GradScaler, NoScaler};
+use training::schedule::{Schedule, Shape};
 use training::trainer::Ended;
-use training::{Optimizer, Trainer, trainer};
+use training::{Trainer, trainer};
 
 const DATA: Synthetic = Synthetic {
     seed: 1,
@@ -30,7 +34,8 @@ fn open(folder: &Path, steps: u64, options: Option<&Options>) -> Trainer {
     if let Some(options) = options {
         Offload::apply(&mut *model, options).unwrap();
     }
-    let optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), 1e-2)]).unwrap();
+    let optimizer =
+        DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), 1e-2)]).unwrap();
     let settings = trainer::Options {
         steps,
         accumulation: 2,
@@ -39,7 +44,7 @@ fn open(folder: &Path, steps: u64, options: Option<&Options>) -> Trainer {
         evaluate_every: Some(2),
         ..trainer::Options::default()
     };
-    let mut trainer = Trainer::new(model, optimizer, settings).unwrap();
+    let mut trainer = Trainer::new(model, Box::new(optimizer), settings).unwrap();
     trainer.checkpoints = Some(Checkpoints::open(folder, 9).unwrap());
     trainer
 }
@@ -99,4 +104,162 @@ fn a_trained_model_cannot_be_in_files_alone() {
     let error = models::module::LanguageModel::loss(&*model, &input, &tokens).unwrap_err().to_string();
     assert!(error.contains("is to be trained, but it lives in"), "{error}");
     assert!(error.contains("choose what is trained"), "{error}");
+}
+
+/// Where a training's optimizer is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Place {
+    Device,
+    Host,
+}
+
+fn groups(model: &models::Llama) -> Vec<Group> {
+    Group::by_dimension(trainable(model), 1e-2, 0.1)
+}
+
+/// A training with the optimizer on the device or, its layers offloaded, on the host.
+fn placed(folder: &Path, place: Place, settings: trainer::Options, plan: Option<&[LayerPlan]>) -> Trainer {
+    let mut model = tiny();
+    if let Some(plan) = plan {
+        activations::apply(&mut *model, plan).unwrap();
+    }
+    let optimizer: Box<dyn Optimizer> = match place {
+        Place::Device => Box::new(DeviceOptimizer::new(AdamW::default(), groups(&model)).unwrap()),
+        Place::Host => {
+            let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
+            let host = HostOptions { overlap: true, ..HostOptions::default() };
+            Box::new(HostAdamW::new(&offload, groups(&model), AdamW::default(), host).unwrap())
+        }
+    };
+    let mut trainer = Trainer::new(model, optimizer, settings).unwrap();
+    trainer.schedule = Schedule { shape: Shape::Cosine, warmup: 2, steps: 8, floor: 0.1 };
+    trainer.checkpoints = Some(Checkpoints::open(folder, 9).unwrap());
+    trainer
+}
+
+/// Weights and optimizer state, by name.
+fn everything(trainer: &Trainer) -> Vec<(String, Tensor)> {
+    let mut state = trainer.optimizer.state().unwrap();
+    state.extend(values(trainer));
+    state.sort_by(|a, b| a.0.cmp(&b.0));
+    state
+}
+
+#[test]
+fn the_trainer_runs_the_hosts_optimizer_to_the_bits_of_the_devices() {
+    let _alone = alone();
+    let mixed = [LayerPlan::RecomputeAll, LayerPlan::KeepAll, LayerPlan::RecomputeMlp];
+    let mixed: Vec<LayerPlan> =
+        mixed.into_iter().cycle().take(tiny().llama_config().num_hidden_layers as usize).collect();
+    for (clip, accumulation) in [(None, 1), (None, 3), (Some(0.3), 1), (Some(0.3), 2)] {
+        for plan in [None, Some(mixed.as_slice())] {
+            let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
+            let settings = trainer::Options {
+                steps: 5,
+                accumulation,
+                clip,
+                evaluate_every: Some(2),
+                checkpoint_every: Some(2),
+                ..trainer::Options::default()
+            };
+            let run = |folder: &Path, place| {
+                let mut trainer = placed(folder, place, settings.clone(), plan);
+                let mut validation = Synthetic { seed: 7, batches: Some(2), ..DATA };
+                assert_eq!(trainer.run(&mut DATA.clone(), Some(&mut validation)).unwrap(), Ended::Done);
+                trainer
+            };
+            let expected = everything(&run(folders[0].path(), Place::Device));
+            let found = everything(&run(folders[1].path(), Place::Host));
+            assert_eq!(found, expected, "clip {clip:?}, {accumulation} micro-batches, plan {plan:?}");
+        }
+    }
+}
+
+/// Each of the two goes on from the other's checkpoint, and back, to the bits of a training that was never stopped.
+#[test]
+fn a_checkpoint_of_either_optimizer_loads_into_the_other() {
+    let _alone = alone();
+    for clip in [None, Some(0.3)] {
+        let settings =
+            |steps| trainer::Options { steps, clip, accumulation: 2, ..trainer::Options::default() };
+        let whole = tempfile::tempdir().unwrap();
+        let mut unbroken = placed(whole.path(), Place::Device, settings(8), None);
+        unbroken.run(&mut DATA.clone(), None).unwrap();
+        for places in [[Place::Device, Place::Host, Place::Device], [Place::Host, Place::Device, Place::Host]]
+        {
+            let folder = tempfile::tempdir().unwrap();
+            let mut last = None;
+            for (place, steps) in places.into_iter().zip([3, 5, 8]) {
+                drop(last.take());
+                let mut trainer = placed(folder.path(), place, settings(steps), None);
+                let mut data = DATA.clone();
+                trainer.resume(&mut data).unwrap();
+                trainer.run(&mut data, None).unwrap();
+                last = Some(trainer);
+            }
+            assert_eq!(everything(&last.unwrap()), everything(&unbroken), "{places:?}, clip {clip:?}");
+        }
+    }
+}
+
+/// Scales by 2 as one for fp16 does.
+#[derive(Debug)]
+struct Twice;
+
+impl GradScaler for Twice {
+    fn scale(&self, loss: &Tensor) -> training::Result<Tensor> {
+        Ok(loss * 2.0)
+    }
+    fn unscale_(&mut self, _: &[Tensor], _: bool) -> training::Result<Checked> {
+        Ok(Checked::default())
+    }
+    fn update(&mut self, _: bool) -> training::Result<()> {
+        Ok(())
+    }
+    fn current(&self) -> f64 {
+        2.0
+    }
+    fn state(&self) -> serde_json::Value {
+        NoScaler.state()
+    }
+    fn load_state(&mut self, _: &serde_json::Value) -> training::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_loss_scaler_is_refused_before_anything_is_computed() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let mut trainer = placed(folder.path(), Place::Host, trainer::Options::default(), None);
+    trainer.scaler = Box::new(Twice);
+    let mut data = DATA.clone();
+    let error = trainer.run(&mut data, None).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "offload: optimizer: HostAdamW cannot use a loss scaler: it steps layers within backward, before every gradient is known \
+         to be finite. Train in bf16 or fp32, which need no scaler, or take DeviceOptimizer, whose state is on the device"
+    );
+    assert_eq!(data.position, 0, "no batch was fetched");
+    assert_eq!(trainer.step(), 0);
+}
+
+#[test]
+fn gradients_that_are_not_finite_are_treated_as_the_options_say() {
+    let _alone = alone();
+    for (non_finite, ends) in [(NonFinite::Skip, true), (NonFinite::Fail, false)] {
+        let folder = tempfile::tempdir().unwrap();
+        let settings =
+            trainer::Options { steps: 1, clip: Some(1.0), non_finite, ..trainer::Options::default() };
+        let mut trainer = placed(folder.path(), Place::Host, settings, None);
+        let before: Vec<_> = values(&trainer).into_iter().map(|(_, tensor)| tensor.copy()).collect();
+        // An embedding of infinity.
+        let (_, first) = values(&trainer).swap_remove(0);
+        let _ = tch::no_grad(|| first.shallow_clone().fill_(f64::INFINITY));
+        let result = trainer.advance(1, &mut DATA.clone(), None);
+        assert_eq!(result.is_ok(), ends, "{result:?}");
+        for (before, (name, after)) in before.iter().zip(values(&trainer)).skip(1) {
+            assert!(before.equal(&after), "{name} is as it was");
+        }
+    }
 }

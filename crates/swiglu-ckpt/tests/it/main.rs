@@ -5,5 +5,6 @@ mod autocast_memory;
 mod bad_input;
 mod equivalence;
 mod flops;
+mod install;
 mod memory;
 mod threads;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use models::Result;
 use models::module::{
-    Block, Context, Editor, Held, Mlp, Module, OwnedContext, Visitor, take_block, take_mlp,
+    Block, Context, Editor, Held, Mlp, MlpForm, Module, OwnedContext, Visitor, take_block, take_mlp,
 };
 use runtime::autograd::Checkpoint;
 use tch::Tensor;
@@ -98,5 +98,13 @@ impl Mlp for SwitchedMlp {
         }
         let segment = segment(&self.mlp, context, |mlp, x, context| mlp.forward(x, context));
         Ok(Checkpoint::default().run(segment, &[x])?.remove(0))
+    }
+
+    /// Nothing that may be replaced: the switch would go with it.
+    fn form(&self) -> MlpForm {
+        match self.mlp.shared().run(|mlp| mlp.form()) {
+            MlpForm::Recomputed => MlpForm::Recomputed,
+            _ => MlpForm::Other,
+        }
     }
 }

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 /// Parameters with settings of their own.
 #[derive(Debug)]
 pub struct Group {
-    /// What [`Optimizer::freeze`](super::Optimizer::freeze) calls it.
+    /// What [`DeviceOptimizer::freeze`](super::DeviceOptimizer::freeze) calls it.
     pub name: String,
     /// Names and leaves.
     pub parameters: Vec<(String, Tensor)>,

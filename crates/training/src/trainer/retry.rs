@@ -13,8 +13,8 @@ use serde_json::Value;
 use tch::Device;
 
 use super::Trainer;
-use super::settle::Settled;
 use crate::error::{Error, Result};
+use crate::optimizer::StepDecision;
 
 /// What to do with a step whose gradients overflowed under a scaler.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -64,10 +64,10 @@ impl Trainer {
     pub(super) fn try_again(
         &mut self,
         attempts: Option<&mut Attempts>,
-        settled: &Settled,
+        decision: &StepDecision,
         scale: f64,
     ) -> Result<bool> {
-        let (Some(attempts), Settled::Host { overflow: true, .. }) = (attempts, settled) else {
+        let (Some(attempts), StepDecision::Host { overflow: true, .. }) = (attempts, decision) else {
             return Ok(false);
         };
         if self.scaler.current() < scale && attempts.made < attempts.most {

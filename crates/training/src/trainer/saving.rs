@@ -32,6 +32,7 @@ impl Trainer {
             return Ok(());
         }
         let _range = range("checkpoint");
+        self.optimizer.synchronize()?;
         let bad = self.watch.bad();
         let troubled = bad > 0 && self.options.divergence.patience > 0;
         let reason = if !self.weights_are_finite()? {
@@ -78,7 +79,7 @@ impl Trainer {
         let snapshot = Snapshot {
             step: self.step,
             model: &model,
-            optimizer: &self.optimizer.state(),
+            optimizer: &self.optimizer.state()?,
             random: &RandomState::capture_on(&self.devices())?,
             state: &state,
         };

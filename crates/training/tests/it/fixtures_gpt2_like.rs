@@ -7,7 +7,7 @@ use models::module::{Context, Input, LanguageModel, trainable};
 use models::state_dict::load_state_dict;
 use models::{Gpt2Like, Gpt2LikeConfig, tensors_file};
 use tch::{Device, Kind, Tensor};
-use training::Optimizer;
+use training::DeviceOptimizer;
 use training::loss::{LmAccuracy, LmCrossEntropyLoss};
 use training::optimizer::{Adam, Group, Implementation, ZeroGrad};
 
@@ -38,7 +38,8 @@ fn fixtures_gpt2_like_with_adam_loss_and_accuracy() {
         let model = Gpt2Like::new(&config, (Kind::Float, Device::Cpu)).unwrap();
         load_state_dict(&model, &weights, "the fixture").unwrap();
         let group = Group::new(trainable(&model), number(&options["lr"]));
-        let mut optimizer = Optimizer::new(adam, vec![group]).unwrap().with_implementation(implementation);
+        let mut optimizer =
+            DeviceOptimizer::new(adam, vec![group]).unwrap().with_implementation(implementation);
         let (tokens, lengths) = (&cases["tokens"], &cases["lengths"]);
         let mut worst = 0f64;
         for step in 0..tokens.size()[0] {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use safetensors::SafeTensors;
 use tch::{Kind, Tensor};
 use training::optimizer::{
-    AdaGrad, Adam, AdamW, Group, Implementation, Momentum, Nesterov, Optimizer, RmsProp, Rule, Sgd,
+    AdaGrad, Adam, AdamW, DeviceOptimizer, Group, Implementation, Momentum, Nesterov, RmsProp, Rule, Sgd,
 };
 
 /// What the traces were made with.
@@ -49,7 +49,7 @@ fn fixtures_optimizers() {
             let parameter = start.copy().set_requires_grad(true);
             let group =
                 Group { weight_decay, ..Group::new(vec![("p".into(), parameter.shallow_clone())], LR) };
-            let optimizer = Optimizer::boxed(rule, vec![group]).unwrap();
+            let optimizer = DeviceOptimizer::boxed(rule, vec![group]).unwrap();
             let mut optimizer = optimizer.with_implementation(implementation);
             let mut used: f64 = 0.0;
             for step in 0..grads.size()[0] {

@@ -9,7 +9,7 @@ use training::batches::Synthetic;
 use training::checkpoint::{Checkpoints, latest};
 use training::optimizer::{AdamW, Group};
 use training::trainer::{Frozen, Options};
-use training::{Optimizer, Trainer};
+use training::{DeviceOptimizer, Trainer};
 
 const DATA: Synthetic = Synthetic {
     seed: 1,
@@ -43,9 +43,10 @@ fn open(folder: &Path, steps: u64, frozen: Frozen, phase: f64) -> Trainer {
     }
     freeze(&model, ".*", true).unwrap();
     freeze(&model, r"h\.0\..*", false).unwrap();
-    let optimizer = Optimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-2)]).unwrap();
+    let optimizer =
+        DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&model), 1e-2)]).unwrap();
     let options = Options { steps, checkpoint_every: Some(3), frozen, ..Options::default() };
-    let mut trainer = Trainer::new(Box::new(model), optimizer, options).unwrap();
+    let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options).unwrap();
     trainer.checkpoints = Some(Checkpoints::open(folder, 9).unwrap());
     trainer
 }

@@ -9,7 +9,7 @@ use training::batches::Synthetic;
 use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, Group};
 use training::trainer::{Ended, Options};
-use training::{Optimizer, Result, Trainer};
+use training::{DeviceOptimizer, Result, Trainer};
 
 #[derive(Clone, Default)]
 struct Losses(Arc<Mutex<Vec<f64>>>);
@@ -29,9 +29,9 @@ fn both_learn_what_there_is_to_learn() {
     for config in [llama, qwen2] {
         let model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
         let groups = Group::by_dimension(trainable(&model), 1e-2, 0.0);
-        let optimizer = Optimizer::new(AdamW::default(), groups).unwrap();
+        let optimizer = DeviceOptimizer::new(AdamW::default(), groups).unwrap();
         let options = Options { steps: 100, ..Options::default() };
-        let mut trainer = Trainer::new(Box::new(model), optimizer, options).unwrap();
+        let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options).unwrap();
         let losses = Losses::default();
         trainer.observers.push(Box::new(losses.clone()));
         let mut data = Synthetic {

@@ -4,7 +4,8 @@ use expect_test::expect;
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 use training::optimizer::{
-    AdaGrad, Adam, AdamW, Group, Implementation, Momentum, Nesterov, Optimizer, RmsProp, Rule, Sgd, ZeroGrad,
+    AdaGrad, Adam, AdamW, DeviceOptimizer, Group, Implementation, Momentum, Nesterov, RmsProp, Rule, Sgd,
+    ZeroGrad,
 };
 
 const ALL: [Implementation; 3] = [Implementation::ForLoop, Implementation::Foreach, Implementation::Fused];
@@ -104,7 +105,7 @@ fn check(name: &str, implementation: Implementation, decay: f64, steps: i64) {
         Group { name: "first".into(), weight_decay: decay, ..Group::new(first, 0.05) },
         Group { name: "second".into(), ..Group::new(second, 0.02) },
     ];
-    let optimizer = Optimizer::boxed(rule(name), groups).unwrap();
+    let optimizer = DeviceOptimizer::boxed(rule(name), groups).unwrap();
     let mut optimizer = optimizer.with_implementation(implementation).with_master_weights();
     for step in 0..steps {
         optimizer.set_factor(1.0 / (step + 1) as f64).unwrap();
@@ -160,14 +161,14 @@ fn every_rule_is_its_mathematics() {
     }
 }
 
-fn two(name: &str) -> (Tensor, Tensor, Optimizer) {
+fn two(name: &str) -> (Tensor, Tensor, DeviceOptimizer) {
     let leaf = || start(&[4]).to_kind(Kind::Float).set_requires_grad(true);
     let (a, b) = (leaf(), leaf());
     let group = |name: &str, t: &Tensor| Group {
         name: name.into(),
         ..Group::new(vec![(format!("{name}.weight"), t.shallow_clone())], 0.1)
     };
-    let optimizer = Optimizer::boxed(rule(name), vec![group("a", &a), group("b", &b)]).unwrap();
+    let optimizer = DeviceOptimizer::boxed(rule(name), vec![group("a", &a), group("b", &b)]).unwrap();
     (a, b, optimizer)
 }
 
@@ -178,7 +179,7 @@ fn every_step_counts_as_an_in_place_change() {
         for implementation in ALL {
             let w = start(&[3]).set_requires_grad(true);
             let parameters = vec![("w".to_owned(), w.shallow_clone())];
-            let mut optimizer = Optimizer::boxed(rule(name), vec![Group::new(parameters, 0.1)])
+            let mut optimizer = DeviceOptimizer::boxed(rule(name), vec![Group::new(parameters, 0.1)])
                 .unwrap()
                 .with_implementation(implementation);
             runtime::autograd::set_grad(&w, Some(&gradient(1, &[3]))).unwrap();
@@ -198,8 +199,9 @@ fn what_has_no_gradient_or_is_frozen_stays_as_it_is() {
         runtime::autograd::set_grad(&a, Some(&grad)).unwrap();
         optimizer.step().unwrap();
         assert_eq!(b, start(&[4]).to_kind(Kind::Float));
-        let names =
-            |optimizer: &Optimizer| optimizer.state().into_iter().map(|(name, _)| name).collect::<Vec<_>>();
+        let names = |optimizer: &DeviceOptimizer| {
+            optimizer.state().into_iter().map(|(name, _)| name).collect::<Vec<_>>()
+        };
         assert_eq!(names(&optimizer), ["a.weight.step", "a.weight.exp_avg", "a.weight.exp_avg_sq"]);
         // b takes its first step when a takes its third: each corrects its bias by its own number of steps.
         optimizer.step().unwrap();
@@ -233,7 +235,7 @@ proptest! {
     /// A run that is stopped, its state taken out and put into another, goes on to the same bits.
     #[test]
     fn state_goes_out_and_in(which in 0usize..7, before in 0i64..4, after in 1i64..4, implementation in 0usize..3) {
-        let run = |a: &Tensor, b: &Tensor, optimizer: &mut Optimizer, steps: std::ops::Range<i64>| {
+        let run = |a: &Tensor, b: &Tensor, optimizer: &mut DeviceOptimizer, steps: std::ops::Range<i64>| {
             for step in steps {
                 runtime::autograd::set_grad(a, Some(&gradient(step, &[4]).to_kind(Kind::Float))).unwrap();
                 if step % 2 == 1 {
@@ -285,7 +287,7 @@ fn bf16_parameters_lose_small_updates_unless_masters_are_kept() {
     let run = |master: bool| {
         let w = Tensor::ones([1], (Kind::BFloat16, Device::Cpu)).set_requires_grad(true);
         let group = Group::new(vec![("w".into(), w.shallow_clone())], 1e-3);
-        let optimizer = Optimizer::new(Sgd, vec![group]).unwrap();
+        let optimizer = DeviceOptimizer::new(Sgd, vec![group]).unwrap();
         let mut optimizer = if master { optimizer.with_master_weights() } else { optimizer };
         for _ in 0..100 {
             runtime::autograd::set_grad(&w, Some(&w.detach().ones_like())).unwrap();
@@ -302,18 +304,18 @@ fn what_cannot_be_optimized_is_an_error() {
     let leaf = || start(&[4]).set_requires_grad(true);
     let group = |tensor: Tensor| Group::new(vec![("w".into(), tensor)], 0.1);
     let mut messages = vec![
-        Optimizer::new(Sgd, vec![]).unwrap_err(),
-        Optimizer::new(Sgd, vec![Group { lr: -1.0, ..group(leaf()) }]).unwrap_err(),
-        Optimizer::new(Sgd, vec![Group { lr: f64::NAN, ..group(leaf()) }]).unwrap_err(),
-        Optimizer::new(Sgd, vec![Group { weight_decay: -0.1, ..group(leaf()) }]).unwrap_err(),
-        Optimizer::new(Adam { beta1: 1.0, ..Adam::default() }, vec![group(leaf())]).unwrap_err(),
-        Optimizer::new(AdamW { beta2: -0.5, ..AdamW::default() }, vec![group(leaf())]).unwrap_err(),
-        Optimizer::new(RmsProp { eps: -1.0, ..RmsProp::default() }, vec![group(leaf())]).unwrap_err(),
-        Optimizer::new(Momentum { momentum: 1.5 }, vec![group(leaf())]).unwrap_err(),
-        Optimizer::new(Sgd, vec![group(leaf()), group(leaf())]).unwrap_err(),
-        Optimizer::new(Sgd, vec![group(leaf() * 2.0)]).unwrap_err(),
-        Optimizer::new(Sgd, vec![group(Tensor::from(1i64))]).unwrap_err(),
-        Optimizer::new(Sgd, vec![Group { rule: Some(Box::new(Adam::default())), ..group(leaf()) }])
+        DeviceOptimizer::new(Sgd, vec![]).unwrap_err(),
+        DeviceOptimizer::new(Sgd, vec![Group { lr: -1.0, ..group(leaf()) }]).unwrap_err(),
+        DeviceOptimizer::new(Sgd, vec![Group { lr: f64::NAN, ..group(leaf()) }]).unwrap_err(),
+        DeviceOptimizer::new(Sgd, vec![Group { weight_decay: -0.1, ..group(leaf()) }]).unwrap_err(),
+        DeviceOptimizer::new(Adam { beta1: 1.0, ..Adam::default() }, vec![group(leaf())]).unwrap_err(),
+        DeviceOptimizer::new(AdamW { beta2: -0.5, ..AdamW::default() }, vec![group(leaf())]).unwrap_err(),
+        DeviceOptimizer::new(RmsProp { eps: -1.0, ..RmsProp::default() }, vec![group(leaf())]).unwrap_err(),
+        DeviceOptimizer::new(Momentum { momentum: 1.5 }, vec![group(leaf())]).unwrap_err(),
+        DeviceOptimizer::new(Sgd, vec![group(leaf()), group(leaf())]).unwrap_err(),
+        DeviceOptimizer::new(Sgd, vec![group(leaf() * 2.0)]).unwrap_err(),
+        DeviceOptimizer::new(Sgd, vec![group(Tensor::from(1i64))]).unwrap_err(),
+        DeviceOptimizer::new(Sgd, vec![Group { rule: Some(Box::new(Adam::default())), ..group(leaf()) }])
             .unwrap_err(),
     ];
     let (_, _, mut optimizer) = two("sgd");

@@ -15,7 +15,7 @@ use training::optimizer::{Adam, AdamW, Group, Rule};
 use training::scaler::{Checked, GradScaler};
 use training::schedule::{Schedule, Shape};
 use training::trainer::{Ended, Options};
-use training::{Error, Optimizer, Result, Trainer};
+use training::{DeviceOptimizer, Error, Result, Trainer};
 
 #[derive(Clone, Default)]
 struct Warnings(Arc<Mutex<Vec<String>>>);
@@ -98,8 +98,8 @@ impl Run {
             }
         }
         let groups = Group::by_dimension(trainable(&model), self.lr, self.decay);
-        let optimizer = Optimizer::boxed(self.rule, groups).unwrap();
-        let mut trainer = Trainer::new(Box::new(model), optimizer, self.options).unwrap();
+        let optimizer = DeviceOptimizer::boxed(self.rule, groups).unwrap();
+        let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), self.options).unwrap();
         trainer.schedule = self.schedule;
         trainer.checkpoints = Some(Checkpoints::open(folder, self.keep).unwrap());
         let warnings = Warnings::default();
@@ -347,7 +347,7 @@ fn a_resume_that_fails_changes_nothing() {
     assert!(message.contains("the optimizer's state does not fit"), "{message}");
     assert_eq!(copies(&trainer), before);
     assert_eq!((same.position, trainer.step(), trainer.saved()), (0, 0, None));
-    assert!(trainer.optimizer.state().is_empty());
+    assert!(trainer.optimizer.state().unwrap().is_empty());
 }
 
 #[test]

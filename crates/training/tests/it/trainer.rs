@@ -16,7 +16,7 @@ use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, Group, Sgd};
 use training::scaler::{Checked, GradScaler};
 use training::trainer::{Ended, Options};
-use training::{Optimizer, Result, Trainer};
+use training::{DeviceOptimizer, Result, Trainer};
 
 #[derive(Clone, Default)]
 struct Notes(Arc<Mutex<(Vec<StepRecord>, Vec<Evaluation>)>>);
@@ -59,8 +59,8 @@ fn trainer(lr: f64, options: Options) -> (Trainer, Notes) {
     };
     let model = Gpt2Like::new(&config, (Kind::Float, Device::Cpu)).unwrap();
     let groups = Group::by_dimension(trainable(&model), lr, 0.0);
-    let optimizer = Optimizer::new(AdamW::default(), groups).unwrap();
-    let mut trainer = Trainer::new(Box::new(model), optimizer, options).unwrap();
+    let optimizer = DeviceOptimizer::new(AdamW::default(), groups).unwrap();
+    let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options).unwrap();
     let notes = Notes::default();
     trainer.observers.push(Box::new(notes.clone()));
     (trainer, notes)
@@ -132,7 +132,7 @@ fn an_overflow_leaves_the_step_out() {
     let skipped: Vec<u64> =
         notes.0.lock().unwrap().0.iter().filter(|record| record.skipped).map(|record| record.step).collect();
     assert_eq!(skipped, [3, 6]);
-    let steps = trainer.optimizer.state();
+    let steps = trainer.optimizer.state().unwrap();
     let (_, step) = steps.iter().find(|(name, _)| name.ends_with(".step")).unwrap();
     assert_eq!(step.int64_value(&[]), 5);
 }
@@ -213,9 +213,9 @@ fn a_step_of_unequal_micro_batches_is_that_of_the_whole_batch() {
         let targets = tensors(&model).into_iter().map(|named| (named.name, named.tensor));
         overwrite(targets, &state_dict(&start), "the start").unwrap();
         // The step of plain SGD is the gradient itself.
-        let optimizer = Optimizer::new(Sgd, Group::by_dimension(trainable(&model), 1.0, 0.0)).unwrap();
+        let optimizer = DeviceOptimizer::new(Sgd, Group::by_dimension(trainable(&model), 1.0, 0.0)).unwrap();
         let options = Options { steps: 1, accumulation: batches.len(), accuracy: true, ..Options::default() };
-        let mut trainer = Trainer::new(Box::new(model), optimizer, options).unwrap();
+        let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options).unwrap();
         let notes = Notes::default();
         trainer.observers.push(Box::new(notes.clone()));
         assert_eq!(trainer.run(&mut List(batches.into()), None).unwrap(), Ended::Done);

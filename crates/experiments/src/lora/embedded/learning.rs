@@ -5,7 +5,7 @@ use std::time::Instant;
 use models::module::{Context as Pass, IGNORED, Input, LanguageModel, trainable};
 use tch::{Kind, Tensor};
 use training::clip::{NonFinite, clip_};
-use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 /// Gradients longer than this are shortened.
 const LIMIT: f64 = 1.0;
@@ -13,7 +13,7 @@ const LIMIT: f64 = 1.0;
 /// Trains whatever of a model requires a gradient.
 pub(crate) struct Learner<'m> {
     model: &'m dyn LanguageModel,
-    optimizer: Optimizer,
+    optimizer: DeviceOptimizer,
     /// The loss of each step, in nats per labelled token.
     pub(crate) losses: Vec<f64>,
     /// Seconds of each step: forward, backward, clipping, optimizer.
@@ -25,7 +25,7 @@ impl<'m> Learner<'m> {
     pub(crate) fn new(model: &'m dyn LanguageModel, lr: f64, weight_decay: f64) -> anyhow::Result<Self> {
         let groups = Group::by_dimension(trainable(model), lr, weight_decay);
         let rule = AdamW { beta2: 0.98, ..AdamW::default() };
-        let optimizer = Optimizer::new(rule, groups)?;
+        let optimizer = DeviceOptimizer::new(rule, groups)?;
         Ok(Self { model, optimizer, losses: Vec::new(), seconds: Vec::new() })
     }
 

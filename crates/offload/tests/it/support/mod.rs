@@ -9,7 +9,7 @@ use offload::{Offload, Options};
 use runtime::autograd::backward;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
-use training::optimizer::{AdamW, Group, Optimizer, ZeroGrad};
+use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 pub const FLOAT: (Kind, Device) = (Kind::Float, Device::Cpu);
 
@@ -65,7 +65,7 @@ pub fn steps<M: LanguageModel>(
     let offload = options.map(|options| Offload::apply(&mut *model, &options).unwrap());
     let named: Vec<(String, Tensor)> =
         trainable(&*model).into_iter().map(|(name, tensor)| (name, tensor.shallow_clone())).collect();
-    let mut optimizer = Optimizer::new(AdamW::default(), vec![Group::new(named, 1e-3)]).unwrap();
+    let mut optimizer = DeviceOptimizer::new(AdamW::default(), vec![Group::new(named, 1e-3)]).unwrap();
     runtime::random::seed(9).unwrap();
     let (mut losses, mut gradients) = (Vec::new(), Vec::new());
     for step in 0..steps {

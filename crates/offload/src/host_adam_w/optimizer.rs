@@ -1,0 +1,132 @@
+//! [`HostAdamW`] as the [`Optimizer`] of a [`training::Trainer`].
+
+use runtime::ops::foreach;
+use tch::Tensor;
+use training::clip;
+use training::optimizer::{Group, Optimizer, Rule, StepDecision, StepSettings, ZeroGrad};
+use training::scaler::GradScaler;
+
+use super::{HostAdamW, StateBytes};
+use crate::error::Error;
+
+type Result<T> = training::Result<T>;
+
+impl Optimizer for HostAdamW {
+    /// Refuses a loss scaler: layers are stepped within backward, before all gradients are known to be finite.
+    fn check(&self, scaler: &mut dyn GradScaler) -> Result<()> {
+        if !scaler.is_enabled() {
+            return Ok(());
+        }
+        let reason = "HostAdamW cannot use a loss scaler: it steps layers within backward, before every gradient is known to be finite. \
+                      Train in bf16 or fp32, which need no scaler, or take DeviceOptimizer, whose state is on the device";
+        Err(Error::config("optimizer", reason).into())
+    }
+
+    fn begin(&mut self, settings: StepSettings) -> Result<()> {
+        let refuse = |reason: String| Err(Error::config("optimizer", reason).into());
+        let StepSettings { micro_batches, factor, clip, .. } = settings;
+        if micro_batches == 0 {
+            return refuse("a step of 0 micro-batches; expected 1 or more".to_owned());
+        }
+        if !(factor.is_finite() && factor >= 0.0) {
+            return refuse(format!(
+                "the learning rate's factor is {factor}; expected a finite number from 0 on"
+            ));
+        }
+        clip.map_or(Ok(()), clip::check)?;
+        let mut state = self.shared.state.lock();
+        if state.layers.iter().any(|layer| layer.begun) {
+            return refuse("gradients of a step have come already; end it with `step` first".to_owned());
+        }
+        state.settings = settings;
+        self.rest.as_mut().map_or(Ok(()), |rest| rest.begin(settings))
+    }
+
+    fn unscale_and_clip(&mut self, scaler: &mut dyn GradScaler) -> Result<StepDecision> {
+        self.check(scaler)?;
+        let settings = self.shared.state.lock().settings;
+        if settings.clip.is_none() {
+            return Ok(StepDecision::Host { norm: None, skip: false, overflow: false });
+        }
+        // All gradients are at home.
+        self.engine.synchronize().map_err(training::Error::from)?;
+        let gradients =
+            self.parameters.iter().map(|tensor| Ok(tensor.f_grad()?)).collect::<Result<Vec<_>>>()?;
+        let gradients: Vec<Tensor> = gradients.into_iter().filter(Tensor::defined).collect();
+        let norm = clip::norm(&gradients)?.read()?;
+        let skip = settings.non_finite.skips(norm)?;
+        Ok(StepDecision::Host { norm: Some(norm), skip, overflow: false })
+    }
+
+    fn take_step(&mut self, decision: &StepDecision) -> Result<()> {
+        let &StepDecision::Host { norm, skip, .. } = decision else {
+            let reason = "HostAdamW cannot take a step that is decided on the device; take DeviceOptimizer";
+            return Err(Error::config("optimizer", reason).into());
+        };
+        if skip {
+            return Ok(());
+        }
+        let clip = self.shared.state.lock().settings.clip;
+        let factor = norm.zip(clip).and_then(|(norm, limit)| clip::factor(norm, limit));
+        self.step_layers(factor)?;
+        if let Some(rest) = &mut self.rest {
+            if let Some(factor) = factor {
+                let _no_grad = tch::no_grad_guard();
+                foreach::mul_scalar_(&rest.gradients()?, factor)?;
+            }
+            rest.step()?;
+        }
+        self.end();
+        if self.options.overlap {
+            self.engine.send_ahead()?
+        } else {
+            self.engine.synchronize()?
+        }
+        Ok(())
+    }
+
+    fn zero_grad(&mut self, how: ZeroGrad) -> Result<()> {
+        self.forget_gradients()?;
+        for (_, tensor) in self.groups.iter().filter(|group| group.frozen).flat_map(|group| &group.parameters)
+        {
+            if tensor.f_grad()?.defined() {
+                runtime::autograd::set_grad(tensor, None)?;
+            }
+        }
+        if let Some(rest) = &self.rest {
+            rest.zero_grad(how)?;
+        }
+        self.end();
+        Ok(())
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        Ok(self.engine.synchronize()?)
+    }
+
+    fn groups(&self) -> &[Group] {
+        &self.groups
+    }
+
+    fn rule(&self) -> &dyn Rule {
+        &self.rule
+    }
+
+    fn learning_rates(&self) -> Vec<f64> {
+        let factor = self.shared.state.lock().settings.factor;
+        self.groups.iter().map(|group| group.lr * factor).collect()
+    }
+
+    fn state(&self) -> Result<Vec<(String, Tensor)>> {
+        Ok(self.named_state()?)
+    }
+
+    fn load_state(&mut self, tensors: &[(String, Tensor)]) -> Result<()> {
+        Ok(self.load_named_state(tensors)?)
+    }
+
+    fn state_bytes(&self) -> u64 {
+        let StateBytes { host, device } = HostAdamW::state_bytes(self);
+        host + device
+    }
+}

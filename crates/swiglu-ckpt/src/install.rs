@@ -1,0 +1,270 @@
+//! Recomputing MLPs in a model of [`models`].
+//!
+//! [`install`] replaces the MLPs of a Llama, a Qwen2 or a GPT-2 by [`RecomputedMlp`]s over the same tensors, under the same names, so
+//! that state dicts, checkpoints, optimizer groups, freezing and offloading go on as they were. What a model of L layers holds
+//! between forward and backward falls, per token, by L times the level's saving:
+//!
+//! | MLP | as it was | [`SaveGateUp`] | [`SaveOne`] | [`InputOnly`] |
+//! |---|---|---|---|---|
+//! | SwiGLU | h + 3f | h + 2f | h + f, 1 product of 9 again | h, 2 of 9 again |
+//! | GPT-2's | h + 2f | h + f | h + f | h, 1 of 6 again |
+//!
+//! A product again is half of its backward's work: a step of a model whose MLPs are a share s of its work takes about
+//! 2s/9 (SwiGLU) or s/6 (GPT-2) longer at [`InputOnly`].
+//!
+//! [`SaveGateUp`]: CheckpointLevel::SaveGateUp
+//! [`SaveOne`]: CheckpointLevel::SaveOne
+//! [`InputOnly`]: CheckpointLevel::InputOnly
+
+use models::module::{Context, Edit, Editor, Mlp, MlpForm, Module, Visitor, edit, tensors};
+use models::{Activation, Linear};
+use runtime::fused::swiglu::silu_mul;
+use runtime::precision;
+use tch::Tensor;
+
+use crate::arguments::Weights;
+use crate::error::{Error, Result};
+use crate::function::run_as_is;
+use crate::gelu::{Layer, feed_forward};
+use crate::level::CheckpointLevel;
+
+/// Replaces every MLP of `model` by one that keeps what `level` says, and returns how many there are. Nothing is changed unless all can
+/// be. SwiGLUs compute their products by [`runtime::matmul`], whose last bits differ from libtorch's; GPT-2's MLPs have the bits that
+/// they had.
+///
+/// Install adapters before, and activation plans and offloading after this.
+///
+/// ```
+/// use models::{Llama, LlamaConfig};
+/// use swiglu_ckpt::{CheckpointLevel, install};
+/// use tch::{Device, Kind};
+///
+/// let mut model = Llama::new(&LlamaConfig::llama(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
+/// assert_eq!(install(&mut model, CheckpointLevel::InputOnly)?, 2);
+/// # Ok::<(), swiglu_ckpt::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Mlp`]: an MLP with adapters, a bias, dropout or another form than these, or that is wrapped or recomputed already; a level that
+/// it does not have; a model without MLPs.
+pub fn install(model: &mut dyn Module, level: CheckpointLevel) -> Result<usize> {
+    let mut plan = Plan { level, mlps: Vec::new(), refused: None };
+    edit(model, &mut plan).map_err(runtime::Error::from)?;
+    let Plan { mlps, refused, .. } = plan;
+    if let Some(refused) = refused {
+        return Err(refused);
+    }
+    if mlps.is_empty() {
+        return Err(Error::Mlp { name: "model".to_owned(), reason: "has no MLP to recompute".to_owned() });
+    }
+    let count = mlps.len();
+    edit(model, &mut Replace(mlps)).map_err(runtime::Error::from)?;
+    Ok(count)
+}
+
+/// An MLP that keeps part of its activations for backward and recomputes the rest. Made by [`install`].
+#[derive(Debug)]
+pub struct RecomputedMlp {
+    parts: Parts,
+    level: CheckpointLevel,
+}
+
+#[derive(Debug)]
+enum Parts {
+    Swiglu { gate: Linear, up: Linear, down: Linear },
+    FeedForward { names: [&'static str; 2], up: Linear, down: Linear, activation: Activation },
+}
+
+impl RecomputedMlp {
+    /// What it keeps.
+    pub fn level(&self) -> CheckpointLevel {
+        self.level
+    }
+
+    /// The one over the tensors of `mlp`.
+    fn of(name: &str, mlp: &dyn Mlp, level: CheckpointLevel) -> Result<Self> {
+        let refuse = |reason: String| Error::Mlp { name: name.to_owned(), reason };
+        let parts = match mlp.form() {
+            MlpForm::Swiglu => {
+                let [gate, up, down] = linears(name, mlp, ["gate_proj", "up_proj", "down_proj"])?;
+                if [&gate, &up, &down].iter().any(|linear| linear.bias.is_some()) {
+                    let reason = "has biases, which its hand-written backward does not compute; take an activation plan \
+                                  (LayerPlan::RecomputeMlp) instead";
+                    return Err(refuse(reason.to_owned()));
+                }
+                Parts::Swiglu { gate, up, down }
+            }
+            MlpForm::FeedForward { names, activation, dropout } => {
+                if dropout > 0.0 {
+                    let reason = format!(
+                        "drops activations with probability {dropout}, and a hand-written backward would draw others; train it \
+                         without dropout, or take an activation plan (LayerPlan::RecomputeMlp)"
+                    );
+                    return Err(refuse(reason));
+                }
+                if let CheckpointLevel::SaveAll | CheckpointLevel::InputOnlyTiled { .. } = level {
+                    let reason = format!(
+                        "has two layers, for which there is no level {level}; take save-one (input and first product) or input-only"
+                    );
+                    return Err(refuse(reason));
+                }
+                let [up, down] = linears(name, mlp, names)?;
+                Parts::FeedForward { names, up, down, activation }
+            }
+            MlpForm::Recomputed => return Err(refuse("is recomputed already".to_owned())),
+            MlpForm::Other => {
+                let reason = "is not a plain SwiGLU or two-layer MLP: another technique has wrapped it, or the model has one of its \
+                              own; install recomputation before activation plans and offloading";
+                return Err(refuse(reason.to_owned()));
+            }
+        };
+        Ok(Self { parts, level })
+    }
+}
+
+/// The projections of these names, where each is a weight with or without a bias and there is nothing else.
+fn linears<const N: usize>(name: &str, mlp: &dyn Mlp, names: [&str; N]) -> Result<[Linear; N]> {
+    let mut found: [(Option<Tensor>, Option<Tensor>); N] = std::array::from_fn(|_| (None, None));
+    for named in tensors(mlp) {
+        let tensor = named.tensor.shallow_clone();
+        let place = named
+            .name
+            .split_once('.')
+            .and_then(|(part, rest)| Some((names.iter().position(|name| *name == part)?, rest)));
+        match place {
+            Some((index, "weight")) => found[index].0 = Some(tensor),
+            Some((index, "bias")) => found[index].1 = Some(tensor),
+            _ => {
+                let reason = format!(
+                    "has the tensor `{}` besides weights and biases, as adapters do: a recomputed MLP has no projection that they \
+                     could replace. Give the adapters other target modules, or leave the MLP as it is",
+                    named.name
+                );
+                return Err(Error::Mlp { name: name.to_owned(), reason });
+            }
+        }
+    }
+    let mut linears = Vec::new();
+    for (name_of_part, (weight, bias)) in names.iter().zip(found) {
+        let Some(weight) = weight else {
+            let reason = format!("has no `{name_of_part}.weight` of its own");
+            return Err(Error::Mlp { name: name.to_owned(), reason });
+        };
+        linears.push(Linear { weight, bias });
+    }
+    let count = linears.len();
+    linears
+        .try_into()
+        .map_err(|_| Error::Mlp { name: name.to_owned(), reason: format!("has {count} layers") })
+}
+
+struct Plan {
+    level: CheckpointLevel,
+    mlps: Vec<(String, RecomputedMlp)>,
+    refused: Option<Error>,
+}
+
+impl Edit for Plan {
+    fn mlp(&mut self, name: &str, slot: &mut Box<dyn Mlp>) -> models::Result<()> {
+        match RecomputedMlp::of(name, &**slot, self.level) {
+            Ok(mlp) => self.mlps.push((name.to_owned(), mlp)),
+            Err(error) => self.refused = self.refused.take().or(Some(error)),
+        }
+        Ok(())
+    }
+}
+
+struct Replace(Vec<(String, RecomputedMlp)>);
+
+impl Edit for Replace {
+    fn mlp(&mut self, name: &str, slot: &mut Box<dyn Mlp>) -> models::Result<()> {
+        if let Some(at) = self.0.iter().position(|(of, _)| of == name) {
+            *slot = Box::new(self.0.swap_remove(at).1);
+        }
+        Ok(())
+    }
+}
+
+impl Module for RecomputedMlp {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        match &self.parts {
+            Parts::Swiglu { gate, up, down } => {
+                visitor.part("gate_proj", gate);
+                visitor.part("up_proj", up);
+                visitor.part("down_proj", down);
+            }
+            Parts::FeedForward { names, up, down, .. } => {
+                visitor.part(names[0], up);
+                visitor.part(names[1], down);
+            }
+        }
+    }
+
+    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> models::Result<()> {
+        match &mut self.parts {
+            Parts::Swiglu { gate, up, down } => {
+                editor.part("gate_proj", gate)?;
+                editor.part("up_proj", up)?;
+                editor.part("down_proj", down)
+            }
+            Parts::FeedForward { names, up, down, .. } => {
+                editor.part(names[0], up)?;
+                editor.part(names[1], down)
+            }
+        }
+    }
+}
+
+impl Mlp for RecomputedMlp {
+    fn forward(&self, x: &Tensor, context: &Context<'_>) -> models::Result<Tensor> {
+        // What reads a cache is never differentiated, and its products are the policy's own.
+        if context.extension.is_some() {
+            return self.plain(x);
+        }
+        let computed = || -> Result<Tensor> {
+            let x = precision::operand(x)?;
+            match &self.parts {
+                Parts::Swiglu { gate, up, down } => {
+                    // Cast before it is turned: the policy knows the weight's own handle.
+                    let [gate, up, down] = [columns(gate)?, columns(up)?, columns(down)?];
+                    run_as_is(&x, Weights::Separate { gate: &gate, up: &up, down: &down }, self.level)
+                }
+                Parts::FeedForward { up, down, activation, .. } => {
+                    let cast = |linear: &Linear| -> Result<Linear> {
+                        let bias = linear.bias.as_ref().map(precision::weight).transpose()?;
+                        Ok(Linear { weight: precision::weight(&linear.weight)?, bias })
+                    };
+                    let (up, down) = (cast(up)?, cast(down)?);
+                    feed_forward(&x, [layer(&up), layer(&down)], *activation, self.level)
+                }
+            }
+        };
+        computed().map_err(|error| runtime::Error::from(error).into())
+    }
+
+    fn form(&self) -> MlpForm {
+        MlpForm::Recomputed
+    }
+}
+
+impl RecomputedMlp {
+    /// As the MLP that was replaced.
+    fn plain(&self, x: &Tensor) -> models::Result<Tensor> {
+        let linear = |x: &Tensor, of: &Linear| precision::linear(x, &of.weight, of.bias.as_ref());
+        Ok(match &self.parts {
+            Parts::Swiglu { gate, up, down } => linear(&silu_mul(&linear(x, gate)?, &linear(x, up)?)?, down)?,
+            Parts::FeedForward { up, down, activation, .. } => {
+                linear(&activation.apply(&linear(x, up)?)?, down)?
+            }
+        })
+    }
+}
+
+fn layer(linear: &Linear) -> Layer<'_> {
+    Layer { weight: &linear.weight, bias: linear.bias.as_ref() }
+}
+
+/// A weight `[out, in]` in the policy's dtype, as the columns `[in, out]` that [`crate::swiglu`] takes.
+fn columns(linear: &Linear) -> Result<Tensor> {
+    Ok(precision::weight(&linear.weight)?.f_tr()?)
+}
