@@ -16,7 +16,7 @@ use crate::rows::Rows;
 /// the targets (`hidden` without its last dimension).
 #[derive(Debug)]
 pub struct Output {
-    /// The loss in nats, fp32 (fp64 for fp64 inputs): a scalar, or one number per token with [`Reduction::None`].
+    /// The loss in nats, fp32 (fp64 for fp64 inputs): a scalar, or one number per token with [`Reduction::None`](crate::Reduction::None).
     pub loss: Tensor,
     /// log Σ eᶻ per token; 0 for ignored tokens.
     pub log_sum_exp: Option<Tensor>,

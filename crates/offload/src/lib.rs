@@ -59,7 +59,7 @@
 //! | other memory of another dtype or shape | `was given other memory, … expected …, contiguous, as it was when the model was offloaded` |
 //! | a tensor in a file that is written in place, or is to be trained there | `was changed in memory, but it lives in …`; `is to be trained, but it lives in …` |
 //! | a forward between a backward that stepped layers and [`HostAdamW::step`] | `was stepped within a backward, and other parameters were not yet` |
-//! | gradients after a layer's step: more micro-batches than [`HostAdamW::begin`] said | `came after the layer's step` |
+//! | gradients after a layer's step: more micro-batches than `begin` said | `came after the layer's step` |
 //! | a weight used in the loss before the model's forward, with steps within backward | `got a gradient besides its layer's, after the layer was stepped` |
 //! | adapters that are switched between a forward and its backward, and not back | `a setting that its layers read` |
 //! | a second [`HostAdamW`] | `` there is a `HostAdamW` for these layers already `` |
