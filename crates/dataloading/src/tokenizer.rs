@@ -149,6 +149,14 @@ impl Tokenizer {
         self.inner.id_to_token(id)
     }
 
+    /// Returns it as a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// The tokenizer cannot be serialised.
+    pub fn to_json(&self) -> Result<String> {
+        guarded(|| self.inner.to_string(false))
+    }
+
     /// Returns the id of the padding token.
     ///
     /// # Errors

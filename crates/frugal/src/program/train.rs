@@ -4,9 +4,11 @@ mod data;
 mod diagnosis;
 
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use anyhow::bail;
 use clap::{Args, ValueEnum};
+use dataloading::Tokenizer;
 use frugal::config::{Config, OptimizerConfig, ShapeConfig, ShapeFamily, Task, TrainingConfig};
 use frugal::display::Efficiency;
 use frugal::models::hugging_face;
@@ -207,7 +209,7 @@ pub(crate) fn launch(
         None => small(config, data.vocabulary, length, device)?,
     };
     let mut prepared = recipe.apply(model)?;
-    let Data { mut train, validation, steps, loading, _documents, .. } = data;
+    let Data { mut train, validation, steps, loading, documents, .. } = data;
     let state = train.state();
     if let Some(batch) = train.next()? {
         prepared.plan_activations(&batch)?;
@@ -225,13 +227,29 @@ pub(crate) fn launch(
     })?;
     if let (Some(file), Some(out)) = (&file, out) {
         let path = out.join(MODEL);
-        hugging_face::save(&shared_llama(model.as_ref(), file)?, &path, hugging_face::SHARD_BYTES)?;
+        let model = shared_llama(model.as_ref(), file)?;
+        let tokenizer = documents.as_ref().and_then(|documents| documents.tokenizer.as_ref());
+        hugging_face::save_with(&model, &path, hugging_face::SHARD_BYTES, |new| {
+            save_tokenizer(tokenizer, new)
+        })?;
         say(common, &format!("the model is in {}", path.display()));
     }
     if out.is_some() && !common.json {
         note(&format!("{step} steps of {} parameters: {}", grouped(counted.trainable), told(losses)));
     }
     Ok(())
+}
+
+/// Writes `tokenizer.json`, and the token that ends a text into `generation_config.json`.
+fn save_tokenizer(tokenizer: Option<&Tokenizer>, folder: &Path) -> io::Result<()> {
+    let Some(tokenizer) = tokenizer else { return Ok(()) };
+    fs::write(folder.join("tokenizer.json"), tokenizer.to_json().map_err(io::Error::other)?)?;
+    match tokenizer.end_of_text() {
+        Ok(end) => {
+            fs::write(folder.join("generation_config.json"), json!({ "eos_token_id": end }).to_string())
+        }
+        Err(_) => Ok(()),
+    }
 }
 
 /// Measures how well the machine is used, where somebody sees it.

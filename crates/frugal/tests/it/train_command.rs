@@ -77,6 +77,30 @@ fn a_config_json_is_trained_into_a_model() {
     tiny.succeed("info scratch/model");
 }
 
+/// The README's tasks, on the model that the first one makes.
+#[test]
+fn a_model_from_scratch_is_fine_tuned_resumed_merged_and_offloaded() {
+    let tiny = Tiny::new();
+    let mut shape: serde_json::Value = serde_json::from_slice(&tiny.bytes("model/config.json")).unwrap();
+    shape["vocab_size"] = 4096.into();
+    std::fs::write(tiny.path("shape.json"), shape.to_string()).unwrap();
+    let rows = r#"{"prompt": "The river", "completion": " is long."}
+        {"prompt": "A town", "completion": " is small."}"#;
+    std::fs::write(tiny.path("my.jsonl"), rows).unwrap();
+    for command in [
+        "train --model shape.json --data embedded --steps 2 --out scratch",
+        "finetune --model scratch/model --data my.jsonl --out run --steps 2 --precision bf16 --activations recompute",
+        "resume run",
+        "generate --model scratch/model --adapter run --prompt Once --max-new-tokens 4",
+        "merge --model scratch/model --adapter run --out merged",
+        "generate --model merged --offload file --prompt Once --max-new-tokens 4",
+        "finetune --model scratch/model --data my.jsonl --out host --steps 2 --offload host --optimizer-on host",
+        "finetune --model scratch/model --data my.jsonl --out full --method full --steps 2 --mlp input-only",
+    ] {
+        tiny.succeed(command);
+    }
+}
+
 #[test]
 fn what_cannot_be_is_told() {
     let tiny = Tiny::new();

@@ -26,8 +26,8 @@ pub(super) struct Data {
     pub(super) vocabulary: i64,
     pub(super) steps: u64,
     pub(super) loading: Loading,
-    /// Holds the files.
-    pub(super) _documents: Option<Documents>,
+    /// The files, and what tokenized them.
+    pub(super) documents: Option<Documents>,
 }
 
 impl Data {
@@ -78,7 +78,7 @@ impl Source<'_> {
             vocabulary,
             steps: training.steps.unwrap_or(STEPS),
             loading: Loading { workers: 0, pinned: false },
-            _documents: None,
+            documents: None,
         })
     }
 
@@ -136,7 +136,7 @@ impl Source<'_> {
             steps,
             // The loader's buffers are page-locked wherever the device is a CUDA device.
             loading: Loading { workers: data.workers, pinned: true },
-            _documents: Some(documents),
+            documents: Some(documents),
         })
     }
 }
