@@ -41,7 +41,7 @@ use crate::level::CheckpointLevel;
 ///
 /// let mut model = Llama::new(&LlamaConfig::llama(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
 /// assert_eq!(install(&mut model, CheckpointLevel::InputOnly)?, 2);
-/// # Ok::<(), swiglu_ckpt::Error>(())
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
 /// # Errors
