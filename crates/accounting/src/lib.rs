@@ -29,7 +29,7 @@
 //! | what does it take to train adapters beside a frozen base? | [`lora`] |
 //! | what fits? | [`fit`] |
 //! | which layers should compute their activations again? | [`activation_plan`] |
-//! | which layers should live elsewhere than they compute, how long is a step then? | [`offload`] |
+//! | which weights to keep off the device, and how long is a step then? | [`offload`] |
 //! | how long does it train? | [`hardware`], [`training_time`] |
 //! | what did the lecture say? | [`lecture`] |
 //!

@@ -62,7 +62,7 @@ Examples:
     /// Low-rank adaptation of a frozen model, in PEFT's files
     #[command(subcommand)]
     Lora(crate::lora::Verb),
-    /// Layers, gradients and optimizer state that live elsewhere than they are used
+    /// Weights, gradients and optimizer state on the host or in files
     #[command(subcommand)]
     Offload(crate::offload::Verb),
     /// What this machine offers, and what the runtime costs on it

@@ -1,4 +1,4 @@
-//! Layers, gradients and optimizer state that live elsewhere than they are used.
+//! Offloading of weights, gradients and optimizer state to host memory or files.
 //!
 //! A model of n layers needs one of them at a time. So the layers can live in the host's memory, or in files, and come to the device
 //! when they run; with streams for the transfers the next ones come while one runs, and as long as a layer computes longer than it

@@ -1,4 +1,4 @@
-//! Putting a model's layers elsewhere.
+//! Moving the layers of a model to host memory or files.
 
 use models::hugging_face::Folder;
 use models::init::Init;

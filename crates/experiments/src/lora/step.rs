@@ -87,13 +87,17 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
         for &method in &arguments.methods {
             progress.message(&format!("{} in {dtype}, {}", shape.name(), name(method)));
             let mut figures = prepared.measure(method, arguments, limit)?;
-            let foretold =
-                workspaces + foretell(&shape, method, arguments, prepared.labelled, (kind, device))?;
-            figures.push(Metric::exact("predicted_peak_bytes", "B", foretold as f64));
+            let predicted =
+                workspaces + predict(&shape, method, arguments, prepared.labelled, (kind, device))?;
+            figures.push(Metric::exact("predicted_peak_bytes", "B", predicted as f64));
             if let Some(peak) =
                 figures.iter().find(|figure| figure.name == "peak_bytes").and_then(|peak| peak.value)
             {
-                figures.push(Metric::exact("predicted_error", "ratio", (foretold as f64 / peak - 1.0).abs()));
+                figures.push(Metric::exact(
+                    "predicted_error",
+                    "ratio",
+                    (predicted as f64 / peak - 1.0).abs(),
+                ));
             }
             let case = Case::new()
                 .with("shape", shape.name())
@@ -114,7 +118,7 @@ fn chunk(shape: &Shape) -> anyhow::Result<i64> {
 }
 
 /// The peak of such a step on paper.
-fn foretell(
+fn predict(
     shape: &Shape,
     method: Method,
     arguments: &Step,

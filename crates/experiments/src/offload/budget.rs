@@ -11,7 +11,7 @@ use runtime::device::{product_workspaces, reset_resident_peak, resident_memory};
 use runtime::memory::{Limit, Region, RegionUsage};
 use tch::{Device, Kind};
 
-use super::foretold::{self, Speed, choices};
+use super::predicted::{self, Speed, choices};
 use super::rates::Measured;
 use super::subject::HEAD_TOKENS;
 
@@ -68,8 +68,8 @@ pub(crate) fn job(
         Aim::Generation { new } => {
             return Ok(sizes::generation(&::training::predicted::decoder(config)?, work, new, &choices)?);
         }
-        Aim::Inference => return foretold::job(config, (kind, speed), tokens, foretold::Step::Inference),
-        Aim::Training => return foretold::job(config, (kind, speed), tokens, foretold::Step::Training),
+        Aim::Inference => return predicted::job(config, (kind, speed), tokens, predicted::Step::Inference),
+        Aim::Training => return predicted::job(config, (kind, speed), tokens, predicted::Step::Training),
         Aim::Lora(rank) => rank,
     };
     let lora = LowRank { rank, on_cpu: device == Device::Cpu, ..LowRank::default() };

@@ -1,6 +1,6 @@
 //! Methods measured in turns.
 //!
-//! A machine's speed drifts by a quarter within minutes. So all methods of a heat run once in each round, and a ratio is taken within the
+//! A machine's speed drifts by a quarter within minutes. So all methods run once in each round, and a ratio is taken within the
 //! round, in which they ran one after the other.
 
 use std::time::Instant;
@@ -15,7 +15,7 @@ use runtime::memory::{Region, live_bytes};
 use tch::{Device, Kind};
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
 
-use super::foretold::{Speed, Step, job, peak};
+use super::predicted::{Speed, Step, job, peak};
 use super::spans;
 use super::subject::{Passes, Subject};
 
@@ -216,7 +216,7 @@ impl Runner {
             Paper::Resident { .. } => Paper::Resident { recompute: false },
             other => other,
         };
-        let foretold =
+        let predicted =
             job(&conditions.config, (Kind::Float, Speed::NOMINAL), conditions.tokens, Step::Inference)?;
         let mut metrics = vec![
             samples("forward_seconds", "s", laps.iter().map(|lap| lap.passes.forward)),
@@ -227,7 +227,7 @@ impl Runner {
             ),
             samples("share_of_resident", "ratio", ratios(resident, laps)),
         ];
-        metrics.extend(self.peak(entrant, self.once.inference_peak, peak(&foretold, paper)?));
+        metrics.extend(self.peak(entrant, self.once.inference_peak, peak(&predicted, paper)?));
         metrics.extend(moved(laps));
         if one_at_a_time(entrant) {
             metrics.push(unexplained(laps));
@@ -244,7 +244,7 @@ impl Runner {
         let laps = &self.training;
         let optimizer = Samples { samples: self.once.optimizer.clone() }.median();
         let step = job(&conditions.config, (Kind::Float, Speed::NOMINAL), conditions.tokens, Step::Training)?;
-        let foretold = peak(&step, entrant.paper)?;
+        let predicted = peak(&step, entrant.paper)?;
         let mut metrics = vec![
             samples("forward_seconds", "s", laps.iter().map(|lap| lap.passes.forward)),
             samples("backward_seconds", "s", laps.iter().map(|lap| lap.passes.backward)),
@@ -257,7 +257,7 @@ impl Runner {
             samples("share_of_resident", "ratio", ratios(resident, laps)),
             samples("share_of_recomputed", "ratio", ratios(recomputed, laps)),
         ];
-        metrics.extend(self.peak(entrant, self.once.training_peak, foretold));
+        metrics.extend(self.peak(entrant, self.once.training_peak, predicted));
         metrics.extend(moved(laps));
         if one_at_a_time(entrant) {
             metrics.push(unexplained(laps));
@@ -265,12 +265,12 @@ impl Runner {
         Ok(metrics)
     }
 
-    fn peak(&self, entrant: &Entrant, measured: u64, foretold: u64) -> Vec<Metric> {
+    fn peak(&self, entrant: &Entrant, measured: u64, predicted: u64) -> Vec<Metric> {
         let host = if entrant.tier == "device" { 0 } else { self.once.host_bytes };
         vec![
             Metric::exact("peak_bytes", "B", measured as f64),
-            Metric::exact("predicted_peak_bytes", "B", foretold as f64),
-            Metric::exact("predicted_error", "ratio", (foretold as f64 / measured as f64 - 1.0).abs()),
+            Metric::exact("predicted_peak_bytes", "B", predicted as f64),
+            Metric::exact("predicted_error", "ratio", (predicted as f64 / measured as f64 - 1.0).abs()),
             Metric::exact("host_bytes", "B", host as f64),
         ]
     }

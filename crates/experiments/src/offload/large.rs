@@ -82,7 +82,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
     };
     let plan = budget::planned(&jobs[1], &measured, for_tensors)?;
     progress.print(&format!("{plan}"));
-    let foretold = [budget::by(&plan.setup, &jobs[0], &measured)?, plan.step.clone()];
+    let predicted = [budget::by(&plan.setup, &jobs[0], &measured)?, plan.step.clone()];
 
     progress.message(&format!("writing {layers} layers into {}", scratch.path().display()));
     let limit = budget::enforce(device, allowed)?;
@@ -129,7 +129,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
 
     progress.message("reading");
     let inference = Passes::run(&subject, arguments.repeats, &mut progress, |subject| subject.infer())?;
-    sink.put(EXPERIMENT, &case("inference"), figures(&inference, &foretold[0]))?;
+    sink.put(EXPERIMENT, &case("inference"), figures(&inference, &predicted[0]))?;
 
     let adapters = LoraConfig {
         r: RANK,
@@ -151,7 +151,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
         optimizer.zero_grad(ZeroGrad::ToNone)?;
         Ok(passes.total() + began.elapsed().as_secs_f64())
     })?;
-    sink.put(EXPERIMENT, &case("LoRA step"), figures(&lora, &foretold[1]))?;
+    sink.put(EXPERIMENT, &case("LoRA step"), figures(&lora, &predicted[1]))?;
     drop(limit);
 
     for (what, seen) in [

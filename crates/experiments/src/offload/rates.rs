@@ -10,7 +10,7 @@ use runtime::device;
 use runtime::measure::{Samples, physical};
 use tch::{Device, Kind, Tensor};
 
-use super::foretold::Speed;
+use super::predicted::Speed;
 use super::spans;
 
 /// What was measured.

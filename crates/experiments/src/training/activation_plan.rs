@@ -1,7 +1,7 @@
-//! Steps of a GPT-2 under plans of what each layer keeps: bytes and time, foretold and measured.
+//! Steps of a GPT-2 under plans of what each layer keeps: bytes and time, predicted and measured.
 //!
-//! Bytes are foretold first, from a model of one layer. Then the whole model runs each plan in turns, round by round; what a round
-//! will take is foretold from a layer measured just before it, as the machine's speed is another from minute to minute.
+//! Bytes are predicted first, from a model of one layer. Then the whole model runs each plan in turns, round by round; what a round
+//! will take is predicted from a layer measured just before it, as the machine's speed is another from minute to minute.
 //! Gradients are added to those of the step before, so that a step begins and ends with the same bytes alive.
 
 use std::time::Instant;
@@ -57,7 +57,7 @@ pub struct Outcome {
     pub plan: NamedPlan,
     /// Before the first round.
     pub forecast: StepCost,
-    /// Seconds foretold before each round.
+    /// Seconds predicted before each round.
     pub predicted_seconds: Vec<f64>,
     /// The most bytes on the device in a step, beyond those alive between steps.
     pub peak_bytes: u64,

@@ -1,4 +1,4 @@
-//! A step that trains adapters has the FLOPs that `accounting` foretells, to the last one.
+//! A step that trains adapters has the FLOPs that `accounting` predicts, to the last one.
 
 use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::lora::{self as predicted, LowRank};

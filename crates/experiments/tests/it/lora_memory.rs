@@ -129,7 +129,7 @@ fn predicted(targets: Targets, dropout: bool, kind: Kind, full: bool) -> Estimat
 }
 
 #[test]
-fn the_peak_of_a_step_is_the_one_foretold() {
+fn the_peak_of_a_step_is_the_one_predicted() {
     track_cpu().unwrap();
     let attention: &[&str] = &["q", "k", "v", "o"];
     let all: &[&str] = &["q", "k", "v", "o", "gate", "up", "down"];

@@ -10,7 +10,7 @@
 //! E' is what is left of the outside when the layers' backward begins: the gradient of a weight that head and embedding share
 //! waits in the engine until the embedding's part of it comes. The embedding's own backward is left out: the head, whose
 //! logits are as wide, needs more. Everything comes from a model of one layer and from figures taken before the step that they
-//! foretell.
+//! predict.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
