@@ -5,6 +5,7 @@
 //! Baselines (what other frameworks do), injected slowdowns and the corpora that are trained on live here too: no library
 //! contains code that only a measurement needs.
 
+use frugal::environment;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -14,7 +15,6 @@ mod accounting;
 mod amp;
 pub mod corpus;
 pub mod dataloading;
-mod environment;
 pub mod fused_ce;
 mod lora;
 pub mod offload;

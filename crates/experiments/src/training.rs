@@ -9,7 +9,6 @@ mod profile;
 mod profiling;
 pub mod setup;
 mod sizes;
-mod train;
 mod whole_training;
 
 use clap::Subcommand;
@@ -18,8 +17,6 @@ use report::cli::CommonArgs;
 /// What is measured.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
-    /// Train a model
-    Train(Box<train::Train>),
     /// Measure whole trainings, one for each way of loading data
     Loading(loading::Loading),
     /// Measure steps with injected slowdowns on and off, and profile them
@@ -34,7 +31,6 @@ pub(crate) enum Verb {
 
 pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
     match verb {
-        Verb::Train(arguments) => train::run(common, arguments),
         Verb::Loading(arguments) => loading::run(common, arguments),
         Verb::Profile(arguments) => profile::run(common, arguments),
         Verb::Repair(arguments) => profile::run_repair(common, arguments),

@@ -149,6 +149,16 @@ pub enum ShapeFamily {
     Gpt2,
 }
 
+impl ShapeFamily {
+    /// Its name in flags and files.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Gpt2Like => "gpt2-like",
+            Self::Gpt2 => "gpt2",
+        }
+    }
+}
+
 /// A dtype of weights, by PyTorch's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

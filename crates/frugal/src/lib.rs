@@ -29,6 +29,7 @@
 pub mod config;
 pub mod display;
 pub mod download_bar;
+pub mod environment;
 pub mod error;
 pub mod loss_log;
 pub mod recipe;

@@ -5,6 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use runtime::atomic_write;
 use serde_json::{Value, json};
 use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
@@ -74,10 +75,12 @@ impl Observer for LossLog {
             // A line that a kill has cut short is none.
             value.and_then(|value| value["step"].as_u64()).is_some_and(|of| of <= step)
         };
+        // Whole or not at all: a kill must not take the log along.
         let rewritten = fs::read_to_string(&self.path).and_then(|text| {
             let kept: String = text.split_inclusive('\n').filter(before).collect();
-            self.file.set_len(0)?;
-            self.file.write_all(kept.as_bytes())
+            atomic_write::file(&self.path, |out| out.write_all(kept.as_bytes()))?;
+            self.file = OpenOptions::new().append(true).open(&self.path)?;
+            Ok(())
         });
         self.io(rewritten)
     }

@@ -14,10 +14,13 @@ pub(crate) mod model;
 pub(crate) mod output;
 pub(crate) mod plan;
 pub(crate) mod problems;
+pub(crate) mod records;
 pub(crate) mod resume;
 pub(crate) mod settings;
 pub(crate) mod train;
 pub(crate) mod training;
+
+use std::path::PathBuf;
 
 use clap::Args;
 use tch::Device;
@@ -31,6 +34,9 @@ pub(crate) struct Common {
     /// Seed of every random choice [default: 0]
     #[arg(long, global = true)]
     pub(crate) seed: Option<u64>,
+    /// Append each step of a training to FILE as measurements, JSON lines
+    #[arg(long, value_name = "FILE", global = true)]
+    pub(crate) records: Option<PathBuf>,
     /// Print a machine-readable result on standard output
     #[arg(long, global = true)]
     pub(crate) json: bool,

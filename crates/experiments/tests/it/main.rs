@@ -12,8 +12,6 @@ mod lora_memory;
 mod offload_command_line;
 mod predicted_peaks;
 mod swiglu_ckpt_peak;
-mod training_command;
-mod training_kill;
 
 use std::process::Command;
 

@@ -109,6 +109,7 @@ impl Train {
     fn defaults() -> Config {
         let mut config = Config::default();
         config.data.source = "synthetic".to_owned();
+        config.data.max_length = Some(LENGTH);
         config.optimizer = OptimizerConfig {
             lr: 1e-3,
             schedule: Shape::Constant,

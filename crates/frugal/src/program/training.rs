@@ -18,6 +18,7 @@ use tch::Device;
 
 use super::Common;
 use super::output::Lines;
+use super::records::StepRecords;
 
 /// Folder of the checkpoints within an output folder.
 pub(crate) const CHECKPOINTS: &str = "checkpoints";
@@ -105,6 +106,9 @@ impl Run<'_> {
         trainer.observers.push(Box::new(summary.clone()));
         if common.json {
             trainer.observers.push(Box::new(Lines));
+        }
+        if let Some(path) = &common.records {
+            trainer.observers.push(Box::new(StepRecords::append(path, config, device)?));
         }
         trainer.stop = interrupt::on_signals()?;
         let out = saving.as_ref().map(|saving| saving.out.to_owned());

@@ -16,6 +16,8 @@ mod pairs;
 mod recipe;
 mod tiny_folder;
 mod train_command;
+mod train_data;
+mod train_kill;
 
 /// The program, where this was built, or where the variable says on another machine.
 fn program() -> std::ffi::OsString {

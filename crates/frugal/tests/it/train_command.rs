@@ -17,24 +17,6 @@ fn train(tiny: &Tiny, arguments: &str) -> Vec<f64> {
 }
 
 #[test]
-fn every_way_of_making_batches_trains_both_shapes() {
-    let tiny = Tiny::new();
-    for model in ["gpt2-like", "gpt2"] {
-        for strategy in ["base", "balanced:5", "packed"] {
-            let losses = train(
-                &tiny,
-                &format!("--data embedded --width 16 --steps 2 --model {model} --strategy {strategy}"),
-            );
-            assert_eq!(losses.len(), 2, "{model} {strategy}");
-            assert!(
-                losses.iter().all(|loss| (loss - 4096f64.ln()).abs() < 1.0),
-                "{model} {strategy}: {losses:?}"
-            );
-        }
-    }
-}
-
-#[test]
 fn techniques_keep_the_losses() {
     let tiny = Tiny::new();
     let common = "--model gpt2 --width 16 --steps 3 --batch-size 4 --accumulation 2 --clip 1";
@@ -98,53 +80,6 @@ fn a_model_from_scratch_is_fine_tuned_resumed_merged_and_offloaded() {
         "finetune --model scratch/model --data my.jsonl --out full --method full --steps 2 --mlp input-only",
     ] {
         tiny.succeed(command);
-    }
-}
-
-#[test]
-fn what_cannot_be_is_told() {
-    let tiny = Tiny::new();
-    for (arguments, said) in [
-        ("--data embedded --vocabulary 100", "100 tokens were asked for, and the tokenizer"),
-        ("--data nowhere.txt", "--data nowhere.txt: there is no such file or folder"),
-        ("--data synthetic --epochs 2", "--epochs has no meaning for the made-up language"),
-        ("--steps 4 --schedule cosine --warmup 4", "4 steps with a warm-up of 4"),
-        ("--model nothing.json", "expected gpt2-like, gpt2, or a config.json of Llama or Qwen2"),
-    ] {
-        let output =
-            tiny.run(&format!("train --width 16 {}", arguments.replace("--width 16 --model n", "--model n")));
-        let err = String::from_utf8(output.stderr).unwrap();
-        let is_told = err.contains(said)
-            || (arguments.contains("nothing") && err.contains("a config.json has its own sizes"));
-        assert!(output.status.code() == Some(1) && is_told, "{arguments}: {err}");
-    }
-    for wrong in ["--optimizer lion", "--schedule step"] {
-        assert_eq!(tiny.run(&format!("train {wrong}")).status.code(), Some(2), "{wrong}");
-    }
-}
-
-#[test]
-fn every_rule_and_schedule_trains_as_it_is_called() {
-    let tiny = Tiny::new();
-    let mut seen = Vec::new();
-    for optimizer in ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "adamw"] {
-        let losses = train(&tiny, &format!("--width 16 --steps 4 --lr 0.01 --optimizer {optimizer}"));
-        assert!(losses.len() == 4 && !seen.contains(&losses), "{optimizer}");
-        seen.push(losses);
-    }
-    for (schedule, expected) in [
-        ("", [0.1; 4]),
-        ("--warmup 1", [0.05, 0.1, 0.1, 0.1]),
-        ("--schedule linear", [0.1, 0.075, 0.05, 0.025]),
-        ("--schedule cosine --warmup 2", [0.1 / 3.0, 0.2 / 3.0, 0.1, 0.05]),
-    ] {
-        let (out, _) =
-            tiny.succeed(&format!("train --json --heads 2 --width 16 --steps 4 --lr 0.1 {schedule}"));
-        let rates: Vec<f64> = lines(&out).iter().filter_map(|line| line["learning_rate"].as_f64()).collect();
-        assert!(
-            rates.len() == 4 && rates.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12),
-            "{schedule}: {rates:?}"
-        );
     }
 }
 

@@ -1,70 +1,18 @@
-//! What a training writes for programs to read.
+//! A training's steps as records of the experiment `training`.
 
-use std::fs::{File, OpenOptions};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
+use frugal::config::{Config, Task};
+use frugal::environment;
+use frugal::training::evaluation::Evaluation;
+use frugal::training::observer::{Observer, StepRecord};
 use report::{Case, Environment, Metric, Record, RecordWriter};
-use serde_json::{Value, json};
-use training::evaluation::Evaluation;
-use training::observer::{Observer, StepRecord};
-
-/// One JSON object on a line of standard output.
-#[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
-pub(super) fn line(value: &Value) {
-    // Nobody reading is no reason to stop training.
-    let _ = writeln!(std::io::stdout().lock(), "{value}");
-}
-
-/// Steps, evaluations and checkpoints on standard output.
-pub(super) struct Log;
-
-impl Observer for Log {
-    fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
-        line(&json!({ "step": record }));
-        Ok(())
-    }
-
-    fn on_evaluation(&mut self, evaluation: &Evaluation) -> training::Result<()> {
-        line(&json!({ "evaluation": evaluation }));
-        Ok(())
-    }
-
-    fn on_checkpoint(&mut self, step: u64, path: &Path) -> training::Result<()> {
-        line(&json!({ "checkpoint": path, "at": step }));
-        Ok(())
-    }
-}
-
-/// One JSON line for each step.
-pub(super) struct LossLog {
-    path: PathBuf,
-    file: File,
-}
-
-impl LossLog {
-    pub(super) fn append(path: &Path) -> anyhow::Result<Self> {
-        let file = OpenOptions::new().create(true).append(true).open(path);
-        let file = file.with_context(|| format!("cannot open the loss log {}", path.display()))?;
-        Ok(Self { path: path.to_owned(), file })
-    }
-}
-
-impl Observer for LossLog {
-    fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
-        let bits = format!("{:016x}", record.loss.to_bits());
-        let line = format!("{}\n", json!({ "step": record.step, "loss": record.loss, "bits": bits }));
-        self.file
-            .write_all(line.as_bytes())
-            .map_err(|cause| training::Error::Io { path: self.path.clone(), cause })
-    }
-}
+use tch::Device;
 
 /// Steps and evaluations as records of the experiment `training`, each in the case of its step. A line is on its way to the
 /// disk when its step is read: a run that is killed keeps its records. A run that goes on appends; of a step that was done
 /// twice the later records are those that count.
-pub(super) struct StepRecords {
+pub(crate) struct StepRecords {
     writer: RecordWriter,
     path: PathBuf,
     case: Case,
@@ -72,8 +20,13 @@ pub(super) struct StepRecords {
 }
 
 impl StepRecords {
-    pub(super) fn new(writer: RecordWriter, path: &Path, case: Case, environment: Environment) -> Self {
-        Self { writer, path: path.to_owned(), case, environment }
+    /// Appends to the file `path`.
+    ///
+    /// # Errors
+    /// A file that cannot be opened.
+    pub(crate) fn append(path: &Path, config: &Config, device: Device) -> anyhow::Result<Self> {
+        let writer = RecordWriter::append(path)?;
+        Ok(Self { writer, path: path.to_owned(), case: case(config), environment: environment::of(device)? })
     }
 
     fn put(&mut self, step: u64, metrics: Vec<(&str, &str, Option<f64>)>) -> training::Result<()> {
@@ -119,4 +72,27 @@ impl Observer for StepRecords {
         ];
         self.put(evaluation.step, metrics)
     }
+}
+
+/// What records say of the training.
+fn case(config: &Config) -> Case {
+    let Config { model, data, optimizer, training, .. } = config;
+    let shape = model.shape.clone().unwrap_or_default();
+    let name = |value: &dyn std::fmt::Debug| format!("{value:?}").to_lowercase();
+    let case = Case::new()
+        .with("model", model.name.clone().unwrap_or_else(|| shape.family.name().to_owned()))
+        .with("optimizer", name(&optimizer.rule))
+        .with("schedule", name(&optimizer.schedule))
+        .with("data", data.source.as_str());
+    let case = match (config.task, &*data.source) {
+        (Task::Train, source) if source != "synthetic" => case.with("strategy", data.strategy.as_str()),
+        _ => case,
+    };
+    let case = case.with("batch", training.batch);
+    let case = match data.max_length {
+        Some(length) => case.with("length", length),
+        None => case,
+    };
+    let case = if model.name.is_none() { case.with("width", shape.width) } else { case };
+    case.with("seed", training.seed)
 }

@@ -1,7 +1,7 @@
-//! `training train` as a process: over every kind of data, with every way of making batches, and with a diagnosis.
+//! `frugal train` as a process: over every kind of data, with every way of making batches, and with a diagnosis.
 
 use std::path::Path;
-use std::process::Output;
+use std::process::{Command, Output};
 
 use dataloading::text::{Corpus, Format};
 use dataloading::token_store::{TokenizeOptions, WriterOptions, tokenize_to_store};
@@ -12,9 +12,9 @@ use serde_json::{Value, json};
 const VOCABULARY: &str = "300";
 const LENGTH: usize = 32;
 
-/// `training train` with `arguments` between blanks.
+/// `frugal train` with `arguments` between blanks.
 fn train(arguments: &str) -> Output {
-    let mut command = crate::program("training");
+    let mut command = Command::new(crate::program());
     command.args(["train", "--json", "--heads", "2"]).args(arguments.split_whitespace());
     command.env("OMP_NUM_THREADS", "1").output().unwrap()
 }
@@ -29,7 +29,7 @@ fn lines(arguments: &str) -> (Vec<Value>, String) {
 }
 
 fn losses(lines: &[Value]) -> Vec<f64> {
-    lines.iter().filter_map(|line| line["step"]["loss"].as_f64()).collect()
+    lines.iter().filter_map(|line| line["loss"].as_f64()).collect()
 }
 
 /// What goes wrong, with the names of files left out.
@@ -94,7 +94,7 @@ fn lines_objects_and_a_store_of_the_same_texts_train_to_the_same_bits() {
         at("tokenizer.json")
     );
     let (lines, _) = lines(&format!("{measured} {common} --evaluate-every 4"));
-    assert!(lines.iter().any(|line| line["evaluation"]["loss"].as_f64().is_some_and(|loss| loss < first)));
+    assert!(lines.iter().any(|line| line["validation_loss"].as_f64().is_some_and(|loss| loss < first)));
     assert_eq!(losses(&lines), of_lines, "to measure changes nothing");
 }
 
@@ -179,7 +179,8 @@ fn every_way_of_making_batches_trains_both_models() {
 fn a_healthy_training_is_called_healthy_and_goes_on_as_without_a_diagnosis() {
     let folder = tempfile::tempdir().unwrap();
     let trace = folder.path().join("trace.json");
-    let common = "--data embedded --width 128 --length 128 --batch 16 --steps 9";
+    // The fused loss waits for the number of labels, which is found.
+    let common = "--data embedded --width 128 --length 128 --batch 16 --steps 9 --loss plain";
     let (plain, silence) = lines(common);
     assert_eq!(silence, "");
     let (diagnosed, message) = lines(&format!("{common} --diagnose --trace {}", trace.display()));
@@ -224,11 +225,11 @@ fn records(path: &Path, metric: &str) -> Vec<(u64, f64)> {
 #[test]
 fn records_are_written_for_each_step_and_evaluation_and_go_on_with_the_run() {
     let folder = tempfile::tempdir().unwrap();
-    let (file, checkpoints) = (folder.path().join("records.jsonl"), folder.path().join("checkpoints"));
+    let (file, out) = (folder.path().join("records.jsonl"), folder.path().join("run"));
     let run = |steps: u64| {
         lines(&format!(
-            "--width 16 --steps {steps} --evaluate-every 2 --clip 1 --resume --checkpoint-dir {} --records {}",
-            checkpoints.display(),
+            "--width 16 --steps {steps} --evaluate-every 2 --clip 1 --resume --out {} --records {}",
+            out.display(),
             file.display()
         ))
     };
@@ -254,7 +255,7 @@ fn records_are_written_for_each_step_and_evaluation_and_go_on_with_the_run() {
 fn every_optimizer_and_schedule_trains_as_it_is_called() {
     let rates = |arguments: &str| -> Vec<f64> {
         let (lines, _) = lines(arguments);
-        lines.iter().filter_map(|line| line["step"]["learning_rate"].as_f64()).collect()
+        lines.iter().filter_map(|line| line["learning_rate"].as_f64()).collect()
     };
     let mut seen = Vec::new();
     for optimizer in ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "adamw"] {
