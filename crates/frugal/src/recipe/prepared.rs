@@ -75,10 +75,6 @@ impl Prepared {
         let _precision = self.precision.clone().map(|policy| precision::enter(Some(policy)));
         let forecast = Forecast::measure(self.model.as_mut(), activations, &input, &batch.labels, 1)?;
         random.restore()?;
-        // What the measurement left would be added to the first step's.
-        for (_, tensor) in module::trainable(self.model.as_ref()) {
-            runtime::autograd::set_grad(tensor, None)?;
-        }
         // Between steps: what is alive now, and state and gradients, of which none is there yet.
         let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
         let trained: u64 =

@@ -17,8 +17,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use accounting::activation_plan::{Choice, LayerCost, Plan, least_recomputation, peak_bytes};
-use models::module::{Input, LanguageModel};
-use runtime::autograd::{Backward, Forward, Function, GradMode, apply, backward};
+use models::module::{Input, LanguageModel, trainable};
+use runtime::autograd::{Backward, Forward, Function, GradMode, apply, backward, set_grad};
 use runtime::device::synchronize;
 use runtime::measure::Samples;
 use runtime::memory::{Region, live_bytes};
@@ -69,6 +69,10 @@ impl Forecast {
         let before = activations.plan();
         let result = Self::measure_keeping(model, activations, input, labels_bt, rounds);
         activations.change(&before)?;
+        // What the passes left would be added to the first step's gradients.
+        for (_, tensor) in trainable(&*model) {
+            set_grad(tensor, None)?;
+        }
         result
     }
 
