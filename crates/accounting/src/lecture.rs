@@ -4,7 +4,7 @@
 //! `2·B·(D² + D·K) = 2·B·N` FLOPs forward and twice that backward: `6·B·N`. The last of the backward's products,
 //! `x.grad = h1.grad·w1ᵀ`, is done only if the input needs a gradient: without it `6·B·N - 2·B·D²`.
 //!
-//! **The Cruncher** is `L` layers of `[D, D]` and a last one of `[D, 1]`. In fp32 with AdaGrad:
+//! **The DeepLinearModel** is `L` layers of `[D, D]` and a last one of `[D, 1]`. In fp32 with AdaGrad:
 //!
 //! ```text
 //! parameters       N = D²·L + D
@@ -65,9 +65,9 @@ impl LinearModel {
     }
 }
 
-/// The lecture's Cruncher: `layers` products `[dim, dim]` and one `[dim, 1]`.
+/// The lecture's DeepLinearModel: `layers` products `[dim, dim]` and one `[dim, 1]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cruncher {
+pub struct DeepLinearModel {
     /// Points, `B`.
     pub batch: u64,
     /// Width, `D`.
@@ -76,17 +76,17 @@ pub struct Cruncher {
     pub layers: u64,
 }
 
-impl Cruncher {
+impl DeepLinearModel {
     /// `N = D²·L + D`.
     pub fn parameters(self) -> Result<u64, Error> {
         let Self { dim, layers, .. } = self;
-        positive("the Cruncher's width", dim)?;
+        positive("the DeepLinearModel's width", dim)?;
         sum("parameters", [product("parameters", &[dim, dim, layers])?, dim])
     }
 
     /// Bytes with AdaGrad in fp32: parameters, activations, gradients, optimizer state.
     pub fn memory(self) -> Result<[Item; 4], Error> {
-        positive("the Cruncher's batch", self.batch)?;
+        positive("the DeepLinearModel's batch", self.batch)?;
         let n = Dtype::Fp32.bytes(self.parameters()?)?;
         let activations = Dtype::Fp32.bytes(product("activations", &[self.batch, self.dim, self.layers])?)?;
         Ok([
@@ -123,8 +123,8 @@ mod tests {
     }
 
     #[test]
-    fn the_cruncher_of_the_lecture() {
-        let model = Cruncher { batch: 8, dim: 64, layers: 2 };
+    fn the_deep_linear_model_takes_6bn() {
+        let model = DeepLinearModel { batch: 8, dim: 64, layers: 2 };
         let n = 64 * 64 * 2 + 64;
         assert_eq!(model.parameters().unwrap(), n);
         assert_eq!(total(&model.memory().unwrap()).unwrap(), 4 * (n + 8 * 64 * 2 + n + n));

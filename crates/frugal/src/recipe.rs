@@ -46,7 +46,7 @@ use amp::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
 use fused_ce::{Chunk, Gradients, LinearCrossEntropy};
 use lora::Adapters;
 use models::hugging_face::Folder;
-use models::module::{self, Block, Edit, LanguageModel, Module};
+use models::module::{self, Block, LanguageModel, Module, ModuleMapper};
 use offload::{Method, Offload, Tier};
 use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind};
@@ -209,14 +209,14 @@ fn install_loss_head(model: &mut dyn Module, loss: &LossConfig) -> Result<()> {
 
 fn count_blocks(model: &mut dyn Module) -> Result<usize> {
     struct Count(usize);
-    impl Edit for Count {
+    impl ModuleMapper for Count {
         fn block(&mut self, _: &str, _: &mut Box<dyn Block>) -> models::Result<()> {
             self.0 += 1;
             Ok(())
         }
     }
     let mut count = Count(0);
-    module::edit(model, &mut count)?;
+    module::map_modules(model, &mut count)?;
     Ok(count.0)
 }
 

@@ -1,6 +1,8 @@
 //! A loss head for models that computes the loss without all logits.
 
-use models::module::{Context, Edit, Editor, IGNORED, LossHead, LossOutput, Module, Visitor, edit};
+use models::module::{
+    Context, IGNORED, LossHead, LossOutput, Module, ModuleMapper, Visitor, VisitorMut, map_modules,
+};
 use runtime::precision;
 use tch::Tensor;
 
@@ -44,9 +46,9 @@ impl Module for LinearCrossEntropyHead {
         visitor.optional_parameter("bias", self.bias.as_ref());
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> models::Result<()> {
-        editor.parameter("weight", &mut self.weight)?;
-        editor.optional_parameter("bias", self.bias.as_mut())
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> models::Result<()> {
+        visitor.parameter("weight", &mut self.weight)?;
+        visitor.optional_parameter("bias", self.bias.as_mut())
     }
 }
 
@@ -94,7 +96,7 @@ pub fn install(model: &mut dyn Module, loss: &LinearCrossEntropy) -> Result<()> 
         loss: &'a LinearCrossEntropy,
         done: Result<usize>,
     }
-    impl Edit for Install<'_> {
+    impl ModuleMapper for Install<'_> {
         fn loss_head(&mut self, name: &str, slot: &mut Box<dyn LossHead>) -> models::Result<()> {
             let count = match &self.done {
                 Ok(count) => *count,
@@ -108,7 +110,7 @@ pub fn install(model: &mut dyn Module, loss: &LinearCrossEntropy) -> Result<()> 
         }
     }
     let mut install = Install { loss, done: Ok(0) };
-    edit(model, &mut install)?;
+    map_modules(model, &mut install)?;
     match install.done? {
         0 => Err(Error::Option("the model has no loss head to replace; pass a language model".into())),
         _ => Ok(()),

@@ -1,7 +1,7 @@
 //! A model whose configuration names its adapters.
 
 use models::generation::CacheShape;
-use models::module::{Editor, Input, LanguageModel, LossHead, LossOutput, Module, Visitor};
+use models::module::{Input, LanguageModel, LossHead, LossOutput, Module, Visitor, VisitorMut};
 use serde_json::{Map, Value};
 use tch::Tensor;
 
@@ -71,8 +71,8 @@ impl Module for Adapted {
         self.model.visit(visitor);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> models::Result<()> {
-        self.model.visit_mut(editor)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> models::Result<()> {
+        self.model.visit_mut(visitor)
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use models::Linear;
-use models::module::{Context, Editor, Module, Projection, Visitor, tensors};
+use models::module::{Context, Module, Projection, Visitor, VisitorMut, tensors};
 use parking_lot::Mutex;
 use runtime::autograd::note_setting;
 use runtime::precision;
@@ -314,13 +314,14 @@ impl Module for LoraLinear {
         }
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> models::Result<()> {
-        editor.parameter("weight", &mut self.weight)?;
-        editor.optional_parameter("bias", self.bias.as_mut())?;
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> models::Result<()> {
+        visitor.parameter("weight", &mut self.weight)?;
+        visitor.optional_parameter("bias", self.bias.as_mut())?;
         for Adapter { name, a, b, magnitude, .. } in &mut self.adapters {
-            editor.parameter(&format!("lora_A.{name}.weight"), a)?;
-            editor.parameter(&format!("lora_B.{name}.weight"), b)?;
-            editor.optional_parameter(&format!("lora_magnitude_vector.{name}.weight"), magnitude.as_mut())?;
+            visitor.parameter(&format!("lora_A.{name}.weight"), a)?;
+            visitor.parameter(&format!("lora_B.{name}.weight"), b)?;
+            visitor
+                .optional_parameter(&format!("lora_magnitude_vector.{name}.weight"), magnitude.as_mut())?;
         }
         Ok(())
     }

@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::feed_forward::FeedForward;
 use crate::init::Init;
 use crate::linear::{Linear, positive, project};
-use crate::module::{Block, Context, Editor, Mlp, Module, Projection, Visitor};
+use crate::module::{Block, Context, Mlp, Module, Projection, Visitor, VisitorMut};
 use crate::norm::LayerNorm;
 
 /// The layer, with PyTorch's names for its parameters.
@@ -67,12 +67,12 @@ impl Module for TransformerDecoderLayer {
         }
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.part("self_attn", &mut self.self_attn)?;
-        editor.part("multihead_attn", &mut self.multihead_attn)?;
-        editor.mlp("", &mut self.mlp)?;
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.part("self_attn", &mut self.self_attn)?;
+        visitor.part("multihead_attn", &mut self.multihead_attn)?;
+        visitor.mlp("", &mut self.mlp)?;
         let names = ["norm1", "norm2", "norm3"].into_iter();
-        names.zip(&mut self.norms).try_for_each(|(name, norm)| editor.part(name, norm))
+        names.zip(&mut self.norms).try_for_each(|(name, norm)| visitor.part(name, norm))
     }
 }
 
@@ -171,9 +171,9 @@ impl Module for MultiheadAttention {
         visitor.part("out_proj", &*self.out_proj);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.parameter("in_proj_weight", &mut self.in_proj_weight)?;
-        editor.parameter("in_proj_bias", &mut self.in_proj_bias)?;
-        editor.projection("out_proj", &mut self.out_proj)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.parameter("in_proj_weight", &mut self.in_proj_weight)?;
+        visitor.parameter("in_proj_bias", &mut self.in_proj_bias)?;
+        visitor.projection("out_proj", &mut self.out_proj)
     }
 }

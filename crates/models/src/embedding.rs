@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 use crate::error::{Error, Result};
 use crate::init::Init;
 use crate::linear::positive;
-use crate::module::{Editor, Module, Visitor};
+use crate::module::{Module, Visitor, VisitorMut};
 
 /// A row of numbers for each token.
 #[derive(Debug)]
@@ -66,7 +66,7 @@ impl Module for Embedding {
         visitor.parameter("weight", &self.weight);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.parameter("weight", &mut self.weight)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.parameter("weight", &mut self.weight)
     }
 }

@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 use crate::dropout::dropout;
 use crate::error::Result;
 use crate::linear::Linear;
-use crate::module::{Context, Editor, Mlp, MlpForm, Module, Projection, Visitor};
+use crate::module::{Context, Mlp, MlpForm, Module, Projection, Visitor, VisitorMut};
 
 /// The function between the layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,9 +72,9 @@ impl Module for FeedForward {
         visitor.part(self.names[1], &*self.down);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.projection(self.names[0], &mut self.up)?;
-        editor.projection(self.names[1], &mut self.down)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.projection(self.names[0], &mut self.up)?;
+        visitor.projection(self.names[1], &mut self.down)
     }
 }
 

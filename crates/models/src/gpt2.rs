@@ -23,7 +23,7 @@ use crate::init::Init;
 use crate::linear::{Linear, positive};
 use crate::loss_head::ProjectionHead;
 use crate::module::{
-    Block, Context, Editor, Input, LanguageModel, LossHead, Mlp, Module, Projection, Visitor,
+    Block, Context, Input, LanguageModel, LossHead, Mlp, Module, Projection, Visitor, VisitorMut,
 };
 use crate::norm::LayerNorm;
 use crate::position::LearnedPositions;
@@ -123,14 +123,14 @@ impl Module for Gpt2 {
         visitor.part("lm_head", &*self.head);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.part("wte", &mut self.wte)?;
-        editor.part("wpe", &mut self.wpe)?;
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.part("wte", &mut self.wte)?;
+        visitor.part("wpe", &mut self.wpe)?;
         for (index, block) in self.blocks.iter_mut().enumerate() {
-            editor.block(&format!("h.{index}"), block)?;
+            visitor.block(&format!("h.{index}"), block)?;
         }
-        editor.part("ln_f", &mut self.ln_f)?;
-        editor.loss_head("lm_head", &mut self.head)
+        visitor.part("ln_f", &mut self.ln_f)?;
+        visitor.loss_head("lm_head", &mut self.head)
     }
 }
 
@@ -204,12 +204,12 @@ impl Module for Gpt2Block {
         visitor.part("mlp", &*self.mlp);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.part("ln_1", &mut self.ln_1)?;
-        editor.projection("attn.c_attn", &mut self.c_attn)?;
-        editor.projection("attn.c_proj", &mut self.c_proj)?;
-        editor.part("ln_2", &mut self.ln_2)?;
-        editor.mlp("mlp", &mut self.mlp)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.part("ln_1", &mut self.ln_1)?;
+        visitor.projection("attn.c_attn", &mut self.c_attn)?;
+        visitor.projection("attn.c_proj", &mut self.c_proj)?;
+        visitor.part("ln_2", &mut self.ln_2)?;
+        visitor.mlp("mlp", &mut self.mlp)
     }
 }
 

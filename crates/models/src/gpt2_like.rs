@@ -14,7 +14,7 @@ use crate::error::Result;
 use crate::init::Init;
 use crate::linear::{Linear, positive};
 use crate::loss_head::ProjectionHead;
-use crate::module::{Block, Editor, Input, LanguageModel, LossHead, Module, Projection, Visitor};
+use crate::module::{Block, Input, LanguageModel, LossHead, Module, Projection, Visitor, VisitorMut};
 use crate::position::PositionalEncoding;
 
 /// Sizes of a [`Gpt2Like`]. The names are those of its `config.json`.
@@ -115,11 +115,11 @@ impl Module for Gpt2Like {
         visitor.part("output_linear", &*self.head);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.part("embedding", &mut self.embedding)?;
-        editor.projection("hidden_projector", &mut self.hidden_projector)?;
-        editor.block("decoder", &mut self.decoder)?;
-        editor.loss_head("output_linear", &mut self.head)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.part("embedding", &mut self.embedding)?;
+        visitor.projection("hidden_projector", &mut self.hidden_projector)?;
+        visitor.block("decoder", &mut self.decoder)?;
+        visitor.loss_head("output_linear", &mut self.head)
     }
 }
 

@@ -14,7 +14,6 @@
 //! | [`llama`] | Llama and Qwen2 |
 //! | [`hugging_face`] | models from Hugging Face's folders, and back into them |
 //! | `hub` (with the feature of that name) | those folders by name, from the hub or its cache |
-//! | [`Cruncher`] | the deep linear model of CS336's lecture |
 //!
 //! ```
 //! use models::module::{Input, LanguageModel, parameter_count};
@@ -45,7 +44,6 @@ pub mod state_dict;
 pub mod strict_json;
 pub mod tensors_file;
 
-mod cruncher;
 mod decoder_layer;
 mod dropout;
 mod embedding;
@@ -60,7 +58,6 @@ mod position;
 mod swiglu;
 
 pub use attention::{AttentionPath, Documents};
-pub use cruncher::Cruncher;
 pub use decoder_layer::TransformerDecoderLayer;
 pub use embedding::Embedding;
 pub use error::{Error, Result};

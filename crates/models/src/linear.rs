@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::init::Init;
-use crate::module::{Context, Editor, Module, Projection, Visitor};
+use crate::module::{Context, Module, Projection, Visitor, VisitorMut};
 
 /// y = x·Wᵀ + b.
 #[derive(Debug)]
@@ -81,9 +81,9 @@ impl Module for Linear {
         visitor.optional_parameter("bias", self.bias.as_ref());
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.parameter("weight", &mut self.weight)?;
-        editor.optional_parameter("bias", self.bias.as_mut())
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.parameter("weight", &mut self.weight)?;
+        visitor.optional_parameter("bias", self.bias.as_mut())
     }
 }
 

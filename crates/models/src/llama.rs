@@ -51,7 +51,7 @@ use crate::hugging_face::Weights;
 use crate::init::Init;
 use crate::linear::Linear;
 use crate::loss_head::ProjectionHead;
-use crate::module::{Block, Context, Editor, Input, LanguageModel, LossHead, Module, Visitor};
+use crate::module::{Block, Context, Input, LanguageModel, LossHead, Module, Visitor, VisitorMut};
 use crate::norm::RmsNorm;
 
 /// The model. See the [module](self).
@@ -148,13 +148,13 @@ impl Module for Llama {
         visitor.part("lm_head", &*self.lm_head);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.part("embed_tokens", &mut self.embed_tokens)?;
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.part("embed_tokens", &mut self.embed_tokens)?;
         for (index, layer) in self.layers.iter_mut().enumerate() {
-            editor.block(&format!("layers.{index}"), layer)?;
+            visitor.block(&format!("layers.{index}"), layer)?;
         }
-        editor.part("norm", &mut self.norm)?;
-        editor.loss_head("lm_head", &mut self.lm_head)
+        visitor.part("norm", &mut self.norm)?;
+        visitor.loss_head("lm_head", &mut self.lm_head)
     }
 }
 

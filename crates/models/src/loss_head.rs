@@ -3,7 +3,7 @@
 use tch::{Kind, Reduction, Tensor};
 
 use crate::error::{Error, Result};
-use crate::module::{Context, Editor, IGNORED, LossHead, LossOutput, Module, Projection, Visitor};
+use crate::module::{Context, IGNORED, LossHead, LossOutput, Module, Projection, Visitor, VisitorMut};
 
 /// Logits as a whole, then their cross-entropy: what every framework does, and the baseline of heads that do better.
 ///
@@ -25,8 +25,8 @@ impl Module for ProjectionHead {
         visitor.part("", &*self.projection);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.projection("", &mut self.projection)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.projection("", &mut self.projection)
     }
 }
 

@@ -5,17 +5,17 @@
 //! as in PyTorch: `decoder.self_attn.in_proj_weight`.
 //!
 //! Four kinds of part are held as trait objects, so that a technique can put its own in the place of any of them without the
-//! model knowing: a [`Projection`], an [`Mlp`], a [`Block`], a [`LossHead`]. [`Module::visit_mut`] leads an [`Edit`] to each
+//! model knowing: a [`Projection`], an [`Mlp`], a [`Block`], a [`LossHead`]. [`Module::visit_mut`] leads an [`ModuleMapper`] to each
 //! of them by name:
 //!
 //! ```
-//! use models::module::{Edit, Module, Projection, edit};
+//! use models::module::{ModuleMapper, Module, Projection, map_modules};
 //! use models::{Gpt2, Gpt2Config};
 //! use tch::{Device, Kind};
 //!
 //! /// Remembers what it could replace.
 //! struct Names(Vec<String>);
-//! impl Edit for Names {
+//! impl ModuleMapper for Names {
 //!     fn projection(&mut self, name: &str, slot: &mut Box<dyn Projection>) -> models::Result<()> {
 //!         // A technique writes `*slot = Box::new(…)` here.
 //!         self.0.push(format!("{name}: {} -> {}", slot.in_features(), slot.out_features()));
@@ -26,7 +26,7 @@
 //! let config = Gpt2Config { vocabulary: 100, max_sequence: 16, hidden: 8, heads: 2, layers: 1, ..Gpt2Config::small() };
 //! let mut model = Gpt2::new(&config, (Kind::Float, Device::Cpu))?;
 //! let mut names = Names(Vec::new());
-//! edit(&mut model, &mut names)?;
+//! map_modules(&mut model, &mut names)?;
 //! assert_eq!(
 //!     names.0,
 //!     ["h.0.attn.c_attn: 8 -> 24", "h.0.attn.c_proj: 8 -> 8", "h.0.mlp.c_fc: 8 -> 32", "h.0.mlp.c_proj: 32 -> 8", "lm_head: 8 -> 100"]
@@ -35,7 +35,7 @@
 //! ```
 
 mod context;
-mod held;
+mod functional_call;
 
 use std::collections::BTreeSet;
 use std::fmt::Debug;
@@ -44,7 +44,7 @@ use regex::Regex;
 use tch::Tensor;
 
 pub use context::{Context, Input, OwnedContext};
-pub use held::{Held, Shared, take_block, take_mlp};
+pub use functional_call::{FunctionalCall, SharedModule, take_block, take_mlp};
 
 use crate::error::{Error, Result};
 use crate::feed_forward::Activation;
@@ -55,11 +55,11 @@ pub trait Module: Debug + Send {
     /// Names every tensor and part, always in the same order.
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>);
 
-    /// Leads an [`Edit`] to every tensor and replaceable part, under the names of [`Module::visit`].
+    /// Leads an [`ModuleMapper`] to every tensor and replaceable part, under the names of [`Module::visit`].
     ///
     /// # Errors
-    /// What the edit returns.
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()>;
+    /// Those of the mapper.
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()>;
 }
 
 /// A linear map of the last dimension, and whatever a technique makes of it.
@@ -244,48 +244,48 @@ impl<'a> Visitor<'a, '_> {
 /// What is done at each tensor and replaceable part; a method left out does nothing. Where a part is replaced, the way
 /// goes on into the new one.
 #[allow(unused_variables, reason = "the defaults do nothing with what they get")]
-pub trait Edit {
+pub trait ModuleMapper {
     /// A tensor.
     ///
     /// # Errors
-    /// The edit's own.
+    /// The mapper's own.
     fn tensor(&mut self, name: &str, tensor: &mut Tensor, role: Role) -> Result<()> {
         Ok(())
     }
     /// A projection.
     ///
     /// # Errors
-    /// The edit's own.
+    /// The mapper's own.
     fn projection(&mut self, name: &str, slot: &mut Box<dyn Projection>) -> Result<()> {
         Ok(())
     }
     /// An MLP.
     ///
     /// # Errors
-    /// The edit's own.
+    /// The mapper's own.
     fn mlp(&mut self, name: &str, slot: &mut Box<dyn Mlp>) -> Result<()> {
         Ok(())
     }
     /// A block.
     ///
     /// # Errors
-    /// The edit's own.
+    /// The mapper's own.
     fn block(&mut self, name: &str, slot: &mut Box<dyn Block>) -> Result<()> {
         Ok(())
     }
     /// A loss head.
     ///
     /// # Errors
-    /// The edit's own.
+    /// The mapper's own.
     fn loss_head(&mut self, name: &str, slot: &mut Box<dyn LossHead>) -> Result<()> {
         Ok(())
     }
 }
 
-/// Leads an [`Edit`] through a module.
-pub struct Editor<'e> {
+/// Leads an [`ModuleMapper`] through a module.
+pub struct VisitorMut<'e> {
     path: String,
-    edit: &'e mut dyn Edit,
+    mapper: &'e mut dyn ModuleMapper,
 }
 
 macro_rules! slots {
@@ -293,17 +293,17 @@ macro_rules! slots {
         $(#[$doc])*
         ///
         /// # Errors
-        /// What the edit returns.
+        /// Those of the mapper.
         pub fn $name(&mut self, name: &str, slot: &mut Box<dyn $part>) -> Result<()> {
             let length = enter(&mut self.path, name);
-            let result = self.edit.$name(&self.path, slot).and_then(|()| slot.visit_mut(self));
+            let result = self.mapper.$name(&self.path, slot).and_then(|()| slot.visit_mut(self));
             self.path.truncate(length);
             result
         }
     )*};
 }
 
-impl Editor<'_> {
+impl VisitorMut<'_> {
     slots! {
         /// A replaceable projection.
         projection: Projection;
@@ -318,7 +318,7 @@ impl Editor<'_> {
     /// A learned tensor.
     ///
     /// # Errors
-    /// What the edit returns.
+    /// Those of the mapper.
     pub fn parameter(&mut self, name: &str, tensor: &mut Tensor) -> Result<()> {
         self.tensor(name, tensor, Role::Parameter)
     }
@@ -326,7 +326,7 @@ impl Editor<'_> {
     /// A learned tensor that may be left out.
     ///
     /// # Errors
-    /// What the edit returns.
+    /// Those of the mapper.
     pub fn optional_parameter(&mut self, name: &str, tensor: Option<&mut Tensor>) -> Result<()> {
         tensor.map_or(Ok(()), |tensor| self.parameter(name, tensor))
     }
@@ -334,7 +334,7 @@ impl Editor<'_> {
     /// A tensor of the state that is not learned.
     ///
     /// # Errors
-    /// What the edit returns.
+    /// Those of the mapper.
     pub fn buffer(&mut self, name: &str, tensor: &mut Tensor) -> Result<()> {
         self.tensor(name, tensor, Role::Buffer)
     }
@@ -342,7 +342,7 @@ impl Editor<'_> {
     /// A part that is not replaceable.
     ///
     /// # Errors
-    /// What the edit returns.
+    /// Those of the mapper.
     pub fn part(&mut self, name: &str, part: &mut (impl Module + ?Sized)) -> Result<()> {
         let length = enter(&mut self.path, name);
         let result = part.visit_mut(self);
@@ -352,7 +352,7 @@ impl Editor<'_> {
 
     fn tensor(&mut self, name: &str, tensor: &mut Tensor, role: Role) -> Result<()> {
         let length = enter(&mut self.path, name);
-        let result = self.edit.tensor(&self.path, tensor, role);
+        let result = self.mapper.tensor(&self.path, tensor, role);
         self.path.truncate(length);
         result
     }
@@ -368,12 +368,12 @@ fn enter(path: &mut String, name: &str) -> usize {
     length
 }
 
-/// Leads `edit` through `module`.
+/// Applies `mapper` to every tensor and replaceable part of `module`.
 ///
 /// # Errors
-/// What the edit returns.
-pub fn edit(module: &mut (impl Module + ?Sized), edit: &mut dyn Edit) -> Result<()> {
-    module.visit_mut(&mut Editor { path: String::new(), edit })
+/// Those of the mapper.
+pub fn map_modules(module: &mut (impl Module + ?Sized), mapper: &mut dyn ModuleMapper) -> Result<()> {
+    module.visit_mut(&mut VisitorMut { path: String::new(), mapper })
 }
 
 /// A tensor of a module.
@@ -466,8 +466,8 @@ impl Debug for Visitor<'_, '_> {
     }
 }
 
-impl Debug for Editor<'_> {
+impl Debug for VisitorMut<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Editor").field("path", &self.path).finish_non_exhaustive()
+        f.debug_struct("VisitorMut").field("path", &self.path).finish_non_exhaustive()
     }
 }

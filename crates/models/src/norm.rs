@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 use crate::error::{Error, Result};
 use crate::init::Init;
 use crate::linear::positive;
-use crate::module::{Editor, Module, Visitor};
+use crate::module::{Module, Visitor, VisitorMut};
 
 /// y = (x − mean)/√(variance + eps) ⊙ w + b (Ba, Kiros & Hinton 2016).
 #[derive(Debug)]
@@ -92,9 +92,9 @@ impl Module for LayerNorm {
         visitor.parameter("bias", &self.bias);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.parameter("weight", &mut self.weight)?;
-        editor.parameter("bias", &mut self.bias)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.parameter("weight", &mut self.weight)?;
+        visitor.parameter("bias", &mut self.bias)
     }
 }
 
@@ -103,7 +103,7 @@ impl Module for RmsNorm {
         visitor.parameter("weight", &self.weight);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.parameter("weight", &mut self.weight)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.parameter("weight", &mut self.weight)
     }
 }

@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 use crate::error::{Error, Result};
 use crate::init::Init;
 use crate::linear::positive;
-use crate::module::{Editor, Module, Visitor};
+use crate::module::{Module, Visitor, VisitorMut};
 
 /// Adds sines and cosines of the place. `PositionalEncoding` of the assignment.
 #[derive(Debug)]
@@ -108,7 +108,7 @@ fn rows(table: &Tensor, x_btd: &Tensor, positions_bt: Option<&Tensor>) -> Result
 impl Module for PositionalEncoding {
     fn visit<'a>(&'a self, _: &mut Visitor<'a, '_>) {}
 
-    fn visit_mut(&mut self, _: &mut Editor<'_>) -> Result<()> {
+    fn visit_mut(&mut self, _: &mut VisitorMut<'_>) -> Result<()> {
         Ok(())
     }
 }
@@ -118,7 +118,7 @@ impl Module for LearnedPositions {
         visitor.parameter("weight", &self.weight);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.parameter("weight", &mut self.weight)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.parameter("weight", &mut self.weight)
     }
 }

@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 use crate::error::Result;
 use crate::init::Init;
 use crate::linear::Linear;
-use crate::module::{Context, Editor, Mlp, MlpForm, Module, Projection, Visitor};
+use crate::module::{Context, Mlp, MlpForm, Module, Projection, Visitor, VisitorMut};
 
 /// y = (SiLU(x·Gᵀ) ⊙ x·Uᵀ)·Dᵀ (Shazeer, arXiv:2002.05202), with Hugging Face's names `gate_proj`, `up_proj`, `down_proj`.
 ///
@@ -44,10 +44,10 @@ impl Module for Swiglu {
         visitor.part("down_proj", &*self.down_proj);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.projection("gate_proj", &mut self.gate_proj)?;
-        editor.projection("up_proj", &mut self.up_proj)?;
-        editor.projection("down_proj", &mut self.down_proj)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.projection("gate_proj", &mut self.gate_proj)?;
+        visitor.projection("up_proj", &mut self.up_proj)?;
+        visitor.projection("down_proj", &mut self.down_proj)
     }
 }
 

@@ -11,7 +11,7 @@
 //! was, at home. [`Offload`](crate::Offload) puts these in.
 
 use models::Result;
-use models::module::{Block, Context, Editor, Held, Module, OwnedContext, Visitor};
+use models::module::{Block, Context, FunctionalCall, Module, OwnedContext, Visitor, VisitorMut};
 use runtime::autograd::{Checkpoint, GradMode, apply};
 use tch::Tensor;
 
@@ -24,14 +24,14 @@ use crate::schedule::Direction;
 /// A block whose tensors are at home.
 #[derive(Debug)]
 pub(crate) struct Away {
-    held: Held<dyn Block>,
+    held: FunctionalCall<dyn Block>,
     engine: Engine,
     layer: usize,
     number: usize,
 }
 
 impl Away {
-    pub(crate) fn new(held: Held<dyn Block>, engine: Engine, layer: usize, number: usize) -> Self {
+    pub(crate) fn new(held: FunctionalCall<dyn Block>, engine: Engine, layer: usize, number: usize) -> Self {
         Self { held, engine, layer, number }
     }
 
@@ -40,8 +40,8 @@ impl Away {
         Guest { block: held.shared(), engine: engine.clone(), layer: *layer, number: *number }
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        let result = self.held.visit_mut(editor);
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        let result = self.held.visit_mut(visitor);
         // What the edit put in goes home, also where it failed half way.
         self.engine.replace(self.layer, self.held.named())?;
         result
@@ -65,8 +65,8 @@ macro_rules! rungs {
                 self.0.held.visit(visitor);
             }
 
-            fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-                self.0.visit_mut(editor)
+            fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+                self.0.visit_mut(visitor)
             }
         }
     )*};
@@ -142,13 +142,13 @@ impl Block for OverlapOffloadBlock {
 /// A block that stays on the device among others that do not, and is run again in backward as they are.
 #[derive(Debug)]
 pub struct ResidentBlock {
-    held: Held<dyn Block>,
+    held: FunctionalCall<dyn Block>,
     engine: Engine,
     number: usize,
 }
 
 impl ResidentBlock {
-    pub(crate) fn new(held: Held<dyn Block>, engine: Engine, number: usize) -> Self {
+    pub(crate) fn new(held: FunctionalCall<dyn Block>, engine: Engine, number: usize) -> Self {
         Self { held, engine, number }
     }
 }
@@ -158,8 +158,8 @@ impl Module for ResidentBlock {
         self.held.visit(visitor);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        self.held.visit_mut(editor)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        self.held.visit_mut(visitor)
     }
 }
 
@@ -183,6 +183,6 @@ impl Block for ResidentBlock {
     }
 }
 
-fn handles(held: &Held<dyn Block>) -> Vec<(String, Tensor)> {
+fn handles(held: &FunctionalCall<dyn Block>) -> Vec<(String, Tensor)> {
     held.named().iter().map(|(name, tensor, _)| (name.clone(), tensor.shallow_clone())).collect()
 }

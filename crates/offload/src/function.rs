@@ -9,9 +9,9 @@
 
 use std::fmt;
 
-use models::module::{Block, Context, OwnedContext, Shared};
+use models::module::{Block, Context, OwnedContext, SharedModule};
 use runtime::autograd::{
-    Backward, Forward, Function, GradMode, Keep, Settings, Surroundings, apply_always, backward_with,
+    Backward, Forward, Function, GradMode, Keep, Settings, ThreadLocalState, apply_always, backward_with,
 };
 use runtime::profile;
 use tch::Tensor;
@@ -50,7 +50,7 @@ impl OnDevice for Lease {
 /// A layer whose block may run on other tensors than its own.
 #[derive(Clone)]
 pub(crate) struct Guest {
-    pub(crate) block: Shared<dyn Block>,
+    pub(crate) block: SharedModule<dyn Block>,
     pub(crate) engine: Engine,
     /// Among the engine's layers.
     pub(crate) layer: usize,
@@ -68,7 +68,7 @@ impl Guest {
         direction: Direction,
     ) -> Result<Tensor> {
         self.engine.computing(self.number, direction, || {
-            Ok(self.block.run_on(leaves, |block| block.forward(x, context))?)
+            Ok(self.block.functional_call(leaves, |block| block.forward(x, context))?)
         })
     }
 
@@ -94,7 +94,7 @@ pub(crate) struct OffloadFunction {
 
 /// What a forward keeps for its backward besides its input.
 struct Kept {
-    surroundings: Surroundings,
+    state: ThreadLocalState,
     /// What the block's forward went by; none until it has run.
     settings: Option<Settings>,
     /// The layer's values.
@@ -119,7 +119,7 @@ impl OffloadFunction {
         if ctx.will_run_backward() {
             let Guest { engine, layer, .. } = &self.guest;
             self.kept = Some(Kept {
-                surroundings: Surroundings::capture(true)?,
+                state: ThreadLocalState::capture(true)?,
                 settings: None,
                 stamp: engine.stamp(*layer)?,
                 outstanding: engine.outstanding(*layer),
@@ -139,7 +139,7 @@ impl OffloadFunction {
     ) -> Result<Vec<Option<Tensor>>> {
         ctx.check_replay("offload")?;
         let Guest { engine, layer, number, .. } = &self.guest;
-        let Some(Kept { surroundings, settings, stamp, outstanding }) = &self.kept else {
+        let Some(Kept { state, settings, stamp, outstanding }) = &self.kept else {
             return Err(Error::config("function", "its forward recorded nothing"));
         };
         if ctx.may_overwrite_saved() {
@@ -154,11 +154,13 @@ impl OffloadFunction {
         engine.computing(*number, Direction::Backward, || {
             let y = {
                 let _recompute = profile::recompute();
-                let _as_then = surroundings.enter()?;
+                let _state = state.enter()?;
                 let _grad = GradMode::on();
                 let block = &self.guest.block;
                 let (y, second) = Settings::of(|| {
-                    block.run_on(on_device.leaves(), |block| block.forward(&x, &self.context.borrow()))
+                    block.functional_call(on_device.leaves(), |block| {
+                        block.forward(&x, &self.context.borrow())
+                    })
                 });
                 if let Some(first) = settings {
                     first.check(second, "offload")?;

@@ -2,7 +2,7 @@
 
 use models::hugging_face::Folder;
 use models::init::Init;
-use models::module::{Block, Edit, Held, Module, edit, freeze, take_block};
+use models::module::{Block, FunctionalCall, Module, ModuleMapper, freeze, map_modules, take_block};
 use models::tensors_file::Stored;
 use models::{Llama, LlamaConfig};
 use runtime::device;
@@ -38,10 +38,10 @@ impl Offload {
     /// home before the failure stay there, and the model works.
     pub fn apply(model: &mut (impl Module + ?Sized), options: &Options) -> Result<Self> {
         let mut names = Names::default();
-        edit(model, &mut names)?;
+        map_modules(model, &mut names)?;
         check_resident(&options.resident, names.0.count)?;
         let mut install = Install { engine: Engine::new(options.clone())?, blocks: Outermost::default() };
-        edit(model, &mut install)?;
+        map_modules(model, &mut install)?;
         Ok(Self { blocks: install.blocks.count, engine: install.engine })
     }
 
@@ -216,7 +216,7 @@ fn wrap(
     block: Box<dyn Block>,
     stored: &dyn Fn(&str) -> Option<Stored>,
 ) -> std::result::Result<Box<dyn Block>, NotTaken> {
-    let held = Held::new(name, block);
+    let held = FunctionalCall::new(name, block);
     if engine.options().resident.contains(&number) {
         return Ok(Box::new(ResidentBlock::new(held, engine.clone(), number)));
     }
@@ -237,7 +237,7 @@ fn wrap(
 #[derive(Default)]
 struct Names(Outermost);
 
-impl Edit for Names {
+impl ModuleMapper for Names {
     fn block(&mut self, name: &str, _: &mut Box<dyn Block>) -> models::Result<()> {
         self.0.next(name);
         Ok(())
@@ -269,7 +269,7 @@ struct Install {
     blocks: Outermost,
 }
 
-impl Edit for Install {
+impl ModuleMapper for Install {
     fn block(&mut self, name: &str, slot: &mut Box<dyn Block>) -> models::Result<()> {
         let Some(number) = self.blocks.next(name) else { return Ok(()) };
         match wrap(&self.engine, (name, number), take_block(slot), &|_| None) {

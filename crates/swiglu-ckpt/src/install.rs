@@ -16,7 +16,9 @@
 //! [`SaveOne`]: CheckpointLevel::SaveOne
 //! [`InputOnly`]: CheckpointLevel::InputOnly
 
-use models::module::{Context, Edit, Editor, Mlp, MlpForm, Module, Visitor, edit, tensors};
+use models::module::{
+    Context, Mlp, MlpForm, Module, ModuleMapper, Visitor, VisitorMut, map_modules, tensors,
+};
 use models::{Activation, Linear};
 use runtime::fused::swiglu::silu_mul;
 use runtime::precision;
@@ -49,7 +51,7 @@ use crate::level::CheckpointLevel;
 /// it does not have; a model without MLPs.
 pub fn install(model: &mut dyn Module, level: CheckpointLevel) -> Result<usize> {
     let mut plan = Plan { level, mlps: Vec::new(), refused: None };
-    edit(model, &mut plan).map_err(runtime::Error::from)?;
+    map_modules(model, &mut plan).map_err(runtime::Error::from)?;
     let Plan { mlps, refused, .. } = plan;
     if let Some(refused) = refused {
         return Err(refused);
@@ -58,7 +60,7 @@ pub fn install(model: &mut dyn Module, level: CheckpointLevel) -> Result<usize> 
         return Err(Error::Mlp { name: "model".to_owned(), reason: "has no MLP to recompute".to_owned() });
     }
     let count = mlps.len();
-    edit(model, &mut Replace(mlps)).map_err(runtime::Error::from)?;
+    map_modules(model, &mut Replace(mlps)).map_err(runtime::Error::from)?;
     Ok(count)
 }
 
@@ -164,7 +166,7 @@ struct Plan {
     refused: Option<Error>,
 }
 
-impl Edit for Plan {
+impl ModuleMapper for Plan {
     fn mlp(&mut self, name: &str, slot: &mut Box<dyn Mlp>) -> models::Result<()> {
         match RecomputedMlp::of(name, &**slot, self.level) {
             Ok(mlp) => self.mlps.push((name.to_owned(), mlp)),
@@ -176,7 +178,7 @@ impl Edit for Plan {
 
 struct Replace(Vec<(String, RecomputedMlp)>);
 
-impl Edit for Replace {
+impl ModuleMapper for Replace {
     fn mlp(&mut self, name: &str, slot: &mut Box<dyn Mlp>) -> models::Result<()> {
         if let Some(at) = self.0.iter().position(|(of, _)| of == name) {
             *slot = Box::new(self.0.swap_remove(at).1);
@@ -200,16 +202,16 @@ impl Module for RecomputedMlp {
         }
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> models::Result<()> {
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> models::Result<()> {
         match &mut self.parts {
             Parts::Swiglu { gate, up, down } => {
-                editor.part("gate_proj", gate)?;
-                editor.part("up_proj", up)?;
-                editor.part("down_proj", down)
+                visitor.part("gate_proj", gate)?;
+                visitor.part("up_proj", up)?;
+                visitor.part("down_proj", down)
             }
             Parts::FeedForward { names, up, down, .. } => {
-                editor.part(names[0], up)?;
-                editor.part(names[1], down)
+                visitor.part(names[0], up)?;
+                visitor.part(names[1], down)
             }
         }
     }

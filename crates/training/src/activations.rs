@@ -51,7 +51,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use models::module::{Block, Edit, Mlp, Module, edit};
+use models::module::{Block, Mlp, Module, ModuleMapper, map_modules};
 
 pub use forecast::{Forecast, StepCost};
 pub use probe::LayerProbe;
@@ -142,13 +142,13 @@ pub struct Activations {
 /// A plan of another length than the model has blocks, which leaves the model as it was; a block that a graph holds.
 pub fn apply(model: &mut (impl Module + ?Sized), plan: &[LayerPlan]) -> Result<Activations> {
     let mut names = Names(Vec::new());
-    edit(model, &mut names)?;
+    map_modules(model, &mut names)?;
     check(plan, names.0.len())?;
     let mut install = Install {
         activations: Activations { switches: Vec::new(), lane: HostLane::default() },
         block: String::new(),
     };
-    edit(model, &mut install)?;
+    map_modules(model, &mut install)?;
     install.activations.change(plan)?;
     Ok(install.activations)
 }
@@ -204,7 +204,7 @@ impl Switch {
 /// The blocks that there are.
 struct Names(Vec<String>);
 
-impl Edit for Names {
+impl ModuleMapper for Names {
     fn block(&mut self, name: &str, _: &mut Box<dyn Block>) -> models::Result<()> {
         self.0.push(name.to_owned());
         Ok(())
@@ -217,7 +217,7 @@ struct Install {
     block: String,
 }
 
-impl Edit for Install {
+impl ModuleMapper for Install {
     fn block(&mut self, name: &str, slot: &mut Box<dyn Block>) -> models::Result<()> {
         let Activations { switches, lane } = &mut self.activations;
         let switch = Switch::new();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use dataloading::loader::LoaderOptions;
 use dataloading::{BatchOptions, Samples};
-use models::module::{Edit, LanguageModel, LossHead, edit, trainable};
+use models::module::{LanguageModel, LossHead, ModuleMapper, map_modules, trainable};
 use models::{AttentionPath, Gpt2Like, Gpt2LikeConfig, Linear, ProjectionHead};
 use tch::{Device, Kind};
 use training::Trainer;
@@ -83,7 +83,7 @@ impl Setup {
 
         let kind = (Kind::Float, device);
         let (hidden, mut model) = (config.hidden_dim, Gpt2Like::new(&config, kind)?);
-        edit(&mut model, &mut Heads(on))?;
+        map_modules(&mut model, &mut Heads(on))?;
         let model: Box<dyn LanguageModel> = if has(Inefficiency::UnusedProjection) {
             Box::new(UnusedProjection::new(model, hidden, kind)?)
         } else {
@@ -141,7 +141,7 @@ impl std::fmt::Debug for Setup {
 /// Puts the slow heads around the model's own.
 struct Heads<'a>(&'a BTreeSet<Inefficiency>);
 
-impl Edit for Heads<'_> {
+impl ModuleMapper for Heads<'_> {
     fn loss_head(&mut self, name: &str, slot: &mut Box<dyn LossHead>) -> models::Result<()> {
         // The way goes on into what is put here, which has the same name.
         if name != "output_linear" || self.0.is_empty() {

@@ -101,22 +101,22 @@ fn the_gold_answers_are_all_right_in_the_data_sets_order() {
 fn graders_see_what_the_model_said_up_to_the_stop_text() {
     let (dataset, encoder) = (dataset(), encoder(2048, TooLong::Refuse));
     let options = EvaluateOptions::default();
-    let run_on = |question: &str| {
+    let functional_call = |question: &str| {
         let problem = gold(&dataset, question);
         format!(" So it is {}.\n\nQuestion: What are 2 and 3?\nAnswer: 5", problem.result())
     };
-    let (evaluation, ..) = evaluate(&dataset, &encoder, 3, &options, run_on);
+    let (evaluation, ..) = evaluate(&dataset, &encoder, 3, &options, functional_call);
     let evaluation = evaluation.unwrap();
     let shares = Grader::ALL.map(|grader| evaluation.accuracy(grader).right);
     assert_eq!(shares, [0, 23, 0]);
     assert!(evaluation.graded.iter().all(|graded| graded.text.ends_with(".\n\n")));
     // Without stop texts the last number is the other question's.
     let endless = EvaluateOptions { stop: Vec::new(), ..options.clone() };
-    let (evaluation, ..) = evaluate(&dataset, &encoder, 3, &endless, run_on);
+    let (evaluation, ..) = evaluate(&dataset, &encoder, 3, &endless, functional_call);
     assert_eq!(evaluation.unwrap().accuracy(Grader::Flexible).right, 0);
     // An answer that is cut off by the number of tokens is none.
     let short = EvaluateOptions { max_new_tokens: 3, ..options };
-    let (evaluation, ..) = evaluate(&dataset, &encoder, 3, &short, run_on);
+    let (evaluation, ..) = evaluate(&dataset, &encoder, 3, &short, functional_call);
     let evaluation = evaluation.unwrap();
     assert!(evaluation.graded.iter().all(|graded| graded.new_tokens == 3));
 }

@@ -3,7 +3,7 @@
 use expect_test::expect;
 use fused_ce::{Chunk, LinearCrossEntropy, install};
 use models::module::{
-    Context, Editor, Input, LanguageModel, LossHead, LossOutput, Module, Visitor, parameters,
+    Context, Input, LanguageModel, LossHead, LossOutput, Module, Visitor, VisitorMut, parameters,
 };
 use models::state_dict::{load_state_dict, state_dict};
 use models::{Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig};
@@ -162,8 +162,8 @@ impl Module for Strange {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
         visitor.parameter("centres", &self.centres);
     }
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> models::Result<()> {
-        editor.parameter("centres", &mut self.centres)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> models::Result<()> {
+        visitor.parameter("centres", &mut self.centres)
     }
 }
 
@@ -187,8 +187,8 @@ impl Module for Model {
             visitor.part("lm_head", &**head);
         }
     }
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> models::Result<()> {
-        self.head.as_mut().map_or(Ok(()), |head| editor.loss_head("lm_head", head))
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> models::Result<()> {
+        self.head.as_mut().map_or(Ok(()), |head| visitor.loss_head("lm_head", head))
     }
 }
 

@@ -1,7 +1,7 @@
 //! The model's own slots and tensors, written.
 
 use models::Linear;
-use models::module::{Edit, Module, Projection, Role, edit};
+use models::module::{Module, ModuleMapper, Projection, Role, map_modules};
 use tch::Tensor;
 
 use super::Site;
@@ -11,7 +11,7 @@ use crate::error::Result;
 /// Puts the adapted projections, and the handles of tensors that are trained whole, where they belong.
 pub(super) fn put_in(model: &mut dyn Module, sites: &[Site], wholes: &[Whole]) -> Result<()> {
     struct In<'a>(&'a [Site], &'a [Whole]);
-    impl Edit for In<'_> {
+    impl ModuleMapper for In<'_> {
         fn tensor(&mut self, path: &str, tensor: &mut Tensor, _: Role) -> models::Result<()> {
             if let Some(whole) = self.1.iter().find(|whole| whole.paths.iter().any(|known| known == path)) {
                 *tensor = whole.live.shallow_clone();
@@ -26,7 +26,7 @@ pub(super) fn put_in(model: &mut dyn Module, sites: &[Site], wholes: &[Whole]) -
             Ok(())
         }
     }
-    Ok(edit(model, &mut In(sites, wholes))?)
+    Ok(map_modules(model, &mut In(sites, wholes))?)
 }
 
 /// Puts plain projections and tensors there.
@@ -36,7 +36,7 @@ pub(super) fn put_back(
     tensors: Vec<(String, Tensor)>,
 ) -> Result<()> {
     struct Out(Vec<(String, Linear)>, Vec<(String, Tensor)>);
-    impl Edit for Out {
+    impl ModuleMapper for Out {
         fn tensor(&mut self, path: &str, tensor: &mut Tensor, _: Role) -> models::Result<()> {
             if let Some((_, original)) = self.1.iter().find(|(known, _)| known == path) {
                 *tensor = original.shallow_clone();
@@ -51,5 +51,5 @@ pub(super) fn put_back(
             Ok(())
         }
     }
-    Ok(edit(model, &mut Out(linears, tensors))?)
+    Ok(map_modules(model, &mut Out(linears, tensors))?)
 }

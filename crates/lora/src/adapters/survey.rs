@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use models::llama;
-use models::module::{Edit, LossHead, Mlp, MlpForm, Module, Projection, Role, edit, tensors};
+use models::module::{LossHead, Mlp, MlpForm, Module, ModuleMapper, Projection, Role, map_modules, tensors};
 use runtime::precision::identity;
 use tch::Tensor;
 
@@ -46,7 +46,7 @@ pub(crate) struct Survey {
 impl Survey {
     pub(crate) fn of(model: &mut dyn Module) -> Result<Self> {
         let mut survey = Self::default();
-        edit(model, &mut survey)?;
+        map_modules(model, &mut survey)?;
         // Llama's and Qwen2's names lack the `model.` that Hugging Face puts before all but the head.
         let has = |start: &str| survey.tensors.iter().any(|base| base.path.starts_with(start));
         if has("embed_tokens.") && has("layers.") {
@@ -93,7 +93,7 @@ impl Survey {
     }
 }
 
-impl Edit for Survey {
+impl ModuleMapper for Survey {
     fn tensor(&mut self, path: &str, tensor: &mut Tensor, role: Role) -> models::Result<()> {
         if role == Role::Parameter {
             self.tensors.push(Base {

@@ -8,7 +8,7 @@ use crate::attention::{AttentionPath, causal_attention};
 use crate::error::Result;
 use crate::init::Init;
 use crate::linear::Linear;
-use crate::module::{Block, Context, Editor, Mlp, Module, Projection, Visitor};
+use crate::module::{Block, Context, Mlp, Module, Projection, Visitor, VisitorMut};
 use crate::norm::RmsNorm;
 use crate::swiglu::Swiglu;
 
@@ -46,11 +46,11 @@ impl Module for LlamaBlock {
         visitor.part("post_attention_layernorm", &self.post_attention_layernorm);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.part("self_attn", &mut self.self_attn)?;
-        editor.mlp("mlp", &mut self.mlp)?;
-        editor.part("input_layernorm", &mut self.input_layernorm)?;
-        editor.part("post_attention_layernorm", &mut self.post_attention_layernorm)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.part("self_attn", &mut self.self_attn)?;
+        visitor.mlp("mlp", &mut self.mlp)?;
+        visitor.part("input_layernorm", &mut self.input_layernorm)?;
+        visitor.part("post_attention_layernorm", &mut self.post_attention_layernorm)
     }
 }
 
@@ -129,10 +129,10 @@ impl Module for SelfAttention {
         visitor.part("o_proj", &*self.o_proj);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.projection("q_proj", &mut self.q_proj)?;
-        editor.projection("k_proj", &mut self.k_proj)?;
-        editor.projection("v_proj", &mut self.v_proj)?;
-        editor.projection("o_proj", &mut self.o_proj)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.projection("q_proj", &mut self.q_proj)?;
+        visitor.projection("k_proj", &mut self.k_proj)?;
+        visitor.projection("v_proj", &mut self.v_proj)?;
+        visitor.projection("o_proj", &mut self.o_proj)
     }
 }

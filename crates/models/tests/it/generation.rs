@@ -2,7 +2,7 @@
 
 use expect_test::expect;
 use models::generation::{Ended, GenerateOptions, Generated, Generator, Sampling, generate};
-use models::module::{Edit, LanguageModel, edit};
+use models::module::{LanguageModel, ModuleMapper, map_modules};
 use models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
 use runtime::random::Generator as Random;
 use tch::{Device, Kind};
@@ -10,7 +10,7 @@ use tch::{Device, Kind};
 /// Weights so large that what is likeliest is not nearly equal.
 struct Drawn(Random);
 
-impl Edit for Drawn {
+impl ModuleMapper for Drawn {
     fn tensor(
         &mut self,
         name: &str,
@@ -26,7 +26,7 @@ impl Edit for Drawn {
 }
 
 fn drawn<M: LanguageModel>(mut model: M, seed: u64) -> M {
-    edit(&mut model, &mut Drawn(Random::new(seed).unwrap())).unwrap();
+    map_modules(&mut model, &mut Drawn(Random::new(seed).unwrap())).unwrap();
     model
 }
 

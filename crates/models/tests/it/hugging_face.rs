@@ -5,7 +5,7 @@ use std::path::Path;
 
 use expect_test::{Expect, expect};
 use models::hugging_face::{self, Folder, SHARD_BYTES};
-use models::module::{Edit, Input, LanguageModel, Mlp, edit};
+use models::module::{Input, LanguageModel, Mlp, ModuleMapper, map_modules};
 use models::state_dict::state_dict;
 use models::{Init, Llama, LlamaConfig, Swiglu, llama, tensors_file};
 use runtime::random::Generator;
@@ -329,7 +329,7 @@ fn a_state_that_does_not_fit_changes_nothing() {
 /// Puts an MLP with biases into the first block.
 struct WithBias;
 
-impl Edit for WithBias {
+impl ModuleMapper for WithBias {
     fn mlp(&mut self, name: &str, slot: &mut Box<dyn Mlp>) -> models::Result<()> {
         if name == "layers.0.mlp" {
             *slot = Box::new(Swiglu::new(16, 24, true, Init::Constant(0.5), (Kind::Float, Device::Cpu))?);
@@ -341,7 +341,7 @@ impl Edit for WithBias {
 #[test]
 fn a_model_with_other_parts_is_not_saved() {
     let mut other = model(&config(), Kind::Float);
-    edit(&mut other, &mut WithBias).unwrap();
+    map_modules(&mut other, &mut WithBias).unwrap();
     let place = tempfile::tempdir().unwrap();
     let path = place.path().join("other");
     let error = hugging_face::save(&other, &path, SHARD_BYTES).unwrap_err();

@@ -2,7 +2,8 @@
 
 use accounting::config as paper;
 use models::module::{
-    Context, Edit, Input, LanguageModel, Mlp, Module, Projection, edit, parameter_count, parameters,
+    Context, Input, LanguageModel, Mlp, Module, ModuleMapper, Projection, map_modules, parameter_count,
+    parameters,
 };
 use models::state_dict::{load_state_dict, state_dict};
 use models::{AttentionPath, Documents, Init, Llama, LlamaConfig, Swiglu, llama, tensors_file};
@@ -366,7 +367,7 @@ fn the_future_is_hidden_and_places_are_told_apart() {
 #[derive(Default)]
 struct Parts(Vec<String>);
 
-impl Edit for Parts {
+impl ModuleMapper for Parts {
     fn projection(&mut self, name: &str, _: &mut Box<dyn Projection>) -> models::Result<()> {
         self.0.push(name.to_owned());
         Ok(())
@@ -384,7 +385,7 @@ impl Edit for Parts {
 fn parts_are_replaced_by_name() {
     let mut model = Llama::new(&LlamaConfig { num_hidden_layers: 1, ..small() }, F64).unwrap();
     let mut parts = Parts::default();
-    edit(&mut model, &mut parts).unwrap();
+    map_modules(&mut model, &mut parts).unwrap();
     let attention = ["q_proj", "k_proj", "v_proj", "o_proj"].map(|name| format!("layers.0.self_attn.{name}"));
     let mlp = ["gate_proj", "up_proj", "down_proj"].map(|name| format!("layers.0.mlp.{name}"));
     assert_eq!(parts.0, [&attention[..], &mlp, &["lm_head".to_owned()]].concat());

@@ -1,10 +1,9 @@
 //! The building blocks, against closed forms and against their own words.
 
-use models::module::{self, Context, Edit, Input, LanguageModel, Module, Projection, edit};
+use models::module::{self, Context, Input, LanguageModel, Module, ModuleMapper, Projection, map_modules};
 use models::state_dict::{load, load_state_dict, save, state_dict};
 use models::{
-    Cruncher, Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, Init, LayerNorm, Linear, PositionalEncoding,
-    RmsNorm,
+    Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, Init, LayerNorm, Linear, PositionalEncoding, RmsNorm,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -67,20 +66,6 @@ fn xavier_balances_both_directions() {
     for init in [Init::xavier_uniform(300, 500), Init::xavier_normal(300, 500)] {
         let found = init.parameter(&[500, 300], F32).unwrap().detach().var(false).double_value(&[]);
         assert!((found / (2.0 / 800.0) - 1.0).abs() < 0.03, "{init:?}: {found}");
-    }
-}
-
-#[test]
-fn a_cruncher_keeps_the_variance_at_any_depth_and_width() {
-    for (width, layers) in [(64, 1), (256, 4), (512, 8)] {
-        let model = Cruncher::new(width, layers, F32).unwrap();
-        let y = model.forward(&Tensor::randn([512, width], F32), &Context::default()).unwrap();
-        assert_eq!(y.size(), [512]);
-        // The last layer is one draw of `width` numbers, so the variance strays widely; a wrong scale is off by `width`.
-        let variance = y.var(false).double_value(&[]);
-        assert!((0.3..3.0).contains(&variance), "{width} wide, {layers} deep: {variance}");
-        let count = module::parameter_count(&model);
-        assert_eq!(count.total as i64, layers * width * width + width);
     }
 }
 
@@ -204,8 +189,8 @@ impl Module for Doubled {
         visitor.part("base", &*self.0);
     }
 
-    fn visit_mut(&mut self, editor: &mut module::Editor<'_>) -> models::Result<()> {
-        editor.part("base", &mut *self.0)
+    fn visit_mut(&mut self, visitor: &mut module::VisitorMut<'_>) -> models::Result<()> {
+        visitor.part("base", &mut *self.0)
     }
 }
 
@@ -224,7 +209,7 @@ impl Projection for Doubled {
 /// Puts [`Doubled`] around the projections of this name.
 struct Double(&'static str);
 
-impl Edit for Double {
+impl ModuleMapper for Double {
     fn projection(&mut self, name: &str, slot: &mut Box<dyn Projection>) -> models::Result<()> {
         if name == self.0 {
             let base: Box<dyn Projection> = std::mem::replace(slot, Box::new(Linear::new(1, 1, false, F32)?));
@@ -239,7 +224,7 @@ fn a_projection_is_replaced_without_the_model_knowing() {
     let mut model = Gpt2Like::new(&small_like(), F64).unwrap();
     let tokens = Tensor::from_slice(&[1i64, 2, 3]).view([1, 3]);
     let before = model.logits(&Input::new(&tokens)).unwrap();
-    edit(&mut model, &mut Double("output_linear")).unwrap();
+    map_modules(&mut model, &mut Double("output_linear")).unwrap();
     let after = model.logits(&Input::new(&tokens)).unwrap();
     assert!((after - before * 2.0).abs().max().double_value(&[]) < 1e-12);
     assert!(module::parameters(&model).iter().any(|(name, _)| name == "output_linear.base.weight"));

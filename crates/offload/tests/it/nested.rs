@@ -1,7 +1,7 @@
 //! A block inside a block: one layer, which comes and goes as a whole.
 
 use models::Result;
-use models::module::{Block, Context, Editor, Module, Visitor, parameters};
+use models::module::{Block, Context, Module, Visitor, VisitorMut, parameters};
 use offload::{Method, Offload, Options};
 use tch::{Device, Kind, Tensor};
 
@@ -20,9 +20,9 @@ impl Module for Outer {
         }
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.parameter("weight", &mut self.weight)?;
-        self.inner.as_mut().map_or(Ok(()), |inner| editor.block("inner", inner))
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.parameter("weight", &mut self.weight)?;
+        self.inner.as_mut().map_or(Ok(()), |inner| visitor.block("inner", inner))
     }
 }
 
@@ -41,8 +41,8 @@ impl Module for Model {
         visitor.part("outer", &*self.0);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.block("outer", &mut self.0)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.block("outer", &mut self.0)
     }
 }
 

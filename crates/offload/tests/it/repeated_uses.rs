@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use expect_test::expect;
 use models::Llama;
 use models::Result;
-use models::module::{Block, Context, Editor, Input, LanguageModel, Module, Visitor, parameters, trainable};
+use models::module::{
+    Block, Context, Input, LanguageModel, Module, Visitor, VisitorMut, parameters, trainable,
+};
 use offload::{HostAdamW, HostOptions, Method, Offload, Options, Point, Probe};
 use runtime::autograd::{Keep, backward, backward_with, set_grad};
 use tch::{Kind, Tensor};
@@ -332,8 +334,8 @@ impl Module for Times {
         visitor.parameter("weight", &self.0);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        editor.parameter("weight", &mut self.0)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.parameter("weight", &mut self.0)
     }
 }
 
@@ -351,11 +353,11 @@ impl Module for Model {
         self.0.iter().enumerate().for_each(|(number, block)| visitor.part(&format!("h.{number}"), &**block));
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
         self.0
             .iter_mut()
             .enumerate()
-            .try_for_each(|(number, block)| editor.block(&format!("h.{number}"), block))
+            .try_for_each(|(number, block)| visitor.block(&format!("h.{number}"), block))
     }
 }
 

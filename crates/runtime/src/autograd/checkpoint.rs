@@ -18,10 +18,10 @@ use tch::Tensor;
 
 use super::engine::{GradMode, Keep, backward_with};
 use super::function::{Backward, Forward, Function, apply_always};
-use super::park::{Park, Parked};
 use super::retain::{self, Within};
+use super::saved_tensor_storage::{SavedTensorStorage, StoredTensor};
 use super::settings::Settings;
-use super::surroundings::Surroundings;
+use super::thread_local_state::ThreadLocalState;
 use crate::error::{Error, Result};
 
 /// How a segment is checkpointed.
@@ -57,18 +57,28 @@ impl Checkpoint {
         self.run_kept(f, inputs, None)
     }
 
-    /// [`Checkpoint::run`] with the inputs taken to `park` in between, instead of kept where they are.
+    /// [`Checkpoint::run`], with the inputs in `storage` between forward and backward.
     ///
     /// # Errors
-    /// As [`Checkpoint::run`], and those of the park.
-    pub fn run_parked<F>(self, f: F, inputs: &[&Tensor], park: Arc<dyn Park>) -> Result<Vec<Tensor>>
+    /// As [`Checkpoint::run`], and those of the storage.
+    pub fn run_with_storage<F>(
+        self,
+        f: F,
+        inputs: &[&Tensor],
+        storage: Arc<dyn SavedTensorStorage>,
+    ) -> Result<Vec<Tensor>>
     where
         F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
     {
-        self.run_kept(f, inputs, Some(park))
+        self.run_kept(f, inputs, Some(storage))
     }
 
-    fn run_kept<F>(self, f: F, inputs: &[&Tensor], park: Option<Arc<dyn Park>>) -> Result<Vec<Tensor>>
+    fn run_kept<F>(
+        self,
+        f: F,
+        inputs: &[&Tensor],
+        storage: Option<Arc<dyn SavedTensorStorage>>,
+    ) -> Result<Vec<Tensor>>
     where
         F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
     {
@@ -78,10 +88,10 @@ impl Checkpoint {
         let segment = Segment {
             f,
             options: self,
-            surroundings: None,
+            state: None,
             settings: None,
-            park,
-            parked: Vec::new(),
+            storage,
+            stored: Vec::new(),
             products: None,
         };
         apply_always(segment, inputs)
@@ -137,12 +147,12 @@ fn clones(tensors: &[&Tensor]) -> Vec<Tensor> {
 struct Segment<F> {
     f: F,
     options: Checkpoint,
-    surroundings: Option<Surroundings>,
-    /// What the first run went by.
+    state: Option<ThreadLocalState>,
+    /// The settings of the first run.
     settings: Option<Settings>,
-    park: Option<Arc<dyn Park>>,
-    parked: Vec<Box<dyn Parked>>,
-    /// How many tensors each product of the first run has, which lie behind the inputs among the saved.
+    storage: Option<Arc<dyn SavedTensorStorage>>,
+    stored: Vec<Box<dyn StoredTensor>>,
+    /// The number of tensors of each product of the first run. They follow the inputs in the list of saved tensors.
     products: Option<Vec<usize>>,
 }
 
@@ -158,10 +168,10 @@ where
         if !ctx.will_run_backward() {
             return (self.f)(&clones(inputs));
         }
-        self.surroundings = Some(Surroundings::capture(self.options.preserve_random_state)?);
-        match &self.park {
-            Some(park) => {
-                self.parked = inputs.iter().map(|input| park.park(input)).collect::<Result<_>>()?;
+        self.state = Some(ThreadLocalState::capture(self.options.preserve_random_state)?);
+        match &self.storage {
+            Some(storage) => {
+                self.stored = inputs.iter().map(|input| storage.pack(input)).collect::<Result<_>>()?;
             }
             None => inputs.iter().for_each(|input| ctx.save(input)),
         }
@@ -175,7 +185,7 @@ where
             products.iter().flatten().for_each(|tensor| ctx.save(tensor));
             self.products = Some(products.iter().map(Vec::len).collect());
         }
-        self.parked.iter().try_for_each(|parked| parked.settle())?;
+        self.stored.iter().try_for_each(|tensor| tensor.wait())?;
         Ok(outputs)
     }
 
@@ -186,8 +196,8 @@ where
             let mut kept = saved.split_off(saved.len() - counts.iter().sum::<usize>()).into_iter();
             counts.iter().map(|&count| kept.by_ref().take(count).collect()).collect()
         });
-        for parked in &self.parked {
-            saved.push(parked.fetch()?);
+        for tensor in &self.stored {
+            saved.push(tensor.unpack()?);
         }
         let inputs: Vec<Tensor> = saved
             .into_iter()
@@ -201,7 +211,7 @@ where
             .collect::<Result<_>>()?;
         let outputs = {
             let _recompute = crate::profile::recompute();
-            let _first = self.surroundings.as_ref().map(Surroundings::enter).transpose()?;
+            let _state = self.state.as_ref().map(ThreadLocalState::enter).transpose()?;
             let _grad = GradMode::on();
             let within = products.map_or_else(Within::none, Within::replay);
             let (outputs, second) = Settings::of(|| (self.f)(&inputs));

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use runtime::Result;
 use runtime::autograd::retain::{causal_attention, kept, linear};
 use runtime::autograd::{
-    self, Backward, Checkpoint, Forward, Function, Keep, Park, Parked, backward_with, checkpoint,
+    self, Backward, Checkpoint, Forward, Function, Keep, SavedTensorStorage, StoredTensor, backward_with,
+    checkpoint,
 };
 use runtime::profile::Counter;
 use runtime::random::Generator;
@@ -198,36 +199,37 @@ struct Copies(Arc<std::sync::Mutex<Vec<&'static str>>>);
 
 struct Copied(Tensor, Arc<std::sync::Mutex<Vec<&'static str>>>);
 
-impl Park for Copies {
-    fn park(&self, input: &Tensor) -> Result<Box<dyn Parked>> {
-        self.0.lock().unwrap().push("park");
+impl SavedTensorStorage for Copies {
+    fn pack(&self, input: &Tensor) -> Result<Box<dyn StoredTensor>> {
+        self.0.lock().unwrap().push("pack");
         Ok(Box::new(Copied(input.detach().copy(), self.0.clone())))
     }
 }
 
-impl Parked for Copied {
-    fn settle(&self) -> Result<()> {
-        self.1.lock().unwrap().push("settle");
+impl StoredTensor for Copied {
+    fn wait(&self) -> Result<()> {
+        self.1.lock().unwrap().push("wait");
         Ok(())
     }
-    fn fetch(&self) -> Result<Tensor> {
-        self.1.lock().unwrap().push("fetch");
+    fn unpack(&self) -> Result<Tensor> {
+        self.1.lock().unwrap().push("unpack");
         Ok(self.0.shallow_clone())
     }
 }
 
 #[test]
 fn parked_inputs_come_back_from_where_they_were_taken() {
-    let (plain, parked) = (leaves(Kind::Float), leaves(Kind::Float));
+    let (plain, stored) = (leaves(Kind::Float), leaves(Kind::Float));
     autograd::backward(&[&layer(&plain[0], &plain[1..]).unwrap().square().sum(Kind::Float)]).unwrap();
     let log = Arc::default();
-    let weights = owned(&parked[1..]);
-    let park = Arc::new(Copies(Arc::clone(&log)));
-    let y = RETAIN.run_parked(move |x| Ok(vec![layer(&x[0], &weights)?]), &[&parked[0]], park).unwrap();
-    assert_eq!(*log.lock().unwrap(), ["park", "settle"]);
+    let weights = owned(&stored[1..]);
+    let storage = Arc::new(Copies(Arc::clone(&log)));
+    let y =
+        RETAIN.run_with_storage(move |x| Ok(vec![layer(&x[0], &weights)?]), &[&stored[0]], storage).unwrap();
+    assert_eq!(*log.lock().unwrap(), ["pack", "wait"]);
     autograd::backward(&[&y[0].square().sum(Kind::Float)]).unwrap();
-    assert_eq!(*log.lock().unwrap(), ["park", "settle", "fetch"]);
-    assert_eq!(gradients(&plain), gradients(&parked));
+    assert_eq!(*log.lock().unwrap(), ["pack", "wait", "unpack"]);
+    assert_eq!(gradients(&plain), gradients(&stored));
 }
 
 #[test]

@@ -4,7 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use models::module::{
-    Context, Editor, Input, LanguageModel, Mlp, Module, Visitor, edit, freeze, parameters, tensors, trainable,
+    Context, Input, LanguageModel, Mlp, Module, Visitor, VisitorMut, freeze, map_modules, parameters,
+    tensors, trainable,
 };
 use models::{Activation, FeedForward, Gpt2, Gpt2Config, Init, Linear, Llama, LlamaConfig, Swiglu};
 use runtime::autograd::{GradcheckOptions, backward, gradcheck};
@@ -220,8 +221,8 @@ impl Module for One {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
         visitor.part("mlp", &*self.0);
     }
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> models::Result<()> {
-        editor.mlp("mlp", &mut self.0)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> models::Result<()> {
+        visitor.mlp("mlp", &mut self.0)
     }
 }
 
@@ -331,8 +332,8 @@ fn what_cannot_be_recomputed_is_refused_and_stays() {
             self.0.visit(visitor);
             visitor.parameter("lora_A.default.weight", &self.1);
         }
-        fn visit_mut(&mut self, editor: &mut Editor<'_>) -> models::Result<()> {
-            self.0.visit_mut(editor)
+        fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> models::Result<()> {
+            self.0.visit_mut(visitor)
         }
     }
     impl models::module::Projection for Adapted {
@@ -347,7 +348,7 @@ fn what_cannot_be_recomputed_is_refused_and_stays() {
         }
     }
     struct Adapt;
-    impl models::module::Edit for Adapt {
+    impl models::module::ModuleMapper for Adapt {
         fn projection(
             &mut self,
             name: &str,
@@ -361,7 +362,7 @@ fn what_cannot_be_recomputed_is_refused_and_stays() {
         }
     }
     let mut adapted = swiglu_of(false);
-    edit(&mut adapted, &mut Adapt).unwrap();
+    map_modules(&mut adapted, &mut Adapt).unwrap();
     let names: Vec<String> = parameters(&adapted).into_iter().map(|(name, _)| name).collect();
     refused(
         &mut adapted,

@@ -15,7 +15,7 @@
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
-use runtime::autograd::{GradMode, Park, Parked};
+use runtime::autograd::{GradMode, SavedTensorStorage, StoredTensor};
 use runtime::device::{Event, Stream, copy_async, pinned_empty};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
@@ -99,8 +99,8 @@ struct Trip {
 /// A [`Trip`] as its segment holds it.
 struct Ticket(Arc<Trip>);
 
-impl Park for Stop {
-    fn park(&self, input: &Tensor) -> Result<Box<dyn Parked>> {
+impl SavedTensorStorage for Stop {
+    fn pack(&self, input: &Tensor) -> Result<Box<dyn StoredTensor>> {
         let (shape, kind, device) = (input.size(), input.kind(), input.device());
         let stream = self.lane.stream(device)?;
         let host = {
@@ -157,8 +157,8 @@ impl Park for Stop {
     }
 }
 
-impl Parked for Ticket {
-    fn settle(&self) -> Result<()> {
+impl StoredTensor for Ticket {
+    fn wait(&self) -> Result<()> {
         let trip = &*self.0;
         Stream::current(trip.stream.device())?.wait(&trip.copied)?;
         // Its memory may be used again by whatever this thread computes next.
@@ -166,7 +166,7 @@ impl Parked for Ticket {
         Ok(())
     }
 
-    fn fetch(&self) -> Result<Tensor> {
+    fn unpack(&self) -> Result<Tensor> {
         let trip = &*self.0;
         trip.send_for()?;
         let returning = trip.returning.lock().take();

@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use accounting::activation_plan::{Choice, LayerCost};
-use models::module::{Block, Context, Edit, Module, edit, trainable};
+use models::module::{Block, Context, Module, ModuleMapper, map_modules, trainable};
 use parking_lot::Mutex;
 use runtime::autograd::{self, Backward, Forward, Function, GradMode};
 use runtime::device::synchronize;
@@ -54,7 +54,7 @@ impl Activations {
         }
         let before = self.plan();
         let mut first = First { activations: self, hidden_btd, context, rounds, result: None };
-        let ended = edit(model, &mut first);
+        let ended = map_modules(model, &mut first);
         let result = first.result;
         self.change(&before)?;
         ended?;
@@ -70,7 +70,7 @@ struct First<'a> {
     result: Option<Result<LayerProbe>>,
 }
 
-impl Edit for First<'_> {
+impl ModuleMapper for First<'_> {
     fn block(&mut self, _: &str, slot: &mut Box<dyn Block>) -> models::Result<()> {
         if self.result.is_none() {
             self.result = Some(self.measure(&**slot));

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use models::Result;
 use models::module::{
-    Block, Context, Editor, Held, Mlp, MlpForm, Module, OwnedContext, Visitor, take_block, take_mlp,
+    Block, Context, FunctionalCall, Mlp, MlpForm, Module, OwnedContext, Visitor, VisitorMut, take_block,
+    take_mlp,
 };
 use runtime::autograd::Checkpoint;
 use tch::Tensor;
@@ -14,7 +15,7 @@ use super::{LayerPlan, Switch};
 
 /// The part's `forward` as a segment.
 fn segment<P: Module + Send + ?Sized + 'static>(
-    held: &Held<P>,
+    held: &FunctionalCall<P>,
     context: &Context<'_>,
     forward: impl Fn(&P, &Tensor, &Context<'_>) -> Result<Tensor> + Send + 'static,
 ) -> impl Fn(&[Tensor]) -> runtime::Result<Vec<Tensor>> + Send + 'static {
@@ -25,7 +26,7 @@ fn segment<P: Module + Send + ?Sized + 'static>(
 /// A block behind a switch.
 #[derive(Debug)]
 pub(super) struct SwitchedBlock {
-    block: Held<dyn Block>,
+    block: FunctionalCall<dyn Block>,
     switch: Switch,
     stop: Stop,
 }
@@ -33,7 +34,7 @@ pub(super) struct SwitchedBlock {
 impl SwitchedBlock {
     /// Puts the block of `slot` behind `switch`.
     pub(super) fn install(slot: &mut Box<dyn Block>, name: &str, switch: Switch, stop: Stop) {
-        let block = Held::new(name, take_block(slot));
+        let block = FunctionalCall::new(name, take_block(slot));
         *slot = Box::new(Self { block, switch, stop });
     }
 }
@@ -43,8 +44,8 @@ impl Module for SwitchedBlock {
         self.block.visit(visitor);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        self.block.visit_mut(editor)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        self.block.visit_mut(visitor)
     }
 }
 
@@ -59,7 +60,7 @@ impl Block for SwitchedBlock {
         let options =
             Checkpoint { retain_products: plan == LayerPlan::RecomputeElementwise, ..Checkpoint::default() };
         let mut outputs = match plan {
-            LayerPlan::Offload => options.run_parked(segment, &[x_btd], Arc::new(self.stop.clone()))?,
+            LayerPlan::Offload => options.run_with_storage(segment, &[x_btd], Arc::new(self.stop.clone()))?,
             _ => options.run(segment, &[x_btd])?,
         };
         Ok(outputs.remove(0))
@@ -69,14 +70,14 @@ impl Block for SwitchedBlock {
 /// An MLP behind its block's switch.
 #[derive(Debug)]
 pub(super) struct SwitchedMlp {
-    mlp: Held<dyn Mlp>,
+    mlp: FunctionalCall<dyn Mlp>,
     switch: Switch,
 }
 
 impl SwitchedMlp {
     /// Puts the MLP of `slot` behind `switch`.
     pub(super) fn install(slot: &mut Box<dyn Mlp>, name: &str, switch: Switch) {
-        let mlp = Held::new(name, take_mlp(slot));
+        let mlp = FunctionalCall::new(name, take_mlp(slot));
         *slot = Box::new(Self { mlp, switch });
     }
 }
@@ -86,8 +87,8 @@ impl Module for SwitchedMlp {
         self.mlp.visit(visitor);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
-        self.mlp.visit_mut(editor)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        self.mlp.visit_mut(visitor)
     }
 }
 

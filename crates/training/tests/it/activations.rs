@@ -4,7 +4,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use models::module::{Context, Edit, Input, LanguageModel, edit, freeze, parameters, tensors};
+use models::module::{Context, Input, LanguageModel, ModuleMapper, freeze, map_modules, parameters, tensors};
 use models::{Documents, Gpt2, Gpt2Config, Llama, LlamaConfig};
 use runtime::autograd::{GradMode, backward, set_grad};
 use runtime::precision::{self, Policy};
@@ -249,7 +249,7 @@ fn the_names_and_tensors_of_a_model_stay() {
 
     /// Doubles every tensor in place of it.
     struct Doubled;
-    impl Edit for Doubled {
+    impl ModuleMapper for Doubled {
         fn tensor(&mut self, name: &str, tensor: &mut Tensor, _: models::module::Role) -> models::Result<()> {
             if name == "h.2.mlp.c_fc.weight" {
                 *tensor = tensor.detach().f_mul_scalar(2.0)?.f_set_requires_grad(true)?;
@@ -265,10 +265,10 @@ fn the_names_and_tensors_of_a_model_stay() {
     activations.change(&[RecomputeAll; LAYERS]).unwrap();
     let tokens = tokens(1);
     let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum;
-    let error = edit(&mut model, &mut Doubled).unwrap_err().to_string();
+    let error = map_modules(&mut model, &mut Doubled).unwrap_err().to_string();
     assert!(error.contains("a graph whose backward has not run holds `h.0`"), "{error}");
     backward(&[&loss]).unwrap();
-    edit(&mut model, &mut Doubled).unwrap();
+    map_modules(&mut model, &mut Doubled).unwrap();
     assert_eq!(weight(&model), before * 2.0, "a replaced tensor is seen, through both switches");
 }
 

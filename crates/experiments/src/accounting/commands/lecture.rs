@@ -1,6 +1,6 @@
 //! `accounting lecture`
 
-use accounting::lecture::{Cruncher, LinearModel};
+use accounting::lecture::{DeepLinearModel, LinearModel};
 use accounting::quantity::{bytes_text, grouped, parse_count};
 use report::{Environment, Record};
 use serde_json::{Value, json};
@@ -11,7 +11,7 @@ use crate::accounting::sections;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Points of the linear model and of the Cruncher
+    /// Points of the linear model and of the DeepLinearModel
     #[arg(long, default_value = "8", value_name = "B", value_parser = parse_count, allow_negative_numbers = true)]
     batch: u64,
     /// Their width
@@ -20,7 +20,7 @@ pub(crate) struct Args {
     /// Outputs of the linear model
     #[arg(long, default_value = "64", value_name = "K", value_parser = parse_count, allow_negative_numbers = true)]
     outputs: u64,
-    /// Layers of the Cruncher
+    /// Layers of the DeepLinearModel
     #[arg(long, default_value = "2", value_name = "L", value_parser = parse_count, allow_negative_numbers = true)]
     layers: u64,
 }
@@ -55,7 +55,7 @@ impl Args {
             ],
         );
 
-        let cruncher = Cruncher { batch, dim, layers };
+        let cruncher = DeepLinearModel { batch, dim, layers };
         let memory = cruncher.memory()?;
         let total = accounting::memory::total(&memory)?;
         text += &format!("\nCruncher: {layers} layers of [D, D] and one of [D, 1], fp32, AdaGrad\n\n");

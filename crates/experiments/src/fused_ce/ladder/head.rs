@@ -1,7 +1,9 @@
 //! The head of a model whose loss is computed by any of the implementations.
 
 use fused_ce::{Chunk, LinearCrossEntropy, Reduction};
-use models::module::{Context, Edit, Editor, LossHead, LossOutput, Module, Visitor, edit, tensors};
+use models::module::{
+    Context, LossHead, LossOutput, Module, ModuleMapper, Visitor, VisitorMut, map_modules, tensors,
+};
 use runtime::precision;
 use tch::Tensor;
 
@@ -19,7 +21,7 @@ pub fn install(
     if implementation == Implementation::LinearCrossEntropy {
         return Ok(fused_ce::install(model, &LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() })?);
     }
-    Ok(edit(model, &mut Install { implementation, chunk })?)
+    Ok(map_modules(model, &mut Install { implementation, chunk })?)
 }
 
 struct Install {
@@ -27,7 +29,7 @@ struct Install {
     chunk: Option<Chunk>,
 }
 
-impl Edit for Install {
+impl ModuleMapper for Install {
     fn loss_head(&mut self, name: &str, slot: &mut Box<dyn LossHead>) -> models::Result<()> {
         let weight = match tensors(&**slot).as_slice() {
             [weight] if weight.name == "weight" => weight.tensor.shallow_clone(),
@@ -51,8 +53,8 @@ impl Module for Head {
         visitor.parameter("weight", &self.weight);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> models::Result<()> {
-        editor.parameter("weight", &mut self.weight)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> models::Result<()> {
+        visitor.parameter("weight", &mut self.weight)
     }
 }
 

@@ -1,6 +1,6 @@
 //! A loss that the host reads in each step.
 
-use models::module::{Context, Editor, LossHead, LossOutput, Module, Visitor};
+use models::module::{Context, LossHead, LossOutput, Module, Visitor, VisitorMut};
 use tch::Tensor;
 
 /// Calls `.item()` on the loss, and on the count of right predictions where there is one, as a script does that prints both
@@ -13,8 +13,8 @@ impl Module for HostReadsHead {
         visitor.part("", &*self.0);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> models::Result<()> {
-        editor.loss_head("", &mut self.0)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> models::Result<()> {
+        visitor.loss_head("", &mut self.0)
     }
 }
 

@@ -1,6 +1,6 @@
 //! A loss that picks the labelled rows by a boolean index.
 
-use models::module::{Context, Editor, IGNORED, LossHead, LossOutput, Module, Visitor};
+use models::module::{Context, IGNORED, LossHead, LossOutput, Module, Visitor, VisitorMut};
 use tch::{Kind, Reduction, Tensor};
 
 /// Gives the same loss as the head within it, through `logits[labels != IGNORED]`: a copy of most of the logits forward,
@@ -13,8 +13,8 @@ impl Module for IndexedLossHead {
         visitor.part("", &*self.0);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> models::Result<()> {
-        editor.loss_head("", &mut self.0)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> models::Result<()> {
+        visitor.loss_head("", &mut self.0)
     }
 }
 

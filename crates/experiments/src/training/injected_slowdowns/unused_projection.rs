@@ -1,7 +1,7 @@
 //! A projection whose result nobody reads.
 
 use models::Linear;
-use models::module::{Editor, Input, LanguageModel, LossHead, Module, Projection, Visitor};
+use models::module::{Input, LanguageModel, LossHead, Module, Projection, Visitor, VisitorMut};
 use tch::{Device, Kind, Tensor};
 
 /// A model with a second projection of its hidden states, `hidden_projector2`, computed in each forward and dropped. Its
@@ -28,9 +28,9 @@ impl<M: LanguageModel> Module for UnusedProjection<M> {
         visitor.part("hidden_projector2", &self.unused);
     }
 
-    fn visit_mut(&mut self, editor: &mut Editor<'_>) -> models::Result<()> {
-        editor.part("", &mut self.model)?;
-        editor.part("hidden_projector2", &mut self.unused)
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> models::Result<()> {
+        visitor.part("", &mut self.model)?;
+        visitor.part("hidden_projector2", &mut self.unused)
     }
 }
 

@@ -7,34 +7,40 @@ use parking_lot::ReentrantMutex;
 use runtime::autograd::GradMode;
 use tch::Tensor;
 
-use super::{Block, Context, Edit, Editor, Mlp, Module, Role, Visitor, edit, identity, tensors};
+use super::{
+    Block, Context, Mlp, Module, ModuleMapper, Role, Visitor, VisitorMut, identity, map_modules, tensors,
+};
 use crate::error::{Error, Result};
 
 /// A part behind a lock, for techniques that wrap it: a graph may hold on to it after the borrow of the model, and its backward may
 /// run it on another thread, while tensors are not `Sync`. The same thread may take the lock again.
 #[derive(Debug)]
-pub struct Held<P: ?Sized> {
+pub struct FunctionalCall<P: ?Sized> {
     name: String,
-    part: Shared<P>,
+    part: SharedModule<P>,
     /// Handles of the part's tensors, for those who only read the model: the same tensors, gradients and all.
     named: Vec<(String, Tensor, Role)>,
 }
 
-/// The part of a [`Held`], from anywhere.
+/// The part of a [`FunctionalCall`], from anywhere.
 #[derive(Debug)]
-pub struct Shared<P: ?Sized>(Arc<ReentrantMutex<RefCell<Box<P>>>>);
+pub struct SharedModule<P: ?Sized>(Arc<ReentrantMutex<RefCell<Box<P>>>>);
 
-impl<P: ?Sized> Clone for Shared<P> {
+impl<P: ?Sized> Clone for SharedModule<P> {
     fn clone(&self) -> Self {
         Self(self.0.clone())
     }
 }
 
-impl<P: Module + ?Sized> Held<P> {
+impl<P: Module + ?Sized> FunctionalCall<P> {
     /// Takes a part; `name` is what errors call it.
     pub fn new(name: &str, part: Box<P>) -> Self {
         let named = handles(&*part);
-        Self { name: name.to_owned(), part: Shared(Arc::new(ReentrantMutex::new(RefCell::new(part)))), named }
+        Self {
+            name: name.to_owned(),
+            part: SharedModule(Arc::new(ReentrantMutex::new(RefCell::new(part)))),
+            named,
+        }
     }
 
     /// The part again, for who changed their mind.
@@ -45,7 +51,7 @@ impl<P: Module + ?Sized> Held<P> {
         let Self { name, part, named } = self;
         match Arc::try_unwrap(part.0) {
             Ok(part) => Ok(part.into_inner().into_inner()),
-            Err(part) => Err(Self { name, part: Shared(part), named }),
+            Err(part) => Err(Self { name, part: SharedModule(part), named }),
         }
     }
 
@@ -60,7 +66,7 @@ impl<P: Module + ?Sized> Held<P> {
     }
 
     /// The part, for a closure that outlives this borrow.
-    pub fn shared(&self) -> Shared<P> {
+    pub fn shared(&self) -> SharedModule<P> {
         self.part.clone()
     }
 
@@ -77,8 +83,8 @@ impl<P: Module + ?Sized> Held<P> {
     /// The part's own [`Module::visit_mut`].
     ///
     /// # Errors
-    /// A part that a graph or a run still holds; what the edit returns.
-    pub fn visit_mut(&mut self, editor: &mut Editor<'_>) -> Result<()> {
+    /// A part that a graph or a run still holds; those of the mapper.
+    pub fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
         let part = Arc::get_mut(&mut self.part.0).ok_or_else(|| Error::Config {
             what: "model",
             reason: format!(
@@ -87,7 +93,7 @@ impl<P: Module + ?Sized> Held<P> {
             ),
         })?;
         let part = part.get_mut().get_mut();
-        let result = part.visit_mut(editor);
+        let result = part.visit_mut(visitor);
         self.named = handles(&**part);
         result
     }
@@ -99,18 +105,18 @@ impl<P: Module + ?Sized> Held<P> {
     }
 }
 
-impl<P: Module + ?Sized> Shared<P> {
+impl<P: Module + ?Sized> SharedModule<P> {
     /// Runs something on the part.
     pub fn run<R>(&self, body: impl FnOnce(&P) -> R) -> R {
         body(&**self.0.lock().borrow())
     }
 
-    /// Runs something on the part while it has `others` in the place of its tensors: one for each of [`Held::named`], in that order.
+    /// Runs something on the part while it has `others` in the place of its tensors: one for each of [`FunctionalCall::named`], in that order.
     /// Its own are back when this returns or panics. A tensor that it has twice is replaced twice.
     ///
     /// # Errors
     /// Another number of tensors; a part that is running; those of `body`.
-    pub fn run_on<R>(&self, others: &[Tensor], body: impl FnOnce(&P) -> Result<R>) -> Result<R> {
+    pub fn functional_call<R>(&self, others: &[Tensor], body: impl FnOnce(&P) -> Result<R>) -> Result<R> {
         let part = self.0.lock();
         let _own = Replaced { own: exchange(&part, others)?, part: &part };
         body(&**part.borrow())
@@ -133,7 +139,7 @@ impl<P: Module + ?Sized> Drop for Replaced<'_, P> {
         });
         // The way through the part was open when the tensors were taken out, and nothing has changed its shape since.
         if let Ok(mut part) = self.part.try_borrow_mut() {
-            let _ = edit(&mut **part, &mut back);
+            let _ = map_modules(&mut **part, &mut back);
         }
     }
 }
@@ -156,7 +162,7 @@ fn exchange<P: Module + ?Sized>(part: &RefCell<Box<P>>, others: &[Tensor]) -> Re
         places.push(place);
         own.push(slot.shallow_clone());
     });
-    edit(&mut **part, &mut look)?;
+    map_modules(&mut **part, &mut look)?;
     if known.len() != others.len() {
         return Err(refuse(format!(
             "{} tensors in the place of {}; give one for each",
@@ -170,14 +176,14 @@ fn exchange<P: Module + ?Sized>(part: &RefCell<Box<P>>, others: &[Tensor]) -> Re
             *slot = others[place].shallow_clone();
         }
     });
-    edit(&mut **part, &mut put)?;
+    map_modules(&mut **part, &mut put)?;
     Ok(own)
 }
 
 /// Something done at every tensor.
 struct Each<F>(F);
 
-impl<F: FnMut(&mut Tensor)> Edit for Each<F> {
+impl<F: FnMut(&mut Tensor)> ModuleMapper for Each<F> {
     fn tensor(&mut self, _: &str, tensor: &mut Tensor, _: Role) -> Result<()> {
         (self.0)(tensor);
         Ok(())
@@ -205,7 +211,7 @@ struct Vacant;
 impl Module for Vacant {
     fn visit<'a>(&'a self, _: &mut Visitor<'a, '_>) {}
 
-    fn visit_mut(&mut self, _: &mut Editor<'_>) -> Result<()> {
+    fn visit_mut(&mut self, _: &mut VisitorMut<'_>) -> Result<()> {
         Ok(())
     }
 }
