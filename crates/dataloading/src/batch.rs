@@ -3,14 +3,14 @@
 use tch::Tensor;
 
 /// The label of a position without a target, as PyTorch's `ignore_index`.
-pub const IGNORED: i64 = -100;
+pub const IGNORE_INDEX: i64 = -100;
 
 /// Rows of tokens on one device, with the label of each position.
 #[derive(Debug)]
 pub struct Batch {
     /// `[rows, length]`, int64.
     pub tokens: Tensor,
-    /// `[rows, length]`, int64: the next token of the same document, or [`IGNORED`] for the last token of a document and
+    /// `[rows, length]`, int64: the next token of the same document, or [`IGNORE_INDEX`] for the last token of a document and
     /// for padding.
     pub labels: Tensor,
     /// The documents of packed rows; `None` if each row is one document.

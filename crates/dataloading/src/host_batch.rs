@@ -6,7 +6,7 @@
 use runtime::device::{PinnedBuffer, Stream};
 use tch::{Device, Kind, Tensor};
 
-use crate::batch::{Batch, Counts, IGNORED, Packing};
+use crate::batch::{Batch, Counts, IGNORE_INDEX, Packing};
 use crate::error::{Error, Result};
 
 /// 8-byte elements in 64 bytes.
@@ -125,7 +125,7 @@ impl HostBatch {
                 let (inside, padding) = tokens.split_at_mut(kept);
                 write_document(&document[..kept], inside, &mut labels[..kept]);
                 padding.fill(i64::from(pad));
-                labels[kept..].fill(IGNORED);
+                labels[kept..].fill(IGNORE_INDEX);
             }
         }
         self.counts = counts;
@@ -202,7 +202,7 @@ impl HostBatch {
                 }
                 None => {
                     tokens[range.clone()].fill(i64::from(pad));
-                    labels[range].fill(IGNORED);
+                    labels[range].fill(IGNORE_INDEX);
                 }
             }
         }
@@ -308,7 +308,7 @@ fn write_document(document: &[u32], tokens: &mut [i64], labels: &mut [i64]) {
         for (position, &token) in rest.iter_mut().zip(&document[1..]) {
             *position = i64::from(token);
         }
-        *last = IGNORED;
+        *last = IGNORE_INDEX;
     }
 }
 
@@ -339,7 +339,7 @@ mod tests {
         let batch = host.finish().unwrap();
         assert_eq!(batch.tokens.size(), [4, 4]);
         assert_eq!(numbers(&batch.tokens), [5, 6, 7, 99, 8, 99, 99, 99, 1, 2, 3, 4, 99, 99, 99, 99]);
-        const I: i64 = IGNORED;
+        const I: i64 = IGNORE_INDEX;
         assert_eq!(numbers(&batch.labels), [6, 7, I, I, I, I, I, I, 2, 3, 4, I, I, I, I, I]);
         let expected = Counts { documents: 4, tokens: 8, padding: 8, targets: 5, dropped: 3 };
         assert_eq!(batch.counts, expected);
@@ -352,7 +352,7 @@ mod tests {
         let documents: [(usize, &[u32]); 4] = [(0, &[5, 6, 7]), (0, &[8, 9]), (2, &[1, 2, 3, 4]), (2, &[3])];
         host.write_packed(documents.into_iter(), 4, 5, 0, 0).unwrap();
         let batch = host.finish().unwrap();
-        const I: i64 = IGNORED;
+        const I: i64 = IGNORE_INDEX;
         assert_eq!(numbers(&batch.tokens), [5, 6, 7, 8, 9, 0, 0, 0, 0, 0, 1, 2, 3, 4, 3, 0, 0, 0, 0, 0]);
         assert_eq!(numbers(&batch.labels), [6, 7, I, 9, I, I, I, I, I, I, 2, 3, 4, I, I, I, I, I, I, I]);
         let packing = batch.packing.unwrap();

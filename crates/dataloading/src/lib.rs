@@ -121,7 +121,7 @@ pub mod token_store;
 pub mod tokenizer;
 
 pub use balanced_batch_sampler::{BalancedBatchSampler, BalancedOptions, BatchSize};
-pub use batch::{Batch, Counts, IGNORED, Packing};
+pub use batch::{Batch, Counts, IGNORE_INDEX, Packing};
 pub use batch_source::BatchSource;
 pub use datasets::{
     BaseDataset, Capacity, Overflow, PackedDataset, PackedOptions, SequencedDataset, StandardDataset, collate,

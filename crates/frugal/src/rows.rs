@@ -11,7 +11,7 @@
 
 use std::path::Path;
 
-use dataloading::{IGNORED, Tokenizer};
+use dataloading::{IGNORE_INDEX, Tokenizer};
 use serde_json::{Map, Value};
 use training::masked_rows::MaskedRow;
 
@@ -147,7 +147,7 @@ fn row(fields: &Map<String, Value>, tokenizer: &Tokenizer, options: &RowOptions)
     let learned = if prompt.is_some() { tokens.len() } else { 0 };
     tokens.extend(ids(completion)?);
     tokens.push(i64::from(options.end));
-    let labels = (0..).zip(&tokens).map(|(at, id)| if at < learned { IGNORED } else { *id }).collect();
+    let labels = (0..).zip(&tokens).map(|(at, id)| if at < learned { IGNORE_INDEX } else { *id }).collect();
     Ok(MaskedRow { tokens, labels })
 }
 
@@ -180,7 +180,7 @@ mod tests {
         let Rows { rows, skipped } = json_lines(&path, &tokenizer, &options).unwrap();
         assert_eq!((rows.len(), skipped), (2, 0));
         let prompt = tokenizer.encode("How many pears?").unwrap().len();
-        assert!(rows[0].labels[..prompt].iter().all(|label| *label == IGNORED));
+        assert!(rows[0].labels[..prompt].iter().all(|label| *label == IGNORE_INDEX));
         assert_eq!(rows[0].labels[prompt..], rows[0].tokens[prompt..]);
         assert_eq!(rows[1].labels, rows[1].tokens);
         assert!(rows.iter().all(|row| row.tokens.last() == Some(&0)));

@@ -1,7 +1,7 @@
 //! A loss head for models that computes the loss without all logits.
 
 use models::module::{
-    Context, IGNORED, LossHead, LossOutput, Module, ModuleMapper, Visitor, VisitorMut, map_modules,
+    Context, IGNORE_INDEX, LossHead, LossOutput, Module, ModuleMapper, Visitor, VisitorMut, map_modules,
 };
 use runtime::precision;
 use tch::Tensor;
@@ -30,7 +30,7 @@ impl LinearCrossEntropyHead {
         loss.check()?;
         let loss = LinearCrossEntropy {
             reduction: Reduction::Sum,
-            ignore_index: IGNORED,
+            ignore_index: IGNORE_INDEX,
             shift: 0,
             log_sum_exp: LogSumExp::No,
             entropy: false,

@@ -1,9 +1,9 @@
 //! Causal attention over rows of one document each, or of packed documents.
 //!
-//! For queries, keys and values of one head and one document, o_i = Σ_{j ≤ i} softmax_j(q_i·k_j/√e)·v_j. A token never
-//! sees a later one, and never one of another document: the mask is causal always, whatever the loader.
+//! For queries, keys and values of one head and one document, o_i = Σ_{j ≤ i} softmax_j(q_i·k_j/√e)·v_j. A token never attends
+//! to a later token or to another document.
 //!
-//! [`AttentionPath`] is a ladder over one result:
+//! [`AttentionPath`] selects one of three implementations with the same result:
 //!
 //! | path | keeps for backward | work |
 //! |---|---|---|
@@ -11,23 +11,23 @@
 //! | [`DenseMask`](AttentionPath::DenseMask) | the mask, `[t, t]` or `[b, 1, t, t]` | all pairs |
 //! | [`Fused`](AttentionPath::Fused) | one number per query | pairs within a document, up to the diagonal |
 //!
-//! `Fused` never makes anything of size t². Which kernel that is depends on the device alone:
+//! `Fused` never allocates anything of size t². The device decides which kernel runs:
 //!
 //! | device | dtype | rows of one document | packed documents |
 //! |---|---|---|---|
-//! | CPU | any | flash (Dao, arXiv:2307.08691), libtorch's for the CPU | the same, once for each document |
-//! | CUDA | bf16, fp16 | flash (or cuDNN's, where libtorch puts that first) | flash, variable length |
+//! | CPU | any | flash (Dao, arXiv:2307.08691), libtorch's for the CPU | flash, one call per document |
+//! | CUDA | bf16, fp16 | flash (or cuDNN's, if libtorch prefers it) | flash, variable length |
 //! | CUDA | fp32 | memory-efficient (Rabe & Staats, arXiv:2112.05682) | the same, variable length |
-//! | any | f64 on CUDA; any on the CPU with dropout | libtorch's products (`math`): all pairs | on the CPU per document |
+//! | any | f64 on CUDA; any on the CPU with dropout | libtorch's `math` kernel: all pairs | on the CPU one call per document |
 //!
-//! The CPU has no variable-length kernel; there the documents are views of the pack, so work is Σ lengthᵢ² and not
-//! (Σ lengthᵢ)², and no mask exists. (A boolean mask would keep flash too, and compute all pairs.)
+//! The CPU has no variable-length kernel. There each document is a view of the packed row, so the work is Σ lengthᵢ² instead of
+//! (Σ lengthᵢ)², and no mask exists. (A boolean mask would keep flash too, but compute all pairs.)
 //!
 //! # Grouped queries
 //!
-//! With h queries for g heads of keys and values (Ainslie et al., arXiv:2305.13245), query head i reads the keys of head
-//! i / (h/g). Flash reads them where they lie, forward and backward, on either device; the memory-efficient kernel and the
-//! explicit form cannot, and get copies.
+//! With h query heads for g heads of keys and values (Ainslie et al., arXiv:2305.13245), query head i reads key head i / (h/g).
+//! Flash supports this without copies, forward and backward, on either device; the memory-efficient kernel and the explicit
+//! form need copies of the keys and values.
 
 mod cached;
 mod documents;
@@ -45,23 +45,23 @@ use crate::error::{Error, Result};
 /// How attention is computed. See the [module](self).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum AttentionPath {
-    /// Scores, softmax and products, each a tensor: the textbook's form, and the oracle of the others.
+    /// Scores, softmax and products as separate tensors: the textbook form, and the oracle of the others.
     Explicit,
-    /// libtorch's attention with a mask that is built, and converted to the scores' dtype, in each forward.
+    /// libtorch's attention with a mask that each forward builds and converts to the scores' dtype.
     DenseMask,
-    /// Nothing of size `t²`.
+    /// Allocates nothing of size `t²`.
     #[default]
     Fused,
 }
 
-/// Attention of `q` `[batch, sequence, heads, head]` over `k` and `v` `[batch, sequence, kv_heads, head]`, of one dtype, into
-/// `[batch, sequence, heads·head]`. kv_heads divides heads: see [grouped queries](self#grouped-queries).
+/// Computes attention of `q` `[batch, sequence, heads, head]` over `k` and `v` `[batch, sequence, kv_heads, head]`, all of one
+/// dtype. Returns `[batch, sequence, heads·head]`. kv_heads must divide heads: see [grouped queries](self#grouped-queries).
 ///
-/// `dropout` is the probability that a weight is dropped, 0 outside of training. Above 0, libtorch's CPU has no fused
-/// kernel and takes the explicit form by itself.
+/// `dropout` is the probability that an attention weight is dropped; 0 outside training. Above 0, libtorch's CPU has no fused
+/// kernel and uses the explicit form.
 ///
 /// # Errors
-/// Shapes that differ, heads that kv_heads does not divide, a dropout outside [0, 1), documents of other rows.
+/// Shapes that do not match, heads that kv_heads does not divide, a dropout outside [0, 1), documents of other rows.
 pub fn causal_attention(
     q: &Tensor,
     k: &Tensor,
@@ -72,7 +72,7 @@ pub fn causal_attention(
 ) -> Result<Tensor> {
     check(q, k, v, documents, dropout)?;
     let (batch, sequence, heads, head) = q.size4()?;
-    // The policy of mixed precision, where there is one, has the products' dtype.
+    // A mixed-precision policy, if there is one, decides the dtype.
     let o_bthe = precision::attend(q, k, v, &|q, k, v| {
         attend(q, k, v, documents, path, dropout).map_err(|error| match error {
             Error::Runtime(error) => error,
@@ -90,8 +90,8 @@ fn attend(
     path: AttentionPath,
     dropout: f64,
 ) -> Result<Tensor> {
-    if k.size()[2] != q.size()[2] && !reads_groups(path, q) {
-        let [k, v] = [spread(k, q.size()[2])?, spread(v, q.size()[2])?];
+    if k.size()[2] != q.size()[2] && !supports_grouped_queries(path, q) {
+        let [k, v] = [repeat_kv(k, q.size()[2])?, repeat_kv(v, q.size()[2])?];
         return attend(q, &k, &v, documents, path, dropout);
     }
     match (path, documents) {
@@ -107,13 +107,13 @@ fn attend(
         (AttentionPath::Fused, Some(documents)) if q.device().is_cuda() => {
             packed_on_cuda(q, k, v, documents, dropout)
         }
-        (AttentionPath::Fused, Some(documents)) => document_by_document(q, k, v, documents, dropout),
+        (AttentionPath::Fused, Some(documents)) => per_document(q, k, v, documents, dropout),
     }
 }
 
-/// Whether the kernel of this path, device and dtype reads keys and values of fewer heads than the queries where they lie.
-/// (Where libtorch's own `math` runs on the CPU, for dropout or a mask, it copies by itself.)
-fn reads_groups(path: AttentionPath, q: &Tensor) -> bool {
+/// Whether the kernel of this path, device and dtype supports grouped queries without copies. (libtorch's own `math` on the
+/// CPU, for dropout or a mask, makes the copies itself.)
+fn supports_grouped_queries(path: AttentionPath, q: &Tensor) -> bool {
     match path {
         AttentionPath::Explicit => false,
         AttentionPath::DenseMask => !q.device().is_cuda(),
@@ -121,8 +121,8 @@ fn reads_groups(path: AttentionPath, q: &Tensor) -> bool {
     }
 }
 
-/// `[b, t, kv_heads, head]` with each head as often as a group of queries reads it: `[b, t, heads, head]`.
-fn spread(x: &Tensor, heads: i64) -> Result<Tensor> {
+/// Repeats each head of `[b, t, kv_heads, head]` for its group of queries: `[b, t, heads, head]`.
+fn repeat_kv(x: &Tensor, heads: i64) -> Result<Tensor> {
     let (batch, sequence, kv_heads, head) = x.size4()?;
     let groups = x.f_unsqueeze(3)?.f_expand([batch, sequence, kv_heads, heads / kv_heads, head], false)?;
     Ok(groups.f_reshape([batch, sequence, heads, head])?)
@@ -132,7 +132,7 @@ fn fused(q: &Tensor, k: &Tensor, v: &Tensor, dropout: f64) -> Result<Tensor> {
     heads_first(q, k, v, |q, k, v, _| causal_attention_of_heads(q, k, v, dropout))
 }
 
-/// libtorch's operator wants the heads before the sequence (the transposes are views), and to be told of groups.
+/// Transposes to heads first, as libtorch's operator expects (the transposes are views), and tells it about groups.
 fn heads_first(
     q: &Tensor,
     k: &Tensor,
@@ -144,16 +144,10 @@ fn heads_first(
     Ok(attend(&q, &k, &v, grouped)?.f_transpose(1, 2)?)
 }
 
-fn document_by_document(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    documents: &Documents,
-    dropout: f64,
-) -> Result<Tensor> {
+fn per_document(q: &Tensor, k: &Tensor, v: &Tensor, documents: &Documents, dropout: f64) -> Result<Tensor> {
     let lengths = documents.starts().windows(2).map(|pair| i64::from(pair[1] - pair[0]));
     let lengths: Vec<i64> = lengths.filter(|&length| length > 0).collect();
-    // One split has one backward that joins; a narrow for each document would add up as many full-sized gradients.
+    // One split has one backward, which concatenates; a narrow per document would add up as many full-sized gradients.
     let split = |x: &Tensor| -> Result<Vec<Tensor>> {
         let (batch, sequence, heads, head) = x.size4()?;
         let flat = x.f_reshape([1, batch * sequence, heads, head])?;
@@ -173,7 +167,7 @@ fn packed_on_cuda(q: &Tensor, k: &Tensor, v: &Tensor, documents: &Documents, dro
         max_seqlen_q: documents.longest(),
         max_seqlen_k: documents.longest(),
     };
-    // The kernels want heads of a multiple of 8 numbers. Zeros change no score, and give columns of the output that are cut off.
+    // The kernels need heads of a multiple of 8 numbers. Zeros change no score, and the extra output columns are cut off.
     const MULTIPLE: i64 = 8;
     let head = q.size()[3];
     let options = Options { causal: true, dropout, scale: Some(1.0 / (head as f64).sqrt()) };
@@ -205,7 +199,7 @@ fn explicit(
     let hidden = visible(q, documents)?.f_logical_not()?;
     let [q, k, v] = [q.f_transpose(1, 2)?, k.f_transpose(1, 2)?, v.f_transpose(1, 2)?];
     let scores = q.f_matmul(&k.f_transpose(2, 3)?)?.f_mul_scalar(scale)?;
-    // The softmax of low precision is computed in fp32, and rounded for the product.
+    // The softmax of low precision is computed in fp32 and rounded for the product.
     let wide = if low(scores.kind()) { Kind::Float } else { scores.kind() };
     let weights = scores.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_softmax(-1, wide)?;
     let weights = weights.f_to_kind(scores.kind())?;
@@ -213,14 +207,14 @@ fn explicit(
     Ok(weights.f_matmul(&v)?.f_transpose(1, 2)?)
 }
 
-/// 0 where a query may look, −∞ where not, in the scores' dtype.
+/// 0 where a query attends, −∞ elsewhere, in the scores' dtype.
 fn additive_mask(q: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
     let hidden = visible(q, documents)?.f_logical_not()?;
     let zeros = Tensor::f_zeros(hidden.size(), (Kind::Float, q.device()))?;
     Ok(zeros.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_to_kind(q.kind())?)
 }
 
-/// Which keys each query sees: `[t, t]`, or `[b, 1, t, t]` with documents.
+/// Which keys each query attends to: `[t, t]`, or `[b, 1, t, t]` with documents.
 fn visible(q: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
     let sequence = q.size()[1];
     let causal = Tensor::f_ones([sequence, sequence], (Kind::Bool, q.device()))?.f_tril(0)?;
@@ -248,7 +242,7 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, documents: Option<&Documents>, drop
         return Err(Error::Shape { operation, name: "k", found: of_k, expected });
     }
     if kv_heads < 1 || shape[2] % kv_heads != 0 {
-        let reason = format!("{kv_heads} heads of keys do not divide {} of queries", shape[2]);
+        let reason = format!("{kv_heads} key heads do not divide {} query heads", shape[2]);
         return Err(Error::Config { what: operation, reason });
     }
     if v.size() != of_k {
@@ -265,7 +259,7 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, documents: Option<&Documents>, drop
     }
     let Some(ids) = documents.map(Documents::ids) else { return Ok(()) };
     if ids.size() != shape[..2] {
-        let expected = format!("{:?}, as the rows", &shape[..2]);
+        let expected = format!("{:?}, the shape of the rows", &shape[..2]);
         return Err(Error::Shape { operation, name: "document ids", found: ids.size(), expected });
     }
     if ids.device() != q.device() {

@@ -1,4 +1,4 @@
-//! PyTorch's `nn.TransformerDecoderLayer`, post-norm, whose memory is its own input.
+//! PyTorch's `nn.TransformerDecoderLayer`, post-norm, with its own input as memory.
 //!
 //! With x the input, SA and CA attention (both causal), FF the feed-forward part:
 //!
@@ -8,8 +8,8 @@
 //! y = norm3(b + FF(b))
 //! ```
 //!
-//! The assignment's model has one such layer. Its memory is the layer's own input, so cross attention too must be causal,
-//! or each place reads the future through it.
+//! The assignment's model has one such layer. Because the memory is the layer's own input, cross attention must be causal too;
+//! otherwise each position would read the future through it.
 
 use tch::{Device, Kind, Tensor};
 
@@ -33,7 +33,7 @@ pub struct TransformerDecoderLayer {
 }
 
 impl TransformerDecoderLayer {
-    /// PyTorch's initialisation and epsilon.
+    /// Creates the layer with PyTorch's initialisation and epsilon.
     ///
     /// # Errors
     /// A size below 1, a width that the heads do not divide, a dropout outside [0, 1).
@@ -82,13 +82,13 @@ impl Block for TransformerDecoderLayer {
             Ok(x.f_add(&dropout(update, self.dropout, context.training)?)?)
         };
         let [norm1, norm2, norm3] = &self.norms;
-        let a = norm1.forward(&add(x_btd, self.self_attn.to_itself(x_btd, context)?)?)?;
-        let b = norm2.forward(&add(&a, self.multihead_attn.to_memory(&a, x_btd, context)?)?)?;
+        let a = norm1.forward(&add(x_btd, self.self_attn.self_attention(x_btd, context)?)?)?;
+        let b = norm2.forward(&add(&a, self.multihead_attn.cross_attention(&a, x_btd, context)?)?)?;
         norm3.forward(&add(&b, self.mlp.forward(&b, context)?)?)
     }
 }
 
-/// PyTorch's `nn.MultiheadAttention`: queries, keys and values are thirds of one weight.
+/// PyTorch's `nn.MultiheadAttention`: one weight holds the projections of queries, keys and values.
 #[derive(Debug)]
 struct MultiheadAttention {
     in_proj_weight: Tensor,
@@ -114,7 +114,7 @@ impl MultiheadAttention {
                 format!("{heads} heads do not divide the width {hidden}; take a multiple of {heads}");
             return Err(Error::Config { what, reason });
         }
-        // PyTorch draws the joint weight by Xavier over its whole shape, and starts both biases at zero.
+        // PyTorch initialises the joint weight by Xavier over its whole shape, and both biases to zero.
         let (zeros, joint) = (Init::Constant(0.0), Init::xavier_uniform(hidden, 3 * hidden));
         let out = Linear::with_init(hidden, hidden, Some(zeros), Init::torch_linear(hidden), options)?;
         Ok(Self {
@@ -127,13 +127,13 @@ impl MultiheadAttention {
         })
     }
 
-    fn to_itself(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+    fn self_attention(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let joint = project(x, &self.in_proj_weight, Some(&self.in_proj_bias))?;
         let [q, k, v] = self.heads_of(&joint)?;
         self.attend(&q, &k, &v, context)
     }
 
-    fn to_memory(&self, x: &Tensor, memory: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+    fn cross_attention(&self, x: &Tensor, memory: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let hidden = self.in_proj_weight.size()[1];
         let (weights, biases) = ([hidden, 2 * hidden], [hidden, 2 * hidden]);
         let weights = self.in_proj_weight.f_split_with_sizes(weights, 0)?;
@@ -148,13 +148,13 @@ impl MultiheadAttention {
         self.out_proj.forward(&causal_attention(q, k, v, context.documents, self.path, dropout)?, context)
     }
 
-    /// `[b, t, n·hidden]` to n views `[b, t, heads, head]`.
+    /// Splits `[b, t, n·hidden]` into n views `[b, t, heads, head]`.
     fn heads_of<const N: usize>(&self, joint: &Tensor) -> Result<[Tensor; N]> {
         split_heads(joint, self.heads)
     }
 }
 
-/// `[b, t, n·heads·head]` to n views `[b, t, heads, head]`.
+/// Splits `[b, t, n·heads·head]` into n views `[b, t, heads, head]`.
 pub(crate) fn split_heads<const N: usize>(joint: &Tensor, heads: i64) -> Result<[Tensor; N]> {
     let (batch, sequence, width) = joint.size3()?;
     let parts = joint.f_view([batch, sequence, N as i64, heads, width / (N as i64 * heads)])?.f_unbind(2)?;

@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use crate::error::{Error, Result};
 
-/// Sets each value to 0 with probability `rate` and scales the rest by 1/(1 − rate), in training; else gives `x` itself.
+/// Sets each value to 0 with probability `rate` and scales the rest by 1/(1 − rate) in training; otherwise returns `x`.
 pub(crate) fn dropout(x: Tensor, rate: f64, training: bool) -> Result<Tensor> {
     if !training || rate == 0.0 {
         return Ok(x);

@@ -7,7 +7,7 @@ use crate::init::Init;
 use crate::linear::positive;
 use crate::module::{Module, Visitor, VisitorMut};
 
-/// A row of numbers for each token.
+/// A lookup table with one row per token.
 #[derive(Debug)]
 pub struct Embedding {
     /// `[vocabulary, width]`.
@@ -15,7 +15,7 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// Rows drawn as told; PyTorch's `nn.Embedding` takes a standard normal.
+    /// Creates a table with the given initialisation; PyTorch's `nn.Embedding` uses a standard normal.
     ///
     /// # Errors
     /// A size below 1, too little memory.
@@ -24,10 +24,10 @@ impl Embedding {
         Ok(Self { weight: init.parameter(&[vocabulary, width], options)? })
     }
 
-    /// `[batch, sequence]` of int64 tokens to `[batch, sequence, width]`.
+    /// Maps int64 tokens `[batch, sequence]` to `[batch, sequence, width]`.
     ///
-    /// On the CPU a token outside the vocabulary is an error. On CUDA it ends the process's context, because to look first
-    /// would wait for the device: check a data set once, before training.
+    /// On the CPU a token outside the vocabulary is an error. On CUDA it makes the process's CUDA context unusable, because a
+    /// check would synchronise with the device: check a data set once before training.
     ///
     /// # Errors
     /// [`Error::Token`]; tokens of another shape or dtype, or on another device than the weights.
@@ -43,15 +43,15 @@ impl Embedding {
                 name: "tokens",
                 found_kind: tokens_bt.kind(),
                 found_device: tokens_bt.device(),
-                expected: format!("Int64 on {:?}, where the weights are", self.weight.device()),
+                expected: format!("Int64 on {:?}, the device of the weights", self.weight.device()),
             });
         }
         Tensor::f_embedding(&self.weight, tokens_bt, -1, false, false)
             .map_err(|error| self.unknown_token(tokens_bt).unwrap_or_else(|| error.into()))
     }
 
-    /// Why a lookup failed, where it was for a token outside the vocabulary. (Asked only after the failure, so that a
-    /// lookup that succeeds costs nothing more.)
+    /// Explains a failed lookup if a token was outside the vocabulary. Called only after a failure, so that a successful lookup
+    /// costs nothing more.
     fn unknown_token(&self, tokens_bt: &Tensor) -> Option<Error> {
         let vocabulary = self.weight.size()[0];
         let (least, most) = tokens_bt.f_aminmax(None, false).ok()?;

@@ -1,4 +1,4 @@
-//! What can be wrong with a model's arguments and files.
+//! Errors of models and their files.
 
 use std::path::PathBuf;
 
@@ -11,27 +11,27 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A tensor of another shape than the operation needs.
+    /// A tensor of the wrong shape.
     #[error("{operation}: `{name}` has shape {found:?}; expected {expected}")]
     Shape {
-        /// Where.
+        /// The operation.
         operation: &'static str,
-        /// Which tensor.
+        /// The tensor's name.
         name: &'static str,
         /// Its shape.
         found: Vec<i64>,
-        /// What was expected, in words.
+        /// The expected shape, in words.
         expected: String,
     },
-    /// A configuration that makes no model.
+    /// An invalid configuration.
     #[error("{what}: {reason}")]
     Config {
         /// The model or part.
         what: &'static str,
-        /// What is wrong, and what to do.
+        /// What is wrong, and the remedy.
         reason: String,
     },
-    /// Tokens that the model does not know.
+    /// A token outside the model's vocabulary.
     #[error(
         "token {token} is outside the model's vocabulary of {vocabulary} (0 to {}); the tokenizer and the model do not belong \
          together, or the model needs a larger `vocabulary`", vocabulary - 1
@@ -39,30 +39,30 @@ pub enum Error {
     Token {
         /// The smallest or largest token found.
         token: i64,
-        /// How many the model knows.
+        /// The size of the vocabulary.
         vocabulary: i64,
     },
-    /// A pattern for names that cannot be used.
+    /// An invalid pattern for parameter names.
     #[error("the pattern `{pattern}` for parameter names: {reason}")]
     Pattern {
-        /// As it was given.
+        /// The pattern.
         pattern: String,
         /// Why.
         reason: String,
     },
-    /// A state dict that does not fit the model.
+    /// A state dict that does not match the model.
     #[error("{from} does not fit the model: {}", problems(missing, unexpected, mismatched))]
     State {
-        /// Where it came from.
+        /// Where it came from, for example a path.
         from: String,
-        /// Names that the model has and the state dict lacks.
+        /// Names that only the model has.
         missing: Vec<String>,
-        /// Names that the model lacks.
+        /// Names that only the state dict has.
         unexpected: Vec<String>,
         /// Name, shape and dtype found, and what was expected.
         mismatched: Vec<String>,
     },
-    /// A file that is not what it should be.
+    /// An invalid, missing or unreadable file.
     #[error("{}: {reason}", path.display())]
     File {
         /// The file.
@@ -70,20 +70,20 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
-    /// A repository of the hub that cannot be had.
+    /// A repository of the hub that cannot be fetched.
     #[error("`{name}`: {reason}")]
     Hub {
         /// The repository.
         name: String,
-        /// Why, and what to do.
+        /// Why, and the remedy.
         reason: String,
     },
-    /// A tensor on another device, or of another dtype, than the model.
+    /// A tensor on the wrong device or of the wrong dtype.
     #[error("{operation}: `{name}` is {found_kind:?} on {found_device:?}; expected {expected}")]
     Placement {
-        /// Where.
+        /// The operation.
         operation: &'static str,
-        /// Which tensor.
+        /// The tensor's name.
         name: &'static str,
         /// Its dtype.
         found_kind: Kind,
@@ -92,13 +92,13 @@ pub enum Error {
         /// What was expected.
         expected: String,
     },
-    /// The runtime refused.
+    /// An error of the runtime.
     #[error(transparent)]
     Runtime(runtime::Error),
 }
 
 impl From<runtime::Error> for Error {
-    /// An error of a model that went through a closure of the runtime is itself again.
+    /// Unwraps an error of this crate that went through a closure of the runtime.
     fn from(error: runtime::Error) -> Self {
         match error {
             runtime::Error::Other(error) => match error.downcast::<Self>() {
@@ -125,7 +125,7 @@ impl From<tch::TchError> for Error {
     }
 }
 
-/// The three lists, each cut after eight names.
+/// Formats the three lists, at most eight names of each.
 fn problems(missing: &[String], unexpected: &[String], mismatched: &[String]) -> String {
     let list = |title: &str, names: &[String]| {
         let more = names.len().saturating_sub(8);

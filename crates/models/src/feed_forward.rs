@@ -7,19 +7,19 @@ use crate::error::Result;
 use crate::linear::Linear;
 use crate::module::{Context, Mlp, MlpForm, Module, Projection, Visitor, VisitorMut};
 
-/// The function between the layers.
+/// The activation function between the two layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
     /// max(x, 0)
     Relu,
     /// x·Φ(x) (Hendrycks & Gimpel 2016), exact.
     Gelu,
-    /// The same through tanh, as GPT-2.
+    /// Its tanh approximation, as in GPT-2.
     GeluTanh,
 }
 
 impl Activation {
-    /// f(x), element by element.
+    /// Computes f(x), element by element.
     ///
     /// # Errors
     /// Those of libtorch.
@@ -32,19 +32,19 @@ impl Activation {
     }
 }
 
-/// y = f(x·W₁ᵀ + b₁)·W₂ᵀ + b₂, with dropout where the model that it comes from has it.
+/// y = f(x·W₁ᵀ + b₁)·W₂ᵀ + b₂, with dropout if the original model has it.
 #[derive(Debug)]
 pub struct FeedForward {
     names: [&'static str; 2],
     up: Box<dyn Projection>,
     down: Box<dyn Projection>,
     activation: Activation,
-    /// Of the activations, before the second layer.
+    /// Dropout of the activations, before the second layer.
     inner_dropout: f64,
 }
 
 impl FeedForward {
-    /// Two layers under the given names.
+    /// Creates an MLP of two layers with the given names.
     pub fn new(
         names: [&'static str; 2],
         up: Linear,
@@ -55,7 +55,8 @@ impl FeedForward {
         Self { names, up: Box::new(up), down: Box::new(down), activation, inner_dropout }
     }
 
-    /// PyTorch's `TransformerDecoderLayer`: `linear1`, ReLU, dropout, `linear2`, with the weights of `nn.Linear`.
+    /// Creates the MLP of PyTorch's `TransformerDecoderLayer`: `linear1`, ReLU, dropout, `linear2`, with the weights of
+    /// `nn.Linear`.
     ///
     /// # Errors
     /// A width below 1.

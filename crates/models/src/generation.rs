@@ -1,19 +1,19 @@
-//! New tokens from a model, one after the other, for many prompts at once.
+//! Text generation: new tokens, one after the other, for many prompts at once.
 //!
 //! ```text
 //! read the prompts → the logits of each row's last token → a token for each row → read those tokens → …
 //! ```
 //!
-//! A model with a [`CacheShape`] reads each token once: attention finds keys and values of the past in a [`KeyValueCache`]. Others
-//! read their rows whole for each token. Rows are padded on the left, so that all end together, and padding is seen by nobody;
-//! a row that has ended leaves the batch, so that what is left runs faster. What all prompts begin with, such as the
-//! examples of a few-shot prompt, can be read once for all ([`Generator::with_prefix`]).
+//! A model with a [`CacheShape`] reads each token once: attention reads earlier keys and values from a [`KeyValueCache`]. Other
+//! models read whole rows again for each token. Rows are padded on the left, so that all end together; nothing attends to
+//! padding. A finished row leaves the batch, so the remaining rows run faster. A common prefix of all prompts, such as few-shot
+//! examples, is read only once ([`Generator::with_prefix`]).
 //!
-//! Reading one token multiplies every weight by one vector, so its time is the weights' bytes over the memory's bandwidth.
-//! On the CPU those products are [`runtime::matmul::matvec`], which reads weights of bf16 as bf16: half of fp32's time.
+//! Reading one token multiplies every weight by one vector, so its time is the weights' bytes over the memory bandwidth. On the
+//! CPU those products use [`runtime::matmul::matvec`], which reads bf16 weights as bf16: half the time of fp32.
 //!
-//! What is generated depends on the prompt and its number, and on nothing else in the batch, up to the rounding of products
-//! of another height.
+//! The generated tokens depend on the prompt and its number, not on the rest of the batch, up to the rounding of products with
+//! another number of rows.
 //!
 //! ```
 //! use models::generation::{GenerateOptions, generate};
@@ -28,7 +28,6 @@
 //! ```
 
 mod batch;
-mod key_value_cache;
 mod sampling;
 mod stored_weights;
 
@@ -38,25 +37,26 @@ use runtime::precision;
 use tch::Device;
 
 use batch::{Reader, Row};
-pub use key_value_cache::{CacheShape, Extension, KeyValueCache, Receipt};
 pub use sampling::Sampling;
 use stored_weights::StoredWeights;
 
 use crate::error::{Error, Result};
+pub use crate::key_value_cache::{CacheShape, CacheWrites, Extension, KeyValueCache};
 use crate::module::{LanguageModel, tensors};
 
 const WHAT: &str = "generation";
 
-/// How to generate.
+/// Options of generation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GenerateOptions {
-    /// New tokens of a row at most.
+    /// Maximum number of new tokens per row.
     pub max_new_tokens: usize,
-    /// Which token is taken.
+    /// How the next token is chosen.
     pub sampling: Sampling,
-    /// Tokens that end a row. They are not part of what was generated.
+    /// Tokens that end a row. They are not part of the result.
     pub end_tokens: Vec<i64>,
-    /// Whether to use the model's cache where it has one. Without, each token costs the whole row again: the oracle of the cache.
+    /// Whether to use the model's cache, if it has one. Without it each token costs a forward pass over the whole row: the
+    /// oracle of the cache.
     pub cache: bool,
 }
 
@@ -66,21 +66,22 @@ impl Default for GenerateOptions {
     }
 }
 
-/// Sees tokens as they come: streams them, counts them, ends rows by what they say.
-pub trait Watch {
-    /// The row of prompt `row` has a new token, the last of `tokens` (all of its new ones). Returning true ends the row.
+/// A callback for new tokens: to stream or count them, or to stop a row by its text.
+pub trait TokenCallback {
+    /// Called when row `row` gets a new token, the last of `tokens` (all of the row's new tokens). Returning true stops the
+    /// row.
     fn token(&mut self, row: usize, tokens: &[i64]) -> bool;
 }
 
-/// Sees nothing, ends nothing.
-impl Watch for () {
+/// Does nothing, stops nothing.
+impl TokenCallback for () {
     fn token(&mut self, _: usize, _: &[i64]) -> bool {
         false
     }
 }
 
 /// Any function of the row's number and its new tokens.
-impl<F: FnMut(usize, &[i64]) -> bool> Watch for F {
+impl<F: FnMut(usize, &[i64]) -> bool> TokenCallback for F {
     fn token(&mut self, row: usize, tokens: &[i64]) -> bool {
         self(row, tokens)
     }
@@ -88,24 +89,24 @@ impl<F: FnMut(usize, &[i64]) -> bool> Watch for F {
 
 /// Why a row ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ended {
-    /// One of [`GenerateOptions::end_tokens`] came.
+pub enum FinishReason {
+    /// One of [`GenerateOptions::end_tokens`].
     EndToken,
-    /// The [`Watch`] said so.
-    Watch,
-    /// It has [`GenerateOptions::max_new_tokens`].
-    Length,
-    /// The model takes no longer rows.
-    Context,
+    /// The [`TokenCallback`] stopped it.
+    Callback,
+    /// [`GenerateOptions::max_new_tokens`] is reached.
+    MaxNewTokens,
+    /// The model's maximum sequence length is reached.
+    MaxSequence,
 }
 
-/// What was generated for a prompt.
+/// The result for one prompt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Generated {
     /// The new tokens, without an end token.
     pub tokens: Vec<i64>,
-    /// Why there are no more.
-    pub ended: Ended,
+    /// Why the row ended.
+    pub finish_reason: FinishReason,
 }
 
 /// Generates for all prompts in one batch; see [`Generator`].
@@ -116,12 +117,12 @@ pub fn generate(
     model: &dyn LanguageModel,
     prompts: &[Vec<i64>],
     options: &GenerateOptions,
-    watch: &mut dyn Watch,
+    callback: &mut dyn TokenCallback,
 ) -> Result<Vec<Generated>> {
-    Generator::new(model, options)?.generate(prompts, watch)
+    Generator::new(model, options)?.generate(prompts, callback)
 }
 
-/// A model, how to generate with it, and what all prompts begin with.
+/// A model with options of generation and an optional prefix that all prompts share.
 #[derive(Debug)]
 pub struct Generator<'m> {
     model: &'m dyn LanguageModel,
@@ -132,27 +133,27 @@ pub struct Generator<'m> {
 }
 
 impl<'m> Generator<'m> {
-    /// Without a common beginning.
+    /// Creates a generator without a prefix.
     ///
     /// # Errors
-    /// No new token to generate; options of sampling outside their ranges; an end token outside the vocabulary.
+    /// `max_new_tokens` of 0; sampling options outside their ranges; an end token outside the vocabulary.
     pub fn new(model: &'m dyn LanguageModel, options: &GenerateOptions) -> Result<Self> {
         if options.max_new_tokens == 0 {
             let reason = "`max_new_tokens` is 0; expected at least 1".to_owned();
             return Err(Error::Config { what: WHAT, reason });
         }
         options.sampling.check()?;
-        known(model, &options.end_tokens)?;
+        check_tokens(model, &options.end_tokens)?;
         let device = tensors(model).first().map_or(Device::Cpu, |named| named.tensor.device());
         Ok(Self { model, options: options.clone(), device, prefix: Vec::new(), read: None })
     }
 
-    /// Reads once what every prompt begins with. Prompts are still given whole.
+    /// Reads a prefix that every prompt starts with, once. Prompts still include it.
     ///
     /// # Errors
-    /// Tokens outside the vocabulary, a prefix as long as the model's longest row.
+    /// Tokens outside the vocabulary; a prefix as long as the model's maximum sequence.
     pub fn with_prefix(mut self, prefix: &[i64]) -> Result<Self> {
-        known(self.model, prefix)?;
+        check_tokens(self.model, prefix)?;
         self.fits(prefix.len())?;
         (self.prefix, self.read) = (Vec::new(), None);
         let Some(shape) = self.model.cache_shape().filter(|_| self.options.cache && !prefix.is_empty())
@@ -167,14 +168,14 @@ impl<'m> Generator<'m> {
         Ok(self)
     }
 
-    /// Generates for all prompts in one batch: tokens and their ends, in the prompts' order.
+    /// Generates for all prompts in one batch. Returns tokens and finish reasons in the prompts' order.
     ///
-    /// `watch` sees each new token; the row's number is the prompt's.
+    /// `callback` is called for each new token, with the prompt's number.
     ///
     /// # Errors
-    /// A prompt that is empty, does not begin with the prefix and go on, has tokens outside the vocabulary, or is as long as the
-    /// model's longest row; logits that are not numbers; too little memory for the cache.
-    pub fn generate(&self, prompts: &[Vec<i64>], watch: &mut dyn Watch) -> Result<Vec<Generated>> {
+    /// A prompt that is empty, does not start with the prefix, has nothing after it, has tokens outside the vocabulary, or is
+    /// as long as the model's maximum sequence; logits that are NaN or infinite; too little memory for the cache.
+    pub fn generate(&self, prompts: &[Vec<i64>], callback: &mut dyn TokenCallback) -> Result<Vec<Generated>> {
         for (number, prompt) in prompts.iter().enumerate() {
             let of = |error: Error| match error {
                 Error::Config { what, reason } => {
@@ -184,14 +185,16 @@ impl<'m> Generator<'m> {
             };
             if prompt.len() <= self.prefix.len() || !prompt.starts_with(&self.prefix) {
                 let reason = match self.prefix.len() {
-                    0 => format!("prompt {number} is empty; expected a token at least"),
+                    0 => format!("prompt {number} is empty; expected at least one token"),
                     prefix => {
-                        format!("prompt {number} does not begin with the prefix of {prefix} tokens and go on")
+                        format!(
+                            "prompt {number} does not start with the prefix of {prefix} tokens, or has nothing after it"
+                        )
                     }
                 };
                 return Err(Error::Config { what: WHAT, reason });
             }
-            known(self.model, prompt)?;
+            check_tokens(self.model, prompt)?;
             self.fits(prompt.len()).map_err(of)?;
         }
         let _no_grad = tch::no_grad_guard();
@@ -203,7 +206,7 @@ impl<'m> Generator<'m> {
             .collect::<Result<_>>()?;
         let mut results: Vec<Option<Generated>> = prompts.iter().map(|_| None).collect();
         if !rows.is_empty() {
-            self.run(rows, &mut results, watch)?;
+            self.run(rows, &mut results, callback)?;
         }
         Ok(results.into_iter().flatten().collect())
     }
@@ -212,7 +215,7 @@ impl<'m> Generator<'m> {
         &self,
         mut rows: Vec<Row>,
         results: &mut [Option<Generated>],
-        watch: &mut dyn Watch,
+        callback: &mut dyn TokenCallback,
     ) -> Result<()> {
         let prefix = self.prefix.len();
         let longest = rows.iter().map(|row| row.tokens.len()).max().unwrap_or(0);
@@ -235,15 +238,15 @@ impl<'m> Generator<'m> {
             None => reader.read_whole(&rows)?,
         };
         loop {
-            let tokens = self.options.sampling.pick(&logits_bv, &mut rows)?;
-            let ended = rows.iter_mut().zip(tokens).map(|(row, token)| self.place(row, token, watch));
-            let ended: Vec<Option<Ended>> = ended.collect();
-            // From the end on, so that a row that takes another's place goes on.
+            let tokens = self.options.sampling.sample(&logits_bv, &mut rows)?;
+            let ended = rows.iter_mut().zip(tokens).map(|(row, token)| self.push_token(row, token, callback));
+            let ended: Vec<Option<FinishReason>> = ended.collect();
+            // From the last row on, so that a row that takes a finished row's index is not skipped.
             for (index, ended) in ended.into_iter().enumerate().rev() {
                 let Some(ended) = ended else { continue };
                 let done = rows.swap_remove(index);
                 let tokens = done.tokens[done.prompt..].to_vec();
-                results[done.number] = Some(Generated { tokens, ended });
+                results[done.number] = Some(Generated { tokens, finish_reason: ended });
                 if let Some(cache) = cache.as_mut().filter(|_| !rows.is_empty()) {
                     cache.swap_remove(index as i64)?;
                 }
@@ -258,25 +261,30 @@ impl<'m> Generator<'m> {
         }
     }
 
-    /// Gives a row its new token, and says whether that ends it.
-    fn place(&self, row: &mut Row, token: i64, watch: &mut dyn Watch) -> Option<Ended> {
+    /// Appends a row's new token, and returns why the row ends, if it does.
+    fn push_token(
+        &self,
+        row: &mut Row,
+        token: i64,
+        callback: &mut dyn TokenCallback,
+    ) -> Option<FinishReason> {
         if self.options.end_tokens.contains(&token) {
-            return Some(Ended::EndToken);
+            return Some(FinishReason::EndToken);
         }
         row.tokens.push(token);
         let new = &row.tokens[row.prompt..];
-        if watch.token(row.number, new) {
-            Some(Ended::Watch)
+        if callback.token(row.number, new) {
+            Some(FinishReason::Callback)
         } else if new.len() >= self.options.max_new_tokens {
-            Some(Ended::Length)
+            Some(FinishReason::MaxNewTokens)
         } else if row.tokens.len() >= self.longest() {
-            Some(Ended::Context)
+            Some(FinishReason::MaxSequence)
         } else {
             None
         }
     }
 
-    /// The longest row that the model takes.
+    /// Returns the model's maximum sequence length.
     fn longest(&self) -> usize {
         usize::try_from(self.model.max_sequence()).unwrap_or(0)
     }
@@ -285,7 +293,7 @@ impl<'m> Generator<'m> {
         let longest = self.longest();
         if tokens >= longest {
             let reason = format!(
-                "{tokens} tokens leave no room for a new one in the model's rows of {longest}; shorten the prompt, or give fewer examples"
+                "{tokens} tokens leave no room for a new one in the model's {longest} positions; shorten the prompt, or give fewer examples"
             );
             return Err(Error::Config { what: WHAT, reason });
         }
@@ -293,8 +301,8 @@ impl<'m> Generator<'m> {
     }
 }
 
-/// Refuses tokens that the model does not know.
-fn known(model: &dyn LanguageModel, tokens: &[i64]) -> Result<()> {
+/// Refuses tokens outside the vocabulary.
+fn check_tokens(model: &dyn LanguageModel, tokens: &[i64]) -> Result<()> {
     let vocabulary = model.vocabulary();
     match tokens.iter().find(|token| !(0..vocabulary).contains(*token)) {
         Some(&token) => Err(Error::Token { token, vocabulary }),

@@ -1,14 +1,14 @@
 //! GPT-2 (Radford et al. 2019): a pre-norm decoder of any depth.
 //!
 //! ```text
-//! x = wte[tokens] + wpe[places]
+//! x = wte[tokens] + wpe[positions]
 //! x = x + c_proj(attention(c_attn(ln_1(x))))     in each of `layers` blocks,
 //! x = x + c_proj(gelu(c_fc(ln_2(x))))
 //! logits = ln_f(x)·wteᵀ                          the head shares the embedding's weights
 //! ```
 //!
-//! Parameters carry the names of the published checkpoints without their `transformer.`; weights are `[out, in]`, where
-//! those checkpoints store the transposes.
+//! Parameters have the names of the published checkpoints without `transformer.`; weights are `[out, in]`, where those
+//! checkpoints store the transposes.
 
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
@@ -26,22 +26,22 @@ use crate::module::{
     Block, Context, Input, LanguageModel, LossHead, Mlp, Module, Projection, Visitor, VisitorMut,
 };
 use crate::norm::LayerNorm;
-use crate::position::LearnedPositions;
+use crate::position::LearnedPositionalEmbedding;
 
 /// Sizes of a [`Gpt2`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Gpt2Config {
-    /// Number of tokens.
+    /// Vocabulary size.
     pub vocabulary: i64,
-    /// The longest row.
+    /// Maximum sequence length.
     pub max_sequence: i64,
     /// Width.
     pub hidden: i64,
-    /// Heads; they divide `hidden`.
+    /// Number of heads; they divide `hidden`.
     pub heads: i64,
     /// Number of blocks.
     pub layers: i64,
-    /// Probability that an activation or an attention weight is dropped in training.
+    /// Dropout probability of activations and attention weights in training.
     pub dropout: f64,
     /// How attention is computed.
     #[serde(skip)]
@@ -49,7 +49,7 @@ pub struct Gpt2Config {
 }
 
 impl Gpt2Config {
-    /// The published model of 124 million parameters, without dropout.
+    /// Returns the configuration of the published model with 124 million parameters, without dropout.
     pub fn small() -> Self {
         Self {
             vocabulary: 50257,
@@ -67,7 +67,7 @@ impl Gpt2Config {
 #[derive(Debug)]
 pub struct Gpt2 {
     wte: Embedding,
-    wpe: LearnedPositions,
+    wpe: LearnedPositionalEmbedding,
     blocks: Vec<Box<dyn Block>>,
     ln_f: LayerNorm,
     head: Box<dyn LossHead>,
@@ -75,7 +75,7 @@ pub struct Gpt2 {
 }
 
 impl Gpt2 {
-    /// A model with the published initialisation: normal with σ = 0.02, and 0.02/√(2·layers) for what writes into the
+    /// Creates a model with the published initialisation: normal with σ = 0.02, and 0.02/√(2·layers) for projections into the
     /// residual stream.
     ///
     /// # Errors
@@ -102,7 +102,7 @@ impl Gpt2 {
         let tied = Linear { weight: wte.weight.shallow_clone(), bias: None };
         let block = |_| -> Result<Box<dyn Block>> { Ok(Box::new(Gpt2Block::new(config, options)?)) };
         Ok(Self {
-            wpe: LearnedPositions::new(max_sequence, hidden, init, options)?,
+            wpe: LearnedPositionalEmbedding::new(max_sequence, hidden, init, options)?,
             blocks: (0..layers).map(block).collect::<Result<_>>()?,
             ln_f: LayerNorm::new(hidden, 1e-5, options)?,
             head: Box::new(ProjectionHead::new(tied)),

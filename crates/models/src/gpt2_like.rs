@@ -1,8 +1,8 @@
 //! The GPT-2-like model of the training assignment.
 //!
 //! tokens → embedding `[b, t, e]` → + positional encoding → projection to `[b, t, d]` → one
-//! [`TransformerDecoderLayer`] whose memory is its own input → projection to the vocabulary. Both attentions are causal
-//! whatever the loader; the assignment's own script leaks the future wherever the loader brings no mask.
+//! [`TransformerDecoderLayer`] with its own input as memory → projection to the vocabulary. Both attentions are always causal;
+//! the assignment's own script leaks the future if the loader provides no mask.
 
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
@@ -17,22 +17,22 @@ use crate::loss_head::ProjectionHead;
 use crate::module::{Block, Input, LanguageModel, LossHead, Module, Projection, Visitor, VisitorMut};
 use crate::position::PositionalEncoding;
 
-/// Sizes of a [`Gpt2Like`]. The names are those of its `config.json`.
+/// Sizes of a [`Gpt2Like`], named as in its `config.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Gpt2LikeConfig {
-    /// Number of tokens.
+    /// Vocabulary size.
     pub vocab_size: i64,
     /// Width of the embeddings.
     pub embedding_dim: i64,
     /// Width of the decoder layer.
     pub hidden_dim: i64,
-    /// Heads of both attentions; they divide `hidden_dim`.
+    /// Number of heads of both attentions; they divide `hidden_dim`.
     pub num_heads: i64,
-    /// Width between the two layers of the MLP.
+    /// Inner width of the MLP.
     pub ff_dim: i64,
-    /// The longest row.
+    /// Maximum sequence length.
     pub max_length: i64,
-    /// Probability that an activation or an attention weight is dropped in training.
+    /// Dropout probability of activations and attention weights in training.
     #[serde(default)]
     pub dropout: f64,
     /// How attention is computed.
@@ -41,7 +41,7 @@ pub struct Gpt2LikeConfig {
 }
 
 impl Default for Gpt2LikeConfig {
-    /// The assignment's: BERT's vocabulary, 1024 wide, 8 heads, rows of 512. (The assignment's own 1023 is not divisible by
+    /// The assignment's sizes: BERT's vocabulary, 1024 wide, 8 heads, rows of 512. (The assignment's 1023 is not divisible by
     /// its 8 heads.)
     fn default() -> Self {
         Self {
@@ -69,7 +69,7 @@ pub struct Gpt2Like {
 }
 
 impl Gpt2Like {
-    /// A model with PyTorch's initialisation of each part.
+    /// Creates a model with PyTorch's initialisation of each part.
     ///
     /// # Errors
     /// A size below 1, a width that the heads do not divide, a dropout outside [0, 1).

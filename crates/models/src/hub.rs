@@ -1,10 +1,10 @@
-//! Folders by name: repositories of the Hugging Face hub, through the cache that all of its tools share.
+//! Repositories of the Hugging Face hub, through the cache that all hub tools share.
 //!
-//! What is fetched lies under `HF_HUB_CACHE`, else `HF_HOME/hub`, else `~/.cache/huggingface/hub`, as Python's `huggingface_hub`
-//! lays it down: what one has fetched, the other finds. `HF_ENDPOINT` names another hub, `HF_TOKEN` opens private and gated
-//! repositories, `HF_HUB_OFFLINE=1` forbids the network. A file of another size than the hub says, or, where git keeps it elsewhere (LFS,
-//! as it does weights), of another SHA-256, never gets its name in the cache, and a revision's name leads to a commit only once all that was asked of it is there. What broke off goes on where it
-//! stopped. A hub with an https address may not redirect to http.
+//! Files are stored under `HF_HUB_CACHE`, else `HF_HOME/hub`, else `~/.cache/huggingface/hub`, in the layout of Python's
+//! `huggingface_hub`, so that both find each other's downloads. `HF_ENDPOINT` sets another hub, `HF_TOKEN` gives access to
+//! private and gated repositories, `HF_HUB_OFFLINE=1` forbids the network. A file whose size or (for LFS files such as weights)
+//! SHA-256 differs from the hub's never gets its name in the cache. A revision points to a commit only once all requested files
+//! are there. Interrupted downloads resume. A hub with an https address may not redirect to http.
 //!
 //! ```no_run
 //! use models::hub;
@@ -19,7 +19,7 @@
 
 mod cache;
 mod download;
-mod part;
+mod partial_file;
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -30,8 +30,8 @@ use regex::Regex;
 use crate::error::{Error, Result};
 use crate::hugging_face::{CONFIG, INDEX, SINGLE, Weights};
 
-/// What of a model's repository is fetched: everything that is read here or by transformers beside it, and no other framework's
-/// weights.
+/// The files of a model's repository that are fetched: all that this crate, or transformers on the same folder, reads, and no
+/// other framework's weights.
 const MODEL_FILES: [&str; 10] = [
     CONFIG,
     SINGLE,
@@ -45,7 +45,7 @@ const MODEL_FILES: [&str; 10] = [
     "merges.txt",
 ];
 
-/// What a repository holds.
+/// The type of a repository.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RepositoryKind {
     /// A model.
@@ -63,23 +63,23 @@ impl RepositoryKind {
     }
 }
 
-/// How far a download is.
+/// Download progress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
-    /// Bytes that are here.
+    /// Bytes present.
     pub bytes: u64,
     /// Bytes of all files that were missing.
     pub total: u64,
 }
 
-/// Where repositories come from.
+/// Access to a hub.
 #[derive(Clone, Default)]
 pub struct Hub {
     /// The hub's address; `None` for `HF_ENDPOINT`, else huggingface.co.
     pub endpoint: Option<String>,
-    /// The cache; `None` for that of the environment.
+    /// The cache folder; `None` for the environment's.
     pub cache: Option<PathBuf>,
-    /// Whether only the cache is looked at. `HF_HUB_OFFLINE` is obeyed by [`Hub::from_env`] alone.
+    /// Whether to use only the cache. Only [`Hub::from_env`] reads `HF_HUB_OFFLINE`.
     pub offline: bool,
     /// Called as bytes arrive; never if nothing is missing.
     pub progress: Option<Arc<dyn Fn(Progress) + Send + Sync>>,
@@ -126,7 +126,7 @@ pub fn resolve(name_or_path: &str, revision: Option<&str>, offline: bool) -> Res
 }
 
 impl Hub {
-    /// The hub of the environment; offline if told so or if `HF_HUB_OFFLINE` is 1, true, yes or on.
+    /// Creates a hub from the environment; offline if `offline` is set or if `HF_HUB_OFFLINE` is 1, true, yes or on.
     pub fn from_env(offline: bool) -> Self {
         let set = std::env::var("HF_HUB_OFFLINE").is_ok_and(|value| {
             ["1", "true", "yes", "on"].iter().any(|yes| value.trim().eq_ignore_ascii_case(yes))
@@ -134,28 +134,28 @@ impl Hub {
         Self { offline: offline || set, ..Self::default() }
     }
 
-    /// A model's configuration, tokenizer and weights, whole, as a folder of the cache; what is there already is not fetched
-    /// again.
+    /// Fetches a model's configuration, tokenizer and weights, and returns the folder in the cache. Files that are in the cache
+    /// are not fetched again.
     ///
     /// # Errors
-    /// [`Error::Hub`]: no such repository or revision, no network, a download that broke off, weights in no form that is read
-    /// here; offline, what the cache lacks.
+    /// [`Error::Hub`]: no such repository or revision, no network, an interrupted download, weights in a format that is not
+    /// supported; offline, a file that is not in the cache.
     pub fn fetch(&self, name: &str, revision: Option<&str>) -> Result<PathBuf> {
         let folder =
             self.fetch_files_of_patterns(RepositoryKind::Model, name, revision, &MODEL_FILES, &[CONFIG])?;
-        // The index names the shards; all of them must be there, and whole.
+        // The index names the shards; all of them must be present and complete.
         Weights::open(&folder).map_err(|cause| {
             let remedy = if self.offline { "; fetch it once with the network" } else { "" };
-            refuse(name, format!("what is in the cache is no whole model: {cause}{remedy}"))
+            refuse(name, format!("the model in the cache is incomplete: {cause}{remedy}"))
         })?;
         Ok(folder)
     }
 
-    /// Files of a model's or data set's repository, by their paths in it, where `*` stands for any run of characters. Gives the
-    /// folder under which they lie with those paths.
+    /// Fetches files of a model's or data set's repository by their paths; `*` matches any characters. Returns the folder that
+    /// contains them under those paths.
     ///
     /// # Errors
-    /// As [`Hub::fetch`]; a pattern that no file matches.
+    /// As [`Hub::fetch`]; a pattern that matches no file.
     pub fn fetch_files(
         &self,
         kind: RepositoryKind,
@@ -166,20 +166,19 @@ impl Hub {
         self.fetch_files_of_patterns(kind, name, revision, patterns, patterns)
     }
 
-    /// A folder that is there, or else a model of the hub: what a user gives as `--model`.
+    /// Returns `name_or_path` if it is a folder, or else fetches that model from the hub: the value of `--model`.
     ///
     /// # Errors
-    /// As [`Hub::fetch`], after saying that no folder has that name.
+    /// As [`Hub::fetch`], adding that no such folder exists.
     pub fn resolve(&self, name_or_path: &str, revision: Option<&str>) -> Result<PathBuf> {
         let path = Path::new(name_or_path);
         if path.is_dir() {
             return Ok(path.to_owned());
         }
         self.fetch(name_or_path, revision).map_err(|error| match error {
-            Error::Hub { name, reason } => Error::Hub {
-                name,
-                reason: format!("there is no folder of that name, and on the hub: {reason}"),
-            },
+            Error::Hub { name, reason } => {
+                Error::Hub { name, reason: format!("no folder has that name, and on the hub: {reason}") }
+            }
             other => other,
         })
     }
@@ -205,16 +204,19 @@ impl Hub {
         for pattern in needed {
             let matcher = matcher(name, pattern)?;
             if !files.iter().any(|path| matcher.is_match(path)) {
-                let place = if self.offline { "the cache's copy" } else { "the repository" };
+                let repository = if self.offline { "the cache's copy" } else { "the repository" };
                 let remedy = if self.offline { "; fetch it once with the network" } else { "" };
-                return Err(refuse(name, format!("{place} has no `{pattern}`{remedy}; {}", listed(&files))));
+                return Err(refuse(
+                    name,
+                    format!("{repository} has no `{pattern}`{remedy}; {}", listed(&files)),
+                ));
             }
         }
         Ok(folder)
     }
 }
 
-/// `owner/name`, or `name` alone for the hub's oldest repositories.
+/// `owner/name`, or only `name` for the hub's oldest repositories.
 fn check_name(name: &str) -> Result<()> {
     let part = |part: &str| {
         let letters = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
@@ -223,10 +225,7 @@ fn check_name(name: &str) -> Result<()> {
     if name.split('/').count() <= 2 && name.split('/').all(part) {
         return Ok(());
     }
-    Err(refuse(
-        name,
-        "not a repository's name; expected `owner/name`, such as `Qwen/Qwen2.5-0.5B`".to_owned(),
-    ))
+    Err(refuse(name, "not a repository name; expected `owner/name`, such as `Qwen/Qwen2.5-0.5B`".to_owned()))
 }
 
 fn check_revision(name: &str, revision: Option<&str>) -> Result<()> {

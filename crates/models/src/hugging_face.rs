@@ -1,25 +1,25 @@
-//! Models in Hugging Face's folders, in and out.
+//! Models in Hugging Face's folder format: reading and writing.
 //!
 //! ```text
 //! config.json                        sizes and options: LlamaConfig
 //! model.safetensors                  the weights, or
-//! model-00001-of-00002.safetensors …     shards of them with
-//! model.safetensors.index.json           which shard has which tensor
+//! model-00001-of-00002.safetensors …     shards of them, and
+//! model.safetensors.index.json           the shard of each tensor
 //! tokenizer.json                     (optional)
-//! generation_config.json             (optional) tokens that end a text
+//! generation_config.json             (optional) end tokens
 //! ```
 //!
-//! Files are mapped. A model is made without first values, after names and shapes have been compared with `config.json`, and
-//! each tensor's bytes go once from the file's pages into it, converted on the way where another dtype or device is wanted; the
-//! pages are given back at once. So loading takes the memory of the model and no more.
+//! Files are memory-mapped. After names and shapes are compared with `config.json`, the model is created without
+//! initialisation, and each tensor's bytes are copied once from the file's pages, with a conversion if another dtype or device
+//! is wanted; then the pages are released. So loading takes no memory beyond the model's own.
 //!
 //! ```
 //! use models::hugging_face::{self, Folder};
 //! use models::{Llama, LlamaConfig};
 //! use tch::{Device, Kind};
 //!
-//! let place = tempfile::tempdir()?;
-//! let path = place.path().join("tiny");
+//! let directory = tempfile::tempdir()?;
+//! let path = directory.path().join("tiny");
 //! let model = Llama::new(&LlamaConfig::qwen2(100, 16, 40, 2, 4), (Kind::Float, Device::Cpu))?;
 //! hugging_face::save(&model, &path, hugging_face::SHARD_BYTES)?;
 //!
@@ -48,7 +48,7 @@ use crate::error::Result;
 use crate::init::Init;
 use crate::llama::{Llama, LlamaConfig};
 use crate::strict_json;
-use crate::tensors_file::{Stored, file_error};
+use crate::tensors_file::{TensorLocation, file_error};
 
 pub(crate) const CONFIG: &str = "config.json";
 pub(crate) const SINGLE: &str = "model.safetensors";
@@ -56,7 +56,10 @@ pub(crate) const INDEX: &str = "model.safetensors.index.json";
 const TOKENIZER: &str = "tokenizer.json";
 const GENERATION: &str = "generation_config.json";
 
-/// A model's folder, open: its configuration is read, and its weights' names, dtypes and shapes are known.
+/// Hugging Face's prefix of a decoder's tensors.
+const PREFIX: &str = "model.";
+
+/// An open model folder: its configuration is parsed, and the names, dtypes and shapes of its weights are known.
 #[derive(Debug)]
 pub struct Folder {
     path: PathBuf,
@@ -67,18 +70,18 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// Opens a folder: reads everything but the weights' values, and compares names and shapes of the weights with the
+    /// Opens a folder: reads everything but the weights' values, and compares the names and shapes of the weights with the
     /// configuration.
     ///
     /// # Errors
-    /// A file that is missing (what is there is listed), broken, truncated, or contradicts another, by name; an architecture
-    /// that is not known (those that are, are listed); weights that do not fit the configuration, all of them listed.
+    /// A missing, invalid or truncated file, or one that contradicts another; an unknown architecture; weights that do not
+    /// match the configuration. The message lists what is there, what is known, or all differences.
     pub fn open(path: &Path) -> Result<Self> {
         if !path.is_dir() {
             let reason = if path.exists() {
-                format!("a file; expected the folder that has {CONFIG}")
+                format!("a file; expected the folder that contains {CONFIG}")
             } else {
-                "there is no such folder".to_owned()
+                "the folder does not exist".to_owned()
             };
             return Err(file_error(path, reason));
         }
@@ -96,7 +99,7 @@ impl Folder {
         let own = read_json(&config_path)?;
         let generation_path = path.join(GENERATION);
         let generation = if generation_path.is_file() { read_json(&generation_path)? } else { Value::Null };
-        // What generation_config.json says goes before what older folders have in config.json.
+        // generation_config.json takes precedence over the fields that older folders have in config.json.
         let tokens = |field: &str| -> Result<Vec<i64>> {
             match tokens(&generation_path, &generation, field)? {
                 Some(tokens) => Ok(tokens),
@@ -108,76 +111,77 @@ impl Folder {
         Ok(Self { path: path.to_owned(), config, weights, end_tokens, pad_token })
     }
 
-    /// Where it is.
+    /// The folder's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What `config.json` says.
+    /// The configuration in `config.json`.
     pub fn config(&self) -> &LlamaConfig {
         &self.config
     }
 
-    /// The tokens that end a text (`eos_token_id` of `generation_config.json`, else of `config.json`); none where neither says.
+    /// The tokens that end a text (`eos_token_id` of `generation_config.json`, else of `config.json`); empty if neither has
+    /// any.
     pub fn end_tokens(&self) -> &[i64] {
         &self.end_tokens
     }
 
-    /// The token that fills rows up (`pad_token_id`, from the same files).
+    /// The padding token (`pad_token_id`, from the same files).
     pub fn pad_token(&self) -> Option<i64> {
         self.pad_token
     }
 
-    /// `tokenizer.json`, where there is one.
+    /// The path of `tokenizer.json`, if it exists.
     pub fn tokenizer(&self) -> Option<PathBuf> {
         Some(self.path.join(TOKENIZER)).filter(|path| path.is_file())
     }
 
-    /// `generation_config.json`, where there is one.
+    /// The path of `generation_config.json`, if it exists.
     pub fn generation_config(&self) -> Option<PathBuf> {
         Some(self.path.join(GENERATION)).filter(|path| path.is_file())
     }
 
-    /// The dtype of the weights: that of the tensors themselves, whatever `config.json` says of it.
+    /// Returns the dtype of the weights' tensors; `torch_dtype` in `config.json` is ignored.
     ///
     /// # Errors
-    /// Weights of several dtypes, with their numbers.
+    /// Weights of several dtypes; the message counts each.
     pub fn kind(&self) -> Result<Kind> {
         self.weights.kind()
     }
 
-    /// The model, in a dtype (that of the file for `None`) on a device. Takes no memory beside the model's own, but on a GPU what
-    /// libtorch takes to convert one tensor.
+    /// Loads the model in a dtype (`None`: the files') onto a device. Needs no memory beyond the model's own; on a GPU also
+    /// what libtorch needs to convert one tensor.
     ///
     /// # Errors
-    /// A dtype that no model computes in; `None` for weights of several dtypes; too little memory; a device that is not there.
+    /// A dtype that models do not compute in; `None` for weights of several dtypes; too little memory; a device that does not
+    /// exist.
     pub fn load(&self, kind: Option<Kind>, device: Device) -> Result<Llama> {
         let kind = kind.map_or_else(|| self.kind(), Ok)?;
         weights::check_kind(kind)?;
-        // What is drawn here would be overwritten: every tensor of the model is in the files, which `open` has seen and
-        // `copy_into` sees again before it copies.
+        // Initial values would be overwritten: every tensor of the model is in the files, which `open` has checked and
+        // `copy_into` checks again before it copies.
         let model = Llama::with_init(&self.config, Init::Uninitialised, (kind, device))?;
         self.load_into(&model)?;
         Ok(model)
     }
 
-    /// Where the values of a tensor lie, by the model's name of it (`layers.0.mlp.up_proj.weight`); `None` for a name that the files
-    /// do not have.
-    pub fn stored(&self, name: &str) -> Option<Stored> {
-        self.weights.stored(name)
+    /// Returns the location of a tensor's values, by the model's name (`layers.0.mlp.up_proj.weight`); `None` for a name that
+    /// the files do not contain.
+    pub fn location(&self, name: &str) -> Option<TensorLocation> {
+        self.weights.location(name)
     }
 
-    /// [`Folder::load_into`] for the tensors whose names `is_wanted`, for a model whose others lie elsewhere. Names and shapes of all are
-    /// compared.
+    /// Copies only the tensors whose name `is_wanted`, as [`Folder::load_into`]. The names and shapes of all are compared.
     ///
     /// # Errors
     /// As [`Folder::load_into`].
-    pub fn load_some(&self, model: &Llama, is_wanted: &dyn Fn(&str) -> bool) -> Result<()> {
+    pub fn load_filtered(&self, model: &Llama, is_wanted: &dyn Fn(&str) -> bool) -> Result<()> {
         self.weights.copy_some(model, is_wanted)
     }
 
-    /// Copies the weights into a model that is there, whose parts may have been replaced by others of the same names. Nothing is
-    /// copied unless everything fits.
+    /// Copies the weights into an existing model, whose parts may be replaced by others with the same names. If anything does
+    /// not match, nothing is copied.
     ///
     /// # Errors
     /// [`Error::State`](crate::Error::State) with all names that are missing, unexpected, or of another shape.
@@ -186,18 +190,35 @@ impl Folder {
     }
 }
 
+/// Copies weights into `model`, whose parts may be replaced by others with the same names. `path` is a safetensors file, or a folder
+/// with one or with shards and their index; names are Hugging Face's or this crate's. Values are copied from the file's pages into
+/// the model's tensors, of any dtype and device. If anything does not match, nothing is copied. A tied model ignores the files'
+/// copy of the head.
+///
+/// # Errors
+/// Missing or truncated files, or files that contradict each other; those of [`load_state_dict`](crate::state_dict::load_state_dict).
+pub fn load_weights(model: &Llama, path: &Path) -> Result<()> {
+    Weights::open(path)?.copy_into(model)
+}
+
+/// Returns Hugging Face's name of a tensor of a [`Llama`].
+pub fn tensor_name(name: &str) -> String {
+    if name.starts_with("lm_head") { name.to_owned() } else { format!("{PREFIX}{name}") }
+}
+
 fn read_json(path: &Path) -> Result<Value> {
     let text = fs::read_to_string(path).map_err(|cause| file_error(path, cause.to_string()))?;
-    // Anything but an object would be one that has no field.
+    // Anything but an object counts as an object without fields.
     let fields: Map<String, Value> =
         strict_json::from_str(&text).map_err(|cause| file_error(path, cause.to_string()))?;
     Ok(Value::Object(fields))
 }
 
-/// A field that holds a token, a list of them, or nothing.
+/// Reads a field that holds a token, a list of tokens, or nothing.
 fn tokens(path: &Path, json: &Value, field: &str) -> Result<Option<Vec<i64>>> {
-    let refuse =
-        |value: &Value| file_error(path, format!("`{field}` is {value}; expected a token or a list of them"));
+    let refuse = |value: &Value| {
+        file_error(path, format!("`{field}` is {value}; expected a token or a list of tokens"))
+    };
     match &json[field] {
         Value::Null => Ok(None),
         Value::Array(values) => values
@@ -213,7 +234,7 @@ fn tokens_of_config(path: &Path, json: &Value, field: &str) -> Result<Vec<i64>> 
     Ok(tokens(path, json, field)?.unwrap_or_default())
 }
 
-/// What is in a folder, in words.
+/// Describes a folder's contents for an error.
 fn contents(folder: &Path) -> String {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> =
@@ -221,7 +242,7 @@ fn contents(folder: &Path) -> String {
     names.sort();
     match (names.len(), names.len().saturating_sub(12)) {
         (0, _) => "the folder is empty".to_owned(),
-        (_, 0) => format!("there is {}", names.join(", ")),
-        (_, more) => format!("there is {} and {more} more", names[..12].join(", ")),
+        (_, 0) => format!("the folder contains {}", names.join(", ")),
+        (_, more) => format!("the folder contains {} and {more} more", names[..12].join(", ")),
     }
 }

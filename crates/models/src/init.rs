@@ -1,30 +1,29 @@
-//! How weights begin.
+//! Weight initialisation.
 //!
-//! For y = x·Wᵀ with x of unit variance and W `[out, in]` of variance σ², y has variance in·σ². So σ = 1/√in keeps the
-//! variance whatever the width ([`Init::lecun`], CS336's `1/√d`); Xavier's σ² = 2/(in + out) balances that against the
-//! same wish for gradients on their way back (Glorot & Bengio 2010); PyTorch's `nn.Linear` draws uniformly from ±1/√in,
-//! whose variance is a third of it.
+//! For y = x·Wᵀ with x of unit variance and W `[out, in]` of variance σ², y has variance in·σ². So σ = 1/√in keeps the variance
+//! at any width ([`Init::lecun`], CS336's `1/√d`). Xavier's σ² = 2/(in + out) also balances the variance of gradients (Glorot &
+//! Bengio 2010). PyTorch's `nn.Linear` draws uniformly from ±1/√in, with a third of that variance.
 
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 
-/// A distribution of first values.
+/// A distribution of initial values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Init {
-    /// The same everywhere.
+    /// One value for all elements.
     Constant(f64),
     /// Normal, mean 0.
     Normal {
         /// Standard deviation.
         std: f64,
     },
-    /// Normal, mean 0, drawn again beyond `±cut·std`. The deviation that comes out is a little below `std` (by 1.3 % for
-    /// a cut at 3).
+    /// Normal with mean 0, redrawn beyond `±cut·std`. The resulting deviation is slightly below `std` (by 1.3 % for a cut at
+    /// 3).
     TruncatedNormal {
         /// Standard deviation before the cut.
         std: f64,
-        /// Where it is cut, in standard deviations.
+        /// The cut, in standard deviations.
         cut: f64,
     },
     /// Uniform in `±bound`.
@@ -32,12 +31,12 @@ pub enum Init {
         /// The bound.
         bound: f64,
     },
-    /// Whatever the memory held: for tensors that are overwritten as a whole, such as those of a model that is read from a file.
+    /// Uninitialised memory: for tensors that are overwritten completely, such as those of a model that is loaded from a file.
     Uninitialised,
 }
 
 impl Init {
-    /// 1/√in, normal, cut at three standard deviations.
+    /// Normal with σ = 1/√in, cut at three standard deviations.
     pub fn lecun(in_features: i64) -> Self {
         Self::TruncatedNormal { std: 1.0 / (in_features as f64).sqrt(), cut: 3.0 }
     }
@@ -52,22 +51,22 @@ impl Init {
         Self::Normal { std: (2.0 / (in_features + out_features) as f64).sqrt() }
     }
 
-    /// Uniform in ±1/√in: what PyTorch gives to the weights and biases of `nn.Linear`.
+    /// Uniform in ±1/√in, as in PyTorch's `nn.Linear`.
     pub fn torch_linear(in_features: i64) -> Self {
         Self::Uniform { bound: 1.0 / (in_features as f64).sqrt() }
     }
 
-    /// A learned tensor of this shape, drawn from libtorch's default generator ([`runtime::random::seed`]).
+    /// Creates a parameter of this shape with values from libtorch's default generator ([`runtime::random::seed`]).
     ///
     /// # Errors
-    /// A deviation, bound or cut that is negative or not finite; a shape that does not fit into memory.
+    /// A deviation, bound or cut that is negative or not finite; too little memory.
     pub fn parameter(self, shape: &[i64], options: (Kind, Device)) -> Result<Tensor> {
         let mut tensor = Tensor::f_empty(shape, options)?;
         self.fill(&mut tensor)?;
         Ok(tensor.f_set_requires_grad(true)?)
     }
 
-    /// Overwrites a tensor with values drawn anew.
+    /// Overwrites a tensor with new random values.
     ///
     /// # Errors
     /// As [`Init::parameter`].
@@ -103,14 +102,14 @@ impl Init {
     }
 }
 
-/// By the inverse of the distribution function: Φ⁻¹ of a uniform draw from (Φ(−cut), Φ(cut)), as √2·erfinv.
+/// By the inverse distribution function: Φ⁻¹ of a uniform draw from (Φ(−cut), Φ(cut)), as √2·erfinv.
 fn truncated_normal(tensor: &mut Tensor, std: f64, cut: f64) -> Result<()> {
     // erf(cut/√2) is the probability within the cut; in f64 it stays below 1 up to a cut of 8.
     let cut = cut.min(8.0);
     let within = Tensor::from(cut / std::f64::consts::SQRT_2).f_erf()?.f_double_value(&[])?;
     let draw = Tensor::f_empty(tensor.size(), (Kind::Float, tensor.device()))?.f_uniform_(-within, within)?;
     let values = draw.f_erfinv()?.f_mul_scalar(std * std::f64::consts::SQRT_2)?;
-    // Rounding in f32 may end a hair beyond the cut.
+    // Rounding in f32 may exceed the cut slightly.
     tensor.f_copy_(&values.f_clamp(-cut * std, cut * std)?)?;
     Ok(())
 }

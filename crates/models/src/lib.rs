@@ -1,19 +1,19 @@
-//! Decoder building blocks and models, with named tensors and replaceable parts.
+//! Transformer decoders with named tensors and replaceable parts.
 //!
-//! | module | what it gives |
+//! | module | contents |
 //! |---|---|
-//! | [`module`] | the traits: a module, a projection, an MLP, a block, a loss head, a language model |
-//! | [`state_dict`], [`tensors_file`] | a module's state as safetensors |
-//! | [`attention`] | causal attention, over packed documents too, three ways |
-//! | [`generation`] | new tokens from a model: a cache, batches, sampling |
-//! | [`init`] | how weights begin |
-//! | [`Linear`], [`Embedding`], [`LayerNorm`], [`RmsNorm`], [`PositionalEncoding`], [`LearnedPositions`], [`FeedForward`], [`Swiglu`] | the parts |
-//! | [`TransformerDecoderLayer`] | PyTorch's post-norm layer, whose memory is its own input |
+//! | [`module`] | the traits `Module`, `Projection`, `Mlp`, `Block`, `LossHead` and `LanguageModel`; visiting and replacing parts |
+//! | [`Linear`], [`Embedding`], [`LayerNorm`], [`RmsNorm`], [`PositionalEncoding`], [`LearnedPositionalEmbedding`], [`FeedForward`], [`Swiglu`] | layers |
+//! | [`attention`] | causal attention, also over packed documents |
+//! | [`TransformerDecoderLayer`] | PyTorch's post-norm layer, with its own input as memory |
 //! | [`Gpt2Like`] | the model of the training assignment |
-//! | [`Gpt2`] | a pre-norm decoder of any depth |
+//! | [`Gpt2`] | GPT-2 |
 //! | [`llama`] | Llama and Qwen2 |
-//! | [`hugging_face`] | models from Hugging Face's folders, and back into them |
-//! | `hub` (with the feature of that name) | those folders by name, from the hub or its cache |
+//! | [`generation`], [`key_value_cache`] | batched text generation, sampling, the KV cache |
+//! | [`hugging_face`] | loading and saving Hugging Face's model folders |
+//! | `hub` (feature `hub`) | downloads from the Hugging Face hub, through its cache |
+//! | [`state_dict`], [`tensors_file`] | a module's state, as safetensors |
+//! | [`init`] | weight initialisation |
 //!
 //! ```
 //! use models::module::{Input, LanguageModel, parameter_count};
@@ -25,9 +25,9 @@
 //! assert_eq!(parameter_count(&model).total, 256 * 16 + 32 * 16 + 2 * (12 * 16 * 16 + 13 * 16) + 2 * 16);
 //!
 //! let tokens = Tensor::randint(256, [2, 32], (Kind::Int64, Device::Cpu));
-//! // What is to predict at each place is the token after it.
-//! let (read, labels) = (tokens.narrow(1, 0, 31), tokens.narrow(1, 1, 31));
-//! let loss = model.loss(&Input::new(&read), &labels)?.sum / (2 * 31);
+//! // The label of each position is the next token.
+//! let (inputs, labels) = (tokens.narrow(1, 0, 31), tokens.narrow(1, 1, 31));
+//! let loss = model.loss(&Input::new(&inputs), &labels)?.sum / (2 * 31);
 //! runtime::autograd::backward(&[&loss])?;
 //! # Ok::<(), models::Error>(())
 //! ```
@@ -38,6 +38,7 @@ pub mod generation;
 pub mod hub;
 pub mod hugging_face;
 pub mod init;
+pub mod key_value_cache;
 pub mod llama;
 pub mod module;
 pub mod state_dict;
@@ -69,5 +70,5 @@ pub use linear::Linear;
 pub use llama::{Llama, LlamaConfig};
 pub use loss_head::ProjectionHead;
 pub use norm::{LayerNorm, RmsNorm};
-pub use position::{LearnedPositions, PositionalEncoding};
+pub use position::{LearnedPositionalEmbedding, PositionalEncoding};
 pub use swiglu::Swiglu;

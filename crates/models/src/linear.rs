@@ -17,7 +17,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// Weights and bias uniform in ±1/√in, as PyTorch's `nn.Linear`.
+    /// Creates a projection with weights and bias uniform in ±1/√in, as PyTorch's `nn.Linear`.
     ///
     /// # Errors
     /// A width below 1, too little memory.
@@ -26,7 +26,7 @@ impl Linear {
         Self::with_init(in_features, out_features, bias.then_some(init), init, options)
     }
 
-    /// Weights and bias drawn as told; no bias for `None`.
+    /// Creates a projection with the given initialisations; no bias for `None`.
     ///
     /// # Errors
     /// As [`Linear::new`], and those of [`Init::parameter`].
@@ -44,14 +44,14 @@ impl Linear {
     }
 }
 
-/// x·Wᵀ + b over the last dimension: every projection of this crate goes through here.
+/// Computes x·Wᵀ + b over the last dimension. Every projection of this crate calls this function.
 pub(crate) fn project(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let width = weight.size().get(1).copied().unwrap_or(0);
     if x.size().last() != Some(&width) {
         let expected = format!("[…, {width}]");
         return Err(Error::Shape { operation: "linear", name: "x", found: x.size(), expected });
     }
-    // Under a policy of mixed precision, it decides the dtypes.
+    // A mixed-precision policy, if there is one, decides the dtypes.
     let same_kind = x.kind() == weight.kind() || precision::current().is_some();
     if !same_kind || x.device() != weight.device() {
         return Err(Error::Placement {
@@ -59,7 +59,7 @@ pub(crate) fn project(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Res
             name: "x",
             found_kind: x.kind(),
             found_device: x.device(),
-            expected: format!("{:?} on {:?}, as the weight", weight.kind(), weight.device()),
+            expected: format!("{:?} on {:?}, as the weight has", weight.kind(), weight.device()),
         });
     }
     Ok(precision::linear(x, weight, bias)?)

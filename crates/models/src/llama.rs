@@ -1,4 +1,4 @@
-//! Llama (Touvron et al., arXiv:2302.13971) and Qwen2 (arXiv:2407.10671): pre-norm decoders with rotated heads.
+//! Llama (Touvron et al., arXiv:2302.13971) and Qwen2 (arXiv:2407.10671): pre-norm decoders with rotary embeddings.
 //!
 //! ```text
 //! x = embed_tokens[tokens]
@@ -8,14 +8,14 @@
 //! logits = rms(x)·lm_headᵀ                                                         tied to the embedding or not
 //! ```
 //!
-//! The two differ in that Qwen2 has biases on queries, keys and values; a [`LlamaConfig`] says which it is. Norms, rotation and
-//! the gate's product are `runtime`'s fused passes, and keys and values of grouped queries are never copied on the CPU or by
-//! flash, so that between forward and backward a block holds, per token in elements: both norms' outputs 2H, the rotated
-//! queries and keys with the values and attention's output 2(h + g)e, the MLP's 3F; and h + 2 numbers of softmax and norms. The residual
-//! stream itself is free.
+//! The two differ in that Qwen2 has biases on queries, keys and values; [`LlamaConfig`] covers both. Norms, rotation and the
+//! gated product are fused passes of `runtime`. On the CPU and in flash attention, keys and values of grouped queries are never
+//! copied. So between forward and backward a block keeps, per token in elements: the outputs of both norms 2H, the rotated
+//! queries and keys with the values and the attention output 2(h + g)e, 3F of the MLP, and h + 2 numbers of softmax and norms.
+//! The residual stream itself is not kept.
 //!
-//! Parameters carry Hugging Face's names without their `model.`: `layers.0.self_attn.q_proj.weight`. [`load`] reads files of
-//! either naming.
+//! Parameters have Hugging Face's names without `model.`: `layers.0.self_attn.q_proj.weight`.
+//! [`hugging_face::load_weights`](crate::hugging_face::load_weights) reads files with either names.
 //!
 //! ```
 //! use models::module::{Input, LanguageModel, parameter_count};
@@ -36,8 +36,6 @@ mod block;
 mod config;
 mod shapes;
 
-use std::path::Path;
-
 use runtime::fused::rope::RotaryTable;
 use tch::{Device, Kind, Tensor};
 
@@ -46,9 +44,8 @@ pub use config::{Family, LlamaConfig};
 
 use crate::embedding::Embedding;
 use crate::error::Result;
-use crate::generation::CacheShape;
-use crate::hugging_face::Weights;
 use crate::init::Init;
+use crate::key_value_cache::CacheShape;
 use crate::linear::Linear;
 use crate::loss_head::ProjectionHead;
 use crate::module::{Block, Context, Input, LanguageModel, LossHead, Module, Visitor, VisitorMut};
@@ -65,21 +62,21 @@ pub struct Llama {
 }
 
 impl Llama {
-    /// A model with the published initialisation: normal with `initializer_range`, biases of 0, norms of 1.
+    /// Creates a model with the published initialisation: normal with `initializer_range`, biases 0, norms 1.
     ///
     /// # Errors
-    /// A configuration that makes no model: what is wrong is named. Too little memory.
+    /// An invalid configuration, with the field; too little memory.
     pub fn new(config: &LlamaConfig, options: (Kind, Device)) -> Result<Self> {
         Self::with_init(config, Init::Normal { std: config.initializer_range }, options)
     }
 
-    /// A model whose matrices begin as told; biases are 0 and norms 1.
+    /// Creates a model whose matrices have the given initialisation; biases are 0 and norms 1.
     pub(crate) fn with_init(config: &LlamaConfig, init: Init, options: (Kind, Device)) -> Result<Self> {
         Self::assemble(config, init, options, &mut |_, block| Ok(block))
     }
 
-    /// A model whose matrices begin as told, for a technique that takes each block as soon as it is made, before the next one is:
-    /// `wrap` gets its number, and gives what stands in its place. So a model that fits no memory as a whole can be made in the
+    /// Creates a model whose matrices have the given initialisation, passing each block with its number to `wrap` before the
+    /// next block is created. `wrap` returns the block to use. So a technique such as offloading can create a model in the
     /// memory of one block.
     ///
     /// # Errors
@@ -112,31 +109,14 @@ impl Llama {
         })
     }
 
-    /// What it was made from.
+    /// The configuration.
     pub fn llama_config(&self) -> &LlamaConfig {
         &self.config
     }
 }
 
-/// Copies the weights of a safetensors file, or of a folder that has one or several with an index, named as Hugging Face names
-/// them or as this crate does, into `model`, whose parts may have been replaced by others of the same names. Values go from the
-/// file's pages straight into the model's tensors, whatever their dtype and device. Nothing is copied unless everything fits. A
-/// head that the file repeats, though the model's is tied, is left out.
-///
-/// # Errors
-/// Files that are missing, truncated or contradict each other, by name; those of
-/// [`load_state_dict`](crate::state_dict::load_state_dict).
-pub fn load(model: &Llama, path: &Path) -> Result<()> {
-    Weights::open(path)?.copy_into(model)
-}
-
-/// Hugging Face's name of a tensor of a [`Llama`].
-pub fn hugging_face_name(name: &str) -> String {
-    if name.starts_with("lm_head") { name.to_owned() } else { format!("{PREFIX}{name}") }
-}
-
-pub(crate) const PREFIX: &str = "model.";
-pub(crate) const TIED: &str = "lm_head.weight";
+/// The weight of a head that is not tied.
+pub(crate) const LM_HEAD: &str = "lm_head.weight";
 
 impl Module for Llama {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {

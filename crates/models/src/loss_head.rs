@@ -3,18 +3,18 @@
 use tch::{Kind, Reduction, Tensor};
 
 use crate::error::{Error, Result};
-use crate::module::{Context, IGNORED, LossHead, LossOutput, Module, Projection, Visitor, VisitorMut};
+use crate::module::{Context, IGNORE_INDEX, LossHead, LossOutput, Module, Projection, Visitor, VisitorMut};
 
-/// Logits as a whole, then their cross-entropy: what every framework does, and the baseline of heads that do better.
+/// Computes all logits, then their cross-entropy, as every framework does: the baseline for better heads.
 ///
-/// Keeps the logits' log-softmax, `[batch·sequence, vocabulary]`, for backward, and makes its gradient of the same size.
+/// Keeps the log-softmax, `[batch·sequence, vocabulary]`, for backward, which allocates a gradient of the same size.
 #[derive(Debug)]
 pub struct ProjectionHead {
     projection: Box<dyn Projection>,
 }
 
 impl ProjectionHead {
-    /// A head over this projection. Its parameters go under the head's own name.
+    /// Creates a head over this projection. Its parameters have the head's name.
     pub fn new(projection: impl Projection + 'static) -> Self {
         Self { projection: Box::new(projection) }
     }
@@ -38,17 +38,17 @@ impl LossHead for ProjectionHead {
     fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, context: &Context<'_>) -> Result<LossOutput> {
         let (rows, size) = (hidden_btd.size(), labels_bt.size());
         if rows.len() != 3 || size != rows[..2] {
-            let expected = format!("{:?}, one label for each place", &rows[..rows.len().min(2)]);
+            let expected = format!("{:?}, one label per position", &rows[..rows.len().min(2)]);
             return Err(Error::Shape { operation: "loss", name: "labels", found: size, expected });
         }
         let labels = labels_bt.f_reshape([-1])?;
         let logits = self.projection.forward(&hidden_btd.f_flatten(0, 1)?, context)?;
-        // Sums and exponentials of low precision lose what is learned; fp32 is what every framework computes them in.
+        // Sums and exponentials in low precision are too inexact; every framework computes them in fp32.
         let logits = match logits.kind() {
             Kind::Half | Kind::BFloat16 => logits.f_to_kind(Kind::Float)?,
             _ => logits,
         };
-        let sum = logits.f_cross_entropy_loss(&labels, None::<&Tensor>, Reduction::Sum, IGNORED, 0.0)?;
+        let sum = logits.f_cross_entropy_loss(&labels, None::<&Tensor>, Reduction::Sum, IGNORE_INDEX, 0.0)?;
         let correct = if context.accuracy {
             let _no_grad = tch::no_grad_guard();
             Some(logits.f_argmax(-1, false)?.f_eq_tensor(&labels)?.f_sum(Kind::Int64)?)

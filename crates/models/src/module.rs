@@ -1,23 +1,21 @@
-//! Modules: things with named tensors and named parts.
+//! Modules with named tensors and replaceable parts.
 //!
-//! A [`Module`] says once, in [`Module::visit`], what its tensors and parts are called; names, counts, state dicts, freezing
-//! and the list that an optimizer takes are functions of that (here and in [`crate::state_dict`]). Names are joined with dots,
-//! as in PyTorch: `decoder.self_attn.in_proj_weight`.
+//! [`Module::visit`] names a module's tensors and parts. Parameter lists, counts, state dicts and freezing are functions of it
+//! (here and in [`crate::state_dict`]). Names are joined with dots, as in PyTorch: `decoder.self_attn.in_proj_weight`.
 //!
-//! Four kinds of part are held as trait objects, so that a technique can put its own in the place of any of them without the
-//! model knowing: a [`Projection`], an [`Mlp`], a [`Block`], a [`LossHead`]. [`Module::visit_mut`] leads an [`ModuleMapper`] to each
-//! of them by name:
+//! Four kinds of part are trait objects, which a technique can replace without the model knowing: [`Projection`], [`Mlp`],
+//! [`Block`] and [`LossHead`]. [`map_modules`] calls a [`ModuleMapper`] with each of them and its name:
 //!
 //! ```
 //! use models::module::{ModuleMapper, Module, Projection, map_modules};
 //! use models::{Gpt2, Gpt2Config};
 //! use tch::{Device, Kind};
 //!
-//! /// Remembers what it could replace.
+//! /// Lists the projections.
 //! struct Names(Vec<String>);
 //! impl ModuleMapper for Names {
 //!     fn projection(&mut self, name: &str, slot: &mut Box<dyn Projection>) -> models::Result<()> {
-//!         // A technique writes `*slot = Box::new(…)` here.
+//!         // To replace the projection: `*slot = Box::new(…)`.
 //!         self.0.push(format!("{name}: {} -> {}", slot.in_features(), slot.out_features()));
 //!         Ok(())
 //!     }
@@ -36,6 +34,7 @@
 
 mod context;
 mod functional_call;
+mod replace;
 
 use std::collections::BTreeSet;
 use std::fmt::Debug;
@@ -44,113 +43,113 @@ use regex::Regex;
 use tch::Tensor;
 
 pub use context::{Context, Input, OwnedContext};
-pub use functional_call::{FunctionalCall, SharedModule, take_block, take_mlp};
+pub use functional_call::{FunctionalCall, SharedModule};
+pub use replace::{replace_block, replace_mlp, try_replace_block};
 
 use crate::error::{Error, Result};
 use crate::feed_forward::Activation;
-use crate::generation::CacheShape;
+use crate::key_value_cache::CacheShape;
 
-/// Something with named tensors and named parts.
+/// Has named tensors and named parts.
 pub trait Module: Debug + Send {
-    /// Names every tensor and part, always in the same order.
+    /// Visits every tensor and part with its name, always in the same order.
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>);
 
-    /// Leads an [`ModuleMapper`] to every tensor and replaceable part, under the names of [`Module::visit`].
+    /// Visits every tensor and replaceable part mutably, under the names of [`Module::visit`].
     ///
     /// # Errors
     /// Those of the mapper.
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()>;
 }
 
-/// A linear map of the last dimension, and whatever a technique makes of it.
+/// A linear map of the last dimension; a technique may replace it.
 pub trait Projection: Module {
-    /// `[…, in]` to `[…, out]`.
+    /// Maps `[…, in]` to `[…, out]`.
     ///
     /// # Errors
-    /// A tensor of another width, dtype or device.
+    /// A tensor of the wrong width, dtype or device.
     fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor>;
-    /// Width of what goes in.
+    /// Width of the input.
     fn in_features(&self) -> i64;
-    /// Width of what comes out.
+    /// Width of the output.
     fn out_features(&self) -> i64;
 }
 
 /// The position-wise part of a block.
 pub trait Mlp: Module {
-    /// `[…, hidden]` to `[…, hidden]`.
+    /// Maps `[…, hidden]` to `[…, hidden]`.
     ///
     /// # Errors
-    /// A tensor of another width, dtype or device.
+    /// A tensor of the wrong width, dtype or device.
     fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor>;
 
-    /// What it computes, for a technique that computes the same in another way.
+    /// The function that it computes, for techniques that compute the same in another way.
     fn form(&self) -> MlpForm {
         MlpForm::Other
     }
 }
 
-/// What an [`Mlp`] computes.
+/// The function that an [`Mlp`] computes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum MlpForm {
     /// (SiLU(x·Gᵀ + b) ⊙ (x·Uᵀ + b))·Dᵀ + b of the projections `gate_proj`, `up_proj` and `down_proj`.
     Swiglu,
     /// f(x·W₁ᵀ + b₁)·W₂ᵀ + b₂.
     FeedForward {
-        /// What the two projections are called.
+        /// Names of the two projections.
         names: [&'static str; 2],
         /// f.
         activation: Activation,
-        /// Probability that an element of f's result is dropped in training.
+        /// Dropout probability of f's result in training.
         dropout: f64,
     },
-    /// One that computes its products itself, to recompute them in backward: no projection in it can be replaced.
+    /// Computes its products itself, to recompute them in backward: its projections cannot be replaced.
     Recomputed,
-    /// Anything else, among it an MLP that a technique has wrapped.
+    /// Anything else, such as an MLP that a technique has wrapped.
     Other,
 }
 
 /// A layer of a decoder.
 pub trait Block: Module {
-    /// `[batch, sequence, hidden]` to the same.
+    /// Maps `[batch, sequence, hidden]` to the same shape.
     ///
     /// # Errors
-    /// A tensor of another shape, dtype or device than the layer's.
+    /// A tensor of the wrong shape, dtype or device.
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor>;
 }
 
-/// The last projection and the loss, which a technique may compute as one.
+/// The output projection and the loss, which a technique may fuse.
 pub trait LossHead: Module {
-    /// `[batch, sequence, hidden]` to `[batch, sequence, vocabulary]`.
+    /// Maps `[batch, sequence, hidden]` to logits `[batch, sequence, vocabulary]`.
     ///
     /// # Errors
-    /// A tensor of another width, dtype or device.
+    /// A tensor of the wrong width, dtype or device.
     fn logits(&self, hidden_btd: &Tensor, context: &Context<'_>) -> Result<Tensor>;
 
-    /// The summed loss of every position that has a label, over `hidden_btd` `[batch, sequence, hidden]` and `labels_bt`
-    /// `[batch, sequence]` (int64, the token to predict at each position; [`IGNORED`] where there is none). With
-    /// [`Context::accuracy`] the right predictions are counted too, which costs a pass over the logits.
+    /// Computes the loss, summed over the labelled positions, of `hidden_btd` `[batch, sequence, hidden]` and `labels_bt`
+    /// `[batch, sequence]` (int64: the token to predict at each position, or [`IGNORE_INDEX`]). With [`Context::accuracy`] it also
+    /// counts correct predictions, which costs a pass over the logits.
     ///
     /// # Errors
-    /// Shapes that do not fit, another dtype or device.
+    /// Shapes that do not match, another dtype or device.
     fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, context: &Context<'_>) -> Result<LossOutput>;
 }
 
-/// The label of a position that has nothing to predict.
-pub const IGNORED: i64 = -100;
+/// The label of a position without a token to predict; PyTorch's `ignore_index`.
+pub const IGNORE_INDEX: i64 = -100;
 
-/// What a [`LossHead`] computed. Divide by a number of labels to get a mean: that of this batch, or of all batches whose
-/// gradients are summed before a step.
+/// The result of a [`LossHead`]. Divide by the number of labels for a mean: of this batch, or of all micro-batches of a step.
 #[derive(Debug)]
 pub struct LossOutput {
-    /// Cross-entropy in nats, summed over the labelled positions: a scalar with a graph.
+    /// Cross-entropy in nats, summed over the labelled positions: a scalar that requires a gradient.
     pub sum: Tensor,
-    /// How many labelled positions were predicted right, where that was asked for: an int64 scalar without a graph.
+    /// Number of correct predictions, if [`Context::accuracy`] asked for it: an int64 scalar.
     pub correct: Option<Tensor>,
 }
 
 /// A decoder that predicts the next token.
 pub trait LanguageModel: Module {
-    /// What the head takes: `[batch, sequence, hidden]`.
+    /// Computes the head's input: `[batch, sequence, hidden]`.
     ///
     /// # Errors
     /// Tokens outside the vocabulary, more positions than the model has, another dtype or device.
@@ -159,25 +158,25 @@ pub trait LanguageModel: Module {
     /// The head.
     fn head(&self) -> &dyn LossHead;
 
-    /// Number of tokens that the model knows.
+    /// Size of the vocabulary.
     fn vocabulary(&self) -> i64;
 
-    /// The longest row that it takes.
+    /// Maximum sequence length.
     fn max_sequence(&self) -> i64;
 
-    /// What its layers keep of a token that was read, where they take part in [`Context::extension`]; `None` where they do not,
-    /// and [`generate`](crate::generation::generate) reads whole rows again for each token.
+    /// The shape of its KV cache, if its blocks support [`Context::extension`]; with `None`, generation reads whole rows again for
+    /// each token.
     fn cache_shape(&self) -> Option<CacheShape> {
         None
     }
 
-    /// Its configuration, a flat JSON object: what the shapes of its tensors do not say, such as the number of heads, is
-    /// compared when a training goes on. Null where it has none.
+    /// Its configuration as a flat JSON object, which a resumed training compares: it has what the shapes of tensors do not say,
+    /// such as the number of heads. Null for no configuration.
     fn config(&self) -> serde_json::Value {
         serde_json::Value::Null
     }
 
-    /// `[batch, sequence, vocabulary]`.
+    /// Computes logits `[batch, sequence, vocabulary]`.
     ///
     /// # Errors
     /// As [`LanguageModel::hidden`].
@@ -185,7 +184,7 @@ pub trait LanguageModel: Module {
         self.head().logits(&self.hidden(input)?, &input.context)
     }
 
-    /// The loss of `labels_bt`: see [`LossHead::loss`].
+    /// Computes the loss: see [`LossHead::loss`].
     ///
     /// # Errors
     /// As [`LanguageModel::hidden`] and [`LossHead::loss`].
@@ -194,40 +193,40 @@ pub trait LanguageModel: Module {
     }
 }
 
-/// What a tensor is to its module.
+/// The role of a tensor in its module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// Learned.
+    /// A trainable tensor.
     Parameter,
-    /// Part of the state, not learned.
+    /// A tensor of the state that is not trained.
     Buffer,
 }
 
-/// Collects names on the way through a module.
+/// Visits the tensors of a module.
 pub struct Visitor<'a, 'f> {
     path: String,
     found: &'f mut dyn FnMut(&str, &'a Tensor, Role),
 }
 
 impl<'a> Visitor<'a, '_> {
-    /// A learned tensor.
+    /// A parameter.
     pub fn parameter(&mut self, name: &str, tensor: &'a Tensor) {
         self.tensor(name, tensor, Role::Parameter);
     }
 
-    /// A learned tensor that may be left out.
+    /// An optional parameter.
     pub fn optional_parameter(&mut self, name: &str, tensor: Option<&'a Tensor>) {
         if let Some(tensor) = tensor {
             self.parameter(name, tensor);
         }
     }
 
-    /// A tensor of the state that is not learned.
+    /// A buffer.
     pub fn buffer(&mut self, name: &str, tensor: &'a Tensor) {
         self.tensor(name, tensor, Role::Buffer);
     }
 
-    /// A part with tensors of its own. An empty name puts them beside those of this module.
+    /// A submodule. With an empty name its tensors appear beside those of this module.
     pub fn part(&mut self, name: &str, part: &'a (impl Module + ?Sized)) {
         let length = enter(&mut self.path, name);
         part.visit(self);
@@ -241,8 +240,8 @@ impl<'a> Visitor<'a, '_> {
     }
 }
 
-/// What is done at each tensor and replaceable part; a method left out does nothing. Where a part is replaced, the way
-/// goes on into the new one.
+/// Changes tensors and replaces parts of a model; see [`map_modules`]. Each method does nothing by default. After a part is replaced,
+/// the new part is visited.
 #[allow(unused_variables, reason = "the defaults do nothing with what they get")]
 pub trait ModuleMapper {
     /// A tensor.
@@ -282,7 +281,7 @@ pub trait ModuleMapper {
     }
 }
 
-/// Leads an [`ModuleMapper`] through a module.
+/// Applies a [`ModuleMapper`] to a module.
 pub struct VisitorMut<'e> {
     path: String,
     mapper: &'e mut dyn ModuleMapper,
@@ -315,7 +314,7 @@ impl VisitorMut<'_> {
         loss_head: LossHead;
     }
 
-    /// A learned tensor.
+    /// A parameter.
     ///
     /// # Errors
     /// Those of the mapper.
@@ -323,7 +322,7 @@ impl VisitorMut<'_> {
         self.tensor(name, tensor, Role::Parameter)
     }
 
-    /// A learned tensor that may be left out.
+    /// An optional parameter.
     ///
     /// # Errors
     /// Those of the mapper.
@@ -331,7 +330,7 @@ impl VisitorMut<'_> {
         tensor.map_or(Ok(()), |tensor| self.parameter(name, tensor))
     }
 
-    /// A tensor of the state that is not learned.
+    /// A buffer.
     ///
     /// # Errors
     /// Those of the mapper.
@@ -339,7 +338,7 @@ impl VisitorMut<'_> {
         self.tensor(name, tensor, Role::Buffer)
     }
 
-    /// A part that is not replaceable.
+    /// A part that cannot be replaced.
     ///
     /// # Errors
     /// Those of the mapper.
@@ -358,7 +357,7 @@ impl VisitorMut<'_> {
     }
 }
 
-/// Appends a name to a path, and gives the length to cut it back to.
+/// Appends a name to a path, and returns the length before.
 fn enter(path: &mut String, name: &str) -> usize {
     let length = path.len();
     if !path.is_empty() && !name.is_empty() {
@@ -378,48 +377,48 @@ pub fn map_modules(module: &mut (impl Module + ?Sized), mapper: &mut dyn ModuleM
 
 /// A tensor of a module.
 #[derive(Debug)]
-pub struct Named<'a> {
-    /// Its path.
+pub struct NamedTensor<'a> {
+    /// Its dotted path.
     pub name: String,
     /// The tensor.
     pub tensor: &'a Tensor,
-    /// Whether it is learned.
+    /// Parameter or buffer.
     pub role: Role,
 }
 
-/// Every tensor of the state, in order. One that two parts share is listed once, under its first name.
-pub fn tensors(module: &(impl Module + ?Sized)) -> Vec<Named<'_>> {
+/// Lists every tensor of the state, in order. A shared tensor is listed once, under its first name.
+pub fn tensors(module: &(impl Module + ?Sized)) -> Vec<NamedTensor<'_>> {
     let (mut list, mut seen) = (Vec::new(), BTreeSet::new());
     let mut found = |name: &str, tensor, role| {
         if seen.insert(identity(tensor)) {
-            list.push(Named { name: name.to_owned(), tensor, role });
+            list.push(NamedTensor { name: name.to_owned(), tensor, role });
         }
     };
     module.visit(&mut Visitor { path: String::new(), found: &mut found });
     list
 }
 
-/// Every learned tensor with its name, in order; a shared one once.
+/// Lists every parameter with its name, in order; a shared one once.
 pub fn parameters(module: &(impl Module + ?Sized)) -> Vec<(String, &Tensor)> {
     let all = tensors(module).into_iter();
     all.filter(|named| named.role == Role::Parameter).map(|named| (named.name, named.tensor)).collect()
 }
 
-/// The learned tensors that require a gradient, with their names, in order.
+/// Lists the parameters that require a gradient, with their names, in order.
 pub fn trainable(module: &(impl Module + ?Sized)) -> Vec<(String, &Tensor)> {
     parameters(module).into_iter().filter(|(_, tensor)| tensor.requires_grad()).collect()
 }
 
-/// How many numbers a module learns.
+/// Number of elements of all parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ParameterCount {
     /// All of them.
     pub total: u64,
-    /// Those that are not frozen.
+    /// Those that require a gradient.
     pub trainable: u64,
 }
 
-/// Counts the learned numbers; a shared tensor once.
+/// Counts the elements of all parameters; a shared tensor once.
 pub fn parameter_count(module: &(impl Module + ?Sized)) -> ParameterCount {
     let mut count = ParameterCount { total: 0, trainable: 0 };
     for (_, tensor) in parameters(module) {
@@ -430,11 +429,11 @@ pub fn parameter_count(module: &(impl Module + ?Sized)) -> ParameterCount {
     count
 }
 
-/// Freezes (or, with `frozen` false, unfreezes) every learned tensor whose whole name matches `pattern`, a regular
-/// expression such as `h\.[0-3]\..*` or `.*bias`. Returns their names.
+/// Freezes (or, with `frozen` false, unfreezes) every parameter whose whole name matches `pattern`, a regular expression such as
+/// `h\.[0-3]\..*` or `.*bias`. Returns their names.
 ///
 /// # Errors
-/// A pattern that is not a regular expression, or that matches no name.
+/// An invalid regular expression, or one that matches no name.
 pub fn freeze(module: &(impl Module + ?Sized), pattern: &str, frozen: bool) -> Result<Vec<String>> {
     let whole = Regex::new(&format!("^(?:{pattern})$"))
         .map_err(|cause| Error::Pattern { pattern: pattern.to_owned(), reason: cause.to_string() })?;
@@ -453,7 +452,7 @@ pub fn freeze(module: &(impl Module + ?Sized), pattern: &str, frozen: bool) -> R
     Ok(names)
 }
 
-/// What makes a tensor the same as another: where its values lie. Empty tensors are all different.
+/// Identifies a tensor by its memory, shape and strides. Empty tensors are all different.
 fn identity(tensor: &Tensor) -> (usize, Vec<i64>, Vec<i64>) {
     let address =
         if tensor.numel() == 0 { std::ptr::from_ref(tensor) as usize } else { tensor.data_ptr() as usize };

@@ -21,7 +21,7 @@ pub struct LayerNorm {
 }
 
 impl LayerNorm {
-    /// Ones and zeros.
+    /// Creates a norm with weights 1 and biases 0.
     ///
     /// # Errors
     /// A width below 1.
@@ -31,7 +31,7 @@ impl LayerNorm {
         Ok(Self { weight, bias: Init::Constant(0.0).parameter(&[width], options)?, eps })
     }
 
-    /// `[…, width]` to the same.
+    /// Normalises `[…, width]`.
     ///
     /// # Errors
     /// Another width or dtype.
@@ -51,7 +51,7 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// Ones.
+    /// Creates a norm with weights 1.
     ///
     /// # Errors
     /// A width below 1.
@@ -60,7 +60,7 @@ impl RmsNorm {
         Ok(Self { weight: Init::Constant(1.0).parameter(&[width], options)?, eps })
     }
 
-    /// `[…, width]` to the same.
+    /// Normalises `[…, width]`.
     ///
     /// # Errors
     /// Another width or dtype.
@@ -70,8 +70,8 @@ impl RmsNorm {
     }
 }
 
-/// The output is kept where the next product keeps it too, so that the residual stream is free; under a policy that makes the
-/// product keep another copy, the narrower input is.
+/// Keeps the output if the next product keeps it too, so that the residual stream is freed. Under a policy that makes the
+/// product keep another copy, the narrower input is kept.
 fn options(x: &Tensor, eps: f64) -> Options {
     let output = precision::widened_kind(x.kind());
     let keep = if precision::current().is_none() { Keep::Output } else { Keep::Input };

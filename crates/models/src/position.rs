@@ -1,8 +1,8 @@
-//! Where a token stands.
+//! Positional encodings.
 //!
-//! Sinusoidal (Vaswani et al. 2017): for place p and even column 2i of E, PE[p, 2i] = sin(p·10000^(−2i/E)) and
-//! PE[p, 2i+1] = cos of the same. A shift by s places is a rotation of each pair of columns, so that relative places are
-//! linear in it. Nothing is learned, and nothing is kept in a state dict.
+//! Sinusoidal (Vaswani et al. 2017): for position p and even column 2i of E, PE[p, 2i] = sin(p·10000^(−2i/E)) and PE[p, 2i+1] =
+//! cos of the same. A shift by s positions rotates each pair of columns, so it is a linear map. The table is not learned and
+//! not in the state dict.
 
 use tch::{Device, Kind, Tensor};
 
@@ -11,14 +11,14 @@ use crate::init::Init;
 use crate::linear::positive;
 use crate::module::{Module, Visitor, VisitorMut};
 
-/// Adds sines and cosines of the place. `PositionalEncoding` of the assignment.
+/// Adds sinusoidal encodings of the positions. `PositionalEncoding` of the assignment.
 #[derive(Debug)]
 pub struct PositionalEncoding {
     table: Tensor,
 }
 
 impl PositionalEncoding {
-    /// A table of `max_length` places. It is computed in f64 and rounded once.
+    /// Creates a table of `max_length` positions, computed in f64 and rounded once.
     ///
     /// # Errors
     /// A size below 1.
@@ -37,29 +37,30 @@ impl PositionalEncoding {
         Ok(Self { table })
     }
 
-    /// `[batch, sequence, width]` plus the encoding of 0, 1, 2, …, or of the given places `[batch, sequence]` (int64).
+    /// Adds the encoding of positions 0, 1, 2, …, or of the given positions `[batch, sequence]` (int64), to `[batch, sequence,
+    /// width]`.
     ///
     /// # Errors
-    /// A longer sequence than the table, another width.
+    /// A sequence longer than the table, another width.
     pub fn forward(&self, x_btd: &Tensor, positions_bt: Option<&Tensor>) -> Result<Tensor> {
         Ok(x_btd.f_add(&rows(&self.table, x_btd, positions_bt)?)?)
     }
 
-    /// How many places there are.
+    /// Returns the number of positions.
     pub fn max_length(&self) -> i64 {
         self.table.size()[0]
     }
 }
 
-/// Adds a learned row for each place.
+/// Adds a learned row for each position.
 #[derive(Debug)]
-pub struct LearnedPositions {
+pub struct LearnedPositionalEmbedding {
     /// `[max_length, width]`.
     pub weight: Tensor,
 }
 
-impl LearnedPositions {
-    /// Rows drawn as told.
+impl LearnedPositionalEmbedding {
+    /// Creates a table with the given initialisation.
     ///
     /// # Errors
     /// A size below 1.
@@ -77,7 +78,7 @@ impl LearnedPositions {
     }
 }
 
-/// The rows of `table` that belong to the places of `x`.
+/// Selects the rows of `table` for the positions of `x`.
 fn rows(table: &Tensor, x_btd: &Tensor, positions_bt: Option<&Tensor>) -> Result<Tensor> {
     let operation = "positions";
     let (length, width) = table.size2()?;
@@ -91,16 +92,17 @@ fn rows(table: &Tensor, x_btd: &Tensor, positions_bt: Option<&Tensor>) -> Result
     }
     match positions_bt {
         None if sequence > length => {
-            let expected =
-                format!("at most {length} places; cut the rows, or make the model with a larger maximum");
+            let expected = format!(
+                "at most {length} positions; shorten the rows, or create the model with a larger maximum"
+            );
             Err(Error::Shape { operation, name: "x", found: x_btd.size(), expected })
         }
         None => Ok(table.f_narrow(0, 0, sequence)?),
         Some(positions) if positions.size() != [batch, sequence] => {
-            let expected = format!("[{batch}, {sequence}], as the tokens");
+            let expected = format!("[{batch}, {sequence}], the shape of the tokens");
             Err(Error::Shape { operation, name: "positions", found: positions.size(), expected })
         }
-        // `embedding` checks the range on the CPU, and its backward is the one of a table.
+        // `embedding` checks the range on the CPU, and its backward is that of a lookup table.
         Some(positions) => Ok(Tensor::f_embedding(table, positions, -1, false, false)?),
     }
 }
@@ -113,7 +115,7 @@ impl Module for PositionalEncoding {
     }
 }
 
-impl Module for LearnedPositions {
+impl Module for LearnedPositionalEmbedding {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
         visitor.parameter("weight", &self.weight);
     }

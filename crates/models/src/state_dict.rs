@@ -1,4 +1,4 @@
-//! A module's state, out and in.
+//! Reading and writing a module's state.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -9,14 +9,14 @@ use crate::error::{Error, Result};
 use crate::module::{Module, tensors};
 use crate::tensors_file;
 
-/// Every tensor of the state with its name, in order, sharing memory with the module. One that two parts share comes once.
+/// Returns every tensor of the state with its name, in order, sharing memory with the module. A shared tensor is listed once.
 pub fn state_dict(module: &(impl Module + ?Sized)) -> Vec<(String, Tensor)> {
     tensors(module).into_iter().map(|named| (named.name, named.tensor.detach())).collect()
 }
 
-/// Copies values into the module's tensors, converting dtype and device. Nothing is copied unless everything fits.
+/// Copies values into the module's tensors, converting dtype and device. If anything does not match, nothing is copied.
 ///
-/// `from` is what an error calls them, for example a path.
+/// `from` names the values in errors, for example a path.
 ///
 /// # Errors
 /// [`Error::State`] with all names that are missing, unexpected, or of another shape.
@@ -36,7 +36,7 @@ pub fn load_state_dict(
     Ok(())
 }
 
-/// Compares names and shapes of a state with those of a model.
+/// Compares the names and shapes of a state with a model's.
 pub(crate) fn check_fit(
     wanted: &[(String, Vec<i64>)],
     given: &BTreeMap<&str, Vec<i64>>,
@@ -48,7 +48,7 @@ pub(crate) fn check_fit(
         match given.get(&**name) {
             None => missing.push(name.clone()),
             Some(found) if found != shape => {
-                mismatched.push(format!("{name} {found:?} (the model has {shape:?})"));
+                mismatched.push(format!("{name} {found:?} (expected {shape:?})"));
             }
             Some(_) => {}
         }
@@ -61,7 +61,7 @@ pub(crate) fn check_fit(
     Err(Error::State { from: from.to_owned(), missing, unexpected, mismatched })
 }
 
-/// Writes a module's state as safetensors, whole or not at all.
+/// Writes a module's state as safetensors, atomically.
 ///
 /// # Errors
 /// Those of [`tensors_file::write`].

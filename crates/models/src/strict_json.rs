@@ -1,11 +1,11 @@
-//! JSON in which no key of an object comes twice. Readers differ in which of two they take, so a file that has two says nothing.
+//! JSON without duplicate keys. Readers differ in which of two values they take, so a file with duplicates is ambiguous.
 //!
 //! ```
 //! use models::strict_json::from_str;
 //!
 //! assert_eq!(from_str::<serde_json::Value>(r#"{ "r": 8 }"#)?["r"], 8);
 //! let error = from_str::<serde_json::Value>(r#"{ "r": 8, "r": 4 }"#).unwrap_err();
-//! assert_eq!(error.to_string(), "`r` comes twice; expected it once at line 1 column 13");
+//! assert_eq!(error.to_string(), "duplicate key `r` at line 1 column 13");
 //! # Ok::<(), serde_json::Error>(())
 //! ```
 
@@ -14,17 +14,17 @@ use std::fmt;
 
 use serde::de::{Deserialize, DeserializeOwned, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
-/// Reads a text.
+/// Parses a text.
 ///
 /// # Errors
-/// A key that comes twice, at any depth; those of `serde_json`.
+/// A duplicate key at any depth; those of `serde_json`.
 pub fn from_str<T: DeserializeOwned>(text: &str) -> serde_json::Result<T> {
     let value = serde_json::from_str(text)?;
     serde_json::from_str::<Unique>(text)?;
     Ok(value)
 }
 
-/// Any value whose keys are unique. Keeps nothing of it.
+/// Accepts any value with unique keys, and keeps nothing of it.
 struct Unique;
 
 impl<'de> Deserialize<'de> for Unique {
@@ -73,7 +73,7 @@ impl<'de> Visitor<'de> for Unique {
         let mut seen = HashSet::new();
         while let Some(key) = fields.next_key::<String>()? {
             if seen.contains(&key) {
-                return Err(A::Error::custom(format!("`{key}` comes twice; expected it once")));
+                return Err(A::Error::custom(format!("duplicate key `{key}`")));
             }
             seen.insert(key);
             fields.next_value::<Self>()?;

@@ -10,8 +10,8 @@ use crate::module::{Context, Mlp, MlpForm, Module, Projection, Visitor, VisitorM
 
 /// y = (SiLU(x·Gᵀ) ⊙ x·Uᵀ)·Dᵀ (Shazeer, arXiv:2002.05202), with Hugging Face's names `gate_proj`, `up_proj`, `down_proj`.
 ///
-/// The product of the gate is one pass ([`silu_mul`]), so that a token holds H + 3F elements for backward: the input, both
-/// projections and their product, where a chain of operators holds H + 4F. What holds less takes its place as an [`Mlp`].
+/// The gated product is one fused pass ([`silu_mul`]), so a token keeps H + 3F elements for backward: the input, both
+/// projections and their product; separate operators keep H + 4F. Techniques that keep less replace it as an [`Mlp`].
 #[derive(Debug)]
 pub struct Swiglu {
     gate_proj: Box<dyn Projection>,
@@ -20,7 +20,7 @@ pub struct Swiglu {
 }
 
 impl Swiglu {
-    /// Weights drawn as told; biases, where there are any, of 0.
+    /// Creates an MLP with the given initialisation; biases, if any, are 0.
     ///
     /// # Errors
     /// A width below 1, too little memory.

@@ -1,7 +1,7 @@
 //! Named tensors in a safetensors file.
 //!
-//! A file is written by [`atomic_write`], so that a reader sees the old one or the new one whole. It is read through a
-//! mapping: each tensor's bytes are copied once, from the file's pages into the tensor.
+//! A file is written with [`atomic_write`], so a reader sees either the old file or the new one. It is read through a memory
+//! map: each tensor's bytes are copied once, from the file's pages into the tensor.
 
 use std::cmp::Reverse;
 use std::io::{self, Write};
@@ -18,21 +18,20 @@ use tch::{Device, Kind, Tensor};
 use crate::error::{Error, Result};
 use crate::strict_json;
 
-/// The name that the format keeps for texts.
+/// The name that the format reserves for metadata.
 const METADATA: &str = "__metadata__";
 
-/// Writes tensors of any device, contiguous or not, one at a time: beside them, memory for the largest is needed. Those of
-/// wide dtypes come first, as the format wants it, so that every one lies at a multiple of its element's size.
+/// Writes tensors from any device, contiguous or not, one at a time, with memory for the largest. Wide dtypes come first, as
+/// the format requires, so that every tensor is aligned to its element size.
 ///
 /// # Errors
-/// As [`io::ErrorKind::InvalidInput`]: a dtype that the format lacks (complex numbers, quantised), a name that comes twice or
-/// that the format keeps for itself. Those of `out` and of libtorch.
+/// As [`io::ErrorKind::InvalidInput`]: a dtype that the format lacks (complex numbers, quantised), a duplicate or reserved
+/// name. Those of `out` and of libtorch.
 pub fn write_to(out: &mut dyn Write, tensors: &[(String, Tensor)]) -> io::Result<()> {
     write_with(out, tensors, &[])
 }
 
-/// [`write_to`] with texts in the header, which readers of the format ignore or ask for: Hugging Face's want
-/// `("format", "pt")`.
+/// [`write_to`], with metadata in the header; Hugging Face's readers require `("format", "pt")`.
 ///
 /// # Errors
 /// As [`write_to`].
@@ -54,7 +53,7 @@ pub fn write_with(
     for (name, tensor) in &order {
         let Some(dtype) = dtype_of(tensor.kind()) else {
             return refuse(format!(
-                "`{name}` is {:?}, which the format lacks; convert it first",
+                "`{name}` is {:?}, which the format does not support; convert it first",
                 tensor.kind()
             ));
         };
@@ -62,9 +61,7 @@ pub fn write_with(
         end += tensor.numel() * width(tensor);
         let entry = json!({ "dtype": dtype, "shape": tensor.size(), "data_offsets": [start, end] });
         if name == METADATA || header.insert(name.clone(), entry).is_some() {
-            return refuse(format!(
-                "two tensors are called `{name}`, or the format keeps that name for itself"
-            ));
+            return refuse(format!("the name `{name}` is a duplicate or reserved by the format"));
         }
     }
     let mut text = serde_json::to_vec(&header)?;
@@ -84,15 +81,15 @@ pub fn write_with(
     Ok(())
 }
 
-/// Writes a file whole or not at all.
+/// Writes a file atomically.
 ///
 /// # Errors
-/// Those of [`write_to`], with the path; a folder that is not there or full.
+/// Those of [`write_to`], with the path; a folder that does not exist or is full.
 pub fn write(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
     write_file(path, tensors, &[])
 }
 
-/// [`write`] with texts in the header.
+/// [`write`], with metadata in the header.
 pub(crate) fn write_file(path: &Path, tensors: &[(String, Tensor)], metadata: &[(&str, &str)]) -> Result<()> {
     atomic_write::file(path, |out| write_with(out, tensors, metadata))
         .map_err(|cause| file_error(path, format!("cannot be written: {cause}")))
@@ -101,7 +98,7 @@ pub(crate) fn write_file(path: &Path, tensors: &[(String, Tensor)], metadata: &[
 /// Reads all tensors of a file onto `device`, in the file's order.
 ///
 /// # Errors
-/// A missing, truncated or foreign file, with its path and what is wrong; a dtype that libtorch lacks.
+/// A missing, truncated or invalid file, with its path and what is wrong; a dtype that libtorch lacks.
 pub fn read(path: &Path, device: Device) -> Result<Vec<(String, Tensor)>> {
     let mapped = MappedFile::open(path)?;
     from_bytes(&mapped, device).map_err(|error| match error {
@@ -125,25 +122,25 @@ pub fn from_bytes(bytes: &[u8], device: Device) -> Result<Vec<(String, Tensor)>>
     entries(bytes)?.into_iter().map(read).collect()
 }
 
-/// What a file's header says of a tensor.
+/// A tensor's entry in the header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// What it is called.
+    /// The tensor's name.
     pub name: String,
     /// Its dtype.
     pub kind: Kind,
     /// Its shape.
     pub shape: Vec<i64>,
-    /// Where its values lie in the file.
+    /// The byte range of its values in the file.
     range: Range<usize>,
 }
 
-/// Where the values of a tensor lie: contiguous, little-endian, in a file.
+/// The location of a tensor's values in a file: contiguous, little-endian.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Stored {
+pub struct TensorLocation {
     /// The file.
     pub path: PathBuf,
-    /// Where they begin, in bytes from the file's beginning.
+    /// Offset of the values, in bytes from the start of the file.
     pub offset: u64,
     /// Their dtype.
     pub kind: Kind,
@@ -151,7 +148,7 @@ pub struct Stored {
     pub shape: Vec<i64>,
 }
 
-/// A file that is open: what is in it is known, values are read where they are wanted.
+/// An open file: its header is parsed; values are read on demand.
 #[derive(Debug)]
 pub struct TensorsFile {
     mapped: MappedFile,
@@ -159,7 +156,7 @@ pub struct TensorsFile {
 }
 
 impl TensorsFile {
-    /// Reads the header and compares it with the file's length.
+    /// Reads the header and checks it against the file's length.
     ///
     /// # Errors
     /// As [`read`].
@@ -172,24 +169,28 @@ impl TensorsFile {
         Ok(Self { mapped, entries })
     }
 
-    /// Where it lies.
+    /// The file's path.
     pub fn path(&self) -> &Path {
         self.mapped.path()
     }
 
-    /// What is in it, in the order of the values.
+    /// The entries, in the order of their values.
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }
 
-    /// Where the values of an entry of this file lie.
-    pub fn stored(&self, entry: &Entry) -> Stored {
+    /// Returns the location of an entry's values.
+    pub fn location(&self, entry: &Entry) -> TensorLocation {
         let Entry { kind, ref shape, ref range, .. } = *entry;
-        Stored { path: self.path().to_owned(), offset: range.start as u64, kind, shape: shape.clone() }
+        TensorLocation {
+            path: self.path().to_owned(),
+            offset: range.start as u64,
+            kind,
+            shape: shape.clone(),
+        }
     }
 
-    /// Copies the values of an entry of this file into a tensor of its shape, whatever that one's dtype and device, and gives the
-    /// file's pages back to the system.
+    /// Copies an entry's values into a tensor of its shape, of any dtype and device, and releases the file's pages.
     ///
     /// # Errors
     /// Another shape; those of libtorch.
@@ -199,7 +200,7 @@ impl TensorsFile {
             return Err(file_error(
                 self.path(),
                 format!(
-                    "`{}` is {:?}; expected {:?}, as where it goes",
+                    "`{}` is {:?}; expected {:?}, the shape of the destination",
                     entry.name,
                     entry.shape,
                     destination.size()
@@ -211,14 +212,14 @@ impl TensorsFile {
     }
 }
 
-/// What lies where in a file's bytes; all of it within them.
+/// Parses the header; every entry is within the file.
 fn entries(bytes: &[u8]) -> Result<Vec<Entry>> {
     let refuse = |reason: String| Error::Config { what: "safetensors", reason };
     let (header, metadata) = SafeTensors::read_metadata(bytes).map_err(|cause| {
-        refuse(format!("not a whole safetensors file ({cause}); copy or download it again"))
+        refuse(format!("not a complete safetensors file ({cause}); copy or download it again"))
     })?;
     let start = 8 + header;
-    // Of two tensors of one name the format's library keeps one.
+    // Of two tensors with one name the format's library keeps one.
     let text = std::str::from_utf8(&bytes[8..start]).unwrap_or_default();
     strict_json::from_str::<IgnoredAny>(text)
         .map_err(|cause| refuse(format!("its header: {cause}; write the file again")))?;
@@ -226,17 +227,20 @@ fn entries(bytes: &[u8]) -> Result<Vec<Entry>> {
     for name in metadata.offset_keys() {
         let Some(info) = metadata.info(&name) else { continue };
         let Some(kind) = kind_of(info.dtype) else {
-            return Err(refuse(format!("`{name}` is {:?}, which libtorch has no dtype for", info.dtype)));
+            return Err(refuse(format!("`{name}` is {:?}, which libtorch does not support", info.dtype)));
         };
         let range = start + info.data_offsets.0..start + info.data_offsets.1;
         if bytes.get(range.clone()).is_none() {
             return Err(refuse(format!(
-                "`{name}` ends beyond the file; it is truncated, copy or download it again"
+                "`{name}` ends beyond the end of the file; copy or download it again"
             )));
         }
         let shape: Option<Vec<i64>> = info.shape.iter().map(|&size| i64::try_from(size).ok()).collect();
         let Some(shape) = shape else {
-            return Err(refuse(format!("`{name}` has the shape {:?}, which no tensor has", info.shape)));
+            return Err(refuse(format!(
+                "`{name}` has the shape {:?}, which is not a valid tensor shape",
+                info.shape
+            )));
         };
         entries.push(Entry { name, kind, shape, range });
     }

@@ -25,7 +25,7 @@ use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
 
 use models::module::Role;
-use models::tensors_file::Stored;
+use models::tensors_file::TensorLocation;
 use parking_lot::{Mutex, MutexGuard};
 use runtime::device::{self, Event, Stream};
 use runtime::precision::identity;
@@ -134,7 +134,7 @@ impl Engine {
         &self,
         (name, number): (&str, usize),
         named: &[(String, Tensor, Role)],
-        stored: &dyn Fn(&str) -> Option<Stored>,
+        stored: &dyn Fn(&str) -> Option<TensorLocation>,
     ) -> Result<usize> {
         let left = |name: &str, _: &Tensor| stored(name).map(Left::At);
         let layer = Layer::new((name, number), named, &self.0.homing, &left)?;

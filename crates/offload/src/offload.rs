@@ -2,8 +2,8 @@
 
 use models::hugging_face::Folder;
 use models::init::Init;
-use models::module::{Block, FunctionalCall, Module, ModuleMapper, freeze, map_modules, take_block};
-use models::tensors_file::Stored;
+use models::module::{Block, FunctionalCall, Module, ModuleMapper, freeze, map_modules, try_replace_block};
+use models::tensors_file::TensorLocation;
 use models::{Llama, LlamaConfig};
 use runtime::device;
 use tch::{Device, Kind};
@@ -76,11 +76,11 @@ impl Offload {
             );
             return Err(Error::File { path: folder.path().to_owned(), reason });
         }
-        let stored = |name: &str| folder.stored(name).filter(|_| in_files);
+        let stored = |name: &str| folder.location(name).filter(|_| in_files);
         let (model, offload) = Self::build(folder.config(), Init::Uninitialised, kind, options, &stored)?;
         let resident: Vec<String> =
             options.resident.iter().map(|number| format!("layers.{number}.")).collect();
-        folder.load_some(&model, &|name| {
+        folder.load_filtered(&model, &|name| {
             !in_files
                 || !name.starts_with("layers.")
                 || resident.iter().any(|prefix| name.starts_with(prefix))
@@ -93,7 +93,7 @@ impl Offload {
         init: Init,
         kind: Kind,
         options: &Options,
-        stored: &dyn Fn(&str) -> Option<Stored>,
+        stored: &dyn Fn(&str) -> Option<TensorLocation>,
     ) -> Result<(Llama, Self)> {
         check_resident(&options.resident, usize::try_from(config.num_hidden_layers).unwrap_or(0))?;
         let engine = Engine::new(options.clone())?;
@@ -107,7 +107,7 @@ impl Offload {
             }
             let wrapped =
                 wrap(&engine, (&name, number), block, &|tensor| stored(&format!("{name}.{tensor}")));
-            Ok(wrapped.map_err(|refused| *refused.error)?)
+            Ok(wrapped.map_err(|(_, error)| *error)?)
         })?;
         Ok((model, Self { engine, blocks }))
     }
@@ -203,28 +203,28 @@ fn check_resident(resident: &[usize], blocks: usize) -> Result<()> {
     Err(Error::config("resident layers", reason))
 }
 
-/// A block that could not be taken home.
-struct NotTaken {
-    block: Option<Box<dyn Block>>,
-    error: Box<Error>,
-}
+/// A block that could not be wrapped, and why.
+type NotWrapped = (Box<dyn Block>, Box<Error>);
 
-/// Puts a block behind its rung; gives it back where that fails.
+/// Wraps a block for the method. Returns the block with the error if that fails.
 fn wrap(
     engine: &Engine,
     (name, number): (&str, usize),
     block: Box<dyn Block>,
-    stored: &dyn Fn(&str) -> Option<Stored>,
-) -> std::result::Result<Box<dyn Block>, NotTaken> {
-    let held = FunctionalCall::new(name, block);
+    stored: &dyn Fn(&str) -> Option<TensorLocation>,
+) -> std::result::Result<Box<dyn Block>, NotWrapped> {
+    let block = FunctionalCall::new(name, block);
     if engine.options().resident.contains(&number) {
-        return Ok(Box::new(ResidentBlock::new(held, engine.clone(), number)));
+        return Ok(Box::new(ResidentBlock::new(block, engine.clone(), number)));
     }
-    let layer = match engine.add((name, number), held.named(), stored) {
+    let layer = match engine.add((name, number), block.named(), stored) {
         Ok(layer) => layer,
-        Err(error) => return Err(NotTaken { block: held.into_inner().ok(), error: Box::new(error) }),
+        Err(error) => {
+            let block = block.into_inner().unwrap_or_else(|block| Box::new(block));
+            return Err((block, Box::new(error)));
+        }
     };
-    let away = Away::new(held, engine.clone(), layer, number);
+    let away = Away::new(block, engine.clone(), layer, number);
     Ok(match engine.options().method {
         Method::OneLayer => Box::new(OffloadBlock(away)),
         Method::Checkpointing => Box::new(OffloadBlockWithCheckpointing(away)),
@@ -272,15 +272,7 @@ struct Install {
 impl ModuleMapper for Install {
     fn block(&mut self, name: &str, slot: &mut Box<dyn Block>) -> models::Result<()> {
         let Some(number) = self.blocks.next(name) else { return Ok(()) };
-        match wrap(&self.engine, (name, number), take_block(slot), &|_| None) {
-            Ok(wrapped) => *slot = wrapped,
-            Err(NotTaken { block, error }) => {
-                if let Some(block) = block {
-                    *slot = block;
-                }
-                return Err((*error).into());
-            }
-        }
-        Ok(())
+        let taken = try_replace_block(slot, |block| wrap(&self.engine, (name, number), block, &|_| None));
+        taken.map_err(|error| (*error).into())
     }
 }

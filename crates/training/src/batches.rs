@@ -1,6 +1,6 @@
 //! Where batches come from.
 
-use dataloading::{Batch, Counts, IGNORED};
+use dataloading::{Batch, Counts, IGNORE_INDEX};
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
 
@@ -64,7 +64,7 @@ impl Batches for Synthetic {
         let mut random = SplitMix(self.seed ^ self.position.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         self.position += 1;
         let size = self.rows * self.length;
-        let (mut tokens, mut labels) = (vec![0i64; size], vec![IGNORED; size]);
+        let (mut tokens, mut labels) = (vec![0i64; size], vec![IGNORE_INDEX; size]);
         let mut counts = Counts { documents: self.rows, ..Counts::default() };
         for row in 0..self.rows {
             let length = self.length - random.below(self.length as u64 / 2) as usize;

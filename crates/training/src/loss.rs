@@ -22,7 +22,7 @@
 //! # Ok::<(), training::Error>(())
 //! ```
 
-use dataloading::IGNORED;
+use dataloading::IGNORE_INDEX;
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
@@ -50,7 +50,7 @@ pub struct LmCrossEntropyLoss {
 
 impl Default for LmCrossEntropyLoss {
     fn default() -> Self {
-        Self { reduction: Reduction::Mean, label_smoothing: 0.0, ignore_index: IGNORED }
+        Self { reduction: Reduction::Mean, label_smoothing: 0.0, ignore_index: IGNORE_INDEX }
     }
 }
 
@@ -103,7 +103,7 @@ pub struct LmAccuracy {
 
 impl Default for LmAccuracy {
     fn default() -> Self {
-        Self { ignore_index: IGNORED }
+        Self { ignore_index: IGNORE_INDEX }
     }
 }
 

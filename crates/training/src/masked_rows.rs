@@ -21,7 +21,7 @@
 use dataloading::fingerprint::Fingerprint;
 use dataloading::packing::{Algorithm, LongDocuments};
 use dataloading::permutation::Permutation;
-use dataloading::{Batch, Counts, IGNORED, Packing, PackingOptions, PackingPlan};
+use dataloading::{Batch, Counts, IGNORE_INDEX, Packing, PackingOptions, PackingPlan};
 use models::Documents;
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
@@ -34,7 +34,7 @@ use crate::error::{Error, Result};
 pub struct MaskedRow {
     /// Token ids.
     pub tokens: Vec<i64>,
-    /// For each token its id where it is to be predicted, else −100 ([`IGNORED`]). Not shifted: the batches compare position
+    /// For each token its id where it is to be predicted, else −100 ([`IGNORE_INDEX`]). Not shifted: the batches compare position
     /// `t` with label `t + 1`.
     pub labels: Vec<i64>,
 }
@@ -98,7 +98,7 @@ impl MaskedBatches {
                 "row {number} has {tokens} tokens and {labels} labels; expected one label per token"
             )));
         }
-        rows.retain(|row| row.labels.iter().skip(1).any(|label| *label != IGNORED));
+        rows.retain(|row| row.labels.iter().skip(1).any(|label| *label != IGNORE_INDEX));
         if rows.is_empty() || layout.batch == 0 {
             let (count, batch) = (rows.len(), layout.batch);
             return Err(refuse(format!(
@@ -159,7 +159,7 @@ impl MaskedBatches {
                 tokens.extend_from_slice(&row_tokens[..own]);
                 labels.extend_from_slice(&learnt[1..]);
                 positions.extend(0..own as i64);
-                counts.targets += learnt[1..].iter().filter(|label| **label != IGNORED).count();
+                counts.targets += learnt[1..].iter().filter(|label| **label != IGNORE_INDEX).count();
                 counts.tokens += own;
                 counts.documents += 1;
                 documents.push(own);
@@ -167,7 +167,7 @@ impl MaskedBatches {
             let rest = length - documents.iter().sum::<usize>();
             if rest > 0 {
                 tokens.extend(std::iter::repeat_n(self.layout.pad, rest));
-                labels.extend(std::iter::repeat_n(IGNORED, rest));
+                labels.extend(std::iter::repeat_n(IGNORE_INDEX, rest));
                 positions.extend(0..rest as i64);
                 counts.padding += rest;
                 documents.push(rest);
@@ -261,7 +261,8 @@ mod tests {
 
     fn row(first: i64, prompt: usize, answer: usize) -> MaskedRow {
         let tokens: Vec<i64> = (first..).take(prompt + answer).collect();
-        let labels = (0..).zip(&tokens).map(|(at, id)| if at < prompt { IGNORED } else { *id }).collect();
+        let labels =
+            (0..).zip(&tokens).map(|(at, id)| if at < prompt { IGNORE_INDEX } else { *id }).collect();
         MaskedRow { tokens, labels }
     }
 
@@ -286,7 +287,7 @@ mod tests {
                 tokens.concat().into_iter().zip(labels.concat()).filter(|(token, _)| *token != 7).collect();
             assert_eq!(all.len(), batch.counts.tokens);
             assert_eq!(tokens.concat().len(), batch.counts.tokens + batch.counts.padding);
-            assert_eq!(all.iter().filter(|(_, label)| *label != IGNORED).count(), batch.counts.targets);
+            assert_eq!(all.iter().filter(|(_, label)| *label != IGNORE_INDEX).count(), batch.counts.targets);
             all.into_iter().for_each(|pair| *pairs.entry(pair).or_default() += 1);
         }
         pairs

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use dataloading::packing::PackingOptions;
 use dataloading::{
-    BaseDataset, Batch, BatchOptions, BatchSampler, BatchSource, Capacity, IGNORED, Incomplete, Order,
+    BaseDataset, Batch, BatchOptions, BatchSampler, BatchSource, Capacity, IGNORE_INDEX, Incomplete, Order,
     Overflow, PackedDataset, PackedOptions, RandomBatchSampler, Result, Samples, SequencedDataset,
     StandardDataset,
 };
@@ -62,7 +62,7 @@ fn documents(batch: &Batch, lengths: &[usize], pad: i64) -> Vec<(usize, Range<us
             "padding is a document of its own"
         );
         for position in 0..within.len() {
-            let expected = if position + 1 < kept { within[position + 1] } else { IGNORED };
+            let expected = if position + 1 < kept { within[position + 1] } else { IGNORE_INDEX };
             assert_eq!(labels[range.start + position], expected);
         }
         if kept > 0 {
@@ -222,7 +222,7 @@ fn one_token_has_no_target() {
     let options = BatchOptions { batch_size: 3, ..BatchOptions::default() };
     let batch = StandardDataset::new(Numbered(vec![1, 1, 1]), &options).unwrap().batch(0, 0).unwrap();
     assert_eq!((batch.counts.targets, batch.counts.tokens), (0, 3));
-    assert_eq!(numbers(&batch.labels), [IGNORED; 3]);
+    assert_eq!(numbers(&batch.labels), [IGNORE_INDEX; 3]);
 }
 
 /// Samples that are shorter than their reported lengths.

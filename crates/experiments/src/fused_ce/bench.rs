@@ -15,7 +15,7 @@ pub(crate) struct Bench {
     /// Which shapes to measure
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
-    /// Measure this shape instead: TOKENS,HIDDEN,VOCABULARY[,float32|bfloat16|float16[,SHARE IGNORED]] (may be repeated)
+    /// Measure this shape instead: TOKENS,HIDDEN,VOCABULARY[,float32|bfloat16|float16[,SHARE IGNORE_INDEX]] (may be repeated)
     #[arg(long, value_name = "SHAPE")]
     case: Vec<Shape>,
     /// Measure these only: naive, chunked-recompute, grad-in-forward, linear-cross-entropy

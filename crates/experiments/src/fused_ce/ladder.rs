@@ -24,7 +24,7 @@ use tch::{Kind, Tensor};
 pub use head::install;
 
 /// The target that means none.
-const IGNORED: i64 = models::module::IGNORED;
+const IGNORE_INDEX: i64 = models::module::IGNORE_INDEX;
 
 /// A way to compute the loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -87,7 +87,7 @@ impl FromStr for Shape {
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         let help = || {
             format!(
-                "`{text}`; expected TOKENS,HIDDEN,VOCABULARY[,float32|bfloat16|float16[,SHARE IGNORED]], for example 2048,896,151936,float32,0.5"
+                "`{text}`; expected TOKENS,HIDDEN,VOCABULARY[,float32|bfloat16|float16[,SHARE IGNORE_INDEX]], for example 2048,896,151936,float32,0.5"
             )
         };
         let parts: Vec<&str> = text.split(',').map(str::trim).collect();

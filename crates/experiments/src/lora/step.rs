@@ -11,7 +11,7 @@ use anyhow::Context;
 use clap::{Args, ValueEnum};
 use fused_ce::{Chunk, LinearCrossEntropy};
 use lora::{Adapters, LoraConfig};
-use models::module::{Context as Pass, IGNORED, Input, LanguageModel, trainable};
+use models::module::{Context as Pass, IGNORE_INDEX, Input, LanguageModel, trainable};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use runtime::device::{reset_resident_peak, resident_memory};
@@ -193,7 +193,7 @@ impl Prepared {
         let answers =
             ((arguments.sequence as f64 * arguments.answers).round() as i64).clamp(1, arguments.sequence);
         let labels = tokens.f_detach_copy()?;
-        let _ = labels.f_narrow(1, 0, arguments.sequence - answers)?.f_fill_(IGNORED)?;
+        let _ = labels.f_narrow(1, 0, arguments.sequence - answers)?.f_fill_(IGNORE_INDEX)?;
         let labelled = arguments.batch * answers;
         Ok(Self { model, optimizer, switches, layers, tokens, labels, labelled, device: options.1 })
     }

@@ -6,7 +6,7 @@ use std::time::Instant;
 use accounting::quantity::{bytes_text, parse_bytes};
 use anyhow::{anyhow, bail};
 use clap::Args;
-use models::generation::{Ended, GenerateOptions, Generator};
+use models::generation::{FinishReason, GenerateOptions, Generator};
 use models::hub::Hub;
 use models::hugging_face::Folder;
 use offload::{Method, Offload, Options, Tier};
@@ -90,11 +90,11 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Generate) -> anyhow::Result<(
     }
     let text = decode(&tokenizer, &row.tokens)?;
     if common.json {
-        let ended = match row.ended {
-            Ended::EndToken => "end token",
-            Ended::Watch => "nobody reads",
-            Ended::Length => "length",
-            Ended::Context => "context",
+        let ended = match row.finish_reason {
+            FinishReason::EndToken => "end token",
+            FinishReason::Callback => "stopped by the reader",
+            FinishReason::MaxNewTokens => "length",
+            FinishReason::MaxSequence => "context",
         };
         let line =
             json!({ "prompt": arguments.prompt, "text": text, "tokens": row.tokens.len(), "ended": ended });

@@ -6,7 +6,7 @@ use accounting::model::{Decoder, Family, Shape};
 use accounting::recompute::Recompute;
 use fused_ce::{LinearCrossEntropy, install};
 use lora::{Adapters, LoraConfig, Names};
-use models::module::{Context, IGNORED, Input, LanguageModel};
+use models::module::{Context, IGNORE_INDEX, Input, LanguageModel};
 use models::{Llama, LlamaConfig};
 use runtime::profile::Counter;
 use runtime::random::Generator;
@@ -52,7 +52,7 @@ fn a_step_has_exactly_the_predicted_flops() {
             let drawn = Generator::new(2).unwrap().uniform(&[batch, sequence], (0.0, 90.0), options).unwrap();
             let tokens = drawn.to_kind(Kind::Int64);
             let labels = tokens.copy();
-            let _ = labels.narrow(1, 0, sequence - labelled / batch).fill_(IGNORED);
+            let _ = labels.narrow(1, 0, sequence - labelled / batch).fill_(IGNORE_INDEX);
             let context = Context { training: true, ..Context::default() };
 
             let counter = Counter::on_this_thread().unwrap();

@@ -11,7 +11,7 @@ use accounting::model::{Decoder, Family, Shape};
 use accounting::recompute::{NormKernel, Recompute};
 use fused_ce::{Chunk, LinearCrossEntropy, install};
 use lora::{Adapters, LoraConfig};
-use models::module::{Context, IGNORED, Input, LanguageModel, trainable};
+use models::module::{Context, IGNORE_INDEX, Input, LanguageModel, trainable};
 use models::{Llama, LlamaConfig};
 use runtime::memory::{Region, live_bytes, track_cpu};
 use runtime::random::Generator;
@@ -80,7 +80,7 @@ fn measured(names: &[&str], dropout: f64, kind: Kind, full: bool) -> [u64; 2] {
     let drawn = Generator::new(2).unwrap().uniform(&[BATCH, SEQUENCE], (0.0, 1.0), (Kind::Double, device));
     let tokens = (drawn.unwrap() * SHAPE.vocabulary as f64).to_kind(Kind::Int64);
     let labels = tokens.copy();
-    let _ = labels.narrow(1, 0, SEQUENCE / 2).fill_(IGNORED);
+    let _ = labels.narrow(1, 0, SEQUENCE / 2).fill_(IGNORE_INDEX);
     let context = Context { training: true, ..Context::default() };
     let mut found = [0; 2];
     for _ in 0..2 {

@@ -8,7 +8,7 @@ use anyhow::{Context, anyhow, bail};
 use clap::{ArgGroup, Args};
 use lora::peft::{self, CONFIG_FILE, PREFIX, TENSORS_FILE};
 use lora::{DEFAULT, LoraConfig, field_prefix};
-use models::{llama, tensors_file};
+use models::{hugging_face, tensors_file};
 use serde_json::{Map, Value};
 use tch::{Device, Tensor};
 use training::checkpoint::{self, Checkpoint};
@@ -94,7 +94,7 @@ fn of_checkpoint(folder: &Path) -> anyhow::Result<(LoraConfig, Vec<(String, Tens
 
 /// `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight` for `layers.0.self_attn.q_proj.lora_A.default.weight`.
 fn peft_name(name: &str) -> String {
-    let name = llama::hugging_face_name(name);
+    let name = hugging_face::tensor_name(name);
     let name = match name.strip_suffix(".lora_magnitude_vector.default.weight") {
         Some(module) => format!("{module}.lora_magnitude_vector"),
         None => name.replace(".default.weight", ".weight"),

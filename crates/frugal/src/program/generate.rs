@@ -12,7 +12,7 @@ use frugal::config::OffloadConfig;
 use frugal::models::Llama;
 use frugal::models::hugging_face::Folder;
 use frugal::offload::Offload;
-use models::generation::{Ended, GenerateOptions, Generated, Generator, Sampling};
+use models::generation::{FinishReason, GenerateOptions, Generated, Generator, Sampling};
 use serde_json::json;
 use tch::Device;
 
@@ -201,11 +201,11 @@ fn show(text: &str) -> bool {
 /// Texts that were not shown as they came.
 fn tell(common: &Common, prompts: &[String], texts: &[String], generated: &[Generated], whole: bool) {
     for ((prompt, text), row) in prompts.iter().zip(texts).zip(generated).filter(|_| whole) {
-        let ended = match row.ended {
-            Ended::EndToken => "end token",
-            Ended::Watch => "stop text",
-            Ended::Length => "length",
-            Ended::Context => "context",
+        let ended = match row.finish_reason {
+            FinishReason::EndToken => "end token",
+            FinishReason::Callback => "stop text",
+            FinishReason::MaxNewTokens => "length",
+            FinishReason::MaxSequence => "context",
         };
         if common.json {
             print_line(

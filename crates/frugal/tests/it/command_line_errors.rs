@@ -20,7 +20,7 @@ fn a_folder_that_is_no_model_is_named() {
     check(
         "info nowhere --offline",
         expect![[r#"
-        error: `nowhere`: there is no folder of that name, and on the hub: the cache has no model of this name at revision `main`, and the network is switched off (offline, or HF_HUB_OFFLINE); fetch it once with the network
+        error: `nowhere`: no folder has that name, and on the hub: the cache has no model of this name at revision `main`, and the network is switched off (offline, or HF_HUB_OFFLINE); fetch it once with the network
     "#]],
     );
     std::fs::remove_file(tiny.path("model/tokenizer.json")).unwrap();
@@ -41,7 +41,7 @@ fn a_folder_that_is_no_model_is_named() {
     check(
         TRAIN,
         expect![[r#"
-        error: model: neither model.safetensors nor model.safetensors.index.json is there; there is config.json, generation_config.json, tokenizer.json
+        error: model: neither model.safetensors nor model.safetensors.index.json exists; there is config.json, generation_config.json, tokenizer.json
     "#]],
     );
     std::fs::remove_file(tiny.path("model/config.json")).unwrap();
@@ -260,7 +260,7 @@ fn a_prompt_beyond_the_context_is_told() {
         &tiny,
         "generate --model model --prompts long.txt",
         expect![[r#"
-        error: generation: prompt 0: 602 tokens leave no room for a new one in the model's rows of 200; shorten the prompt, or give fewer examples
+        error: generation: prompt 0: 602 tokens leave no room for a new one in the model's 200 positions; shorten the prompt, or give fewer examples
     "#]],
     );
     let (_, err) = tiny.succeed(

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use models::llama;
+use models::hugging_face;
 use models::module::{LossHead, Mlp, MlpForm, Module, ModuleMapper, Projection, Role, map_modules, tensors};
 use runtime::precision::identity;
 use tch::Tensor;
@@ -53,9 +53,9 @@ impl Survey {
             survey
                 .projections
                 .iter_mut()
-                .for_each(|found| found.name = llama::hugging_face_name(&found.path));
-            survey.tensors.iter_mut().for_each(|base| base.name = llama::hugging_face_name(&base.path));
-            survey.recomputed.iter_mut().for_each(|path| *path = llama::hugging_face_name(path));
+                .for_each(|found| found.name = hugging_face::tensor_name(&found.path));
+            survey.tensors.iter_mut().for_each(|base| base.name = hugging_face::tensor_name(&base.path));
+            survey.recomputed.iter_mut().for_each(|path| *path = hugging_face::tensor_name(path));
         }
         let Self { projections, tensors, heads, .. } = &mut survey;
         for found in projections.iter_mut() {

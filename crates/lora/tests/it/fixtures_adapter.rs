@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use lora::Adapters;
 use lora::peft::{CONFIG_FILE, TENSORS_FILE};
-use models::module::{Context, IGNORED, Input, LanguageModel, trainable};
-use models::{Documents, Llama, LlamaConfig, llama, tensors_file};
+use models::module::{Context, IGNORE_INDEX, Input, LanguageModel, trainable};
+use models::{Documents, Llama, LlamaConfig, hugging_face, tensors_file};
 use runtime::autograd::{backward, set_grad};
 use tch::{Device, Kind, Tensor};
 
@@ -30,7 +30,7 @@ fn tensors(path: &Path) -> BTreeMap<String, Tensor> {
 fn base(folder: &Path) -> Llama {
     let config = LlamaConfig::read(&folder.join("config.json")).unwrap();
     let model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
-    llama::load(&model, &folder.join("model.safetensors")).unwrap();
+    hugging_face::load_weights(&model, &folder.join("model.safetensors")).unwrap();
     model
 }
 
@@ -43,7 +43,7 @@ fn documents(mask: &Tensor) -> Documents {
 
 /// The token after each place, where it counts.
 fn next(labels: &Tensor) -> Tensor {
-    let last = Tensor::full([labels.size()[0], 1], IGNORED, (Kind::Int64, Device::Cpu));
+    let last = Tensor::full([labels.size()[0], 1], IGNORE_INDEX, (Kind::Int64, Device::Cpu));
     Tensor::cat(&[labels.narrow(1, 1, labels.size()[1] - 1), last], 1)
 }
 
@@ -72,7 +72,7 @@ fn fixtures_adapter_logits_loss_and_gradients() {
         let of_logits = error_of(&model);
 
         let labels = next(&inputs["labels"]);
-        let targets = labels.ne(IGNORED).sum(Kind::Int64).int64_value(&[]);
+        let targets = labels.ne(IGNORE_INDEX).sum(Kind::Int64).int64_value(&[]);
         let loss = model.loss(&input, &labels).unwrap().sum / targets;
         backward(&[&loss]).unwrap();
         let of_loss = (loss.double_value(&[]) - cases["loss"].double_value(&[0])).abs();
@@ -80,7 +80,7 @@ fn fixtures_adapter_logits_loss_and_gradients() {
         let mut worst = (0f64, String::new());
         let mut found = BTreeSet::new();
         for (parameter, tensor) in trainable(&model) {
-            let key = format!("grad.base_model.model.{}", llama::hugging_face_name(&parameter))
+            let key = format!("grad.base_model.model.{}", hugging_face::tensor_name(&parameter))
                 .replace(".default", "");
             let expected = cases.get(&key).unwrap_or_else(|| panic!("{name}: PEFT does not train {key}"));
             let error = ((tensor.grad() - expected).norm() / expected.norm()).double_value(&[]);

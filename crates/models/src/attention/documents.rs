@@ -1,11 +1,11 @@
-//! Where the documents of packed rows lie.
+//! Document boundaries in packed rows.
 
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 
-/// Where the documents of packed rows lie. A document never crosses a row, and the documents cover every place (what pads
-/// the end of a row is a document of its own): nothing else can be constructed.
+/// Document boundaries in packed rows. A document never crosses a row, and the documents cover every position (padding at the
+/// end of a row is a document of its own). The constructors check both.
 #[derive(Debug)]
 pub struct Documents {
     ids: Tensor,
@@ -17,7 +17,7 @@ pub struct Documents {
 const WHAT: &str = "packed documents";
 
 impl Documents {
-    /// From the lengths of each row's documents, in order.
+    /// Creates the boundaries from the lengths of each row's documents, in order.
     ///
     /// ```
     /// use models::Documents;
@@ -31,13 +31,14 @@ impl Documents {
     /// ```
     ///
     /// # Errors
-    /// No row; rows that are not equally long, or empty; 2³¹ places or more; a device that is not there.
+    /// No row; rows of different lengths, or empty; 2³¹ positions or more; a device that does not exist.
     pub fn new(rows: &[impl AsRef<[usize]>], device: Device) -> Result<Self> {
         let widths: Vec<usize> = rows.iter().map(|row| row.as_ref().iter().sum()).collect();
         let length = widths.first().copied().unwrap_or(0);
         if length == 0 || widths.iter().any(|width| *width != length) {
-            let reason =
-                format!("rows of {widths:?} places; expected one row or more, all of one length from 1 on");
+            let reason = format!(
+                "rows of {widths:?} positions; expected at least one row, all of the same length of at least 1"
+            );
             return Err(Error::Config { what: WHAT, reason });
         }
         let (mut starts, mut ids) = (vec![0i32], Vec::with_capacity(length * rows.len()));
@@ -52,16 +53,16 @@ impl Documents {
         Ok(Self { ids, cu_seqlens, starts, longest })
     }
 
-    /// From what a loader has made: `ids`, `[rows, length]`, int64, the number of each place's document within the batch
-    /// from 0; `cu_seqlens`, `[documents + 1]`, int32, on the same device: where each document starts among all places;
-    /// `starts`, the same on the host.
+    /// Creates the boundaries from a loader's tensors. `ids`, `[rows, length]`, int64: each position's document within the
+    /// batch, from 0. `cu_seqlens`, `[documents + 1]`, int32, on the same device: the offset of each document among all
+    /// positions. `starts`: the same on the host.
     ///
-    /// What lies on the host is compared place by place. On another device shapes and dtypes are: reading the numbers would
-    /// wait for the device in each step.
+    /// On the CPU every position is compared. On another device only shapes and dtypes are: reading the values would
+    /// synchronise with the device in each step.
     ///
     /// # Errors
-    /// Another shape or dtype; starts that do not rise from 0 to the number of places; a document that crosses a row;
-    /// tensors that say something else than the starts.
+    /// Another shape or dtype; starts that do not rise from 0 to the number of positions; a document that crosses a row;
+    /// tensors that contradict the starts.
     pub fn from_parts(ids: Tensor, cu_seqlens: Tensor, starts: Vec<i32>) -> Result<Self> {
         let shape = |name, tensor: &Tensor, expected: &str| Error::Shape {
             operation: WHAT,
@@ -73,7 +74,7 @@ impl Documents {
         let &[rows, length] = ids.size().as_slice() else { return Err(shape("ids", &ids, "[rows, length]")) };
         let number = starts.len() as i64;
         if cu_seqlens.size() != [number] {
-            return Err(shape("cu_seqlens", &cu_seqlens, &format!("[{number}], as the starts")));
+            return Err(shape("cu_seqlens", &cu_seqlens, &format!("[{number}], one per start")));
         }
         if (ids.kind(), cu_seqlens.kind()) != (Kind::Int64, Kind::Int) || ids.device() != cu_seqlens.device()
         {
@@ -85,11 +86,12 @@ impl Documents {
                 cu_seqlens.device()
             ));
         }
-        let places = rows * length;
-        let covered = starts.first() == Some(&0) && starts.last().map(|&end| i64::from(end)) == Some(places);
+        let positions = rows * length;
+        let covered =
+            starts.first() == Some(&0) && starts.last().map(|&end| i64::from(end)) == Some(positions);
         if !covered || starts.windows(2).any(|pair| pair[0] > pair[1]) {
             return refuse(format!(
-                "the documents start at {starts:?}; expected 0, then rising numbers, and at the end the {places} places of the rows"
+                "the documents start at {starts:?}; expected rising numbers from 0 to {positions}, the number of positions"
             ));
         }
         let crosses = |pair: &&[i32]| {
@@ -98,7 +100,7 @@ impl Documents {
         };
         if let Some(pair) = starts.windows(2).find(crosses) {
             return refuse(format!(
-                "the document at places {} to {} crosses the end of a row of {length}; divide it, or end the row before it",
+                "the document at positions {} to {} crosses the end of a row of {length}; divide it, or end the row before it",
                 pair[0],
                 pair[1] - 1
             ));
@@ -109,16 +111,14 @@ impl Documents {
             if Vec::<i32>::try_from(&cu_seqlens)? != starts
                 || !Vec::<i64>::try_from(ids.f_reshape([-1])?)?.into_iter().eq(own)
             {
-                return refuse(format!(
-                    "ids or cu_seqlens are not those of documents that start at {starts:?}"
-                ));
+                return refuse(format!("ids or cu_seqlens contradict the starts {starts:?}"));
             }
         }
         let longest = longest(&starts);
         Ok(Self { ids, cu_seqlens, starts, longest })
     }
 
-    /// The same documents, sharing their tensors.
+    /// Returns the same documents, sharing their tensors.
     #[must_use]
     pub fn shallow_clone(&self) -> Self {
         Self {
@@ -129,12 +129,12 @@ impl Documents {
         }
     }
 
-    /// `[rows, length]`, int64: the number of each place's document within the batch.
+    /// `[rows, length]`, int64: each position's document within the batch.
     pub fn ids(&self) -> &Tensor {
         &self.ids
     }
 
-    /// `[documents + 1]`, int32, on the device of the ids: where each document starts among all places.
+    /// `[documents + 1]`, int32, on the device of the ids: the offset of each document among all positions.
     pub fn cu_seqlens(&self) -> &Tensor {
         &self.cu_seqlens
     }
@@ -144,7 +144,7 @@ impl Documents {
         &self.starts
     }
 
-    /// Places of the longest document.
+    /// Number of positions of the longest document.
     pub fn longest(&self) -> i64 {
         self.longest
     }
@@ -154,9 +154,9 @@ fn longest(starts: &[i32]) -> i64 {
     starts.windows(2).map(|pair| i64::from(pair[1]) - i64::from(pair[0])).max().unwrap_or(0)
 }
 
-fn too_many(places: usize) -> Error {
+fn too_many(positions: usize) -> Error {
     Error::Config {
         what: WHAT,
-        reason: format!("{places} places; expected fewer than 2^31, as int32 counts them"),
+        reason: format!("{positions} positions; expected fewer than 2^31, as int32 counts them"),
     }
 }

@@ -1,24 +1,24 @@
-//! Rows of a batch, and the passes that read them.
+//! Rows of a batch, and the forward passes that read them.
 
 use runtime::random::Generator as Random;
 use tch::{Device, Kind, Tensor};
 
-use super::key_value_cache::KeyValueCache;
 use super::sampling::Sampling;
 use crate::attention::Documents;
 use crate::error::Result;
+use crate::key_value_cache::KeyValueCache;
 use crate::module::{Context, Input, LanguageModel};
 
-/// A prompt and what follows it.
+/// A prompt and the tokens generated after it.
 #[derive(Debug)]
 pub(super) struct Row {
     /// The prompt's number.
     pub(super) number: usize,
     /// Prompt and new tokens.
     pub(super) tokens: Vec<i64>,
-    /// How many of them are the prompt's.
+    /// Number of prompt tokens.
     pub(super) prompt: usize,
-    /// What its tokens are drawn with: its own, so that they do not depend on other rows.
+    /// The row's own generator, so that its samples do not depend on other rows.
     pub(super) random: Option<Random>,
 }
 
@@ -29,7 +29,7 @@ impl Row {
     }
 }
 
-/// Forward passes of a model over rows. Each gives the logits of every row's last token, `[rows, vocabulary]`.
+/// Forward passes of a model over rows. Each returns the logits of every row's last token, `[rows, vocabulary]`.
 pub(super) struct Reader<'m> {
     model: &'m dyn LanguageModel,
     device: Device,
@@ -40,7 +40,7 @@ impl<'m> Reader<'m> {
         Self { model, device }
     }
 
-    /// Reads the rows from place `from` on into the cache, padded on the left.
+    /// Reads the rows from position `from` into the cache, padded on the left.
     pub(super) fn read(&self, cache: &mut KeyValueCache, rows: &[Row], from: usize) -> Result<Tensor> {
         let width = rows.iter().map(|row| row.tokens.len() - from).max().unwrap_or(0);
         let padding = |row: &Row| width + from - row.tokens.len();
@@ -70,7 +70,7 @@ impl<'m> Reader<'m> {
         self.forward(cache, &tokens, &positions, None)
     }
 
-    /// Reads the rows whole, without a cache.
+    /// Reads whole rows, without a cache.
     pub(super) fn read_whole(&self, rows: &[Row]) -> Result<Tensor> {
         let width = rows.iter().map(|row| row.tokens.len()).max().unwrap_or(0);
         let padding = |row: &Row| width - row.tokens.len();
@@ -104,8 +104,8 @@ impl<'m> Reader<'m> {
         let extension = cache.extend(tokens.size()[1], real)?;
         let context = Context { extension: Some(&extension), ..Context::default() };
         let hidden = self.model.hidden(&Input { tokens, positions: Some(positions), context })?;
-        let receipt = extension.finish();
-        cache.commit(receipt)?;
+        let writes = extension.finish();
+        cache.commit(writes)?;
         self.last(hidden)
     }
 

@@ -1,4 +1,4 @@
-//! Which token is taken.
+//! Choosing the next token from logits.
 
 use runtime::random::Generator as Random;
 use tch::{Device, Kind, Tensor};
@@ -7,22 +7,22 @@ use super::WHAT;
 use super::batch::Row;
 use crate::error::{Error, Result};
 
-/// Which token is taken.
+/// How the next token is chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum Sampling {
-    /// The likeliest; of several, the first.
+    /// The token with the largest logit; of several, the first.
     #[default]
     Greedy,
-    /// One drawn from softmax(logits / temperature), cut first to the `top_k` likeliest, then to the fewest of those that have
-    /// `top_p` of the probability (Holtzman et al., arXiv:1904.09751).
+    /// A sample from softmax(logits / temperature), restricted to the `top_k` most probable tokens, then to the smallest set of
+    /// those with probability `top_p` (Holtzman et al., arXiv:1904.09751).
     Random {
         /// Above 0; 1 is the model's own distribution.
         temperature: f64,
-        /// How many tokens stay; `None` for all.
+        /// Number of tokens to keep; `None` for all.
         top_k: Option<usize>,
         /// In (0, 1]; 1 for all.
         top_p: f64,
-        /// Equal seeds draw equal tokens. A row has a sequence of its own, by its number.
+        /// Equal seeds give equal tokens. Each row has its own sequence, by its number.
         seed: u64,
     },
 }
@@ -33,23 +33,23 @@ impl Sampling {
         let refuse = |reason: String| Err(Error::Config { what: WHAT, reason });
         if !(temperature.is_finite() && temperature > 0.0) {
             return refuse(format!(
-                "`temperature` is {temperature}; expected above 0 (greedy takes the likeliest token)"
+                "`temperature` is {temperature}; expected above 0 (use greedy for the most probable token)"
             ));
         }
         if top_k == Some(0) {
             return refuse("`top_k` is 0; expected at least 1, or none for all tokens".to_owned());
         }
         if !(top_p > 0.0 && top_p <= 1.0) {
-            return refuse(format!("`top_p` is {top_p}; expected a share in (0, 1]"));
+            return refuse(format!("`top_p` is {top_p}; expected a probability in (0, 1]"));
         }
         Ok(())
     }
 
-    /// What row `number` is drawn with.
+    /// Returns the generator of row `number`.
     pub(super) fn random(&self, number: usize) -> Result<Option<Random>> {
         match self {
             Self::Greedy => Ok(None),
-            // Neighbouring rows must not have neighbouring seeds of a neighbouring run: an odd multiple spreads them.
+            // Neighbouring rows of neighbouring seeds must differ: an odd multiple spreads the seeds.
             Self::Random { seed, .. } => {
                 let of_row = (number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
                 Ok(Some(Random::new(seed.wrapping_add(of_row))?))
@@ -57,8 +57,8 @@ impl Sampling {
         }
     }
 
-    /// A token for each row of `logits_bv`, `[rows, vocabulary]`.
-    pub(super) fn pick(&self, logits_bv: &Tensor, rows: &mut [Row]) -> Result<Vec<i64>> {
+    /// Chooses a token for each row of `logits_bv`, `[rows, vocabulary]`.
+    pub(super) fn sample(&self, logits_bv: &Tensor, rows: &mut [Row]) -> Result<Vec<i64>> {
         let (best, tokens) = logits_bv.f_max_dim(-1, false)?;
         let best = Vec::<f64>::try_from(best.f_to_kind(Kind::Double)?)?;
         if let Some(row) = best.iter().position(|best| !best.is_finite()) {
@@ -89,7 +89,7 @@ impl Sampling {
     }
 }
 
-/// The token at the share `drawn` of what is left after both cuts.
+/// Returns the token at quantile `drawn` of the distribution that is left after both restrictions.
 fn draw(probabilities: Vec<f32>, top_k: Option<usize>, top_p: f64, drawn: f64) -> i64 {
     let of = |token: &usize| probabilities[*token];
     let by_probability = |a: &usize, b: &usize| of(b).total_cmp(&of(a)).then(a.cmp(b));
@@ -101,8 +101,7 @@ fn draw(probabilities: Vec<f32>, top_k: Option<usize>, top_p: f64, drawn: f64) -
     let sum = |kept: &[usize]| kept.iter().map(|token| f64::from(of(token))).sum::<f64>();
     if top_p < 1.0 {
         let all = sum(&kept);
-        // Tokens under this share have less than 1 − top_p together, so the nucleus is among the others; those alone are
-        // sorted.
+        // Tokens below this probability sum to less than 1 − top_p, so the nucleus is among the others; only those are sorted.
         let least = (1.0 - top_p) * all / kept.len() as f64;
         kept.retain(|token| f64::from(of(token)) >= least);
         kept.sort_unstable_by(by_probability);
@@ -121,7 +120,7 @@ fn draw(probabilities: Vec<f32>, top_k: Option<usize>, top_p: f64, drawn: f64) -
         left -= f64::from(of(token));
         left < 0.0
     });
-    // Rounding may leave a trifle at the end.
+    // Rounding may leave a remainder at the end.
     let last = kept.iter().rev().find(|token| of(token) > 0.0);
     found.or(last).map_or(0, |&token| token as i64)
 }

@@ -1,14 +1,14 @@
-//! Products with weights as they are stored.
+//! Matrix-vector products with weights in their stored dtype.
 
 use runtime::autograd::retain;
 use runtime::matmul::{FEW, matvec};
 use runtime::precision::Policy;
 use tch::Tensor;
 
-/// Takes [`matvec`] for the projections of a few tokens, where it has something to gain.
+/// Uses [`matvec`] for projections of a few tokens where that is faster.
 ///
-/// A policy, entered while generating only: in training the same rows may be computed twice, with and without a graph, and must
-/// come out the same.
+/// A policy that is active only during generation: in training the same rows may be computed twice, with and without a graph,
+/// and must give the same bits.
 #[derive(Debug)]
 pub(super) struct StoredWeights;
 

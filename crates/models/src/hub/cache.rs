@@ -1,5 +1,5 @@
-//! The cache that all of the hub's tools share: `blobs/` keeps files by what is in them, `snapshots/COMMIT/` links to them by
-//! their paths, `refs/` says which commit a revision's name was when it was last fetched.
+//! The cache that all hub tools share: `blobs/` holds files by content, `snapshots/COMMIT/` links to them by path, `refs/`
+//! records the commit of each revision when it was last fetched.
 
 use std::fs;
 use std::io;
@@ -11,13 +11,13 @@ use runtime::atomic_write;
 use super::{Hub, RepositoryKind, refuse};
 use crate::error::Result;
 
-/// One repository's place in the cache.
-pub(super) struct Place {
+/// One repository in the cache.
+pub(super) struct CachedRepository {
     cache: Cache,
     repo: Repo,
 }
 
-impl Place {
+impl CachedRepository {
     pub(super) fn new(hub: &Hub, kind: RepositoryKind, name: &str, revision: &str) -> Result<Self> {
         let folder = match &hub.cache {
             Some(folder) => folder.clone(),
@@ -45,7 +45,7 @@ impl Place {
         self.cache.repo(self.repo.clone()).pointer_path(commit)
     }
 
-    /// The folder of the commit that the revision was when it was last fetched, or that it is itself.
+    /// Returns the snapshot of the revision's commit when it was last fetched, or of the commit that the revision names.
     pub(super) fn cached_snapshot(&self) -> Option<PathBuf> {
         let named = fs::read_to_string(self.folder().join("refs").join(self.repo.revision()));
         let commit = named.map_or_else(|_| self.repo.revision().to_owned(), |text| text.trim().to_owned());
@@ -53,7 +53,7 @@ impl Place {
         (is_inside(&commit) && folder.is_dir()).then_some(folder)
     }
 
-    /// Notes which commit the revision is.
+    /// Records the revision's commit.
     pub(super) fn note(&self, commit: &str) -> io::Result<()> {
         if self.repo.revision() == commit {
             return Ok(());
@@ -64,25 +64,25 @@ impl Place {
         atomic_write::file(&path, |out| out.write_all(commit.as_bytes()))
     }
 
-    /// Lets a path of a snapshot lead to a blob.
+    /// Links a path of a snapshot to a blob.
     pub(super) fn link(&self, commit: &str, path: &str, blob: &str) -> io::Result<()> {
         let link = self.snapshot(commit).join(path);
         if let Some(parent) = link.parent() {
             fs::create_dir_all(parent)?;
         }
-        // From the link's own folder, so that the cache can be moved: out of the path, the commit and `snapshots`.
+        // Relative to the link's own folder, so that the cache can be moved: up from the path, the commit and `snapshots`.
         let target = "../".repeat(path.matches('/').count() + 2) + "blobs/" + blob;
         atomic_write::link(&link, Path::new(&target), &self.blob(blob))
     }
 }
 
-/// Whether a path that the hub or a user gave stays under the folder that it is joined to.
+/// Whether a path from the hub or the user stays inside the folder that it is joined to.
 pub(super) fn is_inside(path: &str) -> bool {
     let normal = |part| matches!(part, Component::Normal(_));
     !path.is_empty() && !path.contains('\\') && Path::new(path).components().all(normal)
 }
 
-/// The paths of all files under a folder; the cache's are links to its blobs.
+/// Lists the paths of all files in a folder; the cache's files are links to its blobs.
 pub(super) fn files(folder: &Path) -> Vec<String> {
     let mut files = Vec::new();
     list(folder, folder, &mut files);
@@ -103,12 +103,12 @@ fn list(root: &Path, folder: &Path, files: &mut Vec<String>) {
     }
 }
 
-/// An environment variable that says something.
+/// Reads an environment variable; empty counts as unset.
 pub(super) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().map(|value| value.trim().to_owned()).filter(|value| !value.is_empty())
 }
 
-/// Where the hub's tools keep the token and, by default, the cache.
+/// The folder where hub tools keep the token and, by default, the cache.
 pub(super) fn home() -> Option<PathBuf> {
     variable("HF_HOME").map(PathBuf::from).or_else(|| {
         let caches = variable("XDG_CACHE_HOME").map(PathBuf::from);

@@ -1,10 +1,10 @@
-//! The network. One request asks what a revision is: its commit, and every file's size and name in the cache; each file is one
-//! request more, of that commit, so that a push in between mixes nothing. A file grows as `blobs/NAME.part`, which one process at a
-//! time holds locked, and gets its name only when it is whole and on the disk; one that broke off goes on where it stopped. The
-//! blob of a large file (LFS) is named by its SHA-256, which is computed while the file is written and compared.
+//! Downloads. One request per revision lists its commit and every file's size and name in the cache. Each file is one more
+//! request for that commit, so that a push in between mixes nothing. A file grows as `blobs/NAME.part`, locked by one process
+//! at a time, and is renamed only when it is complete and synced; an interrupted download resumes. The blob of a large file
+//! (LFS) is named by its SHA-256, which is computed while the file is written, and compared.
 //!
-//! `hf-hub` gives the cache's layout alone: its own download asks for ranges of compressed answers, which the hub gives whole
-//! and without the header that it then misses, and it sends the token on to wherever the hub redirects.
+//! `hf-hub` provides only the cache's layout: its own download asks for ranges of compressed responses, which the hub returns
+//! whole and without the header that it then misses, and it sends the token to every host that the hub redirects to.
 
 use std::fs;
 use std::io::{self, Read};
@@ -18,22 +18,22 @@ use ureq::http::{Response, StatusCode};
 use ureq::typestate::WithoutBody;
 use ureq::{Agent, Body, RequestBuilder};
 
-use super::cache::{self, Place};
-use super::part::Part;
+use super::cache::{self, CachedRepository};
+use super::partial_file::PartialFile;
 use super::{Hub, Progress, RepositoryKind, refuse};
 use crate::error::{Error, Result};
 use crate::strict_json;
 
 const HUB: &str = "https://huggingface.co";
 
-/// What a hub that cannot be reached may take before that is said.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Timeout for connecting to the hub.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The longest list of files that is read: that of some 500,000 files.
-const LONGEST_LIST: u64 = 256 << 20;
+/// Maximum size of a file list: some 500,000 files.
+const MAX_LIST_BYTES: u64 = 256 << 20;
 
 impl Hub {
-    /// Fetches the files that are wanted. Gives their folder and the paths of all files that the repository has.
+    /// Fetches the wanted files. Returns their folder and the paths of all files in the repository.
     pub(super) fn download(
         &self,
         kind: RepositoryKind,
@@ -42,8 +42,8 @@ impl Hub {
         wanted: &dyn Fn(&str) -> bool,
     ) -> Result<(PathBuf, Vec<String>)> {
         let revision = revision.unwrap_or("main");
-        let place = Place::new(self, kind, name, revision)?;
-        let request = Request { kind, name, revision, place, http: Http::new(self) };
+        let repository = CachedRepository::new(self, kind, name, revision)?;
+        let request = Request { kind, name, revision, repository, http: Http::new(self) };
         let description = request.describe()?;
         let names = description.siblings.iter().map(|file| file.rfilename.clone()).collect();
         let chosen: Vec<Chosen<'_>> = description
@@ -53,7 +53,7 @@ impl Hub {
             .map(|file| request.chosen(file))
             .collect::<Result<_>>()?;
         if chosen.is_empty() {
-            // The caller says what it misses.
+            // The caller reports what is missing.
             return Ok((PathBuf::new(), names));
         }
         let commit = &description.sha;
@@ -67,13 +67,13 @@ impl Hub {
                     report(progress);
                 }
             })?;
-            request.place.link(commit, path, file.blob).map_err(|error| request.cannot_write(&error))?;
+            request.repository.link(commit, path, file.blob).map_err(|error| request.cannot_write(&error))?;
         }
-        request.place.note(commit).map_err(|error| request.cannot_write(&error))?;
-        Ok((request.place.snapshot(commit), names))
+        request.repository.note(commit).map_err(|error| request.cannot_write(&error))?;
+        Ok((request.repository.snapshot(commit), names))
     }
 
-    /// What the cache has of a revision, without the network.
+    /// Looks up a revision in the cache, without the network.
     pub(super) fn cached(
         &self,
         kind: RepositoryKind,
@@ -81,7 +81,7 @@ impl Hub {
         revision: Option<&str>,
     ) -> Result<(PathBuf, Vec<String>)> {
         let revision = revision.unwrap_or("main");
-        let folder = Place::new(self, kind, name, revision)?.cached_snapshot().ok_or_else(|| {
+        let folder = CachedRepository::new(self, kind, name, revision)?.cached_snapshot().ok_or_else(|| {
             refuse(
                 name,
                 format!(
@@ -96,7 +96,7 @@ impl Hub {
     }
 }
 
-/// The hub's description of a revision, as far as it is read.
+/// The hub's description of a revision; other fields are ignored.
 #[derive(Deserialize)]
 struct Description {
     sha: String,
@@ -109,20 +109,20 @@ struct Sibling {
     size: Option<u64>,
     #[serde(rename = "blobId")]
     blob: Option<String>,
-    /// Of a file that git keeps elsewhere.
-    lfs: Option<Elsewhere>,
+    /// Present for a file in git LFS.
+    lfs: Option<LfsFile>,
 }
 
 #[derive(Deserialize)]
-struct Elsewhere {
+struct LfsFile {
     sha256: Option<String>,
 }
 
 impl Description {
-    /// Reads the hub's answer; else what is wrong with it.
+    /// Parses the hub's response, or says what is wrong with it.
     fn read(text: &str) -> std::result::Result<Self, String> {
         let mut description: Self = strict_json::from_str(text)
-            .map_err(|cause| format!("answers, but not as a hub does: {cause}"))?;
+            .map_err(|cause| format!("responds, but not as a hub does: {cause}"))?;
         description.siblings.sort_by(|a, b| a.rfilename.cmp(&b.rfilename));
         if let Some(pair) =
             description.siblings.windows(2).find(|pair| pair[0].rfilename == pair[1].rfilename)
@@ -130,14 +130,14 @@ impl Description {
             return Err(format!("describes `{}` twice", pair[0].rfilename));
         }
         if !is_digest(&description.sha) {
-            return Err(format!("names no commit, but `{}`", description.sha));
+            return Err(format!("names `{}`, which is not a commit", description.sha));
         }
         Ok(description)
     }
 }
 
 impl Sibling {
-    /// What to fetch, where the hub says enough of it.
+    /// Returns what to fetch, if the description is complete.
     fn chosen(&self) -> Option<Chosen<'_>> {
         let sha256 = self.lfs.as_ref().and_then(|lfs| lfs.sha256.as_deref());
         let blob = sha256.or(self.blob.as_deref())?;
@@ -148,12 +148,12 @@ impl Sibling {
     }
 }
 
-/// A file to be fetched.
+/// A file to fetch.
 pub(super) struct Chosen<'a> {
     path: &'a str,
     pub(super) size: u64,
     blob: &'a str,
-    /// The SHA-256 of its bytes, of a file that git keeps elsewhere.
+    /// The SHA-256 of a file in git LFS.
     sha256: Option<&'a str>,
 }
 
@@ -161,7 +161,7 @@ struct Request<'a> {
     kind: RepositoryKind,
     name: &'a str,
     revision: &'a str,
-    place: Place,
+    repository: CachedRepository,
     http: Http,
 }
 
@@ -171,7 +171,7 @@ impl Request<'_> {
         let revision = encoded(self.revision, "");
         let url = format!("{}/api/{kind}/{}/revision/{revision}?blobs=true", self.http.endpoint, self.name);
         let mut response = self.http.get(&url).call().map_err(|error| self.failed(&error))?;
-        let text = response.body_mut().with_config().limit(LONGEST_LIST).read_to_string();
+        let text = response.body_mut().with_config().limit(MAX_LIST_BYTES).read_to_string();
         let text = text.map_err(|error| self.failed(&error))?;
         Description::read(&text)
             .map_err(|reason| refuse(self.name, format!("{} {reason}", self.http.endpoint)))
@@ -190,33 +190,35 @@ impl Request<'_> {
     }
 
     fn is_here(&self, commit: &str, file: &Chosen<'_>) -> bool {
-        let found = fs::metadata(self.place.snapshot(commit).join(file.path));
+        let found = fs::metadata(self.repository.snapshot(commit).join(file.path));
         found.is_ok_and(|found| found.is_file() && found.len() == file.size)
     }
 
-    /// Makes the blob whole, telling how many bytes have come.
+    /// Completes the blob, and reports the bytes received.
     fn fetch(&self, commit: &str, file: &Chosen<'_>, arrived: &mut dyn FnMut(u64)) -> Result<()> {
         let cannot = |error: io::Error| self.cannot_write(&error);
-        let blob = self.place.blob(file.blob);
-        let Some(mut part) = Part::open(&blob, file).map_err(cannot)? else {
+        let blob = self.repository.blob(file.blob);
+        let Some(mut part) = PartialFile::open(&blob, file).map_err(cannot)? else {
             arrived(file.size);
             return Ok(());
         };
         if part.bytes < file.size {
             let mut response = self.ask(commit, file, part.bytes)?;
             if part.bytes > 0 && response.status() != StatusCode::PARTIAL_CONTENT {
-                // A server that knows no ranges sends all again.
+                // A server without ranges sends everything again.
                 part.clear().map_err(cannot)?;
             }
             self.check_length(file, part.bytes, &response)?;
             arrived(part.bytes);
-            // One byte more than is due would show.
+            // One byte more than expected would be noticed.
             let mut body = response.body_mut().as_reader().take(file.size - part.bytes + 1);
             let mut buffer = vec![0; 64 << 10];
             loop {
                 let count = body.read(&mut buffer).map_err(|error| {
-                    let broke =
-                        format!("`{}` broke off after {} bytes of {}", file.path, part.bytes, file.size);
+                    let broke = format!(
+                        "`{}` was interrupted after {} of {} bytes",
+                        file.path, part.bytes, file.size
+                    );
                     refuse(self.name, again(&format!("{broke}: {error}")))
                 })?;
                 if count == 0 {
@@ -239,7 +241,7 @@ impl Request<'_> {
             return Err(refuse(
                 self.name,
                 format!(
-                    "`{}` came with the SHA-256 {}…, the hub says {}…; what came is thrown away, fetch it again",
+                    "`{}` has the SHA-256 {}…, but the hub says {}…; the download is deleted, fetch it again",
                     file.path,
                     &found[..12],
                     &expected[..12]
@@ -263,7 +265,7 @@ impl Request<'_> {
         request.call().map_err(|error| self.failed(&error))
     }
 
-    /// What announces itself as another file, such as a proxy's page, is not let in.
+    /// Refuses a response that announces another file, such as a proxy's page.
     fn check_length(&self, file: &Chosen<'_>, start: u64, response: &Response<Body>) -> Result<()> {
         let rest = response.body().content_length().unwrap_or(file.size - start);
         let range = response.headers().get(CONTENT_RANGE).and_then(|range| range.to_str().ok());
@@ -285,14 +287,14 @@ impl Request<'_> {
         let Chosen { path, size, .. } = file;
         refuse(
             self.name,
-            format!("`{path}` came as {found} bytes of {size}; what came is thrown away, fetch it again"),
+            format!("`{path}` has {found} bytes instead of {size}; the download is deleted, fetch it again"),
         )
     }
 
     fn cannot_write(&self, error: &io::Error) -> Error {
         refuse(
             self.name,
-            format!("the cache at {} cannot be written: {error}", self.place.blob("").display()),
+            format!("the cache at {} cannot be written: {error}", self.repository.blob("").display()),
         )
     }
 
@@ -303,7 +305,7 @@ impl Request<'_> {
                  HF_ENDPOINT to the hub's http address",
                 self.http.endpoint
             ),
-            // The hub answers 401 for a repository that is not there, so as not to tell of private ones.
+            // The hub responds 401 for a repository that does not exist, so that private ones stay hidden.
             ureq::Error::StatusCode(401 | 403 | 404) => format!(
                 "the hub has no {} of this name at revision `{}`, or it is private or gated (then set HF_TOKEN)",
                 self.kind.word(),
@@ -316,10 +318,10 @@ impl Request<'_> {
 }
 
 fn again(what: &str) -> String {
-    format!("{what}; try again, or work offline with what the cache has")
+    format!("{what}; try again, or work offline from the cache")
 }
 
-/// A hub's address, and who asks.
+/// The hub's address, and the HTTP client.
 struct Http {
     endpoint: String,
     token: Option<String>,
@@ -331,14 +333,14 @@ impl Http {
         let endpoint = hub.endpoint.clone().or_else(|| cache::variable("HF_ENDPOINT"));
         let endpoint = endpoint.as_deref().unwrap_or(HUB).trim_end_matches('/').to_owned();
         let agent = Agent::config_builder()
-            // The token is for the hub; the stores that it redirects to get none.
+            // The token is for the hub only; hosts that it redirects to do not get it.
             .redirect_auth_headers(RedirectAuthHeaders::SameHost)
-            // Holds for each address that it redirects to.
+            // Applies to every redirect.
             .https_only(!endpoint.to_ascii_lowercase().starts_with("http://"))
             .user_agent(concat!("frugal/", env!("CARGO_PKG_VERSION")))
-            .timeout_connect(Some(PATIENCE))
-            .timeout_recv_response(Some(PATIENCE))
-            .timeout_per_read(Some(PATIENCE))
+            .timeout_connect(Some(TIMEOUT))
+            .timeout_recv_response(Some(TIMEOUT))
+            .timeout_per_read(Some(TIMEOUT))
             .build();
         Self { endpoint, token: token(), agent: agent.into() }
     }
@@ -352,7 +354,7 @@ impl Http {
     }
 }
 
-/// `HF_TOKEN`, or what `hf auth login` has left.
+/// Reads `HF_TOKEN`, or the token that `hf auth login` saved.
 fn token() -> Option<String> {
     cache::variable("HF_TOKEN").or_else(|| {
         let path = cache::variable("HF_TOKEN_PATH").map(PathBuf::from);
@@ -361,12 +363,12 @@ fn token() -> Option<String> {
     })
 }
 
-/// Whether it can be the name of a blob or a commit, and of nothing else.
+/// Whether a text can be the name of a blob or a commit, and nothing else.
 fn is_digest(text: &str) -> bool {
     text.len() >= 16 && text.chars().all(|c| c.is_ascii_hexdigit())
 }
 
-/// A text as a part of an address, in which these may stand besides letters and digits.
+/// Percent-encodes a part of an address; `also` lists characters to leave besides letters and digits.
 fn encoded(text: &str, also: &str) -> String {
     let stands =
         |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte) || also.as_bytes().contains(&byte);
@@ -402,7 +404,7 @@ mod tests {
             assert_eq!(siblings.len(), description.siblings.len());
             for file in &description.siblings {
                 let Some(chosen) = file.chosen() else { continue };
-                // Nothing is written outside of the cache, or under a name that is no digest.
+                // Nothing is written outside the cache, or under a name that is not a digest.
                 assert!(chosen.blob.chars().all(|c| c.is_ascii_hexdigit()), "{}", chosen.blob);
                 assert!(!chosen.path.starts_with('/') && !chosen.path.split('/').any(|part| part == ".."));
                 let theirs = siblings.iter().find(|theirs| theirs["rfilename"] == *chosen.path).unwrap();
@@ -413,11 +415,11 @@ mod tests {
         });
     }
 
-    /// The client checks each address that it is redirected to as it checks the first.
+    /// The client checks each redirect as it checks the first address.
     #[test]
     fn only_a_hub_whose_own_address_is_http_is_read_without_encryption() {
         let http = |endpoint: &str| Http::new(&Hub { endpoint: Some(endpoint.to_owned()), ..Hub::default() });
-        // Nobody listens there: who is refused has not asked.
+        // Nobody listens there: a refused address is never asked.
         let elsewhere = "http://127.0.0.1:9/blob";
         for endpoint in ["https://hub.example", "HTTPS://hub.example/", "hub.example"] {
             let http = http(endpoint);
@@ -426,8 +428,8 @@ mod tests {
             let cache = tempfile::tempdir().unwrap();
             let hub = Hub { cache: Some(cache.path().to_owned()), ..Hub::default() };
             let (kind, name, revision) = (RepositoryKind::Model, "tiny/whole", "main");
-            let place = Place::new(&hub, kind, name, revision).unwrap();
-            let request = Request { kind, name, revision, place, http };
+            let repository = CachedRepository::new(&hub, kind, name, revision).unwrap();
+            let request = Request { kind, name, revision, repository, http };
             let words = request.failed(&error).to_string();
             let expected = "redirects to http://127.0.0.1:9/blob, which is not encrypted, so nothing was fetched from there";
             assert!(words.contains(expected), "{words}");

@@ -1,4 +1,4 @@
-//! A model into a folder.
+//! Writing a model to a folder.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -8,35 +8,34 @@ use runtime::atomic_write;
 use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
-use super::{CONFIG, INDEX, SINGLE};
+use super::{CONFIG, INDEX, SINGLE, tensor_name};
 use crate::error::{Error, Result};
-use crate::llama::{Llama, hugging_face_name};
+use crate::llama::Llama;
 use crate::module::LanguageModel;
 use crate::state_dict::{check_fit, state_dict};
 use crate::tensors_file::{self, file_error};
 
-/// Bytes of a shard unless another limit is wanted: 5 GB, as Hugging Face's writers have had it.
+/// Default size of a shard in bytes: 5 GB, as in Hugging Face's writers.
 pub const SHARD_BYTES: u64 = 5_000_000_000;
 
-/// What readers of the format ask for.
+/// Metadata that readers of the format require.
 const METADATA: [(&str, &str); 1] = [("format", "pt")];
 
-/// Writes `config.json` and the weights, in the dtypes that they have, under Hugging Face's names: one `model.safetensors`, or,
-/// where that would be beyond `max_shard_bytes` (of values), shards with an index. A tensor is never cut: one that is larger gets
-/// a shard of its own.
+/// Writes `config.json` and the weights, in their dtypes and under Hugging Face's names: one `model.safetensors`, or shards
+/// with an index if the values exceed `max_shard_bytes`. A tensor is never split: one that is larger gets its own shard.
 ///
-/// The folder is made if it is not there; weights of an earlier model in it are replaced, other files stay. All files become
-/// visible together ([`atomic_write::Folder`]), so that a reader finds the earlier model or this one, and never a mixture.
+/// The folder is created if needed. Weights of an earlier model in it are replaced, other files stay. All files become visible
+/// together ([`atomic_write::Folder`]), so that a reader finds either the earlier model or this one.
 ///
 /// # Errors
-/// [`Error::State`] for a model whose tensors are not those of its configuration, because parts were replaced: by name (merge
-/// adapters first). A limit of 0; a folder that cannot be written or is full.
+/// [`Error::State`] for a model with replaced parts whose tensors differ from its configuration's (merge adapters first); a
+/// limit of 0; a folder that cannot be written, or is full.
 pub fn save(model: &Llama, folder: &Path, max_shard_bytes: u64) -> Result<()> {
     save_with(model, folder, max_shard_bytes, |_| Ok(()))
 }
 
-/// [`save`] with further files: `complete` gets the folder before it has its name, with `config.json` and the weights in it, and
-/// may change it.
+/// [`save`], with additional files: `complete` gets the temporary folder with `config.json` and the weights before it is
+/// renamed, and may change it.
 ///
 /// # Errors
 /// As [`save`]; those of `complete`.
@@ -52,10 +51,10 @@ pub fn save_with(
     }
     let state = state_dict(model);
     let given: BTreeMap<&str, Vec<i64>> = state.iter().map(|(name, x)| (&**name, x.size())).collect();
-    check_fit(&model.llama_config().shapes(), &given, "what is to be saved")?;
+    check_fit(&model.llama_config().shapes(), &given, "the saved model")?;
     drop(given);
     let tensors: Vec<(String, Tensor)> =
-        state.into_iter().map(|(name, tensor)| (hugging_face_name(&name), tensor)).collect();
+        state.into_iter().map(|(name, tensor)| (tensor_name(&name), tensor)).collect();
 
     let failed = |cause: io::Error| file_error(folder, format!("cannot be written: {cause}"));
     let new = atomic_write::Folder::beside(folder).map_err(failed)?;
@@ -66,7 +65,7 @@ pub fn save_with(
     new.publish(&[INDEX, SINGLE], &is_weights).map_err(failed)
 }
 
-/// Writes the weights, in one file or in shards with their index.
+/// Writes the weights to one file, or to shards with an index.
 fn write_weights(stage: &Path, tensors: &[(String, Tensor)], limit: u64) -> Result<()> {
     let shards = shards(tensors, limit);
     if let [_] = shards[..] {
@@ -84,7 +83,7 @@ fn write_weights(stage: &Path, tensors: &[(String, Tensor)], limit: u64) -> Resu
     write_json(&stage.join(INDEX), &index)
 }
 
-/// Cuts the tensors, in their order, into runs that stay within the limit; at least one.
+/// Divides the tensors, in order, into shards within the limit; at least one.
 fn shards(tensors: &[(String, Tensor)], limit: u64) -> Vec<&[(String, Tensor)]> {
     let (mut shards, mut start, mut size) = (Vec::new(), 0, 0u64);
     for (at, (_, tensor)) in tensors.iter().enumerate() {
@@ -103,7 +102,7 @@ fn bytes(tensor: &Tensor) -> u64 {
     (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
 }
 
-/// The configuration, with what transformers wants to know besides.
+/// Returns the configuration with the fields that transformers also needs.
 fn config(model: &Llama, tensors: &[(String, Tensor)]) -> Value {
     let mut config = model.config();
     config["architectures"] = json!([model.llama_config().family.architecture()]);
@@ -129,7 +128,7 @@ fn write_json(path: &Path, json: &Value) -> Result<()> {
     .map_err(|cause| file_error(path, format!("cannot be written: {cause}")))
 }
 
-/// Whether a name is `model-00001-of-00002.safetensors`.
+/// Whether a name has the form `model-00001-of-00002.safetensors`.
 fn is_shard(name: &str) -> bool {
     let numbers = name.strip_prefix("model-").and_then(|rest| rest.strip_suffix(".safetensors"));
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());

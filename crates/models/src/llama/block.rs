@@ -1,4 +1,4 @@
-//! A block: attention over rotated heads, then the MLP, each on a normalized copy of the residual stream.
+//! A block: attention with rotary embeddings, then the MLP, each on a normalised copy of the residual stream.
 
 use runtime::fused::rope::RotaryTable;
 use tch::{Device, Kind, Tensor};
@@ -68,7 +68,7 @@ struct SelfAttention {
     v_proj: Box<dyn Projection>,
     o_proj: Box<dyn Projection>,
     rope: RotaryTable,
-    /// Which of the model's, for a cache.
+    /// The layer's index in the cache.
     layer: usize,
     head: i64,
     dropout: f64,
@@ -104,7 +104,7 @@ impl SelfAttention {
     }
 
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        // [b, t, heads·head] to [b, t, heads, head]; how many heads is the projection's to say.
+        // [b, t, heads·head] to [b, t, heads, head]; the projection's width decides the number of heads.
         let heads = |projection: &dyn Projection| -> Result<Tensor> {
             let joint = projection.forward(x_btd, context)?;
             let (batch, sequence, width) = joint.size3()?;

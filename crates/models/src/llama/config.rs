@@ -1,4 +1,4 @@
-//! What a `config.json` says of a Llama or a Qwen2.
+//! The configuration of a Llama or Qwen2 model, as in `config.json`.
 
 mod file;
 
@@ -14,16 +14,16 @@ use file::HuggingFace;
 
 const WHAT: &str = "Llama or Qwen2";
 
-/// The most positions of a row: beyond all published models (10 485 760, Llama 4 Scout).
-const MOST_POSITIONS: i64 = 1 << 24;
-/// The most layers, ten times those of the deepest models.
-const MOST_LAYERS: i64 = 1 << 12;
-/// The widest head, and the most heads.
-const MOST_OF_HEADS: i64 = 1 << 16;
-/// The most tokens and the widest layer. Products of two, and their bytes, are far below 2⁶³.
-const LARGEST_SIZE: i64 = 1 << 28;
+/// Maximum number of positions: beyond all published models (10 485 760, Llama 4 Scout).
+const MAX_POSITIONS: i64 = 1 << 24;
+/// Maximum number of layers: ten times that of the deepest models.
+const MAX_LAYERS: i64 = 1 << 12;
+/// Maximum width of a head, and maximum number of heads.
+const MAX_HEADS: i64 = 1 << 16;
+/// Maximum vocabulary and width of a layer. Products of two, and their bytes, are far below 2⁶³.
+const MAX_SIZE: i64 = 1 << 28;
 
-/// Whose configuration it is: `model_type`.
+/// The model family: `model_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Family {
@@ -35,10 +35,10 @@ pub enum Family {
 }
 
 impl Family {
-    /// Both of them.
+    /// All families.
     const ALL: [Self; 2] = [Self::Llama, Self::Qwen2];
 
-    /// As `model_type` names it.
+    /// The name in `model_type`.
     pub fn model_type(self) -> &'static str {
         match self {
             Self::Llama => "llama",
@@ -46,7 +46,7 @@ impl Family {
         }
     }
 
-    /// As `architectures` names it.
+    /// The name in `architectures`.
     pub fn architecture(self) -> &'static str {
         match self {
             Self::Llama => "LlamaForCausalLM",
@@ -55,52 +55,52 @@ impl Family {
     }
 }
 
-/// Sizes and options of a [`Llama`](super::Llama). Reads and writes Hugging Face's `config.json` through serde
-/// (`serde_json::from_str`), both the older form (`rope_theta`, `rope_scaling`) and transformers 5's (`rope_parameters`); what
-/// the file leaves out is as transformers has it. What cannot be computed here (another activation, a sliding window, another
-/// scaling of the rotary embedding) is refused by name.
+/// Sizes and options of a [`Llama`](super::Llama). Serde reads and writes Hugging Face's `config.json`
+/// (`serde_json::from_str`), in the older form (`rope_theta`, `rope_scaling`) and in transformers 5's (`rope_parameters`);
+/// missing fields have transformers' defaults. Unsupported options (another activation, a sliding window, other scalings of the
+/// rotary embedding) are refused by name.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "HuggingFace", into = "HuggingFace")]
 pub struct LlamaConfig {
     /// Llama or Qwen2.
     pub family: Family,
-    /// Number of tokens.
+    /// Vocabulary size.
     pub vocab_size: i64,
-    /// Width.
+    /// Width of the residual stream.
     pub hidden_size: i64,
-    /// Width within the MLP.
+    /// Inner width of the MLP.
     pub intermediate_size: i64,
     /// Number of blocks.
     pub num_hidden_layers: i64,
-    /// Heads of the queries.
+    /// Number of query heads.
     pub num_attention_heads: i64,
-    /// Heads of keys and values; they divide those of the queries.
+    /// Number of key and value heads; they divide the query heads.
     pub num_key_value_heads: i64,
     /// Width of a head, even.
     pub head_dim: i64,
-    /// The longest row.
+    /// Maximum sequence length.
     pub max_position_embeddings: i64,
     /// Added to the mean square.
     pub rms_norm_eps: f64,
-    /// How the heads turn with their places.
+    /// Frequencies of the rotary embedding.
     pub rope: Frequencies,
-    /// Whether the head's weights are the embedding's.
+    /// Whether the head shares the embedding's weights.
     pub tie_word_embeddings: bool,
-    /// Whether a Llama's four projections of attention have biases. A Qwen2 has them on queries, keys and values always.
+    /// Whether a Llama's four attention projections have biases. Qwen2 always has them on queries, keys and values.
     pub attention_bias: bool,
-    /// Whether the three projections of a Llama's MLP have them.
+    /// Whether the three projections of a Llama's MLP have biases.
     pub mlp_bias: bool,
-    /// Probability that an attention weight is dropped in training.
+    /// Dropout probability of attention weights in training.
     pub attention_dropout: f64,
-    /// Standard deviation of first weights.
+    /// Standard deviation of initial weights.
     pub initializer_range: f64,
     /// How attention is computed. Not in the file.
     pub attention: AttentionPath,
 }
 
 impl LlamaConfig {
-    /// A Llama of these sizes with heads that fill the width, as many of keys as of queries, rows of 2048, and Llama 2's
-    /// options; take others by field update.
+    /// Returns a Llama of these sizes with heads that fill the width, as many key heads as query heads, 2048 positions, and
+    /// Llama 2's options; change others by field update syntax.
     pub fn llama(vocab_size: i64, hidden_size: i64, intermediate_size: i64, layers: i64, heads: i64) -> Self {
         Self {
             family: Family::Llama,
@@ -123,7 +123,7 @@ impl LlamaConfig {
         }
     }
 
-    /// The same as a Qwen2: biases on queries, keys and values, a tied head, theta 10⁶.
+    /// Returns a Qwen2 of these sizes: biases on queries, keys and values, a tied head, theta 10⁶.
     pub fn qwen2(vocab_size: i64, hidden_size: i64, intermediate_size: i64, layers: i64, heads: i64) -> Self {
         Self {
             family: Family::Qwen2,
@@ -136,7 +136,7 @@ impl LlamaConfig {
     /// Reads a `config.json`.
     ///
     /// # Errors
-    /// [`Error::File`] with the path: a file that is not there, no JSON, another architecture, an option that is not known.
+    /// [`Error::File`] with the path: a missing file, invalid JSON, another architecture, an unknown option.
     pub fn read(path: &Path) -> Result<Self> {
         let file = |reason: String| Error::File { path: path.to_owned(), reason };
         let text = std::fs::read_to_string(path).map_err(|cause| file(cause.to_string()))?;
@@ -153,18 +153,18 @@ impl LlamaConfig {
         self.family == Family::Llama && self.attention_bias
     }
 
-    /// Refuses sizes that make no model, and numbers outside their bounds: by the names that the file has for them.
+    /// Refuses invalid sizes and numbers outside their bounds, by the file's field names.
     pub(super) fn check(&self) -> Result<()> {
         let config = |reason: String| Err(Error::Config { what: WHAT, reason });
         for (name, size, largest) in [
-            ("vocab_size", self.vocab_size, LARGEST_SIZE),
-            ("hidden_size", self.hidden_size, LARGEST_SIZE),
-            ("intermediate_size", self.intermediate_size, LARGEST_SIZE),
-            ("num_hidden_layers", self.num_hidden_layers, MOST_LAYERS),
-            ("num_attention_heads", self.num_attention_heads, MOST_OF_HEADS),
-            ("num_key_value_heads", self.num_key_value_heads, MOST_OF_HEADS),
-            ("head_dim", self.head_dim, MOST_OF_HEADS),
-            ("max_position_embeddings", self.max_position_embeddings, MOST_POSITIONS),
+            ("vocab_size", self.vocab_size, MAX_SIZE),
+            ("hidden_size", self.hidden_size, MAX_SIZE),
+            ("intermediate_size", self.intermediate_size, MAX_SIZE),
+            ("num_hidden_layers", self.num_hidden_layers, MAX_LAYERS),
+            ("num_attention_heads", self.num_attention_heads, MAX_HEADS),
+            ("num_key_value_heads", self.num_key_value_heads, MAX_HEADS),
+            ("head_dim", self.head_dim, MAX_HEADS),
+            ("max_position_embeddings", self.max_position_embeddings, MAX_POSITIONS),
         ] {
             if size < 1 {
                 return config(format!("`{name}` is {size}; expected at least 1"));
@@ -194,7 +194,7 @@ impl LlamaConfig {
         for (name, number, range) in [
             ("rms_norm_eps", self.rms_norm_eps, 0.0..=1.0),
             ("initializer_range", self.initializer_range, 0.0..=1e3),
-            // From 1 on no pair turns by more than 1 rad from one position to the next.
+            // From 1 on no pair rotates by more than 1 rad from one position to the next.
             ("rope_theta", self.rope.theta, 1.0..=1e18),
         ] {
             if !range.contains(&number) {
@@ -203,7 +203,7 @@ impl LlamaConfig {
             }
         }
         match self.rope.angles(self.head_dim) {
-            Err(cause) => config(format!("the positions' scaling: {cause}")),
+            Err(cause) => config(format!("the scaling of the rotary embedding: {cause}")),
             Ok(_) => Ok(()),
         }
     }

@@ -1,10 +1,10 @@
-//! Every tensor of a model, and how many numbers it learns, on paper: nothing is allocated.
+//! The shapes of a model's tensors and its parameter count, computed without allocating anything.
 
 use super::LlamaConfig;
 
 impl LlamaConfig {
-    /// Names (without Hugging Face's `model.`) and shapes of every tensor, in the order of
-    /// [`state_dict`](crate::state_dict::state_dict). A tied head is the embedding and is not listed again.
+    /// Returns the names (without Hugging Face's `model.`) and shapes of every tensor, in the order of
+    /// [`state_dict`](crate::state_dict::state_dict). A tied head shares the embedding's tensor and is not listed again.
     pub fn shapes(&self) -> Vec<(String, Vec<i64>)> {
         let of_block = self.block_shapes();
         let blocks = (0..self.num_hidden_layers).flat_map(|index| {
@@ -15,7 +15,7 @@ impl LlamaConfig {
         std::iter::once(embedding).chain(blocks).chain(ends).collect()
     }
 
-    /// How many numbers the model learns, a tied head once: 494 032 768 for Qwen2.5-0.5B. A count beyond `u64` is its maximum.
+    /// Returns the number of parameters, a tied head once: 494 032 768 for Qwen2.5-0.5B. Saturates at `u64::MAX`.
     pub fn parameter_count(&self) -> u64 {
         let size = |size: i64| u64::try_from(size).unwrap_or(0);
         let numbers =
@@ -55,7 +55,7 @@ impl LlamaConfig {
 
     fn end_shapes(&self) -> Vec<(&'static str, Vec<i64>)> {
         let head =
-            (!self.tie_word_embeddings).then(|| (super::TIED, vec![self.vocab_size, self.hidden_size]));
+            (!self.tie_word_embeddings).then(|| (super::LM_HEAD, vec![self.vocab_size, self.hidden_size]));
         std::iter::once(("norm.weight", vec![self.hidden_size])).chain(head).collect()
     }
 }

@@ -1,29 +1,29 @@
-//! What a forward pass is given.
+//! The arguments of a forward pass.
 
 use tch::Tensor;
 
 use crate::attention::Documents;
-use crate::generation::Extension;
+use crate::key_value_cache::Extension;
 
-/// What a forward pass knows besides its input.
+/// Arguments of a forward pass besides the input.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Context<'a> {
-    /// Where the documents of packed rows lie; `None` when each row is one document.
+    /// Document boundaries of packed rows; `None` if each row is one document.
     pub documents: Option<&'a Documents>,
-    /// `[batch, sequence]`, int64: the place of each token, for blocks that turn with it; `None` for 0, 1, 2, … in every row. A
-    /// model puts [`Input::positions`] here.
+    /// `[batch, sequence]`, int64: the position of each token, for blocks with rotary embeddings; `None` for 0, 1, 2, … in every row.
+    /// A model sets it from [`Input::positions`].
     pub positions: Option<&'a Tensor>,
-    /// Room in a cache for these tokens' keys and values, behind those of the tokens that they follow; `None` where rows are read
-    /// whole. See [`generation`](crate::generation).
+    /// The KV cache, with positions reserved for these tokens; `None` to read whole rows. See
+    /// [`key_value_cache`](crate::key_value_cache).
     pub extension: Option<&'a Extension<'a>>,
-    /// Whether dropout drops.
+    /// Whether dropout is active.
     pub training: bool,
-    /// Whether the head counts right predictions.
+    /// Whether the head counts correct predictions.
     pub accuracy: bool,
 }
 
-/// A [`Context`] that borrows nothing, for what computes again later. It shares the tensors of the one it was made from, and knows of
-/// no cache: what was generated is not computed again.
+/// A [`Context`] that owns its values, for recomputation. It shares the tensors of the original, and has no cache: generation is never
+/// recomputed.
 #[derive(Debug)]
 pub struct OwnedContext {
     documents: Option<Documents>,
@@ -41,7 +41,7 @@ impl From<&Context<'_>> for OwnedContext {
 }
 
 impl OwnedContext {
-    /// The context that it was made from.
+    /// Borrows it as a [`Context`].
     pub fn borrow(&self) -> Context<'_> {
         let &Self { ref documents, ref positions, training, accuracy } = self;
         Context {
@@ -54,19 +54,19 @@ impl OwnedContext {
     }
 }
 
-/// What a language model reads.
+/// The input of a language model.
 #[derive(Debug, Clone, Copy)]
 pub struct Input<'a> {
     /// `[batch, sequence]`, int64.
     pub tokens: &'a Tensor,
-    /// `[batch, sequence]`, int64: the place of each token in its document; `None` for 0, 1, 2, … in every row.
+    /// `[batch, sequence]`, int64: the position of each token in its document; `None` for 0, 1, 2, … in every row.
     pub positions: Option<&'a Tensor>,
-    /// What else there is to know.
+    /// Further arguments.
     pub context: Context<'a>,
 }
 
 impl<'a> Input<'a> {
-    /// Rows of one document each, for evaluation.
+    /// Creates an input of rows with one document each, for evaluation.
     pub fn new(tokens: &'a Tensor) -> Self {
         Self { tokens, positions: None, context: Context::default() }
     }

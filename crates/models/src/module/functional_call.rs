@@ -1,4 +1,4 @@
-//! Parts that outlive the borrow of their model, and that run on other tensors than their own.
+//! Parts that a graph can hold, and that can run with other tensors than their own.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -8,21 +8,21 @@ use runtime::autograd::GradMode;
 use tch::Tensor;
 
 use super::{
-    Block, Context, Mlp, Module, ModuleMapper, Role, Visitor, VisitorMut, identity, map_modules, tensors,
+    Block, Context, Module, ModuleMapper, Role, Visitor, VisitorMut, identity, map_modules, tensors,
 };
 use crate::error::{Error, Result};
 
-/// A part behind a lock, for techniques that wrap it: a graph may hold on to it after the borrow of the model, and its backward may
-/// run it on another thread, while tensors are not `Sync`. The same thread may take the lock again.
+/// Owns a part behind a lock, for techniques that wrap it. A graph may keep the part alive after the borrow of the model ends, and a
+/// backward may run it on another thread, while tensors are not `Sync`. The lock is reentrant.
 #[derive(Debug)]
 pub struct FunctionalCall<P: ?Sized> {
     name: String,
     part: SharedModule<P>,
-    /// Handles of the part's tensors, for those who only read the model: the same tensors, gradients and all.
+    /// Handles of the part's tensors, for visitors: the same tensors, with their gradients.
     named: Vec<(String, Tensor, Role)>,
 }
 
-/// The part of a [`FunctionalCall`], from anywhere.
+/// A shared handle on the part of a [`FunctionalCall`].
 #[derive(Debug)]
 pub struct SharedModule<P: ?Sized>(Arc<ReentrantMutex<RefCell<Box<P>>>>);
 
@@ -33,7 +33,7 @@ impl<P: ?Sized> Clone for SharedModule<P> {
 }
 
 impl<P: Module + ?Sized> FunctionalCall<P> {
-    /// Takes a part; `name` is what errors call it.
+    /// Takes ownership of a part; errors call it `name`.
     pub fn new(name: &str, part: Box<P>) -> Self {
         let named = handles(&*part);
         Self {
@@ -43,10 +43,10 @@ impl<P: Module + ?Sized> FunctionalCall<P> {
         }
     }
 
-    /// The part again, for who changed their mind.
+    /// Returns the part.
     ///
     /// # Errors
-    /// This itself, where a graph or a run still holds the part.
+    /// `self`, if a graph or a call still holds the part.
     pub fn into_inner(self) -> std::result::Result<Box<P>, Self> {
         let Self { name, part, named } = self;
         match Arc::try_unwrap(part.0) {
@@ -55,23 +55,31 @@ impl<P: Module + ?Sized> FunctionalCall<P> {
         }
     }
 
-    /// What it is called.
+    /// The part's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its tensors with their names, each once.
+    /// The part's tensors with their names; a shared one once.
     pub fn named(&self) -> &[(String, Tensor, Role)] {
         &self.named
     }
 
-    /// The part, for a closure that outlives this borrow.
+    /// Returns a handle on the part, for a closure that outlives this borrow.
     pub fn shared(&self) -> SharedModule<P> {
         self.part.clone()
     }
 
-    /// The part's own [`Module::visit`], but that a tensor which it has twice comes once.
-    pub fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+    /// Whether a forward on `x` records a graph: gradients are enabled, and the input or a tensor of the part requires one.
+    pub fn records(&self, x: &Tensor) -> bool {
+        GradMode::enabled()
+            && (x.requires_grad() || self.named.iter().any(|(_, tensor, _)| tensor.requires_grad()))
+    }
+}
+
+/// Visits the part's tensors, a shared one once. [`Module::visit_mut`] fails while a graph or a call holds the part.
+impl<P: Module + ?Sized> Module for FunctionalCall<P> {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
         for (name, tensor, role) in &self.named {
             match role {
                 Role::Parameter => visitor.parameter(name, tensor),
@@ -80,11 +88,7 @@ impl<P: Module + ?Sized> FunctionalCall<P> {
         }
     }
 
-    /// The part's own [`Module::visit_mut`].
-    ///
-    /// # Errors
-    /// A part that a graph or a run still holds; those of the mapper.
-    pub fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
         let part = Arc::get_mut(&mut self.part.0).ok_or_else(|| Error::Config {
             what: "model",
             reason: format!(
@@ -97,93 +101,116 @@ impl<P: Module + ?Sized> FunctionalCall<P> {
         self.named = handles(&**part);
         result
     }
+}
 
-    /// Whether a run on `x` is worth running again: gradients are recorded, and something in it needs one.
-    pub fn records(&self, x: &Tensor) -> bool {
-        GradMode::enabled()
-            && (x.requires_grad() || self.named.iter().any(|(_, tensor, _)| tensor.requires_grad()))
+impl Block for FunctionalCall<dyn Block> {
+    fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        self.part.run(|block| block.forward(x_btd, context))
     }
 }
 
 impl<P: Module + ?Sized> SharedModule<P> {
-    /// Runs something on the part.
+    /// Runs `body` on the part.
     pub fn run<R>(&self, body: impl FnOnce(&P) -> R) -> R {
         body(&**self.0.lock().borrow())
     }
 
-    /// Runs something on the part while it has `others` in the place of its tensors: one for each of [`FunctionalCall::named`], in that order.
-    /// Its own are back when this returns or panics. A tensor that it has twice is replaced twice.
+    /// Runs `body` on the part with `others` instead of its own tensors, like `torch.func.functional_call`: one tensor for each of
+    /// [`FunctionalCall::named`], in that order. The part's own tensors are restored when this returns or panics. A tensor that the
+    /// part uses twice is replaced twice.
     ///
     /// # Errors
-    /// Another number of tensors; a part that is running; those of `body`.
+    /// Another number of tensors; a part that is already running; those of `body`. If a graph of `body` still holds a part inside
+    /// this one, the own tensors cannot be restored: the error says so, and the part must be loaded again.
     pub fn functional_call<R>(&self, others: &[Tensor], body: impl FnOnce(&P) -> Result<R>) -> Result<R> {
         let part = self.0.lock();
-        let _own = Replaced { own: exchange(&part, others)?, part: &part };
-        body(&**part.borrow())
+        let mut own = Own { tensors: swap_in(&part, others)?, part: &part };
+        let result = body(&**part.borrow());
+        own.restore()?;
+        result
     }
 }
 
-/// Puts the part's own tensors back.
-struct Replaced<'a, P: Module + ?Sized> {
+/// Restores the part's own tensors, also in a panic.
+struct Own<'a, P: Module + ?Sized> {
     part: &'a RefCell<Box<P>>,
-    own: Vec<Tensor>,
+    /// What was in each slot; empty once restored.
+    tensors: Vec<Tensor>,
 }
 
-impl<P: Module + ?Sized> Drop for Replaced<'_, P> {
-    fn drop(&mut self) {
-        let mut own = std::mem::take(&mut self.own).into_iter();
-        let mut back = Each(|slot: &mut Tensor| {
-            if let Some(tensor) = own.next() {
-                *slot = tensor;
-            }
-        });
-        // The way through the part was open when the tensors were taken out, and nothing has changed its shape since.
-        if let Ok(mut part) = self.part.try_borrow_mut() {
-            let _ = map_modules(&mut **part, &mut back);
+impl<P: Module + ?Sized> Own<'_, P> {
+    fn restore(&mut self) -> Result<()> {
+        let tensors = std::mem::take(&mut self.tensors);
+        if tensors.is_empty() {
+            return Ok(());
         }
+        let mut part = self.part.try_borrow_mut().map_err(|_| refuse("is still running".to_owned()))?;
+        assign(&mut **part, tensors).map_err(|cause| {
+            refuse(format!(
+                "its own tensors could not be restored after a call with others; load it again: {cause}"
+            ))
+        })
     }
 }
 
-/// Puts `others` into the part's slots, and gives what was in each slot.
-fn exchange<P: Module + ?Sized>(part: &RefCell<Box<P>>, others: &[Tensor]) -> Result<Vec<Tensor>> {
-    let refuse = |reason: String| Error::Config { what: "model part", reason };
-    let mut part = part
-        .try_borrow_mut()
-        .map_err(|_| refuse("is running already; a part cannot run inside itself on other tensors".into()))?;
-    // The same tensor in several slots gets the same replacement.
+impl<P: Module + ?Sized> Drop for Own<'_, P> {
+    fn drop(&mut self) {
+        let _ = self.restore();
+    }
+}
+
+/// Puts `others` into the part's slots, and returns what was in each slot. After an error every slot is as before.
+fn swap_in<P: Module + ?Sized>(part: &RefCell<Box<P>>, others: &[Tensor]) -> Result<Vec<Tensor>> {
+    let mut part = part.try_borrow_mut().map_err(|_| {
+        refuse("is already running; it cannot run inside itself with other tensors".to_owned())
+    })?;
+    // Slots that share a tensor get the same replacement.
     let mut known = Vec::new();
-    let (mut own, mut places) = (Vec::new(), Vec::new());
-    let mut look = Each(|slot: &mut Tensor| {
+    let (mut own, mut indices) = (Vec::new(), Vec::new());
+    let mut look = EachTensor(|slot: &mut Tensor| {
         let identity = identity(slot);
-        let place = known.iter().position(|other| *other == identity).unwrap_or_else(|| {
+        let index = known.iter().position(|other| *other == identity).unwrap_or_else(|| {
             known.push(identity);
             known.len() - 1
         });
-        places.push(place);
+        indices.push(index);
         own.push(slot.shallow_clone());
     });
     map_modules(&mut **part, &mut look)?;
     if known.len() != others.len() {
         return Err(refuse(format!(
-            "{} tensors in the place of {}; give one for each",
+            "{} tensors for a part with {}; give one for each",
             others.len(),
             known.len()
         )));
     }
-    let mut places = places.into_iter();
-    let mut put = Each(|slot: &mut Tensor| {
-        if let Some(place) = places.next() {
-            *slot = others[place].shallow_clone();
-        }
-    });
-    map_modules(&mut **part, &mut put)?;
+    let replacements = indices.into_iter().map(|index| others[index].shallow_clone()).collect();
+    if let Err(error) = assign(&mut **part, replacements) {
+        assign(&mut **part, own)?;
+        return Err(error);
+    }
     Ok(own)
 }
 
-/// Something done at every tensor.
-struct Each<F>(F);
+/// Writes `tensors` into the part's slots, in order.
+fn assign(part: &mut (impl Module + ?Sized), tensors: Vec<Tensor>) -> Result<()> {
+    let mut tensors = tensors.into_iter();
+    let mut write = EachTensor(|slot: &mut Tensor| {
+        if let Some(tensor) = tensors.next() {
+            *slot = tensor;
+        }
+    });
+    map_modules(part, &mut write)
+}
 
-impl<F: FnMut(&mut Tensor)> ModuleMapper for Each<F> {
+fn refuse(reason: String) -> Error {
+    Error::Config { what: "model part", reason }
+}
+
+/// Calls a function with every tensor.
+struct EachTensor<F>(F);
+
+impl<F: FnMut(&mut Tensor)> ModuleMapper for EachTensor<F> {
     fn tensor(&mut self, _: &str, tensor: &mut Tensor, _: Role) -> Result<()> {
         (self.0)(tensor);
         Ok(())
@@ -192,38 +219,4 @@ impl<F: FnMut(&mut Tensor)> ModuleMapper for Each<F> {
 
 fn handles(part: &(impl Module + ?Sized)) -> Vec<(String, Tensor, Role)> {
     tensors(part).into_iter().map(|named| (named.name, named.tensor.shallow_clone(), named.role)).collect()
-}
-
-/// Takes the block out of a slot of a model, for a technique that puts it back inside a wrapper of its own.
-pub fn take_block(slot: &mut Box<dyn Block>) -> Box<dyn Block> {
-    std::mem::replace(slot, Box::new(Vacant))
-}
-
-/// Takes the MLP out of a slot, as [`take_block`].
-pub fn take_mlp(slot: &mut Box<dyn Mlp>) -> Box<dyn Mlp> {
-    std::mem::replace(slot, Box::new(Vacant))
-}
-
-/// What is in a slot while its part is taken out.
-#[derive(Debug)]
-struct Vacant;
-
-impl Module for Vacant {
-    fn visit<'a>(&'a self, _: &mut Visitor<'a, '_>) {}
-
-    fn visit_mut(&mut self, _: &mut VisitorMut<'_>) -> Result<()> {
-        Ok(())
-    }
-}
-
-impl Block for Vacant {
-    fn forward(&self, x: &Tensor, _: &Context<'_>) -> Result<Tensor> {
-        Ok(x.shallow_clone())
-    }
-}
-
-impl Mlp for Vacant {
-    fn forward(&self, x: &Tensor, _: &Context<'_>) -> Result<Tensor> {
-        Ok(x.shallow_clone())
-    }
 }

@@ -19,7 +19,7 @@ fn random(shape: [i64; 4]) -> Tensor {
 }
 
 fn gradients(output: &Tensor, inputs: &[&Tensor]) -> Vec<Tensor> {
-    // An upstream gradient that differs from place to place.
+    // An upstream gradient that differs from position to position.
     let weights = Tensor::arange(output.numel() as i64, (Kind::Double, Device::Cpu)).sin().view_as(output);
     let loss = (output * weights).sum(Kind::Double);
     let found = runtime::autograd::grad(&[&loss], &[None], inputs, Default::default()).unwrap();
@@ -35,7 +35,7 @@ fn the_paths_agree_on_outputs_and_gradients() {
     let packed = || Some(documents(&[&[4, 3, 2], &[1, 8]]));
     let cases: [(&str, [i64; 4], i64, Option<Documents>); 7] = [
         ("one document", [2, 7, 3, 5], 3, None),
-        ("one place", [1, 1, 1, 1], 1, None),
+        ("one position", [1, 1, 1, 1], 1, None),
         ("packed", [2, 9, 2, 4], 2, packed()),
         ("packed, one document of no length", [1, 6, 2, 3], 2, Some(documents(&[&[2, 0, 4]]))),
         ("grouped queries", [2, 7, 6, 5], 2, None),
@@ -69,9 +69,9 @@ fn a_token_sees_neither_the_future_nor_another_document() {
             let x = random(shape);
             let output = causal_attention(&x, &x, &x, packed, path, 0.0).unwrap();
             for row in 0..2 {
-                for place in 0..7 {
+                for position in 0..7 {
                     let gradient = runtime::autograd::grad(
-                        &[&output.i((row, place)).sum(Kind::Double)],
+                        &[&output.i((row, position)).sum(Kind::Double)],
                         &[None],
                         &[&x],
                         runtime::autograd::Keep { graph: true, derivative: false },
@@ -83,10 +83,10 @@ fn a_token_sees_neither_the_future_nor_another_document() {
                     );
                     for other_row in 0..2 {
                         for other in 0..7 {
-                            let same_document = packed.is_none() || row == 1 || (place < 3) == (other < 3);
-                            let expected = row == other_row && other <= place && same_document;
+                            let same_document = packed.is_none() || row == 1 || (position < 3) == (other < 3);
+                            let expected = row == other_row && other <= position && same_document;
                             let found = seen.double_value(&[other_row, other]) > 0.0;
-                            assert_eq!(found, expected, "{path:?} {row},{place} sees {other_row},{other}");
+                            assert_eq!(found, expected, "{path:?} {row},{position} sees {other_row},{other}");
                         }
                     }
                 }
@@ -177,7 +177,7 @@ fn what_does_not_fit_is_refused() {
     assert_eq!(error(None, 1.0), "attention: dropout is 1; expected a probability in [0, 1)");
     assert_eq!(
         error(Some(&documents(&[&[2, 2]])), 0.0),
-        "attention: `document ids` has shape [1, 4]; expected [2, 4], as the rows"
+        "attention: `document ids` has shape [1, 4]; expected [2, 4], the shape of the rows"
     );
     let words = |q: [i64; 4], k: [i64; 4], v: [i64; 4]| {
         let [q, k, v] = [q, k, v].map(random);
@@ -185,7 +185,7 @@ fn what_does_not_fit_is_refused() {
     };
     let (q, k) = ([2, 4, 6, 2], [2, 4, 3, 2]);
     for (found, expected) in [
-        (words(q, [2, 4, 4, 2], [2, 4, 4, 2]), "4 heads of keys do not divide 6 of queries"),
+        (words(q, [2, 4, 4, 2], [2, 4, 4, 2]), "4 key heads do not divide 6 query heads"),
         (words(q, [2, 5, 3, 2], [2, 5, 3, 2]), "`k` has shape [2, 5, 3, 2]; expected [2, 4, heads, 2], as q"),
         (words(q, k, q), "`v` has shape [2, 4, 6, 2]; expected [2, 4, 3, 2], as k"),
     ] {
@@ -205,29 +205,29 @@ fn documents_that_contradict_themselves_cannot_be_made() {
     assert_eq!((good.starts(), good.longest()), (same.starts(), same.longest()));
     assert_eq!(good.longest(), 4);
     let crossing = [0, 0, 0, 0, 0, 0, 1, 1];
-    let ends = "expected 0, then rising numbers, and at the end the 8 places of the rows";
+    let ends = "expected rising numbers from 0 to 8, the number of positions";
     type Case<'a> = (&'a [i64], &'a [i32], &'a [i32], String);
     let cases: [Case<'_>; 6] = [
         (
             &crossing,
             &[0, 6, 8],
             &[0, 6, 8],
-            "packed documents: the document at places 0 to 5 crosses the end of a row of 4; divide it, or end the row before it".into(),
+            "packed documents: the document at positions 0 to 5 crosses the end of a row of 4; divide it, or end the row before it".into(),
         ),
         (&crossing, &[0, 4, 7], &[0, 4, 7], format!("packed documents: the documents start at [0, 4, 7]; {ends}")),
         (&crossing, &[0, 5, 4, 8], &[0, 5, 4, 8], format!("packed documents: the documents start at [0, 5, 4, 8]; {ends}")),
-        (&crossing, &[0, 8], &[0, 4, 8], "packed documents: `cu_seqlens` has shape [2]; expected [3], as the starts".into()),
+        (&crossing, &[0, 8], &[0, 4, 8], "packed documents: `cu_seqlens` has shape [2]; expected [3], one per start".into()),
         (
             &crossing,
             &[0, 4, 8],
             &[0, 4, 8],
-            "packed documents: ids or cu_seqlens are not those of documents that start at [0, 4, 8]".into(),
+            "packed documents: ids or cu_seqlens contradict the starts [0, 4, 8]".into(),
         ),
         (
             &[0, 0, 0, 0, 1, 1, 1, 1],
             &[0, 3, 8],
             &[0, 4, 8],
-            "packed documents: ids or cu_seqlens are not those of documents that start at [0, 4, 8]".into(),
+            "packed documents: ids or cu_seqlens contradict the starts [0, 4, 8]".into(),
         ),
     ];
     for (ids, cu_seqlens, starts, expected) in cases {
@@ -247,6 +247,6 @@ fn documents_that_contradict_themselves_cannot_be_made() {
     let unequal: [&[usize]; 2] = [&[2, 2], &[3]];
     for rows in [&unequal[..], &[], &[&[]]] {
         let error = Documents::new(rows, Device::Cpu).unwrap_err().to_string();
-        assert!(error.contains("expected one row or more, all of one length from 1 on"), "{error}");
+        assert!(error.contains("expected at least one row, all of the same length"), "{error}");
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use models::module::{self, Context, IGNORED, Input, LanguageModel};
+use models::module::{self, Context, IGNORE_INDEX, Input, LanguageModel};
 use models::state_dict::load_state_dict;
 use models::{AttentionPath, Gpt2Like, Gpt2LikeConfig, tensors_file};
 use runtime::ops::optimizer::{AdamW, AdamWTensors, fused_adamw_};
@@ -59,8 +59,8 @@ fn model(case: &Case, path: AttentionPath) -> Gpt2Like {
 /// The token after each, where it lies within the row's length.
 fn labels(tokens: &Tensor, lengths: &Tensor) -> Tensor {
     let next = tokens.narrow(1, 1, tokens.size()[1] - 1);
-    let places = Tensor::arange_start(1, tokens.size()[1], (Kind::Int64, Device::Cpu));
-    next.where_scalarother(&places.unsqueeze(0).lt_tensor(&lengths.unsqueeze(1)), IGNORED)
+    let positions = Tensor::arange_start(1, tokens.size()[1], (Kind::Int64, Device::Cpu));
+    next.where_scalarother(&positions.unsqueeze(0).lt_tensor(&lengths.unsqueeze(1)), IGNORE_INDEX)
 }
 
 #[test]
@@ -78,7 +78,7 @@ fn fixtures_gpt2_like_losses_and_accuracies() {
         for step in 0..tokens.size()[0] {
             let tokens = tokens.get(step);
             let labels = labels(&tokens, &lengths.get(step));
-            let count = labels.ne(IGNORED).sum(Kind::Int64).int64_value(&[]);
+            let count = labels.ne(IGNORE_INDEX).sum(Kind::Int64).int64_value(&[]);
             let context = Context { training: true, accuracy: true, ..Default::default() };
             let read = tokens.narrow(1, 0, tokens.size()[1] - 1);
             let output = model.loss(&Input { context, ..Input::new(&read) }, &labels).unwrap();

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use models::generation::{GenerateOptions, generate};
-use models::{Llama, LlamaConfig, llama, tensors_file};
+use models::{Llama, LlamaConfig, hugging_face, tensors_file};
 use tch::{Device, Kind, Tensor};
 
 fn folder(name: &str) -> PathBuf {
@@ -25,7 +25,7 @@ fn check(name: &str) {
     let cases: BTreeMap<String, Tensor> =
         tensors_file::read(&folder.join("cases.safetensors"), Device::Cpu).unwrap().into_iter().collect();
     let model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
-    llama::load(&model, &folder.join("model.safetensors")).unwrap();
+    hugging_face::load_weights(&model, &folder.join("model.safetensors")).unwrap();
 
     let prompts: Vec<Vec<i64>> = rows(&cases["input_ids"])
         .into_iter()

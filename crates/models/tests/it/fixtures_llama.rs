@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use models::hugging_face::Folder;
-use models::module::{Context, IGNORED, Input, LanguageModel, trainable};
-use models::{AttentionPath, Documents, Llama, LlamaConfig, llama, tensors_file};
+use models::module::{Context, IGNORE_INDEX, Input, LanguageModel, trainable};
+use models::{AttentionPath, Documents, Llama, LlamaConfig, hugging_face, tensors_file};
 use runtime::autograd::{backward, set_grad};
 use tch::{Device, Kind, Tensor};
 
@@ -30,7 +30,7 @@ fn documents(mask: &Tensor) -> Documents {
 
 /// The token after each place, where it counts.
 fn next(labels: &Tensor) -> Tensor {
-    let last = Tensor::full([labels.size()[0], 1], IGNORED, (Kind::Int64, Device::Cpu));
+    let last = Tensor::full([labels.size()[0], 1], IGNORE_INDEX, (Kind::Int64, Device::Cpu));
     Tensor::cat(&[labels.narrow(1, 1, labels.size()[1] - 1), last], 1)
 }
 
@@ -66,7 +66,7 @@ fn check(name: &str) {
         let of_logits = largest(&((model.logits(&input).unwrap() - &cases["logits"]) * &counts));
 
         let labels = next(&cases["labels"]);
-        let targets = labels.ne(IGNORED).sum(Kind::Int64).int64_value(&[]);
+        let targets = labels.ne(IGNORE_INDEX).sum(Kind::Int64).int64_value(&[]);
         let loss = model.loss(&input, &labels).unwrap().sum / targets;
         backward(&[&loss]).unwrap();
         let of_loss = (loss.double_value(&[]) - cases["loss"].double_value(&[0])).abs();
@@ -74,7 +74,7 @@ fn check(name: &str) {
         let mut worst = (0f64, String::new());
         let mut found = BTreeSet::new();
         for (parameter, tensor) in trainable(&model) {
-            let key = format!("grad.{}", llama::hugging_face_name(&parameter));
+            let key = format!("grad.{}", hugging_face::tensor_name(&parameter));
             let expected = &cases[&key];
             let error = (tensor.grad() - expected).norm() / expected.norm();
             let error = error.double_value(&[]);

@@ -1,9 +1,10 @@
 //! Parts that run on other tensors than their own: those are back afterwards, whatever happened.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex};
 
 use expect_test::expect;
-use models::module::{Block, Context, FunctionalCall, Module, Visitor, VisitorMut, parameters};
+use models::module::{Block, Context, FunctionalCall, Module, SharedModule, Visitor, VisitorMut, parameters};
 use models::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -53,84 +54,84 @@ fn forward(block: &Part) -> Result<f64> {
     Ok(block.forward(&number(10.0), &Context::default())?.double_value(&[0]))
 }
 
-/// That the part has its own tensors: the same memory under the same names.
-fn is_itself(held: &FunctionalCall<dyn Block>) -> bool {
-    held.shared().run(|block| {
+/// Whether the part has its own tensors: the same memory under the same names.
+fn is_itself(part: &FunctionalCall<dyn Block>) -> bool {
+    part.shared().run(|block| {
         let inside = parameters(block);
         let same = |((name, tensor), (other, own, _)): (&(String, &Tensor), &(String, Tensor, _))| {
             name == other && tensor.data_ptr() == own.data_ptr()
         };
-        inside.len() == held.named().len()
-            && inside.iter().zip(held.named()).all(same)
+        inside.len() == part.named().len()
+            && inside.iter().zip(part.named()).all(same)
             && forward(block).unwrap() == 26.0
     })
 }
 
 #[test]
 fn a_part_runs_on_other_tensors_and_has_its_own_again() {
-    let held = part();
-    let names: Vec<&str> = held.named().iter().map(|(name, ..)| name.as_str()).collect();
+    let part = part();
+    let names: Vec<&str> = part.named().iter().map(|(name, ..)| name.as_str()).collect();
     assert_eq!(names, ["weight", "bias"], "a tensor that is there twice comes once");
     let others = [number(5.0), number(7.0)];
     // 10·5 + 7·5: the weight is replaced in both of its slots.
-    assert_eq!(held.shared().functional_call(&others, forward).unwrap(), 85.0);
-    assert!(is_itself(&held));
-    assert_eq!(held.shared().run(forward).unwrap(), 26.0);
+    assert_eq!(part.shared().functional_call(&others, forward).unwrap(), 85.0);
+    assert!(is_itself(&part));
+    assert_eq!(part.shared().run(forward).unwrap(), 26.0);
 }
 
 #[test]
 fn its_own_are_back_after_an_error() {
-    let held = part();
+    let part = part();
     let body = |_: &Part| -> Result<()> { Err(Error::Config { what: "test", reason: "no".into() }) };
-    let error = held.shared().functional_call(&[number(5.0), number(7.0)], body).unwrap_err();
+    let error = part.shared().functional_call(&[number(5.0), number(7.0)], body).unwrap_err();
     assert!(matches!(&error, Error::Config { what: "test", reason } if reason == "no"), "{error}");
-    assert!(is_itself(&held));
+    assert!(is_itself(&part));
 }
 
 #[test]
 fn its_own_are_back_after_a_panic() {
-    let held = part();
-    let shared = held.shared();
+    let part = part();
+    let shared = part.shared();
     let run =
         || shared.functional_call(&[number(5.0), number(7.0)], |_: &Part| -> Result<()> { panic!("no") });
     assert!(catch_unwind(AssertUnwindSafe(run)).is_err());
-    assert!(is_itself(&held));
+    assert!(is_itself(&part));
     assert_eq!(shared.functional_call(&[number(5.0), number(7.0)], forward).unwrap(), 85.0);
 }
 
 #[test]
 fn another_number_of_tensors_is_refused() {
-    let held = part();
+    let part = part();
     for (count, expected) in [
-        (1, expect!["model part: 1 tensors in the place of 2; give one for each"]),
-        (3, expect!["model part: 3 tensors in the place of 2; give one for each"]),
+        (1, expect!["model part: 1 tensors for a part with 2; give one for each"]),
+        (3, expect!["model part: 3 tensors for a part with 2; give one for each"]),
     ] {
         let others: Vec<Tensor> = (0..count).map(|value| number(f64::from(value))).collect();
-        let error = held.shared().functional_call(&others, forward).unwrap_err();
+        let error = part.shared().functional_call(&others, forward).unwrap_err();
         expected.assert_eq(&error.to_string());
-        assert!(is_itself(&held));
+        assert!(is_itself(&part));
     }
 }
 
 #[test]
 fn a_part_does_not_run_inside_itself_on_others() {
-    let held = part();
-    let (shared, others) = (held.shared(), [number(5.0), number(7.0)]);
+    let part = part();
+    let (shared, others) = (part.shared(), [number(5.0), number(7.0)]);
     let nested = |_: &Part| shared.functional_call(&[number(0.0), number(0.0)], forward);
     let error = shared.functional_call(&others, nested).unwrap_err();
-    expect!["model part: is running already; a part cannot run inside itself on other tensors"]
+    expect!["model part: is already running; it cannot run inside itself with other tensors"]
         .assert_eq(&error.to_string());
-    assert!(is_itself(&held));
-    // It may run inside itself as it is there: a checkpoint's backward inside a backward does.
+    assert!(is_itself(&part));
+    // It may run inside itself with its current tensors: a checkpoint's backward inside a backward does.
     let nested = |_: &Part| shared.run(forward);
     assert_eq!(shared.functional_call(&others, nested).unwrap(), 85.0);
-    assert!(is_itself(&held));
+    assert!(is_itself(&part));
 }
 
 #[test]
 fn another_thread_waits_for_its_turn() {
-    let held = part();
-    let shared = held.shared();
+    let part = part();
+    let shared = part.shared();
     std::thread::scope(|scope| {
         for value in 0..4 {
             let shared = shared.clone();
@@ -146,29 +147,63 @@ fn another_thread_waits_for_its_turn() {
             assert_eq!(shared.run(forward).unwrap(), 26.0);
         }
     });
-    assert!(is_itself(&held));
+    assert!(is_itself(&part));
 }
 
 #[test]
 fn gradients_of_a_run_go_to_what_it_ran_on() {
-    let held = part();
+    let part = part();
     let others = [number(5.0).set_requires_grad(true), number(7.0).set_requires_grad(true)];
-    let y = held
+    let y = part
         .shared()
         .functional_call(&others, |block| block.forward(&number(10.0), &Context::default()))
         .unwrap();
     runtime::autograd::backward(&[&y]).unwrap();
     assert_eq!(others[0].grad().double_value(&[0]), 17.0);
     assert_eq!(others[1].grad().double_value(&[0]), 5.0);
-    assert!(held.named().iter().all(|(_, tensor, _)| !tensor.grad().defined()));
+    assert!(part.named().iter().all(|(_, tensor, _)| !tensor.grad().defined()));
 }
 
 #[test]
-fn a_part_that_is_held_elsewhere_stays() {
-    let held = part();
-    let shared = held.shared();
-    let held = held.into_inner().map(|_| ()).expect_err("someone has it");
-    assert!(is_itself(&held));
+fn a_part_that_is_shared_cannot_be_taken_out() {
+    let part = part();
+    let shared = part.shared();
+    let part = part.into_inner().map(|_| ()).expect_err("someone has it");
+    assert!(is_itself(&part));
     drop(shared);
-    assert_eq!(forward(&*held.into_inner().expect("no one has it")).unwrap(), 26.0);
+    assert_eq!(forward(&*part.into_inner().expect("no one has it")).unwrap(), 26.0);
+}
+
+/// A block around another, which keeps the inner part alive after a forward, as a graph does.
+#[derive(Debug)]
+struct Leaks(FunctionalCall<dyn Block>, Arc<Mutex<Option<SharedModule<dyn Block>>>>);
+
+impl Module for Leaks {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        visitor.part("inner", &self.0);
+    }
+
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.part("inner", &mut self.0)
+    }
+}
+
+impl Block for Leaks {
+    fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        *self.1.lock().unwrap() = Some(self.0.shared());
+        self.0.forward(x, context)
+    }
+}
+
+#[test]
+fn tensors_that_cannot_be_restored_are_an_error() {
+    let leaked = Arc::default();
+    let outer = FunctionalCall::new("outer", Box::new(Leaks(part(), Arc::clone(&leaked))) as Box<dyn Block>);
+    let others = [number(5.0), number(7.0)];
+    let error = outer.shared().functional_call(&others, forward).unwrap_err().to_string();
+    expect!["model part: its own tensors could not be restored after a call with others; load it again: model: a graph whose backward has not run holds `the part`; run backward, or drop the loss, before the model is changed"].assert_eq(&error);
+    // Nothing is changed where a part is shared before the call.
+    let before = outer.shared().run(forward).unwrap();
+    assert!(outer.shared().functional_call(&others, forward).is_err());
+    assert_eq!(outer.shared().run(forward).unwrap(), before);
 }

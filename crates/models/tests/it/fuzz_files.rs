@@ -49,11 +49,11 @@ impl<'de> Deserialize<'de> for Pairs {
 }
 
 /// A tensor's dtype, shape and bytes.
-type Stored = (String, Vec<i64>, Vec<u8>);
+type TensorLocation = (String, Vec<i64>, Vec<u8>);
 
 /// A file read without this project's code, byte for byte: the dtype's name, the shape and the values of each tensor. `None` for
 /// bytes that are no such file.
-fn by_the_format(bytes: &[u8]) -> Option<BTreeMap<String, Stored>> {
+fn by_the_format(bytes: &[u8]) -> Option<BTreeMap<String, TensorLocation>> {
     let length = usize::try_from(u64::from_le_bytes(*bytes.first_chunk()?)).ok()?;
     let header = bytes.get(8..length.checked_add(8)?)?;
     let Pairs(entries) = serde_json::from_slice(header).ok()?;

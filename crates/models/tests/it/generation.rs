@@ -1,7 +1,7 @@
 //! The cache against whole rows, rows against each other, ends, and what is refused.
 
 use expect_test::expect;
-use models::generation::{Ended, GenerateOptions, Generated, Generator, Sampling, generate};
+use models::generation::{FinishReason, GenerateOptions, Generated, Generator, Sampling, generate};
 use models::module::{LanguageModel, ModuleMapper, map_modules};
 use models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
 use runtime::random::Generator as Random;
@@ -71,7 +71,10 @@ fn a_cache_changes_nothing() {
                 let with = generate(&model, &prompts, &options, &mut ()).unwrap();
                 let without = generate(&model, &prompts, &whole, &mut ()).unwrap();
                 assert_eq!(with, without, "{kv_heads} heads, {lengths:?}, {sampling:?}");
-                assert!(with.iter().all(|row| row.tokens.len() == 11 && row.ended == Ended::Length));
+                assert!(
+                    with.iter()
+                        .all(|row| row.tokens.len() == 11 && row.finish_reason == FinishReason::MaxNewTokens)
+                );
             }
         }
     }
@@ -102,16 +105,16 @@ fn rows_do_not_depend_on_each_other() {
     let ends = [4, 1, 9, 2, 6];
     let options = GenerateOptions { max_new_tokens: 9, ..GenerateOptions::default() };
     let mut seen = vec![0; prompts.len()];
-    let mut watch = |row: usize, tokens: &[i64]| {
+    let mut callback = |row: usize, tokens: &[i64]| {
         seen[row] += 1;
         assert_eq!(tokens.len(), seen[row], "each token once");
         tokens.len() == ends[row]
     };
-    let together = generate(&model, &prompts, &options, &mut watch).unwrap();
+    let together = generate(&model, &prompts, &options, &mut callback).unwrap();
     for (row, prompt) in prompts.iter().enumerate() {
         let alone = generate(&model, std::slice::from_ref(prompt), &options, &mut ()).unwrap();
         assert_eq!(together[row].tokens, alone[0].tokens[..ends[row]], "row {row}");
-        assert_eq!(together[row].ended, Ended::Watch);
+        assert_eq!(together[row].finish_reason, FinishReason::Callback);
     }
     assert_eq!(seen, ends);
 }
@@ -122,14 +125,18 @@ fn a_row_ends_at_an_end_token_at_its_length_and_at_the_models_last_place() {
     let prompts = prompts(&[6, 30], 0);
     let free = GenerateOptions { max_new_tokens: 20, ..GenerateOptions::default() };
     let all = generate(&model, &prompts, &free, &mut ()).unwrap();
-    assert_eq!([all[0].ended, all[1].ended], [Ended::Length, Ended::Context]);
+    assert_eq!(
+        [all[0].finish_reason, all[1].finish_reason],
+        [FinishReason::MaxNewTokens, FinishReason::MaxSequence]
+    );
     assert_eq!([all[0].tokens.len(), all[1].tokens.len()], [20, 10]);
 
     let end = all[0].tokens[4];
     let first = all[0].tokens.iter().position(|&token| token == end).unwrap();
     let ended =
         generate(&model, &prompts, &GenerateOptions { end_tokens: vec![96, end], ..free }, &mut ()).unwrap();
-    let expected = Generated { tokens: all[0].tokens[..first].to_vec(), ended: Ended::EndToken };
+    let expected =
+        Generated { tokens: all[0].tokens[..first].to_vec(), finish_reason: FinishReason::EndToken };
     assert!(ended[0] == expected || ended[0].tokens.len() < first, "{:?}", ended[0]);
 }
 
@@ -163,7 +170,7 @@ fn a_model_without_a_cache_generates_too() {
     let prompts = [vec![1, 2, 3], vec![7]];
     let options = GenerateOptions { max_new_tokens: 20, ..GenerateOptions::default() };
     let found = Generator::new(&model, &options).unwrap().generate(&prompts, &mut ()).unwrap();
-    assert_eq!([found[0].tokens.len(), found[1].tokens.len()], [9, 11], "up to the model's 12 places");
+    assert_eq!([found[0].tokens.len(), found[1].tokens.len()], [9, 11], "up to the model's 12 positions");
     let input = tch::Tensor::from_slice(&prompts[0]).view([1, 3]);
     let logits = model.logits(&models::module::Input::new(&input)).unwrap();
     assert_eq!(found[0].tokens[0], logits.get(0).get(2).argmax(-1, false).int64_value(&[]));
@@ -196,13 +203,13 @@ fn what_cannot_be_generated_is_said() {
         said(&one, random(1.0, None, 0.0), &[]),
     ];
     expect![[r#"
-        generation: prompt 1 is empty; expected a token at least
+        generation: prompt 1 is empty; expected at least one token
         token 97 is outside the model's vocabulary of 97 (0 to 96); the tokenizer and the model do not belong together, or the model needs a larger `vocabulary`
-        generation: prompt 0: 40 tokens leave no room for a new one in the model's rows of 40; shorten the prompt, or give fewer examples
-        generation: prompt 0 does not begin with the prefix of 2 tokens and go on
+        generation: prompt 0: 40 tokens leave no room for a new one in the model's 40 positions; shorten the prompt, or give fewer examples
+        generation: prompt 0 does not start with the prefix of 2 tokens, or has nothing after it
         generation: `max_new_tokens` is 0; expected at least 1
         token -1 is outside the model's vocabulary of 97 (0 to 96); the tokenizer and the model do not belong together, or the model needs a larger `vocabulary`
-        generation: `temperature` is 0; expected above 0 (greedy takes the likeliest token)
+        generation: `temperature` is 0; expected above 0 (use greedy for the most probable token)
         generation: `top_k` is 0; expected at least 1, or none for all tokens
-        generation: `top_p` is 0; expected a share in (0, 1]"#]].assert_eq(&words.join("\n"));
+        generation: `top_p` is 0; expected a probability in (0, 1]"#]].assert_eq(&words.join("\n"));
 }

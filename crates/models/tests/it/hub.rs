@@ -149,7 +149,7 @@ fn what_is_not_there_is_said_in_clear_words() {
     }
     for name in ["", "/", "a/b/c", "../x", "a//b", "a b", "tiny/..", "/etc"] {
         let error = world.hub(false).fetch(name, None).unwrap_err().to_string();
-        assert!(error.contains("not a repository's name; expected `owner/name`"), "{name}: {error}");
+        assert!(error.contains("not a repository name; expected `owner/name`"), "{name}: {error}");
     }
 }
 
@@ -159,8 +159,8 @@ fn a_download_that_breaks_off_goes_on_where_it_stopped() {
         let world = World::new();
         world.server.break_off("model.safetensors");
         let error = world.hub(false).fetch("tiny/whole", None).unwrap_err().to_string();
-        assert!(error.starts_with("`tiny/whole`: `model.safetensors` broke off after "), "{error}");
-        assert!(error.ends_with("; try again, or work offline with what the cache has"), "{error}");
+        assert!(error.starts_with("`tiny/whole`: `model.safetensors` was interrupted after "), "{error}");
+        assert!(error.ends_with("; try again, or work offline from the cache"), "{error}");
         let error = world.hub(true).fetch("tiny/whole", None).unwrap_err();
         expect!["`tiny/whole`: the cache has no model of this name at revision `main`, and the network is switched off (offline, or HF_HUB_OFFLINE); fetch it once with the network"].assert_eq(&world.words(&error));
 
@@ -190,7 +190,7 @@ fn what_is_not_the_file_gets_no_name_in_the_cache() {
     let path = world.hub(false).fetch("tiny/whole", None).unwrap();
     assert!(Folder::open(&path).unwrap().load(None, Device::Cpu).is_ok());
     let whole = fs::metadata(path.join("model.safetensors")).unwrap().len();
-    expect!["`tiny/whole`: `model.safetensors` came as 26 bytes of WHOLE; what came is thrown away, fetch it again"]
+    expect!["`tiny/whole`: `model.safetensors` has 26 bytes instead of WHOLE; the download is deleted, fetch it again"]
         .assert_eq(&world.words(&error).replace(&whole.to_string(), "WHOLE"));
 }
 
@@ -218,7 +218,7 @@ fn bytes_of_the_right_number_that_are_not_the_files_get_no_name_in_the_cache() {
             }
         }
         let error = world.hub(false).fetch("tiny/whole", None).unwrap_err();
-        expect!["`tiny/whole`: `model.safetensors` came with the SHA-256 DIGEST the hub says DIGEST what came is thrown away, fetch it again"]
+        expect!["`tiny/whole`: `model.safetensors` has the SHA-256 DIGEST but the hub says DIGEST the download is deleted, fetch it again"]
             .assert_eq(&without_digests(&world.words(&error)));
         let blobs = world.cache.path().join("models--tiny--whole/blobs");
         assert!(!names(&blobs).iter().any(|name| name.ends_with(".part")), "{:?}", names(&blobs));
@@ -312,9 +312,9 @@ fn a_folder_goes_before_a_name() {
     assert_eq!(world.hub(false).resolve(&text, None).unwrap(), here.path());
     assert!(world.hub(false).resolve("tiny/whole", None).unwrap().starts_with(world.cache.path()));
     let error = world.hub(false).resolve("tiny/absent", None).unwrap_err();
-    expect!["`tiny/absent`: there is no folder of that name, and on the hub: the hub has no model of this name at revision `main`, or it is private or gated (then set HF_TOKEN)"].assert_eq(&world.words(&error));
+    expect!["`tiny/absent`: no folder has that name, and on the hub: the hub has no model of this name at revision `main`, or it is private or gated (then set HF_TOKEN)"].assert_eq(&world.words(&error));
     let error = world.hub(false).resolve("./no/such/folder", None).unwrap_err();
-    expect!["`./no/such/folder`: there is no folder of that name, and on the hub: not a repository's name; expected `owner/name`, such as `Qwen/Qwen2.5-0.5B`"].assert_eq(&world.words(&error));
+    expect!["`./no/such/folder`: no folder has that name, and on the hub: not a repository name; expected `owner/name`, such as `Qwen/Qwen2.5-0.5B`"].assert_eq(&world.words(&error));
 }
 
 /// Runs itself again with another environment, since a process's own must not change under its threads.

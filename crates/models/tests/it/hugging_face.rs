@@ -7,7 +7,7 @@ use expect_test::{Expect, expect};
 use models::hugging_face::{self, Folder, SHARD_BYTES};
 use models::module::{Input, LanguageModel, Mlp, ModuleMapper, map_modules};
 use models::state_dict::state_dict;
-use models::{Init, Llama, LlamaConfig, Swiglu, llama, tensors_file};
+use models::{Init, Llama, LlamaConfig, Swiglu, tensors_file};
 use runtime::random::Generator;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
@@ -108,7 +108,7 @@ fn weights_go_into_a_model_that_is_there_from_a_folder_or_a_file() {
     for path in [folder.path().to_owned(), folder.path().join("model.safetensors")] {
         let other = Llama::new(&config(), (Kind::Float, Device::Cpu)).unwrap();
         assert_ne!(logits(&other), expected);
-        llama::load(&other, &path).unwrap();
+        hugging_face::load_weights(&other, &path).unwrap();
         assert_eq!(logits(&other), expected);
     }
     let other = Llama::new(&config(), (Kind::Float, Device::Cpu)).unwrap();
@@ -193,20 +193,23 @@ fn end_tokens_come_from_the_generation_config_before_the_config() {
 #[test]
 fn a_folder_that_is_not_whole_is_refused_in_clear_words() {
     let gone = |name: &'static str| move |folder: &Path| fs::remove_file(folder.join(name)).unwrap();
-    refused(gone("config.json"), expect!["DIR: config.json is missing; there is model.safetensors"]);
+    refused(
+        gone("config.json"),
+        expect!["DIR: config.json is missing; the folder contains model.safetensors"],
+    );
     refused(
         gone("model.safetensors"),
         expect![
-            "DIR: neither model.safetensors nor model.safetensors.index.json is there; there is config.json"
+            "DIR: neither model.safetensors nor model.safetensors.index.json exists; the folder contains config.json"
         ],
     );
-    refused(|folder| fs::remove_dir_all(folder).unwrap(), expect!["DIR: there is no such folder"]);
+    refused(|folder| fs::remove_dir_all(folder).unwrap(), expect!["DIR: the folder does not exist"]);
     refused(
         |folder| {
             fs::remove_dir_all(folder).unwrap();
             fs::write(folder, "").unwrap();
         },
-        expect!["DIR: a file; expected the folder that has config.json"],
+        expect!["DIR: a file; expected the folder that contains config.json"],
     );
     refused(
         |folder| fs::write(folder.join("config.json"), "{\n\"vocab_size\": ").unwrap(),
@@ -215,12 +218,14 @@ fn a_folder_that_is_not_whole_is_refused_in_clear_words() {
     refused(
         |folder| change_config(folder, "architectures", json!(["MixtralForCausalLM"])),
         expect![
-            "DIR/config.json: Llama or Qwen2: `architectures` names `MixtralForCausalLM`; known are LlamaForCausalLM and Qwen2ForCausalLM"
+            "DIR/config.json: Llama or Qwen2: `architectures` names `MixtralForCausalLM`; expected one of LlamaForCausalLM and Qwen2ForCausalLM"
         ],
     );
     refused(
         |folder| change_config(folder, "model_type", json!("mixtral")),
-        expect!["DIR/config.json: Llama or Qwen2: `model_type` is `mixtral`; known are llama and qwen2"],
+        expect![
+            "DIR/config.json: Llama or Qwen2: `model_type` is `mixtral`; expected one of llama and qwen2"
+        ],
     );
     refused(
         |folder| change_config(folder, "model_type", json!("qwen2")),
@@ -233,7 +238,7 @@ fn a_folder_that_is_not_whole_is_refused_in_clear_words() {
             change_config(folder, "model_type", Value::Null);
             change_config(folder, "architectures", Value::Null);
         },
-        expect!["DIR/config.json: Llama or Qwen2: there is no `model_type`; known are llama and qwen2"],
+        expect!["DIR/config.json: Llama or Qwen2: `model_type` is missing; expected one of llama and qwen2"],
     );
     for kind in ["dynamic", "yarn"] {
         let folder = folder(&config(), |folder| {
@@ -242,14 +247,14 @@ fn a_folder_that_is_not_whole_is_refused_in_clear_words() {
         });
         let error = Folder::open(folder.path()).unwrap_err().to_string();
         assert!(
-            error.contains(&format!("scaled by `{kind}`; known are default, linear and llama3")),
+            error.contains(&format!("scaled by `{kind}`; expected one of default, linear and llama3")),
             "{error}"
         );
     }
     refused(
         |folder| fs::write(folder.join("generation_config.json"), r#"{ "eos_token_id": "</s>" }"#).unwrap(),
         expect![[
-            r#"DIR/generation_config.json: `eos_token_id` is "</s>"; expected a token or a list of them"#
+            r#"DIR/generation_config.json: `eos_token_id` is "</s>"; expected a token or a list of tokens"#
         ]],
     );
 }
@@ -270,13 +275,13 @@ fn weights_that_do_not_fit_are_listed() {
             });
         },
         expect![
-            "DIR does not fit the model: missing layers.0.input_layernorm.weight, layers.1.input_layernorm.weight; unexpected extra; of another shape norm.weight [4, 4] (the model has [16])"
+            "DIR does not fit the model: missing layers.0.input_layernorm.weight, layers.1.input_layernorm.weight; unexpected extra; of another shape norm.weight [4, 4] (expected [16])"
         ],
     );
     refused(
         |folder| change_config(folder, "num_hidden_layers", json!(4000)),
         expect![
-            "DIR/config.json: `num_hidden_layers` is 4000, but the weights are 21 tensors; the files do not belong together"
+            "DIR/config.json: `num_hidden_layers` is 4000, but the weights are 21 tensors; these files belong to different models"
         ],
     );
     refused(
@@ -293,18 +298,18 @@ fn weights_that_do_not_fit_are_listed() {
             });
         },
         expect![
-            "DIR/model.safetensors: `norm.weight` is there twice: it is `model.norm.weight` of DIR/model.safetensors too"
+            "DIR/model.safetensors: `norm.weight` exists twice: it is also `model.norm.weight` of DIR/model.safetensors"
         ],
     );
     refused(
         |folder| change_weights(folder, |tensors| tensors[0].1 = tensors[0].1.to_kind(Kind::Int8)),
         expect![
-            "DIR/model.safetensors: `model.embed_tokens.weight` is Int8; expected a floating dtype (quantised weights are not computed here)"
+            "DIR/model.safetensors: `model.embed_tokens.weight` is Int8; expected a floating dtype (quantised weights are not supported)"
         ],
     );
     refused(
         |folder| change_weights(folder, |tensors| tensors[0].1 = tensors[0].1.to_kind(Kind::Half)),
-        expect!["DIR: the tensors have several dtypes (20 in Float, 1 in Half); say which one is wanted"],
+        expect!["DIR: the tensors have several dtypes (20 in Float, 1 in Half); choose one"],
     );
     let mixed = folder(&config(), |folder| {
         change_weights(folder, |tensors| tensors[0].1 = tensors[0].1.to_kind(Kind::Half));
@@ -322,7 +327,7 @@ fn a_state_that_does_not_fit_changes_nothing() {
     });
     let other = Llama::new(&config(), (Kind::Float, Device::Cpu)).unwrap();
     let before = logits(&other);
-    assert!(llama::load(&other, folder.path()).is_err());
+    assert!(hugging_face::load_weights(&other, folder.path()).is_err());
     assert_eq!(logits(&other), before);
 }
 
@@ -346,7 +351,7 @@ fn a_model_with_other_parts_is_not_saved() {
     let path = place.path().join("other");
     let error = hugging_face::save(&other, &path, SHARD_BYTES).unwrap_err();
     expect![
-        "what is to be saved does not fit the model: unexpected layers.0.mlp.down_proj.bias, layers.0.mlp.gate_proj.bias, layers.0.mlp.up_proj.bias"
+        "the saved model does not fit the model: unexpected layers.0.mlp.down_proj.bias, layers.0.mlp.gate_proj.bias, layers.0.mlp.up_proj.bias"
     ]
     .assert_eq(&error.to_string());
     assert!(!path.exists());

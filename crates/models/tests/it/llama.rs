@@ -6,7 +6,7 @@ use models::module::{
     parameters,
 };
 use models::state_dict::{load_state_dict, state_dict};
-use models::{AttentionPath, Documents, Init, Llama, LlamaConfig, Swiglu, llama, tensors_file};
+use models::{AttentionPath, Documents, Init, Llama, LlamaConfig, Swiglu, hugging_face, tensors_file};
 use runtime::autograd::backward;
 use runtime::fused::rope::{Frequencies, Scaling};
 use runtime::memory::Region;
@@ -99,15 +99,15 @@ fn both_forms_of_the_file_are_read() {
 #[test]
 fn what_cannot_be_computed_is_refused_by_name() {
     let cases = [
-        (json!({ "model_type": "mamba" }), "`model_type` is `mamba`; known are llama and qwen2"),
-        (json!({ "hidden_act": "gelu" }), "`hidden_act` is `gelu`; known is silu"),
+        (json!({ "model_type": "mamba" }), "`model_type` is `mamba`; expected one of llama and qwen2"),
+        (json!({ "hidden_act": "gelu" }), "`hidden_act` is `gelu`; expected silu"),
         (
             json!({ "rope_scaling": { "rope_type": "yarn", "factor": 4.0 } }),
-            "the rotary embedding is scaled by `yarn`; known are default, linear and llama3",
+            "the rotary embedding has the scaling `yarn`; expected default, linear or llama3",
         ),
         (
             json!({ "rope_scaling": { "rope_type": "linear" } }),
-            "the rotary embedding's scaling has no number `factor`; it needs one",
+            "the scaling of the rotary embedding needs the number `factor`",
         ),
         (
             json!({ "use_sliding_window": true }),
@@ -192,11 +192,23 @@ fn extreme_numbers_are_refused_by_name_and_bound() {
         assert_eq!(dropout(value), format!("Llama or Qwen2: `attention_dropout` is {value}{expected}"));
     }
     for (name, value, expected) in [
-        ("factor", json!(0), "the positions' scaling: rotary embedding: the scaling's factor is 0"),
+        (
+            "factor",
+            json!(0),
+            "the scaling of the rotary embedding: rotary embedding: the scaling's factor is 0",
+        ),
         ("factor", json!(1e308), ""),
         ("factor", json!("8"), "`factor` of the rotary embedding is \"8\"; expected a number"),
-        ("low_freq_factor", json!(-1.0), "the positions' scaling: rotary embedding: low_freq_factor is -1"),
-        ("high_freq_factor", json!(0.5), "the positions' scaling: rotary embedding: low_freq_factor is 1"),
+        (
+            "low_freq_factor",
+            json!(-1.0),
+            "the scaling of the rotary embedding: rotary embedding: low_freq_factor is -1",
+        ),
+        (
+            "high_freq_factor",
+            json!(0.5),
+            "the scaling of the rotary embedding: rotary embedding: low_freq_factor is 1",
+        ),
         ("rope_theta", json!([1e4]), "`rope_theta` of the rotary embedding is [10000.0]; expected a number"),
         ("rope_theta", json!(0), "`rope_theta` is 0.0; expected a number from 1 to 1e18"),
         (
@@ -269,7 +281,7 @@ fn weights_are_read_under_either_name_and_a_repeated_head_is_left_out() {
         let logits = model.logits(&Input::new(&tokens)).unwrap();
         let own = state_dict(&model);
         let mut theirs: Vec<(String, Tensor)> =
-            own.iter().map(|(name, x)| (llama::hugging_face_name(name), x.shallow_clone())).collect();
+            own.iter().map(|(name, x)| (hugging_face::tensor_name(name), x.shallow_clone())).collect();
         assert!(theirs.iter().any(|(name, _)| name == "model.layers.1.self_attn.k_proj.weight"));
         assert_eq!(theirs.iter().any(|(name, _)| name == "lm_head.weight"), !tied);
         if tied {
@@ -278,13 +290,13 @@ fn weights_are_read_under_either_name_and_a_repeated_head_is_left_out() {
         for state in [own, theirs] {
             tensors_file::write(&path, &state).unwrap();
             let other = Llama::new(&config, F32).unwrap();
-            llama::load(&other, &path).unwrap();
+            hugging_face::load_weights(&other, &path).unwrap();
             assert_eq!(other.logits(&Input::new(&tokens)).unwrap(), logits);
         }
     }
     let qwen2 =
         Llama::new(&LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::qwen2(40, 24, 36, 2, 6) }, F32);
-    let error = llama::load(&qwen2.unwrap(), &path).unwrap_err().to_string();
+    let error = hugging_face::load_weights(&qwen2.unwrap(), &path).unwrap_err().to_string();
     assert!(
         error.contains("missing layers.0.self_attn.q_proj.bias, layers.0.self_attn.k_proj.bias"),
         "{error}"

@@ -46,7 +46,7 @@ fn the_variance_of_the_output_does_not_depend_on_the_width() {
             assert!((found - expected).abs() < tolerance, "{name} at width {width}: {found}");
         }
     }
-    // A standard normal in its place grows with the width.
+    // A standard normal in its position grows with the width.
     let grown = variance(|_| Init::Normal { std: 1.0 }, 1024);
     assert!(grown > 900.0, "{grown}");
 }
@@ -75,19 +75,19 @@ fn positions_follow_the_closed_form() {
         let encoding = PositionalEncoding::new(50, width, F64).unwrap();
         let x = Tensor::zeros([1, 50, width], F64);
         let table = encoding.forward(&x, None).unwrap();
-        for place in 0..50i64 {
+        for position in 0..50i64 {
             for column in 0..width {
-                let angle = place as f64 / 10_000f64.powf((column - column % 2) as f64 / width as f64);
+                let angle = position as f64 / 10_000f64.powf((column - column % 2) as f64 / width as f64);
                 let expected = if column % 2 == 0 { angle.sin() } else { angle.cos() };
                 assert!(
-                    (table.double_value(&[0, place, column]) - expected).abs() < 1e-12,
-                    "{place} {column}"
+                    (table.double_value(&[0, position, column]) - expected).abs() < 1e-12,
+                    "{position} {column}"
                 );
             }
         }
-        let places = Tensor::from_slice(&[3i64, 0, 49]).view([1, 3]);
-        let picked = encoding.forward(&x.narrow(1, 0, 3), Some(&places)).unwrap();
-        assert_eq!(picked, table.index_select(1, &places.view([3])));
+        let positions = Tensor::from_slice(&[3i64, 0, 49]).view([1, 3]);
+        let picked = encoding.forward(&x.narrow(1, 0, 3), Some(&positions)).unwrap();
+        assert_eq!(picked, table.index_select(1, &positions.view([3])));
     }
 }
 
@@ -142,7 +142,7 @@ fn a_state_that_does_not_fit_changes_nothing_and_names_what_is_wrong() {
     assert_eq!(
         error.to_string(),
         "other.safetensors does not fit the model: missing decoder.norm2.bias; unexpected decoder.norm4.bias; of another \
-         shape embedding.weight [41, 6] (the model has [40, 6])"
+         shape embedding.weight [41, 6] (expected [40, 6])"
     );
     assert_eq!(state_dict(&model)[1].1, before);
 }
@@ -157,7 +157,7 @@ fn broken_files_are_refused() {
     for length in [0, 4, 100, whole.len() / 2, whole.len() - 1] {
         std::fs::write(&path, &whole[..length]).unwrap();
         let error = load(&model, &path).unwrap_err().to_string();
-        assert!(error.contains("model.safetensors: not a whole safetensors file ("), "{length}: {error}");
+        assert!(error.contains("model.safetensors: not a complete safetensors file ("), "{length}: {error}");
     }
     let error = load(&model, &folder.path().join("none")).unwrap_err().to_string();
     assert!(error.contains("none: No such file"), "{error}");
@@ -274,7 +274,7 @@ fn bad_arguments_have_their_words() {
     );
     assert_eq!(
         run(&Tensor::zeros([1, 13], (Kind::Int64, Device::Cpu))),
-        "positions: `x` has shape [1, 13, 6]; expected at most 12 places; cut the rows, or make the model with a larger maximum"
+        "positions: `x` has shape [1, 13, 6]; expected at most 12 positions; shorten the rows, or create the model with a larger maximum"
     );
     assert_eq!(
         run(&Tensor::zeros([3], (Kind::Int64, Device::Cpu))),
@@ -282,7 +282,7 @@ fn bad_arguments_have_their_words() {
     );
     assert_eq!(
         run(&Tensor::zeros([1, 3], F32)),
-        "embedding: `tokens` is Float on Cpu; expected Int64 on Cpu, where the weights are"
+        "embedding: `tokens` is Float on Cpu; expected Int64 on Cpu, the device of the weights"
     );
 }
 

@@ -118,13 +118,13 @@ fn shards_and_index_that_contradict_each_other_are_refused() {
     refused(
         |folder| fs::remove_file(folder.join(SECOND)).unwrap(),
         expect![
-            "DIR/model.safetensors.index.json: shards are missing: model-00002-of-00003.safetensors; there is config.json, model-00001-of-00003.safetensors, model-00003-of-00003.safetensors, model.safetensors.index.json"
+            "DIR/model.safetensors.index.json: shards are missing: model-00002-of-00003.safetensors; the folder contains config.json, model-00001-of-00003.safetensors, model-00003-of-00003.safetensors, model.safetensors.index.json"
         ],
     );
     refused(
         |folder| change_shard(folder, FIRST, |tensors| tensors.retain(|(name, _)| !name.contains("embed"))),
         expect![
-            "DIR/model.safetensors.index.json: `model.embed_tokens.weight` should be in model-00001-of-00003.safetensors, which does not have it; copy or download both again"
+            "DIR/model.safetensors.index.json: `model.embed_tokens.weight` should be in model-00001-of-00003.safetensors, which does not contain it; copy or download both again"
         ],
     );
     refused(
@@ -133,13 +133,13 @@ fn shards_and_index_that_contradict_each_other_are_refused() {
             change_shard(folder, SECOND, |tensors| tensors.push(norm));
         },
         expect![
-            "DIR/model-00002-of-00003.safetensors: `model.embed_tokens.weight` is there twice: it is `model.embed_tokens.weight` of DIR/model-00001-of-00003.safetensors too"
+            "DIR/model-00002-of-00003.safetensors: `model.embed_tokens.weight` exists twice: it is also `model.embed_tokens.weight` of DIR/model-00001-of-00003.safetensors"
         ],
     );
     refused(
         |folder| change_index(folder, |json| json["weight_map"]["model.embed_tokens.weight"] = json!(SECOND)),
         expect![
-            "DIR/model.safetensors.index.json: `model.embed_tokens.weight` should be in model-00002-of-00003.safetensors, which does not have it; copy or download both again"
+            "DIR/model.safetensors.index.json: `model.embed_tokens.weight` should be in model-00002-of-00003.safetensors, which does not contain it; copy or download both again"
         ],
     );
     refused(
@@ -155,13 +155,13 @@ fn shards_and_index_that_contradict_each_other_are_refused() {
     refused(
         |folder| change_index(folder, |json| json["weight_map"]["x"] = json!("../x")),
         expect![
-            "DIR/model.safetensors.index.json: `../x` is no file name; expected a shard beside the index"
+            "DIR/model.safetensors.index.json: `../x` is not a file name; expected a shard in the folder of the index"
         ],
     );
     refused(
         |folder| change_index(folder, |json| json["weight_map"] = json!({})),
         expect![
-            "DIR/model.safetensors.index.json: `weight_map` is empty; expected every tensor with its shard"
+            "DIR/model.safetensors.index.json: `weight_map` is empty; expected the shard of every tensor"
         ],
     );
     refused(
@@ -180,13 +180,13 @@ fn shards_and_index_that_contradict_each_other_are_refused() {
             fs::write(folder.join(SECOND), &bytes[..bytes.len() - 1]).unwrap();
         },
         expect![
-            "DIR/model-00002-of-00003.safetensors: not a whole safetensors file (incomplete metadata, file not fully covered); copy or download it again"
+            "DIR/model-00002-of-00003.safetensors: not a complete safetensors file (incomplete metadata, file not fully covered); copy or download it again"
         ],
     );
     refused(
         |folder| fs::write(folder.join(SECOND), "").unwrap(),
         expect![
-            "DIR/model-00002-of-00003.safetensors: not a whole safetensors file (header too small); copy or download it again"
+            "DIR/model-00002-of-00003.safetensors: not a complete safetensors file (header too small); copy or download it again"
         ],
     );
     refused(
@@ -196,7 +196,7 @@ fn shards_and_index_that_contradict_each_other_are_refused() {
             fs::write(folder.join(FIRST), bytes).unwrap();
         },
         expect![
-            "DIR/model-00001-of-00003.safetensors: not a whole safetensors file (header too large); copy or download it again"
+            "DIR/model-00001-of-00003.safetensors: not a complete safetensors file (header too large); copy or download it again"
         ],
     );
 }
@@ -231,7 +231,7 @@ fn a_header_that_lies_is_refused() {
         fs::write(folder.path().join(FIRST), bytes).unwrap();
         let error = Folder::open(folder.path()).unwrap_err().to_string();
         assert!(error.contains(FIRST), "{field} {lie}: {error}");
-        assert!(error.contains("not a whole safetensors file"), "{field} {lie}: {error}");
+        assert!(error.contains("not a complete safetensors file"), "{field} {lie}: {error}");
     }
 }
 

@@ -70,7 +70,7 @@ fn a_cut_file_is_an_error_wherever_it_is_cut() {
     assert!(from_bytes(&bytes, Device::Cpu).is_ok());
     for length in 0..bytes.len() {
         let error = from_bytes(&bytes[..length], Device::Cpu).unwrap_err().to_string();
-        assert!(error.contains("not a whole safetensors file"), "{length}: {error}");
+        assert!(error.contains("not a complete safetensors file"), "{length}: {error}");
     }
 }
 
@@ -79,9 +79,9 @@ fn what_the_format_cannot_say_is_refused() {
     let one = |name: &str, tensor: Tensor| (name.to_owned(), tensor);
     let complex = Tensor::zeros([2], (Kind::ComplexFloat, Device::Cpu));
     for (tensors, words) in [
-        (vec![one("a", Tensor::from(1.0)), one("a", Tensor::from(2.0))], "two tensors are called `a`"),
-        (vec![one("__metadata__", Tensor::from(1.0))], "keeps that name for itself"),
-        (vec![one("c", complex)], "`c` is ComplexFloat, which the format lacks"),
+        (vec![one("a", Tensor::from(1.0)), one("a", Tensor::from(2.0))], "`a` is a duplicate"),
+        (vec![one("__metadata__", Tensor::from(1.0))], "`__metadata__` is a duplicate or reserved"),
+        (vec![one("c", complex)], "`c` is ComplexFloat, which the format does not support"),
     ] {
         let error = write_to(&mut Vec::new(), &tensors).unwrap_err().to_string();
         assert!(error.contains(words), "{error}");
@@ -124,7 +124,10 @@ fn values_go_from_a_file_into_tensors_of_other_dtypes_and_layouts() {
         let entry = file.entries().iter().find(|entry| entry.name == "Float").unwrap();
         let error =
             file.copy(entry, &Tensor::zeros([3, 5], (Kind::Float, Device::Cpu))).unwrap_err().to_string();
-        assert!(error.ends_with("`Float` is [5, 3]; expected [3, 5], as where it goes"), "{error}");
+        assert!(
+            error.ends_with("`Float` is [5, 3]; expected [3, 5], the shape of the destination"),
+            "{error}"
+        );
     }
     let error =
         runtime::mapped::copy_values(&[0; 7], Kind::Float, &Tensor::from(0f32)).unwrap_err().to_string();

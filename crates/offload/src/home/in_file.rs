@@ -4,7 +4,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use models::tensors_file::{self, Stored, TensorsFile};
+use models::tensors_file::{self, TensorLocation, TensorsFile};
 use runtime::{device, file};
 use tch::{Device, Kind, Tensor};
 
@@ -32,7 +32,7 @@ pub(crate) struct InFile {
 /// Where a tensor's values lie already.
 pub(crate) enum Left {
     /// In a file of the model's.
-    At(Stored),
+    At(TensorLocation),
     /// Where the layer had left it before.
     Again(InFile),
 }
@@ -52,7 +52,7 @@ impl InFile {
 
 impl Layer {
     pub(super) fn leave_in_file(&mut self, index: usize, left: Left) -> Result<()> {
-        let Stored { path, offset, kind, shape } = match left {
+        let TensorLocation { path, offset, kind, shape } = match left {
             Left::At(stored) => stored,
             Left::Again(in_file) => {
                 self.files[index] = Some(in_file);
@@ -63,11 +63,16 @@ impl Layer {
             let file = File::open(path).map_err(|cause| unreadable(path, &cause));
             Ok(Arc::new(file?))
         };
-        self.map(index, &file, Stored { path, offset, kind, shape })
+        self.map(index, &file, TensorLocation { path, offset, kind, shape })
     }
 
-    fn map(&mut self, index: usize, file: &dyn Fn(&Path) -> Result<Arc<File>>, stored: Stored) -> Result<()> {
-        let Stored { path, offset, kind, shape } = stored;
+    fn map(
+        &mut self,
+        index: usize,
+        file: &dyn Fn(&Path) -> Result<Arc<File>>,
+        stored: TensorLocation,
+    ) -> Result<()> {
+        let TensorLocation { path, offset, kind, shape } = stored;
         let tensor = &mut self.tensors[index];
         if kind != tensor.kind() || shape != tensor.size() {
             let reason = format!(
@@ -107,7 +112,7 @@ impl Layer {
         let file = Arc::new(File::open(&path).map_err(|cause| unreadable(&path, &cause))?);
         for &index in members {
             let entry = written.entries().iter().find(|entry| entry.name == self.names[index]);
-            let stored = entry.map(|entry| written.stored(entry)).ok_or_else(|| Error::File {
+            let stored = entry.map(|entry| written.location(entry)).ok_or_else(|| Error::File {
                 path: path.clone(),
                 reason: "lacks tensors that were just written".into(),
             })?;

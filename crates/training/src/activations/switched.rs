@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use models::Result;
 use models::module::{
-    Block, Context, FunctionalCall, Mlp, MlpForm, Module, OwnedContext, Visitor, VisitorMut, take_block,
-    take_mlp,
+    Block, Context, FunctionalCall, Mlp, MlpForm, Module, OwnedContext, Visitor, VisitorMut, replace_block,
+    replace_mlp,
 };
 use runtime::autograd::Checkpoint;
 use tch::Tensor;
@@ -34,8 +34,7 @@ pub(super) struct SwitchedBlock {
 impl SwitchedBlock {
     /// Puts the block of `slot` behind `switch`.
     pub(super) fn install(slot: &mut Box<dyn Block>, name: &str, switch: Switch, stop: Stop) {
-        let block = FunctionalCall::new(name, take_block(slot));
-        *slot = Box::new(Self { block, switch, stop });
+        replace_block(slot, |block| Box::new(Self { block: FunctionalCall::new(name, block), switch, stop }));
     }
 }
 
@@ -77,8 +76,7 @@ pub(super) struct SwitchedMlp {
 impl SwitchedMlp {
     /// Puts the MLP of `slot` behind `switch`.
     pub(super) fn install(slot: &mut Box<dyn Mlp>, name: &str, switch: Switch) {
-        let mlp = FunctionalCall::new(name, take_mlp(slot));
-        *slot = Box::new(Self { mlp, switch });
+        replace_mlp(slot, |mlp| Box::new(Self { mlp: FunctionalCall::new(name, mlp), switch }));
     }
 }
 

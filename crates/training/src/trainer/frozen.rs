@@ -7,7 +7,7 @@
 use std::sync::OnceLock;
 
 use dataloading::fingerprint;
-use models::module::{self, LanguageModel, Named, Role};
+use models::module::{self, LanguageModel, NamedTensor, Role};
 use tch::{Device, Tensor};
 
 use super::Trainer;
@@ -32,7 +32,7 @@ const BLOCK: usize = 16 << 20;
 
 /// The tensors of the model that a checkpoint holds.
 pub(super) fn kept(model: &dyn LanguageModel, frozen: Frozen) -> Vec<(String, &Tensor)> {
-    let left_out = |named: &Named<'_>| named.role == Role::Parameter && !named.tensor.requires_grad();
+    let left_out = |named: &NamedTensor<'_>| named.role == Role::Parameter && !named.tensor.requires_grad();
     let all = module::tensors(model).into_iter();
     let kept = all.filter(|named| frozen == Frozen::Saved || !left_out(named));
     kept.map(|named| (named.name, named.tensor)).collect()

@@ -1,6 +1,6 @@
 //! The parts of the loop: schedules, clipping, losses, accumulation, divergence.
 
-use dataloading::IGNORED;
+use dataloading::IGNORE_INDEX;
 use models::module::trainable;
 use models::{Gpt2Like, Gpt2LikeConfig};
 use proptest::prelude::*;
@@ -94,7 +94,7 @@ fn oracle(logits: &Tensor, labels: &Tensor, smoothing: f64) -> (f64, f64, f64) {
     for b in 0..size[0] {
         for t in 0..size[1] {
             let label = labels.int64_value(&[b, t]);
-            if label == IGNORED {
+            if label == IGNORE_INDEX {
                 continue;
             }
             let z: Vec<f64> = (0..size[2]).map(|v| logits.double_value(&[b, t, v])).collect();
@@ -117,9 +117,10 @@ fn losses_are_their_mathematics() {
         (Tensor::arange(b * t * v, (Kind::Double, Device::Cpu)) * 1.7).sin().reshape([b, t, v]) * 3.0;
     let tokens = (Tensor::arange(b * t, (Kind::Int64, Device::Cpu)) * 3).remainder(v).reshape([b, t]);
     let lengths = Tensor::from_slice(&[5i64, 1, 3]);
-    let labels = labels(&tokens, &lengths, IGNORED).unwrap();
+    let labels = labels(&tokens, &lengths, IGNORE_INDEX).unwrap();
     let counted: Vec<i64> =
-        Vec::try_from(labels.not_equal(IGNORED).sum_dim_intlist([1].as_slice(), false, Kind::Int64)).unwrap();
+        Vec::try_from(labels.not_equal(IGNORE_INDEX).sum_dim_intlist([1].as_slice(), false, Kind::Int64))
+            .unwrap();
     assert_eq!(counted, [4, 0, 2]);
     for (kind, tolerance) in
         [(Kind::Double, 1e-12), (Kind::Float, 1e-6), (Kind::BFloat16, 1e-6), (Kind::Half, 1e-6)]

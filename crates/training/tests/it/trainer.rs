@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
 
-use dataloading::{Batch, Counts, IGNORED};
+use dataloading::{Batch, Counts, IGNORE_INDEX};
 use models::module::{tensors, trainable};
 use models::state_dict::state_dict;
 use models::{Gpt2Like, Gpt2LikeConfig};
@@ -191,7 +191,7 @@ fn a_step_of_unequal_micro_batches_is_that_of_the_whole_batch() {
     let part = |start: i64, rows: i64| {
         let [tokens, labels] =
             [&whole.tokens, &whole.labels].map(|tensor| tensor.narrow(0, start, rows).contiguous());
-        let targets = labels.not_equal(IGNORED).sum(Kind::Int64).int64_value(&[]) as usize;
+        let targets = labels.not_equal(IGNORE_INDEX).sum(Kind::Int64).int64_value(&[]) as usize;
         Batch { tokens, labels, packing: None, counts: Counts { targets, ..Counts::default() } }
     };
     let parts = [part(0, 1), part(1, 5), part(6, 2)];

@@ -4,7 +4,7 @@ use fused_ce::Result;
 use runtime::autograd::checkpoint;
 use tch::{Kind, Tensor};
 
-use super::IGNORED;
+use super::IGNORE_INDEX;
 use super::naive::logits;
 
 pub(super) fn loss(x: &Tensor, w: &Tensor, targets: &Tensor, mean: bool, chunk: i64) -> Result<Tensor> {
@@ -27,12 +27,12 @@ pub(super) fn loss(x: &Tensor, w: &Tensor, targets: &Tensor, mean: bool, chunk: 
     if !mean {
         return Ok(sum);
     }
-    Ok(sum.f_div(&targets.f_ne(IGNORED)?.f_sum(kind)?.f_clamp_min(1.0)?)?)
+    Ok(sum.f_div(&targets.f_ne(IGNORE_INDEX)?.f_sum(kind)?.f_clamp_min(1.0)?)?)
 }
 
 /// The loss of each token: 0 for one without a label.
 fn losses_of(z: &Tensor, labels: &Tensor) -> Result<Tensor> {
-    let labelled = labels.f_ne(IGNORED)?;
+    let labelled = labels.f_ne(IGNORE_INDEX)?;
     let labels = labels.f_where_self(&labelled, &labels.f_zeros_like()?)?.f_unsqueeze(1)?;
     let likely = z.f_log_softmax(-1, None::<Kind>)?.f_gather(1, &labels, false)?.f_squeeze_dim(1)?;
     let zero = Tensor::f_zeros([0i64; 0], (z.kind(), z.device()))?;

@@ -5,7 +5,7 @@ use fused_ce::Result;
 use runtime::autograd::{Backward, Forward, Function, apply};
 use tch::Tensor;
 
-use super::{IGNORED, Implementation, tile_kind};
+use super::{IGNORE_INDEX, Implementation, tile_kind};
 
 pub(super) fn loss(x: &Tensor, w: &Tensor, targets: &Tensor, mean: bool, chunk: i64) -> Result<Tensor> {
     let function = GradInForward {
@@ -38,7 +38,7 @@ impl Function for GradInForward {
         let x = inputs[0].f_reshape([-1, weight.size()[1]])?;
         let tokens = x.size()[0];
         self.computed = [ctx.needs_input_grad(0), ctx.needs_input_grad(1)];
-        let labelled = self.targets.f_ne(IGNORED)?;
+        let labelled = self.targets.f_ne(IGNORE_INDEX)?;
         let divisor = match self.mean {
             true => labelled.f_sum(tile)?.f_clamp_min(1.0)?,
             false => Tensor::f_ones([0i64; 0], (tile, device))?,

@@ -3,18 +3,18 @@
 use fused_ce::Result;
 use tch::{Kind, Reduction, Tensor};
 
-use super::{IGNORED, tile_kind};
+use super::{IGNORE_INDEX, tile_kind};
 
 pub(super) fn loss(x: &Tensor, w: &Tensor, targets: &Tensor, mean: bool) -> Result<Tensor> {
     let z = logits(&x.f_reshape([-1, w.size()[1]])?, w)?;
     let labels = targets.f_reshape([-1])?;
     let reduction = if mean { Reduction::Mean } else { Reduction::Sum };
-    let loss = z.f_cross_entropy_loss(&labels, None::<&Tensor>, reduction, IGNORED, 0.0)?;
+    let loss = z.f_cross_entropy_loss(&labels, None::<&Tensor>, reduction, IGNORE_INDEX, 0.0)?;
     if !mean {
         return Ok(loss);
     }
     // libtorch's mean over nothing is NaN.
-    let none = labels.f_ne(IGNORED)?.f_sum(Kind::Int64)?.f_eq(0)?;
+    let none = labels.f_ne(IGNORE_INDEX)?.f_sum(Kind::Int64)?.f_eq(0)?;
     Ok(z.f_sum(z.kind())?.f_mul_scalar(0.0)?.f_where_self(&none, &loss)?)
 }
 

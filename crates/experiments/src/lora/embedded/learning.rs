@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use models::module::{Context as Pass, IGNORED, Input, LanguageModel, trainable};
+use models::module::{Context as Pass, IGNORE_INDEX, Input, LanguageModel, trainable};
 use tch::{Kind, Tensor};
 use training::clip::{NonFinite, clip_};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
@@ -57,7 +57,7 @@ fn mean_loss(
     training: bool,
 ) -> anyhow::Result<Tensor> {
     let input = Input { tokens, positions: None, context: Pass { training, ..Pass::default() } };
-    let labelled = labels.f_ne(IGNORED)?.f_sum(Kind::Int64)?;
+    let labelled = labels.f_ne(IGNORE_INDEX)?.f_sum(Kind::Int64)?;
     Ok(model.loss(&input, labels)?.sum.f_div(&labelled)?)
 }
 

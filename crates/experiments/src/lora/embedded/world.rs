@@ -10,7 +10,7 @@ use dataloading::embedded::{
 use frugal::tasks::gsm8k::{
     Annotations, EncodeOptions, Encoder, FewShot, Problem, PromptFormat, TooLong, TrainingRow, records,
 };
-use models::module::IGNORED;
+use models::module::IGNORE_INDEX;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
@@ -106,7 +106,7 @@ impl World {
         for &number in numbers {
             let TrainingRow { input_ids, labels: own, .. } = &rows[number];
             tokens.extend(fill(&input_ids[..input_ids.len() - 1], self.pad));
-            labels.extend(fill(&own[1..], IGNORED));
+            labels.extend(fill(&own[1..], IGNORE_INDEX));
         }
         let size = [numbers.len() as i64, longest as i64 - 1];
         let tensor = |values: &[i64]| Tensor::f_from_slice(values)?.f_view(size)?.f_to_device(device);
@@ -224,14 +224,14 @@ mod tests {
             let prompt =
                 world.encoder.prompt(&world.prompts.prompt(&world.test[problem].question).unwrap()).unwrap();
             assert_eq!(tokens[..prompt.len()], prompt);
-            let learnt: Vec<i64> = labels.iter().copied().filter(|label| *label != IGNORED).collect();
+            let learnt: Vec<i64> = labels.iter().copied().filter(|label| *label != IGNORE_INDEX).collect();
             let ids: Vec<u32> = learnt.iter().map(|id| *id as u32).collect();
             let (end, answer) = ids.split_last().unwrap();
             assert_eq!(*end, world.encoder.options().end);
             let text = world.encoder.tokenizer().decode(answer).unwrap();
             assert_eq!(text, format!(" {}", world.test[problem].answer));
             // The first token of the answer is predicted at the prompt's last place.
-            assert_eq!(labels[..prompt.len()].iter().filter(|label| **label != IGNORED).count(), 1);
+            assert_eq!(labels[..prompt.len()].iter().filter(|label| **label != IGNORE_INDEX).count(), 1);
         }
     }
 

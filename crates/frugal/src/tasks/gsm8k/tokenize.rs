@@ -17,7 +17,7 @@ use super::prompt::FewShot;
 use super::records::Problem;
 
 /// The label of a token that is not to be learnt.
-pub const IGNORED: i64 = -100;
+pub const IGNORE_INDEX: i64 = -100;
 
 /// What is done with a row or a prompt that the model has no places for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -145,7 +145,7 @@ impl Encoder {
         few_shot: &FewShot,
     ) -> Result<Option<TrainingRow>> {
         let mut input_ids = self.prompt(&few_shot.prompt(&problem.question)?)?;
-        let mut labels = vec![IGNORED; input_ids.len()];
+        let mut labels = vec![IGNORE_INDEX; input_ids.len()];
         let mut answer = self.ids(&few_shot.format().reply(&problem.answer))?;
         answer.push(i64::from(self.options.end));
         input_ids.extend(&answer);

@@ -1,4 +1,4 @@
-//! `config.json`, as transformers writes it.
+//! `config.json`, as written by transformers.
 
 use runtime::fused::rope::{Frequencies, Scaling};
 use serde::{Deserialize, Serialize};
@@ -8,7 +8,7 @@ use super::{Family, LlamaConfig, WHAT};
 use crate::attention::AttentionPath;
 use crate::error::{Error, Result};
 
-/// Functions that read a field and name it where its value is of another type: serde names none.
+/// Functions that read a field and name it if its value has the wrong type; serde alone does not name it.
 macro_rules! named {
     ($($field:ident: $kind:ty),* $(,)?) => {
         mod named {
@@ -37,7 +37,7 @@ named! {
     initializer_range: f64,
 }
 
-/// The file, as transformers writes it. Fields that are not named here say nothing about the computation.
+/// The file, as written by transformers. Other fields do not affect the computation.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct HuggingFace {
     #[serde(default)]
@@ -98,7 +98,7 @@ fn silu() -> String {
     "silu".to_owned()
 }
 
-/// `rope_parameters`, or `rope_scaling` of older files, where the kind is also called `type`.
+/// `rope_parameters`, or `rope_scaling` in older files, where `rope_type` may be called `type`.
 #[derive(Clone, Serialize, Deserialize)]
 struct Rope {
     #[serde(default, alias = "type", skip_serializing_if = "Option::is_none")]
@@ -108,7 +108,7 @@ struct Rope {
 }
 
 impl Rope {
-    /// A number that may be left out.
+    /// An optional number.
     fn optional(&self, name: &str) -> Result<Option<f64>> {
         match self.numbers.get(name) {
             None | Some(Value::Null) => Ok(None),
@@ -119,9 +119,8 @@ impl Rope {
     }
 
     fn number(&self, name: &str) -> Result<f64> {
-        self.optional(name)?.ok_or_else(|| {
-            refuse(format!("the rotary embedding's scaling has no number `{name}`; it needs one"))
-        })
+        self.optional(name)?
+            .ok_or_else(|| refuse(format!("the scaling of the rotary embedding needs the number `{name}`")))
     }
 
     fn scaling(&self, places: i64) -> Result<Scaling> {
@@ -135,7 +134,7 @@ impl Rope {
                 original_places: self.optional("original_max_position_embeddings")?.unwrap_or(places as f64),
             }),
             other => Err(refuse(format!(
-                "the rotary embedding is scaled by `{other}`; known are default, linear and llama3"
+                "the rotary embedding has the scaling `{other}`; expected default, linear or llama3"
             ))),
         }
     }
@@ -145,20 +144,26 @@ fn refuse(reason: String) -> Error {
     Error::Config { what: WHAT, reason }
 }
 
-/// Whose file it is: `model_type` says so, or else `architectures`. A head other than a language model's is refused.
+/// The family of the file: from `model_type`, or else from `architectures`. Heads other than a language model's are refused.
 fn family(file: &HuggingFace) -> Result<Family> {
     let known = |name: fn(Family) -> &'static str| Family::ALL.map(name).join(" and ");
     let architecture = file.architectures.as_ref().and_then(|names| names.first());
     let by_architecture = architecture.map(|found| {
         Family::ALL.into_iter().find(|family| family.architecture() == found).ok_or_else(|| {
-            refuse(format!("`architectures` names `{found}`; known are {}", known(Family::architecture)))
+            refuse(format!(
+                "`architectures` names `{found}`; expected one of {}",
+                known(Family::architecture)
+            ))
         })
     });
     match &file.model_type {
         Some(found) => {
             let family =
                 Family::ALL.into_iter().find(|family| family.model_type() == found).ok_or_else(|| {
-                    refuse(format!("`model_type` is `{found}`; known are {}", known(Family::model_type)))
+                    refuse(format!(
+                        "`model_type` is `{found}`; expected one of {}",
+                        known(Family::model_type)
+                    ))
                 })?;
             match by_architecture.transpose()? {
                 Some(other) if other != family => Err(refuse(format!(
@@ -169,7 +174,7 @@ fn family(file: &HuggingFace) -> Result<Family> {
             }
         }
         None => by_architecture.unwrap_or_else(|| {
-            Err(refuse(format!("there is no `model_type`; known are {}", known(Family::model_type))))
+            Err(refuse(format!("`model_type` is missing; expected one of {}", known(Family::model_type))))
         }),
     }
 }
@@ -180,7 +185,7 @@ impl TryFrom<HuggingFace> for LlamaConfig {
     fn try_from(file: HuggingFace) -> Result<Self> {
         let family = family(&file)?;
         if file.hidden_act != "silu" {
-            return Err(refuse(format!("`hidden_act` is `{}`; known is silu", file.hidden_act)));
+            return Err(refuse(format!("`hidden_act` is `{}`; expected silu", file.hidden_act)));
         }
         let windowed = |layers: &Vec<String>| layers.iter().any(|layer| layer != "full_attention");
         if file.use_sliding_window || file.layer_types.as_ref().is_some_and(windowed) {

@@ -1,4 +1,4 @@
-//! A file that is being fetched, as far as it has come.
+//! A partially downloaded file.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, Write};
@@ -10,22 +10,22 @@ use sha2::{Digest, Sha256};
 use super::download::Chosen;
 
 /// `blobs/NAME.part`, locked, with the SHA-256 of its bytes.
-pub(super) struct Part {
+pub(super) struct PartialFile {
     path: PathBuf,
     file: File,
-    /// How many have come.
+    /// Number of bytes received.
     pub(super) bytes: u64,
     hash: Sha256,
 }
 
-impl Part {
-    /// Opens what has come of a blob; `None` where the blob itself is there.
+impl PartialFile {
+    /// Opens the partial download of a blob; `None` if the blob is complete.
     pub(super) fn open(blob: &Path, file: &Chosen<'_>) -> io::Result<Option<Self>> {
         let path = blob.with_extension("part");
         fs::create_dir_all(atomic_write::parent(blob))?;
         let open = loop {
             let open = File::options().create(true).read(true).append(true).open(&path)?;
-            // Another process that fetches the same is waited for.
+            // Waits for another process that fetches the same file.
             open.lock()?;
             if fs::metadata(blob).is_ok_and(|found| found.len() == file.size) {
                 if atomic_write::is_at(&open, &path) {
@@ -33,7 +33,7 @@ impl Part {
                 }
                 return Ok(None);
             }
-            // It may have removed what it found to be wrong.
+            // That process may have deleted an invalid file.
             if atomic_write::is_at(&open, &path) {
                 break open;
             }
@@ -53,7 +53,7 @@ impl Part {
         }
     }
 
-    /// Begins again.
+    /// Truncates the file, to start again.
     pub(super) fn clear(&mut self) -> io::Result<()> {
         self.file.set_len(0)?;
         self.file.rewind()?;
@@ -69,18 +69,18 @@ impl Part {
         Ok(())
     }
 
-    /// The SHA-256 of all that has come, in hexadecimal.
+    /// Returns the SHA-256 of all bytes received, in hexadecimal.
     pub(super) fn sha256(&self) -> String {
         self.hash.clone().finalize().iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Throws it away.
+    /// Deletes the file.
     pub(super) fn remove(self) {
-        // What cannot be removed is found to be wrong again.
+        // A file that cannot be deleted is found invalid again.
         let _ = fs::remove_file(&self.path);
     }
 
-    /// Syncs it and gives it the blob's name.
+    /// Syncs the file and renames it to the blob's name.
     pub(super) fn finish(self, blob: &Path) -> io::Result<()> {
         self.file.sync_all()?;
         fs::rename(&self.path, blob)?;

@@ -1,8 +1,7 @@
-//! What attention keeps of the tokens that were read, so that the next one costs one token.
+//! The key-value cache: keys and values of earlier tokens, so that a new token costs one token's work.
 //!
-//! Rows are aligned at their ends: each has read, and will read, in step with the others, and a shorter prompt stands behind
-//! padding that no query sees. Per token a layer keeps 2·g·e elements (keys and values of g heads of width e); nothing else
-//! of the past is needed, because a causal query never changes what came before it.
+//! Rows are aligned at their ends, and shorter prompts are padded on the left; no query attends to padding. Per token a layer
+//! keeps 2·g·e elements (keys and values of g heads of width e). Nothing else is needed, because attention is causal.
 
 use std::cell::Cell;
 
@@ -13,36 +12,36 @@ use crate::error::{Error, Result};
 
 const WHAT: &str = "key-value cache";
 
-/// What a model's layers keep of a token.
+/// What a model's layers cache of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CacheShape {
-    /// Layers with attention.
+    /// Number of layers with attention.
     pub layers: usize,
-    /// Heads of keys, and of values, in each.
+    /// Number of key heads, and of value heads, in each.
     pub heads: i64,
     /// Width of a head.
     pub head: i64,
-    /// In which dtype.
+    /// The cache's dtype.
     pub kind: Kind,
-    /// Where.
+    /// The cache's device.
     pub device: Device,
 }
 
 impl CacheShape {
-    /// Bytes for each token of a row: 2·layers·heads·head elements.
+    /// Returns the bytes per token of a row: 2·layers·heads·head elements.
     pub fn bytes_per_token(&self) -> u64 {
         let elements = 2 * self.layers as i64 * self.heads * self.head;
         u64::try_from(elements).unwrap_or(0) * self.kind.elt_size_in_bytes() as u64
     }
 }
 
-/// Keys and values of the tokens read so far, of every layer.
+/// Keys and values of the tokens read so far, for every layer.
 #[derive(Debug)]
 pub struct KeyValueCache {
     shape: CacheShape,
-    /// Of each layer, keys then values: `[rows, heads, capacity, head]`, so that a head's tokens lie side by side.
+    /// Per layer, keys then values: `[rows, heads, capacity, head]`, so that a head's tokens are contiguous.
     layers: Vec<[Tensor; 2]>,
-    /// `[rows, capacity]`, bool: where a token is, and not padding. `None` where there is no padding.
+    /// `[rows, capacity]`, bool: true for tokens, false for padding. `None` without padding.
     tokens: Option<Tensor>,
     rows: i64,
     capacity: i64,
@@ -50,7 +49,7 @@ pub struct KeyValueCache {
 }
 
 impl KeyValueCache {
-    /// An empty cache for so many rows of at most `capacity` tokens. All of its memory is taken at once.
+    /// Creates an empty cache for `rows` rows of at most `capacity` tokens, and allocates all of its memory.
     ///
     /// # Errors
     /// No row, no capacity, too little memory.
@@ -64,25 +63,25 @@ impl KeyValueCache {
         Ok(Self { shape, layers, tokens: None, rows, capacity, length: 0 })
     }
 
-    /// Tokens read so far by each row, padding included.
+    /// Returns the number of tokens read so far in each row, padding included.
     pub fn len(&self) -> i64 {
         self.length
     }
 
-    /// Whether nothing was read yet.
+    /// Returns whether nothing was read yet.
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }
 
-    /// Rows.
+    /// Returns the number of rows.
     pub fn rows(&self) -> i64 {
         self.rows
     }
 
-    /// Room for `new` more tokens in each row, which one forward pass fills ([`Context::extension`]); [`KeyValueCache::commit`]
-    /// then makes them part of what was read.
+    /// Reserves `new` more positions in each row for one forward pass ([`Context::extension`]). [`KeyValueCache::commit`] then
+    /// counts them as read.
     ///
-    /// `real`, `[rows, new]`, bool, says where a token is and not padding; `None`: everywhere.
+    /// `real`, `[rows, new]`, bool, is true for tokens and false for padding; `None` if there is no padding.
     ///
     /// # Errors
     /// More tokens than the capacity has left; `real` of another shape, dtype or device.
@@ -128,8 +127,8 @@ impl KeyValueCache {
         Ok(())
     }
 
-    /// Which of the tokens, old and new, each new one sees, `[rows or 1, 1, new, length + new]`; `None` where causality alone
-    /// decides and the kernel knows that by itself.
+    /// Which tokens each new token attends to, `[rows or 1, 1, new, length + new]`; `None` if plain causality applies, which
+    /// the kernel handles itself.
     fn mask(&self, new: i64) -> Result<Option<Tensor>> {
         let end = self.length + new;
         let causal = || -> Result<Tensor> {
@@ -144,7 +143,7 @@ impl KeyValueCache {
                 if new == 1 {
                     return Ok(Some(seen));
                 }
-                // Padding sees itself: a softmax over nothing is NaN, which would come back as 0·NaN in other rows' sums.
+                // Padding attends to itself: an empty softmax is NaN, which would reach other rows as 0·NaN.
                 let itself = Tensor::f_eye_m(new, end, (Kind::Bool, self.shape.device))?;
                 let itself = itself.f_roll([self.length], [1])?.f_view([1, 1, new, end])?;
                 Some(seen.f_logical_and(&causal()?)?.f_logical_or(&itself)?)
@@ -152,31 +151,31 @@ impl KeyValueCache {
         })
     }
 
-    /// Makes the tokens of the forward pass that `extension` was given to part of what was read.
+    /// Counts the tokens of a forward pass with [`KeyValueCache::extend`] as read.
     ///
     /// # Errors
-    /// A layer that did not take part: one that forgot the cache would compute as if there were no past.
-    pub fn commit(&mut self, receipt: Receipt) -> Result<()> {
-        if receipt.written != self.layers.len() {
+    /// A layer that did not write: a block that ignores the cache would compute as if there were no past.
+    pub fn commit(&mut self, writes: CacheWrites) -> Result<()> {
+        if writes.written != self.layers.len() {
             let reason = format!(
-                "{} of {} layers wrote their keys and values; a block in the model does not hand `Context` on whole",
-                receipt.written,
+                "{} of {} layers wrote their keys and values; a block of the model does not pass on its whole `Context`",
+                writes.written,
                 self.layers.len()
             );
             return Err(Error::Config { what: WHAT, reason });
         }
-        self.length += receipt.new;
+        self.length += writes.new;
         Ok(())
     }
 
-    /// A cache of `rows` rows that all begin with what the only row of this one has read.
+    /// Returns a cache of `rows` rows, each a copy of this cache's only row.
     ///
     /// # Errors
     /// A cache of several rows, a capacity below its length, too little memory.
     pub fn repeat(&self, rows: i64, capacity: i64) -> Result<Self> {
         if self.rows != 1 || capacity < self.length {
             let reason = format!(
-                "{} rows of {} tokens cannot begin rows of {capacity}; expected one row that is no longer",
+                "{} rows of {} tokens cannot be repeated into rows of {capacity}; expected one row that is not longer",
                 self.rows, self.length
             );
             return Err(Error::Config { what: WHAT, reason });
@@ -189,14 +188,14 @@ impl KeyValueCache {
         Ok(copy)
     }
 
-    /// Drops `row`; the last row takes its number. No memory is given back before the cache is dropped.
+    /// Removes `row`; the last row takes its number. Memory is freed when the cache is dropped.
     ///
     /// # Errors
-    /// A row that is not there, the only row.
+    /// A row that does not exist, or the only row.
     pub fn swap_remove(&mut self, row: i64) -> Result<()> {
         let last = self.rows - 1;
         if !(0..=last).contains(&row) || last == 0 {
-            let reason = format!("row {row} of {} cannot be dropped", self.rows);
+            let reason = format!("row {row} of {} cannot be removed", self.rows);
             return Err(Error::Config { what: WHAT, reason });
         }
         let take = |of: &Tensor, length: i64, dim: i64| -> Result<()> {
@@ -225,7 +224,7 @@ impl KeyValueCache {
     }
 }
 
-/// Room for the tokens of one forward pass, which each layer fills.
+/// Reserved positions for the tokens of one forward pass; each layer writes its keys and values there.
 #[derive(Debug)]
 pub struct Extension<'c> {
     cache: &'c KeyValueCache,
@@ -235,11 +234,11 @@ pub struct Extension<'c> {
 }
 
 impl Extension<'_> {
-    /// Writes the keys and values `[rows, new, heads, head]` of `layer`, and attends `q` `[rows, new, query heads, head]` to all
-    /// that the layer has: `[rows, new, query heads·head]`.
+    /// Writes the keys and values `[rows, new, heads, head]` of `layer`, and computes attention of `q` `[rows, new, query
+    /// heads, head]` over all of the layer's tokens. Returns `[rows, new, query heads·head]`.
     ///
     /// # Errors
-    /// A layer that the cache does not have, shapes that do not fit.
+    /// A layer that the cache does not have, shapes that do not match.
     pub fn attend(&self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         let KeyValueCache { layers, length, rows, shape, .. } = self.cache;
         let Some(stored) = layers.get(layer) else {
@@ -249,7 +248,7 @@ impl Extension<'_> {
         for (name, x) in [("k", k), ("v", v)] {
             let expected = [*rows, self.new, shape.heads, shape.head];
             if x.size() != expected {
-                let expected = format!("{expected:?}, as the cache has room for");
+                let expected = format!("{expected:?}, the shape of the reserved positions");
                 return Err(Error::Shape { operation: WHAT, name, found: x.size(), expected });
             }
         }
@@ -261,16 +260,16 @@ impl Extension<'_> {
         cached_attention(&q.f_to_kind(shape.kind)?, &k?, &v?, self.mask.as_ref())
     }
 
-    /// Ends the pass: what [`KeyValueCache::commit`] takes.
-    pub fn finish(self) -> Receipt {
-        Receipt { new: self.new, written: self.written.get() }
+    /// Ends the pass. [`KeyValueCache::commit`] takes the result.
+    pub fn finish(self) -> CacheWrites {
+        CacheWrites { new: self.new, written: self.written.get() }
     }
 }
 
-/// What a forward pass wrote.
+/// How many tokens and layers a forward pass wrote.
 #[derive(Debug)]
-#[must_use = "what was written counts once it is committed"]
-pub struct Receipt {
+#[must_use = "the tokens count as read only after `commit`"]
+pub struct CacheWrites {
     new: i64,
     written: usize,
 }
