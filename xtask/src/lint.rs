@@ -55,7 +55,7 @@ fn other_architecture(workspace: &Workspace) -> Result<bool> {
         return Ok(true);
     }
     let checks: [&[&str]; 2] = [
-        &["--package", "report", "--package", "accounting", "--package", "xtask"],
+        &["--package", "report", "--package", "accounting", "--package", "ptx", "--package", "xtask"],
         &["--package", "runtime", "--features", "check-only"],
     ];
     let mut clean = true;

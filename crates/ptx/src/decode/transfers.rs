@@ -1,0 +1,169 @@
+//! Loads, stores, copies, and what the threads of a block or a warp do together.
+
+use super::{Decoded, Decoder, operands_expected, scalar};
+use crate::instruction::{Access, Class, Operation, Register, Shuffle, Space, Vote};
+use crate::memory::SHARED_WINDOW;
+use crate::parse::Operand;
+use crate::scalar::Scalar;
+
+/// Modifiers of loads and stores that say how likely data is used again, or name the default order.
+const HINTS: [&str; 17] = [
+    "weak",
+    "ca",
+    "cg",
+    "cs",
+    "lu",
+    "cv",
+    "wb",
+    "wt",
+    "volatile",
+    "L1::no_allocate",
+    "L1::evict_first",
+    "L1::evict_last",
+    "L1::evict_normal",
+    "L1::evict_unchanged",
+    "L2::64B",
+    "L2::128B",
+    "L2::256B",
+];
+
+impl Decoder<'_> {
+    /// `ld` and `st`.
+    pub(super) fn transfer(&mut self, words: &[&str], operands: &[Operand]) -> Decoded {
+        let is_load = words[0] == "ld";
+        let (mut space, mut count, mut non_coherent) = (Space::Generic, 1, false);
+        let [modifiers @ .., last] = &words[1..] else { return Err("it has no type".into()) };
+        let scalar = scalar(Some(last))?;
+        for word in modifiers {
+            match *word {
+                "global" => space = Space::Global,
+                "shared" | "shared::cta" => space = Space::Shared,
+                "param" if is_load => return self.argument(scalar, operands),
+                "v2" => count = 2,
+                "v4" => count = 4,
+                "nc" if is_load => non_coherent = true,
+                word if HINTS.contains(&word) => {}
+                word => return Err(format!("the modifier `{word}` is not known")),
+            }
+        }
+        if non_coherent && space != Space::Global {
+            return Err("`nc` is for global memory".into());
+        }
+        let [first, second] = operands else { return Err(operands_expected(2)) };
+        let (data, address) = if is_load { (first, second) } else { (second, first) };
+        let Operand::Address(base, offset) = address else {
+            return Err("expected an address in brackets".into());
+        };
+        let address = self.input(base, Scalar::Unsigned(8))?;
+        let access = Access { space, scalar, address, offset: *offset, non_coherent };
+        let parts: &[Operand] = match data {
+            Operand::Vector(parts) => parts,
+            one => std::slice::from_ref(one),
+        };
+        if parts.len() != count {
+            return Err(format!("expected {count} registers"));
+        }
+        let class = if space == Space::Shared { Class::Shared } else { Class::Global };
+        if is_load {
+            let to = parts.iter().map(|part| self.destination(part)).collect::<Result<_, _>>()?;
+            return Ok((Operation::Load { access, to }, class));
+        }
+        let from = parts.iter().map(|part| self.input(part, scalar)).collect::<Result<_, _>>()?;
+        Ok((Operation::Store { access, from }, class))
+    }
+
+    fn argument(&mut self, scalar: Scalar, operands: &[Operand]) -> Decoded {
+        let [to, Operand::Parameter(offset)] = operands else {
+            return Err("expected a register and a parameter".into());
+        };
+        Ok((Operation::Parameter { to: self.destination(to)?, offset: *offset, scalar }, Class::Control))
+    }
+
+    /// `mov`, of which some build a value of parts.
+    pub(super) fn copy(&mut self, words: &[&str], operands: &[Operand]) -> Decoded {
+        let (&["mov", last], [to, from]) = (words, operands) else { return Err("unknown".into()) };
+        let scalar = scalar(Some(&last))?;
+        let operation = match (to, from) {
+            (Operand::Vector(parts), from) => {
+                let bytes = scalar.bytes() / parts.len();
+                let parts = parts.iter().map(|part| self.destination(part)).collect::<Result<_, _>>()?;
+                Operation::Unpack { parts, from: self.input(from, scalar)?, bytes }
+            }
+            (to, Operand::Vector(parts)) => {
+                let bytes = scalar.bytes() / parts.len();
+                let parts = parts.iter().map(|part| self.input(part, scalar)).collect::<Result<_, _>>()?;
+                Operation::Pack { to: self.destination(to)?, parts, bytes }
+            }
+            (to, from) => Operation::Move { to: self.destination(to)?, from: self.input(from, scalar)? },
+        };
+        Ok((operation, Class::Integer))
+    }
+
+    /// `cvta`: generic addresses are those of global memory; shared memory has a window in them.
+    pub(super) fn address(&mut self, words: &[&str], operands: &[Operand]) -> Decoded {
+        let [to, from] = operands else { return Err(operands_expected(2)) };
+        let (to, from) = (self.destination(to)?, self.input(from, Scalar::Unsigned(8))?);
+        let by = match words[1..] {
+            ["to", "global", "u64"] | ["global", "u64"] => {
+                return Ok((Operation::Move { to, from }, Class::Integer));
+            }
+            ["to", "shared", "u64"] => SHARED_WINDOW.wrapping_neg(),
+            ["shared", "u64"] => SHARED_WINDOW,
+            _ => return Err("unknown".into()),
+        };
+        let compute = crate::arithmetic::unary(move |address| address.wrapping_add(by));
+        let operation =
+            Operation::Compute { to, inputs: [from, 0, 0, 0], count: 1, compute, approximate: false };
+        Ok((operation, Class::Integer))
+    }
+
+    pub(super) fn barrier(&mut self, words: &[&str], operands: &[Operand]) -> Decoded {
+        let operation = match (words, operands) {
+            (["bar", "sync"] | ["barrier", "sync", "aligned"], [Operand::Constant(0)]) => Operation::Barrier,
+            (["bar", "warp", "sync"], [mask]) => {
+                Operation::WarpBarrier { mask: self.input(mask, Scalar::Unsigned(4))? }
+            }
+            _ => return Err("only barrier 0 of the whole block, and that of a warp, are known".into()),
+        };
+        Ok((operation, Class::Control))
+    }
+
+    pub(super) fn shuffle(&mut self, words: &[&str], operands: &[Operand]) -> Decoded {
+        let ["shfl", "sync", mode, "b32"] = words else { return Err("unknown".into()) };
+        let mode = match *mode {
+            "up" => Shuffle::Up,
+            "down" => Shuffle::Down,
+            "bfly" => Shuffle::Butterfly,
+            "idx" => Shuffle::Index,
+            _ => return Err("unknown".into()),
+        };
+        let [to, value, by, clamp, mask] = operands else { return Err(operands_expected(5)) };
+        let (to, valid) = match to {
+            Operand::Pair(to, valid) => (*to, Some(*valid)),
+            to => (self.destination(to)?, None),
+        };
+        let mut input = |operand| self.input(operand, Scalar::Unsigned(4));
+        let (value, by, clamp, mask) = (input(value)?, input(by)?, input(clamp)?, input(mask)?);
+        Ok((Operation::Shuffle { mode, to, valid, value, by, clamp, mask }, Class::Shuffle))
+    }
+
+    pub(super) fn vote(&mut self, words: &[&str], operands: &[Operand]) -> Decoded {
+        let operation = match (words, operands) {
+            (["activemask", "b32"], [to]) => Operation::ActiveMask { to: self.destination(to)? },
+            (["vote", "sync", mode, _], [to, predicate, mask]) => {
+                let mode = match *mode {
+                    "all" => Vote::All,
+                    "any" => Vote::Any,
+                    "uni" => Vote::Uniform,
+                    "ballot" => Vote::Ballot,
+                    _ => return Err("unknown".into()),
+                };
+                let to: Register = self.destination(to)?;
+                let predicate = self.input(predicate, Scalar::Predicate)?;
+                Operation::Vote { mode, to, predicate, mask: self.input(mask, Scalar::Unsigned(4))? }
+            }
+            _ => return Err("unknown".into()),
+        };
+        Ok((operation, Class::Shuffle))
+    }
+}
