@@ -14,6 +14,7 @@
 //! | [`matmul`] | matrix products into a given output, in the precision that is asked for |
 //! | [`processor`] | which implementation a CPU computation takes, shown and forcible |
 //! | [`fused`] | norms and elementwise chains as one pass over memory |
+//! | [`nvrtc`] | CUDA C++ to PTX and machine code, without a GPU |
 //! | [`precision`] | where mixed precision takes hold of a model |
 //! | [`atomic_write`] | files and folders that appear whole |
 //! | [`mapped`] | a file as memory, read when it is touched |
@@ -47,6 +48,7 @@ pub mod mapped;
 pub mod matmul;
 pub mod measure;
 pub mod memory;
+pub mod nvrtc;
 pub mod ops;
 pub mod precision;
 pub mod processor;

@@ -25,6 +25,7 @@ mod empty;
 mod file;
 mod held;
 mod kernels_cuda;
+mod kernels_interpreted;
 mod mapped;
 mod measure;
 mod memory_limit;

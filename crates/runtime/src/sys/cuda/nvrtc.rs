@@ -18,6 +18,8 @@ functions!(Functions {
     nvrtcGetLoweredName: fn(Program, *const c_char, *mut *const c_char);
     nvrtcGetProgramLogSize: fn(Program, *mut usize);
     nvrtcGetProgramLog: fn(Program, *mut c_char);
+    nvrtcGetPTXSize: fn(Program, *mut usize);
+    nvrtcGetPTX: fn(Program, *mut c_char);
     nvrtcGetCUBINSize: fn(Program, *mut usize);
     nvrtcGetCUBIN: fn(Program, *mut c_char);
 });
@@ -36,7 +38,21 @@ pub(crate) struct Compiled {
     pub(crate) name: String,
 }
 
-/// Loads NVRTC, once for the process: from the folder `FRUGAL_NVRTC`, from beside torch's package, or where the loader finds it.
+/// Everything that a compilation of several kernels gives.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Emitted {
+    /// The intermediate text, of all kernels.
+    pub ptx: String,
+    /// The machine code.
+    pub cubin: Vec<u8>,
+    /// What NVRTC and the assembler said.
+    pub log: String,
+    /// The kernels' names, in the order of the expressions.
+    pub names: Vec<String>,
+}
+
+/// Loads NVRTC, once for the process: from the folder `FRUGAL_NVRTC`, from beside torch's package, from the folder
+/// `FRUGAL_CUDA_TOOLS` that set-up makes for machines without a GPU, or where the loader finds it.
 pub(crate) fn load() -> Result<&'static Nvrtc, &'static str> {
     static LOADED: OnceLock<Result<Nvrtc, String>> = OnceLock::new();
     LOADED.get_or_init(Nvrtc::find).as_ref().map_err(String::as_str)
@@ -88,13 +104,25 @@ impl Nvrtc {
         expression: &str,
         options: &[String],
     ) -> Result<Compiled, String> {
+        let Emitted { cubin, mut names, .. } = self.emit(text, headers, &[expression], options)?;
+        Ok(Compiled { cubin, name: names.pop().unwrap_or_default() })
+    }
+
+    /// The same for several expressions at once, with everything that NVRTC gives.
+    pub(crate) fn emit(
+        &self,
+        text: &str,
+        headers: &[(&str, &str)],
+        expressions: &[&str],
+        options: &[String],
+    ) -> Result<Emitted, String> {
         let c = |text: &str| CString::new(text).map_err(|_| "a text with a NUL byte".to_owned());
         let all = |texts: &mut dyn Iterator<Item = &str>| texts.map(c).collect::<Result<Vec<_>, _>>();
         let pointers = |texts: &[CString]| texts.iter().map(|text| text.as_ptr()).collect::<Vec<_>>();
         let names = all(&mut headers.iter().map(|(name, _)| *name))?;
         let texts = all(&mut headers.iter().map(|(_, text)| *text))?;
         let options = all(&mut options.iter().map(String::as_str))?;
-        let (text, expression) = (c(text)?, c(expression)?);
+        let (text, expressions) = (c(text)?, all(&mut expressions.iter().copied())?);
         let functions = &self.functions;
         let mut program = OwnedProgram { program: std::ptr::null_mut(), functions };
         let count = |list: &[CString]| c_int::try_from(list.len()).unwrap_or(c_int::MAX);
@@ -110,27 +138,32 @@ impl Nvrtc {
             )
         };
         succeeded(status, "nvrtcCreateProgram")?;
-        // SAFETY: as above; the program was made.
-        let status = unsafe { (functions.nvrtcAddNameExpression)(program.program, expression.as_ptr()) };
-        succeeded(status, "nvrtcAddNameExpression")?;
+        for expression in &expressions {
+            // SAFETY: as above; the program was made.
+            let status = unsafe { (functions.nvrtcAddNameExpression)(program.program, expression.as_ptr()) };
+            succeeded(status, "nvrtcAddNameExpression")?;
+        }
         // SAFETY: as above.
         let status = unsafe {
             (functions.nvrtcCompileProgram)(program.program, count(&options), pointers(&options).as_ptr())
         };
+        let log = program.text(functions.nvrtcGetProgramLogSize, functions.nvrtcGetProgramLog)?;
         if status != 0 {
-            let log = program.bytes(functions.nvrtcGetProgramLogSize, functions.nvrtcGetProgramLog)?;
-            let log = String::from_utf8_lossy(&log);
-            return Err(format!("NVRTC error {status}: {}", log.trim_end_matches('\0').trim()));
+            return Err(format!("NVRTC error {status}: {log}"));
         }
-        let mut name = std::ptr::null();
-        // SAFETY: the program was compiled with this expression; the name is the program's and copied before that is freed.
-        let name = unsafe {
-            let status = (functions.nvrtcGetLoweredName)(program.program, expression.as_ptr(), &mut name);
-            succeeded(status, "nvrtcGetLoweredName")?;
-            CStr::from_ptr(name).to_string_lossy().into_owned()
-        };
+        let mut names = Vec::new();
+        for expression in &expressions {
+            let mut name = std::ptr::null();
+            // SAFETY: the program was compiled with this expression; the name is the program's and copied before that is freed.
+            names.push(unsafe {
+                let status = (functions.nvrtcGetLoweredName)(program.program, expression.as_ptr(), &mut name);
+                succeeded(status, "nvrtcGetLoweredName")?;
+                CStr::from_ptr(name).to_string_lossy().into_owned()
+            });
+        }
         let cubin = program.bytes(functions.nvrtcGetCUBINSize, functions.nvrtcGetCUBIN)?;
-        Ok(Compiled { cubin, name })
+        let ptx = program.text(functions.nvrtcGetPTXSize, functions.nvrtcGetPTX)?;
+        Ok(Emitted { ptx, cubin, log, names })
     }
 }
 
@@ -140,6 +173,15 @@ struct OwnedProgram<'a> {
 }
 
 impl OwnedProgram<'_> {
+    fn text(
+        &self,
+        size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
+        get: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
+    ) -> Result<String, String> {
+        let bytes = self.bytes(size, get)?;
+        Ok(String::from_utf8_lossy(&bytes).trim_end_matches('\0').trim().to_owned())
+    }
+
     /// A result whose size is asked for first.
     fn bytes(
         &self,
@@ -176,13 +218,15 @@ fn folders() -> Vec<PathBuf> {
     if let Some(given) = std::env::var_os("FRUGAL_NVRTC").filter(|given| !given.is_empty()) {
         return vec![PathBuf::from(given)];
     }
-    let Ok(libtorch) = crate::sys::device::libtorch_folder() else { return Vec::new() };
+    let tools = std::env::var_os("FRUGAL_CUDA_TOOLS").map(|tools| PathBuf::from(tools).join("cu13/lib"));
+    let Ok(libtorch) = crate::sys::device::libtorch_folder() else { return tools.into_iter().collect() };
     // torch/lib, or a link to it.
     let libtorch = libtorch.canonicalize().unwrap_or(libtorch);
     let packages = libtorch.parent().and_then(Path::parent).map(Path::to_owned).unwrap_or_default();
     let mut folders: Vec<_> =
         ["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"].iter().map(|place| packages.join(place)).collect();
     folders.push(libtorch);
+    folders.extend(tools);
     folders
 }
 

@@ -1,0 +1,46 @@
+//! CUDA C++ to PTX and machine code, by NVIDIA's run-time compiler. It needs no GPU and no driver, so kernels can be checked on any
+//! machine: the crate `ptx` runs what this gives.
+//!
+//! NVRTC is looked for in the folder `FRUGAL_NVRTC`, beside torch's packages, in the folder `FRUGAL_CUDA_TOOLS` that
+//! `cargo xtask setup --cuda-tools` fills, and where the loader finds it.
+
+use crate::error::{Error, Result};
+pub use crate::sys::cuda::nvrtc::Emitted;
+use crate::sys::cuda::nvrtc::{Nvrtc, load};
+
+const NAME: &str = "CUDA C++";
+
+/// NVRTC's version, as CUDA counts: 13.0 is (13, 0).
+///
+/// # Errors
+/// Where NVRTC is not found: where it was looked for, and the remedy.
+pub fn version() -> Result<(i32, i32)> {
+    found().map(Nvrtc::version)
+}
+
+/// Compiles `text`, which may include `headers` (name, text), and instantiates `expressions` such as `f<float, 4>`.
+///
+/// # Errors
+/// NVRTC's log; or that NVRTC is not found.
+///
+/// ```
+/// use runtime::nvrtc;
+///
+/// let text = "template <int N> __global__ void fill(int* out) { out[threadIdx.x] = N; }";
+/// match nvrtc::compile(text, &[], &["fill<3>"], &["--gpu-architecture=sm_80".into()]) {
+///     Ok(emitted) => assert!(emitted.ptx.contains(".entry")),
+///     Err(error) => println!("{error}"),
+/// }
+/// ```
+pub fn compile(
+    text: &str,
+    headers: &[(&str, &str)],
+    expressions: &[&str],
+    options: &[String],
+) -> Result<Emitted> {
+    found()?.emit(text, headers, expressions, options).map_err(|log| Error::invalid(NAME, log))
+}
+
+fn found() -> Result<&'static Nvrtc> {
+    load().map_err(|reason| Error::Unavailable { what: "NVRTC".into(), reason: reason.to_owned() })
+}

@@ -1,0 +1,222 @@
+//! What the assembler makes of the kernels, pinned: registers, spills, shared memory, and the loads and stores of the machine code.
+//!
+//! The figures are those of one NVRTC; with another one, and without a disassembler, the test says aloud what it skips.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use expect_test::{Expect, expect};
+use runtime::nvrtc;
+
+use super::program::{self, CROSS_ENTROPY, NORM, PRELUDE, ROPE, SCALE, SWIGLU, Source};
+
+/// The NVRTC whose assembler made the figures.
+const VERSION: (i32, i32) = (13, 0);
+
+/// The kernels of a large model's step, where every row is aligned.
+const KERNELS: [(Source, &[&str]); 5] = [
+    (
+        CROSS_ENTROPY,
+        &[
+            "ce_statistics<float, 4, false, false, 512>",
+            "ce_statistics<float, 4, true, true, 512>",
+            "ce_logits<float, 4, 256>",
+            "ce_gradient<float, 4, false, 256>",
+            "ce_gradient<float, 4, true, 256>",
+            "ce_gradient_narrow<bf16, 8, false, 512>",
+        ],
+    ),
+    (
+        NORM,
+        &[
+            "norm_forward<bf16, bf16, bf16, 8, 512, 1, false>",
+            "norm_forward<float, float, float, 4, 512, 8, true>",
+            "norm_backward<bf16, bf16, bf16, 8, 512, 1, false, false>",
+            "norm_backward<float, float, float, 4, 1024, 4, true, true>",
+            "column_sums",
+        ],
+    ),
+    (ROPE, &["rotate<bf16, 8>", "rotate<float, 4>"]),
+    (SCALE, &["scale<bf16, 8, 256>"]),
+    (SWIGLU, &["swiglu_forward<bf16, 8, 256>", "swiglu_backward<bf16, 8, 256>"]),
+];
+
+fn skipped() -> bool {
+    if !program::is_available() {
+        return true;
+    }
+    let found = nvrtc::version().unwrap_or_default();
+    if found != VERSION {
+        eprintln!("skipped: the figures are those of NVRTC {VERSION:?}, and this one is {found:?}");
+    }
+    found != VERSION
+}
+
+/// The words of the assembler's log between two others, of one kernel.
+fn between<'a>(log: &'a str, kernel: &str, before: &str, after: &str) -> &'a str {
+    let of_kernel = log.split_once(&format!("'{kernel}'")).map_or("", |(_, rest)| rest);
+    let end = of_kernel.find("Compile time").unwrap_or(of_kernel.len());
+    let found = of_kernel[..end].split_once(after).map_or("", |(found, _)| found);
+    found.rsplit_once(before).map_or("0", |(_, found)| found).trim()
+}
+
+/// What the assembler said of a kernel.
+fn registers(name: &str, emitted: &nvrtc::Emitted) -> String {
+    let of = |before, after| between(&emitted.log, name, before, after).to_owned();
+    let shared = of(", ", " bytes smem");
+    let spills = match [of("frame,", " bytes spill stores"), of("stores,", " bytes spill loads")] {
+        [stores, loads] if stores == "0" && loads == "0" => "no spills".to_owned(),
+        [stores, loads] => format!("SPILLS {stores} bytes, loads {loads}"),
+    };
+    format!("{} registers, {spills}, {shared} bytes shared", of("Used", " registers"))
+}
+
+fn disassembler() -> Option<PathBuf> {
+    let folders = std::env::var_os("FRUGAL_CUDA_TOOLS").map(|tools| PathBuf::from(tools).join("cu13/bin"));
+    let beside = std::env::var_os("FRUGAL_NVRTC").map(|nvrtc| PathBuf::from(nvrtc).join("../bin"));
+    let found =
+        folders.into_iter().chain(beside).map(|folder| folder.join("nvdisasm")).find(|path| path.is_file());
+    if found.is_none() {
+        eprintln!("skipped: nvdisasm was not found; `cargo xtask setup --cuda-tools` installs it");
+    }
+    found
+}
+
+/// Counts of a kernel's global loads and stores in machine code, those of 16 bytes apart from the others.
+fn accesses(disassembly: &str, expression: &str, name: &str) -> String {
+    let start =
+        disassembly.find(&format!(".text.{name}:")).unwrap_or_else(|| panic!("{expression} is not there"));
+    let own = disassembly[start..].split(".section").next().unwrap_or_default();
+    let count = |wanted: &dyn Fn(&str) -> bool| own.split_whitespace().filter(|word| wanted(word)).count();
+    let is = |word: &str, opcode: &str| word == opcode || word.starts_with(&format!("{opcode}."));
+    // Generic addresses cost a lookup, local memory is what registers spill to.
+    for opcode in ["LD", "ST"] {
+        assert_eq!(count(&|word| is(word, opcode)), 0, "{expression} has {opcode}");
+    }
+    let local = match count(&|word| is(word, "LDL") || is(word, "STL")) {
+        0 => String::new(),
+        count => format!(", {count} TO LOCAL MEMORY"),
+    };
+    let of = |opcode: &str| {
+        let wide = count(&|word| is(word, opcode) && word.contains(".128"));
+        (wide, count(&|word| is(word, opcode)) - wide)
+    };
+    let ((loads, narrow_loads), (stores, narrow_stores)) = (of("LDG"), of("STG"));
+    format!("loads {loads} wide, {narrow_loads} narrow; stores {stores} wide, {narrow_stores} narrow{local}")
+}
+
+/// Compares both tables of an architecture, a row for each kernel.
+fn check(architecture: u32, expected_registers: Expect, expected_accesses: Expect) {
+    if skipped() {
+        return;
+    }
+    let disassembler = disassembler();
+    let folder = tempfile::tempdir().unwrap();
+    let (mut of_registers, mut of_accesses) = (String::new(), String::new());
+    for (source, expressions) in KERNELS {
+        let emitted = program::emit(source.0, PRELUDE, expressions, architecture);
+        let disassembly = disassembler.as_ref().map(|disassembler| {
+            let file = folder.path().join("kernels.cubin");
+            std::fs::write(&file, &emitted.cubin).unwrap();
+            let output = Command::new(disassembler).arg("-c").arg(&file).output().unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+            String::from_utf8_lossy(&output.stdout).into_owned()
+        });
+        for (expression, name) in expressions.iter().zip(&emitted.names) {
+            of_registers += &format!("{expression}: {}\n", registers(name, &emitted));
+            if let Some(text) = &disassembly {
+                of_accesses += &format!("{expression}: {}\n", accesses(text, expression, name));
+            }
+        }
+    }
+    expected_registers.assert_eq(&of_registers);
+    if disassembler.is_some() {
+        expected_accesses.assert_eq(&of_accesses);
+    }
+}
+
+#[test]
+fn kernels_on_sm_80() {
+    check(
+        80,
+        expect![[r#"
+        ce_statistics<float, 4, false, false, 512>: 40 registers, no spills, 384 bytes shared
+        ce_statistics<float, 4, true, true, 512>: 40 registers, no spills, 640 bytes shared
+        ce_logits<float, 4, 256>: 22 registers, no spills, 0 bytes shared
+        ce_gradient<float, 4, false, 256>: 45 registers, no spills, 0 bytes shared
+        ce_gradient<float, 4, true, 256>: 48 registers, no spills, 0 bytes shared
+        ce_gradient_narrow<bf16, 8, false, 512>: 63 registers, no spills, 0 bytes shared
+        norm_forward<bf16, bf16, bf16, 8, 512, 1, false>: 58 registers, no spills, 384 bytes shared
+        norm_forward<float, float, float, 4, 512, 8, true>: 128 registers, SPILLS 168 bytes, loads 308, 384 bytes shared
+        norm_backward<bf16, bf16, bf16, 8, 512, 1, false, false>: 53 registers, no spills, 256 bytes shared
+        norm_backward<float, float, float, 4, 1024, 4, true, true>: 64 registers, SPILLS 468 bytes, loads 600, 512 bytes shared
+        column_sums: 29 registers, no spills, 1056 bytes shared
+        rotate<bf16, 8>: 32 registers, no spills, 0 bytes shared
+        rotate<float, 4>: 32 registers, no spills, 0 bytes shared
+        scale<bf16, 8, 256>: 24 registers, no spills, 0 bytes shared
+        swiglu_forward<bf16, 8, 256>: 30 registers, no spills, 0 bytes shared
+        swiglu_backward<bf16, 8, 256>: 43 registers, no spills, 0 bytes shared
+    "#]],
+        expect![[r#"
+        ce_statistics<float, 4, false, false, 512>: loads 3 wide, 4 narrow; stores 0 wide, 3 narrow
+        ce_statistics<float, 4, true, true, 512>: loads 1 wide, 23 narrow; stores 1 wide, 7 narrow
+        ce_logits<float, 4, 256>: loads 1 wide, 4 narrow; stores 1 wide, 0 narrow
+        ce_gradient<float, 4, false, 256>: loads 4 wide, 4 narrow; stores 4 wide, 0 narrow
+        ce_gradient<float, 4, true, 256>: loads 4 wide, 53 narrow; stores 4 wide, 0 narrow
+        ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 4 narrow; stores 2 wide, 0 narrow
+        norm_forward<bf16, bf16, bf16, 8, 512, 1, false>: loads 6 wide, 0 narrow; stores 2 wide, 1 narrow
+        norm_forward<float, float, float, 4, 512, 8, true>: loads 32 wide, 0 narrow; stores 16 wide, 2 narrow, 96 TO LOCAL MEMORY
+        norm_backward<bf16, bf16, bf16, 8, 512, 1, false, false>: loads 6 wide, 2 narrow; stores 3 wide, 0 narrow
+        norm_backward<float, float, float, 4, 1024, 4, true, true>: loads 16 wide, 2 narrow; stores 12 wide, 0 narrow, 217 TO LOCAL MEMORY
+        column_sums: loads 0 wide, 9 narrow; stores 0 wide, 1 narrow
+        rotate<bf16, 8>: loads 6 wide, 1 narrow; stores 2 wide, 0 narrow
+        rotate<float, 4>: loads 4 wide, 1 narrow; stores 2 wide, 0 narrow
+        scale<bf16, 8, 256>: loads 1 wide, 1 narrow; stores 1 wide, 0 narrow
+        swiglu_forward<bf16, 8, 256>: loads 2 wide, 0 narrow; stores 2 wide, 0 narrow
+        swiglu_backward<bf16, 8, 256>: loads 3 wide, 0 narrow; stores 3 wide, 0 narrow
+    "#]],
+    );
+}
+
+#[test]
+fn kernels_on_sm_90() {
+    check(
+        90,
+        expect![[r#"
+        ce_statistics<float, 4, false, false, 512>: 40 registers, no spills, 384 bytes shared
+        ce_statistics<float, 4, true, true, 512>: 40 registers, no spills, 640 bytes shared
+        ce_logits<float, 4, 256>: 24 registers, no spills, 0 bytes shared
+        ce_gradient<float, 4, false, 256>: 48 registers, no spills, 0 bytes shared
+        ce_gradient<float, 4, true, 256>: 48 registers, no spills, 0 bytes shared
+        ce_gradient_narrow<bf16, 8, false, 512>: 60 registers, no spills, 0 bytes shared
+        norm_forward<bf16, bf16, bf16, 8, 512, 1, false>: 56 registers, no spills, 384 bytes shared
+        norm_forward<float, float, float, 4, 512, 8, true>: 128 registers, SPILLS 168 bytes, loads 308, 384 bytes shared
+        norm_backward<bf16, bf16, bf16, 8, 512, 1, false, false>: 54 registers, no spills, 256 bytes shared
+        norm_backward<float, float, float, 4, 1024, 4, true, true>: 32 registers, SPILLS 1192 bytes, loads 1268, 512 bytes shared
+        column_sums: 30 registers, no spills, 1056 bytes shared
+        rotate<bf16, 8>: 32 registers, no spills, 0 bytes shared
+        rotate<float, 4>: 32 registers, no spills, 0 bytes shared
+        scale<bf16, 8, 256>: 24 registers, no spills, 0 bytes shared
+        swiglu_forward<bf16, 8, 256>: 30 registers, no spills, 0 bytes shared
+        swiglu_backward<bf16, 8, 256>: 44 registers, no spills, 0 bytes shared
+    "#]],
+        expect![[r#"
+        ce_statistics<float, 4, false, false, 512>: loads 3 wide, 4 narrow; stores 0 wide, 3 narrow
+        ce_statistics<float, 4, true, true, 512>: loads 1 wide, 23 narrow; stores 1 wide, 7 narrow
+        ce_logits<float, 4, 256>: loads 1 wide, 4 narrow; stores 1 wide, 0 narrow
+        ce_gradient<float, 4, false, 256>: loads 4 wide, 4 narrow; stores 4 wide, 0 narrow
+        ce_gradient<float, 4, true, 256>: loads 4 wide, 53 narrow; stores 4 wide, 0 narrow
+        ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 4 narrow; stores 2 wide, 0 narrow
+        norm_forward<bf16, bf16, bf16, 8, 512, 1, false>: loads 6 wide, 0 narrow; stores 2 wide, 1 narrow
+        norm_forward<float, float, float, 4, 512, 8, true>: loads 32 wide, 0 narrow; stores 16 wide, 2 narrow, 96 TO LOCAL MEMORY
+        norm_backward<bf16, bf16, bf16, 8, 512, 1, false, false>: loads 6 wide, 2 narrow; stores 3 wide, 0 narrow
+        norm_backward<float, float, float, 4, 1024, 4, true, true>: loads 16 wide, 2 narrow; stores 12 wide, 0 narrow, 563 TO LOCAL MEMORY
+        column_sums: loads 0 wide, 9 narrow; stores 0 wide, 1 narrow
+        rotate<bf16, 8>: loads 6 wide, 1 narrow; stores 2 wide, 0 narrow
+        rotate<float, 4>: loads 4 wide, 1 narrow; stores 2 wide, 0 narrow
+        scale<bf16, 8, 256>: loads 1 wide, 1 narrow; stores 1 wide, 0 narrow
+        swiglu_forward<bf16, 8, 256>: loads 2 wide, 0 narrow; stores 2 wide, 0 narrow
+        swiglu_backward<bf16, 8, 256>: loads 3 wide, 0 narrow; stores 3 wide, 0 narrow
+    "#]],
+    );
+}

@@ -1,0 +1,292 @@
+//! The passes over tiles of logits.
+
+use runtime::fused::cross_entropy::{Coefficients, LogitsPass, Simd, Statistics, Targets, Transform, Wanted};
+use runtime::random::Generator;
+use tch::{Device, Kind, Tensor};
+
+use super::launch::{Given, Outcome, Shift, launch};
+use super::program::{CROSS_ENTROPY, Program};
+use super::tolerance::{close, normal};
+
+const ROW: u32 = 512;
+const THREADS: u32 = 256;
+
+fn expressions() -> Vec<String> {
+    let mut all = Vec::new();
+    for width in [1, 4] {
+        for (changes, extra) in [(false, false), (false, true), (true, false), (true, true)] {
+            all.push(format!("ce_statistics<float, {width}, {changes}, {extra}, {ROW}>"));
+        }
+        all.push(format!("ce_logits<float, {width}, {THREADS}>"));
+        for extra in [false, true] {
+            all.push(format!("ce_gradient<float, {width}, {extra}, {THREADS}>"));
+            for (kind, width) in [("bf16", 2 * width), ("f16", 2 * width)] {
+                let width = if width == 2 { 1 } else { width };
+                all.push(format!("ce_gradient_narrow<{kind}, {width}, {extra}, {ROW}>"));
+            }
+        }
+    }
+    all
+}
+
+/// What a test asks of the passes.
+struct Case<'a> {
+    transform: Transform<'a>,
+    targets: Targets<'a>,
+    weights: Option<&'a Tensor>,
+    plain: bool,
+    width: i64,
+    first: i64,
+}
+
+impl Case<'_> {
+    fn extra(&self) -> bool {
+        !self.plain || matches!(self.targets, Targets::Dense(_))
+    }
+
+    fn changes(&self) -> bool {
+        self.transform.bias.is_some() || self.transform.softcap.is_some() || self.transform.scale != 1.0
+    }
+
+    fn shift(&self) -> Shift {
+        // The labels are of 8 bytes, everything else of 4.
+        Shift(if self.width == 1 { 8 } else { 16 })
+    }
+
+    fn transform(&self) -> [Given<'_>; 3] {
+        let Transform { bias, scale, softcap } = self.transform;
+        [Given::optional("bias", bias), Given::F32(scale), Given::F32(softcap.unwrap_or(0.0))]
+    }
+
+    fn targets(&self) -> [Given<'_>; 3] {
+        match self.targets {
+            Targets::Columns(labels) => [Given::In("labels", labels), Given::Null, Given::I64(0)],
+            Targets::Dense(dense) => [Given::Null, Given::In("dense", dense), Given::I64(dense.size()[1])],
+        }
+    }
+
+    /// The logits and the statistics that go on.
+    fn statistics(&self, program: &Program, tile: &Tensor, known: &[Tensor]) -> Outcome {
+        let (rows, columns) = (tile.size()[0], tile.size()[1]);
+        let (changes, extra) = (self.changes(), self.extra());
+        let name = format!("ce_statistics<float, {}, {changes}, {extra}, {ROW}>", self.width);
+        let mut given = vec![
+            Given::InOut("tile", tile),
+            Given::I64(columns),
+            Given::I32(columns),
+            Given::I64(self.first),
+        ];
+        given.extend(self.transform());
+        given.extend(self.targets());
+        given.push(Given::optional("weights", self.weights));
+        let mut known = known.iter();
+        let mut next = |name, wanted: bool| match known.next() {
+            Some(tensor) if wanted => Given::InOut(name, tensor),
+            _ => Given::Null,
+        };
+        given.extend([next("maximum", true), next("sum", true), next("target", true)]);
+        let dense = matches!(self.targets, Targets::Dense(_));
+        given.push(if dense { next("mass", true) } else { Given::Null });
+        for name in ["total", "moment", "best"] {
+            given.push(if self.plain { Given::Null } else { next(name, true) });
+        }
+        launch(program.kernel(&name), (rows, ROW), &given, self.shift())
+    }
+
+    fn logits(&self, program: &Program, tile: &Tensor) -> Outcome {
+        let (rows, columns) = (tile.size()[0], tile.size()[1]);
+        let of_block = self.width * i64::from(THREADS);
+        let blocks = (columns + of_block - 1) / of_block;
+        let mut given =
+            vec![Given::InOut("tile", tile), Given::I64(columns), Given::I32(columns), Given::I32(blocks)];
+        given.extend(self.transform());
+        let name = format!("ce_logits<float, {}, {THREADS}>", self.width);
+        launch(program.kernel(&name), (rows * blocks, THREADS), &given, self.shift())
+    }
+
+    /// The gradient in fp32, or rounded in place to the beginning of each row.
+    fn gradient(
+        &self,
+        program: &Program,
+        tile: &Tensor,
+        numbers: &[Tensor; 4],
+        narrow: Option<Kind>,
+    ) -> Outcome {
+        let (rows, columns) = (tile.size()[0], tile.size()[1]);
+        let mut given = vec![Given::InOut("tile", tile), Given::I64(columns), Given::I32(columns)];
+        let of_block = self.width * 4 * i64::from(THREADS);
+        let blocks = (columns + of_block - 1) / of_block;
+        if narrow.is_none() {
+            given.push(Given::I32(blocks));
+        }
+        let [_, scale, cap] = self.transform();
+        given.extend([scale, cap]);
+        given.extend(self.targets());
+        given.push(Given::optional("weights", self.weights));
+        let [maximum, powers, target, constant] = numbers;
+        given.extend([
+            Given::In("maximum", maximum),
+            Given::In("powers", powers),
+            Given::In("target", target),
+        ]);
+        given.push(Given::optional("constant", (!self.plain).then_some(constant)));
+        let extra = self.extra();
+        let (name, grid) = match narrow {
+            None => {
+                let name = format!("ce_gradient<float, {}, {extra}, {THREADS}>", self.width);
+                (name, (rows * blocks, THREADS))
+            }
+            Some(kind) => {
+                let width = if self.width == 4 && columns % 8 == 0 { 8 } else { 1 };
+                let name = super::program::type_of(kind);
+                (format!("ce_gradient_narrow<{name}, {width}, {extra}, {ROW}>"), (rows, ROW))
+            }
+        };
+        launch(program.kernel(&name), grid, &given, self.shift())
+    }
+}
+
+fn listed(statistics: Statistics) -> Vec<Tensor> {
+    let Statistics { maximum, sum, target, mass, total, moment, best } = statistics;
+    [Some(maximum), Some(sum), Some(target), mass, total, moment, best].into_iter().flatten().collect()
+}
+
+#[test]
+fn everything_that_a_pass_can_be_asked_for() {
+    let Some(program) = Program::of(CROSS_ENTROPY, &expressions()) else { return };
+    let mut generator = Generator::new(4).unwrap();
+    let (rows, first) = (3, 3);
+    for columns in [1, 4, 509, 2056] {
+        for (bias, softcap, scale) in [(false, None, 1.0), (true, Some(5.0), 0.5)] {
+            for (dense, plain) in [(false, true), (false, false), (true, true), (true, false)] {
+                let products = normal(&mut generator, &[rows, columns], Kind::Float) * 4.0;
+                let bias = bias.then(|| normal(&mut generator, &[columns], Kind::Float));
+                let weights = (!plain).then(|| normal(&mut generator, &[columns], Kind::Float).abs());
+                let labels = Tensor::randint_low(-2, columns + 2, [rows], (Kind::Int64, Device::Cpu));
+                let distributions =
+                    normal(&mut generator, &[rows, columns], Kind::Float).softmax(-1, Kind::Float);
+                let numbers = normal(&mut generator, &[3, rows], Kind::Float);
+                if columns > 4 && softcap.is_none() {
+                    let _ = products.get(1).narrow(0, 2, 1).fill_(f64::NEG_INFINITY);
+                }
+                let single = |t: &Tensor| t.to_kind(Kind::Float);
+                let wide = |t: &Tensor| t.to_kind(Kind::Double);
+                let asked =
+                    if plain { Wanted::default() } else { Wanted { total: true, moment: true, best: true } };
+                let tiles = [&products * 1.0, &products * 0.7];
+                let what = format!("{columns} columns, softcap {softcap:?}, dense {dense}, plain {plain}");
+
+                // The passes of the processor, in f64.
+                let of_f64 = |t: &Option<Tensor>| t.as_ref().map(wide);
+                let (bias_f64, weights_f64, dense_f64) =
+                    (of_f64(&bias), of_f64(&weights), wide(&distributions));
+                let transform = Transform { bias: bias_f64.as_ref(), scale, softcap };
+                let targets = if dense { Targets::Dense(&dense_f64) } else { Targets::Columns(&labels) };
+                let mut known = Statistics::new(rows, dense, asked, (Kind::Double, Device::Cpu)).unwrap();
+                let mut expected = tiles.each_ref().map(Tensor::copy);
+                for (index, tile) in expected.iter_mut().enumerate() {
+                    let first = first + index as i64 * columns;
+                    Simd.statistics(tile, first, transform, targets, weights_f64.as_ref(), &mut known)
+                        .unwrap();
+                }
+                let known = listed(known);
+
+                // The kernels.
+                let of_f32 = |t: &Option<Tensor>| t.as_ref().map(single);
+                let (bias_f32, weights_f32, dense_f32) =
+                    (of_f32(&bias), of_f32(&weights), single(&distributions));
+                let mut case = Case {
+                    transform: Transform { bias: bias_f32.as_ref(), scale, softcap },
+                    targets: if dense { Targets::Dense(&dense_f32) } else { Targets::Columns(&labels) },
+                    weights: weights_f32.as_ref(),
+                    plain,
+                    width: if columns % 4 == 0 { 4 } else { 1 },
+                    first,
+                };
+                let begin = Statistics::new(rows, dense, asked, (Kind::Float, Device::Cpu)).unwrap();
+                let one = case.statistics(&program, &single(&tiles[0]), &listed(begin));
+                case.first += columns;
+                let two = case.statistics(&program, &single(&tiles[1]), &one.outputs[1..]);
+                let perturbed = case.statistics(&program, &single(&tiles[1]), &one.perturbed[1..]).perturbed;
+                for (index, known) in known.iter().enumerate() {
+                    close(&format!("{what}: statistic {index}"), &two.outputs[index + 1], known, 2e-5);
+                    close(
+                        &format!("{what}: statistic {index}, approximate"),
+                        &perturbed[index + 1],
+                        known,
+                        2e-5,
+                    );
+                }
+                close(&format!("{what}: logits"), &one.outputs[0], &expected[0], 2e-5);
+                if case.changes() {
+                    let alone = case.logits(&program, &single(&tiles[1]));
+                    close(&format!("{what}: logits alone"), &alone.outputs[0], &expected[1], 2e-5);
+                }
+
+                // The gradient of the first tile, with coefficients of their own.
+                let of_rows = |index: i64| numbers.get(index);
+                let constant = (!plain).then(|| wide(&of_rows(2)));
+                let coefficients = Coefficients {
+                    maximum: &wide(&known[0]),
+                    powers: &wide(&of_rows(0)),
+                    target: &wide(&of_rows(1)),
+                    constant: constant.as_ref(),
+                };
+                let logits = single(&expected[0]);
+                let mut gradient = expected[0].copy();
+                Simd.gradient(&mut gradient, transform, targets, weights_f64.as_ref(), coefficients).unwrap();
+                let numbers =
+                    [single(&known[0]), single(&of_rows(0)), single(&of_rows(1)), single(&of_rows(2))];
+                let found = case.gradient(&program, &logits, &numbers, None);
+                close(&format!("{what}: gradient"), &found.outputs[0], &gradient, 2e-5);
+                close(&format!("{what}: gradient, approximate"), &found.perturbed[0], &gradient, 2e-5);
+                let kind = if plain { Kind::BFloat16 } else { Kind::Half };
+                let narrow = case.gradient(&program, &logits, &numbers, Some(kind));
+                let rounded = narrow.outputs[0].view_dtype(kind).narrow(1, 0, columns);
+                assert!(rounded.equal(&found.outputs[0].to_kind(kind)), "{what}: rounded once");
+                if columns == 2056 {
+                    // Bias, weights and distributions are read one number at a time, and the narrow gradient reads the 32 bytes of each
+                    // thread in two halves: accesses that touch all sectors several times.
+                    let most = if case.extra() || bias_f32.is_some() { [6.0; 3] } else { [1.15, 1.15, 1.75] };
+                    for (counts, most) in [&one.counts, &found.counts, &narrow.counts].into_iter().zip(most) {
+                        assert!(counts.sector_ratio() <= most, "{what}: {counts:?}");
+                        assert_eq!(counts.bank_conflicts, 0, "{what}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Rows that are all −∞, and rows with a NaN.
+#[test]
+fn rows_without_a_possible_class_and_rows_with_a_nan() {
+    let Some(program) = Program::of(CROSS_ENTROPY, &expressions()) else { return };
+    for (columns, width) in [(5, 1), (2048, 4)] {
+        let tile = Tensor::ones([4, columns], (Kind::Float, Device::Cpu));
+        let _ = tile.get(1).narrow(0, columns / 2, 1).fill_(f64::NAN);
+        let _ = tile.get(2).fill_(f64::NEG_INFINITY);
+        let _ = tile.get(3).narrow(0, 0, 1).fill_(f64::INFINITY);
+        let labels = Tensor::zeros([4], (Kind::Int64, Device::Cpu));
+        let case = Case {
+            transform: Transform::default(),
+            targets: Targets::Columns(&labels),
+            weights: None,
+            plain: true,
+            width,
+            first: 0,
+        };
+        let begin = Statistics::new(4, false, Wanted::default(), (Kind::Float, Device::Cpu)).unwrap();
+        let found = case.statistics(&program, &tile, &listed(begin));
+        let numbers = |t: &Tensor| Vec::<f32>::try_from(t).unwrap();
+        let (maximum, sum) = (numbers(&found.outputs[1]), numbers(&found.outputs[2]));
+        assert_eq!((maximum[0], maximum[2], maximum[3]), (1.0, f32::NEG_INFINITY, f32::INFINITY));
+        assert_eq!((sum[0], sum[2]), (columns as f32, 0.0));
+        assert!(maximum[1].is_nan() && sum[1].is_nan() && sum[3].is_nan());
+        let one = Tensor::ones([4], (Kind::Float, Device::Cpu));
+        let coefficients = [found.outputs[1].copy(), one.copy(), one.copy(), one];
+        let gradient = case.gradient(&program, &tile, &coefficients, None);
+        let nan = |row: i64| gradient.outputs[0].get(row).isnan().all().int64_value(&[]) == 1;
+        assert_eq!([nan(0), nan(1)], [false, true]);
+    }
+}

@@ -1,0 +1,15 @@
+//! The CUDA kernels without a GPU: NVRTC's PTX, run instruction by instruction by the crate `ptx`, which checks every access.
+//!
+//! Where NVRTC is not installed, each test says aloud that it is skipped; `cargo xtask setup --cuda-tools` installs it.
+
+mod assembly;
+mod cross_entropy;
+mod launch;
+mod mutations;
+mod norm;
+mod norm_backward;
+mod program;
+mod rope;
+mod scale;
+mod swiglu;
+mod tolerance;

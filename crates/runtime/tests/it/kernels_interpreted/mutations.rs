@@ -1,0 +1,200 @@
+//! The checks bite: small mistakes in the kernels' text, each of which must be noticed.
+
+mod subjects;
+
+use tch::{Kind, Tensor};
+
+use super::program::{self, PRELUDE, Program};
+use subjects::{Seen, Subject};
+
+/// A mistake: a text and what stands there instead.
+struct Mutation {
+    what: &'static str,
+    /// Of the prelude, not of the kernel's own file.
+    in_prelude: bool,
+    from: &'static str,
+    to: &'static str,
+    /// What notices it: words of the fault (one of several with a bar between), or one of the ways below.
+    noticed: &'static str,
+    subject: Subject,
+}
+
+/// The result has other bits than the sound kernel's.
+const OTHER_BITS: &str = "other bits";
+/// Accesses touch more sectors than they should.
+const SECTORS: &str = "sectors";
+/// The sound kernel goes to a row that is not there, and the changed one elsewhere.
+const OTHER_PLACE: &str = "other place";
+
+macro_rules! mutation {
+    ($what:literal, $from:literal => $to:literal, $noticed:expr, $subject:expr) => {
+        Mutation {
+            what: $what,
+            in_prelude: false,
+            from: $from,
+            to: $to,
+            noticed: $noticed,
+            subject: $subject,
+        }
+    };
+    (prelude $what:literal, $from:literal => $to:literal, $noticed:expr, $subject:expr) => {
+        Mutation { what: $what, in_prelude: true, from: $from, to: $to, noticed: $noticed, subject: $subject }
+    };
+}
+
+fn mutations() -> Vec<Mutation> {
+    vec![
+        mutation!(prelude "a sum's barrier is missing",
+            "part[threadIdx.x >> 5] = v;\n  __syncthreads();\n  return warp_sum" => "part[threadIdx.x >> 5] = v;\n  return warp_sum",
+            "a race|never written", subjects::FORWARD),
+        mutation!(prelude "a sum's barrier is in a branch",
+            "part[threadIdx.x >> 5] = v;\n  __syncthreads();\n  return warp_sum" => "part[threadIdx.x >> 5] = v;\n  if (threadIdx.x < 40) __syncthreads();\n  return warp_sum",
+            "a barrier that lanes", subjects::FORWARD),
+        mutation!(prelude "a barrier that whole warps do not reach",
+            "part[threadIdx.x >> 5] = v;\n  __syncthreads();\n  return warp_sum" => "part[threadIdx.x >> 5] = v;\n  if (threadIdx.x < 64) __syncthreads();\n  return warp_sum",
+            "a barrier|a race", subjects::FORWARD),
+        mutation!("scratch is used again without a barrier",
+            "phase ^= 1) {\n    if constexpr (!reads_ahead(VECS)) read(row);\n    const i64 base = (i64)row * width;\n    float f[VECS][W];\n" => "phase ^= 0) {\n    if constexpr (!reads_ahead(VECS)) read(row);\n    const i64 base = (i64)row * width;\n    float f[VECS][W];\n",
+            "a race", subjects::FORWARD),
+        mutation!("backward's scratch is used again",
+            "phase ^= 1) {\n    if constexpr (!reads_ahead(VECS)) read(row);\n    const i64 base = (i64)row * width;\n    const float r" => "phase ^= 0) {\n    if constexpr (!reads_ahead(VECS)) read(row);\n    const i64 base = (i64)row * width;\n    const float r",
+            "a race", subjects::BACKWARD),
+        mutation!(prelude "one partial sum too many",
+            "return warp_sum((threadIdx.x & 31) < THREADS / 32 ?" => "return warp_sum((threadIdx.x & 31) <= THREADS / 32 ?",
+            "a race|never written|out of bounds", subjects::FORWARD),
+        mutation!(prelude "a wrong mask of lanes",
+            "v += __shfl_xor_sync(0xffffffffu" => "v += __shfl_xor_sync(0x0000ffffu",
+            "the mask", subjects::FORWARD),
+        mutation!(prelude "a shuffle for part of a warp",
+            "if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = v;\n  __syncthreads();\n  return warp_sum((threadIdx.x & 31) < THREADS / 32 ? part[threadIdx.x & 31] : 0.f);" => "if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = v;\n  __syncthreads();\n  if ((threadIdx.x & 31) < 7) v = warp_sum(v);\n  return v;",
+            "the mask", subjects::FORWARD),
+        mutation!(prelude "one step of a sum is missing",
+            "for (int o = 16; o; o >>= 1) v += " => "for (int o = 8; o; o >>= 1) v += ",
+            OTHER_BITS, subjects::FORWARD),
+        mutation!("an index one too far",
+            "if (i >= width) continue;\n      next[k].read(x + base + i);" => "if (i > width) continue;\n      next[k].read(x + base + i);",
+            "out of bounds", subjects::FORWARD),
+        mutation!("a tail that is dropped",
+            "for (int row = blockIdx.x; row < rows; row += gridDim.x, phase ^= 1) {\n    if constexpr (!reads_ahead(VECS)) read(row);\n    const i64 base = (i64)row * width;\n    float f" => "for (int row = blockIdx.x; row + 1 < rows; row += gridDim.x, phase ^= 1) {\n    if constexpr (!reads_ahead(VECS)) read(row);\n    const i64 base = (i64)row * width;\n    float f",
+            "never written", subjects::FORWARD),
+        mutation!("two blocks write one place",
+            "of_weight + (i64)blockIdx.x * width + i" => "of_weight + i",
+            "a race", subjects::BACKWARD),
+        mutation!("every thread writes a row's statistic",
+            "if (threadIdx.x == 0) {\n      rstd[row] = r;" => "if (threadIdx.x < 2) {\n      rstd[row] = r;",
+            "a race", subjects::FORWARD),
+        mutation!("a gradient's parts are not added up",
+            "sums[k][j] = fmaf(d[k][j], f[k][j], sums[k][j]);" => "sums[k][j] = d[k][j] * f[k][j];",
+            OTHER_BITS, subjects::BACKWARD),
+        mutation!("columns are summed without a barrier",
+            "part[warp][lane] = s;\n  __syncthreads();" => "part[warp][lane] = s;",
+            "a race|never written", subjects::SUMS),
+        mutation!("a column's last part is not read",
+            "for (int i = 1; i < 8; i++) all" => "for (int i = 1; i < 7; i++) all",
+            OTHER_BITS, subjects::SUMS),
+        mutation!("columns are summed with a stride",
+            "column = blockIdx.x * 32 + lane;" => "column = lane * 3 + blockIdx.x;",
+            SECTORS, subjects::SUMS),
+        mutation!("a column beyond the last",
+            "if (column < width) {\n    _Pragma" => "{\n    _Pragma",
+            "out of bounds", subjects::SUMS),
+        mutation!(prelude "a maximum that drops NaN",
+            "max.NaN.f32 %0" => "max.f32 %0",
+            OTHER_BITS, subjects::STATISTICS_WITH_NAN),
+        mutation!("an impossible row's reference is −∞",
+            "return m == -infinity() ? 0.f : m;" => "return m;",
+            OTHER_BITS, subjects::IMPOSSIBLE_ROWS),
+        mutation!("equal maxima: the last one",
+            "v == value && c < column" => "v == value && c > column",
+            OTHER_BITS, subjects::BEST),
+        mutation!("the best columns are read without a barrier",
+            "bests[threadIdx.x >> 5] = top_column;\n    __syncthreads();" => "bests[threadIdx.x >> 5] = top_column;",
+            "a race|never written", subjects::BEST),
+        mutation!("every warp's first thread writes the statistics",
+            "if (threadIdx.x != 0) return;" => "if (threadIdx.x & 31) return;",
+            "a race", subjects::STATISTICS),
+        mutation!("two sums share their scratch",
+            "of_target = block_sum<THREADS>(of_target, part[2]);" => "of_target = block_sum<THREADS>(of_target, part[1]);",
+            "a race", subjects::STATISTICS),
+        mutation!("scratch for fewer warps than there are",
+            "__shared__ float part[6][WARPS];" => "__shared__ float part[1][WARPS];",
+            "out of bounds|a race", subjects::STATISTICS),
+        mutation!("blocks of a row overlap",
+            "* (THREADS * W * PACKS) + threadIdx.x * W;" => "* (THREADS * W * (PACKS - 1)) + threadIdx.x * W;",
+            "a race", subjects::GRADIENT),
+        mutation!("a row's tail is not written",
+            "if (i >= columns) continue;\n    UNROLL for (int j = 0; j < W; j++) f[k][j] = gradient(f[k][j], i + j);\n    store" => "if (i + THREADS >= columns) continue;\n    UNROLL for (int j = 0; j < W; j++) f[k][j] = gradient(f[k][j], i + j);\n    store",
+            OTHER_BITS, subjects::GRADIENT),
+        mutation!("written in place before it is read",
+            "    __syncthreads();\n    UNROLL for (int k = 0; k < PACKS; k++) {\n      const int i = begin + (threadIdx.x + k * THREADS) * W;\n      if (i < columns) store" => "    UNROLL for (int k = 0; k < PACKS; k++) {\n      const int i = begin + (threadIdx.x + k * THREADS) * W;\n      if (i < columns) store",
+            "a race", subjects::NARROW),
+        mutation!(prelude "swapped operands of a conversion to two bf16",
+            "cvt.rn.bf16x2.f32 %0, %1, %2;" => "cvt.rn.bf16x2.f32 %0, %2, %1;",
+            OTHER_BITS, subjects::SWIGLU_16),
+        mutation!(prelude "numbers are cut instead of rounded",
+            "cvt.rn.bf16x2.f32 %0, %1, %2;" => "prmt.b32 %0, %1, %2, 0x3276;",
+            OTHER_BITS, subjects::SWIGLU_16),
+        mutation!("neighbours are far apart",
+            "(int)(blockIdx.x - row * blocks) * THREADS + threadIdx.x) * W;\n  if (i >= features) return;\n  float g[W], u[W];\n" => "(int)threadIdx.x * blocks + (int)(blockIdx.x - row * blocks)) * W;\n  if (i >= features) return;\n  float g[W], u[W];\n",
+            SECTORS, subjects::SWIGLU_32),
+        mutation!("a row's offset in 32 bits",
+            "const i64 row = blockIdx.x / blocks;\n  const int i = ((int)(blockIdx.x - row * blocks) * THREADS + threadIdx.x) * W;\n  if (i >= features) return;\n  float g[W], u[W];\n  load<T, W>(gate + row * gate_stride + i, g);" => "const i64 row = blockIdx.x / blocks;\n  const int i = ((int)(blockIdx.x - row * blocks) * THREADS + threadIdx.x) * W;\n  if (i >= features) return;\n  float g[W], u[W];\n  load<T, W>(gate + (int)row * (int)gate_stride + i, g);",
+            OTHER_PLACE, subjects::FAR_ROWS),
+        mutation!("the second half is read one pack too early",
+            "load<T, W>(from + head * x_head + half + i, b);" => "load<T, W>(from + head * x_head + half + i - 4, b);",
+            "not aligned", subjects::ROTATE),
+        mutation!("sine and cosine are exchanged",
+            "load<float, W>(cosines + i, c);\n    load<float, W>(cosines + half + i, s);" => "load<float, W>(cosines + i, s);\n    load<float, W>(cosines + half + i, c);",
+            OTHER_BITS, subjects::ROTATE),
+        mutation!("the input is written",
+            "store<T, W>(to + head * out_head + half + i, b);" => "store<T, W>((T*)from + head * out_head + half + i, b);",
+            "never written", subjects::ROTATE),
+        mutation!("blocks do not go on to their next part",
+            "i += (i64)gridDim.x * THREADS * W) {" => "i += (i64)gridDim.x * THREADS * W * 1000) {",
+            OTHER_BITS, subjects::SCALED),
+    ]
+}
+
+#[test]
+fn every_mutation_is_caught() {
+    if !program::is_available() {
+        return;
+    }
+    let mutations = mutations();
+    assert!(mutations.len() >= 20);
+    let mut sound: Vec<(&str, Program)> = Vec::new();
+    let mut missed = Vec::new();
+    for Mutation { what, in_prelude, from, to, noticed, subject } in mutations {
+        let Subject { source, expression, run } = subject;
+        let expressions = [expression.to_owned()];
+        if !sound.iter().any(|(of, _)| *of == expression) {
+            sound.push((expression, Program::of_text(source.0, PRELUDE, &expressions)));
+        }
+        let Some((_, original)) = sound.iter().find(|(of, _)| *of == expression) else { continue };
+        let text = if in_prelude { PRELUDE } else { source.0 };
+        assert_eq!(text.matches(from).count(), 1, "{what}: the text to change is not there once");
+        let changed = text.replace(from, to);
+        let (text, prelude) = if in_prelude { (source.0, &*changed) } else { (&*changed, PRELUDE) };
+        let program = Program::of_text(text, prelude, &expressions);
+        let (before, after) = (run(original), run(&program));
+        let caught = match (&before, &after) {
+            (Seen::Fault(_), Seen::Values(..)) => noticed == OTHER_PLACE,
+            (Seen::Values(..), Seen::Fault(fault)) => noticed.split('|').any(|words| fault.contains(words)),
+            (Seen::Values(before, least), Seen::Values(after, sectors)) => match noticed {
+                SECTORS => *least <= 1.15 && *sectors > 1.15,
+                OTHER_BITS => before.iter().zip(after).any(|(a, b)| !same_bits(a, b)),
+                _ => false,
+            },
+            (Seen::Fault(_), Seen::Fault(_)) => false,
+        };
+        if !caught {
+            missed.push(format!("{what}: expected `{noticed}`, found {after:?}, before {before:?}"));
+        }
+    }
+    assert!(missed.is_empty(), "{} are missed:\n{}", missed.len(), missed.join("\n"));
+}
+
+fn same_bits(a: &Tensor, b: &Tensor) -> bool {
+    let bytes = |t: &Tensor| t.contiguous().reshape([-1]).view_dtype(Kind::Uint8);
+    bytes(a).equal(&bytes(b))
+}

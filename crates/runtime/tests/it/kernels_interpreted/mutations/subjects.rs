@@ -1,0 +1,250 @@
+//! What is launched before and after a mutation.
+
+use runtime::random::Generator;
+use tch::{Device, Kind, Tensor};
+
+use super::super::launch::{Given, Shift, try_launch};
+use super::super::program::{CROSS_ENTROPY, NORM, Program, ROPE, SCALE, SWIGLU, Source};
+use super::super::tolerance::normal;
+
+/// A kernel and a launch of it.
+#[derive(Clone, Copy)]
+pub(super) struct Subject {
+    pub(super) source: Source,
+    pub(super) expression: &'static str,
+    pub(super) run: fn(&Program) -> Seen,
+}
+
+pub(super) const FORWARD: Subject = Subject { source: NORM, expression: FORWARD_OF, run: forward };
+pub(super) const BACKWARD: Subject = Subject { source: NORM, expression: BACKWARD_OF, run: backward };
+pub(super) const SUMS: Subject = Subject { source: NORM, expression: "column_sums", run: sums };
+pub(super) const STATISTICS: Subject =
+    Subject { source: CROSS_ENTROPY, expression: STATISTICS_OF, run: statistics };
+pub(super) const STATISTICS_WITH_NAN: Subject =
+    Subject { source: CROSS_ENTROPY, expression: STATISTICS_OF, run: statistics_with_nan };
+pub(super) const IMPOSSIBLE_ROWS: Subject =
+    Subject { source: CROSS_ENTROPY, expression: STATISTICS_OF, run: impossible_rows };
+pub(super) const BEST: Subject = Subject { source: CROSS_ENTROPY, expression: BEST_OF, run: best };
+pub(super) const GRADIENT: Subject =
+    Subject { source: CROSS_ENTROPY, expression: GRADIENT_OF, run: gradient };
+pub(super) const NARROW: Subject = Subject { source: CROSS_ENTROPY, expression: NARROW_OF, run: narrow };
+pub(super) const SWIGLU_16: Subject = Subject { source: SWIGLU, expression: SWIGLU_16_OF, run: swiglu_16 };
+pub(super) const SWIGLU_32: Subject = Subject { source: SWIGLU, expression: SWIGLU_32_OF, run: swiglu_32 };
+pub(super) const FAR_ROWS: Subject = Subject { source: SWIGLU, expression: SWIGLU_32_OF, run: far_rows };
+pub(super) const ROTATE: Subject = Subject { source: ROPE, expression: ROTATE_OF, run: rotate };
+pub(super) const SCALED: Subject = Subject { source: SCALE, expression: SCALE_OF, run: scale };
+
+/// What a launch showed.
+#[derive(Debug)]
+pub(super) enum Seen {
+    Fault(String),
+    /// Outputs, and sectors over the least.
+    Values(Vec<Tensor>, f64),
+}
+
+fn seen(program: &Program, expression: &str, grid: (u32, u32), given: &[Given<'_>]) -> Seen {
+    match try_launch(program.kernel(expression), ptx::Launch::new(grid.0, grid.1), given, Shift::default()) {
+        Ok((outputs, counts)) => Seen::Values(outputs, counts.sector_ratio()),
+        Err(error) => Seen::Fault(error.to_string()),
+    }
+}
+
+const FORWARD_OF: &str = "norm_forward<float, float, float, 4, 128, 1, false>";
+const BACKWARD_OF: &str = "norm_backward<float, float, float, 4, 128, 1, false, false>";
+const STATISTICS_OF: &str = "ce_statistics<float, 1, false, false, 512>";
+const BEST_OF: &str = "ce_statistics<float, 1, false, true, 512>";
+const GRADIENT_OF: &str = "ce_gradient<float, 1, false, 256>";
+const NARROW_OF: &str = "ce_gradient_narrow<bf16, 8, false, 512>";
+const SWIGLU_16_OF: &str = "swiglu_forward<bf16, 8, 256>";
+const SWIGLU_32_OF: &str = "swiglu_forward<float, 1, 256>";
+const ROTATE_OF: &str = "rotate<bf16, 8>";
+const SCALE_OF: &str = "scale<float, 4, 256>";
+
+fn draw(size: &[i64], kind: Kind) -> Tensor {
+    normal(&mut Generator::new(7).unwrap(), size, kind).to_kind(kind)
+}
+
+fn forward(program: &Program) -> Seen {
+    let (x, weight) = (draw(&[5, 244], Kind::Float), draw(&[244], Kind::Float));
+    let given = [
+        Given::In("x", &x),
+        Given::Null,
+        Given::Null,
+        Given::In("weight", &weight),
+        Given::Null,
+        Given::Out("y", Kind::Float, vec![5, 244]),
+        Given::Null,
+        Given::Out("rstd", Kind::Float, vec![5]),
+        Given::I32(5),
+        Given::I32(244),
+        Given::F32(1e-5),
+    ];
+    seen(program, FORWARD_OF, (2, 128), &given)
+}
+
+fn backward(program: &Program) -> Seen {
+    let (x, upstream) = (draw(&[5, 244], Kind::Float), draw(&[5, 244], Kind::Float) * 0.5);
+    let rstd = draw(&[5], Kind::Float).abs();
+    let given = [
+        Given::In("x", &x),
+        Given::In("upstream", &upstream),
+        Given::Null,
+        Given::Null,
+        Given::Null,
+        Given::In("rstd", &rstd),
+        Given::Out("grad", Kind::Float, vec![5, 244]),
+        Given::Out("of_weight", Kind::Float, vec![2, 244]),
+        Given::Null,
+        Given::I32(5),
+        Given::I32(244),
+    ];
+    seen(program, BACKWARD_OF, (2, 128), &given)
+}
+
+fn sums(program: &Program) -> Seen {
+    let partial = draw(&[37, 72], Kind::Float);
+    let out = Given::Out("sums", Kind::Float, vec![72]);
+    let given = [Given::In("partial", &partial), out, Given::I32(37), Given::I32(72)];
+    seen(program, "column_sums", (3, 256), &given)
+}
+
+fn statistics_of(program: &Program, expression: &str, tile: &Tensor) -> Seen {
+    let rows = tile.size()[0];
+    let of_rows = |value: f64| Tensor::full([rows], value, (Kind::Float, Device::Cpu));
+    let (maximum, zero) = (of_rows(f64::NEG_INFINITY), of_rows(0.0));
+    let labels = Tensor::ones([rows], (Kind::Int64, Device::Cpu));
+    let best = Tensor::full([rows], -1, (Kind::Int64, Device::Cpu));
+    let mut given = vec![
+        Given::InOut("tile", tile),
+        Given::I64(tile.size()[1]),
+        Given::I32(tile.size()[1]),
+        Given::I64(0),
+        Given::Null,
+        Given::F32(1.0),
+        Given::F32(0.0),
+        Given::In("labels", &labels),
+        Given::Null,
+        Given::I64(0),
+        Given::Null,
+    ];
+    given.extend([
+        Given::InOut("maximum", &maximum),
+        Given::InOut("sum", &zero),
+        Given::InOut("target", &zero),
+    ]);
+    given.extend([Given::Null, Given::Null, Given::Null]);
+    given.push(if expression == BEST_OF { Given::InOut("best", &best) } else { Given::Null });
+    seen(program, expression, (rows as u32, 512), &given)
+}
+
+fn statistics(program: &Program) -> Seen {
+    let tile = draw(&[3, 1031], Kind::Float);
+    let _ = tile.get(1).narrow(0, 7, 1).fill_(f64::NEG_INFINITY);
+    statistics_of(program, STATISTICS_OF, &tile)
+}
+
+fn statistics_with_nan(program: &Program) -> Seen {
+    let tile = draw(&[3, 1031], Kind::Float);
+    let _ = tile.get(1).narrow(0, 700, 1).fill_(f64::NAN);
+    statistics_of(program, STATISTICS_OF, &tile)
+}
+
+fn impossible_rows(program: &Program) -> Seen {
+    let tile = draw(&[3, 1031], Kind::Float);
+    let _ = tile.get(1).fill_(f64::NEG_INFINITY);
+    statistics_of(program, STATISTICS_OF, &tile)
+}
+
+fn best(program: &Program) -> Seen {
+    let tile = draw(&[3, 1031], Kind::Float);
+    let _ = tile.get(1).fill_(2.0);
+    statistics_of(program, BEST_OF, &tile)
+}
+
+fn gradient_of(program: &Program, expression: &str, columns: i64) -> Seen {
+    let tile = draw(&[2, columns], Kind::Float);
+    let of_rows = Tensor::ones([2], (Kind::Float, Device::Cpu));
+    let labels = Tensor::from_slice(&[3i64, columns - 1]);
+    let blocks = (columns + 1023) / 1024;
+    let narrow = expression == NARROW_OF;
+    let mut given = vec![Given::InOut("tile", &tile), Given::I64(columns), Given::I32(columns)];
+    if !narrow {
+        given.push(Given::I32(blocks));
+    }
+    given.extend([Given::F32(1.0), Given::F32(0.0), Given::In("labels", &labels)]);
+    given.extend([Given::Null, Given::I64(0), Given::Null]);
+    given.extend(["maximum", "powers", "target"].map(|name| Given::In(name, &of_rows)));
+    given.push(Given::Null);
+    let grid = if narrow { (2, 512) } else { (2 * blocks as u32, 256) };
+    seen(program, expression, grid, &given)
+}
+
+fn gradient(program: &Program) -> Seen {
+    gradient_of(program, GRADIENT_OF, 1500)
+}
+
+fn narrow(program: &Program) -> Seen {
+    gradient_of(program, NARROW_OF, 12_304)
+}
+
+fn swiglu_of(program: &Program, expression: &str, kind: Kind, width: i64) -> Seen {
+    let (gate, up) = (draw(&[2, 2600], kind), draw(&[2, 2600], kind) * 0.5);
+    let blocks = (2600 + 256 * width - 1) / (256 * width);
+    let given = [
+        Given::In("gate", &gate),
+        Given::I64(2600),
+        Given::In("up", &up),
+        Given::I64(2600),
+        Given::Null,
+        Given::I64(0),
+        Given::Out("product", kind, vec![2, 2600]),
+        Given::I64(2600),
+        Given::I32(2600),
+        Given::I32(blocks),
+    ];
+    seen(program, expression, (2 * blocks as u32, 256), &given)
+}
+
+fn swiglu_16(program: &Program) -> Seen {
+    swiglu_of(program, SWIGLU_16_OF, Kind::BFloat16, 8)
+}
+
+fn swiglu_32(program: &Program) -> Seen {
+    swiglu_of(program, SWIGLU_32_OF, Kind::Float, 1)
+}
+
+fn rotate(program: &Program) -> Seen {
+    let (x, table) = (draw(&[1, 3, 4, 64], Kind::BFloat16), draw(&[9, 2, 32], Kind::Float));
+    let mut given = vec![Given::InOut("x", &x)];
+    given.extend([768, 256, 64].map(Given::I64));
+    given.push(Given::Out("out", Kind::BFloat16, vec![1, 3, 4, 64]));
+    given.extend([768, 256, 64].map(Given::I64));
+    given.extend([Given::In("table", &table), Given::Null, Given::I32(3), Given::I32(4), Given::I32(32)]);
+    given.extend([Given::I64(9), Given::F32(1.0)]);
+    seen(program, ROTATE_OF, (3, 32), &given)
+}
+
+fn scale(program: &Program) -> Seen {
+    let (x, factor) = (draw(&[4100], Kind::Float), Tensor::from_slice(&[0.5f32]));
+    let given = [Given::InOut("x", &x), Given::I64(4100), Given::In("factor", &factor)];
+    seen(program, SCALE_OF, (3, 256), &given)
+}
+
+/// Rows so far apart that their distance does not fit into 32 bits.
+fn far_rows(program: &Program) -> Seen {
+    let (gate, up) = (draw(&[2, 8], Kind::Float), draw(&[2, 8], Kind::Float));
+    let far = 1 << 33;
+    let given = [
+        Given::In("gate", &gate),
+        Given::I64(far),
+        Given::In("up", &up),
+        Given::I64(8),
+        Given::Null,
+        Given::I64(0),
+        Given::Out("product", Kind::Float, vec![2, 8]),
+        Given::I64(8),
+        Given::I32(8),
+        Given::I32(1),
+    ];
+    seen(program, SWIGLU_32_OF, (2, 256), &given)
+}

@@ -1,0 +1,79 @@
+//! CUDA C++ text, compiled for the interpreter.
+
+use std::collections::HashMap;
+
+use ptx::{Kernel, Module};
+use runtime::nvrtc::{self, Emitted};
+
+/// A file of `cpp/cuda`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Source(pub(super) &'static str);
+
+pub(super) const CROSS_ENTROPY: Source = Source(include_str!("../../../cpp/cuda/cross_entropy.cuh"));
+pub(super) const NORM: Source = Source(include_str!("../../../cpp/cuda/norm.cuh"));
+pub(super) const ROPE: Source = Source(include_str!("../../../cpp/cuda/rope.cuh"));
+pub(super) const SCALE: Source = Source(include_str!("../../../cpp/cuda/scale.cuh"));
+pub(super) const SWIGLU: Source = Source(include_str!("../../../cpp/cuda/swiglu.cuh"));
+pub(super) const PRELUDE: &str = include_str!("../../../cpp/cuda/prelude.cuh");
+
+/// Kernels that are ready to run.
+pub(super) struct Program {
+    module: Module,
+    names: HashMap<String, String>,
+}
+
+/// Whether NVRTC is there; says so where it is not. What runs again for each of the processor's implementations has run these
+/// before: they depend on none.
+pub(super) fn is_available() -> bool {
+    if let Some(choice) = std::env::var_os("FRUGAL_SIMD") {
+        eprintln!("skipped: these kernels do not depend on FRUGAL_SIMD={}", choice.display());
+        return false;
+    }
+    match nvrtc::version() {
+        Ok(_) => true,
+        Err(error) => {
+            eprintln!("skipped: {error}");
+            false
+        }
+    }
+}
+
+/// Machine code and PTX of some kernels for an architecture such as 80.
+pub(super) fn emit(source: &str, prelude: &str, expressions: &[&str], architecture: u32) -> Emitted {
+    let options =
+        [format!("--gpu-architecture=sm_{architecture}"), "-std=c++17".into(), "--ptxas-options=-v".into()];
+    nvrtc::compile(source, &[("prelude.cuh", prelude)], expressions, &options)
+        .unwrap_or_else(|error| panic!("{expressions:?}: {error}"))
+}
+
+impl Program {
+    /// Kernels of a file; `None`, said aloud, where there is no NVRTC.
+    pub(super) fn of(source: Source, expressions: &[String]) -> Option<Self> {
+        is_available().then(|| Self::of_text(source.0, PRELUDE, expressions))
+    }
+
+    pub(super) fn of_text(source: &str, prelude: &str, expressions: &[String]) -> Self {
+        let mut wanted: Vec<&str> = expressions.iter().map(String::as_str).collect();
+        wanted.sort_unstable();
+        wanted.dedup();
+        let emitted = emit(source, prelude, &wanted, 80);
+        let module = Module::parse(&emitted.ptx).unwrap_or_else(|error| panic!("{error}"));
+        let names = wanted.iter().map(|name| (*name).to_owned()).zip(emitted.names).collect();
+        Self { module, names }
+    }
+
+    pub(super) fn kernel(&self, expression: &str) -> &Kernel {
+        let name = self.names.get(expression).unwrap_or_else(|| panic!("{expression} was not compiled"));
+        self.module.kernel(name).unwrap_or_else(|error| panic!("{error}"))
+    }
+}
+
+/// The C++ type of a dtype.
+pub(super) fn type_of(kind: tch::Kind) -> &'static str {
+    match kind {
+        tch::Kind::Float => "float",
+        tch::Kind::BFloat16 => "bf16",
+        tch::Kind::Half => "f16",
+        other => panic!("{other:?} has no kernel"),
+    }
+}

@@ -1,0 +1,47 @@
+//! How near results must be to those in f64.
+
+use runtime::random::Generator;
+use tch::{Device, Kind, Tensor};
+
+use super::launch::Outcome;
+
+/// Numbers that are exact in the dtype, in f64.
+pub(super) fn normal(generator: &mut Generator, shape: &[i64], kind: Kind) -> Tensor {
+    generator.normal(shape, (Kind::Float, Device::Cpu)).unwrap().to_kind(kind).to_kind(Kind::Double)
+}
+
+/// The distance between 1 and the next number.
+pub(super) fn epsilon(kind: Kind) -> f64 {
+    match kind {
+        Kind::BFloat16 => 2f64.powi(-8),
+        Kind::Half => 2f64.powi(-11),
+        _ => 2f64.powi(-23),
+    }
+}
+
+/// Both results of a launch, against what is expected of each output.
+pub(super) fn check(what: &str, outcome: &Outcome, expected: &[&Tensor], tolerance: f64) {
+    for (name, outputs) in [("exact", &outcome.outputs), ("approximate", &outcome.perturbed)] {
+        assert_eq!(outputs.len(), expected.len(), "{what}");
+        for (index, (found, expected)) in outputs.iter().zip(expected).enumerate() {
+            close(&format!("{what}, output {index}, {name} instructions"), found, expected, tolerance);
+        }
+    }
+}
+
+/// The largest difference over the largest number; NaN and ∞ must be where they are expected.
+pub(super) fn close(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
+    let found = found.to_kind(Kind::Double).reshape([-1]);
+    let expected = expected.to_kind(Kind::Double).reshape([-1]);
+    assert_eq!(found.size(), expected.size(), "{what}");
+    let special = |t: &Tensor| t.masked_fill(&t.isfinite(), 0.0).nan_to_num(7.0, 1.0, -1.0);
+    assert!(special(&found).equal(&special(&expected)), "{what}: NaN or ∞ elsewhere: {found} {expected}");
+    let finite = expected.isfinite();
+    let (found, expected) = (found.masked_select(&finite), expected.masked_select(&finite));
+    if found.numel() == 0 {
+        return;
+    }
+    let largest = expected.abs().max().double_value(&[]).max(1e-30);
+    let distance = (found - expected).abs().max().double_value(&[]) / largest;
+    assert!(distance <= tolerance, "{what}: {distance:e} of {tolerance:e}");
+}
