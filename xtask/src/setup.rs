@@ -1,6 +1,7 @@
 //! `cargo xtask setup`: finds or installs libtorch and links it as `.libtorch`; with `--torch`, another version of it.
 
 mod compiler;
+mod cuda_tools;
 mod decision;
 mod environment;
 
@@ -28,6 +29,9 @@ pub(crate) struct Args {
     /// Switch to this torch version and the matching tch; changes Cargo.lock
     #[arg(long, value_name = "VERSION", value_parser = Pair::of_torch)]
     torch: Option<&'static Pair>,
+    /// Also install NVIDIA's CUDA compiler, with which the tests run CUDA kernels without a GPU
+    #[arg(long)]
+    cuda_tools: bool,
 }
 
 impl Args {
@@ -45,7 +49,8 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     match args.torch {
         Some(pair) => switch(workspace, pair, args.wanted()),
         None => ensure(workspace, args.wanted()).map(drop),
-    }
+    }?;
+    if args.cuda_tools { cuda_tools::ensure(workspace, workspace.pair()?) } else { Ok(()) }
 }
 
 /// Makes sure that `.libtorch` leads to a libtorch that the locked `tch` can be built against, and says so in one line.
