@@ -20,6 +20,7 @@ mod compare;
 mod device;
 mod display;
 mod interrupt;
+mod kernels;
 mod lint;
 mod pages;
 mod programs;
@@ -62,6 +63,8 @@ enum Verb {
     Report(pages::Args),
     /// Compare with PyTorch, running both alternately on this machine
     Compare(compare::Args),
+    /// Check what each CUDA kernel costs, without a GPU
+    Kernels(kernels::Args),
     /// Pack release binaries for a machine with torch and without Rust
     Bundle(bundle::Args),
 }
@@ -77,6 +80,7 @@ fn main() -> ExitCode {
             Verb::Lint => lint::run(&workspace),
             Verb::Report(args) => pages::run(&workspace, &args),
             Verb::Compare(args) => compare::run(&workspace, &args),
+            Verb::Kernels(args) => kernels::run(&workspace, &args),
             Verb::Bundle(args) => bundle::run(&workspace, &args),
         }
     })

@@ -14,6 +14,7 @@ use crate::cargo;
 use crate::torch::{Pair, Torch, Variant};
 use crate::venv::{self, Recipe};
 use crate::workspace::Workspace;
+pub(crate) use cuda_tools::CudaTools;
 use decision::{Decision, decide};
 pub(crate) use environment::{Environment, cache_folder, nvidia_driver};
 
@@ -50,7 +51,12 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
         Some(pair) => switch(workspace, pair, args.wanted()),
         None => ensure(workspace, args.wanted()).map(drop),
     }?;
-    if args.cuda_tools { cuda_tools::ensure(workspace, workspace.pair()?) } else { Ok(()) }
+    if args.cuda_tools { cuda_tools(workspace).map(drop) } else { Ok(()) }
+}
+
+/// Makes sure that CUDA's compiler is there, without libtorch.
+pub(crate) fn cuda_tools(workspace: &Workspace) -> Result<CudaTools> {
+    cuda_tools::ensure(workspace, workspace.pair()?)
 }
 
 /// Makes sure that `.libtorch` leads to a libtorch that the locked `tch` can be built against, and says so in one line.

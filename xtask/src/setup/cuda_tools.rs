@@ -15,8 +15,16 @@ use crate::workspace::Workspace;
 /// The compiler that the pinned figures of the kernels are of; the disassembler reads the machine code of older compilers.
 const PACKAGES: [&str; 3] = ["--no-deps", "nvidia-cuda-nvrtc==13.0.88", "nvidia-cuda-nvdisasm==13.5.37"];
 
+/// Where they are.
+pub(crate) struct CudaTools {
+    /// The folder with NVRTC.
+    pub(crate) libraries: PathBuf,
+    /// The environment's Python.
+    pub(crate) python: PathBuf,
+}
+
 /// Makes sure that `.cuda-tools` leads to them, and says so in one line.
-pub(super) fn ensure(workspace: &Workspace, pair: &Pair) -> Result<()> {
+pub(super) fn ensure(workspace: &Workspace, pair: &Pair) -> Result<CudaTools> {
     if !cfg!(target_os = "linux") {
         bail!("NVIDIA's compiler is for Linux; the tests of CUDA kernels say that they are skipped");
     }
@@ -27,7 +35,7 @@ pub(super) fn ensure(workspace: &Workspace, pair: &Pair) -> Result<()> {
     }
     link(&workspace.root.join(".cuda-tools"), &tools)?;
     eprintln!("setup: CUDA's compiler in {}, linked as .cuda-tools", tools.display());
-    Ok(())
+    Ok(CudaTools { libraries: tools.join("cu13/lib"), python: venv.python() })
 }
 
 fn recipe(pair: &Pair) -> Recipe {

@@ -1,0 +1,190 @@
+//! One launch of each kernel as a training step of a large model makes it, on a few rows.
+
+use ptx::{Argument, Data, Kernel, Launch, Memory};
+
+/// A kernel, the size that its time is predicted for, and how it is launched on fewer rows.
+pub(super) struct Sample {
+    pub(super) file: &'static str,
+    pub(super) expression: &'static str,
+    /// The predicted size, in words.
+    pub(super) size: &'static str,
+    pub(super) rows: f64,
+    pub(super) launch: fn(&mut Inputs, u32) -> (Launch, Vec<Argument>),
+}
+
+/// The buffers of a launch.
+#[derive(Default)]
+pub(super) struct Inputs {
+    pub(super) memory: Memory,
+}
+
+impl Inputs {
+    fn single(&mut self, name: &str, count: u32) -> Argument {
+        // Small numbers of both signs.
+        let numbers: Vec<f32> = (0..count).map(|n| (n * 37 % 101) as f32 / 50.0 - 1.0).collect();
+        self.memory.add(name, Data::of(&numbers)).into()
+    }
+
+    fn half(&mut self, name: &str, count: u32) -> Argument {
+        // 1 to 1.5 in bf16.
+        let numbers: Vec<u16> = (0..count).map(|n| 0x3f80 + (n % 64) as u16).collect();
+        self.memory.add(name, Data::of(&numbers)).into()
+    }
+
+    fn labels(&mut self, count: u32) -> Argument {
+        self.memory.add("labels", Data::of(&vec![5i64; count as usize])).into()
+    }
+}
+
+const NONE: Argument = Argument::Pointer(0);
+
+fn int(number: u32) -> Argument {
+    Argument::I32(number as i32)
+}
+
+fn long(number: u32) -> Argument {
+    Argument::I64(i64::from(number))
+}
+
+const VOCABULARY: u32 = 128_256;
+const HIDDEN: u32 = 4096;
+const FEATURES: u32 = 14_336;
+
+fn statistics(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
+    let mut all = vec![inputs.single("tile", rows * VOCABULARY), long(VOCABULARY), int(VOCABULARY), long(0)];
+    all.extend([NONE, Argument::F32(1.0), Argument::F32(0.0), inputs.labels(rows), NONE, long(0), NONE]);
+    all.extend(["maximum", "sum", "target"].map(|name| inputs.single(name, rows)));
+    all.extend([NONE; 4]);
+    (Launch::new(rows, 512), all)
+}
+
+fn gradient(inputs: &mut Inputs, rows: u32, blocks: Option<u32>) -> Vec<Argument> {
+    let mut all = vec![inputs.single("tile", rows * VOCABULARY), long(VOCABULARY), int(VOCABULARY)];
+    all.extend(blocks.map(int));
+    all.extend([Argument::F32(1.0), Argument::F32(0.0), inputs.labels(rows), NONE, long(0), NONE]);
+    all.extend(["maximum", "powers", "target"].map(|name| inputs.single(name, rows)));
+    all.push(NONE);
+    all
+}
+
+fn norm_forward(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
+    let mut all = vec![inputs.half("x", rows * HIDDEN), inputs.half("residual", rows * HIDDEN)];
+    all.extend([inputs.half("sum", rows * HIDDEN), inputs.half("weight", HIDDEN), NONE]);
+    all.extend([inputs.half("y", rows * HIDDEN), NONE, inputs.single("rstd", rows)]);
+    all.extend([int(rows), int(HIDDEN), Argument::F32(1e-5)]);
+    (Launch::new(rows, 512), all)
+}
+
+/// As many partial sums for every number of rows, and no more than the fewest rows: theirs are few bytes of a large size, too.
+fn norm_backward(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
+    const PARTS: u32 = 2;
+    let mut all = ["x", "upstream", "added"].map(|name| inputs.half(name, rows * HIDDEN)).to_vec();
+    all.extend([inputs.half("weight", HIDDEN), NONE, inputs.single("rstd", rows)]);
+    all.extend([inputs.half("grad", rows * HIDDEN), inputs.single("of_weight", PARTS * HIDDEN), NONE]);
+    all.extend([int(rows), int(HIDDEN)]);
+    (Launch::new(PARTS, 512), all)
+}
+
+fn rotate(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
+    const HEADS: u32 = 32;
+    const HALF: u32 = 64;
+    let strides = [rows * HEADS * 2 * HALF, HEADS * 2 * HALF, 2 * HALF].map(long);
+    let x = inputs.half("x", rows * HEADS * 2 * HALF);
+    let mut all = vec![x];
+    all.extend(strides);
+    all.push(x);
+    all.extend(strides);
+    all.extend([inputs.single("table", rows * 2 * HALF), NONE, int(rows), int(HEADS), int(HALF)]);
+    all.extend([long(rows), Argument::F32(1.0)]);
+    (Launch::new(rows, 256), all)
+}
+
+fn swiglu(inputs: &mut Inputs, rows: u32, is_forward: bool) -> (Launch, Vec<Argument>) {
+    let blocks = FEATURES.div_ceil(256 * 8);
+    let mut all = Vec::new();
+    for name in ["gate", "up"] {
+        all.extend([inputs.half(name, rows * FEATURES), long(FEATURES)]);
+    }
+    if is_forward {
+        all.extend([NONE, long(0)]);
+    }
+    all.extend([inputs.half("product", rows * FEATURES), long(FEATURES), int(FEATURES), int(blocks)]);
+    (Launch::new(rows * blocks, 256), all)
+}
+
+fn scale(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
+    let numbers = rows * 256 * 8;
+    (Launch::new(rows, 256), vec![inputs.half("x", numbers), long(numbers), inputs.single("factor", 1)])
+}
+
+pub(super) const SAMPLES: [Sample; 9] = [
+    Sample {
+        file: "cross_entropy",
+        expression: "ce_statistics<float, 4, false, false, 512>",
+        size: "4096 × 128256",
+        rows: 4096.0,
+        launch: statistics,
+    },
+    Sample {
+        file: "cross_entropy",
+        expression: "ce_gradient<float, 4, false, 256>",
+        size: "4096 × 128256",
+        rows: 4096.0,
+        launch: |inputs, rows| {
+            let blocks = VOCABULARY.div_ceil(256 * 4 * 4);
+            (Launch::new(rows * blocks, 256), gradient(inputs, rows, Some(blocks)))
+        },
+    },
+    Sample {
+        file: "cross_entropy",
+        expression: "ce_gradient_narrow<bf16, 8, false, 512>",
+        size: "4096 × 128256",
+        rows: 4096.0,
+        launch: |inputs, rows| (Launch::new(rows, 512), gradient(inputs, rows, None)),
+    },
+    Sample {
+        file: "norm",
+        expression: "norm_forward<bf16, bf16, bf16, 8, 512, 1, false>",
+        size: "8192 × 4096",
+        rows: 8192.0,
+        launch: norm_forward,
+    },
+    Sample {
+        file: "norm",
+        expression: "norm_backward<bf16, bf16, bf16, 8, 512, 1, false, false>",
+        size: "8192 × 4096",
+        rows: 8192.0,
+        launch: norm_backward,
+    },
+    Sample {
+        file: "rope",
+        expression: "rotate<bf16, 8>",
+        size: "8192 × 32 × 128",
+        rows: 8192.0,
+        launch: rotate,
+    },
+    Sample {
+        file: "swiglu",
+        expression: "swiglu_forward<bf16, 8, 256>",
+        size: "8192 × 14336",
+        rows: 8192.0,
+        launch: |inputs, rows| swiglu(inputs, rows, true),
+    },
+    Sample {
+        file: "swiglu",
+        expression: "swiglu_backward<bf16, 8, 256>",
+        size: "8192 × 14336",
+        rows: 8192.0,
+        launch: |inputs, rows| swiglu(inputs, rows, false),
+    },
+    Sample {
+        file: "scale", expression: "scale<bf16, 8, 256>", size: "2²⁸", rows: 131_072.0, launch: scale
+    },
+];
+
+/// Runs a sample on some rows.
+pub(super) fn run(sample: &Sample, kernel: &Kernel, rows: u32) -> Result<ptx::Counts, ptx::Error> {
+    let mut inputs = Inputs::default();
+    let (launch, arguments) = (sample.launch)(&mut inputs, rows);
+    kernel.launch(launch, &arguments, &mut inputs.memory)
+}
