@@ -76,6 +76,7 @@ impl Decoder<'_> {
             "trap" if operands.is_empty() => Ok((Operation::Trap, Class::Control)),
             "bar" | "barrier" => self.barrier(&words, operands),
             "membar" | "fence" if operands.is_empty() => Ok((Operation::Fence, Class::Control)),
+            "cp" => self.asynchronous(&words, operands),
             "ld" | "st" => self.transfer(&words, operands),
             "shfl" => self.shuffle(&words, operands),
             "vote" | "activemask" => self.vote(&words, operands),
@@ -199,6 +200,8 @@ impl Decoder<'_> {
             Operand::Constant(bits) | Operand::Shared(bits) => {
                 Ok(self.registers.constant(scalar.constant(*bits)))
             }
+            Operand::DynamicShared => Ok(self.registers.constant(dynamic_shared(self.entry.shared) as u64)),
+            Operand::ParameterAddress(offset) => Ok(self.registers.constant(*offset as u64)),
             Operand::Special(name) => self
                 .registers
                 .special(name)
@@ -207,6 +210,11 @@ impl Decoder<'_> {
             _ => Err("an operand of a form that is not expected here".into()),
         }
     }
+}
+
+/// Where the shared memory of a launch begins, behind that of the kernel.
+pub(crate) fn dynamic_shared(own: usize) -> usize {
+    own.next_multiple_of(16)
 }
 
 fn arity(opcode: &str) -> usize {

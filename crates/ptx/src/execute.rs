@@ -1,6 +1,7 @@
 //! One instruction of one warp.
 
 mod access;
+mod copies;
 mod exchange;
 
 use crate::arithmetic::lanes;
@@ -10,7 +11,7 @@ use crate::error::FaultKind;
 use crate::float::moved;
 use crate::instruction::{Instruction, Operation, Register};
 use crate::memory::Memory;
-use crate::scalar::{signed, truncate};
+use crate::scalar::truncate;
 use crate::warp::{State, Warp, lanes_of};
 
 /// A warp of a block that runs its next instruction.
@@ -105,18 +106,12 @@ impl Step<'_, '_> {
                     self.warp.set_where_defined(*part, mask, &part_value, defined);
                 }
             }
-            Operation::Parameter { to, offset, scalar } => {
-                let end = offset + scalar.bytes();
-                let bytes = self.block.arguments.get(*offset..end).unwrap_or_default();
-                let bits = bytes.iter().rev().fold(0, |bits, byte| bits << 8 | u64::from(*byte));
-                let value = if scalar.is_signed() {
-                    let width = self.block.kernel.code.registers.scalar(*to).bytes();
-                    truncate(signed(bits, scalar.bytes()) as u64, width)
-                } else {
-                    bits
-                };
-                self.warp.set(*to, mask, &[value; 32]);
+            Operation::Parameter { to, address, offset, scalar } => {
+                self.parameter(*to, *address, *offset, *scalar, mask)?;
             }
+            Operation::CopyAsync { to, from } => self.begin_copies(at, to, from, mask)?,
+            Operation::CommitCopies => self.warp.commit_copies(mask),
+            Operation::WaitForCopies { most } => self.end_copies(at, *most, mask)?,
             Operation::Load { access, to } => self.load(at, access, to, mask)?,
             Operation::Store { access, from } => self.store(at, access, from, mask)?,
             Operation::Shuffle { mode, to, valid, value, by, clamp, mask: named } => {

@@ -51,11 +51,23 @@ pub(crate) enum Operation {
         b: Register,
         condition: Register,
     },
-    /// A launch's argument.
+    /// A launch's argument, or a part of it.
     Parameter {
         to: Register,
-        offset: usize,
+        address: Option<Register>,
+        offset: i64,
         scalar: Scalar,
+    },
+    /// Begins a copy from global to shared memory.
+    CopyAsync {
+        to: Access,
+        from: Access,
+    },
+    /// Makes the copies that were begun since the last time a group.
+    CommitCopies,
+    /// Waits until at most so many groups are on their way; of `None`, until no copy is.
+    WaitForCopies {
+        most: Option<usize>,
     },
     Load {
         access: Access,

@@ -2,7 +2,7 @@
 
 use crate::block::{Block, Found, Random};
 use crate::counts::Counts;
-use crate::decode::{Code, decode};
+use crate::decode::{Code, decode, dynamic_shared};
 use crate::error::{Error, Fault};
 use crate::memory::{Buffer, Memory, Region};
 use crate::parse::{Parameter, parse};
@@ -35,6 +35,8 @@ pub struct Launch {
     /// By how many units in the last place the approximate instructions (`ex2.approx`, …) are moved from the correctly rounded
     /// value, at most, up or down by their result; the hardware's are up to 2 away.
     pub approximation_error: u32,
+    /// Bytes of shared memory of a block beyond the kernel's own: `extern __shared__`.
+    pub dynamic_shared: usize,
     /// Instructions of warps after which a kernel is taken to be endless.
     pub limit: u64,
 }
@@ -42,7 +44,7 @@ pub struct Launch {
 impl Launch {
     /// A grid, in order, without errors of the approximations.
     pub fn new(blocks: u32, threads: u32) -> Self {
-        Self { blocks, threads, seed: 0, approximation_error: 0, limit: 1 << 32 }
+        Self { blocks, threads, seed: 0, approximation_error: 0, dynamic_shared: 0, limit: 1 << 32 }
     }
 
     /// The same in another order.
@@ -53,7 +55,7 @@ impl Launch {
 }
 
 /// A kernel's argument.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Argument {
     /// An address of the device; 0 for none.
     Pointer(u64),
@@ -67,10 +69,12 @@ pub enum Argument {
     F32(f32),
     /// `double`.
     F64(f64),
+    /// A structure by value.
+    Bytes(Vec<u8>),
 }
 
 impl Argument {
-    fn bytes(self) -> Vec<u8> {
+    fn bytes(&self) -> Vec<u8> {
         match self {
             Self::Pointer(value) => value.to_le_bytes().to_vec(),
             Self::I32(value) => value.to_le_bytes().to_vec(),
@@ -78,6 +82,7 @@ impl Argument {
             Self::I64(value) => value.to_le_bytes().to_vec(),
             Self::F32(value) => value.to_le_bytes().to_vec(),
             Self::F64(value) => value.to_le_bytes().to_vec(),
+            Self::Bytes(bytes) => bytes.clone(),
         }
     }
 }
@@ -131,7 +136,7 @@ impl Kernel {
         &self.name
     }
 
-    /// Bytes of shared memory of a block.
+    /// Bytes of shared memory of a block, without what the launch adds.
     pub fn shared_bytes(&self) -> usize {
         self.shared
     }
@@ -159,8 +164,12 @@ impl Kernel {
         let (mut counts, mut random) = (Counts::default(), Random::new(seed));
         let mut warps: Vec<Warp> =
             (0..threads.div_ceil(32)).map(|index| Warp::new(index as usize, &self.code.registers)).collect();
+        let shared_bytes = match launch.dynamic_shared {
+            0 => self.shared,
+            more => dynamic_shared(self.shared) + more,
+        };
         for index in random.order(blocks) {
-            let shared = Region::shared(self.shared);
+            let shared = Region::shared(shared_bytes);
             let mut block = Block { kernel: self, launch, arguments: &arguments, index, shared, epoch: 0 };
             block
                 .run(&mut warps, memory, &mut counts, &mut random)
@@ -193,14 +202,13 @@ impl Kernel {
             return Err(self.refused(format!("{given} arguments; the kernel has {expected} parameters")));
         }
         let mut bytes = Vec::new();
-        for (index, (argument, Parameter { scalar, offset, .. })) in
+        for (index, (argument, Parameter { bytes: expected, offset, .. })) in
             given.iter().zip(&self.parameters).enumerate()
         {
             let own = argument.bytes();
-            if own.len() != scalar.bytes() {
+            if own.len() != *expected {
                 return Err(self.refused(format!(
-                    "argument {index} is {argument:?}; the kernel's parameter has {} bytes",
-                    scalar.bytes()
+                    "argument {index} is {argument:?}; the kernel's parameter has {expected} bytes"
                 )));
             }
             bytes.resize(*offset, 0);

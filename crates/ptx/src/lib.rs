@@ -2,7 +2,7 @@
 //!
 //! NVRTC and `nvcc` compile CUDA C++ to PTX with no driver and no GPU. This crate executes that text, so a test runs the very
 //! instructions that the GPU's assembler gets: blocks of warps whose 32 lanes run in step, part at branches and meet again,
-//! shared memory, shuffles, barriers, vector loads, conversions to bf16 and fp16.
+//! shared memory and asynchronous copies to it, shuffles, barriers, vector loads, conversions to bf16 and fp16.
 //!
 //! ```
 //! use ptx::{Argument, Data, Launch, Memory, Module};
@@ -74,8 +74,7 @@
 //! special-function unit are the correctly rounded value here, the hardware's are up to 2 units in the last place away:
 //! [`Launch::approximation_error`] moves them, to show that a result does not depend on it.
 //!
-//! Grids and blocks have one dimension. Clusters, asynchronous copies, tensor cores, atomics, textures and calls are not
-//! supported.
+//! Grids and blocks have one dimension. Clusters, bulk copies, tensor cores, atomics, textures and calls are not supported.
 
 mod arithmetic;
 mod block;

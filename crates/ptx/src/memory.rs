@@ -229,6 +229,11 @@ impl Region {
         Ok(())
     }
 
+    /// Takes the value from some bytes.
+    pub(crate) fn forget(&mut self, at: usize, bytes: usize) {
+        self.written[at..at + bytes].fill(false);
+    }
+
     fn race(&self, at: usize, Conflict { what, earlier }: Conflict) -> FaultKind {
         FaultKind::Race { what, place: self.place(self.base + at as u64), earlier }
     }

@@ -36,7 +36,7 @@ pub(crate) struct Entry {
 #[derive(Debug, Clone)]
 pub(crate) struct Parameter {
     pub(crate) name: String,
-    pub(crate) scalar: Scalar,
+    pub(crate) bytes: usize,
     pub(crate) offset: usize,
 }
 
@@ -63,6 +63,10 @@ pub(crate) enum Operand {
     Special(String),
     /// An address in shared memory.
     Shared(u64),
+    /// The beginning of the shared memory whose size the launch says.
+    DynamicShared,
+    /// A parameter's offset among the parameters, as an address of their space.
+    ParameterAddress(usize),
     /// `[base+offset]`.
     Address(Box<Operand>, i64),
     /// A parameter's offset.
@@ -74,7 +78,7 @@ pub(crate) enum Operand {
 }
 
 pub(crate) fn parse(text: &str) -> Result<Source, Error> {
-    let mut parser = Parser { text, tokens: tokens(text)?, at: 0 };
+    let mut parser = Parser { text, tokens: tokens(text)?, at: 0, dynamic: Vec::new() };
     let mut source = Source { target: String::new(), entries: Vec::new() };
     while let Some(token) = parser.peek() {
         match token {
@@ -88,6 +92,7 @@ pub(crate) fn parse(text: &str) -> Result<Source, Error> {
             }
             Token::Word(".visible" | ".weak" | ".extern") => parser.skip(1),
             Token::Word(".entry") => source.entries.push(parser.entry()?),
+            Token::Word(".shared") => parser.dynamic_shared()?,
             // Variables of the module; an instruction that names one is refused where it stands.
             Token::Word(".global" | ".const") => parser.skip_until(';'),
             Token::Word(".file") => {
@@ -108,6 +113,8 @@ struct Parser<'a> {
     text: &'a str,
     tokens: Vec<Located<'a>>,
     at: usize,
+    /// Names of shared memory whose size the launch says; they all begin at one place.
+    dynamic: Vec<String>,
 }
 
 impl<'a> Parser<'a> {
@@ -170,6 +177,28 @@ impl<'a> Parser<'a> {
         self.word()?.strip_prefix('.').and_then(Scalar::named).ok_or(error)
     }
 
+    /// `.align 8`, where it stands here; else 1.
+    fn alignment(&mut self) -> Result<usize, Error> {
+        if self.peek() != Some(Token::Word(".align")) {
+            return Ok(1);
+        }
+        self.skip(1);
+        self.number()
+    }
+
+    /// `.shared .align 16 .b8 name[];`, behind `.extern`.
+    fn dynamic_shared(&mut self) -> Result<(), Error> {
+        self.skip(1);
+        self.alignment()?;
+        self.scalar()?;
+        let name = self.word()?.to_owned();
+        for sign in ['[', ']', ';'] {
+            self.expect(sign)?;
+        }
+        self.dynamic.push(name);
+        Ok(())
+    }
+
     fn entry(&mut self) -> Result<Entry, Error> {
         self.skip(1);
         let name = self.word()?.to_owned();
@@ -180,11 +209,17 @@ impl<'a> Parser<'a> {
                     self.at -= 1;
                     return Err(self.expected("`.param`"));
                 }
+                let align = self.alignment()?;
                 let scalar = self.scalar()?;
                 let name = self.word()?.to_owned();
-                let offset = end.next_multiple_of(scalar.bytes());
-                end = offset + scalar.bytes();
-                parameters.push(Parameter { name, scalar, offset });
+                let mut bytes = scalar.bytes();
+                if self.take('[') {
+                    bytes *= self.number::<usize>()?;
+                    self.expect(']')?;
+                }
+                let offset = end.next_multiple_of(align.max(scalar.bytes()));
+                end = offset + bytes;
+                parameters.push(Parameter { name, bytes, offset });
                 if self.peek() != Some(Token::Sign(')')) {
                     self.expect(',')?;
                 }
@@ -206,7 +241,8 @@ impl<'a> Parser<'a> {
                 }
             }
         }
-        let BodyParts { registers, shared, statements, labels } = Body::new(&parameters).parse(self)?;
+        let BodyParts { registers, shared, statements, labels } =
+            Body::new(&parameters, &self.dynamic).parse(self)?;
         Ok(Entry { name, parameters, most_threads, registers, shared, statements, labels })
     }
 }

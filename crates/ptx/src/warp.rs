@@ -16,6 +16,20 @@ struct Frame {
     lanes: u32,
 }
 
+/// A copy to shared memory that is on its way.
+#[derive(Debug)]
+pub(crate) struct Pending {
+    pub(crate) place: usize,
+    pub(crate) data: Vec<u8>,
+}
+
+/// Copies of a lane: those of no group yet, and the groups.
+#[derive(Debug, Default)]
+struct Copies {
+    open: Vec<Pending>,
+    groups: Vec<Vec<Pending>>,
+}
+
 /// What a warp does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum State {
@@ -31,6 +45,8 @@ pub(crate) struct Warp {
     /// Barriers of the warp that it has passed.
     pub(crate) epoch: u16,
     frames: Vec<Frame>,
+    /// Of each lane, the copies that are on their way.
+    copies: Vec<Copies>,
     registers: Vec<Lanes>,
     /// Of each register, the lanes in which it has a value.
     defined: Vec<u32>,
@@ -51,6 +67,7 @@ impl Warp {
             state: State::Ended,
             epoch: 0,
             frames: Vec::new(),
+            copies: (0..32).map(|_| Copies::default()).collect(),
             registers: vec![[0; 32]; count],
             defined: vec![0; count],
         }
@@ -61,6 +78,7 @@ impl Warp {
         let first = self.index as u32 * 32;
         let present = grid.threads.saturating_sub(first).min(32);
         let all = if present == 32 { u32::MAX } else { (1 << present) - 1 };
+        self.copies.fill_with(Copies::default);
         self.frames.clear();
         self.frames.push(Frame { at: 0, until: end, lanes: all });
         (self.state, self.epoch) = (State::Running, 0);
@@ -99,6 +117,28 @@ impl Warp {
         }
         self.state = State::Ended;
         None
+    }
+
+    pub(crate) fn begin_copy(&mut self, lane: usize, copy: Pending) {
+        self.copies[lane].open.push(copy);
+    }
+
+    pub(crate) fn commit_copies(&mut self, mask: u32) {
+        for lane in lanes_of(mask) {
+            let Copies { open, groups } = &mut self.copies[lane];
+            groups.push(std::mem::take(open));
+        }
+    }
+
+    /// Takes the copies of all groups but the last `most`; of `None`, all copies.
+    pub(crate) fn finished_copies(&mut self, lane: usize, most: Option<usize>) -> Vec<Pending> {
+        let Copies { open, groups } = &mut self.copies[lane];
+        let finished = groups.len().saturating_sub(most.unwrap_or(0));
+        let mut copies: Vec<Pending> = groups.drain(..finished).flatten().collect();
+        if most.is_none() {
+            copies.append(open);
+        }
+        copies
     }
 
     /// Lanes that have not ended.

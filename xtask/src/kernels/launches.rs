@@ -90,8 +90,8 @@ fn rotate(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     const HALF: u32 = 64;
     let strides = [rows * HEADS * 2 * HALF, HEADS * 2 * HALF, 2 * HALF].map(long);
     let x = inputs.half("x", rows * HEADS * 2 * HALF);
-    let mut all = vec![x];
-    all.extend(strides);
+    let mut all = vec![x.clone()];
+    all.extend(strides.clone());
     all.push(x);
     all.extend(strides);
     all.extend([inputs.single("table", rows * 2 * HALF), NONE, int(rows), int(HEADS), int(HALF)]);

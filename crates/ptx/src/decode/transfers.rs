@@ -73,10 +73,46 @@ impl Decoder<'_> {
     }
 
     fn argument(&mut self, scalar: Scalar, operands: &[Operand]) -> Decoded {
-        let [to, Operand::Parameter(offset)] = operands else {
-            return Err("expected a register and a parameter".into());
+        let (to, address, offset) = match operands {
+            [to, Operand::Parameter(offset)] => (to, None, *offset as i64),
+            [to, Operand::Address(base, offset)] => {
+                (to, Some(self.input(base, Scalar::Unsigned(8))?), *offset)
+            }
+            _ => return Err("expected a register and a parameter".into()),
         };
-        Ok((Operation::Parameter { to: self.destination(to)?, offset: *offset, scalar }, Class::Control))
+        let to = self.destination(to)?;
+        Ok((Operation::Parameter { to, address, offset, scalar }, Class::Control))
+    }
+
+    /// `cp.async`: copies to shared memory that go on by themselves.
+    pub(super) fn asynchronous(&mut self, words: &[&str], operands: &[Operand]) -> Decoded {
+        match (words, operands) {
+            (["cp", "async", "commit_group"], []) => Ok((Operation::CommitCopies, Class::Control)),
+            (["cp", "async", "wait_all"], []) => {
+                Ok((Operation::WaitForCopies { most: None }, Class::Control))
+            }
+            (["cp", "async", "wait_group"], [Operand::Constant(most)]) => {
+                Ok((Operation::WaitForCopies { most: Some(*most as usize) }, Class::Control))
+            }
+            (
+                ["cp", "async", "ca" | "cg", "shared" | "shared::cta", "global", ..],
+                [
+                    Operand::Address(to, to_offset),
+                    Operand::Address(from, from_offset),
+                    Operand::Constant(bytes @ (4 | 8 | 16)),
+                ],
+            ) if words[5..].iter().all(|word| HINTS.contains(word)) => {
+                let scalar = Scalar::Bits(*bytes as u8);
+                let mut access = |space, base: &Operand, offset| -> Result<Access, String> {
+                    let address = self.input(base, Scalar::Unsigned(8))?;
+                    Ok(Access { space, scalar, address, offset, non_coherent: false })
+                };
+                let to = access(Space::Shared, to, *to_offset)?;
+                let from = access(Space::Global, from, *from_offset)?;
+                Ok((Operation::CopyAsync { to, from }, Class::Global))
+            }
+            _ => Err("unknown".into()),
+        }
     }
 
     /// `mov`, of which some build a value of parts.

@@ -5,7 +5,7 @@ use crate::error::FaultKind;
 use crate::instruction::{Access, Register, Space};
 use crate::memory::{Region, SHARED_WINDOW};
 use crate::races::Who;
-use crate::scalar::{signed, truncate};
+use crate::scalar::{Scalar, signed, truncate};
 use crate::traffic::{bank_conflicts, sectors};
 use crate::warp::lanes_of;
 
@@ -74,7 +74,36 @@ impl Step<'_, '_> {
         Ok(())
     }
 
-    fn who(&self, at: usize, lane: usize) -> Who {
+    pub(super) fn parameter(
+        &mut self,
+        to: Register,
+        address: Option<Register>,
+        offset: i64,
+        scalar: Scalar,
+        mask: u32,
+    ) -> Faulted {
+        let bases = address.map_or([0; 32], |address| *self.warp.register(address));
+        if let Some(address) = address {
+            self.need_defined(address, mask)?;
+        }
+        let (bytes, width) = (scalar.bytes(), self.block.kernel.code.registers.scalar(to).bytes());
+        let mut values = [0; 32];
+        for lane in lanes_of(mask) {
+            let at = bases[lane].wrapping_add_signed(offset);
+            let end = at.checked_add(bytes as u64).map(|end| end as usize);
+            let Some(found) = end.and_then(|end| self.block.arguments.get(at as usize..end)) else {
+                let place = format!("the parameters + {at} (of {} bytes)", self.block.arguments.len());
+                return Err((lane as u32, FaultKind::OutOfBounds { bytes, place }));
+            };
+            let bits = found.iter().rev().fold(0, |bits, byte| bits << 8 | u64::from(*byte));
+            values[lane] =
+                if scalar.is_signed() { truncate(signed(bits, bytes) as u64, width) } else { bits };
+        }
+        self.warp.set(to, mask, &values);
+        Ok(())
+    }
+
+    pub(super) fn who(&self, at: usize, lane: usize) -> Who {
         Who {
             block: self.block.index,
             thread: (self.warp.index * 32 + lane) as u16,
@@ -85,7 +114,12 @@ impl Step<'_, '_> {
     }
 
     /// The addresses of the lanes that run, aligned and counted.
-    fn addresses(&mut self, access: &Access, bytes: usize, mask: u32) -> Result<Vec<u64>, (u32, FaultKind)> {
+    pub(super) fn addresses(
+        &mut self,
+        access: &Access,
+        bytes: usize,
+        mask: u32,
+    ) -> Result<Vec<u64>, (u32, FaultKind)> {
         self.need_defined(access.address, mask)?;
         let bases = self.warp.register(access.address);
         let mut addresses: Vec<u64> =

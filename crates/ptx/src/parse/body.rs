@@ -24,8 +24,13 @@ pub(super) struct Body<'p> {
 }
 
 impl<'p> Body<'p> {
-    pub(super) fn new(parameters: &'p [Parameter]) -> Self {
-        Self { parameters, scopes: Vec::new(), entry: BodyParts::default() }
+    pub(super) fn new(parameters: &'p [Parameter], dynamic: &[String]) -> Self {
+        let shared = dynamic.iter().map(|name| (name.clone(), Operand::DynamicShared));
+        let addresses = parameters
+            .iter()
+            .map(|parameter| (parameter.name.clone(), Operand::ParameterAddress(parameter.offset)));
+        let scopes = vec![shared.chain(addresses).collect()];
+        Self { parameters, scopes, entry: BodyParts::default() }
     }
 
     pub(super) fn parse(mut self, parser: &mut Parser<'_>) -> Result<BodyParts, Error> {
@@ -40,7 +45,7 @@ impl<'p> Body<'p> {
                 Token::Sign('}') => {
                     parser.skip(1);
                     self.scopes.pop();
-                    if self.scopes.is_empty() {
+                    if self.scopes.len() == 1 {
                         return Ok(self.entry);
                     }
                 }
@@ -95,11 +100,7 @@ impl<'p> Body<'p> {
     /// `.shared .align 4 .b8 name[384];`.
     fn shared(&mut self, parser: &mut Parser<'_>) -> Result<(), Error> {
         parser.skip(1);
-        let mut align = 1;
-        if parser.peek() == Some(Token::Word(".align")) {
-            parser.skip(1);
-            align = parser.number()?;
-        }
+        let align = parser.alignment()?;
         let scalar = parser.scalar()?;
         let name = parser.word()?.to_owned();
         let mut bytes = scalar.bytes();

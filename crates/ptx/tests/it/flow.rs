@@ -68,3 +68,56 @@ fn inline_assembly_has_registers_of_its_own() {
         st.global.u64 [%out], %d0;";
     assert_eq!(run(body, Launch::new(1, 1), &[0]).unwrap().0, [51]);
 }
+
+/// Each thread copies 16 bytes to the launch's own shared memory, and again while the first are on their way.
+const COPIES: &str = "mul.lo.u32 %r0, %t, 16; mov.u64 %d1, more; cvt.u32.u64 %r1, %d1; add.u32 %r0, %r0, %r1;
+    cvt.u64.u32 %d0, %t; mul.lo.u64 %d0, %d0, 8; add.u64 %d0, %in, %d0;
+    cp.async.cg.shared.global [%r0], [%d0], 16; cp.async.commit_group;
+    cp.async.ca.shared.global [%r0+512], [%d0], 16; cp.async.commit_group;
+    WAIT
+    ld.shared.v2.u64 {%d2, %d3}, [%r0+AT]; add.u64 %d2, %d2, %d3; st.global.u64 [%out], %d2;";
+
+fn copies(wait: &str, at: &str) -> Result<Vec<u64>, String> {
+    let launch = Launch { dynamic_shared: 1024, ..Launch::new(1, 32) };
+    let body = COPIES.replace("WAIT", wait).replace("AT", at);
+    run(&body, launch, &(0..64).collect::<Vec<_>>()).map(|found| found.0).map_err(|error| error.to_string())
+}
+
+#[test]
+fn asynchronous_copies_have_values_once_their_group_is_waited_for() {
+    // Thread t reads words 2t and 2t + 1.
+    let expected: Vec<u64> = (0..32).map(|t| 4 * t + 1).collect();
+    assert_eq!(copies("cp.async.wait_group 1;", "0"), Ok(expected.clone()));
+    assert_eq!(copies("cp.async.wait_group 0;", "512"), Ok(expected.clone()));
+    assert_eq!(copies("cp.async.wait_all;", "512"), Ok(expected));
+    for (wait, at) in [("", "0"), ("cp.async.wait_group 2;", "0"), ("cp.async.wait_group 1;", "512")] {
+        let message = copies(wait, at).unwrap_err();
+        assert!(message.contains("is read, but was never written"), "{message}");
+    }
+    // What another thread copied needs a barrier, too.
+    let message = copies("cp.async.wait_all; xor.b32 %r0, %r0, 16;", "0").unwrap_err();
+    assert!(message.contains("a race"), "{message}");
+    assert!(copies("cp.async.wait_all; bar.sync 0; xor.b32 %r0, %r0, 16;", "0").is_ok());
+}
+
+#[test]
+fn a_structure_by_value_is_read_at_computed_addresses() {
+    let text =
+        ".version 8.0 .target sm_80 .entry k(.param .u32 n, .param .align 8 .b8 table[24], .param .u64 to) {
+        .reg .b32 %r<3>; .reg .b64 %d<6>;
+        ld.param.u32 %r1, [n]; mov.b64 %d1, table; mul.wide.u32 %d2, %r1, 8; add.s64 %d2, %d1, %d2;
+        ld.param.u64 %d3, [%d2+8]; ld.param.u64 %d4, [to]; st.global.u64 [%d4], %d3; ret; }";
+    let module = ptx::Module::parse(text).unwrap();
+    let mut memory = ptx::Memory::new();
+    let to = memory.add("to", ptx::Data::unwritten::<u64>(1));
+    let table: Vec<u8> = [5u64, 6, 7].iter().flat_map(|number| number.to_le_bytes()).collect();
+    let mut launch = |n| {
+        let arguments = [ptx::Argument::U32(n), ptx::Argument::Bytes(table.clone()), to.into()];
+        let launched = module.kernel("k").unwrap().launch(Launch::new(1, 1), &arguments, &mut memory);
+        launched.map(|_| memory.read::<u64>(to).unwrap()[0]).map_err(|error| error.to_string())
+    };
+    assert_eq!((launch(0), launch(1)), (Ok(6), Ok(7)));
+    assert!(
+        launch(9).unwrap_err().contains("8 bytes at the parameters + 88 (of 40 bytes) are out of bounds")
+    );
+}

@@ -8,7 +8,7 @@ pub(crate) fn text(body: &str) -> String {
     format!(
         ".version 8.0
 .target sm_80
-.address_size 64
+.address_size 64 .extern .shared .align 16 .b8 more[];
 .visible .entry k(.param .u64 from, .param .u64 to)
 {{
     .reg .pred %p<10>;
