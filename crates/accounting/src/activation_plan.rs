@@ -1,35 +1,32 @@
-//! Which layers keep their activations and which compute them again: the plan of least recomputation under a budget.
+//! Activation plans: which layers keep their activations and which recompute them, with the least recomputation under a budget.
 //!
-//! Each of `L` equal layers is given one choice `c` of few: it holds `h_c` bytes between its forward and its backward,
-//! costs `r_c` seconds of recomputation, and needs `t_c` bytes for a moment when its backward comes (what it makes
-//! again, and the gradients inside it). Backward runs from the last layer to the first and frees as it goes, so while
-//! it is at layer `i` the device holds
+//! Each of `L` equal layers gets one of a few choices `c`: it keeps `h_c` bytes between its forward and its backward, costs
+//! `r_c` seconds of recomputation, and needs `t_c` more bytes during its backward (recomputed tensors and gradients inside it).
+//! Backward runs from the last layer to the first and frees as it goes, so at layer `i` the device holds
 //!
 //! ```text
 //! m_i = h_0 + … + h_i + t_i            peak = max_i m_i
 //! ```
 //!
-//! The order matters: a layer pays for its moment on top of everything before it, and nothing after it. **Sorted by
-//! falling `t`, the peak is least.** Let neighbours `a`, `b` stand in this order with `t_a < t_b`, and `S` be held
-//! before them. They need `S + h_a + t_a` and `S + h_a + h_b + t_b`; exchanged they need `S + h_b + t_b` and
-//! `S + h_a + h_b + t_a`, neither of which is above the second of the former, and no other layer sees a difference.
-//! (It is Jackson's rule for jobs with delivery times: longest tail first.) Layers that are computed again therefore
-//! come first, those that are kept last, and the last layer, whose activations are wanted as soon as its forward is
-//! done, is kept whenever that holds no more than making them again: a plan that recomputes it for nothing loses to
-//! the one that does not.
+//! The order matters: a layer's transient bytes come on top of everything before it, and nothing after it. **Sorted by falling
+//! `t`, the peak is minimal.** Let neighbours `a`, `b` have `t_a < t_b`, and let the layers before them keep `S` bytes. They
+//! need `S + h_a + t_a` and `S + h_a + h_b + t_b`; exchanged they need `S + h_b + t_b` and `S + h_a + h_b + t_a`, neither of
+//! which exceeds the second of the former, and other layers are not affected. (This is Jackson's rule for jobs with delivery
+//! times: longest tail first.) So recomputed layers come first and kept ones last. The last layer, whose activations are needed
+//! right after its forward, is kept if that takes no more bytes than recomputing it: a plan that recomputes it for nothing
+//! loses to the one that does not.
 //!
-//! So a plan is a number of layers per choice, and the least recomputation is an unbounded knapsack with choices in
-//! that order. It is solved exactly: for every number of layers so far, the pairs (bytes held, seconds) that no other
-//! pair beats in both. Seconds are counted in whole picoseconds, so that ties are ties. Of the plans of least
-//! recomputation the one of least peak is taken. Where bytes and seconds of many choices lie on one line, hardly any pair
-//! beats another, and there can be millions of them. Then seconds are counted in coarser units, four times as coarse until
-//! no more than [`MOST_PAIRS`] remain: a plan is within half a unit per layer of the best. Costs that differ by
-//! what they keep, as those of a decoder's layers, stay far below.
+//! A plan is a number of layers per choice, so the least recomputation is an unbounded knapsack with choices in that order. It
+//! is solved exactly: for every number of layers, it keeps the pairs (bytes kept, seconds) that no other pair beats in both.
+//! Seconds are whole picoseconds, so that ties are ties. Of the plans with the least recomputation it takes the one with the
+//! smallest peak. If bytes and seconds of many choices lie on one line, few pairs beat others, and there can be millions of
+//! them. Then seconds are rounded to coarser units, four times as coarse until at most [`MOST_PAIRS`] remain: the plan is
+//! within half a unit per layer of the best. Real decoder layers stay far below.
 //!
 //! The costs of a decoder's layers come from [`layer_costs`], or from measurements.
 //!
-//! Herrmann, Beaumont et al., "Optimal checkpointing for heterogeneous chains" (arXiv:1911.13214), solve unequal layers by dynamic
-//! programming over a discretized budget; here layers are equal, and no byte is rounded.
+//! Herrmann, Beaumont et al., "Optimal checkpointing for heterogeneous chains" (arXiv:1911.13214), solve unequal layers by
+//! dynamic programming over a discretised budget; here layers are equal, and no byte is rounded.
 //!
 //! ```
 //! use accounting::activation_plan::{Choice, LayerCost, least_recomputation};
@@ -49,34 +46,34 @@ pub mod layer_costs;
 use crate::exact::{positive, product, sum};
 use crate::quantity::bytes_text;
 
-/// What one layer costs under one way of keeping its activations.
+/// The cost of one layer under one choice.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LayerCost {
     /// Bytes on the device between the layer's forward and its backward.
     pub held_bytes: u64,
-    /// Bytes on the host in that time. They are not part of the budget.
+    /// Bytes on the host in that time, not counted in the budget.
     pub host_bytes: u64,
-    /// Seconds that the backward takes longer than with everything kept: finite, from 0 to [`LONGEST_SECONDS`].
+    /// Additional seconds of the backward compared to keeping everything: finite, from 0 to [`LONGEST_SECONDS`].
     pub recompute_seconds: f64,
-    /// Bytes on the device beyond `held_bytes` at the largest moment of the layer's backward.
+    /// Bytes on the device beyond `held_bytes` at the peak of the layer's backward.
     pub transient_bytes: u64,
 }
 
-/// A way of keeping a layer's activations, and its cost.
+/// A choice for a layer's activations, with its cost.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Choice<T> {
-    /// What the caller knows it by.
+    /// The caller's name of the choice.
     pub of: T,
-    /// What it costs.
+    /// Its cost.
     pub cost: LayerCost,
 }
 
-/// What each layer does.
+/// An activation plan: a choice for each layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan<T> {
-    /// The choice of each layer, the first of the forward first.
+    /// The choice of each layer, in the order of forward.
     pub layers: Vec<T>,
-    /// Bytes on the device at the largest moment of the backward, by the layers' activations and temporaries.
+    /// Peak bytes of activations and temporaries on the device during backward.
     pub peak_bytes: u64,
     /// Bytes on the host when the forward is done.
     pub host_bytes: u64,
@@ -84,16 +81,15 @@ pub struct Plan<T> {
     pub recompute_seconds: f64,
 }
 
-/// The longest recomputation of a layer that is taken for one: about 30 years.
+/// The longest recomputation of a layer that is accepted: about 30 years.
 pub const LONGEST_SECONDS: f64 = 1e9;
 
-/// The plan of least recomputation for `layers` equal layers whose activations, with the temporaries of the layer whose
-/// backward runs, must never take more than `budget` bytes on the device. Of several, the one of least peak.
+/// Returns the plan with the least recomputation for `layers` equal layers whose activations and temporaries never exceed
+/// `budget` bytes on the device; of several, the one with the smallest peak.
 ///
 /// # Errors
 ///
-/// No layers, no choices, seconds out of range, bytes beyond 64 bits; or no plan fits, with the least budget that one
-/// does fit.
+/// No layers, no choices, seconds out of range, bytes beyond 64 bits; or no plan fits, with the smallest budget that does.
 pub fn least_recomputation<T: Copy>(
     layers: usize,
     choices: &[Choice<T>],
@@ -115,7 +111,7 @@ pub fn least_recomputation<T: Copy>(
             available: bytes_text(budget),
         });
     };
-    // The least recomputation never rises with the budget: bisect for the smallest one that allows as little.
+    // The least recomputation never rises with the budget: bisect for the smallest budget that allows it.
     let mut lowest = search.least_budget();
     while lowest < best.peak {
         let middle = lowest + (best.peak - lowest) / 2;
@@ -134,7 +130,7 @@ pub fn least_recomputation<T: Copy>(
     })
 }
 
-/// The largest moment of the backward of layers with these costs, the first of the forward first.
+/// Returns the peak bytes of the backward of layers with these costs, in the order of forward.
 pub fn peak_bytes(costs: impl IntoIterator<Item = LayerCost>) -> Result<u64, Error> {
     const WHAT: &str = "bytes of a plan's activations";
     let (mut held, mut peak) = (0, 0);
@@ -145,7 +141,7 @@ pub fn peak_bytes(costs: impl IntoIterator<Item = LayerCost>) -> Result<u64, Err
     Ok(peak)
 }
 
-/// How many pairs a search looks at before it counts seconds in coarser units.
+/// Maximum number of pairs of a search before seconds are rounded to coarser units.
 pub const MOST_PAIRS: usize = 1 << 18;
 
 const PICOSECONDS: f64 = 1e12;
@@ -153,34 +149,34 @@ const PICOSECONDS: f64 = 1e12;
 /// More than [`MOST_PAIRS`].
 struct Crowded;
 
-/// One choice as the search sees it.
+/// A choice, prepared for the search.
 struct Kind {
-    /// Its place in the caller's list.
+    /// Index in the caller's list.
     index: usize,
     held: u64,
     transient: u64,
     picoseconds: u128,
 }
 
-/// A plan that was found.
+/// A plan.
 struct Found {
-    /// The caller's choice of each layer, the first of the forward first.
+    /// The index of each layer's choice, in the order of forward.
     order: Vec<usize>,
     peak: u64,
     units: u128,
 }
 
-/// Some layers that were given their choices, the first ones of the forward.
+/// A partial plan: the choices of the first layers of forward.
 #[derive(Clone, Copy)]
 struct Partial {
     held: u64,
     units: u128,
     peak: u64,
-    /// Where [`Trail`] says which choice came last, and what before it.
+    /// Index in [`Trail`] of its last choice and its predecessor.
     trail: usize,
 }
 
-/// Last choice and what came before, for every partial plan ever made.
+/// The last choice and the predecessor of every partial plan.
 type Trail = Vec<(usize, usize)>;
 
 struct Search {
@@ -224,17 +220,17 @@ impl Search {
         (kind.picoseconds + self.unit / 2) / self.unit
     }
 
-    /// Of layers with these choices of the caller's.
+    /// Returns the picoseconds of layers with these choices.
     fn picoseconds(&self, order: &[usize]) -> u128 {
         let of =
             |index| self.kinds.iter().find(|kind| kind.index == index).map_or(0, |kind| kind.picoseconds);
         order.iter().map(|&index| of(index)).sum()
     }
 
-    /// The least recomputation within `budget`, if anything fits; with `limit`, only if it is no more than that.
+    /// Returns the least recomputation within `budget`, if anything fits; with `limit`, only if it does not exceed that.
     fn least_units(&self, budget: u64, limit: Option<u128>) -> Result<Option<Found>, Crowded> {
         let mut trail = Trail::new();
-        // By number of layers: partial plans that none other beats in bytes held and seconds, by rising bytes.
+        // By number of layers: partial plans that no other beats in both bytes and seconds, by increasing bytes.
         let mut fronts: Vec<Vec<Partial>> = vec![Vec::new(); self.layers + 1];
         fronts[0].push(Partial { held: 0, units: 0, peak: 0, trail: usize::MAX });
         for (place, kind) in self.kinds.iter().enumerate() {
@@ -271,7 +267,7 @@ impl Search {
         Ok(Some(Found { order, peak: best.peak, units: best.units }))
     }
 
-    /// The smallest budget that any plan fits.
+    /// Returns the smallest budget that any plan fits.
     fn least_budget(&self) -> u64 {
         let fits = |budget: u64| {
             let mut least_held: Vec<Option<u64>> = vec![None; self.layers + 1];
@@ -297,7 +293,7 @@ impl Search {
     }
 }
 
-/// Both lists as one, without what another beats. Both rise in bytes held; what is taken in of `longer` is noted in
+/// Merges both lists without entries that another beats. Both have increasing bytes; entries of `longer` are recorded in
 /// `trail`.
 fn merge(front: &[Partial], longer: Vec<(Partial, usize)>, trail: &mut Trail) -> Vec<Partial> {
     let mut merged: Vec<Partial> = Vec::with_capacity(front.len().max(longer.len()));

@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use crate::Error;
 use crate::model::{Decoder, Family, Shape};
 
-/// Reads the `config.json` at `path`. Every error names the file, and the field where there is one.
+/// Reads the `config.json` at `path`. Errors name the file, and the field if there is one.
 pub fn read(path: &Path) -> Result<Decoder, Error> {
     let text =
         std::fs::read_to_string(path).map_err(|cause| Error::ConfigRead { path: path.into(), cause })?;

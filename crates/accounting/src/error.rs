@@ -1,10 +1,10 @@
-//! What can be wrong with a question, and the words it is answered with.
+//! Errors of this crate.
 
 use std::path::PathBuf;
 
-/// A question that has no answer. Each message names what came, what was expected and the remedy.
+/// An invalid or unanswerable question. Each message names the value, the expected values and the remedy.
 ///
-/// A message holds its cause, so a variant has no separate `source`: a chain would say it twice.
+/// Messages include their cause, so variants have no `source`: a chain would repeat it.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A size that must be positive is zero.
@@ -33,12 +33,12 @@ pub enum Error {
         /// All names of the table, separated by commas.
         known: String,
     },
-    /// Sizes of a model that do not go together.
+    /// Sizes of a model that contradict each other.
     #[error("{what}; {remedy}")]
     Shape {
         /// Which sizes, with their values.
         what: String,
-        /// What would go together.
+        /// Sizes that would be valid.
         remedy: String,
     },
     /// A number outside its range.
@@ -85,7 +85,7 @@ pub enum Error {
         /// Bytes of the device, for people.
         available: String,
     },
-    /// Layers whose activations fit under no choice.
+    /// An activation plan that does not exist: no choice of the layers fits.
     #[error(
         "no plan for {layers} layers fits {available}: the least takes {needed_text} ({needed} bytes); give that \
          budget, fewer tokens, or a choice that holds less"
@@ -93,14 +93,14 @@ pub enum Error {
     NoPlanFits {
         /// Number of layers.
         layers: usize,
-        /// The least budget that a plan fits, in bytes.
+        /// The smallest budget that a plan fits, in bytes.
         needed: u64,
         /// The same, for people.
         needed_text: String,
         /// The budget as given, for people.
         available: String,
     },
-    /// Layers that fit a device under no method of offloading.
+    /// Layers that fit no method of offloading.
     #[error(
         "no offloading of {layers} layers fits {available} of the device{host}: the least takes {needed_text} ({needed} \
          bytes: {parts}); give that budget, fewer tokens or a lower precision"
@@ -110,11 +110,11 @@ pub enum Error {
         layers: usize,
         /// The host's budget, if there was one, as a part of the sentence.
         host: String,
-        /// The least budget that a plan fits, in bytes.
+        /// The smallest budget that a plan fits, in bytes.
         needed: u64,
         /// The same, for people.
         needed_text: String,
-        /// What takes it, the largest first.
+        /// What takes it, largest first.
         parts: String,
         /// The budget as given, for people.
         available: String,
@@ -147,7 +147,7 @@ pub enum Error {
         /// What to write instead.
         remedy: String,
     },
-    /// A configuration whose fields are well-formed, but whose sizes do not go together.
+    /// A configuration with valid fields whose sizes contradict each other.
     #[error("{path}: {cause}")]
     ConfigShape {
         /// The path as given.

@@ -1,4 +1,4 @@
-//! The whole memory budget of a training step on one device.
+//! The memory budget of a training step on one device.
 //!
 //! A step has five moments at which its memory can be largest. Each is a sum of eight parts:
 //!
@@ -10,15 +10,14 @@
 //! | backward of the embedding | all | tokens | what the caller holds | a tied matrix' second gradient |
 //! | optimizer step | all | none | none | the step's own |
 //!
-//! ¹ all of them where gradients are accumulated over several batches. ² of ZeRO, or of what is on the host. ³ where
-//! the loss makes it chunk by chunk.
+//! ¹ all of them if gradients are accumulated over several batches. ² of ZeRO, or of tensors on the host. ³ if the loss
+//! computes it in chunks.
 //!
-//! Parameters, master weights and optimizer state are there at every moment, unless they are kept on the host
-//! ([`host`](crate::memory::host)). Between the first and the last block
-//! activations fall and gradients rise by the same amount each, so one of the two ends is the larger. The **peak** is
-//! the largest moment.
+//! Parameters, master weights and optimizer state are there at every moment, unless they are on the host
+//! ([`host`](crate::memory::host)). From the last to the first block, activations decrease and gradients increase by constant
+//! amounts, so one of the two ends is the larger. The **peak** is the largest moment.
 //!
-//! A step that trains adapters beside a frozen base ([`Plan::lora`]) has the same moments, with other parts: [`lora`](crate::lora).
+//! A step that trains adapters of a frozen base ([`Plan::lora`]) has the same moments with other parts: [`lora`](crate::lora).
 //!
 //! Not counted: the CUDA context (about 0.5 GiB), a cuBLAS workspace, and the allocator's fragmentation.
 //!
@@ -66,7 +65,7 @@ pub fn estimate(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
     let outside_blocks = activations::outside_blocks(model, work, &choices)?;
     let outside = total(&outside_blocks)?;
     let inputs = exact::product("activations of all blocks", &[model.layers, total(&block)?])?;
-    // One is where it is used; the other, on its way, is with the temporaries.
+    // One where it is used; the other, in flight, counts as a temporary.
     let on_device = if host.block_inputs { total(&block)? } else { inputs };
     let all_kept = exact::sum("activations", [outside, on_device])?;
     let one_kept = exact::sum("activations", [outside, total(&block)?])?;
@@ -82,7 +81,7 @@ pub fn estimate(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
         "temporaries",
         [total(&working_set::block_backward(model, work, &choices)?)?, total(&buffers)?],
     )?;
-    // Behind the first block there is no other to be fetched.
+    // The first block has no further one to prefetch.
     let last_backward = exact::sum("temporaries", [backward, in_flight])?;
     let step = optimizer.step_bytes(
         model,
@@ -95,8 +94,8 @@ pub fn estimate(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
     let output = exact::product("parameters of the output", &[model.vocabulary, model.hidden])?;
     let output_gradient = recipe.gradients.bytes(sharding.share(output, ZeroStage::Two))?;
     let table = exact::product("parameters of the embedding", &[model.vocabulary, model.embedding])?;
-    // A tied matrix, or an accumulated one, has its gradient already when the embedding's own arrives. One on the host
-    // is added to there, but the new part comes by.
+    // A tied matrix, or an accumulated one, already has its gradient when the embedding's part arrives. A gradient on the host
+    // is added to there, but the new part passes through the device.
     let twice = model.tied || plan.accumulate || host.gradients;
     let second_gradient = if twice { recipe.gradients.bytes(table)? } else { 0 };
     let (casts, one_cast) = autocast_copies(model, plan)?;
@@ -104,7 +103,7 @@ pub fn estimate(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
         (false, true) => states.gradients,
         _ => gradients,
     };
-    // The gradient of the output matrix comes with the chunks of the loss, or with the backward of the logits.
+    // The gradient of the output matrix arrives with the chunks of the loss, or with the backward of the logits.
     let at_loss = if plan.loss == Loss::Eager { 0 } else { output_gradient };
 
     let budget = |moment, casts, gradients, activations, logits, temporaries| {
@@ -132,7 +131,7 @@ pub fn estimate(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
     })
 }
 
-/// What of the model states is on the device, and what on the host.
+/// Divides the model states between device and host.
 fn split(states: ModelStates, host: OnHost) -> (ModelStates, ModelStates) {
     let place = |bytes: u64, on_host: bool| if on_host { (0, bytes) } else { (bytes, 0) };
     let parameters = place(states.parameters, host.parameters);
@@ -147,8 +146,8 @@ fn split(states: ModelStates, host: OnHost) -> (ModelStates, ModelStates) {
     )
 }
 
-/// Autocast's copies of all weights and of one block's. The gathered parameters of ZeRO-3, or
-/// fetched from the host, take their place.
+/// Autocast's copies of all weights and of one block's. The gathered parameters of ZeRO-3, or those fetched from the host,
+/// replace them.
 fn autocast_copies(model: &Decoder, plan: &Plan) -> Result<(u64, u64), Error> {
     if !plan.recipe.casts || plan.sharding.divides(ZeroStage::Three) || plan.host.parameters {
         return Ok((0, 0));

@@ -1,8 +1,7 @@
-//! The inverse questions: the largest batch, the longest sequence, the largest model that fit a device.
+//! The inverse questions: the largest batch, the longest sequence and the largest model that fit a device.
 //!
-//! The peak of an [`estimate`] never falls when the batch, the sequence or the model grows, so a bisection finds the
-//! exact answer `n`: the peak at `n` fits, the peak at `n + 1` does not. A case whose bytes do not even fit in 64
-//! bits does not fit the device either.
+//! The peak of an [`estimate`] never falls when the batch, the sequence or the model grows, so a bisection finds the exact
+//! answer `n`: the peak at `n` fits, the peak at `n + 1` does not. A case whose bytes exceed 64 bits does not fit either.
 //!
 //! "The largest model" needs a rule for what grows. Here everything but the vocabulary, the context and the head size
 //! grows by the same factor `n / q` over a template, where `q` is its number of layers (or of key-value heads, if
@@ -14,12 +13,12 @@ use crate::model::{Decoder, Family, Shape};
 use crate::quantity::bytes_text;
 use crate::{Error, exact};
 
-/// Why the answer is not larger.
+/// Why the next larger case does not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Limit {
-    /// The next one does not fit the memory.
+    /// It exceeds the memory.
     Memory,
-    /// The model has no position vectors beyond.
+    /// It exceeds the model's position vectors.
     Positions,
 }
 
@@ -30,7 +29,7 @@ pub struct Fit<T> {
     pub largest: T,
     /// Its peak in bytes.
     pub peak: u64,
-    /// What stops the next one.
+    /// The limit.
     pub limit: Limit,
 }
 
@@ -43,8 +42,7 @@ pub fn largest_batch(model: &Decoder, plan: &Plan, available: u64) -> Result<Fit
     })
 }
 
-/// The longest sequence in batches of `plan`'s size that fits `available` bytes. Where positions are learned, their
-/// number is a limit too.
+/// Returns the longest sequence in batches of `plan`'s size that fits `available` bytes. Learned positions are a limit too.
 pub fn longest_sequence(model: &Decoder, plan: &Plan, available: u64) -> Result<Fit<u64>, Error> {
     let positions = if model.family.has_learned_positions() { model.context } else { u64::MAX };
     search("sequence", available, positions, |sequence| {

@@ -1,10 +1,10 @@
-//! The small models of the resource-accounting lecture, and its slips.
+//! The small models of the resource-accounting lecture, and corrections of its errors.
 //!
 //! **A linear model** `x → h1 = x·w1 → h2 = h1·w2` with `w1: [D, D]`, `w2: [D, K]` and `B` points takes
 //! `2·B·(D² + D·K) = 2·B·N` FLOPs forward and twice that backward: `6·B·N`. The last of the backward's products,
 //! `x.grad = h1.grad·w1ᵀ`, is done only if the input needs a gradient: without it `6·B·N - 2·B·D²`.
 //!
-//! **The DeepLinearModel** is `L` layers of `[D, D]` and a last one of `[D, 1]`. In fp32 with AdaGrad:
+//! **The deep linear model** ("Cruncher") has `L` layers of `[D, D]` and a last one of `[D, 1]`. In fp32 with AdaGrad:
 //!
 //! ```text
 //! parameters       N = D²·L + D
@@ -15,14 +15,14 @@
 //! step             6·B·N FLOPs
 //! ```
 //!
-//! Source: CS336 (Stanford, 2025), lecture 2. **Slips corrected here**, each with a test:
+//! Source: CS336 (Stanford, 2025), lecture 2. **Errors corrected here**, each with a test:
 //!
-//! - "8 H100 for 2 weeks" is computed with the seconds of one: 4.788e21 FLOPs, where two weeks promise 9.575e21;
-//! - H100's 1979 TFLOP/s are with sparsity, of which a dense product sees half; days computed with them are half of
-//!   what they will be;
+//! - "8 H100 for 2 weeks" is computed with the seconds of one week: 4.788e21 FLOPs, where two weeks give 9.575e21;
+//! - H100's 1979 TFLOP/s are with sparsity, and a dense product reaches half; days computed with them are half of the real
+//!   ones;
 //! - a feed-forward matrix of GPT-3 takes 2304 MiB, called 2.3 GB: it is 2.25 GiB or 2.42 GB;
-//! - the backward of the linear model counts `h2.grad` with 2·B·K among products; it is elementwise, and `x.grad`
-//!   (2·B·D²) among what is done; for an input that needs no gradient it is not.
+//! - the backward of the linear model counts `h2.grad` with 2·B·K among products, but it is elementwise; and it counts `x.grad`
+//!   (2·B·D²), which an input without a gradient does not need.
 
 use crate::exact::{positive, product, sum, wide_product, wide_sum};
 use crate::flops::MatrixProduct;
@@ -65,7 +65,7 @@ impl LinearModel {
     }
 }
 
-/// The lecture's DeepLinearModel: `layers` products `[dim, dim]` and one `[dim, 1]`.
+/// The lecture's deep linear model: `layers` products `[dim, dim]` and one `[dim, 1]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeepLinearModel {
     /// Points, `B`.
@@ -80,13 +80,13 @@ impl DeepLinearModel {
     /// `N = D²·L + D`.
     pub fn parameters(self) -> Result<u64, Error> {
         let Self { dim, layers, .. } = self;
-        positive("the DeepLinearModel's width", dim)?;
+        positive("the deep linear model's width", dim)?;
         sum("parameters", [product("parameters", &[dim, dim, layers])?, dim])
     }
 
     /// Bytes with AdaGrad in fp32: parameters, activations, gradients, optimizer state.
     pub fn memory(self) -> Result<[Item; 4], Error> {
-        positive("the DeepLinearModel's batch", self.batch)?;
+        positive("the deep linear model's batch", self.batch)?;
         let n = Dtype::Fp32.bytes(self.parameters()?)?;
         let activations = Dtype::Fp32.bytes(product("activations", &[self.batch, self.dim, self.layers])?)?;
         Ok([

@@ -1,7 +1,7 @@
-//! Parameters, FLOPs, bytes and training time of language models, on paper.
+//! Predicts parameters, FLOPs, bytes and training time of language models.
 //!
-//! Nothing here computes with tensors; nothing links libtorch. It is the oracle that other crates' claims about
-//! memory and FLOPs are tested against, and it answers questions before a GPU is rented:
+//! Nothing here computes with tensors or links libtorch. It is the oracle of other crates' claims about memory and FLOPs, and
+//! answers questions before a GPU is rented:
 //!
 //! ```
 //! use accounting::estimate::{Plan, estimate};
@@ -21,17 +21,17 @@
 //!
 //! | question | module |
 //! |---|---|
-//! | what can a number format hold, what does a tensor take? | [`dtype`], [`float_format`] |
+//! | which values can a number format represent, how many bytes does a tensor take? | [`dtype`], [`float_format`] |
 //! | which tensors does a model have? | [`model`], [`parameters`], [`presets`], [`config`] |
 //! | how many FLOPs? | [`flops`], [`decoder_flops`], [`recompute`] |
 //! | how many bytes, where? | [`memory`], [`estimate`] |
 //! | what is the peak of a SwiGLU stack's training step? | [`swiglu`] |
-//! | what does it take to train adapters beside a frozen base? | [`lora`] |
+//! | what does training adapters of a frozen base cost? | [`lora`] |
 //! | what fits? | [`fit`] |
-//! | which layers should compute their activations again? | [`activation_plan`] |
-//! | which weights to keep off the device, and how long is a step then? | [`offload`] |
-//! | how long does it train? | [`hardware`], [`training_time`] |
-//! | what did the lecture say? | [`lecture`] |
+//! | which layers should recompute their activations? | [`activation_plan`] |
+//! | which weights should be offloaded, and how long does a step take then? | [`offload`] |
+//! | how long does a training take? | [`hardware`], [`training_time`] |
+//! | the models of CS336's lecture | [`lecture`] |
 //!
 //! Counts are exact integers: bytes and elements `u64`, FLOPs `u128`. A result that does not fit is an [`Error`].
 

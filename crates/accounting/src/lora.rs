@@ -1,6 +1,6 @@
 //! Low-rank adaptation of a frozen base (Hu et al., arXiv:2106.09685): parameters, bytes and FLOPs of a training step.
 //!
-//! Beside a projection W `[o, i]` of the base stand A `[r, i]` and B `[o, r]`, and only they learn:
+//! Each adapted projection W `[o, i]` has A `[r, i]` and B `[o, r]`, and only these are trained:
 //!
 //! ```text
 //! u = x·Aᵀ                     [n, r]
@@ -8,36 +8,36 @@
 //! dB = s·gᵀ·u,  du = s·g·B,  dA = duᵀ·x,  dx = g·W + du·A          g = ∂L/∂y
 //! ```
 //!
-//! **Parameters** that learn: `r·(i + o)` for each adapted projection.
+//! **Trained parameters**: `r·(i + o)` for each adapted projection.
 //!
-//! **States.** The base is in the recipe's dtype, has no gradient, no master weight and no optimizer state. A and B, their
-//! gradients and their state are in fp32, whatever the base is: `16` bytes for each number with AdamW.
+//! **States.** The base is in the recipe's dtype, without gradient, master weight or optimizer state. A and B, their gradients
+//! and state are in fp32 for any base: `16` bytes per number with AdamW.
 //!
 //! **Activations**, as this workspace's own functions keep them. No product of a frozen matrix keeps its input; what remains is
-//! needed by the adapters, or by what has no weights:
+//! needed by the adapters, or by operations without weights:
 //!
 //! | kept by | tensor | elements per token |
 //! |---|---|---|
 //! | a norm | its output ([`NormKernel::Output`]) or its input; a number in fp32 | `d`, `1` |
 //! | adapted q, k, v | the norm's output, once for all three; u in fp32 for each | `d`, `r` each |
 //! | attention | rotated queries and keys, values, output; log-sum-exp in fp32 | `2·h·k + 2·n·k`, `h` |
-//! | an adapted o | the attention's output, which is there already; u | `r` |
+//! | an adapted o | the attention's output, which is already kept; u | `r` |
 //! | SwiGLU | gate and up | `2·f` |
 //! | adapted gate, up | the norm's output; u for each | `d`, `r` each |
 //! | an adapted down | the product of the gate; u | `f`, `r` |
 //!
-//! The mask of a dropout is made again from its seed and not kept. Nothing in front of the first adapter is kept: the first
-//! norm keeps nothing, as the embedding is frozen. A block that is computed again ([`Recompute::Full`]) keeps its input only.
+//! The dropout mask is recomputed from its seed. Nothing before the first adapter is kept: the first norm keeps nothing,
+//! because the embedding is frozen. A recomputed block ([`Recompute::Full`]) keeps only its input.
 //!
-//! **The loss** goes over the labelled tokens only and makes no gradient of the frozen output matrix.
+//! **The loss** is computed for labelled tokens only and has no gradient of the frozen output matrix.
 //!
-//! **Temporaries** are those of a block's forward and backward, gone through operation by operation (`passes`). The largest
-//! moment of a backward is, as a rule, where gate and up meet their two gradients: `4·f` per token.
+//! **Temporaries** are those of a block's forward and backward, operation by operation (`passes`). The peak of a backward is
+//! usually where gate and up meet their two gradients: `4·f` per token.
 //!
 //! **FLOPs** are in [`flops`].
 //!
-//! Not modelled, and refused: families whose query, key and value are one projection, attention that keeps its
-//! probabilities, autocast, several devices, a host.
+//! Not modelled, and refused: families whose query, key and value are one projection, attention that keeps its probabilities,
+//! autocast, several devices, a host.
 
 pub mod flops;
 mod targets;
@@ -53,7 +53,7 @@ use crate::{Dtype, Error};
 #[cfg(doc)]
 use crate::recompute::{NormKernel, Recompute};
 
-/// Adapters beside projections of a frozen base.
+/// Adapters of a frozen base.
 ///
 /// ```
 /// use accounting::lora::{LowRank, Targets};
@@ -70,10 +70,10 @@ pub struct LowRank {
     pub rank: u64,
     /// Which projections of every block are adapted.
     pub targets: Targets,
-    /// Whether the adapters' input is dropped. Takes memory for a moment, and none between the passes.
+    /// Whether the adapters' input has dropout. It takes memory during a pass, and none between passes.
     pub dropout: bool,
-    /// Whether products of 16-bit operands that are summed in fp32 cast their operands up first, as a processor's do and an
-    /// accelerator's do not. Of no effect on a base in fp32.
+    /// Whether products of 16-bit operands that are summed in fp32 cast their operands first, as on a CPU. No effect on a base
+    /// in fp32.
     pub on_cpu: bool,
 }
 
@@ -85,7 +85,7 @@ impl Default for LowRank {
 }
 
 impl LowRank {
-    /// How many numbers learn, in all blocks of `model`.
+    /// Returns the number of trained parameters in all blocks of `model`.
     ///
     /// # Errors
     /// A rank of 0, no target, or a model whose family has no such projections.
@@ -93,7 +93,7 @@ impl LowRank {
         exact::product("parameters of the adapters", &[model.layers, self.block_parameters(model)?])
     }
 
-    /// How many of them are in one block.
+    /// Returns the number of trained parameters of one block.
     pub(crate) fn block_parameters(&self, model: &Decoder) -> Result<u64, Error> {
         let sizes = self.tensors(model)?;
         exact::sum("parameters of a block's adapters", sizes)
@@ -111,8 +111,8 @@ impl LowRank {
         Ok(sizes)
     }
 
-    /// Whether a gradient flows into that projection's input in the first block, in front of which nothing learns; in the others it
-    /// always does. Into attention's core as into what follows it.
+    /// Whether the projection's input in the first block has a gradient; nothing before that block is trained. In the other
+    /// blocks it always has one.
     pub(crate) fn reaches(&self, which: Projection) -> bool {
         use Projection::{Down, Gate, Key, Output, Query, Up, Value};
         let before: &[Projection] = match which {
@@ -139,7 +139,7 @@ impl LowRank {
         Ok(())
     }
 
-    /// Refuses a step that this does not model.
+    /// Refuses a step that is not modelled.
     pub(crate) fn check_step(
         &self,
         model: &Decoder,
@@ -179,7 +179,7 @@ fn refusal(what: String, remedy: &str) -> Error {
     Error::Shape { what, remedy: remedy.into() }
 }
 
-/// Refuses adapters in what is not modelled.
+/// Refuses adapters where they are not modelled.
 pub(crate) fn not_modelled(where_: &str, remedy: &str) -> Error {
     refusal(format!("adapters {where_} are not modelled"), remedy)
 }

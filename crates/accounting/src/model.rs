@@ -1,4 +1,4 @@
-//! What a decoder is made of: its sizes, and from them its matrix products and its parameters.
+//! The structure of a decoder: its sizes, matrix products and parameters.
 //!
 //! Four families are known, which differ in what a block holds (`d` hidden, `h` heads, `n` key-value heads, `k` size
 //! of a head, `f` feed-forward, `v` vocabulary):
@@ -24,7 +24,7 @@ use std::str::FromStr;
 use crate::exact::positive;
 use crate::{Error, exact};
 
-/// A kind of decoder.
+/// A family of decoders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Family {
     /// GPT-2 as published: `GPT2LMHeadModel` of transformers.
@@ -77,7 +77,7 @@ impl Family {
         1 + self.attentions()
     }
 
-    /// Whether a norm stands between the last block and the output projection.
+    /// Whether there is a norm between the last block and the output projection.
     pub const fn has_final_norm(self) -> bool {
         !matches!(self, Self::Gpt2Like)
     }
@@ -95,14 +95,14 @@ impl FromStr for Family {
     }
 }
 
-/// The sizes of a decoder. [`Decoder::new`] checks that they go together.
+/// The sizes of a decoder. [`Decoder::new`] checks that they are consistent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// The kind of decoder.
     pub family: Family,
     /// Rows of the embedding and of the output projection.
     pub vocabulary: u64,
-    /// Positions that the model was made for. A limit only where positions are learned.
+    /// Positions that the model supports. A limit only if positions are learned.
     pub context: u64,
     /// Width of the embedding; other than `hidden` only in [`Family::Gpt2Like`].
     pub embedding: u64,
@@ -126,7 +126,7 @@ pub struct Shape {
     pub mlp_bias: bool,
 }
 
-/// A decoder whose sizes go together and whose parameters can be counted in 64 bits.
+/// A decoder with consistent sizes whose parameters can be counted in 64 bits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Decoder(Shape);
 

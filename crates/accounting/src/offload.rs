@@ -1,14 +1,14 @@
-//! Layers that live on the host or in a file and visit the device: bytes, seconds, and when loading hides behind compute.
+//! Offloading layers to host memory or files: bytes, seconds, and when loading is hidden by compute.
 //!
-//! A device holds the embedding, the last norm and the head (the *fixed* part), some *resident* layers, and a *ring* of N
-//! slots through which the others, the *streamed* ones, pass. A slot is as large as the largest streamed layer's flat buffer
-//! ([`flat_bytes`]). In a forward each layer is loaded once; in a training step its input alone is kept, and the backward
-//! loads it again, computes it again and sends its gradients away.
+//! A device holds the embedding, the last norm and the head (the *fixed* part), some *resident* layers, and a *ring* of N slots
+//! for the other, *streamed* layers. A slot has the size of the largest streamed layer's flat buffer ([`flat_bytes`]). A
+//! forward loads each layer once. A training step keeps only each layer's input; the backward loads the layer again, recomputes
+//! it and stores its gradients.
 //!
 //! # The schedule
 //!
-//! Three lanes run side by side, each doing one thing at a time and in order: *compute*, *load* (to the device), *store* (from
-//! it); a fourth, the *host*, runs the optimizer where its state is there.
+//! Three streams run concurrently, each in order: *compute*, *load* (to the device), *store* (from the device). A fourth, the
+//! *host*, runs the optimizer if its state is there.
 //!
 //! ```text
 //! visits   0 1 … L-1            of an inference step, over and over
@@ -20,17 +20,17 @@
 //! ```
 //!
 //! So the last N layers of a forward stay for the backward, and the first N of a backward for the next forward, unless the host
-//! changed them. A ring of one is no prefetch at all. A step begins when all of the step before is done but for loads, which
-//! may run ahead of it. [`simulate`] follows this to the last event; [`plan()`] searches what fits and is fastest.
+//! has updated them. A ring of one slot does not prefetch. A step starts when the step before is done, except for loads, which
+//! may run ahead. [`simulate`] follows this event by event; [`plan()`] finds the fastest setup that fits.
 //!
 //! # The condition
 //!
-//! Which tokens per step hide the loads is in [`least_tokens`]: for weights of 2 bytes `F / link` forward, a third of it
-//! backward.
+//! [`least_tokens`] gives the tokens per step that hide the loads: for weights of 2 bytes `F / link` in forward, a third of it
+//! in backward.
 //!
 //! # What is not modelled
 //!
-//! Contention of the lanes for the host's memory, a link whose directions share their rate, launch latencies, the rounding of an
+//! Contention of the streams for host memory, a link whose directions share their rate, launch latencies, the rounding of an
 //! allocator.
 //!
 //! ```
@@ -64,18 +64,18 @@ pub use job::{ADAMW_STEP_BYTES, Fixed, Job, Kept, Layer, Rates, Working};
 pub use plan::{Budget, MOST_PLANNED_SLOTS, Plan, interleaved, plan};
 pub use setup::{Method, OptimizerPlace, Setup, Start};
 pub use simulate::{Step, simulate};
-pub use timeline::{Lane, Span, Work};
+pub use timeline::{Span, StreamKind, Work};
 
 use crate::{Error, exact};
 
-/// Bytes at whose multiples every tensor of a flat buffer starts.
+/// The alignment of every tensor in a flat buffer, in bytes.
 pub const ALIGNMENT: u64 = 256;
 
-/// The most slots that a ring is simulated with.
+/// Maximum number of slots in a simulation.
 pub const MOST_SLOTS: usize = 8;
 
-/// Bytes of one region of a flat buffer: its tensors one behind the other, each from a multiple of [`ALIGNMENT`] on, the end
-/// rounded up as well so that the next region is aligned. A layer's buffer is the sum of its regions, one for each dtype and
+/// Returns the bytes of one region of a flat buffer: its tensors one after the other, each aligned to [`ALIGNMENT`], and the
+/// end rounded up so that the next region is aligned. A layer's buffer is the sum of its regions, one for each dtype and
 /// trainability.
 ///
 /// # Errors

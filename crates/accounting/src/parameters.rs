@@ -8,7 +8,7 @@
 use crate::model::{Decoder, Family, Linear, Part};
 use crate::{Error, exact};
 
-/// More blocks than this are counted, but not listed one by one.
+/// Blocks beyond this number are counted, but not listed.
 const LISTED_LAYERS: u64 = 10_000;
 
 /// A tensor of parameters.

@@ -1,4 +1,4 @@
-//! What a forward pass keeps for the backward, and what the backward computes again.
+//! What a forward keeps for the backward, and what the backward recomputes.
 //!
 //! The choices are independent of each other: the attention kernel (a flash kernel always recomputes its scores),
 //! the norm's kernel, the SwiGLU's level, and what is checkpointed around them.
@@ -12,7 +12,7 @@ use crate::Error;
 pub enum AttentionKernel {
     /// Scores and probabilities are tensors of `[batch, heads, sequence, sequence]`.
     Eager,
-    /// A fused kernel keeps its output and one number per row; its backward computes `Q·Kᵀ` again.
+    /// A fused kernel keeps its output and one number per row; its backward recomputes `Q·Kᵀ`.
     #[default]
     Flash,
 }
@@ -23,8 +23,8 @@ pub enum NormKernel {
     /// One kernel, which keeps its input and one number per token.
     #[default]
     Fused,
-    /// The same, which keeps its output instead of its input: the product behind it keeps that too, or may (Apex's
-    /// `memory_efficient`; `runtime`'s norms on a CPU). Under autocast, where the product keeps a copy of its own, it is
+    /// The same, but it keeps its output instead of its input, because the next product also keeps it, or may (Apex's
+    /// `memory_efficient`; `runtime`'s norms on a CPU). Under autocast, where the product keeps its own copy, it equals
     /// [`NormKernel::Fused`].
     Output,
     /// Composed of operations, as `rms_norm` is on a CPU in torch 2.11: the normalized input, before the weight, is
@@ -38,9 +38,9 @@ pub enum Recompute {
     /// Everything that the backward needs is kept.
     #[default]
     None,
-    /// The attention's core is computed again (Korthikanti et al.); a flash kernel does so by itself.
+    /// The attention's core is recomputed (Korthikanti et al.); a flash kernel does so itself.
     Selective,
-    /// Each block keeps its input only, and its whole forward runs again.
+    /// Each block keeps only its input, and its whole forward is recomputed.
     Full,
 }
 
@@ -55,9 +55,9 @@ pub enum SwigluLevel {
     SaveAll,
     /// x, xW, xV: `H + 2F`.
     SaveGateUp,
-    /// x and one of the products; the other is computed again: `H + F`.
+    /// x and one of the products; the other is recomputed: `H + F`.
     SaveOne,
-    /// x; both products are computed again, the down-projection never: `H`. The assignment's level 1.
+    /// x; both products are recomputed, the down-projection never: `H`. The assignment's level 1.
     InputOnly,
 }
 
@@ -117,7 +117,7 @@ impl SwigluLevel {
         }
     }
 
-    /// How many tensors of `[tokens, feed-forward]` are kept besides the input.
+    /// Returns how many tensors of `[tokens, feed-forward]` are kept besides the input.
     pub const fn kept_feed_forward_tensors(self) -> u64 {
         match self {
             Self::Eager => 4,
@@ -128,7 +128,7 @@ impl SwigluLevel {
         }
     }
 
-    /// How many of the products xW and xV the backward computes again.
+    /// Returns how many of the products xW and xV the backward recomputes.
     pub const fn recomputed_products(self) -> u64 {
         match self {
             Self::Eager | Self::SaveAll | Self::SaveGateUp => 0,

@@ -43,7 +43,7 @@ use serde_json::Value;
 use tch::{Kind, Tensor};
 use training::clip::Norm;
 use training::optimizer::DeviceOptimizer;
-use training::scaler::Checked;
+use training::scaler::UnscaleResult;
 
 use crate::error::{Error, Result};
 use dynamic_scale::{DynamicOptions, DynamicRule};
@@ -225,10 +225,10 @@ impl<R: ScaleRule> training::scaler::GradScaler for Scaler<R> {
         Scaler::scale(self, loss).map_err(to_training)
     }
 
-    fn unscale_(&mut self, grads: &[Tensor], norm: bool) -> training::Result<Checked> {
+    fn unscale_(&mut self, grads: &[Tensor], norm: bool) -> training::Result<UnscaleResult> {
         let Unscaled { found_inf, norm } =
             Scaler::unscale_(self, TRAINER, grads, norm).map_err(to_training)?;
-        Ok(Checked { found_inf: Some(found_inf), norm: norm.map(Norm::known) })
+        Ok(UnscaleResult { found_inf: Some(found_inf), norm: norm.map(Norm::known) })
     }
 
     fn update(&mut self, overflow: bool) -> training::Result<()> {

@@ -1,4 +1,4 @@
-//! A model whose configuration names its adapters.
+//! A model whose configuration includes its adapters'.
 
 use models::generation::CacheShape;
 use models::module::{Input, LanguageModel, LossHead, LossOutput, Module, Visitor, VisitorMut};
@@ -8,21 +8,21 @@ use tch::Tensor;
 use crate::adapters::Adapters;
 use crate::error::Result;
 
-/// A model with adapters in it. Its configuration is the model's, with the fields of each adapter's beside it ([`field_prefix`]), so
-/// that a checkpoint of one adapter is not taken for another's. All else is the model's.
+/// A model with adapters. Its configuration contains the fields of each adapter's configuration ([`field_prefix`]), so that a
+/// resume refuses a checkpoint of another adapter. Everything else is the model's.
 #[derive(Debug)]
 pub struct Adapted {
     model: Box<dyn LanguageModel>,
     config: Value,
 }
 
-/// What stands before the fields of an adapter's configuration in [`Adapted`]'s own.
+/// Returns the prefix of an adapter's fields in [`Adapted`]'s configuration.
 pub fn field_prefix(adapter: &str) -> String {
     format!("adapter `{adapter}`: ")
 }
 
 impl Adapters {
-    /// `model`, which these adapters are in, with their configurations in its own.
+    /// Wraps `model`, in which these adapters are installed, so that its configuration includes theirs.
     ///
     /// ```
     /// use lora::{Adapters, LoraConfig};
@@ -47,7 +47,7 @@ impl Adapters {
         };
         for name in self.names() {
             let mut own = self.config(&name)?.clone();
-            // Where the base lay is no part of what is computed.
+            // The path of the base does not affect the computation.
             own.base_model_name_or_path = None;
             let Ok(Value::Object(own)) = serde_json::from_str(&own.to_json()) else { continue };
             fields.extend(

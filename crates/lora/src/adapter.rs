@@ -1,4 +1,4 @@
-//! The learned tensors beside one projection.
+//! The trained tensors of one projection's adapter.
 
 use runtime::random::Generator;
 use tch::{Kind, Tensor};
@@ -20,14 +20,14 @@ pub(crate) struct Adapter {
     pub(crate) b: Tensor,
     /// `[out]`, for DoRA.
     pub(crate) magnitude: Option<Tensor>,
-    /// What is taken off again, frozen.
+    /// A frozen low-rank term that is subtracted.
     pub(crate) offset: Option<(Tensor, Tensor)>,
     pub(crate) scaling: f64,
     pub(crate) dropout: f64,
 }
 
 impl Adapter {
-    /// For W `[out, in]`.
+    /// Creates an adapter for W `[out, in]`.
     pub(crate) fn new(
         name: &str,
         weight: &Tensor,
@@ -67,21 +67,21 @@ impl Adapter {
         }
     }
 
-    /// The low-rank terms that it adds. What is taken off never drops: it stands for a part of W.
+    /// Returns the low-rank terms. The subtracted term has no dropout, because it belongs to W.
     pub(crate) fn terms(&self, mask: Option<Mask>) -> Vec<Term<'_>> {
         let mut terms = vec![Term { a: &self.a, b: &self.b, scale: self.scaling, mask }];
         terms.extend(self.offset.as_ref().map(|(a, b)| Term { a, b, scale: -self.scaling, mask: None }));
         terms
     }
 
-    /// The learned tensors with PEFT's names.
+    /// Returns the trained tensors with PEFT's names.
     pub(crate) fn tensors(&self) -> Vec<(&'static str, &Tensor)> {
         let mut tensors = vec![("lora_A", &self.a), ("lora_B", &self.b)];
         tensors.extend(self.magnitude.as_ref().map(|magnitude| ("lora_magnitude_vector", magnitude)));
         tensors
     }
 
-    /// s·B·A less what is taken off: what it adds to W, `[out, in]`.
+    /// Returns s·B·A minus the subtracted term: the change of W, `[out, in]`.
     pub(crate) fn delta(&self) -> Result<Tensor> {
         let mut sum: Option<Tensor> = None;
         for Term { a, b, scale, .. } in self.terms(None) {

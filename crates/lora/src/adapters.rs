@@ -24,10 +24,10 @@ use slots::{put_back, put_in};
 use survey::{Survey, refuse_foreign};
 use whole::Whole;
 
-/// The adapters of a model: a handle on what lies in it.
+/// A handle on a model's adapters.
 ///
-/// [`Adapters::install`] freezes the model, puts a [`LoraLinear`] in the place of every targeted projection, and gives this handle,
-/// which switches, merges and saves. What adds or takes away tensors wants the model as well. Names are Hugging Face's:
+/// [`Adapters::install`] freezes the model, replaces every target projection by a [`LoraLinear`], and returns this handle,
+/// which switches, merges and saves. Methods that add or remove tensors also need the model. Names are Hugging Face's:
 /// `model.layers.0.self_attn.q_proj`.
 ///
 /// ```
@@ -56,11 +56,11 @@ pub struct Adapters {
     sites: Vec<Site>,
     wholes: Arc<Mutex<Vec<Whole>>>,
     configs: Vec<(String, LoraConfig)>,
-    /// Base weights that came with an adapter's file, by adapter and projection: they are written with it again.
+    /// Base weights that an adapter's file contains, by adapter and projection; they are saved with it again.
     copies: Vec<(String, String)>,
 }
 
-/// What PEFT calls the weight of an adapted projection; it is in files whose targets name the head.
+/// PEFT's suffix of an adapted projection's base weight; files contain it if the targets include the head.
 pub(crate) const BASE_WEIGHT: &str = ".base_layer.weight";
 
 /// An adapted projection.
@@ -68,19 +68,19 @@ pub(crate) const BASE_WEIGHT: &str = ".base_layer.weight";
 struct Site {
     path: String,
     name: String,
-    /// What stood there.
+    /// The original weight.
     weight: Tensor,
     bias: Option<Tensor>,
-    /// Shares all of its tensors with the one in the model.
+    /// Shares all tensors with the layer in the model.
     layer: LoraLinear,
 }
 
 impl Adapters {
-    /// Freezes `model` and gives it an adapter called `default`, drawn from `seed`.
+    /// Freezes `model` and installs an adapter called `default`, initialised from `seed`.
     ///
     /// # Errors
-    /// A configuration that makes no adapter, targets that match nothing or no projection: what exists is named. Nothing is
-    /// changed then.
+    /// An invalid configuration; targets that match nothing, or that are not projections, with a list of existing ones. Then
+    /// nothing is changed.
     pub fn install(model: &mut dyn Module, config: &LoraConfig, seed: u64) -> Result<Self> {
         let survey = Survey::of(model)?;
         refuse_foreign(&survey, &[])?;
@@ -104,21 +104,21 @@ impl Adapters {
     /// Adds an adapter, which is not active yet.
     ///
     /// # Errors
-    /// A name that is taken or empty, or has a dot or a separator of paths in it; as [`Adapters::install`].
+    /// A name that exists or is empty, or contains a dot or a path separator; as [`Adapters::install`].
     pub fn add(&mut self, model: &mut dyn Module, name: &str, config: &LoraConfig, seed: u64) -> Result<()> {
         let plan = self.plan(model, name, config)?;
         self.place(model, name, config, plan, seed)
     }
 
-    /// What an adapter of this name and configuration would be.
+    /// Plans an adapter with this name and configuration.
     pub(crate) fn plan(&self, model: &mut dyn Module, name: &str, config: &LoraConfig) -> Result<Plan> {
         let refuse = |reason| Err(Error::AdapterName { name: name.to_owned(), reason });
         if self.configs.iter().any(|(known, _)| known == name) {
-            return refuse("there is one of that name; delete it first, or take another name");
+            return refuse("it exists; delete it first, or choose another name");
         }
         if name.is_empty() || name.contains(['.', '/', '\\']) {
             return refuse(
-                "the name becomes a part of tensors' names and a folder; leave out dots and slashes",
+                "the name becomes part of tensor names and a folder name; leave out dots and slashes",
             );
         }
         self.not_merged("add an adapter")?;
@@ -132,7 +132,7 @@ impl Adapters {
             };
             if plan.wholes.iter().any(overlaps) {
                 return Err(Error::State(format!(
-                    "{} are tied for one adapter and apart for another; give both the same `ensure_weight_tying`",
+                    "{} are tied for one adapter and separate for another; give both the same `ensure_weight_tying`",
                     whole.names.join(" and ")
                 )));
             }
@@ -159,7 +159,7 @@ impl Adapters {
         }
         for planned in plan.wholes {
             let mut wholes = self.wholes.lock();
-            // One that an earlier adapter trains has a handle of its own already.
+            // One that an earlier adapter trains already has its own handle.
             let at = match wholes.iter().position(|whole| whole.paths == planned.paths) {
                 Some(at) => at,
                 None => {
@@ -187,12 +187,12 @@ impl Adapters {
         self.applied()
     }
 
-    /// Names, in the order in which they came.
+    /// Returns the adapters' names, in order of installation.
     pub fn names(&self) -> Vec<String> {
         self.configs.iter().map(|(name, _)| name.clone()).collect()
     }
 
-    /// An adapter's configuration.
+    /// Returns an adapter's configuration.
     ///
     /// # Errors
     /// [`Error::UnknownAdapter`].
@@ -201,21 +201,22 @@ impl Adapters {
         found.ok_or_else(|| Error::UnknownAdapter { name: name.to_owned(), known: self.names() })
     }
 
-    /// Hugging Face's names of the adapted projections.
+    /// Returns Hugging Face's names of the adapted projections.
     pub fn targets(&self) -> Vec<String> {
         self.sites.iter().map(|site| site.name.clone()).collect()
     }
 
-    /// Names of the adapters that compute.
+    /// Returns the names of the active adapters.
     pub fn active(&self) -> Vec<String> {
         self.switch.read(|setting| setting.active.clone())
     }
 
-    /// Lets these compute, their changes added together, and be trained; the others rest, and require no gradient. Of modules that
-    /// are saved whole, the last adapter that has them decides.
+    /// Makes these adapters active: their changes are added and they are trained; other adapters are frozen. For modules that
+    /// are saved whole, the last adapter that has them applies.
     ///
     /// # Errors
-    /// [`Error::UnknownAdapter`]; several of which one is DoRA, whose lengths are of the base and itself alone; a merged model.
+    /// [`Error::UnknownAdapter`]; several adapters including DoRA, whose magnitudes depend on the base and itself only; a
+    /// merged model.
     pub fn set_active(&self, names: &[&str]) -> Result<()> {
         self.not_merged("switch adapters")?;
         let mut dora = false;
@@ -233,7 +234,7 @@ impl Adapters {
         self.applied()
     }
 
-    /// Shows the switch's setting in what is not read with every forward.
+    /// Applies the switch to tensors that are not read in every forward.
     fn applied(&self) -> Result<()> {
         let setting = self.switch.read(Setting::clone);
         for adapter in self.sites.iter().flat_map(|site| site.layer.adapters()) {
@@ -245,17 +246,17 @@ impl Adapters {
         self.wholes.lock().iter_mut().try_for_each(|whole| whole.show(&setting))
     }
 
-    /// The base model computes while the guard lives, merged or not.
+    /// Disables all adapters while the guard lives, merged or not: the model computes as the base.
     ///
     /// # Errors
-    /// None in practice; the border's type.
+    /// Never fails; `Result` for uniformity.
     pub fn disable(&self) -> Result<Disabled> {
         let guard = Disabled { switch: self.switch.clone(), wholes: self.wholes.clone() };
         guard.change(1)?;
         Ok(guard)
     }
 
-    /// Takes an adapter away. One that computes no longer does.
+    /// Deletes an adapter, active or not.
     ///
     /// # Errors
     /// [`Error::UnknownAdapter`]; a merged model.
@@ -273,7 +274,7 @@ impl Adapters {
         put_in(model, &self.sites, &self.wholes.lock())
     }
 
-    /// How many numbers an adapter has, modules that it saves whole included.
+    /// Returns the number of an adapter's parameters, including modules that it saves whole.
     ///
     /// # Errors
     /// [`Error::UnknownAdapter`].
@@ -284,8 +285,8 @@ impl Adapters {
         Ok(once.map(|(_, tensor)| tensor.numel() as u64).sum())
     }
 
-    /// An adapter's tensors as PEFT's files call them without `base_model.model.`, sharing memory with it. One that is tied comes
-    /// under each of its names.
+    /// Returns an adapter's tensors by their names in PEFT's files without `base_model.model.`, sharing memory. A tied tensor
+    /// appears under each of its names.
     ///
     /// # Errors
     /// [`Error::UnknownAdapter`].
@@ -309,7 +310,7 @@ impl Adapters {
         Ok(list)
     }
 
-    /// Writes the active adapters into the projections' weights: see [`LoraLinear::merge`]. Nothing happens if they are merged.
+    /// Merges the active adapters into the projections' weights: see [`LoraLinear::merge`]. Does nothing if they are merged.
     ///
     /// # Errors
     /// [`Error::NotFinite`], with nothing changed.
@@ -324,23 +325,23 @@ impl Adapters {
         Ok(())
     }
 
-    /// Brings the base's weights back bit for bit. Nothing happens if nothing is merged.
+    /// Restores the base's weights bit for bit. Does nothing if nothing is merged.
     ///
     /// # Errors
-    /// None in practice; the border's type.
+    /// Never fails; `Result` for uniformity.
     pub fn unmerge(&self) -> Result<()> {
         self.sites.iter().try_for_each(|site| site.layer.unmerge())
     }
 
-    /// Names of the adapters that are merged.
+    /// Returns the names of the merged adapters.
     pub fn merged(&self) -> Vec<String> {
         self.sites.iter().map(|site| site.layer.merged()).find(|names| !names.is_empty()).unwrap_or_default()
     }
 
-    /// Leaves a plain model with the active adapters in its weights. It stays frozen.
+    /// Removes the adapters and leaves the active ones merged into the weights. The model stays frozen.
     ///
-    /// A head that was tied to the embedding and was changed apart from it (adapted, or saved whole without
-    /// [`LoraConfig::ensure_weight_tying`]) is one of its own then, which the return value says: such a model must be saved
+    /// A head that was tied to the embedding and was changed separately (adapted, or saved whole without
+    /// [`LoraConfig::ensure_weight_tying`]) now has its own weights. The return value lists such heads: the model must be saved
     /// as untied, or its head is lost.
     ///
     /// # Errors
@@ -361,10 +362,10 @@ impl Adapters {
         Ok(Unloaded { untied })
     }
 
-    /// Leaves the model as it was, but frozen.
+    /// Removes the adapters. The base stays frozen.
     ///
     /// # Errors
-    /// None in practice; the border's type.
+    /// Never fails; `Result` for uniformity.
     pub fn unload(self, model: &mut dyn Module) -> Result<()> {
         self.unmerge()?;
         self.switch.set(|setting| setting.active.clear());
@@ -381,7 +382,7 @@ impl Adapters {
         put_back(model, linears.collect(), originals.collect())
     }
 
-    /// Names of tensors that were tied to others and are not any more.
+    /// Returns the names of tensors that were tied and no longer are.
     fn untied(&self, survey: &Survey) -> Result<Vec<String>> {
         let mut names = Vec::new();
         for whole in self.wholes.lock().iter() {
@@ -403,12 +404,12 @@ impl Adapters {
         Ok(names)
     }
 
-    /// Notes that an adapter's file has the base weight of these projections.
+    /// Records that an adapter's file contains the base weights of these projections.
     pub(crate) fn keep_copies(&mut self, name: &str, projections: Vec<String>) {
         self.copies.extend(projections.into_iter().map(|projection| (name.to_owned(), projection)));
     }
 
-    /// The base weights that were noted for an adapter, as its file calls them.
+    /// Returns the recorded base weights of an adapter, by their names in its file.
     pub(crate) fn copies(&self, name: &str) -> Vec<(String, Tensor)> {
         let of_adapter = self.copies.iter().filter(|(adapter, _)| adapter == name);
         let site = |projection: &String| self.sites.iter().find(|site| site.name == *projection);
@@ -431,17 +432,17 @@ impl Adapters {
     }
 }
 
-/// What [`Adapters::merge_and_unload`] left.
+/// The result of [`Adapters::merge_and_unload`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[must_use = "a head that is untied must be saved as such"]
+#[must_use = "an untied head must be saved as such"]
 pub struct Unloaded {
-    /// Hugging Face's names of tensors that were tied to others and have values of their own now.
+    /// Hugging Face's names of tensors that were tied and now have their own values.
     pub untied: Vec<String>,
 }
 
-/// The base model computes until this is dropped.
+/// Disables the adapters until it is dropped.
 #[derive(Debug)]
-#[must_use = "the adapters compute again as soon as the guard is dropped"]
+#[must_use = "the adapters are active again when the guard is dropped"]
 pub struct Disabled {
     switch: Arc<Switch>,
     wholes: Arc<Mutex<Vec<Whole>>>,
@@ -459,7 +460,7 @@ impl Disabled {
 
 impl Drop for Disabled {
     fn drop(&mut self) {
-        // A drop has nobody to tell; to show another memory cannot fail for tensors of one shape.
+        // A drop cannot report errors; sharing the memory of a tensor of the same shape does not fail.
         let _ = self.change(-1);
     }
 }

@@ -1,4 +1,4 @@
-//! A configuration in PEFT's words: `adapter_config.json`.
+//! An adapter's configuration in PEFT's format: `adapter_config.json`.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -7,13 +7,13 @@ use crate::error::{Error, Result};
 use crate::init::Init;
 use crate::options::Options;
 
-/// Names of modules: a list of names or last parts, or a regular expression for whole names.
+/// Module names: a list of names or name suffixes, or a regular expression for whole names.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Names {
-    /// `all-linear` for every projection but the head; else a regular expression that matches the whole name.
+    /// `all-linear` for every projection except the head; otherwise a regular expression that matches the whole name.
     Pattern(String),
-    /// A module whose name is one of these, or ends with a dot and one of these.
+    /// Modules with one of these names, or whose name ends with a dot and one of them.
     List(Vec<String>),
 }
 
@@ -23,13 +23,13 @@ impl<T: Into<String>, const N: usize> From<[T; N]> for Names {
     }
 }
 
-/// One number or several.
+/// One layer or several.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Layers {
-    /// This layer.
+    /// One layer.
     One(i64),
-    /// These layers.
+    /// Several layers.
     Several(Vec<i64>),
 }
 
@@ -40,13 +40,14 @@ pub enum BiasTraining {
     /// None.
     #[default]
     None,
-    /// All of the model's. They are trained where they are: a model with such an adapter switched off is not the base model.
+    /// All biases of the model. They are trained in place: a model with such an adapter disabled is not the base model.
     All,
-    /// Those of adapted projections.
+    /// Biases of adapted projections.
     LoraOnly,
 }
 
-/// What is adapted, and how: PEFT's `LoraConfig`, field by field. Fields that are not listed here are kept as they were read and
+/// Which modules are adapted, and how: PEFT's `LoraConfig`, field by field. Other fields are preserved when a file is read and
+/// written; one that would change the computation is refused by name.
 /// written back; one that would change what is computed is refused by name.
 ///
 /// ```
@@ -72,38 +73,39 @@ pub struct LoraConfig {
     /// α; the product is scaled by α/r.
     #[serde(serialize_with = "as_python")]
     pub lora_alpha: f64,
-    /// Dropout of the adapter's path.
+    /// Dropout of the adapter's input.
     pub lora_dropout: f64,
     /// Scale by α/√r.
     pub use_rslora: bool,
     /// DoRA.
     pub use_dora: bool,
-    /// How A and B begin, in PEFT's words: `true`, `false`, `"gaussian"`, `"pissa"`, `"olora"`, `"orthogonal"`. See [`Init`].
+    /// The initialisation of A and B, in PEFT's values: `true`, `false`, `"gaussian"`, `"pissa"`, `"olora"`, `"orthogonal"`.
+    /// See [`Init`].
     pub init_lora_weights: Value,
-    /// What is adapted; `None` for q_proj and v_proj, as PEFT has it for Llama and Qwen2.
+    /// Modules to adapt; `None` for q_proj and v_proj, as in PEFT for Llama and Qwen2.
     pub target_modules: Option<Names>,
-    /// What is not, though it is a target.
+    /// Modules to exclude from the targets.
     pub exclude_modules: Option<Names>,
-    /// Only these layers, for targets given as a list.
+    /// Only these layers, if the targets are a list.
     pub layers_to_transform: Option<Layers>,
-    /// What stands before a layer's number in names; `None` for anything.
+    /// The name before a layer's number; `None` for any.
     pub layers_pattern: Option<Names>,
     /// Other ranks, by regular expressions for the ends of names.
     pub rank_pattern: Map<String, Value>,
-    /// Other α, likewise.
+    /// Other values of α, likewise.
     pub alpha_pattern: Map<String, Value>,
     /// Which biases are trained.
     pub bias: BiasTraining,
-    /// Modules that are trained and saved whole, by the ends of their names.
+    /// Modules that are trained and saved as a whole, by the ends of their names.
     pub modules_to_save: Option<Vec<String>>,
-    /// Train a tied head and embedding as one, where either is in `modules_to_save`. (PEFT's default is false: the head
-    /// is trained apart from the embedding, and lost when the merged model is saved as tied.)
+    /// Whether to train a tied head and embedding as one if either is in `modules_to_save`. (PEFT's default is false: the head
+    /// is trained separately from the embedding, and lost if the merged model is saved as tied.)
     pub ensure_weight_tying: bool,
-    /// Kept for files: a projection here is `[out, in]`, always.
+    /// Preserved in files: projections here are always `[out, in]`.
     pub fan_in_fan_out: bool,
-    /// Kept for files.
+    /// Preserved in files.
     pub base_model_name_or_path: Option<String>,
-    /// The file that it was read from, field by field; empty for a configuration that was made here.
+    /// The file that it was read from, field by field; empty for a configuration created here.
     #[serde(skip)]
     pub read: Map<String, Value>,
 }
@@ -133,7 +135,7 @@ impl Default for LoraConfig {
     }
 }
 
-/// A whole number without a point, as Python writes an `int`.
+/// Writes a whole number without a point, as Python writes an `int`.
 #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
 fn as_python<S: serde::Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
     if value.fract() == 0.0 && value.abs() < 9e15 {
@@ -144,10 +146,10 @@ fn as_python<S: serde::Serializer>(value: &f64, serializer: S) -> Result<S::Ok, 
 }
 
 impl LoraConfig {
-    /// How A and B begin.
+    /// Returns the initialisation of A and B.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for one that is not among [`Init`]'s.
+    /// [`Error::Unsupported`] for an initialisation that [`Init`] does not have.
     pub fn init(&self) -> Result<Init> {
         let named = match &self.init_lora_weights {
             Value::Bool(true) => Some(Init::Kaiming),
@@ -158,7 +160,7 @@ impl LoraConfig {
                 name if name.starts_with("pissa_niter_") => Some(Init::Pissa),
                 "olora" => Some(Init::Olora),
                 "orthogonal" => Some(Init::Orthogonal),
-                // They choose values only, which a file has and which leave the base as it is.
+                // These affect only initial values, which a file contains, and leave the base unchanged.
                 "eva" if !self.read.is_empty() => Some(Init::Kaiming),
                 _ => None,
             },
@@ -172,10 +174,10 @@ impl LoraConfig {
         })
     }
 
-    /// The options of one projection, by its whole name.
+    /// Returns the options of one projection, by its whole name.
     ///
     /// # Errors
-    /// A pattern that is no regular expression, or whose value is no number; an option outside its range.
+    /// An invalid regular expression, or a pattern without a numeric value; an option outside its range.
     pub fn options(&self, name: &str) -> Result<Options> {
         let r = crate::targets::pattern_value(&self.rank_pattern, name)?;
         let alpha = crate::targets::pattern_value(&self.alpha_pattern, name)?;
@@ -207,7 +209,7 @@ impl LoraConfig {
         Ok(options)
     }
 
-    /// Refuses what makes no adapter, and what is not supported.
+    /// Refuses invalid and unsupported configurations.
     ///
     /// # Errors
     /// [`Error::Option`], [`Error::Unsupported`].

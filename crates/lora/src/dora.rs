@@ -1,21 +1,22 @@
-//! DoRA: a low-rank change of direction, and a learned length of each row (Liu et al., arXiv:2402.09353).
+//! DoRA: a low-rank change of direction, and a learned magnitude of each row (Liu et al., arXiv:2402.09353).
 //!
-//! With V = W + s·B·A `[o, i]` and the lengths of its rows ν = ‖V‖ `[o]`, m `[o]` learned, begun as ν:
+//! With V = W + s·B·A `[o, i]`, the norms of its rows ν = ‖V‖ `[o]`, and a trained m `[o]`, initialised to ν:
 //!
 //! - y = (m/ν) ⊙ (x·Vᵀ) + b
 //!
-//! ν is a constant to backward, as the paper proposes and PEFT does. V is never made:
+//! Backward treats ν as a constant, as in the paper and PEFT. V is never computed:
 //!
 //! - ν² = ‖W‖² + 2s·rowsum((W·Aᵀ) ⊙ B) + s²·rowsum((B·(A·Aᵀ)) ⊙ B)
 //!
-//! which is one product `[o, i]·[i, r]` and tensors of r columns; ‖W‖² is computed once. (PEFT makes s·B·A by a product with an
-//! identity matrix, then V, then its norms, in every forward.) Further low-rank terms add their own products with each other.
+//! which takes one product `[o, i]·[i, r]` and tensors of r columns; ‖W‖² is computed once. (In every forward PEFT computes
+//! s·B·A by a product with an identity matrix, then V, then its norms.) Further low-rank terms add their products with each
+//! other.
 //!
-//! With dropout D, PEFT takes W's own part from x, and what DoRA adds to it from D(x):
-//! y = x·Wᵀ + b + (m/ν − 1) ⊙ D(x)·Wᵀ + (m/ν) ⊙ s·D(x)·Aᵀ·Bᵀ. That is (x − D(x))·Wᵀ + b + (m/ν) ⊙ (D(x)·Vᵀ), which is how it is
-//! computed: two products of W where PEFT has the same two.
+//! With dropout D, PEFT computes W's part from x, and DoRA's change from D(x): y = x·Wᵀ + b + (m/ν − 1) ⊙ D(x)·Wᵀ + (m/ν) ⊙
+//! s·D(x)·Aᵀ·Bᵀ. This equals (x − D(x))·Wᵀ + b + (m/ν) ⊙ (D(x)·Vᵀ), which is how it is computed: two products with W, as in
+//! PEFT.
 //!
-//! Products are [`low_rank_linear`]'s; what lies between them is libtorch's operators, whose graph keeps x·Vᵀ for m's gradient.
+//! Products use [`low_rank_linear`]; other operations are libtorch's, whose graph keeps x·Vᵀ for m's gradient.
 
 use tch::{Kind, Tensor};
 
@@ -23,7 +24,7 @@ use crate::adapter::Adapter;
 use crate::dropout::{Mask, dropped};
 use crate::function::{Term, low_rank_linear, wide_kind};
 
-/// y of one adapter with a magnitude.
+/// Computes y for one adapter with a magnitude.
 pub(crate) fn forward(
     x: &Tensor,
     weight: &Tensor,
@@ -60,17 +61,17 @@ pub(crate) fn forward(
     Ok(y.f_to_kind(kind)?)
 }
 
-/// ‖W‖² of each row, `[o]`, in fp32 (f64 for f64).
+/// Returns ‖W‖² of each row, `[o]`, in fp32 (f64 for f64).
 pub(crate) fn squared_norms(weight: &Tensor) -> runtime::Result<Tensor> {
     let wide = wide_kind(weight.kind());
     let weight = weight.f_detach()?.f_to_kind(wide)?;
     Ok(weight.f_square()?.f_sum_dim_intlist([1].as_slice(), false, wide)?)
 }
 
-/// ν `[o]`. The caller records nothing.
+/// Returns ν `[o]`. The caller disables gradients.
 pub(crate) fn row_norms(weight: &Tensor, squares: &Tensor, terms: &[Term<'_>]) -> runtime::Result<Tensor> {
     let weight = weight.f_detach()?.f_to_kind(squares.kind())?;
-    // Where the weight was brought from elsewhere they were left behind.
+    // Offloading moves the weight to the device without these.
     let squares = squares.f_to_device(weight.device())?;
     let rows = |product: Tensor, b: &Tensor, scale: f64| -> runtime::Result<Tensor> {
         let kind: Kind = squares.kind();
@@ -85,6 +86,6 @@ pub(crate) fn row_norms(weight: &Tensor, squares: &Tensor, terms: &[Term<'_>]) -
             sum = sum.f_add_(&rows(product, term.b, twice * term.scale * other.scale)?)?;
         }
     }
-    // Rounding may leave a row of no length a hair below zero.
+    // Rounding may make a row of norm zero slightly negative.
     Ok(sum.f_clamp_min_(0.0)?.f_sqrt_()?)
 }

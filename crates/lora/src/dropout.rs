@@ -1,13 +1,13 @@
-//! Dropout whose mask is a function of a seed, so that nobody has to keep it.
+//! Dropout whose mask is a function of a seed, so that it need not be kept.
 //!
-//! Element i (row-major) is kept where h(seed, i) ≥ p·2³², h being half of SplitMix64's output (Steele, Lea & Flood 2014) at
-//! counter ⌊i/2⌋. It depends on neither the device nor the number of threads. PyTorch keeps a mask of one byte for each element
-//! until backward; here forward keeps eight bytes for all of them, and backward makes the mask again.
+//! Element i (row-major) is kept if h(seed, i) ≥ p·2³², where h is half of SplitMix64's output (Steele, Lea & Flood 2014) at
+//! counter ⌊i/2⌋. The mask depends on neither the device nor the number of threads. PyTorch keeps one byte per element until
+//! backward; this keeps eight bytes in total, and backward recomputes the mask.
 
 use runtime::autograd::{Backward, Forward, Function, apply};
 use tch::{Device, Kind, Tensor};
 
-/// Where and how a low-rank path drops.
+/// The dropout mask of a low-rank path.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Mask {
     pub(crate) rate: f64,
@@ -15,13 +15,14 @@ pub(crate) struct Mask {
 }
 
 impl Mask {
-    /// A seed from libtorch's default generator, which recomputation puts back: a segment that runs again draws the same one.
+    /// Draws a seed from libtorch's default generator. Recomputation restores the generator, so a recomputed segment draws the
+    /// same seed.
     pub(crate) fn draw(rate: f64) -> runtime::Result<Self> {
         let drawn = Tensor::f_randint(i64::MAX, [1], (Kind::Int64, Device::Cpu))?;
         Ok(Self { rate, seed: drawn.f_int64_value(&[0])?.cast_unsigned() })
     }
 
-    /// 1 where an element is kept, 0 where it is dropped, in `kind`.
+    /// Returns 1 for kept and 0 for dropped elements, in `kind`.
     pub(crate) fn keep(self, shape: &[i64], (kind, device): (Kind, Device)) -> runtime::Result<Tensor> {
         let count = usize::try_from(shape.iter().product::<i64>()).unwrap_or(0);
         if count == 0 {
@@ -56,7 +57,7 @@ impl Mask {
     }
 }
 
-/// x with elements dropped and the rest scaled; keeps nothing.
+/// Returns x with elements dropped and the rest scaled; saves nothing.
 pub(crate) fn dropped(x: &Tensor, mask: Mask) -> runtime::Result<Tensor> {
     Ok(apply(Dropped(mask), &[x])?.remove(0))
 }
@@ -92,7 +93,7 @@ mod tests {
         for rate in [0.0, 0.05, 0.5, 0.9] {
             let kept = Mask { rate, seed: 7 }.keep(&[501, 401], kind::DOUBLE_CPU).unwrap();
             let share = kept.mean(Kind::Double).double_value(&[]);
-            // Four standard deviations of a share of 200 901 draws.
+            // Four standard deviations of the fraction in 200 901 draws.
             let bound = 4.0 * (rate * (1.0 - rate) / 200_901.0).sqrt() + 1e-12;
             assert!((share - (1.0 - rate)).abs() <= bound, "{rate}: {share}");
             let flat = kept.view([-1]) - share;

@@ -1,4 +1,4 @@
-//! What can be wrong with adapters, their configuration and their files.
+//! Errors of adapters, their configuration and their files.
 
 use std::path::PathBuf;
 
@@ -12,11 +12,11 @@ pub enum Error {
     /// A setting outside its range.
     #[error("`{name}` is {found}; expected {expected}")]
     Option {
-        /// Which one.
+        /// The setting.
         name: &'static str,
         /// Its value.
         found: String,
-        /// What was expected, in words.
+        /// The expected values, in words.
         expected: &'static str,
     },
     /// Targets that match nothing.
@@ -25,12 +25,12 @@ pub enum Error {
         listed(names)
     )]
     NoTarget {
-        /// What was asked for.
+        /// The targets.
         targets: String,
         /// The projections that exist.
         names: Vec<String>,
     },
-    /// A target that is no projection.
+    /// A target that is not a projection.
     #[error(
         "the target `{name}` is not a linear projection of this model, so it cannot be adapted; the projections are {}. Train \
          it whole by `modules_to_save`, or leave it out by `exclude_modules`",
@@ -52,56 +52,56 @@ pub enum Error {
         name: String,
         /// The MLP.
         mlp: String,
-        /// Projections that exist.
+        /// The projections outside it.
         others: String,
     },
-    /// Modules to save that the model lacks.
+    /// A module to save that the model lacks.
     #[error("`modules_to_save`: the model has no module that ends with `{name}`; it has {}", listed(names))]
     NoModule {
-        /// What was asked for.
+        /// The requested name.
         name: String,
         /// The modules that exist.
         names: Vec<String>,
     },
-    /// A pattern that is no regular expression.
+    /// An invalid regular expression.
     #[error("the pattern `{pattern}`: {reason}")]
     Pattern {
-        /// As it was given.
+        /// The pattern.
         pattern: String,
-        /// Why it cannot be used.
+        /// What is wrong with it.
         reason: String,
     },
-    /// A setting that would change what is computed, and that is not supported.
+    /// An unsupported setting that would change the computation.
     #[error("`{field}` is {found}, which is not supported; {remedy}")]
     Unsupported {
-        /// Which setting.
+        /// The setting.
         field: String,
         /// Its value.
         found: String,
-        /// What to do.
+        /// The remedy.
         remedy: &'static str,
     },
-    /// An adapter whose tensors are not those of this model under its configuration.
+    /// An adapter whose tensors do not match this model and configuration.
     #[error("{from} does not fit this model: {}", problems(missing, unexpected, mismatched))]
     Adapter {
         /// Where it came from.
         from: String,
-        /// Tensors that it lacks.
+        /// Tensors that are missing.
         missing: Vec<String>,
-        /// Tensors that have no place in the model.
+        /// Tensors that the model does not have.
         unexpected: Vec<String>,
         /// Tensors of another shape, with both shapes.
         mismatched: Vec<String>,
     },
     /// A name that no adapter has.
-    #[error("there is no adapter `{name}`; there are: {}", listed(known))]
+    #[error("there is no adapter `{name}`; expected one of: {}", listed(known))]
     UnknownAdapter {
         /// The name.
         name: String,
-        /// Those that exist.
+        /// The existing names.
         known: Vec<String>,
     },
-    /// A name that cannot be given.
+    /// An invalid name.
     #[error("an adapter cannot be called `{name}`: {reason}")]
     AdapterName {
         /// The name.
@@ -109,7 +109,7 @@ pub enum Error {
         /// Why.
         reason: &'static str,
     },
-    /// Something that cannot be done as things stand.
+    /// An operation that is impossible in the current state.
     #[error("{0}")]
     State(String),
     /// Weights that would not be finite after a merge.
@@ -123,7 +123,7 @@ pub enum Error {
         /// The adapters.
         adapters: String,
     },
-    /// A file that is not what it should be.
+    /// An invalid file.
     #[error("{}: {reason}", path.display())]
     File {
         /// The file.
@@ -131,10 +131,10 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
-    /// The model refused.
+    /// An error of the model.
     #[error(transparent)]
     Models(#[from] models::Error),
-    /// The runtime refused.
+    /// An error of the runtime.
     #[error(transparent)]
     Runtime(#[from] runtime::Error),
 }
@@ -145,7 +145,7 @@ impl From<tch::TchError> for Error {
     }
 }
 
-/// The first names, and how many more there are.
+/// Lists the first names, and the number of others.
 fn listed(names: &[String]) -> String {
     const SHOWN: usize = 12;
     let shown = names.iter().take(SHOWN).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
@@ -160,8 +160,5 @@ fn problems(missing: &[String], unexpected: &[String], mismatched: &[String]) ->
     let lists = [("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched)];
     let named = lists.iter().filter(|(_, names)| !names.is_empty());
     let said: Vec<String> = named.map(|(title, names)| format!("{title} {}", listed(names))).collect();
-    format!(
-        "{}; it belongs to another base model, or its configuration was changed after it was written",
-        said.join("; ")
-    )
+    format!("{}; it belongs to another base model, or its configuration was changed later", said.join("; "))
 }

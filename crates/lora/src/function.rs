@@ -1,7 +1,8 @@
-//! A frozen projection with low-rank terms beside it, as one function with a backward written by hand.
+//! A frozen projection with low-rank terms, as one autograd function with a hand-written backward.
 //!
-//! Letters: n tokens (all leading dimensions of x as one), i and o the projection's widths, r a rank. Forward, with W `[o, i]`,
-//! b `[o]`, and for each term A `[r, i]`, B `[o, r]`, a scale s, a dropout D (D(x) = k·M ⊙ x, M of zeros and ones, k = 1/(1 − p)):
+//! Notation: n tokens (all leading dimensions of x as one), i and o the projection's widths, r a rank. Forward, with W `[o,
+//! i]`, b `[o]`, and for each term A `[r, i]`, B `[o, r]`, a scale s, a dropout D (D(x) = k·M ⊙ x, M of zeros and ones, k =
+//! 1/(1 − p)):
 //!
 //! - u = D(x)·Aᵀ `[n, r]`
 //! - y = x·Wᵀ + b + Σ s·u·Bᵀ `[n, o]`
@@ -12,21 +13,20 @@
 //! - du = s·g·B `[n, r]`
 //! - dA = duᵀ·D(x)
 //! - dx = g·W + Σ D(du·A), D being its own transpose
-//! - dW = gᵀ·x and db = Σ g only where somebody trains them: a frozen base has no gradient and no product for one.
+//! - dW = gᵀ·x and db = Σ g only if they are trained: a frozen base has no gradient, and no product for it.
 //!
-//! What is kept: x, which the layers beside keep too (q, k and v share one), and u, r numbers for each token. The mask is made
-//! again from its seed ([`Mask`]). PyTorch with PEFT keeps x, D(x), D's mask and u; D(x) is as large as x for each projection.
+//! It keeps x, which neighbouring layers keep too (q, k and v share one), and u, r numbers per token. The mask is recomputed
+//! from its seed ([`Mask`]). PyTorch with PEFT keeps x, D(x), D's mask and u; D(x) is as large as x for each projection.
 //!
-//! Each output is one tensor that all products add into: no `[n, o]` for the low-rank part, and no second `[n, i]` for its
-//! gradient. With dropout there is one more `[n, i]`, first the mask, then D(x).
+//! All products accumulate into one tensor per output: there is no `[n, o]` for the low-rank part, and no second `[n, i]` for
+//! its gradient. Dropout needs one more `[n, i]`, first for the mask, then for D(x).
 //!
-//! Precision: A and B are in fp32 beside a base of bf16 or fp16 (in f64 beside one of f64), and so are u, the sum that becomes y,
-//! and the one that becomes dx; each is rounded once. A few rows, as in decoding, are an exception: W is read as it is stored
-//! ([`matvec`]), or the product is libtorch's own in the base's dtype, because to cast the whole of W for them would cost more than
-//! the product.
+//! Precision: with a base in bf16 or fp16, A and B, u, and the sums that become y and dx are in fp32 (f64 for f64), and each
+//! sum is rounded once. A few rows, as in generation, are an exception: W is read in its dtype ([`matvec`]), or the product is
+//! libtorch's in the base's dtype, because casting all of W would cost more than the product.
 //!
-//! In a segment that keeps its products ([`runtime::autograd::retain`]), y and every u are kept, and the second run multiplies
-//! nothing.
+//! In a segment that keeps its products ([`runtime::autograd::retain`]), y and every u are kept, and recomputation runs no
+//! products.
 
 use runtime::autograd::{Backward, Forward, Function, apply, retain};
 use runtime::matmul::{FEW, matvec, mm, mm_into};
@@ -45,12 +45,12 @@ pub(crate) struct Term<'a> {
     pub(crate) mask: Option<Mask>,
 }
 
-/// The dtype of adapters and of sums beside a base of `kind`.
+/// The dtype of adapters and of sums with a base of `kind`.
 pub(crate) fn wide_kind(kind: Kind) -> Kind {
     if kind == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
-/// x·Wᵀ + b + Σ s·D(x)·Aᵀ·Bᵀ, `[…, i]` to `[…, o]`. x, W and b are of one dtype; the result is of dtype `output`.
+/// Computes x·Wᵀ + b + Σ s·D(x)·Aᵀ·Bᵀ, `[…, i]` to `[…, o]`. x, W and b have one dtype; the result has dtype `output`.
 pub(crate) fn low_rank_linear(
     x: &Tensor,
     weight: &Tensor,
@@ -73,19 +73,19 @@ pub(crate) fn low_rank_linear(
 }
 
 struct LowRank {
-    /// x's.
+    /// The shape of x.
     shape: Vec<i64>,
     bias: bool,
-    /// Scale and mask of each.
+    /// Scale and mask of each term.
     terms: Vec<(f64, Option<Mask>)>,
-    /// The base's.
+    /// The base's dtype.
     kind: Kind,
     output: Kind,
-    /// What forward saved, in that order.
+    /// The saved tensors, in order.
     kept: Vec<Kept>,
 }
 
-/// A saved tensor; numbers are those of terms.
+/// A saved tensor, with the index of its term.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kept {
     X,
@@ -202,7 +202,7 @@ impl Function for LowRank {
         let grad_wide = grad.f_to_kind(wide)?;
         let options = (wide, grad.device());
         let inner = self.shape[self.shape.len() - 1];
-        // The sum that becomes dx, once something is in it.
+        // The sum that becomes dx, once it has a term.
         let mut dx: Option<Tensor> = None;
         let mut undropped = Vec::new();
         for (term, &(scale, mask)) in self.terms.iter().enumerate() {
@@ -272,7 +272,7 @@ fn masked(mask: Mask, x: &Tensor) -> runtime::Result<Tensor> {
     Ok(mask.keep(&x.size(), (x.kind(), x.device()))?.f_mul_(x)?)
 }
 
-/// `[…, width]` as `[n, width]`, also where n is 0.
+/// Views `[…, width]` as `[n, width]`, also if n is 0.
 fn rows(x: &Tensor) -> runtime::Result<Tensor> {
     let size = x.size();
     let (&width, leading) = size.split_last().unwrap_or((&1, &[]));
@@ -287,7 +287,7 @@ mod tests {
 
     use super::*;
 
-    /// Everything at once: the base trained too, two terms that drop and one that does not.
+    /// Everything at once: a trained base, two terms with dropout and one without.
     #[test]
     fn derivatives_are_those_of_differences() {
         let mut generator = Generator::new(5).unwrap();

@@ -1,20 +1,19 @@
-//! How A and B begin.
+//! Initialisation of A and B.
 //!
 //! | | A `[r, i]` | B `[o, r]` | s·B·A |
 //! |---|---|---|---|
 //! | [`Init::Kaiming`] | uniform in ±1/√i | 0 | 0 |
 //! | [`Init::Gaussian`] | normal, deviation 1/r | 0 | 0 |
 //! | [`Init::Random`] | uniform in ±1/√i | uniform in ±1/√r | not 0 |
-//! | [`Init::Pissa`] | √(Σ/s)·Vᵀ | U·√(Σ/s) | the best approximation of W of rank r |
+//! | [`Init::Pissa`] | √(Σ/s)·Vᵀ | U·√(Σ/s) | the best rank-r approximation of W |
 //! | [`Init::Olora`] | R | Q | s·Q·R, of W = QR cut to r |
 //! | [`Init::Orthogonal`] | rows of one half of an orthogonal basis, mixed | the other half | 0 |
 //!
-//! U·Σ·Vᵀ are the r largest of W's singular triples (Meng, Wang & Zhang, arXiv:2404.02948). For PiSSA and OLoRA
-//! (Büyükakyüz, arXiv:2406.01775) the adapted projection begins as W, so s·B₀·A₀ has to be taken off. PEFT writes W − s·B₀·A₀
-//! over W, rounded to its dtype. Here W stays as it is, and a second, frozen low-rank term subtracts s·B₀·A₀: nothing is rounded,
-//! W comes back bit for bit because it never left, and disabling an adapter gives the base model. It costs r·(i + o) numbers and
-//! a product of rank r, where a copy of W would be i·o. A file holds A and B alone, as PEFT's does: whoever loads it finds A₀ and B₀
-//! from the base's W again.
+//! U·Σ·Vᵀ are the r largest singular triples of W (Meng, Wang & Zhang, arXiv:2404.02948). With PiSSA and OLoRA (Büyükakyüz,
+//! arXiv:2406.01775) the adapted projection initially equals W, so s·B₀·A₀ must be subtracted. PEFT overwrites W with W −
+//! s·B₀·A₀, rounded to its dtype. Here W does not change, and a second, frozen low-rank term subtracts s·B₀·A₀: nothing is
+//! rounded, W is unchanged, and disabling an adapter gives the base model. It costs r·(i + o) numbers and a product of rank r,
+//! where a copy of W would be i·o. Files contain only A and B, as PEFT's do: loading recomputes A₀ and B₀ from the base's W.
 
 use runtime::random::Generator;
 use tch::Tensor;
@@ -22,17 +21,17 @@ use tch::Tensor;
 use crate::error::Result;
 use crate::function::wide_kind;
 
-/// How an adapter begins: see the [table](self).
+/// How an adapter is initialised: see the [table](self).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Init {
-    /// A as PyTorch's `nn.Linear`, B zero: PEFT's `true`.
+    /// A as in PyTorch's `nn.Linear`, B zero: PEFT's `true`.
     #[default]
     Kaiming,
     /// A normal, B zero: PEFT's `"gaussian"`.
     Gaussian,
-    /// Both as `nn.Linear`: PEFT's `false`. The adapter changes the model from the start.
+    /// Both as in `nn.Linear`: PEFT's `false`. The adapter changes the model from the start.
     Random,
-    /// The principal part of W: PEFT's `"pissa"`; `"pissa_niter_N"`, a faster approximation of it, is read as this.
+    /// The principal components of W: PEFT's `"pissa"`; `"pissa_niter_N"`, a faster approximation, is read as this.
     Pissa,
     /// W's QR decomposition: PEFT's `"olora"`.
     Olora,
@@ -40,7 +39,7 @@ pub enum Init {
     Orthogonal,
 }
 
-/// A and B, and A₀ and B₀ where they are to be taken off.
+/// A and B, and A₀ and B₀ if they are subtracted.
 #[derive(Debug)]
 pub(crate) struct Initial {
     pub(crate) a: Tensor,
@@ -49,7 +48,7 @@ pub(crate) struct Initial {
 }
 
 impl Init {
-    /// For W `[o, i]`, in fp32 (f64 for f64), on W's device.
+    /// Initialises an adapter for W `[o, i]`, in fp32 (f64 for f64), on W's device.
     pub(crate) fn draw(
         self,
         weight: &Tensor,
@@ -84,12 +83,12 @@ impl Init {
         Ok(Initial { a: a.f_contiguous()?, b: b.f_contiguous()?, offset: None })
     }
 
-    /// Whether A₀ and B₀ are found from W, and subtracted.
+    /// Whether A₀ and B₀ are computed from W and subtracted.
     pub(crate) fn has_offset(self) -> bool {
         matches!(self, Self::Pissa | Self::Olora)
     }
 
-    /// A₀ and B₀ of PiSSA or OLoRA, twice: as the beginning, and to subtract.
+    /// Returns A₀ and B₀ of PiSSA or OLoRA twice: as initial values, and to subtract.
     fn of_weight(self, weight: &Tensor, r: i64, scaling: f64) -> Result<Initial> {
         let wide = weight.f_detach()?.f_to_kind(wide_kind(weight.kind()))?;
         let rank = r.min(wide.size()[0]).min(wide.size()[1]);
@@ -102,7 +101,7 @@ impl Init {
             let (q, triangle) = Tensor::f_linalg_qr(&wide, "reduced")?;
             (triangle.f_narrow(0, 0, rank)?, q.f_narrow(1, 0, rank)?)
         };
-        // A rank beyond W's own is filled with zeros.
+        // A rank beyond W's own is padded with zeros.
         let a = a.f_constant_pad_nd([0, 0, 0, r - rank])?.f_contiguous()?;
         let b = b.f_constant_pad_nd([0, r - rank])?.f_contiguous()?;
         let offset = Some((copied(&a)?, copied(&b)?));

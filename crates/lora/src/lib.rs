@@ -1,22 +1,22 @@
-//! Low-rank adaptation of a frozen model (Hu et al., arXiv:2106.09685), in PEFT's files.
+//! Low-rank adaptation of a frozen model (LoRA, Hu et al., arXiv:2106.09685), compatible with PEFT's files.
 //!
-//! A projection y = x·Wᵀ + b is left as it is, and s·x·Aᵀ·Bᵀ with A `[r, in]` and B `[out, r]` is learned beside it: of a model of
-//! half a billion numbers, a million are trained.
+//! A projection y = x·Wᵀ + b stays frozen, and s·x·Aᵀ·Bᵀ with A `[r, in]` and B `[out, r]` is trained in addition: about a
+//! million parameters for a model with half a billion.
 //!
-//! | | what it gives |
+//! | item | purpose |
 //! |---|---|
 //! | [`LoraLinear`], [`Options`] | one projection with an adapter, in any model |
-//! | [`Adapters`], [`LoraConfig`] | a whole model's: installed by name, switched, merged, saved |
-//! | [`Init`] | how adapters begin: Kaiming, Gaussian, PiSSA, OLoRA, orthogonal |
-//! | [`peft`] | `adapter_config.json` and `adapter_model.safetensors`, both ways |
+//! | [`Adapters`], [`LoraConfig`] | adapters of a whole model: install by name, switch, merge, save |
+//! | [`Init`] | initialisation: Kaiming, Gaussian, PiSSA, OLoRA, orthogonal |
+//! | [`peft`] | `adapter_config.json` and `adapter_model.safetensors`, reading and writing |
 //!
-//! What differs from PEFT:
-//! - Between forward and backward a layer keeps x, which its neighbours keep too, and r numbers for each token; dropout's mask is
-//!   made again from its seed. The gradient of the frozen base is never computed.
-//! - A merge never overwrites W, so that it comes back bit for bit; PEFT subtracts what it added.
-//! - PiSSA and OLoRA leave W as it is: what they take off is a low-rank term of its own.
-//! - Modules that are saved whole, and trained biases, step aside too when adapters are disabled, switched or unloaded.
-//! - A head that is tied to the embedding can be merged, and the caller is told that it is tied no more.
+//! Differences from PEFT:
+//! - Between forward and backward a layer keeps x, which its neighbours keep too, and r numbers per token; the dropout mask is
+//!   recomputed from its seed. The gradient of the frozen base is never computed.
+//! - A merge never overwrites W, so unmerging restores it bit for bit; PEFT subtracts what it added.
+//! - PiSSA and OLoRA do not change W: a separate low-rank term subtracts their initial product.
+//! - Modules that are saved whole, and trained biases, are also disabled, switched and unloaded with their adapters.
+//! - A head that is tied to the embedding can be merged; the caller learns that it is no longer tied.
 //!
 //! ```
 //! use lora::{Adapters, LoraConfig};

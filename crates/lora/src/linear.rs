@@ -1,4 +1,4 @@
-//! A frozen projection with adapters beside it.
+//! A frozen projection with adapters.
 
 use std::sync::Arc;
 
@@ -18,18 +18,18 @@ use crate::function::low_rank_linear;
 use crate::options::Options;
 use crate::switch::Switch;
 
-/// The name of an adapter that was given none.
+/// The default name of an adapter.
 pub const DEFAULT: &str = "default";
 
-/// y = x·Wᵀ + b + s·dropout(x)·Aᵀ·Bᵀ with W and b frozen, in the place of a [`Linear`].
+/// y = x·Wᵀ + b + s·dropout(x)·Aᵀ·Bᵀ with frozen W and b; replaces a [`Linear`].
 ///
-/// W and b keep their dtype (fp32, bf16, fp16, f64) and their names, so that a checkpoint of the base still fits; A `[r, in]` and
-/// B `[out, r]` are in fp32 (f64 for f64) and are called `lora_A.default.weight` and `lora_B.default.weight`, DoRA's lengths
-/// `lora_magnitude_vector.default.weight`. The input is of W's dtype, unless a policy of [`runtime::precision`] casts it; the
-/// result too.
-/// The head of `function.rs` has the mathematics, what is kept, and where it is rounded; that of `dora.rs` DoRA's.
+/// W and b keep their dtype (fp32, bf16, fp16, f64) and their names, so that checkpoints of the base can be loaded. A `[r, in]`
+/// and B `[out, r]` are in fp32 (f64 for f64) and are called `lora_A.default.weight` and `lora_B.default.weight`; DoRA's
+/// magnitudes are `lora_magnitude_vector.default.weight`. Input and output have W's dtype, unless a policy of
+/// [`runtime::precision`] casts them. `function.rs` documents the mathematics, what is kept, and where it is rounded; `dora.rs`
+/// documents DoRA.
 ///
-/// Dropout drops where [`Context::training`] says so. Between a forward and its backward nothing of it may be switched, merged or
+/// Dropout is active if [`Context::training`] is set. Between a forward and its backward nothing may be switched, merged or
 /// changed.
 ///
 /// ```
@@ -49,17 +49,17 @@ pub const DEFAULT: &str = "default";
 /// ```
 #[derive(Debug)]
 pub struct LoraLinear {
-    /// A tensor of its own over the base's memory, so that a merge reaches nobody who shares it (a tied embedding).
+    /// Its own tensor over the base's memory, so that a merge does not affect others that share it (a tied embedding).
     weight: Tensor,
     bias: Option<Tensor>,
-    /// ‖W‖² of each row, once an adapter needs it.
+    /// ‖W‖² of each row, if an adapter needs it.
     squares: Option<Tensor>,
     adapters: Vec<Adapter>,
     merged: Arc<Mutex<Option<Merged>>>,
     switch: Arc<Switch>,
 }
 
-/// What a merge put aside.
+/// The state of a merge.
 #[derive(Debug)]
 struct Merged {
     /// W, sharing the base's memory.
@@ -68,10 +68,10 @@ struct Merged {
 }
 
 impl LoraLinear {
-    /// Freezes `linear` and puts an adapter called `default` beside it.
+    /// Freezes `linear` and adds an adapter called `default`.
     ///
     /// # Errors
-    /// An option outside its range; a base that is not of a floating dtype; too little memory.
+    /// An option outside its range; a base without a floating dtype; too little memory.
     pub fn new(linear: Linear, options: &Options) -> Result<Self> {
         let switch = Arc::new(Switch::default());
         switch.set(|setting| setting.active = vec![DEFAULT.to_owned()]);
@@ -80,10 +80,10 @@ impl LoraLinear {
         Ok(layer)
     }
 
-    /// [`LoraLinear::new`] of any projection that computes x·Wᵀ + b with tensors called `weight` and `bias`, which it shares.
+    /// [`LoraLinear::new`] for any projection that computes x·Wᵀ + b with tensors called `weight` and `bias`, which it shares.
     ///
     /// # Errors
-    /// A projection with other tensors than these; as [`LoraLinear::new`].
+    /// A projection with other tensors; as [`LoraLinear::new`].
     pub fn of(projection: &dyn Projection, options: &Options) -> Result<Self> {
         let (mut weight, mut bias) = (None, None);
         for named in tensors(projection) {
@@ -107,7 +107,7 @@ impl LoraLinear {
         Self::new(Linear { weight, bias }, options)
     }
 
-    /// Without an adapter yet.
+    /// Creates a layer without adapters.
     pub(crate) fn over(weight: &Tensor, bias: Option<Tensor>, switch: Arc<Switch>) -> Result<Self> {
         if !weight.is_floating_point() || weight.dim() != 2 {
             let found = format!("{:?} {:?}", weight.kind(), weight.size());
@@ -140,7 +140,7 @@ impl LoraLinear {
         self.adapters.retain(|adapter| adapter.name != name);
     }
 
-    /// Another handle on the same tensors.
+    /// Returns another handle on the same tensors.
     pub(crate) fn shallow_clone(&self) -> Self {
         Self {
             weight: self.weight.shallow_clone(),
@@ -156,7 +156,7 @@ impl LoraLinear {
         &self.adapters
     }
 
-    /// W as it was before any merge, sharing its memory.
+    /// Returns W before any merge, sharing memory.
     pub(crate) fn base_weight(&self) -> Tensor {
         match &*self.merged.lock() {
             Some(merged) => merged.original.shallow_clone(),
@@ -164,9 +164,9 @@ impl LoraLinear {
         }
     }
 
-    /// Writes the active adapters into a weight that takes W's place until [`LoraLinear::unmerge`], which brings W back bit for
-    /// bit: it was never overwritten. Meanwhile both are in memory. Merged layers compute the merged product and no low-rank one.
-    /// Nothing happens to a layer that is merged already.
+    /// Merges the active adapters into a new weight that replaces W until [`LoraLinear::unmerge`], which restores W bit for
+    /// bit: it is never overwritten. Meanwhile both are in memory. Merged layers compute only the merged product. Does nothing
+    /// if already merged.
     ///
     /// # Errors
     /// [`Error::NotFinite`], with nothing changed.
@@ -175,7 +175,7 @@ impl LoraLinear {
         self.put(merged, "the projection")
     }
 
-    /// What W would be with the active adapters in it, in W's dtype; `None` where it is merged, or none is active.
+    /// Returns W with the active adapters merged, in W's dtype; `None` if it is merged, or none is active.
     pub(crate) fn merged_weight(&self) -> Result<Option<Tensor>> {
         let _no_grad = tch::no_grad_guard();
         if self.merged.lock().is_some() {
@@ -195,7 +195,7 @@ impl LoraLinear {
         Ok(Some(sum.f_to_kind(self.weight.kind())?))
     }
 
-    /// Puts a merged weight in W's place.
+    /// Replaces W by a merged weight.
     pub(crate) fn put(&self, merged: Option<Tensor>, module: &str) -> Result<()> {
         let Some(merged) = merged else { return Ok(()) };
         let adapters: Vec<String> = self.active().iter().map(|adapter| adapter.name.clone()).collect();
@@ -208,10 +208,10 @@ impl LoraLinear {
         Ok(())
     }
 
-    /// Brings W back. Nothing happens to a layer that is not merged.
+    /// Restores W. Does nothing if not merged.
     ///
     /// # Errors
-    /// None in practice; the border's type.
+    /// Never fails; `Result` for uniformity.
     pub fn unmerge(&self) -> Result<()> {
         match self.merged.lock().take() {
             Some(merged) => exchange(&self.weight, &merged.original),
@@ -219,17 +219,17 @@ impl LoraLinear {
         }
     }
 
-    /// Names of the adapters that are merged.
+    /// Returns the names of the merged adapters.
     pub fn merged(&self) -> Vec<String> {
         self.merged.lock().as_ref().map(|merged| merged.adapters.clone()).unwrap_or_default()
     }
 
-    /// A plain projection of what W is now: merged or not.
+    /// Returns a plain projection with the current W, merged or not.
     pub fn into_linear(self) -> Linear {
         Linear { weight: self.weight, bias: self.bias }
     }
 
-    /// Adapters that are switched on and this layer has, in the order of the switch.
+    /// Returns the active adapters that this layer has, in the order of the switch.
     fn active(&self) -> Vec<&Adapter> {
         self.switch.read(|setting| {
             let named = |name: &String| self.adapters.iter().find(|adapter| adapter.name == *name);
@@ -237,7 +237,7 @@ impl LoraLinear {
         })
     }
 
-    /// Tells a segment that runs again in backward what this forward goes by.
+    /// Records the settings of this forward, for a segment that recomputes it in backward.
     fn note_settings(&self) {
         let active = self.active();
         let names: Vec<&str> = active.iter().map(|adapter| adapter.name.as_str()).collect();
@@ -262,12 +262,12 @@ impl LoraLinear {
                 name: "x",
                 found_kind: x.kind(),
                 found_device: x.device(),
-                expected: format!("{:?} on {:?}, as the weight", weight.kind(), weight.device()),
+                expected: format!("{:?} on {:?}, as the weight has", weight.kind(), weight.device()),
             });
         }
         self.note_settings();
         if self.switch.read(|setting| setting.disabled > 0) {
-            // Of a merged layer that was brought from elsewhere it was left behind.
+            // Offloading moves a merged layer to the device without its base weight.
             let base = self.base_weight().f_to_device(x.device())?;
             return Ok(precision::linear(x, &base, self.bias.as_ref())?);
         }
@@ -294,11 +294,11 @@ impl LoraLinear {
     }
 }
 
-/// Gives `tensor` the values of `other` by sharing its memory. A graph that saved `tensor` refuses to go on.
+/// Makes `tensor` share the memory of `other`. A graph that saved `tensor` refuses to run.
 pub(crate) fn exchange(tensor: &Tensor, other: &Tensor) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
     tensor.shallow_clone().f_set_data(other)?;
-    // An in-place change of nothing counts as a change: what was saved for backward is known to be another tensor.
+    // An in-place change of no elements counts as a change: libtorch notices that a saved tensor is stale.
     let _ = tensor.f_detach()?.f_narrow(0, 0, 0)?.f_zero_()?;
     Ok(())
 }

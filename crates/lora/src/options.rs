@@ -1,9 +1,9 @@
-//! What one adapter of one projection is.
+//! Options of one projection's adapter.
 
 use crate::error::{Error, Result};
 use crate::init::Init;
 
-/// An adapter of one projection. [`LoraConfig`](crate::LoraConfig) has the same for a whole model, in PEFT's words.
+/// Options of one projection's adapter. [`LoraConfig`](crate::LoraConfig) has the same for a whole model, in PEFT's format.
 ///
 /// ```
 /// let options = lora::Options { r: 16, alpha: 32.0, dropout: 0.05, ..lora::Options::default() };
@@ -11,37 +11,37 @@ use crate::init::Init;
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// Rank: at least 1. A rank beyond the projection's widths is allowed, and a waste.
+    /// Rank, at least 1. A rank beyond the projection's widths is allowed but useless.
     pub r: i64,
     /// α; the low-rank product is scaled by α/r.
     pub alpha: f64,
-    /// Probability that the adapter's path drops an element of its input, in [0, 1).
+    /// Dropout probability of the adapter's input, in [0, 1).
     pub dropout: f64,
     /// Scale by α/√r instead (Kalajdzievski, arXiv:2312.03732).
     pub rslora: bool,
-    /// Learn the length of each row of W + sBA beside its direction (Liu et al., arXiv:2402.09353).
+    /// Whether to train the norm of each row of W + sBA separately from its direction (Liu et al., arXiv:2402.09353).
     pub dora: bool,
-    /// How A and B begin.
+    /// The initialisation of A and B.
     pub init: Init,
-    /// What they are drawn from.
+    /// The seed of the initialisation.
     pub seed: u64,
 }
 
 impl Default for Options {
-    /// PEFT's: rank 8, α 8, nothing else.
+    /// PEFT's defaults: rank 8, α 8.
     fn default() -> Self {
         Self { r: 8, alpha: 8.0, dropout: 0.0, rslora: false, dora: false, init: Init::default(), seed: 0 }
     }
 }
 
 impl Options {
-    /// s in y = x·Wᵀ + s·x·Aᵀ·Bᵀ.
+    /// Returns s in y = x·Wᵀ + s·x·Aᵀ·Bᵀ.
     pub fn scaling(&self) -> f64 {
         let r = self.r as f64;
         self.alpha / if self.rslora { r.sqrt() } else { r }
     }
 
-    /// Refuses what makes no adapter.
+    /// Refuses invalid options.
     ///
     /// # Errors
     /// [`Error::Option`].

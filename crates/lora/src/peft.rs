@@ -1,11 +1,11 @@
 //! PEFT's files: `adapter_config.json` and `adapter_model.safetensors`.
 //!
-//! The configuration is JSON as Python writes it: an indent of two, sorted keys, no newline at the end, everything beyond ASCII
-//! escaped. What was read is written back as it was, a field that was changed excepted; so a folder that PEFT wrote is the same to
-//! the last byte after [`Adapters::load`](crate::Adapters::load) and [`Adapters::save`](crate::Adapters::save).
+//! The configuration is JSON as Python writes it: indented by two, with sorted keys, no final newline, and non-ASCII characters
+//! escaped. Unchanged fields are written as they were read, so a folder written by PEFT is identical to the last byte after
+//! [`Adapters::load`](crate::Adapters::load) and [`Adapters::save`](crate::Adapters::save).
 //!
-//! Tensors are called `base_model.model.` and what [`Adapters::tensors`](crate::Adapters::tensors) calls them. An adapter that
-//! is not called `default` lies in a folder of its name.
+//! Tensor names are `base_model.model.` followed by the name in [`Adapters::tensors`](crate::Adapters::tensors). An adapter
+//! that is not called `default` is in a subfolder of its name.
 
 mod folder;
 mod json;
@@ -21,12 +21,12 @@ use serde_json::{Map, Value, json};
 use crate::config::LoraConfig;
 use crate::error::{Error, Result};
 
-/// Name of the configuration's file.
+/// File name of the configuration.
 pub const CONFIG_FILE: &str = "adapter_config.json";
-/// Name of the tensors' file.
+/// File name of the tensors.
 pub const TENSORS_FILE: &str = "adapter_model.safetensors";
 
-/// Fields that change what is computed, when they are set.
+/// Fields that change the computation if set.
 const UNSUPPORTED: [&str; 14] = [
     "alora_invocation_tokens",
     "arrow_config",
@@ -44,7 +44,7 @@ const UNSUPPORTED: [&str; 14] = [
     "runtime_config",
 ];
 
-/// What PEFT 0.21 writes beside the fields of [`LoraConfig`].
+/// The fields that PEFT 0.21 writes besides those of [`LoraConfig`].
 fn others() -> Value {
     json!({
         "alora_invocation_tokens": null,
@@ -74,13 +74,13 @@ fn others() -> Value {
     })
 }
 
-/// Refuses what would be computed differently.
+/// Refuses fields that would change the computation.
 pub(crate) fn check_unsupported(read: &Map<String, Value>) -> Result<()> {
     let refuse = |field: &str, found: &Value, remedy| {
         Err(Error::Unsupported { field: field.to_owned(), found: found.to_string(), remedy })
     };
     if let Some(found) = read.get("peft_type").filter(|found| *found != "LORA") {
-        return refuse("peft_type", found, "only LORA's adapters can be read");
+        return refuse("peft_type", found, "only LORA adapters can be read");
     }
     let (own, other) = (fields(&LoraConfig::default()), others());
     for (field, value) in read {
@@ -90,7 +90,7 @@ pub(crate) fn check_unsupported(read: &Map<String, Value>) -> Result<()> {
             Value::Object(items) => items.is_empty(),
             _ => false,
         };
-        // What a later version calls `use_…` and switches on is another computation.
+        // A later version's `use_…` field that is set changes the computation.
         let unknown = field.starts_with("use_") && !own.contains_key(field) && other.get(field).is_none();
         if !unset && (UNSUPPORTED.contains(&field.as_str()) || unknown && *value == Value::Bool(true)) {
             return refuse(
@@ -114,11 +114,11 @@ impl LoraConfig {
     /// Reads `adapter_config.json`.
     ///
     /// # Errors
-    /// A missing file, malformed JSON, a field of another type; as [`LoraConfig::check`].
+    /// A missing file, invalid JSON, a field of the wrong type; as [`LoraConfig::check`].
     pub fn read(path: &Path) -> Result<Self> {
         let refuse = |reason: String| Error::File { path: path.to_owned(), reason };
         let text = std::fs::read_to_string(path).map_err(|cause| {
-            refuse(format!("{cause}; an adapter's folder has {CONFIG_FILE} and {TENSORS_FILE}"))
+            refuse(format!("{cause}; an adapter's folder contains {CONFIG_FILE} and {TENSORS_FILE}"))
         })?;
         Self::from_json(&text).map_err(|error| match error {
             Error::File { reason, .. } => refuse(reason),
@@ -126,14 +126,14 @@ impl LoraConfig {
         })
     }
 
-    /// Reads the text of an `adapter_config.json`.
+    /// Parses the text of an `adapter_config.json`.
     ///
     /// # Errors
     /// As [`LoraConfig::read`].
     pub fn from_json(text: &str) -> Result<Self> {
         let refuse = |cause: serde_json::Error| Error::File {
             path: CONFIG_FILE.into(),
-            reason: format!("not a configuration of an adapter: {cause}"),
+            reason: format!("not an adapter configuration: {cause}"),
         };
         let read: Map<String, Value> = strict_json::from_str(text).map_err(refuse)?;
         let set = read.iter().filter(|(field, value)| !(value.is_null() && not_optional(field)));
@@ -143,7 +143,7 @@ impl LoraConfig {
         Ok(config)
     }
 
-    /// The text of `adapter_config.json`, as PEFT would write it.
+    /// Returns the text of `adapter_config.json`, as PEFT would write it.
     pub fn to_json(&self) -> String {
         let now = fields(self);
         if self.read.is_empty() {
@@ -168,7 +168,7 @@ impl LoraConfig {
     }
 }
 
-/// Whether null stands for a field's default, because the field itself has no null.
+/// Whether null means a field's default, because the field itself cannot be null.
 fn not_optional(field: &str) -> bool {
     fields(&LoraConfig::default()).get(field).is_some_and(|default| !default.is_null())
 }

@@ -1,17 +1,17 @@
-//! Which adapters compute: read by every layer in every forward, and set from outside.
+//! Which adapters are active: read by every layer in every forward.
 
 use parking_lot::RwLock;
 
-/// Shared by all layers of one model.
+/// Shared by all layers of a model.
 #[derive(Debug, Default)]
 pub(crate) struct Switch(RwLock<Setting>);
 
-/// What a forward goes by.
+/// The settings of a forward.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Setting {
-    /// Names of the adapters that compute.
+    /// Names of the active adapters.
     pub(crate) active: Vec<String>,
-    /// Guards that keep adapters off.
+    /// Number of guards that disable all adapters.
     pub(crate) disabled: usize,
 }
 

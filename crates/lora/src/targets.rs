@@ -1,8 +1,8 @@
-//! Which modules a configuration means, decided as PEFT does.
+//! Resolves the modules of a configuration as PEFT does.
 //!
-//! A list matches a module of that very name, or one that ends with a dot and the name; a string is a regular expression for
-//! whole names; modules that are excluded or saved whole are never adapted. Regular expressions are those of the `regex` crate:
-//! Python's without look-around and back-references.
+//! A list entry matches a module with that name, or whose name ends with a dot and the entry. A string is a regular expression
+//! for whole names. Modules that are excluded or saved whole are never adapted. Regular expressions are those of the `regex`
+//! crate: Python's without look-around and back-references.
 
 use models::LlamaConfig;
 use regex::Regex;
@@ -11,9 +11,9 @@ use serde_json::{Map, Value};
 use crate::config::{Layers, LoraConfig, Names};
 use crate::error::{Error, Result};
 
-/// The word for every projection but the head.
+/// The value for every projection except the head.
 const ALL_LINEAR: &str = "all-linear";
-/// What PEFT adapts of Llama and Qwen2 where nothing is said.
+/// PEFT's default targets for Llama and Qwen2.
 const DEFAULT_TARGETS: [&str; 2] = ["q_proj", "v_proj"];
 
 /// A configuration with its patterns compiled.
@@ -68,7 +68,7 @@ impl<'a> Targets<'a> {
         })
     }
 
-    /// Whether the module of this name is to be adapted; `head` says that it is the output head.
+    /// Whether to adapt the module of this name; `head` marks the output head.
     pub(crate) fn wants(&self, name: &str, head: bool) -> bool {
         let excluded = match (&self.excluded, &self.config.exclude_modules) {
             (Some(pattern), _) => pattern.is_match(name),
@@ -86,12 +86,12 @@ impl<'a> Targets<'a> {
         }
     }
 
-    /// Whether it is one of the words that mean every projection, so that it never names anything else.
+    /// Whether it means every projection, so that it never names anything else.
     pub(crate) fn means_projections_only(&self) -> bool {
         matches!(&self.modules, Names::Pattern(pattern) if is_all_linear(pattern))
     }
 
-    /// As an error says it.
+    /// Describes the targets for an error.
     pub(crate) fn described(&self) -> String {
         let written = match &self.modules {
             Names::Pattern(pattern) => format!("`{pattern}`"),
@@ -118,7 +118,7 @@ impl<'a> Targets<'a> {
     }
 }
 
-/// The value of the first pattern that matches the end of a name.
+/// Returns the value of the first pattern that matches the end of a name.
 pub(crate) fn pattern_value<'a>(patterns: &'a Map<String, Value>, name: &str) -> Result<Option<&'a Value>> {
     for (pattern, value) in patterns {
         if compile(pattern, &format!(r"^(?:.*\.)?(?:{pattern})$"))?.is_match(name) {
@@ -147,7 +147,7 @@ fn compile(pattern: &str, whole: &str) -> Result<Regex> {
 }
 
 impl LoraConfig {
-    /// How many numbers an adapter of this configuration learns in a model of that one, without making either. Modules that are
+    /// Returns the number of trainable parameters of this configuration for a model, without creating either. Modules that are
     /// saved whole and biases are not counted.
     ///
     /// # Errors
@@ -177,7 +177,7 @@ impl LoraConfig {
     /// Whether the projection of this whole name (`model.layers.0.mlp.up_proj`, `lm_head`) is adapted, or saved whole.
     ///
     /// # Errors
-    /// A pattern that is no regular expression.
+    /// An invalid regular expression.
     pub fn adapts(&self, name: &str) -> Result<bool> {
         let targets = Targets::new(self)?;
         Ok(targets.saved.iter().any(|saved| saved.is_match(name)) || targets.wants(name, name == "lm_head"))

@@ -1,14 +1,14 @@
-//! The ladder: a block of any model, offloaded in four ways, each a type that stands in the block's place.
+//! Wrappers that offload a block of any model, one for each [`Method`](crate::Method).
 //!
-//! | type | comes and goes | backward | holds on the device |
+//! | type | loaded | backward | on the device |
 //! |---|---|---|---|
-//! | [`OffloadBlock`] | when it runs | – | one layer |
-//! | [`OffloadBlockWithCheckpointing`] | when it runs | a recomputed segment ([`runtime::autograd::checkpoint`]) | one layer, and x of each |
-//! | [`OffloadBlockWithFunction`] | when it runs | a function of its own | one layer, and x of each |
-//! | [`OverlapOffloadBlock`] | ahead of time, in a ring | a function of its own | the ring, and x of each |
+//! | [`OffloadBlock`] | for each use | – | one layer |
+//! | [`OffloadBlockWithCheckpointing`] | for each use | a recomputed segment ([`runtime::autograd::checkpoint`]) | one layer, and x of each |
+//! | [`OffloadBlockWithFunction`] | for each use | a custom autograd function | one layer, and x of each |
+//! | [`OverlapOffloadBlock`] | prefetched into a ring of slots | a custom autograd function | the ring, and x of each |
 //!
-//! Names of tensors, and the tensors themselves, stay the block's own: an optimizer, a checkpoint and an adapter see the model as it
-//! was, at home. [`Offload`](crate::Offload) puts these in.
+//! The names of tensors, and the tensors themselves, do not change, so an optimizer, a checkpoint and an adapter see the model
+//! as before. [`Offload`](crate::Offload) installs these wrappers.
 
 use models::Result;
 use models::module::{Block, Context, FunctionalCall, Module, OwnedContext, Visitor, VisitorMut};
@@ -17,52 +17,52 @@ use tch::Tensor;
 
 use crate::engine::{Engine, Fetched, Lease};
 use crate::error::Error;
-use crate::function::{Fetch, Guest, OffloadFunction, OverlapOffloadFunction};
-use crate::home::{Stamp, unchanged};
+use crate::function::{Fetch, LayerRunner, OffloadFunction, OverlapOffloadFunction};
 use crate::schedule::Direction;
+use crate::storage::{TensorVersions, unchanged};
 
-/// A block whose tensors are at home.
+/// A block whose tensors are in host memory or files.
 #[derive(Debug)]
-pub(crate) struct Away {
-    held: FunctionalCall<dyn Block>,
+pub(crate) struct OffloadedLayer {
+    block: FunctionalCall<dyn Block>,
     engine: Engine,
     layer: usize,
     number: usize,
 }
 
-impl Away {
-    pub(crate) fn new(held: FunctionalCall<dyn Block>, engine: Engine, layer: usize, number: usize) -> Self {
-        Self { held, engine, layer, number }
+impl OffloadedLayer {
+    pub(crate) fn new(block: FunctionalCall<dyn Block>, engine: Engine, layer: usize, number: usize) -> Self {
+        Self { block, engine, layer, number }
     }
 
-    fn guest(&self) -> Guest {
-        let Self { held, engine, layer, number } = self;
-        Guest { block: held.shared(), engine: engine.clone(), layer: *layer, number: *number }
+    fn runner(&self) -> LayerRunner {
+        let Self { block, engine, layer, number } = self;
+        LayerRunner { block: block.shared(), engine: engine.clone(), layer: *layer, number: *number }
     }
 
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
-        let result = self.held.visit_mut(visitor);
-        // What the edit put in goes home, also where it failed half way.
-        self.engine.replace(self.layer, self.held.named())?;
+        let result = self.block.visit_mut(visitor);
+        // Offloads new tensors, also if the mapper failed half way.
+        self.engine.replace(self.layer, self.block.named())?;
         result
     }
 
-    /// What every rung does first; whether there will be a backward.
+    /// Starts a forward; returns whether it records a graph.
     fn begin(&self, x: &Tensor) -> Result<bool> {
         self.engine.begin_forward()?;
-        Ok(self.held.records(x))
+        Ok(self.block.records(x))
     }
 }
 
-macro_rules! rungs {
+macro_rules! methods {
     ($($(#[$doc:meta])* $name:ident;)*) => {$(
         $(#[$doc])*
         #[derive(Debug)]
-        pub struct $name(pub(crate) Away);
+        pub struct $name(pub(crate) OffloadedLayer);
 
         impl Module for $name {
             fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
-                self.0.held.visit(visitor);
+                self.0.block.visit(visitor);
             }
 
             fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
@@ -72,17 +72,19 @@ macro_rules! rungs {
     )*};
 }
 
-rungs! {
-    /// Brings a layer, runs it, and lets it go: inference in the device memory of one layer. Its tensors at home are never written, so
-    /// sending it back costs nothing. A pass that records gradients is refused.
+methods! {
+    /// Loads a layer, runs it, and frees it: inference in the device memory of one layer. Its tensors are never written, so
+    /// nothing is copied back. A forward that records gradients is refused.
     OffloadBlock;
-    /// [`OffloadBlock`] as a recomputed segment: forward keeps the layer's input, backward brings the layer again and runs it with
-    /// a graph. Gradients come home through autograd.
+    /// [`OffloadBlock`] with activation checkpointing: forward keeps the layer's input; backward loads the layer again and runs
+    /// it with a graph. Gradients return to the host through autograd.
     OffloadBlockWithCheckpointing;
-    /// The same by hand: a function whose backward brings the layer, runs it with a graph of its own, and sends gradients home.
+    /// The same with a custom autograd function, whose backward loads the layer, runs it with its own graph, and stores the
+    /// gradients on the host.
     OffloadBlockWithFunction;
-    /// The same in a ring of slots: while a layer runs, the next ones come on a stream of their own and the gradients of the last
-    /// one go on another. The last layers of forward stay for backward, and the last of backward for the next forward.
+    /// The same with a ring of slots: while a layer runs, the next ones are loaded on their own stream, and the gradients of
+    /// the last one are stored on another. The last layers of forward stay loaded for backward, and the last of backward for
+    /// the next forward.
     OverlapOffloadBlock;
 }
 
@@ -90,32 +92,32 @@ impl Block for OffloadBlock {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         if self.0.begin(x_btd)? {
             let reason = format!(
-                "`{}` is offloaded for inference, but gradients are recorded; take Method::Overlap, or turn gradients off",
-                self.0.held.name()
+                "`{}` is offloaded for inference, but gradients are recorded; use Method::Overlap, or disable gradients",
+                self.0.block.name()
             );
             return Err(Error::config("method", reason).into());
         }
-        Ok(self.0.guest().visit::<Fetched>(x_btd, context)?)
+        Ok(self.0.runner().forward::<Fetched>(x_btd, context)?)
     }
 }
 
 impl Block for OffloadBlockWithCheckpointing {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         if !self.0.begin(x_btd)? {
-            return Ok(self.0.guest().visit::<Fetched>(x_btd, context)?);
+            return Ok(self.0.runner().forward::<Fetched>(x_btd, context)?);
         }
-        let (guest, context) = (self.0.guest(), OwnedContext::from(context));
-        let stamp = guest.engine.stamp(guest.layer)?;
+        let (runner, context) = (self.0.runner(), OwnedContext::from(context));
+        let versions_at_forward = runner.engine.versions_at_forward(runner.layer)?;
         let segment = move |x: &[Tensor]| {
             // The segment runs without recording in forward, and with it in backward.
             let direction = if GradMode::enabled() { Direction::Backward } else { Direction::Forward };
-            guest.engine.check_unchanged(guest.layer, &stamp)?;
-            let own = guest.engine.with_layers(|layers| {
-                layers[guest.layer].tensors.iter().map(Tensor::shallow_clone).collect::<Vec<_>>()
+            runner.engine.check_unchanged(runner.layer, &versions_at_forward)?;
+            let own = runner.engine.with_layers(|layers| {
+                layers[runner.layer].tensors.iter().map(Tensor::shallow_clone).collect::<Vec<_>>()
             });
             let inputs: Vec<&Tensor> = own.iter().collect();
-            let leaves = apply(Fetch(guest.clone(), direction), &inputs)?;
-            Ok(vec![guest.run(&leaves, &x[0], &context.borrow(), direction)?])
+            let leaves = apply(Fetch(runner.clone(), direction), &inputs)?;
+            Ok(vec![runner.run(&leaves, &x[0], &context.borrow(), direction)?])
         };
         Ok(Checkpoint::default().run(segment, &[x_btd])?.remove(0))
     }
@@ -124,58 +126,58 @@ impl Block for OffloadBlockWithCheckpointing {
 impl Block for OffloadBlockWithFunction {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         if !self.0.begin(x_btd)? {
-            return Ok(self.0.guest().visit::<Fetched>(x_btd, context)?);
+            return Ok(self.0.runner().forward::<Fetched>(x_btd, context)?);
         }
-        Ok(OffloadFunction::apply(self.0.guest(), x_btd, context)?)
+        Ok(OffloadFunction::apply(self.0.runner(), x_btd, context)?)
     }
 }
 
 impl Block for OverlapOffloadBlock {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         if !self.0.begin(x_btd)? {
-            return Ok(self.0.guest().visit::<Lease>(x_btd, context)?);
+            return Ok(self.0.runner().forward::<Lease>(x_btd, context)?);
         }
-        Ok(OverlapOffloadFunction::apply(self.0.guest(), x_btd, context)?)
+        Ok(OverlapOffloadFunction::apply(self.0.runner(), x_btd, context)?)
     }
 }
 
-/// A block that stays on the device among others that do not, and is run again in backward as they are.
+/// A block that stays on the device among offloaded blocks, and is recomputed in backward as they are.
 #[derive(Debug)]
 pub struct ResidentBlock {
-    held: FunctionalCall<dyn Block>,
+    block: FunctionalCall<dyn Block>,
     engine: Engine,
     number: usize,
 }
 
 impl ResidentBlock {
-    pub(crate) fn new(held: FunctionalCall<dyn Block>, engine: Engine, number: usize) -> Self {
-        Self { held, engine, number }
+    pub(crate) fn new(block: FunctionalCall<dyn Block>, engine: Engine, number: usize) -> Self {
+        Self { block, engine, number }
     }
 }
 
 impl Module for ResidentBlock {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
-        self.held.visit(visitor);
+        self.block.visit(visitor);
     }
 
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
-        self.held.visit_mut(visitor)
+        self.block.visit_mut(visitor)
     }
 }
 
 impl Block for ResidentBlock {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        let (part, engine, number) = (self.held.shared(), self.engine.clone(), self.number);
-        if !self.held.records(x_btd) {
+        let (part, engine, number) = (self.block.shared(), self.engine.clone(), self.number);
+        if !self.block.records(x_btd) {
             let run = || Ok(part.run(|block| block.forward(x_btd, context))?);
             return Ok(engine.computing(number, Direction::Forward, run)?);
         }
         let context = OwnedContext::from(context);
-        let (name, named) = (self.held.name().to_owned(), handles(&self.held));
-        let stamp = Stamp::of(&named)?;
+        let (name, named) = (self.block.name().to_owned(), handles(&self.block));
+        let versions_at_forward = TensorVersions::of(&named)?;
         let segment = move |x: &[Tensor]| {
             let direction = if GradMode::enabled() { Direction::Backward } else { Direction::Forward };
-            unchanged(&stamp, &name, &named)?;
+            unchanged(&versions_at_forward, &name, &named)?;
             let run = || Ok(part.run(|block| block.forward(&x[0], &context.borrow()))?);
             Ok(vec![engine.computing(number, direction, run)?])
         };
@@ -183,6 +185,6 @@ impl Block for ResidentBlock {
     }
 }
 
-fn handles(held: &FunctionalCall<dyn Block>) -> Vec<(String, Tensor)> {
-    held.named().iter().map(|(name, tensor, _)| (name.clone(), tensor.shallow_clone())).collect()
+fn handles(block: &FunctionalCall<dyn Block>) -> Vec<(String, Tensor)> {
+    block.named().iter().map(|(name, tensor, _)| (name.clone(), tensor.shallow_clone())).collect()
 }

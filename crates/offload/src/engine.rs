@@ -1,4 +1,4 @@
-//! What moves layers.
+//! Transfers of layers and gradients.
 //!
 //! ```text
 //!            prefetch stream                      compute                       store stream        host thread
@@ -6,18 +6,21 @@
 //!                                                        gradients ──────────► copy to host ──► add up, or step
 //! ```
 //!
-//! What a stream of a GPU would have to wait for on the host (a file that is read, a layer's step) a second thread of the host waits
-//! for, the feeder, and queues the load then: whoever acquires a layer is not held up by another one's.
+//! A second host thread, the feeder, waits on the host for what a GPU stream cannot wait for (reading a file, a layer's step),
+//! and then queues the load, so that a use of one layer does not wait for another's.
 //!
-//! A slot is device memory for one layer. Who computes holds a lease; a slot without one goes to the layer that is needed next
-//! ([`schedule`](crate::schedule)). The tensors that a layer runs on are views of its slot, made for one use: they share the slot's
-//! version, so that a graph which outlives its lease refuses to go on once the slot has been written again.
+//! A slot is device memory for one layer. Each use holds a lease; a slot without one is given to the layer that is needed next
+//! ([`schedule`](crate::schedule)). The tensors that a layer runs with are views of its slot, created for one use: they share
+//! the slot's version, so that a graph which outlives its lease is refused once the slot has been overwritten.
 
 mod fetch;
 mod gradients;
 mod graph;
+mod host_queue;
 mod pass;
+mod pinned_pool;
 mod ring;
+mod transfer;
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -32,18 +35,19 @@ use runtime::precision::identity;
 use tch::{Device, Tensor};
 
 use crate::error::{Error, Result};
-use crate::home::{Homing, Layer, Left, own_folder};
-use crate::options::{Options, Point};
+use crate::options::{HookPoint, Options};
 use crate::schedule::Direction;
-use crate::trace::{Lane, Span, Trace};
+use crate::storage::{FileLocation, Layer, Placement, own_folder};
+use crate::trace::{Span, StreamKind, Trace};
 pub(crate) use fetch::Fetched;
 use fetch::Use;
-use gradients::Rooms;
-pub(crate) use gradients::{Arriving, Gradients, Sink};
+pub(crate) use gradients::{GradientConsumer, Gradients};
 pub(crate) use graph::Outstanding;
-use pass::Ending;
+use pass::EndRequest;
+use pinned_pool::PinnedPool;
 pub(crate) use ring::Lease;
 use ring::Slots;
+pub(crate) use transfer::Transferred;
 
 /// A handle on the engine of a model.
 #[derive(Clone)]
@@ -51,15 +55,15 @@ pub(crate) struct Engine(Arc<Inner>);
 
 struct Inner {
     options: Options,
-    homing: Homing,
+    placement: Placement,
     prefetch: Stream,
     store: Stream,
-    /// A thread of the host: adds gradients up, and runs the optimizer.
+    /// A host thread that adds gradients and runs the optimizer.
     host: Stream,
-    /// A thread of the host: queues loads that wait for something on the host.
+    /// A host thread that queues loads which wait for something on the host.
     feeder: Stream,
     trace: Arc<Trace>,
-    rooms: Rooms,
+    pool: PinnedPool,
     state: Mutex<State>,
 }
 
@@ -67,55 +71,55 @@ struct Inner {
 struct State {
     layers: Vec<Layer>,
     ring: Option<Slots>,
-    sink: Option<Arc<dyn Sink>>,
+    consumer: Option<Arc<dyn GradientConsumer>>,
     /// When the gradients of the last layers have left the device.
-    leaving: VecDeque<Arc<Event>>,
-    /// The running backwards: one entry for each layer that has come.
-    endings: Vec<Weak<Ending>>,
-    /// A failure of a step on the host that no one has been told of.
-    untold: Option<runtime::Error>,
-    /// Uses that have not ended, of the ring and besides it, by the thread that computes.
+    stores_in_flight: VecDeque<Arc<Event>>,
+    /// The running backwards: one entry for each layer that takes part.
+    end_requests: Vec<Weak<EndRequest>>,
+    /// A failure of an optimizer step on the host that was not reported yet.
+    unreported: Option<runtime::Error>,
+    /// Uses in progress, inside and outside the ring, by thread.
     uses: HashMap<ThreadId, usize>,
-    /// When copies from home on streams of who computes are done.
+    /// When copies from the host on callers' streams are done.
     reads: Vec<Event>,
     counters: Counters,
 }
 
-/// What was moved, in bytes, and how often a use had to wait for a load that nobody had begun ahead.
+/// Bytes and loads since the start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// To the device.
+    /// Bytes copied to the device.
     pub loaded: u64,
-    /// To the host.
+    /// Bytes copied to the host.
     pub stored: u64,
-    /// Loads.
+    /// Number of loads.
     pub loads: u64,
-    /// Loads that began only when the layer was needed.
+    /// Loads that started only when the layer was needed.
     pub late: u64,
 }
 
 impl Engine {
-    /// An engine without layers.
+    /// Creates an engine without layers.
     pub(crate) fn new(options: Options) -> Result<Self> {
         options.check()?;
         let device = options.device;
         let folder = match &options.tier {
             crate::Tier::Host => None,
             crate::Tier::File(folder) => {
-                // That one can be made is better known before the first layer.
+                // Fails before the first layer if the folder is not writable.
                 own_folder(folder)?;
                 Some(folder.clone())
             }
         };
-        let homing = Homing { pinned_for: if options.pinned { device } else { Device::Cpu }, folder };
+        let placement = Placement { pinned_for: if options.pinned { device } else { Device::Cpu }, folder };
         Ok(Self(Arc::new(Inner {
-            homing,
+            placement,
             prefetch: Stream::high_priority(device)?,
             store: Stream::high_priority(device)?,
             host: Stream::new(Device::Cpu)?,
             feeder: Stream::new(Device::Cpu)?,
             trace: Arc::default(),
-            rooms: Rooms::default(),
+            pool: PinnedPool::default(),
             state: Mutex::default(),
             options,
         })))
@@ -129,22 +133,22 @@ impl Engine {
         self.0.options.device
     }
 
-    /// Takes a layer home. Returns its number.
+    /// Offloads a layer. Returns its index.
     pub(crate) fn add(
         &self,
         (name, number): (&str, usize),
         named: &[(String, Tensor, Role)],
         stored: &dyn Fn(&str) -> Option<TensorLocation>,
     ) -> Result<usize> {
-        let left = |name: &str, _: &Tensor| stored(name).map(Left::At);
-        let layer = Layer::new((name, number), named, &self.0.homing, &left)?;
+        let left = |name: &str, _: &Tensor| stored(name).map(FileLocation::InModel);
+        let layer = Layer::new((name, number), named, &self.0.placement, &left)?;
         self.release_ring()?;
         let mut state = self.0.state.lock();
         state.layers.push(layer);
         Ok(state.layers.len() - 1)
     }
 
-    /// Takes a layer home again whose tensors are others than before. Where that fails the layer cannot be used any more.
+    /// Offloads a layer again after its tensors were replaced. If that fails, the layer cannot be used any more.
     pub(crate) fn replace(&self, layer: usize, named: &[(String, Tensor, Role)]) -> Result<()> {
         {
             let state = self.0.state.lock();
@@ -157,16 +161,16 @@ impl Engine {
                 return Ok(());
             }
         }
-        // The layer changes whatever failed before; who asks next is told.
-        let _ = self.settle();
+        // The layer changes whatever failed before; the failure is reported to the next caller.
+        let _ = self.wait_and_recover();
         let mut state = self.0.state.lock();
         let old = &state.layers[layer];
-        let homing = Homing { folder: None, ..self.0.homing.clone() };
+        let placement = Placement { folder: None, ..self.0.placement.clone() };
         let left = |name: &str, tensor: &Tensor| old.left(name, tensor);
-        let new = Layer::new((&old.name, old.number), named, &homing, &left);
+        let new = Layer::new((&old.name, old.number), named, &placement, &left);
         let result = match new {
             Ok(mut new) => {
-                // Slots that hold the old one are never taken for the new one.
+                // Slots with the old layer are never used for the new one.
                 (new.generation, new.steps) = (old.generation + 1, old.steps);
                 new.ahead.clone_from(&old.ahead);
                 new.outstanding = old.outstanding.clone();
@@ -174,7 +178,7 @@ impl Engine {
                 Ok(())
             }
             Err(error) => {
-                let reason = format!("`{}` could not be taken home after it was changed: {error}", old.name);
+                let reason = format!("`{}` could not be offloaded after it was changed: {error}", old.name);
                 state.layers[layer].lost = Some(reason);
                 Err(error)
             }
@@ -183,25 +187,25 @@ impl Engine {
         result.and(self.release_ring())
     }
 
-    /// Runs something on the layers, with the lock held.
+    /// Runs `body` on the layers, with the lock block.
     pub(crate) fn with_layers<R>(&self, body: impl FnOnce(&mut Vec<Layer>) -> R) -> R {
         body(&mut self.0.state.lock().layers)
     }
 
-    pub(crate) fn set_sink(&self, sink: Arc<dyn Sink>) -> Result<()> {
+    pub(crate) fn set_consumer(&self, consumer: Arc<dyn GradientConsumer>) -> Result<()> {
         let mut state = self.0.state.lock();
-        if state.sink.is_some() {
+        if state.consumer.is_some() {
             let reason =
-                "there is a `HostAdamW` for these layers already, which takes their gradients; drop it first";
+                "these layers already have a `HostAdamW`, which consumes their gradients; drop it first";
             return Err(Error::config("optimizer", reason));
         }
-        state.sink = Some(sink);
+        state.consumer = Some(consumer);
         Ok(())
     }
 
-    pub(crate) fn remove_sink(&self) {
+    pub(crate) fn remove_consumer(&self) {
         let mut state = self.0.state.lock();
-        state.sink = None;
+        state.consumer = None;
         state.layers.iter_mut().for_each(|layer| layer.ahead.clear());
     }
 
@@ -220,43 +224,43 @@ impl Engine {
         self.0.trace.take()
     }
 
-    /// Waits for all that is on its way, and all that reads or writes memory of the home.
+    /// Waits for all transfers, and for all work that reads or writes the layers' host memory.
     pub(crate) fn synchronize(&self) -> Result<()> {
-        let settled = self.settle();
-        match self.0.state.lock().untold.take() {
+        let update_queued = self.wait_and_recover();
+        match self.0.state.lock().unreported.take() {
             Some(error) => Err(error.into()),
-            None => settled,
+            None => update_queued,
         }
     }
 
-    /// Waits for the lanes, and makes them usable again after a failure. That of a load is returned. One of gradients on their way takes
-    /// all of them away, and fails every backward that is running. One of a step is remembered, for who asks next.
-    fn settle(&self) -> Result<()> {
-        self.settle_locked(&mut self.0.state.lock())
+    /// Waits for the streams, and makes them usable again after a failure. Returns a failed load. A failed store of gradients
+    /// discards all gradients in flight, and fails every running backward. A failed step is stored for the next caller.
+    fn wait_and_recover(&self) -> Result<()> {
+        self.recover_locked(&mut self.0.state.lock())
     }
 
-    fn settle_locked(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
-        // The feeder waits for the host, and the prefetch stream has what it queued.
+    fn recover_locked(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
+        // The feeder waits for the host thread, and the prefetch stream for the feeder's loads.
         let (store, host) = (self.0.store.synchronize(), self.0.host.synchronize());
         let (feeder, prefetch) = (self.0.feeder.synchronize(), self.0.prefetch.synchronize());
         let reads = state.reads.drain(..).map(|event| event.synchronize()).fold(Ok(()), Result::and);
-        for (failed, is_step) in [(store, false), (host, state.sink.is_some())] {
+        for (failed, is_step) in [(store, false), (host, state.consumer.is_some())] {
             let Err(error) = failed else { continue };
-            Self::lose_gradients(state, &error.to_string());
+            Self::discard_gradients(state, &error.to_string());
             if is_step {
-                state.untold.get_or_insert(error);
+                state.unreported.get_or_insert(error);
             }
         }
         Ok(feeder.and(prefetch).and(reads)?)
     }
 
-    /// Device memory of the ring.
+    /// Returns the device bytes of the ring.
     pub(crate) fn ring_bytes(&self) -> u64 {
         let state = self.0.state.lock();
         state.ring.as_ref().map_or(0, |ring| ring.slots.iter().map(|slot| slot.bytes.numel() as u64).sum())
     }
 
-    /// Gives the ring's memory back; the next use takes it again.
+    /// Frees the ring's memory; the next use allocates it again.
     pub(crate) fn release_ring(&self) -> Result<()> {
         if self.0.state.lock().ring.is_none() {
             return Ok(());
@@ -267,49 +271,49 @@ impl Engine {
         Ok(())
     }
 
-    /// That no layer is anywhere but at home: the assignment's `test_model_on_cpu`.
-    pub(crate) fn check_at_home(&self) -> Result<()> {
+    /// Checks that all layers are on the host: the assignment's `test_model_on_cpu`.
+    pub(crate) fn check_on_host(&self) -> Result<()> {
         let state = self.0.state.lock();
         let in_ring = state.ring.as_ref().is_some_and(|ring| ring.ring.in_use());
         Self::check_not_in_use(in_ring || state.uses.values().any(|&uses| uses > 0))?;
-        Self::check_none_astray(&state)
+        Self::check_none_misplaced(&state)
     }
 
     fn check_not_in_use(in_use: bool) -> Result<()> {
         if in_use {
             return Err(Error::config(
                 "layers",
-                "a layer is in use; expected all of them at home between passes",
+                "a layer is in use; expected all layers on the host between passes",
             ));
         }
         Ok(())
     }
 
-    fn check_none_astray(state: &State) -> Result<()> {
-        match state.layers.iter().find_map(Layer::astray) {
+    fn check_none_misplaced(state: &State) -> Result<()> {
+        match state.layers.iter().find_map(Layer::misplaced) {
             Some(reason) => Err(Error::config("layers", reason)),
             None => Ok(()),
         }
     }
 
-    /// Marks a stretch of computing in the block of that number.
+    /// Records a compute span of block `number`.
     pub(crate) fn computing<R>(
         &self,
         number: usize,
         direction: Direction,
         body: impl FnOnce() -> Result<R>,
     ) -> Result<R> {
-        self.0.options.at(Point::Compute)?;
+        self.0.options.at(HookPoint::Compute)?;
         let current = Stream::current(self.device())?;
         let begin = self.0.trace.begin(&current)?;
         let result = body()?;
-        self.0.trace.end(&current, begin, (Lane::Compute, number, direction), 0)?;
+        self.0.trace.end(&current, begin, (StreamKind::Compute, number, direction), 0)?;
         Ok(result)
     }
 
-    /// Makes the lanes usable again after a failure, which is an error of someone already. What the slots hold is not known.
+    /// Makes the streams usable again after a failure that was already reported. The contents of the slots are unknown.
     fn recover(&self) {
-        let _ = self.settle();
+        let _ = self.wait_and_recover();
         let mut state = self.0.state.lock();
         if let Some(Slots { ring, slots }) = &mut state.ring {
             ring.clear();
@@ -328,8 +332,7 @@ impl Engine {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // The ring's memory goes back to the allocator, and what is on its way into it has to be there first. A failure was, or
-        // would have been, an error of whoever waits for it.
+        // The ring's memory is freed, so transfers into it must be done. Whoever waits for a failed one gets the error.
         let _ = self.feeder.synchronize();
         let _ = self.prefetch.synchronize();
         let _ = self.store.synchronize();

@@ -1,4 +1,4 @@
-//! What can go wrong, in words that name the remedy.
+//! Errors of offloading, with their remedies.
 
 use std::path::PathBuf;
 
@@ -9,39 +9,39 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A combination of options, or a model, that cannot be offloaded.
+    /// Invalid options, or a model that cannot be offloaded.
     #[error("offload: {what}: {reason}")]
     Config {
-        /// Which part of it.
+        /// The part concerned.
         what: &'static str,
-        /// What is wrong, and what to do.
+        /// What is wrong, and the remedy.
         reason: String,
     },
-    /// A layer that could not be brought to the device, or its gradients to the host. The model on the host is as it was.
-    #[error("offload: {what} of `{layer}` failed: {cause}; the model on the host is as it was")]
+    /// A failed transfer of a layer or its gradients. The model on the host is unchanged.
+    #[error("offload: {what} of `{layer}` failed: {cause}; the model on the host is unchanged")]
     Transfer {
-        /// Which way.
+        /// The kind of transfer.
         what: &'static str,
         /// The layer.
         layer: String,
-        /// Why.
+        /// The cause.
         cause: Box<runtime::Error>,
     },
-    /// A file under the file tier.
+    /// A file of the file tier.
     #[error("offload: {}: {reason}", path.display())]
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it, and what to do.
+        /// What is wrong with it, and the remedy.
         reason: String,
     },
-    /// The model refused.
+    /// An error of the model.
     #[error(transparent)]
     Model(#[from] models::Error),
-    /// The optimizer refused.
+    /// An error of the optimizer.
     #[error(transparent)]
     Training(#[from] training::Error),
-    /// The runtime refused.
+    /// An error of the runtime.
     #[error(transparent)]
     Runtime(#[from] runtime::Error),
 }

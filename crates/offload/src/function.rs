@@ -1,11 +1,11 @@
-//! A layer as one function: y = f(x; w), where w is on the device only while f runs.
+//! A layer as one autograd function: y = f(x; w), with w on the device only while f runs.
 //!
-//! Forward brings w, computes y without a graph, and lets w go; x alone is kept. Backward brings w again, runs f once more with a
-//! graph, and gets from ∂L/∂y both ∂L/∂x, which it returns, and ∂L/∂w, which goes to the host. What the layer costs is one more forward
-//! and two loads; what it holds between its forward and its backward is x.
+//! Forward loads w, computes y without a graph, and frees w; only x is saved. Backward loads w again, recomputes f with a
+//! graph, and computes from ∂L/∂y both ∂L/∂x, which it returns, and ∂L/∂w, which is copied to the host. The cost is one more
+//! forward and two loads; between forward and backward it keeps x.
 //!
-//! It differs from a checkpointed segment with a load inside in that the graph never sees w's way to the device: gradients of w
-//! are the engine's to move, on a stream of their own, and not autograd's.
+//! Unlike a checkpointed segment with a load inside, the graph does not contain the load of w: the engine, not autograd, moves
+//! the gradients of w, on their own stream.
 
 use std::fmt;
 
@@ -18,10 +18,10 @@ use tch::Tensor;
 
 use crate::engine::{Engine, Fetched, Lease, Outstanding};
 use crate::error::{Error, Result};
-use crate::home::Stamp;
 use crate::schedule::Direction;
+use crate::storage::TensorVersions;
 
-/// A layer on the device, for as long as the value lives.
+/// A layer on the device, until the value is dropped.
 pub(crate) trait OnDevice: Sized {
     fn begin(engine: &Engine, layer: usize, direction: Direction) -> Result<Self>;
     fn leaves(&self) -> &[Tensor];
@@ -47,19 +47,19 @@ impl OnDevice for Lease {
     }
 }
 
-/// A layer whose block may run on other tensors than its own.
+/// Runs a layer's block with the tensors on the device.
 #[derive(Clone)]
-pub(crate) struct Guest {
+pub(crate) struct LayerRunner {
     pub(crate) block: SharedModule<dyn Block>,
     pub(crate) engine: Engine,
-    /// Among the engine's layers.
+    /// Index among the engine's layers.
     pub(crate) layer: usize,
-    /// Among the model's blocks.
+    /// Index among the model's blocks.
     pub(crate) number: usize,
 }
 
-impl Guest {
-    /// Runs the block on `leaves`.
+impl LayerRunner {
+    /// Runs the block with `leaves`.
     pub(crate) fn run(
         &self,
         leaves: &[Tensor],
@@ -72,60 +72,60 @@ impl Guest {
         })
     }
 
-    /// Brings the layer, runs it without a graph, and lets it go.
-    pub(crate) fn visit<D: OnDevice>(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+    /// Loads the layer, runs it without a graph, and frees it.
+    pub(crate) fn forward<D: OnDevice>(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let on_device = D::begin(&self.engine, self.layer, Direction::Forward)?;
         self.run(on_device.leaves(), x, context, Direction::Forward)
     }
 }
 
-impl fmt::Debug for Guest {
+impl fmt::Debug for LayerRunner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Guest").field("layer", &self.layer).finish_non_exhaustive()
+        f.debug_struct("LayerRunner").field("layer", &self.layer).finish_non_exhaustive()
     }
 }
 
-/// Part 4 of the assignment: brings the layer when it runs, in forward and in backward, and lets it go at once.
+/// Part 4 of the assignment: loads the layer for each forward and backward, and frees it immediately.
 pub(crate) struct OffloadFunction {
-    guest: Guest,
+    runner: LayerRunner,
     context: OwnedContext,
     kept: Option<Kept>,
 }
 
-/// What a forward keeps for its backward besides its input.
+/// What a forward saves for its backward besides the input.
 struct Kept {
     state: ThreadLocalState,
-    /// What the block's forward went by; none until it has run.
+    /// The settings of the block's forward; `None` until it has run.
     settings: Option<Settings>,
-    /// The layer's values.
-    stamp: Stamp,
+    /// The layer's values at the forward.
+    versions_at_forward: TensorVersions,
     outstanding: Outstanding,
 }
 
-/// Part 5 of the assignment: the layer is in a slot of the ring by the time that it runs, and the next ones are on their way.
+/// Part 5 of the assignment: the layer is prefetched into a slot of the ring, and the next ones are being loaded.
 pub(crate) struct OverlapOffloadFunction(OffloadFunction);
 
 impl OffloadFunction {
-    fn new(guest: Guest, context: &Context<'_>) -> Self {
-        Self { guest, context: OwnedContext::from(context), kept: None }
+    fn new(runner: LayerRunner, context: &Context<'_>) -> Self {
+        Self { runner, context: OwnedContext::from(context), kept: None }
     }
 
-    pub(crate) fn apply(guest: Guest, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        Ok(apply_always(Self::new(guest, context), &[x])?.remove(0))
+    pub(crate) fn apply(runner: LayerRunner, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        Ok(apply_always(Self::new(runner, context), &[x])?.remove(0))
     }
 
     fn forward_as<D: OnDevice>(&mut self, ctx: &mut Forward<'_>, x: &Tensor) -> Result<Vec<Tensor>> {
         ctx.save(x);
         if ctx.will_run_backward() {
-            let Guest { engine, layer, .. } = &self.guest;
+            let LayerRunner { engine, layer, .. } = &self.runner;
             self.kept = Some(Kept {
                 state: ThreadLocalState::capture(true)?,
                 settings: None,
-                stamp: engine.stamp(*layer)?,
+                versions_at_forward: engine.versions_at_forward(*layer)?,
                 outstanding: engine.outstanding(*layer),
             });
         }
-        let (y, settings) = Settings::of(|| self.guest.visit::<D>(x, &self.context.borrow()));
+        let (y, settings) = Settings::of(|| self.runner.forward::<D>(x, &self.context.borrow()));
         if let Some(kept) = &mut self.kept {
             kept.settings = Some(settings);
         }
@@ -138,16 +138,16 @@ impl OffloadFunction {
         gradient: Option<Tensor>,
     ) -> Result<Vec<Option<Tensor>>> {
         ctx.check_replay("offload")?;
-        let Guest { engine, layer, number, .. } = &self.guest;
-        let Some(Kept { state, settings, stamp, outstanding }) = &self.kept else {
+        let LayerRunner { engine, layer, number, .. } = &self.runner;
+        let Some(Kept { state, settings, versions_at_forward, outstanding }) = &self.kept else {
             return Err(Error::config("function", "its forward recorded nothing"));
         };
         if ctx.may_overwrite_saved() {
             outstanding.end();
         }
         let Some(gradient) = gradient else { return Ok(vec![None]) };
-        engine.await_end(ctx)?;
-        engine.check_unchanged(*layer, stamp)?;
+        engine.at_backward_end(ctx)?;
+        engine.check_unchanged(*layer, versions_at_forward)?;
         let x = ctx.take_saved().pop().ok_or_else(|| Error::config("function", "its input was not saved"))?;
         let x = x.f_detach()?.f_set_requires_grad(ctx.needs_input_grad(0))?;
         let on_device = D::begin(engine, *layer, Direction::Backward)?;
@@ -156,7 +156,7 @@ impl OffloadFunction {
                 let _recompute = profile::recompute();
                 let _state = state.enter()?;
                 let _grad = GradMode::on();
-                let block = &self.guest.block;
+                let block = &self.runner.block;
                 let (y, second) = Settings::of(|| {
                     block.functional_call(on_device.leaves(), |block| {
                         block.forward(&x, &self.context.borrow())
@@ -179,8 +179,8 @@ impl OffloadFunction {
 }
 
 impl OverlapOffloadFunction {
-    pub(crate) fn apply(guest: Guest, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        Ok(apply_always(Self(OffloadFunction::new(guest, context)), &[x])?.remove(0))
+    pub(crate) fn apply(runner: LayerRunner, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        Ok(apply_always(Self(OffloadFunction::new(runner, context)), &[x])?.remove(0))
     }
 }
 
@@ -212,13 +212,13 @@ impl Function for OverlapOffloadFunction {
     }
 }
 
-/// The way of a layer's tensors to the device as a function of their own, for a recomputed segment around it: gradients go back as
-/// autograd's, into the host's memory.
-pub(crate) struct Fetch(pub(crate) Guest, pub(crate) Direction);
+/// The load of a layer's tensors as an autograd function, for activation checkpointing: autograd returns the gradients to host
+/// memory.
+pub(crate) struct Fetch(pub(crate) LayerRunner, pub(crate) Direction);
 
 impl Function for Fetch {
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
-        let Self(Guest { engine, layer, .. }, direction) = self;
+        let Self(LayerRunner { engine, layer, .. }, direction) = self;
         let fetched = engine.fetch(*layer, *direction)?;
         for index in 0..inputs.len() {
             if !ctx.needs_input_grad(index) {
@@ -233,7 +233,7 @@ impl Function for Fetch {
         ctx: &mut Backward,
         grads: Vec<Option<Tensor>>,
     ) -> runtime::Result<Vec<Option<Tensor>>> {
-        let Self(Guest { engine, layer, .. }, _) = self;
+        let Self(LayerRunner { engine, layer, .. }, _) = self;
         let needed = |index: &usize| ctx.needs_input_grad(*index);
         let found: Vec<(usize, Tensor)> = grads
             .into_iter()

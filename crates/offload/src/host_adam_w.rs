@@ -1,8 +1,8 @@
-//! AdamW whose state lives on the host, and whose step runs while backward goes on.
+//! AdamW with its state in host memory, whose step overlaps with backward.
 //!
-//! Per parameter the state is 8 bytes (m and v), and 4 more for the unrounded weight of a bf16 model; the step reads and writes all of
-//! it once. On the device that is memory for nothing between steps. On the host it costs the way of the gradient down and of the
-//! weight up, which a layer that is offloaded goes anyway:
+//! The state takes 8 bytes per parameter (m and v), and 4 more for the fp32 weight of a bf16 model; a step reads and writes all
+//! of it once. On the device this memory is idle between steps. On the host it costs copying gradients to the host and weights
+//! to the device, which offloaded layers do anyway:
 //!
 //! ```text
 //! compute   … backward of layer 5 │ backward of layer 4 │ backward of layer 3 │ …
@@ -10,24 +10,26 @@
 //! host                                          │ AdamW of 5 │        │ AdamW of 4 │
 //! ```
 //!
-//! A layer's gradient is consumed as soon as it has arrived, so that gradients of the whole model are never in memory at once. Two
-//! things need all gradients before the first step, and keep them on the host until then: accumulation, until the last micro-batch,
-//! and clipping, whose norm is that of all. Clipped, the layers step in the order of forward, and the next forward may begin
-//! while the last ones are not done ([`HostOptions::overlap`]): a load waits for its layer's step.
+//! A layer's gradient is consumed when it arrives, so the gradients of the whole model are never in memory at once. Two
+//! features need all gradients before the first update, and keep them on the host until then: accumulation, until the last
+//! micro-batch, and clipping, whose norm covers all gradients. With clipping, layers are updated in the order of forward, and
+//! the next forward may start before the last ones are done ([`HostOptions::overlap`]): a load waits for its layer's update.
 //!
-//! [`training::Trainer`] runs it as any [`Optimizer`]: `Optimizer::begin` says how many micro-batches the step has and whether its norm
-//! is clipped, which decides what may be stepped within backward. A loop of its own calls that and [`HostAdamW::step`].
+//! [`training::Trainer`] uses it as any [`Optimizer`]: `Optimizer::begin` announces the number of micro-batches and whether
+//! gradients are clipped, which decides what may be updated during backward. A custom loop calls `begin` and
+//! [`HostAdamW::step`].
 //!
-//! A layer is stepped when all of its forwards have given their gradients, and that so often as there are micro-batches: a layer that is
-//! used twice, or whose graph is retained, waits for the rest, at the latest for [`HostAdamW::step`]. From a layer's step to that call
-//! the model is between two steps: no forward is run, and no gradient of such a layer taken.
+//! A layer is updated when all of its forwards have delivered their gradients, as many times as there are micro-batches. A
+//! layer that is used twice, or whose graph is retained, waits for the rest, at the latest for [`HostAdamW::step`]. Between a
+//! layer's update and that call the model is inconsistent: forwards are refused, and so are gradients of that layer.
 //!
-//! Weights, state and schedule are bit for bit those of [`training::optimizer::AdamW`] with the same groups. What [`Offload`] did not
-//! take home (embeddings, norms, head, resident layers) is stepped by exactly that, where it lies.
+//! Weights, state and schedule equal those of [`training::optimizer::AdamW`] with the same groups, bit for bit. Parameters that
+//! [`Offload`] did not offload (embeddings, norms, head, resident layers) are updated by that optimizer, on their device.
 //!
-//! Sources: ZeRO-Offload (Ren et al., arXiv:2101.06840) for the host's state; LOMO (Lv et al., arXiv:2306.09782) for the step
-//! within backward; AdamW (Loshchilov & Hutter, arXiv:1711.05101).
+//! Sources: ZeRO-Offload (Ren et al., arXiv:2101.06840) for optimizer state on the host; LOMO (Lv et al., arXiv:2306.09782) for
+//! updates during backward; AdamW (Loshchilov & Hutter, arXiv:1711.05101).
 
+mod accept;
 mod checkpoint;
 mod optimizer;
 mod state;
@@ -45,24 +47,24 @@ use training::scaler::NoScaler;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::offload::Offload;
-use state::{Due, LayerState, Parameter, Shared, State};
+use state::{LayerGradients, LayerState, Parameter, Shared, State};
 
-/// How [`HostAdamW`] steps.
+/// Options of [`HostAdamW`].
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct HostOptions {
-    /// Lets a step return while the host still steps; the next forward waits layer by layer. Whoever reads weights in between
-    /// calls [`Offload::synchronize`] first.
+    /// Whether a step may return before the host has finished it; the next forward waits layer by layer. Call
+    /// [`Offload::synchronize`] before reading weights in between.
     pub overlap: bool,
-    /// Keeps the unrounded weights of bf16 and fp16 layers, in fp32.
+    /// Whether to keep fp32 weights of bf16 and fp16 layers.
     pub master_weights: bool,
 }
 
-/// What a step did.
+/// The result of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Stepped {
-    /// The norm of all gradients before clipping, where it was asked for.
+    /// The gradient norm before clipping, if computed.
     pub norm: Option<f64>,
-    /// Whether the step was left out, as the norm was not finite.
+    /// Whether the step was skipped because the norm is not finite.
     pub skipped: bool,
 }
 
@@ -92,9 +94,9 @@ pub struct Stepped {
 pub struct HostAdamW {
     engine: Engine,
     shared: Arc<Shared>,
-    /// All parameters, in the groups' order: that in which the norm sums them.
+    /// All parameters in the groups' order, in which the norm sums them.
     parameters: Vec<Tensor>,
-    /// What did not go home.
+    /// The optimizer of parameters that are not offloaded.
     rest: Option<DeviceOptimizer>,
     groups: Vec<Group>,
     rule: AdamW,
@@ -102,20 +104,20 @@ pub struct HostAdamW {
 }
 
 impl HostAdamW {
-    /// AdamW over the parameters of `groups`, on the host for those in layers that `offload` took home. From here on the engine gives it
-    /// their gradients: `.grad` stays empty, but where they have to be kept for accumulation or clipping. Parameters are known by their
-    /// tensors, whatever layers are given besides them later.
+    /// Creates an AdamW over the parameters of `groups`, on the host for those in layers of `offload`. From now on it consumes
+    /// their gradients: `.grad` stays empty, except during accumulation or clipping. Parameters are identified by their
+    /// tensors, so layers may be given further tensors later.
     ///
     /// # Errors
-    /// Another one that lives; a group with a rule of its own; layers in f64; what [`DeviceOptimizer::new`]
-    /// refuses.
+    /// Another `HostAdamW` for the same layers; a group with its own rule; layers in f64; the errors of
+    /// [`DeviceOptimizer::new`].
     pub fn new(offload: &Offload, groups: Vec<Group>, rule: AdamW, options: HostOptions) -> Result<Self> {
         let engine = offload.engine().clone();
-        let mut places = HashMap::new();
+        let mut indices = HashMap::new();
         let count = engine.with_layers(|layers| -> Result<usize> {
             for (layer, of) in layers.iter().enumerate() {
                 for (index, tensor) in of.tensors.iter().enumerate() {
-                    places.insert(identity(tensor)?, (layer, index));
+                    indices.insert(identity(tensor)?, (layer, index));
                 }
             }
             Ok(layers.len())
@@ -123,29 +125,26 @@ impl HostAdamW {
         let layers: Vec<LayerState> = (0..count).map(|_| LayerState::default()).collect();
         let mut of_layers = Vec::new();
         let (mut rates, mut rest, mut parameters) = (Vec::new(), Vec::new(), Vec::new());
-        // The whole is checked as the ordinary optimizer checks it.
+        // Validated as the standard optimizer does.
         DeviceOptimizer::new(rule, groups.iter().map(handles).collect())?;
         let all = groups.iter().map(handles).collect();
         for (number, group) in groups.into_iter().enumerate() {
             if group.rule.is_some() {
-                let reason = format!(
-                    "group `{}` has a rule of its own; expected one AdamW for all groups",
-                    group.name
-                );
+                let reason =
+                    format!("group `{}` has its own rule; expected one AdamW for all groups", group.name);
                 return Err(Error::config("optimizer", reason));
             }
             rates.push((group.lr, group.weight_decay));
             let mut outside = Vec::new();
             for (name, tensor) in &group.parameters {
                 parameters.extend((!group.frozen).then(|| tensor.shallow_clone()));
-                let Some(&(layer, index)) = places.get(&identity(tensor)?) else {
+                let Some(&(layer, index)) = indices.get(&identity(tensor)?) else {
                     outside.push((name.clone(), tensor.shallow_clone()));
                     continue;
                 };
                 if tensor.kind() == Kind::Double {
-                    let reason = format!(
-                        "`{name}` is Double; the host's step computes in fp32. Take the ordinary optimizer"
-                    );
+                    let reason =
+                        format!("`{name}` is Double, but the host computes in fp32; use DeviceOptimizer");
                     return Err(Error::config("optimizer", reason));
                 }
                 if !group.frozen {
@@ -168,11 +167,11 @@ impl HostAdamW {
             Some(rest) if options.master_weights => Some(rest.with_master_weights()),
             rest => rest,
         };
-        of_layers.sort_by_key(|(place, _)| *place);
+        of_layers.sort_by_key(|(index_of, _)| *index_of);
         let of_layers: Vec<Parameter> = of_layers.into_iter().map(|(_, parameter)| parameter).collect();
-        let mut places = HashMap::new();
-        for (place, parameter) in of_layers.iter().enumerate() {
-            places.insert(identity(&parameter.tensor)?, place);
+        let mut indices = HashMap::new();
+        for (index_of, parameter) in of_layers.iter().enumerate() {
+            indices.insert(identity(&parameter.tensor)?, index_of);
         }
         let shared = Arc::new(Shared {
             state: Mutex::new(State {
@@ -180,40 +179,44 @@ impl HostAdamW {
                 groups: rates,
                 settings: StepSettings::default(),
                 parameters: of_layers,
-                places,
+                indices,
                 layers,
                 master_weights: options.master_weights,
                 waiting: VecDeque::new(),
             }),
         });
-        engine.set_sink(shared.clone())?;
+        engine.set_consumer(shared.clone())?;
         Ok(Self { engine, shared, parameters, rest, groups: all, rule, options })
     }
 
-    /// Ends a step: what has not been stepped within backward is clipped and stepped now, and all gradients are gone.
+    /// Ends a step: clips and updates what was not updated during backward, and clears all gradients.
     ///
     /// # Errors
-    /// A failure on the host's thread, that of an earlier step with [`HostOptions::overlap`] included; those of libtorch.
+    /// A failure on the host thread, also of an earlier step with [`HostOptions::overlap`]; those of libtorch.
     pub fn step(&mut self) -> Result<Stepped> {
         let decision = self.unscale_and_clip(&mut NoScaler)?;
         self.take_step(&decision)?;
         self.zero_grad(ZeroGrad::ToNone)?;
         let StepDecision::Host { norm, skip, .. } = decision else {
-            return Err(Error::config("optimizer", "a step that was decided on a device"));
+            return Err(Error::config(
+                "optimizer",
+                "the step was decided on the device; expected a decision on the host",
+            ));
         };
         Ok(Stepped { norm, skipped: skip })
     }
 
-    /// Steps, in the order of forward, every layer that still has gradients.
+    /// Updates, in the order of forward, every layer that still has gradients.
     fn step_layers(&mut self, factor: Option<f64>) -> Result<()> {
         let mut state = self.shared.state.lock();
-        // These are all queued whatever is before them: nothing follows that would make more gradients.
+        // Queued without waiting: no further gradients are computed meanwhile.
         state.waiting.clear();
         for layer in 0..state.layers.len() {
-            let (gradients, arrived) = state.kept(&self.engine, layer)?;
+            let (gradients, arrived) = state.take_accumulated(&self.engine, layer)?;
             if !gradients.is_empty() {
-                let due = Due { gradients, arrived, lent: false, factor, ahead: false };
-                state.step(&self.engine, layer, due)?;
+                let gradients_of_layer =
+                    LayerGradients { gradients, arrived, pooled: false, factor, ahead: false };
+                state.step(&self.engine, layer, gradients_of_layer)?;
             }
         }
         Ok(())
@@ -221,16 +224,16 @@ impl HostAdamW {
 
     fn forget_gradients(&mut self) -> Result<()> {
         let state = self.shared.state.lock();
-        (0..state.layers.len()).try_for_each(|layer| state.kept(&self.engine, layer).map(drop))
+        (0..state.layers.len()).try_for_each(|layer| state.take_accumulated(&self.engine, layer).map(drop))
     }
 
-    /// The model is between two steps no more: forwards may run.
+    /// Marks the model as consistent again: forwards may run.
     fn end(&mut self) {
         self.shared.state.lock().layers.iter_mut().for_each(|layer| *layer = LayerState::default());
         self.engine.with_layers(|layers| layers.iter_mut().for_each(|layer| layer.ahead.clear()));
     }
 
-    /// Bytes of state on the host, and elsewhere.
+    /// Returns the bytes of state on the host and on the device.
     pub fn state_bytes(&self) -> StateBytes {
         let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
         let state = self.shared.state.lock();
@@ -244,20 +247,20 @@ impl HostAdamW {
     }
 }
 
-/// Where state lies.
+/// Bytes of optimizer state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StateBytes {
-    /// Of layers that are at home.
+    /// In host memory, for offloaded layers.
     pub host: u64,
-    /// Of the rest, beside its parameters.
+    /// On the device, for other parameters.
     pub device: u64,
 }
 
 impl Drop for HostAdamW {
     fn drop(&mut self) {
-        // What fails now was, or will be, an error of the next use of the weights.
+        // A failure now is, or was, reported to the next use of the weights.
         let _ = self.engine.synchronize();
-        self.engine.remove_sink();
+        self.engine.remove_consumer();
     }
 }
 
@@ -267,7 +270,7 @@ impl fmt::Debug for HostAdamW {
     }
 }
 
-/// The same group on the same parameters.
+/// Copies a group, sharing its parameters.
 fn handles(group: &Group) -> Group {
     let parameters = group.parameters.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
     Group {

@@ -1,8 +1,8 @@
-//! Where a layer's tensors lie in one piece of memory.
+//! The layout of a layer's tensors in one piece of memory.
 //!
-//! A layer that moves tensor by tensor pays for each copy. Laid out flat, it moves in one copy for each region: tensors of one dtype,
-//! trained or frozen, side by side, each at a multiple of 256 bytes, which suits every kernel. A frozen region only ever comes; of a
-//! trained one the gradients go back.
+//! Copying a layer tensor by tensor costs a call for each. Here tensors of one dtype, trained or frozen, form a region that is
+//! copied at once, each tensor at a multiple of 256 bytes, which suits every kernel. Frozen regions are only loaded; gradients
+//! of trained ones are stored.
 
 use std::ops::Range;
 
@@ -10,20 +10,20 @@ use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
 
-/// Where views begin: a multiple of a GPU's memory transaction, and of a cache line.
+/// Alignment of views: a multiple of a GPU's memory transaction and of a cache line.
 pub(crate) const ALIGNMENT: usize = 256;
 
-/// A tensor's place.
+/// The position of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct Extent {
     pub(crate) region: usize,
-    /// Bytes, from the layer's beginning.
+    /// Byte range from the start of the layer.
     pub(crate) range: Range<usize>,
     pub(crate) kind: Kind,
     pub(crate) shape: Vec<i64>,
 }
 
-/// Tensors that move together.
+/// Tensors that are copied together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Region {
     pub(crate) kind: Kind,
@@ -31,31 +31,30 @@ pub(crate) struct Region {
     pub(crate) range: Range<usize>,
 }
 
-/// The places of a layer's tensors, in the tensors' order.
+/// The positions of a layer's tensors, in the tensors' order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Layout {
-    pub(crate) places: Vec<Place>,
+    pub(crate) extents: Vec<Extent>,
     pub(crate) regions: Vec<Region>,
     pub(crate) bytes: usize,
 }
 
 impl Layout {
-    /// Places for `tensors`, each with its name and whether it is trained.
+    /// Lays out `tensors`, each with its name and whether it is trained.
     pub(crate) fn of<'a>(tensors: impl Iterator<Item = (&'a str, &'a Tensor, bool)>) -> Result<Self> {
         let tensors: Vec<_> = tensors.collect();
         let mut layout = Self::default();
         let mut kinds: Vec<(Kind, bool)> = Vec::new();
         for &(name, tensor, trained) in &tensors {
             if !tensor.is_contiguous() || tensor.is_sparse() {
-                let reason =
-                    format!("`{name}` is not contiguous; expected tensors that lie in memory as one piece");
+                let reason = format!("`{name}` is not contiguous; expected contiguous tensors");
                 return Err(Error::config("layer", reason));
             }
             if !kinds.contains(&(tensor.kind(), trained)) {
                 kinds.push((tensor.kind(), trained));
             }
         }
-        let mut places: Vec<Option<Place>> = tensors.iter().map(|_| None).collect();
+        let mut extents: Vec<Option<Extent>> = tensors.iter().map(|_| None).collect();
         for (region, &(kind, trained)) in kinds.iter().enumerate() {
             let begin = layout.bytes;
             for (index, (_, tensor, of)) in tensors.iter().enumerate() {
@@ -64,28 +63,28 @@ impl Layout {
                 }
                 let start = layout.bytes;
                 let end = start + tensor.numel() * kind.elt_size_in_bytes();
-                places[index] = Some(Place { region, range: start..end, kind, shape: tensor.size() });
+                extents[index] = Some(Extent { region, range: start..end, kind, shape: tensor.size() });
                 layout.bytes = end.next_multiple_of(ALIGNMENT);
             }
             layout.regions.push(Region { kind, trained, range: begin..layout.bytes });
         }
-        layout.places = places.into_iter().flatten().collect();
+        layout.extents = extents.into_iter().flatten().collect();
         Ok(layout)
     }
 
-    /// Views of `flat`, bytes of which the first is the layer's: one for each tensor.
+    /// Returns a view of `flat` for each tensor; its first byte is the layer's first.
     pub(crate) fn views(&self, flat: &Tensor) -> Result<Vec<Tensor>> {
-        self.places.iter().map(|place| view(flat, 0, place)).collect()
+        self.extents.iter().map(|extent| view(flat, 0, extent)).collect()
     }
 }
 
-/// The tensor at `place` in `flat`, whose first byte is the layer's `origin`.
-pub(crate) fn view(flat: &Tensor, origin: usize, place: &Place) -> Result<Tensor> {
-    let bytes = piece(flat, place.range.start - origin..place.range.end - origin)?;
-    Ok(bytes.f_view_dtype(place.kind)?.f_view(place.shape.as_slice())?)
+/// Returns the tensor at `extent` in `flat`, whose first byte is the layer's `origin`.
+pub(crate) fn view(flat: &Tensor, origin: usize, extent: &Extent) -> Result<Tensor> {
+    let bytes = piece(flat, extent.range.start - origin..extent.range.end - origin)?;
+    Ok(bytes.f_view_dtype(extent.kind)?.f_view(extent.shape.as_slice())?)
 }
 
-/// Bytes of a flat piece of memory.
+/// Returns a byte range of a flat buffer.
 pub(crate) fn piece(flat: &Tensor, range: Range<usize>) -> Result<Tensor> {
     Ok(flat.f_narrow(0, range.start as i64, range.len() as i64)?)
 }
@@ -107,7 +106,7 @@ mod tests {
         let named = [("w", &tensors[0], false), ("a", &tensors[1], true), ("b", &tensors[2], false)];
         let layout = Layout::of(named.into_iter()).unwrap();
         assert_eq!(
-            layout.places.iter().map(|place| place.range.clone()).collect::<Vec<_>>(),
+            layout.extents.iter().map(|extent| extent.range.clone()).collect::<Vec<_>>(),
             [0..30, 768..796, 256..656]
         );
         assert_eq!(layout.bytes, 1024);

@@ -1,46 +1,46 @@
-//! Who is in a slot: a check of the schedule where it is executed.
+//! Checks at run time that slots are not written while they are read.
 //!
-//! Events order the lanes, so that a slot is never written while it is read. That is proven for the schedule by itself; here it is
-//! watched in the execution. On the CPU the lanes' work passes here when it runs. On CUDA it passes when it is queued, which says
-//! nothing, and nothing is checked.
+//! Events order the streams so that a slot is never written while it is read. Tests prove that of the schedule; this checks its
+//! execution. On the CPU the checks run with the streams' work. On CUDA they would run when work is queued, which means
+//! nothing, so nothing is checked.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
 use runtime::{Error, Result};
 
-/// Readers of a slot, or below 0 its writer.
+/// Number of readers of a slot; negative for a writer.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Occupancy(Arc<AtomicI64>);
 
 const WRITER: i64 = -1;
 
-/// Leaves the slot when it is dropped.
+/// Leaves the slot when dropped.
 #[derive(Debug)]
-pub(crate) struct Inside {
+pub(crate) struct OccupancyGuard {
     occupancy: Occupancy,
     leaves: i64,
 }
 
 impl Occupancy {
-    /// Enters to read. Others may read too.
-    pub(crate) fn read(&self) -> Result<Inside> {
+    /// Starts a read. Other reads may run at the same time.
+    pub(crate) fn read(&self) -> Result<OccupancyGuard> {
         let seen =
             self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, |now| (now >= 0).then_some(now + 1));
-        seen.map(|_| Inside { occupancy: self.clone(), leaves: 1 })
+        seen.map(|_| OccupancyGuard { occupancy: self.clone(), leaves: 1 })
             .map_err(|_| Error::invalid("offload ring", "a slot is read while it is written; this is a bug"))
     }
 
-    /// Enters to write, alone.
-    pub(crate) fn write(&self) -> Result<Inside> {
+    /// Starts an exclusive write.
+    pub(crate) fn write(&self) -> Result<OccupancyGuard> {
         let seen = self.0.compare_exchange(0, WRITER, Ordering::AcqRel, Ordering::Acquire);
-        seen.map(|_| Inside { occupancy: self.clone(), leaves: WRITER }).map_err(|_| {
+        seen.map(|_| OccupancyGuard { occupancy: self.clone(), leaves: WRITER }).map_err(|_| {
             Error::invalid("offload ring", "a slot is written while it is in use; this is a bug")
         })
     }
 }
 
-impl Drop for Inside {
+impl Drop for OccupancyGuard {
     fn drop(&mut self) {
         self.occupancy.0.fetch_sub(self.leaves, Ordering::AcqRel);
     }

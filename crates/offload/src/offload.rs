@@ -1,4 +1,4 @@
-//! Moving the layers of a model to host memory or files.
+//! Offloading the layers of a model to host memory or files.
 
 use models::hugging_face::Folder;
 use models::init::Init;
@@ -9,16 +9,16 @@ use runtime::device;
 use tch::{Device, Kind};
 
 use crate::blocks::{
-    Away, OffloadBlock, OffloadBlockWithCheckpointing, OffloadBlockWithFunction, OverlapOffloadBlock,
-    ResidentBlock,
+    OffloadBlock, OffloadBlockWithCheckpointing, OffloadBlockWithFunction, OffloadedLayer,
+    OverlapOffloadBlock, ResidentBlock,
 };
 use crate::engine::{Counters, Engine};
 use crate::error::{Error, Result};
-use crate::home::Tier;
 use crate::options::{Method, Options};
+use crate::storage::Tier;
 use crate::trace::Span;
 
-/// A handle on the layers of a model that is offloaded. The model itself holds all that it needs to run: the handle is for asking.
+/// A handle on the offloaded layers of a model. The model runs without it; the handle is for queries and control.
 #[derive(Debug)]
 pub struct Offload {
     engine: Engine,
@@ -26,16 +26,16 @@ pub struct Offload {
 }
 
 impl Offload {
-    /// Takes the blocks of `model` home, but for the resident ones. The other tensors, and what blocks have beside their tensors, stay
-    /// where they are: on the device that the model runs on.
+    /// Offloads the blocks of `model`, except the resident ones. Other tensors, and tensors that blocks have outside their
+    /// parts, stay on the device.
     ///
-    /// The model's tensors stay the ones that they are, with new memory under them, so an optimizer or an adapter made before goes on
-    /// working, and memory may be exchanged under them afterwards: see the [crate's front page](crate#who-owns-a-tensors-memory). Choose
-    /// what is trained before: with [`Tier::File`], frozen tensors go to a file and cannot be trained any more.
+    /// The model's tensors keep their identity and get new memory, so existing optimizers and adapters keep working, and memory
+    /// may be exchanged later: see the [crate's front page](crate#who-owns-a-tensors-memory). Decide what is trained before the
+    /// call: with [`Tier::File`], frozen tensors are moved to a file and cannot be trained any more.
     ///
     /// # Errors
-    /// A number of a resident layer that the model does not have; too little memory, or room on the disk. Blocks that were taken
-    /// home before the failure stay there, and the model works.
+    /// A resident layer that does not exist; too little memory or disk space. Blocks offloaded before the failure stay
+    /// offloaded, and the model works.
     pub fn apply(model: &mut (impl Module + ?Sized), options: &Options) -> Result<Self> {
         let mut names = Names::default();
         map_modules(model, &mut names)?;
@@ -45,9 +45,9 @@ impl Offload {
         Ok(Self { blocks: install.blocks.count, engine: install.engine })
     }
 
-    /// A model with new weights, each of whose blocks is taken home before the next is made: what does not fit the device as a whole
-    /// can be made there, with the values that it would have. With [`Tier::File`] its blocks are frozen: adapters that are installed
-    /// afterwards are trained.
+    /// Creates a model with initialised weights, offloading each block before the next is created, so that a model that does
+    /// not fit the device can be created, with the same values as without offloading. With [`Tier::File`] its blocks are
+    /// frozen; adapters installed afterwards are trained.
     ///
     /// # Errors
     /// As [`Llama::new`] and [`Offload::apply`].
@@ -60,8 +60,9 @@ impl Offload {
         Self::build(config, init, kind, options, &|_| None)
     }
 
-    /// A model of a folder. With [`Tier::File`] the blocks stay in the folder's own files, which nothing writes: a model larger than the
-    /// memory opens at once, its blocks frozen. Otherwise they are read into the host's memory, one after the other.
+    /// Loads a model from a folder. With [`Tier::File`] the blocks stay in the folder's own files, which are never written: a
+    /// model larger than the memory opens immediately, with frozen blocks. Otherwise blocks are read into host memory one after
+    /// the other.
     ///
     /// # Errors
     /// As [`Folder::load`] and [`Offload::apply`]; with [`Tier::File`], another dtype than the files'.
@@ -70,7 +71,7 @@ impl Offload {
         let in_files = matches!(options.tier, Tier::File(_));
         if in_files && folder.kind()? != kind {
             let reason = format!(
-                "its weights are {:?}, and layers that stay in files are not converted; take them in that dtype, or with the host \
+                "its weights are {:?}, and layers that stay in files are not converted; load them in that dtype, or with the host \
                  tier",
                 folder.kind()?
             );
@@ -102,7 +103,7 @@ impl Offload {
             blocks += 1;
             let name = format!("layers.{number}");
             if matches!(options.tier, Tier::File(_)) {
-                // What is trained stays in the host's memory, which would be the whole model.
+                // Trained tensors stay in host memory, which would be the whole model.
                 freeze(&*block, ".*", true)?;
             }
             let wrapped =
@@ -116,90 +117,89 @@ impl Offload {
         &self.engine
     }
 
-    /// How it was offloaded.
+    /// The options.
     pub fn options(&self) -> &Options {
         self.engine.options()
     }
 
-    /// Blocks of the model.
+    /// Number of blocks of the model.
     pub fn blocks(&self) -> usize {
         self.blocks
     }
 
-    /// Bytes of the largest layer that moves: a slot of the ring, its tensors each at a multiple of 256 bytes.
+    /// Bytes of the largest offloaded layer: the size of a slot of the ring, with each tensor at a multiple of 256 bytes.
     pub fn layer_bytes(&self) -> u64 {
         self.engine.with_layers(|layers| layers.iter().map(|layer| layer.bytes()).max().unwrap_or(0))
     }
 
-    /// Bytes of the ring on the device; 0 before its first use, and without one.
+    /// Device bytes of the ring; 0 before its first use, and for methods without one.
     pub fn ring_bytes(&self) -> u64 {
         self.engine.ring_bytes()
     }
 
-    /// Gives the ring's memory back to the device until the next use.
+    /// Frees the ring's device memory until the next use.
     ///
     /// # Errors
-    /// A failure of what was on its way.
+    /// A failure of a running transfer.
     pub fn release_ring(&self) -> Result<()> {
         self.engine.release_ring()
     }
 
-    /// What was moved since the model was offloaded.
+    /// Returns the transfers since the model was offloaded.
     pub fn counters(&self) -> Counters {
         self.engine.counters()
     }
 
-    /// Host memory that layers, gradients and staging hold, by the allocator's count, that of other users of such memory included.
+    /// Host bytes of layers, gradients and staging, as counted by the allocator, which includes other users of such memory.
     ///
     /// # Errors
-    /// A device that is not there.
+    /// A device that does not exist.
     pub fn host_bytes(&self) -> Result<u64> {
         let Options { device, pinned, .. } = *self.options();
         Ok(device::pinned_bytes(if pinned { device } else { Device::Cpu })?.live)
     }
 
-    /// Begins to note what each lane does and when. Costs two events for each piece of work.
+    /// Starts recording what each stream does and when. Costs two events for each piece of work.
     ///
     /// # Errors
-    /// A failure of what was on its way.
+    /// A failure of a running transfer.
     pub fn start_trace(&self) -> Result<()> {
         self.engine.start_trace()
     }
 
-    /// Ends the trace, by the spans' beginning; see [`overlap`](crate::overlap) and [`to_chrome`](crate::to_chrome).
+    /// Ends the recording and returns the spans by start time; see [`overlap`](crate::overlap) and
+    /// [`to_chrome`](crate::to_chrome).
     ///
     /// # Errors
-    /// A failure of what was on its way.
+    /// A failure of a running transfer.
     pub fn take_trace(&self) -> Result<Vec<Span>> {
         self.engine.take_trace()
     }
 
-    /// Waits for everything that reads or writes memory of the layers: transfers both ways, also those on the streams of who computes,
-    /// and steps of the optimizer on the host. After this the memory may be read and written from the host, until the next forward.
+    /// Waits for all work that reads or writes the layers' host memory: transfers in both directions, also on callers' streams,
+    /// and optimizer steps on the host. Afterwards the memory may be read and written from the host until the next forward.
     ///
     /// # Errors
-    /// A failure of that, or of a step since the last call. Gradients that could not be stored are gone: every tensor of a layer is
-    /// without one.
+    /// A failure of that work, or of a step since the last call. If gradients could not be stored, all layers' gradients are
+    /// cleared.
     pub fn synchronize(&self) -> Result<()> {
         self.engine.synchronize()
     }
 
-    /// That every layer is at home and none in use, as it is between passes: the assignment's `test_model_on_cpu`, which each
-    /// backward also checks when it ends.
+    /// Checks that every layer is on the host and none is in use, as between passes: the assignment's `test_model_on_cpu`. Each
+    /// backward also checks this when it ends.
     ///
     /// # Errors
-    /// The tensor that is elsewhere.
-    pub fn check_at_home(&self) -> Result<()> {
-        self.engine.check_at_home()
+    /// The tensor that is not on the host.
+    pub fn check_on_host(&self) -> Result<()> {
+        self.engine.check_on_host()
     }
 }
 
 fn check_resident(resident: &[usize], blocks: usize) -> Result<()> {
     let Some(number) = resident.iter().find(|&&number| number >= blocks) else { return Ok(()) };
-    let reason = format!(
-        "{number} is not a block of this model, which has {blocks} (0 to {})",
-        blocks.saturating_sub(1)
-    );
+    let reason =
+        format!("block {number} does not exist; this model has {blocks} (0 to {})", blocks.saturating_sub(1));
     Err(Error::config("resident layers", reason))
 }
 
@@ -224,12 +224,12 @@ fn wrap(
             return Err((block, Box::new(error)));
         }
     };
-    let away = Away::new(block, engine.clone(), layer, number);
+    let offloaded = OffloadedLayer::new(block, engine.clone(), layer, number);
     Ok(match engine.options().method {
-        Method::OneLayer => Box::new(OffloadBlock(away)),
-        Method::Checkpointing => Box::new(OffloadBlockWithCheckpointing(away)),
-        Method::Function => Box::new(OffloadBlockWithFunction(away)),
-        Method::Overlap => Box::new(OverlapOffloadBlock(away)),
+        Method::OneLayer => Box::new(OffloadBlock(offloaded)),
+        Method::Checkpointing => Box::new(OffloadBlockWithCheckpointing(offloaded)),
+        Method::Function => Box::new(OffloadBlockWithFunction(offloaded)),
+        Method::Overlap => Box::new(OverlapOffloadBlock(offloaded)),
     })
 }
 
@@ -244,7 +244,7 @@ impl ModuleMapper for Names {
     }
 }
 
-/// Numbers blocks. One inside another is a part of that, and goes where it goes.
+/// Numbers the outermost blocks. A block inside another belongs to that one.
 #[derive(Default)]
 struct Outermost {
     count: usize,

@@ -1,4 +1,4 @@
-//! How a model is offloaded.
+//! Options of offloading.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,27 +6,27 @@ use std::sync::Arc;
 use tch::Device;
 
 use crate::error::{Error, Result};
-use crate::home::Tier;
+use crate::storage::Tier;
 
-/// A rung of the ladder: how layers come and go.
+/// How layers are moved.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Method {
-    /// [`OffloadBlock`](crate::OffloadBlock): bring a layer, run it, let it go. Inference only.
+    /// [`OffloadBlock`](crate::OffloadBlock): loads a layer, runs it, frees it. Inference only.
     OneLayer,
-    /// [`OffloadBlockWithCheckpointing`](crate::OffloadBlockWithCheckpointing): the same as a recomputed segment.
+    /// [`OffloadBlockWithCheckpointing`](crate::OffloadBlockWithCheckpointing): the same with activation checkpointing.
     Checkpointing,
-    /// [`OffloadBlockWithFunction`](crate::OffloadBlockWithFunction): the same as a function with a backward of its own.
+    /// [`OffloadBlockWithFunction`](crate::OffloadBlockWithFunction): the same with a custom autograd function.
     Function,
-    /// [`OverlapOffloadBlock`](crate::OverlapOffloadBlock): the next layers come while one runs.
+    /// [`OverlapOffloadBlock`](crate::OverlapOffloadBlock): prefetches the next layers while one runs.
     #[default]
     Overlap,
 }
 
 impl Method {
-    /// All, from the first rung up.
+    /// All methods, from the simplest on.
     pub const ALL: [Self; 4] = [Self::OneLayer, Self::Checkpointing, Self::Function, Self::Overlap];
 
-    /// A name for tables.
+    /// The name in tables.
     pub const fn name(self) -> &'static str {
         match self {
             Self::OneLayer => "one layer",
@@ -37,50 +37,51 @@ impl Method {
     }
 }
 
-/// Something that a lane is about to do.
+/// A piece of work of a stream, for [`TestHook`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Point {
-    /// Queue a layer's way to the device. Called on the thread that computes.
+pub enum HookPoint {
+    /// Queueing a load. Called on the computing thread.
     Queue,
-    /// Bring a layer to the device.
+    /// Loading a layer to the device.
     Load,
-    /// Take gradients to the host.
+    /// Storing gradients on the host.
     Store,
-    /// Run a layer.
+    /// Running a layer.
     Compute,
-    /// Wait for, or record, an event.
+    /// Waiting for, or recording, an event.
     Event,
-    /// Step the optimizer of a layer.
+    /// Updating a layer by the optimizer.
     Update,
 }
 
-/// Called on the lane's own thread before each [`Point`]: for tests that delay lanes, or break them. On CUDA the lanes' work is queued
-/// at the time of the call.
-pub trait Probe: Send + Sync {
-    /// A lane is at `point`. An error is the lane's.
+/// Called on the stream's own thread before each [`HookPoint`], for tests that delay streams or make them fail. On CUDA work is
+/// queued at the time of the call.
+pub trait TestHook: Send + Sync {
+    /// Called before the work at `point`. An error fails that work.
     ///
     /// # Errors
-    /// Whatever the test wants to fail.
-    fn at(&self, point: Point) -> runtime::Result<()>;
+    /// The test's own.
+    fn at(&self, point: HookPoint) -> runtime::Result<()>;
 }
 
-/// How a model is offloaded.
+/// How to offload a model.
 #[derive(Clone)]
 pub struct Options {
-    /// Where layers run.
+    /// The device on which layers run.
     pub device: Device,
-    /// How they come and go.
+    /// How layers are moved.
     pub method: Method,
-    /// Where they live.
+    /// Where layers are stored.
     pub tier: Tier,
-    /// Slots of the ring, for [`Method::Overlap`]: from 1, without any overlap, up. 3 is one that runs, and two on their way.
+    /// Number of slots of the ring, for [`Method::Overlap`]: at least 1, which has no overlap; 3 for one running layer and two
+    /// being loaded.
     pub ring: usize,
-    /// Layers that stay on the device, by their number. In training they are run again in backward, as all layers are.
+    /// Layers that stay on the device, by index. In training they are recomputed in backward, as all layers are.
     pub resident: Vec<usize>,
-    /// Whether the host's memory is page-locked where the device is a GPU; transfers from other memory do not overlap.
+    /// Whether to page-lock host memory if the device is a GPU; transfers from other memory do not overlap.
     pub pinned: bool,
     /// For tests.
-    pub probe: Option<Arc<dyn Probe>>,
+    pub test_hook: Option<Arc<dyn TestHook>>,
 }
 
 impl Default for Options {
@@ -92,7 +93,7 @@ impl Default for Options {
             ring: 3,
             resident: Vec::new(),
             pinned: true,
-            probe: None,
+            test_hook: None,
         }
     }
 }
@@ -100,13 +101,13 @@ impl Default for Options {
 impl Options {
     pub(crate) fn check(&self) -> Result<()> {
         if self.ring == 0 {
-            return Err(Error::config("ring", "0 slots; expected 1 or more, 3 for full overlap"));
+            return Err(Error::config("ring", "0 slots; expected at least 1, or 3 for full overlap"));
         }
         Ok(())
     }
 
-    pub(crate) fn at(&self, point: Point) -> runtime::Result<()> {
-        self.probe.as_ref().map_or(Ok(()), |probe| probe.at(point))
+    pub(crate) fn at(&self, point: HookPoint) -> runtime::Result<()> {
+        self.test_hook.as_ref().map_or(Ok(()), |test_hook| test_hook.at(point))
     }
 }
 

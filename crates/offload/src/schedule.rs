@@ -1,19 +1,19 @@
-//! Which layer is in which slot: decisions, without a device.
+//! Decides which layer is in which slot; independent of devices.
 //!
-//! The order in which a step uses its layers is learned as it happens: what followed the last two uses the last time follows them
-//! again. Until then layers are taken to follow each other as they were built, and backward to turn forward around. With the order
-//! known, a slot is given to a layer that is needed sooner than what the slot holds, and the victim is the layer that is needed last
-//! (Belady, IBM Systems Journal 1966). That rule alone keeps the last layers of forward for backward, and the last of backward
-//! for the next forward.
+//! The order in which a step uses its layers is learned while it runs: what followed the last two uses before will follow them
+//! again. At first, layers are assumed to follow each other as they were built, and backward to reverse forward. A slot is
+//! given to a layer that is needed sooner than its current one; the victim is the layer that is needed last (Belady, IBM
+//! Systems Journal 1966). This rule alone keeps the last layers of forward for backward, and the last of backward for the next
+//! forward.
 
 use std::collections::HashMap;
 
-/// Which way a pass goes through a layer.
+/// The direction of a pass through a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Direction {
-    /// Inputs to outputs.
+    /// From inputs to outputs.
     Forward,
-    /// Gradients of outputs to those of inputs.
+    /// From gradients of outputs to gradients of inputs.
     Backward,
 }
 
@@ -24,7 +24,7 @@ pub(crate) struct Access {
     pub(crate) direction: Direction,
 }
 
-/// The order of uses.
+/// The learned order of uses.
 #[derive(Debug, Default)]
 struct Order {
     layers: usize,
@@ -41,7 +41,7 @@ impl Order {
         (self.before_last, self.last) = (self.last, Some(access));
     }
 
-    /// What comes after `current`, which came after `previous`.
+    /// Returns the use after `current`, which came after `previous`.
     fn next(&self, previous: Option<Access>, current: Access) -> Option<Access> {
         let known = self.after.get(&(previous, current)).copied();
         known.or_else(|| {
@@ -55,7 +55,7 @@ impl Order {
         })
     }
 
-    /// What comes next, as far as it is worth knowing: two whole steps.
+    /// Returns the coming uses, up to two whole steps.
     fn ahead(&self) -> Vec<Access> {
         let Some(mut current) = self.last else { return Vec::new() };
         let (mut previous, mut ahead) = (self.before_last, Vec::new());
@@ -73,18 +73,18 @@ impl Order {
 #[derive(Debug, Clone, Default)]
 struct Slot {
     holds: Option<usize>,
-    /// Uses that have not ended.
+    /// Uses in progress.
     leases: usize,
 }
 
-/// A layer is to be brought into a slot.
+/// A layer to load into a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Load {
     pub(crate) slot: usize,
     pub(crate) layer: usize,
 }
 
-/// The ring: what each slot holds, and what comes next.
+/// The ring: the contents of each slot, and the learned order.
 #[derive(Debug)]
 pub(crate) struct Ring {
     slots: Vec<Slot>,
@@ -96,8 +96,8 @@ impl Ring {
         Self { slots: vec![Slot::default(); slots], order: Order { layers, ..Order::default() } }
     }
 
-    /// Begins a use. The slot that the layer is in, and whether it has to be brought there first. `None` where every slot is in use.
-    /// `is_current` says whether what a slot holds is what the layer is now.
+    /// Starts a use. Returns the layer's slot, and whether the layer must be loaded first; `None` if every slot is in use.
+    /// `is_current` tells whether a slot's contents are the layer's current values.
     pub(crate) fn acquire(
         &mut self,
         access: Access,
@@ -108,7 +108,7 @@ impl Ring {
         let (slot, load) = match holder {
             Some(slot) if is_current(slot, access.layer) => (slot, false),
             Some(slot) if self.slots[slot].leases == 0 => (slot, true),
-            // Where it is there, someone still computes with what it was.
+            // If the slot has stale contents, they are still in use.
             _ => (self.victim(None)?, true),
         };
         self.slots[slot].leases += 1;
@@ -124,7 +124,8 @@ impl Ring {
         self.slots[slot].leases = self.slots[slot].leases.saturating_sub(1);
     }
 
-    /// What to bring meanwhile, in the order of need. `may_load` says of a coming use whether its layer may be read now.
+    /// Returns the loads to start now, in the order of need. `may_load` tells whether the layer of a coming use may be read
+    /// now.
     pub(crate) fn prefetch(
         &mut self,
         is_current: &dyn Fn(usize, usize) -> bool,
@@ -159,23 +160,24 @@ impl Ring {
         loads
     }
 
-    /// Forgets what the slots hold, as after a failure.
+    /// Clears the contents of the slots, as after a failure.
     pub(crate) fn clear(&mut self) {
         self.slots.iter_mut().for_each(|slot| slot.holds = None);
         (self.order.last, self.order.before_last) = (None, None);
     }
 
-    /// Whether any use has not ended.
+    /// Whether any use is in progress.
     pub(crate) fn in_use(&self) -> bool {
         self.slots.iter().any(|slot| slot.leases > 0)
     }
 
-    /// No slot holds `layer` for anyone who comes.
+    /// Removes `layer` from all slots.
     fn forget(&mut self, layer: usize) {
         self.slots.iter_mut().filter(|slot| slot.holds == Some(layer)).for_each(|slot| slot.holds = None);
     }
 
-    /// The slot to give away: an empty one, else that whose layer is needed last; never one in use, nor one of the `kept` layers.
+    /// Returns the slot to reuse: an empty one, else that of the layer needed last; never one in use or with one of the `kept`
+    /// layers.
     fn victim(&self, kept: Option<&[usize]>) -> Option<usize> {
         let ahead = self.order.ahead();
         let free = self.slots.iter().enumerate().filter(|(_, slot)| slot.leases == 0);

@@ -1,4 +1,4 @@
-//! What the lanes did, and when.
+//! Records what the streams did, and when.
 
 use parking_lot::Mutex;
 use runtime::device::{Event, Stream};
@@ -8,24 +8,24 @@ use tch::Device;
 use crate::error::Result;
 use crate::schedule::Direction;
 
-/// A lane of the schedule.
+/// A stream of the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Lane {
-    /// Layers run.
+pub enum StreamKind {
+    /// Running layers.
     Compute,
-    /// Layers come to the device.
+    /// Loading layers to the device.
     Load,
-    /// Gradients go to the host.
+    /// Storing gradients on the host.
     Store,
-    /// The host computes: gradients are summed, and the optimizer steps.
+    /// Computing on the host: summing gradients, optimizer steps.
     Host,
 }
 
-impl Lane {
-    /// All, from the top of a picture.
+impl StreamKind {
+    /// All streams, in the order of a plot.
     pub const ALL: [Self; 4] = [Self::Compute, Self::Load, Self::Store, Self::Host];
 
-    /// A name for tables.
+    /// The name in tables.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Compute => "compute",
@@ -36,36 +36,36 @@ impl Lane {
     }
 }
 
-/// A piece of work on a lane.
+/// A piece of work on a stream.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Span {
-    /// Where.
-    pub lane: Lane,
-    /// Of which layer, by its number.
+    /// The stream.
+    pub stream: StreamKind,
+    /// The layer's number.
     pub layer: usize,
-    /// On which way; a load has that of the use it was made for, or forward where it was made ahead.
+    /// The direction. A load has the direction of its use, or forward if it was prefetched.
     pub direction: Direction,
-    /// Seconds from the beginning of the trace.
+    /// Seconds from the start of the trace.
     pub start: f64,
-    /// Seconds from the beginning of the trace.
+    /// Seconds from the start of the trace.
     pub end: f64,
-    /// Bytes that were moved; 0 for computing.
+    /// Bytes copied; 0 for computing.
     pub bytes: u64,
 }
 
-/// Collects spans while it is on.
+/// Collects spans while recording.
 #[derive(Debug, Default)]
 pub(crate) struct Trace(Mutex<Option<Recording>>);
 
 #[derive(Debug)]
 struct Recording {
-    /// On the device, and on the host: events of one cannot be compared with those of the other.
+    /// On the device and on the host: their events cannot be compared with each other.
     base: [Event; 2],
     open: Vec<(Span, Event, Event)>,
 }
 
 impl Trace {
-    /// Begins anew.
+    /// Starts a recording.
     pub(crate) fn start(&self, device: Device) -> Result<()> {
         let base = [Event::new(device)?, Event::new(Device::Cpu)?];
         Stream::current(device)?.record(&base[0])?;
@@ -75,7 +75,7 @@ impl Trace {
         Ok(())
     }
 
-    /// Marks the beginning of a span on a stream; `None` while it is off.
+    /// Marks the start of a span on a stream; `None` while not recording.
     pub(crate) fn begin(&self, stream: &Stream) -> runtime::Result<Option<Event>> {
         if self.0.lock().is_none() {
             return Ok(None);
@@ -90,19 +90,23 @@ impl Trace {
         &self,
         stream: &Stream,
         begin: Option<Event>,
-        (lane, layer, direction): (Lane, usize, Direction),
+        (kind, layer, direction): (StreamKind, usize, Direction),
         bytes: u64,
     ) -> runtime::Result<()> {
         let Some(begin) = begin else { return Ok(()) };
         let end = Event::new(stream.device())?;
         stream.record(&end)?;
         if let Some(recording) = &mut *self.0.lock() {
-            recording.open.push((Span { lane, layer, direction, start: 0.0, end: 0.0, bytes }, begin, end));
+            recording.open.push((
+                Span { stream: kind, layer, direction, start: 0.0, end: 0.0, bytes },
+                begin,
+                end,
+            ));
         }
         Ok(())
     }
 
-    /// Ends the trace: its spans, by their beginning. All work is done when this is called.
+    /// Ends the recording and returns its spans by start time. All work must be done.
     pub(crate) fn take(&self) -> Result<Vec<Span>> {
         let Some(Recording { base, open }) = self.0.lock().take() else { return Ok(Vec::new()) };
         let mut spans = Vec::new();
@@ -116,28 +120,28 @@ impl Trace {
     }
 }
 
-/// The share of the time in which layers were loaded that other layers computed meanwhile: 1 when all transfers hide.
+/// Fraction of loading time during which other layers computed: 1 if all loads are hidden.
 pub fn overlap(spans: &[Span]) -> f64 {
-    let of = |lane: Lane| -> Vec<(f64, f64)> {
-        spans.iter().filter(|span| span.lane == lane).map(|span| (span.start, span.end)).collect()
+    let of = |stream: StreamKind| -> Vec<(f64, f64)> {
+        spans.iter().filter(|span| span.stream == stream).map(|span| (span.start, span.end)).collect()
     };
-    let (compute, load) = (of(Lane::Compute), of(Lane::Load));
+    let (compute, load) = (of(StreamKind::Compute), of(StreamKind::Load));
     let total: f64 = load.iter().map(|(start, end)| end - start).sum();
     let both =
         |&(a, b): &(f64, f64)| -> f64 { compute.iter().map(|&(c, d)| (b.min(d) - a.max(c)).max(0.0)).sum() };
     if total > 0.0 { load.iter().map(both).sum::<f64>() / total } else { 1.0 }
 }
 
-/// Spans as a trace that Perfetto and Chrome show: one thread for each lane, times in microseconds.
+/// Converts spans to a trace for Perfetto and Chrome: one thread for each stream, times in microseconds.
 pub fn to_chrome(spans: &[Span]) -> Value {
-    let names = Lane::ALL.iter().enumerate().map(|(thread, lane)| {
-        json!({ "ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": { "name": lane.name() } })
+    let names = StreamKind::ALL.iter().enumerate().map(|(thread, stream)| {
+        json!({ "ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": { "name": stream.name() } })
     });
     let events = spans.iter().map(|span| {
         let way = if span.direction == Direction::Forward { "forward" } else { "backward" };
         json!({
-            "ph": "X", "pid": 1, "tid": Lane::ALL.iter().position(|lane| *lane == span.lane),
-            "name": format!("layer {} {way}", span.layer), "cat": span.lane.name(),
+            "ph": "X", "pid": 1, "tid": StreamKind::ALL.iter().position(|stream| *stream == span.stream),
+            "name": format!("layer {} {way}", span.layer), "cat": span.stream.name(),
             "ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6, "args": { "bytes": span.bytes },
         })
     });

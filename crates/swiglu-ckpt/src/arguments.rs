@@ -1,10 +1,10 @@
-//! What a SwiGLU is given, and whether it fits together.
+//! The arguments of a SwiGLU, and their validation.
 
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
 
-/// The weights, as one function's inputs.
+/// The weights, as the function's inputs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Weights<'a> {
     Separate { gate: &'a Tensor, up: &'a Tensor, down: &'a Tensor },
@@ -18,7 +18,7 @@ pub(crate) struct Sizes {
     pub(crate) features: i64,
 }
 
-/// The weights by name, if they and x exist.
+/// Returns the weights by name, if they and x are defined.
 pub(crate) fn defined<'a>(x: &Tensor, weights: Weights<'a>) -> Result<Vec<(&'static str, &'a Tensor)>> {
     let named: Vec<(&'static str, &Tensor)> = match weights {
         Weights::Separate { gate, up, down } => vec![("gate", gate), ("up", up), ("down", down)],
@@ -30,7 +30,7 @@ pub(crate) fn defined<'a>(x: &Tensor, weights: Weights<'a>) -> Result<Vec<(&'sta
     }
 }
 
-/// Checks everything that a caller can get wrong, and reads the sizes.
+/// Validates the arguments, and returns the sizes.
 pub(crate) fn check(x: &Tensor, weights: Weights<'_>) -> Result<Sizes> {
     let shape =
         |name, tensor: &Tensor, expected: String| Err(Error::Shape { name, found: tensor.size(), expected });
@@ -72,7 +72,7 @@ pub(crate) fn check(x: &Tensor, weights: Weights<'_>) -> Result<Sizes> {
         return shape(
             down_name,
             down,
-            format!("[intermediate, {hidden}], as the last dimension of `x` is {hidden}"),
+            format!("[intermediate, {hidden}], because the last dimension of `x` is {hidden}"),
         );
     }
     let columns = if named.len() == 2 { 2 * features } else { features };
@@ -82,7 +82,7 @@ pub(crate) fn check(x: &Tensor, weights: Weights<'_>) -> Result<Sizes> {
                 name,
                 tensor,
                 format!(
-                    "[{hidden}, {columns}], as `x` has {hidden} features and `down` is {:?}",
+                    "[{hidden}, {columns}], because `x` has {hidden} features and `down` is {:?}",
                     down.size()
                 ),
             );

@@ -1,4 +1,4 @@
-//! What can be wrong with a SwiGLU's arguments.
+//! Errors of a SwiGLU's arguments.
 
 use tch::{Device, Kind};
 
@@ -14,78 +14,78 @@ pub enum Error {
     Mlp {
         /// The MLP's name in the model.
         name: String,
-        /// Why, and what to do.
+        /// The reason, and the remedy.
         reason: String,
     },
-    /// A tensor of another shape than the operation needs.
+    /// A tensor of the wrong shape.
     #[error("swiglu: `{name}` has shape {found:?}; expected {expected}")]
     Shape {
-        /// Which tensor.
+        /// The tensor's name.
         name: &'static str,
         /// Its shape.
         found: Vec<i64>,
-        /// What was expected, in words.
+        /// The expected shape, in words.
         expected: String,
     },
-    /// A tensor that is not floating point, or of another dtype than the rest.
+    /// A tensor without a floating dtype, or of another dtype than the others.
     #[error("swiglu: `{name}` is {found:?}; expected {expected}; convert it with `to_kind`")]
     Dtype {
-        /// Which tensor.
+        /// The tensor's name.
         name: &'static str,
         /// Its dtype.
         found: Kind,
         /// What was expected.
         expected: String,
     },
-    /// A tensor on another device than the rest.
+    /// A tensor on another device than the others.
     #[error("swiglu: `{name}` is on {found:?} and `x` on {expected:?}; move one with `to_device`")]
     DeviceMismatch {
-        /// Which tensor.
+        /// The tensor's name.
         name: &'static str,
         /// Its device.
         found: Device,
-        /// Where the input is.
+        /// The input's device.
         expected: Device,
     },
-    /// A tensor that was never made.
+    /// An undefined tensor.
     #[error("swiglu: `{name}` is an undefined tensor; give one with values")]
     Undefined {
-        /// Which tensor.
+        /// The tensor's name.
         name: &'static str,
     },
-    /// Weights that hold NaN or infinity.
-    #[error("swiglu: `{name}` holds {count} values that are not finite; load or initialise it again")]
+    /// Weights with NaN or infinity.
+    #[error("swiglu: `{name}` has {count} values that are not finite; load or initialise it again")]
     NotFinite {
-        /// Which weight.
+        /// The weight's name.
         name: &'static str,
-        /// How many values.
+        /// The number of such values.
         count: i64,
     },
-    /// A size that makes no MLP.
+    /// An invalid size.
     #[error("swiglu: {name} is {found}; expected at least 1")]
     Size {
-        /// Which size.
+        /// The size's name.
         name: &'static str,
-        /// What came.
+        /// Its value.
         found: i64,
     },
-    /// A tile too small for one token.
+    /// A tile that is too small for one token.
     #[error(
         "swiglu: a tile of {bytes} bytes is below the {token_bytes} bytes that one token's temporaries take; give at \
          least that, or use the level `input-only`"
     )]
     Tile {
-        /// The tile's size as given.
+        /// The tile's size.
         bytes: u64,
-        /// What one token takes.
+        /// Bytes per token.
         token_bytes: u64,
     },
-    /// A level's name or number that does not exist.
+    /// An unknown level.
     #[error(
         "unknown checkpoint level `{0}`; expected save-all (or 0), save-gate-up, save-one, input-only (or 1), or input-only-tiled:BYTES (for example input-only-tiled:16MiB)"
     )]
     UnknownLevel(String),
-    /// The runtime refused.
+    /// An error of the runtime.
     #[error(transparent)]
     Runtime(#[from] runtime::Error),
 }

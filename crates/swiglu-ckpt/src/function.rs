@@ -1,6 +1,6 @@
-//! SwiGLU with a backward written by hand.
+//! SwiGLU with a hand-written backward.
 //!
-//! Letters: n tokens (all leading dimensions of x as one), h hidden, f feed-forward. ⊙ is elementwise.
+//! Notation: n tokens (all leading dimensions of x as one), h hidden, f feed-forward. ⊙ is elementwise.
 //!
 //! Forward, with W, V `[h, f]` and U `[f, h]`:
 //!
@@ -8,8 +8,8 @@
 //! - s = SiLU(g) = g ⊙ σ(g), z = s ⊙ u
 //! - y = z·U `[n, h]`
 //!
-//! Backward. For a product C = A·B and an upstream gradient G = ∂L/∂C, element by element
-//! ∂L/∂A_ij = Σ_k G_ik·B_jk and ∂L/∂B_jk = Σ_i A_ij·G_ik, that is G·Bᵀ and Aᵀ·G. With D = ∂L/∂y:
+//! Backward. For a product C = A·B with gradient G = ∂L/∂C, element by element ∂L/∂A_ij = Σ_k G_ik·B_jk and ∂L/∂B_jk = Σ_i
+//! A_ij·G_ik, that is G·Bᵀ and Aᵀ·G. With D = ∂L/∂y:
 //!
 //! - dU = zᵀ·D, dz = D·Uᵀ
 //! - du = dz ⊙ s, ds = dz ⊙ u
@@ -17,23 +17,22 @@
 //! - dW = xᵀ·dg, dV = xᵀ·du
 //! - dx = dg·Wᵀ + du·Vᵀ
 //!
-//! (The assignment's worked solution writes ∂(xV)/∂x = W; it is V. It writes ∂L/∂W as a product in the order of the
-//! chain rule for scalars; for matrices the input comes first, transposed: xᵀ·dg.)
+//! (The assignment's worked solution writes ∂(xV)/∂x = W; it is V. It writes ∂L/∂W in the order of the scalar chain rule; for
+//! matrices the transposed input comes first: xᵀ·dg.)
 //!
-//! Nine products in all, three forward and six backward. What is kept decides which of the three run again, never the
-//! down-projection: its result y is not needed for any gradient. z is never kept: the elementwise pass of backward gives
-//! it back for nothing ([`runtime::fused::swiglu`]), and works in place, so that on the CPU a backward holds at most three
-//! `[n, f]` tensors, what was kept among them, and SiLU where that was kept; on other devices one more.
+//! There are nine products, three in forward and six in backward. The level decides which of the three are recomputed; never
+//! the down-projection, because no gradient needs its result y. z is never kept: the elementwise pass of backward recomputes it
+//! at no cost ([`runtime::fused::swiglu`]) and works in place. So on the CPU backward needs at most three `[n, f]` tensors,
+//! including kept ones, plus SiLU if it was kept; on other devices one more.
 //!
-//! Low precision: on a processor without bf16 or fp16 products everything is computed in fp32 and rounded once at the
-//! end. Gradients of the weights that are summed over tiles are summed in fp32.
+//! Low precision: on a processor without bf16 or fp16 products everything is computed in fp32 and rounded once at the end.
+//! Weight gradients that are summed over tiles are summed in fp32.
 //!
-//! Under a policy of [`runtime::precision`] the input and the weights are cast to its dtype first, and the casts are part of
-//! the graph: what is kept for backward is of that dtype, gradients come back in the tensors' own, and backward computes in
-//! the same dtype whichever thread it runs on, as nothing asks for the policy there. Fewer roundings happen than in three
-//! linear layers where the processor has no such products: g, u and z stay in fp32.
+//! Under a policy of [`runtime::precision`] the input and the weights are cast first, as a part of the graph: kept tensors have
+//! the policy's dtype, gradients the tensors' own, and backward computes in the policy's dtype on any thread. On a processor
+//! without such products there are fewer roundings than in three linear layers, because g, u and z stay in fp32.
 //!
-//! How this differs from PyTorch's operators: same function, fewer kept tensors, and a second derivative is an error.
+//! Differences from PyTorch's operators: fewer kept tensors; a second derivative is an error.
 
 use runtime::autograd::{Backward, Forward, Function, apply};
 use runtime::fused::swiglu as fused;
@@ -45,13 +44,13 @@ use crate::arguments::{Sizes, Weights, check, defined};
 use crate::error::{Error, Result};
 use crate::level::CheckpointLevel;
 
-/// (SiLU(x·W) ⊙ x·V)·U.
+/// Computes (SiLU(x·W) ⊙ x·V)·U.
 ///
-/// Shapes: `x [..., h]`, `gate` (W) and `up` (V) `[h, f]`, `down` (U) `[f, h]`; the result is `[..., h]`. One floating
-/// dtype and one device. Any strides; no tokens at all is allowed.
+/// Shapes: `x [..., h]`, `gate` (W) and `up` (V) `[h, f]`, `down` (U) `[f, h]`; the result is `[..., h]`. All have one floating
+/// dtype and device. Any strides, and no tokens, are allowed.
 ///
 /// # Errors
-/// Shapes, dtypes or devices that do not fit; a tile below one token's size.
+/// Shapes, dtypes or devices that do not match; a tile below one token's size.
 pub fn swiglu(
     x: &Tensor,
     gate: &Tensor,
@@ -81,7 +80,7 @@ pub(crate) fn run(x: &Tensor, weights: Weights<'_>, level: CheckpointLevel) -> R
     }
 }
 
-/// In the dtype that the tensors have.
+/// Computes it in the dtype of the tensors.
 pub(crate) fn run_as_is(x: &Tensor, weights: Weights<'_>, level: CheckpointLevel) -> Result<Tensor> {
     let sizes = check(x, weights)?;
     let plan = Plan::new(level, sizes, x)?;
@@ -93,7 +92,7 @@ pub(crate) fn run_as_is(x: &Tensor, weights: Weights<'_>, level: CheckpointLevel
     Ok(outputs.remove(0))
 }
 
-/// How the tokens are cut, and in which dtype they are computed.
+/// How the tokens are tiled, and in which dtype they are computed.
 #[derive(Clone, Copy, Debug)]
 struct Plan {
     level: CheckpointLevel,
@@ -113,7 +112,7 @@ impl Plan {
                     return Err(Error::Tile { bytes, token_bytes });
                 }
                 let most = i64::try_from(bytes / token_bytes).unwrap_or(i64::MAX).min(whole);
-                // Tiles of one size: a short last one would run at a worse rate.
+                // Tiles of equal size: a short last one would be slower.
                 let tiles = (whole + most - 1) / most;
                 (whole + tiles - 1) / tiles
             }
@@ -130,14 +129,14 @@ impl Plan {
             .map(move |start| (start, tile.min(tokens - start)))
     }
 
-    /// Where gradients of the weights are summed.
+    /// The dtype in which weight gradients are summed.
     fn sum_kind(&self, tokens: i64) -> Kind {
         let low = matches!(self.kind, Kind::BFloat16 | Kind::Half);
         if low && (self.tile < tokens || self.compute == Kind::Float) { Kind::Float } else { self.kind }
     }
 }
 
-/// What backward holds for each token of a tile: gate, up and the product's gradient, and the casts where there are any.
+/// Bytes of backward per token of a tile: gate, up and the product's gradient, and casts if needed.
 fn token_bytes(sizes: Sizes, kind: Kind, compute: Kind) -> u64 {
     let casts = if compute == kind { 0 } else { 3 * sizes.hidden };
     let elements = u64::try_from(3 * sizes.features + casts).unwrap_or(u64::MAX);
@@ -148,11 +147,11 @@ struct Swiglu {
     plan: Plan,
     fused: bool,
     sizes: Sizes,
-    /// Decided in forward, for backward.
+    /// Decided in forward.
     x_was_kept: bool,
 }
 
-/// W, V, U in the dtype of the computation.
+/// W, V, U in the computation's dtype.
 struct Matrices {
     gate: Tensor,
     up: Tensor,
@@ -171,22 +170,22 @@ impl Swiglu {
         Ok(Matrices { gate: cast(weights[0])?, up: cast(weights[1])?, down: cast(weights[2])? })
     }
 
-    /// Index of the down-projection among the inputs.
+    /// The input index of the down-projection.
     fn down_index(&self) -> usize {
         if self.fused { 2 } else { 3 }
     }
 
-    /// For the gate and the up projection: the input that holds it, and its columns there.
+    /// The input that contains the gate, and the one that contains the up projection, each with its first column.
     fn gate_and_up(&self) -> [(usize, i64); 2] {
         if self.fused { [(1, 0), (1, self.sizes.features)] } else { [(1, 0), (2, 0)] }
     }
 
-    /// Whether x is kept: to compute again, or for the gradients of W and V.
+    /// Whether x is kept: for recomputation, or for the gradients of W and V.
     fn keeps_x(&self, needs: impl Fn(usize) -> bool) -> bool {
         self.plan.level.recomputed_products() > 0 || (1..self.down_index()).any(needs)
     }
 
-    /// The activations of one tile, as tensors that backward may overwrite.
+    /// Returns the activations of one tile, as tensors that backward may overwrite.
     fn activations(
         &self,
         kept: Vec<Tensor>,
@@ -235,8 +234,7 @@ struct Activations {
     silu: Option<Tensor>,
 }
 
-/// The `[tile, f]` temporaries of backward. With several tiles they are made once and used again; with one, each is
-/// freed as soon as its user drops it.
+/// The `[tile, f]` temporaries of backward. With several tiles they are reused; with one, each is freed after its last use.
 struct Scratch {
     held: Option<[Option<Tensor>; 3]>,
     tile: i64,
@@ -257,8 +255,8 @@ impl Scratch {
     }
 }
 
-/// Gradients of the weights, one for each input of the function, summed over tiles. The first tile writes. Each has its weight's
-/// layout, so that what reads it, a transposed view above all, need not copy it.
+/// Gradients of the weights, one for each input of the function, summed over tiles. The first tile writes. Each has its
+/// weight's layout, so that readers of a transposed view need no copy.
 struct Sums {
     options: (Kind, Device),
     column_major: Vec<bool>,
@@ -266,7 +264,7 @@ struct Sums {
 }
 
 impl Sums {
-    /// Adds a·b to the columns from `column` on of the gradient of input `index`, whose shape is `size`.
+    /// Adds a·b to the columns from `column` on of the gradient of input `index`, of shape `size`.
     fn add(
         &mut self,
         index: usize,
@@ -359,7 +357,7 @@ impl Function for Swiglu {
         let mut saved = ctx.take_saved().into_iter();
         let weight_inputs: Vec<Tensor> = saved.by_ref().take(down_index).collect();
         let weights = self.matrices(&weight_inputs.iter().collect::<Vec<_>>())?;
-        // What was kept was decided at entry; what is needed now may be less.
+        // Forward decided what to keep; backward may need less.
         let x = if self.x_was_kept { saved.next() } else { None };
         let x_nh = x.map(|x| x.f_reshape([tokens, hidden])).transpose()?;
         let mut kept: Vec<Tensor> = saved.collect();
@@ -372,7 +370,7 @@ impl Function for Swiglu {
         let columns = if self.fused { 2 * features } else { features };
         let mut sums = Sums {
             options: (plan.sum_kind(tokens), device),
-            // The input itself has no sum here.
+            // The input has no sum.
             column_major: std::iter::once(false)
                 .chain(weight_inputs.iter().map(|weight| !weight.is_contiguous() && weight.stride()[0] == 1))
                 .collect(),
@@ -402,7 +400,7 @@ impl Function for Swiglu {
                 count,
             )?;
             if !gate_up_needed {
-                // Only U is trained: the product is all that its gradient needs.
+                // Only U is trained: its gradient needs only the product.
                 let mut product = up.shallow_clone();
                 fused::forward(&gate, &up, None, &mut product)?;
                 if ctx.needs_input_grad(down_index) {
@@ -438,7 +436,7 @@ impl Function for Swiglu {
     }
 }
 
-/// Lets `write` fill `target`, through a tensor of dtype `compute` where `target` has another.
+/// Calls `write` to fill `target`, through a tensor of dtype `compute` if `target` has another.
 fn write_rounded(
     target: &mut Tensor,
     compute: Kind,

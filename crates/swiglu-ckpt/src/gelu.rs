@@ -1,6 +1,6 @@
-//! The two-layer MLP of GPT-2 with a backward written by hand.
+//! The two-layer MLP of GPT-2 with a hand-written backward.
 //!
-//! Letters as in [`function`](crate::function): n tokens, h hidden, f feed-forward. Forward, with W₁ `[f, h]`, W₂ `[h, f]`:
+//! Notation as in [`function`](crate::function): n tokens, h hidden, f feed-forward. Forward, with W₁ `[f, h]`, W₂ `[h, f]`:
 //!
 //! - p = x·W₁ᵀ + b₁, a = φ(p) `[n, f]`, y = a·W₂ᵀ + b₂ `[n, h]`, φ being GELU or ReLU
 //!
@@ -10,11 +10,11 @@
 //! - dp = da ⊙ φ′(p)
 //! - dW₁ = dpᵀ·x, db₁ = Σ dp, dx = dp·W₁
 //!
-//! A graph of operators keeps x, p and a: h + 2f elements per token. Here a is always recomputed, an elementwise pass, which leaves
-//! h + f; [`CheckpointLevel::InputOnly`] recomputes p too, the seventh product of six, and leaves h. Products and activations are
-//! libtorch's own, called as its autograd calls them, so that in fp32 values and gradients are those of the operators, to the last bit.
+//! A graph of operators keeps x, p and a: h + 2f elements per token. Here a is always recomputed elementwise, which leaves h +
+//! f; [`CheckpointLevel::InputOnly`] also recomputes p, a seventh product after six, and leaves h. Products and activations are
+//! libtorch's, called as its autograd calls them, so in fp32 values and gradients equal those of the operators bit for bit.
 //!
-//! A second derivative is an error. In low precision each product is computed as [`compute_kind`] says and rounded once.
+//! A second derivative is an error. In low precision each product is computed in [`compute_kind`]'s dtype and rounded once.
 
 use models::Activation;
 use runtime::autograd::{Backward, Forward, Function, apply};
@@ -24,7 +24,7 @@ use tch::{Kind, Tensor};
 use crate::error::Result;
 use crate::level::CheckpointLevel;
 
-/// One projection's tensors: weight `[out, in]` and bias `[out]`.
+/// The tensors of one projection: weight `[out, in]` and bias `[out]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Layer<'a> {
     /// W.
@@ -33,13 +33,13 @@ pub struct Layer<'a> {
     pub bias: Option<&'a Tensor>,
 }
 
-/// φ(x·W₁ᵀ + b₁)·W₂ᵀ + b₂ over the last dimension of x `[..., h]`.
+/// Computes φ(x·W₁ᵀ + b₁)·W₂ᵀ + b₂ over the last dimension of x `[..., h]`.
 ///
-/// [`CheckpointLevel::InputOnly`] keeps x, [`CheckpointLevel::SaveOne`] and [`CheckpointLevel::SaveGateUp`] x and the first product;
-/// the others are not levels of this function.
+/// [`CheckpointLevel::InputOnly`] keeps x; [`CheckpointLevel::SaveOne`] and [`CheckpointLevel::SaveGateUp`] keep x and the
+/// first product; other levels are not supported.
 ///
 /// # Errors
-/// Those of libtorch: shapes, dtypes or devices that do not fit.
+/// Those of libtorch: shapes, dtypes or devices that do not match.
 pub fn feed_forward(
     x: &Tensor,
     [up, down]: [Layer<'_>; 2],
@@ -59,7 +59,7 @@ pub fn feed_forward(
     Ok(apply(function, &inputs)?.remove(0))
 }
 
-/// Which tensors forward saved, beside the weights.
+/// The tensors that forward saved, besides the weights.
 #[derive(Clone, Copy, Debug, Default)]
 struct Kept {
     x: bool,
@@ -76,7 +76,7 @@ struct FeedForward {
 }
 
 impl FeedForward {
-    /// Where the inputs x, W₁, W₂, b₁, b₂ are; `None` for a bias that is not there.
+    /// The indices of the inputs x, W₁, W₂, b₁, b₂; `None` for a missing bias.
     fn bias_indices(&self) -> [Option<usize>; 2] {
         let [first, second] = self.biases;
         [first.then_some(3), second.then_some(3 + usize::from(first))]
@@ -89,7 +89,7 @@ impl FeedForward {
         Ok(product.f_to_kind(kind)?)
     }
 
-    /// a·b in the dtype of the computation, rounded to that of a.
+    /// Computes a·b in the computation's dtype, rounded to that of a.
     fn product(&self, a: &Tensor, b: &Tensor) -> runtime::Result<Tensor> {
         Ok(a.f_to_kind(self.compute)?.f_mm(&b.f_to_kind(self.compute)?)?.f_to_kind(a.kind())?)
     }
@@ -104,7 +104,7 @@ impl FeedForward {
 
     fn activate_backward(&self, grad: &Tensor, product: &Tensor) -> runtime::Result<Tensor> {
         Ok(match self.activation {
-            // As the derivative of ReLU: the gradient where the result is above 0.
+            // The derivative of ReLU: the gradient where the result is above 0.
             Activation::Relu => product.f_threshold_backward(grad, 0.0)?,
             Activation::Gelu => product.f_gelu_backward(grad, "none")?,
             Activation::GeluTanh => product.f_gelu_backward(grad, "tanh")?,
@@ -131,7 +131,7 @@ impl Function for FeedForward {
         let y = self.linear(&self.activate(&product)?, inputs[2], bias[1])?;
         let needs = |index: usize| ctx.needs_input_grad(index);
         let below = needs(0) || needs(1) || self.bias_indices()[0].is_some_and(needs);
-        // Only b₂'s gradient needs nothing of forward.
+        // Only b₂'s gradient needs nothing from forward.
         let inner = below || needs(2);
         self.kept =
             Kept { x: needs(1) || inner && !self.keeps_product, product: inner && self.keeps_product };

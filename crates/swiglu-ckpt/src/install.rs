@@ -1,16 +1,16 @@
-//! Recomputing MLPs in a model of [`models`].
+//! Recomputation of MLPs in a model of [`models`].
 //!
-//! [`install`] replaces the MLPs of a Llama, a Qwen2 or a GPT-2 by [`RecomputedMlp`]s over the same tensors, under the same names, so
-//! that state dicts, checkpoints, optimizer groups, freezing and offloading go on as they were. What a model of L layers holds
-//! between forward and backward falls, per token, by L times the level's saving:
+//! [`install`] replaces the MLPs of a Llama, Qwen2 or GPT-2 by [`RecomputedMlp`]s with the same tensors and names, so state
+//! dicts, checkpoints, optimizer groups, freezing and offloading work as before. For a model of L layers, the memory between
+//! forward and backward decreases, per token, by L times the level's saving:
 //!
-//! | MLP | as it was | [`SaveGateUp`] | [`SaveOne`] | [`InputOnly`] |
+//! | MLP | original | [`SaveGateUp`] | [`SaveOne`] | [`InputOnly`] |
 //! |---|---|---|---|---|
-//! | SwiGLU | h + 3f | h + 2f | h + f, 1 product of 9 again | h, 2 of 9 again |
-//! | GPT-2's | h + 2f | h + f | h + f | h, 1 of 6 again |
+//! | SwiGLU | h + 3f | h + 2f | h + f, recomputes 1 product of 9 | h, recomputes 2 of 9 |
+//! | GPT-2's | h + 2f | h + f | h + f | h, recomputes 1 of 6 |
 //!
-//! A product again is half of its backward's work: a step of a model whose MLPs are a share s of its work takes about
-//! 2s/9 (SwiGLU) or s/6 (GPT-2) longer at [`InputOnly`].
+//! A recomputed product is half of its backward's work: if MLPs are a fraction s of a model's work, a step takes about 2s/9
+//! (SwiGLU) or s/6 (GPT-2) longer at [`InputOnly`].
 //!
 //! [`SaveGateUp`]: CheckpointLevel::SaveGateUp
 //! [`SaveOne`]: CheckpointLevel::SaveOne
@@ -30,11 +30,11 @@ use crate::function::run_as_is;
 use crate::gelu::{Layer, feed_forward};
 use crate::level::CheckpointLevel;
 
-/// Replaces every MLP of `model` by one that keeps what `level` says, and returns how many there are. Nothing is changed unless all can
-/// be. SwiGLUs compute their products by [`runtime::matmul`], whose last bits differ from libtorch's; GPT-2's MLPs have the bits that
-/// they had.
+/// Replaces every MLP of `model` by one that keeps what `level` says, and returns their number. If one cannot be replaced,
+/// nothing is changed. SwiGLUs compute their products with [`runtime::matmul`], whose last bits differ from libtorch's; GPT-2's
+/// MLPs give the same bits as before.
 ///
-/// Install adapters before, and activation plans and offloading after this.
+/// Install adapters before this, and activation plans and offloading after it.
 ///
 /// ```
 /// use models::{Llama, LlamaConfig};
@@ -47,8 +47,8 @@ use crate::level::CheckpointLevel;
 /// ```
 ///
 /// # Errors
-/// [`Error::Mlp`]: an MLP with adapters, a bias, dropout or another form than these, or that is wrapped or recomputed already; a level that
-/// it does not have; a model without MLPs.
+/// [`Error::Mlp`]: an MLP with adapters, a bias, dropout or another form, or one that is already wrapped or recomputed; a level
+/// that it does not support; a model without MLPs.
 pub fn install(model: &mut dyn Module, level: CheckpointLevel) -> Result<usize> {
     let mut plan = Plan { level, mlps: Vec::new(), refused: None };
     map_modules(model, &mut plan).map_err(runtime::Error::from)?;
@@ -64,7 +64,7 @@ pub fn install(model: &mut dyn Module, level: CheckpointLevel) -> Result<usize> 
     Ok(count)
 }
 
-/// An MLP that keeps part of its activations for backward and recomputes the rest. Made by [`install`].
+/// An MLP that keeps part of its activations for backward and recomputes the rest. Created by [`install`].
 #[derive(Debug)]
 pub struct RecomputedMlp {
     parts: Parts,
@@ -78,12 +78,12 @@ enum Parts {
 }
 
 impl RecomputedMlp {
-    /// What it keeps.
+    /// The level.
     pub fn level(&self) -> CheckpointLevel {
         self.level
     }
 
-    /// The one over the tensors of `mlp`.
+    /// Creates an MLP with the tensors of `mlp`.
     fn of(name: &str, mlp: &dyn Mlp, level: CheckpointLevel) -> Result<Self> {
         let refuse = |reason: String| Error::Mlp { name: name.to_owned(), reason };
         let parts = match mlp.form() {
@@ -106,14 +106,14 @@ impl RecomputedMlp {
                 }
                 if let CheckpointLevel::SaveAll | CheckpointLevel::InputOnlyTiled { .. } = level {
                     let reason = format!(
-                        "has two layers, for which there is no level {level}; take save-one (input and first product) or input-only"
+                        "has two layers, which do not support the level {level}; use save-one (input and first product) or input-only"
                     );
                     return Err(refuse(reason));
                 }
                 let [up, down] = linears(name, mlp, names)?;
                 Parts::FeedForward { names, up, down, activation }
             }
-            MlpForm::Recomputed => return Err(refuse("is recomputed already".to_owned())),
+            MlpForm::Recomputed => return Err(refuse("is already recomputed".to_owned())),
             MlpForm::Other => {
                 let reason = "is not a plain SwiGLU or two-layer MLP: another technique has wrapped it, or the model has one of its \
                               own; install recomputation before activation plans and offloading";
@@ -124,7 +124,7 @@ impl RecomputedMlp {
     }
 }
 
-/// The projections of these names, where each is a weight with or without a bias and there is nothing else.
+/// Returns the projections of these names, if each is a weight with or without a bias and there is nothing else.
 fn linears<const N: usize>(name: &str, mlp: &dyn Mlp, names: [&str; N]) -> Result<[Linear; N]> {
     let mut found: [(Option<Tensor>, Option<Tensor>); N] = std::array::from_fn(|_| (None, None));
     for named in tensors(mlp) {
@@ -219,7 +219,7 @@ impl Module for RecomputedMlp {
 
 impl Mlp for RecomputedMlp {
     fn forward(&self, x: &Tensor, context: &Context<'_>) -> models::Result<Tensor> {
-        // What reads a cache is never differentiated, and its products are the policy's own.
+        // A forward with a cache is never differentiated, and uses the policy's own products.
         if context.extension.is_some() {
             return self.plain(x);
         }
@@ -227,7 +227,7 @@ impl Mlp for RecomputedMlp {
             let x = precision::operand(x)?;
             match &self.parts {
                 Parts::Swiglu { gate, up, down } => {
-                    // Cast before it is turned: the policy knows the weight's own handle.
+                    // Cast before it is transposed: the policy recognises the weight by its handle.
                     let [gate, up, down] = [columns(gate)?, columns(up)?, columns(down)?];
                     run_as_is(&x, Weights::Separate { gate: &gate, up: &up, down: &down }, self.level)
                 }
@@ -250,7 +250,7 @@ impl Mlp for RecomputedMlp {
 }
 
 impl RecomputedMlp {
-    /// As the MLP that was replaced.
+    /// Computes like the MLP that was replaced.
     fn plain(&self, x: &Tensor) -> models::Result<Tensor> {
         let linear = |x: &Tensor, of: &Linear| precision::linear(x, &of.weight, of.bias.as_ref());
         Ok(match &self.parts {
@@ -266,7 +266,7 @@ fn layer(linear: &Linear) -> Layer<'_> {
     Layer { weight: &linear.weight, bias: linear.bias.as_ref() }
 }
 
-/// A weight `[out, in]` in the policy's dtype, as the columns `[in, out]` that [`crate::swiglu`] takes.
+/// Returns a weight `[out, in]` in the policy's dtype, as the columns `[in, out]` that [`crate::swiglu`] takes.
 fn columns(linear: &Linear) -> Result<Tensor> {
     Ok(precision::weight(&linear.weight)?.f_tr()?)
 }

@@ -1,35 +1,34 @@
-//! What a SwiGLU keeps between forward and backward.
+//! Checkpoint levels: what a SwiGLU keeps between forward and backward.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::error::Error;
 
-/// What is kept for backward, and what is computed again. H is the hidden size, F the feed-forward size.
+/// What is kept for backward; the rest is recomputed. H is the hidden size, F the feed-forward size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum CheckpointLevel {
-    /// x, x·W, SiLU(x·W), x·V: H + 3F elements per token, nothing computed again. The assignment's level 0.
+    /// x, x·W, SiLU(x·W), x·V: H + 3F elements per token, nothing recomputed. The assignment's level 0.
     #[default]
     SaveAll,
-    /// x, x·W, x·V: H + 2F elements per token; SiLU, one elementwise pass, is computed again.
+    /// x, x·W, x·V: H + 2F elements per token; recomputes SiLU, one elementwise pass.
     SaveGateUp,
-    /// x, x·W: H + F elements per token; x·V is computed again, 1/9 of a step's products.
+    /// x, x·W: H + F elements per token; recomputes x·V, 1/9 of a step's products.
     SaveOne,
-    /// x: H elements per token; x·W and x·V are computed again, 2/9 of a step's products (the down-projection never
-    /// is). The assignment's level 1.
+    /// x: H elements per token; recomputes x·W and x·V, 2/9 of a step's products (never the down-projection). The assignment's
+    /// level 1.
     InputOnly,
-    /// As [`InputOnly`](Self::InputOnly), over tiles of tokens, so that the temporaries of forward and backward take
-    /// at most `bytes`, whatever the number of tokens. Gradients of the weights are accumulated in fp32. (A strided
-    /// input is made dense whole; a GPU's elementwise pass takes a third more; where a low precision is computed in
-    /// fp32, the weights are cast whole.)
+    /// As [`InputOnly`](Self::InputOnly), over tiles of tokens, so that the temporaries of forward and backward take at most
+    /// `bytes` for any number of tokens. Weight gradients accumulate in fp32. (A strided input is copied as a whole; a GPU's
+    /// elementwise pass takes a third more; if low precision is computed in fp32, the weights are cast as a whole.)
     InputOnlyTiled {
-        /// Bound of the `[tile, F]` temporaries, in bytes.
+        /// Maximum size of the `[tile, F]` temporaries, in bytes.
         bytes: u64,
     },
 }
 
 impl CheckpointLevel {
-    /// The levels that the bench compares, with a tile of 16 MiB.
+    /// The levels that the benchmark compares, with a tile of 16 MiB.
     pub const ALL: [Self; 5] = [
         Self::SaveAll,
         Self::SaveGateUp,
@@ -38,7 +37,7 @@ impl CheckpointLevel {
         Self::InputOnlyTiled { bytes: 16 << 20 },
     ];
 
-    /// The assignment's numbering: 0 keeps everything, 1 keeps the input.
+    /// Returns the level of the assignment's number: 0 keeps everything, 1 keeps the input.
     ///
     /// # Errors
     /// Any other number.
@@ -50,7 +49,7 @@ impl CheckpointLevel {
         }
     }
 
-    /// Elements kept per token, all weights and the input needing gradients.
+    /// Returns the elements kept per token, if all weights and the input need gradients.
     pub fn saved_elements_per_token(self, hidden: u64, intermediate: u64) -> u64 {
         hidden
             + intermediate
@@ -62,7 +61,7 @@ impl CheckpointLevel {
                 }
     }
 
-    /// Matrix products of the forward that backward runs again, of the 3 of a forward and 6 of a backward.
+    /// Returns how many products of the forward are recomputed, of 3 in forward and 6 in backward.
     pub fn recomputed_products(self) -> u32 {
         match self {
             Self::SaveAll | Self::SaveGateUp => 0,
@@ -71,7 +70,7 @@ impl CheckpointLevel {
         }
     }
 
-    /// The name without the tile's size.
+    /// Returns the name without the tile's size.
     pub fn name(self) -> &'static str {
         match self {
             Self::SaveAll => "save-all",

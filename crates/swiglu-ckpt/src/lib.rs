@@ -1,8 +1,8 @@
-//! A SwiGLU MLP that keeps or recomputes its activations.
+//! SwiGLU with activation checkpointing: an MLP that keeps or recomputes its activations.
 //!
-//! FFN(x) = (SiLU(x·W) ⊙ x·V)·U, the feed-forward block of Llama and Qwen, is most of a decoder's activation memory: a
-//! graph of ordinary operators keeps H + 4F elements per token for its backward. With the backward written by hand, the
-//! caller chooses what to keep, per layer, by [`CheckpointLevel`]:
+//! FFN(x) = (SiLU(x·W) ⊙ x·V)·U, the feed-forward layer of Llama and Qwen, takes most of a decoder's activation memory: a graph
+//! of operators keeps H + 4F elements per token for backward. This crate's hand-written backward lets the caller choose what to
+//! keep, per layer, by [`CheckpointLevel`]:
 //!
 //! | level | kept per token | extra matrix products (of 9) |
 //! |---|---|---|
@@ -11,7 +11,7 @@
 //! | [`SaveGateUp`](CheckpointLevel::SaveGateUp) | H + 2F | 0 |
 //! | [`SaveOne`](CheckpointLevel::SaveOne) | H + F | 1 |
 //! | [`InputOnly`](CheckpointLevel::InputOnly) | H | 2 |
-//! | [`InputOnlyTiled`](CheckpointLevel::InputOnlyTiled) | H, and temporaries of a chosen size | 2 |
+//! | [`InputOnlyTiled`](CheckpointLevel::InputOnlyTiled) | H, with temporaries of a chosen size | 2 |
 //!
 //! All levels compute the same function; in fp32 all but the tiled one give the same bits.
 //!
@@ -28,8 +28,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! The mathematics and what each level keeps is in [`function`]. `experiments swiglu-ckpt bench` measures time and
-//! memory of every level.
+//! [`function`] documents the mathematics and what each level keeps. `experiments swiglu-ckpt bench` measures time and memory
+//! of every level.
 
 mod arguments;
 pub mod error;

@@ -1,4 +1,4 @@
-//! The MLP as a module with its weights.
+//! The MLP as a module with weights.
 
 use runtime::autograd::GradMode;
 use tch::{Device, Kind, Tensor};
@@ -18,12 +18,12 @@ pub enum GateUpStorage {
     Fused,
 }
 
-/// Sizes and choices of a [`SwigluMlp`].
+/// Options of a [`SwigluMlp`].
 #[derive(Clone, Copy, Debug)]
 pub struct SwigluConfig {
-    /// Size of the residual stream.
+    /// Width of the residual stream.
     pub hidden: i64,
-    /// Size between the projections; usually 8/3 of `hidden`, or 3 to 4 times it.
+    /// Inner width; usually 8/3 of `hidden`, or 3 to 4 times it.
     pub intermediate: i64,
     /// What is kept for backward.
     pub level: CheckpointLevel,
@@ -31,12 +31,12 @@ pub struct SwigluConfig {
     pub storage: GateUpStorage,
     /// Float, Double, BFloat16 or Half.
     pub kind: Kind,
-    /// Where the weights are.
+    /// The device of the weights.
     pub device: Device,
 }
 
 impl SwigluConfig {
-    /// fp32 on the CPU, keeping everything, weights stored apart.
+    /// Returns options for fp32 on the CPU, keeping everything, with separate weights.
     pub fn new(hidden: i64, intermediate: i64) -> Self {
         Self {
             hidden,
@@ -63,10 +63,10 @@ pub struct SwigluMlp {
 }
 
 impl SwigluMlp {
-    /// Weights drawn uniformly from ±1/√fan-in, as PyTorch's linear layers are, requiring gradients.
+    /// Creates an MLP with weights uniform in ±1/√fan-in, as in PyTorch's linear layers, requiring gradients.
     ///
     /// # Errors
-    /// A size below 1; a dtype that is not floating; a device that is not there.
+    /// A size below 1; a dtype that is not floating; a device that does not exist.
     pub fn new(config: &SwigluConfig) -> Result<Self> {
         let &SwigluConfig { hidden, intermediate, level, storage, kind, device } = config;
         for (name, found) in [("hidden", hidden), ("intermediate", intermediate)] {
@@ -98,18 +98,18 @@ impl SwigluMlp {
         Ok(Self { weights, level })
     }
 
-    /// An MLP over given weights: W and V `[hidden, intermediate]`, U `[intermediate, hidden]`, which stay the caller's
-    /// tensors. (PyTorch's `nn.Linear` stores the transpose: pass `weight.tr()`.)
+    /// Creates an MLP with given weights, which stay the caller's tensors: W and V `[hidden, intermediate]`, U `[intermediate,
+    /// hidden]`. (PyTorch's `nn.Linear` stores the transpose: pass `weight.tr()`.)
     ///
     /// # Errors
-    /// Shapes, dtypes or devices that do not fit together; weights that are not finite.
+    /// Shapes, dtypes or devices that do not match; weights that are not finite.
     pub fn from_weights(gate: Tensor, up: Tensor, down: Tensor, level: CheckpointLevel) -> Result<Self> {
         let mlp = Self { weights: Stored::Separate { gate, up, down }, level };
         mlp.check()?;
         Ok(mlp)
     }
 
-    /// As [`from_weights`](Self::from_weights), W and V side by side in `gate_up [hidden, 2·intermediate]`.
+    /// As [`from_weights`](Self::from_weights), with W and V side by side in `gate_up [hidden, 2·intermediate]`.
     ///
     /// # Errors
     /// As [`from_weights`](Self::from_weights).
@@ -119,18 +119,18 @@ impl SwigluMlp {
         Ok(mlp)
     }
 
-    /// The same weights, kept and computed again by another level.
+    /// Returns an MLP with the same weights and another level.
     #[must_use]
     pub fn with_level(self, level: CheckpointLevel) -> Self {
         Self { level, ..self }
     }
 
-    /// What is kept for backward.
+    /// The level.
     pub fn level(&self) -> CheckpointLevel {
         self.level
     }
 
-    /// The weights by name.
+    /// Returns the weights by name.
     pub fn parameters(&self) -> Vec<(&'static str, &Tensor)> {
         match &self.weights {
             Stored::Separate { gate, up, down } => vec![("gate", gate), ("up", up), ("down", down)],
@@ -153,7 +153,7 @@ impl SwigluMlp {
         }
     }
 
-    /// An input without tokens shows whether the weights fit together.
+    /// Checks with an empty input that the weights match.
     fn check(&self) -> Result<()> {
         let (_, down) = self.parameters().pop().expect("there is a down-projection");
         let hidden = down.size().get(1).copied().unwrap_or(0);

@@ -1,29 +1,27 @@
-//! What the layers of a decoder cost under each way of keeping their activations: the choices that
-//! [`least_recomputation`](super::least_recomputation) takes.
+//! The cost of a decoder's layers under each choice: the input of [`least_recomputation`](super::least_recomputation).
 //!
-//! | [`Kept`] | held until the backward | made again | host |
+//! | [`Kept`] | kept until the backward | recomputed | host |
 //! |---|---|---|---|
 //! | `Everything` | all of the block | – | |
-//! | `Products` | what products read or made, the residual stream | norms, activation functions, their products | |
+//! | `Products` | inputs and results of products, the residual stream | norms, activation functions, their products | |
 //! | `Attention` | the attention's tensors and the feed-forward's input | the whole feed-forward layer, with its norm | |
 //! | `Input` | the block's input | the whole block | |
 //! | `InputOnHost` | nothing | the whole block | the block's input |
 //!
-//! Beside what is made again, each backward needs the gradients inside a block
-//! ([`working_set`](crate::memory::working_set)). Products again take `FLOPs / rate` (the causal count); a tensor that
-//! is made again elementwise is written once and its source read once, `2 · bytes / bandwidth`. An input on the host
-//! travels while other layers compute, and costs what does not hide behind the forward and the backward of one layer:
+//! In addition each backward needs the gradients inside a block ([`working_set`](crate::memory::working_set)). Recomputed
+//! products take `FLOPs / rate` (the causal count); a tensor that is recomputed elementwise is written once and its source read
+//! once, `2 · bytes / bandwidth`. An input on the host is copied while other layers compute, and costs what is not hidden by
+//! the forward and the backward of one layer:
 //!
 //! ```text
 //! max(0, x/link - forward) + max(0, x/link - (2·forward + again))
 //! ```
 //!
-//! and a second input is on the device while it is fetched ahead.
+//! and a second input is on the device while it is prefetched.
 //!
-//! All seconds are beyond those of the block with everything kept under the same
-//! [`ActivationChoices`], whose own recomputation (a flash kernel's scores, a SwiGLU level's products) is the same under
-//! every choice here. A tensor that two products of a block read is taken as kept once, as in
-//! [`activations`].
+//! All seconds are beyond those of the block with everything kept under the same [`ActivationChoices`], whose own recomputation
+//! (a flash kernel's scores, a SwiGLU level's products) is the same under every choice here. A tensor that two products of a
+//! block read counts as kept once, as in [`activations`].
 
 use super::{Choice, LayerCost};
 use crate::decoder_flops::{Workload, step};
@@ -39,18 +37,18 @@ use crate::{Error, exact};
 pub enum Kept {
     /// Everything that the backward needs.
     Everything,
-    /// What products read or made; what is elementwise is computed again.
+    /// Inputs and results of products; elementwise operations are recomputed.
     Products,
-    /// The attention; the feed-forward layer is computed again.
+    /// The attention; the feed-forward layer is recomputed.
     Attention,
-    /// The block's input; the block is computed again.
+    /// The block's input; the block is recomputed.
     Input,
-    /// Nothing on the device: the block's input is on the host, and the block is computed again.
+    /// Nothing on the device: the block's input is on the host, and the block is recomputed.
     InputOnHost,
 }
 
 impl Kept {
-    /// All ways, the one that keeps most first.
+    /// All choices, the one that keeps most first.
     pub const ALL: [Self; 5] =
         [Self::Everything, Self::Products, Self::Attention, Self::Input, Self::InputOnHost];
 
@@ -66,10 +64,10 @@ impl Kept {
     }
 }
 
-/// How fast a device computes and moves bytes. All positive.
+/// A device's rates of computing and copying. All positive.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rates {
-    /// FLOP/s that matrix products reach.
+    /// FLOP/s of matrix products, as measured.
     pub flops: f64,
     /// Bytes per second of the device's memory, read and written.
     pub bandwidth: f64,
@@ -77,8 +75,8 @@ pub struct Rates {
     pub link: f64,
 }
 
-/// The cost of one block of `model` under each of `ways`. The recomputation that `choices` names for whole blocks is
-/// replaced by the way's own.
+/// Returns the cost of one block of `model` under each of `ways`, which replaces the recomputation of whole blocks in
+/// `choices`.
 ///
 /// # Errors
 ///
@@ -106,10 +104,10 @@ pub fn layer_choices(
     ways.iter().map(|&of| Ok(Choice { of, cost: block.cost(of)? })).collect()
 }
 
-/// Bytes and seconds of one block with everything kept.
+/// Bytes and seconds of one block that keeps everything.
 struct Block {
     input: u64,
-    /// The input as far as it is among what is kept inside.
+    /// Bytes of the input, as far as it is among the kept tensors.
     shared: u64,
     /// Kept by the attentions and the feed-forward layer, and how much of each is elementwise.
     attention: u64,
@@ -161,8 +159,8 @@ impl Block {
     fn cost(&self, kept: Kept) -> Result<LayerCost, Error> {
         let whole = exact::sum(WHAT, [self.attention, self.feed_forward])?;
         let elementwise = self.attention_elementwise + self.feed_forward_elementwise;
-        // What the attention's and the feed-forward layer's backward make again, and what the latter had kept, which is
-        // gone when the former runs.
+        // What the attention's and the feed-forward layer's backward recompute, and what the latter had kept and is freed when
+        // the former runs.
         let moment = |attention: u64, feed_forward: u64, freed: u64| {
             let Moments { stream, attention: core, feed_forward: wide } = self.gradients;
             let core = exact::sum(WHAT, [core, attention])?.saturating_sub(freed);
@@ -189,7 +187,7 @@ impl Block {
                 recompute_seconds: self.feed_forward_seconds + self.passes(self.feed_forward_elementwise),
                 ..none
             },
-            // A block that is computed again is there as a whole before any of its backward.
+            // A recomputed block is complete before its backward starts.
             Kept::Input => LayerCost {
                 held_bytes: self.input,
                 transient_bytes: exact::sum(WHAT, [whole_moment, whole - self.shared])?,
@@ -216,7 +214,7 @@ impl Block {
         2.0 * elementwise as f64 / self.rates.bandwidth
     }
 
-    /// Seconds of the input's way out and back that no computation hides.
+    /// Seconds of copying the input out and back that no computation hides.
     fn unhidden(&self, again: f64) -> f64 {
         let way = self.input as f64 / self.rates.link;
         let forward = self.attention_seconds + self.feed_forward_seconds;
@@ -370,7 +368,7 @@ mod tests {
         }
     }
 
-    /// Each way holds less than the one before. The last block is always kept: to make it again takes as much.
+    /// Each choice keeps less than the one before. The last block is always kept: recomputing it takes as much.
     #[test]
     fn a_budget_between_the_ways_mixes_them() {
         let model = presets::find("qwen2.5-0.5b").unwrap();

@@ -62,7 +62,7 @@ pub(crate) fn estimate(model: &Decoder, lora: &LowRank, plan: &Plan) -> Result<E
     let before_loss = sum("activations", [fixed, first, others])?;
     let all_kept = sum("activations", [before_loss, final_norm])?;
 
-    // The last block is the first one too where there is no other.
+    // The last block is also the first one if there is no other.
     let last_input = model.layers > 1;
     let backward = |input| if full { recomputed_bytes(&block, input) } else { backward_bytes(&block, input) };
     let loss_peak = total(&frozen_loss(model, &head)?)?;
@@ -77,7 +77,7 @@ pub(crate) fn estimate(model: &Decoder, lora: &LowRank, plan: &Plan) -> Result<E
         let ModelStates { parameters, optimizer, .. } = states;
         Budget::new(moment, [parameters, 0, 0, optimizer, gradients, activations, logits, temporaries])
     };
-    // The last block's forward can be more than the loss, where nothing is kept or the vocabulary is small.
+    // The last block's forward can exceed the loss, if nothing is kept or the vocabulary is small.
     let mut tracker = PeakTracker::default();
     block.forward(&mut tracker, !full, last_input);
     let in_block = tracker.peak()?;

@@ -1,4 +1,4 @@
-//! The moments of a step, and what each takes.
+//! The moments of a step, with the bytes of each.
 
 use crate::memory::Item;
 use crate::memory::zero::ModelStates;
@@ -17,11 +17,11 @@ pub enum Part {
     OptimizerState,
     /// Gradients of parameters.
     Gradients,
-    /// What the forward keeps for the backward.
+    /// Activations that the forward keeps for the backward.
     Activations,
-    /// Logits and what the loss makes of them.
+    /// Logits and temporaries of the loss.
     Logits,
-    /// What exists for a moment.
+    /// Temporaries.
     Temporaries,
 }
 
@@ -56,7 +56,7 @@ impl Part {
 /// A moment of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moment {
-    /// The loss is computed and its backward begins.
+    /// The loss, before its backward.
     Loss,
     /// The last block's backward, the first to run.
     LastBlock,
@@ -81,7 +81,7 @@ impl Moment {
     }
 }
 
-/// What one moment of a step takes.
+/// The budget of one moment of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
     /// The moment.
@@ -103,25 +103,25 @@ impl Budget {
     }
 }
 
-/// What a training step takes on one device.
+/// The estimate of a training step on one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Estimate {
     /// Number of parameters, of the whole model.
     pub parameters: u64,
-    /// What stays from step to step on the device.
+    /// Bytes on the device between steps.
     pub states: ModelStates,
-    /// What one block keeps, tensor by tensor.
+    /// Tensors that one block keeps.
     pub block: Vec<Item>,
-    /// What is kept outside the blocks.
+    /// Tensors kept outside the blocks.
     pub outside_blocks: Vec<Item>,
-    /// The five moments in the order in which they come.
+    /// The five moments, in order.
     pub moments: [Budget; 5],
-    /// Bytes on the host, when the forward is done: none unless the plan puts something there.
+    /// Bytes on the host at the end of the forward; 0 unless the plan uses the host.
     pub host_bytes: u64,
 }
 
 impl Estimate {
-    /// The largest moment; the first one of several.
+    /// Returns the largest moment; the first of several.
     pub fn peak(&self) -> &Budget {
         let mut peak = &self.moments[0];
         for budget in &self.moments[1..] {
@@ -132,13 +132,13 @@ impl Estimate {
         peak
     }
 
-    /// One moment of the step.
+    /// Returns one moment of the step.
     pub fn at(&self, moment: Moment) -> &Budget {
         &self.moments[moment as usize]
     }
 
-    /// The most that one part takes at any moment of the step: the split of a step that profiles show, in which each
-    /// part has a peak of its own. [`Budget::bytes`] of [`Estimate::peak`] is what it takes when the sum is largest.
+    /// Returns the maximum of one part over all moments, as profiles show it, where each part has its own peak.
+    /// [`Budget::bytes`] of [`Estimate::peak`] is the part at the peak of the sum.
     pub fn largest(&self, part: Part) -> u64 {
         self.moments.iter().map(|budget| budget.bytes(part)).max().unwrap_or(0)
     }

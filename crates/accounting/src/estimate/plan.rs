@@ -1,4 +1,4 @@
-//! How a model is trained.
+//! The settings of a training.
 
 use crate::decoder_flops::{Recomputation, Workload};
 use crate::lora::LowRank;
@@ -10,7 +10,7 @@ use crate::memory::recipe::Recipe;
 use crate::memory::zero::Sharding;
 use crate::recompute::{NormKernel, Recompute, SwigluLevel};
 
-/// How a model is trained. Batches are per device.
+/// The settings of a training. Batches are per device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
     /// Sequences per device and their length.
@@ -19,9 +19,9 @@ pub struct Plan {
     pub recipe: Recipe,
     /// Optimizer.
     pub optimizer: Optimizer,
-    /// How its step runs.
+    /// How the optimizer's step is executed.
     pub step: StepKernel,
-    /// What the backward computes again.
+    /// What the backward recomputes.
     pub recomputation: Recomputation,
     /// How an RMSNorm is computed.
     pub norm: NormKernel,
@@ -29,21 +29,20 @@ pub struct Plan {
     pub dropout: bool,
     /// How the loss is computed.
     pub loss: Loss,
-    /// What data-parallel devices share.
+    /// What data-parallel devices shard.
     pub sharding: Sharding,
-    /// Whether gradients of an earlier batch are there while the next one runs.
+    /// Whether gradients of an earlier batch exist while the next one runs.
     pub accumulate: bool,
-    /// What is on the host.
+    /// What is stored on the host.
     pub host: OnHost,
-    /// Tokens of the step that have a label; `None`: all. A loss that goes over chunks goes over these only.
+    /// Number of labelled tokens per step; `None` for all. A loss in chunks computes only these.
     pub labelled: Option<u64>,
-    /// Adapters beside a base that is frozen; `None`: the whole model learns.
+    /// Adapters of a frozen base; `None` to train the whole model.
     pub lora: Option<LowRank>,
 }
 
 impl Default for Plan {
-    /// One sequence of 1024 tokens, bf16 with fp32 master weights, AdamW, one device, nothing recomputed but what a
-    /// flash kernel does.
+    /// One sequence of 1024 tokens, bf16 with fp32 master weights, AdamW, one device, no recomputation except a flash kernel's.
     fn default() -> Self {
         Self {
             work: Workload { batch: 1, sequence: 1024 },
@@ -64,7 +63,7 @@ impl Default for Plan {
 }
 
 impl Plan {
-    /// What decides about activations.
+    /// Returns the choices that affect activations.
     pub fn activation_choices(&self) -> ActivationChoices {
         ActivationChoices {
             recipe: self.recipe,
@@ -74,7 +73,7 @@ impl Plan {
         }
     }
 
-    /// The choices in a line.
+    /// Describes the settings in a line.
     pub fn summary(&self) -> String {
         let mut parts = vec![
             format!("batch {} × {} tokens", self.work.batch, self.work.sequence),

@@ -17,12 +17,11 @@
 //! | plain MLP | its input, the activation's input (GELU) and output | `c·d`, `c·f` each |
 //! | dropout | a mask of one byte per element | |
 //!
-//! Autocast makes a copy of a projection's input for each projection that reads it: three for separate query, key and
-//! value projections, two for gate and up. (Its cache holds copies of weights only.)
+//! Autocast copies a projection's input for each projection that reads it: three for separate query, key and value projections,
+//! two for gate and up. (Its cache holds copies of weights only.)
 //!
-//! Activation functions are taken as single kernels, rotary positions as free (their backward needs only the table of
-//! angles). Additions keep nothing. A dropout mask takes a byte, as on a GPU; on a CPU torch keeps it in the format of
-//! the data.
+//! Activation functions count as single kernels, rotary embeddings as free (their backward needs only the table of angles).
+//! Additions keep nothing. A dropout mask takes a byte, as on a GPU; on a CPU torch keeps it in the dtype of the data.
 //!
 //! Checked against what torch 2.11 saves, storage by storage (`torch.autograd.graph.saved_tensors_hooks`), for blocks of
 //! GPT-2 and Llama: see the tests.
@@ -39,7 +38,7 @@ use crate::recompute::{AttentionKernel, NormKernel, Recompute, SwigluLevel};
 pub struct ActivationChoices {
     /// Number formats.
     pub recipe: Recipe,
-    /// What is computed again.
+    /// What is recomputed.
     pub recomputation: Recomputation,
     /// How an RMSNorm is computed.
     pub norm: NormKernel,
@@ -62,7 +61,7 @@ impl ActivationChoices {
     }
 }
 
-/// What one block keeps until its backward.
+/// Lists what one block keeps until its backward.
 pub fn block(model: &Decoder, work: Workload, choices: &ActivationChoices) -> Result<Vec<Item>, Error> {
     if choices.recomputation.checkpoint == Recompute::Full {
         return Ok(vec![block_input(model, work, choices)?]);
@@ -70,8 +69,8 @@ pub fn block(model: &Decoder, work: Workload, choices: &ActivationChoices) -> Re
     inside_block(model, work, choices)
 }
 
-/// What one block holds between its own forward and backward: what [`block`] keeps, or, where the whole block is
-/// computed again, what that second forward keeps.
+/// Lists what one block holds between its own forward and backward: what [`block`] keeps or, if the whole block is recomputed,
+/// what that second forward keeps.
 pub fn inside_block(
     model: &Decoder,
     work: Workload,
@@ -108,7 +107,7 @@ pub(crate) fn feed_forward_branch(
     Ok(items)
 }
 
-/// What comes in at the residual stream, of a block or of a branch.
+/// The input from the residual stream, of a block or of a branch.
 pub(crate) fn block_input(
     model: &Decoder,
     work: Workload,
@@ -117,8 +116,8 @@ pub(crate) fn block_input(
     Item::new("block input", choices.residual_bytes(), &[work.tokens()?, model.hidden])
 }
 
-/// The bytes of [`inside_block`], or of one branch, that are its input itself and not another tensor: what the first
-/// norm keeps, or the first projection where norms come last, unless autocast makes copies of that.
+/// Returns the bytes of [`inside_block`], or of one branch, that are its input itself: what the first norm keeps, or the first
+/// projection if norms come last, unless autocast copies it.
 pub(crate) fn input_kept_inside(
     model: &Decoder,
     work: Workload,
@@ -279,8 +278,8 @@ pub fn kept_by_swiglu(level: SwigluLevel) -> &'static [&'static str] {
     }
 }
 
-/// What is kept outside the blocks: tokens and labels (64-bit), the table of rotary angles, what stands between the
-/// last block and the logits.
+/// Lists what is kept outside the blocks: tokens and labels (64-bit), the table of rotary angles, tensors between the last
+/// block and the logits.
 pub fn outside_blocks(
     model: &Decoder,
     work: Workload,

@@ -1,11 +1,11 @@
-//! What a training keeps on the host instead of the device, and what of it passes through the device.
+//! Tensors that a training stores on the host, and what of them passes through the device.
 //!
 //! | on the host | on the device all the same |
 //! |---|---|
-//! | parameters | those of the block that computes and of the next one, or of the largest matrix outside the blocks |
-//! | gradients | those of one block, or of the output or the embedding, on their way out |
-//! | optimizer | nothing: master weights, state and step are the host's |
-//! | block inputs (only with full recomputation) | that of the block that computes, and one on its way |
+//! | parameters | those of the computing block and of the next one, or of the largest matrix outside the blocks |
+//! | gradients | those of one block, or of the output or the embedding, in flight |
+//! | optimizer | nothing: master weights, state and step are on the host |
+//! | block inputs (only with full recomputation) | that of the computing block, and one in flight |
 //!
 //! DeepSpeed's ZeRO-Offload and ZeRO-Infinity (arXiv:2101.06840, arXiv:2104.07857) do this with buckets of configurable
 //! sizes; here a bucket is a block.
@@ -14,7 +14,7 @@ use crate::Error;
 use crate::decoder_flops::Recomputation;
 use crate::recompute::Recompute;
 
-/// What is kept on the host.
+/// Which tensors are stored on the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OnHost {
     /// The parameters that the forward reads.
@@ -23,7 +23,7 @@ pub struct OnHost {
     pub gradients: bool,
     /// Master weights and the optimizer's state; the step runs there.
     pub optimizer: bool,
-    /// What each block keeps, where that is its input only.
+    /// What each block keeps, if that is only its input.
     pub block_inputs: bool,
 }
 
@@ -31,7 +31,7 @@ impl OnHost {
     /// The names that [`OnHost::with`] reads.
     pub const NAMES: [&str; 4] = ["parameters", "gradients", "optimizer", "block-inputs"];
 
-    /// The same with one more thing, by name.
+    /// Returns the same with one more kind of tensor, by name.
     pub fn with(mut self, name: &str) -> Result<Self, Error> {
         let known = Self::NAMES.into_iter().position(|known| known.eq_ignore_ascii_case(name));
         *match known {
@@ -44,13 +44,13 @@ impl OnHost {
         Ok(self)
     }
 
-    /// The names of what is on the host.
+    /// Returns the names of the tensors on the host.
     pub fn names(self) -> Vec<&'static str> {
         let flags = [self.parameters, self.gradients, self.optimizer, self.block_inputs];
         Self::NAMES.into_iter().zip(flags).filter(|(_, flag)| *flag).map(|(name, _)| name).collect()
     }
 
-    /// Refuses to keep block inputs on the host where they are not what is kept.
+    /// Refuses block inputs on the host if blocks keep more than that.
     pub(crate) fn check(self, recomputation: &Recomputation) -> Result<(), Error> {
         if self.block_inputs && recomputation.checkpoint != Recompute::Full {
             return Err(Error::Shape {

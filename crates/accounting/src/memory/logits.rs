@@ -1,4 +1,4 @@
-//! The logits and what the cross-entropy makes of them: the largest tensors of a small model with a large vocabulary.
+//! The logits and the temporaries of the cross-entropy: the largest tensors of a small model with a large vocabulary.
 //!
 //! Per token and vocabulary entry, composed of framework operations (`c` bytes in matrix products):
 //!
@@ -10,9 +10,9 @@
 //! gradient of the logits                 4    backward only
 //! ```
 //!
-//! The peak is in the backward, `c + 12`: 16 bytes in fp32, 14 in 16 bits. A loss that goes over the tokens chunk by
-//! chunk has its logits for one chunk only. It keeps the gradient of the hidden states instead, and has the gradient of
-//! the output matrix (`v·d`) while it runs, which an eager loss has only when its logits go:
+//! The peak is in the backward, `c + 12`: 16 bytes in fp32, 14 in 16 bits. A loss that processes the tokens in chunks has
+//! logits for one chunk only. It keeps the gradient of the hidden states instead, and has the gradient of the output matrix
+//! (`v·d`) while it runs, which an eager loss has only when its logits are freed:
 //!
 //! | [`Loss`] | bytes per token and entry of a chunk | of `v·d`, beside the gradient itself |
 //! |---|---|---|
@@ -29,24 +29,24 @@ use crate::memory::recipe::Recipe;
 use crate::model::Decoder;
 use crate::{Dtype, Error};
 
-/// How the loss is computed: the ladder of `fused-ce`.
+/// How the loss is computed: the implementations of `fused-ce`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Loss {
     /// All logits, then the cross-entropy, composed of framework operations.
     #[default]
     Eager,
-    /// Output projection and loss for so many tokens at a time, composed of framework operations; the backward
-    /// computes each chunk again.
+    /// Output projection and loss for a chunk of tokens at a time, composed of framework operations; the backward recomputes
+    /// each chunk.
     ChunkedRecompute {
         /// Tokens of a chunk.
         tokens: u64,
     },
-    /// The same with the gradients made in the forward, in the format of the products, the way of Malek and of Liger.
+    /// The same with the gradients computed in the forward, in the dtype of the products, as Malek's and Liger's.
     GradInForward {
         /// Tokens of a chunk.
         tokens: u64,
     },
-    /// The same with one tile of logits in fp32 that its gradient is written over, and the output matrix' gradient
+    /// The same with one tile of logits in fp32 that is overwritten by its gradient, and the output matrix' gradient
     /// accumulated in fp32.
     LinearCrossEntropy {
         /// Tokens of a tile.
@@ -55,7 +55,7 @@ pub enum Loss {
 }
 
 impl Loss {
-    /// The names that [`Loss::from_name`] reads, in the order of the ladder.
+    /// The names that [`Loss::from_name`] reads, from the simplest on.
     pub const NAMES: [&str; 4] = ["naive", "chunked-recompute", "grad-in-forward", "linear-cross-entropy"];
 
     /// The loss of that name, with chunks of `tokens` where it has chunks.
@@ -70,7 +70,7 @@ impl Loss {
         }
     }
 
-    /// Its name in the ladder.
+    /// The name of the implementation.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Eager => "naive",
@@ -80,7 +80,7 @@ impl Loss {
         }
     }
 
-    /// The loss over so many labelled tokens of a step: no chunk is larger. An eager loss goes over all tokens in any case.
+    /// Limits the chunk to the labelled tokens of a step. An eager loss always computes all tokens.
     pub(crate) fn within(self, labelled: u64) -> Self {
         match self {
             Self::Eager => self,
@@ -110,8 +110,8 @@ impl FromStr for Loss {
     }
 }
 
-/// Logits, loss temporaries and their gradients at their peak: when the backward starts, or while chunks are gone
-/// through. The gradient of the output matrix is counted with the others' gradients, not here.
+/// Lists logits, temporaries of the loss and their gradients at their peak: at the start of backward, or while chunks are
+/// processed. The gradient of the output matrix is counted with the other gradients.
 pub fn peak(model: &Decoder, work: Workload, recipe: &Recipe, loss: Loss) -> Result<Vec<Item>, Error> {
     let (tokens, c) = (work.tokens()?, recipe.compute.storage_bits() / 8);
     let rows = match loss.chunk() {
@@ -155,8 +155,7 @@ pub fn peak(model: &Decoder, work: Workload, recipe: &Recipe, loss: Loss) -> Res
     Ok(items)
 }
 
-/// What stays while the blocks' backward runs: the logits that the caller still holds, or the gradient of the hidden
-/// states.
+/// Lists what remains during the blocks' backward: logits that the caller still holds, or the gradient of the hidden states.
 pub fn held(model: &Decoder, work: Workload, recipe: &Recipe, loss: Loss) -> Result<Vec<Item>, Error> {
     let (tokens, c) = (work.tokens()?, recipe.compute.storage_bits() / 8);
     let item = match loss.chunk() {

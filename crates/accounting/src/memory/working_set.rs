@@ -1,19 +1,19 @@
-//! What exists for a moment only: gradients of activations inside one block's backward, and ZeRO's buffers.
+//! Temporaries: gradients of activations inside one block's backward, and ZeRO's buffers.
 //!
 //! A block's backward holds the gradient of the residual stream and that of its branch, and then the larger of
 //!
-//! - the feed-forward layer: gradients of its wide tensors, and those that its level did not keep and that it makes
-//!   again. Of a SwiGLU of framework operations two gradients are there at a time beyond what was kept, of a
-//!   hand-written one (which works in place) one: as the ledger of [`swiglu`](crate::swiglu) has it. Of a plain one, two;
-//! - the attention, which comes when all that the feed-forward layer kept is gone: gradients of its output, Q, K and V,
-//!   with an fp32 accumulator for Q's (flash), or of the scores and probabilities (eager), and the probabilities
-//!   themselves where they are computed again.
+//! - the feed-forward layer: gradients of its wide tensors, and of those that its level recomputes. A SwiGLU of framework
+//!   operations has two gradients at a time beyond what was kept, a hand-written one (which works in place) one, as the table
+//!   of [`swiglu`](crate::swiglu) shows; a plain one two;
+//! - the attention, after everything that the feed-forward layer kept is freed: gradients of its output, Q, K and V, with an
+//!   fp32 accumulator for Q's (flash), or of the scores and probabilities (eager), and the probabilities themselves if they are
+//!   recomputed.
 //!
-//! Where the whole block is computed again, all that its forward keeps comes on top, but for its input.
+//! If the whole block is recomputed, everything that its forward keeps is added, except its input.
 //!
-//! ZeRO-2 and 3 reduce the gradients of one block while the next is computed: a bucket of one block. ZeRO-3 gathers
-//! the parameters of a block, or of the largest matrix outside, and the next one ahead of time: two of them. What is
-//! kept on the host ([`OnHost`]) comes and goes the same way.
+//! ZeRO-2 and 3 reduce the gradients of one block while the next is computed: a bucket of one block. ZeRO-3 gathers the
+//! parameters of a block, or of the largest matrix outside, and prefetches the next: two of them. Tensors on the host
+//! ([`OnHost`]) are copied in the same way.
 
 use crate::decoder_flops::Workload;
 use crate::memory::activations::{
@@ -42,7 +42,7 @@ pub fn block_backward(
         items.extend(feed_forward);
     }
     if choices.recomputation.checkpoint == Recompute::Full {
-        // The block's input is there already.
+        // The block's input already exists.
         let input = input_kept_inside(model, work, choices)?;
         let bytes = total(&inside_block(model, work, choices)?)? - input;
         items.push(Item { name: "activations of the recomputed block", bytes });
@@ -52,7 +52,7 @@ pub fn block_backward(
 
 /// Temporaries of the two moments of a block's backward, in bytes.
 pub(crate) struct Moments {
-    /// Gradients that are there at both: the residual stream's, and its branch's.
+    /// Gradients at both moments: the residual stream's and its branch's.
     pub(crate) stream: u64,
     /// Those inside the attention.
     pub(crate) attention: u64,
@@ -115,11 +115,11 @@ fn attention(model: &Decoder, work: Workload, choices: &ActivationChoices) -> Re
     Ok(items)
 }
 
-/// The item of [`communication`] that is there in the forward too.
+/// The item of [`communication`] that exists in the forward too.
 pub const GATHERED: &str = "gathered parameters";
 
-/// Buffers of ZeRO's communication, or of that with the host, during forward and backward: gathered parameters and
-/// gradients to be reduced.
+/// Lists the buffers of ZeRO's, or the host's, communication during forward and backward: gathered parameters and gradients to
+/// be reduced.
 pub fn communication(
     model: &Decoder,
     choices: &ActivationChoices,

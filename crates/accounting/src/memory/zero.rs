@@ -7,9 +7,9 @@
 //! | 2 | 1/N | 1/N | whole | 2 + 14/N |
 //! | 3 | 1/N | 1/N | 1/N | 16/N |
 //!
-//! Each thing is divided **once**, by the data-parallel degree, and rounded up to whole elements. (EleutherAI's
-//! calculator divides ZeRO-3's parameters by the tensor- and pipeline-parallel degrees and then by all devices, which
-//! counts these degrees twice.) Batches are per device, so activations are not divided.
+//! Each is divided **once**, by the data-parallel degree, and rounded up to whole elements. (EleutherAI's calculator divides
+//! ZeRO-3's parameters by the tensor- and pipeline-parallel degrees and then by all devices, which counts these degrees twice.)
+//! Batches are per device, so activations are not divided.
 //!
 //! Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, figure 1.
 
@@ -19,7 +19,7 @@ use crate::memory::recipe::Recipe;
 use crate::model::Decoder;
 use crate::{Dtype, Error};
 
-/// What is divided between data-parallel devices.
+/// What is sharded over data-parallel devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ZeroStage {
     /// Nothing: plain data parallelism.
@@ -51,7 +51,7 @@ impl ZeroStage {
     }
 }
 
-/// A stage and how many devices share.
+/// A stage, and the number of devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sharding {
     /// What is divided.
@@ -73,23 +73,23 @@ impl Sharding {
         Ok(Self { stage, devices })
     }
 
-    /// A device's share of `whole`, of something that is divided from stage `from` on.
+    /// Returns a device's share of `whole`, which is divided from stage `from` on.
     pub fn share(self, whole: u64, from: ZeroStage) -> u64 {
         if self.stage >= from { whole.div_ceil(self.devices.max(1)) } else { whole }
     }
 
-    /// Whether something divided from stage `from` on really is in parts.
+    /// Whether something that is divided from stage `from` on is divided.
     pub fn divides(self, from: ZeroStage) -> bool {
         self.stage >= from && self.devices > 1
     }
 }
 
-/// Bytes per device that stay from step to step.
+/// Bytes per device between steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelStates {
     /// Parameters that the forward reads.
     pub parameters: u64,
-    /// The optimizer's own copy of them.
+    /// The optimizer's own copy of the parameters.
     pub master: u64,
     /// Gradients between backward and step.
     pub gradients: u64,

@@ -1,8 +1,8 @@
-//! From how many tokens on loading hides behind compute.
+//! The number of tokens from which on loading is hidden by compute.
 //!
-//! A layer of P parameters, s bytes each, crosses a link of B bytes per second in `s·P/B` seconds. With T tokens (attention's core
-//! left out) its forward takes `2·P·T` FLOPs, its backward `4·P·T` and with the forward once more `6·P·T`; where it is frozen no
-//! weight has a gradient, and backward with recomputation takes `4·P·T`. At F FLOP/s, reached and not advertised:
+//! Loading a layer of P parameters of s bytes over a link of B bytes per second takes `s·P/B` seconds. With T tokens (without
+//! attention's core) its forward takes `2·P·T` FLOPs, its backward `4·P·T`, and with recomputation `6·P·T`; a frozen layer has
+//! no weight gradients, and its backward with recomputation takes `4·P·T`. At F FLOP/s, as measured:
 //!
 //! ```text
 //! s·P/B ≤ 2·P·T/F    T_forward  ≥ s/2 · F/B         bf16:  F/B
@@ -10,13 +10,13 @@
 //! s·P/B ≤ 4·P·T/F    T_frozen   ≥ s/4 · F/B                F/(2·B)
 //! ```
 //!
-//! A share ρ of the layers that is resident and evenly interleaved computes while others load: `(1 - ρ)` times the tokens. P cancels:
-//! the condition is of machine and number format, not of the model. T are the tokens of one pass over the layers: accumulating
-//! batches does not help unless each layer runs all of them while it is there. Gradients in the weights' dtype go the other way
-//! and need no more than the loads on a link that is as fast both ways.
+//! If a fraction ρ of the layers is resident, evenly interleaved, it computes while others load: `(1 - ρ)` times the tokens. P
+//! cancels: the condition depends on machine and number format, not on the model. T are the tokens of one pass over the layers:
+//! gradient accumulation does not help unless each layer runs all micro-batches while it is loaded. Gradients in the weights'
+//! dtype are copied the other way and need no more than the loads if the link is as fast in both directions.
 //!
-//! The rates of [`CARDS`] are what trainings reach, not data sheets': about 0.55 to 0.75 of the dense bf16 peak of
-//! [`hardware`](crate::hardware). A x16 slot's link reaches about 25 GB/s as PCIe generation 4 and 50 GB/s as generation 5 from
+//! The rates of [`CARDS`] are those of real trainings: about 0.55 to 0.75 of the dense bf16 peak in
+//! [`hardware`](crate::hardware). A x16 slot reaches about 25 GB/s with PCIe generation 4 and 50 GB/s with generation 5 from
 //! pinned memory, of 32 and 64 by the specification (PCI-SIG).
 
 use crate::Error;
@@ -112,7 +112,7 @@ pub struct Condition {
     pub resident_share: f64,
 }
 
-/// The least tokens of a pass whose loads hide behind compute.
+/// Returns the smallest number of tokens of a pass whose loads are hidden by compute.
 ///
 /// # Errors
 /// A rate or a parameter's bytes that are not positive, a share outside 0 to 1.

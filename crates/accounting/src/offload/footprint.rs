@@ -1,7 +1,7 @@
-//! Bytes on the device and on the host while a step runs.
+//! Bytes on the device and on the host during a step.
 //!
-//! On the device, at every moment: the fixed part, the resident layers, the ring, and what the optimizer keeps there. Beside them, in
-//! training with recomputation,
+//! On the device, at every moment: the fixed part, the resident layers, the ring, and the optimizer's tensors there. In
+//! training with recomputation also
 //!
 //! ```text
 //! forward of layer k     (k + 1) inputs + a forward's working bytes
@@ -11,23 +11,23 @@
 //! embedding's backward   all gradients of the fixed part + the embedding's + gradients of layers that have not left
 //! ```
 //!
-//! in inference one input instead of k + 1; without recomputation what a layer keeps in the place of its input. Gradients leave while
-//! other layers compute, so how many are there is read off the schedule.
+//! in inference one input instead of k + 1; without recomputation the kept activations instead of inputs. Gradients are stored
+//! while other layers compute, so their number follows from the schedule.
 
 use super::job::{Job, Kept, Layer};
 use super::setup::{Method, OptimizerPlace, Setup};
-use super::timeline::{Lane, Span, Work};
+use super::timeline::{Span, StreamKind, Work};
 use crate::Error;
 use crate::exact::{product, sum};
 use crate::memory::{Item, total};
 use crate::quantity::bytes_text;
 
-/// The device's bytes at their peak.
+/// Peak bytes on the device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Footprint {
-    /// When that is.
+    /// The moment of the peak.
     pub moment: Moment,
-    /// What is there; none of them of 0 bytes.
+    /// Its parts, without those of 0 bytes.
     pub parts: Vec<Item>,
     /// Their sum, in bytes.
     pub total: u64,
@@ -74,7 +74,8 @@ impl std::fmt::Display for Moment {
     }
 }
 
-/// How many layers are on the device at once, beside the resident ones: as many as the ring has slots, or are streamed.
+/// Returns the number of layers on the device at once, besides the resident ones: that of the ring's slots, or of streamed
+/// layers if fewer.
 fn slots(job: &Job, setup: &Setup) -> usize {
     match setup.method {
         Method::Resident { .. } => 0,
@@ -87,7 +88,7 @@ pub(super) fn is_resident(setup: &Setup, layer: usize) -> bool {
     matches!(setup.method, Method::Resident { .. }) || setup.resident.binary_search(&layer).is_ok()
 }
 
-/// What is there at every moment.
+/// Lists what is there at every moment.
 fn base(job: &Job, setup: &Setup) -> Result<Vec<Item>, Error> {
     let all = || job.layers.iter().enumerate();
     let resident = all().filter(|(layer, _)| is_resident(setup, *layer)).map(|(_, cost)| cost.slot_bytes);
@@ -152,7 +153,9 @@ fn kept(job: &Job, setup: &Setup) -> Result<Option<Vec<Kept>>, Error> {
 /// Every moment of a step with its start; a layer of no seconds has its moment too.
 fn moments(job: &Job, spans: &[Span]) -> Vec<(Moment, f64)> {
     let find = |work, layer| {
-        spans.iter().find(move |span| span.lane == Lane::Compute && span.work == work && span.layer == layer)
+        spans
+            .iter()
+            .find(move |span| span.stream == StreamKind::Compute && span.work == work && span.layer == layer)
     };
     let start = |work, layer| find(work, layer).map_or(f64::NEG_INFINITY, |span| span.start);
     let count = job.layers.len();
@@ -212,14 +215,14 @@ fn gradients(job: &Job, setup: &Setup, spans: &[Span]) -> Vec<Gradient> {
             (OptimizerPlace::Device, _) => spans
                 .iter()
                 .find(|span| {
-                    span.lane == Lane::Compute && span.work == Work::Step && span.layer == Some(layer)
+                    span.stream == StreamKind::Compute && span.work == Work::Step && span.layer == Some(layer)
                 })
                 .map(|span| span.end),
             (OptimizerPlace::Host, _) => find(Work::Gradients, layer).map(|span| span.end),
         };
         Gradient {
             bytes: cost.gradient_bytes,
-            // Until its backward has ended, what has come is among that backward's working bytes.
+            // Until its backward has ended, its gradients are among that backward's working bytes.
             from: computed.map_or(f64::NEG_INFINITY, |span| span.end),
             until: until.or(computed.map(|span| span.end)).unwrap_or(f64::INFINITY),
         }
@@ -227,8 +230,8 @@ fn gradients(job: &Job, setup: &Setup, spans: &[Span]) -> Vec<Gradient> {
     job.layers.iter().enumerate().map(one).collect()
 }
 
-/// Streamed layers, their optimizer's state if it is there, and the most of their gradients at a time that came or are coming and
-/// have not been consumed.
+/// Streamed layers, their optimizer state if it is on the host, and the maximum of gradients that are in flight or not yet
+/// consumed.
 pub(super) fn host_bytes(job: &Job, setup: &Setup, spans: &[Span]) -> Result<u64, Error> {
     const WHAT: &str = "bytes on the host";
     let streamed = || job.layers.iter().enumerate().filter(|(layer, _)| !is_resident(setup, *layer));
@@ -241,7 +244,7 @@ pub(super) fn host_bytes(job: &Job, setup: &Setup, spans: &[Span]) -> Result<u64
     };
     let buffer = |(layer, cost): (usize, &Layer)| {
         let coming = find(layer, &|span| span.work == Work::Gradients)?;
-        let stepped = find(layer, &|span| span.lane == Lane::Host);
+        let stepped = find(layer, &|span| span.stream == StreamKind::Host);
         let until = stepped.map_or(coming.end, |span| span.end);
         Some(Gradient { bytes: cost.gradient_bytes, from: coming.start, until })
     };

@@ -1,4 +1,4 @@
-//! What a step consists of: sizes of the layers and of the fixed part, working memory, seconds, rates.
+//! The workload of a step: sizes of the layers and of the fixed part, working memory, seconds, rates.
 
 use crate::{Error, exact};
 
@@ -17,21 +17,21 @@ pub struct Layer {
     pub trainable: u64,
     /// Seconds of its forward.
     pub forward_seconds: f64,
-    /// Seconds of its backward, with the forward that is computed again. Not read in inference.
+    /// Seconds of its backward, with recomputation. Ignored in inference.
     pub backward_seconds: f64,
-    /// What it keeps where it is resident and not computed again; `None`: as [`Working::kept`] says. An activation plan that
-    /// differs from layer to layer.
+    /// What it keeps if it is resident and not recomputed; `None` for [`Working::kept`]. For activation plans that differ
+    /// between layers.
     pub kept: Option<Kept>,
 }
 
-/// What stays on the device whatever the method: embedding, last norm, head.
+/// What stays on the device with any method: embedding, last norm, head.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Fixed {
     /// Bytes of the weights.
     pub weight_bytes: u64,
-    /// Bytes of the gradients, all of which are there from the embedding's backward on.
+    /// Bytes of the gradients, all of which exist from the embedding's backward on.
     pub gradient_bytes: u64,
-    /// Bytes of those that are there from the loss on: the last norm's and the output matrix', which is the embedding's where they are
+    /// Bytes of those that exist from the loss on: the last norm's and the output matrix', which is the embedding's if they are
     /// tied.
     pub head_gradient_bytes: u64,
     /// Bytes of master weights and optimizer state.
@@ -42,52 +42,52 @@ pub struct Fixed {
     pub seconds: f64,
 }
 
-/// What passes on the device while a step runs.
+/// Temporary memory on the device during a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Working {
     /// Bytes of one layer's input; of a training step with recomputation, every layer's is kept.
     pub input_bytes: u64,
-    /// The most bytes of a layer's forward that keeps nothing, beyond its weights and its input.
+    /// Maximum bytes of a layer's forward that keeps nothing, beyond its weights and its input.
     pub forward_bytes: u64,
-    /// The most bytes of a layer's recomputation and backward, beyond its weights and its input: its weights' gradients as they come
-    /// are among them.
+    /// Maximum bytes of a layer's recomputation and backward, beyond its weights and its input, including its weights'
+    /// gradients.
     pub backward_bytes: u64,
-    /// The most bytes of head and loss, beyond the layers' inputs: the output matrix' gradient is among them.
+    /// Maximum bytes of head and loss, beyond the layers' inputs, including the output matrix' gradient.
     pub head_bytes: u64,
-    /// The most bytes of the embedding's backward, beyond [`Fixed::gradient_bytes`].
+    /// Maximum bytes of the embedding's backward, beyond [`Fixed::gradient_bytes`].
     pub embedding_bytes: u64,
-    /// Bytes that are there from begin to end: tokens, labels, angles of positions, a workspace.
+    /// Bytes during the whole step: tokens, labels, rotary angles, a workspace.
     pub constant_bytes: u64,
     /// A layer that keeps its activations; only [`Method::Resident`](super::Method::Resident) without recomputation reads it.
     pub kept: Option<Kept>,
 }
 
-/// A layer of which nothing is computed again.
+/// A layer without recomputation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Kept {
-    /// Bytes that it keeps between its passes, its input among them.
+    /// Bytes that it keeps between its passes, including its input.
     pub bytes: u64,
-    /// The most bytes of its forward, its input and what it comes to keep among them.
+    /// Maximum bytes of its forward, including its input and what it keeps.
     pub forward_bytes: u64,
-    /// The most bytes of its backward beyond those that it keeps, its weights' gradients as they come among them.
+    /// Maximum bytes of its backward beyond those that it keeps, including its weights' gradients.
     pub backward_bytes: u64,
 }
 
 /// A step of a decoder.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Job {
-    /// In the order of the forward.
+    /// The layers, in the order of forward.
     pub layers: Vec<Layer>,
-    /// What is on the device all the time.
+    /// What is always on the device.
     pub fixed: Fixed,
-    /// What passes.
+    /// Temporary memory.
     pub working: Working,
-    /// Whether a backward and an optimizer's step follow; else a step is one forward.
+    /// Whether a backward and an optimizer step follow the forward.
     pub training: bool,
 }
 
 impl Job {
-    /// Whether the optimizer has anything to do in a step.
+    /// Whether the optimizer has any parameters.
     pub fn updates(&self) -> bool {
         self.training && (self.fixed.trainable > 0 || self.layers.iter().any(|layer| layer.trainable > 0))
     }
@@ -104,11 +104,11 @@ impl Job {
     }
 }
 
-/// Bytes of memory that a step of AdamW moves for each number, in fp32: gradient, weight and two moments are read, and the last three
-/// written. A step is one pass over memory, so that its rate is the memory's by these.
+/// Bytes that a step of AdamW moves for each number, in fp32: it reads gradient, weight and two moments, and writes the last
+/// three. A step is one pass over memory, so its rate is the memory bandwidth divided by these.
 pub const ADAMW_STEP_BYTES: f64 = 28.0;
 
-/// How fast bytes move and an optimizer steps. All positive.
+/// Rates of copying and of the optimizer. All positive.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rates {
     /// Bytes per second from the host or file to the device.
@@ -122,7 +122,8 @@ pub struct Rates {
 }
 
 impl Rates {
-    /// A link that is as fast both ways, and an AdamW that steps as fast as the memory of where it is: all in bytes per second.
+    /// Creates rates for a link that is as fast in both directions, and an AdamW at the memory bandwidth of its device: all in
+    /// bytes per second.
     pub const fn of_memory(link: f64, host_bandwidth: f64, device_bandwidth: f64) -> Self {
         Self {
             load: link,

@@ -1,4 +1,4 @@
-//! What fits and is fastest.
+//! Finds the fastest setup that fits.
 
 use std::fmt;
 
@@ -9,48 +9,48 @@ use super::simulate::{Step, simulate};
 use crate::Error;
 use crate::quantity::{bytes_text, grouped};
 
-/// The most slots that a plan has.
+/// Maximum number of slots in a plan.
 pub const MOST_PLANNED_SLOTS: usize = 4;
 
-/// Bytes at hand.
+/// Available bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
     /// On the device.
     pub device: u64,
-    /// On the host; `None`: as many as are asked for.
+    /// On the host; `None` for no limit.
     pub host: Option<u64>,
 }
 
-/// What to do, and what it is predicted to take.
+/// A setup, with its predicted cost.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// Ring, resident layers, the optimizer's place.
+    /// Ring, resident layers, and where the optimizer is.
     pub setup: Setup,
-    /// Where the optimizer is; `None` where nothing is trained.
+    /// Where the optimizer is; `None` if nothing is trained.
     pub optimizer: Option<OptimizerPlace>,
-    /// A step of it, not the first.
+    /// A later step, not the first.
     pub step: Step,
-    /// The share of layers that is resident.
+    /// The fraction of resident layers.
     pub resident_share: f64,
-    /// Seconds of a step with every layer on the device, whether it fits or not.
+    /// Seconds of a step with every layer on the device, whether or not it fits.
     pub resident_seconds: f64,
     /// Number of layers.
     pub layers: usize,
-    /// What it was made for.
+    /// The budget.
     pub budget: Budget,
 }
 
-/// The fastest of all plans that fit `budget`: any number of resident layers, rings of 1 to [`MOST_PLANNED_SLOTS`], the
-/// optimizer on the device or on the host. Of several, the one that takes least, of these the one with the smallest ring.
+/// Returns the fastest plan that fits `budget`: any number of resident layers, rings of 1 to [`MOST_PLANNED_SLOTS`], the
+/// optimizer on the device or on the host. Of equally fast plans, the one with the fewest bytes, then with the smallest ring.
 ///
 /// # Errors
-/// What [`simulate`] refuses; or nothing fits, with the least budget that does and what takes it.
+/// The errors of [`simulate`]; or nothing fits, with the smallest budget that does and its parts.
 pub fn plan(job: &Job, rates: &Rates, budget: Budget) -> Result<Plan, Error> {
     let count = job.layers.len();
     let places: &[OptimizerPlace] =
         if job.updates() { &[OptimizerPlace::Device, OptimizerPlace::Host] } else { &[OptimizerPlace::Host] };
     let mut best: Option<(Setup, Step)> = None;
-    // With every layer and the optimizer on the device nothing is on the host, so that one at least is within its budget.
+    // With every layer and the optimizer on the device nothing is on the host, so at least this is within its budget.
     let mut least: Option<Step> = None;
     for &optimizer in places {
         for stay in 0..=count {
@@ -88,7 +88,7 @@ pub fn plan(job: &Job, rates: &Rates, budget: Budget) -> Result<Plan, Error> {
     })
 }
 
-/// `stay` of `count` layers, as evenly among the others as can be; the last layer is one of them.
+/// Chooses `stay` of `count` layers, spread as evenly as possible, including the last.
 pub fn interleaved(count: usize, stay: usize) -> Vec<usize> {
     (0..count).filter(|layer| (layer + 1) * stay / count > layer * stay / count).collect()
 }
@@ -109,7 +109,7 @@ fn nothing_fits(layers: usize, budget: Budget, least: &Step) -> Error {
 }
 
 impl Plan {
-    /// Slots of the ring; 0 where every layer is resident.
+    /// Slots of the ring; 0 if every layer is resident.
     pub fn ring(&self) -> usize {
         match self.setup.method {
             Method::Overlap { ring } if self.setup.resident.len() < self.layers => ring,
@@ -122,7 +122,7 @@ impl Plan {
         if self.step.seconds > 0.0 { self.resident_seconds / self.step.seconds } else { 1.0 }
     }
 
-    /// The least tokens of a pass whose loads hide behind compute, for the share that is resident.
+    /// Returns the smallest number of tokens of a pass whose loads are hidden by compute, for the resident fraction.
     ///
     /// # Errors
     /// As [`least_tokens`].
@@ -137,7 +137,7 @@ impl Plan {
         least_tokens(&Condition { flops, link: rates.load, bytes_per_parameter, resident_share }, direction)
     }
 
-    /// Every figure as what it is and its value: counts, bytes in full and for people, seconds.
+    /// Returns every figure with its name: counts, bytes (exact and formatted), seconds.
     pub fn lines(&self) -> Vec<(String, String)> {
         let bytes = |bytes: u64| format!("{} ({})", grouped(bytes.into()), bytes_text(bytes));
         let place = match self.optimizer {
@@ -169,7 +169,7 @@ fn seconds(seconds: f64) -> String {
 }
 
 impl fmt::Display for Plan {
-    /// A line for each of [`Plan::lines`], in two columns.
+    /// Prints each of [`Plan::lines`] in two columns.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lines = self.lines();
         let width = lines.iter().map(|(what, _)| what.chars().count()).max().unwrap_or(0);

@@ -1,10 +1,10 @@
-//! The schedule, event by event.
+//! The simulation, event by event.
 
 use super::job::{Job, Layer, Rates};
 use super::setup::{Method, OptimizerPlace, Setup};
-use super::timeline::{Lane, Span, Work};
+use super::timeline::{Span, StreamKind, Work};
 
-/// Runs so many steps one behind the other: what ran when, and when each step ended, the first entry being the begin.
+/// Runs `steps` steps. Returns the spans, and when each step ended; the first entry is the start.
 pub(super) fn run(job: &Job, rates: &Rates, setup: &Setup, steps: usize) -> (Vec<Span>, Vec<f64>) {
     let mut run = Run::new(job, rates, setup);
     let mut ends = vec![0.0];
@@ -19,7 +19,7 @@ pub(super) fn run(job: &Job, rates: &Rates, setup: &Setup, steps: usize) -> (Vec
 #[derive(Clone, Copy, Default)]
 struct Slot {
     layer: Option<usize>,
-    /// When another layer may be loaded into it.
+    /// When it can be overwritten.
     free: f64,
 }
 
@@ -30,8 +30,8 @@ struct Run<'a> {
     /// Whether each layer stays on the device.
     resident: Vec<bool>,
     slots: Vec<Slot>,
-    /// When each lane is free.
-    lanes: [f64; 4],
+    /// When each stream is free.
+    streams: [f64; 4],
     /// When each layer's weights on the host are those of the next step.
     current: Vec<f64>,
     spans: Vec<Span>,
@@ -55,17 +55,17 @@ impl<'a> Run<'a> {
             setup,
             resident,
             slots: vec![Slot::default(); slots],
-            lanes: [0.0; 4],
+            streams: [0.0; 4],
             current: vec![0.0; count],
             spans: Vec::new(),
             begin: 0.0,
         }
     }
 
-    /// Puts work on a lane, not before `ready`, and says when it is done.
+    /// Puts work on a stream, not before `ready`, and says when it is done.
     fn put(
         &mut self,
-        lane: Lane,
+        stream: StreamKind,
         work: Work,
         layer: Option<usize>,
         ready: f64,
@@ -73,14 +73,14 @@ impl<'a> Run<'a> {
         bytes: u64,
     ) -> f64 {
         let fence = match self.setup.method {
-            Method::OneAtATime => self.lanes.iter().copied().fold(0.0, f64::max),
-            _ => self.lanes[lane as usize],
+            Method::OneAtATime => self.streams.iter().copied().fold(0.0, f64::max),
+            _ => self.streams[stream as usize],
         };
         let start = fence.max(ready);
         let end = start + seconds;
-        self.lanes[lane as usize] = end;
+        self.streams[stream as usize] = end;
         if seconds > 0.0 {
-            self.spans.push(Span { lane, work, layer, start, end, bytes });
+            self.spans.push(Span { stream, work, layer, start, end, bytes });
         }
         end
     }
@@ -92,7 +92,7 @@ impl<'a> Run<'a> {
             self.visit(layer, layer, false);
         }
         let fixed = self.job.fixed;
-        self.put(Lane::Compute, Work::Head, None, self.begin, fixed.seconds, 0);
+        self.put(StreamKind::Compute, Work::Head, None, self.begin, fixed.seconds, 0);
         if self.job.training {
             for layer in (0..count).rev() {
                 self.visit(2 * count - 1 - layer, layer, true);
@@ -100,7 +100,7 @@ impl<'a> Run<'a> {
             self.finish();
         }
         // Loads that run ahead of the next step are put there by it.
-        self.begin = self.lanes.iter().copied().fold(self.begin, f64::max);
+        self.begin = self.streams.iter().copied().fold(self.begin, f64::max);
         self.begin
     }
 
@@ -120,7 +120,7 @@ impl<'a> Run<'a> {
             }
             (true, _) => (Work::Backward, cost.backward_seconds),
         };
-        let mut done = self.put(Lane::Compute, work, Some(layer), ready.max(self.begin), seconds, 0);
+        let mut done = self.put(StreamKind::Compute, work, Some(layer), ready.max(self.begin), seconds, 0);
         let mut stays = !matches!(self.setup.method, Method::OneAtATime);
         if backward && cost.trainable > 0 {
             match self.setup.optimizer {
@@ -144,7 +144,7 @@ impl<'a> Run<'a> {
             return (slot, 0.0);
         }
         let free = self.slots.iter().map(|slot| slot.free).fold(f64::INFINITY, f64::min);
-        let start = free.max(self.lanes[Lane::Load as usize]).max(self.current[layer]);
+        let start = free.max(self.streams[StreamKind::Load as usize]).max(self.current[layer]);
         let mut victim = None;
         for (place, slot) in self.slots.iter().enumerate().filter(|(_, slot)| slot.free <= start) {
             let distance = slot.layer.map_or(usize::MAX, |held| self.distance(at, held));
@@ -155,7 +155,7 @@ impl<'a> Run<'a> {
         let (slot, _) = victim.unwrap_or_default();
         let bytes = self.job.layers[layer].slot_bytes;
         let seconds = bytes as f64 / self.rates.load;
-        (slot, self.put(Lane::Load, Work::Weights, Some(layer), start, seconds, bytes))
+        (slot, self.put(StreamKind::Load, Work::Weights, Some(layer), start, seconds, bytes))
     }
 
     /// How many visits from `at` on until `layer` is needed, steps being the same over and over.
@@ -178,26 +178,27 @@ impl<'a> Run<'a> {
             return done;
         }
         let seconds = cost.trainable as f64 / self.rates.device_optimizer;
-        let done = self.put(Lane::Compute, Work::Step, Some(layer), done, seconds, 0);
+        let done = self.put(StreamKind::Compute, Work::Step, Some(layer), done, seconds, 0);
         if !streamed {
             return done;
         }
         let bytes = cost.trainable_bytes;
         let seconds = bytes as f64 / self.rates.store;
-        let stored = self.put(Lane::Store, Work::Weights, Some(layer), done, seconds, bytes);
+        let stored = self.put(StreamKind::Store, Work::Weights, Some(layer), done, seconds, bytes);
         self.current[layer] = stored;
         stored
     }
 
-    /// Gradients go to the host, which steps.
+    /// Gradients are stored on the host, which runs the optimizer.
     fn step_on_host(&mut self, layer: usize, cost: &Layer, done: f64) {
         let seconds = cost.gradient_bytes as f64 / self.rates.store;
-        let there = self.put(Lane::Store, Work::Gradients, Some(layer), done, seconds, cost.gradient_bytes);
+        let there =
+            self.put(StreamKind::Store, Work::Gradients, Some(layer), done, seconds, cost.gradient_bytes);
         let seconds = cost.trainable as f64 / self.rates.host_optimizer;
-        self.current[layer] = self.put(Lane::Host, Work::Step, Some(layer), there, seconds, 0);
+        self.current[layer] = self.put(StreamKind::Host, Work::Step, Some(layer), there, seconds, 0);
     }
 
-    /// The step of what was not stepped layer by layer, on the device.
+    /// Steps the parameters that were not stepped layer by layer, on the device.
     fn finish(&mut self) {
         let at_once = |layer: usize| match (self.setup.optimizer, self.setup.method) {
             (OptimizerPlace::Device, Method::Resident { .. }) => true,
@@ -207,7 +208,7 @@ impl<'a> Run<'a> {
         let layers = self.job.layers.iter().enumerate().filter(|(layer, _)| at_once(*layer));
         let layers: f64 = layers.map(|(_, cost)| cost.trainable as f64).sum();
         let seconds = (self.job.fixed.trainable as f64 + layers) / self.rates.device_optimizer;
-        let done = self.lanes[Lane::Compute as usize];
-        self.put(Lane::Compute, Work::Step, None, done, seconds, 0);
+        let done = self.streams[StreamKind::Compute as usize];
+        self.put(StreamKind::Compute, Work::Step, None, done, seconds, 0);
     }
 }

@@ -1,56 +1,56 @@
-//! A method with its choices.
+//! A method of offloading with its options.
 
 use super::job::{Job, Rates};
 use crate::exact::positive;
 use crate::{Error, activation_plan::LONGEST_SECONDS};
 
-/// How layers come to the device.
+/// How layers are moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
-    /// All layers are on the device, and gradients of all until an ordinary optimizer steps.
+    /// All layers are on the device, with all gradients until the optimizer steps.
     Resident {
-        /// Whether each layer keeps its input only. Of no effect in inference.
+        /// Whether each layer keeps only its input. No effect in inference.
         recompute: bool,
     },
-    /// A layer is loaded, computed and released; nothing runs at the same time as anything else.
+    /// A layer is loaded, computed and freed; nothing overlaps.
     OneAtATime,
-    /// Loads run ahead of compute in a ring.
+    /// A ring of slots with prefetching.
     Overlap {
         /// Slots of the ring, 1 to [`MOST_SLOTS`](super::MOST_SLOTS).
         ring: usize,
     },
 }
 
-/// Where master weights and optimizer state are, and so where the step runs, layer by layer as gradients come.
+/// Where master weights and optimizer state are; each layer is updated there as its gradients arrive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OptimizerPlace {
-    /// On the device: no gradient leaves, the changed weights of streamed layers do.
+    /// On the device: no gradient is stored, but the updated weights of streamed layers are.
     Device,
-    /// On the host for streamed layers, whose gradients leave; what is not streamed is stepped where it lies, on the device.
+    /// On the host for streamed layers, whose gradients are stored; other parameters are updated on the device.
     Host,
 }
 
-/// A method with its choices.
+/// A method with its options.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setup {
-    /// How layers come to the device.
+    /// How layers are moved.
     pub method: Method,
-    /// Which layers stay there, rising from 0. Not read by [`Method::Resident`].
+    /// Resident layers, in rising order from 0. Ignored by [`Method::Resident`].
     pub resident: Vec<usize>,
-    /// Where the optimizer is. Of no effect where nothing is trained.
+    /// Where the optimizer is. No effect if nothing is trained.
     pub optimizer: OptimizerPlace,
 }
 
-/// Which step is looked at.
+/// Which step is simulated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Start {
     /// The first: no streamed layer is on the device.
     Cold,
-    /// A later one, which finds what the one before has left.
+    /// A later one, which starts with the slots of the previous step.
     Warm,
 }
 
-/// Refuses what cannot be simulated.
+/// Refuses setups that cannot be simulated.
 pub(super) fn check(job: &Job, rates: &Rates, setup: &Setup) -> Result<(), Error> {
     positive("layers of a step", job.layers.len() as u64)?;
     for rate in [rates.load, rates.store, rates.host_optimizer, rates.device_optimizer] {

@@ -1,9 +1,10 @@
-//! Jobs of known models: bytes from this crate's own formulas, seconds from FLOPs.
+//! Jobs of known models: bytes from this crate's formulas, seconds from FLOPs.
 //!
-//! A layer's flat buffer has one region for each dtype and trainability ([`flat_bytes`]): of a frozen base with adapters one in the
-//! base's dtype and one in fp32. What the passes hold is gone through operation by operation (`passes`), for the families Qwen2 and
-//! Llama. Seconds are the longer of the causal count of FLOPs by one rate and of the weights' bytes by the device's memory (once
-//! forward, once more for each product of a backward), the same for every layer; what a measurement says should replace them.
+//! A layer's flat buffer has one region for each dtype and trainability ([`flat_bytes`]): a frozen base with adapters has one
+//! in the base's dtype and one in fp32. The memory of the passes is computed operation by operation (`passes`), for the
+//! families Qwen2 and Llama. Seconds are the larger of the causal FLOPs divided by one rate and of the weights' bytes divided
+//! by the device's memory bandwidth (once in forward, once more for each product of a backward), the same for every layer;
+//! measurements should replace them.
 
 use super::flat_bytes;
 use super::job::{Fixed, Job, Kept, Layer, Working};
@@ -23,7 +24,7 @@ use crate::{Dtype, Error};
 
 pub use crate::passes::head::Logits;
 
-/// What a job's sizes depend on beside model and workload.
+/// Further settings that decide a job's sizes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Choices {
     /// FLOP/s that products reach.
@@ -65,7 +66,7 @@ impl Choices {
     }
 }
 
-/// A forward that keeps nothing and ends in logits.
+/// Returns the job of a forward that keeps nothing and ends in logits.
 ///
 /// # Errors
 /// A family without SwiGLU, an empty workload, counts beyond 64 bits; a rate that is not positive is found by
@@ -105,8 +106,8 @@ pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<J
     })
 }
 
-/// Generation of up to `new` tokens after prompts of `prompt`: the memory is that of reading the prompts, with room for the keys and
-/// values of all tokens, and the time that of one more token of each row.
+/// Returns the job of generating up to `new` tokens after prompts of `prompt`: its memory is that of reading the prompts, with
+/// a KV cache for all tokens; its time is that of one more token per row.
 ///
 /// # Errors
 /// As [`inference`].
@@ -123,7 +124,7 @@ pub fn generation(model: &Decoder, prompt: Workload, new: u64, choices: &Choices
     })
 }
 
-/// A step that trains the whole model.
+/// Returns the job of training the whole model.
 ///
 /// # Errors
 /// As [`inference`].
@@ -176,7 +177,7 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<Jo
     Ok(Job { layers: repeat(layer, model)?, fixed, working, training: true })
 }
 
-/// A step that trains adapters beside a frozen base, of whose tokens `labelled` have a label (`None`: all). Adapters, their
+/// Returns the job of training adapters of a frozen base, with `labelled` labelled tokens (`None`: all). Adapters, their
 /// gradients and their state are in fp32.
 ///
 /// # Errors
@@ -215,8 +216,8 @@ pub fn adapters(
     Ok(Job { layers: repeat(layer, model)?, fixed, working, training: true })
 }
 
-/// The same step with every layer resident under an activation plan, the first layer of the forward first:
-/// [`Method::Resident`](super::Method::Resident) without recomputation then follows it.
+/// Returns the same step with every layer resident under an activation plan, in the order of forward, for
+/// [`Method::Resident`](super::Method::Resident) without recomputation.
 ///
 /// # Errors
 /// As [`inference`]; a plan of another length.
@@ -253,7 +254,7 @@ fn swiglu(model: &Decoder) -> Result<(), Error> {
     })
 }
 
-/// Whole layers are computed again.
+/// Whole layers are recomputed.
 fn recomputation() -> Recomputation {
     Recomputation { checkpoint: Recompute::Full, ..Recomputation::default() }
 }
@@ -345,7 +346,7 @@ fn layer_flops(flops: &StepFlops, model: &Decoder, all: u128, outer_passes: u128
 }
 
 fn repeat(layer: Layer, model: &Decoder) -> Result<Vec<Layer>, Error> {
-    /// More layers than this are not gone through one by one.
+    /// Maximum number of layers in a simulation.
     const MOST: u64 = 10_000;
     if model.layers > MOST {
         return Err(Error::Shape {

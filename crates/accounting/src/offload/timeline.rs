@@ -1,8 +1,8 @@
-//! What lanes do, and when.
+//! What the streams do, and when.
 
-/// What does one thing at a time.
+/// A stream: runs one thing at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Lane {
+pub enum StreamKind {
     /// The device's compute.
     Compute,
     /// Host or file to device.
@@ -13,8 +13,8 @@ pub enum Lane {
     Host,
 }
 
-impl Lane {
-    /// All lanes, in the order in which a timeline shows them.
+impl StreamKind {
+    /// All streams, in the order of a timeline.
     pub const ALL: [Self; 4] = [Self::Compute, Self::Load, Self::Store, Self::Host];
 
     /// `compute`, `load`, `store` or `host`.
@@ -28,7 +28,7 @@ impl Lane {
     }
 }
 
-/// What a lane does in a span.
+/// What a stream does in a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Work {
     /// A layer's forward.
@@ -39,14 +39,14 @@ pub enum Work {
     Backward,
     /// An optimizer's step.
     Step,
-    /// Weights move: of a whole layer, or the changed ones.
+    /// Copying weights: of a whole layer, or the updated ones.
     Weights,
-    /// Gradients move.
+    /// Copying gradients.
     Gradients,
 }
 
 impl Work {
-    /// A word for tables and timelines.
+    /// The name in tables and timelines.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Forward => "forward",
@@ -59,19 +59,19 @@ impl Work {
     }
 }
 
-/// A lane at work.
+/// A span of work on a stream.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Span {
-    /// Which lane.
-    pub lane: Lane,
-    /// What it does.
+    /// The stream.
+    pub stream: StreamKind,
+    /// The work.
     pub work: Work,
-    /// For which layer; `None`: the fixed part, or all.
+    /// The layer; `None` for the fixed part, or all.
     pub layer: Option<usize>,
-    /// Seconds from the start of the step; 0 at least, also where a load began before.
+    /// Seconds from the start of the step, at least 0, also if a load started before.
     pub start: f64,
-    /// Seconds from the start of the step; its end at most.
+    /// Seconds from the start of the step, at most its end.
     pub end: f64,
-    /// Bytes moved, all of them in the step in which the transfer began.
+    /// Bytes copied, all counted in the step in which the copy started.
     pub bytes: u64,
 }

@@ -1,4 +1,4 @@
-//! One block of a Llama or a Qwen2: its forward and its backward.
+//! The forward and the backward of one block of Llama or Qwen2.
 //!
 //! With n tokens, d hidden, f feed-forward, and per element c bytes, the order in which `models` and autograd run it is
 //!
@@ -7,8 +7,8 @@
 //! backward   down · SiLU ⊙ · up, gate · norm · add · o · attention · v · rotate · k, q · norm · add
 //! ```
 //!
-//! The backward of a product makes the gradient of its input and of its weight while the gradient of its output and the input that
-//! was kept are still there. A norm writes over the gradient that it reads; SiLU(gate) ⊙ up makes two gradients beside it.
+//! The backward of a product computes the gradients of its input and its weight while the gradient of its output and the kept
+//! input still exist. A norm overwrites the gradient that it reads; SiLU(gate) ⊙ up needs two more gradients.
 //!
 //! The block's input and the gradient of its output are the caller's.
 
@@ -25,18 +25,18 @@ use crate::{Error, exact};
 
 pub(crate) use peaks::{KeptPasses, Passes, backward_bytes, kept_passes, passes, recomputed_bytes};
 
-/// What learns in a block.
+/// What is trained in a block.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Trained<'a> {
-    /// Nothing: the block is frozen, or only read.
+    /// Nothing: the block is frozen, or in inference.
     Nothing,
-    /// Adapters beside frozen weights.
+    /// Adapters of frozen weights.
     Adapters(&'a LowRank),
     /// All weights.
     Everything,
 }
 
-/// What a block's passes depend on beside its shape.
+/// Further settings that decide a block's memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlockOptions<'a> {
     /// Tokens of the batch.
@@ -45,9 +45,9 @@ pub(crate) struct BlockOptions<'a> {
     pub(crate) recipe: &'a Recipe,
     /// What a norm keeps.
     pub(crate) norm: NormKernel,
-    /// What learns.
+    /// What is trained.
     pub(crate) trained: Trained<'a>,
-    /// Whether the gradients of what learns are counted as they come, and stay; else they are the caller's.
+    /// Whether the gradients of trained tensors are counted as they arrive, and stay; otherwise they are the caller's.
     pub(crate) gradients: bool,
 }
 
@@ -69,7 +69,7 @@ struct Sizes {
     gradients: u64,
 }
 
-/// One block under its options.
+/// One block with its options.
 pub(crate) struct Block {
     /// Whether the base is in 16 bits, so that sums in fp32 are tensors of their own.
     rounds: bool,
@@ -94,7 +94,7 @@ pub(crate) struct Block {
     statistic: u64,
 }
 
-/// What of a block needs a gradient, and so is recorded.
+/// Which parts of a block need a gradient, and so record a graph.
 struct Recorded {
     input: bool,
     attention: bool,
@@ -175,7 +175,7 @@ impl Block {
         Recorded { input, attention, middle, feed_forward: middle || self.learns(&[Gate, Up, Down]) }
     }
 
-    /// What the block keeps, tensor by tensor; `input`: whether a gradient flows on into what is in front of it.
+    /// Lists what the block keeps; `input` is whether a gradient continues to what is before it.
     pub(crate) fn kept(&self, input: bool) -> Vec<Item> {
         use Projection::{Down, Gate, Key, Output, Query, Up, Value};
         let of = self.recorded(input);
@@ -214,7 +214,7 @@ impl Block {
         of.middle && self.keeps_output || self.learns(&[Projection::Gate, Projection::Up])
     }
 
-    /// Leaves the block's output and, where `record`, what it keeps but for its input; `input` as for [`Block::kept`].
+    /// Leaves the block's output and, with `record`, what it keeps except its input; `input` as for [`Block::kept`].
     pub(crate) fn forward(&self, tracker: &mut PeakTracker, record: bool, input: bool) {
         use Projection::{Down, Gate, Key, Output, Query, Up, Value};
         let of = self.recorded(input);
@@ -227,17 +227,17 @@ impl Block {
         release(tracker, of.input, self.statistic);
         self.project(tracker, Query, record);
         self.project(tracker, Key, record);
-        // Rotated ones, then the others go.
+        // First the rotated ones, then the others are freed.
         tracker.make(self.query + self.key);
         tracker.free(self.query + self.key);
         self.project(tracker, Value, record);
         tracker.make(self.query + self.log_sum_exp);
         release(tracker, of.attention, self.log_sum_exp);
         self.project(tracker, Output, record);
-        // Queries, keys, values and output are there until their function ends.
+        // Queries, keys, values and output exist until their function ends.
         release(tracker, of.attention, self.query + 2 * self.key);
         release(tracker, of.attention || self.learns(&[Output]), self.query);
-        // The residual stream, then the branch goes.
+        // The residual stream is computed, then the branch is freed.
         tracker.make(self.narrow);
         tracker.free(self.narrow);
         release(tracker, self.keeps_first_output(&of), self.narrow);
@@ -256,7 +256,7 @@ impl Block {
         release(tracker, of.middle && !self.keeps_output, self.narrow);
     }
 
-    /// Leaves the output, and u where it is kept.
+    /// Leaves the output, and u if it is kept.
     fn project(&self, tracker: &mut PeakTracker, which: Projection, record: bool) {
         let sizes = self.of(which);
         if !sizes.adapted {
@@ -283,8 +283,8 @@ impl Block {
         }
     }
 
-    /// Consumes what a recorded forward kept, its input left out, and the gradient of the output; leaves that of the input
-    /// where one is asked for.
+    /// Frees what a recorded forward kept, except its input, and the gradient of the output; leaves the gradient of the input
+    /// if requested.
     pub(crate) fn backward(&self, tracker: &mut PeakTracker, input: bool) {
         use Projection::{Down, Gate, Key, Output, Query, Up, Value};
         let of = self.recorded(input);
@@ -299,8 +299,8 @@ impl Block {
         }
         drop_if(tracker, self.learns(&[Down]), self.wide);
         if gates {
-            // The product's gradient is a view of a matrix that a projection made, whose memory has two owners: neither gradient takes
-            // its place. Then it goes, and gate and up.
+            // The product's gradient is a view of a matrix with two owners, so neither gradient can replace it. Then it is
+            // freed, and gate and up.
             tracker.make(2 * self.wide);
             tracker.free(3 * self.wide);
             self.project_back(tracker, Up, of.middle);
@@ -311,7 +311,7 @@ impl Block {
         }
         drop_if(tracker, self.keeps_second_output(&of), self.narrow);
         if of.middle {
-            // The norm's is made in place, and added to the residual stream's.
+            // The norm's gradient is computed in place, and added to the residual stream's.
             tracker.make(self.norm_gradient);
             tracker.free(self.statistic);
             drop_if(tracker, !self.keeps_output, self.narrow);
@@ -344,7 +344,7 @@ impl Block {
         }
     }
 
-    /// Adds two gradients of `[n, d]` up in memory of their own, since both are views.
+    /// Adds two gradients of `[n, d]` into new memory, because both are views.
     fn add_back(&self, tracker: &mut PeakTracker, there: bool) {
         if there {
             tracker.make(self.narrow);
@@ -352,7 +352,7 @@ impl Block {
         }
     }
 
-    /// Leaves the gradient of the input where it is asked for, and those of what learns; takes u away.
+    /// Leaves the gradient of the input if requested, and those of trained tensors; frees u.
     fn project_back(&self, tracker: &mut PeakTracker, which: Projection, of_input: bool) {
         let sizes = self.of(which);
         if !sizes.adapted {

@@ -2,8 +2,8 @@
 
 use accounting::Error;
 use accounting::offload::{
-    Budget, Fixed, Job, Kept, Lane, Layer, MOST_PLANNED_SLOTS, Method, Moment, OptimizerPlace, Rates, Setup,
-    Span, Start, Step, Work, Working, interleaved, plan, simulate,
+    Budget, Fixed, Job, Kept, Layer, MOST_PLANNED_SLOTS, Method, Moment, OptimizerPlace, Rates, Setup, Span,
+    Start, Step, StreamKind, Work, Working, interleaved, plan, simulate,
 };
 use expect_test::{Expect, expect};
 use proptest::prelude::*;
@@ -53,8 +53,8 @@ fn run(job: &Job, setup: &Setup, start: Start) -> Step {
 /// Every span as `work layer start-end`, a line for each lane.
 fn check(step: &Step, expected: Expect) {
     let mut text = String::new();
-    for lane in Lane::ALL {
-        let spans: Vec<String> = step.spans.iter().filter(|span| span.lane == lane).map(show).collect();
+    for lane in StreamKind::ALL {
+        let spans: Vec<String> = step.spans.iter().filter(|span| span.stream == lane).map(show).collect();
         if !spans.is_empty() {
             text += &format!("{}: {}\n", lane.name(), spans.join(", "));
         }
@@ -363,20 +363,20 @@ fn slots(setup: &Setup) -> usize {
 fn stays(step: &Step) -> Vec<(f64, f64)> {
     let mut stays: Vec<(usize, f64, f64)> = Vec::new();
     let uses = [
-        (Lane::Compute, Work::Forward),
-        (Lane::Compute, Work::Backward),
-        (Lane::Compute, Work::Step),
-        (Lane::Store, Work::Weights),
+        (StreamKind::Compute, Work::Forward),
+        (StreamKind::Compute, Work::Backward),
+        (StreamKind::Compute, Work::Step),
+        (StreamKind::Store, Work::Weights),
     ];
     let mut spans = step.spans.clone();
     spans.sort_by(|a, b| a.start.total_cmp(&b.start).then(a.end.total_cmp(&b.end)));
     for span in &spans {
         let Some(layer) = span.layer else { continue };
-        if span.lane == Lane::Load {
+        if span.stream == StreamKind::Load {
             stays.push((layer, span.start, span.end));
         }
         let stay = stays.iter_mut().rev().find(|stay| stay.0 == layer);
-        if let Some(stay) = stay.filter(|_| uses.contains(&(span.lane, span.work))) {
+        if let Some(stay) = stay.filter(|_| uses.contains(&(span.stream, span.work))) {
             stay.2 = span.end;
         }
     }
@@ -394,21 +394,21 @@ proptest! {
     ) {
         let start = if warm { Start::Warm } else { Start::Cold };
         let step = simulate(&job, &rates, &setup, start).unwrap();
-        for lane in Lane::ALL {
-            let spans: Vec<&Span> = step.spans.iter().filter(|span| span.lane == lane).collect();
+        for lane in StreamKind::ALL {
+            let spans: Vec<&Span> = step.spans.iter().filter(|span| span.stream == lane).collect();
             prop_assert!(spans.iter().all(|span| 0.0 <= span.start && span.start <= span.end && span.end <= step.seconds));
             prop_assert!(spans.windows(2).all(|pair| pair[0].end <= pair[1].start));
         }
         let compute: f64 = job.layers.iter().map(|layer| layer.forward_seconds + if job.training { layer.backward_seconds } else { 0.0 }).sum();
         prop_assert!(step.seconds >= (compute + job.fixed.seconds) * (1.0 - 1e-12));
         prop_assert!((0.0..=1.0 + 1e-9).contains(&step.overlap()));
-        for load in step.spans.iter().filter(|span| span.lane == Lane::Load && span.bytes > 0) {
-            let uses = step.spans.iter().filter(|span| span.lane == Lane::Compute && span.layer == load.layer);
+        for load in step.spans.iter().filter(|span| span.stream == StreamKind::Load && span.bytes > 0) {
+            let uses = step.spans.iter().filter(|span| span.stream == StreamKind::Compute && span.layer == load.layer);
             // No use of it while it comes.
             prop_assert!(uses.clone().all(|span| span.end <= load.start || span.start >= load.end));
         }
         if matches!(setup.method, Method::OneAtATime) {
-            let busy: f64 = Lane::ALL.map(|lane| step.busy(lane)).into_iter().sum();
+            let busy: f64 = StreamKind::ALL.map(|lane| step.busy(lane)).into_iter().sum();
             prop_assert!((busy - step.seconds).abs() <= 1e-9 * step.seconds);
         }
     }

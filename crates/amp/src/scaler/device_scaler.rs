@@ -33,7 +33,7 @@ use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 use training::clip::Norm;
 use training::optimizer::DeviceOptimizer;
-use training::scaler::{Checked, DeviceSide};
+use training::scaler::{DeviceGradScaler, UnscaleResult};
 
 use super::per_optimizer_state::PerOptimizerState;
 use super::{ScaleRule, Scaler, TRAINER, tagged, to_training, unscale_once, untagged};
@@ -181,15 +181,15 @@ impl<R: DeviceRule> training::scaler::GradScaler for DeviceScaler<R> {
         DeviceScaler::scale(self, loss).map_err(to_training)
     }
 
-    fn unscale_(&mut self, grads: &[Tensor], norm: bool) -> training::Result<Checked> {
+    fn unscale_(&mut self, grads: &[Tensor], norm: bool) -> training::Result<UnscaleResult> {
         let Unscaled { found_inf, norm } =
             DeviceScaler::unscale_(self, TRAINER, grads, norm).map_err(to_training)?;
-        Ok(Checked { found_inf: Some(found_inf), norm: norm.map(Norm::known) })
+        Ok(UnscaleResult { found_inf: Some(found_inf), norm: norm.map(Norm::known) })
     }
 
     fn update(&mut self, overflow: bool) -> training::Result<()> {
         let flag = Tensor::from(f32::from(u8::from(overflow)));
-        DeviceSide::update(self, &flag)
+        DeviceGradScaler::update(self, &flag)
     }
 
     fn current(&self) -> f64 {
@@ -205,22 +205,22 @@ impl<R: DeviceRule> training::scaler::GradScaler for DeviceScaler<R> {
         DeviceScaler::load_state(self, state).map_err(to_training)
     }
 
-    fn device_side(&mut self) -> Option<&mut dyn DeviceSide> {
+    fn device_scaler(&mut self) -> Option<&mut dyn DeviceGradScaler> {
         Some(self)
     }
 }
 
-impl<R: DeviceRule> DeviceSide for DeviceScaler<R> {
+impl<R: DeviceRule> DeviceGradScaler for DeviceScaler<R> {
     fn update(&mut self, found_inf: &Tensor) -> training::Result<()> {
         self.optimizers.clear();
         self.advance(&[found_inf.shallow_clone()]).map_err(to_training)
     }
 
-    fn position(&self) -> Tensor {
+    fn device_state(&self) -> Tensor {
         self.state.shallow_clone()
     }
 
-    fn learn(&mut self, position: &[f64]) -> training::Result<()> {
-        self.rule.set_state_vector(position).map_err(to_training)
+    fn load_device_state(&mut self, state: &[f64]) -> training::Result<()> {
+        self.rule.set_state_vector(state).map_err(to_training)
     }
 }

@@ -3,7 +3,7 @@
 mod activations;
 mod autocast;
 mod device_loop;
-mod device_side;
+mod device_scaler;
 mod example;
 mod fixtures_grad_scaler;
 mod fp8;

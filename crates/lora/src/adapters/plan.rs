@@ -1,4 +1,4 @@
-//! What a configuration means for a model: decided, and refused, before anything is changed.
+//! Plans a configuration for a model, and refuses invalid ones before anything is changed.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::options::Options;
 use crate::targets::Targets;
 
-/// A projection and the adapter it is to get.
+/// A projection and its new adapter.
 #[derive(Debug)]
 pub(crate) struct PlannedSite {
     pub(crate) path: String,
@@ -20,17 +20,17 @@ pub(crate) struct PlannedSite {
     pub(crate) options: Options,
 }
 
-/// A tensor of the base that is to be trained whole.
+/// A tensor of the base that is trained as a whole.
 #[derive(Debug)]
 pub(crate) struct PlannedWhole {
-    /// The model's names for it; several where it is tied and trained as one.
+    /// The model's names; several if it is tied and trained as one.
     pub(crate) paths: Vec<String>,
-    /// Hugging Face's, in the same order.
+    /// Hugging Face's names, in the same order.
     pub(crate) names: Vec<String>,
-    /// What files call it, without PEFT's prefix: the first is written.
+    /// Names in files, without PEFT's prefix; the first is written.
     pub(crate) keys: Vec<String>,
     pub(crate) tensor: Tensor,
-    /// Whether others share it and are not to be trained, so that it needs a handle of its own.
+    /// Whether frozen tensors share it, so that it needs its own handle.
     pub(crate) split: bool,
 }
 
@@ -82,8 +82,8 @@ impl Plan {
         Ok(Self { sites, wholes })
     }
 
-    /// Every tensor of the adapter as a file has it, without PEFT's prefix, with its shape. One that is tied has several names, of
-    /// which a file has one at least.
+    /// Returns every tensor of the adapter in a file, without PEFT's prefix, with its shape. A tied tensor has several names,
+    /// of which a file has at least one.
     pub(crate) fn expected(&self) -> Vec<(Vec<String>, Vec<i64>)> {
         let mut expected = Vec::new();
         for PlannedSite { name, weight, options, .. } in &self.sites {

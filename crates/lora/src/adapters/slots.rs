@@ -1,4 +1,4 @@
-//! The model's own slots and tensors, written.
+//! Changes of the model's own slots and tensors.
 
 use models::Linear;
 use models::module::{Module, ModuleMapper, Projection, Role, map_modules};
@@ -8,7 +8,7 @@ use super::Site;
 use super::whole::Whole;
 use crate::error::Result;
 
-/// Puts the adapted projections, and the handles of tensors that are trained whole, where they belong.
+/// Installs the adapted projections and the tensors that are trained as a whole.
 pub(super) fn put_in(model: &mut dyn Module, sites: &[Site], wholes: &[Whole]) -> Result<()> {
     struct In<'a>(&'a [Site], &'a [Whole]);
     impl ModuleMapper for In<'_> {
@@ -29,7 +29,7 @@ pub(super) fn put_in(model: &mut dyn Module, sites: &[Site], wholes: &[Whole]) -
     Ok(map_modules(model, &mut In(sites, wholes))?)
 }
 
-/// Puts plain projections and tensors there.
+/// Restores plain projections and tensors.
 pub(super) fn put_back(
     model: &mut dyn Module,
     linears: Vec<(String, Linear)>,

@@ -1,4 +1,4 @@
-//! What a model has, by Hugging Face's names, found without changing anything.
+//! Lists a model's projections and tensors by Hugging Face's names, without changing anything.
 
 use std::collections::BTreeSet;
 
@@ -9,18 +9,18 @@ use tch::Tensor;
 
 use crate::error::{Error, Result};
 
-/// A projection that may be adapted.
+/// A projection that can be adapted.
 #[derive(Debug)]
 pub(crate) struct Found {
-    /// The model's own name.
+    /// The model's name.
     pub(crate) path: String,
-    /// Hugging Face's.
+    /// Hugging Face's name.
     pub(crate) name: String,
     pub(crate) weight: Tensor,
     pub(crate) bias: Option<Tensor>,
     /// Whether it is the output head.
     pub(crate) head: bool,
-    /// Whether its tensors are a weight and perhaps a bias, and nothing else.
+    /// Whether its tensors are only a weight and possibly a bias.
     pub(crate) plain: bool,
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct Base {
     pub(crate) path: String,
     pub(crate) name: String,
     pub(crate) tensor: Tensor,
-    /// Which tensor it is: one that is tied comes under several names.
+    /// Identifies the tensor: a tied one has several names.
     pub(crate) identity: usize,
 }
 
@@ -62,7 +62,7 @@ impl Survey {
             let inside = |head: &String| found.path == *head || found.path.starts_with(&format!("{head}."));
             found.head = heads.iter().any(inside);
         }
-        // What an adapted projection learns belongs to its adapter.
+        // The trained tensors of an adapted projection belong to its adapter.
         let adapted: Vec<&Found> = projections.iter().filter(|found| !found.plain).collect();
         let learned = |path: &str| {
             let rest = adapted.iter().find_map(|found| path.strip_prefix(found.path.as_str()));
@@ -72,19 +72,19 @@ impl Survey {
         Ok(survey)
     }
 
-    /// Every projection's name.
+    /// Returns every projection's name.
     pub(crate) fn names(&self) -> Vec<String> {
         self.projections.iter().map(|found| found.name.clone()).collect()
     }
 
-    /// The MLP around a module, where that computes its products itself.
+    /// Returns the enclosing MLP of a module, if it computes its products itself.
     pub(crate) fn recomputed(&self, module: &str) -> Option<&str> {
         let around =
             |mlp: &&String| module.strip_prefix(mlp.as_str()).is_some_and(|rest| rest.starts_with('.'));
         self.recomputed.iter().find(around).map(String::as_str)
     }
 
-    /// Every module's name: what stands before a dot in the name of a tensor.
+    /// Returns every module's name: the prefixes before the dots in tensor names.
     pub(crate) fn modules(&self) -> BTreeSet<String> {
         let ends = |name: &str| -> Vec<String> {
             name.match_indices('.').map(|(end, _)| name[..end].to_owned()).collect()
@@ -135,7 +135,7 @@ impl ModuleMapper for Survey {
     }
 }
 
-/// That no adapter of another handle is there.
+/// Refuses a model with adapters of another handle.
 pub(crate) fn refuse_foreign(survey: &Survey, known: &[&str]) -> Result<()> {
     let foreign =
         survey.projections.iter().find(|found| !found.plain && !known.contains(&found.path.as_str()));

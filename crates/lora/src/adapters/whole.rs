@@ -1,11 +1,11 @@
-//! Tensors of the base that an adapter trains whole: modules to save, and biases.
+//! Tensors of the base that an adapter trains as a whole: modules to save, and biases.
 //!
-//! The model's tensor keeps its handle, which optimizers and other parts of the model hold. What changes is whose memory it shows:
-//! the base's, or that of the adapter that computes. So the base comes back bit for bit, and what is trained in place is the
-//! adapter's own.
+//! The model's tensor keeps its handle, which optimizers and other parts of the model share. Only its memory changes: the
+//! base's, or that of the active adapter. So the base is restored bit for bit, and in-place training changes the adapter's own
+//! values.
 //!
-//! Others may exchange the memory under the handle too, as offloading does. So whose values are shown has them where the handle shows
-//! them, and nowhere else: they are noted when another one's turn comes.
+//! Others may exchange the handle's memory too, as offloading does. So the current values are always read from the handle, and
+//! are recorded when another adapter becomes active.
 
 use tch::Tensor;
 
@@ -18,13 +18,13 @@ pub(crate) struct Whole {
     pub(crate) paths: Vec<String>,
     pub(crate) names: Vec<String>,
     pub(crate) keys: Vec<String>,
-    /// What the model computes with.
+    /// The tensor that the model computes with.
     pub(crate) live: Tensor,
-    /// What stood in the model before: `live` itself, or the one that others share.
+    /// The model's original tensor: `live` itself, or one shared with others.
     pub(crate) original: Tensor,
-    /// The base's values, in the base's memory, while others are shown.
+    /// The base's values in the base's memory, while others are active.
     base: Tensor,
-    /// Each adapter's, but for the one that is shown.
+    /// Each adapter's values, except the active one's.
     values: Vec<(String, Tensor)>,
     shown: Option<String>,
 }
@@ -51,7 +51,7 @@ impl Whole {
         self.values.iter().any(|(name, _)| name == adapter)
     }
 
-    /// An adapter's values, sharing their memory, if it has some.
+    /// Returns an adapter's values, sharing memory, if it has any.
     pub(crate) fn of(&self, adapter: &str) -> Result<Option<Tensor>> {
         if self.shown.as_deref() == Some(adapter) {
             return Ok(Some(self.live.f_detach()?));
@@ -60,17 +60,17 @@ impl Whole {
         Ok(found.map(|(_, values)| values.f_detach()).transpose()?)
     }
 
-    /// The base's values, sharing their memory.
+    /// Returns the base's values, sharing memory.
     pub(crate) fn base(&self) -> Result<Tensor> {
         Ok(if self.shown.is_none() { self.live.f_detach()? } else { self.base.f_detach()? })
     }
 
-    /// Forgets an adapter, which is not shown.
+    /// Removes an adapter, which is not active.
     pub(crate) fn remove(&mut self, adapter: &str) {
         self.values.retain(|(name, _)| name != adapter);
     }
 
-    /// Shows the values of the last adapter that computes and has some, or the base's, which are never trained.
+    /// Activates the values of the last active adapter that has any, or the base's, which are never trained.
     pub(crate) fn show(&mut self, setting: &Setting) -> Result<()> {
         let active = setting.active.iter().rev().filter(|_| setting.disabled == 0);
         let wanted = active.into_iter().find(|name| self.has(name)).cloned();

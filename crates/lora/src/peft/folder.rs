@@ -1,4 +1,4 @@
-//! An adapter's folder, read into a model and written from one.
+//! Reading and writing an adapter's folder.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,16 +15,16 @@ use crate::config::LoraConfig;
 use crate::error::{Error, Result};
 use crate::linear::DEFAULT;
 
-/// What PEFT puts before every name in its files.
+/// PEFT's prefix of all names in its files.
 pub const PREFIX: &str = "base_model.model.";
 
 impl Adapters {
-    /// [`Adapters::install`] of the adapter that lies in `folder`, which PEFT or [`Adapters::save`] wrote. It is active, and can be
-    /// trained on.
+    /// Installs ([`Adapters::install`]) the adapter in `folder`, written by PEFT or [`Adapters::save`]. It is active and can be
+    /// trained.
     ///
     /// # Errors
-    /// Those of [`LoraConfig::read`] and [`Adapters::install`]; a missing, truncated or foreign file of tensors;
-    /// [`Error::Adapter`] for an adapter of another base. Nothing is changed then.
+    /// Those of [`LoraConfig::read`] and [`Adapters::install`]; a missing, truncated or invalid tensors file;
+    /// [`Error::Adapter`] for an adapter of another base. Then nothing is changed.
     pub fn load(model: &mut dyn Module, folder: &Path) -> Result<Self> {
         let survey = Survey::of(model)?;
         let (config, read) = atomic_write::read(folder, || {
@@ -37,7 +37,7 @@ impl Adapters {
         Ok(adapters)
     }
 
-    /// [`Adapters::add`] of the adapter that lies in `folder`.
+    /// Adds ([`Adapters::add`]) the adapter in `folder`.
     ///
     /// # Errors
     /// As [`Adapters::load`] and [`Adapters::add`].
@@ -52,7 +52,7 @@ impl Adapters {
         self.fill(name, read)
     }
 
-    /// Writes every adapter as PEFT does: `default` into `folder`, each other one into a folder of its name in it.
+    /// Writes every adapter as PEFT does: `default` to `folder`, others to subfolders of their names.
     ///
     /// # Errors
     /// A folder that cannot be written.
@@ -67,7 +67,7 @@ impl Adapters {
         Ok(())
     }
 
-    /// Writes one adapter's two files into `folder`, both or neither: see [`write_folder`].
+    /// Writes one adapter's two files to `folder`, both or neither: see [`write_folder`].
     ///
     /// # Errors
     /// [`Error::UnknownAdapter`]; a folder that cannot be written.
@@ -77,7 +77,7 @@ impl Adapters {
         write_folder(folder, self.config(name)?, &named)
     }
 
-    /// Copies values, which fit, into an adapter.
+    /// Copies values, which match, into an adapter.
     fn fill(&mut self, name: &str, Read { values, copies }: Read) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         for (key, tensor) in self.tensors(name)? {
@@ -90,10 +90,10 @@ impl Adapters {
     }
 }
 
-/// Writes an adapter's two files into `folder`, from tensors with the names that files have: those of [`Adapters::tensors`] after
-/// [`PREFIX`]. For an adapter that is in no model; else [`Adapters::save`]. Both files become visible together
-/// ([`atomic_write::Folder`]): a reader, or a process that starts after a crash, finds the former adapter or this one. Other entries of
-/// the folder stay.
+/// Writes an adapter's two files to `folder`, from tensors named as in files: [`PREFIX`] and the names of
+/// [`Adapters::tensors`]. For an adapter that is not in a model; otherwise use [`Adapters::save`]. Both files become visible
+/// together ([`atomic_write::Folder`]): a reader, also after a crash, finds either the former adapter or this one. Other
+/// entries of the folder stay.
 ///
 /// # Errors
 /// A folder that cannot be written.
@@ -110,20 +110,19 @@ pub fn write_folder(folder: &Path, config: &LoraConfig, tensors: &[(String, Tens
     new.publish(&[CONFIG_FILE], &|_| false).map_err(failed)
 }
 
-/// The tensors of a folder by name without the prefix, all of which `plan` expects.
+/// Reads the tensors of a folder by name without the prefix, and checks them against `plan`.
 fn fitting(folder: &Path, plan: &Plan) -> Result<Read> {
     let path = folder.join(TENSORS_FILE);
     let mut values = BTreeMap::new();
     for (name, tensor) in tensors_file::read(&path, Device::Cpu)? {
         let name = name.strip_prefix(PREFIX).unwrap_or(&name);
-        // Some versions wrote DoRA's lengths as a module's weight.
+        // Some versions wrote DoRA's magnitudes as a module's weight.
         let name = match name.strip_suffix(".weight") {
             Some(rest) if rest.ends_with("lora_magnitude_vector") => rest,
             _ => name,
         };
         if values.insert(name.to_owned(), tensor).is_some() {
-            let reason =
-                format!("`{name}` is there twice, with and without `{PREFIX}`; write the file again");
+            let reason = format!("`{name}` exists twice, with and without `{PREFIX}`; write the file again");
             return Err(Error::File { path, reason });
         }
     }
@@ -135,7 +134,7 @@ fn fitting(folder: &Path, plan: &Plan) -> Result<Read> {
             missing.push(names[0].clone());
         }
         for (name, tensor) in found.into_iter().filter(|(_, tensor)| tensor.size() != *shape) {
-            mismatched.push(format!("{name} {:?} (the model wants {shape:?})", tensor.size()));
+            mismatched.push(format!("{name} {:?} (expected {shape:?})", tensor.size()));
         }
     }
     let (mut unexpected, mut copies) = (Vec::new(), Vec::new());
@@ -156,11 +155,11 @@ fn fitting(folder: &Path, plan: &Plan) -> Result<Read> {
     Err(Error::Adapter { from: path.display().to_string(), missing, unexpected, mismatched })
 }
 
-/// What a folder has.
+/// The contents of a folder.
 struct Read {
-    /// By name without the prefix.
+    /// Tensors by name without the prefix.
     values: BTreeMap<String, Tensor>,
-    /// Projections whose base weight lies there too.
+    /// Projections whose base weight is also in the file.
     copies: Vec<String>,
 }
 

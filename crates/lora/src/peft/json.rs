@@ -1,4 +1,4 @@
-//! JSON as Python's `json.dumps(…, indent=2, sort_keys=True)` writes it.
+//! JSON as written by Python's `json.dumps(…, indent=2, sort_keys=True)`.
 
 use std::io::{self, Write};
 
@@ -6,11 +6,11 @@ use serde::Serialize;
 use serde_json::Value;
 use serde_json::ser::{CharEscape, Formatter, PrettyFormatter, Serializer};
 
-/// The text, keys sorted at every depth.
+/// Formats a value, with keys sorted at every depth.
 pub(crate) fn python(value: &Value) -> String {
     let mut bytes = Vec::new();
     let mut serializer = Serializer::with_formatter(&mut bytes, Python(PrettyFormatter::with_indent(b"  ")));
-    // Writing into memory what is a value already cannot fail.
+    // Writing a value to memory does not fail.
     let _ = sorted(value).serialize(&mut serializer);
     String::from_utf8(bytes).unwrap_or_default()
 }
@@ -29,7 +29,7 @@ fn sorted(value: &Value) -> Value {
 
 struct Python(PrettyFormatter<'static>);
 
-/// Python's `repr` of a float: exponents from 1e16 up and below 1e-4, with a sign and at least two digits.
+/// Formats a float as Python's `repr`: exponents from 1e16 up and below 1e-4, with a sign and at least two digits.
 fn float(value: f64) -> String {
     let magnitude = value.abs();
     if value == 0.0 || (1e-4..1e16).contains(&magnitude) {
@@ -107,7 +107,7 @@ mod tests {
 
     use super::*;
 
-    /// As CPython 3.11 printed them.
+    /// As printed by CPython 3.11.
     #[test]
     fn texts_are_pythons() {
         let value = json!({

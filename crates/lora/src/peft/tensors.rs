@@ -1,4 +1,4 @@
-//! The tensors' file: safetensors with PyTorch's mark, in the order in which the format's own library writes.
+//! The tensors file: safetensors with PyTorch's metadata, in the order of the format's own library.
 
 use std::cmp::Reverse;
 use std::path::Path;
@@ -9,11 +9,11 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 
-/// The dtypes in the order of the format's library, in which wide ones come last.
+/// The dtypes in the order of the format's library, wide ones last.
 const DTYPES: [(Kind, &str); 4] =
     [(Kind::Half, "F16"), (Kind::BFloat16, "BF16"), (Kind::Float, "F32"), (Kind::Double, "F64")];
 
-/// Writes the file: wide dtypes first, each by name.
+/// Writes the file: wide dtypes first, each sorted by name.
 pub(crate) fn write(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
     let refuse = |reason: String| Error::File { path: path.to_owned(), reason };
     let bytes = encoded(tensors).map_err(refuse)?;

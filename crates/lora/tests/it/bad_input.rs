@@ -122,7 +122,7 @@ fn a_layer_that_cannot_be() {
     let of = |x: &Tensor| models::module::Projection::forward(&layer, x, &context).unwrap_err().to_string();
     expect!["lora linear: `x` has shape [2, 5]; expected […, 4]"]
         .assert_eq(&of(&Tensor::zeros([2, 5], kind::FLOAT_CPU)));
-    expect!["lora linear: `x` is Double on lora linear: `x` is Double, as the weight has"]
+    expect!["lora linear: `x` is Double on Cpu; expected Float on Cpu, as the weight has"]
         .assert_eq(&of(&Tensor::zeros([2, 4], kind::DOUBLE_CPU)));
 }
 
@@ -131,7 +131,7 @@ fn adapters_that_are_not_there_or_there_already() {
     let mut model = model(1, 16);
     let mut adapters = Adapters::install(&mut model, &attention(), 0).unwrap();
     let error = adapters.set_active(&["math"]).unwrap_err();
-    expect!["there is no adapter `math`; there are: `default`"].assert_eq(&error.to_string());
+    expect!["there is no adapter `math`; expected one of: `default`"].assert_eq(&error.to_string());
     for name in ["default", "a.b", ""] {
         assert!(adapters.add(&mut model, name, &attention(), 0).is_err(), "{name}");
     }
@@ -161,15 +161,15 @@ fn loaded(folder: &Path, mut model: Llama) -> String {
 fn an_adapter_of_another_base() {
     let folder = tempfile::tempdir().unwrap();
     saved(folder.path());
-    expect!["FOLDER/adapter_model.safetensors does not fit this model: unexpected `model.layers.1.self_attn.q_proj.lora_A.weight`, `model.layers.1.self_attn.q_proj.lora_B.weight`, `model.layers.1.self_attn.v_proj.lora_A.weight`, `model.layers.1.self_attn.v_proj.lora_B.weight`; it belongs to another base model, or its configuration was changed after it was written"].assert_eq(&loaded(folder.path(), model(1, 16)));
-    expect!["FOLDER/adapter_model.safetensors does not fit this model: missing `model.layers.2.self_attn.q_proj.lora_A.weight`, `model.layers.2.self_attn.q_proj.lora_B.weight`, `model.layers.2.self_attn.v_proj.lora_A.weight`, `model.layers.2.self_attn.v_proj.lora_B.weight`; it belongs to another base model, or its configuration was changed after it was written"].assert_eq(&loaded(folder.path(), model(3, 16)));
-    expect!["FOLDER/adapter_model.safetensors does not fit this model: of another shape `model.layers.0.self_attn.q_proj.lora_A.weight [8, 16] (the model wants [8, 32])`, `model.layers.0.self_attn.q_proj.lora_B.weight [16, 8] (the model wants [32, 8])`, `model.layers.0.self_attn.v_proj.lora_A.weight [8, 16] (the model wants [8, 32])`, `model.layers.0.self_attn.v_proj.lora_B.weight [16, 8] (the model wants [32, 8])`, `model.layers.1.self_attn.q_proj.lora_A.weight [8, 16] (the model wants [8, 32])`, `model.layers.1.self_attn.q_proj.lora_B.weight [16, 8] (the model wants [32, 8])`, `model.layers.1.self_attn.v_proj.lora_A.weight [8, 16] (the model wants [8, 32])`, `model.layers.1.self_attn.v_proj.lora_B.weight [16, 8] (the model wants [32, 8])`; it belongs to another base model, or its configuration was changed after it was written"].assert_eq(&loaded(folder.path(), model(2, 32)));
+    expect!["FOLDER/adapter_model.safetensors does not fit this model: unexpected `model.layers.1.self_attn.q_proj.lora_A.weight`, `model.layers.1.self_attn.q_proj.lora_B.weight`, `model.layers.1.self_attn.v_proj.lora_A.weight`, `model.layers.1.self_attn.v_proj.lora_B.weight`; it belongs to another base model, or its configuration was changed later"].assert_eq(&loaded(folder.path(), model(1, 16)));
+    expect!["FOLDER/adapter_model.safetensors does not fit this model: missing `model.layers.2.self_attn.q_proj.lora_A.weight`, `model.layers.2.self_attn.q_proj.lora_B.weight`, `model.layers.2.self_attn.v_proj.lora_A.weight`, `model.layers.2.self_attn.v_proj.lora_B.weight`; it belongs to another base model, or its configuration was changed later"].assert_eq(&loaded(folder.path(), model(3, 16)));
+    expect!["FOLDER/adapter_model.safetensors does not fit this model: of another shape `model.layers.0.self_attn.q_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.0.self_attn.q_proj.lora_B.weight [16, 8] (expected [32, 8])`, `model.layers.0.self_attn.v_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.0.self_attn.v_proj.lora_B.weight [16, 8] (expected [32, 8])`, `model.layers.1.self_attn.q_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.1.self_attn.q_proj.lora_B.weight [16, 8] (expected [32, 8])`, `model.layers.1.self_attn.v_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.1.self_attn.v_proj.lora_B.weight [16, 8] (expected [32, 8])`; it belongs to another base model, or its configuration was changed later"].assert_eq(&loaded(folder.path(), model(2, 32)));
 }
 
 #[test]
 fn folders_that_are_no_adapters() {
     let folder = tempfile::tempdir().unwrap();
-    expect!["FOLDER/adapter_config.json: No such file or directory (os error 2); an adapter's folder has adapter_config.json and adapter_model.safetensors"].assert_eq(&loaded(folder.path(), model(2, 16)));
+    expect!["FOLDER/adapter_config.json: No such file or directory (os error 2); an adapter's folder contains adapter_config.json and adapter_model.safetensors"].assert_eq(&loaded(folder.path(), model(2, 16)));
     saved(folder.path());
     let (config, tensors) = (folder.path().join(CONFIG_FILE), folder.path().join(TENSORS_FILE));
     let bytes = std::fs::read(&tensors).unwrap();
@@ -184,9 +184,9 @@ fn folders_that_are_no_adapters() {
             .contains("missing `model.layers.0.self_attn.q_proj.lora_A.weight`")
     );
     std::fs::write(&config, "{\"r\": 8,").unwrap();
-    expect!["FOLDER/adapter_config.json: not a configuration of an adapter: EOF while parsing a value at line 1 column 8"].assert_eq(&loaded(folder.path(), model(2, 16)));
+    expect!["FOLDER/adapter_config.json: not an adapter configuration: EOF while parsing a value at line 1 column 8"].assert_eq(&loaded(folder.path(), model(2, 16)));
     std::fs::write(&config, "{\"r\": \"eight\"}").unwrap();
-    expect![[r#"FOLDER/adapter_config.json: not a configuration of an adapter: invalid type: string "eight", expected i64"#]].assert_eq(&loaded(folder.path(), model(2, 16)));
+    expect![[r#"FOLDER/adapter_config.json: not an adapter configuration: invalid type: string "eight", expected i64"#]].assert_eq(&loaded(folder.path(), model(2, 16)));
 }
 
 #[test]

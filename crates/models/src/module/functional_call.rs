@@ -24,7 +24,14 @@ pub struct FunctionalCall<P: ?Sized> {
 
 /// A shared handle on the part of a [`FunctionalCall`].
 #[derive(Debug)]
-pub struct SharedModule<P: ?Sized>(Arc<ReentrantMutex<RefCell<Box<P>>>>);
+pub struct SharedModule<P: ?Sized>(Arc<ReentrantMutex<RefCell<Slot<P>>>>);
+
+#[derive(Debug)]
+struct Slot<P: ?Sized> {
+    part: Box<P>,
+    /// The part's own tensors, where the last call could not restore them.
+    unrestored: Vec<Tensor>,
+}
 
 impl<P: ?Sized> Clone for SharedModule<P> {
     fn clone(&self) -> Self {
@@ -36,9 +43,10 @@ impl<P: Module + ?Sized> FunctionalCall<P> {
     /// Takes ownership of a part; errors call it `name`.
     pub fn new(name: &str, part: Box<P>) -> Self {
         let named = handles(&*part);
+        let slot = Slot { part, unrestored: Vec::new() };
         Self {
             name: name.to_owned(),
-            part: SharedModule(Arc::new(ReentrantMutex::new(RefCell::new(part)))),
+            part: SharedModule(Arc::new(ReentrantMutex::new(RefCell::new(slot)))),
             named,
         }
     }
@@ -50,7 +58,11 @@ impl<P: Module + ?Sized> FunctionalCall<P> {
     pub fn into_inner(self) -> std::result::Result<Box<P>, Self> {
         let Self { name, part, named } = self;
         match Arc::try_unwrap(part.0) {
-            Ok(part) => Ok(part.into_inner().into_inner()),
+            Ok(slot) => {
+                let mut slot = slot.into_inner().into_inner();
+                let _ = slot.restore();
+                Ok(slot.part)
+            }
             Err(part) => Err(Self { name, part: SharedModule(part), named }),
         }
     }
@@ -96,9 +108,10 @@ impl<P: Module + ?Sized> Module for FunctionalCall<P> {
                 self.name
             ),
         })?;
-        let part = part.get_mut().get_mut();
-        let result = part.visit_mut(visitor);
-        self.named = handles(&**part);
+        let slot = part.get_mut().get_mut();
+        slot.restore()?;
+        let result = slot.part.visit_mut(visitor);
+        self.named = handles(&*slot.part);
         result
     }
 }
@@ -112,92 +125,98 @@ impl Block for FunctionalCall<dyn Block> {
 impl<P: Module + ?Sized> SharedModule<P> {
     /// Runs `body` on the part.
     pub fn run<R>(&self, body: impl FnOnce(&P) -> R) -> R {
-        body(&**self.0.lock().borrow())
+        let slot = self.0.lock();
+        if let Ok(mut slot) = slot.try_borrow_mut() {
+            let _ = slot.restore();
+        }
+        body(&*slot.borrow().part)
     }
 
     /// Runs `body` on the part with `others` instead of its own tensors, like `torch.func.functional_call`: one tensor for each of
-    /// [`FunctionalCall::named`], in that order. The part's own tensors are restored when this returns or panics. A tensor that the
-    /// part uses twice is replaced twice.
+    /// [`FunctionalCall::named`], in that order. A tensor that the part uses twice is replaced twice.
+    ///
+    /// The part's own tensors are restored when this returns or panics. If a graph of `body` still holds a part inside this one, as
+    /// activation checkpointing does until its backward, that part keeps the call's tensors, with which it is to be recomputed; its
+    /// own are restored before the next use.
     ///
     /// # Errors
-    /// Another number of tensors; a part that is already running; those of `body`. If a graph of `body` still holds a part inside
-    /// this one, the own tensors cannot be restored: the error says so, and the part must be loaded again.
+    /// Another number of tensors; a part that is already running, or inside which a graph of an earlier call holds another; those
+    /// of `body`.
     pub fn functional_call<R>(&self, others: &[Tensor], body: impl FnOnce(&P) -> Result<R>) -> Result<R> {
-        let part = self.0.lock();
-        let mut own = Own { tensors: swap_in(&part, others)?, part: &part };
-        let result = body(&**part.borrow());
-        own.restore()?;
-        result
+        let slot = self.0.lock();
+        let own = slot
+            .try_borrow_mut()
+            .map_err(|_| {
+                refuse("is already running; it cannot run inside itself with other tensors".to_owned())
+            })?
+            .swap_in(others)?;
+        let _restored = Own { tensors: own, slot: &slot };
+        body(&*slot.borrow().part)
     }
 }
 
-/// Restores the part's own tensors, also in a panic.
+/// Restores the part's own tensors when dropped.
 struct Own<'a, P: Module + ?Sized> {
-    part: &'a RefCell<Box<P>>,
-    /// What was in each slot; empty once restored.
+    slot: &'a RefCell<Slot<P>>,
     tensors: Vec<Tensor>,
-}
-
-impl<P: Module + ?Sized> Own<'_, P> {
-    fn restore(&mut self) -> Result<()> {
-        let tensors = std::mem::take(&mut self.tensors);
-        if tensors.is_empty() {
-            return Ok(());
-        }
-        let mut part = self.part.try_borrow_mut().map_err(|_| refuse("is still running".to_owned()))?;
-        assign(&mut **part, tensors).map_err(|cause| {
-            refuse(format!(
-                "its own tensors could not be restored after a call with others; load it again: {cause}"
-            ))
-        })
-    }
 }
 
 impl<P: Module + ?Sized> Drop for Own<'_, P> {
     fn drop(&mut self) {
-        let _ = self.restore();
+        if let Ok(mut slot) = self.slot.try_borrow_mut() {
+            slot.unrestored = std::mem::take(&mut self.tensors);
+            let _ = slot.restore();
+        }
     }
 }
 
-/// Puts `others` into the part's slots, and returns what was in each slot. After an error every slot is as before.
-fn swap_in<P: Module + ?Sized>(part: &RefCell<Box<P>>, others: &[Tensor]) -> Result<Vec<Tensor>> {
-    let mut part = part.try_borrow_mut().map_err(|_| {
-        refuse("is already running; it cannot run inside itself with other tensors".to_owned())
-    })?;
-    // Slots that share a tensor get the same replacement.
-    let mut known = Vec::new();
-    let (mut own, mut indices) = (Vec::new(), Vec::new());
-    let mut look = EachTensor(|slot: &mut Tensor| {
-        let identity = identity(slot);
-        let index = known.iter().position(|other| *other == identity).unwrap_or_else(|| {
-            known.push(identity);
-            known.len() - 1
+impl<P: Module + ?Sized> Slot<P> {
+    /// Restores the part's own tensors, if the last call could not.
+    fn restore(&mut self) -> Result<()> {
+        if !self.unrestored.is_empty() {
+            assign(&mut *self.part, &self.unrestored)?;
+            self.unrestored.clear();
+        }
+        Ok(())
+    }
+
+    /// Puts `others` into the part's slots, and returns what was in each slot. After an error every slot is as before.
+    fn swap_in(&mut self, others: &[Tensor]) -> Result<Vec<Tensor>> {
+        self.restore()?;
+        // Slots that share a tensor get the same replacement.
+        let mut known = Vec::new();
+        let (mut own, mut indices) = (Vec::new(), Vec::new());
+        let mut look = EachTensor(|slot: &mut Tensor| {
+            let identity = identity(slot);
+            let index = known.iter().position(|other| *other == identity).unwrap_or_else(|| {
+                known.push(identity);
+                known.len() - 1
+            });
+            indices.push(index);
+            own.push(slot.shallow_clone());
         });
-        indices.push(index);
-        own.push(slot.shallow_clone());
-    });
-    map_modules(&mut **part, &mut look)?;
-    if known.len() != others.len() {
-        return Err(refuse(format!(
-            "{} tensors for a part with {}; give one for each",
-            others.len(),
-            known.len()
-        )));
+        map_modules(&mut *self.part, &mut look)?;
+        if known.len() != others.len() {
+            let reason =
+                format!("{} tensors for a part with {}; give one for each", others.len(), known.len());
+            return Err(refuse(reason));
+        }
+        let replacements: Vec<Tensor> =
+            indices.into_iter().map(|index| others[index].shallow_clone()).collect();
+        if let Err(error) = assign(&mut *self.part, &replacements) {
+            assign(&mut *self.part, &own)?;
+            return Err(error);
+        }
+        Ok(own)
     }
-    let replacements = indices.into_iter().map(|index| others[index].shallow_clone()).collect();
-    if let Err(error) = assign(&mut **part, replacements) {
-        assign(&mut **part, own)?;
-        return Err(error);
-    }
-    Ok(own)
 }
 
 /// Writes `tensors` into the part's slots, in order.
-fn assign(part: &mut (impl Module + ?Sized), tensors: Vec<Tensor>) -> Result<()> {
-    let mut tensors = tensors.into_iter();
+fn assign(part: &mut (impl Module + ?Sized), tensors: &[Tensor]) -> Result<()> {
+    let mut tensors = tensors.iter();
     let mut write = EachTensor(|slot: &mut Tensor| {
         if let Some(tensor) = tensors.next() {
-            *slot = tensor;
+            *slot = tensor.shallow_clone();
         }
     });
     map_modules(part, &mut write)

@@ -1,4 +1,4 @@
-//! A layer in memory of its own, for one use.
+//! Loads a layer into its own memory, for one use.
 
 use std::thread::{self, ThreadId};
 
@@ -7,20 +7,20 @@ use tch::{Device, Kind, Tensor};
 
 use super::{Engine, State};
 use crate::error::Result;
-use crate::home::Piece;
-use crate::options::Point;
+use crate::options::HookPoint;
 use crate::schedule::Direction;
-use crate::trace::Lane;
+use crate::storage::Piece;
+use crate::trace::StreamKind;
 
 impl Engine {
-    /// Brings a layer into memory of its own, now: one layer at a time, and nothing meanwhile.
+    /// Loads a layer into its own memory, synchronously.
     pub(crate) fn fetch(&self, layer: usize, direction: Direction) -> Result<Fetched> {
         let (pieces, (layout, flat, number, updated), bytes, in_files) = {
             let mut state = self.0.state.lock();
-            state.layers[layer].look(self.0.homing.pinned_for)?;
+            state.layers[layer].look(self.0.placement.pinned_for)?;
             let of = &state.layers[layer];
             let flat = Tensor::f_empty([of.layout.bytes as i64], (Kind::Uint8, self.device()))
-                .map_err(|error| self.refused("bringing", &of.name, error.into()))?;
+                .map_err(|error| self.refused("loading", &of.name, error.into()))?;
             let result = (
                 of.pieces(&flat)?,
                 (of.layout.clone(), flat, of.number, of.updated.clone()),
@@ -39,7 +39,7 @@ impl Engine {
             if let Some(updated) = updated {
                 updated.synchronize()?;
             }
-            self.0.options.at(Point::Load)?;
+            self.0.options.at(HookPoint::Load)?;
             for (piece, mut target) in pieces {
                 let staging = self.staging(&piece, &target, in_files)?;
                 piece.bring(&mut target, staging.as_ref())?;
@@ -50,16 +50,16 @@ impl Engine {
             }
             Ok(())
         })();
-        copied.map_err(|error| self.refused("bringing", &self.name(layer), error))?;
+        copied.map_err(|error| self.refused("loading", &self.name(layer), error))?;
         if self.device() != Device::Cpu {
-            // The copies may go on after this; who writes at home waits for them.
+            // The copies may still run; writers of the host memory wait for them.
             let read = Event::untimed(self.device())?;
             current.record(&read)?;
             let mut state = self.0.state.lock();
             state.reads.retain(|event| !event.query().unwrap_or(true));
             state.reads.push(read);
         }
-        self.0.trace.end(&current, begin, (Lane::Load, number, direction), bytes)?;
+        self.0.trace.end(&current, begin, (StreamKind::Load, number, direction), bytes)?;
         fetched.leaves = self.leaves(layer, &layout.views(&flat)?)?;
         Ok(fetched)
     }
@@ -69,21 +69,21 @@ impl Engine {
         needed.then(|| device::pinned_empty(&target.size(), Kind::Uint8, self.device())).transpose()
     }
 
-    /// Tensors to compute with: one for each of the layer's, leaves of graphs of their own.
+    /// Returns the tensors to compute with: for each of the layer's, a leaf of its own graph.
     pub(super) fn leaves(&self, layer: usize, views: &[Tensor]) -> Result<Vec<Tensor>> {
         let state = self.0.state.lock();
         views
             .iter()
             .zip(&state.layers[layer].tensors)
             .map(|(view, tensor)| {
-                // It shares the version of the memory, and not its history.
+                // Shares the version of the memory, not its history.
                 Ok(view.f_detach()?.f_set_requires_grad(tensor.requires_grad())?)
             })
             .collect()
     }
 }
 
-/// A layer on the device, for one use, in memory of its own.
+/// A layer on the device in its own memory, for one use.
 #[derive(Debug)]
 pub(crate) struct Fetched {
     pub(crate) leaves: Vec<Tensor>,

@@ -1,47 +1,47 @@
-//! What a graph must know of the layers that its backward will run again.
+//! What a graph records about the layers that its backward recomputes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use super::Engine;
 use crate::error::{Error, Result};
-use crate::home::Stamp;
+use crate::storage::TensorVersions;
 
 impl Engine {
-    /// What the layer is now, for a graph whose backward runs it again.
-    pub(crate) fn stamp(&self, layer: usize) -> Result<Stamp> {
+    /// Records the layer's current values, for a graph whose backward recomputes it.
+    pub(crate) fn versions_at_forward(&self, layer: usize) -> Result<TensorVersions> {
         let mut state = self.0.state.lock();
         let of = &mut state.layers[layer];
-        of.look(self.0.homing.pinned_for)?;
-        Ok(of.stamp())
+        of.look(self.0.placement.pinned_for)?;
+        Ok(of.versions_at_forward())
     }
 
-    /// That a backward runs the layer with the values of its forward.
-    pub(crate) fn check_unchanged(&self, layer: usize, stamp: &Stamp) -> Result<()> {
-        self.0.state.lock().layers[layer].check_unchanged(stamp)
+    /// Checks that a backward recomputes the layer with the values of its forward.
+    pub(crate) fn check_unchanged(&self, layer: usize, versions_at_forward: &TensorVersions) -> Result<()> {
+        self.0.state.lock().layers[layer].check_unchanged(versions_at_forward)
     }
 
-    /// Notes a forward whose backward is to come.
+    /// Counts a forward whose backward is to come.
     pub(crate) fn outstanding(&self, layer: usize) -> Outstanding {
         let count = self.0.state.lock().layers[layer].outstanding.clone();
         count.fetch_add(1, Ordering::Relaxed);
         Outstanding { count, over: AtomicBool::new(false) }
     }
 
-    /// That the model is one model: no layer of it has been stepped before the others.
+    /// Checks that no layer was stepped before the rest of the model.
     pub(crate) fn begin_forward(&self) -> Result<()> {
         let state = self.0.state.lock();
         let Some(layer) = state.layers.iter().find(|layer| !layer.ahead.is_empty()) else { return Ok(()) };
         let reason = format!(
-            "`{}` was stepped within a backward, and other parameters were not yet; call `HostAdamW::step` before the next forward, \
-             or say with `HostAdamW::begin` that more micro-batches come",
+            "`{}` was updated during backward, but other parameters were not yet; call `HostAdamW::step` before the next forward, \
+             or announce more micro-batches with `HostAdamW::begin`",
             layer.name
         );
         Err(Error::config("optimizer", reason))
     }
 }
 
-/// A forward whose backward is to come, until that is over or cannot come any more.
+/// A forward whose backward is to come. Dropped when it is over, or can no longer happen.
 #[derive(Debug)]
 pub(crate) struct Outstanding {
     count: Arc<AtomicUsize>,
@@ -49,7 +49,7 @@ pub(crate) struct Outstanding {
 }
 
 impl Outstanding {
-    /// Its backward is here, and comes no second time.
+    /// Marks the backward as done.
     pub(crate) fn end(&self) {
         if !self.over.swap(true, Ordering::Relaxed) {
             self.count.fetch_sub(1, Ordering::Relaxed);

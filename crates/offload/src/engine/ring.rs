@@ -1,4 +1,4 @@
-//! Layers in slots: loads ahead of time, and uses.
+//! The ring of slots: prefetching and using layers.
 
 use std::sync::Arc;
 
@@ -7,11 +7,11 @@ use tch::{Device, Kind, Tensor};
 
 use super::{Counters, Engine, State, Use};
 use crate::error::{Error, Result};
-use crate::home::{Layer, Piece};
-use crate::occupancy::{Inside, Occupancy};
-use crate::options::Point;
+use crate::occupancy::{Occupancy, OccupancyGuard};
+use crate::options::HookPoint;
 use crate::schedule::{Access, Direction, Load, Ring};
-use crate::trace::Lane;
+use crate::storage::{Layer, Piece};
+use crate::trace::StreamKind;
 
 pub(super) struct Slots {
     pub(super) ring: Ring,
@@ -20,29 +20,29 @@ pub(super) struct Slots {
 
 pub(super) struct Slot {
     pub(super) bytes: Tensor,
-    /// Pinned memory that a file's values go through, where the device is not the host.
+    /// Pinned memory for values from a file, if the device is not the CPU.
     staging: Option<Tensor>,
-    /// When the host has read the file and queued its copy; of the CPU.
+    /// When the host has read the file and queued the copy; a CPU event.
     pub(super) staged: Arc<Event>,
-    /// When the layer is there.
+    /// When the layer is loaded.
     pub(super) ready: Arc<Event>,
-    /// When the uses since the last load are over, each on a stream of its own.
+    /// When the uses since the last load are over, each on its own stream.
     free: Vec<Arc<Event>>,
     occupancy: Occupancy,
-    /// What was brought, once its load is queued.
+    /// The contents of the slot, once the load is queued.
     pub(super) holds: Option<Holds>,
 }
 
-/// What a slot holds.
+/// The contents of a slot.
 pub(super) struct Holds {
     pub(super) layer: usize,
-    /// The layer's when its load was queued.
+    /// The layer's generation when the load was queued.
     generation: u64,
     versions: Vec<i64>,
 }
 
 impl Slot {
-    /// Whether what it holds is what the layer is now.
+    /// Whether the contents are the layer's current values.
     fn is_current(&self, (number, layer): (usize, &Layer)) -> bool {
         let now = |holds: &Holds| {
             holds.layer == number
@@ -54,27 +54,27 @@ impl Slot {
 }
 
 impl Engine {
-    /// Begins a use of a layer in the ring, and sends for those that come next.
+    /// Starts a use of a layer in the ring, and prefetches the next ones.
     pub(crate) fn acquire(&self, layer: usize, direction: Direction) -> Result<Lease> {
-        // Outlives the lock, which its end takes.
+        // Dropped after the lock, which its end takes.
         let lease;
         let begun = {
             let mut state = self.0.state.lock();
-            state.layers[layer].look(self.0.homing.pinned_for)?;
+            state.layers[layer].look(self.0.placement.pinned_for)?;
             self.ensure_ring(&mut state)?;
             let State { layers, ring, .. } = &mut *state;
-            let Slots { ring, slots } = ring.as_mut().expect("it was just made");
+            let Slots { ring, slots } = ring.as_mut().expect("the ring was just created");
             let is_current = |slot: usize, layer: usize| slots[slot].is_current((layer, &layers[layer]));
             let access = Access { layer, direction };
             let Some((slot, load)) = ring.acquire(access, &is_current) else {
                 let reason = format!(
-                    "all {} slots are in use, and `{}` needs one; give it more slots, or run backward before the next forward",
+                    "all {} slots are in use, and `{}` needs one; use a larger ring, or run backward before the next forward",
                     slots.len(),
                     layers[layer].name
                 );
                 return Err(Error::config("ring", reason));
             };
-            // From here on its end is counted, whatever happens.
+            // From here on the end of the use is counted in any case.
             lease = Lease {
                 engine: self.clone(),
                 slot,
@@ -85,14 +85,14 @@ impl Engine {
             };
             self.begin_use(&mut state, (slot, load), access)
         };
-        let arrived = begun.and_then(|Begun { views, staged, ready, occupancy }| {
+        let arrived = begun.and_then(|StartedUse { views, staged, ready, occupancy }| {
             let wait = || {
-                self.0.options.at(Point::Event)?;
+                self.0.options.at(HookPoint::Event)?;
                 staged.synchronize()?;
                 Stream::current(self.device())?.wait(&ready)?;
                 (self.device() == Device::Cpu).then(|| occupancy.read()).transpose()
             };
-            let inside = wait().map_err(|error| self.refused("bringing", &self.name(layer), error))?;
+            let inside = wait().map_err(|error| self.refused("loading", &self.name(layer), error))?;
             Ok((views, inside))
         });
         match arrived {
@@ -110,10 +110,15 @@ impl Engine {
         }
     }
 
-    /// Queues the loads of a use and of those that come after it.
-    fn begin_use(&self, state: &mut State, (slot, load): (usize, bool), access: Access) -> Result<Begun> {
+    /// Queues the loads of a use and of those that follow.
+    fn begin_use(
+        &self,
+        state: &mut State,
+        (slot, load): (usize, bool),
+        access: Access,
+    ) -> Result<StartedUse> {
         let State { layers, ring, counters, .. } = &mut *state;
-        let Slots { ring, slots } = ring.as_mut().expect("a slot of it was given");
+        let Slots { ring, slots } = ring.as_mut().expect("the ring has this slot");
         let Access { layer, direction } = access;
         if load {
             counters.late += 1;
@@ -122,27 +127,27 @@ impl Engine {
             self.load(&mut slots[slot], (layer, &layers[layer]), direction)?;
         }
         let is_current = |slot: usize, layer: usize| slots[slot].is_current((layer, &layers[layer]));
-        // Trained layers are not read ahead across the end of a step, when an optimizer that the engine does not know may
-        // be writing them; the engine's own is waited for.
+        // Trained layers are not prefetched across the end of a step, when an external optimizer may write them; the engine
+        // waits for its own optimizer.
         let may_load = |now: Access, coming: Access| {
             let crosses = coming.direction == Direction::Forward
                 && (now.direction == Direction::Backward || coming.layer <= now.layer);
-            !crosses || layers[coming.layer].settled || !layers[coming.layer].is_trained()
+            !crosses || layers[coming.layer].update_queued || !layers[coming.layer].is_trained()
         };
         let ahead = ring.prefetch(&is_current, &may_load);
         self.load_ahead(layers, slots, counters, &ahead, direction)?;
         let views = layers[layer].layout.views(&slots[slot].bytes)?;
         let Slot { staged, ready, occupancy, .. } = &slots[slot];
-        Ok(Begun { views, staged: staged.clone(), ready: ready.clone(), occupancy: occupancy.clone() })
+        Ok(StartedUse { views, staged: staged.clone(), ready: ready.clone(), occupancy: occupancy.clone() })
     }
 
-    /// Sends for the layers that come next, after the engine's own optimizer has queued its changes.
+    /// Prefetches the next layers, after the engine's optimizer has queued its updates.
     pub(crate) fn send_ahead(&self) -> Result<()> {
         let mut state = self.0.state.lock();
         let State { layers, ring, counters, .. } = &mut *state;
         let Some(Slots { ring, slots }) = ring else { return Ok(()) };
         let is_current = |slot: usize, layer: usize| slots[slot].is_current((layer, &layers[layer]));
-        let ahead = ring.prefetch(&is_current, &|_, coming| layers[coming.layer].settled);
+        let ahead = ring.prefetch(&is_current, &|_, coming| layers[coming.layer].update_queued);
         let queued = self.load_ahead(layers, slots, counters, &ahead, Direction::Forward);
         drop(state);
         queued.inspect_err(|_| self.recover())
@@ -157,8 +162,8 @@ impl Engine {
         direction: Direction,
     ) -> Result<()> {
         for &Load { slot, layer } in ahead {
-            // What is wrong with it is an error of its own use; until then the slot holds nothing.
-            if layers[layer].look(self.0.homing.pinned_for).is_err() {
+            // An invalid layer is an error of its own use; until then the slot is empty.
+            if layers[layer].look(self.0.placement.pinned_for).is_err() {
                 slots[slot].holds = None;
                 continue;
             }
@@ -169,11 +174,11 @@ impl Engine {
         Ok(())
     }
 
-    /// Queues a layer's way into a slot, which holds nothing until that is done.
+    /// Queues the load of a layer into a slot.
     fn load(&self, slot: &mut Slot, (number, layer): (usize, &Layer), direction: Direction) -> Result<()> {
         slot.holds = None;
         self.queue(slot, layer, direction).map_err(|error| match error {
-            Error::Runtime(cause) => self.refused("bringing", &layer.name, cause),
+            Error::Runtime(cause) => self.refused("loading", &layer.name, cause),
             other => other,
         })?;
         slot.free.clear();
@@ -183,22 +188,22 @@ impl Engine {
 
     fn queue(&self, slot: &mut Slot, layer: &Layer, direction: Direction) -> Result<()> {
         let (prefetch, feeder) = (&self.0.prefetch, &self.0.feeder);
-        self.0.options.at(Point::Queue)?;
+        self.0.options.at(HookPoint::Queue)?;
         let pieces = layer.pieces(&slot.bytes)?;
         let (options, occupancy) = (self.0.options.clone(), slot.occupancy.clone());
         let on_host = self.device() == Device::Cpu;
-        let what = (Lane::Load, layer.number, direction);
+        let what = (StreamKind::Load, layer.number, direction);
         let updated = layer.updated.clone();
         let pending = updated.as_ref().map_or(Ok(false), |updated| Ok::<_, Error>(!updated.query()?))?;
-        // A stream of the host waits in its own thread. One of a GPU would wait for the host in this one, which holds the engine. What
-        // is in the feeder already stays before what comes later: slots are written in the order of the decisions.
+        // A host stream waits in its own thread. Waiting for a GPU stream would block this thread, which holds the lock. Loads
+        // stay behind earlier ones in the feeder, because slots are written in the order of the decisions.
         if on_host || !(pending || layer.is_in_files() || !feeder.query()?) {
             for event in slot.free.iter().chain(&updated) {
                 prefetch.wait(event)?;
             }
             let begin = self.0.trace.begin(prefetch)?;
             prefetch.submit(move || {
-                options.at(Point::Load)?;
+                options.at(HookPoint::Load)?;
                 let _alone = on_host.then(|| occupancy.write()).transpose()?;
                 pieces.into_iter().try_for_each(|(piece, mut target)| piece.bring(&mut target, None))
             })?;
@@ -220,7 +225,7 @@ impl Engine {
         feeder.wait(&slot.ready)?;
         updated.iter().try_for_each(|updated| feeder.wait(updated))?;
         feeder.submit(move || {
-            options.at(Point::Load)?;
+            options.at(HookPoint::Load)?;
             free.iter().try_for_each(|event| stream.wait(event))?;
             let begin = trace.begin(&stream)?;
             for (piece, mut target) in pieces {
@@ -247,8 +252,8 @@ impl Engine {
         let slots = self.0.options.ring.min(state.layers.len());
         let slot = |_| -> Result<Slot> {
             let bytes = Tensor::f_empty([bytes as i64], (Kind::Uint8, device))
-                .map_err(|error| self.refused("making room", "a slot of the ring", error.into()))?;
-            // On CUDA the memory may have been another tensor's until now, whose kernels have not run.
+                .map_err(|error| self.refused("allocating memory", "a slot of the ring", error.into()))?;
+            // On CUDA the memory may belong to another tensor whose kernels have not run yet.
             let free = Event::untimed(device)?;
             Stream::current(device)?.record(&free)?;
             Ok(Slot {
@@ -268,7 +273,7 @@ impl Engine {
 }
 
 /// A use whose loads are queued.
-struct Begun {
+struct StartedUse {
     views: Vec<Tensor>,
     staged: Arc<Event>,
     ready: Arc<Event>,
@@ -281,19 +286,19 @@ pub(crate) struct Lease {
     engine: Engine,
     slot: usize,
     pub(crate) leaves: Vec<Tensor>,
-    inside: Option<Inside>,
+    inside: Option<OccupancyGuard>,
     ended: bool,
     _use: Use,
 }
 
 impl Lease {
-    /// Marks the end on the stream that computes. A use on another stream has a mark of its own.
+    /// Records the end of the use on the computing stream. Each stream has its own event.
     fn end(&mut self) -> Result<Option<Event>> {
         if std::mem::replace(&mut self.ended, true) {
             return Ok(None);
         }
         self.inside = None;
-        self.engine.0.options.at(Point::Event)?;
+        self.engine.0.options.at(HookPoint::Event)?;
         let free = Event::untimed(self.engine.device())?;
         Stream::current(self.engine.device())?.record(&free)?;
         Ok(Some(free))
@@ -302,13 +307,13 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        // On a device that fails here nothing else works either, and the next use says so.
+        // If this fails on a device, the next use fails too.
         let free = self.end().ok().flatten();
         let mut state = self.engine.0.state.lock();
         if let Some(Slots { ring, slots }) = &mut state.ring {
             ring.release(self.slot);
             let events = &mut slots[self.slot].free;
-            // A layer that stays in its slot is used any number of times.
+            // A layer that stays in its slot can be used any number of times.
             events.retain(|event| !event.query().unwrap_or(true));
             events.extend(free.map(Arc::new));
         }

@@ -1,4 +1,4 @@
-//! The state, in and out, under the names of [`DeviceOptimizer::state`].
+//! Saving and loading the state under the names of [`DeviceOptimizer::state`].
 
 use std::collections::HashMap;
 
@@ -11,7 +11,7 @@ use super::state::Parameter;
 use crate::error::{Error, Result};
 
 impl HostAdamW {
-    /// The state, sharing memory with the optimizer's own.
+    /// Returns the state, sharing memory with the optimizer's own.
     pub(super) fn named_state(&self) -> Result<Vec<(String, Tensor)>> {
         self.engine.synchronize()?;
         let state = self.shared.state.lock();
@@ -27,10 +27,10 @@ impl HostAdamW {
         Ok(named)
     }
 
-    /// Loads a state, all of it or nothing.
+    /// Loads a state completely, or changes nothing.
     pub(super) fn load_named_state(&mut self, tensors: &[(String, Tensor)]) -> Result<()> {
         self.engine.synchronize()?;
-        // The ordinary optimizer's own reading decides what fits.
+        // The standard optimizer's own loading decides what matches.
         let mut state = self.shared.state.lock();
         let own = |parameter: &Parameter| (parameter.name.clone(), parameter.tensor.shallow_clone());
         let of_layers: Vec<(String, Tensor)> = state.parameters.iter().map(own).collect();
@@ -52,7 +52,7 @@ impl HostAdamW {
             None if others.is_empty() => {}
             None => {
                 let names: Vec<&str> = others.iter().map(|(name, _)| name.as_str()).take(8).collect();
-                let reason = format!("its state has no {}", names.join(", "));
+                let reason = format!("its state lacks {}", names.join(", "));
                 return Err(Error::config("optimizer", reason));
             }
         }
@@ -60,9 +60,9 @@ impl HostAdamW {
         for parameter in &mut state.parameters {
             let slot = |slot: &str| read.get(&format!("{}.{slot}", parameter.name));
             let own = |tensor: &Tensor| -> Result<Tensor> {
-                let home = device::pinned_empty(&tensor.size(), tensor.kind(), Device::Cpu)?;
-                home.shallow_clone().f_copy_(tensor)?;
-                Ok(home)
+                let memory = device::pinned_empty(&tensor.size(), tensor.kind(), Device::Cpu)?;
+                memory.shallow_clone().f_copy_(tensor)?;
+                Ok(memory)
             };
             let moments = slot("exp_avg").zip(slot("exp_avg_sq"));
             let (step, moments, master) = (
@@ -76,7 +76,7 @@ impl HostAdamW {
     }
 }
 
-/// What follows a parameter's name in its state's.
+/// Whether this is the part of a state's name after the parameter's.
 fn is_slot(rest: &str) -> bool {
     [".step", ".exp_avg", ".exp_avg_sq", ".master"].contains(&rest)
 }

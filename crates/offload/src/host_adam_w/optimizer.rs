@@ -12,13 +12,13 @@ use crate::error::Error;
 type Result<T> = training::Result<T>;
 
 impl Optimizer for HostAdamW {
-    /// Refuses a loss scaler: layers are stepped within backward, before all gradients are known to be finite.
+    /// Refuses loss scalers: layers are updated during backward, before all gradients are known to be finite.
     fn check(&self, scaler: &mut dyn GradScaler) -> Result<()> {
         if !scaler.is_enabled() {
             return Ok(());
         }
-        let reason = "HostAdamW cannot use a loss scaler: it steps layers within backward, before every gradient is known to be finite. \
-                      Train in bf16 or fp32, which need no scaler, or take DeviceOptimizer, whose state is on the device";
+        let reason = "HostAdamW cannot use a loss scaler: it updates layers during backward, before every gradient is known to be finite. \
+                      Train in bf16 or fp32, which need no scaler, or use DeviceOptimizer, whose state is on the device";
         Err(Error::config("optimizer", reason).into())
     }
 
@@ -26,17 +26,17 @@ impl Optimizer for HostAdamW {
         let refuse = |reason: String| Err(Error::config("optimizer", reason).into());
         let StepSettings { micro_batches, factor, clip, .. } = settings;
         if micro_batches == 0 {
-            return refuse("a step of 0 micro-batches; expected 1 or more".to_owned());
+            return refuse("a step of 0 micro-batches; expected at least 1".to_owned());
         }
         if !(factor.is_finite() && factor >= 0.0) {
             return refuse(format!(
-                "the learning rate's factor is {factor}; expected a finite number from 0 on"
+                "the learning-rate factor is {factor}; expected a finite number of at least 0"
             ));
         }
         clip.map_or(Ok(()), clip::check)?;
         let mut state = self.shared.state.lock();
         if state.layers.iter().any(|layer| layer.begun) {
-            return refuse("gradients of a step have come already; end it with `step` first".to_owned());
+            return refuse("the current step already has gradients; end it with `step` first".to_owned());
         }
         state.settings = settings;
         self.rest.as_mut().map_or(Ok(()), |rest| rest.begin(settings))
@@ -48,7 +48,7 @@ impl Optimizer for HostAdamW {
         if settings.clip.is_none() {
             return Ok(StepDecision::Host { norm: None, skip: false, overflow: false });
         }
-        // All gradients are at home.
+        // All gradients are on the host.
         self.engine.synchronize().map_err(training::Error::from)?;
         let gradients =
             self.parameters.iter().map(|tensor| Ok(tensor.f_grad()?)).collect::<Result<Vec<_>>>()?;
@@ -60,7 +60,8 @@ impl Optimizer for HostAdamW {
 
     fn take_step(&mut self, decision: &StepDecision) -> Result<()> {
         let &StepDecision::Host { norm, skip, .. } = decision else {
-            let reason = "HostAdamW cannot take a step that is decided on the device; take DeviceOptimizer";
+            let reason =
+                "HostAdamW does not support steps that are decided on the device; use DeviceOptimizer";
             return Err(Error::config("optimizer", reason).into());
         };
         if skip {

@@ -1,8 +1,7 @@
-//! What the host remembers of each layer, and the step of one.
+//! The optimizer state of each layer, and its update.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use parking_lot::Mutex;
 use runtime::device::{self, Event};
@@ -11,11 +10,11 @@ use runtime::precision::identity;
 use tch::{Device, Kind, Tensor};
 use training::optimizer::{AdamW, StepSettings};
 
-use crate::engine::{Arriving, Engine, Gradients, Sink};
-use crate::error::{Error, Result};
+use crate::engine::{Engine, Gradients, Transferred};
+use crate::error::Result;
 
-/// Layers whose steps may wait for the host's thread, each with its gradients.
-const WAITING: usize = 2;
+/// Maximum number of layers whose updates wait for the host thread, each with its gradients.
+pub(super) const MAX_WAITING: usize = 2;
 
 pub(super) struct Shared {
     pub(super) state: Mutex<State>,
@@ -25,24 +24,25 @@ pub(super) struct State {
     pub(super) rule: AdamW,
     /// Learning rate and weight decay of each group.
     pub(super) groups: Vec<(f64, f64)>,
-    /// Of the step at hand.
+    /// Settings of the current step.
     pub(super) settings: StepSettings,
-    /// Of layers, in the order of the layers.
+    /// Parameters of offloaded layers, in the order of layers.
     pub(super) parameters: Vec<Parameter>,
-    /// Where each is among the parameters, by the tensor that it is: a layer may be given others, and have it at another place then.
-    pub(super) places: HashMap<usize, usize>,
+    /// The index of each parameter, by its tensor's identity: a layer may be given other tensors, and have it at another index
+    /// then.
+    pub(super) indices: HashMap<usize, usize>,
     pub(super) layers: Vec<LayerState>,
     pub(super) master_weights: bool,
     pub(super) waiting: VecDeque<Arc<Event>>,
 }
 
-/// A layer within a step.
+/// The state of a layer within a step.
 #[derive(Default)]
 pub(super) struct LayerState {
-    /// Whether gradients have come.
+    /// Whether gradients have arrived.
     pub(super) begun: bool,
-    /// How often all forwards that were run had given their gradients: the micro-batches, or fewer where several forwards were before
-    /// the first backward.
+    /// How often all forwards so far had delivered their gradients: the number of micro-batches, or less if several forwards
+    /// ran before the first backward.
     pub(super) rounds: u64,
     pub(super) stepped: bool,
 }
@@ -56,101 +56,31 @@ pub(super) struct Parameter {
     pub(super) master: Option<Tensor>,
 }
 
-/// Gradients of a layer that are to be used.
-pub(super) struct Due {
+/// Gradients of a layer for its update.
+pub(super) struct LayerGradients {
     pub(super) gradients: Gradients,
-    /// When they are at home.
+    /// When they are in host memory.
     pub(super) arrived: Vec<Arc<Event>>,
-    /// Whether their memory is the engine's, for others after this.
-    pub(super) lent: bool,
-    /// What clipping multiplies them by.
+    /// Whether they are in buffers of the engine's pool.
+    pub(super) pooled: bool,
+    /// The clipping factor.
     pub(super) factor: Option<f64>,
-    /// Whether other layers are still to come in this backward.
+    /// Whether the backward still has layers to come.
     pub(super) ahead: bool,
 }
 
-impl Sink for Shared {
-    fn deliver(&self, engine: &Engine, layer: usize, gradients: Gradients) -> Result<()> {
-        let mut state = self.state.lock();
-        let Arrived { ours, others, name, outstanding, fresh } = state.sort(engine, layer, gradients)?;
-        // What no group has is someone else's, and goes where it would go without this optimizer.
-        if !others.is_empty() {
-            engine.keep(layer, others)?;
-        }
-        let StepSettings { micro_batches, clip, .. } = state.settings;
-        let of = &mut state.layers[layer];
-        if of.stepped {
-            let reason = format!(
-                "gradients of `{name}` came after the layer's step, which was taken when all of its forwards had given theirs \
-                 {micro_batches} time(s); say with `HostAdamW::begin` how many micro-batches a step has, before the first of them"
-            );
-            return Err(Error::config("optimizer", reason));
-        }
-        let first = !std::mem::replace(&mut of.begun, true);
-        of.rounds += u64::from(outstanding == 0);
-        let last = outstanding == 0 && of.rounds >= micro_batches;
-        if first {
-            engine.with_layers(|layers| layers[layer].settled = false);
-        }
-        if clip.is_some() || !last {
-            return engine.keep(layer, ours);
-        }
-        of.stepped = true;
-        let (lent, (gradients, arrived)) = if fresh {
-            (true, engine.bring_home(layer, ours)?)
-        } else {
-            engine.keep(layer, ours)?;
-            (false, state.kept(engine, layer)?)
-        };
-        // Gradients that wait are memory: backward goes no further ahead of the host than this.
-        while state.waiting.len() >= WAITING {
-            if let Some(oldest) = state.waiting.pop_front() {
-                oldest.synchronize()?;
-            }
-        }
-        state.step(engine, layer, Due { gradients, arrived, lent, factor: None, ahead: true })
-    }
-}
-
-/// Gradients of a layer that have come.
-struct Arrived {
-    ours: Gradients,
-    others: Gradients,
-    name: String,
-    /// Forwards of the layer that are still to give theirs.
-    outstanding: usize,
-    /// Whether there are no gradients of ours from before.
-    fresh: bool,
-}
-
 impl State {
-    fn sort(&self, engine: &Engine, layer: usize, gradients: Gradients) -> Result<Arrived> {
-        engine.with_layers(|layers| {
-            let of = &layers[layer];
-            let (mut ours, mut others, mut fresh) = (Vec::new(), Vec::new(), true);
-            for index in 0..of.tensors.len() {
-                fresh = fresh && !(self.has(&of.tensors[index])? && of.has_gradient(index)?);
-            }
-            for (index, gradient) in gradients {
-                let has = self.has(&of.tensors[index])?;
-                if has { &mut ours } else { &mut others }.push((index, gradient));
-            }
-            let outstanding = of.outstanding.load(Ordering::Relaxed);
-            Ok(Arrived { ours, others, name: of.name.clone(), outstanding, fresh })
-        })
+    pub(super) fn owns(&self, tensor: &Tensor) -> Result<bool> {
+        Ok(self.indices.contains_key(&identity(tensor)?))
     }
 
-    fn has(&self, tensor: &Tensor) -> Result<bool> {
-        Ok(self.places.contains_key(&identity(tensor)?))
-    }
-
-    /// Takes the gradients of a layer that were kept at home, and says when they are there.
-    pub(super) fn kept(&self, engine: &Engine, layer: usize) -> Result<Arriving> {
+    /// Takes the accumulated gradients of a layer, with the events that mark their arrival.
+    pub(super) fn take_accumulated(&self, engine: &Engine, layer: usize) -> Result<Transferred> {
         engine.with_layers(|layers| {
             let of = &mut layers[layer];
             let mut gradients = Vec::new();
             for index in 0..of.tensors.len() {
-                if self.has(&of.tensors[index])? {
+                if self.owns(&of.tensors[index])? {
                     gradients.extend(of.take_gradient(index)?.map(|gradient| (index, gradient)));
                 }
             }
@@ -158,9 +88,14 @@ impl State {
         })
     }
 
-    /// Queues the step of a layer.
-    pub(super) fn step(&mut self, engine: &Engine, layer: usize, due: Due) -> Result<()> {
-        let Due { gradients, arrived, lent, factor, ahead } = due;
+    /// Queues the update of a layer.
+    pub(super) fn step(
+        &mut self,
+        engine: &Engine,
+        layer: usize,
+        gradients_of_layer: LayerGradients,
+    ) -> Result<()> {
+        let LayerGradients { gradients, arrived, pooled, factor, ahead } = gradients_of_layer;
         let weights: Vec<Tensor> = engine.with_layers(|layers| {
             gradients.iter().map(|(index, _)| layers[layer].tensors[*index].shallow_clone()).collect()
         });
@@ -168,8 +103,8 @@ impl State {
         let AdamW { beta1, beta2, eps } = self.rule;
         let mut work = Vec::new();
         for ((_, gradient), weight) in gradients.into_iter().zip(weights) {
-            let Some(&place) = self.places.get(&identity(&weight)?) else { continue };
-            let parameter = &mut self.parameters[place];
+            let Some(&index) = self.indices.get(&identity(&weight)?) else { continue };
+            let parameter = &mut self.parameters[index];
             let (lr, weight_decay) = self.groups[parameter.group];
             parameter.step += 1;
             let step = AdamStep {
@@ -184,12 +119,13 @@ impl State {
             };
             let moments = parameter.moments(&weight)?;
             let master = parameter.master(&weight, self.master_weights)?;
-            // The memory that the weight shows at its step, whatever it shows when that is done; and of a version of its own: the engine
-            // knows of this change by the layer's generation, ahead of time, and the tensor's version tells it of those by others.
+            // The memory that the weight refers to at its step, whatever it refers to when the step runs; and with its own
+            // version: the engine tracks this change by the layer's generation, ahead of time, while the tensor's version
+            // tracks changes by others.
             work.push((step, gradient, weight.f_data()?, moments, master));
         }
-        let used = lent.then(|| engine.rooms());
-        let updated = engine.update(layer, &arrived, ahead, move || {
+        let used = pooled.then(|| engine.pool_return());
+        let updated = engine.submit_update(layer, &arrived, ahead, move || {
             let _no_grad = tch::no_grad_guard();
             for (step, gradient, weight, [m, v], master) in work {
                 let gradient = if gradient.is_contiguous() { gradient } else { gradient.f_contiguous()? };
@@ -233,7 +169,7 @@ impl Parameter {
         Ok(moments.each_ref().map(Tensor::shallow_clone))
     }
 
-    /// The unrounded weight, where one is kept. The weight itself is not being changed: its last step is done, or none was.
+    /// Returns the fp32 weight, if one is kept. The weight itself is not being updated here: its last step is done.
     fn master(&mut self, weight: &Tensor, keep: bool) -> Result<Option<Tensor>> {
         if self.master.is_none() && keep && weight.kind() != Kind::Float {
             let _no_grad = tch::no_grad_guard();

@@ -1,4 +1,4 @@
-//! Lanes that are late, in every combination: what is computed does not change by a bit. Nothing sleeps; a lane that is held back gives
+//! Streams that are late, in every combination: what is computed does not change by a bit. Nothing sleeps; a stream that is held back gives
 //! its turn away, a number of times that a seed decides.
 
 use crate::support;
@@ -9,12 +9,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::support::{FLOAT, alone, compare, steps, tiny};
 use models::module::{Input, LanguageModel};
 use models::{Llama, LlamaConfig};
-use offload::{Method, Offload, Options, Point, Probe, Tier};
+use offload::{HookPoint, Method, Offload, Options, TestHook, Tier};
 use proptest::prelude::*;
 
-const POINTS: [Point; 4] = [Point::Load, Point::Store, Point::Compute, Point::Event];
+const POINTS: [HookPoint; 4] = [HookPoint::Load, HookPoint::Store, HookPoint::Compute, HookPoint::Event];
 
-/// Holds lanes back at some points, by up to so many turns each.
+/// Holds streams back at some points, by up to so many turns each.
 #[derive(Debug)]
 struct Delays {
     seed: u64,
@@ -40,11 +40,11 @@ fn mix(mut x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-impl Probe for Delays {
-    fn at(&self, point: Point) -> runtime::Result<()> {
-        let Some(lane) = POINTS.iter().position(|other| *other == point) else { return Ok(()) };
-        let visit = self.visits[lane].fetch_add(1, Ordering::Relaxed);
-        let turns = mix(self.seed ^ (visit << 8) ^ lane as u64) % (self.most[lane] + 1);
+impl TestHook for Delays {
+    fn at(&self, point: HookPoint) -> runtime::Result<()> {
+        let Some(stream) = POINTS.iter().position(|other| *other == point) else { return Ok(()) };
+        let visit = self.visits[stream].fetch_add(1, Ordering::Relaxed);
+        let turns = mix(self.seed ^ (visit << 8) ^ stream as u64) % (self.most[stream] + 1);
         for turn in 0..turns {
             // Work as well as giving way: with nobody else to run, giving way takes no time.
             black_box((0..64).fold(turn, |sum, one| mix(sum ^ one)));
@@ -54,7 +54,7 @@ impl Probe for Delays {
     }
 }
 
-/// Each lane alone, all of them, and one far behind the others.
+/// Each stream alone, all of them, and one far behind the others.
 const SKEWS: [[u64; 4]; 7] = [
     [200, 0, 0, 0],
     [0, 200, 0, 0],
@@ -66,22 +66,22 @@ const SKEWS: [[u64; 4]; 7] = [
 ];
 
 #[test]
-fn late_lanes_change_nothing() {
+fn late_streams_change_nothing() {
     let _alone = alone();
     let reference = steps(tiny(), None, 2, 2);
     for (case, most) in SKEWS.into_iter().enumerate() {
         for ring in 1..=4 {
-            let probe = Delays::new(case as u64, most);
-            let options = Options { ring, probe: Some(probe.clone()), ..Options::default() };
+            let test_hook = Delays::new(case as u64, most);
+            let options = Options { ring, test_hook: Some(test_hook.clone()), ..Options::default() };
             let name = format!("ring {ring}, delays {most:?}");
             compare(&reference, &steps(tiny(), Some(options), 2, 2), &name);
-            assert!(probe.visits().iter().all(|&visits| visits > 0), "{name}: {:?}", probe.visits());
+            assert!(test_hook.visits().iter().all(|&visits| visits > 0), "{name}: {:?}", test_hook.visits());
         }
     }
 }
 
 #[test]
-fn late_lanes_change_nothing_where_layers_lie_in_files() {
+fn late_streams_change_nothing_where_layers_lie_in_files() {
     let _alone = alone();
     let model = || {
         let model = tiny();
@@ -92,24 +92,24 @@ fn late_lanes_change_nothing_where_layers_lie_in_files() {
     let reference = steps(model(), None, 2, 2);
     for (case, most) in SKEWS.into_iter().enumerate() {
         for ring in [1, 3] {
-            let probe = Delays::new(100 + case as u64, most);
+            let test_hook = Delays::new(100 + case as u64, most);
             let tier = Tier::File(folder.path().to_owned());
-            let options = Options { ring, tier, probe: Some(probe.clone()), ..Options::default() };
+            let options = Options { ring, tier, test_hook: Some(test_hook.clone()), ..Options::default() };
             let name = format!("files, ring {ring}, delays {most:?}");
             compare(&reference, &steps(model(), Some(options), 2, 2), &name);
-            assert!(probe.visits().iter().all(|&visits| visits > 0), "{name}: {:?}", probe.visits());
+            assert!(test_hook.visits().iter().all(|&visits| visits > 0), "{name}: {:?}", test_hook.visits());
         }
     }
 }
 
 #[test]
-fn late_lanes_change_nothing_where_one_layer_comes_at_a_time() {
+fn late_streams_change_nothing_where_one_layer_comes_at_a_time() {
     let _alone = alone();
     let reference = steps(tiny(), None, 2, 2);
     for method in [Method::Checkpointing, Method::Function] {
         for (case, most) in SKEWS.into_iter().enumerate() {
-            let probe = Some(Delays::new(200 + case as u64, most) as Arc<dyn Probe>);
-            let options = Options { method, probe, ..Options::default() };
+            let test_hook = Some(Delays::new(200 + case as u64, most) as Arc<dyn TestHook>);
+            let options = Options { method, test_hook, ..Options::default() };
             compare(&reference, &steps(tiny(), Some(options), 2, 2), &format!("{} {most:?}", method.name()));
         }
     }
@@ -134,8 +134,8 @@ fn layers_that_copy_longer_than_they_run() {
     for ring in 1..=4 {
         for most in [[0; 4], [1000, 0, 0, 0], [1000, 1000, 10, 10]] {
             let name = format!("ring {ring}, delays {most:?}");
-            let probe = Some(Delays::new(ring as u64, most) as Arc<dyn Probe>);
-            let options = Options { ring, probe, ..Options::default() };
+            let test_hook = Some(Delays::new(ring as u64, most) as Arc<dyn TestHook>);
+            let options = Options { ring, test_hook, ..Options::default() };
             compare(&reference, &steps(model(), Some(options.clone()), 2, 2), &name);
 
             for tier in [Tier::Host, Tier::File(folder.path().to_owned())] {
@@ -148,7 +148,7 @@ fn layers_that_copy_longer_than_they_run() {
                     let found = model.logits(&Input::new(&token)).unwrap();
                     assert!(found.equal(&logits), "{name}, pass {pass}, {:?}", options.tier);
                 }
-                offload.check_at_home().unwrap();
+                offload.check_on_host().unwrap();
             }
         }
     }
@@ -167,8 +167,8 @@ proptest! {
     ) {
         let _alone = alone();
         let reference = steps(tiny(), None, 2, micro);
-        let probe = Some(Delays::new(seed, most) as Arc<dyn Probe>);
-        let found = steps(tiny(), Some(Options { method, ring, probe, ..Options::default() }), 2, micro);
+        let test_hook = Some(Delays::new(seed, most) as Arc<dyn TestHook>);
+        let found = steps(tiny(), Some(Options { method, ring, test_hook, ..Options::default() }), 2, micro);
         compare(&reference, &found, &format!("seed {seed}, ring {ring}, delays {most:?}"));
     }
 }

@@ -50,7 +50,7 @@ fn check(method: Method, expected: Expect) {
 
     // What fails first: there is less than one layer.
     let mut said = vec![words(&step_within(&model, offload.layer_bytes() - 1).unwrap_err())];
-    offload.check_at_home().unwrap();
+    offload.check_on_host().unwrap();
     assert_intact(&intact, &*model, method.name());
     assert_same(&reference, &gradients_of(&*model, &tokens), method.name());
 
@@ -66,12 +66,12 @@ fn check(method: Method, expected: Expect) {
         }
         let case = format!("{}, {above} bytes", method.name());
         assert_intact(&intact, &*model, &case);
-        offload.check_at_home().unwrap();
+        offload.check_on_host().unwrap();
         for (_, tensor) in trainable(&*model) {
             set_grad(tensor, None).unwrap();
         }
         assert_same(&reference, &gradients_of(&*model, &tokens), &case);
-        offload.check_at_home().unwrap();
+        offload.check_on_host().unwrap();
     }
     assert!(successes >= 1, "{enough} bytes are enough");
     // Which places there are depends on who was faster; that these are among them does not.
@@ -87,21 +87,21 @@ fn a_step_without_memory_fails_and_the_next_works() {
     check(
         Method::Overlap,
         expect![[r#"
-        forward: offload: making room of `a slot of the ring` failed: out of memory on the CPU: # bytes were asked for, # are live and the limit is #; free tensors, take smaller batches, or raise the limit (runtime::memory::limit); the model on the host is as it was
+        forward: offload: allocating memory of `a slot of the ring` failed: out of memory on the CPU: # bytes were asked for, # are live and the limit is #; free tensors, take smaller batches, or raise the limit (runtime::memory::limit); the model on the host is unchanged
         backward: backward of `OverlapOffloadFunction`: out of memory on the CPU: # bytes were asked for, # are live and the limit is #; free tensors, take smaller batches, or raise the limit (runtime::memory::limit)
     "#]],
     );
     check(
         Method::Function,
         expect![[r#"
-        forward: offload: bringing of `layers.#` failed: out of memory on the CPU: # bytes were asked for, # are live and the limit is #; free tensors, take smaller batches, or raise the limit (runtime::memory::limit); the model on the host is as it was
+        forward: offload: loading of `layers.#` failed: out of memory on the CPU: # bytes were asked for, # are live and the limit is #; free tensors, take smaller batches, or raise the limit (runtime::memory::limit); the model on the host is unchanged
         backward: backward of `OffloadFunction`: out of memory on the CPU: # bytes were asked for, # are live and the limit is #; free tensors, take smaller batches, or raise the limit (runtime::memory::limit)
     "#]],
     );
     check(
         Method::Checkpointing,
         expect![[r#"
-        forward: offload: bringing of `layers.#` failed: out of memory on the CPU: # bytes were asked for, # are live and the limit is #; free tensors, take smaller batches, or raise the limit (runtime::memory::limit); the model on the host is as it was
+        forward: offload: loading of `layers.#` failed: out of memory on the CPU: # bytes were asked for, # are live and the limit is #; free tensors, take smaller batches, or raise the limit (runtime::memory::limit); the model on the host is unchanged
         backward: backward of `checkpoint`: out of memory on the CPU: # bytes were asked for, # are live and the limit is #; free tensors, take smaller batches, or raise the limit (runtime::memory::limit)
     "#]],
     );

@@ -7,24 +7,24 @@ use crate::support::{alone, assert_intact, assert_same, batch, gradients_of, sna
 use expect_test::{Expect, expect};
 use models::Llama;
 use models::module::{Input, LanguageModel, trainable};
-use offload::{Method, Offload, Options, Point, Probe};
+use offload::{HookPoint, Method, Offload, Options, TestHook};
 use runtime::autograd::{Keep, backward, grad, set_grad};
 use tch::Tensor;
 
-/// Breaks a lane once, at the visit of a point that has so many before it.
+/// Breaks a stream once, at the visit of a point that has so many before it.
 #[derive(Debug)]
 struct Breaks {
-    at: Point,
+    at: HookPoint,
     before: AtomicI64,
     panics: bool,
 }
 
-impl Probe for Breaks {
-    fn at(&self, point: Point) -> runtime::Result<()> {
+impl TestHook for Breaks {
+    fn at(&self, point: HookPoint) -> runtime::Result<()> {
         if point != self.at || self.before.fetch_sub(1, Ordering::Relaxed) != 0 {
             return Ok(());
         }
-        assert!(!self.panics, "the lane was killed");
+        assert!(!self.panics, "the stream was killed");
         Err(runtime::Error::Other("the link is gone".into()))
     }
 }
@@ -34,21 +34,21 @@ fn clear(model: &Llama) {
 }
 
 /// Breaks a first step and, at the second of the numbers, a later one, when the order is known; and looks at what is left.
-fn check(method: Method, (at, before, panics): (Point, [i64; 2], bool), expected: Expect) {
+fn check(method: Method, (at, before, panics): (HookPoint, [i64; 2], bool), expected: Expect) {
     let _alone = alone();
     let case = format!("{} {at:?} {before:?}", method.name());
     let tokens = batch(60, 7);
     let reference = gradients_of(&*tiny(), &tokens);
     for warm in [false, true] {
         let mut model = tiny();
-        let probe = Arc::new(Breaks { at, before: AtomicI64::new(i64::MAX), panics });
-        let options = Options { method, probe: Some(probe.clone()), ..Options::default() };
+        let test_hook = Arc::new(Breaks { at, before: AtomicI64::new(i64::MAX), panics });
+        let options = Options { method, test_hook: Some(test_hook.clone()), ..Options::default() };
         let offload = Offload::apply(&mut *model, &options).unwrap();
         if warm {
             assert_same(&reference, &gradients_of(&*model, &tokens), &case);
         }
         let intact = snapshot(&*model);
-        probe.before.store(before[usize::from(warm)], Ordering::Relaxed);
+        test_hook.before.store(before[usize::from(warm)], Ordering::Relaxed);
 
         let step = || -> Result<(), Box<dyn std::error::Error>> {
             let loss = model.loss(&Input::new(&tokens), &tokens)?.sum;
@@ -59,14 +59,14 @@ fn check(method: Method, (at, before, panics): (Point, [i64; 2], bool), expected
         if !warm {
             expected.assert_eq(&error);
         }
-        assert!(error.contains(if panics { "the lane was killed" } else { "the link is gone" }), "{error}");
+        assert!(error.contains(if panics { "the stream was killed" } else { "the link is gone" }), "{error}");
         assert_intact(&intact, &*model, &case);
-        offload.check_at_home().unwrap();
+        offload.check_on_host().unwrap();
 
         clear(&model);
         for _ in 0..2 {
             assert_same(&reference, &gradients_of(&*model, &tokens), &case);
-            offload.check_at_home().unwrap();
+            offload.check_on_host().unwrap();
         }
         offload.synchronize().unwrap();
     }
@@ -76,9 +76,9 @@ fn check(method: Method, (at, before, panics): (Point, [i64; 2], bool), expected
 fn a_prefetch_thread_that_panics() {
     check(
         Method::Overlap,
-        (Point::Load, [1, 1], true),
+        (HookPoint::Load, [1, 1], true),
         expect![
-            "offload: bringing of `layers.1` failed: work on the stream failed: panicked: the lane was killed; the model on the host is as it was"
+            "offload: loading of `layers.1` failed: work on the stream failed: panicked: the stream was killed; the model on the host is unchanged"
         ],
     );
 }
@@ -93,8 +93,9 @@ fn a_load_that_cannot_be_queued() {
         for ring in 1..=5 {
             for before in 0..10 {
                 let mut model = tiny();
-                let probe = Arc::new(Breaks { at: Point::Queue, before: AtomicI64::new(before), panics });
-                let options = Options { ring, probe: Some(probe.clone()), ..Options::default() };
+                let test_hook =
+                    Arc::new(Breaks { at: HookPoint::Queue, before: AtomicI64::new(before), panics });
+                let options = Options { ring, test_hook: Some(test_hook.clone()), ..Options::default() };
                 let offload = Offload::apply(&mut *model, &options).unwrap();
                 let step = || -> Result<(), Box<dyn std::error::Error>> {
                     let loss = model.loss(&Input::new(&tokens), &tokens)?.sum;
@@ -102,13 +103,13 @@ fn a_load_that_cannot_be_queued() {
                 };
                 let step = std::panic::catch_unwind(std::panic::AssertUnwindSafe(step));
                 if let Ok(Err(error)) = &step {
-                    let words = if panics { "the lane was killed" } else { "the link is gone" };
+                    let words = if panics { "the stream was killed" } else { "the link is gone" };
                     assert!(error.to_string().contains(words), "{error}");
                 }
-                probe.before.store(i64::MAX, Ordering::Relaxed);
+                test_hook.before.store(i64::MAX, Ordering::Relaxed);
                 let case = format!("ring {ring}, load {before}, {panics}");
                 // The layers that were to come are brought again, and the slots are all to be had.
-                offload.check_at_home().unwrap();
+                offload.check_on_host().unwrap();
                 clear(&model);
                 for _ in 0..2 {
                     assert_same(&reference, &gradients_of(&*model, &tokens), &case);
@@ -118,16 +119,16 @@ fn a_load_that_cannot_be_queued() {
     }
     check(
         Method::Overlap,
-        (Point::Queue, [2, 2], false),
+        (HookPoint::Queue, [2, 2], false),
         expect![
-            "offload: bringing of `layers.2` failed: the link is gone; the model on the host is as it was"
+            "offload: loading of `layers.2` failed: the link is gone; the model on the host is unchanged"
         ],
     );
     check(
         Method::Overlap,
-        (Point::Queue, [5, 2], false),
+        (HookPoint::Queue, [5, 2], false),
         expect![
-            "backward of `OverlapOffloadFunction`: offload: bringing of `layers.1` failed: the link is gone; the model on the host is as it was"
+            "backward of `OverlapOffloadFunction`: offload: loading of `layers.1` failed: the link is gone; the model on the host is unchanged"
         ],
     );
 }
@@ -139,11 +140,11 @@ struct BreaksTwice {
     loads: AtomicI64,
 }
 
-impl Probe for BreaksTwice {
-    fn at(&self, point: Point) -> runtime::Result<()> {
+impl TestHook for BreaksTwice {
+    fn at(&self, point: HookPoint) -> runtime::Result<()> {
         let before = match point {
-            Point::Store => &self.stores,
-            Point::Load => &self.loads,
+            HookPoint::Store => &self.stores,
+            HookPoint::Load => &self.loads,
             _ => return Ok(()),
         };
         match before.fetch_sub(1, Ordering::Relaxed) {
@@ -160,12 +161,12 @@ fn gradients_that_cannot_be_stored_before_a_load_that_fails() {
     let reference = gradients_of(&*tiny(), &tokens);
     for (method, loads) in [(Method::Overlap, 5), (Method::Function, 8)] {
         let mut model = tiny();
-        let probe = Arc::new(BreaksTwice { stores: AtomicI64::new(0), loads: AtomicI64::new(loads) });
-        let options = Options { method, probe: Some(probe), ..Options::default() };
+        let test_hook = Arc::new(BreaksTwice { stores: AtomicI64::new(0), loads: AtomicI64::new(loads) });
+        let options = Options { method, test_hook: Some(test_hook), ..Options::default() };
         let offload = Offload::apply(&mut *model, &options).unwrap();
         let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum;
         let error = backward(&[&loss]).unwrap_err().to_string();
-        assert!(error.contains("bringing of"), "{error}");
+        assert!(error.contains("loading of"), "{error}");
         for (name, tensor) in trainable(&*model).iter().filter(|(name, _)| name.starts_with("layers.")) {
             assert!(
                 !tensor.grad().defined(),
@@ -183,23 +184,23 @@ fn gradients_that_cannot_be_stored_before_a_load_that_fails() {
 fn a_load_that_fails_in_forward() {
     check(
         Method::Overlap,
-        (Point::Load, [2, 2], false),
+        (HookPoint::Load, [2, 2], false),
         expect![
-            "offload: bringing of `layers.2` failed: work on the stream failed: the link is gone; the model on the host is as it was"
+            "offload: loading of `layers.2` failed: work on the stream failed: the link is gone; the model on the host is unchanged"
         ],
     );
     check(
         Method::Function,
-        (Point::Load, [2, 2], false),
+        (HookPoint::Load, [2, 2], false),
         expect![
-            "offload: bringing of `layers.2` failed: the link is gone; the model on the host is as it was"
+            "offload: loading of `layers.2` failed: the link is gone; the model on the host is unchanged"
         ],
     );
     check(
         Method::Checkpointing,
-        (Point::Load, [2, 2], false),
+        (HookPoint::Load, [2, 2], false),
         expect![
-            "offload: bringing of `layers.2` failed: the link is gone; the model on the host is as it was"
+            "offload: loading of `layers.2` failed: the link is gone; the model on the host is unchanged"
         ],
     );
 }
@@ -208,23 +209,23 @@ fn a_load_that_fails_in_forward() {
 fn a_load_that_fails_in_backward() {
     check(
         Method::Overlap,
-        (Point::Load, [5, 3], false),
+        (HookPoint::Load, [5, 3], false),
         expect![
-            "backward of `OverlapOffloadFunction`: offload: bringing of `layers.1` failed: work on the stream failed: the link is gone; the model on the host is as it was"
+            "backward of `OverlapOffloadFunction`: offload: loading of `layers.1` failed: work on the stream failed: the link is gone; the model on the host is unchanged"
         ],
     );
     check(
         Method::Function,
-        (Point::Load, [6, 6], false),
+        (HookPoint::Load, [6, 6], false),
         expect![
-            "backward of `OffloadFunction`: offload: bringing of `layers.3` failed: the link is gone; the model on the host is as it was"
+            "backward of `OffloadFunction`: offload: loading of `layers.3` failed: the link is gone; the model on the host is unchanged"
         ],
     );
     check(
         Method::Checkpointing,
-        (Point::Load, [6, 6], false),
+        (HookPoint::Load, [6, 6], false),
         expect![
-            "backward of `checkpoint`: offload: bringing of `layers.3` failed: the link is gone; the model on the host is as it was"
+            "backward of `checkpoint`: offload: loading of `layers.3` failed: the link is gone; the model on the host is unchanged"
         ],
     );
 }
@@ -233,48 +234,48 @@ fn a_load_that_fails_in_backward() {
 fn gradients_that_cannot_be_stored() {
     check(
         Method::Overlap,
-        (Point::Store, [1, 1], false),
+        (HookPoint::Store, [1, 1], false),
         expect![
-            "at the end of backward: work on the stream failed: offload: storing the gradients of `layers.3` failed: the link is gone; the model on the host is as it was"
+            "at the end of backward: work on the stream failed: offload: storing the gradients of `layers.3` failed: the link is gone; the model on the host is unchanged"
         ],
     );
     check(
         Method::Overlap,
-        (Point::Store, [4, 4], true),
-        expect!["at the end of backward: work on the stream failed: panicked: the lane was killed"],
+        (HookPoint::Store, [4, 4], true),
+        expect!["at the end of backward: work on the stream failed: panicked: the stream was killed"],
     );
     check(
         Method::Function,
-        (Point::Store, [1, 1], false),
+        (HookPoint::Store, [1, 1], false),
         expect![
-            "at the end of backward: work on the stream failed: offload: storing the gradients of `layers.3` failed: the link is gone; the model on the host is as it was"
+            "at the end of backward: work on the stream failed: offload: storing the gradients of `layers.3` failed: the link is gone; the model on the host is unchanged"
         ],
     );
     check(
         Method::Checkpointing,
-        (Point::Store, [1, 1], false),
+        (HookPoint::Store, [1, 1], false),
         expect![
-            "backward of `checkpoint`: backward of `Fetch`: offload: storing the gradients of `layers.4` failed: the link is gone; the model on the host is as it was"
+            "backward of `checkpoint`: backward of `Fetch`: offload: storing the gradients of `layers.4` failed: the link is gone; the model on the host is unchanged"
         ],
     );
 }
 
 #[test]
 fn a_layer_that_fails_while_it_runs() {
-    check(Method::Overlap, (Point::Compute, [3, 3], false), expect!["the link is gone"]);
+    check(Method::Overlap, (HookPoint::Compute, [3, 3], false), expect!["the link is gone"]);
     check(
         Method::Overlap,
-        (Point::Compute, [6, 6], false),
+        (HookPoint::Compute, [6, 6], false),
         expect!["backward of `OverlapOffloadFunction`: the link is gone"],
     );
     check(
         Method::Function,
-        (Point::Compute, [6, 6], false),
+        (HookPoint::Compute, [6, 6], false),
         expect!["backward of `OffloadFunction`: the link is gone"],
     );
     check(
         Method::Checkpointing,
-        (Point::Compute, [6, 6], false),
+        (HookPoint::Compute, [6, 6], false),
         expect!["backward of `checkpoint`: the link is gone"],
     );
 }
@@ -283,16 +284,16 @@ fn a_layer_that_fails_while_it_runs() {
 fn an_event_that_fails() {
     check(
         Method::Overlap,
-        (Point::Event, [4, 4], false),
+        (HookPoint::Event, [4, 4], false),
         expect![
-            "offload: bringing of `layers.2` failed: the link is gone; the model on the host is as it was"
+            "offload: loading of `layers.2` failed: the link is gone; the model on the host is unchanged"
         ],
     );
     check(
         Method::Overlap,
-        (Point::Event, [12, 12], false),
+        (HookPoint::Event, [12, 12], false),
         expect![
-            "backward of `OverlapOffloadFunction`: offload: bringing of `layers.3` failed: the link is gone; the model on the host is as it was"
+            "backward of `OverlapOffloadFunction`: offload: loading of `layers.3` failed: the link is gone; the model on the host is unchanged"
         ],
     );
 }
@@ -310,11 +311,11 @@ fn options_that_make_no_sense() {
     let intact = snapshot(&*model);
     refused(
         Offload::apply(&mut *model, &Options { ring: 0, ..Options::default() }),
-        expect!["offload: ring: 0 slots; expected 1 or more, 3 for full overlap"],
+        expect!["offload: ring: 0 slots; expected at least 1, or 3 for full overlap"],
     );
     refused(
         Offload::apply(&mut *model, &Options { resident: vec![1, 5], ..Options::default() }),
-        expect!["offload: resident layers: 5 is not a block of this model, which has 5 (0 to 4)"],
+        expect!["offload: resident layers: block 5 does not exist; this model has 5 (0 to 4)"],
     );
     assert_intact(&intact, &*model, "refused options");
     assert_same(&reference, &gradients_of(&*model, &tokens), "refused options");
@@ -331,8 +332,8 @@ fn the_first_rung_is_for_inference() {
     let offload =
         Offload::apply(&mut *model, &Options { method: Method::OneLayer, ..Options::default() }).unwrap();
     let error = model.loss(&Input::new(&tokens), &tokens).unwrap_err().to_string();
-    expect!["offload: method: `layers.0` is offloaded for inference, but gradients are recorded; take Method::Overlap, or turn gradients off"].assert_eq(&error);
-    offload.check_at_home().unwrap();
+    expect!["offload: method: `layers.0` is offloaded for inference, but gradients are recorded; use Method::Overlap, or disable gradients"].assert_eq(&error);
+    offload.check_on_host().unwrap();
     let _no_grad = tch::no_grad_guard();
     assert!(model.logits(&Input::new(&tokens)).unwrap().equal(&logits));
 }
@@ -372,7 +373,7 @@ fn gradients_of_chosen_inputs() {
         for (name, tensor) in trainable(&*model) {
             assert!(!tensor.grad().defined(), "{}: {name} has a gradient", method.name());
         }
-        offload.check_at_home().unwrap();
+        offload.check_on_host().unwrap();
         assert_same(&reference, &gradients_of(&*model, &tokens), method.name());
     }
 }
@@ -394,7 +395,7 @@ fn a_graph_is_used_once() {
         for (gradient, (name, tensor)) in gradients.iter().zip(trainable(&*model)) {
             assert!(gradient.equal(&tensor.grad()), "{}: {name}", method.name());
         }
-        offload.check_at_home().unwrap();
+        offload.check_on_host().unwrap();
         clear(&model);
         assert_same(&reference, &gradients_of(&*model, &tokens), method.name());
     }

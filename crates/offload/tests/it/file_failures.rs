@@ -47,13 +47,13 @@ fn a_weights_file_that_is_cut() {
         (
             Method::Overlap,
             expect![
-                "offload: bringing of `layers.3` failed: work on the stream failed: DIR/model.safetensors: 4096 bytes from 107632 on: failed to fill whole buffer; is the file whole?; the model on the host is as it was"
+                "offload: loading of `layers.3` failed: work on the stream failed: DIR/model.safetensors: 4096 bytes from 107632 on: failed to fill whole buffer; is the file whole?; the model on the host is unchanged"
             ],
         ),
         (
             Method::OneLayer,
             expect![
-                "offload: bringing of `layers.2` failed: DIR/model.safetensors: 4096 bytes from 84848 on: failed to fill whole buffer; is the file whole?; the model on the host is as it was"
+                "offload: loading of `layers.2` failed: DIR/model.safetensors: 4096 bytes from 84848 on: failed to fill whole buffer; is the file whole?; the model on the host is unchanged"
             ],
         ),
     ] {
@@ -70,7 +70,7 @@ fn a_weights_file_that_is_cut() {
         cut().unwrap();
         let error = words(logits(&model).unwrap_err(), folder.path());
         expected.assert_eq(&error);
-        offload.check_at_home().unwrap();
+        offload.check_on_host().unwrap();
 
         std::fs::write(&path, &whole).unwrap();
         for _ in 0..2 {
@@ -104,7 +104,7 @@ fn a_folder_that_is_not_there() {
     let mut model = tiny();
     let intact = snapshot(&*model);
     let error = Offload::apply(&mut *model, &in_files(&folder.path().join("none"))).unwrap_err();
-    expect![[r#"offload: DIR/none: no folder for the layers can be made in it: No such file or directory (os error 2) at path "DIR/none/offload-*""#]].assert_eq(&words(error, folder.path()));
+    expect![[r#"offload: DIR/none: a folder for the layers cannot be created in it: No such file or directory (os error 2) at path "DIR/none/offload-*""#]].assert_eq(&words(error, folder.path()));
     assert_intact(&intact, &*model, "no folder");
     assert!(logits(&*model).unwrap().equal(&logits(&*tiny()).unwrap()));
 }
@@ -115,7 +115,7 @@ fn another_dtype_than_the_files() {
     let folder = saved();
     let opened = Folder::open(folder.path()).unwrap();
     let error = Offload::open(&opened, Some(tch::Kind::BFloat16), &in_files(folder.path())).unwrap_err();
-    expect!["offload: DIR: its weights are Float, and layers that stay in files are not converted; take them in that dtype, or with the host tier"].assert_eq(&words(error, folder.path()));
+    expect!["offload: DIR: its weights are Float, and layers that stay in files are not converted; load them in that dtype, or with the host tier"].assert_eq(&words(error, folder.path()));
 }
 
 const CHILD: &str = "OFFLOAD_TEST_SMALL_FILES_IN";
@@ -150,13 +150,13 @@ fn on_a_full_disk(folder: &Path) {
     freeze(&*model, ".*", true).unwrap();
     let intact = snapshot(&*model);
     let error = words(Offload::apply(&mut *model, &in_files(folder)).unwrap_err(), folder);
-    expect!["offload: DIR/offload-*/layers.0.0.safetensors: cannot be written: File too large (os error 27); the file tier needs room for the model's layers, in a folder that can be written"].assert_eq(&error);
+    expect!["offload: DIR/offload-*/layers.0.0.safetensors: cannot be written: File too large (os error 27); the file tier needs space for the model's layers in a writable folder"].assert_eq(&error);
     assert_intact(&intact, &*model, "a full disk");
     assert!(logits(&*model).unwrap().equal(&reference));
     // There is room in memory.
     let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
     assert!(logits(&*model).unwrap().equal(&reference));
-    offload.check_at_home().unwrap();
+    offload.check_on_host().unwrap();
     eprintln!("the disk was full");
 }
 
@@ -174,7 +174,7 @@ fn changed(change: impl FnOnce(&Tensor), expected: Expect) {
     for _ in 0..2 {
         let error = words(logits(&*model).unwrap_err(), folder.path());
         expected.assert_eq(&error);
-        offload.check_at_home().unwrap();
+        offload.check_on_host().unwrap();
     }
     // To train it after all is a change of mind that can be taken back; to write it is not.
     if tensor.requires_grad() {
@@ -192,7 +192,7 @@ fn a_tensor_in_a_file_that_is_to_be_trained() {
     changed(
         |tensor| drop(tensor.set_requires_grad(true)),
         expect![
-            "offload: file tier: `layers.2.mlp.up_proj.weight` is to be trained, but it lives in DIR/offload-*/layers.2.0.safetensors and is read from there; choose what is trained, and load what is to be loaded, before the model is offloaded to files"
+            "offload: file tier: `layers.2.mlp.up_proj.weight` is to be trained, but it is stored in DIR/offload-*/layers.2.0.safetensors and is read from there; decide what is trained, and load weights, before the model is offloaded to files"
         ],
     );
 }
@@ -202,7 +202,7 @@ fn a_tensor_in_a_file_that_is_written() {
     changed(
         |tensor| drop(tensor.shallow_clone().fill_(1.0)),
         expect![
-            "offload: file tier: `layers.2.mlp.up_proj.weight` was changed in memory, but it lives in DIR/offload-*/layers.2.0.safetensors and is read from there; choose what is trained, and load what is to be loaded, before the model is offloaded to files"
+            "offload: file tier: `layers.2.mlp.up_proj.weight` was changed in memory, but it is stored in DIR/offload-*/layers.2.0.safetensors and is read from there; decide what is trained, and load weights, before the model is offloaded to files"
         ],
     );
 }

@@ -82,7 +82,7 @@ fn check_inference(name: &str) {
             let error = ((found - &cases["logits"]) * &mask).abs().max().double_value(&[]);
             assert!(error <= LOGITS, "{case}: {error}");
         }
-        offload.check_at_home().unwrap();
+        offload.check_on_host().unwrap();
         assert!(offload.counters().loads >= offload.blocks() as u64, "{case}: layers were loaded");
     });
 }
@@ -97,7 +97,7 @@ fn check_generation(name: &str) {
         let found = generate(model, &prompts, &options, &mut ()).unwrap();
         let found: Vec<Vec<i64>> = found.into_iter().map(|row| row.tokens).collect();
         assert_eq!(found, expected, "{case}");
-        offload.check_at_home().unwrap();
+        offload.check_on_host().unwrap();
     });
 }
 

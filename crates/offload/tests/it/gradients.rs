@@ -68,7 +68,7 @@ fn dropout_draws_the_same_mask_again() {
 }
 
 #[test]
-fn frozen_layers_in_files_and_trained_tensors_at_home_train_alike() {
+fn frozen_layers_in_files_and_trained_tensors_on_the_host_train_alike() {
     let _alone = alone();
     // Biases alone are trained, as adapters would be: matrices and norms lie in files.
     let model = || {

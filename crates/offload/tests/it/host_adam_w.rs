@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use crate::support::{FLOAT, alone, batch, tiny};
 use models::module::{Input, LanguageModel, freeze, parameters, trainable};
 use models::{Llama, LlamaConfig};
-use offload::{HostAdamW, HostOptions, Method, Offload, Options, Point, Probe, StateBytes, Tier};
+use offload::{HookPoint, HostAdamW, HostOptions, Method, Offload, Options, StateBytes, TestHook, Tier};
 use runtime::autograd::backward;
 use tch::{Device, Kind, Tensor};
 use training::clip::{self, NonFinite};
@@ -125,13 +125,13 @@ fn it_is_the_ordinary_optimizer() {
     }
 }
 
-/// Lanes that are late by anything, the host's among them, change nothing: neither where steps run within backward nor where
+/// Streams that are late by anything, the host's among them, change nothing: neither where steps run within backward nor where
 /// they run into the next forward.
 #[test]
 fn delays_change_nothing() {
     struct Late(Mutex<u64>);
-    impl Probe for Late {
-        fn at(&self, _: Point) -> runtime::Result<()> {
+    impl TestHook for Late {
+        fn at(&self, _: HookPoint) -> runtime::Result<()> {
             let turns = {
                 let mut state = self.0.lock().unwrap();
                 *state =
@@ -145,8 +145,9 @@ fn delays_change_nothing() {
     let _alone = alone();
     for seed in 0..4 {
         for (clip, micro) in [(None, 1), (None, 2), (Some(0.5), 1)] {
-            let probe: Arc<dyn Probe> = Arc::new(Late(Mutex::new(seed)));
-            let options = Options { probe: Some(probe), ring: 2 + seed as usize % 3, ..Options::default() };
+            let test_hook: Arc<dyn TestHook> = Arc::new(Late(Mutex::new(seed)));
+            let options =
+                Options { test_hook: Some(test_hook), ring: 2 + seed as usize % 3, ..Options::default() };
             let host = HostOptions { overlap: true, ..HostOptions::default() };
             check(&tiny, Case { options, host, clip, micro, factor: true });
         }
@@ -267,7 +268,7 @@ fn what_it_cannot_step_is_an_error() {
     let new =
         |groups| HostAdamW::new(&offload, groups, RULE, HostOptions::default()).unwrap_err().to_string();
     let own = Group { rule: Some(Box::new(RULE)), ..Group::new(trainable(&*model), 0.1) };
-    assert!(new(vec![own]).contains("has a rule of its own"));
+    assert!(new(vec![own]).contains("has its own rule"));
     let mut optimizer = HostAdamW::new(&offload, groups(&model), RULE, HostOptions::default()).unwrap();
     let step = StepSettings::default();
     for (settings, words) in [
@@ -279,7 +280,7 @@ fn what_it_cannot_step_is_an_error() {
     }
     optimizer.begin(StepSettings { micro_batches: 2, ..step }).unwrap();
     gradients_of(&model, 0, 1);
-    assert!(optimizer.begin(step).unwrap_err().to_string().contains("have come already"));
+    assert!(optimizer.begin(step).unwrap_err().to_string().contains("already has gradients"));
     drop(optimizer);
     // Without it gradients come home as they do for any optimizer.
     gradients_of(&model, 0, 1);

@@ -61,7 +61,7 @@ fn a_block_inside_a_block_is_a_part_of_it() {
             let y = model.0.forward(&number(5.0), &Context::default()).unwrap();
             assert_eq!(y.double_value(&[0]), 30.0);
             runtime::autograd::backward(&[&y]).unwrap();
-            offload.check_at_home().unwrap();
+            offload.check_on_host().unwrap();
         }
         let gradients: Vec<(String, f64)> = parameters(&model)
             .into_iter()

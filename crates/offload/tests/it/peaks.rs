@@ -14,7 +14,7 @@ use accounting::offload::{self as paper, Job, OptimizerPlace, Rates, Setup, Star
 use accounting::recompute::NormKernel;
 use models::module::{Input, LanguageModel, trainable};
 use models::{Llama, LlamaConfig};
-use offload::{Method, Offload, Options, Point, Probe};
+use offload::{HookPoint, Method, Offload, Options, TestHook};
 use parking_lot::Mutex;
 use runtime::autograd::{backward, set_grad};
 use runtime::device;
@@ -49,14 +49,14 @@ fn model() -> Box<Llama> {
     Box::new(Llama::new(&config, FLOAT).unwrap())
 }
 
-/// Keeps the lanes in step: a layer runs when the gradients of the one before have left. How many are on their way would else depend
+/// Keeps the streams in step: a layer runs when the gradients of the one before have left. How many are on their way would else depend
 /// on who is faster.
 #[derive(Default)]
 struct InStep(Mutex<Option<Arc<Offload>>>);
 
-impl Probe for InStep {
-    fn at(&self, point: Point) -> runtime::Result<()> {
-        let offload = self.0.lock().clone().filter(|_| point == Point::Compute);
+impl TestHook for InStep {
+    fn at(&self, point: HookPoint) -> runtime::Result<()> {
+        let offload = self.0.lock().clone().filter(|_| point == HookPoint::Compute);
         offload.map_or(Ok(()), |offload| Ok(offload.synchronize()?))
     }
 }
@@ -80,7 +80,7 @@ fn peak(method: Option<(Method, usize)>, training: bool) -> Peak {
     let mut model = model();
     let in_step = Arc::new(InStep::default());
     let offload = method.map(|(method, ring)| {
-        let options = Options { method, ring, probe: Some(in_step.clone()), ..Options::default() };
+        let options = Options { method, ring, test_hook: Some(in_step.clone()), ..Options::default() };
         Arc::new(Offload::apply(&mut *model, &options).unwrap())
     });
     *in_step.0.lock() = offload.clone();
@@ -111,7 +111,7 @@ fn peak(method: Option<(Method, usize)>, training: bool) -> Peak {
         drop(loss);
         if let Some(offload) = &offload {
             offload.synchronize().unwrap();
-            offload.check_at_home().unwrap();
+            offload.check_on_host().unwrap();
         }
     };
     step();

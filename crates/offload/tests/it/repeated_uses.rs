@@ -11,7 +11,7 @@ use models::Result;
 use models::module::{
     Block, Context, Input, LanguageModel, Module, Visitor, VisitorMut, parameters, trainable,
 };
-use offload::{HostAdamW, HostOptions, Method, Offload, Options, Point, Probe};
+use offload::{HookPoint, HostAdamW, HostOptions, Method, Offload, Options, TestHook};
 use runtime::autograd::{Keep, backward, backward_with, set_grad};
 use tch::{Kind, Tensor};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer, StepSettings};
@@ -107,7 +107,7 @@ fn gradients_of_every_order_are_those_of_the_model_itself() {
             for pass in 0..2 {
                 clear(&model);
                 backwards(&model, how).unwrap();
-                offload.check_at_home().unwrap();
+                offload.check_on_host().unwrap();
                 assert_equal(
                     &expected,
                     &gradients(&model),
@@ -165,7 +165,7 @@ fn more_micro_batches_than_were_said() {
         backward(&[&loss(model, 1)]).unwrap();
         let tokens = batch(60, 2);
         let error = model.loss(&Input::new(&tokens), &tokens).unwrap_err().to_string();
-        expect!["offload: optimizer: `layers.0` was stepped within a backward, and other parameters were not yet; call `HostAdamW::step` before the next forward, or say with `HostAdamW::begin` that more micro-batches come"].assert_eq(&error);
+        expect!["offload: optimizer: `layers.0` was updated during backward, but other parameters were not yet; call `HostAdamW::step` before the next forward, or announce more micro-batches with `HostAdamW::begin`"].assert_eq(&error);
         optimizer.step().unwrap();
         backward(&[&loss(model, 2)]).unwrap();
         optimizer.step().unwrap();
@@ -180,7 +180,7 @@ fn a_graph_of_before_the_step() {
         backward(&[&first]).unwrap();
         optimizer.step().unwrap();
         let error = backward(&[&second]).unwrap_err().to_string();
-        expect!["backward of `OverlapOffloadFunction`: offload: graph: `layers.4` was stepped by its optimizer between a forward and its backward, which would run with other values; run backward before weights are changed, merged or stepped, or run the forward again"].assert_eq(&error);
+        expect!["backward of `OverlapOffloadFunction`: offload: graph: `layers.4` was updated by its optimizer between a forward and its backward, which would recompute with other values; run backward before weights are changed, merged or updated, or run the forward again"].assert_eq(&error);
     });
 }
 
@@ -189,7 +189,7 @@ fn a_graph_of_before_the_step() {
 fn a_weight_in_the_loss_before_the_model() {
     with_host_adam_w(|model, _| {
         let error = backwards(model, 5).unwrap_err().to_string();
-        expect!["at the end of backward: offload: optimizer: `layers.0.mlp.up_proj.weight` got a gradient besides its layer's, after the layer was stepped within the same backward; use the weight in the loss after the model's forward, take the group's weight decay for such a term, or clip (`HostOptions::clip`), which waits for all gradients"].assert_eq(&error);
+        expect!["at the end of backward: offload: optimizer: `layers.0.mlp.up_proj.weight` got another gradient after its layer was updated in the same backward; use the weight in the loss after the model's forward, use the group's weight decay for such a term, or clip (`HostOptions::clip`), which waits for all gradients"].assert_eq(&error);
     });
 }
 
@@ -204,7 +204,7 @@ fn two_optimizers_for_one_model() {
     };
     let first = new().unwrap();
     let error = new().unwrap_err().to_string();
-    expect!["offload: optimizer: there is a `HostAdamW` for these layers already, which takes their gradients; drop it first"].assert_eq(&error);
+    expect!["offload: optimizer: these layers already have a `HostAdamW`, which consumes their gradients; drop it first"].assert_eq(&error);
     drop(first);
     new().unwrap();
 }
@@ -255,21 +255,21 @@ fn gradients_that_are_kept_stay_what_they_are() {
     }
 }
 
-/// Makes the lanes late, and breaks one load.
+/// Makes the streams late, and breaks one load.
 #[derive(Debug, Default)]
 struct LateAndBroken {
     loads: AtomicI64,
 }
 
-impl Probe for LateAndBroken {
-    fn at(&self, point: Point) -> runtime::Result<()> {
-        if point == Point::Store {
+impl TestHook for LateAndBroken {
+    fn at(&self, point: HookPoint) -> runtime::Result<()> {
+        if point == HookPoint::Store {
             for turn in 0..20_000u64 {
                 black_box(turn);
                 std::thread::yield_now();
             }
         }
-        if point == Point::Load && self.loads.fetch_sub(1, Ordering::Relaxed) == 0 {
+        if point == HookPoint::Load && self.loads.fetch_sub(1, Ordering::Relaxed) == 0 {
             return Err(runtime::Error::Other("the link is gone".into()));
         }
         Ok(())
@@ -284,8 +284,8 @@ fn a_retained_graph_after_a_backward_that_failed() {
     let expected = gradients(&reference);
     for (method, loads) in [(Method::Overlap, 5), (Method::Function, 7)] {
         let mut model = tiny();
-        let probe = Arc::new(LateAndBroken { loads: AtomicI64::new(loads) });
-        let options = Options { method, probe: Some(probe), ..Options::default() };
+        let test_hook = Arc::new(LateAndBroken { loads: AtomicI64::new(loads) });
+        let options = Options { method, test_hook: Some(test_hook), ..Options::default() };
         let offload = Offload::apply(&mut *model, &options).unwrap();
         let loss = loss(&model, 1);
         let retained = || backward_with(&[&loss], &[None], Keep { graph: true, ..Keep::default() });
@@ -295,7 +295,7 @@ fn a_retained_graph_after_a_backward_that_failed() {
             clear(&model);
             retained().unwrap();
             assert_equal(&expected, &gradients(&model), &format!("{}, pass {pass}", method.name()));
-            offload.check_at_home().unwrap();
+            offload.check_on_host().unwrap();
         }
     }
 }
@@ -320,7 +320,7 @@ fn two_threads_run_backward_over_one_model() {
                 thread.join().unwrap().unwrap();
             }
             assert_equal(&expected, &gradients(&model), &format!("{}, round {round}", method.name()));
-            offload.check_at_home().unwrap();
+            offload.check_on_host().unwrap();
         }
     }
 }
@@ -407,9 +407,9 @@ struct Holds {
     gate: parking_lot::Mutex<std::sync::mpsc::Receiver<()>>,
 }
 
-impl Probe for Holds {
-    fn at(&self, point: Point) -> runtime::Result<()> {
-        if point == Point::Update && self.updates.fetch_sub(1, Ordering::Relaxed) == 0 {
+impl TestHook for Holds {
+    fn at(&self, point: HookPoint) -> runtime::Result<()> {
+        if point == HookPoint::Update && self.updates.fetch_sub(1, Ordering::Relaxed) == 0 {
             let _ = self.gate.lock().recv();
         }
         Ok(())
@@ -421,8 +421,8 @@ fn a_step_that_is_late_holds_up_its_own_layer_only() {
     let _alone = alone();
     let (open, gate) = std::sync::mpsc::channel();
     let mut model = times(&[2.0, 3.0, 0.5, 4.0]);
-    let probe = Arc::new(Holds { updates: AtomicI64::new(1), gate: parking_lot::Mutex::new(gate) });
-    let options = Options { probe: Some(probe), ring: 2, ..Options::default() };
+    let test_hook = Arc::new(Holds { updates: AtomicI64::new(1), gate: parking_lot::Mutex::new(gate) });
+    let options = Options { test_hook: Some(test_hook), ring: 2, ..Options::default() };
     let offload = Offload::apply(&mut model, &options).unwrap();
     // Clipped, layers step from the first to the last, after the backward.
     let host = HostOptions { overlap: true, ..HostOptions::default() };

@@ -12,9 +12,9 @@ use training::batches::Synthetic;
 use training::checkpoint::Checkpoints;
 use training::clip::NonFinite;
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
-use training::scaler::{Checked, GradScaler, NoScaler};
-use training::schedule::{Schedule, Shape};
-use training::trainer::Ended;
+use training::scaler::{GradScaler, NoScaler, UnscaleResult};
+use training::schedule::{LrSchedule, Shape};
+use training::trainer::StopReason;
 use training::{Trainer, trainer};
 
 const DATA: Synthetic = Synthetic {
@@ -60,7 +60,7 @@ fn it_trains_evaluates_stops_and_goes_on_to_the_same_bits() {
     let [plain, whole, cut] = std::array::from_fn(|_| tempfile::tempdir().unwrap());
     let run = |trainer: &mut Trainer, data: &mut Synthetic| {
         let mut validation = Synthetic { seed: 7, batches: Some(2), ..DATA };
-        assert_eq!(trainer.run(data, Some(&mut validation)).unwrap(), Ended::Done);
+        assert_eq!(trainer.run(data, Some(&mut validation)).unwrap(), StopReason::Completed);
     };
     let mut ordinary = open(plain.path(), 8, None);
     run(&mut ordinary, &mut DATA.clone());
@@ -102,8 +102,8 @@ fn a_trained_model_cannot_be_in_files_alone() {
     let tokens = support::batch(60, 0);
     let input = models::module::Input::new(&tokens);
     let error = models::module::LanguageModel::loss(&*model, &input, &tokens).unwrap_err().to_string();
-    assert!(error.contains("is to be trained, but it lives in"), "{error}");
-    assert!(error.contains("choose what is trained"), "{error}");
+    assert!(error.contains("is to be trained, but it is stored in"), "{error}");
+    assert!(error.contains("decide what is trained"), "{error}");
 }
 
 /// Where a training's optimizer is.
@@ -132,7 +132,7 @@ fn placed(folder: &Path, place: Place, settings: trainer::Options, plan: Option<
         }
     };
     let mut trainer = Trainer::new(model, optimizer, settings).unwrap();
-    trainer.schedule = Schedule { shape: Shape::Cosine, warmup: 2, steps: 8, floor: 0.1 };
+    trainer.schedule = LrSchedule { shape: Shape::Cosine, warmup: 2, steps: 8, floor: 0.1 };
     trainer.checkpoints = Some(Checkpoints::open(folder, 9).unwrap());
     trainer
 }
@@ -165,7 +165,10 @@ fn the_trainer_runs_the_hosts_optimizer_to_the_bits_of_the_devices() {
             let run = |folder: &Path, place| {
                 let mut trainer = placed(folder, place, settings.clone(), plan);
                 let mut validation = Synthetic { seed: 7, batches: Some(2), ..DATA };
-                assert_eq!(trainer.run(&mut DATA.clone(), Some(&mut validation)).unwrap(), Ended::Done);
+                assert_eq!(
+                    trainer.run(&mut DATA.clone(), Some(&mut validation)).unwrap(),
+                    StopReason::Completed
+                );
                 trainer
             };
             let expected = everything(&run(folders[0].path(), Place::Device));
@@ -210,8 +213,8 @@ impl GradScaler for Twice {
     fn scale(&self, loss: &Tensor) -> training::Result<Tensor> {
         Ok(loss * 2.0)
     }
-    fn unscale_(&mut self, _: &[Tensor], _: bool) -> training::Result<Checked> {
-        Ok(Checked::default())
+    fn unscale_(&mut self, _: &[Tensor], _: bool) -> training::Result<UnscaleResult> {
+        Ok(UnscaleResult::default())
     }
     fn update(&mut self, _: bool) -> training::Result<()> {
         Ok(())
@@ -237,8 +240,8 @@ fn a_loss_scaler_is_refused_before_anything_is_computed() {
     let error = trainer.run(&mut data, None).unwrap_err().to_string();
     assert_eq!(
         error,
-        "offload: optimizer: HostAdamW cannot use a loss scaler: it steps layers within backward, before every gradient is known \
-         to be finite. Train in bf16 or fp32, which need no scaler, or take DeviceOptimizer, whose state is on the device"
+        "offload: optimizer: HostAdamW cannot use a loss scaler: it updates layers during backward, before every gradient is known \
+         to be finite. Train in bf16 or fp32, which need no scaler, or use DeviceOptimizer, whose state is on the device"
     );
     assert_eq!(data.position, 0, "no batch was fetched");
     assert_eq!(trainer.step(), 0);

@@ -21,19 +21,19 @@ fn wrong_tensors_are_named() {
             0,
             float(&[2, 5]),
             all,
-            "swiglu: `down` has shape [6, 4]; expected [intermediate, 5], as the last dimension of `x` is 5",
+            "swiglu: `down` has shape [6, 4]; expected [intermediate, 5], because the last dimension of `x` is 5",
         ),
         (
             1,
             float(&[6, 4]),
             all,
-            "swiglu: `gate` has shape [6, 4]; expected [4, 6], as `x` has 4 features and `down` is [6, 4]",
+            "swiglu: `gate` has shape [6, 4]; expected [4, 6], because `x` has 4 features and `down` is [6, 4]",
         ),
         (
             2,
             float(&[4]),
             all,
-            "swiglu: `up` has shape [4]; expected [4, 6], as `x` has 4 features and `down` is [6, 4]",
+            "swiglu: `up` has shape [4]; expected [4, 6], because `x` has 4 features and `down` is [6, 4]",
         ),
         (
             3,
@@ -80,11 +80,11 @@ fn wrong_modules_are_refused_when_they_are_made() {
     let message = |result: swiglu_ckpt::Result<SwigluMlp>| result.unwrap_err().to_string();
     assert_eq!(
         message(SwigluMlp::from_weights(float(&[4, 6]), nan, float(&[6, 4]), level)),
-        "swiglu: `up` holds 6 values that are not finite; load or initialise it again"
+        "swiglu: `up` has 6 values that are not finite; load or initialise it again"
     );
     assert_eq!(
         message(SwigluMlp::from_fused_weights(float(&[4, 6]), float(&[6, 4]), level)),
-        "swiglu: `gate_up` has shape [4, 6]; expected [4, 12], as `x` has 4 features and `down` is [6, 4]"
+        "swiglu: `gate_up` has shape [4, 6]; expected [4, 12], because `x` has 4 features and `down` is [6, 4]"
     );
     assert_eq!(message(SwigluMlp::new(&SwigluConfig::new(0, 4))), "swiglu: hidden is 0; expected at least 1");
     let config = SwigluConfig { kind: Kind::Int, storage: GateUpStorage::Fused, ..SwigluConfig::new(4, 4) };

@@ -314,10 +314,10 @@ fn what_cannot_be_recomputed_is_refused_and_stays() {
         "the MLP `mlp` has biases, which its hand-written backward does not compute",
     );
     refused(&mut two_layers(0.1), input_only, "the MLP `mlp` drops activations with probability 0.1");
-    refused(&mut two_layers(0.0), CheckpointLevel::SaveAll, "there is no level save-all");
+    refused(&mut two_layers(0.0), CheckpointLevel::SaveAll, "do not support the level save-all");
     let mut twice = swiglu_of(false);
     install(&mut twice, input_only).unwrap();
-    refused(&mut twice, input_only, "the MLP `mlp` is recomputed already");
+    refused(&mut twice, input_only, "the MLP `mlp` is already recomputed");
     let mut planned = llama(Kind::Float);
     activations::apply(&mut *planned, &[LayerPlan::KeepAll; 3]).unwrap();
     refused(&mut *planned, input_only, "install recomputation before activation plans and offloading");

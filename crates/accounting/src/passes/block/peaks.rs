@@ -1,4 +1,4 @@
-//! What the passes of a block hold at their peaks.
+//! Peaks of a block's passes.
 
 use super::Block;
 use crate::activation_plan::layer_costs::Kept;
@@ -6,7 +6,7 @@ use crate::lora::Projection;
 use crate::passes::PeakTracker;
 use crate::{Error, exact};
 
-/// The most that a block's backward takes, with what it keeps there already: beyond that and the gradient of its output.
+/// Returns the peak of a block's backward beyond what is kept, with the gradient of the output.
 pub(crate) fn backward_bytes(block: &Block, input: bool) -> Result<u64, Error> {
     let mut tracker = PeakTracker::default();
     let kept = exact::sum("bytes of a block", block.kept(input).iter().map(|item| item.bytes))?;
@@ -16,7 +16,7 @@ pub(crate) fn backward_bytes(block: &Block, input: bool) -> Result<u64, Error> {
     Ok(tracker.peak()? - kept - block.narrow)
 }
 
-/// The same for a block of which its input alone is kept, and which runs again first.
+/// Returns the same for a recomputed block, which keeps only its input.
 pub(crate) fn recomputed_bytes(block: &Block, input: bool) -> Result<u64, Error> {
     let mut tracker = PeakTracker::default();
     block.forward(&mut tracker, true, input);

@@ -1,38 +1,38 @@
-//! The engine, reduced to what orders things.
+//! A model of the engine, reduced to what orders accesses.
 
 use std::collections::VecDeque;
 
 use super::super::{Access, Direction, Load, Ring};
 
-/// Who does things. On the CPU compute is the caller itself.
+/// The streams. On the CPU the caller itself computes.
 pub(super) const CALLER: usize = 0;
 const COMPUTE: usize = 1;
 pub(super) const PREFETCH: usize = 2;
 pub(super) const HOST: usize = 3;
 
-/// How far each lane is known to have come.
+/// The known progress of each stream.
 pub(super) type Clock = [u64; 4];
 
 fn join(into: &mut Clock, other: &Clock) {
     into.iter_mut().zip(other).for_each(|(mine, theirs)| *mine = (*mine).max(*theirs));
 }
 
-/// Something that a lane did to memory.
+/// An access of a stream to memory.
 #[derive(Debug, Clone, Copy)]
 struct Done {
-    lane: usize,
+    stream: usize,
     at: u64,
     writes: bool,
 }
 
-/// Where the layers are, and on what.
+/// Where the layers are stored, and the kind of device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Machine {
-    /// Compute is the thread that issues; prefetch is a thread.
+    /// Compute is the calling thread; prefetch is another thread.
     Cpu,
-    /// Compute and prefetch are streams that run later than they are told to.
+    /// Compute and prefetch are streams that run later than they are queued.
     Gpu,
-    /// As that, but a host thread reads the file into staging, and queues the copy from there.
+    /// The same, but a host thread reads the file into staging memory and queues the copy from there.
     GpuFromFiles,
 }
 
@@ -48,7 +48,7 @@ pub(super) enum Fault {
     VersionsAreNotRead,
 }
 
-/// A layer's values: which layer, of which version, and whether a write came between.
+/// A layer's values: the layer, its version, and whether a write intervened.
 type Values = (usize, u64, bool);
 
 #[derive(Debug, Clone, Default)]
@@ -57,7 +57,7 @@ pub(super) struct Memory {
     values: Option<Values>,
     staged_values: Option<Values>,
     staging: Vec<Done>,
-    /// As the engine has it: what was asked for last, and its version then.
+    /// As in the engine: the last requested layer, with its version.
     pub(super) holds: Option<u64>,
     ready: Option<Clock>,
     free: Option<Clock>,
@@ -88,10 +88,10 @@ pub(super) struct Model {
     tasks_done: u64,
     pub(super) versions: Vec<u64>,
     pub(super) trained: bool,
-    /// Loads of a layer's values at home: which slot and when, to find writes that come between.
-    home_reads: Vec<Vec<(usize, Done)>>,
+    /// Loads of a layer's values on the host: which slot and when, to find writes that come between.
+    host_reads: Vec<Vec<(usize, Done)>>,
     pub(super) loads: Vec<(usize, bool)>,
-    /// Loads that a write of the home came between.
+    /// Loads that raced with a write on the host.
     pub(super) torn: usize,
 }
 
@@ -110,7 +110,7 @@ impl Model {
             tasks_done: 0,
             versions: vec![0; layers],
             trained,
-            home_reads: vec![Vec::new(); layers],
+            host_reads: vec![Vec::new(); layers],
             loads: Vec::new(),
             torn: 0,
         }
@@ -120,35 +120,35 @@ impl Model {
         if self.machine == Machine::Cpu { CALLER } else { COMPUTE }
     }
 
-    /// The caller puts something into a lane.
-    fn issue(&mut self, lane: usize) {
+    /// The caller puts something into a stream.
+    fn issue(&mut self, stream: usize) {
         self.clocks[CALLER][CALLER] += 1;
         let caller = self.clocks[CALLER];
-        join(&mut self.clocks[lane], &caller);
+        join(&mut self.clocks[stream], &caller);
     }
 
-    pub(super) fn wait(&mut self, lane: usize, event: Option<Clock>) {
+    pub(super) fn wait(&mut self, stream: usize, event: Option<Clock>) {
         if let Some(event) = event {
-            join(&mut self.clocks[lane], &event);
+            join(&mut self.clocks[stream], &event);
         }
     }
 
-    fn step(&mut self, lane: usize, writes: bool) -> Done {
-        self.clocks[lane][lane] += 1;
-        Done { lane, at: self.clocks[lane][lane], writes }
+    fn step(&mut self, stream: usize, writes: bool) -> Done {
+        self.clocks[stream][stream] += 1;
+        Done { stream, at: self.clocks[stream][stream], writes }
     }
 
-    fn is_before(&self, done: &Done, lane: usize) -> bool {
-        self.clocks[lane][done.lane] >= done.at
+    fn is_before(&self, done: &Done, stream: usize) -> bool {
+        self.clocks[stream][done.stream] >= done.at
     }
 
     /// An access to a slot: everything it conflicts with happened before it.
-    fn touch(&mut self, slot: usize, lane: usize, writes: bool) -> Result<(), String> {
+    fn touch(&mut self, slot: usize, stream: usize, writes: bool) -> Result<(), String> {
         let conflicts = self.slots[slot].done.iter().filter(|done| done.writes || writes);
-        if let Some(done) = conflicts.into_iter().find(|done| !self.is_before(done, lane)) {
-            return Err(format!("slot {slot}: lane {lane} (writes: {writes}) races with {done:?}"));
+        if let Some(done) = conflicts.into_iter().find(|done| !self.is_before(done, stream)) {
+            return Err(format!("slot {slot}: stream {stream} (writes: {writes}) races with {done:?}"));
         }
-        let done = self.step(lane, writes);
+        let done = self.step(stream, writes);
         self.slots[slot].done.push(done);
         Ok(())
     }
@@ -175,7 +175,7 @@ impl Model {
         }
         self.touch(slot, PREFETCH, true)?;
         let read = self.step(PREFETCH, false);
-        self.home_reads[layer].push((slot, read));
+        self.host_reads[layer].push((slot, read));
         self.slots[slot].values = Some(values);
         if self.fault != Fault::ReadyIsNotRecorded {
             self.slots[slot].ready = Some(self.clocks[PREFETCH]);
@@ -196,7 +196,7 @@ impl Model {
         if unfinished && let Some(values) = &mut self.slots[slot].values {
             values.2 = true;
         }
-        self.home_reads[values.0].push((slot, read));
+        self.host_reads[values.0].push((slot, read));
         self.slots[slot].staged_values = Some(values);
         let host = self.clocks[HOST];
         join(&mut self.clocks[PREFETCH], &host);
@@ -290,11 +290,11 @@ impl Model {
         self.end(slot, layer)
     }
 
-    /// Someone changes a layer at home, as an optimizer does that the engine does not know.
-    pub(super) fn write_home(&mut self, layer: usize) {
+    /// Someone changes a layer on the host, as an optimizer does that the engine does not know.
+    pub(super) fn write_on_host(&mut self, layer: usize) {
         self.clocks[CALLER][CALLER] += 1;
         self.versions[layer] += 1;
-        for (slot, read) in self.home_reads[layer].clone() {
+        for (slot, read) in self.host_reads[layer].clone() {
             if !self.is_before(&read, CALLER) && self.machine != Machine::GpuFromFiles {
                 self.torn += 1;
                 if let Some(values) = &mut self.slots[slot].values {

@@ -77,7 +77,7 @@ pub fn steps<M: LanguageModel>(
             losses.push(loss.double_value(&[]));
             backward(&[&loss]).unwrap();
             if let Some(offload) = &offload {
-                offload.check_at_home().unwrap();
+                offload.check_on_host().unwrap();
             }
         }
         if step + 1 == steps {

@@ -1,4 +1,4 @@
-//! Tensors whose values lie in files.
+//! Tensors whose values are in files.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 use super::Layer;
 use crate::error::{Error, Result};
 
-/// A part of a file of the file tier, or of the model itself.
+/// A part of a file of the file tier, or of the model's own file.
 #[derive(Debug)]
 pub(crate) struct Source {
     file: Arc<File>,
@@ -19,22 +19,22 @@ pub(crate) struct Source {
     offset: u64,
 }
 
-/// A tensor that was left in a file: the handle shows its pages.
+/// A tensor in a file: the model's tensor refers to its pages.
 #[derive(Debug)]
 pub(crate) struct InFile {
     pub(crate) source: Arc<Source>,
-    /// The pages, whoever's memory the handle shows.
+    /// The pages, whatever memory the tensor refers to now.
     mapped: Tensor,
-    /// The handle's version when the pages were as the file.
+    /// The tensor's version when its pages equalled the file.
     version: i64,
 }
 
-/// Where a tensor's values lie already.
-pub(crate) enum Left {
-    /// In a file of the model's.
-    At(TensorLocation),
-    /// Where the layer had left it before.
-    Again(InFile),
+/// A location where a tensor's values already are.
+pub(crate) enum FileLocation {
+    /// In a file of the model.
+    InModel(TensorLocation),
+    /// In the file where the layer had stored it before.
+    Stored(InFile),
 }
 
 impl Source {
@@ -51,10 +51,10 @@ impl InFile {
 }
 
 impl Layer {
-    pub(super) fn leave_in_file(&mut self, index: usize, left: Left) -> Result<()> {
+    pub(super) fn use_file(&mut self, index: usize, left: FileLocation) -> Result<()> {
         let TensorLocation { path, offset, kind, shape } = match left {
-            Left::At(stored) => stored,
-            Left::Again(in_file) => {
+            FileLocation::InModel(stored) => stored,
+            FileLocation::Stored(in_file) => {
                 self.files[index] = Some(in_file);
                 return Ok(());
             }
@@ -76,7 +76,7 @@ impl Layer {
         let tensor = &mut self.tensors[index];
         if kind != tensor.kind() || shape != tensor.size() {
             let reason = format!(
-                "a tensor of `{}` is {kind:?} {shape:?} in it; expected {:?} {:?}. Take the model in the file's own dtype",
+                "a tensor of `{}` is {kind:?} {shape:?} in it; expected {:?} {:?}. Load the model in the file's dtype",
                 self.name,
                 tensor.kind(),
                 tensor.size()
@@ -91,7 +91,7 @@ impl Layer {
         Ok(())
     }
 
-    /// Writes tensors to a file in a folder of its own, and takes its name away: what is open stays, for this process alone.
+    /// Writes tensors to a file in its own folder and unlinks it: the open file stays for this process only.
     pub(super) fn spill(&mut self, folder: &Path, region: usize, members: &[usize]) -> Result<()> {
         let own = own_folder(folder)?;
         let path = own.path().join(format!("{}.{region}.safetensors", self.name));
@@ -102,7 +102,7 @@ impl Layer {
         tensors_file::write(&path, &tensors).map_err(|error| match error {
             models::Error::File { path, reason } => {
                 let reason = format!(
-                    "{reason}; the file tier needs room for the model's layers, in a folder that can be written"
+                    "{reason}; the file tier needs space for the model's layers in a writable folder"
                 );
                 Error::File { path, reason }
             }
@@ -121,24 +121,24 @@ impl Layer {
         Ok(())
     }
 
-    /// Where a tensor's values are in a file, unless its handle shows other memory.
+    /// Returns a tensor's location in a file, unless the tensor refers to other memory.
     pub(super) fn in_file(&self, index: usize) -> Option<&InFile> {
         self.files[index].as_ref().filter(|file| file.mapped.data_ptr() == self.tensors[index].data_ptr())
     }
 
-    /// That file, for a layer that takes this one's place, if `tensor` shows its pages.
-    pub(crate) fn left(&self, name: &str, tensor: &Tensor) -> Option<Left> {
+    /// Returns that location, for a layer that replaces this one, if `tensor` refers to its pages.
+    pub(crate) fn left(&self, name: &str, tensor: &Tensor) -> Option<FileLocation> {
         let index = self.names.iter().position(|known| known == name)?;
         let file = self.files[index].as_ref()?;
-        (file.mapped.data_ptr() == tensor.data_ptr()).then(|| Left::Again(file.clone()))
+        (file.mapped.data_ptr() == tensor.data_ptr()).then(|| FileLocation::Stored(file.clone()))
     }
 
-    /// Whether any of it comes from a file.
+    /// Whether any tensor is in a file.
     pub(crate) fn is_in_files(&self) -> bool {
         (0..self.files.len()).any(|index| self.in_file(index).is_some())
     }
 
-    /// That files have what the handles show: their tensors were not written in memory, nor are they to be trained.
+    /// Checks that the files contain what the tensors show: they were not written in memory, and are not to be trained.
     pub(super) fn check_files(&mut self) -> Result<()> {
         for index in 0..self.files.len() {
             let Some(InFile { source, mapped, version }) = self.in_file(index) else { continue };
@@ -148,14 +148,14 @@ impl Layer {
             } else if now == *version {
                 continue;
             } else if same_bytes(source, mapped)? {
-                // Other memory came and went.
+                // The memory was exchanged and restored.
                 self.files[index].iter_mut().for_each(|file| file.version = now);
                 continue;
             } else {
                 "was changed in memory"
             };
             let reason = format!(
-                "`{}.{}` {change}, but it lives in {} and is read from there; choose what is trained, and load what is to be loaded, \
+                "`{}.{}` {change}, but it is stored in {} and is read from there; decide what is trained, and load weights, \
                  before the model is offloaded to files",
                 self.name,
                 self.names[index],
@@ -167,12 +167,12 @@ impl Layer {
     }
 }
 
-/// A folder in which a file can be written, and which is gone with the value.
+/// Creates a folder in which a file can be written, and which is removed with the value.
 pub(crate) fn own_folder(folder: &Path) -> Result<tempfile::TempDir> {
     let made = tempfile::Builder::new().prefix("offload-").tempdir_in(folder);
     made.map_err(|cause| Error::File {
         path: folder.to_owned(),
-        reason: format!("no folder for the layers can be made in it: {cause}"),
+        reason: format!("a folder for the layers cannot be created in it: {cause}"),
     })
 }
 

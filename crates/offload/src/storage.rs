@@ -1,8 +1,9 @@
-//! Where a layer's values are while no one computes with them.
+//! The storage of layers on the host while they are not in use.
 //!
-//! The model's own handles decide: a load reads the memory that they show. [`Layer::new`] gives them memory of the home's; who exchanges
-//! it afterwards (`set_data`) is seen by [`Layer::look`], which each use begins with.
+//! The model's tensors are the truth: a load reads the memory that they refer to. [`Layer::new`] gives them host memory or file
+//! pages; if that memory is exchanged later (`set_data`), [`Layer::look`] notices, with which each use starts.
 
+mod gradient_sums;
 mod in_file;
 mod watch;
 
@@ -15,31 +16,31 @@ use runtime::device::{self, Event};
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
-use crate::layout::{Layout, Place, piece, view};
-pub(crate) use in_file::{InFile, Left, Source, own_folder};
-pub(crate) use watch::{Stamp, unchanged};
+use crate::layout::{Extent, Layout, piece, view};
+pub(crate) use in_file::{FileLocation, InFile, Source, own_folder};
+pub(crate) use watch::{TensorVersions, unchanged};
 
-/// Where layers live between their uses.
+/// Where layers are stored between their uses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Tier {
-    /// In the host's memory.
+    /// In host memory.
     #[default]
     Host,
-    /// Frozen tensors in files, trained ones in the host's memory. Files are made in this folder, and have no name there once they are
-    /// written: the system takes them back when the process ends, however it ends. The space on the disk is theirs until then.
+    /// Frozen tensors in files, trained ones in host memory. Files are created in this folder and unlinked once written, so the
+    /// system frees them when the process ends, however it ends. Until then they occupy disk space.
     File(PathBuf),
 }
 
-/// One piece of a layer on its way to a slot.
+/// A piece of a layer to be loaded.
 pub(crate) enum Piece {
-    /// From the host's memory.
+    /// In host memory.
     Host(Tensor),
-    /// From a file.
+    /// In a file.
     File(Arc<Source>),
 }
 
 impl Piece {
-    /// Brings the values into `target`, bytes on the device; a file's through `staging`, host bytes, where the device is not the host.
+    /// Copies the bytes to `target` on the device; from a file through `staging` on the host, if the device is not the CPU.
     pub(crate) fn bring(&self, target: &mut Tensor, staging: Option<&Tensor>) -> runtime::Result<()> {
         let _no_grad = tch::no_grad_guard();
         match (self, staging) {
@@ -56,64 +57,64 @@ impl Piece {
     }
 }
 
-/// A layer whose values are at home.
+/// A layer whose values are in host memory or files.
 #[derive(Debug)]
 pub(crate) struct Layer {
     pub(crate) name: String,
-    /// Which of the model's blocks it is.
+    /// Index among the model's blocks.
     pub(crate) number: usize,
-    /// Of its tensors.
+    /// Names of its tensors.
     names: Vec<String>,
     pub(crate) layout: Layout,
-    /// The model's own handles: their memory is the home.
+    /// The model's own tensors, whose memory is the storage.
     pub(crate) tensors: Vec<Tensor>,
-    /// By tensor: its memory at the last look. Held, so that other memory has another address.
+    /// By tensor: its memory at the last check. Kept alive, so that other memory has another address.
     seen: Vec<Tensor>,
-    /// By region: its bytes in the host's memory.
+    /// By region: its bytes in host memory.
     flats: Vec<Option<Tensor>>,
-    /// By tensor: where it was left in a file.
+    /// By tensor: its location in a file.
     files: Vec<Option<InFile>>,
-    /// Host memory for the gradients of the trained tensors, from the first on.
+    /// Host buffers for the gradients of trained tensors, once needed.
     gradients: Vec<Option<Tensor>>,
-    /// By tensor: the sum of the gradients of backwards that have not ended. Autograd does not see it: it may put a gradient of its own
-    /// into `.grad` at any time.
+    /// By tensor: the gradient sum of running backwards. Autograd does not see it, because it may write its own gradient to
+    /// `.grad` at any time.
     pub(crate) pending: Vec<Option<Tensor>>,
-    /// How often the layer's values became others without a new version: a step of the engine's own optimizer, as soon as it is queued,
-    /// or memory that was exchanged.
+    /// Counts changes of the layer's values without a new version: steps of the engine's own optimizer, as soon as they are
+    /// queued, and exchanged memory.
     pub(crate) generation: u64,
     /// Steps of the engine's own optimizer.
     pub(crate) steps: u64,
-    /// The tensors that the engine's own optimizer has stepped, and not the rest of the model.
+    /// Tensors that the engine's optimizer has stepped before the rest of the model.
     pub(crate) ahead: Vec<usize>,
-    /// Whether the change of this step is queued, so that the layer may be read ahead for the next one.
-    pub(crate) settled: bool,
-    /// When the last of those changes is done.
+    /// Whether this step's update is queued, so that the layer may be prefetched for the next step.
+    pub(crate) update_queued: bool,
+    /// When the last update is done.
     pub(crate) updated: Option<Arc<Event>>,
-    /// When the gradients that were delivered are in the host's memory.
+    /// When the delivered gradients are in host memory.
     pub(crate) arrived: Vec<Arc<Event>>,
     /// Forwards whose backward is still to come.
     pub(crate) outstanding: Arc<AtomicUsize>,
-    /// Why it cannot be used any more.
+    /// Why the layer cannot be used any more.
     pub(crate) lost: Option<String>,
 }
 
-/// How to take a layer home.
+/// How to store a layer.
 #[derive(Debug, Clone)]
-pub(crate) struct Homing {
-    /// Whose transfers the host's memory is page-locked for; the CPU for ordinary pages.
+pub(crate) struct Placement {
+    /// The device for whose transfers host memory is page-locked; the CPU for ordinary pages.
     pub(crate) pinned_for: Device,
-    /// Where frozen tensors are written; `None` to keep them in the host's memory.
+    /// The folder for frozen tensors; `None` to keep them in host memory.
     pub(crate) folder: Option<PathBuf>,
 }
 
 impl Layer {
-    /// Takes tensors home: the handles stay the model's, and their memory becomes the home's. `left` says of a tensor whose values lie
-    /// in a file already where that is.
+    /// Offloads tensors: they stay the model's, with new memory. `left` returns the location of a tensor whose values are
+    /// already in a file.
     pub(crate) fn new(
         (name, number): (&str, usize),
         named: &[(String, Tensor, Role)],
-        homing: &Homing,
-        left: &dyn Fn(&str, &Tensor) -> Option<Left>,
+        placement: &Placement,
+        left: &dyn Fn(&str, &Tensor) -> Option<FileLocation>,
     ) -> Result<Self> {
         let _no_grad = tch::no_grad_guard();
         let named = named.iter().map(|(tensor_name, tensor, role)| {
@@ -135,7 +136,7 @@ impl Layer {
             generation: 0,
             steps: 0,
             ahead: Vec::new(),
-            settled: false,
+            update_queued: false,
             updated: None,
             arrived: Vec::new(),
             outstanding: Arc::default(),
@@ -153,15 +154,15 @@ impl Layer {
             }
             let has_files = !in_files.is_empty();
             for (index, left) in in_files {
-                layer.leave_in_file(index, left)?;
+                layer.use_file(index, left)?;
             }
-            match &homing.folder {
+            match &placement.folder {
                 _ if others.is_empty() => {}
                 Some(folder) if !trained => layer.spill(folder, region, &others)?,
                 _ if has_files => {
-                    others.iter().try_for_each(|&index| layer.take_alone(index, homing.pinned_for))?;
+                    others.iter().try_for_each(|&index| layer.copy_to_host(index, placement.pinned_for))?;
                 }
-                _ => layer.take_to_host(region, &others, homing.pinned_for)?,
+                _ => layer.pack_to_host(region, &others, placement.pinned_for)?,
             }
         }
         layer.seen = layer.tensors.iter().map(|tensor| Ok(tensor.f_detach()?)).collect::<Result<_>>()?;
@@ -169,47 +170,47 @@ impl Layer {
     }
 
     fn members(&self, region: usize) -> Vec<usize> {
-        (0..self.tensors.len()).filter(|&index| self.layout.places[index].region == region).collect()
+        (0..self.tensors.len()).filter(|&index| self.layout.extents[index].region == region).collect()
     }
 
-    fn take_to_host(&mut self, region: usize, members: &[usize], pinned_for: Device) -> Result<()> {
+    fn pack_to_host(&mut self, region: usize, members: &[usize], pinned_for: Device) -> Result<()> {
         let range = self.layout.regions[region].range.clone();
         let mut flat = device::pinned_empty(&[range.len() as i64], Kind::Uint8, pinned_for)?;
-        // What aligns the views is moved with them.
+        // The padding between views is copied with them.
         let _ = flat.f_zero_()?;
         for &index in members {
-            let home = view(&flat, range.start, &self.layout.places[index])?;
-            home.shallow_clone().f_copy_(&self.tensors[index])?;
-            self.tensors[index].f_set_data(&home)?;
+            let memory = view(&flat, range.start, &self.layout.extents[index])?;
+            memory.shallow_clone().f_copy_(&self.tensors[index])?;
+            self.tensors[index].f_set_data(&memory)?;
         }
         self.flats[region] = Some(flat);
         Ok(())
     }
 
-    /// Gives a tensor host memory of its own.
-    fn take_alone(&mut self, index: usize, pinned_for: Device) -> Result<()> {
+    /// Copies one tensor to its own host memory.
+    fn copy_to_host(&mut self, index: usize, pinned_for: Device) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
-        let Place { kind, shape, .. } = &self.layout.places[index];
-        let mut home = device::pinned_empty(shape, *kind, pinned_for)?;
-        home.f_copy_(&self.tensors[index])?;
-        self.tensors[index].f_set_data(&home)?;
+        let Extent { kind, shape, .. } = &self.layout.extents[index];
+        let mut memory = device::pinned_empty(shape, *kind, pinned_for)?;
+        memory.f_copy_(&self.tensors[index])?;
+        self.tensors[index].f_set_data(&memory)?;
         Ok(())
     }
 
-    /// What has to move for the layer to be in `slot`, bytes on the device: pieces with where they go. A region whose tensors are all at
-    /// their places is one piece.
+    /// Returns the pieces to load into `slot`, bytes on the device, with their destinations. A region whose tensors all have
+    /// their own memory is one piece.
     pub(crate) fn pieces(&self, slot: &Tensor) -> Result<Vec<(Piece, Tensor)>> {
         let mut pieces = Vec::new();
         for (number, (region, flat)) in self.layout.regions.iter().zip(&self.flats).enumerate() {
             let members = self.members(number);
             if let Some(flat) = flat
-                && members.iter().all(|&index| self.is_at_its_place(index))
+                && members.iter().all(|&index| self.is_in_region(index))
             {
                 pieces.push((Piece::Host(flat.shallow_clone()), piece(slot, region.range.clone())?));
                 continue;
             }
             for index in members {
-                let place = &self.layout.places[index];
+                let place = &self.layout.extents[index];
                 if place.range.is_empty() {
                     continue;
                 }
@@ -228,17 +229,17 @@ impl Layer {
         format!("{}.{}", self.name, self.names[index])
     }
 
-    /// Bytes that a load moves.
+    /// Bytes of a load.
     pub(crate) fn bytes(&self) -> u64 {
         self.layout.bytes as u64
     }
 
-    /// Bytes of gradients that go back.
+    /// Bytes of the gradients to store.
     pub(crate) fn gradient_bytes(&self) -> u64 {
-        self.trained().map(|index| self.layout.places[index].range.len() as u64).sum()
+        self.trained().map(|index| self.layout.extents[index].range.len() as u64).sum()
     }
 
-    /// The tensors that are trained.
+    /// The indices of trained tensors.
     pub(crate) fn trained(&self) -> impl Iterator<Item = usize> + use<'_> {
         (0..self.tensors.len()).filter(|&index| self.tensors[index].requires_grad())
     }
@@ -247,16 +248,16 @@ impl Layer {
         self.trained().next().is_some()
     }
 
-    /// Host memory for the gradient of a trained tensor: that of the last one, where nobody has kept it.
-    pub(crate) fn gradient_room(&mut self, index: usize, pinned_for: Device) -> Result<Tensor> {
-        if let Some(room) = &self.gradients[index]
-            && runtime::memory::is_sole_owner(room)?
+    /// Returns a host buffer for the gradient of a trained tensor; reuses the last one unless someone else keeps it.
+    pub(crate) fn gradient_buffer(&mut self, index: usize, pinned_for: Device) -> Result<Tensor> {
+        if let Some(buffer) = &self.gradients[index]
+            && runtime::memory::is_sole_owner(buffer)?
         {
-            return Ok(room.shallow_clone());
+            return Ok(buffer.shallow_clone());
         }
-        let Place { kind, shape, .. } = &self.layout.places[index];
-        let room = device::pinned_empty(shape, *kind, pinned_for)?;
-        self.gradients[index] = Some(room.shallow_clone());
-        Ok(room)
+        let Extent { kind, shape, .. } = &self.layout.extents[index];
+        let buffer = device::pinned_empty(shape, *kind, pinned_for)?;
+        self.gradients[index] = Some(buffer.shallow_clone());
+        Ok(buffer)
     }
 }

@@ -1,27 +1,27 @@
-//! Memory that others exchange under the model's handles, and values that they change.
+//! Detects exchanged memory and changed values.
 
 use tch::{Device, Tensor};
 
 use super::Layer;
 use crate::error::{Error, Result};
 
-/// What tensors were at a moment.
+/// The memory and versions of tensors at a moment.
 #[derive(Debug)]
-pub(crate) struct Stamp {
-    /// Each one's memory, held so that other memory has another address, and version.
+pub(crate) struct TensorVersions {
+    /// Each tensor's memory, kept alive so that other memory has another address, and its version.
     tensors: Vec<(Tensor, i64)>,
     /// Steps of the engine's own optimizer.
     steps: u64,
 }
 
-impl Stamp {
-    /// Of tensors that no optimizer of the engine's steps.
+impl TensorVersions {
+    /// Records tensors that the engine's optimizer does not step.
     pub(crate) fn of(named: &[(String, Tensor)]) -> Result<Self> {
         let each = |(_, tensor): &(String, Tensor)| Ok((tensor.f_detach()?, tensor.internal_version()));
         Ok(Self { tensors: named.iter().map(each).collect::<Result<_>>()?, steps: 0 })
     }
 
-    /// That `tensors` are what they were.
+    /// Checks that `tensors` have not changed.
     fn check(
         &self,
         layer: &str,
@@ -35,28 +35,32 @@ impl Stamp {
         let what = match tensors.iter().zip(&self.tensors).position(|pair| !same(pair)) {
             Some(index) => format!("`{layer}.{}` was written, or given other memory,", name(index)),
             None if tensors.len() != self.tensors.len() => format!("`{layer}` was given other tensors"),
-            None if steps != self.steps => format!("`{layer}` was stepped by its optimizer"),
+            None if steps != self.steps => format!("`{layer}` was updated by its optimizer"),
             None => return Ok(()),
         };
         let reason = format!(
-            "{what} between a forward and its backward, which would run with other values; run backward before weights are changed, \
-             merged or stepped, or run the forward again"
+            "{what} between a forward and its backward, which would recompute with other values; run backward before weights are changed, \
+             merged or updated, or run the forward again"
         );
         Err(Error::config("graph", reason))
     }
 }
 
-/// That tensors which no optimizer of the engine's steps are what they were.
-pub(crate) fn unchanged(stamp: &Stamp, layer: &str, named: &[(String, Tensor)]) -> Result<()> {
+/// Checks that tensors that the engine's optimizer does not step have not changed.
+pub(crate) fn unchanged(
+    versions_at_forward: &TensorVersions,
+    layer: &str,
+    named: &[(String, Tensor)],
+) -> Result<()> {
     let tensors: Vec<Tensor> = named.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
-    stamp.check(layer, &|index| named[index].0.clone(), &tensors, 0)
+    versions_at_forward.check(layer, &|index| named[index].0.clone(), &tensors, 0)
 }
 
 impl Layer {
-    /// Sees whose memory the handles show. What is not on the host is taken there.
+    /// Reads which memory the tensors refer to now. Copies values that are on a device to the host.
     ///
     /// # Errors
-    /// A tensor that became one of another dtype or shape; a tensor in a file whose values are others there.
+    /// A tensor with another dtype or shape than before; a tensor in a file whose values differ from the file's.
     pub(crate) fn look(&mut self, pinned_for: Device) -> Result<()> {
         if let Some(reason) = &self.lost {
             return Err(Error::config("layers", reason.clone()));
@@ -65,7 +69,7 @@ impl Layer {
             if same_memory(&self.tensors[index], &self.seen[index]) {
                 continue;
             }
-            let (tensor, place) = (&self.tensors[index], &self.layout.places[index]);
+            let (tensor, place) = (&self.tensors[index], &self.layout.extents[index]);
             if tensor.kind() != place.kind || tensor.size() != place.shape || !tensor.is_contiguous() {
                 let reason = format!(
                     "`{}.{}` was given other memory, {:?} {:?} with strides {:?}; expected {:?} {:?}, contiguous, as it was when the \
@@ -81,7 +85,7 @@ impl Layer {
                 return Err(Error::config("layers", reason));
             }
             if tensor.device() != Device::Cpu {
-                self.take_alone(index, pinned_for)?;
+                self.copy_to_host(index, pinned_for)?;
             }
             self.seen[index] = self.tensors[index].f_detach()?;
             self.generation += 1;
@@ -89,42 +93,42 @@ impl Layer {
         self.check_files()
     }
 
-    /// Whether the handles show the memory that they did at the last look.
+    /// Whether the tensors refer to the same memory as at the last check.
     pub(crate) fn is_as_seen(&self) -> bool {
         self.tensors.iter().zip(&self.seen).all(|(tensor, seen)| same_memory(tensor, seen))
     }
 
-    /// How often the tensors were changed by others than the engine.
+    /// The tensors' versions: changes by others than the engine.
     pub(crate) fn versions(&self) -> Vec<i64> {
         self.tensors.iter().map(Tensor::internal_version).collect()
     }
 
-    /// What the layer is now, for a graph whose backward runs it again.
-    pub(crate) fn stamp(&self) -> Stamp {
+    /// Records the layer's current values, for a graph whose backward recomputes it.
+    pub(crate) fn versions_at_forward(&self) -> TensorVersions {
         let each = self.seen.iter().zip(&self.tensors);
         let tensors = each.map(|(seen, tensor)| (seen.shallow_clone(), tensor.internal_version())).collect();
-        Stamp { tensors, steps: self.steps }
+        TensorVersions { tensors, steps: self.steps }
     }
 
-    /// That the layer is what it was.
-    pub(crate) fn check_unchanged(&self, stamp: &Stamp) -> Result<()> {
-        stamp.check(&self.name, &|index| self.names[index].clone(), &self.tensors, self.steps)
+    /// Checks that the layer has not changed.
+    pub(crate) fn check_unchanged(&self, versions_at_forward: &TensorVersions) -> Result<()> {
+        versions_at_forward.check(&self.name, &|index| self.names[index].clone(), &self.tensors, self.steps)
     }
 
-    /// Whether a tensor's memory is its place in the region's.
-    pub(super) fn is_at_its_place(&self, index: usize) -> bool {
-        let (tensor, place) = (&self.tensors[index], &self.layout.places[index]);
+    /// Whether a tensor's memory is still that of its region.
+    pub(super) fn is_in_region(&self, index: usize) -> bool {
+        let (tensor, place) = (&self.tensors[index], &self.layout.extents[index]);
         let Some(flat) = &self.flats[place.region] else { return false };
         let origin = self.layout.regions[place.region].range.start;
         place.range.is_empty()
             || tensor.data_ptr() as usize == flat.data_ptr() as usize + place.range.start - origin
     }
 
-    /// The layer's own tensor that is on a device, if there is one.
-    pub(crate) fn astray(&self) -> Option<String> {
+    /// Describes a tensor of the layer that is on a device, if there is one.
+    pub(crate) fn misplaced(&self) -> Option<String> {
         let index = self.tensors.iter().position(|tensor| tensor.device() != Device::Cpu)?;
         Some(format!(
-            "`{}.{}` is on {:?}, not at home; the layer's next use takes it there",
+            "`{}.{}` is on {:?} instead of the host; the layer's next use copies it there",
             self.name,
             self.names[index],
             self.tensors[index].device()
