@@ -9,6 +9,7 @@
 //! used first while a graph is captured is an error, since a capture cannot load code: run the step once before.
 //! `FRUGAL_CUDA_CHECK=1` waits after each launch, so that an error names the kernel that made it.
 
+pub(crate) mod adam;
 mod cache;
 pub(crate) mod cross_entropy;
 pub(crate) mod norm;
@@ -95,15 +96,27 @@ fn is_off() -> bool {
     *OFF.get_or_init(|| std::env::var_os("FRUGAL_CUDA_KERNELS").is_some_and(|choice| choice == "off"))
 }
 
-/// Queues the kernel `expression` of a text on the current stream of `device`.
-///
-/// The arguments must be those of its signature, and lead to memory of the device that is as large as the kernel reads and
-/// writes: the functions of the modules below see to that.
+/// [`launch_with`] without shared memory of the launch's own.
 fn launch(
     source: Source,
     expression: &str,
     device: Device,
-    grid: (i64, u32),
+    (blocks, threads): (i64, u32),
+    arguments: &[Argument],
+) -> Result<()> {
+    launch_with(source, expression, device, (blocks, threads, 0), arguments)
+}
+
+/// Queues the kernel `expression` of a text on the current stream of `device`: so many blocks, of so many threads and so many bytes
+/// of shared memory beside what the kernel declares, at most [`shared_memory`].
+///
+/// The arguments must be those of its signature, and lead to memory of the device that is as large as the kernel reads and
+/// writes: the functions of the modules below see to that.
+fn launch_with(
+    source: Source,
+    expression: &str,
+    device: Device,
+    grid: (i64, u32, u32),
     arguments: &[Argument],
 ) -> Result<()> {
     let Device::Cuda(index) = device else {
@@ -117,13 +130,33 @@ fn launch(
     let stream = CudaStream::current(index)?;
     driver.make_current(stream)?;
     let kernel = loaded(source, expression, index, stream)?;
-    let queued = driver.launch(kernel, (blocks, grid.1), arguments, stream);
+    if grid.2 > UNASKED {
+        driver.allow_shared(kernel, index, grid.2)?;
+    }
+    let queued = driver.launch(kernel, (blocks, grid.1, grid.2), arguments, stream);
     queued.and_then(|()| if checks() { driver.synchronize(stream) } else { Ok(()) }).map_err(|error| {
         match error {
             Error::Torch(message) => Error::Torch(format!("{expression}: {message}")),
             other => other,
         }
     })
+}
+
+/// Bytes of shared memory that a block has without asking, with some for what the kernel declares.
+const UNASKED: u32 = 47 << 10;
+
+/// Bytes of shared memory that a block may ask for.
+fn shared_memory(device: Device) -> Result<c_int> {
+    static KNOWN: Mutex<Vec<(c_int, c_int)>> = Mutex::new(Vec::new());
+    let Device::Cuda(index) = device else { return Ok(0) };
+    let index = c_int::try_from(index).map_err(|_| Error::invalid(NAME, "a device index out of range"))?;
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(&(_, bytes)) = known.iter().find(|(of, _)| *of == index) {
+        return Ok(bytes);
+    }
+    let bytes = driver::load().map_err(unavailable)?.shared_memory(index)?;
+    known.push((index, bytes));
+    Ok(bytes)
 }
 
 fn checks() -> bool {
@@ -278,7 +311,8 @@ mod tests {
         }
     }
 
-    const EXPRESSIONS: [(Source, &[&str]); 5] = [
+    const EXPRESSIONS: [(Source, &[&str]); 6] = [
+        (adam::SOURCE, &["adam<bf16, bf16, 8, true, 128, 1024>", "adam<float, bf16, 1, false, 128, 1024>"]),
         (
             cross_entropy::SOURCE,
             &[
@@ -294,10 +328,10 @@ mod tests {
         (
             norm::SOURCE,
             &[
-                "norm_forward<bf16, bf16, bf16, 8, 256, 2, false>",
-                "norm_forward<f16, float, float, 1, 512, 8, true>",
-                "norm_backward<bf16, bf16, bf16, 8, 512, 1, false, false>",
-                "norm_backward<f16, float, float, 1, 1024, 4, true, true>",
+                "norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>",
+                "norm_forward<f16, float, float, 1, 1024, 4, 0, true>",
+                "norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>",
+                "norm_backward<f16, float, float, 1, 1024, 4, 0, true, true>",
                 "column_sums",
             ],
         ),

@@ -1,4 +1,4 @@
-//! Errors of a training.
+//! What can be wrong with a training run.
 
 use std::path::PathBuf;
 
@@ -12,36 +12,36 @@ pub enum Error {
     /// A setting outside its range.
     #[error("{what}: {reason}")]
     Config {
-        /// The part of the training.
+        /// Which part.
         what: &'static str,
-        /// The value, the expected values, and the remedy.
+        /// What came, what was expected, and what to do.
         reason: String,
     },
-    /// An invalid tensor.
+    /// A tensor that an operation cannot take.
     #[error("{operation}: `{name}` {reason}")]
     Tensor {
         /// The operation.
         operation: &'static str,
         /// The tensor's name.
         name: String,
-        /// What is wrong, and what was expected.
+        /// What came and what was expected.
         reason: String,
     },
-    /// Named tensors that do not match their targets.
+    /// Named tensors that do not fit where they should go.
     #[error("{from} does not fit {into}: {}", problems(missing, unexpected, mismatched))]
     State {
         /// Where they came from.
         from: String,
-        /// The targets.
+        /// Where they should go.
         into: &'static str,
-        /// Names that only the targets have.
+        /// Names that are needed and not there.
         missing: Vec<String>,
-        /// Names that only the source has.
+        /// Names that are there and not needed.
         unexpected: Vec<String>,
         /// Name, shape and dtype found, and what was expected.
         mismatched: Vec<String>,
     },
-    /// A file of a checkpoint that is invalid.
+    /// A file of a checkpoint that is not what was written.
     #[error("{}: {reason}", path.display())]
     File {
         /// The file.
@@ -49,7 +49,7 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
-    /// No usable checkpoint in a folder.
+    /// No checkpoint of a folder can be used.
     #[error(
         "no checkpoint in {} can be used: {}; start again in an empty folder, or put back a copy of one of them",
         folder.display(), refused.join("; ")
@@ -57,7 +57,7 @@ pub enum Error {
     NoCheckpoint {
         /// The folder.
         folder: PathBuf,
-        /// Why each was refused, newest first.
+        /// Why each was refused, the newest first.
         refused: Vec<String>,
     },
     /// A checkpoint could not be written.
@@ -67,12 +67,12 @@ pub enum Error {
         step: u64,
         /// The file or folder.
         path: PathBuf,
-        /// The operating system's error.
+        /// What the operating system said.
         cause: std::io::Error,
-        /// The remedy.
+        /// What to do.
         remedy: &'static str,
     },
-    /// Another process writes checkpoints to the folder.
+    /// Another process writes checkpoints into the folder.
     #[error(
         "{} is in use: another training writes its checkpoints there; wait for its end, or give another folder",
         folder.display()
@@ -86,10 +86,10 @@ pub enum Error {
     Io {
         /// The file.
         path: PathBuf,
-        /// The operating system's error.
+        /// What the operating system said.
         cause: std::io::Error,
     },
-    /// The training diverged.
+    /// The loss left the region where training makes sense.
     #[error(
         "training diverged at step {step}: {reason}; try a lower learning rate, a longer warm-up, or a smaller gradient norm to clip to"
     )]
@@ -99,19 +99,19 @@ pub enum Error {
         /// The losses seen.
         reason: String,
     },
-    /// No activation plan fits the budget.
+    /// No plan of activations fits its budget.
     #[error(transparent)]
     Plan(#[from] accounting::Error),
-    /// An error of the data.
+    /// The data refused.
     #[error(transparent)]
     Data(#[from] dataloading::Error),
-    /// An error of the model.
+    /// The model refused.
     #[error(transparent)]
     Model(#[from] models::Error),
-    /// An invalid trace, or one without steps.
+    /// A trace that cannot be read, or has no steps.
     #[error(transparent)]
     Profile(#[from] crate::profile::ProfileError),
-    /// An error of the runtime.
+    /// The runtime refused.
     #[error(transparent)]
     Runtime(#[from] runtime::Error),
 }
@@ -132,7 +132,7 @@ impl Error {
     }
 }
 
-/// Formats the lists, at most eight names of each.
+/// The lists, each cut after eight names.
 fn problems(missing: &[String], unexpected: &[String], mismatched: &[String]) -> String {
     let of = |title: &str, names: &[String]| {
         let more = match names.len().saturating_sub(8) {

@@ -1,4 +1,4 @@
-//! Callbacks of a training.
+//! Who is told what happens in a training.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,8 +8,9 @@ use serde::Serialize;
 use crate::error::Result;
 use crate::evaluation::Evaluation;
 
-/// Seconds that the host spent in the parts of a step. On CUDA work is queued, so time appears where the host next waits; a
-/// trace shows the device's side, in the ranges `data`, `forward`, `backward`, `clip`, `optimizer`.
+/// Seconds that the host spent in the parts of a step. On CUDA work is queued, so that a part's own time is not where it was
+/// queued but where the host next waits; a trace shows the device's side, under the ranges `data`, `forward`, `backward`,
+/// `clip`, `optimizer`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Timings {
     /// Waiting for batches.
@@ -18,45 +19,45 @@ pub struct Timings {
     pub forward: f64,
     /// Backward passes.
     pub backward: f64,
-    /// Unscaling, clipping, the optimizer's step, clearing gradients.
+    /// Unscaling, clipping, the optimizer's step, clearing the gradients.
     pub optimizer: f64,
-    /// The whole step, including reading the losses of earlier steps, without evaluations and checkpoints.
+    /// The whole step, and reading the losses of those before; evaluations and checkpoints are not in it.
     pub total: f64,
 }
 
-/// The record of a step.
+/// What is known of a step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StepRecord {
     /// Its number, from 1.
     pub step: u64,
-    /// Mean loss over its targets, in nats.
+    /// Mean loss of its targets, in nats.
     pub loss: f64,
-    /// Fraction of correct predictions, if requested.
+    /// Share of its targets that were predicted right, where that was asked for.
     pub accuracy: Option<f64>,
     /// The first group's learning rate.
     pub learning_rate: f64,
-    /// The gradient norm before clipping, if computed.
+    /// The gradients' norm before clipping, where it was computed.
     pub gradient_norm: Option<f64>,
-    /// Whether the step was skipped because a gradient was not finite.
+    /// Whether the optimizer passed it over, because a gradient was not finite.
     pub skipped: bool,
-    /// How often its gradients were recomputed because they overflowed ([`Overflow::Retry`](crate::trainer::Overflow)).
+    /// How often its gradients were computed again, because they overflowed ([`Overflow::Retry`](crate::trainer::Overflow)).
     pub retries: u32,
-    /// The loss scale.
+    /// The loss's scale.
     pub scale: f64,
-    /// Document tokens.
+    /// Tokens of documents.
     pub tokens: usize,
-    /// Padding positions.
+    /// Places that padded.
     pub padding: usize,
-    /// Positions with a label.
+    /// Places that had something to predict.
     pub targets: usize,
-    /// Times of its parts.
+    /// Where its time went.
     pub timings: Timings,
 }
 
-/// Receives steps, evaluations and checkpoints. Steps arrive in order, but late: several losses are read at once.
+/// Is told of steps, evaluations and checkpoints. Steps come in order, but late: losses are read several at a time.
 #[allow(unused_variables, reason = "the defaults do nothing with what they get")]
 pub trait Observer: Send {
-    /// Called when a step's loss was read.
+    /// A step's loss was read.
     ///
     /// # Errors
     /// Ends the training.
@@ -64,7 +65,7 @@ pub trait Observer: Send {
         Ok(())
     }
 
-    /// Called after an evaluation.
+    /// The model was evaluated.
     ///
     /// # Errors
     /// Ends the training.
@@ -72,7 +73,7 @@ pub trait Observer: Send {
         Ok(())
     }
 
-    /// Called when a checkpoint was written to `path`.
+    /// A checkpoint lies at `path`.
     ///
     /// # Errors
     /// Ends the training.
@@ -80,7 +81,7 @@ pub trait Observer: Send {
         Ok(())
     }
 
-    /// Called when the training resumes from a checkpoint.
+    /// The training goes on from a checkpoint.
     ///
     /// # Errors
     /// Ends the training.
@@ -88,7 +89,7 @@ pub trait Observer: Send {
         Ok(())
     }
 
-    /// Called with lines that the user asked for, each with its newline.
+    /// Lines that the user asked to see, each with its end.
     ///
     /// # Errors
     /// Ends the training.
@@ -96,7 +97,7 @@ pub trait Observer: Send {
         Ok(())
     }
 
-    /// Called with a warning.
+    /// Something that the user should know, and that ends nothing.
     ///
     /// # Errors
     /// Ends the training.
@@ -105,12 +106,12 @@ pub trait Observer: Send {
     }
 }
 
-/// Collects the record of every step. Clones share the list: give one to the trainer and keep one.
+/// Keeps the record of every step. Clones share them: one goes to the training, one stays outside.
 #[derive(Debug, Clone, Default)]
 pub struct Collect(Arc<Mutex<Vec<StepRecord>>>);
 
 impl Collect {
-    /// Returns the records since the last call.
+    /// The records since the last call.
     pub fn take(&self) -> Vec<StepRecord> {
         std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }

@@ -1,4 +1,4 @@
-//! Records steps of a training with the profiler, and adds what a trace cannot show.
+//! Steps of a training under the profiler, with what their trace cannot show.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,30 +9,30 @@ use runtime::profile::{Trace, TraceOptions};
 use crate::batches::Batches;
 use crate::error::Result;
 use crate::observer::{Observer, StepRecord};
-use crate::probe::StepProbe;
+use crate::probe::Probe;
 use crate::profile::{Facts, Profile};
-use crate::trainer::{StopReason, Trainer};
+use crate::trainer::{Ended, Trainer};
 
-/// How batches are loaded, for a diagnosis.
+/// How a training's batches are made, as far as a diagnosis wants to know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Loading {
-    /// Worker threads; 0 if the training thread loads.
+    /// Threads that make them; 0 where the training thread does.
     pub workers: usize,
-    /// Whether batches are in pinned memory before they are copied to a CUDA device.
+    /// Whether they lie in pinned memory before they are copied to a CUDA device.
     pub pinned: bool,
 }
 
-/// A recording.
+/// What was recorded.
 #[derive(Debug)]
 pub struct Traced {
-    /// The trace.
+    /// The trace, read back.
     pub profile: Profile,
-    /// Further facts for the diagnosis.
+    /// What is known besides.
     pub facts: Facts,
 }
 
-/// Runs `steps` more steps with the profiler, writes the trace to `path` for Perfetto, and parses it; `None` if the training
-/// ended before. The training continues as if nothing had been recorded.
+/// Runs `steps` steps more under the profiler, keeps the trace at `path` for Perfetto, and reads it back; `None` where the
+/// training ended before. The training goes on as if nothing had been recorded.
 ///
 /// # Errors
 /// Those of the loop and of the profiler; a file that cannot be written.
@@ -64,7 +64,7 @@ fn record(
     validation: Option<&mut dyn Batches>,
     until: u64,
     path: &Path,
-) -> Result<StopReason> {
+) -> Result<Ended> {
     let cuda = trainable(trainer.model.as_ref()).iter().any(|(_, tensor)| tensor.device().is_cuda());
     let trace = Trace::start(TraceOptions { cuda, shapes: true, memory: true })?;
     let ended = trainer.advance(until, train, validation)?;
@@ -72,7 +72,7 @@ fn record(
     Ok(ended)
 }
 
-/// Collects what a trace of the steps `records` cannot show. Runs a [`StepProbe`].
+/// What a trace of the steps `records` cannot show. Runs a [`Probe`].
 ///
 /// # Errors
 /// Those of the probe.
@@ -84,7 +84,7 @@ pub fn facts(
 ) -> Result<Facts> {
     let sum = |of: fn(&StepRecord) -> usize| records.iter().map(of).sum::<usize>() as f64;
     let (tokens, padding) = (sum(|record| record.tokens), sum(|record| record.padding));
-    let probe = StepProbe::run(trainer, train)?;
+    let probe = Probe::run(trainer, train)?;
     Ok(Facts {
         padding_share: Some(padding / (tokens + padding).max(1.0)),
         workers: Some(loading.workers),

@@ -1,14 +1,13 @@
-//! The training loop.
+//! The loop, made of parts that stand alone.
 //!
-//! One step: fetch the micro-batches ([`accumulation`](crate::accumulation)); start the [`Optimizer`]'s step with the
-//! learning-rate factor ([`LrSchedule`]); for each micro-batch, run forward, and backward from its share of the loss; let the
-//! optimizer unscale ([`GradScaler`]) and clip ([`clip`]) the gradients, and step; clear the gradients. Between steps: read
-//! losses, evaluate, save, stop.
+//! One step: fetch the micro-batches ([`accumulation`](crate::accumulation)); tell the [`Optimizer`] what the step is, the learning
+//! rate's factor ([`Schedule`]) among it; for each micro-batch, forward, and backward from its share of the loss; let the optimizer unscale
+//! ([`GradScaler`]) and clip ([`clip`]) the gradients, and step; clear the gradients. Between steps: read losses, evaluate, save, stop.
 //!
-//! The loop waits for the device only to read the gradient norm or overflow flag, if needed (in one copy; never with a
-//! [`DeviceGradScaler`](crate::scaler::DeviceGradScaler)), and the losses, several steps at a time. A resumed training computes
-//! the same bits as one that was never stopped: parameters, optimizer, scaler, data position and random generators are
-//! restored.
+//! Nothing here waits for the device but the gradients' norm or overflow flag, where one is wanted (both in one copy; not
+//! with a scaler that decides on the device, [`crate::scaler::DeviceSide`]), and the losses, which are read several steps
+//! at a time. A training that is resumed gives the same bits as one that was never
+//! stopped: parameters, optimizer, scaler, data and random generators go on where they stood.
 
 mod description;
 mod figures;
@@ -29,13 +28,13 @@ use crate::accumulation::{MicroBatches, fetch, forward};
 use crate::batches::Batches;
 use crate::checkpoint::Checkpoints;
 use crate::clip::{self, NonFinite};
-use crate::divergence::{Divergence, DivergenceMonitor};
+use crate::divergence::{Divergence, Watch};
 use crate::error::{Error, Result};
 use crate::evaluation::evaluate;
 use crate::observer::{Observer, StepRecord, Timings};
 use crate::optimizer::{Optimizer, StepDecision, StepSettings, ZeroGrad};
 use crate::scaler::{GradScaler, NoScaler};
-use crate::schedule::LrSchedule;
+use crate::schedule::Schedule;
 use figures::Figures;
 use frozen::Fingerprint;
 pub use frozen::Frozen;
@@ -43,45 +42,45 @@ use retry::Attempts;
 pub use retry::Overflow;
 use saving::Occasion;
 
-/// What to do if a checkpoint cannot be written.
+/// What to do when a checkpoint cannot be written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum FailedCheckpoint {
     /// End with the error.
     #[default]
     Stop,
-    /// Warn and continue.
-    Continue,
+    /// Warn, and go on without it.
+    GoOn,
 }
 
-/// Options of a training.
+/// How to train.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// Total steps, including those before a resume.
+    /// Steps of the whole training, those before a resume included.
     pub steps: u64,
-    /// Gradient accumulation steps.
+    /// Micro-batches of a step.
     pub accumulation: usize,
-    /// Maximum gradient norm.
+    /// Largest norm of the gradients.
     pub clip: Option<f64>,
-    /// What to do if the norm is not finite.
+    /// What to do where that norm is not finite.
     pub non_finite: NonFinite,
-    /// What to do if gradients overflow under a scaler.
+    /// What to do where they overflow under a scaler.
     pub overflow: Overflow,
     /// How gradients are cleared.
     pub zero_grad: ZeroGrad,
-    /// Whether to count correct predictions in each step: a pass over the logits.
+    /// Whether to count, in each step, what was predicted right: a pass over the logits.
     pub accuracy: bool,
     /// Steps between reading losses from the device.
     pub read_every: u64,
     /// Steps between evaluations.
     pub evaluate_every: Option<u64>,
-    /// Steps between checkpoints; one is always written at the end. None is written while losses are bad ([`Divergence`]), nor
-    /// with weights that are not finite: the last good one stays the newest.
+    /// Steps between checkpoints; one is written at the end in any case. None is written on the way while losses are out of
+    /// bounds ([`Divergence`]), nor ever of weights that are not finite: the last good one stays the newest.
     pub checkpoint_every: Option<u64>,
-    /// What to do if a checkpoint cannot be written.
+    /// What to do when one cannot be written.
     pub failed_checkpoint: FailedCheckpoint,
-    /// What checkpoints contain of frozen parameters.
+    /// What a checkpoint holds of parameters that are not trained.
     pub frozen: Frozen,
-    /// When to stop a diverging run.
+    /// When to stop early.
     pub divergence: Divergence,
 }
 
@@ -107,12 +106,12 @@ impl Default for Options {
 
 /// Why a training ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum StopReason {
-    /// All steps are completed.
-    Completed,
-    /// The data ended first.
+pub enum Ended {
+    /// All steps are done.
+    Done,
+    /// The data came to its end before.
     OutOfData,
-    /// [`Trainer::stop`] was set.
+    /// [`Trainer::stop`] was raised.
     Interrupted,
 }
 
@@ -120,44 +119,44 @@ pub enum StopReason {
 struct Pending {
     record: StepRecord,
     denominator: f64,
-    /// Fp64: the summed loss; the number of correct predictions, if requested; the device's decision ([`Figures`]), if it
-    /// decided.
+    /// Fp64: the summed loss; the number of right predictions, where it was asked for; what the device decided
+    /// ([`Figures`]), where it did.
     sums: Tensor,
     /// How many of them are sums.
     parts: usize,
 }
 
-/// A training. Its parts are public fields, to be set as needed.
+/// A training. Its parts are public: set the ones that are wanted.
 pub struct Trainer {
-    /// The model.
+    /// What is trained.
     pub model: Box<dyn LanguageModel>,
-    /// The optimizer.
+    /// What trains it.
     pub optimizer: Box<dyn Optimizer>,
-    /// The learning-rate schedule.
-    pub schedule: LrSchedule,
-    /// The loss scaler.
+    /// What multiplies the learning rates.
+    pub schedule: Schedule,
+    /// What scales the loss.
     pub scaler: Box<dyn GradScaler>,
-    /// Mixed precision of the forward in training and evaluation; `None` for the thread's current policy, if any.
+    /// The mixed precision of forward, in training and evaluation; `None`: that of the thread, if any.
     pub precision: Option<Arc<dyn Policy>>,
-    /// The folder of checkpoints.
+    /// Where checkpoints go.
     pub checkpoints: Option<Checkpoints>,
-    /// The observers.
+    /// Who is told.
     pub observers: Vec<Box<dyn Observer>>,
-    /// Set from outside to end the training after the current step, with a checkpoint.
+    /// Raised from outside to end the training after the step at hand, with a checkpoint.
     pub stop: Arc<AtomicBool>,
-    /// Options. May be changed between runs.
+    /// How to train. May be changed between runs.
     pub options: Options,
     step: u64,
     saved: Option<u64>,
-    watch: DivergenceMonitor,
+    watch: Watch,
     pending: Vec<Pending>,
     last: Instant,
-    /// Fingerprint of frozen parameters that checkpoints leave out, once computed.
+    /// Of what checkpoints leave out, once it was needed.
     fingerprint: Fingerprint,
 }
 
 impl Trainer {
-    /// Creates a training at a constant learning rate, without a scaler, checkpoints or observers.
+    /// A training without scaler, checkpoints and observers, at a constant learning rate.
     ///
     /// # Errors
     /// An option outside its range.
@@ -170,7 +169,7 @@ impl Trainer {
         Ok(Self {
             model,
             optimizer,
-            schedule: LrSchedule::default(),
+            schedule: Schedule::default(),
             scaler: Box::new(NoScaler),
             precision: None,
             checkpoints: None,
@@ -179,40 +178,36 @@ impl Trainer {
             options,
             step: 0,
             saved: None,
-            watch: DivergenceMonitor::default(),
+            watch: Watch::default(),
             pending: Vec::new(),
             last: Instant::now(),
             fingerprint: Fingerprint::default(),
         })
     }
 
-    /// Completed steps.
+    /// Steps done.
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// The step of the last checkpoint that this training wrote or resumed from. Less than [`Trainer::step`] after
-    /// [`Trainer::run`] if the last one could not be written.
+    /// The step of the last checkpoint that this training wrote or went on from. Less than [`Trainer::step`] after
+    /// [`Trainer::run`] where the last one could not be written.
     pub fn saved(&self) -> Option<u64> {
         self.saved
     }
 
-    /// Trains until all steps are done, the data ends, or [`Trainer::stop`] is set; then saves. Each evaluation reads
-    /// `validation` from its position to its end, and restores the position.
+    /// Trains until all steps are done, the data ends, or [`Trainer::stop`] is raised; then saves. `validation` is read from
+    /// where it stands to its end at each evaluation, and put back.
     ///
     /// # Errors
     /// [`Error::Diverged`]; a checkpoint that cannot be written; those of data, model and observers.
-    pub fn run(
-        &mut self,
-        train: &mut dyn Batches,
-        validation: Option<&mut dyn Batches>,
-    ) -> Result<StopReason> {
+    pub fn run(&mut self, train: &mut dyn Batches, validation: Option<&mut dyn Batches>) -> Result<Ended> {
         let ended = self.advance(self.options.steps, train, validation)?;
         self.save(train, Occasion::End)?;
         Ok(ended)
     }
 
-    /// Trains until step `until`, like [`Trainer::run`], without saving at the end.
+    /// Trains until step `until`, as [`Trainer::run`] does, and does not save at the end: a stretch of a longer training.
     ///
     /// # Errors
     /// Those of [`Trainer::run`].
@@ -221,19 +216,19 @@ impl Trainer {
         until: u64,
         train: &mut dyn Batches,
         mut validation: Option<&mut dyn Batches>,
-    ) -> Result<StopReason> {
+    ) -> Result<Ended> {
         self.schedule.check()?;
         self.optimizer.check(self.scaler.as_mut())?;
         self.last = Instant::now();
         let ended = loop {
             if self.step >= until {
-                break StopReason::Completed;
+                break Ended::Done;
             }
             if self.stop.load(Ordering::Relaxed) {
-                break StopReason::Interrupted;
+                break Ended::Interrupted;
             }
             if !self.train_step(train)? {
-                break StopReason::OutOfData;
+                break Ended::OutOfData;
             }
             let due = |every: Option<u64>| every.is_some_and(|every| self.step.is_multiple_of(every));
             let (evaluate, save) = (due(self.options.evaluate_every), due(self.options.checkpoint_every));
@@ -245,7 +240,7 @@ impl Trainer {
             }
             if save {
                 let began = Instant::now();
-                self.save(train, Occasion::Periodic)?;
+                self.save(train, Occasion::OnTheWay)?;
                 self.last += began.elapsed();
             }
         };
@@ -254,7 +249,7 @@ impl Trainer {
         Ok(ended)
     }
 
-    /// Sends the observers a line that the user asked for.
+    /// Tells the observers something that the user asked to see.
     ///
     /// # Errors
     /// Those of the observers.
@@ -262,7 +257,7 @@ impl Trainer {
         self.tell(|observer| observer.on_note(text))
     }
 
-    /// Sends the observers a warning.
+    /// Tells the observers something that the user should know.
     ///
     /// # Errors
     /// Those of the observers.
@@ -270,7 +265,7 @@ impl Trainer {
         self.tell(|observer| observer.on_warning(warning))
     }
 
-    /// Runs one step; returns false at the end of the data.
+    /// One step; false where the data has ended.
     fn train_step(&mut self, train: &mut dyn Batches) -> Result<bool> {
         let _step = range("step");
         let mut timings = Timings::default();
@@ -288,8 +283,8 @@ impl Trainer {
         let (sums, scale, decision, started) = loop {
             self.optimizer.begin(settings)?;
             let sums = self.gradients(&micro, &mut timings)?;
-            // The device's decision is added to the record when it is read.
-            let scale = if self.scaler.device_scaler().is_some() { f64::NAN } else { self.scaler.current() };
+            // What the device decides is put into the record when it is read.
+            let scale = if self.scaler.device_side().is_some() { f64::NAN } else { self.scaler.current() };
             let started = Instant::now();
             let decision = self.optimizer.unscale_and_clip(self.scaler.as_mut())?;
             if !self.try_again(attempts.as_mut(), &decision, scale)? {
@@ -336,8 +331,8 @@ impl Trainer {
         Ok(true)
     }
 
-    /// Runs forward and backward of all micro-batches. Returns for each `[1 or 2]`, fp64: its summed loss and, if requested,
-    /// the number of correct predictions.
+    /// Forward and backward of all micro-batches. For each, `[1 or 2]`, fp64: its summed loss and, where that was asked for,
+    /// the number of right predictions.
     fn gradients(&self, micro: &MicroBatches, timings: &mut Timings) -> Result<Vec<Tensor>> {
         let (mut sums, accuracy) = (Vec::new(), self.options.accuracy);
         // Over all micro-batches, so that a weight is cast once for all of them.
@@ -361,7 +356,7 @@ impl Trainer {
         self.precision.clone().map(|policy| precision::enter(Some(policy)))
     }
 
-    /// Reads the losses that are still on the device, in one copy, and reports them.
+    /// Reads the losses that are still on the device, in one copy, and passes them on.
     fn read_losses(&mut self) -> Result<()> {
         let pending = std::mem::take(&mut self.pending);
         if pending.is_empty() {
@@ -377,18 +372,18 @@ impl Trainer {
             record.loss = sums[0] / denominator;
             record.accuracy = sums.get(1).map(|right| right / denominator);
             let learned = match Figures::of(figures) {
-                Some(figures) => self.read_figures(&figures, &mut record),
+                Some(figures) => self.learn(&figures, &mut record),
                 None => Ok(()),
             };
             self.tell(|observer| observer.on_step(&record))?;
             learned?;
-            let seen = self.watch.observe(record.step, record.loss, self.options.divergence);
+            let seen = self.watch.see(record.step, record.loss, self.options.divergence);
             seen.map_err(|error| self.with_last_checkpoint(error))?;
         }
         Ok(())
     }
 
-    /// Evaluates the model, reports to the observers, and restores the position of `validation`.
+    /// Evaluates the model, tells the observers, and puts `validation` back to where it stood.
     ///
     /// # Errors
     /// Those of the data, the model and the observers.
@@ -401,7 +396,7 @@ impl Trainer {
         };
         validation.resume(&start)?;
         self.tell(|observer| observer.on_evaluation(&evaluation))?;
-        // Not part of the next step's time.
+        // No part of the next step's time.
         self.last += began.elapsed();
         Ok(())
     }
@@ -415,14 +410,14 @@ impl Options {
     fn check(&self) -> Result<()> {
         let every = [Some(self.read_every), self.evaluate_every, self.checkpoint_every];
         if self.accumulation == 0 || every.contains(&Some(0)) {
-            let reason = "0 gradient accumulation steps, or 0 steps between loss readings, evaluations or checkpoints; expected at least 1";
+            let reason = "0 micro-batches, or 0 steps between readings, evaluations or checkpoints; expected 1 or more";
             return Err(Error::config("training", reason));
         }
         self.clip.map_or(Ok(()), clip::check)
     }
 }
 
-/// Runs a part of a step in a named range, and adds its time.
+/// Runs a part of a step under its name, and adds its time.
 fn timed<T>(name: &str, seconds: &mut f64, part: impl FnOnce() -> Result<T>) -> Result<T> {
     let _range = range(name);
     let start = Instant::now();

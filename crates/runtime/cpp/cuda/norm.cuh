@@ -1,46 +1,72 @@
 // Layer norm and RMS norm; mathematics and contracts are in src/fused/norm.rs. A row is in the registers of one block, which has
-// the rows blockIdx.x, blockIdx.x + gridDim.x, … and reads the next one while it computes, where there are registers for it.
+// the rows blockIdx.x, blockIdx.x + gridDim.x, …
 #include "prelude.cuh"
 
-DEVICE constexpr bool reads_ahead(int vecs) { return vecs == 1; }
+extern __shared__ __align__(16) char ring[];
 
-template <typename T, typename P, typename O, int W, int THREADS, int VECS, bool CENTER>
+// A matrix whose rows are read ahead: STAGES rows are in shared memory, where asynchronous copies put them. Each thread copies and
+// reads its own numbers alone, so that no barrier is needed. With 0 stages a row is read when it is used, as numbers that are not
+// 16 bytes together must be. `place` is the matrix's part of a stage in the ring, `stage` the size of a stage.
+template <typename T, int W, int THREADS, int VECS, int STAGES> struct Rows {
+  static constexpr int WORDS = STAGES ? W * sizeof(T) / 16 : 1, LANES = 16 / sizeof(T);
+  static constexpr int BYTES = THREADS * VECS * W * sizeof(T);
+  const T* matrix;
+  int width;
+  DEVICE const T* at(int row, int k) const { return matrix + (i64)row * width + (threadIdx.x + k * THREADS) * W; }
+  DEVICE static u32 slot(int place, int k, int word) { return shared_address(ring + place) + ((k * WORDS + word) * THREADS + threadIdx.x) * 16; }
+  DEVICE void copy(int row, int place, int k) const {
+    if constexpr (STAGES > 0) { UNROLL for (int i = 0; i < WORDS; i++) copy_async16(slot(place, k, i), at(row, k) + i * LANES); }
+  }
+  DEVICE void get(int row, int place, int k, float* f) const {
+    if constexpr (STAGES > 0) { UNROLL for (int i = 0; i < WORDS; i++) Lanes<T>::unpack(read_shared16(slot(place, k, i)), f + i * LANES); }
+    else load<T, W>(at(row, k), f);
+  }
+};
+
+template <typename T, typename P, typename O, int W, int THREADS, int VECS, int STAGES, bool CENTER>
 __global__ void __launch_bounds__(THREADS) norm_forward(const T* x, const T* residual, T* sum, const P* weight, const P* bias, O* y, float* mean, float* rstd, int rows, int width, float eps) {
+  typedef Rows<T, W, THREADS, VECS, STAGES> Input;
   __shared__ float part[2][3][THREADS / 32];
-  Raw<P, W> weights[VECS];
-  Raw<T, W> next[VECS], other[VECS];
-  auto read = [&](int row) {
-    const i64 base = (i64)row * width;
-    UNROLL for (int k = 0; k < VECS; k++) {
-      const int i = (threadIdx.x + k * THREADS) * W;
-      if (i >= width) continue;
-      next[k].read(x + base + i);
-      if (residual) other[k].read(residual + base + i);
+  const Input input{x, width}, other{residual, width};
+  const int stage_bytes = residual ? 2 * Input::BYTES : Input::BYTES;
+  auto begin = [&](int row, int stage) {
+    if constexpr (STAGES > 0) {
+      UNROLL for (int k = 0; k < VECS; k++) {
+        if (row >= rows || (threadIdx.x + k * THREADS) * W >= width) continue;
+        input.copy(row, stage * stage_bytes, k);
+        if (residual) other.copy(row, stage * stage_bytes + Input::BYTES, k);
+      }
+      commit_copies();
     }
   };
-  UNROLL for (int k = 0; k < VECS; k++) {
+  UNROLL for (int s = 0; s < STAGES - 1; s++) begin(blockIdx.x + s * gridDim.x, s);
+  // A thread that has few of them keeps the weights.
+  constexpr bool KEEPS = VECS <= 2;
+  Raw<P, W> weights[KEEPS ? VECS : 1];
+  UNROLL for (int k = 0; k < (KEEPS ? VECS : 0); k++) {
     const int i = (threadIdx.x + k * THREADS) * W;
     if (i < width && weight) weights[k].read(weight + i);
   }
-  if constexpr (reads_ahead(VECS)) read(blockIdx.x);
-  int phase = 0;
+  int phase = 0, stage = 0;
   for (int row = blockIdx.x; row < rows; row += gridDim.x, phase ^= 1) {
-    if constexpr (!reads_ahead(VECS)) read(row);
     const i64 base = (i64)row * width;
+    if constexpr (STAGES > 0) {
+      begin(row + (STAGES - 1) * gridDim.x, stage == 0 ? STAGES - 1 : stage - 1);
+      wait_for_copies<STAGES - 1>();
+    }
     float f[VECS][W];
     UNROLL for (int k = 0; k < VECS; k++) {
       const int i = (threadIdx.x + k * THREADS) * W;
       UNROLL for (int j = 0; j < W; j++) f[k][j] = 0.f;
       if (i >= width) continue;
-      next[k].unpack(f[k]);
+      input.get(row, stage * stage_bytes, k, f[k]);
       if (residual) {
         float r[W];
-        other[k].unpack(r);
+        other.get(row, stage * stage_bytes + Input::BYTES, k, r);
         UNROLL for (int j = 0; j < W; j++) f[k][j] = widen(round_to<T>(f[k][j] + r[j]));
         store<T, W>(sum + base + i, f[k]);
       }
     }
-    if (reads_ahead(VECS) && row + (int)gridDim.x < rows) read(row + gridDim.x);
     float center = 0.f;
     if constexpr (CENTER) {
       float s = 0.f;
@@ -69,7 +95,10 @@ __global__ void __launch_bounds__(THREADS) norm_forward(const T* x, const T* res
       const int i = (threadIdx.x + k * THREADS) * W;
       if (i >= width) continue;
       float w[W], b[W];
-      if (weight) weights[k].unpack(w);
+      if (weight) {
+        if constexpr (KEEPS) weights[k].unpack(w);
+        else load<P, W>(weight + i, w);
+      }
       if (bias) load<P, W>(bias + i, b);
       UNROLL for (int j = 0; j < W; j++) {
         float v = (f[k][j] - error) * r;
@@ -79,48 +108,62 @@ __global__ void __launch_bounds__(THREADS) norm_forward(const T* x, const T* res
       }
       store<O, W>(y + base + i, f[k]);
     }
+    if constexpr (STAGES > 0) stage = stage == STAGES - 1 ? 0 : stage + 1;
   }
 }
 
 // Which rows meet in which partial sum depends on the grid alone.
-template <typename T, typename P, typename U, int W, int THREADS, int VECS, bool CENTER, bool BIAS>
+template <typename T, typename P, typename U, int W, int THREADS, int VECS, int STAGES, bool CENTER, bool BIAS>
 __global__ void __launch_bounds__(THREADS) norm_backward(const T* x, const U* upstream, const T* added, const P* weight, const float* mean, const float* rstd, T* grad, float* of_weight, float* of_bias, int rows, int width) {
+  typedef Rows<T, W, THREADS, VECS, STAGES> Input;
+  typedef Rows<U, W, THREADS, VECS, STAGES> Upstream;
+  constexpr int STAGE = Input::BYTES + Upstream::BYTES;
   __shared__ float part[2][2][THREADS / 32];
+  const Input input{x, width};
+  const Upstream above{upstream, width};
+  auto begin = [&](int row, int stage) {
+    if constexpr (STAGES > 0) {
+      UNROLL for (int k = 0; k < VECS; k++) {
+        if (row >= rows || (threadIdx.x + k * THREADS) * W >= width) continue;
+        input.copy(row, stage * STAGE, k);
+        above.copy(row, stage * STAGE + Input::BYTES, k);
+      }
+      commit_copies();
+    }
+  };
+  UNROLL for (int s = 0; s < STAGES - 1; s++) begin(blockIdx.x + s * gridDim.x, s);
+  constexpr bool KEEPS = VECS <= 2;
+  Raw<P, W> weights[KEEPS ? VECS : 1];
+  UNROLL for (int k = 0; k < (KEEPS ? VECS : 0); k++) {
+    const int i = (threadIdx.x + k * THREADS) * W;
+    if (i < width && weight) weights[k].read(weight + i);
+  }
   float sums[VECS][W], plain[VECS][W];
   UNROLL for (int k = 0; k < VECS; k++) { UNROLL for (int j = 0; j < W; j++) sums[k][j] = plain[k][j] = 0.f; }
-  Raw<T, W> next_x[VECS];
-  Raw<U, W> next_d[VECS];
-  float next_r = 0.f, next_center = 0.f;
-  auto read = [&](int row) {
-    const i64 base = (i64)row * width;
-    UNROLL for (int k = 0; k < VECS; k++) {
-      const int i = (threadIdx.x + k * THREADS) * W;
-      if (i >= width) continue;
-      next_x[k].read(x + base + i);
-      next_d[k].read(upstream + base + i);
-    }
-    next_r = rstd[row];
-    if constexpr (CENTER) next_center = mean[row];
-  };
-  if constexpr (reads_ahead(VECS)) read(blockIdx.x);
-  int phase = 0;
+  int phase = 0, stage = 0;
   for (int row = blockIdx.x; row < rows; row += gridDim.x, phase ^= 1) {
-    if constexpr (!reads_ahead(VECS)) read(row);
     const i64 base = (i64)row * width;
-    const float r = next_r, center = next_center;
+    const float r = rstd[row], center = CENTER ? mean[row] : 0.f;
+    if constexpr (STAGES > 0) {
+      begin(row + (STAGES - 1) * gridDim.x, stage == 0 ? STAGES - 1 : stage - 1);
+      wait_for_copies<STAGES - 1>();
+    }
     float f[VECS][W], d[VECS][W];
     UNROLL for (int k = 0; k < VECS; k++) {
       if ((threadIdx.x + k * THREADS) * W >= width) continue;
-      next_x[k].unpack(f[k]);
-      next_d[k].unpack(d[k]);
+      input.get(row, stage * STAGE, k, f[k]);
+      above.get(row, stage * STAGE + Input::BYTES, k, d[k]);
     }
-    if (reads_ahead(VECS) && row + (int)gridDim.x < rows) read(row + gridDim.x);
+    if constexpr (STAGES > 0) stage = stage == STAGES - 1 ? 0 : stage + 1;
     float s = 0.f, products = 0.f;
     UNROLL for (int k = 0; k < VECS; k++) {
       const int i = (threadIdx.x + k * THREADS) * W;
       if (i >= width) continue;
       float w[W];
-      if (weight) load<P, W>(weight + i, w);
+      if (weight) {
+        if constexpr (KEEPS) weights[k].unpack(w);
+        else load<P, W>(weight + i, w);
+      }
       UNROLL for (int j = 0; j < W; j++) {
         f[k][j] = (f[k][j] - center) * r;
         sums[k][j] = fmaf(d[k][j], f[k][j], sums[k][j]);

@@ -35,6 +35,22 @@ DEVICE void write16(void* p, Words v) {
                :: "l"(__cvta_generic_to_global(p)), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
 }
 
+// Sixteen bytes of shared memory, at an address of its own space; and their copy from global memory, which goes on by itself
+// until its group is waited for.
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE Words read_shared16(u32 p) {
+  Words v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "r"(p) : "memory");
+  return v;
+}
+DEVICE void copy_async16(u32 shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared), "l"(__cvta_generic_to_global(global)) : "memory");
+}
+// Ends a group of copies; and waits until at most N groups of this thread are on their way.
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
+
 template <typename T> struct Lanes;
 template <> struct Lanes<float> {
   static DEVICE void unpack(const Words& v, float* f) { UNROLL for (int i = 0; i < 4; i++) f[i] = __uint_as_float(v.w[i]); }

@@ -18,9 +18,9 @@ __global__ void __launch_bounds__(THREADS) swiglu_forward(const T* gate, i64 gat
   store<T, W>(product + row * product_stride + i, g);
 }
 
-// In the place of gate, up and grad: their gradients and the product.
+// The gradients of gate and up, and the product again; each where it is wanted, and each may lie in the place of an input.
 template <typename T, int W, int THREADS>
-__global__ void __launch_bounds__(THREADS) swiglu_backward(T* gate, i64 gate_stride, T* up, i64 up_stride, T* grad, i64 grad_stride, int features, int blocks) {
+__global__ void __launch_bounds__(THREADS) swiglu_backward(const T* gate, i64 gate_stride, const T* up, i64 up_stride, const T* grad, i64 grad_stride, T* of_gate, i64 of_gate_stride, T* of_up, i64 of_up_stride, T* product, i64 product_stride, int features, int blocks) {
   const i64 row = blockIdx.x / blocks;
   const int i = ((int)(blockIdx.x - row * blocks) * THREADS + threadIdx.x) * W;
   if (i >= features) return;
@@ -31,11 +31,11 @@ __global__ void __launch_bounds__(THREADS) swiglu_backward(T* gate, i64 gate_str
   UNROLL for (int j = 0; j < W; j++) {
     const float s = sigmoid(g[j]), a = g[j] * s;
     g[j] = d[j] * u[j] * (s + a * (1.f - s));
-    const float of_up = d[j] * a;
+    const float slope = d[j] * a;
     d[j] = a * u[j];
-    u[j] = of_up;
+    u[j] = slope;
   }
-  store<T, W>(gate + row * gate_stride + i, g);
-  store<T, W>(up + row * up_stride + i, u);
-  store<T, W>(grad + row * grad_stride + i, d);
+  if (of_gate) store<T, W>(of_gate + row * of_gate_stride + i, g);
+  if (of_up) store<T, W>(of_up + row * of_up_stride + i, u);
+  if (product) store<T, W>(product + row * product_stride + i, d);
 }

@@ -1,4 +1,4 @@
-//! A step of Adam or AdamW on the CPU, in one pass over memory.
+//! A step of Adam or AdamW in one pass over memory: of one tensor on the CPU, of many tensors on CUDA.
 //!
 //! With the gradient g (`φ·g` where a factor φ is given), the parameter p, the moments m and v, and t steps done with this
 //! one (Kingma & Ba, arXiv:1412.6980; decoupled decay λ: Loshchilov & Hutter, arXiv:1711.05101):
@@ -13,17 +13,19 @@
 //! cast, to step and to cast again moves 40, and holds the gradient in fp32.
 //!
 //! On a processor with AVX2 the result is libtorch's `_fused_adamw_` or `_fused_adam_` to the bit, the casts around it
-//! included (but for which NaN a NaN is). Elsewhere libtorch's kernel rounds in other places, by an ulp.
+//! included (but for which NaN a NaN is). Elsewhere, and on CUDA, libtorch's kernels round in other places, by an ulp.
 
 use tch::Tensor;
 
 pub use crate::sys::adam::{AdamStep, AdamTensors};
 
 use crate::error::{Error, Result};
+use crate::ops::foreach;
+use crate::ops::optimizer::AdamW;
 use crate::profile::{Flops, record_external};
 use crate::sys::adam as sys;
 
-/// One step, in place and without a graph, on any thread; libtorch's threads share the work. Versions of what is written go
+/// One step on the CPU, in place and without a graph, on any thread; libtorch's threads share the work. Versions of what is written go
 /// up, so that a graph that kept one of them for backward says so.
 ///
 /// ```
@@ -66,7 +68,47 @@ pub fn adam(tensors: &AdamTensors<'_>, step: &AdamStep) -> Result<()> {
     record_external("runtime::adam", Flops::default(), bytes_moved(tensors))
 }
 
-/// Bytes that a step reads and writes at least.
+/// One step of many tensors on CUDA in one kernel (a launch for each 60 tensors), in place and without a graph; AdamW where
+/// `decoupled`, else Adam. Returns false, with nothing changed, where the kernel does not run: on other devices, where NVRTC is
+/// missing, before compute capability 8.0, and for [`AdamW::maximize`].
+///
+/// `steps` has the number of steps done, an fp32 number on the device for each tensor, and is raised. Where `skip`, an fp32
+/// number on the device, is 1, nothing changes; the host reads neither. Versions of what is written go up.
+///
+/// # Errors
+/// [`Error::Invalid`] for lists of different lengths, and for tensors that [`adam`] refuses.
+pub fn adam_many(
+    tensors: &[AdamTensors<'_>],
+    steps: &[Tensor],
+    options: AdamW,
+    decoupled: bool,
+    skip: Option<&Tensor>,
+) -> Result<bool> {
+    if tensors.len() != steps.len() {
+        let reason =
+            format!("{} tensors and {} numbers of steps; expected one for each", tensors.len(), steps.len());
+        return Err(Error::invalid(sys::NAME, reason));
+    }
+    let _no_grad = tch::no_grad_guard();
+    // The bias is corrected by 1 − βᵗ with this step in t.
+    foreach::add_scalar_(steps, 1.0)?;
+    let done = crate::kernels::adam::adam(tensors, steps, &options, decoupled, skip);
+    match (&done, skip) {
+        (Ok(true), Some(skip)) => {
+            let skip = skip.f_reshape([] as [i64; 0])?;
+            foreach::sub_(steps, &vec![&skip; steps.len()])?;
+        }
+        (Ok(true), None) => {}
+        _ => foreach::add_scalar_(steps, -1.0)?,
+    }
+    if matches!(done, Ok(true)) {
+        let bytes = tensors.iter().map(bytes_moved).sum();
+        record_external("runtime::adam", Flops::default(), bytes)?;
+    }
+    done
+}
+
+/// Returns the bytes that a step reads and writes at least.
 pub fn bytes_moved(tensors: &AdamTensors<'_>) -> u64 {
     let of = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
     of(tensors.gradient) + 6 * of(tensors.master) + tensors.weight.map_or(0, of)

@@ -48,7 +48,7 @@ mod function;
 /// A tensor that is undefined, sparse or not floating-point; two shapes or devices. In backward, a second derivative.
 pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let kind = function::check(gate, up)?;
-    if gate.device() != Device::Cpu {
+    if gate.device() != Device::Cpu && !cuda::are_ready_for(kind, gate.device()) {
         return function::by_operators(gate, up, kind);
     }
     let inputs = [gate.f_to_kind(kind)?, up.f_to_kind(kind)?];
@@ -116,7 +116,10 @@ pub fn backward(gate: Tensor, up: Tensor, silu: Option<&Tensor>, grad: Tensor) -
         return Ok(Gradients { gate, up, product: grad });
     }
     if cuda::take(&gate) {
-        cuda::backward(&gate, &up, &grad)?;
+        for [one, other] in [[&gate, &up], [&gate, &grad], [&up, &grad]] {
+            cuda::refuse_overlap(one, other)?;
+        }
+        cuda::backward([&gate, &up, &grad], [Some(&gate), Some(&up), Some(&grad)])?;
         record("runtime::swiglu_backward", &grad, 6)?;
         return Ok(Gradients { gate, up, product: grad });
     }

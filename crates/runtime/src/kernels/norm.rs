@@ -1,8 +1,11 @@
 //! The norms as CUDA kernels.
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use super::{Source, are_ready, expect, float, int, launch, optional, pointer, type_of, width};
+use super::{
+    Source, are_ready, expect, float, int, launch, launch_with, optional, pointer, shared_memory, type_of,
+    width,
+};
 use crate::error::{Error, Result};
 use crate::fused::norm::{Gradients, Norm, Normalized, Options, Saved, Wanted};
 use crate::sys::tensor::{bump_version, is_sole_owner};
@@ -11,13 +14,27 @@ const NAME: &str = "fused norm";
 
 pub(super) const SOURCE: Source = Source(include_str!("../../cpp/cuda/norm.cuh"));
 
-/// Threads and packs of a thread, by rising size; the fastest of those that were tried on an H200. A thread with one pack reads the
-/// next row's ahead, one with more has no registers for that.
-const FORWARD: [(u32, i64); 6] = [(128, 1), (256, 1), (512, 1), (1024, 1), (512, 4), (512, 8)];
-const BACKWARD: [(u32, i64); 6] = [(128, 1), (256, 1), (512, 1), (1024, 1), (1024, 2), (1024, 4)];
-/// Threads that a pass has at most, all blocks together, where a block has several rows. A function of the shape: the number of
-/// processors must not decide which rows are summed first.
-const THREADS: i64 = 132 * 1024;
+/// How blocks divide rows.
+struct Division {
+    /// Threads and packs of a thread, by rising size; the fastest of those that were tried on an H200.
+    sizes: [(u32, i64); 6],
+    /// Threads that a pass has at most, all blocks together. A function of the shape: the number of processors must not decide which
+    /// rows are summed first.
+    threads: i64,
+    /// Rows that are read ahead, where a thread has one pack, and where it has more.
+    stages: [i64; 2],
+}
+
+const FORWARD: Division = Division {
+    sizes: [(128, 1), (128, 2), (256, 2), (512, 2), (1024, 2), (1024, 4)],
+    threads: 132 * 2048,
+    stages: [2, 2],
+};
+const BACKWARD: Division = Division {
+    sizes: [(128, 1), (256, 1), (512, 1), (1024, 1), (512, 4), (1024, 4)],
+    threads: 132 * 1024,
+    stages: [3, 2],
+};
 
 /// How a row is divided among a block's threads.
 struct Row {
@@ -26,23 +43,39 @@ struct Row {
     width: i64,
     threads: u32,
     packs: i64,
+    blocks: i64,
+    /// Rows in shared memory, and its bytes.
+    stages: i64,
+    shared: u32,
 }
 
 impl Row {
-    fn new(table: &[(u32, i64)], size: &[i64], width: i64) -> Option<Self> {
-        let columns = *size.last()?;
+    /// `bytes` of each number are read ahead. Where the shared memory of a block has no room for that, or the numbers cannot be
+    /// read 16 bytes at a time, nothing is; the results are the same.
+    fn new(
+        division: &Division,
+        size: &[i64],
+        width: i64,
+        bytes: usize,
+        device: Device,
+    ) -> Result<Option<Self>> {
+        let Some(&columns) = size.last() else { return Ok(None) };
         let needed = (columns + width - 1) / width;
-        let &(threads, packs) =
-            table.iter().find(|(threads, packs)| i64::from(*threads) * packs >= needed)?;
-        let rows = size[..size.len() - 1].iter().product();
-        Some(Self { rows, columns, width, threads, packs })
-    }
-
-    /// Blocks that divide the rows among them.
-    fn blocks(&self) -> i64 {
-        self.rows.min(THREADS / i64::from(self.threads))
+        let fits = |(threads, packs): &&(u32, i64)| i64::from(*threads) * packs >= needed;
+        let Some(&(threads, packs)) = division.sizes.iter().find(fits) else { return Ok(None) };
+        let rows: i64 = size[..size.len() - 1].iter().product();
+        let stage = i64::from(threads) * packs * width * bytes as i64;
+        let room = if width == 1 { 0 } else { i64::from(shared_memory(device)?) - STATIC };
+        let wanted = division.stages[usize::from(packs > 1)];
+        let stages = (2..=wanted).rev().find(|stages| stages * stage <= room).unwrap_or(0);
+        let blocks = rows.min(division.threads / i64::from(threads));
+        let shared = u32::try_from(stages * stage).unwrap_or(0);
+        Ok(Some(Self { rows, columns, width, threads, packs, blocks, stages, shared }))
     }
 }
+
+/// Bytes of shared memory that a kernel has besides, at most.
+const STATIC: i64 = 1024;
 
 /// See [`crate::fused::norm::forward`]; `None` where the kernels do not take it (f64, very wide rows, no NVRTC).
 pub(crate) fn forward(
@@ -65,7 +98,8 @@ pub(crate) fn forward(
         [Some(&x), residual.as_ref(), weight.as_ref(), bias.as_ref()].into_iter().flatten().collect();
     let kinds: Vec<Kind> = all.iter().map(|tensor| tensor.kind()).chain([output]).collect();
     let width = width(&kinds, &all, &[columns]);
-    let Some(row) = Row::new(&FORWARD, &size, width) else { return Ok(None) };
+    let ahead = kind.elt_size_in_bytes() * if residual.is_some() { 2 } else { 1 };
+    let Some(row) = Row::new(&FORWARD, &size, width, ahead, device)? else { return Ok(None) };
     let empty = |size: &[i64], kind| Tensor::f_empty(size, (kind, device));
     let y = empty(&size, output)?;
     let sum = residual.as_ref().map(|_| empty(&size, kind)).transpose()?;
@@ -85,12 +119,11 @@ pub(crate) fn forward(
             int(NAME, "the width", row.columns)?,
             float(options.eps),
         ];
-        let Row { width, threads, packs, .. } = row;
+        let Row { width, threads, packs, stages, blocks, shared, .. } = row;
         let center = norm == Norm::Layer;
         let types = format!("{of_x}, {of_parameters}, {of_y}");
-        let expression = format!("norm_forward<{types}, {width}, {threads}, {packs}, {center}>");
-        let blocks = if packs == 1 { row.blocks() } else { row.rows };
-        launch(SOURCE, &expression, device, (blocks, threads), &arguments)?;
+        let expression = format!("norm_forward<{types}, {width}, {threads}, {packs}, {stages}, {center}>");
+        launch_with(SOURCE, &expression, device, (blocks, threads, shared), &arguments)?;
     }
     Ok(Some(Normalized { y, sum, mean, rstd }))
 }
@@ -114,7 +147,8 @@ pub(crate) fn backward(
         [Some(&kept), Some(&upstream), added.as_ref(), weight.as_ref()].into_iter().flatten().collect();
     let kinds: Vec<Kind> = all.iter().map(|tensor| tensor.kind()).collect();
     let width = width(&kinds, &all, &[columns]);
-    let Some(row) = Row::new(&BACKWARD, &size, width) else { return Ok(Err(upstream)) };
+    let ahead = kind.elt_size_in_bytes() + upstream.kind().elt_size_in_bytes();
+    let Some(row) = Row::new(&BACKWARD, &size, width, ahead, device)? else { return Ok(Err(upstream)) };
     expect(NAME, "kept", &kept, &size, (kind, device))?;
     added.as_ref().map_or(Ok(()), |added| expect(NAME, "added", added, &size, (kind, device)))?;
     weight
@@ -135,7 +169,7 @@ pub(crate) fn backward(
         true if in_place => Some(upstream.shallow_clone()),
         true => Some(Tensor::f_empty(&size, (kind, device))?),
     };
-    let parts = row.blocks();
+    let parts = row.blocks;
     let partial =
         |wanted: bool| wanted.then(|| Tensor::f_empty([parts, columns], (Kind::Float, device))).transpose();
     let (of_weight, of_bias) = (partial(wanted.weight)?, partial(wanted.bias)?);
@@ -153,25 +187,27 @@ pub(crate) fn backward(
             int(NAME, "the number of rows", row.rows)?,
             int(NAME, "the width", columns)?,
         ];
-        let Row { width, threads, packs, .. } = row;
+        let Row { width, threads, packs, stages, shared, .. } = row;
         let (center, biased) = (norm == Norm::Layer, wanted.bias);
         let types = format!("{of_x}, {of_weight_type}, {of_upstream}");
-        let expression = format!("norm_backward<{types}, {width}, {threads}, {packs}, {center}, {biased}>");
-        launch(SOURCE, &expression, device, (parts, threads), &arguments)?;
+        let expression =
+            format!("norm_backward<{types}, {width}, {threads}, {packs}, {stages}, {center}, {biased}>");
+        launch_with(SOURCE, &expression, device, (parts, threads, shared), &arguments)?;
         grad.as_ref().map_or(Ok(()), bump_version)?;
     }
     let summed = |partial: Option<Tensor>| -> Result<Option<Tensor>> {
         let Some(partial) = partial else { return Ok(None) };
-        let sums = Tensor::f_zeros([columns], (Kind::Float, device))?;
-        if parts > 0 {
-            let arguments = [
-                pointer(&partial),
-                pointer(&sums),
-                int(NAME, "the number of parts", parts)?,
-                int(NAME, "the width", columns)?,
-            ];
-            launch(SOURCE, "column_sums", device, ((columns + 31) / 32, 256), &arguments)?;
+        if parts == 0 {
+            return Ok(Some(Tensor::f_zeros([columns], (Kind::Float, device))?));
         }
+        let sums = Tensor::f_empty([columns], (Kind::Float, device))?;
+        let arguments = [
+            pointer(&partial),
+            pointer(&sums),
+            int(NAME, "the number of parts", parts)?,
+            int(NAME, "the width", columns)?,
+        ];
+        launch(SOURCE, "column_sums", device, ((columns + 31) / 32, 256), &arguments)?;
         Ok(Some(sums))
     };
     Ok(Ok(Gradients { x: grad, weight: summed(of_weight)?, bias: summed(of_bias)? }))

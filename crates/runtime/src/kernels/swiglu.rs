@@ -1,6 +1,6 @@
 //! SwiGLU's elementwise part as CUDA kernels.
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::{Argument, Matrix, Source, are_ready, int, launch, matrix, pointer, type_of, width};
 use crate::error::{Error, Result};
@@ -13,7 +13,12 @@ const THREADS: u32 = 256;
 
 /// Whether the kernels take tensors like this one.
 pub(crate) fn take(gate: &Tensor) -> bool {
-    gate.dim() == 2 && type_of(gate.kind()).is_some() && are_ready(gate.device())
+    gate.dim() == 2 && are_ready_for(gate.kind(), gate.device())
+}
+
+/// Whether the kernels take matrices of this dtype on this device.
+pub(crate) fn are_ready_for(kind: Kind, device: Device) -> bool {
+    type_of(kind).is_some() && are_ready(device)
 }
 
 /// See [`crate::fused::swiglu::forward`].
@@ -52,23 +57,43 @@ pub(crate) fn forward(gate: &Tensor, up: &Tensor, silu: Option<&Tensor>, product
     silu.into_iter().chain([product]).try_for_each(bump_version)
 }
 
-/// See [`crate::fused::swiglu::backward`].
-pub(crate) fn backward(gate: &Tensor, up: &Tensor, grad: &Tensor) -> Result<()> {
-    let all = [("gate", gate), ("up", up), ("grad", grad)];
+/// The gradients of `gate` and `up` from that of the product, and the product, each where it is wanted. Each may be one of the
+/// inputs; any other overlap with them or with another output is refused.
+pub(crate) fn backward(
+    [gate, up, grad]: [&Tensor; 3],
+    [gate_grad, up_grad, product]: [Option<&Tensor>; 3],
+) -> Result<()> {
+    let outputs = [("gate's gradient", gate_grad), ("up's gradient", up_grad), ("product", product)];
+    let inputs = [("gate", gate), ("up", up), ("grad", grad)];
+    let wanted = outputs.iter().filter_map(|(name, output)| Some((*name, (*output)?)));
+    let all: Vec<(&str, &Tensor)> = inputs.into_iter().chain(wanted).collect();
     let Some(grid) = Grid::new(&all)? else { return Ok(()) };
-    for (index, (name, tensor)) in all.iter().enumerate() {
-        for (other, before) in &all[..index] {
-            if overlap(tensor, before)? {
+    for (index, (name, output)) in all.iter().enumerate().skip(inputs.len()) {
+        for (before, (other, tensor)) in all[..index].iter().enumerate() {
+            let same = before < inputs.len()
+                && output.data_ptr() == tensor.data_ptr()
+                && output.stride() == tensor.stride();
+            if !same && overlap(output, tensor)? {
                 return Err(Error::invalid(NAME, format!("`{name}` overlaps `{other}`")));
             }
         }
     }
     let [features, blocks] = grid.numbers()?;
-    let mut arguments: Vec<Argument> =
-        all.iter().flat_map(|(_, tensor)| [pointer(tensor), Argument::I64(tensor.stride()[0])]).collect();
+    let none = [Argument::Pointer(0), Argument::I64(0)];
+    let at = |tensor: &Tensor| [pointer(tensor), Argument::I64(tensor.stride()[0])];
+    let mut arguments: Vec<Argument> = inputs.iter().flat_map(|(_, tensor)| at(tensor)).collect();
+    arguments.extend(outputs.iter().flat_map(|(_, output)| output.map_or(none.clone(), at)));
     arguments.extend([features, blocks]);
     grid.launch("swiglu_backward", &arguments)?;
-    [gate, up, grad].into_iter().try_for_each(bump_version)
+    outputs.iter().filter_map(|(_, output)| *output).try_for_each(bump_version)
+}
+
+/// Refuses two tensors that share memory.
+pub(crate) fn refuse_overlap(one: &Tensor, other: &Tensor) -> Result<()> {
+    if overlap(one, other)? {
+        return Err(Error::invalid(NAME, "gate, up and grad overlap in memory; give each its own"));
+    }
+    Ok(())
 }
 
 struct Grid {

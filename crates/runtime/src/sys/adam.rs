@@ -51,7 +51,7 @@ impl Default for AdamStep {
     }
 }
 
-/// The tensors of a step: of one shape, contiguous, on the CPU, apart from each other in memory. They may be views of flat
+/// The tensors of a step: of one shape, contiguous, on one device, apart from each other in memory. They may be views of flat
 /// buffers.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamTensors<'a> {
@@ -70,26 +70,7 @@ pub struct AdamTensors<'a> {
 /// See [`crate::fused::adam::adam`].
 pub(crate) fn step(tensors: &AdamTensors<'_>, step: &AdamStep) -> Result<()> {
     let AdamTensors { gradient, master, exp_avg, exp_avg_sq, weight } = *tensors;
-    let low = [Kind::BFloat16, Kind::Half];
-    let all = [
-        ("master", Some(master), &[Kind::Float][..]),
-        ("exp_avg", Some(exp_avg), &[Kind::Float]),
-        ("exp_avg_sq", Some(exp_avg_sq), &[Kind::Float]),
-        ("weight", weight, &low),
-        ("gradient", Some(gradient), &[Kind::Float, Kind::BFloat16, Kind::Half]),
-    ];
-    let mut ranges: Vec<(&str, Range<usize>)> = Vec::new();
-    for (name, tensor, kinds) in all {
-        let Some(tensor) = tensor else { continue };
-        ranges.push((name, memory(name, tensor, kinds, master)?));
-    }
-    for (index, (name, range)) in ranges.iter().enumerate() {
-        let meets = |other: &&(&str, Range<usize>)| other.1.start < range.end && range.start < other.1.end;
-        if let Some((other, _)) = ranges[..index].iter().find(meets) {
-            let reason = format!("`{name}` overlaps `{other}` in memory; give it memory of its own");
-            return Err(Error::invalid(NAME, reason));
-        }
-    }
+    check(tensors, Device::Cpu)?;
     let elements = master.numel();
     if elements == 0 {
         return Ok(());
@@ -125,17 +106,47 @@ pub(crate) fn step(tensors: &AdamTensors<'_>, step: &AdamStep) -> Result<()> {
     [Some(master), Some(exp_avg), Some(exp_avg_sq), weight].into_iter().flatten().try_for_each(bump_version)
 }
 
-/// Where the tensor lies, if it is what the pass takes: dense, of the master's shape, of one of `kinds`.
-fn memory(name: &str, tensor: &Tensor, kinds: &[Kind], master: &Tensor) -> Result<Range<usize>> {
+/// Refuses tensors that are not of one shape, dense, on `device`, of the dtypes that a step takes, and apart in memory.
+pub(crate) fn check(tensors: &AdamTensors<'_>, device: Device) -> Result<()> {
+    let AdamTensors { gradient, master, exp_avg, exp_avg_sq, weight } = *tensors;
+    let low = [Kind::BFloat16, Kind::Half];
+    let all = [
+        ("master", Some(master), &[Kind::Float][..]),
+        ("exp_avg", Some(exp_avg), &[Kind::Float]),
+        ("exp_avg_sq", Some(exp_avg_sq), &[Kind::Float]),
+        ("weight", weight, &low),
+        ("gradient", Some(gradient), &[Kind::Float, Kind::BFloat16, Kind::Half]),
+    ];
+    let mut ranges: Vec<(&str, Range<usize>)> = Vec::new();
+    for (name, tensor, kinds) in all {
+        let Some(tensor) = tensor else { continue };
+        ranges.push((name, memory(name, tensor, kinds, master, device)?));
+    }
+    for (index, (name, range)) in ranges.iter().enumerate() {
+        let meets = |other: &&(&str, Range<usize>)| other.1.start < range.end && range.start < other.1.end;
+        if let Some((other, _)) = ranges[..index].iter().find(meets) {
+            let reason = format!("`{name}` overlaps `{other}` in memory; give it memory of its own");
+            return Err(Error::invalid(NAME, reason));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the addresses of a tensor that a step takes: dense, of the master's shape, of one of `kinds`.
+fn memory(
+    name: &str,
+    tensor: &Tensor,
+    kinds: &[Kind],
+    master: &Tensor,
+    device: Device,
+) -> Result<Range<usize>> {
     let refuse = |reason: String| Err(Error::invalid(NAME, reason));
     if !tensor.defined() {
         return refuse(format!("`{name}` is undefined"));
     }
-    if tensor.device() != Device::Cpu {
-        let device = tensor.device();
-        return refuse(format!(
-            "`{name}` is on {device:?}; this is the CPU's pass, elsewhere take ops::optimizer"
-        ));
+    if tensor.device() != device {
+        let found = tensor.device();
+        return refuse(format!("`{name}` is on {found:?}; expected {device:?}"));
     }
     if !kinds.contains(&tensor.kind()) {
         let remedy = if name == "weight" && tensor.kind() == Kind::Float {

@@ -1,12 +1,14 @@
 //! The CUDA kernels against the passes of the CPU in f64, of the same numbers. Says aloud that it is skipped where no GPU is.
 
 use runtime::autograd::{self, Keep};
+use runtime::fused::adam::{AdamStep, AdamTensors, adam, adam_many};
 use runtime::fused::cross_entropy::{
     Coefficients, LogitsPass, Simd, Statistics, Targets, Transform, Wanted, pass_for,
 };
 use runtime::fused::norm::{self, Norm, Options};
 use runtime::fused::rope::{Frequencies, RotaryTable};
 use runtime::fused::swiglu;
+use runtime::ops::optimizer::AdamW;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
@@ -169,14 +171,21 @@ fn swiglu_is_that_of_the_cpu() {
                 .to_kind(Kind::Double);
             let upstream = normal(&mut generator, &[tokens, features], kind);
             let run = |on: (Kind, Device)| -> Vec<Tensor> {
-                let joint = joint.to_kind(on.0).to_device(on.1).copy();
-                let (gate, up) = (joint.narrow(1, 0, features), joint.narrow(1, features, features));
+                let used_up = joint.to_kind(on.0).to_device(on.1).copy();
+                let (gate, up) = (used_up.narrow(1, 0, features), used_up.narrow(1, features, features));
                 let mut product = Tensor::empty([tokens, features], on);
                 swiglu::forward(&gate, &up, None, &mut product).unwrap();
                 let grad = upstream.to_kind(on.0).to_device(on.1).copy();
                 let swiglu::Gradients { gate, up, product: again } =
                     swiglu::backward(gate, up, None, grad).unwrap();
-                vec![product, gate, up, again]
+                let leaf = joint.to_kind(on.0).to_device(on.1).copy().set_requires_grad(true);
+                let halves = (leaf.narrow(1, 0, features), leaf.narrow(1, features, features));
+                let recorded = swiglu::silu_mul(&halves.0, &halves.1).unwrap();
+                let upstream = upstream.to_kind(on.0).to_device(on.1);
+                let of_both =
+                    autograd::grad(&[&recorded], &[Some(&upstream)], &[&leaf], Keep::default()).unwrap();
+                let of_both = of_both.into_iter().flatten();
+                [product, gate, up, again, recorded].into_iter().chain(of_both).collect()
             };
             let (found, expected) = (run((kind, device)), run((Kind::Double, Device::Cpu)));
             for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
@@ -343,4 +352,77 @@ fn a_kernel_of_a_captured_step_is_one_that_has_run() {
     step.replay().unwrap();
     step.synchronize().unwrap();
     close("replayed", &product, &(gate.silu() * &gate).to_device(Device::Cpu), 1e-6);
+}
+
+/// Three steps of tensors of many sizes in fp32, bf16 and fp16, against the CPU's pass; a flag on the device skips a step.
+#[test]
+fn adam_over_many_tensors_is_that_of_the_cpu() {
+    let Some(device) = cuda() else { return };
+    let mut generator = Generator::new(9).unwrap();
+    let sizes = [1, 7, 8, 4096, 16_384, 16_385, 50_001];
+    for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
+        for decoupled in [true, false] {
+            // More tensors than a launch takes.
+            let masters: Vec<Tensor> =
+                (0..70).map(|i| normal(&mut generator, &[sizes[i % 7]], Kind::Float)).collect();
+            let gradients: Vec<Vec<Tensor>> = (0..3)
+                .map(|_| masters.iter().map(|m| normal(&mut generator, &m.size(), kind) * 0.1).collect())
+                .collect();
+            let options = AdamW { lr: 0.01, weight_decay: 0.1, ..AdamW::default() };
+            let start = |on: Device| -> Vec<[Tensor; 4]> {
+                let one = |master: &Tensor| {
+                    let master = master.to_kind(Kind::Float).to_device(on).copy();
+                    let weight = master.to_kind(if kind == Kind::Float { Kind::BFloat16 } else { kind });
+                    [master.zeros_like(), master.zeros_like(), master, weight]
+                };
+                masters.iter().map(one).collect()
+            };
+            let (expected, found) = (start(Device::Cpu), start(device));
+            let on = |number: f64| Tensor::full([] as [i64; 0], number, (Kind::Float, device));
+            let steps: Vec<Tensor> = masters.iter().map(|_| on(0.0)).collect();
+            for (index, gradients) in gradients.iter().enumerate() {
+                let of = |on: Device| -> Vec<Tensor> {
+                    gradients.iter().map(|gradient| gradient.to_kind(kind).to_device(on)).collect()
+                };
+                let (on_cpu, on_device) = (of(Device::Cpu), of(device));
+                for (gradient, [exp_avg, exp_avg_sq, master, weight]) in on_cpu.iter().zip(&expected) {
+                    let one = AdamTensors { gradient, master, exp_avg, exp_avg_sq, weight: Some(weight) };
+                    let AdamW { lr, beta1, beta2, weight_decay, eps, .. } = options;
+                    let step = 1 + index as u64;
+                    let step = AdamStep {
+                        lr,
+                        beta1,
+                        beta2,
+                        eps,
+                        weight_decay,
+                        decoupled,
+                        step,
+                        gradient_factor: None,
+                    };
+                    adam(&one, &step).unwrap();
+                }
+                let all: Vec<AdamTensors<'_>> = on_device
+                    .iter()
+                    .zip(&found)
+                    .map(|(gradient, [exp_avg, exp_avg_sq, master, weight])| AdamTensors {
+                        gradient,
+                        master,
+                        exp_avg,
+                        exp_avg_sq,
+                        weight: Some(weight),
+                    })
+                    .collect();
+                let skipped = adam_many(&all, &steps, options, decoupled, Some(&on(1.0))).unwrap();
+                let done = adam_many(&all, &steps, options, decoupled, Some(&on(0.0))).unwrap();
+                assert!(skipped && done);
+            }
+            assert_eq!(steps[69].double_value(&[]), 3.0);
+            for (found, expected) in found.iter().zip(&expected) {
+                for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
+                    let tolerance = if index == 3 { 2.0 * epsilon(Kind::BFloat16) } else { 4e-6 };
+                    close(&format!("{kind:?} {decoupled} {index}"), found, expected, tolerance);
+                }
+            }
+        }
+    }
 }

@@ -1,4 +1,4 @@
-//! Blocks and MLPs that follow a switchable plan.
+//! Blocks and MLPs that run as their switch says.
 
 use std::sync::Arc;
 
@@ -10,10 +10,10 @@ use models::module::{
 use runtime::autograd::Checkpoint;
 use tch::Tensor;
 
-use super::host_offload::LayerStorage;
+use super::host_lane::Stop;
 use super::{LayerPlan, Switch};
 
-/// Wraps the part's `forward` as a checkpoint segment.
+/// The part's `forward` as a segment.
 fn segment<P: Module + Send + ?Sized + 'static>(
     held: &FunctionalCall<P>,
     context: &Context<'_>,
@@ -23,20 +23,18 @@ fn segment<P: Module + Send + ?Sized + 'static>(
     move |x| Ok(vec![part.run(|part| forward(part, &x[0], &context.borrow()))?])
 }
 
-/// A block with a switchable plan.
+/// A block behind a switch.
 #[derive(Debug)]
 pub(super) struct SwitchedBlock {
     block: FunctionalCall<dyn Block>,
     switch: Switch,
-    storage: LayerStorage,
+    stop: Stop,
 }
 
 impl SwitchedBlock {
-    /// Wraps the block of `slot`.
-    pub(super) fn install(slot: &mut Box<dyn Block>, name: &str, switch: Switch, storage: LayerStorage) {
-        replace_block(slot, |block| {
-            Box::new(Self { block: FunctionalCall::new(name, block), switch, storage })
-        });
+    /// Puts the block of `slot` behind `switch`.
+    pub(super) fn install(slot: &mut Box<dyn Block>, name: &str, switch: Switch, stop: Stop) {
+        replace_block(slot, |block| Box::new(Self { block: FunctionalCall::new(name, block), switch, stop }));
     }
 }
 
@@ -61,16 +59,14 @@ impl Block for SwitchedBlock {
         let options =
             Checkpoint { retain_products: plan == LayerPlan::RecomputeElementwise, ..Checkpoint::default() };
         let mut outputs = match plan {
-            LayerPlan::Offload => {
-                options.run_with_storage(segment, &[x_btd], Arc::new(self.storage.clone()))?
-            }
+            LayerPlan::Offload => options.run_with_storage(segment, &[x_btd], Arc::new(self.stop.clone()))?,
             _ => options.run(segment, &[x_btd])?,
         };
         Ok(outputs.remove(0))
     }
 }
 
-/// An MLP with its block's switchable plan.
+/// An MLP behind its block's switch.
 #[derive(Debug)]
 pub(super) struct SwitchedMlp {
     mlp: FunctionalCall<dyn Mlp>,
@@ -78,7 +74,7 @@ pub(super) struct SwitchedMlp {
 }
 
 impl SwitchedMlp {
-    /// Wraps the MLP of `slot`.
+    /// Puts the MLP of `slot` behind `switch`.
     pub(super) fn install(slot: &mut Box<dyn Mlp>, name: &str, switch: Switch) {
         replace_mlp(slot, |mlp| Box::new(Self { mlp: FunctionalCall::new(name, mlp), switch }));
     }
@@ -103,7 +99,7 @@ impl Mlp for SwitchedMlp {
         Ok(Checkpoint::default().run(segment, &[x])?.remove(0))
     }
 
-    /// Nothing that can be replaced: the switch would be lost.
+    /// Nothing that may be replaced: the switch would go with it.
     fn form(&self) -> MlpForm {
         match self.mlp.shared().run(|mlp| mlp.form()) {
             MlpForm::Recomputed => MlpForm::Recomputed,

@@ -1,13 +1,13 @@
-//! The composition of the median step.
+//! Where the time of the median step goes.
 //!
 //! For a step of length T on its thread,
 //!
 //! T = data + forward + backward + clip + optimizer + rest,
 //!
-//! each the sum of the ranges of that name, and `rest` the time outside them. Two more figures overlap with these parts: `idle`
-//! is the part of T in which no operator ran on any thread (loader workers do not count), and `host` is the self time of
-//! everything that computes nothing: operators that call others, views, allocations, nodes of the autograd graph. Self times of
-//! operators that run concurrently are all counted, as thread seconds.
+//! each the sum of the ranges of that name, `rest` what lies in none. Across these parts, and so not to be added to them:
+//! `idle` is the part of T in which no operator ran on any thread (a loader's workers do not count), and `host` the self
+//! time of all that computes nothing: operators that call others, views, allocations, the nodes of the autograd graph.
+//! Self times of operators that run at once on several threads are all counted, as seconds of threads.
 
 use std::collections::HashMap;
 
@@ -25,7 +25,7 @@ use interval::covered;
 /// A part of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Phase {
-    /// The range `data`: waiting for a batch and copying it.
+    /// The range `data`: waiting for a batch and moving it.
     Data,
     /// The range `forward`.
     Forward,
@@ -35,16 +35,16 @@ pub enum Phase {
     Clip,
     /// The range `optimizer`.
     Optimizer,
-    /// The time outside these ranges.
+    /// The step outside of these.
     Rest,
 }
 
 impl Phase {
-    /// All parts, in the order of a step.
+    /// All of them, in the order of a step.
     pub const ALL: [Self; 6] =
         [Self::Data, Self::Forward, Self::Backward, Self::Clip, Self::Optimizer, Self::Rest];
 
-    /// The name of its ranges.
+    /// The name of its ranges; `rest` for what has none.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -65,21 +65,21 @@ impl Phase {
 /// One step.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StepTimes {
-    /// Duration.
+    /// Its length.
     pub seconds: f64,
     /// Its parts, in the order of [`Phase::ALL`]; they add up to `seconds`.
     pub phases: [f64; 6],
     /// Operators that the program, or a node of the autograd graph, called in each part.
     pub calls: [usize; 6],
-    /// Time without any operator.
+    /// Without any operator.
     pub idle_seconds: f64,
-    /// Self time of operators that compute nothing.
+    /// In what computes nothing.
     pub host_seconds: f64,
-    /// Bytes allocated, whether or not they were freed.
+    /// Bytes allocated, whether or not they were released again.
     pub allocated_bytes: f64,
     /// Copies.
     pub copies: Copies,
-    /// The CUDA devices, if any took part.
+    /// The CUDA devices, when one took part.
     pub device: Option<DeviceTime>,
 }
 
@@ -90,22 +90,22 @@ pub struct Copies {
     pub count: f64,
     /// Conversions of kind or device among them (`aten::_to_copy`).
     pub conversions: f64,
-    /// Time in `aten::copy_`.
+    /// In `aten::copy_`.
     pub seconds: f64,
 }
 
-/// The work of CUDA devices in a step.
+/// What CUDA devices did in a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct DeviceTime {
-    /// Kernels that started in it.
+    /// Kernels that began in it.
     pub kernels: f64,
-    /// Time with a kernel, a copy or a fill on any device.
+    /// With a kernel, a copy or a fill on any device.
     pub busy_seconds: f64,
-    /// The fraction of the step without any, from 0 to 1.
+    /// The share of the step without one, from 0 to 1.
     pub idle_share: f64,
     /// Copies and fills, also between the host and the device.
     pub copies: f64,
-    /// Time in copies.
+    /// In copies.
     pub copy_seconds: f64,
     /// Bytes copied.
     pub copy_bytes: f64,
@@ -114,7 +114,7 @@ pub struct DeviceTime {
 /// A part of the median step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PhaseTime {
-    /// The part.
+    /// Which.
     pub phase: Phase,
     /// The median over the steps.
     pub seconds: f64,
@@ -127,27 +127,27 @@ pub struct PhaseTime {
 pub struct OperatorTime {
     /// Such as `aten::mm`.
     pub name: String,
-    /// Calls per step, including within other operators; the median over the steps.
+    /// Calls in a step, within other operators too; the median over the steps.
     pub calls: f64,
-    /// Self time per step, the median over the steps.
+    /// Self time in a step, the median over the steps.
     pub seconds: f64,
-    /// Fraction of the median step, from 0 to 1.
+    /// Of the median step, from 0 to 1.
     pub share: f64,
 }
 
-/// The composition of steps. Its `Display` is a table.
+/// Where the time of steps went. Prints as a table.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Composition {
     /// Each step, in order.
     pub steps: Vec<StepTimes>,
-    /// The median step. The medians of its parts add up to its duration only approximately.
+    /// The median step. Its parts are medians of their own, so they add up to its length only about.
     pub median: StepTimes,
-    /// Operators and nodes, by decreasing self time.
+    /// Operators and nodes, those with most self time first.
     pub operators: Vec<OperatorTime>,
 }
 
 impl Composition {
-    /// Computes the composition of a trace's steps. A range `step` within another belongs to that one.
+    /// What the steps of a trace are made of. A range `step` within another is part of that.
     ///
     /// # Errors
     /// [`ProfileError::NoSteps`].
@@ -198,32 +198,32 @@ impl Composition {
         Self { steps, median, operators }
     }
 
-    /// Returns a part of the median step.
+    /// A part of the median step.
     #[must_use]
     pub fn phase(&self, phase: Phase) -> PhaseTime {
         let calls = median(self.steps.iter().map(|step| step.calls[phase as usize] as f64));
         PhaseTime { phase, seconds: self.median.phases[phase as usize], calls }
     }
 
-    /// Returns an operator of the median step by name; `None` if it did not run.
+    /// An operator of the median step by its name; nothing when it did not run.
     #[must_use]
     pub fn operator(&self, name: &str) -> Option<&OperatorTime> {
         self.operators.iter().find(|operator| operator.name == name)
     }
 
-    /// Returns the number of operators called in the median step.
+    /// Operators called in the median step.
     #[must_use]
     pub fn calls(&self) -> f64 {
         median(self.steps.iter().map(|step| step.calls.iter().sum::<usize>() as f64))
     }
 }
 
-/// Converts nanoseconds to seconds.
+/// Nanoseconds in seconds.
 pub(super) fn seconds(nanoseconds: i64) -> f64 {
     nanoseconds as f64 * 1e-9
 }
 
-/// Returns the median; 0 for no values.
+/// The median, 0 of nothing.
 pub(super) fn median(values: impl Iterator<Item = f64>) -> f64 {
     let samples: Vec<f64> = values.collect();
     if samples.is_empty() { 0.0 } else { Samples { samples }.median() }

@@ -5,6 +5,7 @@ use tch::{Device, Kind, Tensor};
 use super::record;
 use crate::autograd::{Backward, Forward, Function};
 use crate::error::{Error, Result};
+use crate::kernels::swiglu as cuda;
 use crate::sys::swiglu::{self as sys, NAME};
 use crate::sys::tensor::is_sole_owner;
 
@@ -48,7 +49,7 @@ pub(super) fn by_operators(gate: &Tensor, up: &Tensor, kind: Kind) -> Result<Ten
     Ok(product.f_to_kind(kind)?.f_contiguous()?)
 }
 
-/// Inputs: gate and up, of one shape and dtype on the CPU. Output: the product.
+/// Inputs: gate and up, of one shape, dtype and device, on the CPU or where CUDA kernels are. Output: the product.
 #[derive(Debug, Default)]
 pub(super) struct Product {
     /// Whether forward kept up, which the gradient of gate alone reads.
@@ -62,8 +63,9 @@ impl Function for Product {
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         let (gate, up) = (inputs[0], inputs[1]);
-        let product = Tensor::f_empty(gate.size(), (gate.kind(), Device::Cpu))?;
-        sys::forward(&rows(gate)?, &rows(up)?, None, &rows(&product)?)?;
+        let product = Tensor::f_empty(gate.size(), (gate.kind(), gate.device()))?;
+        let forward = if gate.device() == Device::Cpu { sys::forward } else { cuda::forward };
+        forward(&rows(gate)?, &rows(up)?, None, &rows(&product)?)?;
         record("runtime::swiglu", &product, 3)?;
         ctx.save(gate);
         self.up_was_kept = ctx.needs_input_grad(0);
@@ -81,27 +83,34 @@ impl Function for Product {
             return Err(Error::invalid(NAME, "backward reads a tensor that was not kept"));
         };
         let up = saved.next();
-        let (size, kind) = (grad.size(), grad.kind());
+        let (size, kind, device) = (grad.size(), grad.kind(), grad.device());
         // A gradient may take the upstream gradient's memory if nobody else has it.
         let alone = !ctx.is_recorded() && grad.is_contiguous() && is_sole_owner(&grad)?;
         let dense = rows(&grad)?;
         let spare = if alone { Some(grad) } else { None };
-        let empty = || Tensor::f_empty(&size, (kind, Device::Cpu));
+        let empty = || Tensor::f_empty(&size, (kind, device));
         let mut spare = spare.into_iter();
         let mut place = |needed: bool| needed.then(|| spare.next().map_or_else(empty, Ok)).transpose();
         let (gate_grad, up_grad) = (place(gate_needed)?, place(up_needed)?);
         let matrix = |tensor: &Option<Tensor>| tensor.as_ref().map(rows).transpose();
         let gate = rows(&gate)?;
-        sys::backward(sys::Backward {
-            gate: &gate,
-            // Where it was not kept, nothing that is wanted depends on it.
-            up: matrix(&up)?.as_ref().unwrap_or(&gate),
-            silu: None,
-            grad: &dense,
-            gate_grad: matrix(&gate_grad)?.as_ref(),
-            up_grad: matrix(&up_grad)?.as_ref(),
-            product: None,
-        })?;
+        // Where up was not kept, nothing that is wanted depends on it.
+        let up_rows = matrix(&up)?;
+        let up_rows = up_rows.as_ref().unwrap_or(&gate);
+        let (of_gate, of_up) = (matrix(&gate_grad)?, matrix(&up_grad)?);
+        if device == Device::Cpu {
+            sys::backward(sys::Backward {
+                gate: &gate,
+                up: up_rows,
+                silu: None,
+                grad: &dense,
+                gate_grad: of_gate.as_ref(),
+                up_grad: of_up.as_ref(),
+                product: None,
+            })?;
+        } else {
+            cuda::backward([&gate, up_rows, &dense], [of_gate.as_ref(), of_up.as_ref(), None])?;
+        }
         let passes = [true, true, up.is_some(), gate_grad.is_some(), up_grad.is_some()];
         record("runtime::swiglu_backward", &dense, passes.into_iter().filter(|there| *there).count())?;
         Ok(vec![gate_grad, up_grad])

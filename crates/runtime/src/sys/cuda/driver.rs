@@ -15,6 +15,7 @@ functions!(Functions {
     cuGetErrorString: fn(c_int, *mut *const c_char);
     cuLibraryLoadData: fn(*mut *mut c_void, *const c_void, *mut c_int, *mut *mut c_void, c_uint, *mut c_int, *mut *mut c_void, c_uint);
     cuLibraryGetKernel: fn(*mut *mut c_void, *mut c_void, *const c_char);
+    cuKernelSetAttribute: fn(c_int, c_int, *mut c_void, c_int);
     cuStreamIsCapturing: fn(*mut c_void, *mut c_int);
     cuStreamSynchronize: fn(*mut c_void);
     cuLaunchKernel: fn(*mut c_void, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, *mut c_void, *mut *mut c_void, *mut *mut c_void);
@@ -33,7 +34,7 @@ unsafe impl Send for Loaded {}
 unsafe impl Sync for Loaded {}
 
 /// A kernel's argument, as the kernel's signature has it.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Argument {
     /// An address of the device; 0 for a null pointer.
     Pointer(u64),
@@ -43,6 +44,10 @@ pub(crate) enum Argument {
     I32(i32),
     /// `float`.
     F32(f32),
+    /// `double`.
+    F64(f64),
+    /// A structure of 8-byte members, by value.
+    Words(Box<[u64]>),
 }
 
 /// Loads the driver's library, once for the process.
@@ -62,16 +67,39 @@ impl Driver {
     pub(crate) fn capability(&self, device: c_int) -> Result<(c_int, c_int)> {
         const MAJOR: c_int = 75;
         const MINOR: c_int = 76;
+        Ok((self.attribute(device, MAJOR)?, self.attribute(device, MINOR)?))
+    }
+
+    /// Bytes of shared memory that a block may ask for.
+    pub(crate) fn shared_memory(&self, device: c_int) -> Result<c_int> {
+        const MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: c_int = 97;
+        self.attribute(device, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+    }
+
+    fn attribute(&self, device: c_int, which: c_int) -> Result<c_int> {
+        let handle = self.device(device)?;
+        let mut value = 0;
+        // SAFETY: the out-parameter is valid during the call; the handle is the driver's.
+        self.check("an attribute", unsafe { (self.0.cuDeviceGetAttribute)(&mut value, which, handle) })?;
+        Ok(value)
+    }
+
+    fn device(&self, device: c_int) -> Result<c_int> {
         let mut handle = 0;
         // SAFETY: the out-parameter is valid during the call.
         self.check("a device", unsafe { (self.0.cuDeviceGet)(&mut handle, device) })?;
-        let attribute = |which| -> Result<c_int> {
-            let mut value = 0;
-            // SAFETY: the out-parameter is valid during the call; the handle is the driver's.
-            self.check("an attribute", unsafe { (self.0.cuDeviceGetAttribute)(&mut value, which, handle) })?;
-            Ok(value)
-        };
-        Ok((attribute(MAJOR)?, attribute(MINOR)?))
+        Ok(handle)
+    }
+
+    /// Lets launches of a kernel have so many bytes of shared memory, which is more than it has without asking.
+    pub(crate) fn allow_shared(&self, kernel: Loaded, device: c_int, bytes: u32) -> Result<()> {
+        const MAX_DYNAMIC_SHARED_SIZE_BYTES: c_int = 8;
+        let handle = self.device(device)?;
+        let bytes = c_int::try_from(bytes).unwrap_or(c_int::MAX);
+        let set = self.0.cuKernelSetAttribute;
+        // SAFETY: the kernel was loaded and is never unloaded; the handle is the driver's.
+        let status = unsafe { set(MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes, kernel.0, handle) };
+        self.check("shared memory for a kernel", status)
     }
 
     /// The kernel `name` of a cubin.
@@ -122,7 +150,7 @@ impl Driver {
     pub(crate) fn launch(
         &self,
         kernel: Loaded,
-        (blocks, threads): (u32, u32),
+        (blocks, threads, shared): (u32, u32, u32),
         arguments: &[Argument],
         stream: CudaStream,
     ) -> Result<()> {
@@ -139,7 +167,7 @@ impl Driver {
                 threads,
                 1,
                 1,
-                0,
+                shared,
                 native,
                 addresses.as_mut_ptr(),
                 std::ptr::null_mut(),
@@ -176,6 +204,8 @@ impl Argument {
             Self::I64(value) => std::ptr::from_ref(value).cast_mut().cast(),
             Self::I32(value) => std::ptr::from_ref(value).cast_mut().cast(),
             Self::F32(value) => std::ptr::from_ref(value).cast_mut().cast(),
+            Self::F64(value) => std::ptr::from_ref(value).cast_mut().cast(),
+            Self::Words(words) => words.as_ptr().cast_mut().cast(),
         }
     }
 }

@@ -1,11 +1,11 @@
-//! Formats a composition as text.
+//! A composition as text.
 
 use std::fmt::{self, Display, Formatter};
 
 use super::{Composition, Phase};
 use crate::profile::quantity::human;
 
-/// Number of operators in the table.
+/// Operators that the table lists.
 const LISTED: usize = 10;
 
 impl Display for Composition {

@@ -1,4 +1,4 @@
-//! Padding positions are computed like others.
+//! Positions that hold nothing are computed like the others.
 
 use super::view::View;
 use super::{Detector, Evidence};
@@ -7,7 +7,7 @@ use crate::profile::composition::Phase;
 pub(super) const DETECTOR: Detector =
     Detector { name: "padding", looks_at: "the share of padding, when it is given", detect };
 
-/// The minimum share of padding.
+/// The share of padding from which it is worth a finding.
 const SHARE: f64 = 0.1;
 
 fn detect(view: &View<'_>) -> Option<Evidence> {

@@ -1,4 +1,4 @@
-//! Trainable parameters that are not part of the loss.
+//! Parameters that are trained and take no part in the loss.
 
 use super::view::View;
 use super::{Detector, Evidence};
