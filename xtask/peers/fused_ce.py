@@ -78,8 +78,8 @@ def eager(x, weight, targets):
     return F.cross_entropy(logits, targets, ignore_index=IGNORED)
 
 
-def methods(device):
-    """Name and function of each available method."""
+def methods(device, dtypes):
+    """Name and function of each available method. Cut-cross-entropy takes bf16 and fp16 alone."""
     found = {"eager": eager}
     if device.type != "cuda":
         return found
@@ -93,9 +93,10 @@ def methods(device):
     try:
         from cut_cross_entropy import linear_cross_entropy
 
-        found["cut-cross-entropy"] = lambda x, weight, targets: linear_cross_entropy(
-            x, weight, targets, ignore_index=IGNORED
-        )
+        if dtypes <= {torch.bfloat16, torch.float16}:
+            found["cut-cross-entropy"] = lambda x, weight, targets: linear_cross_entropy(
+                x, weight, targets, ignore_index=IGNORED
+            )
     except ImportError:
         pass
     return found
@@ -185,7 +186,8 @@ def main():
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
     where = environment(device)
-    all_methods = methods(device)
+    dtypes = {DTYPES[case.dtype] for case in cases}
+    all_methods = methods(device, dtypes)
 
     def put(records, keys, figures):
         for figure in figures:

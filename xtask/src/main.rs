@@ -19,6 +19,7 @@ mod cargo;
 mod compare;
 mod device;
 mod display;
+mod gpu_day;
 mod interrupt;
 mod kernels;
 mod lint;
@@ -65,6 +66,8 @@ enum Verb {
     Compare(compare::Args),
     /// Check what each CUDA kernel costs, without a GPU
     Kernels(kernels::Args),
+    /// Test and measure everything that matters on a GPU, in at most 9 minutes
+    GpuDay(gpu_day::Args),
     /// Pack release binaries for a machine with torch and without Rust
     Bundle(bundle::Args),
 }
@@ -81,6 +84,7 @@ fn main() -> ExitCode {
             Verb::Report(args) => pages::run(&workspace, &args),
             Verb::Compare(args) => compare::run(&workspace, &args),
             Verb::Kernels(args) => kernels::run(&workspace, &args),
+            Verb::GpuDay(args) => gpu_day::run(&workspace, &args),
             Verb::Bundle(args) => bundle::run(&workspace, &args),
         }
     })

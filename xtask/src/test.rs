@@ -187,6 +187,7 @@ fn run_bundled(
         .context("FRUGAL_FIXTURES is not a usable path")?;
     let prepare = |command: &mut Command| {
         command.env("OMP_WAIT_POLICY", "passive").env("FRUGAL_FIXTURES", &fixtures);
+        command.env("FRUGAL_EMBEDDED", workspace.root.join("data"));
         for (name, path) in &bundle.programs {
             command.env(format!("CARGO_BIN_EXE_{name}"), workspace.root.join(path));
         }

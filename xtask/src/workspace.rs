@@ -72,7 +72,7 @@ impl Workspace {
     pub(crate) fn need_sources(&self, verb: &str) -> Result<()> {
         if self.bundle.is_some() {
             bail!(
-                "`{verb}` needs the sources and a Rust toolchain; a bundle has only run-all, test, compare and report"
+                "`{verb}` needs the sources and a Rust toolchain; a bundle has only run-all, test, compare, gpu-day and report"
             );
         }
         Ok(())

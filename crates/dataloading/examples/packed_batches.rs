@@ -2,9 +2,9 @@
 #![allow(clippy::print_stdout, unreachable_pub)]
 
 use std::error::Error;
-use std::path::Path;
 use std::sync::Arc;
 
+use dataloading::embedded;
 use dataloading::packing::PackingOptions;
 use dataloading::text::{Corpus, Format};
 use dataloading::token_store::{TokenizeOptions, WriterOptions, tokenize_to_store};
@@ -12,7 +12,7 @@ use dataloading::{Loader, LoaderOptions, PackedDataset, PackedOptions, TokenStor
 
 /// Tokenizes, packs, loads and resumes.
 pub fn main() -> Result<(), Box<dyn Error>> {
-    let data = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../data"));
+    let data = embedded::folder()?;
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("tokens");
 

@@ -2,6 +2,7 @@
 
 mod adam;
 mod cost;
+mod kernels;
 mod norms;
 mod pieces;
 
@@ -34,6 +35,12 @@ pub(crate) enum Verb {
         #[arg(long, value_enum, default_value_t)]
         scale: Scale,
     },
+    /// Measure each fused kernel against a copy of as many bytes and against libtorch's operators
+    Kernels {
+        /// How long to measure
+        #[arg(long, value_enum, default_value_t)]
+        scale: Scale,
+    },
     /// Measure a step of Adam on the CPU beside libtorch's fused kernel, in fp32 and in mixed precision
     Adam {
         /// How long to measure
@@ -59,6 +66,7 @@ pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
         Verb::Cost { scale } => measure(common, *scale, cost::parts),
         Verb::Norms { scale } => measure(common, *scale, norms::parts),
         Verb::FusedPieces { scale } => measure(common, *scale, pieces::parts),
+        Verb::Kernels { scale } => measure(common, *scale, kernels::parts),
         Verb::Adam { scale, parameters } => measure(common, *scale, |_| adam::parts(*scale, *parameters)),
         Verb::SmallOperators { tracked, operators } => {
             writeln!(std::io::stdout(), "{:e}", cost::small_operators(*tracked, *operators)?)?;

@@ -4,6 +4,7 @@ pub mod activation_plan;
 mod activations;
 mod bench;
 pub mod injected_slowdowns;
+mod layers;
 mod loading;
 mod profile;
 mod profiling;
@@ -27,6 +28,8 @@ pub(crate) enum Verb {
     Activations(activations::ActivationsArgs),
     /// Measure steps of the GPT-2-like model on given sizes
     Bench(bench::Bench),
+    /// Measure forward and backward through decoder layers of a Llama
+    Layers(layers::Layers),
 }
 
 pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
@@ -36,5 +39,6 @@ pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
         Verb::Repair(arguments) => profile::run_repair(common, arguments),
         Verb::Activations(arguments) => activations::run(common, arguments),
         Verb::Bench(arguments) => bench::run(common, arguments),
+        Verb::Layers(arguments) => layers::run(common, arguments),
     }
 }

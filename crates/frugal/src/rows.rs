@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     fn setting() -> (tempfile::TempDir, Tokenizer, RowOptions) {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data/tokenizer.json");
+        let path = dataloading::embedded::folder().unwrap().join("tokenizer.json");
         let options =
             RowOptions { longest: 40, begin: None, end: 0, field: "text".to_owned(), skip_long: false };
         (tempfile::tempdir().unwrap(), Tokenizer::from_file(&path).unwrap(), options)

@@ -102,8 +102,7 @@ mod tests {
     use super::*;
 
     fn tokenizer() -> Tokenizer {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/tokenizer.json");
-        Tokenizer::from_file(std::path::Path::new(path)).unwrap()
+        Tokenizer::from_file(&dataloading::embedded::folder().unwrap().join("tokenizer.json")).unwrap()
     }
 
     fn tokens(tokenizer: &Tokenizer, text: &str) -> Vec<i64> {

@@ -3,6 +3,7 @@
 #
 #   ./run.sh test                         every test
 #   ./run.sh run-all --device cuda        every experiment; the report goes to reports/ in this folder
+#   ./run.sh gpu-day                      tests, timings and comparisons on a GPU, in 9 minutes; to gpu-day/
 #   ./run.sh compare --device cuda        against PyTorch
 #
 # FRUGAL_PYTHON chooses another Python than python3.

@@ -150,7 +150,7 @@ fn wrong_flags_and_places_are_refused() {
     check(&["run-all", "--device", "gpu"], 2, "expected cpu, cuda or cuda:N");
     check(&["run-all", "--seed", "first"], 2, "--seed");
     check(&["run-all", "--out", "/proc/nowhere"], 1, "give --out a folder that you may write");
-    check(&["setup"], 1, "a bundle has only run-all, test, compare and report");
+    check(&["setup"], 1, "a bundle has only run-all, test, compare, gpu-day and report");
     check(&["report", "--out", "empty"], 1, "there are no records in");
     bundle.register("[[experiment]]\nnam = \"x\"\n");
     check(&["run-all"], 1, "crates/experiments/experiments/sample.toml:");

@@ -6,6 +6,7 @@ use std::time::Instant;
 use anyhow::Context;
 use report::{Case, Metric};
 use runtime::autograd::{self, Backward, Forward, Function};
+use runtime::device::synchronize;
 use runtime::fused::norm::{Keep, Options, layer_norm, rms_norm};
 use runtime::measure::physical;
 use runtime::memory::{Region, live_bytes};
@@ -47,12 +48,16 @@ fn step(
     for tensor in [leaf, parameters[0], parameters[1]] {
         autograd::set_grad(tensor, None)?;
     }
+    let device = leaf.device();
+    synchronize(device)?;
     let start = Instant::now();
     let y = norm(leaf)?;
+    synchronize(device)?;
     let forward = start.elapsed().as_secs_f64();
     let end = autograd::apply(Follower(Mutex::new(Some(gradient))), &[&y])?.remove(0);
     drop(y);
     autograd::backward(&[&end])?;
+    synchronize(device)?;
     Ok((forward, start.elapsed().as_secs_f64()))
 }
 

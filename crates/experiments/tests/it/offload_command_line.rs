@@ -176,7 +176,7 @@ fn write_model(folder: &Path) {
         tch::no_grad(|| named.tensor.shallow_clone().copy_(&noise));
     }
     hugging_face::save(&model, folder, hugging_face::SHARD_BYTES).unwrap();
-    let tokenizer = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/tokenizer.json");
+    let tokenizer = dataloading::embedded::folder().unwrap().join("tokenizer.json");
     std::fs::copy(tokenizer, folder.join("tokenizer.json")).unwrap();
 }
 

@@ -1,4 +1,4 @@
-//! Exact bytes of the CPU allocator. One test in one process: the counts are the whole process's.
+//! Exact bytes of the CPU allocator. The counts are the whole process's, so the test runs in a process of its own.
 
 use runtime::memory::{self, Region};
 use tch::{Device, Tensor, kind};
@@ -11,6 +11,14 @@ fn tensor(elements: i64) -> Tensor {
 
 #[test]
 fn live_and_peak_bytes_are_exact() {
+    const ALONE: &str = "FRUGAL_TEST_ALONE";
+    if std::env::var_os(ALONE).is_none() {
+        let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
+        alone.args(["--exact", "memory_region::live_and_peak_bytes_are_exact"]).env(ALONE, "1");
+        let output = alone.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        return;
+    }
     memory::track_cpu().unwrap();
     assert_eq!(memory::live_bytes(CPU).unwrap(), 0);
 

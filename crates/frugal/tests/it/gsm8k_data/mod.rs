@@ -1,7 +1,7 @@
 //! Real problems, where there are some, and the embedded tokenizer.
 #![allow(dead_code, reason = "each test file takes what it needs")]
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use dataloading::Tokenizer;
@@ -21,7 +21,7 @@ pub(crate) fn real(file: &str) -> Option<Vec<Problem>> {
 
 /// A file of the project's own data.
 pub(crate) fn embedded(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data").join(name)
+    dataloading::embedded::folder().unwrap().join(name)
 }
 
 /// The embedded byte-level BPE of 4096 ids.

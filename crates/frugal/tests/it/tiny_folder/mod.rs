@@ -50,7 +50,7 @@ impl Tiny {
         }
         let folder = self.path(name);
         hugging_face::save(&model, &folder, hugging_face::SHARD_BYTES).unwrap();
-        let tokenizer = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/tokenizer.json");
+        let tokenizer = dataloading::embedded::folder().unwrap().join("tokenizer.json");
         std::fs::copy(tokenizer, folder.join("tokenizer.json")).unwrap();
         std::fs::write(folder.join("generation_config.json"), r#"{"eos_token_id": 0}"#).unwrap();
     }

@@ -1,0 +1,129 @@
+//! `training layers`: forward and backward through decoder layers of a Llama, for a comparison with another program.
+
+use models::module::{Input, LanguageModel};
+use models::{Llama, LlamaConfig};
+use report::cli::CommonArgs;
+use report::{Case, Metric, Progress, Sink};
+use runtime::autograd::{Keep, backward_with};
+use runtime::device::synchronize;
+use runtime::measure::{self, Plan, black_box};
+use runtime::memory::Region;
+use swiglu_ckpt::CheckpointLevel;
+use tch::{Device, Kind, Tensor};
+
+/// The vocabulary is small, since the layers are what is measured.
+const VOCABULARY: i64 = 256;
+
+#[derive(clap::Args)]
+pub(crate) struct Layers {
+    /// Tokens of the one row; default: 8192 on CUDA, 512 on a CPU
+    #[arg(long)]
+    tokens: Option<i64>,
+    /// HIDDEN,INTERMEDIATE,HEADS,KV_HEADS; default: Llama-3-8B's on CUDA, Qwen2.5-0.5B's on a CPU
+    #[arg(long, value_delimiter = ',', num_args = 4)]
+    shape: Option<Vec<i64>>,
+    /// Layers
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(i64).range(1..))]
+    layers: i64,
+    /// Measured steps
+    #[arg(long, default_value_t = 10)]
+    repeats: usize,
+}
+
+/// How the layers are computed.
+#[derive(Clone, Copy, Debug)]
+enum Variant {
+    Plain,
+    /// With the MLP's activations recomputed in backward.
+    Recomputed,
+}
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Layers) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    runtime::memory::track_cpu()?;
+    runtime::random::seed(common.seed)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let variants = [("plain", Variant::Plain), ("MLP recomputed", Variant::Recomputed)];
+    let mut progress = Progress::new(variants.len() as u64);
+    for (name, variant) in variants {
+        progress.message(name);
+        for kind in kinds(device) {
+            let (case, metrics) = one(arguments, variant, device, kind)?;
+            sink.put("layers", &case.with("variant", name), metrics)?;
+        }
+        progress.step();
+    }
+    Ok(())
+}
+
+/// The dtype that a decoder is trained in on the device.
+fn kinds(device: Device) -> [Kind; 1] {
+    [if device.is_cuda() { Kind::BFloat16 } else { Kind::Float }]
+}
+
+fn one(
+    arguments: &Layers,
+    variant: Variant,
+    device: Device,
+    kind: Kind,
+) -> anyhow::Result<(Case, Vec<Metric>)> {
+    let (tokens, shape) = match device {
+        Device::Cpu => (512, [896, 4864, 14, 2]),
+        _ => (8192, [4096, 14_336, 32, 8]),
+    };
+    let tokens = arguments.tokens.unwrap_or(tokens);
+    let shape = arguments.shape.as_deref().unwrap_or(&shape);
+    let &[hidden, intermediate, heads, key_value_heads] = shape else {
+        anyhow::bail!("--shape has {} sizes; expected HIDDEN,INTERMEDIATE,HEADS,KV_HEADS", shape.len());
+    };
+    let config = LlamaConfig {
+        num_key_value_heads: key_value_heads,
+        max_position_embeddings: tokens,
+        ..LlamaConfig::llama(VOCABULARY, hidden, intermediate, arguments.layers, heads)
+    };
+    let mut model = Llama::new(&config, (kind, device))?;
+    if let Variant::Recomputed = variant {
+        swiglu_ckpt::install(&mut model, CheckpointLevel::SaveGateUp)?;
+    }
+    let row = Tensor::f_randint(VOCABULARY, [1, tokens], (Kind::Int64, device))?;
+    let upstream = Tensor::f_randn([1, tokens, hidden], (kind, device))?;
+    let parameters = models::module::trainable(&model);
+    let zero = || -> anyhow::Result<()> {
+        for (_, tensor) in &parameters {
+            runtime::autograd::set_grad(tensor, None)?;
+        }
+        Ok(())
+    };
+    let plan = Plan { warmup: 2, repeats: arguments.repeats, budget: Some(60.0), ..Plan::new(device) };
+    let measured = measure::run(&plan, |lap| {
+        let y = model.hidden(&Input::new(&row)).map_err(runtime::Error::from)?;
+        lap.end("forward")?;
+        backward_with(&[&y], &[Some(&upstream)], Keep::default())?;
+        lap.end("backward")?;
+        zero().map_err(|error| runtime::Error::Torch(error.to_string()))
+    })?;
+    let region = Region::start(device)?;
+    let y = black_box(model.hidden(&Input::new(&row))?);
+    backward_with(&[&y], &[Some(&upstream)], Keep::default())?;
+    drop(y);
+    synchronize(device)?;
+    let peak = region.finish()?.peak_above_start();
+    zero()?;
+    let seconds =
+        |phase: &str| measured.phase(phase).map(|samples| samples.samples.clone()).unwrap_or_default();
+    let (forward, backward) = (seconds("forward"), seconds("backward"));
+    let step: Vec<f64> =
+        forward.iter().zip(&backward).map(|(forward, backward)| forward + backward).collect();
+    let case = Case::new()
+        .with("dtype", format!("{kind:?}"))
+        .with("tokens", tokens)
+        .with("hidden", hidden)
+        .with("layers", arguments.layers);
+    let metrics = vec![
+        Metric::of_samples("forward_seconds", "s", &forward),
+        Metric::of_samples("backward_seconds", "s", &backward),
+        Metric::of_samples("step_seconds", "s", &step),
+        Metric::exact("peak_above_bytes", "B", peak as f64),
+    ];
+    Ok((case, metrics))
+}
