@@ -6,7 +6,7 @@ use tch::{Device, Kind};
 use training::Result;
 use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
-use training::probe::Probe;
+use training::probe::StepProbe;
 
 /// What is needed to say how well the machine is used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
@@ -23,14 +23,14 @@ impl Efficiency {
     ///
     /// # Errors
     /// A device that is not there, too little memory.
-    pub fn measure(probe: &Probe, device: Device) -> Result<Self> {
+    pub fn measure(probe: &StepProbe, device: Device) -> Result<Self> {
         // Large enough that the device is full, small enough not to be waited for.
         let size = if device.is_cuda() { 4096 } else { 1024 };
         let product = physical::gemm_rate(device, Kind::Float, size, size, size)?;
         // What the machine can do at best is its best sample: what disturbs the others is no limit of its own.
         let seconds = product.time.samples.iter().copied().fold(f64::INFINITY, f64::min);
         let peak_rate = seconds.is_finite().then(|| 2.0 * (size as f64).powi(3) / seconds.max(1e-12));
-        Ok(Self { flops_per_token: Some(probe.flops_per_place()), peak_rate })
+        Ok(Self { flops_per_token: Some(probe.flops_per_position()), peak_rate })
     }
 
     /// Model FLOPs utilization (Chowdhery et al., arXiv:2204.02311, appendix B) at a rate of tokens per second; `None`

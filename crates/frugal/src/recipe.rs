@@ -13,7 +13,7 @@
 //! use models::{Llama, LlamaConfig};
 //! use tch::{Device, Kind};
 //! use training::batches::Synthetic;
-//! use training::trainer::Ended;
+//! use training::trainer::StopReason;
 //!
 //! let config: Config = r#"
 //!     [adapter]
@@ -30,7 +30,7 @@
 //! let mut data = Synthetic {
 //!     seed: 1, vocabulary: 64, rows: 2, length: 16, noise: 1, batches: None, device: Device::Cpu, position: 0,
 //! };
-//! assert_eq!(trainer.run(&mut data, None)?, Ended::Done);
+//! assert_eq!(trainer.run(&mut data, None)?, StopReason::Completed);
 //! assert!(handles.adapters.is_some());
 //!
 //! let refused: Config = "[optimizer]\nplace = \"host\"".parse()?;

@@ -1,9 +1,9 @@
-//! Gradients of several micro-batches as those of one batch.
+//! Gradient accumulation: several micro-batches with the gradients of one batch.
 //!
 //! With the summed loss Sᵢ and nᵢ targets of micro-batch i, the loss of the step is L = Σ Sᵢ / Σ nᵢ. Each micro-batch runs
-//! backward from Sᵢ / Σ nᵢ, and the gradients add up to that of L. (The mean of the means, Σ (Sᵢ/nᵢ) / k, gives the tokens
-//! of short micro-batches more weight.) Σ nᵢ has to be known before the first backward: the loader counts targets on the
-//! host, so all micro-batches of a step are fetched first; they are integers, a few bytes a token.
+//! backward from Sᵢ / Σ nᵢ, and the gradients add up to that of L. (The mean of means, Σ (Sᵢ/nᵢ) / k, would weight the tokens
+//! of short micro-batches more.) Σ nᵢ must be known before the first backward, so all micro-batches of a step are fetched
+//! first; the loader counts targets on the host.
 
 use dataloading::Batch;
 use models::module::{Context, Input, LanguageModel};
@@ -15,24 +15,24 @@ use crate::error::Result;
 /// The micro-batches of one step.
 #[derive(Debug)]
 pub struct MicroBatches {
-    /// In order.
+    /// The micro-batches, in order.
     pub batches: Vec<Batch>,
     /// Σ nᵢ.
     pub targets: usize,
-    /// Tokens of documents, padding not counted.
+    /// Document tokens, without padding.
     pub tokens: usize,
-    /// Places that pad.
+    /// Padding positions.
     pub padding: usize,
 }
 
 impl MicroBatches {
-    /// What a summed loss is divided by; 1 where there is no target at all, so that the loss is 0.
+    /// Returns the denominator of the summed loss; 1 without any target, so that the loss is 0.
     pub fn denominator(&self) -> f64 {
         self.targets.max(1) as f64
     }
 }
 
-/// Fetches `count` micro-batches, fewer where the data ends; `None` where it has ended.
+/// Fetches `count` micro-batches, or fewer at the end of the data; `None` if there are none left.
 ///
 /// # Errors
 /// Those of the source.
@@ -48,7 +48,7 @@ pub fn fetch(source: &mut (impl Batches + ?Sized), count: usize) -> Result<Optio
     Ok((!all.batches.is_empty()).then_some(all))
 }
 
-/// Where the documents of a packed batch lie; `None` where each row is one document.
+/// Returns the document boundaries of a packed batch; `None` if each row is one document.
 ///
 /// # Errors
 /// Those of libtorch.
@@ -60,7 +60,7 @@ pub fn documents(batch: &Batch) -> Result<Option<Documents>> {
     Ok(documents.transpose()?)
 }
 
-/// The summed loss of a batch; with `accuracy`, also how many targets were predicted right.
+/// Computes the summed loss of a batch; with `accuracy` also the number of correct predictions.
 ///
 /// # Errors
 /// Those of the model.

@@ -1,25 +1,24 @@
-//! What each layer keeps between its forward and its backward: a plan, layer by layer.
+//! Activation checkpointing: what each layer keeps between forward and backward, as a plan for each layer.
 //!
-//! A layer of width d over n tokens keeps for its backward some k·n·d bytes. It can keep less and pay for it:
+//! A layer of width d over n tokens keeps some k·n·d bytes for backward. It can keep less, at a cost:
 //!
-//! | [`LayerPlan`] | held on the device | computed again |
+//! | [`LayerPlan`] | kept on the device | recomputed |
 //! |---|---|---|
 //! | [`KeepAll`](LayerPlan::KeepAll) | everything | nothing |
 //! | [`RecomputeElementwise`](LayerPlan::RecomputeElementwise) | the input, the results of products and attention | norms, activations, dropout, sums |
-//! | [`RecomputeMlp`](LayerPlan::RecomputeMlp) | everything of attention, the MLP's input | the MLP |
+//! | [`RecomputeMlp`](LayerPlan::RecomputeMlp) | all of attention, the MLP's input | the MLP |
 //! | [`RecomputeAll`](LayerPlan::RecomputeAll) | the input | the layer |
-//! | [`Offload`](LayerPlan::Offload) | nothing: the input is in the host's memory | the layer |
+//! | [`Offload`](LayerPlan::Offload) | nothing: the input is in host memory | the layer |
 //!
-//! Sources: Chen et al., arXiv:1604.06174 (full); Korthikanti et al., arXiv:2205.05198 (selective); Ren et al., arXiv:2101.06840,
-//! and DeepSpeed's `cpu_checkpointing` (offloaded).
+//! Sources: Chen et al., arXiv:1604.06174 (full); Korthikanti et al., arXiv:2205.05198 (selective); Ren et al.,
+//! arXiv:2101.06840, and DeepSpeed's `cpu_checkpointing` (offloaded).
 //!
-//! [`apply`] puts a model's blocks and MLPs behind switches, under the names that they had; which way each goes is read at
-//! each forward, so a plan can change between steps ([`Activations::change`]). Gradients are, bit for bit, those of
-//! [`KeepAll`](LayerPlan::KeepAll): the second run has the first one's random state and policy of mixed precision. A layer in
-//! which nothing needs a gradient is never run again.
+//! [`apply`] wraps a model's blocks and MLPs under their own names. Each forward reads the plan, so it can change between steps
+//! ([`Activations::change`]). Gradients equal those of [`KeepAll`](LayerPlan::KeepAll) bit for bit: the recomputation has the
+//! same random state and mixed-precision policy. A layer in which nothing requires a gradient is never recomputed.
 //!
-//! [`Activations::probe`] measures what each way costs on the device at hand, and `accounting::activation_plan` finds from
-//! that the plan of least recomputation under a budget; [`Forecast`] does both for a whole model:
+//! [`Activations::probe`] measures the cost of each plan on the current device; `accounting::activation_plan` then finds the
+//! plan with the least recomputation within a budget. [`StepPredictor`] does both for a whole model:
 //!
 //! ```
 //! use accounting::activation_plan::least_recomputation;
@@ -42,9 +41,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod forecast;
-mod host_lane;
+mod host_offload;
 mod probe;
+mod step_predictor;
 mod switched;
 
 use std::fmt;
@@ -53,37 +52,37 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use models::module::{Block, Mlp, Module, ModuleMapper, map_modules};
 
-pub use forecast::{Forecast, StepCost};
 pub use probe::LayerProbe;
+pub use step_predictor::{StepCost, StepPredictor};
 
 use crate::error::{Error, Result};
-use host_lane::HostLane;
+use host_offload::HostOffload;
 use switched::{SwitchedBlock, SwitchedMlp};
 
 /// What a layer does with its activations. See the [module](self).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LayerPlan {
-    /// Everything that backward needs stays (no checkpointing).
+    /// Keeps everything that backward needs (no checkpointing).
     KeepAll,
-    /// Keep products, recompute elementwise (selective): the results of linear layers and of attention stay, what lies between
-    /// them is computed again ([`runtime::autograd::retain`]). Attention's result stays where libtorch's flash kernel for the
-    /// CPU computes it; with dropout, on CUDA, and as [`models::AttentionPath::Explicit`] it is computed again.
+    /// Keeps products, recomputes elementwise operations (selective): the results of linear layers and attention are kept
+    /// ([`runtime::autograd::retain`]). The result of attention is kept only from libtorch's CPU flash kernel; with dropout, on
+    /// CUDA, and with [`models::AttentionPath::Explicit`] it is recomputed.
     RecomputeElementwise,
-    /// Keep attention, recompute the MLP (selective): the MLP's input stays, its inner activations do not.
+    /// Keeps attention, recomputes the MLP (selective): keeps the MLP's input, not its inner activations.
     RecomputeMlp,
-    /// The layer's input stays, and the layer runs again (full).
+    /// Keeps the layer's input and recomputes the layer (full).
     RecomputeAll,
-    /// The layer's input goes to page-locked host memory over a stream of its own, the layer runs again, and the input of
-    /// the layer before is on its way back meanwhile (full, offloaded to host memory).
+    /// Copies the layer's input to pinned host memory on its own stream and recomputes the layer; the input of the previous
+    /// layer is prefetched meanwhile (full, offloaded).
     Offload,
 }
 
 impl LayerPlan {
-    /// All, by falling bytes on the device.
+    /// All plans, from most to fewest bytes on the device.
     pub const ALL: [Self; 5] =
         [Self::KeepAll, Self::RecomputeElementwise, Self::RecomputeMlp, Self::RecomputeAll, Self::Offload];
 
-    /// A name for tables.
+    /// The name in tables.
     pub const fn name(self) -> &'static str {
         match self {
             Self::KeepAll => "keep all",
@@ -101,8 +100,8 @@ impl fmt::Display for LayerPlan {
     }
 }
 
-/// `plan` for every `k`-th of `layers` layers, from the first on, the others keep all; and never for the last, whose
-/// backward follows its forward at once: there is nothing to be saved in between.
+/// Returns `plan` for every `k`-th of `layers` layers from the first on, and keep-all for the others and for the last layer,
+/// whose backward follows its forward immediately, so that nothing would be saved.
 ///
 /// ```
 /// use training::activations::{LayerPlan::{KeepAll, RecomputeAll}, every_kth};
@@ -127,25 +126,24 @@ pub fn every_kth(layers: usize, k: usize, plan: LayerPlan) -> Result<Vec<LayerPl
 
 const WHAT: &str = "activation plan";
 
-/// The switches of a model's layers.
+/// A handle on the plan of a model's layers.
 #[derive(Debug)]
 pub struct Activations {
     switches: Vec<Switch>,
-    lane: HostLane,
+    offload: HostOffload,
 }
 
-/// Puts every block of `model`, and the MLP in it, behind a switch, and sets the switches to `plan`: one entry for each block,
-/// in the order of [`Module::visit`]. The names of tensors and parts stay as they are. Once for a model; the plan changes by
-/// [`Activations::change`].
+/// Wraps every block of `model` and its MLP, and sets the plan: one entry per block, in the order of [`Module::visit`]. Names
+/// of tensors and parts do not change. Call it once per model; [`Activations::change`] changes the plan.
 ///
 /// # Errors
-/// A plan of another length than the model has blocks, which leaves the model as it was; a block that a graph holds.
+/// A plan of the wrong length, which leaves the model unchanged; a block that a graph holds.
 pub fn apply(model: &mut (impl Module + ?Sized), plan: &[LayerPlan]) -> Result<Activations> {
     let mut names = Names(Vec::new());
     map_modules(model, &mut names)?;
     check(plan, names.0.len())?;
     let mut install = Install {
-        activations: Activations { switches: Vec::new(), lane: HostLane::default() },
+        activations: Activations { switches: Vec::new(), offload: HostOffload::default() },
         block: String::new(),
     };
     map_modules(model, &mut install)?;
@@ -154,24 +152,24 @@ pub fn apply(model: &mut (impl Module + ?Sized), plan: &[LayerPlan]) -> Result<A
 }
 
 impl Activations {
-    /// The plan in place.
+    /// Returns the current plan.
     pub fn plan(&self) -> Vec<LayerPlan> {
         self.switches.iter().map(Switch::get).collect()
     }
 
-    /// Another plan, from the next forward on. What a graph holds already is not touched.
+    /// Changes the plan from the next forward on. Existing graphs do not change.
     ///
     /// # Errors
-    /// A plan of another length.
+    /// A plan of the wrong length.
     pub fn change(&self, plan: &[LayerPlan]) -> Result<()> {
         check(plan, self.switches.len())?;
         self.switches.iter().zip(plan).for_each(|(switch, plan)| switch.set(*plan));
         Ok(())
     }
 
-    /// Bytes of activations that are in the host's memory now, between a forward and its backward.
+    /// Returns the bytes of activations in host memory now, between a forward and its backward.
     pub fn host_bytes(&self) -> u64 {
-        self.lane.bytes()
+        self.offload.bytes()
     }
 }
 
@@ -183,7 +181,7 @@ fn check(plan: &[LayerPlan], layers: usize) -> Result<()> {
     Err(Error::config(WHAT, reason))
 }
 
-/// Which way a layer goes.
+/// A layer's plan, shared by its block and its MLP.
 #[derive(Debug, Clone)]
 pub(crate) struct Switch(Arc<AtomicU8>);
 
@@ -201,7 +199,7 @@ impl Switch {
     }
 }
 
-/// The blocks that there are.
+/// Lists the blocks.
 struct Names(Vec<String>);
 
 impl ModuleMapper for Names {
@@ -213,22 +211,22 @@ impl ModuleMapper for Names {
 
 struct Install {
     activations: Activations,
-    /// The block that was last met.
+    /// The last visited block.
     block: String,
 }
 
 impl ModuleMapper for Install {
     fn block(&mut self, name: &str, slot: &mut Box<dyn Block>) -> models::Result<()> {
-        let Activations { switches, lane } = &mut self.activations;
+        let Activations { switches, offload } = &mut self.activations;
         let switch = Switch::new();
-        SwitchedBlock::install(slot, name, switch.clone(), lane.stop(switches.len()));
+        SwitchedBlock::install(slot, name, switch.clone(), offload.storage(switches.len()));
         switches.push(switch);
         self.block = name.to_owned();
         Ok(())
     }
 
     fn mlp(&mut self, name: &str, slot: &mut Box<dyn Mlp>) -> models::Result<()> {
-        // An MLP outside of any block keeps what it keeps.
+        // An MLP outside of any block is left as it is.
         let inside = name.strip_prefix(&self.block).is_some_and(|rest| rest.starts_with('.'));
         if let Some(switch) = self.activations.switches.last().filter(|_| inside) {
             SwitchedMlp::install(slot, name, switch.clone());

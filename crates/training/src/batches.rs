@@ -1,4 +1,4 @@
-//! Where batches come from.
+//! Sources of batches.
 
 use dataloading::{Batch, Counts, IGNORE_INDEX};
 use serde_json::{Value, json};
@@ -6,44 +6,44 @@ use tch::{Device, Tensor};
 
 use crate::error::{Error, Result};
 
-/// A source of batches that can say where it stands, and go on from there.
+/// A source of batches that can save and restore its position.
 pub trait Batches: Send {
-    /// The next batch, on the model's device; `None` at the end of the data. (A source that goes through its data several
-    /// times has its end after the last time.)
+    /// Returns the next batch, on the model's device; `None` at the end of the data. (A source with several epochs ends after
+    /// the last.)
     ///
     /// # Errors
-    /// A record that cannot be used, with its place.
+    /// An invalid record, with its location.
     fn next(&mut self) -> Result<Option<Batch>>;
 
-    /// Where it stands: the batch that [`Batches::next`] gives next.
+    /// Returns the position: that of the batch that [`Batches::next`] returns next.
     fn state(&self) -> Value;
 
-    /// Goes to where [`Batches::state`] stood.
+    /// Restores a position from [`Batches::state`].
     ///
     /// # Errors
     /// A state of another source, or of other data.
     fn resume(&mut self, state: &Value) -> Result<()>;
 }
 
-/// Batches of a made-up language, for tests and demonstrations: each token is the one before it times 5 plus 1, plus a
-/// random step of 0 to `noise`, modulo the vocabulary. A model can learn it down to ln(noise + 1) nats.
+/// Batches of a synthetic language, for tests and demonstrations: each token is the one before it times 5 plus 1, plus a random
+/// number from 0 to `noise`, modulo the vocabulary. The minimal loss is ln(noise + 1) nats.
 ///
-/// A batch is a function of the seed and of its number, whatever was drawn before, so its state is one integer.
+/// A batch is a function of the seed and its number, so the state is one integer.
 #[derive(Debug, Clone)]
 pub struct Synthetic {
     /// Seed of all batches.
     pub seed: u64,
-    /// Number of tokens that the language has.
+    /// Size of the vocabulary.
     pub vocabulary: i64,
-    /// Rows of a batch.
+    /// Rows per batch.
     pub rows: usize,
-    /// Tokens of a row; rows are between half as long and this long, and padded with 0.
+    /// Maximum tokens per row; rows have between half and all of it, and are padded with 0.
     pub length: usize,
-    /// Largest random step.
+    /// The largest random number.
     pub noise: u64,
-    /// Batches until the end; `None` for no end.
+    /// Number of batches; `None` for no end.
     pub batches: Option<u64>,
-    /// Where the tensors go.
+    /// The device of the tensors.
     pub device: Device,
     /// The next batch's number.
     pub position: u64,
@@ -56,7 +56,7 @@ impl Batches for Synthetic {
         }
         if self.vocabulary < 1 || self.rows == 0 || self.length < 2 {
             let reason = format!(
-                "vocabulary {}, {} rows of {} tokens; expected a vocabulary and rows from 1 on, and 2 tokens or more",
+                "vocabulary {}, {} rows of {} tokens; expected a vocabulary and rows of at least 1, and at least 2 tokens",
                 self.vocabulary, self.rows, self.length
             );
             return Err(Error::config("synthetic data", reason));
@@ -96,7 +96,7 @@ impl Batches for Synthetic {
             Some(position) => self.position = position,
             None => {
                 let reason =
-                    format!("the position {state} is not one of synthetic data with seed {}", self.seed);
+                    format!("the position {state} does not belong to synthetic data with seed {}", self.seed);
                 return Err(Error::config("synthetic data", reason));
             }
         }
@@ -104,7 +104,7 @@ impl Batches for Synthetic {
     }
 }
 
-/// Steele, Lea & Flood's generator: every seed is a good one.
+/// The generator of Steele, Lea & Flood, which accepts every seed.
 struct SplitMix(u64);
 
 impl SplitMix {

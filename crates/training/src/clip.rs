@@ -1,8 +1,8 @@
-//! Clipping gradients by their norm (Pascanu, Mikolov & Bengio, arXiv:1211.5063): with N the 2-norm of all gradients as one
-//! vector, each is multiplied by min(1, limit / (N + 10⁻⁶)).
+//! Gradient clipping by norm (Pascanu, Mikolov & Bengio, arXiv:1211.5063): with N the 2-norm of all gradients as one vector,
+//! each is multiplied by min(1, limit / (N + 10⁻⁶)).
 //!
-//! A norm that is not finite says that some gradient is not: one number answers both questions, so that a training step
-//! needs one synchronisation with the device at most ([`Norm::read`]), or none ([`scale_to_`]).
+//! A norm that is not finite means that a gradient is not: one number answers both questions, so a training step needs at most
+//! one synchronisation with the device ([`Norm::read`]), or none ([`scale_to_`]).
 
 use std::borrow::Borrow;
 
@@ -12,24 +12,24 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 
-/// Keeps the quotient finite for gradients of zero, as PyTorch does.
+/// Keeps the quotient finite for zero gradients, as PyTorch does.
 const EPS: f64 = 1e-6;
 
 /// What to do with gradients whose norm is not finite.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NonFinite {
-    /// Leave out the step, and say so in its record.
+    /// Skips the step, and marks it in its record.
     #[default]
     Skip,
-    /// End the training with an error.
+    /// Ends the training with an error.
     Fail,
-    /// Go on as PyTorch does: an infinite norm makes all gradients 0 or NaN.
+    /// Continues as PyTorch does: an infinite norm makes all gradients 0 or NaN.
     Ignore,
 }
 
 impl NonFinite {
-    /// Whether a step whose gradients have this norm is left out.
+    /// Returns whether a step whose gradients have this norm is skipped.
     ///
     /// # Errors
     /// [`NonFinite::Fail`] and a norm that is not finite.
@@ -43,24 +43,24 @@ impl NonFinite {
     }
 }
 
-/// A norm that may still be on its way from the device.
+/// A norm that may not have been copied from the device yet.
 #[derive(Debug)]
 pub struct Norm {
     tensor: Tensor,
 }
 
 impl Norm {
-    /// A norm that was computed elsewhere: a scalar, fp32 or fp64.
+    /// Wraps a norm that was computed elsewhere: a scalar, fp32 or fp64.
     pub fn known(tensor: Tensor) -> Self {
         Self { tensor }
     }
 
-    /// A scalar on the device: fp32, or fp64 where a gradient is.
+    /// The scalar on the device: fp32, or fp64 if a gradient is.
     pub fn tensor(&self) -> &Tensor {
         &self.tensor
     }
 
-    /// Waits for the number.
+    /// Waits for the value.
     ///
     /// # Errors
     /// An asynchronous error of the device.
@@ -69,8 +69,8 @@ impl Norm {
     }
 }
 
-/// The 2-norm of all gradients as one vector, without a synchronisation. No gradients: 0. Gradients of half precision are
-/// squared and summed in fp32 (their own norms would overflow from 256 in fp16).
+/// Computes the 2-norm of all gradients as one vector, without synchronising; 0 without gradients. Half-precision gradients are
+/// squared and summed in fp32 (fp16 would overflow from 256 on).
 ///
 /// # Errors
 /// Those of libtorch.
@@ -96,22 +96,22 @@ pub fn norm(grads: &[impl Borrow<Tensor>]) -> Result<Norm> {
     Ok(Norm { tensor: Tensor::f_stack(&norms, 0)?.f_norm()? })
 }
 
-/// Multiplies the gradients by min(1, limit / (norm + 10⁻⁶)) in place, on the device, without a synchronisation. A norm that
-/// is not finite spoils them: see [`clip_`].
+/// Multiplies the gradients by min(1, limit / (norm + 10⁻⁶)) in place, on the device, without synchronising. A norm that is not
+/// finite makes them NaN or 0: see [`clip_`].
 ///
 /// # Errors
 /// A limit that is not positive; those of libtorch.
 pub fn scale_to_(grads: &[impl Borrow<Tensor>], norm: &Norm, limit: f64) -> Result<()> {
     check(limit)?;
     let _no_grad = tch::no_grad_guard();
-    // In fp64, and divided once, as the host does: the bits are the same wherever it is decided.
+    // In fp64 and divided once, as on the host: the bits do not depend on where it is computed.
     let norm = norm.tensor.f_to_kind(Kind::Double)?;
     let factor = norm.f_full_like(limit)?.f_div(&norm.f_add_scalar(EPS)?)?.f_clamp_max(1.0)?;
     multiply(grads, &factor)
 }
 
-/// Clips the gradients in place and returns the norm they had; one synchronisation. A norm that is not finite leaves them
-/// as they are, unless `non_finite` is [`NonFinite::Ignore`].
+/// Clips the gradients in place and returns their norm before clipping; synchronises once. If the norm is not finite the
+/// gradients stay unchanged, unless `non_finite` is [`NonFinite::Ignore`].
 ///
 /// # Errors
 /// A limit that is not positive; [`NonFinite::Fail`] and a norm that is not finite; those of libtorch.
@@ -127,13 +127,13 @@ pub fn clip_(grads: &[impl Borrow<Tensor>], limit: f64, non_finite: NonFinite) -
     Ok(value)
 }
 
-/// What gradients whose norm is `norm` are multiplied by to keep the limit; `None` where they keep it.
+/// Returns the factor for gradients of norm `norm`; `None` if they are within the limit.
 pub fn factor(norm: f64, limit: f64) -> Option<f64> {
     let factor = limit / (norm + EPS);
     (factor < 1.0).then_some(factor)
 }
 
-/// [`scale_to_`] with a norm that the host knows: nothing is done where the limit is kept.
+/// [`scale_to_`] with a norm that the host knows: does nothing within the limit.
 pub(crate) fn scale_to_known_(grads: &[impl Borrow<Tensor>], norm: f64, limit: f64) -> Result<()> {
     let Some(factor) = factor(norm, limit) else { return Ok(()) };
     let _no_grad = tch::no_grad_guard();
@@ -152,7 +152,7 @@ pub(crate) fn not_finite(norm: f64) -> Error {
 /// Refuses a limit that is not positive.
 ///
 /// # Errors
-/// That.
+/// A limit that is not positive.
 pub fn check(limit: f64) -> Result<()> {
     if limit.is_finite() && limit > 0.0 {
         return Ok(());
@@ -160,7 +160,7 @@ pub fn check(limit: f64) -> Result<()> {
     Err(Error::config("gradient clipping", format!("the limit is {limit}; expected a positive number")))
 }
 
-/// One call for each device and dtype, as a factor of another cannot be multiplied in place.
+/// One call for each device and dtype, because in-place multiplication needs a factor of the same.
 fn multiply(grads: &[impl Borrow<Tensor>], factor: &Tensor) -> Result<()> {
     let mut rest: Vec<Tensor> =
         grads.iter().map(|grad| grad.borrow().f_detach()).collect::<Result<_, _>>()?;

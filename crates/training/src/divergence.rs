@@ -1,15 +1,14 @@
-//! When to stop because the training has left the region where it makes sense.
+//! Detection of diverging losses.
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// A loss is bad when it is not finite, or more than `above` nats over the least one so far; several bad ones in a row are
-/// a divergence. (A distance, not a ratio: a model that has learned its data to a loss near 0 is not diverging when a batch
-/// has ten times that.)
+/// A loss is bad if it is not finite, or more than `above` nats over the minimum so far; several bad ones in a row are a
+/// divergence. (A difference, not a ratio: near a loss of 0, a batch with ten times the loss is no divergence.)
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Divergence {
-    /// Nats over the minimum.
+    /// Nats above the minimum.
     pub above: f64,
     /// Bad losses in a row that end the training; 0 for never.
     pub patience: u32,
@@ -21,24 +20,24 @@ impl Default for Divergence {
     }
 }
 
-/// What has been seen so far.
+/// Tracks the losses of a training.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Watch {
+pub struct DivergenceMonitor {
     minimum: Option<f64>,
     bad: u32,
 }
 
-impl Watch {
-    /// Bad losses in a row, up to the last one seen.
+impl DivergenceMonitor {
+    /// Bad losses in a row, up to the last one.
     pub fn bad(&self) -> u32 {
         self.bad
     }
 
-    /// Looks at the loss of a step.
+    /// Records the loss of a step.
     ///
     /// # Errors
-    /// [`Error::Diverged`] where it is the last of too many.
-    pub fn see(&mut self, step: u64, loss: f64, rule: Divergence) -> Result<()> {
+    /// [`Error::Diverged`] after too many bad losses in a row.
+    pub fn observe(&mut self, step: u64, loss: f64, rule: Divergence) -> Result<()> {
         let minimum =
             self.minimum.unwrap_or(f64::INFINITY).min(if loss.is_nan() { f64::INFINITY } else { loss });
         if loss.is_finite() && loss <= minimum + rule.above {
@@ -54,7 +53,7 @@ impl Watch {
                 "the loss is {loss:.4}, more than {} above its minimum of {minimum:.4}, for {} steps",
                 rule.above, self.bad
             ),
-            _ => format!("the loss is {loss}, and has been out of bounds for {} steps", self.bad),
+            _ => format!("the loss is {loss}, and it has been out of bounds for {} steps", self.bad),
         };
         Err(Error::Diverged { step, reason })
     }

@@ -1,10 +1,10 @@
-//! Tokenized documents to learn from, whatever they come in: WikiText, JSON lines, a token store, the embedded corpus.
+//! Tokenized training documents from WikiText, JSON lines, a token store or the embedded corpus.
 //!
-//! Text becomes a token store in a temporary folder, which goes with the [`Documents`]: each line, or JSON object, is a
-//! document with an end-of-text token, where the tokenizer has one. A document longer than asked becomes several.
+//! Text is tokenized into a temporary token store, which the [`Documents`] own: each line, or JSON object, is a document with
+//! an end-of-text token, if the tokenizer has one. A longer document is split.
 //!
-//! The vocabulary is the tokenizer's (a store's own, where there is no text). One that was asked for and differs is an error,
-//! before anything is trained.
+//! The vocabulary is the tokenizer's (or the store's, without text). Asking for a different one is an error before the training
+//! starts.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,60 +16,60 @@ use tempfile::TempDir;
 
 use crate::error::{Error, Result};
 
-/// Tokens of a tokenizer that is trained on the spot, where nothing else is asked for.
+/// Vocabulary of a tokenizer that is trained on the data, by default.
 pub const TRAINED_VOCABULARY: usize = 4096;
 
-/// Where documents come from.
+/// The source of documents.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {
-    /// The embedded encyclopedia, with its tokenizer and its validation set.
+    /// The embedded encyclopedia, with its tokenizer and validation set.
     Embedded,
     /// A text file in WikiText's format, a `.jsonl` file, or the folder of a token store.
     Path(PathBuf),
 }
 
-/// What is wanted.
+/// Which documents to read, and how.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
-    /// What to learn from.
+    /// Training data.
     pub train: Origin,
-    /// What to measure on, in any of the forms of [`Origin::Path`].
+    /// Validation data, in any form of [`Origin::Path`].
     pub validation: Option<PathBuf>,
-    /// The field of a JSON object that holds its text.
+    /// The JSON field that holds the text.
     pub field: String,
     /// A `tokenizer.json`.
     pub tokenizer: Option<PathBuf>,
-    /// The vocabulary that the model should have; of a tokenizer that is trained on the spot, the most that it may have.
+    /// The model's vocabulary; for a tokenizer that is trained on the data, the maximum.
     pub vocabulary: Option<usize>,
-    /// Tokens of a document that is not cut in two.
+    /// Maximum tokens of a document; longer ones are split.
     pub longest: usize,
 }
 
-/// Documents, and what a model has to know of them.
+/// Tokenized documents, and their vocabulary.
 #[derive(Debug)]
 pub struct Documents {
-    /// To learn from.
+    /// Training data.
     pub train: Arc<TokenStore>,
-    /// To measure on.
+    /// Validation data.
     pub validation: Option<Arc<TokenStore>>,
-    /// Number of tokens that the model has to know.
+    /// Size of the vocabulary.
     pub vocabulary: usize,
-    /// The token that pads. It is never a label.
+    /// The padding token, which is never a label.
     pub pad: u32,
-    /// What tokenized them, where that is known.
+    /// The tokenizer, if known.
     pub tokenizer: Option<Tokenizer>,
-    /// Holds the stores that were made of text.
+    /// Holds the stores made from text.
     _folder: TempDir,
 }
 
-/// A file, and how to read it.
+/// A file and its format.
 #[derive(Debug)]
-enum Held {
+enum InputFile {
     Text(Corpus),
     Store(PathBuf),
 }
 
-impl Held {
+impl InputFile {
     fn at(path: &Path, field: &str) -> Self {
         if path.is_dir() {
             return Self::Store(path.to_owned());
@@ -83,23 +83,23 @@ impl Held {
 }
 
 impl Documents {
-    /// Reads and tokenizes.
+    /// Reads and tokenizes the documents.
     ///
     /// # Errors
-    /// Files that are missing, empty, or something else; a vocabulary that is not the tokenizer's or the store's; text to
-    /// measure on beside a store without its tokenizer.
+    /// Missing, empty or invalid files; a vocabulary that differs from the tokenizer's or the store's; validation text with a
+    /// store that has no tokenizer.
     pub fn read(request: &Request) -> Result<Self> {
         let (train, validation, tokenizer) = request.files()?;
         let tokenizer = request.tokenizer(&train, tokenizer.as_deref())?;
         let folder = TempDir::new().map_err(|cause| Error::Io { path: std::env::temp_dir(), cause })?;
         let open =
-            |held: &Held, name: &str| request.open(held, tokenizer.as_ref(), &folder.path().join(name));
+            |file: &InputFile, name: &str| request.open(file, tokenizer.as_ref(), &folder.path().join(name));
         let train = open(&train, "train")?;
-        let validation = validation.map(|held| open(&held, "validation")).transpose()?;
+        let validation = validation.map(|file| open(&file, "validation")).transpose()?;
         let vocabulary = train.vocabulary();
         if let Some(validation) = validation.as_ref().filter(|store| store.vocabulary() != vocabulary) {
             let reason = format!(
-                "what to learn from ({}) has {vocabulary} tokens and what to measure on ({}) {}; tokenize both with one tokenizer",
+                "the training data ({}) has a vocabulary of {vocabulary} and the validation data ({}) of {}; tokenize both with one tokenizer",
                 train.path().display(),
                 validation.path().display(),
                 validation.vocabulary()
@@ -120,30 +120,30 @@ impl Documents {
 }
 
 impl Request {
-    /// What to learn from, what to measure on, and the tokenizer's file.
-    fn files(&self) -> Result<(Held, Option<Held>, Option<PathBuf>)> {
-        let validation = self.validation.as_deref().map(|path| Held::at(path, &self.field));
+    /// Training data, validation data, and the tokenizer's file.
+    fn files(&self) -> Result<(InputFile, Option<InputFile>, Option<PathBuf>)> {
+        let validation = self.validation.as_deref().map(|path| InputFile::at(path, &self.field));
         Ok(match &self.train {
-            Origin::Path(path) => (Held::at(path, &self.field), validation, self.tokenizer.clone()),
+            Origin::Path(path) => (InputFile::at(path, &self.field), validation, self.tokenizer.clone()),
             Origin::Embedded => {
                 let folder = dataloading::embedded::folder()?;
-                let file = |name: &str| Held::at(&folder.join("corpus").join(name), &self.field);
+                let file = |name: &str| InputFile::at(&folder.join("corpus").join(name), &self.field);
                 let tokenizer = self.tokenizer.clone().unwrap_or_else(|| folder.join("tokenizer.json"));
                 (file("train.txt"), Some(validation.unwrap_or_else(|| file("valid.txt"))), Some(tokenizer))
             }
         })
     }
 
-    /// Reads or trains the tokenizer; there is none for a store that came without.
-    fn tokenizer(&self, train: &Held, path: Option<&Path>) -> Result<Option<Tokenizer>> {
+    /// Reads or trains the tokenizer; `None` for a store without one.
+    fn tokenizer(&self, train: &InputFile, path: Option<&Path>) -> Result<Option<Tokenizer>> {
         match (path, train) {
             (Some(path), _) => {
                 let tokenizer = Tokenizer::from_file(path)?;
                 self.check(tokenizer.vocabulary(), "the tokenizer", path)?;
                 Ok(Some(tokenizer))
             }
-            (None, Held::Store(_)) => Ok(None),
-            (None, Held::Text(corpus)) => {
+            (None, InputFile::Store(_)) => Ok(None),
+            (None, InputFile::Text(corpus)) => {
                 let vocabulary = self.vocabulary.unwrap_or(TRAINED_VOCABULARY);
                 let options = TrainOptions { vocabulary, ..TrainOptions::default() };
                 let texts = corpus.records()?.map(|record| Ok(record?.text));
@@ -152,23 +152,23 @@ impl Request {
         }
     }
 
-    fn open(&self, held: &Held, tokenizer: Option<&Tokenizer>, into: &Path) -> Result<TokenStore> {
-        match (held, tokenizer) {
-            (Held::Store(path), tokenizer) => {
+    fn open(&self, file: &InputFile, tokenizer: Option<&Tokenizer>, into: &Path) -> Result<TokenStore> {
+        match (file, tokenizer) {
+            (InputFile::Store(path), tokenizer) => {
                 let store = TokenStore::open(path)?;
                 match tokenizer.map(Tokenizer::vocabulary).filter(|&known| known != store.vocabulary()) {
                     None => self.check(store.vocabulary(), "the token store", path)?,
                     Some(known) => {
                         let (path, own) = (path.display(), store.vocabulary());
                         let reason = format!(
-                            "the tokenizer has {known} tokens and the token store {path} {own}; give the tokenizer that the store was made with"
+                            "the tokenizer has {known} tokens and the token store {path} has {own}; give the tokenizer that the store was made with"
                         );
                         return Err(Error::config("vocabulary", reason));
                     }
                 }
                 Ok(store)
             }
-            (Held::Text(corpus), Some(tokenizer)) => {
+            (InputFile::Text(corpus), Some(tokenizer)) => {
                 let options = TokenizeOptions {
                     end_of_text: tokenizer.end_of_text().ok(),
                     longest: Some(self.longest),
@@ -178,24 +178,24 @@ impl Request {
                 let (store, _) = tokenize_to_store(corpus, tokenizer, &options, into, &writer, |_| ())?;
                 Ok(store)
             }
-            (Held::Text(corpus), None) => {
+            (InputFile::Text(corpus), None) => {
                 let file = corpus.files.first().map_or_else(String::new, |path| path.display().to_string());
                 let reason = format!(
-                    "{file} is text beside a token store, and nothing says how to tokenize it; give the store's tokenizer.json"
+                    "{file} is text, but the training data is a token store without a tokenizer; give the store's tokenizer.json"
                 );
                 Err(Error::config("tokenizer", reason))
             }
         }
     }
 
-    /// That the vocabulary which was asked for is the one there is.
+    /// Checks that a requested vocabulary is the actual one.
     fn check(&self, found: usize, of: &str, path: &Path) -> Result<()> {
         match self.vocabulary.filter(|&wanted| wanted != found) {
             None => Ok(()),
             Some(wanted) => {
                 let path = path.display();
                 let reason = format!(
-                    "{wanted} tokens were asked for, and {of} {path} has {found}; leave the vocabulary out, or ask for {found}"
+                    "{wanted} was requested, but {of} {path} has {found}; leave the vocabulary out, or request {found}"
                 );
                 Err(Error::config("vocabulary", reason))
             }

@@ -1,4 +1,4 @@
-//! What can be wrong with a training run.
+//! Errors of a training.
 
 use std::path::PathBuf;
 
@@ -12,36 +12,36 @@ pub enum Error {
     /// A setting outside its range.
     #[error("{what}: {reason}")]
     Config {
-        /// Which part.
+        /// The part of the training.
         what: &'static str,
-        /// What came, what was expected, and what to do.
+        /// The value, the expected values, and the remedy.
         reason: String,
     },
-    /// A tensor that an operation cannot take.
+    /// An invalid tensor.
     #[error("{operation}: `{name}` {reason}")]
     Tensor {
         /// The operation.
         operation: &'static str,
         /// The tensor's name.
         name: String,
-        /// What came and what was expected.
+        /// What is wrong, and what was expected.
         reason: String,
     },
-    /// Named tensors that do not fit where they should go.
+    /// Named tensors that do not match their targets.
     #[error("{from} does not fit {into}: {}", problems(missing, unexpected, mismatched))]
     State {
         /// Where they came from.
         from: String,
-        /// Where they should go.
+        /// The targets.
         into: &'static str,
-        /// Names that are needed and not there.
+        /// Names that only the targets have.
         missing: Vec<String>,
-        /// Names that are there and not needed.
+        /// Names that only the source has.
         unexpected: Vec<String>,
         /// Name, shape and dtype found, and what was expected.
         mismatched: Vec<String>,
     },
-    /// A file of a checkpoint that is not what was written.
+    /// A file of a checkpoint that is invalid.
     #[error("{}: {reason}", path.display())]
     File {
         /// The file.
@@ -49,7 +49,7 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
-    /// No checkpoint of a folder can be used.
+    /// No usable checkpoint in a folder.
     #[error(
         "no checkpoint in {} can be used: {}; start again in an empty folder, or put back a copy of one of them",
         folder.display(), refused.join("; ")
@@ -57,7 +57,7 @@ pub enum Error {
     NoCheckpoint {
         /// The folder.
         folder: PathBuf,
-        /// Why each was refused, the newest first.
+        /// Why each was refused, newest first.
         refused: Vec<String>,
     },
     /// A checkpoint could not be written.
@@ -67,12 +67,12 @@ pub enum Error {
         step: u64,
         /// The file or folder.
         path: PathBuf,
-        /// What the operating system said.
+        /// The operating system's error.
         cause: std::io::Error,
-        /// What to do.
+        /// The remedy.
         remedy: &'static str,
     },
-    /// Another process writes checkpoints into the folder.
+    /// Another process writes checkpoints to the folder.
     #[error(
         "{} is in use: another training writes its checkpoints there; wait for its end, or give another folder",
         folder.display()
@@ -86,10 +86,10 @@ pub enum Error {
     Io {
         /// The file.
         path: PathBuf,
-        /// What the operating system said.
+        /// The operating system's error.
         cause: std::io::Error,
     },
-    /// The loss left the region where training makes sense.
+    /// The training diverged.
     #[error(
         "training diverged at step {step}: {reason}; try a lower learning rate, a longer warm-up, or a smaller gradient norm to clip to"
     )]
@@ -99,19 +99,19 @@ pub enum Error {
         /// The losses seen.
         reason: String,
     },
-    /// No plan of activations fits its budget.
+    /// No activation plan fits the budget.
     #[error(transparent)]
     Plan(#[from] accounting::Error),
-    /// The data refused.
+    /// An error of the data.
     #[error(transparent)]
     Data(#[from] dataloading::Error),
-    /// The model refused.
+    /// An error of the model.
     #[error(transparent)]
     Model(#[from] models::Error),
-    /// A trace that cannot be read, or has no steps.
+    /// An invalid trace, or one without steps.
     #[error(transparent)]
     Profile(#[from] crate::profile::ProfileError),
-    /// The runtime refused.
+    /// An error of the runtime.
     #[error(transparent)]
     Runtime(#[from] runtime::Error),
 }
@@ -132,7 +132,7 @@ impl Error {
     }
 }
 
-/// The lists, each cut after eight names.
+/// Formats the lists, at most eight names of each.
 fn problems(missing: &[String], unexpected: &[String], mismatched: &[String]) -> String {
     let of = |title: &str, names: &[String]| {
         let more = match names.len().saturating_sub(8) {

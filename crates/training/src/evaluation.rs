@@ -1,4 +1,4 @@
-//! How good a model is on data that it does not learn from.
+//! Evaluation on data that the model is not trained on.
 
 use std::time::Instant;
 
@@ -11,25 +11,25 @@ use crate::batches::Batches;
 use crate::error::{Error, Result};
 use crate::loss::perplexity;
 
-/// What an evaluation found.
+/// The result of an evaluation.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Evaluation {
-    /// Steps done before it.
+    /// Completed steps at the time.
     pub step: u64,
-    /// Mean loss of all targets, in nats.
+    /// Mean loss over all targets, in nats.
     pub loss: f64,
     /// exp(loss).
     pub perplexity: f64,
-    /// Share of the targets that were predicted right.
+    /// Fraction of targets that were predicted correctly.
     pub accuracy: f64,
-    /// How many there were.
+    /// Number of targets.
     pub targets: u64,
-    /// How long it took.
+    /// Duration.
     pub seconds: f64,
 }
 
-/// Runs the model over `batches` up to their end, without dropout and without a graph. The means are over all targets, not
-/// over batches. Losses are added up in fp64 on the device and read once.
+/// Evaluates the model on all of `batches`, without dropout or a graph. Means are over targets, not batches. Losses are summed
+/// in fp64 on the device and read once.
 ///
 /// # Errors
 /// Data without any target; those of the source and of the model.
@@ -46,7 +46,7 @@ pub fn evaluate(
         targets += batch.counts.targets as u64;
         let output = forward(model, &batch, false, true)?;
         let correct = output.correct.ok_or_else(|| {
-            Error::config("evaluation", "the model's loss head does not count what it predicts right")
+            Error::config("evaluation", "the model's loss head does not count correct predictions")
         })?;
         let both =
             Tensor::f_stack(&[output.sum.f_to_kind(Kind::Double)?, correct.f_to_kind(Kind::Double)?], 0)?;
@@ -56,7 +56,7 @@ pub fn evaluate(
         });
     }
     let sums = sums.filter(|_| targets > 0).ok_or_else(|| {
-        Error::config("evaluation", "the data has no token to predict; give documents of two tokens or more")
+        Error::config("evaluation", "the data has no token to predict; give documents of at least two tokens")
     })?;
     let [sum, correct] = [0, 1].map(|index| sums.f_double_value(&[index]));
     let (loss, accuracy) = (sum? / targets as f64, correct? / targets as f64);

@@ -1,4 +1,4 @@
-//! Ctrl-C saves and exits.
+//! Ctrl-C saves a checkpoint and exits.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -8,18 +8,18 @@ use signal_hook::flag;
 
 use crate::error::{Error, Result};
 
-/// A flag that SIGINT and SIGTERM raise: give it to [`Trainer::stop`](crate::trainer::Trainer::stop). A second signal ends
-/// the process at once, with status 130.
+/// Returns a flag that SIGINT and SIGTERM set, for [`Trainer::stop`](crate::trainer::Trainer::stop). A second signal exits the
+/// process immediately with status 130.
 ///
 /// # Errors
-/// The system refuses a handler.
+/// The system refuses a signal handler.
 pub fn on_signals() -> Result<Arc<AtomicBool>> {
     let raised = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
-        // In this order: the first signal finds the flag down, then raises it.
+        // Registered in this order, so that the first signal finds the flag unset, then sets it.
         flag::register_conditional_shutdown(signal, 130, raised.clone())
             .and_then(|_| flag::register(signal, raised.clone()))
-            .map_err(|cause| Error::config("signals", format!("no handler can be set: {cause}")))?;
+            .map_err(|cause| Error::config("signals", format!("a handler cannot be registered: {cause}")))?;
     }
     Ok(raised)
 }

@@ -1,19 +1,19 @@
 //! Optimizers, schedules, losses, the training loop, crash-safe checkpoints.
 //!
-//! Each part stands alone: [`optimizer`], [`schedule`], [`clip`], [`accumulation`], [`loss`], [`evaluation`],
-//! [`checkpoint`], [`divergence`]; [`trainer`] is the loop over them. A model is any `models::module::LanguageModel`, data any
-//! [`Batches`], a loss scaler any [`GradScaler`](scaler::GradScaler), and whoever wants to know what happens is an
-//! [`Observer`](observer::Observer).
-//! [`activations`] says what each layer keeps between forward and backward. [`documents`] reads what a training learns from;
-//! [`masked_rows`] makes fine-tuning batches, and [`strategy`] names the ways to make others. [`profile`] says where the time of
-//! a step goes and what to do, [`tracing`] records steps for it, [`probe`] looks at one pass.
+//! The parts can be used alone: [`optimizer`], [`schedule`], [`clip`], [`accumulation`], [`loss`], [`evaluation`],
+//! [`checkpoint`], [`divergence`]. [`trainer`] is the loop over them. It trains any `models::module::LanguageModel` on any
+//! [`Batches`], with any loss scaler ([`GradScaler`](scaler::GradScaler)), and reports to [`Observer`](observer::Observer)s.
+//!
+//! [`activations`] controls activation checkpointing. [`documents`] reads training data, [`masked_rows`] makes fine-tuning
+//! batches, [`strategy`] selects other ways of batching. [`profile`] analyses where the time of a step goes, [`tracing`]
+//! records steps for it, [`probe`] analyses a single pass.
 //!
 //! ```
 //! use models::{Gpt2Like, Gpt2LikeConfig, module};
 //! use tch::{Device, Kind};
 //! use training::batches::Synthetic;
 //! use training::optimizer::{AdamW, DeviceOptimizer, Group};
-//! use training::trainer::{Ended, Options, Trainer};
+//! use training::trainer::{StopReason, Options, Trainer};
 //!
 //! runtime::random::seed(1)?;
 //! let config = Gpt2LikeConfig {
@@ -27,7 +27,7 @@
 //!     seed: 1, vocabulary: 32, rows: 8, length: 16, noise: 1, batches: None, device: Device::Cpu, position: 0,
 //! };
 //! let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options)?;
-//! assert_eq!(trainer.run(&mut data, None)?, Ended::Done);
+//! assert_eq!(trainer.run(&mut data, None)?, StopReason::Completed);
 //! # Ok::<(), training::Error>(())
 //! ```
 
@@ -59,5 +59,5 @@ pub use batches::Batches;
 pub use error::{Error, Result};
 pub use loader_batches::LoaderBatches;
 pub use optimizer::{DeviceOptimizer, Optimizer};
-pub use schedule::Schedule;
+pub use schedule::LrSchedule;
 pub use trainer::Trainer;

@@ -1,4 +1,4 @@
-//! A loader as the loop's source of batches.
+//! A loader as a source of batches.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::batches::Batches;
 use crate::error::{Error, Result};
 
-/// Batches that a [`Loader`] makes ahead of time.
+/// Batches from a [`Loader`], which prepares them in advance.
 #[derive(Debug)]
 pub struct LoaderBatches {
     source: Source,
@@ -26,7 +26,7 @@ impl std::fmt::Debug for Source {
 }
 
 impl LoaderBatches {
-    /// From the first batch on.
+    /// Starts at the first batch.
     ///
     /// # Errors
     /// Those of [`Loader::new`].
@@ -35,7 +35,7 @@ impl LoaderBatches {
         Ok(Self { source: Source(source), options: *options, loader })
     }
 
-    /// What the loader did so far.
+    /// Returns the loader's statistics.
     pub fn stats(&self) -> LoaderStats {
         self.loader.stats()
     }
@@ -54,7 +54,7 @@ impl Batches for LoaderBatches {
         let state: LoaderState = serde_json::from_value(state.clone()).map_err(|cause| {
             Error::config(
                 "data position",
-                format!("{state} is not where a loader stands ({cause}); resume with the same data"),
+                format!("{state} is not a loader's position ({cause}); resume with the same data"),
             )
         })?;
         self.loader = Loader::resume(self.source.0.clone(), &self.options, &state)?;

@@ -1,14 +1,13 @@
-//! Losses and metrics of a language model over its logits.
+//! Losses and metrics of a language model's logits.
 //!
-//! With logits z `[b, t, v]` and labels y `[b, t]` (the token to predict at each position), the loss of a position is
-//! −log softmax(z)_y in nats; with label smoothing ε it is (1−ε) times that plus ε/v times the sum over all classes. The
-//! labels come either given, with an ignore index, or from tokens `[b, t]` and lengths `[b]`: position i of a row predicts
-//! token i+1 while i+1 < length, and nothing from there on. The shift moves the labels, not the logits, which are never
-//! copied for it; positions without a label are masked, not selected, so that no shape depends on data and nothing waits for
-//! the device.
+//! With logits z `[b, t, v]` and labels y `[b, t]` (the token to predict at each position), the loss of a position is −log
+//! softmax(z)_y in nats; with label smoothing ε it is (1−ε) times that plus ε/v times the sum over all classes. Labels are
+//! either given, with an ignore index, or come from tokens `[b, t]` and lengths `[b]`: position i of a row predicts token i+1
+//! while i+1 < length. The shift moves the labels, so the logits are never copied; positions without a label are masked, not
+//! selected, so that no shape depends on data and nothing waits for the device.
 //!
-//! Logits of half precision are taken to fp32 first. A batch without any label has loss 0, gradient 0 and accuracy 0
-//! (PyTorch's mean is NaN there).
+//! Half-precision logits are converted to fp32 first. A batch without any label has loss 0, gradient 0 and accuracy 0
+//! (PyTorch's mean is NaN).
 //!
 //! ```
 //! use tch::{Kind, Tensor, kind::FLOAT_CPU};
@@ -27,24 +26,24 @@ use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
 
-/// How the positions' losses become one number.
+/// How the losses of positions are combined.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Reduction {
-    /// Their mean over the positions that have a label.
+    /// The mean over labelled positions.
     #[default]
     Mean,
-    /// Their sum, for a mean over several batches: see [`accumulation`](crate::accumulation).
+    /// The sum, for a mean over several batches: see [`accumulation`](crate::accumulation).
     Sum,
 }
 
 /// Cross-entropy of the next token. See the [module](self).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LmCrossEntropyLoss {
-    /// How the positions' losses become one number.
+    /// How the losses of positions are combined.
     pub reduction: Reduction,
     /// ε, in [0, 1].
     pub label_smoothing: f64,
-    /// The label that means none.
+    /// The label of positions to ignore.
     pub ignore_index: i64,
 }
 
@@ -55,11 +54,11 @@ impl Default for LmCrossEntropyLoss {
 }
 
 impl LmCrossEntropyLoss {
-    /// The loss of logits `[b, t, v]` for tokens `[b, t]` (int64) of which the first `lengths` `[b]` (int64) of each row
-    /// count: a scalar, fp32 (fp64 for fp64 logits).
+    /// Computes the loss of logits `[b, t, v]` for tokens `[b, t]` (int64), of which the first `lengths` `[b]` (int64) of each
+    /// row count. Returns a scalar in fp32 (fp64 for fp64 logits).
     ///
     /// # Errors
-    /// Shapes and dtypes that do not fit; a token outside the vocabulary (libtorch's words).
+    /// Shapes and dtypes that do not match; a token outside the vocabulary (libtorch's message).
     pub fn with_lengths(
         &self,
         logits_btv: &Tensor,
@@ -70,7 +69,7 @@ impl LmCrossEntropyLoss {
         self.with_labels(logits_btv, &labels(tokens_bt, lengths_b, self.ignore_index)?)
     }
 
-    /// The loss of logits `[b, t, v]` for labels `[b, t]` (int64): no shift.
+    /// Computes the loss of logits `[b, t, v]` for labels `[b, t]` (int64), without a shift.
     ///
     /// # Errors
     /// As [`LmCrossEntropyLoss::with_lengths`]; a smoothing outside [0, 1].
@@ -94,10 +93,10 @@ impl LmCrossEntropyLoss {
     }
 }
 
-/// The share of labelled positions whose largest logit is that of the label. See the [module](self).
+/// The fraction of labelled positions whose largest logit is the label's. See the [module](self).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LmAccuracy {
-    /// The label that means none.
+    /// The label of positions to ignore.
     pub ignore_index: i64,
 }
 
@@ -108,10 +107,10 @@ impl Default for LmAccuracy {
 }
 
 impl LmAccuracy {
-    /// From logits `[b, t, v]`, tokens `[b, t]` and lengths `[b]`: an fp32 scalar in [0, 1].
+    /// Computes the accuracy from logits `[b, t, v]`, tokens `[b, t]` and lengths `[b]`: an fp32 scalar in [0, 1].
     ///
     /// # Errors
-    /// Shapes and dtypes that do not fit.
+    /// Shapes and dtypes that do not match.
     pub fn with_lengths(
         &self,
         logits_btv: &Tensor,
@@ -122,10 +121,10 @@ impl LmAccuracy {
         self.with_labels(logits_btv, &labels(tokens_bt, lengths_b, self.ignore_index)?)
     }
 
-    /// From logits `[b, t, v]` and labels `[b, t]`: an fp32 scalar in [0, 1].
+    /// Computes the accuracy from logits `[b, t, v]` and labels `[b, t]`: an fp32 scalar in [0, 1].
     ///
     /// # Errors
-    /// Shapes and dtypes that do not fit.
+    /// Shapes and dtypes that do not match.
     pub fn with_labels(&self, logits_btv: &Tensor, labels_bt: &Tensor) -> Result<Tensor> {
         check("LmAccuracy", logits_btv, labels_bt)?;
         let _no_grad = tch::no_grad_guard();
@@ -136,16 +135,16 @@ impl LmAccuracy {
     }
 }
 
-/// exp of a mean loss in nats: how many equally likely tokens it is worth.
+/// exp of a mean loss in nats.
 pub fn perplexity(mean_loss: f64) -> f64 {
     mean_loss.exp()
 }
 
-/// The labels of rows of `tokens_bt` `[b, t]` of which the first `lengths_b` `[b]` count: the token that follows, and
-/// `ignore_index` where none does. Int64, both and the result.
+/// Returns the labels of rows of `tokens_bt` `[b, t]`, of which the first `lengths_b` `[b]` count: the next token, or
+/// `ignore_index` at the end. All are int64.
 ///
 /// # Errors
-/// Shapes and dtypes that do not fit.
+/// Shapes and dtypes that do not match.
 pub fn labels(tokens_bt: &Tensor, lengths_b: &Tensor, ignore_index: i64) -> Result<Tensor> {
     let (tokens, lengths) = (tokens_bt.size(), lengths_b.size());
     let integers = tokens_bt.kind() == Kind::Int64 && lengths_b.kind() == Kind::Int64;
@@ -159,7 +158,7 @@ pub fn labels(tokens_bt: &Tensor, lengths_b: &Tensor, ignore_index: i64) -> Resu
     }
     let _no_grad = tch::no_grad_guard();
     let following = Tensor::f_arange_start(1, tokens[1] + 1, (Kind::Int64, tokens_bt.device()))?;
-    // Rolled rather than shifted, so that the last place exists; it never counts, as no length is above t.
+    // Rolled rather than shifted, so that the last position exists; it never counts, because no length is above t.
     let beyond = following.f_ge_tensor(&lengths_b.f_clamp_max(tokens[1])?.f_unsqueeze(1)?)?;
     Ok(tokens_bt.f_roll([-1], [1])?.f_masked_fill(&beyond, ignore_index)?)
 }
@@ -180,7 +179,7 @@ fn check(operation: &'static str, logits: &Tensor, labels: &Tensor) -> Result<()
     }
     if of_labels != shape[..2] || labels.kind() != Kind::Int64 || labels.device() != logits.device() {
         let (kind, device) = (labels.kind(), labels.device());
-        let expected = format!("Int64 {:?} on {:?}, as the logits {shape:?}", &shape[..2], logits.device());
+        let expected = format!("Int64 {:?} on {:?}, for logits {shape:?}", &shape[..2], logits.device());
         return refuse("labels", format!("{of_labels:?} {kind:?} on {device:?}; expected {expected}"));
     }
     Ok(())

@@ -1,16 +1,15 @@
 //! Fine-tuning batches: tokenized rows with a loss mask, padded or packed.
 //!
-//! A row of n tokens has n − 1 positions, each of which predicts the next token where the row's label says so. Rows are padded
-//! on the right to the longest of their batch, or packed best-fit decreasing ([`dataloading::packing`]) into rows of one length,
-//! in which no row attends to another. The order of each epoch is a permutation that the seed determines, so the state of the
-//! source is one number.
+//! A row of n tokens has n − 1 positions; each predicts the next token if its label is set. Rows are padded on the right to the
+//! longest of their batch, or packed best-fit decreasing ([`dataloading::packing`]) into rows of one length, in which rows do
+//! not attend to each other. Each epoch's order is a permutation given by the seed, so the state of the source is one number.
 //!
 //! ```
 //! use tch::Device;
 //! use training::Batches;
 //! use training::masked_rows::{Layout, MaskedBatches, MaskedRow};
 //!
-//! // A prompt of two tokens, which the loss leaves out, and an answer of two.
+//! // A prompt of two tokens without loss, and an answer of two.
 //! let row = MaskedRow { tokens: vec![5, 6, 7, 0], labels: vec![-100, -100, 7, 0] };
 //! let mut batches = MaskedBatches::new(vec![row], Layout { batch: 1, ..Layout::default() }, Device::Cpu)?;
 //! let batch = batches.next()?.expect("a first batch");
@@ -29,28 +28,28 @@ use tch::{Device, Tensor};
 use crate::batches::Batches;
 use crate::error::{Error, Result};
 
-/// A tokenized row and what the loss counts of it. Both lists have one length.
+/// A tokenized row with its labels. Both lists have the same length.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct MaskedRow {
     /// Token ids.
     pub tokens: Vec<i64>,
-    /// For each token its id where it is to be predicted, else −100 ([`IGNORE_INDEX`]). Not shifted: the batches compare position
-    /// `t` with label `t + 1`.
+    /// For each token its id if it is to be predicted, else −100 ([`IGNORE_INDEX`]). Not shifted: position `t` predicts label
+    /// `t + 1`.
     pub labels: Vec<i64>,
 }
 
-/// How rows become batches.
+/// How rows are batched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
-    /// Rows per batch: packed rows where they are packed.
+    /// Rows per batch; packed rows, if packed.
     pub batch: usize,
-    /// Positions of a packed row; `None` pads instead.
+    /// Positions of a packed row; `None` for padding.
     pub packed: Option<usize>,
-    /// The token id that pads.
+    /// The padding token.
     pub pad: i64,
-    /// The seed of every epoch's order; `None` keeps the order of the rows.
+    /// The seed of the epochs' orders; `None` keeps the order of the rows.
     pub shuffle: Option<u64>,
-    /// How many times each row comes; `None` without end.
+    /// Number of epochs; `None` for no end.
     pub epochs: Option<u64>,
 }
 
@@ -64,12 +63,12 @@ impl Default for Layout {
 #[derive(Debug)]
 pub struct MaskedBatches {
     rows: Vec<MaskedRow>,
-    /// Numbers of the rows that lie in one row of a batch.
+    /// Indices of the rows that share one row of a batch.
     together: Vec<Vec<usize>>,
     layout: Layout,
     device: Device,
     fingerprint: u64,
-    /// The number of the next batch, over all epochs.
+    /// The index of the next batch, over all epochs.
     position: u64,
 }
 
@@ -79,16 +78,16 @@ fn refuse(reason: String) -> Error {
     Error::Config { what: WHAT, reason }
 }
 
-/// Positions of a row: tokens that predict the next one.
+/// The number of positions of a row: tokens that predict a next one.
 fn positions_of(row: &MaskedRow) -> usize {
     row.tokens.len().saturating_sub(1)
 }
 
 impl MaskedBatches {
-    /// Starts at the first batch. Rows without a label are left out.
+    /// Creates a source at the first batch. Rows without a label are left out.
     ///
     /// # Errors
-    /// No row with a label; rows whose two lists differ in length; batches of 0 rows; a row longer than a packed row.
+    /// No row with a label; rows whose lists differ in length; a batch size of 0; a row longer than a packed row.
     pub fn new(mut rows: Vec<MaskedRow>, layout: Layout, device: Device) -> Result<Self> {
         if let Some((number, row)) =
             rows.iter().enumerate().find(|(_, row)| row.tokens.len() != row.labels.len())
@@ -102,7 +101,7 @@ impl MaskedBatches {
         if rows.is_empty() || layout.batch == 0 {
             let (count, batch) = (rows.len(), layout.batch);
             return Err(refuse(format!(
-                "{count} rows with something to predict, in batches of {batch}; expected 1 or more of both"
+                "{count} rows with labels, in batches of {batch}; expected at least 1 of both"
             )));
         }
         let together = match layout.packed {
@@ -121,19 +120,19 @@ impl MaskedBatches {
         Ok(Self { rows, together, layout, device, fingerprint: all.finish(), position: 0 })
     }
 
-    /// Batches per epoch; the last one may have fewer rows.
+    /// Returns the batches per epoch; the last one may have fewer rows.
     pub fn batches_per_epoch(&self) -> u64 {
         self.together.len().div_ceil(self.layout.batch) as u64
     }
 
-    /// The tokens of one epoch, and its padding positions where rows are packed.
+    /// Returns the tokens of an epoch, and its padding positions if rows are packed.
     pub fn tokens_and_padding(&self) -> (usize, usize) {
         let tokens: usize = self.rows.iter().map(positions_of).sum();
         let padding = self.layout.packed.map_or(0, |capacity| capacity * self.together.len() - tokens);
         (tokens, padding)
     }
 
-    /// The batch of the most tokens that there may be: that of the longest rows.
+    /// Returns the batch with the most tokens possible: that of the longest rows.
     ///
     /// # Errors
     /// Those of libtorch.
@@ -195,12 +194,12 @@ impl MaskedBatches {
     }
 }
 
-/// Which rows share a packed row.
+/// Decides which rows share a packed row.
 fn packed(rows: &[MaskedRow], capacity: usize) -> Result<Vec<Vec<usize>>> {
     let lengths: Vec<u32> = rows.iter().map(|row| positions_of(row) as u32).collect();
     if let Some((number, row)) = rows.iter().enumerate().find(|(_, row)| positions_of(row) > capacity) {
         return Err(refuse(format!(
-            "row {number} has {} positions and packed rows have {capacity}; give longer packed rows, or leave such rows out",
+            "row {number} has {} positions, but packed rows have {capacity}; use longer packed rows, or leave such rows out",
             positions_of(row)
         )));
     }
@@ -208,7 +207,7 @@ fn packed(rows: &[MaskedRow], capacity: usize) -> Result<Vec<Vec<usize>>> {
     let assignment = PackingPlan::new(&lengths, &options)?.assignment();
     let row = |ends: &[u32]| {
         let pieces = &assignment.pieces[ends[0] as usize..ends[1] as usize];
-        // No row is cut, so that a piece's number is its row's.
+        // No row is split, so a piece's number is its row's.
         pieces.iter().map(|piece| *piece as usize).collect()
     };
     Ok(assignment.offsets.windows(2).map(row).collect())
@@ -278,7 +277,7 @@ mod tests {
         Vec::try_from(tensor).unwrap()
     }
 
-    /// What each token that is a document's predicts, over all batches that are left.
+    /// The next token of each document token, over all remaining batches.
     fn pairs(source: &mut MaskedBatches) -> BTreeMap<(i64, i64), usize> {
         let mut pairs = BTreeMap::new();
         while let Some(batch) = source.next().unwrap() {

@@ -1,4 +1,4 @@
-//! Who is told what happens in a training.
+//! Callbacks of a training.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,9 +8,8 @@ use serde::Serialize;
 use crate::error::Result;
 use crate::evaluation::Evaluation;
 
-/// Seconds that the host spent in the parts of a step. On CUDA work is queued, so that a part's own time is not where it was
-/// queued but where the host next waits; a trace shows the device's side, under the ranges `data`, `forward`, `backward`,
-/// `clip`, `optimizer`.
+/// Seconds that the host spent in the parts of a step. On CUDA work is queued, so time appears where the host next waits; a
+/// trace shows the device's side, in the ranges `data`, `forward`, `backward`, `clip`, `optimizer`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Timings {
     /// Waiting for batches.
@@ -19,45 +18,45 @@ pub struct Timings {
     pub forward: f64,
     /// Backward passes.
     pub backward: f64,
-    /// Unscaling, clipping, the optimizer's step, clearing the gradients.
+    /// Unscaling, clipping, the optimizer's step, clearing gradients.
     pub optimizer: f64,
-    /// The whole step, and reading the losses of those before; evaluations and checkpoints are not in it.
+    /// The whole step, including reading the losses of earlier steps, without evaluations and checkpoints.
     pub total: f64,
 }
 
-/// What is known of a step.
+/// The record of a step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StepRecord {
     /// Its number, from 1.
     pub step: u64,
-    /// Mean loss of its targets, in nats.
+    /// Mean loss over its targets, in nats.
     pub loss: f64,
-    /// Share of its targets that were predicted right, where that was asked for.
+    /// Fraction of correct predictions, if requested.
     pub accuracy: Option<f64>,
     /// The first group's learning rate.
     pub learning_rate: f64,
-    /// The gradients' norm before clipping, where it was computed.
+    /// The gradient norm before clipping, if computed.
     pub gradient_norm: Option<f64>,
-    /// Whether the optimizer passed it over, because a gradient was not finite.
+    /// Whether the step was skipped because a gradient was not finite.
     pub skipped: bool,
-    /// How often its gradients were computed again, because they overflowed ([`Overflow::Retry`](crate::trainer::Overflow)).
+    /// How often its gradients were recomputed because they overflowed ([`Overflow::Retry`](crate::trainer::Overflow)).
     pub retries: u32,
-    /// The loss's scale.
+    /// The loss scale.
     pub scale: f64,
-    /// Tokens of documents.
+    /// Document tokens.
     pub tokens: usize,
-    /// Places that padded.
+    /// Padding positions.
     pub padding: usize,
-    /// Places that had something to predict.
+    /// Positions with a label.
     pub targets: usize,
-    /// Where its time went.
+    /// Times of its parts.
     pub timings: Timings,
 }
 
-/// Is told of steps, evaluations and checkpoints. Steps come in order, but late: losses are read several at a time.
+/// Receives steps, evaluations and checkpoints. Steps arrive in order, but late: several losses are read at once.
 #[allow(unused_variables, reason = "the defaults do nothing with what they get")]
 pub trait Observer: Send {
-    /// A step's loss was read.
+    /// Called when a step's loss was read.
     ///
     /// # Errors
     /// Ends the training.
@@ -65,7 +64,7 @@ pub trait Observer: Send {
         Ok(())
     }
 
-    /// The model was evaluated.
+    /// Called after an evaluation.
     ///
     /// # Errors
     /// Ends the training.
@@ -73,7 +72,7 @@ pub trait Observer: Send {
         Ok(())
     }
 
-    /// A checkpoint lies at `path`.
+    /// Called when a checkpoint was written to `path`.
     ///
     /// # Errors
     /// Ends the training.
@@ -81,7 +80,7 @@ pub trait Observer: Send {
         Ok(())
     }
 
-    /// The training goes on from a checkpoint.
+    /// Called when the training resumes from a checkpoint.
     ///
     /// # Errors
     /// Ends the training.
@@ -89,7 +88,7 @@ pub trait Observer: Send {
         Ok(())
     }
 
-    /// Lines that the user asked to see, each with its end.
+    /// Called with lines that the user asked for, each with its newline.
     ///
     /// # Errors
     /// Ends the training.
@@ -97,7 +96,7 @@ pub trait Observer: Send {
         Ok(())
     }
 
-    /// Something that the user should know, and that ends nothing.
+    /// Called with a warning.
     ///
     /// # Errors
     /// Ends the training.
@@ -106,12 +105,12 @@ pub trait Observer: Send {
     }
 }
 
-/// Keeps the record of every step. Clones share them: one goes to the training, one stays outside.
+/// Collects the record of every step. Clones share the list: give one to the trainer and keep one.
 #[derive(Debug, Clone, Default)]
 pub struct Collect(Arc<Mutex<Vec<StepRecord>>>);
 
 impl Collect {
-    /// The records since the last call.
+    /// Returns the records since the last call.
     pub fn take(&self) -> Vec<StepRecord> {
         std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }

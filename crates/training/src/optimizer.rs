@@ -1,7 +1,7 @@
-//! Optimizers: what a [`Trainer`](crate::Trainer) steps with, and the ordinary one, a [`Rule`] over parameter groups.
+//! Optimizers: the trait, and the standard implementation, a [`Rule`] over parameter groups.
 //!
-//! [`Optimizer`] is the trait. [`DeviceOptimizer`] implements it: state and step are where the parameters are. One whose state is
-//! elsewhere (`offload::HostAdamW`) implements it too, and reads and writes the same checkpoints.
+//! [`Optimizer`] is the trait that a [`Trainer`](crate::Trainer) uses. [`DeviceOptimizer`] keeps state and steps on the
+//! parameters' device. `offload::HostAdamW` keeps them in host memory, and reads and writes the same checkpoints.
 //!
 //! With parameter θ, gradient g, learning rate η, weight decay λ, step number t from 1:
 //!
@@ -15,9 +15,9 @@
 //! | [`Adam`] | m ← β₁·m + (1−β₁)·g; v ← β₂·v + (1−β₂)·g²; θ ← θ − η·m̂ / (√v̂ + ε) |
 //! | [`AdamW`] | θ ← (1 − η·λ)·θ, then Adam's |
 //!
-//! In all but AdamW the weight decay is the gradient of an L2 penalty: g ← g + λ·θ. All follow PyTorch's conventions. What
-//! differs: state and arithmetic of a half-precision parameter are fp32, rounded once into the parameter (PyTorch keeps
-//! the state in the parameter's own dtype); with [`DeviceOptimizer::with_master_weights`] the unrounded parameter is kept too.
+//! In all but AdamW the weight decay is an L2 penalty: g ← g + λ·θ. All follow PyTorch's conventions, with one difference:
+//! state and arithmetic of half-precision parameters are fp32, rounded once into the parameter (PyTorch keeps the state in the
+//! parameter's dtype). [`DeviceOptimizer::with_master_weights`] also keeps an fp32 copy of the parameter.
 //!
 //! ```
 //! use tch::{Kind, Tensor, kind};
@@ -61,60 +61,59 @@ pub use group::Group;
 pub use momentum::Momentum;
 pub use nesterov::Nesterov;
 pub use rms_prop::RmsProp;
-pub use rule::{Hyper, Rule, Tensors};
+pub use rule::{Hyperparameters, Rule, Tensors};
 pub use sgd::Sgd;
 
 use crate::clip::NonFinite;
 use crate::error::Result;
 use crate::scaler::GradScaler;
 
-/// What a [`Trainer`](crate::Trainer) steps with. One step is, in this order:
+/// Updates parameters from their gradients. The calls of a step are, in this order:
 ///
 /// ```text
 /// begin │ backward of each micro-batch │ unscale_and_clip │ take_step │ zero_grad
 /// ```
 ///
-/// All that happens to gradients after backward belongs to the optimizer, which knows where they are and when they are needed:
-/// one owner unscales, takes the norm, clips and steps. An optimizer that steps within backward does so as far as the settings of
-/// [`Optimizer::begin`] allow.
+/// The optimizer owns the gradients after backward: it unscales them, computes the norm, clips and steps. An optimizer that
+/// steps during backward does so as far as the settings of [`Optimizer::begin`] allow.
 pub trait Optimizer: Debug + Send {
-    /// Checks that it can train with this scaler, before anything is computed.
+    /// Checks that the optimizer supports this scaler, before anything is computed.
     ///
     /// # Errors
-    /// A scaler that the optimizer cannot use: why, and what to use instead.
+    /// A scaler that the optimizer does not support, with the reason and an alternative.
     fn check(&self, scaler: &mut dyn GradScaler) -> Result<()> {
         let _ = scaler;
         Ok(())
     }
 
-    /// Announces a step, before its first backward.
+    /// Starts a step, before its first backward.
     ///
     /// # Errors
-    /// Settings outside their ranges; a step that was begun and not ended.
+    /// Settings outside their ranges; a step that was not ended.
     fn begin(&mut self, settings: StepSettings) -> Result<()>;
 
-    /// Unscales and clips the gradients of the step, moves the scale, and decides whether the step is taken.
+    /// Unscales and clips the gradients, updates the scale, and decides whether to skip the step.
     ///
     /// # Errors
     /// [`NonFinite::Fail`] and a norm that is not finite; those of the scaler.
     fn unscale_and_clip(&mut self, scaler: &mut dyn GradScaler) -> Result<StepDecision>;
 
-    /// Changes every parameter that has a gradient, unless the step is left out.
+    /// Updates every parameter that has a gradient, unless the step is skipped.
     ///
     /// # Errors
-    /// A sparse gradient; an optimizer that cannot leave a step out on the device.
+    /// A sparse gradient; an optimizer that cannot skip a step on the device.
     fn take_step(&mut self, decision: &StepDecision) -> Result<()>;
 
-    /// Removes or clears all gradients, also those of a step that is not taken.
+    /// Clears all gradients, also after a skipped step.
     ///
     /// # Errors
     /// Those of libtorch.
     fn zero_grad(&mut self, how: ZeroGrad) -> Result<()>;
 
-    /// Waits until every step that was taken is done, so that weights can be read.
+    /// Waits until all steps are done, so that weights can be read.
     ///
     /// # Errors
-    /// A failure of such a step.
+    /// A failure of a step.
     fn synchronize(&self) -> Result<()> {
         Ok(())
     }
@@ -122,39 +121,39 @@ pub trait Optimizer: Debug + Send {
     /// The parameter groups.
     fn groups(&self) -> &[Group];
 
-    /// The rule of all groups that have none of their own.
+    /// The rule of groups without their own.
     fn rule(&self) -> &dyn Rule;
 
     /// The learning rate of each group's next step.
     fn learning_rates(&self) -> Vec<f64>;
 
-    /// The state as named tensors: `NAME.step` (int64 scalar) and one `NAME.SLOT` for each of the rule's slots, for every parameter
-    /// that has been stepped. Optimizers of one rule have equal names, so that a checkpoint of one can be read by another.
+    /// Returns the state as named tensors: `NAME.step` (int64 scalar) and one `NAME.SLOT` per slot of the rule, for every
+    /// parameter that was stepped. Optimizers with the same rule use the same names, so they can load each other's checkpoints.
     ///
     /// # Errors
-    /// A failure of a step that was waited for.
+    /// A failure of an earlier step.
     fn state(&self) -> Result<Vec<(String, Tensor)>>;
 
-    /// Loads what [`Optimizer::state`] returned. A parameter without any tensor in it starts anew.
+    /// Loads a state from [`Optimizer::state`]. The state of a parameter without any tensor in it is reset.
     ///
     /// # Errors
-    /// All names that are missing, not known, or of another shape or dtype; nothing is changed then.
+    /// All names that are missing, unknown, or of another shape or dtype; then nothing is changed.
     fn load_state(&mut self, tensors: &[(String, Tensor)]) -> Result<()>;
 
-    /// Bytes of the state, wherever it is.
+    /// Returns the bytes of the state, on any device.
     fn state_bytes(&self) -> u64;
 }
 
-/// What a step is, as [`Optimizer::begin`] is told.
+/// Settings of a step, for [`Optimizer::begin`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepSettings {
-    /// Gradient accumulation steps: backward passes whose gradients are summed.
+    /// Gradient accumulation steps: the number of backward passes.
     pub micro_batches: u64,
-    /// What multiplies every group's learning rate: a [`Schedule`](crate::Schedule)'s factor.
+    /// Factor of every group's learning rate, from an [`LrSchedule`](crate::LrSchedule).
     pub factor: f64,
-    /// Maximum norm of all gradients.
+    /// Maximum gradient norm.
     pub clip: Option<f64>,
-    /// What to do where that norm is not finite.
+    /// What to do if the norm is not finite.
     pub non_finite: NonFinite,
 }
 
@@ -165,52 +164,53 @@ impl Default for StepSettings {
     }
 }
 
-/// What [`Optimizer::unscale_and_clip`] decided, and where that is known.
+/// The decision of [`Optimizer::unscale_and_clip`], and where it is known.
 #[derive(Debug)]
 pub enum StepDecision {
     /// On the host.
     Host {
-        /// The gradients' norm before clipping, where there is clipping.
+        /// The gradient norm before clipping, if clipping.
         norm: Option<f64>,
-        /// Whether the step is left out.
+        /// Whether to skip the step.
         skip: bool,
-        /// Whether it is because gradients overflowed under a scaler.
+        /// Whether it is skipped because gradients overflowed under a scaler.
         overflow: bool,
     },
-    /// On the device, with a [`DeviceSide`](crate::scaler::DeviceSide) scaler.
+    /// On the device, with a [`DeviceGradScaler`](crate::scaler::DeviceGradScaler).
     Device {
-        /// A float scalar: 1 where the step is left out.
+        /// A float scalar: 1 to skip the step.
         skip: Tensor,
-        /// For the step's record, fp64: whether it is left out, whether for an overflow, the norm (NaN without clipping), the scale
-        /// that the step had, then [`DeviceSide::position`](crate::scaler::DeviceSide::position) after it.
+        /// For the step's record, fp64: whether it is skipped, whether because of an overflow, the norm (NaN without clipping),
+        /// the scale of the step, then [`DeviceGradScaler::device_state`](crate::scaler::DeviceGradScaler::device_state) after
+        /// it.
         figures: Tensor,
     },
 }
 
-/// How a step runs over the parameters. The results agree to rounding.
+/// How a step is executed. The results agree up to rounding.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub enum Implementation {
-    /// One parameter after the other: the least temporary memory, the most calls.
+    /// One parameter at a time: the least temporary memory, the most calls.
     ForLoop,
     /// Each operation over all parameters at once: few kernels on CUDA, temporaries as large as the parameters.
     Foreach,
-    /// The whole update in one kernel, without temporaries, where the rule has one ([`Adam`], [`AdamW`]); else `Foreach`.
+    /// The whole update in one kernel without temporaries, for rules that have one ([`Adam`], [`AdamW`]); otherwise `Foreach`.
     #[default]
     Fused,
 }
 
-/// What becomes of the gradients between steps.
+/// How gradients are cleared between steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub enum ZeroGrad {
-    /// Their memory is freed; the next backward stores instead of adding.
+    /// Frees their memory; the next backward stores instead of adding.
     #[default]
     ToNone,
-    /// They are filled with zeros, which costs a pass over memory now and another at the next backward. A parameter without
-    /// a gradient stays without.
+    /// Fills them with zeros, which costs a pass over memory now and another at the next backward. A parameter without a
+    /// gradient stays without.
     ToZeros,
 }
 
-/// The dtype that a parameter of `kind` is computed in.
+/// The dtype in which a parameter of `kind` is computed.
 fn work_kind(kind: Kind) -> Kind {
     if kind == Kind::Double { Kind::Double } else { Kind::Float }
 }

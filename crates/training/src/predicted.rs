@@ -1,4 +1,4 @@
-//! A model's configuration as `accounting` reads it.
+//! Converts a model's configuration for `accounting`.
 
 use accounting::Decoder;
 use accounting::model::{Family, Shape};
@@ -6,7 +6,7 @@ use models::{LlamaConfig, llama};
 
 use crate::error::{Error, Result};
 
-/// The sizes of a Llama or a Qwen2, from which [`accounting`] predicts parameters, FLOPs and bytes.
+/// Returns the sizes of a Llama or Qwen2, from which [`accounting`] predicts parameters, FLOPs and bytes.
 ///
 /// ```
 /// use models::LlamaConfig;
@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 /// ```
 ///
 /// # Errors
-/// A size below 0; sizes that do not go together.
+/// A negative size; sizes that contradict each other.
 pub fn decoder(config: &LlamaConfig) -> Result<Decoder> {
     let size = |n: i64| {
         u64::try_from(n).map_err(|_| Error::config("model", format!("a size is {n}; expected at least 1")))

@@ -1,4 +1,4 @@
-//! What one forward and backward pass shows, in the middle of a training that does not notice.
+//! Analyses one forward and backward pass in the middle of a training, without affecting it.
 
 use dataloading::Counts;
 use models::module::trainable;
@@ -11,22 +11,22 @@ use crate::error::Result;
 use crate::optimizer::{StepSettings, ZeroGrad};
 use crate::trainer::Trainer;
 
-/// What a pass over the next batch showed.
+/// The analysis of a pass over the next batch.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Probe {
+pub struct StepProbe {
     /// Floating-point operations of forward and backward, exact.
     pub flops: Flops,
-    /// What the batch consisted of.
+    /// Token counts of the batch.
     pub counts: Counts,
-    /// Names of the trainable parameters that the backward pass did not reach.
+    /// Names of trainable parameters that got no gradient.
     pub without_gradient: Vec<String>,
-    /// Elements of those together.
+    /// Number of their elements.
     pub elements_without_gradient: u64,
 }
 
-impl Probe {
-    /// Runs the model over the next batch of `train`, forward and backward; `None` where the data has ended. Data and random
-    /// generators are put back to where they stood and the gradients are cleared, so call it between steps.
+impl StepProbe {
+    /// Runs forward and backward on the next batch of `train`; `None` at the end of the data. Restores the position in the data
+    /// and the random generators, and clears the gradients, so call it between steps.
     ///
     /// # Errors
     /// Those of the data and of the model.
@@ -36,7 +36,7 @@ impl Probe {
         let Some(batch) = micro.batches.first() else { return Ok(None) };
         let model = trainer.model.as_ref();
         trainer.optimizer.zero_grad(ZeroGrad::ToNone)?;
-        // One of two micro-batches, so that nobody steps within backward.
+        // Announced as one of two micro-batches, so that no optimizer steps during backward.
         trainer.optimizer.begin(StepSettings { micro_batches: 2, ..StepSettings::default() })?;
         let counter = Counter::on_this_thread()?;
         let output = forward(model, batch, true, false)?;
@@ -55,9 +55,9 @@ impl Probe {
         Ok(Some(Self { flops, counts: batch.counts, without_gradient, elements_without_gradient }))
     }
 
-    /// FLOPs of forward and backward for each place, padding included; attention counts every pair of a query and a key
-    /// within a document.
-    pub fn flops_per_place(&self) -> f64 {
+    /// FLOPs of forward and backward per position, padding included; attention counts every pair of query and key within a
+    /// document.
+    pub fn flops_per_position(&self) -> f64 {
         self.flops.dense as f64 / (self.counts.tokens + self.counts.padding).max(1) as f64
     }
 }

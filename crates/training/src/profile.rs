@@ -1,13 +1,13 @@
-//! Where the time of training steps goes, and what is slow in them: functions of a recorded trace.
+//! Analyses where the time of training steps goes, from a recorded trace.
 //!
-//! A trace is what [`runtime::profile::Trace::save`] wrote: operators, ranges, allocations, and on CUDA the kernels and
-//! copies, each with its start and length. The ranges give it a meaning: `step` around each step, and inside it `data`,
-//! `forward`, `backward`, `clip` and `optimizer`; `load` around the work of loader threads, `tokenize` around tokenizing.
+//! [`runtime::profile::Trace::save`] writes a trace: operators, ranges, allocations, and on CUDA kernels and copies, each with
+//! start and duration. Ranges give it structure: `step` around each step, and inside it `data`, `forward`, `backward`, `clip`
+//! and `optimizer`; `load` around the work of loader threads, `tokenize` around tokenizing.
 //!
 //! - [`Profile`] reads the file;
-//! - [`Composition`] is the median step: its parts, its operators, its bytes, its copies, its idle time;
-//! - [`Diagnosis`] is what a table of detectors sees in it, each finding with evidence, cost and remedy;
-//! - [`Comparison`] says which parts made one composition faster than another.
+//! - [`Composition`] is the median step: its parts, operators, bytes, copies and idle time;
+//! - [`Diagnosis`] lists inefficiencies, each with evidence, cost and remedy;
+//! - [`Comparison`] explains which parts made one composition faster than another.
 //!
 //! ```
 //! use runtime::profile::{Trace, range};

@@ -1,14 +1,13 @@
-//! Where a loss scaler goes.
+//! The interface of loss scalers.
 //!
-//! A step with a scaler is: for each micro-batch, backward from [`GradScaler::scale`] of its loss; then once
-//! [`GradScaler::unscale_`] over all gradients, which gives a flag on the device; the flag and the gradients' norm come to
-//! the host in one copy, if either is wanted; then [`GradScaler::update`] with what the flag said, and the optimizer's step
-//! unless it was set. A scaler that checks nothing gives no flag, and then there is nothing to wait for.
+//! A step with a scaler: for each micro-batch, backward from [`GradScaler::scale`] of its loss; once [`GradScaler::unscale_`]
+//! over all gradients, which returns a flag on the device; the flag and the gradient norm are read in one copy, if either is
+//! needed; then [`GradScaler::update`] with the flag, and the optimizer's step unless it was set. A scaler that checks nothing
+//! returns no flag, and nothing is waited for.
 //!
-//! Nor is there with a [`DeviceSide`] scaler. Then the flag stays on the device: clipping multiplies by a factor that is
-//! computed there, the optimizer's kernel looks at the flag itself ([`DeviceOptimizer::step_unless`]), and
-//! [`DeviceSide::update`] moves the scale there. What came of the steps is read together with their losses, several steps
-//! at a time, and the records of a step are told no sooner than that.
+//! A [`DeviceGradScaler`] does not wait either. Its flag stays on the device: clipping multiplies by a factor that is computed
+//! there, the optimizer's kernel reads the flag ([`DeviceOptimizer::step_unless`]), and [`DeviceGradScaler::update`] updates
+//! the scale there. The outcomes of steps are read with their losses, several steps at a time.
 //!
 //! [`DeviceOptimizer::step_unless`]: crate::DeviceOptimizer::step_unless
 
@@ -20,74 +19,74 @@ use tch::Tensor;
 use crate::clip::Norm;
 use crate::error::{Error, Result};
 
-/// Multiplies the loss so that small gradients survive low precision, and divides the gradients again.
+/// Scales the loss so that small gradients survive low precision, and unscales the gradients.
 pub trait GradScaler: Debug + Send {
-    /// The loss to run backward from: times the scale.
+    /// Returns the loss times the scale.
     ///
     /// # Errors
     /// Those of libtorch.
     fn scale(&self, loss: &Tensor) -> Result<Tensor>;
 
-    /// Divides the gradients by the scale in place, once for each step of the optimizer, and says what it learned on the way.
-    /// `norm`: their norm is wanted; a scaler that has to read them anyway may give it. Waits for nothing.
+    /// Divides the gradients by the scale in place, once per optimizer step. If `norm` is set, a scaler that reads the
+    /// gradients anyway may return their norm. Does not synchronise.
     ///
     /// # Errors
     /// Those of libtorch.
-    fn unscale_(&mut self, grads: &[Tensor], norm: bool) -> Result<Checked>;
+    fn unscale_(&mut self, grads: &[Tensor], norm: bool) -> Result<UnscaleResult>;
 
-    /// What comes of the step: whether a gradient was infinite or NaN, and the optimizer therefore passed it over.
+    /// Updates the scale; `overflow` is whether a gradient was infinite or NaN, and the step therefore skipped.
     ///
     /// # Errors
-    /// A scale that has fallen below what it may.
+    /// A scale below its minimum.
     fn update(&mut self, overflow: bool) -> Result<()>;
 
-    /// Whether it scales at all, as `GradScaler.is_enabled` of PyTorch.
+    /// Whether it scales at all, as `GradScaler.is_enabled` in PyTorch.
     fn is_enabled(&self) -> bool {
         true
     }
 
-    /// The scale, for records. A [`DeviceSide`] scaler waits for it.
+    /// Returns the scale, for records. Synchronises with a [`DeviceGradScaler`].
     fn current(&self) -> f64;
 
-    /// What a checkpoint keeps.
+    /// Returns the state, for a checkpoint.
     fn state(&self) -> Value;
 
-    /// Goes on from what [`GradScaler::state`] gave.
+    /// Restores a state from [`GradScaler::state`].
     ///
     /// # Errors
     /// A state of another scaler.
     fn load_state(&mut self, state: &Value) -> Result<()>;
 
-    /// The scaler as one that the host never waits for; `None` for one that decides on the host.
-    fn device_side(&mut self) -> Option<&mut dyn DeviceSide> {
+    /// Returns the device interface; `None` for a scaler that decides on the host.
+    fn device_scaler(&mut self) -> Option<&mut dyn DeviceGradScaler> {
         None
     }
 }
 
-/// A scaler whose scale, and whose word on whether a step is taken, stay on the device.
-pub trait DeviceSide {
-    /// [`GradScaler::update`] by the flag that [`GradScaler::unscale_`] gave. Waits for nothing.
+/// A scaler that keeps its scale, and the decision whether to skip a step, on the device.
+pub trait DeviceGradScaler {
+    /// [`GradScaler::update`] by the flag from [`GradScaler::unscale_`]. Does not synchronise.
     ///
     /// # Errors
     /// Those of libtorch.
     fn update(&mut self, found_inf: &Tensor) -> Result<()>;
 
-    /// Where it stands: fp64 `[1 or more]`, on its device, the scale first. Later updates leave this tensor alone.
-    fn position(&self) -> Tensor;
+    /// Returns its state: fp64 `[1 or more]`, on its device, the scale first. Later updates do not change this tensor.
+    fn device_state(&self) -> Tensor;
 
-    /// Takes note of a position that was read; those of all steps come in order.
+    /// Takes over a state that was read; those of all steps arrive in order.
     ///
     /// # Errors
-    /// A scale that has fallen below what it may.
-    fn learn(&mut self, position: &[f64]) -> Result<()>;
+    /// A scale below its minimum.
+    fn load_device_state(&mut self, state: &[f64]) -> Result<()>;
 }
 
-/// What unscaling learned of the gradients. Both are on their device still.
+/// The result of unscaling. Both tensors are on their device.
 #[derive(Debug, Default)]
-pub struct Checked {
-    /// A float tensor of one element, 1 where a gradient is infinite or NaN, else 0; `None` where that is not checked.
+pub struct UnscaleResult {
+    /// A float tensor of one element: 1 if a gradient is infinite or NaN, else 0; `None` if not checked.
     pub found_inf: Option<Tensor>,
-    /// Their norm, divided by the scale; `None` where it is still to be computed.
+    /// The gradient norm, divided by the scale; `None` if not computed.
     pub norm: Option<Norm>,
 }
 
@@ -100,8 +99,8 @@ impl GradScaler for NoScaler {
         Ok(loss.shallow_clone())
     }
 
-    fn unscale_(&mut self, _grads: &[Tensor], _norm: bool) -> Result<Checked> {
-        Ok(Checked::default())
+    fn unscale_(&mut self, _grads: &[Tensor], _norm: bool) -> Result<UnscaleResult> {
+        Ok(UnscaleResult::default())
     }
 
     fn update(&mut self, _overflow: bool) -> Result<()> {
@@ -124,8 +123,9 @@ impl GradScaler for NoScaler {
         if state.is_null() {
             return Ok(());
         }
-        let reason =
-            format!("the checkpoint has the state {state}, but this run has no scaler; give it the same one");
+        let reason = format!(
+            "the checkpoint has the scaler state {state}, but this run has no scaler; use the same scaler"
+        );
         Err(Error::config("gradient scaler", reason))
     }
 }

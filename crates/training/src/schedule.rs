@@ -1,16 +1,16 @@
-//! Learning-rate schedules: a pure function of the step.
+//! Learning-rate schedules: pure functions of the step.
 //!
-//! With w warm-up steps, n steps in all, floor f, and p = (step − w) / (n − w) limited to [0, 1], the factor is
+//! With w warm-up steps, n steps in total, floor f, and p = (step − w) / (n − w) clamped to [0, 1], the factor is
 //!
-//! - (step + 1) / (w + 1) while step < w, so that the first step already moves and the step after warm-up has 1;
+//! - (step + 1) / (w + 1) while step < w, so that the first step has a positive rate and the first after warm-up has 1;
 //! - constant: 1;
 //! - linear: f + (1 − f)·(1 − p);
 //! - cosine: f + (1 − f)·(1 + cos πp) / 2 (Loshchilov & Hutter, arXiv:1608.03983).
 //!
 //! ```
-//! use training::schedule::{Schedule, Shape};
+//! use training::schedule::{LrSchedule, Shape};
 //!
-//! let schedule = Schedule { shape: Shape::Cosine, warmup: 10, steps: 110, floor: 0.1 };
+//! let schedule = LrSchedule { shape: Shape::Cosine, warmup: 10, steps: 110, floor: 0.1 };
 //! assert_eq!(schedule.factor(10), 1.0);
 //! assert!((schedule.factor(60) - 0.55).abs() < 1e-12);
 //! assert_eq!(schedule.factor(110), 0.1);
@@ -20,39 +20,39 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// How the factor falls after warm-up.
+/// How the factor decays after warm-up.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Shape {
-    /// Not at all.
+    /// No decay.
     #[default]
     Constant,
-    /// In a straight line.
+    /// Linear decay.
     Linear,
-    /// Along half a cosine.
+    /// Cosine decay.
     Cosine,
 }
 
-/// What multiplies the learning rate at each step.
+/// A learning-rate schedule: the factor of the learning rate at each step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Schedule {
-    /// How it falls.
+pub struct LrSchedule {
+    /// The decay.
     pub shape: Shape,
-    /// Steps of warm-up.
+    /// Warm-up steps.
     #[serde(default)]
     pub warmup: u64,
-    /// The step, warm-up included, from which on the factor is the floor. A constant schedule has no use for it.
+    /// The step, warm-up included, from which on the factor is the floor. Ignored by a constant schedule.
     #[serde(default)]
     pub steps: u64,
-    /// The factor at the end, in [0, 1].
+    /// The final factor, in [0, 1].
     #[serde(default)]
     pub floor: f64,
 }
 
-impl Schedule {
+impl LrSchedule {
     /// # Errors
-    /// A floor outside [0, 1]; no step left after warm-up for a shape that falls.
+    /// A floor outside [0, 1]; a decay without a step after warm-up.
     pub fn check(&self) -> Result<()> {
         if !(0.0..=1.0).contains(&self.floor) {
             let reason = format!("the floor is {}; expected a number in [0, 1]", self.floor);
@@ -68,13 +68,13 @@ impl Schedule {
         Ok(())
     }
 
-    /// The factor of step `step`, counted from 0: in [0, 1] for a schedule that [`Schedule::check`] passes.
+    /// Returns the factor of step `step`, counted from 0: in [0, 1] for a schedule that passes [`LrSchedule::check`].
     pub fn factor(&self, step: u64) -> f64 {
         if step < self.warmup {
             return (step + 1) as f64 / (self.warmup + 1) as f64;
         }
         let (done, all) = (step - self.warmup, self.steps.saturating_sub(self.warmup));
-        // The floor itself, not what rounding makes of it.
+        // Exactly the floor, without rounding.
         let left = match self.shape {
             Shape::Constant => return 1.0,
             _ if done >= all => return self.floor,
@@ -85,8 +85,8 @@ impl Schedule {
     }
 }
 
-/// What it does, and nothing that makes no difference: a constant schedule has no end.
-impl std::fmt::Display for Schedule {
+/// Describes the schedule without settings that have no effect: a constant schedule has no end.
+impl std::fmt::Display for LrSchedule {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let &Self { shape, warmup, steps, floor } = self;
         match shape {

@@ -1,4 +1,4 @@
-//! The ways to make batches of samples.
+//! Batching strategies.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,26 +10,26 @@ use dataloading::{BalancedOptions, BatchOptions, BatchSize, BatchSource, Samples
 
 use crate::error::{Error, Result};
 
-/// A way to make batches.
+/// How samples are batched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Strategy {
-    /// Every row padded to the longest that there may be (`BaseDataset`).
+    /// Every row is padded to the maximum length (`BaseDataset`).
     Base,
-    /// Every row padded to the batch's longest (`StandardDataset`).
+    /// Every row is padded to the longest of its batch (`StandardDataset`).
     Standard,
-    /// Rows of about one length, at most `k` apart (`BalancedBatchSampler`).
+    /// Rows of similar length, at most `k` apart (`BalancedBatchSampler`).
     Balanced {
         /// Tokens.
         k: usize,
     },
     /// All samples of a batch in one long row (`SequencedDataset`).
     Sequenced,
-    /// Rows of the largest length, filled by best-fit decreasing over the whole data set.
+    /// Rows of the maximum length, filled by best-fit decreasing over the whole data set.
     Packed,
 }
 
 impl Strategy {
-    /// All that the experiment compares.
+    /// All strategies that the experiment compares.
     pub const ALL: [Self; 7] = [
         Self::Base,
         Self::Standard,
@@ -40,7 +40,7 @@ impl Strategy {
         Self::Packed,
     ];
 
-    /// The source of batches over `samples`.
+    /// Returns the source of batches over `samples`.
     ///
     /// # Errors
     /// Samples without tokens, a batch size of 0.
@@ -67,8 +67,8 @@ impl Strategy {
     }
 }
 
-/// How many full rows hold as many tokens as `batch_size` samples do on average, so that a step of each strategy learns
-/// from about as many tokens.
+/// Returns how many full rows hold as many tokens as `batch_size` average samples, so that steps of all strategies train on
+/// about as many tokens.
 fn packed_rows(samples: &dyn Samples, batch_size: usize, max_length: usize) -> usize {
     let tokens: usize = (0..samples.len()).map(|index| samples.length(index).min(max_length)).sum();
     let per_batch = tokens as f64 / samples.len().max(1) as f64 * batch_size as f64;
@@ -90,11 +90,11 @@ impl fmt::Display for Strategy {
 impl FromStr for Strategy {
     type Err = Error;
 
-    /// As on the command line: `base`, `standard`, `balanced:20`, `sequenced`, `packed`.
+    /// Parses a command-line value: `base`, `standard`, `balanced:20`, `sequenced`, `packed`.
     fn from_str(text: &str) -> Result<Self> {
         let refuse = || {
             let reason = format!(
-                "`{text}` is none; expected base, standard, balanced:K (as in balanced:20), sequenced or packed"
+                "`{text}` is unknown; expected base, standard, balanced:K (as in balanced:20), sequenced or packed"
             );
             Error::config("loading strategy", reason)
         };

@@ -1,4 +1,4 @@
-//! Steps of a training under the profiler, with what their trace cannot show.
+//! Records steps of a training with the profiler, and adds what a trace cannot show.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,30 +9,30 @@ use runtime::profile::{Trace, TraceOptions};
 use crate::batches::Batches;
 use crate::error::Result;
 use crate::observer::{Observer, StepRecord};
-use crate::probe::Probe;
+use crate::probe::StepProbe;
 use crate::profile::{Facts, Profile};
-use crate::trainer::{Ended, Trainer};
+use crate::trainer::{StopReason, Trainer};
 
-/// How a training's batches are made, as far as a diagnosis wants to know.
+/// How batches are loaded, for a diagnosis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Loading {
-    /// Threads that make them; 0 where the training thread does.
+    /// Worker threads; 0 if the training thread loads.
     pub workers: usize,
-    /// Whether they lie in pinned memory before they are copied to a CUDA device.
+    /// Whether batches are in pinned memory before they are copied to a CUDA device.
     pub pinned: bool,
 }
 
-/// What was recorded.
+/// A recording.
 #[derive(Debug)]
 pub struct Traced {
-    /// The trace, read back.
+    /// The trace.
     pub profile: Profile,
-    /// What is known besides.
+    /// Further facts for the diagnosis.
     pub facts: Facts,
 }
 
-/// Runs `steps` steps more under the profiler, keeps the trace at `path` for Perfetto, and reads it back; `None` where the
-/// training ended before. The training goes on as if nothing had been recorded.
+/// Runs `steps` more steps with the profiler, writes the trace to `path` for Perfetto, and parses it; `None` if the training
+/// ended before. The training continues as if nothing had been recorded.
 ///
 /// # Errors
 /// Those of the loop and of the profiler; a file that cannot be written.
@@ -64,7 +64,7 @@ fn record(
     validation: Option<&mut dyn Batches>,
     until: u64,
     path: &Path,
-) -> Result<Ended> {
+) -> Result<StopReason> {
     let cuda = trainable(trainer.model.as_ref()).iter().any(|(_, tensor)| tensor.device().is_cuda());
     let trace = Trace::start(TraceOptions { cuda, shapes: true, memory: true })?;
     let ended = trainer.advance(until, train, validation)?;
@@ -72,7 +72,7 @@ fn record(
     Ok(ended)
 }
 
-/// What a trace of the steps `records` cannot show. Runs a [`Probe`].
+/// Collects what a trace of the steps `records` cannot show. Runs a [`StepProbe`].
 ///
 /// # Errors
 /// Those of the probe.
@@ -84,7 +84,7 @@ pub fn facts(
 ) -> Result<Facts> {
     let sum = |of: fn(&StepRecord) -> usize| records.iter().map(of).sum::<usize>() as f64;
     let (tokens, padding) = (sum(|record| record.tokens), sum(|record| record.padding));
-    let probe = Probe::run(trainer, train)?;
+    let probe = StepProbe::run(trainer, train)?;
     Ok(Facts {
         padding_share: Some(padding / (tokens + padding).max(1.0)),
         workers: Some(loading.workers),

@@ -1,13 +1,14 @@
-//! The loop, made of parts that stand alone.
+//! The training loop.
 //!
-//! One step: fetch the micro-batches ([`accumulation`](crate::accumulation)); tell the [`Optimizer`] what the step is, the learning
-//! rate's factor ([`Schedule`]) among it; for each micro-batch, forward, and backward from its share of the loss; let the optimizer unscale
-//! ([`GradScaler`]) and clip ([`clip`]) the gradients, and step; clear the gradients. Between steps: read losses, evaluate, save, stop.
+//! One step: fetch the micro-batches ([`accumulation`](crate::accumulation)); start the [`Optimizer`]'s step with the
+//! learning-rate factor ([`LrSchedule`]); for each micro-batch, run forward, and backward from its share of the loss; let the
+//! optimizer unscale ([`GradScaler`]) and clip ([`clip`]) the gradients, and step; clear the gradients. Between steps: read
+//! losses, evaluate, save, stop.
 //!
-//! Nothing here waits for the device but the gradients' norm or overflow flag, where one is wanted (both in one copy; not
-//! with a scaler that decides on the device, [`crate::scaler::DeviceSide`]), and the losses, which are read several steps
-//! at a time. A training that is resumed gives the same bits as one that was never
-//! stopped: parameters, optimizer, scaler, data and random generators go on where they stood.
+//! The loop waits for the device only to read the gradient norm or overflow flag, if needed (in one copy; never with a
+//! [`DeviceGradScaler`](crate::scaler::DeviceGradScaler)), and the losses, several steps at a time. A resumed training computes
+//! the same bits as one that was never stopped: parameters, optimizer, scaler, data position and random generators are
+//! restored.
 
 mod description;
 mod figures;
@@ -28,13 +29,13 @@ use crate::accumulation::{MicroBatches, fetch, forward};
 use crate::batches::Batches;
 use crate::checkpoint::Checkpoints;
 use crate::clip::{self, NonFinite};
-use crate::divergence::{Divergence, Watch};
+use crate::divergence::{Divergence, DivergenceMonitor};
 use crate::error::{Error, Result};
 use crate::evaluation::evaluate;
 use crate::observer::{Observer, StepRecord, Timings};
 use crate::optimizer::{Optimizer, StepDecision, StepSettings, ZeroGrad};
 use crate::scaler::{GradScaler, NoScaler};
-use crate::schedule::Schedule;
+use crate::schedule::LrSchedule;
 use figures::Figures;
 use frozen::Fingerprint;
 pub use frozen::Frozen;
@@ -42,45 +43,45 @@ use retry::Attempts;
 pub use retry::Overflow;
 use saving::Occasion;
 
-/// What to do when a checkpoint cannot be written.
+/// What to do if a checkpoint cannot be written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum FailedCheckpoint {
     /// End with the error.
     #[default]
     Stop,
-    /// Warn, and go on without it.
-    GoOn,
+    /// Warn and continue.
+    Continue,
 }
 
-/// How to train.
+/// Options of a training.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// Steps of the whole training, those before a resume included.
+    /// Total steps, including those before a resume.
     pub steps: u64,
-    /// Micro-batches of a step.
+    /// Gradient accumulation steps.
     pub accumulation: usize,
-    /// Largest norm of the gradients.
+    /// Maximum gradient norm.
     pub clip: Option<f64>,
-    /// What to do where that norm is not finite.
+    /// What to do if the norm is not finite.
     pub non_finite: NonFinite,
-    /// What to do where they overflow under a scaler.
+    /// What to do if gradients overflow under a scaler.
     pub overflow: Overflow,
     /// How gradients are cleared.
     pub zero_grad: ZeroGrad,
-    /// Whether to count, in each step, what was predicted right: a pass over the logits.
+    /// Whether to count correct predictions in each step: a pass over the logits.
     pub accuracy: bool,
     /// Steps between reading losses from the device.
     pub read_every: u64,
     /// Steps between evaluations.
     pub evaluate_every: Option<u64>,
-    /// Steps between checkpoints; one is written at the end in any case. None is written on the way while losses are out of
-    /// bounds ([`Divergence`]), nor ever of weights that are not finite: the last good one stays the newest.
+    /// Steps between checkpoints; one is always written at the end. None is written while losses are bad ([`Divergence`]), nor
+    /// with weights that are not finite: the last good one stays the newest.
     pub checkpoint_every: Option<u64>,
-    /// What to do when one cannot be written.
+    /// What to do if a checkpoint cannot be written.
     pub failed_checkpoint: FailedCheckpoint,
-    /// What a checkpoint holds of parameters that are not trained.
+    /// What checkpoints contain of frozen parameters.
     pub frozen: Frozen,
-    /// When to stop early.
+    /// When to stop a diverging run.
     pub divergence: Divergence,
 }
 
@@ -106,12 +107,12 @@ impl Default for Options {
 
 /// Why a training ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ended {
-    /// All steps are done.
-    Done,
-    /// The data came to its end before.
+pub enum StopReason {
+    /// All steps are completed.
+    Completed,
+    /// The data ended first.
     OutOfData,
-    /// [`Trainer::stop`] was raised.
+    /// [`Trainer::stop`] was set.
     Interrupted,
 }
 
@@ -119,44 +120,44 @@ pub enum Ended {
 struct Pending {
     record: StepRecord,
     denominator: f64,
-    /// Fp64: the summed loss; the number of right predictions, where it was asked for; what the device decided
-    /// ([`Figures`]), where it did.
+    /// Fp64: the summed loss; the number of correct predictions, if requested; the device's decision ([`Figures`]), if it
+    /// decided.
     sums: Tensor,
     /// How many of them are sums.
     parts: usize,
 }
 
-/// A training. Its parts are public: set the ones that are wanted.
+/// A training. Its parts are public fields, to be set as needed.
 pub struct Trainer {
-    /// What is trained.
+    /// The model.
     pub model: Box<dyn LanguageModel>,
-    /// What trains it.
+    /// The optimizer.
     pub optimizer: Box<dyn Optimizer>,
-    /// What multiplies the learning rates.
-    pub schedule: Schedule,
-    /// What scales the loss.
+    /// The learning-rate schedule.
+    pub schedule: LrSchedule,
+    /// The loss scaler.
     pub scaler: Box<dyn GradScaler>,
-    /// The mixed precision of forward, in training and evaluation; `None`: that of the thread, if any.
+    /// Mixed precision of the forward in training and evaluation; `None` for the thread's current policy, if any.
     pub precision: Option<Arc<dyn Policy>>,
-    /// Where checkpoints go.
+    /// The folder of checkpoints.
     pub checkpoints: Option<Checkpoints>,
-    /// Who is told.
+    /// The observers.
     pub observers: Vec<Box<dyn Observer>>,
-    /// Raised from outside to end the training after the step at hand, with a checkpoint.
+    /// Set from outside to end the training after the current step, with a checkpoint.
     pub stop: Arc<AtomicBool>,
-    /// How to train. May be changed between runs.
+    /// Options. May be changed between runs.
     pub options: Options,
     step: u64,
     saved: Option<u64>,
-    watch: Watch,
+    watch: DivergenceMonitor,
     pending: Vec<Pending>,
     last: Instant,
-    /// Of what checkpoints leave out, once it was needed.
+    /// Fingerprint of frozen parameters that checkpoints leave out, once computed.
     fingerprint: Fingerprint,
 }
 
 impl Trainer {
-    /// A training without scaler, checkpoints and observers, at a constant learning rate.
+    /// Creates a training at a constant learning rate, without a scaler, checkpoints or observers.
     ///
     /// # Errors
     /// An option outside its range.
@@ -169,7 +170,7 @@ impl Trainer {
         Ok(Self {
             model,
             optimizer,
-            schedule: Schedule::default(),
+            schedule: LrSchedule::default(),
             scaler: Box::new(NoScaler),
             precision: None,
             checkpoints: None,
@@ -178,36 +179,40 @@ impl Trainer {
             options,
             step: 0,
             saved: None,
-            watch: Watch::default(),
+            watch: DivergenceMonitor::default(),
             pending: Vec::new(),
             last: Instant::now(),
             fingerprint: Fingerprint::default(),
         })
     }
 
-    /// Steps done.
+    /// Completed steps.
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// The step of the last checkpoint that this training wrote or went on from. Less than [`Trainer::step`] after
-    /// [`Trainer::run`] where the last one could not be written.
+    /// The step of the last checkpoint that this training wrote or resumed from. Less than [`Trainer::step`] after
+    /// [`Trainer::run`] if the last one could not be written.
     pub fn saved(&self) -> Option<u64> {
         self.saved
     }
 
-    /// Trains until all steps are done, the data ends, or [`Trainer::stop`] is raised; then saves. `validation` is read from
-    /// where it stands to its end at each evaluation, and put back.
+    /// Trains until all steps are done, the data ends, or [`Trainer::stop`] is set; then saves. Each evaluation reads
+    /// `validation` from its position to its end, and restores the position.
     ///
     /// # Errors
     /// [`Error::Diverged`]; a checkpoint that cannot be written; those of data, model and observers.
-    pub fn run(&mut self, train: &mut dyn Batches, validation: Option<&mut dyn Batches>) -> Result<Ended> {
+    pub fn run(
+        &mut self,
+        train: &mut dyn Batches,
+        validation: Option<&mut dyn Batches>,
+    ) -> Result<StopReason> {
         let ended = self.advance(self.options.steps, train, validation)?;
         self.save(train, Occasion::End)?;
         Ok(ended)
     }
 
-    /// Trains until step `until`, as [`Trainer::run`] does, and does not save at the end: a stretch of a longer training.
+    /// Trains until step `until`, like [`Trainer::run`], without saving at the end.
     ///
     /// # Errors
     /// Those of [`Trainer::run`].
@@ -216,19 +221,19 @@ impl Trainer {
         until: u64,
         train: &mut dyn Batches,
         mut validation: Option<&mut dyn Batches>,
-    ) -> Result<Ended> {
+    ) -> Result<StopReason> {
         self.schedule.check()?;
         self.optimizer.check(self.scaler.as_mut())?;
         self.last = Instant::now();
         let ended = loop {
             if self.step >= until {
-                break Ended::Done;
+                break StopReason::Completed;
             }
             if self.stop.load(Ordering::Relaxed) {
-                break Ended::Interrupted;
+                break StopReason::Interrupted;
             }
             if !self.train_step(train)? {
-                break Ended::OutOfData;
+                break StopReason::OutOfData;
             }
             let due = |every: Option<u64>| every.is_some_and(|every| self.step.is_multiple_of(every));
             let (evaluate, save) = (due(self.options.evaluate_every), due(self.options.checkpoint_every));
@@ -240,7 +245,7 @@ impl Trainer {
             }
             if save {
                 let began = Instant::now();
-                self.save(train, Occasion::OnTheWay)?;
+                self.save(train, Occasion::Periodic)?;
                 self.last += began.elapsed();
             }
         };
@@ -249,7 +254,7 @@ impl Trainer {
         Ok(ended)
     }
 
-    /// Tells the observers something that the user asked to see.
+    /// Sends the observers a line that the user asked for.
     ///
     /// # Errors
     /// Those of the observers.
@@ -257,7 +262,7 @@ impl Trainer {
         self.tell(|observer| observer.on_note(text))
     }
 
-    /// Tells the observers something that the user should know.
+    /// Sends the observers a warning.
     ///
     /// # Errors
     /// Those of the observers.
@@ -265,7 +270,7 @@ impl Trainer {
         self.tell(|observer| observer.on_warning(warning))
     }
 
-    /// One step; false where the data has ended.
+    /// Runs one step; returns false at the end of the data.
     fn train_step(&mut self, train: &mut dyn Batches) -> Result<bool> {
         let _step = range("step");
         let mut timings = Timings::default();
@@ -283,8 +288,8 @@ impl Trainer {
         let (sums, scale, decision, started) = loop {
             self.optimizer.begin(settings)?;
             let sums = self.gradients(&micro, &mut timings)?;
-            // What the device decides is put into the record when it is read.
-            let scale = if self.scaler.device_side().is_some() { f64::NAN } else { self.scaler.current() };
+            // The device's decision is added to the record when it is read.
+            let scale = if self.scaler.device_scaler().is_some() { f64::NAN } else { self.scaler.current() };
             let started = Instant::now();
             let decision = self.optimizer.unscale_and_clip(self.scaler.as_mut())?;
             if !self.try_again(attempts.as_mut(), &decision, scale)? {
@@ -331,8 +336,8 @@ impl Trainer {
         Ok(true)
     }
 
-    /// Forward and backward of all micro-batches. For each, `[1 or 2]`, fp64: its summed loss and, where that was asked for,
-    /// the number of right predictions.
+    /// Runs forward and backward of all micro-batches. Returns for each `[1 or 2]`, fp64: its summed loss and, if requested,
+    /// the number of correct predictions.
     fn gradients(&self, micro: &MicroBatches, timings: &mut Timings) -> Result<Vec<Tensor>> {
         let (mut sums, accuracy) = (Vec::new(), self.options.accuracy);
         // Over all micro-batches, so that a weight is cast once for all of them.
@@ -356,7 +361,7 @@ impl Trainer {
         self.precision.clone().map(|policy| precision::enter(Some(policy)))
     }
 
-    /// Reads the losses that are still on the device, in one copy, and passes them on.
+    /// Reads the losses that are still on the device, in one copy, and reports them.
     fn read_losses(&mut self) -> Result<()> {
         let pending = std::mem::take(&mut self.pending);
         if pending.is_empty() {
@@ -372,18 +377,18 @@ impl Trainer {
             record.loss = sums[0] / denominator;
             record.accuracy = sums.get(1).map(|right| right / denominator);
             let learned = match Figures::of(figures) {
-                Some(figures) => self.learn(&figures, &mut record),
+                Some(figures) => self.read_figures(&figures, &mut record),
                 None => Ok(()),
             };
             self.tell(|observer| observer.on_step(&record))?;
             learned?;
-            let seen = self.watch.see(record.step, record.loss, self.options.divergence);
+            let seen = self.watch.observe(record.step, record.loss, self.options.divergence);
             seen.map_err(|error| self.with_last_checkpoint(error))?;
         }
         Ok(())
     }
 
-    /// Evaluates the model, tells the observers, and puts `validation` back to where it stood.
+    /// Evaluates the model, reports to the observers, and restores the position of `validation`.
     ///
     /// # Errors
     /// Those of the data, the model and the observers.
@@ -396,7 +401,7 @@ impl Trainer {
         };
         validation.resume(&start)?;
         self.tell(|observer| observer.on_evaluation(&evaluation))?;
-        // No part of the next step's time.
+        // Not part of the next step's time.
         self.last += began.elapsed();
         Ok(())
     }
@@ -410,14 +415,14 @@ impl Options {
     fn check(&self) -> Result<()> {
         let every = [Some(self.read_every), self.evaluate_every, self.checkpoint_every];
         if self.accumulation == 0 || every.contains(&Some(0)) {
-            let reason = "0 micro-batches, or 0 steps between readings, evaluations or checkpoints; expected 1 or more";
+            let reason = "0 gradient accumulation steps, or 0 steps between loss readings, evaluations or checkpoints; expected at least 1";
             return Err(Error::config("training", reason));
         }
         self.clip.map_or(Ok(()), clip::check)
     }
 }
 
-/// Runs a part of a step under its name, and adds its time.
+/// Runs a part of a step in a named range, and adds its time.
 fn timed<T>(name: &str, seconds: &mut f64, part: impl FnOnce() -> Result<T>) -> Result<T> {
     let _range = range(name);
     let start = Instant::now();

@@ -7,7 +7,7 @@
 
 use runtime::autograd::GradMode;
 use tch::{Kind, Tensor};
-use training::optimizer::{Adam, Hyper, Rule, Tensors};
+use training::optimizer::{Adam, Hyperparameters, Rule, Tensors};
 
 /// Adam whose every intermediate is rounded to fp16.
 #[derive(Debug, Clone, Copy)]
@@ -26,14 +26,14 @@ impl Rule for Fp16Adam {
         self.0.check()
     }
 
-    fn update(&self, tensors: &Tensors<'_>, hyper: Hyper) -> training::Result<()> {
+    fn update(&self, tensors: &Tensors<'_>, hyperparameters: Hyperparameters) -> training::Result<()> {
         let _no_grad = GradMode::off();
         let half = |wide: &[Tensor]| -> training::Result<Vec<Tensor>> {
             Ok(wide.iter().map(|tensor| tensor.f_to_kind(Kind::Half)).collect::<Result<_, _>>()?)
         };
         let (params, grads) = (half(tensors.params)?, half(tensors.grads)?);
         let slots = tensors.slots.iter().map(|slot| half(slot)).collect::<training::Result<Vec<_>>>()?;
-        self.0.update(&Tensors { params: &params, grads: &grads, slots: &slots }, hyper)?;
+        self.0.update(&Tensors { params: &params, grads: &grads, slots: &slots }, hyperparameters)?;
         let rounded = params.iter().chain(slots.iter().flatten());
         for (wide, rounded) in tensors.params.iter().chain(tensors.slots.iter().flatten()).zip(rounded) {
             wide.shallow_clone().f_copy_(rounded)?;

@@ -18,7 +18,7 @@ use training::evaluation::Evaluation;
 use training::loader_batches::LoaderBatches;
 use training::observer::StepRecord;
 use training::optimizer::Group;
-use training::schedule::{Schedule, Shape};
+use training::schedule::{LrSchedule, Shape};
 use training::strategy::Strategy;
 use training::trainer::Options;
 
@@ -174,7 +174,7 @@ fn prepare(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Prepare
         ..Default::default()
     };
     let mut trainer = Trainer::new(model, Box::new(optimizer), options)?;
-    trainer.schedule = Schedule { warmup, shape: Shape::Constant, ..Default::default() };
+    trainer.schedule = LrSchedule { warmup, shape: Shape::Constant, ..Default::default() };
     trainer.precision = autocast.as_ref().map(|autocast| autocast.policy());
     trainer.scaler = scaler;
     Ok(Prepared { trainer, batches, validation, autocast })

@@ -18,7 +18,7 @@ use report::{Case, Metric, Progress, Sink};
 use runtime::fused::rope::Frequencies;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
-use training::schedule::{Schedule, Shape};
+use training::schedule::{LrSchedule, Shape};
 
 use crate::step_peak::StepPeak;
 use grading::grade;
@@ -228,7 +228,7 @@ impl Experiment<'_> {
             }
         };
         self.progress.message(method.name());
-        let schedule = Schedule { shape: Shape::Cosine, warmup: 20.min(steps / 2), steps, floor: 0.05 };
+        let schedule = LrSchedule { shape: Shape::Cosine, warmup: 20.min(steps / 2), steps, floor: 0.05 };
         let mut learner = Learner::new(&model, rate, 0.0)?;
         let followed: Vec<usize> = (0..self.world.test_rows.len().min(FOLLOWED)).collect();
         let followed = self.world.batch(&self.world.test_rows, &followed, self.device)?;

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use accounting::offload::Method as Paper;
 use models::LlamaConfig;
-use offload::{Lane, Options};
+use offload::{Options, StreamKind};
 use report::{Case, Metric};
 use runtime::device::pinned_bytes;
 use runtime::measure::Samples;
@@ -286,8 +286,8 @@ fn traced(subject: &Subject, passes: impl FnOnce() -> anyhow::Result<Passes>) ->
     let moved = Moved {
         link_rate: spans::link_rate(&trace),
         overlap: offload::overlap(&trace),
-        transfer_seconds: spans::busy(&trace, Lane::Load) + spans::busy(&trace, Lane::Store),
-        compute_seconds: spans::busy(&trace, Lane::Compute),
+        transfer_seconds: spans::busy(&trace, StreamKind::Load) + spans::busy(&trace, StreamKind::Store),
+        compute_seconds: spans::busy(&trace, StreamKind::Compute),
         unexplained_seconds: spans::unexplained(&trace),
         late: (offload.counters().late - late) as f64,
     };

@@ -93,7 +93,7 @@ fn train(
         backward(&[&loss])?;
         losses.push(loss.f_double_value(&[])?);
         if let Some(offload) = &offload {
-            offload.check_at_home()?;
+            offload.check_on_host()?;
         }
         if step + 1 < steps {
             on_host.step(&mut optimizer)?;

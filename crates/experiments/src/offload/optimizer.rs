@@ -14,7 +14,7 @@ use runtime::autograd::backward;
 use runtime::device;
 use runtime::ops::settings::{Determinism, set_determinism};
 use tch::{Device, Kind, Tensor};
-use training::Schedule;
+use training::LrSchedule;
 use training::clip::{self, NonFinite};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer, StepSettings, ZeroGrad};
 use training::schedule::Shape;
@@ -143,7 +143,7 @@ impl Training {
 
     fn factor(&self, demand: &Demand, step: u64) -> f64 {
         let schedule =
-            Schedule { shape: Shape::Cosine, warmup: self.steps / 10, steps: self.steps, floor: 0.1 };
+            LrSchedule { shape: Shape::Cosine, warmup: self.steps / 10, steps: self.steps, floor: 0.1 };
         if demand.schedule { schedule.factor(step) } else { 1.0 }
     }
 

@@ -19,7 +19,7 @@ use fused_ce::{Chunk, LinearCrossEntropy};
 use lora::{Adapters, LoraConfig};
 use models::module::{Context, Input, LanguageModel, trainable};
 use models::{Llama, LlamaConfig};
-use offload::{HostAdamW, HostOptions, Method, Offload, Options, Point, Probe, Tier};
+use offload::{HookPoint, HostAdamW, HostOptions, Method, Offload, Options, TestHook, Tier};
 use runtime::autograd::{backward, set_grad};
 use runtime::memory::{Region, live_bytes};
 use runtime::random::Generator;
@@ -116,10 +116,14 @@ impl InStep {
     }
 }
 
-impl Probe for InStep {
-    fn at(&self, point: Point) -> runtime::Result<()> {
-        let offload =
-            self.0.lock().unwrap_or_else(PoisonError::into_inner).clone().filter(|_| point == Point::Compute);
+impl TestHook for InStep {
+    fn at(&self, point: HookPoint) -> runtime::Result<()> {
+        let offload = self
+            .0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+            .filter(|_| point == HookPoint::Compute);
         offload.map_or(Ok(()), |offload| Ok(offload.synchronize()?))
     }
 }
@@ -149,7 +153,7 @@ impl Row {
                     ring: *ring,
                     tier: if *in_files { Tier::File(folder.path().to_owned()) } else { Tier::Host },
                     resident: resident.clone(),
-                    probe: Some(in_step.clone()),
+                    test_hook: Some(in_step.clone()),
                     ..Options::default()
                 };
                 let init = models::init::Init::Normal { std: 0.02 };

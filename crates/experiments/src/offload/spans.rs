@@ -1,31 +1,31 @@
 //! What a trace says.
 
-use offload::{Lane, Span};
+use offload::{Span, StreamKind};
 use report::{Case, Metric};
 
-/// Seconds in which a lane is busy. Work on a lane never overlaps.
-pub(crate) fn busy(spans: &[Span], lane: Lane) -> f64 {
-    spans.iter().filter(|span| span.lane == lane).map(|span| span.end - span.start).sum()
+/// Seconds in which a stream is busy. Work on a stream never overlaps.
+pub(crate) fn busy(spans: &[Span], stream: StreamKind) -> f64 {
+    spans.iter().filter(|span| span.stream == stream).map(|span| span.end - span.start).sum()
 }
 
-/// Bytes per second of the load lane while it loads; `None` where nothing was loaded.
+/// Bytes per second of the load stream while it loads; `None` where nothing was loaded.
 pub(crate) fn link_rate(spans: &[Span]) -> Option<f64> {
-    let bytes: u64 = spans.iter().filter(|span| span.lane == Lane::Load).map(|span| span.bytes).sum();
-    let seconds = busy(spans, Lane::Load);
+    let bytes: u64 = spans.iter().filter(|span| span.stream == StreamKind::Load).map(|span| span.bytes).sum();
+    let seconds = busy(spans, StreamKind::Load);
     (seconds > 0.0).then(|| bytes as f64 / seconds)
 }
 
 /// Seconds between two layers of one pass in which neither a layer comes nor gradients go: the idle time of what computes that
 /// transfers do not account for. Between forward and backward the head computes, which is no layer's.
 pub(crate) fn unexplained(spans: &[Span]) -> f64 {
-    let mut computes: Vec<&Span> = spans.iter().filter(|span| span.lane == Lane::Compute).collect();
+    let mut computes: Vec<&Span> = spans.iter().filter(|span| span.stream == StreamKind::Compute).collect();
     computes.sort_by(|a, b| a.start.total_cmp(&b.start));
     let gaps = computes.windows(2).filter(|pair| pair[0].direction == pair[1].direction);
     gaps.map(|pair| {
         let (mut at, end, mut rest) = (pair[0].end, pair[1].start, 0.0);
         let mut transfers: Vec<(f64, f64)> = spans
             .iter()
-            .filter(|span| matches!(span.lane, Lane::Load | Lane::Store))
+            .filter(|span| matches!(span.stream, StreamKind::Load | StreamKind::Store))
             .map(|span| (span.start.max(at), span.end.min(end)))
             .filter(|(start, end)| start < end)
             .collect();
@@ -39,21 +39,21 @@ pub(crate) fn unexplained(spans: &[Span]) -> f64 {
     .sum()
 }
 
-/// A timeline's measurements, as a plot of the kind `timeline` reads them: each span is `of` with its lane, layer and number, and has
+/// A timeline's measurements, as a plot of the kind `timeline` reads them: each span is `of` with its stream, layer and number, and has
 /// a `start` and an `end` in seconds, the first span's start being 0.
 pub(crate) fn timeline(of: &Case, spans: &[Span]) -> Vec<(Case, Metric)> {
     let origin = spans.iter().map(|span| span.start).fold(f64::INFINITY, f64::min);
     let measure = |(number, span): (usize, &Span)| {
-        let what = match (span.lane, span.direction) {
-            (Lane::Compute, offload::Direction::Forward) => "forward",
-            (Lane::Compute, offload::Direction::Backward) => "backward",
-            (Lane::Load, _) => "weights",
-            (Lane::Store, _) => "gradients",
-            (Lane::Host, _) => "step",
+        let what = match (span.stream, span.direction) {
+            (StreamKind::Compute, offload::Direction::Forward) => "forward",
+            (StreamKind::Compute, offload::Direction::Backward) => "backward",
+            (StreamKind::Load, _) => "weights",
+            (StreamKind::Store, _) => "gradients",
+            (StreamKind::Host, _) => "step",
         };
         let case = of
             .clone()
-            .with("stream", span.lane.name())
+            .with("stream", span.stream.name())
             .with("what", what)
             .with("layer", span.layer.to_string())
             .with("span", number);
@@ -71,19 +71,19 @@ mod tests {
 
     #[test]
     fn what_transfers_account_for_is_explained() {
-        let span = |lane, direction, start, end| Span { lane, layer: 0, direction, start, end, bytes: 1 };
+        let span = |stream, direction, start, end| Span { stream, layer: 0, direction, start, end, bytes: 1 };
         let (forward, backward) = (Direction::Forward, Direction::Backward);
         let spans = [
-            span(Lane::Compute, forward, 0.0, 1.0),
+            span(StreamKind::Compute, forward, 0.0, 1.0),
             // Between 1 and 4: a load and a store that meet, and half a second of nothing before and after.
-            span(Lane::Load, forward, 1.5, 2.5),
-            span(Lane::Store, backward, 2.0, 3.5),
-            span(Lane::Compute, forward, 4.0, 5.0),
+            span(StreamKind::Load, forward, 1.5, 2.5),
+            span(StreamKind::Store, backward, 2.0, 3.5),
+            span(StreamKind::Compute, forward, 4.0, 5.0),
             // The head.
-            span(Lane::Compute, backward, 9.0, 10.0),
+            span(StreamKind::Compute, backward, 9.0, 10.0),
             // A transfer while a layer computes explains nothing.
-            span(Lane::Load, backward, 9.0, 9.5),
-            span(Lane::Compute, backward, 10.25, 11.0),
+            span(StreamKind::Load, backward, 9.0, 9.5),
+            span(StreamKind::Compute, backward, 10.25, 11.0),
         ];
         assert_eq!(unexplained(&spans), 1.25);
         assert_eq!(link_rate(&spans), Some(2.0 / 1.5));

@@ -1,10 +1,10 @@
-//! `offload timeline`: what the lanes do in a step.
+//! `offload timeline`: what the streams do in a step.
 
 use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::Args;
-use offload::{Lane, Method, Options};
+use offload::{Method, Options, StreamKind};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Sink};
 use runtime::device;
@@ -66,15 +66,15 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Timeline) -> anyhow::Result<(
         for (case, metric) in spans::timeline(&shown, &trace) {
             sink.put(EXPERIMENT, &case, vec![metric])?;
         }
-        let share = |lane: Lane| {
+        let share = |stream: StreamKind| {
             Metric::exact(
-                &format!("{}_share", lane.name()),
+                &format!("{}_share", stream.name()),
                 "ratio",
-                spans::busy(&trace, lane) / passes.total(),
+                spans::busy(&trace, stream) / passes.total(),
             )
         };
         let mut metrics = vec![Metric::exact("step_seconds", "s", passes.total())];
-        metrics.extend([Lane::Compute, Lane::Load, Lane::Store].map(share));
+        metrics.extend([StreamKind::Compute, StreamKind::Load, StreamKind::Store].map(share));
         metrics.push(Metric::exact("overlap", "ratio", offload::overlap(&trace)));
         sink.put(EXPERIMENT, &Case::new().with("shows", "streams").with("method", name), metrics)?;
         if let Some(path) = arguments.trace.as_ref().filter(|_| ring == 3) {

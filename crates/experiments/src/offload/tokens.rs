@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use accounting::offload::{Condition, Direction, least_tokens};
 use anyhow::Context;
 use clap::Args;
-use offload::{Lane, Method, Options, Tier};
+use offload::{Method, Options, StreamKind, Tier};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Sink};
 use runtime::device;
@@ -129,7 +129,7 @@ impl Seen {
         self.seconds.push(seconds);
         self.shares.push(reference / seconds);
         self.overlaps.push(offload::overlap(&trace));
-        self.idle.push(1.0 - spans::busy(&trace, Lane::Compute) / (last - first));
+        self.idle.push(1.0 - spans::busy(&trace, StreamKind::Compute) / (last - first));
         self.links.extend(spans::link_rate(&trace));
         Ok(())
     }
@@ -150,6 +150,6 @@ impl Seen {
 /// From the first layer's beginning, or that of its load, to the last one's end.
 fn ends(trace: &[offload::Span]) -> (f64, f64) {
     let first = trace.iter().map(|span| span.start).fold(f64::INFINITY, f64::min);
-    let compute = trace.iter().filter(|span| span.lane == Lane::Compute);
+    let compute = trace.iter().filter(|span| span.stream == StreamKind::Compute);
     (first, compute.map(|span| span.end).fold(first, f64::max))
 }

@@ -14,7 +14,7 @@ use runtime::device::synchronize;
 use runtime::memory::{Region, live_bytes};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
-use training::activations::{Activations, Forecast, LayerPlan, StepCost, apply, every_kth};
+use training::activations::{Activations, LayerPlan, StepCost, StepPredictor, apply, every_kth};
 
 /// What is run.
 #[derive(Debug, Clone)]
@@ -56,7 +56,7 @@ pub struct Outcome {
     /// Which.
     pub plan: NamedPlan,
     /// Before the first round.
-    pub forecast: StepCost,
+    pub predictor: StepCost,
     /// Seconds predicted before each round.
     pub predicted_seconds: Vec<f64>,
     /// The most bytes on the device in a step, beyond those alive between steps.
@@ -102,11 +102,11 @@ impl Stack {
     /// What steps of this stack will take, measured on one layer of it.
     ///
     /// # Errors
-    /// Those of [`Forecast::measure`].
-    pub fn forecast(&self, rounds: usize) -> Result<Forecast> {
+    /// Those of [`StepPredictor::measure`].
+    pub fn step_predictor(&self, rounds: usize) -> Result<StepPredictor> {
         let Bench { mut model, activations, tokens, labels, .. } = self.bench(1)?;
         let input = Input { tokens: &tokens, positions: None, context: context() };
-        Ok(Forecast::measure(&mut model, &activations, &input, &labels, rounds)?)
+        Ok(StepPredictor::measure(&mut model, &activations, &input, &labels, rounds)?)
     }
 
     /// Every layer the same, every second one, and what is planned for budgets of a third and two thirds of the way between
@@ -114,7 +114,7 @@ impl Stack {
     ///
     /// # Errors
     /// Those of the planner.
-    pub fn plans(&self, forecast: &Forecast) -> Result<Vec<NamedPlan>> {
+    pub fn plans(&self, predictor: &StepPredictor) -> Result<Vec<NamedPlan>> {
         let layers = self.layers as usize;
         let mut plans: Vec<NamedPlan> = LayerPlan::ALL
             .into_iter()
@@ -123,11 +123,11 @@ impl Stack {
         let every_second = every_kth(layers, 2, LayerPlan::RecomputeAll)?;
         plans.push(NamedPlan { name: "recompute every 2nd".into(), plan: every_second, budget: None });
         let peaks: Vec<u64> =
-            plans.iter().map(|plan| Ok(forecast.step(&plan.plan)?.peak_bytes)).collect::<Result<_>>()?;
+            plans.iter().map(|plan| Ok(predictor.step(&plan.plan)?.peak_bytes)).collect::<Result<_>>()?;
         let least = peaks.iter().copied().min().unwrap_or(0);
         for thirds in [1, 2] {
             let budget = least + (peaks[0] - least) * thirds / 3;
-            let plan = forecast.least_recomputation(layers, budget)?.layers;
+            let plan = predictor.least_recomputation(layers, budget)?.layers;
             plans.push(NamedPlan {
                 name: format!("planned, {thirds}/3 of the range"),
                 plan,
@@ -151,20 +151,20 @@ impl Bench {
     pub fn run(
         &self,
         stack: &Stack,
-        forecast: &Forecast,
+        predictor: &StepPredictor,
         plans: Vec<NamedPlan>,
         [rounds, probes]: [usize; 2],
         mut tell: impl FnMut(&str),
     ) -> Result<Vec<Outcome>> {
         let outcome = |plan: NamedPlan| {
-            let forecast = forecast.step(&plan.plan)?;
+            let predictor = predictor.step(&plan.plan)?;
             let (predicted_seconds, seconds) = (Vec::new(), Vec::new());
-            Ok(Outcome { plan, forecast, predicted_seconds, peak_bytes: 0, host_bytes: 0, seconds })
+            Ok(Outcome { plan, predictor, predicted_seconds, peak_bytes: 0, host_bytes: 0, seconds })
         };
         let mut outcomes: Vec<Outcome> = plans.into_iter().map(outcome).collect::<Result<_>>()?;
         let number = outcomes.len();
         for round in 0..=rounds {
-            let layer = if round > 0 { Some(stack.forecast(probes)?) } else { None };
+            let layer = if round > 0 { Some(stack.step_predictor(probes)?) } else { None };
             for outcome in &mut outcomes {
                 if let Some(layer) = &layer {
                     outcome.predicted_seconds.push(layer.step(&outcome.plan.plan)?.seconds);

@@ -1,4 +1,4 @@
-//! `training activations`: steps under plans of what each layer keeps, measured against their forecast.
+//! `training activations`: steps under plans of what each layer keeps, measured against their predictions.
 
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
@@ -39,24 +39,24 @@ pub(crate) fn run(common: &CommonArgs, arguments: &ActivationsArgs) -> anyhow::R
     };
     let probe = Progress::new(1);
     probe.message("activation plans, one layer");
-    let forecast = stack.forecast(PROBES)?;
+    let predictor = stack.step_predictor(PROBES)?;
     drop(probe);
-    for choice in &forecast.layer.choices {
+    for choice in &predictor.layer.choices {
         let cost = choice.cost;
         let metrics = vec![
             Metric::exact("held_bytes", "B", cost.held_bytes as f64),
             Metric::exact("transient_bytes", "B", cost.transient_bytes as f64),
             Metric::exact("host_bytes", "B", cost.host_bytes as f64),
             Metric::exact("recompute_seconds", "s", cost.recompute_seconds),
-            Metric::exact("layer_seconds", "s", forecast.layer.seconds),
+            Metric::exact("layer_seconds", "s", predictor.layer.seconds),
         ];
         sink.put(EXPERIMENT, &Case::new().with("layer", choice.of.name()), metrics)?;
     }
 
-    let plans = stack.plans(&forecast)?;
+    let plans = stack.plans(&predictor)?;
     let bench = stack.bench(stack.layers)?;
     let mut progress = Progress::new((plans.len() * (rounds + 1)) as u64);
-    let outcomes = bench.run(&stack, &forecast, plans, [rounds, PROBES], |name| {
+    let outcomes = bench.run(&stack, &predictor, plans, [rounds, PROBES], |name| {
         progress.message(&format!("activation plans, {name}"));
         progress.step();
     })?;
@@ -67,15 +67,15 @@ pub(crate) fn run(common: &CommonArgs, arguments: &ActivationsArgs) -> anyhow::R
 }
 
 fn metrics(outcome: &Outcome) -> Vec<Metric> {
-    let Outcome { plan, forecast, predicted_seconds, peak_bytes, host_bytes, seconds } = outcome;
+    let Outcome { plan, predictor, predicted_seconds, peak_bytes, host_bytes, seconds } = outcome;
     let step = Metric::of_samples("step_seconds", "s", seconds);
     let predicted = Metric::of_samples("predicted_step_seconds", "s", predicted_seconds);
-    let bytes_error = (forecast.peak_bytes as f64 / *peak_bytes as f64 - 1.0).abs();
+    let bytes_error = (predictor.peak_bytes as f64 / *peak_bytes as f64 - 1.0).abs();
     let ratio = predicted.value.zip(step.value).map(|(predicted, measured)| predicted / measured);
     let time_error = ratio.map_or(f64::NAN, |ratio| (ratio - 1.0).abs());
     let mut metrics = vec![
         Metric::exact("peak_bytes", "B", *peak_bytes as f64),
-        Metric::exact("predicted_peak_bytes", "B", forecast.peak_bytes as f64),
+        Metric::exact("predicted_peak_bytes", "B", predictor.peak_bytes as f64),
         Metric::exact("peak_error", "ratio", bytes_error),
         Metric::exact("host_bytes", "B", *host_bytes as f64),
         step,

@@ -13,7 +13,7 @@ use training::Trainer;
 use training::evaluation::Evaluation;
 use training::loader_batches::LoaderBatches;
 use training::optimizer::{Adam, DeviceOptimizer, Group};
-use training::schedule::{Schedule, Shape};
+use training::schedule::{LrSchedule, Shape};
 use training::strategy::Strategy;
 use training::trainer::Options;
 
@@ -128,7 +128,7 @@ pub(crate) fn train(corpus: &Corpus, strategy: Strategy, training: &Training) ->
         Box::new(optimizer),
         Options { steps: u64::MAX, evaluate_every: Some(evaluate_every), ..Default::default() },
     )?;
-    trainer.schedule = Schedule { warmup, shape: Shape::Constant, ..Default::default() };
+    trainer.schedule = LrSchedule { warmup, shape: Shape::Constant, ..Default::default() };
     let watcher = Watcher::of(&mut trainer, device)?;
     trainer.run(&mut batches, Some(&mut validation))?;
     trainer.evaluate(&mut validation)?;

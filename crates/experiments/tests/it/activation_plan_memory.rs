@@ -26,17 +26,17 @@ fn the_peak_of_every_plan_is_the_one_predicted() {
         Stack { dropout: 0.1, layers: 5, ..base.clone() },
         Stack { vocabulary: 1500, layers: 4, ..base },
     ] {
-        let forecast = stack.forecast(1).unwrap();
+        let predictor = stack.step_predictor(1).unwrap();
         let layers = stack.layers as usize;
-        let mut plans = stack.plans(&forecast).unwrap();
+        let mut plans = stack.plans(&predictor).unwrap();
         let mixed = LayerPlan::ALL.iter().cycle().take(layers).copied().collect();
         plans.push(NamedPlan { name: "mixed".into(), plan: mixed, budget: None });
         let outcomes =
-            stack.bench(stack.layers).unwrap().run(&stack, &forecast, plans, [1, 1], |_| ()).unwrap();
+            stack.bench(stack.layers).unwrap().run(&stack, &predictor, plans, [1, 1], |_| ()).unwrap();
         for outcome in &outcomes {
-            let Outcome { plan, forecast, peak_bytes, host_bytes, .. } = outcome;
-            assert!(within(forecast.peak_bytes, *peak_bytes, 0.05), "{outcome:?}: {stack:?}");
-            assert_eq!(*host_bytes, forecast.host_bytes, "{}", plan.name);
+            let Outcome { plan, predictor, peak_bytes, host_bytes, .. } = outcome;
+            assert!(within(predictor.peak_bytes, *peak_bytes, 0.05), "{outcome:?}: {stack:?}");
+            assert_eq!(*host_bytes, predictor.host_bytes, "{}", plan.name);
             let offloaded = plan.plan.iter().filter(|plan| **plan == LayerPlan::Offload).count() as u64;
             let input = (stack.rows * stack.length * stack.hidden * 4) as u64;
             assert_eq!(*host_bytes, offloaded * input, "{}", plan.name);

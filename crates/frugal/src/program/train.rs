@@ -16,7 +16,7 @@ use frugal::models::init::Init;
 use frugal::models::module::LanguageModel;
 use frugal::models::{Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, Llama, LlamaConfig};
 use frugal::training::Batches;
-use frugal::training::probe::Probe;
+use frugal::training::probe::StepProbe;
 use frugal::training::schedule::Shape;
 use frugal::{Recipe, training::Trainer};
 use serde_json::json;
@@ -261,7 +261,7 @@ fn measure_efficiency(
     train: &mut dyn Batches,
 ) -> anyhow::Result<()> {
     if common.json
-        && let Some(probe) = Probe::run(trainer, train)?
+        && let Some(probe) = StepProbe::run(trainer, train)?
     {
         print_line(&json!({ "efficiency": Efficiency::measure(&probe, device)? }));
     }

@@ -11,7 +11,7 @@ use frugal::models::module::{self, LanguageModel, ParameterCount};
 use frugal::recipe::Handles;
 use frugal::training::checkpoint::Checkpoints;
 use frugal::training::interrupt;
-use frugal::training::trainer::Ended;
+use frugal::training::trainer::StopReason;
 use frugal::training::{Batches, Trainer};
 use runtime::memory::Limit;
 use tch::Device;
@@ -127,7 +127,7 @@ impl Run<'_> {
         let evaluated = trainer.options.evaluate_every.is_some_and(|every| step.is_multiple_of(every));
         if let Some(validation) = validation
             .as_mut()
-            .filter(|_| ended != Ended::Interrupted && !evaluated && config.task == Task::Finetune)
+            .filter(|_| ended != StopReason::Interrupted && !evaluated && config.task == Task::Finetune)
         {
             trainer.evaluate(validation.as_mut())?;
         }
@@ -142,12 +142,12 @@ impl Run<'_> {
 }
 
 /// What the end of a training means for whoever started it: a last step that is not on the disk is a failure.
-fn finish(trainer: &Trainer, ended: Ended, out: Option<&Path>) -> anyhow::Result<()> {
+fn finish(trainer: &Trainer, ended: StopReason, out: Option<&Path>) -> anyhow::Result<()> {
     let (step, steps) = (trainer.step(), trainer.options.steps);
     let resume = out.map_or_else(String::new, |out| format!("`frugal resume {}`", out.display()));
     let kept = match trainer.saved() {
         _ if out.is_none() => "nothing is saved without --out".to_owned(),
-        Some(saved) if saved == step && ended == Ended::Interrupted => {
+        Some(saved) if saved == step && ended == StopReason::Interrupted => {
             bail!("interrupted after step {step} of {steps}, which is saved; go on with {resume}")
         }
         Some(saved) if saved == step => return Ok(()),
@@ -159,9 +159,9 @@ fn finish(trainer: &Trainer, ended: Ended, out: Option<&Path>) -> anyhow::Result
         None => "its checkpoint was not written, and there is no earlier one".to_owned(),
     };
     match ended {
-        Ended::Interrupted => bail!("interrupted after step {step} of {steps}; {kept}"),
-        Ended::Done | Ended::OutOfData if out.is_none() => Ok(()),
-        Ended::Done | Ended::OutOfData => bail!("trained up to step {step}; {kept}"),
+        StopReason::Interrupted => bail!("interrupted after step {step} of {steps}; {kept}"),
+        StopReason::Completed | StopReason::OutOfData if out.is_none() => Ok(()),
+        StopReason::Completed | StopReason::OutOfData => bail!("trained up to step {step}; {kept}"),
     }
 }
 

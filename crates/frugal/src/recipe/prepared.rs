@@ -10,10 +10,10 @@ use offload::{HostAdamW, HostOptions, Offload};
 use runtime::precision::{self, Policy};
 use tch::Tensor;
 use training::Trainer;
-use training::activations::{Activations, Forecast, LayerPlan};
+use training::activations::{Activations, LayerPlan, StepPredictor};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
 use training::scaler::GradScaler;
-use training::schedule::Schedule;
+use training::schedule::LrSchedule;
 use training::trainer::{FailedCheckpoint, Frozen, Options};
 
 use crate::config::{ActivationPlan, Config, OptimizerPlace};
@@ -73,7 +73,7 @@ impl Prepared {
         let input = Input { tokens: &batch.tokens, positions, context };
         let random = runtime::random::RandomState::capture(device)?;
         let _precision = self.precision.clone().map(|policy| precision::enter(Some(policy)));
-        let forecast = Forecast::measure(self.model.as_mut(), activations, &input, &batch.labels, 1)?;
+        let forecast = StepPredictor::measure(self.model.as_mut(), activations, &input, &batch.labels, 1)?;
         random.restore()?;
         // Between steps: what is alive now, and state and gradients, of which none is there yet.
         let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
@@ -143,7 +143,7 @@ impl Prepared {
             evaluate_every: training.evaluate_every,
             checkpoint_every: training.checkpoint_every,
             failed_checkpoint: match training.ignore_failed_checkpoints {
-                true => FailedCheckpoint::GoOn,
+                true => FailedCheckpoint::Continue,
                 false => FailedCheckpoint::Stop,
             },
             frozen,
@@ -151,7 +151,7 @@ impl Prepared {
         };
         let mut trainer = Trainer::new(model, optimizer, options)?;
         trainer.schedule =
-            Schedule { shape: own.schedule, warmup: own.warmup_steps(steps), steps, floor: 0.0 };
+            LrSchedule { shape: own.schedule, warmup: own.warmup_steps(steps), steps, floor: 0.0 };
         trainer.schedule.check()?;
         trainer.precision = precision;
         trainer.scaler = scaler;

@@ -134,7 +134,10 @@ fn a_training_that_was_killed_goes_on_to_the_same_bytes() {
     tiny.write_model("other", 16, 2);
     for (flags, said) in [
         ("--model other", "the frozen parameters was "),
-        ("--alpha 32", "it is of another model: adapter `default`: lora_alpha was 16 and is 32; resume with"),
+        (
+            "--alpha 32",
+            "it is of another model: adapter `default`: lora_alpha was 16 and is now 32; resume with",
+        ),
         ("--batch-size 3", "over other rows, in other batches or in another order"),
     ] {
         let with = match flags.split_once(' ') {

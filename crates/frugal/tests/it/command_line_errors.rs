@@ -41,14 +41,14 @@ fn a_folder_that_is_no_model_is_named() {
     check(
         TRAIN,
         expect![[r#"
-        error: model: neither model.safetensors nor model.safetensors.index.json exists; there is config.json, generation_config.json, tokenizer.json
+        error: model: neither model.safetensors nor model.safetensors.index.json exists; the folder contains config.json, generation_config.json, tokenizer.json
     "#]],
     );
     std::fs::remove_file(tiny.path("model/config.json")).unwrap();
     check(
         TRAIN,
         expect![[r#"
-        error: model: config.json is missing; there is generation_config.json, tokenizer.json
+        error: model: config.json is missing; the folder contains generation_config.json, tokenizer.json
     "#]],
     );
 }
@@ -139,7 +139,7 @@ fn an_adapter_that_cannot_be_is_told() {
     check(
         "--packing 10",
         expect![[r#"
-            error: training rows: row 0 has 41 positions and packed rows have 10; give longer packed rows, or leave such rows out
+            error: training rows: row 0 has 41 positions, but packed rows have 10; use longer packed rows, or leave such rows out
         "#]],
     );
 }
@@ -153,7 +153,7 @@ fn an_adapter_of_another_base_is_told() {
         &tiny,
         "merge --model wide --adapter out --out merged",
         expect![[r#"
-        error: the adapter out: out/adapter_model.safetensors does not fit this model: of another shape `model.layers.0.self_attn.q_proj.lora_A.weight [8, 16] (the model wants [8, 32])`, `model.layers.0.self_attn.q_proj.lora_B.weight [16, 8] (the model wants [32, 8])`, `model.layers.0.self_attn.k_proj.lora_A.weight [8, 16] (the model wants [8, 32])`, `model.layers.0.self_attn.k_proj.lora_B.weight [8, 8] (the model wants [16, 8])`, `model.layers.0.self_attn.v_proj.lora_A.weight [8, 16] (the model wants [8, 32])`, `model.layers.0.self_attn.v_proj.lora_B.weight [8, 8] (the model wants [16, 8])`, `model.layers.0.self_attn.o_proj.lora_A.weight [8, 16] (the model wants [8, 32])`, `model.layers.0.self_attn.o_proj.lora_B.weight [16, 8] (the model wants [32, 8])`, `model.layers.1.self_attn.q_proj.lora_A.weight [8, 16] (the model wants [8, 32])`, `model.layers.1.self_attn.q_proj.lora_B.weight [16, 8] (the model wants [32, 8])`, `model.layers.1.self_attn.k_proj.lora_A.weight [8, 16] (the model wants [8, 32])`, `model.layers.1.self_attn.k_proj.lora_B.weight [8, 8] (the model wants [16, 8])` and 4 more; it belongs to another base model, or its configuration was changed after it was written
+        error: the adapter out: out/adapter_model.safetensors does not fit this model: of another shape `model.layers.0.self_attn.q_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.0.self_attn.q_proj.lora_B.weight [16, 8] (expected [32, 8])`, `model.layers.0.self_attn.k_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.0.self_attn.k_proj.lora_B.weight [8, 8] (expected [16, 8])`, `model.layers.0.self_attn.v_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.0.self_attn.v_proj.lora_B.weight [8, 8] (expected [16, 8])`, `model.layers.0.self_attn.o_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.0.self_attn.o_proj.lora_B.weight [16, 8] (expected [32, 8])`, `model.layers.1.self_attn.q_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.1.self_attn.q_proj.lora_B.weight [16, 8] (expected [32, 8])`, `model.layers.1.self_attn.k_proj.lora_A.weight [8, 16] (expected [8, 32])`, `model.layers.1.self_attn.k_proj.lora_B.weight [8, 8] (expected [16, 8])` and 4 more; it belongs to another base model, or its configuration was changed later
     "#]],
     );
     assert!(!tiny.path("merged").exists());
@@ -161,14 +161,14 @@ fn an_adapter_of_another_base_is_told() {
         &tiny,
         "generate --model model --adapter problems --prompt a",
         expect![[r#"
-        error: the adapter problems: problems/adapter_config.json: No such file or directory (os error 2); an adapter's folder has adapter_config.json and adapter_model.safetensors
+        error: the adapter problems: problems/adapter_config.json: No such file or directory (os error 2); an adapter's folder contains adapter_config.json and adapter_model.safetensors
     "#]],
     );
     refused(
         &tiny,
         "generate --model out --prompt a",
         expect![[r#"
-            error: out: config.json is missing; there is adapter_config.json, adapter_model.safetensors, checkpoints, config.toml, losses.jsonl; this is an adapter's folder: give it as --adapter, and its base as --model
+            error: out: config.json is missing; the folder contains adapter_config.json, adapter_model.safetensors, checkpoints, config.toml, losses.jsonl; this is an adapter's folder: give it as --adapter, and its base as --model
         "#]],
     );
     refused(

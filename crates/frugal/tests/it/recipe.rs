@@ -9,7 +9,7 @@ use frugal::models::{Llama, LlamaConfig};
 use frugal::runtime::random::Generator;
 use frugal::training::Batches;
 use frugal::training::masked_rows::{Layout, MaskedBatches, MaskedRow};
-use frugal::training::trainer::Ended;
+use frugal::training::trainer::StopReason;
 use frugal::{Config, Recipe};
 use tch::{Device, Kind, Tensor};
 
@@ -62,7 +62,7 @@ fn a_whole_model_and_its_adapters_are_trained() {
         trainer.observers.push(Box::new(summary.clone()));
         let ordered = Layout { batch: 4, epochs: Some(1), ..Layout::default() };
         let mut validation = MaskedBatches::new(rows(), ordered, Device::Cpu).unwrap();
-        assert_eq!(trainer.run(&mut batches(), None).unwrap(), Ended::Done);
+        assert_eq!(trainer.run(&mut batches(), None).unwrap(), StopReason::Completed);
         trainer.evaluate(&mut validation).unwrap();
         let losses = summary.get();
         let (first, last) = (losses.first.unwrap(), losses.last.unwrap());

@@ -108,32 +108,32 @@ fn what_does_not_fit_is_said_before_anything_is_trained() {
     check(
         "--data embedded --vocabulary 100".into(),
         expect![[r#"
-        error: vocabulary: 100 tokens were asked for, and the tokenizer data/tokenizer.json has 4096; leave the vocabulary out, or ask for 4096
+        error: vocabulary: 100 was requested, but the tokenizer data/tokenizer.json has 4096; leave the vocabulary out, or request 4096
     "#]],
     );
     check(
         format!("--data {} --vocabulary 100", at("store")),
         expect![[r#"
-        error: vocabulary: 100 tokens were asked for, and the token store FOLDER/store has 300; leave the vocabulary out, or ask for 300
+        error: vocabulary: 100 was requested, but the token store FOLDER/store has 300; leave the vocabulary out, or request 300
     "#]],
     );
     check(
         format!("--data embedded --validation {}", at("store")),
         expect![[r#"
-        error: vocabulary: the tokenizer has 4096 tokens and the token store FOLDER/store 300; give the tokenizer that the store was made with
+        error: vocabulary: the tokenizer has 4096 tokens and the token store FOLDER/store has 300; give the tokenizer that the store was made with
     "#]],
     );
     check(
         format!("--data {} --validation {}", at("store"), at("lines.txt")),
         expect![[r#"
-        error: tokenizer: FOLDER/lines.txt is text beside a token store, and nothing says how to tokenize it; give the store's tokenizer.json
+        error: tokenizer: FOLDER/lines.txt is text, but the training data is a token store without a tokenizer; give the store's tokenizer.json
     "#]],
     );
     let embedded = dataloading::embedded::folder().unwrap().join("tokenizer.json");
     check(
         format!("--data {} --tokenizer {}", at("store"), embedded.display()),
         expect![[r#"
-        error: vocabulary: the tokenizer has 4096 tokens and the token store FOLDER/store 300; give the tokenizer that the store was made with
+        error: vocabulary: the tokenizer has 4096 tokens and the token store FOLDER/store has 300; give the tokenizer that the store was made with
     "#]],
     );
     check(

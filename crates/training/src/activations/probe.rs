@@ -1,8 +1,8 @@
-//! What each way of keeping a layer's activations costs, measured on one layer.
+//! Measures the cost of each plan on one layer.
 //!
-//! The layer is run once and twice over: what the second run adds is what a layer of a stack holds, whichever tensors its
-//! neighbours share with it. Backward of the two gives the largest moment of one layer's backward. Times are taken in turns,
-//! round by round, so that a slow moment of the machine meets all ways alike.
+//! The layer runs once and twice in a row: the second run adds what a layer of a stack keeps, whichever tensors its neighbours
+//! share with it. The backward of two gives the peak of one layer's backward. The plans are timed in turns, round by round, so
+//! that a slow moment of the machine affects all alike.
 
 use std::time::Instant;
 
@@ -21,27 +21,27 @@ use crate::error::{Error, Result};
 /// The cost of each [`LayerPlan`] for one layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerProbe {
-    /// Seconds of one layer's forward and backward with everything kept.
+    /// Seconds of one layer's forward and backward with keep-all.
     pub seconds: f64,
-    /// What `accounting::activation_plan` chooses from, in the order of [`LayerPlan::ALL`].
+    /// The choices for `accounting::activation_plan`, in the order of [`LayerPlan::ALL`].
     pub choices: Vec<Choice<LayerPlan>>,
 }
 
 impl LayerProbe {
-    /// The cost of one of them.
+    /// Returns the cost of one plan.
     pub fn cost(&self, plan: LayerPlan) -> Option<LayerCost> {
         self.choices.iter().find(|choice| choice.of == plan).map(|choice| choice.cost)
     }
 }
 
 impl Activations {
-    /// Measures the first block of `model`, whose layers are taken for equal, on hidden states like `hidden_btd`
-    /// (`[batch, sequence, hidden]`), in `rounds` rounds and one that is not counted. Every trainable tensor of the block is
-    /// given a gradient for this, as one has that gradients are added to; what gradients the model had are gone after it, and
-    /// the plan in place is again.
+    /// Measures the first block of `model`, which stands for all, on hidden states like `hidden_btd` (`[batch, sequence,
+    /// hidden]`), in `rounds` rounds after one warm-up. Every trainable tensor of the block gets a gradient, as in a training
+    /// where gradients accumulate; all gradients are cleared afterwards, and the plan is restored.
     ///
     /// # Errors
-    /// No rounds; a model without blocks, or other blocks than the plan's; a graph that holds the model; those of the block.
+    /// 0 rounds; a model without blocks, or another number of blocks than the plan; a graph that holds the model; those of the
+    /// block.
     pub fn probe(
         &self,
         model: &mut (impl Module + ?Sized),
@@ -50,7 +50,7 @@ impl Activations {
         rounds: usize,
     ) -> Result<LayerProbe> {
         if rounds == 0 {
-            return Err(Error::config(WHAT, "0 rounds measure nothing; ask for at least 1"));
+            return Err(Error::config(WHAT, "0 rounds measure nothing; expected at least 1"));
         }
         let before = self.plan();
         let mut first = First { activations: self, hidden_btd, context, rounds, result: None };
@@ -90,7 +90,7 @@ impl First<'_> {
                 let index = (turn + round) % plans.len();
                 self.activations.change(&vec![plans[index]; layers])?;
                 let took = self.step_seconds(block)?;
-                // The first round fills caches, and makes the gradients that later ones add to.
+                // The first round warms caches up and creates the gradients that later rounds add to.
                 if round > 0 {
                     seconds[index].push(took);
                 }
@@ -110,7 +110,7 @@ impl First<'_> {
         Ok(LayerProbe { seconds: Samples { samples: seconds[0].clone() }.median(), choices })
     }
 
-    /// The layer's input: not a leaf, so that the layer decides whether it stays.
+    /// Returns the layer's input: not a leaf, so that the layer decides whether it is kept.
     fn input(&self) -> Result<Tensor> {
         let leaf = self.hidden_btd.f_detach()?.f_set_requires_grad(true)?;
         Ok(leaf.f_mul_scalar(1.0)?)
@@ -128,8 +128,8 @@ impl First<'_> {
         Ok(start.elapsed().as_secs_f64())
     }
 
-    /// With I for what a layer keeps besides its neighbours' tensors, one run leaves I and the output, and two runs one behind
-    /// the other 2·I and the last output; whatever of its input or output a layer keeps itself is in the difference too.
+    /// With I for what a layer keeps besides its neighbours' tensors, one run keeps I and the output, and two in a row keep 2·I
+    /// and the last output; whatever the layer keeps of its input or output is in the difference too.
     fn bytes(&self, block: &dyn Block) -> Result<LayerCost> {
         let device = self.hidden_btd.device();
         let state = || Ok::<_, Error>((live_bytes(device)?, self.activations.host_bytes()));
@@ -155,7 +155,7 @@ impl First<'_> {
     }
 }
 
-/// A scalar whose backward gives `output` the gradient `gradient`. It holds neither of them any longer than a stack would.
+/// Returns a scalar whose backward gives `output` the gradient `gradient`. It keeps neither longer than a stack would.
 fn ended(output: Tensor, gradient: Tensor) -> Result<Tensor> {
     Ok(autograd::apply(End(Mutex::new(Some(gradient))), &[&output])?.remove(0))
 }

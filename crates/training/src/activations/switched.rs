@@ -1,4 +1,4 @@
-//! Blocks and MLPs that run as their switch says.
+//! Blocks and MLPs that follow a switchable plan.
 
 use std::sync::Arc;
 
@@ -10,10 +10,10 @@ use models::module::{
 use runtime::autograd::Checkpoint;
 use tch::Tensor;
 
-use super::host_lane::Stop;
+use super::host_offload::LayerStorage;
 use super::{LayerPlan, Switch};
 
-/// The part's `forward` as a segment.
+/// Wraps the part's `forward` as a checkpoint segment.
 fn segment<P: Module + Send + ?Sized + 'static>(
     held: &FunctionalCall<P>,
     context: &Context<'_>,
@@ -23,18 +23,20 @@ fn segment<P: Module + Send + ?Sized + 'static>(
     move |x| Ok(vec![part.run(|part| forward(part, &x[0], &context.borrow()))?])
 }
 
-/// A block behind a switch.
+/// A block with a switchable plan.
 #[derive(Debug)]
 pub(super) struct SwitchedBlock {
     block: FunctionalCall<dyn Block>,
     switch: Switch,
-    stop: Stop,
+    storage: LayerStorage,
 }
 
 impl SwitchedBlock {
-    /// Puts the block of `slot` behind `switch`.
-    pub(super) fn install(slot: &mut Box<dyn Block>, name: &str, switch: Switch, stop: Stop) {
-        replace_block(slot, |block| Box::new(Self { block: FunctionalCall::new(name, block), switch, stop }));
+    /// Wraps the block of `slot`.
+    pub(super) fn install(slot: &mut Box<dyn Block>, name: &str, switch: Switch, storage: LayerStorage) {
+        replace_block(slot, |block| {
+            Box::new(Self { block: FunctionalCall::new(name, block), switch, storage })
+        });
     }
 }
 
@@ -59,14 +61,16 @@ impl Block for SwitchedBlock {
         let options =
             Checkpoint { retain_products: plan == LayerPlan::RecomputeElementwise, ..Checkpoint::default() };
         let mut outputs = match plan {
-            LayerPlan::Offload => options.run_with_storage(segment, &[x_btd], Arc::new(self.stop.clone()))?,
+            LayerPlan::Offload => {
+                options.run_with_storage(segment, &[x_btd], Arc::new(self.storage.clone()))?
+            }
             _ => options.run(segment, &[x_btd])?,
         };
         Ok(outputs.remove(0))
     }
 }
 
-/// An MLP behind its block's switch.
+/// An MLP with its block's switchable plan.
 #[derive(Debug)]
 pub(super) struct SwitchedMlp {
     mlp: FunctionalCall<dyn Mlp>,
@@ -74,7 +78,7 @@ pub(super) struct SwitchedMlp {
 }
 
 impl SwitchedMlp {
-    /// Puts the MLP of `slot` behind `switch`.
+    /// Wraps the MLP of `slot`.
     pub(super) fn install(slot: &mut Box<dyn Mlp>, name: &str, switch: Switch) {
         replace_mlp(slot, |mlp| Box::new(Self { mlp: FunctionalCall::new(name, mlp), switch }));
     }
@@ -99,7 +103,7 @@ impl Mlp for SwitchedMlp {
         Ok(Checkpoint::default().run(segment, &[x])?.remove(0))
     }
 
-    /// Nothing that may be replaced: the switch would go with it.
+    /// Nothing that can be replaced: the switch would be lost.
     fn form(&self) -> MlpForm {
         match self.mlp.shared().run(|mlp| mlp.form()) {
             MlpForm::Recomputed => MlpForm::Recomputed,

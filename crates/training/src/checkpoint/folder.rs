@@ -14,11 +14,11 @@ use super::manifest::Manifest;
 use crate::error::{Error, Result};
 
 const PREFIX: &str = "step-";
-/// What begins so is not whole, or no longer wanted.
+/// The prefix of incomplete or obsolete checkpoints.
 const TEMPORARY: &str = ".tmp-";
-/// A whole checkpoint whose place another of the same step is about to take.
+/// The prefix of a complete checkpoint that another of the same step is about to replace.
 const REPLACED: &str = ".replaced-";
-/// A checkpoint of a training that did not go on from there.
+/// The prefix of a checkpoint of a run that was resumed from an earlier step.
 const ABANDONED: &str = "abandoned-";
 const LOCK: &str = ".lock";
 const MODEL: &str = "model.safetensors";
@@ -26,10 +26,10 @@ const OPTIMIZER: &str = "optimizer.safetensors";
 const RANDOM: &str = "random.bin";
 const STATE: &str = "state.json";
 
-/// What goes into a checkpoint.
+/// The contents of a checkpoint to write.
 #[derive(Debug)]
 pub struct Snapshot<'a> {
-    /// Steps done.
+    /// Completed steps.
     pub step: u64,
     /// The model's state.
     pub model: &'a [(String, Tensor)],
@@ -37,16 +37,16 @@ pub struct Snapshot<'a> {
     pub optimizer: &'a [(String, Tensor)],
     /// The random generators.
     pub random: &'a RandomState,
-    /// What else the training needs to go on.
+    /// Further state of the training.
     pub state: &'a Value,
 }
 
-/// What came out of one.
+/// A checkpoint that was read.
 #[derive(Debug)]
 pub struct Checkpoint {
-    /// Where it lies.
+    /// Its path.
     pub path: PathBuf,
-    /// Steps done.
+    /// Completed steps.
     pub step: u64,
     /// The model's state, on the CPU.
     pub model: Vec<(String, Tensor)>,
@@ -54,30 +54,30 @@ pub struct Checkpoint {
     pub optimizer: Vec<(String, Tensor)>,
     /// The random generators.
     pub random: RandomState,
-    /// What else the training needs to go on.
+    /// Further state of the training.
     pub state: Value,
 }
 
-/// What [`Checkpoints::latest`] found.
+/// The result of [`Checkpoints::latest`].
 #[derive(Debug)]
 pub struct Found {
     /// The newest valid checkpoint; `None` in a folder without any.
     pub checkpoint: Option<Checkpoint>,
-    /// Why newer ones were refused, each with the file's name.
+    /// Why newer checkpoints were refused, each with the file's name.
     pub refused: Vec<String>,
 }
 
 /// A checkpoint that was written.
 #[derive(Debug)]
 pub struct Saved {
-    /// Where it lies.
+    /// Its path.
     pub path: PathBuf,
-    /// What went wrong, or was set aside, after it was on the disk.
+    /// Problems after it was written, such as earlier checkpoints that could not be removed.
     pub warnings: Vec<String>,
 }
 
-/// A folder of checkpoints that this process, and no other, writes into: the lock of its file `.lock` is held until the
-/// value is dropped or the process ends, however it ends. Reading takes no lock: [`latest`] and [`steps`].
+/// A folder of checkpoints that only this process writes to: it holds the lock of the file `.lock` until the value is dropped
+/// or the process ends. Reading takes no lock: [`latest`] and [`steps`].
 #[derive(Debug)]
 pub struct Checkpoints {
     folder: PathBuf,
@@ -86,14 +86,14 @@ pub struct Checkpoints {
 }
 
 impl Checkpoints {
-    /// Opens a folder, makes it where it is missing, removes what a crash has left there half-written, and puts back what a
-    /// crash kept from being replaced. The last `keep` checkpoints, 1 at least, will be kept.
+    /// Opens a folder, creating it if needed; removes incomplete checkpoints, and restores one whose replacement was
+    /// interrupted. Keeps the last `keep` checkpoints, at least 1.
     ///
     /// # Errors
-    /// `keep` 0; a folder that cannot be made or read; [`Error::Locked`] where another process writes into it.
+    /// `keep` 0; a folder that cannot be created or read; [`Error::Locked`] if another process writes to it.
     pub fn open(folder: &Path, keep: usize) -> Result<Self> {
         if keep == 0 {
-            return Err(Error::config("checkpoints", "0 to keep; expected 1 or more"));
+            return Err(Error::config("checkpoints", "`keep` is 0; expected at least 1"));
         }
         let io = |cause| Error::Io { path: folder.to_owned(), cause };
         make_folder(folder).map_err(io)?;
@@ -103,7 +103,7 @@ impl Checkpoints {
             let name = name.to_string_lossy();
             let own = name.strip_prefix(REPLACED).map(|name| folder.join(name));
             match own {
-                // The crash came before the new one had the name.
+                // The crash was before the new one got its name.
                 Some(own) if !own.exists() => fs::rename(&path, own),
                 Some(_) => fs::remove_dir_all(&path),
                 None if name.starts_with(TEMPORARY) => fs::remove_dir_all(&path),
@@ -130,12 +130,12 @@ impl Checkpoints {
         latest(&self.folder)
     }
 
-    /// Writes a checkpoint, in the place of one of the same step. Then sets those of later steps aside ([`Self::go_on_from`]:
-    /// they are not of this training), and removes all but the last that are to be kept.
+    /// Writes a checkpoint, replacing one of the same step. Then abandons those of later steps ([`Self::abandon_after`]: they
+    /// belong to another run) and removes all but the last ones to keep.
     ///
     /// # Errors
-    /// [`Error::Save`] with the remedy, for example on a full disk: the earlier checkpoints are as they were, and what was
-    /// written of this one is removed. What goes wrong when it is on the disk is in [`Saved::warnings`].
+    /// [`Error::Save`] with the remedy, for example on a full disk: earlier checkpoints stay as they were, and the incomplete
+    /// one is removed. Problems after the write are in [`Saved::warnings`].
     pub fn save(&self, snapshot: &Snapshot<'_>) -> Result<Saved> {
         let mut saved = self.add(snapshot)?;
         match steps_and_paths(&self.folder) {
@@ -153,7 +153,7 @@ impl Checkpoints {
         Ok(saved)
     }
 
-    /// [`Checkpoints::save`] that removes no earlier checkpoint.
+    /// [`Checkpoints::save`], without removing earlier checkpoints.
     ///
     /// # Errors
     /// As [`Checkpoints::save`].
@@ -167,7 +167,7 @@ impl Checkpoints {
             sync_folder(&self.folder)
         });
         if let Err(cause) = written {
-            // What cannot be removed or put back now is when the folder is opened again.
+            // What cannot be removed or restored now is when the folder is opened again.
             let _ = fs::remove_dir_all(&temporary);
             if let Some(replaced) = replaced.filter(|_| !path.exists()) {
                 let _ = fs::rename(replaced, &path);
@@ -179,20 +179,19 @@ impl Checkpoints {
             let path = path.display();
             warnings.push(format!("the checkpoint that {path} replaces was not removed: {cause}"));
         }
-        match self.go_on_from(snapshot.step) {
+        match self.abandon_after(snapshot.step) {
             Ok(aside) => warnings.extend(aside),
-            Err(error) => warnings.push(format!("checkpoints of later steps were not set aside: {error}")),
+            Err(error) => warnings.push(format!("checkpoints of later steps were not renamed: {error}")),
         }
         Ok(Saved { path, warnings })
     }
 
-    /// Sets every checkpoint after `step` aside, under the name `abandoned-step-…`: the training goes on from `step`, and
-    /// comes to those steps by another way. Otherwise a later resume would take them for its own newest. Returns a line about
-    /// each.
+    /// Renames every checkpoint after `step` to `abandoned-step-…`, because the training resumes from `step`. Otherwise a later
+    /// resume would take them for its own newest. Returns a message about each.
     ///
     /// # Errors
     /// A folder that cannot be read, a checkpoint that cannot be renamed.
-    pub fn go_on_from(&self, step: u64) -> Result<Vec<String>> {
+    pub fn abandon_after(&self, step: u64) -> Result<Vec<String>> {
         let mut lines = Vec::new();
         for (later, path) in steps_and_paths(&self.folder)?.into_iter().filter(|(later, _)| *later > step) {
             let name = format!("{ABANDONED}{PREFIX}{later:012}");
@@ -202,13 +201,13 @@ impl Checkpoints {
             fs::rename(&path, &aside).map_err(|cause| Error::Io { path: path.clone(), cause })?;
             let (path, aside) = (path.display(), aside.display());
             lines.push(format!(
-                "{path} is not of this training, which goes on from step {step}; it lies in {aside}, and may be removed"
+                "{path} does not belong to this training, which resumes from step {step}; it is now {aside}, and may be removed"
             ));
         }
         Ok(lines)
     }
 
-    /// Takes a checkpoint's name away before it is removed, so that there is never half of one under its name.
+    /// Renames a checkpoint before it is removed, so that an incomplete one never has its name.
     fn hide(&self, path: &Path, prefix: &str) -> io::Result<PathBuf> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let hidden = self.folder.join(format!("{prefix}{name}"));
@@ -220,7 +219,7 @@ impl Checkpoints {
     }
 }
 
-/// The steps of which there is a checkpoint in `folder`, valid or not, the newest first. Writes nothing.
+/// Lists the steps with a checkpoint in `folder`, valid or not, newest first. Writes nothing.
 ///
 /// # Errors
 /// A folder that cannot be read.
@@ -228,11 +227,11 @@ pub fn steps(folder: &Path) -> Result<Vec<u64>> {
     Ok(steps_and_paths(folder)?.into_iter().map(|(step, _)| step).collect())
 }
 
-/// Reads the newest checkpoint in `folder` that is whole. One that is not is passed over, and its reason is in
-/// [`Found::refused`]. Writes nothing.
+/// Reads the newest complete checkpoint in `folder`. The reasons for refusing newer ones are in [`Found::refused`]. Writes
+/// nothing.
 ///
 /// # Errors
-/// [`Error::NoCheckpoint`] with all reasons where there are checkpoints and none is whole.
+/// [`Error::NoCheckpoint`] with all reasons if no checkpoint is complete.
 pub fn latest(folder: &Path) -> Result<Found> {
     let mut refused = Vec::new();
     for (step, path) in steps_and_paths(folder)? {
@@ -247,7 +246,7 @@ pub fn latest(folder: &Path) -> Result<Found> {
     Err(Error::NoCheckpoint { folder: folder.to_owned(), refused })
 }
 
-/// Every checkpoint with its step, the newest first. One whose replacement a crash has stopped counts as its step's.
+/// Lists every checkpoint with its step, newest first. One whose replacement was interrupted counts.
 fn steps_and_paths(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let io = |cause| Error::Io { path: folder.to_owned(), cause };
     let mut all = BTreeMap::new();
@@ -264,7 +263,7 @@ fn steps_and_paths(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
     Ok(all.into_iter().rev().collect())
 }
 
-/// Makes a folder, and syncs each folder that holds a new name.
+/// Creates a folder, and syncs each parent with a new entry.
 fn make_folder(folder: &Path) -> io::Result<()> {
     let missing = folder.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
     let missing: Vec<&Path> = missing.collect();
@@ -283,7 +282,7 @@ fn lock(folder: &Path) -> Result<File> {
     match file.try_lock() {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => Err(Error::Locked { folder: folder.to_owned() }),
-        // A file system without locks: then one process at a time is the user's care.
+        // On a file system without locks the user must make sure that one process writes.
         Err(TryLockError::Error(cause)) if cause.kind() == io::ErrorKind::Unsupported => Ok(file),
         Err(TryLockError::Error(cause)) => Err(Error::Io { path, cause }),
     }
@@ -306,7 +305,7 @@ fn write(folder: &Path, snapshot: &Snapshot<'_>) -> io::Result<()> {
 fn read(folder: &Path, step: u64) -> Result<Checkpoint> {
     let manifest = Manifest::verify(folder, &[MODEL, OPTIMIZER, RANDOM, STATE])?;
     if manifest.step != step {
-        return Err(Error::file(folder, format!("its manifest is that of step {}", manifest.step)));
+        return Err(Error::file(folder, format!("its manifest is of step {}", manifest.step)));
     }
     let bytes = |name: &str| {
         let path = folder.join(name);
@@ -324,7 +323,7 @@ fn read(folder: &Path, step: u64) -> Result<Checkpoint> {
     })
 }
 
-/// A rename is on disk when the folder that holds the name is.
+/// A rename is durable when the parent folder is synced.
 fn sync_folder(folder: &Path) -> io::Result<()> {
     File::open(folder)?.sync_all()
 }
@@ -335,9 +334,7 @@ fn remedy(cause: &io::Error) -> &'static str {
             "free space on its file system, keep fewer checkpoints, or choose a folder on another disk"
         }
         io::ErrorKind::FileTooLarge => "raise the limit on the size of files (`ulimit -f`)",
-        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
-            "choose a folder that may be written"
-        }
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => "choose a writable folder",
         _ => "check the folder and its disk",
     }
 }

@@ -1,4 +1,4 @@
-//! What belongs to a checkpoint, and that it is what was written.
+//! The manifest: lists a checkpoint's files with their sizes and checksums.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
 
-/// Version of the layout: raised when an older reader would misunderstand it.
+/// Version of the layout; raised when an older reader would misunderstand it.
 const FORMAT: u32 = 1;
 const NAME: &str = "manifest.json";
 const CHECKSUM: &str = "manifest.sha256";
@@ -29,7 +29,7 @@ struct Entry {
     sha256: String,
 }
 
-/// A writer that counts and hashes what passes.
+/// A writer that counts and hashes its bytes.
 struct Hashing<W> {
     inner: W,
     hash: Sha256,
@@ -58,7 +58,7 @@ impl Manifest {
         Self { format: FORMAT, step, files: BTreeMap::new() }
     }
 
-    /// Writes a file, syncs it and lists it.
+    /// Writes a file, syncs it and adds it to the list.
     pub(super) fn write(
         &mut self,
         folder: &Path,
@@ -73,7 +73,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// Writes the manifest itself and its checksum.
+    /// Writes the manifest and its checksum.
     pub(super) fn finish(mut self, folder: &Path) -> io::Result<()> {
         let text = serde_json::to_vec_pretty(&self)?;
         self.write(folder, NAME, |out| out.write_all(&text))?;
@@ -81,7 +81,7 @@ impl Manifest {
         self.write(folder, CHECKSUM, |out| out.write_all(line.as_bytes()))
     }
 
-    /// Reads the manifest, sees that it lists these files and no others, and checks each against it.
+    /// Reads the manifest, checks that it lists exactly these files, and verifies each.
     pub(super) fn verify(folder: &Path, expected_files: &[&str]) -> Result<Self> {
         let path = folder.join(NAME);
         let text = std::fs::read(&path).map_err(|cause| Error::Io { path: path.clone(), cause })?;
@@ -90,17 +90,16 @@ impl Manifest {
             std::fs::read(&of_checksum).map_err(|cause| Error::Io { path: of_checksum.clone(), cause })?;
         let expected = format!("{}  {NAME}\n", hex(Sha256::new_with_prefix(&text)));
         if line != expected.as_bytes() {
-            let reason =
-                format!("its content is not that which {CHECKSUM} was made of; it was altered or cut short");
+            let reason = format!("it does not match {CHECKSUM}; it was altered or truncated");
             return Err(Error::file(&path, reason));
         }
         let manifest: Self = serde_json::from_slice(&text)
-            .map_err(|cause| Error::file(&path, format!("not a checkpoint's manifest: {cause}")))?;
+            .map_err(|cause| Error::file(&path, format!("not a checkpoint manifest: {cause}")))?;
         if manifest.format != FORMAT {
-            let reason = format!("format {}; this program reads {FORMAT}", manifest.format);
+            let reason = format!("format {}; this program reads format {FORMAT}", manifest.format);
             return Err(Error::file(&path, reason));
         }
-        // A file that is not listed would be read unchecked, and another's name may lead anywhere.
+        // An unlisted file would be read unchecked, and a listed path could lead anywhere.
         let listed: BTreeSet<&str> = manifest.files.keys().map(String::as_str).collect();
         if listed != expected_files.iter().copied().collect() {
             let reason = format!("it lists {listed:?}; expected {expected_files:?}");
@@ -120,7 +119,7 @@ impl Entry {
         let bytes = file.metadata().map_err(io)?.len();
         if bytes != self.bytes {
             let what = if bytes < self.bytes { "truncated" } else { "longer than written" };
-            return Err(Error::file(path, format!("{what}: {bytes} bytes of {}", self.bytes)));
+            return Err(Error::file(path, format!("{what}: {bytes} of {} bytes", self.bytes)));
         }
         let (mut hash, mut buffer) = (Sha256::new(), vec![0; 1 << 20]);
         loop {
@@ -135,7 +134,7 @@ impl Entry {
             return Ok(());
         }
         let reason = format!(
-            "altered: its SHA-256 is {}…, the manifest says {}…",
+            "altered: its SHA-256 is {}…, but the manifest says {}…",
             &found[..12],
             self.sha256.chars().take(12).collect::<String>()
         );

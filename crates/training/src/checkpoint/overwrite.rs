@@ -1,4 +1,4 @@
-//! Tensors in the place of others of the same names.
+//! Overwriting named tensors.
 
 use std::collections::BTreeMap;
 
@@ -6,10 +6,10 @@ use tch::Tensor;
 
 use crate::error::{Error, Result};
 
-/// Puts tensors in the place of those of the same names, on whatever device these are.
+/// Copies tensors into those with the same names, on any device.
 ///
 /// # Errors
-/// [`Error::State`] with all names that are missing, not known, or of another shape or dtype; nothing is changed then.
+/// [`Error::State`] with all names that are missing, unknown, or of another shape or dtype; then nothing is changed.
 pub fn overwrite<'a>(
     targets: impl IntoIterator<Item = (String, &'a Tensor)>,
     tensors: &[(String, Tensor)],
@@ -18,7 +18,7 @@ pub fn overwrite<'a>(
     put(&matched(targets, tensors, from)?)
 }
 
-/// Each target with the tensor that goes in its place: the half of [`overwrite`] that changes nothing.
+/// Pairs each target with its new value, without changing anything: the first half of [`overwrite`].
 pub(crate) fn matched<'a, 'b>(
     targets: impl IntoIterator<Item = (String, &'a Tensor)>,
     tensors: &'b [(String, Tensor)],
@@ -44,7 +44,7 @@ pub(crate) fn matched<'a, 'b>(
     Ok(pairs)
 }
 
-/// The half of [`overwrite`] that changes.
+/// Copies the values: the second half of [`overwrite`].
 pub(crate) fn put(pairs: &[(&Tensor, &Tensor)]) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
     for (target, tensor) in pairs {

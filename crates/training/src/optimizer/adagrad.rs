@@ -1,14 +1,15 @@
-//! AdaGrad: s ← s + g²; θ ← θ − η·g / (√s + ε). The rate of a coordinate falls with all it has ever moved. One slot.
+//! AdaGrad: s ← s + g²; θ ← θ − η·g / (√s + ε). A coordinate's effective rate decreases with its accumulated squared gradients.
+//! One slot.
 
 use runtime::ops::foreach;
 
-use super::rule::{Hyper, Rule, Tensors, not_negative};
+use super::rule::{Hyperparameters, Rule, Tensors, not_negative};
 use crate::error::Result;
 
 /// AdaGrad (Duchi, Hazan & Singer, 2011). See the [module](super).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdaGrad {
-    /// What s is at first.
+    /// The initial s.
     pub initial_accumulator: f64,
     /// η at step t is divided by 1 + (t − 1)·`lr_decay`.
     pub lr_decay: f64,
@@ -41,12 +42,12 @@ impl Rule for AdaGrad {
         not_negative("adagrad", "eps", self.eps)
     }
 
-    fn update(&self, tensors: &Tensors<'_>, hyper: Hyper) -> Result<()> {
-        let (sums, grads) = (&tensors.slots[0], tensors.decayed(hyper.weight_decay)?);
+    fn update(&self, tensors: &Tensors<'_>, hyperparameters: Hyperparameters) -> Result<()> {
+        let (sums, grads) = (&tensors.slots[0], tensors.decayed(hyperparameters.weight_decay)?);
         foreach::addcmul_(sums, &grads, &grads, 1.0)?;
         let roots = foreach::sqrt(sums)?;
         foreach::add_scalar_(&roots, self.eps)?;
-        let lr = hyper.lr / (1.0 + (hyper.step - 1) as f64 * self.lr_decay);
+        let lr = hyperparameters.lr / (1.0 + (hyperparameters.step - 1) as f64 * self.lr_decay);
         Ok(foreach::addcdiv_(tensors.params, &grads, &roots, -lr)?)
     }
 }

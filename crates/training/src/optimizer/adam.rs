@@ -2,13 +2,13 @@
 //!
 //! m ← β₁·m + (1−β₁)·g, v ← β₂·v + (1−β₂)·g², θ ← θ − η / (1−β₁ᵗ) · m / (√v / √(1−β₂ᵗ) + ε).
 //!
-//! The divisors undo the pull of m and v towards the zeros that they start from. Two slots.
+//! The divisors correct the bias of m and v towards their initial zeros. Two slots.
 
 use runtime::fused::adam::{AdamTensors, adam_many};
 use runtime::ops::{foreach, optimizer};
 use tch::{Kind, Tensor};
 
-use super::rule::{Hyper, Rule, Tensors, fraction, not_negative};
+use super::rule::{Hyperparameters, Rule, Tensors, fraction, not_negative};
 use crate::error::Result;
 
 /// Adam (Kingma & Ba, arXiv:1412.6980). See the [module](super).
@@ -41,18 +41,18 @@ impl Rule for Adam {
         self.check_as("adam")
     }
 
-    fn update(&self, tensors: &Tensors<'_>, hyper: Hyper) -> Result<()> {
-        self.follow(tensors, &tensors.decayed(hyper.weight_decay)?, hyper)
+    fn update(&self, tensors: &Tensors<'_>, hyperparameters: Hyperparameters) -> Result<()> {
+        self.follow(tensors, &tensors.decayed(hyperparameters.weight_decay)?, hyperparameters)
     }
 
     fn fused(
         &self,
         tensors: &Tensors<'_>,
         steps: &[Tensor],
-        hyper: Hyper,
+        hyperparameters: Hyperparameters,
         skip: Option<&Tensor>,
     ) -> Option<Result<()>> {
-        let (tensors, options) = self.kernel(tensors, steps, hyper);
+        let (tensors, options) = self.kernel(tensors, steps, hyperparameters);
         let skip = skip.map(|found_inf| optimizer::Unscale { scale: None, found_inf });
         Some(optimizer::fused_adam_(&tensors, options, skip).map_err(Into::into))
     }
@@ -62,10 +62,10 @@ impl Rule for Adam {
         tensors: &Tensors<'_>,
         weights: &[Option<Tensor>],
         steps: &[Tensor],
-        hyper: Hyper,
+        hyperparameters: Hyperparameters,
         skip: Option<&Tensor>,
     ) -> Option<Result<()>> {
-        self.mixed_kernel(tensors, weights, steps, hyper, false, skip).transpose()
+        self.mixed_kernel(tensors, weights, steps, hyperparameters, false, skip).transpose()
     }
 
     fn has_fused(&self) -> bool {
@@ -80,30 +80,35 @@ impl Adam {
         not_negative(what, "eps", self.eps)
     }
 
-    /// The moments take in `grads`, and the parameters follow them.
-    pub(super) fn follow(&self, tensors: &Tensors<'_>, grads: &[Tensor], hyper: Hyper) -> Result<()> {
+    /// Updates the moments with `grads`, then the parameters.
+    pub(super) fn follow(
+        &self,
+        tensors: &Tensors<'_>,
+        grads: &[Tensor],
+        hyperparameters: Hyperparameters,
+    ) -> Result<()> {
         let (means, squares) = (&tensors.slots[0], &tensors.slots[1]);
         foreach::lerp_(means, grads, 1.0 - self.beta1)?;
         foreach::mul_scalar_(squares, self.beta2)?;
         foreach::addcmul_(squares, grads, grads, 1.0 - self.beta2)?;
-        let bias = |beta: f64| 1.0 - beta.powf(hyper.step as f64);
+        let bias = |beta: f64| 1.0 - beta.powf(hyperparameters.step as f64);
         let divisors = foreach::sqrt(squares)?;
         foreach::mul_scalar_(&divisors, 1.0 / bias(self.beta2).sqrt())?;
         foreach::add_scalar_(&divisors, self.eps)?;
-        Ok(foreach::addcdiv_(tensors.params, means, &divisors, -hyper.lr / bias(self.beta1))?)
+        Ok(foreach::addcdiv_(tensors.params, means, &divisors, -hyperparameters.lr / bias(self.beta1))?)
     }
 
-    /// What the fused kernels take.
+    /// Returns the arguments of the fused kernels.
     pub(super) fn kernel<'a>(
         &self,
         tensors: &Tensors<'a>,
         steps: &'a [Tensor],
-        hyper: Hyper,
+        hyperparameters: Hyperparameters,
     ) -> (optimizer::AdamWTensors<'a, Tensor>, optimizer::AdamW) {
         let &Tensors { params, grads, slots } = tensors;
         let tensors =
             optimizer::AdamWTensors { params, grads, exp_avgs: &slots[0], exp_avg_sqs: &slots[1], steps };
-        let Hyper { lr, weight_decay, .. } = hyper;
+        let Hyperparameters { lr, weight_decay, .. } = hyperparameters;
         let &Self { beta1, beta2, eps } = self;
         (tensors, optimizer::AdamW { lr, beta1, beta2, weight_decay, eps, maximize: false })
     }
@@ -114,7 +119,7 @@ impl Adam {
         tensors: &Tensors<'_>,
         weights: &[Option<Tensor>],
         steps: &[Tensor],
-        hyper: Hyper,
+        hyperparameters: Hyperparameters,
         decoupled: bool,
         skip: Option<&Tensor>,
     ) -> Result<Option<()>> {
@@ -136,7 +141,7 @@ impl Adam {
         if !fits {
             return Ok(None);
         }
-        let (_, options) = self.kernel(tensors, steps, hyper);
+        let (_, options) = self.kernel(tensors, steps, hyperparameters);
         Ok(adam_many(&all, steps, options, decoupled, skip)?.then_some(()))
     }
 }

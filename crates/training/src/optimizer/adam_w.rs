@@ -1,11 +1,11 @@
-//! AdamW: θ ← (1 − η·λ)·θ, then Adam's update with the bare gradient. The decay does not pass through the moments, so that
-//! it shrinks every coordinate alike, whatever the size of its gradients. Two slots.
+//! AdamW: θ ← (1 − η·λ)·θ, then Adam's update with the plain gradient. The decay does not go through the moments, so it shrinks
+//! every coordinate alike, whatever the size of its gradients. Two slots.
 
 use runtime::ops::{foreach, optimizer};
 use tch::Tensor;
 
 use super::Adam;
-use super::rule::{Hyper, Rule, Tensors};
+use super::rule::{Hyperparameters, Rule, Tensors};
 use crate::error::Result;
 
 /// AdamW (Loshchilov & Hutter, arXiv:1711.05101). λ is the group's weight decay. See the [module](super).
@@ -45,19 +45,19 @@ impl Rule for AdamW {
         self.moments().check_as("adam_w")
     }
 
-    fn update(&self, tensors: &Tensors<'_>, hyper: Hyper) -> Result<()> {
-        foreach::mul_scalar_(tensors.params, 1.0 - hyper.lr * hyper.weight_decay)?;
-        self.moments().follow(tensors, tensors.grads, hyper)
+    fn update(&self, tensors: &Tensors<'_>, hyperparameters: Hyperparameters) -> Result<()> {
+        foreach::mul_scalar_(tensors.params, 1.0 - hyperparameters.lr * hyperparameters.weight_decay)?;
+        self.moments().follow(tensors, tensors.grads, hyperparameters)
     }
 
     fn fused(
         &self,
         tensors: &Tensors<'_>,
         steps: &[Tensor],
-        hyper: Hyper,
+        hyperparameters: Hyperparameters,
         skip: Option<&Tensor>,
     ) -> Option<Result<()>> {
-        let (tensors, options) = self.moments().kernel(tensors, steps, hyper);
+        let (tensors, options) = self.moments().kernel(tensors, steps, hyperparameters);
         let skip = skip.map(|found_inf| optimizer::Unscale { scale: None, found_inf });
         Some(optimizer::fused_adamw_(&tensors, options, skip).map_err(Into::into))
     }
@@ -67,10 +67,10 @@ impl Rule for AdamW {
         tensors: &Tensors<'_>,
         weights: &[Option<Tensor>],
         steps: &[Tensor],
-        hyper: Hyper,
+        hyperparameters: Hyperparameters,
         skip: Option<&Tensor>,
     ) -> Option<Result<()>> {
-        self.moments().mixed_kernel(tensors, weights, steps, hyper, true, skip).transpose()
+        self.moments().mixed_kernel(tensors, weights, steps, hyperparameters, true, skip).transpose()
     }
 
     fn has_fused(&self) -> bool {

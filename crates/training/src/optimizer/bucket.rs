@@ -1,14 +1,14 @@
-//! A step over all parameters, in buckets that one call can take: of one group, device, dtype and step number.
+//! A step over all parameters, in buckets of one group, device, dtype and step number, each of which takes one call.
 
 use runtime::ops::foreach;
 use tch::{Device, Kind, Tensor};
 
-use super::group::{Group, Held};
-use super::rule::{Hyper, Rule, Tensors};
+use super::group::{Group, OptimizedParameter};
+use super::rule::{Hyperparameters, Rule, Tensors};
 use super::{Implementation, work_kind};
 use crate::error::Result;
 
-/// What one call needs, built up parameter by parameter.
+/// The arguments of one call.
 #[derive(Debug)]
 struct Bucket {
     key: (usize, Device, Kind, u64),
@@ -20,34 +20,38 @@ struct Bucket {
     weights: Vec<Option<Tensor>>,
 }
 
-/// How a step runs.
+/// How to run a step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct How<'a> {
-    /// Of the optimizer; a group may have its own.
+    /// The optimizer's rule; a group may have its own.
     pub(super) rule: &'a dyn Rule,
-    /// Of the learning rates.
+    /// Factor of the learning rates.
     pub(super) factor: f64,
     pub(super) implementation: Implementation,
-    /// Where this is 1 on the device, nothing changes. All rules are fused then.
+    /// Where this is 1 on the device, nothing changes. All rules have fused kernels then.
     pub(super) skip: Option<&'a Tensor>,
 }
 
-/// One step of every parameter in `live`.
-pub(super) fn step(live: Vec<(&mut Held, Tensor)>, groups: &[Group], how: How<'_>) -> Result<()> {
+/// Steps every parameter in `live` once.
+pub(super) fn step(
+    live: Vec<(&mut OptimizedParameter, Tensor)>,
+    groups: &[Group],
+    how: How<'_>,
+) -> Result<()> {
     let How { rule, implementation, skip, .. } = how;
     let mut buckets: Vec<Bucket> = Vec::new();
-    for (held, grad) in live {
-        let Some(state) = &mut held.state else { continue };
-        let kind = work_kind(held.tensor.kind());
-        let own = groups[held.group].rule.as_deref().unwrap_or(rule);
+    for (parameter, grad) in live {
+        let Some(state) = &mut parameter.state else { continue };
+        let kind = work_kind(parameter.tensor.kind());
+        let own = groups[parameter.group].rule.as_deref().unwrap_or(rule);
         let fused = implementation == Implementation::Fused && own.has_fused();
         if !fused {
             state.device_step = None;
         }
         state.step += 1;
-        // A fused kernel is given each parameter's own step.
-        let key = (held.group, held.tensor.device(), kind, if fused { 0 } else { state.step });
-        // A parameter by itself may be run at once, so that its temporaries are gone before the next one's.
+        // A fused kernel gets each parameter's own step number.
+        let key = (parameter.group, parameter.tensor.device(), kind, if fused { 0 } else { state.step });
+        // A bucket of one parameter can run immediately, so that its temporaries are freed before the next one's.
         let at = buckets.iter().position(|bucket| bucket.key == key);
         let at = at.unwrap_or_else(|| {
             let slots = own.slots().iter().map(|_| Vec::new()).collect();
@@ -56,22 +60,22 @@ pub(super) fn step(live: Vec<(&mut Held, Tensor)>, groups: &[Group], how: How<'_
             buckets.len() - 1
         });
         let bucket = &mut buckets[at];
-        let parameter = held.tensor.f_detach()?;
+        let values = parameter.tensor.f_detach()?;
         let work = match &state.master {
             Some(master) => master.shallow_clone(),
-            // The fused kernels run over memory as if it were contiguous.
-            None => parameter.f_to_kind(kind)?.f_contiguous()?,
+            // The fused kernels treat memory as contiguous.
+            None => values.f_to_kind(kind)?.f_contiguous()?,
         };
-        bucket.weights.push((work.data_ptr() != parameter.data_ptr()).then_some(parameter));
+        bucket.weights.push((work.data_ptr() != values.data_ptr()).then_some(values));
         bucket.params.push(work);
         bucket.grads.push(grad.f_detach()?.f_contiguous()?);
         for (list, (_, tensor)) in bucket.slots.iter_mut().zip(&state.slots) {
             list.push(tensor.shallow_clone());
         }
         if fused {
-            // The kernel raises it: it is given the number before this step.
+            // The kernel increments it: it gets the number before this step.
             state.step -= 1;
-            bucket.steps.push(state.device_step(&held.tensor)?);
+            bucket.steps.push(state.device_step(&parameter.tensor)?);
             state.step += 1;
             state.uncertain |= skip.is_some();
         }
@@ -86,12 +90,13 @@ fn run(buckets: impl Iterator<Item = Bucket>, groups: &[Group], how: How<'_>) ->
     for Bucket { key: (group, device, kind, step), params, grads, slots, steps, weights } in buckets {
         let group = &groups[group];
         let rule = group.rule.as_deref().unwrap_or(how.rule);
-        let hyper = Hyper { lr: group.lr * how.factor, weight_decay: group.weight_decay, step };
+        let hyperparameters =
+            Hyperparameters { lr: group.lr * how.factor, weight_decay: group.weight_decay, step };
         let skip = how.skip.map(|skip| skip.f_to_device(device)).transpose()?;
         let tensors = Tensors { params: &params, grads: &grads, slots: &slots };
         let mixed = match steps.is_empty() {
             true => None,
-            false => rule.fused_mixed(&tensors, &weights, &steps, hyper, skip.as_ref()),
+            false => rule.fused_mixed(&tensors, &weights, &steps, hyperparameters, skip.as_ref()),
         };
         if let Some(done) = mixed {
             done?;
@@ -100,8 +105,12 @@ fn run(buckets: impl Iterator<Item = Bucket>, groups: &[Group], how: How<'_>) ->
         let grads: Vec<Tensor> =
             grads.into_iter().map(|grad| grad.f_to_kind(kind)).collect::<Result<_, _>>()?;
         let tensors = Tensors { params: &params, grads: &grads, slots: &slots };
-        let fused = if steps.is_empty() { None } else { rule.fused(&tensors, &steps, hyper, skip.as_ref()) };
-        fused.unwrap_or_else(|| rule.update(&tensors, hyper))?;
+        let fused = if steps.is_empty() {
+            None
+        } else {
+            rule.fused(&tensors, &steps, hyperparameters, skip.as_ref())
+        };
+        fused.unwrap_or_else(|| rule.update(&tensors, hyperparameters))?;
         let rounded = weights
             .into_iter()
             .zip(&params)

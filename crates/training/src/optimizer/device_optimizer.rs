@@ -1,4 +1,4 @@
-//! The ordinary optimizer: state and step where the parameters are.
+//! The standard optimizer: state and step are on the parameters' device.
 
 use std::collections::BTreeSet;
 
@@ -6,20 +6,20 @@ use runtime::ops::foreach;
 use tch::Tensor;
 
 use super::bucket::{self, How};
-use super::group::{Group, Held};
+use super::group::{Group, OptimizedParameter};
 use super::rule::Rule;
 use super::state::{self, ParameterState};
 use super::{Implementation, StepSettings, ZeroGrad};
 use crate::error::{Error, Result};
 
-/// A rule with the parameters that it changes, and its state beside them.
+/// A rule with its parameters and their state.
 ///
-/// Its own methods are for loops written by hand; a [`Trainer`](crate::Trainer) uses those of [`Optimizer`](super::Optimizer).
+/// Its own methods are for hand-written loops; a [`Trainer`](crate::Trainer) uses those of [`Optimizer`](super::Optimizer).
 #[derive(Debug)]
 pub struct DeviceOptimizer {
     rule: Box<dyn Rule>,
     groups: Vec<Group>,
-    held: Vec<Held>,
+    parameter: Vec<OptimizedParameter>,
     factor: f64,
     implementation: Implementation,
     master_weights: bool,
@@ -28,7 +28,7 @@ pub struct DeviceOptimizer {
 
 impl DeviceOptimizer {
     /// # Errors
-    /// No group; a parameter listed twice, that is no leaf, or whose dtype is not floating; a rate, decay or coefficient
+    /// No group; a parameter that is listed twice, is not a leaf or not of a floating dtype; a rate, decay or coefficient
     /// outside its range.
     pub fn new(rule: impl Rule + 'static, groups: Vec<Group>) -> Result<Self> {
         Self::boxed(Box::new(rule), groups)
@@ -43,7 +43,7 @@ impl DeviceOptimizer {
         if groups.is_empty() {
             return Err(Error::config("optimizer", "no parameter group; give at least one"));
         }
-        let (mut held, mut names) = (Vec::new(), BTreeSet::new());
+        let (mut parameter, mut names) = (Vec::new(), BTreeSet::new());
         for (index, group) in groups.iter().enumerate() {
             group.check(rule.as_ref())?;
             for (name, tensor) in &group.parameters {
@@ -51,13 +51,13 @@ impl DeviceOptimizer {
                     let reason = format!("the parameter `{name}` is listed twice; put it in one group, once");
                     return Err(Error::config("optimizer", reason));
                 }
-                held.push(Held::new(index, name, tensor)?);
+                parameter.push(OptimizedParameter::new(index, name, tensor)?);
             }
         }
         Ok(Self {
             rule,
             groups,
-            held,
+            parameter,
             factor: 1.0,
             implementation: Implementation::default(),
             master_weights: false,
@@ -65,29 +65,29 @@ impl DeviceOptimizer {
         })
     }
 
-    /// Chooses how a step runs.
+    /// Sets how steps are executed.
     #[must_use]
     pub fn with_implementation(mut self, implementation: Implementation) -> Self {
         self.implementation = implementation;
         self
     }
 
-    /// Keeps an fp32 copy of each bf16 or fp16 parameter (4 B each) from its first step on, so that updates smaller than
-    /// the parameter's last digit add up instead of being rounded away.
+    /// Keeps an fp32 copy of each bf16 or fp16 parameter (4 B each) from its first step on, so that updates smaller than the
+    /// parameter's last digit accumulate instead of being rounded away.
     #[must_use]
     pub fn with_master_weights(mut self) -> Self {
         self.master_weights = true;
         self
     }
 
-    /// What multiplies every group's learning rate from now on: a [`Schedule`](crate::Schedule)'s factor.
+    /// Sets the factor of every group's learning rate, from an [`LrSchedule`](crate::LrSchedule).
     ///
     /// # Errors
     /// A factor that is negative or not finite.
     pub fn set_factor(&mut self, factor: f64) -> Result<()> {
         if !(factor.is_finite() && factor >= 0.0) {
             let reason =
-                format!("the learning rate's factor is {factor}; expected a finite number from 0 on");
+                format!("the learning-rate factor is {factor}; expected a finite number of at least 0");
             return Err(Error::config("optimizer", reason));
         }
         self.factor = factor;
@@ -99,52 +99,55 @@ impl DeviceOptimizer {
         self.groups.iter().map(|group| group.lr * self.factor).collect()
     }
 
-    /// The groups.
+    /// The parameter groups.
     pub fn groups(&self) -> &[Group] {
         &self.groups
     }
 
-    /// The rule.
+    /// The optimizer's rule.
     pub fn rule(&self) -> &dyn Rule {
         self.rule.as_ref()
     }
 
-    /// Freezes, or with `frozen` false unfreezes, the group called `name`: its parameters are not changed, and their state
-    /// waits. (To save their gradients' computation too, `models::module::freeze` them.)
+    /// Freezes, or with `frozen` false unfreezes, the group `name`: its parameters and state do not change.
+    /// (`models::module::freeze` also saves computing their gradients.)
     ///
     /// # Errors
     /// A name that no group has.
     pub fn freeze(&mut self, name: &str, frozen: bool) -> Result<()> {
         let known: Vec<String> = self.groups.iter().map(|group| group.name.clone()).collect();
         let group = self.groups.iter_mut().find(|group| group.name == name).ok_or_else(|| {
-            Error::config("optimizer", format!("no group is called `{name}`; there are {}", known.join(", ")))
+            Error::config(
+                "optimizer",
+                format!("no group is called `{name}`; expected one of {}", known.join(", ")),
+            )
         })?;
         group.frozen = frozen;
         Ok(())
     }
 
-    /// The gradients that the next step will use, in order, sharing memory with the parameters' own: what clipping and
-    /// unscaling change in place.
+    /// Returns the gradients that the next step uses, in order, sharing memory with the parameters' own, so that clipping and
+    /// unscaling can change them in place.
     ///
     /// # Errors
     /// Those of libtorch.
     pub fn gradients(&self) -> Result<Vec<Tensor>> {
-        let live = self.held.iter().filter(|held| !self.groups[held.group].frozen);
-        let grads = live.map(|held| Ok(held.tensor.f_grad()?)).collect::<Result<Vec<_>>>()?;
+        let live = self.parameter.iter().filter(|parameter| !self.groups[parameter.group].frozen);
+        let grads = live.map(|parameter| Ok(parameter.tensor.f_grad()?)).collect::<Result<Vec<_>>>()?;
         Ok(grads.into_iter().filter(Tensor::defined).collect())
     }
 
-    /// Removes or clears all gradients.
+    /// Clears all gradients.
     ///
     /// # Errors
     /// Those of libtorch.
     pub fn zero_grad(&self, how: ZeroGrad) -> Result<()> {
         let mut grads = Vec::new();
-        for held in &self.held {
-            let grad = held.tensor.f_grad()?;
+        for parameter in &self.parameter {
+            let grad = parameter.tensor.f_grad()?;
             match how {
                 _ if !grad.defined() => {}
-                ZeroGrad::ToNone => runtime::autograd::set_grad(&held.tensor, None)?,
+                ZeroGrad::ToNone => runtime::autograd::set_grad(&parameter.tensor, None)?,
                 ZeroGrad::ToZeros => grads.push(grad.f_detach()?),
             }
         }
@@ -152,7 +155,7 @@ impl DeviceOptimizer {
         Ok(foreach::zero_(&grads)?)
     }
 
-    /// Changes every parameter that has a gradient; one without, and its state, stay as they are.
+    /// Updates every parameter that has a gradient. A parameter without one, and its state, do not change.
     ///
     /// # Errors
     /// A sparse gradient; those of libtorch.
@@ -161,12 +164,12 @@ impl DeviceOptimizer {
         self.advance(None)
     }
 
-    /// [`DeviceOptimizer::step`] where `found_inf`, a float tensor of one element on the parameters' device, is 0; where it is 1,
-    /// parameters, state and step numbers stay as they are to the bit. It is the device that looks: the host reads nothing,
-    /// and learns how many steps were taken when [`DeviceOptimizer::state`] is asked for.
+    /// [`DeviceOptimizer::step`] if `found_inf`, a float tensor of one element on the parameters' device, is 0; if it is 1,
+    /// parameters, state and step numbers do not change. The device decides without synchronising; the host reads the number of
+    /// steps taken when [`DeviceOptimizer::state`] is called.
     ///
     /// # Errors
-    /// An optimizer without a fused kernel, whose step number the host would have to know: nothing is changed then; those of
+    /// An optimizer without a fused kernel, because the host would need the step number: then nothing is changed. Those of
     /// [`DeviceOptimizer::step`].
     pub fn step_unless(&mut self, found_inf: &Tensor) -> Result<()> {
         let rules = self.groups.iter().map(|group| group.rule.as_deref().unwrap_or(self.rule.as_ref()));
@@ -191,7 +194,7 @@ impl DeviceOptimizer {
 
     /// Reads the step numbers that only the device knows, in one copy.
     fn learn_steps(&mut self) -> Result<()> {
-        let states = self.held.iter_mut().filter_map(|held| held.state.as_mut());
+        let states = self.parameter.iter_mut().filter_map(|parameter| parameter.state.as_mut());
         let uncertain: Vec<&mut ParameterState> = states.filter(|state| state.uncertain).collect();
         let steps: Vec<&Tensor> = uncertain.iter().filter_map(|state| state.device_step.as_ref()).collect();
         let Some(device) = steps.first().map(|step| step.device()) else { return Ok(()) };
@@ -208,59 +211,67 @@ impl DeviceOptimizer {
         let _range = runtime::profile::range("optimizer.step");
         let _no_grad = tch::no_grad_guard();
         let mut live = Vec::new();
-        for held in &mut self.held {
-            if self.groups[held.group].frozen {
+        for parameter in &mut self.parameter {
+            if self.groups[parameter.group].frozen {
                 continue;
             }
-            let grad = held.tensor.f_grad()?;
+            let grad = parameter.tensor.f_grad()?;
             if !grad.defined() {
                 continue;
             }
             if grad.is_sparse() {
                 let reason =
-                    "has a sparse gradient; make it dense, for example an embedding without `sparse`".into();
-                return Err(Error::Tensor { operation: "optimizer", name: held.name.clone(), reason });
+                    "has a sparse gradient; use a dense one, for example an embedding without `sparse`"
+                        .into();
+                return Err(Error::Tensor { operation: "optimizer", name: parameter.name.clone(), reason });
             }
-            let rule = self.groups[held.group].rule.as_deref().unwrap_or(self.rule.as_ref());
-            match &mut held.state {
-                None => held.state = Some(ParameterState::new(rule, &held.tensor, self.master_weights)?),
-                // A state that was loaded may be from a run without.
-                Some(state) if self.master_weights => state.keep_master(&held.tensor)?,
+            let rule = self.groups[parameter.group].rule.as_deref().unwrap_or(self.rule.as_ref());
+            match &mut parameter.state {
+                None => {
+                    parameter.state = Some(ParameterState::new(rule, &parameter.tensor, self.master_weights)?)
+                }
+                // The state may have been loaded from a run without master weights.
+                Some(state) if self.master_weights => state.keep_master(&parameter.tensor)?,
                 Some(_) => {}
             }
-            live.push((held, grad));
+            live.push((parameter, grad));
         }
         let &mut Self { ref rule, factor, implementation, .. } = self;
         bucket::step(live, &self.groups, How { rule: rule.as_ref(), factor, implementation, skip })
     }
 
-    /// The state as named tensors: `NAME.step` (int64 scalar) and one `NAME.SLOT` for each of the rule's slots, for every
-    /// parameter that has been stepped. They share memory with the optimizer's own.
+    /// Returns the state as named tensors, sharing memory: `NAME.step` (int64 scalar) and one `NAME.SLOT` per slot of the rule,
+    /// for every parameter that was stepped.
     pub fn state(&self) -> Vec<(String, Tensor)> {
-        let states = self.held.iter().filter_map(|held| Some((&held.name, held.state.as_ref()?)));
+        let states =
+            self.parameter.iter().filter_map(|parameter| Some((&parameter.name, parameter.state.as_ref()?)));
         states.flat_map(|(name, state)| state.named(name)).collect()
     }
 
-    /// Puts back what [`DeviceOptimizer::state`] gave. A parameter without any tensor in it starts anew.
+    /// Loads a state from [`DeviceOptimizer::state`]. The state of a parameter without any tensor in it is reset.
     ///
     /// # Errors
-    /// [`Error::State`] with all names that are missing, not known, or of another shape or dtype; nothing is changed then.
+    /// [`Error::State`] with all names that are missing, unknown, or of another shape or dtype; then nothing is changed.
     pub fn load_state(&mut self, tensors: &[(String, Tensor)]) -> Result<()> {
-        let rule = |held: &Held| self.groups[held.group].rule.as_deref().unwrap_or(self.rule.as_ref());
-        let states =
-            state::read(self.held.iter().map(|held| (&held.name, &held.tensor, rule(held))), tensors)?;
-        for (held, state) in self.held.iter_mut().zip(states) {
-            held.state = state;
+        let rule = |parameter: &OptimizedParameter| {
+            self.groups[parameter.group].rule.as_deref().unwrap_or(self.rule.as_ref())
+        };
+        let states = state::read(
+            self.parameter.iter().map(|parameter| (&parameter.name, &parameter.tensor, rule(parameter))),
+            tensors,
+        )?;
+        for (parameter, state) in self.parameter.iter_mut().zip(states) {
+            parameter.state = state;
         }
         Ok(())
     }
 
-    /// Bytes that the state takes.
+    /// Returns the bytes of the state.
     pub fn state_bytes(&self) -> u64 {
         let of = |tensor: &Tensor| tensor.numel() as u64 * tensor.kind().elt_size_in_bytes() as u64;
-        self.held
+        self.parameter
             .iter()
-            .filter_map(|held| held.state.as_ref())
+            .filter_map(|parameter| parameter.state.as_ref())
             .map(|state| state.tensors().map(of).sum::<u64>())
             .sum()
     }

@@ -1,4 +1,4 @@
-//! Parameters that share a learning rate, a weight decay, and a rule.
+//! Parameter groups: parameters that share a learning rate, a weight decay and a rule.
 
 use std::borrow::Borrow;
 
@@ -8,32 +8,32 @@ use super::rule::{Rule, not_negative};
 use super::state::ParameterState;
 use crate::error::{Error, Result};
 
-/// Parameters with settings of their own.
+/// Parameters with their own settings.
 #[derive(Debug)]
 pub struct Group {
-    /// What [`DeviceOptimizer::freeze`](super::DeviceOptimizer::freeze) calls it.
+    /// The name, for [`DeviceOptimizer::freeze`](super::DeviceOptimizer::freeze).
     pub name: String,
-    /// Names and leaves.
+    /// Parameters, which must be leaves, with their names.
     pub parameters: Vec<(String, Tensor)>,
-    /// Learning rate, before a schedule's factor.
+    /// Learning rate, before the schedule's factor.
     pub lr: f64,
     /// Weight decay: decoupled for `AdamW`, an L2 penalty for the others.
     pub weight_decay: f64,
-    /// Whether steps pass it over.
+    /// Whether steps skip the group.
     pub frozen: bool,
-    /// Coefficients other than the optimizer's, of the same rule.
+    /// A rule of the same kind as the optimizer's, with other coefficients.
     pub rule: Option<Box<dyn Rule>>,
 }
 
 impl Group {
-    /// A group called `all` without weight decay, of what `models::module::trainable` gives, or of other named leaves.
+    /// Creates a group called `all` without weight decay, from `models::module::trainable` or other named leaves.
     pub fn new(parameters: impl IntoIterator<Item = (String, impl Borrow<Tensor>)>, lr: f64) -> Self {
         let owned = parameters.into_iter().map(|(name, tensor)| (name, tensor.borrow().shallow_clone()));
         let parameters = owned.collect();
         Self { name: "all".into(), parameters, lr, weight_decay: 0.0, frozen: false, rule: None }
     }
 
-    /// Two groups, `decay` and `no_decay`: weight decay for matrices, none for biases and the weights of norms.
+    /// Creates two groups, `decay` and `no_decay`: weight decay for matrices, none for biases and norm weights.
     pub fn by_dimension<'a>(
         parameters: impl IntoIterator<Item = (String, &'a Tensor)>,
         lr: f64,
@@ -56,7 +56,7 @@ impl Group {
         match &self.rule {
             Some(own) if own.name() != rule.name() => {
                 let reason = format!(
-                    "group `{}` has the rule {} and the optimizer {}; make a second optimizer for another rule",
+                    "group `{}` has the rule {}, but the optimizer {}; use a second optimizer for another rule",
                     self.name,
                     own.name(),
                     rule.name()
@@ -71,14 +71,14 @@ impl Group {
 
 /// A parameter of an optimizer.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct OptimizedParameter {
     pub(super) group: usize,
     pub(super) name: String,
     pub(super) tensor: Tensor,
     pub(super) state: Option<ParameterState>,
 }
 
-impl Held {
+impl OptimizedParameter {
     pub(super) fn new(group: usize, name: &str, tensor: &Tensor) -> Result<Self> {
         let refuse =
             |reason: String| Err(Error::Tensor { operation: "optimizer", name: name.to_owned(), reason });

@@ -1,8 +1,8 @@
-//! SGD with heavy-ball momentum: m ← μ·m + g + λ·θ; θ ← θ − η·m, with m = 0 at first. One slot.
+//! SGD with heavy-ball momentum: m ← μ·m + g + λ·θ; θ ← θ − η·m, with m initially 0. One slot.
 
 use runtime::ops::foreach;
 
-use super::rule::{Hyper, Rule, Tensors, fraction};
+use super::rule::{Hyperparameters, Rule, Tensors, fraction};
 use crate::error::Result;
 
 /// SGD with momentum (Polyak, 1964). See the [module](super).
@@ -31,10 +31,10 @@ impl Rule for Momentum {
         fraction("momentum", "momentum", self.momentum)
     }
 
-    fn update(&self, tensors: &Tensors<'_>, hyper: Hyper) -> Result<()> {
+    fn update(&self, tensors: &Tensors<'_>, hyperparameters: Hyperparameters) -> Result<()> {
         let buffers = &tensors.slots[0];
         foreach::mul_scalar_(buffers, self.momentum)?;
-        foreach::add_(buffers, &tensors.decayed(hyper.weight_decay)?)?;
-        Ok(foreach::add_scaled_(tensors.params, buffers, -hyper.lr)?)
+        foreach::add_(buffers, &tensors.decayed(hyperparameters.weight_decay)?)?;
+        Ok(foreach::add_scaled_(tensors.params, buffers, -hyperparameters.lr)?)
     }
 }

@@ -1,12 +1,12 @@
-//! SGD with Nesterov's momentum, in the form that evaluates the gradient where the parameters are:
-//! m ← μ·m + g + λ·θ; θ ← θ − η·(g + λ·θ + μ·m), with m = 0 at first. One slot.
+//! SGD with Nesterov momentum, in the form that evaluates the gradient at the current parameters: m ← μ·m + g + λ·θ; θ ← θ −
+//! η·(g + λ·θ + μ·m), with m initially 0. One slot.
 
 use runtime::ops::foreach;
 
-use super::rule::{Hyper, Rule, Tensors, fraction};
+use super::rule::{Hyperparameters, Rule, Tensors, fraction};
 use crate::error::Result;
 
-/// SGD with Nesterov's momentum (Nesterov, 1983; Sutskever et al., 2013). See the [module](super).
+/// SGD with Nesterov momentum (Nesterov, 1983; Sutskever et al., 2013). See the [module](super).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Nesterov {
     /// μ, in [0, 1).
@@ -32,11 +32,11 @@ impl Rule for Nesterov {
         fraction("nesterov", "momentum", self.momentum)
     }
 
-    fn update(&self, tensors: &Tensors<'_>, hyper: Hyper) -> Result<()> {
-        let (buffers, grads) = (&tensors.slots[0], tensors.decayed(hyper.weight_decay)?);
+    fn update(&self, tensors: &Tensors<'_>, hyperparameters: Hyperparameters) -> Result<()> {
+        let (buffers, grads) = (&tensors.slots[0], tensors.decayed(hyperparameters.weight_decay)?);
         foreach::mul_scalar_(buffers, self.momentum)?;
         foreach::add_(buffers, &grads)?;
         let ahead = foreach::add_scaled(&grads, buffers, self.momentum)?;
-        Ok(foreach::add_scaled_(tensors.params, &ahead, -hyper.lr)?)
+        Ok(foreach::add_scaled_(tensors.params, &ahead, -hyperparameters.lr)?)
     }
 }

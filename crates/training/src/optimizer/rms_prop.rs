@@ -1,8 +1,8 @@
-//! RMSProp: s ← α·s + (1−α)·g²; θ ← θ − η·g / (√s + ε). AdaGrad with a memory of about 1/(1−α) steps. One slot.
+//! RMSProp: s ← α·s + (1−α)·g²; θ ← θ − η·g / (√s + ε). Like AdaGrad, but averages over about 1/(1−α) steps. One slot.
 
 use runtime::ops::foreach;
 
-use super::rule::{Hyper, Rule, Tensors, fraction, not_negative};
+use super::rule::{Hyperparameters, Rule, Tensors, fraction, not_negative};
 use crate::error::Result;
 
 /// RMSProp (Tieleman & Hinton, 2012). See the [module](super).
@@ -34,12 +34,12 @@ impl Rule for RmsProp {
         not_negative("rms_prop", "eps", self.eps)
     }
 
-    fn update(&self, tensors: &Tensors<'_>, hyper: Hyper) -> Result<()> {
-        let (squares, grads) = (&tensors.slots[0], tensors.decayed(hyper.weight_decay)?);
+    fn update(&self, tensors: &Tensors<'_>, hyperparameters: Hyperparameters) -> Result<()> {
+        let (squares, grads) = (&tensors.slots[0], tensors.decayed(hyperparameters.weight_decay)?);
         foreach::mul_scalar_(squares, self.alpha)?;
         foreach::addcmul_(squares, &grads, &grads, 1.0 - self.alpha)?;
         let roots = foreach::sqrt(squares)?;
         foreach::add_scalar_(&roots, self.eps)?;
-        Ok(foreach::addcdiv_(tensors.params, &grads, &roots, -hyper.lr)?)
+        Ok(foreach::addcdiv_(tensors.params, &grads, &roots, -hyperparameters.lr)?)
     }
 }

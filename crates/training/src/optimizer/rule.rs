@@ -1,4 +1,4 @@
-//! What one optimizer's mathematics is made of.
+//! The update rule of an optimizer.
 
 use std::fmt::Debug;
 
@@ -7,30 +7,30 @@ use tch::Tensor;
 
 use crate::error::{Error, Result};
 
-/// What a step needs besides tensors.
+/// Hyperparameters of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Hyper {
+pub struct Hyperparameters {
     /// Learning rate of this step.
     pub lr: f64,
     /// Weight decay.
     pub weight_decay: f64,
-    /// Number of this step, from 1.
+    /// The step number, from 1.
     pub step: u64,
 }
 
 /// The tensors of a step: parameters of one device, dtype (float or double) and step number, contiguous.
 #[derive(Debug)]
 pub struct Tensors<'a> {
-    /// To be changed.
+    /// Updated in place.
     pub params: &'a [Tensor],
-    /// Not to be changed.
+    /// Not changed.
     pub grads: &'a [Tensor],
-    /// For each of [`Rule::slots`], one tensor for each parameter.
+    /// For each of [`Rule::slots`], one tensor per parameter.
     pub slots: &'a [Vec<Tensor>],
 }
 
 impl Tensors<'_> {
-    /// The gradients with that of the L2 penalty λ/2·‖θ‖² added; the gradients themselves where λ is 0.
+    /// Returns the gradients plus that of the L2 penalty λ/2·‖θ‖²; the gradients themselves if λ is 0.
     ///
     /// # Errors
     /// Those of libtorch.
@@ -42,15 +42,15 @@ impl Tensors<'_> {
     }
 }
 
-/// One optimizer's mathematics.
+/// The update rule of an optimizer.
 pub trait Rule: Debug + Send + Sync {
-    /// Its name, as in `adam_w`.
+    /// The rule's name, such as `adam_w`.
     fn name(&self) -> &'static str;
 
-    /// Names of the tensors it keeps for each parameter, each of the parameter's shape.
+    /// Names of the state tensors per parameter, each of the parameter's shape.
     fn slots(&self) -> &'static [&'static str];
 
-    /// What the slots are filled with at first.
+    /// The initial value of the slots.
     fn initial(&self) -> f64 {
         0.0
     }
@@ -59,23 +59,23 @@ pub trait Rule: Debug + Send + Sync {
     /// A coefficient outside its range.
     fn check(&self) -> Result<()>;
 
-    /// Changes the parameters and slots in place.
+    /// Updates the parameters and slots in place.
     ///
     /// # Errors
     /// Those of libtorch.
-    fn update(&self, tensors: &Tensors<'_>, hyper: Hyper) -> Result<()>;
+    fn update(&self, tensors: &Tensors<'_>, hyperparameters: Hyperparameters) -> Result<()>;
 
-    /// [`Rule::update`] in one kernel. `steps` are float scalars, the steps done before this one, which the kernel raises;
-    /// [`Hyper::step`] is not to be used. Where `skip`, a float scalar on the device, is 1, nothing is changed. `None` where
-    /// there is no such kernel.
+    /// [`Rule::update`] in one kernel. `steps` are float scalars, the steps before this one, which the kernel increments; it
+    /// ignores [`Hyperparameters::step`]. If `skip`, a float scalar on the device, is 1, nothing is changed. Returns `None`
+    /// without such a kernel.
     fn fused(
         &self,
         tensors: &Tensors<'_>,
         steps: &[Tensor],
-        hyper: Hyper,
+        hyperparameters: Hyperparameters,
         skip: Option<&Tensor>,
     ) -> Option<Result<()>> {
-        let _ = (tensors, steps, hyper, skip);
+        let _ = (tensors, steps, hyperparameters, skip);
         None
     }
 
@@ -86,20 +86,20 @@ pub trait Rule: Debug + Send + Sync {
         tensors: &Tensors<'_>,
         weights: &[Option<Tensor>],
         steps: &[Tensor],
-        hyper: Hyper,
+        hyperparameters: Hyperparameters,
         skip: Option<&Tensor>,
     ) -> Option<Result<()>> {
-        let _ = (tensors, weights, steps, hyper, skip);
+        let _ = (tensors, weights, steps, hyperparameters, skip);
         None
     }
 
-    /// Whether [`Rule::fused`] does anything.
+    /// Returns whether [`Rule::fused`] has a kernel.
     fn has_fused(&self) -> bool {
         false
     }
 }
 
-/// An error unless `value` lies in `[0, 1)`.
+/// Refuses a value outside `[0, 1)`.
 pub(super) fn fraction(what: &'static str, name: &str, value: f64) -> Result<()> {
     if (0.0..1.0).contains(&value) {
         return Ok(());
@@ -107,10 +107,10 @@ pub(super) fn fraction(what: &'static str, name: &str, value: f64) -> Result<()>
     Err(Error::config(what, format!("{name} is {value}; expected a number in [0, 1)")))
 }
 
-/// An error unless `value` is finite and not negative.
+/// Refuses a value that is not finite or negative.
 pub(super) fn not_negative(what: &'static str, name: &str, value: f64) -> Result<()> {
     if value.is_finite() && value >= 0.0 {
         return Ok(());
     }
-    Err(Error::config(what, format!("{name} is {value}; expected a finite number from 0 on")))
+    Err(Error::config(what, format!("{name} is {value}; expected a finite number of at least 0")))
 }

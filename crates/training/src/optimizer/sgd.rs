@@ -2,7 +2,7 @@
 
 use runtime::ops::foreach;
 
-use super::rule::{Hyper, Rule, Tensors};
+use super::rule::{Hyperparameters, Rule, Tensors};
 use crate::error::Result;
 
 /// Stochastic gradient descent (Robbins & Monro, 1951). See the [module](super).
@@ -22,7 +22,11 @@ impl Rule for Sgd {
         Ok(())
     }
 
-    fn update(&self, tensors: &Tensors<'_>, hyper: Hyper) -> Result<()> {
-        Ok(foreach::add_scaled_(tensors.params, &tensors.decayed(hyper.weight_decay)?, -hyper.lr)?)
+    fn update(&self, tensors: &Tensors<'_>, hyperparameters: Hyperparameters) -> Result<()> {
+        Ok(foreach::add_scaled_(
+            tensors.params,
+            &tensors.decayed(hyperparameters.weight_decay)?,
+            -hyperparameters.lr,
+        )?)
     }
 }

@@ -1,4 +1,4 @@
-//! What an optimizer remembers of a parameter, and its way in and out.
+//! The optimizer state of a parameter: creating, saving and loading it.
 
 use std::collections::BTreeMap;
 
@@ -11,18 +11,18 @@ use crate::error::{Error, Result};
 const STEP: &str = "step";
 const MASTER: &str = "master";
 
-/// State of one parameter.
+/// The state of one parameter.
 #[derive(Debug)]
 pub(super) struct ParameterState {
-    /// Steps done, unless `uncertain`.
+    /// Completed steps, unless `uncertain`.
     pub(super) step: u64,
-    /// The same as a float scalar on the device, for fused kernels, which raise it themselves.
+    /// The same as a float scalar on the device, which fused kernels increment.
     pub(super) device_step: Option<Tensor>,
-    /// Only the device knows how many steps were done, as it left some out.
+    /// Whether only the device knows the number of steps, because it skipped some.
     pub(super) uncertain: bool,
-    /// With the rule's names.
+    /// The slots, by the rule's names.
     pub(super) slots: Vec<(&'static str, Tensor)>,
-    /// The parameter before it was rounded.
+    /// The fp32 copy of the parameter.
     pub(super) master: Option<Tensor>,
 }
 
@@ -39,7 +39,7 @@ impl ParameterState {
         Ok(state)
     }
 
-    /// From here on the unrounded parameter is kept, where it is rounded at all.
+    /// Keeps an fp32 copy of the parameter from now on, if it has half precision.
     pub(super) fn keep_master(&mut self, parameter: &Tensor) -> Result<()> {
         let kind = work_kind(parameter.kind());
         if self.master.is_none() && kind != parameter.kind() {
@@ -48,7 +48,7 @@ impl ParameterState {
         Ok(())
     }
 
-    /// The float scalar of the step.
+    /// Returns the float scalar of the step number.
     pub(super) fn device_step(&mut self, parameter: &Tensor) -> Result<Tensor> {
         if self.device_step.is_none() {
             let options = (Kind::Float, parameter.device());
@@ -74,7 +74,7 @@ impl ParameterState {
     }
 }
 
-/// One state for each parameter, `None` for one without any tensor.
+/// Returns a state for each parameter; `None` for one without any tensor.
 pub(super) fn read<'a>(
     parameters: impl Iterator<Item = (&'a String, &'a Tensor, &'a dyn Rule)>,
     tensors: &[(String, Tensor)],
@@ -122,7 +122,7 @@ pub(super) fn read<'a>(
             _ => None,
         };
         let step = u64::try_from(step).unwrap_or_else(|_| {
-            mismatched.push(format!("{name}.step ({step}, expected a number from 0 on)"));
+            mismatched.push(format!("{name}.step ({step}, expected a number of at least 0)"));
             0
         });
         states.push(whole.then_some(ParameterState {
@@ -141,7 +141,7 @@ pub(super) fn read<'a>(
     Err(Error::State { from, into: "the parameters", missing, unexpected, mismatched })
 }
 
-/// A copy on the parameter's device.
+/// Copies a tensor to the parameter's device.
 fn own(tensor: &Tensor, parameter: &Tensor) -> Result<Tensor> {
     let copy = Tensor::f_empty(tensor.size(), (tensor.kind(), parameter.device()))?;
     runtime::ops::foreach::copy_(&[&copy], &[tensor])?;

@@ -1,8 +1,8 @@
-//! The ordinary optimizer's step: unscale, norm, clip, decide, step.
+//! The standard optimizer's step: unscale, norm, clip, decide, step.
 //!
-//! With a scaler that decides on the host, its flag and the norm come in one copy from the device; with one that decides on the
-//! device ([`crate::scaler::DeviceSide`]) nothing does: clipping multiplies by a factor that is computed there, and the optimizer's
-//! kernel looks at the flag itself.
+//! With a scaler that decides on the host, its flag and the norm are read in one copy from the device. With one that decides on
+//! the device ([`crate::scaler::DeviceGradScaler`]) nothing is read: clipping multiplies by a factor computed there, and the
+//! optimizer's kernel reads the flag.
 
 use runtime::ops;
 use runtime::profile::range;
@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 use super::{DeviceOptimizer, Group, Optimizer, Rule, StepDecision, StepSettings, ZeroGrad};
 use crate::clip::{self, NonFinite};
 use crate::error::{Error, Result};
-use crate::scaler::{Checked, GradScaler};
+use crate::scaler::{GradScaler, UnscaleResult};
 
 impl Optimizer for DeviceOptimizer {
     fn begin(&mut self, settings: StepSettings) -> Result<()> {
@@ -24,16 +24,15 @@ impl Optimizer for DeviceOptimizer {
         let _clip = range("clip");
         let StepSettings { clip, non_finite, .. } = self.settings;
         let grads = self.gradients()?;
-        let Checked { found_inf, norm } = scaler.unscale_(&grads, clip.is_some())?;
+        let UnscaleResult { found_inf, norm } = scaler.unscale_(&grads, clip.is_some())?;
         let norm = match (clip, norm) {
             (None, _) => None,
             (Some(_), Some(norm)) => Some(norm),
             (Some(_), None) => Some(clip::norm(&grads)?),
         };
-        if scaler.device_side().is_some() {
+        if scaler.device_scaler().is_some() {
             let found_inf = found_inf.ok_or_else(|| {
-                let reason =
-                    "it decides on the device whether a step is taken, and gave no flag to decide by";
+                let reason = "it decides on the device whether to skip a step, but returned no flag";
                 Error::config("gradient scaler", reason)
             })?;
             return decide_on_device(&grads, &found_inf, norm.as_ref(), self.settings, scaler);
@@ -93,8 +92,8 @@ impl Optimizer for DeviceOptimizer {
     }
 }
 
-/// Clips and decides without a word to the host. What it does to gradients that are not finite does not matter: the step is left
-/// out, unless [`NonFinite::Ignore`] wants them.
+/// Clips and decides without synchronising. Its effect on gradients that are not finite does not matter, because the step is
+/// skipped; with [`NonFinite::Ignore`] it is wanted.
 fn decide_on_device(
     grads: &[Tensor],
     found_inf: &Tensor,
@@ -112,22 +111,22 @@ fn decide_on_device(
             skip = skip.f_maximum(&finite.f_neg()?.f_add_scalar(1.0)?)?;
         }
     }
-    let Some(scaler) = scaler.device_side() else {
-        return Err(Error::config("gradient scaler", "it decided on the device, and does so no more"));
+    let Some(scaler) = scaler.device_scaler() else {
+        return Err(Error::config("gradient scaler", "it decided on the device before, but does not now"));
     };
-    let before = scaler.position();
+    let before = scaler.device_state();
     scaler.update(found_inf)?;
     let norm = match norm {
         Some(norm) => wide(norm.tensor())?,
         None => skip.f_full_like(f64::NAN)?,
     };
     let device = skip.device();
-    let figures = [&skip, &overflow, &norm, &before.f_narrow(0, 0, 1)?, &scaler.position()];
+    let figures = [&skip, &overflow, &norm, &before.f_narrow(0, 0, 1)?, &scaler.device_state()];
     let figures: Vec<Tensor> = figures.iter().map(|t| t.f_to_device(device)).collect::<Result<_, _>>()?;
     Ok(StepDecision::Device { skip: skip.f_to_kind(Kind::Float)?, figures: Tensor::f_cat(&figures, 0)? })
 }
 
-/// One element, as an fp64 vector.
+/// Returns one element as an fp64 vector.
 fn wide(tensor: &Tensor) -> Result<Tensor> {
     Ok(tensor.f_to_kind(Kind::Double)?.f_reshape([1])?)
 }

@@ -1,8 +1,8 @@
-//! Why one composition is faster than another.
+//! Explains why one composition is faster than another.
 //!
-//! The parts of a step add up to its length, so the difference of two steps is the sum of the differences of their parts;
-//! those of medians add up but for a remainder, which is a contribution of its own. Within a part, the operators whose self
-//! time changed most are named.
+//! The parts of a step add up to its duration, so the difference of two steps is the sum of the differences of their parts.
+//! Medians add up only approximately; the remainder is a contribution of its own. Within a part, the operators whose self time
+//! changed most are named.
 
 use std::collections::BTreeSet;
 use std::fmt::{self, Display, Formatter};
@@ -10,18 +10,18 @@ use std::fmt::{self, Display, Formatter};
 use super::composition::{Composition, Phase};
 use super::quantity::human;
 
-/// What a part of the step, or an operator, contributed.
+/// The change of a part of the step, or of an operator.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Change {
-    /// The part's or operator's name; `uneven steps` for what the medians of the parts leave over.
+    /// The name of the part or operator; `uneven steps` for the remainder of the medians.
     pub name: String,
-    /// Seconds that the later step has more, below 0 where it is faster.
+    /// Additional seconds of the later step; negative if it is faster.
     pub seconds: f64,
     /// Operators called in the part, or calls of the operator: before and after.
     pub calls: (f64, f64),
 }
 
-/// The difference of two compositions, explained. Prints as a sentence, and a second one on the operators:
+/// The explained difference of two compositions. Its `Display` is a sentence, and a second one about operators:
 ///
 /// `step 41.2 ms → 33.0 ms (−19.9 %): optimizer −6.1 ms (312 → 4 operators), forward −2.0 ms`
 #[derive(Debug, Clone, PartialEq)]
@@ -36,13 +36,13 @@ pub struct Comparison {
     pub allocated_bytes: (f64, f64),
 }
 
-/// Parts that change the step by less are not worth a word.
+/// Changes below this share of the step are not reported.
 const WORTH_TELLING: f64 = 0.01;
-/// Operators that the sentence names.
+/// Number of operators that the sentence names.
 const NAMED: usize = 3;
 
 impl Comparison {
-    /// What changed from one composition to another.
+    /// Compares two compositions.
     #[must_use]
     pub fn between(before: &Composition, after: &Composition) -> Self {
         let step_seconds = (before.median.seconds, after.median.seconds);
@@ -80,21 +80,21 @@ impl Comparison {
         Self { step_seconds, phases, operators, allocated_bytes }
     }
 
-    /// The change of the step as a share of the earlier one: −0.2 for a fifth less.
+    /// Returns the change relative to the earlier step: −0.2 for a fifth less.
     #[must_use]
     pub fn relative(&self) -> f64 {
         let (before, after) = self.step_seconds;
         if before > 0.0 { after / before - 1.0 } else { 0.0 }
     }
 
-    /// The changes that are at least a hundredth of the earlier step.
+    /// Returns the changes of at least a hundredth of the earlier step.
     fn worth_telling<'a>(&self, changes: &'a [Change]) -> impl Iterator<Item = &'a Change> {
         let least = WORTH_TELLING * self.step_seconds.0;
         changes.iter().filter(move |change| change.seconds.abs() >= least)
     }
 }
 
-/// `−6.1 ms`, with a sign that is as wide as a plus.
+/// `−6.1 ms`, with a minus sign as wide as a plus.
 fn signed(value: f64, unit: &str) -> String {
     let sign = if value < 0.0 { "−" } else { "+" };
     format!("{sign}{}", human(value.abs(), unit))
@@ -114,7 +114,7 @@ impl Display for Comparison {
             })
             .collect();
         if phases.is_empty() {
-            write!(f, ": no part of it changed by a hundredth of the step")?;
+            write!(f, ": no part changed by as much as a hundredth of the step")?;
         } else {
             write!(f, ": {}", phases.join(", "))?;
         }
@@ -176,7 +176,7 @@ mod tests {
         expect!["step 41.2 ms → 33.2 ms (−19.4 %): optimizer −6.10 ms (312 → 4 operators), forward −1.90 ms; by operator: aten::mul_ −5.00 ms (160 → 0 ×), aten::_fused_adamw_ +3.00 ms (0 → 1 ×), aten::mm −2.00 ms (30 ×); allocated 39.3 MiB → 31.7 MiB"].assert_eq(&comparison.to_string());
         let sum: f64 = comparison.phases.iter().map(|change| change.seconds).sum();
         assert!((sum - (0.0332 - 0.0412)).abs() < 1e-12, "{sum}");
-        // The other way round the same words have the other sign.
+        // In the other direction the same words have the opposite sign.
         let back = Comparison::between(&after, &before);
         assert_eq!(back.phases[0].calls, (4.0, 312.0));
         assert!((back.phases[0].seconds - 0.0061).abs() < 1e-12);
@@ -185,7 +185,7 @@ mod tests {
     #[test]
     fn nothing_changed() {
         let same = composition([0.0, 0.01, 0.02, 0.0, 0.0, 0.0], [0, 1, 2, 0, 0, 0], &[]);
-        expect!["step 30.0 ms → 30.0 ms (+0.0 %): no part of it changed by a hundredth of the step"]
+        expect!["step 30.0 ms → 30.0 ms (+0.0 %): no part changed by as much as a hundredth of the step"]
             .assert_eq(&Comparison::between(&same, &same).to_string());
     }
 }

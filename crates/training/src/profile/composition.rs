@@ -1,13 +1,13 @@
-//! Where the time of the median step goes.
+//! The composition of the median step.
 //!
 //! For a step of length T on its thread,
 //!
 //! T = data + forward + backward + clip + optimizer + rest,
 //!
-//! each the sum of the ranges of that name, `rest` what lies in none. Across these parts, and so not to be added to them:
-//! `idle` is the part of T in which no operator ran on any thread (a loader's workers do not count), and `host` the self
-//! time of all that computes nothing: operators that call others, views, allocations, the nodes of the autograd graph.
-//! Self times of operators that run at once on several threads are all counted, as seconds of threads.
+//! each the sum of the ranges of that name, and `rest` the time outside them. Two more figures overlap with these parts: `idle`
+//! is the part of T in which no operator ran on any thread (loader workers do not count), and `host` is the self time of
+//! everything that computes nothing: operators that call others, views, allocations, nodes of the autograd graph. Self times of
+//! operators that run concurrently are all counted, as thread seconds.
 
 use std::collections::HashMap;
 
@@ -25,7 +25,7 @@ use interval::covered;
 /// A part of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Phase {
-    /// The range `data`: waiting for a batch and moving it.
+    /// The range `data`: waiting for a batch and copying it.
     Data,
     /// The range `forward`.
     Forward,
@@ -35,16 +35,16 @@ pub enum Phase {
     Clip,
     /// The range `optimizer`.
     Optimizer,
-    /// The step outside of these.
+    /// The time outside these ranges.
     Rest,
 }
 
 impl Phase {
-    /// All of them, in the order of a step.
+    /// All parts, in the order of a step.
     pub const ALL: [Self; 6] =
         [Self::Data, Self::Forward, Self::Backward, Self::Clip, Self::Optimizer, Self::Rest];
 
-    /// The name of its ranges; `rest` for what has none.
+    /// The name of its ranges.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -65,21 +65,21 @@ impl Phase {
 /// One step.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StepTimes {
-    /// Its length.
+    /// Duration.
     pub seconds: f64,
     /// Its parts, in the order of [`Phase::ALL`]; they add up to `seconds`.
     pub phases: [f64; 6],
     /// Operators that the program, or a node of the autograd graph, called in each part.
     pub calls: [usize; 6],
-    /// Without any operator.
+    /// Time without any operator.
     pub idle_seconds: f64,
-    /// In what computes nothing.
+    /// Self time of operators that compute nothing.
     pub host_seconds: f64,
-    /// Bytes allocated, whether or not they were released again.
+    /// Bytes allocated, whether or not they were freed.
     pub allocated_bytes: f64,
     /// Copies.
     pub copies: Copies,
-    /// The CUDA devices, when one took part.
+    /// The CUDA devices, if any took part.
     pub device: Option<DeviceTime>,
 }
 
@@ -90,22 +90,22 @@ pub struct Copies {
     pub count: f64,
     /// Conversions of kind or device among them (`aten::_to_copy`).
     pub conversions: f64,
-    /// In `aten::copy_`.
+    /// Time in `aten::copy_`.
     pub seconds: f64,
 }
 
-/// What CUDA devices did in a step.
+/// The work of CUDA devices in a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct DeviceTime {
-    /// Kernels that began in it.
+    /// Kernels that started in it.
     pub kernels: f64,
-    /// With a kernel, a copy or a fill on any device.
+    /// Time with a kernel, a copy or a fill on any device.
     pub busy_seconds: f64,
-    /// The share of the step without one, from 0 to 1.
+    /// The fraction of the step without any, from 0 to 1.
     pub idle_share: f64,
     /// Copies and fills, also between the host and the device.
     pub copies: f64,
-    /// In copies.
+    /// Time in copies.
     pub copy_seconds: f64,
     /// Bytes copied.
     pub copy_bytes: f64,
@@ -114,7 +114,7 @@ pub struct DeviceTime {
 /// A part of the median step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PhaseTime {
-    /// Which.
+    /// The part.
     pub phase: Phase,
     /// The median over the steps.
     pub seconds: f64,
@@ -127,27 +127,27 @@ pub struct PhaseTime {
 pub struct OperatorTime {
     /// Such as `aten::mm`.
     pub name: String,
-    /// Calls in a step, within other operators too; the median over the steps.
+    /// Calls per step, including within other operators; the median over the steps.
     pub calls: f64,
-    /// Self time in a step, the median over the steps.
+    /// Self time per step, the median over the steps.
     pub seconds: f64,
-    /// Of the median step, from 0 to 1.
+    /// Fraction of the median step, from 0 to 1.
     pub share: f64,
 }
 
-/// Where the time of steps went. Prints as a table.
+/// The composition of steps. Its `Display` is a table.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Composition {
     /// Each step, in order.
     pub steps: Vec<StepTimes>,
-    /// The median step. Its parts are medians of their own, so they add up to its length only about.
+    /// The median step. The medians of its parts add up to its duration only approximately.
     pub median: StepTimes,
-    /// Operators and nodes, those with most self time first.
+    /// Operators and nodes, by decreasing self time.
     pub operators: Vec<OperatorTime>,
 }
 
 impl Composition {
-    /// What the steps of a trace are made of. A range `step` within another is part of that.
+    /// Computes the composition of a trace's steps. A range `step` within another belongs to that one.
     ///
     /// # Errors
     /// [`ProfileError::NoSteps`].
@@ -198,32 +198,32 @@ impl Composition {
         Self { steps, median, operators }
     }
 
-    /// A part of the median step.
+    /// Returns a part of the median step.
     #[must_use]
     pub fn phase(&self, phase: Phase) -> PhaseTime {
         let calls = median(self.steps.iter().map(|step| step.calls[phase as usize] as f64));
         PhaseTime { phase, seconds: self.median.phases[phase as usize], calls }
     }
 
-    /// An operator of the median step by its name; nothing when it did not run.
+    /// Returns an operator of the median step by name; `None` if it did not run.
     #[must_use]
     pub fn operator(&self, name: &str) -> Option<&OperatorTime> {
         self.operators.iter().find(|operator| operator.name == name)
     }
 
-    /// Operators called in the median step.
+    /// Returns the number of operators called in the median step.
     #[must_use]
     pub fn calls(&self) -> f64 {
         median(self.steps.iter().map(|step| step.calls.iter().sum::<usize>() as f64))
     }
 }
 
-/// Nanoseconds in seconds.
+/// Converts nanoseconds to seconds.
 pub(super) fn seconds(nanoseconds: i64) -> f64 {
     nanoseconds as f64 * 1e-9
 }
 
-/// The median, 0 of nothing.
+/// Returns the median; 0 for no values.
 pub(super) fn median(values: impl Iterator<Item = f64>) -> f64 {
     let samples: Vec<f64> = values.collect();
     if samples.is_empty() { 0.0 } else { Samples { samples }.median() }

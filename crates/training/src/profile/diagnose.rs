@@ -1,9 +1,8 @@
-//! What is slow in the steps of a trace, found by a table of detectors.
+//! Finds inefficiencies in the steps of a trace.
 //!
-//! Each detector looks for one inefficiency, by what ran: counts, shapes, what was called from where. It gives evidence
-//! that can be checked in the trace, the time at stake as a share of the median step, and the remedy. The time at stake is
-//! what the inefficiency occupies, so it bounds from above what the remedy gives; of two findings that overlap, each
-//! counts its own time in full.
+//! Each detector looks for one inefficiency by what ran: counts, shapes, callers. It gives evidence that can be checked in the
+//! trace, the time at stake as a share of the median step, and the remedy. The time at stake is the time that the inefficiency
+//! takes: an upper bound of what the remedy gains. Overlapping findings each count their time in full.
 
 use std::fmt::{self, Display, Formatter};
 
@@ -33,45 +32,45 @@ mod zeroed_gradients;
 
 use view::View;
 
-/// What is known of a training run and cannot be seen in its trace. What is not known is `None`.
+/// Facts about a training that its trace does not show; `None` if unknown.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Facts {
-    /// The share of positions that are padding, from 0 to 1.
+    /// The fraction of positions that are padding, from 0 to 1.
     pub padding_share: Option<f64>,
-    /// The loader's worker threads; 0 when the training thread loads.
+    /// The loader's worker threads; 0 if the training thread loads.
     pub workers: Option<usize>,
-    /// Whether batches lie in pinned memory before they are copied to a device.
+    /// Whether batches are in pinned memory before they are copied to a device.
     pub pinned: Option<bool>,
     /// Names of trainable parameters that got no gradient.
     pub parameters_without_gradient: Option<Vec<String>>,
-    /// Elements of those parameters together.
+    /// Number of elements of those parameters.
     pub elements_without_gradient: Option<u64>,
 }
 
-/// An inefficiency that a detector found.
+/// An inefficiency found by a detector.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Finding {
     /// The detector's name.
     pub name: &'static str,
-    /// What was seen, in figures.
+    /// The evidence, in figures.
     pub evidence: String,
-    /// How many times in the median step, or 0 where nothing is counted.
+    /// Occurrences in the median step; 0 if nothing is counted.
     pub per_step: f64,
-    /// The time at stake as a share of the median step, from 0 to 1; `None` when the trace cannot tell.
+    /// The time at stake as a share of the median step, from 0 to 1; `None` if the trace cannot tell.
     pub share: Option<f64>,
-    /// What to do, in one sentence.
+    /// The remedy, in one sentence.
     pub remedy: String,
 }
 
-/// A line of the table of detectors.
+/// An entry of the table of detectors.
 struct Detector {
     name: &'static str,
-    /// What it looks at, for the report that nothing was found.
+    /// What it looks at, for the message that nothing was found.
     looks_at: &'static str,
     detect: fn(&View<'_>) -> Option<Evidence>,
 }
 
-/// What a detector returns; the table adds the name.
+/// The result of a detector; the table adds the name.
 struct Evidence {
     evidence: String,
     per_step: f64,
@@ -98,12 +97,12 @@ const DETECTORS: &[Detector] = &[
     idle_device::DETECTOR,
 ];
 
-/// What the detectors found in a trace. Prints as a list, most expensive first.
+/// The findings of all detectors. Its `Display` is a list, most expensive first.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Diagnosis {
-    /// The length of the median step in seconds.
+    /// Duration of the median step in seconds.
     pub step_seconds: f64,
-    /// Most expensive first; those whose cost the trace cannot tell come last.
+    /// Most expensive first; findings without a known cost come last.
     pub findings: Vec<Finding>,
     steps: usize,
     operators: f64,
@@ -135,13 +134,13 @@ impl Diagnosis {
         })
     }
 
-    /// The finding of a detector, when it found something.
+    /// Returns the finding of a detector, if there is one.
     #[must_use]
     pub fn finding(&self, name: &str) -> Option<&Finding> {
         self.findings.iter().find(|finding| finding.name == name)
     }
 
-    /// The names of all detectors.
+    /// Lists the names of all detectors.
     #[must_use]
     pub fn detectors() -> Vec<&'static str> {
         DETECTORS.iter().map(|detector| detector.name).collect()

@@ -1,4 +1,4 @@
-//! Seconds and bytes for people.
+//! Formats seconds and bytes.
 
 /// A value with its unit, `s` or `B`, in three significant digits: `3.41 ms`, `1.25 GiB`.
 pub(super) fn human(value: f64, unit: &str) -> String {
@@ -13,7 +13,7 @@ pub(super) fn human(value: f64, unit: &str) -> String {
             (1.0, "B"),
         ],
     };
-    // 0.9995 ms is written as 1.00 ms, so the step is taken a little before.
+    // 0.9995 ms is written as 1.00 ms, so the unit changes a little before.
     let least = if value == 0.0 && unit == "s" { 0 } else { multiples.len() - 1 };
     let found = multiples.iter().find(|(divisor, _)| value.abs() >= divisor * 0.9995);
     let (divisor, symbol) = found.unwrap_or(&multiples[least]);

@@ -1,8 +1,8 @@
-//! What ran within what: operators in operators, and both in the phases of steps.
+//! The nesting of operators in operators, and of both in the phases of steps.
 //!
-//! On a thread, events nest. The self time of an operator is its length less that of the operators directly within it, so
-//! that the self times of a thread add up to the time in which it ran any operator. What another thread ran (the engine's,
-//! in a backward on CUDA) belongs to the step and the phase in which it began. Threads of loader workers are apart.
+//! Events of a thread nest. The self time of an operator is its duration minus that of the operators directly within it, so
+//! that the self times of a thread add up to the time in which it ran operators. Work of another thread (the engine's, in a
+//! backward on CUDA) belongs to the step and phase in which it started. Threads of loader workers are separate.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -11,26 +11,26 @@ use super::composition::Phase;
 use super::error::ProfileError;
 use super::trace_file::{Operator, Profile};
 
-/// Where an operator stands; one for each of the profile's.
+/// The position of an operator in the nesting; one for each of the profile's operators.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Place {
-    /// The operator or node around it, as an index into the profile's operators.
+    /// The enclosing operator or node, as an index into the profile's operators.
     pub(super) parent: Option<u32>,
-    /// Nanoseconds in itself.
+    /// Self time in nanoseconds.
     pub(super) self_time: i64,
-    /// A node of the autograd graph, no operator.
+    /// Whether it is a node of the autograd graph instead of an operator.
     pub(super) node: bool,
-    /// Called by the program or by a node, not by another operator.
+    /// Whether the program or a node called it, instead of another operator.
     pub(super) called: bool,
-    /// It computes, and calls no other operator that does, or takes most of its time itself.
+    /// Whether it computes: it calls no other operator that does, or most of its time is its own.
     pub(super) works: bool,
-    /// The step in which it began.
+    /// The step in which it started.
     pub(super) step: Option<u32>,
-    /// The last step that began before it, whether or not it had ended.
+    /// The last step that started before it, whether or not it had ended.
     pub(super) cycle: Option<u32>,
-    /// The part of the step in which it began; the rest outside of steps.
+    /// The phase of the step in which it started; the rest outside of steps.
     pub(super) phase: Phase,
-    /// A loader's worker ran it.
+    /// Whether a loader's worker ran it.
     pub(super) worker: bool,
 }
 
@@ -40,7 +40,7 @@ pub(super) struct Step {
     pub(super) thread: i64,
     pub(super) start: i64,
     pub(super) end: i64,
-    /// The named parts, in order, disjoint.
+    /// The named phases, in order, disjoint.
     pub(super) phases: Vec<(Phase, i64, i64)>,
 }
 
@@ -64,9 +64,9 @@ pub(super) struct Timeline {
     pub(super) places: Vec<Place>,
 }
 
-/// The name of the ranges of loader workers.
+/// The range name of loader workers.
 pub(super) const LOAD: &str = "load";
-/// The name of the ranges around tokenizing.
+/// The range name of tokenizing.
 pub(super) const TOKENIZE: &str = "tokenize";
 
 impl Timeline {
@@ -105,7 +105,7 @@ impl Timeline {
         Ok(Self { steps, places })
     }
 
-    /// The index of the step around a moment.
+    /// Returns the index of the step at a moment.
     pub(super) fn step_at(&self, at: i64) -> Option<usize> {
         let index = self.steps.partition_point(|step| step.start <= at).checked_sub(1)?;
         (at < self.steps[index].end).then_some(index)
@@ -139,11 +139,11 @@ fn steps(profile: &Profile) -> Vec<Step> {
     steps
 }
 
-/// Finds parents, self times, and which operators work, thread by thread.
+/// Computes parents, self times, and which operators compute, thread by thread.
 fn nest(profile: &Profile, places: &mut [Place]) {
     let operators = &profile.operators;
     let mut order: Vec<u32> = (0..operators.len() as u32).collect();
-    // Kineto writes an operator before what it calls, which the stable order keeps for equal times.
+    // Kineto writes an operator before those that it calls; the stable sort keeps this for equal times.
     order.sort_by_key(|&index| {
         let operator = &operators[index as usize];
         (operator.thread, operator.start, Reverse(operator.end))
@@ -168,8 +168,8 @@ fn nest(profile: &Profile, places: &mut [Place]) {
         place.called = !place.node && around.is_none_or(|around| around.node);
         open.push(index);
     }
-    // From the inside out: what calls an operator that computes does not compute itself, unless most of its time is its own:
-    // `addmm` copies the bias first, attention fills its gradients.
+    // From the inside out: an operator that calls one that computes does not compute itself, unless most of its time is its
+    // own: `addmm` copies the bias first, attention fills its gradients.
     let mut calls_work = vec![false; places.len()];
     for &index in order.iter().rev() {
         let (name, index) = (profile.operator_name(&operators[index as usize]), index as usize);
@@ -185,23 +185,23 @@ fn nest(profile: &Profile, places: &mut [Place]) {
     }
 }
 
-/// Nanoseconds that no call takes without work of its own.
+/// Nanoseconds that a call without work of its own never takes.
 const LONGER_THAN_A_CALL: i64 = 20_000;
 
-/// Whether an operator has inputs, and none of them is more than a number: what converts the 0.1 of x · 0.1 does not make
-/// the product any less the one that computes.
+/// Whether an operator has inputs, and all of them are single numbers: converting the 0.1 of x · 0.1 does not mean that the
+/// product does not compute.
 fn of_numbers(operator: &Operator) -> bool {
     let shapes = || operator.inputs.iter().flat_map(|input| input.dims.shapes());
     !operator.inputs.is_empty() && shapes().all(|shape| shape.is_empty())
 }
 
-/// Whether a name is that of a node of the autograd graph: `MmBackward0`, `torch::autograd::AccumulateGrad`, and the
-/// engine's own frame around each of them.
+/// Whether a name is that of a node of the autograd graph: `MmBackward0`, `torch::autograd::AccumulateGrad`, or the engine's
+/// own frame around a node.
 fn is_node(name: &str) -> bool {
     !name.contains("::") || name.starts_with("autograd::") || name.starts_with("torch::autograd::")
 }
 
-/// Whether an operator by itself only makes a view or reserves memory.
+/// Whether an operator only creates a view or reserves memory.
 fn is_free(name: &str) -> bool {
     const FREE: &[&str] = &[
         "_reshape_alias",

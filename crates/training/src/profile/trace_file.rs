@@ -1,7 +1,7 @@
-//! Reading a trace.
+//! Parses a trace.
 //!
-//! The file is parsed as it is read, one event at a time, and only what the analysis needs is kept: a trace of 100 MB has
-//! some 300 000 events, of which about a tenth of the bytes stay. Names are kept once.
+//! The file is parsed one event at a time, and only what the analysis needs is kept: a trace of 100 MB has about 300 000
+//! events, and a tenth of its bytes are kept. Names are stored once.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -18,9 +18,9 @@ mod event;
 pub use event::Dims;
 use event::Event;
 
-/// The longest trace whose nanoseconds add up without overflow: some 115 days.
+/// The longest trace whose nanoseconds can be summed without overflow: about 115 days.
 const LONGEST_MICROSECONDS: f64 = 1e13;
-/// Beyond any clock that counts microseconds.
+/// Beyond any clock in microseconds.
 const LATEST_MICROSECONDS: f64 = 4e15;
 
 /// Index of a name in its [`Profile`].
@@ -29,32 +29,32 @@ pub(super) type Name = u32;
 /// An input of an operator.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Input {
-    /// Kineto's word for its kind: `float`, `c10::BFloat16`, `long int`, `TensorList`, `Scalar`, or empty for what is no
+    /// Kineto's word for its dtype: `float`, `c10::BFloat16`, `long int`, `TensorList`, `Scalar`, or empty if it is not a
     /// tensor.
     pub(super) kind: Name,
     /// Its shape, or those of a list of tensors.
     pub dims: Dims,
 }
 
-/// A call of an operator, or a node of the autograd graph that ran.
+/// A call of an operator, or a node of the autograd graph.
 #[derive(Debug, Clone)]
 pub struct Operator {
     pub(super) name: Name,
-    /// The thread that ran it, as the operating system numbers it.
+    /// The operating system's number of its thread.
     pub thread: i64,
     /// Nanoseconds on the trace's clock.
     pub start: i64,
     /// Nanoseconds on the trace's clock.
     pub end: i64,
-    /// Its inputs, when shapes were recorded.
+    /// Its inputs, if shapes were recorded.
     pub inputs: Box<[Input]>,
 }
 
-/// A range that the program named.
+/// A named range.
 #[derive(Debug, Clone)]
 pub struct RangeEvent {
     pub(super) name: Name,
-    /// The thread that was in it.
+    /// Its thread.
     pub thread: i64,
     /// Nanoseconds on the trace's clock.
     pub start: i64,
@@ -62,7 +62,7 @@ pub struct RangeEvent {
     pub end: i64,
 }
 
-/// What a device did.
+/// The kind of a device's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceWork {
     /// A kernel.
@@ -77,7 +77,7 @@ pub enum DeviceWork {
 #[derive(Debug, Clone)]
 pub struct DeviceEvent {
     pub(super) name: Name,
-    /// Which of the three.
+    /// The kind of work.
     pub work: DeviceWork,
     /// Nanoseconds on the trace's clock.
     pub start: i64,
@@ -96,7 +96,7 @@ pub struct Memory {
     pub bytes: i64,
 }
 
-/// The events of a trace that say where time and memory went.
+/// The events of a trace that concern time and memory.
 #[derive(Debug, Default)]
 pub struct Profile {
     names: Vec<Box<str>>,
@@ -114,7 +114,7 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// Reads a file that [`runtime::profile::Trace::save`] wrote.
+    /// Reads a file written by [`runtime::profile::Trace::save`].
     ///
     /// # Errors
     /// [`ProfileError::Read`], [`ProfileError::Truncated`] and [`ProfileError::Foreign`].
@@ -140,25 +140,25 @@ impl Profile {
         Ok(profile)
     }
 
-    /// The name of an operator such as `aten::mm`, or of a node such as `MmBackward0`.
+    /// Returns the name of an operator such as `aten::mm`, or of a node such as `MmBackward0`.
     #[must_use]
     pub fn operator_name(&self, operator: &Operator) -> &str {
         self.name(operator.name)
     }
 
-    /// The name of a range.
+    /// Returns the name of a range.
     #[must_use]
     pub fn range_name(&self, range: &RangeEvent) -> &str {
         self.name(range.name)
     }
 
-    /// The name of a kernel, or of a copy such as `Memcpy HtoD (Pageable -> Device)`.
+    /// Returns the name of a kernel, or of a copy such as `Memcpy HtoD (Pageable -> Device)`.
     #[must_use]
     pub fn device_name(&self, event: &DeviceEvent) -> &str {
         self.name(event.name)
     }
 
-    /// Kineto's word for an input's kind; see [`Input`].
+    /// Returns Kineto's word for an input's dtype; see [`Input`].
     #[must_use]
     pub fn input_kind(&self, input: &Input) -> &str {
         self.name(input.kind)
@@ -218,7 +218,7 @@ impl Profile {
                 self.device.push(DeviceEvent { name, work, start, end, bytes });
                 self.cuda = true;
             }
-            // A trace of the CPU asks the runtime for devices, too.
+            // A CPU trace queries the runtime for devices, too.
             "cuda_runtime" | "cuda_driver" => self.cuda |= puts_work_on_the_device(&event.name),
             _ => {}
         }
@@ -226,7 +226,8 @@ impl Profile {
     }
 }
 
-/// `cudaLaunchKernel`, `cuLaunchKernelEx`, `cudaGraphLaunch`, `cudaMemcpyAsync`, `cudaMemsetAsync` and the like.
+/// Whether a runtime call submits work: `cudaLaunchKernel`, `cuLaunchKernelEx`, `cudaGraphLaunch`, `cudaMemcpyAsync`,
+/// `cudaMemsetAsync` and the like.
 fn puts_work_on_the_device(call: &str) -> bool {
     ["Launch", "Memcpy", "Memset"].iter().any(|work| call.contains(work))
 }
@@ -260,7 +261,7 @@ impl<'de> Visitor<'de> for TraceSeed<'_> {
     }
 }
 
-/// The array of events, none of which outlives its turn.
+/// The array of events, which are parsed one at a time.
 struct EventsSeed<'a>(&'a mut Profile);
 
 impl<'de> DeserializeSeed<'de> for EventsSeed<'_> {
@@ -283,7 +284,7 @@ impl<'de> Visitor<'de> for EventsSeed<'_> {
     }
 }
 
-/// A thread: a number for the host's, words for Kineto's own rows.
+/// A thread: a number for the host's, text for Kineto's own rows.
 #[derive(Debug, Clone, Copy)]
 struct Thread(i64);
 
@@ -354,7 +355,7 @@ mod tests {
         );
     }
 
-    /// A trace as Kineto writes it, with what only CUDA has, and with a list of tensors.
+    /// A trace as Kineto writes it, with parts that only CUDA has, and with a list of tensors.
     const WHOLE: &str = r#"{"schemaVersion": 1, "deviceProperties": [{"id": 0}], "traceEvents": [
         {"ph": "X", "cat": "cpu_op", "name": "aten::cat", "pid": 7, "tid": 8, "ts": 4403203454221.914, "dur": 1.913,
          "args": {"External id": 1, "Concrete Inputs": ["", "0"], "Input type": ["TensorList", "Scalar"],

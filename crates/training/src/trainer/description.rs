@@ -1,4 +1,4 @@
-//! What a training is, in words that a checkpoint keeps and a resume compares.
+//! The settings of a training, which a checkpoint keeps and a resume compares.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,12 +8,12 @@ use serde_json::Value;
 use super::Trainer;
 use crate::error::Result;
 
-/// Settings by name. As text, in which equal numbers are equal after any journey.
+/// Settings by name, as text that does not change when it is written and read.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Description {
-    /// What makes another model of the same tensors.
+    /// Settings that make another model of the same tensors.
     model: BTreeMap<String, String>,
-    /// What may be changed on the way.
+    /// Settings that may differ after a resume.
     settings: BTreeMap<String, String>,
 }
 
@@ -52,7 +52,7 @@ impl Description {
         Ok(Self { model, settings })
     }
 
-    /// What differs, of the model and of the settings: a line each.
+    /// Returns the differences of the model and of the settings, one line each.
     pub(super) fn differences(&self, before: &Self) -> (Vec<String>, Vec<String>) {
         (differences(&self.model, &before.model), differences(&self.settings, &before.settings))
     }
@@ -64,5 +64,5 @@ fn differences(is: &BTreeMap<String, String>, was: &BTreeMap<String, String>) ->
         map.get(name).map_or("none", |value| value).to_owned()
     };
     let differ = names.into_iter().filter(|name| is.get(*name) != was.get(*name));
-    differ.map(|name| format!("{name} was {} and is {}", of(was, name), of(is, name))).collect()
+    differ.map(|name| format!("{name} was {} and is now {}", of(was, name), of(is, name))).collect()
 }

@@ -1,8 +1,8 @@
-//! Parameters that are not trained, in checkpoints: kept, or known again.
+//! Frozen parameters in checkpoints: saved, or identified by a fingerprint.
 //!
-//! A training of adapters changes a thousandth of what the model has. Its checkpoints need not repeat the rest, which lies where
-//! the model came from; but they must not be put on another rest. So a fingerprint stands for it: of names, dtypes, shapes, and
-//! every byte of the values, found once for a training.
+//! A training of adapters changes a thousandth of the model. Its checkpoints need not contain the rest, which is available
+//! where the model came from, but must not be loaded over other values. So a fingerprint identifies it: of names, dtypes,
+//! shapes and all values, computed once per training.
 
 use std::sync::OnceLock;
 
@@ -13,24 +13,24 @@ use tch::{Device, Tensor};
 use super::Trainer;
 use crate::error::Result;
 
-/// What a checkpoint holds of parameters that require no gradient.
+/// What a checkpoint contains of parameters that require no gradient.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Frozen {
     /// Their values.
     #[default]
     Saved,
-    /// A fingerprint of them. Only a training over the very same values goes on from such a checkpoint, with the same
-    /// setting; another is refused.
+    /// A fingerprint of them. Only a training with the same values and the same setting resumes from such a checkpoint; others
+    /// are refused.
     LeftOut,
 }
 
-/// What stands for the values, once it was needed.
+/// The fingerprint, once computed.
 pub(super) type Fingerprint = OnceLock<String>;
 
-/// Bytes that are read at a time: beside the model there is never more than this of it.
+/// Bytes read at a time: the extra memory needed beside the model.
 const BLOCK: usize = 16 << 20;
 
-/// The tensors of the model that a checkpoint holds.
+/// Returns the model's tensors that a checkpoint contains.
 pub(super) fn kept(model: &dyn LanguageModel, frozen: Frozen) -> Vec<(String, &Tensor)> {
     let left_out = |named: &NamedTensor<'_>| named.role == Role::Parameter && !named.tensor.requires_grad();
     let all = module::tensors(model).into_iter();
@@ -39,7 +39,7 @@ pub(super) fn kept(model: &dyn LanguageModel, frozen: Frozen) -> Vec<(String, &T
 }
 
 impl Trainer {
-    /// What stands for the tensors that a checkpoint does not hold; `None` where it holds all.
+    /// Returns the fingerprint of the tensors that a checkpoint leaves out; `None` if it contains all.
     pub(super) fn frozen_fingerprint(&self) -> Result<Option<String>> {
         if self.options.frozen == Frozen::Saved {
             return Ok(None);

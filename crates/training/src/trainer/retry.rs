@@ -1,12 +1,12 @@
-//! Gradients that overflowed, computed once more at a lower scale.
+//! Recomputes gradients that overflowed, at a lower scale.
 //!
-//! The usual way leaves such a step out, and with it what its batch would have taught: every time that a dynamic scale has
-//! grown too far, and several times over when it began too high. [`Overflow::Retry`] lets the scale fall and runs the same
-//! micro-batches again, with the same random numbers: the step comes out, bit for bit, as if the scale had been right at
-//! once. It costs one gradient for each fall.
+//! Usually such a step is skipped, and its batch is lost: every time a dynamic scale has grown too far, and several times if it
+//! started too high. [`Overflow::Retry`] lowers the scale and runs the same micro-batches again with the same random numbers.
+//! The step equals, bit for bit, one with the right scale from the start. Each decrease costs one gradient computation.
 //!
-//! A batch whose gradients are infinite or NaN at any scale is left out after [`Overflow::Retry`]'s `most` attempts, and the
-//! scaler then stands where leaving it out at once would have put it: bad data cannot drive the scale to its least.
+//! A batch whose gradients are infinite or NaN at any scale is skipped after the `most` attempts of [`Overflow::Retry`]. The
+//! scaler then has the state that skipping the step immediately would have given, so bad data cannot push the scale to its
+//! minimum.
 
 use runtime::random::RandomState;
 use serde_json::Value;
@@ -19,22 +19,22 @@ use crate::optimizer::StepDecision;
 /// What to do with a step whose gradients overflowed under a scaler.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Overflow {
-    /// Leave it out.
+    /// Skips it.
     #[default]
     Skip,
-    /// Compute its gradients again while the scaler lowers its scale, then leave it out. A scaler that decides on the device
-    /// ([`crate::scaler::DeviceSide`]) cannot: the host would have to wait for it.
+    /// Recomputes its gradients while the scaler lowers its scale, then skips it. Not possible with a scaler that decides on
+    /// the device ([`crate::scaler::DeviceGradScaler`]), because the host would have to wait.
     Retry {
         /// Attempts after the first.
         most: u32,
     },
 }
 
-/// What a further attempt needs.
+/// The state that another attempt needs.
 pub(super) struct Attempts {
     most: u32,
     made: u32,
-    /// The scaler before the step.
+    /// The scaler's state before the step.
     scaler: Value,
     /// The random generators before the step.
     random: RandomState,
@@ -47,10 +47,10 @@ impl Attempts {
 }
 
 impl Trainer {
-    /// What a second attempt at the step will need, if there may be one.
+    /// Saves what another attempt at the step needs, if there may be one.
     pub(super) fn attempts(&mut self, device: Device) -> Result<Option<Attempts>> {
         let Overflow::Retry { most } = self.options.overflow else { return Ok(None) };
-        if self.scaler.device_side().is_some() {
+        if self.scaler.device_scaler().is_some() {
             let reason = "it decides on the device, where no step can be tried again; give one that decides on the host, or \
                           leave steps out (Overflow::Skip)";
             return Err(Error::config("gradient scaler", reason));
@@ -59,8 +59,8 @@ impl Trainer {
         Ok(Some(Attempts { most, made: 0, scaler: self.scaler.state(), random }))
     }
 
-    /// Whether the gradients are to be computed again; `scale` is what they had. If so, everything is as before the step
-    /// but for the scale.
+    /// Returns whether the gradients are to be recomputed; `scale` is the scale that they had. If so, the state is restored
+    /// except for the scale.
     pub(super) fn try_again(
         &mut self,
         attempts: Option<&mut Attempts>,

@@ -1,4 +1,4 @@
-//! Checkpoints of a training: when one is written, what is in it, and how a training goes on from one.
+//! Checkpoints of a training: when one is written, what it contains, and how a training resumes from it.
 
 use models::module;
 use runtime::profile::range;
@@ -12,21 +12,21 @@ use super::{FailedCheckpoint, Trainer};
 use crate::batches::Batches;
 use crate::checkpoint::{Checkpoint, Saved, Snapshot, matched, put};
 use crate::clip;
-use crate::divergence::Watch;
+use crate::divergence::DivergenceMonitor;
 use crate::error::{Error, Result};
 
 /// Why a checkpoint is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Occasion {
-    /// So many steps have passed.
-    OnTheWay,
+    /// A regular interval has passed.
+    Periodic,
     /// The training ends.
     End,
 }
 
 impl Trainer {
-    /// Saves, unless this step is saved, or is in trouble: what a diverging training writes must not push the last good
-    /// checkpoint out.
+    /// Saves a checkpoint, unless this step is already saved or the run is diverging: a diverging run never evicts a good
+    /// checkpoint.
     pub(super) fn save(&mut self, train: &dyn Batches, occasion: Occasion) -> Result<()> {
         if self.checkpoints.is_none() || self.saved == Some(self.step) {
             return Ok(());
@@ -37,8 +37,8 @@ impl Trainer {
         let troubled = bad > 0 && self.options.divergence.patience > 0;
         let reason = if !self.weights_are_finite()? {
             Some("the weights are not finite".to_owned())
-        } else if troubled && occasion == Occasion::OnTheWay {
-            Some(format!("{bad} losses in a row are out of bounds"))
+        } else if troubled && occasion == Occasion::Periodic {
+            Some(format!("{bad} losses in a row are bad"))
         } else {
             None
         };
@@ -53,17 +53,19 @@ impl Trainer {
                 self.tell(|observer| observer.on_checkpoint(step, &path))?;
                 warnings.iter().try_for_each(|warning| self.warn(warning))
             }
-            Err(error @ Error::Save { .. }) if self.options.failed_checkpoint == FailedCheckpoint::GoOn => {
-                self.warn(&format!("{error}; the training goes on without it"))
+            Err(error @ Error::Save { .. })
+                if self.options.failed_checkpoint == FailedCheckpoint::Continue =>
+            {
+                self.warn(&format!("{error}; the training continues without it"))
             }
             Err(error) => Err(error),
         }
     }
 
-    /// Writes a checkpoint; in trouble, without removing an earlier one.
+    /// Writes a checkpoint; while diverging, without removing earlier ones.
     fn write(&self, train: &dyn Batches, troubled: bool) -> Result<Saved> {
         let checkpoints = self.checkpoints.as_ref().ok_or_else(|| {
-            Error::config("checkpoints", "the training has no folder for them; set Trainer::checkpoints")
+            Error::config("checkpoints", "the training has no checkpoint folder; set Trainer::checkpoints")
         })?;
         let state = json!({
             "run": Description::of(self)?,
@@ -93,7 +95,7 @@ impl Trainer {
         Ok(clip::norm(&weights)?.read()?.is_finite())
     }
 
-    /// Those that the model lies on.
+    /// The devices of the model.
     fn devices(&self) -> Vec<Device> {
         let mut devices = Vec::new();
         for named in module::tensors(self.model.as_ref()) {
@@ -107,12 +109,12 @@ impl Trainer {
 
     fn last_checkpoint(&self) -> String {
         self.saved.map_or_else(
-            || "there is none".to_owned(),
-            |step| format!("the last checkpoint is that of step {step}"),
+            || "there is no checkpoint".to_owned(),
+            |step| format!("the last checkpoint is of step {step}"),
         )
     }
 
-    /// A divergence, with what to go back to.
+    /// Adds the last checkpoint to a divergence.
     pub(super) fn with_last_checkpoint(&self, error: Error) -> Error {
         match error {
             Error::Diverged { step, reason } if self.checkpoints.is_some() => {
@@ -122,49 +124,51 @@ impl Trainer {
         }
     }
 
-    /// Goes on from the newest valid checkpoint; one that is not valid becomes a warning, and so does each setting that is
-    /// another than the checkpoint's: optimizer, schedule, accumulation, clipping, dropout. Returns the step, or `None`
-    /// where there is no checkpoint.
+    /// Resumes from the newest valid checkpoint. Reports a warning for each invalid checkpoint and for each setting that
+    /// differs from the checkpoint's: optimizer, schedule, accumulation, clipping, dropout. Returns the step, or `None` without
+    /// any checkpoint.
     ///
-    /// The random generators of the CPU and of the model's devices go on where they stood; those of other devices are left
-    /// alone, so that a checkpoint can be used on a machine with fewer of them.
+    /// Restores the random generators of the CPU and of the model's devices, but not of others, so that a checkpoint can be
+    /// used on a machine with fewer devices.
     ///
     /// # Errors
-    /// Checkpoints of which none is valid; one of another model; one that does not fit the optimizer, the scaler or the
-    /// data. The training is as it was then.
+    /// Checkpoints of which none is valid; one of another model; one that does not match the optimizer, the scaler or the data.
+    /// Then the training is unchanged.
     pub fn resume(&mut self, train: &mut dyn Batches) -> Result<Option<u64>> {
         let Some(checkpoints) = &self.checkpoints else { return Ok(None) };
         let found = checkpoints.latest()?;
         for reason in &found.refused {
-            self.warn(&format!("a checkpoint was passed over: {reason}"))?;
+            self.warn(&format!("a checkpoint was skipped: {reason}"))?;
         }
         let Some(checkpoint) = found.checkpoint else { return Ok(None) };
         let mut warnings = self.compare(&checkpoint)?;
         warnings.extend(self.load(&checkpoint, train)?);
         let step = checkpoint.step;
-        self.watch = serde_json::from_value::<Watch>(checkpoint.state["watch"].clone()).unwrap_or_default();
+        self.watch = serde_json::from_value::<DivergenceMonitor>(checkpoint.state["watch"].clone())
+            .unwrap_or_default();
         self.pending.clear();
         (self.step, self.saved) = (step, Some(step));
         let name = checkpoint.path.display();
         if self.watch.bad() > 0 {
             let bad = self.watch.bad();
             warnings.push(format!(
-                "{name} was written when {bad} losses in a row were out of bounds; remove it to go on from one before"
+                "{name} was written after {bad} bad losses in a row; remove it to resume from an earlier one"
             ));
         }
-        let aside = self.checkpoints.as_ref().map(|checkpoints| checkpoints.go_on_from(step)).transpose()?;
+        let aside =
+            self.checkpoints.as_ref().map(|checkpoints| checkpoints.abandon_after(step)).transpose()?;
         warnings.extend(aside.unwrap_or_default());
         warnings.iter().try_for_each(|warning| self.warn(warning))?;
         self.tell(|observer| observer.on_resume(step))?;
         Ok(Some(step))
     }
 
-    /// What is another setting than the checkpoint's; an error where it is another model or optimizer.
+    /// Returns the settings that differ from the checkpoint's; refuses another model or optimizer.
     fn compare(&self, checkpoint: &Checkpoint) -> Result<Vec<String>> {
         let rule = &checkpoint.state["rule"];
         if rule != self.optimizer.rule().name() {
             let own = self.optimizer.rule().name();
-            let reason = format!("it is of the optimizer {rule}; this run has {own}");
+            let reason = format!("it is of the optimizer {rule}, but this run has {own}");
             return Err(Error::file(&checkpoint.path, reason));
         }
         let Ok(before) = serde_json::from_value::<Description>(checkpoint.state["run"].clone()) else {
@@ -179,10 +183,10 @@ impl Trainer {
             return Err(Error::file(&checkpoint.path, reason));
         }
         let name = checkpoint.path.display();
-        Ok(settings.iter().map(|setting| format!("other settings than in {name}: {setting}")).collect())
+        Ok(settings.iter().map(|setting| format!("settings differ from {name}: {setting}")).collect())
     }
 
-    /// Puts everything in its place, or nothing. Returns what could not be the same.
+    /// Restores everything, or nothing. Returns warnings about what could not be restored.
     fn load(&mut self, checkpoint: &Checkpoint, train: &mut dyn Batches) -> Result<Vec<String>> {
         let name = checkpoint.path.display().to_string();
         let devices = self.devices();
@@ -193,19 +197,20 @@ impl Trainer {
             self.scaler.load_state(&checkpoint.state["scaler"])?;
             train.resume(&checkpoint.state["data"])?;
             let anew = checkpoint.random.restore_on(&devices)?;
-            // Last, because it is all or nothing itself.
+            // Last, because it changes everything or nothing.
             self.optimizer.load_state(&checkpoint.optimizer)?;
             Ok(anew)
         };
         match load() {
             Ok(anew) => {
                 put(&pairs)?;
-                let line =
-                    |device: &Device| format!("{name} has no random state of {device:?}, which starts anew");
+                let line = |device: &Device| {
+                    format!("{name} has no random state of {device:?}, which is not restored")
+                };
                 Ok(anew.iter().map(line).collect())
             }
             Err(error) => {
-                // What fails here was wrong before; the first error is the one to tell.
+                // A failure here was one before; the first error is the one to report.
                 let _: [Result<()>; 3] = [
                     self.scaler.load_state(&scaler),
                     train.resume(&data),

@@ -288,7 +288,7 @@ fn a_loss_over_what_a_mask_selects() {
 #[test]
 fn data_on_the_training_thread() {
     let planted = Planted { slow_data: true, ..Planted::default() };
-    let finding = check(planted, "waiting for data", 0.0, &["no worker was seen"], &[]);
+    let finding = check(planted, "waiting for data", 0.0, &["no worker is seen"], &[]);
     assert_eq!(finding.remedy, "Load in worker threads that prefetch.");
     let with_worker = Planted { worker: true, ..planted };
     let finding = check(with_worker, "waiting for data", 0.0, &["workers load them"], &[]);

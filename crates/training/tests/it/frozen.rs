@@ -84,7 +84,7 @@ fn another_base_and_another_kind_of_checkpoint_are_refused() {
     open(folder.path(), 3, Frozen::LeftOut, 0.0).run(&mut DATA.clone(), None).unwrap();
     for (frozen, phase, said) in [
         (Frozen::LeftOut, 1e-3, "the frozen parameters was "),
-        (Frozen::Saved, 0.0, " and is none; resume with that model"),
+        (Frozen::Saved, 0.0, " and is now none; resume with that model"),
     ] {
         let mut other = open(folder.path(), 8, frozen, phase);
         let before: Vec<_> = values(&other).into_iter().map(|(name, value)| (name, value.copy())).collect();
@@ -95,5 +95,5 @@ fn another_base_and_another_kind_of_checkpoint_are_refused() {
     let whole = tempfile::tempdir().unwrap();
     open(whole.path(), 3, Frozen::Saved, 0.0).run(&mut DATA.clone(), None).unwrap();
     let error = open(whole.path(), 8, Frozen::LeftOut, 0.0).resume(&mut DATA.clone()).unwrap_err();
-    assert!(error.to_string().contains("the frozen parameters was none and is "), "{error}");
+    assert!(error.to_string().contains("the frozen parameters was none and is now "), "{error}");
 }

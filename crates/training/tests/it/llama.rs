@@ -8,7 +8,7 @@ use tch::{Device, Kind};
 use training::batches::Synthetic;
 use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, Group};
-use training::trainer::{Ended, Options};
+use training::trainer::{Options, StopReason};
 use training::{DeviceOptimizer, Result, Trainer};
 
 #[derive(Clone, Default)]
@@ -44,7 +44,7 @@ fn both_learn_what_there_is_to_learn() {
             device: Device::Cpu,
             position: 0,
         };
-        assert_eq!(trainer.run(&mut data, None).unwrap(), Ended::Done);
+        assert_eq!(trainer.run(&mut data, None).unwrap(), StopReason::Completed);
         let losses = losses.0.lock().unwrap();
         let (first, last) = (losses[0], losses[90..].iter().sum::<f64>() / 10.0);
         assert!(first > 2.6 && last < 1.6, "{:?}: {first} to {last}", config.family);

@@ -324,17 +324,17 @@ fn what_cannot_be_optimized_is_an_error() {
     let lines: Vec<String> = messages.iter().map(ToString::to_string).collect();
     expect![[r#"
         optimizer: no parameter group; give at least one
-        optimizer: the learning rate of group `all` is -1; expected a finite number from 0 on
-        optimizer: the learning rate of group `all` is NaN; expected a finite number from 0 on
-        optimizer: the weight decay of group `all` is -0.1; expected a finite number from 0 on
+        optimizer: the learning rate of group `all` is -1; expected a finite number of at least 0
+        optimizer: the learning rate of group `all` is NaN; expected a finite number of at least 0
+        optimizer: the weight decay of group `all` is -0.1; expected a finite number of at least 0
         adam: beta1 is 1; expected a number in [0, 1)
         adam_w: beta2 is -0.5; expected a number in [0, 1)
-        rms_prop: eps is -1; expected a finite number from 0 on
+        rms_prop: eps is -1; expected a finite number of at least 0
         momentum: momentum is 1.5; expected a number in [0, 1)
         optimizer: the parameter `w` is listed twice; put it in one group, once
         optimizer: `w` was computed from other tensors; expected a leaf, which accumulates its gradient
         optimizer: `w` is Int64; expected a floating-point tensor of 16, 32 or 64 bits
-        optimizer: group `all` has the rule adam and the optimizer sgd; make a second optimizer for another rule
-        optimizer: no group is called `c`; there are a, b
-        optimizer: the learning rate's factor is -1; expected a finite number from 0 on"#]].assert_eq(&lines.join("\n"));
+        optimizer: group `all` has the rule adam, but the optimizer sgd; use a second optimizer for another rule
+        optimizer: no group is called `c`; expected one of a, b
+        optimizer: the learning-rate factor is -1; expected a finite number of at least 0"#]].assert_eq(&lines.join("\n"));
 }

@@ -8,15 +8,15 @@ use tch::{Device, Kind, Tensor};
 use training::accumulation::forward;
 use training::batches::{Batches, Synthetic};
 use training::clip::{self, NonFinite};
-use training::divergence::{Divergence, Watch};
+use training::divergence::{Divergence, DivergenceMonitor};
 use training::loss::{LmAccuracy, LmCrossEntropyLoss, Reduction, labels};
-use training::schedule::{Schedule, Shape};
+use training::schedule::{LrSchedule, Shape};
 
 proptest! {
     #[test]
     fn schedules_rise_then_fall_to_the_floor(warmup in 0u64..50, more in 1u64..200, floor in 0.0f64..1.0, shape in 0usize..3) {
         let shape = [Shape::Constant, Shape::Linear, Shape::Cosine][shape];
-        let schedule = Schedule { shape, warmup, steps: warmup + more, floor };
+        let schedule = LrSchedule { shape, warmup, steps: warmup + more, floor };
         schedule.check().unwrap();
         let factors: Vec<f64> = (0..warmup + more + 10).map(|step| schedule.factor(step)).collect();
         let (rise, fall) = factors.split_at(warmup as usize);
@@ -26,7 +26,7 @@ proptest! {
         let end = if shape == Shape::Constant { 1.0 } else { floor };
         prop_assert!(fall[more as usize..].iter().all(|factor| *factor == end));
         let text = serde_json::to_string(&schedule).unwrap();
-        let read: Schedule = serde_json::from_str(&text).unwrap();
+        let read: LrSchedule = serde_json::from_str(&text).unwrap();
         prop_assert_eq!((read.shape, read.warmup, read.steps), (schedule.shape, schedule.warmup, schedule.steps));
         prop_assert!((read.floor - schedule.floor).abs() <= 1e-15);
     }
@@ -34,8 +34,8 @@ proptest! {
 
 #[test]
 fn schedules_are_their_closed_forms() {
-    let linear = Schedule { shape: Shape::Linear, warmup: 4, steps: 24, floor: 0.2 };
-    let cosine = Schedule { shape: Shape::Cosine, ..linear };
+    let linear = LrSchedule { shape: Shape::Linear, warmup: 4, steps: 24, floor: 0.2 };
+    let cosine = LrSchedule { shape: Shape::Cosine, ..linear };
     for (schedule, step, expected) in [
         (linear, 0, 0.2),
         (linear, 3, 0.8),
@@ -47,8 +47,8 @@ fn schedules_are_their_closed_forms() {
     ] {
         assert!((schedule.factor(step) - expected).abs() < 1e-12, "{schedule:?} {step}");
     }
-    assert!(Schedule { floor: 1.5, ..linear }.check().is_err());
-    assert!(Schedule { steps: 4, ..linear }.check().is_err());
+    assert!(LrSchedule { floor: 1.5, ..linear }.check().is_err());
+    assert!(LrSchedule { steps: 4, ..linear }.check().is_err());
 }
 
 #[test]
@@ -160,7 +160,7 @@ fn losses_are_their_mathematics() {
     assert_eq!(leaf.grad(), leaf.detach().zeros_like());
     let error =
         LmCrossEntropyLoss::default().with_labels(&logits, &tokens.narrow(1, 0, 4)).unwrap_err().to_string();
-    assert!(error.contains("expected Int64 [3, 5] on Cpu, as the logits [3, 5, 7]"), "{error}");
+    assert!(error.contains("expected Int64 [3, 5] on Cpu, for logits [3, 5, 7]"), "{error}");
 }
 
 #[test]
@@ -216,8 +216,8 @@ fn unequal_micro_batches_give_the_gradients_of_the_whole() {
 fn divergence_is_told_after_patience() {
     let rule = Divergence { above: 2.0, patience: 3 };
     let see = |losses: &[f64]| {
-        let mut watch = Watch::default();
-        losses.iter().zip(1..).try_for_each(|(loss, step)| watch.see(step, *loss, rule))
+        let mut watch = DivergenceMonitor::default();
+        losses.iter().zip(1..).try_for_each(|(loss, step)| watch.observe(step, *loss, rule))
     };
     see(&[4.0, 3.0, 5.1, f64::NAN, 3.0, 6.0, 6.0, 4.9]).unwrap();
     let message = see(&[4.0, 3.0, 5.1, 6.0, 7.0]).unwrap_err().to_string();

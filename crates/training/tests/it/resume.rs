@@ -12,9 +12,9 @@ use training::batches::Synthetic;
 use training::checkpoint::{Checkpoint, Checkpoints, Snapshot, latest, steps};
 use training::observer::Observer;
 use training::optimizer::{Adam, AdamW, Group, Rule};
-use training::scaler::{Checked, GradScaler};
-use training::schedule::{Schedule, Shape};
-use training::trainer::{Ended, Options};
+use training::scaler::{GradScaler, UnscaleResult};
+use training::schedule::{LrSchedule, Shape};
+use training::trainer::{Options, StopReason};
 use training::{DeviceOptimizer, Error, Result, Trainer};
 
 #[derive(Clone, Default)]
@@ -68,7 +68,7 @@ struct Run {
     rule: Box<dyn Rule>,
     lr: f64,
     decay: f64,
-    schedule: Schedule,
+    schedule: LrSchedule,
     options: Options,
     keep: usize,
 }
@@ -80,7 +80,7 @@ impl Run {
             rule: Box::new(AdamW::default()),
             lr: 1e-3,
             decay: 0.1,
-            schedule: Schedule::default(),
+            schedule: LrSchedule::default(),
             options: options(steps),
             keep: 3,
         }
@@ -130,12 +130,12 @@ impl GradScaler for Spoiler {
         Ok(loss.shallow_clone())
     }
 
-    fn unscale_(&mut self, _: &[Tensor], _: bool) -> Result<Checked> {
+    fn unscale_(&mut self, _: &[Tensor], _: bool) -> Result<UnscaleResult> {
         self.calls += 1;
         if self.calls == self.at {
             runtime::ops::foreach::mul_scalar_(&self.weights, self.factor)?;
         }
-        Ok(Checked::default())
+        Ok(UnscaleResult::default())
     }
 
     fn update(&mut self, _: bool) -> Result<()> {
@@ -164,7 +164,7 @@ fn a_diverging_run_keeps_the_last_good_checkpoint() {
         Spoiler::put(&mut trainer, at, f64::NAN);
         let error = trainer.run(&mut data(1), None).unwrap_err();
         assert!(matches!(error, Error::Diverged { .. }), "{error}");
-        let last = format!("; the last checkpoint is that of step {good}; try a lower");
+        let last = format!("; the last checkpoint is of step {good}; try a lower");
         assert!(error.to_string().contains(&last), "{error}");
         assert_eq!(steps(folder.path()).unwrap(), [good]);
         let model = latest(folder.path()).unwrap().checkpoint.unwrap().model;
@@ -172,7 +172,7 @@ fn a_diverging_run_keeps_the_last_good_checkpoint() {
         let warnings = warnings.take(folder.path());
         let first = good + 5;
         let expected = format!(
-            "no checkpoint of step {first}: the weights are not finite; the last checkpoint is that of step {good}"
+            "no checkpoint of step {first}: the weights are not finite; the last checkpoint is of step {good}"
         );
         assert_eq!(warnings[0], expected);
     }
@@ -184,14 +184,14 @@ fn losses_out_of_bounds_are_remembered_and_cost_no_good_checkpoint() {
     {
         let (mut trainer, warnings) = Run { keep: 1, ..Run::new(17) }.open(folder.path());
         Spoiler::put(&mut trainer, 8, 30.0);
-        assert_eq!(trainer.run(&mut data(1), None).unwrap(), Ended::Done);
+        assert_eq!(trainer.run(&mut data(1), None).unwrap(), StopReason::Completed);
         assert_eq!(trainer.saved(), Some(17));
         assert_eq!(steps(folder.path()).unwrap(), [17, 5], "the last good one stays beside that of the end");
         assert_eq!(
             warnings.take(folder.path()),
             [
-                "no checkpoint of step 10: 2 losses in a row are out of bounds; the last checkpoint is that of step 5",
-                "no checkpoint of step 15: 7 losses in a row are out of bounds; the last checkpoint is that of step 5",
+                "no checkpoint of step 10: 2 losses in a row are bad; the last checkpoint is of step 5",
+                "no checkpoint of step 15: 7 losses in a row are bad; the last checkpoint is of step 5",
             ]
         );
     }
@@ -201,7 +201,7 @@ fn losses_out_of_bounds_are_remembered_and_cost_no_good_checkpoint() {
     assert_eq!(
         warnings.take(folder.path()),
         [
-            "step-000000000017 was written when 9 losses in a row were out of bounds; remove it to go on from one before"
+            "step-000000000017 was written after 9 bad losses in a row; remove it to resume from an earlier one"
         ]
     );
     let error = trainer.run(&mut data, None).unwrap_err();
@@ -215,11 +215,11 @@ fn a_last_checkpoint_that_fails_is_told_by_saved() {
     let folder = tempfile::tempdir().unwrap();
     let (mut trainer, _) = Run::new(7).open(folder.path());
     assert_eq!(trainer.saved(), None);
-    assert_eq!(trainer.advance(5, &mut data(1), None).unwrap(), Ended::Done);
+    assert_eq!(trainer.advance(5, &mut data(1), None).unwrap(), StopReason::Completed);
     assert_eq!(trainer.saved(), Some(5));
     Spoiler::put(&mut trainer, 1, f64::INFINITY);
     let mut data = Synthetic { position: 5, ..data(1) };
-    assert_eq!(trainer.run(&mut data, None).unwrap(), Ended::Done);
+    assert_eq!(trainer.run(&mut data, None).unwrap(), StopReason::Completed);
     assert_eq!((trainer.step(), trainer.saved()), (7, Some(5)));
 }
 
@@ -235,48 +235,48 @@ fn resumed(run: Run) -> (Result<Option<u64>>, Vec<String>) {
 #[test]
 fn another_model_is_refused() {
     for (config, difference) in [
-        (Gpt2LikeConfig { num_heads: 4, ..CONFIG }, "num_heads was 2 and is 4"),
-        (Gpt2LikeConfig { ff_dim: 64, ..CONFIG }, "ff_dim was 32 and is 64"),
+        (Gpt2LikeConfig { num_heads: 4, ..CONFIG }, "num_heads was 2 and is now 4"),
+        (Gpt2LikeConfig { ff_dim: 64, ..CONFIG }, "ff_dim was 32 and is now 64"),
     ] {
         let message = resumed(Run { config, ..Run::new(9) }).0.unwrap_err().to_string();
         assert!(message.contains(&format!("it is of another model: {difference}; resume with")), "{message}");
     }
     let message = resumed(Run { rule: Box::new(Adam::default()), ..Run::new(9) }).0.unwrap_err().to_string();
-    assert!(message.contains("it is of the optimizer \"adam_w\"; this run has adam"), "{message}");
+    assert!(message.contains("it is of the optimizer \"adam_w\", but this run has adam"), "{message}");
 }
 
 #[test]
 fn other_settings_are_told() {
     let with = |options: Options| Run { options, ..Run::new(9) };
-    let cosine = Schedule { shape: Shape::Cosine, warmup: 2, steps: 9, floor: 0.1 };
+    let cosine = LrSchedule { shape: Shape::Cosine, warmup: 2, steps: 9, floor: 0.1 };
     let dropout = Gpt2LikeConfig { dropout: 0.1, ..CONFIG };
     let beta = Box::new(AdamW { beta2: 0.95, ..AdamW::default() });
     let cases: [(Run, &[&str]); 8] = [
         (Run::new(9), &[]),
         // More steps make no difference to a constant schedule.
-        (Run { schedule: Schedule { steps: 9, ..Schedule::default() }, ..Run::new(9) }, &[]),
+        (Run { schedule: LrSchedule { steps: 9, ..LrSchedule::default() }, ..Run::new(9) }, &[]),
         (
             Run { lr: 0.1 + 0.2, ..Run::new(9) },
             &[
-                "learning rate of group decay was 0.001 and is 0.30000000000000004",
-                "learning rate of group no_decay was 0.001 and is 0.30000000000000004",
+                "learning rate of group decay was 0.001 and is now 0.30000000000000004",
+                "learning rate of group no_decay was 0.001 and is now 0.30000000000000004",
             ],
         ),
-        (Run { decay: 0.2, ..Run::new(9) }, &["weight decay of group decay was 0.1 and is 0.2"]),
+        (Run { decay: 0.2, ..Run::new(9) }, &["weight decay of group decay was 0.1 and is now 0.2"]),
         (
             Run { schedule: cosine, ..Run::new(9) },
-            &["schedule was constant and is cosine to 0.1 at step 9 after 2 steps of warm-up"],
+            &["schedule was constant and is now cosine to 0.1 at step 9 after 2 steps of warm-up"],
         ),
-        (Run { config: dropout, ..Run::new(9) }, &["dropout was 0.0 and is 0.1"]),
+        (Run { config: dropout, ..Run::new(9) }, &["dropout was 0.0 and is now 0.1"]),
         (
             Run { rule: beta, ..Run::new(9) },
             &[
-                "optimizer was AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8 } and is AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }",
+                "optimizer was AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8 } and is now AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }",
             ],
         ),
         (
             with(Options { accumulation: 2, clip: Some(0.5), ..options(9) }),
-            &["accumulation was 1 and is 2", "clip was none and is 0.5"],
+            &["accumulation was 1 and is now 2", "clip was none and is now 0.5"],
         ),
     ];
     for (run, expected) in cases {
@@ -284,7 +284,7 @@ fn other_settings_are_told() {
         assert_eq!(result.unwrap(), Some(5));
         let expected: Vec<String> = expected
             .iter()
-            .map(|setting| format!("other settings than in step-000000000005: {setting}"))
+            .map(|setting| format!("settings differ from step-000000000005: {setting}"))
             .collect();
         assert_eq!(warnings, expected);
     }
@@ -336,7 +336,7 @@ fn a_resume_that_fails_changes_nothing() {
     let before = copies(&trainer);
     let mut other = data(2);
     let message = trainer.resume(&mut other).unwrap_err().to_string();
-    assert!(message.contains("is not one of synthetic data with seed 2"), "{message}");
+    assert!(message.contains("does not belong to synthetic data with seed 2"), "{message}");
     assert_eq!(copies(&trainer), before);
     // The optimizer's state is the last to be read: what came before it goes back.
     let mut damaged = snapshot(&checkpoint, &checkpoint.random);
@@ -363,9 +363,9 @@ fn a_damaged_newest_checkpoint_is_passed_over_by_the_training() {
     assert_eq!((data.position, trainer.step(), trainer.saved()), (10, 10, Some(10)));
     let warnings = warnings.take(folder.path());
     let [passed, aside] = &warnings[..] else { panic!("{warnings:?}") };
-    assert!(passed.starts_with("a checkpoint was passed over: step-000000000015/state.json: "), "{passed}");
+    assert!(passed.starts_with("a checkpoint was skipped: step-000000000015/state.json: "), "{passed}");
     assert!(
-        aside.starts_with("step-000000000015 is not of this training, which goes on from step 10; "),
+        aside.starts_with("step-000000000015 does not belong to this training, which resumes from step 10; "),
         "{aside}"
     );
     let again = models::state_dict::state_dict(trainer.model.as_ref());

@@ -14,8 +14,8 @@ use training::checkpoint::{Checkpoints, overwrite};
 use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, Group, Sgd};
-use training::scaler::{Checked, GradScaler};
-use training::trainer::{Ended, Options};
+use training::scaler::{GradScaler, UnscaleResult};
+use training::trainer::{Options, StopReason};
 use training::{DeviceOptimizer, Result, Trainer};
 
 #[derive(Clone, Default)]
@@ -71,7 +71,7 @@ fn a_model_learns_and_is_evaluated() {
     let options = Options { steps: 120, evaluate_every: Some(60), accuracy: true, ..Options::default() };
     let (mut trainer, notes) = trainer(1e-2, options);
     let mut validation = Synthetic { seed: 6, ..data(Some(3)) };
-    assert_eq!(trainer.run(&mut data(None), Some(&mut validation)).unwrap(), Ended::Done);
+    assert_eq!(trainer.run(&mut data(None), Some(&mut validation)).unwrap(), StopReason::Completed);
     assert_eq!(validation.position, 0);
     let notes = notes.0.lock().unwrap();
     assert_eq!(notes.0.iter().map(|record| record.step).collect::<Vec<_>>(), (1..=120).collect::<Vec<_>>());
@@ -85,7 +85,7 @@ fn a_model_learns_and_is_evaluated() {
 #[test]
 fn the_data_may_end_first() {
     let (mut trainer, _) = trainer(1e-3, Options::default());
-    assert_eq!(trainer.run(&mut data(Some(4)), None).unwrap(), Ended::OutOfData);
+    assert_eq!(trainer.run(&mut data(Some(4)), None).unwrap(), StopReason::OutOfData);
     assert_eq!(trainer.step(), 4);
 }
 
@@ -98,11 +98,11 @@ impl GradScaler for Third {
         Ok(loss * 2.0)
     }
 
-    fn unscale_(&mut self, grads: &[Tensor], _: bool) -> Result<Checked> {
+    fn unscale_(&mut self, grads: &[Tensor], _: bool) -> Result<UnscaleResult> {
         self.0 += 1;
         runtime::ops::foreach::mul_scalar_(grads, 0.5)?;
         let found_inf = Tensor::from(f32::from(u8::from(self.0.is_multiple_of(3))));
-        Ok(Checked { found_inf: Some(found_inf), norm: None })
+        Ok(UnscaleResult { found_inf: Some(found_inf), norm: None })
     }
 
     fn update(&mut self, overflow: bool) -> Result<()> {
@@ -218,7 +218,7 @@ fn a_step_of_unequal_micro_batches_is_that_of_the_whole_batch() {
         let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), options).unwrap();
         let notes = Notes::default();
         trainer.observers.push(Box::new(notes.clone()));
-        assert_eq!(trainer.run(&mut List(batches.into()), None).unwrap(), Ended::Done);
+        assert_eq!(trainer.run(&mut List(batches.into()), None).unwrap(), StopReason::Completed);
         let record = notes.0.lock().unwrap().0[0].clone();
         (state_dict(trainer.model.as_ref()), record)
     };

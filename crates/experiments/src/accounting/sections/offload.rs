@@ -76,14 +76,14 @@ pub(crate) fn offload_condition(environment: &Environment) -> Result<Vec<Record>
     Ok(records)
 }
 
-/// A timeline's measurements, as a plot of the kind `timeline` reads them: each span is `of` with `lane`, `what`, `layer` (`–`
+/// A timeline's measurements, as a plot of the kind `timeline` reads them: each span is `of` with `stream`, `what`, `layer` (`–`
 /// for what is of none) and its number, and has the metrics `start` and `end` in seconds.
 fn span_metrics(of: &Case, step: &Step) -> Vec<(Case, Metric)> {
     let measure = |(number, span): (usize, &Span)| {
         let layer = span.layer.map_or("–".to_owned(), |layer| layer.to_string());
         let case = of
             .clone()
-            .with("stream", span.lane.name())
+            .with("stream", span.stream.name())
             .with("what", span.work.name())
             .with("layer", layer)
             .with("span", number);

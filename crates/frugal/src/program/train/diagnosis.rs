@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::Context;
 use frugal::training::profile::{Composition, Diagnosis};
 use frugal::training::tracing::{Loading, Traced, trace};
-use frugal::training::trainer::Ended;
+use frugal::training::trainer::StopReason;
 use frugal::training::{Batches, Trainer};
 use serde_json::json;
 
@@ -34,11 +34,11 @@ pub(super) fn diagnose(
         // A validation that was lent once can be lent again only through a new borrow.
         let lent = validation.as_mut().map(|validation| &mut **validation as &mut dyn Batches);
         match trainer.advance(start + WARMUP, train, lent)? {
-            Ended::Done => {
+            StopReason::Completed => {
                 let path = trace_file.unwrap_or(&scratch);
                 trace(trainer, train, validation, TRACED, loading, path)?
             }
-            Ended::OutOfData | Ended::Interrupted => None,
+            StopReason::OutOfData | StopReason::Interrupted => None,
         }
     };
     let Some(Traced { profile, facts }) = traced else {

@@ -1,6 +1,6 @@
 //! Unions of intervals.
 
-/// How much of `start..end` the intervals cover together, in their unit; sorts them.
+/// Returns how much of `start..end` the union of the intervals covers, in their unit; sorts them.
 pub(super) fn covered(intervals: &mut [(i64, i64)], start: i64, end: i64) -> i64 {
     if !intervals.is_sorted() {
         intervals.sort_unstable();

@@ -1,11 +1,11 @@
-//! A composition as text.
+//! Formats a composition as text.
 
 use std::fmt::{self, Display, Formatter};
 
 use super::{Composition, Phase};
 use crate::profile::quantity::human;
 
-/// Operators that the table lists.
+/// Number of operators in the table.
 const LISTED: usize = 10;
 
 impl Display for Composition {

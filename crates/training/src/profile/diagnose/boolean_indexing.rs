@@ -1,4 +1,4 @@
-//! Selecting by a boolean mask, which counts, copies, and on CUDA makes the host wait for the count.
+//! Selection by a boolean mask, which counts and copies, and on CUDA makes the host wait for the count.
 
 use super::view::{View, times};
 use super::{Detector, Evidence};
@@ -33,6 +33,6 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
         evidence: format!("elements are selected by a mask {}: {}", times(count), tally.shapes()),
         per_step: count,
         share: Some(tally.share()),
-        remedy: "Keep all positions, and let the loss leave out those labelled with its ignore index.".into(),
+        remedy: "Keep all positions, and label those to ignore with the loss's ignore index.".into(),
     })
 }

@@ -10,7 +10,7 @@ pub(super) const DETECTOR: Detector = Detector {
     detect,
 };
 
-/// A sequence of fewer operators may repeat itself by chance.
+/// Shorter sequences may repeat by chance.
 const FEWEST: usize = 3;
 
 const PRODUCTS: &[&str] = &["aten::addmm", "aten::bmm", "aten::mm"];
@@ -18,14 +18,14 @@ const PRODUCTS: &[&str] = &["aten::addmm", "aten::bmm", "aten::mm"];
 /// An operator and the shapes of its inputs.
 type Call<'a> = (&'a str, Vec<&'a [i64]>);
 
-/// The length of the longest sequence at the start that follows upon itself: 3 of `abcabcd`. What is left over, such as
-/// the loss, must be shorter than it.
+/// Returns the length of the longest sequence at the start that repeats immediately: 3 for `abcabcd`. The rest, such as the
+/// loss, must be shorter.
 fn repeated(calls: &[Call<'_>]) -> usize {
     let lengths = (1..=calls.len() / 2).rev().take_while(|length| 3 * length > calls.len());
     lengths.into_iter().find(|&length| calls[..length] == calls[length..2 * length]).unwrap_or(0)
 }
 
-/// What decides a model's work.
+/// Whether an operator is a major part of a model's work.
 fn is_work(name: &str) -> bool {
     const WORK: &[&str] = &[
         "aten::_log_softmax",
@@ -60,7 +60,7 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
         let (runs, backward) = (parts(Phase::Forward).count(), parts(Phase::Backward).count());
         let half = repeated(&work[index]);
         let products = work[index][..2 * half].iter().filter(|(name, _)| PRODUCTS.contains(name)).count();
-        // A part that is repeated with a gradient each time is several losses, or a layer that is used again.
+        // A repetition with gradients each time is several losses, or a layer that is used twice.
         let unused = half >= FEWEST && 2 * gradients[index] <= products;
         if backward >= 1 && runs > backward {
             tally.add(index, seconds(forward) * (runs - backward) as f64 / runs as f64);
@@ -75,7 +75,7 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
         evidence: format!("forward runs without a backward {}: {}", times(count), tally.shapes()),
         per_step: count,
         share: Some(tally.share()),
-        remedy: "Take the metrics from the outputs that the loss has.".into(),
+        remedy: "Compute the metrics from the outputs of the loss's forward.".into(),
     })
 }
 
@@ -94,7 +94,7 @@ mod tests {
             (&["a", "a"], 1),
             (&["a", "b", "c", "a", "b", "c", "d"], 3),
             (&["a", "b", "b", "c"], 0),
-            // Twice at the start, but most of the work is elsewhere.
+            // Repeats at the start, but most of the work comes later.
             (&["a", "b", "a", "b", "c", "d", "e", "f"], 0),
             (&["a", "b", "a", "b", "a", "b", "a", "b"], 4),
         ];

@@ -1,4 +1,4 @@
-//! A tensor's value is read by the host within a step, which waits until the device has computed it.
+//! The host reads a tensor's value within a step, which waits until the device has computed it.
 
 use super::view::{View, times};
 use super::{Detector, Evidence};
@@ -13,7 +13,7 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
     let mut tally = view.tally();
     for (step, seen) in view.in_steps().filter(|(_, seen)| seen.name == "aten::_local_scalar_dense") {
         let outermost = view.outermost(seen);
-        // On the CPU an operator may read a number that it was given as a tensor; nothing waits for that.
+        // On the CPU an operator may read a number that was passed as a tensor, which waits for nothing.
         let asked = ["aten::item", "aten::is_nonzero", "aten::_local_scalar_dense"].contains(&outermost.name);
         if asked || view.profile.cuda {
             tally.add(step, if asked { outermost.seconds() } else { seen.seconds() });
@@ -25,8 +25,7 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
         evidence: format!("the host reads a value {}, {}", times(count), tally.shapes()),
         per_step: count,
         share: Some(tally.share()),
-        remedy:
-            "Add losses and metrics up in a tensor on the device, and read it once in some tens of steps."
-                .into(),
+        remedy: "Accumulate losses and metrics in a tensor on the device, and read it once in tens of steps."
+            .into(),
     })
 }

@@ -1,4 +1,4 @@
-//! A CUDA device waits for the host.
+//! A CUDA device that waits for the host.
 
 use super::view::View;
 use super::{Detector, Evidence};
@@ -9,7 +9,7 @@ pub(super) const DETECTOR: Detector = Detector {
     detect,
 };
 
-/// The share of a step from which waiting is worth a finding.
+/// The minimum share of a step.
 const SHARE: f64 = 0.1;
 
 fn detect(view: &View<'_>) -> Option<Evidence> {

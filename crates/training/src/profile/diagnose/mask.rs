@@ -1,4 +1,4 @@
-//! An attention mask that is built, or converted to another kind, in each forward.
+//! An attention mask that each forward builds, or converts to another dtype.
 
 use super::view::{Seen, View, times};
 use super::{Detector, Evidence};
@@ -15,7 +15,7 @@ fn is_square(shape: &[i64]) -> bool {
     matches!(shape, [.., rows, columns] if rows == columns && *rows > 1)
 }
 
-/// Whether an operator makes a mask from scratch, of the shape of its first input.
+/// Whether an operator creates a mask from scratch, of the shape of its first input.
 fn makes(view: &View<'_>, seen: &Seen<'_>) -> bool {
     let around = view.parent(seen);
     let made_in =
@@ -24,7 +24,7 @@ fn makes(view: &View<'_>, seen: &Seen<'_>) -> bool {
         "aten::tril" | "aten::triu" | "aten::tril_" | "aten::triu_" => seen.place.called,
         "aten::fill_" => made_in(&["aten::ones", "aten::full"]),
         "aten::zero_" => made_in(&["aten::zeros"]),
-        // A mask of numbers has two dimensions; scores have a batch.
+        // A numeric mask has two dimensions; scores have a batch.
         "aten::masked_fill" | "aten::masked_fill_" => seen.place.called && seen.shape(0).len() == 2,
         _ => false,
     }

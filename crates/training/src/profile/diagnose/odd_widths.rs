@@ -1,4 +1,4 @@
-//! Widths of a model that do not fill the vectors and tiles in which products are computed.
+//! Layer widths that do not fill the vectors and tiles of matrix products.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,10 +14,10 @@ pub(super) const DETECTOR: Detector = Detector {
 
 /// fp32 values in a vector of AVX-512.
 const CPU_MULTIPLE: i64 = 16;
-/// 16-bit values in the 16 bytes that a tensor core wants aligned.
+/// 16-bit values in the 16 bytes to which a tensor core aligns.
 const CUDA_MULTIPLE: i64 = 8;
 
-/// `[m, k] · [k, n]`: k and n, which the model decides; m is the batch's.
+/// `[m, k] · [k, n]`: k and n, which the model decides; m depends on the batch.
 fn widths(seen: &Seen<'_>) -> Option<(i64, i64)> {
     let second = match seen.name {
         "aten::mm" => seen.shape(1),
@@ -30,7 +30,7 @@ fn widths(seen: &Seen<'_>) -> Option<(i64, i64)> {
 fn detect(view: &View<'_>) -> Option<Evidence> {
     let multiple = if view.profile.cuda { CUDA_MULTIPLE } else { CPU_MULTIPLE };
     let odd = |width: i64| width > multiple && width % multiple != 0;
-    // A width that is in every step is the model's, any other the data's.
+    // A width that is in every step belongs to the model, any other to the data.
     let mut steps_with: BTreeMap<(i64, i64), BTreeSet<usize>> = BTreeMap::new();
     for (step, seen) in view.in_phase(Phase::Forward) {
         if let Some(widths) = widths(&seen) {
@@ -52,7 +52,7 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
     let count = tally.count();
     // Backward has two products for each, with the same widths.
     (count >= 1.0).then(|| Evidence {
-        evidence: format!("products with widths that are no multiple of {multiple}, {}: {}", times(count), tally.shapes()),
+        evidence: format!("products with widths that are not a multiple of {multiple}, {}: {}", times(count), tally.shapes()),
         per_step: count,
         share: Some(3.0 * tally.share()),
         remedy: format!(

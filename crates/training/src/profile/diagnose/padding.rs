@@ -1,4 +1,4 @@
-//! Positions that hold nothing are computed like the others.
+//! Padding positions are computed like others.
 
 use super::view::View;
 use super::{Detector, Evidence};
@@ -7,7 +7,7 @@ use crate::profile::composition::Phase;
 pub(super) const DETECTOR: Detector =
     Detector { name: "padding", looks_at: "the share of padding, when it is given", detect };
 
-/// The share of padding from which it is worth a finding.
+/// The minimum share of padding.
 const SHARE: f64 = 0.1;
 
 fn detect(view: &View<'_>) -> Option<Evidence> {

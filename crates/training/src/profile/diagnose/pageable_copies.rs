@@ -33,9 +33,10 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
         per_step: count,
         share: Some(tally.share()),
         remedy: if view.facts.pinned == Some(true) {
-            "Batches are pinned already: look for tensors that are made on the host within the step.".into()
+            "Batches are already pinned: look for tensors that are created on the host within the step."
+                .into()
         } else {
-            "Let the loader put batches in pinned buffers, and copy them without blocking.".into()
+            "Let the loader write batches to pinned buffers, and copy them without blocking.".into()
         },
     })
 }

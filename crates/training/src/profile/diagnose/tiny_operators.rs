@@ -11,14 +11,14 @@ pub(super) const DETECTOR: Detector = Detector {
     detect,
 };
 
-/// Seconds under which the call costs as much as the work.
+/// Seconds below which the call costs as much as the work.
 const TINY: f64 = 20e-6;
-/// The share of a step at stake from which it is worth a finding.
+/// The minimum share of a step at stake.
 const SHARE: f64 = 0.25;
-/// Fewer operators are no load whatever their size.
+/// The minimum number of operators.
 const FEWEST: f64 = 16.0;
 
-/// Seconds between operators that the program called one soon after the other, by step; a longer pause has other causes.
+/// Seconds between operators that the program called in quick succession, by step; a longer pause has other causes.
 fn gaps(view: &View<'_>) -> Vec<f64> {
     let mut seconds_by_step = vec![0.0; view.timeline.steps.len()];
     let mut outer: Vec<(usize, i64, i64)> = view

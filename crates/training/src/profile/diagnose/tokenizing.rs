@@ -1,4 +1,4 @@
-//! Text is tokenized while the training waits.
+//! Tokenizing while the training waits.
 
 use super::view::{View, times};
 use super::{Detector, Evidence};
@@ -25,6 +25,6 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
         evidence: format!("the training thread tokenizes {}", times(count)),
         per_step: count,
         share: Some(tally.share()),
-        remedy: "Tokenize once, before the training, into a token store that is mapped into memory.".into(),
+        remedy: "Tokenize once, before the training, into a memory-mapped token store.".into(),
     })
 }

@@ -1,8 +1,8 @@
-//! The optimizer runs an operator of its own for each term of each parameter's update.
+//! An optimizer that runs separate operators for each term of each parameter's update.
 //!
-//! A pass over p elements by an operator of two inputs reads 2p and writes p; Adam has some ten of them. The fused kernel
-//! reads four tensors and writes three, once. With c passes per parameter it moves 7/(3·c) of the bytes, and an update that
-//! is bound by memory takes that share of the time; the rest is at stake.
+//! A pass over p elements by an operator with two inputs reads 2p and writes p; Adam needs about ten. The fused kernel reads
+//! four tensors and writes three, once. With c passes per parameter it moves 7/(3·c) of the bytes, and a memory-bound update
+//! takes that share of the time; the rest is at stake.
 
 use super::view::View;
 use super::{Detector, Evidence};
@@ -14,9 +14,9 @@ pub(super) const DETECTOR: Detector = Detector {
     detect,
 };
 
-/// Passes over a parameter from which a fused kernel moves fewer bytes: plain SGD has one, with momentum two.
+/// Passes over a parameter from which a fused kernel moves fewer bytes: plain SGD has one, momentum two.
 const PASSES: f64 = 3.0;
-/// Tensors that a fused step of Adam reads and writes, and an operator of two inputs.
+/// Tensors that a fused step of Adam reads and writes; and those of an operator with two inputs.
 const FUSED_TRAFFIC: f64 = 7.0;
 const OPERATOR_TRAFFIC: f64 = 3.0;
 
@@ -24,7 +24,7 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
     let (shapes, parameters) = view.parameters();
     let mut tally = view.tally();
     for (step, seen) in view.in_phase(Phase::Optimizer) {
-        // Which input it is differs: x.mul_(0.9) calls a product of 0.9 and x.
+        // The input differs: x.mul_(0.9) calls a product of 0.9 and x.
         let mut inputs = seen.operator.inputs.iter().map(|input| input.dims.shape());
         let whole = inputs.any(|shape| !shape.is_empty() && shapes.contains(&shape));
         if seen.place.works && whole {

@@ -1,4 +1,4 @@
-//! Parameters that are trained and take no part in the loss.
+//! Trainable parameters that are not part of the loss.
 
 use super::view::View;
 use super::{Detector, Evidence};

@@ -1,4 +1,4 @@
-//! What detectors look at.
+//! The detectors' view of a trace.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ pub(super) struct View<'a> {
     pub(super) facts: &'a Facts,
 }
 
-/// An operator with its surroundings.
+/// An operator with its context.
 #[derive(Clone, Copy)]
 pub(super) struct Seen<'a> {
     pub(super) index: usize,
@@ -24,7 +24,7 @@ pub(super) struct Seen<'a> {
 }
 
 impl<'a> Seen<'a> {
-    /// The shape of an input; empty where there is none.
+    /// The shape of an input; empty if there is none.
     pub(super) fn shape(&self, input: usize) -> &'a [i64] {
         self.operator.inputs.get(input).map_or(&[], |input| input.dims.shape())
     }
@@ -41,27 +41,27 @@ impl<'a> View<'a> {
         Seen { index, name: self.profile.operator_name(operator), operator, place }
     }
 
-    /// All that the training ran, also between steps; no loader's worker.
+    /// Everything that the training ran, also between steps, without loader workers.
     pub(super) fn all(&self) -> impl Iterator<Item = Seen<'a>> {
         (0..self.profile.operators.len()).map(|index| self.at(index)).filter(|seen| !seen.place.worker)
     }
 
-    /// What ran within steps, with the step.
+    /// Everything that ran within steps, with the step.
     pub(super) fn in_steps(&self) -> impl Iterator<Item = (usize, Seen<'a>)> {
         self.all().filter_map(|seen| Some((seen.place.step? as usize, seen)))
     }
 
-    /// What ran within the ranges of one part of the steps.
+    /// Everything that ran within the ranges of one part of the steps.
     pub(super) fn in_phase(&self, phase: Phase) -> impl Iterator<Item = (usize, Seen<'a>)> {
         self.in_steps().filter(move |(_, seen)| seen.place.phase == phase)
     }
 
-    /// The operator or node around one.
+    /// Returns the enclosing operator or node.
     pub(super) fn parent(&self, seen: &Seen<'_>) -> Option<Seen<'a>> {
         seen.place.parent.map(|parent| self.at(parent as usize))
     }
 
-    /// The operator that the program or a node called, around or at this one.
+    /// Returns the operator that the program or a node called: this one, or one around it.
     pub(super) fn outermost(&self, seen: Seen<'a>) -> Seen<'a> {
         let mut outermost = seen;
         while let Some(around) = self.parent(&outermost).filter(|around| !around.place.node) {
@@ -70,7 +70,7 @@ impl<'a> View<'a> {
         outermost
     }
 
-    /// The kind of an input, in Kineto's words.
+    /// Returns the dtype of an input, in Kineto's words.
     pub(super) fn kind(&self, seen: &Seen<'a>, input: usize) -> &'a str {
         seen.operator.inputs.get(input).map_or("", |input| self.profile.input_kind(input))
     }
@@ -85,8 +85,8 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Shapes of the parameters that got gradients, and how many of these there are in the median step. A gradient that is
-    /// accumulated over several backward passes counts once.
+    /// Returns the shapes of the parameters that got gradients, and their number in the median step. A gradient that
+    /// accumulates over several backward passes counts once.
     pub(super) fn parameters(&self) -> (Vec<&'a [i64]>, f64) {
         let (mut shapes, mut nodes) = (Vec::new(), self.tally());
         let mut passes = vec![0.0_f64; self.timeline.steps.len()];
@@ -105,7 +105,7 @@ impl<'a> View<'a> {
     }
 }
 
-/// Counts and seconds by step, and the shapes that were seen.
+/// Counts and seconds by step, and the observed shapes.
 pub(super) struct Tally {
     counts: Vec<f64>,
     seconds: Vec<f64>,
@@ -119,7 +119,7 @@ impl Tally {
         self.seconds[step] += seconds;
     }
 
-    /// Adds time to what was counted.
+    /// Adds time to the last count.
     pub(super) fn also(&mut self, step: usize, seconds: f64) {
         self.seconds[step] += seconds;
     }
@@ -128,7 +128,7 @@ impl Tally {
         *self.shapes.entry(what).or_default() += 1;
     }
 
-    /// In the median step.
+    /// The count in the median step.
     pub(super) fn count(&self) -> f64 {
         median(self.counts.iter().copied())
     }
@@ -142,7 +142,7 @@ impl Tally {
         if self.step_seconds > 0.0 { self.seconds() / self.step_seconds } else { 0.0 }
     }
 
-    /// The most frequent of what was seen, at most three.
+    /// The most frequent observations, at most three.
     pub(super) fn shapes(&self) -> String {
         let mut shapes: Vec<_> = self.shapes.iter().collect();
         shapes.sort_by_key(|&(_, &count)| std::cmp::Reverse(count));

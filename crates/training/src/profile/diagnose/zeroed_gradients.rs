@@ -1,4 +1,4 @@
-//! Gradients are filled with zeros and then added to, where dropping them lets backward hand over its own tensor.
+//! Gradients that are filled with zeros and then added to; dropping them lets backward store its own tensor.
 
 use super::view::{View, times};
 use super::{Detector, Evidence};
@@ -29,7 +29,7 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
     }
     let count = tally.count();
     let mut additions = view.tally();
-    // What backward adds to the zeros.
+    // Additions of backward to the zeros.
     for (step, seen) in view.in_steps().filter(|(_, seen)| seen.name == "aten::add_") {
         let around = view.parent(&seen);
         if around.is_some_and(|around| around.name == "torch::autograd::AccumulateGrad") {

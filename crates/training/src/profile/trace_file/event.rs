@@ -1,4 +1,4 @@
-//! One event as it is written.
+//! One event of the file.
 
 use serde::Deserialize;
 use serde::de::{Deserializer, Error, SeqAccess, Visitor};
@@ -29,10 +29,10 @@ pub(super) struct Args {
     pub(super) dims: Vec<Dims>,
     #[serde(default, rename = "Input type")]
     pub(super) kinds: Vec<String>,
-    /// Of `[memory]`.
+    /// For `[memory]`.
     #[serde(default, rename = "Bytes")]
     pub(super) bytes: i64,
-    /// Of copies and fills on a device.
+    /// For copies and fills on a device.
     #[serde(default, rename = "bytes")]
     pub(super) copied: i64,
 }
@@ -40,9 +40,9 @@ pub(super) struct Args {
 /// The shape of an input.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Dims {
-    /// A tensor's; empty for a scalar, and for what is no tensor.
+    /// The shape of one tensor; empty for a scalar, and for an input that is not a tensor.
     One(Box<[i64]>),
-    /// Those of a list of tensors.
+    /// The shapes of a list of tensors.
     List(Vec<Box<[i64]>>),
 }
 
@@ -93,7 +93,7 @@ impl<'de> Deserialize<'de> for Dims {
                 match (shape.is_empty(), shapes.is_empty()) {
                     (_, true) => Ok(Dims::One(shape.into())),
                     (true, false) => Ok(Dims::List(shapes)),
-                    (false, false) => Err(A::Error::custom("a shape has numbers and lists side by side")),
+                    (false, false) => Err(A::Error::custom("a shape mixes numbers and lists")),
                 }
             }
         }

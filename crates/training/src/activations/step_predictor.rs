@@ -1,16 +1,15 @@
-//! What a step of a whole model will take under a plan, from what one of its layers takes.
+//! Predicts the cost of a whole model's step under a plan, from measurements of one layer.
 //!
-//! With H and T a layer's held and transient bytes, E what is held outside of the layers, and D what the head needs, all
-//! beyond what is alive between steps:
+//! H and T are a layer's kept and transient bytes, E is what is kept outside the layers, and D what the head needs, all beyond
+//! what is alive between steps:
 //!
 //! ```text
 //! peak = max( E + Σ H + D,  max over layers i of  E' + H₀ + … + Hᵢ + Tᵢ )      time = outside + Σ (layer + recomputation)
 //! ```
 //!
-//! E' is what is left of the outside when the layers' backward begins: the gradient of a weight that head and embedding share
-//! waits in the engine until the embedding's part of it comes. The embedding's own backward is left out: the head, whose
-//! logits are as wide, needs more. Everything comes from a model of one layer and from figures taken before the step that they
-//! predict.
+//! E' is what remains of E when the layers' backward starts: the engine holds the gradient of a weight that head and embedding
+//! share until the embedding's part arrives. The embedding's own backward is left out: the head, whose logits are as wide,
+//! needs more. Everything is measured on a model with one layer, before the predicted step.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,25 +26,25 @@ use tch::{Device, Tensor};
 use super::{Activations, LayerPlan, LayerProbe, WHAT};
 use crate::error::{Error, Result};
 
-/// What steps will take. See the [module](self).
+/// Predicts the cost of steps. See the [module](self).
 #[derive(Debug, Clone, PartialEq)]
-pub struct Forecast {
-    /// One layer.
+pub struct StepPredictor {
+    /// The cost of one layer.
     pub layer: LayerProbe,
     /// Seconds of a step outside of the layers: embedding, last norm, head.
     pub outside_seconds: f64,
-    /// E: bytes held outside of the layers when the forward of the hidden states is done.
+    /// E: bytes kept outside the layers at the end of the forward of the hidden states.
     pub outside_bytes: u64,
-    /// E': bytes held outside of the layers while these run backward.
+    /// E': bytes kept outside the layers during their backward.
     pub behind_head_bytes: u64,
-    /// D: bytes that the head's forward and backward need beyond all that is held.
+    /// D: bytes that the head's forward and backward need in addition.
     pub head_bytes: u64,
 }
 
-/// What a step takes beyond what is alive between steps (weights, gradients, optimizer).
+/// The cost of a step beyond what is alive between steps (weights, gradients, optimizer state).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepCost {
-    /// Bytes on the device at the largest moment.
+    /// Peak bytes on the device.
     pub peak_bytes: u64,
     /// Bytes on the host.
     pub host_bytes: u64,
@@ -53,9 +52,9 @@ pub struct StepCost {
     pub seconds: f64,
 }
 
-impl Forecast {
-    /// Measures `model`, whose first layer stands for all, on one batch, in `rounds` rounds: a model of one layer tells
-    /// everything about one of many. Gradients that it has are gone afterwards; the plan in place is again.
+impl StepPredictor {
+    /// Measures `model` on one batch, in `rounds` rounds; its first layer stands for all, so a model with one layer is enough.
+    /// The model's gradients are cleared; its plan is restored.
     ///
     /// # Errors
     /// As [`Activations::probe`].
@@ -69,7 +68,7 @@ impl Forecast {
         let before = activations.plan();
         let result = Self::measure_keeping(model, activations, input, labels_bt, rounds);
         activations.change(&before)?;
-        // What the passes left would be added to the first step's gradients.
+        // Gradients left from the measurement would be added to the first step's.
         for (_, tensor) in trainable(&*model) {
             set_grad(tensor, None)?;
         }
@@ -114,7 +113,7 @@ impl Forecast {
         backward(&[&model.head().loss(&head_input, labels_bt, &input.context)?.sum])?;
         let head_bytes = region.finish()?.peak_above_start();
         drop(head_input);
-        // The whole, for what the head leaves behind. Its input and that input's gradient end with the last norm.
+        // The whole model, for what the head leaves behind. Its input and that input's gradient are freed at the last norm.
         let ends_with_norm = 2 * (hidden.numel() * hidden.kind().elt_size_in_bytes()) as u64;
         let at_mark = Arc::new(AtomicU64::new(0));
         let marked = apply(Mark { live: at_mark.clone(), device }, &[&hidden])?.remove(0);
@@ -127,10 +126,10 @@ impl Forecast {
         Ok(Self { layer, outside_seconds, outside_bytes, behind_head_bytes, head_bytes })
     }
 
-    /// A step of as many layers as `plan` has entries.
+    /// Predicts a step with as many layers as `plan` has entries.
     ///
     /// # Errors
-    /// More bytes than 64 bits count.
+    /// A byte count beyond 64 bits.
     pub fn step(&self, plan: &[LayerPlan]) -> Result<StepCost> {
         let costs: Vec<LayerCost> = plan.iter().filter_map(|&of| self.layer.cost(of)).collect();
         let held: u64 = costs.iter().map(|cost| cost.held_bytes).sum();
@@ -144,12 +143,12 @@ impl Forecast {
         })
     }
 
-    /// The plan of least recomputation for `layers` layers whose step stays under `budget` bytes beyond what is alive
-    /// between steps. The head's need counts as one that each layer has, as it meets the last one; so where the head needs
-    /// more than a layer does, there may be a cheaper plan.
+    /// Returns the plan with the least recomputation for `layers` layers whose step stays within `budget` bytes beyond what is
+    /// alive between steps. The head's need is counted for every layer, as for the last; if the head needs more than a layer, a
+    /// cheaper plan may exist.
     ///
     /// # Errors
-    /// No plan fits: the least budget that one does fit is named.
+    /// No plan fits; the message names the smallest budget that does.
     pub fn least_recomputation(&self, layers: usize, budget: u64) -> Result<Plan<LayerPlan>> {
         let outside = self.behind_head_bytes;
         let head = (self.outside_bytes + self.head_bytes).saturating_sub(outside);
@@ -160,7 +159,7 @@ impl Forecast {
         let choices: Vec<Choice<LayerPlan>> = self.layer.choices.iter().map(with_head).collect();
         let Some(left) = budget.checked_sub(outside) else {
             let reason = format!(
-                "a budget of {budget} B is less than the {outside} B that the model holds outside of its layers"
+                "a budget of {budget} B is less than the {outside} B that the model keeps outside its layers"
             );
             return Err(Error::config(WHAT, reason));
         };
@@ -168,7 +167,7 @@ impl Forecast {
     }
 }
 
-/// Passes a tensor on, and in backward notes the bytes that are alive when its gradient comes.
+/// Passes a tensor through; in backward records the bytes alive when its gradient arrives.
 struct Mark {
     live: Arc<AtomicU64>,
     device: Device,

@@ -1,16 +1,16 @@
-//! The way of layers' inputs to the host's memory and back.
+//! Copies of layer inputs to host memory and back.
 //!
-//! One stream carries both directions. In forward a layer's input goes out while the layer computes; the input is let go when
-//! both are done, so that never more than one is under way, whatever the stream's speed. In backward a layer waits for its
-//! input and, before it computes, sends for that of the layer before it.
+//! One stream carries both directions. In forward a layer's input is copied to the host while the layer computes, and freed
+//! when both are done, so that at most one copy is in flight. In backward a layer waits for its input and, before it computes,
+//! starts the copy of the previous layer's input.
 //!
 //! ```text
 //! compute   forward 0 │ forward 1 │ …    … │ backward 1 │ backward 0
-//! lane         out 0  │    out 1  │ …    … │    in 0    │
+//! offload         out 0  │    out 1  │ …    … │    in 0    │
 //! ```
 //!
-//! Host memory is page-locked for CUDA, and counted by [`runtime::device::pinned_bytes`] and not by [`runtime::memory`] on
-//! every device. Buffers are kept for the next step; when a batch of another shape comes, the idle ones are given back.
+//! Host memory is page-locked for CUDA; [`runtime::device::pinned_bytes`] counts it on every device, [`runtime::memory`] does
+//! not. Buffers are reused in the next step; when a batch of another shape comes, idle buffers are freed.
 
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -20,31 +20,31 @@ use runtime::device::{Event, Stream, copy_async, pinned_empty};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
-/// The lane of a model.
+/// The copies of one model's activations.
 #[derive(Debug, Default)]
-pub(super) struct HostLane(Arc<Shared>);
+pub(super) struct HostOffload(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
-    /// Made when something is to be carried.
+    /// Created at the first copy.
     stream: OnceLock<Stream>,
     state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// Buffers that nobody uses. Work on them that is still in the stream is done before what comes behind it.
+    /// Idle buffers. Work in the stream that still uses them is done before later work.
     idle: Vec<Tensor>,
-    /// What went out last.
-    last: Weak<Trip>,
-    /// Bytes that are out.
+    /// The last copy to the host.
+    last: Weak<Transfer>,
+    /// Bytes in host memory.
     bytes: u64,
 }
 
-impl HostLane {
-    /// Where layer `place` loads and unloads.
-    pub(super) fn stop(&self, place: usize) -> Stop {
-        Stop { lane: self.0.clone(), place }
+impl HostOffload {
+    /// Returns the storage of layer `layer`.
+    pub(super) fn storage(&self, layer: usize) -> LayerStorage {
+        LayerStorage { offload: self.0.clone(), layer }
     }
 
     pub(super) fn bytes(&self) -> u64 {
@@ -63,48 +63,48 @@ impl Shared {
             return Ok(stream);
         }
         let reason = format!(
-            "a layer's input is on {device:?} and those before it were on {:?}; offload the layers of one device",
+            "a layer's input is on {device:?}, but earlier ones were on {:?}; offload layers of one device only",
             stream.device()
         );
         Err(Error::invalid("activation offload", reason))
     }
 }
 
-/// One layer's place at the lane.
+/// The storage of one layer's input.
 #[derive(Debug, Clone)]
-pub(super) struct Stop {
-    lane: Arc<Shared>,
-    place: usize,
+pub(super) struct LayerStorage {
+    offload: Arc<Shared>,
+    layer: usize,
 }
 
-/// One input that is out.
+/// One input in host memory, or on its way.
 #[derive(Debug)]
-struct Trip {
-    lane: Arc<Shared>,
+struct Transfer {
+    offload: Arc<Shared>,
     stream: Stream,
-    place: usize,
+    layer: usize,
     shape: Vec<i64>,
     kind: Kind,
-    /// A lock, because threads of the engine share the trip.
+    /// A lock, because threads of the engine share the transfer.
     host: Mutex<Tensor>,
-    /// The input on the device until it is copied, and when that is.
+    /// The input on the device, until it is copied.
     leaving: Mutex<Option<Tensor>>,
     copied: Event,
-    /// On its way back, and when it is there.
+    /// The prefetched input, and the event that marks its arrival.
     returning: Mutex<Option<(Tensor, Event)>>,
-    /// What went out before, of the same forward.
-    previous: Weak<Trip>,
+    /// The previous transfer of the same forward.
+    previous: Weak<Transfer>,
 }
 
-/// A [`Trip`] as its segment holds it.
-struct Ticket(Arc<Trip>);
+/// The handle that a segment keeps.
+struct StoredInput(Arc<Transfer>);
 
-impl SavedTensorStorage for Stop {
+impl SavedTensorStorage for LayerStorage {
     fn pack(&self, input: &Tensor) -> Result<Box<dyn StoredTensor>> {
         let (shape, kind, device) = (input.size(), input.kind(), input.device());
-        let stream = self.lane.stream(device)?;
+        let stream = self.offload.stream(device)?;
         let host = {
-            let mut state = self.lane.state.lock();
+            let mut state = self.offload.state.lock();
             let fits = state.idle.iter().position(|idle| idle.size() == shape && idle.kind() == kind);
             match fits {
                 Some(index) => Some(state.idle.swap_remove(index)),
@@ -128,20 +128,20 @@ impl SavedTensorStorage for Stop {
                 return Ok(());
             }
             let reason =
-                "a layer's input was changed in place while it was copied to the host; change a copy";
+                "a layer's input was changed in layer while it was copied to the host; change a copy";
             Err(Error::invalid("activation offload", reason))
         })?;
         let copied = Event::untimed(device)?;
         stream.record(&copied)?;
 
-        // Never let go of under the lock: a trip's end takes it too.
-        let last = self.lane.state.lock().last.upgrade();
-        // The same place again is a block that runs twice in a forward; an earlier one begins another forward.
-        let previous = last.as_ref().filter(|last| last.place <= self.place);
-        let trip = Arc::new(Trip {
-            lane: self.lane.clone(),
+        // Not dropped under the lock: the end of a transfer takes it too.
+        let last = self.offload.state.lock().last.upgrade();
+        // The same layer again is a block that runs twice in a forward; an earlier layer starts another forward.
+        let previous = last.as_ref().filter(|last| last.layer <= self.layer);
+        let transfer = Arc::new(Transfer {
+            offload: self.offload.clone(),
             stream,
-            place: self.place,
+            layer: self.layer,
             shape,
             kind,
             host: Mutex::new(host),
@@ -150,47 +150,47 @@ impl SavedTensorStorage for Stop {
             returning: Mutex::default(),
             previous: previous.map_or_else(Weak::new, Arc::downgrade),
         });
-        let mut state = self.lane.state.lock();
-        state.bytes += bytes(&trip.host.lock());
-        state.last = Arc::downgrade(&trip);
-        Ok(Box::new(Ticket(trip)))
+        let mut state = self.offload.state.lock();
+        state.bytes += bytes(&transfer.host.lock());
+        state.last = Arc::downgrade(&transfer);
+        Ok(Box::new(StoredInput(transfer)))
     }
 }
 
-impl StoredTensor for Ticket {
+impl StoredTensor for StoredInput {
     fn wait(&self) -> Result<()> {
-        let trip = &*self.0;
-        Stream::current(trip.stream.device())?.wait(&trip.copied)?;
-        // Its memory may be used again by whatever this thread computes next.
-        trip.leaving.lock().take();
+        let transfer = &*self.0;
+        Stream::current(transfer.stream.device())?.wait(&transfer.copied)?;
+        // This thread's next computation may reuse the memory.
+        transfer.leaving.lock().take();
         Ok(())
     }
 
     fn unpack(&self) -> Result<Tensor> {
-        let trip = &*self.0;
-        trip.send_for()?;
-        let returning = trip.returning.lock().take();
+        let transfer = &*self.0;
+        transfer.prefetch()?;
+        let returning = transfer.returning.lock().take();
         let (input, arrived) = returning.ok_or_else(|| {
-            Error::invalid("activation offload", "two backwards at once took one layer's input")
+            Error::invalid("activation offload", "two concurrent backwards requested one layer's input")
         })?;
-        Stream::current(trip.stream.device())?.wait(&arrived)?;
-        if let Some(previous) = trip.previous.upgrade() {
-            previous.send_for()?;
+        Stream::current(transfer.stream.device())?.wait(&arrived)?;
+        if let Some(previous) = transfer.previous.upgrade() {
+            previous.prefetch()?;
         }
         Ok(input)
     }
 }
 
-impl Trip {
-    /// Begins the way back, if it has not begun.
-    fn send_for(&self) -> Result<()> {
+impl Transfer {
+    /// Starts the copy to the device, if it has not started.
+    fn prefetch(&self) -> Result<()> {
         let mut returning = self.returning.lock();
         if returning.is_some() {
             return Ok(());
         }
         let device = self.stream.device();
         let input = Tensor::f_empty(&self.shape, (self.kind, device))?;
-        // The memory may have been another tensor's until now.
+        // The memory may have belonged to another tensor until now.
         let (free, arrived) = (Event::untimed(device)?, Event::untimed(device)?);
         Stream::current(device)?.record(&free)?;
         self.stream.wait(&free)?;
@@ -205,10 +205,10 @@ impl Trip {
     }
 }
 
-impl Drop for Trip {
+impl Drop for Transfer {
     fn drop(&mut self) {
-        // Device memory that the stream still reads or writes is not given to anything before that is done. A failure of the
-        // stream was, or will be, an error of whoever needs what it did not carry.
+        // Device memory that the stream still reads or writes is not reused before that work is done. A failure of the stream
+        // is reported to whoever needs the tensor.
         if let Ok(current) = Stream::current(self.stream.device()) {
             let returning = self.returning.get_mut().take();
             let leaving = self.leaving.get_mut().take();
@@ -220,7 +220,7 @@ impl Drop for Trip {
             }
         }
         let host = self.host.get_mut().shallow_clone();
-        let mut state = self.lane.state.lock();
+        let mut state = self.offload.state.lock();
         state.bytes -= bytes(&host);
         state.idle.push(host);
     }
