@@ -38,6 +38,15 @@ struct MemoryReports : kineto::ProfilerStateBase {
   }
 };
 
+// NULL when nothing records.
+at::RecordFunction* begin(at::RecordScope scope, const char* name, size_t size) {
+  auto callbacks = at::getStepCallbacksUnlessEmpty(scope);
+  if (!callbacks.has_value()) return nullptr;
+  auto made = std::make_unique<at::RecordFunction>(std::move(*callbacks));
+  made->before(printable(name, size));
+  return made.release();
+}
+
 c10::DebugInfoKind slot() { return c10::DebugInfoKind::PROFILER_STATE; }
 } // namespace
 
@@ -77,17 +86,15 @@ void rt_trace_free(profiler::ProfilerResult* result) { delete result; }
 
 // Opens a range with `size` bytes of UTF-8 as its name; `range` is NULL when nothing records.
 rt_status rt_range_begin(const char* name, size_t size, at::RecordFunction** range) {
-  return guard([&] {
-    *range = nullptr;
-    auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
-    if (!callbacks.has_value()) return;
-    auto made = std::make_unique<at::RecordFunction>(std::move(*callbacks));
-    made->before(printable(name, size));
-    *range = made.release();
-  });
+  return guard([&] { *range = begin(at::RecordScope::USER_SCOPE, name, size); });
 }
 
-// Closes a range on the thread that opened it. `range` is taken.
+// Opens the scope of a kernel that bypasses the dispatcher, named as `rt_range_begin` does: a trace shows it as an operator.
+rt_status rt_kernel_begin(const char* name, size_t size, at::RecordFunction** range) {
+  return guard([&] { *range = begin(at::RecordScope::FUNCTION, name, size); });
+}
+
+// Closes a range or a kernel's scope on the thread that opened it. `range` is taken.
 rt_status rt_range_end(at::RecordFunction* range) {
   return guard([&] { delete range; });
 }

@@ -19,7 +19,7 @@ use tch::{Device, Kind, Tensor};
 use crate::autograd::GradMode;
 use crate::error::{Error, Result};
 use crate::processor;
-use crate::profile::{Flops, record_external};
+use crate::profile::{Flops, kernel, record_external};
 use crate::sys::gemm::{SHORTEST, gemm_f32};
 use crate::sys::tensor::memory_range;
 
@@ -127,10 +127,12 @@ pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Opti
     if !on_cpu || !dtypes || !(1..=FEW).contains(&vectors) || out * width < SMALL {
         return Ok(None);
     }
+    let scope = kernel("runtime::matvec");
     let Some(mut product) = crate::sys::matvec::matvec(x, weight)? else { return Ok(None) };
     if let Some(bias) = bias {
         let _ = product.f_add_(bias)?;
     }
+    drop(scope);
     let bytes = weight.numel() * weight.kind().elt_size_in_bytes();
     record_external("runtime::matvec", Flops::from((2 * vectors * out * width) as u64), bytes as u64)?;
     Ok(Some(product.f_to_kind(x.kind())?))
@@ -142,6 +144,7 @@ fn same_kind(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Resu
     if fp32_on_cpu && (m.min(n) >= SHORTEST || ![a, b].into_iter().all(is_dense)) {
         // A tensor may be a view that says "negated" instead of holding the values.
         let (a, b) = (&a.f_resolve_neg()?, &b.f_resolve_neg()?);
+        let _scope = kernel("runtime::mm");
         gemm_f32(out, a, b, accumulate, usize::try_from(tch::get_num_threads()).unwrap_or(1))?;
         let flops = u64::try_from(2 * m * n * k).unwrap_or(u64::MAX);
         let elements = m * k + k * n + m * n * if accumulate { 2 } else { 1 };

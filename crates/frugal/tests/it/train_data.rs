@@ -179,8 +179,7 @@ fn every_way_of_making_batches_trains_both_models() {
 fn a_healthy_training_is_called_healthy_and_goes_on_as_without_a_diagnosis() {
     let folder = tempfile::tempdir().unwrap();
     let trace = folder.path().join("trace.json");
-    // The fused loss waits for the number of labels, which is found.
-    let common = "--data embedded --width 128 --length 128 --batch 16 --steps 9 --loss plain";
+    let common = "--data embedded --width 128 --length 128 --batch 16 --steps 9";
     let (plain, silence) = lines(common);
     assert_eq!(silence, "");
     let (diagnosed, message) = lines(&format!("{common} --diagnose --trace {}", trace.display()));

@@ -22,7 +22,7 @@ pub use crate::sys::adam::{AdamStep, AdamTensors};
 use crate::error::{Error, Result};
 use crate::ops::foreach;
 use crate::ops::optimizer::AdamW;
-use crate::profile::{Flops, record_external};
+use crate::profile::{Flops, kernel, record_external};
 use crate::sys::adam as sys;
 
 /// One step on the CPU, in place and without a graph, on any thread; libtorch's threads share the work. Versions of what is written go
@@ -64,6 +64,7 @@ pub fn adam(tensors: &AdamTensors<'_>, step: &AdamStep) -> Result<()> {
             return Err(Error::invalid(sys::NAME, format!("{name} is {beta}; expected one in [0, 1)")));
         }
     }
+    let _scope = kernel("runtime::adam");
     sys::step(tensors, step)?;
     record_external("runtime::adam", Flops::default(), bytes_moved(tensors))
 }

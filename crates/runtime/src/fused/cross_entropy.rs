@@ -31,7 +31,7 @@ use tch::{Device, Kind, Tensor};
 use crate::autograd::GradMode;
 use crate::error::{Error, Result};
 use crate::kernels::cross_entropy::Cuda;
-use crate::profile::{Flops, record_external};
+use crate::profile::{Flops, kernel, record_external};
 use crate::sys::cross_entropy as sys;
 
 mod operators;
@@ -126,6 +126,7 @@ impl LogitsPass for Simd {
         statistics: &mut Statistics,
     ) -> Result<()> {
         not_recorded(tile)?;
+        let _scope = kernel("runtime::cross_entropy_statistics");
         sys::statistics(tile, first, transform, targets, class_weights, statistics)?;
         let passes = 1 + u64::from(transform.changes()) + u64::from(matches!(targets, Targets::Dense(_)));
         record_external("runtime::cross_entropy_statistics", Flops::from(0), passes * bytes_of(tile))
@@ -136,6 +137,7 @@ impl LogitsPass for Simd {
         if !transform.changes() {
             return Ok(());
         }
+        let _scope = kernel("runtime::cross_entropy_logits");
         sys::logits(tile, transform)?;
         record_external("runtime::cross_entropy_logits", Flops::from(0), 2 * bytes_of(tile))
     }
@@ -149,6 +151,7 @@ impl LogitsPass for Simd {
         coefficients: Coefficients<'_>,
     ) -> Result<()> {
         not_recorded(tile)?;
+        let _scope = kernel("runtime::cross_entropy_gradient");
         sys::gradient(tile, transform, targets, class_weights, coefficients)?;
         let passes = 2 + u64::from(matches!(targets, Targets::Dense(_)));
         record_external("runtime::cross_entropy_gradient", Flops::from(0), passes * bytes_of(tile))

@@ -14,6 +14,7 @@ use tch::{Device, Kind, Tensor};
 use crate::error::Result;
 use crate::kernels::scale as cuda;
 use crate::ops;
+use crate::profile::kernel;
 use crate::sys::gradients as sys;
 
 const NAME: &str = "fused unscale";
@@ -24,6 +25,8 @@ const NAME: &str = "fused unscale";
 /// # Errors
 /// Those of libtorch.
 pub fn scale_(x: &mut Tensor, factor: &Tensor) -> Result<()> {
+    // A trace shows reading the factor as a part of this kernel: on a CPU nothing waits for it.
+    let _scope = kernel("runtime::scale");
     let is_done = match x.device() {
         Device::Cpu => factor.f_double_value(&[])? == 1.0,
         _ => cuda::scale(x, factor)?,
@@ -65,6 +68,7 @@ pub fn unscale_(grads: &[impl Borrow<Tensor>], factor: &Tensor, norm: bool) -> R
         });
         return Ok(Unscaled { found_inf, norm: norm.transpose()? });
     }
+    let _scope = kernel("runtime::unscale");
     let value = sys::factor(NAME, factor)?;
     let grads: Vec<&Tensor> = grads.iter().map(Borrow::borrow).collect();
     if !norm && value.abs() <= 1.0 {

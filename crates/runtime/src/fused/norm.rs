@@ -61,7 +61,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::autograd::{self, GradMode};
 use crate::error::{Error, Result};
-use crate::profile::{Flops, record_external};
+use crate::profile::{Flops, kernel, record_external};
 use crate::sys::norm as sys;
 use crate::sys::tensor::is_sole_owner;
 use function::FusedNorm;
@@ -262,6 +262,7 @@ pub fn forward(
     let sum = residual.as_ref().map(|_| empty(&size, kind)).transpose()?;
     let mean = (mean && norm == Norm::Layer).then(|| empty(&[rows], compute)).transpose()?;
     let rstd = empty(&[rows], compute)?;
+    let scope = kernel("runtime::norm");
     sys::forward(sys::Forward {
         center: norm == Norm::Layer,
         eps: options.eps,
@@ -273,6 +274,7 @@ pub fn forward(
         mean: mean.as_ref(),
         rstd: &rstd,
     })?;
+    drop(scope);
     record("runtime::norm", &[Some(&x), residual.as_ref(), Some(&y), sum.as_ref()])?;
     Ok(Normalized { y, sum, mean, rstd })
 }
@@ -347,6 +349,7 @@ pub fn backward(
     let width = [size.last().copied().unwrap_or(0)];
     let vector = |wanted: bool| wanted.then(|| Tensor::f_empty(width, (compute, Device::Cpu))).transpose();
     let (of_weight, of_bias) = (vector(wanted.weight)?, vector(wanted.bias)?);
+    let scope = kernel("runtime::norm_backward");
     sys::backward(sys::Backward {
         center: norm == Norm::Layer,
         kind: saved.kind,
@@ -363,6 +366,7 @@ pub fn backward(
         of_weight: of_weight.as_ref(),
         of_bias: of_bias.as_ref(),
     })?;
+    drop(scope);
     let written = grad.as_ref().map(|grad| grad.as_ref().unwrap_or(&upstream));
     record("runtime::norm_backward", &[Some(&kept), Some(&upstream), added.as_ref(), written])?;
     let x = grad.map(|grad| grad.unwrap_or(upstream));

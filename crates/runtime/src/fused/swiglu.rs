@@ -19,7 +19,7 @@ use tch::{Device, Tensor};
 use crate::autograd::{self, GradMode};
 use crate::error::{Error, Result};
 use crate::kernels::swiglu as cuda;
-use crate::profile::{Flops, record_external};
+use crate::profile::{Flops, kernel, record_external};
 use crate::sys::swiglu as sys;
 
 mod function;
@@ -66,6 +66,7 @@ pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 pub fn forward(gate: &Tensor, up: &Tensor, silu: Option<&Tensor>, product: &mut Tensor) -> Result<()> {
     not_recorded(&[gate, up])?;
     if on_cpu(gate) {
+        let _scope = kernel("runtime::swiglu");
         sys::forward(gate, up, silu, product)?;
         return record("runtime::swiglu", product, if silu.is_some() { 4 } else { 3 });
     }
@@ -103,6 +104,7 @@ pub struct Gradients {
 pub fn backward(gate: Tensor, up: Tensor, silu: Option<&Tensor>, grad: Tensor) -> Result<Gradients> {
     not_recorded(&[&gate, &up, &grad])?;
     if on_cpu(&gate) {
+        let _scope = kernel("runtime::swiglu_backward");
         sys::backward(sys::Backward {
             gate: &gate,
             up: &up,

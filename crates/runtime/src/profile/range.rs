@@ -1,4 +1,4 @@
-//! Named ranges of a trace.
+//! Named ranges of a trace, and the scopes of kernels that bypass the dispatcher.
 
 use crate::sys::profile as sys;
 
@@ -36,4 +36,20 @@ impl std::fmt::Debug for Range {
 /// ```
 pub fn range(name: &str) -> Range {
     Range { _range: sys::begin_range(name) }
+}
+
+/// Shows what this thread does until the guard is dropped as one operator in the [`Trace`](super::Trace) that runs. For kernels that
+/// bypass the dispatcher, which tell counters of their work by [`record_external`](super::record_external).
+///
+/// ```
+/// use runtime::profile::{Flops, kernel, record_external};
+///
+/// let scope = kernel("my_kernel");
+/// // … computes
+/// drop(scope);
+/// record_external("my_kernel", Flops::from(2 * 64 * 64), 4 * 3 * 64)?;
+/// # Ok::<(), runtime::Error>(())
+/// ```
+pub fn kernel(name: &str) -> Range {
+    Range { _range: sys::begin_kernel(name) }
 }

@@ -52,6 +52,7 @@ unsafe extern "C" {
     fn rt_trace_save(result: *mut RawResult, path: *const c_char) -> Status;
     fn rt_trace_free(result: *mut RawResult);
     fn rt_range_begin(name: *const c_char, size: usize, range: *mut *mut RawRange) -> Status;
+    fn rt_kernel_begin(name: *const c_char, size: usize, range: *mut *mut RawRange) -> Status;
     fn rt_range_end(range: *mut RawRange) -> Status;
     fn rt_counter_start(this_thread: c_int, counter: *mut *mut RawCounter) -> Status;
     fn rt_counter_stop(counter: *mut RawCounter) -> Status;
@@ -95,13 +96,20 @@ impl Drop for TraceResult {
     }
 }
 
-/// An open range; null when nothing recorded at its beginning.
+/// An open range, or the scope of a kernel; null when nothing recorded at its beginning.
 pub(crate) struct Range(*mut RawRange, OnThisThread);
 
 pub(crate) fn begin_range(name: &str) -> Range {
     let mut range = null_mut();
     // SAFETY: the name is read during the call; the status is fresh. A range that cannot be opened is not recorded.
     let _ = unsafe { check(rt_range_begin(name.as_ptr().cast(), name.len(), &raw mut range)) };
+    Range(range, PhantomData)
+}
+
+pub(crate) fn begin_kernel(name: &str) -> Range {
+    let mut range = null_mut();
+    // SAFETY: the name is read during the call; the status is fresh. A scope that cannot be opened is not recorded.
+    let _ = unsafe { check(rt_kernel_begin(name.as_ptr().cast(), name.len(), &raw mut range)) };
     Range(range, PhantomData)
 }
 

@@ -38,12 +38,14 @@ fn a_trace_has_operators_ranges_threads_shapes_and_memory() {
 
     // Nothing records: ranges are free to come and go.
     drop(profile::range("before"));
+    drop(profile::kernel("before"));
 
     let trace = Trace::start(TraceOptions::default()).unwrap();
     let error = Trace::start(TraceOptions::default()).unwrap_err().to_string();
     assert_eq!(error, "Trace::start: another trace is running in this process; save it or drop it first");
     step();
     thread::spawn(step).join().unwrap();
+    drop(profile::kernel("of our own"));
     trace.save(&path).unwrap();
 
     let recorded = events(&path);
@@ -55,6 +57,8 @@ fn a_trace_has_operators_ranges_threads_shapes_and_memory() {
         assert_eq!(threads.len(), 2, "{name} on both threads");
     }
     assert!(named(&recorded, "before").is_empty());
+    let own = named(&recorded, "of our own");
+    assert!(own.len() == 1 && own[0]["cat"] == "cpu_op", "an operator among the others: {own:?}");
     assert_eq!(named(&recorded, "aten::mm")[0]["args"]["Input Dims"].to_string(), "[[32,32],[32,32]]");
     assert!(
         recorded.iter().any(|event| event["name"].as_str().is_some_and(|name| name.contains("MmBackward")))

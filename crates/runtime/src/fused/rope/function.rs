@@ -6,7 +6,7 @@ use super::NAME;
 use crate::autograd::{self, Backward, Forward, Function};
 use crate::error::{Error, Result};
 use crate::kernels::rope as cuda;
-use crate::profile::{Flops, record_external};
+use crate::profile::{Flops, kernel, record_external};
 use crate::sys::rope as sys;
 use crate::sys::tensor::is_sole_owner;
 
@@ -93,6 +93,7 @@ fn rotate(
     let places = positions.map(|places| Vec::<i64>::try_from(places.f_reshape([-1])?)).transpose()?;
     let pairs: Vec<sys::Turn<'_>> =
         turns.iter().map(|(from, to)| (from, to.as_ref().unwrap_or(from))).collect();
+    let _scope = kernel("runtime::rope");
     sys::rotate(table, places.as_deref(), &pairs, inverse)?;
     let bytes = |x: &Tensor| (2 * x.numel() * x.kind().elt_size_in_bytes()) as u64;
     record_external("runtime::rope", Flops::default(), turns.iter().map(|(from, _)| bytes(from)).sum())?;
