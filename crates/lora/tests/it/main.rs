@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod equivalence;
+mod example;
 mod fixtures_adapter;
 mod fuzz_adapter;
 mod lifecycle;

@@ -2,6 +2,7 @@
 
 mod delays;
 mod device_memory;
+mod example;
 mod failures;
 mod file_failures;
 mod fixtures_offload;

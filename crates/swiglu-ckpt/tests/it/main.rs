@@ -4,6 +4,7 @@ mod autocast;
 mod autocast_memory;
 mod bad_input;
 mod equivalence;
+mod example;
 mod flops;
 mod install;
 mod memory;
