@@ -32,10 +32,10 @@ enum Command {
     Merge(program::merge::Merge),
     /// Export the adapter of a checkpoint, or convert an adapter
     Export(program::export::Export),
-    /// Describe a model's or an adapter's folder
+    /// Describe a training's output folder, a model, or an adapter
     Info(program::info::Info),
     /// Show what fits a budget, where the peak is, and what a step costs; reads no weights
-    Plan(program::plan::PlanArgs),
+    Plan(Box<program::plan::Plan>),
     /// Show what this machine offers: libtorch, devices, rates, memory, disk, hub
     Doctor(program::doctor::Doctor),
 }

@@ -20,6 +20,6 @@ mod folder;
 mod manifest;
 mod overwrite;
 
-pub use folder::{Checkpoint, Checkpoints, Found, Saved, Snapshot, latest, steps};
+pub use folder::{Checkpoint, Checkpoints, Found, Saved, Snapshot, latest, newest_state, steps};
 pub use overwrite::overwrite;
 pub(crate) use overwrite::{matched, put};

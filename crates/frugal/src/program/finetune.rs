@@ -22,7 +22,7 @@ use super::model::{HubArgs, same_folder, shared_llama};
 use super::output::{note, print_line};
 use super::problems::Problems;
 use super::settings::{DtypeArg, FormatArg, SettingsArgs, put, put_some};
-use super::training::{Run, Saving, Trained, enforce, say, told};
+use super::training::{Run, Saving, Trained, enforce, report, say};
 
 /// What is trained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -304,7 +304,7 @@ pub(crate) const MODEL: &str = "model";
 
 /// Writes the adapter or the model, and says what came of the training.
 fn finish(common: &Common, folder: &Folder, out: &Path, trained: &Trained) -> anyhow::Result<()> {
-    let Trained { model, handles, step, losses } = trained;
+    let Trained { model, handles, step, losses, .. } = trained;
     let (what, path) = match &handles.adapters {
         Some(adapters) => {
             adapters.save(out)?;
@@ -323,7 +323,7 @@ fn finish(common: &Common, folder: &Folder, out: &Path, trained: &Trained) -> an
             "first_loss": losses.first, "last_loss": losses.last, "validation_loss": losses.validation,
         }}));
     } else {
-        note(&format!("{step} steps: {}", told(*losses)));
+        report(out, "", trained);
         note(&format!("the {what} is in {}", path.display()));
     }
     Ok(())

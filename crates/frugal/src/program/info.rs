@@ -1,5 +1,7 @@
 //! `frugal info`.
 
+mod training;
+
 use std::path::Path;
 
 use super::Common;
@@ -18,7 +20,7 @@ use super::output::{print_line, print_lines};
 
 #[derive(Args)]
 pub(crate) struct Info {
-    /// A model's folder or name on the hub, or an adapter's folder
+    /// The output folder of a training, a model's folder or name on the hub, or an adapter's folder
     #[arg(value_name = "NAME_OR_FOLDER")]
     folder: String,
     /// The base of an adapter, to say its share
@@ -32,11 +34,16 @@ pub(crate) struct Info {
 
 pub(crate) fn run(common: &Common, arguments: &Info) -> anyhow::Result<()> {
     let path = Path::new(&arguments.folder);
-    let lines = if path.join(CONFIG_FILE).is_file() {
-        of_adapter(arguments, path)?
-    } else {
-        of_model(arguments, &arguments.hub.open(&arguments.folder)?)?
-    };
+    let mut lines = if training::is_output(path) { training::lines(path)? } else { Vec::new() };
+    if path.join(CONFIG_FILE).is_file() {
+        // The adapter of a training says its base, too.
+        let known: Vec<&str> = lines.iter().map(|(name, ..)| *name).collect();
+        let adapter = of_adapter(arguments, path)?;
+        let rest: Vec<Line> = adapter.into_iter().filter(|(name, ..)| !known.contains(name)).collect();
+        lines.extend(rest);
+    } else if lines.is_empty() {
+        lines = of_model(arguments, &arguments.hub.open(&arguments.folder)?)?;
+    }
     if common.json {
         let fields = lines.into_iter().map(|(name, _, value)| (name.replace(' ', "_"), value));
         print_line(&Value::Object(fields.collect()));

@@ -26,9 +26,9 @@ use super::Common;
 use super::figures::grouped;
 use super::finetune::MODEL;
 use super::model::shared_llama;
-use super::output::{note, print_line};
+use super::output::print_line;
 use super::settings::{SettingsArgs, put, put_some};
-use super::training::{Run, Saving, Trained, enforce, say, told};
+use super::training::{Run, Saving, enforce, report, say};
 use data::Data;
 
 /// An architecture.
@@ -219,7 +219,7 @@ pub(crate) fn launch(
     let (trainer, handles) = prepared.trainer(steps)?;
     let run = Run { trainer, config, handles, train, validation, saving };
     let counted = run.parameters();
-    let Trained { model, step, losses, .. } = run.run(common, device, |trainer, train, validation| {
+    let trained = run.run(common, device, |trainer, train, validation| {
         measure_efficiency(common, device, trainer, train)?;
         match diagnosis {
             None => Ok(()),
@@ -228,15 +228,15 @@ pub(crate) fn launch(
     })?;
     if let (Some(file), Some(out)) = (&file, out) {
         let path = out.join(MODEL);
-        let model = shared_llama(model.as_ref(), file)?;
+        let model = shared_llama(trained.model.as_ref(), file)?;
         let tokenizer = documents.as_ref().and_then(|documents| documents.tokenizer.as_ref());
         hugging_face::save_with(&model, &path, hugging_face::SHARD_BYTES, |new| {
             save_tokenizer(tokenizer, new)
         })?;
         say(common, &format!("the model is in {}", path.display()));
     }
-    if out.is_some() && !common.json {
-        note(&format!("{step} steps of {} parameters: {}", grouped(counted.trainable), told(losses)));
+    if let Some(out) = out.filter(|_| !common.json) {
+        report(out, &format!(" of {} parameters", grouped(counted.trainable)), &trained);
     }
     Ok(())
 }

@@ -17,7 +17,7 @@ use runtime::memory::Limit;
 use tch::Device;
 
 use super::Common;
-use super::output::Lines;
+use super::output::{Lines, note};
 use super::records::StepRecords;
 
 /// Folder of the checkpoints within an output folder.
@@ -79,6 +79,8 @@ pub(crate) struct Trained {
     pub(crate) handles: Handles,
     pub(crate) step: u64,
     pub(crate) losses: Losses,
+    /// Whether all steps had been done before: a resume of a finished training.
+    pub(crate) was_finished: bool,
 }
 
 impl Run<'_> {
@@ -111,12 +113,14 @@ impl Run<'_> {
             trainer.observers.push(Box::new(StepRecords::append(path, config, device)?));
         }
         trainer.stop = interrupt::on_signals()?;
+        let mut was_finished = false;
         let out = saving.as_ref().map(|saving| saving.out.to_owned());
         if let Some(Saving { out, checkpoints, resume }) = saving {
             trainer.observers.push(Box::new(LossLog::open(&out.join(LOSSES), resume)?));
             trainer.checkpoints = Some(checkpoints);
             if resume {
                 trainer.resume(train.as_mut())?;
+                was_finished = trainer.step() >= trainer.options.steps;
             }
             // Not before it is known that this is a training that goes on.
             with_absolute_paths(config).write(&out.join(CONFIG_FILE))?;
@@ -137,7 +141,7 @@ impl Run<'_> {
             offload.synchronize()?;
         }
         finish(&trainer, ended, out.as_deref())?;
-        Ok(Trained { model: trainer.model, handles, step, losses: summary.get() })
+        Ok(Trained { model: trainer.model, handles, step, losses: summary.get(), was_finished })
     }
 }
 
@@ -187,8 +191,21 @@ fn with_absolute_paths(config: &Config) -> Config {
     config
 }
 
+/// Says what came of a training.
+pub(crate) fn report(out: &Path, of: &str, trained: &Trained) {
+    let &Trained { step, losses, was_finished, .. } = trained;
+    let shown = out.display();
+    note(&match was_finished {
+        true => format!(
+            "the training was finished before, after {step} steps; to train on, raise `steps` or `epochs` in {shown}/{CONFIG_FILE} \
+             and run `frugal resume {shown}`"
+        ),
+        false => format!("{step} steps{of}: {}", told(losses)),
+    });
+}
+
 /// Losses as people read them.
-pub(crate) fn told(losses: Losses) -> String {
+fn told(losses: Losses) -> String {
     let of = |loss: Option<f64>| loss.map_or_else(|| "–".to_owned(), |loss| format!("{loss:.4}"));
     format!(
         "loss {} to {}, on the validation data {}",

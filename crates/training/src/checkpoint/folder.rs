@@ -246,6 +246,18 @@ pub fn latest(folder: &Path) -> Result<Found> {
     Err(Error::NoCheckpoint { folder: folder.to_owned(), refused })
 }
 
+/// Returns the step and the state of the newest checkpoint in `folder` whose state can be read, without its tensors. Writes nothing.
+///
+/// # Errors
+/// A folder that cannot be read.
+pub fn newest_state(folder: &Path) -> Result<Option<(u64, Value)>> {
+    let read = |(step, path): (u64, PathBuf)| {
+        let bytes = fs::read(path.join(STATE)).ok()?;
+        Some((step, serde_json::from_slice(&bytes).ok()?))
+    };
+    Ok(steps_and_paths(folder)?.into_iter().find_map(read))
+}
+
 /// Lists every checkpoint with its step, newest first. One whose replacement was interrupted counts.
 fn steps_and_paths(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let io = |cause| Error::Io { path: folder.to_owned(), cause };

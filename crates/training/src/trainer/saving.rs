@@ -73,6 +73,7 @@ impl Trainer {
             "scaler": self.scaler.state(),
             "watch": self.watch,
             "data": train.state(),
+            "steps": self.options.steps,
         });
         let model: Vec<_> = kept(self.model.as_ref(), self.options.frozen)
             .into_iter()

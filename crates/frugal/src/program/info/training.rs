@@ -1,0 +1,98 @@
+//! The output folder of a training: how far it is, and what to do next.
+
+use std::path::Path;
+
+use anyhow::Context;
+use frugal::Config;
+use frugal::config::{CONFIG_FILE, Task};
+use frugal::training::checkpoint;
+use serde_json::{Value, json};
+
+use super::Line;
+use crate::program::finetune::MODEL;
+use crate::program::training::{CHECKPOINTS, LOSSES};
+
+/// Whether a folder is the output of a training.
+pub(super) fn is_output(folder: &Path) -> bool {
+    folder.join(CONFIG_FILE).is_file()
+}
+
+pub(super) fn lines(folder: &Path) -> anyhow::Result<Vec<Line>> {
+    let config = Config::read(&folder.join(CONFIG_FILE))?;
+    let checkpoints = folder.join(CHECKPOINTS);
+    let newest = if checkpoints.is_dir() { checkpoint::newest_state(&checkpoints)? } else { None };
+    let step = newest.as_ref().map_or(0, |(step, _)| *step);
+    let steps = newest.and_then(|(_, state)| state["steps"].as_u64()).or(config.training.steps);
+    let finished = steps.is_some_and(|steps| step >= steps);
+    let losses = Losses::read(&folder.join(LOSSES))?;
+
+    let task = match (config.task, &config.adapter) {
+        (Task::Train, _) => "training from scratch",
+        (Task::Finetune, None) => "fine-tuning of all weights",
+        (Task::Finetune, Some(adapter)) if adapter.use_dora => "fine-tuning with DoRA",
+        (Task::Finetune, Some(_)) => "fine-tuning with LoRA",
+    };
+    let of = steps.map_or_else(String::new, |steps| format!(" of {steps}"));
+    let state = match (step, finished) {
+        (_, true) => format!("finished after {step}{of} steps"),
+        (0, false) => "no checkpoint yet".to_owned(),
+        (_, false) => format!("step {step}{of} is saved"),
+    };
+    let status = if finished { "finished" } else { "unfinished" };
+    let base = config.model.name.clone().unwrap_or_else(|| {
+        config.model.shape.as_ref().map_or("–".into(), |shape| format!("{:?}", shape.family).to_lowercase())
+    });
+    let shown = folder.display();
+    let model = folder.join(MODEL);
+    let next = match (finished, config.task) {
+        (false, _) => format!("frugal resume {shown}"),
+        (true, Task::Finetune) if config.adapter.is_some() => {
+            format!("frugal generate --model {base} --adapter {shown} --prompt TEXT")
+        }
+        (true, _) if model.is_dir() => {
+            format!("frugal generate --model {} --prompt TEXT", model.display())
+        }
+        (true, _) => format!("raise training.steps in {shown}/{CONFIG_FILE}, then frugal resume {shown}"),
+    };
+    let loss = |loss: Option<f64>| loss.map_or_else(|| "–".to_owned(), |loss| format!("{loss:.4}"));
+    Ok(vec![
+        ("training", task.to_owned(), json!(task)),
+        ("base", base.clone(), json!(base)),
+        ("data", config.data.source.clone(), json!(config.data.source)),
+        ("state", state, json!({ "status": status, "step": step, "steps": steps })),
+        (
+            "loss",
+            format!("{} to {}", loss(losses.first), loss(losses.last)),
+            json!({ "first": losses.first, "last": losses.last }),
+        ),
+        ("validation loss", loss(losses.validation), json!(losses.validation)),
+        ("next", next.clone(), json!(next)),
+    ])
+}
+
+/// What the loss log says.
+#[derive(Default)]
+struct Losses {
+    first: Option<f64>,
+    last: Option<f64>,
+    validation: Option<f64>,
+}
+
+impl Losses {
+    fn read(path: &Path) -> anyhow::Result<Self> {
+        let mut losses = Self::default();
+        if !path.is_file() {
+            return Ok(losses);
+        }
+        let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        // A line that a kill has cut short is none.
+        for value in text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
+            if let Some(loss) = value["loss"].as_f64() {
+                losses.first.get_or_insert(loss);
+                losses.last = Some(loss);
+            }
+            losses.validation = value["validation_loss"].as_f64().or(losses.validation);
+        }
+        Ok(losses)
+    }
+}
