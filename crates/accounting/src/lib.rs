@@ -31,7 +31,6 @@
 //! | which layers should recompute their activations? | [`activation_plan`] |
 //! | which weights should be offloaded, and how long does a step take then? | [`offload`] |
 //! | how long does a training take? | [`hardware`], [`training_time`] |
-//! | the models of CS336's lecture | [`lecture`] |
 //!
 //! Counts are exact integers: bytes and elements `u64`, FLOPs `u128`. A result that does not fit is an [`Error`].
 
@@ -47,7 +46,6 @@ pub mod fit;
 pub mod float_format;
 pub mod flops;
 pub mod hardware;
-pub mod lecture;
 pub mod lora;
 pub mod memory;
 pub mod model;

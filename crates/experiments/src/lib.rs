@@ -39,17 +39,8 @@ struct Cli {
 #[derive(Subcommand)]
 enum Measured {
     /// Parameters, FLOPs, bytes and training time of language models, on paper
-    #[command(
-        subcommand,
-        after_help = "\
-Examples:
-  experiments accounting estimate --model gpt2 --batch 8 --hardware rtx4090
-  experiments accounting fit --config path/to/config.json --recompute full --memory 24GiB
-  experiments accounting flops --model llama-3-8b --sequence 8192
-  experiments accounting offload --model qwen2.5-7b --budget 10GiB --tokens 2048 --card 4090
-  experiments accounting time --parameters 70B --tokens 15T --hardware h100 --devices 1024"
-    )]
-    Accounting(Box<crate::accounting::Verb>),
+    #[command(subcommand)]
+    Accounting(crate::accounting::Verb),
     /// Mixed precision: loss scalers, autocast, and what they buy
     #[command(subcommand)]
     Amp(crate::amp::Verb),

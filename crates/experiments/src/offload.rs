@@ -1,20 +1,15 @@
-//! `offload`: models larger than the device, planned, measured and run.
+//! `offload`: models larger than the device, measured.
 
-mod budget;
 mod contest;
 mod difference;
 mod equality;
 mod folder;
-mod generate;
 mod large;
 mod methods;
 mod optimizer;
-mod output;
 mod peaks;
-mod plan;
 mod predicted;
 pub mod predicted_peaks;
-mod rates;
 mod shape;
 mod spans;
 mod subject;
@@ -27,10 +22,6 @@ use report::cli::CommonArgs;
 /// What is measured.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
-    /// Print what of a model fits a budget, and how long a step takes
-    Plan(plan::PlanArgs),
-    /// Generate text from a prompt, with offloaded layers
-    Generate(generate::Generate),
     /// Measure every method against the resident model
     Methods(methods::Methods),
     /// Show what the lanes do in a step
@@ -49,8 +40,6 @@ pub(crate) enum Verb {
 
 pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
     match verb {
-        Verb::Plan(arguments) => plan::run(common, arguments),
-        Verb::Generate(arguments) => generate::run(common, arguments),
         Verb::Methods(arguments) => methods::run(common, arguments),
         Verb::Timeline(arguments) => timeline::run(common, arguments),
         Verb::Tokens(arguments) => tokens::run(common, arguments),

@@ -42,6 +42,22 @@ pub enum Error {
         /// What does work.
         remedy: &'static str,
     },
+    /// A budget that the process is beyond before its work begins.
+    #[error(
+        "a budget of {budget} is less than the program takes by itself ({taken}); give a larger --budget"
+    )]
+    Budget {
+        /// The budget.
+        budget: String,
+        /// What the process, or a library on the device, takes.
+        taken: String,
+    },
+    /// A rate that came out as none.
+    #[error("the rate of a product or a copy could not be measured; run again on an idle machine")]
+    NotMeasured,
+    /// The sizes or the plan of a model on paper.
+    #[error(transparent)]
+    Accounting(#[from] accounting::Error),
     /// A generated number that is no token id.
     #[error("a generated token is no id")]
     NotAToken,

@@ -19,6 +19,7 @@
 //! |---|---|
 //! | [`config`] | every setting, with units, read from and written to TOML |
 //! | [`recipe`] | techniques on a model, and the trainer over it |
+//! | [`planning`] | this machine's rates and a budget, for plans of offloading |
 //! | [`rows`] | fine-tuning rows from JSON lines and text |
 //! | [`tasks`] | GSM8K: problems, prompts, graders |
 //! | [`display`], [`download_bar`], [`loss_log`], [`text_stream`] | what a program shows of a training and of a generation |
@@ -32,6 +33,7 @@ pub mod download_bar;
 pub mod environment;
 pub mod error;
 pub mod loss_log;
+pub mod planning;
 pub mod recipe;
 pub mod rows;
 pub mod tasks;

@@ -92,4 +92,4 @@ pub use offload::Offload;
 pub use options::{HookPoint, Method, Options, TestHook};
 pub use schedule::Direction;
 pub use storage::Tier;
-pub use trace::{Span, StreamKind, overlap, to_chrome};
+pub use trace::{Span, StreamKind, load_rate, overlap, to_chrome};

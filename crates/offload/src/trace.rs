@@ -132,6 +132,14 @@ pub fn overlap(spans: &[Span]) -> f64 {
     if total > 0.0 { load.iter().map(both).sum::<f64>() / total } else { 1.0 }
 }
 
+/// Returns the bytes per second of the load stream while it loads; `None` if nothing was loaded.
+pub fn load_rate(spans: &[Span]) -> Option<f64> {
+    let loads = spans.iter().filter(|span| span.stream == StreamKind::Load);
+    let (bytes, seconds) = loads
+        .fold((0, 0.0), |(bytes, seconds), span| (bytes + span.bytes, seconds + (span.end - span.start)));
+    (seconds > 0.0).then(|| bytes as f64 / seconds)
+}
+
 /// Converts spans to a trace for Perfetto and Chrome: one thread for each stream, times in microseconds.
 pub fn to_chrome(spans: &[Span]) -> Value {
     let names = StreamKind::ALL.iter().enumerate().map(|(thread, stream)| {

@@ -20,11 +20,11 @@ mod offload;
 mod published;
 mod times;
 
-pub(crate) use estimates::{estimates, metrics as estimate_metrics};
+pub(crate) use estimates::estimates;
 pub(crate) use fits::fits;
 pub(crate) use flops::flops;
 pub(crate) use long_context::long_context;
-pub(crate) use offload::{metrics as offload_metrics, offload_condition};
+pub(crate) use offload::offload_condition;
 pub(crate) use published::published;
 pub(crate) use times::times;
 

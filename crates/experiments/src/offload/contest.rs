@@ -6,6 +6,7 @@
 use std::time::Instant;
 
 use accounting::offload::Method as Paper;
+use frugal::planning::MachineRates;
 use models::LlamaConfig;
 use offload::{Options, StreamKind};
 use report::{Case, Metric};
@@ -15,7 +16,7 @@ use runtime::memory::{Region, live_bytes};
 use tch::{Device, Kind};
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
 
-use super::predicted::{Speed, Step, job, peak};
+use super::predicted::{Step, job, peak};
 use super::spans;
 use super::subject::{Passes, Subject};
 
@@ -216,8 +217,13 @@ impl Runner {
             Paper::Resident { .. } => Paper::Resident { recompute: false },
             other => other,
         };
-        let predicted =
-            job(&conditions.config, (Kind::Float, Speed::NOMINAL), conditions.tokens, Step::Inference)?;
+        let predicted = job(
+            &conditions.config,
+            (Kind::Float, conditions.device),
+            conditions.tokens,
+            Step::Inference,
+            &MachineRates::NOMINAL,
+        )?;
         let mut metrics = vec![
             samples("forward_seconds", "s", laps.iter().map(|lap| lap.passes.forward)),
             samples(
@@ -243,7 +249,13 @@ impl Runner {
     ) -> anyhow::Result<Vec<Metric>> {
         let laps = &self.training;
         let optimizer = Samples { samples: self.once.optimizer.clone() }.median();
-        let step = job(&conditions.config, (Kind::Float, Speed::NOMINAL), conditions.tokens, Step::Training)?;
+        let step = job(
+            &conditions.config,
+            (Kind::Float, conditions.device),
+            conditions.tokens,
+            Step::Training,
+            &MachineRates::NOMINAL,
+        )?;
         let predicted = peak(&step, entrant.paper)?;
         let mut metrics = vec![
             samples("forward_seconds", "s", laps.iter().map(|lap| lap.passes.forward)),
@@ -284,7 +296,7 @@ fn traced(subject: &Subject, passes: impl FnOnce() -> anyhow::Result<Passes>) ->
     let passes = passes()?;
     let trace = offload.take_trace()?;
     let moved = Moved {
-        link_rate: spans::link_rate(&trace),
+        link_rate: offload::load_rate(&trace),
         overlap: offload::overlap(&trace),
         transfer_seconds: spans::busy(&trace, StreamKind::Load) + spans::busy(&trace, StreamKind::Store),
         compute_seconds: spans::busy(&trace, StreamKind::Compute),

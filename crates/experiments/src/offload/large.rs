@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 
-use accounting::offload::Step;
+use accounting::offload::{Budget, Start, Step, plan, simulate};
 use accounting::quantity::{bytes_text, parse_bytes};
 use anyhow::bail;
 use clap::Args;
+use frugal::planning::{self, MachineRates, PeakMeter, PeakUsage};
 use lora::{Adapters, LoraConfig};
 use offload::{Method, Offload, Options, Tier};
 use report::cli::{CommonArgs, Scale};
@@ -14,11 +15,9 @@ use runtime::device;
 use tch::{Device, Kind};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
-use super::budget::{self, Aim, Seen, Watch};
 use super::folder::scratch;
-use super::rates;
+use super::predicted::{self, Step as Planned};
 use super::shape;
-use super::spans;
 use super::subject::Subject;
 
 const EXPERIMENT: &str = "offload-large";
@@ -64,15 +63,17 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
     let mut progress = report::Progress::new(3 + 2 * u64::from(arguments.repeats));
     progress.message("measuring this machine");
     let workspaces = runtime::device::product_workspaces(device)?;
-    let measured = rates::measure(&config, (KIND, device), tokens, &tier)?;
+    let product = [tokens, config.intermediate_size, config.hidden_size];
+    let measured = MachineRates::measure(product, (KIND, device), &tier)?;
     runtime::memory::empty_cache(device)?;
     progress.step();
 
     // One plan for both: that of the step which needs more.
-    let for_tensors = budget::for_tensors(allowed, device)?;
-    let job = |aim| budget::job(&config, (KIND, device), tokens, aim, measured.speed);
-    let jobs = [job(Aim::Inference)?, job(Aim::Lora(RANK.unsigned_abs()))?];
-    let whole = budget::model_bytes(&config, KIND)?;
+    let for_tensors = planning::tensor_budget(allowed, device)?;
+    let job = |step| predicted::job(&config, (KIND, device), tokens, step, &measured);
+    let jobs = [job(Planned::Inference)?, job(Planned::Lora(RANK.unsigned_abs()))?];
+    let parameters = ::training::predicted::decoder(&config)?.parameters()?;
+    let whole = planning::recipe(KIND).parameters.bytes(parameters)?;
     // Beside the program itself the smallest model is nothing: its plan gets less than it has, too.
     let for_tensors = match arguments.scale {
         Scale::Smoke => {
@@ -80,13 +81,14 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
         }
         _ => for_tensors,
     };
-    let plan = budget::planned(&jobs[1], &measured, for_tensors)?;
+    let rates = &measured.transfers;
+    let plan = plan(&jobs[1], rates, Budget { device: for_tensors, host: None })?;
     progress.print(&format!("{plan}"));
-    let predicted = [budget::by(&plan.setup, &jobs[0], &measured)?, plan.step.clone()];
+    let predicted = [simulate(&jobs[0], rates, &plan.setup, Start::Warm)?, plan.step.clone()];
 
     progress.message(&format!("writing {layers} layers into {}", scratch.path().display()));
-    let limit = budget::enforce(device, allowed)?;
-    let watch = Watch::start(device)?;
+    let limit = planning::enforce(device, allowed)?;
+    let watch = PeakMeter::start(device)?;
     let options = Options {
         device,
         method: Method::Overlap,
@@ -138,7 +140,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
         ..LoraConfig::default()
     };
     progress.message("a LoRA step");
-    let watch = Watch::start(device)?;
+    let watch = PeakMeter::start(device)?;
     Adapters::install(&mut subject.model, &adapters, common.seed)?;
     let installed = watch.finish()?;
     let group = Group::new(subject.parameters(), 1e-4);
@@ -176,7 +178,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
 /// Passes that were measured.
 struct Passes {
     seconds: Vec<f64>,
-    seen: Seen,
+    seen: PeakUsage,
     link_rate: Option<f64>,
     overlap: f64,
     loaded: f64,
@@ -190,7 +192,7 @@ impl Passes {
         progress: &mut report::Progress,
         mut pass: impl FnMut(&Subject) -> anyhow::Result<f64>,
     ) -> anyhow::Result<Self> {
-        let watch = Watch::start(subject.device)?;
+        let watch = PeakMeter::start(subject.device)?;
         pass(subject)?;
         let trace_of = |offload: &Offload| offload.start_trace();
         let (mut seconds, mut trace) = (Vec::new(), Vec::new());
@@ -208,7 +210,7 @@ impl Passes {
         Ok(Self {
             seconds,
             seen: watch.finish()?,
-            link_rate: spans::link_rate(&trace),
+            link_rate: offload::load_rate(&trace),
             overlap: offload::overlap(&trace),
             loaded: loaded as f64,
         })

@@ -8,13 +8,6 @@ pub(crate) fn busy(spans: &[Span], stream: StreamKind) -> f64 {
     spans.iter().filter(|span| span.stream == stream).map(|span| span.end - span.start).sum()
 }
 
-/// Bytes per second of the load stream while it loads; `None` where nothing was loaded.
-pub(crate) fn link_rate(spans: &[Span]) -> Option<f64> {
-    let bytes: u64 = spans.iter().filter(|span| span.stream == StreamKind::Load).map(|span| span.bytes).sum();
-    let seconds = busy(spans, StreamKind::Load);
-    (seconds > 0.0).then(|| bytes as f64 / seconds)
-}
-
 /// Seconds between two layers of one pass in which neither a layer comes nor gradients go: the idle time of what computes that
 /// transfers do not account for. Between forward and backward the head computes, which is no layer's.
 pub(crate) fn unexplained(spans: &[Span]) -> f64 {
@@ -86,6 +79,6 @@ mod tests {
             span(StreamKind::Compute, backward, 10.25, 11.0),
         ];
         assert_eq!(unexplained(&spans), 1.25);
-        assert_eq!(link_rate(&spans), Some(2.0 / 1.5));
+        assert_eq!(offload::load_rate(&spans), Some(2.0 / 1.5));
     }
 }

@@ -130,7 +130,7 @@ impl Seen {
         self.shares.push(reference / seconds);
         self.overlaps.push(offload::overlap(&trace));
         self.idle.push(1.0 - spans::busy(&trace, StreamKind::Compute) / (last - first));
-        self.links.extend(spans::link_rate(&trace));
+        self.links.extend(offload::load_rate(&trace));
         Ok(())
     }
 

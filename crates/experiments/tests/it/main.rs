@@ -1,7 +1,6 @@
 //! The tests of `experiments`: one binary, a module per behaviour.
 
-mod accounting_bad_input;
-mod accounting_command_line;
+mod accounting_sections;
 mod activation_plan_memory;
 mod dataloading_lengths;
 mod embedded;

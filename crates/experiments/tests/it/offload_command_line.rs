@@ -4,12 +4,8 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Output;
 
-use models::module::tensors;
-use models::{Llama, LlamaConfig, hugging_face};
 use report::Record;
-use runtime::random::Generator;
 use serde_json::Value;
-use tch::{Device, Kind};
 
 fn program(folder: &Path, arguments: &str) -> Output {
     let mut command = crate::program("offload");
@@ -159,74 +155,10 @@ fn the_optimizer_on_the_host_is_the_ordinary_one() {
     assert!(values(&records, "loss_fell_by").iter().all(|nats| *nats > 0.05), "something is learned");
 }
 
-/// Numbers of a block of the model below: projections with their biases, the MLP, two norms.
-const BLOCK: f64 = (2 * (64 * 64) + 64 + 2 * (64 * 32 + 32) + 3 * 64 * 96 + 2 * 64) as f64;
-
-/// A model of six layers in a folder.
-fn write_model(folder: &Path) {
-    let config = LlamaConfig {
-        num_key_value_heads: 2,
-        max_position_embeddings: 64,
-        ..LlamaConfig::qwen2(4096, 64, 96, 6, 4)
-    };
-    let model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
-    let mut generator = Generator::new(1).unwrap();
-    for named in tensors(&model).into_iter().filter(|named| named.tensor.dim() == 2) {
-        let noise = generator.normal(&named.tensor.size(), (Kind::Float, Device::Cpu)).unwrap() * 0.2;
-        tch::no_grad(|| named.tensor.shallow_clone().copy_(&noise));
-    }
-    hugging_face::save(&model, folder, hugging_face::SHARD_BYTES).unwrap();
-    let tokenizer = dataloading::embedded::folder().unwrap().join("tokenizer.json");
-    std::fs::copy(tokenizer, folder.join("tokenizer.json")).unwrap();
-}
-
-#[test]
-fn a_plan_and_a_text_of_a_folder() {
-    let folder = tempfile::tempdir().unwrap();
-    write_model(&folder.path().join("model"));
-    let at = folder.path();
-    let (text, _) = succeed(at, "plan --model model --budget 2GiB --tokens 32 --lora-rank 4");
-    for what in ["measured: link", "resident layers", "slots of the ring", "device budget", "step"] {
-        assert!(text.lines().any(|line| line.starts_with(what)), "{what}: {text}");
-    }
-    let (line, _) = succeed(at, "plan --model model --budget 2GiB --tokens 1 --json");
-    let plan: Value = serde_json::from_str(&line).unwrap();
-    let number = |key: &str| plan[key].as_f64().unwrap();
-    assert_eq!((number("layers"), number("model_bytes")), (6.0, 4.0 * (4096.0 * 64.0 + 64.0 + 6.0 * BLOCK)));
-    assert!(number("peak_bytes") <= 2.0 * f64::from(1 << 30) && number("link_rate") > 1e6);
-
-    let prompt = "generate --model model --prompt The --max-new-tokens 12";
-    let (resident, said) = succeed(at, &format!("{prompt} --budget 2GiB"));
-    assert!(resident.starts_with("The") && said.contains(" of 6 layers resident"), "{resident} {said}");
-    for flags in ["", "--ring 1", "--tier host --ring 2"] {
-        let (text, said) = succeed(at, &format!("{prompt} {flags}"));
-        assert_eq!(text, resident, "{flags}");
-        assert!(said.contains("0 of 6 layers resident"), "{said}");
-    }
-    let (line, _) = succeed(at, &format!("{prompt} --json"));
-    let told: Value = serde_json::from_str(&line).unwrap();
-    assert_eq!(format!("The{}\n", told["text"].as_str().unwrap()), resident);
-}
-
 #[test]
 fn what_makes_no_sense_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let cases = [
-        (
-            "plan --model nowhere --budget 1GiB",
-            1,
-            "error: no model `nowhere`: expected a folder in Hugging Face's layout",
-        ),
-        (
-            "plan --model qwen2.5-7b --budget 3GiB --tokens 40000",
-            1,
-            "error: --tokens 40000: the model takes rows of 32768 at most",
-        ),
-        ("plan --model qwen2.5-7b --budget 3GiB --train", 1, "give --tier host"),
-        ("plan --model qwen2.5-7b --budget 10GiB --train --lora-rank 8", 2, "cannot be used with"),
-        ("plan --model qwen2.5-7b --budget 10Gi", 2, "write for example 80GB or 24GiB"),
-        ("generate --model nowhere --prompt x --ring 0", 2, "0 is not in 1..=64"),
-        ("generate --model nowhere --prompt x", 1, "error: "),
         ("methods --scale huge", 2, "possible values: smoke, laptop, paper"),
         ("methods --scale smoke --folder /nowhere/at/all", 1, "give one that can be written as --folder"),
         ("equality --scale smoke --device tpu", 1, "error: "),

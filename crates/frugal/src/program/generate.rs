@@ -1,24 +1,29 @@
 //! `frugal generate`.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use super::Common;
+use accounting::decoder_flops::Workload;
+use accounting::offload::{self as on_paper, sizes};
+use accounting::quantity::bytes_text;
 use anyhow::{Context, bail};
 use clap::{ArgGroup, Args};
 use dataloading::Tokenizer;
-use frugal::config::OffloadConfig;
-use frugal::models::Llama;
+use frugal::config::{Bytes, OffloadConfig, OffloadTier};
 use frugal::models::hugging_face::Folder;
-use frugal::offload::Offload;
+use frugal::offload::{Offload, Tier};
+use frugal::planning::{self, MachineRates, PeakMeter};
+use frugal::training::predicted;
+use lora::peft::TENSORS_FILE;
 use models::generation::{FinishReason, GenerateOptions, Generated, Generator, Sampling};
 use serde_json::json;
-use tch::Device;
+use tch::{Device, Kind};
 
 use super::encoding;
 use super::model::{ModelArgs, with_adapter};
-use super::output::print_line;
+use super::output::{note, print_line};
 use super::settings::OffloadArg;
 use frugal::text_stream::TextStream;
 
@@ -30,15 +35,18 @@ pub(crate) struct Generate {
     /// An adapter's folder
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
+    /// Bytes that may be held: of the process on a CPU, of tensors on a GPU; such as 3GiB. Layers that do not fit are offloaded
+    #[arg(long, value_name = "BYTES")]
+    budget: Option<Bytes>,
     /// Keep the layers outside of the device, so that the model may be larger than its memory: in the host's memory, or in the
-    /// model's own files
+    /// model's own files [default with --budget: file]
     #[arg(long, value_name = "TIER")]
     offload: Option<OffloadArg>,
     /// Layers on the device at a time, of those that are offloaded
-    #[arg(long, requires = "offload", value_parser = clap::value_parser!(u16).range(1..=64))]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=64))]
     ring: Option<u16>,
     /// Layers that stay on the device, by number
-    #[arg(long, value_name = "NUMBERS", value_delimiter = ',', requires = "offload")]
+    #[arg(long, value_name = "NUMBERS", value_delimiter = ',', conflicts_with = "budget")]
     resident: Vec<usize>,
     /// What the text begins with
     #[arg(long, value_name = "TEXT")]
@@ -77,18 +85,76 @@ impl Generate {
         }
     }
 
-    /// The model, its layers offloaded where that is wanted.
-    fn load(&self, folder: &Folder, device: Device) -> anyhow::Result<(Llama, Option<Offload>)> {
-        let Some(tier) = self.offload else { return Ok((self.model.load(folder, device)?, None)) };
-        let offload = OffloadConfig {
-            tier: tier.get(),
-            ring: self.ring.map_or(OffloadConfig::default().ring, usize::from),
+    /// How layers are offloaded, by the flags and by what the budget leaves.
+    fn offload(
+        &self,
+        folder: &Folder,
+        device: Device,
+        prompts: &[Vec<i64>],
+    ) -> anyhow::Result<Option<OffloadConfig>> {
+        if self.offload.is_none() && self.budget.is_none() {
+            if self.ring.is_some() || !self.resident.is_empty() {
+                bail!(
+                    "--ring and --resident are about offloaded layers; give --offload host or --offload file"
+                );
+            }
+            return Ok(None);
+        }
+        let mut config = OffloadConfig {
+            tier: self.offload.map_or(OffloadTier::File, OffloadArg::get),
             resident: self.resident.clone(),
             ..OffloadConfig::default()
         };
-        let kind = self.model.dtype.map(|dtype| dtype.get().kind());
-        let (model, offload) = Offload::open(folder, kind, &offload.options(device))?;
-        Ok((model, Some(offload)))
+        if let Some(budget) = self.budget {
+            let kind = self.model.dtype.map_or_else(|| folder.kind(), |dtype| Ok(dtype.get().kind()))?;
+            self.plan(folder, (kind, device), prompts, budget, &mut config)?;
+        }
+        config.ring = self.ring.map_or(config.ring, usize::from);
+        Ok(Some(config))
+    }
+
+    /// Chooses the resident layers and the ring by a budget.
+    fn plan(
+        &self,
+        folder: &Folder,
+        (kind, device): (Kind, Device),
+        prompts: &[Vec<i64>],
+        budget: Bytes,
+        config: &mut OffloadConfig,
+    ) -> anyhow::Result<()> {
+        if !matches!(kind, Kind::Float | Kind::BFloat16) {
+            bail!(
+                "the weights are {kind:?}, and a budget is planned for float32 and bfloat16; give --dtype, or --offload without --budget"
+            );
+        }
+        // A budget that is too small is known before anything is measured.
+        planning::tensor_budget(budget.0, device)?;
+        let scratch = tempfile::tempdir()?;
+        let tier = match config.tier {
+            OffloadTier::Host => Tier::Host,
+            OffloadTier::File => Tier::File(scratch.path().to_owned()),
+        };
+        let shape = folder.config();
+        // One token of each row is what a step computes.
+        let product = [prompts.len() as i64, shape.intermediate_size.min(4096), shape.hidden_size.min(4096)];
+        let rates = MachineRates::measure(product, (kind, device), &tier)?;
+        runtime::memory::empty_cache(device)?;
+        let longest =
+            prompts.iter().map(Vec::len).max().unwrap_or(1).min(shape.max_position_embeddings as usize);
+        let work = Workload { batch: prompts.len() as u64, sequence: longest.max(1) as u64 };
+        let choices = planning::choices(kind, &rates, work.sequence);
+        let job = sizes::generation(&predicted::decoder(shape)?, work, self.max_new_tokens as u64, &choices)?;
+        let adapter = self.adapter.as_deref().map_or(Ok(0), adapter_bytes)?;
+        // Layers in the host's memory are in a CPU's budget too.
+        let on_host = match (device, config.tier) {
+            (Device::Cpu, OffloadTier::Host) => job.layer_bytes()?,
+            _ => 0,
+        };
+        let free = planning::tensor_budget(budget.0, device)?.saturating_sub(on_host + adapter);
+        let plan = on_paper::plan(&job, &rates.transfers, on_paper::Budget { device: free, host: None })?;
+        config.ring = plan.ring().max(1);
+        config.resident = plan.setup.resident;
+        Ok(())
     }
 
     fn texts(&self) -> anyhow::Result<Vec<String>> {
@@ -117,7 +183,21 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
         Ok(begin.iter().chain(&encoded).copied().map(i64::from).collect())
     });
     let prompts: Vec<Vec<i64>> = prompts.collect::<anyhow::Result<_>>()?;
-    let (llama, _offload) = arguments.load(&folder, device)?;
+    runtime::memory::track_cpu()?;
+    // Before the limit: measuring this machine needs memory of its own.
+    let offload = arguments.offload(&folder, device, &prompts)?;
+    let (meter, limit) = match arguments.budget {
+        Some(budget) => (Some(PeakMeter::start(device)?), planning::enforce(device, budget.0)?),
+        None => (None, None),
+    };
+    let (llama, offload) = match offload {
+        None => (arguments.model.load(&folder, device)?, None),
+        Some(config) => {
+            let kind = arguments.model.dtype.map(|dtype| dtype.get().kind());
+            let (model, offload) = Offload::open(&folder, kind, &config.options(device))?;
+            (model, Some(offload))
+        }
+    };
     let model = with_adapter(llama, arguments.adapter.as_deref())?;
     let options = GenerateOptions {
         max_new_tokens: arguments.max_new_tokens,
@@ -134,13 +214,37 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
     let seconds = began.elapsed().as_secs_f64();
     let answers = rows.finish(&generated)?;
     tell(common, &texts, &answers, &generated, !rows.streams);
+    drop(limit);
+    let held = meter.map(|meter| Ok::<_, frugal::Error>(meter.finish()?.counted(device))).transpose()?;
     let count: usize = generated.iter().map(|row| row.tokens.len()).sum();
-    let _ = writeln!(
-        std::io::stderr().lock(),
-        "{count} tokens in {seconds:.2} s, {:.1} tokens/s",
-        count as f64 / seconds.max(1e-9)
-    );
-    Ok(())
+    let mut line =
+        format!("{count} tokens in {seconds:.2} s, {:.1} tokens/s", count as f64 / seconds.max(1e-9));
+    if let Some(offload) = &offload {
+        let options = offload.options();
+        line += &format!(
+            "; {} of {} layers resident, ring of {}",
+            options.resident.len(),
+            offload.blocks(),
+            options.ring
+        );
+    }
+    if let Some(held) = held {
+        line += &format!(", {} held", bytes_text(held));
+    }
+    note(&line);
+    match (arguments.budget, held) {
+        (Some(budget), Some(held)) if held > budget.0 => bail!(
+            "{} were held, more than the budget of {budget}; give a larger --budget, or a smaller --ring",
+            bytes_text(held)
+        ),
+        _ => Ok(()),
+    }
+}
+
+/// Bytes of an adapter's tensors.
+fn adapter_bytes(folder: &Path) -> anyhow::Result<u64> {
+    let path = folder.join(TENSORS_FILE);
+    Ok(path.metadata().with_context(|| path.display().to_string())?.len())
 }
 
 /// The texts as they come. One alone goes to standard output at once.

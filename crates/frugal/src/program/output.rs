@@ -19,6 +19,12 @@ pub(crate) fn print_line(value: &Value) {
     let _ = writeln!(std::io::stdout().lock(), "{value}");
 }
 
+/// A text with its own line breaks on standard output.
+#[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
+pub(crate) fn print_text(text: &str) {
+    let _ = write!(std::io::stdout().lock(), "{text}");
+}
+
 /// A column of names and one of texts on standard output.
 #[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
 pub(crate) fn print_lines<'a>(lines: impl Iterator<Item = (&'a str, &'a str)>) {
@@ -26,7 +32,7 @@ pub(crate) fn print_lines<'a>(lines: impl Iterator<Item = (&'a str, &'a str)>) {
     let width = lines.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
     let mut out = std::io::stdout().lock();
     for (name, text) in lines {
-        let _ = writeln!(out, "{name:width$}  {text}");
+        let _ = writeln!(out, "{}", format!("{name:width$}  {text}").trim_end());
     }
 }
 

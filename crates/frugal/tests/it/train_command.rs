@@ -51,6 +51,32 @@ fn a_training_goes_on_from_its_folder_to_the_same_losses() {
 }
 
 #[test]
+fn the_folder_of_a_training_says_how_far_it_is() {
+    let tiny = Tiny::new();
+    tiny.succeed("train --width 16 --heads 2 --steps 3 --out scratch");
+    let (out, _) = tiny.succeed("info scratch");
+    assert!(out.contains("finished after 3 of 3 steps"), "{out}");
+    let (_, err) = tiny.succeed("resume scratch");
+    assert!(
+        err.contains("the training was finished before, after 3 steps; to train on, raise `steps`"),
+        "{err}"
+    );
+
+    let finetune = "finetune --model model --data problems --r 4 --batch-size 4 --accumulation 1 --steps 4";
+    tiny.succeed(&format!("{finetune} --checkpoint-every 2 --out run"));
+    std::fs::remove_dir_all(tiny.path("run/checkpoints/step-000000000004")).unwrap();
+    std::fs::remove_file(tiny.path("run/adapter_config.json")).unwrap();
+    let (out, _) = tiny.succeed("info run --json");
+    let told = &lines(&out)[0];
+    assert_eq!(told["state"], serde_json::json!({ "status": "unfinished", "step": 2, "steps": 4 }));
+    assert!(told["loss"]["last"].is_number() && told["next"] == "frugal resume run", "{told}");
+    tiny.succeed("resume run");
+    let (out, _) = tiny.succeed("info run");
+    assert!(out.contains("finished after 4 of 4 steps") && out.contains("rank"), "{out}");
+    assert!(out.contains("--adapter run --prompt TEXT"), "{out}");
+}
+
+#[test]
 fn a_config_json_is_trained_into_a_model() {
     let tiny = Tiny::new();
     let text = String::from_utf8(tiny.bytes("model/config.json")).unwrap();
@@ -86,10 +112,10 @@ fn a_model_from_scratch_is_fine_tuned_resumed_merged_and_offloaded() {
 #[test]
 fn a_plan_says_what_fits_without_weights() {
     let tiny = Tiny::new();
-    let (out, _) = tiny.succeed("plan --model qwen2.5-0.5b --budget 3GiB --tokens 128 --json");
+    let (out, _) = tiny.succeed("plan --model qwen2.5-0.5b --budget 3GiB --length 128 --json");
     let told = &lines(&out)[0];
     assert!(told["chosen"].is_string() && told["variants"].as_array().unwrap().len() == 3, "{told}");
-    let (out, _) = tiny.succeed("plan --model model/config.json --budget 1GiB --tokens 64");
+    let (out, _) = tiny.succeed("plan --model model/config.json --budget 1GiB --length 64");
     assert!(out.contains("the fastest that fits"), "{out}");
     let refused = tiny.run("plan --model qwen2.5-7b --method full --budget 1GiB");
     assert_eq!(refused.status.code(), Some(1));

@@ -1,18 +1,17 @@
-//! `accounting flops`
+//! `frugal plan flops`
 
 use accounting::decoder_flops::{Flops, rule_of_thumb, step};
 use accounting::lora;
 use accounting::quantity::grouped;
-use report::{Case, Environment, Metric, Record};
 use serde_json::{Value, json};
 
-use super::Output;
+use super::Answer;
 use super::model_args::ModelArgs;
-use super::plan_args::{LoraArgs, RecomputeArgs, WorkArgs};
+use super::step_args::{LoraArgs, RecomputeArgs, WorkArgs};
 use super::table::{flops_json, flops_text, rule, table};
 
 #[derive(clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct FlopsArgs {
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
@@ -23,8 +22,8 @@ pub(crate) struct Args {
     lora: LoraArgs,
 }
 
-impl Args {
-    pub(crate) fn run(&self, environment: &Environment) -> anyhow::Result<Output> {
+impl FlopsArgs {
+    pub(crate) fn answer(&self) -> anyhow::Result<Answer> {
         let model = self.model.decoder()?;
         let work = self.work.workload(&model);
         let recomputation = self.recompute.recomputation();
@@ -105,8 +104,8 @@ impl Args {
             .collect();
         let json = json!({
             "model": self.model.name(),
-            "batch": work.batch,
-            "sequence": sequence,
+            "batch_size": work.batch,
+            "length": sequence,
             "products": products,
             "forward": both(exact.forward),
             "backward": both(exact.backward),
@@ -120,20 +119,6 @@ impl Args {
                 "product_flops": flops_json(rule_of_thumb.product_rule),
             },
         });
-        let case =
-            Case::new().with("model", self.model.name()).with("batch", work.batch).with("sequence", sequence);
-        let metrics = [
-            ("forward_flops", exact.forward.dense),
-            ("forward_flops_causal", exact.forward.causal),
-            ("backward_flops", exact.backward.dense),
-            ("recomputed_flops", exact.recomputed.dense),
-        ];
-        let records = metrics.map(|(name, flops)| Record {
-            experiment: "accounting-flops".into(),
-            case: case.clone(),
-            metric: Metric::exact(name, "FLOP", flops as f64),
-            environment: environment.clone(),
-        });
-        Ok(Output { text, json, records: records.into() })
+        Ok(Answer { text, json })
     }
 }

@@ -1,27 +1,25 @@
-//! `accounting estimate`
+//! `frugal plan memory`
 
 use accounting::bar;
 use accounting::estimate::{Estimate, Part, estimate};
 use accounting::memory::Item;
 use accounting::quantity::{bytes_text, count_text, grouped};
-use report::{Case, Environment, Record};
 use serde_json::{Map, Value, json};
 
-use super::Output;
+use super::Answer;
 use super::model_args::ModelArgs;
-use super::plan_args::{DeviceMemoryArgs, PlanArgs};
+use super::step_args::{DeviceMemoryArgs, TrainingArgs};
 use super::table::{rule, table};
-use crate::accounting::sections::estimate_metrics;
 
 #[derive(clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct Memory {
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
-    plan: PlanArgs,
+    training: TrainingArgs,
     #[command(flatten)]
     device: DeviceMemoryArgs,
-    /// List what is kept tensor by tensor too
+    /// List the saved tensors too
     #[arg(long)]
     list: bool,
 }
@@ -30,10 +28,10 @@ pub(crate) struct Args {
 const LETTERS: [char; 8] = ['P', 'C', 'M', 'O', 'G', 'A', 'L', 'T'];
 const BAR_WIDTH: usize = 80;
 
-impl Args {
-    pub(crate) fn run(&self, environment: &Environment) -> anyhow::Result<Output> {
+impl Memory {
+    pub(crate) fn answer(&self) -> anyhow::Result<Answer> {
         let model = self.model.decoder()?;
-        let plan = self.plan.plan(&model)?;
+        let plan = self.training.plan(&model)?;
         let estimate = estimate(&model, &plan)?;
         let available = self.device.bytes();
 
@@ -47,18 +45,6 @@ impl Args {
         text += "\nNot counted: the CUDA context (about 0.5 GiB), a cuBLAS workspace, the allocator's \
                  fragmentation.\n";
 
-        let case = Case::new()
-            .with("varied", "command line")
-            .with("model", self.model.name())
-            .with("batch", plan.work.batch)
-            .with("sequence", plan.work.sequence)
-            .with("step", plan.summary());
-        let records = estimate_metrics(&estimate).into_iter().map(|metric| Record {
-            experiment: "accounting-estimate".into(),
-            case: case.clone(),
-            metric,
-            environment: environment.clone(),
-        });
         let mut json = json(&estimate);
         json["model"] = self.model.name().into();
         json["plan"] = plan.summary().into();
@@ -66,7 +52,7 @@ impl Args {
             json["available_bytes"] = available.into();
             json["fits"] = (estimate.peak().total <= available).into();
         }
-        Ok(Output { text, json, records: records.collect() })
+        Ok(Answer { text, json })
     }
 }
 

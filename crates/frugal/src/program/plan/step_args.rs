@@ -1,4 +1,4 @@
-//! How a model is trained, and on what.
+//! The flags of a training step on paper.
 
 use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::estimate::Plan;
@@ -17,18 +17,30 @@ const TRAINING: &str = "Training";
 
 #[derive(clap::Args)]
 pub(crate) struct WorkArgs {
-    /// Sequences per device
-    #[arg(long, default_value = "1", value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
-    pub(crate) batch: u64,
-    /// Tokens of a sequence [default: 1024, or the model's context if that is shorter]
-    #[arg(long, value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
-    sequence: Option<u64>,
+    /// Rows per batch and device
+    #[arg(long, alias = "batch", default_value = "1", value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
+    pub(crate) batch_size: u64,
+    /// Tokens of a row [default: 1024, or the model's context if that is shorter]
+    #[arg(long, alias = "sequence", value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
+    length: Option<u64>,
 }
 
 impl WorkArgs {
     pub(crate) fn workload(&self, model: &Decoder) -> Workload {
-        Workload { batch: self.batch, sequence: self.sequence.unwrap_or(model.context.min(1024)) }
+        Workload { batch: self.batch_size, sequence: self.length.unwrap_or(model.context.min(1024)) }
     }
+}
+
+/// `--activations`.
+#[derive(Clone, Copy, Debug, Default, clap::ValueEnum)]
+enum Activations {
+    /// Keep all
+    #[default]
+    Keep,
+    /// Recompute attention's core
+    RecomputeAttention,
+    /// Recompute each layer from its input
+    Recompute,
 }
 
 #[derive(clap::Args)]
@@ -36,22 +48,27 @@ pub(crate) struct RecomputeArgs {
     /// Attention kernel: eager or flash
     #[arg(long, default_value = "flash", value_name = "KERNEL", help_heading = TRAINING)]
     attention: AttentionKernel,
-    /// What is computed again: none, selective (the attention's core) or full (each block)
-    #[arg(long, default_value = "none", value_name = "CHOICE", help_heading = TRAINING)]
-    recompute: Recompute,
-    /// What a SwiGLU keeps: eager, save-all, save-gate-up, save-one or input-only
+    /// Which activations are kept: all, all but those of attention's core, or the inputs of layers
+    #[arg(long, value_enum, default_value_t, value_name = "PLAN", help_heading = TRAINING)]
+    activations: Activations,
+    /// Checkpoint level of gated MLPs: eager, save-all, save-gate-up, save-one or input-only
     #[arg(long, default_value = "eager", value_name = "LEVEL", help_heading = TRAINING)]
-    swiglu: SwigluLevel,
+    mlp: SwigluLevel,
 }
 
 impl RecomputeArgs {
     pub(crate) fn recomputation(&self) -> Recomputation {
-        Recomputation { attention: self.attention, checkpoint: self.recompute, swiglu: self.swiglu }
+        let checkpoint = match self.activations {
+            Activations::Keep => Recompute::None,
+            Activations::RecomputeAttention => Recompute::Selective,
+            Activations::Recompute => Recompute::Full,
+        };
+        Recomputation { attention: self.attention, checkpoint, swiglu: self.mlp }
     }
 }
 
 #[derive(clap::Args)]
-pub(crate) struct PlanArgs {
+pub(crate) struct TrainingArgs {
     #[command(flatten)]
     pub(crate) work: WorkArgs,
     /// Number formats: fp32, amp-fp16, amp-bf16, fp16-master, bf16-master, bf16-master-fp32-grads or bf16
@@ -60,28 +77,27 @@ pub(crate) struct PlanArgs {
     /// sgd, momentum, adagrad, rmsprop, adam, adamw or adam-8bit
     #[arg(long, default_value = "adamw", value_name = "NAME", help_heading = TRAINING)]
     optimizer: Optimizer,
-    /// How the optimizer's step runs: fused, foreach or loop
+    /// Kernel of the optimizer's step: fused, foreach or loop
     #[arg(long, default_value = "foreach", value_name = "KERNEL", help_heading = TRAINING)]
     step: StepKernel,
     #[command(flatten)]
     recompute: RecomputeArgs,
-    /// How an RMSNorm is computed: fused, fused-output (which keeps its output), or composed of operations (torch on a CPU)
+    /// RMSNorm: fused, fused-output (keeps its output), or composed (of operators, as torch on a CPU)
     #[arg(long, default_value = "fused", value_name = "KERNEL", help_heading = TRAINING)]
     norm: NormKernel,
-    /// Dropout is on
+    /// The model has dropout
     #[arg(long, help_heading = TRAINING)]
     dropout: bool,
-    /// How the loss is computed: naive, chunked-recompute, grad-in-forward or linear-cross-entropy [default: naive, or
-    /// linear-cross-entropy with --loss-chunk]
+    /// Loss: plain, fused, chunked-recompute or grad-in-forward [default: plain, or fused with --loss-chunk]
     #[arg(long, value_parser = loss_name, value_name = "NAME", help_heading = TRAINING)]
     loss: Option<&'static str>,
-    /// Output and loss for N tokens at a time [default: 1024 if the loss has chunks]
+    /// Tokens whose logits exist at a time [default: 1024 if the loss has chunks]
     #[arg(long, value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
     loss_chunk: Option<u64>,
-    /// What is kept on the host: parameters, gradients, optimizer, block-inputs
+    /// What lives in the host's memory: parameters, gradients, optimizer, block-inputs
     #[arg(long, value_delimiter = ',', value_name = "NAME,…", help_heading = TRAINING)]
     on_host: Vec<String>,
-    /// Gradients of earlier batches are kept while the next runs
+    /// Gradients are accumulated over several batches
     #[arg(long, help_heading = TRAINING)]
     accumulate: bool,
     /// ZeRO stage: 0, 1, 2 or 3
@@ -97,37 +113,37 @@ pub(crate) struct PlanArgs {
     lora: LoraArgs,
 }
 
-const ADAPTERS: &str = "Adapters beside a frozen base";
+const ADAPTERS: &str = "Low-rank adapters (the base is frozen)";
 
 /// Adapters, and what trains them.
 #[derive(clap::Args)]
 pub(crate) struct LoraArgs {
-    /// Train low-rank adapters of this rank and nothing else
-    #[arg(long, value_parser = parse_count, allow_negative_numbers = true, value_name = "R", help_heading = ADAPTERS)]
-    lora_rank: Option<u64>,
+    /// Train adapters of this rank
+    #[arg(long, alias = "lora-rank", value_parser = parse_count, allow_negative_numbers = true, value_name = "R", help_heading = ADAPTERS)]
+    r: Option<u64>,
     /// Which projections are adapted: q, k, v, o, gate, up, down, or all [default: q,k,v,o]
-    #[arg(long, requires = "lora_rank", value_name = "NAME,…", help_heading = ADAPTERS)]
-    lora_targets: Option<Targets>,
-    /// The adapters' input is dropped
-    #[arg(long, requires = "lora_rank", help_heading = ADAPTERS)]
+    #[arg(long, alias = "lora-targets", requires = "r", value_name = "NAME,…", help_heading = ADAPTERS)]
+    targets: Option<Targets>,
+    /// The adapters have dropout
+    #[arg(long, requires = "r", help_heading = ADAPTERS)]
     lora_dropout: bool,
-    /// A base of 16 bits is cast to fp32 for the adapters' products, as on a processor
-    #[arg(long, requires = "lora_rank", help_heading = ADAPTERS)]
+    /// Cast a base in 16 bits to fp32 for the adapters' products, as on a CPU
+    #[arg(long, requires = "r", help_heading = ADAPTERS)]
     lora_on_cpu: bool,
 }
 
 impl LoraArgs {
     pub(crate) fn low_rank(&self) -> Option<LowRank> {
-        self.lora_rank.map(|rank| LowRank {
+        self.r.map(|rank| LowRank {
             rank,
-            targets: self.lora_targets.unwrap_or(Targets::ATTENTION),
+            targets: self.targets.unwrap_or(Targets::ATTENTION),
             dropout: self.lora_dropout,
             on_cpu: self.lora_on_cpu,
         })
     }
 }
 
-impl PlanArgs {
+impl TrainingArgs {
     pub(crate) fn plan(&self, model: &Decoder) -> Result<Plan, Error> {
         Ok(Plan {
             work: self.work.workload(model),
@@ -149,7 +165,7 @@ impl PlanArgs {
     fn loss(&self) -> Result<Loss, Error> {
         match (self.loss, self.loss_chunk) {
             (Some(name), Some(_)) if name == Loss::Eager.name() => Err(Error::Shape {
-                what: format!("a loss computed by `{name}` has no chunks"),
+                what: "the plain loss has no chunks".into(),
                 remedy: "leave out --loss-chunk, or name another --loss".into(),
             }),
             (Some(name), tokens) => Loss::from_name(name, tokens.unwrap_or(1024)),
@@ -160,7 +176,11 @@ impl PlanArgs {
 }
 
 fn loss_name(text: &str) -> Result<&'static str, Error> {
-    Ok(text.parse::<Loss>()?.name())
+    Ok(match text {
+        "plain" => Loss::Eager.name(),
+        "fused" => Loss::LinearCrossEntropy { tokens: 1 }.name(),
+        other => other.parse::<Loss>()?.name(),
+    })
 }
 
 fn zero_stage(text: &str) -> Result<ZeroStage, String> {
@@ -171,9 +191,9 @@ fn zero_stage(text: &str) -> Result<ZeroStage, String> {
 #[derive(clap::Args)]
 #[group(multiple = false)]
 pub(crate) struct DeviceMemoryArgs {
-    /// Memory of the device, for example 80GB or 24GiB
-    #[arg(long, value_parser = parse_bytes, allow_negative_numbers = true, value_name = "BYTES", help_heading = "Device (one of)")]
-    memory: Option<u64>,
+    /// Bytes that may be held on the device, such as 24GiB
+    #[arg(long, alias = "memory", value_parser = parse_bytes, allow_negative_numbers = true, value_name = "BYTES", help_heading = "Device (one of)")]
+    budget: Option<u64>,
     /// A known device: b200, h200, h100, mi300x, a100, a100-40gb, v100, rtx4090, rtx3090 or t4
     #[arg(long, value_parser = hardware::find, value_name = "NAME", help_heading = "Device (one of)")]
     hardware: Option<Hardware>,
@@ -182,6 +202,6 @@ pub(crate) struct DeviceMemoryArgs {
 impl DeviceMemoryArgs {
     /// Bytes of the device, if one was named.
     pub(crate) fn bytes(&self) -> Option<u64> {
-        self.memory.or(self.hardware.map(|hardware| hardware.memory))
+        self.budget.or(self.hardware.map(|hardware| hardware.memory))
     }
 }

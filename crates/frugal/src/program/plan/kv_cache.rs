@@ -1,19 +1,18 @@
-//! `accounting kv-cache`
+//! `frugal plan kv-cache`
 
 use accounting::Dtype;
 use accounting::decoder_flops::Workload;
 use accounting::memory::kv_cache;
 use accounting::quantity::{bytes_text, grouped};
-use report::{Case, Environment, Metric, Record};
 use serde_json::json;
 
-use super::Output;
+use super::Answer;
 use super::model_args::ModelArgs;
-use super::plan_args::{DeviceMemoryArgs, WorkArgs};
+use super::step_args::{DeviceMemoryArgs, WorkArgs};
 use super::table::table;
 
 #[derive(clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct KvCache {
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
@@ -25,8 +24,8 @@ pub(crate) struct Args {
     device: DeviceMemoryArgs,
 }
 
-impl Args {
-    pub(crate) fn run(&self, environment: &Environment) -> anyhow::Result<Output> {
+impl KvCache {
+    pub(crate) fn answer(&self) -> anyhow::Result<Answer> {
         let model = self.model.decoder()?;
         let work = self.work.workload(&model);
         let token = kv_cache::bytes(&model, Workload { batch: 1, sequence: 1 }, self.dtype)?;
@@ -41,8 +40,8 @@ impl Args {
         let mut json = json!({
             "model": self.model.name(),
             "dtype": self.dtype.name(),
-            "batch": work.batch,
-            "sequence": work.sequence,
+            "batch_size": work.batch,
+            "length": work.sequence,
             "bytes_per_token": token,
             "cache_bytes": cache,
             "parameter_bytes": parameters,
@@ -65,16 +64,6 @@ impl Args {
                 model.heads / model.kv_heads
             );
         }
-        let record = Record {
-            experiment: "accounting-kv-cache".into(),
-            case: Case::new()
-                .with("model", self.model.name())
-                .with("dtype", self.dtype.name())
-                .with("batch", work.batch)
-                .with("sequence", work.sequence),
-            metric: Metric::exact("cache_bytes", "B", cache as f64),
-            environment: environment.clone(),
-        };
-        Ok(Output { text, json, records: vec![record] })
+        Ok(Answer { text, json })
     }
 }

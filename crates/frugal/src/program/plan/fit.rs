@@ -1,30 +1,29 @@
-//! `accounting fit`
+//! `frugal plan fit`
 
 use accounting::fit::{Limit, largest_batch, largest_model, longest_sequence};
 use accounting::quantity::{bytes_text, count_text, grouped};
 use accounting::{Decoder, Error};
-use report::{Case, Environment, Metric, Record};
 use serde_json::{Value, json};
 
-use super::Output;
+use super::Answer;
 use super::model_args::ModelArgs;
-use super::plan_args::{DeviceMemoryArgs, PlanArgs};
+use super::step_args::{DeviceMemoryArgs, TrainingArgs};
 use super::table::table;
 
 #[derive(clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct Fit {
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
-    plan: PlanArgs,
+    training: TrainingArgs,
     #[command(flatten)]
     device: DeviceMemoryArgs,
 }
 
-/// A question, its answer for people, its bytes, what stops the next one, and the same for programs.
-struct Answer {
+/// A question and its answer.
+struct Row {
     question: &'static str,
-    metric: &'static str,
+    name: &'static str,
     found: Result<Found, String>,
 }
 
@@ -36,13 +35,13 @@ struct Found {
     details: Value,
 }
 
-impl Args {
-    pub(crate) fn run(&self, environment: &Environment) -> anyhow::Result<Output> {
+impl Fit {
+    pub(crate) fn answer(&self) -> anyhow::Result<Answer> {
         let model = self.model.decoder()?;
-        let plan = self.plan.plan(&model)?;
+        let plan = self.training.plan(&model)?;
         let Some(available) = self.device.bytes() else {
             anyhow::bail!(
-                "how much has to fit is not given; give --memory, for example 24GiB, or --hardware"
+                "how much has to fit is not given; give --budget, for example 24GiB, or --hardware"
             );
         };
         let number = |fit: accounting::fit::Fit<u64>| Found {
@@ -52,21 +51,21 @@ impl Args {
             limit: fit.limit,
             details: Value::Null,
         };
-        let answers = [
-            Answer {
+        let rows = [
+            Row {
                 question: "largest batch",
-                metric: "largest_batch",
-                found: answer(largest_batch(&model, &plan, available).map(number))?,
+                name: "largest_batch",
+                found: possible(largest_batch(&model, &plan, available).map(number))?,
             },
-            Answer {
-                question: "longest sequence",
-                metric: "longest_sequence",
-                found: answer(longest_sequence(&model, &plan, available).map(number))?,
+            Row {
+                question: "longest row",
+                name: "longest_row",
+                found: possible(longest_sequence(&model, &plan, available).map(number))?,
             },
-            Answer {
+            Row {
                 question: "largest model of the family",
-                metric: "largest_model_parameters",
-                found: answer(largest_model(&model, &plan, available).and_then(|fit| {
+                name: "largest_model_parameters",
+                found: possible(largest_model(&model, &plan, available).and_then(|fit| {
                     let value = fit.largest.parameters()?;
                     let text = describe(&fit.largest, value);
                     let details = json!({
@@ -81,45 +80,32 @@ impl Args {
             },
         ];
 
-        let rows: Vec<Vec<String>> = answers.iter().map(row).collect();
+        let cells: Vec<Vec<String>> = rows.iter().map(Row::cells).collect();
         let mut text = format!("{}, {} parameters\n", self.model.name(), grouped(model.parameters()?.into()));
         text += &format!("{}; {} available\n\n", plan.summary(), bytes_text(available));
-        text += &table(&["question", "answer", "peak", "the next one"], &rows);
+        text += &table(&["question", "answer", "peak", "the next one"], &cells);
         text += "\nEach question varies one thing and keeps the others. The largest model keeps the vocabulary, the \
                  head size\nand the ratios of widths and depth.\n";
 
-        let json: Vec<Value> = answers
+        let json: Vec<Value> = rows
             .iter()
-            .map(|answer| match &answer.found {
+            .map(|row| match &row.found {
                 Ok(found) => json!({
-                    "question": answer.metric,
+                    "question": row.name,
                     "answer": found.value,
                     "peak_bytes": found.peak,
                     "limit": limit_text(found.limit),
                     "model": found.details,
                 }),
-                Err(why) => json!({"question": answer.metric, "answer": null, "why": why}),
+                Err(why) => json!({"question": row.name, "answer": null, "why": why}),
             })
             .collect();
-        let case = Case::new()
-            .with("device", bytes_text(available))
-            .with("model", self.model.name())
-            .with("plan", plan.summary());
-        let records = answers.iter().map(|answer| Record {
-            experiment: "accounting-fit".into(),
-            case: case.clone(),
-            metric: match &answer.found {
-                Ok(found) => Metric::exact(answer.metric, "count", found.value as f64),
-                Err(why) => Metric::not_measured(answer.metric, "count", why),
-            },
-            environment: environment.clone(),
-        });
-        Ok(Output { text, json: Value::Array(json), records: records.collect() })
+        Ok(Answer { text, json: Value::Array(json) })
     }
 }
 
-/// "Nothing fits" is an answer here; any other error ends the command.
-fn answer(found: Result<Found, Error>) -> Result<Result<Found, String>, Error> {
+/// Takes "nothing fits" as an answer; any other error ends the command.
+fn possible(found: Result<Found, Error>) -> Result<Result<Found, String>, Error> {
     match found {
         Ok(found) => Ok(Ok(found)),
         Err(Error::NothingFits { needed, .. }) => Ok(Err(format!("the smallest needs {needed}"))),
@@ -127,13 +113,15 @@ fn answer(found: Result<Found, Error>) -> Result<Result<Found, String>, Error> {
     }
 }
 
-fn row(answer: &Answer) -> Vec<String> {
-    let question = answer.question.to_owned();
-    match &answer.found {
-        Ok(found) => {
-            vec![question, found.text.clone(), bytes_text(found.peak), limit_text(found.limit).to_owned()]
+impl Row {
+    fn cells(&self) -> Vec<String> {
+        let question = self.question.to_owned();
+        match &self.found {
+            Ok(found) => {
+                vec![question, found.text.clone(), bytes_text(found.peak), limit_text(found.limit).to_owned()]
+            }
+            Err(why) => vec![question, "none".into(), "–".into(), why.clone()],
         }
-        Err(why) => vec![question, "none".into(), "–".into(), why.clone()],
     }
 }
 

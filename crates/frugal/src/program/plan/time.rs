@@ -1,4 +1,4 @@
-//! `accounting time`
+//! `frugal plan time`
 
 use accounting::hardware::{self, Hardware};
 use accounting::memory::optimizer::Optimizer;
@@ -7,14 +7,13 @@ use accounting::quantity::{bytes_text, count_text, parse_count};
 use accounting::training_time::{Run, SECONDS_PER_DAY, naive_largest_model, peak_of, six_n_d, utilization};
 use accounting::{Dtype, presets};
 use anyhow::Context;
-use report::{Case, Environment, Metric, Record};
 use serde_json::json;
 
-use super::Output;
+use super::Answer;
 use super::table::{flops_json, flops_text, table};
 
 #[derive(clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct Time {
     /// Parameters: a number (70B) or a known model (llama-3-8b)
     #[arg(long, value_name = "N|NAME", value_parser = parameters, allow_negative_numbers = true)]
     parameters: u64,
@@ -41,8 +40,8 @@ pub(crate) struct Args {
     seconds: Option<f64>,
 }
 
-impl Args {
-    pub(crate) fn run(&self, environment: &Environment) -> anyhow::Result<Output> {
+impl Time {
+    pub(crate) fn answer(&self) -> anyhow::Result<Answer> {
         let flops = six_n_d(self.parameters, self.tokens)?;
         let peak = match self.peak {
             Some(peak) => peak,
@@ -100,31 +99,13 @@ impl Args {
             "days": days,
             "naive_largest_model": naive,
         });
-        let case = Case::new()
-            .with(
-                "training",
-                format!("{} on {} tokens", count_text(self.parameters), count_text(self.tokens)),
-            )
-            .with("devices", self.devices)
-            .with("device", device);
-        let metrics = [
-            Metric::exact("training_flops", "FLOP", flops as f64),
-            Metric::exact("mfu", "ratio", mfu),
-            Metric::exact("days", "days", days),
-        ];
-        let records = metrics.map(|metric| Record {
-            experiment: "accounting-time".into(),
-            case: case.clone(),
-            metric,
-            environment: environment.clone(),
-        });
-        Ok(Output { text, json, records: records.into() })
+        Ok(Answer { text, json })
     }
 }
 
 fn memory_note(parameters: u64, naive: u64) -> Option<String> {
     (parameters > naive).then(|| {
-        "\nThe model states alone do not fit these devices with AdamW in fp32 (see `accounting estimate`).\n".into()
+        "\nThe model states alone do not fit these devices with AdamW in fp32 (see `frugal plan memory`).\n".into()
     })
 }
 

@@ -1,17 +1,25 @@
-//! Which model is meant: a known one, a `config.json`, or sizes; sizes given besides replace those of the first two.
+//! Which model is planned for: a `config.json`, a preset, or a family with sizes. Sizes that are given replace the model's.
 
-use std::path::PathBuf;
+use std::path::Path;
 
 use accounting::model::{Family, Shape};
 use accounting::quantity::parse_count;
 use accounting::{Decoder, config, presets};
 use anyhow::Context;
+use frugal::download_bar;
+use frugal::models::hub::{Hub, RepositoryKind};
+
+use super::super::model::HubArgs;
+
+const CONFIG: &str = "config.json";
 
 #[derive(clap::Args)]
 #[group(skip)]
 pub(crate) struct ModelArgs {
     #[command(flatten)]
     source: Source,
+    #[command(flatten)]
+    hub: HubArgs,
     /// Rows of the embedding and of the output
     #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
     vocabulary: Option<u64>,
@@ -44,17 +52,14 @@ pub(crate) struct ModelArgs {
     tied: Option<bool>,
 }
 
-const SIZES: &str = "Sizes (replace those of --model or --config)";
+const SIZES: &str = "Sizes (replace those of --model)";
 
 #[derive(clap::Args)]
 #[group(required = true, multiple = false)]
 struct Source {
-    /// A known model, for example gpt2, qwen2.5-0.5b or llama-3-8b (an unknown name lists them all)
-    #[arg(long, value_name = "NAME", value_parser = presets::find, help_heading = "Model (one of)")]
-    model: Option<Decoder>,
-    /// A Hugging Face config.json of model_type gpt2, qwen2 or llama
-    #[arg(long, value_name = "FILE", help_heading = "Model (one of)")]
-    config: Option<PathBuf>,
+    /// A config.json, a folder that has one, a name on the hub, or a preset such as qwen2.5-7b
+    #[arg(long, value_name = "NAME_OR_FILE", alias = "config", help_heading = "Model (one of)")]
+    model: Option<String>,
     /// gpt2, gpt2-like, qwen2 or llama; needs --vocabulary, --hidden, --layers and --heads
     #[arg(long, value_name = "FAMILY", help_heading = "Model (one of)")]
     family: Option<Family>,
@@ -64,22 +69,44 @@ impl ModelArgs {
     /// The model, checked.
     pub(crate) fn decoder(&self) -> anyhow::Result<Decoder> {
         let base = match &self.source {
-            Source { model: Some(model), .. } => (**model).clone(),
-            Source { config: Some(path), .. } => (*config::read(path)?).clone(),
+            Source { model: Some(name), .. } => (*self.find(name)?).clone(),
             Source { family: Some(family), .. } => self.all_sizes(*family)?,
-            _ => anyhow::bail!("no model is given; give --model, --config or --family"),
+            _ => anyhow::bail!("no model is given; give --model or --family"),
         };
         Ok(Decoder::new(self.replace(base))?)
     }
 
-    /// A name for tables and records.
+    /// A file, a folder, a preset, or a model on the hub.
+    fn find(&self, name: &str) -> anyhow::Result<Decoder> {
+        let path = Path::new(name);
+        if path.is_dir() {
+            return Ok(config::read(&path.join(CONFIG))?);
+        }
+        if path.exists() || path.extension().is_some_and(|extension| extension == "json") {
+            return Ok(config::read(path)?);
+        }
+        let unknown = match presets::find(name) {
+            Ok(known) => return Ok(known),
+            Err(unknown) => unknown,
+        };
+        // A name on the hub has an owner.
+        if !name.contains('/') {
+            return Err(unknown.into());
+        }
+        let hub = Hub { progress: Some(download_bar::terminal_bar()), ..Hub::from_env(self.hub.offline) };
+        let folder = hub.fetch_files(RepositoryKind::Model, name, self.hub.revision.as_deref(), &[CONFIG])?;
+        Ok(config::read(&folder.join(CONFIG))?)
+    }
+
+    /// The folder of the model, where it is one.
+    pub(crate) fn folder(&self) -> Option<&Path> {
+        self.source.model.as_deref().map(Path::new).filter(|path| path.is_dir())
+    }
+
+    /// A name for tables.
     pub(crate) fn name(&self) -> String {
         let source = match &self.source {
-            Source { model: Some(model), .. } => {
-                let is_it = |name: &&str| presets::find(name).is_ok_and(|known| known == *model);
-                presets::names().find(is_it).unwrap_or("model").to_owned()
-            }
-            Source { config: Some(path), .. } => path.display().to_string(),
+            Source { model: Some(name), .. } => name.clone(),
             Source { family: Some(family), .. } => family.name().to_owned(),
             _ => "model".to_owned(),
         };

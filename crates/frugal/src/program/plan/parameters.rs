@@ -1,15 +1,14 @@
-//! `accounting parameters`
+//! `frugal plan parameters`
 
 use accounting::quantity::{count_text, grouped};
-use report::{Case, Environment, Metric, Record};
 use serde_json::json;
 
-use super::Output;
+use super::Answer;
 use super::model_args::ModelArgs;
 use super::table::{rule, table};
 
 #[derive(clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct Parameters {
     #[command(flatten)]
     model: ModelArgs,
     /// List every tensor with its shape
@@ -17,8 +16,8 @@ pub(crate) struct Args {
     list: bool,
 }
 
-impl Args {
-    pub(crate) fn run(&self, environment: &Environment) -> anyhow::Result<Output> {
+impl Parameters {
+    pub(crate) fn answer(&self) -> anyhow::Result<Answer> {
         let model = self.model.decoder()?;
         let total = model.parameters()?;
         let mut text = String::new();
@@ -50,12 +49,6 @@ impl Args {
         if model.tied {
             text += "\nThe output projection is tied to the embedding and counted there.\n";
         }
-        let record = Record {
-            experiment: "accounting-parameters".into(),
-            case: Case::new().with("model", self.model.name()),
-            metric: Metric::exact("parameters", "count", total as f64),
-            environment: environment.clone(),
-        };
-        Ok(Output { text, json, records: vec![record] })
+        Ok(Answer { text, json })
     }
 }

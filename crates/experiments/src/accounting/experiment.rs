@@ -1,0 +1,85 @@
+//! `accounting experiment`: the report's sections, computed in milliseconds and the same everywhere.
+
+use accounting::presets;
+use clap::ValueEnum;
+use report::cli::{CommonArgs, Scale};
+use report::{Environment, Progress, Record, Sink};
+
+use super::sections;
+
+#[derive(clap::Args)]
+pub(crate) struct Experiment {
+    /// How much to compute; all of it takes less than a second
+    #[arg(long, value_enum, default_value_t)]
+    scale: Scale,
+    /// Only these sections
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME,…")]
+    only: Vec<Section>,
+}
+
+/// A section of the report.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Section {
+    Published,
+    Dtypes,
+    Flops,
+    Estimate,
+    Fit,
+    Time,
+    LongContext,
+    OffloadCondition,
+}
+
+impl Section {
+    /// The experiment's name in the records.
+    fn experiment(self) -> String {
+        let name = self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
+        // What it is about is the techniques, not this crate.
+        match self {
+            Self::LongContext | Self::OffloadCondition => name,
+            _ => format!("accounting-{name}"),
+        }
+    }
+}
+
+const SMOKE_MODELS: [&str; 2] = ["gpt2", "qwen2.5-0.5b"];
+const MODELS: [&str; 6] = ["gpt2", "cs336-small", "cs336-xl", "qwen2.5-0.5b", "llama-3-8b", "llama-3-70b"];
+const SMOKE_DEVICES: [&str; 1] = ["rtx4090"];
+const DEVICES: [&str; 4] = ["t4", "rtx4090", "h100", "b200"];
+
+pub(crate) fn run(common: &CommonArgs, arguments: &Experiment) -> anyhow::Result<()> {
+    // Opened first, so that a path that cannot be written is an error before anything is computed.
+    let environment = &Environment::detect("cpu", None);
+    let mut sink = Sink::new(common, environment.clone())?;
+    let all: Vec<&str> = presets::names().collect();
+    let models: &[&str] = match arguments.scale {
+        Scale::Smoke => &SMOKE_MODELS,
+        Scale::Laptop => &MODELS,
+        Scale::Paper => &all,
+    };
+    let (fit_models, devices): (&[&str], &[&str]) = match arguments.scale {
+        Scale::Smoke => (&SMOKE_MODELS, &SMOKE_DEVICES),
+        _ => (&["gpt2", "qwen2.5-0.5b", "llama-3-8b"], &DEVICES),
+    };
+    let wanted = |section: &Section| arguments.only.is_empty() || arguments.only.contains(section);
+    let sections: Vec<Section> = Section::value_variants().iter().copied().filter(wanted).collect();
+    let mut progress = Progress::new(sections.len() as u64);
+    for section in sections {
+        progress.message(&section.experiment());
+        let records = match section {
+            Section::Published => sections::published(environment)?,
+            Section::Dtypes => sections::dtypes(environment)?,
+            Section::Flops => sections::flops(models, environment)?,
+            Section::Estimate => sections::estimates(environment)?,
+            Section::Fit => sections::fits(fit_models, devices, environment)?,
+            Section::Time => sections::times(environment)?,
+            Section::LongContext => sections::long_context(environment)?,
+            Section::OffloadCondition => sections::offload_condition(environment)?,
+        };
+        for Record { experiment, case, metric, .. } in records {
+            sink.put(&experiment, &case, vec![metric])?;
+        }
+        progress.step();
+    }
+    Ok(())
+}

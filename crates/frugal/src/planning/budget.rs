@@ -1,0 +1,77 @@
+//! A budget, and what is held of it.
+
+use accounting::quantity::bytes_text;
+use runtime::device::{product_workspaces, reset_resident_peak, resident_memory};
+use runtime::memory::{Limit, Region, RegionUsage};
+use tch::Device;
+
+use crate::error::{Error, Result};
+
+/// The share of a budget that a plan leaves free, for short-lived tensors and what libraries allocate as they go.
+const SLACK: f64 = 0.03;
+
+/// Returns the bytes of the device that tensors may take, of a budget that on the CPU is the whole process's.
+///
+/// # Errors
+/// A budget below what the process takes already.
+pub fn tensor_budget(budget: u64, device: Device) -> Result<u64> {
+    let taken = match device {
+        Device::Cpu => resident_memory()?.current,
+        _ => product_workspaces(device)?,
+    };
+    match budget.saturating_sub(taken).saturating_sub((budget as f64 * SLACK) as u64) {
+        0 => Err(Error::Budget { budget: bytes_text(budget), taken: bytes_text(taken) }),
+        free => Ok(free),
+    }
+}
+
+/// Makes the allocator refuse what goes beyond the budget. `None` on a GPU, where only the environment can do that.
+///
+/// # Errors
+/// More is live already.
+pub fn enforce(device: Device, budget: u64) -> Result<Option<Limit>> {
+    match device {
+        Device::Cpu => Ok(Some(runtime::memory::limit(device, budget)?)),
+        _ => Ok(None),
+    }
+}
+
+/// Measures the peak memory of a stretch of work.
+pub struct PeakMeter {
+    region: Region,
+}
+
+/// The peak memory of a stretch of work.
+#[derive(Clone, Copy, Debug)]
+pub struct PeakUsage {
+    /// Of the device's allocator.
+    pub tensors: RegionUsage,
+    /// The most bytes that the process held in RAM.
+    pub process: u64,
+}
+
+impl PeakMeter {
+    /// Starts to measure.
+    ///
+    /// # Errors
+    /// A system that does not count.
+    pub fn start(device: Device) -> Result<Self> {
+        reset_resident_peak()?;
+        Ok(Self { region: Region::start(device)? })
+    }
+
+    /// Returns the peaks since the start.
+    ///
+    /// # Errors
+    /// A system that does not count.
+    pub fn finish(self) -> Result<PeakUsage> {
+        Ok(PeakUsage { tensors: self.region.finish()?, process: resident_memory()?.peak })
+    }
+}
+
+impl PeakUsage {
+    /// Returns the bytes that a budget is compared with: the process's on the CPU, the device's otherwise.
+    pub fn counted(&self, device: Device) -> u64 {
+        if device == Device::Cpu { self.process.max(self.tensors.peak) } else { self.tensors.peak }
+    }
+}

@@ -1,0 +1,130 @@
+//! How fast this machine is at what a step consists of.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+use std::time::Instant;
+
+use accounting::offload::Rates;
+use models::LlamaConfig;
+use models::init::Init;
+use models::module::{Input, LanguageModel};
+use offload::{Method, Offload, Options, Tier, load_rate};
+use runtime::device;
+use runtime::measure::{Measurement, Samples, physical};
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+
+/// Bytes of a file that [`file_read_rate`] reads at most.
+const READ: u64 = 256 << 20;
+
+/// Measured rates of a machine.
+#[derive(Clone, Copy, Debug)]
+pub struct MachineRates {
+    /// FLOP/s of products.
+    pub flops: f64,
+    /// Bytes per second of the device's memory.
+    pub bandwidth: f64,
+    /// Bytes per second of layers, gradients and the optimizer on their ways.
+    pub transfers: Rates,
+}
+
+impl MachineRates {
+    /// For what does not depend on rates: who is on the device when.
+    pub const NOMINAL: Self = Self {
+        flops: 1e11,
+        bandwidth: 2e10,
+        transfers: Rates { load: 5e9, store: 5e9, host_optimizer: 1e9, device_optimizer: 1e9 },
+    };
+
+    /// Measures a product of `[m, k]` and `[k, n]` (`product` is `[m, n, k]`) in the dtype that weights in `kind` are multiplied in,
+    /// the memory of the device and of the host, and loads of layers from `tier`.
+    ///
+    /// # Errors
+    /// A device that is not there; too little memory or room on the disk.
+    pub fn measure(product: [i64; 3], (kind, device): (Kind, Device), tier: &Tier) -> Result<Self> {
+        // Before the first product, when they can be told from the rest.
+        device::product_workspaces(device)?;
+        // On a CPU products of low precision run in fp32.
+        let compute = runtime::matmul::compute_kind(device, kind);
+        let [m, n, k] = product;
+        let flops = rate(&physical::gemm_rate(device, compute, m, n, k)?)?;
+        let bandwidth = rate(&physical::copy_bandwidth(device)?)?;
+        let host = rate(&physical::copy_bandwidth(Device::Cpu)?)?;
+        let load = layer_load_rate(device, tier)?;
+        // The same link the other way, and the same threads.
+        Ok(Self { flops, bandwidth, transfers: Rates::of_memory(load, host, bandwidth) })
+    }
+}
+
+fn rate(measurement: &Measurement) -> Result<f64> {
+    measurement.rate().ok_or(Error::NotMeasured)
+}
+
+/// Bytes per second at which layers come from a tier: of two layers of 32 MiB, loaded one at a time. Layers in files come from the
+/// page cache then; what a disk gives is [`file_read_rate`].
+///
+/// # Errors
+/// As [`MachineRates::measure`].
+pub fn layer_load_rate(device: Device, tier: &Tier) -> Result<f64> {
+    let config = LlamaConfig::llama(64, 1024, 1365, 2, 8);
+    let options = Options { device, method: Method::OneLayer, tier: tier.clone(), ..Options::default() };
+    let (model, offload) = Offload::assemble(&config, Init::Constant(0.01), Kind::Float, &options)?;
+    let tokens = Tensor::from_slice(&[1i64]).view([1, 1]).to_device(device);
+    let _no_grad = tch::no_grad_guard();
+    let mut samples = Vec::new();
+    for round in 0..6 {
+        offload.start_trace()?;
+        let _hidden = model.hidden(&Input::new(&tokens))?;
+        let trace = offload.take_trace()?;
+        if round > 0 {
+            samples.extend(load_rate(&trace));
+        }
+    }
+    device::synchronize(device)?;
+    Ok(Samples { samples }.median())
+}
+
+/// Bytes per second at which a file is read from its disk: up to 256 MiB of it, which are dropped from the page cache first.
+///
+/// # Errors
+/// A file that cannot be read or is empty.
+pub fn file_read_rate(path: &Path) -> Result<f64> {
+    let failed = |cause: std::io::Error| Error::File { path: path.to_owned(), reason: cause.to_string() };
+    let mut file = File::open(path).map_err(failed)?;
+    let length = file.metadata().map_err(failed)?.len().min(READ);
+    // Pages that are not on the disk yet stay in the cache.
+    file.sync_data().map_err(failed)?;
+    let whole = std::num::NonZeroU64::new(length);
+    rustix::fs::fadvise(&file, 0, whole, rustix::fs::Advice::DontNeed)
+        .map_err(|cause| failed(std::io::Error::from(cause)))?;
+    let mut buffer = vec![0; 4 << 20];
+    let (mut bytes, began) = (0, Instant::now());
+    while bytes < length {
+        match file.read(&mut buffer).map_err(failed)? {
+            0 => break,
+            count => bytes += count as u64,
+        }
+    }
+    match bytes {
+        0 => Err(failed(std::io::Error::other("it is empty, and no rate can be measured"))),
+        _ => Ok(bytes as f64 / began.elapsed().as_secs_f64()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_read_at_a_rate() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("layers");
+        std::fs::write(&path, vec![1; 9 << 20]).unwrap();
+        assert!(file_read_rate(&path).unwrap() > 1e5);
+        std::fs::write(&path, []).unwrap();
+        let error = file_read_rate(&path).unwrap_err().to_string();
+        assert!(error.ends_with("it is empty, and no rate can be measured"), "{error}");
+    }
+}

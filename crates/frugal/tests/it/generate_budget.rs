@@ -1,0 +1,45 @@
+//! `frugal generate` within a budget: what fits stays on the device, and the text is that of the whole model.
+
+use serde_json::Value;
+
+use crate::tiny_folder::Tiny;
+
+const PROMPT: &str = "generate --model model --prompt The --max-new-tokens 12";
+
+#[test]
+fn a_budget_changes_no_token() {
+    let tiny = Tiny::new();
+    let (whole, _) = tiny.succeed(PROMPT);
+    let (within, said) = tiny.succeed(&format!("{PROMPT} --budget 2GiB"));
+    assert_eq!(within, whole);
+    assert!(said.contains(" of 2 layers resident, ring of ") && said.contains(" held"), "{said}");
+    for flags in ["--offload file", "--offload file --ring 1", "--offload host --ring 2"] {
+        let (text, said) = tiny.succeed(&format!("{PROMPT} {flags}"));
+        assert_eq!(text, whole, "{flags}");
+        assert!(said.contains("; 0 of 2 layers resident"), "{said}");
+    }
+    let (line, _) = tiny.succeed(&format!("{PROMPT} --budget 2GiB --offload host --json"));
+    let told: Value = serde_json::from_str(&line).unwrap();
+    assert_eq!(told["tokens"], 12);
+}
+
+#[test]
+fn an_impossible_budget_is_refused() {
+    let tiny = Tiny::new();
+    for (flags, status, words) in [
+        ("--budget 1MiB", 1, "error: a budget of 1.00 MiB is less than the program takes by itself ("),
+        ("--budget 2Gi", 2, "write for example 80GB or 24GiB"),
+        ("--ring 0", 2, "0 is not in 1..=64"),
+        (
+            "--ring 2",
+            1,
+            "--ring and --resident are about offloaded layers; give --offload host or --offload file",
+        ),
+        ("--budget 2GiB --resident 1", 2, "cannot be used with"),
+    ] {
+        let output = tiny.run(&format!("{PROMPT} {flags}"));
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(status), "{flags}: {said}");
+        assert!(said.contains(words), "{flags}: {said}");
+    }
+}

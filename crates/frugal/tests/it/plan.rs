@@ -1,0 +1,139 @@
+//! What `frugal plan` tells people and programs.
+
+use std::process::Command;
+
+use expect_test::expect;
+
+fn plan(arguments: &[&str]) -> String {
+    let output = Command::new(crate::program()).arg("plan").args(arguments).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn the_memory_of_a_step_for_people() {
+    let text = plan(&["memory", "--model", "gpt2", "--batch-size", "8", "--hardware", "rtx4090"]);
+    expect![[r#"
+        gpt2, 124,439,808 parameters (124 M)
+        batch 8 × 1024 tokens, bf16-master, adamw, flash attention
+
+        part                 loss *  last block  first block  embedding  optimizer step
+        ───────────────────────────────────────────────────────────────────────────────
+        P parameters        237 MiB     237 MiB      237 MiB    237 MiB         237 MiB
+        M master weights    475 MiB     475 MiB      475 MiB    475 MiB         475 MiB
+        O optimizer state   949 MiB     949 MiB      949 MiB    949 MiB         949 MiB
+        G gradients               –    73.6 MiB      237 MiB    237 MiB         237 MiB
+        A activations      2.28 GiB    2.28 GiB      217 MiB   24.2 MiB               –
+        L logits and loss  5.37 GiB     785 MiB      785 MiB    785 MiB               –
+        T temporaries             –     120 MiB      120 MiB   73.6 MiB         475 MiB
+        ───────────────────────────────────────────────────────────────────────────────
+          total            9.27 GiB    4.86 GiB     2.95 GiB   2.72 GiB        2.32 GiB
+
+        [PMOOOOAAAAAAAALLLLLLLLLLLLLLLLLLL···············································]
+        * peak: 9.27 GiB at the loss, 41.5 % of 22.4 GiB: fits
+
+        Not counted: the CUDA context (about 0.5 GiB), a cuBLAS workspace, the allocator's fragmentation.
+    "#]]
+    .assert_eq(&text);
+}
+
+#[test]
+fn the_memory_of_a_step_for_programs() {
+    let text = plan(&["memory", "--model", "gpt2", "--json"]);
+    let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(value["parameters"], 124_439_808);
+    let peak = value["peak_bytes"].as_u64().unwrap();
+    let totals = value["moments"].as_array().unwrap().iter().map(|m| m["total_bytes"].as_u64().unwrap());
+    assert_eq!(totals.max(), Some(peak));
+}
+
+#[test]
+fn the_memory_of_adapters() {
+    let text = plan(&[
+        "memory",
+        "--model",
+        "qwen2.5-0.5b",
+        "--batch-size",
+        "2",
+        "--length",
+        "256",
+        "--recipe",
+        "bf16",
+        "--r",
+        "8",
+        "--targets",
+        "q,k,v,o",
+        "--loss",
+        "fused",
+        "--json",
+    ]);
+    let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(value["parameters"], 495_114_112);
+    let summary = value["plan"].as_str().unwrap();
+    assert!(summary.contains("adapters of rank 8 on q,k,v,o"), "{summary}");
+    let step = value["moments"].as_array().unwrap().last().unwrap();
+    // A frozen base in bf16; adapters, their gradients and two moments in fp32; no master weights.
+    let (base, adapters) = (494_032_768u64, 1_081_344u64);
+    assert_eq!(step["parts"]["parameters"], 2 * base + 4 * adapters);
+    assert_eq!(step["parts"]["gradients"], 4 * adapters);
+    assert_eq!(step["parts"]["optimizer state"], 8 * adapters);
+    assert_eq!(step["parts"]["master weights"], 0);
+    let text = plan(&["flops", "--model", "qwen2.5-0.5b", "--r", "8"]);
+    assert!(text.contains("self_attn.q_proj adapter"), "{text}");
+}
+
+#[test]
+fn every_question_is_answered_in_json() {
+    let commands: [&[&str]; 7] = [
+        &["parameters", "--model", "qwen2.5-7b", "--list"],
+        &["flops", "--model", "llama-3-8b"],
+        &["memory", "--model", "gpt2-like"],
+        &["memory", "--model", "qwen2.5-7b", "--r", "16", "--targets", "all", "--lora-dropout"],
+        &["fit", "--model", "gpt2", "--budget", "8GiB"],
+        &["time", "--parameters", "70B", "--tokens", "15T", "--devices", "1024"],
+        &["kv-cache", "--model", "llama-3-8b", "--budget", "80GB"],
+    ];
+    for command in commands {
+        let text = plan(&[command, &["--json"]].concat());
+        serde_json::from_str::<serde_json::Value>(&text)
+            .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    }
+}
+
+#[test]
+fn a_plan_for_a_card() {
+    let flags = ["--model", "qwen2.5-7b", "--budget", "10GiB", "--hardware", "4090", "--length", "2048"];
+    expect![[r#"
+        parameters                                7,615,616,512 (14.2 GiB)
+        budget for tensors                        10.0 GiB
+        4090                                      1.200e14 FLOP/s of products, 1.008e12 B/s of memory, 2.500e10 B/s of loads
+
+        all on the device                         peak 20.3 GiB, 0.51 s a step, 10.3 GiB too much
+        activations recomputed                    peak 15.1 GiB, 0.74 s a step, 5.13 GiB too much
+        layers offloaded                          peak 9.92 GiB, 0.76 s a step, fits; the fastest that fits
+
+        at the peak                               backward of layer 27
+          fixed weights                           2.03 GiB
+          optimizer state                         38.5 MiB
+          resident layers                         5.22 GiB
+          ring                                    1.74 GiB
+          constant                                64.0 MiB
+          layer inputs                            392 MiB
+          working memory                          458 MiB
+        resident layers                           12 of 28
+        outside of the device                     6.96 GiB
+        loaded per step                           10.4 GiB
+        compute waits                             0.019 s
+        share of resident speed                   0.975
+        tokens that hide loads, forward           2,743
+        tokens that hide loads, backward, frozen  1,372
+        flags                                     --offload host --ring 4 --resident 2,4,6,9,11,13,16,18,20,23,25,27
+    "#]].assert_eq(&plan(&flags));
+    let text = plan(&[&flags[..], &["--json"]].concat());
+    let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(value["chosen"], "layers offloaded");
+    let offloaded = &value["variants"][2];
+    let parts = offloaded["parts"].as_array().unwrap().iter().map(|part| part["bytes"].as_u64().unwrap());
+    assert_eq!(offloaded["peak_bytes"].as_u64(), Some(parts.sum::<u64>()));
+    assert_eq!(offloaded["resident_layers"].as_array().unwrap().len(), 12);
+}

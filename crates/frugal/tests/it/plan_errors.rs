@@ -1,0 +1,75 @@
+//! `frugal plan` refuses wrong flags and says what to give.
+
+use std::process::Command;
+
+/// Runs `frugal plan`; returns its exit status and the first line of standard error.
+fn run(arguments: &str) -> (Option<i32>, String) {
+    let mut command = Command::new(crate::program());
+    let output = command.arg("plan").args(arguments.split_whitespace()).output().unwrap();
+    let errors = String::from_utf8(output.stderr).unwrap();
+    (output.status.code(), errors.lines().next().unwrap_or_default().to_owned())
+}
+
+#[test]
+fn command_lines() {
+    let table = [
+        ("memory", 2, "error: the following required arguments were not provided:"),
+        ("memory --model gpt9", 1, "error: unknown model `gpt9`; known are: gpt2, gpt2-medium, "),
+        ("memory --model gpt2 --batch-size 0", 2, "cannot read `0` as a whole number of 1 to 2^64 - 1"),
+        ("memory --model gpt2 --batch-size -3", 2, "cannot read `-3` as a whole number of 1 to 2^64 - 1"),
+        ("memory --model gpt2 --batch-size 1e3", 2, "cannot read `1e3` as a whole number"),
+        ("memory --model gpt2 --zero 4", 2, "ZeRO stage 4 does not exist"),
+        (
+            "memory --model gpt2 --loss liger",
+            2,
+            "known are: naive, chunked-recompute, grad-in-forward, linear",
+        ),
+        (
+            "memory --model gpt2 --loss plain --loss-chunk 8",
+            1,
+            "the plain loss has no chunks; leave out --loss-chunk",
+        ),
+        ("memory --model gpt2 --on-host gradients,weights", 1, "unknown thing on the host `weights`"),
+        ("memory --model gpt2 --on-host block-inputs", 1, "recompute in full, or keep the activations"),
+        ("memory --model gpt2 --devices 0", 2, "for '--devices <N>': cannot read `0`"),
+        ("memory --model gpt2 --optimizer lion", 2, "unknown optimizer `lion`; known are: sgd, momentum, "),
+        ("memory --model gpt2 --recipe int3", 2, "unknown recipe `int3`; known are: fp32, amp-fp16, "),
+        ("memory --model gpt2 --hardware gtx", 2, "unknown hardware `gtx`; known are: b200, h200, "),
+        ("memory --model gpt2 --mlp 9", 2, "unknown SwiGLU level `9`; known are: eager, save-all, "),
+        ("memory --model gpt2 --length 2048", 1, "error: a sequence of 2048 tokens has no position vectors"),
+        ("memory --model nowhere.json", 1, "error: cannot read nowhere.json: No such file"),
+        ("memory --family llama --hidden 64", 1, "error: --family llama needs --heads"),
+        ("fit --model gpt2", 1, "error: how much has to fit is not given; give --budget, for example 24GiB"),
+        ("fit --model gpt2 --budget 3apples", 2, "cannot read `3apples` as a number of bytes"),
+        (
+            "time --parameters 7B --tokens 1T --mfu 1.5",
+            1,
+            "error: the model FLOPs utilization is 1.5, outside 0",
+        ),
+        ("time --parameters 7B --tokens 1T --mfu 0", 1, "error: the model FLOPs utilization is 0, outside 0"),
+        (
+            "time --parameters 7B --tokens 1T --dtype int4",
+            1,
+            "error: no rate of h100 is known for int4; give",
+        ),
+        (
+            "--model qwen2.5-7b --length 40000",
+            1,
+            "error: --length 40000: the model takes rows of 32768 at most",
+        ),
+        (
+            "--model qwen2.5-7b --budget 3GiB --method full --offload file",
+            1,
+            "layers in files cannot be trained; give --offload host",
+        ),
+        ("--model qwen2.5-7b --budget 10Gi", 2, "write for example 80GB or 24GiB"),
+        ("--model qwen2.5-7b --hardware 4090 --flops 0", 1, "error: --flops is 0; give a rate above 0"),
+        ("--model qwen2.5-7b --dtype float16", 1, "error: --dtype: a plan is made for float32 and bfloat16"),
+        ("", 2, "error: the following required arguments were not provided:"),
+    ];
+    for (arguments, status, words) in table {
+        let (code, line) = run(arguments);
+        assert_eq!(code, Some(status), "{arguments}: {line}");
+        assert!(line.contains(words), "{arguments}: {line}");
+    }
+}
