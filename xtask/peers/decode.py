@@ -18,7 +18,7 @@ from records import environment, metric, synchronize
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-0.5b")
-    parser.add_argument("--dtype", default="float32", help="of " + ", ".join(DTYPES))
+    parser.add_argument("--dtype", default="fp32", help="of " + ", ".join(DTYPES))
     parser.add_argument("--batch", default="1,4")
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=16)

@@ -14,7 +14,7 @@ SHAPES = {
     ),
 }
 NAMES = {"qwen2.5-0.5b": "Qwen2.5-0.5B", "tiny": "tiny"}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def qwen2(shape, dtype, device):

@@ -24,8 +24,8 @@ from records import environment, metric, peak_of, synchronize
 
 IGNORED = -100
 DTYPES = {
-    "float32": torch.float32, "fp32": torch.float32,
-    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
     "float16": torch.float16, "fp16": torch.float16,
 }
 # Shapes that divide by nothing beside ones that do: tokens, hidden, vocabulary, ignored.
@@ -46,7 +46,7 @@ class Case:
             self.tokens, self.hidden, self.vocabulary = (int(size) for size in fields[:3])
             self.ignored = float(fields[4])
         except ValueError as cause:
-            raise argparse.ArgumentTypeError(f"`{text}`: {cause}; give for example 2048,896,151936,float32,0.5")
+            raise argparse.ArgumentTypeError(f"`{text}`: {cause}; give for example 2048,896,151936,fp32,0.5")
         self.dtype = fields[3]
         if min(self.tokens, self.hidden, self.vocabulary) < 1 or not 0 <= self.ignored <= 1 or self.dtype not in DTYPES:
             raise argparse.ArgumentTypeError(
@@ -154,7 +154,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=896)
     parser.add_argument("--vocabulary", type=int, default=151936)
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="fp32")
     parser.add_argument("--ignored", type=float, default=0.0, help="share of the rows without a label")
     parser.add_argument(
         "--case", type=Case, action="append", default=[], metavar="TOKENS,HIDDEN,VOCABULARY,DTYPE,IGNORED",
@@ -171,7 +171,7 @@ def main():
     if not cases and args.accuracy:
         cases = [
             Case(f"{tokens},{hidden},{vocabulary},{dtype},{ignored}")
-            for dtype in ("float32", "bfloat16")
+            for dtype in ("fp32", "bf16")
             for tokens, hidden, vocabulary, ignored in ACCURACY_SHAPES
         ]
     elif not cases:

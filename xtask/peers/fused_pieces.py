@@ -92,7 +92,7 @@ def main():
     with open(args.records, "a") as records:
         for index, (what, make, shape, sizes) in enumerate(steps):
             print(f"@progress {index} {len(steps)} {what}", file=sys.stderr, flush=True)
-            for dtype, kind in (("Float", torch.float32), ("BFloat16", torch.bfloat16)):
+            for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
                 piece, shapes = make(sizes, kind, device)
                 inputs = [torch.randn(shape, device=device).to(kind).requires_grad_() for shape in shapes]
                 upstream = [output.detach().clone() for output in piece(*inputs)]

@@ -32,7 +32,7 @@ def main():
 
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
-    model = qwen2(args.shape, "float32", device)
+    model = qwen2(args.shape, "fp32", device)
     config = peft.LoraConfig(
         r=8, lora_alpha=16, lora_dropout=0.0, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM"
     )
@@ -79,7 +79,7 @@ def main():
                 held = torch.cuda.memory_allocated(device)
             figures.append(metric("peak_bytes", "B", [held + peak_of(step, device)]))
             case = {
-                "shape": NAMES[args.shape], "method": method, "dtype": "float32", "batch": args.batch,
+                "shape": NAMES[args.shape], "method": method, "dtype": "fp32", "batch": args.batch,
                 "sequence": args.sequence,
             }
             for figure in figures:

@@ -51,6 +51,15 @@ use crate::{Error, exact};
 
 /// Estimates a training step of `model`.
 pub fn estimate(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
+    let mut estimate = of_the_model(model, plan)?;
+    for moment in &mut estimate.moments {
+        *moment = moment.clone().with(Part::Temporaries, plan.product_workspaces)?;
+    }
+    Ok(estimate)
+}
+
+/// Everything but the workspaces of products.
+fn of_the_model(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
     check_positions(model, plan.work.sequence)?;
     plan.host.check(&plan.recomputation)?;
     if let Some(lora) = &plan.lora {

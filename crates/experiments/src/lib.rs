@@ -15,6 +15,7 @@ mod accounting;
 mod amp;
 pub mod corpus;
 pub mod dataloading;
+mod dtype;
 pub mod fused_ce;
 mod lora;
 pub mod offload;

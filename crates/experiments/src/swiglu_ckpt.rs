@@ -11,6 +11,8 @@ use tch::{Device, Kind};
 
 use bench::{Configuration, Outcome, Variant};
 
+use crate::dtype;
+
 /// What is measured.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
@@ -39,7 +41,7 @@ pub(crate) struct Bench {
     #[arg(long, value_name = "GIB")]
     memory: Option<f64>,
     /// fp32, bf16 or fp16
-    #[arg(long, default_value = "fp32", value_parser = dtype)]
+    #[arg(long, default_value = "fp32", value_parser = dtype::parse)]
     dtype: Kind,
 }
 
@@ -51,15 +53,6 @@ fn configuration(text: &str) -> Result<Configuration, String> {
             Ok(Configuration { batch, seq, hidden, intermediate, layers })
         }
         _ => Err("expected five positive numbers: BATCH,SEQ,HIDDEN,INTERMEDIATE,LAYERS, for example 8,512,1024,4096,3".into()),
-    }
-}
-
-fn dtype(text: &str) -> Result<Kind, String> {
-    match text {
-        "fp32" => Ok(Kind::Float),
-        "bf16" => Ok(Kind::BFloat16),
-        "fp16" => Ok(Kind::Half),
-        _ => Err("expected fp32, bf16 or fp16".into()),
     }
 }
 
@@ -140,14 +133,9 @@ fn plan(device: Device, arguments: &Bench) -> Plan {
 
 fn case(config: &Configuration, variant: Variant, device: &str, dtype: Kind) -> Case {
     let &Configuration { batch, seq, hidden, intermediate, layers } = config;
-    let dtype = match dtype {
-        Kind::BFloat16 => "bf16",
-        Kind::Half => "fp16",
-        _ => "fp32",
-    };
     Case::new()
         .with("device", device)
-        .with("dtype", dtype)
+        .with("dtype", dtype::name(dtype))
         .with("config", config.name())
         .with("batch", batch)
         .with("seq", seq)

@@ -1,4 +1,4 @@
-//! The training's line on a terminal (loss, tokens per second, MFU, memory), and what is said above it.
+//! A training's progress bar (loss, tokens per second, MFU, memory), with notes and warnings above it.
 
 use report::Progress;
 use runtime::measure::physical;
@@ -8,18 +8,18 @@ use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
 use training::probe::StepProbe;
 
-/// What is needed to say how well the machine is used.
+/// What the model FLOPs utilization is computed from.
 #[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
 pub struct Efficiency {
     /// FLOPs of forward and backward for each token that goes through the model, padding included.
     pub flops_per_token: Option<f64>,
-    /// What the machine can do at best, in FLOP/s: measured (`runtime::measure::physical::gemm_rate`) or from its data
+    /// The peak rate of the machine in FLOP/s: measured (`runtime::measure::physical::gemm_rate`) or from its data
     /// sheet.
     pub peak_rate: Option<f64>,
 }
 
 impl Efficiency {
-    /// From the work of a pass, and the rate of a matrix product that is measured here: under a second.
+    /// Takes the work of a pass, and measures the rate of a matrix product, in under a second.
     ///
     /// # Errors
     /// A device that is not there, too little memory.
@@ -33,14 +33,14 @@ impl Efficiency {
         Ok(Self { flops_per_token: Some(probe.flops_per_position()), peak_rate })
     }
 
-    /// Model FLOPs utilization (Chowdhery et al., arXiv:2204.02311, appendix B) at a rate of tokens per second; `None`
-    /// where a figure is not known.
+    /// Returns the model FLOPs utilization (Chowdhery et al., arXiv:2204.02311, appendix B) at a rate of tokens per second; `None`
+    /// if a figure is not known.
     pub fn mfu(&self, tokens_per_second: f64) -> Option<f64> {
         Some(tokens_per_second * self.flops_per_token? / self.peak_rate?)
     }
 }
 
-/// A bar on standard error, where that is a terminal or `cargo xtask run-all` reads it. Notes and warnings go there in any case.
+/// A bar on standard error, if that is a terminal or `cargo xtask run-all` reads it. Notes and warnings go there in any case.
 #[derive(Debug)]
 pub struct Display {
     progress: Progress,
@@ -49,10 +49,10 @@ pub struct Display {
     efficiency: Efficiency,
     /// Tokens per second.
     rate: f64,
-    /// Places per second, padding included.
+    /// Positions per second, padding included.
     places_rate: f64,
     validation: Option<f64>,
-    /// What the bar says.
+    /// The text of the bar.
     line: String,
 }
 
@@ -60,7 +60,7 @@ pub struct Display {
 const SMOOTHING: f64 = 0.1;
 
 impl Display {
-    /// For a training of `steps` steps on `device`.
+    /// Makes a display of a training of `steps` steps on `device`.
     pub fn new(steps: u64, device: Device, efficiency: Efficiency) -> Self {
         let progress = Progress::new(steps);
         Self {
@@ -75,13 +75,13 @@ impl Display {
         }
     }
 
-    /// The same display, with what it takes to show the MFU.
+    /// Adds the MFU to the display.
     pub fn with_efficiency(mut self, efficiency: Efficiency) -> Self {
         self.efficiency = efficiency;
         self
     }
 
-    /// Whether anybody sees the bar.
+    /// Returns whether the bar is visible.
     pub fn is_seen(&self) -> bool {
         self.progress.is_seen()
     }
@@ -140,7 +140,7 @@ impl Observer for Display {
     }
 }
 
-/// The bar goes, and what it said last stays.
+/// Removes the bar; its last text stays.
 impl Drop for Display {
     fn drop(&mut self) {
         if self.is_seen() && !self.line.is_empty() {

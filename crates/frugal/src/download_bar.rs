@@ -5,7 +5,7 @@ use std::sync::Arc;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use models::hub::Progress;
 
-/// What shows a download on standard error where that is a terminal, and nothing elsewhere; for [`Hub::progress`](models::hub::Hub::progress).
+/// Returns a callback that shows a download on standard error if that is a terminal; for [`Hub::progress`](models::hub::Hub::progress).
 ///
 /// ```no_run
 /// use frugal::download_bar;

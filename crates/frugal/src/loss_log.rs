@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
 
-/// A step as a JSON object.
+/// Returns a step as a JSON object.
 pub fn of_step(record: &StepRecord) -> Value {
     let &StepRecord { step, loss, learning_rate, gradient_norm, tokens, padding, targets, timings, .. } =
         record;
@@ -20,13 +20,13 @@ pub fn of_step(record: &StepRecord) -> Value {
     })
 }
 
-/// An evaluation as a JSON object.
+/// Returns an evaluation as a JSON object.
 pub fn of_evaluation(evaluation: &Evaluation) -> Value {
     let &Evaluation { step, loss, accuracy, seconds, .. } = evaluation;
     json!({ "step": step, "validation_loss": loss, "validation_accuracy": accuracy, "seconds": seconds })
 }
 
-/// Steps and evaluations in a file, a line of JSON each. A training that goes on from a checkpoint takes out what came after it.
+/// Steps and evaluations in a file, a line of JSON each. A resume removes what came after its checkpoint.
 #[derive(Debug)]
 pub struct LossLog {
     path: PathBuf,
@@ -34,12 +34,12 @@ pub struct LossLog {
 }
 
 impl LossLog {
-    /// A new file, or one that is there where the training goes on.
+    /// Opens a new file, or with `resume` one that exists.
     ///
     /// # Errors
     /// A file that cannot be written.
-    pub fn open(path: &Path, go_on: bool) -> training::Result<Self> {
-        let file = OpenOptions::new().create(true).write(true).append(go_on).truncate(!go_on).open(path);
+    pub fn open(path: &Path, resume: bool) -> training::Result<Self> {
+        let file = OpenOptions::new().create(true).write(true).append(resume).truncate(!resume).open(path);
         let file = file.map_err(|cause| training::Error::Io { path: path.to_owned(), cause })?;
         Ok(Self { path: path.to_owned(), file })
     }
@@ -58,7 +58,7 @@ impl LossLog {
 impl Observer for LossLog {
     fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
         if record.step == 1 {
-            // One that was to go on and had no checkpoint yet begins anew.
+            // A resume without a checkpoint starts again.
             let emptied = self.file.set_len(0);
             self.io(emptied)?;
         }
@@ -72,10 +72,10 @@ impl Observer for LossLog {
     fn on_resume(&mut self, step: u64) -> training::Result<()> {
         let before = |line: &&str| {
             let value: Option<Value> = serde_json::from_str(line).ok();
-            // A line that a kill has cut short is none.
+            // A kill may have cut the last line short.
             value.and_then(|value| value["step"].as_u64()).is_some_and(|of| of <= step)
         };
-        // Whole or not at all: a kill must not take the log along.
+        // Atomic, so that a kill leaves the old log or the new one.
         let rewritten = fs::read_to_string(&self.path).and_then(|text| {
             let kept: String = text.split_inclusive('\n').filter(before).collect();
             atomic_write::file(&self.path, |out| out.write_all(kept.as_bytes()))?;
@@ -86,7 +86,7 @@ impl Observer for LossLog {
     }
 }
 
-/// The first and the last losses that were seen.
+/// The first and the last losses of a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Losses {
     /// Of the first step.
@@ -97,12 +97,12 @@ pub struct Losses {
     pub validation: Option<f64>,
 }
 
-/// Keeps them. Clones share them.
+/// An observer that keeps [`Losses`]. Clones share them.
 #[derive(Debug, Clone, Default)]
 pub struct LossSummary(Arc<Mutex<Losses>>);
 
 impl LossSummary {
-    /// What was seen so far.
+    /// Returns the losses so far.
     pub fn get(&self) -> Losses {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -25,6 +25,7 @@ pub fn choices(kind: Kind, rates: &MachineRates, loss_chunk: u64) -> Choices {
         loss: Loss::LinearCrossEntropy { tokens: loss_chunk },
         norm: NormKernel::Output,
         logits: Logits::LastToken,
+        product_workspaces: rates.product_workspaces,
         ..Choices::default()
     }
 }

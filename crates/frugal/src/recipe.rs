@@ -5,7 +5,7 @@
 //! ```
 //!
 //! Adapters come before everything that looks at projections, the loss head before anything wraps it, and offload last of
-//! what edits the model, so that it takes home what the others left. [`Recipe::new`] refuses what does not go together before a
+//! what edits the model, so that it moves what the others left. [`Recipe::new`] refuses what does not go together before a
 //! weight is read. What a combination computes is tested for every pair (`tests/it/pairs.rs`).
 //!
 //! ```
@@ -95,7 +95,7 @@ impl Recipe {
         checks::folder(&self.config, folder)
     }
 
-    /// Opens a model and applies every technique. Offloaded layers go home as they are read, so the model may be larger than
+    /// Opens a model and applies every technique. Each offloaded layer goes to its tier as it is read, so the model may be larger than
     /// the device's memory, and with the tier `file` larger than the host's.
     ///
     /// # Errors

@@ -18,12 +18,12 @@ use training::masked_rows::MaskedRow;
 use crate::config::DataFormat;
 use crate::error::{Error, Result};
 
-/// What a model asks of its rows.
+/// How rows are made for a model.
 #[derive(Debug, Clone)]
 pub struct RowOptions {
     /// The most tokens of a row.
     pub longest: usize,
-    /// The token that begins every row, where the model has one.
+    /// The token that begins every row, if the model has one.
     pub begin: Option<u32>,
     /// The token that ends a completion or a text.
     pub end: u32,
@@ -36,13 +36,13 @@ pub struct RowOptions {
 /// Rows of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Rows {
-    /// In the order of the file.
+    /// The rows, in the order of the file.
     pub rows: Vec<MaskedRow>,
     /// Rows that were too long and left out.
     pub skipped: usize,
 }
 
-/// What a path holds, by its name and its first line.
+/// Returns the format of a path, by its name and its first line.
 ///
 /// # Errors
 /// A file that cannot be read.
@@ -61,7 +61,7 @@ pub fn detect(path: &Path) -> Result<DataFormat> {
     Ok(if is_problem { DataFormat::Gsm8k } else { DataFormat::Rows })
 }
 
-/// Rows of JSON lines.
+/// Reads rows from JSON lines.
 ///
 /// # Errors
 /// A line that is not JSON or has neither form, by its number; a row that is too long; no row at all.
@@ -97,7 +97,7 @@ pub fn json_lines(path: &Path, tokenizer: &Tokenizer, options: &RowOptions) -> R
     Ok(rows)
 }
 
-/// Rows of plain text, each as long as may be.
+/// Reads rows from plain text, each as long as possible.
 ///
 /// # Errors
 /// No text; a longest row of fewer than 2 tokens.

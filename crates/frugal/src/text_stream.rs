@@ -1,14 +1,14 @@
-//! Text as it comes, token by token.
+//! Streams generated text, token by token.
 //!
 //! A token of a byte-level BPE may end within a character, and may begin with what the one before left open; other decoders treat
-//! the first token of a text apart. So text is decoded with the tokens that came last before it, and what is new is what that
-//! has more; it is held back while it ends within a character. What may be the beginning of a stop text is held back too.
+//! the first token of a text apart. So new tokens are decoded together with the last ones before them, and the new text is the
+//! difference; it is held back while it ends within a character, or while it may be the beginning of a stop text.
 
 use dataloading::Tokenizer;
 
 use crate::error::{Error, Result};
 
-/// What is said of bytes that are no character, or not yet.
+/// The replacement character, which stands for an incomplete character.
 const UNFINISHED: char = '\u{fffd}';
 
 /// The text of one row. See the [module](self).
@@ -18,7 +18,7 @@ pub struct TextStream<'t> {
     stop: Vec<String>,
     /// The first token that is decoded.
     start: usize,
-    /// Tokens whose text was given.
+    /// Tokens whose text was returned.
     given: usize,
     /// Text that may be the beginning of a stop text.
     held: String,
@@ -26,21 +26,21 @@ pub struct TextStream<'t> {
 }
 
 impl<'t> TextStream<'t> {
-    /// Ends before any of these texts.
+    /// Makes a stream that ends before any of these texts.
     pub fn new(tokenizer: &'t Tokenizer, stop: &[String]) -> Self {
         let stop = stop.iter().filter(|text| !text.is_empty()).cloned().collect();
         Self { tokenizer, stop, start: 0, given: 0, held: String::new(), stopped: false }
     }
 
-    /// Whether a stop text came.
+    /// Returns whether a stop text came.
     pub fn stopped(&self) -> bool {
         self.stopped
     }
 
-    /// The text that is certain now, of a row that has these tokens.
+    /// Returns the new text of a row that has these tokens, as far as it is certain.
     ///
     /// # Errors
-    /// A token that is no id.
+    /// A token that is not an id.
     pub fn push(&mut self, tokens: &[i64]) -> Result<String> {
         if self.stopped || tokens.len() <= self.given {
             return Ok(String::new());
@@ -56,7 +56,7 @@ impl<'t> TextStream<'t> {
         Ok(self.release())
     }
 
-    /// What was held back, at the end of the row.
+    /// Returns the text that was held back, at the end of the row.
     ///
     /// # Errors
     /// As [`TextStream::push`].
@@ -73,7 +73,7 @@ impl<'t> TextStream<'t> {
         Ok(text)
     }
 
-    /// Takes out of what is held what is no beginning of a stop text; up to the first whole one.
+    /// Removes the held text that is not the beginning of a stop text, up to the first whole one.
     fn release(&mut self) -> String {
         if let Some(at) = self.stop.iter().filter_map(|stop| self.held.find(stop.as_str())).min() {
             self.stopped = true;
@@ -109,7 +109,7 @@ mod tests {
         tokenizer.encode(text).unwrap().into_iter().map(i64::from).collect()
     }
 
-    /// The pieces in which a text comes, and whether it was stopped.
+    /// Returns the pieces of a text, and whether it was stopped.
     fn streamed(text: &str, stop: &[&str]) -> (Vec<String>, bool) {
         let tokenizer = tokenizer();
         let tokens = tokens(&tokenizer, text);

@@ -97,6 +97,13 @@ impl Budget {
         Ok(Self { moment, parts, total: exact::sum("bytes of a training step", parts)? })
     }
 
+    /// With so many bytes more of one part.
+    pub(crate) fn with(self, part: Part, bytes: u64) -> Result<Self, Error> {
+        let mut parts = self.parts;
+        parts[part as usize] = exact::sum("bytes of a training step", [self.bytes(part), bytes])?;
+        Self::new(self.moment, parts)
+    }
+
     /// Bytes of one part.
     pub fn bytes(&self, part: Part) -> u64 {
         self.parts[part as usize]

@@ -39,6 +39,8 @@ pub struct Plan {
     pub labelled: Option<u64>,
     /// Adapters of a frozen base; `None` to train the whole model.
     pub lora: Option<LowRank>,
+    /// Bytes that the device's libraries keep for matrix products, which are there at every moment; 0 on a CPU.
+    pub product_workspaces: u64,
 }
 
 impl Default for Plan {
@@ -58,6 +60,7 @@ impl Default for Plan {
             host: OnHost::default(),
             labelled: None,
             lora: None,
+            product_workspaces: 0,
         }
     }
 }

@@ -41,6 +41,8 @@ pub struct Choices {
     pub norm: NormKernel,
     /// Which tokens' logits an inference computes.
     pub logits: Logits,
+    /// Bytes that the device's libraries keep for matrix products; 0 on a CPU.
+    pub product_workspaces: u64,
 }
 
 impl Default for Choices {
@@ -55,6 +57,7 @@ impl Default for Choices {
             loss: Loss::LinearCrossEntropy { tokens: 1024 },
             norm: NormKernel::default(),
             logits: Logits::default(),
+            product_workspaces: 0,
         }
     }
 }
@@ -91,7 +94,7 @@ pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<J
         input_bytes: input_bytes(model, work, choices)?,
         forward_bytes: passes_of(model, work, choices, Trained::Nothing)?.forward,
         head_bytes: head::inference_bytes(model, &head, choices.logits)?,
-        constant_bytes: total(&outside(model, &head)?[..FIXED])?,
+        constant_bytes: constant_bytes(model, &head, choices)?,
         ..Working::default()
     };
     Ok(Job {
@@ -104,6 +107,12 @@ pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<J
         working,
         training: false,
     })
+}
+
+/// What is there during the whole step beside weights and layers.
+fn constant_bytes(model: &Decoder, head: &HeadOptions<'_>, choices: &Choices) -> Result<u64, Error> {
+    let items = total(&outside(model, head)?[..FIXED])?;
+    sum("bytes beside the layers", [items, choices.product_workspaces])
 }
 
 /// Returns the job of generating up to `new` tokens after prompts of `prompt`: its memory is that of reading the prompts, with
@@ -299,7 +308,7 @@ fn training_working(
         forward_bytes: passes.forward,
         backward_bytes: passes.recomputed,
         head_bytes: head::training_bytes(model, head)?,
-        constant_bytes: total(&outside(model, head)?[..FIXED])?,
+        constant_bytes: constant_bytes(model, head, choices)?,
         kept: Some(Kept {
             bytes: passes.kept,
             forward_bytes: sum("bytes of a forward", [passes.keeping, narrow])?,

@@ -8,7 +8,8 @@ use runtime::measure::{Plan, Samples};
 use tch::Device;
 
 use super::ladder::Implementation;
-use super::shapes::{self, Outcome, Shape, dtype_name};
+use super::shapes::{self, Outcome, Shape};
+use crate::dtype;
 
 #[derive(clap::Args)]
 pub(crate) struct Bench {
@@ -98,7 +99,7 @@ fn case(shape: &Shape, rung: Implementation, device: Device) -> Case {
     Case::new()
         .with("device", if device == Device::Cpu { "cpu" } else { "cuda" })
         .with("method", rung.name())
-        .with("dtype", dtype_name(shape.kind))
+        .with("dtype", dtype::name(shape.kind))
         .with("tokens", shape.tokens)
         .with("hidden", shape.hidden)
         .with("vocabulary", shape.vocabulary)

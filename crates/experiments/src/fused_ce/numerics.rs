@@ -6,7 +6,8 @@ use tch::Kind;
 
 use super::exact::{Exact, TENSORS};
 use super::ladder::Implementation;
-use super::shapes::{Shape, dtype_name};
+use super::shapes::Shape;
+use crate::dtype;
 
 /// Odd sizes, so that no kernel has only whole vectors, and enough tokens for many chunks.
 const SHAPE: Shape = Shape { tokens: 509, hidden: 251, vocabulary: 4093, kind: Kind::Float, ignored: 0.25 };
@@ -49,7 +50,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<(
         let mut errors = vec![Vec::new(); cases.len()];
         let mut zeros = Vec::new();
         for seed in 0..seeds {
-            progress.message(&format!("{} inputs, seed {seed}", dtype_name(kind)));
+            progress.message(&format!("{} inputs, seed {seed}", dtype::name(kind)));
             let exact = Exact::new(&shape, common.seed + seed, device)?;
             zeros.push(exact.zeros_under_the_assignments_tolerance()?);
             for ((rung, chunk), errors) in cases.iter().zip(&mut errors) {
@@ -60,7 +61,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<(
         for ((rung, chunk), of_case) in cases.iter().zip(&errors) {
             for (index, tensor) in TENSORS.into_iter().enumerate() {
                 let case = Case::new()
-                    .with("dtype", dtype_name(kind))
+                    .with("dtype", dtype::name(kind))
                     .with("method", rung.name())
                     .with("chunk", chunk.unwrap_or(shape.tokens))
                     .with("tensor", tensor);

@@ -11,6 +11,7 @@ use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
 use super::ladder::Implementation;
+use crate::dtype;
 
 /// Sizes of one forward and backward.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -83,11 +84,11 @@ impl fmt::Display for Shape {
 impl FromStr for Shape {
     type Err = String;
 
-    /// `TOKENS,HIDDEN,VOCABULARY`, then `,float32|bfloat16|float16`, then `,SHARE` of tokens that are ignored.
+    /// `TOKENS,HIDDEN,VOCABULARY`, then `,fp32|bf16|fp16`, then `,SHARE` of tokens that are ignored.
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         let help = || {
             format!(
-                "`{text}`; expected TOKENS,HIDDEN,VOCABULARY[,float32|bfloat16|float16[,SHARE IGNORE_INDEX]], for example 2048,896,151936,float32,0.5"
+                "`{text}`; expected TOKENS,HIDDEN,VOCABULARY[,fp32|bf16|fp16[,SHARE IGNORED]], for example 2048,896,151936,fp32,0.5"
             )
         };
         let parts: Vec<&str> = text.split(',').map(str::trim).collect();
@@ -95,12 +96,7 @@ impl FromStr for Shape {
             let found = parts.get(index).and_then(|part| part.parse().ok());
             found.filter(|size| *size > 0).ok_or_else(help)
         };
-        let kind = match parts.get(3) {
-            None | Some(&"float32") => Kind::Float,
-            Some(&"bfloat16") => Kind::BFloat16,
-            Some(&"float16") => Kind::Half,
-            _ => return Err(help()),
-        };
+        let kind = parts.get(3).map_or(Ok(Kind::Float), |name| dtype::parse(name)).map_err(|_| help())?;
         let ignored: f64 = match parts.get(4) {
             None => 0.0,
             Some(share) => share.parse().ok().filter(|share| (0.0..1.0).contains(share)).ok_or_else(help)?,
@@ -194,14 +190,4 @@ pub(crate) fn product_rate(shape: &Shape, device: Device) -> Result<f64> {
     let kind = if device == Device::Cpu { Kind::Float } else { shape.kind };
     let size = [shape.tokens.min(2048), shape.vocabulary.min(16_384), shape.hidden];
     crate::product_rate::product_rate((kind, device), size, 8, 1.5)
-}
-
-/// A name for a dtype, as PyTorch's.
-pub(crate) fn dtype_name(kind: Kind) -> &'static str {
-    match kind {
-        Kind::BFloat16 => "bfloat16",
-        Kind::Half => "float16",
-        Kind::Double => "float64",
-        _ => "float32",
-    }
 }

@@ -9,8 +9,10 @@ use models::module::{LanguageModel, parameters};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use runtime::measure::physical;
+use tch::Kind;
 
-use super::shape::{Shape, kind_of};
+use super::shape::Shape;
+use crate::dtype;
 
 #[derive(Args)]
 pub(crate) struct Decode {
@@ -20,9 +22,9 @@ pub(crate) struct Decode {
     /// qwen2.5-0.5b, qwen2.5-7b, tiny, or a config.json
     #[arg(long)]
     shape: Option<Shape>,
-    /// Dtypes of the weights: float32, bfloat16, float16
-    #[arg(long, value_delimiter = ',', default_value = "float32,bfloat16")]
-    dtype: Vec<String>,
+    /// Dtypes of the weights: fp32, bf16, fp16
+    #[arg(long, value_delimiter = ',', default_value = "fp32,bf16", value_parser = dtype::parse)]
+    dtype: Vec<Kind>,
     /// Prompts at a time
     #[arg(long, value_delimiter = ',', default_value = "1,4", value_parser = clap::value_parser!(i64).range(1..))]
     batch: Vec<i64>,
@@ -46,15 +48,15 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Decode) -> anyhow::Result<()>
     let shape = arguments.shape.clone().unwrap_or_else(|| Shape::of(arguments.scale));
     let copied = physical::copy_bandwidth(device)?.rate().context("the rate of a copy")?;
     let mut progress = Progress::new((arguments.dtype.len() * arguments.batch.len()) as u64);
-    for dtype in &arguments.dtype {
-        progress.message(&format!("{} in {dtype}: drawing weights", shape.name()));
+    for &kind in &arguments.dtype {
+        progress.message(&format!("{} in {}: drawing weights", shape.name(), dtype::name(kind)));
         runtime::random::seed(common.seed)?;
-        let model = shape.model(kind_of(dtype)?, device)?;
+        let model = shape.model(kind, device)?;
         for &batch in &arguments.batch {
-            progress.message(&format!("{} in {dtype}, {batch} at a time", shape.name()));
+            progress.message(&format!("{} in {}, {batch} at a time", shape.name(), dtype::name(kind)));
             let case = Case::new()
                 .with("shape", shape.name())
-                .with("dtype", dtype.as_str())
+                .with("dtype", dtype::name(kind))
                 .with("batch", batch)
                 .with("prompt", arguments.prompt);
             sink.put(&arguments.experiment, &case, measure(&model, batch, arguments, copied)?)?;

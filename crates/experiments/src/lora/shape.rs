@@ -91,13 +91,3 @@ impl Shape {
         Llama::new(&config, (kind, device)).with_context(|| format!("making {}", self.name()))
     }
 }
-
-/// A floating dtype by its name.
-pub(crate) fn kind_of(name: &str) -> anyhow::Result<Kind> {
-    Ok(match name {
-        "float32" => Kind::Float,
-        "bfloat16" => Kind::BFloat16,
-        "float16" => Kind::Half,
-        other => bail!("no dtype `{other}`: expected float32, bfloat16 or float16"),
-    })
-}

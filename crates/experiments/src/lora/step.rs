@@ -22,7 +22,8 @@ use tch::{Device, Kind, Tensor};
 use training::activations::{self, LayerPlan};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
-use super::shape::{Shape, kind_of};
+use super::shape::Shape;
+use crate::dtype;
 
 /// What a step keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -50,9 +51,9 @@ pub(crate) struct Step {
     /// Share of a row's tokens, at its end, that have a label
     #[arg(long, default_value_t = 0.5)]
     answers: f64,
-    /// Dtype of the base: float32, bfloat16, float16
-    #[arg(long, value_delimiter = ',', default_value = "float32")]
-    dtype: Vec<String>,
+    /// Dtypes of the base: fp32, bf16, fp16
+    #[arg(long, value_delimiter = ',', default_value = "fp32", value_parser = dtype::parse)]
+    dtype: Vec<Kind>,
     /// What is kept
     #[arg(long, value_enum, value_delimiter = ',', default_value = "recompute,keep")]
     methods: Vec<Method>,
@@ -71,7 +72,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
-    let workspaces = runtime::device::product_workspaces(device)?;
+    // Before the first product, when they can be told from the rest.
+    runtime::device::product_workspaces(device)?;
     let shape = arguments.shape.clone().unwrap_or_else(|| Shape::of(arguments.scale));
     let rows = arguments.batch * arguments.sequence;
     let config = shape.config()?;
@@ -79,22 +81,20 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
         .rate()
         .context("the rate of a product")?;
     let mut progress = Progress::new((arguments.dtype.len() * arguments.methods.len()) as u64);
-    for dtype in &arguments.dtype {
-        let kind = kind_of(dtype)?;
-        progress.message(&format!("{} in {dtype}: drawing weights", shape.name()));
+    for &kind in &arguments.dtype {
+        progress.message(&format!("{} in {}: drawing weights", shape.name(), dtype::name(kind)));
         runtime::random::seed(common.seed)?;
         let mut prepared = Prepared::new(&shape, arguments, common.seed, (kind, device))?;
         for &method in &arguments.methods {
-            progress.message(&format!("{} in {dtype}, {}", shape.name(), name(method)));
+            progress.message(&format!("{} in {}, {}", shape.name(), dtype::name(kind), name(method)));
             let mut figures = prepared.measure(method, arguments, limit)?;
-            let predicted =
-                workspaces + predict(&shape, method, arguments, prepared.labelled, (kind, device))?;
+            let predicted = predict(&shape, method, arguments, prepared.labelled, (kind, device))?;
             figures.push(Metric::exact("predicted_peak_bytes", "B", predicted as f64));
             if let Some(peak) =
                 figures.iter().find(|figure| figure.name == "peak_bytes").and_then(|peak| peak.value)
             {
                 figures.push(Metric::exact(
-                    "predicted_error",
+                    "prediction_error",
                     "ratio",
                     (predicted as f64 / peak - 1.0).abs(),
                 ));
@@ -102,7 +102,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
             let case = Case::new()
                 .with("shape", shape.name())
                 .with("method", name(method))
-                .with("dtype", dtype.as_str())
+                .with("dtype", dtype::name(kind))
                 .with("batch", arguments.batch)
                 .with("sequence", arguments.sequence);
             sink.put(&arguments.experiment, &case, figures)?;
@@ -143,6 +143,7 @@ fn predict(
         loss: Loss::LinearCrossEntropy { tokens: size(chunk(shape)?.min(labelled))? },
         labelled: Some(size(labelled)?),
         lora: Some(LowRank { rank: size(arguments.rank)?, on_cpu, ..LowRank::default() }),
+        product_workspaces: runtime::device::product_workspaces(device)?,
         ..Budget::default()
     };
     Ok(estimate(&::training::predicted::decoder(&shape.config()?)?, &budget)?.peak().total)

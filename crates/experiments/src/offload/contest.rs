@@ -282,7 +282,7 @@ impl Runner {
         vec![
             Metric::exact("peak_bytes", "B", measured as f64),
             Metric::exact("predicted_peak_bytes", "B", predicted as f64),
-            Metric::exact("predicted_error", "ratio", (predicted as f64 / measured as f64 - 1.0).abs()),
+            Metric::exact("prediction_error", "ratio", (predicted as f64 / measured as f64 - 1.0).abs()),
             Metric::exact("host_bytes", "B", host as f64),
         ]
     }

@@ -62,7 +62,6 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
     let tier = Tier::File(scratch.path().to_owned());
     let mut progress = report::Progress::new(3 + 2 * u64::from(arguments.repeats));
     progress.message("measuring this machine");
-    let workspaces = runtime::device::product_workspaces(device)?;
     let product = [tokens, config.intermediate_size, config.hidden_size];
     let measured = MachineRates::measure(product, (KIND, device), &tier)?;
     runtime::memory::empty_cache(device)?;
@@ -111,12 +110,12 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
             exact("resident_layers", "count", plan.setup.resident.len() as u64),
             exact("ring_slots", "count", plan.ring() as u64),
             Metric::exact("predicted_step_seconds", "s", step.seconds),
-            exact("predicted_peak_bytes", "B", workspaces + step.device.total),
+            exact("predicted_peak_bytes", "B", step.device.total),
         ]
     };
     let figures = |passes: &Passes, step: &Step| {
         let mut metrics = about(step);
-        metrics.extend(passes.metrics(workspaces + step.device.total, tokens, device));
+        metrics.extend(passes.metrics(step.device.total, tokens, device));
         metrics
     };
     sink.put(
@@ -223,7 +222,7 @@ impl Passes {
             Metric::of_samples("step_seconds", "s", &self.seconds),
             Metric::of_samples("tokens_per_second", "tokens/s", &rates),
             Metric::exact("peak_bytes", "B", peak),
-            Metric::exact("predicted_error", "ratio", (predicted as f64 / peak - 1.0).abs()),
+            Metric::exact("prediction_error", "ratio", (predicted as f64 / peak - 1.0).abs()),
             Metric::exact("process_bytes", "B", self.seen.process as f64),
             Metric::exact("counted_bytes", "B", self.seen.counted(device) as f64),
             Metric::exact("loaded_bytes", "B", self.loaded),

@@ -43,7 +43,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Peaks) -> anyhow::Result<()> 
         let metrics = vec![
             Metric::exact("peak_bytes", "B", measured as f64),
             expected,
-            Metric::exact("predicted_error", "ratio", error),
+            Metric::exact("prediction_error", "ratio", error),
         ];
         sink.put(EXPERIMENT, &case, metrics)?;
         progress.step();

@@ -14,6 +14,8 @@ use runtime::memory;
 use runtime::profile::Counter;
 use tch::{Device, Kind, Tensor};
 
+use crate::dtype;
+
 /// How long to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Effort {
@@ -225,7 +227,7 @@ fn products(device: Device, effort: Effort) -> anyhow::Result<Figures> {
                 let shape = format!("[{m}, {k}]·[{k}, {n}]");
                 Case::new()
                     .with("what", "matrix product")
-                    .with("dtype", format!("{kind:?}"))
+                    .with("dtype", dtype::name(kind))
                     .with("shape", shape)
             };
             let (a, b) = (Tensor::f_ones([m, k], (kind, device))?, Tensor::f_ones([k, n], (kind, device))?);

@@ -14,6 +14,7 @@ use runtime::ops;
 use tch::{Device, Kind, Tensor};
 
 use super::cost::{Effort, Figures, Part};
+use crate::dtype;
 
 const SHAPES: [(i64, i64); 4] = [(4096, 256), (4096, 768), (2048, 2048), (1024, 4096)];
 const EPS: f64 = 1e-5;
@@ -120,7 +121,7 @@ fn norms(device: Device, effort: Effort) -> anyhow::Result<Figures> {
                     let case = || {
                         Case::new()
                             .with("what", what)
-                            .with("dtype", format!("{kind:?}"))
+                            .with("dtype", dtype::name(kind))
                             .with("shape", format!("{tokens} × {width}"))
                             .with("keep", keep)
                     };

@@ -16,6 +16,7 @@ use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
 use super::cost::{Effort, Figures, Part};
+use crate::dtype;
 
 /// Batch, sequence, heads of queries, of keys, their width, and the width within the MLP: of Qwen2.5-0.5B and Llama-3-8B, and
 /// one that fits the caches.
@@ -154,7 +155,7 @@ fn compare(
     let case = |part: &str| {
         Case::new()
             .with("what", *what)
-            .with("dtype", format!("{kind:?}"))
+            .with("dtype", dtype::name(kind))
             .with("shape", shape)
             .with("part", part)
     };

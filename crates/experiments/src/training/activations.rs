@@ -76,7 +76,7 @@ fn metrics(outcome: &Outcome) -> Vec<Metric> {
     let mut metrics = vec![
         Metric::exact("peak_bytes", "B", *peak_bytes as f64),
         Metric::exact("predicted_peak_bytes", "B", predictor.peak_bytes as f64),
-        Metric::exact("peak_error", "ratio", bytes_error),
+        Metric::exact("prediction_error", "ratio", bytes_error),
         Metric::exact("host_bytes", "B", *host_bytes as f64),
         step,
         predicted,

@@ -1,17 +1,17 @@
-//! What a model learns from.
+//! The data of a training.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// What a model learns from.
+/// The data of a training.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DataConfig {
-    /// A file or folder; or `embedded` (the encyclopedia in `data/`) or `synthetic` (a made-up language), for a training from
+    /// A file or folder; or `embedded` (the encyclopedia in `data/`) or `synthetic` (a generated language), for a training from
     /// scratch.
     pub source: String,
-    /// What is in it.
+    /// Its format.
     pub format: DataFormat,
     /// A file to measure the validation loss on, in the same format.
     #[serde(skip_serializing_if = "Option::is_none")]

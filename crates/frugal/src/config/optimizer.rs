@@ -1,10 +1,10 @@
-//! What updates the weights.
+//! The optimizer of a training.
 
 use serde::{Deserialize, Serialize};
 use training::optimizer::{AdaGrad, Adam, AdamW, Momentum, Nesterov, RmsProp, Rule, Sgd};
 use training::schedule::Shape;
 
-/// What updates the weights.
+/// The optimizer of a training.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct OptimizerConfig {
@@ -42,7 +42,7 @@ impl Default for OptimizerConfig {
 }
 
 impl OptimizerConfig {
-    /// Steps of warm-up among so many. A share leaves at least one step for the schedule.
+    /// Returns the warm-up steps of a training of `steps`. A share leaves at least one step for the schedule.
     pub fn warmup_steps(&self, steps: u64) -> u64 {
         if self.warmup < 1.0 {
             ((self.warmup * steps as f64).ceil() as u64).min(steps.saturating_sub(1))
@@ -74,7 +74,7 @@ pub enum OptimizerRule {
 }
 
 impl OptimizerRule {
-    /// The rule with its usual coefficients.
+    /// Returns the rule with its usual coefficients.
     pub fn rule(self) -> Box<dyn Rule> {
         match self {
             Self::Sgd => Box::new(Sgd),
@@ -95,6 +95,6 @@ pub enum OptimizerPlace {
     /// On the device, beside the weights.
     #[default]
     Device,
-    /// In the host's memory, where offloaded layers are updated while backward goes on (ZeRO-Offload).
+    /// In the host's memory, where offloaded layers are updated during backward (ZeRO-Offload).
     Host,
 }

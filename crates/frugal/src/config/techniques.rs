@@ -25,7 +25,7 @@ pub struct LossConfig {
     /// Tokens whose logits exist at a time in the fused loss; absent for `chunk_bytes`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chunk_tokens: Option<i64>,
-    /// Bytes of logits that exist at a time in the fused loss; absent for 128 MiB on a CPU and 1 GiB elsewhere.
+    /// Bytes of logits that exist at a time in the fused loss; absent for 128 MiB on a CPU and 1 GiB on a GPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chunk_bytes: Option<Bytes>,
     /// Computes the fused loss's gradients in backward, from logits computed again: one product more, and less memory between
@@ -105,7 +105,7 @@ pub struct OffloadConfig {
     pub tier: OffloadTier,
     /// How they are transferred.
     pub method: OffloadMethod,
-    /// Layers on the device at a time, for `overlap`: 1 has no overlap, 3 is one that runs and two in transfer.
+    /// Layers on the device at a time, for `overlap`: 1 has no overlap, 3 are one that runs and two in transfer.
     pub ring: usize,
     /// Layers that stay on the device, by number.
     pub resident: Vec<usize>,

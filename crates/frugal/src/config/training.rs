@@ -1,10 +1,10 @@
-//! The loop.
+//! The training loop.
 
 use serde::{Deserialize, Serialize};
 
 use super::Bytes;
 
-/// The loop.
+/// The training loop.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TrainingConfig {
@@ -23,7 +23,7 @@ pub struct TrainingConfig {
     pub checkpoint_every: Option<u64>,
     /// Checkpoints to keep.
     pub keep: usize,
-    /// Goes on training when a checkpoint cannot be written.
+    /// Continues when a checkpoint cannot be written.
     pub ignore_failed_checkpoints: bool,
     /// Steps between evaluations on the validation data; one is made at the end in any case.
     #[serde(skip_serializing_if = "Option::is_none")]

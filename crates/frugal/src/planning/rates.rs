@@ -28,6 +28,8 @@ pub struct MachineRates {
     pub bandwidth: f64,
     /// Bytes per second of layers, gradients and the optimizer on their ways.
     pub transfers: Rates,
+    /// Bytes that the device's libraries keep for matrix products; 0 on a CPU.
+    pub product_workspaces: u64,
 }
 
 impl MachineRates {
@@ -36,6 +38,7 @@ impl MachineRates {
         flops: 1e11,
         bandwidth: 2e10,
         transfers: Rates { load: 5e9, store: 5e9, host_optimizer: 1e9, device_optimizer: 1e9 },
+        product_workspaces: 0,
     };
 
     /// Measures a product of `[m, k]` and `[k, n]` (`product` is `[m, n, k]`) in the dtype that weights in `kind` are multiplied in,
@@ -45,7 +48,7 @@ impl MachineRates {
     /// A device that is not there; too little memory or room on the disk.
     pub fn measure(product: [i64; 3], (kind, device): (Kind, Device), tier: &Tier) -> Result<Self> {
         // Before the first product, when they can be told from the rest.
-        device::product_workspaces(device)?;
+        let product_workspaces = device::product_workspaces(device)?;
         // On a CPU products of low precision run in fp32.
         let compute = runtime::matmul::compute_kind(device, kind);
         let [m, n, k] = product;
@@ -54,7 +57,8 @@ impl MachineRates {
         let host = rate(&physical::copy_bandwidth(Device::Cpu)?)?;
         let load = layer_load_rate(device, tier)?;
         // The same link the other way, and the same threads.
-        Ok(Self { flops, bandwidth, transfers: Rates::of_memory(load, host, bandwidth) })
+        let transfers = Rates::of_memory(load, host, bandwidth);
+        Ok(Self { flops, bandwidth, transfers, product_workspaces })
     }
 }
 

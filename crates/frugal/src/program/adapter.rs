@@ -36,7 +36,7 @@ pub(crate) struct AdapterArgs {
 }
 
 impl AdapterArgs {
-    /// The adapter of a fine-tuning of which nothing else is said.
+    /// The default adapter of a fine-tuning.
     pub(crate) fn default_config() -> LoraConfig {
         LoraConfig {
             r: 8,

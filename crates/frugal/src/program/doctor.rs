@@ -29,7 +29,7 @@ pub(crate) struct Doctor {
     folder: PathBuf,
 }
 
-/// A name, what people read, and what programs read.
+/// A name, its text, and its JSON value.
 pub(crate) type Line = (String, String, Value);
 
 pub(crate) fn run(common: &Common, arguments: &Doctor) -> anyhow::Result<()> {

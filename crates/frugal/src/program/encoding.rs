@@ -1,4 +1,4 @@
-//! The tokenizer of a model's folder, and what the model asks of it.
+//! The tokenizer of a model's folder, and the tokens that begin and end a row.
 
 use anyhow::{anyhow, bail};
 use clap::Args;
@@ -65,7 +65,7 @@ impl Ends {
             })?,
             None => match folder.end_tokens().first() {
                 Some(end) => u32::try_from(*end)
-                    .map_err(|_| anyhow!("{}: eos_token_id is {end}, which is no id", folder.path().display()))?,
+                    .map_err(|_| anyhow!("{}: eos_token_id is {end}, which is not an id", folder.path().display()))?,
                 None => bail!(
                     "{}: neither generation_config.json nor config.json has `eos_token_id`; say with --end-token which \
                      token ends an answer",
@@ -101,7 +101,7 @@ impl Ends {
 /// The folder's tokenizer.
 ///
 /// # Errors
-/// None there, or a broken one.
+/// No tokenizer, or one that cannot be read.
 pub(crate) fn tokenizer(folder: &Folder) -> anyhow::Result<Tokenizer> {
     let Some(path) = folder.tokenizer() else {
         bail!(

@@ -22,9 +22,9 @@ use frugal::tasks::gsm8k::Solver;
 /// Which problems are graded.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Part {
-    /// 5 % of the training file, which the assignment tests on
+    /// The assignment's test split: 5 % of the training file
     Test,
-    /// Another 5 %, on which the training's loss is measured
+    /// The validation split: another 5 %
     Validation,
     /// The official test set
     Official,

@@ -26,13 +26,13 @@ pub(crate) struct Export {
     /// Take an adapter that PEFT or this program wrote
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
-    /// Where the adapter goes
+    /// Output folder of the adapter
     #[arg(long, value_name = "FOLDER")]
     out: PathBuf,
-    /// What its tensors are kept in [default: what they are in]
+    /// Dtype of its tensors [default: unchanged]
     #[arg(long, value_enum)]
     dtype: Option<DtypeArg>,
-    /// The name of its base, as adapter_config.json says it
+    /// Name of its base for adapter_config.json
     #[arg(long, value_name = "NAME")]
     base: Option<String>,
 }
@@ -64,7 +64,7 @@ pub(crate) fn run(_: &Common, arguments: &Export) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The adapter of the newest checkpoint, under PEFT's names.
+/// Returns the adapter of the newest checkpoint, under PEFT's names.
 fn of_checkpoint(folder: &Path) -> anyhow::Result<(LoraConfig, Vec<(String, Tensor)>)> {
     let inner = folder.join(CHECKPOINTS);
     let folder = if inner.is_dir() { &inner } else { folder };

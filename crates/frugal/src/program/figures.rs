@@ -1,4 +1,4 @@
-//! Numbers as people read them.
+//! Formats numbers.
 
 /// `1 081 344`.
 pub(crate) fn grouped(number: u64) -> String {

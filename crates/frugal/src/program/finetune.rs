@@ -82,12 +82,12 @@ pub(crate) struct Finetune {
     limit: Option<usize>,
     #[command(flatten)]
     settings: SettingsArgs,
-    /// Resume from the newest checkpoint in --out, where there is one
+    /// Resume from the newest checkpoint in --out, if there is one
     #[arg(long)]
     resume: bool,
 }
 
-/// Learning rate of full fine-tuning, where nothing else is said.
+/// Learning rate of full fine-tuning, by default.
 const FULL_LEARNING_RATE: f64 = 2e-5;
 
 impl Finetune {
@@ -302,7 +302,7 @@ fn data(common: &Common, config: &Config, folder: &Folder) -> anyhow::Result<Dat
 /// Folder of the model within an output folder, after full fine-tuning.
 pub(crate) const MODEL: &str = "model";
 
-/// Writes the adapter or the model, and says what came of the training.
+/// Writes the adapter or the model, and reports the result.
 fn finish(common: &Common, folder: &Folder, out: &Path, trained: &Trained) -> anyhow::Result<()> {
     let Trained { model, handles, step, losses, .. } = trained;
     let (what, path) = match &handles.adapters {

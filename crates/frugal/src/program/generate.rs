@@ -48,7 +48,7 @@ pub(crate) struct Generate {
     /// Layers that stay on the device, by number
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',', conflicts_with = "budget")]
     resident: Vec<usize>,
-    /// What the text begins with
+    /// Text to continue
     #[arg(long, value_name = "TEXT")]
     prompt: Option<String>,
     /// A file of prompts, one on each line (\n in it is a line break), which are generated in one batch
@@ -66,13 +66,13 @@ pub(crate) struct Generate {
     /// Sample from the fewest tokens that have this share of the probability
     #[arg(long, value_name = "SHARE")]
     top_p: Option<f64>,
-    /// Ends a text, and is no part of it; may be given several times
+    /// Text that ends the generation and is not part of it; may be given several times
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
 }
 
 impl Generate {
-    /// Greedy unless something asks for another way.
+    /// Returns greedy decoding unless a flag asks for sampling.
     fn sampling(&self, seed: u64) -> Sampling {
         if self.temperature.is_none() && self.top_k.is_none() && self.top_p.is_none() {
             return Sampling::Greedy;
@@ -247,7 +247,7 @@ fn adapter_bytes(folder: &Path) -> anyhow::Result<u64> {
     Ok(path.metadata().with_context(|| path.display().to_string())?.len())
 }
 
-/// The texts as they come. One alone goes to standard output at once.
+/// The generated texts. A single one is streamed to standard output.
 struct Rows<'t> {
     streams: bool,
     rows: Vec<(TextStream<'t>, String)>,
@@ -260,12 +260,12 @@ impl<'t> Rows<'t> {
         Self { streams, rows, refused: None }
     }
 
-    /// Takes a new token; true where the row is to end.
+    /// Takes a new token; true if the row ends.
     fn token(&mut self, row: usize, tokens: &[i64]) -> bool {
         let (stream, text) = &mut self.rows[row];
         match stream.push(tokens) {
             Ok(new) => {
-                // Nobody reading any more is a reason to stop.
+                // A closed pipe ends the generation.
                 let read = !self.streams || show(&new);
                 text.push_str(&new);
                 stream.stopped() || !read
@@ -277,7 +277,7 @@ impl<'t> Rows<'t> {
         }
     }
 
-    /// What was held back to the end, and the texts.
+    /// Returns the texts, with what the streams held back.
     fn finish(&mut self, generated: &[Generated]) -> anyhow::Result<Vec<String>> {
         if let Some(error) = self.refused.take() {
             return Err(error.into());
@@ -295,14 +295,14 @@ impl<'t> Rows<'t> {
     }
 }
 
-/// Writes text at once; false where nobody reads it.
+/// Writes text at once; false if the pipe is closed.
 #[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
 fn show(text: &str) -> bool {
     let mut out = std::io::stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_ok()
 }
 
-/// Texts that were not shown as they came.
+/// Prints texts that were not streamed.
 fn tell(common: &Common, prompts: &[String], texts: &[String], generated: &[Generated], whole: bool) {
     for ((prompt, text), row) in prompts.iter().zip(texts).zip(generated).filter(|_| whole) {
         let ended = match row.finish_reason {

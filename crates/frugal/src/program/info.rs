@@ -53,7 +53,7 @@ pub(crate) fn run(common: &Common, arguments: &Info) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A name, what people read, and what programs read.
+/// A name, its text, and its JSON value.
 type Line = (&'static str, String, Value);
 
 fn of_model(arguments: &Info, folder: &Folder) -> anyhow::Result<Vec<Line>> {
@@ -118,7 +118,7 @@ fn of_adapter(arguments: &Info, path: &Path) -> anyhow::Result<Vec<Line>> {
     let targets = targets(&config);
     let mut lines = vec![
         ("adapter", kind.to_owned(), json!(kind)),
-        ("base", base.clone().unwrap_or_else(|| "not said".to_owned()), json!(base)),
+        ("base", base.clone().unwrap_or_else(|| "unknown".to_owned()), json!(base)),
         ("rank", config.r.to_string(), json!(config.r)),
         ("alpha", config.lora_alpha.to_string(), json!(config.lora_alpha)),
         ("dropout", config.lora_dropout.to_string(), json!(config.lora_dropout)),
@@ -136,7 +136,7 @@ fn of_adapter(arguments: &Info, path: &Path) -> anyhow::Result<Vec<Line>> {
     Ok(lines)
 }
 
-/// Targets as people write them.
+/// Targets as text.
 fn targets(config: &LoraConfig) -> String {
     match &config.target_modules {
         None => "q_proj, v_proj".to_owned(),

@@ -14,7 +14,7 @@ use tch::Kind;
 
 use super::model::{ModelArgs, load_adapter, same_folder};
 
-/// What lies beside a model's weights and is copied as it is.
+/// Files beside a model's weights that are copied unchanged.
 const BESIDE: [&str; 9] = [
     "generation_config.json",
     "tokenizer.json",
@@ -27,10 +27,10 @@ const BESIDE: [&str; 9] = [
     "merges.txt",
 ];
 
-/// Names that transformers has had for the dtype of the weights.
+/// Keys of transformers for the dtype of the weights.
 const DTYPES: [&str; 2] = ["dtype", "torch_dtype"];
 
-/// Fields that say how positions are rotated, in the old form and in the new one.
+/// Keys of the rotary embedding, old and new.
 const ROPE: [&str; 3] = ["rope_theta", "rope_scaling", "rope_parameters"];
 
 const CONFIG: &str = "config.json";
@@ -42,7 +42,7 @@ pub(crate) struct Merge {
     /// The adapter's folder
     #[arg(long, value_name = "FOLDER")]
     adapter: PathBuf,
-    /// Where the merged model goes
+    /// Output folder of the merged model
     #[arg(long, value_name = "FOLDER")]
     out: PathBuf,
     /// Bytes of a file of weights, at most
@@ -72,7 +72,7 @@ pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The same model with a head of its own, whose values are no longer the embedding's.
+/// Returns the same model with its own head, whose values are no longer the embedding's.
 fn untied(model: &Llama) -> anyhow::Result<Llama> {
     let config = LlamaConfig { tie_word_embeddings: false, ..model.llama_config().clone() };
     let state = state_dict(model);

@@ -24,24 +24,24 @@ pub(crate) struct ModelArgs {
     pub(crate) model: String,
     #[command(flatten)]
     pub(crate) hub: HubArgs,
-    /// What the weights are kept in [default: what the files have]
+    /// Dtype of the weights [default: that of the files]
     #[arg(long, value_enum)]
     pub(crate) dtype: Option<DtypeArg>,
 }
 
-/// How the hub is asked.
+/// How the hub is used.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct HubArgs {
     /// Branch, tag or commit on the hub
     #[arg(long)]
     pub(crate) revision: Option<String>,
-    /// Take what is in the hub's cache, and never use the network
+    /// Use the hub's cache only, never the network
     #[arg(long)]
     pub(crate) offline: bool,
 }
 
 impl HubArgs {
-    /// The folder of a model, fetched where it is not here, with a bar of the bytes.
+    /// Opens the folder of a model; downloads it if it is not here.
     ///
     /// # Errors
     /// No such folder and no such model; a folder that is an adapter's or lacks a file.
@@ -75,10 +75,10 @@ impl ModelArgs {
     }
 }
 
-/// The model with the adapter of a folder in it, where one is given; not to be trained.
+/// Returns the model with an adapter, if one is given. It is not for training.
 ///
 /// # Errors
-/// An adapter that is not there, or of another base.
+/// A missing adapter, or one of another base.
 pub(crate) fn with_adapter(
     mut model: Llama,
     adapter: Option<&Path>,
@@ -88,7 +88,7 @@ pub(crate) fn with_adapter(
     Ok(Box::new(model))
 }
 
-/// The adapter of a folder, put into the model.
+/// Loads the adapter of a folder into the model.
 ///
 /// # Errors
 /// As [`with_adapter`].
@@ -96,20 +96,20 @@ pub(crate) fn load_adapter(model: &mut Llama, folder: &Path) -> anyhow::Result<A
     Adapters::load(model, folder).with_context(|| format!("the adapter {}", folder.display()))
 }
 
-/// Whether two paths are one folder.
+/// Returns whether two paths are the same folder.
 pub(crate) fn same_folder(one: &Path, other: &Path) -> bool {
     let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| PathBuf::from(path));
     real(one) == real(other)
 }
 
-/// A Llama whose tensors are those of `model`, which has the same names: no value is copied.
+/// Returns a Llama that shares the tensors of `model`, by name.
 ///
 /// # Errors
 /// A model of another architecture.
 pub(crate) fn shared_llama(model: &dyn LanguageModel, config: &LlamaConfig) -> anyhow::Result<Llama> {
     let trained = module::tensors(model);
     let kind = trained.first().map_or(Kind::Float, |named| named.tensor.kind());
-    // Never touched, so that its pages are never given out.
+    // Never written, so that its pages are never allocated.
     let llama = Llama::assemble(config, Init::Uninitialised, (kind, Device::Cpu), &mut |_, block| Ok(block))?;
     for own in module::tensors(&llama) {
         let Some(found) = trained.iter().find(|named| named.name == own.name) else {

@@ -7,25 +7,25 @@ use serde_json::Value;
 use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
 
-/// A line to the user on standard error, beside the result.
+/// Writes a line for people to standard error.
 pub(crate) fn note(line: &str) {
     let _ = writeln!(std::io::stderr().lock(), "{line}");
 }
 
-/// One JSON object on a line of standard output.
+/// Writes a JSON object as a line to standard output.
 #[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
 pub(crate) fn print_line(value: &Value) {
-    // Nobody reading is no reason to stop.
+    // A closed pipe does not stop the program.
     let _ = writeln!(std::io::stdout().lock(), "{value}");
 }
 
-/// A text with its own line breaks on standard output.
+/// Writes a text with its own line breaks to standard output.
 #[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
 pub(crate) fn print_text(text: &str) {
     let _ = write!(std::io::stdout().lock(), "{text}");
 }
 
-/// A column of names and one of texts on standard output.
+/// Writes a column of names and one of texts to standard output.
 #[allow(clippy::print_stdout, reason = "the result of a program goes to standard output")]
 pub(crate) fn print_lines<'a>(lines: impl Iterator<Item = (&'a str, &'a str)>) {
     let lines: Vec<(&str, &str)> = lines.collect();

@@ -75,7 +75,7 @@ impl Problems {
     /// All problems of the training file, or of the one file.
     ///
     /// # Errors
-    /// A file that is not there; the first line that is no problem, with its number.
+    /// A missing file; the first line that is not a problem, with its number.
     pub(crate) fn all(&self) -> anyhow::Result<Vec<Problem>> {
         if !self.data.exists() {
             bail!(

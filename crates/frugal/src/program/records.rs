@@ -9,8 +9,8 @@ use frugal::training::observer::{Observer, StepRecord};
 use report::{Case, Environment, Metric, Record, RecordWriter};
 use tch::Device;
 
-/// Steps and evaluations as records of the experiment `training`, each in the case of its step. A line is on its way to the
-/// disk when its step is read: a run that is killed keeps its records. A run that goes on appends; of a step that was done
+/// Steps and evaluations as records of the experiment `training`, each in the case of its step. A line is written
+/// when its step is read: a run that is killed keeps its records. A resumed run appends; of a step that was done
 /// twice the later records are those that count.
 pub(crate) struct StepRecords {
     writer: RecordWriter,

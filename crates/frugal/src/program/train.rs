@@ -57,7 +57,7 @@ pub(crate) struct Train {
     /// Probability that an activation is dropped. Attention weights are too, which keeps attention from its fused kernels
     #[arg(long)]
     dropout: Option<f64>,
-    /// What to learn from: `synthetic` (a made-up language), `embedded` (the encyclopedia in data/), or a PATH: a text file
+    /// What to learn from: `synthetic` (a generated language), `embedded` (the encyclopedia in data/), or a PATH: a text file
     /// in WikiText's format, a .jsonl file, the folder of a token store [default: synthetic]
     #[arg(long, value_name = "synthetic|embedded|PATH")]
     data: Option<String>,
@@ -67,11 +67,11 @@ pub(crate) struct Train {
     /// The field of a .jsonl file's objects that holds the text [default: text]
     #[arg(long)]
     field: Option<String>,
-    /// A tokenizer.json [default: the embedded one for embedded data, else one that is trained on the spot]
+    /// A tokenizer.json [default: the embedded one for embedded data, else one that is trained on the data]
     #[arg(long, value_name = "FILE")]
     tokenizer: Option<PathBuf>,
-    /// Number of tokens that the model knows [default: the tokenizer's; 128 of the made-up language; at most 4096 of a
-    /// tokenizer that is trained on the spot]
+    /// Number of tokens that the model knows [default: the tokenizer's; 128 of the synthetic language; at most 4096 of a
+    /// tokenizer that is trained on the data]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     vocabulary: Option<u32>,
     /// How batches are made: base, standard, balanced:K, sequenced, packed [default: packed]
@@ -86,10 +86,10 @@ pub(crate) struct Train {
     /// Output folder: config.toml, losses.jsonl, checkpoints, and the model of a config.json [default: nothing is written]
     #[arg(long, value_name = "FOLDER")]
     out: Option<PathBuf>,
-    /// Resume from the newest checkpoint in --out, where there is one
+    /// Resume from the newest checkpoint in --out, if there is one
     #[arg(long, requires = "out")]
     resume: bool,
-    /// Go on training when a checkpoint cannot be written
+    /// Continue when a checkpoint cannot be written
     #[arg(long)]
     ignore_failed_checkpoints: bool,
     #[command(flatten)]
@@ -102,7 +102,7 @@ pub(crate) struct Train {
     trace: Option<PathBuf>,
 }
 
-/// Tokens of a row, where nothing else is said.
+/// Tokens of a row by default.
 const LENGTH: usize = 32;
 
 impl Train {
@@ -175,7 +175,7 @@ pub(crate) fn run(common: &Common, arguments: &Train) -> anyhow::Result<()> {
     launch(common, &config, arguments.out.as_deref(), arguments.resume, diagnosis)
 }
 
-/// Trains a model from scratch as the configuration says, into a folder where there is one. `diagnosis` reports bottlenecks, and
+/// Trains a model from scratch as the configuration says, into a folder if one is given. `diagnosis` reports bottlenecks, and
 /// keeps the trace in a file.
 ///
 /// # Errors
@@ -253,7 +253,7 @@ fn save_tokenizer(tokenizer: Option<&Tokenizer>, folder: &Path) -> io::Result<()
     }
 }
 
-/// Measures how well the machine is used, where somebody sees it.
+/// Measures how well the machine is used, for `--json`.
 fn measure_efficiency(
     common: &Common,
     device: Device,

@@ -43,7 +43,7 @@ impl<'a> Saving<'a> {
         if !resume && !checkpoints.steps()?.is_empty() {
             let shown = out.display();
             bail!(
-                "{shown} holds checkpoints of an earlier run; go on from them with `frugal resume {shown}`, or give an empty \
+                "{shown} holds checkpoints of an earlier run; resume it with `frugal resume {shown}`, or give an empty \
                  folder"
             );
         }
@@ -73,7 +73,7 @@ pub(crate) struct Run<'a> {
     pub(crate) saving: Option<Saving<'a>>,
 }
 
-/// What a training came to.
+/// The result of a training.
 pub(crate) struct Trained {
     pub(crate) model: Box<dyn LanguageModel>,
     pub(crate) handles: Handles,
@@ -89,10 +89,10 @@ impl Run<'_> {
         module::parameter_count(self.trainer.model.as_ref())
     }
 
-    /// Resumes where that is wanted, trains to the end and saves; `before` is called when everybody who watches is there.
+    /// Resumes if that is asked for, trains to the end and saves; `before` is called after the observers are set.
     ///
     /// # Errors
-    /// A training that was interrupted: the command that goes on is named. Those of the training.
+    /// A training that was interrupted: the error names the command that resumes it. Those of the training.
     pub(crate) fn run(
         self,
         common: &Common,
@@ -122,7 +122,7 @@ impl Run<'_> {
                 trainer.resume(train.as_mut())?;
                 was_finished = trainer.step() >= trainer.options.steps;
             }
-            // Not before it is known that this is a training that goes on.
+            // Only after the checkpoint is known to belong to this training.
             with_absolute_paths(config).write(&out.join(CONFIG_FILE))?;
         }
         before(&mut trainer, train.as_mut(), lend(&mut validation))?;
@@ -135,7 +135,7 @@ impl Run<'_> {
         {
             trainer.evaluate(validation.as_mut())?;
         }
-        // Bars and files are done before anybody says what came of it.
+        // Bars and files are closed before the result is reported.
         trainer.observers.clear();
         if let Some(offload) = &handles.offload {
             offload.synchronize()?;
@@ -145,19 +145,19 @@ impl Run<'_> {
     }
 }
 
-/// What the end of a training means for whoever started it: a last step that is not on the disk is a failure.
+/// Checks the end of a training: a last step that is not on the disk is a failure.
 fn finish(trainer: &Trainer, ended: StopReason, out: Option<&Path>) -> anyhow::Result<()> {
     let (step, steps) = (trainer.step(), trainer.options.steps);
     let resume = out.map_or_else(String::new, |out| format!("`frugal resume {}`", out.display()));
     let kept = match trainer.saved() {
         _ if out.is_none() => "nothing is saved without --out".to_owned(),
         Some(saved) if saved == step && ended == StopReason::Interrupted => {
-            bail!("interrupted after step {step} of {steps}, which is saved; go on with {resume}")
+            bail!("interrupted after step {step} of {steps}, which is saved; resume with {resume}")
         }
         Some(saved) if saved == step => return Ok(()),
         Some(saved) => {
             format!(
-                "its checkpoint was not written, and the last is that of step {saved}; go on from there with {resume}"
+                "its checkpoint was not written, and the last is that of step {saved}; resume from it with {resume}"
             )
         }
         None => "its checkpoint was not written, and there is no earlier one".to_owned(),
@@ -191,7 +191,7 @@ fn with_absolute_paths(config: &Config) -> Config {
     config
 }
 
-/// Says what came of a training.
+/// Reports the result of a training.
 pub(crate) fn report(out: &Path, of: &str, trained: &Trained) {
     let &Trained { step, losses, was_finished, .. } = trained;
     let shown = out.display();
@@ -200,12 +200,12 @@ pub(crate) fn report(out: &Path, of: &str, trained: &Trained) {
             "the training was finished before, after {step} steps; to train on, raise `steps` or `epochs` in {shown}/{CONFIG_FILE} \
              and run `frugal resume {shown}`"
         ),
-        false => format!("{step} steps{of}: {}", told(losses)),
+        false => format!("{step} steps{of}: {}", losses_text(losses)),
     });
 }
 
-/// Losses as people read them.
-fn told(losses: Losses) -> String {
+/// Losses as text.
+fn losses_text(losses: Losses) -> String {
     let of = |loss: Option<f64>| loss.map_or_else(|| "–".to_owned(), |loss| format!("{loss:.4}"));
     format!(
         "loss {} to {}, on the validation data {}",
@@ -215,7 +215,7 @@ fn told(losses: Losses) -> String {
     )
 }
 
-/// Writes `text` to standard error, unless that is not wanted.
+/// Writes `text` to standard error, unless `--quiet`.
 pub(crate) fn say(common: &Common, text: &str) {
     if !common.quiet {
         let _ = writeln!(std::io::stderr().lock(), "{text}");

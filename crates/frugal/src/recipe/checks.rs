@@ -1,4 +1,4 @@
-//! What is refused before a weight is read: values outside their ranges, and techniques that do not go together.
+//! Checks before a weight is read: values outside their ranges, and techniques that do not go together.
 
 use models::hugging_face::Folder;
 use tch::Kind;
@@ -56,7 +56,7 @@ pub(super) fn values(config: &Config) -> Result<()> {
     Ok(())
 }
 
-/// What a combination is called, why it is refused, and what works instead.
+/// Names of two techniques, why they do not go together, and what works instead.
 struct Rule {
     is_met: bool,
     first: String,
@@ -132,14 +132,14 @@ pub(super) fn pairs(config: &Config) -> Result<()> {
             is_met: host && precision.compute == Compute::Fp16,
             first: "`optimizer.place = \"host\"`".to_owned(),
             second: "the loss scaler of `precision.compute = \"fp16\"`".to_owned(),
-            why: "layers are updated while backward goes on, before it is known whether a gradient overflows",
+            why: "layers are updated during backward, before it is known whether a gradient overflows",
             remedy: "take `precision.compute = \"bf16\"`, or `optimizer.place = \"device\"`",
         },
         Rule {
             is_met: mlp.level.is_some() && adapts(&mlp_names)?,
             first: "`mlp.level`".to_owned(),
             second: "an adapter on the MLP's projections".to_owned(),
-            why: "the recomputed MLP is one function over its three weights, and an adapted projection is no plain weight",
+            why: "the recomputed MLP is one function over its three weights, and an adapted projection is not a plain weight",
             remedy: "adapt attention only, or leave `mlp.level` out and take `activations.recompute = \"mlp\"`",
         },
         Rule {
@@ -207,7 +207,7 @@ pub(super) fn pairs(config: &Config) -> Result<()> {
     }
 }
 
-/// A plan as a configuration says it.
+/// Returns a plan's name in a configuration.
 fn plan_name(plan: ActivationPlan) -> &'static str {
     match plan {
         ActivationPlan::Keep => "keep",

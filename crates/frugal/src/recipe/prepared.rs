@@ -35,11 +35,11 @@ pub struct Prepared {
     pub(super) config: Config,
     /// The model.
     pub model: Box<dyn LanguageModel>,
-    /// Handles on what is in it.
+    /// Handles on the techniques.
     pub handles: Handles,
     /// The mixed precision of its passes.
     pub precision: Option<Arc<dyn Policy>>,
-    /// What scales the loss.
+    /// The loss scaler.
     pub scaler: Box<dyn GradScaler>,
 }
 
@@ -55,11 +55,11 @@ pub struct ActivationChoice {
 }
 
 impl Prepared {
-    /// Chooses the activation plan of least recomputation that keeps a step under the budget, where the configuration asks for
-    /// one: measures a layer on `batch`, the largest there is. Gradients are gone afterwards.
+    /// Chooses the activation plan of least recomputation that keeps a step under the budget, if the configuration asks for
+    /// one: measures a layer on `batch`, which should be the largest. Removes gradients.
     ///
     /// # Errors
-    /// No plan fits: the least budget that one does fit is named.
+    /// No plan fits: the error names the least budget that does.
     pub fn plan_activations(&mut self, batch: &Batch) -> Result<Option<ActivationChoice>> {
         let own = &self.config.activations;
         let (Some(activations), ActivationPlan::Plan) = (&self.handles.activations, own.plan) else {
@@ -96,7 +96,7 @@ impl Prepared {
         }))
     }
 
-    /// A trainer over the model's trainable parameters for `steps` steps, and the handles on what is in the model. Checkpoints,
+    /// Returns a trainer over the model's trainable parameters for `steps` steps, and the handles on the techniques. Checkpoints,
     /// observers and the stop flag are the caller's to set.
     ///
     /// # Errors

@@ -120,7 +120,7 @@ fn a_training_that_was_killed_goes_on_to_the_same_bytes() {
     let again = tiny.run(&format!("{train} --out broken"));
     let said = String::from_utf8(again.stderr).unwrap();
     assert!(
-        again.status.code() == Some(1) && said.contains("go on from them with `frugal resume broken`"),
+        again.status.code() == Some(1) && said.contains("resume it with `frugal resume broken`"),
         "{said}"
     );
     tiny.succeed(&format!("{train} --out broken --resume"));

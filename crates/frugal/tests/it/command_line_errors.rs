@@ -191,7 +191,7 @@ fn bad_problems_are_named_by_their_line() {
     check(
         "{\"question\": \"How many?\", \"answer\": \"#### 1\"",
         expect![[r#"
-        error: problems/train.jsonl: line 41: not JSON (EOF while parsing an object, column 44); mend or remove the line
+        error: problems/train.jsonl: line 41: not JSON (EOF while parsing an object, column 44); fix or remove the line
     "#]],
     );
     check(

@@ -39,7 +39,7 @@ fn a_bad_line_is_named() {
     check(
         r#"{"question": "How many?", "answer""#,
         expect![
-            "problems.jsonl: line 2: not JSON (EOF while parsing an object, column 34); mend or remove the line"
+            "problems.jsonl: line 2: not JSON (EOF while parsing an object, column 34); fix or remove the line"
         ],
     );
     check("[1, 2]", expect!["problems.jsonl: line 2: expected an object with `question` and `answer`"]);
@@ -50,11 +50,11 @@ fn a_bad_line_is_named() {
     check("{}", expect!["problems.jsonl: line 2: no field 'question'; the fields here are: none"]);
     check(
         r#####"{"question": 7, "answer": "#### 7"}"#####,
-        expect!["problems.jsonl: line 2: field 'question' is no string; mend or remove the line"],
+        expect!["problems.jsonl: line 2: field 'question' is not a string; fix or remove the line"],
     );
     check(
         r#####"{"question": "  ", "answer": "#### 7"}"#####,
-        expect!["problems.jsonl: line 2: field 'question' is empty; mend or remove the line"],
+        expect!["problems.jsonl: line 2: field 'question' is empty; fix or remove the line"],
     );
     check(
         r#"{"question": "How many?", "answer": "There are 6 of them in all, and that is the end of it."}"#,

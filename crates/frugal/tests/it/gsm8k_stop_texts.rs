@@ -77,7 +77,7 @@ fn texts_are_cut_at_the_first_stop_text_and_the_end_token() {
     assert_eq!(stop.text(&tokens, &[0]).unwrap(), "#### 7");
     assert_eq!(stop.text(&tokens, &[]).unwrap(), "#### 7<|endoftext|> 8");
     assert_eq!(stop.text(&[], &[0]).unwrap(), "");
-    assert!(stop.ended(&[-100]).unwrap_err().to_string().contains("-100 is no id"));
+    assert!(stop.ended(&[-100]).unwrap_err().to_string().contains("-100 is not an id"));
     let none = StopTexts::new(&tokenizer, [""; 0]).unwrap();
     assert!(!none.ended(&tokens).unwrap());
     assert!(StopTexts::new(&tokenizer, ["a", ""]).unwrap_err().to_string().contains("empty text"));

@@ -157,7 +157,7 @@ fn what_does_not_fit_is_said_before_anything_is_trained() {
     check(
         "--data synthetic --epochs 2".into(),
         expect![[r#"
-        error: --epochs has no meaning for the made-up language, which has no files and no end; leave it out, or name --data
+        error: --epochs has no meaning for synthetic data, which has no files and no end; leave it out, or name --data
     "#]],
     );
 }

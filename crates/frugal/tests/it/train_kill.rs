@@ -170,7 +170,7 @@ fn an_interrupted_run_loses_nothing() {
     assert_eq!(output.status.code(), Some(1), "{message}");
     let at = run.lines().len();
     let expected = format!(
-        "error: interrupted after step {at} of {STEPS}, which is saved; go on with `frugal resume {}`\n",
+        "error: interrupted after step {at} of {STEPS}, which is saved; resume with `frugal resume {}`\n",
         run.out().display()
     );
     assert_eq!(message, expected);

@@ -239,7 +239,7 @@ impl StepArgs {
                 let host = self.host_bandwidth.map_or(2.0 * GEN4, |rate| rate as f64);
                 let bandwidth = card.data_sheet()?.bandwidth;
                 let transfers = Rates::of_memory(card.link, host, bandwidth);
-                MachineRates { flops: card.flops, bandwidth, transfers }
+                MachineRates { flops: card.flops, bandwidth, transfers, product_workspaces: 0 }
             }
             None => self.measure(model, work, weights, (kind, device), tier)?,
         };

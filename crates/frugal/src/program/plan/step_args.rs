@@ -159,6 +159,7 @@ impl TrainingArgs {
             host: self.on_host.iter().try_fold(OnHost::default(), |host, name| host.with(name))?,
             labelled: self.labelled,
             lora: self.lora.low_rank(),
+            product_workspaces: 0,
         })
     }
 

@@ -1,4 +1,4 @@
-//! What a training learns from and is measured on, from the configuration.
+//! The training and validation data of a configuration.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,19 +14,19 @@ use frugal::training::tracing::Loading;
 use frugal::training::{Batches, LoaderBatches};
 use tch::Device;
 
-/// Steps of a training of which nothing else is said.
+/// Steps of a training by default.
 const STEPS: u64 = 100;
-/// Tokens of the made-up language.
+/// Tokens of the synthetic language.
 const SYNTHETIC_VOCABULARY: usize = 128;
 
-/// All that comes from the data.
+/// The opened data.
 pub(super) struct Data {
     pub(super) train: Box<dyn Batches>,
     pub(super) validation: Option<Box<dyn Batches>>,
     pub(super) vocabulary: i64,
     pub(super) steps: u64,
     pub(super) loading: Loading,
-    /// The files, and what tokenized them.
+    /// The documents and their tokenizer.
     pub(super) documents: Option<Documents>,
 }
 
@@ -58,7 +58,7 @@ impl Source<'_> {
         ];
         if let Some((flag, _)) = given.iter().find(|(_, given)| *given) {
             bail!(
-                "{flag} has no meaning for the made-up language, which has no files and no end; leave it out, or name --data"
+                "{flag} has no meaning for synthetic data, which has no files and no end; leave it out, or name --data"
             );
         }
         let vocabulary = data.vocabulary.map_or(SYNTHETIC_VOCABULARY, |size| size as usize) as i64;
@@ -141,7 +141,7 @@ impl Source<'_> {
     }
 }
 
-/// Steps of so many epochs: micro-batches are taken across their ends.
+/// Returns the steps of `epochs` epochs; accumulation crosses their ends.
 fn steps(source: &dyn BatchSource, epochs: u64, accumulation: usize) -> u64 {
     let batches = (0..epochs).fold(0u64, |sum, epoch| sum.saturating_add(source.batches(epoch) as u64));
     batches.div_ceil(accumulation.max(1) as u64)

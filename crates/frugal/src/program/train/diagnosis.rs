@@ -11,12 +11,12 @@ use serde_json::json;
 
 use crate::program::output::print_line;
 
-/// Steps before those that are traced: the first ones allocate what the others find.
+/// Steps before the traced ones: the first ones allocate memory that later ones reuse.
 const WARMUP: u64 = 3;
 /// Steps that are traced.
 const TRACED: u64 = 3;
 
-/// Trains some steps, traces some more, and says where their time went and what was slow.
+/// Trains some steps, traces some more, and reports their composition and bottlenecks.
 pub(super) fn diagnose(
     trainer: &mut Trainer,
     train: &mut dyn Batches,

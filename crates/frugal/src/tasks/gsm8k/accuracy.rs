@@ -1,6 +1,6 @@
 //! A share of right answers, and how sure it is.
 //!
-//! Of `n` answers `k` are right; `p = k/n`. Wilson's interval (1927) holds the shares `q` for which `k` is no surprise,
+//! Of `n` answers `k` are right; `p = k/n`. Wilson's interval (1927) holds the shares `q` for which `k` is within the expected spread,
 //! `|p − q| ≤ z·√(q(1 − q)/n)`: solved for `q`,
 //!
 //! ```text
@@ -46,7 +46,7 @@ impl Accuracy {
         let middle = p + Z * Z / (2.0 * n);
         let spread = Z * (p * (1.0 - p) / n + Z * Z / (4.0 * n * n)).sqrt();
         let below = 1.0 + Z * Z / n;
-        // Rounding must not put the share itself outside: at 0 of n the lower end is a few units of the last place above 0.
+        // Rounding must not put the share itself outside: at 0 of n the lower end is a few units in the last place above 0.
         (((middle - spread) / below).clamp(0.0, p), ((middle + spread) / below).clamp(p, 1.0))
     }
 }

@@ -14,10 +14,10 @@ pub enum Error {
     Io {
         /// The file.
         path: PathBuf,
-        /// What the operating system said.
+        /// The operating system's error.
         cause: std::io::Error,
     },
-    /// A line that is no problem.
+    /// A line that is not a problem.
     #[error("{}: line {line}: {reason}", path.display())]
     Line {
         /// The file.
@@ -49,19 +49,19 @@ pub enum Error {
         /// What came, what was expected, and what to do.
         reason: String,
     },
-    /// A row that the model has no places for.
+    /// A row that is longer than the model's context.
     #[error(
         "problem {number}: {tokens} tokens{} are more than the context of {context}; take fewer examples, a model with a \
          longer context, or skip such problems", room(*new)
     )]
     TooLong {
-        /// The problem's place in its list, from 0.
+        /// The problem's index in its list, from 0.
         number: usize,
         /// Tokens of the row, or of the prompt.
         tokens: usize,
         /// Tokens to be generated after them.
         new: usize,
-        /// Places of the model.
+        /// The model's context.
         context: usize,
     },
     /// Ids that the model does not know.
@@ -77,7 +77,7 @@ pub enum Error {
         /// How many ids the model knows.
         vocabulary: usize,
     },
-    /// A generated token that is no id.
+    /// A generated token that is not an id.
     #[error("tokenizer: {0}")]
     Tokenizer(String),
     /// The tokenizer refuses a text.

@@ -54,19 +54,19 @@ impl Default for EvaluateOptions {
 /// A problem's answer and what the graders say: a line of the transcript.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Graded {
-    /// The problem's place in the data set, from 0.
+    /// The problem's index in the data set, from 0.
     pub number: usize,
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
     /// Tokens that were generated.
     pub new_tokens: usize,
-    /// What the model said, up to the first stop text.
+    /// The generated text, up to the first stop text.
     pub text: String,
     /// The gold number.
     pub gold: String,
     /// What each grader took from the text.
     pub extracted: BTreeMap<Grader, Option<String>>,
-    /// What each grader says.
+    /// The verdict of each grader.
     pub right: BTreeMap<Grader, bool>,
 }
 
@@ -100,7 +100,7 @@ impl Evaluation {
 }
 
 /// Generates and grades an answer to each problem. `few_shot` has the examples before each question, `encoder` the tokenizer
-/// and the model's context; `observe` is told of each batch when it is graded, for a progress bar.
+/// and the model's context; `observe` is called after each batch is graded, for a progress bar.
 ///
 /// # Errors
 /// A batch size or a number of new tokens of 0; a prompt that leaves no room for its answer, if such are refused; what the
@@ -133,7 +133,7 @@ pub fn evaluate_generation(
             false => evaluation.skipped.push(number),
         }
     }
-    // Longest first: a batch that does not fit into memory is met at once.
+    // Longest first: a batch that does not fit into memory fails at once.
     prompts.sort_by_key(|(number, tokens)| (std::cmp::Reverse(tokens.len()), *number));
     for batch in prompts.chunks(options.batch_size) {
         let tokens: Vec<Vec<i64>> = batch.iter().map(|(_, tokens)| tokens.clone()).collect();

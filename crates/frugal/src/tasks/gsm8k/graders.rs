@@ -70,7 +70,7 @@ impl Grader {
     }
 
     /// Whether `text` answers the problem whose gold answer (steps and `#### NUMBER`) is `answer`. For OpenAI's grader an
-    /// answer without a mark is nobody's; the harness compares with all of it.
+    /// answer without a mark matches no text; the harness compares with all of it.
     pub fn right(self, text: &str, answer: &str) -> bool {
         let found = self.extract(text);
         match self {

@@ -2,7 +2,7 @@
 //!
 //! Three published parts. A *seed sequence* (O'Neill's `randutils`) mixes the seed into a pool of four words and draws the
 //! generator's 256 bits from it. *PCG64* (O'Neill 2014) is `s ← s·M + c` modulo 2¹²⁸, whose output is the xor of the halves
-//! turned by the top six bits. *Fisher and Yates* swap place `i`, from the last to the second, with a place below or at it,
+//! turned by the top six bits. *Fisher and Yates* swap position `i`, from the last to the second, with a position at or below it,
 //! drawn without bias: bits are drawn again while they are above `i`.
 
 const MULTIPLIER: u128 = 0x2360_ed05_1fc6_5da4_4385_df64_9fcc_f645;
@@ -85,7 +85,7 @@ fn seed_sequence(seed: u64) -> [u64; 4] {
     std::array::from_fn(|k| drawn[2 * k] | (drawn[2 * k + 1] << 32))
 }
 
-/// The numbers below `count` in the order that numpy's generator of `seed` gives them.
+/// Returns the numbers below `count` in the order of numpy's generator of `seed`.
 pub(super) fn permutation(count: u32, seed: u64) -> Vec<usize> {
     let mut pcg = Pcg64::new(seed);
     let mut order: Vec<usize> = (0..count as usize).collect();

@@ -42,12 +42,12 @@ impl Default for PromptFormat {
 }
 
 impl PromptFormat {
-    /// The question, up to where the model goes on.
+    /// Returns the question, up to where the model continues.
     pub fn ask(&self, question: &str) -> String {
         format!("{}{question}{}", self.question, self.answer)
     }
 
-    /// What the model should say: the delimiter and the answer.
+    /// Returns the expected text: the delimiter and the answer.
     pub fn reply(&self, answer: &str) -> String {
         format!("{}{answer}", self.delimiter)
     }
@@ -57,7 +57,7 @@ impl PromptFormat {
 #[derive(Debug, Clone)]
 pub struct FewShot {
     format: PromptFormat,
-    /// One more than are shown, where there is one: it takes the place of an example that is the question itself.
+    /// One more than are shown, if there are enough: it replaces an example that is the question itself.
     examples: Vec<Problem>,
     shots: usize,
 }
@@ -106,7 +106,7 @@ impl FewShot {
         &self.format
     }
 
-    /// How many examples stand before a question.
+    /// Returns the number of examples before a question.
     pub fn shots(&self) -> usize {
         self.shots
     }

@@ -32,10 +32,10 @@ pub struct Problem {
 /// What happens to `<<48/2=24>>`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Annotations {
-    /// They stay.
+    /// Keeps them.
     #[default]
     Keep,
-    /// They are taken out; the result after them stays.
+    /// Removes them; the result after them stays.
     Strip,
 }
 
@@ -126,18 +126,18 @@ impl Problems {
             Ok(_) => return Err(self.wrong("expected an object with `question` and `answer`".into())),
             Err(cause) => {
                 // serde_json sees one line; its column is the file's, its line is not.
-                let (column, said) = (cause.column(), cause.to_string());
-                let said = said.split(" at line ").next().unwrap_or_default();
-                let reason = format!("not JSON ({said}, column {column}); mend or remove the line");
+                let (column, text) = (cause.column(), cause.to_string());
+                let reason = text.split(" at line ").next().unwrap_or_default();
+                let reason = format!("not JSON ({reason}, column {column}); fix or remove the line");
                 return Err(self.wrong(reason));
             }
         };
         let field = |name: &str| match object.get(name) {
             Some(Value::String(text)) if text.trim().is_empty() => {
-                Err(self.wrong(format!("field '{name}' is empty; mend or remove the line")))
+                Err(self.wrong(format!("field '{name}' is empty; fix or remove the line")))
             }
             Some(Value::String(text)) => Ok(text.clone()),
-            Some(_) => Err(self.wrong(format!("field '{name}' is no string; mend or remove the line"))),
+            Some(_) => Err(self.wrong(format!("field '{name}' is not a string; fix or remove the line"))),
             None => {
                 let there: Vec<&str> = object.keys().map(String::as_str).collect();
                 let there = if there.is_empty() { "none".to_owned() } else { there.join(", ") };

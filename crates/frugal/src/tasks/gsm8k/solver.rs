@@ -7,7 +7,7 @@ use super::{Encoder, FewShot, Problem, Result, StopTexts};
 use models::generation::{self, GenerateOptions, Sampling};
 use models::module::LanguageModel;
 
-/// Generates answers with a model, having read once what all prompts begin with.
+/// Generates answers with a model, which reads the common beginning of all prompts once.
 #[derive(Debug)]
 pub struct Solver<'m> {
     model: &'m dyn LanguageModel,
@@ -39,7 +39,7 @@ impl<'m> Solver<'m> {
     }
 }
 
-/// What all begin with, and go on after.
+/// The text that all prompts begin with, and its cache.
 fn common_prefix(prompts: &[Vec<i64>]) -> Vec<i64> {
     let Some((first, others)) = prompts.split_first() else { return Vec::new() };
     let longest = prompts.iter().map(Vec::len).min().unwrap_or(0).saturating_sub(1);

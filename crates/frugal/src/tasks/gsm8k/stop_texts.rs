@@ -1,6 +1,6 @@
 //! Texts that end a generation.
 //!
-//! A model that was not taught to stop goes on with the next `Question:`. That text may lie across tokens in any way, and a
+//! A model that did not learn to stop continues with the next `Question:`. That text may lie across tokens in any way, and a
 //! byte-level BPE may cut a character, so what is searched is text, not ids. Every token of a byte-level BPE has at least one
 //! byte: a stop text of `n` bytes that a new token completes lies within the last `n` tokens, and to decode these is enough.
 //! So a check costs the same at every length, and keeps nothing between tokens.
@@ -9,7 +9,7 @@ use dataloading::Tokenizer;
 
 use super::error::{Error, Result};
 
-/// Finds stop texts in what is generated. Implements the watch of a generation: true means that the row ends.
+/// Finds stop texts in generated tokens.
 #[derive(Debug, Clone)]
 pub struct StopTexts<'a> {
     tokenizer: &'a Tokenizer,
@@ -22,7 +22,7 @@ impl<'a> StopTexts<'a> {
     /// Those of lm-evaluation-harness's `gsm8k`.
     pub const DEFAULT: [&'static str; 3] = ["Question:", "</s>", "<|im_end|>"];
 
-    /// Ends at any of `texts`; at none if there are none.
+    /// Makes a finder of any of `texts`.
     ///
     /// # Errors
     /// An empty text, which is everywhere.
@@ -41,10 +41,10 @@ impl<'a> StopTexts<'a> {
         Ok(Self { tokenizer, texts, window })
     }
 
-    /// Whether the last of these tokens completed a stop text. To be asked after every token.
+    /// Whether the last of these tokens completed a stop text. Call it after every token.
     ///
     /// # Errors
-    /// A token that is no id, or that the tokenizer refuses.
+    /// A token that is not an id, or that the tokenizer refuses.
     pub fn ended(&self, tokens: &[i64]) -> Result<bool> {
         let tail = &tokens[tokens.len().saturating_sub(self.window)..];
         let text = decode(self.tokenizer, tail)?;
@@ -60,7 +60,7 @@ impl<'a> StopTexts<'a> {
     /// The text of a whole generation, up to the first stop text and without the tokens from the first of `ends` on.
     ///
     /// # Errors
-    /// A token that is no id, or that the tokenizer refuses.
+    /// A token that is not an id, or that the tokenizer refuses.
     pub fn text(&self, tokens: &[i64], ends: &[i64]) -> Result<String> {
         let end = tokens.iter().position(|token| ends.contains(token)).unwrap_or(tokens.len());
         Ok(self.cut(&decode(self.tokenizer, &tokens[..end])?).to_owned())
@@ -72,7 +72,7 @@ fn decode(tokenizer: &Tokenizer, tokens: &[i64]) -> Result<String> {
         .iter()
         .map(|token| {
             u32::try_from(*token)
-                .map_err(|_| Error::Tokenizer(format!("{token} is no id; was it a label of −100?")))
+                .map_err(|_| Error::Tokenizer(format!("{token} is not an id; was it a label of −100?")))
         })
         .collect();
     Ok(tokenizer.decode_known(&ids?)?)

@@ -16,10 +16,10 @@ use super::error::{Error, Result};
 use super::prompt::FewShot;
 use super::records::Problem;
 
-/// The label of a token that is not to be learnt.
+/// The label of a token that is not learned.
 pub const IGNORE_INDEX: i64 = -100;
 
-/// What is done with a row or a prompt that the model has no places for.
+/// What happens to a row or a prompt that is longer than the model's context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum TooLong {
     /// It is an error.
@@ -34,13 +34,13 @@ pub enum TooLong {
 pub struct EncodeOptions {
     /// Ids that the model knows: 0 to `vocabulary - 1`.
     pub vocabulary: usize,
-    /// Places that the model has.
+    /// The model's context, in positions.
     pub context: usize,
     /// The token that begins every row, for models that were trained with one (Llama; not Qwen).
     pub begin: Option<u32>,
     /// The token after the answer.
     pub end: u32,
-    /// What is done with longer rows.
+    /// What happens to longer rows.
     pub too_long: TooLong,
 }
 
@@ -49,9 +49,9 @@ pub struct EncodeOptions {
 pub struct TrainingRow {
     /// Prompt, answer, end token.
     pub input_ids: Vec<i64>,
-    /// 1 everywhere: what pads is put on when rows meet in a batch.
+    /// 1 everywhere: padding is added when a batch is made.
     pub attention_mask: Vec<i64>,
-    /// −100 over the prompt, then the tokens themselves. Not shifted: the model's loss compares place `t` with label `t + 1`.
+    /// −100 over the prompt, then the tokens themselves. Not shifted: the model's loss compares position `t` with label `t + 1`.
     pub labels: Vec<i64>,
 }
 
@@ -133,7 +133,7 @@ impl Encoder {
         Ok(ids)
     }
 
-    /// The assignment's `tokenize(sample)`. `number` is the problem's place in its list, for errors. `None`: too long, and
+    /// The assignment's `tokenize(sample)`. `number` is the problem's index in its list, for errors. `None`: too long, and
     /// such rows are skipped.
     ///
     /// # Errors
@@ -171,7 +171,7 @@ impl Encoder {
         Ok(all)
     }
 
-    /// Whether `tokens` and `new` ones after them have places.
+    /// Whether `tokens` and `new` ones after them fit the context.
     pub(super) fn fits(&self, number: usize, tokens: usize, new: usize) -> Result<bool> {
         let context = self.options.context;
         match self.options.too_long {
