@@ -103,7 +103,7 @@ fn run_workspace(workspace: &Workspace, filter: &mut Filter) -> Result<Option<St
 
 /// Returns every executable under the machine's own implementations, then the affected ones under each other choice.
 fn plan(workspace: &Workspace, tests: &[Executable], flags: &str) -> Vec<Job> {
-    let job = |test: &Executable, choice: Option<&choices::Choice>| Job {
+    let job = |test: &Executable, choice: Option<&choices::Choice>, names: &[&str]| Job {
         name: match choice {
             None => format!("{} of {}", test.name, test.package),
             Some(choice) => format!("{} of {} under `{}`", test.name, test.package, choice.name),
@@ -113,11 +113,11 @@ fn plan(workspace: &Workspace, tests: &[Executable], flags: &str) -> Vec<Job> {
         variables: choice.map_or_else(Vec::new, |choice| {
             choice.variables.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect()
         }),
-        arguments: vec!["--show-output".into()],
+        arguments: std::iter::once("--show-output").chain(names.iter().copied()).map(str::to_owned).collect(),
     };
-    let own = tests.iter().map(|test| job(test, None));
+    let own = tests.iter().map(|test| job(test, None, &[]));
     let others = CHOICES.iter().filter(|choice| choice.missing(flags).is_none()).flat_map(|choice| {
-        tests.iter().filter(|test| choice.concerns(&test.package)).map(move |test| job(test, Some(choice)))
+        tests.iter().filter_map(move |test| Some(job(test, Some(choice), choice.tests_of(&test.package)?)))
     });
     own.chain(others).collect()
 }
@@ -232,6 +232,8 @@ mod tests {
         assert!(jobs[0].variables.is_empty());
         assert!(jobs[2].variables.contains(&("FRUGAL_SIMD".into(), "avx2".into())));
         assert_eq!(plan(&workspace, &[test("lora")], "sse").len(), 1, "what the processor lacks is left out");
+        let jobs = plan(&workspace, &[test("frugal")], "avx2");
+        assert!(jobs[0].arguments.len() == 1 && jobs[1].arguments.len() > 1, "some of its tests run again");
     }
 
     #[test]

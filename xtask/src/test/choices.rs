@@ -12,7 +12,18 @@ pub(super) struct Choice {
     pub(super) variables: &'static [(&'static str, &'static str)],
     /// The packages whose results depend on it.
     packages: &'static [&'static str],
+    /// Further packages, with the tests that run again there: a part of each name.
+    parts: &'static [(&'static str, &'static [&'static str])],
 }
+
+/// Where techniques meet: every pair of them, offloaded layers against resident ones, predicted peaks.
+const COMPOSED: &[(&str, &[&str])] = &[
+    ("frugal", &["every_pair_keeps_its_promises", "generate_budget", "recomputation_packing_and_dora"]),
+    (
+        "experiments",
+        &["everything_is_equal", "the_optimizer_on_the_host", "_peak", "_memory", "fused_ce_ladder"],
+    ),
+];
 
 /// The suite runs under the machine's own choice first.
 pub(super) const CHOICES: [Choice; 3] = [
@@ -28,6 +39,7 @@ pub(super) const CHOICES: [Choice; 3] = [
             ("ONEDNN_MAX_CPU_ISA", "AVX2"),
         ],
         packages: &["runtime", "models", "swiglu-ckpt", "amp", "fused-ce", "lora"],
+        parts: COMPOSED,
     },
     // A processor that multiplies bf16 faster than fp32: AMD's with AVX-512, Intel's with AMX.
     Choice {
@@ -35,6 +47,7 @@ pub(super) const CHOICES: [Choice; 3] = [
         needs: "avx512_bf16",
         variables: &[("FRUGAL_LOW_PRECISION", "bf16")],
         packages: &["models", "swiglu-ckpt", "amp", "fused-ce", "lora"],
+        parts: COMPOSED,
     },
     // Another architecture.
     Choice {
@@ -46,13 +59,18 @@ pub(super) const CHOICES: [Choice; 3] = [
             ("ATEN_CPU_CAPABILITY", "default"),
         ],
         packages: &["runtime"],
+        parts: &[],
     },
 ];
 
 impl Choice {
-    /// Whether the tests of `package` run under it.
-    pub(super) fn concerns(&self, package: &str) -> bool {
-        self.packages.contains(&package)
+    /// The tests of `package` that run under it: parts of their names, where none means all; `None` where the package does not
+    /// depend on it.
+    pub(super) fn tests_of(&self, package: &str) -> Option<&'static [&'static str]> {
+        if self.packages.contains(&package) {
+            return Some(&[]);
+        }
+        self.parts.iter().find(|(name, _)| *name == package).map(|(_, tests)| *tests)
     }
 
     /// Why it cannot run here; `flags` is the list of `/proc/cpuinfo`.
