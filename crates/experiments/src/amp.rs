@@ -1,4 +1,4 @@
-//! `amp`: what mixed precision buys, and what it takes.
+//! `amp`: benefits and costs of mixed precision.
 
 mod demonstration;
 mod exact;
@@ -27,15 +27,15 @@ pub(crate) enum Verb {
     Train(train::Train),
     /// Measure one gradient in each precision, on a wider model
     Gradient(gradient::GradientArgs),
-    /// Train with one static scale after another, and with the dynamic scaler from both ends
+    /// Train with static scales, and with the dynamic scaler from very small and very large initial scales
     Sweep(sweep::Sweep),
-    /// Count the gradients that fp16 makes zero, by exponent and by scale
+    /// Count the gradients that underflow in fp16, by exponent and by scale
     Underflow(underflow::Underflow),
-    /// Show what number formats do to small numbers and long sums
+    /// Show the rounding of small numbers and long sums in each number format
     Formats(formats::Formats),
-    /// Measure what a loss scaler adds to a step of the optimizer
+    /// Measure the overhead of a loss scaler in an optimizer step
     Overhead(overhead::Overhead),
-    /// Measure how far autocast in bf16 is from the exact loss and gradients
+    /// Measure the error of the loss and gradients under autocast in bf16
     Numerics(numerics::Numerics),
 }
 

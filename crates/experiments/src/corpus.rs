@@ -1,4 +1,4 @@
-//! What the experiments train on: texts as token stores, with their tokenizer.
+//! The training data of the experiments: texts as token stores, with their tokenizer.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! `dataloading`: what packing, sampling and loading cost, over one table of sizes.
+//! `dataloading`: the cost of packing, sampling and loading, over one table of sizes.
 
 pub mod embedded;
 pub mod lengths;
@@ -23,21 +23,21 @@ use throughput::{Origin, STRATEGIES, Strategy};
 /// What is measured.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
-    /// Measure how full rows get, and how long packing takes on one thread
+    /// Measure padding and time of packing on one thread
     Pack(Sized),
     /// Measure the balanced sampler by the size of the data set
     Sampler(Sized),
-    /// Count the lengths of texts' lines, and what each way of making batches pads
+    /// Count the lengths of texts' lines, and the padding of each batching strategy
     Lengths(Lengths),
     /// Measure tokens per second of the whole loader, by strategy and workers
     Throughput(Throughput),
-    /// Write the embedded data sets (an encyclopedia, word problems, their tokenizer) as the generator makes them
+    /// Generate the embedded data sets: an encyclopedia, word problems, their tokenizer
     Embedded(Embedded),
 }
 
 #[derive(clap::Args)]
 pub(crate) struct Embedded {
-    /// The folder that they go to; what is there of the same names is replaced
+    /// Output folder; files of the same names are replaced
     #[arg(long, value_name = "FOLDER")]
     out: PathBuf,
 }
@@ -64,10 +64,10 @@ pub(crate) struct Throughput {
     /// How many samples
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
-    /// So many samples instead
+    /// Number of samples, instead of the scale's
     #[arg(long, value_parser = clap::value_parser!(u32).range(100..))]
     samples: Option<u32>,
-    /// The documents of this token store instead
+    /// A token store to read documents from, instead of generated samples
     #[arg(long, value_name = "FOLDER", conflicts_with = "samples")]
     data: Option<PathBuf>,
     /// These only: base, standard, balanced, sequenced, packed

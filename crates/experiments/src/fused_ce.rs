@@ -1,8 +1,8 @@
-//! `fused-ce`: what it saves to never hold all logits.
+//! `fused-ce`: time and memory of a loss that never holds all logits.
 
+pub mod baselines;
 mod bench;
 mod exact;
-pub mod ladder;
 mod memory;
 mod numerics;
 mod shapes;
@@ -19,11 +19,11 @@ use report::cli::CommonArgs;
 pub(crate) enum Verb {
     /// Measure time and memory of one forward and backward, implementation by implementation
     Bench(bench::Bench),
-    /// Measure how far each implementation is from the exact loss and gradients
+    /// Measure the error of each implementation's loss and gradients
     Numerics(numerics::Numerics),
     /// Train the same model with each loss
     Train(train::Train),
-    /// Show where the memory of a training step goes
+    /// Show the memory of a training step, part by part
     Memory(memory::Memory),
 }
 

@@ -1,8 +1,8 @@
-//! Everything that is measured for the reports, and what only measurements need.
+//! The measurements behind the reports, and the code that only measurements need.
 //!
 //! The program is `experiments CRATE VERB`, where CRATE is the crate that is measured; a module here has its name. What each
 //! measurement shows and claims is registered in `experiments/<crate>.toml`, from which `xtask` runs it and `report` shows it.
-//! Baselines (what other frameworks do), injected slowdowns and the corpora that are trained on live here too: no library
+//! Baselines (implementations of other frameworks), injected slowdowns and the corpora that are trained on live here too: no library
 //! contains code that only a measurement needs.
 
 use frugal::environment;

@@ -1,4 +1,4 @@
-//! `lora`: steps and decoding on real shapes, what is learned on embedded data, and files exchanged with PEFT.
+//! `lora`: steps and decoding on real shapes, a training on embedded data, and files exchanged with PEFT.
 
 mod decode;
 mod embedded;
@@ -12,13 +12,13 @@ use report::cli::CommonArgs;
 /// What is measured.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
-    /// Measure a training step on a real model's shape, and predict it
+    /// Measure a training step on a real model's shape, and compare it with the prediction
     Step(step::Step),
-    /// Measure how fast a real model's shape decodes
+    /// Measure tokens per second of decoding on a real model's shape
     Decode(decode::Decode),
     /// Pretrain a small model on embedded data, adapt it, and grade its answers
     Embedded(embedded::Embedded),
-    /// Read what PEFT wrote, and write for PEFT to read
+    /// Exchange adapter files with PEFT
     #[command(hide = true)]
     Interchange(interchange::Interchange),
 }

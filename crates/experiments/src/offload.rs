@@ -1,10 +1,11 @@
 //! `offload`: models larger than the device, measured.
 
-mod contest;
+mod comparison;
 mod difference;
 mod equality;
 mod folder;
 mod large;
+mod measured_model;
 mod methods;
 mod optimizer;
 mod peaks;
@@ -12,7 +13,6 @@ mod predicted;
 pub mod predicted_peaks;
 mod shape;
 mod spans;
-mod subject;
 mod timeline;
 mod tokens;
 
@@ -24,15 +24,15 @@ use report::cli::CommonArgs;
 pub(crate) enum Verb {
     /// Measure every method against the resident model
     Methods(methods::Methods),
-    /// Show what the lanes do in a step
+    /// Show the streams during a step
     Timeline(timeline::Timeline),
-    /// Measure from how many tokens on loading hides behind compute
+    /// Measure the tokens of a step at which loads hide behind compute
     Tokens(tokens::Tokens),
-    /// Run a model larger than its budget, and hold it to that
+    /// Run a model larger than its memory budget, which is enforced
     Large(large::Large),
     /// Compare losses, gradients and weights of every method with the model's own
     Equality(equality::Equality),
-    /// Train with the optimizer's state on the host, and without
+    /// Train with the optimizer state on the host, and on the device
     Optimizer(optimizer::OptimizerArgs),
     /// Compare the predicted peak of a step with the measured one, over a table of combinations
     Peaks(peaks::Peaks),

@@ -1,4 +1,4 @@
-//! The machine's own limit: the rate of one large matrix product.
+//! The limit of the machine: the rate of one large matrix product.
 
 use runtime::matmul::mm_into;
 use runtime::measure::{self, Plan, Work, physical};

@@ -1,4 +1,4 @@
-//! `runtime`: what this machine offers, and what the runtime's own machinery costs on it.
+//! `runtime`: the rates of this machine, and the runtime's overhead.
 
 mod adam;
 mod cost;
@@ -17,19 +17,19 @@ use report::{Progress, Sink};
 pub(crate) enum Verb {
     /// Print the device, its memory, and libtorch's version
     Info,
-    /// Measure what tracking, counting and hand-written functions cost, and the rates of both matrix products
+    /// Measure the overhead of tracking, counting and hand-written functions, and the rates of both matrix products
     Cost {
         /// How long to measure
         #[arg(long, value_enum, default_value_t)]
         scale: Scale,
     },
-    /// Measure the fused norms beside libtorch's own
+    /// Compare the fused norms with libtorch's
     Norms {
         /// How long to measure
         #[arg(long, value_enum, default_value_t)]
         scale: Scale,
     },
-    /// Measure the rotary embedding and SwiGLU's product beside chains of libtorch's operators
+    /// Compare the rotary embedding and SwiGLU's product with chains of libtorch's operators
     FusedPieces {
         /// How long to measure
         #[arg(long, value_enum, default_value_t)]
@@ -41,7 +41,7 @@ pub(crate) enum Verb {
         #[arg(long, value_enum, default_value_t)]
         scale: Scale,
     },
-    /// Measure a step of Adam on the CPU beside libtorch's fused kernel, in fp32 and in mixed precision
+    /// Compare a step of Adam on the CPU with libtorch's fused kernel, in fp32 and in mixed precision
     Adam {
         /// How long to measure
         #[arg(long, value_enum, default_value_t)]

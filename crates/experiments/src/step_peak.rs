@@ -1,4 +1,4 @@
-//! The peak memory of training steps, evaluations between them left out.
+//! The peak memory of training steps, without the evaluations between them.
 
 use runtime::memory::Region;
 use tch::Device;

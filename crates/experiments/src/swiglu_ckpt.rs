@@ -1,4 +1,4 @@
-//! `swiglu-ckpt`: what each checkpoint level costs and saves, on this machine.
+//! `swiglu-ckpt`: time and memory of each checkpoint level.
 
 pub mod bench;
 

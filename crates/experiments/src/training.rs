@@ -1,4 +1,4 @@
-//! `training`: what ways of loading data, injected slowdowns and activation plans cost.
+//! `training`: the cost of data loading strategies, injected slowdowns and activation plans.
 
 pub mod activation_plan;
 mod activations;
@@ -18,13 +18,13 @@ use report::cli::CommonArgs;
 /// What is measured.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
-    /// Measure whole trainings, one for each way of loading data
+    /// Measure whole trainings, one for each batching strategy
     Loading(loading::Loading),
     /// Measure steps with injected slowdowns on and off, and profile them
     Profile(profile::ProfileArgs),
     /// Measure steps with all injected slowdowns on, then with one repaired after another
     Repair(profile::RepairArgs),
-    /// Measure steps under plans of what each layer keeps, against what was predicted
+    /// Compare predicted and measured steps under activation plans
     Activations(activations::ActivationsArgs),
     /// Measure steps of the GPT-2-like model on given sizes
     Bench(bench::Bench),

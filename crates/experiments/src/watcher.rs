@@ -1,4 +1,4 @@
-//! What a training did: its steps, its evaluations, its peak.
+//! An observer that keeps the steps, evaluations and peak of a training.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -6,7 +6,7 @@
 //! | [`dtypes`] | what each number format can hold |
 //! | [`published`](mod@published) | our figures beside published ones |
 //! | [`flops`](mod@flops) | FLOPs of models, and where 6·N·D fails |
-//! | [`estimates`](mod@estimates) | ladders of recipes, recomputation, optimizers and ZeRO stages, part by part |
+//! | [`estimates`](mod@estimates) | series of recipes, recomputation, optimizers and ZeRO stages, part by part |
 //! | [`fits`](mod@fits) | the largest batch, sequence and model on known devices |
 //! | [`long_context`](mod@long_context) | which terms remain in long sequences on one card, and how long one fits |
 //! | [`offload_condition`] | from how many tokens on loads hide behind compute, and plans for 10 GB |

@@ -1,6 +1,6 @@
-//! What a number format does to small numbers and to long sums, in exact figures.
+//! Rounding of small numbers and long sums in each number format, exactly.
 //!
-//! Nothing here is measured: it is arithmetic, and comes out the same everywhere.
+//! Nothing here is measured: it is arithmetic, the same on every machine.
 
 use half::{bf16, f16};
 

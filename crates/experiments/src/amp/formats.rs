@@ -1,4 +1,4 @@
-//! `amp formats`: what number formats do to small numbers and long sums.
+//! `amp formats`: rounding of small numbers and long sums in each number format.
 
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Sink};

@@ -1,9 +1,9 @@
-//! Adam as it comes out when nothing in it is wider than fp16.
+//! Adam computed entirely in fp16.
 //!
 //! PyTorch keeps Adam's moments in the parameter's dtype, and each of its operators rounds to that. In fp16 the square of a
 //! gradient below 2.4·10⁻⁴ is zero, and so is ε = 10⁻⁸: a parameter whose gradient is zero, such as the embedding of a token
 //! that did not occur, becomes 0/0 in the first step. The optimizers of [`training`] compute in fp32 for that reason; this
-//! one is here to be compared with.
+//! one is a baseline.
 
 use runtime::autograd::GradMode;
 use tch::{Kind, Tensor};

@@ -1,4 +1,4 @@
-//! What one gradient costs in each set-up, on a model wide enough that products take most of it.
+//! The time and memory of one gradient in each set-up, on a model wide enough that products dominate.
 
 use std::time::Instant;
 

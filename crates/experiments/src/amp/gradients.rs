@@ -1,6 +1,6 @@
-//! Where gradients lie among the exponents, and what fp16 makes of them at any scale.
+//! The exponents of gradients, and their rounding in fp16 at any scale.
 //!
-//! A [`Probe`] stands before another policy and writes down every gradient that a linear layer or an attention of mixed
+//! A [`GradientRecorder`] wraps another policy and records every gradient that a linear layer or an attention of mixed
 //! precision holds in its low dtype: of its output, of its inputs, of its weight. In a backward pass in fp32 that gives the
 //! gradients as they are; their exponents e (2ᵉ ≤ |g| < 2ᵉ⁺¹) say what a scale s = 2ᵏ does to them in fp16:
 //!
@@ -112,12 +112,12 @@ type Seen = Arc<Mutex<BTreeMap<Of, Histogram>>>;
 
 /// Writes down gradients on their way through another policy's products. `None`: those of the dtypes at hand.
 #[derive(Debug)]
-pub(crate) struct Probe {
+pub(crate) struct GradientRecorder {
     inner: Option<Arc<dyn Policy>>,
     seen: Seen,
 }
 
-impl Probe {
+impl GradientRecorder {
     /// Before `inner`.
     pub(crate) fn new(inner: Option<Arc<dyn Policy>>) -> Self {
         Self { inner, seen: Seen::default() }
@@ -133,7 +133,7 @@ impl Probe {
     }
 }
 
-impl Policy for Probe {
+impl Policy for GradientRecorder {
     fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> runtime::Result<Tensor> {
         let (x, weight) = (self.watched(x, Of::Activations)?, self.watched(weight, Of::Weights)?);
         let bias = bias.map(|bias| self.watched(bias, Of::Weights)).transpose()?;
@@ -264,7 +264,7 @@ mod tests {
             autograd::backward(&[&y.square().sum(Kind::Double)]).unwrap();
             [y.detach(), x.grad(), w.grad(), b.grad()]
         };
-        let probe = Arc::new(Probe::new(None));
+        let probe = Arc::new(GradientRecorder::new(None));
         let plain = run(None);
         assert_eq!(run(Some(probe.clone())), plain);
         let mut expected = Histogram::default();

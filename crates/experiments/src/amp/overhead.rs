@@ -1,4 +1,4 @@
-//! `amp overhead`: what a loss scaler adds to a step of the optimizer.
+//! `amp overhead`: the overhead of a loss scaler in an optimizer step.
 
 use report::cli::CommonArgs;
 use report::{Case, Metric, Progress, Sink};

@@ -1,8 +1,8 @@
-//! What a loss scaler adds to a step of the optimizer.
+//! The overhead of a loss scaler in an optimizer step.
 //!
 //! The same fused AdamW over the same parameters and gradients steps without a scaler, then with each: unscale, step, update.
-//! The ways take turns, step by step. The scale is 1 and stays, so that the gradients are the same in every step: each way
-//! multiplies by it all the same.
+//! The variants take turns, step by step. The scale stays 1, so that the gradients are the same in every step; each variant still
+//! multiplies by it.
 
 use std::time::Instant;
 

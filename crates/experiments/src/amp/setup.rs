@@ -1,4 +1,4 @@
-//! The ways to train in low precision that are compared.
+//! The low-precision set-ups that are compared.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! `amp sweep`: one static scale after another, and the dynamic scaler from both ends.
+//! `amp sweep`: static scales, and the dynamic scaler from very small and very large initial scales.
 
 use amp::DynamicOptions;
 use report::cli::{CommonArgs, Scale};

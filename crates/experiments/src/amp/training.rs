@@ -1,4 +1,4 @@
-//! A whole training in one of the set-ups: what it learned, what a gradient cost, what the scale did.
+//! A whole training in one of the set-ups: losses, time of a gradient, scales.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! `amp underflow`: the gradients that fp16 makes zero, by exponent and by scale.
+//! `amp underflow`: the gradients that underflow in fp16, by exponent and by scale.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use tch::Kind;
 
-use super::gradients::{Histogram, Of, Probe};
+use super::gradients::{GradientRecorder, Histogram, Of};
 use super::sizes::Sizes;
 use super::training::Trained;
 
@@ -34,7 +34,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Underflow) -> anyhow::Result<
     let trained = Trained::in_fp32(&corpus, &sizes.training)?;
     progress.step();
     progress.message("gradients in fp32");
-    let exact = Arc::new(Probe::new(None));
+    let exact = Arc::new(GradientRecorder::new(None));
     trained.backward(exact.clone(), 1.0)?;
     progress.step();
     for of in Of::ALL {
@@ -42,7 +42,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Underflow) -> anyhow::Result<
     }
     for log2 in COUNTED {
         progress.message(&format!("gradients in fp16, scale 2^{log2}"));
-        let rounded = Arc::new(Probe::new(Some(Autocast::new(Kind::Half)?.policy())));
+        let rounded = Arc::new(GradientRecorder::new(Some(Autocast::new(Kind::Half)?.policy())));
         trained.backward(rounded.clone(), 2f64.powi(i32::try_from(log2)?))?;
         for of in Of::ALL {
             let (full, low) = (exact.histogram(of), rounded.histogram(of));

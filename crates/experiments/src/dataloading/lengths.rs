@@ -1,5 +1,5 @@
-//! How long the lines of texts are, and what each way of making batches pads: computed where a closed form is known,
-//! counted over whole epochs always.
+//! Lengths of the lines of texts, and the padding of each batching strategy: counted over whole epochs, and computed where a
+//! closed form is known.
 
 use std::sync::Arc;
 
@@ -51,8 +51,8 @@ pub const WAYS: [Way; 7] = [
 /// What whole epochs came to.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Counted {
-    /// Places of all batches, for each epoch.
-    pub places: Vec<f64>,
+    /// Positions of all batches, for each epoch.
+    pub positions: Vec<f64>,
     /// The share of them that pads.
     pub padding: Vec<f64>,
     /// Tokens that did not fit, for each epoch.
@@ -109,7 +109,7 @@ impl Way {
     /// Samples that make no batch.
     pub fn count<S: Samples + 'static>(self, samples: S, epochs: u64, seed: u64) -> Result<Counted> {
         let source = self.over(samples, seed)?;
-        let mut counted = Counted { places: Vec::new(), padding: Vec::new(), dropped: Vec::new() };
+        let mut counted = Counted { positions: Vec::new(), padding: Vec::new(), dropped: Vec::new() };
         let mut host = HostBatch::new(tch::Device::Cpu);
         for epoch in 0..epochs {
             let (mut tokens, mut padding, mut dropped) = (0, 0, 0);
@@ -120,9 +120,9 @@ impl Way {
                 padding += counts.padding;
                 dropped += counts.dropped;
             }
-            let places = (tokens + padding) as f64;
-            counted.places.push(places);
-            counted.padding.push(padding as f64 / places);
+            let positions = (tokens + padding) as f64;
+            counted.positions.push(positions);
+            counted.padding.push(padding as f64 / positions);
             counted.dropped.push(dropped as f64);
         }
         Ok(counted)
@@ -155,7 +155,7 @@ pub fn measure(text: Text, seed: u64, scale: Scale) -> Result<Vec<Figures>> {
     for way in WAYS {
         let counted = way.count(lines.clone(), epochs, seed)?;
         let mut metrics = vec![
-            Metric::of_samples("positions", "count", &counted.places),
+            Metric::of_samples("positions", "count", &counted.positions),
             Metric::of_samples("padding", "ratio", &counted.padding),
             Metric::of_samples("dropped_tokens", "count", &counted.dropped),
         ];

@@ -1,4 +1,4 @@
-//! How full rows get and how long that takes, on one thread.
+//! Padding and time of packing, on one thread.
 
 use dataloading::Result;
 use dataloading::packing::{

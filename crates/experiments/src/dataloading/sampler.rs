@@ -1,4 +1,4 @@
-//! What it takes to make a balanced sampler, and to choose a batch.
+//! Time to make a balanced sampler, and to choose a batch.
 
 use dataloading::Result;
 use dataloading::balanced_batch_sampler::{BalancedBatchSampler, BalancedOptions, Operations};
@@ -89,7 +89,7 @@ pub(crate) fn measure(n: usize, k: usize, seed: u64, scale: Scale) -> Result<Fig
     Ok(Figures { experiment: "sampler", case, metrics })
 }
 
-/// One element of a shuffled order of `n`, asked for at places far apart.
+/// One element of a shuffled order of `n`, at indices far apart.
 pub(crate) fn permutation(n: usize, seed: u64, scale: Scale) -> Figures {
     const CALLS: u64 = 1 << 20;
     let (len, order) = (n as u64, Permutation::new(n as u64, seed, 0, 0));

@@ -1,4 +1,4 @@
-//! Samples made up on the spot: given lengths, and tokens from a pool.
+//! Generated samples: given lengths, and tokens from a pool.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! Tokens per second of a whole loader that nobody keeps waiting.
+//! Tokens per second of a whole loader whose batches are taken at once.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -128,7 +128,7 @@ pub(crate) fn measure<S: Samples + 'static>(
     seed: u64,
 ) -> Result<Figures> {
     let source = strategy.over(samples, seed)?;
-    let (mut rates, mut places, mut per_token) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut rates, mut positions, mut per_token) = (Vec::new(), Vec::new(), Vec::new());
     let mut sum = Counts::default();
     for epoch in 0..=epochs {
         let options = LoaderOptions {
@@ -154,14 +154,14 @@ pub(crate) fn measure<S: Samples + 'static>(
             continue;
         }
         rates.push(counts.tokens as f64 / seconds);
-        places.push((counts.tokens + counts.padding) as f64 / seconds);
+        positions.push((counts.tokens + counts.padding) as f64 / seconds);
         per_token.push(loader.stats().worked_seconds / counts.tokens as f64);
         sum.tokens += counts.tokens;
         sum.padding += counts.padding;
     }
     let metrics = vec![
         Metric::of_samples("tokens_per_second", "tokens/s", &rates),
-        Metric::of_samples("positions_per_second", "positions/s", &places),
+        Metric::of_samples("positions_per_second", "positions/s", &positions),
         Metric::of_samples("work_per_token_seconds", "s", &per_token),
         Metric::exact("padding", "ratio", sum.padding as f64 / (sum.tokens + sum.padding) as f64),
     ];

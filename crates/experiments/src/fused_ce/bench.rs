@@ -7,7 +7,7 @@ use report::{Case, Metric, Progress, Sink};
 use runtime::measure::{Plan, Samples};
 use tch::Device;
 
-use super::ladder::Implementation;
+use super::baselines::Implementation;
 use super::shapes::{self, Outcome, Shape};
 use crate::dtype;
 
@@ -52,18 +52,20 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
         ([], Scale::Paper) => shapes::PAPER,
         (given, _) => given,
     };
-    let rungs =
+    let implementations =
         if arguments.methods.is_empty() { Implementation::ALL.to_vec() } else { arguments.methods.clone() };
     let chunk = arguments.chunk_bytes.map(Chunk::Budget);
-    let mut first = vec![None; rungs.len()];
-    let mut progress = Progress::new((shapes.len() * rungs.len()) as u64);
+    let mut first = vec![None; implementations.len()];
+    let mut progress = Progress::new((shapes.len() * implementations.len()) as u64);
     for shape in shapes {
         progress.message(&format!("{shape}: the machine's limit"));
         let limit = shapes::product_rate(shape, device)?;
-        for (&rung, first) in rungs.iter().zip(&mut first) {
-            progress.message(&format!("{shape} {rung}"));
+        for (&implementation, first) in implementations.iter().zip(&mut first) {
+            progress.message(&format!("{shape} {implementation}"));
             let free = runtime::device::memory_info(device)?.free;
-            let metrics = if rung == Implementation::Naive && shape.naive_bytes() as f64 > 0.9 * free as f64 {
+            let metrics = if implementation == Implementation::Naive
+                && shape.naive_bytes() as f64 > 0.9 * free as f64
+            {
                 let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
                 let why = format!(
                     "needs {:.1} GiB of the {:.1} that are free",
@@ -82,23 +84,23 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
                     budget: Some(arguments.budget),
                     ..Plan::new(device)
                 };
-                let outcome = shapes::measure(shape, rung, chunk, common.seed, &plan)
-                    .with_context(|| format!("measuring {shape} {rung}"))?;
-                let mut metrics = metrics(shape, rung, &outcome, limit);
+                let outcome = shapes::measure(shape, implementation, chunk, common.seed, &plan)
+                    .with_context(|| format!("measuring {shape} {implementation}"))?;
+                let mut metrics = metrics(shape, implementation, &outcome, limit);
                 metrics.extend(against_first(shape, &outcome, first));
                 metrics
             };
-            sink.put(&arguments.experiment, &case(shape, rung, device), metrics)?;
+            sink.put(&arguments.experiment, &case(shape, implementation, device), metrics)?;
             progress.step();
         }
     }
     Ok(())
 }
 
-fn case(shape: &Shape, rung: Implementation, device: Device) -> Case {
+fn case(shape: &Shape, implementation: Implementation, device: Device) -> Case {
     Case::new()
         .with("device", if device == Device::Cpu { "cpu" } else { "cuda" })
-        .with("method", rung.name())
+        .with("method", implementation.name())
         .with("dtype", dtype::name(shape.kind))
         .with("tokens", shape.tokens)
         .with("hidden", shape.hidden)
@@ -106,13 +108,13 @@ fn case(shape: &Shape, rung: Implementation, device: Device) -> Case {
         .with("ignored", shape.ignored)
 }
 
-fn metrics(shape: &Shape, rung: Implementation, outcome: &Outcome, limit: f64) -> Vec<Metric> {
+fn metrics(shape: &Shape, implementation: Implementation, outcome: &Outcome, limit: f64) -> Vec<Metric> {
     let phase = |name: &str| outcome.time.phase(name).map_or(&[][..], |Samples { samples }| samples);
     let seconds = &outcome.time.time.samples;
     let rates: Vec<f64> = seconds.iter().map(|seconds| shape.flops() / seconds).collect();
     // Products that run: four where logits are computed again, and those of ignored rows where these are not dropped.
-    let products = if rung == Implementation::ChunkedRecompute { 4.0 / 3.0 } else { 1.0 };
-    let rows = if rung == Implementation::LinearCrossEntropy {
+    let products = if implementation == Implementation::ChunkedRecompute { 4.0 / 3.0 } else { 1.0 };
+    let rows = if implementation == Implementation::LinearCrossEntropy {
         1.0
     } else {
         shape.tokens as f64 / shape.labelled() as f64
@@ -128,7 +130,7 @@ fn metrics(shape: &Shape, rung: Implementation, outcome: &Outcome, limit: f64) -
     ]
 }
 
-/// Time for each token with a label, and the peak, over those of the rung's first shape: what more tokens cost.
+/// Time for each token with a label, and the peak, over those of the implementation's first shape: what more tokens cost.
 fn against_first(shape: &Shape, outcome: &Outcome, first: &mut Option<(f64, f64)>) -> Vec<Metric> {
     let own =
         (outcome.time.time.median() / shape.labelled().max(1) as f64, outcome.peak_above_bytes.max(1) as f64);

@@ -1,14 +1,14 @@
-//! The assignment's sanity check, with tolerances that mean something.
+//! The assignment's sanity check, with meaningful tolerances.
 //!
 //! The assignment compares gradients with `allclose(atol = 1e-2)` where they are of the order of 1e-4: gradients of zero would
 //! pass. Here each error is the norm of the difference over the norm of the exact value, computed in f64 from the same rounded
-//! inputs, and what it is held to is the error of libtorch's composition in the same dtype.
+//! inputs, and its limit is the error of libtorch's composition in the same dtype.
 
 use anyhow::Result;
 use fused_ce::{Chunk, Reduction};
 use tch::{Kind, Tensor};
 
-use super::ladder::Implementation;
+use super::baselines::Implementation;
 use super::shapes::{Shape, Tensors};
 
 /// Which value is compared.

@@ -1,4 +1,4 @@
-//! `fused-ce memory`: where the memory of a training step goes.
+//! `fused-ce memory`: the memory of a training step, part by part.
 
 use accounting::estimate::Part;
 use report::cli::{CommonArgs, Scale};

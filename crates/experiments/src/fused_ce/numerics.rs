@@ -1,11 +1,11 @@
-//! `fused-ce numerics`: how far each rung is from the exact loss and gradients.
+//! `fused-ce numerics`: how far each implementation is from the exact loss and gradients.
 
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use tch::Kind;
 
+use super::baselines::Implementation;
 use super::exact::{Exact, TENSORS};
-use super::ladder::Implementation;
 use super::shapes::Shape;
 use crate::dtype;
 
@@ -40,12 +40,12 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<(
     for kind in kinds {
         let shape = Shape { kind, ..SHAPE };
         let mut cases: Vec<(Implementation, Option<i64>)> = vec![(Implementation::Naive, None)];
-        for rung in [
+        for implementation in [
             Implementation::ChunkedRecompute,
             Implementation::GradInForward,
             Implementation::LinearCrossEntropy,
         ] {
-            cases.extend(CHUNKS.map(|chunk| (rung, Some(chunk))));
+            cases.extend(CHUNKS.map(|chunk| (implementation, Some(chunk))));
         }
         let mut errors = vec![Vec::new(); cases.len()];
         let mut zeros = Vec::new();
@@ -53,16 +53,16 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<(
             progress.message(&format!("{} inputs, seed {seed}", dtype::name(kind)));
             let exact = Exact::new(&shape, common.seed + seed, device)?;
             zeros.push(exact.zeros_under_the_assignments_tolerance()?);
-            for ((rung, chunk), errors) in cases.iter().zip(&mut errors) {
-                errors.push(exact.errors(*rung, *chunk)?);
+            for ((implementation, chunk), errors) in cases.iter().zip(&mut errors) {
+                errors.push(exact.errors(*implementation, *chunk)?);
             }
             progress.step();
         }
-        for ((rung, chunk), of_case) in cases.iter().zip(&errors) {
+        for ((implementation, chunk), of_case) in cases.iter().zip(&errors) {
             for (index, tensor) in TENSORS.into_iter().enumerate() {
                 let case = Case::new()
                     .with("dtype", dtype::name(kind))
-                    .with("method", rung.name())
+                    .with("method", implementation.name())
                     .with("chunk", chunk.unwrap_or(shape.tokens))
                     .with("tensor", tensor);
                 let found: Vec<f64> = of_case.iter().map(|errors| errors[index]).collect();
@@ -79,7 +79,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<(
                         "ratio",
                         &over(&errors[0], allowance),
                     ));
-                    let unchunked = cases.iter().position(|case| *case == (*rung, Some(CHUNKS[0])));
+                    let unchunked = cases.iter().position(|case| *case == (*implementation, Some(CHUNKS[0])));
                     if let Some(unchunked) = unchunked {
                         let ratios = over(&errors[unchunked], 0.0);
                         metrics.push(Metric::of_samples("error_vs_one_chunk", "ratio", &ratios));

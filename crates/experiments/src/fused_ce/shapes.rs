@@ -10,7 +10,7 @@ use runtime::memory::live_bytes;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
-use super::ladder::Implementation;
+use super::baselines::Implementation;
 use crate::dtype;
 
 /// Sizes of one forward and backward.

@@ -1,4 +1,4 @@
-//! Where the memory of a training step goes, and how it rises and falls over the step.
+//! The memory of a training step, part by part and over time.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

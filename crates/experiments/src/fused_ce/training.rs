@@ -1,4 +1,4 @@
-//! The same training with each loss: what the assignment compares as the original, Malek's way and Liger's.
+//! The same training with each loss: the assignment's original, Malek's and Liger's.
 
 use std::fmt;
 
@@ -16,7 +16,7 @@ use training::optimizer::{AdamW, DeviceOptimizer, Group};
 use training::strategy::Strategy;
 use training::trainer::Options;
 
-use super::ladder::{Implementation, install};
+use super::baselines::{Implementation, install};
 use crate::corpus::Corpus;
 use crate::watcher::Watcher;
 

@@ -1,4 +1,4 @@
-//! `lora decode`: how fast a real model's shape generates.
+//! `lora decode`: tokens per second of generation on a real model's shape.
 
 use std::time::Instant;
 

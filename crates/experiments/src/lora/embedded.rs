@@ -1,4 +1,4 @@
-//! `frugal embedded`: a small model learns a small world, and is then adapted to answer its questions.
+//! `lora embedded`: pretrains a small model on generated text, and adapts it to answer questions.
 
 mod grading;
 mod learning;
@@ -27,7 +27,7 @@ use world::{Reading, World, permutation};
 
 const EXPERIMENT: &str = "lora-embedded";
 
-/// Places of a row, which no question with its answer fills.
+/// Positions of a row, more than any question with its answer takes.
 const CONTEXT: i64 = 256;
 
 /// Held-out rows whose loss is followed.

@@ -36,7 +36,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Interchange) -> anyhow::Resul
     Ok(())
 }
 
-/// The adapters that came with the house.
+/// The committed adapters.
 fn fixtures(common: &CommonArgs) -> anyhow::Result<()> {
     let mut sink = Sink::new(common, crate::environment::of(Device::Cpu)?)?;
     for name in ["qwen2", "llama"] {

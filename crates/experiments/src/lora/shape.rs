@@ -1,4 +1,4 @@
-//! Models of real shapes with random weights, for measurements that do not depend on what the weights say.
+//! Shapes of models with random weights, for measurements that do not depend on the weights' values.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;

@@ -1,4 +1,4 @@
-//! How far tensors are apart.
+//! The largest difference of tensors.
 
 use tch::{Device, Tensor};
 

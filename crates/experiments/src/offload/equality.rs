@@ -1,4 +1,4 @@
-//! `offload equality`: the assignment's `compare_grads`, in full width.
+//! `offload equality`: the assignment's `compare_grads`, over whole models.
 
 use clap::Args;
 use models::Llama;

@@ -1,4 +1,4 @@
-//! Room on the disk for layers.
+//! A temporary folder for layers.
 
 use std::path::{Path, PathBuf};
 

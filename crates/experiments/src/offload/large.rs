@@ -1,4 +1,4 @@
-//! `offload large`: a model larger than its budget, held to that.
+//! `offload large`: a model larger than its budget, which is enforced.
 
 use std::path::PathBuf;
 
@@ -16,9 +16,9 @@ use tch::{Device, Kind};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 use super::folder::scratch;
+use super::measured_model::MeasuredModel;
 use super::predicted::{self, Step as Planned};
 use super::shape;
-use super::subject::Subject;
 
 const EXPERIMENT: &str = "offload-large";
 const RANK: i64 = 8;
@@ -96,7 +96,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
         tier,
         ..Options::default()
     };
-    let mut subject = Subject::new(&config, (KIND, device), Some(&options), (tokens, common.seed))?;
+    let mut subject = MeasuredModel::new(&config, (KIND, device), Some(&options), (tokens, common.seed))?;
     let made = watch.finish()?;
     progress.step();
 
@@ -186,10 +186,10 @@ struct Passes {
 impl Passes {
     /// Runs a pass to warm up, and then some that are measured.
     fn run(
-        subject: &Subject,
+        subject: &MeasuredModel,
         repeats: u32,
         progress: &mut report::Progress,
-        mut pass: impl FnMut(&Subject) -> anyhow::Result<f64>,
+        mut pass: impl FnMut(&MeasuredModel) -> anyhow::Result<f64>,
     ) -> anyhow::Result<Self> {
         let watch = PeakMeter::start(subject.device)?;
         pass(subject)?;

@@ -1,4 +1,4 @@
-//! `offload methods`: every method against the model that is resident.
+//! `offload methods`: every method against the resident model.
 
 use accounting::offload::Method as Paper;
 use clap::Args;
@@ -8,7 +8,7 @@ use report::cli::{CommonArgs, Scale};
 use runtime::device;
 use tch::Device;
 
-use super::contest::{self, Conditions, Entrant, Place};
+use super::comparison::{self, Conditions, Place, Variant};
 use super::folder::scratch;
 use super::shape;
 
@@ -51,26 +51,26 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Methods) -> anyhow::Result<()
     let rounds = arguments.rounds.map_or(rounds, |rounds| rounds as usize);
     let conditions = Conditions { config, device, tokens, seed: common.seed, rounds };
     let scratch = scratch(arguments.folder.as_deref())?;
-    let heats = heats(device, layers, &Tier::File(scratch.path().to_owned()));
-    let turns: usize = heats.iter().map(|heat| heat.len() * (rounds + 1)).sum();
+    let groups = groups(device, layers, &Tier::File(scratch.path().to_owned()));
+    let turns: usize = groups.iter().map(|group| group.len() * (rounds + 1)).sum();
     let mut progress = report::Progress::new(turns as u64);
-    for heat in heats {
-        for (case, metrics) in contest::run(&conditions, &heat, &mut progress)? {
+    for group in groups {
+        for (case, metrics) in comparison::run(&conditions, &group, &mut progress)? {
             sink.put(EXPERIMENT, &case, metrics)?;
         }
     }
     Ok(())
 }
 
-/// Who runs against whom. All of a heat are in memory together.
-fn heats(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Entrant>> {
+/// The comparisons. All variants of one are in memory together.
+fn groups(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Variant>> {
     let of = |method: Method, ring: usize, tier: &Tier, pinned: bool| {
         let on_paper = match method {
             Method::Overlap => Paper::Overlap { ring },
             _ => Paper::OneAtATime,
         };
         let options = Options { device, method, ring, tier: tier.clone(), pinned, ..Options::default() };
-        Entrant {
+        Variant {
             method: method.name(),
             tier: if *tier == Tier::Host { "host" } else { "file" },
             place: Place::Offloaded(options),
@@ -82,7 +82,7 @@ fn heats(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Entrant>> {
     };
     let references = |reported: bool| {
         let all = Options { device, resident: (0..layers as usize).collect(), ..Options::default() };
-        let resident = |method, place, recompute| Entrant {
+        let resident = |method, place, recompute| Variant {
             method,
             tier: "device",
             place,
@@ -111,19 +111,19 @@ fn heats(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Entrant>> {
         host(Method::Overlap, 2),
         host(Method::Overlap, 4),
     ]);
-    let mut heats = vec![first, second];
+    let mut groups = vec![first, second];
     if device != Device::Cpu {
         let mut third = references(false);
         let paged = |method, ring| of(method, ring, &Tier::Host, false);
         third.extend([paged(Method::Overlap, 3), paged(Method::Function, 1)]);
-        third.push(Entrant {
+        third.push(Variant {
             method: "all on the CPU",
             tier: "host",
             place: Place::Host,
             reported: true,
             ..third[0].clone()
         });
-        heats.push(third);
+        groups.push(third);
     }
-    heats
+    groups
 }

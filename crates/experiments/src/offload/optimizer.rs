@@ -1,4 +1,4 @@
-//! `offload optimizer`: a training with the optimizer's state on the host, and one without.
+//! `offload optimizer`: a training with the optimizer state on the host, and one on the device.
 
 use std::time::Instant;
 

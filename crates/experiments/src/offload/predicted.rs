@@ -1,4 +1,4 @@
-//! What `accounting` says before anything runs.
+//! Predictions of `accounting`.
 
 use accounting::decoder_flops::Workload;
 use accounting::lora::LowRank;
@@ -8,12 +8,12 @@ use frugal::planning::{MachineRates, choices};
 use models::LlamaConfig;
 use tch::{Device, Kind};
 
-use super::subject::HEAD_TOKENS;
+use super::measured_model::HEAD_TOKENS;
 
 /// A step that is planned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// One forward, which gives the last token's logits.
+    /// One forward, up to the last token's logits.
     Inference,
     /// Forward, backward and optimizer over adapters of this rank on q, k, v and o.
     Lora(u64),

@@ -1,9 +1,9 @@
-//! The peak of a step as `accounting` predicts it, beside the one that the allocator counts: a table over methods, rings, tiers,
-//! activation plans, adapters and places of the optimizer, on models of a few layers.
+//! The peak of a step that `accounting` predicts, and the one that the allocator counts: a table over methods, rings, tiers,
+//! activation plans, adapters and optimizer placement, on models of a few layers.
 //!
 //! A step is run three times and the third is measured: by then the ring, the optimizer's state and the gradients are what they
-//! are in every later step. What is counted is what the model, the optimizer and the step hold on the device, above what was live
-//! before the model was made.
+//! are in every later step. The figure is what the model, the optimizer and the step hold on the device, above what was live before
+//! the model was made.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -51,7 +51,7 @@ pub enum Pass {
 pub enum Place {
     /// On the device, under an activation plan.
     Resident(Vec<LayerPlan>),
-    /// Elsewhere.
+    /// In host memory or in files.
     Offloaded {
         /// How they come and go.
         method: Method,

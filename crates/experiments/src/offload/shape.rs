@@ -1,8 +1,8 @@
-//! Models of real shapes with random weights, for measurements that do not depend on what the weights say.
+//! Shapes of models with random weights, for measurements that do not depend on the weights' values.
 
 use models::LlamaConfig;
 
-/// Qwen2.5-0.5B with so many layers and words: its blocks are the real ones.
+/// Returns Qwen2.5-0.5B's shape with other numbers of layers and tokens.
 pub(crate) fn small(layers: i64, vocabulary: i64, longest: i64) -> LlamaConfig {
     LlamaConfig {
         num_key_value_heads: 2,
@@ -12,7 +12,7 @@ pub(crate) fn small(layers: i64, vocabulary: i64, longest: i64) -> LlamaConfig {
     }
 }
 
-/// Qwen2.5-7B with so many layers and words.
+/// Returns Qwen2.5-7B's shape with other numbers of layers and tokens.
 pub(crate) fn large(layers: i64, vocabulary: i64, longest: i64) -> LlamaConfig {
     LlamaConfig {
         num_key_value_heads: 4,
@@ -22,7 +22,7 @@ pub(crate) fn large(layers: i64, vocabulary: i64, longest: i64) -> LlamaConfig {
     }
 }
 
-/// Something that runs in no time.
+/// A model for quick checks.
 pub(crate) fn tiny(layers: i64, longest: i64) -> LlamaConfig {
     LlamaConfig {
         num_key_value_heads: 2,

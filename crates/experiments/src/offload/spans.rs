@@ -1,9 +1,9 @@
-//! What a trace says.
+//! Figures of a trace.
 
 use offload::{Span, StreamKind};
 use report::{Case, Metric};
 
-/// Seconds in which a stream is busy. Work on a stream never overlaps.
+/// Returns the seconds in which a stream is busy. Work on a stream never overlaps.
 pub(crate) fn busy(spans: &[Span], stream: StreamKind) -> f64 {
     spans.iter().filter(|span| span.stream == stream).map(|span| span.end - span.start).sum()
 }

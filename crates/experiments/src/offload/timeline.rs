@@ -1,4 +1,4 @@
-//! `offload timeline`: what the streams do in a step.
+//! `offload timeline`: the streams during a step.
 
 use std::path::PathBuf;
 
@@ -10,9 +10,9 @@ use report::{Case, Metric, Sink};
 use runtime::device;
 use tch::Kind;
 
+use super::measured_model::MeasuredModel;
 use super::shape;
 use super::spans;
-use super::subject::Subject;
 
 const EXPERIMENT: &str = "offload-timeline";
 const METHODS: [(&str, Method, usize); 4] = [
@@ -52,7 +52,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Timeline) -> anyhow::Result<(
     for (name, method, ring) in METHODS {
         progress.message(name);
         let options = Options { device, method, ring, ..Options::default() };
-        let subject = Subject::new(&config, (Kind::Float, device), Some(&options), (tokens, common.seed))?;
+        let subject =
+            MeasuredModel::new(&config, (Kind::Float, device), Some(&options), (tokens, common.seed))?;
         let offload = subject.offload.as_ref().context("the model is not offloaded")?;
         // The first step makes the ring and learns the order; the second finds its memory warm.
         for _ in 0..2 {

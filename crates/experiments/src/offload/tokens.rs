@@ -1,4 +1,4 @@
-//! `offload tokens`: from how many tokens on loading hides behind compute.
+//! `offload tokens`: the tokens of a step at which loads hide behind compute.
 
 use std::path::PathBuf;
 
@@ -13,9 +13,9 @@ use runtime::measure::{Samples, physical};
 use tch::Kind;
 
 use super::folder::scratch;
+use super::measured_model::{MeasuredModel, random_tokens};
 use super::shape;
 use super::spans;
-use super::subject::{Subject, random_tokens};
 
 const EXPERIMENT: &str = "offload-tokens";
 const RING: usize = 3;
@@ -65,7 +65,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Tokens) -> anyhow::Result<()>
     let scratch = scratch(arguments.folder.as_deref())?;
     let tiers = [("host", Tier::Host), ("file", Tier::File(scratch.path().to_owned()))];
     let make = |options: Option<&Options>| {
-        Subject::new(&config, (Kind::Float, device), options, (longest, common.seed))
+        MeasuredModel::new(&config, (Kind::Float, device), options, (longest, common.seed))
     };
     let mut resident = make(None)?;
     let mut offloaded = Vec::new();
@@ -92,7 +92,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Tokens) -> anyhow::Result<()>
             progress.message(&format!("{tokens} tokens"));
             let reference = resident.infer()?;
             for ((_, subject), seen) in offloaded.iter().zip(&mut seen) {
-                seen.lap(subject, reference)?;
+                seen.measure(subject, reference)?;
             }
             progress.step();
         }
@@ -120,7 +120,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Tokens) -> anyhow::Result<()>
 }
 
 impl Seen {
-    fn lap(&mut self, subject: &Subject, reference: f64) -> anyhow::Result<()> {
+    fn measure(&mut self, subject: &MeasuredModel, reference: f64) -> anyhow::Result<()> {
         let offload = subject.offload.as_ref().context("the model is not offloaded")?;
         offload.start_trace()?;
         let seconds = subject.infer()?;

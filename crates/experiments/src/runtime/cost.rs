@@ -1,4 +1,4 @@
-//! What the runtime's machinery costs: each figure against the same work without it, in turns.
+//! Overhead of the runtime: each figure against the same work without it, in turns.
 
 use std::hint::black_box;
 use std::process::Command;

@@ -1,4 +1,4 @@
-//! The fused norms beside libtorch's own operators, in turns.
+//! The fused norms and libtorch's own operators, in turns.
 
 use std::sync::Mutex;
 use std::time::Instant;

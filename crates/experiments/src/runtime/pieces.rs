@@ -1,5 +1,5 @@
-//! The fused pieces of a decoder's block beside the chains of libtorch's operators that they stand for, in turns. (The norms
-//! have an experiment of their own.)
+//! The fused operations of a decoder's block and the chains of libtorch's operators that they replace, in turns. (The norms
+//! have their own experiment.)
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -124,7 +124,7 @@ fn step(piece: Piece, inputs: &[Tensor], upstream: &[Tensor], backward: bool) ->
     synchronize(inputs[0].device())
 }
 
-/// Bytes that are held between forward and backward beside the outputs, where nobody else holds the inputs, as where they are
+/// Bytes that are held between forward and backward beside the outputs, where nothing else holds the inputs, as where they are
 /// the outputs of projections; and the peak of forward above its inputs.
 fn memory(piece: Piece, inputs: &[Tensor]) -> anyhow::Result<(f64, f64)> {
     let device = inputs[0].device();

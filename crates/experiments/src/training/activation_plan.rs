@@ -1,7 +1,7 @@
-//! Steps of a GPT-2 under plans of what each layer keeps: bytes and time, predicted and measured.
+//! Steps of a GPT-2 under activation plans: bytes and time, predicted and measured.
 //!
 //! Bytes are predicted first, from a model of one layer. Then the whole model runs each plan in turns, round by round; what a round
-//! will take is predicted from a layer measured just before it, as the machine's speed is another from minute to minute.
+//! will take is predicted from a layer measured just before it, as the machine's speed changes from minute to minute.
 //! Gradients are added to those of the step before, so that a step begins and ends with the same bytes alive.
 
 use std::time::Instant;

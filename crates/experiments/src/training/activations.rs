@@ -1,4 +1,4 @@
-//! `training activations`: steps under plans of what each layer keeps, measured against their predictions.
+//! `training activations`: steps under activation plans, measured and predicted.
 
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};

@@ -82,8 +82,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
         progress.step();
     }
     let peak = before.finish()?.peak_above_start();
-    let places = (rows * length) as f64;
-    let rates: Vec<f64> = seconds.iter().map(|seconds| places / seconds).collect();
+    let positions = (rows * length) as f64;
+    let rates: Vec<f64> = seconds.iter().map(|seconds| positions / seconds).collect();
     let case = Case::new()
         .with("rows", rows as u64)
         .with("length", length as u64)

@@ -1,7 +1,7 @@
-//! Inefficiencies that can be switched on: those which the training assignment hides in its script, and others that are as
-//! common, so that a profile can be seen with each of them and without.
+//! Inefficiencies that can be switched on: those that the training assignment hides in its script, and other common ones, so that
+//! a profile can be compared with and without each.
 //!
-//! Each is the real thing, not a delay: the setup that it belongs to (model, loss head, optimizer, loader) is built the slow
+//! None is a delay: the setup that it belongs to (model, loss head, optimizer, loader) is built the slow
 //! way. All but two train the same model on the same batches to the same losses; [`Inefficiency::PadToMax`] has other batches
 //! and [`Inefficiency::OddWidth`] another model.
 
@@ -33,7 +33,7 @@ pub enum Inefficiency {
     Unpinned,
     /// Widths one below a multiple of 16: products run beside the vector units' width.
     OddWidth,
-    /// A projection whose result nobody reads.
+    /// A projection whose result is unused.
     UnusedProjection,
     /// Attention weights `[batch, heads, t, t]` are made and kept.
     ExplicitAttention,

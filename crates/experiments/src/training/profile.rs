@@ -1,4 +1,4 @@
-//! `training profile`: steps with each planted inefficiency on and off, and all of them on and off. `training repair`: all
+//! `training profile`: steps with each injected inefficiency on and off, and all of them on and off. `training repair`: all
 //! of them on, and then one repaired after another.
 
 use std::collections::BTreeSet;

@@ -1,4 +1,4 @@
-//! Steps with each planted inefficiency on and off, and all of them on and off: time, composition, diagnosis.
+//! Steps with each injected inefficiency on and off, and all of them on and off: time, composition, diagnosis.
 
 use std::path::Path;
 use std::time::Instant;

@@ -1,4 +1,4 @@
-//! A training with any of the planted inefficiencies.
+//! A training with any of the injected inefficiencies.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -143,7 +143,7 @@ struct Heads<'a>(&'a BTreeSet<Inefficiency>);
 
 impl ModuleMapper for Heads<'_> {
     fn loss_head(&mut self, name: &str, slot: &mut Box<dyn LossHead>) -> models::Result<()> {
-        // The way goes on into what is put here, which has the same name.
+        // The visit continues into the replacement, which has the same name.
         if name != "output_linear" || self.0.is_empty() {
             return Ok(());
         }

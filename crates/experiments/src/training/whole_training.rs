@@ -67,7 +67,7 @@ pub(crate) struct Outcome {
     pub seconds: f64,
     /// Tokens learned from.
     pub tokens: u64,
-    /// Places computed for nothing.
+    /// Padding positions.
     pub padding: u64,
     /// The most bytes that were live during a training step, beyond what was before the training. Evaluations, whose
     /// batches are the same for every strategy, are not in it.

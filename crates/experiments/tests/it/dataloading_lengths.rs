@@ -18,11 +18,11 @@ fn computed_and_counted_padding_agree() {
         let Some(waste) = way.computed(&statistics) else { continue };
         let epochs = if way == Way::Longest { 40 } else { 2 };
         let counted = way.count(lines.clone(), epochs, 7).unwrap();
-        let n = counted.places.len() as f64;
-        let mean = counted.places.iter().sum::<f64>() / n;
+        let n = counted.positions.len() as f64;
+        let mean = counted.positions.iter().sum::<f64>() / n;
         if way == Way::Longest {
             let variance =
-                counted.places.iter().map(|places| (places - mean).powi(2)).sum::<f64>() / (n - 1.0);
+                counted.positions.iter().map(|count| (count - mean).powi(2)).sum::<f64>() / (n - 1.0);
             let error = (variance / n).sqrt();
             // The mean is known to within a percent of the places, so the next line says something.
             assert!(error > 0.0 && error < 0.01 * mean, "{error} of {mean}");
@@ -32,7 +32,7 @@ fn computed_and_counted_padding_agree() {
                 waste.positions
             );
         } else {
-            assert!(counted.places.iter().all(|&places| places == waste.positions), "{way:?}");
+            assert!(counted.positions.iter().all(|&count| count == waste.positions), "{way:?}");
             assert!(counted.padding.iter().all(|padding| (padding - waste.share()).abs() < 1e-12), "{way:?}");
         }
         assert!(counted.dropped.iter().all(|&dropped| dropped == waste.dropped), "{way:?}");
@@ -49,5 +49,5 @@ fn each_way_pads_less_than_the_one_before() {
     assert!(packed.padding[0] < 0.02, "{packed:?}");
     assert_eq!(packed.dropped, [0.0]);
     let tokens: usize = lines.iter().map(Vec::len).sum();
-    assert_eq!(packed.places[0] * (1.0 - packed.padding[0]), tokens as f64);
+    assert_eq!(packed.positions[0] * (1.0 - packed.padding[0]), tokens as f64);
 }

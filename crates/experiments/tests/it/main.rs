@@ -4,7 +4,7 @@ mod accounting_sections;
 mod activation_plan_memory;
 mod dataloading_lengths;
 mod embedded;
-mod fused_ce_ladder;
+mod fused_ce_baselines;
 mod injected_slowdowns;
 mod lora_flops;
 mod lora_memory;

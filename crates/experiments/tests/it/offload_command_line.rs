@@ -95,13 +95,13 @@ fn methods_are_measured() {
         found.unwrap().metric.value.unwrap()
     };
     // Of inference: how many gradients of so small a model are on their way at once is the lanes' luck.
-    let ladder = [
+    let peaks = [
         peak("inference", "function", "–"),
         peak("inference", "overlap", "2"),
         peak("inference", "overlap", "3"),
         peak("inference", "resident, recomputed", "–"),
     ];
-    assert!(ladder.is_sorted_by(|a, b| a < b), "{ladder:?}");
+    assert!(peaks.is_sorted_by(|a, b| a < b), "{peaks:?}");
 }
 
 #[test]

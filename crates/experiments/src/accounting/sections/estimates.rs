@@ -1,4 +1,4 @@
-//! Memory budgets in ladders: each varies one choice and keeps the others.
+//! Memory budgets in series: each varies one choice and keeps the others.
 
 use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::estimate::{Estimate, Part, Plan, estimate};
@@ -12,17 +12,17 @@ use report::{Case, Environment, Metric, Record};
 
 use super::record;
 
-/// A ladder's name, its model, and its steps.
-type Ladder = (&'static str, &'static str, Vec<(String, Plan)>);
+/// A series' name, its model, and its steps.
+type Series = (&'static str, &'static str, Vec<(String, Plan)>);
 
-/// The budget at the peak of each step of each ladder.
+/// The budget at the peak of each step of each series.
 pub(crate) fn estimates(environment: &Environment) -> Result<Vec<Record>, Error> {
     let mut records = Vec::new();
-    for (ladder, name, steps) in ladders()? {
+    for (series, name, steps) in all_series()? {
         let model = presets::find(name)?;
         for (step, plan) in steps {
             let case = Case::new()
-                .with("varied", ladder)
+                .with("varied", series)
                 .with("model", name)
                 .with("batch", plan.work.batch)
                 .with("sequence", plan.work.sequence)
@@ -48,8 +48,8 @@ pub(crate) fn metrics(estimate: &Estimate) -> Vec<Metric> {
     metrics
 }
 
-fn ladders() -> Result<[Ladder; 4], Error> {
-    // Gradients of earlier batches and a loss in chunks: the model states are what these ladders are about.
+fn all_series() -> Result<[Series; 4], Error> {
+    // Gradients of earlier batches and a loss in chunks: the model states are what these series are about.
     let small = Plan {
         work: Workload { batch: 8, sequence: 1024 },
         loss: Loss::LinearCrossEntropy { tokens: 1024 },

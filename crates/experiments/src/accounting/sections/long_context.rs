@@ -37,7 +37,7 @@ pub(crate) fn long_context(environment: &Environment) -> Result<Vec<Record>, Err
     let mut records = Vec::new();
     let mut put = |case: &Case, metric| records.push(record("long-context", case, metric, environment));
     for (sequence, label) in SEQUENCES {
-        for (step, plan) in ladder(sequence) {
+        for (step, plan) in series(sequence) {
             let case = Case::new().with("shows", "terms").with("sequence", label).with("step", step);
             terms(&model, &plan)?.into_iter().for_each(|metric| put(&case, metric));
         }
@@ -85,7 +85,7 @@ fn assignment(sequence: u64) -> Plan {
 }
 
 /// From nothing but a flash kernel to everything, one technique more at each step.
-fn ladder(sequence: u64) -> Vec<(&'static str, Plan)> {
+fn series(sequence: u64) -> Vec<(&'static str, Plan)> {
     let device = Plan { work: Workload { batch: 1, sequence }, ..Plan::default() };
     let states = Plan { host: ALL_STATES, ..device };
     let recompute = Plan { recomputation: assignment(sequence).recomputation, ..states };
@@ -212,11 +212,11 @@ mod tests {
     }
 
     #[test]
-    fn every_step_of_the_ladder_takes_less() {
+    fn every_step_of_the_series_takes_less() {
         let records = long_context(&environment()).unwrap();
         for (tokens, label) in SEQUENCES {
             let mut last = f64::INFINITY;
-            for (step, _) in ladder(tokens) {
+            for (step, _) in series(tokens) {
                 let case = [("sequence", label), ("step", step)];
                 let peak = value(&records, "peak_bytes", &case).unwrap();
                 assert!(peak < last, "{label} {step}: {peak} after {last}");

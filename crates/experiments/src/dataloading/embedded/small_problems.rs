@@ -3,7 +3,7 @@
 //!
 //! A problem is a template and three numbers. One in eight of these combinations is *held out*: only test problems have it, so
 //! that what a test problem tells is in no story and no training problem, with whatever names. Its single calculations (`9 + 4
-//! = 13`) are elsewhere too.
+//! = 13`) occur in other texts too.
 
 use std::collections::BTreeSet;
 

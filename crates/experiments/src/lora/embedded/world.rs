@@ -31,7 +31,7 @@ pub(crate) struct World {
     pub(crate) test_rows: Vec<TrainingRow>,
     /// Stories, lists of calculations, lines of the encyclopedia: documents, each with its end.
     texts: [Vec<Vec<i64>>; 3],
-    /// Lines of the encyclopedia that nobody learns from.
+    /// Held-out lines of the encyclopedia.
     valid: Vec<Vec<i64>>,
     pad: i64,
 }
@@ -125,7 +125,7 @@ impl World {
     }
 }
 
-/// Rows to pretrain on: each goes on where the last of its kind stopped, its kind drawn by [`SHARES`], documents in an order drawn
+/// Rows to pretrain on: each continues where the last of its kind stopped, its kind drawn by [`SHARES`], documents in an order drawn
 /// anew each time they have all been read.
 pub(crate) struct Reading<'w> {
     world: &'w World,

@@ -1,4 +1,4 @@
-//! A projection whose result nobody reads.
+//! A projection whose result is unused.
 
 use models::Linear;
 use models::module::{Input, LanguageModel, LossHead, Module, Projection, Visitor, VisitorMut};

@@ -9,7 +9,7 @@ use tch::Tensor;
 
 use super::Implementation;
 
-/// Gives `model` a head whose loss is computed by `implementation`, in the place of its own, whose weight it goes on to train.
+/// Gives `model` a head whose loss is computed by `implementation`, in the place of its own, whose weight it trains.
 ///
 /// # Errors
 /// A head that is not one projection's weight.

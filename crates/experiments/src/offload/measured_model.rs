@@ -1,4 +1,4 @@
-//! A model, offloaded or not, with something to read.
+//! A model, offloaded or not, with tokens to read.
 
 use std::time::Instant;
 
@@ -29,15 +29,15 @@ impl Passes {
 }
 
 /// A model with tokens to read.
-pub(crate) struct Subject {
+pub(crate) struct MeasuredModel {
     pub(crate) model: Llama,
     pub(crate) offload: Option<Offload>,
     pub(crate) tokens: Tensor,
     pub(crate) device: Device,
 }
 
-impl Subject {
-    /// A model with random weights, its layers put elsewhere where `options` say so, that reads one row of tokens. Its training head
+impl MeasuredModel {
+    /// A model with random weights, its layers offloaded if `options` are given, that reads one row of tokens. Its training head
     /// holds the logits of [`HEAD_TOKENS`] tokens at a time.
     ///
     /// # Errors
@@ -101,7 +101,7 @@ impl Subject {
     /// Drops the gradients.
     ///
     /// # Errors
-    /// None in practice.
+    /// Those of libtorch.
     pub(crate) fn drop_gradients(&self) -> anyhow::Result<()> {
         for (_, tensor) in trainable(&self.model) {
             set_grad(tensor, None)?;
@@ -115,7 +115,7 @@ impl Subject {
     }
 }
 
-/// Tokens that say nothing, the same for one seed.
+/// Returns random tokens, the same for one seed.
 ///
 /// # Errors
 /// A shape beyond memory.

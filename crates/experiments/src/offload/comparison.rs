@@ -1,4 +1,4 @@
-//! Methods measured in turns.
+//! A comparison of methods, which are measured in turns.
 //!
 //! A machine's speed drifts by a quarter within minutes. So all methods run once in each round, and a ratio is taken within the
 //! round, in which they ran one after the other.
@@ -16,9 +16,9 @@ use runtime::memory::{Region, live_bytes};
 use tch::{Device, Kind};
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
 
+use super::measured_model::{MeasuredModel, Passes};
 use super::predicted::{Step, job, peak};
 use super::spans;
-use super::subject::{Passes, Subject};
 
 /// Where a model's layers are.
 #[derive(Clone, Debug)]
@@ -33,7 +33,7 @@ pub(crate) enum Place {
 
 /// A method under measurement.
 #[derive(Clone, Debug)]
-pub(crate) struct Entrant {
+pub(crate) struct Variant {
     /// What the table calls it.
     pub(crate) method: &'static str,
     pub(crate) tier: &'static str,
@@ -46,7 +46,7 @@ pub(crate) struct Entrant {
     pub(crate) reported: bool,
 }
 
-impl Entrant {
+impl Variant {
     fn case(&self, pass: &str) -> Case {
         let (ring, memory) = match &self.place {
             Place::Offloaded(options) => (
@@ -73,7 +73,7 @@ impl Entrant {
     }
 }
 
-/// What a heat is about.
+/// What all variants of a comparison have in common.
 #[derive(Clone, Debug)]
 pub(crate) struct Conditions {
     pub(crate) config: LlamaConfig,
@@ -83,7 +83,7 @@ pub(crate) struct Conditions {
     pub(crate) rounds: usize,
 }
 
-/// What is measured once, after the model was made.
+/// Measured once, after the model was made.
 #[derive(Default)]
 struct Once {
     /// Device bytes at the peak of a pass over those that others hold.
@@ -94,14 +94,14 @@ struct Once {
     optimizer: Vec<f64>,
 }
 
-/// What a round says of one pass of one entrant.
+/// One pass of one variant in a round.
 #[derive(Clone, Copy)]
-struct Lap {
+struct Sample {
     passes: Passes,
     moved: Option<Moved>,
 }
 
-/// What a trace says of it.
+/// The transfers of a pass, from its trace.
 #[derive(Clone, Copy)]
 struct Moved {
     link_rate: Option<f64>,
@@ -113,55 +113,55 @@ struct Moved {
 }
 
 struct Runner {
-    subject: Subject,
+    model: MeasuredModel,
     once: Once,
-    inference: Vec<Lap>,
-    training: Vec<Lap>,
+    inference: Vec<Sample>,
+    training: Vec<Sample>,
 }
 
-/// Runs a heat, whose first entrant is resident, and whose second, where it has one that trains, is resident with recomputation.
+/// Runs variants in turns. The first is resident; the second, if it trains, is resident with recomputation.
 ///
 /// # Errors
 /// Those of the models.
 pub(crate) fn run(
     conditions: &Conditions,
-    entrants: &[Entrant],
+    variants: &[Variant],
     progress: &mut report::Progress,
 ) -> anyhow::Result<Vec<(Case, Vec<Metric>)>> {
-    // What they take is of no method's.
+    // Their bytes belong to no method.
     runtime::device::product_workspaces(conditions.device)?;
     let mut runners = Vec::new();
-    for entrant in entrants {
-        progress.message(&format!("{}, {}: making it", entrant.method, entrant.tier));
-        runners.push(Runner::new(conditions, entrant)?);
+    for variant in variants {
+        progress.message(&format!("{}, {}: setting up", variant.method, variant.tier));
+        runners.push(Runner::new(conditions, variant)?);
         progress.step();
     }
     for round in 0..conditions.rounds {
-        for (entrant, runner) in entrants.iter().zip(&mut runners) {
-            progress.message(&format!("round {}: {}, {}", round + 1, entrant.method, entrant.tier));
-            runner.lap(entrant)?;
+        for (variant, runner) in variants.iter().zip(&mut runners) {
+            progress.message(&format!("round {}: {}, {}", round + 1, variant.method, variant.tier));
+            runner.measure(variant)?;
             progress.step();
         }
     }
     let mut results = Vec::new();
-    for (entrant, runner) in entrants.iter().zip(&runners).filter(|(entrant, _)| entrant.reported) {
+    for (variant, runner) in variants.iter().zip(&runners).filter(|(variant, _)| variant.reported) {
         let references = [&runners[0], runners.get(1).unwrap_or(&runners[0])];
         results.push((
-            entrant.case("inference"),
-            runner.inference(conditions, entrant, &references[0].inference)?,
+            variant.case("inference"),
+            runner.inference(conditions, variant, &references[0].inference)?,
         ));
-        if entrant.trains {
+        if variant.trains {
             let references = references.map(|reference| reference.training.as_slice());
-            results.push((entrant.case("training"), runner.training(conditions, entrant, references)?));
+            results.push((variant.case("training"), runner.training(conditions, variant, references)?));
         }
     }
     Ok(results)
 }
 
 impl Runner {
-    fn new(conditions: &Conditions, entrant: &Entrant) -> anyhow::Result<Self> {
+    fn new(conditions: &Conditions, variant: &Variant) -> anyhow::Result<Self> {
         let &Conditions { ref config, device, tokens, seed, .. } = conditions;
-        let (device, options) = match &entrant.place {
+        let (device, options) = match &variant.place {
             Place::Resident => (device, None),
             Place::Host => (Device::Cpu, None),
             Place::Offloaded(options) => (device, Some(options)),
@@ -169,18 +169,18 @@ impl Runner {
         let pinned = options.map_or(Device::Cpu, |options| if options.pinned { device } else { Device::Cpu });
         let host_before = pinned_bytes(pinned)?.live;
         let before = live_bytes(device)?;
-        let subject = Subject::new(config, (Kind::Float, device), options, (tokens, seed))?;
+        let model = MeasuredModel::new(config, (Kind::Float, device), options, (tokens, seed))?;
         let mut once = Once::default();
 
         let region = Region::start(device)?;
-        subject.infer()?;
+        model.infer()?;
         once.inference_peak = region.finish()?.peak - before;
-        if entrant.trains {
+        if variant.trains {
             let region = Region::start(device)?;
-            subject.gradients()?;
+            model.gradients()?;
             once.training_peak = region.finish()?.peak - before;
             let mut optimizer =
-                DeviceOptimizer::new(AdamW::default(), vec![Group::new(subject.parameters(), 1e-6)])?;
+                DeviceOptimizer::new(AdamW::default(), vec![Group::new(model.parameters(), 1e-6)])?;
             for step in 0..3 {
                 let began = Instant::now();
                 optimizer.step()?;
@@ -192,16 +192,16 @@ impl Runner {
             drop(optimizer);
         }
         once.host_bytes = pinned_bytes(pinned)?.live - host_before;
-        subject.drop_gradients()?;
-        Ok(Self { subject, once, inference: Vec::new(), training: Vec::new() })
+        model.drop_gradients()?;
+        Ok(Self { model, once, inference: Vec::new(), training: Vec::new() })
     }
 
-    fn lap(&mut self, entrant: &Entrant) -> anyhow::Result<()> {
-        let Self { subject, inference, training, .. } = self;
-        inference.push(traced(subject, || Ok(Passes { forward: subject.infer()?, backward: 0.0 }))?);
-        if entrant.trains {
-            training.push(traced(subject, || subject.gradients())?);
-            subject.drop_gradients()?;
+    fn measure(&mut self, variant: &Variant) -> anyhow::Result<()> {
+        let Self { model, inference, training, .. } = self;
+        inference.push(traced(model, || Ok(Passes { forward: model.infer()?, backward: 0.0 }))?);
+        if variant.trains {
+            training.push(traced(model, || model.gradients())?);
+            model.drop_gradients()?;
         }
         Ok(())
     }
@@ -209,11 +209,11 @@ impl Runner {
     fn inference(
         &self,
         conditions: &Conditions,
-        entrant: &Entrant,
-        resident: &[Lap],
+        variant: &Variant,
+        resident: &[Sample],
     ) -> anyhow::Result<Vec<Metric>> {
-        let laps = &self.inference;
-        let paper = match entrant.paper {
+        let rounds = &self.inference;
+        let paper = match variant.paper {
             Paper::Resident { .. } => Paper::Resident { recompute: false },
             other => other,
         };
@@ -225,18 +225,18 @@ impl Runner {
             &MachineRates::NOMINAL,
         )?;
         let mut metrics = vec![
-            samples("forward_seconds", "s", laps.iter().map(|lap| lap.passes.forward)),
+            samples("forward_seconds", "s", rounds.iter().map(|round| round.passes.forward)),
             samples(
                 "tokens_per_second",
                 "tokens/s",
-                laps.iter().map(|lap| conditions.tokens as f64 / lap.passes.total()),
+                rounds.iter().map(|round| conditions.tokens as f64 / round.passes.total()),
             ),
-            samples("share_of_resident", "ratio", ratios(resident, laps)),
+            samples("share_of_resident", "ratio", ratios(resident, rounds)),
         ];
-        metrics.extend(self.peak(entrant, self.once.inference_peak, peak(&predicted, paper)?));
-        metrics.extend(moved(laps));
-        if one_at_a_time(entrant) {
-            metrics.push(unexplained(laps));
+        metrics.extend(self.peak(variant, self.once.inference_peak, peak(&predicted, paper)?));
+        metrics.extend(moved(rounds));
+        if one_at_a_time(variant) {
+            metrics.push(unexplained(rounds));
         }
         Ok(metrics)
     }
@@ -244,10 +244,10 @@ impl Runner {
     fn training(
         &self,
         conditions: &Conditions,
-        entrant: &Entrant,
-        [resident, recomputed]: [&[Lap]; 2],
+        variant: &Variant,
+        [resident, recomputed]: [&[Sample]; 2],
     ) -> anyhow::Result<Vec<Metric>> {
-        let laps = &self.training;
+        let rounds = &self.training;
         let optimizer = Samples { samples: self.once.optimizer.clone() }.median();
         let step = job(
             &conditions.config,
@@ -256,29 +256,29 @@ impl Runner {
             Step::Training,
             &MachineRates::NOMINAL,
         )?;
-        let predicted = peak(&step, entrant.paper)?;
+        let predicted = peak(&step, variant.paper)?;
         let mut metrics = vec![
-            samples("forward_seconds", "s", laps.iter().map(|lap| lap.passes.forward)),
-            samples("backward_seconds", "s", laps.iter().map(|lap| lap.passes.backward)),
+            samples("forward_seconds", "s", rounds.iter().map(|round| round.passes.forward)),
+            samples("backward_seconds", "s", rounds.iter().map(|round| round.passes.backward)),
             Metric::of_samples("optimizer_seconds", "s", &self.once.optimizer),
             samples(
                 "tokens_per_second",
                 "tokens/s",
-                laps.iter().map(|lap| conditions.tokens as f64 / (lap.passes.total() + optimizer)),
+                rounds.iter().map(|round| conditions.tokens as f64 / (round.passes.total() + optimizer)),
             ),
-            samples("share_of_resident", "ratio", ratios(resident, laps)),
-            samples("share_of_recomputed", "ratio", ratios(recomputed, laps)),
+            samples("share_of_resident", "ratio", ratios(resident, rounds)),
+            samples("share_of_recomputed", "ratio", ratios(recomputed, rounds)),
         ];
-        metrics.extend(self.peak(entrant, self.once.training_peak, predicted));
-        metrics.extend(moved(laps));
-        if one_at_a_time(entrant) {
-            metrics.push(unexplained(laps));
+        metrics.extend(self.peak(variant, self.once.training_peak, predicted));
+        metrics.extend(moved(rounds));
+        if one_at_a_time(variant) {
+            metrics.push(unexplained(rounds));
         }
         Ok(metrics)
     }
 
-    fn peak(&self, entrant: &Entrant, measured: u64, predicted: u64) -> Vec<Metric> {
-        let host = if entrant.tier == "device" { 0 } else { self.once.host_bytes };
+    fn peak(&self, variant: &Variant, measured: u64, predicted: u64) -> Vec<Metric> {
+        let host = if variant.tier == "device" { 0 } else { self.once.host_bytes };
         vec![
             Metric::exact("peak_bytes", "B", measured as f64),
             Metric::exact("predicted_peak_bytes", "B", predicted as f64),
@@ -289,8 +289,8 @@ impl Runner {
 }
 
 /// Runs passes with a trace, where the layers move.
-fn traced(subject: &Subject, passes: impl FnOnce() -> anyhow::Result<Passes>) -> anyhow::Result<Lap> {
-    let Some(offload) = &subject.offload else { return Ok(Lap { passes: passes()?, moved: None }) };
+fn traced(model: &MeasuredModel, passes: impl FnOnce() -> anyhow::Result<Passes>) -> anyhow::Result<Sample> {
+    let Some(offload) = &model.offload else { return Ok(Sample { passes: passes()?, moved: None }) };
     let late = offload.counters().late;
     offload.start_trace()?;
     let passes = passes()?;
@@ -303,34 +303,35 @@ fn traced(subject: &Subject, passes: impl FnOnce() -> anyhow::Result<Passes>) ->
         unexplained_seconds: spans::unexplained(&trace),
         late: (offload.counters().late - late) as f64,
     };
-    Ok(Lap { passes, moved: Some(moved) })
+    Ok(Sample { passes, moved: Some(moved) })
 }
 
-fn one_at_a_time(entrant: &Entrant) -> bool {
-    entrant.paper == Paper::OneAtATime
+fn one_at_a_time(variant: &Variant) -> bool {
+    variant.paper == Paper::OneAtATime
 }
 
 /// Speed by the reference's, round by round.
-fn ratios(reference: &[Lap], laps: &[Lap]) -> impl Iterator<Item = f64> {
-    reference.iter().zip(laps).map(|(reference, lap)| reference.passes.total() / lap.passes.total())
+fn ratios(reference: &[Sample], rounds: &[Sample]) -> impl Iterator<Item = f64> {
+    reference.iter().zip(rounds).map(|(reference, round)| reference.passes.total() / round.passes.total())
 }
 
 /// The share of a step in which what computes waits between two layers, and no transfer is why.
-fn unexplained(laps: &[Lap]) -> Metric {
+fn unexplained(rounds: &[Sample]) -> Metric {
     samples(
         "unexplained_share",
         "ratio",
-        laps.iter().filter_map(|lap| Some(lap.moved?.unexplained_seconds / lap.passes.total())),
+        rounds.iter().filter_map(|round| Some(round.moved?.unexplained_seconds / round.passes.total())),
     )
 }
 
-fn moved(laps: &[Lap]) -> Vec<Metric> {
-    let all: Vec<Moved> = laps.iter().filter_map(|lap| lap.moved).collect();
+fn moved(rounds: &[Sample]) -> Vec<Metric> {
+    let all: Vec<Moved> = rounds.iter().filter_map(|round| round.moved).collect();
     let rates: Vec<f64> = all.iter().filter_map(|moved| moved.link_rate).collect();
     if rates.is_empty() {
         return Vec::new();
     }
-    let idle = laps.iter().filter_map(|lap| Some(1.0 - lap.moved?.compute_seconds / lap.passes.total()));
+    let idle =
+        rounds.iter().filter_map(|round| Some(1.0 - round.moved?.compute_seconds / round.passes.total()));
     vec![
         Metric::of_samples("link_rate", "B/s", &rates),
         samples("overlap", "ratio", all.iter().map(|moved| moved.overlap)),

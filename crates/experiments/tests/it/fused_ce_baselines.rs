@@ -3,7 +3,7 @@
 #![expect(clippy::print_stdout, reason = "errors are printed beside their bounds")]
 
 use expect_test::expect;
-use experiments::fused_ce::ladder::Implementation;
+use experiments::fused_ce::baselines::Implementation;
 use fused_ce::{Chunk, Reduction};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
