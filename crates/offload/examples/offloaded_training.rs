@@ -19,11 +19,11 @@ pub fn main() -> Result<(), Box<dyn Error>> {
     let device = Device::Cpu; // or Device::Cuda(0)
     let plain = train(device, None)?;
     let offloaded = train(device, Some(offload::Options { device, ring: 2, ..offload::Options::default() }))?;
-    println!("loss {:.4} -> {:.4}, with and without offloading", plain[0], plain[19]);
-    if plain == offloaded && plain[19] < plain[0] { Ok(()) } else { Err("the losses differ".into()) }
+    println!("losses, with and without offloading: {plain:.4?}");
+    if plain == offloaded { Ok(()) } else { Err("the losses differ".into()) }
 }
 
-/// Trains twenty steps and returns their losses.
+/// Trains five steps and returns their losses.
 fn train(device: Device, options: Option<offload::Options>) -> Result<Vec<f64>, Box<dyn Error>> {
     runtime::random::seed(1)?;
     let mut model = Llama::new(&LlamaConfig::llama(64, 32, 88, 6, 4), (Kind::Float, device))?;
@@ -32,11 +32,11 @@ fn train(device: Device, options: Option<offload::Options>) -> Result<Vec<f64>, 
         None => Box::new(DeviceOptimizer::new(AdamW::default(), groups(&model))?),
         Some(options) => {
             let offload = Offload::apply(&mut model, &options)?;
-            println!("{} bytes of slots for {} of layers", offload.ring_bytes(), 6 * offload.layer_bytes());
+            println!("{} bytes of layers go through {} slots", 6 * offload.layer_bytes(), options.ring);
             Box::new(HostAdamW::new(&offload, groups(&model), AdamW::default(), HostOptions::default())?)
         }
     };
-    let options = Options { steps: 20, ..Options::default() };
+    let options = Options { steps: 5, ..Options::default() };
     let mut trainer = Trainer::new(Box::new(model), optimizer, options)?;
     let records = Collect::default();
     trainer.observers.push(Box::new(records.clone()));

@@ -11,6 +11,8 @@ use runtime::memory::Region;
 use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind, Tensor};
 
+use crate::dtype;
+
 /// The vocabulary is small, since the layers are what is measured.
 const VOCABULARY: i64 = 256;
 
@@ -115,7 +117,7 @@ fn one(
     let step: Vec<f64> =
         forward.iter().zip(&backward).map(|(forward, backward)| forward + backward).collect();
     let case = Case::new()
-        .with("dtype", format!("{kind:?}"))
+        .with("dtype", dtype::name(kind))
         .with("tokens", tokens)
         .with("hidden", hidden)
         .with("layers", arguments.layers);

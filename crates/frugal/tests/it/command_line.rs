@@ -280,19 +280,30 @@ fn folders_are_described_by_their_headers() {
     "#]]
     .assert_eq(&tiny.succeed("info model").0);
     expect![[r#"
-        adapter     LoRA
-        base        model
-        rank        4
-        alpha       16
-        dropout     0.05
-        targets     q_proj, k_proj, v_proj, o_proj
-        tensors     16
-        parameters  896
-        dtype       Float
-        bytes       3.50 KiB
-        trainable   896 of 70 416 (1.27 %)
+        training         fine-tuning with LoRA
+        base             FOLDER/model
+        data             FOLDER/problems
+        state            finished after 1 of 1 steps
+        loss             8.7009 to 8.7009
+        validation loss  8.3738
+        next             frugal generate --model FOLDER/model --adapter adapter --prompt TEXT
+        adapter          LoRA
+        rank             4
+        alpha            16
+        dropout          0.05
+        targets          q_proj, k_proj, v_proj, o_proj
+        tensors          16
+        parameters       896
+        dtype            Float
+        bytes            3.50 KiB
+        trainable        896 of 70 416 (1.27 %)
     "#]]
-    .assert_eq(&tiny.succeed("info adapter --model model").0);
+    .assert_eq(
+        &tiny
+            .succeed("info adapter --model model")
+            .0
+            .replace(&tiny.path("").display().to_string(), "FOLDER/"),
+    );
     let fields: Value = serde_json::from_str(&tiny.succeed("info model --json --r 4").0).unwrap();
     assert_eq!((&fields["parameters"], &fields["trainable"]), (&69520.into(), &896.into()));
 }

@@ -53,9 +53,9 @@ fn command_lines() {
             "error: no rate of h100 is known for int4; give",
         ),
         (
-            "--model qwen2.5-7b --length 40000",
+            "--model qwen2.5-7b --length 200000",
             1,
-            "error: --length 40000: the model takes rows of 32768 at most",
+            "error: --length 200000: the model takes rows of 131072 at most",
         ),
         (
             "--model qwen2.5-7b --budget 3GiB --method full --offload file",
