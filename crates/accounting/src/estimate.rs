@@ -53,7 +53,7 @@ use crate::{Error, exact};
 pub fn estimate(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
     let mut estimate = of_the_model(model, plan)?;
     for moment in &mut estimate.moments {
-        *moment = moment.clone().with(Part::Temporaries, plan.product_workspaces)?;
+        *moment = moment.with(Part::Temporaries, plan.product_workspaces)?;
     }
     Ok(estimate)
 }

@@ -55,9 +55,6 @@ pub enum Error {
     /// A rate that came out as none.
     #[error("the rate of a product or a copy could not be measured; run again on an idle machine")]
     NotMeasured,
-    /// The sizes or the plan of a model on paper.
-    #[error(transparent)]
-    Accounting(#[from] accounting::Error),
     /// A generated number that is no token id.
     #[error("a generated token is no id")]
     NotAToken,

@@ -215,7 +215,10 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
     let answers = rows.finish(&generated)?;
     tell(common, &texts, &answers, &generated, !rows.streams);
     drop(limit);
-    let held = meter.map(|meter| Ok::<_, frugal::Error>(meter.finish()?.counted(device))).transpose()?;
+    let held = match meter {
+        Some(meter) => Some(meter.finish()?.counted(device)),
+        None => None,
+    };
     let count: usize = generated.iter().map(|row| row.tokens.len()).sum();
     let mut line =
         format!("{count} tokens in {seconds:.2} s, {:.1} tokens/s", count as f64 / seconds.max(1e-9));
