@@ -89,7 +89,7 @@ def main():
                 metric("peak_above_bytes", "B", [peak_of(lambda: step(model), device)]),
             ]
             case = {
-                "variant": variant, "dtype": "BFloat16" if cuda else "Float", "tokens": args.tokens, "hidden": args.hidden,
+                "variant": variant, "dtype": "bf16" if cuda else "fp32", "tokens": args.tokens, "hidden": args.hidden,
                 "layers": args.layers,
             }
             for figure in figures:
