@@ -107,6 +107,13 @@ pub enum FaultKind {
         /// The address.
         place: String,
     },
+    /// Two asynchronous copies of a thread to one place, of which the second begins before the first is waited for: either may
+    /// end last.
+    #[error("a race: an asynchronous copy to {place} begins while another one to it is on its way")]
+    CopiesOverlap {
+        /// The address.
+        place: String,
+    },
     /// A read of memory that nothing has written.
     #[error("{place} is read, but was never written")]
     Uninitialised {

@@ -119,8 +119,17 @@ impl Warp {
         None
     }
 
-    pub(crate) fn begin_copy(&mut self, lane: usize, copy: Pending) {
-        self.copies[lane].open.push(copy);
+    /// False, and nothing is begun, where another copy of the lane to the place is on its way.
+    pub(crate) fn begin_copy(&mut self, lane: usize, copy: Pending) -> bool {
+        let Copies { open, groups } = &mut self.copies[lane];
+        let overlaps = |other: &Pending| {
+            copy.place < other.place + other.data.len() && other.place < copy.place + copy.data.len()
+        };
+        let sound = !groups.iter().flatten().chain(open.iter()).any(overlaps);
+        if sound {
+            open.push(copy);
+        }
+        sound
     }
 
     pub(crate) fn commit_copies(&mut self, mask: u32) {

@@ -1,7 +1,8 @@
 //! Asynchronous copies from global to shared memory.
 //!
 //! What a copy will overwrite has no value from its beginning to the end of the wait for its group, so a read in between is an
-//! error. At both ends the copy is a write of its thread: whoever else touches the place needs a barrier.
+//! error. So is another copy of the thread to the place before the wait: either may end last. At both ends the copy is a write of
+//! its thread: whoever else touches the place needs a barrier.
 
 use super::{Faulted, Step};
 use crate::error::FaultKind;
@@ -26,7 +27,10 @@ impl Step<'_, '_> {
             let place = place as usize;
             self.block.shared.store(place, &data, who, &lines).map_err(fault)?;
             self.block.shared.forget(place, bytes);
-            self.warp.begin_copy(lane, Pending { place, data });
+            if !self.warp.begin_copy(lane, Pending { place, data }) {
+                let place = self.block.shared.place(place as u64);
+                return Err(fault(FaultKind::CopiesOverlap { place }));
+            }
         }
         Ok(())
     }
