@@ -96,14 +96,15 @@ fn check(
     let module = ptx::Module::parse(&ptx)?;
     let kernel = module.kernel(name)?;
     let (few, many) = (2, 4);
-    let (less, more) = (run_sample(sample, kernel, few)?, run_sample(sample, kernel, many)?);
+    let (less, _) = run_sample(sample, kernel, few)?;
+    let (more, shared) = run_sample(sample, kernel, many)?;
     let work = Work::extrapolated((few.into(), Work::of(&less)), (many.into(), Work::of(&more)), sample.rows);
     let mut row = vec![
         sample.expression.to_owned(),
         sample.size.to_owned(),
         registers.to_string(),
         format!("{spilled} B"),
-        format!("{} B", kernel.shared_bytes()),
+        format!("{shared} B"),
         format!("{:.2} × least", more.sector_ratio()),
         work.on(&MACHINES[MACHINES.len() - 1]).1.to_owned(),
     ];

@@ -72,7 +72,8 @@ fn norm_forward(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     all.extend([inputs.half("sum", rows * HIDDEN), inputs.half("weight", HIDDEN), NONE]);
     all.extend([inputs.half("y", rows * HIDDEN), NONE, inputs.single("rstd", rows)]);
     all.extend([int(rows), int(HIDDEN), Argument::F32(1e-5)]);
-    (Launch::new(rows, 512), all)
+    // Two rows of both matrices, 16 bytes for each of a thread's two packs.
+    (Launch { dynamic_shared: 2 * 2 * 2 * 256 * 16, ..Launch::new(rows, 256) }, all)
 }
 
 /// As many partial sums for every number of rows, and no more than the fewest rows: theirs are few bytes of a large size, too.
@@ -82,7 +83,8 @@ fn norm_backward(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     all.extend([inputs.half("weight", HIDDEN), NONE, inputs.single("rstd", rows)]);
     all.extend([inputs.half("grad", rows * HIDDEN), inputs.single("of_weight", PARTS * HIDDEN), NONE]);
     all.extend([int(rows), int(HIDDEN)]);
-    (Launch::new(PARTS, 512), all)
+    // Three rows of both matrices, 16 bytes for each thread.
+    (Launch { dynamic_shared: 3 * 2 * 512 * 16, ..Launch::new(PARTS, 512) }, all)
 }
 
 fn rotate(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
@@ -99,17 +101,48 @@ fn rotate(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     (Launch::new(rows, 256), all)
 }
 
-fn swiglu(inputs: &mut Inputs, rows: u32, is_forward: bool) -> (Launch, Vec<Argument>) {
+fn swiglu(inputs: &mut Inputs, rows: u32, names: &[&str]) -> (Launch, Vec<Argument>) {
     let blocks = FEATURES.div_ceil(256 * 8);
-    let mut all = Vec::new();
-    for name in ["gate", "up"] {
-        all.extend([inputs.half(name, rows * FEATURES), long(FEATURES)]);
-    }
-    if is_forward {
-        all.extend([NONE, long(0)]);
-    }
-    all.extend([inputs.half("product", rows * FEATURES), long(FEATURES), int(FEATURES), int(blocks)]);
+    let of = |name: &&str| match *name {
+        "" => [NONE, long(0)],
+        name => [inputs.half(name, rows * FEATURES), long(FEATURES)],
+    };
+    let mut all: Vec<Argument> = names.iter().flat_map(of).collect();
+    all.extend([int(FEATURES), int(blocks)]);
     (Launch::new(rows * blocks, 256), all)
+}
+
+/// One tensor of a block for each row.
+fn adam(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
+    const CHUNK: u32 = 1024;
+    const TABLE: usize = 60 * 64;
+    let numbers = rows * CHUNK;
+    let positive = vec![1f32; numbers as usize];
+    let entry = [
+        inputs.half("gradient", numbers),
+        inputs.single("master", numbers),
+        inputs.single("exp_avg", numbers),
+        inputs.memory.add("exp_avg_sq", Data::of(&positive)).into(),
+        inputs.half("weight", numbers),
+        inputs.memory.add("step", Data::of(&[10f32])).into(),
+        long(numbers),
+        long(0),
+    ];
+    let mut table: Vec<u8> = entry.iter().flat_map(member).collect();
+    table.resize(TABLE, 0);
+    let mut all = vec![Argument::Bytes(table), int(1), NONE];
+    all.extend([1e-3, 0.9, 0.999].map(Argument::F64));
+    all.extend([1e-8, 0.9999].map(Argument::F32));
+    (Launch::new(rows, 128), all)
+}
+
+/// The 8 bytes of a structure's member.
+fn member(argument: &Argument) -> [u8; 8] {
+    match argument {
+        Argument::Pointer(address) => address.to_le_bytes(),
+        Argument::I64(number) => number.to_le_bytes(),
+        other => unreachable!("{other:?} has not 8 bytes"),
+    }
 }
 
 fn scale(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
@@ -117,7 +150,14 @@ fn scale(inputs: &mut Inputs, rows: u32) -> (Launch, Vec<Argument>) {
     (Launch::new(rows, 256), vec![inputs.half("x", numbers), long(numbers), inputs.single("factor", 1)])
 }
 
-pub(super) const SAMPLES: [Sample; 9] = [
+pub(super) const SAMPLES: [Sample; 10] = [
+    Sample {
+        file: "adam",
+        expression: "adam<bf16, bf16, 8, true, 128, 1024>",
+        size: "2²⁸",
+        rows: 262_144.0,
+        launch: adam,
+    },
     Sample {
         file: "cross_entropy",
         expression: "ce_statistics<float, 4, false, false, 512>",
@@ -144,14 +184,14 @@ pub(super) const SAMPLES: [Sample; 9] = [
     },
     Sample {
         file: "norm",
-        expression: "norm_forward<bf16, bf16, bf16, 8, 512, 1, false>",
+        expression: "norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>",
         size: "8192 × 4096",
         rows: 8192.0,
         launch: norm_forward,
     },
     Sample {
         file: "norm",
-        expression: "norm_backward<bf16, bf16, bf16, 8, 512, 1, false, false>",
+        expression: "norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>",
         size: "8192 × 4096",
         rows: 8192.0,
         launch: norm_backward,
@@ -168,23 +208,24 @@ pub(super) const SAMPLES: [Sample; 9] = [
         expression: "swiglu_forward<bf16, 8, 256>",
         size: "8192 × 14336",
         rows: 8192.0,
-        launch: |inputs, rows| swiglu(inputs, rows, true),
+        launch: |inputs, rows| swiglu(inputs, rows, &["gate", "up", "", "product"]),
     },
     Sample {
         file: "swiglu",
         expression: "swiglu_backward<bf16, 8, 256>",
         size: "8192 × 14336",
         rows: 8192.0,
-        launch: |inputs, rows| swiglu(inputs, rows, false),
+        launch: |inputs, rows| swiglu(inputs, rows, &["gate", "up", "grad", "of_gate", "of_up", "product"]),
     },
     Sample {
         file: "scale", expression: "scale<bf16, 8, 256>", size: "2²⁸", rows: 131_072.0, launch: scale
     },
 ];
 
-/// Runs a sample on some rows.
-pub(super) fn run(sample: &Sample, kernel: &Kernel, rows: u32) -> Result<ptx::Counts, ptx::Error> {
+/// Runs a sample on some rows; beside the counts, the bytes of shared memory of a block.
+pub(super) fn run(sample: &Sample, kernel: &Kernel, rows: u32) -> Result<(ptx::Counts, usize), ptx::Error> {
     let mut inputs = Inputs::default();
     let (launch, arguments) = (sample.launch)(&mut inputs, rows);
-    kernel.launch(launch, &arguments, &mut inputs.memory)
+    let counts = kernel.launch(launch, &arguments, &mut inputs.memory)?;
+    Ok((counts, kernel.shared_bytes() + launch.dynamic_shared))
 }

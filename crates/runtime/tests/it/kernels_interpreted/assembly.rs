@@ -8,13 +8,14 @@ use std::process::Command;
 use expect_test::{Expect, expect};
 use runtime::nvrtc;
 
-use super::program::{self, CROSS_ENTROPY, NORM, PRELUDE, ROPE, SCALE, SWIGLU, Source};
+use super::program::{self, ADAM, CROSS_ENTROPY, NORM, PRELUDE, ROPE, SCALE, SWIGLU, Source};
 
 /// The NVRTC whose assembler made the figures.
 const VERSION: (i32, i32) = (13, 0);
 
 /// The kernels of a large model's step, where every row is aligned.
-const KERNELS: [(Source, &[&str]); 5] = [
+const KERNELS: [(Source, &[&str]); 6] = [
+    (ADAM, &["adam<bf16, bf16, 8, true, 128, 1024>", "adam<float, bf16, 4, false, 128, 1024>"]),
     (
         CROSS_ENTROPY,
         &[
@@ -29,10 +30,12 @@ const KERNELS: [(Source, &[&str]); 5] = [
     (
         NORM,
         &[
-            "norm_forward<bf16, bf16, bf16, 8, 512, 1, false>",
-            "norm_forward<float, float, float, 4, 512, 8, true>",
-            "norm_backward<bf16, bf16, bf16, 8, 512, 1, false, false>",
-            "norm_backward<float, float, float, 4, 1024, 4, true, true>",
+            "norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>",
+            "norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>",
+            "norm_forward<float, float, float, 4, 1024, 4, 0, true>",
+            "norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>",
+            "norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>",
+            "norm_backward<float, float, float, 4, 1024, 4, 0, true, true>",
             "column_sums",
         ],
     ),
@@ -140,41 +143,49 @@ fn kernels_on_sm_80() {
     check(
         80,
         expect![[r#"
-        ce_statistics<float, 4, false, false, 512>: 40 registers, no spills, 384 bytes shared
-        ce_statistics<float, 4, true, true, 512>: 40 registers, no spills, 640 bytes shared
-        ce_logits<float, 4, 256>: 22 registers, no spills, 0 bytes shared
-        ce_gradient<float, 4, false, 256>: 45 registers, no spills, 0 bytes shared
-        ce_gradient<float, 4, true, 256>: 48 registers, no spills, 0 bytes shared
-        ce_gradient_narrow<bf16, 8, false, 512>: 63 registers, no spills, 0 bytes shared
-        norm_forward<bf16, bf16, bf16, 8, 512, 1, false>: 58 registers, no spills, 384 bytes shared
-        norm_forward<float, float, float, 4, 512, 8, true>: 128 registers, SPILLS 168 bytes, loads 308, 384 bytes shared
-        norm_backward<bf16, bf16, bf16, 8, 512, 1, false, false>: 53 registers, no spills, 256 bytes shared
-        norm_backward<float, float, float, 4, 1024, 4, true, true>: 64 registers, SPILLS 468 bytes, loads 600, 512 bytes shared
-        column_sums: 29 registers, no spills, 1056 bytes shared
-        rotate<bf16, 8>: 32 registers, no spills, 0 bytes shared
-        rotate<float, 4>: 32 registers, no spills, 0 bytes shared
-        scale<bf16, 8, 256>: 24 registers, no spills, 0 bytes shared
-        swiglu_forward<bf16, 8, 256>: 30 registers, no spills, 0 bytes shared
-        swiglu_backward<bf16, 8, 256>: 43 registers, no spills, 0 bytes shared
-    "#]],
+            adam<bf16, bf16, 8, true, 128, 1024>: 61 registers, no spills, 0 bytes shared
+            adam<float, bf16, 4, false, 128, 1024>: 44 registers, no spills, 0 bytes shared
+            ce_statistics<float, 4, false, false, 512>: 40 registers, no spills, 384 bytes shared
+            ce_statistics<float, 4, true, true, 512>: 40 registers, no spills, 640 bytes shared
+            ce_logits<float, 4, 256>: 22 registers, no spills, 0 bytes shared
+            ce_gradient<float, 4, false, 256>: 45 registers, no spills, 0 bytes shared
+            ce_gradient<float, 4, true, 256>: 48 registers, no spills, 0 bytes shared
+            ce_gradient_narrow<bf16, 8, false, 512>: 63 registers, no spills, 0 bytes shared
+            norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: 60 registers, no spills, 192 bytes shared
+            norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>: 60 registers, no spills, 768 bytes shared
+            norm_forward<float, float, float, 4, 1024, 4, 0, true>: 49 registers, no spills, 768 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>: 55 registers, no spills, 256 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>: 128 registers, no spills, 256 bytes shared
+            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: 32 registers, SPILLS 1316 bytes, loads 1284, 512 bytes shared
+            column_sums: 29 registers, no spills, 1056 bytes shared
+            rotate<bf16, 8>: 32 registers, no spills, 0 bytes shared
+            rotate<float, 4>: 32 registers, no spills, 0 bytes shared
+            scale<bf16, 8, 256>: 24 registers, no spills, 0 bytes shared
+            swiglu_forward<bf16, 8, 256>: 30 registers, no spills, 0 bytes shared
+            swiglu_backward<bf16, 8, 256>: 38 registers, no spills, 0 bytes shared
+        "#]],
         expect![[r#"
-        ce_statistics<float, 4, false, false, 512>: loads 3 wide, 4 narrow; stores 0 wide, 3 narrow
-        ce_statistics<float, 4, true, true, 512>: loads 1 wide, 23 narrow; stores 1 wide, 7 narrow
-        ce_logits<float, 4, 256>: loads 1 wide, 4 narrow; stores 1 wide, 0 narrow
-        ce_gradient<float, 4, false, 256>: loads 4 wide, 4 narrow; stores 4 wide, 0 narrow
-        ce_gradient<float, 4, true, 256>: loads 4 wide, 53 narrow; stores 4 wide, 0 narrow
-        ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 4 narrow; stores 2 wide, 0 narrow
-        norm_forward<bf16, bf16, bf16, 8, 512, 1, false>: loads 6 wide, 0 narrow; stores 2 wide, 1 narrow
-        norm_forward<float, float, float, 4, 512, 8, true>: loads 32 wide, 0 narrow; stores 16 wide, 2 narrow, 96 TO LOCAL MEMORY
-        norm_backward<bf16, bf16, bf16, 8, 512, 1, false, false>: loads 6 wide, 2 narrow; stores 3 wide, 0 narrow
-        norm_backward<float, float, float, 4, 1024, 4, true, true>: loads 16 wide, 2 narrow; stores 12 wide, 0 narrow, 217 TO LOCAL MEMORY
-        column_sums: loads 0 wide, 9 narrow; stores 0 wide, 1 narrow
-        rotate<bf16, 8>: loads 6 wide, 1 narrow; stores 2 wide, 0 narrow
-        rotate<float, 4>: loads 4 wide, 1 narrow; stores 2 wide, 0 narrow
-        scale<bf16, 8, 256>: loads 1 wide, 1 narrow; stores 1 wide, 0 narrow
-        swiglu_forward<bf16, 8, 256>: loads 2 wide, 0 narrow; stores 2 wide, 0 narrow
-        swiglu_backward<bf16, 8, 256>: loads 3 wide, 0 narrow; stores 3 wide, 0 narrow
-    "#]],
+            adam<bf16, bf16, 8, true, 128, 1024>: loads 7 wide, 44 narrow; stores 7 wide, 35 narrow
+            adam<float, bf16, 4, false, 128, 1024>: loads 4 wide, 44 narrow; stores 4 wide, 28 narrow
+            ce_statistics<float, 4, false, false, 512>: loads 3 wide, 4 narrow; stores 0 wide, 3 narrow
+            ce_statistics<float, 4, true, true, 512>: loads 1 wide, 23 narrow; stores 1 wide, 7 narrow
+            ce_logits<float, 4, 256>: loads 1 wide, 4 narrow; stores 1 wide, 0 narrow
+            ce_gradient<float, 4, false, 256>: loads 4 wide, 4 narrow; stores 4 wide, 0 narrow
+            ce_gradient<float, 4, true, 256>: loads 4 wide, 53 narrow; stores 4 wide, 0 narrow
+            ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 4 narrow; stores 2 wide, 0 narrow
+            norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
+            norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
+            norm_forward<float, float, float, 4, 1024, 4, 0, true>: loads 16 wide, 0 narrow; stores 8 wide, 2 narrow
+            norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>: loads 2 wide, 1 narrow; stores 3 wide, 0 narrow
+            norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>: loads 8 wide, 1 narrow; stores 12 wide, 0 narrow
+            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: loads 16 wide, 2 narrow; stores 12 wide, 0 narrow, 600 TO LOCAL MEMORY
+            column_sums: loads 0 wide, 9 narrow; stores 0 wide, 1 narrow
+            rotate<bf16, 8>: loads 6 wide, 1 narrow; stores 2 wide, 0 narrow
+            rotate<float, 4>: loads 4 wide, 1 narrow; stores 2 wide, 0 narrow
+            scale<bf16, 8, 256>: loads 1 wide, 1 narrow; stores 1 wide, 0 narrow
+            swiglu_forward<bf16, 8, 256>: loads 2 wide, 0 narrow; stores 2 wide, 0 narrow
+            swiglu_backward<bf16, 8, 256>: loads 3 wide, 0 narrow; stores 3 wide, 0 narrow
+        "#]],
     );
 }
 
@@ -183,40 +194,48 @@ fn kernels_on_sm_90() {
     check(
         90,
         expect![[r#"
-        ce_statistics<float, 4, false, false, 512>: 40 registers, no spills, 384 bytes shared
-        ce_statistics<float, 4, true, true, 512>: 40 registers, no spills, 640 bytes shared
-        ce_logits<float, 4, 256>: 24 registers, no spills, 0 bytes shared
-        ce_gradient<float, 4, false, 256>: 48 registers, no spills, 0 bytes shared
-        ce_gradient<float, 4, true, 256>: 48 registers, no spills, 0 bytes shared
-        ce_gradient_narrow<bf16, 8, false, 512>: 60 registers, no spills, 0 bytes shared
-        norm_forward<bf16, bf16, bf16, 8, 512, 1, false>: 56 registers, no spills, 384 bytes shared
-        norm_forward<float, float, float, 4, 512, 8, true>: 128 registers, SPILLS 168 bytes, loads 308, 384 bytes shared
-        norm_backward<bf16, bf16, bf16, 8, 512, 1, false, false>: 54 registers, no spills, 256 bytes shared
-        norm_backward<float, float, float, 4, 1024, 4, true, true>: 32 registers, SPILLS 1192 bytes, loads 1268, 512 bytes shared
-        column_sums: 30 registers, no spills, 1056 bytes shared
-        rotate<bf16, 8>: 32 registers, no spills, 0 bytes shared
-        rotate<float, 4>: 32 registers, no spills, 0 bytes shared
-        scale<bf16, 8, 256>: 24 registers, no spills, 0 bytes shared
-        swiglu_forward<bf16, 8, 256>: 30 registers, no spills, 0 bytes shared
-        swiglu_backward<bf16, 8, 256>: 44 registers, no spills, 0 bytes shared
-    "#]],
+            adam<bf16, bf16, 8, true, 128, 1024>: 62 registers, no spills, 0 bytes shared
+            adam<float, bf16, 4, false, 128, 1024>: 46 registers, no spills, 0 bytes shared
+            ce_statistics<float, 4, false, false, 512>: 40 registers, no spills, 384 bytes shared
+            ce_statistics<float, 4, true, true, 512>: 40 registers, no spills, 640 bytes shared
+            ce_logits<float, 4, 256>: 24 registers, no spills, 0 bytes shared
+            ce_gradient<float, 4, false, 256>: 48 registers, no spills, 0 bytes shared
+            ce_gradient<float, 4, true, 256>: 48 registers, no spills, 0 bytes shared
+            ce_gradient_narrow<bf16, 8, false, 512>: 60 registers, no spills, 0 bytes shared
+            norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: 60 registers, no spills, 192 bytes shared
+            norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>: 58 registers, no spills, 768 bytes shared
+            norm_forward<float, float, float, 4, 1024, 4, 0, true>: 46 registers, no spills, 768 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>: 56 registers, no spills, 256 bytes shared
+            norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>: 118 registers, no spills, 256 bytes shared
+            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: 32 registers, SPILLS 1340 bytes, loads 1296, 512 bytes shared
+            column_sums: 30 registers, no spills, 1056 bytes shared
+            rotate<bf16, 8>: 32 registers, no spills, 0 bytes shared
+            rotate<float, 4>: 32 registers, no spills, 0 bytes shared
+            scale<bf16, 8, 256>: 24 registers, no spills, 0 bytes shared
+            swiglu_forward<bf16, 8, 256>: 30 registers, no spills, 0 bytes shared
+            swiglu_backward<bf16, 8, 256>: 40 registers, no spills, 0 bytes shared
+        "#]],
         expect![[r#"
-        ce_statistics<float, 4, false, false, 512>: loads 3 wide, 4 narrow; stores 0 wide, 3 narrow
-        ce_statistics<float, 4, true, true, 512>: loads 1 wide, 23 narrow; stores 1 wide, 7 narrow
-        ce_logits<float, 4, 256>: loads 1 wide, 4 narrow; stores 1 wide, 0 narrow
-        ce_gradient<float, 4, false, 256>: loads 4 wide, 4 narrow; stores 4 wide, 0 narrow
-        ce_gradient<float, 4, true, 256>: loads 4 wide, 53 narrow; stores 4 wide, 0 narrow
-        ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 4 narrow; stores 2 wide, 0 narrow
-        norm_forward<bf16, bf16, bf16, 8, 512, 1, false>: loads 6 wide, 0 narrow; stores 2 wide, 1 narrow
-        norm_forward<float, float, float, 4, 512, 8, true>: loads 32 wide, 0 narrow; stores 16 wide, 2 narrow, 96 TO LOCAL MEMORY
-        norm_backward<bf16, bf16, bf16, 8, 512, 1, false, false>: loads 6 wide, 2 narrow; stores 3 wide, 0 narrow
-        norm_backward<float, float, float, 4, 1024, 4, true, true>: loads 16 wide, 2 narrow; stores 12 wide, 0 narrow, 563 TO LOCAL MEMORY
-        column_sums: loads 0 wide, 9 narrow; stores 0 wide, 1 narrow
-        rotate<bf16, 8>: loads 6 wide, 1 narrow; stores 2 wide, 0 narrow
-        rotate<float, 4>: loads 4 wide, 1 narrow; stores 2 wide, 0 narrow
-        scale<bf16, 8, 256>: loads 1 wide, 1 narrow; stores 1 wide, 0 narrow
-        swiglu_forward<bf16, 8, 256>: loads 2 wide, 0 narrow; stores 2 wide, 0 narrow
-        swiglu_backward<bf16, 8, 256>: loads 3 wide, 0 narrow; stores 3 wide, 0 narrow
-    "#]],
+            adam<bf16, bf16, 8, true, 128, 1024>: loads 7 wide, 44 narrow; stores 7 wide, 35 narrow
+            adam<float, bf16, 4, false, 128, 1024>: loads 4 wide, 44 narrow; stores 4 wide, 28 narrow
+            ce_statistics<float, 4, false, false, 512>: loads 3 wide, 4 narrow; stores 0 wide, 3 narrow
+            ce_statistics<float, 4, true, true, 512>: loads 1 wide, 23 narrow; stores 1 wide, 7 narrow
+            ce_logits<float, 4, 256>: loads 1 wide, 4 narrow; stores 1 wide, 0 narrow
+            ce_gradient<float, 4, false, 256>: loads 4 wide, 4 narrow; stores 4 wide, 0 narrow
+            ce_gradient<float, 4, true, 256>: loads 4 wide, 53 narrow; stores 4 wide, 0 narrow
+            ce_gradient_narrow<bf16, 8, false, 512>: loads 8 wide, 4 narrow; stores 2 wide, 0 narrow
+            norm_forward<bf16, bf16, bf16, 8, 256, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
+            norm_forward<bf16, bf16, bf16, 8, 1024, 2, 2, false>: loads 4 wide, 0 narrow; stores 4 wide, 1 narrow
+            norm_forward<float, float, float, 4, 1024, 4, 0, true>: loads 16 wide, 0 narrow; stores 8 wide, 2 narrow
+            norm_backward<bf16, bf16, bf16, 8, 512, 1, 3, false, false>: loads 2 wide, 1 narrow; stores 3 wide, 0 narrow
+            norm_backward<bf16, bf16, bf16, 8, 512, 4, 2, false, false>: loads 8 wide, 1 narrow; stores 12 wide, 0 narrow
+            norm_backward<float, float, float, 4, 1024, 4, 0, true, true>: loads 16 wide, 2 narrow; stores 12 wide, 0 narrow, 603 TO LOCAL MEMORY
+            column_sums: loads 0 wide, 9 narrow; stores 0 wide, 1 narrow
+            rotate<bf16, 8>: loads 6 wide, 1 narrow; stores 2 wide, 0 narrow
+            rotate<float, 4>: loads 4 wide, 1 narrow; stores 2 wide, 0 narrow
+            scale<bf16, 8, 256>: loads 1 wide, 1 narrow; stores 1 wide, 0 narrow
+            swiglu_forward<bf16, 8, 256>: loads 2 wide, 0 narrow; stores 2 wide, 0 narrow
+            swiglu_backward<bf16, 8, 256>: loads 3 wide, 0 narrow; stores 3 wide, 0 narrow
+        "#]],
     );
 }

@@ -2,6 +2,7 @@
 //!
 //! Where NVRTC is not installed, each test says aloud that it is skipped; `cargo xtask setup --cuda-tools` installs it.
 
+mod adam;
 mod assembly;
 mod cross_entropy;
 mod launch;

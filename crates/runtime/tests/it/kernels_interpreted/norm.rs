@@ -4,30 +4,39 @@ use runtime::fused::norm::{self, Norm, Options};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
-use super::launch::{Given, Outcome, Shift, launch};
+use super::launch::{Given, Outcome, Shift, Size, launch_with};
 use super::program::{NORM, Program, type_of};
 use super::tolerance::{check, close, epsilon, normal};
 
 pub(super) const KINDS: [Kind; 3] = [Kind::Float, Kind::BFloat16, Kind::Half];
 
-/// Rows, columns, whether threads read 16 bytes at once, threads, packs of a thread.
-pub(super) const SHAPES: [(i64, i64, bool, u32, i64); 6] = [
-    (3, 1, false, 128, 1),
-    (5, 7, false, 128, 1),
-    (4, 250, false, 128, 2),
-    (7, 96, true, 128, 1),
-    (3, 896, true, 256, 1),
-    (3, 4096, true, 512, 4),
+/// Rows, columns, whether threads read 16 bytes at once, threads, packs of a thread, rows that are read ahead.
+pub(super) type Shape = (i64, i64, bool, u32, i64, i64);
+pub(super) const SHAPES: [Shape; 8] = [
+    (3, 1, false, 128, 1, 0),
+    (5, 7, false, 128, 1, 0),
+    (4, 250, false, 128, 2, 0),
+    (7, 96, true, 128, 1, 2),
+    (9, 96, true, 128, 1, 3),
+    (5, 896, true, 128, 2, 2),
+    (7, 1600, true, 128, 4, 2),
+    (3, 4096, true, 512, 4, 0),
 ];
+
+/// Bytes of shared memory for the rows of `matrices` of a dtype that are read ahead.
+pub(super) fn ring(kind: Kind, (_, _, wide, threads, packs, stages): Shape, matrices: i64) -> usize {
+    let of_row = i64::from(threads) * packs * width(kind, wide) * kind.elt_size_in_bytes() as i64;
+    (stages * matrices * of_row) as usize
+}
 
 /// Numbers that a thread reads at once.
 pub(super) fn width(kind: Kind, wide: bool) -> i64 {
     if wide { 16 / kind.elt_size_in_bytes() as i64 } else { 1 }
 }
 
-fn expression(kind: Kind, norm: Norm, (_, _, wide, threads, packs): (i64, i64, bool, u32, i64)) -> String {
+fn expression(kind: Kind, norm: Norm, (_, _, wide, threads, packs, stages): Shape) -> String {
     let (t, width) = (type_of(kind), width(kind, wide));
-    format!("norm_forward<{t}, {t}, {t}, {width}, {threads}, {packs}, {}>", norm == Norm::Layer)
+    format!("norm_forward<{t}, {t}, {t}, {width}, {threads}, {packs}, {stages}, {}>", norm == Norm::Layer)
 }
 
 struct Inputs {
@@ -54,14 +63,7 @@ fn of_processor(norm: Norm, inputs: &Inputs, kind: Kind) -> Vec<Tensor> {
 }
 
 /// Outputs: the sum where there is a residual, y, the means of a layer norm, 1/σ.
-fn run(
-    program: &Program,
-    expression: &str,
-    norm: Norm,
-    inputs: &Inputs,
-    kind: Kind,
-    grid: (i64, u32),
-) -> Outcome {
+fn run(program: &Program, expression: &str, norm: Norm, inputs: &Inputs, kind: Kind, size: Size) -> Outcome {
     let to = |t: &Tensor| t.to_kind(kind);
     let (rows, columns) = (inputs.x.size()[0], inputs.x.size()[1]);
     let (x, residual) = (to(&inputs.x), inputs.residual.as_ref().map(to));
@@ -82,7 +84,7 @@ fn run(
         Given::I32(columns),
         Given::F32(1e-5),
     ];
-    launch(program.kernel(expression), grid, &given, Shift::default())
+    launch_with(program.kernel(expression), size, &given, Shift::default())
 }
 
 #[test]
@@ -97,7 +99,7 @@ fn every_dtype_norm_and_width() {
     let Some(program) = Program::of(NORM, &expressions) else { return };
     let mut generator = Generator::new(1).unwrap();
     for ((kind, norm, shape), expression) in all.iter().zip(&expressions) {
-        let (kind, norm, (rows, columns, wide, threads, packs)) = (*kind, *norm, *shape);
+        let (kind, norm, (rows, columns, wide, threads, packs, _)) = (*kind, *norm, *shape);
         for full in [false, true] {
             let mut draw = |shape: &[i64]| normal(&mut generator, shape, kind);
             let inputs = Inputs {
@@ -108,7 +110,14 @@ fn every_dtype_norm_and_width() {
             };
             let what = format!("{expression}, {rows} × {columns}, full {full}");
             // Fewer blocks than rows, so that a block has several.
-            let outcome = run(&program, expression, norm, &inputs, kind, (rows.min(2), threads));
+            let outcome = run(
+                &program,
+                expression,
+                norm,
+                &inputs,
+                kind,
+                (rows.min(2), threads, ring(kind, *shape, if full { 2 } else { 1 })),
+            );
             let x = inputs.residual.as_ref().map_or(inputs.x.shallow_clone(), |residual| {
                 (&inputs.x + residual).to_kind(kind).to_kind(Kind::Double)
             });
@@ -146,13 +155,13 @@ fn every_dtype_norm_and_width() {
 /// A row with a NaN is NaN; an infinite number makes its own row NaN or zero, and no other.
 #[test]
 fn special_numbers_stay_in_their_row() {
-    let expression = expression(Kind::BFloat16, Norm::Rms, (4, 96, true, 128, 1));
+    let expression = expression(Kind::BFloat16, Norm::Rms, (4, 96, true, 128, 1, 0));
     let Some(program) = Program::of(NORM, std::slice::from_ref(&expression)) else { return };
     let x = Tensor::ones([4, 96], (Kind::Double, Device::Cpu));
     let _ = x.get(1).narrow(0, 95, 1).fill_(f64::NAN);
     let _ = x.get(2).narrow(0, 0, 1).fill_(f64::NEG_INFINITY);
     let inputs = Inputs { x: x.shallow_clone(), residual: None, weight: None, bias: None };
-    let outcome = run(&program, &expression, Norm::Rms, &inputs, Kind::BFloat16, (2, 128));
+    let outcome = run(&program, &expression, Norm::Rms, &inputs, Kind::BFloat16, (2, 128, 0));
     let y = &outcome.outputs[0];
     assert_eq!(y.get(0).isfinite().all().int64_value(&[]), 1);
     assert_eq!(y.get(1).isnan().all().int64_value(&[]), 1);

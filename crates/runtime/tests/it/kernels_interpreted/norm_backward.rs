@@ -5,14 +5,14 @@ use runtime::fused::norm::{self, Norm, Options};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
-use super::launch::{Given, Shift, launch};
-use super::norm::{KINDS, SHAPES, width};
+use super::launch::{Given, Shift, launch, launch_with, same};
+use super::norm::{KINDS, SHAPES, Shape, ring, width};
 use super::program::{NORM, Program, type_of};
 use super::tolerance::{check, close, epsilon, normal};
 
-fn expression(kind: Kind, norm: Norm, (_, _, wide, threads, packs): (i64, i64, bool, u32, i64)) -> String {
+fn expression(kind: Kind, norm: Norm, (_, _, wide, threads, packs, stages): Shape) -> String {
     let (t, width, layer) = (type_of(kind), width(kind, wide), norm == Norm::Layer);
-    format!("norm_backward<{t}, {t}, {t}, {width}, {threads}, {packs}, {layer}, {layer}>")
+    format!("norm_backward<{t}, {t}, {t}, {width}, {threads}, {packs}, {stages}, {layer}, {layer}>")
 }
 
 #[test]
@@ -28,7 +28,7 @@ fn every_dtype_norm_and_width() {
     let Some(program) = Program::of(NORM, &expressions) else { return };
     let mut generator = Generator::new(4).unwrap();
     for ((kind, norm, shape), expression) in all.iter().zip(&expressions) {
-        let (kind, norm, (rows, columns, wide, threads, packs)) = (*kind, *norm, *shape);
+        let (kind, norm, (rows, columns, wide, threads, packs, _)) = (*kind, *norm, *shape);
         let mut draw = |shape: &[i64]| normal(&mut generator, shape, kind);
         let (x, upstream, added) = (draw(&[rows, columns]), draw(&[rows, columns]), draw(&[rows, columns]));
         let weight = draw(&[columns]);
@@ -45,20 +45,29 @@ fn every_dtype_norm_and_width() {
             let sums = |name, wanted: bool| {
                 if wanted { Given::Out(name, Kind::Float, vec![blocks, columns]) } else { Given::Null }
             };
-            let given = [
-                Given::In("x", &kept),
-                Given::In("upstream", &from),
-                Given::optional("added", full.then_some(&add)),
-                Given::optional("weight", full.then_some(&of_weight)),
-                Given::optional("mean", (norm == Norm::Layer).then_some(&mean)),
-                Given::In("rstd", &rstd),
-                Given::Out("grad", kind, vec![rows, columns]),
-                sums("of_weight", full),
-                sums("of_bias", norm == Norm::Layer),
-                Given::I32(rows),
-                Given::I32(columns),
-            ];
-            let outcome = launch(program.kernel(expression), (blocks, threads), &given, Shift::default());
+            let run = |upstream, grad| {
+                let given = [
+                    Given::In("x", &kept),
+                    upstream,
+                    Given::optional("added", full.then_some(&add)),
+                    Given::optional("weight", full.then_some(&of_weight)),
+                    Given::optional("mean", (norm == Norm::Layer).then_some(&mean)),
+                    Given::In("rstd", &rstd),
+                    grad,
+                    sums("of_weight", full),
+                    sums("of_bias", norm == Norm::Layer),
+                    Given::I32(rows),
+                    Given::I32(columns),
+                ];
+                let size = (blocks, threads, ring(kind, *shape, 2));
+                launch_with(program.kernel(expression), size, &given, Shift::default())
+            };
+            let outcome = run(Given::In("upstream", &from), Given::Out("grad", kind, vec![rows, columns]));
+            // In the upstream gradient's memory, whose next rows are read ahead; and for the parameters' gradients alone.
+            let in_place = run(Given::InOut("upstream", &from), Given::Again("upstream"));
+            same(&what, &outcome.outputs, &in_place.outputs);
+            let without = run(Given::In("upstream", &from), Given::Null);
+            same(&what, &outcome.outputs[1..], &without.outputs);
             let [of_x, of_weight, of_bias] =
                 of_processor(norm, &x, full.then_some(&weight), &upstream, Kind::Double);
             let of_x = if full { &of_x + &added } else { of_x };

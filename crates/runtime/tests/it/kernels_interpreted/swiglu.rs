@@ -1,10 +1,10 @@
-//! SwiGLU's elementwise part, forward and in-place backward.
+//! SwiGLU's elementwise part, forward and backward.
 
 use runtime::fused::swiglu;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
-use super::launch::{Given, Shift, launch};
+use super::launch::{Given, Shift, launch, same};
 use super::program::{Program, SWIGLU, type_of};
 use super::tolerance::{check, close, epsilon, normal};
 
@@ -12,6 +12,35 @@ const KINDS: [Kind; 3] = [Kind::Float, Kind::BFloat16, Kind::Half];
 
 fn wide(kind: Kind) -> i64 {
     16 / kind.elt_size_in_bytes() as i64
+}
+
+/// Where an output of the backward goes.
+#[derive(Clone, Copy, PartialEq)]
+enum At {
+    Separate,
+    /// In the input's memory: gate's gradient in gate, up's in up, the product in the gradient.
+    Input,
+    Nowhere,
+}
+
+/// The arguments of the backward. The outputs of a launch are gate's gradient, up's and the product, of those that are wanted.
+fn of_backward(inputs: [&Tensor; 3], at: [At; 3], blocks: i64) -> Vec<Given<'_>> {
+    let (rows, features) = (inputs[0].size()[0], inputs[0].size()[1]);
+    let mut all = Vec::new();
+    for ((name, input), at) in ["gate", "up", "grad"].into_iter().zip(inputs).zip(at) {
+        all.push(if at == At::Input { Given::InOut(name, input) } else { Given::In(name, input) });
+        all.push(Given::I64(features));
+    }
+    for ((name, place), at) in [("of_gate", "gate"), ("of_up", "up"), ("product", "grad")].into_iter().zip(at)
+    {
+        all.extend(match at {
+            At::Separate => [Given::Out(name, inputs[0].kind(), vec![rows, features]), Given::I64(features)],
+            At::Input => [Given::Again(place), Given::I64(features)],
+            At::Nowhere => [Given::Null, Given::I64(0)],
+        });
+    }
+    all.extend([Given::I32(features), Given::I32(blocks)]);
+    all
 }
 
 #[test]
@@ -39,7 +68,6 @@ fn every_dtype_odd_sizes_and_strides() {
             let shift = Shift(if width == 1 { kind.elt_size_in_bytes() } else { 32 });
             let what = format!("{kind:?}, {tokens} × {features}");
             let (g, u, d) = (of_kernel(&gate), of_kernel(&up), of_kernel(&upstream));
-            let tail = [Given::I32(features), Given::I32(blocks)];
             let forward = launch(
                 program.kernel(&format!("swiglu_forward<{t}, {width}, 256>")),
                 grid,
@@ -59,22 +87,21 @@ fn every_dtype_odd_sizes_and_strides() {
             );
             let silu = gate.silu();
             check(&what, &forward, &[&silu, &(&silu * &up)], 2.0 * epsilon(kind) + 1e-6);
-            let [features_again, blocks_again] = tail;
-            let backward = launch(
-                program.kernel(&format!("swiglu_backward<{t}, {width}, 256>")),
-                grid,
-                &[
-                    Given::InOut("gate", &g),
-                    Given::I64(features),
-                    Given::InOut("up", &u),
-                    Given::I64(features),
-                    Given::InOut("grad", &d),
-                    Given::I64(features),
-                    features_again,
-                    blocks_again,
-                ],
-                shift,
-            );
+            let backward = |at: [At; 3]| {
+                let kernel = program.kernel(&format!("swiglu_backward<{t}, {width}, 256>"));
+                launch(kernel, grid, &of_backward([&g, &u, &d], at, blocks), shift)
+            };
+            let (separate, in_place) = (backward([At::Separate; 3]), backward([At::Input; 3]));
+            same(&what, &separate.outputs, &in_place.outputs);
+            // Each output alone, and the product beside gradients that lie in the inputs' memory.
+            for only in 0..3 {
+                let alone: [At; 3] =
+                    std::array::from_fn(|index| if index == only { At::Separate } else { At::Nowhere });
+                same(&what, &separate.outputs[only..=only], &backward(alone).outputs);
+            }
+            let mixed = backward([At::Input, At::Input, At::Separate]);
+            same(&what, &separate.outputs, &mixed.outputs);
+            let backward = separate;
             // The pass of the processor: in f64 it is the oracle, in the same dtype it must be as near.
             let of_processor = |kind: Kind| {
                 let own = |t: &Tensor| t.to_kind(kind).copy();

@@ -3,8 +3,9 @@
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
+use super::super::adam;
 use super::super::launch::{Given, Shift, try_launch};
-use super::super::program::{CROSS_ENTROPY, NORM, Program, ROPE, SCALE, SWIGLU, Source};
+use super::super::program::{ADAM, CROSS_ENTROPY, NORM, Program, ROPE, SCALE, SWIGLU, Source};
 use super::super::tolerance::normal;
 
 /// A kernel and a launch of it.
@@ -17,6 +18,9 @@ pub(super) struct Subject {
 
 pub(super) const FORWARD: Subject = Subject { source: NORM, expression: FORWARD_OF, run: forward };
 pub(super) const BACKWARD: Subject = Subject { source: NORM, expression: BACKWARD_OF, run: backward };
+pub(super) const FORWARD_WITH_RESIDUAL: Subject =
+    Subject { source: NORM, expression: FORWARD_OF, run: forward_with_residual };
+pub(super) const MANY: Subject = Subject { source: ADAM, expression: ADAM_OF, run: many };
 pub(super) const SUMS: Subject = Subject { source: NORM, expression: "column_sums", run: sums };
 pub(super) const STATISTICS: Subject =
     Subject { source: CROSS_ENTROPY, expression: STATISTICS_OF, run: statistics };
@@ -43,14 +47,19 @@ pub(super) enum Seen {
 }
 
 fn seen(program: &Program, expression: &str, grid: (u32, u32), given: &[Given<'_>]) -> Seen {
-    match try_launch(program.kernel(expression), ptx::Launch::new(grid.0, grid.1), given, Shift::default()) {
+    seen_of(program, expression, ptx::Launch::new(grid.0, grid.1), given)
+}
+
+fn seen_of(program: &Program, expression: &str, launch: ptx::Launch, given: &[Given<'_>]) -> Seen {
+    match try_launch(program.kernel(expression), launch, given, Shift::default()) {
         Ok((outputs, counts)) => Seen::Values(outputs, counts.sector_ratio()),
         Err(error) => Seen::Fault(error.to_string()),
     }
 }
 
-const FORWARD_OF: &str = "norm_forward<float, float, float, 4, 128, 1, false>";
-const BACKWARD_OF: &str = "norm_backward<float, float, float, 4, 128, 1, false, false>";
+const FORWARD_OF: &str = "norm_forward<float, float, float, 4, 128, 1, 2, false>";
+const BACKWARD_OF: &str = "norm_backward<float, float, float, 4, 128, 1, 3, false, false>";
+const ADAM_OF: &str = "adam<bf16, bf16, 8, true, 128, 1024>";
 const STATISTICS_OF: &str = "ce_statistics<float, 1, false, false, 512>";
 const BEST_OF: &str = "ce_statistics<float, 1, false, true, 512>";
 const GRADIENT_OF: &str = "ce_gradient<float, 1, false, 256>";
@@ -64,12 +73,25 @@ fn draw(size: &[i64], kind: Kind) -> Tensor {
     normal(&mut Generator::new(7).unwrap(), size, kind).to_kind(kind)
 }
 
+/// Two blocks of 128 threads that keep rows of 128 words of 16 bytes in shared memory.
+fn ahead(rows: usize) -> ptx::Launch {
+    ptx::Launch { dynamic_shared: rows * 128 * 16, ..ptx::Launch::new(2, 128) }
+}
+
 fn forward(program: &Program) -> Seen {
-    let (x, weight) = (draw(&[5, 244], Kind::Float), draw(&[244], Kind::Float));
+    forward_of(program, None)
+}
+
+fn forward_with_residual(program: &Program) -> Seen {
+    forward_of(program, Some(&draw(&[5, 244], Kind::Float)))
+}
+
+fn forward_of(program: &Program, residual: Option<&Tensor>) -> Seen {
+    let (x, weight) = (draw(&[5, 244], Kind::Float) * 0.5, draw(&[244], Kind::Float));
     let given = [
         Given::In("x", &x),
-        Given::Null,
-        Given::Null,
+        Given::optional("residual", residual),
+        residual.map_or(Given::Null, |_| Given::Out("sum", Kind::Float, vec![5, 244])),
         Given::In("weight", &weight),
         Given::Null,
         Given::Out("y", Kind::Float, vec![5, 244]),
@@ -79,12 +101,12 @@ fn forward(program: &Program) -> Seen {
         Given::I32(244),
         Given::F32(1e-5),
     ];
-    seen(program, FORWARD_OF, (2, 128), &given)
+    seen_of(program, FORWARD_OF, ahead(if residual.is_some() { 4 } else { 2 }), &given)
 }
 
 fn backward(program: &Program) -> Seen {
-    let (x, upstream) = (draw(&[5, 244], Kind::Float), draw(&[5, 244], Kind::Float) * 0.5);
-    let rstd = draw(&[5], Kind::Float).abs();
+    let (x, upstream) = (draw(&[9, 244], Kind::Float), draw(&[9, 244], Kind::Float) * 0.5);
+    let rstd = draw(&[9], Kind::Float).abs();
     let given = [
         Given::In("x", &x),
         Given::In("upstream", &upstream),
@@ -92,13 +114,40 @@ fn backward(program: &Program) -> Seen {
         Given::Null,
         Given::Null,
         Given::In("rstd", &rstd),
-        Given::Out("grad", Kind::Float, vec![5, 244]),
+        Given::Out("grad", Kind::Float, vec![9, 244]),
         Given::Out("of_weight", Kind::Float, vec![2, 244]),
         Given::Null,
-        Given::I32(5),
+        Given::I32(9),
         Given::I32(244),
     ];
-    seen(program, BACKWARD_OF, (2, 128), &given)
+    seen_of(program, BACKWARD_OF, ahead(6), &given)
+}
+
+/// Three tensors, of which two end amid a word of 16 bytes.
+fn many(program: &Program) -> Seen {
+    let sizes = [7, 1030, 8];
+    let of = |kind| sizes.map(|numbers| draw(&[numbers], kind));
+    let (gradients, masters) = (of(Kind::BFloat16), of(Kind::Float));
+    let (averages, squares) = (of(Kind::Float), of(Kind::Float).map(|root| &root * &root));
+    let (weights, step) = (of(Kind::BFloat16), Tensor::from_slice(&[3f32]));
+    let (mut members, mut blocks) = (Vec::new(), 0);
+    for (index, numbers) in sizes.into_iter().enumerate() {
+        members.extend([
+            Given::In("gradient", &gradients[index]),
+            Given::InOut("master", &masters[index]),
+            Given::InOut("exp_avg", &averages[index]),
+            Given::InOut("exp_avg_sq", &squares[index]),
+            Given::InOut("weight", &weights[index]),
+            Given::In("step", &step),
+            Given::I64(numbers),
+            Given::I64(blocks),
+        ]);
+        blocks += (numbers + adam::CHUNK - 1) / adam::CHUNK;
+    }
+    let mut given = vec![Given::Structure(members, adam::TABLE), Given::I32(3), Given::Null];
+    given.extend([0.01, 0.9, 0.999].map(Given::F64));
+    given.extend([1e-8, 0.99].map(Given::F32));
+    seen(program, ADAM_OF, (blocks as u32, 128), &given)
 }
 
 fn sums(program: &Program) -> Seen {
