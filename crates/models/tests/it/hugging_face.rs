@@ -247,7 +247,7 @@ fn a_folder_that_is_not_whole_is_refused_in_clear_words() {
         });
         let error = Folder::open(folder.path()).unwrap_err().to_string();
         assert!(
-            error.contains(&format!("scaled by `{kind}`; expected one of default, linear and llama3")),
+            error.contains(&format!("has the scaling `{kind}`; expected default, linear or llama3")),
             "{error}"
         );
     }
