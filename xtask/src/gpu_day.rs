@@ -60,7 +60,7 @@ enum Work {
 struct Part {
     name: &'static str,
     work: Work,
-    /// Deadline in seconds: three times what it takes on an H200.
+    /// Deadline in seconds, with room above what it takes on an H200.
     seconds: u64,
 }
 

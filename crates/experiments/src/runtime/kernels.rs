@@ -15,6 +15,7 @@ use runtime::ops::{self, foreach, optimizer};
 use tch::{Device, Kind, Tensor};
 
 use super::cost::{Effort, Figures, Part};
+use crate::dtype;
 
 const KIND: Kind = Kind::BFloat16;
 
@@ -85,14 +86,9 @@ fn copy(device: Device, bytes: f64) -> runtime::Result<Call> {
     }))
 }
 
-fn measure_line(
-    line: Line,
-    device: Device,
-    effort: Effort,
-    figures: &mut Figures,
-) -> anyhow::Result<Samples> {
+fn measure_line(line: Line, device: Device, effort: Effort, figures: &mut Figures) -> anyhow::Result<()> {
     let Line { what, shape, bytes, ours, libtorch } = line;
-    let case = Case::new().with("what", what).with("shape", shape).with("dtype", "bfloat16");
+    let case = Case::new().with("what", what).with("shape", shape).with("dtype", dtype::name(KIND));
     let ours = seconds(device, effort, ours)?;
     let copied = seconds(device, effort, copy(device, bytes)?)?;
     let mut metrics = vec![
@@ -108,7 +104,7 @@ fn measure_line(
         metrics.push(Metric::of_samples("time_ratio", "ratio", &ratios));
     }
     figures.extend(metrics.into_iter().map(|metric| (case.clone(), metric)));
-    Ok(ours)
+    Ok(())
 }
 
 /// Of the rate of a copy of as many bytes, and of a copy that is large enough for the launch not to count.

@@ -88,14 +88,6 @@ pub(crate) fn backward(
     outputs.iter().filter_map(|(_, output)| *output).try_for_each(bump_version)
 }
 
-/// Refuses two tensors that share memory.
-pub(crate) fn refuse_overlap(one: &Tensor, other: &Tensor) -> Result<()> {
-    if overlap(one, other)? {
-        return Err(Error::invalid(NAME, "gate, up and grad overlap in memory; give each its own"));
-    }
-    Ok(())
-}
-
 struct Grid {
     kind: &'static str,
     device: Device,

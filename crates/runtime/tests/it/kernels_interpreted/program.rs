@@ -48,7 +48,7 @@ pub(super) fn emit(source: &str, prelude: &str, expressions: &[&str], architectu
 }
 
 impl Program {
-    /// Kernels of a file; `None`, said aloud, where there is no NVRTC.
+    /// Kernels of a file; `None`, with a message on standard error, where there is no NVRTC.
     pub(super) fn of(source: Source, expressions: &[String]) -> Option<Self> {
         is_available().then(|| Self::of_text(source.0, PRELUDE, expressions))
     }
