@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use report::{Record, RunOutcome, Specs};
+use report::{OtherReport, Record, RunOutcome, Specs};
 
 use crate::stamp::{self, Stamp};
 use crate::workspace::Workspace;
@@ -104,11 +104,25 @@ impl Folder {
         read_records(&self.records())
     }
 
+    /// The reports of other machines: folders within this one that have records of their own.
+    fn others(&self) -> Result<Vec<OtherReport>> {
+        let entries =
+            std::fs::read_dir(&self.out).with_context(|| format!("cannot read {}", self.out.display()))?;
+        let mut folders: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+        folders.retain(|folder| folder.join("records").is_dir() && folder.join("index.html").is_file());
+        folders.sort();
+        let other = |folder: &PathBuf| {
+            let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            Ok(OtherReport { folder: name, records: read_records(&folder.join("records"))? })
+        };
+        folders.iter().map(other).collect()
+    }
+
     /// Writes the pages, prints the claims, and the path of the page last.
     pub(crate) fn finish(&self, specs: &Specs) -> Result<()> {
         let runs: Vec<RunOutcome> =
             Stamp::read_all(&self.run()).into_iter().map(|stamp| stamp.outcome).collect();
-        let written = report::site::write(specs, &self.read()?, &runs, &self.out)?;
+        let written = report::site::write(specs, &self.read()?, &runs, &self.others()?, &self.out)?;
         for claim in &written.claims {
             println!("{claim}");
         }

@@ -182,7 +182,7 @@ fn main() -> std::process::ExitCode {
             outcome("offload", RunState::Done { seconds: 12.0 }),
             outcome("swiglu-time", RunState::Done { seconds: 41.0 }),
         ];
-        let written = site::write(&specs, &records(), &runs, &out)?;
+        let written = site::write(&specs, &records(), &runs, &[], &out)?;
         for claim in &written.claims {
             eprintln!("{claim}");
         }

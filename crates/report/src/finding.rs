@@ -1,120 +1,257 @@
 //! Sentences whose figures are computed from records.
+//!
+//! The words follow the sign and the size of the figure: a difference inside the spread is none, whatever its sign.
+
+mod words;
 
 use crate::filter::Filter;
 use crate::measurements::{Measurements, plain};
 use crate::record::{Case, Record};
-use crate::spec::{Finding, Piece, Quantity};
+use crate::spec::{Finding, Operand, Piece, Quantity, Template, Wording};
 use crate::unit;
+use words::{Change, Value};
+
+/// A sentence of a finding, or why there is none.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sentence {
+    /// The words.
+    pub text: String,
+    /// Whether every figure in it was measured.
+    pub measured: bool,
+}
+
+/// The texts of [`of`].
+pub fn sentences(finding: &Finding, measured: &Measurements) -> Vec<String> {
+    of(finding, measured).into_iter().map(|sentence| sentence.text).collect()
+}
 
 /// The sentences of one finding over the records of its section, in the order of the groups' first records.
 ///
 /// A group that lacks a value gets the sentence `<group>: not measured (<why>)`. A group whose two sides are the same
-/// cases gets none.
-pub fn sentences(finding: &Finding, measured: &Measurements) -> Vec<String> {
+/// cases gets none. A finding with `over` has one sentence for all its groups.
+pub fn of(finding: &Finding, measured: &Measurements) -> Vec<Sentence> {
+    let keys = if finding.over.is_empty() { &finding.per } else { &finding.over };
     let mut groups: Vec<Case> = Vec::new();
     for case in measured.cases().filter(|case| finding.of.matches(case)) {
-        if let Some(group) = case.project(&finding.per)
+        if let Some(group) = case.project(keys)
             && !groups.contains(&group)
         {
             groups.push(group);
         }
     }
     if groups.is_empty() {
-        return vec!["not measured (no record)".into()];
+        return vec![missing(&Case::new(), "no record")];
     }
-    groups.iter().filter_map(|group| sentence(finding, measured, group)).collect()
+    if finding.over.is_empty() {
+        groups.iter().filter_map(|group| Group { finding, measured, case: group }.sentence()).collect()
+    } else {
+        vec![over_all(finding, measured, &groups)]
+    }
 }
 
-fn sentence(finding: &Finding, measured: &Measurements, group: &Case) -> Option<String> {
-    let (mut text, mut unsure) = (String::new(), Vec::new());
-    for piece in &finding.text.0 {
-        let figure = match piece {
-            Piece::Text(plain) => Ok(plain.clone()),
-            Piece::Key(key) if key == "per" => Ok(group.describe()),
-            Piece::Key(key) => group
-                .get(key)
-                .or_else(|| finding.of.0.get(key))
-                .or_else(|| finding.against.as_ref()?.0.get(key))
-                .map(plain)
-                .ok_or_else(|| format!("the case has no key {key}")),
-            Piece::Quantity(Quantity::Of, metric) => {
-                side(measured, group, &finding.of, metric).map(|of| show(&of))
+fn missing(group: &Case, why: &str) -> Sentence {
+    let group = group.describe();
+    let colon = if group.is_empty() { "" } else { ": " };
+    Sentence { text: format!("{group}{colon}not measured ({why})"), measured: false }
+}
+
+/// Why a group has no sentence: a value is missing, or its two sides are one.
+enum Lack {
+    Value(String),
+    Difference,
+}
+
+impl From<String> for Lack {
+    fn from(why: String) -> Self {
+        Self::Value(why)
+    }
+}
+
+struct Group<'a> {
+    finding: &'a Finding,
+    measured: &'a Measurements,
+    case: &'a Case,
+}
+
+impl Group<'_> {
+    fn sentence(&self) -> Option<Sentence> {
+        match self.template().and_then(|template| Ok((template, self.values(template)?))) {
+            Ok((template, values)) => {
+                let columns: Vec<Vec<Value>> = values.into_iter().map(|value| vec![value]).collect();
+                let text = write(template, &columns, |key| self.key(key));
+                Some(match text {
+                    Ok(text) => Sentence { text, measured: true },
+                    Err(why) => missing(self.case, &why),
+                })
             }
-            Piece::Quantity(quantity, metric) => {
-                let baseline = finding.against.as_ref()?;
-                let sides = side(measured, group, &finding.of, metric)
-                    .and_then(|of| Ok((of, side(measured, group, baseline, metric)?)));
-                match sides {
-                    Ok((of, against)) if of.case == against.case => return None,
-                    Ok((of, against)) => {
-                        if *quantity == Quantity::Change && within_spread(&of, &against) {
-                            unsure.push(unit::heading(metric, &of.metric.unit));
-                        }
-                        relation(*quantity, &of, &against)
-                    }
-                    Err(why) => Err(why),
-                }
+            Err(Lack::Value(why)) => Some(missing(self.case, &why)),
+            Err(Lack::Difference) => None,
+        }
+    }
+
+    /// The words that the sign of the deciding figure chooses.
+    fn template(&self) -> Result<&Template, Lack> {
+        match &self.finding.wording {
+            Wording::Always(text) => Ok(text),
+            Wording::BySign { decides, less, more, same } => match self.change(decides)? {
+                change if change.within => Ok(same),
+                change if change.ratio < 1.0 => Ok(less),
+                change if change.ratio > 1.0 => Ok(more),
+                _ => Ok(same),
+            },
+        }
+    }
+
+    /// The values of the template's quantities, in their order.
+    fn values(&self, template: &Template) -> Result<Vec<Value>, Lack> {
+        let quantity = |piece: &Piece| match piece {
+            Piece::Quantity(quantity, operand) => Some(self.value(*quantity, operand)),
+            _ => None,
+        };
+        template.0.iter().filter_map(quantity).collect()
+    }
+
+    fn value(&self, quantity: Quantity, operand: &Operand) -> Result<Value, Lack> {
+        let amount = |record: &Record| {
+            Value::Amount(record.metric.value.unwrap_or_default(), record.metric.unit.clone())
+        };
+        Ok(match quantity {
+            Quantity::Of => amount(&self.side(&self.finding.of, &operand.metric)?),
+            Quantity::Percent => Value::Percent(
+                self.side(&self.finding.of, &operand.metric)?.metric.value.unwrap_or_default() * 100.0,
+            ),
+            Quantity::Against => {
+                let of = self.side(&self.finding.of, &operand.metric)?;
+                amount(&self.baseline(&of, &operand.metric)?)
+            }
+            Quantity::Ratio => Value::Amount(self.change(operand)?.ratio, "ratio".into()),
+            Quantity::Change => Value::Change(self.change(operand)?),
+            Quantity::Time => Value::Time(self.change(operand)?),
+            Quantity::Rate => Value::Rate(self.change(operand)?),
+        })
+    }
+
+    /// How the group's value relates to its baseline.
+    fn change(&self, operand: &Operand) -> Result<Change, Lack> {
+        let of = self.side(&self.finding.of, &operand.metric)?;
+        let value = of.metric.value.unwrap_or_default();
+        let single =
+            |record: &Record| record.metric.n == 1 && record.metric.spread.is_some() && varies(record);
+        let spread = |record: &Record| record.metric.spread.unwrap_or(0.0);
+        let (base, spread, single, shown) = match operand.baseline {
+            Some(number) => (number, spread(&of), single(&of), number.to_string()),
+            None => {
+                let against = self.baseline(&of, &operand.metric)?;
+                let base = against.metric.value.unwrap_or_default();
+                let shown = unit::human(base, &against.metric.unit);
+                (base, spread(&of) + spread(&against), single(&of) || single(&against), shown)
             }
         };
-        match figure {
-            Ok(figure) => text.push_str(&figure),
-            Err(why) => {
-                let group = group.describe();
-                let colon = if group.is_empty() { "" } else { ": " };
-                return Some(format!("{group}{colon}not measured ({why})"));
+        let ratio = if value == base { 1.0 } else { value / base };
+        if !ratio.is_finite() {
+            let value = unit::human(value, &of.metric.unit);
+            return Err(Lack::Value(format!("{value} is divided by {shown}")));
+        }
+        let within = value != base && (value - base).abs() <= spread;
+        Ok(Change { ratio, within, single, what: unit::heading(&operand.metric, &of.metric.unit) })
+    }
+
+    /// The baseline of the group's value `of`, which is another case.
+    fn baseline(&self, of: &Record, metric: &str) -> Result<Record, Lack> {
+        let filter = self.finding.against.as_ref().ok_or(Lack::Difference)?;
+        let against = self.side(filter, metric)?;
+        if of.case == against.case { Err(Lack::Difference) } else { Ok(against) }
+    }
+
+    /// The one measurement of `metric` that `filter` takes, or why there is none.
+    fn side(&self, filter: &Filter, metric: &str) -> Result<Record, String> {
+        // A list of values leaves it to the group which of them is meant.
+        let wanted = self.case.without(|key| filter.0.get(key).is_some_and(|value| !value.is_array()));
+        let takes =
+            |r: &&Record| r.metric.name == metric && filter.matches(&r.case) && r.case.matches(&wanted);
+        let found: Vec<&Record> = self.measured.records().iter().filter(takes).collect();
+        match found.as_slice() {
+            [] => Err(format!("no record of {metric}")),
+            [one] if one.metric.value.is_some() => Ok((*one).clone()),
+            [one] => Err(one.metric.note.clone().unwrap_or_else(|| format!("no value of {metric}"))),
+            several => {
+                Err(format!("{} records of {metric} match; add a key that distinguishes them", several.len()))
             }
         }
     }
-    if !unsure.is_empty() {
-        text += &format!(" (within the spread: {})", unsure.join(", "));
+
+    fn key(&self, key: &str) -> Result<String, String> {
+        if key == "per" {
+            return Ok(self.case.describe());
+        }
+        let filters = [Some(&self.finding.of), self.finding.against.as_ref()];
+        let value =
+            self.case.get(key).or_else(|| filters.into_iter().flatten().find_map(|filter| filter.0.get(key)));
+        value.map(plain).ok_or_else(|| format!("the case has no key {key}"))
     }
-    Some(text)
 }
 
-/// The one measurement of `metric` in `group` that `filter` takes, or why there is none.
-fn side(measured: &Measurements, group: &Case, filter: &Filter, metric: &str) -> Result<Record, String> {
-    let wanted = group.without(|key| filter.fixes(key));
-    let takes = |r: &&Record| r.metric.name == metric && filter.matches(&r.case) && r.case.matches(&wanted);
-    let found: Vec<&Record> = measured.records().iter().filter(takes).collect();
-    match found.as_slice() {
-        [] => Err(format!("no record of {metric}")),
-        [one] if one.metric.value.is_some() => Ok((*one).clone()),
-        [one] => Err(one.metric.note.clone().unwrap_or_else(|| format!("no value of {metric}"))),
-        several => {
-            Err(format!("{} records of {metric} match; add a key that distinguishes them", several.len()))
+/// Whether another run would give another value: a time, a rate, a loss. Bytes and counts stay.
+fn varies(record: &Record) -> bool {
+    let metric = &record.metric;
+    match metric.unit.as_str() {
+        "s" | "nat" => true,
+        "ratio" => ["time", "speed", "_per_second"].iter().any(|part| metric.name.contains(part)),
+        unit => unit.ends_with("/s"),
+    }
+}
+
+/// One sentence for all groups, whose quantities are ranges. Groups that lack a value are counted at its end.
+fn over_all(finding: &Finding, measured: &Measurements, groups: &[Case]) -> Sentence {
+    let Wording::Always(template) = &finding.wording else {
+        return missing(&Case::new(), "the words of several groups cannot follow one sign");
+    };
+    let (mut rows, mut lacking) = (Vec::new(), Vec::new());
+    for case in groups {
+        match (Group { finding, measured, case }).values(template) {
+            Ok(values) => rows.push(values),
+            Err(Lack::Value(why)) => lacking.push(missing(case, &why).text),
+            Err(Lack::Difference) => {}
         }
     }
+    if rows.is_empty() {
+        let why = lacking.into_iter().next().unwrap_or_else(|| missing(&Case::new(), "no record").text);
+        return Sentence { text: why, measured: false };
+    }
+    let count = rows.len();
+    let columns: Vec<Vec<Value>> =
+        (0..rows[0].len()).map(|column| rows.iter().map(|row| row[column].clone()).collect()).collect();
+    let first = Group { finding, measured, case: &Case::new() };
+    let key = |key: &str| if key == "groups" { Ok(count.to_string()) } else { first.key(key) };
+    match write(template, &columns, key) {
+        Ok(mut text) => {
+            if !lacking.is_empty() {
+                text += &format!(" ({})", lacking.join("; "));
+            }
+            Sentence { text, measured: lacking.is_empty() }
+        }
+        Err(why) => missing(&Case::new(), &why),
+    }
 }
 
-fn within_spread(of: &Record, against: &Record) -> bool {
-    let spread = of.metric.spread.unwrap_or(0.0) + against.metric.spread.unwrap_or(0.0);
-    matches!((of.metric.value, against.metric.value), (Some(a), Some(b)) if a != b && (a - b).abs() <= spread)
-}
-
-fn show(record: &Record) -> String {
-    record.metric.value.map_or_else(String::new, |value| unit::human(value, &record.metric.unit))
-}
-
-fn relation(quantity: Quantity, of: &Record, against: &Record) -> Result<String, String> {
-    let (Some(value), Some(base)) = (of.metric.value, against.metric.value) else {
-        return Err("no value".into());
-    };
-    if quantity == Quantity::Against {
-        return Ok(show(against));
+/// The template with each quantity's values in words, and the reservations at the end.
+fn write(
+    template: &Template,
+    columns: &[Vec<Value>],
+    key: impl Fn(&str) -> Result<String, String>,
+) -> Result<String, String> {
+    let mut text = String::new();
+    let mut column = columns.iter();
+    let mut equal = false;
+    for piece in &template.0 {
+        text += &match piece {
+            // Faster than, but as fast as.
+            Piece::Text(plain) if equal && plain.starts_with(" than") => plain.replacen(" than", " as", 1),
+            Piece::Text(plain) => plain.clone(),
+            Piece::Key(name) => key(name)?,
+            Piece::Quantity(..) => words::of(column.next().map_or(&[][..], Vec::as_slice)),
+        };
+        equal = text.ends_with(" as fast") || text.ends_with(" as slow") || text.ends_with(" as long");
     }
-    let ratio = value / base;
-    if !ratio.is_finite() {
-        return Err(format!("{} is divided by {}", show(of), show(against)));
-    }
-    if quantity == Quantity::Ratio {
-        return Ok(format!("{ratio:.3}"));
-    }
-    if value == base {
-        return Ok("the same".into());
-    }
-    let percent = 100.0 * (ratio - 1.0);
-    let word = if percent < 0.0 { "less" } else { "more" };
-    let size = percent.abs();
-    let figure = if size < 0.05 { "under 0.1".into() } else { format!("{size:.1}") };
-    Ok(format!("{figure} % {word}"))
+    Ok(text + &words::reservations(columns))
 }

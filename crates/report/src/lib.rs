@@ -41,7 +41,7 @@
 //! assert_eq!(claims[0].to_string(), "claim copy/pinned-time 0.80 ms <= 1.00 ms holds");
 //!
 //! let folder = tempfile::tempdir()?;
-//! let written = site::write(&specs, &records, &[], folder.path())?;
+//! let written = site::write(&specs, &records, &[], &[], folder.path())?;
 //! let page = std::fs::read_to_string(written.page)?;
 //! assert!(page.contains("size 4096: a pinned copy takes 60.0 % less time"));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -61,6 +61,7 @@ pub mod finding;
 pub mod markdown;
 pub mod measurements;
 pub mod page;
+pub mod part;
 pub mod plot;
 pub mod progress;
 pub mod prose;
@@ -80,6 +81,7 @@ pub use claim::{CheckedClaim, Verdict};
 pub use environment::Environment;
 pub use filter::Filter;
 pub use measurements::Measurements;
+pub use part::{Document, OtherReport};
 pub use progress::Progress;
 pub use record::{Case, Metric, Record, RecordWriter, RecordsError, read_records};
 pub use run::{RunOutcome, RunState};

@@ -1,6 +1,7 @@
-//! Markdown: aligned tables and the whole report as one file, for a forge's page or a terminal.
+//! Markdown: aligned tables, an index of the report and a file for each part, for a forge's page or a terminal.
 
 use crate::claim::{CheckedClaim, Verdict};
+use crate::part::{Document, Headline, Part, Row};
 use crate::section::Section;
 use crate::table::{Table, mark};
 
@@ -84,42 +85,119 @@ pub fn claims(claims: &[CheckedClaim]) -> String {
     grid(&header, &rows, &[false, false, false, true, true, false])
 }
 
-/// The whole report.
-pub fn report(checked: &[CheckedClaim], sections: &[Section]) -> String {
-    let mut text = String::from("# Report\n\n");
-    if !checked.is_empty() {
-        text += &format!("## Claims\n\n{}\n", claims(checked));
+/// The Markdown files: an index of one screen, the claims, and one for each part.
+pub fn files(document: &Document) -> Vec<(String, String)> {
+    let mut files = vec![("report.md".to_owned(), index(document))];
+    if !document.claims.is_empty() {
+        files.push(("claims.md".to_owned(), format!("# Claims\n\n{}", claims(&document.claims))));
     }
-    text += "## Experiments\n\n";
-    let header = ["experiment", "title", "run"].map(str::to_owned);
-    let rows: Vec<_> = sections
-        .iter()
-        .map(|s| vec![format!("[{}](#{})", s.name, anchor(&s.title)), s.title.clone(), s.run_words()])
-        .collect();
-    text += &grid(&header, &rows, &[false; 3]);
-    for section in sections {
-        text += &format!("\n## {}\n\n{}\n", section.title, section.about.trim());
-        for built in &section.tables {
-            text += &format!("\n**{}**\n\n{}", built.title, table(built));
+    files.extend(document.parts.iter().map(|one| (file_of(one), part(one))));
+    files
+}
+
+fn file_of(part: &Part) -> String {
+    format!("part-{}.md", part.name)
+}
+
+fn index(document: &Document) -> String {
+    let mut text = String::from("# Frugal: measurements\n");
+    if let Some(opening) = &document.opening {
+        let header = ["figure", "measured", "limit", "verdict"].map(str::to_owned);
+        let row = |headline: &Headline| {
+            let Headline { title, claim, machine, baseline } = headline;
+            let (value, limit) = claim.figures();
+            let of = baseline.as_ref().map(|name| format!(" of {name}")).unwrap_or_default();
+            let on = machine.as_ref().map(|name| format!(" ({name})")).unwrap_or_default();
+            let value = value.map_or_else(|| "–".into(), |value| format!("{value}{of}{on}"));
+            vec![
+                title.clone(),
+                value,
+                format!("{} {limit}", claim.claim.op.symbol()),
+                claim.word().to_owned(),
+            ]
+        };
+        let rows: Vec<_> = opening.headlines.iter().map(row).collect();
+        text +=
+            &format!("\n{}\n\n{}", opening.about.trim(), grid(&header, &rows, &[false, true, true, false]));
+    }
+    let header = ["part", "questions", "not measured", "sections"].map(str::to_owned);
+    let row = |part: &Part| {
+        let open = part.rows.iter().filter(|row| !row.measured).count();
+        let link = format!("[{}]({})", part.title, file_of(part));
+        vec![link, part.rows.len().to_string(), open.to_string(), part.sections.len().to_string()]
+    };
+    let rows: Vec<_> = document.parts.iter().map(row).collect();
+    text += &format!("\n{}", grid(&header, &rows, &[false, true, true, true]));
+    if !document.claims.is_empty() {
+        let count = |word: &str| document.claims.iter().filter(|claim| claim.word() == word).count();
+        text += &format!(
+            "\n[Claims](claims.md): {} hold, {} fall short, {} are not measured.\n",
+            count("holds"),
+            count("falls short"),
+            count("not measured")
+        );
+    }
+    if let Some(environment) = document.environments.last() {
+        text += &format!("\nMeasured on {environment}; each section names its own revision.\n");
+    }
+    for (machine, page) in &document.others {
+        text += &format!("\nAnother machine: [{machine}]({})\n", page.replace("index.html", "report.md"));
+    }
+    text
+}
+
+fn part(part: &Part) -> String {
+    let mut text = format!("# {}\n", part.title);
+    if !part.about.trim().is_empty() {
+        text += &format!("\n{}\n", part.about.trim());
+    }
+    if !part.rows.is_empty() {
+        let header = ["asked", "answer", "where"].map(str::to_owned);
+        let row = |row: &Row| {
+            let links = row.sections.iter().map(|(_, title)| format!("[{title}](#{})", anchor(title)));
+            let code = row.code.iter().map(|path| format!("`{path}`"));
+            let places: Vec<String> = links.chain(code).collect();
+            vec![row.asks.clone(), row.answers.join(" "), places.join(", ")]
+        };
+        let rows: Vec<_> = part.rows.iter().map(row).collect();
+        text += &format!("\n{}", loose(&header, &rows));
+    }
+    text + &part.sections.iter().map(section).collect::<String>()
+}
+
+/// A grid without padding, for cells that are sentences.
+fn loose(header: &[String], rows: &[Vec<String>]) -> String {
+    let line = |cells: &[String]| {
+        let cells: Vec<_> = cells.iter().map(|cell| one_line(cell).replace('|', "\\|")).collect();
+        format!("| {} |\n", cells.join(" | "))
+    };
+    let rule = vec!["---".to_owned(); header.len()];
+    line(header) + &line(&rule) + &rows.iter().map(|row| line(row)).collect::<String>()
+}
+
+fn section(section: &Section) -> String {
+    let mut text = format!("\n## {}\n\n{}\n", section.title, section.about.trim());
+    text += &format!("\nRun: {}\n", section.run_words());
+    for built in &section.tables {
+        text += &format!("\n**{}**\n\n{}", built.title, table(built));
+    }
+    for plot in &section.plots {
+        text += &format!("\n![{}]({})\n", plot.title, plot.file);
+    }
+    if !section.findings.is_empty() {
+        text.push('\n');
+        for finding in &section.findings {
+            text += &format!("- {}\n", one_line(finding));
         }
-        for plot in &section.plots {
-            text += &format!("\n![{}]({})\n", plot.title, plot.file);
-        }
-        if !section.findings.is_empty() {
-            text.push('\n');
-            for finding in &section.findings {
-                text += &format!("- {}\n", one_line(finding));
-            }
-        }
-        if !section.command.is_empty() {
-            text += &format!("\nReproduce: `{}`\n", section.command);
-        }
-        for environment in &section.environments {
-            text += &format!("\nMeasured on {environment}\n");
-        }
-        if section.has_records {
-            text += &format!("\nAll measurements: [{0}]({0})\n", section.csv_file());
-        }
+    }
+    if !section.command.is_empty() {
+        text += &format!("\nReproduce: `{}`\n", section.command);
+    }
+    for environment in &section.environments {
+        text += &format!("\nMeasured on {environment}\n");
+    }
+    if section.has_records {
+        text += &format!("\nAll measurements: [{0}]({0})\n", section.csv_file());
     }
     text
 }

@@ -8,17 +8,23 @@ use pulldown_cmark::{Event, Parser, Tag, TagEnd, html::push_html};
 /// The paragraphs and lists of `text` as HTML.
 pub fn html(text: &str) -> String {
     let mut html = String::new();
-    push_html(&mut html, events(text).into_iter());
+    push_html(&mut html, events(&plain_characters(text)).into_iter());
     html
 }
 
 /// The marks within one line of text as HTML.
 pub fn inline(text: &str) -> String {
     let mut html = String::new();
+    let text = &plain_characters(text);
     let paragraph =
         |event: &Event<'_>| matches!(event, Event::Start(Tag::Paragraph) | Event::End(TagEnd::Paragraph));
     push_html(&mut html, events(text).into_iter().filter(|event| !paragraph(event)));
     html
+}
+
+/// The text with spaces for control characters, which a page must not have.
+fn plain_characters(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() && c != '\n' { ' ' } else { c }).collect()
 }
 
 fn events(text: &str) -> Vec<Event<'_>> {

@@ -1,14 +1,14 @@
-//! Writes the whole report: a page, a Markdown file, one CSV file per experiment and one SVG file per plot.
+//! Writes the whole report: a page, Markdown files, one CSV file per experiment and one SVG file per plot.
 
 use std::path::{Path, PathBuf};
 
 use crate::atomic_write;
-use crate::claim::{self, CheckedClaim};
+use crate::claim::CheckedClaim;
 use crate::comparison;
 use crate::measurements::newest;
+use crate::part::{Document, OtherReport};
 use crate::record::Record;
 use crate::run::RunOutcome;
-use crate::section::{environments, sections};
 use crate::spec::Specs;
 use crate::{markdown, page, tidy_csv};
 
@@ -36,19 +36,20 @@ pub struct Written {
     pub claims: Vec<CheckedClaim>,
 }
 
-/// Writes `index.html`, `report.md`, `<experiment>.csv` and `plots/<experiment>-<plot>.svg` into the folder `out`,
-/// which is created if missing. Files of the same names are replaced, others stay.
+/// Writes `index.html`, `report.md` with a `part-<name>.md` for each part, `<experiment>.csv` and
+/// `plots/<experiment>-<plot>.svg` into the folder `out`, which is created if missing. Files of the same names are replaced,
+/// others stay. `others` are reports of other machines, in folders within `out`, whose figures are shown beside.
 pub fn write(
     specs: &Specs,
     records: &[Record],
     runs: &[RunOutcome],
+    others: &[OtherReport],
     out: &Path,
 ) -> Result<Written, SiteError> {
     let records = newest(records);
-    let claims = claim::check(specs, &records, runs);
-    let sections = sections(specs, &records, runs);
+    let document = Document::of(specs, &records, runs, others);
     let mut folder = Folder { out, files: Vec::new() };
-    for section in &sections {
+    for section in document.sections() {
         for plot in &section.plots {
             folder.write(&plot.file, &plot.svg)?;
         }
@@ -60,9 +61,11 @@ pub fn write(
             folder.write(&section.csv_file(), &tidy_csv::write(&mine))?;
         }
     }
-    folder.write("report.md", &markdown::report(&claims, &sections))?;
-    let page = folder.write("index.html", &page::html(&claims, &environments(&records), &sections))?;
-    Ok(Written { page, files: folder.files, claims })
+    for (name, text) in markdown::files(&document) {
+        folder.write(&name, &text)?;
+    }
+    let page = folder.write("index.html", &page::html(&document))?;
+    Ok(Written { page, files: folder.files, claims: document.claims })
 }
 
 struct Folder<'a> {

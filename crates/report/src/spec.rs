@@ -33,6 +33,7 @@
 //! ```
 
 mod load;
+mod part;
 mod template;
 mod view;
 
@@ -41,9 +42,10 @@ use serde::Deserialize;
 use crate::cli::Scale;
 use crate::filter::Filter;
 pub use load::{FOLDER, SpecError};
-pub use template::Template;
+pub use part::{Answer, Headline, Opening, Part, Row};
+pub use template::{Operand, Template};
 pub(crate) use template::{Piece, Quantity};
-pub use view::{Finding, Plot, PlotKind, Table};
+pub use view::{Finding, Plot, PlotKind, Table, Wording};
 
 /// Everything that the crates of a workspace register.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
@@ -58,9 +60,31 @@ pub struct Specs {
     /// `[[comparison]]`: programs that are measured against another program, alternately.
     #[serde(rename = "comparison")]
     pub comparisons: Vec<Comparison>,
+    /// `[[part]]`: the assignments' questions, and which sections belong to them.
+    #[serde(rename = "part")]
+    pub parts: Vec<Part>,
+    /// `[opening]`: the first screen.
+    pub opening: Option<Opening>,
 }
 
 impl Specs {
+    /// Whether an experiment or a comparison has this name.
+    pub fn has(&self, name: &str) -> bool {
+        self.experiment(name).is_some() || self.comparison(name).is_some()
+    }
+
+    /// The heading of an experiment's or a comparison's section.
+    pub fn title(&self, name: &str) -> Option<&str> {
+        let experiment = self.experiment(name).map(|e| e.title.as_str());
+        experiment.or_else(|| self.comparison(name).map(|c| c.title.as_str()))
+    }
+
+    /// The command that runs an experiment or a comparison.
+    pub fn command(&self, name: &str) -> Option<String> {
+        let verb = if self.experiment(name).is_some() { "run-all" } else { "compare" };
+        self.has(name).then(|| format!("cargo xtask {verb} --only {name}"))
+    }
+
     /// The experiment of this name.
     pub fn experiment(&self, name: &str) -> Option<&Experiment> {
         self.experiments.iter().find(|experiment| experiment.name == name)

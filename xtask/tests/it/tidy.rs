@@ -30,6 +30,18 @@ fn unsafe_code_has_its_place_and_its_reason() {
     report(sources::check(&workspace()));
 }
 
+#[test]
+fn the_files_that_the_report_names_exist() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let specs = ::report::Specs::load(&root).expect("the registered experiments load");
+    let rows = specs.parts.iter().flat_map(|part| part.rows.iter().map(move |row| (part, row)));
+    let missing = rows.flat_map(|(part, row)| {
+        let gone = row.code.iter().filter(|path| !root.join(path).exists());
+        gone.map(|path| format!("the part `{}` names {path}, which does not exist", part.name))
+    });
+    report(missing.collect());
+}
+
 /// Runs every check on a sample.
 fn check(files: &[(&str, &str)], expected: Expect) {
     let tree = Tree::of(files);

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use super::Specs;
 
-/// The folder of a workspace whose `.toml` files register experiments, one for each crate that is measured.
+/// The folder of a workspace whose `.toml` files register experiments, one for each crate that is measured. Its folder
+/// `parts` has the report's parts, in the order of the files' names.
 pub const FOLDER: &str = "crates/experiments/experiments";
 
 /// A file of experiments that cannot be used.
@@ -40,44 +41,46 @@ pub enum SpecError {
         path: PathBuf,
         /// Line number of the later entry, from 1.
         line: usize,
-        /// `experiment`, `claim` or `plot`.
+        /// `experiment`, `claim`, `plot`, `part`, or a part's `section`.
         what: &'static str,
         /// The name that both have.
         name: String,
         /// The earlier file.
         first: PathBuf,
     },
-    /// A claim names an experiment that no crate registers.
-    #[error(
-        "{path}:{line}: the claim `{claim}` is about the experiment `{experiment}`, which no crate registers; known: {known}"
-    )]
-    UnknownExperiment {
+    /// A claim, a part or a headline names what no crate registers.
+    #[error("{path}:{line}: {by} is about the {what} `{name}`, which no crate registers; known: {known}")]
+    Unknown {
         /// The file.
         path: PathBuf,
-        /// Line number of the claim, from 1.
+        /// Line number, from 1.
         line: usize,
-        /// The claim's name.
-        claim: String,
-        /// The experiment that it names.
-        experiment: String,
-        /// The experiments and comparisons that there are.
+        /// Who names it.
+        by: String,
+        /// `experiment` or `claim`.
+        what: &'static str,
+        /// The name.
+        name: String,
+        /// The names that there are.
         known: String,
+    },
+    /// The opening is given twice.
+    #[error("{path}:1: the opening is registered already; remove one of the two")]
+    SecondOpening {
+        /// The later file.
+        path: PathBuf,
     },
 }
 
 impl Specs {
-    /// Reads every file in [`FOLDER`] under `root`, in the order of their names.
+    /// Reads every file in [`FOLDER`] under `root`, in the order of their names, then those of its folder `parts`.
     pub fn load(root: &Path) -> Result<Self, SpecError> {
         let folder = root.join(FOLDER);
-        let read = |cause| SpecError::Read { path: folder.clone(), cause };
-        let mut files = Vec::new();
-        for entry in std::fs::read_dir(&folder).map_err(read)? {
-            let file = entry.map_err(read)?.path();
-            if file.extension().is_some_and(|extension| extension == "toml") {
-                files.push(file);
-            }
+        let mut files = toml_files(&folder)?;
+        let parts = folder.join("parts");
+        if parts.is_dir() {
+            files.extend(toml_files(&parts)?);
         }
-        files.sort();
         Self::load_files(&files)
     }
 
@@ -85,7 +88,7 @@ impl Specs {
     pub fn load_files(files: &[PathBuf]) -> Result<Self, SpecError> {
         let mut all = Self::default();
         let mut names = Names::default();
-        let mut claimed = Vec::new();
+        let mut references = Vec::new();
         for path in files {
             let text = std::fs::read_to_string(path)
                 .map_err(|cause| SpecError::Read { path: path.clone(), cause })?;
@@ -94,48 +97,101 @@ impl Specs {
                 line: error.span().map_or(1, |span| line_at(&text, span.start)),
                 message: error.message().trim().replace('\n', ", "),
             })?;
-            let experiments = specs.experiments.iter().map(|e| (&e.name, &e.plots));
-            let comparisons = specs.comparisons.iter().map(|c| (&c.name, &c.plots));
-            for (name, plots) in experiments.chain(comparisons) {
-                names.add(path, &text, "experiment", name, name)?;
-                for plot in plots {
-                    names.add(path, &text, "plot", &plot.name, &format!("{name}-{}", plot.name))?;
-                }
-            }
-            for claim in &specs.claims {
-                names.add(path, &text, "claim", &claim.name, &claim.name)?;
-                claimed.push((
-                    path,
-                    line_of(&text, &claim.name),
-                    claim.name.clone(),
-                    claim.experiment.clone(),
-                ));
-            }
+            names.add_all(path, &text, &specs)?;
+            references.extend(specs.references(path, &text));
             all.experiments.extend(specs.experiments);
             all.claims.extend(specs.claims);
             all.comparisons.extend(specs.comparisons);
-        }
-        for (path, line, claim, experiment) in claimed {
-            if all.experiment(&experiment).is_none() && all.comparison(&experiment).is_none() {
-                let known = all.known_names();
-                return Err(SpecError::UnknownExperiment {
-                    path: path.clone(),
-                    line,
-                    claim,
-                    experiment,
-                    known,
-                });
+            all.parts.extend(specs.parts);
+            if let Some(opening) = specs.opening
+                && all.opening.replace(opening).is_some()
+            {
+                return Err(SpecError::SecondOpening { path: path.clone() });
             }
         }
-        Ok(all)
+        match references.into_iter().find(|reference| !reference.is_known(&all)) {
+            None => Ok(all),
+            Some(Reference { path, line, by, what, name }) => {
+                Err(SpecError::Unknown { path, line, by, what, name, known: all.known_names(what) })
+            }
+        }
     }
 
-    fn known_names(&self) -> String {
-        let experiments = self.experiments.iter().map(|e| &e.name);
-        let names: Vec<_> =
-            experiments.chain(self.comparisons.iter().map(|c| &c.name)).map(|n| format!("`{n}`")).collect();
+    /// Every name that an entry gives of another.
+    fn references(&self, path: &Path, text: &str) -> Vec<Reference> {
+        let refer = |line: usize, by: String, what: &'static str, name: &str| Reference {
+            path: path.to_owned(),
+            line,
+            by,
+            what,
+            name: name.to_owned(),
+        };
+        let mut all = Vec::new();
+        for claim in &self.claims {
+            let by = format!("the claim `{}`", claim.name);
+            all.push(refer(line_of(text, &claim.name), by, "experiment", &claim.experiment));
+        }
+        for part in &self.parts {
+            let line = line_of(text, &part.name);
+            let named = part.rows.iter().flat_map(|row| {
+                row.answers.iter().map(|answer| &answer.experiment).chain(row.section.as_ref())
+            });
+            for name in part.sections.iter().chain(named) {
+                let line = line_with(text, &format!("\"{name}\"")).unwrap_or(line);
+                all.push(refer(line, format!("the part `{}`", part.name), "experiment", name));
+            }
+        }
+        for headline in self.opening.iter().flat_map(|opening| &opening.headlines) {
+            let line = line_with(text, &format!("\"{}\"", headline.claim)).unwrap_or(1);
+            all.push(refer(line, format!("the headline \"{}\"", headline.title), "claim", &headline.claim));
+        }
+        all
+    }
+
+    fn known_names(&self, what: &str) -> String {
+        let names: Vec<_> = match what {
+            "claim" => self.claims.iter().map(|claim| format!("`{}`", claim.name)).collect(),
+            _ => {
+                let experiments = self.experiments.iter().map(|e| &e.name);
+                experiments
+                    .chain(self.comparisons.iter().map(|c| &c.name))
+                    .map(|n| format!("`{n}`"))
+                    .collect()
+            }
+        };
         if names.is_empty() { "none".into() } else { names.join(", ") }
     }
+}
+
+/// A name that one entry gives of another.
+struct Reference {
+    path: PathBuf,
+    line: usize,
+    by: String,
+    what: &'static str,
+    name: String,
+}
+
+impl Reference {
+    fn is_known(&self, all: &Specs) -> bool {
+        match self.what {
+            "claim" => all.claims.iter().any(|claim| claim.name == self.name),
+            _ => all.has(&self.name),
+        }
+    }
+}
+
+fn toml_files(folder: &Path) -> Result<Vec<PathBuf>, SpecError> {
+    let read = |cause| SpecError::Read { path: folder.to_owned(), cause };
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(read)? {
+        let file = entry.map_err(read)?.path();
+        if file.extension().is_some_and(|extension| extension == "toml") {
+            files.push(file);
+        }
+    }
+    files.sort();
+    Ok(files)
 }
 
 /// Where each name was first registered.
@@ -143,6 +199,27 @@ impl Specs {
 struct Names(BTreeMap<(&'static str, String), PathBuf>);
 
 impl Names {
+    fn add_all(&mut self, path: &Path, text: &str, specs: &Specs) -> Result<(), SpecError> {
+        let experiments = specs.experiments.iter().map(|e| (&e.name, &e.plots));
+        let comparisons = specs.comparisons.iter().map(|c| (&c.name, &c.plots));
+        for (name, plots) in experiments.chain(comparisons) {
+            self.add(path, text, "experiment", name, name)?;
+            for plot in plots {
+                self.add(path, text, "plot", &plot.name, &format!("{name}-{}", plot.name))?;
+            }
+        }
+        for claim in &specs.claims {
+            self.add(path, text, "claim", &claim.name, &claim.name)?;
+        }
+        for part in &specs.parts {
+            self.add(path, text, "part", &part.name, &part.name)?;
+            for section in &part.sections {
+                self.add(path, text, "section", section, section)?;
+            }
+        }
+        Ok(())
+    }
+
     fn add(
         &mut self,
         path: &Path,
@@ -169,6 +246,11 @@ fn line_of(text: &str, name: &str) -> usize {
         })
     };
     text.lines().enumerate().filter(|(_, line)| gives(line)).last().map_or(1, |(index, _)| index + 1)
+}
+
+/// The last line that contains `words`.
+fn line_with(text: &str, words: &str) -> Option<usize> {
+    text.lines().enumerate().filter(|(_, line)| line.contains(words)).last().map(|(index, _)| index + 1)
 }
 
 fn line_at(text: &str, offset: usize) -> usize {

@@ -7,15 +7,22 @@ use serde::Deserialize;
 /// | written | becomes |
 /// |---|---|
 /// | `{per}` | the group's case: `batch 8, SaveOne` |
+/// | `{groups}` | the number of groups of a finding with `over` |
 /// | `{level}` | the value of that case key in the group, or in the `of` filter |
 /// | `{of:peak_bytes}` | the value: `1.25 GiB` |
 /// | `{against:peak_bytes}` | the baseline value |
+/// | `{percent:share_of_resident}` | a ratio in percent: `78.5 %` |
 /// | `{ratio:peak_bytes}` | `of / against`: `0.760` |
-/// | `{less:peak_bytes}` | `24.0 % less`, or `… more`, or `the same` |
+/// | `{less:peak_bytes}` | `24.0 % less`, or `… more`, or `neither more nor less` |
 /// | `{more:peak_bytes}` | the same words, for sentences that expect more |
+/// | `{slower:step_seconds}` | of a time: `3.1 % slower`, or `… faster`, `4.14 times as fast`, `just as fast`; a `than` behind it becomes `as` where it must |
+/// | `{faster:tokens_per_second}` | of a rate: the same words |
+/// | `{slower:step_time_vs_eager@1}` | the same for a ratio, whose baseline is the number after the `@` |
 /// | `{{`, `}}` | a brace |
 ///
-/// Where a change is not larger than both spreads together, the sentence ends with `(within the spread: backward)`.
+/// A change that is not larger than both spreads together is none: the sentence says `neither more nor less`, and ends
+/// with `(no difference beyond the spread: backward)`. One of single runs, which have no spread, ends with
+/// `(single runs: backward)`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(try_from = "String")]
 pub struct Template(pub(crate) Vec<Piece>);
@@ -24,15 +31,49 @@ pub struct Template(pub(crate) Vec<Piece>);
 pub(crate) enum Piece {
     Text(String),
     Key(String),
-    Quantity(Quantity, String),
+    Quantity(Quantity, Operand),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Quantity {
     Of,
     Against,
+    Percent,
     Ratio,
+    /// Less or more.
     Change,
+    /// Slower or faster, of a time.
+    Time,
+    /// Slower or faster, of a rate.
+    Rate,
+}
+
+/// A metric, and the number it is compared with where that is no record's: `step_time_vs_eager@1`.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Operand {
+    /// The metric.
+    pub metric: String,
+    /// The number; `None` where the baseline is a record.
+    pub baseline: Option<f64>,
+}
+
+impl TryFrom<String> for Operand {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let Some((metric, baseline)) = text.split_once('@') else {
+            return Ok(Self { metric: text, baseline: None });
+        };
+        match baseline.parse::<f64>() {
+            Ok(number) if number.is_finite() && number != 0.0 => {
+                Ok(Self { metric: metric.into(), baseline: Some(number) })
+            }
+            _ => {
+                Err(format!("`{text}` compares with `{baseline}`; write a number other than 0 after the `@`"))
+            }
+        }
+    }
 }
 
 impl TryFrom<String> for Template {
@@ -82,11 +123,15 @@ impl Piece {
         let quantity = match quantity {
             "of" => Quantity::Of,
             "against" => Quantity::Against,
+            "percent" => Quantity::Percent,
             "ratio" => Quantity::Ratio,
             "less" | "more" => Quantity::Change,
+            "slower" => Quantity::Time,
+            "faster" => Quantity::Rate,
             other => {
                 return Err(format!(
-                    "the text asks for the unknown quantity `{other}`; known: of, against, ratio, less, more"
+                    "the text asks for the unknown quantity `{other}`; known: of, against, percent, ratio, less, more, \
+                     slower, faster"
                 ));
             }
         };
@@ -95,18 +140,43 @@ impl Piece {
                 "the text has `{{{inside}}}` without a metric; write `{{{inside}backward_seconds}}`"
             ));
         }
-        Ok(Self::Quantity(quantity, metric.into()))
+        Ok(Self::Quantity(quantity, Operand::try_from(metric.to_owned())?))
     }
 }
 
 impl Template {
-    /// The first quantity that is a relation of two values, as it is written.
+    /// The metrics that it shows.
+    pub fn operands(&self) -> impl Iterator<Item = &Operand> {
+        self.0
+            .iter()
+            .filter_map(|piece| if let Piece::Quantity(_, operand) = piece { Some(operand) } else { None })
+    }
+
+    /// Whether it says that one value is more or less than another.
+    pub fn relates(&self) -> bool {
+        let relation = |quantity| matches!(quantity, Quantity::Change | Quantity::Time | Quantity::Rate);
+        self.0.iter().any(|piece| matches!(piece, Piece::Quantity(quantity, _) if relation(*quantity)))
+    }
+
+    /// The words between the quantities.
+    pub fn plain_text(&self) -> String {
+        let text = |piece: &Piece| if let Piece::Text(text) = piece { Some(text.clone()) } else { None };
+        self.0.iter().filter_map(text).collect::<Vec<_>>().join(" … ")
+    }
+
+    /// The first quantity that is a relation of two values and has one, as it is written.
     pub(super) fn first_that_needs_against(&self) -> Option<String> {
         self.0.iter().find_map(|piece| match piece {
-            Piece::Quantity(Quantity::Against, metric) => Some(format!("`{{against:{metric}}}`")),
-            Piece::Quantity(Quantity::Ratio, metric) => Some(format!("`{{ratio:{metric}}}`")),
-            Piece::Quantity(Quantity::Change, metric) => {
-                Some(format!("`{{less:{metric}}}` or `{{more:{metric}}}`"))
+            Piece::Quantity(quantity, Operand { metric, baseline: None }) => {
+                let word = match quantity {
+                    Quantity::Of | Quantity::Percent => return None,
+                    Quantity::Against => "against",
+                    Quantity::Ratio => "ratio",
+                    Quantity::Change => return Some(format!("`{{less:{metric}}}` or `{{more:{metric}}}`")),
+                    Quantity::Time => "slower",
+                    Quantity::Rate => "faster",
+                };
+                Some(format!("`{{{word}:{metric}}}`"))
             }
             _ => None,
         })

@@ -3,7 +3,7 @@
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 
-use super::Template;
+use super::template::{Operand, Template};
 use crate::filter::Filter;
 
 /// A table: one row per combination of case keys, one column per metric.
@@ -188,38 +188,106 @@ impl TryFrom<PlotFields> for Plot {
 pub struct Finding {
     /// Case keys whose combinations get a sentence each; one sentence where this is empty.
     pub per: Vec<String>,
+    /// Case keys over whose combinations the one sentence gives ranges: `3.5 to 54.9 % more`.
+    pub over: Vec<String>,
     /// The cases that the sentence is about.
     pub of: Filter,
     /// The cases of the baseline. A key that is fixed here is not matched with the group's, so that
     /// every level can be measured against one baseline.
     pub against: Option<Filter>,
     /// The sentence.
-    pub text: Template,
+    pub wording: Wording,
+}
+
+/// The words of a finding.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Wording {
+    /// One sentence, whose figures carry their sign in words.
+    Always(Template),
+    /// The sentence that the sign of a figure chooses: `decides = "step_seconds"` or `"speed_ratio@0.95"`. A difference within
+    /// the spread is none.
+    BySign {
+        /// The figure.
+        decides: Operand,
+        /// Where the value is below its baseline.
+        less: Template,
+        /// Where it is above.
+        more: Template,
+        /// Where it is neither.
+        same: Template,
+    },
+}
+
+impl Wording {
+    /// Every sentence that may be chosen.
+    pub fn templates(&self) -> Vec<&Template> {
+        match self {
+            Self::Always(text) => vec![text],
+            Self::BySign { less, more, same, .. } => vec![less, more, same],
+        }
+    }
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct FindingFields {
+pub(super) struct FindingFields {
     #[serde(default)]
     per: Vec<String>,
+    #[serde(default)]
+    over: Vec<String>,
     #[serde(default)]
     of: Filter,
     #[serde(default)]
     against: Option<Filter>,
-    text: Template,
+    #[serde(default)]
+    text: Option<Template>,
+    #[serde(default)]
+    decides: Option<Operand>,
+    #[serde(default)]
+    less: Option<Template>,
+    #[serde(default)]
+    more: Option<Template>,
+    #[serde(default)]
+    same: Option<Template>,
 }
 
 impl TryFrom<FindingFields> for Finding {
     type Error = String;
 
     fn try_from(fields: FindingFields) -> Result<Self, String> {
-        let FindingFields { per, of, against, text } = fields;
-        if against.is_none()
-            && let Some(quantity) = text.first_that_needs_against()
-        {
-            return Err(format!("the finding uses {quantity} and has no `against`; add `against = {{ … }}`"));
+        let FindingFields { per, over, of, against, text, decides, less, more, same } = fields;
+        let wording = match (text, decides, less, more, same) {
+            (Some(text), None, None, None, None) => Wording::Always(text),
+            (None, Some(decides), Some(less), Some(more), Some(same)) => {
+                Wording::BySign { decides, less, more, same }
+            }
+            _ => {
+                return Err(
+                    "a finding has either `text`, or `decides` with all of `less`, `more` and `same`".into(),
+                );
+            }
+        };
+        if !over.is_empty() && (!per.is_empty() || matches!(wording, Wording::BySign { .. })) {
+            return Err(
+                "a finding with `over` has one `text` for all groups; remove `per` and `decides`".into()
+            );
         }
-        Ok(Self { per, of, against, text })
+        if against.is_none() {
+            if let Wording::BySign { decides: Operand { metric, baseline: None }, .. } = &wording {
+                return Err(format!(
+                    "the finding decides by `{metric}` and has no `against`; add `against = {{ … }}`, or the number to \
+                     compare with: `{metric}@1`"
+                ));
+            }
+            if let Some(quantity) =
+                wording.templates().iter().find_map(|text| text.first_that_needs_against())
+            {
+                return Err(format!(
+                    "the finding uses {quantity} and has no `against`; add `against = {{ … }}`"
+                ));
+            }
+        }
+        Ok(Self { per, over, of, against, wording })
     }
 }
 

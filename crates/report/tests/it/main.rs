@@ -5,6 +5,7 @@ mod claims;
 mod fixed_records;
 mod fuzz_files;
 mod page;
+mod parts;
 mod records;
 mod spec_errors;
 mod timeline;

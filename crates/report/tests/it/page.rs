@@ -14,7 +14,7 @@ fn runs() -> Vec<RunOutcome> {
 /// The files that are written, by name.
 fn written(specs: &Specs, records: &[Record], runs: &[RunOutcome]) -> Vec<(String, String)> {
     let folder = tempfile::tempdir().unwrap();
-    let written = site::write(specs, records, runs, folder.path()).unwrap();
+    let written = site::write(specs, records, runs, &[], folder.path()).unwrap();
     let name = |path: &std::path::Path| path.strip_prefix(folder.path()).unwrap().display().to_string();
     written.files.iter().map(|path| (name(path), std::fs::read_to_string(path).unwrap())).collect()
 }
@@ -59,7 +59,15 @@ fn the_page_has_its_parts_in_order() {
     let names: Vec<_> = files.iter().map(|(name, _)| name.as_str()).collect();
     assert_eq!(
         names,
-        ["plots/swiglu-pareto.svg", "swiglu.csv", "swiglu-time.csv", "report.md", "index.html"]
+        [
+            "plots/swiglu-pareto.svg",
+            "swiglu.csv",
+            "swiglu-time.csv",
+            "report.md",
+            "claims.md",
+            "part-experiments.md",
+            "index.html"
+        ]
     );
     let page = file(&files, "index.html");
     let (tags, texts) = parse(&page);
@@ -67,54 +75,65 @@ fn the_page_has_its_parts_in_order() {
     for tag in tags {
         let text = texts.next().unwrap_or_default();
         let name = tag.split(' ').next().unwrap();
-        if ["h1", "h2", "h3", "th", "figcaption", "li"].contains(&name) || tag.contains("badge") {
+        if ["h1", "h2", "h3", "h4", "th", "figcaption", "li", "summary"].contains(&name)
+            || tag.contains("badge")
+        {
             outline += &format!("{name}: {}\n", text.trim());
         }
     }
     expect![[r#"
         li: 
         li: 
+        summary: 2 sections
         li: 
         li: 
-        li: 
-        h1: Frugal: measurements
-        h2: Claims
+        h1: Frugal
+        summary: 1 of 3 claims fall short
+        th: verdict
+        th: claim
+        th: measured
+        th: limit
+        th: command
+        span: falls short
+        summary: 1 of 3 claims are not measured on this machine
+        th: verdict
+        th: claim
+        th: measured
+        th: limit
+        th: command
+        span: not measured
+        summary: 1 of 3 claims hold
         th: verdict
         th: claim
         th: measured
         th: limit
         th: command
         span: holds
-        span: falls short
-        span: not measured
-        h2: Environment
-        li: Test CPU, 2 threads, 8.00 GiB, libtorch 2.11.0, revision abc1234, 2026-11-21
-        h2: Experiments
+        summary: 2 experiments, 1 done, 1 skipped
         th: experiment
         th: name
         th: run
         span: done
         span: skipped
-        h2: Keep or recompute
+        h2: Experiments
+        h3: Keep or recompute
         span: done
-        h3: Time and memory
+        h4: Time and memory
         th: batch
         th: level
         th: backward (ms)
         th: peak (MiB)
         figcaption: Time against memory
-        h3: Findings
+        h4: Conclusion
         li: batch 1: InputOnly needs 37.5 % less memory for 25.5 % more time, 250 MiB against 400 MiB (0.625)
         li: batch 8: not measured (needs 12 GiB)
-        h3: Reproduce
-        h2: Against PyTorch
+        h3: Against PyTorch
         span: skipped
-        h3: All measurements
+        h4: All measurements
         th: impl
         th: batch
         th: step (s)
         th: step time ratio
-        h3: Reproduce
     "#]]
     .assert_eq(&outline);
 }
@@ -141,26 +160,30 @@ fn the_page_stands_alone_and_its_links_lead_somewhere() {
 #[test]
 fn the_markdown_report() {
     expect![[r#"
-        # Report
+        # Frugal: measurements
 
-        ## Claims
+        | part                               | questions | not measured | sections |
+        | ---------------------------------- | --------: | -----------: | -------: |
+        | [Experiments](part-experiments.md) |         0 |            0 |        2 |
 
-        | verdict                        | claim                | description                             | measured |       limit | command                             |
-        | ------------------------------ | -------------------- | --------------------------------------- | -------: | ----------: | ----------------------------------- |
-        | holds (against PyTorch 2.11.0) | swiglu/time          | time against eager                      |     0.95 |     <= 1.00 | `cargo xtask compare`               |
-        | **falls short**                | swiglu/peak          | peak of the smallest level              | 1.50 GiB | <= 1.00 GiB | `cargo xtask run-all --only swiglu` |
-        | not measured (needs 12 GiB)    | swiglu/save-all-peak | peak of the level that keeps everything |        – | <= 1.00 GiB | `cargo xtask run-all --only swiglu` |
+        [Claims](claims.md): 1 hold, 1 fall short, 1 are not measured.
 
-        ## Experiments
+        Measured on Test CPU, 2 threads, 8.00 GiB, libtorch 2.11.0, revision abc1234, 2026-11-21; each section names its own revision.
+    "#]].assert_eq(&file(&written(&specs(), &[swiglu(), rounds()].concat(), &runs()), "report.md"));
+}
 
-        | experiment                      | title             | run                |
-        | ------------------------------- | ----------------- | ------------------ |
-        | [swiglu](#keep-or-recompute)    | Keep or recompute | done in 1 min 15 s |
-        | [swiglu-time](#against-pytorch) | Against PyTorch   | skipped: no Python |
+#[test]
+fn the_markdown_of_a_part() {
+    let files = written(&specs(), &[swiglu(), rounds()].concat(), &runs());
+    assert!(file(&files, "claims.md").contains("| **falls short** "));
+    expect![[r#"
+        # Experiments
 
         ## Keep or recompute
 
         What each **level** costs.
+
+        Run: done in 1 min 15 s
 
         **Time and memory**
 
@@ -188,6 +211,8 @@ fn the_markdown_report() {
 
         In turns.
 
+        Run: skipped: no Python
+
         **All measurements**
 
         | impl    | batch |    step (s) |   step time ratio |
@@ -202,7 +227,7 @@ fn the_markdown_report() {
         Measured on Test CPU, 2 threads, 8.00 GiB, libtorch 2.11.0, revision abc1234, 2026-11-21
 
         All measurements: [swiglu-time.csv](swiglu-time.csv)
-    "#]].assert_eq(&file(&written(&specs(), &[swiglu(), rounds()].concat(), &runs()), "report.md"));
+    "#]].assert_eq(&file(&files, "part-experiments.md"));
 }
 
 #[test]
@@ -294,7 +319,7 @@ fn a_folder_that_cannot_be_written() {
     let folder = tempfile::tempdir().unwrap();
     let taken = folder.path().join("taken");
     std::fs::write(&taken, "").unwrap();
-    let error = site::write(&Specs::default(), &[], &[], &taken).unwrap_err().to_string();
+    let error = site::write(&Specs::default(), &[], &[], &[], &taken).unwrap_err().to_string();
     expect![["cannot write ROOT/taken/report.md: File exists (os error 17); give an output folder that you may write to and that has space"]]
     .assert_eq(&error.replace(&folder.path().display().to_string(), "ROOT"));
 }

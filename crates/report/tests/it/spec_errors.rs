@@ -162,7 +162,7 @@ fn mistakes_in_findings() {
     check(
         &[&finding("saves {half:peak_bytes}")],
         expect![
-            "crates/experiments/experiments/a.toml:7: the text asks for the unknown quantity `half`; known: of, against, ratio, less, more; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:7: the text asks for the unknown quantity `half`; known: of, against, percent, ratio, less, more, slower, faster; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(

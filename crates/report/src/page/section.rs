@@ -1,0 +1,106 @@
+//! A section of the page: one experiment's tables, plots and conclusion.
+
+use super::{badge, section_id};
+use crate::plot::escape;
+use crate::prose;
+use crate::run::RunState;
+use crate::section::Section;
+use crate::table::{Cell, Table, mark};
+
+/// A table with more rows than this is folded.
+const FOLDED: usize = 12;
+
+pub(super) fn html(s: &Section) -> String {
+    let mut html = format!(
+        "<section id=\"{}\">\n<h3>{}</h3>\n<p class=\"state\">{}</p>\n{}",
+        escape(&section_id(s)),
+        escape(&s.title),
+        run_badge(s),
+        prose::html(&s.about)
+    );
+    html += &s.tables.iter().map(table).collect::<String>();
+    for plot in &s.plots {
+        // The drawing is our own writer's, which has escaped every text in it.
+        html +=
+            &format!("<figure>\n<figcaption>{}</figcaption>\n{}</figure>\n", escape(&plot.title), plot.svg);
+    }
+    if !s.findings.is_empty() {
+        let items: String =
+            s.findings.iter().map(|text| format!("<li>{}</li>\n", prose::inline(text))).collect();
+        html += &format!("<h4>Conclusion</h4>\n<ul class=\"conclusion\">\n{items}</ul>\n");
+    }
+    let mut source = Vec::new();
+    if !s.command.is_empty() {
+        source.push(format!("Reproduce: <code>{}</code>", escape(&s.command)));
+    }
+    source.extend(s.environments.iter().map(|place| format!("Measured on {}", escape(place))));
+    if s.has_records {
+        let name = escape(&s.csv_file());
+        source.push(format!("All measurements: <a href=\"{name}\">{name}</a>"));
+    }
+    let source: String = source.iter().map(|line| format!("<p class=\"small\">{line}</p>\n")).collect();
+    html + &source + "</section>\n"
+}
+
+pub(super) fn run_badge(section: &Section) -> String {
+    let words = section.run_words();
+    match &section.run {
+        Some(state) => {
+            let kind = match state {
+                RunState::Done { .. } => "good",
+                RunState::Failed { .. } => "bad",
+                RunState::Skipped { .. } => "open",
+            };
+            format!("{} <span class=\"small\">{}</span>", badge(kind, state.word()), escape(&state.detail()))
+        }
+        None => badge("open", &escape(&words)),
+    }
+}
+
+fn table(t: &Table) -> String {
+    let numeric: Vec<bool> =
+        (0..t.header.len()).map(|i| i >= t.keys || t.rows.iter().all(|row| row[i].number)).collect();
+    let class = |i: usize| if numeric[i] { " class=\"n\"" } else { "" };
+    let head: String =
+        t.header.iter().enumerate().map(|(i, h)| format!("<th{}>{}</th>", class(i), escape(h))).collect();
+    let mut body = String::new();
+    let mut last: Option<&Vec<Cell>> = None;
+    for row in &t.rows {
+        // Keys that repeat the row above step back, and a line parts the groups: the eye finds what changes.
+        let same = last.map_or(0, |last| (0..t.keys).take_while(|&i| last[i] == row[i]).count());
+        let parts = last.is_some() && t.keys > 1 && same + 1 < t.keys;
+        body += if parts { "<tr class=\"part\">" } else { "<tr>" };
+        for (i, cell) in row.iter().enumerate() {
+            body += &match (i < same, numeric[i]) {
+                (true, true) => format!("<td class=\"n again\">{}</td>", escape(&cell.text)),
+                (true, false) => format!("<td class=\"again\">{}</td>", escape(&cell.text)),
+                (false, _) => format!("<td{}>{}</td>", class(i), content(cell)),
+            };
+        }
+        body += "</tr>\n";
+        last = Some(row);
+    }
+    let note = |(i, note): (usize, &String)| {
+        format!("<p class=\"small\"><sup>{}</sup> {}</p>\n", mark(i), escape(note))
+    };
+    let notes: String = t.notes.iter().enumerate().map(note).collect();
+    let table = format!(
+        "<div class=\"wide\"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>\n{notes}"
+    );
+    let title = escape(&t.title);
+    if t.rows.len() > FOLDED {
+        let rows = t.rows.len();
+        return format!(
+            "<details class=\"folded\"><summary>{title} <span class=\"small\">({rows} rows)</span></summary>\n{table}</details>\n"
+        );
+    }
+    format!("<h4>{title}</h4>\n{table}")
+}
+
+fn content(cell: &Cell) -> String {
+    let spread = cell.spread.as_ref().map(|s| format!(" <span class=\"spread\">± {}</span>", escape(s)));
+    let note = cell.note.map(|note| format!("<sup>{}</sup>", mark(note)));
+    let text = escape(&cell.text);
+    let text = if cell.number { text } else { format!("<span class=\"word\">{text}</span>") };
+    text + &spread.unwrap_or_default() + &note.unwrap_or_default()
+}

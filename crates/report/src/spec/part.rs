@@ -1,0 +1,104 @@
+//! The parts of the report, one for each assignment, and its opening screen.
+
+use serde::Deserialize;
+
+use super::Finding;
+use super::view::{FindingFields, file_name};
+
+/// A part of the report: an assignment's questions with their answers, then sections.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Part {
+    /// Its anchor, and its file `part-<name>.md`.
+    #[serde(deserialize_with = "file_name")]
+    pub name: String,
+    /// Heading.
+    pub title: String,
+    /// What the assignment asks in a sentence or two, and formulas that belong to the whole part, in Markdown.
+    pub about: String,
+    /// The experiments and comparisons whose sections it has, in the order of the page. Each belongs to one part; those
+    /// that no part names stand in the last one.
+    #[serde(default)]
+    pub sections: Vec<String>,
+    /// `[[part.row]]`: the assignment's questions and tasks.
+    #[serde(default, rename = "row")]
+    pub rows: Vec<Row>,
+}
+
+/// A question or task of an assignment.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Row {
+    /// The question or task, in Markdown.
+    pub asks: String,
+    /// Findings that answer it.
+    #[serde(default, rename = "answer")]
+    pub answers: Vec<Answer>,
+    /// An answer without figures, such as a formula or where the code is, in Markdown.
+    #[serde(default)]
+    pub says: String,
+    /// The files that have the code and its test, relative to the checkout.
+    #[serde(default)]
+    pub code: Vec<String>,
+    /// An experiment or comparison whose section belongs to the row, besides those of the answers.
+    #[serde(default)]
+    pub section: Option<String>,
+    /// Why it is not measured, where no answer has a record.
+    #[serde(default)]
+    pub missing: Option<String>,
+    /// The command that measures it; that of the answer's experiment where this is missing.
+    #[serde(default)]
+    pub run: Option<String>,
+}
+
+/// A finding over the records of one experiment or comparison.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(try_from = "AnswerFields")]
+pub struct Answer {
+    /// The experiment or comparison.
+    pub experiment: String,
+    /// The finding.
+    pub finding: Finding,
+}
+
+#[derive(Deserialize)]
+struct AnswerFields {
+    experiment: String,
+    #[serde(flatten)]
+    finding: toml::Table,
+}
+
+impl TryFrom<AnswerFields> for Answer {
+    type Error = String;
+
+    fn try_from(fields: AnswerFields) -> Result<Self, String> {
+        let AnswerFields { experiment, finding } = fields;
+        let fields: FindingFields =
+            finding.try_into().map_err(|error: toml::de::Error| error.message().to_owned())?;
+        Ok(Self { experiment, finding: fields.try_into()? })
+    }
+}
+
+/// The first screen of the report.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Opening {
+    /// What the project is, in Markdown.
+    pub about: String,
+    /// `[[opening.headline]]`: the figures that stand first.
+    #[serde(default, rename = "headline")]
+    pub headlines: Vec<Headline>,
+}
+
+/// A claim's figure with a bar.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Headline {
+    /// What the figure is, in a few words.
+    pub title: String,
+    /// The claim that has its metric, limit and section.
+    pub claim: String,
+    /// What has the value 1 where the figure is a ratio: `eager PyTorch`.
+    #[serde(default)]
+    pub baseline: Option<String>,
+}

@@ -1,0 +1,285 @@
+//! The parts of the report: each question with its answer, every experiment in one part, and sentences that follow the sign.
+
+use std::path::Path;
+
+use crate::fixed_records::record;
+use report::spec::Finding;
+use report::{Case, Document, Filter, Measurements, Metric, OtherReport, Record, Specs, finding};
+
+/// What the workspace registers.
+fn registered() -> Specs {
+    Specs::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")).unwrap()
+}
+
+const PART: &str = r#"
+    [[experiment]]
+    name = "e"
+    title = "E"
+    about = ""
+
+    [[claim]]
+    name = "c/e"
+    what = "time"
+    experiment = "e"
+    metric = "step_seconds"
+    op = "<="
+    limit = 2.0
+    unit = "s"
+    run = "measure"
+
+    [[part]]
+    name = "p"
+    title = "The part"
+    about = "What is asked."
+    sections = ["e"]
+
+    [[part.row]]
+    asks = "How fast?"
+    [[part.row.answer]]
+    experiment = "e"
+    of = { method = "ours" }
+    against = { method = "theirs" }
+    text = "Ours is {slower:step_seconds} than theirs."
+
+    [[part.row]]
+    asks = "How fast elsewhere?"
+    missing = "needs a GPU"
+    [[part.row.answer]]
+    experiment = "e"
+    of = { method = "elsewhere" }
+    text = "It takes {of:step_seconds}."
+
+    [[part.row]]
+    asks = "Why?"
+    says = "Because."
+
+    [opening]
+    about = "A project."
+
+    [[opening.headline]]
+    title = "Time"
+    claim = "c/e"
+"#;
+
+fn seconds(method: &str, samples: &[f64]) -> Record {
+    record("e", Case::new().with("method", method), Metric::of_samples("step_seconds", "s", samples))
+}
+
+fn answers(ours: &[f64], theirs: &[f64], others: &[OtherReport]) -> Vec<String> {
+    let specs: Specs = toml::from_str(PART).unwrap();
+    let document = Document::of(&specs, &[seconds("ours", ours), seconds("theirs", theirs)], &[], others);
+    document.parts[0].rows.iter().flat_map(|row| row.answers.clone()).collect()
+}
+
+#[test]
+fn the_words_follow_the_sign_and_the_size() {
+    let first = |ours: &[f64]| answers(ours, &[1.0, 1.01, 0.99], &[]).remove(0);
+    assert_eq!(first(&[1.03, 1.04, 1.02]), "Ours is 3.0 % slower than theirs.");
+    assert_eq!(first(&[0.8, 0.81, 0.79]), "Ours is 25.0 % faster than theirs.");
+    assert_eq!(first(&[0.2, 0.2, 0.2]), "Ours is 5.00 times as fast as theirs.");
+    assert_eq!(first(&[3.0, 3.0, 3.0]), "Ours is 3.00 times as slow as theirs.");
+    assert_eq!(
+        first(&[0.995, 1.0, 0.99]),
+        "Ours is just as fast as theirs. (no difference beyond the spread: step)"
+    );
+    assert_eq!(first(&[0.5]), "Ours is 2.00 times as fast as theirs. (single runs: step)");
+}
+
+#[test]
+fn a_question_without_a_record_says_why_and_how() {
+    let gap = "**Not measured**: needs a GPU. Measure it with `cargo xtask run-all --only e`.";
+    assert_eq!(answers(&[1.0], &[1.0], &[])[1], gap);
+    let other = OtherReport { folder: "gpu".into(), records: vec![seconds("elsewhere", &[0.5, 0.5, 0.5])] };
+    let specs: Specs = toml::from_str(PART).unwrap();
+    let document = Document::of(&specs, &[], &[], &[other]);
+    assert_eq!(document.parts[0].rows[1].answers, ["On Test CPU: It takes 500 ms."]);
+    let opening = document.opening.as_ref().unwrap();
+    assert_eq!(opening.headlines[0].machine.as_deref(), Some("Test CPU"), "another machine has the figure");
+    assert_eq!(document.gaps().len(), 1, "the first question has no record anywhere");
+}
+
+#[test]
+fn ranges_over_groups() {
+    let finding: Finding = toml::from_str(
+        "over = ['size']\nof = { method = 'ours' }\nagainst = { method = 'theirs' }\n\
+         text = '{groups} sizes: {more:step_seconds} time, {of:step_seconds}'",
+    )
+    .unwrap();
+    let at = |size: u64, ours: f64| {
+        [("ours", ours), ("theirs", 1.0)].map(|(method, value)| {
+            record(
+                "e",
+                Case::new().with("size", size).with("method", method),
+                Metric::exact("step_seconds", "s", value),
+            )
+        })
+    };
+    let text = |values: &[f64]| {
+        let records: Vec<_> = values.iter().zip(1..).flat_map(|(value, size)| at(size, *value)).collect();
+        finding::sentences(&finding, &Measurements::from_records(&records)).join("\n")
+    };
+    assert_eq!(text(&[1.1, 1.5]), "2 sizes: 10.0 to 50.0 % more time, 1.10 to 1.50 s");
+    assert_eq!(text(&[0.9, 0.5]), "2 sizes: 10.0 to 50.0 % less time, 500 to 900 ms");
+    assert_eq!(text(&[0.9, 1.5]), "2 sizes: between 10.0 % less and 50.0 % more time, 900 ms to 1.50 s");
+    assert_eq!(text(&[1.0, 1.5]), "2 sizes: up to 50.0 % more time, 1 to 1.50 s");
+    assert_eq!(text(&[1.0, 1.0]), "2 sizes: neither more nor less time, 1 s");
+}
+
+#[test]
+fn every_experiment_has_its_part_and_every_question_an_answer() {
+    let specs = registered();
+    let experiments = specs.experiments.iter().map(|e| &e.name);
+    for name in experiments.chain(specs.comparisons.iter().map(|c| &c.name)) {
+        let parts: Vec<_> = specs.parts.iter().filter(|part| part.sections.contains(name)).collect();
+        assert_eq!(parts.len(), 1, "`{name}` stands in {} parts' `sections`; it belongs to one", parts.len());
+    }
+    for part in &specs.parts {
+        assert!(!part.rows.is_empty(), "{}", part.name);
+        for row in &part.rows {
+            let answered = !row.answers.is_empty() || !row.says.trim().is_empty() || row.missing.is_some();
+            assert!(
+                answered,
+                "{}: \"{}\" has neither `answer` nor `says` nor `missing`",
+                part.name, row.asks
+            );
+        }
+    }
+    let headlines = specs.opening.as_ref().map_or(0, |opening| opening.headlines.len());
+    assert!((8..=10).contains(&headlines), "{headlines} figures on the first screen");
+}
+
+/// Words that a text must leave to its figures.
+const VERDICTS: [&str; 14] = [
+    "save", "saves", "saved", "saving", "gain", "gains", "faster", "slower", "reduces", "improves", "better",
+    "worse", "cuts", "speedup",
+];
+
+/// Every registered finding with the name of its experiment.
+fn findings(specs: &Specs) -> Vec<(String, Finding)> {
+    let experiments = specs.experiments.iter().map(|e| (&e.name, &e.findings));
+    let sections = experiments.chain(specs.comparisons.iter().map(|c| (&c.name, &c.findings)));
+    let sections = sections.flat_map(|(name, all)| all.iter().map(move |f| (name.clone(), f.clone())));
+    let answers = specs.parts.iter().flat_map(|part| &part.rows).flat_map(|row| &row.answers);
+    sections.chain(answers.map(|answer| (answer.experiment.clone(), answer.finding.clone()))).collect()
+}
+
+/// Records that a finding takes, where every value of `of` is `times` its baseline, with the given spread.
+fn made_up(experiment: &str, finding: &Finding, times: f64, spread: f64) -> Vec<Record> {
+    let one_of = |filter: &Filter, mark: &str| {
+        let mut case = Case::new();
+        for key in finding.per.iter().chain(&finding.over) {
+            case = case.with(key, "group");
+        }
+        for (key, value) in &filter.0.0 {
+            let value = value.as_array().and_then(|any| any.first()).unwrap_or(value);
+            case = case.with(key, value.clone());
+        }
+        case.with("side", mark)
+    };
+    let of = one_of(&finding.of, "of");
+    let against = finding.against.as_ref().map(|filter| {
+        // What the baseline does not fix is the group's.
+        let mut case = one_of(filter, "against");
+        for key in finding.per.iter().chain(&finding.over) {
+            if !filter.fixes(key) {
+                case = case.with(key, of.get(key).cloned().unwrap_or_default());
+            }
+        }
+        case
+    });
+    let mut records = Vec::new();
+    for operand in finding.wording.templates().into_iter().flat_map(|template| template.operands()) {
+        let base = operand.baseline.unwrap_or(1.0);
+        let metric =
+            |value: f64| Metric { spread: Some(spread), n: 5, ..Metric::exact(&operand.metric, "s", value) };
+        records.push(record(experiment, of.clone(), metric(base * times)));
+        records.extend(against.iter().map(|case| record(experiment, case.clone(), metric(base))));
+    }
+    records
+}
+
+#[test]
+fn every_finding_follows_the_sign_of_its_figures() {
+    let specs = registered();
+    for (experiment, finding) in findings(&specs) {
+        for template in finding.wording.templates() {
+            // What stands in backquotes is a name.
+            let words: String = template.plain_text().to_lowercase().split('`').step_by(2).collect();
+            let verdict = words.split(|c: char| !c.is_alphanumeric()).find(|word| VERDICTS.contains(word));
+            // A text that a sign has chosen may say what the sign is.
+            let chosen = finding.wording.templates().len() > 1;
+            assert!(
+                chosen || verdict.is_none(),
+                "{experiment}: the text says \"{}\" whatever its figures are: {words}",
+                verdict.unwrap_or_default()
+            );
+        }
+        let text = |times: f64, spread: f64| {
+            let records = made_up(&experiment, &finding, times, spread);
+            let said = finding::of(&finding, &Measurements::from_records(&records));
+            assert!(said.iter().all(|sentence| sentence.measured), "{experiment}: {said:?}");
+            said.into_iter().map(|sentence| sentence.text).collect::<Vec<_>>().join("\n")
+        };
+        let relates = finding.wording.templates().iter().any(|template| template.relates());
+        if !relates {
+            continue;
+        }
+        let (below, above, inside) = (text(0.7, 0.0), text(1.3, 0.0), text(0.99, 0.2));
+        let directed = |text: &str| {
+            let words: Vec<_> = text.split([' ', ',', '.', ')']).collect();
+            let at = |word: &str| words.windows(2).any(|pair| pair[0] == "%" && pair[1] == word);
+            (at("less") || at("faster") || at("slower"), at("more") || at("slower") || at("faster"))
+        };
+        let chosen = finding.wording.templates().len() > 1;
+        assert!(chosen || directed(&below).0, "{experiment}: {below}");
+        assert!(chosen || directed(&above).1, "{experiment}: {above}");
+        assert!(below != above && below != inside && above != inside, "{experiment}: {below}");
+        assert_eq!(directed(&inside), (false, false), "{experiment}: {inside}");
+        assert!(chosen || inside.contains("no difference beyond the spread"), "{experiment}: {inside}");
+        for text in [&below, &above, &inside] {
+            assert!(
+                !text.contains("-") || !text.contains(" -"),
+                "{experiment} has a negative figure: {text}"
+            );
+        }
+    }
+}
+
+#[test]
+fn mistakes_in_parts() {
+    let error = |change: &dyn Fn(&str) -> String| {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("a.toml");
+        std::fs::write(&file, change(PART)).unwrap();
+        let error = Specs::load_files(&[file]).unwrap_err().to_string();
+        error.replace(&folder.path().display().to_string(), "ROOT")
+    };
+    expect_test::expect![
+        "ROOT/a.toml:21: the part `p` is about the experiment `nope`, which no crate registers; known: `e`"
+    ]
+    .assert_eq(&error(&|part| part.replace("sections = [\"e\"]", "sections = [\"nope\"]")));
+    expect_test::expect![
+        "ROOT/a.toml:26: the part `p` is about the experiment `nope`, which no crate registers; known: `e`"
+    ]
+    .assert_eq(&error(&|part| {
+        part.replacen(
+            "[[part.row.answer]]\n    experiment = \"e\"",
+            "[[part.row.answer]]\n    experiment = \"nope\"",
+            1,
+        )
+    }));
+    expect_test::expect![[r#"ROOT/a.toml:48: the headline "Time" is about the claim `c/nope`, which no crate registers; known: `c/e`"#]]
+        .assert_eq(&error(&|part| part.replace("claim = \"c/e\"", "claim = \"c/nope\"")));
+    expect_test::expect![
+        "ROOT/a.toml:3: the section `e` is registered already, in ROOT/a.toml; rename one of the two"
+    ]
+    .assert_eq(&error(&|part| part.replace("sections = [\"e\"]", "sections = [\"e\", \"e\"]")));
+    assert!(
+        error(&|part| part.replace("against = { method = \"theirs\" }\n", "")).contains("has no `against`")
+    );
+    assert!(error(&|part| part.replace("asks = \"Why?\"", "ask = \"Why?\"")).contains("unknown field `ask`"));
+    assert!(
+        error(&|part| part.replace("of = { method = \"ours\" }", "off = { method = \"ours\" }"))
+            .contains("off")
+    );
+}
