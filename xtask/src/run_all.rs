@@ -14,7 +14,7 @@ use crate::interrupt::Interrupt;
 use crate::pages::Folder;
 use crate::programs::{Programs, packages, select};
 use crate::runner::{self, Ending};
-use crate::stamp::{Setting, Stamp, digest, scale_name};
+use crate::stamp::{Setting, Stamp, digest};
 use crate::workspace::Workspace;
 
 /// What to run, and where.
@@ -35,7 +35,7 @@ pub(crate) struct Args {
     /// Random seed
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Write the report to DIR instead of reports/
+    /// Write the report to DIR instead of reports/, or target/smoke-report/ at scale smoke
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }
@@ -44,11 +44,13 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     args.device.check()?;
     let specs = Specs::load(&workspace.root)?;
     let chosen = select("experiment", &specs.experiments, |e| e.name.as_str(), &args.only)?;
-    let folder = Folder::new(workspace, args.out.as_deref())?;
+    // A check that everything runs must not replace the project's own measurements.
+    let smoke = (args.scale == Scale::Smoke).then(|| workspace.smoke_reports());
+    let folder = Folder::new(workspace, args.out.as_deref().or(smoke.as_deref()))?;
     folder.create()?;
     let (now, other): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|e| e.runs_at(args.scale));
     for experiment in other {
-        eprintln!("{} is not run at scale {}", experiment.name, scale_name(args.scale));
+        eprintln!("{} is not run at scale {}", experiment.name, args.scale.name());
     }
     let programs = Programs::ready(workspace, &packages(now.iter().map(|e| &*e.package)), args.device)?;
     let run = Run { args, folder: &folder, programs: &programs, interrupt: Interrupt::install()? };
@@ -140,7 +142,7 @@ impl Run<'_> {
 
     fn setting(&self, experiment: &Experiment) -> Result<Setting> {
         Ok(Setting {
-            scale: scale_name(self.args.scale).into(),
+            scale: self.args.scale.name().into(),
             device: self.args.device.to_string(),
             seed: self.args.seed,
             revision: self.programs.revision.clone(),
@@ -150,7 +152,8 @@ impl Run<'_> {
 
     fn command(&self, experiment: &Experiment) -> Result<Command> {
         let mut command = self.programs.command(&experiment.package)?;
-        command.args(&experiment.args).args(["--scale", scale_name(self.args.scale)]);
+        command.args(&experiment.args).args(["--scale", self.args.scale.name()]);
+        command.env(report::environment::SCALE, self.args.scale.name());
         command.arg("--device").arg(self.args.device.to_string());
         command.arg("--seed").arg(self.args.seed.to_string());
         command.arg("--records").arg(self.folder.unfinished_records(&experiment.name));

@@ -6,14 +6,13 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use report::cli::Scale;
 use report::{RunOutcome, RunState};
 use serde::{Deserialize, Serialize};
 
 /// The settings that determine the records of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Setting {
-    /// `smoke`, `laptop` or `paper`; empty for a comparison.
+    /// `smoke`, `laptop`, `full` or `paper`; empty for a comparison.
     pub(crate) scale: String,
     pub(crate) device: String,
     pub(crate) seed: u64,
@@ -76,15 +75,6 @@ fn path(run: &Path, experiment: &str) -> PathBuf {
 /// Writes a file through a rename, so that a reader never sees half of it.
 pub(crate) fn replace(path: &Path, content: &[u8]) -> Result<()> {
     report::atomic_write(path, content).with_context(|| format!("cannot write {}", path.display()))
-}
-
-/// Returns the name used on the command line.
-pub(crate) fn scale_name(scale: Scale) -> &'static str {
-    match scale {
-        Scale::Smoke => "smoke",
-        Scale::Laptop => "laptop",
-        Scale::Paper => "paper",
-    }
 }
 
 /// A digest of a file that changes when the file does.

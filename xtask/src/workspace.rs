@@ -101,6 +101,11 @@ impl Workspace {
     pub(crate) fn reports(&self) -> PathBuf {
         self.root.join("reports")
     }
+
+    /// The report of a run at scale smoke.
+    pub(crate) fn smoke_reports(&self) -> PathBuf {
+        self.root.join("target/smoke-report")
+    }
 }
 
 fn is_workspace(folder: &Path) -> bool {

@@ -110,7 +110,7 @@ impl Figures {
 fn repeats(scale: Scale) -> usize {
     match scale {
         Scale::Smoke => 3,
-        Scale::Laptop | Scale::Paper => 21,
+        Scale::Laptop | Scale::Full | Scale::Paper => 21,
     }
 }
 

@@ -1,5 +1,6 @@
 //! `swiglu-ckpt`: time and memory of each checkpoint level.
 
+mod assignment;
 pub mod bench;
 
 use anyhow::{Context, bail};
@@ -18,6 +19,12 @@ use crate::dtype;
 pub(crate) enum Verb {
     /// Measure time and memory of training steps, level by level
     Bench(Bench),
+    /// Measure the assignment's five shapes at checkpoint levels 0 and 1
+    Assignment {
+        /// How many of the shapes to measure, and how many steps of each
+        #[arg(long, value_enum, default_value_t)]
+        scale: Scale,
+    },
 }
 
 #[derive(clap::Args)]
@@ -59,6 +66,7 @@ fn configuration(text: &str) -> Result<Configuration, String> {
 pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
     match verb {
         Verb::Bench(arguments) => measure(common, arguments),
+        Verb::Assignment { scale } => assignment::run(common, *scale),
     }
 }
 
@@ -76,7 +84,7 @@ fn measure(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let configurations = match (&arguments.config[..], arguments.scale) {
         ([], Scale::Smoke) => bench::SMOKE,
-        ([], Scale::Laptop) => bench::LAPTOP,
+        ([], Scale::Laptop | Scale::Full) => bench::LAPTOP,
         ([], Scale::Paper) => bench::PAPER,
         (given, _) => given,
     };

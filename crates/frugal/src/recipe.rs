@@ -227,6 +227,7 @@ impl Recomputed {
             Self::Layer => LayerPlan::RecomputeAll,
             Self::Elementwise => LayerPlan::RecomputeElementwise,
             Self::Mlp => LayerPlan::RecomputeMlp,
+            Self::Attention => LayerPlan::RecomputeAttention,
             Self::Offload => LayerPlan::Offload,
         }
     }

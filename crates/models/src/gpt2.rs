@@ -23,7 +23,7 @@ use crate::init::Init;
 use crate::linear::{Linear, positive};
 use crate::loss_head::ProjectionHead;
 use crate::module::{
-    Block, Context, Input, LanguageModel, LossHead, Mlp, Module, Projection, Visitor, VisitorMut,
+    Attention, Block, Context, Input, LanguageModel, LossHead, Mlp, Module, Projection, Visitor, VisitorMut,
 };
 use crate::norm::LayerNorm;
 use crate::position::LearnedPositionalEmbedding;
@@ -164,13 +164,10 @@ impl LanguageModel for Gpt2 {
 #[derive(Debug)]
 struct Gpt2Block {
     ln_1: LayerNorm,
-    c_attn: Box<dyn Projection>,
-    c_proj: Box<dyn Projection>,
+    attn: Box<dyn Attention>,
     ln_2: LayerNorm,
     mlp: Box<dyn Mlp>,
-    heads: i64,
     dropout: f64,
-    path: AttentionPath,
 }
 
 impl Gpt2Block {
@@ -182,15 +179,19 @@ impl Gpt2Block {
         let zeros = Some(Init::Constant(0.0));
         let up = Linear::with_init(hidden, 4 * hidden, zeros, init, options)?;
         let down = Linear::with_init(4 * hidden, hidden, zeros, into_residual, options)?;
-        Ok(Self {
-            ln_1: LayerNorm::new(hidden, 1e-5, options)?,
+        let attn = SelfAttention {
             c_attn: Box::new(Linear::with_init(hidden, 3 * hidden, zeros, init, options)?),
             c_proj: Box::new(Linear::with_init(hidden, hidden, zeros, into_residual, options)?),
-            ln_2: LayerNorm::new(hidden, 1e-5, options)?,
-            mlp: Box::new(FeedForward::new(["c_fc", "c_proj"], up, down, Activation::GeluTanh, 0.0)),
             heads,
             dropout,
             path: attention,
+        };
+        Ok(Self {
+            ln_1: LayerNorm::new(hidden, 1e-5, options)?,
+            attn: Box::new(attn),
+            ln_2: LayerNorm::new(hidden, 1e-5, options)?,
+            mlp: Box::new(FeedForward::new(["c_fc", "c_proj"], up, down, Activation::GeluTanh, 0.0)),
+            dropout,
         })
     }
 }
@@ -198,16 +199,14 @@ impl Gpt2Block {
 impl Module for Gpt2Block {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
         visitor.part("ln_1", &self.ln_1);
-        visitor.part("attn.c_attn", &*self.c_attn);
-        visitor.part("attn.c_proj", &*self.c_proj);
+        visitor.part("attn", &*self.attn);
         visitor.part("ln_2", &self.ln_2);
         visitor.part("mlp", &*self.mlp);
     }
 
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
         visitor.part("ln_1", &mut self.ln_1)?;
-        visitor.projection("attn.c_attn", &mut self.c_attn)?;
-        visitor.projection("attn.c_proj", &mut self.c_proj)?;
+        visitor.attention("attn", &mut self.attn)?;
         visitor.part("ln_2", &mut self.ln_2)?;
         visitor.mlp("mlp", &mut self.mlp)
     }
@@ -216,11 +215,39 @@ impl Module for Gpt2Block {
 impl Block for Gpt2Block {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let rate = if context.training { self.dropout } else { 0.0 };
-        let joint = self.c_attn.forward(&self.ln_1.forward(x_btd)?, context)?;
-        let [q, k, v] = split_heads(&joint, self.heads)?;
-        let attended = causal_attention(&q, &k, &v, context.documents, self.path, rate)?;
-        let x = x_btd.f_add(&dropout(self.c_proj.forward(&attended, context)?, rate, context.training)?)?;
+        let update = self.attn.forward(&self.ln_1.forward(x_btd)?, context)?;
+        let x = x_btd.f_add(&dropout(update, rate, context.training)?)?;
         let update = self.mlp.forward(&self.ln_2.forward(&x)?, context)?;
         Ok(x.f_add(&dropout(update, rate, context.training)?)?)
+    }
+}
+
+#[derive(Debug)]
+struct SelfAttention {
+    c_attn: Box<dyn Projection>,
+    c_proj: Box<dyn Projection>,
+    heads: i64,
+    dropout: f64,
+    path: AttentionPath,
+}
+
+impl Module for SelfAttention {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        visitor.part("c_attn", &*self.c_attn);
+        visitor.part("c_proj", &*self.c_proj);
+    }
+
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.projection("c_attn", &mut self.c_attn)?;
+        visitor.projection("c_proj", &mut self.c_proj)
+    }
+}
+
+impl Attention for SelfAttention {
+    fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        let rate = if context.training { self.dropout } else { 0.0 };
+        let [q, k, v] = split_heads(&self.c_attn.forward(x_btd, context)?, self.heads)?;
+        let attended = causal_attention(&q, &k, &v, context.documents, self.path, rate)?;
+        self.c_proj.forward(&attended, context)
     }
 }

@@ -3,8 +3,8 @@
 //! [`Module::visit`] names a module's tensors and parts. Parameter lists, counts, state dicts and freezing are functions of it
 //! (here and in [`crate::state_dict`]). Names are joined with dots, as in PyTorch: `decoder.self_attn.in_proj_weight`.
 //!
-//! Four kinds of part are trait objects, which a technique can replace without the model knowing: [`Projection`], [`Mlp`],
-//! [`Block`] and [`LossHead`]. [`map_modules`] calls a [`ModuleMapper`] with each of them and its name:
+//! Five kinds of part are trait objects, which a technique can replace without the model knowing: [`Projection`],
+//! [`Attention`], [`Mlp`], [`Block`] and [`LossHead`]. [`map_modules`] calls a [`ModuleMapper`] with each of them and its name:
 //!
 //! ```
 //! use models::module::{ModuleMapper, Module, Projection, map_modules};
@@ -44,7 +44,7 @@ use tch::Tensor;
 
 pub use context::{Context, Input, OwnedContext};
 pub use functional_call::{FunctionalCall, SharedModule};
-pub use replace::{replace_block, replace_mlp, try_replace_block};
+pub use replace::{replace_attention, replace_block, replace_mlp, try_replace_block};
 
 use crate::error::{Error, Result};
 use crate::feed_forward::Activation;
@@ -73,6 +73,15 @@ pub trait Projection: Module {
     fn in_features(&self) -> i64;
     /// Width of the output.
     fn out_features(&self) -> i64;
+}
+
+/// The part of a block in which positions see each other.
+pub trait Attention: Module {
+    /// Maps the normalised residual stream `[batch, sequence, hidden]` to the update of it.
+    ///
+    /// # Errors
+    /// A tensor of the wrong shape, dtype or device.
+    fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor>;
 }
 
 /// The position-wise part of a block.
@@ -258,6 +267,13 @@ pub trait ModuleMapper {
     fn projection(&mut self, name: &str, slot: &mut Box<dyn Projection>) -> Result<()> {
         Ok(())
     }
+    /// An attention.
+    ///
+    /// # Errors
+    /// The mapper's own.
+    fn attention(&mut self, name: &str, slot: &mut Box<dyn Attention>) -> Result<()> {
+        Ok(())
+    }
     /// An MLP.
     ///
     /// # Errors
@@ -306,6 +322,8 @@ impl VisitorMut<'_> {
     slots! {
         /// A replaceable projection.
         projection: Projection;
+        /// A replaceable attention.
+        attention: Attention;
         /// A replaceable MLP.
         mlp: Mlp;
         /// A replaceable block.

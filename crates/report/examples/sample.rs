@@ -36,6 +36,7 @@ fn environment() -> Environment {
         memory_bytes: 8 << 30,
         torch: Some("2.11.0".into()),
         implementations: None,
+        scale: None,
         revision: "c5ea097".into(),
         unix_time: 1_795_248_000,
     }

@@ -38,11 +38,25 @@ impl CommonArgs {
 pub enum Scale {
     /// Seconds; checks that everything runs
     Smoke,
-    /// Minutes on two cores with 8 GiB
+    /// All experiments in 10 minutes on two cores with 8 GiB
     #[default]
     Laptop,
+    /// Hours on a CPU: sizes as near to the assignments' as 24 GiB allow
+    Full,
     /// The assignments' sizes; needs a GPU
     Paper,
+}
+
+impl Scale {
+    /// The name on the command line and in records.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Smoke => "smoke",
+            Self::Laptop => "laptop",
+            Self::Full => "full",
+            Self::Paper => "paper",
+        }
+    }
 }
 
 /// Runs a binary's work. Prints an error in one line with its cause chain and returns exit status 1 (on a usage error clap

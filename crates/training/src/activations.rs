@@ -7,13 +7,14 @@
 //! | [`KeepAll`](LayerPlan::KeepAll) | everything | nothing |
 //! | [`RecomputeElementwise`](LayerPlan::RecomputeElementwise) | the input, the results of products and attention | norms, activations, dropout, sums |
 //! | [`RecomputeMlp`](LayerPlan::RecomputeMlp) | all of attention, the MLP's input | the MLP |
+//! | [`RecomputeAttention`](LayerPlan::RecomputeAttention) | all of the MLP, the attention's input | the attention |
 //! | [`RecomputeAll`](LayerPlan::RecomputeAll) | the input | the layer |
 //! | [`Offload`](LayerPlan::Offload) | nothing: the input is in host memory | the layer |
 //!
 //! Sources: Chen et al., arXiv:1604.06174 (full); Korthikanti et al., arXiv:2205.05198 (selective); Ren et al.,
 //! arXiv:2101.06840, and DeepSpeed's `cpu_checkpointing` (offloaded).
 //!
-//! [`apply`] wraps a model's blocks and MLPs under their own names. Each forward reads the plan, so it can change between steps
+//! [`apply`] wraps a model's blocks, attentions and MLPs under their own names. Each forward reads the plan, so it can change between steps
 //! ([`Activations::change`]). Gradients equal those of [`KeepAll`](LayerPlan::KeepAll) bit for bit: the recomputation has the
 //! same random state and mixed-precision policy. A layer in which nothing requires a gradient is never recomputed.
 //!
@@ -50,14 +51,14 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use models::module::{Block, Mlp, Module, ModuleMapper, map_modules};
+use models::module::{Attention, Block, Mlp, Module, ModuleMapper, map_modules};
 
 pub use probe::LayerProbe;
 pub use step_predictor::{StepCost, StepPredictor};
 
 use crate::error::{Error, Result};
 use host_offload::HostOffload;
-use switched::{SwitchedBlock, SwitchedMlp};
+use switched::{SwitchedAttention, SwitchedBlock, SwitchedMlp};
 
 /// What a layer does with its activations. See the [module](self).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -70,6 +71,9 @@ pub enum LayerPlan {
     RecomputeElementwise,
     /// Keeps attention, recomputes the MLP (selective): keeps the MLP's input, not its inner activations.
     RecomputeMlp,
+    /// Keeps the MLP, recomputes the attention (selective): keeps the attention's input, not its inner activations. For the
+    /// models whose blocks have one [`Attention`]: Llama, Qwen2 and GPT-2.
+    RecomputeAttention,
     /// Keeps the layer's input and recomputes the layer (full).
     RecomputeAll,
     /// Copies the layer's input to pinned host memory on its own stream and recomputes the layer; the input of the previous
@@ -79,8 +83,14 @@ pub enum LayerPlan {
 
 impl LayerPlan {
     /// All plans, from most to fewest bytes on the device.
-    pub const ALL: [Self; 5] =
-        [Self::KeepAll, Self::RecomputeElementwise, Self::RecomputeMlp, Self::RecomputeAll, Self::Offload];
+    pub const ALL: [Self; 6] = [
+        Self::KeepAll,
+        Self::RecomputeElementwise,
+        Self::RecomputeMlp,
+        Self::RecomputeAttention,
+        Self::RecomputeAll,
+        Self::Offload,
+    ];
 
     /// The name in tables.
     pub const fn name(self) -> &'static str {
@@ -88,6 +98,7 @@ impl LayerPlan {
             Self::KeepAll => "keep all",
             Self::RecomputeElementwise => "recompute elementwise",
             Self::RecomputeMlp => "recompute MLP",
+            Self::RecomputeAttention => "recompute attention",
             Self::RecomputeAll => "recompute all",
             Self::Offload => "offload",
         }
@@ -131,19 +142,26 @@ const WHAT: &str = "activation plan";
 pub struct Activations {
     switches: Vec<Switch>,
     offload: HostOffload,
+    can_recompute_attention: bool,
 }
 
 /// Wraps every block of `model` and its MLP, and sets the plan: one entry per block, in the order of [`Module::visit`]. Names
 /// of tensors and parts do not change. Call it once per model; [`Activations::change`] changes the plan.
 ///
 /// # Errors
-/// A plan of the wrong length, which leaves the model unchanged; a block that a graph holds.
+/// A plan of the wrong length, or one that recomputes the attention of a block without a replaceable one, which leave the model
+/// unchanged; a block that a graph holds.
 pub fn apply(model: &mut (impl Module + ?Sized), plan: &[LayerPlan]) -> Result<Activations> {
-    let mut names = Names(Vec::new());
-    map_modules(model, &mut names)?;
-    check(plan, names.0.len())?;
+    let mut parts = Parts::default();
+    map_modules(model, &mut parts)?;
+    let can_recompute_attention = parts.attentions >= parts.blocks;
+    check(plan, parts.blocks, can_recompute_attention)?;
     let mut install = Install {
-        activations: Activations { switches: Vec::new(), offload: HostOffload::default() },
+        activations: Activations {
+            switches: Vec::new(),
+            offload: HostOffload::default(),
+            can_recompute_attention,
+        },
         block: String::new(),
     };
     map_modules(model, &mut install)?;
@@ -160,9 +178,9 @@ impl Activations {
     /// Changes the plan from the next forward on. Existing graphs do not change.
     ///
     /// # Errors
-    /// A plan of the wrong length.
+    /// As [`apply`].
     pub fn change(&self, plan: &[LayerPlan]) -> Result<()> {
-        check(plan, self.switches.len())?;
+        check(plan, self.switches.len(), self.can_recompute_attention)?;
         self.switches.iter().zip(plan).for_each(|(switch, plan)| switch.set(*plan));
         Ok(())
     }
@@ -173,12 +191,18 @@ impl Activations {
     }
 }
 
-fn check(plan: &[LayerPlan], layers: usize) -> Result<()> {
-    if plan.len() == layers {
-        return Ok(());
+fn check(plan: &[LayerPlan], layers: usize, can_recompute_attention: bool) -> Result<()> {
+    if plan.len() != layers {
+        let reason =
+            format!("{} entries for a model of {layers} blocks; give one for each block", plan.len());
+        return Err(Error::config(WHAT, reason));
     }
-    let reason = format!("{} entries for a model of {layers} blocks; give one for each block", plan.len());
-    Err(Error::config(WHAT, reason))
+    if plan.contains(&LayerPlan::RecomputeAttention) && !can_recompute_attention {
+        let reason =
+            "this model's blocks have no single attention that can be recomputed; take `recompute all`";
+        return Err(Error::config(WHAT, reason));
+    }
+    Ok(())
 }
 
 /// A layer's plan, shared by its block and its MLP.
@@ -199,12 +223,21 @@ impl Switch {
     }
 }
 
-/// Lists the blocks.
-struct Names(Vec<String>);
+/// Counts the parts.
+#[derive(Default)]
+struct Parts {
+    blocks: usize,
+    attentions: usize,
+}
 
-impl ModuleMapper for Names {
-    fn block(&mut self, name: &str, _: &mut Box<dyn Block>) -> models::Result<()> {
-        self.0.push(name.to_owned());
+impl ModuleMapper for Parts {
+    fn block(&mut self, _: &str, _: &mut Box<dyn Block>) -> models::Result<()> {
+        self.blocks += 1;
+        Ok(())
+    }
+
+    fn attention(&mut self, _: &str, _: &mut Box<dyn Attention>) -> models::Result<()> {
+        self.attentions += 1;
         Ok(())
     }
 }
@@ -215,9 +248,17 @@ struct Install {
     block: String,
 }
 
+impl Install {
+    /// The switch of the block that holds the part `name`; `None` for a part outside of any block.
+    fn switch_of(&self, name: &str) -> Option<Switch> {
+        let inside = name.strip_prefix(&self.block).is_some_and(|rest| rest.starts_with('.'));
+        self.activations.switches.last().filter(|_| inside).cloned()
+    }
+}
+
 impl ModuleMapper for Install {
     fn block(&mut self, name: &str, slot: &mut Box<dyn Block>) -> models::Result<()> {
-        let Activations { switches, offload } = &mut self.activations;
+        let Activations { switches, offload, .. } = &mut self.activations;
         let switch = Switch::new();
         SwitchedBlock::install(slot, name, switch.clone(), offload.storage(switches.len()));
         switches.push(switch);
@@ -225,11 +266,16 @@ impl ModuleMapper for Install {
         Ok(())
     }
 
+    fn attention(&mut self, name: &str, slot: &mut Box<dyn Attention>) -> models::Result<()> {
+        if let Some(switch) = self.switch_of(name) {
+            SwitchedAttention::install(slot, name, switch);
+        }
+        Ok(())
+    }
+
     fn mlp(&mut self, name: &str, slot: &mut Box<dyn Mlp>) -> models::Result<()> {
-        // An MLP outside of any block is left as it is.
-        let inside = name.strip_prefix(&self.block).is_some_and(|rest| rest.starts_with('.'));
-        if let Some(switch) = self.activations.switches.last().filter(|_| inside) {
-            SwitchedMlp::install(slot, name, switch.clone());
+        if let Some(switch) = self.switch_of(name) {
+            SwitchedMlp::install(slot, name, switch);
         }
         Ok(())
     }

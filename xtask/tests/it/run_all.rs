@@ -35,11 +35,11 @@ fn one_that_fails_does_not_keep_the_rest_from_running() {
     assert!(ran.err.contains("    just before\n"), "{}", ran.err);
     assert!(ran.err.ends_with("error: 2 of 3 experiments failed: fails, crashes\n"), "{}", ran.err);
     assert!(!ran.err.contains("@progress"), "{}", ran.err);
-    let page = bundle.path("reports/index.html").canonicalize().unwrap();
+    let page = bundle.path("target/smoke-report/index.html").canonicalize().unwrap();
     assert!(ran.out.ends_with(&format!("report: {}\n", page.display())), "{}", ran.out);
-    let records = report::read_records(&bundle.path("reports/records/fine.jsonl")).unwrap();
+    let records = report::read_records(&bundle.path("target/smoke-report/records/fine.jsonl")).unwrap();
     assert_eq!(records[0].environment.revision, "abc1234");
-    assert!(!bundle.path("reports/records/fails.jsonl").exists());
+    assert!(!bundle.path("target/smoke-report/records/fails.jsonl").exists());
 }
 
 #[test]
@@ -146,7 +146,7 @@ fn wrong_flags_and_places_are_refused() {
         1,
         "error: there is no experiment `fin`; there are: fine, fails, crashes",
     );
-    check(&["run-all", "--scale", "huge"], 2, "smoke, laptop, paper");
+    check(&["run-all", "--scale", "huge"], 2, "smoke, laptop, full, paper");
     check(&["run-all", "--device", "gpu"], 2, "expected cpu, cuda or cuda:N");
     check(&["run-all", "--seed", "first"], 2, "--seed");
     check(&["run-all", "--out", "/proc/nowhere"], 1, "give --out a folder that you may write");

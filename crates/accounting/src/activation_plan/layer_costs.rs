@@ -5,6 +5,7 @@
 //! | `Everything` | all of the block | – | |
 //! | `Products` | inputs and results of products, the residual stream | norms, activation functions, their products | |
 //! | `Attention` | the attention's tensors and the feed-forward's input | the whole feed-forward layer, with its norm | |
+//! | `FeedForward` | the feed-forward layer's tensors and the attention's input | the whole attention, with its norm | |
 //! | `Input` | the block's input | the whole block | |
 //! | `InputOnHost` | nothing | the whole block | the block's input |
 //!
@@ -41,6 +42,8 @@ pub enum Kept {
     Products,
     /// The attention; the feed-forward layer is recomputed.
     Attention,
+    /// The feed-forward layer; the attention is recomputed.
+    FeedForward,
     /// The block's input; the block is recomputed.
     Input,
     /// Nothing on the device: the block's input is on the host, and the block is recomputed.
@@ -49,8 +52,14 @@ pub enum Kept {
 
 impl Kept {
     /// All choices, the one that keeps most first.
-    pub const ALL: [Self; 5] =
-        [Self::Everything, Self::Products, Self::Attention, Self::Input, Self::InputOnHost];
+    pub const ALL: [Self; 6] = [
+        Self::Everything,
+        Self::Products,
+        Self::Attention,
+        Self::FeedForward,
+        Self::Input,
+        Self::InputOnHost,
+    ];
 
     /// A short name for tables.
     pub const fn name(self) -> &'static str {
@@ -58,6 +67,7 @@ impl Kept {
             Self::Everything => "everything",
             Self::Products => "products",
             Self::Attention => "attention",
+            Self::FeedForward => "feed-forward",
             Self::Input => "input",
             Self::InputOnHost => "input-on-host",
         }
@@ -187,6 +197,13 @@ impl Block {
                 recompute_seconds: self.feed_forward_seconds + self.passes(self.feed_forward_elementwise),
                 ..none
             },
+            // The feed-forward layer's tensors are freed when the attention is computed again.
+            Kept::FeedForward => LayerCost {
+                held_bytes: exact::sum(WHAT, [self.feed_forward, self.input])?,
+                transient_bytes: moment(self.attention - self.shared, 0, self.feed_forward)?,
+                recompute_seconds: self.attention_seconds + self.passes(self.attention_elementwise),
+                ..none
+            },
             // A recomputed block is complete before its backward starts.
             Kept::Input => LayerCost {
                 held_bytes: self.input,
@@ -252,8 +269,14 @@ mod tests {
         let (d, f, statistics) = (2 * 4096, 2 * 14336, 4 * 32 + 2 * 4);
         let tokens = 8192;
         let everything = 4 * d + 2 * d + 2 * d / 4 + statistics + 4 * f;
-        let held =
-            [everything, everything - 2 * d - 2 * f, (2 * d + 2 * d + 2 * d / 4 + statistics - 4) + d, d, 0];
+        let held = [
+            everything,
+            everything - 2 * d - 2 * f,
+            (2 * d + 2 * d + 2 * d / 4 + statistics - 4) + d,
+            2 * d + 4 * f + 4 + d,
+            d,
+            0,
+        ];
         assert_eq!(found.iter().map(|cost| cost.held_bytes).collect::<Vec<_>>(), held.map(|b| b * tokens));
         // Gradients: residual and branch, and two wide ones.
         let gradients = 2 * d + 2 * f;

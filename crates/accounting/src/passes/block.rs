@@ -12,6 +12,7 @@
 //!
 //! The block's input and the gradient of its output are the caller's.
 
+mod backward;
 mod peaks;
 
 use crate::exact::product;
@@ -205,6 +206,14 @@ impl Block {
         items
     }
 
+    /// Bytes that the attention keeps between its input and its output, for a gradient of its input.
+    pub(super) fn attention_bytes(&self) -> Result<u64, Error> {
+        use Projection::{Key, Output, Query, Value};
+        let low = [Query, Key, Value, Output].into_iter().map(|which| self.of(which));
+        let low = exact::sum("bytes of a block", low.filter(|one| one.adapted).map(|one| one.low))?;
+        exact::sum("bytes of a block", [2 * self.query, 2 * self.key, self.log_sum_exp, low])
+    }
+
     fn keeps_first_output(&self, of: &Recorded) -> bool {
         use Projection::{Key, Query, Value};
         of.input && self.keeps_output || self.learns(&[Query, Key, Value])
@@ -216,15 +225,41 @@ impl Block {
 
     /// Leaves the block's output and, with `record`, what it keeps except its input; `input` as for [`Block::kept`].
     pub(crate) fn forward(&self, tracker: &mut PeakTracker, record: bool, input: bool) {
-        use Projection::{Down, Gate, Key, Output, Query, Up, Value};
+        self.forward_with(tracker, [record; 2], input);
+    }
+
+    /// [`Block::forward`], which records the attention, and the rest, separately.
+    pub(super) fn forward_with(
+        &self,
+        tracker: &mut PeakTracker,
+        [attention, record]: [bool; 2],
+        input: bool,
+    ) {
+        let of = self.recorded(input);
+        tracker.make(self.narrow + self.statistic);
+        if !(record && of.input) {
+            tracker.free(self.statistic);
+        }
+        self.forward_attention(tracker, attention, input);
+        // The residual stream is computed, then the branch is freed.
+        tracker.make(self.narrow);
+        tracker.free(self.narrow);
+        // The input of a recomputed attention is kept in any case.
+        if !(record && (!attention || self.keeps_first_output(&of))) {
+            tracker.free(self.narrow);
+        }
+        self.forward_feed_forward(tracker, record, input);
+    }
+
+    /// From the queries' projection to the output's.
+    pub(super) fn forward_attention(&self, tracker: &mut PeakTracker, record: bool, input: bool) {
+        use Projection::{Key, Output, Query, Value};
         let of = self.recorded(input);
         let release = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
             if !(record && kept) {
                 tracker.free(bytes);
             }
         };
-        tracker.make(self.narrow + self.statistic);
-        release(tracker, of.input, self.statistic);
         self.project(tracker, Query, record);
         self.project(tracker, Key, record);
         // First the rotated ones, then the others are freed.
@@ -237,11 +272,16 @@ impl Block {
         // Queries, keys, values and output exist until their function ends.
         release(tracker, of.attention, self.query + 2 * self.key);
         release(tracker, of.attention || self.learns(&[Output]), self.query);
-        // The residual stream is computed, then the branch is freed.
-        tracker.make(self.narrow);
-        tracker.free(self.narrow);
-        release(tracker, self.keeps_first_output(&of), self.narrow);
+    }
 
+    fn forward_feed_forward(&self, tracker: &mut PeakTracker, record: bool, input: bool) {
+        use Projection::{Down, Gate, Up};
+        let of = self.recorded(input);
+        let release = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
+            if !(record && kept) {
+                tracker.free(bytes);
+            }
+        };
         tracker.make(self.narrow + self.statistic);
         release(tracker, of.middle, self.statistic);
         self.project(tracker, Gate, record);
@@ -281,118 +321,6 @@ impl Block {
         if !record {
             tracker.free(sizes.low);
         }
-    }
-
-    /// Frees what a recorded forward kept, except its input, and the gradient of the output; leaves the gradient of the input
-    /// if requested.
-    pub(crate) fn backward(&self, tracker: &mut PeakTracker, input: bool) {
-        use Projection::{Down, Gate, Key, Output, Query, Up, Value};
-        let of = self.recorded(input);
-        let drop_if = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
-            if kept {
-                tracker.free(bytes);
-            }
-        };
-        let gates = of.middle || self.learns(&[Gate, Up]);
-        if of.feed_forward {
-            self.project_back(tracker, Down, gates);
-        }
-        drop_if(tracker, self.learns(&[Down]), self.wide);
-        if gates {
-            // The product's gradient is a view of a matrix with two owners, so neither gradient can replace it. Then it is
-            // freed, and gate and up.
-            tracker.make(2 * self.wide);
-            tracker.free(3 * self.wide);
-            self.project_back(tracker, Up, of.middle);
-            tracker.free(self.wide);
-            self.project_back(tracker, Gate, of.middle);
-            tracker.free(self.wide);
-            self.add_back(tracker, of.middle);
-        }
-        drop_if(tracker, self.keeps_second_output(&of), self.narrow);
-        if of.middle {
-            // The norm's gradient is computed in place, and added to the residual stream's.
-            tracker.make(self.norm_gradient);
-            tracker.free(self.statistic);
-            drop_if(tracker, !self.keeps_output, self.narrow);
-            tracker.make(self.narrow);
-            tracker.free(2 * self.narrow);
-            self.project_back(tracker, Output, of.attention);
-        }
-        drop_if(tracker, of.attention || self.learns(&[Output]), self.query);
-        if of.attention {
-            tracker.make(self.query + 2 * self.key);
-            tracker.free(self.query);
-            tracker.free(self.query + 2 * self.key + self.log_sum_exp);
-            self.project_back(tracker, Value, of.input);
-            tracker.free(self.key);
-            tracker.touch(self.query + self.key);
-            for (which, gradient) in [(Key, self.key), (Query, self.query)] {
-                self.project_back(tracker, which, of.input);
-                tracker.free(gradient);
-                self.add_back(tracker, of.input);
-            }
-        }
-        drop_if(tracker, self.keeps_first_output(&of), self.narrow);
-        if of.input {
-            tracker.make(self.norm_gradient);
-            tracker.free(self.statistic);
-            tracker.make(self.narrow);
-            tracker.free(2 * self.narrow);
-        } else {
-            tracker.free(self.narrow);
-        }
-    }
-
-    /// Adds two gradients of `[n, d]` into new memory, because both are views.
-    fn add_back(&self, tracker: &mut PeakTracker, there: bool) {
-        if there {
-            tracker.make(self.narrow);
-            tracker.free(2 * self.narrow);
-        }
-    }
-
-    /// Leaves the gradient of the input if requested, and those of trained tensors; frees u.
-    fn project_back(&self, tracker: &mut PeakTracker, which: Projection, of_input: bool) {
-        let sizes = self.of(which);
-        if !sizes.adapted {
-            if of_input {
-                tracker.make(sizes.input);
-            }
-            return tracker.make(sizes.gradients);
-        }
-        tracker.make(sizes.gradients);
-        let before = tracker.mark();
-        if self.rounds {
-            tracker.make(sizes.wide_output);
-        }
-        tracker.make(sizes.low);
-        if self.dropout {
-            tracker.touch(sizes.mask + sizes.wide_input);
-            tracker.make(sizes.wide_input);
-            if of_input {
-                tracker.make(sizes.wide_input);
-            }
-            tracker.free(sizes.wide_input);
-        } else {
-            if self.rounds {
-                tracker.touch(sizes.wide_input);
-            }
-            if of_input {
-                tracker.make(sizes.wide_input);
-            }
-        }
-        if of_input && self.casts {
-            tracker.touch(sizes.wide_output + sizes.wide_weight);
-        }
-        if of_input && self.rounds {
-            tracker.make(sizes.input);
-        }
-        tracker.release_since(before);
-        if of_input {
-            tracker.make(sizes.input);
-        }
-        tracker.free(sizes.low);
     }
 }
 

@@ -54,7 +54,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Experiment) -> anyhow::Result
     let all: Vec<&str> = presets::names().collect();
     let models: &[&str] = match arguments.scale {
         Scale::Smoke => &SMOKE_MODELS,
-        Scale::Laptop => &MODELS,
+        Scale::Laptop | Scale::Full => &MODELS,
         Scale::Paper => &all,
     };
     let (fit_models, devices): (&[&str], &[&str]) = match arguments.scale {

@@ -56,7 +56,7 @@ impl Sizes {
                 validation_tokens: 1_500,
                 rounds: 1,
             },
-            Scale::Laptop => Self {
+            Scale::Laptop | Scale::Full => Self {
                 training: training(model(64, 4, 256), 16, 2, 1e-3, 12),
                 train_tokens: 50_000,
                 validation_tokens: 6_000,
@@ -85,7 +85,7 @@ impl Sizes {
 pub(crate) fn wide(scale: Scale, device: Device, seed: u64) -> gradient_time::Sizes {
     let (width, rows, max_length, vocab_size) = match scale {
         Scale::Smoke => (64, 2, 64, 512),
-        Scale::Laptop => (512, 8, 256, 4096),
+        Scale::Laptop | Scale::Full => (512, 8, 256, 4096),
         Scale::Paper => (1024, 32, 512, 30_522),
     };
     let model = Gpt2LikeConfig {

@@ -95,7 +95,7 @@ pub(crate) enum Origin {
 pub(crate) fn size(scale: Scale) -> usize {
     match scale {
         Scale::Smoke => 5_000,
-        Scale::Laptop => 200_000,
+        Scale::Laptop | Scale::Full => 200_000,
         Scale::Paper => 1_000_000,
     }
 }
@@ -104,7 +104,7 @@ pub(crate) fn size(scale: Scale) -> usize {
 pub(crate) fn store_tokens(scale: Scale) -> u64 {
     match scale {
         Scale::Smoke => 500_000,
-        Scale::Laptop => 8_000_000,
+        Scale::Laptop | Scale::Full => 8_000_000,
         Scale::Paper => 64_000_000,
     }
 }

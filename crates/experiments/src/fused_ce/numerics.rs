@@ -32,7 +32,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<(
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let seeds = arguments.seeds.unwrap_or(match arguments.scale {
         Scale::Smoke => 1,
-        Scale::Laptop => 3,
+        Scale::Laptop | Scale::Full => 3,
         Scale::Paper => 10,
     });
     let kinds = [Kind::Float, Kind::BFloat16, Kind::Half];

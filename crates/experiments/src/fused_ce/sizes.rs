@@ -10,7 +10,7 @@ use super::training::Training;
 pub(crate) fn training(scale: Scale, device: Device, seed: u64) -> Training {
     let (vocabulary, hidden, inner, layers, heads, batch_size, sequence, steps) = match scale {
         Scale::Smoke => (8_000, 64, 172, 1, 4, 4, 64, 4),
-        Scale::Laptop => (32_000, 256, 688, 2, 4, 4, 128, 20),
+        Scale::Laptop | Scale::Full => (32_000, 256, 688, 2, 4, 4, 128, 20),
         Scale::Paper => (128_256, 1024, 2816, 12, 16, 8, 1024, 200),
     };
     let model = LlamaConfig {

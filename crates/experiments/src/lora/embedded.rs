@@ -82,7 +82,7 @@ impl Sizes {
     fn of(scale: Scale, recipe: &Recipe) -> Self {
         let (pretraining, adaptation, held_out) = match scale {
             Scale::Smoke => ((12, 2, 64), (4, 4), 8),
-            Scale::Laptop => ((2400, 2, 128), (300, 16), 200),
+            Scale::Laptop | Scale::Full => ((2400, 2, 128), (300, 16), 200),
             Scale::Paper => ((6000, 8, 128), (600, 32), 200),
         };
         Self {
@@ -303,7 +303,7 @@ impl Experiment<'_> {
                 Scale::Smoke => {
                     Metric::not_measured(&name, "ratio", "at the smoke scale nothing is trained to its end")
                 }
-                Scale::Laptop | Scale::Paper => Metric::exact(&name, "ratio", value),
+                Scale::Laptop | Scale::Full | Scale::Paper => Metric::exact(&name, "ratio", value),
             }
         };
         let wanted = if grader == Grader::Strict { figures.len() } else { 1 };

@@ -42,7 +42,7 @@ impl Shape {
     pub(crate) fn of(scale: Scale) -> Self {
         match scale {
             Scale::Smoke => Self::Tiny,
-            Scale::Laptop | Scale::Paper => Self::Small,
+            Scale::Laptop | Scale::Full | Scale::Paper => Self::Small,
         }
     }
 

@@ -365,6 +365,7 @@ fn kept(plan: LayerPlan) -> Kept {
         LayerPlan::KeepAll => Kept::Everything,
         LayerPlan::RecomputeElementwise => Kept::Products,
         LayerPlan::RecomputeMlp => Kept::Attention,
+        LayerPlan::RecomputeAttention => Kept::FeedForward,
         LayerPlan::RecomputeAll => Kept::Input,
         LayerPlan::Offload => Kept::InputOnHost,
     }
@@ -381,7 +382,7 @@ fn qwen2(vocabulary: i64, hidden: i64, inner: i64, layers: i64, heads: i64) -> L
 
 /// The table: every method, ring, tier, activation plan, set of adapters and place of the optimizer, on several shapes.
 pub fn rows() -> Vec<Row> {
-    use LayerPlan::{KeepAll, Offload, RecomputeAll, RecomputeElementwise, RecomputeMlp};
+    use LayerPlan::{KeepAll, Offload, RecomputeAll, RecomputeAttention, RecomputeElementwise, RecomputeMlp};
     let offloaded = |method, ring| Place::Offloaded { method, ring, in_files: false, resident: Vec::new() };
     let in_files = |method, ring| Place::Offloaded { method, ring, in_files: true, resident: Vec::new() };
     let base = Row {
@@ -412,7 +413,7 @@ pub fn rows() -> Vec<Row> {
     for row in [&base, &wide, &long, &llama] {
         let layers = row.config.num_hidden_layers as usize;
         // Activation plans, with the optimizer's state on the device and without.
-        for plan in [KeepAll, RecomputeElementwise, RecomputeMlp, RecomputeAll, Offload] {
+        for plan in [KeepAll, RecomputeElementwise, RecomputeMlp, RecomputeAttention, RecomputeAll, Offload] {
             rows.push(Row { place: Place::Resident(vec![plan; layers]), ..row.clone() });
         }
         rows.push(Row {

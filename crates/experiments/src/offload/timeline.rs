@@ -40,7 +40,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Timeline) -> anyhow::Result<(
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let (layers, tokens, vocabulary) = match arguments.scale {
         Scale::Smoke => (4, 16, 512),
-        Scale::Laptop => (8, 64, 8192),
+        Scale::Laptop | Scale::Full => (8, 64, 8192),
         Scale::Paper => (24, 1024, 151_936),
     };
     let tokens = arguments.tokens.unwrap_or(tokens);

@@ -34,16 +34,30 @@ pub(crate) fn run(common: &CommonArgs, arguments: &ActivationsArgs) -> anyhow::R
     };
     let (stack, rounds) = match arguments.scale {
         Scale::Smoke => (stack(2, 64, 128, 4), 2),
-        Scale::Laptop => (stack(4, 256, 384, 6), 4),
+        Scale::Laptop | Scale::Full => (stack(4, 256, 384, 6), 4),
         Scale::Paper => (stack(8, 1024, 1024, 24), 5),
     };
     let probe = Progress::new(1);
     probe.message("activation plans, one layer");
     let predictor = stack.step_predictor(PROBES)?;
     drop(probe);
+    let kept = predictor.layer.choices.first().map_or(0, |choice| choice.cost.held_bytes);
     for choice in &predictor.layer.choices {
         let cost = choice.cost;
+        let freed = kept.saturating_sub(cost.held_bytes) as f64;
+        let per_second = match freed / cost.recompute_seconds {
+            rate if rate.is_finite() && rate > 0.0 => {
+                Metric::exact("freed_per_recompute_second", "B/s", rate)
+            }
+            _ => Metric::not_measured(
+                "freed_per_recompute_second",
+                "B/s",
+                "nothing is freed, or in no measurable time",
+            ),
+        };
         let metrics = vec![
+            Metric::exact("freed_bytes", "B", freed),
+            per_second,
             Metric::exact("held_bytes", "B", cost.held_bytes as f64),
             Metric::exact("transient_bytes", "B", cost.transient_bytes as f64),
             Metric::exact("host_bytes", "B", cost.host_bytes as f64),

@@ -59,7 +59,7 @@ impl Sizes {
                 rounds: 1,
                 vocabulary: 1024,
             },
-            Scale::Laptop => Self {
+            Scale::Laptop | Scale::Full => Self {
                 model: model(64, 4, 256),
                 profiled: model(256, 4, 256),
                 odd: (255, 5),

@@ -27,3 +27,24 @@ fn an_experiment_appends_the_records_of_every_section() {
     let worst = off.map(|record| record.metric.value.unwrap()).fold(0.0, f64::max);
     assert!(worst <= 1.0, "a published figure is missed by {worst} half units");
 }
+
+#[test]
+fn every_cell_of_the_lecture_gives_what_it_says() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("records.jsonl");
+    let mut program = crate::program("accounting");
+    let output = program.args(["lecture", "--scale", "smoke", "--records"]).arg(&path).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let records = report::read_records(&path).unwrap();
+    let of = |name: &str| records.iter().filter(|record| record.metric.name == name).collect::<Vec<_>>();
+    let wrong: Vec<String> = of("agrees")
+        .into_iter()
+        .filter(|record| record.metric.value != Some(1.0))
+        .map(|record| record.case.describe())
+        .collect();
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    let parts: std::collections::BTreeSet<_> =
+        of("found").into_iter().filter_map(|record| record.case.get("part")?.as_str()).collect();
+    assert_eq!(parts.len(), 17, "{parts:?}");
+    assert!(of("agrees").len() >= 60, "{}", of("agrees").len());
+}

@@ -93,6 +93,8 @@ pub enum Recomputed {
     Elementwise,
     /// The MLP; everything of attention stays.
     Mlp,
+    /// The attention; everything of the MLP stays.
+    Attention,
     /// The whole layer; its input goes to the host's memory.
     Offload,
 }

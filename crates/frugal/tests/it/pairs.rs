@@ -71,7 +71,7 @@ fn offloaded(config: &mut Config, method: OffloadMethod) {
     config.offload = Some(OffloadConfig { method, ring: 2, ..OffloadConfig::default() });
 }
 
-const TECHNIQUES: [Technique; 23] = [
+const TECHNIQUES: [Technique; 24] = [
     Technique {
         name: "LoRA",
         group: "adapter",
@@ -117,6 +117,12 @@ const TECHNIQUES: [Technique; 23] = [
         group: "activations",
         promise: Promise::Bits,
         set: |config, _| recompute(config, Recomputed::Mlp),
+    },
+    Technique {
+        name: "recompute attention",
+        group: "activations",
+        promise: Promise::Bits,
+        set: |config, _| recompute(config, Recomputed::Attention),
     },
     Technique {
         name: "offload inputs",

@@ -8,13 +8,13 @@ use crate::attention::{AttentionPath, causal_attention};
 use crate::error::Result;
 use crate::init::Init;
 use crate::linear::Linear;
-use crate::module::{Block, Context, Mlp, Module, Projection, Visitor, VisitorMut};
+use crate::module::{Attention, Block, Context, Mlp, Module, Projection, Visitor, VisitorMut};
 use crate::norm::RmsNorm;
 use crate::swiglu::Swiglu;
 
 #[derive(Debug)]
 pub(super) struct LlamaBlock {
-    self_attn: SelfAttention,
+    self_attn: Box<dyn Attention>,
     mlp: Box<dyn Mlp>,
     input_layernorm: RmsNorm,
     post_attention_layernorm: RmsNorm,
@@ -30,7 +30,7 @@ impl LlamaBlock {
     ) -> Result<Self> {
         let &LlamaConfig { hidden_size, intermediate_size, mlp_bias, rms_norm_eps, .. } = config;
         Ok(Self {
-            self_attn: SelfAttention::new(config, rope, layer, init, options)?,
+            self_attn: Box::new(SelfAttention::new(config, rope, layer, init, options)?),
             mlp: Box::new(Swiglu::new(hidden_size, intermediate_size, mlp_bias, init, options)?),
             input_layernorm: RmsNorm::new(hidden_size, rms_norm_eps, options)?,
             post_attention_layernorm: RmsNorm::new(hidden_size, rms_norm_eps, options)?,
@@ -40,14 +40,14 @@ impl LlamaBlock {
 
 impl Module for LlamaBlock {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
-        visitor.part("self_attn", &self.self_attn);
+        visitor.part("self_attn", &*self.self_attn);
         visitor.part("mlp", &*self.mlp);
         visitor.part("input_layernorm", &self.input_layernorm);
         visitor.part("post_attention_layernorm", &self.post_attention_layernorm);
     }
 
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
-        visitor.part("self_attn", &mut self.self_attn)?;
+        visitor.attention("self_attn", &mut self.self_attn)?;
         visitor.mlp("mlp", &mut self.mlp)?;
         visitor.part("input_layernorm", &mut self.input_layernorm)?;
         visitor.part("post_attention_layernorm", &mut self.post_attention_layernorm)
@@ -102,7 +102,9 @@ impl SelfAttention {
             path: config.attention,
         })
     }
+}
 
+impl Attention for SelfAttention {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         // [b, t, heads·head] to [b, t, heads, head]; the projection's width decides the number of heads.
         let heads = |projection: &dyn Projection| -> Result<Tensor> {

@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::{Block, Context, Mlp, Module, Visitor, VisitorMut};
+use super::{Attention, Block, Context, Mlp, Module, Visitor, VisitorMut};
 use crate::error::{Error, Result};
 
 /// Replaces the block in `slot` by what `wrap` makes of it.
@@ -35,6 +35,14 @@ pub fn replace_mlp(slot: &mut Box<dyn Mlp>, wrap: impl FnOnce(Box<dyn Mlp>) -> B
     *slot = wrap(std::mem::replace(slot, Box::new(Vacant)));
 }
 
+/// Replaces the attention in `slot` by what `wrap` makes of it.
+pub fn replace_attention(
+    slot: &mut Box<dyn Attention>,
+    wrap: impl FnOnce(Box<dyn Attention>) -> Box<dyn Attention>,
+) {
+    *slot = wrap(std::mem::replace(slot, Box::new(Vacant)));
+}
+
 /// Occupies a slot while its part is being wrapped. It stays only if the wrapping panics, and then every forward fails.
 #[derive(Debug)]
 struct Vacant;
@@ -53,6 +61,12 @@ impl Module for Vacant {
 }
 
 impl Block for Vacant {
+    fn forward(&self, _: &Tensor, _: &Context<'_>) -> Result<Tensor> {
+        Err(vacant())
+    }
+}
+
+impl Attention for Vacant {
     fn forward(&self, _: &Tensor, _: &Context<'_>) -> Result<Tensor> {
         Err(vacant())
     }

@@ -286,6 +286,7 @@ fn no_text_acts_as_html() {
                 cpu: text.into(),
                 torch: Some(text.into()),
                 implementations: None,
+                scale: None,
                 revision: text.into(),
                 ..environment()
             };

@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 pub struct LayerProbe {
     /// Seconds of one layer's forward and backward with keep-all.
     pub seconds: f64,
-    /// The choices for `accounting::activation_plan`, in the order of [`LayerPlan::ALL`].
+    /// The choices for `accounting::activation_plan`, in the order of [`LayerPlan::ALL`], without what the model cannot do.
     pub choices: Vec<Choice<LayerPlan>>,
 }
 
@@ -82,7 +82,10 @@ impl ModuleMapper for First<'_> {
 impl First<'_> {
     fn measure(&self, block: &dyn Block) -> Result<LayerProbe> {
         let _grad = GradMode::on();
-        let plans = LayerPlan::ALL;
+        let possible = |plan: &LayerPlan| {
+            *plan != LayerPlan::RecomputeAttention || self.activations.can_recompute_attention
+        };
+        let plans: Vec<LayerPlan> = LayerPlan::ALL.into_iter().filter(possible).collect();
         let layers = self.activations.switches.len();
         let mut seconds: Vec<Vec<f64>> = vec![Vec::new(); plans.len()];
         for round in 0..=self.rounds {

@@ -1,11 +1,11 @@
-//! Blocks and MLPs that follow a switchable plan.
+//! Blocks, attentions and MLPs that follow a switchable plan.
 
 use std::sync::Arc;
 
 use models::Result;
 use models::module::{
-    Block, Context, FunctionalCall, Mlp, MlpForm, Module, OwnedContext, Visitor, VisitorMut, replace_block,
-    replace_mlp,
+    Attention, Block, Context, FunctionalCall, Mlp, MlpForm, Module, OwnedContext, Visitor, VisitorMut,
+    replace_attention, replace_block, replace_mlp,
 };
 use runtime::autograd::Checkpoint;
 use tch::Tensor;
@@ -53,7 +53,8 @@ impl Module for SwitchedBlock {
 impl Block for SwitchedBlock {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let plan = self.switch.get();
-        let whole = matches!(plan, LayerPlan::KeepAll | LayerPlan::RecomputeMlp);
+        let whole =
+            matches!(plan, LayerPlan::KeepAll | LayerPlan::RecomputeMlp | LayerPlan::RecomputeAttention);
         if whole || !self.block.records(x_btd) {
             return self.block.shared().run(|block| block.forward(x_btd, context));
         }
@@ -67,6 +68,43 @@ impl Block for SwitchedBlock {
             _ => options.run(segment, &[x_btd])?,
         };
         Ok(outputs.remove(0))
+    }
+}
+
+/// An attention with its block's switchable plan.
+#[derive(Debug)]
+pub(super) struct SwitchedAttention {
+    attention: FunctionalCall<dyn Attention>,
+    switch: Switch,
+}
+
+impl SwitchedAttention {
+    /// Wraps the attention of `slot`.
+    pub(super) fn install(slot: &mut Box<dyn Attention>, name: &str, switch: Switch) {
+        replace_attention(slot, |attention| {
+            Box::new(Self { attention: FunctionalCall::new(name, attention), switch })
+        });
+    }
+}
+
+impl Module for SwitchedAttention {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        self.attention.visit(visitor);
+    }
+
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        self.attention.visit_mut(visitor)
+    }
+}
+
+impl Attention for SwitchedAttention {
+    fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        if self.switch.get() != LayerPlan::RecomputeAttention || !self.attention.records(x_btd) {
+            return self.attention.shared().run(|attention| attention.forward(x_btd, context));
+        }
+        let segment =
+            segment(&self.attention, context, |attention, x, context| attention.forward(x, context));
+        Ok(Checkpoint::default().run(segment, &[x_btd])?.remove(0))
     }
 }
 

@@ -11,7 +11,9 @@ use runtime::precision::{self, Policy};
 use runtime::profile::Counter;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
-use training::activations::LayerPlan::{KeepAll, Offload, RecomputeAll, RecomputeElementwise, RecomputeMlp};
+use training::activations::LayerPlan::{
+    KeepAll, Offload, RecomputeAll, RecomputeAttention, RecomputeElementwise, RecomputeMlp,
+};
 use training::activations::{Activations, LayerPlan, apply, every_kth};
 
 const LAYERS: usize = 4;
@@ -75,6 +77,7 @@ fn plans() -> Vec<Vec<LayerPlan>> {
     plans.push(every_kth(LAYERS, 2, RecomputeAll).unwrap());
     plans.push(vec![Offload, RecomputeElementwise, RecomputeMlp, KeepAll]);
     plans.push(vec![RecomputeMlp, Offload, KeepAll, Offload]);
+    plans.push(vec![RecomputeAttention, RecomputeMlp, RecomputeAttention, RecomputeAll]);
     plans
 }
 
@@ -171,6 +174,7 @@ fn only_what_the_plan_says_is_computed_again() {
     assert_eq!(of(&[KeepAll; LAYERS]), 0);
     assert_eq!(of(&[RecomputeElementwise; LAYERS]), 0, "no product is computed twice");
     assert_eq!(of(&[RecomputeMlp; LAYERS]), LAYERS as u64 * mlp);
+    assert_eq!(of(&[RecomputeAttention; LAYERS]), LAYERS as u64 * (products - mlp + attention));
     assert_eq!(of(&[RecomputeAll; LAYERS]), LAYERS as u64 * (products + attention));
     assert_eq!(of(&[Offload; LAYERS]), LAYERS as u64 * (products + attention));
     assert_eq!(of(&every_kth(LAYERS, 2, RecomputeAll).unwrap()), 2 * (products + attention));

@@ -79,6 +79,7 @@ pub(crate) struct KeptPasses {
 /// | everything | all | – |
 /// | products | the input, and the results of products and attention | the other tensors of "everything", and the output |
 /// | attention | all but the gate's, the other and their product | these three, and the feed-forward layer's output |
+/// | feed-forward | all but the attention's from the queries to its output | these, and the attention's output |
 /// | input | the input | all, and the output |
 /// | input on the host | – | the same; the input and the one of the layer before come back |
 pub(crate) fn kept_passes(block: &Block, way: Kept, first: bool) -> Result<KeptPasses, Error> {
@@ -112,6 +113,25 @@ pub(crate) fn kept_passes(block: &Block, way: Kept, first: bool) -> Result<KeptP
                 forward: input_and(keeping)?,
                 backward: exact::sum(WHAT, [again, narrow, backward])?,
             }
+        }
+        Kept::FeedForward => {
+            let again = block.attention_bytes()?;
+            let mut tracker = PeakTracker::default();
+            block.forward_with(&mut tracker, [false, true], true);
+            let forward = tracker.peak()?;
+            // The attention's input is kept for it in any case.
+            let input = if block.keeps_first_output(&block.recorded(true)) { 0 } else { narrow };
+            let held = exact::sum(WHAT, [kept - again, input])?;
+            let mut tracker = PeakTracker::default();
+            tracker.make(held);
+            tracker.make(narrow);
+            block.backward_to_attention(&mut tracker, true);
+            // The second output is there until the attention's backward is done.
+            block.forward_attention(&mut tracker, true, true);
+            block.backward_of_attention(&mut tracker, true);
+            tracker.free(narrow + input);
+            block.backward_of_first_norm(&mut tracker, true);
+            KeptPasses { held, forward: input_and(forward)?, backward: tracker.peak()? - held }
         }
         Kept::Input => KeptPasses { held: narrow, forward: input_and(forward)?, backward: recomputed },
         Kept::InputOnHost => KeptPasses {

@@ -76,7 +76,13 @@ fn flops() -> Result<Vec<Figure>, Error> {
         let what = format!("forward of {name}, {sequence} tokens");
         Ok((what, "CS336 assignment 1", "FLOP", value, last_digit, ours as f64))
     };
-    published.into_iter().map(figure).collect()
+    let mut figures: Vec<Figure> = published.into_iter().map(figure).collect::<Result<_, Error>>()?;
+    let gpt3 = six_n_d(174_600_000_000, 300_000_000_000)? as f64;
+    figures.push(("training GPT-3: 6·N·D".into(), "Brown et al. 2020", "FLOP", 3.14e23, 1e21, gpt3));
+    // As speculated in 2023: 25,000 A100, 90 to 100 days, an MFU of 0.32 to 0.36.
+    let gpt4 = promised_flops(hardware::find("a100")?.bf16, 25_000, 95.0 * SECONDS_PER_DAY)? * 0.34;
+    figures.push(("training GPT-4, speculated".into(), "CS336 lecture 2: 2e25", "FLOP", 2e25, 1e25, gpt4));
+    Ok(figures)
 }
 
 fn forward(name: &str, sequence: u64) -> Result<u128, Error> {
@@ -124,10 +130,27 @@ fn bytes() -> Result<Vec<Figure>, Error> {
     };
     let matrix = Dtype::Fp32.tensor_bytes(&[4 * 12288, 12288])? as f64;
     let figure = |what: &str, source, published, ours| (what.to_owned(), source, "B", published, 1.0, ours);
+    // The assignment's [2, 32678, 128256], in units of 1024³ bytes that it calls GB.
+    let logits = |what: &str, published: f64, dtype: Dtype| -> Result<Figure, Error> {
+        let ours = dtype.tensor_bytes(&[2, 32_678, 128_256])? as f64;
+        let source = "pytorch/pytorch#124480, the fused-loss assignment";
+        Ok((what.to_owned(), source, "B", published * GIB, 0.01 * GIB, ours))
+    };
     Ok(vec![
         figure("GPT-3's feed-forward matrix in fp32", "CS336 lecture 2", 2.25 * GIB, matrix),
         figure("KV cache of llama-2-7b, 4096 tokens", "2·L·s·n·k", 2.0 * GIB, cache("llama-2-7b", 4096)?),
         figure("KV cache of llama-3-8b per token", "2·L·s·n·k", 131_072.0, cache("llama-3-8b", 1)?),
+        logits("logits of Llama-3 in bf16", 15.61, Dtype::Bf16)?,
+        logits("the same in fp32", 31.23, Dtype::Fp32)?,
+        logits("their gradient in fp32", 31.23, Dtype::Fp32)?,
+        (
+            "activations of GPT-2 XL, 12·H·B·T·L numbers of 2 bytes, batch 32 of 1024".to_owned(),
+            "Rajbhandari et al. 2020: about 60 GB",
+            "B",
+            60e9,
+            1e9,
+            2.0 * 12.0 * 1600.0 * 32.0 * 1024.0 * 48.0,
+        ),
     ])
 }
 

@@ -14,6 +14,7 @@ pub(crate) fn environment() -> Environment {
         memory_bytes: 8 << 30,
         torch: Some("2.11.0".into()),
         implementations: None,
+        scale: None,
         revision: "abc1234".into(),
         unix_time: 1_795_248_000,
     }

@@ -1,0 +1,146 @@
+//! The order in which a block's backward frees what was kept and makes gradients.
+
+use super::Block;
+use crate::lora::Projection;
+use crate::passes::PeakTracker;
+
+impl Block {
+    /// Frees what a recorded forward kept, except its input, and the gradient of the output; leaves the gradient of the input
+    /// if requested.
+    pub(crate) fn backward(&self, tracker: &mut PeakTracker, input: bool) {
+        self.backward_to_attention(tracker, input);
+        self.backward_of_attention(tracker, input);
+        self.backward_of_first_norm(tracker, input);
+    }
+
+    /// The part of the backward before the attention's output projection.
+    pub(super) fn backward_to_attention(&self, tracker: &mut PeakTracker, input: bool) {
+        use Projection::{Down, Gate, Up};
+        let of = self.recorded(input);
+        let drop_if = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
+            if kept {
+                tracker.free(bytes);
+            }
+        };
+        let gates = of.middle || self.learns(&[Gate, Up]);
+        if of.feed_forward {
+            self.project_back(tracker, Down, gates);
+        }
+        drop_if(tracker, self.learns(&[Down]), self.wide);
+        if gates {
+            // The product's gradient is a view of a matrix with two owners, so neither gradient can replace it. Then it is
+            // freed, and gate and up.
+            tracker.make(2 * self.wide);
+            tracker.free(3 * self.wide);
+            self.project_back(tracker, Up, of.middle);
+            tracker.free(self.wide);
+            self.project_back(tracker, Gate, of.middle);
+            tracker.free(self.wide);
+            self.add_back(tracker, of.middle);
+        }
+        drop_if(tracker, self.keeps_second_output(&of), self.narrow);
+        if of.middle {
+            // The norm's gradient is computed in place, and added to the residual stream's.
+            tracker.make(self.norm_gradient);
+            tracker.free(self.statistic);
+            drop_if(tracker, !self.keeps_output, self.narrow);
+            tracker.make(self.narrow);
+            tracker.free(2 * self.narrow);
+        }
+    }
+
+    /// From the output's projection to the queries'.
+    pub(super) fn backward_of_attention(&self, tracker: &mut PeakTracker, input: bool) {
+        use Projection::{Key, Output, Query, Value};
+        let of = self.recorded(input);
+        let drop_if = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
+            if kept {
+                tracker.free(bytes);
+            }
+        };
+        if of.middle {
+            self.project_back(tracker, Output, of.attention);
+        }
+        drop_if(tracker, of.attention || self.learns(&[Output]), self.query);
+        if of.attention {
+            tracker.make(self.query + 2 * self.key);
+            tracker.free(self.query);
+            tracker.free(self.query + 2 * self.key + self.log_sum_exp);
+            self.project_back(tracker, Value, of.input);
+            tracker.free(self.key);
+            tracker.touch(self.query + self.key);
+            for (which, gradient) in [(Key, self.key), (Query, self.query)] {
+                self.project_back(tracker, which, of.input);
+                tracker.free(gradient);
+                self.add_back(tracker, of.input);
+            }
+        }
+    }
+
+    /// The attention's norm.
+    pub(super) fn backward_of_first_norm(&self, tracker: &mut PeakTracker, input: bool) {
+        let of = self.recorded(input);
+        if self.keeps_first_output(&of) {
+            tracker.free(self.narrow);
+        }
+        if of.input {
+            tracker.make(self.norm_gradient);
+            tracker.free(self.statistic);
+            tracker.make(self.narrow);
+            tracker.free(2 * self.narrow);
+        } else {
+            tracker.free(self.narrow);
+        }
+    }
+
+    /// Adds two gradients of `[n, d]` into new memory, because both are views.
+    fn add_back(&self, tracker: &mut PeakTracker, there: bool) {
+        if there {
+            tracker.make(self.narrow);
+            tracker.free(2 * self.narrow);
+        }
+    }
+
+    /// Leaves the gradient of the input if requested, and those of trained tensors; frees u.
+    fn project_back(&self, tracker: &mut PeakTracker, which: Projection, of_input: bool) {
+        let sizes = self.of(which);
+        if !sizes.adapted {
+            if of_input {
+                tracker.make(sizes.input);
+            }
+            return tracker.make(sizes.gradients);
+        }
+        tracker.make(sizes.gradients);
+        let before = tracker.mark();
+        if self.rounds {
+            tracker.make(sizes.wide_output);
+        }
+        tracker.make(sizes.low);
+        if self.dropout {
+            tracker.touch(sizes.mask + sizes.wide_input);
+            tracker.make(sizes.wide_input);
+            if of_input {
+                tracker.make(sizes.wide_input);
+            }
+            tracker.free(sizes.wide_input);
+        } else {
+            if self.rounds {
+                tracker.touch(sizes.wide_input);
+            }
+            if of_input {
+                tracker.make(sizes.wide_input);
+            }
+        }
+        if of_input && self.casts {
+            tracker.touch(sizes.wide_output + sizes.wide_weight);
+        }
+        if of_input && self.rounds {
+            tracker.make(sizes.input);
+        }
+        tracker.release_since(before);
+        if of_input {
+            tracker.make(sizes.input);
+        }
+        tracker.free(sizes.low);
+    }
+}

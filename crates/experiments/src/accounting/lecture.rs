@@ -1,0 +1,111 @@
+//! CS336, lecture 2, executed: each of its cells as a row with the expected figure and the found one.
+//!
+//! The lecture's own code is PyTorch; this runs the same statements through `tch` and the project's crates. Where the lecture
+//! slips, the row has the right figure and says what the lecture has.
+
+mod cruncher;
+mod gradients;
+mod tensors;
+
+use report::cli::{CommonArgs, Scale};
+use report::{Case, Metric, Progress, Sink};
+use tch::{Device, Kind, Tensor};
+
+const EXPERIMENT: &str = "accounting-lecture";
+
+/// A statement of the lecture, and what running it gave.
+#[derive(Debug, Clone, PartialEq)]
+struct Cell {
+    /// The lecture's part.
+    part: &'static str,
+    /// The statement.
+    statement: String,
+    /// The unit of both figures; `holds` for a statement that is true (1) or not (0).
+    unit: &'static str,
+    /// What the lecture, corrected, gives; `None` where only a measurement can say.
+    expected: Option<f64>,
+    /// What was found; `Err` with the reason why it was not measured.
+    found: Result<f64, String>,
+    /// Largest relative distance at which the two agree.
+    tolerance: f64,
+}
+
+impl Cell {
+    /// A statement that is true or not.
+    fn holds(part: &'static str, statement: &str, holds: bool) -> Self {
+        Self::equal(part, statement, "holds", 1.0, f64::from(u8::from(holds)))
+    }
+
+    /// A figure that must be exact.
+    fn equal(part: &'static str, statement: &str, unit: &'static str, expected: f64, found: f64) -> Self {
+        Self { expected: Some(expected), ..Self::measured(part, statement, unit, Ok(found)) }
+    }
+
+    /// A figure that must be within a relative distance.
+    fn near(self, tolerance: f64) -> Self {
+        Self { tolerance, ..self }
+    }
+
+    /// A figure without an expectation.
+    fn measured(part: &'static str, statement: &str, unit: &'static str, found: Result<f64, String>) -> Self {
+        Self { part, statement: statement.to_owned(), unit, expected: None, found, tolerance: 0.0 }
+    }
+
+    /// Whether the found figure is as expected; `None` where nothing was expected or measured.
+    fn agrees(&self) -> Option<bool> {
+        let (expected, found) = (self.expected?, *self.found.as_ref().ok()?);
+        Some(expected == found || (found / expected - 1.0).abs() <= self.tolerance)
+    }
+
+    fn metrics(&self) -> Vec<Metric> {
+        let found = match &self.found {
+            Ok(value) => Metric::exact("found", self.unit, *value),
+            Err(why) => Metric::not_measured("found", self.unit, why),
+        };
+        let expected = self.expected.map(|value| Metric::exact("expected", self.unit, value));
+        let agrees = self.agrees().map(|agrees| Metric::exact("agrees", "", f64::from(u8::from(agrees))));
+        [expected, Some(found), agrees].into_iter().flatten().collect()
+    }
+}
+
+/// Executes all cells on `device`; the lecture's large product only at scale full and above.
+///
+/// # Errors
+/// An operator that fails.
+fn cells(device: Device, seed: u64, scale: Scale) -> anyhow::Result<Vec<Cell>> {
+    runtime::random::seed(seed)?;
+    let mut cells = tensors::cells(device)?;
+    cells.extend(gradients::cells(device, scale)?);
+    cells.extend(cruncher::cells(device, seed)?);
+    Ok(cells)
+}
+
+pub(crate) fn run(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    runtime::memory::track_cpu()?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut progress = Progress::new(1);
+    progress.message("the lecture's cells");
+    let cells = cells(device, common.seed, scale)?;
+    for (number, cell) in cells.iter().enumerate() {
+        let case = Case::new()
+            .with("part", cell.part)
+            .with("number", number + 1)
+            .with("statement", cell.statement.as_str());
+        sink.put(EXPERIMENT, &case, cell.metrics())?;
+    }
+    let agree = cells.iter().filter_map(Cell::agrees);
+    let (right, all) = agree.fold((0, 0), |(right, all), agrees| (right + u32::from(agrees), all + 1));
+    let summary = [
+        Metric::exact("cells", "count", f64::from(all)),
+        Metric::exact("cells_that_agree", "count", f64::from(right)),
+    ];
+    sink.put(EXPERIMENT, &Case::new().with("part", "summary"), summary.into())?;
+    progress.step();
+    Ok(())
+}
+
+/// The values of a tensor in fp64.
+fn values(tensor: &Tensor) -> anyhow::Result<Vec<f64>> {
+    Ok(Vec::<f64>::try_from(&tensor.f_to_kind(Kind::Double)?.f_to_device(Device::Cpu)?.f_reshape([-1])?)?)
+}
