@@ -227,7 +227,8 @@ fn the_markdown_of_a_part() {
         Measured on Test CPU, 2 threads, 8.00 GiB, libtorch 2.11.0, revision abc1234, 2026-11-21
 
         All measurements: [swiglu-time.csv](swiglu-time.csv)
-    "#]].assert_eq(&file(&files, "part-experiments.md"));
+    "#]]
+    .assert_eq(&file(&files, "part-experiments.md"));
 }
 
 #[test]

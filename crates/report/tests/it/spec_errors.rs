@@ -73,7 +73,7 @@ fn mistakes_in_one_file() {
     check(
         &[&experiment("scales = [\"huge\"]\n")],
         expect![
-            "crates/experiments/experiments/a.toml:6: unknown variant `huge`, expected one of `smoke`, `laptop`, `paper`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:6: unknown variant `huge`, expected one of `smoke`, `laptop`, `full`, `paper`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
     check(

@@ -64,7 +64,8 @@ fn products(cells: &mut Vec<Cell>, device: Device, scale: Scale) -> anyhow::Resu
                 scale.name()
             );
             cells.push(Cell::measured(FLOPS, &statement, "FLOP", Err(why.clone())));
-            cells.push(Cell::measured(FLOPS, "its MFU", "ratio", Err(why)));
+            let statement = format!("its MFU: actual rate over promised rate ({name})");
+            cells.push(Cell::measured(FLOPS, &statement, "ratio", Err(why)));
             continue;
         }
         let (x, w) = (Tensor::f_ones([b, d], options)?, Tensor::f_randn([d, k], options)?);
