@@ -59,6 +59,7 @@ pub mod environment;
 pub mod filter;
 pub mod finding;
 pub mod markdown;
+mod math;
 pub mod measurements;
 pub mod page;
 pub mod part;

@@ -5,7 +5,7 @@ mod part;
 mod section;
 
 use crate::part::{Document, Part};
-use crate::plot::escape;
+use crate::plot::{self, escape};
 use crate::section::Section;
 
 /// The page's text.
@@ -14,9 +14,10 @@ pub fn html(document: &Document) -> String {
     format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" \
          content=\"width=device-width, initial-scale=1\">\n<meta name=\"color-scheme\" content=\"light dark\">\n\
-         <title>Frugal: measurements</title>\n<style>\n{}</style>\n</head>\n<body>\n{}<main>\n{main}</main>\n</body>\n\
+         <title>Frugal: measurements</title>\n<style>\n{}\n{}</style>\n</head>\n<body>\n{}<main>\n{main}</main>\n</body>\n\
          </html>\n",
         include_str!("page.css"),
+        plot::style_sheet(),
         contents(document),
     )
 }

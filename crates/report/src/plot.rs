@@ -17,15 +17,43 @@ pub(crate) use svg::escape;
 use crate::measurements::Measurements;
 use crate::spec::{Plot, PlotKind};
 
+/// Widths of a drawing: of a file and a wide page, and of a phone, so that the text keeps its size on both.
+const WIDE: f64 = 960.0;
+const NARROW: f64 = 380.0;
+
 /// Draws the plot that `spec` describes. `None` where no record belongs in it.
 pub fn draw(spec: &Plot, measured: &Measurements) -> Option<String> {
+    draw_in(spec, measured, WIDE)
+}
+
+/// The same plot for a narrow page: panels below each other, names above their bars.
+pub fn draw_narrow(spec: &Plot, measured: &Measurements) -> Option<String> {
+    draw_in(spec, measured, NARROW)
+}
+
+fn draw_in(spec: &Plot, measured: &Measurements, width: f64) -> Option<String> {
     match spec.kind {
         PlotKind::Line | PlotKind::Scatter => {
-            figure::points(spec, measured).map(|figure| xy::draw(spec, &figure))
+            figure::points(spec, measured).map(|figure| xy::draw(spec, &figure, width))
         }
         PlotKind::Bar | PlotKind::StackedBar => {
-            figure::bars(spec, measured).map(|figure| bars::draw(spec, &figure))
+            figure::bars(spec, measured).map(|figure| bars::draw(spec, &figure, width))
         }
-        PlotKind::Timeline => timeline::spans(spec, measured).map(|figure| timeline::draw(spec, &figure)),
+        PlotKind::Timeline => timeline::spans(spec, measured).map(|figure| timeline::draw(spec, &figure, width)),
     }
+}
+
+/// Whether a drawing of this width is for a narrow page.
+fn is_narrow(width: f64) -> bool {
+    width < 600.0
+}
+
+/// The rules that all plots share, for a page that has many of them.
+pub fn style_sheet() -> String {
+    svg::rules()
+}
+
+/// A drawing without the rules of [`style_sheet`], to stand in a page that has them.
+pub fn without_style(svg: &str) -> String {
+    svg.replacen(&svg::style(), "", 1)
 }

@@ -1,9 +1,11 @@
 //! The Markdown that an experiment's `about` is written in, as HTML.
 //!
-//! CommonMark, but HTML is shown as it is written, a picture as its words, and a link leads to the web, to this page or to a
+//! CommonMark with formulas in `$…$` and `$$…$$`, but HTML is shown as it is written, a picture as its words, and a link leads to the web, to this page or to a
 //! file of the report, so that a page runs no script and loads nothing from elsewhere.
 
-use pulldown_cmark::{Event, Parser, Tag, TagEnd, html::push_html};
+use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd, html::push_html};
+
+use crate::math;
 
 /// The paragraphs and lists of `text` as HTML.
 pub fn html(text: &str) -> String {
@@ -30,7 +32,7 @@ fn plain_characters(text: &str) -> String {
 fn events(text: &str) -> Vec<Event<'_>> {
     // Whether each link that is open at an event is shown as one.
     let mut links = Vec::new();
-    let shown = Parser::new(text).filter_map(|event| match event {
+    let shown = Parser::new_ext(text, Options::ENABLE_MATH).filter_map(|event| match event {
         Event::Start(Tag::Link { ref dest_url, .. }) => {
             let safe = is_safe(dest_url);
             links.push(safe);
@@ -41,10 +43,20 @@ fn events(text: &str) -> Vec<Event<'_>> {
         Event::Start(Tag::HtmlBlock) => Some(Event::Start(Tag::Paragraph)),
         Event::End(TagEnd::HtmlBlock) => Some(Event::End(TagEnd::Paragraph)),
         Event::Html(html) | Event::InlineHtml(html) => Some(Event::Text(html)),
+        Event::InlineMath(tex) => Some(formula(&tex, false)),
+        Event::DisplayMath(tex) => Some(formula(&tex, true)),
         Event::SoftBreak => Some(Event::Text(" ".into())),
         event => Some(event),
     });
     shown.collect()
+}
+
+/// A formula as MathML, or as it is written where it is beyond what [`math`] knows.
+fn formula(tex: &str, display: bool) -> Event<'static> {
+    match math::mathml(tex, display) {
+        Ok(mathml) => Event::InlineHtml(mathml.into()),
+        Err(_) => Event::Code(tex.to_owned().into()),
+    }
 }
 
 /// Only what cannot run a script: the web, this page, and files of the report.
@@ -73,6 +85,8 @@ mod tests {
             ("a ` b * c [ d", "<p>a ` b * c [ d</p>\n"),
             ("<b>&amp;", "<p>&lt;b&gt;&amp;</p>\n"),
             ("<script>\nx\n</script>", "<p>&lt;script&gt;\nx\n&lt;/script&gt;</p>\n"),
+            ("$a < b$", "<p><math><mi>a</mi><mo>&lt;</mo><mi>b</mi></math></p>\n"),
+            ("$\\oint$", "<p><code>\\oint</code></p>\n"),
             ("", ""),
         ] {
             assert_eq!(html(markdown), expected, "{markdown}");

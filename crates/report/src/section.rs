@@ -45,6 +45,8 @@ pub struct DrawnPlot {
     pub file: String,
     /// The SVG document.
     pub svg: String,
+    /// The same for a narrow page.
+    pub narrow: String,
 }
 
 impl Section {
@@ -114,7 +116,8 @@ fn section(
     let tables = if views.tables.is_empty() { &everything } else { views.tables };
     let draw = |spec: &spec::Plot| {
         let file = format!("plots/{name}-{}.svg", spec.name);
-        plot::draw(spec, measured).map(|svg| DrawnPlot { title: spec.title.clone(), file, svg })
+        let (svg, narrow) = (plot::draw(spec, measured)?, plot::draw_narrow(spec, measured)?);
+        Some(DrawnPlot { title: spec.title.clone(), file, svg, narrow })
     };
     Section {
         name: name.into(),

@@ -6,6 +6,7 @@ use crate::part::{Document, Headline};
 use crate::plot::escape;
 use crate::prose;
 use crate::section::Section;
+use crate::spec::Op;
 
 pub(super) fn html(document: &Document) -> String {
     let mut html = String::from("<header class=\"opening\" id=\"top\">\n<h1>Frugal</h1>\n");
@@ -46,7 +47,11 @@ fn card(headline: &Headline) -> String {
         escape(title),
         bars(headline),
         badge(kind, claim.word()),
-        escape(claim.claim.op.symbol()),
+        match claim.claim.op {
+            Op::AtMost => "≤",
+            Op::AtLeast => "≥",
+            Op::Equal => "=",
+        },
         escape(&limit),
     )
 }

@@ -1,7 +1,7 @@
 //! A section of the page: one experiment's tables, plots and conclusion.
 
 use super::{badge, section_id};
-use crate::plot::escape;
+use crate::plot::{self, escape};
 use crate::prose;
 use crate::run::RunState;
 use crate::section::Section;
@@ -20,9 +20,14 @@ pub(super) fn html(s: &Section) -> String {
     );
     html += &s.tables.iter().map(table).collect::<String>();
     for plot in &s.plots {
-        // The drawing is our own writer's, which has escaped every text in it.
-        html +=
-            &format!("<figure>\n<figcaption>{}</figcaption>\n{}</figure>\n", escape(&plot.title), plot.svg);
+        // The drawings are our own writer's, which has escaped every text in them.
+        html += &format!(
+            "<figure>\n<figcaption>{}</figcaption>\n<div class=\"on-wide\">{}</div>\n<div class=\"on-narrow\">{}</div>\n\
+             </figure>\n",
+            escape(&plot.title),
+            plot::without_style(&plot.svg),
+            plot::without_style(&plot.narrow)
+        );
     }
     if !s.findings.is_empty() {
         let items: String =

@@ -2,38 +2,50 @@
 
 use super::axis::Axis;
 use super::figure::{Bar, Bars, Group, Panel};
+use super::is_narrow;
 use super::place::{Sample, legend};
 use super::svg::{self, Anchor, Svg};
 use crate::spec::{Plot, PlotKind};
 use crate::unit::{self, Multiple};
 
-const WIDTH: f64 = 960.0;
-
 /// Draws a figure of bars.
-pub(super) fn draw(spec: &Plot, figure: &Bars) -> String {
+pub(super) fn draw(spec: &Plot, figure: &Bars, width: f64) -> String {
     let mut svg = Svg::new();
     let stacked = spec.kind == PlotKind::StackedBar;
     let entries: Vec<_> = match figure.series.len() {
         0 | 1 => Vec::new(),
         _ => figure.series.iter().enumerate().map(|(i, name)| (Sample::Block(i), name.clone())).collect(),
     };
-    let mut top = 4.0 + legend(&mut svg, 8.0, 4.0, WIDTH - 8.0, &entries);
+    let mut top = 4.0 + legend(&mut svg, 8.0, 4.0, width - 8.0, &entries);
+    let narrow = is_narrow(width);
     let names = figure.panels.iter().flat_map(|panel| &panel.items).map(|group| svg::width(&group.name));
     // Beyond this a name leaves its bar no room.
-    let most = WIDTH * 0.4;
-    let left = 8.0 + names.fold(0.0, f64::max).min(most) + 10.0;
+    let most = width * 0.4;
+    let left = if narrow { 8.0 } else { 8.0 + names.fold(0.0, f64::max).min(most) + 10.0 };
     for panel in &figure.panels {
         if figure.panels.len() > 1 {
-            svg.text("head", Anchor::Start, (8.0, top + 12.0), &svg::clip(&panel.title, WIDTH - 16.0));
+            svg.text("head", Anchor::Start, (8.0, top + 12.0), &svg::clip(&panel.title, width - 16.0));
             top += 22.0;
         }
-        top = draw_panel(&mut svg, figure, panel, stacked, left, top);
+        top = draw_panel(&mut svg, figure, panel, stacked, Span { left, width }, top);
     }
-    svg.finish(&spec.title, WIDTH, top)
+    svg.finish(&spec.title, width, top)
+}
+
+/// Where the bars begin, and the drawing's width.
+#[derive(Clone, Copy)]
+struct Span {
+    left: f64,
+    width: f64,
 }
 
 /// Draws one panel and returns where the next may start.
-fn draw_panel(svg: &mut Svg, figure: &Bars, panel: &Panel<Group>, stacked: bool, left: f64, top: f64) -> f64 {
+fn draw_panel(svg: &mut Svg, figure: &Bars, panel: &Panel<Group>, stacked: bool, span: Span, top: f64) -> f64 {
+    let Span { left, width } = span;
+    // Names beside the bars, or above them where there is no room beside.
+    let above = if is_narrow(width) { 17.0 } else { 0.0 };
+    let right = width - if is_narrow(width) { 64.0 } else { 84.0 };
+    let ticks = if is_narrow(width) { 4 } else { 6 };
     let sum = |group: &Group| group.bars.iter().flatten().filter_map(|bar| bar.value).sum::<f64>();
     let values: Vec<f64> = match stacked {
         true => panel.items.iter().map(sum).collect(),
@@ -45,10 +57,10 @@ fn draw_panel(svg: &mut Svg, figure: &Bars, panel: &Panel<Group>, stacked: bool,
     let drawn: Vec<f64> = values.iter().map(|value| value / multiple.divisor).collect();
     let decimals = unit::decimals(&drawn, &multiple, &figure.value.unit);
     // Room for the figure at the end of the longest bar.
-    let axis = Axis::over(&drawn, false, true, 6).between(left, WIDTH - 84.0).without_crowding();
+    let axis = Axis::over(&drawn, false, true, ticks).between(left, right).without_crowding();
     let (thick, gap) = if stacked || figure.series.len() == 1 { (18.0, 8.0) } else { (14.0, 12.0) };
     let per_group = if stacked { 1 } else { figure.series.len() };
-    let group_height = per_group as f64 * thick + gap;
+    let group_height = per_group as f64 * thick + gap + above;
     let bottom = top + panel.items.len() as f64 * group_height;
     for (value, label) in &axis.ticks {
         let at = axis.at(*value);
@@ -56,11 +68,15 @@ fn draw_panel(svg: &mut Svg, figure: &Bars, panel: &Panel<Group>, stacked: bool,
         svg.text("soft", Anchor::Middle, (at, bottom + 16.0), label);
     }
     let title = unit::with_symbol(&figure.value.heading, &in_brackets(&multiple.symbol));
-    svg.text("", Anchor::End, (WIDTH - 84.0, bottom + 33.0), &svg::clip(&title, WIDTH - 100.0));
+    svg.text("", Anchor::End, (right, bottom + 33.0), &svg::clip(&title, right - 16.0));
     for (row, group) in panel.items.iter().enumerate() {
-        let group_top = top + row as f64 * group_height + gap / 2.0;
+        let group_top = top + row as f64 * group_height + gap / 2.0 + above;
         let middle = group_top + (group_height - gap) / 2.0;
-        svg.text("", Anchor::End, (left - 8.0, middle + 4.0), &svg::clip(&group.name, left - 16.0));
+        if above > 0.0 {
+            svg.text("", Anchor::Start, (left, group_top - 4.0), &svg::clip(&group.name, width - 16.0));
+        } else {
+            svg.text("", Anchor::End, (left - 8.0, middle + 4.0), &svg::clip(&group.name, left - 16.0));
+        }
         let pen = Pen { axis: &axis, multiple: &multiple, decimals, thick };
         if stacked {
             pen.stack(svg, group, group_top, sum(group));

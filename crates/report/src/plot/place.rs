@@ -107,7 +107,7 @@ pub(super) enum Sample {
 pub(super) fn legend(svg: &mut Svg, left: f64, top: f64, right: f64, entries: &[(Sample, String)]) -> f64 {
     let (mut x, mut y, line) = (left, top, 20.0);
     for (sample, name) in entries {
-        let name = &svg::clip(name, 320.0);
+        let name = &svg::clip(name, (right - left - 30.0).min(320.0));
         let room = if matches!(sample, Sample::Front) { 28.0 } else { 16.0 };
         let wide = room + svg::width(name) + 18.0;
         if x > left && x + wide > right {

@@ -144,7 +144,11 @@ pub(super) fn stroke(series: usize) -> String {
 
 /// Class names stand under `.frugal-plot`, so that inlined in a page they touch nothing else. On paper the light
 /// colours are used.
-fn style() -> String {
+pub(super) fn style() -> String {
+    format!("<style>{}</style>\n", rules())
+}
+
+pub(super) fn rules() -> String {
     let rules = |pick: fn(&(&'static str, &'static str)) -> &'static str| {
         let rule = |(i, c): (usize, &(&'static str, &'static str))| {
             let colour = pick(c);
@@ -153,14 +157,14 @@ fn style() -> String {
         COLOURS.iter().enumerate().map(rule).collect::<String>()
     };
     format!(
-        "<style>.frugal-plot{{color:#1f2328;font:{FONT}px system-ui,-apple-system,\"Segoe UI\",\"Liberation Sans\",\
+        ".frugal-plot{{color:#1f2328;font:{FONT}px system-ui,-apple-system,\"Segoe UI\",\"Liberation Sans\",\
          Arial,sans-serif}}.frugal-plot text{{fill:currentColor}}.frugal-plot .soft{{fill-opacity:.72}}\
          .frugal-plot .head{{font-weight:600}}.frugal-plot .grid{{stroke:currentColor;stroke-opacity:.13}}\
          .frugal-plot .base{{stroke:currentColor;stroke-opacity:.55}}.frugal-plot polyline{{fill:none;stroke-width:2;\
          stroke-linejoin:round}}.frugal-plot .front{{stroke:currentColor;stroke-opacity:.6;stroke-width:1.5;\
          stroke-dasharray:5 3}}.frugal-plot .whisker{{stroke-width:1.2;stroke-opacity:.65}}.frugal-plot .hollow\
          {{fill:none;stroke-width:1.8}}{}\n@media screen and (prefers-color-scheme:dark){{.frugal-plot{{color:#e4e7eb}}\
-         {}}}</style>\n",
+         {}}}",
         rules(|c| c.0),
         rules(|c| c.1),
     )

@@ -9,8 +9,6 @@ use crate::record::Case;
 use crate::spec::Plot;
 use crate::unit::{self, Multiple};
 
-const WIDTH: f64 = 960.0;
-const RIGHT: f64 = WIDTH - 16.0;
 /// A row, and the bar in it.
 const ROW: f64 = 26.0;
 const THICK: f64 = 20.0;
@@ -84,7 +82,8 @@ pub(super) fn spans(spec: &Plot, measured: &Measurements) -> Option<Spans> {
 }
 
 /// Draws a figure of spans.
-pub(super) fn draw(spec: &Plot, figure: &Spans) -> String {
+pub(super) fn draw(spec: &Plot, figure: &Spans, width: f64) -> String {
+    let right = width - 16.0;
     let mut svg = Svg::new();
     if spec.label.is_some() {
         svg.style_texts_inside();
@@ -95,7 +94,7 @@ pub(super) fn draw(spec: &Plot, figure: &Spans) -> String {
         }
         _ => Vec::new(),
     };
-    let mut top = 4.0 + legend(&mut svg, 8.0, 4.0, WIDTH - 8.0, &entries);
+    let mut top = 4.0 + legend(&mut svg, 8.0, 4.0, width - 8.0, &entries);
     let multiple = unit::multiple(figure.last, &figure.unit);
     let rows = || figure.panels.iter().flat_map(|panel| &panel.items);
     let values: Vec<f64> = rows()
@@ -104,11 +103,11 @@ pub(super) fn draw(spec: &Plot, figure: &Spans) -> String {
         .map(|time| time / multiple.divisor)
         .collect();
     let names = rows().map(|row| svg::width(&row.name)).fold(0.0, f64::max);
-    let left = 8.0 + names.min(WIDTH * 0.3) + 10.0;
-    let axis = Axis::over(&values, false, true, 10).between(left, RIGHT).without_crowding();
+    let left = 8.0 + names.min(width * 0.3) + 10.0;
+    let axis = Axis::over(&values, false, true, if super::is_narrow(width) { 4 } else { 10 }).between(left, right).without_crowding();
     for panel in &figure.panels {
         if figure.panels.len() > 1 {
-            svg.text("head", Anchor::Start, (8.0, top + 12.0), &svg::clip(&panel.title, WIDTH - 16.0));
+            svg.text("head", Anchor::Start, (8.0, top + 12.0), &svg::clip(&panel.title, width - 16.0));
             top += 20.0;
         }
         top = draw_panel(&mut svg, panel, &axis, &multiple, left, top);
@@ -118,8 +117,8 @@ pub(super) fn draw(spec: &Plot, figure: &Spans) -> String {
         "" => "time".to_owned(),
         symbol => format!("time ({symbol})"),
     };
-    svg.text("", Anchor::End, (RIGHT, top + 10.0), &title);
-    svg.finish(&spec.title, WIDTH, top + 20.0)
+    svg.text("", Anchor::End, (right, top + 10.0), &title);
+    svg.finish(&spec.title, width, top + 20.0)
 }
 
 /// Draws one panel and returns where the next may start.

@@ -2,28 +2,29 @@
 
 use super::axis::Axis;
 use super::figure::{Dimension, Panel, Point, Points};
+use super::is_narrow;
 use super::place::{Area, Labels, Sample, legend, spread_apart};
 use super::svg::{self, Anchor, Svg};
 use crate::spec::{Plot, PlotKind};
 use crate::unit::{self, Multiple};
 
-const WIDTH: f64 = 960.0;
 const HEAD: f64 = 18.0;
 /// The most room that names at the ends of lines take.
 const END_NAMES: f64 = 260.0;
 
 /// Draws a figure of points.
-pub(super) fn draw(spec: &Plot, figure: &Points) -> String {
+pub(super) fn draw(spec: &Plot, figure: &Points, width: f64) -> String {
     let mut svg = Svg::new();
     let panels = figure.panels.len();
     let columns = match panels {
         1 => 1,
+        _ if is_narrow(width) => 1,
         2 | 4 => 2,
         _ => 3,
     };
     let many = figure.series.len() > 1;
     // The names stand at the lines' ends where there is one panel with room for them.
-    let at_ends = many && spec.kind == PlotKind::Line && panels == 1 && figure.series.len() <= 8;
+    let at_ends = many && spec.kind == PlotKind::Line && panels == 1 && figure.series.len() <= 8 && !is_narrow(width);
     let mut entries = Vec::new();
     if many && !at_ends {
         entries.extend(figure.series.iter().enumerate().map(|(i, name)| (Sample::Mark(i), name.clone())));
@@ -31,8 +32,8 @@ pub(super) fn draw(spec: &Plot, figure: &Points) -> String {
     if spec.pareto {
         entries.push((Sample::Front, "Pareto front (its points are filled)".into()));
     }
-    let top = 4.0 + legend(&mut svg, 8.0, 4.0, WIDTH - 8.0, &entries);
-    let (cell_width, plot_height) = (WIDTH / columns as f64, if columns == 1 { 300.0 } else { 190.0 });
+    let top = 4.0 + legend(&mut svg, 8.0, 4.0, width - 8.0, &entries);
+    let (cell_width, plot_height) = (width / columns as f64, if columns == 1 && !is_narrow(width) { 300.0 } else { 190.0 });
     let heading = if panels > 1 { HEAD } else { 0.0 };
     let cell_height = heading + HEAD + plot_height + 56.0;
     for (index, panel) in figure.panels.iter().enumerate() {
@@ -55,7 +56,7 @@ pub(super) fn draw(spec: &Plot, figure: &Points) -> String {
         draw_panel(&mut svg, spec, figure, panel, cell, at_ends);
     }
     let rows = panels.div_ceil(columns);
-    svg.finish(&spec.title, WIDTH, top + rows as f64 * cell_height)
+    svg.finish(&spec.title, width, top + rows as f64 * cell_height)
 }
 
 /// Values of a dimension as they are drawn: in one multiple of their unit.
