@@ -24,6 +24,7 @@ mod interrupt;
 mod kernels;
 mod lint;
 mod pages;
+mod pdf;
 mod programs;
 mod python;
 mod revision;

@@ -210,13 +210,14 @@ fn over_all(finding: &Finding, measured: &Measurements, groups: &[Case]) -> Sent
     for case in groups {
         match (Group { finding, measured, case }).values(template) {
             Ok(values) => rows.push(values),
-            Err(Lack::Value(why)) => lacking.push(missing(case, &why).text),
+            Err(Lack::Value(why)) => lacking.push((case, why)),
             Err(Lack::Difference) => {}
         }
     }
     if rows.is_empty() {
-        let why = lacking.into_iter().next().unwrap_or_else(|| missing(&Case::new(), "no record").text);
-        return Sentence { text: why, measured: false };
+        let none = Case::new();
+        let (case, why) = lacking.into_iter().next().unwrap_or((&none, "no record".into()));
+        return missing(case, &why);
     }
     let count = rows.len();
     let columns: Vec<Vec<Value>> =
@@ -226,9 +227,13 @@ fn over_all(finding: &Finding, measured: &Measurements, groups: &[Case]) -> Sent
     match write(template, &columns, key) {
         Ok(mut text) => {
             if !lacking.is_empty() {
-                text += &format!(" ({})", lacking.join("; "));
+                // The reason in full is at the table's cell.
+                let short = |why: &String| why.split([':', ';']).next().unwrap_or_default().to_owned();
+                let group = |(case, why): &(&Case, String)| format!("{}: {}", case.describe(), short(why));
+                text +=
+                    &format!(" (not measured: {})", lacking.iter().map(group).collect::<Vec<_>>().join(", "));
             }
-            Sentence { text, measured: lacking.is_empty() }
+            Sentence { text, measured: true }
         }
         Err(why) => missing(&Case::new(), &why),
     }

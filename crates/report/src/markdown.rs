@@ -177,7 +177,9 @@ fn loose(header: &[String], rows: &[Vec<String>]) -> String {
 
 fn section(section: &Section) -> String {
     let mut text = format!("\n## {}\n\n{}\n", section.title, section.about.trim());
-    text += &format!("\nRun: {}\n", section.run_words());
+    if section.run.is_some() || !section.has_records {
+        text += &format!("\nRun: {}\n", section.run_words());
+    }
     for built in &section.tables {
         text += &format!("\n**{}**\n\n{}", built.title, table(built));
     }
@@ -192,6 +194,9 @@ fn section(section: &Section) -> String {
     }
     if !section.command.is_empty() {
         text += &format!("\nReproduce: `{}`\n", section.command);
+    }
+    for (machine, page) in &section.elsewhere {
+        text += &format!("\nAlso measured on [{machine}]({page})\n");
     }
     for environment in &section.environments {
         text += &format!("\nMeasured on {environment}\n");

@@ -12,7 +12,7 @@
 use crate::plot::escape;
 
 /// The formula as a `<math>` element, or what in it is not known.
-pub fn mathml(tex: &str, display: bool) -> Result<String, String> {
+pub(crate) fn mathml(tex: &str, display: bool) -> Result<String, String> {
     let mut reader = Reader { rest: tex.trim() };
     let body = reader.until(None)?;
     let display = if display { " display=\"block\"" } else { "" };
@@ -152,8 +152,14 @@ mod tests {
             ("x^2", "<msup><mi>x</mi><mn>2</mn></msup>"),
             ("a_i^{n}", "<msubsup><mi>a</mi><mi>i</mi><mrow><mi>n</mi></mrow></msubsup>"),
             ("f'", "<msup><mi>f</mi><mo>′</mo></msup>"),
-            (r"\frac{∂L}{∂z}", "<mfrac><mrow><mi>∂</mi><mi>L</mi></mrow><mrow><mi>∂</mi><mi>z</mi></mrow></mfrac>"),
-            (r"\mathrm{SiLU}(g)", "<mi mathvariant=\"normal\">SiLU</mi><mo stretchy=\"false\">(</mo><mi>g</mi><mo stretchy=\"false\">)</mo>"),
+            (
+                r"\frac{∂L}{∂z}",
+                "<mfrac><mrow><mi>∂</mi><mi>L</mi></mrow><mrow><mi>∂</mi><mi>z</mi></mrow></mfrac>",
+            ),
+            (
+                r"\mathrm{SiLU}(g)",
+                "<mi mathvariant=\"normal\">SiLU</mi><mo stretchy=\"false\">(</mo><mi>g</mi><mo stretchy=\"false\">)</mo>",
+            ),
             (r"12\,H", "<mn>12</mn><mspace width=\"0.17em\"/><mi>H</mi>"),
             ("1 - a", "<mn>1</mn><mo>−</mo><mi>a</mi>"),
         ] {

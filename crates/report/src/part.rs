@@ -153,6 +153,11 @@ fn headline(
 /// The parts; sections that none of them names stand in the last one.
 fn parts(specs: &Specs, records: &[Record], runs: &[RunOutcome], others: &[OtherReport]) -> Vec<Part> {
     let mut left = sections(specs, records, runs);
+    for section in &mut left {
+        let has = |other: &&OtherReport| other.records.iter().any(|record| record.experiment == section.name);
+        let found = others.iter().filter(has).map(|other| (other.machine().to_owned(), other.page()));
+        section.elsewhere = found.collect();
+    }
     let row = |row: &spec::Row| answer(specs, row, records, others);
     let mut parts: Vec<Part> = specs
         .parts

@@ -39,7 +39,9 @@ fn draw_in(spec: &Plot, measured: &Measurements, width: f64) -> Option<String> {
         PlotKind::Bar | PlotKind::StackedBar => {
             figure::bars(spec, measured).map(|figure| bars::draw(spec, &figure, width))
         }
-        PlotKind::Timeline => timeline::spans(spec, measured).map(|figure| timeline::draw(spec, &figure, width)),
+        PlotKind::Timeline => {
+            timeline::spans(spec, measured).map(|figure| timeline::draw(spec, &figure, width))
+        }
     }
 }
 

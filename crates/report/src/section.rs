@@ -34,6 +34,8 @@ pub struct Section {
     pub run: Option<RunState>,
     /// Whether any record was there.
     pub has_records: bool,
+    /// The machines and pages of other reports that have records of it.
+    pub elsewhere: Vec<(String, String)>,
 }
 
 /// A plot that was drawn.
@@ -133,6 +135,7 @@ fn section(
         environments: environments(measured.records()),
         run,
         has_records,
+        elsewhere: Vec::new(),
     }
 }
 

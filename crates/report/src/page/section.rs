@@ -11,11 +11,15 @@ use crate::table::{Cell, Table, mark};
 const FOLDED: usize = 12;
 
 pub(super) fn html(s: &Section) -> String {
+    // Where records are there and nothing ran, there is nothing to say of a run.
+    let state = match s.run.is_none() && s.has_records {
+        true => String::new(),
+        false => format!("<p class=\"state\">{}</p>\n", run_badge(s)),
+    };
     let mut html = format!(
-        "<section id=\"{}\">\n<h3>{}</h3>\n<p class=\"state\">{}</p>\n{}",
+        "<section id=\"{}\">\n<h3>{}</h3>\n{state}{}",
         escape(&section_id(s)),
         escape(&s.title),
-        run_badge(s),
         prose::html(&s.about)
     );
     html += &s.tables.iter().map(table).collect::<String>();
@@ -38,6 +42,14 @@ pub(super) fn html(s: &Section) -> String {
     if !s.command.is_empty() {
         source.push(format!("Reproduce: <code>{}</code>", escape(&s.command)));
     }
+    source.extend(s.elsewhere.iter().map(|(machine, page)| {
+        format!(
+            "Also measured on <a href=\"{}#{}\">{}</a>",
+            escape(page),
+            escape(&section_id(s)),
+            escape(machine)
+        )
+    }));
     source.extend(s.environments.iter().map(|place| format!("Measured on {}", escape(place))));
     if s.has_records {
         let name = escape(&s.csv_file());

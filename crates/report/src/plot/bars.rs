@@ -40,7 +40,14 @@ struct Span {
 }
 
 /// Draws one panel and returns where the next may start.
-fn draw_panel(svg: &mut Svg, figure: &Bars, panel: &Panel<Group>, stacked: bool, span: Span, top: f64) -> f64 {
+fn draw_panel(
+    svg: &mut Svg,
+    figure: &Bars,
+    panel: &Panel<Group>,
+    stacked: bool,
+    span: Span,
+    top: f64,
+) -> f64 {
     let Span { left, width } = span;
     // Names beside the bars, or above them where there is no room beside.
     let above = if is_narrow(width) { 17.0 } else { 0.0 };

@@ -104,7 +104,9 @@ pub(super) fn draw(spec: &Plot, figure: &Spans, width: f64) -> String {
         .collect();
     let names = rows().map(|row| svg::width(&row.name)).fold(0.0, f64::max);
     let left = 8.0 + names.min(width * 0.3) + 10.0;
-    let axis = Axis::over(&values, false, true, if super::is_narrow(width) { 4 } else { 10 }).between(left, right).without_crowding();
+    let axis = Axis::over(&values, false, true, if super::is_narrow(width) { 4 } else { 10 })
+        .between(left, right)
+        .without_crowding();
     for panel in &figure.panels {
         if figure.panels.len() > 1 {
             svg.text("head", Anchor::Start, (8.0, top + 12.0), &svg::clip(&panel.title, width - 16.0));

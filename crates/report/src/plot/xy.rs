@@ -24,7 +24,8 @@ pub(super) fn draw(spec: &Plot, figure: &Points, width: f64) -> String {
     };
     let many = figure.series.len() > 1;
     // The names stand at the lines' ends where there is one panel with room for them.
-    let at_ends = many && spec.kind == PlotKind::Line && panels == 1 && figure.series.len() <= 8 && !is_narrow(width);
+    let at_ends =
+        many && spec.kind == PlotKind::Line && panels == 1 && figure.series.len() <= 8 && !is_narrow(width);
     let mut entries = Vec::new();
     if many && !at_ends {
         entries.extend(figure.series.iter().enumerate().map(|(i, name)| (Sample::Mark(i), name.clone())));
@@ -33,7 +34,8 @@ pub(super) fn draw(spec: &Plot, figure: &Points, width: f64) -> String {
         entries.push((Sample::Front, "Pareto front (its points are filled)".into()));
     }
     let top = 4.0 + legend(&mut svg, 8.0, 4.0, width - 8.0, &entries);
-    let (cell_width, plot_height) = (width / columns as f64, if columns == 1 && !is_narrow(width) { 300.0 } else { 190.0 });
+    let (cell_width, plot_height) =
+        (width / columns as f64, if columns == 1 && !is_narrow(width) { 300.0 } else { 190.0 });
     let heading = if panels > 1 { HEAD } else { 0.0 };
     let cell_height = heading + HEAD + plot_height + 56.0;
     for (index, panel) in figure.panels.iter().enumerate() {

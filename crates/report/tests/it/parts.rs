@@ -132,6 +132,9 @@ fn every_experiment_has_its_part_and_every_question_an_answer() {
     for name in experiments.chain(specs.comparisons.iter().map(|c| &c.name)) {
         let parts: Vec<_> = specs.parts.iter().filter(|part| part.sections.contains(name)).collect();
         assert_eq!(parts.len(), 1, "`{name}` stands in {} parts' `sections`; it belongs to one", parts.len());
+        let finds = specs.experiment(name).map(|e| e.findings.len());
+        let finds = finds.or_else(|| specs.comparison(name).map(|c| c.findings.len()));
+        assert_ne!(finds, Some(0), "`{name}` has no finding; a section concludes something, or goes");
     }
     for part in &specs.parts {
         assert!(!part.rows.is_empty(), "{}", part.name);
@@ -226,7 +229,7 @@ fn every_finding_follows_the_sign_of_its_figures() {
         }
         let (below, above, inside) = (text(0.7, 0.0), text(1.3, 0.0), text(0.99, 0.2));
         let directed = |text: &str| {
-            let words: Vec<_> = text.split([' ', ',', '.', ')']).collect();
+            let words: Vec<_> = text.split([' ', ',', '.', ')', ';', ':']).collect();
             let at = |word: &str| words.windows(2).any(|pair| pair[0] == "%" && pair[1] == word);
             (at("less") || at("faster") || at("slower"), at("more") || at("slower") || at("faster"))
         };
