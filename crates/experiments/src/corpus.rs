@@ -1,19 +1,28 @@
 //! The training data of the experiments: texts as token stores, with their tokenizer.
 
-use std::path::Path;
+mod parquet_file;
+mod source;
+
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use clap::Args;
+use dataloading::Samples;
 use dataloading::text::{Corpus as Files, Format};
 use dataloading::token_store::{TokenStore, Writer, WriterOptions};
 use dataloading::tokenizer::{Tokenizer, TrainOptions};
+use report::cli::Scale;
+use report::{Case, Metric, Sink};
 use tempfile::TempDir;
 use training::Error;
+
+pub use source::{Data, Network, Texts, VARIABLE};
 
 /// Samples for training and for validation.
 #[derive(Debug)]
 pub struct Corpus {
-    /// Its name in records.
+    /// Its name in reports.
     pub name: String,
     /// Lines to train on, tokenized.
     pub train: Arc<TokenStore>,
@@ -36,6 +45,17 @@ pub struct Limits {
     pub train_tokens: usize,
     /// Tokens to measure on.
     pub validation_tokens: usize,
+    /// Tokens of a tokenizer that is trained on the texts; the embedded texts have their own.
+    pub vocabulary: usize,
+}
+
+/// The flag that names the texts.
+#[derive(Args, Clone, Debug)]
+pub struct DataArgs {
+    /// Texts: auto, wikitext-103, wikitext-2, embedded, or a folder with train.txt and valid.txt. The named ones are looked for in
+    /// the folder that FRUGAL_DATA names, then on the Hugging Face hub; auto takes the first on this machine
+    #[arg(long, default_value_t)]
+    pub data: Data,
 }
 
 impl Corpus {
@@ -44,57 +64,46 @@ impl Corpus {
     /// # Errors
     /// A checkout without `data/`.
     pub fn embedded(limits: &Limits) -> Result<Self> {
-        let folder = dataloading::embedded::folder()?;
-        let tokenizer = Tokenizer::from_file(&folder.join("tokenizer.json"))?;
-        let file = |name: &str| folder.join("corpus").join(name);
-        Self::new("embedded", &file("train.txt"), &file("valid.txt"), tokenizer, limits)
+        Self::of(&Data::Embedded, limits)?.map_err(anyhow::Error::msg)
     }
 
-    /// Two files in WikiText's format. The tokenizer is a `tokenizer.json`, or a byte-level BPE of `vocabulary` tokens that
-    /// is trained on the first file on the spot.
+    /// A data set, or why it cannot be had. The tokenizer is the embedded one for the embedded texts, else a byte-level BPE that is
+    /// trained on the first lines to train on.
     ///
     /// # Errors
-    /// Files that are missing, empty, or not UTF-8; a file that is no tokenizer.
-    pub fn of_files(
-        name: &str,
-        train: &Path,
-        validation: &Path,
-        tokenizer: Option<&Path>,
-        vocabulary: usize,
-        limits: &Limits,
-    ) -> Result<Self> {
-        let tokenizer = match tokenizer {
-            Some(path) => Tokenizer::from_file(path)?,
-            None => {
-                let records = Files::new([train.to_owned()], Format::Lines).records()?;
-                let options = TrainOptions { vocabulary, ..TrainOptions::default() };
-                Tokenizer::train(records.map(|record| Ok(record?.text)), &options)?
-            }
+    /// Files that are empty or not UTF-8.
+    pub fn of(data: &Data, limits: &Limits) -> Result<Result<Self, String>> {
+        /// Lines that a tokenizer is trained on.
+        const LINES: usize = 100_000;
+        let texts = match data.texts(Network::IfMissing)? {
+            Ok(texts) => texts,
+            Err(why) => return Ok(Err(why)),
         };
-        Self::new(name, train, validation, tokenizer, limits)
-    }
-
-    fn new(
-        name: &str,
-        train: &Path,
-        validation: &Path,
-        tokenizer: Tokenizer,
-        limits: &Limits,
-    ) -> Result<Self> {
+        let tokenizer = if *data == Data::Embedded {
+            Tokenizer::from_file(&dataloading::embedded::folder()?.join(dataloading::embedded::TOKENIZER))?
+        } else {
+            let options = TrainOptions { vocabulary: limits.vocabulary, ..TrainOptions::default() };
+            Tokenizer::train(lines(&texts.train)?.take(LINES), &options)?
+        };
         let folder = TempDir::new().map_err(|cause| Error::Io { path: std::env::temp_dir(), cause })?;
-        let store = |file: &Path, name: &str, tokens| {
-            store(file, &folder.path().join(name), &tokenizer, limits.max_length, tokens)
+        let store = |files: &[PathBuf], name: &str, tokens| {
+            let path = folder.path().join(name);
+            let mut writer = Writer::create(&path, &WriterOptions::new(tokenizer.vocabulary()))?;
+            let texts = fill(&mut writer, files, &tokenizer, limits.max_length, tokens)?;
+            Ok::<_, anyhow::Error>((texts, writer.finish()?))
         };
-        let (texts, train) = store(train, "train", limits.train_tokens)?;
-        let (_, validation) = store(validation, "validation", limits.validation_tokens)?;
-        Ok(Self {
-            name: name.to_owned(),
+        let reading = || format!("reading {}", texts.name);
+        let (train_texts, train) = store(&texts.train, "train", limits.train_tokens).with_context(reading)?;
+        let (_, validation) =
+            store(&texts.validation, "validation", limits.validation_tokens).with_context(reading)?;
+        Ok(Ok(Self {
+            name: texts.name,
             train: Arc::new(train),
-            texts,
+            texts: train_texts,
             validation: Arc::new(validation),
             tokenizer,
             _folder: folder,
-        })
+        }))
     }
 
     /// Number of tokens that the model has to know.
@@ -106,24 +115,91 @@ impl Corpus {
     pub fn pad(&self) -> u32 {
         self.tokenizer.padding().unwrap_or(0)
     }
+
+    /// The validation loss in nats of a model that knows how often each token occurs in the training lines, and nothing else. Each
+    /// token counts once more than it occurs, so that none is impossible.
+    ///
+    /// # Errors
+    /// A line that cannot be read.
+    pub fn unigram_loss(&self) -> Result<f64> {
+        let mut counts = vec![1u64; self.tokenizer.vocabulary()];
+        let mut ids = Vec::new();
+        for line in 0..self.train.len() {
+            ids.clear();
+            self.train.read(line, &mut ids)?;
+            ids.iter().for_each(|&id| counts[id as usize] += 1);
+        }
+        let total = (counts.iter().sum::<u64>() as f64).ln();
+        let (mut sum, mut targets) = (0.0, 0u64);
+        for line in 0..self.validation.len() {
+            ids.clear();
+            self.validation.read(line, &mut ids)?;
+            // The first token of a line is never a target.
+            for &id in ids.iter().skip(1) {
+                sum += total - (counts[id as usize] as f64).ln();
+                targets += 1;
+            }
+        }
+        Ok(sum / targets.max(1) as f64)
+    }
+
+    /// Records what is trained on, and a row for each data set that is larger and not on this machine, with the reason.
+    ///
+    /// # Errors
+    /// Those of the corpus and of the sink.
+    pub fn put(&self, sink: &mut Sink, experiment: &str, scale: Scale) -> Result<()> {
+        let case = |name: &str, used: &str| Case::new().with("data", name).with("used", used);
+        let metrics = vec![
+            Metric::exact("lines", "count", self.train.len() as f64),
+            Metric::exact("train_tokens", "token", self.train.tokens() as f64),
+            Metric::exact("validation_tokens", "token", self.validation.tokens() as f64),
+            Metric::exact("vocabulary", "token", self.vocabulary() as f64),
+            Metric::exact("unigram_loss", "nat", self.unigram_loss()?),
+        ];
+        sink.put(experiment, &case(&self.name, "yes"), metrics)?;
+        for data in Data::NAMED {
+            if self.name.starts_with(&data.title()) {
+                break;
+            }
+            let why = match data.texts(Network::Never)? {
+                Ok(_) if scale == Scale::Smoke => "the scale smoke takes the embedded texts".to_owned(),
+                Ok(_) => format!("not chosen at this scale; `--data {data}` of the program takes it"),
+                Err(why) => format!(
+                    "{why}; with it there, or with `--data {data}` of the program, which fetches it, this experiment trains on it"
+                ),
+            };
+            let missing = Metric::not_measured("train_tokens", "token", &why);
+            sink.put(experiment, &case(&data.title(), "no"), vec![missing])?;
+        }
+        Ok(())
+    }
 }
 
-/// Lines of a file, cut to `max_length` tokens, until there are `tokens`.
-fn store(
-    file: &Path,
-    path: &Path,
+/// The lines of files that are not blank, as the assignment reads them.
+fn lines(files: &[PathBuf]) -> dataloading::Result<Box<dyn Iterator<Item = dataloading::Result<String>>>> {
+    if files.iter().all(|file| file.extension().is_some_and(|extension| extension == "parquet")) {
+        let files =
+            files.iter().map(|file| parquet_file::lines(file)).collect::<dataloading::Result<Vec<_>>>()?;
+        return Ok(Box::new(files.into_iter().flatten()));
+    }
+    let records = Files::new(files.iter().cloned(), Format::Lines).records()?;
+    Ok(Box::new(records.map(|record| Ok(record?.text))))
+}
+
+/// Writes lines, cut to `max_length` tokens, until there are `tokens`, and returns them.
+fn fill(
+    writer: &mut Writer,
+    files: &[PathBuf],
     tokenizer: &Tokenizer,
     max_length: usize,
     tokens: usize,
-) -> Result<(Vec<String>, TokenStore)> {
+) -> Result<Vec<String>> {
     /// Lines that are encoded in parallel.
     const CHUNK: usize = 256;
-    let mut records = Files::new([file.to_owned()], Format::Lines).records()?;
-    let mut writer = Writer::create(path, &WriterOptions::new(tokenizer.vocabulary()))?;
+    let mut lines = lines(files)?;
     let (mut texts, mut written) = (Vec::new(), 0);
     while written < tokens {
-        let chunk: Vec<String> =
-            records.by_ref().take(CHUNK).map(|record| Ok(record?.text)).collect::<Result<_>>()?;
+        let chunk: Vec<String> = lines.by_ref().take(CHUNK).collect::<dataloading::Result<_>>()?;
         if chunk.is_empty() {
             break;
         }
@@ -137,5 +213,5 @@ fn store(
             texts.push(text.clone());
         }
     }
-    Ok((texts, writer.finish()?))
+    Ok(texts)
 }

@@ -10,6 +10,8 @@ mod profile;
 mod profiling;
 pub mod setup;
 mod sizes;
+mod stages;
+mod trace_spans;
 mod whole_training;
 
 use clap::Subcommand;
@@ -22,8 +24,8 @@ pub(crate) enum Verb {
     Loading(loading::Loading),
     /// Measure steps with injected slowdowns on and off, and profile them
     Profile(profile::ProfileArgs),
-    /// Measure steps with all injected slowdowns on, then with one repaired after another
-    Repair(profile::RepairArgs),
+    /// Measure one setup stage by stage: packed data, mixed precision, each repair, fused norms and loss
+    Stages(stages::StagesArgs),
     /// Compare predicted and measured steps under activation plans
     Activations(activations::ActivationsArgs),
     /// Measure steps of the GPT-2-like model on given sizes
@@ -36,7 +38,7 @@ pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
     match verb {
         Verb::Loading(arguments) => loading::run(common, arguments),
         Verb::Profile(arguments) => profile::run(common, arguments),
-        Verb::Repair(arguments) => profile::run_repair(common, arguments),
+        Verb::Stages(arguments) => stages::run(common, arguments),
         Verb::Activations(arguments) => activations::run(common, arguments),
         Verb::Bench(arguments) => bench::run(common, arguments),
         Verb::Layers(arguments) => layers::run(common, arguments),

@@ -20,7 +20,7 @@ use crate::feed_forward::FeedForward;
 use crate::init::Init;
 use crate::linear::{Linear, positive, project};
 use crate::module::{Block, Context, Mlp, Module, Projection, Visitor, VisitorMut};
-use crate::norm::LayerNorm;
+use crate::norm::{LayerNorm, NormKernel};
 
 /// The layer, with PyTorch's names for its parameters.
 #[derive(Debug)]
@@ -54,6 +54,13 @@ impl TransformerDecoderLayer {
             norms: [norm()?, norm()?, norm()?],
             dropout,
         })
+    }
+
+    /// Computes the norms by `kernel`.
+    #[must_use]
+    pub fn with_norms(mut self, kernel: NormKernel) -> Self {
+        self.norms.iter_mut().for_each(|norm| norm.kernel = kernel);
+        self
     }
 }
 

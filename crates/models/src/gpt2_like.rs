@@ -15,6 +15,7 @@ use crate::init::Init;
 use crate::linear::{Linear, positive};
 use crate::loss_head::ProjectionHead;
 use crate::module::{Block, Input, LanguageModel, LossHead, Module, Projection, Visitor, VisitorMut};
+use crate::norm::NormKernel;
 use crate::position::PositionalEncoding;
 
 /// Sizes of a [`Gpt2Like`], named as in its `config.json`.
@@ -38,6 +39,9 @@ pub struct Gpt2LikeConfig {
     /// How attention is computed.
     #[serde(skip)]
     pub attention: AttentionPath,
+    /// What computes the norms.
+    #[serde(skip)]
+    pub norms: NormKernel,
 }
 
 impl Default for Gpt2LikeConfig {
@@ -53,6 +57,7 @@ impl Default for Gpt2LikeConfig {
             max_length: 512,
             dropout: 0.1,
             attention: AttentionPath::Fused,
+            norms: NormKernel::Fused,
         }
     }
 }
@@ -83,6 +88,7 @@ impl Gpt2Like {
             max_length,
             dropout,
             attention,
+            norms,
         } = config;
         let sizes = [
             ("vocab_size", vocab_size),
@@ -95,6 +101,7 @@ impl Gpt2Like {
         positive("GPT-2-like model", &sizes)?;
         let decoder =
             TransformerDecoderLayer::new(hidden_dim, num_heads, ff_dim, dropout, attention, options)?;
+        let decoder = decoder.with_norms(norms);
         let head = ProjectionHead::new(Linear::new(hidden_dim, vocab_size, true, options)?);
         Ok(Self {
             embedding: Embedding::new(vocab_size, embedding_dim, Init::Normal { std: 1.0 }, options)?,

@@ -69,6 +69,6 @@ pub use init::Init;
 pub use linear::Linear;
 pub use llama::{Llama, LlamaConfig};
 pub use loss_head::ProjectionHead;
-pub use norm::{LayerNorm, RmsNorm};
+pub use norm::{LayerNorm, NormKernel, RmsNorm};
 pub use position::{LearnedPositionalEmbedding, PositionalEncoding};
 pub use swiglu::Swiglu;

@@ -9,6 +9,16 @@ use crate::init::Init;
 use crate::linear::positive;
 use crate::module::{Module, Visitor, VisitorMut};
 
+/// The operator that computes a layer norm.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum NormKernel {
+    /// The fused one ([`runtime::fused::norm`]), which keeps its output where the next product keeps it too.
+    #[default]
+    Fused,
+    /// libtorch's `layer_norm`, which keeps its input, in fp32 within mixed precision: the baseline.
+    Libtorch,
+}
+
 /// y = (x − mean)/√(variance + eps) ⊙ w + b (Ba, Kiros & Hinton 2016).
 #[derive(Debug)]
 pub struct LayerNorm {
@@ -18,6 +28,8 @@ pub struct LayerNorm {
     pub bias: Tensor,
     /// Added to the variance.
     pub eps: f64,
+    /// What computes it.
+    pub kernel: NormKernel,
 }
 
 impl LayerNorm {
@@ -28,7 +40,8 @@ impl LayerNorm {
     pub fn new(width: i64, eps: f64, options: (Kind, Device)) -> Result<Self> {
         positive("layer norm", &[("width", width)])?;
         let weight = Init::Constant(1.0).parameter(&[width], options)?;
-        Ok(Self { weight, bias: Init::Constant(0.0).parameter(&[width], options)?, eps })
+        let bias = Init::Constant(0.0).parameter(&[width], options)?;
+        Ok(Self { weight, bias, eps, kernel: NormKernel::default() })
     }
 
     /// Normalises `[…, width]`.
@@ -37,6 +50,11 @@ impl LayerNorm {
     /// Another width or dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         check("layer norm", x, &self.weight)?;
+        if self.kernel == NormKernel::Libtorch {
+            let x = x.f_to_kind(precision::widened_kind(x.kind()))?;
+            let (width, weight, bias) = ([self.weight.numel() as i64], Some(&self.weight), Some(&self.bias));
+            return Ok(x.f_layer_norm(width, weight, bias, self.eps, false)?);
+        }
         Ok(layer_norm(x, Some(&self.weight), Some(&self.bias), options(x, self.eps))?)
     }
 }

@@ -7,17 +7,25 @@ use super::gradient_time::{Cost, Gradient};
 use super::setup::Setup;
 use super::sizes::{Sizes, wide};
 
-const SETUPS: [Setup; 6] =
-    [Setup::Fp32, Setup::Fp16Weights, Setup::Static, Setup::Dynamic, Setup::Bf16, Setup::Fp8];
+const SETUPS: [Setup; 8] = [
+    Setup::Fp32,
+    Setup::Bf16,
+    Setup::PureFp16,
+    Setup::Fp16Weights,
+    Setup::Unscaled,
+    Setup::Static,
+    Setup::Dynamic,
+    Setup::Fp8,
+];
 
 #[derive(clap::Args)]
 pub(crate) struct GradientArgs {
     /// How large
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
-    /// Gradients in each set-up, in turns
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
-    repeats: u64,
+    /// Gradients in each set-up, in turns [default: 3 at smoke, 5 at laptop, else 11]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    repeats: Option<u64>,
 }
 
 pub(crate) fn run(common: &CommonArgs, arguments: &GradientArgs) -> anyhow::Result<()> {
@@ -29,8 +37,13 @@ pub(crate) fn run(common: &CommonArgs, arguments: &GradientArgs) -> anyhow::Resu
     let mut gradients: Vec<Gradient> =
         SETUPS.iter().map(|setup| Gradient::new(*setup, &sizes, &scales)).collect::<Result<_, _>>()?;
     let mut costs: Vec<Vec<Cost>> = vec![Vec::new(); SETUPS.len()];
-    let mut progress = Progress::new((arguments.repeats + 1) * SETUPS.len() as u64);
-    for repeat in 0..=arguments.repeats {
+    let repeats = arguments.repeats.unwrap_or(match arguments.scale {
+        Scale::Smoke => 3,
+        Scale::Laptop => 5,
+        _ => 11,
+    });
+    let mut progress = Progress::new((repeats + 1) * SETUPS.len() as u64);
+    for repeat in 0..=repeats {
         for turn in 0..SETUPS.len() {
             let index = (turn + repeat as usize) % SETUPS.len();
             progress.message(&format!("one gradient, {}", SETUPS[index]));
@@ -42,8 +55,9 @@ pub(crate) fn run(common: &CommonArgs, arguments: &GradientArgs) -> anyhow::Resu
             progress.step();
         }
     }
+    let scratch = tempfile::tempdir()?;
     let total = |cost: &Cost| cost.forward + cost.backward + cost.unscale;
-    for (setup, of_setup) in SETUPS.iter().zip(&costs) {
+    for ((setup, of_setup), gradient) in SETUPS.iter().zip(&costs).zip(&mut gradients) {
         let each = |name: &str, unit: &str, value: &dyn Fn(&Cost) -> f64| {
             Metric::of_samples(name, unit, &of_setup.iter().map(value).collect::<Vec<f64>>())
         };
@@ -51,14 +65,23 @@ pub(crate) fn run(common: &CommonArgs, arguments: &GradientArgs) -> anyhow::Resu
             of_setup.iter().zip(&costs[0]).map(|(low, full)| total(low) / total(full)).collect();
         let mut seconds = each("gradient_seconds", "s", &total);
         seconds.note = Some(format!("products: {}", setup.products(device)));
-        let metrics = vec![
+        let mut ratio = Metric::of_samples("time_vs_fp32", "ratio", &ratios);
+        ratio.note = Some(setup.reason(device));
+        let mut metrics = vec![
             seconds,
             each("forward_seconds", "s", &|cost| cost.forward),
             each("backward_seconds", "s", &|cost| cost.backward),
             each("unscale_seconds", "s", &|cost| cost.unscale),
-            Metric::of_samples("time_vs_fp32", "ratio", &ratios),
+            ratio,
             each("peak_bytes", "B", &|cost| cost.peak_bytes as f64),
         ];
+        // On CUDA an operator's time is that of its launch.
+        if !device.is_cuda() {
+            let parts = gradient.profile(&scratch.path().join("trace.json"))?;
+            metrics.push(Metric::exact("product_seconds", "s", parts.products));
+            metrics.push(Metric::exact("copy_seconds", "s", parts.copies));
+            metrics.push(Metric::exact("other_seconds", "s", parts.rest));
+        }
         sink.put("amp-gradient", &Case::new().with("setup", setup.to_string()), metrics)?;
     }
     Ok(())

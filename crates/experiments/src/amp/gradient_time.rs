@@ -1,5 +1,6 @@
 //! The time and memory of one gradient in each set-up, on a model wide enough that products dominate.
 
+use std::path::Path;
 use std::time::Instant;
 
 use amp::Autocast;
@@ -7,9 +8,11 @@ use anyhow::Result;
 use models::Gpt2LikeConfig;
 use models::module::{LanguageModel, trainable};
 use runtime::memory::Region;
+use runtime::profile::{Trace, TraceOptions, range};
 use tch::{Device, Tensor};
 use training::accumulation::{MicroBatches, fetch, forward};
 use training::batches::Synthetic;
+use training::profile::{Composition, Profile};
 
 use super::setup::{Parts, Scales, Setup};
 use super::training::gpt2_like;
@@ -48,6 +51,37 @@ pub(crate) struct Cost {
     pub peak_bytes: u64,
 }
 
+/// Thread seconds of one gradient by the kind of operator, from the profiler.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(crate) struct OperatorSeconds {
+    /// Matrix products, with the casts inside them.
+    pub products: f64,
+    /// Copies of tensors to another dtype or layout.
+    pub copies: f64,
+    /// Everything else: attention, norms, activations, additions, the loss.
+    pub rest: f64,
+}
+
+impl OperatorSeconds {
+    fn of(composition: &Composition) -> Self {
+        let mut seconds = Self::default();
+        for operator in &composition.operators {
+            let name = operator.name.as_str();
+            let is = |names: &[&str]| names.iter().any(|wanted| name.contains(wanted));
+            let kind = if is(&["mm", "matmul", "matvec", "linear", "product"]) && !is(&["scaled_dot_product"])
+            {
+                &mut seconds.products
+            } else if is(&["copy", "cast", "quantize"]) {
+                &mut seconds.copies
+            } else {
+                &mut seconds.rest
+            };
+            *kind += operator.seconds;
+        }
+        seconds
+    }
+}
+
 impl Gradient {
     /// The model and its batch.
     ///
@@ -72,6 +106,20 @@ impl Gradient {
             reason: "0; expected at least 1".into(),
         })?;
         Ok(Self { model: gpt2_like(model, model.vocab_size, parts.weights, device)?, parts, batch })
+    }
+
+    /// Computes the gradient once under the profiler, whose trace is written to `path`.
+    ///
+    /// # Errors
+    /// Those of [`Gradient::compute`] and of the profiler.
+    pub(crate) fn profile(&mut self, path: &Path) -> Result<OperatorSeconds> {
+        let trace = Trace::start(TraceOptions { cuda: false, shapes: false, memory: false })?;
+        {
+            let _step = range("step");
+            self.compute()?;
+        }
+        trace.save(path)?;
+        Ok(OperatorSeconds::of(&Composition::of(&Profile::read(path)?)?))
     }
 
     /// Computes the gradient once, and lets it go.

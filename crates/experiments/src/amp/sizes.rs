@@ -1,7 +1,5 @@
 //! How large the experiments are at each scale.
 
-use amp::DynamicOptions;
-use anyhow::Context;
 use models::Gpt2LikeConfig;
 use report::cli::Scale;
 use tch::Device;
@@ -10,15 +8,16 @@ use training::strategy::Strategy;
 use super::gradient_time;
 use super::setup::Scales;
 use super::training::Training;
-use crate::corpus::{Corpus, Limits};
+use crate::corpus::{Corpus, Data, Limits};
 
 /// The sizes of a run.
 pub(crate) struct Sizes {
     pub(crate) training: Training,
-    pub(crate) train_tokens: usize,
-    pub(crate) validation_tokens: usize,
+    pub(crate) limits: Limits,
     /// Trainings in each set-up, each from another seed.
     pub(crate) rounds: u64,
+    /// Steps of the trainings that compare scales.
+    pub(crate) sweep_steps: u64,
 }
 
 impl Sizes {
@@ -32,52 +31,58 @@ impl Sizes {
             dropout: 0.0,
             ..Default::default()
         };
-        let scales = Scales {
-            fixed: 65_536.0,
-            dynamic: DynamicOptions::default(),
-            restless: DynamicOptions { init_scale: 2f32.powi(24), growth_interval: 30, ..Default::default() },
-        };
-        let training = |model, batch_size, epochs, lr, evaluate_every| Training {
+        let training = |model, batch_size, steps, lr| Training {
             model,
             strategy: Strategy::Packed,
             batch_size,
-            epochs,
+            steps,
             lr,
             warmup: 10,
-            evaluate_every,
-            scales,
+            evaluate_every: (steps / 10).max(5),
+            scales: Scales::fitting(steps),
             device,
             seed,
         };
+        let limits = |train_tokens, validation_tokens, max_length, vocabulary| Limits {
+            max_length,
+            train_tokens,
+            validation_tokens,
+            vocabulary,
+        };
         match scale {
             Scale::Smoke => Self {
-                training: training(model(32, 4, 64), 8, 1, 1e-3, 10),
-                train_tokens: 6_000,
-                validation_tokens: 1_500,
+                training: training(model(32, 4, 64), 8, 6, 3e-3),
+                limits: limits(6_000, 1_500, 64, 1024),
                 rounds: 1,
+                sweep_steps: 3,
             },
-            Scale::Laptop | Scale::Full => Self {
-                training: training(model(64, 4, 256), 16, 2, 1e-3, 12),
-                train_tokens: 50_000,
-                validation_tokens: 6_000,
+            Scale::Laptop => Self {
+                training: training(model(64, 4, 128), 12, 120, 3e-3),
+                limits: limits(130_000, 6_000, 128, 2048),
                 rounds: 1,
+                sweep_steps: 60,
+            },
+            Scale::Full => Self {
+                training: training(model(64, 4, 128), 12, 250, 3e-3),
+                limits: limits(400_000, 20_000, 128, 2048),
+                rounds: 3,
+                sweep_steps: 120,
             },
             Scale::Paper => Self {
-                training: training(model(1024, 8, 512), 32, 3, 1e-4, 50),
-                train_tokens: usize::MAX,
-                validation_tokens: 200_000,
-                rounds: 2,
+                training: training(model(1024, 8, 512), 32, 4_000, 3e-4),
+                limits: limits(usize::MAX, 200_000, 512, 30_522),
+                rounds: 3,
+                sweep_steps: 400,
             },
         }
     }
 
-    pub(crate) fn corpus(&self) -> anyhow::Result<Corpus> {
-        let limits = Limits {
-            max_length: self.training.model.max_length as usize,
-            train_tokens: self.train_tokens,
-            validation_tokens: self.validation_tokens,
-        };
-        Corpus::embedded(&limits).context("reading the embedded corpus")
+    /// The texts, cut to what these sizes want.
+    ///
+    /// # Errors
+    /// Texts that were asked for by name and cannot be had.
+    pub(crate) fn corpus(&self, data: &Data, scale: Scale) -> anyhow::Result<Corpus> {
+        Corpus::of(&data.choose(scale)?, &self.limits)?.map_err(anyhow::Error::msg)
     }
 }
 
@@ -85,7 +90,8 @@ impl Sizes {
 pub(crate) fn wide(scale: Scale, device: Device, seed: u64) -> gradient_time::Sizes {
     let (width, rows, max_length, vocab_size) = match scale {
         Scale::Smoke => (64, 2, 64, 512),
-        Scale::Laptop | Scale::Full => (512, 8, 256, 4096),
+        Scale::Laptop => (256, 8, 256, 4096),
+        Scale::Full => (512, 8, 256, 4096),
         Scale::Paper => (1024, 32, 512, 30_522),
     };
     let model = Gpt2LikeConfig {

@@ -1,12 +1,12 @@
 //! `amp sweep`: static scales, and the dynamic scaler from very small and very large initial scales.
 
-use amp::DynamicOptions;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 
 use super::setup::{Scales, Setup};
 use super::sizes::Sizes;
 use super::training::{Outcome, Training, train};
+use crate::corpus::DataArgs;
 
 const EXPERIMENT: &str = "amp-sweep";
 /// Exponents of the static scales.
@@ -19,14 +19,22 @@ pub(crate) struct Sweep {
     /// How large
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
+    #[command(flatten)]
+    data: DataArgs,
 }
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Sweep) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let sizes = Sizes::of(arguments.scale, device, common.seed);
-    let corpus = sizes.corpus()?;
-    let training = Training { epochs: 1, evaluate_every: u64::MAX, ..sizes.training.clone() };
+    let corpus = sizes.corpus(&arguments.data.data, arguments.scale)?;
+    corpus.put(&mut sink, EXPERIMENT, arguments.scale)?;
+    let training = Training {
+        steps: sizes.sweep_steps,
+        evaluate_every: u64::MAX,
+        scales: Scales::fitting(sizes.sweep_steps),
+        ..sizes.training.clone()
+    };
     let mut progress = Progress::new((STATIC.len() + DYNAMIC.len() + 1) as u64);
     progress.message("fp32");
     let full = train(&corpus, Setup::Fp32, &training)?;
@@ -40,18 +48,13 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Sweep) -> anyhow::Result<()> 
     };
     for exponent in STATIC {
         progress.message(&format!("static, 2^{exponent}"));
-        let scales = Scales { fixed: 2f32.powi(exponent), ..training.scales };
+        let scales = at(exponent, training.scales);
         put("static", exponent, &train(&corpus, Setup::Static, &Training { scales, ..training.clone() })?)?;
         progress.step();
     }
     for (exponent, interval) in DYNAMIC {
         progress.message(&format!("dynamic, from 2^{exponent}"));
-        let restless = DynamicOptions {
-            init_scale: 2f32.powi(exponent),
-            growth_interval: interval,
-            ..Default::default()
-        };
-        let scales = Scales { restless, ..training.scales };
+        let scales = Scales { short_interval: interval, ..at(exponent, training.scales) };
         put(
             "dynamic, from here",
             exponent,
@@ -60,6 +63,12 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Sweep) -> anyhow::Result<()> 
         progress.step();
     }
     Ok(())
+}
+
+/// The constants with the middle scale at 2^`exponent`.
+fn at(exponent: i32, scales: Scales) -> Scales {
+    let [low, _, high] = scales.initial;
+    Scales { initial: [low, 2f32.powi(exponent), high], ..scales }
 }
 
 fn metrics(outcome: &Outcome, full: f64) -> Vec<Metric> {

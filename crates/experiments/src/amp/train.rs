@@ -6,18 +6,23 @@ use report::{Case, Metric, Progress, Sink};
 use super::setup::Setup;
 use super::sizes::Sizes;
 use super::training::{Outcome, Training, train};
+use crate::corpus::DataArgs;
 
 const EXPERIMENT: &str = "amp-training";
+/// Points of a training curve.
+const POINTS: usize = 50;
 
 #[derive(clap::Args)]
 pub(crate) struct Train {
     /// How large
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
+    #[command(flatten)]
+    data: DataArgs,
     /// These set-ups only; fp32, which they are compared with, is trained in any case
     #[arg(long, value_enum, value_delimiter = ',')]
     setups: Vec<Setup>,
-    /// Trainings in each set-up, each from another seed [default: 1, 2 at paper]
+    /// Trainings in each set-up, each from another seed [default: 1, 3 at full and paper]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     rounds: Option<u64>,
 }
@@ -27,7 +32,9 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
     runtime::memory::track_cpu()?;
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let sizes = Sizes::of(arguments.scale, device, common.seed);
-    let corpus = sizes.corpus()?;
+    let corpus = sizes.corpus(&arguments.data.data, arguments.scale)?;
+    corpus.put(&mut sink, EXPERIMENT, arguments.scale)?;
+    let unigram = corpus.unigram_loss()?;
     let mut setups = vec![Setup::Fp32];
     let wanted = if arguments.setups.is_empty() { &Setup::ALL[..] } else { &arguments.setups };
     setups.extend(wanted.iter().filter(|setup| **setup != Setup::Fp32));
@@ -35,7 +42,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
     let mut progress = Progress::new(rounds * setups.len() as u64 + 1);
     progress.message("warm-up");
     // The first training of a process sets libtorch up and lets the allocator grow; it is not among those measured.
-    train(&corpus, Setup::Fp32, &Training { epochs: 1, ..sizes.training.clone() })?;
+    train(&corpus, Setup::Fp32, &Training { steps: 10, ..sizes.training.clone() })?;
     progress.step();
     let mut outcomes: Vec<Vec<Outcome>> = vec![Vec::new(); setups.len()];
     for round in 0..rounds {
@@ -50,7 +57,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
     }
     for (&setup, of_setup) in setups.iter().zip(&outcomes) {
         let case = Case::new().with("setup", setup.to_string());
-        let mut metrics = totals(of_setup, &outcomes[0]);
+        let mut metrics = totals(of_setup, &outcomes[0], unigram);
         if let Some(seconds) = metrics.iter_mut().find(|metric| metric.name == "gradient_seconds") {
             seconds.note = Some(format!("products: {}", setup.products(device)));
         }
@@ -61,7 +68,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
 }
 
 /// The figures of one set-up over all rounds.
-fn totals(outcomes: &[Outcome], full: &[Outcome]) -> Vec<Metric> {
+fn totals(outcomes: &[Outcome], full: &[Outcome], unigram: f64) -> Vec<Metric> {
     let all = |values: &dyn Fn(&Outcome) -> Vec<f64>| outcomes.iter().flat_map(values).collect::<Vec<f64>>();
     let each = |name: &str, unit: &str, value: &dyn Fn(&Outcome) -> f64| {
         Metric::of_samples(name, unit, &outcomes.iter().map(value).collect::<Vec<f64>>())
@@ -76,16 +83,22 @@ fn totals(outcomes: &[Outcome], full: &[Outcome]) -> Vec<Metric> {
     let last = |of: fn(&Outcome) -> Option<f64>| outcomes.iter().map(of).collect::<Vec<_>>();
     let against =
         outcomes.iter().zip(full).map(|(low, full)| Some(low.last()?.loss / full.last()?.loss)).collect();
+    let last_vs_unigram = outcomes.iter().map(|outcome| Some(outcome.last()?.loss / unigram)).collect();
     let mut metrics = vec![
         finals("final_loss", "nat", last(|outcome| Some(outcome.last()?.loss))),
         finals("final_accuracy", "ratio", last(|outcome| Some(outcome.last()?.accuracy))),
         finals("loss_vs_fp32", "ratio", against),
+        finals("loss_vs_unigram", "ratio", last_vs_unigram),
         each("diverged", "count", &|outcome| f64::from(u8::from(outcome.diverged.is_some()))),
         Metric::of_samples("gradient_seconds", "s", &all(&Outcome::gradient_seconds)),
         Metric::of_samples("optimizer_seconds", "s", &all(&Outcome::optimizer_seconds)),
         each("peak_bytes", "B", &|outcome| outcome.peak_bytes as f64),
         each("steps", "count", &|outcome| outcome.steps.len() as f64),
         each("skipped_steps", "count", &|outcome| outcome.skipped() as f64),
+        each("skipped_share", "ratio", &|outcome| {
+            outcome.skipped() as f64 / outcome.steps.len().max(1) as f64
+        }),
+        each("scale_changes", "count", &|outcome| outcome.scale_changes() as f64),
         each("retries", "count", &|outcome| outcome.retries().into()),
         each("final_scale", "ratio", &|outcome| outcome.steps.last().map_or(1.0, |step| step.scale)),
     ];
@@ -115,24 +128,25 @@ fn curves(sink: &mut Sink, case: &Case, outcome: &Outcome) -> anyhow::Result<()>
             sink.put(EXPERIMENT, &case.clone().with("step", point.step), metrics)?;
         }
     }
-    for step in &outcome.steps {
-        let mut metrics = vec![Metric::exact("scale", "ratio", step.scale)];
-        if step.loss.is_finite() {
-            metrics.push(Metric::exact("training_loss", "nat", step.loss));
-            metrics
-                .extend(step.accuracy.map(|accuracy| Metric::exact("training_accuracy", "ratio", accuracy)));
+    // A curve has as many points as can be told apart.
+    let stretch = outcome.steps.len().div_ceil(POINTS).max(1);
+    for steps in outcome.steps.chunks(stretch) {
+        let last = &steps[steps.len() - 1];
+        let mut metrics = vec![Metric::exact("scale", "ratio", last.scale)];
+        let loss = steps.iter().map(|step| step.loss).sum::<f64>() / steps.len() as f64;
+        if loss.is_finite() {
+            metrics.push(Metric::exact("training_loss", "nat", loss));
         }
-        sink.put(EXPERIMENT, &case.clone().with("step", step.step), metrics)?;
+        sink.put(EXPERIMENT, &case.clone().with("step", last.step), metrics)?;
     }
     Ok(())
 }
 
-/// The dynamic scalers' losses over the static one's, seed by seed.
+/// The dynamic scalers' losses over that of the static scaler with the same initial scale, seed by seed.
 fn against_static(sink: &mut Sink, setups: &[Setup], outcomes: &[Vec<Outcome>]) -> anyhow::Result<()> {
     let of = |wanted| setups.iter().position(|setup| *setup == wanted).map(|index| &outcomes[index]);
-    let Some(fixed) = of(Setup::Static) else { return Ok(()) };
-    for setup in [Setup::Dynamic, Setup::Restless, Setup::Retry] {
-        let Some(dynamic) = of(setup) else { continue };
+    for (setup, fixed) in Setup::DYNAMIC {
+        let (Some(dynamic), Some(fixed)) = (of(setup), of(fixed)) else { continue };
         let pairs = dynamic.iter().zip(fixed);
         let ratios: Option<Vec<f64>> =
             pairs.map(|(dynamic, fixed)| Some(dynamic.last()?.loss / fixed.last()?.loss)).collect();

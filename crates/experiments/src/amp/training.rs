@@ -35,8 +35,8 @@ pub(crate) struct Training {
     pub strategy: Strategy,
     /// Samples of a batch.
     pub batch_size: usize,
-    /// How often the training data is gone through.
-    pub epochs: u64,
+    /// Steps; the data is repeated as often as they want.
+    pub steps: u64,
     /// Learning rate of Adam.
     pub lr: f64,
     /// Steps of linear warm-up.
@@ -103,6 +103,11 @@ impl Outcome {
         self.steps.iter().filter(|step| step.skipped).count()
     }
 
+    /// How often the scale changed from one step to the next.
+    pub(crate) fn scale_changes(&self) -> usize {
+        self.steps.windows(2).filter(|pair| pair[0].scale != pair[1].scale).count()
+    }
+
     /// The last validation, where the training came to its end.
     pub(crate) fn last(&self) -> Option<Point> {
         self.curve.last().copied().filter(|point| self.diverged.is_none() && point.loss.is_finite())
@@ -152,11 +157,11 @@ struct Prepared {
 }
 
 fn prepare(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Prepared> {
-    let &Training { strategy, batch_size, epochs, lr, warmup, evaluate_every, device, seed, .. } = training;
+    let &Training { strategy, batch_size, steps, lr, warmup, evaluate_every, device, seed, .. } = training;
     runtime::random::seed(seed)?;
     let max_length = training.model.max_length as usize;
     let options = BatchOptions { batch_size, max_length, pad: corpus.pad(), seed, ..Default::default() };
-    let loader = LoaderOptions { workers: 1, device, epochs: Some(epochs), ..Default::default() };
+    let loader = LoaderOptions { workers: 1, device, epochs: None, ..Default::default() };
     let batches = LoaderBatches::new(strategy.source(corpus.train.clone(), &options)?, &loader)?;
     let measured_on = BatchOptions { order: Order::Sequential, ..options };
     let validation = Strategy::Standard.source(corpus.validation.clone(), &measured_on)?;
@@ -166,7 +171,7 @@ fn prepare(corpus: &Corpus, setup: Setup, training: &Training) -> Result<Prepare
     let model = gpt2_like(&training.model, corpus.vocabulary(), weights, device)?;
     let optimizer = setup.adam(Group::new(trainable(&*model), lr))?;
     let options = Options {
-        steps: u64::MAX,
+        steps,
         accuracy: true,
         overflow: setup.overflow(),
         evaluate_every: Some(evaluate_every),

@@ -9,7 +9,8 @@ use tch::Kind;
 
 use super::gradients::{GradientRecorder, Histogram, Of};
 use super::sizes::Sizes;
-use super::training::Trained;
+use super::training::{Trained, Training};
+use crate::corpus::DataArgs;
 
 const EXPERIMENT: &str = "amp-underflow";
 /// Exponents of scales at which the shares are given.
@@ -22,16 +23,19 @@ pub(crate) struct Underflow {
     /// How large
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
+    #[command(flatten)]
+    data: DataArgs,
 }
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Underflow) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let sizes = Sizes::of(arguments.scale, device, common.seed);
-    let corpus = sizes.corpus()?;
+    let corpus = sizes.corpus(&arguments.data.data, arguments.scale)?;
+    let training = Training { steps: sizes.sweep_steps, ..sizes.training.clone() };
     let mut progress = Progress::new(2 + COUNTED.len() as u64);
     progress.message("training in fp32");
-    let trained = Trained::in_fp32(&corpus, &sizes.training)?;
+    let trained = Trained::in_fp32(&corpus, &training)?;
     progress.step();
     progress.message("gradients in fp32");
     let exact = Arc::new(GradientRecorder::new(None));

@@ -28,7 +28,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let training = sizes::training(arguments.scale, device, common.seed);
     let train_tokens = training.steps as usize * training.batch_size * training.sequence * 2;
-    let limits = Limits { max_length: training.sequence, train_tokens, validation_tokens: 1000 };
+    let limits =
+        Limits { max_length: training.sequence, train_tokens, validation_tokens: 1000, vocabulary: 0 };
     let corpus = Corpus::embedded(&limits)?;
     let mut outcomes = vec![Vec::new(); Way::ALL.len()];
     let mut progress = Progress::new(u64::from(arguments.rounds) * Way::ALL.len() as u64);

@@ -4,8 +4,10 @@ use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use training::strategy::Strategy;
 
-use super::sizes::{Data, Sizes, Which};
+use super::sizes::{Sizes, Which};
 use super::whole_training::{Outcome, Training, train};
+
+const EXPERIMENT: &str = "loading";
 
 #[derive(clap::Args)]
 pub(crate) struct Loading {
@@ -17,7 +19,7 @@ pub(crate) struct Loading {
     /// How often the training data is gone through
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     epochs: u64,
-    /// Trainings with each strategy, in turns [default: 2 on the embedded texts, 1 on others and at smoke]
+    /// Trainings with each strategy, in turns [default: 1, 2 at full, 3 at paper]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     rounds: Option<u64>,
 }
@@ -26,24 +28,12 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Loading) -> anyhow::Result<()
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
-    let Which { scale, data } = arguments.which;
-    let experiment = match data {
-        Data::Embedded => "loading",
-        Data::Wikitext2 => "loading-wikitext2",
-    };
+    let scale = arguments.which.scale;
     let sizes = Sizes::of(scale);
     let strategies = if arguments.strategies.is_empty() { &Strategy::ALL[..] } else { &arguments.strategies };
     let case = |strategy: Strategy| Case::new().with("strategy", strategy.to_string());
-    let corpus = match sizes.corpus(data)? {
-        Ok(corpus) => corpus,
-        Err(why) => {
-            for &strategy in strategies {
-                let missing = |(name, unit)| Metric::not_measured(name, unit, &why);
-                sink.put(experiment, &case(strategy), TOTALS.into_iter().map(missing).collect())?;
-            }
-            return Ok(());
-        }
-    };
+    let corpus = sizes.corpus(&arguments.which)?;
+    corpus.put(&mut sink, EXPERIMENT, scale)?;
     let training = Training {
         model: sizes.model.clone(),
         batch_size: sizes.batch_size,
@@ -55,10 +45,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Loading) -> anyhow::Result<()
         device,
         seed: common.seed,
     };
-    let rounds = arguments.rounds.unwrap_or(match data {
-        Data::Embedded => sizes.rounds,
-        Data::Wikitext2 => 1,
-    });
+    let rounds = arguments.rounds.unwrap_or(sizes.rounds);
     let mut progress = Progress::new(rounds * strategies.len() as u64 + 1);
     // The first training of a process sets libtorch up and lets the allocator grow; it is not among those measured.
     progress.message(&format!("{}, warm-up", corpus.name));
@@ -77,7 +64,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Loading) -> anyhow::Result<()
     // What every strategy has reached.
     let target = outcomes.iter().flatten().map(Outcome::best_loss).fold(f64::NEG_INFINITY, f64::max);
     for (&strategy, outcomes) in strategies.iter().zip(&outcomes) {
-        sink.put(experiment, &case(strategy), totals(outcomes, target))?;
+        sink.put(EXPERIMENT, &case(strategy), totals(outcomes, target))?;
         for (index, point) in outcomes[0].curve.iter().enumerate() {
             let case = case(strategy).with("step", point.step);
             // The rounds differ in their time; on CUDA a little in their losses too.
@@ -88,7 +75,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Loading) -> anyhow::Result<()
                 Metric::exact("validation_loss", "nat", point.loss),
                 Metric::exact("validation_accuracy", "ratio", point.accuracy),
             ];
-            sink.put(experiment, &case, metrics)?;
+            sink.put(EXPERIMENT, &case, metrics)?;
         }
     }
     Ok(())

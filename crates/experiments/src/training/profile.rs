@@ -1,5 +1,4 @@
-//! `training profile`: steps with each injected inefficiency on and off, and all of them on and off. `training repair`: all
-//! of them on, and then one repaired after another.
+//! `training profile`: steps with each injected inefficiency on and off, and all of them on and off.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -11,12 +10,13 @@ use flate2::write::GzEncoder;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use runtime::atomic_write;
-use training::profile::{Comparison, Composition, Diagnosis, Finding, Phase, StepTimes};
+use training::profile::{Comparison, Composition, Diagnosis, Finding, Phase, Profile, StepTimes};
 
 use super::injected_slowdowns::Inefficiency;
-use super::profiling::{Effort, Pair, Repairs, Turn, detector, measure_pair, profile, repair};
+use super::profiling::{Effort, Pair, Turn, detector, measure_pair, profile};
 use super::setup::{Common, Setup};
 use super::sizes::{Sizes, Which};
+use super::trace_spans::{Place, Span, spans};
 use crate::corpus::Corpus;
 
 #[derive(clap::Args)]
@@ -29,12 +29,6 @@ pub(crate) struct ProfileArgs {
     /// Keep the traces for ui.perfetto.dev in FOLDER [default: `traces` beside the records' folder, else nowhere]
     #[arg(long, value_name = "FOLDER")]
     traces: Option<PathBuf>,
-}
-
-#[derive(clap::Args)]
-pub(crate) struct RepairArgs {
-    #[command(flatten)]
-    which: Which,
 }
 
 pub(crate) fn run(common: &CommonArgs, arguments: &ProfileArgs) -> anyhow::Result<()> {
@@ -53,15 +47,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &ProfileArgs) -> anyhow::Resul
     measurement.profile(&chosen, &traces, &scratch.path().join("trace.json"))
 }
 
-pub(crate) fn run_repair(common: &CommonArgs, arguments: &RepairArgs) -> anyhow::Result<()> {
-    let mut measurement = Measurement::new(common, &arguments.which, Inefficiency::ALL.len() + 2)?;
-    // Each stage is measured twice: with the one before and with the one after it.
-    measurement.effort.turns = measurement.effort.turns.min(5);
-    measurement.repair()
-}
-
 const COMPOSITION: &str = "profile";
-const REPAIR: &str = "repair";
 /// Operators of the two kept traces that the report lists.
 const TOP_OPERATORS: usize = 8;
 
@@ -77,24 +63,24 @@ impl Measurement {
     fn new(common: &CommonArgs, which: &Which, parts: usize) -> anyhow::Result<Self> {
         let device = runtime::device::select(&common.device)?;
         runtime::memory::track_cpu()?;
-        let &Which { scale, data } = which;
-        let sizes = Sizes::of(scale);
-        let smoke = scale == Scale::Smoke;
+        let sizes = Sizes::of(which.scale);
+        let smoke = which.scale == Scale::Smoke;
         Ok(Self {
             sink: Sink::new(common, crate::environment::of(device)?)?,
             progress: Progress::new(parts as u64),
-            corpus: sizes.corpus(data)?.map_err(anyhow::Error::msg)?,
+            corpus: sizes.corpus(which)?,
             common: Common {
                 model: sizes.profiled,
                 odd: sizes.odd,
                 batch_size: sizes.batch_size,
+                lr: 1e-4,
                 device,
                 seed: common.seed,
             },
             effort: Effort {
                 warmup: 2,
                 turn: if device.is_cuda() { 10 } else { 1 },
-                turns: if smoke { 3 } else { 7 },
+                turns: sizes.turns,
                 traced: if smoke { 2 } else { 3 },
             },
         })
@@ -117,13 +103,21 @@ impl Measurement {
             self.progress.message(inefficiency.name());
             if !inefficiency.concerns(self.common.device) {
                 let missing = |name, unit| Metric::not_measured(name, unit, "it concerns CUDA devices alone");
-                let metrics = vec![missing("slowdown", "ratio"), missing("detected", "count")];
+                let metrics = [
+                    ("slowdown", "ratio"),
+                    ("token_seconds", "s"),
+                    ("data_seconds", "s"),
+                    ("detected", "count"),
+                ]
+                .map(|(name, unit)| missing(name, unit))
+                .to_vec();
                 self.sink.put(COMPOSITION, &self.case(inefficiency.name(), "on"), metrics)?;
                 self.progress.step();
                 continue;
             }
             let (on, off) = setups(inefficiency);
-            let diagnosis = self.compare(inefficiency.name(), "on", &on, &off, scratch)?;
+            let place = Some(Place::of(inefficiency));
+            let diagnosis = self.compare(inefficiency.name(), "on", [&on, &off], place, scratch)?;
             let detected = match detector(inefficiency) {
                 Some(name) => {
                     Metric::exact("detected", "count", f64::from(u8::from(diagnosis.finding(name).is_some())))
@@ -137,27 +131,36 @@ impl Measurement {
         }
 
         self.progress.message("all of them");
-        self.compare("all", "all on", &Inefficiency::ALL.into(), &none, scratch)?;
+        self.compare("all", "all on", [&Inefficiency::ALL.into(), &none], None, scratch)?;
         keep(scratch, &traces.join("all-on.json.gz"))?;
         self.progress.step();
         Ok(())
     }
 
-    /// Times a setup in turns with one without, and profiles both over the same batches, as far as they make the same.
+    /// Times a setup in turns with one without, and profiles both over the same batches, as far as they make the same. Records
+    /// what both traces show at `place`.
     fn compare(
         &mut self,
         name: &str,
         state: &str,
-        on: &BTreeSet<Inefficiency>,
-        off: &BTreeSet<Inefficiency>,
+        [on, off]: [&BTreeSet<Inefficiency>; 2],
+        place: Option<Place>,
         scratch: &Path,
     ) -> anyhow::Result<Diagnosis> {
         let mut with = Setup::new(&self.corpus, on, &self.common)?;
         let mut without = Setup::new(&self.corpus, off, &self.common)?;
         let pair = measure_pair(&mut with, &mut without, self.effort)?;
         let (base, beside) = profile(&mut without, self.effort, scratch)?;
+        let repaired = match place {
+            Some(place) => Some(spans(&Profile::read(scratch)?, place)),
+            None => None,
+        };
         let (composition, diagnosis) = profile(&mut with, self.effort, scratch)?;
-        self.put(name, "clean", &base, None, &beside, Vec::new())?;
+        if let (Some(place), Some(repaired)) = (place, repaired) {
+            self.put_spans(name, "with it", spans(&Profile::read(scratch)?, place))?;
+            self.put_spans(name, "repaired", repaired)?;
+        }
+        self.put(name, "clean", &base, None, &beside, vec![token_seconds(&pair.off)])?;
         let repaired = Comparison::between(&composition, &base);
         self.put(name, state, &composition, Some(&repaired), &diagnosis, of_pair(&pair))?;
         Ok(diagnosis)
@@ -198,43 +201,29 @@ impl Measurement {
         Ok(())
     }
 
+    /// Records what a trace shows.
+    fn put_spans(&mut self, name: &str, trace: &str, spans: Vec<Span>) -> anyhow::Result<()> {
+        for (index, span) in spans.into_iter().enumerate() {
+            let case = Case::new()
+                .with("shows", "trace")
+                .with("inefficiency", name)
+                .with("trace", trace)
+                .with("row", span.row)
+                .with("kind", span.kind)
+                .with("what", span.what)
+                .with("index", index as u64);
+            let metrics = vec![
+                Metric::exact("start_seconds", "s", span.start),
+                Metric::exact("end_seconds", "s", span.end),
+            ];
+            self.sink.put(COMPOSITION, &case, metrics)?;
+        }
+        Ok(())
+    }
+
     fn case(&self, inefficiency: &str, state: &str) -> Case {
         let width = self.common.model.hidden_dim;
         Case::new().with("inefficiency", inefficiency).with("state", state).with("width", width)
-    }
-
-    fn repair(&mut self) -> anyhow::Result<()> {
-        let progress = &mut self.progress;
-        let Repairs { stages, total, beyond_batching } =
-            repair(&self.corpus, &self.common, self.effort, |what| {
-                progress.message(&format!("repairing {what}"));
-                progress.step();
-            })?;
-        let mut product = 1.0;
-        for (number, stage) in stages.iter().enumerate() {
-            let name = stage.repaired.map_or("all on".to_owned(), |repaired| format!("without {repaired}"));
-            let rates: Vec<f64> = stage.turns.iter().map(|turn| 1.0 / turn.token).collect();
-            let mut metrics = vec![
-                Metric::of_samples("step_seconds", "s", &steps(&stage.turns)),
-                Metric::of_samples("tokens_per_second", "tokens/s", &rates),
-                Metric::exact("peak_bytes", "B", stage.peak_bytes as f64),
-            ];
-            if !stage.speedups.is_empty() {
-                let speedup = Metric::of_samples("stage_speedup", "ratio", &stage.speedups);
-                product *= speedup.value.unwrap_or(f64::NAN);
-                metrics.push(speedup);
-            }
-            metrics.push(Metric::exact("cumulative_speedup", "ratio", product));
-            let case = Case::new().with("stage", number as u64).with("setup", name);
-            self.sink.put(REPAIR, &case, metrics)?;
-        }
-        let ends = [("all repaired vs none", total), ("all repaired vs padding only", beyond_batching)];
-        for (setups, speedups) in ends {
-            let case = Case::new().with("setups", setups);
-            let metrics = vec![Metric::of_samples("total_speedup", "ratio", &speedups)];
-            self.sink.put(REPAIR, &case, metrics)?;
-        }
-        Ok(())
     }
 }
 
@@ -293,8 +282,13 @@ fn of_profile(composition: &Composition, diagnosis: &Diagnosis) -> Vec<Metric> {
     metrics
 }
 
+fn token_seconds(turns: &[Turn]) -> Metric {
+    Metric::of_samples("token_seconds", "s", &turns.iter().map(|turn| turn.token).collect::<Vec<f64>>())
+}
+
 fn of_pair(pair: &Pair) -> Vec<Metric> {
     vec![
+        token_seconds(&pair.on),
         Metric::of_samples("step_seconds", "s", &steps(&pair.on)),
         Metric::of_samples("clean_step_seconds", "s", &steps(&pair.off)),
         Metric::of_samples("slowdown", "ratio", &pair.slowdown()),

@@ -7,8 +7,7 @@ use anyhow::Result;
 use training::profile::{Composition, Diagnosis};
 
 use super::injected_slowdowns::Inefficiency;
-use super::setup::{Common, Setup};
-use crate::corpus::Corpus;
+use super::setup::Setup;
 
 /// How much is measured.
 #[derive(Debug, Clone, Copy)]
@@ -85,77 +84,6 @@ pub(crate) fn measure_pair(on: &mut Setup, off: &mut Setup, effort: Effort) -> R
 pub(crate) fn profile(setup: &mut Setup, effort: Effort, trace: &Path) -> Result<(Composition, Diagnosis)> {
     let (profile, facts) = setup.trace(effort.traced, trace)?;
     Ok((Composition::of(&profile)?, Diagnosis::of(&profile, &facts)?))
-}
-
-/// A stage on the way from all inefficiencies to none.
-#[derive(Debug, Clone)]
-pub(crate) struct Stage {
-    /// What this stage has repaired, `None` for the beginning.
-    pub repaired: Option<Inefficiency>,
-    /// This stage's turns.
-    pub turns: Vec<Turn>,
-    /// Tokens per second over those of the stage before, of each pair of turns; none at the beginning.
-    pub speedups: Vec<f64>,
-    /// Largest number of live bytes beyond what was there before.
-    pub peak_bytes: u64,
-}
-
-/// The way from all inefficiencies to none.
-#[derive(Debug, Clone)]
-pub(crate) struct Repairs {
-    /// In the order of [`Inefficiency::ALL`], those that concern the device.
-    pub stages: Vec<Stage>,
-    /// Tokens per second of the last stage over those of the first, of each pair of turns.
-    pub total: Vec<f64>,
-    /// The same over those of the stage that has only its batches repaired: what all others gave.
-    pub beyond_batching: Vec<f64>,
-}
-
-/// Steps in which a stage's peak is measured, before it is timed.
-const PEAK_STEPS: u64 = 4;
-
-/// Repairs one inefficiency after another, in the order of [`Inefficiency::ALL`]. Each stage is measured in turns with the
-/// one before, so that a drift of the machine is in both.
-///
-/// # Errors
-/// Those of the setups.
-pub(crate) fn repair(
-    corpus: &Corpus,
-    common: &Common,
-    effort: Effort,
-    mut each: impl FnMut(&str),
-) -> Result<Repairs> {
-    let way: Vec<Inefficiency> =
-        Inefficiency::ALL.into_iter().filter(|inefficiency| inefficiency.concerns(common.device)).collect();
-    let with = |left: usize| -> Result<Setup> {
-        Setup::new(corpus, &way[way.len() - left..].iter().copied().collect(), common)
-    };
-    let peak = |left: usize| -> Result<u64> {
-        let region = runtime::memory::Region::start(common.device)?;
-        let mut setup = with(left)?;
-        setup.run(PEAK_STEPS)?;
-        drop(setup);
-        Ok(region.finish()?.peak_above_start())
-    };
-    let all = way.len();
-    let mut stages = Vec::new();
-    for (number, &repaired) in way.iter().enumerate() {
-        let left = all - number;
-        each(repaired.name());
-        let pair = measure_pair(&mut with(left)?, &mut with(left - 1)?, effort)?;
-        let speedups = pair.slowdown();
-        if number == 0 {
-            let peak_bytes = peak(left)?;
-            stages.push(Stage { repaired: None, turns: pair.on, speedups: Vec::new(), peak_bytes });
-        }
-        let peak_bytes = peak(left - 1)?;
-        stages.push(Stage { repaired: Some(repaired), turns: pair.off, speedups, peak_bytes });
-    }
-    each("all, against none");
-    let total = measure_pair(&mut with(all)?, &mut with(0)?, effort)?.slowdown();
-    each("all, against batches only");
-    let beyond_batching = measure_pair(&mut with(all - 1)?, &mut with(0)?, effort)?.slowdown();
-    Ok(Repairs { stages, total, beyond_batching })
 }
 
 /// The detector that is made for an inefficiency. `None`: its cost is a plain part of the model, which no profile can tell

@@ -4,13 +4,17 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
+use amp::Autocast;
 use anyhow::{Context, Result};
 use dataloading::loader::LoaderOptions;
-use dataloading::{BatchOptions, Samples};
+use dataloading::{BatchOptions, Order, Samples};
+use fused_ce::LinearCrossEntropy;
 use models::module::{LanguageModel, LossHead, ModuleMapper, map_modules, trainable};
-use models::{AttentionPath, Gpt2Like, Gpt2LikeConfig, Linear, ProjectionHead};
+use models::{AttentionPath, Gpt2Like, Gpt2LikeConfig, Linear, NormKernel, ProjectionHead};
+use runtime::precision;
 use tch::{Device, Kind};
 use training::Trainer;
+use training::evaluation::evaluate;
 use training::loader_batches::LoaderBatches;
 use training::observer::{Collect, StepRecord};
 use training::optimizer::{Adam, DeviceOptimizer, Group, Implementation, ZeroGrad};
@@ -33,10 +37,23 @@ pub struct Common {
     pub odd: (i64, i64),
     /// Samples of a batch. Packed batches have as many tokens on average.
     pub batch_size: usize,
+    /// Learning rate of Adam.
+    pub lr: f64,
     /// Where.
     pub device: Device,
     /// Seed of weights and order.
     pub seed: u64,
+}
+
+/// What a training may have beyond the assignment's script.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Techniques {
+    /// Products in bf16, weights in fp32.
+    pub mixed_precision: bool,
+    /// The fused layer norm.
+    pub fused_norms: bool,
+    /// The output projection and the cross-entropy as one operation.
+    pub fused_loss: bool,
 }
 
 /// A training that can be run step by step.
@@ -51,13 +68,26 @@ pub struct Setup {
 }
 
 impl Setup {
-    /// A training with the inefficiencies that are `on`, and none of the others.
+    /// A training with the inefficiencies that are `on`, and none of the others, and with the fused norm.
     ///
     /// # Errors
     /// Those of the data, the model and the loop.
     pub fn new(corpus: &Corpus, on: &BTreeSet<Inefficiency>, common: &Common) -> Result<Self> {
+        Self::with(corpus, on, Techniques { fused_norms: true, ..Default::default() }, common)
+    }
+
+    /// A training with the inefficiencies that are `on` and these techniques, and none of the others.
+    ///
+    /// # Errors
+    /// Those of the data, the model and the loop.
+    pub fn with(
+        corpus: &Corpus,
+        on: &BTreeSet<Inefficiency>,
+        techniques: Techniques,
+        common: &Common,
+    ) -> Result<Self> {
         let has = |inefficiency| on.contains(&inefficiency);
-        let &Common { batch_size, device, seed, .. } = common;
+        let &Common { batch_size, lr, device, seed, .. } = common;
         runtime::random::seed(seed)?;
         let mut config = Gpt2LikeConfig { vocab_size: corpus.vocabulary(), ..common.model.clone() };
         if has(Inefficiency::OddWidth) {
@@ -68,6 +98,7 @@ impl Setup {
             (false, true) => AttentionPath::DenseMask,
             (false, false) => AttentionPath::Fused,
         };
+        config.norms = if techniques.fused_norms { NormKernel::Fused } else { NormKernel::Libtorch };
         let max_length = config.max_length as usize;
         let samples: Arc<dyn Samples> = if has(Inefficiency::TokenizePerItem) {
             Arc::new(TokenizePerItem::new(corpus.texts.clone(), corpus.tokenizer.clone(), max_length)?)
@@ -83,6 +114,9 @@ impl Setup {
 
         let kind = (Kind::Float, device);
         let (hidden, mut model) = (config.hidden_dim, Gpt2Like::new(&config, kind)?);
+        if techniques.fused_loss {
+            fused_ce::install(&mut model, &LinearCrossEntropy::default())?;
+        }
         map_modules(&mut model, &mut Heads(on))?;
         let model: Box<dyn LanguageModel> = if has(Inefficiency::UnusedProjection) {
             Box::new(UnusedProjection::new(model, hidden, kind)?)
@@ -91,7 +125,7 @@ impl Setup {
         };
         let implementation =
             if has(Inefficiency::UnfusedOptimizer) { Implementation::ForLoop } else { Implementation::Fused };
-        let optimizer = DeviceOptimizer::new(Adam::default(), vec![Group::new(trainable(&*model), 1e-4)])?
+        let optimizer = DeviceOptimizer::new(Adam::default(), vec![Group::new(trainable(&*model), lr)])?
             .with_implementation(implementation);
         let zero_grad = if has(Inefficiency::ZeroedGradients) { ZeroGrad::ToZeros } else { ZeroGrad::ToNone };
         let accuracy = has(Inefficiency::AccuracyEachStep);
@@ -100,6 +134,9 @@ impl Setup {
             Box::new(optimizer),
             Options { steps: 0, accuracy, zero_grad, ..Default::default() },
         )?;
+        if techniques.mixed_precision {
+            trainer.precision = Some(Autocast::new(Kind::BFloat16)?.policy());
+        }
         let steps = Collect::default();
         trainer.observers.push(Box::new(steps.clone()));
         Ok(Self { trainer, batches, steps, workers, pinned })
@@ -113,6 +150,22 @@ impl Setup {
         self.trainer.options.steps = self.trainer.step() + steps;
         self.trainer.run(&mut self.batches, None)?;
         Ok(self.steps.take())
+    }
+
+    /// The mean loss over the corpus's validation lines, computed as the training computes.
+    ///
+    /// # Errors
+    /// Those of the data and the model.
+    pub fn validation_loss(&self, corpus: &Corpus, common: &Common) -> Result<f64> {
+        let &Common { batch_size, device, .. } = common;
+        let max_length = self.trainer.model.max_sequence() as usize;
+        let (order, pad) = (Order::Sequential, corpus.pad());
+        let options = BatchOptions { batch_size, max_length, pad, order, ..Default::default() };
+        let source = Strategy::Standard.source(corpus.validation.clone(), &options)?;
+        let loader = LoaderOptions { workers: 1, device, epochs: Some(1), ..Default::default() };
+        let mut batches = LoaderBatches::new(source, &loader)?;
+        let _precision = self.trainer.precision.clone().map(|policy| precision::enter(Some(policy)));
+        Ok(evaluate(&*self.trainer.model, &mut batches, self.trainer.step())?.loss)
     }
 
     /// Runs so many steps more under the profiler, keeps the trace at `path` for Perfetto, and reads it back, with what

@@ -1,21 +1,10 @@
 //! How large the experiments are at each scale.
 
-use anyhow::Context;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use models::Gpt2LikeConfig;
 use report::cli::Scale;
 
-use crate::corpus::{Corpus, Limits};
-
-/// Which texts.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Data {
-    /// The embedded encyclopedia
-    #[default]
-    Embedded,
-    /// WikiText-2's test set to train on and its validation set to measure on, from the folder that FRUGAL_DATA names
-    Wikitext2,
-}
+use crate::corpus::{Corpus, DataArgs, Limits};
 
 /// The sizes of a run.
 pub(crate) struct Sizes {
@@ -31,6 +20,10 @@ pub(crate) struct Sizes {
     pub(crate) evaluate_every: u64,
     /// How often each training is measured.
     pub(crate) rounds: u64,
+    /// Turns in which an inefficiency is measured against none.
+    pub(crate) turns: u64,
+    /// Rounds in which all stages of the whole optimization are measured.
+    pub(crate) stage_rounds: u64,
     /// Tokens of a tokenizer that is trained on the spot.
     pub(crate) vocabulary: usize,
 }
@@ -57,17 +50,34 @@ impl Sizes {
                 validation_tokens: 1_500,
                 evaluate_every: 5,
                 rounds: 1,
+                turns: 3,
+                stage_rounds: 3,
                 vocabulary: 1024,
             },
-            Scale::Laptop | Scale::Full => Self {
+            Scale::Laptop => Self {
                 model: model(64, 4, 256),
                 profiled: model(256, 4, 256),
                 odd: (255, 5),
                 batch_size: 16,
-                train_tokens: 56_000,
+                train_tokens: 40_000,
                 validation_tokens: 6_000,
                 evaluate_every: 8,
+                rounds: 1,
+                turns: 5,
+                stage_rounds: 9,
+                vocabulary: 4096,
+            },
+            Scale::Full => Self {
+                model: model(96, 4, 256),
+                profiled: model(512, 8, 256),
+                odd: (511, 7),
+                batch_size: 8,
+                train_tokens: 150_000,
+                validation_tokens: 20_000,
+                evaluate_every: 30,
                 rounds: 2,
+                turns: 5,
+                stage_rounds: 21,
                 vocabulary: 4096,
             },
             // The assignment's widths; its own 1023 is 3 · 11 · 31.
@@ -80,46 +90,34 @@ impl Sizes {
                 validation_tokens: 200_000,
                 evaluate_every: 50,
                 rounds: 3,
+                turns: 7,
+                stage_rounds: 31,
                 vocabulary: 30_522,
             },
         }
     }
 
-    /// The texts, cut to what these sizes want; `None`, with the reason, where they are not on this machine.
-    pub(crate) fn corpus(&self, data: Data) -> anyhow::Result<Result<Corpus, String>> {
+    /// The texts, cut to what these sizes want.
+    ///
+    /// # Errors
+    /// Texts that were asked for by name and cannot be had.
+    pub(crate) fn corpus(&self, which: &Which) -> anyhow::Result<Corpus> {
         let limits = Limits {
             max_length: self.model.max_length as usize,
             train_tokens: self.train_tokens,
             validation_tokens: self.validation_tokens,
+            vocabulary: self.vocabulary,
         };
-        if data == Data::Embedded {
-            return Ok(Ok(Corpus::embedded(&limits).context("reading the embedded corpus")?));
-        }
-        let Some(folder) = std::env::var_os("FRUGAL_DATA").map(std::path::PathBuf::from) else {
-            return Ok(Err(
-                "FRUGAL_DATA names no folder with wikitext-2/test.txt and wikitext-2/valid.txt".into()
-            ));
-        };
-        let file = |name: &str| folder.join("wikitext-2").join(name);
-        let corpus = Corpus::of_files(
-            "wikitext-2",
-            &file("test.txt"),
-            &file("valid.txt"),
-            None,
-            self.vocabulary,
-            &limits,
-        );
-        Ok(Ok(corpus.with_context(|| format!("reading WikiText-2 under {}", folder.display()))?))
+        Corpus::of(&which.data.data.choose(which.scale)?, &limits)?.map_err(anyhow::Error::msg)
     }
 }
 
-/// Flags that both experiments have.
+/// Flags that these experiments have.
 #[derive(Args)]
 pub(crate) struct Which {
     /// How large
     #[arg(long, value_enum, default_value_t)]
     pub(crate) scale: Scale,
-    /// Which texts
-    #[arg(long, value_enum, default_value_t)]
-    pub(crate) data: Data,
+    #[command(flatten)]
+    pub(crate) data: DataArgs,
 }

@@ -20,14 +20,14 @@ fn losses(corpus: &Corpus, on: &BTreeSet<Inefficiency>) -> Vec<f64> {
         dropout: 0.0,
         ..Gpt2LikeConfig::default()
     };
-    let common = Common { model, odd: (15, 3), batch_size: 4, device: Device::Cpu, seed: 5 };
+    let common = Common { model, odd: (15, 3), batch_size: 4, lr: 1e-4, device: Device::Cpu, seed: 5 };
     let mut setup = Setup::new(corpus, on, &common).unwrap();
     setup.run(STEPS).unwrap().into_iter().map(|record| record.loss).collect()
 }
 
 #[test]
 fn injected_slowdowns_train_the_same() {
-    let limits = Limits { max_length: 32, train_tokens: 2_000, validation_tokens: 100 };
+    let limits = Limits { max_length: 32, train_tokens: 2_000, validation_tokens: 100, vocabulary: 0 };
     let corpus = Corpus::embedded(&limits).unwrap();
     let clean = losses(&corpus, &BTreeSet::new());
     assert_eq!(clean.len() as u64, STEPS);

@@ -3,7 +3,8 @@
 use models::module::{self, Context, Input, LanguageModel, Module, ModuleMapper, Projection, map_modules};
 use models::state_dict::{load, load_state_dict, save, state_dict};
 use models::{
-    Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, Init, LayerNorm, Linear, PositionalEncoding, RmsNorm,
+    Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, Init, LayerNorm, Linear, NormKernel, PositionalEncoding,
+    RmsNorm,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -94,7 +95,7 @@ fn positions_follow_the_closed_form() {
 #[test]
 fn norms_follow_their_formulas() {
     let x = Tensor::randn([4, 6], F64);
-    let (layer, rms) = (LayerNorm::new(6, 1e-5, F64).unwrap(), RmsNorm::new(6, 1e-5, F64).unwrap());
+    let (mut layer, rms) = (LayerNorm::new(6, 1e-5, F64).unwrap(), RmsNorm::new(6, 1e-5, F64).unwrap());
     let _no_grad = tch::no_grad_guard();
     let _ = layer.weight.shallow_clone().uniform_(0.5, 2.0);
     let _ = layer.bias.shallow_clone().uniform_(-1.0, 1.0);
@@ -102,7 +103,11 @@ fn norms_follow_their_formulas() {
     let centred = &x - x.mean_dim([1i64].as_slice(), true, Kind::Double);
     let variance = centred.square().mean_dim([1i64].as_slice(), true, Kind::Double);
     let expected = centred / (variance + 1e-5).sqrt() * &layer.weight + &layer.bias;
-    assert!((layer.forward(&x).unwrap() - expected).abs().max().double_value(&[]) < 1e-12);
+    for kernel in [NormKernel::Fused, NormKernel::Libtorch] {
+        layer.kernel = kernel;
+        let error = (layer.forward(&x).unwrap() - &expected).abs().max().double_value(&[]);
+        assert!(error < 1e-12, "{kernel:?}: {error}");
+    }
     let expected =
         &x / (x.square().mean_dim([1i64].as_slice(), true, Kind::Double) + 1e-5).sqrt() * &rms.weight;
     assert!((rms.forward(&x).unwrap() - expected).abs().max().double_value(&[]) < 1e-12);

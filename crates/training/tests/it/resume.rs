@@ -57,6 +57,7 @@ const CONFIG: Gpt2LikeConfig = Gpt2LikeConfig {
     max_length: 12,
     dropout: 0.0,
     attention: models::AttentionPath::Fused,
+    norms: models::NormKernel::Fused,
 };
 
 fn options(steps: u64) -> Options {
