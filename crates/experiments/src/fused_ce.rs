@@ -1,5 +1,6 @@
 //! `fused-ce`: time and memory of a loss that never holds all logits.
 
+mod attention;
 pub mod baselines;
 mod bench;
 mod exact;
@@ -23,6 +24,8 @@ pub(crate) enum Verb {
     Numerics(numerics::Numerics),
     /// Train the same model with each loss
     Train(train::Train),
+    /// Measure time and memory of attention over the length
+    Attention(attention::Attention),
     /// Show the memory of a training step, part by part
     Memory(memory::Memory),
 }
@@ -32,6 +35,7 @@ pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
         Verb::Bench(arguments) => bench::run(common, arguments),
         Verb::Numerics(arguments) => numerics::run(common, arguments),
         Verb::Train(arguments) => train::run(common, arguments),
+        Verb::Attention(arguments) => attention::run(common, arguments),
         Verb::Memory(arguments) => memory::run(common, arguments),
     }
 }

@@ -1,5 +1,6 @@
 //! `training`: the cost of data loading strategies, injected slowdowns and activation plans.
 
+mod activation_offload;
 pub mod activation_plan;
 mod activations;
 mod bench;
@@ -28,6 +29,8 @@ pub(crate) enum Verb {
     Stages(stages::StagesArgs),
     /// Compare predicted and measured steps under activation plans
     Activations(activations::ActivationsArgs),
+    /// Measure from which size on offloading the layers' inputs pays
+    ActivationOffload(activation_offload::ActivationOffload),
     /// Measure steps of the GPT-2-like model on given sizes
     Bench(bench::Bench),
     /// Measure forward and backward through decoder layers of a Llama
@@ -40,6 +43,7 @@ pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
         Verb::Profile(arguments) => profile::run(common, arguments),
         Verb::Stages(arguments) => stages::run(common, arguments),
         Verb::Activations(arguments) => activations::run(common, arguments),
+        Verb::ActivationOffload(arguments) => activation_offload::run(common, arguments),
         Verb::Bench(arguments) => bench::run(common, arguments),
         Verb::Layers(arguments) => layers::run(common, arguments),
     }

@@ -24,10 +24,9 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Memory) -> anyhow::Result<()>
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
-    let sizes = sizes::training(arguments.scale, device, common.seed);
-    let ways = [Way::Original, Way::Frugal];
-    let mut progress = Progress::new(ways.len() as u64);
-    for way in ways {
+    let sizes = sizes::training(arguments.scale, Kind::Float, device, common.seed);
+    let mut progress = Progress::new(Way::ALL.len() as u64);
+    for way in Way::ALL {
         progress.message(&format!("one step, {way}"));
         let rows = [sizes.batch_size as i64, sizes.sequence as i64];
         let step = measure(&sizes.model, way, rows, Kind::Float, common.seed, device)?;

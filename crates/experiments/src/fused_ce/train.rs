@@ -2,15 +2,20 @@
 
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
+use runtime::matmul::compute_kind;
 use runtime::measure::Samples;
+use tch::Kind;
 
 use super::sizes;
-use super::training::{Outcome, Way, train};
+use super::training::{Outcome, Training, Way, train};
 use crate::corpus::{Corpus, Limits};
+use crate::dtype;
 
 const EXPERIMENT: &str = "fused-ce-training";
-/// Of the loss, at every step: what rounding in another order may make of fp32 losses over a few dozen steps.
-const TOLERANCE: f64 = 1e-4;
+/// Of the loss, at every step: what rounding in another order may make of the losses over a few dozen steps.
+fn tolerance(kind: Kind) -> f64 {
+    if kind == Kind::Float { 1e-4 } else { 1e-2 }
+}
 
 #[derive(clap::Args)]
 pub(crate) struct Train {
@@ -26,29 +31,42 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> 
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
-    let training = sizes::training(arguments.scale, device, common.seed);
+    let large = matches!(arguments.scale, Scale::Full | Scale::Paper);
+    // In bf16 too where products in it are native, so that its time says something.
+    let native = compute_kind(device, Kind::BFloat16) == Kind::BFloat16;
+    let kinds = if large && native { &[Kind::Float, Kind::BFloat16][..] } else { &[Kind::Float] };
+    let turns = u64::from(arguments.rounds) * (Way::ALL.len() * kinds.len()) as u64;
+    let mut progress = Progress::new(turns);
+    for &kind in kinds {
+        let training = sizes::training(arguments.scale, kind, device, common.seed);
+        compare(&training, arguments.rounds, &mut progress, &mut sink)?;
+    }
+    Ok(())
+}
+
+/// Trains with each loss in turns.
+fn compare(training: &Training, rounds: u32, progress: &mut Progress, sink: &mut Sink) -> anyhow::Result<()> {
     let train_tokens = training.steps as usize * training.batch_size * training.sequence * 2;
     let limits =
         Limits { max_length: training.sequence, train_tokens, validation_tokens: 1000, vocabulary: 0 };
     let corpus = Corpus::embedded(&limits)?;
     let mut outcomes = vec![Vec::new(); Way::ALL.len()];
-    let mut progress = Progress::new(u64::from(arguments.rounds) * Way::ALL.len() as u64);
-    for round in 0..arguments.rounds as usize {
+    for round in 0..rounds as usize {
         for turn in 0..Way::ALL.len() {
             let index = (turn + round) % Way::ALL.len();
             progress.message(&format!("{}, round {}", Way::ALL[index], round + 1));
-            outcomes[index].push(train(&corpus, Way::ALL[index], &training)?);
+            outcomes[index].push(train(&corpus, Way::ALL[index], training)?);
             progress.step();
         }
     }
     for (way, of_way) in Way::ALL.iter().zip(&outcomes) {
-        let case = Case::new().with("loss", way.to_string());
+        let case = Case::new().with("loss", way.to_string()).with("dtype", dtype::name(training.kind));
         let original: &Outcome = &outcomes[0][0];
         let furthest = of_way[0]
             .losses
             .iter()
             .zip(&original.losses)
-            .map(|(own, original)| (own - original).abs() / original.abs() / TOLERANCE);
+            .map(|(own, original)| (own - original).abs() / original.abs() / tolerance(training.kind));
         let furthest = furthest.fold(0.0, f64::max);
         let seconds: Vec<f64> = of_way.iter().flat_map(|outcome| outcome.seconds.clone()).collect();
         let ratios: Vec<f64> = of_way

@@ -11,6 +11,7 @@ use models::{Llama, LlamaConfig};
 use runtime::memory::live_bytes;
 use tch::{Device, Kind};
 use training::Trainer;
+use training::activations::{self, LayerPlan};
 use training::loader_batches::LoaderBatches;
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
 use training::strategy::Strategy;
@@ -77,6 +78,8 @@ pub(crate) struct Training {
     pub batch_size: usize,
     /// Tokens of a row.
     pub sequence: usize,
+    /// Dtype of the model; in 16 bits the optimizer has fp32 master weights.
+    pub kind: Kind,
     /// Steps.
     pub steps: u64,
     /// Learning rate of AdamW.
@@ -133,8 +136,12 @@ pub(crate) fn train(corpus: &Corpus, way: Way, training: &Training) -> Result<Ou
     let source = Strategy::Packed.source(corpus.train.clone(), &options)?;
     let loader = LoaderOptions { workers: 1, device, epochs: None, ..Default::default() };
     let mut batches = LoaderBatches::new(source, &loader)?;
-    let model = model(&training.model, way, (batch_size * sequence) as i64, (Kind::Float, device))?;
+    let kind = training.kind;
+    let mut model = model(&training.model, way, (batch_size * sequence) as i64, (kind, device))?;
+    let layers = training.model.num_hidden_layers as usize;
+    let _activations = activations::apply(&mut *model, &vec![LayerPlan::RecomputeAll; layers])?;
     let optimizer = DeviceOptimizer::new(AdamW::default(), vec![Group::new(trainable(&*model), lr)])?;
+    let optimizer = if kind == Kind::Float { optimizer } else { optimizer.with_master_weights() };
     let mut trainer = Trainer::new(model, Box::new(optimizer), Options { steps, ..Default::default() })?;
     let watcher = Watcher::of(&mut trainer, device)?;
     trainer.run(&mut batches, None)?;

@@ -42,7 +42,7 @@ impl Shape {
     /// Warm-up steps and measured steps at `scale`.
     fn steps(&self, scale: Scale) -> Option<(usize, usize)> {
         match scale {
-            Scale::Smoke => (self.config.hidden <= 512).then_some((0, 1)),
+            Scale::Smoke => (self.config.tokens() <= 2048).then_some((0, 1)),
             Scale::Laptop => self.laptop,
             Scale::Full => Some(self.full),
             Scale::Paper => Some(STEPS),

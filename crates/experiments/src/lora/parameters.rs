@@ -1,0 +1,48 @@
+//! `lora parameters`: the assignment's counts, of an installed model of Qwen2.5-0.5B's shape.
+
+use lora::{Adapters, LoraConfig};
+use models::module::parameter_count;
+use models::{Llama, LlamaConfig};
+use report::cli::CommonArgs;
+use report::{Case, Metric, Sink};
+use tch::Kind;
+
+const EXPERIMENT: &str = "lora-parameters";
+
+/// Builds the model with random weights in bf16, installs the assignment's adapters, and counts.
+pub(crate) fn run(common: &CommonArgs) -> anyhow::Result<()> {
+    let device = runtime::device::select(&common.device)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let config = LlamaConfig {
+        num_key_value_heads: 2,
+        tie_word_embeddings: true,
+        ..LlamaConfig::qwen2(151_936, 896, 4864, 24, 14)
+    };
+    let mut model = Llama::new(&config, (Kind::BFloat16, device))?;
+    let base = parameter_count(&model).total;
+    let adapters = LoraConfig {
+        r: 8,
+        lora_alpha: 16.0,
+        lora_dropout: 0.05,
+        target_modules: Some(["q_proj", "k_proj", "v_proj", "o_proj"].into()),
+        ..LoraConfig::default()
+    };
+    let _adapters = Adapters::install(&mut model, &adapters, common.seed)?;
+    let count = parameter_count(&model);
+    let rows = [
+        ("base model", base, 494_032_768),
+        ("with adapters", count.total, 495_114_112),
+        ("trainable", count.trainable, 1_081_344),
+    ];
+    for (what, found, expected) in rows {
+        let metrics = vec![
+            Metric::exact("parameters", "count", found as f64),
+            Metric::exact("expected_parameters", "count", f64::from(expected)),
+            Metric::exact("difference", "count", found as f64 - f64::from(expected)),
+        ];
+        sink.put(EXPERIMENT, &Case::new().with("parameters_of", what), metrics)?;
+    }
+    let share = 100.0 * count.trainable as f64 / count.total as f64;
+    let metric = Metric::exact("trainable_share", "%", (share * 100.0).round() / 100.0);
+    sink.put(EXPERIMENT, &Case::new().with("parameters_of", "share"), vec![metric])
+}
