@@ -111,18 +111,21 @@ impl Folder {
         read_records(&self.records())
     }
 
-    /// The reports of other machines: folders within this one that have records of their own.
+    /// The reports of other machines: folders within this one that have records of their own, and the folder that this one
+    /// is in.
     fn others(&self) -> Result<Vec<OtherReport>> {
         let entries =
             std::fs::read_dir(&self.out).with_context(|| format!("cannot read {}", self.out.display()))?;
         let mut folders: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
-        folders.retain(|folder| folder.join("records").is_dir() && folder.join("index.html").is_file());
+        folders.retain(|folder| is_report(folder));
         folders.sort();
-        let other = |folder: &PathBuf| {
-            let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            Ok(OtherReport { folder: name, records: read_records(&folder.join("records"))? })
+        let other = |folder: String| {
+            let records = read_records(&self.out.join(&folder).join("records"))?;
+            Ok(OtherReport { folder, records })
         };
-        folders.iter().map(other).collect()
+        let within =
+            folders.iter().filter_map(|folder| Some(folder.file_name()?.to_string_lossy().into_owned()));
+        within.chain(is_report(&self.out.join("..")).then(|| "..".to_owned())).map(other).collect()
     }
 
     /// Writes the pages, prints the claims, and last the path of the page, which it returns.
@@ -136,6 +139,10 @@ impl Folder {
         println!("report: {}", written.page.display());
         Ok(written.page)
     }
+}
+
+fn is_report(folder: &Path) -> bool {
+    folder.join("records").is_dir() && folder.join("index.html").is_file()
 }
 
 /// The records of every file in `folder`, in the order of the files' names.

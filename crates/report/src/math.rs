@@ -58,7 +58,7 @@ impl Reader<'_> {
                 '\'' => {
                     self.take(c);
                     let base = elements.pop().ok_or("there is nothing to put a prime to")?;
-                    elements.push(format!("<msup>{base}<mo>′</mo></msup>"));
+                    elements.push(format!("<mrow>{base}<mo lspace=\"0\" rspace=\"0\">′</mo></mrow>"));
                 }
                 _ => elements.push(self.element()?),
             }
@@ -151,7 +151,7 @@ mod tests {
         for (tex, expected) in [
             ("x^2", "<msup><mi>x</mi><mn>2</mn></msup>"),
             ("a_i^{n}", "<msubsup><mi>a</mi><mi>i</mi><mrow><mi>n</mi></mrow></msubsup>"),
-            ("f'", "<msup><mi>f</mi><mo>′</mo></msup>"),
+            ("f'", "<mrow><mi>f</mi><mo lspace=\"0\" rspace=\"0\">′</mo></mrow>"),
             (
                 r"\frac{∂L}{∂z}",
                 "<mfrac><mrow><mi>∂</mi><mi>L</mi></mrow><mrow><mi>∂</mi><mi>z</mi></mrow></mfrac>",

@@ -10,7 +10,8 @@ use crate::section::Section;
 
 /// The page's text.
 pub fn html(document: &Document) -> String {
-    let main = opening::html(document) + &document.parts.iter().map(part::html).collect::<String>();
+    let parts: String = document.parts.iter().map(part::html).collect();
+    let main = opening::html(document) + &parts + &opening::runs(document);
     format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" \
          content=\"width=device-width, initial-scale=1\">\n<meta name=\"color-scheme\" content=\"light dark\">\n\
@@ -34,6 +35,7 @@ fn contents(document: &Document) -> String {
             part.sections.len()
         );
     }
+    list += &format!("<li>{}</li>\n", entry("experiments", "All experiments"));
     format!("<nav aria-label=\"Contents\">\n<ul>\n{list}</ul>\n</nav>\n")
 }
 

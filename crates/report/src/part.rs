@@ -221,6 +221,7 @@ fn answer(specs: &Specs, row: &spec::Row, records: &[Record], others: &[OtherRep
     let named = row.answers.iter().map(|answer| &answer.experiment).chain(row.section.as_ref());
     let sections =
         distinct(named).into_iter().filter_map(|name| Some((name.clone(), specs.title(name)?.to_owned())));
+    let answers = distinct(answers.into_iter());
     Row { asks: row.asks.clone(), answers, measured, sections: sections.collect(), code: row.code.clone() }
 }
 

@@ -20,8 +20,7 @@ pub(super) fn html(document: &Document) -> String {
     html += &machines(document);
     html += &gaps(document);
     html += "</header>\n";
-    html += &claims(&document.claims);
-    html + &runs(document)
+    html + &claims(&document.claims)
 }
 
 fn card(headline: &Headline) -> String {
@@ -193,7 +192,7 @@ fn claim_table(checked: &[&CheckedClaim]) -> String {
 }
 
 /// Every experiment with how its run ended; open where one failed.
-fn runs(document: &Document) -> String {
+pub(super) fn runs(document: &Document) -> String {
     let row = |s: &Section| {
         format!(
             "<tr><td><a href=\"#{}\">{}</a></td><td>{}</td><td>{}</td></tr>\n",

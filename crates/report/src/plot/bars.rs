@@ -21,7 +21,7 @@ pub(super) fn draw(spec: &Plot, figure: &Bars, width: f64) -> String {
     let names = figure.panels.iter().flat_map(|panel| &panel.items).map(|group| svg::width(&group.name));
     // Beyond this a name leaves its bar no room.
     let most = width * 0.4;
-    let left = if narrow { 8.0 } else { 8.0 + names.fold(0.0, f64::max).min(most) + 10.0 };
+    let left = if narrow { 14.0 } else { 8.0 + names.fold(0.0, f64::max).min(most) + 10.0 };
     for panel in &figure.panels {
         if figure.panels.len() > 1 {
             svg.text("head", Anchor::Start, (8.0, top + 12.0), &svg::clip(&panel.title, width - 16.0));
@@ -51,7 +51,6 @@ fn draw_panel(
     let Span { left, width } = span;
     // Names beside the bars, or above them where there is no room beside.
     let above = if is_narrow(width) { 17.0 } else { 0.0 };
-    let right = width - if is_narrow(width) { 64.0 } else { 84.0 };
     let ticks = if is_narrow(width) { 4 } else { 6 };
     let sum = |group: &Group| group.bars.iter().flatten().filter_map(|bar| bar.value).sum::<f64>();
     let values: Vec<f64> = match stacked {
@@ -63,8 +62,15 @@ fn draw_panel(
     let multiple = unit::multiple(values.iter().fold(0.0, |m: f64, v| m.max(v.abs())), &figure.value.unit);
     let drawn: Vec<f64> = values.iter().map(|value| value / multiple.divisor).collect();
     let decimals = unit::decimals(&drawn, &multiple, &figure.value.unit);
-    // Room for the figure at the end of the longest bar.
-    let axis = Axis::over(&drawn, false, true, ticks).between(left, right).without_crowding();
+    // Room for the figure at the end of the longest bar, and for the whiskers.
+    let figures = drawn.iter().map(|value| svg::width(&unit::fixed(*value, decimals))).fold(0.0, f64::max);
+    let right = width - (figures + 16.0).max(if is_narrow(width) { 64.0 } else { 84.0 });
+    let whisker = |bar: &Bar| bar.value.map(|value| (value + bar.spread) / multiple.divisor);
+    let mut shown = drawn.clone();
+    if !stacked {
+        shown.extend(panel.items.iter().flat_map(|g| g.bars.iter().flatten()).filter_map(whisker));
+    }
+    let axis = Axis::over(&shown, false, true, ticks).between(left, right).without_crowding();
     let (thick, gap) = if stacked || figure.series.len() == 1 { (18.0, 8.0) } else { (14.0, 12.0) };
     let per_group = if stacked { 1 } else { figure.series.len() };
     let group_height = per_group as f64 * thick + gap + above;

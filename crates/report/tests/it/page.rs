@@ -87,6 +87,7 @@ fn the_page_has_its_parts_in_order() {
         summary: 2 sections
         li: 
         li: 
+        li: 
         h1: Frugal
         summary: 1 of 3 claims fall short
         th: verdict
@@ -109,12 +110,6 @@ fn the_page_has_its_parts_in_order() {
         th: limit
         th: command
         span: holds
-        summary: 2 experiments, 1 done, 1 skipped
-        th: experiment
-        th: name
-        th: run
-        span: done
-        span: skipped
         h2: Experiments
         h3: Keep or recompute
         span: done
@@ -134,6 +129,12 @@ fn the_page_has_its_parts_in_order() {
         th: batch
         th: step (s)
         th: step time ratio
+        summary: 2 experiments, 1 done, 1 skipped
+        th: experiment
+        th: name
+        th: run
+        span: done
+        span: skipped
     "#]]
     .assert_eq(&outline);
 }
