@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::process::Command;
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use report::cli::Scale;
@@ -54,14 +55,32 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     }
     let programs = Programs::ready(workspace, &packages(now.iter().map(|e| &*e.package)), args.device)?;
     let run = Run { args, folder: &folder, programs: &programs, interrupt: Interrupt::install()? };
+    let start = Instant::now();
     let failed = run.all(&now)?;
     folder.finish(&specs)?;
+    eprintln!("the experiments took {}", duration(start.elapsed().as_secs_f64()));
+    if args.scale == Scale::Laptop {
+        over_budget(&now, &folder);
+    }
     if run.interrupt.wanted() {
         bail!("interrupted; `cargo xtask run-all --resume` with the same flags continues from here");
     }
     match failed.as_slice() {
         [] => Ok(()),
         names => bail!("{} of {} experiments failed: {}", names.len(), now.len(), names.join(", ")),
+    }
+}
+
+/// Names the experiments that took longer than their budget at scale laptop.
+fn over_budget(experiments: &[&Experiment], folder: &Folder) {
+    for experiment in experiments {
+        let outcome = Stamp::read(&folder.run(), &experiment.name).map(|stamp| stamp.outcome.state);
+        if let Some(RunState::Done { seconds }) = outcome
+            && seconds > experiment.laptop_seconds
+        {
+            let (name, budget) = (&experiment.name, duration(experiment.laptop_seconds));
+            eprintln!("{name} took {}; its budget at scale laptop is {budget}", duration(seconds));
+        }
     }
 }
 

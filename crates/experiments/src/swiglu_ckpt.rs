@@ -84,7 +84,8 @@ fn measure(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let configurations = match (&arguments.config[..], arguments.scale) {
         ([], Scale::Smoke) => bench::SMOKE,
-        ([], Scale::Laptop | Scale::Full) => bench::LAPTOP,
+        ([], Scale::Laptop) => bench::LAPTOP,
+        ([], Scale::Full) => bench::FULL,
         ([], Scale::Paper) => bench::PAPER,
         (given, _) => given,
     };

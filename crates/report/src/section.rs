@@ -165,6 +165,13 @@ fn place(e: &Environment) -> String {
     if e.memory_bytes > 0 {
         parts.push(crate::unit::human(e.memory_bytes as f64, "B"));
     }
+    match e.scale.as_deref() {
+        Some(shortened @ ("smoke" | "laptop")) => {
+            parts.push(format!("scale {shortened} (shortened; `--scale full` takes its time)"));
+        }
+        Some(scale) => parts.push(format!("scale {scale}")),
+        None => {}
+    }
     if let Some(implementations) = &e.implementations {
         parts.push(implementations.clone());
     }

@@ -116,6 +116,10 @@ pub struct Experiment {
     /// The scales at which it runs; all if missing.
     #[serde(default)]
     pub scales: Option<Vec<Scale>>,
+    /// Seconds that it may take at scale laptop on two cores. A run says which experiments took longer; all budgets together are at
+    /// most the 600 s of a run.
+    #[serde(default = "default_laptop_seconds")]
+    pub laptop_seconds: f64,
     /// Tables, in the order of the page.
     #[serde(default, rename = "table")]
     pub tables: Vec<Table>,
@@ -125,6 +129,11 @@ pub struct Experiment {
     /// Findings, in the order of the page.
     #[serde(default, rename = "finding")]
     pub findings: Vec<Finding>,
+}
+
+/// The budget of an experiment that names none.
+fn default_laptop_seconds() -> f64 {
+    6.0
 }
 
 /// The package that measures.

@@ -21,7 +21,8 @@ const BAR: f64 = 0.997;
 pub(crate) fn sizes(scale: Scale) -> &'static [usize] {
     match scale {
         Scale::Smoke => &[10_000],
-        Scale::Laptop | Scale::Full => &[10_000, 1_000_000, 10_000_000],
+        Scale::Laptop => &[10_000, 1_000_000],
+        Scale::Full => &[10_000, 1_000_000, 10_000_000],
         Scale::Paper => &[10_000, 1_000_000, 10_000_000, 100_000_000],
     }
 }

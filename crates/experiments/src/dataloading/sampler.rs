@@ -15,7 +15,8 @@ use super::{Figures, repeats, seconds};
 pub(crate) fn sizes(scale: Scale) -> &'static [usize] {
     match scale {
         Scale::Smoke => &[1_000, 10_000, 100_000],
-        Scale::Laptop | Scale::Full | Scale::Paper => &[100_000, 1_000_000, 10_000_000],
+        Scale::Laptop => &[100_000, 1_000_000],
+        Scale::Full | Scale::Paper => &[100_000, 1_000_000, 10_000_000],
     }
 }
 

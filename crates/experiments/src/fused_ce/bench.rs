@@ -48,7 +48,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let shapes = match (&arguments.case[..], arguments.scale) {
         ([], Scale::Smoke) => shapes::SMOKE,
-        ([], Scale::Laptop | Scale::Full) => shapes::LAPTOP,
+        ([], Scale::Laptop) => shapes::LAPTOP,
+        ([], Scale::Full) => shapes::FULL,
         ([], Scale::Paper) => shapes::PAPER,
         (given, _) => given,
     };

@@ -82,7 +82,8 @@ impl Sizes {
     fn of(scale: Scale, recipe: &Recipe) -> Self {
         let (pretraining, adaptation, held_out) = match scale {
             Scale::Smoke => ((12, 2, 64), (4, 4), 8),
-            Scale::Laptop | Scale::Full => ((2400, 2, 128), (300, 16), 200),
+            Scale::Laptop => ((1600, 2, 128), (200, 16), 50),
+            Scale::Full => ((2400, 2, 128), (300, 16), 200),
             Scale::Paper => ((6000, 8, 128), (600, 32), 200),
         };
         Self {

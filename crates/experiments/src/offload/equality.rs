@@ -49,7 +49,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Equality) -> anyhow::Result<(
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let (layers, config): (i64, fn(i64) -> LlamaConfig) = match arguments.scale {
         Scale::Smoke => (4, |layers| shape::tiny(layers, 64)),
-        Scale::Laptop | Scale::Full => (5, |layers| shape::small(layers, 151_936, 4096)),
+        Scale::Laptop => (4, |layers| shape::small(layers, 8192, 4096)),
+        Scale::Full => (5, |layers| shape::small(layers, 151_936, 4096)),
         Scale::Paper => (24, |layers| shape::small(layers, 151_936, 4096)),
     };
     let layers = arguments.layers.unwrap_or(layers);

@@ -49,7 +49,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let (name, layers, vocabulary, tokens, allowed) = match arguments.scale {
         Scale::Smoke => ("tiny", 6, 512, 16, 1 << 30),
-        Scale::Laptop | Scale::Full => ("Qwen2.5-7B's blocks", 4, 32_768, 64, 2 << 30),
+        Scale::Laptop => ("Qwen2.5-7B's blocks", 2, 8192, 16, 3 << 29),
+        Scale::Full => ("Qwen2.5-7B's blocks", 4, 32_768, 64, 2 << 30),
         Scale::Paper => ("Qwen2.5-7B", 28, 152_064, 256, 10 << 30),
     };
     let allowed = arguments.budget.unwrap_or(allowed);

@@ -77,7 +77,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &OptimizerArgs) -> anyhow::Res
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let (width, layers, steps) = match arguments.scale {
         Scale::Smoke => (32, 3, 4),
-        Scale::Laptop | Scale::Full => (128, 6, 60),
+        Scale::Laptop => (128, 6, 20),
+        Scale::Full => (128, 6, 60),
         Scale::Paper => (896, 12, 200),
     };
     let steps = arguments.steps.unwrap_or(steps);

@@ -52,7 +52,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Tokens) -> anyhow::Result<()>
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let (layers, sweep, rounds, vocabulary): (_, &[i64], _, _) = match arguments.scale {
         Scale::Smoke => (4, &[4, 16], 1, 512),
-        Scale::Laptop | Scale::Full => (6, &[16, 64, 128, 256, 512, 1024, 2048], 4, 8192),
+        Scale::Laptop => (4, &[16, 128, 512], 3, 8192),
+        Scale::Full => (6, &[16, 64, 128, 256, 512, 1024, 2048], 4, 8192),
         Scale::Paper => (24, &[64, 256, 1024, 4096, 16_384], 4, 151_936),
     };
     let sweep = if arguments.tokens.is_empty() { sweep } else { &arguments.tokens };

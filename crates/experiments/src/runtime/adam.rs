@@ -16,7 +16,8 @@ use super::cost::{Effort, Figures, Part};
 pub(crate) fn parts(scale: Scale, parameters: Option<i64>) -> Vec<Part> {
     let (default, rounds) = match scale {
         Scale::Smoke => (1 << 16, 5),
-        Scale::Laptop | Scale::Full => (64 << 20, 11),
+        Scale::Laptop => (16 << 20, 11),
+        Scale::Full => (64 << 20, 11),
         Scale::Paper => (64 << 20, 31),
     };
     let count = parameters.unwrap_or(default);

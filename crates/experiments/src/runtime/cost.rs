@@ -213,7 +213,7 @@ fn counter(device: Device, effort: Effort) -> anyhow::Result<Figures> {
 fn products(device: Device, effort: Effort) -> anyhow::Result<Figures> {
     const SHAPES: [(i64, i64, i64); 5] =
         [(4096, 4096, 1024), (4096, 1024, 4096), (1024, 4096, 4096), (2048, 4864, 896), (512, 512, 512)];
-    let budget = if effort == Effort::Seconds { 0.2 } else { 1.0 };
+    let budget = if effort == Effort::Seconds { 0.2 } else { 0.4 };
     let kinds = if device == Device::Cpu {
         vec![Kind::Float, Kind::BFloat16, Kind::Half]
     } else {

@@ -34,8 +34,14 @@ pub const SMOKE: &[Configuration] = &[
     Configuration { batch: 2, seq: 96, hidden: 192, intermediate: 520, layers: 3 },
 ];
 
-/// The assignment's shapes that fit 8 GiB and minutes on two cores, the largest with half its batch, and the MLP of Qwen2.5-0.5B.
+/// A shape of the assignment, and the MLP of Qwen2.5-0.5B.
 pub const LAPTOP: &[Configuration] = &[
+    Configuration { batch: 16, seq: 128, hidden: 512, intermediate: 2048, layers: 2 },
+    Configuration { batch: 1, seq: 512, hidden: 896, intermediate: 4864, layers: 2 },
+];
+
+/// The assignment's shapes that take minutes on two cores, the largest with half its batch, and the MLP of Qwen2.5-0.5B.
+pub const FULL: &[Configuration] = &[
     Configuration { batch: 16, seq: 128, hidden: 512, intermediate: 2048, layers: 2 },
     Configuration { batch: 32, seq: 128, hidden: 512, intermediate: 2048, layers: 2 },
     Configuration { batch: 1, seq: 1024, hidden: 896, intermediate: 4864, layers: 2 },
