@@ -70,7 +70,7 @@ impl Sizes {
             },
             Scale::Paper => Self {
                 training: training(model(1024, 8, 512), 32, 4_000, 3e-4),
-                limits: limits(usize::MAX, 200_000, 512, 30_522),
+                limits: limits(5_000_000, 200_000, 512, 30_522),
                 rounds: 3,
                 sweep_steps: 400,
             },

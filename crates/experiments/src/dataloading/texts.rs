@@ -8,8 +8,7 @@ use dataloading::text::{Corpus, Format};
 use dataloading::token_store::{TokenStore, TokenizeOptions, Writer, WriterOptions, tokenize};
 use dataloading::tokenizer::Tokenizer;
 
-/// The variable that names a folder with real data.
-pub const VARIABLE: &str = "FRUGAL_DATA";
+use crate::corpus::VARIABLE;
 
 /// A text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

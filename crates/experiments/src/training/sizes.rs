@@ -86,7 +86,7 @@ impl Sizes {
                 profiled: model(1024, 8, 512),
                 odd: (1023, 11),
                 batch_size: 32,
-                train_tokens: usize::MAX,
+                train_tokens: 10_000_000,
                 validation_tokens: 200_000,
                 evaluate_every: 50,
                 rounds: 3,

@@ -71,8 +71,8 @@ pub(crate) fn spans(profile: &Profile, place: Place) -> Vec<Span> {
     let (from, until) = match place {
         Place::Step => whole,
         Place::Beginning => {
-            let end = phase("data").map(|(_, end)| end).next().unwrap_or(step.start);
-            (step.start, end + (step.end - step.start) / 4)
+            let (start, end) = phase("data").next().unwrap_or((step.start, step.start));
+            (start, (end + 2 * (end - start)).max(end + (step.end - step.start) / 200))
         }
         Place::Forward => phase("forward").next().unwrap_or(whole),
         Place::Loss => {
