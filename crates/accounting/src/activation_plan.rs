@@ -23,17 +23,17 @@
 //! them. Then seconds are rounded to coarser units, four times as coarse until at most [`MOST_PAIRS`] remain: the plan is
 //! within half a unit per layer of the best. Real decoder layers stay far below.
 //!
-//! The costs of a decoder's layers come from [`layer_costs`], or from measurements.
+//! The costs come from measurements: `training` has them.
 //!
 //! Herrmann, Beaumont et al., "Optimal checkpointing for heterogeneous chains" (arXiv:1911.13214), solve unequal layers by
 //! dynamic programming over a discretised budget; here layers are equal, and no byte is rounded.
 //!
 //! ```
-//! use accounting::activation_plan::{Choice, LayerCost, least_recomputation};
+//! use accounting::activation_plan::{LayerChoice, LayerCost, least_recomputation};
 //!
 //! let keep = LayerCost { held_bytes: 100, host_bytes: 0, recompute_seconds: 0.0, transient_bytes: 10 };
 //! let again = LayerCost { held_bytes: 20, host_bytes: 0, recompute_seconds: 1.0, transient_bytes: 90 };
-//! let choices = [Choice { of: "keep", cost: keep }, Choice { of: "again", cost: again }];
+//! let choices = [LayerChoice { of: "keep", cost: keep }, LayerChoice { of: "again", cost: again }];
 //! let plan = least_recomputation(4, &choices, 250)?;
 //! assert_eq!(plan.layers, ["again", "again", "keep", "keep"]);
 //! assert_eq!((plan.peak_bytes, plan.recompute_seconds), (250, 2.0));
@@ -41,7 +41,6 @@
 //! ```
 
 use crate::Error;
-pub mod layer_costs;
 
 use crate::exact::{positive, product, sum};
 use crate::quantity::bytes_text;
@@ -59,9 +58,26 @@ pub struct LayerCost {
     pub transient_bytes: u64,
 }
 
+/// What a decoder layer keeps between its forward and its backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kept {
+    /// Everything that the backward needs.
+    Everything,
+    /// Inputs and results of products; elementwise operations are recomputed.
+    Products,
+    /// The attention; the feed-forward layer is recomputed.
+    Attention,
+    /// The feed-forward layer; the attention is recomputed.
+    FeedForward,
+    /// The block's input; the block is recomputed.
+    Input,
+    /// Nothing on the device: the block's input is on the host, and the block is recomputed.
+    InputOnHost,
+}
+
 /// A choice for a layer's activations, with its cost.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Choice<T> {
+pub struct LayerChoice<T> {
     /// The caller's name of the choice.
     pub of: T,
     /// Its cost.
@@ -70,7 +86,7 @@ pub struct Choice<T> {
 
 /// An activation plan: a choice for each layer.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Plan<T> {
+pub struct ActivationPlan<T> {
     /// The choice of each layer, in the order of forward.
     pub layers: Vec<T>,
     /// Peak bytes of activations and temporaries on the device during backward.
@@ -92,9 +108,9 @@ pub const LONGEST_SECONDS: f64 = 1e9;
 /// No layers, no choices, seconds out of range, bytes beyond 64 bits; or no plan fits, with the smallest budget that does.
 pub fn least_recomputation<T: Copy>(
     layers: usize,
-    choices: &[Choice<T>],
+    choices: &[LayerChoice<T>],
     budget: u64,
-) -> Result<Plan<T>, Error> {
+) -> Result<ActivationPlan<T>, Error> {
     let mut search = Search::new(layers, choices)?;
     let first = loop {
         match search.least_units(budget, None) {
@@ -122,7 +138,7 @@ pub fn least_recomputation<T: Copy>(
         }
     }
     let order = best.order.iter().map(|&index| &choices[index]);
-    Ok(Plan {
+    Ok(ActivationPlan {
         layers: order.clone().map(|choice| choice.of).collect(),
         peak_bytes: best.peak,
         host_bytes: sum("bytes on the host", order.map(|choice| choice.cost.host_bytes))?,
@@ -188,11 +204,11 @@ struct Search {
 }
 
 impl Search {
-    fn new<T>(layers: usize, choices: &[Choice<T>]) -> Result<Self, Error> {
+    fn new<T>(layers: usize, choices: &[LayerChoice<T>]) -> Result<Self, Error> {
         positive("layers of a plan", layers as u64)?;
         positive("choices of a layer", choices.len() as u64)?;
         let mut kinds = Vec::new();
-        for (index, Choice { cost, .. }) in choices.iter().enumerate() {
+        for (index, LayerChoice { cost, .. }) in choices.iter().enumerate() {
             let seconds = cost.recompute_seconds;
             if !(0.0..=LONGEST_SECONDS).contains(&seconds) {
                 return Err(Error::OutOfRange {

@@ -1,11 +1,11 @@
-//! A stacked bar of letters for the terminal.
+//! A stacked bar chart of letters for the terminal.
 //!
 //! ```
 //! let bar = accounting::bar::stacked(&[('P', 30), ('G', 10)], 80, 16);
 //! assert_eq!(bar, "[PPPPPPGG········]");
 //! ```
 
-/// A bar of `width` letters for `whole`, each part as many of its letter as its share; what is left is dots. Parts
+/// Draws a bar of `width` letters for `whole`, with each part's letter in proportion to its share, then dots. Parts
 /// beyond `whole` are cut off with a `>`.
 pub fn stacked(parts: &[(char, u64)], whole: u64, width: usize) -> String {
     let mut bar = String::from("[");
@@ -29,7 +29,7 @@ mod tests {
     use super::stacked;
 
     #[test]
-    fn bars_have_their_width() {
+    fn bars_have_the_given_width() {
         assert_eq!(stacked(&[('A', 1), ('B', 1), ('C', 1)], 3, 10), "[AAABBBBCCC]");
         assert_eq!(stacked(&[('A', 0), ('B', 5)], 10, 4), "[BB··]");
         assert_eq!(stacked(&[('A', 50), ('B', 70)], 100, 10), "[AAAAABBBBB>");

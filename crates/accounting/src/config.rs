@@ -126,7 +126,7 @@ impl Fields<'_> {
         })
     }
 
-    /// The value of a field; `null` is the same as absence.
+    /// Returns the value of a field; `null` counts as absent.
     fn optional(&self, field: &str) -> Option<&Value> {
         self.object.get(field).filter(|value| !value.is_null())
     }
@@ -160,7 +160,7 @@ impl Fields<'_> {
         }
     }
 
-    /// `whole / part`, which must come out even.
+    /// Returns `whole / part`, which must divide evenly.
     fn divide(&self, whole: (&str, u64), part: (&str, u64)) -> Result<u64, Error> {
         if whole.1.is_multiple_of(part.1) {
             return Ok(whole.1 / part.1);
@@ -174,7 +174,7 @@ impl Fields<'_> {
     }
 }
 
-/// A JSON value in a few words.
+/// Describes a JSON value briefly.
 fn describe(value: &Value) -> String {
     match value {
         Value::Null => "null".into(),

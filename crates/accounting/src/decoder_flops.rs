@@ -1,4 +1,4 @@
-//! FLOPs of a whole decoder, forward and backward, and of the rule of thumb beside them.
+//! FLOPs of a whole decoder, forward and backward, compared with the rule of thumb.
 //!
 //! For `T = b·t` tokens, with `N` weights in matrix products ([`Decoder::product_parameters`]), `L` blocks of `a`
 //! attentions (one, except in [`Family::Gpt2Like`]), `h` heads of `k`:
@@ -6,17 +6,17 @@
 //! ```text
 //! forward    = 2·N·T + 4·a·L·b·h·k·pairs     pairs = t² (dense) or t·(t+1)/2 (causal)
 //! backward   = 2 · forward                   every product's two factors need their gradient
-//! recomputed = what the backward computes again, by choice
+//! recomputed = what the backward recomputes, by choice
 //! ```
 //!
 //! The rule "forward 2·N·D, backward 4·N·D, together 6·N·D" (`D` tokens, `N` parameters) is the first term alone.
 //! It fails
 //! - **by attention**, whose FLOPs per token grow with the sequence and have no weights: PaLM's correction is
 //!   `+ 12·L·h·k·t` per trained token;
-//! - **by embeddings**, if `N` counts them: an input embedding has parameters and no FLOPs; a tied one is counted
-//!   once and used once, so that with `N` all parameters the rule is right again for the wrong reason;
-//! - **by recomputation**: a full one adds another forward of the blocks, so that the hardware does 8·N·D. Model
-//!   FLOPs utilization counts 6·N·D of them, hardware FLOPs utilization all.
+//! - **by embeddings**, if `N` includes them: an input embedding has parameters but no FLOPs; a tied one counts once
+//!   and is used in one product, so that the rule with all parameters happens to be right;
+//! - **by recomputation**: full recomputation adds another forward of the blocks, so that the hardware does 8·N·D.
+//!   Model FLOPs utilization counts 6·N·D of them, hardware FLOPs utilization all.
 //!
 //! ```
 //! use accounting::decoder_flops::{Recomputation, Workload, step};
@@ -34,7 +34,7 @@ use crate::model::{Decoder, Family, Part};
 use crate::recompute::{AttentionKernel, Recompute, SwigluLevel};
 use crate::{Error, exact};
 
-/// How much text goes through in a step.
+/// The batch of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Workload {
     /// Sequences.
@@ -44,7 +44,7 @@ pub struct Workload {
 }
 
 impl Workload {
-    /// Tokens of the step, `b·t`.
+    /// Returns the tokens of the step, `b·t`.
     pub fn tokens(self) -> Result<u64, Error> {
         positive("batch", self.batch)?;
         positive("sequence", self.sequence)?;
@@ -52,18 +52,18 @@ impl Workload {
     }
 }
 
-/// What the backward computes again.
+/// What the backward recomputes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Recomputation {
     /// The attention's kernel.
     pub attention: AttentionKernel,
     /// What is checkpointed.
     pub checkpoint: Recompute,
-    /// What a SwiGLU keeps. Of no effect in a family without one.
+    /// What a SwiGLU keeps. Without effect in a family without one.
     pub swiglu: SwigluLevel,
 }
 
-/// FLOPs in both conventions of attention.
+/// FLOPs in both [conventions](Convention).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Flops {
     /// All pairs of positions.
@@ -92,7 +92,7 @@ impl Flops {
         Ok(Self { dense: times(self.dense)?, causal: times(self.causal)? })
     }
 
-    /// One of `parts` equal ones.
+    /// Divides into `parts` equal parts and returns one.
     pub(crate) fn over(self, parts: u64) -> Self {
         Self { dense: self.dense / u128::from(parts), causal: self.causal / u128::from(parts) }
     }
@@ -108,13 +108,13 @@ impl Flops {
 pub struct FlopsRow {
     /// The module's name, `Q·Kᵀ` or `P·V`.
     pub name: String,
-    /// What it belongs to.
+    /// The part of the model.
     pub part: Part,
     /// Whether a factor is a weight. The products of an attention's core have none.
     pub has_weight: bool,
-    /// How often it is done in a forward.
+    /// How often a forward computes it.
     pub times: u64,
-    /// FLOPs of all of them.
+    /// FLOPs of all these products.
     pub forward: Flops,
 }
 
@@ -125,25 +125,25 @@ pub struct StepFlops {
     pub rows: Vec<FlopsRow>,
     /// Forward.
     pub forward: Flops,
-    /// Backward, without what it computes again.
+    /// Backward, without recomputation.
     pub backward: Flops,
-    /// What the backward computes again.
+    /// Recomputation in the backward.
     pub recomputed: Flops,
 }
 
 impl StepFlops {
-    /// What model FLOPs utilization counts: forward and backward, nothing computed again.
+    /// Returns the FLOPs of model FLOPs utilization: forward and backward, without recomputation.
     pub fn model(&self) -> Result<Flops, Error> {
         Flops::sum([self.forward, self.backward])
     }
 
-    /// What the hardware does.
+    /// Returns the FLOPs of the hardware, with recomputation.
     pub fn hardware(&self) -> Result<Flops, Error> {
         Flops::sum([self.forward, self.backward, self.recomputed])
     }
 }
 
-/// FLOPs of one training step of `model`.
+/// Returns the FLOPs of one training step of `model`.
 pub fn step(model: &Decoder, work: Workload, recomputation: &Recomputation) -> Result<StepFlops, Error> {
     let rows = forward_rows(model, work)?;
     let forward = Flops::sum(rows.iter().map(|row| row.forward))?;
@@ -152,7 +152,7 @@ pub fn step(model: &Decoder, work: Workload, recomputation: &Recomputation) -> R
     Ok(StepFlops { rows, forward, backward, recomputed })
 }
 
-/// The products of one forward. Sequences longer than a table of learned positions are refused.
+/// Returns the products of one forward. Refuses sequences longer than a table of learned positions.
 fn forward_rows(model: &Decoder, work: Workload) -> Result<Vec<FlopsRow>, Error> {
     let tokens = work.tokens()?;
     check_positions(model, work.sequence)?;
@@ -222,7 +222,7 @@ pub(crate) fn check_positions(model: &Decoder, sequence: u64) -> Result<(), Erro
     Ok(())
 }
 
-/// The rule of thumb beside the exact count, both of one step.
+/// The rule of thumb and the exact count of one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RuleOfThumb {
     /// All parameters, embeddings included.
@@ -238,18 +238,18 @@ pub struct RuleOfThumb {
 }
 
 impl RuleOfThumb {
-    /// How far the rule with all parameters is from the exact count: `rule / exact - 1`.
+    /// Returns the error of the rule with all parameters: `rule / exact - 1`.
     pub fn error(&self) -> f64 {
         self.rule as f64 / self.exact as f64 - 1.0
     }
 
-    /// How far the rule with the weights in products is from the exact count: what attention adds.
+    /// Returns the error of the rule with the weights in products, which omits attention: `product_rule / exact - 1`.
     pub fn product_error(&self) -> f64 {
         self.product_rule as f64 / self.exact as f64 - 1.0
     }
 }
 
-/// The rule `6·N·D` (2 forward, 4 backward) beside the exact count.
+/// Returns the rule `6·N·D` (2 forward, 4 backward) and the exact count.
 pub fn rule_of_thumb(model: &Decoder, work: Workload) -> Result<RuleOfThumb, Error> {
     let (parameters, product_parameters) = (model.parameters()?, model.product_parameters()?);
     let six = |n: u64| exact::wide_product("6·N·D", &[6, n, work.batch, work.sequence]);
@@ -272,7 +272,7 @@ mod tests {
         step(&model, Workload { batch: 1, sequence }, &Recomputation::default()).unwrap().forward.dense
     }
 
-    /// The course's "transformer accounting", to the five digits that are published.
+    /// The course's "transformer accounting", to the five published digits.
     #[test]
     fn transformer_accounting_of_cs336() {
         let published = [
@@ -323,17 +323,17 @@ mod tests {
     }
 
     #[test]
-    fn the_rule_of_thumb_fails_by_embeddings_and_by_attention() {
+    fn the_rule_of_thumb_errs_for_embeddings_and_long_attention() {
         let rule = |name: &str, sequence| {
             rule_of_thumb(&presets::find(name).unwrap(), Workload { batch: 1, sequence }).unwrap()
         };
-        // A model of mostly embedding, untied: the rule counts the lookup.
+        // Mostly embedding, untied: the rule counts the lookup.
         let small = rule("cs336-small", 128);
         assert!(small.error() > 0.2 && small.product_error().abs() < 0.02, "{small:?}");
         // A long sequence: attention is more than half of the FLOPs.
         let long = rule("cs336-xl", 16384);
         assert!(long.product_error() < -0.5, "{long:?}");
-        // The case the rule was made for.
+        // The case for which the rule was made.
         assert!(rule("llama-3-70b", 2048).product_error().abs() < 0.05);
     }
 }

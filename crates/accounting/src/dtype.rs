@@ -1,4 +1,4 @@
-//! Number formats: how many bytes a tensor takes, and what one of its elements can hold.
+//! Number formats: the bytes of a tensor, and the values of its elements.
 //!
 //! ```
 //! use accounting::Dtype;
@@ -10,7 +10,7 @@
 //! # Ok::<(), accounting::Error>(())
 //! ```
 //!
-//! The 2304 MiB of this matrix are 2.25 GiB or 2.42 GB; "2.3 GB", as the lecture has it, is neither.
+//! The 2304 MiB of this matrix are 2.25 GiB or 2.42 GB; the lecture's "2.3 GB" is neither.
 //!
 //! Sources: CS336 (Stanford, 2025), lecture 2; [`float_format`](crate::float_format) for the bits.
 
@@ -20,7 +20,7 @@ use std::str::FromStr;
 use crate::float_format::FloatFormat;
 use crate::{Error, exact};
 
-/// A number format that a tensor can have.
+/// A number format of tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Dtype {
     /// IEEE 754 double precision.
@@ -57,7 +57,7 @@ impl Dtype {
         Self::Int4,
     ];
 
-    /// The name that [`FromStr`] reads.
+    /// The name for [`FromStr`].
     pub const fn name(self) -> &'static str {
         match self {
             Self::Fp64 => "fp64",
@@ -72,7 +72,7 @@ impl Dtype {
         }
     }
 
-    /// Bits that an element takes in memory.
+    /// Returns the bits of an element in memory.
     pub const fn storage_bits(self) -> u64 {
         match self {
             Self::Fp64 => 64,
@@ -83,7 +83,7 @@ impl Dtype {
         }
     }
 
-    /// The bits of a floating-point format; `None` for an integer.
+    /// Returns the floating-point format; `None` for an integer.
     pub const fn float_format(self) -> Option<FloatFormat> {
         match self {
             Self::Fp64 => Some(FloatFormat::FP64),
@@ -110,11 +110,11 @@ impl Dtype {
         self.bytes(exact::product("elements of a tensor", shape)?)
     }
 
-    /// `value` as an element stores it: rounded to nearest even. A float that overflows becomes infinity (NaN in
-    /// e4m3fn), an integer saturates, and NaN becomes 0 in an integer.
+    /// Rounds `value` to the format, to nearest even. A float that overflows becomes infinity (NaN in e4m3fn), an
+    /// integer saturates, and NaN becomes 0 in an integer.
     pub fn store(self, value: f64) -> f64 {
         match self {
-            // `half` is what the rest of the Rust world computes with; `float_format` agrees with it on every code.
+            // Uses `half`, with which `float_format` agrees on every code.
             Self::Fp16 => half::f16::from_f64(value).to_f64(),
             Self::Bf16 => half::bf16::from_f64(value).to_f64(),
             _ => match self.float_format() {
@@ -128,7 +128,7 @@ impl Dtype {
         }
     }
 
-    /// What an element can hold.
+    /// Returns the range and precision of an element.
     pub fn limits(self) -> Limits {
         let float = self.float_format();
         let largest_integer = 2f64.powi(self.storage_bits() as i32 - 1) - 1.0;
@@ -172,7 +172,7 @@ impl FromStr for Dtype {
     }
 }
 
-/// What one element of a [`Dtype`] can hold.
+/// The range and precision of a [`Dtype`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
     /// The format.
@@ -185,11 +185,11 @@ pub struct Limits {
     pub min_subnormal: f64,
     /// The distance from 1 to the next number; `None` for integers.
     pub epsilon: Option<f64>,
-    /// Decimal digits that survive the way through the format.
+    /// Decimal digits that survive a round trip.
     pub decimal_digits: u32,
-    /// What 1e-8 becomes; 0 where it underflows.
+    /// 1e-8 after rounding; 0 if it underflows.
     pub tiny: f64,
-    /// What 0.1 becomes.
+    /// 0.1 after rounding.
     pub tenth: f64,
 }
 
@@ -198,7 +198,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_of_tensors() {
+    fn tensor_bytes_are_exact() {
         assert_eq!(Dtype::Fp32.tensor_bytes(&[4, 8]).unwrap(), 128);
         assert_eq!(Dtype::Fp16.tensor_bytes(&[4, 8]).unwrap(), 64);
         assert_eq!(Dtype::Fp64.tensor_bytes(&[]).unwrap(), 8);
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn published_limits() {
+    fn format_limits_match_published_values() {
         let max = |dtype: Dtype| dtype.limits().max;
         assert_eq!((max(Dtype::Fp8E4m3), max(Dtype::Fp8E5m2)), (448.0, 57344.0));
         assert_eq!((max(Dtype::Fp16), max(Dtype::Int8), max(Dtype::Int4)), (65504.0, 127.0, 7.0));
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn what_underflows_and_what_a_tenth_becomes() {
+    fn small_and_inexact_numbers_round_as_published() {
         let underflows: Vec<_> =
             Dtype::ALL.into_iter().filter(|d| d.limits().tiny == 0.0).map(Dtype::name).collect();
         assert_eq!(underflows, ["fp16", "fp8-e4m3", "fp8-e5m2", "int8", "int4"]);
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_read_back() {
+    fn names_round_trip() {
         for dtype in Dtype::ALL {
             assert_eq!(dtype.name().parse::<Dtype>().unwrap(), dtype);
         }

@@ -20,7 +20,7 @@ pub enum Error {
         what: &'static str,
         /// Bits of the integer that was too small.
         bits: u32,
-        /// The numbers that went in.
+        /// The operands.
         terms: String,
     },
     /// A name that is not in a table.
@@ -50,7 +50,7 @@ pub enum Error {
         given: f64,
         /// The range in words.
         range: &'static str,
-        /// What to give instead.
+        /// The remedy.
         remedy: &'static str,
     },
     /// A ZeRO stage that does not exist.
@@ -80,9 +80,9 @@ pub enum Error {
     NothingFits {
         /// What was searched: `batch`, `sequence` or `model`.
         what: &'static str,
-        /// Bytes of the smallest case, for people.
+        /// Bytes of the smallest case, formatted.
         needed: String,
-        /// Bytes of the device, for people.
+        /// Bytes of the device, formatted.
         available: String,
     },
     /// An activation plan that does not exist: no choice of the layers fits.
@@ -114,7 +114,7 @@ pub enum Error {
         needed: u64,
         /// The same, for people.
         needed_text: String,
-        /// What takes it, largest first.
+        /// Its parts, largest first.
         parts: String,
         /// The budget as given, for people.
         available: String,
@@ -124,7 +124,7 @@ pub enum Error {
     ConfigRead {
         /// The path as given.
         path: PathBuf,
-        /// What the operating system said.
+        /// The operating system's error.
         cause: std::io::Error,
     },
     /// A configuration file that is not JSON.
@@ -132,10 +132,10 @@ pub enum Error {
     ConfigJson {
         /// The path as given.
         path: PathBuf,
-        /// What the parser said.
+        /// The parser's error.
         cause: serde_json::Error,
     },
-    /// A field of a configuration that is missing or makes no sense.
+    /// A field of a configuration that is missing or invalid.
     #[error("{path}: field `{field}` {problem}; {remedy}")]
     ConfigField {
         /// The path as given.
@@ -144,7 +144,7 @@ pub enum Error {
         field: String,
         /// What is wrong with it.
         problem: String,
-        /// What to write instead.
+        /// The remedy.
         remedy: String,
     },
     /// A configuration with valid fields whose sizes contradict each other.
@@ -158,7 +158,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The error for a name that is not in `known`.
+    /// Returns the error for a name that is not in `known`.
     pub(crate) fn unknown<'a>(
         kind: &'static str,
         given: &str,

@@ -13,19 +13,19 @@
 //! ¹ all of them if gradients are accumulated over several batches. ² of ZeRO, or of tensors on the host. ³ if the loss
 //! computes it in chunks.
 //!
-//! Parameters, master weights and optimizer state are there at every moment, unless they are on the host
+//! Parameters, master weights and optimizer state are on the device at every moment, unless they are on the host
 //! ([`host`](crate::memory::host)). From the last to the first block, activations decrease and gradients increase by constant
 //! amounts, so one of the two ends is the larger. The **peak** is the largest moment.
 //!
-//! A step that trains adapters of a frozen base ([`Plan::lora`]) has the same moments with other parts: [`lora`](crate::lora).
+//! A step that trains adapters of a frozen base ([`TrainingPlan::lora`]) has the same moments with other parts: [`lora`](crate::lora).
 //!
 //! Not counted: the CUDA context (about 0.5 GiB), a cuBLAS workspace, and the allocator's fragmentation.
 //!
 //! ```
-//! use accounting::estimate::{Part, Plan, estimate};
+//! use accounting::estimate::{Part, TrainingPlan, estimate};
 //! use accounting::{decoder_flops::Workload, presets};
 //!
-//! let plan = Plan { work: Workload { batch: 4, sequence: 1024 }, ..Plan::default() };
+//! let plan = TrainingPlan { work: Workload { batch: 4, sequence: 1024 }, ..TrainingPlan::default() };
 //! let estimate = estimate(&presets::find("gpt2")?, &plan)?;
 //! let peak = estimate.peak();
 //! assert_eq!(peak.moment.name(), "loss");
@@ -38,7 +38,7 @@ mod moments;
 mod plan;
 
 pub use moments::{Budget, Estimate, Moment, Part};
-pub use plan::Plan;
+pub use plan::TrainingPlan;
 
 use crate::decoder_flops::check_positions;
 use crate::memory::activations;
@@ -50,7 +50,7 @@ use crate::model::Decoder;
 use crate::{Error, exact};
 
 /// Estimates a training step of `model`.
-pub fn estimate(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
+pub fn estimate(model: &Decoder, plan: &TrainingPlan) -> Result<Estimate, Error> {
     let mut estimate = of_the_model(model, plan)?;
     for moment in &mut estimate.moments {
         *moment = moment.with(Part::Temporaries, plan.product_workspaces)?;
@@ -58,14 +58,14 @@ pub fn estimate(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
     Ok(estimate)
 }
 
-/// Everything but the workspaces of products.
-fn of_the_model(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
+/// Estimates everything except the workspaces of products.
+fn of_the_model(model: &Decoder, plan: &TrainingPlan) -> Result<Estimate, Error> {
     check_positions(model, plan.work.sequence)?;
     plan.host.check(&plan.recomputation)?;
     if let Some(lora) = &plan.lora {
         return adapters::estimate(model, lora, plan);
     }
-    let Plan { work, recipe, optimizer, sharding, host, .. } = *plan;
+    let TrainingPlan { work, recipe, optimizer, sharding, host, .. } = *plan;
     let choices = plan.activation_choices();
     let parameters = model.parameters()?;
     let (states, hosted) = split(model_states(model, &recipe, optimizer, sharding)?, host);
@@ -74,7 +74,7 @@ fn of_the_model(model: &Decoder, plan: &Plan) -> Result<Estimate, Error> {
     let outside_blocks = activations::outside_blocks(model, work, &choices)?;
     let outside = total(&outside_blocks)?;
     let inputs = exact::product("activations of all blocks", &[model.layers, total(&block)?])?;
-    // One where it is used; the other, in flight, counts as a temporary.
+    // One where it is used; the other, in flight, counts as temporary.
     let on_device = if host.block_inputs { total(&block)? } else { inputs };
     let all_kept = exact::sum("activations", [outside, on_device])?;
     let one_kept = exact::sum("activations", [outside, total(&block)?])?;
@@ -157,7 +157,7 @@ fn split(states: ModelStates, host: OnHost) -> (ModelStates, ModelStates) {
 
 /// Autocast's copies of all weights and of one block's. The gathered parameters of ZeRO-3, or those fetched from the host,
 /// replace them.
-fn autocast_copies(model: &Decoder, plan: &Plan) -> Result<(u64, u64), Error> {
+fn autocast_copies(model: &Decoder, plan: &TrainingPlan) -> Result<(u64, u64), Error> {
     if !plan.recipe.casts || plan.sharding.divides(ZeroStage::Three) || plan.host.parameters {
         return Ok((0, 0));
     }

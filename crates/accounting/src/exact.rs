@@ -3,7 +3,7 @@
 
 use crate::Error;
 
-/// The product of `factors` as `u64`.
+/// Returns the product of `factors` as `u64`.
 pub(crate) fn product(what: &'static str, factors: &[u64]) -> Result<u64, Error> {
     factors
         .iter()
@@ -11,7 +11,7 @@ pub(crate) fn product(what: &'static str, factors: &[u64]) -> Result<u64, Error>
         .ok_or_else(|| overflow(what, 64, factors, " × "))
 }
 
-/// The product of `factors` as `u128`.
+/// Returns the product of `factors` as `u128`.
 pub(crate) fn wide_product(what: &'static str, factors: &[u64]) -> Result<u128, Error> {
     factors
         .iter()
@@ -19,7 +19,7 @@ pub(crate) fn wide_product(what: &'static str, factors: &[u64]) -> Result<u128, 
         .ok_or_else(|| overflow(what, 128, factors, " × "))
 }
 
-/// The sum of `terms` as `u64`.
+/// Returns the sum of `terms` as `u64`.
 pub(crate) fn sum(what: &'static str, terms: impl IntoIterator<Item = u64>) -> Result<u64, Error> {
     let terms: Vec<u64> = terms.into_iter().collect();
     terms
@@ -28,7 +28,7 @@ pub(crate) fn sum(what: &'static str, terms: impl IntoIterator<Item = u64>) -> R
         .ok_or_else(|| overflow(what, 64, &terms, " + "))
 }
 
-/// The sum of `terms` as `u128`.
+/// Returns the sum of `terms` as `u128`.
 pub(crate) fn wide_sum(what: &'static str, terms: impl IntoIterator<Item = u128>) -> Result<u128, Error> {
     let terms: Vec<u128> = terms.into_iter().collect();
     terms
@@ -37,7 +37,7 @@ pub(crate) fn wide_sum(what: &'static str, terms: impl IntoIterator<Item = u128>
         .ok_or_else(|| overflow(what, 128, &terms, " + "))
 }
 
-/// `value`, unless it is zero.
+/// Returns `value`, or an error if it is zero.
 pub(crate) fn positive(what: &'static str, value: u64) -> Result<u64, Error> {
     if value == 0 { Err(Error::Zero { what }) } else { Ok(value) }
 }
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_does_not_fit_is_an_error_with_its_terms() {
+    fn overflow_is_an_error_with_its_terms() {
         assert_eq!(product("bytes", &[1 << 32, 1 << 31]).unwrap(), 1 << 63);
         assert_eq!(
             product("bytes", &[1 << 32, 1 << 32]).unwrap_err().to_string(),

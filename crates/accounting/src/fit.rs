@@ -7,7 +7,7 @@
 //! grows by the same factor `n / q` over a template, where `q` is its number of layers (or of key-value heads, if
 //! there are more): GPT-2 small (12 layers, 12 heads, 768 wide) at `n = 25` has 25 layers, 25 heads and is 1600 wide.
 
-use crate::estimate::{Plan, estimate};
+use crate::estimate::{TrainingPlan, estimate};
 use crate::exact::product;
 use crate::model::{Decoder, Family, Shape};
 use crate::quantity::bytes_text;
@@ -33,8 +33,8 @@ pub struct Fit<T> {
     pub limit: Limit,
 }
 
-/// The largest batch of `plan`'s sequence length that fits `available` bytes.
-pub fn largest_batch(model: &Decoder, plan: &Plan, available: u64) -> Result<Fit<u64>, Error> {
+/// Returns the largest batch of `plan`'s sequence length that fits `available` bytes.
+pub fn largest_batch(model: &Decoder, plan: &TrainingPlan, available: u64) -> Result<Fit<u64>, Error> {
     search("batch", available, u64::MAX, |batch| {
         let mut plan = *plan;
         plan.work.batch = batch;
@@ -43,7 +43,7 @@ pub fn largest_batch(model: &Decoder, plan: &Plan, available: u64) -> Result<Fit
 }
 
 /// Returns the longest sequence in batches of `plan`'s size that fits `available` bytes. Learned positions are a limit too.
-pub fn longest_sequence(model: &Decoder, plan: &Plan, available: u64) -> Result<Fit<u64>, Error> {
+pub fn longest_sequence(model: &Decoder, plan: &TrainingPlan, available: u64) -> Result<Fit<u64>, Error> {
     let positions = if model.family.has_learned_positions() { model.context } else { u64::MAX };
     search("sequence", available, positions, |sequence| {
         let mut plan = *plan;
@@ -52,20 +52,20 @@ pub fn longest_sequence(model: &Decoder, plan: &Plan, available: u64) -> Result<
     })
 }
 
-/// The largest model of `template`'s proportions that fits `available` bytes.
-pub fn largest_model(template: &Decoder, plan: &Plan, available: u64) -> Result<Fit<Decoder>, Error> {
+/// Returns the largest model of `template`'s proportions that fits `available` bytes.
+pub fn largest_model(template: &Decoder, plan: &TrainingPlan, available: u64) -> Result<Fit<Decoder>, Error> {
     let found =
         search("model", available, u64::MAX, |n| Ok(estimate(&scaled(template, n)?, plan)?.peak().total))?;
     Ok(Fit { largest: scaled(template, found.largest)?, peak: found.peak, limit: found.limit })
 }
 
-/// The `q` of the family rule: the size at which [`scaled`] gives `template` itself.
+/// Returns the `q` of the family rule: the size at which [`scaled`] returns `template` itself.
 pub fn template_size(template: &Decoder) -> u64 {
     template.layers.max(template.kv_heads)
 }
 
-/// The model of `template`'s proportions at size `n` of [`template_size`]. Layers and key-value heads are rounded to
-/// nearest (at least 1), widths up; the ratio of heads to key-value heads stays.
+/// Returns the model of `template`'s proportions at size `n` of [`template_size`]. Layers and key-value heads are
+/// rounded to nearest (at least 1), widths up; the ratio of heads to key-value heads stays.
 pub fn scaled(template: &Decoder, n: u64) -> Result<Decoder, Error> {
     const WHAT: &str = "a size of the scaled model";
     let q = template_size(template);
@@ -90,7 +90,7 @@ pub fn scaled(template: &Decoder, n: u64) -> Result<Decoder, Error> {
     })
 }
 
-/// The largest `n` in `1..=highest` with `cost(n) <= available`, where `cost` never falls.
+/// Returns the largest `n` in `1..=highest` with `cost(n) <= available`, where `cost` never decreases.
 fn search(
     what: &'static str,
     available: u64,
@@ -133,7 +133,7 @@ mod tests {
     use crate::presets;
 
     #[test]
-    fn the_search_finds_the_last_that_fits() {
+    fn the_search_finds_the_largest_that_fits() {
         for limit in [1, 2, 3, 7, 8, 9, 1000, 1 << 40] {
             let fit = search("batch", limit * 10, u64::MAX, |n| product("cost", &[n, 10])).unwrap();
             assert_eq!((fit.largest, fit.peak, fit.limit), (limit, limit * 10, Limit::Memory));
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn scaling_a_family_meets_its_members() {
+    fn scaling_a_family_reproduces_its_members() {
         let small = presets::find("gpt2").unwrap();
         assert_eq!(scaled(&small, 12).unwrap(), small);
         let llama = presets::find("llama-3-8b").unwrap();

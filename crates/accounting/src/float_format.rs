@@ -1,6 +1,6 @@
 //! Binary floating-point formats, bit by bit.
 //!
-//! A code of `1 + E + M` bits (sign s, exponent field e, mantissa field m) with bias `B = 2^(E-1) - 1` stands for
+//! A code of `1 + E + M` bits (sign s, exponent field e, mantissa field m) with bias `B = 2^(E-1) - 1` represents
 //!
 //! ```text
 //! e = 0:            (-1)^s · 2^(1-B)   · (0 + m / 2^M)      zero and the subnormal numbers
@@ -8,12 +8,12 @@
 //! e = 2^E - 1:      infinity (m = 0) or NaN (m > 0)         IEEE 754
 //! ```
 //!
-//! fp8 e4m3fn ("finite") gives the last row back to the normal numbers, except for `m = 2^M - 1`, which is NaN: it
-//! has no infinity, and its largest value is 2^8 · 1.75 = 448 instead of 240.
+//! fp8 e4m3fn ("finite") uses the last row for normal numbers, except `m = 2^M - 1`, which is NaN: it has no infinity,
+//! and its largest value is 2^8 · 1.75 = 448 instead of 240.
 //!
 //! Encoding rounds to the nearest code, a tie to the even code. A value that rounds above the largest finite number
-//! becomes infinity, or NaN in e4m3fn: what `Tensor::to_kind` does in PyTorch. (Hardware casts often saturate
-//! instead; a scaled fp8 recipe clamps first.)
+//! becomes infinity, or NaN in e4m3fn, as with `Tensor::to_kind` in PyTorch. (Hardware casts often saturate instead; a
+//! scaled fp8 recipe clamps first.)
 //!
 //! Sources: IEEE 754-2019; Micikevicius et al., "FP8 formats for deep learning", arXiv:2209.05433.
 
@@ -24,7 +24,7 @@ pub struct FloatFormat {
     pub exponent_bits: u32,
     /// Bits of the mantissa field, 1 to 52, without the implicit leading one.
     pub mantissa_bits: u32,
-    /// Whether the highest exponent holds numbers too (e4m3fn) instead of infinity and NaN alone (IEEE 754).
+    /// Whether the highest exponent represents numbers (e4m3fn) instead of infinity and NaN (IEEE 754).
     pub finite: bool,
 }
 
@@ -53,7 +53,7 @@ impl FloatFormat {
         (1 << (self.exponent_bits - 1)) - 1
     }
 
-    /// Bits that carry information: sign, exponent, mantissa.
+    /// Returns the number of bits: sign, exponent, mantissa.
     pub const fn bits(self) -> u32 {
         1 + self.exponent_bits + self.mantissa_bits
     }
@@ -89,7 +89,7 @@ impl FloatFormat {
         power_of_two(-(self.mantissa_bits as i32))
     }
 
-    /// Decimal digits that any number survives through the format, `⌊M · log10 2⌋` (C's `FLT_DIG`).
+    /// Returns the number of decimal digits that always survive a round trip, `⌊M · log10 2⌋` (C's `FLT_DIG`).
     pub fn decimal_digits(self) -> u32 {
         (f64::from(self.mantissa_bits) * std::f64::consts::LOG10_2) as u32
     }
@@ -106,7 +106,7 @@ impl FloatFormat {
         } else if self.finite && code & (self.sign_bit() - 1) == self.sign_bit() - 1 {
             f64::NAN
         } else if exponent_field == 0 {
-            // The two factors apart: 2^(1-B-M) alone would underflow in fp64's own subnormal numbers.
+            // Two factors, because 2^(1-B-M) alone would underflow for fp64's own subnormal numbers.
             fraction * power_of_two(1 - self.bias())
         } else {
             (1.0 + fraction) * power_of_two(exponent_field as i32 - self.bias())
@@ -135,13 +135,13 @@ impl FloatFormat {
         let scale = exponent.max(lowest_exponent);
         let dropped = (52 - self.mantissa_bits as i32) + (scale - exponent);
         let kept = round_to_even(significand, dropped as u32);
-        // `kept` counts units of 2^(scale - M). A carry out of the mantissa walks into the exponent field by itself,
-        // because consecutive codes stand for consecutive numbers; so does the step from subnormal to normal.
+        // `kept` counts units of 2^(scale - M). A carry out of the mantissa increments the exponent field, because
+        // consecutive codes represent consecutive numbers; the step from subnormal to normal works likewise.
         let code = ((scale - lowest_exponent) as u64) * (1 << self.mantissa_bits) + kept;
         sign | if code > self.max_code() { self.overflow_code() } else { code }
     }
 
-    /// `value` as the format stores it.
+    /// Rounds `value` to the format.
     pub fn round(self, value: f64) -> f64 {
         self.decode(self.encode(value))
     }
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn every_fp8_code_decodes_by_definition_and_encodes_to_itself() {
+    fn every_fp8_code_decodes_to_its_definition_and_encodes_to_itself() {
         for format in FP8 {
             let mut not_finite = 0;
             for code in 0..256 {
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn between_two_fp8_codes_the_nearer_wins_and_a_tie_goes_to_the_even_one() {
+    fn fp8_encoding_rounds_to_nearest_and_ties_to_even() {
         for format in FP8 {
             for code in 0..format.max_code() {
                 let (low, high) = (format.decode(code), format.decode(code + 1));
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn overflow_begins_half_a_step_above_the_largest_number() {
+    fn values_half_a_step_above_the_maximum_overflow() {
         let e4m3 = FloatFormat::E4M3;
         assert_eq!((e4m3.max(), e4m3.round(464.0)), (448.0, 448.0));
         assert!(e4m3.round(464.0_f64.next_up()).is_nan() && e4m3.round(f64::INFINITY).is_nan());
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn fp32_and_fp64_agree_with_the_processor() {
+    fn fp32_and_fp64_match_the_processor() {
         let mut state = 1u64;
         for _ in 0..100_000 {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);

@@ -1,17 +1,16 @@
-//! FLOPs of matrix products, and of the layers that are made of them.
+//! FLOPs of matrix products, and of the layers composed of them.
 //!
-//! A product `[m, k] · [k, n]` is `m·n` sums of `k` products: `2·m·k·n` FLOPs, an addition and a multiplication each
-//! counted as one. Its backward is two products of the same size, `dA = dC·Bᵀ` and `dB = Aᵀ·dC`: twice the forward,
-//! unless one of the two gradients is not needed.
+//! A product `[m, k] · [k, n]` is `m·n` sums of `k` products: `2·m·k·n` FLOPs, counting an addition and a
+//! multiplication as one each. Its backward is two products of the same size, `dA = dC·Bᵀ` and `dB = Aᵀ·dC`: twice the
+//! forward, unless one of the two gradients is not needed.
 //!
 //! **Not counted**, as in every published count: additions of biases and residuals, norms, activation functions,
 //! softmax, dropout, rotary positions, the loss, the optimizer's step. They are linear in the activations, without
 //! the factor `k`, and are bound by memory bandwidth. **Zero**: an embedding is a lookup.
 //!
-//! **Attention** has two products without weights, `Q·Kᵀ` and `P·V`. A causal mask leaves `t·(t+1)/2` of the `t²`
-//! pairs: [`Convention::Dense`] counts all pairs (PyTorch's `FlopCounterMode`, PaLM, Megatron), and
-//! [`Convention::Causal`] those that are not masked (what a flash kernel has to compute, up to its tiles). A report
-//! has to say which; here it says both.
+//! **Attention** has two products without weights, `Q·Kᵀ` and `P·V`. A causal mask keeps `t·(t+1)/2` of the `t²` pairs:
+//! [`Convention::Dense`] counts all pairs (PyTorch's `FlopCounterMode`, PaLM, Megatron), and [`Convention::Causal`]
+//! those that are not masked (which a flash kernel computes, up to its tiles). Reports here give both.
 //!
 //! Sources: CS336 lecture 2; Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
 
@@ -60,12 +59,12 @@ impl MatrixProduct {
     }
 }
 
-/// Which pairs of positions an attention counts.
+/// Which pairs of positions of an attention count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Convention {
     /// All pairs, masked or not.
     Dense,
-    /// The pairs that a causal mask leaves.
+    /// The pairs that a causal mask keeps.
     Causal,
 }
 
@@ -83,7 +82,7 @@ pub struct AttentionCore {
 }
 
 impl AttentionCore {
-    /// FLOPs of `Q·Kᵀ`, `2·b·h·pairs·k`. `P·V` takes as many.
+    /// FLOPs of `Q·Kᵀ`, `2·b·h·pairs·k`, which `P·V` equals.
     pub fn score_flops(self, convention: Convention) -> Result<u128, Error> {
         let Self { batch, sequence, heads, head_dim } = self;
         match convention {
@@ -115,17 +114,6 @@ impl AttentionCore {
         let forward = self.forward_flops(convention)?;
         exact::wide_sum("FLOPs of an attention's backward", [forward, forward])
     }
-
-    /// FLOPs that a flash kernel's backward computes again, because the forward did not keep `P`: `Q·Kᵀ`. With it,
-    /// the backward is 2.5 times the forward.
-    pub fn flash_recomputed_flops(self, convention: Convention) -> Result<u128, Error> {
-        self.score_flops(convention)
-    }
-}
-
-/// Forward FLOPs of `tokens` through a feed-forward layer `d → f → d`: `4·T·d·f`.
-pub fn plain_mlp(tokens: u64, hidden: u64, feed_forward: u64) -> Result<u128, Error> {
-    wide_product("FLOPs of a feed-forward layer", &[4, tokens, hidden, feed_forward])
 }
 
 /// Forward FLOPs of `tokens` through a SwiGLU layer, `(SiLU(xW) ⊙ xV)·U`: `6·T·d·f`.
@@ -138,15 +126,12 @@ pub fn logits(tokens: u64, hidden: u64, vocabulary: u64) -> Result<u128, Error> 
     MatrixProduct::new(tokens, hidden, vocabulary).flops()
 }
 
-/// FLOPs of an embedding: a lookup has none.
-pub const EMBEDDING_LOOKUP: u128 = 0;
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_product_counts_as_a_loop_would() {
+    fn flops_of_a_product_equal_those_of_a_loop() {
         let (m, k, n) = (3, 5, 7);
         let mut operations = 0u128;
         for _ in 0..m * n {
@@ -160,24 +145,25 @@ mod tests {
     }
 
     #[test]
-    fn causal_attention_counts_the_pairs_that_a_mask_leaves() {
+    fn causal_attention_counts_unmasked_pairs() {
         let core = AttentionCore { batch: 2, sequence: 9, heads: 3, head_dim: 4 };
         let pairs = (0..9).flat_map(|query| (0..9).filter(move |key| *key <= query)).count() as u128;
         assert_eq!(core.score_flops(Convention::Causal).unwrap(), 2 * 2 * 3 * 4 * pairs);
         assert_eq!(core.score_flops(Convention::Dense).unwrap(), 2 * 2 * 3 * 4 * 81);
         let forward = core.forward_flops(Convention::Dense).unwrap();
         assert_eq!(core.backward_flops(Convention::Dense).unwrap(), 2 * forward);
-        let with_flash = core.backward_flops(Convention::Dense).unwrap()
-            + core.flash_recomputed_flops(Convention::Dense).unwrap();
+        // A flash kernel's backward recomputes the scores: 2.5 times the forward.
+        let with_flash =
+            core.backward_flops(Convention::Dense).unwrap() + core.score_flops(Convention::Dense).unwrap();
         assert_eq!(2 * with_flash, 5 * forward);
     }
 
     #[test]
-    fn layers_are_sums_of_their_products() {
+    fn flops_of_layers_are_sums_over_their_products() {
         // 2·m·k·n each.
-        assert_eq!(plain_mlp(10, 6, 24).unwrap(), 2 * 2880);
+
         assert_eq!(swiglu(10, 6, 16).unwrap(), 3 * 1920);
         assert_eq!(logits(10, 6, 99).unwrap(), 11_880);
-        assert!(plain_mlp(u64::MAX, u64::MAX, 2).is_err());
+        assert!(swiglu(u64::MAX, u64::MAX, 2).is_err());
     }
 }

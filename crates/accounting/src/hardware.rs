@@ -1,26 +1,26 @@
-//! What devices can do, by their data sheets: dense matrix products, memory, bandwidth.
+//! Data-sheet figures of devices: dense matrix products, memory, bandwidth.
 //!
-//! **The sparsity trap.** NVIDIA's headline figures since Ampere are those "with sparsity": they count the FLOPs of a
-//! matrix of which two in four entries are zero and skipped. H100 is advertised with 1979 TFLOP/s in bf16; a dense
-//! product gets at most half, 989.5. Every figure here is dense. For GeForce it is the rate with fp32 accumulation,
-//! half of that with fp16 accumulation.
+//! **Sparsity.** NVIDIA's headline figures since Ampere are "with sparsity": they include the skipped FLOPs of a matrix
+//! in which two of four entries are zero. H100 is advertised with 1979 TFLOP/s in bf16; a dense product reaches at most
+//! half, 989.5. All figures here are dense. For GeForce they are the rate with fp32 accumulation, half of that with
+//! fp16 accumulation.
 //!
-//! Memory is in the data sheet's gigabytes (10⁹ bytes); a little of it is not available to programs.
+//! Memory is in the data sheet's gigabytes (10⁹ bytes); a little of it is unavailable to programs.
 //!
-//! Sources: data sheets of V100, A100, H100, H200, DGX B200 (NVIDIA; the lecture's 67.5 TFLOP/s for H100 in fp32 is
-//! taken, the data sheet rounds to 67), Ada and Ampere GA102 architecture papers (RTX 4090, RTX 3090), T4, and the
-//! MI300X data sheet (AMD).
+//! Sources: data sheets of V100, A100, H100, H200, DGX B200 (NVIDIA; for H100 in fp32 the lecture's 67.5 TFLOP/s, which
+//! the data sheet rounds to 67), Ada and Ampere GA102 architecture papers (RTX 4090, RTX 3090), T4, and the MI300X data
+//! sheet (AMD).
 
 use crate::Error;
 
 /// A device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Hardware {
-    /// The name that [`find`] reads.
+    /// The name for [`find`].
     pub name: &'static str,
-    /// Its full name.
+    /// The full name.
     pub title: &'static str,
-    /// FLOP/s of dense products in bf16 (fp16 where there is no bf16).
+    /// FLOP/s of dense products in bf16 (fp16 on devices without bf16).
     pub bf16: f64,
     /// FLOP/s in fp32, without tf32.
     pub fp32: f64,
@@ -114,10 +114,10 @@ pub const ALL: [Hardware; 10] = [
     },
 ];
 
-/// The rate that is advertised for H100 in bf16, with sparsity: twice what a dense product can reach.
+/// The advertised rate of H100 in bf16, with sparsity: twice that of dense products.
 pub const H100_BF16_WITH_SPARSITY: f64 = 1979e12;
 
-/// The device of that name, whatever its case.
+/// Returns the device of a name, ignoring case.
 pub fn find(name: &str) -> Result<Hardware, Error> {
     ALL.into_iter()
         .find(|hardware| hardware.name.eq_ignore_ascii_case(name))

@@ -4,14 +4,14 @@
 //! answers questions before a GPU is rented:
 //!
 //! ```
-//! use accounting::estimate::{Plan, estimate};
+//! use accounting::estimate::{TrainingPlan, estimate};
 //! use accounting::decoder_flops::Workload;
 //! use accounting::{fit, presets, quantity};
 //!
 //! let model = presets::find("qwen2.5-0.5b")?;
 //! assert_eq!(model.parameters()?, 494_032_768);
 //!
-//! let plan = Plan { work: Workload { batch: 8, sequence: 1024 }, ..Plan::default() };
+//! let plan = TrainingPlan { work: Workload { batch: 8, sequence: 1024 }, ..TrainingPlan::default() };
 //! println!("peak: {}", quantity::bytes_text(estimate(&model, &plan)?.peak().total));
 //!
 //! let batch = fit::largest_batch(&model, &plan, 24_000_000_000)?;

@@ -72,8 +72,7 @@ pub struct LowRank {
     pub targets: Targets,
     /// Whether the adapters' input has dropout. It takes memory during a pass, and none between passes.
     pub dropout: bool,
-    /// Whether products of 16-bit operands that are summed in fp32 cast their operands first, as on a CPU. No effect on a base
-    /// in fp32.
+    /// Whether 16-bit products with fp32 sums cast their operands first, as on a CPU. No effect on a base in fp32.
     pub on_cpu: bool,
 }
 
@@ -198,7 +197,7 @@ mod tests {
         };
         assert_eq!(count("qwen2.5-0.5b", 8, Targets::ATTENTION), 1_081_344);
         assert_eq!(count("qwen2.5-7b", 8, Targets::ATTENTION), 5_046_272);
-        // By hand: each of 24 blocks has 896 → 896 twice, 896 → 128 twice, 896 → 4864 thrice.
+        // Each of 24 blocks has 896 → 896 twice, 896 → 128 twice, 896 → 4864 three times.
         let by_hand = 24 * 8 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864));
         assert_eq!(count("qwen2.5-0.5b", 8, Targets::ALL), by_hand);
     }

@@ -1,7 +1,7 @@
 //! The structure of a decoder: its sizes, matrix products and parameters.
 //!
-//! Four families are known, which differ in what a block holds (`d` hidden, `h` heads, `n` key-value heads, `k` size
-//! of a head, `f` feed-forward, `v` vocabulary):
+//! Four families are supported, which differ in their blocks (`d` hidden, `h` heads, `n` key-value heads, `k` size of a
+//! head, `f` feed-forward, `v` vocabulary):
 //!
 //! | family | attention | feed-forward | norm | positions |
 //! |---|---|---|---|---|
@@ -42,7 +42,7 @@ impl Family {
     /// All families.
     pub const ALL: [Self; 4] = [Self::Gpt2, Self::Gpt2Like, Self::Qwen2, Self::Llama];
 
-    /// The name that [`FromStr`] reads; `model_type` in a `config.json`.
+    /// The name for [`FromStr`]; `model_type` in a `config.json`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Gpt2 => "gpt2",
@@ -139,8 +139,8 @@ impl Deref for Decoder {
 }
 
 impl Decoder {
-    /// Checks `shape`: every size is at least 1, key-value heads divide heads, the family allows what is asked, and
-    /// the parameters can be counted.
+    /// Checks `shape`: every size is at least 1, key-value heads divide heads, the family supports the options, and the
+    /// parameters can be counted.
     pub fn new(shape: Shape) -> Result<Self, Error> {
         let sizes = [
             ("vocabulary", shape.vocabulary),
@@ -206,7 +206,7 @@ impl Decoder {
         exact::product("width of the key-value heads", &[self.kv_heads, self.head_dim])
     }
 
-    /// The matrix products with weights of one block, in the order in which a token meets them.
+    /// Returns the matrix products with weights of one block, in order of execution.
     pub fn block_linears(&self) -> Result<Vec<Linear>, Error> {
         let (d, f) = (self.hidden, self.feed_forward);
         let (q, kv) = (self.query_width()?, self.kv_width()?);
@@ -246,7 +246,7 @@ impl Decoder {
         })
     }
 
-    /// The matrix products with weights outside the blocks: the output projection, and in front of it
+    /// Returns the matrix products with weights outside the blocks: the output projection, and in front of it
     /// [`Family::Gpt2Like`]'s projection of the embedding.
     pub fn outer_linears(&self) -> Vec<Linear> {
         let (e, d, v) = (self.embedding, self.hidden, self.vocabulary);
@@ -310,11 +310,11 @@ impl Part {
 pub struct Linear {
     /// The module's name in the checkpoint, without the block.
     pub name: &'static str,
-    /// What it belongs to.
+    /// The part of the model.
     pub part: Part,
-    /// Width that goes in.
+    /// Input width.
     pub inputs: u64,
-    /// Width that comes out.
+    /// Output width.
     pub outputs: u64,
     /// Whether a bias of `outputs` is added.
     pub bias: bool,

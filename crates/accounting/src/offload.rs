@@ -8,20 +8,20 @@
 //! # The schedule
 //!
 //! Three streams run concurrently, each in order: *compute*, *load* (to the device), *store* (from the device). A fourth, the
-//! *host*, runs the optimizer if its state is there.
+//! *host*, runs the optimizer if its state is on the host.
 //!
 //! ```text
 //! visits   0 1 … L-1            of an inference step, over and over
 //!          0 1 … L-1 L-1 … 1 0  of a training step
-//! load     of the next visit whose layer is not there, when the lane and a slot are free
-//! slot     free when its layer's last visit was computed (and its changed weights were stored)
-//! victim   of the free slots the one whose layer is needed last (Belady, IBM Systems Journal 5:2, 1966)
-//! compute  of a visit when the one before is done and its layer is there
+//! load     of the next visit whose layer is not on the device, when the load stream and a slot are free
+//! slot     free when its layer's last visit is computed (and its updated weights are stored)
+//! evict    of the free slots, the one whose layer is needed last (Belady, IBM Systems Journal 5:2, 1966)
+//! compute  of a visit when the previous one is done and its layer is on the device
 //! ```
 //!
-//! So the last N layers of a forward stay for the backward, and the first N of a backward for the next forward, unless the host
-//! has updated them. A ring of one slot does not prefetch. A step starts when the step before is done, except for loads, which
-//! may run ahead. [`simulate`] follows this event by event; [`plan()`] finds the fastest setup that fits.
+//! So the last N layers of a forward stay for the backward, and the first N of a backward for the next forward, unless the host has
+//! updated them. A ring of one slot does not prefetch. A step starts when the previous one is done, except for loads, which may run
+//! ahead. [`simulate`] follows this event by event; [`plan()`] finds the fastest setup that fits.
 //!
 //! # The condition
 //!
@@ -30,7 +30,7 @@
 //!
 //! # What is not modelled
 //!
-//! Contention of the streams for host memory, a link whose directions share their rate, launch latencies, the rounding of an
+//! Contention of the streams for host memory, a link whose directions share their rate, launch latencies, and rounding by the
 //! allocator.
 //!
 //! ```
@@ -60,10 +60,10 @@ mod timeline;
 
 pub use condition::{CARDS, Card, Condition, Direction, GEN4, GEN5, card, least_tokens};
 pub use footprint::{Footprint, Moment};
-pub use job::{ADAMW_STEP_BYTES, Fixed, Job, Kept, Layer, Rates, Working};
-pub use plan::{Budget, MOST_PLANNED_SLOTS, Plan, interleaved, plan};
+pub use job::{ADAMW_STEP_BYTES, Fixed, Job, Kept, Layer, Rates, WorkingMemory};
+pub use plan::{Budget, MOST_PLANNED_SLOTS, OffloadPlan, interleaved, plan};
 pub use setup::{Method, OptimizerPlace, Setup, Start};
-pub use simulate::{Step, simulate};
+pub use simulate::{SimulatedStep, simulate};
 pub use timeline::{Span, StreamKind, Work};
 
 use crate::{Error, exact};

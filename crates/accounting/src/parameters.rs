@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn the_list_the_parts_and_the_count_agree() {
+    fn parameter_list_parts_and_count_agree() {
         for (name, _) in presets::ALL {
             let model = presets::find(name).unwrap();
             let listed: u64 = model.parameter_tensors().unwrap().iter().map(|t| t.elements().unwrap()).sum();

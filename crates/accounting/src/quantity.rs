@@ -1,4 +1,4 @@
-//! Numbers of bytes, parameters, tokens and FLOPs as people write them.
+//! Parsing and formatting of numbers of bytes, parameters, tokens and FLOPs.
 //!
 //! ```
 //! use accounting::quantity::{parse_bytes, parse_count};
@@ -11,7 +11,7 @@
 
 use crate::Error;
 
-/// Reads a number of bytes: `80GB` (10⁹ each), `24GiB` (2³⁰ each), or plain bytes.
+/// Parses a number of bytes: `80GB` (10⁹ each), `24GiB` (2³⁰ each), or plain bytes.
 pub fn parse_bytes(text: &str) -> Result<u64, Error> {
     const UNITS: [(&str, u64); 10] = [
         ("", 1),
@@ -28,7 +28,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, Error> {
     parse(text, &UNITS, "a number of bytes of 1 to 2^64 - 1", "write for example 80GB or 24GiB")
 }
 
-/// Reads a number of parameters or tokens: `70B` (10⁹), `15T`, `400K`, `124.4M`, or all digits.
+/// Parses a number of parameters or tokens: `70B` (10⁹), `15T`, `400K`, `124.4M`, or all digits.
 pub fn parse_count(text: &str) -> Result<u64, Error> {
     const UNITS: [(&str, u64); 5] =
         [("", 1), ("k", 1000), ("m", 1_000_000), ("b", 1_000_000_000), ("t", 1_000_000_000_000)];
@@ -42,7 +42,7 @@ fn parse(text: &str, units: &[(&str, u64)], what: &'static str, remedy: &'static
     let (number, unit) = compact.split_at(digits);
     let unit = unit.to_ascii_lowercase();
     let (_, factor) = units.iter().find(|(name, _)| *name == unit).ok_or_else(wrong)?;
-    // Whole and fraction apart, so that the result is exact.
+    // Integer arithmetic on whole and fraction, so that the result is exact.
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     if whole.is_empty() || fraction.len() > 12 {
         return Err(wrong());
@@ -57,7 +57,7 @@ fn parse(text: &str, units: &[(&str, u64)], what: &'static str, remedy: &'static
     }
 }
 
-/// Bytes for people: three significant digits and a binary unit.
+/// Formats bytes with three significant digits and a binary unit.
 pub fn bytes_text(bytes: u64) -> String {
     const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let mut value = bytes as f64;
@@ -70,7 +70,7 @@ pub fn bytes_text(bytes: u64) -> String {
     if unit == 0 { format!("{bytes} B") } else { format!("{} {}", three_digits(value), UNITS[unit]) }
 }
 
-/// A count for people: `124 M`, `7.62 B`.
+/// Formats a count: `124 M`, `7.62 B`.
 pub fn count_text(count: u64) -> String {
     let value = count as f64;
     match count {
@@ -82,7 +82,7 @@ pub fn count_text(count: u64) -> String {
     }
 }
 
-/// All digits in groups of three: `1,557,611,200`.
+/// Formats a number in groups of three digits: `1,557,611,200`.
 pub fn grouped(number: u128) -> String {
     let digits = number.to_string();
     let mut text = String::with_capacity(digits.len() * 4 / 3);
@@ -95,7 +95,7 @@ pub fn grouped(number: u128) -> String {
     text
 }
 
-/// A number above 0 in three significant digits, or all digits of its whole part.
+/// Formats a positive number with three significant digits, or all digits of its whole part.
 fn three_digits(value: f64) -> String {
     let decimals = if value < 9.995 {
         2
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantities_are_read_exactly() {
+    fn quantities_are_parsed_exactly() {
         assert_eq!(parse_count("124439808").unwrap(), 124_439_808);
         assert_eq!(parse_count("124.4M").unwrap(), 124_400_000);
         assert_eq!(parse_count("400k").unwrap(), 400_000);
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_for_people() {
+    fn quantities_are_formatted() {
         let bytes = [0, 512, 1023, 1024, 1 << 20, (1 << 30) - 1, 2304 << 20, 80_000_000_000, u64::MAX];
         assert_eq!(
             bytes.map(bytes_text),

@@ -5,8 +5,8 @@
 //! FLOPs of a training ≈ 6·N·D                        N parameters, D tokens
 //! ```
 //!
-//! Model FLOPs utilization (MFU, Chowdhery et al., arXiv:2204.02311) counts what the model needs, not what the
-//! hardware does: recomputation lowers it. 0.5 is good.
+//! Model FLOPs utilization (MFU, Chowdhery et al., arXiv:2204.02311) counts the FLOPs that the model needs, not those
+//! that the hardware does: recomputation lowers it. 0.5 is good.
 //!
 //! ```
 //! use accounting::{hardware, training_time::{Run, six_n_d}};
@@ -34,9 +34,9 @@ pub fn six_n_d(parameters: u64, tokens: u64) -> Result<u128, Error> {
 /// A training run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Run {
-    /// FLOPs of the whole.
+    /// FLOPs of the whole training.
     pub flops: u128,
-    /// FLOP/s that one device promises.
+    /// Peak FLOP/s of one device.
     pub peak: f64,
     /// Model FLOPs utilization, above 0 and at most 1.
     pub utilization: f64,
@@ -45,7 +45,7 @@ pub struct Run {
 }
 
 impl Run {
-    /// Seconds that the run takes.
+    /// Returns the run's seconds.
     pub fn seconds(&self) -> Result<f64, Error> {
         check_rate(self.peak)?;
         if !(self.utilization > 0.0 && self.utilization <= 1.0) {
@@ -53,20 +53,20 @@ impl Run {
                 what: "the model FLOPs utilization",
                 given: self.utilization,
                 range: "0 (excluded) to 1",
-                remedy: "give the fraction of the promised FLOP/s that is reached, for example 0.4",
+                remedy: "give the fraction of the peak FLOP/s that is reached, for example 0.4",
             });
         }
         positive("the number of devices", self.devices)?;
         Ok(self.flops as f64 / (self.peak * self.utilization * self.devices as f64))
     }
 
-    /// Days that the run takes.
+    /// Returns the run's days.
     pub fn days(&self) -> Result<f64, Error> {
         Ok(self.seconds()? / SECONDS_PER_DAY)
     }
 }
 
-/// FLOPs that `devices` of `peak` FLOP/s promise in `seconds`.
+/// Returns the maximum FLOPs of `devices` of `peak` FLOP/s in `seconds`.
 pub fn promised_flops(peak: f64, devices: u64, seconds: f64) -> Result<f64, Error> {
     check_rate(peak)?;
     positive("the number of devices", devices)?;
@@ -74,14 +74,14 @@ pub fn promised_flops(peak: f64, devices: u64, seconds: f64) -> Result<f64, Erro
     Ok(peak * devices as f64 * seconds)
 }
 
-/// Model FLOPs utilization of a measured step. Above 1, the FLOPs or the peak are wrong (a peak with sparsity, say,
-/// or a product in another format).
+/// Returns the model FLOPs utilization of a measured step. If it is above 1, the FLOPs or the peak are wrong (for
+/// example a peak with sparsity, or a product in another format).
 pub fn utilization(flops: u128, seconds: f64, peak: f64, devices: u64) -> Result<f64, Error> {
     Ok(flops as f64 / promised_flops(peak, devices, seconds)?)
 }
 
-/// The largest model whose parameters, gradients and optimizer state, at `bytes_per_parameter`, fit `devices` of
-/// `memory` bytes: nothing else counted, everything divided evenly.
+/// Returns the number of parameters of the largest model that fits `devices` of `memory` bytes at
+/// `bytes_per_parameter`, if everything is divided evenly and nothing else counts.
 pub fn naive_largest_model(devices: u64, memory: u64, bytes_per_parameter: f64) -> Result<u64, Error> {
     positive("the number of devices", devices)?;
     positive("the memory of a device", memory)?;
@@ -97,7 +97,7 @@ pub fn naive_largest_model(devices: u64, memory: u64, bytes_per_parameter: f64) 
         as u64)
 }
 
-/// The rate to expect of `hardware` for products in `dtype`; `None` where the table has none.
+/// Returns the peak rate of `hardware` for products in `dtype`; `None` if it is unknown.
 pub fn peak_of(hardware: &crate::hardware::Hardware, dtype: Dtype) -> Option<f64> {
     match dtype {
         Dtype::Fp32 => Some(hardware.fp32),
@@ -138,7 +138,7 @@ mod tests {
     use crate::memory::recipe::Recipe;
     use crate::{hardware, presets};
 
-    /// The two motivating questions of the lecture.
+    /// The motivating questions of the lecture.
     #[test]
     fn motivating_questions() {
         let h100 = hardware::find("h100").unwrap();
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused() {
+    fn invalid_values_are_refused() {
         let run = Run { flops: 1, peak: 1e12, utilization: 0.5, devices: 1 };
         for utilization in [0.0, -0.1, 1.0001, f64::NAN, f64::INFINITY] {
             let error = Run { utilization, ..run }.days().unwrap_err().to_string();

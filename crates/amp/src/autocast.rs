@@ -47,7 +47,7 @@ mod rounded_linear;
 use std::sync::Arc;
 
 use runtime::matmul::compute_kind;
-use runtime::precision::{self, Attention, Entered, Policy};
+use runtime::precision::{self, Attention, Policy, PolicyGuard};
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
@@ -84,20 +84,13 @@ impl Autocast {
         Ok(Self(Arc::new(CastPolicy { dtype, fp8: false, pure: true, cache: CastCache::disabled() })))
     }
 
-    /// Disables the cast cache: every use of a weight casts it.
-    #[must_use]
-    pub fn without_cache(self) -> Self {
-        let &CastPolicy { dtype, fp8, pure, .. } = &*self.0;
-        Self(Arc::new(CastPolicy { dtype, fp8, pure, cache: CastCache::disabled() }))
-    }
-
     /// Returns the dtype of products.
     pub fn dtype(&self) -> Kind {
         self.0.dtype
     }
 
     /// Applies this policy to the current thread until the guard is dropped. Scopes nest, also with other policies.
-    pub fn enter(&self) -> Entered {
+    pub fn enter(&self) -> PolicyGuard {
         precision::enter(Some(self.0.clone()))
     }
 
@@ -107,7 +100,7 @@ impl Autocast {
     }
 
     /// Disables any policy on the current thread until the guard is dropped.
-    pub fn disabled() -> Entered {
+    pub fn disabled() -> PolicyGuard {
         precision::enter(None)
     }
 

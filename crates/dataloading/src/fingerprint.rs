@@ -49,13 +49,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_name_of_what_a_state_was_saved_for_never_changes() {
+    fn fingerprints_are_stable() {
         let all = Fingerprint::new("StandardDataset").number(7).numbers([1, u64::MAX].into_iter());
         assert_eq!(all.finish(), 1_292_493_112_170_259_808);
     }
 
     #[test]
-    fn order_number_and_kind_matter() {
+    fn fingerprints_depend_on_order_count_and_kind() {
         let names = [
             Fingerprint::new(""),
             Fingerprint::new("a"),

@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_used_is_counted() {
+    fn unusable_samples_are_counted() {
         let usable = UsableSamples::new("test", &[0, 5, 9, 0, 7], 6).unwrap();
         assert_eq!(
             (usable.len(), usable.skipped(), usable.truncated(), usable.truncated_tokens()),
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_usable_is_an_error() {
+    fn no_usable_sample_is_an_error() {
         let check =
             |result: Result<UsableSamples>, words: &str| assert_eq!(result.unwrap_err().to_string(), words);
         check(

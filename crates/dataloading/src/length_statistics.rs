@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn the_expected_places_are_the_mean_over_all_orders() {
+    fn the_expected_padding_is_the_mean_over_all_orders() {
         let lengths = [3, 9, 9, 1, 6, 14];
         // No data set uses a sample without tokens.
         let statistics = LengthStatistics::new(lengths.into_iter().chain([0, 0])).unwrap();
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn batches_of_one_waste_nothing_and_one_batch_of_all_wastes_as_the_longest() {
+    fn padding_is_zero_for_batches_of_one_and_maximal_for_one_batch() {
         let statistics = LengthStatistics::new((1..=100).map(|i| i * i % 37)).unwrap();
         assert!(statistics.padded_to_batch(1, 1000).share().abs() < 1e-12);
         let all = statistics.padded_to_batch(100, 1000);

@@ -158,14 +158,14 @@ mod tests {
         }
 
         #[test]
-        fn large_sizes_stay_within(len in 1_u64..1 << 62, seed: u64, position: u64) {
+        fn large_sizes_stay_in_range(len in 1_u64..1 << 62, seed: u64, position: u64) {
             let order = Permutation::new(len, seed, 0, 0);
             prop_assert!(order.at(position % len) < len);
         }
     }
 
     #[test]
-    fn each_key_matters() {
+    fn every_key_bit_matters() {
         let base = elements(&Permutation::new(1000, 1, 2, 3));
         for (seed, epoch, stream) in [(2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (1, 3, 2)] {
             let other = elements(&Permutation::new(1000, seed, epoch, stream));
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn places_and_neighbours_are_uniform_over_epochs() {
+    fn positions_and_neighbours_are_uniform_over_epochs() {
         for len in [5_usize, 37, 64, 65, 100, 128, 200, 257, 1000] {
             let mut first = vec![0; len];
             let mut neighbours = vec![0; len - 1];
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn less_than_two_passes_on_average() {
+    fn fewer_than_two_rounds_on_average() {
         for len in [1_000, 1_025, 100_000, 1 << 20, (1 << 20) + 1] {
             let order = Permutation::new(len, 5, 0, 0);
             let passes: u64 =

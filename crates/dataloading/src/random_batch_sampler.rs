@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_make_no_batch_are_refused() {
+    fn sizes_without_a_batch_are_refused() {
         let samples = samples(&[1, 2, 3]);
         let options = BatchOptions { batch_size: 5, ..BatchOptions::default() };
         assert_eq!(RandomBatchSampler::new(&samples, &options).unwrap().batches(0), 1);

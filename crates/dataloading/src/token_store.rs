@@ -162,25 +162,6 @@ impl TokenStore {
         header::hexadecimal(&self.shards[0].header.store)
     }
 
-    /// Checks that a model with `vocabulary` ids can read this store.
-    ///
-    /// # Errors
-    /// The store may contain ids for which the model has no embedding.
-    pub fn check_vocabulary(&self, vocabulary: usize) -> Result<()> {
-        if self.vocabulary() <= vocabulary {
-            return Ok(());
-        }
-        Err(file(
-            &self.path,
-            format!(
-                "made with a vocabulary of {}, but the model has {vocabulary} ids; give the model at least {}, or \
-                 tokenize again with its own tokenizer",
-                self.vocabulary(),
-                self.vocabulary()
-            ),
-        ))
-    }
-
     /// Returns the ids of document `index` in place, without checking them; [`Samples::read`] refuses ids outside the
     /// vocabulary.
     ///

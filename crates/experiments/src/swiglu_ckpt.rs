@@ -7,7 +7,7 @@ use anyhow::{Context, bail};
 use clap::Subcommand;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
-use runtime::measure::{Plan, Samples};
+use runtime::measure::{MeasurementPlan, Samples};
 use tch::{Device, Kind};
 
 use bench::{Configuration, Outcome, Variant};
@@ -130,13 +130,13 @@ fn measure(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn plan(device: Device, arguments: &Bench) -> Plan {
-    Plan {
+fn plan(device: Device, arguments: &Bench) -> MeasurementPlan {
+    MeasurementPlan {
         warmup: 1,
         repeats: arguments.repeats as usize,
         min_repeats: 2,
         budget: Some(arguments.budget),
-        ..Plan::new(device)
+        ..MeasurementPlan::new(device)
     }
 }
 

@@ -22,7 +22,7 @@ impl Efficiency {
     /// Takes the work of a pass, and measures the rate of a matrix product, in under a second.
     ///
     /// # Errors
-    /// A device that is not there, too little memory.
+    /// A device that does not exist, too little memory.
     pub fn measure(probe: &StepProbe, device: Device) -> Result<Self> {
         // Large enough that the device is full, small enough not to be waited for.
         let size = if device.is_cuda() { 4096 } else { 1024 };

@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_counts_all_that_is_as_large_as_the_logits() {
+    fn a_budget_counts_everything_of_the_logits_size() {
         let sizes =
             Sizes { tokens: 4096, hidden: 64, columns: 1000, vocabulary: 1000, first: 0, widest: 1000 };
         let tokens = |kind, device, pass: &dyn LogitsPass| {

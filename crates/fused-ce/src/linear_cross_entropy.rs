@@ -232,7 +232,7 @@ mod tests {
     /// The implementation for other devices (libtorch's operators over rows sorted without reading the targets), run on CPU
     /// tensors, against the implementation for the CPU.
     #[test]
-    fn the_implementation_for_other_devices_gives_the_same() {
+    fn the_implementation_for_other_devices_matches() {
         let mut generator = Generator::new(1).unwrap();
         let mut normal = |size: &[i64]| generator.normal(size, (Kind::Double, Device::Cpu)).unwrap();
         let given = [normal(&[2, 5, 4]), normal(&[7, 4]), normal(&[7]), normal(&[2, 4]), normal(&[7, 2])];

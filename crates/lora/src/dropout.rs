@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_share_that_is_kept_is_that_of_the_rate_and_neighbours_know_nothing_of_each_other() {
+    fn dropout_keeps_the_right_share_and_elements_are_independent() {
         for rate in [0.0, 0.05, 0.5, 0.9] {
             let kept = Mask { rate, seed: 7 }.keep(&[501, 401], kind::DOUBLE_CPU).unwrap();
             let share = kept.mean(Kind::Double).double_value(&[]);

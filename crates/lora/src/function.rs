@@ -289,7 +289,7 @@ mod tests {
 
     /// Everything at once: a trained base, two terms with dropout and one without.
     #[test]
-    fn derivatives_are_those_of_differences() {
+    fn derivatives_match_finite_differences() {
         let mut generator = Generator::new(5).unwrap();
         let shapes: [&[i64]; 9] =
             [&[2, 3, 5], &[4, 5], &[4], &[3, 5], &[4, 3], &[2, 5], &[4, 2], &[1, 5], &[4, 1]];

@@ -46,11 +46,6 @@ impl Init {
         Self::Uniform { bound: (6.0 / (in_features + out_features) as f64).sqrt() }
     }
 
-    /// Normal with variance 2/(in + out).
-    pub fn xavier_normal(in_features: i64, out_features: i64) -> Self {
-        Self::Normal { std: (2.0 / (in_features + out_features) as f64).sqrt() }
-    }
-
     /// Uniform in ±1/√in, as in PyTorch's `nn.Linear`.
     pub fn torch_linear(in_features: i64) -> Self {
         Self::Uniform { bound: 1.0 / (in_features as f64).sqrt() }

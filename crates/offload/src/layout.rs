@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn tensors_of_one_dtype_and_role_lie_side_by_side_at_aligned_places() {
+    fn tensors_of_one_dtype_and_role_are_adjacent_and_aligned() {
         let tensors =
             [tensor(&[3, 5], Kind::BFloat16), tensor(&[7], Kind::Float), tensor(&[200], Kind::BFloat16)];
         let named = [("w", &tensors[0], false), ("a", &tensors[1], true), ("b", &tensors[2], false)];

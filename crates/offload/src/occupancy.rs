@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn many_read_and_one_writes() {
+    fn many_readers_or_one_writer() {
         let slot = Occupancy::default();
         let (a, b) = (slot.read().unwrap(), slot.read().unwrap());
         assert!(slot.write().unwrap_err().to_string().contains("written while it is in use"));

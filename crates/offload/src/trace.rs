@@ -1,5 +1,6 @@
 //! Records what the streams did, and when.
 
+pub use accounting::offload::StreamKind;
 use parking_lot::Mutex;
 use runtime::device::{Event, Stream};
 use serde_json::{Value, json};
@@ -7,34 +8,6 @@ use tch::Device;
 
 use crate::error::Result;
 use crate::schedule::Direction;
-
-/// A stream of the engine.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum StreamKind {
-    /// Running layers.
-    Compute,
-    /// Loading layers to the device.
-    Load,
-    /// Storing gradients on the host.
-    Store,
-    /// Computing on the host: summing gradients, optimizer steps.
-    Host,
-}
-
-impl StreamKind {
-    /// All streams, in the order of a plot.
-    pub const ALL: [Self; 4] = [Self::Compute, Self::Load, Self::Store, Self::Host];
-
-    /// The name in tables.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Compute => "compute",
-            Self::Load => "load",
-            Self::Store => "store",
-            Self::Host => "host",
-        }
-    }
-}
 
 /// A piece of work on a stream.
 #[derive(Debug, Clone, PartialEq)]

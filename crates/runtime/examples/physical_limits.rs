@@ -10,7 +10,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let device = device::select(&std::env::args().nth(1).unwrap_or_else(|| "cpu".into()))?;
     let mut out = std::io::stdout();
     let figures = |measured: &Measurement| {
-        (measured.rate().unwrap_or(f64::NAN) / 1e9, measured.rate_spread().unwrap_or(f64::NAN) / 1e9)
+        let rate = measured.rate().unwrap_or(f64::NAN) / 1e9;
+        (rate, rate * measured.time.spread() / measured.time.median())
     };
     writeln!(out, "{} ({})", device::name(device)?, device::flag(device))?;
     for (kind, size) in [(Kind::Float, 1024), (Kind::Float, 2048), (Kind::Double, 1024)] {

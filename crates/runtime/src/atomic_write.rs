@@ -1,18 +1,19 @@
-//! Files and folders that appear whole: a reader, or a process that starts after a crash, sees the former content or the new
-//! one, never a part or a mixture.
+//! Atomic writes of files and folders: a reader, or a process that starts after a crash, sees the old content or the new one, never
+//! a part or a mixture.
 //!
-//! - A [`file()`](file()) is written under a name of its own in the same folder, synced and renamed; then the folder is synced.
-//! - Several files that belong together, such as an adapter's configuration and weights, are written into a [`Folder`] beside
-//!   the one whose name they take. The two folders change names in one step (`renameat2` with `RENAME_EXCHANGE`), after the
-//!   other entries of the former folder were linked into the new one. So of several writers the last wins, whole.
+//! - A [`file()`](file()) is written under a unique name in the same folder, synced and renamed; then the folder is synced.
+//! - Several files that belong together, such as an adapter's configuration and weights, are written into a [`Folder`] beside the
+//!   one that they replace. The two folders exchange names in one step (`renameat2` with `RENAME_EXCHANGE`), after the other
+//!   entries of the old folder were linked into the new one. Of several writers, the last one wins completely.
 //!
-//! Temporary names are `.NAME.RANDOM.new`, locked while they are written. What a killed process leaves behind is removed by
-//! the next writer of that name.
+//! Temporary names are `.NAME.RANDOM.new`, locked while they are written. The next writer of a name removes what a killed process
+//! left.
 //!
-//! # Where the system cannot exchange folders
-//! A mount point, this process's current folder, a folder whose parent may not be written, a file system without exchange or hard links: there the files
-//! are renamed one by one, those by which a reader finds the others first away and last back. A reader then finds for a moment,
-//! or after a crash, no content; never a mixture of one writer's files. Two writers at once are kept apart by a lock on the folder.
+//! # If the system cannot exchange folders
+//! This concerns a mount point, this process's current folder, a folder whose parent is not writable, and a file system without
+//! exchange or hard links. The files are then renamed one by one; those by which a reader finds the others are removed first and
+//! added last. For a moment, or after a crash, a reader may find no content, but never a mixture of two writers' files. A lock on
+//! the folder excludes concurrent writers.
 //!
 //! ```
 //! use std::fs;
@@ -43,39 +44,39 @@ use std::path::Path;
 
 pub use folder::Folder;
 
-/// Writes a file whole or not at all, in the place of the one that has the name.
+/// Writes a file atomically, replacing an existing one.
 ///
 /// # Errors
-/// Those of `content`; a folder that is not there, may not be written, or is full: the former file is as it was.
+/// Those of `content`; a folder that does not exist, is not writable, or is full. The old file is then unchanged.
 pub fn file<T>(path: &Path, content: impl FnOnce(&mut dyn Write) -> io::Result<T>) -> io::Result<T> {
     let temporary = temporary::file(path)?;
     let mut out = BufWriter::new(temporary.as_file());
     let result = content(&mut out)?;
     out.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
-    // The handle, and with it the lock, lives until the file has its name.
+    // The handle holds the lock until the file has its name.
     let _written = temporary.persist(path).map_err(|failed| failed.error)?;
     sync_folder(parent(path))?;
     Ok(result)
 }
 
-/// Makes a symbolic link to `target`, as it is read from the link's folder, in the place of what has the name. Where links need a
-/// privilege, `link` becomes another name of `file`, which is what `target` leads to.
+/// Creates a symbolic link to `target`, relative to the link's folder, replacing what has the name. If links need a privilege,
+/// `link` becomes another name of `file`, the file that `target` points to.
 ///
 /// # Errors
-/// A folder that is not there or may not be written.
+/// A folder that does not exist or is not writable.
 pub fn link(link: &Path, target: &Path, file: &Path) -> io::Result<()> {
     temporary::link(link, target, file)?.persist(link).map_err(|failed| failed.error)?;
     sync_folder(parent(link))
 }
 
-/// Reads several files of a folder that [`Folder::publish`] may replace at the same time: `read` runs again where it did, so
-/// what it returns is of one folder.
+/// Reads several files of a folder that [`Folder::publish`] may replace at the same time: `read` runs again if it did, so that its
+/// result is from one folder.
 ///
 /// # Errors
 /// Those of `read`.
 pub fn read<T, E>(folder: &Path, mut read: impl FnMut() -> Result<T, E>) -> Result<T, E> {
     loop {
-        // The open handle keeps the folder's number from being given to another.
+        // The open handle prevents reuse of the folder's inode number.
         let open = File::open(folder);
         let result = read();
         match open {
@@ -85,20 +86,20 @@ pub fn read<T, E>(folder: &Path, mut read: impl FnMut() -> Result<T, E>) -> Resu
     }
 }
 
-/// Syncs a folder: a name in it is on the disk when the folder is.
+/// Syncs a folder, which makes the names in it durable.
 ///
 /// # Errors
-/// No such folder, or one that may not be read.
+/// No such folder, or one that is not readable.
 pub fn sync_folder(folder: &Path) -> io::Result<()> {
     File::open(folder)?.sync_all()
 }
 
-/// The folder that a path lies in: `.` for a name alone.
+/// Returns the folder that contains a path: `.` for a name alone.
 pub fn parent(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Whether the open file or folder is still the one of this name.
+/// Returns whether the open file or folder is still the one of this name.
 #[cfg(unix)]
 pub fn is_at(open: &File, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;
@@ -107,7 +108,7 @@ pub fn is_at(open: &File, path: &Path) -> bool {
     open.metadata().ok().map(of).is_some_and(|open| std::fs::metadata(path).ok().map(of) == Some(open))
 }
 
-/// As on Unix; elsewhere an open file keeps its folder from being renamed.
+/// As on Unix; on other systems an open file prevents renaming its folder.
 #[cfg(not(unix))]
 pub fn is_at(_: &File, path: &Path) -> bool {
     path.exists()

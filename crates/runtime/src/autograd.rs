@@ -1,29 +1,28 @@
-//! Functions whose backward is written by hand, as real nodes of libtorch's graph.
+//! Custom autograd functions: hand-written backward passes as nodes of libtorch's graph.
 //!
-//! For y = f(x), backward gets v = ∂L/∂y and returns vᵀ·∂y/∂x for every input that needs it. A [`Function`] is that
-//! pair. [`apply`] runs the forward without recording, makes one node, and connects the outputs to it.
+//! For y = f(x), backward gets v = ∂L/∂y and returns vᵀ·∂y/∂x for every input that needs it. A [`Function`] has both.
+//! [`apply`] runs the forward without recording, creates one node, and connects the outputs to it.
 //!
-//! What the node guarantees:
-//! - Saved tensors are held as libtorch's own operators hold theirs: an in-place change between forward and backward is
-//!   an error, never a wrong gradient; an output that is saved does not keep its own node alive.
-//! - Which inputs need a gradient is known at entry ([`Forward::needs_input_grad`]), so that forward can save less, and
-//!   is asked again for each backward ([`Backward::needs_input_grad`]).
+//! Guarantees of the node:
+//! - Saved tensors are libtorch's `SavedVariable`s: an in-place change between forward and backward is an error, never
+//!   a wrong gradient; a saved output does not keep its own node alive.
+//! - [`Forward::needs_input_grad`] tells forward which inputs need a gradient, so that it can save less;
+//!   [`Backward::needs_input_grad`] tells each backward which gradients it uses.
 //! - The function is dropped with the node, whether backward ran or not. Backward may run as often as the caller retains
 //!   the graph; after release it is an error that says so.
-//! - Saved tensors that nobody can ask for again are given away: in a backward that does not retain the graph,
-//!   [`Backward::take_saved`] hands out the last reference, so that each can be freed, or overwritten
-//!   ([`Backward::may_overwrite_saved`]), as soon as it is used.
+//! - In a backward that does not retain the graph, [`Backward::take_saved`] returns the last reference to each saved
+//!   tensor, so that it can be freed, or overwritten ([`Backward::may_overwrite_saved`]), as soon as it has been used.
 //! - An `Err` or a panic in backward becomes the `Err` of [`backward`], [`grad`], or `tch`'s `f_backward`.
-//! - Forward must leave its inputs as they are: an in-place change of one is an error.
-//! - An output that is not the function's alone (an input, a tensor that it captured, one that is given twice) is connected
-//!   through an alias, and stays what it was for everyone else. A captured tensor that requires a gradient may not be changed
-//!   in place through its alias. Without a node, no output has a history.
-//! - The engine may run backward on a thread of its own, as it does for CUDA: nothing is read there from a thread-local of
-//!   the caller. What backward must know of it (random state, autocast) is captured in forward, as [`checkpoint()`] does.
+//! - Forward must not change its inputs in place; that is an error.
+//! - An output that other code also holds (an input, a captured tensor, one that is returned twice) is connected through an alias,
+//!   and the tensor itself is unchanged. A captured tensor that requires a gradient may not be changed in place through its alias.
+//!   Without a node, no output has a history.
+//! - The engine may run backward on its own thread, as it does for CUDA, where the caller's thread-local state is not visible. A
+//!   function that needs it in backward (random state, autocast) captures it in forward, as [`checkpoint()`] does.
 //!
 //! How this differs from PyTorch's `torch.autograd.Function`: a missing upstream gradient is `None` and not a tensor of
-//! zeros; a second derivative is an error unless the function declares it
-//! ([`Function::TWICE_DIFFERENTIABLE`]), where PyTorch's default silently records whatever backward does.
+//! zeros; a second derivative is an error unless the function declares it ([`Function::TWICE_DIFFERENTIABLE`]);
+//! PyTorch's default silently records whatever backward does.
 //!
 //! ```
 //! use runtime::autograd::{self, Backward, Forward, Function};
@@ -57,7 +56,7 @@ mod saved_tensor_storage;
 mod settings;
 mod thread_local_state;
 
-pub use checkpoint::{Checkpoint, SequentialSegment, checkpoint, checkpoint_sequential};
+pub use checkpoint::{Checkpoint, checkpoint};
 pub use engine::{GradMode, Keep, backward, backward_with, grad, set_grad};
 pub use function::{Backward, Forward, Function, apply, apply_always};
 pub use gradcheck::{GradcheckOptions, GradcheckReport, gradcheck};

@@ -1,11 +1,11 @@
 //! Devices, streams, events and pinned host memory, for CPU and CUDA behind the same types.
 //!
-//! CUDA is reached through libtorch's device-generic interface: no CUDA toolkit is needed to build. Its library is
-//! opened at the first question to this module that needs it, so a program that may use CUDA calls [`select`] first of
-//! all: libtorch decides once, at the first `tch::Cuda` call or backward pass, which devices there are.
+//! CUDA is reached through libtorch's device-generic interface: no CUDA toolkit is needed to build. This module opens
+//! libtorch's CUDA library when it is first needed. A program that may use CUDA calls [`select`] first: libtorch
+//! decides once, at the first `tch::Cuda` call or backward pass, which devices exist.
 //!
-//! A CPU stream is a thread with a queue and an event a condition variable, so a schedule written for a GPU runs, and is
-//! tested, on a machine without one:
+//! A CPU stream is a thread with a queue, and an event is a condition variable, so that a schedule for a GPU can be run and tested
+//! on a machine without one:
 //!
 //! ```
 //! use std::sync::{Arc, Mutex};
@@ -51,12 +51,12 @@ pub use stream::{Stream, StreamGuard};
 use crate::error::{Error, Result};
 use crate::sys::{device as sys, stream as sys_stream};
 
-/// Blocks the calling thread until all work on the device is done, that of every stream. From within the work of a CPU
-/// stream, that stream is left out.
+/// Blocks the calling thread until the work of all streams of the device is done. Within the work of a CPU stream, that
+/// stream is left out.
 ///
 /// # Errors
-/// A device that is not there; on CUDA, an asynchronous error of a kernel. On the CPU the failure of a stream, which
-/// stays with the stream until its own [`Stream::synchronize`]: only its owner knows what was not computed.
+/// A device that does not exist; on CUDA, an asynchronous error of a kernel. On the CPU, the failure of a stream; the
+/// stream's own [`Stream::synchronize`] returns it again, because only the stream's owner knows what was not computed.
 pub fn synchronize(device: Device) -> Result<()> {
     match checked(device)? {
         None => worker::synchronize_all(),
@@ -64,12 +64,12 @@ pub fn synchronize(device: Device) -> Result<()> {
     }
 }
 
-/// Copies `source` into `target`, with conversion and broadcasting, on the current stream of the CUDA device among them.
-/// To and from pinned memory ([`pinned_empty`]) it returns before the copy is done: the host reads the target after an
-/// event or a synchronise. `tch`'s own `copy_` waits. Between two CPU tensors it is `copy_`.
+/// Copies `source` into `target`, with conversion and broadcasting, on the current stream of the CUDA device involved. To and from
+/// pinned memory ([`pinned_empty`]) it returns before the copy is done: the host must wait for an event or synchronise before it
+/// reads the target. `tch`'s own `copy_` waits. Between two CPU tensors it is `copy_`.
 ///
 /// # Errors
-/// An undefined tensor, shapes that do not broadcast, a target that autograd does not let change.
+/// An undefined tensor, shapes that do not broadcast, a target that autograd does not allow to change.
 pub fn copy_async(target: &mut Tensor, source: &Tensor) -> Result<()> {
     if !target.defined() || !source.defined() {
         return Err(Error::invalid("copy_async", "a tensor is undefined"));
@@ -77,8 +77,8 @@ pub fn copy_async(target: &mut Tensor, source: &Tensor) -> Result<()> {
     sys_stream::copy_async(target, source)
 }
 
-/// Copies `source` into `target` on the calling thread alone, where `copy_` would spread it over all of libtorch's threads and hold
-/// up what computes there: for the lanes of a schedule on the CPU. To autograd it is an in-place change.
+/// Copies `source` into `target` on the calling thread alone; `copy_` would use all of libtorch's threads and delay what computes
+/// there. For the CPU streams of a schedule. To autograd it is an in-place change.
 ///
 /// # Errors
 /// Tensors that are not contiguous, not on the CPU, or not of one dtype and number of elements.
@@ -101,11 +101,11 @@ pub fn copy_on_this_thread(target: &Tensor, source: &Tensor) -> Result<()> {
     crate::sys::tensor::copy_bytes(target, source)
 }
 
-/// Keeps the memory of `tensor` from being freed or reused before the work that `stream` has now is done. Needed on
-/// CUDA when a tensor is used on another stream than the one it was allocated on and then dropped. A CPU stream holds a
-/// reference; ordinary CPU memory needs nothing on a CUDA stream. Nor does page-locked memory of [`pinned_empty`], which
-/// is freed only after a wait for the devices; libtorch's own pinned memory is kept from reuse. Neither is kept from being
-/// written to: who fills a buffer again waits for an event first.
+/// Prevents the memory of `tensor` from being freed or reused before the work now in `stream` is done. Needed on CUDA if a tensor
+/// is used on another stream than the one it was allocated on and then dropped. A CPU stream holds a reference. Ordinary CPU
+/// memory, and page-locked memory of [`pinned_empty`], which is freed only after a wait for the devices, need nothing on a CUDA
+/// stream; libtorch's own pinned memory is kept from reuse. This does not protect against writes: wait for an event before
+/// refilling a buffer.
 ///
 /// # Errors
 /// A tensor without memory; a tensor of another CUDA device than the stream's.

@@ -1,4 +1,4 @@
-//! What can go wrong, in words that name the remedy.
+//! Errors of this crate.
 
 use tch::TchError;
 
@@ -12,20 +12,20 @@ pub enum Error {
     /// libtorch refused an operation. The message is libtorch's own, without its C++ stack.
     #[error("{0}")]
     Torch(String),
-    /// A value that this operation cannot take: what came, what was expected, and what to do.
+    /// An invalid argument.
     #[error("{operation}: {reason}")]
     Invalid {
-        /// The operation that was asked for.
+        /// The operation.
         operation: &'static str,
-        /// What came, what was expected, and what to do.
+        /// What was given, what was expected, and the remedy.
         reason: String,
     },
     /// Something that this machine or this build does not have.
     #[error("{what} is not available here: {reason}")]
     Unavailable {
-        /// What was asked for.
+        /// What was requested.
         what: String,
-        /// Why it is not there and what to do.
+        /// Why it is missing, and the remedy.
         reason: String,
     },
     /// Work that was queued on a stream failed.
@@ -36,7 +36,7 @@ pub enum Error {
     Io {
         /// The file.
         path: std::path::PathBuf,
-        /// What the operating system said.
+        /// The operating system's error.
         cause: std::io::Error,
     },
     /// An error of the caller's own closure or `Function`.
@@ -45,7 +45,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// An [`Error::Invalid`].
+    /// Creates an [`Error::Invalid`].
     pub fn invalid(operation: &'static str, reason: impl Into<String>) -> Self {
         Self::Invalid { operation, reason: reason.into() }
     }
@@ -60,7 +60,7 @@ impl From<TchError> for Error {
     }
 }
 
-/// libtorch's message without the C++ stack that follows it.
+/// Returns libtorch's message without the C++ stack that follows it.
 pub(crate) fn strip_frames(message: &str) -> &str {
     let end = message.find("\nException raised from").unwrap_or(message.len());
     message[..end].trim_end()

@@ -1,8 +1,8 @@
-//! Tensors whose values lie in a file: seen through its pages, or read into memory that is there.
+//! Tensors from files: memory-mapped, or read into existing memory.
 //!
-//! [`tensor_over`] costs no memory until the values are touched, and then pages that the system can take back. [`read_into`] is the
-//! fast way in: one copy from the system's cache of the file, no page faults, and an error where the file ends too early, where a
-//! mapping would end the process.
+//! [`tensor_over`] uses no memory until the values are touched, and then pages that the system can reclaim. [`read_into`] is the
+//! fast way to load: one copy from the page cache, no page faults, and an error if the file ends too early, where a mapping would
+//! end the process.
 //!
 //! ```
 //! use std::fs::File;
@@ -30,12 +30,12 @@ use tch::{Device, Kind, Tensor};
 use crate::error::{Error, Result};
 use crate::sys::file as sys;
 
-/// A contiguous CPU tensor over the file's bytes from `offset` on, in this machine's byte order. What is written to it stays in this
-/// process, and takes memory. The file must not be shortened while the tensor lives: see [`crate::mapped`].
+/// Maps the file's bytes from `offset` as a contiguous CPU tensor, in this machine's byte order. Writes stay in this process, and
+/// use memory. The file must not be shortened while the tensor lives: see [`crate::mapped`].
 ///
 /// # Errors
-/// [`Error::Io`] with the path: no such file, no permission, a file that ends before the tensor does. [`Error::Invalid`] for a
-/// shape that no tensor has, or an offset that is not a multiple of the element's size.
+/// [`Error::Io`] with the path: no such file, no permission, a file that is too short. [`Error::Invalid`] for an invalid shape, or
+/// an offset that is not a multiple of the element size.
 pub fn tensor_over(path: &Path, offset: u64, shape: &[i64], kind: Kind) -> Result<Tensor> {
     const OPERATION: &str = "tensor over a file";
     let io = |cause| Error::Io { path: path.to_owned(), cause };
@@ -65,11 +65,11 @@ pub fn tensor_over(path: &Path, offset: u64, shape: &[i64], kind: Kind) -> Resul
     sys::tensor_over(sys::map_private(&file, offset, bytes).map_err(io)?, shape, kind)
 }
 
-/// Fills `target`, a contiguous CPU tensor, with the bytes of `file` from `offset` on, in this machine's byte order; `path` is what
-/// an error calls the file. To autograd it is an in-place change.
+/// Fills `target`, a contiguous CPU tensor, with the bytes of `file` from `offset`, in this machine's byte order; errors name the
+/// file `path`. To autograd it is an in-place change.
 ///
 /// # Errors
-/// [`Error::Io`] where the file ends too early or cannot be read: the target's values are undefined then. [`Error::Invalid`] for a
+/// [`Error::Io`] if the file ends too early or cannot be read: the target's values are undefined then. [`Error::Invalid`] for a
 /// target that is not contiguous, or on another device.
 pub fn read_into(file: &File, path: &Path, offset: u64, target: &Tensor) -> Result<()> {
     if target.device() != Device::Cpu || !target.is_contiguous() {

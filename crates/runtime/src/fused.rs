@@ -1,11 +1,11 @@
-//! Normalisations and elementwise chains as one pass over memory, forward and backward.
+//! Fused kernels: normalisations and elementwise chains in one pass over memory, forward and backward.
 //!
-//! The passes of [`swiglu`] and [`gradients`] are ordinary functions on tensors that record nothing: a hand-written
-//! [`Function`](crate::autograd::Function) is their caller. [`norm`], [`rope`] and [`swiglu::silu_mul`] are nodes of the graph
-//! by themselves. On the CPU the pass is written in Rust and vectorized. On CUDA [`cross_entropy`], [`norm`], [`rope`] and
-//! [`swiglu`]'s passes are kernels of this crate, compiled at first use; everything else, f64, and a machine without NVRTC take
-//! the shortest chain of libtorch's operators that works in place.
-//! `FRUGAL_CUDA_KERNELS=off` chooses the operators, and `FRUGAL_CUDA_CHECK=1` finds the launch that failed.
+//! The passes of [`swiglu`] and [`gradients`] are ordinary functions on tensors that record nothing, for use in a hand-written
+//! [`Function`](crate::autograd::Function). [`norm`], [`rope`] and [`swiglu::silu_mul`] are nodes of the graph by themselves. On
+//! the CPU the pass is written in Rust and vectorized. On CUDA [`cross_entropy`], [`norm`], [`rope`] and [`swiglu`]'s passes are
+//! kernels of this crate, compiled at first use; everything else, f64, and machines without NVRTC use the shortest chain of
+//! libtorch's operators that works in place. `FRUGAL_CUDA_KERNELS=off` chooses the operators, and `FRUGAL_CUDA_CHECK=1` finds the
+//! launch that failed.
 
 pub mod adam;
 pub mod cross_entropy;

@@ -1,13 +1,13 @@
-//! CUDA kernels of this crate: CUDA C++ text (`cpp/cuda`) that NVRTC compiles for the device at its first use, launched on
+//! This crate's CUDA kernels: CUDA C++ text (`cpp/cuda`) that NVRTC compiles for the device at its first use, launched on
 //! libtorch's current stream.
 //!
-//! Nothing of CUDA is needed to build. At run time NVRTC comes with torch's CUDA packages; where it, or a driver that loads its
-//! code (CUDA 12 or newer), is not there, libtorch's operators compute instead, which is said once. `FRUGAL_CUDA_KERNELS=off`
-//! chooses the operators.
+//! The build needs nothing of CUDA. At run time NVRTC comes with torch's CUDA packages; without it, or without a driver that loads
+//! its code (CUDA 12 or newer), libtorch's operators compute instead, which is reported once. `FRUGAL_CUDA_KERNELS=off` selects the
+//! operators.
 //!
-//! Machine code is kept in `FRUGAL_CACHE` (else the user's cache folder), by a digest of all that made it. A kernel that is
-//! used first while a graph is captured is an error, since a capture cannot load code: run the step once before.
-//! `FRUGAL_CUDA_CHECK=1` waits after each launch, so that an error names the kernel that made it.
+//! Machine code is cached in `FRUGAL_CACHE` (or the user's cache folder), by a digest of all its inputs. The first use of a kernel
+//! during the capture of a graph is an error, because a capture cannot load code: run the step once before. `FRUGAL_CUDA_CHECK=1`
+//! waits after each launch, so that an error names its kernel.
 
 pub(crate) mod adam;
 mod cache;
@@ -31,14 +31,15 @@ use crate::sys::stream::CudaStream;
 use crate::sys::tensor::{Rows, rows_on};
 
 const NAME: &str = "CUDA kernel";
-/// What every text includes.
+/// The header that every text includes.
 const PRELUDE: (&str, &str) = ("prelude.cuh", include_str!("../cpp/cuda/prelude.cuh"));
 
-/// A text with kernels.
+/// The source of some kernels.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Source(pub(crate) &'static str);
 
-/// Whether kernels can be compiled and launched on this device. On CUDA, why not is said once on standard error.
+/// Returns whether kernels can be compiled and launched on this device. On CUDA, the reason why not is printed once on
+/// standard error.
 pub(crate) fn are_ready(device: Device) -> bool {
     static SAID: Once = Once::new();
     if !device.is_cuda() || is_off() {
@@ -55,7 +56,8 @@ pub(crate) fn are_ready(device: Device) -> bool {
     reason.is_none()
 }
 
-/// Why a GPU cannot run the kernels, whose instructions are those of compute capability 8.0 (bf16, a maximum that keeps NaN).
+/// Returns why a GPU cannot run the kernels, which use instructions of compute capability 8.0 (bf16, a maximum that propagates
+/// NaN).
 fn too_old(device: Device) -> Option<String> {
     const OLDEST: (c_int, c_int) = (8, 0);
     let Device::Cuda(index) = device else { return None };
@@ -70,7 +72,7 @@ fn too_old(device: Device) -> Option<String> {
     }
 }
 
-/// The compute capability of a device, asked for once.
+/// Returns the compute capability of a device, cached.
 fn capability(driver: &Driver, device: c_int) -> Result<(c_int, c_int)> {
     static KNOWN: Mutex<Vec<(c_int, (c_int, c_int))>> = Mutex::new(Vec::new());
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -82,7 +84,7 @@ fn capability(driver: &Driver, device: c_int) -> Result<(c_int, c_int)> {
     Ok(capability)
 }
 
-/// Whether all is there that kernels need, whatever the device: for a plan.
+/// Returns whether everything that kernels need exists, whatever the device: for planning.
 fn are_found() -> bool {
     !is_off() && missing().is_none()
 }
@@ -96,7 +98,7 @@ fn is_off() -> bool {
     *OFF.get_or_init(|| std::env::var_os("FRUGAL_CUDA_KERNELS").is_some_and(|choice| choice == "off"))
 }
 
-/// [`launch_with`] without shared memory of the launch's own.
+/// As [`launch_with`], without dynamic shared memory.
 fn launch(
     source: Source,
     expression: &str,
@@ -107,11 +109,11 @@ fn launch(
     launch_with(source, expression, device, (blocks, threads, 0), arguments)
 }
 
-/// Queues the kernel `expression` of a text on the current stream of `device`: so many blocks, of so many threads and so many bytes
-/// of shared memory beside what the kernel declares, at most [`shared_memory`].
+/// Queues the kernel `expression` of a source on the current stream of `device`, with the given blocks, threads per block and bytes
+/// of dynamic shared memory, at most [`shared_memory`].
 ///
-/// The arguments must be those of its signature, and lead to memory of the device that is as large as the kernel reads and
-/// writes: the functions of the modules below see to that.
+/// The arguments must match its signature and point to device memory as large as the kernel reads and writes: the functions of the
+/// modules below ensure that.
 fn launch_with(
     source: Source,
     expression: &str,
@@ -142,10 +144,10 @@ fn launch_with(
     })
 }
 
-/// Bytes of shared memory that a block has without asking, with some for what the kernel declares.
+/// Bytes of dynamic shared memory that a block has without opting in, beside some that the kernel declares.
 const UNASKED: u32 = 47 << 10;
 
-/// Bytes of shared memory that a block may ask for.
+/// Returns the maximum bytes of shared memory of a block.
 fn shared_memory(device: Device) -> Result<c_int> {
     static KNOWN: Mutex<Vec<(c_int, c_int)>> = Mutex::new(Vec::new());
     let Device::Cuda(index) = device else { return Ok(0) };
@@ -164,7 +166,7 @@ fn checks() -> bool {
     *CHECKS.get_or_init(|| std::env::var_os("FRUGAL_CUDA_CHECK").is_some_and(|value| value == "1"))
 }
 
-/// The kernel, compiled and loaded if it is not yet.
+/// Returns the kernel, compiled and loaded if necessary.
 fn loaded(source: Source, expression: &str, device: c_int, stream: CudaStream) -> Result<Loaded> {
     type Known = HashMap<(c_int, c_int), HashMap<String, Loaded>>;
     static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
@@ -189,7 +191,7 @@ fn loaded(source: Source, expression: &str, device: c_int, stream: CudaStream) -
     Ok(kernel)
 }
 
-/// From the cache, or by NVRTC.
+/// Returns the compiled kernel, from the cache or by NVRTC.
 fn compiled(source: Source, expression: &str, capability: (c_int, c_int)) -> Result<nvrtc::Compiled> {
     let nvrtc = nvrtc::load().map_err(unavailable)?;
     let options = options(capability);
@@ -213,7 +215,7 @@ fn unavailable(reason: &str) -> Error {
     Error::Unavailable { what: "a CUDA kernel".into(), reason: reason.to_owned() }
 }
 
-/// The C++ type of a dtype that the kernels take.
+/// Returns the C++ type of a dtype that the kernels support.
 fn type_of(kind: Kind) -> Option<&'static str> {
     match kind {
         Kind::Float => Some("float"),
@@ -223,8 +225,8 @@ fn type_of(kind: Kind) -> Option<&'static str> {
     }
 }
 
-/// How many numbers a thread loads at once: those of 16 bytes of the narrowest dtype, where every address and stride allows it,
-/// else one.
+/// Returns how many numbers a thread loads at once: 16 bytes of the narrowest dtype if every address and stride allows it, else
+/// one.
 fn width(kinds: &[Kind], tensors: &[&Tensor], multiples: &[i64]) -> i64 {
     let bytes = kinds.iter().map(|kind| kind.elt_size_in_bytes()).min().unwrap_or(4) as i64;
     let wide = 16 / bytes;
@@ -233,7 +235,7 @@ fn width(kinds: &[Kind], tensors: &[&Tensor], multiples: &[i64]) -> i64 {
     if fits { wide } else { 1 }
 }
 
-/// A matrix as the kernels see it: dense rows, a stride apart.
+/// A matrix for the kernels: dense rows with a stride.
 #[derive(Debug, Clone, Copy)]
 struct Matrix {
     rows: i64,
@@ -248,7 +250,7 @@ fn matrix(operation: &'static str, name: &str, tensor: &Tensor, options: (Kind, 
     Ok(Matrix { rows: number(rows), columns: number(columns), stride: number(row_stride) })
 }
 
-/// Refuses a tensor that is not dense, one behind the other, of this shape, dtype and device.
+/// Refuses a tensor that is not contiguous or not of this shape, dtype and device.
 fn expect(
     operation: &'static str,
     name: &str,
@@ -275,7 +277,7 @@ fn optional(tensor: Option<&Tensor>) -> Argument {
     tensor.map_or(Argument::Pointer(0), pointer)
 }
 
-/// `int`, for sizes that are checked to be.
+/// Converts a size to `int`, checked.
 fn int(operation: &'static str, name: &str, number: i64) -> Result<Argument> {
     let narrow = i32::try_from(number).map_err(|_| {
         Error::invalid(operation, format!("{name} is {number}; the CUDA kernel takes at most 2³¹ − 1"))
@@ -291,7 +293,7 @@ fn float(number: f64) -> Argument {
 mod tests {
     use super::*;
 
-    /// Every text compiles for the oldest and the newest architecture that is promised; needs NVRTC and no GPU.
+    /// Every source compiles for the oldest and the newest supported architecture; needs NVRTC and no GPU.
     #[test]
     fn every_kernel_compiles() {
         let nvrtc = match nvrtc::load() {

@@ -1,9 +1,8 @@
-//! What libtorch has and `tch` lacks.
+//! Features of libtorch that `tch` lacks.
 //!
-//! `tch` binds libtorch's operators. Training at the edge of a machine's memory needs more of libtorch than operators,
-//! and each module here is one such thing:
+//! `tch` binds libtorch's operators. Training at the edge of a machine's memory needs more of libtorch:
 //!
-//! | module | what it gives |
+//! | module | contents |
 //! |---|---|
 //! | [`autograd`] | functions whose backward is written by hand, recomputation, a gradient check |
 //! | [`device`] | the device from a flag; streams, events, pinned memory, for CPU and CUDA behind the same types |
@@ -11,18 +10,18 @@
 //! | [`profile`] | traces for Perfetto, named ranges, an exact count of FLOPs and bytes |
 //! | [`measure`] | warm-up, repeats, phases, median and spread, the machine's limits |
 //! | [`ops`] | every operator by its name, and typed functions over the ones training needs |
-//! | [`matmul`] | matrix products into a given output, in the precision that is asked for |
-//! | [`processor`] | which implementation a CPU computation takes, shown and forcible |
+//! | [`matmul`] | matrix products into a given output, with accumulation in fp32 |
+//! | [`processor`] | the choice among CPU implementations |
 //! | [`fused`] | norms and elementwise chains as one pass over memory |
 //! | [`nvrtc`] | CUDA C++ to PTX and machine code, without a GPU |
-//! | [`precision`] | where mixed precision takes hold of a model |
-//! | [`atomic_write`] | files and folders that appear whole |
-//! | [`mapped`] | a file as memory, read when it is touched |
-//! | [`file`](mod@file) | tensors over a file's pages, or read from it into memory that is there |
+//! | [`precision`] | the policy by which a model computes in mixed precision |
+//! | [`atomic_write`] | atomic writes of files and folders |
+//! | [`mapped`] | memory-mapped files |
+//! | [`file`](mod@file) | tensors over a file's pages, or read from it into existing memory |
 //! | [`random`] | seeds and the state of the random generators |
 //!
 //! All `unsafe` code of the workspace and its only C++ are behind these modules: `src/sys` and `cpp`. A failure of
-//! libtorch is an [`Error`] with libtorch's words and without its C++ stack; nothing that a caller can pass panics.
+//! libtorch is an [`Error`] with libtorch's message and without its C++ stack; no argument causes a panic.
 //!
 //! ```
 //! use runtime::{autograd, device, memory};
@@ -58,7 +57,7 @@ mod sys;
 
 pub use error::{Error, Result};
 
-/// The version of libtorch, such as `2.11.0`.
+/// Returns the version of libtorch, such as `2.11.0`.
 pub fn torch_version() -> &'static str {
     sys::torch_version()
 }

@@ -1,8 +1,8 @@
-//! A file as memory: opened at once whatever its size, read page by page when it is touched.
+//! Memory-mapped files: opened instantly whatever their size, read page by page when touched.
 //!
-//! For weights and token stores, which are written once and then only read. A file must not be shortened or rewritten in
-//! place while it is mapped (write a new one and rename it, as all of this project does): the operating system would end the
-//! process at the first touch of a page that is gone.
+//! For weights and token stores, which are written once and then only read. A file must not be shortened or rewritten in place
+//! while it is mapped (write a new one and rename it, as all of this project does): the operating system would end the process at
+//! the first access to a removed page.
 //!
 //! ```
 //! use runtime::mapped::MappedFile;
@@ -23,9 +23,8 @@ use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
 
-/// Copies values, which lie in `bytes` one after the other in this machine's byte order, into `destination`, converting dtype and
-/// device on the way: from the pages of a mapped file there is no other copy. (Bytes that are not aligned to their elements are
-/// copied once more.)
+/// Copies the values in `bytes`, contiguous and in this machine's byte order, into `destination`, with conversion of dtype and
+/// device. This is the only copy from the pages of a mapped file, except for bytes that are not aligned to their elements.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
@@ -38,7 +37,7 @@ use crate::error::{Error, Result};
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] for as many bytes as the destination's elements do not take; those of libtorch.
+/// [`Error::Invalid`] if the number of bytes does not match the destination's elements; those of libtorch.
 pub fn copy_values(bytes: &[u8], kind: Kind, destination: &Tensor) -> Result<()> {
     let width = kind.elt_size_in_bytes();
     if destination.numel().checked_mul(width) != Some(bytes.len()) {
@@ -60,7 +59,7 @@ pub fn copy_values(bytes: &[u8], kind: Kind, destination: &Tensor) -> Result<()>
     Ok(())
 }
 
-/// A file that is open for reading as a slice of bytes, from any thread.
+/// A read-only mapping of a file, as a slice of bytes.
 #[derive(Debug)]
 pub struct MappedFile {
     path: PathBuf,
@@ -69,7 +68,7 @@ pub struct MappedFile {
 }
 
 impl MappedFile {
-    /// Maps a regular file. Reads nothing of it yet.
+    /// Maps a regular file without reading it.
     ///
     /// # Errors
     /// [`Error::Io`] with the path: no such file, no permission, not a regular file.
@@ -85,43 +84,15 @@ impl MappedFile {
         Ok(Self { path: path.to_owned(), bytes })
     }
 
-    /// Where it lies.
+    /// Returns the file's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Tells the system that the bytes will be read in no order, so that it does not read ahead.
+    /// Lets the system reclaim the memory of `range`. If touched again, it is read again.
     ///
     /// # Errors
-    /// [`Error::Io`] where the system refuses.
-    pub fn advise_random(&self) -> Result<()> {
-        self.advise(memmap2::Advice::Random)
-    }
-
-    /// Asks the system to read `range` ahead, in the background.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a range beyond the end, [`Error::Io`] where the system refuses.
-    pub fn will_need(&self, range: std::ops::Range<usize>) -> Result<()> {
-        if range.start > range.end || range.end > self.len() {
-            return Err(Error::invalid(
-                "will_need",
-                format!("the bytes {range:?} of {}, which has {}", self.path.display(), self.len()),
-            ));
-        }
-        let io = |cause| Error::Io { path: self.path.clone(), cause };
-        match &self.bytes {
-            Some(bytes) if !range.is_empty() => {
-                bytes.advise_range(memmap2::Advice::WillNeed, range.start, range.len()).map_err(io)
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Gives the memory of `range`, which is not needed any more, back to the system. Touched again, it is read again.
-    ///
-    /// # Errors
-    /// As [`MappedFile::will_need`].
+    /// [`Error::Invalid`] for a range beyond the end, [`Error::Io`] if the system refuses.
     pub fn forget(&self, range: std::ops::Range<usize>) -> Result<()> {
         if range.start > range.end || range.end > self.len() {
             return Err(Error::invalid(
@@ -134,11 +105,6 @@ impl MappedFile {
             Some(bytes) if !range.is_empty() => crate::sys::mapped::forget(bytes, range).map_err(io),
             _ => Ok(()),
         }
-    }
-
-    fn advise(&self, advice: memmap2::Advice) -> Result<()> {
-        let io = |cause| Error::Io { path: self.path.clone(), cause };
-        self.bytes.as_ref().map_or(Ok(()), |bytes| bytes.advise(advice)).map_err(io)
     }
 }
 

@@ -1,23 +1,23 @@
-//! Time, memory and rate of a piece of work.
+//! Measurement of time, memory and rate.
 //!
-//! A [`Plan`] says how often the work runs; [`run`] warms up, repeats, and keeps every sample. Time is taken between
-//! events of the current stream: on CUDA the device's own time without the launches before it, on the CPU the clock's.
-//! The device is idle when a repeat begins, so no repeat pays for the one before.
+//! A [`MeasurementPlan`] says how often the work runs; [`run`] warms up, repeats, and keeps every sample. Time is
+//! measured between events of the current stream: on CUDA the device's own time, on the CPU the clock's. The device is
+//! idle when a repeat begins, so that repeats do not overlap.
 //!
-//! The figures are the median and half the interquartile range: a repeat that something else disturbed moves neither.
-//! [`physical`] has the limits of the device to hold a rate against.
+//! The figures are the median and half the interquartile range, which are robust against single disturbed repeats.
+//! [`physical`] measures the limits of the device, to compare rates with.
 //!
 //! ```
-//! use runtime::measure::{self, Plan, Work};
+//! use runtime::measure::{self, MeasurementPlan, Work};
 //! use tch::{Device, Tensor, kind};
 //!
 //! let x = Tensor::ones([64, 64], kind::FLOAT_CPU).set_requires_grad(true);
-//! let plan = Plan { warmup: 1, repeats: 5, work: Some(Work::flops(3.0 * 2.0 * 64.0 * 64.0 * 64.0)), ..Plan::new(Device::Cpu) };
-//! let measured = measure::run(&plan, |lap| {
+//! let plan = MeasurementPlan { warmup: 1, repeats: 5, work: Some(Work::flops(3.0 * 2.0 * 64.0 * 64.0 * 64.0)), ..MeasurementPlan::new(Device::Cpu) };
+//! let measured = measure::run(&plan, |timer| {
 //!     let loss = x.f_matmul(&x)?.f_sum(tch::Kind::Float)?;
-//!     lap.end("forward")?;
+//!     timer.end("forward")?;
 //!     loss.f_backward()?;
-//!     lap.end("backward")
+//!     timer.end("backward")
 //! })?;
 //! assert_eq!(measured.time.samples.len(), 5);
 //! assert_eq!(measured.phase("forward").unwrap().samples.len(), 5);
@@ -25,7 +25,7 @@
 //! # Ok::<(), runtime::Error>(())
 //! ```
 
-mod lap;
+mod phase_timer;
 pub mod physical;
 mod samples;
 
@@ -33,7 +33,7 @@ use std::time::Instant;
 
 use tch::Device;
 
-pub use lap::Lap;
+pub use phase_timer::PhaseTimer;
 pub use samples::Samples;
 pub use std::hint::black_box;
 
@@ -41,26 +41,26 @@ use crate::device;
 use crate::error::{Error, Result};
 use crate::memory::{Region, RegionUsage};
 
-/// How a piece of work is measured.
+/// How to measure.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Plan {
-    /// Where the work runs.
+pub struct MeasurementPlan {
+    /// The device of the work.
     pub device: Device,
-    /// Runs before the measured ones: they fill caches and allocators, and choose kernels.
+    /// Warm-up runs: they fill caches and allocators, and select kernels.
     pub warmup: usize,
-    /// Measured runs, at most.
+    /// Maximum number of measured runs.
     pub repeats: usize,
-    /// Measured runs, at least, whatever the budget.
+    /// Minimum number of measured runs, whatever the budget.
     pub min_repeats: usize,
-    /// Seconds after which no further run begins; the warm-up may use half of it, and runs once in any case. `None`: no
+    /// Seconds after which no further run begins; the warm-up may use half of them, and runs at least once. `None`: no
     /// limit.
     pub budget: Option<f64>,
-    /// What one run accomplishes.
+    /// The work of one run.
     pub work: Option<Work>,
 }
 
-impl Plan {
-    /// 2 runs of warm-up, then 10 repeats without a time limit.
+impl MeasurementPlan {
+    /// Creates a plan of 2 warm-up runs, then 10 repeats without a time limit.
     pub fn new(device: Device) -> Self {
         Self { device, warmup: 2, repeats: 10, min_repeats: 3, budget: None, work: None }
     }
@@ -86,84 +86,80 @@ impl Plan {
     }
 }
 
-/// What one run accomplishes.
+/// The work of one run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Work {
-    /// How much.
+    /// The amount.
     pub amount: f64,
-    /// Of what, in the singular: `token`, `FLOP`, `B`.
+    /// The unit, in the singular: `token`, `FLOP`, `B`.
     pub unit: &'static str,
 }
 
 impl Work {
-    /// So many tokens in a run.
+    /// Creates an amount of tokens.
     pub fn tokens(amount: f64) -> Self {
         Self { amount, unit: "token" }
     }
 
-    /// So many floating-point operations in a run.
+    /// Creates an amount of floating-point operations.
     pub fn flops(amount: f64) -> Self {
         Self { amount, unit: "FLOP" }
     }
 
-    /// So many bytes moved in a run.
+    /// Creates an amount of bytes moved.
     pub fn bytes(amount: f64) -> Self {
         Self { amount, unit: "B" }
     }
 }
 
-/// What was measured.
+/// The result of a measurement.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Measurement {
     /// Seconds of each repeat.
     pub time: Samples,
     /// Seconds of each phase in each repeat, in the order in which the phases first ended.
     pub phases: Vec<(&'static str, Samples)>,
-    /// Bytes of the device's allocator over all repeats, the warm-up left out.
+    /// Bytes of the device's allocator over all repeats, without the warm-up.
     pub memory: RegionUsage,
-    /// What one run accomplishes.
+    /// The work of one run.
     pub work: Option<Work>,
 }
 
 impl Measurement {
-    /// Seconds of a phase.
+    /// Returns the seconds of a phase.
     pub fn phase(&self, name: &str) -> Option<&Samples> {
         self.phases.iter().find(|(phase, _)| *phase == name).map(|(_, samples)| samples)
     }
 
-    /// Work per second at the median time, in [`Work::unit`]s per second; `None` without declared work. A run too short
-    /// for the clock has an infinite rate.
+    /// Returns the rate at the median time, in [`Work::unit`]s per second; `None` without declared work. A run too
+    /// short for the clock has an infinite rate.
     pub fn rate(&self) -> Option<f64> {
         self.work.map(|work| work.amount / self.time.median())
     }
-
-    /// Half the interquartile range of the rates of single repeats, in [`Work::unit`]s per second.
-    pub fn rate_spread(&self) -> Option<f64> {
-        let work = self.work?;
-        let rates = self.time.samples.iter().map(|seconds| work.amount / seconds).collect();
-        Some(Samples { samples: rates }.spread())
-    }
 }
 
-/// Measures `body`, which does the work once and may divide it into phases with [`Lap::end`].
+/// Measures `body`, which runs the work once and may divide it into phases with [`PhaseTimer::end`].
 ///
 /// # Errors
-/// A plan that makes no sense; a device that is not there; the body's own error, at once; a failed CPU stream, which
+/// An invalid plan; a device that does not exist; the body's own error, immediately; a failed CPU stream, which
 /// [`device::synchronize`] finds before a run; a phase that ended in some repeats only.
-pub fn run(plan: &Plan, mut body: impl FnMut(&mut Lap) -> Result<()>) -> Result<Measurement> {
+pub fn run(
+    plan: &MeasurementPlan,
+    mut body: impl FnMut(&mut PhaseTimer) -> Result<()>,
+) -> Result<Measurement> {
     plan.check()?;
     let began = Instant::now();
     let spent =
         |share: f64| plan.budget.is_some_and(|budget| began.elapsed().as_secs_f64() >= budget * share);
 
-    let mut lap = Lap::new(plan.device)?;
+    let mut timer = PhaseTimer::new(plan.device)?;
     for run in 0..plan.warmup {
         if run > 0 && spent(0.5) {
             break;
         }
-        lap.start()?;
-        body(&mut lap)?;
-        lap.finish()?;
+        timer.start()?;
+        body(&mut timer)?;
+        timer.finish()?;
     }
 
     let region = Region::start(plan.device)?;
@@ -171,9 +167,9 @@ pub fn run(plan: &Plan, mut body: impl FnMut(&mut Lap) -> Result<()>) -> Result<
     let mut phases: Vec<(&'static str, Samples)> = Vec::new();
     let at_least = plan.min_repeats.min(plan.repeats);
     while time.len() < plan.repeats && (time.len() < at_least || !spent(1.0)) {
-        lap.start()?;
-        body(&mut lap)?;
-        let pieces = lap.finish()?;
+        timer.start()?;
+        body(&mut timer)?;
+        let pieces = timer.finish()?;
         for (phase, seconds) in &pieces.phases {
             match phases.iter_mut().find(|(name, _)| name == phase) {
                 Some((_, samples)) => samples.samples.push(*seconds),
@@ -188,7 +184,7 @@ pub fn run(plan: &Plan, mut body: impl FnMut(&mut Lap) -> Result<()>) -> Result<
     Ok(Measurement { time: Samples { samples: time }, phases, memory, work: plan.work })
 }
 
-/// Every phase has a sample of every repeat, or its median would be of another set of repeats than the total's.
+/// Checks that every phase has a sample of every repeat, so that all medians are over the same repeats.
 fn same_phases(phases: &[(&'static str, Samples)], repeats: usize) -> Result<()> {
     match phases.iter().find(|(_, samples)| samples.samples.len() != repeats) {
         None => Ok(()),

@@ -1,12 +1,11 @@
 //! Live and peak bytes of the device allocators, the peak of a region of code, and a limit.
 //!
-//! On CUDA the figures are those of libtorch's caching allocator (bytes in tensors, not bytes reserved). On the CPU a
-//! counting allocator is put before libtorch's own at the first question; every tensor allocated from then on is counted
-//! in exact bytes, and its release is subtracted, whichever thread does it. Memory that libraries inside libtorch take
-//! for themselves (a matrix product's packing buffers) is not in either count.
+//! On CUDA the figures are those of libtorch's caching allocator (bytes in tensors, not bytes reserved). On the CPU the first call
+//! installs a counting allocator before libtorch's own; it counts every later allocation and release in exact bytes, on any thread.
+//! Memory that libraries inside libtorch allocate themselves (a matrix product's packing buffers) is not counted.
 //!
-//! The counting allocator also does what CUDA's does: it keeps large freed blocks for the next tensors of their size
-//! ([`set_keep_blocks`]), asks for huge pages ([`set_huge_pages`]), and refuses what is beyond a [`limit`].
+//! Like CUDA's, the counting allocator caches large freed blocks for the next tensors of their size
+//! ([`set_keep_blocks`]); it also requests huge pages ([`set_huge_pages`]), and refuses allocations beyond a [`limit`].
 //!
 //! ```
 //! use runtime::memory::Region;
@@ -34,26 +33,26 @@ pub use limit::{Limit, limit};
 use crate::error::Result;
 use crate::sys::memory as sys;
 
-/// What a [`Region`] used, in bytes.
+/// The memory that a [`Region`] used, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionUsage {
-    /// Live when the region began.
+    /// Live bytes at the region's start.
     pub live_before: u64,
-    /// Live when it ended.
+    /// Live bytes at its end.
     pub live_after: u64,
-    /// The most that was live at any moment in between.
+    /// The maximum of live bytes in between.
     pub peak: u64,
 }
 
 impl RegionUsage {
-    /// The peak beyond what was live when the region began.
+    /// Returns the peak above the live bytes at the region's start.
     pub fn peak_above_start(&self) -> u64 {
         self.peak - self.live_before
     }
 }
 
-/// Whether nobody else can see the memory of `tensor`, so that it may be used again: this is the tensor's only handle, the tensor the
-/// only one on its storage, and no graph has it.
+/// Returns whether nothing else uses the memory of `tensor`, so that it may be overwritten: this is the tensor's only handle, the
+/// tensor the only one on its storage, and no graph holds it.
 ///
 /// # Errors
 /// Those of libtorch.
@@ -73,46 +72,46 @@ pub fn is_sole_owner(tensor: &Tensor) -> Result<bool> {
     crate::sys::tensor::is_sole_owner(tensor)
 }
 
-/// Bytes that tensors on `device` hold now.
+/// Returns the bytes of live tensors on `device`.
 ///
 /// # Errors
-/// A device whose allocator is not counted; CUDA that is not there.
+/// A device whose allocator is not counted; CUDA that is unavailable.
 pub fn live_bytes(device: Device) -> Result<u64> {
     Ok(unsigned(sys::live(counted(device)?)?))
 }
 
-/// Starts counting on the CPU, for a program that wants its first tensors in the figures. Else counting begins with the
-/// first question to this module. Costs one header of 64 bytes for each tensor.
+/// Starts counting on the CPU, for a program that wants its first tensors in the figures. Otherwise counting starts
+/// with the first call of this module. It costs a header of 64 bytes for each tensor.
 ///
 /// # Errors
-/// Another library has put its own allocator into libtorch, which cannot be counted.
+/// Another library has installed its own allocator in libtorch, which cannot be counted.
 pub fn track_cpu() -> Result<()> {
     sys::install_cpu_tracking()
 }
 
-/// Whether large CPU tensors ask the kernel for huge pages (from 4 MiB; on by default once counting has begun). Returns
-/// what it was.
+/// Sets whether large CPU tensors (from 4 MiB) request huge pages from the kernel; on by default once counting has
+/// started. Returns the previous setting.
 ///
 /// # Errors
-/// None in practice; the border's type.
+/// Never fails; `Result` for uniformity.
 pub fn set_huge_pages(enabled: bool) -> Result<bool> {
     sys::set_huge_pages(enabled)
 }
 
-/// Whether large CPU tensors (from 1 MiB) that are freed are kept for the next ones of exactly their size (on by default
-/// once counting has begun). Returns what it was; switching it off gives everything back.
+/// Sets whether freed large CPU tensors (from 1 MiB) are cached for the next ones of exactly their size; on by default once
+/// counting has started. Returns the previous setting; switching it off frees the cached blocks.
 ///
-/// The system takes freed memory back page by page and gives it out again zeroed, which can cost more than the operator
-/// that fills it. What is kept is bounded: live and kept bytes together never exceed the most that was ever live, so the
-/// process never becomes larger for it. Kept blocks are not live, and no figure of this module counts them.
+/// The system reclaims freed memory page by page and zeroes it before reuse, which can cost more than the operator that fills it.
+/// Live and cached bytes together never exceed the maximum that was ever live, so the process does not become larger. Cached blocks
+/// are not live, and no figure of this module counts them.
 ///
 /// # Errors
-/// None in practice; the border's type.
+/// Never fails; `Result` for uniformity.
 pub fn set_keep_blocks(enabled: bool) -> Result<bool> {
     sys::set_keep_blocks(enabled)
 }
 
-/// Bytes that the allocator of `device` keeps for coming tensors.
+/// Returns the bytes that the allocator of `device` caches.
 ///
 /// # Errors
 /// As [`live_bytes`].
@@ -120,10 +119,10 @@ pub fn cached_bytes(device: Device) -> Result<u64> {
     Ok(unsigned(sys::cached(counted(device)?)?))
 }
 
-/// Gives cached blocks of `device` back to the system.
+/// Returns cached blocks of `device` to the system.
 ///
 /// # Errors
-/// CUDA that is not there.
+/// CUDA that is unavailable.
 pub fn empty_cache(device: Device) -> Result<()> {
     match counted(device)? {
         None => sys::empty_cpu_cache(),
@@ -131,8 +130,8 @@ pub fn empty_cache(device: Device) -> Result<()> {
     }
 }
 
-/// Measures the peak of a region of code. Regions may nest and overlap in any way, on any threads: each sees the whole
-/// process's tensors between its own start and finish.
+/// Measures the peak of a region of code. Regions may nest and overlap, on any threads: each counts the whole process's
+/// tensors between its start and finish.
 #[derive(Debug)]
 #[must_use = "a region measures until `finish`"]
 pub struct Region {
@@ -142,7 +141,7 @@ pub struct Region {
 }
 
 impl Region {
-    /// Begins a region on `device`.
+    /// Starts a region on `device`.
     ///
     /// # Errors
     /// As [`live_bytes`].
@@ -181,8 +180,8 @@ impl Drop for Region {
     }
 }
 
-/// The device has one running peak. Whenever a region begins or ends, it is taken and given to every open region, so
-/// that each region's peak is the maximum over the pieces it was open for.
+/// A device has one running peak. Whenever a region starts or ends, it is read and merged into every open region, so
+/// that each region's peak is the maximum over the intervals in which it was open.
 #[derive(Default)]
 struct Registry {
     next: u64,
@@ -209,7 +208,7 @@ fn registry() -> MutexGuard<'static, Registry> {
     REGISTRY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The CUDA index of a device whose bytes are counted, `None` for the CPU.
+/// Returns the CUDA index of a device whose bytes are counted, `None` for the CPU.
 fn counted(device: Device) -> Result<Option<i32>> {
     let cuda = crate::device::checked(device)?;
     if cuda.is_none() {
@@ -218,7 +217,7 @@ fn counted(device: Device) -> Result<Option<i32>> {
     Ok(cuda)
 }
 
-/// Counters are signed at the border and never negative: a block is subtracted only if it was added.
+/// The shim's counters are signed but never negative: a block is subtracted only if it was added.
 fn unsigned(bytes: i64) -> u64 {
     u64::try_from(bytes).unwrap_or(0)
 }

@@ -1,8 +1,8 @@
-//! CUDA C++ to PTX and machine code, by NVIDIA's run-time compiler. It needs no GPU and no driver, so kernels can be checked on any
-//! machine: the crate `ptx` runs what this gives.
+//! Compiles CUDA C++ to PTX and machine code with NVIDIA's run-time compiler. It needs no GPU and no driver, so kernels can be
+//! checked on any machine: the crate `ptx` executes the PTX.
 //!
-//! NVRTC is looked for in the folder `FRUGAL_NVRTC`, beside torch's packages, in the folder `FRUGAL_CUDA_TOOLS` that
-//! `cargo xtask setup --cuda-tools` fills, and where the loader finds it.
+//! NVRTC is looked up in the folder `FRUGAL_NVRTC`, beside torch's packages, in the folder `FRUGAL_CUDA_TOOLS` that
+//! `cargo xtask setup --cuda-tools` fills, and on the loader's path.
 
 use crate::error::{Error, Result};
 pub use crate::sys::cuda::nvrtc::Emitted;
@@ -10,10 +10,10 @@ use crate::sys::cuda::nvrtc::{Nvrtc, load};
 
 const NAME: &str = "CUDA C++";
 
-/// NVRTC's version, as CUDA counts: 13.0 is (13, 0).
+/// Returns NVRTC's version as (major, minor).
 ///
 /// # Errors
-/// Where NVRTC is not found: where it was looked for, and the remedy.
+/// If NVRTC is not found: the places that were searched, and the remedy.
 pub fn version() -> Result<(i32, i32)> {
     found().map(Nvrtc::version)
 }

@@ -1,8 +1,8 @@
-//! Operators that libtorch has and `tch` lacks.
+//! Operators of libtorch that `tch` lacks.
 //!
-//! [`call`] reaches every operator of libtorch's dispatcher by its name; the typed functions of the modules here are
-//! thin layers over it. To add one: look up the schema in libtorch's `native_functions.yaml`, pass the arguments in its
-//! order, leave out those whose default will do.
+//! [`call`] calls any operator of libtorch's dispatcher by its name; the typed functions of the modules here are thin
+//! layers over it. To add one, look up the schema in libtorch's `native_functions.yaml`, pass the arguments in its
+//! order, and omit those with suitable defaults.
 //!
 //! ```
 //! use runtime::ops::{self, Value};
@@ -17,12 +17,12 @@
 //! # Ok::<(), runtime::Error>(())
 //! ```
 //!
-//! Calls go through the whole dispatcher, autograd included: an operator with a derivative records its node.
+//! Calls go through the whole dispatcher, including autograd: an operator with a derivative records its node.
 
 pub mod amp;
 pub mod attention;
 pub mod foreach;
-pub mod matmul;
+pub(crate) mod matmul;
 pub mod norm;
 pub mod optimizer;
 pub mod settings;
@@ -38,30 +38,30 @@ pub use value::Value;
 
 /// Calls an operator, for example `call("aten::_foreach_add_", "Scalar", …)`; the overload without a name is `""`.
 ///
-/// `named` arguments fill what `positional` ones leave open, and the schema's defaults fill the rest. The results are
-/// those of the schema, in its order; an undefined tensor comes back as [`Value::None`].
+/// `named` arguments follow the `positional` ones, and the schema's defaults fill the rest. The results are those of
+/// the schema, in its order; an undefined tensor is returned as [`Value::None`].
 ///
 /// # Errors
-/// [`Error::Invalid`] for a name or an overload that is not there, and for arguments that do not fit the schema, which
-/// is printed; [`Error::Unavailable`] where the operator has no kernel for the arguments' device; [`Error::Torch`] for
-/// what the operator itself refuses.
+/// [`Error::Invalid`] for an unknown name or overload, and for arguments that do not match the schema, which it prints;
+/// [`Error::Unavailable`] if the operator has no kernel for the arguments' device; [`Error::Torch`] for errors of the
+/// operator itself.
 pub fn call(name: &str, overload: &str, positional: &[Value], named: &[(&str, Value)]) -> Result<Vec<Value>> {
     crate::sys::ops::call(name, overload, positional, named)
 }
 
-/// The one tensor that an operator gave.
+/// Returns the single tensor of an operator's results.
 ///
 /// # Errors
-/// [`Error::Invalid`] where the results are anything else.
+/// [`Error::Invalid`] if the results are anything else.
 pub fn single(results: Vec<Value>) -> Result<Tensor> {
     let [tensor] = tensors(results)?;
     Ok(tensor)
 }
 
-/// The first `N` results of an operator, all of them tensors.
+/// Returns the first `N` results of an operator, which must be tensors.
 ///
 /// # Errors
-/// [`Error::Invalid`] where there are fewer results or one of them is not a tensor.
+/// [`Error::Invalid`] if there are fewer results or one of them is not a tensor.
 pub fn tensors<const N: usize>(results: Vec<Value>) -> Result<[Tensor; N]> {
     let count = results.len();
     let tensors: Vec<Tensor> = results.into_iter().take(N).map(Value::into_tensor).collect::<Result<_>>()?;
@@ -70,24 +70,24 @@ pub fn tensors<const N: usize>(results: Vec<Value>) -> Result<[Tensor; N]> {
     })
 }
 
-/// The values of a real tensor on the host, element by element, in fp64. It waits for the device: one copy, however many
-/// elements there are, so put together what is wanted of several tensors first.
+/// Copies the elements of a real tensor to the host, in fp64. This waits for the device; concatenate several tensors first to wait
+/// only once.
 ///
 /// A [`Counter`](crate::profile::Counter) sees each call as [`READ`], whatever the device, so that a test can count how
-/// often a program waits.
+/// often a program synchronises.
 ///
 /// # Errors
-/// Those of libtorch, among them what the device had failed at before.
+/// Those of libtorch, including earlier errors of the device.
 pub fn read(tensor: &Tensor) -> Result<Vec<f64>> {
     let bytes = (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
     record_external(READ, Flops::default(), bytes)?;
     Ok(Vec::try_from(tensor.f_detach()?.f_to_kind(Kind::Double)?.f_reshape([-1])?)?)
 }
 
-/// What a counter calls [`read`].
+/// The name of [`read`] in counters.
 pub const READ: &str = "runtime::read";
 
-/// A list argument that shares its tensors with the caller.
+/// Returns a list argument that shares its tensors with the caller.
 fn list(tensors: &[impl Borrow<Tensor>]) -> Value {
     Value::TensorList(tensors.iter().map(|tensor| tensor.borrow().shallow_clone()).collect())
 }

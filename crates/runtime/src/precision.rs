@@ -1,10 +1,10 @@
-//! Where mixed precision takes hold of a model.
+//! The mixed-precision policy of a model.
 //!
-//! A block asks here for its products ([`linear`], [`matmul`], [`attend`]; [`operand`] and [`weight`] where it computes them
-//! itself) and says where full precision is a must ([`widened`]: before a normalisation, a softmax, a loss). Without a policy each is libtorch's operator and nothing more.
-//! With one, the policy decides the dtypes. The policy belongs to the thread, as grad mode does: [`enter`] sets it until its
-//! guard is dropped, also by a panic; [`checkpoint`](crate::autograd::checkpoint()) captures it in forward and computes
-//! again under it, whichever thread of the engine that happens on.
+//! A block computes its products with these functions ([`linear`], [`matmul`], [`attend`]; [`operand`] and [`weight`] if it
+//! computes them itself) and marks where it needs full precision ([`widened`]: before a normalisation, a softmax, a loss). Without
+//! a policy each is simply libtorch's operator. With one, the policy decides the dtypes. The policy is thread-local, like grad
+//! mode: [`enter`] sets it until its guard is dropped, also by a panic; [`checkpoint`](crate::autograd::checkpoint()) captures it
+//! in forward and recomputes under it, on any thread of the engine.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -40,10 +40,10 @@ use tch::{Kind, Tensor};
 use crate::autograd::retain;
 use crate::error::Result;
 
-/// An attention of queries, keys and values, in whatever dtype they come.
+/// An attention of queries, keys and values, of any dtype.
 pub type Attention<'a> = &'a dyn Fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>;
 
-/// Decides in which dtype a model computes. What is left out is computed as without a policy.
+/// Decides in which dtypes a model computes. The default methods compute as without a policy.
 pub trait Policy: Debug + Send + Sync {
     /// x·Wᵀ + b; see [`linear`].
     ///
@@ -91,10 +91,10 @@ pub trait Policy: Debug + Send + Sync {
         kind
     }
 
-    /// A thread begins to compute under this policy. Called as often as [`Policy::left`].
+    /// Called when a thread enters this policy; each call has a matching [`Policy::left`].
     fn entered(&self) {}
 
-    /// It ends.
+    /// Called when a thread leaves this policy.
     fn left(&self) {}
 }
 
@@ -102,29 +102,29 @@ thread_local! {
     static CURRENT: RefCell<Option<Arc<dyn Policy>>> = const { RefCell::new(None) };
 }
 
-/// This thread's policy.
+/// Returns this thread's policy.
 pub fn current() -> Option<Arc<dyn Policy>> {
     CURRENT.with_borrow(Clone::clone)
 }
 
-/// Sets this thread's policy until the guard is dropped; `None` computes in the dtypes at hand. May nest.
-pub fn enter(policy: Option<Arc<dyn Policy>>) -> Entered {
+/// Sets this thread's policy until the guard is dropped; `None` computes in the tensors' own dtypes. May nest.
+pub fn enter(policy: Option<Arc<dyn Policy>>) -> PolicyGuard {
     if let Some(policy) = &policy {
         policy.entered();
     }
     let previous = CURRENT.replace(policy);
-    Entered { previous, thread: PhantomData }
+    PolicyGuard { previous, thread: PhantomData }
 }
 
-/// A policy is in place until this is dropped, on the thread that entered it. Guards are dropped in reverse order.
+/// A guard of this thread's policy. Drop guards in reverse order.
 #[derive(Debug)]
 #[must_use = "the policy is in place until the guard is dropped"]
-pub struct Entered {
+pub struct PolicyGuard {
     previous: Option<Arc<dyn Policy>>,
     thread: PhantomData<*const ()>,
 }
 
-impl Drop for Entered {
+impl Drop for PolicyGuard {
     fn drop(&mut self) {
         if let Some(policy) = CURRENT.replace(self.previous.take()) {
             policy.left();
@@ -132,7 +132,7 @@ impl Drop for Entered {
     }
 }
 
-/// x·Wᵀ + b over the last dimension: x `[…, in]`, W `[out, in]`, b `[out]`.
+/// Computes x·Wᵀ + b over the last dimension: x `[…, in]`, W `[out, in]`, b `[out]`.
 ///
 /// # Errors
 /// Those of the policy; of libtorch without one.
@@ -143,7 +143,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     }
 }
 
-/// a·b, as `Tensor::matmul`.
+/// Computes a·b, as `Tensor::matmul`.
 ///
 /// # Errors
 /// Those of the policy; of libtorch without one.
@@ -154,7 +154,7 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// `attention` of queries, keys and values: it gets them in the policy's dtype, and its softmax is to be in fp32.
+/// Calls `attention` with queries, keys and values in the policy's dtype; it must compute its softmax in fp32.
 ///
 /// # Errors
 /// Those of `attention` and of the policy.
@@ -165,8 +165,8 @@ pub fn attend(q: &Tensor, k: &Tensor, v: &Tensor, attention: Attention<'_>) -> R
     }
 }
 
-/// `x` in the dtype that products are computed in: for a function whose backward is written by hand, which computes its
-/// products itself. The cast is part of the graph, so the gradient comes back in `x`'s own dtype.
+/// Casts `x` to the dtype of products, for a function that computes its products itself. The cast is part of the graph,
+/// so the gradient has `x`'s own dtype.
 ///
 /// # Errors
 /// Those of libtorch.
@@ -177,7 +177,7 @@ pub fn operand(x: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// [`operand`] for what will be used again unchanged: the policy may keep its cast.
+/// As [`operand`], for tensors that are used repeatedly: the policy may cache the cast.
 ///
 /// # Errors
 /// Those of libtorch.
@@ -188,7 +188,8 @@ pub fn weight(weight: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// `x` as what needs full precision wants it: in fp32 under a policy that computes lower, else as it is.
+/// Casts `x` for an operation that needs full precision: to fp32 under a low-precision policy; otherwise returns it
+/// unchanged.
 ///
 /// # Errors
 /// Those of libtorch.
@@ -196,17 +197,17 @@ pub fn widened(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_to_kind(widened_kind(x.kind()))?)
 }
 
-/// The dtype in which what needs full precision computes with a tensor of `kind`, for what reads a lower dtype itself and
-/// needs no copy ([`fused::norm`](crate::fused::norm)).
+/// Returns the dtype in which an operation that needs full precision computes with a tensor of `kind`, for kernels that convert
+/// while reading ([`fused::norm`](crate::fused::norm)).
 pub fn widened_kind(kind: Kind) -> Kind {
     current().map_or(kind, |policy| policy.widened_kind(kind))
 }
 
-/// What tells a tensor from every other one that is alive: two handles of one tensor share it, a view or a detached tensor
-/// has its own.
+/// Returns an identity that is unique among live tensors: two handles of one tensor share it, a view or a detached tensor has its
+/// own.
 ///
 /// # Errors
-/// None in practice; the border's type.
+/// Never fails; `Result` for uniformity.
 pub fn identity(tensor: &Tensor) -> Result<usize> {
     crate::sys::tensor::identity(tensor)
 }
@@ -242,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn policies_nest_are_switched_off_and_come_back_after_a_panic() {
+    fn policies_nest_and_are_restored_after_a_panic() {
         let (outer, inner) = (Arc::new(Marked(10.0, 0.into())), Arc::new(Marked(20.0, 0.into())));
         assert_eq!(product(), 1.0);
         {
@@ -268,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_computed_again_is_computed_under_the_same_policy() {
+    fn recomputation_uses_the_policy_of_forward() {
         let policy = Arc::new(Marked(5.0, 0.into()));
         let x = Tensor::ones([1, 1], kind::FLOAT_CPU).set_requires_grad(true);
         let y = {
@@ -282,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_handle_is_the_same_tensor_and_a_view_is_not() {
+    fn handles_share_an_identity_and_views_do_not() {
         let x = Tensor::ones([2], kind::FLOAT_CPU);
         let same = identity(&x).unwrap();
         assert_eq!(identity(&x.shallow_clone()).unwrap(), same);

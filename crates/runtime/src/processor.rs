@@ -1,12 +1,12 @@
-//! Which of several implementations a CPU computation takes: chosen by the processor, shown, and forcible.
+//! The choice among CPU implementations: made by the processor, printable, and configurable.
 //!
-//! | choice | values | by default | variable |
+//! | choice | values | default | variable |
 //! |---|---|---|---|
-//! | [`simd`]: vector instructions of the kernels and products in Rust | `avx512`, `avx2`, `neon`, `scalar` | the widest that there is | `FRUGAL_SIMD` |
-//! | [`multiplies_low_precision`]: which of bf16 and fp16 libtorch's own products take; the other's operands are cast up, and the result is rounded once | `native` (both), `bf16`, `fp16`, `fp32` (none) | see there | `FRUGAL_LOW_PRECISION` |
+//! | [`simd`]: vector instructions of the kernels and products in Rust | `avx512`, `avx2`, `neon`, `scalar` | the widest available | `FRUGAL_SIMD` |
+//! | [`multiplies_low_precision`]: the dtypes of libtorch's own products; operands of others are cast up, and the result is rounded once | `native` (both), `bf16`, `fp16`, `fp32` (none) | see there | `FRUGAL_LOW_PRECISION` |
 //!
-//! The variables are read once. A machine proves the implementations of another one by them: `cargo xtask test` runs what depends
-//! on products once for each. Results of two choices differ by rounding; each is deterministic.
+//! The variables are read once. They test the implementations of other machines: `cargo xtask test` runs the tests that depend on
+//! products once for each. Results of two choices differ by rounding; each is deterministic.
 //!
 //! Measured, one thread, GFLOP/s, 512–4096 rows of a transformer's products:
 //!
@@ -15,7 +15,7 @@
 //! | Intel Xeon with AVX-512 bf16 and fp16, without AMX | 143–161 | 148–163 | 73–85 | 145–157 |
 //! | AMD Zen 4 (two threads) | 190–224 | 192–205 | 391–438 | 2 |
 //!
-//! So bf16 takes its own instructions on AMD, or where there are tiles (AMX), and fp16 only where there are tiles.
+//! So bf16 uses the processor's instructions on AMD or with AMX tiles, fp16 only with AMX tiles.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -27,13 +27,13 @@ use crate::error::{Error, Result};
 /// Vector instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Simd {
-    /// None that not every processor of the architecture has.
+    /// Only those that every processor of the architecture has.
     Scalar,
     /// AVX2, FMA, F16C, BMI1 and BMI2.
     Avx2,
     /// AVX-512 F, BW, CD, DQ, VL.
     Avx512,
-    /// ARM's.
+    /// ARM NEON.
     Neon,
 }
 
@@ -49,7 +49,7 @@ impl Simd {
         }
     }
 
-    /// Whether this processor has them.
+    /// Returns whether this processor has them.
     pub fn is_there(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         return match self {
@@ -72,9 +72,9 @@ impl Simd {
 pub struct Choices {
     /// Vector instructions of the kernels in Rust.
     pub simd: Simd,
-    /// Whether libtorch's own bf16 products are taken.
+    /// Whether to use libtorch's own bf16 products.
     pub native_bf16: bool,
-    /// Whether libtorch's own fp16 products are taken.
+    /// Whether to use libtorch's own fp16 products.
     pub native_f16: bool,
 }
 
@@ -86,23 +86,23 @@ impl fmt::Display for Choices {
     }
 }
 
-/// What this process computes with.
+/// Returns the choices of this process.
 ///
 /// # Errors
-/// `FRUGAL_SIMD` or `FRUGAL_LOW_PRECISION` says what is unknown, or what this processor lacks. Products refuse to run then;
-/// other kernels take what they would without the variables.
+/// `FRUGAL_SIMD` or `FRUGAL_LOW_PRECISION` has an unknown value, or one that this processor does not support. Products then return
+/// an error; other kernels ignore the variables.
 pub fn choices() -> Result<Choices> {
     decided().1.clone().map_err(|reason| Error::invalid("processor", reason))
 }
 
-/// Vector instructions of the kernels in Rust.
+/// Returns the vector instructions of the kernels in Rust.
 pub fn simd() -> Simd {
     decided().0.simd
 }
 
-/// Whether libtorch's own products of `kind` run at full speed on this processor. For bf16: with AMX tiles, or with AVX-512
-/// instructions on a processor that is not Intel's, whose own run at half the rate of fp32. For fp16: with AMX tiles. Wider dtypes
-/// always do.
+/// Returns whether libtorch's own products of `kind` run at full speed on this processor. For bf16: with AMX tiles, or with AVX-512
+/// instructions on a processor not by Intel (Intel's run at half the rate of fp32). For fp16: with AMX tiles. Wider dtypes always
+/// do.
 pub fn multiplies_low_precision(kind: Kind) -> bool {
     let choices = decided().0;
     match kind {
@@ -112,7 +112,7 @@ pub fn multiplies_low_precision(kind: Kind) -> bool {
     }
 }
 
-/// What is computed with, and what [`choices`] says of it.
+/// Returns the choices, and the result of [`choices`].
 fn decided() -> &'static (Choices, std::result::Result<Choices, String>) {
     static DECIDED: OnceLock<(Choices, std::result::Result<Choices, String>)> = OnceLock::new();
     DECIDED.get_or_init(|| {
@@ -124,7 +124,7 @@ fn decided() -> &'static (Choices, std::result::Result<Choices, String>) {
     })
 }
 
-/// What the processor is best at.
+/// Returns the best choices for the processor.
 fn best() -> Choices {
     let simd = [Simd::Avx512, Simd::Avx2, Simd::Neon].into_iter().find(|simd| simd.is_there());
     let simd = simd.unwrap_or(Simd::Scalar);
@@ -138,7 +138,7 @@ fn best() -> Choices {
     Choices { simd, native_bf16, native_f16 }
 }
 
-/// `best` with what the variables force.
+/// Applies the variables to `best`.
 fn forced(
     best: Choices,
     simd: Option<&str>,
@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_forced_is_taken_or_refused_by_name() {
+    fn a_forced_choice_applies_or_is_refused_by_name() {
         let best = Choices { simd: Simd::Scalar, native_bf16: false, native_f16: true };
         let found = |simd, low| match forced(best, simd, low) {
             Ok(choices) => choices.to_string(),
@@ -194,9 +194,9 @@ mod tests {
         }
     }
 
-    /// Under a forced choice, this process computes with it.
+    /// A choice by a variable applies to this process.
     #[test]
-    fn the_process_takes_what_its_variables_say() {
+    fn the_process_uses_the_choices_of_its_variables() {
         let found = choices().unwrap();
         if let Ok(name) = std::env::var("FRUGAL_SIMD") {
             assert_eq!(found.simd.name(), name);

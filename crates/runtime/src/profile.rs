@@ -1,4 +1,4 @@
-//! Where time goes ([`Trace`], [`range`]) and how much work there is ([`Counter`]).
+//! Profiling: traces of time ([`Trace`], [`range`]) and counts of work ([`Counter`]).
 //!
 //! ```
 //! use runtime::profile::{self, Counter, Trace};

@@ -1,8 +1,8 @@
-//! Seeds, the state of the default random generators, and generators of one's own.
+//! Random generators: seeds, the state of the default generators, and separate generators.
 //!
 //! libtorch has one default generator per device, shared by all threads: a Mersenne Twister on the CPU, a counter-based
-//! Philox on CUDA. Dropout, initialisation and sampling draw from it. What must come out the same twice, such as the
-//! dropout mask of a recomputed segment, needs the generator to be put back to where it stood the first time:
+//! Philox on CUDA. Dropout, initialisation and sampling draw from it. To draw the same numbers twice, such as the
+//! dropout mask of a recomputed segment, restore the generator's earlier state:
 //!
 //! ```
 //! use runtime::random::{self, RandomState};
@@ -26,7 +26,7 @@ use tch::{Device, Kind, Tensor};
 use crate::error::{Error, Result};
 use crate::sys::random as sys;
 
-/// What [`RandomState::to_bytes`] begins with.
+/// The magic number of [`RandomState::to_bytes`].
 const MAGIC: &[u8; 8] = b"rngstat1";
 
 /// Seeds the generator of the CPU and of every CUDA device.
@@ -34,33 +34,32 @@ const MAGIC: &[u8; 8] = b"rngstat1";
 /// The same seed gives the same numbers on the same kind of device, but not the same numbers on a CPU and on a GPU.
 ///
 /// # Errors
-/// [`Error::Torch`] where CUDA is there and cannot be initialised.
+/// [`Error::Torch`] if CUDA exists and cannot be initialised.
 pub fn seed(seed: u64) -> Result<()> {
-    // libtorch decides at this call whether there is CUDA: its half of the library must be there before.
+    // libtorch decides at this call whether CUDA exists, so its CUDA library must be loaded before.
     crate::device::cuda_count()?;
     sys::seed(seed)
 }
 
-/// Where the default generators stood: the CPU's always, and the device's own when it is a CUDA device.
+/// The state of the default generators: always the CPU's, and the device's own for a CUDA device.
 ///
-/// The CPU's generator belongs to every state because operations on a CUDA device draw from it too when a tensor is
-/// made on the host first.
+/// The CPU's generator is always included because operations on a CUDA device draw from it too if they create a tensor
+/// on the host first.
 #[derive(Clone, PartialEq, Eq)]
 pub struct RandomState {
     states: Vec<(Device, Vec<u8>)>,
 }
 
 impl RandomState {
-    /// Reads where the generators stand that code working on `device` can draw from.
+    /// Captures the state of the generators that code working on `device` can draw from.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] for a CUDA device that this machine does not have, and for a device that is neither CPU
-    /// nor CUDA.
+    /// [`Error::Unavailable`] for a CUDA device that does not exist, and for a device that is neither CPU nor CUDA.
     pub fn capture(device: Device) -> Result<Self> {
         Self::capture_on(&[device])
     }
 
-    /// Reads the CPU's generator and that of each of `devices`, each once.
+    /// Captures the states of the CPU's generator and of those of `devices`.
     ///
     /// # Errors
     /// As [`RandomState::capture`].
@@ -75,10 +74,10 @@ impl RandomState {
         Ok(Self { states })
     }
 
-    /// Reads the CPU's generator and that of every CUDA device that is there.
+    /// Captures the states of the CPU's generator and of those of all CUDA devices.
     ///
     /// # Errors
-    /// [`Error::Torch`] where CUDA is there and cannot be initialised.
+    /// [`Error::Torch`] if CUDA exists and cannot be initialised.
     pub fn capture_all() -> Result<Self> {
         let cuda = (0..crate::device::cuda_count()?).map(Device::Cuda);
         Self::of(std::iter::once(Device::Cpu).chain(cuda))
@@ -88,16 +87,16 @@ impl RandomState {
         Ok(Self { states: devices.map(|device| Ok((device, sys::state(device)?))).collect::<Result<_>>()? })
     }
 
-    /// Puts the generators back to where they stood.
+    /// Restores the generators.
     ///
     /// # Errors
-    /// [`Error::Torch`] where CUDA refuses, for example during the capture of a graph.
+    /// [`Error::Torch`] if CUDA refuses, for example during the capture of a graph.
     pub fn restore(&self) -> Result<()> {
         self.states.iter().try_for_each(|(device, bytes)| sys::restore(*device, bytes))
     }
 
-    /// Puts back the generators of the CPU and of `devices`, and leaves the others alone: a state that was captured on a
-    /// machine with more devices can be used where these are not. Returns those of `devices` whose state is not known.
+    /// Restores only the generators of the CPU and of `devices`, so that a state from a machine with more devices can be used.
+    /// Returns those of `devices` without a captured state.
     ///
     /// # Errors
     /// As [`RandomState::restore`].
@@ -109,8 +108,7 @@ impl RandomState {
         Ok(devices.iter().copied().filter(|device| !known(device)).collect())
     }
 
-    /// Puts the generators back to this state until the guard is dropped; then they go on from where they are at this
-    /// call.
+    /// Restores this state until the guard is dropped; then the generators continue from their state before this call.
     ///
     /// # Errors
     /// As [`RandomState::capture`] and [`RandomState::restore`].
@@ -120,7 +118,7 @@ impl RandomState {
         Ok(current)
     }
 
-    /// The state as bytes, for a checkpoint: those of one version of libtorch are read by the same version.
+    /// Serialises the state for a checkpoint, to be read by the same version of libtorch.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
@@ -133,10 +131,10 @@ impl RandomState {
         bytes
     }
 
-    /// The state that [`RandomState::to_bytes`] wrote.
+    /// Parses the bytes of [`RandomState::to_bytes`].
     ///
     /// # Errors
-    /// [`Error::Invalid`] for bytes that are something else, or cut short.
+    /// [`Error::Invalid`] for invalid or truncated bytes.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let invalid = |reason: &str| {
             let reason = format!("{} bytes: {reason}; expected what RandomState::to_bytes gave", bytes.len());
@@ -160,7 +158,7 @@ impl RandomState {
         if states.is_empty() { Err(invalid("no generator")) } else { Ok(Self { states }) }
     }
 
-    /// The device whose state this is.
+    /// Returns the device of the state.
     #[must_use]
     pub fn device(&self) -> Device {
         self.states.last().map_or(Device::Cpu, |(device, _)| *device)
@@ -173,9 +171,9 @@ impl std::fmt::Debug for RandomState {
     }
 }
 
-/// A guard that puts the generators back, when it is dropped, to where they stood when it was made.
+/// A guard that restores, when dropped, the state that the generators had when it was created.
 ///
-/// The generators are shared by all threads: numbers that another thread draws meanwhile are drawn again.
+/// The generators are shared by all threads, so numbers that another thread draws meanwhile are drawn again.
 #[derive(Debug)]
 #[must_use = "the generators go back at once when the guard is dropped at once"]
 pub struct Preserve {
@@ -184,23 +182,15 @@ pub struct Preserve {
 
 impl Drop for Preserve {
     fn drop(&mut self) {
-        // A drop has nobody to tell; it can only fail during the capture of a CUDA graph.
+        // A drop cannot return an error; this fails only during the capture of a CUDA graph.
         let _ = self.state.restore();
     }
 }
 
-/// What is drawn while the guard lives leaves no trace in the sequence of random numbers.
+/// A separate random generator on the CPU (a Mersenne Twister), independent of the default generator that other code and threads
+/// use.
 ///
-/// # Errors
-/// As [`RandomState::capture`].
-pub fn preserve(device: Device) -> Result<Preserve> {
-    Ok(Preserve { state: RandomState::capture(device)? })
-}
-
-/// A random generator of one's own on the CPU (a Mersenne Twister): its numbers depend on its seed and on what was drawn
-/// from it, and not on what other code and other threads draw meanwhile from the default generator.
-///
-/// The numbers are those of `torch.Generator().manual_seed(seed)`.
+/// Its numbers are those of `torch.Generator().manual_seed(seed)`.
 ///
 /// ```
 /// use runtime::random::Generator;
@@ -215,18 +205,18 @@ pub fn preserve(device: Device) -> Result<Preserve> {
 pub struct Generator(sys::Generator);
 
 impl Generator {
-    /// A generator at the beginning of the sequence that `seed` gives.
+    /// Creates a generator with a seed.
     ///
     /// # Errors
-    /// [`Error::Torch`] where memory is short.
+    /// [`Error::Torch`] if memory is short.
     pub fn new(seed: u64) -> Result<Self> {
         Ok(Self(sys::Generator::new(seed)?))
     }
 
-    /// A tensor `[shape]` of numbers with mean 0 and variance 1. Drawn on the CPU, then copied to the device.
+    /// Returns a tensor `[shape]` of numbers with mean 0 and variance 1. Drawn on the CPU, then copied to the device.
     ///
     /// # Errors
-    /// A dtype that is not a floating-point one, a device that is not there, a shape that makes no tensor.
+    /// A dtype that is not a floating-point one, a device that does not exist, an invalid shape.
     pub fn normal(&mut self, shape: &[i64], (kind, device): (Kind, Device)) -> Result<Tensor> {
         crate::device::checked(device)?;
         let mut drawn = Tensor::f_empty(shape, (kind, Device::Cpu))?;
@@ -234,7 +224,7 @@ impl Generator {
         Ok(drawn.f_to_device(device)?)
     }
 
-    /// A tensor `[shape]` of numbers uniform in `[low, high)`. Drawn on the CPU, then copied to the device.
+    /// Returns a tensor `[shape]` of numbers uniform in `[low, high)`. Drawn on the CPU, then copied to the device.
     ///
     /// # Errors
     /// As [`Generator::normal`]; bounds in the wrong order or not finite.

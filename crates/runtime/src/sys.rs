@@ -1,7 +1,7 @@
-//! The declarations of the C++ shim, and the only place of the workspace where `unsafe` is written.
+//! The bindings of the C++ shim, and the only `unsafe` code of the workspace.
 //!
 //! Three layers: `extern "C"` declarations, their statuses as [`Result`], and safe functions over both. A module of
-//! this folder holds all three for one subject; the public modules of the crate hold none.
+//! this folder has all three for one subject; the public modules of the crate have none.
 
 use std::any::Any;
 use std::ffi::{CStr, c_char};
@@ -12,7 +12,7 @@ use torch_sys::C_tensor;
 
 use crate::error::{Error, Result, strip_frames};
 
-/// What a function of the shim returns: null, or a message that the caller owns.
+/// The result of a function of the shim: null, or a message that the caller owns.
 pub(crate) type Status = *mut c_char;
 
 pub(crate) mod adam;
@@ -46,7 +46,7 @@ unsafe extern "C" {
     safe fn rt_torch_version() -> *const c_char;
 }
 
-/// Turns a status of the shim into a result, and frees its message.
+/// Converts a status of the shim to a result, and frees its message.
 ///
 /// # Safety
 /// `status` was returned by a function of the shim and has not been checked before.
@@ -61,9 +61,9 @@ pub(crate) unsafe fn check(status: Status) -> Result<()> {
     Err(Error::Torch(message))
 }
 
-/// Runs Rust code that C++ called. Neither an `Err` nor a panic gets past this: both become a status.
+/// Runs Rust code that C++ called. An `Err` and a panic both become a status.
 pub(crate) fn callback(body: impl FnOnce() -> Result<()>) -> Status {
-    // The words of an error are its author's code, which may panic too; so may the drop of a panic's payload.
+    // Formatting an error runs its author's code, which may panic too; so may the drop of a panic's payload.
     let told = catch_unwind(AssertUnwindSafe(|| body().map_err(|error| error_chain(&error))));
     let message = match told {
         Ok(Ok(())) => return std::ptr::null_mut(),
@@ -80,13 +80,13 @@ pub(crate) fn callback(body: impl FnOnce() -> Result<()>) -> Status {
     unsafe { rt_copy_message(message.as_ptr().cast(), message.len()) }
 }
 
-/// The words of a panic's payload.
+/// Returns the message of a panic's payload.
 pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> &str {
     let text = payload.downcast_ref::<&str>().copied();
     text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
 }
 
-/// The words of an error and of its causes.
+/// Returns the messages of an error and of its causes.
 pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
@@ -98,21 +98,21 @@ pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// The version of the libtorch that the shim was compiled against.
+/// Returns the version of the libtorch that the shim was compiled against.
 pub(crate) fn torch_version() -> &'static str {
     // SAFETY: the shim returns a static NUL-terminated text.
     unsafe { CStr::from_ptr(rt_torch_version()) }.to_str().unwrap_or("unknown")
 }
 
-/// Borrowed pointers to tensors, for a call that only reads the tensor objects.
+/// Returns borrowed pointers to tensors, for a call that only reads the tensor objects.
 pub(crate) fn pointers(tensors: &[impl std::borrow::Borrow<Tensor>]) -> Vec<*const C_tensor> {
     tensors.iter().map(|tensor| tensor.borrow().as_ptr()).collect()
 }
 
-/// Takes over a tensor that the shim handed out; null is "no tensor".
+/// Takes ownership of a tensor from the shim; null is "no tensor".
 ///
 /// # Safety
-/// `pointer` is null or a tensor that the shim gave to the caller, not taken over before.
+/// `pointer` is null or a tensor that the shim returned to the caller, not taken before.
 pub(crate) unsafe fn take(pointer: *mut C_tensor) -> Option<Tensor> {
     // SAFETY: by this function's contract the tensor is ours.
     (!pointer.is_null()).then(|| unsafe { Tensor::from_ptr(pointer) })

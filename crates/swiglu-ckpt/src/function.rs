@@ -34,15 +34,18 @@
 //!
 //! Differences from PyTorch's operators: fewer kept tensors; a second derivative is an error.
 
+mod tiles;
+
 use runtime::autograd::{Backward, Forward, Function, apply};
 use runtime::fused::swiglu as fused;
-use runtime::matmul::{compute_kind, mm_into};
+use runtime::matmul::mm_into;
 use runtime::precision;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::arguments::{Sizes, Weights, check, defined};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::level::CheckpointLevel;
+use tiles::{Scratch, Sums, TilePlan};
 
 /// Computes (SiLU(x·W) ⊙ x·V)·U.
 ///
@@ -83,7 +86,7 @@ pub(crate) fn run(x: &Tensor, weights: Weights<'_>, level: CheckpointLevel) -> R
 /// Computes it in the dtype of the tensors.
 pub(crate) fn run_as_is(x: &Tensor, weights: Weights<'_>, level: CheckpointLevel) -> Result<Tensor> {
     let sizes = check(x, weights)?;
-    let plan = Plan::new(level, sizes, x)?;
+    let plan = TilePlan::new(level, sizes, x)?;
     let function = Swiglu { plan, fused: matches!(weights, Weights::Fused { .. }), sizes, x_was_kept: false };
     let mut outputs = match weights {
         Weights::Separate { gate, up, down } => apply(function, &[x, gate, up, down])?,
@@ -92,59 +95,8 @@ pub(crate) fn run_as_is(x: &Tensor, weights: Weights<'_>, level: CheckpointLevel
     Ok(outputs.remove(0))
 }
 
-/// How the tokens are tiled, and in which dtype they are computed.
-#[derive(Clone, Copy, Debug)]
-struct Plan {
-    level: CheckpointLevel,
-    tile: i64,
-    kind: Kind,
-    compute: Kind,
-}
-
-impl Plan {
-    fn new(level: CheckpointLevel, sizes: Sizes, x: &Tensor) -> Result<Self> {
-        let (kind, compute) = (x.kind(), compute_kind(x.device(), x.kind()));
-        let whole = sizes.tokens.max(1);
-        let tile = match level {
-            CheckpointLevel::InputOnlyTiled { bytes } => {
-                let token_bytes = token_bytes(sizes, kind, compute);
-                if bytes < token_bytes {
-                    return Err(Error::Tile { bytes, token_bytes });
-                }
-                let most = i64::try_from(bytes / token_bytes).unwrap_or(i64::MAX).min(whole);
-                // Tiles of equal size: a short last one would be slower.
-                let tiles = (whole + most - 1) / most;
-                (whole + tiles - 1) / tiles
-            }
-            _ => whole,
-        };
-        Ok(Self { level, tile, kind, compute })
-    }
-
-    fn tiles(&self, tokens: i64) -> impl Iterator<Item = (i64, i64)> + use<> {
-        let tile = self.tile;
-        // One empty tile for an empty batch, so that gradients are written as zeros.
-        (0..tokens.max(1))
-            .step_by(usize::try_from(tile).unwrap_or(1))
-            .map(move |start| (start, tile.min(tokens - start)))
-    }
-
-    /// The dtype in which weight gradients are summed.
-    fn sum_kind(&self, tokens: i64) -> Kind {
-        let low = matches!(self.kind, Kind::BFloat16 | Kind::Half);
-        if low && (self.tile < tokens || self.compute == Kind::Float) { Kind::Float } else { self.kind }
-    }
-}
-
-/// Bytes of backward per token of a tile: gate, up and the product's gradient, and casts if needed.
-fn token_bytes(sizes: Sizes, kind: Kind, compute: Kind) -> u64 {
-    let casts = if compute == kind { 0 } else { 3 * sizes.hidden };
-    let elements = u64::try_from(3 * sizes.features + casts).unwrap_or(u64::MAX);
-    elements * compute.elt_size_in_bytes() as u64
-}
-
 struct Swiglu {
-    plan: Plan,
+    plan: TilePlan,
     fused: bool,
     sizes: Sizes,
     /// Decided in forward.
@@ -234,59 +186,6 @@ struct Activations {
     silu: Option<Tensor>,
 }
 
-/// The `[tile, f]` temporaries of backward. With several tiles they are reused; with one, each is freed after its last use.
-struct Scratch {
-    held: Option<[Option<Tensor>; 3]>,
-    tile: i64,
-    features: i64,
-    options: (Kind, Device),
-}
-
-impl Scratch {
-    fn take(&mut self, slot: usize, count: i64) -> runtime::Result<Tensor> {
-        let Some(held) = &mut self.held else {
-            return Ok(Tensor::f_empty([count, self.features], self.options)?);
-        };
-        if held[slot].is_none() {
-            held[slot] = Some(Tensor::f_empty([self.tile, self.features], self.options)?);
-        }
-        let whole = held[slot].as_ref().expect("it was just made");
-        Ok(whole.f_narrow(0, 0, count)?)
-    }
-}
-
-/// Gradients of the weights, one for each input of the function, summed over tiles. The first tile writes. Each has its
-/// weight's layout, so that readers of a transposed view need no copy.
-struct Sums {
-    options: (Kind, Device),
-    column_major: Vec<bool>,
-    by_input: Vec<Option<Tensor>>,
-}
-
-impl Sums {
-    /// Adds a·b to the columns from `column` on of the gradient of input `index`, of shape `size`.
-    fn add(
-        &mut self,
-        index: usize,
-        size: [i64; 2],
-        column: i64,
-        a: &Tensor,
-        b: &Tensor,
-        first: bool,
-    ) -> runtime::Result<()> {
-        if self.by_input[index].is_none() {
-            let [rows, columns] = size;
-            self.by_input[index] = Some(if self.column_major[index] {
-                Tensor::f_empty([columns, rows], self.options)?.f_tr()?
-            } else {
-                Tensor::f_empty(size, self.options)?
-            });
-        }
-        let sum = self.by_input[index].as_ref().expect("it was just made");
-        mm_into(&mut sum.f_narrow(1, column, b.size()[1])?, a, b, !first)
-    }
-}
-
 impl Function for Swiglu {
     fn name(&self) -> String {
         format!("swiglu {}", self.plan.level)
@@ -294,7 +193,7 @@ impl Function for Swiglu {
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
         let Sizes { tokens, hidden, features } = self.sizes;
-        let Plan { level, kind, compute, .. } = self.plan;
+        let TilePlan { level, kind, compute, .. } = self.plan;
         let (x, options) = (inputs[0], (compute, inputs[0].device()));
         let weights = self.matrices(&inputs[1..])?;
         let x_nh = x.f_reshape([tokens, hidden])?;

@@ -50,9 +50,9 @@ use crate::level::CheckpointLevel;
 /// [`Error::Mlp`]: an MLP with adapters, a bias, dropout or another form, or one that is already wrapped or recomputed; a level
 /// that it does not support; a model without MLPs.
 pub fn install(model: &mut dyn Module, level: CheckpointLevel) -> Result<usize> {
-    let mut plan = Plan { level, mlps: Vec::new(), refused: None };
+    let mut plan = Prepare { level, mlps: Vec::new(), refused: None };
     map_modules(model, &mut plan).map_err(runtime::Error::from)?;
-    let Plan { mlps, refused, .. } = plan;
+    let Prepare { mlps, refused, .. } = plan;
     if let Some(refused) = refused {
         return Err(refused);
     }
@@ -160,13 +160,13 @@ fn linears<const N: usize>(name: &str, mlp: &dyn Mlp, names: [&str; N]) -> Resul
         .map_err(|_| Error::Mlp { name: name.to_owned(), reason: format!("has {count} layers") })
 }
 
-struct Plan {
+struct Prepare {
     level: CheckpointLevel,
     mlps: Vec<(String, RecomputedMlp)>,
     refused: Option<Error>,
 }
 
-impl ModuleMapper for Plan {
+impl ModuleMapper for Prepare {
     fn mlp(&mut self, name: &str, slot: &mut Box<dyn Mlp>) -> models::Result<()> {
         match RecomputedMlp::of(name, &**slot, self.level) {
             Ok(mlp) => self.mlps.push((name.to_owned(), mlp)),

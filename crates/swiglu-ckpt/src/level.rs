@@ -37,18 +37,6 @@ impl CheckpointLevel {
         Self::InputOnlyTiled { bytes: 16 << 20 },
     ];
 
-    /// Returns the level of the assignment's number: 0 keeps everything, 1 keeps the input.
-    ///
-    /// # Errors
-    /// Any other number.
-    pub fn from_number(number: i64) -> Result<Self, Error> {
-        match number {
-            0 => Ok(Self::SaveAll),
-            1 => Ok(Self::InputOnly),
-            other => Err(Error::UnknownLevel(other.to_string())),
-        }
-    }
-
     /// Returns the elements kept per token, if all weights and the input need gradients.
     pub fn saved_elements_per_token(self, hidden: u64, intermediate: u64) -> u64 {
         hidden
@@ -132,7 +120,7 @@ mod tests {
         for level in CheckpointLevel::ALL {
             assert_eq!(level.to_string().parse::<CheckpointLevel>().unwrap(), level);
         }
-        assert_eq!("0".parse::<CheckpointLevel>().unwrap(), CheckpointLevel::from_number(0).unwrap());
+        assert_eq!("0".parse::<CheckpointLevel>().unwrap(), CheckpointLevel::SaveAll);
         assert_eq!("1".parse::<CheckpointLevel>().unwrap(), CheckpointLevel::InputOnly);
         let tiled = CheckpointLevel::InputOnlyTiled { bytes: 1000 };
         assert_eq!(tiled.to_string(), "input-only-tiled:1000");
@@ -140,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_names_are_refused() {
+    fn unknown_names_are_errors() {
         let huge = "input-only-tiled:99999999999GiB";
         for text in [
             "",
@@ -159,6 +147,5 @@ mod tests {
                 "{error}"
             );
         }
-        assert!(CheckpointLevel::from_number(2).is_err());
     }
 }

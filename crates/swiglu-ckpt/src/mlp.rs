@@ -119,12 +119,6 @@ impl SwigluMlp {
         Ok(mlp)
     }
 
-    /// Returns an MLP with the same weights and another level.
-    #[must_use]
-    pub fn with_level(self, level: CheckpointLevel) -> Self {
-        Self { level, ..self }
-    }
-
     /// The level.
     pub fn level(&self) -> CheckpointLevel {
         self.level

@@ -21,7 +21,7 @@ pub const TRAINED_VOCABULARY: usize = 4096;
 
 /// The source of documents.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Origin {
+pub enum DocumentSource {
     /// The embedded encyclopedia, with its tokenizer and validation set.
     Embedded,
     /// A text file in WikiText's format, a `.jsonl` file, or the folder of a token store.
@@ -30,10 +30,10 @@ pub enum Origin {
 
 /// Which documents to read, and how.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Request {
+pub struct DocumentOptions {
     /// Training data.
-    pub train: Origin,
-    /// Validation data, in any form of [`Origin::Path`].
+    pub train: DocumentSource,
+    /// Validation data, in any form of [`DocumentSource::Path`].
     pub validation: Option<PathBuf>,
     /// The JSON field that holds the text.
     pub field: String,
@@ -88,7 +88,7 @@ impl Documents {
     /// # Errors
     /// Missing, empty or invalid files; a vocabulary that differs from the tokenizer's or the store's; validation text with a
     /// store that has no tokenizer.
-    pub fn read(request: &Request) -> Result<Self> {
+    pub fn read(request: &DocumentOptions) -> Result<Self> {
         let (train, validation, tokenizer) = request.files()?;
         let tokenizer = request.tokenizer(&train, tokenizer.as_deref())?;
         let folder = TempDir::new().map_err(|cause| Error::Io { path: std::env::temp_dir(), cause })?;
@@ -119,13 +119,15 @@ impl Documents {
     }
 }
 
-impl Request {
+impl DocumentOptions {
     /// Training data, validation data, and the tokenizer's file.
     fn files(&self) -> Result<(InputFile, Option<InputFile>, Option<PathBuf>)> {
         let validation = self.validation.as_deref().map(|path| InputFile::at(path, &self.field));
         Ok(match &self.train {
-            Origin::Path(path) => (InputFile::at(path, &self.field), validation, self.tokenizer.clone()),
-            Origin::Embedded => {
+            DocumentSource::Path(path) => {
+                (InputFile::at(path, &self.field), validation, self.tokenizer.clone())
+            }
+            DocumentSource::Embedded => {
                 let folder = dataloading::embedded::folder()?;
                 let file = |name: &str| InputFile::at(&folder.join("corpus").join(name), &self.field);
                 let tokenizer = self.tokenizer.clone().unwrap_or_else(|| folder.join("tokenizer.json"));

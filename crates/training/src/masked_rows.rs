@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn packed_rows_say_where_their_documents_lie() {
+    fn packed_rows_have_document_boundaries() {
         let layout = Layout { packed: Some(9), shuffle: None, batch: 100, ..PADDED };
         let mut source = MaskedBatches::new(rows(), layout, Device::Cpu).unwrap();
         assert!(source.together.len() < 6, "{:?}", source.together);
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn it_goes_on_where_it_stood_and_epochs_differ() {
+    fn batches_resume_and_epochs_differ() {
         let mut source = MaskedBatches::new(rows(), PADDED, Device::Cpu).unwrap();
         let first = numbers(&source.next().unwrap().unwrap().tokens);
         let (state, rest) = (source.state(), pairs(&mut source));
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_batches_is_refused() {
+    fn options_without_batches_are_refused() {
         let silent = vec![row(1, 3, 0)];
         assert!(MaskedBatches::new(silent, PADDED, Device::Cpu).is_err());
         assert!(MaskedBatches::new(rows(), Layout { batch: 0, ..PADDED }, Device::Cpu).is_err());

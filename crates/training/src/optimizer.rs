@@ -61,7 +61,7 @@ pub use group::Group;
 pub use momentum::Momentum;
 pub use nesterov::Nesterov;
 pub use rms_prop::RmsProp;
-pub use rule::{Hyperparameters, Rule, Tensors};
+pub use rule::{FusedStep, Hyperparameters, Rule, Tensors};
 pub use sgd::Sgd;
 
 use crate::clip::NonFinite;

@@ -11,7 +11,7 @@
 //!
 //! ```
 //! use runtime::profile::{Trace, range};
-//! use training::profile::{Composition, Diagnosis, Facts, Phase, Profile};
+//! use training::profile::{Composition, Diagnosis, TrainingFacts, Phase, Profile};
 //! use tch::{Kind, Tensor, kind::FLOAT_CPU};
 //!
 //! let w = Tensor::randn([64, 64], FLOAT_CPU).set_requires_grad(true);
@@ -34,7 +34,7 @@
 //! let composition = Composition::of(&profile)?;
 //! assert_eq!(composition.steps.len(), 3);
 //! assert!(composition.phase(Phase::Forward).seconds > 0.0);
-//! let diagnosis = Diagnosis::of(&profile, &Facts::default())?;
+//! let diagnosis = Diagnosis::of(&profile, &TrainingFacts::default())?;
 //! assert!(diagnosis.finding("host synchronisation").is_some());
 //! println!("{composition}\n{diagnosis}");
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -50,6 +50,6 @@ mod trace_file;
 
 pub use compare::{Change, Comparison};
 pub use composition::{Composition, Copies, DeviceTime, OperatorTime, Phase, PhaseTime, StepTimes};
-pub use diagnose::{Diagnosis, Facts, Finding};
+pub use diagnose::{Diagnosis, Finding, TrainingFacts};
 pub use error::ProfileError;
 pub use trace_file::{DeviceEvent, DeviceWork, Dims, Input, Memory, Operator, Profile, RangeEvent};

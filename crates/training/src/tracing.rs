@@ -10,7 +10,7 @@ use crate::batches::Batches;
 use crate::error::Result;
 use crate::observer::{Observer, StepRecord};
 use crate::probe::StepProbe;
-use crate::profile::{Facts, Profile};
+use crate::profile::{Profile, TrainingFacts};
 use crate::trainer::{StopReason, Trainer};
 
 /// How batches are loaded, for a diagnosis.
@@ -24,11 +24,11 @@ pub struct Loading {
 
 /// A recording.
 #[derive(Debug)]
-pub struct Traced {
+pub struct TracedSteps {
     /// The trace.
     pub profile: Profile,
     /// Further facts for the diagnosis.
-    pub facts: Facts,
+    pub facts: TrainingFacts,
 }
 
 /// Runs `steps` more steps with the profiler, writes the trace to `path` for Perfetto, and parses it; `None` if the training
@@ -43,7 +43,7 @@ pub fn trace(
     steps: u64,
     loading: Loading,
     path: &Path,
-) -> Result<Option<Traced>> {
+) -> Result<Option<TracedSteps>> {
     let until = trainer.step().saturating_add(steps);
     let records = Arc::<Mutex<Vec<StepRecord>>>::default();
     trainer.observers.push(Box::new(Collect(records.clone())));
@@ -55,7 +55,7 @@ pub fn trace(
     }
     let records = std::mem::take(&mut *records.lock().unwrap_or_else(PoisonError::into_inner));
     let facts = facts(trainer, train, &records, loading)?;
-    Ok(Some(Traced { profile: Profile::read(path)?, facts }))
+    Ok(Some(TracedSteps { profile: Profile::read(path)?, facts }))
 }
 
 fn record(
@@ -81,11 +81,11 @@ pub fn facts(
     train: &mut dyn Batches,
     records: &[StepRecord],
     loading: Loading,
-) -> Result<Facts> {
+) -> Result<TrainingFacts> {
     let sum = |of: fn(&StepRecord) -> usize| records.iter().map(of).sum::<usize>() as f64;
     let (tokens, padding) = (sum(|record| record.tokens), sum(|record| record.padding));
     let probe = StepProbe::run(trainer, train)?;
-    Ok(Facts {
+    Ok(TrainingFacts {
         padding_share: Some(padding / (tokens + padding).max(1.0)),
         workers: Some(loading.workers),
         pinned: Some(loading.pinned),

@@ -1,7 +1,7 @@
 //! The moments of a step that trains adapters.
 
 use super::moments::{Budget, Estimate, Moment};
-use super::plan::Plan;
+use super::plan::TrainingPlan;
 use crate::Error;
 use crate::exact::{product, sum};
 use crate::lora::{LowRank, not_modelled};
@@ -17,7 +17,7 @@ use crate::passes::head::{FIXED, HeadOptions, frozen_loss, outside};
 use crate::recompute::Recompute;
 
 /// Estimates a training step of `lora` in a frozen `model`.
-pub(crate) fn estimate(model: &Decoder, lora: &LowRank, plan: &Plan) -> Result<Estimate, Error> {
+pub(crate) fn estimate(model: &Decoder, lora: &LowRank, plan: &TrainingPlan) -> Result<Estimate, Error> {
     check(lora, model, plan)?;
     let adapters = lora.parameters(model)?;
     let base = model.parameters()?;
@@ -121,7 +121,7 @@ pub(crate) fn estimate(model: &Decoder, lora: &LowRank, plan: &Plan) -> Result<E
 }
 
 /// Refuses a plan that is not modelled.
-fn check(lora: &LowRank, model: &Decoder, plan: &Plan) -> Result<(), Error> {
+fn check(lora: &LowRank, model: &Decoder, plan: &TrainingPlan) -> Result<(), Error> {
     lora.check_step(model, plan.work, plan.labelled, &plan.recomputation)?;
     if plan.recipe.casts {
         return Err(not_modelled("under autocast", "take a recipe of one dtype, as fp32 or bf16"));
@@ -132,7 +132,7 @@ fn check(lora: &LowRank, model: &Decoder, plan: &Plan) -> Result<(), Error> {
     Ok(())
 }
 
-fn step_bytes(lora: &LowRank, model: &Decoder, plan: &Plan) -> Result<u64, Error> {
+fn step_bytes(lora: &LowRank, model: &Decoder, plan: &TrainingPlan) -> Result<u64, Error> {
     let elements = match plan.step {
         StepKernel::Fused => 0,
         StepKernel::Foreach => lora.parameters(model)?,
@@ -150,41 +150,46 @@ mod tests {
     use crate::presets;
 
     #[test]
-    fn what_is_not_modelled_is_refused_by_name() {
-        let message = |plan: Plan, model: &str| {
-            let plan = Plan { lora: Some(plan.lora.unwrap_or_default()), ..plan };
+    fn unsupported_settings_are_refused_by_name() {
+        let message = |plan: TrainingPlan, model: &str| {
+            let plan = TrainingPlan { lora: Some(plan.lora.unwrap_or_default()), ..plan };
             estimate(&presets::find(model).unwrap(), &plan).unwrap_err().to_string()
         };
-        assert!(message(Plan::default(), "gpt2").starts_with("gpt2 has no projections q, k, v, o"));
+        assert!(message(TrainingPlan::default(), "gpt2").starts_with("gpt2 has no projections q, k, v, o"));
         let of_rank = LowRank { rank: 0, ..LowRank::default() };
         assert!(
-            message(Plan { lora: Some(of_rank), ..Plan::default() }, "qwen2.5-0.5b")
+            message(TrainingPlan { lora: Some(of_rank), ..TrainingPlan::default() }, "qwen2.5-0.5b")
                 .contains("rank of the adapters is 0")
         );
         let none = LowRank { targets: Targets::NONE, ..LowRank::default() };
         assert!(
-            message(Plan { lora: Some(none), ..Plan::default() }, "qwen2.5-0.5b").contains("no projection")
+            message(TrainingPlan { lora: Some(none), ..TrainingPlan::default() }, "qwen2.5-0.5b")
+                .contains("no projection")
         );
         let recipe = crate::memory::recipe::Recipe::AMP_BF16;
-        assert!(message(Plan { recipe, ..Plan::default() }, "qwen2.5-0.5b").contains("under autocast"));
+        assert!(
+            message(TrainingPlan { recipe, ..TrainingPlan::default() }, "qwen2.5-0.5b")
+                .contains("under autocast")
+        );
         let labelled = Some(1025);
         assert!(
-            message(Plan { labelled, ..Plan::default() }, "qwen2.5-0.5b").contains("1025 labelled tokens")
+            message(TrainingPlan { labelled, ..TrainingPlan::default() }, "qwen2.5-0.5b")
+                .contains("1025 labelled tokens")
         );
     }
 
-    /// Qwen2.5-0.5B in bf16, q, k, v and o with rank 8, by hand, per token of a block: two norms' outputs, queries and output
-    /// of 896, keys and values of 128, gate and up of 4864 in 2 bytes; a log-sum-exp for each of 14 heads, two statistics and
-    /// four u of 8 in 4 bytes.
+    /// Qwen2.5-0.5B in bf16, q, k, v and o with rank 8, counted manually per token of a block: two norms' outputs, queries and
+    /// output of 896, keys and values of 128, gate and up of 4864 in 2 bytes; a log-sum-exp for each of 14 heads, two statistics
+    /// and four u of 8 in 4 bytes.
     #[test]
-    fn a_step_of_qwen_by_hand() {
+    fn a_step_of_qwen_matches_a_manual_count() {
         let model = presets::find("qwen2.5-0.5b").unwrap();
-        let plan = Plan {
+        let plan = TrainingPlan {
             work: Workload { batch: 2, sequence: 256 },
             recipe: crate::memory::recipe::Recipe::BF16,
             norm: crate::recompute::NormKernel::Output,
             lora: Some(LowRank::default()),
-            ..Plan::default()
+            ..TrainingPlan::default()
         };
         let found = estimate(&model, &plan).unwrap();
         let block = 2 * (2 * 896 + 2 * 896 + 2 * 128 + 2 * 4864) + 4 * (14 + 2 + 4 * 8);
@@ -192,21 +197,21 @@ mod tests {
         // The first norm keeps nothing, but its output is the adapters' input; tokens and labels, and the rotary table.
         let kept = 512 * (24 * block - 4) + 512 * 16 + 32768 * 64 * 4;
         assert_eq!(found.at(Moment::LastBlock).bytes(Part::Activations), kept);
-        // At the most, a product's gradient and the two that come of it.
+        // At the peak, a product's gradient and the two computed from it.
         assert_eq!(found.at(Moment::LastBlock).bytes(Part::Temporaries), 512 * 2 * (3 * 4864 + 896));
         assert_eq!(found.states.total().unwrap(), 2 * 494_032_768 + 16 * 1_081_344);
     }
 
     #[test]
-    fn less_learns_or_more_is_computed_again_and_less_is_there() {
+    fn fewer_trained_weights_and_more_recomputation_reduce_bytes() {
         let model = presets::find("qwen2.5-0.5b").unwrap();
         let peak = |targets: &str, full: bool, labelled| {
-            let mut plan = Plan {
+            let mut plan = TrainingPlan {
                 work: Workload { batch: 4, sequence: 1024 },
                 lora: Some(LowRank { targets: targets.parse().unwrap(), ..LowRank::default() }),
                 loss: crate::memory::logits::Loss::LinearCrossEntropy { tokens: 4096 },
                 labelled,
-                ..Plan::default()
+                ..TrainingPlan::default()
             };
             if full {
                 plan.recomputation.checkpoint = crate::recompute::Recompute::Full;
@@ -220,8 +225,10 @@ mod tests {
             peak("q,k,v,o", true, Some(1024)),
         ];
         assert!(peaks.is_sorted_by(|a, b| a > b), "{peaks:?}");
-        let whole =
-            estimate(&model, &Plan { work: Workload { batch: 4, sequence: 1024 }, ..Plan::default() });
+        let whole = estimate(
+            &model,
+            &TrainingPlan { work: Workload { batch: 4, sequence: 1024 }, ..TrainingPlan::default() },
+        );
         assert!(whole.unwrap().peak().total > peaks[0]);
     }
 }

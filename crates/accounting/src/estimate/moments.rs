@@ -97,7 +97,7 @@ impl Budget {
         Ok(Self { moment, parts, total: exact::sum("bytes of a training step", parts)? })
     }
 
-    /// With so many bytes more of one part.
+    /// Returns the budget with additional bytes of one part.
     pub(crate) fn with(self, part: Part, bytes: u64) -> Result<Self, Error> {
         let mut parts = self.parts;
         parts[part as usize] = exact::sum("bytes of a training step", [self.bytes(part), bytes])?;

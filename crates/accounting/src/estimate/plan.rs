@@ -12,22 +12,22 @@ use crate::recompute::{NormKernel, Recompute, SwigluLevel};
 
 /// The settings of a training. Batches are per device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Plan {
+pub struct TrainingPlan {
     /// Sequences per device and their length.
     pub work: Workload,
     /// Number formats.
     pub recipe: Recipe,
     /// Optimizer.
     pub optimizer: Optimizer,
-    /// How the optimizer's step is executed.
+    /// The kernels of the optimizer's step.
     pub step: StepKernel,
     /// What the backward recomputes.
     pub recomputation: Recomputation,
-    /// How an RMSNorm is computed.
+    /// The implementation of an RMSNorm.
     pub norm: NormKernel,
     /// Whether dropout is on.
     pub dropout: bool,
-    /// How the loss is computed.
+    /// The implementation of the loss.
     pub loss: Loss,
     /// What data-parallel devices shard.
     pub sharding: Sharding,
@@ -39,12 +39,13 @@ pub struct Plan {
     pub labelled: Option<u64>,
     /// Adapters of a frozen base; `None` to train the whole model.
     pub lora: Option<LowRank>,
-    /// Bytes that the device's libraries keep for matrix products, which are there at every moment; 0 on a CPU.
+    /// Bytes that the device's libraries keep for matrix products throughout; 0 on a CPU.
     pub product_workspaces: u64,
 }
 
-impl Default for Plan {
-    /// One sequence of 1024 tokens, bf16 with fp32 master weights, AdamW, one device, no recomputation except a flash kernel's.
+impl Default for TrainingPlan {
+    /// Returns one sequence of 1024 tokens, bf16 with fp32 master weights, AdamW, one device, no recomputation except a flash
+    /// kernel's.
     fn default() -> Self {
         Self {
             work: Workload { batch: 1, sequence: 1024 },
@@ -65,7 +66,7 @@ impl Default for Plan {
     }
 }
 
-impl Plan {
+impl TrainingPlan {
     /// Returns the choices that affect activations.
     pub fn activation_choices(&self) -> ActivationChoices {
         ActivationChoices {

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use crate::Error;
 use crate::model::{Decoder, Linear};
 
-/// A projection of a block, in the order in which a token meets them.
+/// A projection of a block, in order of application.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Projection {
     /// Queries.
@@ -15,13 +15,13 @@ pub enum Projection {
     Key,
     /// Values.
     Value,
-    /// From the heads back to the residual stream.
+    /// The attention's output projection.
     Output,
-    /// The gate of the SwiGLU.
+    /// The SwiGLU's gate projection.
     Gate,
-    /// What the gate multiplies.
+    /// The SwiGLU's up-projection.
     Up,
-    /// From the feed-forward width back to the residual stream.
+    /// The SwiGLU's down-projection.
     Down,
 }
 
@@ -30,7 +30,7 @@ impl Projection {
     pub const ALL: [Self; 7] =
         [Self::Query, Self::Key, Self::Value, Self::Output, Self::Gate, Self::Up, Self::Down];
 
-    /// The name that [`Targets`] reads; with `_proj` it is the checkpoint's.
+    /// The name for [`Targets`]; with `_proj` appended, the checkpoint's.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Query => "q",
@@ -43,7 +43,7 @@ impl Projection {
         }
     }
 
-    /// A block's projections, by what they are.
+    /// The projections of a block.
     pub(crate) fn linears(model: &Decoder) -> Result<Vec<(Self, Linear)>, Error> {
         Ok(Self::ALL.into_iter().zip(model.block_linears()?).collect())
     }
@@ -71,7 +71,7 @@ impl Targets {
     /// All seven: PEFT's `all-linear`.
     pub const ALL: Self = Self([true; 7]);
 
-    /// These.
+    /// Creates a set.
     pub fn of(projections: &[Projection]) -> Self {
         let mut targets = Self::NONE;
         for &projection in projections {
@@ -80,7 +80,7 @@ impl Targets {
         targets
     }
 
-    /// Whether that one is adapted.
+    /// Returns whether a projection is adapted.
     pub const fn has(self, projection: Projection) -> bool {
         self.0[projection as usize]
     }

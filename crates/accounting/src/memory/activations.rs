@@ -33,14 +33,14 @@ use crate::memory::recipe::Recipe;
 use crate::model::{Decoder, Family};
 use crate::recompute::{AttentionKernel, NormKernel, Recompute, SwigluLevel};
 
-/// What decides which activations are kept.
+/// Options that determine which activations are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ActivationChoices {
     /// Number formats.
     pub recipe: Recipe,
     /// What is recomputed.
     pub recomputation: Recomputation,
-    /// How an RMSNorm is computed.
+    /// The implementation of an RMSNorm.
     pub norm: NormKernel,
     /// Whether dropout is on. (Qwen2 and Llama have it on the probabilities only.)
     pub dropout: bool,
@@ -133,21 +133,6 @@ pub(crate) fn input_kept_inside(
     }
 }
 
-/// Whether an item is the result of elementwise operations and norms over tensors that are kept beside it.
-pub(crate) fn is_elementwise(item: &Item) -> bool {
-    const NAMES: [&str; 8] = [
-        "normalized input",
-        QKV_INPUT,
-        "feed-forward input",
-        "SiLU(xW)",
-        "SiLU(xW) ⊙ xV",
-        "GELU output",
-        "dropped ReLU output",
-        "dropped probabilities",
-    ];
-    NAMES.contains(&item.name)
-}
-
 /// What the query, key and value projections keep.
 pub(crate) const QKV_INPUT: &str = "query, key, value input";
 
@@ -169,7 +154,7 @@ fn norm(
     Ok(())
 }
 
-/// The item that Korthikanti's formulas leave out.
+/// The item that Korthikanti's formulas omit.
 pub const NORM_STATISTICS: &str = "norm statistics";
 
 fn attention(
@@ -217,7 +202,7 @@ pub(crate) fn probabilities(
     Ok(())
 }
 
-/// Dropout on a branch before it joins the residual stream, which GPT-2 has and Qwen2 and Llama have not.
+/// Dropout on a branch before it joins the residual stream, in GPT-2 only.
 fn residual_dropout(
     items: &mut Vec<Item>,
     model: &Decoder,
@@ -321,7 +306,7 @@ mod tests {
     /// 2 × 128 tokens, d = 64: pre-norm blocks of `F.rms_norm`, `scaled_dot_product_attention` (flash) and a SwiGLU
     /// of plain operations with f = 176, and one of `LayerNorm`, packed projections and GELU with f = 256.
     #[test]
-    fn what_torch_saves_for_a_block() {
+    fn kept_tensors_match_what_torch_saves() {
         let saved = |family, kv_heads, feed_forward, recipe| {
             let shape = Shape {
                 family,
@@ -353,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn the_list_is_korthikantis_formula_where_that_applies() {
+    fn kept_bytes_match_korthikantis_formula() {
         for name in ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] {
             let model = presets::find(name).unwrap();
             for (batch, sequence) in [(1, 1024), (3, 77), (16, 512)] {
@@ -370,10 +355,10 @@ mod tests {
         }
     }
 
-    /// By hand, Llama-3-8B in bf16 with a flash kernel, per token: 4 norm and projection inputs of d, Q and the
+    /// Llama-3-8B in bf16 with a flash kernel, counted manually per token: 4 norm and projection inputs of d, Q and the
     /// output of d, K and V of d/4, a log-sum-exp per head, two statistics, and 4 f.
     #[test]
-    fn a_block_of_llama_3_8b_by_hand() {
+    fn kept_bytes_of_llama_3_8b_match_a_manual_count() {
         let model = presets::find("llama-3-8b").unwrap();
         let work = Workload { batch: 2, sequence: 512 };
         let (d, f) = (4096, 14336);

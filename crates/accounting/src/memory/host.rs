@@ -1,6 +1,6 @@
-//! Tensors that a training stores on the host, and what of them passes through the device.
+//! Tensors that a training stores on the host, and their copies on the device.
 //!
-//! | on the host | on the device all the same |
+//! | on the host | still on the device |
 //! |---|---|
 //! | parameters | those of the computing block and of the next one, or of the largest matrix outside the blocks |
 //! | gradients | those of one block, or of the output or the embedding, in flight |
@@ -28,7 +28,7 @@ pub struct OnHost {
 }
 
 impl OnHost {
-    /// The names that [`OnHost::with`] reads.
+    /// The names for [`OnHost::with`].
     pub const NAMES: [&str; 4] = ["parameters", "gradients", "optimizer", "block-inputs"];
 
     /// Returns the same with one more kind of tensor, by name.
@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_read_back() {
+    fn names_round_trip() {
         let mut all = OnHost::default();
         for (place, name) in OnHost::NAMES.into_iter().enumerate() {
             all = all.with(name).unwrap();

@@ -1,5 +1,5 @@
-//! Keys and values that generation keeps: `2·L·a·b·s·n·k` elements (`L` layers of `a` attentions, `b` sequences of
-//! `s` tokens, `n` key-value heads of width `k`). Grouped-query attention divides it by `heads / kv_heads`.
+//! Keys and values kept for generation: `2·L·a·b·s·n·k` elements (`L` layers of `a` attentions, `b` sequences of `s`
+//! tokens, `n` key-value heads of width `k`). Grouped-query attention divides it by `heads / kv_heads`.
 //!
 //! ```
 //! use accounting::{Dtype, decoder_flops::Workload, memory::kv_cache, presets};
@@ -14,7 +14,7 @@ use crate::decoder_flops::{Workload, check_positions};
 use crate::model::Decoder;
 use crate::{Dtype, Error, exact};
 
-/// Bytes of the cache for `work.batch` sequences of `work.sequence` tokens.
+/// Returns the bytes of the cache for `work.batch` sequences of `work.sequence` tokens.
 pub fn bytes(model: &Decoder, work: Workload, dtype: Dtype) -> Result<u64, Error> {
     work.tokens()?;
     check_positions(model, work.sequence)?;
@@ -33,7 +33,8 @@ pub fn bytes(model: &Decoder, work: Workload, dtype: Dtype) -> Result<u64, Error
     dtype.bytes(elements)
 }
 
-/// Tokens of one sequence whose keys and values fit `available` bytes beside the parameters in the same format.
+/// Returns the number of tokens of one sequence whose keys and values fit `available` bytes together with the
+/// parameters in the same format.
 ///
 /// # Errors
 /// More than 64 bits of bytes.

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! logits                                 c    held by the caller until the step ends
-//! a copy in fp32                         4    only if c < 4; gone when the loss is there
+//! a copy in fp32                         4    only if c < 4; freed after the loss
 //! log-probabilities                      4    kept for the backward
 //! gradient of the log-probabilities      4    backward only
 //! gradient of the logits                 4    backward only
@@ -14,7 +14,7 @@
 //! logits for one chunk only. It keeps the gradient of the hidden states instead, and has the gradient of the output matrix
 //! (`v·d`) while it runs, which an eager loss has only when its logits are freed:
 //!
-//! | [`Loss`] | bytes per token and entry of a chunk | of `v·d`, beside the gradient itself |
+//! | [`Loss`] | bytes per token and entry of a chunk | of `v·d`, in addition to the gradient |
 //! |---|---|---|
 //! | `ChunkedRecompute` | `c + 12` | one chunk's gradient, before it is added |
 //! | `GradInForward` | `c`, and `4` for a copy in fp32 unless `c = 4`; the gradient is written over it | – |
@@ -29,7 +29,7 @@ use crate::memory::recipe::Recipe;
 use crate::model::Decoder;
 use crate::{Dtype, Error};
 
-/// How the loss is computed: the implementations of `fused-ce`.
+/// The implementation of the loss.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Loss {
     /// All logits, then the cross-entropy, composed of framework operations.
@@ -58,7 +58,7 @@ impl Loss {
     /// The names that [`Loss::from_name`] reads, from the simplest on.
     pub const NAMES: [&str; 4] = ["naive", "chunked-recompute", "grad-in-forward", "linear-cross-entropy"];
 
-    /// The loss of that name, with chunks of `tokens` where it has chunks.
+    /// Returns the loss of a name, with chunks of `tokens` if it has chunks.
     pub fn from_name(name: &str, tokens: u64) -> Result<Self, Error> {
         let known = Self::NAMES.into_iter().position(|known| known.eq_ignore_ascii_case(name));
         match known {
@@ -70,7 +70,7 @@ impl Loss {
         }
     }
 
-    /// The name of the implementation.
+    /// Returns the name.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Eager => "naive",
@@ -90,7 +90,7 @@ impl Loss {
         }
     }
 
-    /// Tokens of a chunk, where there are chunks.
+    /// Returns the tokens of a chunk, if there are chunks.
     pub const fn chunk(self) -> Option<u64> {
         match self {
             Self::Eager => None,
@@ -104,7 +104,7 @@ impl Loss {
 impl FromStr for Loss {
     type Err = Error;
 
-    /// [`Loss::from_name`] with chunks of 1024 tokens.
+    /// As [`Loss::from_name`], with chunks of 1024 tokens.
     fn from_str(text: &str) -> Result<Self, Error> {
         Self::from_name(text, 1024)
     }
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_read_back() {
+    fn names_round_trip() {
         for name in Loss::NAMES {
             assert_eq!(name.parse::<Loss>().unwrap().name(), name);
         }

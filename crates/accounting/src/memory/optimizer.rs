@@ -27,22 +27,22 @@ const SMALLEST_8BIT: u64 = 4096;
 pub enum Optimizer {
     /// Stochastic gradient descent without state.
     Sgd,
-    /// With a velocity.
+    /// SGD with momentum.
     Momentum,
-    /// With the sum of squared gradients.
+    /// AdaGrad.
     AdaGrad,
-    /// With their running mean.
+    /// RMSProp.
     RmsProp,
-    /// With running means of gradients and squared gradients.
+    /// Adam.
     Adam,
-    /// The same state, another weight decay.
+    /// AdamW.
     #[default]
     AdamW,
     /// Adam with block-wise 8-bit state.
     Adam8bit,
 }
 
-/// How an optimizer's step runs over the tensors. (Temporaries as in torch 2.11's `torch.optim`.)
+/// The kernels of an optimizer's step. (Temporaries as in torch 2.11's `torch.optim`.)
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum StepKernel {
     /// One kernel, in place.
@@ -59,7 +59,7 @@ impl Optimizer {
     pub const ALL: [Self; 7] =
         [Self::Sgd, Self::Momentum, Self::AdaGrad, Self::RmsProp, Self::Adam, Self::AdamW, Self::Adam8bit];
 
-    /// The name that [`FromStr`] reads.
+    /// The name for [`FromStr`].
     pub const fn name(self) -> &'static str {
         match self {
             Self::Sgd => "sgd",
@@ -72,7 +72,7 @@ impl Optimizer {
         }
     }
 
-    /// Numbers of state per parameter.
+    /// State numbers per parameter.
     pub const fn state_tensors(self) -> u64 {
         match self {
             Self::Sgd => 0,
@@ -90,7 +90,7 @@ impl Optimizer {
         }
     }
 
-    /// Bytes of state for the whole of `model`.
+    /// Returns the bytes of state for the whole `model`.
     pub fn state_bytes(self, model: &Decoder, state: Dtype) -> Result<u64, Error> {
         let groups = model.tensor_groups()?;
         let sizes: Result<Vec<_>, Error> =
@@ -98,7 +98,7 @@ impl Optimizer {
         self.state_bytes_of(sizes?, state)
     }
 
-    /// Bytes of state for tensors, each given as how many there are and their elements.
+    /// Returns the bytes of state for tensors, given as pairs of count and elements.
     pub(crate) fn state_bytes_of(
         self,
         tensors: impl IntoIterator<Item = (u64, u64)>,
@@ -119,17 +119,17 @@ impl Optimizer {
         exact::sum(WHAT, bytes)
     }
 
-    /// Temporaries of a step in copies of the tensors that it goes over.
+    /// Temporaries of a step, in copies of its tensors.
     const fn step_copies(self) -> u64 {
         match self {
             Self::Sgd | Self::Momentum | Self::Adam8bit => 0,
-            // The square root of the second moment; AdaGrad's list form makes the scaled gradients besides.
+            // The square root of the second moment; AdaGrad's list form also allocates the scaled gradients.
             Self::RmsProp | Self::Adam | Self::AdamW => 1,
             Self::AdaGrad => 2,
         }
     }
 
-    /// Bytes that a step over `model` needs for a moment, with the state divided by `devices`.
+    /// Returns the temporary bytes of a step over `model`, with the state divided by `devices`.
     pub fn step_bytes(
         self,
         model: &Decoder,
@@ -150,7 +150,7 @@ impl Optimizer {
         self.step_bytes_of(elements, state)
     }
 
-    /// The same where the step's kernel works on so many elements at a time.
+    /// Returns the temporary bytes of a step whose kernel works on `elements` elements at a time.
     pub(crate) fn step_bytes_of(self, elements: u64, state: Dtype) -> Result<u64, Error> {
         exact::product("bytes of the optimizer's step", &[self.step_copies(), state.bytes(elements)?])
     }
@@ -171,7 +171,7 @@ impl StepKernel {
     /// All kernels.
     pub const ALL: [Self; 3] = [Self::Fused, Self::Foreach, Self::Loop];
 
-    /// The name that [`FromStr`] reads.
+    /// The name for [`FromStr`].
     pub const fn name(self) -> &'static str {
         match self {
             Self::Fused => "fused",
@@ -198,7 +198,7 @@ mod tests {
     use crate::presets;
 
     #[test]
-    fn state_of_gpt2() {
+    fn optimizer_state_of_gpt2() {
         let model = presets::find("gpt2").unwrap();
         let state = |optimizer: Optimizer| optimizer.state_bytes(&model, Dtype::Fp32).unwrap();
         let n = 124_439_808;
@@ -207,8 +207,8 @@ mod tests {
             assert_eq!(state(one), 4 * n);
         }
         assert_eq!((state(Optimizer::Adam), state(Optimizer::AdamW)), (8 * n, 8 * n));
-        // All vectors of GPT-2 small have fewer than 4096 elements: per block 4 norm vectors (768), and biases of
-        // 2304, 768, 3072 and 768; and the two vectors of the final norm.
+        // All vectors of GPT-2 small have fewer than 4096 elements: per block 4 norm vectors (768), and biases of 2304,
+        // 768, 3072 and 768; and the two vectors of the final norm.
         let small = 12 * (4 * 768 + 2304 + 768 + 3072 + 768) + 2 * 768;
         let large = n - small;
         // Every matrix is a multiple of 256 elements, the embedding's 50257 × 768 too.

@@ -5,18 +5,18 @@
 //!
 //! ```text
 //! none       s·b·h·(34 + 5·a·s/h) = 34·s·b·h + 5·a·b·s²
-//! selective  34·s·b·h               the attention's core is computed again
-//! full       2·s·b·h                the block's input is all that is kept
+//! selective  34·s·b·h               the attention's core is recomputed
+//! full       2·s·b·h                only the block's input is kept
 //! ```
 //!
 //! [`activations`](super::activations) lists the same tensors one by one, for other blocks too; the two agree to the
-//! byte where the formulas apply (but for the norms' statistics, which the paper leaves out).
+//! byte where the formulas apply (except for the norms' statistics, which the paper omits).
 
 use crate::decoder_flops::Workload;
 use crate::recompute::Recompute;
 use crate::{Error, exact};
 
-/// Bytes per block that are kept for the backward.
+/// Returns the bytes per block that are kept for the backward.
 pub fn block_bytes(work: Workload, hidden: u64, heads: u64, choice: Recompute) -> Result<u64, Error> {
     const WHAT: &str = "bytes of a block's activations";
     let tokens = work.tokens()?;

@@ -1,4 +1,4 @@
-//! Mixed-precision recipes: the number format of each thing that training keeps, and so the bytes per parameter.
+//! Mixed-precision recipes: the number formats of a training, which determine the bytes per parameter.
 //!
 //! With AdamW, without activations:
 //!
@@ -20,12 +20,12 @@ use std::str::FromStr;
 use crate::memory::optimizer::Optimizer;
 use crate::{Dtype, Error};
 
-/// Which number format each thing has.
+/// The number formats of a training.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Recipe {
-    /// The name that [`FromStr`] reads.
+    /// The name for [`FromStr`].
     pub name: &'static str,
-    /// What it is, in a line.
+    /// A description.
     pub summary: &'static str,
     /// Parameters that the forward reads.
     pub parameters: Dtype,
@@ -35,11 +35,11 @@ pub struct Recipe {
     pub gradients: Dtype,
     /// The optimizer's state, unless it is an 8-bit optimizer.
     pub state: Dtype,
-    /// Matrix products and what they keep.
+    /// Matrix products and their saved tensors.
     pub compute: Dtype,
     /// The residual stream, which norms and additions work on.
     pub residual: Dtype,
-    /// Whether autocast keeps a copy of each weight in `compute` for the length of a forward and backward.
+    /// Whether autocast keeps a copy of each weight in `compute` during a forward and backward.
     pub casts: bool,
 }
 
@@ -122,7 +122,7 @@ impl Recipe {
         Self::BF16,
     ];
 
-    /// Bytes that each parameter takes with `optimizer`: parameter, master weight, gradient and state, without the
+    /// Returns the bytes per parameter with `optimizer`: parameter, master weight, gradient and state, without the
     /// copies of autocast.
     pub fn bytes_per_parameter(&self, optimizer: Optimizer) -> f64 {
         let bits = |dtype: Dtype| dtype.storage_bits() as f64 / 8.0;

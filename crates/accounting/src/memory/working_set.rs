@@ -26,7 +26,7 @@ use crate::model::{Decoder, Part};
 use crate::recompute::{AttentionKernel, Recompute, SwigluLevel};
 use crate::{Error, exact};
 
-/// Temporaries of one block's backward.
+/// Returns the temporaries of one block's backward.
 pub fn block_backward(
     model: &Decoder,
     work: Workload,
@@ -48,29 +48,6 @@ pub fn block_backward(
         items.push(Item { name: "activations of the recomputed block", bytes });
     }
     Ok(items)
-}
-
-/// Temporaries of the two moments of a block's backward, in bytes.
-pub(crate) struct Moments {
-    /// Gradients at both moments: the residual stream's and its branch's.
-    pub(crate) stream: u64,
-    /// Those inside the attention.
-    pub(crate) attention: u64,
-    /// Those inside the feed-forward layer.
-    pub(crate) feed_forward: u64,
-}
-
-/// What [`block_backward`] takes the larger of, nothing freed in between.
-pub(crate) fn block_moments(
-    model: &Decoder,
-    work: Workload,
-    choices: &ActivationChoices,
-) -> Result<Moments, Error> {
-    Ok(Moments {
-        stream: total(&stream(model, work, choices)?)?,
-        attention: total(&attention(model, work, choices)?)?,
-        feed_forward: total(&feed_forward(model, work.tokens()?, choices)?)?,
-    })
 }
 
 fn stream(model: &Decoder, work: Workload, choices: &ActivationChoices) -> Result<Vec<Item>, Error> {

@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_divided_twice() {
+    fn shares_are_divided_once() {
         let model = presets::find("llama-3-8b").unwrap();
         let n = model.parameters().unwrap();
         let total = |stage, devices| {

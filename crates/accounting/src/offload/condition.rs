@@ -1,4 +1,4 @@
-//! The number of tokens from which on loading is hidden by compute.
+//! The smallest number of tokens whose compute hides loading.
 //!
 //! Loading a layer of P parameters of s bytes over a link of B bytes per second takes `s·P/B` seconds. With T tokens (without
 //! attention's core) its forward takes `2·P·T` FLOPs, its backward `4·P·T`, and with recomputation `6·P·T`; a frozen layer has
@@ -28,16 +28,16 @@ pub const GEN4: f64 = 25e9;
 /// Bytes per second that a link of PCIe 5.0 × 16 reaches.
 pub const GEN5: f64 = 50e9;
 
-/// A card with the rate that it reaches.
+/// A card with its measured rate.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Card {
-    /// The name that [`card`] reads.
+    /// The name for [`card`].
     pub name: &'static str,
     /// The name in [`hardware`].
     hardware: &'static str,
     /// FLOP/s reached in bf16.
     pub flops: f64,
-    /// Bytes per second of its own generation's link.
+    /// Bytes per second of its generation's link.
     pub link: f64,
 }
 
@@ -51,13 +51,13 @@ pub const CARDS: [Card; 5] = [
 ];
 
 impl Card {
-    /// What its data sheet says.
+    /// Returns the data-sheet figures.
     pub fn data_sheet(&self) -> Result<Hardware, Error> {
         hardware::find(self.hardware)
     }
 }
 
-/// The card of that name, whatever its case; `rtx4090` is `4090`.
+/// Returns the card of a name, ignoring case; `rtx4090` is `4090`.
 pub fn card(name: &str) -> Result<Card, Error> {
     CARDS
         .into_iter()
@@ -77,7 +77,7 @@ pub enum Direction {
 }
 
 impl Direction {
-    /// All of them.
+    /// All passes.
     pub const ALL: [Self; 3] = [Self::Forward, Self::Backward, Self::FrozenBackward];
 
     /// FLOPs per parameter and token.
@@ -148,7 +148,7 @@ pub fn least_tokens(condition: &Condition, direction: Direction) -> Result<u64, 
         });
     }
     let tokens = (1.0 - resident_share) * bytes_per_parameter / direction.flops() * flops / link;
-    // A whole number that rounding has put above itself is not the next one.
+    // Do not round up a whole number that floating-point error put slightly above itself.
     Ok((tokens * (1.0 - 1e-12)).ceil() as u64)
 }
 
@@ -156,9 +156,9 @@ pub fn least_tokens(condition: &Condition, direction: Direction) -> Result<u64, 
 mod tests {
     use super::*;
 
-    /// Published beside the cards' rates: forward and backward at 25 GB/s, then at 50 GB/s, rounded.
+    /// Published with the cards' rates: forward and backward at 25 GB/s, then at 50 GB/s, rounded.
     #[test]
-    fn the_table_of_common_cards() {
+    fn the_table_of_cards_matches_published_values() {
         let table = [
             ("3090", GEN4, 1600, 533),
             ("3090", GEN5, 800, 267),
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_card_reaches_less_than_its_data_sheet_says() {
+    fn a_cards_reached_rate_is_below_its_data_sheet() {
         for card in CARDS {
             let sheet = card.data_sheet().unwrap();
             assert!((0.5..0.8).contains(&(card.flops / sheet.bf16)), "{}", card.name);
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused() {
+    fn invalid_values_are_refused() {
         let of =
             |flops, share| Condition { flops, link: 1.0, bytes_per_parameter: 2.0, resident_share: share };
         assert!(least_tokens(&of(0.0, 0.0), Direction::Forward).is_err());

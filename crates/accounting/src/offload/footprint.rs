@@ -1,18 +1,18 @@
 //! Bytes on the device and on the host during a step.
 //!
-//! On the device, at every moment: the fixed part, the resident layers, the ring, and the optimizer's tensors there. In
-//! training with recomputation also
+//! On the device at every moment: the fixed part, the resident layers, the ring, and the optimizer's tensors if they
+//! are on the device. In training with recomputation also
 //!
 //! ```text
 //! forward of layer k     (k + 1) inputs + a forward's working bytes
-//! head and loss          L inputs + the head's, the output matrix' gradient among them
-//! backward of layer k    (k + 1) inputs + a backward's, the layer's gradients as they come among them
+//! head and loss          L inputs + the head's, including the output matrix' gradient
+//! backward of layer k    (k + 1) inputs + a backward's, including the layer's gradients as they are computed
 //!                        + gradients of the head, and of other layers that have not left
 //! embedding's backward   all gradients of the fixed part + the embedding's + gradients of layers that have not left
 //! ```
 //!
-//! in inference one input instead of k + 1; without recomputation the kept activations instead of inputs. Gradients are stored
-//! while other layers compute, so their number follows from the schedule.
+//! In inference there is one input instead of k + 1; without recomputation the kept activations instead of inputs. Gradients are
+//! stored while other layers compute, so their number follows from the schedule.
 
 use super::job::{Job, Kept, Layer};
 use super::setup::{Method, OptimizerPlace, Setup};
@@ -34,12 +34,12 @@ pub struct Footprint {
 }
 
 impl Footprint {
-    /// Bytes of one part, 0 where it is not there.
+    /// Returns the bytes of one part; 0 if it is absent.
     pub fn bytes(&self, part: &str) -> u64 {
         self.parts.iter().filter(|item| item.name == part).map(|item| item.bytes).sum()
     }
 
-    /// The parts in a line, the largest first.
+    /// Formats the parts in a line, the largest first.
     pub fn summary(&self) -> String {
         let mut parts = self.parts.clone();
         parts.sort_by_key(|item| std::cmp::Reverse(item.bytes));
@@ -88,7 +88,7 @@ pub(super) fn is_resident(setup: &Setup, layer: usize) -> bool {
     matches!(setup.method, Method::Resident { .. }) || setup.resident.binary_search(&layer).is_ok()
 }
 
-/// Lists what is there at every moment.
+/// Lists what is on the device at every moment.
 fn base(job: &Job, setup: &Setup) -> Result<Vec<Item>, Error> {
     let all = || job.layers.iter().enumerate();
     let resident = all().filter(|(layer, _)| is_resident(setup, *layer)).map(|(_, cost)| cost.slot_bytes);
@@ -137,7 +137,7 @@ pub(super) fn footprint(job: &Job, setup: &Setup, spans: &[Span]) -> Result<Foot
     Ok(peak)
 }
 
-/// What each layer keeps, where it is not its input alone.
+/// Returns what each layer keeps, if it is more than its input.
 fn kept(job: &Job, setup: &Setup) -> Result<Option<Vec<Kept>>, Error> {
     if !job.training || setup.method != (Method::Resident { recompute: false }) {
         return Ok(None);
@@ -146,11 +146,11 @@ fn kept(job: &Job, setup: &Setup) -> Result<Option<Vec<Kept>>, Error> {
     let all: Option<Vec<Kept>> = job.layers.iter().map(of).collect();
     all.map(Some).ok_or_else(|| Error::Shape {
         what: "a training without recomputation, of which no bytes that a layer keeps are given".into(),
-        remedy: "give Working::kept, or recompute".into(),
+        remedy: "give WorkingMemory::kept, or recompute".into(),
     })
 }
 
-/// Every moment of a step with its start; a layer of no seconds has its moment too.
+/// Lists every moment of a step with its start, including layers that take no time.
 fn moments(job: &Job, spans: &[Span]) -> Vec<(Moment, f64)> {
     let find = |work, layer| {
         spans
@@ -173,7 +173,7 @@ fn moments(job: &Job, spans: &[Span]) -> Vec<(Moment, f64)> {
     all
 }
 
-/// Inputs, or what is kept in their place, and what works.
+/// Lists inputs, or the kept activations instead, and working memory.
 fn passing(job: &Job, kept: Option<&[Kept]>, moment: Moment) -> Result<[Item; 2], Error> {
     const WHAT: &str = "bytes that layers keep";
     let working = job.working;
@@ -195,7 +195,7 @@ fn passing(job: &Job, kept: Option<&[Kept]>, moment: Moment) -> Result<[Item; 2]
     Ok([Item { name, bytes: held }, Item { name: "working memory", bytes }])
 }
 
-/// A layer's gradient, and when it is on the device.
+/// A layer's gradient, and the interval in which it is on the device.
 struct Gradient {
     bytes: u64,
     from: f64,
@@ -222,7 +222,7 @@ fn gradients(job: &Job, setup: &Setup, spans: &[Span]) -> Vec<Gradient> {
         };
         Gradient {
             bytes: cost.gradient_bytes,
-            // Until its backward has ended, its gradients are among that backward's working bytes.
+            // Until its backward has ended, its gradients count as that backward's working bytes.
             from: computed.map_or(f64::NEG_INFINITY, |span| span.end),
             until: until.or(computed.map(|span| span.end)).unwrap_or(f64::INFINITY),
         }

@@ -13,18 +13,18 @@ pub struct Layer {
     pub gradient_bytes: u64,
     /// Bytes of their master weights and optimizer state.
     pub state_bytes: u64,
-    /// How many trainable numbers they are.
+    /// Number of trainable parameters.
     pub trainable: u64,
     /// Seconds of its forward.
     pub forward_seconds: f64,
     /// Seconds of its backward, with recomputation. Ignored in inference.
     pub backward_seconds: f64,
-    /// What it keeps if it is resident and not recomputed; `None` for [`Working::kept`]. For activation plans that differ
-    /// between layers.
+    /// The kept activations if it is resident and not recomputed; `None` for [`WorkingMemory::kept`]. For activation plans that
+    /// differ between layers.
     pub kept: Option<Kept>,
 }
 
-/// What stays on the device with any method: embedding, last norm, head.
+/// The part that stays on the device with any method: embedding, last norm, head.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Fixed {
     /// Bytes of the weights.
@@ -36,7 +36,7 @@ pub struct Fixed {
     pub head_gradient_bytes: u64,
     /// Bytes of master weights and optimizer state.
     pub state_bytes: u64,
-    /// How many trainable numbers they are.
+    /// Number of trainable parameters.
     pub trainable: u64,
     /// Seconds of embedding, head and loss, forward and (in training) backward.
     pub seconds: f64,
@@ -44,7 +44,7 @@ pub struct Fixed {
 
 /// Temporary memory on the device during a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Working {
+pub struct WorkingMemory {
     /// Bytes of one layer's input; of a training step with recomputation, every layer's is kept.
     pub input_bytes: u64,
     /// Maximum bytes of a layer's forward that keeps nothing, beyond its weights and its input.
@@ -81,31 +81,31 @@ pub struct Job {
     /// What is always on the device.
     pub fixed: Fixed,
     /// Temporary memory.
-    pub working: Working,
+    pub working: WorkingMemory,
     /// Whether a backward and an optimizer step follow the forward.
     pub training: bool,
 }
 
 impl Job {
-    /// Whether the optimizer has any parameters.
+    /// Returns whether the optimizer has any parameters.
     pub fn updates(&self) -> bool {
         self.training && (self.fixed.trainable > 0 || self.layers.iter().any(|layer| layer.trainable > 0))
     }
 
-    /// Bytes of all layers' flat buffers.
+    /// Returns the bytes of all layers' flat buffers.
     pub fn layer_bytes(&self) -> Result<u64, Error> {
         exact::sum("bytes of all layers", self.layers.iter().map(|layer| layer.slot_bytes))
     }
 
-    /// Bytes of master weights and optimizer state, of layers and fixed part.
+    /// Returns the bytes of master weights and optimizer state, of layers and fixed part.
     pub fn state_bytes(&self) -> Result<u64, Error> {
         let layers = self.layers.iter().map(|layer| layer.state_bytes);
         exact::sum("bytes of the optimizer's state", layers.chain([self.fixed.state_bytes]))
     }
 }
 
-/// Bytes that a step of AdamW moves for each number, in fp32: it reads gradient, weight and two moments, and writes the last
-/// three. A step is one pass over memory, so its rate is the memory bandwidth divided by these.
+/// Bytes that a step of AdamW moves per parameter, in fp32: it reads gradient, weight and two moments, and writes the last three. A
+/// step is one pass over memory, so its rate is the memory bandwidth divided by these.
 pub const ADAMW_STEP_BYTES: f64 = 28.0;
 
 /// Rates of copying and of the optimizer. All positive.
@@ -115,9 +115,9 @@ pub struct Rates {
     pub load: f64,
     /// Bytes per second from the device to the host.
     pub store: f64,
-    /// Trainable numbers per second of a step on the host.
+    /// Parameters per second of a step on the host.
     pub host_optimizer: f64,
-    /// Trainable numbers per second of a step on the device.
+    /// Parameters per second of a step on the device.
     pub device_optimizer: f64,
 }
 

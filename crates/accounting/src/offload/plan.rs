@@ -5,7 +5,7 @@ use std::fmt;
 use super::condition::{Condition, Direction, least_tokens};
 use super::job::{Job, Rates};
 use super::setup::{Method, OptimizerPlace, Setup, Start};
-use super::simulate::{Step, simulate};
+use super::simulate::{SimulatedStep, simulate};
 use crate::Error;
 use crate::quantity::{bytes_text, grouped};
 
@@ -23,13 +23,13 @@ pub struct Budget {
 
 /// A setup, with its predicted cost.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Plan {
+pub struct OffloadPlan {
     /// Ring, resident layers, and where the optimizer is.
     pub setup: Setup,
     /// Where the optimizer is; `None` if nothing is trained.
     pub optimizer: Option<OptimizerPlace>,
     /// A later step, not the first.
-    pub step: Step,
+    pub step: SimulatedStep,
     /// The fraction of resident layers.
     pub resident_share: f64,
     /// Seconds of a step with every layer on the device, whether or not it fits.
@@ -45,13 +45,13 @@ pub struct Plan {
 ///
 /// # Errors
 /// The errors of [`simulate`]; or nothing fits, with the smallest budget that does and its parts.
-pub fn plan(job: &Job, rates: &Rates, budget: Budget) -> Result<Plan, Error> {
+pub fn plan(job: &Job, rates: &Rates, budget: Budget) -> Result<OffloadPlan, Error> {
     let count = job.layers.len();
     let places: &[OptimizerPlace] =
         if job.updates() { &[OptimizerPlace::Device, OptimizerPlace::Host] } else { &[OptimizerPlace::Host] };
-    let mut best: Option<(Setup, Step)> = None;
+    let mut best: Option<(Setup, SimulatedStep)> = None;
     // With every layer and the optimizer on the device nothing is on the host, so at least this is within its budget.
-    let mut least: Option<Step> = None;
+    let mut least: Option<SimulatedStep> = None;
     for &optimizer in places {
         for stay in 0..=count {
             for ring in 1..=MOST_PLANNED_SLOTS.min((count - stay).max(1)) {
@@ -77,7 +77,7 @@ pub fn plan(job: &Job, rates: &Rates, budget: Budget) -> Result<Plan, Error> {
         (None, None) => return Err(Error::Zero { what: "layers of a step" }),
     };
     let stays = Setup { resident: (0..count).collect(), ..setup.clone() };
-    Ok(Plan {
+    Ok(OffloadPlan {
         optimizer: job.updates().then_some(setup.optimizer),
         resident_share: setup.resident.len() as f64 / count as f64,
         resident_seconds: simulate(job, rates, &stays, Start::Warm)?.seconds,
@@ -93,11 +93,11 @@ pub fn interleaved(count: usize, stay: usize) -> Vec<usize> {
     (0..count).filter(|layer| (layer + 1) * stay / count > layer * stay / count).collect()
 }
 
-fn is_better(step: &Step, than: &Step) -> bool {
+fn is_better(step: &SimulatedStep, than: &SimulatedStep) -> bool {
     (step.seconds, step.device.total) < (than.seconds, than.device.total)
 }
 
-fn nothing_fits(layers: usize, budget: Budget, least: &Step) -> Error {
+fn nothing_fits(layers: usize, budget: Budget, least: &SimulatedStep) -> Error {
     Error::NoOffloadFits {
         layers,
         host: budget.host.map_or(String::new(), |host| format!(" and {} of the host", bytes_text(host))),
@@ -108,7 +108,7 @@ fn nothing_fits(layers: usize, budget: Budget, least: &Step) -> Error {
     }
 }
 
-impl Plan {
+impl OffloadPlan {
     /// Slots of the ring; 0 if every layer is resident.
     pub fn ring(&self) -> usize {
         match self.setup.method {
@@ -168,8 +168,8 @@ fn seconds(seconds: f64) -> String {
     if seconds < 1.0 { format!("{:.3} ms", seconds * 1e3) } else { format!("{seconds:.3} s") }
 }
 
-impl fmt::Display for Plan {
-    /// Prints each of [`Plan::lines`] in two columns.
+impl fmt::Display for OffloadPlan {
+    /// Prints each of [`OffloadPlan::lines`] in two columns.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lines = self.lines();
         let width = lines.iter().map(|(what, _)| what.chars().count()).max().unwrap_or(0);

@@ -1,4 +1,4 @@
-//! The simulation, event by event.
+//! Simulates the schedule, event by event.
 
 use super::job::{Job, Layer, Rates};
 use super::setup::{Method, OptimizerPlace, Setup};
@@ -19,7 +19,7 @@ pub(super) fn run(job: &Job, rates: &Rates, setup: &Setup, steps: usize) -> (Vec
 #[derive(Clone, Copy, Default)]
 struct Slot {
     layer: Option<usize>,
-    /// When it can be overwritten.
+    /// The time from which it can be overwritten.
     free: f64,
 }
 
@@ -30,12 +30,12 @@ struct Run<'a> {
     /// Whether each layer stays on the device.
     resident: Vec<bool>,
     slots: Vec<Slot>,
-    /// When each stream is free.
+    /// The time at which each stream is free.
     streams: [f64; 4],
-    /// When each layer's weights on the host are those of the next step.
+    /// The time from which each layer's weights on the host are those of the next step.
     current: Vec<f64>,
     spans: Vec<Span>,
-    /// When the step before was done.
+    /// The end of the previous step.
     begin: f64,
 }
 
@@ -62,7 +62,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Puts work on a stream, not before `ready`, and says when it is done.
+    /// Puts work on a stream, not before `ready`, and returns its end.
     fn put(
         &mut self,
         stream: StreamKind,
@@ -85,7 +85,7 @@ impl<'a> Run<'a> {
         end
     }
 
-    /// One step, and when it is done.
+    /// Simulates one step and returns its end.
     fn step(&mut self) -> f64 {
         let count = self.job.layers.len();
         for layer in 0..count {
@@ -99,12 +99,12 @@ impl<'a> Run<'a> {
             }
             self.finish();
         }
-        // Loads that run ahead of the next step are put there by it.
+        // The next step adds its loads that run ahead.
         self.begin = self.streams.iter().copied().fold(self.begin, f64::max);
         self.begin
     }
 
-    /// Computes one visit, its layer loaded before where it is not there.
+    /// Computes one visit, after loading its layer if necessary.
     fn visit(&mut self, at: usize, layer: usize, backward: bool) {
         let cost = self.job.layers[layer];
         let (slot, ready) = if self.resident[layer] {
@@ -125,7 +125,7 @@ impl<'a> Run<'a> {
         if backward && cost.trainable > 0 {
             match self.setup.optimizer {
                 OptimizerPlace::Device => done = self.step_on_device(layer, &cost, done, slot.is_some()),
-                // What is not streamed is stepped where it lies, when the backward is done.
+                // Resident layers are updated in place when the backward is done.
                 OptimizerPlace::Host if self.resident[layer] => {}
                 OptimizerPlace::Host => {
                     self.step_on_host(layer, &cost, done);
@@ -138,7 +138,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The slot of a layer and when it is there.
+    /// Loads a layer if necessary; returns its slot and the time at which it is loaded.
     fn load(&mut self, at: usize, layer: usize) -> (usize, f64) {
         if let Some(slot) = self.slots.iter().position(|slot| slot.layer == Some(layer)) {
             return (slot, 0.0);
@@ -146,10 +146,10 @@ impl<'a> Run<'a> {
         let free = self.slots.iter().map(|slot| slot.free).fold(f64::INFINITY, f64::min);
         let start = free.max(self.streams[StreamKind::Load as usize]).max(self.current[layer]);
         let mut victim = None;
-        for (place, slot) in self.slots.iter().enumerate().filter(|(_, slot)| slot.free <= start) {
+        for (index, slot) in self.slots.iter().enumerate().filter(|(_, slot)| slot.free <= start) {
             let distance = slot.layer.map_or(usize::MAX, |held| self.distance(at, held));
             if victim.is_none_or(|(_, farthest)| distance > farthest) {
-                victim = Some((place, distance));
+                victim = Some((index, distance));
             }
         }
         let (slot, _) = victim.unwrap_or_default();

@@ -9,7 +9,7 @@ use crate::{Error, exact};
 
 /// A simulated step.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Step {
+pub struct SimulatedStep {
     /// The spans, stream by stream in the order of their start.
     pub spans: Vec<Span>,
     /// Seconds until everything is done, except loads for the next step.
@@ -26,7 +26,7 @@ pub struct Step {
     pub host_bytes: u64,
 }
 
-impl Step {
+impl SimulatedStep {
     /// Returns the seconds in which `stream` works.
     pub fn busy(&self, stream: StreamKind) -> f64 {
         self.of(stream).map(|span| span.end - span.start).sum()
@@ -51,8 +51,8 @@ impl Step {
 ///
 /// # Errors
 /// No layers, rates or seconds out of range, a ring of no or too many slots, resident layers that do not exist, a resident
-/// training without recomputation whose [`Working::kept`](super::Working::kept) is missing, bytes beyond 64 bits.
-pub fn simulate(job: &Job, rates: &Rates, setup: &Setup, start: Start) -> Result<Step, Error> {
+/// training without recomputation whose [`WorkingMemory::kept`](super::WorkingMemory::kept) is missing, bytes beyond 64 bits.
+pub fn simulate(job: &Job, rates: &Rates, setup: &Setup, start: Start) -> Result<SimulatedStep, Error> {
     check(job, rates, setup)?;
     // The state of the ring repeats from the third step on.
     let wanted = match start {
@@ -76,7 +76,7 @@ pub fn simulate(job: &Job, rates: &Rates, setup: &Setup, start: Start) -> Result
         (span.start, span.end) = (span.start.max(begin) - begin, span.end.min(end) - begin);
     }
     spans.sort_by(|a, b| a.stream.cmp(&b.stream).then(a.start.total_cmp(&b.start)));
-    let mut step = Step {
+    let mut step = SimulatedStep {
         spans,
         seconds: end - begin,
         idle_seconds: 0.0,

@@ -7,8 +7,8 @@
 //! measurements should replace them.
 
 use super::flat_bytes;
-use super::job::{Fixed, Job, Kept, Layer, Working};
-use crate::activation_plan::layer_costs;
+use super::job::{Fixed, Job, Kept, Layer, WorkingMemory};
+use crate::activation_plan;
 use crate::decoder_flops::{self, Recomputation, StepFlops, Workload};
 use crate::exact::{product, sum};
 use crate::lora::{self, LowRank};
@@ -24,7 +24,7 @@ use crate::{Dtype, Error};
 
 pub use crate::passes::head::Logits;
 
-/// Further settings that decide a job's sizes.
+/// Further settings that determine a job's sizes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Choices {
     /// FLOP/s that products reach.
@@ -33,21 +33,21 @@ pub struct Choices {
     pub bandwidth: f64,
     /// Number formats.
     pub recipe: Recipe,
-    /// The optimizer of what learns.
+    /// The optimizer of the trained parameters.
     pub optimizer: Optimizer,
-    /// How the loss is computed.
+    /// The implementation of the loss.
     pub loss: Loss,
-    /// How an RMSNorm is computed.
+    /// The implementation of an RMSNorm.
     pub norm: NormKernel,
-    /// Which tokens' logits an inference computes.
+    /// The tokens whose logits an inference computes.
     pub logits: Logits,
     /// Bytes that the device's libraries keep for matrix products; 0 on a CPU.
     pub product_workspaces: u64,
 }
 
 impl Default for Choices {
-    /// 100 TFLOP/s, 1 TB/s, everything in bf16 with fp32 master weights of what learns, AdamW, a loss in tiles of 1024
-    /// tokens, the logits of every token.
+    /// Returns 100 TFLOP/s, 1 TB/s, everything in bf16 with fp32 master weights, AdamW, a loss in tiles of 1024 tokens,
+    /// and the logits of every token.
     fn default() -> Self {
         Self {
             flops: 100e12,
@@ -90,12 +90,12 @@ pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<J
         ..Layer::default()
     };
     let head = head_options(work, None, choices, false);
-    let working = Working {
+    let working = WorkingMemory {
         input_bytes: input_bytes(model, work, choices)?,
         forward_bytes: passes_of(model, work, choices, Trained::Nothing)?.forward,
         head_bytes: head::inference_bytes(model, &head, choices.logits)?,
         constant_bytes: constant_bytes(model, &head, choices)?,
-        ..Working::default()
+        ..WorkingMemory::default()
     };
     Ok(Job {
         layers: repeat(layer, model)?,
@@ -109,7 +109,7 @@ pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<J
     })
 }
 
-/// What is there during the whole step beside weights and layers.
+/// Returns the bytes during the whole step other than weights and layers.
 fn constant_bytes(model: &Decoder, head: &HeadOptions<'_>, choices: &Choices) -> Result<u64, Error> {
     let items = total(&outside(model, head)?[..FIXED])?;
     sum("bytes beside the layers", [items, choices.product_workspaces])
@@ -128,7 +128,7 @@ pub fn generation(model: &Decoder, prompt: Workload, new: u64, choices: &Choices
     let cache = kv_cache::bytes(model, cached, choices.recipe.compute)?;
     let constant_bytes = sum("bytes beside the layers", [reading.working.constant_bytes, cache])?;
     Ok(Job {
-        working: Working { constant_bytes, ..reading.working },
+        working: WorkingMemory { constant_bytes, ..reading.working },
         ..inference(model, Workload { sequence: 1, ..prompt }, &choices)?
     })
 }
@@ -175,8 +175,8 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<Jo
         trainable: outer,
         seconds: choices.seconds(3.0 * outer_flops(&flops) as f64, 3.0, output_bytes(model, choices)?),
     };
-    let working = Working {
-        // The hidden states' gradient, and the embedding's own beside that of a tied head.
+    let working = WorkingMemory {
+        // The hidden states' gradient, and the embedding's own if the head's is tied to it.
         embedding_bytes: sum(
             "bytes of the embedding's backward",
             [working.input_bytes, if model.tied { recipe.gradients.bytes(matrix)? } else { 0 }],
@@ -218,7 +218,7 @@ pub fn adapters(
     let working = training_working(model, work, choices, &head, Trained::Adapters(lora))?;
     let fixed = Fixed {
         weight_bytes: choices.recipe.parameters.bytes(outer_parameters(model)?)?,
-        // No gradient of the frozen output matrix.
+        // The frozen output matrix has no gradient.
         seconds: choices.seconds(2.0 * outer_flops(&flops) as f64, 2.0, output_bytes(model, choices)?),
         ..Fixed::default()
     };
@@ -236,7 +236,7 @@ pub fn with_activation_plan(
     lora: Option<&LowRank>,
     work: Workload,
     choices: &Choices,
-    plan: &[layer_costs::Kept],
+    plan: &[activation_plan::Kept],
 ) -> Result<Job, Error> {
     if plan.len() != job.layers.len() {
         return Err(Error::Shape {
@@ -263,7 +263,7 @@ fn swiglu(model: &Decoder) -> Result<(), Error> {
     })
 }
 
-/// Whole layers are recomputed.
+/// Recomputes whole layers.
 fn recomputation() -> Recomputation {
     Recomputation { checkpoint: Recompute::Full, ..Recomputation::default() }
 }
@@ -300,10 +300,10 @@ fn training_working(
     choices: &Choices,
     head: &HeadOptions<'_>,
     trained: Trained<'_>,
-) -> Result<Working, Error> {
+) -> Result<WorkingMemory, Error> {
     let passes = passes_of(model, work, choices, trained)?;
     let narrow = input_bytes(model, work, choices)?;
-    Ok(Working {
+    Ok(WorkingMemory {
         input_bytes: narrow,
         forward_bytes: passes.forward,
         backward_bytes: passes.recomputed,
@@ -314,7 +314,7 @@ fn training_working(
             forward_bytes: sum("bytes of a forward", [passes.keeping, narrow])?,
             backward_bytes: passes.backward,
         }),
-        ..Working::default()
+        ..WorkingMemory::default()
     })
 }
 
@@ -333,7 +333,7 @@ fn outer_parameters(model: &Decoder) -> Result<u64, Error> {
     Ok(model.parameters()? - blocks)
 }
 
-/// Bytes of the output matrix.
+/// Returns the bytes of the output matrix.
 fn output_bytes(model: &Decoder, choices: &Choices) -> Result<u64, Error> {
     let elements = product("parameters of the output", &[model.vocabulary, model.hidden])?;
     choices.recipe.parameters.bytes(elements)
@@ -367,110 +367,4 @@ fn repeat(layer: Layer, model: &Decoder) -> Result<Vec<Layer>, Error> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::estimate::{Plan, estimate};
-    use crate::memory::optimizer::StepKernel;
-    use crate::offload::{self, Method, OptimizerPlace, Rates, Setup, Start, simulate};
-    use crate::presets;
-    use crate::recompute::SwigluLevel;
-
-    const RATES: Rates = Rates { load: 25e9, store: 25e9, host_optimizer: 2e9, device_optimizer: 35e9 };
-
-    /// A layer has 233.06 million parameters, all of them 13.05 GB, embedding and head 2.18 GB; with 1 GB of activations and a
-    /// ring of three, 10 GB leave room for 11 resident layers.
-    #[test]
-    fn qwen_of_7_billion_in_10_gb() {
-        let model = presets::find("qwen2.5-7b").unwrap();
-        let job = inference(&model, Workload { batch: 1, sequence: 1024 }, &Choices::default()).unwrap();
-        let slot = job.layers[0].slot_bytes;
-        assert_eq!(slot / 10_000, 46_611);
-        assert_eq!(job.layer_bytes().unwrap() / 10_000_000, 1305);
-        assert_eq!(job.fixed.weight_bytes / 10_000_000, 217);
-        let working = Working { constant_bytes: 1_000_000_000, ..Working::default() };
-        let job = Job { working, ..job };
-        let peak = |resident| {
-            let resident = offload::interleaved(28, resident);
-            let method = Method::Overlap { ring: 3 };
-            let setup = Setup { method, resident, optimizer: OptimizerPlace::Host };
-            simulate(&job, &RATES, &setup, Start::Warm).unwrap().device.total
-        };
-        assert!(peak(11) <= 10_000_000_000 && peak(12) > 10_000_000_000);
-    }
-
-    /// 1.9 tokens per second with everything streamed over 25 GB/s, 1.65 times that with 11 resident layers.
-    #[test]
-    fn a_token_at_a_time_is_bound_by_the_link() {
-        let model = presets::find("qwen2.5-7b").unwrap();
-        let job = inference(&model, Workload { batch: 1, sequence: 1 }, &Choices::default()).unwrap();
-        let seconds = |resident| {
-            let resident = offload::interleaved(28, resident);
-            // One slot ahead of the one that computes, and none that could keep a layer.
-            let setup =
-                Setup { method: Method::Overlap { ring: 2 }, resident, optimizer: OptimizerPlace::Host };
-            simulate(&job, &RATES, &setup, Start::Warm).unwrap().seconds
-        };
-        let rates = [1.0 / seconds(0), seconds(0) / seconds(11)];
-        assert!((rates[0] - 1.9).abs() < 0.05 && (rates[1] - 1.65).abs() < 0.05, "{rates:?}");
-        // All of 15.2 GB but the embedding's rows, at 1 TB/s.
-        let all = seconds(28);
-        assert!((all - (13.05e9 + 1.09e9) / 1e12).abs() < 1e-4, "{all}");
-    }
-
-    /// All-resident training beside [`estimate`], whose kernels are a framework's and which takes a block's gradients as there from the
-    /// beginning: with recomputation the larger one, at the backward of the first block.
-    #[test]
-    fn a_resident_step_is_the_estimate() {
-        let model = presets::find("qwen2.5-0.5b").unwrap();
-        let choices = Choices {
-            loss: Loss::LinearCrossEntropy { tokens: 64 },
-            norm: NormKernel::Output,
-            ..Choices::default()
-        };
-        for (recompute, sequence) in [(true, 256), (false, 2048)] {
-            let work = Workload { batch: 2, sequence };
-            let job = training(&model, work, &choices).unwrap();
-            let method = Method::Resident { recompute };
-            let setup = Setup { method, resident: vec![], optimizer: OptimizerPlace::Device };
-            let step = simulate(&job, &RATES, &setup, Start::Warm).unwrap();
-            let checkpoint = if recompute { Recompute::Full } else { Recompute::None };
-            let plan = Plan {
-                work,
-                recipe: choices.recipe,
-                optimizer: choices.optimizer,
-                // Two projections and their product.
-                recomputation: Recomputation {
-                    checkpoint,
-                    swiglu: SwigluLevel::SaveAll,
-                    ..Recomputation::default()
-                },
-                norm: choices.norm,
-                loss: choices.loss,
-                step: StepKernel::Fused,
-                ..Plan::default()
-            };
-            let wanted = estimate(&model, &plan).unwrap();
-            let ratio = step.device.total as f64 / wanted.peak().total as f64;
-            assert!((0.95..=1.005).contains(&ratio), "{ratio}: {:?} of {:?}", step.device, wanted.peak());
-        }
-    }
-
-    #[test]
-    fn adapters_by_hand() {
-        let model = presets::find("qwen2.5-0.5b").unwrap();
-        let choices = Choices { recipe: Recipe::BF16, ..Choices::default() };
-        let work = Workload { batch: 2, sequence: 256 };
-        let job = adapters(&model, &LowRank::default(), work, None, &choices).unwrap();
-        let layer = job.layers[0];
-        assert_eq!(layer.trainable * 24, 1_081_344);
-        assert_eq!(layer.state_bytes, 8 * layer.trainable);
-        // Every tensor is a multiple of 64 numbers.
-        assert_eq!(layer.gradient_bytes, 4 * layer.trainable);
-        assert_eq!(layer.slot_bytes - layer.trainable_bytes, 2 * model.block_parameters().unwrap());
-        assert_eq!(job.fixed.gradient_bytes, 0);
-        // 4·P·T with the forward again, attention and adapters beside it, the first layer's a little less.
-        let ratio = layer.backward_seconds / layer.forward_seconds;
-        assert!((1.95..2.15).contains(&ratio), "{ratio}");
-        assert!(inference(&presets::find("gpt2").unwrap(), work, &choices).is_err());
-    }
-}
+mod tests;

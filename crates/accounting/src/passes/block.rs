@@ -331,7 +331,7 @@ mod tests {
 
     /// Every set of targets, in either dtype, with either norm, with and without a gradient of the input.
     #[test]
-    fn what_is_made_is_freed_and_what_is_kept_is_listed() {
+    fn allocations_are_freed_except_listed_tensors() {
         let model = presets::find("qwen2.5-0.5b").unwrap();
         for set in 1..1u32 << 7 {
             let one = |which: &Projection| set >> (*which as u32) & 1 == 1;

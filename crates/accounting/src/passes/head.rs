@@ -4,10 +4,10 @@
 //!
 //! ```text
 //! all logits     Z [n, v] · fp32 copy of Z if c < 4 · log-softmax; then its gradient, and that of Z: at most 3·4·n·v
-//! in chunks of r one tile [r, v] in fp32, its gradient written over it; ∂hidden [n, d] and ∂W [v, d] made in the forward
+//! in chunks of r one tile [r, v] in fp32, overwritten by its gradient; ∂hidden [n, d] and ∂W [v, d] computed in the forward
 //! ```
 //!
-//! The sums of ∂W are in fp32; where the weight is narrower they are rounded at the end, beside the result.
+//! The sums of ∂W are in fp32; for a narrower weight they are rounded at the end, into a second tensor.
 
 use crate::exact::{self, product, sum};
 use crate::memory::logits::{self, Loss};
@@ -18,37 +18,38 @@ use crate::passes::PeakTracker;
 use crate::recompute::NormKernel;
 use crate::{Error, decoder_flops::Workload};
 
-/// Bytes of a piece of the output matrix that is cast up for a product: `fused-ce`'s.
+/// Bytes of a piece of the output matrix that is cast up for a product, as in `fused-ce`.
 const CAST: u64 = 16 << 20;
 
-/// What a head depends on beside the model.
+/// The options of a head, besides the model.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HeadOptions<'a> {
     pub(crate) work: Workload,
-    /// Tokens that have a label; `None`: all.
+    /// Tokens with a label; `None` for all.
     pub(crate) labelled: Option<u64>,
     /// Number formats.
     pub(crate) recipe: &'a Recipe,
-    /// What the norm keeps.
+    /// The norm's kernel.
     pub(crate) norm: NormKernel,
-    /// How the loss is computed.
+    /// The implementation of the loss.
     pub(crate) loss: Loss,
-    /// Whether the output matrix learns.
+    /// Whether the output matrix is trained.
     pub(crate) trained: bool,
-    /// Whether products of 16 bits cast their operands up.
+    /// Whether products in 16 bits cast their operands up.
     pub(crate) on_cpu: bool,
 }
 
-/// How many items of [`outside`] are there for the whole step.
+/// How many items of [`outside`] are live for the whole step.
 pub(crate) const FIXED: usize = 2;
 
-/// What is kept outside the blocks: [`FIXED`] items for the whole step, the others until the head's backward.
+/// Returns the tensors kept outside the blocks: [`FIXED`] items for the whole step, the others until the head's
+/// backward.
 pub(crate) fn outside(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Error> {
     let tokens = options.work.tokens()?;
     let c = options.recipe.compute.storage_bits() / 8;
     let mut items = vec![
         Item::new("tokens and labels", 8, &[2, tokens])?,
-        // Of all positions, in fp32.
+        // For all positions, in fp32.
         Item::new("rotary angles", 4, &[model.context, model.head_dim])?,
     ];
     if options.norm != NormKernel::Output {
@@ -59,7 +60,7 @@ pub(crate) fn outside(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<
     Ok(items)
 }
 
-/// The loss over the labelled tokens with no gradient of the output matrix, item by item.
+/// Returns the tensors of the loss over the labelled tokens without a gradient of the output matrix.
 pub(crate) fn frozen_loss(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Error> {
     let HeadOptions { work, recipe, loss, .. } = *options;
     let tokens = work.tokens()?;
@@ -72,13 +73,13 @@ pub(crate) fn frozen_loss(model: &Decoder, options: &HeadOptions<'_>) -> Result<
     chunked(model, options)
 }
 
-/// The items of a loss that goes over tiles of tokens, without those of the output matrix' gradient.
+/// Returns the tensors of a loss over tiles of tokens, without those of the output matrix' gradient.
 fn chunked(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Error> {
     let tokens = options.work.tokens()?;
     let labelled = options.labelled.unwrap_or(tokens);
     let c = options.recipe.compute.storage_bits() / 8;
     let chunk = options.loss.chunk().unwrap_or(labelled);
-    // Chunks are as even as they can be.
+    // Chunks are as even as possible.
     let chunks = labelled.div_ceil(exact::positive("tokens of a chunk of logits", chunk)?);
     let rows = labelled.div_ceil(chunks);
     let narrow = [rows, model.hidden];
@@ -102,8 +103,8 @@ fn chunked(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Erro
     Ok(items)
 }
 
-/// The most bytes of the head of a training step from the last block's output on, until the gradient of that output is there:
-/// beyond what blocks keep.
+/// Returns the peak bytes of the head of a training step, from the last block's output to the gradient of that output, beyond what
+/// blocks keep.
 pub(crate) fn training_bytes(model: &Decoder, options: &HeadOptions<'_>) -> Result<u64, Error> {
     let HeadOptions { work, recipe, loss, trained, .. } = *options;
     let tokens = work.tokens()?;
@@ -117,7 +118,7 @@ pub(crate) fn training_bytes(model: &Decoder, options: &HeadOptions<'_>) -> Resu
     tracker.make(kept);
     match loss {
         Loss::Eager => {
-            // The block's output is free only when the norm's is there.
+            // The block's output is freed after the norm's is computed.
             tracker.touch(narrow);
             tracker.make(logits);
             if c < 4 {
@@ -157,17 +158,17 @@ pub(crate) fn training_bytes(model: &Decoder, options: &HeadOptions<'_>) -> Resu
     tracker.peak()
 }
 
-/// Which tokens' logits an inference computes.
+/// The tokens whose logits an inference computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Logits {
-    /// Those of every token.
+    /// Every token.
     #[default]
     AllTokens,
-    /// Those of each row's last token, as generation does.
+    /// Each row's last token, as in generation.
     LastToken,
 }
 
-/// The most bytes of the head of an inference, beyond the last block's output.
+/// Returns the peak bytes of the head of an inference, beyond the last block's output.
 pub(crate) fn inference_bytes(
     model: &Decoder,
     options: &HeadOptions<'_>,
@@ -181,6 +182,6 @@ pub(crate) fn inference_bytes(
         Logits::LastToken => options.work.batch,
     };
     let logits = product("bytes of the logits", &[rows, model.vocabulary, c])?;
-    // The block's output beside the norm's, then the norm's beside the logits.
+    // First the block's output and the norm's, then the norm's and the logits.
     sum("bytes of the head", [narrow, narrow.max(logits)])
 }

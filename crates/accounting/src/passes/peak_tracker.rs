@@ -1,8 +1,8 @@
-//! Live bytes, and the most of them.
+//! Live bytes and their maximum.
 
 use crate::Error;
 
-/// Bytes that are live, and the most that were live at once.
+/// Tracks live bytes and their maximum.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct PeakTracker {
     live: u128,
@@ -16,7 +16,7 @@ impl PeakTracker {
         self.peak = self.peak.max(self.live);
     }
 
-    /// Frees what was allocated.
+    /// Frees.
     pub(crate) fn free(&mut self, bytes: u64) {
         self.live -= u128::from(bytes);
     }
@@ -27,23 +27,17 @@ impl PeakTracker {
         self.free(bytes);
     }
 
-    /// Bytes that are live.
-    #[cfg(test)]
+    /// Returns the live bytes.
     pub(crate) fn live(&self) -> u128 {
         self.live
     }
 
-    /// A position to go back to with [`PeakTracker::release_since`].
-    pub(crate) fn mark(&self) -> u128 {
-        self.live
+    /// Frees everything allocated since [`PeakTracker::live`] was `before`.
+    pub(crate) fn release_since(&mut self, before: u128) {
+        self.live = before;
     }
 
-    /// Frees all that was allocated since `mark`.
-    pub(crate) fn release_since(&mut self, mark: u128) {
-        self.live = mark;
-    }
-
-    /// The most bytes that were live at once.
+    /// Returns the maximum of live bytes.
     ///
     /// # Errors
     /// More than 64 bits.

@@ -1,7 +1,7 @@
-//! The plan of least recomputation, against all assignments in all orders.
+//! The plan of least recomputation, compared with all assignments in all orders.
 
 use accounting::Error;
-use accounting::activation_plan::{Choice, LayerCost, least_recomputation, peak_bytes};
+use accounting::activation_plan::{LayerChoice, LayerCost, least_recomputation, peak_bytes};
 use expect_test::expect;
 use proptest::prelude::*;
 
@@ -14,8 +14,8 @@ fn cost(held: u64, transient: u64, seconds: u64) -> LayerCost {
     }
 }
 
-fn numbered(costs: &[LayerCost]) -> Vec<Choice<usize>> {
-    costs.iter().enumerate().map(|(of, cost)| Choice { of, cost: *cost }).collect()
+fn numbered(costs: &[LayerCost]) -> Vec<LayerChoice<usize>> {
+    costs.iter().enumerate().map(|(of, cost)| LayerChoice { of, cost: *cost }).collect()
 }
 
 /// Every sequence of `layers` choices: (seconds, peak).
@@ -42,7 +42,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn no_assignment_in_any_order_is_better(
+    fn the_plan_is_optimal_over_all_orders(
         layers in 1u32..6,
         costs in random_costs(1..5),
         budget in 0u64..250,
@@ -88,16 +88,16 @@ proptest! {
         }
     }
 
-    /// What is made again is what was not kept: at the last layer, both take the same.
+    /// The recomputed bytes are those that were not kept: at the last layer both take the same.
     #[test]
-    fn the_last_layer_is_never_recomputed_for_nothing(
+    fn the_last_layer_is_not_recomputed_unnecessarily(
         layers in 1usize..40,
         (input, inside, gradients) in (1u64..50, 1u64..50, 0u64..20),
         slack in 0u64..2000,
     ) {
         let keep = cost(input + inside, gradients, 0);
         let again = cost(input, inside + gradients, 1);
-        let choices = [Choice { of: "keep", cost: keep }, Choice { of: "again", cost: again }];
+        let choices = [LayerChoice { of: "keep", cost: keep }, LayerChoice { of: "again", cost: again }];
         let least = layers as u64 * input + inside + gradients;
         prop_assert!(least_recomputation(layers, &choices, least - 1).is_err());
         let plan = least_recomputation(layers, &choices, least + slack).unwrap();
@@ -109,7 +109,7 @@ proptest! {
 
 /// Eighty layers under ten choices whose costs have nothing in common; a wrong search of all plans would not end.
 #[test]
-fn eighty_layers_of_ten_choices() {
+fn eighty_layers_of_ten_choices_are_planned() {
     let mut costs = Vec::new();
     for level in 0..10u64 {
         // From all kept to nothing kept: convex in bytes, and never on one line.
@@ -134,7 +134,7 @@ fn eighty_layers_of_ten_choices() {
 }
 
 #[test]
-fn bad_questions() {
+fn invalid_questions_are_refused() {
     let words = |layers, costs: &[LayerCost], budget| {
         least_recomputation(layers, &numbered(costs), budget).unwrap_err().to_string()
     };
@@ -151,9 +151,9 @@ fn bad_questions() {
     assert!(words(2, &[cost(u64::MAX / 2, 0, 0), cost(0, u64::MAX, 0)], 1).contains("64 bits"));
 }
 
-/// Bytes and seconds on one line: no plan beats another in both, so all of them would have to be looked at.
+/// Bytes and seconds on one line: no plan beats another in both, so an exact search would visit all of them.
 #[test]
-fn eighty_layers_on_one_line() {
+fn eighty_layers_of_collinear_costs_are_planned() {
     let held = [1_073_741_789u64, 871_234_567, 640_320_001, 420_000_037, 199_999_991, 31_415_927];
     let line = |held: u64| LayerCost {
         held_bytes: held,
@@ -166,7 +166,7 @@ fn eighty_layers_on_one_line() {
         let budget = share * held[0] + 1_200_000_000;
         let plan = least_recomputation(80, &choices, budget).unwrap();
         assert!(plan.peak_bytes <= budget);
-        // Were layers divisible, all of the budget but the least moment would be held.
+        // With divisible layers, a plan would use all of the budget except the smallest transient.
         let divisible = (80 * held[0] - (budget - 50_000_000)) as f64 * 1e-11;
         let one_layer = choices[5].cost.recompute_seconds;
         assert!(

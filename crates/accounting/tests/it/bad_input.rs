@@ -1,9 +1,9 @@
-//! Every question that makes no sense gets an error that says what came, what was expected and the remedy.
+//! Every invalid question is an error with the value, the expectation and the remedy.
 
 use std::path::Path;
 
 use accounting::decoder_flops::{Recomputation, Workload, step};
-use accounting::estimate::{Plan, estimate};
+use accounting::estimate::{TrainingPlan, estimate};
 use accounting::memory::zero::{Sharding, ZeroStage};
 use accounting::model::{Family, Shape};
 use accounting::{Decoder, config, presets};
@@ -28,7 +28,7 @@ fn llama_with(field: &str, value: &str) -> String {
 }
 
 #[test]
-fn a_file_that_is_no_config() {
+fn a_file_that_is_not_a_config_is_refused() {
     check(
         parse("{\"model_type\": "),
         expect![
@@ -60,7 +60,7 @@ fn a_file_that_is_no_config() {
 }
 
 #[test]
-fn a_field_that_makes_no_sense() {
+fn an_invalid_field_is_refused() {
     assert_eq!(
         config::parse(Path::new("config.json"), LLAMA).unwrap().parameters().unwrap(),
         2 * (3 * 64 * 160 + 2 * 64 * 64 + 2 * 64 * 32 + 2 * 64) + 2 * 500 * 64 + 64
@@ -122,7 +122,7 @@ fn a_field_that_makes_no_sense() {
 }
 
 #[test]
-fn sizes_that_do_not_go_together() {
+fn inconsistent_sizes_are_refused() {
     let gpt2 = || (*presets::find("gpt2").unwrap()).clone();
     let wrong = |shape: Shape| Decoder::new(shape).unwrap_err();
     check(wrong(Shape { heads: 0, ..gpt2() }), expect!["heads is 0; give a number of at least 1"]);
@@ -159,7 +159,7 @@ fn sizes_that_do_not_go_together() {
 }
 
 #[test]
-fn workloads_that_make_no_sense() {
+fn invalid_workloads_are_refused() {
     let gpt2 = presets::find("gpt2").unwrap();
     let llama = presets::find("llama-3-8b").unwrap();
     let flops = |model, batch, sequence| {
@@ -177,7 +177,7 @@ fn workloads_that_make_no_sense() {
         flops(&llama, u64::MAX, 2),
         expect!["tokens of a step: 18446744073709551615 × 2 does not fit in 64 bits; give smaller sizes"],
     );
-    let plan = |batch| Plan { work: Workload { batch, sequence: 1024 }, ..Plan::default() };
+    let plan = |batch| TrainingPlan { work: Workload { batch, sequence: 1024 }, ..TrainingPlan::default() };
     check(
         estimate(&llama, &plan(1 << 44)).unwrap_err(),
         expect!["norm input: 18014398509481984 × 4096 does not fit in 64 bits; give smaller sizes"],

@@ -47,7 +47,7 @@ fn for_each(folders: &[&str], name: &str, compare: impl Fn(&Decoder, BTreeMap<St
 }
 
 #[test]
-fn fixtures_checkpoints_have_the_parameters_that_we_list() {
+fn fixtures_checkpoints_have_the_listed_parameters() {
     for_each(&["llama", "qwen2"], "model.safetensors", |model, stored| {
         let elements: u64 = stored.values().map(|shape| shape.iter().product::<u64>()).sum();
         assert_eq!(listed(model), stored);
@@ -56,7 +56,7 @@ fn fixtures_checkpoints_have_the_parameters_that_we_list() {
 }
 
 #[test]
-fn fixtures_gpt2_like_cases_have_the_parameters_that_we_list() {
+fn fixtures_gpt2_like_cases_have_the_listed_parameters() {
     for_each(&["gpt2_like"], "cases.safetensors", |model, stored| {
         let parameters: BTreeMap<_, _> = stored
             .into_iter()

@@ -1,9 +1,9 @@
-//! Schedules by hand, and what holds for every schedule and every plan.
+//! Schedules compared with manual ones, and properties of every schedule and plan.
 
 use accounting::Error;
 use accounting::offload::{
-    Budget, Fixed, Job, Kept, Layer, MOST_PLANNED_SLOTS, Method, Moment, OptimizerPlace, Rates, Setup, Span,
-    Start, Step, StreamKind, Work, Working, interleaved, plan, simulate,
+    Budget, Fixed, Job, Kept, Layer, MOST_PLANNED_SLOTS, Method, Moment, OptimizerPlace, Rates, Setup,
+    SimulatedStep, Span, Start, StreamKind, Work, WorkingMemory, interleaved, plan, simulate,
 };
 use expect_test::{Expect, expect};
 use proptest::prelude::*;
@@ -26,14 +26,14 @@ fn trained(forward_seconds: f64) -> Layer {
 }
 
 fn job(layers: Vec<Layer>, training: bool) -> Job {
-    // At the largest moment of a backward all of the layer's gradients have come.
+    // At the largest moment of a backward, all gradients of the layer exist.
     let gradients = layers.iter().map(|layer| layer.gradient_bytes).max().unwrap_or(0);
-    let working = Working {
+    let working = WorkingMemory {
         input_bytes: 10,
         forward_bytes: 100,
         backward_bytes: 300 + gradients,
         head_bytes: 200,
-        ..Working::default()
+        ..WorkingMemory::default()
     };
     Job { layers, fixed: Fixed { weight_bytes: 500, ..Fixed::default() }, working, training }
 }
@@ -46,12 +46,12 @@ fn overlap(ring: usize) -> Setup {
     setup(Method::Overlap { ring }, &[], OptimizerPlace::Host)
 }
 
-fn run(job: &Job, setup: &Setup, start: Start) -> Step {
+fn run(job: &Job, setup: &Setup, start: Start) -> SimulatedStep {
     simulate(job, &RATES, setup, start).unwrap()
 }
 
-/// Every span as `work layer start-end`, a line for each lane.
-fn check(step: &Step, expected: Expect) {
+/// Formats every span as `work layer start-end`, with a line for each stream.
+fn check(step: &SimulatedStep, expected: Expect) {
     let mut text = String::new();
     for lane in StreamKind::ALL {
         let spans: Vec<String> = step.spans.iter().filter(|span| span.stream == lane).map(show).collect();
@@ -69,7 +69,7 @@ fn show(span: &Span) -> String {
 }
 
 #[test]
-fn one_at_a_time_does_nothing_at_the_same_time() {
+fn one_at_a_time_overlaps_nothing() {
     let step = run(
         &job(vec![layer(2.0); 3], false),
         &setup(Method::OneAtATime, &[], OptimizerPlace::Host),
@@ -97,7 +97,7 @@ fn one_at_a_time_does_nothing_at_the_same_time() {
 }
 
 #[test]
-fn the_first_load_alone_is_waited_for_where_compute_is_longer() {
+fn only_the_first_load_delays_when_compute_is_longer() {
     let step = run(&job(vec![layer(2.0); 4], false), &overlap(2), Start::Cold);
     check(
         &step,
@@ -119,7 +119,7 @@ fn the_first_load_alone_is_waited_for_where_compute_is_longer() {
 }
 
 #[test]
-fn a_ring_of_one_waits_for_every_load() {
+fn a_ring_of_one_slot_waits_for_every_load() {
     check(
         &run(&job(vec![layer(2.0); 3], false), &overlap(1), Start::Warm),
         expect![[r#"
@@ -131,7 +131,7 @@ fn a_ring_of_one_waits_for_every_load() {
 }
 
 #[test]
-fn the_last_layers_of_the_forward_stay_for_the_backward_and_the_first_for_the_forward() {
+fn layers_stay_loaded_between_forward_and_backward() {
     let step = run(&job(vec![layer(1.0); 5], true), &overlap(3), Start::Warm);
     check(
         &step,
@@ -145,7 +145,7 @@ fn the_last_layers_of_the_forward_stay_for_the_backward_and_the_first_for_the_fo
 }
 
 #[test]
-fn gradients_leave_while_the_layer_before_computes_and_changed_layers_are_loaded_again() {
+fn gradients_are_stored_during_compute_and_updated_layers_are_reloaded() {
     let job = job(vec![trained(1.0); 3], true);
     let host = run(&job, &overlap(2), Start::Warm);
     check(
@@ -174,7 +174,7 @@ fn gradients_leave_while_the_layer_before_computes_and_changed_layers_are_loaded
 }
 
 #[test]
-fn where_loads_are_waited_for_the_layer_needed_last_goes() {
+fn the_layer_needed_last_is_evicted() {
     // Two slots are enough for the stream; the others keep what they have, and a step loads less.
     let slow = job(vec![layer(0.25); 5], false);
     let bytes = |ring| run(&slow, &overlap(ring), Start::Warm).load_bytes;
@@ -182,10 +182,10 @@ fn where_loads_are_waited_for_the_layer_needed_last_goes() {
 }
 
 #[test]
-fn every_layer_is_resident_in_two_ways() {
+fn both_ways_to_make_every_layer_resident_agree() {
     let job = job(vec![layer(1.0); 3], true);
     let kept = Kept { bytes: 50, forward_bytes: 60, backward_bytes: 70 };
-    let with_kept = Job { working: Working { kept: Some(kept), ..job.working }, ..job.clone() };
+    let with_kept = Job { working: WorkingMemory { kept: Some(kept), ..job.working }, ..job.clone() };
     let of = |recompute| setup(Method::Resident { recompute }, &[], OptimizerPlace::Device);
     check(
         &run(&with_kept, &of(false), Start::Warm),
@@ -201,18 +201,18 @@ fn every_layer_is_resident_in_two_ways() {
         9 s, 0 s idle, 3830 B
     "#]],
     );
-    expect!["a training without recomputation, of which no bytes that a layer keeps are given; give Working::kept, or recompute"].assert_eq(&simulate(&job, &RATES, &of(false), Start::Warm).unwrap_err().to_string());
+    expect!["a training without recomputation, of which no bytes that a layer keeps are given; give WorkingMemory::kept, or recompute"].assert_eq(&simulate(&job, &RATES, &of(false), Start::Warm).unwrap_err().to_string());
 }
 
 #[test]
-fn an_ordinary_optimizer_holds_all_gradients() {
+fn a_device_optimizer_holds_all_gradients() {
     let job = job(vec![trained(1.0); 3], true);
     let resident =
         run(&job, &setup(Method::Resident { recompute: true }, &[], OptimizerPlace::Device), Start::Warm);
     assert_eq!(resident.device.moment, Moment::Backward(0));
-    // The last one's own are among the working bytes.
+    // The last layer's own gradients are among the working bytes.
     assert_eq!(resident.device.bytes("layer gradients"), 2000);
-    // By hand: 500 fixed, 3 × 1000 of weights and of gradients, 3 × 4000 of state, one input, the backward.
+    // Expected: 500 fixed, 3 × 1000 of weights and of gradients, 3 × 4000 of state, one input, the backward.
     assert_eq!(resident.device.total, 500 + 3000 + 3000 + 12000 + 10 + 300);
     let fused =
         run(&job, &setup(Method::Overlap { ring: 1 }, &[0, 1, 2], OptimizerPlace::Device), Start::Warm);
@@ -221,7 +221,7 @@ fn an_ordinary_optimizer_holds_all_gradients() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused() {
+fn invalid_values_are_refused() {
     let job = job(vec![layer(1.0); 3], false);
     let message = |job: &Job, rates: Rates, setup: &Setup| {
         simulate(job, &rates, setup, Start::Warm).unwrap_err().to_string()
@@ -249,7 +249,7 @@ fn what_makes_no_sense_is_refused() {
 }
 
 #[test]
-fn a_budget_that_is_too_small_is_told_the_least() {
+fn a_budget_too_small_is_an_error_with_the_smallest_that_fits() {
     let job = job(vec![trained(1.0); 4], true);
     let message = |device, host| plan(&job, &RATES, Budget { device, host }).unwrap_err().to_string();
     expect![[r#"
@@ -264,7 +264,7 @@ fn a_budget_that_is_too_small_is_told_the_least() {
 }
 
 #[test]
-fn a_plan_in_lines() {
+fn a_plan_prints_as_lines() {
     let found = plan(&job(vec![trained(1.0); 6], true), &RATES, Budget { device: 8000, host: None }).unwrap();
     expect![[r#"
         resident layers            0 of 6
@@ -350,7 +350,7 @@ fn rates() -> impl Strategy<Value = Rates> {
     })
 }
 
-/// How many layers may be on the device at once, beside resident ones.
+/// Returns how many layers can be on the device at once, besides resident ones.
 fn slots(setup: &Setup) -> usize {
     match setup.method {
         Method::Resident { .. } => 0,
@@ -359,8 +359,8 @@ fn slots(setup: &Setup) -> usize {
     }
 }
 
-/// A layer's stay in a slot: from its load's begin to its last use.
-fn stays(step: &Step) -> Vec<(f64, f64)> {
+/// A layer's stay in a slot: from the start of its load to its last use.
+fn stays(step: &SimulatedStep) -> Vec<(f64, f64)> {
     let mut stays: Vec<(usize, f64, f64)> = Vec::new();
     let uses = [
         (StreamKind::Compute, Work::Forward),
@@ -387,7 +387,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn a_lane_does_one_thing_at_a_time_and_no_layer_computes_before_it_is_there(
+    fn a_stream_runs_one_span_at_a_time_and_layers_compute_after_their_load(
         (job, setup) in jobs().prop_flat_map(|job| { let count = job.layers.len(); (Just(job), setups(count)) }),
         rates in rates(),
         warm in any::<bool>(),
@@ -404,7 +404,7 @@ proptest! {
         prop_assert!((0.0..=1.0 + 1e-9).contains(&step.overlap()));
         for load in step.spans.iter().filter(|span| span.stream == StreamKind::Load && span.bytes > 0) {
             let uses = step.spans.iter().filter(|span| span.stream == StreamKind::Compute && span.layer == load.layer);
-            // No use of it while it comes.
+            // It is not used while it is loaded.
             prop_assert!(uses.clone().all(|span| span.end <= load.start || span.start >= load.end));
         }
         if matches!(setup.method, Method::OneAtATime) {
@@ -414,7 +414,7 @@ proptest! {
     }
 
     #[test]
-    fn never_more_layers_than_slots(
+    fn layers_on_the_device_never_exceed_slots(
         (job, setup) in jobs().prop_flat_map(|job| { let count = job.layers.len(); (Just(job), setups(count)) }),
         rates in rates(),
     ) {
@@ -430,7 +430,7 @@ proptest! {
     }
 
     #[test]
-    fn all_on_the_device_is_nothing_to_load_and_none_is_every_layer_twice_at_most(job in jobs(), rates in rates(), ring in 1usize..5) {
+    fn loads_are_none_if_resident_and_at_most_two_per_layer(job in jobs(), rates in rates(), ring in 1usize..5) {
         let bytes = |stay| {
             let resident = interleaved(job.layers.len(), stay);
             let frozen = Job {
@@ -445,7 +445,7 @@ proptest! {
     }
 
     #[test]
-    fn a_plan_fits_and_is_what_brute_force_finds(
+    fn the_plan_equals_brute_force(
         job in jobs(),
         rates in rates(),
         device in 0u64..40_000,
@@ -474,7 +474,7 @@ proptest! {
                 prop_assert_eq!(found.step.seconds, best);
                 prop_assert!(found.step.device.total <= device);
                 prop_assert!(host.is_none_or(|host| found.step.host_bytes <= host));
-                // More room is never slower.
+                // More memory is never slower.
                 let roomier = plan(&job, &rates, Budget { device: device + device / 3, host }).unwrap();
                 prop_assert!(roomier.step.seconds <= best);
             }

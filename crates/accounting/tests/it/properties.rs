@@ -1,7 +1,7 @@
-//! What holds for every model and plan.
+//! Properties of every model and plan.
 
 use accounting::decoder_flops::{Recomputation, Workload, step};
-use accounting::estimate::{Moment, Part, Plan, estimate};
+use accounting::estimate::{Moment, Part, TrainingPlan, estimate};
 use accounting::fit::{Limit, largest_batch, largest_model, longest_sequence, scaled, template_size};
 use accounting::memory::host::OnHost;
 use accounting::memory::logits::Loss;
@@ -43,7 +43,7 @@ fn models() -> impl Strategy<Value = Decoder> {
     )
 }
 
-fn plans() -> impl Strategy<Value = Plan> {
+fn plans() -> impl Strategy<Value = TrainingPlan> {
     let work = (1u64..20, 1u64..400).prop_map(|(batch, sequence)| Workload { batch, sequence });
     let recomputation =
         (select(&AttentionKernel::ALL[..]), select(&Recompute::ALL[..]), select(&SwigluLevel::ALL[..]))
@@ -58,7 +58,7 @@ fn plans() -> impl Strategy<Value = Plan> {
         1u64..9,
     );
     (work, recomputation, loss, states, any::<[bool; 7]>()).prop_map(
-        |(work, recomputation, loss, (recipe, optimizer, step, stage, devices), flags)| Plan {
+        |(work, recomputation, loss, (recipe, optimizer, step, stage, devices), flags)| TrainingPlan {
             work,
             recipe,
             optimizer,
@@ -75,12 +75,12 @@ fn plans() -> impl Strategy<Value = Plan> {
                 optimizer: flags[5],
                 block_inputs: flags[6] && recomputation.checkpoint == Recompute::Full,
             },
-            ..Plan::default()
+            ..TrainingPlan::default()
         },
     )
 }
 
-fn peak(model: &Decoder, plan: &Plan) -> u64 {
+fn peak(model: &Decoder, plan: &TrainingPlan) -> u64 {
     estimate(model, plan).unwrap().peak().total
 }
 
@@ -88,7 +88,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn parts_make_the_total(model in models(), plan in plans()) {
+    fn parts_sum_to_the_total(model in models(), plan in plans()) {
         let estimate = estimate(&model, &plan).unwrap();
         for budget in &estimate.moments {
             prop_assert_eq!(budget.parts.iter().sum::<u64>(), budget.total);
@@ -104,13 +104,13 @@ proptest! {
     }
 
     #[test]
-    fn more_work_never_takes_less(model in models(), plan in plans()) {
+    fn more_work_never_reduces_bytes(model in models(), plan in plans()) {
         let before = peak(&model, &plan);
         for more in [
             Workload { batch: plan.work.batch + 1, ..plan.work },
             Workload { sequence: plan.work.sequence + 1, ..plan.work },
         ] {
-            let after = peak(&model, &Plan { work: more, ..plan });
+            let after = peak(&model, &TrainingPlan { work: more, ..plan });
             prop_assert!(after >= before);
             let flops = |work| step(&model, work, &plan.recomputation).unwrap().hardware().unwrap();
             prop_assert!(flops(more).dense > flops(plan.work).dense);
@@ -123,11 +123,11 @@ proptest! {
     }
 
     #[test]
-    fn recomputation_keeps_less_and_computes_more(model in models(), plan in plans()) {
+    fn recomputation_reduces_bytes_and_increases_flops(model in models(), plan in plans()) {
         let with = |checkpoint, swiglu| {
             let recomputation = Recomputation { checkpoint, swiglu, ..plan.recomputation };
             let host = OnHost { block_inputs: false, ..plan.host };
-            let kept = estimate(&model, &Plan { recomputation, host, ..plan }).unwrap();
+            let kept = estimate(&model, &TrainingPlan { recomputation, host, ..plan }).unwrap();
             let flops = step(&model, plan.work, &recomputation).unwrap();
             (total(&kept.block).unwrap(), flops.recomputed.dense)
         };
@@ -138,10 +138,10 @@ proptest! {
         prop_assert!(choices[2].1 >= choices[0].1);
     }
 
-    /// What goes to the host leaves the device at every moment, but for what passes through, and all of it is there.
+    /// Offloaded tensors leave the device at every moment, except for buffers, and are all on the host.
     #[test]
-    fn the_host_takes_what_the_device_gives(model in models(), plan in plans()) {
-        let on_device = estimate(&model, &Plan { host: OnHost::default(), ..plan }).unwrap();
+    fn offloaded_bytes_move_from_device_to_host(model in models(), plan in plans()) {
+        let on_device = estimate(&model, &TrainingPlan { host: OnHost::default(), ..plan }).unwrap();
         let on_host = estimate(&model, &plan).unwrap();
         prop_assert_eq!(on_device.host_bytes, 0);
         let states = on_host.states.total().unwrap();
@@ -156,11 +156,11 @@ proptest! {
         }
     }
 
-    /// A loss with chunks of one token has the logits of one token, and beside them the matrix and the hidden states.
+    /// A loss with chunks of one token has the logits of one token, plus the matrix and the hidden states.
     #[test]
-    fn a_chunk_has_no_more_logits_than_all(model in models(), plan in plans()) {
+    fn chunked_logits_never_exceed_all_logits(model in models(), plan in plans()) {
         let at_loss = |loss| {
-            let estimate = estimate(&model, &Plan { loss, ..plan }).unwrap();
+            let estimate = estimate(&model, &TrainingPlan { loss, ..plan }).unwrap();
             (estimate.at(Moment::Loss).bytes(Part::Logits), estimate.largest(Part::OptimizerState))
         };
         let matrix = model.vocabulary * model.hidden;
@@ -175,7 +175,7 @@ proptest! {
     }
 
     #[test]
-    fn causal_is_between_half_and_all_of_dense(model in models(), plan in plans()) {
+    fn causal_flops_are_between_half_and_all_of_dense(model in models(), plan in plans()) {
         let flops = step(&model, plan.work, &plan.recomputation).unwrap();
         prop_assert!(flops.forward.causal <= flops.forward.dense);
         prop_assert!(2 * flops.forward.causal > flops.forward.dense);
@@ -184,7 +184,7 @@ proptest! {
     }
 
     #[test]
-    fn each_zero_stage_keeps_no_more_than_the_one_before(model in models(), plan in plans()) {
+    fn each_zero_stage_keeps_at_most_as_much_as_the_previous(model in models(), plan in plans()) {
         let states = |stage, devices| {
             let sharding = Sharding::new(stage, devices).unwrap();
             model_states(&model, &plan.recipe, plan.optimizer, sharding).unwrap().total().unwrap()
@@ -192,7 +192,7 @@ proptest! {
         for devices in 1..9 {
             let by_stage = ZeroStage::ALL.map(|stage| states(stage, devices));
             prop_assert!(by_stage.is_sorted_by(|a, b| a >= b));
-            // Divided once: all shares together are the whole, but for rounding up.
+            // Divided once: all shares sum to the whole, except for rounding up.
             let whole = states(ZeroStage::Zero, 1);
             prop_assert!(by_stage[3] * devices >= whole);
             prop_assert!((by_stage[3] - devices.min(1)) * devices <= whole + 32 * devices * devices);
@@ -200,15 +200,15 @@ proptest! {
     }
 
     #[test]
-    fn inverse_answers_are_tight(model in models(), plan in plans(), slack in 0u64..5_000_000) {
+    fn inverse_answers_are_exact(model in models(), plan in plans(), slack in 0u64..5_000_000) {
         let available = peak(&model, &plan) + slack;
         let batch = largest_batch(&model, &plan, available).unwrap();
-        let at = |batch| Plan { work: Workload { batch, ..plan.work }, ..plan };
+        let at = |batch| TrainingPlan { work: Workload { batch, ..plan.work }, ..plan };
         prop_assert!(batch.largest >= plan.work.batch && peak(&model, &at(batch.largest)) == batch.peak);
         prop_assert!(batch.peak <= available && peak(&model, &at(batch.largest + 1)) > available);
 
         let sequence = longest_sequence(&model, &plan, available).unwrap();
-        let at = |sequence| Plan { work: Workload { sequence, ..plan.work }, ..plan };
+        let at = |sequence| TrainingPlan { work: Workload { sequence, ..plan.work }, ..plan };
         prop_assert!(sequence.peak <= available && sequence.largest >= plan.work.sequence);
         match sequence.limit {
             Limit::Positions => prop_assert_eq!(sequence.largest, model.context),
@@ -221,7 +221,7 @@ proptest! {
     }
 
     #[test]
-    fn no_configuration_makes_the_reader_panic(text in "\\PC{0,200}", value in any::<i64>()) {
+    fn no_configuration_causes_a_panic(text in "\\PC{0,200}", value in any::<i64>()) {
         let path = std::path::Path::new("config.json");
         let _ = accounting::config::parse(path, &text);
         let config = format!(
@@ -229,8 +229,8 @@ proptest! {
             "num_attention_heads": 1, "intermediate_size": {value}}}"#
         );
         if let Ok(model) = accounting::config::parse(path, &config) {
-            let _ = estimate(&model, &Plan::default());
-            let _ = step(&model, Plan::default().work, &Recomputation::default());
+            let _ = estimate(&model, &TrainingPlan::default());
+            let _ = step(&model, TrainingPlan::default().work, &Recomputation::default());
         }
     }
 
@@ -241,7 +241,7 @@ proptest! {
     }
 
     #[test]
-    fn storing_twice_is_storing_once(value in any::<f64>()) {
+    fn rounding_to_a_dtype_is_idempotent(value in any::<f64>()) {
         for dtype in Dtype::ALL {
             let once = dtype.store(value);
             let twice = dtype.store(once);

@@ -107,7 +107,7 @@ fn everything(trainer: &Trainer) -> Vec<(String, Tensor)> {
 }
 
 #[test]
-fn the_loop_does_the_same_on_either_side() {
+fn host_and_device_scalers_train_alike() {
     let plain = Options { steps: 24, read_every: 5, ..Options::default() };
     for (name, options, frozen) in [
         ("plain", plain.clone(), false),
@@ -149,7 +149,7 @@ fn the_loop_does_the_same_on_either_side() {
 }
 
 #[test]
-fn either_goes_on_from_the_others_checkpoint() {
+fn host_and_device_scalers_load_each_others_checkpoints() {
     let options =
         Options { steps: 16, accumulation: 2, clip: Some(0.5), read_every: 7, ..Options::default() };
     let (mut whole, whole_notes) = trainer(&options, false, Box::new(dynamic()));
@@ -176,7 +176,7 @@ fn either_goes_on_from_the_others_checkpoint() {
 }
 
 #[test]
-fn what_is_wrong_is_told_when_it_is_read_and_the_weights_are_as_they_were() {
+fn errors_appear_at_the_read_and_weights_are_unchanged() {
     // A static scale at which every step overflows.
     let patient = StaticRule::new(1e30).unwrap().with_patience(3);
     let scaler = amp::DeviceScaler::new(patient, Device::Cpu).unwrap();
@@ -198,7 +198,7 @@ fn what_is_wrong_is_told_when_it_is_read_and_the_weights_are_as_they_were() {
 }
 
 #[test]
-fn an_optimizer_that_cannot_leave_steps_out_on_the_device_ends_the_run() {
+fn an_optimizer_that_cannot_skip_on_the_device_is_an_error() {
     let model = model();
     let optimizer = DeviceOptimizer::new(Sgd, vec![Group::new(trainable(&model), 0.1)]).unwrap();
     let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), Options::default()).unwrap();

@@ -44,7 +44,7 @@ fn options() -> impl Strategy<Value = DynamicOptions> {
 
 proptest! {
     #[test]
-    fn the_scale_moves_on_the_device_as_on_the_host(
+    fn the_device_scale_matches_the_host_scale(
         options in options(),
         overflows in prop::collection::vec(any::<bool>(), 1..120),
     ) {
@@ -74,7 +74,7 @@ proptest! {
 
     /// Against libtorch's own kernel, which has neither bounds nor hysteresis.
     #[test]
-    fn the_scale_moves_on_the_device_as_libtorchs(
+    fn the_device_scale_matches_libtorchs(
         overflows in prop::collection::vec(any::<bool>(), 1..100),
         exponent in -20i32..120,
         growth_factor in 1.01f64..9.0,
@@ -144,7 +144,7 @@ fn everything(parameters: &[(String, Tensor)], optimizer: &DeviceOptimizer) -> V
 }
 
 #[test]
-fn a_step_that_is_left_out_leaves_no_trace() {
+fn a_skipped_step_has_no_effect() {
     for (name, kind, optimizer) in optimizers() {
         let parameters = leaves(1, 6, kind);
         let mut optimizer =
@@ -178,7 +178,7 @@ fn a_step_that_is_left_out_leaves_no_trace() {
 }
 
 #[test]
-fn both_ways_to_decide_give_the_same_bits() {
+fn host_and_device_decisions_give_the_same_bits() {
     let bad = |step: u64| [3, 4, 9, 15].contains(&step);
     let dynamic = DynamicOptions { growth_interval: 3, hysteresis: 2, ..DynamicOptions::default() };
     for (name, kind, optimizer) in optimizers() {
@@ -217,7 +217,7 @@ fn both_ways_to_decide_give_the_same_bits() {
 }
 
 #[test]
-fn several_optimizers_and_the_one_that_overflowed() {
+fn only_the_overflowing_optimizer_of_several_skips() {
     let parameters = [leaves(1, 2, Kind::Float), leaves(2, 3, Kind::Float)];
     let [mut first, mut second] = parameters.each_ref().map(|p| {
         let owned: Vec<_> = p.iter().map(|(n, w)| (n.clone(), w.shallow_clone())).collect();
@@ -238,7 +238,7 @@ fn several_optimizers_and_the_one_that_overflowed() {
 }
 
 #[test]
-fn optimizers_that_cannot_look_at_a_flag_are_refused_and_left_alone() {
+fn optimizers_without_a_fused_kernel_are_refused() {
     let parameters = leaves(3, 2, Kind::Float);
     let owned = || parameters.iter().map(|(n, w)| (n.clone(), w.shallow_clone())).collect::<Vec<_>>();
     let momentum = DeviceOptimizer::new(Momentum::default(), vec![Group::new(owned(), 0.1)]).unwrap();
@@ -266,7 +266,7 @@ fn optimizers_that_cannot_look_at_a_flag_are_refused_and_left_alone() {
 }
 
 #[test]
-fn gradients_that_no_scale_helps_end_the_run_when_the_state_is_read() {
+fn overflow_at_every_scale_ends_the_run_at_the_read() {
     let rule = StaticRule::new(8.0).unwrap().with_patience(3);
     let mut scaler = DeviceScaler::new(rule, Device::Cpu).unwrap();
     let parameters = leaves(3, 2, Kind::Float);

@@ -42,7 +42,7 @@ fn folder() -> PathBuf {
 }
 
 #[test]
-fn fixtures_scale_and_tracker_are_pytorchs_to_the_bit() {
+fn fixtures_scale_and_tracker_match_pytorch_bit_for_bit() {
     let path = folder().join("grad_scaler.json");
     let cases: Vec<Case> = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     assert!(!cases.is_empty());

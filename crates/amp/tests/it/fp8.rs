@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor, kind};
 const BOTH: [Kind; 2] = [Kind::Float8e4m3fn, Kind::Float8e5m2];
 
 #[test]
-fn the_largest_magnitude_becomes_the_dtypes_largest_number_and_nothing_saturates_to_nan() {
+fn quantization_maps_the_maximum_to_the_dtypes_maximum() {
     for dtype in BOTH {
         for magnitude in [1e-30, 3e-3, 1.0, 7.7e4, 3e38] {
             let t = Tensor::from_slice(&[0.25f32, -1.0, 0.0, 0.5]) * magnitude;
@@ -30,7 +30,7 @@ fn the_largest_magnitude_becomes_the_dtypes_largest_number_and_nothing_saturates
 }
 
 #[test]
-fn rounding_errors_are_those_of_the_mantissa() {
+fn quantization_errors_match_the_mantissa() {
     let t = Tensor::randn([4096], kind::FLOAT_CPU);
     for (dtype, bits) in [(Kind::Float8e4m3fn, 3), (Kind::Float8e5m2, 2)] {
         let q = quantize(&t, dtype).unwrap();
@@ -45,7 +45,7 @@ fn rounding_errors_are_those_of_the_mantissa() {
 }
 
 #[test]
-fn a_layer_and_its_gradients_are_products_of_what_was_quantized() {
+fn an_fp8_layer_multiplies_quantized_operands() {
     for (rows, inner, outer, bias) in [(vec![32, 48], 48, 16, true), (vec![2, 5, 19], 19, 7, false)] {
         let x = Tensor::randn(&rows, kind::FLOAT_CPU).set_requires_grad(true);
         let w = (Tensor::randn([outer, inner], kind::FLOAT_CPU) * 0.1).set_requires_grad(true);
@@ -94,7 +94,7 @@ fn a_layer_and_its_gradients_are_products_of_what_was_quantized() {
 }
 
 #[test]
-fn a_device_without_fp8_gives_what_one_with_it_gives() {
+fn results_with_and_without_native_fp8_agree() {
     let Ok(device) = runtime::device::select("cuda") else {
         eprintln!("skipped: no CUDA device");
         return;

@@ -122,7 +122,7 @@ fn trainer(scaler: Box<dyn GradScaler>, width: i64) -> Trainer {
 }
 
 #[test]
-fn a_step_waits_once_for_the_device_or_never() {
+fn a_step_synchronises_at_most_once() {
     let folder = tempfile::tempdir().unwrap();
     for count in [1, 50] {
         by_hand(folder.path(), count);

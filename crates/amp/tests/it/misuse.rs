@@ -85,7 +85,7 @@ fn refused(
 }
 
 #[test]
-fn steps_out_of_order() {
+fn calls_out_of_order_are_errors() {
     let nothing = expect![
         "gradient scaler: no optimizer has stepped since the last update; call `step` for each optimizer, then `update` once"
     ];
@@ -114,7 +114,7 @@ fn steps_out_of_order() {
 }
 
 #[test]
-fn fp16_gradients_of_parameters_with_masters_or_without() {
+fn fp16_gradients_are_refused_with_and_without_master_copies() {
     let half = expect![
         "gradient scaler: gradient 0 of optimizer `w` is fp16; dividing it by the scale would bring back the underflow that scaling prevents, with or without master weights. Keep the parameters in fp32 and let autocast cast them, or use bf16 parameters, which need no scaler"
     ];
@@ -141,7 +141,7 @@ fn fp16_gradients_of_parameters_with_masters_or_without() {
 }
 
 #[test]
-fn bf16_parameters_with_masters_take_steps_too_small_for_bf16() {
+fn bf16_parameters_with_master_copies_accumulate_small_steps() {
     for mut scaler in Either::both() {
         let w = leaf(Kind::BFloat16);
         let group = Group { weight_decay: 0.0, ..Group::new(vec![("w".into(), w.shallow_clone())], 1e-4) };

@@ -84,7 +84,7 @@ fn fp16() -> Arc<dyn Policy> {
 }
 
 #[test]
-fn a_retried_step_is_the_one_that_the_right_scale_takes() {
+fn a_retried_step_equals_the_step_at_the_right_scale() {
     let _alone = ALONE.lock();
     let high = run(1, Overflow::Retry { most: 64 }, fp16(), dynamic(40)).unwrap();
     let first = &high.records[0];
@@ -103,7 +103,7 @@ fn a_retried_step_is_the_one_that_the_right_scale_takes() {
 }
 
 #[test]
-fn what_the_device_decides_cannot_be_tried_again() {
+fn device_decisions_cannot_be_retried() {
     let _alone = ALONE.lock();
     let rule = DynamicRule::new(DynamicOptions::default()).unwrap();
     let scaler = Box::new(DeviceScaler::new(rule, Device::Cpu).unwrap());
@@ -144,7 +144,7 @@ impl Policy for Poison {
 }
 
 #[test]
-fn a_batch_that_no_scale_helps_is_left_out_and_costs_the_scale_no_more_than_that() {
+fn a_batch_that_always_overflows_is_skipped_and_the_scale_recovers() {
     let _alone = ALONE.lock();
     let poison = |bad| Arc::new(Poison { inner: fp16(), pass: 0.into(), bad });
     // Passes 3 to 8 are all attempts at step 3.
@@ -157,7 +157,7 @@ fn a_batch_that_no_scale_helps_is_left_out_and_costs_the_scale_no_more_than_that
 }
 
 #[test]
-fn a_scale_that_does_not_fall_is_not_tried_again() {
+fn a_scale_that_does_not_fall_is_not_retried() {
     let _alone = ALONE.lock();
     let fixed = Box::new(StaticGradScaler::new(2f32.powi(40)).unwrap());
     let run = run(2, Overflow::Retry { most: 5 }, fp16(), fixed).unwrap();

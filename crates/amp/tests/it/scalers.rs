@@ -31,7 +31,7 @@ fn dynamic() -> DynamicGradScaler {
 }
 
 #[test]
-fn a_scaled_backward_steps_as_an_unscaled_one() {
+fn a_scaled_backward_gives_the_unscaled_step() {
     let make = || leaf(&[3.0, -1.5, 0.25]);
     let (scaled, plain) = (make(), make());
     let (mut ours, mut theirs) = (sgd(&[&scaled]), sgd(&[&plain]));
@@ -55,7 +55,7 @@ fn a_scaled_backward_steps_as_an_unscaled_one() {
 }
 
 #[test]
-fn the_optimizer_that_overflowed_is_left_out_and_the_other_steps() {
+fn only_the_overflowing_optimizer_skips_its_step() {
     let (a, b) = (leaf(&[1.0]), leaf(&[1.0, 1.0]));
     let (mut first, mut second) = (sgd(&[&a]), sgd(&[&b]));
     let mut scaler = dynamic();
@@ -69,7 +69,7 @@ fn the_optimizer_that_overflowed_is_left_out_and_the_other_steps() {
 }
 
 #[test]
-fn clipping_sees_unscaled_gradients_and_their_norm_comes_along() {
+fn clipping_uses_unscaled_gradients_and_their_norm() {
     let (w, frozen) = (leaf(&[0.0, 0.0]), leaf(&[1.0]));
     let mut optimizer = sgd(&[&w, &frozen]);
     let mut scaler = StaticGradScaler::new(1024.0).unwrap();
@@ -86,7 +86,7 @@ fn clipping_sees_unscaled_gradients_and_their_norm_comes_along() {
 }
 
 #[test]
-fn what_is_out_of_order_is_an_error_before_anything_is_touched() {
+fn calls_out_of_order_fail_before_any_change() {
     let w = leaf(&[1.0]);
     let mut optimizer = sgd(&[&w]);
     let mut scaler = dynamic();
@@ -114,7 +114,7 @@ fn what_is_out_of_order_is_an_error_before_anything_is_touched() {
 }
 
 #[test]
-fn constants_that_no_scale_can_move_by_are_refused() {
+fn invalid_scale_factors_are_refused() {
     let good = DynamicOptions::default();
     for (options, name) in [
         (DynamicOptions { init_scale: 0.0, ..good }, "init_scale"),
@@ -154,7 +154,7 @@ fn a_state_of_another_scaler_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn a_state_under_the_former_names_loads() {
+fn a_state_with_old_names_loads() {
     let former = serde_json::json!({ "kind": "dynamic scaler", "state": {
         "options": {
             "initial": 8.0, "growth": 4.0, "backoff": 0.25, "interval": 7, "least": 0.5, "most": 64.0, "hysteresis": 2
@@ -183,7 +183,7 @@ fn a_state_under_the_former_names_loads() {
 }
 
 #[test]
-fn gradients_that_no_scale_helps_end_the_run() {
+fn overflow_at_every_scale_ends_the_run() {
     let options = DynamicOptions { init_scale: 2.0, min_scale: 1.0, ..DynamicOptions::default() };
     let mut rule = DynamicRule::new(options).unwrap();
     let end = (1..100).find_map(|step| rule.update(true).err().map(|error| (step, error))).unwrap();
@@ -198,7 +198,7 @@ fn gradients_that_no_scale_helps_end_the_run() {
 }
 
 #[test]
-fn hysteresis_bears_overflows_until_it_has_grown_again() {
+fn hysteresis_tolerates_overflows_until_the_scale_grows() {
     let options =
         DynamicOptions { init_scale: 16.0, growth_interval: 2, hysteresis: 2, ..DynamicOptions::default() };
     let mut scale = DynamicScale::new(&options);
@@ -217,7 +217,7 @@ fn hysteresis_bears_overflows_until_it_has_grown_again() {
 proptest! {
     /// Against libtorch's own update, which has neither bounds nor hysteresis.
     #[test]
-    fn the_scale_moves_as_libtorchs(
+    fn the_scale_matches_libtorchs(
         overflows in prop::collection::vec(any::<bool>(), 1..200),
         exponent in -20i32..100,
         growth_factor in 1.01f64..9.0,

@@ -84,7 +84,7 @@ fn mixed_precision_learns_what_fp32_learns() {
 }
 
 #[test]
-fn steps_that_overflow_are_left_out_and_the_scale_falls() {
+fn overflowing_steps_are_skipped_and_the_scale_falls() {
     let options = DynamicOptions { init_scale: 2f32.powi(40), ..DynamicOptions::default() };
     let mut trainer = trainer(30, Some(Kind::Half), Box::new(DynamicGradScaler::new(options).unwrap()));
     let before: Vec<Tensor> =

@@ -118,7 +118,7 @@ mod tests {
 
     /// A CPU stream stands in for a device's: copies run when it reaches them.
     #[test]
-    fn a_worker_writes_few_buffers_again_and_again_and_never_one_that_is_being_copied() {
+    fn a_worker_reuses_few_buffers_and_never_one_being_copied() {
         // Similar lengths, so that all batches have buffers of one size.
         let samples: Vec<Vec<u32>> = (0..120).map(|index| vec![index; 500 + index as usize % 7]).collect();
         let batching = BatchOptions { batch_size: 4, ..BatchOptions::default() };

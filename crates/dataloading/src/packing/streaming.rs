@@ -211,7 +211,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_has_left_is_forgotten_behind_one_that_waits_for_ever() {
+    fn packed_documents_are_released_behind_a_waiting_one() {
         let options = StreamingOptions { capacity: 10, documents: 2, patience: u64::MAX };
         let mut packer = StreamingBestFit::new(&options).unwrap();
         // Shorter than all others, and nothing fits beside it.

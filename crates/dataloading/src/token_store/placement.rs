@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replacement_that_fails_leaves_the_former_store() {
+    fn a_failed_replacement_keeps_the_old_store() {
         let root = tempfile::tempdir().unwrap();
         let [partial, target, aside] = ["partial", "target", "aside"].map(|name| root.path().join(name));
         folder(&target, "former");
@@ -138,7 +138,7 @@ mod tests {
 
     #[cfg(unix)]
     #[test]
-    fn an_open_file_is_known_to_have_moved() {
+    fn a_moved_open_file_is_detected() {
         let root = tempfile::tempdir().unwrap();
         let (here, there) = (root.path().join("here"), root.path().join("there"));
         folder(&here, "one");

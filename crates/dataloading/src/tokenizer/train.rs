@@ -241,7 +241,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn merges_are_those_of_counting_anew(
+        fn merges_match_recounting(
             words in proptest::collection::vec((proptest::collection::vec(0u32..4, 1..12), 1u64..4), 1..12)
         ) {
             let names: Vec<String> = ["a", "b", "c", "d"].map(String::from).to_vec();

@@ -36,7 +36,7 @@ fn all_batches(sampler: &impl BatchSampler, epoch: u64) -> Vec<Vec<u32>> {
 
 proptest! {
     #[test]
-    fn every_sample_once_and_the_gap_is_at_most_k(
+    fn every_sample_occurs_once_and_length_gaps_are_at_most_k(
         lengths in proptest::collection::vec(0_usize..60, 1..300),
         size in 1_usize..20,
         k in 0_usize..70,
@@ -60,7 +60,7 @@ proptest! {
     }
 
     #[test]
-    fn batches_by_tokens_keep_to_the_limit(
+    fn batches_by_tokens_respect_the_limit(
         lengths in proptest::collection::vec(1_usize..60, 1..200),
         limit in 60_usize..400,
         k in 0_usize..70,
@@ -164,7 +164,7 @@ fn operations_per_batch_do_not_depend_on_the_size() {
 }
 
 #[test]
-fn any_two_of_a_window_meet_about_equally_often() {
+fn pairs_within_a_window_are_about_equally_frequent() {
     // One length: all 12 samples are in one window with k = 0, next to 30 of other lengths.
     let lengths: Vec<usize> = (0..42).map(|index| if index < 12 { 5 } else { 6 + index }).collect();
     let options = BalancedOptions { batch_size: BatchSize::Samples(4), k: 0, ..Default::default() };
@@ -202,7 +202,7 @@ fn any_two_of_a_window_meet_about_equally_often() {
 }
 
 #[test]
-fn borders_of_windows_move_from_epoch_to_epoch() {
+fn window_boundaries_change_between_epochs() {
     let options = BalancedOptions { batch_size: BatchSize::Samples(100), k: 9, ..Default::default() };
     let sampler = BalancedBatchSampler::new(&Lengths((1..=50).collect()), &options).unwrap();
     let mut shortest_batch = std::collections::BTreeSet::new();
@@ -214,7 +214,7 @@ fn borders_of_windows_move_from_epoch_to_epoch() {
 }
 
 #[test]
-fn what_makes_no_sampler_is_refused() {
+fn invalid_sampler_options_are_refused() {
     let refused = |options: BalancedOptions, words: &str| {
         let error = BalancedBatchSampler::new(&Lengths(vec![3, 9]), &options).unwrap_err();
         assert_eq!(error.to_string(), words);

@@ -102,7 +102,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(100))]
 
     #[test]
-    fn rows_of_single_samples(
+    fn rows_of_single_samples_are_correct(
         lengths in proptest::collection::vec(0_usize..30, 1..60),
         batch_size in 1_usize..9,
         max_length in 1_usize..35,
@@ -132,7 +132,7 @@ proptest! {
     }
 
     #[test]
-    fn sequences_keep_to_their_capacity(
+    fn sequences_respect_their_capacity(
         lengths in proptest::collection::vec(0_usize..30, 1..60),
         batch_size in 1_usize..9,
         max_length in 1_usize..35,
@@ -218,7 +218,7 @@ fn neighbours_change_from_epoch_to_epoch() {
 }
 
 #[test]
-fn one_token_has_no_target() {
+fn a_single_token_has_no_target() {
     let options = BatchOptions { batch_size: 3, ..BatchOptions::default() };
     let batch = StandardDataset::new(Numbered(vec![1, 1, 1]), &options).unwrap().batch(0, 0).unwrap();
     assert_eq!((batch.counts.targets, batch.counts.tokens), (0, 3));
@@ -244,7 +244,7 @@ impl Samples for Changed {
 }
 
 #[test]
-fn what_is_wrong_says_so() {
+fn invalid_options_are_errors() {
     let dataset = StandardDataset::new(Changed, &BatchOptions::default()).unwrap();
     assert_eq!(
         dataset.batch(0, 0).unwrap_err().to_string(),
@@ -264,7 +264,7 @@ fn what_is_wrong_says_so() {
 }
 
 #[test]
-fn options_that_make_no_batch_are_refused() {
+fn options_without_a_batch_are_refused() {
     let samples = || Numbered(vec![3, 2]);
     let options = BatchOptions { max_length: usize::MAX, ..BatchOptions::default() };
     assert_eq!(
@@ -315,7 +315,7 @@ fn samples_of_dropped_batches_are_counted() {
 }
 
 #[test]
-fn a_part_of_a_sample_is_that_part() {
+fn reading_part_of_a_sample_is_correct() {
     for part in [0..0, 0..5, 2..4, 3..9, 7..9] {
         let (mut of_vectors, mut by_default) = (vec![99], vec![99]);
         let samples = Numbered(vec![5, 5]);

@@ -39,14 +39,14 @@ fn any_number_of_workers_makes_the_same_sequence() {
 }
 
 #[test]
-fn batches_that_are_kept_stay_as_they_are() {
+fn held_batches_do_not_change() {
     let source = strategies(37, 5).remove(1);
     let kept: Vec<Batch> = Loader::new(source.clone(), &options(2, 3)).unwrap().map(Result::unwrap).collect();
     assert_eq!(kept.iter().map(content).collect::<Vec<_>>(), reference(&source, 2));
 }
 
 #[test]
-fn resuming_at_every_position_goes_on_as_if_nothing_had_been() {
+fn resuming_at_any_position_gives_the_same_batches() {
     for source in strategies(23, 8) {
         let expected = reference(&source, 2);
         let mut loader = Loader::new(source.clone(), &options(2, 3)).unwrap();
@@ -142,7 +142,7 @@ fn bad(sample: usize, panics: bool) -> Arc<dyn BatchSource> {
 }
 
 #[test]
-fn a_bad_record_surfaces_with_its_place_and_the_loader_ends() {
+fn a_bad_record_is_an_error_with_its_index_and_ends_the_loader() {
     for workers in [0, 1, 3] {
         for sample in [0, 42, 99] {
             let mut loader = Loader::new(bad(sample, false), &options(workers, 4)).unwrap();
@@ -162,7 +162,7 @@ fn a_bad_record_surfaces_with_its_place_and_the_loader_ends() {
 }
 
 #[test]
-fn a_panic_surfaces_with_its_place_and_the_loader_ends() {
+fn a_panic_is_an_error_with_its_index_and_ends_the_loader() {
     for workers in [0, 1, 3] {
         let mut loader = Loader::new(bad(57, true), &options(workers, 2)).unwrap();
         let error = loader.by_ref().find_map(Result::err).unwrap();
@@ -297,7 +297,7 @@ fn a_state_of_other_data_or_options_of_as_many_batches_is_refused() {
 }
 
 #[test]
-fn more_ranks_than_an_epoch_has_batches_go_on_into_the_next_ones() {
+fn more_ranks_than_batches_continue_into_later_epochs() {
     let source = strategies(9, 4).remove(1);
     assert_eq!(source.batches(0), 3);
     let expected = reference(&source, 5);
@@ -317,7 +317,7 @@ fn more_ranks_than_an_epoch_has_batches_go_on_into_the_next_ones() {
 }
 
 #[test]
-fn numbers_beyond_reason_are_refused() {
+fn absurd_numbers_are_refused() {
     let source = strategies(9, 4).remove(1);
     let refused = |options: &LoaderOptions| Loader::new(source.clone(), options).unwrap_err().to_string();
     let many = options(usize::MAX, 1);

@@ -4,7 +4,7 @@
 
 use crate::strategies::{content, reference, strategies};
 use dataloading::{Batch, Loader, LoaderOptions, Result};
-use runtime::device::graph::Step;
+use runtime::device::graph::CapturedStep;
 use runtime::device::{cuda_count, pinned_bytes, synchronize};
 use tch::{Device, Kind, Tensor};
 
@@ -20,7 +20,7 @@ fn has_cuda() -> bool {
 }
 
 #[test]
-fn a_loader_goes_on_while_a_step_is_captured() {
+fn a_loader_works_while_a_step_is_captured() {
     if !has_cuda() {
         return;
     }
@@ -32,7 +32,7 @@ fn a_loader_goes_on_while_a_step_is_captured() {
     let mut found = vec![content(&loader.next().unwrap().unwrap())];
     let sum = Tensor::zeros([4], (Kind::Float, device));
     let mut inside = sum.shallow_clone();
-    let mut step = Step::capture(device, 1, move || {
+    let mut step = CapturedStep::capture(device, 1, move || {
         let _ = inside.f_add_(&inside.f_ones_like()?)?;
         Ok(())
     })

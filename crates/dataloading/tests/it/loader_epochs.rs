@@ -78,7 +78,7 @@ fn the_last_epoch_is_finished_without_asking_for_the_next() {
 }
 
 #[test]
-fn a_loader_at_its_end_resumes_into_nothing_and_into_further_epochs() {
+fn a_finished_loader_resumes_at_the_end_or_into_further_epochs() {
     for workers in [0, 2] {
         let options = LoaderOptions { epochs: Some(1), ..options(workers, 3) };
         let mut loader = Loader::new(short(|_| true, 1), &options).unwrap();
@@ -93,7 +93,7 @@ fn a_loader_at_its_end_resumes_into_nothing_and_into_further_epochs() {
 }
 
 #[test]
-fn an_epoch_without_batches_is_passed_over() {
+fn an_epoch_without_batches_is_skipped() {
     let odd = || short(|epoch| epoch % 2 == 1, 6);
     for workers in [0, 2] {
         let options = LoaderOptions { epochs: Some(6), ..options(workers, 2) };
@@ -108,7 +108,7 @@ fn an_epoch_without_batches_is_passed_over() {
 }
 
 #[test]
-fn epochs_without_any_batch_are_an_error_and_no_endless_loop() {
+fn epochs_without_any_batch_are_an_error() {
     let none = || short(|_| false, u64::MAX);
     let refused = |epochs| {
         let options = LoaderOptions { epochs, ..options(0, 2) };
@@ -141,7 +141,7 @@ fn epochs_without_any_batch_are_an_error_and_no_endless_loop() {
 
 /// Lengths 5 and 6 fill a batch only together, and the offset of the windows is random in each epoch.
 #[test]
-fn a_balanced_run_outlasts_epochs_whose_windows_leave_no_batch() {
+fn balanced_batches_skip_epochs_without_full_windows() {
     let lengths = [[5; 16], [6; 16]].concat().into_iter().chain([20]);
     let samples: Vec<Vec<u32>> = lengths.map(|length| vec![7; length]).collect();
     let balanced = BalancedOptions {

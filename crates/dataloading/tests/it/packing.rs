@@ -62,7 +62,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn plans_equal_the_algorithms_document_by_document(
+    fn plans_equal_the_textbook_algorithms(
         capacity in 1_u32..90,
         lengths in proptest::collection::vec(0_u32..90, 1..160),
         narrow in 1_u32..90,
@@ -136,7 +136,7 @@ proptest! {
     }
 
     #[test]
-    fn a_stream_loses_nothing_and_nothing_waits_too_long(
+    fn streaming_packs_everything_within_the_delay(
         capacity in 1_usize..60,
         lengths in proptest::collection::vec(0_u32..60, 0..300),
         documents in 1_usize..40,
@@ -212,7 +212,7 @@ fn a_stream_of_uniform_lengths_fills_its_rows() {
 }
 
 #[test]
-fn what_cannot_be_packed_is_refused() {
+fn unpackable_documents_are_refused() {
     let check = |lengths: &[u32], options: PackingOptions, words: &str| {
         assert_eq!(PackingPlan::new(lengths, &options).unwrap_err().to_string(), words);
     };

@@ -27,7 +27,7 @@ fn check(content: &str, format: Format, expected: &[(u64, &str)]) {
 }
 
 #[test]
-fn an_article_is_what_its_title_begins() {
+fn an_article_starts_at_its_title() {
     let arden = "= Arden = \n \n Arden has 4 @,@ 300 people . \n A line where = 1 m / s = \n \n = = History = = \n \n It is \
                  old @-@ ish .";
     check(WIKI, Format::Articles, &[(2, arden), (11, "= Brum = \n \n = = Name = = \n \n Brum .")]);
@@ -42,7 +42,7 @@ fn an_article_is_what_its_title_begins() {
 }
 
 #[test]
-fn lines_are_the_ones_with_words() {
+fn empty_lines_are_skipped() {
     check(
         WIKI,
         Format::Lines,
@@ -73,7 +73,7 @@ fn json_lines_give_the_field() {
 }
 
 #[test]
-fn files_are_read_in_order_and_records_know_theirs() {
+fn files_are_read_in_order_and_records_name_theirs() {
     let folder = tempfile::tempdir().unwrap();
     let files = [
         write(folder.path(), "b", "1\n2\n"),
@@ -106,7 +106,7 @@ fn check_error(content: &[u8], format: Format, expected: Expect) {
 }
 
 #[test]
-fn what_is_wrong_is_said_with_its_place_and_the_remedy() {
+fn errors_name_the_line_and_the_remedy() {
     let json = || Format::JsonLines("question".into());
     check_error(
         b"fine\ncaf\xe9\n",
@@ -140,7 +140,7 @@ fn what_is_wrong_is_said_with_its_place_and_the_remedy() {
 }
 
 #[test]
-fn files_that_cannot_be_read_are_said_before_reading_starts() {
+fn unreadable_files_are_errors_before_reading_starts() {
     let folder = tempfile::tempdir().unwrap();
     let there = write(folder.path(), "a", "text");
     let missing = Corpus::new([there.clone(), folder.path().join("b")], Format::Lines).records().unwrap_err();

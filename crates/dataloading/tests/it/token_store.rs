@@ -40,7 +40,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn any_documents_come_back(
+    fn any_documents_round_trip(
         documents in prop::collection::vec(prop::collection::vec(0u32..70_000, 0..40), 0..30),
         narrow in any::<bool>(),
         shard_bytes in 1u64..400,
@@ -149,7 +149,7 @@ fn alter(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
 }
 
 #[test]
-fn damage_is_named() {
+fn damage_is_reported() {
     let first = |path: &Path| path.join("00000.tokens");
     check_damage(
         |path| alter(&first(path), |b| b.truncate(140)),
@@ -248,9 +248,6 @@ fn an_id_beyond_the_vocabulary_is_refused_and_the_writer_goes_on() {
     );
     let store = writer.finish().unwrap();
     assert_eq!(all(&store).unwrap(), [[9]]);
-    assert!(store.check_vocabulary(10).is_ok());
-    let error = store.check_vocabulary(9).unwrap_err().to_string();
-    assert!(error.contains("made with a vocabulary of 10, but the model has 9 ids"), "{error}");
 }
 
 #[test]
@@ -321,7 +318,7 @@ fn a_store_is_replaced_only_when_asked_and_only_if_it_is_one() {
 }
 
 #[test]
-fn a_store_of_nothing_is_one() {
+fn an_empty_store_is_valid() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("deep/er/store");
     let store = write(&path, &[], &WriterOptions::new(10)).unwrap();
@@ -331,7 +328,7 @@ fn a_store_of_nothing_is_one() {
 }
 
 #[test]
-fn a_replaced_store_stays_as_it_was_for_those_who_have_it_open() {
+fn a_replaced_store_is_unchanged_for_open_readers() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
     let old = example(&path);
@@ -345,7 +342,7 @@ fn a_replaced_store_stays_as_it_was_for_those_who_have_it_open() {
 
 /// As if the process had ended between the two renames.
 #[test]
-fn a_store_whose_replacement_was_interrupted_comes_back() {
+fn a_store_with_an_interrupted_replacement_is_recovered() {
     let folder = tempfile::tempdir().unwrap();
     let (path, aside) = (folder.path().join("store"), folder.path().join(".store.replaced"));
     write(&path, &[vec![1], vec![2]], &WriterOptions::new(10)).unwrap();
@@ -372,7 +369,7 @@ fn a_store_whose_replacement_was_interrupted_comes_back() {
 
 /// An id outside the vocabulary, for which a model has no embedding.
 #[test]
-fn an_id_that_was_damaged_is_refused_by_whoever_reads_it() {
+fn a_damaged_id_is_refused_by_every_reader() {
     for (vocabulary, width) in [(100, 2), (70_000, 4)] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("store");
@@ -442,7 +439,7 @@ fn names_need_not_be_utf_8() {
 
 /// The capacity of the output shows how much was copied.
 #[test]
-fn a_part_of_a_long_document_is_read_without_the_rest() {
+fn a_part_of_a_long_document_is_read_alone() {
     let folder = tempfile::tempdir().unwrap();
     let document: Vec<u32> = (0..100_000).map(|position| position % 97).collect();
     let store = write(&folder.path().join("store"), std::slice::from_ref(&document), &WriterOptions::new(97))

@@ -49,7 +49,7 @@ fn training_gives_the_same_bytes_in_any_order_and_on_any_number_of_threads() {
 }
 
 #[test]
-fn any_text_comes_back_and_a_batch_is_the_single_texts() {
+fn any_text_round_trips_and_batches_equal_single_texts() {
     let tokenizer = small();
     assert_eq!(tokenizer.vocabulary(), 270);
     let texts = ["", "the cat", "naïve — 数 🦀\n\ttab", "<|endoftext|>the<|padding|>", "  spaces  "];
@@ -64,7 +64,7 @@ fn any_text_comes_back_and_a_batch_is_the_single_texts() {
 }
 
 #[test]
-fn a_tokenizer_that_lacks_something_says_what_to_do() {
+fn an_incomplete_tokenizer_is_an_error_with_the_remedy() {
     let options = TrainOptions { special_tokens: Vec::new(), vocabulary: 260, ..TrainOptions::default() };
     let bare = Tokenizer::train(TEXTS.map(|text| Ok(text.into())), &options).unwrap();
     expect!["padding token: the tokenizer has none of <|padding|> <pad> [PAD] <|pad|> <PAD> <|pad_token|> <|finetune_right_pad_id|>; pass the id of the end-of-text token as padding id: padding has no label and is masked"]
@@ -172,7 +172,7 @@ fn the_store_of_a_corpus_does_not_depend_on_the_threads() {
 }
 
 #[test]
-fn a_corpus_that_leaves_nothing_makes_no_store() {
+fn a_corpus_without_documents_creates_no_store() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("corpus.txt");
     std::fs::write(&path, "the cat sat on the mat . the dog\n").unwrap();

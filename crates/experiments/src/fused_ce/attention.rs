@@ -4,7 +4,7 @@ use models::attention::{AttentionPath, causal_attention};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use runtime::autograd::{self, Keep};
-use runtime::measure::{self, Plan};
+use runtime::measure::{self, MeasurementPlan};
 use runtime::memory::live_bytes;
 use tch::{Kind, Tensor};
 
@@ -45,7 +45,13 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Attention) -> anyhow::Result<
             };
             let (q, k, v) = (random()?, random()?, random()?);
             let before = live_bytes(device)?;
-            let plan = Plan { warmup: 1, repeats, min_repeats: 1, budget: Some(20.0), ..Plan::new(device) };
+            let plan = MeasurementPlan {
+                warmup: 1,
+                repeats,
+                min_repeats: 1,
+                budget: Some(20.0),
+                ..MeasurementPlan::new(device)
+            };
             let measured = measure::run(&plan, |lap| {
                 let o = causal_attention(&q, &k, &v, None, path, 0.0)
                     .map_err(|error| runtime::Error::Other(Box::new(error)))?;

@@ -4,7 +4,7 @@ use anyhow::{Context, bail};
 use fused_ce::Chunk;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
-use runtime::measure::{Plan, Samples};
+use runtime::measure::{MeasurementPlan, Samples};
 use tch::Device;
 
 use super::baselines::Implementation;
@@ -78,12 +78,12 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
                     Metric::not_measured("peak_above_bytes", "B", &why),
                 ]
             } else {
-                let plan = Plan {
+                let plan = MeasurementPlan {
                     warmup: arguments.warmup as usize,
                     repeats: arguments.repeats as usize,
                     min_repeats: 1,
                     budget: Some(arguments.budget),
-                    ..Plan::new(device)
+                    ..MeasurementPlan::new(device)
                 };
                 let outcome = shapes::measure(shape, implementation, chunk, common.seed, &plan)
                     .with_context(|| format!("measuring {shape} {implementation}"))?;

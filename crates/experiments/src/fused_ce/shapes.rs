@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use anyhow::Result;
 use fused_ce::{Chunk, Reduction};
-use runtime::measure::{self, Measurement, Plan, Work};
+use runtime::measure::{self, Measurement, MeasurementPlan, Work};
 use runtime::memory::live_bytes;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -166,19 +166,19 @@ pub(crate) fn measure(
     implementation: Implementation,
     chunk: Option<Chunk>,
     seed: u64,
-    plan: &Plan,
+    plan: &MeasurementPlan,
 ) -> Result<Outcome> {
     let tensors = Tensors::new(shape, seed, plan.device)?;
     let Tensors { hidden, weight, targets } = &tensors;
     let before = live_bytes(plan.device)?;
     let gradients = (hidden.numel() + weight.numel()) * shape.kind.elt_size_in_bytes();
-    let plan = Plan { work: Some(Work::flops(shape.flops())), ..plan.clone() };
-    let time = measure::run(&plan, |lap| {
+    let plan = MeasurementPlan { work: Some(Work::flops(shape.flops())), ..plan.clone() };
+    let time = measure::run(&plan, |timer| {
         let loss = implementation.loss([hidden, weight, targets], Reduction::Mean, chunk);
         let loss = loss.map_err(runtime::Error::from)?;
-        lap.end("forward")?;
+        timer.end("forward")?;
         runtime::autograd::backward(&[&loss])?;
-        lap.end("backward")?;
+        timer.end("backward")?;
         runtime::autograd::set_grad(hidden, None)?;
         runtime::autograd::set_grad(weight, None)
     })?;

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use accounting::decoder_flops::{Recomputation, Workload};
-use accounting::estimate::{Estimate, Plan, estimate};
+use accounting::estimate::{Estimate, TrainingPlan, estimate};
 use accounting::memory::logits::Loss;
 use accounting::memory::recipe::Recipe;
 use accounting::recompute::SwigluLevel;
@@ -132,12 +132,12 @@ pub(crate) fn predict(config: &LlamaConfig, way: Way, [rows, sequence]: [i64; 2]
         Way::Frugal => Loss::LinearCrossEntropy { tokens: chunk },
     };
     let swiglu = SwigluLevel::SaveAll;
-    let plan = Plan {
+    let plan = TrainingPlan {
         work: Workload { batch: size(rows), sequence: size(sequence) },
         recipe: Recipe::FP32,
         recomputation: Recomputation { swiglu, ..Recomputation::default() },
         loss,
-        ..Plan::default()
+        ..TrainingPlan::default()
     };
     Ok(estimate(&decoder, &plan)?)
 }

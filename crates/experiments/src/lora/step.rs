@@ -1,7 +1,7 @@
 //! `lora step`: a training step on a real model's shape, measured and predicted.
 
 use accounting::decoder_flops::{Recomputation, Workload};
-use accounting::estimate::{Plan as Budget, estimate};
+use accounting::estimate::{TrainingPlan as Budget, estimate};
 use accounting::lora::LowRank;
 use accounting::memory::logits::Loss;
 use accounting::memory::optimizer::StepKernel;
@@ -15,7 +15,7 @@ use models::module::{Context as Pass, IGNORE_INDEX, Input, LanguageModel, traina
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
 use runtime::device::{reset_resident_peak, resident_memory};
-use runtime::measure::{Measurement, Plan, Work, physical, run as measure};
+use runtime::measure::{Measurement, MeasurementPlan, Work, physical, run as measure};
 use runtime::profile::Counter;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -221,21 +221,21 @@ impl Prepared {
         self.optimizer.zero_grad(ZeroGrad::ToNone)?;
 
         reset_resident_peak()?;
-        let plan = Plan {
+        let plan = MeasurementPlan {
             warmup: 0,
             repeats: arguments.repeats,
             work: Some(Work::tokens(tokens)),
-            ..Plan::new(self.device)
+            ..MeasurementPlan::new(self.device)
         };
-        let measured = measure(&plan, |lap| {
+        let measured = measure(&plan, |timer| {
             let loss = self.forward().map_err(|error| runtime::Error::Other(error.into()))?;
-            lap.end("forward")?;
+            timer.end("forward")?;
             runtime::autograd::backward(&[&loss])?;
-            lap.end("backward")?;
+            timer.end("backward")?;
             let other = |error: training::Error| runtime::Error::Other(Box::new(error));
             self.optimizer.step().map_err(other)?;
             self.optimizer.zero_grad(ZeroGrad::ToNone).map_err(other)?;
-            lap.end("optimizer")
+            timer.end("optimizer")
         })?;
         let resident = resident_memory()?;
         Ok(self.figures(&measured, flops, limit, tokens, resident.peak))

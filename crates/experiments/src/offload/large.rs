@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use accounting::offload::{Budget, Start, Step, plan, simulate};
+use accounting::offload::{Budget, SimulatedStep, Start, plan, simulate};
 use accounting::quantity::{bytes_text, parse_bytes};
 use anyhow::bail;
 use clap::Args;
@@ -102,7 +102,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
     progress.step();
 
     let case = |pass: &str| Case::new().with("model", name).with("layers", layers).with("pass", pass);
-    let about = |step: &Step| {
+    let about = |step: &SimulatedStep| {
         let exact = |name: &str, unit: &str, value: u64| Metric::exact(name, unit, value as f64);
         vec![
             exact("model_bytes", "B", whole),
@@ -114,7 +114,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Large) -> anyhow::Result<()> 
             exact("predicted_peak_bytes", "B", step.device.total),
         ]
     };
-    let figures = |passes: &Passes, step: &Step| {
+    let figures = |passes: &Passes, step: &SimulatedStep| {
         let mut metrics = about(step);
         metrics.extend(passes.metrics(step.device.total, tokens, device));
         metrics

@@ -7,7 +7,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use accounting::activation_plan::layer_costs::Kept;
+use accounting::activation_plan::Kept;
 use accounting::decoder_flops::Workload;
 use accounting::lora::LowRank;
 use accounting::memory::logits::Loss;

@@ -9,7 +9,7 @@ use report::{Case, Metric};
 use runtime::autograd::{self, Backward, Forward, Function, GradMode, Keep, checkpoint};
 use runtime::device::{graph, synchronize};
 use runtime::matmul::mm_into;
-use runtime::measure::{self, Plan, Work, physical};
+use runtime::measure::{self, MeasurementPlan, Work, physical};
 use runtime::memory;
 use runtime::profile::Counter;
 use tch::{Device, Kind, Tensor};
@@ -233,8 +233,13 @@ fn products(device: Device, effort: Effort) -> anyhow::Result<Figures> {
             let (a, b) = (Tensor::f_ones([m, k], (kind, device))?, Tensor::f_ones([k, n], (kind, device))?);
             let mut out = Tensor::f_empty([m, n], (kind, device))?;
             let work = Work::flops(2.0 * m as f64 * n as f64 * k as f64);
-            let plan =
-                Plan { warmup: 1, repeats: 20, budget: Some(budget), work: Some(work), ..Plan::new(device) };
+            let plan = MeasurementPlan {
+                warmup: 1,
+                repeats: 20,
+                budget: Some(budget),
+                work: Some(work),
+                ..MeasurementPlan::new(device)
+            };
             let ours = measure::run(&plan, |_| mm_into(&mut out, &a, &b, false))?;
             let rates: Vec<f64> = ours.time.samples.iter().map(|seconds| work.amount / seconds).collect();
             figures.push((case(), Metric::of_samples("rate", "FLOP/s", &rates)));
@@ -309,7 +314,7 @@ fn captured_step(device: Device, effort: Effort) -> anyhow::Result<Figures> {
         }
     };
     let mut plain = body();
-    let mut graph = graph::Step::capture(device, 3, body())?;
+    let mut graph = graph::CapturedStep::capture(device, 3, body())?;
     in_turns(
         WHAT,
         count,

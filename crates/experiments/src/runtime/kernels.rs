@@ -4,13 +4,13 @@
 
 use report::{Case, Metric};
 use runtime::autograd::{self, GradMode, Keep};
-use runtime::device::graph::Step;
+use runtime::device::graph::CapturedStep;
 use runtime::fused::adam::{AdamStep, AdamTensors, adam, adam_many};
 use runtime::fused::cross_entropy::{Coefficients, Statistics, Targets, Transform, Wanted, pass_for};
 use runtime::fused::norm::{self, rms_norm};
 use runtime::fused::rope::{Frequencies, RotaryTable};
 use runtime::fused::swiglu;
-use runtime::measure::{self, Plan, Samples, physical};
+use runtime::measure::{self, MeasurementPlan, Samples, physical};
 use runtime::ops::{self, foreach, optimizer};
 use tch::{Device, Kind, Tensor};
 
@@ -60,10 +60,11 @@ fn random(shape: &[i64], device: Device) -> runtime::Result<Tensor> {
 fn seconds(device: Device, effort: Effort, mut call: Call) -> anyhow::Result<Samples> {
     const CALLS: usize = 6;
     let budget = if effort == Effort::Seconds { 0.1 } else { 1.0 };
-    let plan = Plan { warmup: 2, repeats: 21, budget: Some(budget), ..Plan::new(device) };
+    let plan =
+        MeasurementPlan { warmup: 2, repeats: 21, budget: Some(budget), ..MeasurementPlan::new(device) };
     let body = move || (0..CALLS).try_for_each(&mut call);
     let measured = if device.is_cuda() {
-        let mut step = Step::capture(device, 2, body)?;
+        let mut step = CapturedStep::capture(device, 2, body)?;
         measure::run(&plan, |_| step.replay())?
     } else {
         let mut body = body;

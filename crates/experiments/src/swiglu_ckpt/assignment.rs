@@ -3,7 +3,7 @@
 use anyhow::Context;
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Progress, Sink};
-use runtime::measure::{Plan, Samples};
+use runtime::measure::{MeasurementPlan, Samples};
 use swiglu_ckpt::CheckpointLevel;
 use tch::Kind;
 
@@ -81,7 +81,8 @@ pub(crate) fn run(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
                     not_measured(&format!("needs {:.1} GiB; {:.1} GiB are free", gib(needed), gib(free)))
                 }
                 Some((warmup, repeats)) => {
-                    let plan = Plan { warmup, repeats, min_repeats: 1, ..Plan::new(device) };
+                    let plan =
+                        MeasurementPlan { warmup, repeats, min_repeats: 1, ..MeasurementPlan::new(device) };
                     let outcome = bench::measure(config, variant, Kind::Float, &plan)
                         .with_context(|| format!("measuring {} level {level}", config.name()))?;
                     let mut metrics = measured(config, variant, &outcome);

@@ -4,11 +4,12 @@
 //! all weights. Baseline is libtorch's own composition of operators. One table of configurations feeds the command line,
 //! the report and the tests.
 
-use accounting::swiglu::{Form, Peak, Stack, peak};
+use accounting::recompute::SwigluLevel;
+use accounting::swiglu::{Peak, SwigluStack, peak};
 use anyhow::ensure;
 use runtime::autograd::{self, Keep};
 use runtime::matmul::compute_kind;
-use runtime::measure::{self, Measurement, Plan, Work};
+use runtime::measure::{self, Measurement, MeasurementPlan, Work};
 use runtime::memory::live_bytes;
 use swiglu_ckpt::{CheckpointLevel, SwigluConfig, SwigluMlp};
 use tch::{Device, Kind, Tensor};
@@ -86,22 +87,25 @@ impl Configuration {
             ensure!(found > 0, "swiglu: {name} is {found}; expected at least 1");
             Ok(found.unsigned_abs())
         };
-        let stack = Stack {
+        let (level, tile_bytes) = match variant {
+            Variant::Operators => (SwigluLevel::Eager, None),
+            Variant::Level(CheckpointLevel::SaveAll) => (SwigluLevel::SaveAll, None),
+            Variant::Level(CheckpointLevel::SaveGateUp) => (SwigluLevel::SaveGateUp, None),
+            Variant::Level(CheckpointLevel::SaveOne) => (SwigluLevel::SaveOne, None),
+            Variant::Level(CheckpointLevel::InputOnly) => (SwigluLevel::InputOnly, None),
+            Variant::Level(CheckpointLevel::InputOnlyTiled { bytes }) => {
+                (SwigluLevel::InputOnly, Some(bytes))
+            }
+        };
+        let stack = SwigluStack {
             tokens: positive("tokens", self.tokens())?,
             hidden: positive("hidden", self.hidden)?,
             features: positive("intermediate", self.intermediate)?,
             layers: positive("layers", self.layers)?,
             element_bytes: kind.elt_size_in_bytes() as u64,
+            tile_bytes,
         };
-        let form = match variant {
-            Variant::Operators => Form::Operators,
-            Variant::Level(CheckpointLevel::SaveAll) => Form::SaveAll,
-            Variant::Level(CheckpointLevel::SaveGateUp) => Form::SaveGateUp,
-            Variant::Level(CheckpointLevel::SaveOne) => Form::SaveOne,
-            Variant::Level(CheckpointLevel::InputOnly) => Form::InputOnly,
-            Variant::Level(CheckpointLevel::InputOnlyTiled { bytes }) => Form::InputOnlyTiled { bytes },
-        };
-        Ok(peak(&stack, form)?)
+        Ok(peak(&stack, level)?)
     }
 }
 
@@ -171,7 +175,12 @@ pub struct Outcome {
 ///
 /// # Errors
 /// Sizes that make no stack, too little memory, a device that is not there.
-pub fn measure(config: &Configuration, variant: Variant, kind: Kind, plan: &Plan) -> anyhow::Result<Outcome> {
+pub fn measure(
+    config: &Configuration,
+    variant: Variant,
+    kind: Kind,
+    plan: &MeasurementPlan,
+) -> anyhow::Result<Outcome> {
     let predicted = config.predict(variant, kind)?;
     let &Configuration { batch, seq, hidden, intermediate, layers } = config;
     let device = plan.device;
@@ -190,8 +199,8 @@ pub fn measure(config: &Configuration, variant: Variant, kind: Kind, plan: &Plan
         .collect();
 
     let mut held_bytes = 0;
-    let plan = Plan { work: Some(Work::flops(config.flops())), ..plan.clone() };
-    let time = measure::run(&plan, |lap| {
+    let plan = MeasurementPlan { work: Some(Work::flops(config.flops())), ..plan.clone() };
+    let time = measure::run(&plan, |timer| {
         let before = live_bytes(device)?;
         let mut y = x.shallow_clone();
         for mlp in &stack {
@@ -203,10 +212,10 @@ pub fn measure(config: &Configuration, variant: Variant, kind: Kind, plan: &Plan
             };
         }
         held_bytes = live_bytes(device)? - before - output_bytes;
-        lap.end("forward")?;
+        timer.end("forward")?;
         let loss = y.f_sum(kind)?;
         let gradients = autograd::grad(&[&loss], &[None], &leaves, Keep::default())?;
-        lap.end("backward")?;
+        timer.end("backward")?;
         drop(gradients);
         Ok(())
     })?;

@@ -6,7 +6,7 @@ use report::cli::CommonArgs;
 use report::{Case, Metric, Progress, Sink};
 use runtime::autograd::{Keep, backward_with};
 use runtime::device::synchronize;
-use runtime::measure::{self, Plan, black_box};
+use runtime::measure::{self, MeasurementPlan, black_box};
 use runtime::memory::Region;
 use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind, Tensor};
@@ -96,12 +96,17 @@ fn one(
         }
         Ok(())
     };
-    let plan = Plan { warmup: 2, repeats: arguments.repeats, budget: Some(60.0), ..Plan::new(device) };
-    let measured = measure::run(&plan, |lap| {
+    let plan = MeasurementPlan {
+        warmup: 2,
+        repeats: arguments.repeats,
+        budget: Some(60.0),
+        ..MeasurementPlan::new(device)
+    };
+    let measured = measure::run(&plan, |timer| {
         let y = model.hidden(&Input::new(&row)).map_err(runtime::Error::from)?;
-        lap.end("forward")?;
+        timer.end("forward")?;
         backward_with(&[&y], &[Some(&upstream)], Keep::default())?;
-        lap.end("backward")?;
+        timer.end("backward")?;
         zero().map_err(|error| runtime::Error::Torch(error.to_string()))
     })?;
     let region = Region::start(device)?;

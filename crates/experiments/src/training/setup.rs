@@ -18,9 +18,9 @@ use training::evaluation::evaluate;
 use training::loader_batches::LoaderBatches;
 use training::observer::{Collect, StepRecord};
 use training::optimizer::{Adam, DeviceOptimizer, Group, Implementation, ZeroGrad};
-use training::profile::{Facts, Profile};
+use training::profile::{Profile, TrainingFacts};
 use training::strategy::Strategy;
-use training::tracing::{self, Loading, Traced};
+use training::tracing::{self, Loading, TracedSteps};
 use training::trainer::Options;
 
 use super::injected_slowdowns::{
@@ -173,13 +173,13 @@ impl Setup {
     ///
     /// # Errors
     /// Those of the loop and of the profiler; a file that cannot be written.
-    pub fn trace(&mut self, steps: u64, path: &Path) -> Result<(Profile, Facts)> {
+    pub fn trace(&mut self, steps: u64, path: &Path) -> Result<(Profile, TrainingFacts)> {
         let loading = Loading { workers: self.workers, pinned: self.pinned };
         let until = self.trainer.step() + steps;
         self.trainer.options.steps = until;
         let traced = tracing::trace(&mut self.trainer, &mut self.batches, None, steps, loading, path)?;
         drop(self.steps.take());
-        let Traced { profile, facts } =
+        let TracedSteps { profile, facts } =
             traced.with_context(|| format!("profile: the data ended before step {until}"))?;
         Ok((profile, facts))
     }

@@ -2,7 +2,7 @@
 //! are the process's.
 
 use accounting::decoder_flops::{Recomputation, Workload};
-use accounting::estimate::{Estimate, Plan, estimate};
+use accounting::estimate::{Estimate, TrainingPlan, estimate};
 use accounting::lora::{LowRank, Targets};
 use accounting::memory::logits::Loss;
 use accounting::memory::optimizer::StepKernel;
@@ -114,7 +114,7 @@ fn packing(kind: Kind) -> u64 {
 fn predicted(targets: Targets, dropout: bool, kind: Kind, full: bool) -> Estimate {
     let checkpoint = if full { Recompute::Full } else { Recompute::None };
     let tokens = (BATCH * SEQUENCE) as u64;
-    let plan = Plan {
+    let plan = TrainingPlan {
         work: Workload { batch: BATCH as u64, sequence: SEQUENCE as u64 },
         recipe: if kind == Kind::Float { Recipe::FP32 } else { Recipe::BF16 },
         recomputation: Recomputation { checkpoint, ..Recomputation::default() },
@@ -123,7 +123,7 @@ fn predicted(targets: Targets, dropout: bool, kind: Kind, full: bool) -> Estimat
         loss: Loss::LinearCrossEntropy { tokens: CHUNK as u64 },
         labelled: Some(tokens / 2),
         lora: Some(LowRank { rank: RANK as u64, targets, dropout, on_cpu: true }),
-        ..Plan::default()
+        ..TrainingPlan::default()
     };
     estimate(&Decoder::new(SHAPE).unwrap(), &plan).unwrap()
 }

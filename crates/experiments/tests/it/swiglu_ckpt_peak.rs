@@ -1,7 +1,7 @@
 //! `accounting`'s peak of a step is the allocator's. One test in one process: the counts are the whole process's.
 
 use experiments::swiglu_ckpt::bench::{Configuration, SMOKE, Variant, measure};
-use runtime::measure::Plan;
+use runtime::measure::MeasurementPlan;
 use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind};
 
@@ -13,7 +13,7 @@ fn predicted_peaks_are_within_five_percent_and_kept_bytes_exact() {
     let tiny_tile = Variant::Level(CheckpointLevel::InputOnlyTiled { bytes: 50_000 });
     for config in SMOKE.iter().chain([&deep, &single]) {
         for variant in Variant::all().chain([tiny_tile]) {
-            let plan = Plan { warmup: 1, repeats: 1, ..Plan::new(Device::Cpu) };
+            let plan = MeasurementPlan { warmup: 1, repeats: 1, ..MeasurementPlan::new(Device::Cpu) };
             let outcome = measure(config, variant, Kind::Float, &plan).unwrap();
             let (found, expected) = (outcome.peak_bytes as f64, outcome.predicted.bytes as f64);
             let error = (expected - found).abs() / found;

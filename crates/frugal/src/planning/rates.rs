@@ -45,7 +45,7 @@ impl MachineRates {
     /// the memory of the device and of the host, and loads of layers from `tier`.
     ///
     /// # Errors
-    /// A device that is not there; too little memory or room on the disk.
+    /// A device that does not exist; too little memory or room on the disk.
     pub fn measure(product: [i64; 3], (kind, device): (Kind, Device), tier: &Tier) -> Result<Self> {
         // Before the first product, when they can be told from the rest.
         let product_workspaces = device::product_workspaces(device)?;

@@ -89,7 +89,7 @@ impl Tensors {
 }
 
 #[test]
-fn shapes_that_do_not_fit() {
+fn mismatched_shapes_are_refused() {
     check(
         |i, t, _| i.weight = &t.narrow,
         expect![
@@ -167,7 +167,7 @@ fn shapes_that_do_not_fit() {
 }
 
 #[test]
-fn dtypes_that_do_not_fit() {
+fn mismatched_dtypes_are_refused() {
     check(
         |i, t, _| i.hidden = &t.whole,
         expect![
@@ -228,7 +228,7 @@ fn dtypes_that_do_not_fit() {
 }
 
 #[test]
-fn devices_that_do_not_fit() {
+fn mismatched_devices_are_refused() {
     let tensors = Tensors::new();
     // Without a second device only the message is tested.
     if let Some([weight, targets]) = &tensors.elsewhere {
@@ -244,7 +244,7 @@ fn devices_that_do_not_fit() {
 }
 
 #[test]
-fn a_tensor_that_was_never_made() {
+fn an_undefined_tensor_is_refused() {
     check(
         |i, t, _| i.hidden = &t.undefined,
         expect!["linear cross-entropy: `hidden` is an undefined tensor; pass a tensor with values"],
@@ -268,7 +268,7 @@ fn a_tensor_that_was_never_made() {
 }
 
 #[test]
-fn a_target_outside_the_vocabulary_is_named_with_its_place() {
+fn a_target_outside_the_vocabulary_is_named_with_its_index() {
     check(
         |i, t, _| i.targets = Targets::Classes(&t.outside),
         expect![
@@ -301,7 +301,7 @@ fn a_target_outside_the_vocabulary_is_named_with_its_place() {
 }
 
 #[test]
-fn what_would_silently_get_no_gradient() {
+fn inputs_that_would_silently_get_no_gradient_are_refused() {
     check(
         |i, t, _| i.token_weights = Some(&t.learned_tokens),
         expect![
@@ -333,7 +333,7 @@ fn what_would_silently_get_no_gradient() {
 }
 
 #[test]
-fn nan_logits_are_a_nan_loss_and_not_an_error() {
+fn nan_logits_give_a_nan_loss() {
     let t = Tensors::new();
     let x = t.hidden.copy();
     let _ = x.get(0).get(0).fill_(f64::NAN);

@@ -47,7 +47,7 @@ fn check(change: impl FnOnce(&mut Inputs<'_>, &mut LinearCrossEntropy), expected
 }
 
 #[test]
-fn a_chunk_that_holds_no_token() {
+fn a_chunk_without_tokens_is_refused() {
     check(
         |_, o| o.chunk = Some(Chunk::Budget(43)),
         expect![
@@ -76,7 +76,7 @@ fn a_chunk_that_holds_no_token() {
 }
 
 #[test]
-fn options_outside_their_range() {
+fn options_outside_their_range_are_refused() {
     check(
         |_, o| o.label_smoothing = -0.1,
         expect!["linear cross-entropy: label_smoothing is -0.1; expected a number in [0, 1]"],
@@ -129,7 +129,7 @@ fn options_outside_their_range() {
 }
 
 #[test]
-fn options_that_exclude_each_other() {
+fn exclusive_options_are_refused() {
     let t = Tensors::new();
     let even = Tensor::full([2, 3, 11], 1.0 / 11.0, F32);
     let inputs =
@@ -164,7 +164,7 @@ fn options_that_exclude_each_other() {
 }
 
 #[test]
-fn a_slice_outside_the_vocabulary() {
+fn a_shard_outside_the_vocabulary_is_refused() {
     #[derive(Debug)]
     struct Alone;
     impl ProcessGroup for Alone {

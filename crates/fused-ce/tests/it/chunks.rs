@@ -48,7 +48,7 @@ fn errors_of_weight(kind: Kind, gradients: Gradients) -> [f64; 5] {
 }
 
 #[test]
-fn the_error_of_the_weights_gradient_does_not_grow_with_chunks() {
+fn the_weight_gradients_error_does_not_grow_with_chunks() {
     for gradients in [Gradients::Forward, Gradients::Backward] {
         // bf16 rounds once, at the end. In fp32 each sum is rounded: with one token per chunk that is a sequential sum,
         // which a product splits into parts that depend on the processor.

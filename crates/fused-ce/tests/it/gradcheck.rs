@@ -6,7 +6,7 @@ use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
 #[test]
-fn gradients_are_those_of_the_function() {
+fn gradients_match_the_function() {
     let mut generator = Generator::new(2).unwrap();
     let mut normal = |size: &[i64]| generator.normal(size, (Kind::Double, Device::Cpu)).unwrap();
     let plain = LinearCrossEntropy { chunk: Some(Chunk::Tokens(3)), ..LinearCrossEntropy::default() };

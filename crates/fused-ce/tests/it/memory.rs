@@ -46,7 +46,7 @@ fn run(kind: Kind, tokens: i64, ignored: bool, options: &LinearCrossEntropy) -> 
 }
 
 #[test]
-fn the_budget_bounds_what_lives_and_the_number_of_tokens_does_not_matter() {
+fn the_budget_bounds_memory_for_any_number_of_tokens() {
     track_cpu().unwrap();
     let plain = LinearCrossEntropy { chunk: Some(Chunk::Budget(BUDGET)), ..LinearCrossEntropy::default() };
     let waits = LinearCrossEntropy { gradients: Gradients::Backward, ..plain.clone() };

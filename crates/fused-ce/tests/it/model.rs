@@ -193,7 +193,7 @@ impl Module for Model {
 }
 
 #[test]
-fn a_head_that_is_no_projection_is_refused_and_stays() {
+fn a_head_that_is_not_a_projection_is_refused_and_kept() {
     let options = LinearCrossEntropy::default();
     let centres = Tensor::zeros([5, 4], F32);
     let mut model = Model { head: Some(Box::new(Strange { centres })) };

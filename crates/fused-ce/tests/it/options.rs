@@ -77,7 +77,7 @@ impl Draws {
 }
 
 #[test]
-fn every_pair_of_options_gives_the_oracles_loss_and_gradients() {
+fn every_pair_of_options_matches_the_oracle() {
     let (mut draws, mut pairs, mut worst, mut ran) = (Draws(1), BTreeSet::new(), 0f64, 0);
     let mut generator = Generator::new(5).unwrap();
     for _ in 0..700 {

@@ -20,7 +20,7 @@ impl Policy for Bf16 {
 }
 
 #[test]
-fn hidden_states_are_taken_to_the_weights_dtype() {
+fn hidden_states_are_cast_to_the_weights_dtype() {
     let mut generator = Generator::new(1).unwrap();
     let mut normal = |size: &[i64]| generator.normal(size, (Kind::Float, Device::Cpu)).unwrap();
     let (x, w, b) = (normal(&[6, 5]), normal(&[9, 5]), normal(&[9]));

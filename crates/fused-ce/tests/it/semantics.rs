@@ -41,7 +41,7 @@ fn assert_close(found: &Tensor, expected: &Tensor, what: &str) {
 }
 
 #[test]
-fn backward_runs_as_often_as_the_graph_is_kept() {
+fn backward_repeats_while_the_graph_is_retained() {
     for kind in [Kind::Double, Kind::Float, Kind::BFloat16, Kind::Half] {
         for gradients in MODES {
             for upstream in [1.0, 3.0] {
@@ -69,7 +69,7 @@ fn backward_runs_as_often_as_the_graph_is_kept() {
 }
 
 #[test]
-fn gradients_add_up_over_backwards_and_losses() {
+fn gradients_accumulate_over_backwards_and_losses() {
     for gradients in MODES {
         let [x, w, targets] = operands(2, Kind::Double);
         let (x, w) = (leaf(&x), leaf(&w));
@@ -90,7 +90,7 @@ fn gradients_add_up_over_backwards_and_losses() {
 }
 
 #[test]
-fn any_upstream_gradient_scales_what_comes_back() {
+fn any_upstream_gradient_scales_the_gradients() {
     for gradients in MODES {
         for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
             for upstream in [1.0, 3.0, 0.0, -0.125, 65536.0] {
@@ -112,7 +112,7 @@ fn any_upstream_gradient_scales_what_comes_back() {
 }
 
 #[test]
-fn what_is_needed_again_may_not_be_changed_in_between() {
+fn changing_a_saved_input_is_an_error() {
     let names =
         ["hidden", "weight", "bias", "class weights", "token weights", "denominator", "distributions"];
     for gradients in MODES {
@@ -169,7 +169,7 @@ fn flops(inputs: &Inputs<'_>, options: &LinearCrossEntropy, record: bool) -> [u6
 }
 
 #[test]
-fn products_that_nobody_needs_are_not_computed() {
+fn unneeded_products_are_not_computed() {
     let [n, h, v]: [i64; 3] = [96, 40, 130];
     let mut generator = Generator::new(5).unwrap();
     let mut normal = |size: &[i64]| generator.normal(size, (Kind::Float, Device::Cpu)).unwrap();
@@ -232,7 +232,7 @@ fn a_gradient_that_this_backward_does_not_use_is_not_computed() {
 }
 
 #[test]
-fn the_mean_of_nothing_is_zero_or_nan_by_choice() {
+fn the_mean_of_no_tokens_is_zero_or_nan_by_option() {
     for (tokens, ignored) in [(N, true), (0, false)] {
         for gradients in MODES {
             for (empty, reduction, expected) in [
@@ -280,7 +280,7 @@ fn the_mean_of_nothing_is_zero_or_nan_by_choice() {
 }
 
 #[test]
-fn the_mean_of_nothing_can_be_pytorchs() {
+fn the_mean_of_no_tokens_can_match_pytorch() {
     let [x, w, targets] = operands(7, Kind::Double);
     let targets = targets.full_like(-100);
     let theirs =
@@ -291,7 +291,7 @@ fn the_mean_of_nothing_can_be_pytorchs() {
 }
 
 #[test]
-fn weights_that_sum_to_zero_divide_by_nothing() {
+fn weights_that_sum_to_zero_do_not_divide_by_zero() {
     let [x, w, targets] = operands(8, Kind::Double);
     let (nothing_of_token, nothing_of_class) = (Tensor::zeros([N], F64), Tensor::zeros([V], F64));
     for (token_weights, class_weights) in [
@@ -317,7 +317,7 @@ fn weights_that_sum_to_zero_divide_by_nothing() {
 }
 
 #[test]
-fn nan_stays_in_its_row_and_an_ignored_row_is_never_looked_at() {
+fn nan_affects_its_own_row_only_and_ignored_rows_are_not_read() {
     for kind in [Kind::Double, Kind::Float, Kind::BFloat16, Kind::Half] {
         let [x, w, targets] = operands(9, kind);
         for gradients in MODES {
@@ -356,7 +356,7 @@ fn nan_stays_in_its_row_and_an_ignored_row_is_never_looked_at() {
 }
 
 #[test]
-fn a_budget_too_small_by_default_is_never_and_any_chunk_is_one_chunk_at_most() {
+fn the_default_budget_always_fits_and_large_chunks_are_one_chunk() {
     let [x, w, targets] = operands(10, Kind::Double);
     let with =
         |chunk| LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() }.loss(&x, &w, &targets).unwrap();
@@ -384,7 +384,7 @@ fn a_shift_past_the_end_leaves_nothing_to_predict() {
 }
 
 #[test]
-fn strides_leading_dimensions_and_single_tokens_do_not_matter() {
+fn any_strides_leading_dimensions_and_single_tokens_work() {
     let [x, w, targets] = operands(12, Kind::Double);
     let expected = options(Gradients::Forward).loss(&x, &w, &targets).unwrap();
     let strided = |tensor: &Tensor| tensor.tr().contiguous().tr();
@@ -456,7 +456,7 @@ fn the_first_chunk_writes_the_weights_gradient() {
 
 /// Only A and B are trained; the gradient of the frozen weight is not computed.
 #[test]
-fn an_adapter_on_a_frozen_head_learns_alone() {
+fn an_adapter_on_a_frozen_head_is_trained_alone() {
     let [x, w, targets] = operands(14, Kind::Double);
     let mut generator = Generator::new(15).unwrap();
     let mut normal = |size: &[i64]| generator.normal(size, F64).unwrap();

@@ -203,7 +203,7 @@ fn check(case: &Case, whole: &Whole, slices: &[i64]) {
 }
 
 #[test]
-fn slices_together_give_what_the_whole_gives() {
+fn vocabulary_shards_together_match_the_whole() {
     let whole = Whole::new(6);
     let chunk = Some(Chunk::Tokens(3));
     let plain =
@@ -254,7 +254,7 @@ fn slices_together_give_what_the_whole_gives() {
 
 /// A rank with fewer rows of W could use larger chunks; all ranks must use the same ones.
 #[test]
-fn a_budget_makes_the_same_chunks_on_uneven_slices() {
+fn uneven_shards_have_the_same_chunks() {
     let whole = Whole::new(7);
     for rows in [20, 25, 40] {
         let chunk = Some(Chunk::Budget(rows * 8 * 2));
@@ -269,7 +269,7 @@ fn a_budget_makes_the_same_chunks_on_uneven_slices() {
 
 /// A vocabulary is often padded to a round number with impossible classes; a whole shard may consist of them.
 #[test]
-fn a_slice_of_impossible_classes_changes_nothing() {
+fn a_shard_of_impossible_classes_has_no_effect() {
     let whole = Whole::new(8);
     let _ = whole.leaves[2].narrow(0, 20, 3).fill_(f64::NEG_INFINITY);
     let classes = whole.classes.where_self(&whole.classes.lt(20), &Tensor::from(4i64));
@@ -304,7 +304,7 @@ fn of_equal_logits_the_first_class_is_predicted() {
 }
 
 #[test]
-fn what_goes_wrong_between_ranks_comes_out() {
+fn communication_errors_are_returned() {
     #[derive(Debug)]
     struct Broken {
         left: Mutex<i32>,

@@ -35,12 +35,12 @@ pub(crate) struct PlannedWhole {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Plan {
+pub(crate) struct AdapterPlan {
     pub(crate) sites: Vec<PlannedSite>,
     pub(crate) wholes: Vec<PlannedWhole>,
 }
 
-impl Plan {
+impl AdapterPlan {
     pub(crate) fn new(survey: &Survey, config: &LoraConfig) -> Result<Self> {
         config.check()?;
         let targets = Targets::new(config)?;

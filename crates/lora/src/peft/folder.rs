@@ -9,7 +9,7 @@ use runtime::atomic_write;
 use tch::{Device, Tensor};
 
 use super::{CONFIG_FILE, TENSORS_FILE, tensors};
-use crate::adapters::plan::Plan;
+use crate::adapters::plan::AdapterPlan;
 use crate::adapters::{Adapters, BASE_WEIGHT, survey::Survey};
 use crate::config::LoraConfig;
 use crate::error::{Error, Result};
@@ -29,7 +29,7 @@ impl Adapters {
         let survey = Survey::of(model)?;
         let (config, read) = atomic_write::read(folder, || {
             let config = LoraConfig::read(&folder.join(CONFIG_FILE))?;
-            let read = fitting(folder, &Plan::new(&survey, &config)?)?;
+            let read = fitting(folder, &AdapterPlan::new(&survey, &config)?)?;
             Ok::<_, Error>((config, read))
         })?;
         let mut adapters = Self::install(model, &config, 0)?;
@@ -111,7 +111,7 @@ pub fn write_folder(folder: &Path, config: &LoraConfig, tensors: &[(String, Tens
 }
 
 /// Reads the tensors of a folder by name without the prefix, and checks them against `plan`.
-fn fitting(folder: &Path, plan: &Plan) -> Result<Read> {
+fn fitting(folder: &Path, plan: &AdapterPlan) -> Result<Read> {
     let path = folder.join(TENSORS_FILE);
     let mut values = BTreeMap::new();
     for (name, tensor) in tensors_file::read(&path, Device::Cpu)? {

@@ -109,7 +109,7 @@ mod tests {
 
     /// As printed by CPython 3.11.
     #[test]
-    fn texts_are_pythons() {
+    fn json_matches_python() {
         let value = json!({
             "z": [1, 0.05, 1e-5, 1e16, 2.0, -0.0, 1.5e300, 123_456_789.125],
             "a": {}, "b": [], "c": "é\u{1f600}\"\\\n\u{1}", "m": null, "k": {"y": true, "x": []}

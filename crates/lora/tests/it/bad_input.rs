@@ -1,4 +1,4 @@
-//! The words of the errors that users meet, and that nothing is changed by what fails.
+//! Error messages for users; failed calls change nothing.
 
 use std::path::Path;
 
@@ -27,7 +27,7 @@ fn check(config: &LoraConfig, expected: Expect) {
 }
 
 #[test]
-fn options_outside_their_range() {
+fn options_outside_their_range_are_refused() {
     check(
         &LoraConfig { r: 0, ..attention() },
         expect!["`r` is 0; expected a rank of at least 1; without an adapter there is no rank"],
@@ -71,7 +71,7 @@ fn options_outside_their_range() {
 }
 
 #[test]
-fn targets_that_match_nothing_or_no_projection() {
+fn targets_without_a_projection_are_refused() {
     let targets = |targets: Names| LoraConfig { target_modules: Some(targets), ..LoraConfig::default() };
     check(
         &targets(["c_attn"].into()),
@@ -112,7 +112,7 @@ fn targets_that_match_nothing_or_no_projection() {
 }
 
 #[test]
-fn a_layer_that_cannot_be() {
+fn an_invalid_layer_is_refused() {
     let linear = || Linear::new(4, 3, true, kind::FLOAT_CPU).unwrap();
     let error = LoraLinear::new(linear(), &Options { r: -1, ..Options::default() }).unwrap_err();
     expect!["`r` is -1; expected a rank of at least 1; without an adapter there is no rank"]
@@ -127,7 +127,7 @@ fn a_layer_that_cannot_be() {
 }
 
 #[test]
-fn adapters_that_are_not_there_or_there_already() {
+fn missing_and_duplicate_adapters_are_refused() {
     let mut model = model(1, 16);
     let mut adapters = Adapters::install(&mut model, &attention(), 0).unwrap();
     let error = adapters.set_active(&["math"]).unwrap_err();
@@ -158,7 +158,7 @@ fn loaded(folder: &Path, mut model: Llama) -> String {
 }
 
 #[test]
-fn an_adapter_of_another_base() {
+fn an_adapter_of_another_base_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     saved(folder.path());
     expect!["FOLDER/adapter_model.safetensors does not fit this model: unexpected `model.layers.1.self_attn.q_proj.lora_A.weight`, `model.layers.1.self_attn.q_proj.lora_B.weight`, `model.layers.1.self_attn.v_proj.lora_A.weight`, `model.layers.1.self_attn.v_proj.lora_B.weight`; it belongs to another base model, or its configuration was changed later"].assert_eq(&loaded(folder.path(), model(1, 16)));
@@ -167,7 +167,7 @@ fn an_adapter_of_another_base() {
 }
 
 #[test]
-fn folders_that_are_no_adapters() {
+fn folders_without_an_adapter_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     expect!["FOLDER/adapter_config.json: No such file or directory (os error 2); an adapter's folder contains adapter_config.json and adapter_model.safetensors"].assert_eq(&loaded(folder.path(), model(2, 16)));
     saved(folder.path());

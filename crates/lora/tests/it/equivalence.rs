@@ -1,4 +1,4 @@
-//! The function against the same written with libtorch's operators, and the roundings of low-precision bases.
+//! The function compared with libtorch's operators, and the rounding of low-precision bases.
 
 use lora::{LoraLinear, Options};
 use models::Linear;
@@ -9,7 +9,7 @@ use runtime::random::{Generator, RandomState};
 use std::sync::Mutex;
 use tch::{Device, Kind, Tensor, kind};
 
-/// Dropout draws its seed from the process's one generator: whoever replays it has it alone.
+/// Dropout draws its seed from the process's shared generator, so tests that replay it run alone.
 static GENERATOR: Mutex<()> = Mutex::new(());
 
 const TRAINING: Context<'_> =
@@ -72,8 +72,7 @@ fn error(found: &Tensor, expected: &Tensor, tolerance: f64) -> f64 {
     (found - expected).abs().max().double_value(&[]) / (scale * tolerance) * 100.0
 }
 
-/// Element by element 1/(1 − p) or 0: what dropout makes of ones, found out by a layer whose W is zero and whose A and B are the
-/// identity.
+/// Dropout of ones, 1/(1 − p) or 0 per element, computed by a layer whose W is zero and whose A and B are the identity.
 fn mask(state: &RandomState, shape: &[i64], rate: f64) -> Tensor {
     let width = *shape.last().unwrap();
     let zero = Linear { weight: Tensor::zeros([width, width], kind::DOUBLE_CPU), bias: None };
@@ -92,7 +91,7 @@ fn mask(state: &RandomState, shape: &[i64], rate: f64) -> Tensor {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn any_shape_and_pattern_of_gradients_is_as_with_operators(
+    fn any_shape_and_gradient_pattern_matches_operators(
         leading in prop::collection::vec(0i64..5, 0..4),
         (inner, out, r) in (1i64..12, 1i64..12, 1i64..6),
         (bias, rslora, dora, drops) in any::<(bool, bool, bool, bool)>(),
@@ -140,7 +139,7 @@ proptest! {
 }
 
 #[test]
-fn low_precision_bases_round_once() {
+fn low_precision_bases_are_rounded_once() {
     for low in [Kind::BFloat16, Kind::Half] {
         for (rows, bias) in [(40, false), (40, true)] {
             let mut generator = Generator::new(9).unwrap();
@@ -162,7 +161,7 @@ fn low_precision_bases_round_once() {
                 options.scaling(),
                 None,
             );
-            // One rounding: half a unit in the last place of each value, and what sums in fp32 lose.
+            // One rounding: half a unit in the last place of each value, and the rounding of fp32 sums.
             let unit = if low == Kind::BFloat16 { 2f64.powi(-8) } else { 2f64.powi(-11) };
             let off = (y.to_kind(Kind::Double) - &exact).abs() - exact.abs() * unit;
             let over = off.max().double_value(&[]);

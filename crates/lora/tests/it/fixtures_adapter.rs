@@ -1,4 +1,4 @@
-//! What PEFT computed with adapters of tiny models, and the very bytes of the files that it wrote.
+//! PEFT's results with adapters of tiny models, and the exact bytes of its files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ const LOGITS: f64 = 1e-4;
 const LOSS: f64 = 1e-5;
 const GRADIENT: f64 = 1e-4;
 
-/// The folders of the fixtures that have an adapter in them.
+/// The fixtures with an adapter.
 fn folders() -> Vec<PathBuf> {
     let fixtures = std::env::var_os("FRUGAL_FIXTURES").map_or_else(
         || PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/fixtures")),
@@ -34,14 +34,14 @@ fn base(folder: &Path) -> Llama {
     model
 }
 
-/// Padding and what follows it, as documents of their own: neither sees the other.
+/// Padding and text as separate documents.
 fn documents(mask: &Tensor) -> Documents {
     let rows = Vec::<Vec<i64>>::try_from(mask).unwrap();
     let runs = |row: &Vec<i64>| row.chunk_by(|a, b| a == b).map(<[i64]>::len).collect::<Vec<_>>();
     Documents::new(&rows.iter().map(runs).collect::<Vec<_>>(), Device::Cpu).unwrap()
 }
 
-/// The token after each place, where it counts.
+/// The next token of each position, if it counts.
 fn next(labels: &Tensor) -> Tensor {
     let last = Tensor::full([labels.size()[0], 1], IGNORE_INDEX, (Kind::Int64, Device::Cpu));
     Tensor::cat(&[labels.narrow(1, 1, labels.size()[1] - 1), last], 1)
@@ -114,7 +114,7 @@ fn fixtures_adapter_logits_loss_and_gradients() {
 }
 
 #[test]
-fn fixtures_adapter_files_are_written_back_to_the_last_byte() {
+fn fixtures_adapter_files_round_trip_byte_for_byte() {
     for folder in folders() {
         let out = tempfile::tempdir().unwrap();
         let adapters = Adapters::load(&mut base(&folder), &folder.join("adapter")).unwrap();

@@ -1,4 +1,4 @@
-//! An adapter's files, changed at random: each is refused, or is read as what it says.
+//! Randomly mutated adapter files: each is refused, or read as it says.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,7 +11,7 @@ use models::{Llama, LlamaConfig, tensors_file};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-/// A folder in memory where there is one: the tests write it some ten thousand times.
+/// A folder in memory if possible: the tests write it tens of thousands of times.
 fn scratch() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
     if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap()
@@ -47,7 +47,7 @@ fn adapter_config() {
         // A file that is written again is the same JSON, and means the same.
         let again = config.to_json();
         let same: Value = serde_json::from_str(&again).unwrap();
-        // One without any field is as if it were made here, and is written with all.
+        // One without any field has the defaults, and is written with all fields.
         assert!(same == file || file == json!({}), "{same}");
         let again = LoraConfig::from_json(&again).unwrap();
         assert_eq!((again.r, again.target_modules), (config.r, config.target_modules));
@@ -66,7 +66,7 @@ fn adapter_weights() {
     let mut model = model();
     fuzz::run("adapter_model.safetensors", |random| {
         let bytes = fuzz::safetensors(random, &good);
-        // A new file each time: nobody shortens one that is mapped.
+        // A new file each time, because a mapped file must not be truncated.
         fs::remove_file(&path).unwrap();
         fs::write(&path, &bytes).unwrap();
         let read = fuzz::within(400 * bytes.len() + (2 << 20), || Adapters::load(&mut model, folder.path()));
@@ -81,7 +81,7 @@ fn adapter_weights() {
         for (name, tensor) in tensors {
             let expected = file[&name].to_kind(Kind::Float);
             assert_eq!(tensor.size(), expected.size());
-            // By bits: values that are no numbers are values too.
+            // Compared by bits, because NaNs are values too.
             let bits = |x: &Tensor| x.detach().contiguous().view_dtype(Kind::Int);
             assert!(bits(&tensor).equal(&bits(&expected)), "{name}");
         }

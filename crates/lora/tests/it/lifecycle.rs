@@ -1,4 +1,4 @@
-//! Merge, unmerge, switch, disable, delete, unload: what the model computes after each, and whether the base comes back.
+//! Merge, unmerge, switch, disable, delete, unload: the model's results after each, and the restoration of the base.
 
 use lora::{Adapters, BiasTraining, Error, LoraConfig, LoraLinear, Options};
 use models::module::{Context, Input, LanguageModel, Projection, parameter_count, tensors, trainable};
@@ -58,7 +58,7 @@ fn values(model: &Llama) -> Vec<(String, Tensor)> {
 
 /// Every variant, in every state, on an untied and a tied base.
 #[test]
-fn every_state_computes_what_it_says_and_the_base_comes_back_bit_for_bit() {
+fn every_adapter_state_is_correct_and_the_base_is_restored_bit_for_bit() {
     let variants = [
         config(),
         LoraConfig { use_rslora: true, lora_dropout: 0.3, ..config() },
@@ -133,7 +133,7 @@ fn logits_when_disabled(model: &Llama, adapters: &Adapters) -> Tensor {
 }
 
 #[test]
-fn a_merged_model_is_plain_and_says_what_is_tied_no_more() {
+fn a_merged_model_is_plain_and_untied_weights_are_reported() {
     let head = |save: bool, tying: bool| LoraConfig {
         target_modules: Some(if save { ["q_proj", "v_proj"].into() } else { ["q_proj", "lm_head"].into() }),
         modules_to_save: save.then(|| vec!["lm_head".into()]),
@@ -168,7 +168,7 @@ fn a_merged_model_is_plain_and_says_what_is_tied_no_more() {
 }
 
 #[test]
-fn several_adapters_add_up_and_a_low_precision_base_comes_back() {
+fn several_adapters_sum_and_a_low_precision_base_is_restored() {
     for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
         let mut model = model_of(false, kind);
         let before = values(&model);
@@ -186,7 +186,7 @@ fn several_adapters_add_up_and_a_low_precision_base_comes_back() {
         adapters.merge().unwrap();
         let tolerance = match kind {
             Kind::Float => 1e-4,
-            // What rounding W to its dtype changes.
+            // The rounding of W to its dtype.
             _ => 0.02 * both.abs().max().to_kind(Kind::Double).double_value(&[]),
         };
         assert!(apart(&logits(&model), &both) < tolerance, "{kind:?}");
@@ -217,7 +217,7 @@ fn a_merge_that_is_not_finite_changes_nothing() {
 }
 
 #[test]
-fn a_graph_that_was_made_before_a_merge_is_refused() {
+fn a_graph_from_before_a_merge_is_refused() {
     let mut model = model_of(false, Kind::Float);
     let adapters = Adapters::install(&mut model, &config(), 7).unwrap();
     let tokens = Tensor::from_slice(&[3i64, 1, 4]).view([1, 3]);
@@ -228,7 +228,7 @@ fn a_graph_that_was_made_before_a_merge_is_refused() {
 }
 
 #[test]
-fn adapters_come_back_from_their_folders_under_any_name() {
+fn adapters_load_from_their_folders_under_any_name() {
     let folder = tempfile::tempdir().unwrap();
     let mut model = model_of(false, Kind::Float);
     let mut adapters = Adapters::install(&mut model, &config(), 7).unwrap();
@@ -250,9 +250,9 @@ fn adapters_come_back_from_their_folders_under_any_name() {
     assert_eq!(logits(&model), of_default);
 }
 
-/// As offloading does: a tensor that is trained whole is given other memory, and trained there.
+/// As offloading does: a fully trained tensor gets other memory, and is trained there.
 #[test]
-fn what_is_trained_whole_is_what_the_model_computes_with_wherever_its_memory_is() {
+fn fully_trained_tensors_are_used_by_the_model_wherever_their_memory_is() {
     let mut model = model_of(false, Kind::Float);
     let config = LoraConfig { bias: BiasTraining::All, ..config() };
     let adapters = Adapters::install(&mut model, &config, 7).unwrap();

@@ -1,4 +1,4 @@
-//! What adapted projections hold between forward and backward, and at the peak of a backward, to the byte. Alone in its file: it
+//! Exact bytes of adapted projections between forward and backward, and at the peak of a backward. Alone in its file, because it
 //! counts every allocation of the process.
 
 use lora::{LoraLinear, Options};
@@ -11,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
 #[test]
-fn x_is_kept_once_and_no_mask_is_kept() {
+fn the_input_is_saved_once_and_no_mask_is_saved() {
     track_cpu().unwrap();
     let context = Context { training: true, ..Context::default() };
     let live = || live_bytes(Device::Cpu).unwrap();
@@ -28,7 +28,7 @@ fn x_is_kept_once_and_no_mask_is_kept() {
 
         let before = live();
         let outputs: Vec<Tensor> = layers.iter().map(|layer| layer.forward(&x, &context).unwrap()).collect();
-        // x is the caller's; each layer adds its output, which nobody keeps, and u.
+        // x belongs to the caller; each layer adds u, and its output, which is not kept.
         assert_eq!(live() - before, 3 * 4 * tokens * (out + r), "dropout {dropout}");
         drop(outputs);
         assert_eq!(live(), before, "dropout {dropout}");
@@ -41,8 +41,8 @@ fn x_is_kept_once_and_no_mask_is_kept() {
         runtime::autograd::backward_with(&[&y], &[Some(&upstream)], runtime::autograd::Keep::default())
             .unwrap();
         let peak = region.finish().unwrap().peak_above_start();
-        // dx and, with dropout, one more of its size with the mask's bytes while they become numbers; what has r columns or
-        // rows: du and the gradients of A and B.
+        // dx and, with dropout, one more tensor of its size plus the mask's bytes during conversion; du and the gradients of A and
+        // B, of r columns or rows.
         let small = 4 * (2 * tokens * r + r * width + 2 * r * out);
         let wide = 4 * tokens * width;
         let most = if dropout > 0.0 { 2 * wide + tokens * width } else { wide } + small;
@@ -50,12 +50,12 @@ fn x_is_kept_once_and_no_mask_is_kept() {
         assert!(peak >= wide, "dropout {dropout}: {peak}");
         drop((y, upstream));
         let gradients = 4 * (tokens * width + r * width + r * out);
-        // y and its gradient are gone, the gradients and nothing else are there.
+        // y and its gradient are freed; only the gradients remain.
         assert_eq!(live() + 4 * tokens * (2 * out + r), before + gradients);
         runtime::autograd::set_grad(&x, None).unwrap();
     }
 
-    // Nobody wants dx: W is not kept for it, and no product is made.
+    // dx is not needed: W is not kept for it, and no product is computed.
     let layer = LoraLinear::new(Linear::new(128, 160, true, F32).unwrap(), &Options::default()).unwrap();
     let x = Tensor::ones([tokens as i64, width as i64], F32);
     let y = layer.forward(&x, &context).unwrap().sum(Kind::Float);

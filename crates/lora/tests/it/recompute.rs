@@ -10,7 +10,7 @@ use runtime::precision::{self, Policy};
 use runtime::random::{Generator, RandomState};
 use tch::{Device, Kind, Tensor, kind};
 
-/// Dropout draws its seed from the process's one generator: whoever replays it has it alone.
+/// Dropout draws its seed from the process's shared generator, so tests that replay it run alone.
 static GENERATOR: Mutex<()> = Mutex::new(());
 
 const TRAINING: Context<'_> =
@@ -46,7 +46,7 @@ fn taken(leaves: &[Tensor]) -> Vec<Tensor> {
 }
 
 #[test]
-fn a_segment_that_runs_again_drops_the_same_and_gives_the_same_gradients() {
+fn a_recomputed_segment_has_the_same_dropout_and_gradients() {
     let _alone = GENERATOR.lock().unwrap();
     for dora in [false, true] {
         let layer = Arc::new(Mutex::new(layer(dora, kind::FLOAT_CPU)));
@@ -65,7 +65,7 @@ fn a_segment_that_runs_again_drops_the_same_and_gives_the_same_gradients() {
                 Ok(vec![y.f_tanh()?])
             };
             let y = options.run(segment, &[&x]).unwrap().remove(0);
-            // What others draw in between changes nothing.
+            // Other draws in between have no effect.
             let _ = Tensor::rand([3], kind::FLOAT_CPU);
             backward(&[&y.square().sum(Kind::Float)]).unwrap();
             (y.detach(), taken(&leaves))
@@ -83,7 +83,7 @@ fn a_segment_that_runs_again_drops_the_same_and_gives_the_same_gradients() {
 }
 
 #[test]
-fn gradients_add_up_over_passes_and_through_one_retained_graph() {
+fn gradients_accumulate_over_passes_and_a_retained_graph() {
     let _alone = GENERATOR.lock().unwrap();
     let layer = layer(false, kind::FLOAT_CPU);
     let leaves = learned(&layer);
@@ -107,7 +107,7 @@ fn gradients_add_up_over_passes_and_through_one_retained_graph() {
 }
 
 #[test]
-fn dropout_is_off_in_evaluation_and_elements_are_dropped_in_training() {
+fn dropout_applies_in_training_only() {
     let _alone = GENERATOR.lock().unwrap();
     let layer = layer(false, kind::FLOAT_CPU);
     let x = Tensor::ones([40, 16], kind::FLOAT_CPU);
@@ -131,7 +131,7 @@ impl Policy for Low {
 }
 
 #[test]
-fn a_policy_decides_the_bases_dtype_and_the_adapter_stays_in_fp32() {
+fn a_policy_sets_the_bases_dtype_and_adapters_stay_in_fp32() {
     for dora in [false, true] {
         for base in [Kind::Float, Kind::BFloat16] {
             let layer = layer(dora, (base, Device::Cpu));
@@ -156,7 +156,7 @@ fn a_policy_decides_the_bases_dtype_and_the_adapter_stays_in_fp32() {
 }
 
 #[test]
-fn a_segment_that_would_run_again_by_other_settings_is_refused() {
+fn recomputing_a_segment_under_other_settings_is_refused() {
     let _alone = GENERATOR.lock().unwrap();
     let layer = Arc::new(Mutex::new(layer(false, kind::FLOAT_CPU)));
     let x = Tensor::ones([2, 16], kind::FLOAT_CPU).set_requires_grad(true);
@@ -178,7 +178,7 @@ fn a_segment_that_would_run_again_by_other_settings_is_refused() {
         ),
         "{error}"
     );
-    // As it was again when the backward runs.
+    // The original setting again when the backward runs.
     layer.lock().unwrap().unmerge().unwrap();
     let y = forward();
     layer.lock().unwrap().merge().unwrap();

@@ -1,4 +1,4 @@
-//! Which projections a configuration means, how many numbers that makes, and how they begin.
+//! The projections that a configuration selects, their number of parameters, and their initial values.
 
 use lora::{Adapters, Layers, LoraConfig, LoraLinear, Names, Options};
 use models::module::{parameter_count, parameters};
@@ -24,7 +24,7 @@ fn attention() -> LoraConfig {
 }
 
 #[test]
-fn the_counts_of_published_models() {
+fn adapter_sizes_match_published_models() {
     let half = qwen(896, 4864, 24, 14, 2, 151_936);
     assert_eq!(attention().trainable_parameters(&half).unwrap(), 1_081_344);
     let seven = qwen(3584, 18_944, 28, 28, 4, 152_064);
@@ -32,7 +32,7 @@ fn the_counts_of_published_models() {
 }
 
 #[test]
-fn what_is_counted_on_paper_is_what_is_installed() {
+fn installed_adapters_match_accounting() {
     let base = qwen(16, 40, 3, 4, 2, 61);
     for config in [
         attention(),
@@ -56,7 +56,7 @@ fn what_is_counted_on_paper_is_what_is_installed() {
 }
 
 #[test]
-fn names_are_matched_as_peft_matches_them() {
+fn names_match_as_in_peft() {
     let q = |layers: &[i64]| -> Vec<String> {
         layers.iter().map(|layer| format!("model.layers.{layer}.self_attn.q_proj")).collect()
     };
@@ -127,7 +127,7 @@ fn names_are_matched_as_peft_matches_them() {
 }
 
 #[test]
-fn models_of_other_families_are_adapted_by_their_own_names() {
+fn models_of_other_families_use_their_own_names() {
     let config = Gpt2Config {
         vocabulary: 50,
         max_sequence: 16,
@@ -143,7 +143,7 @@ fn models_of_other_families_are_adapted_by_their_own_names() {
 }
 
 #[test]
-fn beginnings_are_those_of_their_distributions_and_seeds() {
+fn initial_values_match_their_distributions_and_seeds() {
     let begun = |init: &str, seed: u64| -> Vec<Tensor> {
         let config =
             LoraConfig { init_lora_weights: serde_json::from_str(init).unwrap(), ..LoraConfig::default() };
@@ -169,7 +169,7 @@ fn beginnings_are_those_of_their_distributions_and_seeds() {
     assert_eq!(largest(b), 0.0);
     let [a, b] = &begun("\"orthogonal\"", 1)[..] else { panic!() };
     assert!(largest(a) > 0.01 && largest(b) > 0.01 && largest(&b.matmul(a)) < 1e-5);
-    // The principal part: what is left of W has its other singular values.
+    // The principal part: the rest of W has the other singular values.
     let [a, b] = &begun("\"pissa\"", 1)[..] else { panic!() };
     let weight = Generator::new(1).unwrap().normal(&[300, 400], kind::FLOAT_CPU).unwrap();
     let (_, before, _) = weight.svd(true, true);

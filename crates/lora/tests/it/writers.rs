@@ -1,4 +1,4 @@
-//! Several writers of one adapter, and one that is killed: a reader finds one adapter whole, never a mixture of two.
+//! Concurrent and killed writers of one adapter: a reader always finds one complete adapter, never a mixture.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -15,14 +15,14 @@ use tch::{Device, Kind, Tensor};
 const CHILD: &str = "FRUGAL_TEST_WRITES";
 const NAME: &str = "q_proj.lora_A.weight";
 
-/// An adapter whose every byte says which one it is.
+/// An adapter whose every byte identifies it.
 fn write(folder: &Path, rank: i64) {
     let config = LoraConfig { r: rank, ..LoraConfig::default() };
     let tensor = Tensor::full([rank, 2000], rank as f64, (Kind::Float, Device::Cpu));
     write_folder(folder, &config, &[(format!("{PREFIX}{NAME}"), tensor)]).unwrap();
 }
 
-/// The rank of the one adapter that is there.
+/// The rank of the existing adapter.
 fn read(folder: &Path) -> i64 {
     let (config, tensors) = atomic_write::read(folder, || {
         let config = LoraConfig::read(&folder.join(CONFIG_FILE)).map_err(|error| error.to_string())?;
@@ -66,7 +66,7 @@ fn is_child() -> bool {
     let ranks: Vec<i64> = ranks.split(',').map(|rank| rank.parse().unwrap()).collect();
     for rank in ranks.iter().cycle() {
         write(Path::new(folder), *rank);
-        // Ends the child where nobody reads any more.
+        // Ends the child when its parent no longer reads.
         if writeln!(std::io::stderr(), "written").is_err() {
             break;
         }
@@ -81,7 +81,7 @@ fn wait_for(child: &mut Child, count: usize) {
 }
 
 #[test]
-fn a_writer_killed_at_any_moment_leaves_the_former_adapter_or_the_new_one() {
+fn a_killed_writer_leaves_the_old_adapter_or_the_new_one() {
     if is_child() {
         return;
     }
@@ -90,7 +90,7 @@ fn a_writer_killed_at_any_moment_leaves_the_former_adapter_or_the_new_one() {
     write(&folder, 2);
     fs::write(folder.join("README.md"), "kept").unwrap();
     for round in 1..=8 {
-        let test = "writers::a_writer_killed_at_any_moment_leaves_the_former_adapter_or_the_new_one";
+        let test = "writers::a_killed_writer_leaves_the_old_adapter_or_the_new_one";
         let mut child = child(test, &folder, "3,4");
         wait_for(&mut child, round % 5 + 1);
         // Somewhere within the next adapter.
@@ -99,20 +99,20 @@ fn a_writer_killed_at_any_moment_leaves_the_former_adapter_or_the_new_one() {
         assert!([3, 4].contains(&read(&folder)));
         assert_eq!(names(&folder), ["README.md", CONFIG_FILE, TENSORS_FILE]);
     }
-    // What was left behind is gone with the next writer.
+    // The next writer removes what was left.
     write(&folder, 2);
     assert_eq!((read(&folder), names(root.path())), (2, vec!["adapter".to_owned()]));
 }
 
 #[test]
-fn of_two_processes_one_has_its_adapter_whole() {
+fn two_writing_processes_leave_one_complete_adapter() {
     if is_child() {
         return;
     }
     let root = tempfile::tempdir().unwrap();
     let folder = root.path().join("adapter");
     write(&folder, 2);
-    let test = "writers::of_two_processes_one_has_its_adapter_whole";
+    let test = "writers::two_writing_processes_leave_one_complete_adapter";
     let mut children = ["3", "4"].map(|rank| child(test, &folder, rank));
     for _ in 0..20 {
         for child in &mut children {
@@ -129,7 +129,7 @@ fn of_two_processes_one_has_its_adapter_whole() {
 }
 
 #[test]
-fn of_several_threads_one_has_its_adapter_whole() {
+fn writing_threads_leave_one_complete_adapter() {
     let root = tempfile::tempdir().unwrap();
     let folder = root.path().join("made/by/them");
     std::thread::scope(|scope| {

@@ -151,7 +151,7 @@ mod tests {
     proptest! {
         /// Over a fine grid of draws each token of the rest has its share, and no other has any.
         #[test]
-        fn shares_are_those_of_the_cut_distribution(
+        fn sampling_matches_the_truncated_distribution(
             weights in proptest::collection::vec(1u32..1000, 1..12),
             top_k in proptest::option::of(1usize..14),
             top_p in prop_oneof![Just(1.0), 0.05..1.0],

@@ -1,4 +1,4 @@
-//! Attention: three ways to one result, and what a token must never see.
+//! Attention: three paths with one result, and what a token must not attend to.
 
 use std::collections::BTreeSet;
 
@@ -97,7 +97,7 @@ fn a_token_sees_neither_the_future_nor_another_document() {
 
 /// Query head i reads the keys of head i / (heads / kv_heads), as Hugging Face's checkpoints have it.
 #[test]
-fn groups_are_of_neighbouring_query_heads() {
+fn groups_consist_of_neighbouring_query_heads() {
     let (q, k, v) = (random([1, 5, 6, 4]), random([1, 5, 2, 4]), random([1, 5, 2, 4]));
     for path in PATHS {
         let grouped = causal_attention(&q, &k, &v, None, path, 0.0).unwrap().view([1, 5, 6, 4]);
@@ -111,9 +111,9 @@ fn groups_are_of_neighbouring_query_heads() {
     }
 }
 
-/// The table of the module, as far as a CPU can tell: libtorch's own choice, by its numbers (0 math, 1 flash).
+/// The module's table on a CPU: libtorch's own choice, by number (0 math, 1 flash).
 #[test]
-fn the_cpu_takes_flash_for_every_dtype_and_group_unless_weights_are_dropped() {
+fn the_cpu_uses_flash_for_every_dtype_and_group_without_dropout() {
     for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half] {
         for kv_heads in [6, 2, 1] {
             for (dropout, expected) in [(0.0, 1), (0.1, 0)] {
@@ -132,7 +132,7 @@ fn the_cpu_takes_flash_for_every_dtype_and_group_unless_weights_are_dropped() {
     }
 }
 
-/// Grouped keys are read where they lie: what moves bytes is flash alone, forward and backward.
+/// Grouped keys are not copied: only flash moves bytes, forward and backward.
 #[test]
 fn grouped_keys_are_not_copied() {
     let [q, k, v] = [4, 2, 2].map(|heads| random([2, 9, heads, 8]));
@@ -169,7 +169,7 @@ proptest! {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn mismatched_inputs_are_refused() {
     let x = random([2, 4, 1, 2]);
     let error = |documents: Option<&Documents>, dropout| {
         causal_attention(&x, &x, &x, documents, AttentionPath::Fused, dropout).unwrap_err().to_string()
@@ -194,7 +194,7 @@ fn what_does_not_fit_is_refused() {
 }
 
 #[test]
-fn documents_that_contradict_themselves_cannot_be_made() {
+fn inconsistent_documents_are_refused() {
     let make = |ids: &[i64], cu_seqlens: &[i32], starts: &[i32]| {
         let ids = Tensor::from_slice(ids).view([2, 4]);
         Documents::from_parts(ids, Tensor::from_slice(cu_seqlens), starts.to_vec())

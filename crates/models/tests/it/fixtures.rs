@@ -1,4 +1,4 @@
-//! What PyTorch computed for the GPT-2-like model: 20 steps of Adam from given weights over given batches.
+//! PyTorch's results for the GPT-2-like model: 20 steps of Adam from given weights over given batches.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -56,7 +56,7 @@ fn model(case: &Case, path: AttentionPath) -> Gpt2Like {
     model
 }
 
-/// The token after each, where it lies within the row's length.
+/// The next token of each, if it is within the row's length.
 fn labels(tokens: &Tensor, lengths: &Tensor) -> Tensor {
     let next = tokens.narrow(1, 1, tokens.size()[1] - 1);
     let positions = Tensor::arange_start(1, tokens.size()[1], (Kind::Int64, Device::Cpu));

@@ -1,4 +1,4 @@
-//! What transformers generates greedily with tiny models of both architectures.
+//! Greedy generation of transformers with tiny models of both architectures.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! What transformers computed for tiny models of both architectures: logits, loss and every gradient, rows padded on the left.
+//! Results of transformers for tiny models of both architectures: logits, loss and every gradient, with left-padded rows.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -21,14 +21,14 @@ fn folder(name: &str) -> PathBuf {
     fixtures.join(name)
 }
 
-/// Padding and what follows it, as documents of their own: neither sees the other.
+/// Padding and text as separate documents.
 fn documents(mask: &Tensor) -> Documents {
     let rows = Vec::<Vec<i64>>::try_from(mask).unwrap();
     let runs = |row: &Vec<i64>| row.chunk_by(|a, b| a == b).map(<[i64]>::len).collect::<Vec<_>>();
     Documents::new(&rows.iter().map(runs).collect::<Vec<_>>(), Device::Cpu).unwrap()
 }
 
-/// The token after each place, where it counts.
+/// The next token of each position, if it counts.
 fn next(labels: &Tensor) -> Tensor {
     let last = Tensor::full([labels.size()[0], 1], IGNORE_INDEX, (Kind::Int64, Device::Cpu));
     Tensor::cat(&[labels.narrow(1, 1, labels.size()[1] - 1), last], 1)
@@ -45,7 +45,7 @@ fn check(name: &str) {
     let cases: BTreeMap<String, Tensor> =
         tensors_file::read(&folder.join("cases.safetensors"), Device::Cpu).unwrap().into_iter().collect();
     for attention in [AttentionPath::Fused, AttentionPath::DenseMask, AttentionPath::Explicit] {
-        // The path that a model takes when nothing is said; the others through a model that is there.
+        // The default path; the others are set on the loaded model.
         let model = if attention == AttentionPath::default() {
             opened.load(None, Device::Cpu).unwrap()
         } else {
@@ -61,7 +61,7 @@ fn check(name: &str) {
         let context = Context { documents: Some(&documents), training: true, ..Context::default() };
         let input = Input { tokens: &cases["input_ids"], positions: Some(&positions), context };
 
-        // What stands in padding is nobody's business.
+        // The contents of padding do not matter.
         let counts = mask.unsqueeze(2).to_kind(Kind::Float);
         let of_logits = largest(&((model.logits(&input).unwrap() - &cases["logits"]) * &counts));
 

@@ -1,4 +1,4 @@
-//! Parts that run on other tensors than their own: those are back afterwards, whatever happened.
+//! Functional calls with other tensors: the originals are always restored.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
@@ -54,7 +54,7 @@ fn forward(block: &Part) -> Result<f64> {
     Ok(block.forward(&number(10.0), &Context::default())?.double_value(&[0]))
 }
 
-/// Whether the part has its own tensors: the same memory under the same names.
+/// Returns whether the part has its own tensors: the same memory under the same names.
 fn is_itself(part: &FunctionalCall<dyn Block>) -> bool {
     part.shared().run(|block| {
         let inside = parameters(block);
@@ -68,7 +68,7 @@ fn is_itself(part: &FunctionalCall<dyn Block>) -> bool {
 }
 
 #[test]
-fn a_part_runs_on_other_tensors_and_has_its_own_again() {
+fn a_functional_call_uses_other_tensors_and_restores_the_originals() {
     let part = part();
     let names: Vec<&str> = part.named().iter().map(|(name, ..)| name.as_str()).collect();
     assert_eq!(names, ["weight", "bias"], "a tensor that is there twice comes once");
@@ -80,7 +80,7 @@ fn a_part_runs_on_other_tensors_and_has_its_own_again() {
 }
 
 #[test]
-fn its_own_are_back_after_an_error() {
+fn the_original_tensors_are_restored_after_an_error() {
     let part = part();
     let body = |_: &Part| -> Result<()> { Err(Error::Config { what: "test", reason: "no".into() }) };
     let error = part.shared().functional_call(&[number(5.0), number(7.0)], body).unwrap_err();
@@ -89,7 +89,7 @@ fn its_own_are_back_after_an_error() {
 }
 
 #[test]
-fn its_own_are_back_after_a_panic() {
+fn the_original_tensors_are_restored_after_a_panic() {
     let part = part();
     let shared = part.shared();
     let run =
@@ -114,7 +114,7 @@ fn another_number_of_tensors_is_refused() {
 }
 
 #[test]
-fn a_part_does_not_run_inside_itself_on_others() {
+fn a_part_cannot_call_itself_functionally() {
     let part = part();
     let (shared, others) = (part.shared(), [number(5.0), number(7.0)]);
     let nested = |_: &Part| shared.functional_call(&[number(0.0), number(0.0)], forward);
@@ -129,7 +129,7 @@ fn a_part_does_not_run_inside_itself_on_others() {
 }
 
 #[test]
-fn another_thread_waits_for_its_turn() {
+fn a_concurrent_functional_call_waits() {
     let part = part();
     let shared = part.shared();
     std::thread::scope(|scope| {
@@ -151,7 +151,7 @@ fn another_thread_waits_for_its_turn() {
 }
 
 #[test]
-fn gradients_of_a_run_go_to_what_it_ran_on() {
+fn gradients_go_to_the_tensors_of_the_call() {
     let part = part();
     let others = [number(5.0).set_requires_grad(true), number(7.0).set_requires_grad(true)];
     let y = part
@@ -165,7 +165,7 @@ fn gradients_of_a_run_go_to_what_it_ran_on() {
 }
 
 #[test]
-fn a_part_that_is_shared_cannot_be_taken_out() {
+fn a_shared_part_cannot_be_unwrapped() {
     let part = part();
     let shared = part.shared();
     let part = part.into_inner().map(|_| ()).expect_err("someone has it");
@@ -201,7 +201,7 @@ fn a_part_that_a_graph_holds_keeps_the_calls_tensors_until_the_graph_is_gone() {
     let outer = FunctionalCall::new("outer", Box::new(Leaks(part(), Arc::clone(&leaked))) as Box<dyn Block>);
     let others = [number(5.0), number(7.0)];
     assert_eq!(outer.shared().functional_call(&others, forward).unwrap(), 85.0);
-    // What a graph recomputes has the values of its forward; another call meanwhile is refused.
+    // A graph recomputes with the values of its forward; a concurrent call is refused.
     assert_eq!(leaked.lock().unwrap().as_ref().unwrap().run(forward).unwrap(), 85.0);
     let error = outer.shared().functional_call(&others, forward).unwrap_err().to_string();
     assert!(error.contains("a graph whose backward has not run holds `the part`"), "{error}");

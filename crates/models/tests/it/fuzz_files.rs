@@ -1,4 +1,4 @@
-//! Files from elsewhere, changed at random: each is refused, or is read as exactly what its bytes say.
+//! Randomly mutated files: each is refused, or read exactly as its bytes say.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -179,7 +179,7 @@ fn config_json() {
         assert_eq!(theta, config.rope.theta);
         assert_eq!(field("rms_norm_eps").as_f64().unwrap_or(1e-6), config.rms_norm_eps);
         assert_eq!(field("attention_dropout").as_f64().unwrap_or(0.0), config.attention_dropout);
-        // What was read can be written, and is read as the same.
+        // What was read round-trips.
         let again: LlamaConfig = serde_json::from_value(serde_json::to_value(&config).unwrap()).unwrap();
         assert_eq!(again, config);
         let angles = config.rope.angles(config.head_dim).unwrap();
@@ -188,7 +188,7 @@ fn config_json() {
     });
 }
 
-/// A folder in memory where there is one: the tests write it some ten thousand times.
+/// A folder in memory if possible: the tests write it tens of thousands of times.
 fn scratch() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
     if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap()

@@ -1,4 +1,4 @@
-//! The cache against whole rows, rows against each other, ends, and what is refused.
+//! The cache compared with whole rows, independence of rows, ends of rows, and invalid calls.
 
 use expect_test::expect;
 use models::generation::{FinishReason, GenerateOptions, Generated, Generator, Sampling, generate};
@@ -39,7 +39,7 @@ fn qwen(kv_heads: i64) -> Llama {
     drawn(Llama::new(&config, (Kind::Double, Device::Cpu)).unwrap(), 7)
 }
 
-/// Prompts of these lengths, which begin alike for `common` tokens.
+/// Prompts of these lengths, with `common` equal initial tokens.
 fn prompts(lengths: &[usize], common: usize) -> Vec<Vec<i64>> {
     let token = |row: usize, place: usize| {
         let row = if place < common { 0 } else { row + 1 };
@@ -60,7 +60,7 @@ const RANDOM: Sampling = Sampling::Random { temperature: 0.8, top_k: Some(20), t
 
 /// In f64 the two differ by far less than any two logits.
 #[test]
-fn a_cache_changes_nothing() {
+fn a_cache_does_not_change_tokens() {
     for kv_heads in [1, 2, 4] {
         let model = qwen(kv_heads);
         for lengths in [&[9][..], &[1, 1, 1], &[3, 9, 1, 6], &[12, 12]] {
@@ -81,7 +81,7 @@ fn a_cache_changes_nothing() {
 }
 
 #[test]
-fn a_prefix_is_read_once_and_changes_nothing() {
+fn a_shared_prefix_is_computed_once_and_does_not_change_tokens() {
     let model = qwen(2);
     for (lengths, common) in [(&[8, 11, 7][..], 6), (&[7, 7], 6), (&[20], 19)] {
         let prompts = prompts(lengths, common);
@@ -97,7 +97,7 @@ fn a_prefix_is_read_once_and_changes_nothing() {
     }
 }
 
-/// Rows that end leave the batch, and another takes their place; what is left must not notice.
+/// Finished rows leave the batch, and the last row replaces them; the others must not change.
 #[test]
 fn rows_do_not_depend_on_each_other() {
     let model = qwen(2);
@@ -120,7 +120,7 @@ fn rows_do_not_depend_on_each_other() {
 }
 
 #[test]
-fn a_row_ends_at_an_end_token_at_its_length_and_at_the_models_last_place() {
+fn a_row_ends_at_an_end_token_its_length_or_the_last_position() {
     let model = qwen(4);
     let prompts = prompts(&[6, 30], 0);
     let free = GenerateOptions { max_new_tokens: 20, ..GenerateOptions::default() };
@@ -141,7 +141,7 @@ fn a_row_ends_at_an_end_token_at_its_length_and_at_the_models_last_place() {
 }
 
 #[test]
-fn seeds_repeat_and_differ() {
+fn seeds_are_reproducible_and_distinct() {
     let model = qwen(2);
     let same = vec![prompts(&[4], 0).remove(0); 3];
     let draw = |seed| {
@@ -156,7 +156,7 @@ fn seeds_repeat_and_differ() {
 }
 
 #[test]
-fn a_model_without_a_cache_generates_too() {
+fn a_model_without_a_cache_generates() {
     let config = Gpt2Config {
         vocabulary: 50,
         max_sequence: 12,
@@ -177,7 +177,7 @@ fn a_model_without_a_cache_generates_too() {
 }
 
 #[test]
-fn what_cannot_be_generated_is_said() {
+fn invalid_generations_are_errors() {
     let model = qwen(2);
     let said = |prompts: &[Vec<i64>], options: GenerateOptions, prefix: &[i64]| {
         let found = Generator::new(&model, &options)

@@ -1,4 +1,4 @@
-//! Models and data sets by name, against a small hub of the test's own.
+//! Models and data sets by name, from the test's own small hub.
 #![cfg(feature = "hub")]
 
 use std::fs;
@@ -13,7 +13,7 @@ use models::hugging_face::{self, Folder, SHARD_BYTES};
 use models::{Llama, LlamaConfig};
 use tch::{Device, Kind};
 
-/// What the hub has: one model in one file, another in shards, a data set.
+/// The hub's contents: one model in one file, another in shards, a data set.
 fn repositories() -> tempfile::TempDir {
     let root = tempfile::tempdir().unwrap();
     let config = LlamaConfig { max_position_embeddings: 32, ..LlamaConfig::qwen2(40, 16, 24, 1, 2) };
@@ -54,7 +54,7 @@ impl World {
         }
     }
 
-    /// What an error says, without this run's places.
+    /// An error's message, without this run's paths.
     fn words(&self, error: &models::Error) -> String {
         let text = error.to_string().replace(&self.server.address(), "HUB");
         text.replace(&self.cache.path().display().to_string(), "CACHE")
@@ -132,7 +132,7 @@ fn files_of_a_data_set_are_fetched_by_pattern() {
 }
 
 #[test]
-fn what_is_not_there_is_said_in_clear_words() {
+fn missing_repositories_and_files_are_clear_errors() {
     let world = World::new();
     let error = world.hub(false).fetch("tiny/absent", None).unwrap_err();
     expect!["`tiny/absent`: the hub has no model of this name at revision `main`, or it is private or gated (then set HF_TOKEN)"].assert_eq(&world.words(&error));
@@ -154,7 +154,7 @@ fn what_is_not_there_is_said_in_clear_words() {
 }
 
 #[test]
-fn a_download_that_breaks_off_goes_on_where_it_stopped() {
+fn an_interrupted_download_resumes() {
     for ranges in [true, false] {
         let world = World::new();
         world.server.break_off("model.safetensors");
@@ -181,8 +181,8 @@ fn a_download_that_breaks_off_goes_on_where_it_stopped() {
 }
 
 #[test]
-fn what_is_not_the_file_gets_no_name_in_the_cache() {
-    // A proxy that answers with a page of its own, which is whole in itself.
+fn wrong_content_is_not_cached() {
+    // A proxy that answers with its own complete page.
     let world = World::new();
     world.server.replace("model.safetensors", "<html>please log in</html>");
     let error = world.hub(false).fetch("tiny/whole", None).unwrap_err();
@@ -202,7 +202,7 @@ fn without_digests(text: &str) -> String {
 }
 
 #[test]
-fn bytes_of_the_right_number_that_are_not_the_files_get_no_name_in_the_cache() {
+fn wrong_content_of_the_right_size_is_not_cached() {
     // Corrupt from the start; only in what was fetched before the connection broke; only in what came after.
     for (before, after) in [(true, true), (true, false), (false, true)] {
         let world = World::new();
@@ -230,16 +230,16 @@ fn bytes_of_the_right_number_that_are_not_the_files_get_no_name_in_the_cache() {
 }
 
 #[test]
-fn a_hub_may_redirect_to_where_its_files_are() {
+fn redirects_of_a_hub_are_followed() {
     let world = World::new();
     world.server.redirect();
     let path = world.hub(false).fetch("tiny/shards", None).unwrap();
     assert!(Folder::open(&path).unwrap().load(None, Device::Cpu).is_ok());
 }
 
-/// Several at once fetch, each in a cache of its own threads' making; a reader of the revision's name never sees a part of it.
+/// Concurrent fetches into one cache; a reader of the revision's name never sees an incomplete one.
 #[test]
-fn several_fetch_into_one_cache() {
+fn concurrent_fetches_share_one_cache() {
     let world = World::new();
     let (first, barrier) = (world.hub(false).fetch("tiny/whole", None).unwrap(), Barrier::new(4));
     let reference = world.cache.path().join("models--tiny--whole/refs/main");
@@ -250,7 +250,7 @@ fn several_fetch_into_one_cache() {
                 for _ in 0..20 {
                     assert_eq!(world.hub(false).fetch("tiny/whole", None).unwrap(), first);
                     assert_eq!(fs::read_to_string(&reference).unwrap(), COMMIT);
-                    // Another must not find it gone for good.
+                    // Another process must still find it.
                     let _ = fs::remove_file(first.join("tokenizer.json"));
                 }
             });
@@ -262,7 +262,7 @@ fn several_fetch_into_one_cache() {
 }
 
 #[test]
-fn what_was_cut_or_lost_in_the_cache_is_fetched_again() {
+fn truncated_and_missing_cache_files_are_fetched_again() {
     let world = World::new();
     let path = world.hub(false).fetch("tiny/whole", None).unwrap();
     let weights = path.join("model.safetensors");
@@ -283,7 +283,7 @@ fn what_was_cut_or_lost_in_the_cache_is_fetched_again() {
         assert_eq!(world.hub(false).fetch("tiny/whole", None).unwrap(), path);
         assert_eq!(fs::read(&weights).unwrap(), whole);
     }
-    // The link alone: the blob is still there, and nothing is sent.
+    // Only the link is missing: the blob exists, and nothing is downloaded.
     fs::remove_file(&weights).unwrap();
     let bodies = world.server.bodies();
     world.hub(false).fetch("tiny/whole", None).unwrap();
@@ -291,7 +291,7 @@ fn what_was_cut_or_lost_in_the_cache_is_fetched_again() {
 }
 
 #[test]
-fn half_of_a_model_in_the_cache_is_no_model() {
+fn an_incomplete_model_in_the_cache_is_refused() {
     let world = World::new();
     let path = world.hub(false).fetch("tiny/shards", None).unwrap();
     let shard = names(&path).into_iter().find(|name| name.contains("-00002-of")).unwrap();
@@ -305,7 +305,7 @@ fn half_of_a_model_in_the_cache_is_no_model() {
 }
 
 #[test]
-fn a_folder_goes_before_a_name() {
+fn a_folder_takes_precedence_over_a_repository() {
     let world = World::new();
     let here = tempfile::tempdir().unwrap();
     let text = here.path().display().to_string();
@@ -317,9 +317,9 @@ fn a_folder_goes_before_a_name() {
     expect!["`./no/such/folder`: no folder has that name, and on the hub: not a repository name; expected `owner/name`, such as `Qwen/Qwen2.5-0.5B`"].assert_eq(&world.words(&error));
 }
 
-/// Runs itself again with another environment, since a process's own must not change under its threads.
+/// Runs itself again with another environment, because a process's own must not change while threads run.
 #[test]
-fn the_environment_is_obeyed() {
+fn environment_variables_apply() {
     if std::env::var_os("FRUGAL_TEST_CHILD").is_some() {
         match hub::fetch("tiny/whole", None, false) {
             Ok(path) => eprintln!("FOUND {}", path.display()),
@@ -331,7 +331,7 @@ fn the_environment_is_obeyed() {
     let home = world.cache.path().join("home");
     let run = |variables: &[(&str, &Path)]| {
         let output = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "hub::the_environment_is_obeyed", "--nocapture"])
+            .args(["--exact", "hub::environment_variables_apply", "--nocapture"])
             .env("FRUGAL_TEST_CHILD", "1")
             .env("HF_ENDPOINT", world.server.address())
             .env("HF_HOME", &home)

@@ -1,4 +1,4 @@
-//! A model's folder: what is read of it, what is written, and what is said of one that is not whole.
+//! A model's folder: reading, writing, and the errors of incomplete ones.
 
 use std::fs;
 use std::path::Path;
@@ -58,7 +58,7 @@ fn change_weights(folder: &Path, change: impl FnOnce(&mut Vec<(String, Tensor)>)
     tensors_file::write(&path, &tensors).unwrap();
 }
 
-/// What opening or loading says of a folder that was changed, without the folder's own name.
+/// The error of opening or loading a changed folder, without the folder's name.
 fn refused(change: impl FnOnce(&Path), expected: Expect) {
     let folder = folder(&config(), change);
     let error = Folder::open(folder.path()).and_then(|opened| opened.load(None, Device::Cpu)).unwrap_err();
@@ -66,7 +66,7 @@ fn refused(change: impl FnOnce(&Path), expected: Expect) {
 }
 
 #[test]
-fn a_model_comes_back_from_its_folder() {
+fn a_model_round_trips_through_its_folder() {
     let configs = [
         config(),
         LlamaConfig { tie_word_embeddings: true, attention_bias: true, mlp_bias: true, ..config() },
@@ -102,7 +102,7 @@ fn a_model_comes_back_from_its_folder() {
 }
 
 #[test]
-fn weights_go_into_a_model_that_is_there_from_a_folder_or_a_file() {
+fn weights_load_into_an_existing_model_from_a_folder_or_a_file() {
     let folder = folder(&config(), |_| ());
     let expected = logits(&model(&config(), Kind::Float));
     for path in [folder.path().to_owned(), folder.path().join("model.safetensors")] {
@@ -117,7 +117,7 @@ fn weights_go_into_a_model_that_is_there_from_a_folder_or_a_file() {
 }
 
 #[test]
-fn the_header_says_what_transformers_asks_for() {
+fn the_header_has_what_transformers_requires() {
     let folder = folder(&config(), |_| ());
     let bytes = fs::read(folder.path().join("model.safetensors")).unwrap();
     let (_, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
@@ -129,7 +129,7 @@ fn the_header_says_what_transformers_asks_for() {
 }
 
 #[test]
-fn what_older_files_repeat_is_left_out() {
+fn redundant_tensors_of_older_files_are_ignored() {
     let tied = LlamaConfig { tie_word_embeddings: true, ..config() };
     let folder = folder(&tied, |folder| {
         change_weights(folder, |tensors| {
@@ -147,7 +147,7 @@ fn what_older_files_repeat_is_left_out() {
 }
 
 #[test]
-fn fields_that_say_nothing_here_are_accepted() {
+fn irrelevant_fields_are_accepted() {
     let qwen2 = LlamaConfig { max_position_embeddings: 32, ..LlamaConfig::qwen2(40, 16, 24, 2, 4) };
     for dtype in ["dtype", "torch_dtype"] {
         let folder = folder(&qwen2, |folder| {
@@ -161,7 +161,7 @@ fn fields_that_say_nothing_here_are_accepted() {
         assert_eq!(opened.kind().unwrap(), Kind::Float);
         assert_eq!(opened.config(), &qwen2);
     }
-    // Who says only `architectures` is known by that.
+    // A file with only `architectures` is recognised by that.
     let folder = folder(&qwen2, |folder| change_config(folder, "model_type", Value::Null));
     assert_eq!(Folder::open(folder.path()).unwrap().config(), &qwen2);
 }
@@ -191,7 +191,7 @@ fn end_tokens_come_from_the_generation_config_before_the_config() {
 }
 
 #[test]
-fn a_folder_that_is_not_whole_is_refused_in_clear_words() {
+fn an_incomplete_folder_is_refused() {
     let gone = |name: &'static str| move |folder: &Path| fs::remove_file(folder.join(name)).unwrap();
     refused(
         gone("config.json"),
@@ -260,7 +260,7 @@ fn a_folder_that_is_not_whole_is_refused_in_clear_words() {
 }
 
 #[test]
-fn weights_that_do_not_fit_are_listed() {
+fn mismatched_weights_are_listed() {
     refused(
         |folder| change_weights(folder, |tensors| tensors.retain(|(name, _)| name != "lm_head.weight")),
         expect!["DIR does not fit the model: missing lm_head.weight"],
@@ -321,7 +321,7 @@ fn weights_that_do_not_fit_are_listed() {
 }
 
 #[test]
-fn a_state_that_does_not_fit_changes_nothing() {
+fn a_mismatched_state_changes_nothing() {
     let folder = folder(&config(), |folder| {
         change_weights(folder, |tensors| tensors.retain(|(name, _)| name != "model.norm.weight"));
     });

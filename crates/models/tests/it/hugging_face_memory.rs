@@ -1,5 +1,5 @@
-//! What loading takes: the model, and beside it at most its largest tensor. (Alone in its file: the allocator's count is the
-//! whole process's.)
+//! Memory of loading: the model, and at most its largest tensor in addition. (Alone in its file, because the allocator's count
+//! covers the whole process.)
 
 use models::hugging_face::{self, Folder};
 use models::{Llama, LlamaConfig};
@@ -7,7 +7,7 @@ use runtime::memory::Region;
 use tch::{Device, Kind};
 
 #[test]
-fn loading_takes_the_model_and_at_most_one_tensor() {
+fn loading_allocates_the_model_and_at_most_one_tensor() {
     let config = LlamaConfig { max_position_embeddings: 16, ..LlamaConfig::qwen2(2000, 64, 160, 3, 4) };
     let largest = 2000 * 64;
     for file in [Kind::Float, Kind::BFloat16] {
@@ -17,7 +17,7 @@ fn loading_takes_the_model_and_at_most_one_tensor() {
         let folder = Folder::open(place.path()).unwrap();
         for kind in [Kind::Float, Kind::BFloat16] {
             let width = kind.elt_size_in_bytes() as u64;
-            // The rotary embedding's table is the model's, though no weight.
+            // The rotary embedding's table belongs to the model but is not a weight.
             let region = Region::start(Device::Cpu).unwrap();
             let empty = Llama::new(&config, (kind, Device::Cpu)).unwrap();
             let of_model = region.finish().unwrap();

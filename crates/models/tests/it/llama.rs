@@ -1,4 +1,4 @@
-//! Llama and Qwen2: what a `config.json` says, what a file of weights is called, and that packed documents never meet.
+//! Llama and Qwen2: `config.json`, names of weights, and the separation of packed documents.
 
 use accounting::config as paper;
 use models::module::{
@@ -44,9 +44,13 @@ fn parse(fields: &Value) -> Result<LlamaConfig, String> {
 }
 
 #[test]
-fn both_forms_of_the_file_are_read() {
-    let llama3 =
-        Scaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_places: 8192.0 };
+fn both_forms_of_config_json_are_read() {
+    let llama3 = Scaling::Llama3 {
+        factor: 8.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_positions: 8192.0,
+    };
     let numbers = json!({
         "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
     });
@@ -84,7 +88,7 @@ fn both_forms_of_the_file_are_read() {
     for (fields, expected) in cases {
         let config = parse(&fields).unwrap();
         assert_eq!(config.rope, expected, "{fields}");
-        // What is written is read as the same.
+        // What is written round-trips.
         let again: LlamaConfig = serde_json::from_value(serde_json::to_value(&config).unwrap()).unwrap();
         assert_eq!(again, config);
     }
@@ -97,7 +101,7 @@ fn both_forms_of_the_file_are_read() {
 }
 
 #[test]
-fn what_cannot_be_computed_is_refused_by_name() {
+fn unsupported_configurations_are_refused_by_name() {
     let cases = [
         (json!({ "model_type": "mamba" }), "`model_type` is `mamba`; expected one of llama and qwen2"),
         (json!({ "hidden_act": "gelu" }), "`hidden_act` is `gelu`; expected silu"),
@@ -142,10 +146,10 @@ fn what_cannot_be_computed_is_refused_by_name() {
     );
 }
 
-/// Each number of the file, with values that no model has. What is read from a file must not be able to end the process, so each is
-/// refused before anything is allocated, by the field's name and with its bound.
+/// Each number of the file, with extreme values. A file must not be able to end the process, so each is refused before anything is
+/// allocated, with the field's name and bound.
 #[test]
-fn extreme_numbers_are_refused_by_name_and_bound() {
+fn extreme_numbers_are_refused_with_their_bound() {
     let sizes = [
         ("vocab_size", 1i64 << 28),
         ("hidden_size", 1 << 28),
@@ -157,7 +161,7 @@ fn extreme_numbers_are_refused_by_name_and_bound() {
         ("max_position_embeddings", 1 << 24),
     ];
     for (name, largest) in sizes {
-        // With a width of its own, so that no other rule speaks first.
+        // With its own width, so that no other check fails first.
         let read = |value: Value| parse(&json!({ "head_dim": 4, name: value })).unwrap_err();
         for below in [0, -1, i64::MIN] {
             assert_eq!(
@@ -219,7 +223,7 @@ fn extreme_numbers_are_refused_by_name_and_bound() {
         (
             "original_max_position_embeddings",
             json!(0),
-            "and the original places are 0; expected numbers above 0",
+            "and the original positions are 0; expected numbers above 0",
         ),
     ] {
         let mut rope = json!({
@@ -253,7 +257,7 @@ fn extreme_numbers_are_refused_by_name_and_bound() {
 }
 
 #[test]
-fn parameters_are_as_many_as_on_paper() {
+fn parameter_counts_match_accounting() {
     let cases = [
         json!({}),
         json!({ "num_key_value_heads": 1, "attention_bias": true, "mlp_bias": true }),
@@ -271,7 +275,7 @@ fn parameters_are_as_many_as_on_paper() {
 }
 
 #[test]
-fn weights_are_read_under_either_name_and_a_repeated_head_is_left_out() {
+fn weights_load_under_either_name_and_a_repeated_head_is_ignored() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     for tied in [false, true] {
@@ -303,7 +307,7 @@ fn weights_are_read_under_either_name_and_a_repeated_head_is_left_out() {
     );
 }
 
-/// The model's output at each place, and the gradient of what it sums to.
+/// The model's output at each position, and the gradient of its sum.
 fn run(model: &Llama, input: &Input<'_>) -> (Tensor, Vec<Tensor>) {
     let logits = model.logits(input).unwrap();
     let weights = Tensor::arange(40, F64).sin();
@@ -317,7 +321,7 @@ fn run(model: &Llama, input: &Input<'_>) -> (Tensor, Vec<Tensor>) {
 }
 
 #[test]
-fn a_packed_row_gives_what_each_document_gives_alone() {
+fn a_packed_row_equals_its_documents_alone() {
     let lengths = [5usize, 1, 7, 3];
     for config in [small(), LlamaConfig::qwen2(40, 24, 36, 2, 6)] {
         for attention in [AttentionPath::Fused, AttentionPath::DenseMask, AttentionPath::Explicit] {
@@ -344,7 +348,7 @@ fn a_packed_row_gives_what_each_document_gives_alone() {
                 let distance = ((sum - together).norm() / sum.norm()).double_value(&[]);
                 assert!(distance < 1e-12, "{attention:?}: {distance}");
             }
-            // Rotation knows differences of places alone, so that without a restart a document is still the same...
+            // Rotation depends on differences of positions only, so that a document is the same without a restart...
             let shifted = (&unmoved.0 - &packed.0).abs().max().double_value(&[]);
             assert!(shifted < 1e-5, "{shifted}");
             // ... and without the documents it is not.
@@ -358,7 +362,7 @@ fn a_packed_row_gives_what_each_document_gives_alone() {
 }
 
 #[test]
-fn the_future_is_hidden_and_places_are_told_apart() {
+fn attention_is_causal_and_positions_matter() {
     let model = Llama::new(&small(), F64).unwrap();
     let logits = |tokens: &[i64]| {
         model.logits(&Input::new(&Tensor::from_slice(tokens).view([1, -1]))).unwrap().detach()
@@ -366,7 +370,7 @@ fn the_future_is_hidden_and_places_are_told_apart() {
     let (a, b) = (logits(&[5, 6, 7, 8]), logits(&[5, 6, 9, 1]));
     assert_eq!(a.narrow(1, 0, 2), b.narrow(1, 0, 2));
     assert_ne!(a.narrow(1, 2, 2), b.narrow(1, 2, 2));
-    // Two tokens that change places change what the third one reads.
+    // Swapping two tokens changes what the third one attends to.
     assert_ne!(logits(&[5, 6, 7]).get(0).get(2), logits(&[6, 5, 7]).get(0).get(2));
     let error = model.logits(&Input::new(&Tensor::zeros([1, 33], (Kind::Int64, Device::Cpu)))).unwrap_err();
     assert_eq!(
@@ -375,7 +379,7 @@ fn the_future_is_hidden_and_places_are_told_apart() {
     );
 }
 
-/// Notes the parts that could be replaced, and puts an MLP of its own into the first block.
+/// Records the replaceable parts, and puts its own MLP into the first block.
 #[derive(Default)]
 struct Parts(Vec<String>);
 

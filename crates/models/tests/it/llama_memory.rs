@@ -1,4 +1,4 @@
-//! What a block of Llama holds between forward and backward, to the byte. Alone in its file: it counts every allocation of
+//! Exact bytes that a block of Llama keeps between forward and backward. Alone in its file, because it counts every allocation of
 //! the process.
 
 use models::generation::{CacheShape, KeyValueCache};
@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
 #[test]
-fn a_block_holds_what_its_documentation_says() {
+fn a_block_keeps_the_documented_tensors() {
     track_cpu().unwrap();
     let live = || live_bytes(Device::Cpu).unwrap();
     let (batch, sequence, hidden, inner, heads, kv_heads) = (2u64, 48u64, 32u64, 56u64, 4u64, 2u64);
@@ -26,7 +26,7 @@ fn a_block_holds_what_its_documentation_says() {
     drop(y);
     assert_eq!(live(), before);
 
-    // Layers beside one another differ in nothing but their number.
+    // Adjacent layers differ only in their index.
     let held = |layers: i64| {
         let config = LlamaConfig {
             num_key_value_heads: kv_heads as i64,
@@ -42,11 +42,11 @@ fn a_block_holds_what_its_documentation_says() {
         held
     };
     let elements = 2 * hidden + 2 * (heads + kv_heads) * head + 3 * inner;
-    // A number of each norm, and flash's logarithm of each query's sum.
+    // One number of each norm, and flash's log-sum-exp of each query.
     let numbers = 2 + heads;
     assert_eq!(held(3) - held(2), 4 * tokens * (elements + numbers));
 
-    // A cache takes all that it will hold at once.
+    // A cache allocates its final size immediately.
     let shape = CacheShape { layers: 3, heads: 2, head: 16, kind: Kind::BFloat16, device: Device::Cpu };
     let before = live();
     let cache = KeyValueCache::new(shape, 4, 100).unwrap();

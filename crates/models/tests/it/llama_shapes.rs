@@ -1,4 +1,4 @@
-//! A model's tensors on paper: as the model has them, and as many as published, without the memory.
+//! Computed shapes of a model's tensors: equal to the model's and to published counts, without allocating them.
 
 use accounting::config as paper;
 use models::module::{parameter_count, tensors};
@@ -18,7 +18,7 @@ fn config(fields: &Value) -> (LlamaConfig, String) {
 }
 
 #[test]
-fn shapes_are_the_models_own_for_every_option() {
+fn computed_shapes_match_the_model_for_every_option() {
     let mut cases = 0;
     for family in ["llama", "qwen2"] {
         for keys in [1, 2, 6] {
@@ -34,7 +34,7 @@ fn shapes_are_the_models_own_for_every_option() {
                     tensors(&model).into_iter().map(|named| (named.name, named.tensor.size())).collect();
                 assert_eq!(config.shapes(), own, "{fields}");
                 assert_eq!(config.parameter_count(), parameter_count(&model).total, "{fields}");
-                // On paper a Qwen2 has no switches for biases; those of the file are not for it.
+                // Qwen2 has no options for biases; it ignores those of the file.
                 let on_paper = paper::parse("config.json".as_ref(), &text).unwrap().parameters().unwrap();
                 assert_eq!(config.parameter_count(), on_paper, "{fields}");
                 cases += 1;
@@ -45,7 +45,7 @@ fn shapes_are_the_models_own_for_every_option() {
 }
 
 #[test]
-fn published_models_have_as_many_numbers_as_published() {
+fn published_models_have_the_published_parameter_counts() {
     let cases = [
         (
             "Qwen2.5-0.5B",

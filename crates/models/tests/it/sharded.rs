@@ -81,7 +81,7 @@ fn any_limit_keeps_every_tensor() {
 }
 
 #[test]
-fn what_is_saved_over_an_earlier_model_leaves_nothing_of_it() {
+fn saving_over_an_earlier_model_removes_it() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("tokenizer.json"), "{}").unwrap();
     for limit in [SHARD_BYTES, 4_000, 9_000, SHARD_BYTES] {
@@ -92,7 +92,7 @@ fn what_is_saved_over_an_earlier_model_leaves_nothing_of_it() {
     assert_eq!(names(folder.path()), ["config.json", "model.safetensors", "tokenizer.json"]);
 }
 
-/// What is said of a folder that was changed, without its name.
+/// The error of a changed folder, without its name.
 fn refused(change: impl FnOnce(&Path), expected: Expect) {
     let (_, folder) = folder();
     change(folder.path());
@@ -201,9 +201,9 @@ fn shards_and_index_that_contradict_each_other_are_refused() {
     );
 }
 
-/// Every header that lies: a shape, a dtype, or offsets other than the values'.
+/// Inconsistent headers: a shape, a dtype, or offsets other than the values'.
 #[test]
-fn a_header_that_lies_is_refused() {
+fn an_inconsistent_header_is_refused() {
     let (_, folder) = folder();
     let whole = fs::read(folder.path().join(FIRST)).unwrap();
     let length = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
@@ -238,7 +238,8 @@ fn a_header_that_lies_is_refused() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Bytes that change, go or come in the index or in a shard's header: never a panic, and an error names a file of the folder.
+    /// Changed, removed or inserted bytes in the index or in a shard's header: never a panic, and an error names a file of the
+    /// folder.
     #[test]
     fn a_broken_file_is_an_error_that_names_it(
         in_index in any::<bool>(), at in 0.0..1.0f64, value in any::<u8>(), cut in any::<bool>(),
@@ -260,9 +261,9 @@ proptest! {
         }
         fs::write(&path, &bytes).unwrap();
         match Folder::open(place.path()) {
-            // A byte that says the same, or says nothing (the total size, a space).
+            // A byte that means the same, or nothing (the total size, a space).
             Ok(opened) => {
-                // The newline at the end may go.
+                // The final newline is optional.
                 prop_assert!(!cut || position + 1 == length);
                 prop_assert!(opened.load(None, Device::Cpu).is_ok());
                 prop_assert_eq!(opened.config(), &model);
@@ -280,7 +281,7 @@ thread_local! {
 }
 
 #[test]
-fn frequencies_in_an_index_are_left_out_as_in_a_file() {
+fn stored_frequencies_in_an_index_are_ignored() {
     let (model, folder) = folder();
     let name = "model.layers.0.self_attn.rotary_emb.inv_freq";
     change_shard(folder.path(), FIRST, |tensors| tensors.push((name.to_owned(), Tensor::from(1f32))));

@@ -1,4 +1,4 @@
-//! Named tensors out to a file and in from it, and files that are none.
+//! Writing and reading named tensors, and invalid files.
 
 use std::collections::BTreeMap;
 
@@ -38,7 +38,7 @@ fn bytes() -> Vec<u8> {
 }
 
 #[test]
-fn every_dtype_comes_back_as_it_was() {
+fn every_dtype_round_trips() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("x.safetensors");
     write(&path, &tensors().into_iter().collect::<Vec<_>>()).unwrap();
@@ -53,7 +53,7 @@ fn every_dtype_comes_back_as_it_was() {
 }
 
 #[test]
-fn every_tensor_lies_at_a_multiple_of_its_elements_size() {
+fn tensors_are_aligned_to_their_element_size() {
     let bytes = bytes();
     let (header, _) = SafeTensors::read_metadata(&bytes).unwrap();
     assert_eq!(header % 8, 0);
@@ -65,7 +65,7 @@ fn every_tensor_lies_at_a_multiple_of_its_elements_size() {
 }
 
 #[test]
-fn a_cut_file_is_an_error_wherever_it_is_cut() {
+fn a_file_truncated_anywhere_is_an_error() {
     let bytes = bytes();
     assert!(from_bytes(&bytes, Device::Cpu).is_ok());
     for length in 0..bytes.len() {
@@ -75,7 +75,7 @@ fn a_cut_file_is_an_error_wherever_it_is_cut() {
 }
 
 #[test]
-fn what_the_format_cannot_say_is_refused() {
+fn unrepresentable_tensors_are_refused() {
     let one = |name: &str, tensor: Tensor| (name.to_owned(), tensor);
     let complex = Tensor::zeros([2], (Kind::ComplexFloat, Device::Cpu));
     for (tensors, words) in [
@@ -110,7 +110,7 @@ fn values_go_from_a_file_into_tensors_of_other_dtypes_and_layouts() {
     for path in [path, odd] {
         let file = TensorsFile::open(&path).unwrap();
         assert_eq!(file.entries().len(), tensors().len());
-        // Twice: pages that were given back are read again.
+        // Twice, because reclaimed pages are read again.
         for kind in [Kind::Double, Kind::BFloat16, Kind::Double] {
             for entry in file.entries() {
                 let expected = &tensors()[&entry.name];

@@ -1,4 +1,4 @@
-//! Several writers of one file, and of one model's folder: one of the results is there, whole.
+//! Concurrent writers of one file and of one model's folder leave one complete result.
 
 use std::fs;
 use std::path::Path;
@@ -35,7 +35,7 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 #[test]
-fn of_several_processes_and_threads_one_has_its_file_whole() {
+fn concurrent_writers_of_a_file_leave_one_complete_result() {
     if let Ok(asked) = std::env::var(CHILD) {
         let (value, path) = asked.split_once(' ').unwrap();
         for _ in 0..20 {
@@ -49,7 +49,7 @@ fn of_several_processes_and_threads_one_has_its_file_whole() {
     let children: Vec<_> = [2, 3]
         .map(|value| {
             Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "writers::of_several_processes_and_threads_one_has_its_file_whole"])
+                .args(["--exact", "writers::concurrent_writers_of_a_file_leave_one_complete_result"])
                 .env(CHILD, format!("{value} {}", path.display()))
                 .stdout(Stdio::null())
                 .spawn()
@@ -73,7 +73,7 @@ fn of_several_processes_and_threads_one_has_its_file_whole() {
 }
 
 #[test]
-fn a_write_that_fails_leaves_the_former_file() {
+fn a_failed_write_leaves_the_old_file() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("x.safetensors");
     write(&path, 1);
@@ -88,7 +88,7 @@ fn a_write_that_fails_leaves_the_former_file() {
 }
 
 #[test]
-fn of_several_threads_one_has_its_model_whole() {
+fn concurrent_writers_of_a_model_leave_one_complete_result() {
     let model = |width: i64| {
         let config = LlamaConfig { max_position_embeddings: 32, ..LlamaConfig::llama(40, width, 24, 2, 4) };
         let model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
@@ -125,7 +125,7 @@ fn of_several_threads_one_has_its_model_whole() {
     check();
     assert!(path.join("tokenizer.json").is_file());
     assert_eq!(names(root.path()), ["model"]);
-    // Only what belongs to the model that is there.
+    // Only files of the final model.
     let shards = names(&path).into_iter().filter(|name| name.starts_with("model-")).count();
     assert_eq!(shards == 0, path.join("model.safetensors").is_file());
 }

@@ -1,5 +1,5 @@
-//! Streams that are late, in every combination: what is computed does not change by a bit. Nothing sleeps; a stream that is held back gives
-//! its turn away, a number of times that a seed decides.
+//! Late streams, in every combination: results do not change by a bit. Nothing sleeps; a delayed stream yields, a number of times
+//! given by a seed.
 
 use crate::support;
 use std::hint::black_box;
@@ -14,7 +14,7 @@ use proptest::prelude::*;
 
 const POINTS: [HookPoint; 4] = [HookPoint::Load, HookPoint::Store, HookPoint::Compute, HookPoint::Event];
 
-/// Holds streams back at some points, by up to so many turns each.
+/// Delays streams at some points, by up to a number of yields each.
 #[derive(Debug)]
 struct Delays {
     seed: u64,
@@ -46,7 +46,7 @@ impl TestHook for Delays {
         let visit = self.visits[stream].fetch_add(1, Ordering::Relaxed);
         let turns = mix(self.seed ^ (visit << 8) ^ stream as u64) % (self.most[stream] + 1);
         for turn in 0..turns {
-            // Work as well as giving way: with nobody else to run, giving way takes no time.
+            // Also spins, because yielding takes no time if no other thread is ready.
             black_box((0..64).fold(turn, |sum, one| mix(sum ^ one)));
             std::thread::yield_now();
         }
@@ -66,7 +66,7 @@ const SKEWS: [[u64; 4]; 7] = [
 ];
 
 #[test]
-fn late_streams_change_nothing() {
+fn late_streams_do_not_change_results() {
     let _alone = alone();
     let reference = steps(tiny(), None, 2, 2);
     for (case, most) in SKEWS.into_iter().enumerate() {
@@ -81,7 +81,7 @@ fn late_streams_change_nothing() {
 }
 
 #[test]
-fn late_streams_change_nothing_where_layers_lie_in_files() {
+fn late_streams_do_not_change_results_with_layers_in_files() {
     let _alone = alone();
     let model = || {
         let model = tiny();
@@ -103,7 +103,7 @@ fn late_streams_change_nothing_where_layers_lie_in_files() {
 }
 
 #[test]
-fn late_streams_change_nothing_where_one_layer_comes_at_a_time() {
+fn late_streams_do_not_change_results_of_one_layer_at_a_time() {
     let _alone = alone();
     let reference = steps(tiny(), None, 2, 2);
     for method in [Method::Checkpointing, Method::Function] {
@@ -115,9 +115,9 @@ fn late_streams_change_nothing_where_one_layer_comes_at_a_time() {
     }
 }
 
-/// Wide layers and few tokens: a layer is copied for longer than it runs, so every slot is waited for.
+/// Wide layers and few tokens: copying a layer takes longer than running it, so every use waits for its slot.
 #[test]
-fn layers_that_copy_longer_than_they_run() {
+fn layers_that_copy_longer_than_they_run_are_correct() {
     let _alone = alone();
     let model = || {
         runtime::random::seed(2).unwrap();
@@ -158,7 +158,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_delays_change_nothing(
+    fn random_delays_do_not_change_results(
         seed in any::<u64>(),
         most in prop::array::uniform4(prop_oneof![Just(0u64), 1u64..300, 500u64..1500]),
         ring in 1usize..5,

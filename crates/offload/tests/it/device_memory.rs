@@ -1,4 +1,4 @@
-//! A device whose memory is out. One test in one process: the counts are the whole process's.
+//! A device out of memory. One test per process, because the counts cover the whole process.
 
 use crate::support::{assert_intact, assert_same, batch, gradients_of, snapshot, tiny};
 use expect_test::{Expect, expect};
@@ -11,7 +11,7 @@ use tch::Device;
 
 const CPU: Device = Device::Cpu;
 
-/// A step under a limit of so many bytes above what is live.
+/// Runs a step under a limit of `bytes` above the live bytes.
 fn step_within(model: &Llama, above: u64) -> Result<(), String> {
     let tokens = batch(60, 7);
     let _limit = memory::limit(CPU, memory::live_bytes(CPU).unwrap() + above).unwrap();
@@ -19,7 +19,7 @@ fn step_within(model: &Llama, above: u64) -> Result<(), String> {
     backward(&[&loss]).map_err(|error| format!("backward: {error}"))
 }
 
-/// Digits, which depend on what else is live, left out.
+/// Removes digits, which depend on other live bytes.
 fn words(error: &str) -> String {
     let mut text = String::new();
     for letter in error.chars() {
@@ -32,8 +32,7 @@ fn words(error: &str) -> String {
     text
 }
 
-/// Whose backward failed, and of what. What is between names the operation that was the first to ask for too much, which depends on what
-/// else is live.
+/// Returns whose backward failed, and why, without the operation that failed first, which depends on other live bytes.
 fn ends(error: &str) -> String {
     let whose = error.find("`: ").map_or(error.len(), |at| at + "`: ".len());
     let what = error.find("out of memory").unwrap();
@@ -48,13 +47,13 @@ fn check(method: Method, expected: Expect) {
     let offload = Offload::apply(&mut *model, &Options { method, ..Options::default() }).unwrap();
     let intact = snapshot(&*model);
 
-    // What fails first: there is less than one layer.
+    // The first failure: less memory than one layer.
     let mut said = vec![words(&step_within(&model, offload.layer_bytes() - 1).unwrap_err())];
     offload.check_on_host().unwrap();
     assert_intact(&intact, &*model, method.name());
     assert_same(&reference, &gradients_of(&*model, &tokens), method.name());
 
-    // The ring is there. From nothing to plenty, memory is out at one place after the other.
+    // With the ring allocated: from no memory to plenty, allocations fail at one point after the other.
     let region = Region::start(CPU).unwrap();
     gradients_of(&*model, &tokens);
     let enough = region.finish().unwrap().peak_above_start();
@@ -74,7 +73,7 @@ fn check(method: Method, expected: Expect) {
         offload.check_on_host().unwrap();
     }
     assert!(successes >= 1, "{enough} bytes are enough");
-    // Which places there are depends on who was faster; that these are among them does not.
+    // Which points fail depends on timing, but these are always among them.
     said.dedup();
     let first = said.iter().find(|error| error.starts_with("forward")).unwrap();
     let last = said.iter().rfind(|error| error.starts_with("backward: backward of")).unwrap();
@@ -82,7 +81,7 @@ fn check(method: Method, expected: Expect) {
 }
 
 #[test]
-fn a_step_without_memory_fails_and_the_next_works() {
+fn a_step_out_of_memory_fails_and_the_next_works() {
     memory::track_cpu().unwrap();
     check(
         Method::Overlap,

@@ -1,4 +1,4 @@
-//! What breaks says so, leaves the model as it was, and the next step works.
+//! Failures are reported, leave the model unchanged, and the next step works.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -11,7 +11,7 @@ use offload::{HookPoint, Method, Offload, Options, TestHook};
 use runtime::autograd::{Keep, backward, grad, set_grad};
 use tch::Tensor;
 
-/// Breaks a stream once, at the visit of a point that has so many before it.
+/// Breaks a stream once, at a given visit of a point.
 #[derive(Debug)]
 struct Breaks {
     at: HookPoint,
@@ -55,7 +55,7 @@ fn check(method: Method, (at, before, panics): (HookPoint, [i64; 2], bool), expe
             Ok(backward(&[&loss])?)
         };
         let error = step().expect_err(&case).to_string();
-        // Which layer it was depends on what was there already.
+        // Which layer it was depends on which ones were loaded.
         if !warm {
             expected.assert_eq(&error);
         }
@@ -73,7 +73,7 @@ fn check(method: Method, (at, before, panics): (HookPoint, [i64; 2], bool), expe
 }
 
 #[test]
-fn a_prefetch_thread_that_panics() {
+fn a_panic_of_the_prefetch_thread_is_an_error() {
     check(
         Method::Overlap,
         (HookPoint::Load, [1, 1], true),
@@ -83,9 +83,9 @@ fn a_prefetch_thread_that_panics() {
     );
 }
 
-/// What a GPU's stream refuses it refuses when it is asked, on the thread that computes.
+/// A GPU stream fails when it is called, on the computing thread.
 #[test]
-fn a_load_that_cannot_be_queued() {
+fn a_load_that_cannot_be_queued_is_an_error() {
     for panics in [false, true] {
         let _alone = alone();
         let tokens = batch(60, 7);
@@ -108,7 +108,7 @@ fn a_load_that_cannot_be_queued() {
                 }
                 test_hook.before.store(i64::MAX, Ordering::Relaxed);
                 let case = format!("ring {ring}, load {before}, {panics}");
-                // The layers that were to come are brought again, and the slots are all to be had.
+                // The missing layers are loaded again, and all slots are available.
                 offload.check_on_host().unwrap();
                 clear(&model);
                 for _ in 0..2 {
@@ -181,7 +181,7 @@ fn gradients_that_cannot_be_stored_before_a_load_that_fails() {
 }
 
 #[test]
-fn a_load_that_fails_in_forward() {
+fn a_failed_load_in_forward_is_an_error() {
     check(
         Method::Overlap,
         (HookPoint::Load, [2, 2], false),
@@ -206,7 +206,7 @@ fn a_load_that_fails_in_forward() {
 }
 
 #[test]
-fn a_load_that_fails_in_backward() {
+fn a_failed_load_in_backward_is_an_error() {
     check(
         Method::Overlap,
         (HookPoint::Load, [5, 3], false),
@@ -231,7 +231,7 @@ fn a_load_that_fails_in_backward() {
 }
 
 #[test]
-fn gradients_that_cannot_be_stored() {
+fn gradients_that_cannot_be_stored_are_an_error() {
     check(
         Method::Overlap,
         (HookPoint::Store, [1, 1], false),
@@ -261,7 +261,7 @@ fn gradients_that_cannot_be_stored() {
 }
 
 #[test]
-fn a_layer_that_fails_while_it_runs() {
+fn a_failing_layer_is_an_error() {
     check(Method::Overlap, (HookPoint::Compute, [3, 3], false), expect!["the link is gone"]);
     check(
         Method::Overlap,
@@ -281,7 +281,7 @@ fn a_layer_that_fails_while_it_runs() {
 }
 
 #[test]
-fn an_event_that_fails() {
+fn a_failing_event_is_an_error() {
     check(
         Method::Overlap,
         (HookPoint::Event, [4, 4], false),
@@ -303,7 +303,7 @@ fn refused(result: Result<Offload, offload::Error>, expected: Expect) {
 }
 
 #[test]
-fn options_that_make_no_sense() {
+fn invalid_options_are_refused() {
     let _alone = alone();
     let mut model = tiny();
     let tokens = batch(60, 7);
@@ -322,7 +322,7 @@ fn options_that_make_no_sense() {
 }
 
 #[test]
-fn the_first_rung_is_for_inference() {
+fn the_first_method_is_for_inference_only() {
     let _alone = alone();
     let (mut model, tokens) = (tiny(), batch(60, 7));
     let logits = {
@@ -338,9 +338,9 @@ fn the_first_rung_is_for_inference() {
     assert!(model.logits(&Input::new(&tokens)).unwrap().equal(&logits));
 }
 
-/// Gradients of chosen inputs: those of the layers would be delivered though nobody asked for them.
+/// Gradients of chosen inputs: gradients of layers would be delivered although they were not requested.
 #[test]
-fn gradients_of_chosen_inputs() {
+fn gradients_of_chosen_inputs_are_refused() {
     let _alone = alone();
     let tokens = batch(60, 7);
     let reference = gradients_of(&*tiny(), &tokens);
@@ -379,7 +379,7 @@ fn gradients_of_chosen_inputs() {
 }
 
 #[test]
-fn a_graph_is_used_once() {
+fn a_graph_cannot_be_used_twice() {
     let _alone = alone();
     let tokens = batch(60, 7);
     let reference = gradients_of(&*tiny(), &tokens);

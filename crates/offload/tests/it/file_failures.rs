@@ -1,4 +1,4 @@
-//! Files that are cut, missing, or have no room; and tensors in files that someone changes.
+//! Truncated and missing files, full disks, and changed tensors in files.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,7 +17,7 @@ fn in_files(folder: &Path) -> Options {
     Options { tier: Tier::File(folder.to_owned()), ..Options::default() }
 }
 
-/// A folder with the tiny model as others would have saved it.
+/// A folder with the tiny model in Hugging Face's format.
 fn saved() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     hugging_face::save(&tiny(), folder.path(), SHARD_BYTES).unwrap();
@@ -38,7 +38,7 @@ fn logits(model: &impl LanguageModel) -> Result<Tensor, models::Error> {
 }
 
 #[test]
-fn a_weights_file_that_is_cut() {
+fn a_truncated_weights_file_is_an_error() {
     let _alone = alone();
     let reference = logits(&*tiny()).unwrap();
     let folder = saved();
@@ -63,7 +63,7 @@ fn a_weights_file_that_is_cut() {
         assert!(logits(&model).unwrap().equal(&reference));
         let intact = snapshot(&model);
 
-        // In place: a file that is replaced under its name stays as it was for those who have it open.
+        // In place, because a replaced file is unchanged for open handles.
         let whole = std::fs::read(&path).unwrap();
         let cut =
             || std::fs::File::options().write(true).open(&path).unwrap().set_len(whole.len() as u64 / 2);
@@ -81,7 +81,7 @@ fn a_weights_file_that_is_cut() {
 }
 
 #[test]
-fn a_weights_file_that_is_gone() {
+fn a_missing_weights_file_is_an_error() {
     let _alone = alone();
     let folder = saved();
     let opened = Folder::open(folder.path()).unwrap();
@@ -90,7 +90,7 @@ fn a_weights_file_that_is_gone() {
     expect!["DIR/model.safetensors: No such file or directory (os error 2)"]
         .assert_eq(&words(error, folder.path()));
 
-    // One that is gone while it is open is still there for who has it.
+    // A file that is removed while it is open still exists for its handle.
     std::fs::rename(folder.path().join("elsewhere"), folder.path().join(WEIGHTS)).unwrap();
     let (model, _offload) = Offload::open(&opened, None, &in_files(folder.path())).unwrap();
     std::fs::remove_file(folder.path().join(WEIGHTS)).unwrap();
@@ -98,7 +98,7 @@ fn a_weights_file_that_is_gone() {
 }
 
 #[test]
-fn a_folder_that_is_not_there() {
+fn a_missing_folder_is_an_error() {
     let _alone = alone();
     let folder = tempfile::tempdir().unwrap();
     let mut model = tiny();
@@ -110,7 +110,7 @@ fn a_folder_that_is_not_there() {
 }
 
 #[test]
-fn another_dtype_than_the_files() {
+fn another_dtype_than_the_files_is_an_error() {
     let _alone = alone();
     let folder = saved();
     let opened = Folder::open(folder.path()).unwrap();
@@ -120,9 +120,9 @@ fn another_dtype_than_the_files() {
 
 const CHILD: &str = "OFFLOAD_TEST_SMALL_FILES_IN";
 
-/// In a process of its own, whose files may have 16 KiB at most: the system refuses as it does where the disk is full.
+/// In a separate process with a file size limit of 16 KiB, where the system refuses writes as on a full disk.
 #[test]
-fn a_disk_that_is_full() {
+fn a_full_disk_is_an_error() {
     let _alone = alone();
     if let Some(folder) = std::env::var_os(CHILD).map(PathBuf::from) {
         return on_a_full_disk(&folder);
@@ -133,7 +133,7 @@ fn a_disk_that_is_full() {
     let output = Command::new("sh")
         .args(["-c", script, "sh"])
         .arg(std::env::current_exe().unwrap())
-        .args(["--exact", "file_failures::a_disk_that_is_full", "--nocapture"])
+        .args(["--exact", "file_failures::a_full_disk_is_an_error", "--nocapture"])
         .env(CHILD, folder.path())
         .output()
         .unwrap();
@@ -153,14 +153,14 @@ fn on_a_full_disk(folder: &Path) {
     expect!["offload: DIR/offload-*/layers.0.0.safetensors: cannot be written: File too large (os error 27); the file tier needs space for the model's layers in a writable folder"].assert_eq(&error);
     assert_intact(&intact, &*model, "a full disk");
     assert!(logits(&*model).unwrap().equal(&reference));
-    // There is room in memory.
+    // The memory tier works.
     let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
     assert!(logits(&*model).unwrap().equal(&reference));
     offload.check_on_host().unwrap();
     eprintln!("the disk was full");
 }
 
-/// A model in files, of which `change` does something to a layer that is there.
+/// A model in files; `change` modifies an offloaded layer.
 fn changed(change: impl FnOnce(&Tensor), expected: Expect) {
     let _alone = alone();
     let folder = tempfile::tempdir().unwrap();
@@ -176,7 +176,7 @@ fn changed(change: impl FnOnce(&Tensor), expected: Expect) {
         expected.assert_eq(&error);
         offload.check_on_host().unwrap();
     }
-    // To train it after all is a change of mind that can be taken back; to write it is not.
+    // Unfreezing a layer can be undone; writing it cannot.
     if tensor.requires_grad() {
         let _ = tensor.set_requires_grad(false);
         assert!(logits(&*model).unwrap().equal(&reference));
@@ -188,7 +188,7 @@ fn changed(change: impl FnOnce(&Tensor), expected: Expect) {
 }
 
 #[test]
-fn a_tensor_in_a_file_that_is_to_be_trained() {
+fn training_a_tensor_in_a_file_is_an_error() {
     changed(
         |tensor| drop(tensor.set_requires_grad(true)),
         expect![
@@ -198,7 +198,7 @@ fn a_tensor_in_a_file_that_is_to_be_trained() {
 }
 
 #[test]
-fn a_tensor_in_a_file_that_is_written() {
+fn writing_a_tensor_in_a_file_is_an_error() {
     changed(
         |tensor| drop(tensor.shallow_clone().fill_(1.0)),
         expect![
@@ -211,7 +211,7 @@ const KILLED: &str = "OFFLOAD_TEST_KILLED_IN";
 
 /// A process that is killed has no time to remove anything.
 #[test]
-fn a_process_that_is_killed_leaves_nothing() {
+fn a_killed_process_leaves_no_files() {
     let _alone = alone();
     if let Some(folder) = std::env::var_os(KILLED).map(PathBuf::from) {
         let mut model = tiny();
@@ -226,7 +226,7 @@ fn a_process_that_is_killed_leaves_nothing() {
     }
     let folder = tempfile::tempdir().unwrap();
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "file_failures::a_process_that_is_killed_leaves_nothing", "--nocapture"])
+        .args(["--exact", "file_failures::a_killed_process_leaves_no_files", "--nocapture"])
         .env(KILLED, folder.path())
         .stdin(std::process::Stdio::piped())
         .stderr(std::process::Stdio::piped())

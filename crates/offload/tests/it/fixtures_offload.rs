@@ -1,4 +1,4 @@
-//! The reference models, offloaded: what transformers computed, and to the last bit what the model itself does.
+//! The reference models, offloaded: the results of transformers, and bit for bit those of the plain model.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -30,7 +30,7 @@ fn rows(tensor: &Tensor) -> Vec<Vec<i64>> {
     Vec::try_from(tensor).unwrap()
 }
 
-/// Logits of the file's tokens. Padding and what follows it are documents of their own: neither sees the other.
+/// Logits of the file's tokens. Padding and text are separate documents.
 fn logits(model: &Llama, cases: &BTreeMap<String, Tensor>) -> Tensor {
     let mask = &cases["attention_mask"];
     let runs = |row: &Vec<i64>| row.chunk_by(|a, b| a == b).map(<[i64]>::len).collect::<Vec<_>>();
@@ -49,7 +49,7 @@ fn prompts(cases: &BTreeMap<String, Tensor>) -> Vec<Vec<i64>> {
     rows(&cases["input_ids"]).into_iter().zip(rows(&cases["attention_mask"])).map(real).collect()
 }
 
-/// Calls `body` with the model behind every method and both tiers: those of memory and of files that are made, and the folder's own file.
+/// Calls `body` with the model for every method and tier: memory, written files, and the folder's own file.
 fn offloaded(name: &str, body: &dyn Fn(&Llama, &Offload, &str)) {
     let opened = Folder::open(&folder(name)).unwrap();
     let room = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! The assignment's `compare_grads`: three training steps with every rung of the ladder, against the model without it. Not within a
-//! tolerance: losses, gradients and weights are the same bits.
+//! The assignment's `compare_grads`: three training steps with every method, compared with the plain model. Losses, gradients and
+//! weights are equal bit for bit.
 
 use crate::support;
 use crate::support::{FLOAT, alone, compare, steps, tiny};
@@ -14,7 +14,7 @@ fn options(method: Method) -> Options {
 }
 
 #[test]
-fn every_rung_trains_as_the_model_itself() {
+fn every_method_trains_like_the_plain_model() {
     let _alone = alone();
     let reference = steps(tiny(), None, 3, 1);
     for method in TRAINING {
@@ -23,7 +23,7 @@ fn every_rung_trains_as_the_model_itself() {
 }
 
 #[test]
-fn every_ring_and_every_residence_trains_alike() {
+fn every_ring_and_residency_trains_alike() {
     let _alone = alone();
     let reference = steps(tiny(), None, 3, 1);
     for ring in 1..=7 {
@@ -37,7 +37,7 @@ fn every_ring_and_every_residence_trains_alike() {
 }
 
 #[test]
-fn gradients_of_several_micro_batches_add_up() {
+fn gradients_accumulate_over_micro_batches() {
     let _alone = alone();
     let reference = steps(tiny(), None, 3, 3);
     for method in TRAINING {
@@ -46,7 +46,7 @@ fn gradients_of_several_micro_batches_add_up() {
 }
 
 #[test]
-fn dropout_draws_the_same_mask_again() {
+fn recomputed_dropout_draws_the_same_mask() {
     let _alone = alone();
     let config = Gpt2Config {
         vocabulary: 50,
@@ -70,7 +70,7 @@ fn dropout_draws_the_same_mask_again() {
 #[test]
 fn frozen_layers_in_files_and_trained_tensors_on_the_host_train_alike() {
     let _alone = alone();
-    // Biases alone are trained, as adapters would be: matrices and norms lie in files.
+    // Only biases are trained, like adapters: matrices and norms are in files.
     let model = || {
         let model = tiny();
         models::module::freeze(&*model, r".*(weight)", true).unwrap();
@@ -110,7 +110,7 @@ fn low_precision_trains_alike() {
     }
 }
 
-/// The assignment's configuration with five layers, at full width. (Full depth is an experiment: `offload equality`.)
+/// The assignment's configuration with five layers, at full width. (Full depth is the experiment `offload equality`.)
 #[test]
 fn qwen2_with_the_assignments_five_layers() {
     let _alone = alone();
@@ -126,9 +126,9 @@ fn qwen2_with_the_assignments_five_layers() {
 }
 
 #[test]
-fn a_graph_that_outlives_its_lease_refuses_to_go_on() {
+fn a_graph_that_outlives_its_lease_is_an_error() {
     let _alone = alone();
-    // What OverlapOffloadFunction never does, done on purpose: a graph over a slot's views is kept while the slot is written again.
+    // Deliberately keeps a graph over a slot's views while the slot is overwritten, which OverlapOffloadFunction never does.
     let slot = Tensor::zeros([256], (tch::Kind::Uint8, tch::Device::Cpu));
     let weight =
         slot.narrow(0, 0, 64).view_dtype(tch::Kind::Float).view([4, 4]).detach().set_requires_grad(true);

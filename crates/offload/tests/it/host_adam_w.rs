@@ -1,4 +1,4 @@
-//! AdamW on the host, stepped within backward, against the ordinary optimizer on the model without offload: the same bits.
+//! AdamW on the host, stepped within backward, compared with the device optimizer on the plain model, bit for bit.
 
 use std::sync::{Arc, Mutex};
 
@@ -112,7 +112,7 @@ fn check(model: &dyn Fn() -> Box<Llama>, case: Case) {
 }
 
 #[test]
-fn it_is_the_ordinary_optimizer() {
+fn the_host_optimizer_matches_the_device_optimizer() {
     let _alone = alone();
     for method in [Method::Checkpointing, Method::Function, Method::Overlap] {
         for (clip, micro) in [(None, 1), (None, 3), (Some(0.5), 1), (Some(0.5), 2), (Some(1e6), 1)] {
@@ -125,10 +125,9 @@ fn it_is_the_ordinary_optimizer() {
     }
 }
 
-/// Streams that are late by anything, the host's among them, change nothing: neither where steps run within backward nor where
-/// they run into the next forward.
+/// Late streams, including the host's, do not change results, whether steps run within backward or overlap with the next forward.
 #[test]
-fn delays_change_nothing() {
+fn delays_do_not_change_results() {
     struct Late(Mutex<u64>);
     impl TestHook for Late {
         fn at(&self, _: HookPoint) -> runtime::Result<()> {
@@ -155,7 +154,7 @@ fn delays_change_nothing() {
 }
 
 #[test]
-fn rings_and_resident_layers_change_nothing() {
+fn rings_and_resident_layers_do_not_change_results() {
     let _alone = alone();
     for (ring, resident) in
         [(1, vec![]), (2, vec![1]), (3, vec![0, 4]), (5, vec![]), (3, vec![0, 1, 2, 3, 4])]
@@ -198,7 +197,7 @@ fn frozen_layers_in_files_have_no_state() {
 }
 
 #[test]
-fn a_step_whose_norm_is_not_finite_is_left_out() {
+fn a_step_with_a_non_finite_norm_is_skipped() {
     let _alone = alone();
     let mut model = tiny();
     let before = weights(&model);
@@ -224,9 +223,9 @@ fn a_step_whose_norm_is_not_finite_is_left_out() {
     );
 }
 
-/// A checkpoint of one can be read by the other, half way.
+/// Each loads a checkpoint of the other in the middle of a training.
 #[test]
-fn its_state_is_the_ordinary_optimizers() {
+fn the_state_matches_the_device_optimizers() {
     let _alone = alone();
     let case =
         Case { micro: 1, options: Options { resident: vec![2], ..Options::default() }, ..Case::default() };
@@ -261,7 +260,7 @@ fn its_state_is_the_ordinary_optimizers() {
 }
 
 #[test]
-fn what_it_cannot_step_is_an_error() {
+fn unsupported_parameters_are_errors() {
     let _alone = alone();
     let mut model = tiny();
     let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
@@ -282,7 +281,7 @@ fn what_it_cannot_step_is_an_error() {
     gradients_of(&model, 0, 1);
     assert!(optimizer.begin(step).unwrap_err().to_string().contains("already has gradients"));
     drop(optimizer);
-    // Without it gradients come home as they do for any optimizer.
+    // Without it, gradients are stored on the host as for any optimizer.
     gradients_of(&model, 0, 1);
     assert!(trainable(&*model).iter().all(|(_, tensor)| tensor.grad().defined()));
 

@@ -1,4 +1,4 @@
-//! A block inside a block: one layer, which comes and goes as a whole.
+//! A nested block: one layer, which is loaded as a whole.
 
 use models::Result;
 use models::module::{Block, Context, Module, Visitor, VisitorMut, parameters};
@@ -51,7 +51,7 @@ fn number(value: f64) -> Tensor {
 }
 
 #[test]
-fn a_block_inside_a_block_is_a_part_of_it() {
+fn a_nested_block_belongs_to_its_outer_block() {
     for (method, ring) in [(Method::Overlap, 1), (Method::Overlap, 2), (Method::Function, 1)] {
         let inner = Outer { weight: number(3.0), inner: None };
         let mut model = Model(Box::new(Outer { weight: number(2.0), inner: Some(Box::new(inner)) }));

@@ -1,6 +1,6 @@
-//! What a step takes at its peak, by method, against the paper. One test in one process: the counts are the whole process's.
+//! Peak bytes of a step, by method, compared with `accounting`. One test per process, because the counts cover the whole process.
 //!
-//! On the CPU the device's memory is the allocator's, and the host's that of page-locked tensors, which it does not count.
+//! On the CPU, the allocator's bytes stand for the device and page-locked tensors for the host.
 
 use std::sync::Arc;
 
@@ -49,8 +49,8 @@ fn model() -> Box<Llama> {
     Box::new(Llama::new(&config, FLOAT).unwrap())
 }
 
-/// Keeps the streams in step: a layer runs when the gradients of the one before have left. How many are on their way would else depend
-/// on who is faster.
+/// Synchronises the streams: a layer runs after the gradients of the previous one were stored. Otherwise the number in flight would
+/// depend on timing.
 #[derive(Default)]
 struct InStep(Mutex<Option<Arc<Offload>>>);
 
@@ -63,11 +63,11 @@ impl TestHook for InStep {
 
 #[derive(Debug, Clone, Copy)]
 struct Peak {
-    /// Of a step, over what was there before the model.
+    /// Bytes of a step above those before the model existed.
     bytes: u64,
     /// On the device between steps.
     rest: u64,
-    /// Of one layer's flat buffer; 0 where nothing is offloaded.
+    /// Bytes of one layer's flat buffer; 0 without offloading.
     layer: u64,
     ring: u64,
 }
@@ -86,7 +86,7 @@ fn peak(method: Option<(Method, usize)>, training: bool) -> Peak {
     *in_step.0.lock() = offload.clone();
     let layer = offload.as_ref().map_or(0, |offload| offload.layer_bytes());
     if let Some(offload) = &offload {
-        // At home, and nowhere else: the flat buffers of all layers to the byte.
+        // Only on the host: exactly the flat buffers of all layers.
         assert_eq!(offload.host_bytes().unwrap() - host_before, SHAPE.layers * layer);
     }
     let step = || {
@@ -94,7 +94,7 @@ fn peak(method: Option<(Method, usize)>, training: bool) -> Peak {
             let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum;
             backward(&[&loss]).unwrap();
             if let Some(offload) = &offload {
-                // Beside the layers their gradients, without what aligns them; one layer's at a time came by the device.
+                // Besides the layers, their gradients without alignment; one layer's gradients at a time passed through the device.
                 let of_layers = |(name, _): &&(String, &Tensor)| name.starts_with("layers.");
                 let trained = trainable(&*model);
                 let gradients: u64 =
@@ -133,7 +133,7 @@ fn peak(method: Option<(Method, usize)>, training: bool) -> Peak {
     Peak { bytes: usage.peak - before, rest, layer, ring }
 }
 
-/// What the paper says of it, with gradients that leave before the next layer runs, as [`InStep`] has it.
+/// The prediction of `accounting`, with gradients stored before the next layer runs, as in [`InStep`].
 fn on_paper(job: &Job, method: paper::Method) -> u64 {
     let rates = Rates { load: 1e15, store: f64::MAX, host_optimizer: 1e15, device_optimizer: 1e15 };
     let setup = Setup { method, resident: vec![], optimizer: OptimizerPlace::Host };
@@ -147,9 +147,9 @@ fn close(what: &str, measured: u64, expected: u64, tolerance: f64) {
 }
 
 #[test]
-fn peaks_are_ordered_and_those_of_the_paper() {
+fn peaks_are_ordered_and_match_the_prediction() {
     memory::track_cpu().unwrap();
-    // What is made once for the whole process.
+    // Allocations made once per process.
     peak(None, true);
     let decoder = Decoder::new(SHAPE).unwrap();
     let work = Workload { batch: 2, sequence: 9 };

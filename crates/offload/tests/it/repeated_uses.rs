@@ -1,5 +1,5 @@
-//! Layers that are used more than once before a step, gradients that others keep or add, and backwards beside and after each other:
-//! the bits of the model without offload, or an error that says what cannot be.
+//! Layers that are used more than once before a step, gradients that other code holds or adds, and concurrent and successive
+//! backwards: the bits of the plain model, or an error.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -57,7 +57,7 @@ fn l2(model: &Llama, names: &[&str]) -> Tensor {
 const WEIGHTS: [&str; 3] =
     ["layers.0.mlp.up_proj.weight", "layers.3.input_layernorm.weight", "layers.4.self_attn.q_proj.bias"];
 
-/// What a step's gradients are made of.
+/// The sources of a step's gradients.
 fn backwards(model: &Llama, how: usize) -> runtime::Result<()> {
     match how {
         // Two losses, one graph.
@@ -74,7 +74,7 @@ fn backwards(model: &Llama, how: usize) -> runtime::Result<()> {
             backward(&[&first])?;
             backward(&[&second])
         }
-        // A forward that nobody goes back through, dropped and not.
+        // A forward without a backward, dropped or kept.
         3 => {
             drop(loss(model, 3));
             let (used, unused) = (loss(model, 1), loss(model, 2));
@@ -95,7 +95,7 @@ fn backwards(model: &Llama, how: usize) -> runtime::Result<()> {
 }
 
 #[test]
-fn gradients_of_every_order_are_those_of_the_model_itself() {
+fn gradients_match_the_plain_model_in_any_order() {
     let _alone = alone();
     for how in 0..6 {
         let model = tiny();
@@ -119,7 +119,7 @@ fn gradients_of_every_order_are_those_of_the_model_itself() {
 }
 
 #[test]
-fn steps_on_the_host_are_taken_when_all_gradients_of_a_layer_are_there() {
+fn the_host_steps_a_layer_when_all_its_gradients_arrived() {
     let _alone = alone();
     for how in 0..5 {
         let model = tiny();
@@ -160,7 +160,7 @@ fn with_host_adam_w_of(start: &str, body: impl FnOnce(&Llama, &mut HostAdamW)) {
 }
 
 #[test]
-fn more_micro_batches_than_were_said() {
+fn more_micro_batches_than_announced_are_an_error() {
     with_host_adam_w(|model, optimizer| {
         backward(&[&loss(model, 1)]).unwrap();
         let tokens = batch(60, 2);
@@ -173,7 +173,7 @@ fn more_micro_batches_than_were_said() {
 }
 
 #[test]
-fn a_graph_of_before_the_step() {
+fn a_graph_from_before_the_step_is_an_error() {
     // With all of the model, libtorch would say of the embedding what the engine says of the layers.
     with_host_adam_w_of("layers.", |model, optimizer| {
         let (first, second) = (loss(model, 1), loss(model, 2));
@@ -184,9 +184,9 @@ fn a_graph_of_before_the_step() {
     });
 }
 
-/// A term whose gradient comes after the layer's: what was stepped cannot be stepped again.
+/// A term whose gradient arrives after the layer's update: the layer cannot be updated again.
 #[test]
-fn a_weight_in_the_loss_before_the_model() {
+fn a_weight_used_in_the_loss_before_the_model_gets_its_gradient() {
     with_host_adam_w(|model, _| {
         let error = backwards(model, 5).unwrap_err().to_string();
         expect!["at the end of backward: offload: optimizer: `layers.0.mlp.up_proj.weight` got another gradient after its layer was updated in the same backward; use the weight in the loss after the model's forward, use the group's weight decay for such a term, or clip (`HostOptions::clip`), which waits for all gradients"].assert_eq(&error);
@@ -194,7 +194,7 @@ fn a_weight_in_the_loss_before_the_model() {
 }
 
 #[test]
-fn two_optimizers_for_one_model() {
+fn two_optimizers_for_one_model_are_refused() {
     let _alone = alone();
     let mut model = tiny();
     let offload = Offload::apply(&mut *model, &Options::default()).unwrap();
@@ -209,9 +209,9 @@ fn two_optimizers_for_one_model() {
     new().unwrap();
 }
 
-/// What no group of it has is not its business.
+/// Tensors without a group are not affected.
 #[test]
-fn tensors_that_are_in_no_group() {
+fn tensors_without_a_group_keep_their_gradients() {
     let _alone = alone();
     let names = |name: &str| name.ends_with("up_proj.weight");
     let reference = tiny();
@@ -232,7 +232,7 @@ fn tensors_that_are_in_no_group() {
 }
 
 #[test]
-fn gradients_that_are_kept_stay_what_they_are() {
+fn held_gradients_do_not_change() {
     let _alone = alone();
     for method in TRAINING {
         let mut model = tiny();
@@ -277,7 +277,7 @@ impl TestHook for LateAndBroken {
 }
 
 #[test]
-fn a_retained_graph_after_a_backward_that_failed() {
+fn a_retained_graph_works_after_a_failed_backward() {
     let _alone = alone();
     let reference = tiny();
     backward(&[&loss(&reference, 1)]).unwrap();
@@ -301,7 +301,7 @@ fn a_retained_graph_after_a_backward_that_failed() {
 }
 
 #[test]
-fn two_threads_run_backward_over_one_model() {
+fn two_threads_can_run_backward_over_one_model() {
     let _alone = alone();
     let reference = tiny();
     for number in [1, 2] {
@@ -371,7 +371,7 @@ fn times(weights: &[f64]) -> Model {
 
 /// Weights of a model whose blocks are each run twice, one behind the other, and stepped.
 #[test]
-fn a_block_that_is_run_twice() {
+fn a_block_can_run_twice() {
     let run = |model: &Model| {
         let mut y = number(5.0);
         for block in model.0.iter().chain(&model.0) {
@@ -400,7 +400,7 @@ fn a_block_that_is_run_twice() {
     }
 }
 
-/// Holds the second layer's step back until it is let go.
+/// Delays the second layer's step until it is released.
 #[derive(Debug)]
 struct Holds {
     updates: AtomicI64,
@@ -417,7 +417,7 @@ impl TestHook for Holds {
 }
 
 #[test]
-fn a_step_that_is_late_holds_up_its_own_layer_only() {
+fn a_late_update_delays_only_its_own_layer() {
     let _alone = alone();
     let (open, gate) = std::sync::mpsc::channel();
     let mut model = times(&[2.0, 3.0, 0.5, 4.0]);
@@ -435,7 +435,7 @@ fn a_step_that_is_late_holds_up_its_own_layer_only() {
     }
     backward(&[&y]).unwrap();
     optimizer.step().unwrap();
-    // This would not return.
+    // This would deadlock.
     let _no_grad = tch::no_grad_guard();
     let first = model.0[0].forward(&number(1.0), &Context::default()).unwrap();
     assert_ne!(first.double_value(&[0]), 2.0, "the first layer is stepped");

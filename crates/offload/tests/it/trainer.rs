@@ -1,4 +1,4 @@
-//! The ordinary loop, with its clipping, accumulation and checkpoints, over a model whose layers are elsewhere.
+//! The `Trainer`, with clipping, accumulation and checkpoints, over a model with offloaded layers.
 
 use crate::support;
 use std::path::Path;
@@ -30,7 +30,7 @@ const DATA: Synthetic = Synthetic {
 
 fn open(folder: &Path, steps: u64, options: Option<&Options>) -> Trainer {
     let mut model = tiny();
-    // The handle may go: the model holds what it needs.
+    // The handle can be dropped: the model holds what it needs.
     if let Some(options) = options {
         Offload::apply(&mut *model, options).unwrap();
     }
@@ -55,7 +55,7 @@ fn values(trainer: &Trainer) -> Vec<(String, Tensor)> {
 
 /// Evaluation between the steps changes the order of uses, which the ring had learned.
 #[test]
-fn it_trains_evaluates_stops_and_goes_on_to_the_same_bits() {
+fn training_evaluates_stops_and_resumes_bit_for_bit() {
     let _alone = alone();
     let [plain, whole, cut] = std::array::from_fn(|_| tempfile::tempdir().unwrap());
     let run = |trainer: &mut Trainer, data: &mut Synthetic| {
@@ -75,7 +75,7 @@ fn it_trains_evaluates_stops_and_goes_on_to_the_same_bits() {
         std::fs::remove_dir_all(whole.path()).unwrap();
     }
 
-    // A checkpoint knows nothing of where layers live: written with offload, read without, and the other way round.
+    // Checkpoints do not depend on offloading: one written with it loads without it, and vice versa.
     run(&mut open(cut.path(), 5, Some(&Options::default())), &mut DATA.clone());
     let mut resumed = open(cut.path(), 6, None);
     let mut data = DATA.clone();
@@ -97,7 +97,7 @@ fn a_trained_model_cannot_be_in_files_alone() {
     models::module::freeze(&*model, ".*", true).unwrap();
     let options = Options { tier: Tier::File(folder.path().to_owned()), ..Options::default() };
     Offload::apply(&mut *model, &options).unwrap();
-    // Unfrozen when it is too late: what a step would change would not be what the next load brings.
+    // Unfrozen too late: a step would change other values than the next load reads.
     models::module::freeze(&*model, r"layers\.2\.mlp.*", false).unwrap();
     let tokens = support::batch(60, 0);
     let input = models::module::Input::new(&tokens);
@@ -146,7 +146,7 @@ fn everything(trainer: &Trainer) -> Vec<(String, Tensor)> {
 }
 
 #[test]
-fn the_trainer_runs_the_hosts_optimizer_to_the_bits_of_the_devices() {
+fn the_trainer_runs_the_host_optimizer_with_the_same_bits() {
     let _alone = alone();
     let mixed = [LayerPlan::RecomputeAll, LayerPlan::KeepAll, LayerPlan::RecomputeMlp];
     let mixed: Vec<LayerPlan> =
@@ -178,7 +178,7 @@ fn the_trainer_runs_the_hosts_optimizer_to_the_bits_of_the_devices() {
     }
 }
 
-/// Each of the two goes on from the other's checkpoint, and back, to the bits of a training that was never stopped.
+/// Each of the two resumes from the other's checkpoint, and back, with the bits of an uninterrupted training.
 #[test]
 fn a_checkpoint_of_either_optimizer_loads_into_the_other() {
     let _alone = alone();
@@ -231,7 +231,7 @@ impl GradScaler for Twice {
 }
 
 #[test]
-fn a_loss_scaler_is_refused_before_anything_is_computed() {
+fn a_loss_scaler_is_refused_at_construction() {
     let _alone = alone();
     let folder = tempfile::tempdir().unwrap();
     let mut trainer = placed(folder.path(), Place::Host, trainer::Options::default(), None);
@@ -248,7 +248,7 @@ fn a_loss_scaler_is_refused_before_anything_is_computed() {
 }
 
 #[test]
-fn gradients_that_are_not_finite_are_treated_as_the_options_say() {
+fn non_finite_gradients_follow_the_options() {
     let _alone = alone();
     for (non_finite, ends) in [(NonFinite::Skip, true), (NonFinite::Fail, false)] {
         let folder = tempfile::tempdir().unwrap();

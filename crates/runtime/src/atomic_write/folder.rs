@@ -9,23 +9,23 @@ use tempfile::TempDir;
 
 use super::{is_at, parent, sync_folder, temporary};
 
-/// A folder that is filled under a temporary name. Dropped before [`Folder::publish`], it is removed.
+/// A folder that is filled under a temporary name. It is removed if dropped before [`Folder::publish`].
 #[derive(Debug)]
 pub struct Folder {
     target: PathBuf,
     stage: TempDir,
-    /// Whether it lies beside the target, and not in it.
+    /// Whether it is beside the target, and not in it.
     is_beside: bool,
-    /// Tells other writers that this one lives; after the exchange it holds up the next to publish.
+    /// Tells other writers that this one is alive; after the exchange it blocks the next one that publishes.
     _lock: File,
 }
 
 impl Folder {
-    /// Makes an empty folder that is to be called `target`, and the folders above it that are missing. `target` may exist: then
-    /// its content is replaced. A link to a folder stays a link, to the same folder's name.
+    /// Creates an empty folder that becomes `target`, and missing parent folders. If `target` exists, its content is replaced. A
+    /// link to a folder stays a link, to the same folder's name.
     ///
     /// # Errors
-    /// `target` is a file, or has no name; a folder that cannot be made.
+    /// `target` is a file, or has no name; a folder that cannot be created.
     pub fn beside(target: &Path) -> io::Result<Self> {
         let target = match fs::metadata(target) {
             Ok(found) if !found.is_dir() => {
@@ -38,7 +38,8 @@ impl Folder {
             }
         };
         let holder = parent(&target);
-        // From beside a mount point nothing can be renamed into it; and a process whose current folder is exchanged is nowhere.
+        // Nothing can be renamed from beside a mount point into it; a process whose current folder is exchanged is left in a
+        // removed one.
         let is_current = || std::env::current_dir().is_ok_and(|current| current.starts_with(&target));
         let beside = if is_mount_point(&target) || is_current() {
             Err(io::ErrorKind::CrossesDevices.into())
@@ -53,19 +54,18 @@ impl Folder {
         Ok(Self { target, stage, is_beside, _lock: lock })
     }
 
-    /// Where to write.
+    /// Returns the folder to write to.
     pub fn path(&self) -> &Path {
         self.stage.path()
     }
 
-    /// Syncs what was written and gives the folder its name. Entries of a folder that has the name already are kept, except those
-    /// that were written anew, and those of which `is_former` is true: files of the former content that the new one lacks.
-    /// `marks` are the files by which a reader finds the others; they matter where folders cannot be exchanged
-    /// (see the [module](super)).
+    /// Syncs what was written and gives the folder its name. Entries of an existing folder of that name are kept, except those that
+    /// were rewritten and those for which `is_former` is true: files of the old content that the new one lacks. `marks` are the
+    /// files by which a reader finds the others; they matter if folders cannot be exchanged (see the [module](super)).
     ///
     /// # Errors
-    /// Those of the file system: the former content is as it was, or, where folders cannot be exchanged and renaming broke off,
-    /// without its `marks`.
+    /// Those of the file system. The old content is then unchanged; or, if folders cannot be exchanged and renaming failed halfway,
+    /// it lacks its `marks`.
     pub fn publish(self, marks: &[&str], is_former: &dyn Fn(&str) -> bool) -> io::Result<()> {
         let mut written = Vec::new();
         for entry in fs::read_dir(self.path())? {
@@ -75,7 +75,7 @@ impl Folder {
         }
         sync_folder(self.path())?;
         loop {
-            // What holds the name is locked first, so that writers publish one after the other.
+            // The existing folder is locked first, so that writers publish one after the other.
             let former = match File::open(&self.target) {
                 Ok(former) => former,
                 Err(cause) if cause.kind() == io::ErrorKind::NotFound => match self.take_free_name() {
@@ -95,17 +95,17 @@ impl Folder {
         }
     }
 
-    /// The name belongs to nobody.
+    /// Publishes under a name that does not exist yet.
     fn take_free_name(&self) -> io::Result<()> {
         match rename_to_free(self.path(), &self.target) {
-            // A system that cannot refuse to replace replaces an empty folder at most.
+            // A plain rename replaces at most an empty folder.
             Err(cause) if is_unsupported(&cause) => fs::rename(self.path(), &self.target)?,
             renamed => renamed?,
         }
         sync_folder(parent(&self.target))
     }
 
-    /// Exchanges the names of the new folder and the former, once the new one has the former's other entries.
+    /// Exchanges the names of the new and the old folder, after linking the old one's other entries into the new one.
     fn exchange(&self, is_former: &dyn Fn(&str) -> bool) -> io::Result<()> {
         if !self.is_beside {
             return Err(io::ErrorKind::CrossesDevices.into());
@@ -114,12 +114,12 @@ impl Folder {
         fs::set_permissions(self.path(), fs::metadata(&self.target)?.permissions())?;
         sync_folder(self.path())?;
         exchange_names(self.path(), &self.target)?;
-        // What somebody has put into the former folder meanwhile.
+        // Entries that were added to the old folder meanwhile.
         link_missing(self.path(), &self.target, is_former)?;
         sync_folder(parent(&self.target))
     }
 
-    /// Renames the files that were written into the former folder: those that are marks go first and come last.
+    /// Renames the written files into the old folder; marks are removed first and added last.
     fn rename_each(
         &self,
         mut written: Vec<OsString>,
@@ -147,8 +147,7 @@ impl Folder {
     }
 }
 
-/// Gives the folder `to` every entry that `from` has and it lacks, at any depth: files as further names of the same file.
-/// `is_left_out` is asked of the entries of `from` itself.
+/// Hard-links every entry of `from` that `to` lacks, at any depth. `is_left_out` decides about the entries of `from` itself.
 fn link_missing(from: &Path, to: &Path, is_left_out: &dyn Fn(&str) -> bool) -> io::Result<()> {
     for entry in fs::read_dir(from)? {
         let entry = entry?;
@@ -169,7 +168,7 @@ fn link_missing(from: &Path, to: &Path, is_left_out: &dyn Fn(&str) -> bool) -> i
             link(&from, &to, kind.is_symlink())
         };
         match linked {
-            // Somebody was faster, or has removed it.
+            // Another process was faster, or has removed it.
             Err(cause) if matches!(cause.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::NotFound) => {}
             linked => linked?,
         }
@@ -184,7 +183,7 @@ fn remove(file: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether renaming file by file may do what this error says cannot be done with folders.
+/// Returns whether renaming file by file may work although exchanging folders failed with this error.
 fn is_unsupported(cause: &io::Error) -> bool {
     use io::ErrorKind::{
         CrossesDevices, InvalidInput, PermissionDenied, ReadOnlyFilesystem, ResourceBusy, TooManyLinks,
@@ -270,7 +269,7 @@ mod tests {
         all
     }
 
-    /// A folder with a former content, and a new one that is ready.
+    /// Returns a folder with old content, and a new one that is ready to publish.
     fn prepared(root: &Path) -> (PathBuf, Folder) {
         let target = root.join("target");
         fs::create_dir_all(target.join("sub")).unwrap();
@@ -297,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn both_ways_of_publishing_keep_other_entries_and_remove_former_parts() {
+    fn both_ways_of_publishing_keep_other_entries_and_remove_old_parts() {
         let root = tempfile::tempdir().unwrap();
         let (target, new) = prepared(root.path());
         assert!(File::open(new.path()).unwrap().try_lock().is_err(), "a living writer holds a lock");
@@ -315,12 +314,12 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_dropped_unpublished_and_one_of_a_dead_writer_are_removed() {
+    fn unpublished_folders_and_those_of_dead_writers_are_removed() {
         let root = tempfile::tempdir().unwrap();
         let (target, new) = prepared(root.path());
         let before = words(&target);
         let before: Vec<_> = before.into_iter().filter(|(_, word)| word != "new").collect();
-        // As if its process were killed: the lock ends, the folder stays.
+        // As if its process was killed: the lock ends, the folder stays.
         let Folder { stage, _lock: lock, .. } = new;
         let left = stage.keep();
         drop(lock);

@@ -1,7 +1,7 @@
 //! Unique temporary names, and the removal of those whose writer is dead.
 //!
-//! A writer holds a lock on its temporary file or folder, which ends with the process. Who gets the lock of another's has found
-//! a dead writer's. A writer that is new may lose its name before it has locked it; it sees that and takes another name.
+//! A writer holds a lock on its temporary file or folder until its process ends, so an unlocked one belongs to a dead writer. A
+//! writer may lose its name before it has locked it; it detects that and takes another name.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -16,7 +16,7 @@ const SUFFIX: &str = ".new";
 /// Letters of a unique name.
 const RANDOM: usize = 8;
 
-/// A file beside `path`, locked.
+/// Creates a locked file beside `path`.
 pub(super) fn file(path: &Path) -> io::Result<NamedTempFile> {
     let (folder, prefix) = (parent(path), prefix(path)?);
     remove_leftovers(folder, &prefix);
@@ -28,7 +28,7 @@ pub(super) fn file(path: &Path) -> io::Result<NamedTempFile> {
     }
 }
 
-/// A link beside `path`. A dead writer's stays: a link has no lock.
+/// Creates a link beside `path`. A dead writer's link stays, because links have no locks.
 pub(super) fn link(path: &Path, target: &Path, file: &Path) -> io::Result<TempPath> {
     let made = builder(&prefix(path)?, 0o666).make_in(parent(path), |made| symlink(target, made, file))?;
     Ok(made.into_temp_path())
@@ -44,13 +44,13 @@ fn symlink(_: &Path, link: &Path, file: &Path) -> io::Result<()> {
     fs::hard_link(file, link)
 }
 
-/// A folder in `folder` for what will be called as `target` is, and its lock.
+/// Creates a folder in `folder` that will become `target`, and its lock.
 pub(super) fn folder(folder: &Path, target: &Path) -> io::Result<(TempDir, File)> {
     let prefix = prefix(target)?;
     remove_leftovers(folder, &prefix);
     loop {
         let made = builder(&prefix, 0o777).tempdir_in(folder)?;
-        // Who has removed it before it was locked has left no folder to open.
+        // Another writer may have removed it before it was locked.
         let open = match File::open(made.path()) {
             Err(cause) if cause.kind() == io::ErrorKind::NotFound => continue,
             open => open?,
@@ -61,7 +61,7 @@ pub(super) fn folder(folder: &Path, target: &Path) -> io::Result<(TempDir, File)
     }
 }
 
-/// Waits for the lock. A file system without locks has no leftovers that are known to be such.
+/// Waits for the lock; false on a file system without locks, where leftovers cannot be recognised.
 pub(super) fn lock(file: &File) -> io::Result<bool> {
     match file.lock() {
         Err(cause) if cause.kind() != io::ErrorKind::Unsupported => Err(cause),
@@ -80,7 +80,7 @@ fn prefix(path: &Path) -> io::Result<OsString> {
 fn builder<'a>(prefix: &'a OsStr, mode: u32) -> Builder<'a, 'static> {
     let mut builder = Builder::new();
     builder.prefix(prefix).suffix(SUFFIX).rand_bytes(RANDOM);
-    // As any new file: what the user's mask allows.
+    // The permissions of any new file: what the user's mask allows.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(mode));
     #[cfg(not(unix))]
@@ -88,7 +88,7 @@ fn builder<'a>(prefix: &'a OsStr, mode: u32) -> Builder<'a, 'static> {
     builder
 }
 
-/// Removes what dead writers of this name have left. What cannot be removed stays.
+/// Removes what dead writers of this name left, as far as possible.
 fn remove_leftovers(folder: &Path, prefix: &OsStr) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let (name, path) = (entry.file_name(), entry.path());
@@ -96,7 +96,7 @@ fn remove_leftovers(folder: &Path, prefix: &OsStr) {
             rest.strip_suffix(SUFFIX.as_bytes())
                 .is_some_and(|random| random.len() == RANDOM && random.iter().all(u8::is_ascii_alphanumeric))
         });
-        // A link is nobody's temporary file.
+        // A link is never a temporary file.
         if !is_ours || entry.file_type().is_ok_and(|kind| kind.is_symlink()) {
             continue;
         }

@@ -1,16 +1,16 @@
-//! Recomputation: a segment's forward runs without a graph, and its backward runs the segment again with one.
+//! Activation checkpointing: a segment's forward runs without a graph, and its backward runs the segment again with
+//! one.
 //!
-//! For y = f(x) the ordinary graph holds every intermediate of f until backward. A checkpointed segment holds x alone,
-//! and pays one more forward of f. The second run sees the random state of the first, so that dropout draws the same
+//! For y = f(x) the ordinary graph keeps every intermediate of f until backward. A checkpointed segment keeps x alone,
+//! and costs one more forward of f. The second run has the random state of the first, so that dropout draws the same
 //! mask, and its autocast. Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 //!
-//! Tensors that the closure captures: leaves (weights) receive their gradients in `.grad` as usual. A captured tensor
-//! that is not a leaf would be differentiated into the graph around the segment a second time: pass it as an input. A segment
-//! may return what it captured: the result is an alias, and the tensor itself stays as it was.
-//! Layers go by settings outside the graph, such as which adapters are active: a segment whose second run would go by others is refused
-//! ([`Settings`]).
-//! Unlike PyTorch's re-entrant form, the segment takes part in backward even when no input needs a gradient, so that
-//! captured weights of a first layer are trained and not silently forgotten.
+//! Leaves (weights) that the closure captures receive their gradients in `.grad` as usual. Pass a tensor that is not a leaf as an
+//! input: if captured, the graph around the segment would be differentiated twice. A segment may return a captured tensor: the
+//! result is an alias, and the tensor itself is unchanged. Layers may depend on settings outside the graph, such as which adapters
+//! are active. A second run with other settings than the first is an error ([`Settings`]). Unlike PyTorch's re-entrant form, the
+//! segment takes part in backward even when no input needs a gradient, so that captured weights of a first layer are trained and
+//! not silently ignored.
 
 use std::sync::Arc;
 
@@ -18,23 +18,23 @@ use tch::Tensor;
 
 use super::engine::{GradMode, Keep, backward_with};
 use super::function::{Backward, Forward, Function, apply_always};
-use super::retain::{self, Within};
+use super::retain::{self, TapeGuard};
 use super::saved_tensor_storage::{SavedTensorStorage, StoredTensor};
 use super::settings::Settings;
 use super::thread_local_state::ThreadLocalState;
 use crate::error::{Error, Result};
 
-/// How a segment is checkpointed.
+/// Options of checkpointing a segment.
 #[derive(Clone, Copy, Debug)]
 pub struct Checkpoint {
-    /// Run the segment again in backward. `false` opts out: the segment runs once and keeps its graph, which is right
-    /// for the last one, whose activations would be computed again at once.
+    /// Whether backward runs the segment again. If `false`, the segment runs once and keeps its graph, which is right
+    /// for the last one, whose activations would be recomputed immediately.
     pub recompute: bool,
-    /// Give the second run the random state of the first. Costs one copy of the generators' state; a segment that
-    /// draws nothing may do without.
+    /// Whether the second run gets the random state of the first. Costs one copy of the generators' state; unnecessary
+    /// for a segment that draws nothing.
     pub preserve_random_state: bool,
-    /// Keep the results of products and compute only what lies between them again: [`retain`](super::retain). Inside
-    /// another segment that does so, its own products are computed again.
+    /// Whether to keep the results of products and recompute only what is between them: [`retain`](super::retain).
+    /// Inside another such segment, this one's products are recomputed.
     pub retain_products: bool,
 }
 
@@ -48,8 +48,9 @@ impl Checkpoint {
     /// Runs the segment `f` on `inputs`.
     ///
     /// # Errors
-    /// What `f` returns. In backward: what `f` returns then, another number of outputs than the first time, layers that go by other
-    /// [`Settings`] than the first time, or a backward for chosen inputs only ([`grad`](super::grad)), through which captured weights would get no gradient.
+    /// What `f` returns. In backward: what `f` returns then, another number of outputs than the first time, layers with other
+    /// [`Settings`] than the first time, or a backward for chosen inputs only ([`grad`](super::grad)), which would give captured
+    /// weights no gradient.
     pub fn run<F>(self, f: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
     where
         F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
@@ -57,7 +58,7 @@ impl Checkpoint {
         self.run_kept(f, inputs, None)
     }
 
-    /// [`Checkpoint::run`], with the inputs in `storage` between forward and backward.
+    /// As [`Checkpoint::run`], with the inputs in `storage` between forward and backward.
     ///
     /// # Errors
     /// As [`Checkpoint::run`], and those of the storage.
@@ -122,24 +123,6 @@ where
     Checkpoint::default().run(f, inputs)
 }
 
-/// One part of a chain, for [`checkpoint_sequential`].
-pub type SequentialSegment = Box<dyn Fn(&Tensor) -> Result<Tensor> + Send>;
-
-/// Runs a chain of segments, each checkpointed but the last, whose second run would follow its first at once.
-///
-/// # Errors
-/// As [`Checkpoint::run`].
-pub fn checkpoint_sequential(segments: Vec<SequentialSegment>, input: &Tensor) -> Result<Tensor> {
-    let last = segments.len().saturating_sub(1);
-    let mut hidden = input.shallow_clone();
-    for (index, segment) in segments.into_iter().enumerate() {
-        let options = Checkpoint { recompute: index != last, ..Checkpoint::default() };
-        let mut outputs = options.run(move |x| Ok(vec![segment(&x[0])?]), &[&hidden])?;
-        hidden = outputs.remove(0);
-    }
-    Ok(hidden)
-}
-
 fn clones(tensors: &[&Tensor]) -> Vec<Tensor> {
     tensors.iter().map(|tensor| tensor.shallow_clone()).collect()
 }
@@ -175,8 +158,8 @@ where
             }
             None => inputs.iter().for_each(|input| ctx.save(input)),
         }
-        // A segment around this one notes what is computed here; a second list would be of the same tensors.
-        let within = (self.options.retain_products && !retain::active()).then(Within::record);
+        // An enclosing segment records what is computed here; a second list would have the same tensors.
+        let within = (self.options.retain_products && !retain::active()).then(TapeGuard::record);
         let (outputs, settings) = Settings::of(|| (self.f)(&clones(inputs)));
         let outputs = outputs?;
         self.settings = Some(settings);
@@ -213,7 +196,7 @@ where
             let _recompute = crate::profile::recompute();
             let _state = self.state.as_ref().map(ThreadLocalState::enter).transpose()?;
             let _grad = GradMode::on();
-            let within = products.map_or_else(Within::none, Within::replay);
+            let within = products.map_or_else(TapeGuard::none, TapeGuard::replay);
             let (outputs, second) = Settings::of(|| (self.f)(&inputs));
             if let Some(first) = self.settings {
                 first.check(second, "checkpoint")?;

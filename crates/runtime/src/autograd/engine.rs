@@ -1,4 +1,4 @@
-//! What is asked of libtorch's engine: whether gradients are recorded, and gradients.
+//! libtorch's autograd engine: grad mode, backward passes and gradients.
 
 use std::marker::PhantomData;
 
@@ -7,27 +7,27 @@ use tch::Tensor;
 use crate::error::{Error, Result};
 use crate::sys::autograd as sys;
 
-/// Scoped recording of gradients on this thread; the earlier state comes back when it is dropped, also by a panic.
+/// A guard of this thread's grad mode; dropping it restores the previous mode.
 #[derive(Debug)]
 #[must_use = "the earlier state comes back as soon as the guard is dropped"]
 pub struct GradMode {
     previous: bool,
-    /// The state is this thread's, so the guard stays on it.
+    /// The mode is thread-local, so the guard must stay on its thread.
     _thread: PhantomData<*const ()>,
 }
 
 impl GradMode {
-    /// Gradients are not recorded while the guard lives.
+    /// Disables the recording of gradients while the guard lives.
     pub fn off() -> Self {
         Self::set(false)
     }
 
-    /// Gradients are recorded while the guard lives.
+    /// Enables the recording of gradients while the guard lives.
     pub fn on() -> Self {
         Self::set(true)
     }
 
-    /// Whether this thread records gradients now.
+    /// Returns whether this thread records gradients.
     pub fn enabled() -> bool {
         sys::grad_mode().expect("reading a thread-local flag cannot fail")
     }
@@ -84,9 +84,9 @@ pub fn grad(
     sys::grad(outputs, grads, inputs, keep.graph || keep.derivative, keep.derivative)
 }
 
-/// Replaces the gradient that `leaf` has accumulated; with `None` it has none, and its memory is free. The next backward
-/// then stores its gradient there instead of adding to what was, which saves a pass over memory, and an optimizer can
-/// tell a parameter that got no gradient from one whose gradient is zero. (`tch`'s `zero_grad` fills with zeros.)
+/// Replaces the accumulated gradient of `leaf`; `None` removes it and frees its memory. The next backward then stores its gradient
+/// instead of adding to it, which saves a pass over memory, and an optimizer can distinguish a parameter without a gradient from
+/// one whose gradient is zero. (`tch`'s `zero_grad` fills with zeros.)
 ///
 /// # Errors
 /// An undefined leaf; a gradient of another shape, dtype or device than the leaf.

@@ -1,4 +1,4 @@
-//! The pair of a forward and its backward, and the node that owns it.
+//! The trait of custom functions, and the node that owns one.
 
 use parking_lot::ReentrantMutex;
 use tch::Tensor;
@@ -9,13 +9,13 @@ use crate::sys::autograd as sys;
 
 /// A differentiable function with a backward written by hand. See the [module](super).
 ///
-/// The value itself carries what is not a tensor from forward to backward. A tensor that it holds is not protected
-/// against in-place changes: save tensors through [`Forward::save`].
+/// The value itself carries everything that is not a tensor from forward to backward. Save tensors with
+/// [`Forward::save`]: a tensor in the value is not protected against in-place changes.
 pub trait Function: Send + 'static {
-    /// Whether backward uses differentiable operators only, so that a second derivative may go through it.
+    /// Whether backward uses differentiable operators only, so that a second derivative is possible.
     const TWICE_DIFFERENTIABLE: bool = false;
 
-    /// The name that errors and printed graphs show.
+    /// Returns the name in errors and printed graphs.
     fn name(&self) -> String {
         let path = std::any::type_name::<Self>();
         let base = path.split('<').next().unwrap_or(path);
@@ -30,7 +30,7 @@ pub trait Function: Send + 'static {
     fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>>;
 }
 
-/// What a [`Function::forward`] knows and may ask for.
+/// The context of a [`Function::forward`].
 #[derive(Debug)]
 pub struct Forward<'a> {
     needs: &'a [bool],
@@ -40,12 +40,12 @@ pub struct Forward<'a> {
 }
 
 impl Forward<'_> {
-    /// Whether input `index` needs a gradient. False for every input while gradients are not recorded.
+    /// Returns whether input `index` needs a gradient. False for every input while gradients are not recorded.
     pub fn needs_input_grad(&self, index: usize) -> bool {
         self.needs.get(index).copied().unwrap_or(false)
     }
 
-    /// Whether there will be a backward at all. When not, saving is for nothing (and is ignored).
+    /// Returns whether there can be a backward. If not, saved tensors are ignored.
     pub fn will_run_backward(&self) -> bool {
         self.recording
     }
@@ -63,7 +63,7 @@ impl Forward<'_> {
     }
 }
 
-/// What a [`Function::backward`] knows.
+/// The context of a [`Function::backward`].
 #[derive(Debug)]
 pub struct Backward {
     needed: Vec<bool>,
@@ -72,42 +72,42 @@ pub struct Backward {
 }
 
 impl Backward {
-    /// Whether this backward uses the gradient of input `index`.
+    /// Returns whether this backward uses the gradient of input `index`.
     pub fn needs_input_grad(&self, index: usize) -> bool {
         self.needed.get(index).copied().unwrap_or(false)
     }
 
-    /// The saved tensors, in the order in which they were saved.
+    /// Returns the saved tensors, in the order in which they were saved.
     pub fn saved(&self) -> &[Tensor] {
         &self.saved
     }
 
-    /// The saved tensors by value, so that each is freed when the caller drops it. Empty from the second call on.
+    /// Returns the saved tensors by value, so that each is freed when the caller drops it. Empty from the second call
+    /// on.
     pub fn take_saved(&mut self) -> Vec<Tensor> {
         std::mem::take(&mut self.saved)
     }
 
-    /// Whether no other backward, to come or under way on another thread, needs the saved tensors, so that a saved
-    /// *intermediate*, which nothing but this function has ever seen, may be overwritten. Never overwrite a saved input or
-    /// output.
+    /// Returns whether no later or concurrent backward needs the saved tensors, so that a saved *intermediate*, which only this
+    /// function has seen, may be overwritten. Never overwrite a saved input or output.
     pub fn may_overwrite_saved(&self) -> bool {
         !self.pass.keep_saved
     }
 
-    /// Runs `body` once, when the backward that this one is a part of has computed all gradients, and before it returns: for work
-    /// on other streams that the caller of backward expects to be done. Its failure is that backward's.
+    /// Runs `body` once, after the whole backward pass has computed all gradients and before it returns: for work on other streams
+    /// that the caller of backward expects to be done. The backward pass returns its error.
     ///
     /// # Errors
-    /// None in practice: a backward is running.
+    /// Never fails during a backward.
     pub fn at_end(&self, body: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
         sys::at_end_of_backward(Box::new(body))
     }
 
-    /// Refuses what a backward cannot serve that runs its forward again and puts gradients of captured leaves into `.grad`: the
+    /// Refuses two uses of a backward that recomputes its forward and accumulates gradients of captured leaves into `.grad`:
     /// gradients of chosen inputs alone, for which the engine does not say which leaves they are, and a second derivative.
     ///
     /// # Errors
-    /// [`Error::Invalid`] in those two cases, with the remedy; `operation` is whose words they are.
+    /// [`Error::Invalid`] in those two cases, with the remedy, in the name of `operation`.
     pub fn check_replay(&self, operation: &'static str) -> Result<()> {
         if !sys::is_checkpoint_valid()? {
             return Err(Error::invalid(
@@ -126,15 +126,15 @@ impl Backward {
         Ok(())
     }
 
-    /// Whether a second derivative is wanted. What this backward does is recorded only if the function declares
+    /// Returns whether a second derivative is requested. This backward is recorded only if the function declares
     /// [`Function::TWICE_DIFFERENTIABLE`].
     pub fn is_recorded(&self) -> bool {
         self.pass.create_graph
     }
 }
 
-/// One thread at a time runs the function. The same thread may come back to it: waiting inside one backward, an engine's
-/// thread takes up others.
+/// One thread at a time runs the function. The same thread may re-enter it: an engine thread that waits inside one backward runs
+/// others.
 struct Bound<F>(ReentrantMutex<F>);
 
 impl<F: Function> sys::NodeBackward for Bound<F> {
@@ -157,8 +157,8 @@ pub fn apply<F: Function>(function: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>
     apply_with(function, inputs, false)
 }
 
-/// [`apply`] for a function that has parameters of its own, whose gradients its backward puts into `.grad` itself: a node is made
-/// whenever gradients are recorded, even if no input needs one.
+/// As [`apply`], for a function with its own parameters, whose gradients its backward accumulates into `.grad` itself: a node is
+/// created whenever gradients are recorded, even if no input needs one.
 ///
 /// # Errors
 /// As [`apply`].
@@ -180,7 +180,7 @@ fn apply_with<F: Function>(mut function: F, inputs: &[&Tensor], always: bool) ->
         function.forward(&mut ctx, inputs)?
     };
     let Some(node) = node else {
-        // An input or a captured tensor, handed on as it is, would take gradients past this function.
+        // Returned directly, an input or a captured tensor would carry gradients past this function.
         let without_history =
             |output: Tensor| if output.requires_grad() { output.f_detach() } else { Ok(output) };
         return Ok(outputs.into_iter().map(without_history).collect::<std::result::Result<_, _>>()?);

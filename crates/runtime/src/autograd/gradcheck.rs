@@ -1,4 +1,4 @@
-//! Does a backward compute the derivative of its forward? Asked of central differences.
+//! Compares a backward with central differences of its forward.
 //!
 //! For each input element xᵢ and each output element yⱼ: |∂yⱼ/∂xᵢ − (yⱼ(xᵢ+ε) − yⱼ(xᵢ−ε)) / 2ε| ≤ atol + rtol·|numeric|,
 //! in f64, where truncation (ε²) and rounding (10⁻¹⁶/ε) are both under 10⁻⁹ for values near one.
@@ -27,20 +27,20 @@ impl Default for GradcheckOptions {
     }
 }
 
-/// The element with the largest share of its tolerance.
+/// The element with the largest error, relative to its tolerance.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GradcheckReport {
     /// Index of the output, and of the element in it (row-major).
     pub output: (usize, usize),
     /// Index of the input, and of the element in it (row-major).
     pub input: (usize, usize),
-    /// What backward says.
+    /// The derivative by backward.
     pub analytic: f64,
-    /// What the central difference says.
+    /// The central difference.
     pub numeric: f64,
     /// |analytic − numeric| over its tolerance, in percent; NaN where either is.
     pub percent_of_tolerance: f64,
-    /// Derivatives that were compared.
+    /// Number of derivatives compared.
     pub compared: usize,
 }
 
@@ -95,7 +95,7 @@ where
                     let tolerance = options.atol + options.rtol * numeric.abs();
                     let percent = (analytic - numeric).abs() / tolerance * 100.0;
                     worst.compared += 1;
-                    // Written so that NaN is the worst.
+                    // This form makes NaN the worst.
                     if !(percent <= worst.percent_of_tolerance || worst.percent_of_tolerance.is_nan()) {
                         worst = GradcheckReport {
                             output: (j, element),
@@ -113,7 +113,8 @@ where
     if worst.percent_of_tolerance <= 100.0 { Ok(worst) } else { refuse(worst.to_string()) }
 }
 
-/// Row `element` of output's Jacobian with respect to `leaf`, by backward; run twice through the retained graph.
+/// Returns row `element` of the output's Jacobian with respect to `leaf` by backward, which runs twice through the
+/// retained graph.
 fn analytic_row(leaves: &[Tensor], leaf: &Tensor, output: &Tensor, element: usize) -> Result<Vec<f64>> {
     let numel = leaf.numel();
     if !output.requires_grad() {
@@ -138,7 +139,7 @@ fn analytic_row(leaves: &[Tensor], leaf: &Tensor, output: &Tensor, element: usiz
     Ok(first)
 }
 
-/// For each element of input `index`: the derivative of each element of each output.
+/// Returns, for each element of input `index`, the derivative of each element of each output.
 fn numeric_jacobian<F>(
     f: &F,
     leaves: &[Tensor],

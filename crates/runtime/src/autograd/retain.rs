@@ -1,15 +1,15 @@
-//! Segments that keep their products and compute the rest again.
+//! Selective checkpointing: segments that keep the results of products and recompute the rest.
 //!
-//! A [`checkpoint`](super::checkpoint()) computes everything twice. Nearly all of that work is in matrix products and
-//! attention, and nearly all bytes that a layer keeps are in between: norms, activations, sums, dropout's masks. With
-//! [`Checkpoint::retain_products`](super::Checkpoint::retain_products) the first run keeps the products' results; the second
-//! takes them from there, in the order in which they were made, and computes only what lies between. A product of the second
-//! run is a node whose forward computes nothing and whose backward is the real one, of the input that was made again.
+//! A [`checkpoint`](super::checkpoint()) computes everything twice. Nearly all of that work is in matrix products and attention,
+//! while nearly all bytes that a layer keeps are in between: norms, activations, sums, dropout masks. With
+//! [`Checkpoint::retain_products`](super::Checkpoint::retain_products) the first run keeps the products' results; the second run
+//! takes them in the same order and computes only what is between. A product of the second run is a node whose forward computes
+//! nothing and whose backward is the ordinary one, with the recomputed input.
 //!
-//! So for y = f(x) with products P₁, P₂, … in f, a segment holds x and every Pᵢ, and pays the elementwise work of one forward.
-//! PyTorch's selective checkpointing (`create_selective_checkpoint_contexts`) does this in the dispatcher; here the product
-//! itself takes part: it is a [`Function`](super::Function) whose forward computes inside [`kept`]. [`linear`] and
-//! [`causal_attention`] are such functions within a segment, and libtorch's own operators elsewhere.
+//! For y = f(x) with products P₁, P₂, … in f, a segment keeps x and every Pᵢ, and repeats the elementwise work of one forward.
+//! PyTorch's selective checkpointing (`create_selective_checkpoint_contexts`) does this in the dispatcher; here each product is a
+//! [`Function`](super::Function) whose forward computes inside [`kept`]. [`linear`] and [`causal_attention`] are such functions
+//! within a segment, and libtorch's own operators outside.
 
 mod attention;
 mod linear;
@@ -25,11 +25,11 @@ pub use linear::linear;
 
 use crate::error::{Error, Result};
 
-/// What the run of a segment does with its products.
+/// The products of a segment's run.
 enum Tape {
-    /// First run: notes each result, with its version.
+    /// First run: records each result and its version.
     Record(Vec<Vec<(Tensor, i64)>>),
-    /// Second run: hands them out.
+    /// Second run: returns them.
     Replay(VecDeque<Vec<Tensor>>),
 }
 
@@ -37,14 +37,13 @@ thread_local! {
     static TAPE: RefCell<Option<Tape>> = const { RefCell::new(None) };
 }
 
-/// Whether this thread runs a segment that keeps its products.
+/// Returns whether this thread runs a segment that keeps its products.
 pub fn active() -> bool {
     TAPE.with_borrow(Option::is_some)
 }
 
-/// What `compute` gives: in a segment that keeps its products, the second run takes it from the first. Call it in the
-/// forward of a [`Function`](super::Function), around the work that is not to be done twice; what it gives may then be saved
-/// or returned as ever.
+/// Returns the results of `compute`; in a segment that keeps its products, the second run takes them from the first. Call it in the
+/// forward of a [`Function`](super::Function), around the work that should not run twice; its results may be saved or returned.
 ///
 /// # Errors
 /// Those of `compute`; a second run with more products than the first.
@@ -54,7 +53,7 @@ pub fn kept(compute: impl FnOnce() -> Result<Vec<Tensor>>) -> Result<Vec<Tensor>
         _ => None,
     });
     match replayed {
-        // Detached: it becomes the output of a node of the second run's own.
+        // Detached, because it becomes the output of a node of the second run.
         Some(Some(results)) => Ok(results.iter().map(Tensor::f_detach).collect::<Result<_, _>>()?),
         Some(None) => Err(differs("more")),
         None => {
@@ -73,24 +72,24 @@ pub fn kept(compute: impl FnOnce() -> Result<Vec<Tensor>>) -> Result<Vec<Tensor>
     }
 }
 
-/// A tape is in place until this is dropped; then the one before it is again.
-pub(super) struct Within {
+/// A guard of this thread's tape; dropping it restores the previous one.
+pub(super) struct TapeGuard {
     previous: Option<Tape>,
     thread: PhantomData<*const ()>,
 }
 
-impl Within {
-    /// Nothing is kept and nothing taken: the second run of an ordinary segment.
+impl TapeGuard {
+    /// Neither keeps nor reuses products: the second run of an ordinary segment.
     pub(super) fn none() -> Self {
         Self::enter(None)
     }
 
-    /// A first run.
+    /// Records the products of a first run.
     pub(super) fn record() -> Self {
         Self::enter(Some(Tape::Record(Vec::new())))
     }
 
-    /// A second run with the products of the first.
+    /// Reuses the products of the first run.
     pub(super) fn replay(products: Vec<Vec<Tensor>>) -> Self {
         Self::enter(Some(Tape::Replay(products.into())))
     }
@@ -99,7 +98,7 @@ impl Within {
         Self { previous: TAPE.replace(tape), thread: PhantomData }
     }
 
-    /// The products of the first run, after it.
+    /// Returns the recorded products.
     pub(super) fn recorded(self) -> Result<Vec<Vec<Tensor>>> {
         let Some(Tape::Record(list)) = TAPE.take() else { return Ok(Vec::new()) };
         let unchanged = |(tensor, version): (Tensor, i64)| {
@@ -118,7 +117,7 @@ impl Within {
         list.into_iter().map(|results| results.into_iter().map(unchanged).collect()).collect()
     }
 
-    /// That the second run took every product, after it.
+    /// Checks that the second run used every product.
     pub(super) fn exhausted(self) -> Result<()> {
         match TAPE.take() {
             Some(Tape::Replay(results)) if !results.is_empty() => Err(differs("fewer")),
@@ -127,7 +126,7 @@ impl Within {
     }
 }
 
-impl Drop for Within {
+impl Drop for TapeGuard {
     fn drop(&mut self) {
         TAPE.set(self.previous.take());
     }

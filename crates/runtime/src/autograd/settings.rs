@@ -1,7 +1,7 @@
-//! Settings outside the graph that a forward goes by, such as which adapters are active.
+//! Settings outside the graph that a forward depends on, such as which adapters are active.
 //!
-//! A segment that runs again in backward must go by what its forward went by, or its gradients belong to another function. A layer
-//! tells [`note_setting`] what it read; a segment compares what both of its runs were told, and refuses where it differs.
+//! A segment that runs again in backward must use the settings of its forward, or its gradients belong to another function. A layer
+//! reports what it read with [`note_setting`]; a segment compares the reports of both runs, and returns an error if they differ.
 
 use std::cell::Cell;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -9,23 +9,23 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use crate::error::{Error, Result};
 
 thread_local! {
-    /// Of everything noted since the innermost [`Settings::of`] of this thread began.
+    /// A hash of everything noted since the innermost [`Settings::of`] of this thread began.
     static NOTED: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Notes a setting that the forward under way on this thread goes by.
+/// Notes a setting that this thread's current forward depends on.
 pub fn note_setting(setting: &impl Hash) {
     let mut hasher = DefaultHasher::new();
     (NOTED.get(), setting).hash(&mut hasher);
     NOTED.set(hasher.finish());
 }
 
-/// What a run of a segment went by: equal for equal settings, noted in the same order.
+/// The settings of a segment's run: equal for equal settings, noted in the same order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings(u64);
 
 impl Settings {
-    /// Runs `run` and takes what it noted. A run around this one notes the same.
+    /// Runs `run` and returns what it noted, which an enclosing run notes too.
     pub fn of<T>(run: impl FnOnce() -> T) -> (T, Self) {
         struct Around(u64);
         impl Drop for Around {
@@ -44,7 +44,7 @@ impl Settings {
     }
 
     /// # Errors
-    /// A second run of the segment `name` that went by other settings than this one, the first.
+    /// A second run of the segment `name` with other settings than this one, the first.
     pub fn check(self, second: Self, name: &'static str) -> Result<()> {
         if self == second {
             return Ok(());
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equal_notes_in_one_order_are_equal_and_reach_the_run_around() {
+    fn equal_settings_in_order_are_equal_and_reach_the_enclosing_run() {
         let noted = |settings: &[&str]| Settings::of(|| settings.iter().for_each(note_setting)).1;
         assert_eq!(noted(&["a", "b"]), noted(&["a", "b"]));
         assert_ne!(noted(&["a", "b"]), noted(&["b", "a"]));

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::error::Result;
-use crate::precision::{self, Entered, Policy};
+use crate::precision::{self, Policy, PolicyGuard};
 use crate::random::{Preserve, RandomState};
 use crate::sys::autocast::{Autocast, AutocastGuard};
 
@@ -32,7 +32,7 @@ pub struct ThreadLocalState {
 #[must_use = "the thread's previous state is restored when the guard is dropped"]
 pub struct ThreadLocalStateGuard {
     _autocast: AutocastGuard,
-    _precision: Entered,
+    _precision: PolicyGuard,
     _random: Option<Preserve>,
 }
 

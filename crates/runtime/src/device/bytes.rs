@@ -1,4 +1,4 @@
-//! How much memory a device and this process have.
+//! Memory of a device and of this process.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -13,27 +13,27 @@ use crate::sys::device as sys;
 /// Memory of a device, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryInfo {
-    /// What an allocation can still get.
+    /// Bytes that can still be allocated.
     pub free: u64,
-    /// All there is.
+    /// All bytes.
     pub total: u64,
 }
 
-/// Memory of the process in RAM, in bytes. It counts all that libtorch and other libraries took, so it is the check
-/// on figures that count tensors alone.
+/// Resident memory of the process, in bytes. It includes memory of libtorch and other libraries, so it checks figures
+/// that count tensors alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ResidentMemory {
     /// Now (`VmRSS`).
     pub current: u64,
-    /// The most since the process began (`VmHWM`), or since [`reset_resident_peak`].
+    /// The maximum since the process started (`VmHWM`), or since [`reset_resident_peak`].
     pub peak: u64,
 }
 
-/// Free and total bytes of the device. On CUDA, what the driver says: memory that libtorch's allocator caches is not
-/// free. On the CPU, what the kernel says, or the control group's limit where that is less.
+/// Returns the free and total bytes of the device: on CUDA those of the driver, where memory cached by libtorch's
+/// allocator is not free; on the CPU those of the kernel, or the control group's limit if that is less.
 ///
 /// # Errors
-/// A device that is not there; a `/proc` that cannot be read.
+/// A device that does not exist; a `/proc` that cannot be read.
 pub fn memory_info(device: Device) -> Result<MemoryInfo> {
     if let Some(index) = checked(device)? {
         let (free, total) = sys::cuda_memory(index)?;
@@ -47,15 +47,15 @@ pub fn memory_info(device: Device) -> Result<MemoryInfo> {
     Ok(control_group().map_or(machine, |group| within(machine, group)))
 }
 
-/// Bytes of the device that CUDA's libraries keep for the process's matrix products: a workspace for each thread that computes
-/// them, which in training are the caller's and the autograd engine's (32 MiB each on Hopper, `CUBLAS_WORKSPACE_CONFIG` says
-/// otherwise). The first call makes them, and is right before any other product. 0 on the CPU.
+/// Returns the bytes of the device that CUDA's libraries keep for the process's matrix products: a workspace for each thread that
+/// computes them, which in training are the caller's and the autograd engine's (32 MiB each on Hopper, unless
+/// `CUBLAS_WORKSPACE_CONFIG` says otherwise). The first call creates them; it must come before any other product. 0 on the CPU.
 ///
-/// It is measured, because `at::cuda::getChosenWorkspaceSize`, which knows, is in `libtorch_cuda` alone and the shim is built against
-/// what every libtorch has. Whoever predicts or budgets a device's bytes asks here, and nowhere else.
+/// It is measured, because `at::cuda::getChosenWorkspaceSize` is in `libtorch_cuda` alone and the shim is built against what every
+/// libtorch has. All predictions and budgets of a device's bytes use this function.
 ///
 /// # Errors
-/// A device that is not there, or without that memory.
+/// A device that does not exist, or without that memory.
 pub fn product_workspaces(device: Device) -> Result<u64> {
     static KNOWN: Mutex<Option<HashMap<i32, u64>>> = Mutex::new(None);
     let Some(index) = checked(device)? else { return Ok(0) };
@@ -75,21 +75,21 @@ pub fn product_workspaces(device: Device) -> Result<u64> {
     Ok(bytes)
 }
 
-/// The process's memory in RAM.
+/// Returns the process's resident memory.
 ///
 /// # Errors
 /// A `/proc` that cannot be read.
 pub fn resident_memory() -> Result<ResidentMemory> {
     let (path, text) = read("/proc/self/status")?;
     let current = kibibytes(&path, &text, "VmRSS:")?;
-    // The kernel counts pages in batches, so its high-water mark can lie below what it says of the present.
+    // The kernel counts pages in batches, so its high-water mark can be below its current count.
     Ok(ResidentMemory { current, peak: kibibytes(&path, &text, "VmHWM:")?.max(current) })
 }
 
-/// Lets [`ResidentMemory::peak`] begin anew at what is resident now, for the peak of a stretch of work.
+/// Resets [`ResidentMemory::peak`] to the current resident memory, to measure the peak of the work that follows.
 ///
 /// # Errors
-/// A kernel that does not offer it (`/proc/self/clear_refs`).
+/// A kernel without `/proc/self/clear_refs`.
 pub fn reset_resident_peak() -> Result<()> {
     let path = PathBuf::from("/proc/self/clear_refs");
     std::fs::write(&path, "5").map_err(|cause| Error::Io { path, cause })
@@ -103,7 +103,7 @@ fn read(path: &str) -> Result<(PathBuf, String)> {
     }
 }
 
-/// The bytes of a line such as `VmRSS:    2084 kB`.
+/// Parses the bytes of a line such as `VmRSS:    2084 kB`.
 fn kibibytes(path: &Path, text: &str, key: &str) -> Result<u64> {
     let value = text.lines().find_map(|line| line.strip_prefix(key));
     let number = value.and_then(|value| value.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
@@ -113,7 +113,7 @@ fn kibibytes(path: &Path, text: &str, key: &str) -> Result<u64> {
     })
 }
 
-/// Limit and use of this process's control group: version 2, then version 1, as a container sees its own.
+/// Returns limit and use of this process's control group: version 2, then version 1, as a container sees its own.
 fn control_group() -> Option<(u64, u64)> {
     let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let files = [
@@ -123,7 +123,7 @@ fn control_group() -> Option<(u64, u64)> {
     files.iter().find_map(|(limit, used)| Some((number(limit)?, number(used)?)))
 }
 
-/// The machine's memory as a group with a limit has it. A group without one states a limit beyond the machine's.
+/// Restricts the machine's memory to a control group's limit. A group without one states a limit beyond the machine's.
 fn within(machine: MemoryInfo, (limit, used): (u64, u64)) -> MemoryInfo {
     MemoryInfo { free: machine.free.min(limit.saturating_sub(used)), total: machine.total.min(limit) }
 }
@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_tighter_of_machine_and_group_holds() {
+    fn the_lower_limit_of_machine_and_group_applies() {
         let machine = MemoryInfo { free: 70, total: 100 };
         assert_eq!(within(machine, (50, 10)), MemoryInfo { free: 40, total: 50 });
         assert_eq!(within(machine, (u64::MAX, 10)), machine);

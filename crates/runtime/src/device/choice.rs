@@ -1,4 +1,4 @@
-//! Which device a flag names, and what a device is called.
+//! Devices by flag, and the names of devices.
 
 use std::ffi::c_int;
 
@@ -8,13 +8,13 @@ use super::cuda;
 use crate::error::{Error, Result};
 use crate::sys::device as sys;
 
-/// The device that a flag names: `cpu`, `cuda` (the first one) or `cuda:N`.
+/// Returns the device that a flag names: `cpu`, `cuda` (the first one) or `cuda:N`.
 ///
 /// Call it at the start of a program that may use CUDA, before the first backward pass: libtorch counts devices once.
 ///
 /// # Errors
-/// Another word, an index that is not there, CUDA where there is none: each names what came, what there is and the
-/// remedy.
+/// Another word, an index that does not exist, CUDA on a machine without it: each names the flag, the available devices
+/// and the remedy.
 ///
 /// ```
 /// use runtime::device;
@@ -43,7 +43,7 @@ pub fn select(flag: &str) -> Result<Device> {
     Ok(Device::Cuda(index))
 }
 
-/// Digits alone: `usize::from_str` takes a sign as well.
+/// Parses digits alone: `usize::from_str` accepts a sign as well.
 fn parse_index(text: &str) -> Option<usize> {
     if !text.bytes().all(|byte| byte.is_ascii_digit()) {
         return None;
@@ -65,15 +65,15 @@ pub(super) fn list(devices: usize) -> String {
     words.join(", ")
 }
 
-/// Number of CUDA devices; loads libtorch's CUDA half when an NVIDIA driver is visible.
+/// Returns the number of CUDA devices; loads libtorch's CUDA library if an NVIDIA driver is visible.
 ///
 /// # Errors
-/// libtorch's, when it cannot start CUDA.
+/// Those of libtorch if it cannot start CUDA.
 pub fn cuda_count() -> Result<usize> {
     cuda::count()
 }
 
-/// What the flag of this device is: `cpu`, `cuda:0`.
+/// Returns the flag of this device: `cpu`, `cuda:0`.
 pub fn flag(device: Device) -> String {
     match device {
         Device::Cpu => "cpu".into(),
@@ -83,11 +83,11 @@ pub fn flag(device: Device) -> String {
     }
 }
 
-/// What the device is called by those who sell it: the GPU's name from its driver (else `CUDA device N`), the
-/// processor's from the kernel (else `CPU`).
+/// Returns the product name of the device: the GPU's from its driver (or `CUDA device N`), the processor's from the
+/// kernel (or `CPU`).
 ///
 /// # Errors
-/// A device that is not there.
+/// A device that does not exist.
 pub fn name(device: Device) -> Result<String> {
     match checked(device)? {
         None => Ok(processor_name().unwrap_or_else(|| "CPU".into())),
@@ -101,8 +101,8 @@ fn processor_name() -> Option<String> {
     Some(name.trim().to_owned())
 }
 
-/// The index of a CUDA device that is there; `None` for the CPU. The way to ask, from anywhere in the crate: it loads
-/// libtorch's CUDA half first, where `tch::Cuda` would make libtorch decide for good that there is none.
+/// Returns the index of an existing CUDA device; `None` for the CPU. The whole crate uses this function, because it
+/// loads libtorch's CUDA library first; with `tch::Cuda`, libtorch would decide permanently that there is no CUDA.
 pub(crate) fn checked(device: Device) -> Result<Option<c_int>> {
     match device {
         Device::Cpu => Ok(None),

@@ -1,9 +1,9 @@
-//! Whether CUDA is there, and if not, why.
+//! Detection of CUDA, and the reason if it is unavailable.
 //!
-//! libtorch keeps CUDA in a library of its own, `libtorch_cuda`, which a linker drops from a program that names none of
-//! its symbols. The shim opens it before `main` on a machine with an NVIDIA driver, since libtorch asks only once whether
-//! there is CUDA; here it is opened again, for the loader's reason where that failed. A CPU install may hold a
-//! `libtorch_cuda` whose dependencies are absent, so it is opened only when a driver is visible or CUDA is asked for by name.
+//! libtorch's CUDA part is a library of its own, `libtorch_cuda`, which a linker drops from a program that uses none of its
+//! symbols. The shim opens it before `main` on a machine with an NVIDIA driver, because libtorch checks only once whether CUDA
+//! exists; this module opens it again, for the loader's reason if that failed. A CPU install may contain a `libtorch_cuda` without
+//! its dependencies, so it is opened only if a driver is visible or CUDA is requested by name.
 
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
@@ -11,25 +11,25 @@ use std::sync::{Mutex, PoisonError};
 use crate::error::{Error, Result};
 use crate::sys::device as sys;
 
-/// What was found when CUDA was looked for.
+/// The result of looking for CUDA.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Cuda {
-    /// It is there, with so many devices.
+    /// CUDA works.
     Ready { devices: usize },
-    /// libtorch has no CUDA half.
+    /// libtorch has no CUDA library.
     NoLibrary { folder: PathBuf, driver: bool },
-    /// libtorch's CUDA half does not load.
+    /// libtorch's CUDA library does not load.
     CannotLoad { library: PathBuf, reason: String, driver: bool },
-    /// It loads and sees no device.
+    /// It loads but sees no device.
     NoDevice { driver: bool },
-    /// It loads and sees devices, but libtorch had decided before that there is no CUDA.
+    /// It loads and sees devices, but libtorch had already decided that there is no CUDA.
     TooLate,
 }
 
-/// Found once for the process, on the first question that had a reason to look.
+/// Found once per process, when it is first needed.
 static CUDA: Mutex<Option<Cuda>> = Mutex::new(None);
 
-/// Number of CUDA devices. Does not look for CUDA on a machine without a driver.
+/// Returns the number of CUDA devices. Does not look for CUDA on a machine without a driver.
 pub(super) fn count() -> Result<usize> {
     let mut cuda = CUDA.lock().unwrap_or_else(PoisonError::into_inner);
     if cuda.is_none() && !sys::driver_visible() {
@@ -41,7 +41,7 @@ pub(super) fn count() -> Result<usize> {
     }
 }
 
-/// Fails, in words that name the remedy, unless CUDA device `index` is there.
+/// Returns an error with the remedy unless CUDA device `index` exists.
 pub(super) fn require(index: usize) -> Result<()> {
     let mut cuda = CUDA.lock().unwrap_or_else(PoisonError::into_inner);
     require_in(found(&mut cuda)?, index)
@@ -56,7 +56,7 @@ fn found(cuda: &mut Option<Cuda>) -> Result<&Cuda> {
 
 fn look() -> Result<Cuda> {
     let driver = sys::driver_visible();
-    // A program that was linked to the CUDA half has it already.
+    // A program that was linked to the CUDA library has loaded it already.
     if sys::cuda_device_count()? == 0 {
         let folder = sys::libtorch_folder()?;
         let library = folder.join("libtorch_cuda.so");
@@ -83,7 +83,7 @@ fn require_in(cuda: &Cuda, index: usize) -> Result<()> {
             "this machine has {}; choose one of them (CUDA_VISIBLE_DEVICES may hide others)",
             super::choice::list(*devices)
         ),
-        // Without a driver the library is beside the point: installing it would not help.
+        // Without a driver, installing the library would not help.
         Cuda::NoLibrary { driver: false, .. } | Cuda::CannotLoad { driver: false, .. } => NO_DRIVER.into(),
         Cuda::NoDevice { driver: false } => NO_DRIVER.into(),
         Cuda::NoLibrary { folder, driver: true } => format!(
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn each_reason_has_its_words() {
+    fn each_reason_has_its_message() {
         let folder = PathBuf::from("/torch/lib");
         let library = folder.join("libtorch_cuda.so");
         let reason = "libcusparse.so.12: cannot open shared object file".to_owned();

@@ -1,4 +1,4 @@
-//! Marks in a stream that other streams and the host wait for, and time between two of them.
+//! Events: marks in a stream that other streams and the host can wait for, and the time between two of them.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -13,12 +13,11 @@ use crate::sys::stream::CudaEvent;
 
 /// A mark in a stream.
 ///
-/// [`Stream::record`](super::Stream::record) puts it behind the work that the stream has at that moment; it is complete
-/// when that work is. An event that was never recorded is complete. Recording it again makes a new mark, and a wait that
-/// was called before goes on waiting for the old one.
+/// [`Stream::record`](super::Stream::record) puts it behind the current work of the stream; it is complete when that work is. An
+/// event that was never recorded is complete. Recording it again creates a new mark; earlier waits still wait for the old one.
 ///
-/// A mark behind work that failed carries the failure: who waits for it fails too, and does not compute on data that
-/// was never written.
+/// A mark behind failed work carries the failure: waiting for it fails too, so that nothing computes on data that was
+/// never written.
 #[derive(Debug)]
 pub struct Event {
     device: Device,
@@ -29,9 +28,9 @@ pub struct Event {
 /// One recording of an event.
 #[derive(Debug, Clone)]
 pub(super) enum Recorded {
-    /// Of a worker thread, or of the caller's.
+    /// On a worker thread, or on the caller's.
     Host(Arc<Mark>),
-    /// Of a CUDA stream.
+    /// On a CUDA stream.
     Cuda(Arc<CudaEvent>),
 }
 
@@ -48,7 +47,7 @@ pub(super) struct Outcome {
     pub(super) failure: Option<Arc<Failure>>,
 }
 
-/// Why work failed or was not done.
+/// Why work failed or was skipped.
 #[derive(Debug)]
 pub(super) struct Failure {
     cause: String,
@@ -60,7 +59,7 @@ impl Failure {
         Arc::new(Self { cause, inherited: false })
     }
 
-    /// What a stream has that waited for a mark with this failure.
+    /// Returns the failure of a stream that waited for a mark with this failure.
     pub(super) fn inherit(&self) -> Arc<Self> {
         Arc::new(Self { cause: self.cause.clone(), inherited: true })
     }
@@ -110,8 +109,8 @@ impl Recorded {
     }
 }
 
-/// Waits for a mark of a device. libtorch's events keep a core busy while they are waited for, which is the fastest way to hear of
-/// short work; the threads of CPU streams wait for long work, beside others that need the core, and look in now and then.
+/// Waits for a mark of a device. libtorch's own wait polls and occupies a core, which is fastest for short work; the threads of CPU
+/// streams wait for long work while others need the core, so they poll with pauses.
 pub(super) fn wait_for(event: &CudaEvent) -> Result<()> {
     let mut pause = SHORTEST_PAUSE;
     while is_worker() && !event.query()? {
@@ -122,22 +121,22 @@ pub(super) fn wait_for(event: &CudaEvent) -> Result<()> {
 }
 
 const SHORTEST_PAUSE: Duration = Duration::from_micros(10);
-/// A hundredth of what a layer takes.
+/// About 1 % of the time of a layer.
 const LONGEST_PAUSE: Duration = Duration::from_micros(100);
 
 impl Event {
-    /// An event with timing, for streams of `device`.
+    /// Creates an event with timing, for streams of `device`.
     ///
     /// # Errors
-    /// A device that is not there.
+    /// A device that does not exist.
     pub fn new(device: Device) -> Result<Self> {
         Self::with_timing(device, true)
     }
 
-    /// An event without timing, for order alone; on CUDA cheaper to wait for.
+    /// Creates an event without timing, for order alone; on CUDA cheaper to wait for.
     ///
     /// # Errors
-    /// A device that is not there.
+    /// A device that does not exist.
     pub fn untimed(device: Device) -> Result<Self> {
         Self::with_timing(device, false)
     }
@@ -147,15 +146,15 @@ impl Event {
         Ok(Self { device, timed, latest: Mutex::new(None) })
     }
 
-    /// The device whose streams record it.
+    /// Returns the device whose streams record it.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// Whether the latest recording is complete; true when there is none.
+    /// Returns whether the latest recording is complete; true if there is none.
     ///
     /// # Errors
-    /// CUDA's, among them those of kernels that ran before.
+    /// Those of CUDA, including those of earlier kernels.
     pub fn query(&self) -> Result<bool> {
         self.latest().map_or(Ok(true), |recorded| recorded.query())
     }
@@ -163,13 +162,13 @@ impl Event {
     /// Blocks the calling thread until the latest recording is complete.
     ///
     /// # Errors
-    /// The failure of work before the mark, which stays with its stream until that stream's own `synchronize`.
+    /// The failure of work before the mark, which the stream's own `synchronize` returns again.
     pub fn synchronize(&self) -> Result<()> {
         self.latest().map_or(Ok(()), |recorded| recorded.wait())
     }
 
-    /// Seconds from the completion of this event to that of `end`; below 0 if `end` came first. On CUDA the resolution
-    /// is about 0.5 µs, and the time is the device's own.
+    /// Returns the seconds from the completion of this event to that of `end`; negative if `end` came first. On CUDA it
+    /// is the device's own time, with a resolution of about 0.5 µs.
     ///
     /// # Errors
     /// An event that is untimed, of another device, never recorded or not complete; work before it that failed.
@@ -206,12 +205,12 @@ impl Event {
                     None => -start.at.duration_since(end.at).as_secs_f64(),
                 })
             }
-            // Both are of one device, and a device has one kind of recording.
+            // Both are from one device, and a device has one kind of recording.
             _ => Err(Error::invalid("event elapsed", "the events are of different kinds")),
         }
     }
 
-    /// The latest recording, if time can be read from it without waiting.
+    /// Returns the latest recording if its time can be read without waiting.
     fn measurable(&self, which: &str) -> Result<Recorded> {
         let reason = match self.latest() {
             _ if !self.timed => "was made without timing; make it with Event::new",
@@ -226,8 +225,8 @@ impl Event {
         self.lock().clone()
     }
 
-    /// A fresh mark as the latest recording. `publish` gets it under the event's lock, so that two threads that record
-    /// the same event leave it with the mark of one of them.
+    /// Sets a new mark as the latest recording. `publish` gets it under the event's lock, so that two threads that
+    /// record the same event leave it with the mark of one of them.
     pub(super) fn mark<R>(&self, publish: impl FnOnce(Arc<Mark>) -> R) -> R {
         let mut latest = self.lock();
         let mark = Arc::new(Mark::default());
@@ -235,7 +234,7 @@ impl Event {
         publish(mark)
     }
 
-    /// Records a CUDA event as the latest recording. It is reused while nobody waits for its present one.
+    /// Records a CUDA event as the latest recording; reuses the current one if nothing waits for it.
     pub(super) fn record_cuda(&self, stream: crate::sys::stream::CudaStream) -> Result<()> {
         let mut latest = self.lock();
         if let Some(Recorded::Cuda(event)) = &mut *latest

@@ -1,29 +1,30 @@
-//! A step that is captured once and launched again as one: a CUDA graph.
+//! CUDA graphs: a step that is captured once and launched again as one.
 //!
-//! A training step launches some thousand kernels. Where each takes a few microseconds, the processor that launches them is
-//! what takes the time. A CUDA graph is the list of all launches, with their addresses, that the GPU goes through by itself;
-//! [`Step::capture`] makes it of a whole step: forward, backward, optimizer.
+//! A training step launches some thousand kernels. If each takes a few microseconds, launching them on the CPU is the bottleneck. A
+//! CUDA graph is the list of all launches, with their addresses, which the GPU executes by itself; [`CapturedStep::capture`] captures a
+//! whole step: forward, backward, optimizer.
 //!
-//! What a step must be:
-//! - **Static**: the same kernels, shapes and addresses each time. New data is copied into the tensors that the step was
-//!   captured with ([`super::copy_async`]), and results are read from those that it wrote.
-//! - **Without waiting**: nothing reads a device's value (`double_value`, a loss that is printed, a scaler that looks for
-//!   infinities on the host), copies to pageable memory, or waits. CUDA makes such a call fail, and the capture with it.
+//! Requirements for a step:
+//! - **Static**: the same kernels, shapes and addresses each time. Copy new data into the tensors that the step was captured with
+//!   ([`super::copy_async`]), and read results from those that it wrote.
+//! - **No synchronisation**: nothing reads a device's value (`double_value`, a printed loss, a scaler that looks for infinities on
+//!   the host), copies to pageable memory, or waits. Such a call fails during a capture, and so does the capture.
 //! - **Warm**: the step runs `warmup` times on the capture's own stream first, so that libraries have their workspaces,
-//!   optimizers their state, and gradients exist. These are real steps: they change weights.
+//!   optimizers their state, and gradients exist. These steps change weights.
 //! - **Random numbers** may come from the device's default generator alone, which libtorch registers with the graph: each replay
-//!   moves it on. Another generator would give the same numbers each time.
-//! - **Its memory is the graph's**: what the step allocates while it is captured lies in a pool that each replay overwrites.
-//!   What the closure owns lives as long as the step. A tensor that it borrows through a shared handle must not get other memory
-//!   (`set_data`, `set_grad(None)` outside): a replay would use the old one, which may be another tensor's by then.
-//! - **On its own stream**: other threads may use the device on other streams meanwhile, as a loader does; what they do is not part
-//!   of the step. A wait for the whole device may fail meanwhile, on any thread.
+//!   advances it. Another generator would give the same numbers each time.
+//! - **Memory belongs to the graph**: what the step allocates while it is captured is in a pool that each replay overwrites. What
+//!   the closure owns lives as long as the step. A tensor that it shares with other code must not get other memory (`set_data`,
+//!   `set_grad(None)` outside): a replay would use the old memory, which may belong to another tensor by then.
+//! - **Its own stream**: other threads, such as a loader's, may use the device on other streams during the capture; their work is
+//!   not part of the step. A wait for the whole device may fail during the capture, on any thread.
 //!
-//! There is no such thing on a CPU, where a launch is a call: [`Step::capture`] says so.
+//! On a CPU, where a launch is a call, [`CapturedStep::capture`] returns an error.
 //!
-//! How it is built: libtorch 2.11 has no graph in its device-generic interface (2.13 has `at::accelerator::Graph`), and the
-//! header of `at::cuda::CUDAGraph` needs CUDA's. Its methods are found in `libtorch_cuda` by name and called by the platform's C++ ABI; `cpp/graph.cpp` has the
-//! checks (version, names, size). On an H200 a training step of 32 layers of width 256 takes 0.20 of its time with launches.
+//! Implementation: libtorch 2.11 has no graph in its device-generic interface (2.13 has `at::accelerator::Graph`), and the header
+//! of `at::cuda::CUDAGraph` needs those of CUDA. Its methods are looked up in `libtorch_cuda` by name and called by the platform's
+//! C++ ABI; `cpp/graph.cpp` has the checks (version, names, size). On an H200, replaying a training step of 32 layers of width 256
+//! takes 0.20 of the time of launching it.
 
 use tch::Device;
 
@@ -33,27 +34,27 @@ use crate::error::{Error, Result};
 use crate::sys::graph::CudaGraph;
 
 /// A captured step. See the [module](self).
-pub struct Step {
+pub struct CapturedStep {
     graph: CudaGraph,
     device: Device,
     /// Owns the tensors whose addresses are in the graph. Dropped after the graph.
     _body: Box<dyn FnMut() -> Result<()>>,
 }
 
-impl std::fmt::Debug for Step {
+impl std::fmt::Debug for CapturedStep {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Step").field("device", &self.device).finish_non_exhaustive()
+        f.debug_struct("CapturedStep").field("device", &self.device).finish_non_exhaustive()
     }
 }
 
-impl Step {
-    /// Runs `body` `warmup` times, then captures one run of it, which computes nothing yet. At least one run warms up; libtorch
-    /// advises three, or eleven with distributed data.
+impl CapturedStep {
+    /// Runs `body` `warmup` times, at least once, then captures one run, which does not compute yet. PyTorch's documentation
+    /// advises three warm-up runs, or eleven with distributed data.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] on a CPU, where CUDA is not there, and where libtorch is not the one that this was built for;
-    /// no warm-up; what `body` returns; a call in `body` that no graph can hold. After a failure nothing is captured, the
-    /// warm-up has taken place, and the device works as before.
+    /// [`Error::Unavailable`] on a CPU, without CUDA, and with another libtorch than the one that this was built for; no warm-up;
+    /// what `body` returns; a call in `body` that cannot be captured. After a failure nothing is captured, the warm-up has run, and
+    /// the device works as before.
     pub fn capture(
         device: Device,
         warmup: usize,
@@ -74,10 +75,11 @@ impl Step {
         }
         let mut body = Box::new(body);
         let stream = Stream::new(device)?;
-        // What the step uses may still be written on another stream.
+        // Another stream may still be writing what the step uses.
         synchronize(device)?;
         let _current = stream.enter()?;
-        // After the guard, so that it is dropped before: a capture is ended on its own stream, after a panic too.
+        // Declared after the guard, so that it is dropped first: a capture must end on its own stream, also after a
+        // panic.
         let mut graph = CudaGraph::new().map_err(|error| Error::Unavailable {
             what: "a captured step".into(),
             reason: format!(
@@ -113,9 +115,9 @@ impl Step {
     }
 }
 
-impl Drop for Step {
+impl Drop for CapturedStep {
     fn drop(&mut self) {
-        // A replay may still use what is freed here. A failure has no one to tell.
+        // A replay may still use what is freed here. A drop cannot return an error.
         let _ = self.synchronize();
     }
 }

@@ -1,4 +1,4 @@
-//! Host memory that a device copies from and to without the processor.
+//! Pinned host memory, for asynchronous copies to and from a device.
 
 use tch::{Device, Kind, Tensor};
 
@@ -9,37 +9,37 @@ use crate::sys::host_memory::{HostBlock, Plain, Usage, host_empty, host_fallback
 
 /// Bytes of host memory that [`pinned_empty`] and [`PinnedBuffer`] hold.
 ///
-/// `held - live` is what rounding up to whole pages wastes, `powers_of_two - live` what libtorch's allocator for pinned
-/// memory would waste, which rounds up to powers of two (and keeps freed blocks besides).
+/// `held - live` is the waste of rounding up to whole pages, `powers_of_two - live` the waste of libtorch's allocator
+/// for pinned memory, which rounds up to powers of two (and also keeps freed blocks).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PinnedBytes {
-    /// Asked for, by tensors that live.
+    /// Requested by live tensors.
     pub live: u64,
-    /// The most that was live since the process began. Where there was `fallback`, a bound: the sum of two peaks.
+    /// The maximum of `live` since the process started. With `fallback`, an upper bound: the sum of two peaks.
     pub peak: u64,
-    /// Taken from the system for it, in whole pages.
+    /// Allocated for it, in whole pages.
     pub held: u64,
-    /// What it would take in blocks rounded up to powers of two.
+    /// The size in blocks rounded up to powers of two.
     pub powers_of_two: u64,
-    /// Of `held`, what lies in libtorch's allocator because pages could not be locked ([`pinned_fallback`] says why),
-    /// or because libtorch's own `pin_memory` was called.
+    /// The part of `held` in libtorch's allocator, because pages could not be locked ([`pinned_fallback`] says why), or
+    /// because libtorch's own `pin_memory` was called.
     pub fallback: u64,
 }
 
-/// An uninitialised tensor on the CPU for copies to and from `device`: page-locked for CUDA, where a copy with
-/// `non_blocking` is asynchronous only from and to such memory; ordinary whole pages for the CPU. The pages are the
-/// tensor's own: no more than its bytes need, and given back to the system when it is dropped.
+/// Creates an uninitialised CPU tensor for copies to and from `device`: page-locked for CUDA, where a `non_blocking`
+/// copy is asynchronous only to and from such memory; ordinary pages for the CPU. It uses only the pages that its bytes
+/// need, and frees them when it is dropped.
 ///
-/// A copy may be under way when the tensor is dropped: dropping page-locked memory waits for all work on the CUDA devices
-/// that the process uses. A pipeline that must not stop there keeps its tensors, as it keeps their pages; while a step is
-/// captured ([`super::graph`]) a device cannot be waited for, so drop none there. Where pages cannot be locked, the memory
-/// is libtorch's own, rounded up to a power of two, and kept for reuse without a wait ([`pinned_fallback`]).
+/// A copy may still be running when the tensor is dropped, so dropping page-locked memory waits for all work on the CUDA devices
+/// that the process uses. A pipeline that must not wait keeps its tensors. While a step is captured ([`super::graph`]) waiting is
+/// impossible, so drop none there. If pages cannot be locked, the memory is libtorch's own, rounded up to a power of two and reused
+/// without a wait ([`pinned_fallback`]).
 ///
-/// The memory is not the CPU allocator's and not in [`crate::memory`]'s figures: on the CPU those stand for the device,
-/// and [`pinned_bytes`] for the host.
+/// The memory does not come from the CPU allocator and is not in the figures of [`crate::memory`], which on the CPU
+/// stand for the device; [`pinned_bytes`] counts the host's.
 ///
 /// # Errors
-/// A negative size, more bytes than there are, a device that is not there.
+/// A negative size, too little memory, a device that does not exist.
 ///
 /// ```
 /// use runtime::device;
@@ -74,10 +74,10 @@ pub fn pinned_empty(shape: &[i64], kind: Kind, device: Device) -> Result<Tensor>
     host_empty(shape, kind, cuda)
 }
 
-/// Host memory that pinned tensors and buffers for `device` hold.
+/// Returns the host memory that pinned tensors and buffers for `device` hold.
 ///
 /// # Errors
-/// A device that is not there.
+/// A device that does not exist.
 pub fn pinned_bytes(device: Device) -> Result<PinnedBytes> {
     let Usage { live, peak, held, powers_of_two, fallback } = host_usage(checked(device)?.is_some())?;
     Ok(PinnedBytes { live, peak, held, powers_of_two, fallback })
@@ -87,7 +87,7 @@ pub fn pinned_bytes(device: Device) -> Result<PinnedBytes> {
 /// refused to lock pages (`ulimit -l` is the usual limit). `None` where it never was, and always for the CPU.
 ///
 /// # Errors
-/// A device that is not there.
+/// A device that does not exist.
 pub fn pinned_fallback(device: Device) -> Result<Option<String>> {
     match checked(device)? {
         None => Ok(None),
@@ -95,19 +95,19 @@ pub fn pinned_fallback(device: Device) -> Result<Option<String>> {
     }
 }
 
-/// A number that a [`PinnedBuffer`] can be seen as: `u8`, `i8`, `i16`, `i32`, `i64`, `half::f16`, `half::bf16`, `f32`,
-/// `f64`. Sealed.
+/// An element type of a [`PinnedBuffer`]: `u8`, `i8`, `i16`, `i32`, `i64`, `half::f16`, `half::bf16`, `f32`, `f64`.
+/// Sealed.
 #[expect(private_bounds, reason = "the bound seals the trait")]
 pub trait Number: Plain {}
 
 impl<T: Plain> Number for T {}
 
-/// Bytes of host memory, zero at first, which tensors can view: page-locked for CUDA, ordinary whole pages for the CPU.
+/// Zero-initialised host memory that tensors can view: page-locked for CUDA, ordinary pages for the CPU.
 ///
-/// The bytes are borrowed as slices only while no tensor views them, so that a slice never changes under its reader.
-/// A copy with a view may still be under way when the view is gone. So the first borrow after a view waits for all work on
-/// the CUDA devices that the process uses: it costs little after a synchronise. A pipeline that must not stop there copies with
-/// [`PinnedBuffer::copy_to`], after which a borrow waits for that copy alone. On the CPU there is nothing to wait for.
+/// It can be borrowed as a slice only while no tensor views it, so that a slice never changes while it is read. A copy from a view
+/// may outlast the view. So the first borrow after a view waits for all work on the CUDA devices that the process uses, which costs
+/// little after a synchronise. A pipeline that must not wait copies with [`PinnedBuffer::copy_to`], after which a borrow waits for
+/// that copy alone. On the CPU nothing waits.
 ///
 /// ```
 /// use runtime::device::PinnedBuffer;
@@ -129,25 +129,25 @@ pub struct PinnedBuffer {
 }
 
 impl PinnedBuffer {
-    /// A buffer for copies to and from `device`.
+    /// Creates a buffer for copies to and from `device`.
     ///
     /// # Errors
-    /// More bytes than there are, a device that is not there.
+    /// Too little memory, a device that does not exist.
     pub fn new(bytes: usize, device: Device) -> Result<Self> {
         Ok(Self { block: HostBlock::zeroed(bytes, checked(device)?)? })
     }
 
-    /// Its length in bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.block.len()
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The buffer as numbers.
+    /// Borrows the buffer as numbers.
     ///
     /// # Errors
     /// Tensors that still view it; a length that is not a whole number of `T`; on CUDA, an asynchronous error of a kernel.
@@ -158,7 +158,7 @@ impl PinnedBuffer {
         }
     }
 
-    /// The buffer as numbers to write.
+    /// Borrows the buffer as mutable numbers.
     ///
     /// # Errors
     /// As [`PinnedBuffer::as_slice`].
@@ -176,9 +176,9 @@ impl PinnedBuffer {
         Error::invalid("pinned buffer", reason)
     }
 
-    /// Copies its first bytes to `target`, contiguous and on the stream's device, in `stream` and without waiting. The buffer may
-    /// be borrowed again at once: a borrow waits until the copy is done, and for nothing else. One that is not page-locked is
-    /// copied from while the caller waits, where the device is CUDA's.
+    /// Copies the buffer's first bytes to `target`, which is contiguous and on the stream's device, in `stream` without waiting. A
+    /// later borrow waits for this copy alone. If the device is CUDA and the buffer is not page-locked, the call waits for the
+    /// copy.
     ///
     /// ```
     /// use runtime::device::{PinnedBuffer, Stream};
@@ -216,7 +216,7 @@ impl PinnedBuffer {
         self.block.copy_to(target, stream)
     }
 
-    /// Whether a copy of [`PinnedBuffer::copy_to`] is under way, so that a borrow would wait.
+    /// Returns whether a copy of [`PinnedBuffer::copy_to`] is running, so that a borrow would wait.
     ///
     /// # Errors
     /// On CUDA, an asynchronous error of a kernel.
@@ -224,8 +224,8 @@ impl PinnedBuffer {
         self.block.is_being_copied()
     }
 
-    /// A tensor over the bytes from `offset` on; it keeps the memory alive. All views share a version counter: autograd
-    /// takes writing through one of them for a change of all.
+    /// Returns a tensor over the bytes from `offset`, which keeps the memory alive. All views share a version counter:
+    /// to autograd, writing through one of them changes all.
     ///
     /// # Errors
     /// A negative size, an offset that is not a multiple of the kind's size, an end beyond the buffer's.

@@ -1,4 +1,4 @@
-//! Queues of work on a device.
+//! Streams: queues of work on a device.
 
 use std::sync::Arc;
 
@@ -19,14 +19,13 @@ use crate::sys::stream::{CudaStream, CudaStreamGuard};
 /// | an error or panic of the closure | comes from `submit` | comes from the next [`synchronize`](Stream::synchronize) | comes from `submit` |
 /// | [`wait`](Stream::wait) | holds back later kernels | holds back later closures | blocks the thread |
 ///
-/// After a failure a CPU stream skips the work that is behind it in the queue, so that nothing computes on data that was
-/// never written; events recorded in that time carry the failure, and a stream that waits for one fails too. The next
-/// `synchronize` of the stream returns the failure, once, and work submitted after it runs again.
+/// After a failure a CPU stream skips the work behind it in the queue, so that nothing computes on data that was never written;
+/// events recorded meanwhile carry the failure, and a stream that waits for one fails too. The next `synchronize` of the stream
+/// returns the failure once, and work submitted after it runs again.
 ///
-/// A handle can be cloned, and the clones are the same stream. When the last one is dropped the work that is queued is
-/// finished and the thread joined. Dropped from within the work of a CPU stream it is not waited for, and finishes by
-/// itself. A failure that no one synchronised on is lost with its stream. The queue has no bound: a producer that runs
-/// far ahead waits for an event now and then.
+/// Clones of a handle are the same stream. Dropping the last one finishes the queued work and joins the thread; within
+/// the work of a CPU stream it does not wait. A failure that was never returned by `synchronize` is lost with its
+/// stream. The queue is unbounded: a producer that runs far ahead should wait for an event now and then.
 ///
 /// ```
 /// use runtime::device::{Event, Stream};
@@ -53,14 +52,14 @@ pub struct Stream {
 
 #[derive(Debug, Clone)]
 enum Kind {
-    /// The thread that calls.
+    /// The calling thread.
     Caller,
     /// A thread with a queue.
     Worker(Arc<Worker>),
     Cuda(CudaStream),
 }
 
-/// Makes a CUDA stream current on a thread for as long as it lives. Not `Send`.
+/// Makes a CUDA stream current on a thread while it lives. Not `Send`.
 #[derive(Debug)]
 #[must_use = "the former stream is current again when the guard is dropped"]
 pub struct StreamGuard {
@@ -68,15 +67,16 @@ pub struct StreamGuard {
 }
 
 impl Stream {
-    /// A stream beside the current one.
+    /// Creates a stream.
     ///
     /// # Errors
-    /// A device that is not there; no thread to be had.
+    /// A device that does not exist; a thread that cannot be started.
     pub fn new(device: Device) -> Result<Self> {
         Self::with_priority(device, false)
     }
 
-    /// As [`Stream::new`]; on CUDA its kernels go before those of ordinary streams. On the CPU it makes no difference.
+    /// As [`Stream::new`]; on CUDA its kernels have priority over those of ordinary streams. On the CPU there is no
+    /// difference.
     ///
     /// # Errors
     /// As [`Stream::new`].
@@ -92,11 +92,11 @@ impl Stream {
         Ok(Self { device, kind })
     }
 
-    /// Where this thread's own operations go: on CUDA the current stream of the device, on the CPU the thread itself,
-    /// whichever thread that is when a method is called.
+    /// Returns the stream of this thread's own operations: on CUDA the current stream of the device, on the CPU the
+    /// thread that calls the methods.
     ///
     /// # Errors
-    /// A device that is not there.
+    /// A device that does not exist.
     pub fn current(device: Device) -> Result<Self> {
         let kind = match checked(device)? {
             None => Kind::Caller,
@@ -105,20 +105,20 @@ impl Stream {
         Ok(Self { device, kind })
     }
 
-    /// The stream's device.
+    /// Returns the stream's device.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// Puts work into the stream. On a CPU stream it runs with the caller's grad mode, autocast and the rest of
-    /// libtorch's thread-local state.
+    /// Queues work. On a CPU stream it runs with the caller's grad mode, autocast and other thread-local state of
+    /// libtorch.
     ///
     /// On CUDA, memory that the work uses and that was allocated on another stream needs
     /// [`record_stream`](super::record_stream).
     ///
     /// # Errors
-    /// On CUDA and on the calling thread, the closure's own error, or its panic as [`Error::Stream`]; a CPU stream gives
-    /// both at the next [`synchronize`](Stream::synchronize).
+    /// On CUDA and on the calling thread, the closure's own error, or its panic as [`Error::Stream`]; a CPU stream returns both
+    /// from the next [`synchronize`](Stream::synchronize).
     pub fn submit(&self, work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
         match &self.kind {
             Kind::Caller => at_once(work),
@@ -130,7 +130,7 @@ impl Stream {
         }
     }
 
-    /// Marks the point behind the work that the stream has now.
+    /// Records the event behind the current work of the stream.
     ///
     /// # Errors
     /// An event of another device.
@@ -153,11 +153,12 @@ impl Stream {
         Ok(())
     }
 
-    /// Makes later work of this stream wait for the event's latest recording at the time of this call. Returns at once,
-    /// except on the calling thread's stream, and on a CUDA stream for an event of the CPU: these block.
+    /// Makes later work of this stream wait for the event's latest recording at the time of this call. Returns
+    /// immediately, except on the calling thread's stream, and on a CUDA stream for an event of the CPU: these block.
     ///
     /// # Errors
-    /// Where it blocks, the failure that the event carries; a CPU stream fails instead, as if its own work had.
+    /// The failure that the event carries, if the call blocks; otherwise a CPU stream fails as if its own work had
+    /// failed.
     pub fn wait(&self, event: &Event) -> Result<()> {
         let Some(recorded) = event.latest() else { return Ok(()) };
         match (&self.kind, recorded) {
@@ -168,10 +169,10 @@ impl Stream {
         Ok(())
     }
 
-    /// Blocks the calling thread until all work that the stream has is done.
+    /// Blocks the calling thread until all work of the stream is done.
     ///
     /// # Errors
-    /// [`Error::Stream`], once, with the words of the first piece of work that failed since the last call; on CUDA, an
+    /// [`Error::Stream`], once, with the error of the first work that failed since the last call; on CUDA, an
     /// asynchronous error of a kernel. A call from within the stream's own work is refused.
     pub fn synchronize(&self) -> Result<()> {
         match &self.kind {
@@ -181,7 +182,7 @@ impl Stream {
         }
     }
 
-    /// Whether all work that the stream has is done.
+    /// Returns whether all work of the stream is done.
     ///
     /// # Errors
     /// On CUDA, an asynchronous error of a kernel.
@@ -193,11 +194,11 @@ impl Stream {
         }
     }
 
-    /// Makes a CUDA stream, and its device, current on this thread until the guard is dropped. For
-    /// [`Stream::current`] of the CPU nothing is to be done.
+    /// Makes a CUDA stream and its device current on this thread until the guard is dropped. Has no effect for
+    /// [`Stream::current`] of the CPU.
     ///
     /// # Errors
-    /// A CPU stream with a thread of its own: operations of this thread cannot go there, only what is submitted.
+    /// A CPU stream with its own thread, which runs only what is submitted.
     pub fn enter(&self) -> Result<StreamGuard> {
         match &self.kind {
             Kind::Caller => Ok(StreamGuard { _guard: None }),
@@ -222,7 +223,7 @@ impl Stream {
     }
 }
 
-/// Runs work on this thread. An error stays as it is; a panic becomes one.
+/// Runs work on this thread; a panic becomes an error.
 fn at_once(work: impl FnOnce() -> Result<()>) -> Result<()> {
     let mut own_error = None;
     let outcome = caught(|| {

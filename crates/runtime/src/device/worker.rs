@@ -33,11 +33,11 @@ struct Queue {
 #[derive(Debug, Default)]
 struct State {
     commands: VecDeque<Command>,
-    /// Whether the thread is at a command that it took from the queue.
+    /// Whether the thread executes a command that it took from the queue.
     busy: bool,
     /// Whether the stream is gone: the thread ends once the queue is empty.
     closed: bool,
-    /// Who executes the queue, to refuse a wait of the thread for itself.
+    /// The thread that executes the queue, to refuse a wait for itself.
     thread: Option<ThreadId>,
 }
 
@@ -48,9 +48,9 @@ enum Command {
     Complete(Arc<Mark>),
     /// Completes the mark with the failure of earlier work, and forgets the failure.
     Report(Arc<Mark>),
-    /// Waits for a mark, and takes over its failure.
+    /// Waits for a mark, and inherits its failure.
     Await(Recorded),
-    /// Lets go of a tensor.
+    /// Drops a tensor.
     Release(Tensor),
 }
 
@@ -76,7 +76,7 @@ pub(super) fn is_worker() -> bool {
     IS_WORKER.get()
 }
 
-/// The queues whose threads live.
+/// The queues of live threads.
 static QUEUES: Mutex<Vec<Weak<Queue>>> = Mutex::new(Vec::new());
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -124,7 +124,7 @@ impl Worker {
         state.commands.is_empty() && !state.busy
     }
 
-    /// Waits for the work queued so far; its failure is reported, and the stream usable again.
+    /// Waits for the work queued so far and returns its failure, after which the stream is usable again.
     pub(super) fn synchronize(&self) -> Result<()> {
         if self.queue.is_executed_here() {
             let reason =
@@ -141,19 +141,19 @@ impl Drop for Worker {
     fn drop(&mut self) {
         lock(&self.queue.state).closed = true;
         self.queue.changed.notify_all();
-        // From work of a stream the thread is left to finish by itself: it might be this very thread, or wait for a
-        // mark that comes after this work.
+        // Within the work of a stream the thread is not joined: it might be this thread, or wait for a mark that comes
+        // after this work.
         if let Some(thread) = self.thread.take()
             && !IS_WORKER.get()
         {
-            // The thread catches every panic of the work; there is nothing to hear from it.
+            // The thread catches every panic of the work, so joining never fails.
             let _ = thread.join();
         }
     }
 }
 
-/// Waits for what every CPU stream has queued so far, except the one that this thread executes. Failures stay with
-/// their streams; one of them is returned.
+/// Waits for what every CPU stream has queued so far, except the one that this thread executes. Returns one of the
+/// failures; all stay with their streams.
 pub(super) fn synchronize_all() -> Result<()> {
     let queues: Vec<Arc<Queue>> = lock(&QUEUES).iter().filter_map(Weak::upgrade).collect();
     let mut marks = Vec::new();
@@ -173,7 +173,7 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// A closed queue may have lost its thread; what it had left to do is the business of no one who still waits.
+    /// A closed queue may have no thread any more; nothing waits for its remaining work.
     fn push_if_open(&self, command: Command) -> bool {
         let mut state = lock(&self.state);
         if state.closed {
@@ -189,7 +189,7 @@ impl Queue {
         lock(&self.state).thread == Some(thread::current().id())
     }
 
-    /// The thread's life: commands in order until the stream is gone and the queue empty.
+    /// The thread's loop: executes commands in order until the stream is dropped and the queue empty.
     fn execute(&self) {
         IS_WORKER.set(true);
         let mut failure: Option<Arc<Failure>> = None;
@@ -202,7 +202,8 @@ impl Queue {
                 Command::Complete(mark) => self.complete(&mark, failure.clone()),
                 Command::Report(mark) => self.complete(&mark, failure.take()),
                 Command::Await(recorded) => {
-                    // Waits after a failure too: a mark of this stream never comes before one it waited for.
+                    // It waits after a failure too, so that a mark of this stream never completes before one that it
+                    // waited for.
                     let inherited = match &recorded {
                         Recorded::Host(mark) => mark.wait().failure.map(|failure| failure.inherit()),
                         Recorded::Cuda(event) => wait_for(event).err().map(|error| {
@@ -216,7 +217,7 @@ impl Queue {
         }
     }
 
-    /// Under the queue's lock: who sees the last mark complete finds the stream idle.
+    /// Under the queue's lock, so that a thread that sees the last mark complete finds the stream idle.
     fn complete(&self, mark: &Mark, failure: Option<Arc<Failure>>) {
         let mut state = lock(&self.state);
         state.busy = false;
@@ -239,13 +240,13 @@ impl Queue {
     }
 }
 
-/// Runs work under the thread state of who submitted it. The error is the words of what went wrong.
+/// Runs work under the thread state of its submitter. The error is a message.
 fn run(work: Work, thread_state: &ThreadState) -> std::result::Result<(), String> {
     let _state = thread_state.enter().map_err(|error| error.to_string())?;
     caught(work)
 }
 
-/// Runs work; a panic is an error as well.
+/// Runs work; a panic becomes an error.
 pub(super) fn caught(work: impl FnOnce() -> Result<()>) -> std::result::Result<(), String> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(())) => Ok(()),

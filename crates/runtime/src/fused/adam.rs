@@ -1,19 +1,20 @@
 //! A step of Adam or AdamW in one pass over memory: of one tensor on the CPU, of many tensors on CUDA.
 //!
-//! With the gradient g (`φ·g` where a factor φ is given), the parameter p, the moments m and v, and t steps done with this
-//! one (Kingma & Ba, arXiv:1412.6980; decoupled decay λ: Loshchilov & Hutter, arXiv:1711.05101):
+//! With the gradient g (`φ·g` if a factor φ is given), the parameter p, the moments m and v, and step number t (Kingma & Ba,
+//! arXiv:1412.6980; decoupled decay λ: Loshchilov & Hutter, arXiv:1711.05101):
 //!
 //! - decoupled: p ← (1 − lr·λ)·p, else g ← g + λ·p
 //! - m ← m + (1 − β₁)·(g − m) and v ← β₂·v + (1 − β₂)·g²
 //! - p ← p − lr/(1 − β₁ᵗ) · m / (√v/√(1 − β₂ᵗ) + ε)
 //!
-//! All of one shape; p, m and v in fp32. In mixed precision g is in bf16 or fp16, p is the master copy, and the weight that
-//! the model computes with is p rounded once, in the same pass. Bytes moved per parameter: 28 in fp32 (g, p, m, v in; p, m,
-//! v out), 28 with a bf16 gradient and weight (2 + 12 in, 12 + 2 out). libtorch's fused kernel refuses mixed dtypes: to
-//! cast, to step and to cast again moves 40, and holds the gradient in fp32.
+//! All have one shape; p, m and v are fp32. In mixed precision g is bf16 or fp16, p is the master copy, and the same pass writes
+//! the model's weight, which is p rounded once. Bytes moved per parameter: 28 in fp32 (g, p, m, v in; p, m, v out), 28 with a bf16
+//! gradient and weight (2 + 12 in, 12 + 2 out). libtorch's fused kernel refuses mixed dtypes: casting, stepping and casting again
+//! moves 40, and keeps the gradient in fp32.
 //!
-//! On a processor with AVX2 the result is libtorch's `_fused_adamw_` or `_fused_adam_` to the bit, the casts around it
-//! included (but for which NaN a NaN is). Elsewhere, and on CUDA, libtorch's kernels round in other places, by an ulp.
+//! On a processor with AVX2 the result equals that of libtorch's `_fused_adamw_` or `_fused_adam_` bit for bit,
+//! including the casts around it (except for the payload of a NaN). On other processors, and on CUDA, libtorch's
+//! kernels round differently, by an ulp.
 
 use tch::Tensor;
 
@@ -25,8 +26,8 @@ use crate::ops::optimizer::AdamW;
 use crate::profile::{Flops, kernel, record_external};
 use crate::sys::adam as sys;
 
-/// One step on the CPU, in place and without a graph, on any thread; libtorch's threads share the work. Versions of what is written go
-/// up, so that a graph that kept one of them for backward says so.
+/// Runs one step on the CPU, in place and without a graph, on any thread, in parallel on libtorch's threads. It increments the
+/// version counters of what it writes, so that autograd detects the change of a saved tensor.
 ///
 /// ```
 /// use runtime::fused::adam::{AdamStep, AdamTensors, adam};
@@ -69,12 +70,12 @@ pub fn adam(tensors: &AdamTensors<'_>, step: &AdamStep) -> Result<()> {
     record_external("runtime::adam", Flops::default(), bytes_moved(tensors))
 }
 
-/// One step of many tensors on CUDA in one kernel (a launch for each 60 tensors), in place and without a graph; AdamW where
-/// `decoupled`, else Adam. Returns false, with nothing changed, where the kernel does not run: on other devices, where NVRTC is
-/// missing, before compute capability 8.0, and for [`AdamW::maximize`].
+/// Steps many tensors on CUDA in one kernel (a launch for each 60 tensors), in place and without a graph; AdamW if `decoupled`,
+/// else Adam. Returns false, with nothing changed, if the kernel cannot run: on other devices, without NVRTC, below compute
+/// capability 8.0, and for [`AdamW::maximize`].
 ///
-/// `steps` has the number of steps done, an fp32 number on the device for each tensor, and is raised. Where `skip`, an fp32
-/// number on the device, is 1, nothing changes; the host reads neither. Versions of what is written go up.
+/// `steps` has each tensor's number of completed steps, an fp32 scalar on the device, and is incremented. If `skip`, an fp32 scalar
+/// on the device, is 1, nothing changes; the host reads neither. Version counters of what is written are incremented.
 ///
 /// # Errors
 /// [`Error::Invalid`] for lists of different lengths, and for tensors that [`adam`] refuses.
@@ -109,7 +110,7 @@ pub fn adam_many(
     done
 }
 
-/// Returns the bytes that a step reads and writes at least.
+/// Returns the least bytes that a step reads and writes.
 pub fn bytes_moved(tensors: &AdamTensors<'_>) -> u64 {
     let of = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
     of(tensors.gradient) + 6 * of(tensors.master) + tensors.weight.map_or(0, of)

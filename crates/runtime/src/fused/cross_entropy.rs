@@ -1,28 +1,27 @@
-//! What a cross-entropy needs of a tile of logits: statistics of its rows, then its gradient, each in one pass.
+//! The passes of a cross-entropy over a tile of logits: statistics of its rows, then its gradient.
 //!
 //! A tile `[n, c]` holds some columns of the logits of n tokens: r = x·Wᵀ for `c` entries of the vocabulary. With the bias
 //! b, a scale s and a cap k, the logits are z = k·tanh(s·(r + b)/k), or s·(r + b) without a cap. A target distribution is
 //! t (1 at one class, or given).
 //!
-//! [`LogitsPass::statistics`] turns r into z where it lies, and folds the tile into what is known of each row:
+//! [`LogitsPass::statistics`] turns r into z in place, and accumulates the statistics of each row:
 //!
 //! - m = max z and Σ e^(z − m), from which log Σ eᶻ = m + ln Σ e^(z − m)
 //! - Σ t·z (for one class: its logit), and Σ t
-//! - where wanted: Σ w·z (label smoothing; w the class weights), Σ e^(z − m)·z (entropy), argmax z
+//! - on request: Σ w·z (label smoothing; w the class weights), Σ e^(z − m)·z (entropy), argmax z
 //!
-//! Statistics of several tiles of one row, in any order, give those of the whole row, so that neither the whole row nor the
-//! whole vocabulary need be in one place.
+//! Several tiles of one row, in any order, give the statistics of the whole row, so that no tile needs the whole vocabulary.
 //!
-//! [`LogitsPass::gradient`] turns z into ∂L/∂r. Whatever the loss is made of (smoothing, weights, z-loss, log-sum-exp as an
-//! output), it has one form, with numbers α, β, γ for each row:
+//! [`LogitsPass::gradient`] turns z into ∂L/∂r. For all terms of the loss (smoothing, weights, z-loss, log-sum-exp as an output) it
+//! has one form, with coefficients α, β, γ for each row:
 //!
 //! - ∂L/∂z = α·e^(z − m) − β·t − γ·w
 //! - ∂L/∂r = ∂L/∂z · s·(1 − (z/k)²), the last factor with a cap only
 //!
-//! A row with a NaN has statistics and gradients of NaN; −∞ is a class that cannot be.
+//! A row with a NaN has statistics and gradients of NaN; −∞ is an impossible class.
 //!
-//! The fp32 pass over a row computes exponentials within two units in the last place, and adds each 1024 of them up in fp32,
-//! those sums in f64.
+//! The fp32 pass over a row computes exponentials within two units in the last place, and sums blocks of 1024 in fp32, then the
+//! blocks in f64.
 
 use std::fmt::Debug;
 
@@ -39,18 +38,18 @@ mod operators;
 pub use crate::sys::cross_entropy::{Coefficients, Statistics, Targets, Transform, Wanted};
 pub use operators::Operators;
 
-/// The two passes over a tile. One without rows or without columns adds nothing and changes nothing.
+/// The two passes over a tile. A tile without rows or columns has no effect.
 pub trait LogitsPass: Debug + Send + Sync {
-    /// Tensors as large as the tile that a pass makes on the way, at most: what a plan of memory counts in.
+    /// Returns the maximum number of temporaries of the tile's size, for memory planning.
     fn temporaries(&self) -> u64;
 
-    /// Whether [`gradient_as`](Self::gradient_as) needs no memory for its result.
+    /// Returns whether [`gradient_as`](Self::gradient_as) needs no memory for its result.
     fn narrows_in_place(&self) -> bool {
         false
     }
 
-    /// Products to logits, and their statistics. `tile` `[n, c]`, Float or Double, rows dense, whose first column is column
-    /// `first` of the vocabulary; `class_weights` `[c]` in its dtype.
+    /// Turns products into logits, and accumulates their statistics. `tile` `[n, c]`, Float or Double, with dense rows, whose first
+    /// column is column `first` of the vocabulary; `class_weights` `[c]` in its dtype.
     ///
     /// # Errors
     /// Shapes, dtypes or devices that do not fit.
@@ -64,13 +63,13 @@ pub trait LogitsPass: Debug + Send + Sync {
         statistics: &mut Statistics,
     ) -> Result<()>;
 
-    /// Products to logits, where they lie, without statistics: for a second computation.
+    /// Turns products into logits in place, without statistics: for recomputation.
     ///
     /// # Errors
     /// Shapes, dtypes or devices that do not fit.
     fn logits(&self, tile: &mut Tensor, transform: Transform<'_>) -> Result<()>;
 
-    /// Logits to the gradient of the products, where they lie.
+    /// Turns logits into the gradient of the products, in place.
     ///
     /// # Errors
     /// Shapes, dtypes or devices that do not fit.
@@ -83,8 +82,8 @@ pub trait LogitsPass: Debug + Send + Sync {
         coefficients: Coefficients<'_>,
     ) -> Result<()>;
 
-    /// [`gradient`](Self::gradient) in another dtype, for a product: a tensor `[n, c]` that may lie in the tile's memory. What the
-    /// tile holds afterwards is not said.
+    /// As [`gradient`](Self::gradient), in another dtype: returns a tensor `[n, c]` that may use the tile's memory. The tile's
+    /// values are undefined afterwards.
     ///
     /// # Errors
     /// As [`gradient`](Self::gradient).
@@ -102,7 +101,7 @@ pub trait LogitsPass: Debug + Send + Sync {
     }
 }
 
-/// The best passes there are for tensors on `device`.
+/// Returns the fastest passes for tensors on `device`.
 pub fn pass_for(device: Device) -> &'static dyn LogitsPass {
     if device == Device::Cpu { &Simd } else { &Cuda }
 }

@@ -1,11 +1,10 @@
-//! Multiplies all gradients of a step by one factor, and learns in the same pass whether one of them is infinite or NaN, and
-//! their 2-norm.
+//! Multiplies all gradients of a step by one factor, and finds in the same pass whether one of them is infinite or NaN, and their
+//! 2-norm.
 //!
-//! g ← f·g, c = 1 where some f·g is not finite, and N² = Σ (f·g)². A gradient scaler's unscaling, its overflow check and the
-//! norm that clipping needs are then one read and one write of each gradient, where three operators read them three times
-//! and write them twice. On the CPU the pass is written in Rust and vectorized, and without the norm it is libtorch's
-//! `_amp_foreach_non_finite_check_and_unscale_`, which has less to do; on CUDA it is that operator and, where the norm is
-//! wanted, `_foreach_norm`, and nothing is synchronised.
+//! g ← f·g, c = 1 if some f·g is not finite, and N² = Σ (f·g)². A gradient scaler's unscaling, its overflow check and the norm for
+//! clipping then take one read and one write of each gradient; three operators take three reads and two writes. On the CPU the pass
+//! is written in Rust and vectorized, and without the norm it is libtorch's `_amp_foreach_non_finite_check_and_unscale_`, which
+//! does less work; on CUDA it is that operator and, for the norm, `_foreach_norm`, without synchronisation.
 
 use std::borrow::Borrow;
 
@@ -19,13 +18,13 @@ use crate::sys::gradients as sys;
 
 const NAME: &str = "fused unscale";
 
-/// `x *= factor`, where `factor` is one number on x's device, such as the gradient that arrives for a loss. Where it is 1, the pass
-/// over x is left out, on CUDA without waiting for the device.
+/// Computes `x *= factor`, where `factor` is a scalar on x's device, such as the upstream gradient of a loss. If it is 1, the pass
+/// over x is skipped, on CUDA without waiting for the device.
 ///
 /// # Errors
 /// Those of libtorch.
 pub fn scale_(x: &mut Tensor, factor: &Tensor) -> Result<()> {
-    // A trace shows reading the factor as a part of this kernel: on a CPU nothing waits for it.
+    // A trace shows reading the factor as part of this kernel: on a CPU nothing waits for it.
     let _scope = kernel("runtime::scale");
     let is_done = match x.device() {
         Device::Cpu => factor.f_double_value(&[])? == 1.0,
@@ -37,21 +36,21 @@ pub fn scale_(x: &mut Tensor, factor: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// What [`unscale_`] learned. Both are tensors on the gradients' device, which nobody has waited for.
+/// The results of [`unscale_`], on the gradients' device and not synchronised.
 #[derive(Debug)]
 pub struct Unscaled {
-    /// Float, `[1]`: 1 where a gradient is infinite or NaN, else 0.
+    /// Float, `[1]`: 1 if a gradient is infinite or NaN, else 0.
     pub found_inf: Tensor,
-    /// Double on the CPU, float on CUDA, no dimension: the 2-norm of all gradients as one vector, after the factor. Infinite
-    /// or NaN where one of them is.
+    /// Double on the CPU, float on CUDA, no dimension: the 2-norm of all gradients as one vector, after the factor. Infinite or NaN
+    /// if one of them is.
     pub norm: Option<Tensor>,
 }
 
 /// Multiplies every gradient by `factor` in place. All on one device; on the CPU fp32, fp64 or bf16, each filling its memory
-/// without gaps or overlap (in any order of dimensions); on CUDA what libtorch takes. No gradients: nothing found, a norm of 0.
+/// without gaps or overlap (in any order of dimensions); on CUDA what libtorch accepts. Without gradients: nothing found, a norm of
+/// 0.
 ///
-/// `factor` is a float tensor of one element, on the gradients' device. It is the kernel that reads it, as it reads the
-/// gradients: nothing is brought to the host.
+/// `factor` is a float tensor of one element on the gradients' device; the host does not read it.
 ///
 /// # Errors
 /// [`Error::Invalid`](crate::Error::Invalid) for a gradient of another device, dtype or layout; those of libtorch.
@@ -72,7 +71,7 @@ pub fn unscale_(grads: &[impl Borrow<Tensor>], factor: &Tensor, norm: bool) -> R
     let value = sys::factor(NAME, factor)?;
     let grads: Vec<&Tensor> = grads.iter().map(Borrow::borrow).collect();
     if !norm && value.abs() <= 1.0 {
-        // libtorch looks at g and not at f·g, which is the same question for such a factor.
+        // libtorch checks g and not f·g, which is equivalent for such a factor.
         sys::check(NAME, &grads)?;
         let found_inf = Tensor::f_zeros([1], (Kind::Float, device))?;
         ops::amp::non_finite_check_and_unscale_(&grads, &found_inf, factor)?;
@@ -95,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn one_pass_is_what_three_operators_are() {
+    fn one_pass_matches_three_operators() {
         tch::manual_seed(3);
         let sizes: [&[i64]; 6] = [&[1], &[63], &[129, 65], &[3, 5, 7], &[512, 700], &[0, 4]];
         for (kind, tolerance) in [(Kind::Float, 1e-6), (Kind::Double, 1e-13), (Kind::BFloat16, 5e-3)] {
@@ -119,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn every_place_of_an_infinity_or_a_nan_is_seen_and_large_numbers_are_none() {
+    fn an_infinity_or_nan_is_found_at_every_index() {
         for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
             for bad in [f64::INFINITY, f64::NEG_INFINITY, f64::NAN] {
                 for (size, place) in [(1, 0), (64, 63), (65, 64), (100_000, 0), (100_000, 99_999)] {
@@ -134,19 +133,19 @@ mod tests {
                 }
             }
         }
-        // Their squares are beyond fp32, and they are not.
+        // Their squares overflow fp32, but they do not.
         let grads = [Tensor::full([100], 1e30, kind::FLOAT_CPU)];
         let found = unscale_(&grads, &factor(1.0), true).unwrap();
         assert_eq!(found.found_inf.double_value(&[0]), 0.0);
         let norm = found.norm.unwrap().double_value(&[]);
         assert!((norm / 1e31 - 1.0).abs() < 1e-6, "{norm}");
-        // The factor itself may take a gradient beyond.
+        // The factor itself may make a gradient overflow.
         let found = unscale_(&grads, &factor(1e20), false).unwrap();
         assert_eq!(found.found_inf.double_value(&[0]), 1.0);
     }
 
     #[test]
-    fn any_dense_layout_is_taken_and_others_are_refused() {
+    fn any_dense_layout_is_supported_and_others_are_refused() {
         let whole = Tensor::ones([8, 6], kind::FLOAT_CPU);
         let found = unscale_(&[whole.tr()], &factor(2.0), true).unwrap();
         assert_eq!(found.norm.unwrap().double_value(&[]), (48.0f64 * 4.0).sqrt());

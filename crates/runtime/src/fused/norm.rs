@@ -1,6 +1,6 @@
-//! Layer norm and RMS norm, forward and backward in one pass over memory each.
+//! Layer norm and RMS norm, with one pass over memory for forward and one for backward.
 //!
-//! For a row x of width n, with weight w and bias b (either may be absent):
+//! For a row x of width n, with optional weight w and bias b:
 //!
 //! - layer norm (Ba, Kiros & Hinton, arXiv:1607.06450): μ = mean(x), r = 1/√(mean((x − μ)²) + eps), x̂ = (x − μ)·r
 //! - RMS norm (Zhang & Sennrich, arXiv:1910.07467): r = 1/√(mean(x²) + eps), x̂ = x·r
@@ -11,36 +11,35 @@
 //! - ∂L/∂x = r·(g − mean(g) − x̂·mean(g·x̂)), without mean(g) for the RMS norm
 //! - ∂L/∂w = Σ d·x̂ and ∂L/∂b = Σ d, over rows
 //!
-//! # What is kept
+//! # What is saved
 //!
-//! One number r per row, and a matrix ([`Keep`]): the input x (with μ, for the layer norm), or the output y, from which
-//! backward has x̂ = (y − b)/w again. What follows a norm is most often a product, which keeps y in any case; then the input
-//! is free, and a norm keeps 4 bytes per row. This is Apex's `memory_efficient`. The weight must allow it: x̂ has the rounding
-//! error of y, multiplied by 1 + |b|/|w·x̂|, and a weight of 0 has lost x̂. Apex divides by a weight that is clamped away from
-//! 0, which gives a gradient that is wrong there without a word; here forward looks at the weights, and keeps the input where
-//! one of them does not allow more ([`recoverable`]).
+//! One number r per row, and a matrix ([`Keep`]): the input x (with μ, for the layer norm), or the output y, from which backward
+//! recovers x̂ = (y − b)/w. A norm is usually followed by a product, which saves y in any case; then the input is freed, and the
+//! norm saves 4 bytes per row. This is Apex's `memory_efficient`. The weight must allow it: x̂ has the rounding error of y,
+//! multiplied by 1 + |b|/|w·x̂|, and with a weight of 0, x̂ is lost. Apex divides by a weight that is clamped away from 0, which
+//! silently gives a wrong gradient there; here forward checks the weights, and saves the input if one of them does not allow
+//! recovery ([`recoverable`]).
 //!
 //! # How it computes
 //!
-//! Statistics are fp32 (f64 for f64). The variance is taken from deviations from the mean, never from squares of x, and the
-//! mean's own rounding error is carried along, so that a mean of 10⁴ with a variance of 1 loses nothing. bf16 and fp16 are
-//! read as they are, and the output may be fp32 ([`Options::output`]): a norm within mixed precision needs no fp32 copy of
-//! its input. Sums over rows are added in an order that depends on their number alone: the same bits in every run, with any
-//! number of threads.
+//! Statistics are fp32 (f64 for f64). The variance is computed from deviations from the mean, never from squares of x, with
+//! compensation for the mean's own rounding error, so that a mean of 10⁴ with a variance of 1 is exact. bf16 and fp16 are read
+//! directly, and the output may be fp32 ([`Options::output`]): in mixed precision a norm needs no fp32 copy of its input. The order
+//! of sums over rows depends on their number alone: the same bits in every run, with any number of threads.
 //!
-//! Forward reads x and writes y: 8 bytes per element in fp32. Backward reads what was kept and the upstream gradient, and
-//! writes ∂L/∂x into the upstream gradient's memory where nobody else can see it: 12 bytes per element and no allocation.
+//! Forward reads x and writes y: 8 bytes per element in fp32. Backward reads the saved matrix and the upstream gradient, and writes
+//! ∂L/∂x into the upstream gradient's memory if nothing else uses it: 12 bytes per element and no allocation.
 //!
 //! # On CUDA
 //!
 //! A kernel forward and one backward (and one that adds up the parameters' gradients), for fp32, bf16 and fp16; libtorch's fused
-//! operators for f64, for rows of more than 32 768 numbers and without NVRTC. The input is kept whatever is asked for: whether the
-//! weight allows more cannot be known without waiting for the device.
+//! operators for f64, for rows of more than 32 768 numbers and without NVRTC. The input is always saved: checking the weights would
+//! wait for the device.
 //!
 //! # How it differs from PyTorch's
 //!
 //! `layer_norm` has one kernel on a CPU, which keeps the input; `rms_norm` is composed of five operators there, which keep the
-//! input and the normalized input. PyTorch's can be differentiated twice, these cannot, and say so when they are asked.
+//! input and the normalized input. PyTorch's can be differentiated twice; these return an error for a second derivative.
 //!
 //! ```
 //! use runtime::fused::norm::{self, Keep, Options};
@@ -68,45 +67,45 @@ use function::FusedNorm;
 
 const NAME: &str = "fused norm";
 
-/// The matrix that is kept for backward.
+/// The matrix that is saved for backward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Keep {
-    /// The input (with a residual: the sum), and for the layer norm the means.
+    /// The input (with a residual, the sum), and for the layer norm the means.
     #[default]
     Input,
-    /// The output, where the weight allows it ([`recoverable`]); else the input. On the CPU only.
+    /// The output if the weight allows it ([`recoverable`]), else the input. On the CPU only.
     Output,
 }
 
-/// How a norm is computed.
+/// Options of a norm.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
     /// Added to the variance, or to the mean square.
     pub eps: f64,
-    /// What is kept for backward.
+    /// What is saved for backward.
     pub keep: Keep,
     /// The dtype of the output: the input's (`None`), or [`Kind::Float`] from bf16 or fp16.
     pub output: Option<Kind>,
 }
 
 impl Default for Options {
-    /// eps 10⁻⁵; the input is kept; the output is of the input's dtype.
+    /// Returns eps 10⁻⁵, saving the input, and the input's dtype for the output.
     fn default() -> Self {
         Self { eps: 1e-5, keep: Keep::Input, output: None }
     }
 }
 
-/// Which norm.
+/// The kind of norm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Norm {
-    /// Of deviations from the mean.
+    /// Layer norm.
     Layer,
-    /// Of the values themselves.
+    /// RMS norm.
     Rms,
 }
 
-/// Layer norm of the last dimension. x `[…, width]`; weight and bias `[width]`, of any floating dtype, are computed with in
-/// fp32 (f64 for an input of f64).
+/// Computes the layer norm of the last dimension. x `[…, width]`; weight and bias `[width]`, of any floating-point dtype, are
+/// converted to fp32 (f64 for an f64 input).
 ///
 /// # Errors
 /// Shapes, dtypes or devices that do not fit; those of libtorch.
@@ -120,7 +119,7 @@ pub fn layer_norm(
     Ok(outputs.swap_remove(0))
 }
 
-/// RMS norm of the last dimension. See [`layer_norm`].
+/// Computes the RMS norm of the last dimension. See [`layer_norm`].
 ///
 /// # Errors
 /// As [`layer_norm`].
@@ -129,8 +128,8 @@ pub fn rms_norm(x: &Tensor, weight: Option<&Tensor>, options: Options) -> Result
     Ok(outputs.swap_remove(0))
 }
 
-/// s = x + residual and y = norm(s), as `(y, s)`, in one pass; backward adds the gradient of s within its own. `residual` has
-/// the shape, dtype and device of x.
+/// Returns `(y, s)` with s = x + residual and y = norm(s), in one pass; backward adds the gradient of s in the same pass.
+/// `residual` has the shape, dtype and device of x.
 ///
 /// # Errors
 /// As [`layer_norm`].
@@ -199,11 +198,11 @@ fn check(
     Ok(())
 }
 
-/// Whether x̂ = (y − bias)/weight can be had from a y of dtype `output` with at most nine times its rounding error: every
-/// |bias| ≤ 8·|weight|, and no weight so small (2⁻⁶ for fp16, 2⁻⁶⁰ for others) that products with it leave the dtype's
-/// normal numbers. Always, without weight and bias.
+/// Returns whether x̂ = (y − bias)/weight can be recovered from a y of dtype `output` with at most nine times its rounding
+/// error: every |bias| ≤ 8·|weight|, and no weight so small (2⁻⁶ for fp16, 2⁻⁶⁰ for others) that products with it leave the
+/// dtype's normal range. Always true without weight and bias.
 ///
-/// Reads the weights: on another device than the CPU, it waits.
+/// Reads the weights, which waits for a device other than the CPU.
 ///
 /// # Errors
 /// Those of libtorch.
@@ -224,20 +223,20 @@ pub fn recoverable(weight: Option<&Tensor>, bias: Option<&Tensor>, output: Kind)
     })
 }
 
-/// What [`forward`] gives.
+/// The results of [`forward`].
 #[derive(Debug)]
 pub struct Normalized {
-    /// x's shape, of the output dtype.
+    /// The output, in x's shape and the output dtype.
     pub y: Tensor,
-    /// x + residual, of x's dtype, where a residual was given.
+    /// x + residual in x's dtype, if a residual was given.
     pub sum: Option<Tensor>,
-    /// μ of each row, `[rows]` in fp32 (f64 for f64), where it was asked for.
+    /// μ of each row, `[rows]` in fp32 (f64 for f64), if requested.
     pub mean: Option<Tensor>,
-    /// r of each row, likewise.
+    /// r of each row, `[rows]` in the same dtype.
     pub rstd: Tensor,
 }
 
-/// The pass itself, without a graph. CPU tensors; `mean` asks for the means (of the layer norm).
+/// Runs the forward pass without a graph, on CPU tensors; `mean` requests the means (of the layer norm).
 ///
 /// # Errors
 /// As [`layer_norm`]; a tensor on another device; one that requires a gradient while gradients are recorded.
@@ -279,26 +278,26 @@ pub fn forward(
     Ok(Normalized { y, sum, mean, rstd })
 }
 
-/// What [`backward`] works from.
+/// The saved tensors for [`backward`].
 #[derive(Debug)]
 pub struct Saved<'a> {
-    /// What [`keep`](Self::keep) says: the norm's input (with a residual: the sum), or its output.
+    /// The norm's input (with a residual, the sum), or its output, by [`keep`](Self::keep).
     pub kept: &'a Tensor,
-    /// Which of the two.
+    /// Which of the two was saved.
     pub keep: Keep,
     /// The dtype of the input.
     pub kind: Kind,
-    /// As forward gave them; the mean is not needed with [`Keep::Output`].
+    /// The means; not needed with [`Keep::Output`].
     pub mean: Option<&'a Tensor>,
-    /// As forward gave it.
+    /// 1/σ of each row.
     pub rstd: &'a Tensor,
-    /// As forward had it.
+    /// The weight.
     pub weight: Option<&'a Tensor>,
-    /// As forward had it; needed with [`Keep::Output`] only.
+    /// The bias; needed with [`Keep::Output`] only.
     pub bias: Option<&'a Tensor>,
 }
 
-/// Which gradients are computed.
+/// Which gradients to compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wanted {
     /// Of the input.
@@ -309,7 +308,7 @@ pub struct Wanted {
     pub bias: bool,
 }
 
-/// What [`backward`] gives: those that were wanted. Of the input in its dtype, of the parameters in fp32 (f64 for f64).
+/// The requested gradients of [`backward`]: of the input in its dtype, of the parameters in fp32 (f64 for f64).
 #[derive(Debug)]
 pub struct Gradients {
     /// Of the input, of the upstream gradient's shape.
@@ -320,8 +319,8 @@ pub struct Gradients {
     pub bias: Option<Tensor>,
 }
 
-/// The backward pass itself. `upstream` is used up: where nobody else has a handle to its memory, the input's gradient is in
-/// it. `added`, of the input's shape and dtype, is added to the input's gradient.
+/// Runs the backward pass without a graph. `upstream` is consumed: if nothing else uses its memory, it becomes the input's
+/// gradient. `added`, of the input's shape and dtype, is added to the input's gradient.
 ///
 /// # Errors
 /// Shapes, dtypes or devices that do not fit; those of libtorch.
@@ -373,12 +372,12 @@ pub fn backward(
     Ok(Gradients { x, weight: of_weight, bias: of_bias })
 }
 
-/// A parameter as the passes read it.
+/// Converts a parameter for the passes.
 fn parameter(parameter: Option<&Tensor>, kind: Kind) -> Result<Option<Tensor>> {
     parameter.map(|p| Ok(p.f_detach()?.f_to_kind(kind)?.f_contiguous()?)).transpose()
 }
 
-/// Tells running counters of a pass over these matrices. Elementwise work counts no FLOPs.
+/// Reports a pass over these matrices to running counters. Elementwise work counts no FLOPs.
 fn record(name: &str, matrices: &[Option<&Tensor>]) -> Result<()> {
     let bytes = |matrix: &Tensor| matrix.numel() * matrix.kind().elt_size_in_bytes();
     record_external(name, Flops::default(), matrices.iter().flatten().map(|m| bytes(m) as u64).sum())

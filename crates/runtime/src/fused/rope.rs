@@ -1,27 +1,26 @@
 //! Rotary position embedding (Su et al., arXiv:2104.09864) of queries and keys, in one pass over memory.
 //!
-//! A head x of width e is a pair of halves, x = (x₁, x₂). The token at place p turns pair i by the angle p·ωᵢ
+//! A head x of width e is a pair of halves, x = (x₁, x₂). The token at position p rotates pair i by the angle p·ωᵢ
 //! ([`Frequencies`]):
 //!
 //! - y₁ = x₁·cos(p·ω) − x₂·sin(p·ω)
 //! - y₂ = x₂·cos(p·ω) + x₁·sin(p·ω)
 //!
-//! so that the product of a query at p with a key at p′ depends on p − p′ alone. Column i is paired with column i + e/2, as in
+//! so that the product of a query at p and a key at p′ depends on p − p′ alone. Column i is paired with column i + e/2, as in
 //! Hugging Face's Llama and Qwen2; Meta's own checkpoints pair neighbours, and are permuted when they are converted.
 //!
-//! # What is kept, and what it costs
+//! # What is saved, and what it costs
 //!
-//! A rotation is orthogonal: the gradient of x is the upstream gradient turned back by the same angle. Backward reads nothing
-//! but that gradient and the table, so forward keeps nothing (the positions are held, not copied, where they were given), and
-//! the gradient is written over the upstream one where nobody else can see that. Composed of operators, `x·cos +
-//! rotate_half(x)·sin` moves each of q and k some seven times and makes four temporaries of their size; here each is read once
-//! and written once, and the row of the table once per token, for all heads of both.
+//! A rotation is orthogonal: the gradient of x is the upstream gradient rotated back by the same angle. Backward reads only that
+//! gradient and the table, so forward saves nothing (except a reference to given positions), and the gradient overwrites the
+//! upstream one if nothing else uses it. As a chain of operators, `x·cos + rotate_half(x)·sin` moves each of q and k about seven
+//! times and creates four temporaries of their size; here each is read and written once, and a row of the table is read once per
+//! token for all heads of both.
 //!
 //! # Precision
 //!
-//! The table is computed in f64 and rounded to fp32 once. (transformers multiplies place and ω in fp32, which strays by up
-//! to 10⁻³ rad at place 10⁴.) fp32, bf16 and fp16 are computed in fp32 and rounded once; f64 in f64, with the
-//! fp32 table.
+//! The table is computed in f64 and rounded to fp32 once. (transformers multiplies position and ω in fp32, which is off by up to
+//! 10⁻³ rad at position 10⁴.) fp32, bf16 and fp16 are computed in fp32 and rounded once; f64 in f64, with the fp32 table.
 //!
 //! ```
 //! use runtime::fused::rope::{Frequencies, RotaryTable};
@@ -55,95 +54,96 @@ use function::Rotate;
 
 pub(crate) use sys::NAME;
 
-/// Cosines and sines of every place. Its clones, one for each layer of a model, share its memory.
+/// Cosines and sines of every position. Clones, one for each layer of a model, share its memory.
 #[derive(Debug, Clone)]
 pub struct RotaryTable {
     shared: Arc<Shared>,
 }
 
-/// Rows of a table that are computed at first, on the CPU: 4 MiB for heads of 128.
+/// Initial rows of a table on the CPU: 4 MiB for heads of 128.
 const FIRST_ROWS: i64 = 8192;
 
 #[derive(Debug)]
 struct Shared {
-    places: i64,
+    positions: i64,
     angles: Vec<f64>,
     device: Device,
-    /// `[rows, 2, head / 2]`, fp32: the places that were needed so far, and not more than there are.
+    /// `[rows, 2, head / 2]`, fp32: the positions needed so far.
     rows: Mutex<Tensor>,
 }
 
 impl RotaryTable {
-    /// The table of places 0 to `places` − 1 for heads of width `head`: `places · head` numbers of 4 bytes. On the CPU those beyond the
-    /// first 8192 places are computed when such a place is first rotated.
+    /// Creates the table of positions 0 to `positions` − 1 for heads of width `head`: `positions · head` numbers of 4 bytes. On the
+    /// CPU, positions beyond the first 8192 are computed when first needed.
     ///
     /// # Errors
-    /// Those of [`Frequencies::angles`]; fewer than one place; too little memory.
-    pub fn new(head: i64, places: i64, frequencies: &Frequencies, device: Device) -> Result<Self> {
+    /// Those of [`Frequencies::angles`]; fewer than one position; too little memory.
+    pub fn new(head: i64, positions: i64, frequencies: &Frequencies, device: Device) -> Result<Self> {
         let angles = frequencies.angles(head)?;
-        if places < 1 {
-            return Err(Error::invalid(NAME, format!("{places} places; expected at least 1")));
+        if positions < 1 {
+            return Err(Error::invalid(NAME, format!("{positions} positions; expected at least 1")));
         }
-        // Elsewhere the places of given positions are not known without waiting for the device.
-        let first = if device == Device::Cpu { places.min(FIRST_ROWS) } else { places };
+        // On other devices, reading given positions would wait for the device.
+        let first = if device == Device::Cpu { positions.min(FIRST_ROWS) } else { positions };
         let rows = Mutex::new(rows(0..first, &angles)?.f_to_device(device)?);
-        Ok(Self { shared: Arc::new(Shared { places, angles, device, rows }) })
+        Ok(Self { shared: Arc::new(Shared { positions, angles, device, rows }) })
     }
 
-    /// How many places there are.
-    pub fn places(&self) -> i64 {
-        self.shared.places
+    /// Returns the number of positions.
+    pub fn positions(&self) -> i64 {
+        self.shared.positions
     }
 
-    /// Width of the heads.
+    /// Returns the width of the heads.
     pub fn head(&self) -> i64 {
         2 * self.shared.angles.len() as i64
     }
 
-    /// `[rows, 2, head / 2]`, fp32: the cosines of a place, then its sines, for the places below `needed` at least.
+    /// Returns `[rows, 2, head / 2]`, fp32: the cosines of a position, then its sines, for at least the positions below
+    /// `needed`.
     ///
     /// # Errors
-    /// More places than there are; too little memory.
+    /// More positions than the table has; too little memory.
     pub fn values(&self, needed: i64) -> Result<Tensor> {
-        let Shared { places, ref angles, device, ref rows } = *self.shared;
-        if needed > places {
-            return Err(sys::beyond(needed - 1, places));
+        let Shared { positions, ref angles, device, ref rows } = *self.shared;
+        if needed > positions {
+            return Err(sys::beyond(needed - 1, positions));
         }
         let mut computed = rows.lock();
         let known = computed.size()[0];
         if needed > known {
-            // Twice as many, so that one place after the other does not copy the table each time.
-            let enough = needed.max(known.saturating_mul(2)).min(places);
+            // Twice as many, so that increasing positions do not copy the table each time.
+            let enough = needed.max(known.saturating_mul(2)).min(positions);
             let more = self::rows(known..enough, angles)?.f_to_device(device)?;
             *computed = Tensor::f_cat(&[&*computed, &more], 0)?;
         }
         Ok(computed.shallow_clone())
     }
 
-    /// [`RotaryTable::values`] of the places of a call.
+    /// Returns [`RotaryTable::values`] for the positions of a call.
     fn values_for(&self, sequence: i64, positions: Option<&Tensor>) -> Result<Tensor> {
         let Some(positions) = positions else { return self.values(sequence) };
         let known = self.values(0)?;
-        if known.size()[0] == self.places() || positions.numel() == 0 {
+        if known.size()[0] == self.positions() || positions.numel() == 0 {
             return Ok(known);
         }
         let (least, most) = (i64::try_from(positions.f_min()?)?, i64::try_from(positions.f_max()?)?);
         if least < 0 {
-            return Err(sys::beyond(least, self.places()));
+            return Err(sys::beyond(least, self.positions()));
         }
         self.values(most.saturating_add(1))
     }
 
-    /// Rotates `q` `[b, t, heads, head]` and `k` `[b, t, kv_heads, head]`, of one dtype and any strides: windows of a joint
-    /// projection are read where they lie. The token at `[b, t]` has the place `positions[b, t]` (int64), or t without
-    /// `positions`. The results are contiguous.
+    /// Rotates `q` `[b, t, heads, head]` and `k` `[b, t, kv_heads, head]`, of one dtype and any strides, such as views of a joint
+    /// projection. The token at `[b, t]` has the position `positions[b, t]` (int64), or t without `positions`. The results are
+    /// contiguous.
     ///
-    /// On the CPU a position outside the table is an error. On CUDA it ends the process's context, because to look first
-    /// would wait for the device.
+    /// On the CPU a position outside the table is an error. On CUDA it destroys the process's context, because a check would wait
+    /// for the device.
     ///
     /// # Errors
-    /// Shapes, dtypes or devices that do not fit; a position outside the table; those of libtorch. A second derivative is
-    /// computed.
+    /// Shapes, dtypes or devices that do not fit; a position outside the table; those of libtorch. Second derivatives are
+    /// supported.
     pub fn rotate(&self, q: &Tensor, k: &Tensor, positions: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
         self.check(q, k, positions)?;
         let values = self.values_for(q.size()[1], positions)?;
@@ -189,15 +189,15 @@ impl RotaryTable {
                     size[1]
                 ))
             }
-            None if size[1] > self.places() => Err(sys::beyond(size[1] - 1, self.places())),
+            None if size[1] > self.positions() => Err(sys::beyond(size[1] - 1, self.positions())),
             _ => Ok(()),
         }
     }
 }
 
-/// The rows of some places, on the CPU.
-fn rows(places: Range<i64>, angles: &[f64]) -> Result<Tensor> {
-    let (count, half) = ((places.end - places.start) as usize, angles.len());
+/// Returns the rows of some positions, on the CPU.
+fn rows(positions: Range<i64>, angles: &[f64]) -> Result<Tensor> {
+    let (count, half) = ((positions.end - positions.start) as usize, angles.len());
     let mut values: Vec<f32> = Vec::new();
     let numbers = half.checked_mul(2).and_then(|width| width.checked_mul(count));
     if numbers.is_none_or(|numbers| values.try_reserve_exact(numbers).is_err()) {
@@ -205,13 +205,13 @@ fn rows(places: Range<i64>, angles: &[f64]) -> Result<Tensor> {
         return Err(Error::invalid(
             NAME,
             format!(
-                "a table of {count} places for heads of {head} has 4 · {count} · {head} bytes, more memory than there is; make \
+                "a table of {count} positions for heads of {head} has 4 · {count} · {head} bytes, more memory than there is; make \
                  the model with fewer positions"
             ),
         ));
     }
-    for place in places {
-        let turned = |angle: &f64| (place as f64 * angle).sin_cos();
+    for position in positions {
+        let turned = |angle: &f64| (position as f64 * angle).sin_cos();
         values.extend(angles.iter().map(|angle| turned(angle).1 as f32));
         values.extend(angles.iter().map(|angle| turned(angle).0 as f32));
     }

@@ -5,14 +5,14 @@
 //! - ∂L/∂g = d·u·σ·(1 + g·(1 − σ))
 //! - ∂L/∂u = d·s
 //!
-//! g, u, h: `[tokens, features]`. One pass reads g and u and writes h (12 bytes per element in fp32 where SiLU and the
-//! product as two operators move 20). The backward pass reads g, u, d, and leaves in their place ∂L/∂g, ∂L/∂u and h,
-//! which the gradient of the down-projection needs: 24 bytes per element where a chain of operators moves 56, and no
-//! temporary. Computed in fp32 for fp32 and bf16 (rounded once), in f64 for f64.
+//! g, u, h: `[tokens, features]`. One pass reads g and u and writes h (12 bytes per element in fp32; SiLU and the
+//! product as two operators move 20). The backward pass reads g, u, d, and overwrites them with ∂L/∂g, ∂L/∂u and h,
+//! which the gradient of the down-projection needs: 24 bytes per element and no temporary; a chain of operators moves
+//! 56. Computed in fp32 for fp32 and bf16 (rounded once), in f64 for f64.
 //!
-//! [`forward`] and [`backward`] are the passes of a hand-written function that owns g and u. [`silu_mul`] is a node of the
-//! graph by itself and keeps g and u, nothing else: with the input and the product, which the projections around it keep, an
-//! MLP of ordinary parts holds H + 3F elements per token, where SiLU and a product as two operators hold H + 4F.
+//! [`forward`] and [`backward`] are the passes for a hand-written function that owns g and u. [`silu_mul`] is a node of the graph
+//! that saves only g and u: with the input and the product, which the projections around it save, an MLP of ordinary parts keeps H
+//! + 3F elements per token; SiLU and a product as two operators keep H + 4F.
 
 use tch::{Device, Tensor};
 
@@ -24,11 +24,11 @@ use crate::sys::swiglu as sys;
 
 mod function;
 
-/// SiLU(gate)·up, connected to the graph, which keeps `gate` and `up`. Tensors of one shape, of any floating dtype; one pass
-/// forward and one backward, in which one gradient takes the memory of the upstream one where nobody else can see that.
+/// Computes SiLU(gate)·up as a node of the graph, which saves `gate` and `up`. Tensors of one shape, of any floating-point dtype;
+/// one pass forward and one backward, in which one gradient overwrites the upstream one if nothing else uses it.
 ///
-/// Unlike [`backward`] it overwrites neither gate nor up, which may be anyone's here. Two dtypes are promoted as libtorch
-/// does. Beside the CPU it is a chain of libtorch's operators in fp32, or in f64.
+/// Unlike [`backward`] it overwrites neither gate nor up, which other code may use. Two dtypes are promoted as in libtorch. Without
+/// a kernel for the device it is a chain of libtorch's operators in fp32 or f64.
 ///
 /// ```
 /// use runtime::fused::swiglu::silu_mul;
@@ -56,9 +56,9 @@ pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     Ok(outputs.remove(0))
 }
 
-/// Writes `product = SiLU(gate)·up`, and `silu = SiLU(gate)` where it is wanted.
+/// Writes `product = SiLU(gate)·up`, and `silu = SiLU(gate)` if given.
 ///
-/// All `[tokens, features]`, of one dtype and device, rows dense. `product` may be the very tensor `gate` or `up`; any
+/// All are `[tokens, features]`, of one dtype and device, with dense rows. `product` may be `gate` or `up` itself; any
 /// other overlap is refused.
 ///
 /// # Errors
@@ -82,22 +82,22 @@ pub fn forward(gate: &Tensor, up: &Tensor, silu: Option<&Tensor>, product: &mut 
     Ok(())
 }
 
-/// What [`backward`] leaves.
+/// The results of [`backward`].
 #[derive(Debug)]
 pub struct Gradients {
     /// ∂L/∂gate.
     pub gate: Tensor,
     /// ∂L/∂up.
     pub up: Tensor,
-    /// SiLU(gate)·up, which the forward computed and need not have kept.
+    /// SiLU(gate)·up, recomputed.
     pub product: Tensor,
 }
 
-/// The gradients of `gate` and `up`, given the gradient `grad` of the product. All three are used up: the results are in
-/// their memory (on the CPU without any other, elsewhere with one temporary for SiLU).
+/// Computes the gradients of `gate` and `up`, given the gradient `grad` of the product. All three are overwritten by the results
+/// (on the CPU without temporaries, on other devices with one for SiLU).
 ///
-/// All `[tokens, features]`, of one dtype and device, rows dense, apart from each other in memory. `silu` is SiLU(gate)
-/// where it was kept.
+/// All are `[tokens, features]`, of one dtype and device, with dense rows, without overlap. `silu` is SiLU(gate) if it
+/// was saved.
 ///
 /// # Errors
 /// Shapes, dtypes, devices or memory that do not fit.
@@ -136,7 +136,7 @@ pub fn backward(gate: Tensor, up: Tensor, silu: Option<&Tensor>, grad: Tensor) -
     Ok(Gradients { gate, up, product })
 }
 
-/// Tells running counters of a pass that read and wrote so many matrices of this size. Elementwise work counts no FLOPs.
+/// Reports a pass that read and wrote `passes` matrices of this size to running counters. Elementwise work counts no FLOPs.
 fn record(name: &str, matrix: &Tensor, passes: usize) -> Result<()> {
     let bytes = matrix.numel() * matrix.kind().elt_size_in_bytes() * passes;
     record_external(name, Flops::default(), bytes as u64)
@@ -150,7 +150,7 @@ fn not_recorded(tensors: &[&Tensor]) -> Result<()> {
     Ok(())
 }
 
-/// Whether the pass in Rust takes it; libtorch's operators take the rest.
+/// Returns whether the pass in Rust supports the tensor; libtorch's operators compute the rest.
 fn on_cpu(tensor: &Tensor) -> bool {
     tensor.device() == Device::Cpu && sys::takes(tensor.kind())
 }
@@ -161,9 +161,9 @@ mod tests {
 
     use super::*;
 
-    /// Against f64, from tails to pieces for several threads; contiguous and as halves of one storage.
+    /// Against f64, from tails to sizes for several threads; contiguous and as halves of one storage.
     #[test]
-    fn both_passes_agree_with_f64_to_the_last_places_of_their_dtype() {
+    fn both_passes_match_f64_to_the_last_places_of_their_dtype() {
         tch::manual_seed(7);
         for (kind, tolerance) in
             [(Kind::Float, 4e-7), (Kind::Double, 1e-15), (Kind::BFloat16, 8e-3), (Kind::Half, 5e-3)]

@@ -10,18 +10,19 @@ use crate::sys::tensor::bump_version;
 
 pub(super) const SOURCE: Source = Source(include_str!("../../cpp/cuda/adam.cuh"));
 
-/// Threads and numbers of a block, all of one tensor; the fastest of those that were tried on an H200.
+/// Threads and numbers of a block, all of one tensor; the fastest on an H200.
 const THREADS: u32 = 128;
 const CHUNK: i64 = 1024;
-/// Tensors of a launch: the table is passed by value, in at most 4 KiB.
+/// Tensors per launch: the table is passed by value, in at most 4 KiB.
 const ENTRIES: usize = 60;
 /// 8-byte members of a table's entry.
 const MEMBERS: usize = 8;
 
-/// What the tensors of a launch have in common.
+/// The properties that all tensors of a launch share.
 type Launch = (Kind, Option<Kind>, i64);
 
-/// See [`crate::fused::adam::adam_many`]; false, and nothing was done, where the kernel does not take them.
+/// See [`crate::fused::adam::adam_many`]; returns false, with nothing changed, if the kernel does not support the
+/// tensors.
 pub(crate) fn adam(
     tensors: &[AdamTensors<'_>],
     steps: &[Tensor],

@@ -1,4 +1,4 @@
-//! Compiled kernels on the disk. A file that is damaged, or a folder that cannot be written, costs a compilation.
+//! A disk cache of compiled kernels. A damaged file, or a folder that is not writable, costs a compilation.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 use crate::atomic_write;
 use crate::sys::cuda::nvrtc::Compiled;
 
-/// A name that changes with each of the texts.
+/// Returns a key that depends on each of the texts.
 pub(super) fn key(texts: &[&str]) -> String {
     let mut digest = Sha256::new();
     for text in texts {
@@ -17,21 +17,21 @@ pub(super) fn key(texts: &[&str]) -> String {
     hex(&digest.finalize())
 }
 
-/// The kernel of a key, where it is there and whole.
+/// Reads the kernel of a key, if it exists and is intact.
 pub(super) fn read(key: &str) -> Option<Compiled> {
     parse(&std::fs::read(path(key)?).ok()?)
 }
 
-/// Keeps a kernel, where that is possible.
+/// Stores a kernel, if possible.
 pub(super) fn write(key: &str, compiled: &Compiled) {
     let Some(path) = path(key) else { return };
     let written = std::fs::create_dir_all(atomic_write::parent(&path))
         .and_then(|()| atomic_write::file(&path, |out| out.write_all(&bytes(compiled))));
-    // The next process compiles it again.
+    // On failure, the next process compiles it again.
     drop(written);
 }
 
-/// A digest of what follows, the kernel's name, a NUL byte, the machine code.
+/// The file's content: a digest of what follows, the kernel's name, a NUL byte, the machine code.
 fn bytes(compiled: &Compiled) -> Vec<u8> {
     let content = [compiled.name.as_bytes(), &[0], &compiled.cubin].concat();
     [&Sha256::digest(&content)[..], &content].concat()
@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_read_as_it_was_written_and_refused_where_it_was_changed() {
+    fn a_cached_kernel_round_trips_and_damaged_files_are_refused() {
         let compiled = Compiled { name: "_Z1fv".into(), cubin: vec![0x7f, b'E', 0, 3] };
         let whole = bytes(&compiled);
         assert_eq!(parse(&whole), Some(compiled));
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_depends_on_every_text_and_where_it_ends() {
+    fn a_key_depends_on_every_text_and_its_end() {
         let keys = [key(&["a", "bc"]), key(&["ab", "c"]), key(&["a", "b"]), key(&["a", "bc", ""])];
         for (index, one) in keys.iter().enumerate() {
             assert!(keys[..index].iter().all(|other| other != one));

@@ -13,14 +13,14 @@ use crate::sys::tensor::bump_version;
 
 pub(super) const SOURCE: Source = Source(include_str!("../../cpp/cuda/cross_entropy.cuh"));
 
-/// Threads of a block of the statistics, which has a row.
+/// Threads of a block of the statistics pass, which has one row.
 const ROW: u32 = 512;
 /// Threads of a block of the other passes.
 const THREADS: u32 = 256;
-/// Numbers of 16 bytes that a thread of the gradient has.
+/// 16-byte packs per thread of the gradient pass.
 const PACKS: i64 = 4;
 
-/// A pass over memory each, in fp32; for f64, and where there is no NVRTC, [`Operators`].
+/// The passes in fp32; for f64, and without NVRTC, [`Operators`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cuda;
 
@@ -171,7 +171,7 @@ impl LogitsPass for Cuda {
         let Tile { matrix: Matrix { rows, columns, stride }, device, .. } = view;
         let arguments =
             view.gradient_arguments(tile, transform, targets, class_weights, coefficients)?.concat();
-        // Of 16 bits each: as many as fill 16 bytes.
+        // 16-bit numbers: as many as fill 16 bytes.
         let width = if columns % 8 == 0 && stride % 8 == 0 && (tile.data_ptr() as usize).is_multiple_of(16) {
             8
         } else {
@@ -187,13 +187,13 @@ impl LogitsPass for Cuda {
     }
 }
 
-/// Whether a gradient has more than one class and the softmax.
+/// Returns whether a gradient has more terms than one class and the softmax.
 fn extra_of_gradient(targets: Targets<'_>, coefficients: Coefficients<'_>) -> bool {
     coefficients.constant.is_some() || matches!(targets, Targets::Dense(_))
 }
 
 impl Tile {
-    /// Checks the tile, and what of its shape it comes with.
+    /// Checks the tile and the tensors of its shape.
     fn new(tile: &Tensor, bias: Option<&Tensor>, targets: Option<Targets<'_>>) -> Result<Self> {
         let device = tile.device();
         let options = (Kind::Float, device);
@@ -218,7 +218,7 @@ impl Tile {
         Ok(Self { matrix: view, width, device })
     }
 
-    /// The arguments of the passes for the gradient, before and after the number of blocks.
+    /// Returns the arguments of the gradient passes, before and after the number of blocks.
     fn gradient_arguments(
         &self,
         tile: &Tensor,

@@ -14,14 +14,14 @@ const NAME: &str = "fused norm";
 
 pub(super) const SOURCE: Source = Source(include_str!("../../cpp/cuda/norm.cuh"));
 
-/// How blocks divide rows.
+/// The division of rows among blocks.
 struct Division {
-    /// Threads and packs of a thread, by rising size; the fastest of those that were tried on an H200.
+    /// Threads and packs per thread, by increasing size; the fastest on an H200.
     sizes: [(u32, i64); 6],
-    /// Threads that a pass has at most, all blocks together. A function of the shape: the number of processors must not decide which
-    /// rows are summed first.
+    /// Maximum threads of a pass over all blocks. A function of the shape, because the number of processors must not affect the
+    /// order of summation.
     threads: i64,
-    /// Rows that are read ahead, where a thread has one pack, and where it has more.
+    /// Rows that are read ahead if a thread has one pack, and if it has more.
     stages: [i64; 2],
 }
 
@@ -36,7 +36,7 @@ const BACKWARD: Division = Division {
     stages: [3, 2],
 };
 
-/// How a row is divided among a block's threads.
+/// The division of a row among a block's threads.
 struct Row {
     rows: i64,
     columns: i64,
@@ -50,8 +50,8 @@ struct Row {
 }
 
 impl Row {
-    /// `bytes` of each number are read ahead. Where the shared memory of a block has no room for that, or the numbers cannot be
-    /// read 16 bytes at a time, nothing is; the results are the same.
+    /// `bytes` of each number are read ahead. Nothing is read ahead if the shared memory of a block is too small, or the numbers
+    /// cannot be read 16 bytes at a time; the results are the same.
     fn new(
         division: &Division,
         size: &[i64],
@@ -74,10 +74,10 @@ impl Row {
     }
 }
 
-/// Bytes of shared memory that a kernel has besides, at most.
+/// Maximum bytes of static shared memory of a kernel.
 const STATIC: i64 = 1024;
 
-/// See [`crate::fused::norm::forward`]; `None` where the kernels do not take it (f64, very wide rows, no NVRTC).
+/// See [`crate::fused::norm::forward`]; `None` if the kernels do not support it (f64, very wide rows, no NVRTC).
 pub(crate) fn forward(
     norm: Norm,
     x: &Tensor,
@@ -128,7 +128,7 @@ pub(crate) fn forward(
     Ok(Some(Normalized { y, sum, mean, rstd }))
 }
 
-/// See [`crate::fused::norm::backward`], of a kept input; gives `upstream` back where the kernels do not take it.
+/// See [`crate::fused::norm::backward`], with a saved input; returns `upstream` if the kernels do not support it.
 pub(crate) fn backward(
     norm: Norm,
     saved: &Saved<'_>,
@@ -155,7 +155,7 @@ pub(crate) fn backward(
         .as_ref()
         .map_or(Ok(()), |weight| expect(NAME, "weight", weight, &[columns], (weight.kind(), device)))?;
     let statistic = |name, tensor: &Tensor| expect(NAME, name, tensor, &[row.rows], (Kind::Float, device));
-    // libtorch's operators, which may have run forward, give them a dimension more.
+    // libtorch's operators, which may have run forward, return them with one more dimension.
     let flat = |tensor: &Tensor| tensor.f_reshape([-1]);
     let (rstd, mean) = (flat(saved.rstd)?, saved.mean.map(flat).transpose()?);
     statistic("rstd", &rstd)?;
@@ -213,7 +213,7 @@ pub(crate) fn backward(
     Ok(Ok(Gradients { x: grad, weight: summed(of_weight)?, bias: summed(of_bias)? }))
 }
 
-/// The C++ type of the parameters, and they: as they are where that is one, in fp32 where not.
+/// Returns the C++ type of the parameters, and the parameters: converted to fp32 if their types differ.
 fn parameters(
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,

@@ -9,13 +9,13 @@ use crate::sys::tensor::bump_version;
 
 pub(super) const SOURCE: Source = Source(include_str!("../../cpp/cuda/rope.cuh"));
 
-/// Whether the kernel takes tensors like this one.
+/// Returns whether the kernel supports the tensor.
 pub(crate) fn takes(x: &Tensor) -> bool {
     type_of(x.kind()).is_some() && are_ready(x.device())
 }
 
-/// Rotates `x` `[batch, sequence, heads, head]` into `out`, which may be `x`. `table` `[places, 2, head / 2]` in fp32; `positions`
-/// `[batch, sequence]`, contiguous.
+/// Rotates `x` `[batch, sequence, heads, head]` into `out`, which may be `x`. `table` `[positions, 2, head / 2]` in fp32;
+/// `positions` `[batch, sequence]`, contiguous.
 pub(crate) fn rotate(
     table: &Tensor,
     positions: Option<&Tensor>,
@@ -28,8 +28,8 @@ pub(crate) fn rotate(
         return Err(Error::invalid(NAME, format!("x is {size:?}; expected [batch, sequence, heads, head]")));
     };
     let half = head / 2;
-    let places = table.size().first().copied().unwrap_or(0);
-    expect(NAME, "table", table, &[places, 2, half], (Kind::Float, device))?;
+    let rows = table.size().first().copied().unwrap_or(0);
+    expect(NAME, "table", table, &[rows, 2, half], (Kind::Float, device))?;
     if let Some(positions) = positions {
         expect(NAME, "positions", positions, &[batch, sequence], (Kind::Int64, device))?;
     }
@@ -60,7 +60,7 @@ pub(crate) fn rotate(
         int(NAME, "the sequence", sequence)?,
         int(NAME, "the number of heads", heads)?,
         int(NAME, "half of the head", half)?,
-        Argument::I64(places),
+        Argument::I64(rows),
         float(if inverse { -1.0 } else { 1.0 }),
     ];
     let threads = (heads * half / width).clamp(1, 256) as u32;

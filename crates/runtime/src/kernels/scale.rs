@@ -1,4 +1,4 @@
-//! A tensor times a number of its device, in place.
+//! Multiplication of a tensor by a scalar on its device, in place.
 
 use tch::{Kind, Tensor};
 
@@ -10,11 +10,11 @@ pub(super) const SOURCE: Source = Source(include_str!("../../cpp/cuda/scale.cuh"
 
 const NAME: &str = "scale";
 const THREADS: u32 = 256;
-/// Blocks: enough for every GPU, and few to start for nothing.
+/// Blocks: enough for every GPU, and few enough to start cheaply.
 const BLOCKS: i64 = 2112;
 
-/// `x *= factor`, where `factor` is one fp32 number of x's device; false where the kernel does not take it. Costs a launch and no
-/// pass over memory where the factor is 1.
+/// Computes `x *= factor`, where `factor` is an fp32 scalar on x's device; returns false if the kernel does not support x. If the
+/// factor is 1, it costs a launch and no pass over memory.
 pub(crate) fn scale(x: &Tensor, factor: &Tensor) -> Result<bool> {
     let device = x.device();
     let Some(of_x) = type_of(x.kind()).filter(|_| are_ready(device) && x.is_contiguous() && !x.is_neg())

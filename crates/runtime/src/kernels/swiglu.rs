@@ -11,12 +11,12 @@ pub(super) const SOURCE: Source = Source(include_str!("../../cpp/cuda/swiglu.cuh
 
 const THREADS: u32 = 256;
 
-/// Whether the kernels take tensors like this one.
+/// Returns whether the kernels support the tensor.
 pub(crate) fn take(gate: &Tensor) -> bool {
     gate.dim() == 2 && are_ready_for(gate.kind(), gate.device())
 }
 
-/// Whether the kernels take matrices of this dtype on this device.
+/// Returns whether the kernels support matrices of this dtype on this device.
 pub(crate) fn are_ready_for(kind: Kind, device: Device) -> bool {
     type_of(kind).is_some() && are_ready(device)
 }
@@ -26,7 +26,8 @@ pub(crate) fn forward(gate: &Tensor, up: &Tensor, silu: Option<&Tensor>, product
     let names = [("gate", gate), ("up", up), ("product", product)];
     let all: Vec<(&str, &Tensor)> = names.into_iter().chain(silu.map(|silu| ("silu", silu))).collect();
     let Some(grid) = Grid::new(&all)? else { return Ok(()) };
-    // An output may be an input, element for element; silu is stored before the others are read no more.
+    // An output may be an input, because each element is read before it is written; silu is stored while the others are
+    // still needed.
     for (index, (name, output)) in all.iter().enumerate().skip(2) {
         for (other, tensor) in &all[..index] {
             let same = *name == "product"
@@ -57,7 +58,7 @@ pub(crate) fn forward(gate: &Tensor, up: &Tensor, silu: Option<&Tensor>, product
     silu.into_iter().chain([product]).try_for_each(bump_version)
 }
 
-/// The gradients of `gate` and `up` from that of the product, and the product, each where it is wanted. Each may be one of the
+/// Computes the gradients of `gate` and `up` from that of the product, and the product, each if requested. Each may be one of the
 /// inputs; any other overlap with them or with another output is refused.
 pub(crate) fn backward(
     [gate, up, grad]: [&Tensor; 3],
@@ -98,7 +99,7 @@ struct Grid {
 }
 
 impl Grid {
-    /// Of matrices of one shape, dtype and device; `None` where they have no elements.
+    /// Checks matrices of one shape, dtype and device; `None` if they have no elements.
     fn new(all: &[(&str, &Tensor)]) -> Result<Option<Self>> {
         let first = all[0].1;
         let options = (first.kind(), first.device());
@@ -136,7 +137,7 @@ impl Grid {
     }
 }
 
-/// Whether they share addresses, but for windows of columns of one larger matrix.
+/// Returns whether they overlap; disjoint columns of one larger matrix do not.
 fn overlap(a: &Tensor, b: &Tensor) -> Result<bool> {
     let (first, second) = (memory_range(a)?, memory_range(b)?);
     if first.end <= second.start || second.end <= first.start {

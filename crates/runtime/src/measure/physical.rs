@@ -1,22 +1,22 @@
-//! What the device can do at best, to print a rate as a percentage of.
+//! The limits of a device, to express rates as a percentage of.
 
 use tch::{Device, Kind, Tensor};
 
-use super::{Measurement, Plan, Work, black_box, run};
+use super::{Measurement, MeasurementPlan, Work, black_box, run};
 use crate::error::{Error, Result};
 
-/// Bytes that [`copy_bandwidth`] copies on the CPU: beyond any cache, and small beside the memory of a laptop.
+/// Bytes that [`copy_bandwidth`] copies on the CPU: larger than any cache, small compared to a laptop's memory.
 const CPU_COPY: i64 = 256 << 20;
-/// The same on CUDA: enough for the launch not to count.
+/// The same on CUDA: enough to make the launch negligible.
 const CUDA_COPY: i64 = 1 << 30;
-/// Seconds that a limit may take to measure.
+/// Maximum seconds to measure a limit.
 const BUDGET: f64 = 5.0;
 
-/// Rate of a matrix product `[m, k] × [k, n]` in FLOP/s, a multiplication and an addition counted as 2. The result is
-/// written into a tensor that is there before, so that no allocation is measured.
+/// Measures the rate of a matrix product `[m, k] × [k, n]` in FLOP/s, a multiplication and an addition counted as 2.
+/// The result is written into an existing tensor, so that no allocation is measured.
 ///
 /// # Errors
-/// A size below 1, a kind without products, a device that is not there, too little memory.
+/// A size below 1, a kind without products, a device that does not exist, too little memory.
 ///
 /// ```
 /// use runtime::measure::physical;
@@ -35,7 +35,7 @@ pub fn gemm_rate(device: Device, kind: Kind, m: i64, n: i64, k: i64) -> Result<M
     }
     crate::device::checked(device)?;
     let _no_grad = tch::no_grad_guard();
-    // Ones, not zeros: a processor may be quicker with zeros, and draws less power.
+    // Ones, not zeros: with zeros a processor may be faster and draws less power.
     let a = Tensor::f_ones([m, k], (kind, device))?;
     let b = Tensor::f_ones([k, n], (kind, device))?;
     let out = Tensor::f_empty([m, n], (kind, device))?;
@@ -46,10 +46,10 @@ pub fn gemm_rate(device: Device, kind: Kind, m: i64, n: i64, k: i64) -> Result<M
     })
 }
 
-/// Rate of a copy on the device in B/s, the bytes read and the bytes written both counted.
+/// Measures the rate of a copy on the device in B/s, counting both the bytes read and the bytes written.
 ///
 /// # Errors
-/// A device that is not there, too little memory (512 MiB on the CPU, 2 GiB on CUDA).
+/// A device that does not exist, too little memory (512 MiB on the CPU, 2 GiB on CUDA).
 pub fn copy_bandwidth(device: Device) -> Result<Measurement> {
     let bytes = if crate::device::checked(device)?.is_some() { CUDA_COPY } else { CPU_COPY };
     let _no_grad = tch::no_grad_guard();
@@ -61,6 +61,12 @@ pub fn copy_bandwidth(device: Device) -> Result<Measurement> {
     })
 }
 
-fn plan(device: Device, work: Work) -> Plan {
-    Plan { warmup: 2, repeats: 15, budget: Some(BUDGET), work: Some(work), ..Plan::new(device) }
+fn plan(device: Device, work: Work) -> MeasurementPlan {
+    MeasurementPlan {
+        warmup: 2,
+        repeats: 15,
+        budget: Some(BUDGET),
+        work: Some(work),
+        ..MeasurementPlan::new(device)
+    }
 }

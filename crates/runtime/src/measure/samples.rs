@@ -3,23 +3,22 @@
 /// All samples of one quantity, in the order in which they were taken.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Samples {
-    /// The samples; seconds, where the quantity is time.
+    /// The samples; seconds if the quantity is time.
     pub samples: Vec<f64>,
 }
 
 impl Samples {
-    /// The middle sample, or the mean of the middle two; not a number without samples.
+    /// Returns the median; NaN without samples.
     pub fn median(&self) -> f64 {
         self.quantile(0.5)
     }
 
-    /// Half the interquartile range: half of the samples lie within about this of the median.
+    /// Returns half the interquartile range: half of the samples are within about this of the median.
     pub fn spread(&self) -> f64 {
         (self.quantile(0.75) - self.quantile(0.25)) / 2.0
     }
 
-    /// The value below which a share of the samples lies, linear between neighbours (as NumPy's default is). The share is
-    /// brought into 0..=1; not a number without samples.
+    /// Returns a quantile, interpolated linearly as by default in NumPy. `share` is clamped to 0..=1; NaN without samples.
     ///
     /// ```
     /// let samples = runtime::measure::Samples { samples: vec![4.0, 1.0, 2.0, 3.0] };
@@ -31,11 +30,11 @@ impl Samples {
         sorted.sort_unstable_by(f64::total_cmp);
         let Some(last) = sorted.len().checked_sub(1) else { return f64::NAN };
         let position = share.clamp(0.0, 1.0) * last as f64;
-        // NaN becomes 0 in the cast, and the arithmetic below carries it on.
+        // NaN becomes 0 in the cast, and the arithmetic below propagates it.
         let below = (position.floor() as usize).min(last);
         let above = (below + 1).min(last);
         let part = position - below as f64;
-        // Without this an infinite neighbour of weight 0 would make the result not a number.
+        // Without this an infinite neighbour of weight 0 would make the result NaN.
         if part == 0.0 { sorted[below] } else { sorted[below] + (sorted[above] - sorted[below]) * part }
     }
 }

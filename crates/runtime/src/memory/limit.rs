@@ -9,7 +9,7 @@ use super::counted;
 use crate::error::{Error, Result};
 use crate::sys::memory as sys;
 
-/// While it lives, no tensor may make more bytes live than it allows; see [`limit`].
+/// A guard that limits the live bytes of tensors; see [`limit`].
 #[derive(Debug)]
 #[must_use = "the limit holds until this is dropped"]
 pub struct Limit {
@@ -18,15 +18,14 @@ pub struct Limit {
 }
 
 /// Limits the live bytes of tensors on `device`, on all threads, until the [`Limit`] is dropped. Of several limits the
-/// tightest that lives holds.
+/// lowest applies.
 ///
-/// An allocation that would go beyond it fails with libtorch's error for memory that is out, and counts nothing, so that
-/// a program may free something and try again. Bytes are those of [`super::live_bytes`]: blocks that the allocator keeps
-/// for coming tensors do not count against an allocation; they are given back as far as they do not fit under the limit
-/// beside what is live. Memory that libtorch takes for itself is not seen.
+/// An allocation beyond it fails with libtorch's out-of-memory error and counts nothing, so that a program may free something and
+/// try again. Bytes are those of [`super::live_bytes`]: cached blocks do not count against an allocation; they are freed if they do
+/// not fit under the limit beside the live bytes. Memory that libtorch allocates for itself is not counted.
 ///
-/// On CUDA libtorch 2.11 has no such call for a program in C++ without CUDA's headers, only an environment variable that
-/// it reads at the start; the error says which.
+/// On CUDA libtorch 2.11 has no such call for a C++ program without CUDA's headers, only an environment variable that it reads at
+/// start-up; the error names it.
 ///
 /// ```
 /// use runtime::memory;
@@ -40,8 +39,7 @@ pub struct Limit {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] where more than `bytes` are live already; [`Error::Unavailable`] on CUDA; as
-/// [`super::live_bytes`].
+/// [`Error::Invalid`] if more than `bytes` are live already; [`Error::Unavailable`] on CUDA; as [`super::live_bytes`].
 pub fn limit(device: Device, bytes: u64) -> Result<Limit> {
     if counted(device)?.is_some() {
         return Err(cuda_remedy(bytes, crate::device::memory_info(device)?.total));
@@ -62,7 +60,7 @@ pub fn limit(device: Device, bytes: u64) -> Result<Limit> {
 }
 
 impl Limit {
-    /// The bytes that it allows.
+    /// Returns the limit in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -72,12 +70,12 @@ impl Drop for Limit {
     fn drop(&mut self) {
         let mut limits = limits();
         limits.open.remove(&self.id);
-        // Fails only where a lock of the C++ library does, and a drop has no one to tell.
+        // Fails only if a lock of the C++ library fails, and a drop cannot return an error.
         drop(limits.apply());
     }
 }
 
-/// What to set instead. The fraction is rounded down, so that it never allows more.
+/// Returns an error that says what to set instead. The fraction is rounded down, so that it never allows more.
 fn cuda_remedy(bytes: u64, total: u64) -> Error {
     let fraction = (bytes.min(total) as f64 / total.max(1) as f64 * 1e4).floor() / 1e4;
     Error::Unavailable {
@@ -89,7 +87,7 @@ fn cuda_remedy(bytes: u64, total: u64) -> Error {
     }
 }
 
-/// The limits that live.
+/// The live limits.
 #[derive(Default)]
 struct Limits {
     next: u64,
@@ -115,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cuda_has_a_remedy_that_never_allows_more() {
+    fn the_remedy_for_cuda_never_exceeds_the_limit() {
         let error = cuda_remedy(10 << 30, 80_000_000_000);
         expect!["a memory limit on CUDA after the start of the program is not available here: libtorch takes one from the environment alone; for 10737418240 of 80000000000 bytes start the program with PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.1342"]
             .assert_eq(&error.to_string());

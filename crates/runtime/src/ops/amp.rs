@@ -1,4 +1,4 @@
-//! What a gradient scaler is made of.
+//! The operator of a gradient scaler.
 
 use std::borrow::Borrow;
 
@@ -7,9 +7,8 @@ use tch::Tensor;
 use super::{call, list};
 use crate::error::Result;
 
-/// Multiplies every gradient by `inverse_scale` in place, and sets `found_inf` to 1 where one of them has an infinity or
-/// a NaN; it is left alone otherwise. Both are float tensors of one element on the gradients' device, so nothing is
-/// synchronised.
+/// Multiplies every gradient by `inverse_scale` in place, and sets `found_inf` to 1 if one of them has an infinity or a NaN;
+/// otherwise it is unchanged. Both are float tensors of one element on the gradients' device, so nothing is synchronised.
 ///
 /// # Errors
 /// Those of [`call`].

@@ -1,17 +1,17 @@
 //! Attention over sequences of different lengths, CUDA only.
 //!
-//! softmax(q·kᵀ·scale)·v for every sequence and head. Packed: q `[tokens, heads, head]`, k and v
-//! `[tokens, kv_heads, head]` with the sequences one behind the other, and where each starts. Not packed: a batch
-//! dimension in front, all sequences of the same length. The operators have a derivative.
+//! softmax(q·kᵀ·scale)·v for every sequence and head. Packed: q `[tokens, heads, head]`, k and v `[tokens, kv_heads,
+//! head]` with the sequences concatenated, and the start of each. Not packed: a leading batch dimension, all sequences
+//! of the same length. The operators have a derivative.
 //!
-//! On the CPU libtorch has neither: use `Tensor::scaled_dot_product_attention` with a boolean mask.
+//! libtorch has neither on the CPU: use `Tensor::scaled_dot_product_attention` with a boolean mask.
 
 use tch::{Device, Kind, Tensor};
 
 use super::{Value, call, tensors};
 use crate::error::{Error, Result};
 
-/// Where the sequences of a pack start.
+/// The starts of packed sequences.
 #[derive(Debug, Clone, Copy)]
 pub struct Packing<'a> {
     /// `[sequences + 1]`, int32, on the queries' device: 0, the end of the first sequence, …, the number of tokens.
@@ -24,23 +24,23 @@ pub struct Packing<'a> {
     pub max_seqlen_k: i64,
 }
 
-/// What both operators take.
+/// Options of both operators.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Options {
-    /// Each query sees the keys up to its own place, counted from the end of both sequences.
+    /// Whether each query attends only to keys up to its own position, aligned at the end of both sequences.
     pub causal: bool,
     /// Probability that a weight is dropped, in [0, 1).
     pub dropout: f64,
-    /// What the scores are multiplied by; 1/√head when absent.
+    /// Factor of the scores; 1/√head if absent.
     pub scale: Option<f64>,
 }
 
-/// `_flash_attention_forward` (Dao, arXiv:2307.08691): float16 and bfloat16. Gives the output, shaped as q, and the
-/// logarithm of each row's sum.
+/// `_flash_attention_forward` (Dao, arXiv:2307.08691): float16 and bfloat16. Returns the output, shaped as q, and each
+/// row's log-sum-exp.
 ///
 /// # Errors
-/// [`Error::Unavailable`] off CUDA, [`Error::Invalid`] for shapes, kinds and lengths that do not fit, and those of
-/// [`call`].
+/// [`Error::Unavailable`] without CUDA, [`Error::Invalid`] for shapes, kinds and lengths that do not match, and those
+/// of [`call`].
 pub fn flash_attention(
     q: &Tensor,
     k: &Tensor,
@@ -67,8 +67,8 @@ pub fn flash_attention(
     Ok((output, logsumexp))
 }
 
-/// `_efficient_attention_forward` (Rabe & Staats, arXiv:2112.05682; xFormers' kernel): also float32. Gives the output,
-/// shaped as q, and the logarithm of each row's sum.
+/// `_efficient_attention_forward` (Rabe & Staats, arXiv:2112.05682; xFormers' kernel): also float32. Returns the
+/// output, shaped as q, and each row's log-sum-exp.
 ///
 /// # Errors
 /// As [`flash_attention`].
@@ -79,10 +79,10 @@ pub fn efficient_attention(
     packing: Option<Packing<'_>>,
     options: Options,
 ) -> Result<(Tensor, Tensor)> {
-    /// xFormers' number for a mask whose diagonal ends in the lower right corner.
+    /// xFormers' value for a mask aligned at the lower right corner.
     const CAUSAL_FROM_BOTTOM_RIGHT: i64 = 2;
     check("efficient_attention", [q, k, v], packing, options)?;
-    // The kernel wants a batch dimension, of size 1 for a pack.
+    // The kernel requires a batch dimension, of size 1 for packed sequences.
     let batched = |x: &Tensor| if packing.is_some() { x.f_unsqueeze(0) } else { Ok(x.shallow_clone()) };
     let arguments = [
         batched(q)?.into(),

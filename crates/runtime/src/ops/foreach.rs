@@ -1,8 +1,8 @@
-//! One call over many tensors: what an optimizer's step is made of.
+//! One call over many tensors, for the steps of optimizers.
 //!
 //! On CUDA a `_foreach_` operator runs in a few kernels whatever the number of tensors; on the CPU it is a loop inside
 //! libtorch. Lists of a different length, and an in-place change of a leaf that requires gradients outside
-//! [`tch::no_grad`], are libtorch's errors. An empty list is nothing to do.
+//! [`tch::no_grad`], are libtorch's errors. An empty list has no effect.
 
 use std::borrow::Borrow;
 
@@ -31,22 +31,16 @@ in_place! {
     add_scalar_(scalar: f64 => scalar.into()) = "add_", "Scalar";
     /// `tensors[i] -= others[i]`
     sub_(others: &[impl Borrow<Tensor>] => list(others)) = "sub_", "List";
-    /// `tensors[i] *= others[i]`
-    mul_(others: &[impl Borrow<Tensor>] => list(others)) = "mul_", "List";
     /// `tensors[i] *= scalar`
     mul_scalar_(scalar: f64 => scalar.into()) = "mul_", "Scalar";
     /// `tensors[i] *= factor`, a tensor of one element: no synchronisation with the device.
     mul_tensor_(factor: &Tensor => factor.into()) = "mul_", "Tensor";
-    /// `tensors[i] /= others[i]`
-    div_(others: &[impl Borrow<Tensor>] => list(others)) = "div_", "List";
     /// `tensors[i] += scale · a[i] · b[i]`
     addcmul_(a: &[impl Borrow<Tensor>] => list(a), b: &[impl Borrow<Tensor>] => list(b), scale: f64 => scale.into()) = "addcmul_", "Scalar";
     /// `tensors[i] += scale · a[i] / b[i]`
     addcdiv_(a: &[impl Borrow<Tensor>] => list(a), b: &[impl Borrow<Tensor>] => list(b), scale: f64 => scale.into()) = "addcdiv_", "Scalar";
     /// `tensors[i] += weight · (ends[i] − tensors[i])`
     lerp_(ends: &[impl Borrow<Tensor>] => list(ends), weight: f64 => weight.into()) = "lerp_", "Scalar";
-    /// `tensors[i] = √tensors[i]`
-    sqrt_() = "sqrt_", "";
     /// `tensors[i] = 0`
     zero_() = "zero_", "";
     /// `tensors[i] = sources[i]`, converted to its kind and device.

@@ -8,8 +8,8 @@ use crate::error::Result;
 /// Root mean square normalisation over the last `shape.len()` dimensions (Zhang & Sennrich, arXiv:1910.07467):
 /// y = x / √(mean(x²) + eps) · weight.
 ///
-/// Gives y and 1/√(mean(x²) + eps), which has the normalised dimensions at size 1. One kernel with a derivative of its
-/// own on CUDA; on the CPU it decomposes. Without `eps` it is the kind's machine epsilon.
+/// Returns y and 1/√(mean(x²) + eps), which has the normalised dimensions at size 1. On CUDA it is one kernel with its
+/// own derivative; on the CPU it is decomposed. `eps` defaults to the kind's machine epsilon.
 ///
 /// # Errors
 /// Those of [`call`].

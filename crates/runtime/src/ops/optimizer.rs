@@ -8,7 +8,7 @@ use super::{Value, call, foreach, list};
 use crate::error::{Error, Result};
 use crate::sys::tensor::bump_version;
 
-/// What a step of Adam or AdamW needs besides the tensors; the defaults are those of PyTorch's AdamW.
+/// The hyperparameters of a step of Adam or AdamW; the defaults are those of PyTorch's AdamW.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamW {
     /// Learning rate.
@@ -21,7 +21,7 @@ pub struct AdamW {
     pub weight_decay: f64,
     /// Added to the root of the second moment.
     pub eps: f64,
-    /// Whether gradients are ascended.
+    /// Whether to maximize the objective.
     pub maximize: bool,
 }
 
@@ -31,8 +31,8 @@ impl Default for AdamW {
     }
 }
 
-/// The tensors of a step: all lists have the same length and order. Parameters, gradients and moments of one index have
-/// the same shape, and all of them one kind: the kernel refuses mixed kinds.
+/// The tensors of a step: lists of the same length and order. Parameters, gradients and moments of one index have the
+/// same shape, and all have one kind: the kernel refuses mixed kinds.
 #[derive(Debug)]
 pub struct AdamWTensors<'a, T> {
     /// The parameters.
@@ -43,25 +43,25 @@ pub struct AdamWTensors<'a, T> {
     pub exp_avgs: &'a [T],
     /// Second moments.
     pub exp_avg_sqs: &'a [T],
-    /// For each parameter a float tensor of no dimension on its device: the number of steps done.
+    /// For each parameter a float scalar tensor on its device: the number of completed steps.
     pub steps: &'a [T],
 }
 
-/// With a gradient scaler: the gradients are divided by `scale` on their way in, and the step is skipped where
-/// `found_inf` is 1. Both are float tensors of one element on the parameters' device; the host reads neither.
+/// For a gradient scaler: the kernel divides the gradients by `scale`, and skips the step if `found_inf` is 1. Both are
+/// float tensors of one element on the parameters' device; the host reads neither.
 #[derive(Debug, Clone, Copy)]
 pub struct Unscale<'a> {
-    /// The loss's scale; `None` for gradients that are divided by it already.
+    /// The loss scale; `None` for gradients that are unscaled already.
     pub scale: Option<&'a Tensor>,
-    /// 1 where a gradient was infinite or NaN, else 0; no other value.
+    /// 1 if a gradient was infinite or NaN, else 0; no other value.
     pub found_inf: &'a Tensor,
 }
 
 /// One step of AdamW over all parameters, in place and without a graph (`_fused_adamw_`; Loshchilov & Hutter,
 /// arXiv:1711.05101).
 ///
-/// The steps are raised by one before the kernel runs, as it corrects the bias with 1 − βᵗ: with t = 0 it would divide by
-/// zero and give NaN. A step that `found_inf` skips is taken back.
+/// The steps are incremented before the kernel runs, because it corrects the bias with 1 − βᵗ: with t = 0 it would divide by zero.
+/// If `found_inf` skips the step, they are decremented again.
 ///
 /// # Errors
 /// [`Error::Invalid`] for lists of different lengths; those of [`call`].
@@ -74,7 +74,7 @@ pub fn fused_adamw_<T: Borrow<Tensor>>(
 }
 
 /// One step of Adam over all parameters, in place and without a graph (`_fused_adam_`; Kingma & Ba, arXiv:1412.6980). As
-/// [`fused_adamw_`], but for the weight decay, which is the L2 penalty's gradient.
+/// [`fused_adamw_`], except that the weight decay is the gradient of an L2 penalty.
 ///
 /// # Errors
 /// As [`fused_adamw_`].
@@ -138,8 +138,8 @@ fn fused<T: Borrow<Tensor>>(
         }
         (Ok(()), None) => {}
     }
-    // The kernel counts no change of its own: without this a graph that saved a parameter would go on with it changed, and whoever
-    // keeps something made from it (a cast, a copy on a device) would not know that it is old.
+    // The kernel does not increment version counters: without this, a graph that saved a parameter would not detect the change, and
+    // caches of casts or device copies would be stale.
     for changed in [params, exp_avgs, exp_avg_sqs] {
         changed.iter().try_for_each(|tensor| bump_version(tensor.borrow()))?;
     }

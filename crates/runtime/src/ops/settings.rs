@@ -1,20 +1,20 @@
-//! Settings of the operators, for the whole process.
+//! Process-wide settings of operators.
 
 use crate::error::{Error, Result};
 use crate::sys::ops as sys;
 
-/// How many threads an operator on the CPU may use.
+/// Returns how many threads a CPU operator may use.
 ///
 /// # Errors
-/// [`Error::Torch`] where libtorch cannot say.
+/// [`Error::Torch`] if libtorch fails.
 pub fn num_threads() -> Result<usize> {
     Ok(usize::try_from(sys::num_threads()?).unwrap_or(1))
 }
 
-/// Sets how many threads an operator on the CPU may use, from this thread on.
+/// Sets how many threads a CPU operator may use.
 ///
 /// # Errors
-/// [`Error::Invalid`] for 0 and for more than a machine can have.
+/// [`Error::Invalid`] for 0 and for an impossible number.
 pub fn set_num_threads(count: usize) -> Result<()> {
     match i32::try_from(count) {
         Ok(number @ 1..) => sys::set_num_threads(number),
@@ -22,22 +22,22 @@ pub fn set_num_threads(count: usize) -> Result<()> {
     }
 }
 
-/// What to do about an operator that gives different bits from run to run.
+/// What to do about nondeterministic operators.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Determinism {
-    /// Run the fastest kernel.
+    /// Use the fastest kernel.
     Off,
-    /// Run a deterministic kernel; where there is none, warn.
+    /// Use a deterministic kernel, or warn.
     Warn,
-    /// Run a deterministic kernel; where there is none, that operator is an error.
+    /// Use a deterministic kernel, or return an error.
     Require,
 }
 
-/// Asks for deterministic kernels. CUDA's matrix products need `CUBLAS_WORKSPACE_CONFIG=:4096:8` in the environment
-/// besides, before the first of them.
+/// Selects deterministic kernels. CUDA's matrix products also need `CUBLAS_WORKSPACE_CONFIG=:4096:8` in the
+/// environment, before the first of them.
 ///
 /// # Errors
-/// [`Error::Torch`] where libtorch refuses.
+/// [`Error::Torch`] if libtorch refuses.
 pub fn set_determinism(determinism: Determinism) -> Result<()> {
     sys::set_deterministic(determinism != Determinism::Off, determinism == Determinism::Warn)
 }
@@ -45,7 +45,7 @@ pub fn set_determinism(determinism: Determinism) -> Result<()> {
 /// Whether deterministic kernels are asked for.
 ///
 /// # Errors
-/// [`Error::Torch`] where libtorch cannot say.
+/// [`Error::Torch`] if libtorch fails.
 pub fn is_deterministic() -> Result<bool> {
     sys::deterministic()
 }

@@ -1,10 +1,10 @@
-//! What goes into an operator and comes out of it.
+//! Arguments and results of operators.
 
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 
-/// An argument or a result of an operator. A tensor in it shares its memory with the tensor it was made from.
+/// An argument or a result of an operator. Its tensors share memory with those that it was made from.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Value {
@@ -16,7 +16,7 @@ pub enum Value {
     TensorList(Vec<Tensor>),
     /// `Tensor?[]`
     OptionalTensorList(Vec<Option<Tensor>>),
-    /// `int`, `SymInt`, `Scalar`, and `Layout`, `MemoryFormat` by their numbers
+    /// `int`, `SymInt`, `Scalar`, and the numbers of `Layout` and `MemoryFormat`
     Int(i64),
     /// `float`, `Scalar`
     Double(f64),
@@ -37,7 +37,7 @@ pub enum Value {
 }
 
 impl Value {
-    /// The tensor in it.
+    /// Returns the tensor.
     ///
     /// # Errors
     /// [`Error::Invalid`] when it is something else, which is named.
@@ -48,7 +48,7 @@ impl Value {
         }
     }
 
-    /// The list of tensors in it.
+    /// Returns the list of tensors.
     ///
     /// # Errors
     /// [`Error::Invalid`] when it is something else, which is named.

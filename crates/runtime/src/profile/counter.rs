@@ -7,10 +7,9 @@ use crate::sys::profile as sys;
 
 /// Counts floating-point operations and bytes of the operators that run between its start and [`Counter::finish`].
 ///
-/// It watches the dispatcher, so it sees backward, hand-written backward passes, recomputation and work of other
-/// threads. While no counter runs, nothing is watched and nothing is slower; while one runs, an operator takes about half
-/// a microsecond longer (a product of 8 × 8: 0.8 µs without, 1.4 µs with; `cargo run --release -p runtime --example
-/// counter_overhead` measures it). Counters may overlap; each has its own sums.
+/// It observes the dispatcher, including backward, hand-written backward passes, recomputation and other threads. Without a counter
+/// there is no overhead; with one, an operator takes about half a microsecond longer (a product of 8 × 8: 0.8 µs without, 1.4 µs
+/// with; `cargo run --release -p runtime --example counter_overhead` measures it). Counters may overlap.
 ///
 /// # FLOPs
 /// Exact, from shapes, for operators that contract an index; a multiply-add is two. Everything else (elementwise,
@@ -22,25 +21,24 @@ use crate::sys::profile as sys;
 /// | `mv`, `addmv` with `[m, k]`; `dot` with `[k]` | 2·m·k; 2·k |
 /// | `convolution`, taps on the padding included; its backward for each of the gradients of input and weight | 2·outputs·(channels in / groups)·taps |
 /// | attention forward, for each head and each pair of a query and a key, with head size d and value size dᵥ | 2·d + 2·dᵥ |
-/// | attention backward, which makes the scores again | 6·d + 4·dᵥ |
+/// | attention backward, which recomputes the scores | 6·d + 4·dᵥ |
 ///
 /// [`Flops`] gives attention in two conventions. `dense` has all pairs, as PaLM (arXiv:2204.02311, appendix B) and
 /// PyTorch's `FlopCounterMode` count; `causal` has only the pairs that a causal mask or a window keeps, T·(T+1)/2 of T²
 /// (FlashAttention's benchmark and Megatron-LM halve instead). Packed sequences count by their own lengths in both, for
-/// which the starts are read from the device: it waits. A mask given as a tensor, and attention that decomposes into
-/// matrix products, is dense in both, as that is what runs.
+/// which the starts are read from the device, which synchronises. A mask given as a tensor, and attention that
+/// decomposes into matrix products, is dense in both, as that is what runs.
 ///
 /// # Bytes
-/// Each operand read once and each result written once, as large as the memory it spans: what an expanded tensor
-/// repeats counts once, and so does a tensor that an operator allocates for itself not at all. An in-place operand is
-/// read and written; gathers (`embedding`, `index_select`, …) read as much as they give. Views move nothing. It is the
-/// least that the operators as they were called must move between memory and caches, not what the hardware did move.
+/// Each operand counts as read once and each result as written once, with the memory that it spans: an expanded tensor
+/// counts once, and temporaries inside an operator do not count. An in-place operand is read and written; gathers
+/// (`embedding`, `index_select`, …) read as much as they return. Views move nothing. This is the minimum that the
+/// operators must move between memory and caches, not what the hardware did move.
 ///
-/// # What stands for what
-/// An operator that only calls others (the dispatcher knows: its `CompositeImplicitAutograd` kernel runs) is not counted
-/// itself; one with a formula or known not to contract stands for all it calls. So nothing counts twice: SDPA's
-/// operators and the flash kernels within, `convolution` and the `mm` within, `linear` and its `addmm`.
-/// An operator in neither class is listed in [`Counts::unknown`], and [`Counts`] warns when it is printed.
+/// # Composite operators
+/// An operator that only calls others (its `CompositeImplicitAutograd` kernel runs) is not counted itself; one with a formula, or
+/// known not to contract, includes all that it calls. So nothing counts twice, such as SDPA and its flash kernel, `convolution` and
+/// its `mm`, `linear` and its `addmm`. Other operators are listed in [`Counts::unknown`], and printing [`Counts`] warns about them.
 #[must_use = "a counter that is dropped at once counts nothing"]
 pub struct Counter {
     counter: sys::Counter,
@@ -50,7 +48,7 @@ impl Counter {
     /// Counts every thread of the process.
     ///
     /// # Errors
-    /// [`Error::Torch`](crate::Error::Torch) when libtorch takes no callback.
+    /// [`Error::Torch`](crate::Error::Torch) if libtorch refuses the callback.
     pub fn start() -> Result<Self> {
         Ok(Self { counter: sys::start_counter(false)? })
     }
@@ -64,7 +62,7 @@ impl Counter {
         Ok(Self { counter: sys::start_counter(true)? })
     }
 
-    /// What was counted so far.
+    /// Returns the counts so far.
     ///
     /// # Errors
     /// [`Error::Torch`](crate::Error::Torch) when memory runs out.
@@ -72,7 +70,7 @@ impl Counter {
         Ok(Counts::from_rows(self.counter.rows()?))
     }
 
-    /// Stops, and gives what was counted.
+    /// Stops counting and returns the counts.
     ///
     /// # Errors
     /// As [`Counter::counts`].
@@ -87,7 +85,7 @@ impl std::fmt::Debug for Counter {
     }
 }
 
-/// While it lives, what its thread does counts as recomputed too.
+/// A guard during which this thread's work also counts as recomputed.
 #[must_use = "nothing counts as recomputed once the guard is dropped"]
 pub struct Recompute {
     _recompute: sys::Recompute,
@@ -99,15 +97,14 @@ impl std::fmt::Debug for Recompute {
     }
 }
 
-/// Marks the work of this thread, until the guard is dropped, as done for the second time: it is in
-/// [`Counts::recomputed`] as well as in [`Counts::total`]. Hold it around what a backward pass runs again, not around the
-/// gradients. Guards nest.
+/// Marks the work of this thread as recomputation until the guard is dropped: it counts in [`Counts::recomputed`] as well as in
+/// [`Counts::total`]. Hold it around what a backward pass runs again, not around the gradients. Guards nest.
 pub fn recompute() -> Recompute {
     Recompute { _recompute: sys::recompute() }
 }
 
 /// Adds the work of code that bypasses the dispatcher, such as a hand-written kernel, to the counters of this thread as
-/// one call of `name`. Costs nothing to speak of when none runs.
+/// one call of `name`. Has negligible cost without a counter.
 ///
 /// ```
 /// use runtime::profile::{Counter, Flops, record_external};
@@ -124,8 +121,8 @@ pub fn record_external(name: &str, flops: Flops, bytes: u64) -> Result<()> {
     sys::record(name, flops.dense, flops.causal, bytes)
 }
 
-/// The FLOPs of a call of an operator, by the counter's formula, without making it; nothing when there is no formula.
-/// For operators that this machine has no kernel for. Arguments are those of [`ops::call`].
+/// Returns the FLOPs of a call of an operator by the counter's formula, without calling it; `None` without a formula.
+/// For operators that have no kernel on this machine. Arguments are those of [`ops::call`].
 ///
 /// ```
 /// use runtime::profile::{Flops, flops_of};
@@ -137,7 +134,7 @@ pub fn record_external(name: &str, flops: Flops, bytes: u64) -> Result<()> {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) for an operator that is not there or arguments that do not fit its schema.
+/// [`Error::Invalid`](crate::Error::Invalid) for an unknown operator or arguments that do not match its schema.
 pub fn flops_of(
     name: &str,
     overload: &str,

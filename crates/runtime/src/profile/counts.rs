@@ -1,4 +1,4 @@
-//! What a counter counted.
+//! The results of a counter.
 
 use std::cmp::Reverse;
 use std::fmt::{self, Display, Formatter};
@@ -56,21 +56,20 @@ pub struct OpCounts {
     pub name: String,
     /// All its work.
     pub total: Work,
-    /// The part that was done again.
+    /// The recomputed part.
     pub recomputed: Work,
 }
 
-/// What a [`Counter`](super::Counter) counted. Prints as a table, with a warning when an operator was not known.
+/// The results of a [`Counter`](super::Counter). Prints as a table, with a warning about unknown operators.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Counts {
     /// All work.
     pub total: Work,
-    /// The part of it that was done again, under [`recompute`](super::recompute).
+    /// The recomputed part, under [`recompute`](super::recompute).
     pub recomputed: Work,
-    /// By operator: most FLOPs first, then most bytes, then by name. Views and other operators that move nothing are
-    /// left out.
+    /// By operator, sorted by FLOPs, then bytes, then name. Views and other operators that move nothing are omitted.
     pub by_op: Vec<OpCounts>,
-    /// Operators whose FLOPs are not known, in order of their names; they are in `by_op` without FLOPs.
+    /// Operators with unknown FLOPs, sorted by name; they are in `by_op` without FLOPs.
     pub unknown: Vec<String>,
 }
 
@@ -92,7 +91,7 @@ impl Counts {
         counts
     }
 
-    /// The work of one operator, nothing when it did not run.
+    /// Returns the work of one operator; zero if it did not run.
     #[must_use]
     pub fn op(&self, name: &str) -> Work {
         self.by_op.iter().find(|op| op.name == name).map(|op| op.total).unwrap_or_default()

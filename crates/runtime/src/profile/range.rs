@@ -14,12 +14,12 @@ impl std::fmt::Debug for Range {
     }
 }
 
-/// Names what happens on this thread until the guard is dropped, in the [`Trace`](super::Trace) that runs; costs about
-/// fifteen nanoseconds when none does.
+/// Adds a named range to the running [`Trace`](super::Trace), on this thread until the guard is dropped; costs about
+/// fifteen nanoseconds without a trace.
 ///
 /// Kineto writes ASCII names only: another character becomes `?`, a double quote `'` and a backslash `/`.
 ///
-/// Ranges nest; drop the inner one first, as scopes do. A trace that starts within a range does not have the range.
+/// Ranges nest; drop the inner one first. A trace that starts within a range does not contain the range.
 ///
 /// ```
 /// let _step = runtime::profile::range("step");
@@ -38,8 +38,8 @@ pub fn range(name: &str) -> Range {
     Range { _range: sys::begin_range(name) }
 }
 
-/// Shows what this thread does until the guard is dropped as one operator in the [`Trace`](super::Trace) that runs. For kernels that
-/// bypass the dispatcher, which tell counters of their work by [`record_external`](super::record_external).
+/// Shows this thread's work until the guard is dropped as one operator in the running [`Trace`](super::Trace). For kernels that
+/// bypass the dispatcher, which report their work to counters with [`record_external`](super::record_external).
 ///
 /// ```
 /// use runtime::profile::{Flops, kernel, record_external};

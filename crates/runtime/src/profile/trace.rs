@@ -11,10 +11,10 @@ use crate::sys::profile as sys;
 /// Kineto records for one session at a time in a process.
 static RUNNING: AtomicBool = AtomicBool::new(false);
 
-/// What a [`Trace`] records besides the times of operators and ranges.
+/// What a [`Trace`] records in addition to the times of operators and ranges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TraceOptions {
-    /// The kernels and copies of CUDA devices, when there are any.
+    /// The kernels and copies of CUDA devices, if any.
     pub cuda: bool,
     /// The shapes of operators' inputs.
     pub shapes: bool,
@@ -29,10 +29,10 @@ impl Default for TraceOptions {
     }
 }
 
-/// A session that records what every thread does, until it is saved or dropped.
+/// A profiling session, which records all threads until it is saved or dropped.
 ///
-/// It has operators, ranges and autograd nodes of the thread that started it and of all others, those of the autograd
-/// engine included. It belongs to the thread that started it.
+/// It has operators, ranges and autograd nodes of all threads, including those of the autograd engine. It must stay on
+/// the thread that started it.
 #[derive(Debug)]
 #[must_use = "a trace that is dropped at once records nothing"]
 pub struct Trace {
@@ -40,10 +40,10 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Starts to record.
+    /// Starts recording.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when another trace runs, and [`Error::Torch`] when libtorch cannot start one.
+    /// [`Error::Invalid`] if another trace runs, and [`Error::Torch`] if libtorch cannot start one.
     pub fn start(options: TraceOptions) -> Result<Self> {
         if RUNNING.swap(true, Ordering::AcqRel) {
             let reason = "another trace is running in this process; save it or drop it first";
@@ -58,13 +58,12 @@ impl Trace {
     }
 
     /// Waits for all CUDA devices, stops recording, and writes the trace as JSON in Chrome's format, which
-    /// <https://ui.perfetto.dev> and `chrome://tracing` open. A path that ends in `.gz` is written as plain text all the
-    /// same.
+    /// <https://ui.perfetto.dev> and `chrome://tracing` open. A path that ends in `.gz` is written as plain text too.
     ///
     /// # Errors
-    /// [`Error::Io`] when the file cannot be written; the trace is lost then. [`Error::Torch`] when libtorch fails.
+    /// [`Error::Io`] if the file cannot be written; the trace is lost then. [`Error::Torch`] if libtorch fails.
     pub fn save(mut self, path: &Path) -> Result<()> {
-        // Kineto only logs that it cannot write.
+        // Kineto only logs a failed write.
         let io = |cause| Error::Io { path: path.to_owned(), cause };
         let writable = File::create(path).map_err(io);
         let result = self.running.stop()?;

@@ -1,4 +1,4 @@
-//! A step of Adam in one pass over memory: the checks that make it sound.
+//! A step of Adam in one pass over memory, with its checks.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use kernel::{Coefficients, Pass};
 
 pub(crate) const NAME: &str = "fused adam";
 
-/// What a step needs besides the tensors; the defaults are those of PyTorch's AdamW, of the first step.
+/// The hyperparameters of a step; the defaults are those of PyTorch's AdamW, for the first step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamStep {
     /// Learning rate.
@@ -29,10 +29,10 @@ pub struct AdamStep {
     pub weight_decay: f64,
     /// AdamW: the parameter shrinks by `lr · weight_decay`. Else Adam: `weight_decay · parameter` is added to the gradient.
     pub decoupled: bool,
-    /// Which step this is, from 1.
+    /// The step number, from 1.
     pub step: u64,
-    /// Multiplied into the gradient, for clipping, as an in-place product with a number would be: the factor is rounded to
-    /// the gradient's dtype, and so is the product. The gradient itself is not written.
+    /// Factor of the gradient, for clipping, with the rounding of an in-place product: the factor is rounded to the gradient's
+    /// dtype, and so is the product. The gradient itself is not written.
     pub gradient_factor: Option<f64>,
 }
 
@@ -51,8 +51,7 @@ impl Default for AdamStep {
     }
 }
 
-/// The tensors of a step: of one shape, contiguous, on one device, apart from each other in memory. They may be views of flat
-/// buffers.
+/// The tensors of a step: of one shape, contiguous, on one device, without overlap. They may be views of flat buffers.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamTensors<'a> {
     /// The gradient, in fp32, bf16 or fp16; read.
@@ -106,7 +105,7 @@ pub(crate) fn step(tensors: &AdamTensors<'_>, step: &AdamStep) -> Result<()> {
     [Some(master), Some(exp_avg), Some(exp_avg_sq), weight].into_iter().flatten().try_for_each(bump_version)
 }
 
-/// Refuses tensors that are not of one shape, dense, on `device`, of the dtypes that a step takes, and apart in memory.
+/// Refuses tensors that differ in shape, are not dense, not on `device`, of unsupported dtypes, or overlap.
 pub(crate) fn check(tensors: &AdamTensors<'_>, device: Device) -> Result<()> {
     let AdamTensors { gradient, master, exp_avg, exp_avg_sq, weight } = *tensors;
     let low = [Kind::BFloat16, Kind::Half];
@@ -132,7 +131,7 @@ pub(crate) fn check(tensors: &AdamTensors<'_>, device: Device) -> Result<()> {
     Ok(())
 }
 
-/// Returns the addresses of a tensor that a step takes: dense, of the master's shape, of one of `kinds`.
+/// Returns the address range of a tensor, checked to be dense, of the master's shape and of one of `kinds`.
 fn memory(
     name: &str,
     tensor: &Tensor,

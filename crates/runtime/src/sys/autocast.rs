@@ -1,4 +1,4 @@
-//! libtorch's own autocast, as a state that can be taken along (`cpp/autocast.cpp`).
+//! The thread-local state of libtorch's own autocast (`cpp/autocast.cpp`).
 
 use std::ffi::c_int;
 use std::marker::PhantomData;
@@ -11,7 +11,7 @@ unsafe extern "C" {
     fn rt_autocast_set(enabled: *const c_int, dtype: *const c_int) -> Status;
 }
 
-/// Autocast as it was on some thread, for CPU and CUDA.
+/// A thread's autocast state, for CPU and CUDA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Autocast {
     enabled: [c_int; 2],
@@ -19,7 +19,7 @@ pub(crate) struct Autocast {
 }
 
 impl Autocast {
-    /// This thread's state.
+    /// Captures this thread's state.
     pub(crate) fn capture() -> Result<Self> {
         let mut state = Self { enabled: [0; 2], dtype: [0; 2] };
         // SAFETY: both arrays have the two entries that the shim writes.
@@ -48,7 +48,7 @@ impl Autocast {
     }
 }
 
-/// Puts the thread's former state back.
+/// Restores the thread's previous state when dropped.
 #[derive(Debug)]
 pub(crate) struct AutocastGuard {
     previous: Autocast,
@@ -57,7 +57,7 @@ pub(crate) struct AutocastGuard {
 
 impl Drop for AutocastGuard {
     fn drop(&mut self) {
-        // Setting the thread's own former state does not fail.
+        // Restoring the thread's own previous state does not fail.
         let _ = self.previous.set();
     }
 }

@@ -1,4 +1,4 @@
-//! The passes over a tile of logits: the checks that make them sound, and their division into rows.
+//! The passes over a tile of logits: their checks, and their division into rows.
 
 use tch::{Device, Kind, Tensor};
 

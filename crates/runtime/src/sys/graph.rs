@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn the_allocators_learn_that_a_failed_capture_has_ended() {
+    fn a_failed_capture_is_ended_for_the_allocators() {
         for stream in [Capturing::Yes, Capturing::Invalid, Capturing::No] {
             let mut model = Model { stream, allocators_capture: true, ended: false, restarts: true };
             let outcome = end(&mut model).map_err(|error| error.to_string());
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_capture_that_cannot_be_mended_tells_its_first_failure() {
+    fn an_unrecoverable_capture_returns_its_first_failure() {
         let mut model =
             Model { stream: Capturing::Invalid, allocators_capture: true, ended: false, restarts: false };
         let words = end(&mut model).unwrap_err().to_string();

@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_are_locked_while_a_tensor_has_them() {
+    fn pages_are_locked_while_their_tensor_lives() {
         let mut tensor = locked(&[3, 1000]).unwrap();
         let address = tensor.data_ptr() as usize;
         assert_eq!(calls(), [("lock", address, 12_288)]);

@@ -25,7 +25,7 @@ pub(crate) fn reads(tensor: &Tensor) -> bool {
         || tensor.stride().last() == Some(&1) && tensor.stride().iter().all(|stride| *stride >= 0)
 }
 
-/// Whether the pass can write heads where they lie: no two of their elements share a place.
+/// Whether the pass can write heads where they lie: no two of their elements share an address.
 pub(crate) fn writes(tensor: &Tensor) -> bool {
     let mut dimensions: Vec<(i64, i64)> =
         tensor.stride().into_iter().zip(tensor.size()).filter(|(_, size)| *size != 1).collect();
@@ -39,19 +39,19 @@ pub(crate) fn writes(tensor: &Tensor) -> bool {
     tensor.numel() == 0 || reads(tensor) && apart
 }
 
-/// Rotates all of `turns`, backwards with `inverse`. The token at `[b, t]` has the place `places[b·T + t]`, or t without
-/// `places`; `table` is `[places, 2, head / 2]` of fp32, contiguous: the cosines of a place, then its sines.
+/// Rotates all of `turns`, backwards with `inverse`. The token at `[b, t]` has the position `positions[b·T + t]`, or t without
+/// `positions`; `table` is `[rows, 2, head / 2]` of fp32, contiguous: the cosines of a position, then its sines.
 ///
 /// All are on the CPU; `turns` share their batch, sequence, head and dtype.
 pub(crate) fn rotate(
     table: &Tensor,
-    places: Option<&[i64]>,
+    positions: Option<&[i64]>,
     turns: &[Turn<'_>],
     inverse: bool,
 ) -> Result<()> {
     let invalid = |reason: String| Err(Error::invalid(NAME, reason));
     let &[known, 2, half] = &table.size()[..] else {
-        return invalid(format!("the table is {:?}; expected [places, 2, head / 2]", table.size()));
+        return invalid(format!("the table is {:?}; expected [positions, 2, head / 2]", table.size()));
     };
     if table.kind() != Kind::Float || table.device() != Device::Cpu || !table.is_contiguous() {
         return invalid("the table is not contiguous fp32 on the CPU".to_owned());
@@ -106,27 +106,30 @@ pub(crate) fn rotate(
         }
     }
     let tokens = (batch * sequence) as usize;
-    let wrong = match places {
+    let wrong = match positions {
         None => (sequence > known).then_some(sequence - 1),
-        Some(places) if places.len() != tokens => {
-            return invalid(format!("{} positions for {tokens} tokens; expected one for each", places.len()));
+        Some(positions) if positions.len() != tokens => {
+            return invalid(format!(
+                "{} positions for {tokens} tokens; expected one for each",
+                positions.len()
+            ));
         }
-        Some(places) => places.iter().find(|place| !(0..known).contains(place)).copied(),
+        Some(positions) => positions.iter().find(|position| !(0..known).contains(position)).copied(),
     };
-    if let Some(place) = wrong {
-        return Err(beyond(place, known));
+    if let Some(position) = wrong {
+        return Err(beyond(position, known));
     }
     let pass = kernel::Pass {
         table: table.data_ptr() as usize,
         half: half as usize,
         sequence: sequence as usize,
         tokens,
-        places,
+        positions,
         heads: &passes,
         inverse,
     };
     // SAFETY: `from` and `to` are CPU tensors of the element type and shape told by `Heads`, each result apart from
-    // everything else that is read or written but its own source, element for element; every place has a row in the table.
+    // everything else that is read or written but its own source, element for element; every position has a row in the table.
     unsafe {
         match kind {
             Kind::Double => kernel::run::<f64>(pass),
@@ -138,10 +141,10 @@ pub(crate) fn rotate(
     turns.iter().try_for_each(|(_, to)| bump_version(to))
 }
 
-/// A place that the table lacks.
-pub(crate) fn beyond(place: i64, known: i64) -> Error {
+/// Returns the error for a position outside the table.
+pub(crate) fn beyond(position: i64, known: i64) -> Error {
     let reason = format!(
-        "position {place} is outside the table's {known} places (0 to {}); cut the rows, or make the table longer",
+        "position {position} is outside the table's {known} positions (0 to {}); cut the rows, or make the table longer",
         known - 1
     );
     Error::invalid(NAME, reason)

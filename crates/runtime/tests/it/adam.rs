@@ -1,4 +1,4 @@
-//! Adam in one pass beside libtorch's fused kernel, to the bit, and beside the formula in f64.
+//! Adam in one pass, compared with libtorch's fused kernel bit for bit, and with the formula in f64.
 
 use expect_test::expect;
 use runtime::fused::adam::{AdamStep, AdamTensors, adam, bytes_moved};
@@ -25,7 +25,7 @@ impl State {
         AdamTensors { gradient, master, exp_avg, exp_avg_sq, weight }
     }
 
-    /// The same by libtorch: the gradient cast, the fused kernel, steps counted in `step`.
+    /// The same by libtorch: a cast of the gradient, then the fused kernel; `step` counts the steps.
     fn libtorch(&self, gradient: &Tensor, step: &AdamStep) {
         let mut gradient = gradient.copy();
         if let Some(factor) = step.gradient_factor {
@@ -64,13 +64,13 @@ fn same(ours: &Tensor, theirs: &Tensor, what: &str) {
 }
 
 fn random(generator: &mut Generator, length: i64, kind: Kind) -> Tensor {
-    // Magnitudes over many orders, so that each rounding is met.
+    // Magnitudes over many orders, to exercise each rounding.
     let x = generator.normal(&[length], kind::FLOAT_CPU).unwrap();
     let scale = generator.normal(&[length], kind::FLOAT_CPU).unwrap() * 4.0;
     (x * scale.exp()).to_kind(kind)
 }
 
-/// Some steps of one case by both, compared after each.
+/// Runs some steps of one case with both, and compares them after each.
 fn check(length: i64, gradients: Kind, weights: Option<Kind>, options: AdamStep, steps: u64) {
     let mut generator = Generator::new(length as u64 + 1).unwrap();
     let start = random(&mut generator, length, Kind::Float);
@@ -103,7 +103,7 @@ fn comparable() -> bool {
 }
 
 #[test]
-fn every_length_has_libtorchs_bits() {
+fn every_length_matches_libtorch_bit_for_bit() {
     if !comparable() {
         return;
     }
@@ -117,7 +117,7 @@ fn every_length_has_libtorchs_bits() {
 }
 
 #[test]
-fn every_option_has_libtorchs_bits() {
+fn every_option_matches_libtorch_bit_for_bit() {
     if !comparable() {
         return;
     }
@@ -145,7 +145,7 @@ fn every_option_has_libtorchs_bits() {
 }
 
 #[test]
-fn many_tasks_and_late_steps_have_libtorchs_bits() {
+fn many_tasks_and_late_steps_match_libtorch_bit_for_bit() {
     if !comparable() {
         return;
     }
@@ -168,7 +168,7 @@ fn many_tasks_and_late_steps_have_libtorchs_bits() {
 }
 
 #[test]
-fn special_values_become_what_libtorch_makes_of_them() {
+fn special_values_match_libtorch() {
     if !comparable() {
         return;
     }
@@ -199,7 +199,7 @@ fn special_values_become_what_libtorch_makes_of_them() {
 }
 
 #[test]
-fn the_formula_in_f64_agrees() {
+fn results_match_the_formula_in_f64() {
     const LENGTH: i64 = 1003;
     let mut generator = Generator::new(5).unwrap();
     let normal = |generator: &mut Generator| generator.normal(&[LENGTH], kind::FLOAT_CPU).unwrap();
@@ -240,7 +240,7 @@ fn the_formula_in_f64_agrees() {
 
 #[test]
 fn views_of_flat_buffers_on_another_thread() {
-    // Offsets of 256 bytes in one buffer for each dtype, and what lies beside them untouched.
+    // Offsets of 256 bytes in one buffer for each dtype; bytes beside them must not change.
     let flat = Tensor::full([3 * 1024], 7.0, kind::FLOAT_CPU);
     let low = Tensor::full([2 * 1024], 7.0, (Kind::BFloat16, Device::Cpu));
     let part = |buffer: &Tensor, start: i64| buffer.narrow(0, start, 200);
@@ -266,7 +266,7 @@ fn views_of_flat_buffers_on_another_thread() {
 }
 
 #[test]
-fn a_change_of_what_a_graph_keeps_is_seen() {
+fn changing_a_saved_tensor_is_detected() {
     let state = State::of(&Tensor::ones([4], kind::FLOAT_CPU));
     let x = Tensor::ones([4], kind::FLOAT_CPU).set_requires_grad(true);
     let y = (&x * &state.master).sum(Kind::Float);
@@ -276,7 +276,7 @@ fn a_change_of_what_a_graph_keeps_is_seen() {
 }
 
 #[test]
-fn a_counter_sees_the_bytes() {
+fn a_counter_counts_the_bytes() {
     let state = State::of(&Tensor::ones([100], kind::FLOAT_CPU));
     let low = Tensor::ones([100], (Kind::BFloat16, Device::Cpu));
     let weight = low.copy();
@@ -288,7 +288,7 @@ fn a_counter_sees_the_bytes() {
 }
 
 #[test]
-fn what_does_not_fit_is_an_error() {
+fn mismatched_tensors_are_errors() {
     let ones = |size: &[i64], kind: Kind| Tensor::ones(size, (kind, Device::Cpu));
     let state = State::of(&ones(&[4], Kind::Float));
     let float = ones(&[4], Kind::Float);

@@ -4,7 +4,7 @@ use runtime::ops::Value;
 use runtime::profile::{Flops, flops_of};
 use tch::{Device, Kind, Tensor};
 
-/// Which keys a query sees: from `left` before to `right` after its place.
+/// The keys that a query attends to: from `left` before to `right` after its position.
 #[derive(Clone, Copy, Default)]
 struct Mask {
     left: Option<i64>,
@@ -39,7 +39,7 @@ const FORWARD: u64 = 4 * D as u64;
 const BACKWARD: u64 = 10 * D as u64;
 
 #[test]
-fn packed_sequences_count_by_their_own_lengths() {
+fn flops_of_packed_sequences_count_their_own_lengths() {
     let cases: [(&[i64], &[i64]); 4] =
         [(&[5, 1, 7], &[5, 1, 7]), (&[3, 4], &[9, 4]), (&[6, 2], &[2, 8]), (&[4], &[4])];
     let windows = [(None, None), (Some(2), Some(0)), (Some(1), Some(2)), (None, Some(1)), (Some(3), None)];
@@ -135,7 +135,7 @@ fn packed_sequences_count_by_their_own_lengths() {
 }
 
 #[test]
-fn every_fused_variant_finds_its_operands() {
+fn flops_of_every_fused_variant_are_counted() {
     let (b, t) = (2, 6);
     let x = || zeros(&[b, HEADS, t, D]);
     let n = || zeros(&[1]);
@@ -223,7 +223,7 @@ fn every_fused_variant_finds_its_operands() {
 }
 
 #[test]
-fn what_has_no_formula_says_so() {
+fn flops_without_a_formula_are_unknown() {
     assert_eq!(flops_of("aten::relu", "", &[zeros(&[1])], &[]).unwrap(), None);
     let error = flops_of("aten::mm", "", &[zeros(&[1])], &[]).unwrap_err().to_string();
     assert!(

@@ -1,5 +1,5 @@
-//! What a function or a segment returns that is not its own alone: a tensor that it captured, an input, the same tensor twice.
-//! The tensor stays what it was, gradients are those of the plain graph, and nothing keeps itself alive.
+//! Outputs of a function or segment that other code also holds: a captured tensor, an input, the same tensor twice. The tensor is
+//! unchanged, gradients are those of the plain graph, and nothing leaks.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,7 +13,7 @@ use tch::{Kind, Tensor, kind};
 
 const RETAIN: Checkpoint = Checkpoint { recompute: true, preserve_random_state: true, retain_products: true };
 
-/// Counts its drops: a closure that holds one has been dropped when it has.
+/// Counts its drops, to observe the drop of a closure that holds one.
 struct Dropped(Arc<AtomicUsize>);
 
 impl Drop for Dropped {
@@ -22,7 +22,7 @@ impl Drop for Dropped {
     }
 }
 
-/// What segments capture, and the input.
+/// The captured tensors of segments, and the input.
 struct World {
     x: Tensor,
     weight: Tensor,
@@ -50,7 +50,7 @@ impl World {
         }
     }
 
-    /// Whether every tensor is the leaf that it was.
+    /// Checks that every tensor is still the same leaf.
     fn is_untouched(&self) -> bool {
         let leaves =
             [&self.x, &self.weight, &self.constant, &self.index].iter().all(|tensor| tensor.is_leaf());
@@ -61,7 +61,7 @@ impl World {
 
 type Body = fn(&World, &Tensor) -> Result<Vec<Tensor>>;
 
-/// What a segment may return.
+/// The possible outputs of a segment.
 const BODIES: [(&str, Body); 11] = [
     ("a captured weight", |world, _| Ok(vec![world.weight.shallow_clone()])),
     ("a captured weight beside a result", |world, x| {
@@ -99,7 +99,7 @@ fn loss(outputs: &[Tensor]) -> Tensor {
         .unwrap()
 }
 
-/// Both gradients; zeros where there is none.
+/// Both gradients; zeros if there is none.
 fn gradients(world: &World) -> [Tensor; 2] {
     [&world.x, &world.weight].map(|leaf| {
         let gradient = leaf.grad();
@@ -107,7 +107,7 @@ fn gradients(world: &World) -> [Tensor; 2] {
     })
 }
 
-/// How a body is run.
+/// A way to run a body.
 type Run = fn(Body, &World, Dropped) -> Result<Vec<Tensor>>;
 
 fn segment(options: Checkpoint, body: Body, world: &World, dropped: Dropped) -> Result<Vec<Tensor>> {
@@ -149,7 +149,7 @@ const RUNS: [(&str, Run); 6] = [
 ];
 
 #[test]
-fn segments_leave_what_they_return_as_it_was_and_give_the_plain_gradients() {
+fn segments_do_not_change_returned_tensors_and_give_the_plain_gradients() {
     for (what, body) in BODIES {
         let plain = World::new();
         autograd::backward(&[&loss(&body(&plain, &plain.x).unwrap())]).unwrap();
@@ -164,7 +164,7 @@ fn segments_leave_what_they_return_as_it_was_and_give_the_plain_gradients() {
             drop(y);
             assert_eq!(drops.load(Ordering::SeqCst), 1, "{what} from {how} is dropped");
 
-            // Without a backward too, while what was captured lives on.
+            // Also without a backward, while the captured tensors live.
             let drops = Arc::new(AtomicUsize::new(0));
             drop(run(body, &world, Dropped(drops.clone())).unwrap());
             assert_eq!(drops.load(Ordering::SeqCst), 1, "{what} from {how} is dropped without a backward");
@@ -179,13 +179,13 @@ fn a_captured_tensor_with_history_keeps_it() {
     let inside = hidden.shallow_clone();
     let y = checkpoint(move |_| Ok(vec![inside.shallow_clone()]), &[&world.x]).unwrap().remove(0);
     drop(y);
-    // Its graph still leads where it led.
+    // Its graph is unchanged.
     autograd::backward(&[&hidden.sum(Kind::Double)]).unwrap();
     assert_eq!(world.weight.grad(), Tensor::full([2, 2], 3.0, kind::DOUBLE_CPU));
     assert!(!world.x.grad().defined());
 }
 
-/// Returns what `body` gives; its backward writes down which upstream gradients arrived.
+/// Returns the outputs of `body`; its backward records which upstream gradients arrived.
 struct Returns {
     captured: Vec<Tensor>,
     saved: bool,
@@ -218,7 +218,7 @@ impl Function for Returns {
 }
 
 #[test]
-fn each_output_of_a_function_has_a_gradient_of_its_own() {
+fn each_output_of_a_function_has_its_own_gradient() {
     let twice: fn(&[Tensor], &Tensor) -> Vec<Tensor> =
         |captured, _| vec![captured[0].shallow_clone(), captured[0].shallow_clone()];
     let input: fn(&[Tensor], &Tensor) -> Vec<Tensor> = |_, x| vec![x.shallow_clone(), x.shallow_clone()];
@@ -265,8 +265,8 @@ fn each_output_of_a_function_has_a_gradient_of_its_own() {
 }
 
 #[test]
-fn without_a_node_what_is_returned_leads_nowhere() {
-    // An input or a captured weight under the name of an output would get gradients past the function.
+fn without_a_node_outputs_have_no_history() {
+    // An input or a captured weight that is returned as an output would get gradients past the function.
     let world = World::new();
     for (what, body) in BODIES {
         let inside = world.clones();
@@ -291,7 +291,7 @@ fn an_in_place_change_of_a_returned_weight_is_refused() {
 
 #[test]
 fn a_saved_output_that_is_held_elsewhere_is_differentiated_twice() {
-    /// y = eˣ, whose derivative is y itself; somebody else has y.
+    /// y = eˣ, whose derivative is y itself; the caller holds y too.
     struct Exp(Arc<std::sync::Mutex<Option<Tensor>>>);
     impl Function for Exp {
         const TWICE_DIFFERENTIABLE: bool = true;

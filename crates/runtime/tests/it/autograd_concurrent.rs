@@ -1,4 +1,4 @@
-//! Several backwards over one graph at a time: none overwrites what another reads.
+//! Concurrent backwards over one graph: none overwrites what another reads.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -9,13 +9,13 @@ use tch::{Kind, Tensor, kind};
 
 const RETAIN: Keep = Keep { graph: true, derivative: false };
 
-/// What happens inside a backward, before it reads what was saved.
+/// What happens inside a backward, before it reads the saved tensors.
 type Meanwhile = Box<dyn FnMut() + Send>;
 
 /// y = 2x, with a factor that backward reads and, where it may, overwrites.
 struct Doubled {
     meanwhile: Arc<Mutex<Option<Meanwhile>>>,
-    /// What each run was told, in the order of their ends.
+    /// What each run observed, in the order in which they ended.
     might_overwrite: Arc<Mutex<Vec<bool>>>,
 }
 
@@ -27,7 +27,7 @@ impl Function for Doubled {
 
     fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let mut factor = ctx.take_saved().remove(0);
-        // Once, and not while the lock is held: it may come back here.
+        // Once, and not while the lock is held, because it may re-enter.
         let meanwhile = self.meanwhile.lock().unwrap().take();
         if let Some(mut meanwhile) = meanwhile {
             meanwhile();
@@ -68,7 +68,7 @@ impl Graph {
 }
 
 #[test]
-fn alone_the_last_backward_may_overwrite() {
+fn only_the_last_backward_may_overwrite_saved_tensors() {
     let graph = Graph::new();
     assert_eq!(graph.gradient(RETAIN).unwrap(), Tensor::full([3], 2.0, kind::DOUBLE_CPU));
     assert_eq!(graph.gradient(Keep::default()).unwrap(), Tensor::full([3], 2.0, kind::DOUBLE_CPU));
@@ -76,7 +76,7 @@ fn alone_the_last_backward_may_overwrite() {
 }
 
 #[test]
-fn a_backward_that_releases_the_graph_leaves_the_saved_to_one_under_way() {
+fn releasing_the_graph_keeps_saved_tensors_for_a_concurrent_backward() {
     // The outer one has the saved tensors when the inner one, which would be the last, runs from beginning to end.
     for outer in [RETAIN, Keep::default()] {
         let graph = Graph::new();
@@ -100,7 +100,7 @@ fn a_backward_that_releases_the_graph_leaves_the_saved_to_one_under_way() {
 }
 
 #[test]
-fn threads_that_retain_and_release_get_the_gradient_or_are_told_why_not() {
+fn concurrent_retaining_and_releasing_backwards_succeed_or_return_an_error() {
     // One thread is held inside its backward, with the saved tensors, until the other has begun its own.
     let graph = Graph::new();
     let (began, begun): (Sender<()>, Receiver<()>) = channel();

@@ -1,4 +1,4 @@
-//! What `runtime::autograd` promises of a hand-written function.
+//! The guarantees of `runtime::autograd` for hand-written functions.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -65,7 +65,7 @@ fn drops(function: &Product) -> usize {
 }
 
 #[test]
-fn gradients_are_right_and_only_those_needed_are_computed() {
+fn only_needed_gradients_are_computed_and_they_are_correct() {
     for (a_needs, b_needs) in [(true, true), (true, false), (false, true)] {
         let (a, b) = (leaf(&[3]).set_requires_grad(a_needs), leaf(&[3]).set_requires_grad(b_needs));
         let y = product(&Product::default(), &a, &b);
@@ -83,7 +83,7 @@ fn gradients_are_right_and_only_those_needed_are_computed() {
 }
 
 #[test]
-fn without_recording_or_need_there_is_no_node() {
+fn no_node_is_created_without_recording_or_need() {
     let function = Product::default();
     let (a, b) = (leaf(&[3]), leaf(&[3]));
     let y = {
@@ -96,7 +96,7 @@ fn without_recording_or_need_there_is_no_node() {
 }
 
 #[test]
-fn the_function_is_dropped_when_backward_never_runs() {
+fn a_function_is_dropped_if_backward_never_runs() {
     let function = Product::default();
     let (a, b) = (leaf(&[3]), leaf(&[3]));
     let y = product(&function, &a, &b);
@@ -106,7 +106,7 @@ fn the_function_is_dropped_when_backward_never_runs() {
 }
 
 #[test]
-fn backward_runs_again_while_the_graph_is_retained_and_is_an_error_after_release() {
+fn backward_runs_again_through_a_retained_graph_and_fails_after_release() {
     let function = Product::default();
     let (a, b) = (leaf(&[3]), leaf(&[3]));
     let loss = product(&function, &a, &b).sum(Kind::Double);
@@ -150,7 +150,7 @@ fn a_forward_that_changes_its_input_is_an_error() {
 }
 
 #[test]
-fn a_saved_view_of_an_output_does_not_keep_the_function_alive() {
+fn a_saved_view_of_an_output_does_not_leak_the_function() {
     struct Viewed(Arc<AtomicUsize>);
     impl Drop for Viewed {
         fn drop(&mut self) {
@@ -183,7 +183,7 @@ fn a_saved_view_of_an_output_does_not_keep_the_function_alive() {
 }
 
 #[test]
-fn an_error_or_a_panic_in_backward_is_the_error_of_the_call() {
+fn an_error_or_a_panic_in_backward_is_returned_by_the_call() {
     let cases = [
         (Product { fail: Some("no luck"), ..Product::default() }, "backward of `product`: product: no luck"),
         (
@@ -238,7 +238,7 @@ fn a_gradient_of_the_wrong_shape_is_an_error() {
 }
 
 #[test]
-fn a_missing_upstream_gradient_is_none_and_an_output_may_have_none() {
+fn a_missing_upstream_gradient_is_none() {
     /// Splits into (x, 3x, count): gradient arrives for the second only.
     struct Split;
     impl Function for Split {
@@ -259,7 +259,7 @@ fn a_missing_upstream_gradient_is_none_and_an_output_may_have_none() {
 }
 
 #[test]
-fn an_output_that_is_an_input_still_gets_the_hand_written_backward() {
+fn a_returned_input_gets_the_hand_written_backward() {
     struct Reverse;
     impl Function for Reverse {
         fn forward(&mut self, _: &mut Forward, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {

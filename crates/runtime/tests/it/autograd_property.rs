@@ -61,7 +61,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn agrees_with_the_recorded_graph(
+    fn gradients_match_the_recorded_graph(
         needs in proptest::collection::vec(any::<bool>(), 1..8),
         used in proptest::collection::vec(any::<bool>(), 1..5),
         seed in 0i64..1000,

@@ -1,10 +1,10 @@
-//! Random numbers of a recomputed segment. One test in one process: the generator is the whole process's.
+//! Random numbers of a recomputed segment. One test per process, because the generator is shared.
 
 use runtime::autograd::{self, checkpoint};
 use tch::{Device, Kind, Tensor, kind};
 
 #[test]
-fn dropout_draws_the_same_mask_again_and_the_sequence_goes_on() {
+fn recomputed_dropout_draws_the_same_mask_and_the_sequence_continues() {
     let x = Tensor::ones([1000], kind::FLOAT_CPU).set_requires_grad(true);
     runtime::random::seed(5).unwrap();
     let y = checkpoint(|x| Ok(vec![x[0].f_dropout(0.5, true)?]), &[&x]).unwrap().remove(0);

@@ -1,4 +1,4 @@
-//! Segments that keep their products: gradients to the last bit, no product twice, the bytes that they say.
+//! Segments that keep their products: gradients bit for bit, no product computed twice, the documented bytes.
 
 use std::sync::Arc;
 
@@ -52,7 +52,7 @@ fn run(options: Checkpoint, leaves: &[Tensor]) -> Tensor {
 }
 
 #[test]
-fn gradients_equal_those_of_everything_kept_to_the_last_bit() {
+fn gradients_equal_those_of_keeping_everything_bit_for_bit() {
     for kind in [Kind::Float, Kind::Double] {
         let (plain, retained) = (leaves(kind), leaves(kind));
         let y = layer(&plain[0], &plain[1..]).unwrap();
@@ -65,7 +65,7 @@ fn gradients_equal_those_of_everything_kept_to_the_last_bit() {
 }
 
 #[test]
-fn frozen_parts_get_no_gradient_and_the_others_the_same() {
+fn frozen_parts_get_no_gradient_and_other_gradients_are_unchanged() {
     for frozen in 0..5 {
         let (plain, retained) = (leaves(Kind::Float), leaves(Kind::Float));
         for list in [&plain, &retained] {
@@ -82,7 +82,7 @@ fn frozen_parts_get_no_gradient_and_the_others_the_same() {
 }
 
 #[test]
-fn no_product_is_computed_twice() {
+fn products_are_not_recomputed() {
     let flops = |options: Checkpoint| {
         let leaves = leaves(Kind::Float);
         let counter = Counter::on_this_thread().unwrap();
@@ -97,7 +97,7 @@ fn no_product_is_computed_twice() {
 }
 
 #[test]
-fn backward_twice_through_a_retained_graph() {
+fn backward_runs_twice_through_a_retained_graph() {
     let leaves = leaves(Kind::Double);
     let y = run(RETAIN, &leaves).square().sum(Kind::Double);
     backward_with(&[&y], &[None], Keep { graph: true, derivative: false }).unwrap();
@@ -133,7 +133,7 @@ fn segments_nest_in_either_order() {
 }
 
 #[test]
-fn a_function_of_ones_own_keeps_what_it_says() {
+fn a_custom_function_keeps_its_products() {
     struct Doubled(Arc<std::sync::atomic::AtomicUsize>);
     impl Function for Doubled {
         fn forward(&mut self, _: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
@@ -193,7 +193,7 @@ fn another_number_of_products_is_an_error() {
     }
 }
 
-/// Keeps a copy in fp64, and counts what it was asked for.
+/// Keeps a copy in fp64, and counts the requests.
 #[derive(Default)]
 struct Copies(Arc<std::sync::Mutex<Vec<&'static str>>>);
 
@@ -218,7 +218,7 @@ impl StoredTensor for Copied {
 }
 
 #[test]
-fn parked_inputs_come_back_from_where_they_were_taken() {
+fn stored_inputs_are_restored() {
     let (plain, stored) = (leaves(Kind::Float), leaves(Kind::Float));
     autograd::backward(&[&layer(&plain[0], &plain[1..]).unwrap().square().sum(Kind::Float)]).unwrap();
     let log = Arc::default();

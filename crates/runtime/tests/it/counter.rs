@@ -1,4 +1,4 @@
-//! The counter against closed forms. Each test counts its own thread, so that they can run at once.
+//! The counter compared with formulas. Each test counts its own thread, so that they can run concurrently.
 
 use runtime::profile::{Counter, Counts, Flops, recompute, record_external};
 use tch::{Device, Kind, Tensor};
@@ -31,7 +31,7 @@ fn sdpa([q, k, v]: [&Tensor; 3], dropout: f64, causal: bool) -> Tensor {
 }
 
 #[test]
-fn products_have_their_closed_forms() {
+fn flops_of_products_match_their_formulas() {
     let (m, k, n, b) = (5, 7, 11, 3);
     let (x, w, bias) = (randn(&[m, k]), randn(&[k, n]), randn(&[n]));
     let (xs, ws) = (randn(&[b, m, k]), randn(&[b, k, n]));
@@ -84,7 +84,7 @@ fn linear_backward_is_one_product_for_each_gradient() {
 }
 
 #[test]
-fn convolutions_count_taps() {
+fn flops_of_convolutions_count_taps() {
     let (n, c_in, c_out, size, taps) = (2u64, 4u64, 6u64, 9u64, 3u64);
     let x = leaf(&[2, 4, 9, 9]);
     for (stride, padding, dilation, groups) in [(1, 0, 1, 1), (2, 1, 1, 2), (1, 2, 2, 1)] {
@@ -107,7 +107,7 @@ fn convolutions_count_taps() {
 }
 
 #[test]
-fn attention_counts_once_in_two_conventions() {
+fn flops_of_attention_count_once_in_both_conventions() {
     let (b, h, t, d) = (2u64, 3u64, 8u64, 4u64);
     let make = || leaf(&[2, 3, 8, 4]);
     let (pairs, kept) = (t * t, t * (t + 1) / 2);
@@ -132,7 +132,7 @@ fn attention_counts_once_in_two_conventions() {
     let math = count(|| drop(sdpa([&q, &k, &v], 0.1, true)));
     assert_eq!(math.total.flops, Flops::from(b * h * pairs * 4 * d), "{math}");
     assert_eq!(math.unknown, [] as [String; 0]);
-    // A longer context: queries are the first of the keys' places.
+    // A longer context: the queries have the first of the keys' positions.
     let counts = count(|| {
         let k = randn(&[2, 3, 20, 4]);
         drop(sdpa([&randn(&[2, 3, 8, 4]), &k, &k], 0.0, true));
@@ -141,7 +141,7 @@ fn attention_counts_once_in_two_conventions() {
 }
 
 #[test]
-fn an_attention_block_is_the_sum_of_its_parts() {
+fn flops_of_an_attention_block_are_the_sum_of_its_parts() {
     let (b, t, d, h) = (2, 16, 32, 4);
     let x = leaf(&[b, t, d]);
     let (w_qkv, w_out) = (leaf(&[3 * d, d]), leaf(&[d, d]));
@@ -160,7 +160,7 @@ fn an_attention_block_is_the_sum_of_its_parts() {
 }
 
 #[test]
-fn bytes_are_operands_and_results() {
+fn counted_bytes_are_those_of_operands_and_results() {
     let (x, w) = (randn(&[5, 7]), randn(&[7, 11]));
     let bytes = |work: &dyn Fn() -> Tensor| count(|| drop(work())).total.bytes;
     assert_eq!(bytes(&|| x.mm(&w)), 4 * (35 + 77 + 55));
@@ -186,7 +186,7 @@ fn bytes_are_operands_and_results() {
 }
 
 #[test]
-fn recomputed_work_is_counted_apart() {
+fn recomputed_work_is_counted_separately() {
     let (x, w) = (randn(&[4, 8]), randn(&[8, 2]));
     let counts = count(|| {
         let _ = x.mm(&w);
@@ -223,7 +223,7 @@ fn an_operator_without_a_formula_is_reported() {
 }
 
 #[test]
-fn external_work_is_added() {
+fn external_work_is_counted() {
     record_external("nobody counts", Flops::from(1), 1).unwrap();
     let counts = count(|| {
         let _again = recompute();
@@ -252,7 +252,7 @@ fn counters_may_overlap_in_any_order() {
 }
 
 #[test]
-fn an_operator_that_fails_leaves_the_counter_sound() {
+fn a_failing_operator_does_not_break_the_counter() {
     let x = randn(&[2, 3]);
     let counts = count(|| {
         assert!(x.f_matmul(&x).is_err());

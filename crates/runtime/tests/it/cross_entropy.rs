@@ -41,7 +41,7 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// Everything a loss could ask for, by plain operators in f64, and the gradient by libtorch's graph.
+/// Every statistic by plain operators in f64, and the gradient by libtorch's graph.
 #[test]
 fn both_passes_agree_with_the_graph_in_f64() {
     let mut generator = Generator::new(3).unwrap();
@@ -138,7 +138,7 @@ fn check(case: &Case, pass: &dyn LogitsPass, generator: &mut Generator) -> f64 {
     }
     let mut worst: f64 = 0.0;
     for (name, found, expected) in pairs {
-        // Of the largest value: an fp32 sum over a row loses a few last places of its largest partial sum.
+        // Relative to the largest value: an fp32 sum over a row is off by a few last places of its largest partial sum.
         let scale = expected.abs().max().double_value(&[]).max((v as f64).sqrt());
         let tolerance = scale * if case.kind == Kind::Double { 1e-13 } else { 3e-6 };
         let error = (wide(&found) - expected).abs().max().double_value(&[]);
@@ -160,7 +160,8 @@ fn impossible_classes_and_nan() {
     let nan = f64::NAN;
     let none = f64::NEG_INFINITY;
     let row = |values: &[f64]| Tensor::from_slice(values).to_kind(Kind::Float);
-    // The first tile of the first row has nothing possible; the second row has a NaN, the third nothing at all.
+    // The first tile of the first row has no possible class; the second row has a NaN, the third no possible class at
+    // all.
     let logits =
         Tensor::stack(&[row(&[none, none, 1.0, 2.0]), row(&[0.0, nan, 1.0, 2.0]), row(&[none; 4])], 0);
     for pass in [&Simd as &dyn LogitsPass, &Operators] {
@@ -197,7 +198,7 @@ fn impossible_classes_and_nan() {
 }
 
 #[test]
-fn misuse_is_refused_by_name() {
+fn misuse_is_refused_with_the_tensors_name() {
     let options = (Kind::Float, Device::Cpu);
     let mut statistics = Statistics::new(2, false, Wanted::default(), options).unwrap();
     let columns = Tensor::from_slice(&[0i64, 1]);

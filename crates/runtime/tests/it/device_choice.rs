@@ -1,4 +1,4 @@
-//! What a device flag may be, and the words for what it may not.
+//! Valid device flags, and the errors for invalid ones.
 
 use expect_test::{Expect, expect};
 use runtime::device::{self, Event, Stream};
@@ -11,18 +11,18 @@ fn check(flag: &str, expected: Expect) {
     });
 }
 
-/// Whether this machine has a CUDA device; the words below say what a machine without one answers.
+/// Whether this machine has a CUDA device; the messages below are those of a machine without one.
 fn cuda() -> bool {
     device::cuda_count().unwrap() > 0
 }
 
 #[test]
-fn cpu_is_always_there() {
+fn the_cpu_is_always_available() {
     check("cpu", expect!["cpu"]);
 }
 
 #[test]
-fn flags_that_name_nothing_here() {
+fn flags_of_missing_devices_are_refused() {
     if cuda() {
         eprintln!("skipped: the words are those of a machine without CUDA");
         return;
@@ -80,7 +80,7 @@ fn flags_that_name_nothing_here() {
 }
 
 #[test]
-fn every_constructor_refuses_a_device_that_is_not_there() {
+fn every_constructor_refuses_a_missing_device() {
     if cuda() {
         eprintln!("skipped: the words are those of a machine without CUDA");
         return;
@@ -110,13 +110,13 @@ fn every_constructor_refuses_a_device_that_is_not_there() {
 }
 
 #[test]
-fn the_machine_says_what_it_is_and_has() {
+fn the_machine_reports_its_name_and_memory() {
     assert!(!device::name(Device::Cpu).unwrap().is_empty());
     let memory = device::memory_info(Device::Cpu).unwrap();
     assert!(0 < memory.free && memory.free <= memory.total, "{memory:?}");
     let before = device::resident_memory().unwrap();
     assert!(0 < before.current && before.current <= before.peak, "{before:?}");
-    // Pages count once they are touched.
+    // Pages count when they are touched.
     let block = std::hint::black_box(vec![1_u8; 64 << 20]);
     let held = device::resident_memory().unwrap();
     assert!(held.current >= before.current + (32 << 20), "{before:?} then {held:?}");

@@ -1,4 +1,4 @@
-//! What CUDA must do as the CPU does, and what only CUDA can. Says aloud that it is skipped where there is none.
+//! Behaviour that CUDA shares with the CPU, and that only CUDA has. Prints that it is skipped without CUDA.
 
 use runtime::device::{self, Event, PinnedBuffer, Stream, copy_async};
 use runtime::{Error, Result};
@@ -13,7 +13,7 @@ fn on_cuda(body: impl FnOnce(Device) -> Result<()>) {
     body(device::select("cuda").unwrap()).unwrap();
 }
 
-/// Keeps the current stream of `device` busy for some milliseconds.
+/// Occupies the current stream of `device` for some milliseconds.
 fn occupy(device: Device) -> Result<()> {
     let x = Tensor::f_ones([2048, 2048], (Kind::Float, device))?;
     for _ in 0..50 {
@@ -64,7 +64,7 @@ fn submit_enqueues_on_its_stream_and_events_order() {
 }
 
 #[test]
-fn the_guard_makes_a_stream_current_and_restores_the_former() {
+fn the_guard_makes_a_stream_current_and_restores_the_previous_one() {
     on_cuda(|device| {
         let (outer, inner) = (format!("{:?}", Stream::current(device)?), Stream::new(device)?);
         {
@@ -121,7 +121,7 @@ fn pinned_memory_copies_asynchronously_and_survives_its_owner() {
         device::record_stream(&source, &stream)?;
         device::record_stream(&target, &stream)?;
         drop(source);
-        // Would be given the same block if the copy were not known to be under way.
+        // The allocator would reuse the block if it did not know of the running copy.
         let mut other = device::pinned_empty(&[1 << 22], Kind::Float, device)?;
         let _ = other.f_fill_(7.0)?;
         stream.synchronize()?;
@@ -138,7 +138,7 @@ fn pinned_memory_copies_asynchronously_and_survives_its_owner() {
 }
 
 #[test]
-fn a_buffer_is_lent_when_the_copies_with_its_views_are_done() {
+fn a_buffer_is_borrowed_after_the_copies_of_its_views() {
     on_cuda(|device| {
         const FLOATS: i64 = 1 << 22;
         let stream = Stream::new(device)?;

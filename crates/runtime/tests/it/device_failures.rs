@@ -10,7 +10,7 @@ use runtime::device::{self, Stream};
 use tch::{Device, Tensor, kind};
 
 #[test]
-fn a_failure_surfaces_once_and_whole() {
+fn a_failure_is_returned_once_with_its_message() {
     let (stream, log) = (stream(), Log::default());
     stream
         .submit(|| {
@@ -34,7 +34,7 @@ fn a_failure_surfaces_once_and_whole() {
 }
 
 #[test]
-fn a_panic_is_a_failure() {
+fn a_panic_is_returned_as_a_failure() {
     type Work = Box<dyn FnOnce() -> Result<()> + Send>;
     let table: [(Work, &str); 3] = [
         (Box::new(|| -> Result<()> { panic!("boom") }), "work on the stream failed: panicked: boom"),
@@ -56,7 +56,7 @@ fn a_panic_is_a_failure() {
 }
 
 #[test]
-fn a_failure_goes_where_its_events_are_waited_for() {
+fn a_failure_propagates_to_streams_that_wait_for_its_events() {
     let (producer, consumer, after, log) = (stream(), stream(), stream(), Log::default());
     let (before, ready, passed_on) = (event(), event(), event());
     producer.record(&before).unwrap();
@@ -77,7 +77,7 @@ fn a_failure_goes_where_its_events_are_waited_for() {
     own.assert_eq(&words(ready.synchronize()));
     own.assert_eq(&words(Stream::current(Device::Cpu).unwrap().wait(&ready)));
     own.assert_eq(&words(before.elapsed(&ready).map(drop)));
-    // An event tells whoever asks; the stream tells its owner, once.
+    // An event returns the failure every time; the stream returns it once.
     own.assert_eq(&words(producer.synchronize()));
     check(producer.synchronize(), expect!["ok"]);
     assert_eq!(log.read(), [0; 0]);
@@ -87,7 +87,7 @@ fn a_failure_goes_where_its_events_are_waited_for() {
 }
 
 #[test]
-fn dropping_a_stream_finishes_its_work() {
+fn dropping_a_stream_finishes_the_queued_work() {
     let finished = Arc::new(AtomicUsize::new(0));
     let stream = stream();
     for _ in 0..100 {
@@ -107,7 +107,7 @@ fn dropping_a_stream_finishes_its_work() {
 }
 
 #[test]
-fn a_stream_may_be_dropped_by_its_own_work() {
+fn a_stream_can_be_dropped_by_its_own_work() {
     let (stream, gate, log, last) = (stream(), Gate::default(), Log::default(), event());
     let (inside, of_work) = (stream.clone(), gate.key());
     stream
@@ -119,7 +119,7 @@ fn a_stream_may_be_dropped_by_its_own_work() {
         .unwrap();
     stream.submit(log.push(1)).unwrap();
     stream.record(&last).unwrap();
-    // The handle goes while the work is held, from another thread because the drop waits for the work.
+    // The handle is dropped while the work is held, on another thread because the drop waits for the work.
     let (dropping, dropped) = (stream, Key::default());
     let done = dropped.clone();
     let thread = std::thread::spawn(move || {
@@ -134,7 +134,7 @@ fn a_stream_may_be_dropped_by_its_own_work() {
 }
 
 #[test]
-fn the_last_handle_may_be_inside_the_queue() {
+fn the_last_handle_can_be_inside_the_queue() {
     let (stream, gate, log, last) = (stream(), Gate::default(), Log::default(), event());
     let (sender, receiver) = std::sync::mpsc::channel::<Stream>();
     let of_work = gate.key();
@@ -154,7 +154,7 @@ fn the_last_handle_may_be_inside_the_queue() {
 }
 
 #[test]
-fn work_may_drop_a_stream_that_waits_for_it() {
+fn work_can_drop_a_stream_that_waits_for_it() {
     let (outer, inner, gate, mark) = (stream(), stream(), Gate::default(), event());
     let (sender, receiver) = std::sync::mpsc::channel::<Stream>();
     let of_work = gate.key();
@@ -174,7 +174,7 @@ fn work_may_drop_a_stream_that_waits_for_it() {
 }
 
 #[test]
-fn a_stream_does_not_wait_for_itself() {
+fn a_stream_refuses_to_wait_for_itself() {
     let stream = stream();
     let inside = stream.clone();
     stream.submit(move || inside.synchronize()).unwrap();

@@ -1,15 +1,15 @@
-//! Captured steps: what is said where there is no CUDA, and a step of training where there is.
+//! Captured steps: the error without CUDA, and a training step with CUDA.
 
 use expect_test::expect;
 use runtime::Error;
 use runtime::autograd::{self, GradMode, Keep};
-use runtime::device::graph::Step;
+use runtime::device::graph::CapturedStep;
 use runtime::device::{self, Stream, cuda_count};
 use tch::{Device, Kind, Tensor};
 
 #[test]
-fn a_cpu_has_none_and_says_what_to_do() {
-    let error = Step::capture(Device::Cpu, 1, || panic!("it must not run")).unwrap_err();
+fn a_cpu_returns_an_error_with_the_remedy() {
+    let error = CapturedStep::capture(Device::Cpu, 1, || panic!("it must not run")).unwrap_err();
     assert!(matches!(error, Error::Unavailable { .. }));
     expect![
         "a captured step is not available here: a graph of launches exists on CUDA devices alone; call the step itself, whose launches are calls on a CPU"
@@ -18,14 +18,14 @@ fn a_cpu_has_none_and_says_what_to_do() {
 }
 
 #[test]
-fn a_device_that_is_not_there_is_unavailable_and_nothing_runs() {
+fn a_missing_device_is_an_error_and_nothing_runs() {
     let count = cuda_count().unwrap();
-    let error = Step::capture(Device::Cuda(count), 1, || panic!("it must not run")).unwrap_err();
+    let error = CapturedStep::capture(Device::Cuda(count), 1, || panic!("it must not run")).unwrap_err();
     assert!(matches!(error, Error::Unavailable { .. }), "{error}");
 }
 
 #[test]
-fn a_captured_step_computes_what_the_step_itself_does() {
+fn a_captured_step_computes_the_same_as_the_step() {
     if cuda_count().unwrap() == 0 {
         eprintln!("skipped: no CUDA device");
         return;
@@ -44,7 +44,7 @@ fn after_a_failed_capture_the_device_works_as_before() {
     }
     let device = device::select("cuda").unwrap();
     let side = Stream::new(device).unwrap();
-    // Bytes that the driver has left after blocks of 8 MiB were used by another stream and given back, one after the other.
+    // Free bytes of the driver after another stream used and freed blocks of 8 MiB, one after the other.
     let left = || {
         for _ in 0..64 {
             let block = Tensor::zeros([2 << 20], (Kind::Float, device));
@@ -57,16 +57,16 @@ fn after_a_failed_capture_the_device_works_as_before() {
     let before = left();
     let x = Tensor::ones([8], (Kind::Float, device));
     let inside = x.shallow_clone();
-    let error = Step::capture(device, 1, move || {
-        // The host reads a value, which no graph can hold; in the warm-up it may.
+    let error = CapturedStep::capture(device, 1, move || {
+        // The host reads a value, which cannot be captured but is allowed in the warm-up.
         inside.f_sum(Kind::Float)?.f_double_value(&[])?;
         Ok(())
     })
     .unwrap_err();
     assert!(error.to_string().contains("captur"), "{error}");
-    // One step fails without CUDA: its own error is told.
+    // A step that fails without CUDA returns its own error.
     let mut runs = 0;
-    let error = Step::capture(device, 1, move || {
+    let error = CapturedStep::capture(device, 1, move || {
         runs += 1;
         if runs == 2 { Err(Error::Other("no data".into())) } else { Ok(()) }
     })
@@ -101,7 +101,8 @@ fn losses(device: Device, captured: bool) -> runtime::Result<Vec<f64>> {
     let weight = Tensor::f_full([8, 1], 0.125, (Kind::Float, device))?.f_set_requires_grad(true)?;
     let (x, loss) = (batch(0)?, Tensor::f_zeros([1], (Kind::Float, device))?);
     let mut plain = step(&weight, &x, &loss);
-    let mut graph = captured.then(|| Step::capture(device, 2, step(&weight, &x, &loss))).transpose()?;
+    let mut graph =
+        captured.then(|| CapturedStep::capture(device, 2, step(&weight, &x, &loss))).transpose()?;
     if graph.is_none() {
         plain()?;
         plain()?;

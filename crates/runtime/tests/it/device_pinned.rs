@@ -1,4 +1,4 @@
-//! Host memory for copies: what it is, what views it, and what is refused. One test, since it counts the process's bytes.
+//! Pinned memory: its bytes, its views, and invalid uses. One test, because it counts the process's bytes.
 
 use expect_test::{Expect, expect};
 use runtime::Result;
@@ -51,7 +51,7 @@ fn tensors_have_pages_of_their_own_and_are_counted() {
     assert_eq!(live(), 0);
     assert_eq!(device::pinned_bytes(Device::Cpu).unwrap().peak, 7 * 11 * 8);
 
-    // In whole pages, beside what powers of two would take.
+    // In whole pages, compared with powers of two.
     let tensors = [(3_000, 1), (70_000, 2)].map(|(bytes, times)| {
         let one = || device::pinned_empty(&[bytes], Kind::Uint8, Device::Cpu).unwrap();
         std::iter::repeat_with(one).take(times).collect::<Vec<_>>()

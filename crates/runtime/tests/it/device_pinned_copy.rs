@@ -1,4 +1,4 @@
-//! Buffers that are copied from by a stream and written again: on the CPU, with a stream that the test holds.
+//! Buffers that a stream copies from and that are written again: on the CPU, with a stream that the test blocks.
 
 use expect_test::expect;
 use runtime::device::{PinnedBuffer, Stream};
@@ -13,7 +13,7 @@ fn values(tensor: &Tensor) -> Vec<i64> {
 }
 
 #[test]
-fn a_borrow_waits_for_the_copy_and_for_nothing_else() {
+fn a_borrow_waits_only_for_the_copy() {
     let (copies, other, held, forever) = (stream(), stream(), Gate::default(), Gate::default());
     let mut buffer = PinnedBuffer::new(32, Device::Cpu).unwrap();
     assert!(!buffer.is_being_copied().unwrap());
@@ -24,7 +24,7 @@ fn a_borrow_waits_for_the_copy_and_for_nothing_else() {
         let gate = Gate::default();
         copies.submit(gate.work()).unwrap();
         buffer.copy_to(target, &copies).unwrap();
-        // Work behind the copy does not hold the buffer up.
+        // Work behind the copy does not delay the buffer.
         copies.submit(held.work()).unwrap_or_else(|error| panic!("{error}"));
         assert!(buffer.is_being_copied().unwrap());
         assert_eq!(values(target), [0; 4]);
@@ -39,7 +39,7 @@ fn a_borrow_waits_for_the_copy_and_for_nothing_else() {
 }
 
 #[test]
-fn two_copies_of_one_buffer_are_waited_for() {
+fn a_borrow_waits_for_two_copies() {
     let streams = [stream(), stream()];
     let gates = [Gate::default(), Gate::default()];
     let mut buffer = PinnedBuffer::new(8, Device::Cpu).unwrap();
@@ -58,8 +58,8 @@ fn two_copies_of_one_buffer_are_waited_for() {
 }
 
 #[test]
-fn a_copy_that_was_not_done_gives_the_buffer_back() {
-    // The failure is the stream's to tell.
+fn a_failed_copy_releases_the_buffer() {
+    // The stream returns the failure.
     let stream = stream();
     let mut buffer = PinnedBuffer::new(8, Device::Cpu).unwrap();
     stream.submit(fail("the disk is full")).unwrap();
@@ -71,7 +71,7 @@ fn a_copy_that_was_not_done_gives_the_buffer_back() {
 }
 
 #[test]
-fn what_cannot_be_copied_is_refused() {
+fn invalid_copies_are_refused() {
     let stream = stream();
     let mut buffer = PinnedBuffer::new(12, Device::Cpu).unwrap();
     check(

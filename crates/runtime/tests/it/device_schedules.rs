@@ -1,8 +1,8 @@
 //! Random schedules over several streams against the same operations in sequence.
 //!
-//! Every operation is `slot[to] = slot[to]·a + slot[from]·b` on a random stream after a random delay. The schedule waits
-//! for the last write of both slots and for the last reads of the one it writes, through events that are recorded again
-//! and again. Any order that these waits allow gives the sequential result, to the last bit.
+//! Every operation is `slot[to] = slot[to]·a + slot[from]·b` on a random stream after a random delay. The schedule waits for the
+//! last write of both slots and for the last reads of the one it writes, through events that are recorded again and again. Any
+//! order that these waits allow gives the sequential result bit for bit.
 
 use runtime::Result;
 use runtime::device::{self, Event, Stream};
@@ -44,7 +44,7 @@ fn draw(random: &mut Random) -> Operation {
         to,
         a: 0.5 + random.below(7) as f64 / 16.0,
         b: random.below(9) as f64 / 16.0 - 0.25,
-        // Most operations are quick, some hold their stream up.
+        // Most operations are fast, some delay their stream.
         delay: if random.below(4) == 0 { random.below(20_000) } else { 0 },
     }
 }
@@ -59,7 +59,7 @@ fn apply(to: &Tensor, from: &Tensor, operation: Operation) -> Result<()> {
     Ok(())
 }
 
-/// Spends time on the stream: the processor's own, or a kernel's.
+/// Spends time on the stream, on the CPU or with a kernel.
 fn hold(device: Device, delay: usize) -> Result<()> {
     if device.is_cuda() && delay > 0 {
         let x = Tensor::f_ones([256, 256], (Kind::Double, device))?;
@@ -88,7 +88,7 @@ fn scheduled(operations: &[Operation], device: Device) -> Result<Vec<Tensor>> {
     let written: Vec<Event> = (0..SLOTS).map(|_| Event::untimed(device)).collect::<Result<_>>()?;
     let read: Vec<Event> = (0..SLOTS * STREAMS).map(|_| Event::untimed(device)).collect::<Result<_>>()?;
 
-    // What the current stream did to the slots comes before everything.
+    // The current stream's operations on the slots come first.
     let filled = Event::untimed(device)?;
     Stream::current(device)?.record(&filled)?;
     for stream in &streams {

@@ -9,7 +9,7 @@ use runtime::device::{self, Event, Stream};
 use tch::{Device, Tensor, kind};
 
 #[test]
-fn a_stream_keeps_order() {
+fn a_stream_runs_work_in_order() {
     let (stream, log, gate) = (stream(), Log::default(), Gate::default());
     stream.submit(gate.work()).unwrap();
     for entry in 0..1000 {
@@ -26,7 +26,7 @@ fn submit_returns_while_the_work_is_held() {
     assert!(stream.query().unwrap());
     stream.submit(gate.work()).unwrap();
     stream.record(&done).unwrap();
-    // This thread gets here although the work cannot have ended.
+    // This thread continues although the work cannot have ended.
     assert!(!stream.query().unwrap());
     assert!(!done.query().unwrap());
     gate.open();
@@ -36,8 +36,8 @@ fn submit_returns_while_the_work_is_held() {
 }
 
 #[test]
-fn two_streams_run_at_the_same_time() {
-    // Each holds the other's gate: in turn they would wait for ever.
+fn two_streams_run_concurrently() {
+    // Each opens the other's gate: run sequentially they would deadlock.
     let (a, b, first, second) = (stream(), stream(), Gate::default(), Gate::default());
     let (opens, waits) = (second.key(), first.key());
     a.submit(move || {
@@ -101,7 +101,7 @@ fn a_wait_keeps_the_recording_it_saw() {
 }
 
 #[test]
-fn elapsed_covers_what_lies_between() {
+fn elapsed_measures_the_time_between_events() {
     let (stream, start, end) = (stream(), event(), event());
     stream.record(&start).unwrap();
     let spent = Arc::new(Mutex::new(0.0));
@@ -124,7 +124,7 @@ fn elapsed_covers_what_lies_between() {
 }
 
 #[test]
-fn elapsed_says_what_is_missing() {
+fn elapsed_names_the_missing_recording() {
     let (stream, gate) = (stream(), Gate::default());
     let (start, end, untimed) = (event(), event(), Event::untimed(Device::Cpu).unwrap());
     stream.record(&start).unwrap();
@@ -151,7 +151,7 @@ fn elapsed_says_what_is_missing() {
 }
 
 #[test]
-fn the_calling_thread_is_a_stream_too() {
+fn the_calling_thread_is_a_stream() {
     let (current, stream, gate, mark) =
         (Stream::current(Device::Cpu).unwrap(), stream(), Gate::default(), event());
     let done = Arc::new(AtomicBool::new(false));

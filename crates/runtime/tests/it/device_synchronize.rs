@@ -1,4 +1,4 @@
-//! `device::synchronize` over all CPU streams: alone in its process, since it sees the streams of every test.
+//! `device::synchronize` over all CPU streams. Alone in its process, because it waits for the streams of every test.
 
 use runtime::device::{self, Stream};
 use runtime::{Error, Result};
@@ -9,7 +9,7 @@ fn words(result: Result<()>) -> String {
 }
 
 #[test]
-fn the_device_waits_for_every_stream_and_leaves_failures_to_their_owners() {
+fn synchronizing_a_device_waits_for_every_stream_and_keeps_failures() {
     let streams: Vec<Stream> = (0..3).map(|_| Stream::new(Device::Cpu).unwrap()).collect();
     let (sender, receiver) = std::sync::mpsc::channel();
     for (index, stream) in streams.iter().enumerate() {

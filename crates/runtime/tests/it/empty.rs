@@ -34,7 +34,7 @@ fn values(tensor: &Tensor) -> Vec<f64> {
 }
 
 #[test]
-fn tiles_of_logits_without_elements_add_nothing() {
+fn empty_tiles_of_logits_have_no_effect() {
     for pass in [&Simd as &dyn LogitsPass, &Operators] {
         for kind in FLOATS {
             for size in emptied(&[3, 4]) {
@@ -51,7 +51,7 @@ fn tiles_of_logits_without_elements_add_nothing() {
                     let transform = Transform { bias: Some(&bias), scale: 0.5, softcap: Some(2.0) };
                     let wanted = Wanted { total: true, moment: true, best: true };
                     let mut known = Statistics::new(n, dense, wanted, (kind, Device::Cpu)).unwrap();
-                    // What an earlier tile left.
+                    // The statistics of an earlier tile.
                     let _ = known.maximum.fill_(1.0);
                     let _ = known.sum.fill_(2.0);
                     let mut tile = ones(&size, kind);
@@ -80,7 +80,7 @@ fn tiles_of_logits_without_elements_add_nothing() {
 }
 
 #[test]
-fn norms_of_no_rows_have_no_rows_and_gradients_of_zero() {
+fn norms_of_empty_matrices_have_zero_gradients() {
     for kind in FLOATS {
         for size in [&[0i64, 4][..], &[2, 0, 4], &[0, 3, 4]] {
             let x = ones(size, kind).set_requires_grad(true);
@@ -107,7 +107,7 @@ fn norms_of_no_rows_have_no_rows_and_gradients_of_zero() {
 }
 
 #[test]
-fn rotations_of_nothing_are_nothing() {
+fn rotating_empty_tensors_works() {
     let table = RotaryTable::new(4, 8, &Frequencies::default(), Device::Cpu).unwrap();
     for kind in FLOATS {
         for size in emptied(&[2, 3, 2]) {
@@ -125,7 +125,7 @@ fn rotations_of_nothing_are_nothing() {
 }
 
 #[test]
-fn swiglu_of_nothing_is_nothing() {
+fn swiglu_of_empty_tensors_works() {
     for kind in FLOATS {
         for size in emptied(&[3, 5]) {
             let tensor = || ones(&size, kind);
@@ -144,7 +144,7 @@ fn swiglu_of_nothing_is_nothing() {
 }
 
 #[test]
-fn a_step_of_no_parameters_is_a_step() {
+fn a_step_without_parameters_works() {
     for size in emptied(&[3, 5]) {
         let state: [Tensor; 3] = std::array::from_fn(|_| ones(&size, Kind::Float));
         let (gradient, weight) = (ones(&size, Kind::BFloat16), ones(&size, Kind::BFloat16));
@@ -157,7 +157,7 @@ fn a_step_of_no_parameters_is_a_step() {
 }
 
 #[test]
-fn gradients_without_elements_are_finite_and_of_norm_zero() {
+fn empty_gradients_are_finite_with_norm_zero() {
     let factor = Tensor::from_slice(&[3.0f32]);
     for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
         for size in emptied(&[3, 5]) {
@@ -170,7 +170,7 @@ fn gradients_without_elements_are_finite_and_of_norm_zero() {
 }
 
 #[test]
-fn products_over_nothing_are_zero_and_of_nothing_empty() {
+fn empty_products_are_zero_or_empty() {
     for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
         for size in emptied(&[3, 4, 5]) {
             let (m, k, n) = (size[0], size[1], size[2]);
@@ -182,22 +182,20 @@ fn products_over_nothing_are_zero_and_of_nothing_empty() {
                 let each = if accumulate { 1.0 } else { 0.0 };
                 assert_eq!(values(&out), vec![each; (m * n) as usize]);
             }
-            // None: it is libtorch's to multiply.
+            // `None`: libtorch multiplies.
             assert!(matvec(&a, &ones(&[n, k], kind), None).unwrap().is_none());
         }
     }
 }
 
 #[test]
-fn files_are_read_where_there_is_nothing_to_read() {
+fn empty_reads_of_files_work() {
     let folder = std::env::temp_dir().join(format!("frugal-empty-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let path = folder.join("nothing");
     std::fs::write(&path, b"").unwrap();
     let mapped = MappedFile::open(&path).unwrap();
     assert_eq!(mapped.len(), 0);
-    mapped.advise_random().unwrap();
-    mapped.will_need(0..0).unwrap();
     mapped.forget(0..0).unwrap();
     for size in emptied(&[2, 3]) {
         assert_eq!(file::tensor_over(&path, 0, &size, Kind::Float).unwrap().size(), size);
@@ -211,7 +209,7 @@ fn files_are_read_where_there_is_nothing_to_read() {
 }
 
 #[test]
-fn host_memory_may_be_empty() {
+fn empty_host_memory_works() {
     for size in emptied(&[2, 3]) {
         assert_eq!(pinned_empty(&size, Kind::Float, Device::Cpu).unwrap().size(), size);
     }
@@ -222,7 +220,7 @@ fn host_memory_may_be_empty() {
 }
 
 #[test]
-fn random_tensors_may_be_empty() {
+fn empty_random_tensors_work() {
     let mut generator = Generator::new(1).unwrap();
     for size in emptied(&[2, 3]) {
         assert_eq!(generator.normal(&size, (Kind::Float, Device::Cpu)).unwrap().size(), size);

@@ -1,4 +1,4 @@
-//! Tensors whose values lie in a file.
+//! Tensors with values in a file.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use runtime::Error;
 use runtime::file::{read_into, tensor_over};
 use tch::{Device, Kind, Tensor};
 
-/// A file of 4096 + 24 numbers, each its own place, after 8 bytes of something else.
+/// A file of 4096 + 24 numbers, each its own index, after 8 other bytes.
 fn numbers(kind: Kind) -> (tempfile::TempDir, PathBuf, Tensor) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("numbers");
@@ -25,7 +25,7 @@ fn words(error: Error, path: &Path) -> String {
 }
 
 #[test]
-fn values_are_those_of_the_file() {
+fn a_tensor_over_a_file_has_its_values() {
     for kind in [Kind::Float, Kind::BFloat16, Kind::Double, Kind::Int64, Kind::Uint8] {
         let (_folder, path, values) = numbers(kind);
         let width = kind.elt_size_in_bytes() as u64;
@@ -33,7 +33,7 @@ fn values_are_those_of_the_file() {
         assert_eq!((over.size(), over.kind(), over.device()), (vec![40, 103], kind, Device::Cpu));
         assert!(over.is_contiguous() && !over.requires_grad());
         assert!(over.view([-1]).equal(&values), "{kind:?}");
-        // From the middle, which is no page's beginning, to the end.
+        // From the middle, not at a page boundary, to the end.
         let part = tensor_over(&path, 8 + 4001 * width, &[119], kind).unwrap();
         assert!(part.equal(&values.narrow(0, 4001, 119)), "{kind:?}");
 
@@ -57,7 +57,7 @@ fn an_empty_tensor_needs_no_bytes() {
 }
 
 #[test]
-fn what_is_written_stays_in_the_process() {
+fn writes_to_a_mapped_tensor_stay_in_the_process() {
     let (_folder, path, values) = numbers(Kind::Float);
     let before = fs::read(&path).unwrap();
     let over = tensor_over(&path, 8, &[4120], Kind::Float).unwrap();
@@ -72,7 +72,7 @@ fn what_is_written_stays_in_the_process() {
 }
 
 #[test]
-fn a_tensor_outlives_what_it_was_made_with() {
+fn a_tensor_outlives_its_file_handle() {
     let (folder, path, values) = numbers(Kind::Float);
     let over = tensor_over(&path, 8, &[4120], Kind::Float).unwrap();
     let part = over.narrow(0, 100, 50);
@@ -85,7 +85,7 @@ fn a_tensor_outlives_what_it_was_made_with() {
 }
 
 #[test]
-fn a_read_counts_as_a_change() {
+fn reading_into_a_tensor_counts_as_an_in_place_change() {
     let (_folder, path, _) = numbers(Kind::Float);
     let file = File::open(&path).unwrap();
     let target = Tensor::ones([4], (Kind::Float, Device::Cpu));
@@ -99,7 +99,7 @@ fn a_read_counts_as_a_change() {
 }
 
 #[test]
-fn a_tensor_over_nothing_is_refused() {
+fn invalid_ranges_of_a_file_are_refused() {
     let (_folder, path, _) = numbers(Kind::Float);
     let refused = |path: &Path, offset, shape: &[i64], kind, expected: Expect| {
         expected.assert_eq(&words(tensor_over(path, offset, shape, kind).unwrap_err(), path));
@@ -155,7 +155,7 @@ fn a_tensor_over_nothing_is_refused() {
 }
 
 #[test]
-fn a_read_that_cannot_be_is_refused() {
+fn invalid_reads_are_refused() {
     let (_folder, path, _) = numbers(Kind::Float);
     let file = File::open(&path).unwrap();
     let refused = |offset, target: &Tensor, expected: Expect| {
@@ -182,7 +182,7 @@ fn a_read_that_cannot_be_is_refused() {
         ],
     );
 
-    // A file that was cut behind a tensor's back: a read says so, where a touch of the pages would end the process.
+    // A file that was truncated while mapped: a read returns an error; touching the pages would end the process.
     let cut = File::options().write(true).open(&path).unwrap();
     cut.set_len(100).unwrap();
     refused(

@@ -1,4 +1,4 @@
-//! The CUDA kernels against the passes of the CPU in f64, of the same numbers. Says aloud that it is skipped where no GPU is.
+//! The CUDA kernels compared with the passes of the CPU in f64, on the same numbers. Prints that it is skipped without a GPU.
 
 use runtime::autograd::{self, Keep};
 use runtime::fused::adam::{AdamStep, AdamTensors, adam, adam_many};
@@ -20,7 +20,7 @@ fn cuda() -> Option<Device> {
     Some(runtime::device::select("cuda").unwrap())
 }
 
-/// Of numbers that are exact in every dtype that is tried.
+/// Numbers that are exact in every tested dtype.
 fn normal(generator: &mut Generator, shape: &[i64], kind: Kind) -> Tensor {
     let drawn = generator.normal(shape, (Kind::Float, Device::Cpu)).unwrap();
     drawn.to_kind(kind).to_kind(Kind::Double)
@@ -58,7 +58,7 @@ fn close(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
 }
 
 #[test]
-fn norms_are_those_of_the_cpu() {
+fn norms_match_the_cpu() {
     let Some(device) = cuda() else { return };
     let mut generator = Generator::new(1).unwrap();
     for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
@@ -128,7 +128,7 @@ fn norms_are_those_of_the_cpu() {
 }
 
 #[test]
-fn rotations_are_those_of_the_cpu() {
+fn rotations_match_the_cpu() {
     let Some(device) = cuda() else { return };
     let mut generator = Generator::new(2).unwrap();
     for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
@@ -161,7 +161,7 @@ fn rotations_are_those_of_the_cpu() {
 }
 
 #[test]
-fn swiglu_is_that_of_the_cpu() {
+fn swiglu_matches_the_cpu() {
     let Some(device) = cuda() else { return };
     let mut generator = Generator::new(3).unwrap();
     for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
@@ -200,9 +200,9 @@ fn swiglu_is_that_of_the_cpu() {
     }
 }
 
-/// Everything that a pass can be asked for, over a vocabulary in two tiles.
+/// Every option of a pass, over a vocabulary in two tiles.
 #[test]
-fn the_passes_over_logits_are_those_of_the_cpu() {
+fn passes_over_logits_match_the_cpu() {
     let Some(device) = cuda() else { return };
     let mut generator = Generator::new(4).unwrap();
     let wanted = Wanted { total: true, moment: true, best: true };
@@ -310,7 +310,7 @@ fn a_row_with_a_nan_has_sums_and_gradients_of_nan() {
 }
 
 #[test]
-fn scaling_by_a_number_of_the_device() {
+fn scaling_by_a_device_scalar_works() {
     let Some(device) = cuda() else { return };
     for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
         for numbers in [1, 77, 8192, 3_000_001] {
@@ -325,9 +325,9 @@ fn scaling_by_a_number_of_the_device() {
     }
 }
 
-/// The engine's thread, whose first work on the device is the backward's kernel.
+/// A backward on the engine's thread whose first device work is a kernel.
 #[test]
-fn a_backward_may_begin_with_a_kernel() {
+fn a_backward_can_start_with_a_kernel() {
     let Some(device) = cuda() else { return };
     let x = Tensor::randn([8, 64], (Kind::Float, device)).set_requires_grad(true);
     let y = norm::rms_norm(&x, None, Options::default()).unwrap();
@@ -339,12 +339,12 @@ fn a_backward_may_begin_with_a_kernel() {
 }
 
 #[test]
-fn a_kernel_of_a_captured_step_is_one_that_has_run() {
+fn a_kernel_must_have_run_before_a_capture() {
     let Some(device) = cuda() else { return };
     let gate = Tensor::randn([33, 77], (Kind::Float, device));
     let mut product = Tensor::zeros([33, 77], (Kind::Float, device));
     let (inside, mut out) = (gate.shallow_clone(), product.shallow_clone());
-    let mut step = runtime::device::graph::Step::capture(device, 1, move || {
+    let mut step = runtime::device::graph::CapturedStep::capture(device, 1, move || {
         swiglu::forward(&inside, &inside, None, &mut out)
     })
     .unwrap();
@@ -356,13 +356,13 @@ fn a_kernel_of_a_captured_step_is_one_that_has_run() {
 
 /// Three steps of tensors of many sizes in fp32, bf16 and fp16, against the CPU's pass; a flag on the device skips a step.
 #[test]
-fn adam_over_many_tensors_is_that_of_the_cpu() {
+fn adam_over_many_tensors_matches_the_cpu() {
     let Some(device) = cuda() else { return };
     let mut generator = Generator::new(9).unwrap();
     let sizes = [1, 7, 8, 4096, 16_384, 16_385, 50_001];
     for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
         for decoupled in [true, false] {
-            // More tensors than a launch takes.
+            // More tensors than fit one launch.
             let masters: Vec<Tensor> =
                 (0..70).map(|i| normal(&mut generator, &[sizes[i % 7]], Kind::Float)).collect();
             let gradients: Vec<Vec<Tensor>> = (0..3)

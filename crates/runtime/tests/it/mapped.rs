@@ -3,26 +3,24 @@
 use runtime::mapped::MappedFile;
 
 #[test]
-fn a_file_is_read_through_its_mapping() {
+fn a_mapped_file_is_read() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("bytes");
     let bytes: Vec<u8> = (0..100_000u32).map(|i| i as u8).collect();
     std::fs::write(&path, &bytes).unwrap();
     let mapped = MappedFile::open(&path).unwrap();
-    mapped.advise_random().unwrap();
-    mapped.will_need(4097..90_000).unwrap();
     assert_eq!(*mapped, *bytes);
-    // A file that is replaced by another of its name stays as it was for those who have it open.
+    // A replaced file is unchanged for open mappings.
     std::fs::write(folder.path().join("new"), b"new").unwrap();
     std::fs::rename(folder.path().join("new"), &path).unwrap();
     assert_eq!(*mapped, *bytes);
 
-    let error = mapped.will_need(5..100_001).unwrap_err().to_string();
-    assert!(error.starts_with("will_need: the bytes 5..100001 of "), "{error}");
+    let error = mapped.forget(5..100_001).unwrap_err().to_string();
+    assert!(error.starts_with("forget: the bytes 5..100001 of "), "{error}");
 }
 
 #[test]
-fn what_cannot_be_mapped_says_so() {
+fn files_that_cannot_be_mapped_are_errors() {
     let folder = tempfile::tempdir().unwrap();
     let empty = folder.path().join("empty");
     std::fs::write(&empty, b"").unwrap();

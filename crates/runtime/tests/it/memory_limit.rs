@@ -27,7 +27,7 @@ fn an_allocation_beyond_the_limit_fails_and_counts_nothing() {
     {
         let limit = memory::limit(CPU, 5000).unwrap();
         assert_eq!(limit.bytes(), 5000);
-        // To the last byte.
+        // Exactly, to the byte.
         let rest = bytes(4000).unwrap();
         expect!["out of memory on the CPU: 1 bytes were asked for, 5000 are live and the limit is 5000; free tensors, take smaller batches, or raise the limit (runtime::memory::limit)"]
             .assert_eq(&words(bytes(1)));
@@ -41,7 +41,7 @@ fn an_allocation_beyond_the_limit_fails_and_counts_nothing() {
         assert!(words(bytes(i64::MAX)).starts_with("out of memory on the CPU: 9223372036854775807 bytes"));
         assert!(bytes(0).is_ok());
 
-        // The tighter of two holds, whichever is older and whichever ends first.
+        // The lower of two limits applies, whichever is older and whichever ends first.
         let wider = memory::limit(CPU, 1 << 20).unwrap();
         assert!(bytes(4001).is_err());
         let tighter = memory::limit(CPU, 2000).unwrap();
@@ -61,13 +61,13 @@ fn an_allocation_beyond_the_limit_fails_and_counts_nothing() {
     );
     drop(bytes(8 << 20).unwrap());
 
-    // What is live already is not undone.
+    // Existing allocations are not affected.
     let error = memory::limit(CPU, 999).unwrap_err().to_string();
     expect!["memory limit: 1000 bytes are live already, more than the limit of 999; free tensors first"]
         .assert_eq(&error);
     assert!(bytes(1 << 20).is_ok(), "a limit that was refused does not hold");
 
-    // Kept blocks do not count against an allocation, and are given back so that the process stays under the limit too.
+    // Cached blocks do not count against an allocation, and are freed to keep the process under the limit.
     memory::empty_cache(CPU).unwrap();
     drop([(); 3].map(|()| bytes(4 << 20).unwrap()));
     assert_eq!(memory::cached_bytes(CPU).unwrap(), 12 << 20);

@@ -1,4 +1,4 @@
-//! Exact bytes of the CPU allocator. The counts are the whole process's, so the test runs in a process of its own.
+//! Exact bytes of the CPU allocator. The counts cover the whole process, so the test runs in its own process.
 
 use runtime::memory::{self, Region};
 use tch::{Device, Tensor, kind};
@@ -22,7 +22,7 @@ fn live_and_peak_bytes_are_exact() {
     memory::track_cpu().unwrap();
     assert_eq!(memory::live_bytes(CPU).unwrap(), 0);
 
-    // Sizes from nothing to beyond the limit for huge pages; every byte comes back.
+    // Sizes from zero to beyond the threshold for huge pages; every byte is freed.
     for elements in [0, 1, 3, 1000, 1 << 20, (5 << 20) + 7] {
         let region = Region::start(CPU).unwrap();
         let a = tensor(elements);
@@ -52,7 +52,7 @@ fn live_and_peak_bytes_are_exact() {
     assert_eq!((outer.peak, outer.live_after), (4000, 40));
     drop(kept);
 
-    // A forgotten region costs nothing and disturbs none.
+    // A leaked region does not affect others.
     drop(Region::start(CPU).unwrap());
 
     // Many threads at once: nothing is lost, the peak is at least each thread's own.
@@ -74,8 +74,8 @@ fn live_and_peak_bytes_are_exact() {
     let moved = tensor(64);
     std::thread::spawn(move || drop(moved)).join().unwrap();
     assert_eq!(memory::live_bytes(CPU).unwrap(), 0);
-    // A freed block is given to the next tensor of its size, and to no other; kept blocks are not live, and live and kept
-    // together stay below the most that was ever live.
+    // A freed block is reused by the next tensor of its size only; cached blocks are not live, and live and cached bytes together
+    // stay below the maximum that was ever live.
     memory::empty_cache(CPU).unwrap();
     let address = |tensor: &Tensor| tensor.data_ptr() as usize;
     const LARGE: i64 = 2 << 20;

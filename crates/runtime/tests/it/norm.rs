@@ -40,7 +40,7 @@ fn worst(a: &Tensor, b: &Tensor) -> f64 {
 }
 
 #[test]
-fn derivatives_of_every_combination_are_those_of_central_differences() {
+fn derivatives_of_every_combination_match_central_differences() {
     let mut generator = Generator::new(1).unwrap();
     for norm in NORMS {
         for keep in KEEPS {
@@ -125,7 +125,7 @@ impl Results {
 }
 
 #[test]
-fn low_precision_is_no_further_from_the_exact_result_than_libtorchs() {
+fn low_precision_is_as_accurate_as_libtorch() {
     let mut generator = Generator::new(2).unwrap();
     for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
         for (rows, width) in [(300, 257), (64, 4096), (1500, 96), (7, 5000)] {
@@ -158,7 +158,8 @@ fn low_precision_is_no_further_from_the_exact_result_than_libtorchs() {
                             Kind::BFloat16 => 2f64.powi(-9),
                             _ => 2f64.powi(-12),
                         };
-                        // A unit and a half of the largest value; to have kept a rounded output costs up to nine more.
+                        // One and a half units in the last place of the largest value, and up to nine more if a rounded
+                        // output was saved.
                         let tolerance = scale * unit * if keep == Keep::Output && i > 0 { 10.5 } else { 1.5 };
                         let (mine, other) =
                             (worst(&ours.0[i], &oracle.0[i]), worst(&theirs.0[i], &oracle.0[i]));
@@ -176,7 +177,7 @@ fn low_precision_is_no_further_from_the_exact_result_than_libtorchs() {
 }
 
 #[test]
-fn a_mean_far_from_zero_and_values_beyond_fp32s_squares_are_right() {
+fn large_means_and_values_whose_squares_overflow_are_correct() {
     let mut generator = Generator::new(3).unwrap();
     let x = (normal(&mut generator, &[20, 1000]) + 1e4).to_kind(Kind::Float);
     let upstream = normal(&mut generator, &[20, 1000]);
@@ -208,7 +209,7 @@ fn a_mean_far_from_zero_and_values_beyond_fp32s_squares_are_right() {
 }
 
 #[test]
-fn a_weight_that_lost_its_input_keeps_it() {
+fn a_weight_that_does_not_allow_recovery_saves_the_input() {
     let mut generator = Generator::new(4).unwrap();
     let some = |values: &[f64]| Tensor::from_slice(values);
     for (weight, bias, expected) in [
@@ -241,7 +242,7 @@ fn a_weight_that_lost_its_input_keeps_it() {
 }
 
 #[test]
-fn an_upstream_gradient_that_others_hold_stays_as_it_is() {
+fn a_shared_upstream_gradient_is_not_changed() {
     let mut generator = Generator::new(5).unwrap();
     let x = normal(&mut generator, &[9, 33]).set_requires_grad(true);
     for norm in NORMS {
@@ -269,7 +270,7 @@ fn an_upstream_gradient_that_others_hold_stays_as_it_is() {
 }
 
 #[test]
-fn gradients_are_the_same_bits_whatever_the_threads() {
+fn gradients_do_not_depend_on_the_number_of_threads() {
     let mut generator = Generator::new(6).unwrap();
     let single = |t: Tensor| t.to_kind(Kind::Float);
     let (x, upstream) =
@@ -292,7 +293,7 @@ fn gradients_are_the_same_bits_whatever_the_threads() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_with_the_remedy() {
+fn mismatched_tensors_are_refused_with_the_remedy() {
     let x = Tensor::zeros([2, 4], (Kind::Float, Device::Cpu));
     let weight = Tensor::zeros([3], (Kind::Float, Device::Cpu));
     let words = |result: runtime::Result<Tensor>| result.unwrap_err().to_string();
@@ -322,7 +323,7 @@ fn what_does_not_fit_is_refused_with_the_remedy() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
     #[test]
-    fn any_shape_stride_and_dtype(
+    fn any_shape_stride_and_dtype_is_correct(
         shape in prop::collection::vec(0i64..6, 0..3),
         width in prop_oneof![Just(1i64), 2i64..140, Just(4099)],
         layout in 0..3,
@@ -352,7 +353,7 @@ proptest! {
         let x = rounded(&(x * 2.0 + 0.5));
         let (weight, bias) = (rounded(&weights(&mut generator, width)), rounded(&normal(&mut generator, &[width])));
         let upstream = normal(&mut generator, &size).to_kind(output).to_kind(Kind::Double);
-        // Large enough that the gradient of a short row is no difference of nearly equal numbers.
+        // Large enough that the gradient of a short row does not cancel.
         let eps = 0.5;
         let oracle = Results::of(&x, &weight, &bias, &upstream, |x, w, b| composed(norm, x, Some(w), Some(b), eps));
         let low = |t: &Tensor| t.to_kind(kind);

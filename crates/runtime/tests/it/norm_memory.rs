@@ -12,7 +12,7 @@ fn bytes(count: i64, kind: Kind) -> u64 {
 }
 
 #[test]
-fn what_the_graph_keeps_is_what_is_predicted() {
+fn saved_bytes_equal_the_prediction() {
     live_bytes(CPU).unwrap();
     let (rows, width) = (128, 96);
     for (norm, statistics_of_input) in [(Norm::Layer, 2), (Norm::Rms, 1)] {
@@ -28,7 +28,7 @@ fn what_the_graph_keeps_is_what_is_predicted() {
                     let weight = Tensor::full([width], weight_value, (kind, CPU)).set_requires_grad(true);
                     let leaf = Tensor::ones([rows, width], (kind, CPU)).set_requires_grad(true);
                     let before = live_bytes(CPU).unwrap();
-                    // A residual stream that nobody but the norm holds.
+                    // A residual stream that only the norm holds.
                     let (y, sum) = add_norm(
                         norm,
                         &leaf,
@@ -61,7 +61,7 @@ fn what_the_graph_keeps_is_what_is_predicted() {
                         "{norm:?} {kind:?} to {output:?} {keep:?} weight {weight_value} follower {follower}"
                     );
                     assert_eq!(held, of_norm + of_follower + bytes(1, end.kind()), "{name}");
-                    // Backward needs no more than the gradients, and the parts of the parameters' sums.
+                    // Backward needs only the gradients, and the partial sums of the parameters' gradients.
                     let region = Region::start(CPU).unwrap();
                     let upstream = Tensor::ones([], (end.kind(), CPU));
                     runtime::autograd::backward_with(&[&end], &[Some(&upstream)], Default::default())

@@ -3,7 +3,7 @@
 use runtime::ops::attention::{self, Options, Packing};
 use runtime::ops::optimizer::{AdamW, AdamWTensors, Unscale, fused_adam_, fused_adamw_};
 use runtime::ops::settings::{self, Determinism};
-use runtime::ops::{self, Value, amp, foreach, matmul, norm};
+use runtime::ops::{self, Value, amp, foreach, norm};
 use tch::{Device, Kind, Tensor};
 
 fn tensor(values: &[f64]) -> Tensor {
@@ -23,7 +23,7 @@ fn close(actual: &Tensor, expected: &[f64]) {
 }
 
 #[test]
-fn every_kind_of_value_crosses_the_border() {
+fn every_kind_of_value_round_trips_through_the_shim() {
     let x = Tensor::arange(6, (Kind::Double, Device::Cpu)).reshape([2, 3]);
     let one = |name, overload, positional: &[Value], named: &[(&str, Value)]| {
         ops::single(ops::call(name, overload, positional, named).unwrap()).unwrap()
@@ -92,7 +92,7 @@ fn every_kind_of_value_crosses_the_border() {
 }
 
 #[test]
-fn a_wrong_call_is_an_error_that_says_what_is_right() {
+fn an_invalid_call_is_an_error_with_the_schema() {
     let x = tensor(&[1.0]);
     type Case = (&'static str, &'static str, Vec<Value>, Vec<(&'static str, Value)>, &'static str);
     let cases: [Case; 9] = [
@@ -175,7 +175,7 @@ fn a_wrong_call_is_an_error_that_says_what_is_right() {
 }
 
 #[test]
-fn a_call_by_name_has_its_derivative() {
+fn a_call_by_name_records_its_derivative() {
     let x = tensor(&[1.0, 2.0]).set_requires_grad(true);
     let y = ops::single(ops::call("aten::mul", "Tensor", &[(&x).into(), (&x).into()], &[]).unwrap()).unwrap();
     y.sum(Kind::Double).backward();
@@ -188,19 +188,16 @@ fn foreach_changes_every_tensor() {
     let other = [tensor(&[2.0, 3.0]), tensor(&[4.0])];
     type Change<'a> = &'a dyn Fn(&[Tensor]) -> runtime::Result<()>;
     let factor = tensor(&[3.0]).squeeze();
-    let cases: [(Change<'_>, [&[f64]; 2]); 14] = [
+    let cases: [(Change<'_>, [&[f64]; 2]); 11] = [
         (&|t| foreach::add_(t, &other), [&[3.0, 7.0], &[13.0]]),
         (&|t| foreach::add_scaled_(t, &other, 10.0), [&[21.0, 34.0], &[49.0]]),
         (&|t| foreach::add_scalar_(t, 0.5), [&[1.5, 4.5], &[9.5]]),
         (&|t| foreach::sub_(t, &other), [&[-1.0, 1.0], &[5.0]]),
-        (&|t| foreach::mul_(t, &other), [&[2.0, 12.0], &[36.0]]),
         (&|t| foreach::mul_scalar_(t, 2.0), [&[2.0, 8.0], &[18.0]]),
         (&|t| foreach::mul_tensor_(t, &factor), [&[3.0, 12.0], &[27.0]]),
-        (&|t| foreach::div_(t, &other), [&[0.5, 4.0 / 3.0], &[2.25]]),
         (&|t| foreach::addcmul_(t, &other, &other, 0.5), [&[3.0, 8.5], &[17.0]]),
         (&|t| foreach::addcdiv_(t, &other, &other, 0.5), [&[1.5, 4.5], &[9.5]]),
         (&|t| foreach::lerp_(t, &other, 0.25), [&[1.25, 3.75], &[7.75]]),
-        (&|t| foreach::sqrt_(t), [&[1.0, 2.0], &[3.0]]),
         (&|t| foreach::zero_(t), [&[0.0, 0.0], &[0.0]]),
         (&|t| foreach::copy_(t, &other), [&[2.0, 3.0], &[4.0]]),
     ];
@@ -237,7 +234,7 @@ fn adamw_reference(options: AdamW, grads: &[f64]) -> (f64, f64, f64) {
 }
 
 #[test]
-fn fused_adamw_is_adamw() {
+fn fused_adamw_matches_adamw() {
     let options = AdamW { lr: 0.1, weight_decay: 0.05, ..AdamW::default() };
     let gradients = [0.3, -0.2, 0.7];
     let param = tensor(&[1.5]).set_requires_grad(true);
@@ -252,7 +249,7 @@ fn fused_adamw_is_adamw() {
             steps: &[&step],
         };
         let (scale, finite, infinite) = (Tensor::from(8f32), Tensor::from(0f32), Tensor::from(1f32));
-        // A step that is skipped leaves everything as it was.
+        // A skipped step changes nothing.
         fused_adamw_(&tensors, options, Some(Unscale { scale: Some(&scale), found_inf: &infinite })).unwrap();
         fused_adamw_(&tensors, options, Some(Unscale { scale: Some(&scale), found_inf: &finite })).unwrap();
     }
@@ -307,7 +304,7 @@ fn fused_adamw_refuses_lists_that_do_not_match() {
 }
 
 #[test]
-fn unscaling_finds_what_is_not_finite() {
+fn unscaling_finds_infinities_and_nan() {
     let (found, inverse) = (Tensor::from_slice(&[0f32]), Tensor::from_slice(&[0.25f32]));
     let grads = [Tensor::from_slice(&[4f32, 8.0]), Tensor::from_slice(&[2f32])];
     amp::non_finite_check_and_unscale_(&grads, &found, &inverse).unwrap();
@@ -322,7 +319,7 @@ fn unscaling_finds_what_is_not_finite() {
 }
 
 #[test]
-fn rms_norm_is_its_formula_with_its_derivative() {
+fn rms_norm_matches_its_formula_and_derivative() {
     let x = tensor(&[1.0, 2.0, 2.0, 4.0]).reshape([2, 2]).set_requires_grad(true);
     let weight = tensor(&[1.0, 3.0]);
     let (y, rstd) = norm::fused_rms_norm(&x, &[2], Some(&weight), Some(1e-3)).unwrap();
@@ -335,24 +332,7 @@ fn rms_norm_is_its_formula_with_its_derivative() {
 }
 
 #[test]
-fn products_go_into_memory_that_is_there() {
-    let (a, b) = (tensor(&[1.0, 2.0, 3.0, 4.0]).reshape([2, 2]), tensor(&[5.0, 6.0]).reshape([2, 1]));
-    let out = tensor(&[f64::NAN, f64::NAN]).reshape([2, 1]);
-    matmul::addmm_(&out, &a, &b, 0.0, 1.0).unwrap();
-    close(&out, &[17.0, 39.0]);
-    matmul::addmm_(&out, &a, &b, 2.0, -1.0).unwrap();
-    close(&out, &[17.0, 39.0]);
-    matmul::mm_out(&out, &a, &a.narrow(1, 0, 1)).unwrap();
-    close(&out, &[7.0, 15.0]);
-    let error = matmul::mm_out(&out, &a, &a).unwrap_err().to_string();
-    assert_eq!(
-        error,
-        "mm_out: out [2, 1] is not the shape of [2, 2] · [2, 2]; expected [m, n], [m, k], [k, n]"
-    );
-}
-
-#[test]
-fn varlen_attention_says_what_it_needs() {
+fn varlen_attention_names_its_requirements() {
     let q = Tensor::zeros([5, 2, 4], (Kind::Half, Device::Cpu));
     let starts = Tensor::from_slice(&[0i32, 2, 5]);
     let packing = Packing { cu_seqlens_q: &starts, cu_seqlens_k: &starts, max_seqlen_q: 3, max_seqlen_k: 3 };
@@ -385,7 +365,7 @@ fn varlen_attention_says_what_it_needs() {
 }
 
 #[test]
-fn settings_are_read_back() {
+fn settings_round_trip() {
     let before = settings::num_threads().unwrap();
     settings::set_num_threads(1).unwrap();
     assert_eq!(settings::num_threads().unwrap(), 1);

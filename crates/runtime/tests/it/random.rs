@@ -1,4 +1,4 @@
-//! The random generators can be seeded, captured and put back.
+//! Seeding, capturing and restoring the random generators.
 
 use std::sync::Mutex;
 
@@ -55,7 +55,7 @@ fn a_state_can_be_restored_any_number_of_times() {
 }
 
 #[test]
-fn a_replay_leaves_the_sequence_alone() {
+fn a_replay_does_not_affect_the_sequence() {
     let _lock = GENERATORS.lock();
     for device in devices() {
         random::seed(1).unwrap();
@@ -67,7 +67,7 @@ fn a_replay_leaves_the_sequence_alone() {
             let _replay = state.replay().unwrap();
             assert_eq!(draw(device), first);
             {
-                let _preserve = random::preserve(device).unwrap();
+                let _preserve = RandomState::capture(device).unwrap().replay().unwrap();
                 let _ = draw(device);
             }
             assert_eq!(draw(device), second);
@@ -77,11 +77,11 @@ fn a_replay_leaves_the_sequence_alone() {
 }
 
 #[test]
-fn a_panic_puts_the_state_back() {
+fn a_panic_restores_the_state() {
     let _lock = GENERATORS.lock();
     let before = RandomState::capture(Device::Cpu).unwrap();
     let panic = std::panic::catch_unwind(|| {
-        let _preserve = random::preserve(Device::Cpu).unwrap();
+        let _preserve = RandomState::capture(Device::Cpu).unwrap().replay().unwrap();
         let _ = draw(Device::Cpu);
         panic!("on purpose");
     });
@@ -90,7 +90,7 @@ fn a_panic_puts_the_state_back() {
 }
 
 #[test]
-fn a_device_that_is_not_there_is_named() {
+fn a_missing_device_is_named() {
     let index = runtime::device::cuda_count().unwrap();
     for (device, name) in [(Device::Cuda(index), format!("cuda:{index}")), (Device::Mps, "mps".to_owned())] {
         let error = RandomState::capture(device).unwrap_err().to_string().to_lowercase();
@@ -100,7 +100,7 @@ fn a_device_that_is_not_there_is_named() {
 }
 
 #[test]
-fn a_state_survives_as_bytes() {
+fn a_state_round_trips_through_bytes() {
     let _lock = GENERATORS.lock();
     for device in devices() {
         let state = RandomState::capture(device).unwrap();
@@ -121,7 +121,7 @@ fn a_state_survives_as_bytes() {
 }
 
 #[test]
-fn a_device_that_is_gone_is_passed_over_where_nobody_uses_it() {
+fn an_unused_missing_device_is_ignored() {
     let _lock = GENERATORS.lock();
     let gone = runtime::device::cuda_count().unwrap();
     let mut bytes = RandomState::capture_on(&[Device::Cpu, Device::Cpu]).unwrap().to_bytes();
@@ -138,7 +138,7 @@ fn a_device_that_is_gone_is_passed_over_where_nobody_uses_it() {
 }
 
 #[test]
-fn a_generator_of_ones_own_has_pytorchs_numbers_and_shares_them_with_nobody() {
+fn a_separate_generator_has_pytorchs_numbers_and_is_independent() {
     let _lock = GENERATORS.lock();
     let f32s = (Kind::Float, Device::Cpu);
     let before = RandomState::capture(Device::Cpu).unwrap();

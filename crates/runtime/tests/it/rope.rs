@@ -1,4 +1,4 @@
-//! Rotary embedding: against the formula in f64, its derivatives, and what it refuses.
+//! Rotary embedding: compared with the formula in f64, its derivatives, and invalid inputs.
 
 use runtime::autograd::{self, GradMode, GradcheckOptions, Keep, gradcheck};
 use runtime::fused::rope::{Frequencies, RotaryTable, Scaling};
@@ -12,7 +12,7 @@ fn table(head: i64, places: i64) -> RotaryTable {
     RotaryTable::new(head, places, &frequencies, Device::Cpu).unwrap()
 }
 
-/// x·cos + rotate_half(x)·sin in f64, with angles worked out here.
+/// x·cos + rotate_half(x)·sin in f64, with angles computed here.
 fn oracle(x: &Tensor, positions: &Tensor) -> Tensor {
     let head = x.size()[3];
     let exponent = Tensor::arange(head / 2, F64) * (-2.0 / head as f64);
@@ -30,9 +30,9 @@ fn positions(batch: i64, sequence: i64, places: i64) -> Tensor {
 
 /// Every dtype, odd sizes, from tails to several tasks; views of a joint projection, and transposed ones.
 #[test]
-fn it_is_the_formula_in_every_dtype_and_layout() {
+fn rotations_match_the_formula_for_every_dtype_and_layout() {
     let mut generator = Generator::new(1).unwrap();
-    // A place up to 700, whose fp32 cosine is within 2⁻²⁵: the table's error is the same for every dtype.
+    // A position up to 700, whose fp32 cosine is within 2⁻²⁵: the table's error is the same for every dtype.
     for (kind, tolerance) in
         [(Kind::Float, 4e-7), (Kind::Double, 2e-7), (Kind::BFloat16, 6e-3), (Kind::Half, 8e-4)]
     {
@@ -75,7 +75,7 @@ fn it_is_the_formula_in_every_dtype_and_layout() {
 }
 
 #[test]
-fn the_product_of_two_places_depends_on_their_distance() {
+fn the_product_of_two_positions_depends_on_their_distance() {
     let mut generator = Generator::new(2).unwrap();
     let table = table(8, 64);
     let [q, k] = [(); 2].map(|()| generator.normal(&[1, 1, 1, 8], F64).unwrap());
@@ -91,7 +91,7 @@ fn the_product_of_two_places_depends_on_their_distance() {
 }
 
 #[test]
-fn its_derivatives_are_those_of_central_differences() {
+fn derivatives_match_central_differences() {
     let mut generator = Generator::new(4).unwrap();
     let table = table(6, 20);
     let mut leaf = |shape: &[i64]| generator.normal(shape, F64).unwrap().set_requires_grad(true);
@@ -130,9 +130,9 @@ fn its_derivatives_are_those_of_central_differences() {
     assert!(report.percent_of_tolerance <= 100.0, "{report}");
 }
 
-/// An expanded gradient has many places in one; a frozen query has none; a given gradient belongs to the caller.
+/// An expanded gradient has many elements at one address; a frozen query has none; a given gradient belongs to the caller.
 #[test]
-fn gradients_of_every_kind_come_back_turned() {
+fn gradients_of_every_layout_are_rotated_back() {
     let mut generator = Generator::new(5).unwrap();
     let table = table(4, 9);
     let mut random = |heads: i64| generator.normal(&[2, 5, heads, 4], F64).unwrap();
@@ -141,7 +141,7 @@ fn gradients_of_every_kind_come_back_turned() {
     let back = |grad: &Tensor| oracle(grad, &-&counted);
     let close = |a: &Tensor, b: &Tensor| assert!((a - b).abs().max().double_value(&[]) < 1e-6);
 
-    // What depends on q alone has no gradient for k.
+    // A result of q alone has no gradient for k.
     let (rotated_q, _) = table.rotate(&q, &k, None).unwrap();
     let found = autograd::grad(&[&rotated_q.sum(Kind::Double)], &[None], &[&k], Keep::default()).unwrap();
     assert!(found[0].is_none());
@@ -156,7 +156,7 @@ fn gradients_of_every_kind_come_back_turned() {
     let found = autograd::grad(&[&rotated_k.sum(Kind::Double)], &[None], &[&k], Keep::default()).unwrap();
     close(found[0].as_ref().unwrap(), &back(&kept.ones_like()));
 
-    // As attention gives it: heads before the sequence.
+    // As attention returns it: heads before the sequence.
     let (_, rotated_k) = table.rotate(&q, &k, None).unwrap();
     let heads_first = rotated_k.transpose(1, 2) * upstream.transpose(1, 2).contiguous();
     let found = autograd::grad(&[&heads_first.sum(Kind::Double)], &[None], &[&k], Keep::default()).unwrap();
@@ -164,7 +164,7 @@ fn gradients_of_every_kind_come_back_turned() {
 }
 
 #[test]
-fn positions_that_change_before_backward_are_an_error() {
+fn changing_positions_before_backward_is_an_error() {
     let table = table(4, 9);
     let x = Tensor::ones([1, 2, 1, 4], F64).set_requires_grad(true);
     let mut places = Tensor::from_slice(&[1i64, 2]).view([1, 2]);
@@ -175,7 +175,7 @@ fn positions_that_change_before_backward_are_an_error() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn mismatched_inputs_are_refused() {
     let table = table(4, 9);
     let x = |shape: &[i64]| Tensor::ones(shape, kind::FLOAT_CPU);
     let good = x(&[1, 2, 1, 4]);
@@ -197,15 +197,15 @@ fn what_does_not_fit_is_refused() {
         ),
         (
             words(&good, &good, Some(&at(&[0, 9]))),
-            "position 9 is outside the table's 9 places (0 to 8); cut the rows, or make the table longer",
+            "position 9 is outside the table's 9 positions (0 to 8); cut the rows, or make the table longer",
         ),
         (
             words(&good, &good, Some(&at(&[-1, 0]))),
-            "position -1 is outside the table's 9 places (0 to 8); cut the rows, or make the table longer",
+            "position -1 is outside the table's 9 positions (0 to 8); cut the rows, or make the table longer",
         ),
         (
             words(&x(&[1, 10, 1, 4]), &x(&[1, 10, 1, 4]), None),
-            "position 9 is outside the table's 9 places (0 to 8); cut the rows, or make the table longer",
+            "position 9 is outside the table's 9 positions (0 to 8); cut the rows, or make the table longer",
         ),
     ];
     for (found, expected) in cases {
@@ -218,7 +218,7 @@ fn what_does_not_fit_is_refused() {
 
 /// A long table is computed as far as it is used, and a part of it has the bits of the whole.
 #[test]
-fn a_table_grows_as_places_are_used() {
+fn a_table_grows_as_positions_are_used() {
     let places = 40_000;
     let whole: Tensor = table(8, places).values(places).unwrap();
     assert_eq!(whole.size(), [places, 2, 4]);
@@ -243,16 +243,16 @@ fn a_table_grows_as_places_are_used() {
     for (position, sequence) in [(places, 3), (-1, 3)] {
         let positions = Tensor::from_slice(&[0, position, 1]).view([1, sequence]);
         let error = growing.rotate(&q, &q, Some(&positions)).unwrap_err().to_string();
-        let expected = format!("position {position} is outside the table's 40000 places (0 to 39999)");
+        let expected = format!("position {position} is outside the table's 40000 positions (0 to 39999)");
         assert!(error.contains(&expected), "{error}");
     }
 }
 
 #[test]
 fn a_table_beyond_memory_is_an_error() {
-    // 10¹⁸ places on the CPU begin with the first ones; all of them at once are refused.
+    // 10¹⁸ positions on the CPU start with the first ones; computing all of them at once is an error.
     let table = table(64, 1_000_000_000_000_000_000);
     let error = table.values(1_000_000_000_000_000_000).unwrap_err().to_string();
-    assert!(error.contains("places for heads of 64 has 4 · "), "{error}");
+    assert!(error.contains("positions for heads of 64 has 4 · "), "{error}");
     assert!(error.ends_with("more memory than there is; make the model with fewer positions"), "{error}");
 }

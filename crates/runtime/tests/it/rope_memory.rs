@@ -1,5 +1,5 @@
-//! What the rotary embedding and SwiGLU's product keep and allocate, to the byte. Alone in its file: it counts every
-//! allocation of the process.
+//! Exact bytes that the rotary embedding and SwiGLU's product save and allocate. Alone in its file, because it counts
+//! every allocation of the process.
 
 use runtime::autograd::{self, Keep};
 use runtime::fused::rope::{Frequencies, RotaryTable};
@@ -14,7 +14,7 @@ fn ones(shape: &[i64], kind: Kind) -> Tensor {
 }
 
 #[test]
-fn what_the_graph_keeps_is_what_is_predicted() {
+fn saved_bytes_equal_the_prediction() {
     track_cpu().unwrap();
     let live = || live_bytes(CPU).unwrap();
     let table = RotaryTable::new(16, 64, &Frequencies::default(), CPU).unwrap();
@@ -25,7 +25,7 @@ fn what_the_graph_keeps_is_what_is_predicted() {
         let both = size(&of_q) + size(&of_k);
         let leaves = [of_q, of_k].map(|shape| ones(&shape, kind).set_requires_grad(true));
         for positions in [None, Some(&places)] {
-            // What is rotated belongs to nobody else, as a projection's output does: it is free when it is rotated.
+            // Nothing else holds the rotated tensor, as with a projection's output: it is freed after the rotation.
             let (q, k) = (&leaves[0] * 1.0, &leaves[1] * 1.0);
             let before = live() - both;
             let region = Region::start(CPU).unwrap();
@@ -46,7 +46,7 @@ fn what_the_graph_keeps_is_what_is_predicted() {
                 Keep::default(),
             )
             .unwrap();
-            // The products' gradients, over which the rotation is written, one product before them at a time, and scalars.
+            // The products' gradients, which the rotation overwrites, one earlier product at a time, and scalars.
             let peak = region.finish().unwrap().peak_above_start();
             assert!(peak <= both + size(&of_q) + 64, "{kind:?}: {peak} of {both}");
             drop((gradients, upstream, outputs));

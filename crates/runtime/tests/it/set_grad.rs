@@ -1,10 +1,10 @@
-//! Gradients that are taken away or given.
+//! Removing and setting gradients.
 
 use runtime::autograd::{backward, set_grad};
 use tch::{Kind, Tensor, kind};
 
 #[test]
-fn a_gradient_that_was_taken_away_is_written_anew() {
+fn a_removed_gradient_is_stored_again() {
     let x = Tensor::from_slice(&[1.0f32, 2.0]).set_requires_grad(true);
     backward(&[&x.square().sum(Kind::Float)]).unwrap();
     set_grad(&x, None).unwrap();
@@ -18,7 +18,7 @@ fn a_gradient_that_was_taken_away_is_written_anew() {
 }
 
 #[test]
-fn a_gradient_of_another_shape_is_refused() {
+fn a_gradient_with_another_shape_is_refused() {
     let x = Tensor::zeros([2], kind::FLOAT_CPU).set_requires_grad(true);
     let error = set_grad(&x, Some(&Tensor::zeros([3], kind::DOUBLE_CPU))).unwrap_err().to_string();
     assert_eq!(error, "autograd::set_grad: the gradient is Double [3] on Cpu and the leaf Float [2] on Cpu");

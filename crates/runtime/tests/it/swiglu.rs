@@ -13,7 +13,7 @@ fn random(seed: u64, shape: &[i64], kind: Kind) -> Tensor {
     (x * 3.0).to_kind(kind)
 }
 
-/// The product, and the gradients of both inputs where they are asked for.
+/// The product, and the requested gradients of both inputs.
 fn run(
     product: impl Fn(&Tensor, &Tensor) -> Tensor,
     gate: &Tensor,
@@ -45,7 +45,7 @@ fn ours(gate: &Tensor, up: &Tensor) -> Tensor {
 }
 
 #[test]
-fn every_layout_has_the_values_and_gradients_of_the_chain_in_f64() {
+fn every_layout_matches_the_operator_chain_in_f64() {
     let whole = random(1, &[6, 5, 2 * 37], Kind::Double);
     let (gate, up) = (whole.narrow(2, 0, 37), whole.narrow(2, 37, 37));
     let square = random(2, &[41, 41], Kind::Double);
@@ -78,7 +78,7 @@ fn every_layout_has_the_values_and_gradients_of_the_chain_in_f64() {
 
 /// The tolerance of bf16 and fp16 is half a unit in the last place of the result, and what fp32 rounds besides.
 #[test]
-fn every_dtype_is_as_near_to_f64_as_its_rounding() {
+fn errors_of_every_dtype_are_its_rounding() {
     for (kind, tolerance) in
         [(Kind::Float, 6e-7), (Kind::Double, 1e-14), (Kind::BFloat16, 3.92e-3), (Kind::Half, 4.9e-4)]
     {
@@ -101,7 +101,7 @@ fn every_dtype_is_as_near_to_f64_as_its_rounding() {
 }
 
 #[test]
-fn low_precision_is_rounded_once() {
+fn low_precision_results_are_rounded_once() {
     for kind in [Kind::BFloat16, Kind::Half] {
         let [gate, up, upstream] = [1, 2, 3].map(|seed| random(seed, &[50, 60], kind));
         let wide = [&gate, &up, &upstream].map(|x| x.to_kind(Kind::Float));
@@ -113,7 +113,7 @@ fn low_precision_is_rounded_once() {
 }
 
 #[test]
-fn dtypes_promote_as_libtorchs_and_gradients_have_their_inputs() {
+fn dtypes_promote_as_in_libtorch_and_gradients_have_the_inputs_dtypes() {
     for a in KINDS {
         for b in KINDS {
             let (gate, up) = (random(1, &[2, 3], a), random(2, &[2, 3], b));
@@ -126,13 +126,13 @@ fn dtypes_promote_as_libtorchs_and_gradients_have_their_inputs() {
 }
 
 #[test]
-fn only_what_the_derivative_reads_is_kept_and_nothing_twice() {
+fn only_tensors_needed_by_backward_are_saved_once() {
     const BYTES: u64 = 300 * 400 * 4;
     track_cpu().unwrap();
     let live = || live_bytes(Device::Cpu).unwrap();
     let tensor = || Tensor::ones([300, 400], (Kind::Float, Device::Cpu));
     let leaf = tensor().set_requires_grad(true);
-    // Which of the two need a gradient, and how many matrices live beside the product.
+    // Which of the two need a gradient, and how many matrices are live besides the product.
     for (gate_needed, up_needed, kept) in
         [(true, true, 2), (true, false, 2), (false, true, 1), (false, false, 0)]
     {
@@ -154,7 +154,7 @@ fn only_what_the_derivative_reads_is_kept_and_nothing_twice() {
     assert_eq!(live() - before, 2 * BYTES, "the product and its one input");
     drop(product);
 
-    // One gradient is written over the upstream one, where nobody else has that.
+    // One gradient overwrites the upstream one if nothing else uses it.
     let (gate, up) = (&leaf * 1.0, tensor());
     let product = silu_mul(&gate, &up).unwrap() * 1.0;
     let upstream = tensor();
@@ -166,7 +166,7 @@ fn only_what_the_derivative_reads_is_kept_and_nothing_twice() {
 }
 
 #[test]
-fn a_gradient_that_others_see_is_not_overwritten() {
+fn a_shared_gradient_is_not_overwritten() {
     let gate = Tensor::zeros([9], tch::kind::FLOAT_CPU).set_requires_grad(true);
     let up = Tensor::ones([9], tch::kind::FLOAT_CPU);
     let (a, b) = (ours(&gate, &up), ours(&gate, &up));
@@ -195,7 +195,7 @@ fn equal_runs_give_equal_bits_with_any_number_of_threads() {
 }
 
 #[test]
-fn inputs_that_do_not_fit_are_refused_with_the_remedy() {
+fn mismatched_inputs_are_refused_with_the_remedy() {
     let t = |shape: &[i64], kind| Tensor::zeros(shape, (kind, Device::Cpu));
     let cases = [
         (
@@ -221,7 +221,7 @@ fn inputs_that_do_not_fit_are_refused_with_the_remedy() {
 }
 
 #[test]
-fn an_input_that_changes_before_backward_is_an_error() {
+fn changing_an_input_before_backward_is_an_error() {
     let leaf = random(1, &[4], Kind::Float).set_requires_grad(true);
     let mut gate = &leaf * 1.0;
     let product = ours(&gate, &leaf);

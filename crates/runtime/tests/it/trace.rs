@@ -8,7 +8,7 @@ use runtime::profile::{self, Trace, TraceOptions};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
-/// How Kineto gets the name of the range in `step`, which has all that it cannot write.
+/// The name of the range in `step` as Kineto writes it: it has every character that Kineto cannot write.
 const FORWARD: &str = "forward: x?x '/?";
 
 fn step() {
@@ -36,7 +36,7 @@ fn a_trace_has_operators_ranges_threads_shapes_and_memory() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
 
-    // Nothing records: ranges are free to come and go.
+    // Without a trace, ranges have no effect.
     drop(profile::range("before"));
     drop(profile::kernel("before"));
 
@@ -64,7 +64,7 @@ fn a_trace_has_operators_ranges_threads_shapes_and_memory() {
         recorded.iter().any(|event| event["name"].as_str().is_some_and(|name| name.contains("MmBackward")))
     );
     let allocations: Vec<_> = recorded.iter().filter(|event| event["name"] == "[memory]").collect();
-    // Where another test of this process has installed the counting allocator, its header of 64 bytes is in the figure.
+    // If another test of this process has installed the counting allocator, the figure includes its header of 64 bytes.
     let of_a_tensor = 4 * 32 * 32..=4 * 32 * 32 + 64;
     let seen =
         |event: &&Value| event["args"]["Bytes"].as_i64().is_some_and(|bytes| of_a_tensor.contains(&bytes));
@@ -74,7 +74,7 @@ fn a_trace_has_operators_ranges_threads_shapes_and_memory() {
         (range["ts"].as_f64().unwrap(), range["ts"].as_f64().unwrap() + range["dur"].as_f64().unwrap());
     assert!(named(&recorded, "aten::mm").iter().any(|mm| (start..end).contains(&mm["ts"].as_f64().unwrap())));
 
-    // A large block that is released and used again is an allocation each time, whoever keeps it in between.
+    // A large block that is freed and reused counts as an allocation each time, even if it was cached.
     runtime::memory::track_cpu().unwrap();
     let large = 3 << 20;
     let use_it = || drop(Tensor::empty([large / 4], (Kind::Float, Device::Cpu)));
@@ -94,7 +94,7 @@ fn a_trace_has_operators_ranges_threads_shapes_and_memory() {
         "{bytes:?}"
     );
 
-    // Less on demand.
+    // Fewer events on request.
     let trace =
         Trace::start(TraceOptions { shapes: false, memory: false, ..TraceOptions::default() }).unwrap();
     step();
@@ -118,7 +118,7 @@ fn a_trace_has_operators_ranges_threads_shapes_and_memory() {
     });
     assert!(panicked.is_err());
 
-    // A range that is open when the trace ends, a counter beside it, and an empty trace.
+    // A range that is open when the trace ends, a concurrent counter, and an empty trace.
     let trace = Trace::start(TraceOptions::default()).unwrap();
     let range = profile::range("open");
     let counter = profile::Counter::on_this_thread().unwrap();

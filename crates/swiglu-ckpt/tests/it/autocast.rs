@@ -1,4 +1,4 @@
-//! Under a policy of mixed precision: the dtype's numerics, at every level, wherever backward runs.
+//! Under a mixed-precision policy: the dtype's numerics, at every level, wherever backward runs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,7 +9,7 @@ use runtime::random::Generator;
 use swiglu_ckpt::{CheckpointLevel, Error, SwigluMlp, swiglu};
 use tch::{Device, Kind, Tensor};
 
-/// Rounds operands and results, and multiplies in fp32. Counts the weights that it is asked for.
+/// Rounds operands and results, multiplies in fp32, and counts requested weights.
 #[derive(Debug)]
 struct Rounded(Kind, AtomicUsize);
 
@@ -78,7 +78,7 @@ fn run(arguments: &[Tensor; 4], y: &Tensor) -> Vec<Tensor> {
 }
 
 #[test]
-fn each_level_is_as_near_the_exact_result_as_linear_layers_are() {
+fn each_level_is_as_accurate_as_linear_layers() {
     let fp32 = arguments();
     for dtype in LOW {
         let exact = twins(&fp32, Kind::Double);
@@ -135,7 +135,7 @@ fn each_level_is_as_near_the_exact_result_as_linear_layers_are() {
 }
 
 #[test]
-fn backward_computes_in_the_dtype_of_forward_when_the_scope_has_ended_on_any_thread() {
+fn backward_uses_the_dtype_of_forward_on_any_thread() {
     let fp32 = arguments();
     for dtype in LOW {
         for level in levels() {
@@ -162,7 +162,7 @@ fn backward_computes_in_the_dtype_of_forward_when_the_scope_has_ended_on_any_thr
 }
 
 #[test]
-fn fp64_is_left_alone_and_what_is_no_tensor_is_an_error_here_too() {
+fn fp64_is_not_cast_and_undefined_tensors_are_errors() {
     #[derive(Debug)]
     struct Narrow;
     impl Policy for Narrow {

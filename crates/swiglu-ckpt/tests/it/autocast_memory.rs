@@ -1,5 +1,5 @@
-//! What is held between forward and backward under mixed precision, in exact bytes: activations and weights of two bytes an
-//! element. One test in one process: the counts are the whole process's.
+//! Exact bytes kept between forward and backward under mixed precision: activations and weights of two bytes an element. One test
+//! per process, because the counts cover the whole process.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ impl Policy for Low {
 }
 
 #[test]
-fn what_is_kept_is_of_the_low_dtype() {
+fn saved_tensors_have_the_low_precision_dtype() {
     const TOKENS: u64 = 512;
     const HIDDEN: u64 = 64;
     const FEATURES: u64 = 160;

@@ -1,4 +1,4 @@
-//! Whatever a caller gets wrong has words for it.
+//! Error messages of invalid calls.
 
 use swiglu_ckpt::{CheckpointLevel, GateUpStorage, SwigluConfig, SwigluMlp, swiglu};
 use tch::{Device, Kind, Tensor};
@@ -73,7 +73,7 @@ fn wrong_tensors_are_named() {
 }
 
 #[test]
-fn wrong_modules_are_refused_when_they_are_made() {
+fn invalid_modules_are_refused_at_construction() {
     let nan = float(&[4, 6]);
     let _ = nan.narrow(0, 1, 1).fill_(f64::NAN);
     let level = CheckpointLevel::InputOnly;

@@ -85,7 +85,7 @@ fn the_small_shapes_are_really_tiled() {
 }
 
 #[test]
-fn fused_storage_is_the_two_weights_side_by_side() {
+fn fused_storage_has_both_weights_side_by_side() {
     let mut generator = Generator::new(8).unwrap();
     for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
         let [x, w, v, u] = arguments(&mut generator, &[3, 10], 24, 40, kind);
@@ -120,7 +120,7 @@ fn fused_storage_is_the_two_weights_side_by_side() {
                 }
                 assert_eq!(found.len(), expected.len());
                 for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
-                    // A window of a larger matrix may be summed in another order than a matrix of its own.
+                    // A view of a larger matrix may be summed in another order than a contiguous matrix.
                     let tolerance = match kind {
                         Kind::Double => 1e-12,
                         Kind::Float => 1e-5,
@@ -135,7 +135,7 @@ fn fused_storage_is_the_two_weights_side_by_side() {
 }
 
 #[test]
-fn the_assignments_check() {
+fn the_assignments_check_passes() {
     // 4 × 256 tokens, H = 768, F = 2304, weights as PyTorch's linear layers draw them, gradients of the sum, and the
     // assignment's `torch.allclose(.., atol=1e-4)`, which allows a relative 1e-5 beside.
     let mut generator = Generator::new(0).unwrap();
@@ -167,7 +167,7 @@ fn the_assignments_check() {
             let share = percent(&arguments[index].grad(), &reference[index].grad());
             eprintln!("{level}: gradient of {name} at {share:.1} % of the tolerance");
             assert!(share < 100.0, "{level}: gradient of {name} at {share:.1} % of the tolerance");
-            // Of the order of PyTorch's own distance from the exact gradient, which says more than 1e-4: the two sum in
+            // About PyTorch's own distance from the exact gradient, which is stricter than 1e-4: the two sum in
             // different orders, the crate's AVX2 kernels over twice as many terms as its AVX-512 kernels and as MKL's.
             let ours = largest_error(&arguments[index].grad(), &exact[index].grad());
             let theirs = largest_error(&reference[index].grad(), &exact[index].grad());
@@ -177,7 +177,7 @@ fn the_assignments_check() {
 }
 
 #[test]
-fn in_fp32_all_untiled_levels_give_the_same_bits() {
+fn untiled_levels_give_the_same_bits_in_fp32() {
     let mut generator = Generator::new(1).unwrap();
     for (leading, hidden, features) in [(vec![2, 33], 96, 200), (vec![512], 128, 384), (vec![1], 8, 8)] {
         let arguments = arguments(&mut generator, &leading, hidden, features, Kind::Float);
@@ -209,7 +209,7 @@ fn gradcheck_in_f64_for_every_level_and_every_pattern_of_needs() {
 }
 
 #[test]
-fn any_shape_of_input_any_dtype_any_needs() {
+fn any_shape_dtype_and_needed_gradients_are_correct() {
     let mut generator = Generator::new(3).unwrap();
     for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half] {
         for leading in [vec![], vec![7], vec![0], vec![3, 0], vec![2, 3, 5]] {
@@ -232,7 +232,7 @@ fn any_shape_of_input_any_dtype_any_needs() {
                     {
                         assert_eq!((found.size(), found.kind()), (exact.size(), kind));
                         let (ours, theirs) = (largest_error(found, exact), largest_error(reference, exact));
-                        // Of the largest value: four of its own roundings in a low precision.
+                        // Relative to the largest value: four roundings in low precision.
                         let slack = match kind {
                             Kind::Double => 1e-12,
                             Kind::Float => 1e-5,
@@ -251,7 +251,7 @@ fn any_shape_of_input_any_dtype_any_needs() {
 }
 
 #[test]
-fn non_contiguous_inputs_weights_and_upstream_gradients() {
+fn non_contiguous_inputs_weights_and_upstream_gradients_are_correct() {
     let mut generator = Generator::new(4).unwrap();
     let [x, w, v, u] = arguments(&mut generator, &[6, 8], 24, 40, Kind::Float);
     let strided = |t: &Tensor| {
@@ -293,7 +293,7 @@ fn non_contiguous_inputs_weights_and_upstream_gradients() {
 }
 
 #[test]
-fn backward_twice_through_a_retained_graph_changes_nothing_it_kept() {
+fn backward_through_a_retained_graph_does_not_change_saved_tensors() {
     let mut generator = Generator::new(5).unwrap();
     let all = arguments(&mut generator, &[16], 24, 40, Kind::Float);
     for level in levels() {

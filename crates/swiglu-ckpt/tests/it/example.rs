@@ -4,6 +4,6 @@
 mod levels;
 
 #[test]
-fn each_level_holds_less_and_computes_the_same() {
+fn each_level_keeps_less_and_gives_the_same_result() {
     levels::main().unwrap();
 }

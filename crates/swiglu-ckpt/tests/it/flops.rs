@@ -1,4 +1,4 @@
-//! `accounting`'s FLOPs, on paper, are those that the dispatcher sees: equal to the last one.
+//! The FLOPs predicted by `accounting` equal those counted in the dispatcher.
 
 use accounting::Decoder;
 use accounting::decoder_flops::{Recomputation, Workload, step};

@@ -1,4 +1,4 @@
-//! Models whose MLPs are recomputed, against the same models as they are.
+//! Models with recomputed MLPs, compared with the plain models.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -80,7 +80,7 @@ const FROZEN: [Option<&str>; 4] =
     [None, Some(".*mlp.*"), Some(r".*(gate_proj|c_fc).*"), Some(".*(down_proj|c_proj).*")];
 
 #[test]
-fn a_llama_has_the_losses_and_gradients_that_it_had() {
+fn installing_keeps_a_llamas_losses_and_gradients() {
     // Products are `runtime::matmul`'s, libtorch's in the plain model: sums in another order.
     for (kind, tolerance) in [(Kind::Float, 2e-5), (Kind::Double, 1e-12)] {
         for frozen in FROZEN {
@@ -110,7 +110,7 @@ fn a_llama_has_the_losses_and_gradients_that_it_had() {
 }
 
 #[test]
-fn a_gpt2_has_the_bits_that_it_had() {
+fn installing_keeps_a_gpt2s_bits() {
     for kind in [Kind::Float, Kind::Double] {
         for frozen in FROZEN {
             let model = || {
@@ -171,7 +171,7 @@ const DATA: Synthetic = Synthetic {
     position: 0,
 };
 
-/// A training with accumulation, clipping and, where one is given, an activation plan over the recomputed MLPs.
+/// A training with accumulation, clipping and, if given, an activation plan over the recomputed MLPs.
 fn training(
     make: fn(Kind) -> Box<dyn LanguageModel>,
     folder: &Path,
@@ -196,7 +196,7 @@ fn values(trainer: &Trainer) -> Vec<(String, Tensor)> {
 }
 
 #[test]
-fn plans_on_top_and_a_resume_change_no_bit() {
+fn activation_plans_and_resume_keep_every_bit() {
     for make in [llama, gpt2] {
         let whole = tempfile::tempdir().unwrap();
         let mut unbroken = training(make, whole.path(), 5, None);
@@ -243,14 +243,14 @@ fn two_layers(dropout: f64) -> One {
 }
 
 #[test]
-fn what_is_held_between_the_passes_is_what_the_level_says() {
+fn bytes_between_the_passes_match_the_level() {
     track_cpu().unwrap();
     let (tokens, h, f) = (40u64, 32u64, 88u64);
     let held = |of: &One| {
         let x = Tensor::randn([tokens as i64, h as i64], (Kind::Float, Device::Cpu)).set_requires_grad(true);
         let before = live_bytes(Device::Cpu).unwrap();
         let y = of.0.forward(&x, &Context { training: true, ..Context::default() }).unwrap();
-        // The output is the caller's.
+        // The output belongs to the caller.
         let held = live_bytes(Device::Cpu).unwrap() - before - 4 * tokens * h;
         backward(&[&y.sum(Kind::Float)]).unwrap();
         held
@@ -284,7 +284,7 @@ impl Policy for Low {
 }
 
 #[test]
-fn a_policy_decides_the_dtype_and_weights_keep_theirs() {
+fn a_policy_sets_the_dtype_and_weights_keep_theirs() {
     for (mut model, level) in
         [(swiglu_of(false), CheckpointLevel::InputOnly), (two_layers(0.0), CheckpointLevel::InputOnly)]
     {
@@ -302,7 +302,7 @@ fn a_policy_decides_the_dtype_and_weights_keep_theirs() {
 }
 
 #[test]
-fn what_cannot_be_recomputed_is_refused_and_stays() {
+fn unsupported_mlps_are_refused_and_unchanged() {
     let refused = |model: &mut dyn Module, level, words: &str| {
         let error = install(model, level).unwrap_err().to_string();
         assert!(error.contains(words), "{error}");

@@ -1,5 +1,5 @@
-//! What each level holds between forward and backward, in exact bytes. One test in one process: the counts are the
-//! whole process's.
+//! Exact bytes that each level keeps between forward and backward. One test per process, because the counts cover the
+//! whole process.
 
 use runtime::memory::{Region, live_bytes, track_cpu};
 use swiglu_ckpt::{CheckpointLevel, GateUpStorage, SwigluConfig, SwigluMlp};
@@ -11,7 +11,7 @@ const HIDDEN: i64 = 64;
 const FEATURES: i64 = 160;
 
 #[test]
-fn each_level_holds_what_it_says_and_a_tile_bounds_the_temporaries() {
+fn each_level_keeps_the_documented_bytes_and_tiles_bound_temporaries() {
     track_cpu().unwrap();
     let tile = 100_000;
     let levels = CheckpointLevel::ALL.map(|level| match level {
@@ -23,7 +23,7 @@ fn each_level_holds_what_it_says_and_a_tile_bounds_the_temporaries() {
             let config = SwigluConfig { level, storage, ..SwigluConfig::new(HIDDEN, FEATURES) };
             let mlp = SwigluMlp::new(&config).unwrap();
             let live = live_bytes(CPU).unwrap();
-            // The input is the function's own: nobody else holds it once the caller has let go.
+            // Only the function holds the input after the caller dropped it.
             let x = Tensor::randn([TOKENS, HIDDEN], kind::FLOAT_CPU).set_requires_grad(true);
             let h = &x * 1.0;
             let region = Region::start(CPU).unwrap();
@@ -42,7 +42,7 @@ fn each_level_holds_what_it_says_and_a_tile_bounds_the_temporaries() {
             if let CheckpointLevel::InputOnlyTiled { bytes } = level {
                 assert!(forward.peak_above_start() - y_bytes <= bytes, "{storage:?} forward");
                 let temporaries = backward.peak_above_start() - weights - x_bytes;
-                // Beside the tile: the scalar loss and its gradient.
+                // Besides the tile: the scalar loss and its gradient.
                 assert!(temporaries <= bytes + 64, "{storage:?} backward: {temporaries}");
             }
             drop(y);
@@ -54,7 +54,7 @@ fn each_level_holds_what_it_says_and_a_tile_bounds_the_temporaries() {
         }
     }
 
-    // Without recording, nothing is held but the result.
+    // Without recording, only the result is kept.
     let mlp = SwigluMlp::new(&SwigluConfig::new(HIDDEN, FEATURES)).unwrap();
     let x = Tensor::randn([TOKENS, HIDDEN], kind::FLOAT_CPU);
     let live = live_bytes(CPU).unwrap();
@@ -64,7 +64,7 @@ fn each_level_holds_what_it_says_and_a_tile_bounds_the_temporaries() {
     };
     assert_eq!(live_bytes(CPU).unwrap() - live, y.numel() as u64 * 4);
 
-    // A frozen MLP passes gradients through, and makes none for itself.
+    // A frozen MLP propagates gradients, and has none itself.
     for (_, weight) in mlp.parameters() {
         let _ = weight.set_requires_grad(false);
     }

@@ -1,5 +1,5 @@
-//! Two threads run backward over one graph, one that keeps it and one that releases it: each gets the gradients, or is told that
-//! the graph is gone, and never what the other has overwritten.
+//! Two threads run backward over one graph, one that retains it and one that releases it: each gets the gradients, or an error that
+//! the graph was released, and never overwritten values.
 
 use std::sync::Barrier;
 
@@ -18,7 +18,7 @@ const LEVELS: [CheckpointLevel; 5] = [
 const RETAIN: Keep = Keep { graph: true, derivative: false };
 
 #[test]
-fn a_backward_that_releases_the_graph_spoils_no_other() {
+fn releasing_the_graph_does_not_affect_a_concurrent_backward() {
     let mut generator = Generator::new(5).unwrap();
     let mut leaf = |size: [i64; 2]| {
         generator.normal(&size, (Kind::Double, Device::Cpu)).unwrap().set_requires_grad(true)
@@ -36,7 +36,7 @@ fn a_backward_that_releases_the_graph_spoils_no_other() {
             let together = Barrier::new(2);
             let found = std::thread::scope(|scope| {
                 let threads = [RETAIN, Keep::default()].map(|keep| {
-                    // Handles of its own: a tensor is sent, not shared.
+                    // Its own handles, because tensors are `Send` but not `Sync`.
                     let (loss, arguments) =
                         (loss.shallow_clone(), arguments.each_ref().map(Tensor::shallow_clone));
                     let together = &together;

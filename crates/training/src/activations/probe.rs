@@ -6,7 +6,7 @@
 
 use std::time::Instant;
 
-use accounting::activation_plan::{Choice, LayerCost};
+use accounting::activation_plan::{LayerChoice, LayerCost};
 use models::module::{Block, Context, Module, ModuleMapper, map_modules, trainable};
 use parking_lot::Mutex;
 use runtime::autograd::{self, Backward, Forward, Function, GradMode};
@@ -24,7 +24,7 @@ pub struct LayerProbe {
     /// Seconds of one layer's forward and backward with keep-all.
     pub seconds: f64,
     /// The choices for `accounting::activation_plan`, in the order of [`LayerPlan::ALL`], without what the model cannot do.
-    pub choices: Vec<Choice<LayerPlan>>,
+    pub choices: Vec<LayerChoice<LayerPlan>>,
 }
 
 impl LayerProbe {
@@ -104,7 +104,7 @@ impl First<'_> {
             let longer: Vec<f64> =
                 taken.iter().zip(&seconds[0]).map(|(with, without)| with - without).collect();
             let recompute_seconds = Samples { samples: longer }.median().max(0.0);
-            Ok(Choice { of, cost: LayerCost { recompute_seconds, ..self.bytes(block)? } })
+            Ok(LayerChoice { of, cost: LayerCost { recompute_seconds, ..self.bytes(block)? } })
         });
         let choices = costs.collect::<Result<_>>()?;
         for (_, tensor) in trainable(block) {

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use accounting::activation_plan::{Choice, LayerCost, Plan, least_recomputation, peak_bytes};
+use accounting::activation_plan::{ActivationPlan, LayerChoice, LayerCost, least_recomputation, peak_bytes};
 use models::module::{Input, LanguageModel, trainable};
 use runtime::autograd::{Backward, Forward, Function, GradMode, apply, backward, set_grad};
 use runtime::device::synchronize;
@@ -149,14 +149,14 @@ impl StepPredictor {
     ///
     /// # Errors
     /// No plan fits; the message names the smallest budget that does.
-    pub fn least_recomputation(&self, layers: usize, budget: u64) -> Result<Plan<LayerPlan>> {
+    pub fn least_recomputation(&self, layers: usize, budget: u64) -> Result<ActivationPlan<LayerPlan>> {
         let outside = self.behind_head_bytes;
         let head = (self.outside_bytes + self.head_bytes).saturating_sub(outside);
-        let with_head = |choice: &Choice<LayerPlan>| {
+        let with_head = |choice: &LayerChoice<LayerPlan>| {
             let transient_bytes = choice.cost.transient_bytes.max(head);
-            Choice { cost: LayerCost { transient_bytes, ..choice.cost }, ..*choice }
+            LayerChoice { cost: LayerCost { transient_bytes, ..choice.cost }, ..*choice }
         };
-        let choices: Vec<Choice<LayerPlan>> = self.layer.choices.iter().map(with_head).collect();
+        let choices: Vec<LayerChoice<LayerPlan>> = self.layer.choices.iter().map(with_head).collect();
         let Some(left) = budget.checked_sub(outside) else {
             let reason = format!(
                 "a budget of {budget} B is less than the {outside} B that the model keeps outside its layers"

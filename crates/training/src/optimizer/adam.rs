@@ -8,7 +8,9 @@ use runtime::fused::adam::{AdamTensors, adam_many};
 use runtime::ops::{foreach, optimizer};
 use tch::{Kind, Tensor};
 
-use super::rule::{Hyperparameters, Rule, Tensors, fraction, not_negative};
+use super::rule::{
+    FusedStep, Hyperparameters, Rule, Tensors, cast_gradients, fraction, not_negative, write_weights,
+};
 use crate::error::Result;
 
 /// Adam (Kingma & Ba, arXiv:1412.6980). See the [module](super).
@@ -45,27 +47,8 @@ impl Rule for Adam {
         self.follow(tensors, &tensors.decayed(hyperparameters.weight_decay)?, hyperparameters)
     }
 
-    fn fused(
-        &self,
-        tensors: &Tensors<'_>,
-        steps: &[Tensor],
-        hyperparameters: Hyperparameters,
-        skip: Option<&Tensor>,
-    ) -> Option<Result<()>> {
-        let (tensors, options) = self.kernel(tensors, steps, hyperparameters);
-        let skip = skip.map(|found_inf| optimizer::Unscale { scale: None, found_inf });
-        Some(optimizer::fused_adam_(&tensors, options, skip).map_err(Into::into))
-    }
-
-    fn fused_mixed(
-        &self,
-        tensors: &Tensors<'_>,
-        weights: &[Option<Tensor>],
-        steps: &[Tensor],
-        hyperparameters: Hyperparameters,
-        skip: Option<&Tensor>,
-    ) -> Option<Result<()>> {
-        self.mixed_kernel(tensors, weights, steps, hyperparameters, false, skip).transpose()
+    fn fused(&self, step: &FusedStep<'_>) -> Option<Result<()>> {
+        Some(self.run_fused(step, false))
     }
 
     fn has_fused(&self) -> bool {
@@ -98,37 +81,20 @@ impl Adam {
         Ok(foreach::addcdiv_(tensors.params, means, &divisors, -hyperparameters.lr / bias(self.beta1))?)
     }
 
-    /// Returns the arguments of the fused kernels.
-    pub(super) fn kernel<'a>(
-        &self,
-        tensors: &Tensors<'a>,
-        steps: &'a [Tensor],
-        hyperparameters: Hyperparameters,
-    ) -> (optimizer::AdamWTensors<'a, Tensor>, optimizer::AdamW) {
-        let &Tensors { params, grads, slots } = tensors;
-        let tensors =
-            optimizer::AdamWTensors { params, grads, exp_avgs: &slots[0], exp_avg_sqs: &slots[1], steps };
+    /// Runs [`Rule::fused`], with decoupled weight decay or an L2 penalty: with this workspace's kernel, which takes mixed
+    /// dtypes, or with libtorch's.
+    pub(super) fn run_fused(&self, step: &FusedStep<'_>, decoupled: bool) -> Result<()> {
+        let &FusedStep { tensors: Tensors { params, grads, slots }, weights, steps, hyperparameters, skip } =
+            step;
         let Hyperparameters { lr, weight_decay, .. } = hyperparameters;
         let &Self { beta1, beta2, eps } = self;
-        (tensors, optimizer::AdamW { lr, beta1, beta2, weight_decay, eps, maximize: false })
-    }
-
-    /// [`Rule::fused_mixed`], with decoupled decay or without.
-    pub(super) fn mixed_kernel(
-        &self,
-        tensors: &Tensors<'_>,
-        weights: &[Option<Tensor>],
-        steps: &[Tensor],
-        hyperparameters: Hyperparameters,
-        decoupled: bool,
-        skip: Option<&Tensor>,
-    ) -> Result<Option<()>> {
-        let all: Vec<AdamTensors<'_>> = (0..tensors.params.len())
+        let options = optimizer::AdamW { lr, beta1, beta2, weight_decay, eps, maximize: false };
+        let all: Vec<AdamTensors<'_>> = (0..params.len())
             .map(|index| AdamTensors {
-                gradient: &tensors.grads[index],
-                master: &tensors.params[index],
-                exp_avg: &tensors.slots[0][index],
-                exp_avg_sq: &tensors.slots[1][index],
+                gradient: &grads[index],
+                master: &params[index],
+                exp_avg: &slots[0][index],
+                exp_avg_sq: &slots[1][index],
                 weight: weights[index].as_ref(),
             })
             .collect();
@@ -138,10 +104,17 @@ impl Adam {
                 && one.gradient.kind() != Kind::Double
                 && one.weight.is_none_or(|weight| weight.kind() != Kind::Float && weight.is_contiguous())
         });
-        if !fits {
-            return Ok(None);
+        if fits && adam_many(&all, steps, options, decoupled, skip)? {
+            return Ok(());
         }
-        let (_, options) = self.kernel(tensors, steps, hyperparameters);
-        Ok(adam_many(&all, steps, options, decoupled, skip)?.then_some(()))
+        let grads = &cast_gradients(params, grads)?;
+        let tensors =
+            optimizer::AdamWTensors { params, grads, exp_avgs: &slots[0], exp_avg_sqs: &slots[1], steps };
+        let skip = skip.map(|found_inf| optimizer::Unscale { scale: None, found_inf });
+        match decoupled {
+            true => optimizer::fused_adamw_(&tensors, options, skip)?,
+            false => optimizer::fused_adam_(&tensors, options, skip)?,
+        }
+        write_weights(weights, params)
     }
 }

@@ -1,11 +1,10 @@
 //! AdamW: θ ← (1 − η·λ)·θ, then Adam's update with the plain gradient. The decay does not go through the moments, so it shrinks
 //! every coordinate alike, whatever the size of its gradients. Two slots.
 
-use runtime::ops::{foreach, optimizer};
-use tch::Tensor;
+use runtime::ops::foreach;
 
 use super::Adam;
-use super::rule::{Hyperparameters, Rule, Tensors};
+use super::rule::{FusedStep, Hyperparameters, Rule, Tensors};
 use crate::error::Result;
 
 /// AdamW (Loshchilov & Hutter, arXiv:1711.05101). λ is the group's weight decay. See the [module](super).
@@ -50,27 +49,8 @@ impl Rule for AdamW {
         self.moments().follow(tensors, tensors.grads, hyperparameters)
     }
 
-    fn fused(
-        &self,
-        tensors: &Tensors<'_>,
-        steps: &[Tensor],
-        hyperparameters: Hyperparameters,
-        skip: Option<&Tensor>,
-    ) -> Option<Result<()>> {
-        let (tensors, options) = self.moments().kernel(tensors, steps, hyperparameters);
-        let skip = skip.map(|found_inf| optimizer::Unscale { scale: None, found_inf });
-        Some(optimizer::fused_adamw_(&tensors, options, skip).map_err(Into::into))
-    }
-
-    fn fused_mixed(
-        &self,
-        tensors: &Tensors<'_>,
-        weights: &[Option<Tensor>],
-        steps: &[Tensor],
-        hyperparameters: Hyperparameters,
-        skip: Option<&Tensor>,
-    ) -> Option<Result<()>> {
-        self.moments().mixed_kernel(tensors, weights, steps, hyperparameters, true, skip).transpose()
+    fn fused(&self, step: &FusedStep<'_>) -> Option<Result<()>> {
+        Some(self.moments().run_fused(step, true))
     }
 
     fn has_fused(&self) -> bool {

@@ -1,10 +1,9 @@
 //! A step over all parameters, in buckets of one group, device, dtype and step number, each of which takes one call.
 
-use runtime::ops::foreach;
 use tch::{Device, Kind, Tensor};
 
 use super::group::{Group, OptimizedParameter};
-use super::rule::{Hyperparameters, Rule, Tensors};
+use super::rule::{FusedStep, Hyperparameters, Rule, Tensors, cast_gradients, write_weights};
 use super::{Implementation, work_kind};
 use crate::error::Result;
 
@@ -20,9 +19,9 @@ struct Bucket {
     weights: Vec<Option<Tensor>>,
 }
 
-/// How to run a step.
+/// StepArguments to run a step.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct How<'a> {
+pub(super) struct StepArguments<'a> {
     /// The optimizer's rule; a group may have its own.
     pub(super) rule: &'a dyn Rule,
     /// Factor of the learning rates.
@@ -36,9 +35,9 @@ pub(super) struct How<'a> {
 pub(super) fn step(
     live: Vec<(&mut OptimizedParameter, Tensor)>,
     groups: &[Group],
-    how: How<'_>,
+    arguments: StepArguments<'_>,
 ) -> Result<()> {
-    let How { rule, implementation, skip, .. } = how;
+    let StepArguments { rule, implementation, skip, .. } = arguments;
     let mut buckets: Vec<Bucket> = Vec::new();
     for (parameter, grad) in live {
         let Some(state) = &mut parameter.state else { continue };
@@ -80,43 +79,32 @@ pub(super) fn step(
             state.uncertain |= skip.is_some();
         }
         if implementation == Implementation::ForLoop {
-            run(buckets.pop().into_iter(), groups, how)?;
+            run(buckets.pop().into_iter(), groups, arguments)?;
         }
     }
-    run(buckets.into_iter(), groups, how)
+    run(buckets.into_iter(), groups, arguments)
 }
 
-fn run(buckets: impl Iterator<Item = Bucket>, groups: &[Group], how: How<'_>) -> Result<()> {
-    for Bucket { key: (group, device, kind, step), params, grads, slots, steps, weights } in buckets {
+fn run(buckets: impl Iterator<Item = Bucket>, groups: &[Group], arguments: StepArguments<'_>) -> Result<()> {
+    for Bucket { key: (group, device, _, step), params, grads, slots, steps, weights } in buckets {
         let group = &groups[group];
-        let rule = group.rule.as_deref().unwrap_or(how.rule);
+        let rule = group.rule.as_deref().unwrap_or(arguments.rule);
         let hyperparameters =
-            Hyperparameters { lr: group.lr * how.factor, weight_decay: group.weight_decay, step };
-        let skip = how.skip.map(|skip| skip.f_to_device(device)).transpose()?;
+            Hyperparameters { lr: group.lr * arguments.factor, weight_decay: group.weight_decay, step };
+        let skip = arguments.skip.map(|skip| skip.f_to_device(device)).transpose()?;
         let tensors = Tensors { params: &params, grads: &grads, slots: &slots };
-        let mixed = match steps.is_empty() {
+        let (weights, steps, skip) = (&weights, &steps, skip.as_ref());
+        let fused = match steps.is_empty() {
             true => None,
-            false => rule.fused_mixed(&tensors, &weights, &steps, hyperparameters, skip.as_ref()),
+            false => rule.fused(&FusedStep { tensors, weights, steps, hyperparameters, skip }),
         };
-        if let Some(done) = mixed {
+        if let Some(done) = fused {
             done?;
             continue;
         }
-        let grads: Vec<Tensor> =
-            grads.into_iter().map(|grad| grad.f_to_kind(kind)).collect::<Result<_, _>>()?;
-        let tensors = Tensors { params: &params, grads: &grads, slots: &slots };
-        let fused = if steps.is_empty() {
-            None
-        } else {
-            rule.fused(&tensors, &steps, hyperparameters, skip.as_ref())
-        };
-        fused.unwrap_or_else(|| rule.update(&tensors, hyperparameters))?;
-        let rounded = weights
-            .into_iter()
-            .zip(&params)
-            .filter_map(|(weight, param)| Some((weight?, param.shallow_clone())));
-        let (targets, sources): (Vec<Tensor>, Vec<Tensor>) = rounded.unzip();
-        foreach::copy_(&targets, &sources)?;
+        let grads = cast_gradients(&params, &grads)?;
+        rule.update(&Tensors { params: &params, grads: &grads, slots: &slots }, hyperparameters)?;
+        write_weights(weights, &params)?;
     }
     Ok(())
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use runtime::ops::foreach;
 use tch::Tensor;
 
-use super::bucket::{self, How};
+use super::bucket::{self, StepArguments};
 use super::group::{Group, OptimizedParameter};
 use super::rule::Rule;
 use super::state::{self, ParameterState};
@@ -237,7 +237,7 @@ impl DeviceOptimizer {
             live.push((parameter, grad));
         }
         let &mut Self { ref rule, factor, implementation, .. } = self;
-        bucket::step(live, &self.groups, How { rule: rule.as_ref(), factor, implementation, skip })
+        bucket::step(live, &self.groups, StepArguments { rule: rule.as_ref(), factor, implementation, skip })
     }
 
     /// Returns the state as named tensors, sharing memory: `NAME.step` (int64 scalar) and one `NAME.SLOT` per slot of the rule,

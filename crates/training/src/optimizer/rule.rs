@@ -42,6 +42,37 @@ impl Tensors<'_> {
     }
 }
 
+/// A step of a fused kernel.
+#[derive(Debug)]
+pub struct FusedStep<'a> {
+    /// The tensors, with gradients in their own dtypes.
+    pub tensors: Tensors<'a>,
+    /// For each parameter that is a master copy or a cast, the model's tensor, which gets the rounded parameter.
+    pub weights: &'a [Option<Tensor>],
+    /// For each parameter its number of completed steps, a float scalar on the device, which the kernel increments.
+    pub steps: &'a [Tensor],
+    /// The hyperparameters; the kernel reads `steps` instead of [`Hyperparameters::step`].
+    pub hyperparameters: Hyperparameters,
+    /// A float scalar on the device; if it is 1, the kernel changes nothing.
+    pub skip: Option<&'a Tensor>,
+}
+
+/// Casts gradients to the dtype of `params`, which all have one.
+pub(super) fn cast_gradients(params: &[Tensor], grads: &[Tensor]) -> Result<Vec<Tensor>> {
+    Ok(params
+        .iter()
+        .zip(grads)
+        .map(|(param, grad)| grad.f_to_kind(param.kind()))
+        .collect::<Result<_, _>>()?)
+}
+
+/// Rounds each parameter to its tensor in `weights`.
+pub(super) fn write_weights(weights: &[Option<Tensor>], params: &[Tensor]) -> Result<()> {
+    let rounded = weights.iter().zip(params).filter_map(|(weight, param)| Some((weight.as_ref()?, param)));
+    let (targets, sources): (Vec<&Tensor>, Vec<&Tensor>) = rounded.unzip();
+    Ok(foreach::copy_(&targets, &sources)?)
+}
+
 /// The update rule of an optimizer.
 pub trait Rule: Debug + Send + Sync {
     /// The rule's name, such as `adam_w`.
@@ -65,31 +96,9 @@ pub trait Rule: Debug + Send + Sync {
     /// Those of libtorch.
     fn update(&self, tensors: &Tensors<'_>, hyperparameters: Hyperparameters) -> Result<()>;
 
-    /// [`Rule::update`] in one kernel. `steps` are float scalars, the steps before this one, which the kernel increments; it
-    /// ignores [`Hyperparameters::step`]. If `skip`, a float scalar on the device, is 1, nothing is changed. Returns `None`
-    /// without such a kernel.
-    fn fused(
-        &self,
-        tensors: &Tensors<'_>,
-        steps: &[Tensor],
-        hyperparameters: Hyperparameters,
-        skip: Option<&Tensor>,
-    ) -> Option<Result<()>> {
-        let _ = (tensors, steps, hyperparameters, skip);
-        None
-    }
-
-    /// [`Rule::fused`] with gradients in their own dtype, which also writes each parameter's `weights`, where it has one: the
-    /// parameter rounded to bf16 or fp16. `None`, with nothing changed, where there is no such kernel for these tensors.
-    fn fused_mixed(
-        &self,
-        tensors: &Tensors<'_>,
-        weights: &[Option<Tensor>],
-        steps: &[Tensor],
-        hyperparameters: Hyperparameters,
-        skip: Option<&Tensor>,
-    ) -> Option<Result<()>> {
-        let _ = (tensors, weights, steps, hyperparameters, skip);
+    /// Runs a step with a fused kernel, and writes [`FusedStep::weights`]. `None`, with nothing changed, without such a kernel.
+    fn fused(&self, step: &FusedStep<'_>) -> Option<Result<()>> {
+        let _ = step;
         None
     }
 

@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn the_explanation_is_computed() {
+    fn the_explanation_is_computed_from_the_compositions() {
         let before = composition(
             [0.001, 0.010, 0.020, 0.001, 0.0092, 0.0],
             [1, 60, 90, 3, 312, 0],
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_changed() {
+    fn equal_compositions_have_no_explanation() {
         let same = composition([0.0, 0.01, 0.02, 0.0, 0.0, 0.0], [0, 1, 2, 0, 0, 0], &[]);
         expect!["step 30.0 ms → 30.0 ms (+0.0 %): no part changed by as much as a hundredth of the step"]
             .assert_eq(&Comparison::between(&same, &same).to_string());

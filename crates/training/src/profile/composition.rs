@@ -160,18 +160,18 @@ impl Composition {
         let mut running: Vec<Vec<(i64, i64)>> = vec![Vec::new(); steps.len()];
         // By operator and step: calls and self time.
         let mut by_name: HashMap<u32, HashMap<u32, (usize, i64)>> = HashMap::new();
-        for (operator, place) in profile.operators.iter().zip(&timeline.places) {
-            let Some(index) = place.step.filter(|_| !place.worker) else { continue };
+        for (operator, context) in profile.operators.iter().zip(&timeline.contexts) {
+            let Some(index) = context.step.filter(|_| !context.worker) else { continue };
             let step = &mut steps[index as usize];
             running[index as usize].push((operator.start, operator.end));
             let (calls, own) = by_name.entry(operator.name).or_default().entry(index).or_default();
             *calls += 1;
-            *own += place.self_time;
-            if place.called {
-                step.calls[place.phase as usize] += 1;
+            *own += context.self_time;
+            if context.called {
+                step.calls[context.phase as usize] += 1;
             }
-            if !place.works {
-                step.host_seconds += seconds(place.self_time);
+            if !context.works {
+                step.host_seconds += seconds(context.self_time);
             }
             match profile.operator_name(operator) {
                 "aten::copy_" => {
@@ -229,7 +229,7 @@ pub(super) fn median(values: impl Iterator<Item = f64>) -> f64 {
     if samples.is_empty() { 0.0 } else { Samples { samples }.median() }
 }
 
-fn lengths(step: &super::timeline::Step) -> StepTimes {
+fn lengths(step: &super::timeline::TimedStep) -> StepTimes {
     let mut times = StepTimes { seconds: seconds(step.length()), ..StepTimes::default() };
     let mut rest = step.length();
     for &(phase, start, end) in &step.phases {

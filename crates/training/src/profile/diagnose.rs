@@ -32,9 +32,9 @@ mod zeroed_gradients;
 
 use view::View;
 
-/// Facts about a training that its trace does not show; `None` if unknown.
+/// TrainingFacts about a training that its trace does not show; `None` if unknown.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Facts {
+pub struct TrainingFacts {
     /// The fraction of positions that are padding, from 0 to 1.
     pub padding_share: Option<f64>,
     /// The loader's worker threads; 0 if the training thread loads.
@@ -113,7 +113,7 @@ impl Diagnosis {
     ///
     /// # Errors
     /// [`ProfileError::NoSteps`].
-    pub fn of(profile: &Profile, facts: &Facts) -> Result<Self, ProfileError> {
+    pub fn of(profile: &Profile, facts: &TrainingFacts) -> Result<Self, ProfileError> {
         let timeline = Timeline::of(profile)?;
         let composition = Composition::on(profile, &timeline);
         let view = View { profile, timeline: &timeline, composition: &composition, facts };

@@ -29,7 +29,7 @@ mod tests {
     use super::human;
 
     #[test]
-    fn values_have_three_digits_and_the_nearest_multiple() {
+    fn values_have_three_digits_and_the_nearest_unit() {
         let seconds = [0.0, 2.0, 12.345, 0.0123, 9.996e-4, 4.2e-6, 3e-9].map(|value| human(value, "s"));
         assert_eq!(seconds, ["0 s", "2 s", "12.3 s", "12.3 ms", "1.00 ms", "4.20 µs", "3.00 ns"]);
         let bytes = [0.0, 512.0, 1536.0, 1.25 * f64::from(1 << 30)].map(|value| human(value, "B"));

@@ -13,7 +13,7 @@ use super::trace_file::{Operator, Profile};
 
 /// The position of an operator in the nesting; one for each of the profile's operators.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct OperatorContext {
     /// The enclosing operator or node, as an index into the profile's operators.
     pub(super) parent: Option<u32>,
     /// Self time in nanoseconds.
@@ -36,7 +36,7 @@ pub(super) struct Place {
 
 /// A step of the training.
 #[derive(Debug)]
-pub(super) struct Step {
+pub(super) struct TimedStep {
     pub(super) thread: i64,
     pub(super) start: i64,
     pub(super) end: i64,
@@ -44,7 +44,7 @@ pub(super) struct Step {
     pub(super) phases: Vec<(Phase, i64, i64)>,
 }
 
-impl Step {
+impl TimedStep {
     pub(super) fn length(&self) -> i64 {
         self.end - self.start
     }
@@ -60,8 +60,8 @@ impl Step {
 
 #[derive(Debug)]
 pub(super) struct Timeline {
-    pub(super) steps: Vec<Step>,
-    pub(super) places: Vec<Place>,
+    pub(super) steps: Vec<TimedStep>,
+    pub(super) contexts: Vec<OperatorContext>,
 }
 
 /// The range name of loader workers.
@@ -82,13 +82,13 @@ impl Timeline {
             .map(|range| range.thread)
             .filter(|thread| steps.iter().all(|step| step.thread != *thread))
             .collect();
-        let mut places: Vec<Place> = profile
+        let mut contexts: Vec<OperatorContext> = profile
             .operators
             .iter()
             .map(|operator| {
                 let cycle = steps.partition_point(|step| step.start <= operator.start).checked_sub(1);
                 let inside = cycle.filter(|&index| operator.start < steps[index].end);
-                Place {
+                OperatorContext {
                     parent: None,
                     self_time: operator.end - operator.start,
                     node: is_node(profile.operator_name(operator)),
@@ -101,8 +101,8 @@ impl Timeline {
                 }
             })
             .collect();
-        nest(profile, &mut places);
-        Ok(Self { steps, places })
+        nest(profile, &mut contexts);
+        Ok(Self { steps, contexts })
     }
 
     /// Returns the index of the step at a moment.
@@ -112,15 +112,15 @@ impl Timeline {
     }
 }
 
-fn steps(profile: &Profile) -> Vec<Step> {
+fn steps(profile: &Profile) -> Vec<TimedStep> {
     let mut ranges: Vec<_> = profile.ranges.iter().collect();
     ranges.sort_by_key(|range| (range.start, Reverse(range.end)));
-    let mut steps: Vec<Step> = Vec::new();
+    let mut steps: Vec<TimedStep> = Vec::new();
     for range in &ranges {
         let inner = steps.last().is_some_and(|step| range.start < step.end);
         if profile.range_name(range) == "step" && !inner {
             let (thread, start, end) = (range.thread, range.start, range.end);
-            steps.push(Step { thread, start, end, phases: Vec::new() });
+            steps.push(TimedStep { thread, start, end, phases: Vec::new() });
         }
     }
     for range in &ranges {
@@ -140,7 +140,7 @@ fn steps(profile: &Profile) -> Vec<Step> {
 }
 
 /// Computes parents, self times, and which operators compute, thread by thread.
-fn nest(profile: &Profile, places: &mut [Place]) {
+fn nest(profile: &Profile, contexts: &mut [OperatorContext]) {
     let operators = &profile.operators;
     let mut order: Vec<u32> = (0..operators.len() as u32).collect();
     // Kineto writes an operator before those that it calls; the stable sort keeps this for equal times.
@@ -158,28 +158,28 @@ fn nest(profile: &Profile, places: &mut [Place]) {
             open.pop();
         }
         let parent = open.last().copied();
-        let around = parent.map(|parent| places[parent as usize]);
+        let around = parent.map(|parent| contexts[parent as usize]);
         if let Some(parent) = parent {
             let inside = operator.end.min(operators[parent as usize].end) - operator.start;
-            places[parent as usize].self_time = (places[parent as usize].self_time - inside).max(0);
+            contexts[parent as usize].self_time = (contexts[parent as usize].self_time - inside).max(0);
         }
-        let place = &mut places[index as usize];
-        place.parent = parent;
-        place.called = !place.node && around.is_none_or(|around| around.node);
+        let context = &mut contexts[index as usize];
+        context.parent = parent;
+        context.called = !context.node && around.is_none_or(|around| around.node);
         open.push(index);
     }
     // From the inside out: an operator that calls one that computes does not compute itself, unless most of its time is its
     // own: `addmm` copies the bias first, attention fills its gradients.
-    let mut calls_work = vec![false; places.len()];
+    let mut calls_work = vec![false; contexts.len()];
     for &index in order.iter().rev() {
         let (name, index) = (profile.operator_name(&operators[index as usize]), index as usize);
-        let computes = !places[index].node && !is_free(name);
-        let own = places[index].self_time;
+        let computes = !contexts[index].node && !is_free(name);
+        let own = contexts[index].self_time;
         let mostly_own =
             own >= LONGER_THAN_A_CALL && 2 * own >= operators[index].end - operators[index].start;
-        places[index].works = computes && (!calls_work[index] || mostly_own);
+        contexts[index].works = computes && (!calls_work[index] || mostly_own);
         let calls = calls_work[index] || computes && !of_numbers(&operators[index]);
-        if let Some(parent) = places[index].parent.filter(|_| calls) {
+        if let Some(parent) = contexts[index].parent.filter(|_| calls) {
             calls_work[parent as usize] = true;
         }
     }
@@ -261,7 +261,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nodes_and_views_are_known_by_name() {
+    fn nodes_and_views_are_recognised_by_name() {
         for name in
             ["MmBackward0", "torch::autograd::AccumulateGrad", "autograd::engine::evaluate_function: X"]
         {

@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_trace_is_refused_in_words() {
+    fn a_file_that_is_not_a_trace_is_refused() {
         refused(
             "",
             &expect![
@@ -369,7 +369,7 @@ mod tests {
         ], "traceName": "t"}"#;
 
     #[test]
-    fn events_are_read_to_the_nanosecond() {
+    fn events_are_parsed_to_the_nanosecond() {
         let profile = Profile::parse(WHOLE.as_bytes()).unwrap();
         let [cat] = &profile.operators[..] else { panic!("{:?}", profile.operators) };
         assert_eq!(profile.operator_name(cat), "aten::cat");
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trace_cut_anywhere_is_truncated() {
+    fn a_trace_cut_anywhere_is_reported_as_truncated() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("t.json");
         for length in 0..WHOLE.len() {

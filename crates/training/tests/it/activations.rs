@@ -1,4 +1,4 @@
-//! Every plan gives the gradients of keeping everything, to the last bit.
+//! Every plan gives the gradients of keeping everything bit for bit.
 //!
 //! Dropout draws from the process's generator, so the tests of this file run one after another.
 
@@ -42,7 +42,7 @@ fn tokens(seed: u64) -> Tensor {
     values.unwrap().to_kind(Kind::Int64)
 }
 
-/// Documents in each row, and the place of each token in its own.
+/// Documents in each row, and the position of each token in its document.
 fn documents() -> Documents {
     Documents::new(&[vec![4, 6], vec![10], vec![1, 2, 7]], Device::Cpu).unwrap()
 }
@@ -81,7 +81,7 @@ fn plans() -> Vec<Vec<LayerPlan>> {
     plans
 }
 
-/// Rounds what goes into a linear layer to bf16 and multiplies in fp32.
+/// Rounds the input of a linear layer to bf16 and multiplies in fp32.
 #[derive(Debug)]
 struct Rounded;
 
@@ -96,7 +96,7 @@ impl Policy for Rounded {
 type Case<'a> = (&'a str, f64, Option<&'a Documents>, Option<&'a str>, u64, bool);
 
 #[test]
-fn gradients_are_those_of_keeping_everything_to_the_last_bit() {
+fn gradients_match_keeping_everything_bit_for_bit() {
     let _serial = serial();
     let documents = documents();
     let frozen_first = r"wte.weight|wpe.*|h\.[01]\..*";
@@ -129,9 +129,9 @@ fn gradients_are_those_of_keeping_everything_to_the_last_bit() {
     }
 }
 
-/// Heads that turn with their places, which a second run must see again, and keys and values of fewer heads.
+/// Rotary embeddings, which recomputation must reproduce, and fewer key-value heads.
 #[test]
-fn llamas_gradients_too() {
+fn gradients_of_llama_match_too() {
     let _serial = serial();
     runtime::random::seed(5).unwrap();
     let config = LlamaConfig {
@@ -159,7 +159,7 @@ fn recomputed(model: &Gpt2) -> u64 {
 }
 
 #[test]
-fn only_what_the_plan_says_is_computed_again() {
+fn only_planned_layers_are_recomputed() {
     let _serial = serial();
     let (model, activations) = model(0.0);
     let of = |plan: &[LayerPlan]| {
@@ -187,7 +187,7 @@ fn only_what_the_plan_says_is_computed_again() {
 }
 
 #[test]
-fn an_evaluation_takes_nothing_to_the_host() {
+fn an_evaluation_copies_nothing_to_the_host() {
     let _serial = serial();
     let (model, activations) = model(0.0);
     let tokens = tokens(1);
@@ -202,7 +202,7 @@ fn an_evaluation_takes_nothing_to_the_host() {
 }
 
 #[test]
-fn what_is_on_the_host_is_every_offloaded_input_until_its_backward() {
+fn host_bytes_are_the_offloaded_inputs_until_their_backward() {
     let _serial = serial();
     let (model, activations) = model(0.0);
     let input = (ROWS * LENGTH * 16 * 4) as u64;
@@ -220,7 +220,7 @@ fn what_is_on_the_host_is_every_offloaded_input_until_its_backward() {
 }
 
 #[test]
-fn two_graphs_at_once_in_either_order() {
+fn two_graphs_work_in_either_order() {
     let _serial = serial();
     let (model, activations) = model(0.0);
     let run = |order: [usize; 2]| {
@@ -243,7 +243,7 @@ fn two_graphs_at_once_in_either_order() {
 }
 
 #[test]
-fn the_names_and_tensors_of_a_model_stay() {
+fn names_and_tensors_of_a_model_are_unchanged() {
     let _serial = serial();
     let plain = Gpt2::new(&config(0.0), (Kind::Float, Device::Cpu)).unwrap();
     let names = |model: &Gpt2| tensors(model).into_iter().map(|named| named.name).collect::<Vec<_>>();
@@ -277,7 +277,7 @@ fn the_names_and_tensors_of_a_model_stay() {
 }
 
 #[test]
-fn errors_name_what_is_wrong() {
+fn errors_name_the_cause() {
     let _serial = serial();
     let mut plain = Gpt2::new(&config(0.0), (Kind::Float, Device::Cpu)).unwrap();
     let error = apply(&mut plain, &[RecomputeAll; 3]).unwrap_err().to_string();
@@ -289,7 +289,7 @@ fn errors_name_what_is_wrong() {
     let hidden = Tensor::zeros([1, 4, 16], (Kind::Float, Device::Cpu));
     let error = activations.probe(&mut plain, &hidden, &Context::default(), 0).unwrap_err().to_string();
     assert!(error.contains("0 rounds measure nothing"), "{error}");
-    // The model's own errors come through a segment as they are.
+    // A segment returns the model's own errors unchanged.
     let wrong = Tensor::zeros([1, 4, 8], (Kind::Float, Device::Cpu));
     let error = activations.probe(&mut plain, &wrong, &Context::default(), 1).unwrap_err().to_string();
     assert_eq!(error, "layer norm: `x` has shape [1, 4, 8]; expected […, 16]");

@@ -1,4 +1,4 @@
-//! Checkpoints: what is refused, what is used instead, what is kept.
+//! Checkpoints: which are refused, used instead, and kept.
 
 use std::fs;
 use std::path::Path;
@@ -31,7 +31,7 @@ fn folder(root: &Path, step: u64) -> std::path::PathBuf {
 }
 
 #[test]
-fn what_is_written_is_read_and_the_last_are_kept() {
+fn checkpoints_round_trip_and_the_last_are_kept() {
     let root = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::open(root.path(), 2).unwrap();
     assert!(checkpoints.latest().unwrap().checkpoint.is_none());
@@ -54,7 +54,7 @@ fn what_is_written_is_read_and_the_last_are_kept() {
     assert_eq!(checkpoint.random, RandomState::capture(Device::Cpu).unwrap());
     let names = [".lock", "step-000000000010", "step-000000000015"];
     assert_eq!(entries(root.path()), names, "nothing temporary is left");
-    // What a crash leaves is removed.
+    // Remains of a crash are removed.
     fs::create_dir(root.path().join(".tmp-step-000000000020")).unwrap();
     drop(checkpoints);
     drop(Checkpoints::open(root.path(), 2).unwrap());
@@ -63,7 +63,7 @@ fn what_is_written_is_read_and_the_last_are_kept() {
 }
 
 #[test]
-fn every_file_that_is_truncated_altered_or_missing_is_refused_by_name() {
+fn truncated_altered_and_missing_files_are_refused_by_name() {
     let files = [
         "model.safetensors",
         "optimizer.safetensors",
@@ -106,7 +106,7 @@ fn every_file_that_is_truncated_altered_or_missing_is_refused_by_name() {
 }
 
 #[test]
-fn where_none_is_valid_each_reason_is_told() {
+fn without_a_valid_checkpoint_each_reason_is_reported() {
     let root = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::open(root.path(), 3).unwrap();
     save(&checkpoints, 1);
@@ -122,7 +122,7 @@ fn where_none_is_valid_each_reason_is_told() {
 }
 
 #[test]
-fn a_refused_checkpoint_of_a_later_step_costs_neither_the_new_one_nor_those_before() {
+fn a_refused_later_checkpoint_evicts_no_other() {
     let root = tempfile::tempdir().unwrap();
     {
         let checkpoints = Checkpoints::open(root.path(), 3).unwrap();
@@ -141,7 +141,7 @@ fn a_refused_checkpoint_of_a_later_step_costs_neither_the_new_one_nor_those_befo
 }
 
 #[test]
-fn a_training_that_starts_afresh_keeps_its_own_checkpoints_and_loses_none_of_the_other() {
+fn a_new_training_keeps_its_checkpoints_and_those_of_the_previous() {
     let root = tempfile::tempdir().unwrap();
     {
         let checkpoints = Checkpoints::open(root.path(), 3).unwrap();
@@ -195,11 +195,11 @@ fn a_crash_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one() {
 }
 
 #[test]
-fn what_cannot_be_removed_is_a_warning() {
+fn failed_removal_is_a_warning() {
     let root = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::open(root.path(), 1).unwrap();
     save(&checkpoints, 1);
-    // A file in the place where the old one would go stands for whatever may hinder its removal.
+    // A file at the temporary name of the old one prevents its removal.
     fs::write(root.path().join(".tmp-step-000000000001"), "").unwrap();
     let warnings = save(&checkpoints, 2);
     let [warning] = &warnings[..] else { panic!("{warnings:?}") };
@@ -208,7 +208,7 @@ fn what_cannot_be_removed_is_a_warning() {
 }
 
 #[test]
-fn a_second_writer_is_refused_and_a_reader_is_not() {
+fn a_second_writer_is_refused_and_readers_are_allowed() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("a").join("b");
     let checkpoints = Checkpoints::open(&path, 1).unwrap();

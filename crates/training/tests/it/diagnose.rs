@@ -1,4 +1,4 @@
-//! Traces of a real loop, recorded here, with each inefficiency planted and without: what the detectors say of them.
+//! Traces of a real loop, recorded here, with and without each injected inefficiency, and the findings of the detectors.
 //!
 //! One trace runs at a time in a process, so the tests take turns.
 
@@ -8,9 +8,9 @@ use runtime::ops::foreach;
 use runtime::ops::optimizer::{AdamW, AdamWTensors, fused_adamw_};
 use runtime::profile::{Trace, range};
 use tch::{Kind, Tensor, kind::FLOAT_CPU, no_grad};
-use training::profile::{Composition, Diagnosis, Facts, Finding, Phase, Profile};
+use training::profile::{Composition, Diagnosis, Finding, Phase, Profile, TrainingFacts};
 
-/// What is planted; the default is the good loop.
+/// The injected inefficiency; by default none.
 #[derive(Debug, Clone, Copy, Default)]
 struct Planted {
     item: bool,
@@ -27,7 +27,7 @@ struct Planted {
     twice: bool,
     evaluated: bool,
     tiny: bool,
-    /// The loader works on a thread of its own.
+    /// The loader has its own thread.
     worker: bool,
 }
 
@@ -196,11 +196,11 @@ fn record(planted: Planted) -> Profile {
 }
 
 fn diagnose(planted: Planted) -> Diagnosis {
-    Diagnosis::of(&record(planted), &Facts::default()).unwrap()
+    Diagnosis::of(&record(planted), &TrainingFacts::default()).unwrap()
 }
 
 #[test]
-fn a_good_loop_raises_no_alarm() {
+fn a_good_loop_has_no_findings() {
     let diagnosis = diagnose(Planted { worker: true, ..Planted::default() });
     assert!(diagnosis.findings.is_empty(), "{diagnosis}");
     let text = diagnosis.to_string();
@@ -210,7 +210,7 @@ fn a_good_loop_raises_no_alarm() {
     }
 }
 
-/// The planted inefficiency is found, the only one but for those named, and its figures are those of the loop.
+/// The injected inefficiency is found, with no others except those named, and its figures match the loop.
 fn check(planted: Planted, name: &str, per_step: f64, evidence: &[&str], also: &[&str]) -> Finding {
     let diagnosis = diagnose(planted);
     let finding =
@@ -229,13 +229,13 @@ fn check(planted: Planted, name: &str, per_step: f64, evidence: &[&str], also: &
 }
 
 #[test]
-fn an_item_in_each_step() {
+fn reading_a_value_in_each_step_is_found() {
     let planted = Planted { item: true, ..Planted::default() };
     check(planted, "host synchronisation", 1.0, &["1 × in a step", "in rest"], &[]);
 }
 
 #[test]
-fn gradients_that_are_zeroed() {
+fn zeroed_gradients_are_found() {
     let planted = Planted { zeroed: true, ..Planted::default() };
     check(planted, "zeroed gradients", 4.0, &["4 × in a step", "4 additions", "[128, 256]"], &[]);
     let planted = Planted { zeroed_together: true, ..Planted::default() };
@@ -243,20 +243,20 @@ fn gradients_that_are_zeroed() {
 }
 
 #[test]
-fn an_optimizer_of_many_operators() {
+fn an_unfused_optimizer_is_found() {
     let planted = Planted { unfused: true, ..Planted::default() };
     // mul_, mul, add_; mul_, square, mul, add_; sqrt, add, div, mul, sub_.
     check(planted, "unfused optimizer", 48.0, &["48 operators over 4 parameters", "12.0 each"], &[]);
 }
 
 #[test]
-fn a_width_of_250() {
+fn a_width_of_250_is_found() {
     let planted = Planted { odd_width: true, ..Planted::default() };
     check(planted, "odd widths", 4.0, &["250 (next multiple 256)", "multiple of 16"], &[]);
 }
 
 #[test]
-fn a_mask_built_in_forward() {
+fn a_mask_built_in_forward_is_found() {
     let planted = Planted { mask: true, ..Planted::default() };
     check(
         planted,
@@ -268,25 +268,25 @@ fn a_mask_built_in_forward() {
 }
 
 #[test]
-fn a_mask_converted_in_forward() {
+fn a_mask_converted_in_forward_is_found() {
     let planted = Planted { converted_mask: true, ..Planted::default() };
     check(planted, "mask in each forward", 2.0, &["aten::to [64, 64]"], &[]);
 }
 
 #[test]
-fn attention_by_hand() {
+fn math_attention_is_found() {
     let planted = Planted { softmax: true, ..Planted::default() };
     check(planted, "attention by softmax", 1.0, &["[64, 64, 64]"], &[]);
 }
 
 #[test]
-fn a_loss_over_what_a_mask_selects() {
+fn boolean_indexing_in_the_loss_is_found() {
     let planted = Planted { indexing: true, ..Planted::default() };
     check(planted, "boolean indexing", 2.0, &["aten::index [1024]"], &[]);
 }
 
 #[test]
-fn data_on_the_training_thread() {
+fn loading_on_the_training_thread_is_found() {
     let planted = Planted { slow_data: true, ..Planted::default() };
     let finding = check(planted, "waiting for data", 0.0, &["no worker is seen"], &[]);
     assert_eq!(finding.remedy, "Load in worker threads that prefetch.");
@@ -296,13 +296,13 @@ fn data_on_the_training_thread() {
 }
 
 #[test]
-fn tokenizing_on_the_training_thread() {
+fn tokenizing_on_the_training_thread_is_found() {
     let planted = Planted { tokenizing: true, ..Planted::default() };
     check(planted, "tokenizing in the step", 1.0, &["tokenizes 1 ×"], &["waiting for data"]);
 }
 
 #[test]
-fn a_forward_for_the_metric() {
+fn a_second_forward_for_a_metric_is_found() {
     let planted = Planted { twice: true, ..Planted::default() };
     check(planted, "double evaluation", 1.0, &["operators twice"], &[]);
     let planted = Planted { evaluated: true, ..Planted::default() };
@@ -310,7 +310,7 @@ fn a_forward_for_the_metric() {
 }
 
 #[test]
-fn thousands_of_tiny_operators() {
+fn tiny_operators_are_found() {
     let planted = Planted { tiny: true, ..Planted::default() };
     let diagnosis = diagnose(planted);
     let finding = diagnosis.finding("tiny operators").unwrap_or_else(|| panic!("{diagnosis}"));
@@ -318,13 +318,13 @@ fn thousands_of_tiny_operators() {
 }
 
 #[test]
-fn facts_that_no_trace_has() {
+fn facts_outside_the_trace_are_reported() {
     let profile = record(Planted::default());
-    let facts = Facts {
+    let facts = TrainingFacts {
         padding_share: Some(0.4),
         parameters_without_gradient: Some(vec!["unused.weight".into(), "unused.bias".into()]),
         elements_without_gradient: Some(1056),
-        ..Facts::default()
+        ..TrainingFacts::default()
     };
     let diagnosis = Diagnosis::of(&profile, &facts).unwrap();
     let names: Vec<&str> = diagnosis.findings.iter().map(|finding| finding.name).collect();
@@ -339,13 +339,16 @@ fn facts_that_no_trace_has() {
         evidence,
         "2 trainable parameters with 1056 elements got no gradient: unused.weight, unused.bias"
     );
-    let little =
-        Facts { padding_share: Some(0.05), parameters_without_gradient: Some(vec![]), ..Facts::default() };
+    let little = TrainingFacts {
+        padding_share: Some(0.05),
+        parameters_without_gradient: Some(vec![]),
+        ..TrainingFacts::default()
+    };
     assert!(Diagnosis::of(&profile, &little).unwrap().findings.is_empty());
 }
 
 #[test]
-fn a_live_composition_adds_up() {
+fn the_composition_of_a_real_trace_adds_up() {
     let composition = Composition::of(&record(Planted { worker: true, ..Planted::default() })).unwrap();
     assert_eq!(composition.steps.len(), STEPS);
     for step in &composition.steps {
@@ -366,7 +369,7 @@ fn a_live_composition_adds_up() {
 }
 
 #[test]
-fn a_product_that_copies_its_bias_first_is_no_call_of_another() {
+fn a_product_that_copies_its_bias_is_one_call() {
     let [bias, x, w] = [[512], [256], [512]].map(|[rows]| Tensor::ones([rows, 512], FLOAT_CPU));
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
@@ -383,6 +386,6 @@ fn a_product_that_copies_its_bias_first_is_no_call_of_another() {
     let profile = Profile::read(&path).unwrap();
     let median = Composition::of(&profile).unwrap().median;
     assert!(median.host_seconds < 0.3 * median.seconds, "{median:?}");
-    let diagnosis = Diagnosis::of(&profile, &Facts::default()).unwrap();
+    let diagnosis = Diagnosis::of(&profile, &TrainingFacts::default()).unwrap();
     assert!(diagnosis.finding("tiny operators").is_none(), "{diagnosis}");
 }

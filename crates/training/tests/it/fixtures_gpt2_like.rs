@@ -1,4 +1,4 @@
-//! What PyTorch computed for the GPT-2-like model, once more with this crate's optimizer, loss and metric.
+//! PyTorch's results for the GPT-2-like model, reproduced with this crate's optimizer, loss and metric.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! Checkpoints without the parameters that are not trained: what is in them, what goes on from them, and what does not.
+//! Checkpoints without frozen parameters: their contents, and which trainings can resume from them.
 
 use std::path::Path;
 
@@ -37,7 +37,7 @@ fn open(folder: &Path, steps: u64, frozen: Frozen, phase: f64) -> Trainer {
     for (index, named) in tensors(&model).into_iter().enumerate() {
         let count = named.tensor.numel() as i64;
         let wave = (Tensor::arange(count, (Kind::Float, Device::Cpu)) * 1.7 + index as f64).sin() * 0.3;
-        // The first layer begins alike over every base.
+        // The first layer has the same initial values over every base.
         let wave = if named.name.starts_with("h.0.") { wave } else { wave + phase };
         tch::no_grad(|| named.tensor.shallow_clone().copy_(&wave.reshape(named.tensor.size())));
     }
@@ -56,7 +56,7 @@ fn values(trainer: &Trainer) -> Vec<(String, Tensor)> {
 }
 
 #[test]
-fn a_checkpoint_holds_what_is_trained_and_goes_on_to_the_same_bits() {
+fn a_checkpoint_of_trained_parameters_resumes_bit_for_bit() {
     let (whole, cut) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let mut unbroken = open(whole.path(), 8, Frozen::LeftOut, 0.0);
     unbroken.run(&mut DATA.clone(), None).unwrap();

@@ -1,4 +1,4 @@
-//! A checkpoint whose files are changed at random: whatever the change, it is refused.
+//! A checkpoint with randomly changed files is always refused.
 
 use std::fs;
 use std::path::Path;
@@ -9,13 +9,13 @@ use serde_json::json;
 use tch::{Device, Kind, Tensor};
 use training::checkpoint::{self, Checkpoints, Snapshot};
 
-/// A folder in memory where there is one: the test writes it some ten thousand times.
+/// A folder in memory if possible: the test writes it tens of thousands of times.
 fn scratch() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
     if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap()
 }
 
-/// The manifest's own checksum made right again, so that what it would catch meets the other checks.
+/// Corrects the manifest's own checksum, so that the other checks are tested.
 fn sign(folder: &Path, manifest: &[u8]) {
     use sha2::{Digest, Sha256};
     let digest: String = Sha256::digest(manifest).iter().map(|byte| format!("{byte:02x}")).collect();
@@ -23,7 +23,7 @@ fn sign(folder: &Path, manifest: &[u8]) {
 }
 
 #[test]
-fn a_changed_checkpoint_is_refused_or_says_the_same() {
+fn a_changed_checkpoint_is_refused_or_equivalent() {
     let root = scratch();
     let tensors = [("w".to_owned(), Tensor::arange(6, (Kind::Float, Device::Cpu)))];
     let random_state = RandomState::capture(Device::Cpu).unwrap();
@@ -51,7 +51,7 @@ fn a_changed_checkpoint_is_refused_or_says_the_same() {
         } else {
             fuzz::bytes(random, good)
         };
-        // Each file anew: nobody shortens one that is mapped.
+        // A new file each time, because a mapped file must not be truncated.
         fs::remove_file(folder.join(name)).unwrap();
         fs::write(folder.join(name), &bytes).unwrap();
         let signed = *name == "manifest.json" && random.once_in(2);
@@ -70,8 +70,7 @@ fn a_changed_checkpoint_is_refused_or_says_the_same() {
         assert_eq!((checkpoint.step, &checkpoint.state), (5, &state));
         assert_eq!(checkpoint.random, random_state);
         assert_eq!(checkpoint.model[0].1, tensors[0].1);
-        // It says of each file what the file is.
-        // A field that nobody reads may be nested deeper than a value can be.
+        // It describes each file correctly. An unused field may be nested deeper than a value can be.
         if signed && let Ok(manifest) = serde_json::from_slice::<serde_json::Value>(&bytes) {
             for name in ["model.safetensors", "optimizer.safetensors", "state.json", "random.bin"] {
                 let length = fs::metadata(folder.join(name)).unwrap().len();

@@ -1,4 +1,4 @@
-//! Llama and Qwen2 train in the loop as any language model does.
+//! Llama and Qwen2 train in the `Trainer`.
 
 use std::sync::{Arc, Mutex};
 
@@ -23,7 +23,7 @@ impl Observer for Losses {
 
 /// Each token has two successors, so that ln 2 = 0.7 nats remain; a model that learns nothing stays at ln 16 = 2.8.
 #[test]
-fn both_learn_what_there_is_to_learn() {
+fn fp32_and_bf16_training_both_learn() {
     let llama = LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::llama(16, 16, 40, 2, 4) };
     let qwen2 = LlamaConfig { num_key_value_heads: 1, ..LlamaConfig::qwen2(16, 16, 40, 2, 2) };
     for config in [llama, qwen2] {

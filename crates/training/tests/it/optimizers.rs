@@ -136,7 +136,7 @@ fn check(name: &str, implementation: Implementation, decay: f64, steps: i64) {
         }
         assert_eq!(values(tensor), values(&unrounded.to_kind(tensor.kind())), "rounded once");
     }
-    // What lies beside a slice is not touched.
+    // Memory beside a slice is not changed.
     assert_eq!(values(&wide.narrow(1, 3, 3)), values(&start(&[4, 6]).to_kind(Kind::Float).narrow(1, 3, 3)));
 }
 
@@ -151,7 +151,7 @@ impl CloneTensors for [(String, Tensor)] {
 }
 
 #[test]
-fn every_rule_is_its_mathematics() {
+fn every_rule_matches_its_formula() {
     for name in NAMES {
         for implementation in ALL {
             for decay in [0.0, 0.3] {
@@ -172,7 +172,7 @@ fn two(name: &str) -> (Tensor, Tensor, DeviceOptimizer) {
     (a, b, optimizer)
 }
 
-/// A graph that saved a parameter, and whoever keeps a copy of one, tells by its version that it was changed.
+/// Version counters tell graphs that saved a parameter, and holders of copies, that it was changed.
 #[test]
 fn every_step_counts_as_an_in_place_change() {
     for name in ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "adamw"] {
@@ -191,7 +191,7 @@ fn every_step_counts_as_an_in_place_change() {
 }
 
 #[test]
-fn what_has_no_gradient_or_is_frozen_stays_as_it_is() {
+fn parameters_without_gradient_and_frozen_ones_are_unchanged() {
     for implementation in ALL {
         let (a, b, optimizer) = two("adam");
         let mut optimizer = optimizer.with_implementation(implementation);
@@ -232,9 +232,9 @@ fn what_has_no_gradient_or_is_frozen_stays_as_it_is() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// A run that is stopped, its state taken out and put into another, goes on to the same bits.
+    /// A stopped run whose state is loaded into another continues bit for bit.
     #[test]
-    fn state_goes_out_and_in(which in 0usize..7, before in 0i64..4, after in 1i64..4, implementation in 0usize..3) {
+    fn state_round_trips(which in 0usize..7, before in 0i64..4, after in 1i64..4, implementation in 0usize..3) {
         let run = |a: &Tensor, b: &Tensor, optimizer: &mut DeviceOptimizer, steps: std::ops::Range<i64>| {
             for step in steps {
                 runtime::autograd::set_grad(a, Some(&gradient(step, &[4]).to_kind(Kind::Float))).unwrap();
@@ -267,7 +267,7 @@ proptest! {
 }
 
 #[test]
-fn a_state_that_does_not_fit_is_refused_as_a_whole() {
+fn a_mismatched_state_is_refused_completely() {
     let (a, _, mut optimizer) = two("adam");
     runtime::autograd::set_grad(&a, Some(&gradient(0, &[4]).to_kind(Kind::Float))).unwrap();
     optimizer.step().unwrap();
@@ -283,7 +283,7 @@ fn a_state_that_does_not_fit_is_refused_as_a_whole() {
 }
 
 #[test]
-fn bf16_parameters_lose_small_updates_unless_masters_are_kept() {
+fn bf16_parameters_lose_small_updates_without_master_copies() {
     let run = |master: bool| {
         let w = Tensor::ones([1], (Kind::BFloat16, Device::Cpu)).set_requires_grad(true);
         let group = Group::new(vec![("w".into(), w.shallow_clone())], 1e-3);
@@ -300,7 +300,7 @@ fn bf16_parameters_lose_small_updates_unless_masters_are_kept() {
 }
 
 #[test]
-fn what_cannot_be_optimized_is_an_error() {
+fn invalid_parameters_are_errors() {
     let leaf = || start(&[4]).set_requires_grad(true);
     let group = |tensor: Tensor| Group::new(vec![("w".into(), tensor)], 0.1);
     let mut messages = vec![

@@ -1,4 +1,4 @@
-//! A batch of the loader, whichever way it was made, has the summed loss and the gradients of its documents run one by one.
+//! A batch of any strategy has the summed loss and the gradients of its documents run one by one.
 
 use std::sync::Arc;
 
@@ -93,7 +93,7 @@ fn take_gradients(model: &dyn LanguageModel) -> Vec<(String, Tensor)> {
     trainable(model).into_iter().map(take).collect()
 }
 
-/// The summed loss and the gradients of documents that never meet: no loader, no padding, no packing.
+/// The summed loss and the gradients of separate documents: no loader, no padding, no packing.
 fn one_by_one(model: &dyn LanguageModel) -> (f64, Vec<(String, Tensor)>) {
     let mut sum = 0.0;
     for document in documents().iter().filter(|document| document.len() > 1) {
@@ -150,7 +150,7 @@ fn in_double_precision() {
 }
 
 #[test]
-fn documents_that_see_each_other_would_be_noticed() {
+fn attention_across_documents_would_be_detected() {
     for (name, build) in MODELS {
         runtime::random::seed(11).unwrap();
         let model = build(Kind::Double).unwrap();

@@ -14,7 +14,7 @@ use training::schedule::{LrSchedule, Shape};
 
 proptest! {
     #[test]
-    fn schedules_rise_then_fall_to_the_floor(warmup in 0u64..50, more in 1u64..200, floor in 0.0f64..1.0, shape in 0usize..3) {
+    fn schedules_warm_up_then_decay_to_the_minimum(warmup in 0u64..50, more in 1u64..200, floor in 0.0f64..1.0, shape in 0usize..3) {
         let shape = [Shape::Constant, Shape::Linear, Shape::Cosine][shape];
         let schedule = LrSchedule { shape, warmup, steps: warmup + more, floor };
         schedule.check().unwrap();
@@ -33,7 +33,7 @@ proptest! {
 }
 
 #[test]
-fn schedules_are_their_closed_forms() {
+fn schedules_match_their_formulas() {
     let linear = LrSchedule { shape: Shape::Linear, warmup: 4, steps: 24, floor: 0.2 };
     let cosine = LrSchedule { shape: Shape::Cosine, ..linear };
     for (schedule, step, expected) in [
@@ -111,7 +111,7 @@ fn oracle(logits: &Tensor, labels: &Tensor, smoothing: f64) -> (f64, f64, f64) {
 }
 
 #[test]
-fn losses_are_their_mathematics() {
+fn losses_match_their_formulas() {
     let (b, t, v) = (3, 5, 7);
     let logits =
         (Tensor::arange(b * t * v, (Kind::Double, Device::Cpu)) * 1.7).sin().reshape([b, t, v]) * 3.0;
@@ -164,7 +164,7 @@ fn losses_are_their_mathematics() {
 }
 
 #[test]
-fn unequal_micro_batches_give_the_gradients_of_the_whole() {
+fn unequal_micro_batches_give_the_gradients_of_the_whole_batch() {
     let config = Gpt2LikeConfig {
         vocab_size: 16,
         embedding_dim: 8,
@@ -213,7 +213,7 @@ fn unequal_micro_batches_give_the_gradients_of_the_whole() {
 }
 
 #[test]
-fn divergence_is_told_after_patience() {
+fn divergence_is_reported_after_the_patience() {
     let rule = Divergence { above: 2.0, patience: 3 };
     let see = |losses: &[f64]| {
         let mut watch = DivergenceMonitor::default();

@@ -1,4 +1,4 @@
-//! What a training writes while it goes wrong, and what it goes on from: nothing good is lost, nothing differs in silence.
+//! Checkpoints of failing trainings and resuming: no good checkpoint is lost, and no difference is silent.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -28,7 +28,7 @@ impl Observer for Warnings {
 }
 
 impl Warnings {
-    /// All so far, without the folder's name.
+    /// All messages so far, without the folder's name.
     fn take(&self, folder: &Path) -> Vec<String> {
         let folder = format!("{}/", folder.display());
         self.0.lock().unwrap().drain(..).map(|warning| warning.replace(&folder, "")).collect()
@@ -89,7 +89,7 @@ impl Run {
 
     fn open(self, folder: &Path) -> (Trainer, Warnings) {
         let model = Gpt2Like::new(&self.config, (Kind::Float, Device::Cpu)).unwrap();
-        // Tests beside this one draw from the same generator, and what a run does depends on where it begins.
+        // Concurrent tests draw from the same generator, and a run depends on its initial state.
         for (index, (_, weight)) in trainable(&model).into_iter().enumerate() {
             if weight.dim() == 2 {
                 let count = weight.numel() as i64;
@@ -109,7 +109,7 @@ impl Run {
     }
 }
 
-/// Multiplies the weights in the middle of a step: what a bad batch may do.
+/// Multiplies the weights in the middle of a step, as a bad batch may do.
 #[derive(Debug)]
 struct Spoiler {
     calls: u64,
@@ -180,7 +180,7 @@ fn a_diverging_run_keeps_the_last_good_checkpoint() {
 }
 
 #[test]
-fn losses_out_of_bounds_are_remembered_and_cost_no_good_checkpoint() {
+fn diverging_losses_are_kept_and_evict_no_good_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     {
         let (mut trainer, warnings) = Run { keep: 1, ..Run::new(17) }.open(folder.path());
@@ -212,7 +212,7 @@ fn losses_out_of_bounds_are_remembered_and_cost_no_good_checkpoint() {
 }
 
 #[test]
-fn a_last_checkpoint_that_fails_is_told_by_saved() {
+fn a_failed_final_checkpoint_is_reported() {
     let folder = tempfile::tempdir().unwrap();
     let (mut trainer, _) = Run::new(7).open(folder.path());
     assert_eq!(trainer.saved(), None);
@@ -247,7 +247,7 @@ fn another_model_is_refused() {
 }
 
 #[test]
-fn other_settings_are_told() {
+fn other_settings_are_reported() {
     let with = |options: Options| Run { options, ..Run::new(9) };
     let cosine = LrSchedule { shape: Shape::Cosine, warmup: 2, steps: 9, floor: 0.1 };
     let dropout = Gpt2LikeConfig { dropout: 0.1, ..CONFIG };
@@ -292,7 +292,7 @@ fn other_settings_are_told() {
 }
 
 #[test]
-fn a_learning_rate_of_many_digits_is_itself_again() {
+fn a_learning_rate_of_many_digits_round_trips() {
     let folder = tempfile::tempdir().unwrap();
     let lr = 1.0 / 3.0 * 1e-3;
     let run = || Run { lr, ..Run::new(5) };
@@ -308,7 +308,7 @@ fn snapshot<'a>(checkpoint: &'a Checkpoint, random: &'a RandomState) -> Snapshot
 }
 
 #[test]
-fn a_checkpoint_of_a_machine_with_more_devices_is_resumed() {
+fn a_checkpoint_from_a_machine_with_more_devices_resumes() {
     let folder = tempfile::tempdir().unwrap();
     Run::new(5).open(folder.path()).0.run(&mut data(1), None).unwrap();
     let checkpoint = latest(folder.path()).unwrap().checkpoint.unwrap();
@@ -339,7 +339,7 @@ fn a_resume_that_fails_changes_nothing() {
     let message = trainer.resume(&mut other).unwrap_err().to_string();
     assert!(message.contains("does not belong to synthetic data with seed 2"), "{message}");
     assert_eq!(copies(&trainer), before);
-    // The optimizer's state is the last to be read: what came before it goes back.
+    // The optimizer's state is read last: everything before it is restored.
     let mut damaged = snapshot(&checkpoint, &checkpoint.random);
     damaged.optimizer = &checkpoint.optimizer[1..];
     trainer.checkpoints.as_ref().unwrap().save(&damaged).unwrap();
@@ -352,7 +352,7 @@ fn a_resume_that_fails_changes_nothing() {
 }
 
 #[test]
-fn a_damaged_newest_checkpoint_is_passed_over_by_the_training() {
+fn a_damaged_newest_checkpoint_is_skipped() {
     let folder = tempfile::tempdir().unwrap();
     Run::new(15).open(folder.path()).0.run(&mut data(1), None).unwrap();
     let good = std::fs::read(folder.path().join("step-000000000010").join("model.safetensors")).unwrap();

@@ -1,4 +1,4 @@
-//! The loop: overflow leaves a step out, divergence ends it, evaluation leaves the data where it stood.
+//! The loop: overflow skips a step, divergence ends the training, evaluation does not move the data's position.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
@@ -83,13 +83,13 @@ fn a_model_learns_and_is_evaluated() {
 }
 
 #[test]
-fn the_data_may_end_first() {
+fn training_ends_with_its_data() {
     let (mut trainer, _) = trainer(1e-3, Options::default());
     assert_eq!(trainer.run(&mut data(Some(4)), None).unwrap(), StopReason::OutOfData);
     assert_eq!(trainer.step(), 4);
 }
 
-/// Doubles the loss, and says of every third step that it overflowed.
+/// Doubles the loss, and reports every third step as overflowed.
 #[derive(Debug, Default)]
 struct Third(u64);
 
@@ -125,7 +125,7 @@ impl GradScaler for Third {
 }
 
 #[test]
-fn an_overflow_leaves_the_step_out() {
+fn an_overflow_skips_the_step() {
     let (mut trainer, notes) = trainer(1e-3, Options { steps: 7, clip: Some(0.5), ..Options::default() });
     trainer.scaler = Box::new(Third::default());
     trainer.run(&mut data(None), None).unwrap();
@@ -138,7 +138,7 @@ fn an_overflow_leaves_the_step_out() {
 }
 
 #[test]
-fn a_scaler_goes_on_where_it_stood() {
+fn a_scaler_resumes_its_state() {
     let whole = {
         let (mut trainer, _) = trainer(1e-2, Options { steps: 7, ..Options::default() });
         trainer.scaler = Box::new(Third::default());
@@ -186,7 +186,7 @@ impl Batches for List {
 }
 
 #[test]
-fn a_step_of_unequal_micro_batches_is_that_of_the_whole_batch() {
+fn a_step_of_unequal_micro_batches_equals_the_whole_batch() {
     let whole = data(None).next().unwrap().unwrap();
     let part = |start: i64, rows: i64| {
         let [tokens, labels] =
@@ -236,7 +236,7 @@ fn a_step_of_unequal_micro_batches_is_that_of_the_whole_batch() {
 }
 
 #[test]
-fn divergence_ends_the_training_with_words() {
+fn divergence_ends_the_training_with_an_error() {
     let (mut trainer, _) = trainer(1e4, Options { steps: 200, ..Options::default() });
     let message = trainer.run(&mut data(None), None).unwrap_err().to_string();
     assert!(message.starts_with("training diverged at step "), "{message}");

@@ -111,7 +111,7 @@ impl Block {
             return tracker.make(sizes.gradients);
         }
         tracker.make(sizes.gradients);
-        let before = tracker.mark();
+        let before = tracker.live();
         if self.rounds {
             tracker.make(sizes.wide_output);
         }

@@ -1,7 +1,7 @@
 //! Peaks of a block's passes.
 
 use super::Block;
-use crate::activation_plan::layer_costs::Kept;
+use crate::activation_plan::Kept;
 use crate::lora::Projection;
 use crate::passes::PeakTracker;
 use crate::{Error, exact};
@@ -20,7 +20,7 @@ pub(crate) fn backward_bytes(block: &Block, input: bool) -> Result<u64, Error> {
 pub(crate) fn recomputed_bytes(block: &Block, input: bool) -> Result<u64, Error> {
     let mut tracker = PeakTracker::default();
     block.forward(&mut tracker, true, input);
-    // The second output is there until the backward is done, beside the gradient of the first.
+    // The second output is live until the backward is done, together with the gradient of the first.
     tracker.make(block.narrow);
     block.backward(&mut tracker, input);
     Ok(tracker.peak()? - block.narrow)

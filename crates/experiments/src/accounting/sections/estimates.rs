@@ -1,7 +1,7 @@
 //! Memory budgets in series: each varies one choice and keeps the others.
 
 use accounting::decoder_flops::{Recomputation, Workload};
-use accounting::estimate::{Estimate, Part, Plan, estimate};
+use accounting::estimate::{Estimate, Part, TrainingPlan, estimate};
 use accounting::memory::logits::Loss;
 use accounting::memory::optimizer::Optimizer;
 use accounting::memory::recipe::Recipe;
@@ -13,7 +13,7 @@ use report::{Case, Environment, Metric, Record};
 use super::record;
 
 /// A series' name, its model, and its steps.
-type Series = (&'static str, &'static str, Vec<(String, Plan)>);
+type Series = (&'static str, &'static str, Vec<(String, TrainingPlan)>);
 
 /// The budget at the peak of each step of each series.
 pub(crate) fn estimates(environment: &Environment) -> Result<Vec<Record>, Error> {
@@ -50,20 +50,23 @@ pub(crate) fn metrics(estimate: &Estimate) -> Vec<Metric> {
 
 fn all_series() -> Result<[Series; 4], Error> {
     // Gradients of earlier batches and a loss in chunks: the model states are what these series are about.
-    let small = Plan {
+    let small = TrainingPlan {
         work: Workload { batch: 8, sequence: 1024 },
         loss: Loss::LinearCrossEntropy { tokens: 1024 },
         accumulate: true,
-        ..Plan::default()
+        ..TrainingPlan::default()
     };
-    let large = Plan { work: Workload { batch: 4, sequence: 4096 }, ..Plan::default() };
-    let recipes = Recipe::ALL.map(|recipe| (recipe.name.to_owned(), Plan { recipe, ..small }));
+    let large = TrainingPlan { work: Workload { batch: 4, sequence: 4096 }, ..TrainingPlan::default() };
+    let recipes = Recipe::ALL.map(|recipe| (recipe.name.to_owned(), TrainingPlan { recipe, ..small }));
     let optimizers =
-        Optimizer::ALL.map(|optimizer| (optimizer.name().to_owned(), Plan { optimizer, ..small }));
+        Optimizer::ALL.map(|optimizer| (optimizer.name().to_owned(), TrainingPlan { optimizer, ..small }));
     let mut zero = Vec::new();
     for stage in ZeroStage::ALL {
-        let plan =
-            Plan { work: Workload { batch: 1, sequence: 4096 }, sharding: Sharding::new(stage, 8)?, ..small };
+        let plan = TrainingPlan {
+            work: Workload { batch: 1, sequence: 4096 },
+            sharding: Sharding::new(stage, 8)?,
+            ..small
+        };
         zero.push((format!("ZeRO-{}", stage.number()), plan));
     }
     Ok([
@@ -75,8 +78,8 @@ fn all_series() -> Result<[Series; 4], Error> {
 }
 
 /// From keeping everything to keeping as little as possible.
-fn recomputation(plan: Plan) -> Vec<(String, Plan)> {
-    let with = |recomputation, loss| Plan { recomputation, loss, ..plan };
+fn recomputation(plan: TrainingPlan) -> Vec<(String, TrainingPlan)> {
+    let with = |recomputation, loss| TrainingPlan { recomputation, loss, ..plan };
     let eager = Recomputation { attention: AttentionKernel::Eager, ..Recomputation::default() };
     let flash = Recomputation::default();
     let level = |swiglu| Recomputation { swiglu, ..flash };

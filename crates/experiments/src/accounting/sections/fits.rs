@@ -1,7 +1,7 @@
 //! The inverse questions on known devices.
 
 use accounting::decoder_flops::{Recomputation, Workload};
-use accounting::estimate::Plan;
+use accounting::estimate::TrainingPlan;
 use accounting::fit::{largest_batch, largest_model, longest_sequence};
 use accounting::memory::logits::Loss;
 use accounting::memory::optimizer::StepKernel;
@@ -18,13 +18,13 @@ pub(crate) fn fits(
     devices: &[&str],
     environment: &Environment,
 ) -> Result<Vec<Record>, Error> {
-    let plain = Plan { work: Workload { batch: 1, sequence: 1024 }, ..Plan::default() };
+    let plain = TrainingPlan { work: Workload { batch: 1, sequence: 1024 }, ..TrainingPlan::default() };
     let recomputation = Recomputation {
         checkpoint: Recompute::Full,
         swiglu: SwigluLevel::InputOnly,
         ..Recomputation::default()
     };
-    let frugal = Plan {
+    let frugal = TrainingPlan {
         recomputation,
         loss: Loss::LinearCrossEntropy { tokens: 1024 },
         step: StepKernel::Fused,

@@ -1,7 +1,7 @@
 //! Long sequences on one card, on paper: which terms remain as techniques come together, and how long a sequence fits.
 
 use accounting::decoder_flops::{Recomputation, Workload};
-use accounting::estimate::{Estimate, Moment, Part, Plan, estimate};
+use accounting::estimate::{Estimate, Moment, Part, TrainingPlan, estimate};
 use accounting::fit::longest_sequence;
 use accounting::memory::host::OnHost;
 use accounting::memory::logits::Loss;
@@ -44,7 +44,7 @@ pub(crate) fn long_context(environment: &Environment) -> Result<Vec<Record>, Err
     }
     for (sequence, is_fused, published) in PUBLISHED {
         let loss = if is_fused { FUSED } else { Loss::Eager };
-        let plan = Plan { loss, ..assignment(sequence) };
+        let plan = TrainingPlan { loss, ..assignment(sequence) };
         let ours = estimate(&model, &plan)?.peak().total as f64;
         let label = SEQUENCES.iter().find(|(tokens, _)| *tokens == sequence).map_or("", |(_, label)| label);
         let case = Case::new()
@@ -75,22 +75,22 @@ pub(crate) fn long_context(environment: &Environment) -> Result<Vec<Record>, Err
 }
 
 /// bf16 with fp32 master weights, AdamW, model states on the host, flash attention; what the assignment profiles.
-fn assignment(sequence: u64) -> Plan {
-    Plan {
+fn assignment(sequence: u64) -> TrainingPlan {
+    TrainingPlan {
         work: Workload { batch: 1, sequence },
         recomputation: Recomputation { checkpoint: Recompute::Full, ..Recomputation::default() },
         host: OnHost { block_inputs: true, ..ALL_STATES },
-        ..Plan::default()
+        ..TrainingPlan::default()
     }
 }
 
 /// From nothing but a flash kernel to everything, one technique more at each step.
-fn series(sequence: u64) -> Vec<(&'static str, Plan)> {
-    let device = Plan { work: Workload { batch: 1, sequence }, ..Plan::default() };
-    let states = Plan { host: ALL_STATES, ..device };
-    let recompute = Plan { recomputation: assignment(sequence).recomputation, ..states };
+fn series(sequence: u64) -> Vec<(&'static str, TrainingPlan)> {
+    let device = TrainingPlan { work: Workload { batch: 1, sequence }, ..TrainingPlan::default() };
+    let states = TrainingPlan { host: ALL_STATES, ..device };
+    let recompute = TrainingPlan { recomputation: assignment(sequence).recomputation, ..states };
     let inputs = assignment(sequence);
-    let fused = Plan { loss: FUSED, ..inputs };
+    let fused = TrainingPlan { loss: FUSED, ..inputs };
     let recomputation = Recomputation { swiglu: SwigluLevel::InputOnly, ..inputs.recomputation };
     vec![
         ("1 all on the device", device),
@@ -98,13 +98,13 @@ fn series(sequence: u64) -> Vec<(&'static str, Plan)> {
         ("3 + full recomputation", recompute),
         ("4 + block inputs on the host", inputs),
         ("5 + fused loss", fused),
-        ("6 + SwiGLU input-only", Plan { recomputation, ..fused }),
+        ("6 + SwiGLU input-only", TrainingPlan { recomputation, ..fused }),
     ]
 }
 
 /// The parts of the peak, the temporaries split by what they are; and the largest that logits, activations and the
 /// optimizer each take at any moment.
-fn terms(model: &Decoder, plan: &Plan) -> Result<Vec<Metric>, Error> {
+fn terms(model: &Decoder, plan: &TrainingPlan) -> Result<Vec<Metric>, Error> {
     let found = estimate(model, plan)?;
     let peak = found.peak();
     let one_block = match peak.moment {
@@ -156,7 +156,7 @@ const STATES: [(&str, Recipe, OnHost); 4] = [
 ];
 
 /// One combination of the techniques: its names, and the plan for one token.
-fn combinations() -> Result<Vec<(Case, Plan)>, Error> {
+fn combinations() -> Result<Vec<(Case, TrainingPlan)>, Error> {
     let mut all = Vec::new();
     for (states, recipe, host) in STATES {
         for (checkpointing, checkpoint, block_inputs) in [
@@ -172,7 +172,7 @@ fn combinations() -> Result<Vec<(Case, Plan)>, Error> {
                         .with("checkpointing", checkpointing)
                         .with("loss", loss)
                         .with("swiglu", swiglu.name());
-                    let plan = Plan {
+                    let plan = TrainingPlan {
                         work: Workload { batch: 1, sequence: 1 },
                         recipe,
                         // A list of tensors at once would need another 16 GB of the device.
@@ -180,7 +180,7 @@ fn combinations() -> Result<Vec<(Case, Plan)>, Error> {
                         recomputation: Recomputation { checkpoint, swiglu, ..Recomputation::default() },
                         loss: Loss::from_name(loss, 1024)?,
                         host: OnHost { block_inputs, ..host },
-                        ..Plan::default()
+                        ..TrainingPlan::default()
                     };
                     all.push((case, plan));
                 }

@@ -5,8 +5,8 @@ use accounting::lora::LowRank;
 use accounting::memory::recipe::Recipe;
 use accounting::offload::sizes::{self, Choices};
 use accounting::offload::{
-    Budget, CARDS, Card, Condition, Direction, GEN4, GEN5, Job, Method, OptimizerPlace, Plan, Rates, Setup,
-    Span, Start, Step, card, least_tokens, plan, simulate,
+    Budget, CARDS, Card, Condition, Direction, GEN4, GEN5, Job, Method, OffloadPlan, OptimizerPlace, Rates,
+    Setup, SimulatedStep, Span, Start, card, least_tokens, plan, simulate,
 };
 use accounting::{Error, presets};
 use report::{Case, Environment, Metric, Record};
@@ -78,7 +78,7 @@ pub(crate) fn offload_condition(environment: &Environment) -> Result<Vec<Record>
 
 /// A timeline's measurements, as a plot of the kind `timeline` reads them: each span is `of` with `stream`, `what`, `layer` (`–`
 /// for what is of none) and its number, and has the metrics `start` and `end` in seconds.
-fn span_metrics(of: &Case, step: &Step) -> Vec<(Case, Metric)> {
+fn span_metrics(of: &Case, step: &SimulatedStep) -> Vec<(Case, Metric)> {
     let measure = |(number, span): (usize, &Span)| {
         let layer = span.layer.map_or("–".to_owned(), |layer| layer.to_string());
         let case = of
@@ -114,7 +114,7 @@ fn jobs(tokens: u64, card: Card) -> Result<[(&'static str, Job); 2], Error> {
 }
 
 /// A plan's figures.
-pub(crate) fn metrics(plan: &Plan) -> Vec<Metric> {
+pub(crate) fn metrics(plan: &OffloadPlan) -> Vec<Metric> {
     let bytes = |name: &str, bytes: u64| Metric::exact(name, "B", bytes as f64);
     let mut share = Metric::exact("resident_share", "ratio", plan.resident_share);
     share.note = Some(format!("{} of {} layers", plan.setup.resident.len(), plan.layers));

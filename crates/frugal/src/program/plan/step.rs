@@ -7,8 +7,8 @@ use accounting::Decoder;
 use accounting::decoder_flops::Workload;
 use accounting::lora::{LowRank, Targets};
 use accounting::offload::{
-    Budget, Card, Direction, GEN4, Job, Method, OptimizerPlace, Plan, Rates, Setup, Start, Step, card, plan,
-    simulate, sizes,
+    Budget, Card, Direction, GEN4, Job, Method, OffloadPlan, OptimizerPlace, Rates, Setup, SimulatedStep,
+    Start, card, plan, simulate, sizes,
 };
 use accounting::quantity::{bytes_text, grouped, parse_bytes};
 use anyhow::{Context, bail};
@@ -90,11 +90,11 @@ pub(crate) struct StepArgs {
 struct Variant {
     name: &'static str,
     flags: String,
-    step: Step,
+    step: SimulatedStep,
     /// Bytes at the peak.
     peak: u64,
     /// The plan of offloaded layers.
-    plan: Option<Plan>,
+    plan: Option<OffloadPlan>,
 }
 
 pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
@@ -208,8 +208,8 @@ fn blank() -> (String, String) {
 }
 
 /// What the transfers of a plan come to.
-fn streaming(plan: &Plan) -> Vec<(String, String)> {
-    let Step { host_bytes, load_bytes, idle_seconds, .. } = plan.step;
+fn streaming(plan: &OffloadPlan) -> Vec<(String, String)> {
+    let SimulatedStep { host_bytes, load_bytes, idle_seconds, .. } = plan.step;
     vec![
         ("resident layers".into(), format!("{} of {}", plan.setup.resident.len(), plan.layers)),
         ("outside of the device".into(), bytes_text(host_bytes)),

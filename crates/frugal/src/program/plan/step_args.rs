@@ -1,7 +1,7 @@
 //! The flags of a training step on paper.
 
 use accounting::decoder_flops::{Recomputation, Workload};
-use accounting::estimate::Plan;
+use accounting::estimate::TrainingPlan;
 use accounting::hardware::{self, Hardware};
 use accounting::lora::{LowRank, Targets};
 use accounting::memory::host::OnHost;
@@ -144,8 +144,8 @@ impl LoraArgs {
 }
 
 impl TrainingArgs {
-    pub(crate) fn plan(&self, model: &Decoder) -> Result<Plan, Error> {
-        Ok(Plan {
+    pub(crate) fn plan(&self, model: &Decoder) -> Result<TrainingPlan, Error> {
+        Ok(TrainingPlan {
             work: self.work.workload(model),
             recipe: self.recipe,
             optimizer: self.optimizer,

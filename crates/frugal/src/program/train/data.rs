@@ -8,7 +8,7 @@ use frugal::Config;
 use frugal::dataloading::loader::LoaderOptions;
 use frugal::dataloading::{BatchOptions, BatchSource, Order, Samples};
 use frugal::training::batches::Synthetic;
-use frugal::training::documents::{Documents, Origin, Request};
+use frugal::training::documents::{DocumentOptions, DocumentSource, Documents};
 use frugal::training::strategy::Strategy;
 use frugal::training::tracing::Loading;
 use frugal::training::{Batches, LoaderBatches};
@@ -93,10 +93,10 @@ impl Source<'_> {
         }
         let strategy: Strategy = data.strategy.parse()?;
         let max_length = self.length;
-        let documents = Documents::read(&Request {
+        let documents = Documents::read(&DocumentOptions {
             train: match &*data.source {
-                "embedded" => Origin::Embedded,
-                path => Origin::Path(path.into()),
+                "embedded" => DocumentSource::Embedded,
+                path => DocumentSource::Path(path.into()),
             },
             validation: data.validation.clone(),
             field: data.field.clone(),

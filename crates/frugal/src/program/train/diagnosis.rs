@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::Context;
 use frugal::training::profile::{Composition, Diagnosis};
-use frugal::training::tracing::{Loading, Traced, trace};
+use frugal::training::tracing::{Loading, TracedSteps, trace};
 use frugal::training::trainer::StopReason;
 use frugal::training::{Batches, Trainer};
 use serde_json::json;
@@ -41,7 +41,7 @@ pub(super) fn diagnose(
             StopReason::OutOfData | StopReason::Interrupted => None,
         }
     };
-    let Some(Traced { profile, facts }) = traced else {
+    let Some(TracedSteps { profile, facts }) = traced else {
         let needed = WARMUP + TRACED;
         let warning =
             format!("nothing was diagnosed: that needs {needed} steps, and the training ends before");

@@ -123,7 +123,7 @@ impl Rope {
             .ok_or_else(|| refuse(format!("the scaling of the rotary embedding needs the number `{name}`")))
     }
 
-    fn scaling(&self, places: i64) -> Result<Scaling> {
+    fn scaling(&self, positions: i64) -> Result<Scaling> {
         match self.rope_type.as_deref().unwrap_or("default") {
             "default" => Ok(Scaling::None),
             "linear" => Ok(Scaling::Linear { factor: self.number("factor")? }),
@@ -131,7 +131,9 @@ impl Rope {
                 factor: self.number("factor")?,
                 low_freq_factor: self.number("low_freq_factor")?,
                 high_freq_factor: self.number("high_freq_factor")?,
-                original_places: self.optional("original_max_position_embeddings")?.unwrap_or(places as f64),
+                original_positions: self
+                    .optional("original_max_position_embeddings")?
+                    .unwrap_or(positions as f64),
             }),
             other => Err(refuse(format!(
                 "the rotary embedding has the scaling `{other}`; expected default, linear or llama3"
@@ -196,10 +198,10 @@ impl TryFrom<HuggingFace> for LlamaConfig {
             ));
         }
         let llama = family == Family::Llama;
-        let places = file.max_position_embeddings.unwrap_or(if llama { 2048 } else { 32768 });
+        let positions = file.max_position_embeddings.unwrap_or(if llama { 2048 } else { 32768 });
         let rope = file.rope_parameters.as_ref().or(file.rope_scaling.as_ref());
         let theta = rope.map_or(Ok(None), |rope| rope.optional("rope_theta"))?;
-        let scaling = rope.map_or(Ok(Scaling::None), |rope| rope.scaling(places))?;
+        let scaling = rope.map_or(Ok(Scaling::None), |rope| rope.scaling(positions))?;
         let (hidden, heads) = (file.hidden_size, file.num_attention_heads);
         if file.head_dim.is_none() && heads > 0 && hidden.checked_rem(heads) != Some(0) {
             return Err(refuse(format!(
@@ -215,7 +217,7 @@ impl TryFrom<HuggingFace> for LlamaConfig {
             num_attention_heads: file.num_attention_heads,
             num_key_value_heads: file.num_key_value_heads.unwrap_or(file.num_attention_heads),
             head_dim: file.head_dim.unwrap_or(hidden / heads.max(1)),
-            max_position_embeddings: places,
+            max_position_embeddings: positions,
             rms_norm_eps: file.rms_norm_eps,
             rope: Frequencies { theta: theta.or(file.rope_theta).unwrap_or(10_000.0), scaling },
             tie_word_embeddings: file.tie_word_embeddings,
@@ -236,13 +238,13 @@ impl From<LlamaConfig> for HuggingFace {
         let (kind, mut numbers) = match config.rope.scaling {
             Scaling::None => ("default", json!({})),
             Scaling::Linear { factor } => ("linear", json!({ "factor": factor })),
-            Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_places } => (
+            Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_positions } => (
                 "llama3",
                 json!({
                     "factor": factor,
                     "low_freq_factor": low_freq_factor,
                     "high_freq_factor": high_freq_factor,
-                    "original_max_position_embeddings": original_places,
+                    "original_max_position_embeddings": original_positions,
                 }),
             ),
         };

@@ -1,4 +1,4 @@
-//! A hub of one's own: a thread that serves folders as the Hugging Face hub does, with the headers that its clients read.
+//! A local hub: a thread that serves folders like the Hugging Face hub, with the headers that its clients read.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-/// The commit that every revision but `missing` is.
+/// The commit of every revision except `missing`.
 pub(crate) const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
 /// Serves until it is dropped.
@@ -29,15 +29,15 @@ struct Shared {
     bodies: AtomicUsize,
     sent: AtomicUsize,
     ranges: AtomicBool,
-    /// Whether files are elsewhere, and requests for them are sent on.
+    /// Whether requests for files are redirected.
     redirects: AtomicBool,
-    /// Files of which one byte is another.
+    /// Files with one changed byte.
     corrupt: Mutex<BTreeMap<String, Corrupt>>,
-    /// By file name: what is sent in its place; `None` for half of it.
+    /// By file name: what is sent instead; `None` for half of it.
     broken: Mutex<BTreeMap<String, Option<String>>>,
 }
 
-/// Which byte of a file is another.
+/// Which byte of a file is changed.
 enum Corrupt {
     First,
     Last,
@@ -84,52 +84,52 @@ impl Server {
         self.shared.root.path().join(path)
     }
 
-    /// How many requests have come.
+    /// Returns the number of requests.
     pub(crate) fn requests(&self) -> usize {
         self.shared.requests.load(Ordering::SeqCst)
     }
 
-    /// How many files have been sent.
+    /// Returns the number of files sent.
     pub(crate) fn bodies(&self) -> usize {
         self.shared.bodies.load(Ordering::SeqCst)
     }
 
-    /// How many bytes of whole answers with files have been sent.
+    /// Returns the bytes of complete responses with files.
     pub(crate) fn sent(&self) -> usize {
         self.shared.sent.load(Ordering::SeqCst)
     }
 
-    /// Sends files whole from here on, whatever part of them is asked for.
+    /// From now on sends complete files, even for range requests.
     pub(crate) fn forget_ranges(&self) {
         self.shared.ranges.store(false, Ordering::SeqCst);
     }
 
-    /// Redirects from here on to where the files are.
+    /// From now on redirects to the files.
     pub(crate) fn redirect(&self) {
         self.shared.redirects.store(true, Ordering::SeqCst);
     }
 
-    /// Changes the first byte of a file from here on.
+    /// From now on changes the first byte of a file.
     pub(crate) fn corrupt(&self, file: &str) {
         self.shared.corrupt.lock().unwrap().insert(file.to_owned(), Corrupt::First);
     }
 
-    /// Changes the last byte of a file from here on.
+    /// From now on changes the last byte of a file.
     pub(crate) fn corrupt_last(&self, file: &str) {
         self.shared.corrupt.lock().unwrap().insert(file.to_owned(), Corrupt::Last);
     }
 
-    /// Hangs up in the middle of a file from here on.
+    /// From now on closes the connection in the middle of a file.
     pub(crate) fn break_off(&self, file: &str) {
         self.shared.broken.lock().unwrap().insert(file.to_owned(), None);
     }
 
-    /// Sends something else in the place of a file from here on.
+    /// From now on sends something else instead of a file.
     pub(crate) fn replace(&self, file: &str, text: &str) {
         self.shared.broken.lock().unwrap().insert(file.to_owned(), Some(text.to_owned()));
     }
 
-    /// Sends everything as it is again.
+    /// Serves everything correctly again.
     pub(crate) fn mend(&self) {
         self.shared.broken.lock().unwrap().clear();
         self.shared.corrupt.lock().unwrap().clear();
@@ -198,7 +198,7 @@ fn answer(shared: &Shared, stream: &TcpStream) -> std::io::Result<()> {
     }
 }
 
-/// The files with their sizes and digests, as the hub gives them where `blobs=true` asks for them.
+/// The files with their sizes and digests, as the hub returns them for `blobs=true`.
 fn list(folder: &Path, prefix: &str, siblings: &mut Vec<serde_json::Value>) {
     for entry in fs::read_dir(folder).unwrap().map(Result::unwrap) {
         let path = format!("{prefix}{}", entry.file_name().to_string_lossy());

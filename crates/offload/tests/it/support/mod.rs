@@ -1,4 +1,4 @@
-//! A training of few steps, and what is left of it.
+//! A short training, and its results.
 #![allow(dead_code, unreachable_pub, reason = "each test file takes what it needs")]
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -40,7 +40,7 @@ pub fn assignment() -> LlamaConfig {
     }
 }
 
-/// What a training leaves.
+/// The results of a training.
 pub struct Trained {
     pub losses: Vec<f64>,
     /// Those of the last step, before they were used.
@@ -116,7 +116,7 @@ pub fn snapshot(model: &(impl Module + ?Sized)) -> Vec<(String, Tensor)> {
     tensors(model).into_iter().map(|named| (named.name, of(named.tensor))).collect()
 }
 
-/// That a model's tensors are what they were, byte for byte.
+/// Checks that a model's tensors are unchanged, byte for byte.
 pub fn assert_intact(before: &[(String, Tensor)], model: &(impl Module + ?Sized), case: &str) {
     let after = snapshot(model);
     assert_eq!(before.len(), after.len(), "{case}");
@@ -126,7 +126,7 @@ pub fn assert_intact(before: &[(String, Tensor)], model: &(impl Module + ?Sized)
     }
 }
 
-/// One loss and its gradients, which are taken away again.
+/// One loss and its gradients, which are then removed.
 pub fn gradients_of(model: &impl LanguageModel, tokens: &Tensor) -> (f64, Vec<(String, Tensor)>) {
     let loss = model.loss(&Input::new(tokens), tokens).unwrap().sum;
     backward(&[&loss]).unwrap();
@@ -138,7 +138,7 @@ pub fn gradients_of(model: &impl LanguageModel, tokens: &Tensor) -> (f64, Vec<(S
     (loss.double_value(&[]), gradients.collect())
 }
 
-/// That two of those are the same bits.
+/// Checks that two results are equal bit for bit.
 pub fn assert_same(
     (loss, gradients): &(f64, Vec<(String, Tensor)>),
     found: &(f64, Vec<(String, Tensor)>),

@@ -1,4 +1,4 @@
-//! Causal attention whose result may be kept.
+//! Causal attention with a result that a segment may keep.
 
 use tch::{Device, Tensor};
 
@@ -7,11 +7,11 @@ use crate::autograd::function::{Backward, Forward, Function, apply};
 use crate::error::{Error, Result};
 use crate::ops::{Value, call, tensors};
 
-/// libtorch's `scaled_dot_product_attention` with a causal mask: q, k, v `[batch, heads, sequence, head]` into the
-/// shape of q; k and v may have fewer heads, each for a group of those of q. `dropout` is the probability that a weight is dropped.
+/// Computes libtorch's `scaled_dot_product_attention` with a causal mask: q, k, v `[batch, heads, sequence, head]` to the shape of
+/// q; k and v may have fewer heads, each shared by a group of query heads. `dropout` is the probability that a weight is dropped.
 ///
-/// Inside a segment that keeps its products, its result and the logarithm of each row's sum are kept where libtorch takes its
-/// flash kernel for the CPU, whose backward needs no more. Elsewhere (with dropout, on CUDA) it is computed again.
+/// Inside a segment that keeps its products, the result and each row's log-sum-exp are kept if libtorch uses its flash kernel for
+/// the CPU, whose backward needs no more. Otherwise (with dropout, on CUDA) the attention is recomputed.
 ///
 /// # Errors
 /// Those of libtorch.
@@ -26,7 +26,7 @@ fn grouped(q: &Tensor, k: &Tensor) -> bool {
     q.size().get(1) != k.size().get(1)
 }
 
-/// What libtorch itself would take.
+/// Returns whether libtorch would use its CPU flash kernel.
 fn takes_flash(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<bool> {
     const FLASH: i64 = 1;
     let arguments = [q.into(), k.into(), v.into(), Value::None, 0.0.into(), true.into()];

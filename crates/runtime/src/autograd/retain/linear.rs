@@ -1,4 +1,4 @@
-//! A linear layer whose product may be kept.
+//! A linear layer with a product that a segment may keep.
 
 use tch::Tensor;
 
@@ -6,8 +6,8 @@ use super::{active, kept};
 use crate::autograd::function::{Backward, Forward, Function, apply};
 use crate::error::Result;
 
-/// x·Wᵀ + b over the last dimension: x `[…, in]`, W `[out, in]`, b `[out]`, of one dtype. libtorch's operator; inside a
-/// segment that keeps its products, the same product with a backward by hand:
+/// Computes x·Wᵀ + b over the last dimension: x `[…, in]`, W `[out, in]`, b `[out]`, of one dtype. This is libtorch's
+/// operator; inside a segment that keeps its products, the same product with a hand-written backward:
 ///
 /// ```text
 /// ∂L/∂x = g·W    ∂L/∂W = gᵀ·x    ∂L/∂b = Σ g        for g = ∂L/∂y, rows flattened
@@ -25,9 +25,9 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 }
 
 struct Linear {
-    /// x's.
+    /// The shape of x.
     shape: Vec<i64>,
-    /// Three with a bias.
+    /// The number of inputs: three with a bias.
     inputs: usize,
     /// Whether x was saved, and whether the weight was.
     saved: [bool; 2],
@@ -65,7 +65,7 @@ impl Function for Linear {
     }
 }
 
-/// `[…, width]` as rows.
+/// Views `[…, width]` as rows.
 fn matrix(x: &Tensor) -> Result<Tensor> {
     let width = x.size().last().copied().unwrap_or(1);
     Ok(x.f_reshape([-1, width])?)

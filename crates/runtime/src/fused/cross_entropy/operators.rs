@@ -1,11 +1,11 @@
-//! The passes as libtorch's operators, for devices without a kernel of ours.
+//! The passes as libtorch's operators, for devices without a kernel of this crate.
 
 use tch::{Kind, Tensor};
 
 use super::{Coefficients, LogitsPass, Statistics, Targets, Transform};
 use crate::error::Result;
 
-/// Chains of libtorch's operators, in place where they can be. Any device; nothing waits for it.
+/// Chains of libtorch's operators, in place where possible. Any device; no synchronisation.
 #[derive(Clone, Copy, Debug)]
 pub struct Operators;
 
@@ -35,7 +35,7 @@ impl LogitsPass for Operators {
             best.f_copy_(&found)?;
         }
         let maximum = statistics.maximum.f_maximum(&largest)?;
-        // Where nothing has been possible so far, powers are taken of z itself.
+        // While every class is impossible, exponentials are of z itself.
         let finite = |m: &Tensor| m.f_where_self(&m.f_ne(f64::NEG_INFINITY)?, &m.f_zeros_like()?);
         let reference = finite(&maximum)?;
         let shrink = finite(&statistics.maximum)?.f_sub(&reference)?.f_exp()?;
@@ -65,7 +65,7 @@ impl LogitsPass for Operators {
                     Some(weights) => distributions.f_mul(weights)?,
                     None => distributions.shallow_clone(),
                 };
-                // A class that is neither possible nor wanted adds nothing: 0·(−∞) is 0 here.
+                // An impossible class without target weight adds nothing: 0·(−∞) is 0 here.
                 let products = weighted.f_mul(tile)?;
                 let products = products.f_where_self(
                     &weighted.f_ne(0.0)?,
@@ -168,7 +168,7 @@ impl LogitsPass for Operators {
     }
 }
 
-/// Which targets are columns of a tile of this width, and their index there (0 for the others).
+/// Returns which targets are columns of a tile of this width, and their index in it (0 for the others).
 fn within(columns: &Tensor, width: i64) -> Result<(Tensor, Tensor)> {
     let within = columns.f_ge(0)?.f_logical_and(&columns.f_lt(width)?)?;
     let index = columns.f_clamp(0, width - 1)?;

@@ -1,4 +1,4 @@
-//! The norms as functions of the graph.
+//! The norms as autograd functions.
 
 use tch::{Device, Kind, Tensor};
 
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::kernels::norm as cuda;
 use crate::sys::norm::compute_kind;
 
-/// Inputs: x, then whichever there are of residual, weight and bias. Outputs: y, and with a residual the sum.
+/// Inputs: x, then residual, weight and bias, if present. Outputs: y, and with a residual the sum.
 pub(super) struct FusedNorm {
     norm: Norm,
     options: Options,
@@ -17,7 +17,7 @@ pub(super) struct FusedNorm {
     residual: bool,
     weight: bool,
     bias: bool,
-    /// What forward did keep, and whether the means are among it.
+    /// What forward saved, and whether that includes the means.
     keep: Keep,
     mean: bool,
     /// The parameters' dtypes.
@@ -38,7 +38,7 @@ impl FusedNorm {
         Self { norm, options, device, kind, residual, weight, bias, keep, mean, kinds }
     }
 
-    /// Where among the inputs the weight and the bias are.
+    /// Returns the input index of the weight; the bias follows.
     fn weight_index(&self) -> usize {
         1 + usize::from(self.residual)
     }
@@ -71,7 +71,7 @@ impl Function for FusedNorm {
         let bias = self.bias.then(|| inputs[self.bias_index()]);
         self.kinds = [weight, bias].map(|parameter| parameter.map_or(self.kind, Tensor::kind));
         let wanted = self.wanted(|index| ctx.needs_input_grad(index));
-        // The gradient of the bias needs nothing but the upstream gradient.
+        // The gradient of the bias needs only the upstream gradient.
         let matrix = wanted.x || wanted.weight;
         let output = self.options.output.unwrap_or(self.kind);
         if matrix
@@ -162,7 +162,7 @@ impl Function for FusedNorm {
     }
 }
 
-/// The sum over all dimensions but the last.
+/// Returns the sum over all dimensions except the last.
 pub(super) fn summed(matrix: &Tensor, kind: Kind) -> Result<Tensor> {
     let width = matrix.size().last().copied().unwrap_or(1);
     Ok(matrix.f_reshape([-1, width])?.f_sum_dim_intlist(0i64, false, kind)?)

@@ -1,4 +1,4 @@
-//! The same by libtorch's fused operators, for devices other than the CPU.
+//! The norms by libtorch's fused operators, for devices other than the CPU.
 
 use tch::Tensor;
 
@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::ops::{self, Value};
 use crate::sys::norm::compute_kind;
 
-/// See [`super::forward`]; the means are given wherever there are any.
+/// See [`super::forward`]; always returns the means of the layer norm.
 pub(super) fn forward(
     norm: Norm,
     x: &Tensor,
@@ -19,7 +19,7 @@ pub(super) fn forward(
     let sum = residual.map(|residual| x.f_add(residual)).transpose()?;
     let kind = options.output.unwrap_or(x.kind());
     let x = sum.as_ref().unwrap_or(x).f_to_kind(kind)?;
-    // The kernels take parameters of the input's dtype; they compute in fp32 within.
+    // The kernels require parameters of the input's dtype; they compute in fp32.
     let alike = |p: Option<&Tensor>| p.map(|p| p.f_to_kind(kind)).transpose();
     let (weight, bias) = (alike(weight)?, alike(bias)?);
     let width = vec![x.size().last().copied().unwrap_or(1)];
@@ -48,7 +48,7 @@ pub(super) fn forward(
     Ok(Normalized { y, sum, mean, rstd })
 }
 
-/// See [`super::backward`]; the input was kept.
+/// See [`super::backward`]; the input was saved.
 pub(super) fn backward(
     norm: Norm,
     saved: &Saved,
@@ -112,10 +112,10 @@ mod tests {
 
     type Pass = fn(Norm, &Saved, Tensor, Option<&Tensor>, Wanted) -> Result<Gradients>;
 
-    /// The layer norm's operators have CPU kernels too, so this path is held against the pass in Rust. (The RMS norm's backward
+    /// The layer norm's operators have CPU kernels too, so this path is compared with the pass in Rust. (The RMS norm's backward
     /// operator has none.)
     #[test]
-    fn the_operators_of_the_layer_norm_are_the_pass() {
+    fn operators_of_the_layer_norm_match_the_pass() {
         let mut generator = Generator::new(11).unwrap();
         let mut normal = |shape: &[i64]| generator.normal(shape, (Kind::Double, Device::Cpu)).unwrap();
         let (x, residual, upstream, added) =

@@ -1,4 +1,4 @@
-//! How fast each pair of columns turns.
+//! Frequencies of the rotary embedding.
 
 use std::f64::consts::TAU;
 
@@ -6,55 +6,55 @@ use crate::error::{Error, Result};
 
 use super::NAME;
 
-/// The angles by which each pair turns from one place to the next.
+/// The angles by which each pair rotates from one position to the next.
 ///
-/// Pair i of a head of width e turns by ωᵢ = theta^(−2i/e), which `scaling` may slow down.
+/// Pair i of a head of width e rotates by ωᵢ = theta^(−2i/e), which `scaling` may reduce.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Frequencies {
     /// `rope_theta`: 10 000 in the paper and Llama 2, 500 000 in Llama 3, 1 000 000 in Qwen2.
     pub theta: f64,
-    /// How a model that was trained on short rows is made to read longer ones.
+    /// Scaling for rows longer than those of the training.
     pub scaling: Scaling,
 }
 
 impl Default for Frequencies {
-    /// The paper's: theta 10 000, nothing scaled.
+    /// Returns the paper's: theta 10 000, no scaling.
     fn default() -> Self {
         Self { theta: 10_000.0, scaling: Scaling::None }
     }
 }
 
-/// Slower turns, so that places beyond those of the training meet angles that it has seen.
+/// Lower frequencies, so that positions beyond those of the training have angles that occurred in it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Scaling {
-    /// As trained.
+    /// No scaling.
     #[default]
     None,
-    /// Every ω divided by `factor` (Chen et al., arXiv:2306.15595): place p is read as place p/factor.
+    /// Every ω divided by `factor` (Chen et al., arXiv:2306.15595): position p is treated as position p/factor.
     Linear {
         /// From 1 on.
         factor: f64,
     },
-    /// Llama 3.1's. Pairs that turn more than `high_freq_factor` times within `original_places` stay as they are, those that
-    /// turn less than `low_freq_factor` times are slowed by `factor`, and between the two the share of both is linear in the
+    /// Llama 3.1's. Pairs that rotate more than `high_freq_factor` times within `original_positions` are unchanged, those that
+    /// rotate less than `low_freq_factor` times are divided by `factor`, and in between the two are interpolated linearly in the
     /// number of turns.
     Llama3 {
         /// From 1 on.
         factor: f64,
-        /// Turns below which a pair is slowed.
+        /// Turns below which a pair is divided by `factor`.
         low_freq_factor: f64,
-        /// Turns above which it is not; above `low_freq_factor`.
+        /// Turns above which a pair is unchanged; greater than `low_freq_factor`.
         high_freq_factor: f64,
         /// `original_max_position_embeddings`: the longest row of the training.
-        original_places: f64,
+        original_positions: f64,
     },
 }
 
 impl Frequencies {
-    /// ωᵢ of the `head / 2` pairs, in radians per place.
+    /// Returns ωᵢ of the `head / 2` pairs, in radians per position.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an odd width or one below 2, and for numbers that make no angles: each is named.
+    /// [`Error::Invalid`] for an odd width or one below 2, and for invalid numbers, which it names.
     pub fn angles(&self, head: i64) -> Result<Vec<f64>> {
         let invalid = |reason: String| Err(Error::invalid(NAME, reason));
         if head < 2 || head % 2 != 0 {
@@ -69,15 +69,15 @@ impl Frequencies {
         {
             return invalid(format!("the scaling's factor is {factor}; expected a finite number from 1 on"));
         }
-        if let Scaling::Llama3 { low_freq_factor, high_freq_factor, original_places, .. } = self.scaling
+        if let Scaling::Llama3 { low_freq_factor, high_freq_factor, original_positions, .. } = self.scaling
             && !(positive(low_freq_factor)
                 && positive(high_freq_factor)
                 && low_freq_factor < high_freq_factor
-                && positive(original_places))
+                && positive(original_positions))
         {
             return invalid(format!(
-                "low_freq_factor is {low_freq_factor}, high_freq_factor {high_freq_factor}, and the original places are \
-                 {original_places}; expected numbers above 0, the first below the second"
+                "low_freq_factor is {low_freq_factor}, high_freq_factor {high_freq_factor}, and the original positions are \
+                 {original_positions}; expected numbers above 0, the first below the second"
             ));
         }
         let unscaled = (0..head / 2).map(|pair| self.theta.powf(-2.0 * pair as f64 / head as f64));
@@ -90,8 +90,8 @@ impl Scaling {
         match self {
             Self::None => angle,
             Self::Linear { factor } => angle / factor,
-            Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_places } => {
-                let turns = original_places * angle / TAU;
+            Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_positions } => {
+                let turns = original_positions * angle / TAU;
                 let kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
                 let kept = kept.clamp(0.0, 1.0);
                 (1.0 - kept) * angle / factor + kept * angle
@@ -104,14 +104,14 @@ impl Scaling {
 mod tests {
     use super::*;
 
-    /// The published formula for Llama 3.2's configuration with heads of 16, worked out apart in f64.
+    /// The published formula for Llama 3.2's configuration with heads of 16, computed separately in f64.
     #[test]
     fn llama_3_scales_as_published() {
         let scaling = Scaling::Llama3 {
             factor: 32.0,
             low_freq_factor: 1.0,
             high_freq_factor: 4.0,
-            original_places: 8192.0,
+            original_positions: 8192.0,
         };
         let frequencies = Frequencies { theta: 500_000.0, scaling };
         let found = frequencies.angles(16).unwrap();
@@ -127,14 +127,14 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_angles_is_named() {
+    fn invalid_frequencies_are_named() {
         let words =
             |theta, scaling, head| Frequencies { theta, scaling }.angles(head).unwrap_err().to_string();
         let llama = |low_freq_factor, high_freq_factor| Scaling::Llama3 {
             factor: 8.0,
             low_freq_factor,
             high_freq_factor,
-            original_places: 8192.0,
+            original_positions: 8192.0,
         };
         for (found, expected) in [
             (
@@ -156,7 +156,7 @@ mod tests {
             ),
             (
                 words(1e4, llama(4.0, 4.0), 8),
-                "rotary embedding: low_freq_factor is 4, high_freq_factor 4, and the original places are 8192; expected \
+                "rotary embedding: low_freq_factor is 4, high_freq_factor 4, and the original positions are 8192; expected \
                  numbers above 0, the first below the second",
             ),
         ] {

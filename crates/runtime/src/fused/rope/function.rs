@@ -1,4 +1,4 @@
-//! The rotation as a function of the graph.
+//! The rotation as an autograd function.
 
 use tch::{Device, Kind, Tensor};
 
@@ -13,7 +13,7 @@ use crate::sys::tensor::is_sole_owner;
 /// Inputs: any number of tensors of heads. Outputs: the same, rotated.
 pub(super) struct Rotate {
     table: Tensor,
-    /// Held for forward; backward gets them from libtorch, which would know if they were changed in between.
+    /// Used by forward; backward gets them from libtorch, which detects changes in between.
     positions: Option<Tensor>,
     given: bool,
     inverse: bool,
@@ -69,7 +69,7 @@ impl Function for Rotate {
     }
 }
 
-/// Rotates every tensor, with `overwrite` in place where nobody else can see its memory.
+/// Rotates every tensor, with `overwrite` in place if nothing else uses its memory.
 fn rotate(
     table: &Tensor,
     positions: Option<&Tensor>,
@@ -100,7 +100,7 @@ fn rotate(
     Ok(turns.into_iter().map(|(from, to)| to.unwrap_or(from)).collect())
 }
 
-/// The same on a CUDA device.
+/// Rotates on a CUDA device.
 fn on_device(
     table: &Tensor,
     positions: Option<&Tensor>,
@@ -126,7 +126,7 @@ fn on_device(
     Ok(out)
 }
 
-/// The same by libtorch's operators, for devices and dtypes without a kernel.
+/// Rotates by libtorch's operators, for devices and dtypes without a kernel.
 fn by_operators(table: &Tensor, positions: Option<&Tensor>, x: &Tensor, inverse: bool) -> Result<Tensor> {
     let (_, sequence, _, head) = x.size4()?;
     let rows = match positions {
@@ -155,7 +155,7 @@ mod tests {
     use crate::random::Generator;
 
     #[test]
-    fn the_chain_of_operators_takes_tensors_without_elements() {
+    fn the_chain_of_operators_supports_empty_tensors() {
         let table = RotaryTable::new(6, 40, &Frequencies::default(), Device::Cpu).unwrap();
         for size in [[0i64, 3, 4, 6], [2, 0, 4, 6], [2, 3, 0, 6]] {
             let x = Tensor::ones(size, (Kind::Float, Device::Cpu));
@@ -169,12 +169,12 @@ mod tests {
         }
     }
 
-    /// The chain for other devices, run on the CPU, where both can be.
+    /// The chain for other devices, compared on the CPU.
     #[test]
-    fn the_chain_of_operators_computes_the_same() {
+    fn the_chain_of_operators_matches_the_pass() {
         let mut generator = Generator::new(3).unwrap();
         let table = RotaryTable::new(6, 40, &Frequencies::default(), Device::Cpu).unwrap();
-        let values = table.values(table.places()).unwrap();
+        let values = table.values(table.positions()).unwrap();
         let positions = Tensor::from_slice(&[0i64, 1, 39, 7, 7, 3]).view([2, 3]);
         for (kind, tolerance) in [(Kind::Double, 1e-15), (Kind::Float, 3e-7), (Kind::BFloat16, 8e-3)] {
             let x = generator.normal(&[2, 3, 4, 6], (Kind::Double, Device::Cpu)).unwrap().to_kind(kind);

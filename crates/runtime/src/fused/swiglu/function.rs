@@ -1,4 +1,4 @@
-//! SiLU(gate)·up as a function of the graph.
+//! SiLU(gate)·up as an autograd function.
 
 use tch::{Device, Kind, Tensor};
 
@@ -9,7 +9,7 @@ use crate::kernels::swiglu as cuda;
 use crate::sys::swiglu::{self as sys, NAME};
 use crate::sys::tensor::is_sole_owner;
 
-/// The dtype of the product of two tensors that fit each other.
+/// Checks the tensors and returns the dtype of their product.
 pub(super) fn check(gate: &Tensor, up: &Tensor) -> Result<Kind> {
     let refuse = |reason: String| Err(Error::invalid(NAME, reason));
     for (name, tensor) in [("gate", gate), ("up", up)] {
@@ -41,7 +41,7 @@ pub(super) fn check(gate: &Tensor, up: &Tensor) -> Result<Kind> {
     })
 }
 
-/// The same by libtorch's operators, which libtorch's graph records: in fp32, or in f64, and rounded once.
+/// Computes it by libtorch's operators, which record the graph: in fp32 or f64, rounded once.
 pub(super) fn by_operators(gate: &Tensor, up: &Tensor, kind: Kind) -> Result<Tensor> {
     let compute = if kind == Kind::Double { Kind::Double } else { Kind::Float };
     let (gate, up) = (gate.f_to_kind(compute)?, up.f_to_kind(compute)?);
@@ -49,10 +49,10 @@ pub(super) fn by_operators(gate: &Tensor, up: &Tensor, kind: Kind) -> Result<Ten
     Ok(product.f_to_kind(kind)?.f_contiguous()?)
 }
 
-/// Inputs: gate and up, of one shape, dtype and device, on the CPU or where CUDA kernels are. Output: the product.
+/// Inputs: gate and up, of one shape, dtype and device, on the CPU or a device with CUDA kernels. Output: the product.
 #[derive(Debug, Default)]
 pub(super) struct Product {
-    /// Whether forward kept up, which the gradient of gate alone reads.
+    /// Whether forward saved up, which only the gradient of gate needs.
     up_was_kept: bool,
 }
 
@@ -84,7 +84,7 @@ impl Function for Product {
         };
         let up = saved.next();
         let (size, kind, device) = (grad.size(), grad.kind(), grad.device());
-        // A gradient may take the upstream gradient's memory if nobody else has it.
+        // A gradient may overwrite the upstream gradient if nothing else uses it.
         let alone = !ctx.is_recorded() && grad.is_contiguous() && is_sole_owner(&grad)?;
         let dense = rows(&grad)?;
         let spare = if alone { Some(grad) } else { None };
@@ -94,7 +94,7 @@ impl Function for Product {
         let (gate_grad, up_grad) = (place(gate_needed)?, place(up_needed)?);
         let matrix = |tensor: &Option<Tensor>| tensor.as_ref().map(rows).transpose();
         let gate = rows(&gate)?;
-        // Where up was not kept, nothing that is wanted depends on it.
+        // If up was not saved, no requested gradient depends on it.
         let up_rows = matrix(&up)?;
         let up_rows = up_rows.as_ref().unwrap_or(&gate);
         let (of_gate, of_up) = (matrix(&gate_grad)?, matrix(&up_grad)?);
@@ -117,7 +117,7 @@ impl Function for Product {
     }
 }
 
-/// The tensor as dense rows: a view, or a copy where its layout has none.
+/// Returns the tensor as dense rows: a view if possible, else a copy.
 fn rows(tensor: &Tensor) -> Result<Tensor> {
     let size = tensor.size();
     let columns = size.last().copied().unwrap_or(1);
@@ -138,7 +138,7 @@ mod tests {
     use crate::random::Generator;
 
     #[test]
-    fn the_node_has_the_derivative_of_its_value() {
+    fn the_node_has_the_correct_derivative() {
         let mut generator = Generator::new(8).unwrap();
         let mut leaf =
             |shape: &[i64]| generator.normal(shape, kind::DOUBLE_CPU).unwrap().set_requires_grad(true);
@@ -159,9 +159,9 @@ mod tests {
         assert_eq!(words, "fused swiglu: gate is [2, 3, 4] and up [3, 8]; expected one shape");
     }
 
-    /// The chain for other devices, run on the CPU, where both can be.
+    /// The chain for other devices, compared on the CPU.
     #[test]
-    fn the_chain_of_operators_computes_the_same() {
+    fn the_chain_of_operators_matches_the_pass() {
         let mut generator = Generator::new(9).unwrap();
         for (kind, tolerance) in
             [(Kind::Double, 1e-14), (Kind::Float, 2e-6), (Kind::BFloat16, 8e-3), (Kind::Half, 1e-3)]

@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn the_quotient_is_the_divisions() {
+    fn the_quotient_equals_the_division() {
         // All significands: a power of two more or less changes nothing.
         let (one, two) = (1.0f32.to_bits(), 2.0f32.to_bits());
         let root = |beta: f64, step: f64| (1.0 - beta.powf(step)).sqrt() as f32;

@@ -1,10 +1,10 @@
-//! What the passes over a tile of logits take and give. Letters as in [`crate::fused::cross_entropy`].
+//! Arguments and results of the passes over a tile of logits. Letters as in [`crate::fused::cross_entropy`].
 
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 
-/// From products to logits.
+/// The transform from products to logits.
 #[derive(Clone, Copy, Debug)]
 pub struct Transform<'a> {
     /// b, one for each column of the tile, in the tile's dtype.
@@ -22,7 +22,7 @@ impl Default for Transform<'_> {
 }
 
 impl Transform<'_> {
-    /// Whether a logit is another number than its product.
+    /// Returns whether logits differ from products.
     pub fn changes(&self) -> bool {
         self.bias.is_some() || self.softcap.is_some() || self.scale != 1.0
     }
@@ -31,13 +31,13 @@ impl Transform<'_> {
 /// The target distributions of a tile's rows.
 #[derive(Clone, Copy, Debug)]
 pub enum Targets<'a> {
-    /// One class for each row, `[n]` int64, as a column of the tile: one outside of it is in another tile.
+    /// One class for each row, `[n]` int64, as a column of the tile; a column outside belongs to another tile.
     Columns(&'a Tensor),
     /// The tile's part of each distribution, `[n, c]` in the tile's dtype.
     Dense(&'a Tensor),
 }
 
-/// Which statistics are wanted besides those that every loss needs.
+/// Which optional statistics to compute.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Wanted {
     /// Σ w·z.
@@ -48,7 +48,7 @@ pub struct Wanted {
     pub best: bool,
 }
 
-/// What is known of each row: tensors `[n]` of the tile's dtype.
+/// The statistics of each row: tensors `[n]` of the tile's dtype.
 #[derive(Debug)]
 pub struct Statistics {
     /// m; −∞ before the first tile.
@@ -57,18 +57,18 @@ pub struct Statistics {
     pub sum: Tensor,
     /// Σ t·z.
     pub target: Tensor,
-    /// Σ t, where distributions are given.
+    /// Σ t, for target distributions.
     pub mass: Option<Tensor>,
     /// Σ w·z.
     pub total: Option<Tensor>,
     /// Σ e^(z − m)·z.
     pub moment: Option<Tensor>,
-    /// argmax z, int64: the first of equal ones.
+    /// argmax z, int64, the first of equal ones.
     pub best: Option<Tensor>,
 }
 
 impl Statistics {
-    /// Of `rows` rows before their first tile. `dense` for target distributions.
+    /// Creates the statistics of `rows` rows before their first tile. `dense` for target distributions.
     ///
     /// # Errors
     /// Too little memory.
@@ -87,7 +87,7 @@ impl Statistics {
         })
     }
 
-    /// log Σ eᶻ of each row.
+    /// Returns log Σ eᶻ of each row.
     ///
     /// # Errors
     /// Those of libtorch.
@@ -95,10 +95,10 @@ impl Statistics {
         Ok(self.sum.f_log()?.f_add(&self.maximum)?)
     }
 
-    /// The entropy of each row's softmax in nats, log Σ eᶻ − Σ p·z, where the moment was wanted.
+    /// Returns the entropy of each row's softmax in nats, log Σ eᶻ − Σ p·z. Requires the moment.
     ///
     /// # Errors
-    /// A moment that was not wanted; those of libtorch.
+    /// A moment that was not computed; those of libtorch.
     pub fn entropy(&self) -> Result<Tensor> {
         let moment = self.moment.as_ref().ok_or_else(|| {
             Error::invalid("cross-entropy statistics", "the entropy needs the moment; ask for it in `Wanted`")
@@ -107,13 +107,13 @@ impl Statistics {
     }
 }
 
-/// The numbers of a row's gradient, `[n]` in the tile's dtype. See the [module](crate::fused::cross_entropy).
+/// The coefficients of each row's gradient, `[n]` in the tile's dtype. See the [module](crate::fused::cross_entropy).
 #[derive(Clone, Copy, Debug)]
 pub struct Coefficients<'a> {
     /// m, the largest logit of the row. (The softmax is e^(z − m) over its sum; e^(z − log Σ eᶻ) would lose what the
     /// logarithm rounds away.)
     pub maximum: &'a Tensor,
-    /// α, of the powers: the softmax's coefficient over Σ e^(z − m).
+    /// α, of the exponentials: the softmax's coefficient over Σ e^(z − m).
     pub powers: &'a Tensor,
     /// β, of the target.
     pub target: &'a Tensor,

@@ -6,10 +6,10 @@ use crate::sys::simd::{self, Real};
 
 /// Elements computed at once: four AVX-512 registers of fp32.
 const BLOCK: usize = 64;
-/// Elements between two looks at the maximum: they stay in the first-level cache from the first reading to the second.
+/// Elements between two updates of the maximum: they stay in the first-level cache between two reads.
 const PANEL: usize = 1024;
 
-/// What a row's products become, and the class weights.
+/// The transform of a row's products, and the class weights.
 #[derive(Clone, Copy)]
 pub(super) struct Formula<'a, R> {
     pub(super) bias: Option<&'a [R]>,
@@ -21,13 +21,13 @@ pub(super) struct Formula<'a, R> {
 /// The target of a row.
 #[derive(Clone, Copy)]
 pub(super) enum RowTarget<'a, R> {
-    /// A column of this tile, or none of it.
+    /// A column of this tile, or `None`.
     Column(Option<usize>),
     /// A distribution.
     Dense(&'a [R]),
 }
 
-/// What is known of a row. Sums are in f64 whatever the row is in.
+/// The statistics of a row. Sums are in f64 for every dtype.
 pub(super) struct RowStatistics<R> {
     pub(super) maximum: R,
     pub(super) sum: f64,
@@ -46,7 +46,8 @@ pub(super) struct RowCoefficients<R> {
     pub(super) constant: Option<R>,
 }
 
-/// Products to logits, and what they add to the row's statistics. The row begins at column `first` of the vocabulary.
+/// Turns products into logits, and accumulates the row's statistics. The row begins at column `first` of the
+/// vocabulary.
 pub(super) fn statistics<R: Real>(
     row: &mut [R],
     first: usize,
@@ -57,12 +58,12 @@ pub(super) fn statistics<R: Real>(
     simd::arch().dispatch(StatisticsOf { row, first, formula, target, known });
 }
 
-/// Products to logits.
+/// Turns products into logits.
 pub(super) fn logits<R: Real>(row: &mut [R], formula: Formula<'_, R>) {
     simd::arch().dispatch(LogitsOf { row, formula });
 }
 
-/// Logits to the gradient of the products.
+/// Turns logits into the gradient of the products.
 pub(super) fn gradient<R: Real>(
     row: &mut [R],
     formula: Formula<'_, R>,
@@ -141,7 +142,7 @@ fn panel<R: Real>(
             *best = i64::try_from(first + start + place).unwrap_or(i64::MAX);
         }
     }
-    // While every class is impossible, powers are taken of z itself: −∞ − (−∞) is no number.
+    // While every class is impossible, exponentials are of z itself: −∞ − (−∞) is NaN.
     let lowest = -(R::ONE / R::ZERO);
     let reference = if known.maximum == lowest { R::ZERO } else { known.maximum };
     if largest > before {
@@ -192,7 +193,7 @@ fn transform<R: Real>(panel: &mut [R], formula: Formula<'_, R>, part: std::ops::
     }
 }
 
-/// NaN is passed over: it shows in the sum of powers.
+/// Ignores NaN, which shows in the sum of exponentials.
 #[inline(always)]
 fn maximum<R: Real>(panel: &[R]) -> R {
     let lowest = -(R::ONE / R::ZERO);
@@ -206,7 +207,7 @@ fn maximum<R: Real>(panel: &[R]) -> R {
     lanes.iter().chain(rest).fold(lowest, |most, &z| if z > most { z } else { most })
 }
 
-/// Σ e^(z − reference), and Σ e^(z − reference)·z where that is wanted.
+/// Returns Σ e^(z − reference), and Σ e^(z − reference)·z if requested.
 #[inline(always)]
 fn powers<R: Real>(panel: &[R], reference: R, moment: bool) -> (f64, f64) {
     let (blocks, rest) = panel.as_chunks::<BLOCK>();
@@ -216,7 +217,7 @@ fn powers<R: Real>(panel: &[R], reference: R, moment: bool) -> (f64, f64) {
             let power = (block[i] - reference).exp_of_negative();
             sums[i] += power;
             if moment {
-                // What is impossible adds nothing, though it is −∞.
+                // An impossible class adds nothing, although it is −∞.
                 moments[i] += if power == R::ZERO { R::ZERO } else { power * block[i] };
             }
         }
@@ -260,7 +261,7 @@ fn dot<R: Real>(panel: &[R], weights: Option<&[R]>) -> f64 {
     lanes.iter().map(|z| z.to_f64()).sum::<f64>() + tail
 }
 
-/// Σ t·z and Σ t with t = w·q. A class that is neither possible nor wanted adds nothing.
+/// Returns Σ t·z and Σ t with t = w·q. An impossible class without target weight adds nothing.
 #[inline(always)]
 fn expectation<R: Real>(panel: &[R], distribution: &[R], weights: Option<&[R]>) -> (f64, f64) {
     let (mut expected, mut mass) = (0.0, 0.0);

@@ -1,4 +1,4 @@
-//! The pass: token by token, so that a place's cosines and sines are read once for all heads of q and k.
+//! The pass: token by token, so that a position's cosines and sines are read once for all heads of q and k.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -26,21 +26,21 @@ pub(super) struct Heads {
 
 #[derive(Clone, Copy)]
 pub(super) struct Pass<'a> {
-    /// `[places, 2, half]` of fp32.
+    /// `[positions, 2, half]` of fp32.
     pub(super) table: usize,
     pub(super) half: usize,
     pub(super) sequence: usize,
     /// Batch · sequence.
     pub(super) tokens: usize,
     /// Of each token; its index in its row where there are none.
-    pub(super) places: Option<&'a [i64]>,
+    pub(super) positions: Option<&'a [i64]>,
     pub(super) heads: &'a [Heads],
     pub(super) inverse: bool,
 }
 
 /// # Safety
 /// The addresses are of memory of `T` in the shapes that [`Pass`] and [`Heads`] tell; `to` is `from` itself or apart from it,
-/// and apart from all other memory of the pass; every place has a row in the table.
+/// and apart from all other memory of the pass; every position has a row in the table.
 pub(super) unsafe fn run<T: Element>(pass: Pass<'_>) -> Result<()> {
     let width = pass.heads.iter().map(|heads| heads.heads).sum::<usize>() * 2 * pass.half;
     if pass.tokens * width == 0 {
@@ -71,12 +71,12 @@ impl<T: Element> WithSimd for Task<'_, T> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        let Pass { table, half, sequence, places, heads, inverse, .. } = self.pass;
+        let Pass { table, half, sequence, positions, heads, inverse, .. } = self.pass;
         let sign = T::Compute::from_f64(if inverse { -1.0 } else { 1.0 });
         for token in self.tokens {
             let (row, column) = (token / sequence, token % sequence);
-            let place = places.map_or(column, |places| places[token] as usize);
-            let cosines = (table as *const f32).wrapping_add(place * 2 * half);
+            let position = positions.map_or(column, |positions| positions[token] as usize);
+            let cosines = (table as *const f32).wrapping_add(position * 2 * half);
             for all in heads {
                 let start = |address: usize, strides: [usize; 3], head: usize| {
                     (address as *mut T)
@@ -85,7 +85,7 @@ impl<T: Element> WithSimd for Task<'_, T> {
                 for head in 0..all.heads {
                     let from = start(all.from, all.from_strides, head);
                     let to = start(all.to, all.to_strides, head);
-                    // SAFETY: the head lies in its tensor, the place in the table, and `run` gives each token to one task.
+                    // SAFETY: the head lies in its tensor, the position in the table, and `run` gives each token to one task.
                     unsafe { turn::<T>(cosines, half, sign, from, to) };
                 }
             }
@@ -96,7 +96,7 @@ impl<T: Element> WithSimd for Task<'_, T> {
 /// y₁ = x₁·cos − x₂·sin, y₂ = x₂·cos + x₁·sin, of a head's halves x₁ and x₂.
 ///
 /// # Safety
-/// `half` cosines and as many sines lie at `cosines`, two halves of a head at `from`, and a place for them at `to`, which is
+/// `half` cosines and as many sines lie at `cosines`, two halves of a head at `from`, and memory for them at `to`, which is
 /// `from` or apart from it.
 #[inline(always)]
 unsafe fn turn<T: Element>(cosines: *const f32, half: usize, sign: T::Compute, from: *const T, to: *mut T) {

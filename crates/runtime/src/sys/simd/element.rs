@@ -156,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fp16_and_bf16_are_what_half_says() {
+    fn fp16_and_bf16_conversions_match_half() {
         for bits in 0..=u16::MAX {
             let (ours, theirs) = (f16::from_bits(bits).widen(), f16::from_bits(bits).to_f32_const());
             assert!(ours == theirs || ours.is_nan() && theirs.is_nan(), "{bits:x}: {ours} {theirs}");

@@ -182,7 +182,7 @@ mod tests {
 
     /// Functions whose results may be 0 where the exact ones are below the normal numbers.
     #[test]
-    fn exponentials_err_by_a_few_units_of_the_result_or_less_than_the_smallest_normal_number() {
+    fn errors_of_exponentials_are_a_few_units_in_the_last_place() {
         type Function<T> = fn(T) -> T;
         let table: [(&str, Function<f32>, Function<f64>, f64); 3] = [
             ("sigmoid", |x| x.sigmoid().0, |x| x.sigmoid().0, 4.0),
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn ends_and_nan_are_those_of_libm() {
+    fn extreme_values_and_nan_match_libm() {
         for x in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, -1.0, 1e-45] {
             let wide = f64::from(x);
             let pairs = [

@@ -1,4 +1,4 @@
-//! Work that is held until a test lets it go, and a log of what ran.
+//! Work that is blocked until a test releases it, and a log of what ran.
 #![allow(dead_code, unreachable_pub, missing_docs, reason = "each test binary uses its part")]
 
 use std::sync::{Arc, Condvar, Mutex};
@@ -8,7 +8,7 @@ use runtime::device::{Event, Stream};
 use runtime::{Error, Result};
 use tch::Device;
 
-/// Holds threads until it is opened. A test that fails opens it too, or the streams it drops would never end.
+/// Blocks threads until it is opened. A failing test opens it too, or its streams would never end.
 #[derive(Default)]
 pub struct Gate(Key);
 

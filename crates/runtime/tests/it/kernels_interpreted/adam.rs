@@ -38,7 +38,7 @@ fn expression((gradient, weight): (Kind, Option<Kind>), width: i64, decoupled: b
     format!("adam<{}, {weight}, {width}, {decoupled}, 128, {CHUNK}>", type_of(gradient))
 }
 
-/// What is known of a parameter before the step, exact in its dtypes, in f64.
+/// A parameter before the step, exact in its dtypes, in f64.
 struct Parameter {
     gradient: Tensor,
     master: Tensor,
@@ -74,7 +74,7 @@ impl Parameter {
     }
 }
 
-/// Outputs: of each parameter the master copy, both moments, and the rounded weight where there is one.
+/// Outputs: for each parameter the master copy, both moments, and the rounded weight, if any.
 fn run(
     program: &Program,
     kinds: (Kind, Option<Kind>),
@@ -117,13 +117,13 @@ fn run(
         Given::F32(EPS),
         Given::F32(if decoupled { 1.0 - LR * DECAY } else { DECAY }),
     ];
-    // Numbers that are read one at a time lie where fp32 may; the others where 16 bytes may.
+    // Numbers that are read one at a time are aligned for fp32; the others to 16 bytes.
     let shift = Shift(if width == 1 { 4 } else { 16 });
     launch(program.kernel(&expression(kinds, width, decoupled)), (blocks, 128), &given, shift)
 }
 
 #[test]
-fn every_dtype_size_and_decay() {
+fn adam_is_correct_for_every_dtype_size_and_decay() {
     let all: Vec<_> =
         KINDS.iter().flat_map(|kinds| [true, false].map(|decoupled| (*kinds, decoupled))).collect();
     let expressions: Vec<String> = all
@@ -146,7 +146,7 @@ fn every_dtype_size_and_decay() {
             }
             outcome
         });
-        // The last numbers of a tensor, one at a time, are computed as the others are.
+        // The last numbers of a tensor, read one at a time, have the same results.
         let [together, single] = outcomes;
         for (index, (a, b)) in together.outputs.iter().zip(&single.outputs).enumerate() {
             assert!(a.equal(b), "{what}: the width changes output {index}");
@@ -170,7 +170,7 @@ fn compare(what: &str, outputs: &[Tensor], weight: Option<Kind>, parameters: &[P
     }
 }
 
-/// Where the flag is set, nothing changes and nothing but the flag is read; a flag that is NaN is set.
+/// If the flag is set, nothing changes and only the flag is read; NaN counts as set.
 #[test]
 fn a_skipped_step_changes_nothing() {
     let kinds = (Kind::BFloat16, Some(Kind::BFloat16));
@@ -192,9 +192,9 @@ fn a_skipped_step_changes_nothing() {
     }
 }
 
-/// An infinite or NaN gradient stays at its own number.
+/// An infinite or NaN gradient affects its own element only.
 #[test]
-fn special_gradients_stay_where_they_are() {
+fn special_gradients_affect_their_own_element_only() {
     let kinds = (Kind::Float, None);
     let Some(program) = Program::of(ADAM, &[expression(kinds, 4, true)]) else { return };
     let one = Parameter::draw(&mut Generator::new(8).unwrap(), 21, 2.0, kinds.0);

@@ -1,6 +1,6 @@
-//! What the assembler makes of the kernels, pinned: registers, spills, shared memory, and the loads and stores of the machine code.
+//! The assembled kernels, pinned: registers, spills, shared memory, and the loads and stores of the machine code.
 //!
-//! The figures are those of one NVRTC; with another one, and without a disassembler, the test says aloud what it skips.
+//! The figures are those of one NVRTC version; with another one, and without a disassembler, the test prints what it skips.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -10,10 +10,10 @@ use runtime::nvrtc;
 
 use super::program::{self, ADAM, CROSS_ENTROPY, NORM, PRELUDE, ROPE, SCALE, SWIGLU, Source};
 
-/// The NVRTC whose assembler made the figures.
+/// The NVRTC version of the figures.
 const VERSION: (i32, i32) = (13, 0);
 
-/// The kernels of a large model's step, where every row is aligned.
+/// The kernels of a large model's step, in which every row is aligned.
 const KERNELS: [(Source, &[&str]); 6] = [
     (ADAM, &["adam<bf16, bf16, 8, true, 128, 1024>", "adam<float, bf16, 4, false, 128, 1024>"]),
     (
@@ -55,7 +55,7 @@ fn skipped() -> bool {
     found != VERSION
 }
 
-/// The words of the assembler's log between two others, of one kernel.
+/// Returns the text of the assembler's log between two markers, for one kernel.
 fn between<'a>(log: &'a str, kernel: &str, before: &str, after: &str) -> &'a str {
     let of_kernel = log.split_once(&format!("'{kernel}'")).map_or("", |(_, rest)| rest);
     let end = of_kernel.find("Compile time").unwrap_or(of_kernel.len());
@@ -63,7 +63,7 @@ fn between<'a>(log: &'a str, kernel: &str, before: &str, after: &str) -> &'a str
     found.rsplit_once(before).map_or("0", |(_, found)| found).trim()
 }
 
-/// What the assembler said of a kernel.
+/// The assembler's figures of a kernel.
 fn registers(name: &str, emitted: &nvrtc::Emitted) -> String {
     let of = |before, after| between(&emitted.log, name, before, after).to_owned();
     let shared = of(", ", " bytes smem");
@@ -85,7 +85,7 @@ fn disassembler() -> Option<PathBuf> {
     found
 }
 
-/// Counts of a kernel's global loads and stores in machine code, those of 16 bytes apart from the others.
+/// Counts of a kernel's global loads and stores in machine code, with those of 16 bytes separate.
 fn accesses(disassembly: &str, expression: &str, name: &str) -> String {
     let start =
         disassembly.find(&format!(".text.{name}:")).unwrap_or_else(|| panic!("{expression} is not there"));

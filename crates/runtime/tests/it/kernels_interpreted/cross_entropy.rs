@@ -29,7 +29,7 @@ fn expressions() -> Vec<String> {
     all
 }
 
-/// What a test asks of the passes.
+/// The options of a test.
 struct Case<'a> {
     transform: Transform<'a>,
     targets: Targets<'a>,
@@ -65,7 +65,7 @@ impl Case<'_> {
         }
     }
 
-    /// The logits and the statistics that go on.
+    /// The logits and the accumulated statistics.
     fn statistics(&self, program: &Program, tile: &Tensor, known: &[Tensor]) -> Outcome {
         let (rows, columns) = (tile.size()[0], tile.size()[1]);
         let (changes, extra) = (self.changes(), self.extra());
@@ -152,7 +152,7 @@ fn listed(statistics: Statistics) -> Vec<Tensor> {
 }
 
 #[test]
-fn everything_that_a_pass_can_be_asked_for() {
+fn every_option_of_the_passes_is_correct() {
     let Some(program) = Program::of(CROSS_ENTROPY, &expressions()) else { return };
     let mut generator = Generator::new(4).unwrap();
     let (rows, first) = (3, 3);
@@ -176,7 +176,7 @@ fn everything_that_a_pass_can_be_asked_for() {
                 let tiles = [&products * 1.0, &products * 0.7];
                 let what = format!("{columns} columns, softcap {softcap:?}, dense {dense}, plain {plain}");
 
-                // The passes of the processor, in f64.
+                // The CPU's passes in f64.
                 let of_f64 = |t: &Option<Tensor>| t.as_ref().map(wide);
                 let (bias_f64, weights_f64, dense_f64) =
                     (of_f64(&bias), of_f64(&weights), wide(&distributions));
@@ -223,7 +223,7 @@ fn everything_that_a_pass_can_be_asked_for() {
                     close(&format!("{what}: logits alone"), &alone.outputs[0], &expected[1], 2e-5);
                 }
 
-                // The gradient of the first tile, with coefficients of their own.
+                // The gradient of the first tile, with its own coefficients.
                 let of_rows = |index: i64| numbers.get(index);
                 let constant = (!plain).then(|| wide(&of_rows(2)));
                 let coefficients = Coefficients {
@@ -260,7 +260,7 @@ fn everything_that_a_pass_can_be_asked_for() {
 
 /// Rows that are all −∞, and rows with a NaN.
 #[test]
-fn rows_without_a_possible_class_and_rows_with_a_nan() {
+fn rows_of_impossible_classes_and_rows_with_nan_are_correct() {
     let Some(program) = Program::of(CROSS_ENTROPY, &expressions()) else { return };
     for (columns, width) in [(5, 1), (2048, 4)] {
         let tile = Tensor::ones([4, columns], (Kind::Float, Device::Cpu));

@@ -14,7 +14,7 @@ pub(super) enum Given<'a> {
     Out(&'static str, Kind, Vec<i64>),
     /// The tensor of an earlier argument of this name.
     Again(&'static str),
-    /// A structure by value: these members of 8 bytes, then zeros up to so many bytes.
+    /// A structure by value: these members of 8 bytes, then zeros up to a size in bytes.
     Structure(Vec<Given<'a>>, usize),
     /// No tensor.
     Null,
@@ -25,21 +25,21 @@ pub(super) enum Given<'a> {
 }
 
 impl<'a> Given<'a> {
-    /// A tensor that is read, if there is one.
+    /// An optional tensor that is read.
     pub(super) fn optional(name: &'static str, tensor: Option<&'a Tensor>) -> Self {
         tensor.map_or(Self::Null, |tensor| Self::In(name, tensor))
     }
 }
 
-/// What a launch gave: the outputs in the order of the arguments, and again with approximate instructions that err as the hardware's
-/// may.
+/// The results of a launch: the outputs in the order of the arguments, and again with approximate instructions that err as much as
+/// the hardware's may.
 pub(super) struct Outcome {
     pub(super) outputs: Vec<Tensor>,
     pub(super) perturbed: Vec<Tensor>,
     pub(super) counts: Counts,
 }
 
-/// Every tensor lies this many bytes behind an address that 256 divides.
+/// The offset of every tensor from an address that is a multiple of 256, in bytes.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Shift(pub(super) usize);
 
@@ -51,7 +51,7 @@ pub(super) fn launch(kernel: &Kernel, grid: (i64, u32), given: &[Given<'_>], shi
     launch_with(kernel, (grid.0, grid.1, 0), given, shift)
 }
 
-/// The same with shared memory of the launch's size.
+/// As above, with dynamic shared memory.
 pub(super) fn launch_with(kernel: &Kernel, size: Size, given: &[Given<'_>], shift: Shift) -> Outcome {
     let (blocks, threads, dynamic_shared) = size;
     let launch = Launch { dynamic_shared, ..Launch::new(u32::try_from(blocks).unwrap(), threads) };
@@ -141,7 +141,7 @@ impl Placed {
     }
 }
 
-/// Refuses outputs that depend on where they are or on which others are wanted.
+/// Refuses outputs that depend on their address or on which others are requested.
 pub(super) fn same(what: &str, outputs: &[Tensor], others: &[Tensor]) {
     assert_eq!(outputs.len(), others.len(), "{what}");
     for (index, (a, b)) in outputs.iter().zip(others).enumerate() {

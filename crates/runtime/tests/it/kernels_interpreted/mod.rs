@@ -1,6 +1,6 @@
 //! The CUDA kernels without a GPU: NVRTC's PTX, run instruction by instruction by the crate `ptx`, which checks every access.
 //!
-//! Where NVRTC is not installed, each test says aloud that it is skipped; `cargo xtask setup --cuda-tools` installs it.
+//! Without NVRTC, each test prints that it is skipped; `cargo xtask setup --cuda-tools` installs it.
 
 mod adam;
 mod assembly;

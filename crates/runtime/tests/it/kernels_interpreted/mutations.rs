@@ -1,4 +1,4 @@
-//! The checks bite: small mistakes in the kernels' text, each of which must be noticed.
+//! Mutation tests: small mistakes in the kernels' source, each of which must be detected.
 
 mod subjects;
 
@@ -7,23 +7,23 @@ use tch::{Kind, Tensor};
 use super::program::{self, PRELUDE, Program};
 use subjects::{Seen, Subject};
 
-/// A mistake: a text and what stands there instead.
+/// A mistake: a text and its replacement.
 struct Mutation {
     what: &'static str,
     /// Of the prelude, not of the kernel's own file.
     in_prelude: bool,
     from: &'static str,
     to: &'static str,
-    /// What notices it: words of the fault (one of several with a bar between), or one of the ways below.
+    /// How it is detected: a part of the fault's message (alternatives separated by a bar), or one of the ways below.
     noticed: &'static str,
     subject: Subject,
 }
 
-/// The result has other bits than the sound kernel's.
+/// The result has other bits than the original kernel's.
 const OTHER_BITS: &str = "other bits";
 /// Accesses touch more sectors than they should.
 const SECTORS: &str = "sectors";
-/// The sound kernel goes to a row that is not there, and the changed one elsewhere.
+/// The original kernel accesses a row that does not exist, and the mutated one another address.
 const OTHER_PLACE: &str = "other place";
 
 macro_rules! mutation {
@@ -204,7 +204,7 @@ fn mutations() -> Vec<Mutation> {
 }
 
 #[test]
-fn every_mutation_is_caught() {
+fn every_mutation_of_a_kernel_is_detected() {
     if !program::is_available() {
         return;
     }

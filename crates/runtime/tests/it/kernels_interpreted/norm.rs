@@ -46,7 +46,7 @@ struct Inputs {
     bias: Option<Tensor>,
 }
 
-/// y, and the sum where there is a residual, in a dtype on the processor.
+/// Returns y, and with a residual the sum, in a dtype on the CPU.
 fn of_processor(norm: Norm, inputs: &Inputs, kind: Kind) -> Vec<Tensor> {
     let to = |t: &Tensor| t.to_kind(kind);
     let (x, weight, bias) = (to(&inputs.x), inputs.weight.as_ref().map(to), inputs.bias.as_ref().map(to));
@@ -62,7 +62,7 @@ fn of_processor(norm: Norm, inputs: &Inputs, kind: Kind) -> Vec<Tensor> {
     }
 }
 
-/// Outputs: the sum where there is a residual, y, the means of a layer norm, 1/σ.
+/// Outputs: the sum (with a residual), y, the means of a layer norm, 1/σ.
 fn run(program: &Program, expression: &str, norm: Norm, inputs: &Inputs, kind: Kind, size: Size) -> Outcome {
     let to = |t: &Tensor| t.to_kind(kind);
     let (rows, columns) = (inputs.x.size()[0], inputs.x.size()[1]);
@@ -88,7 +88,7 @@ fn run(program: &Program, expression: &str, norm: Norm, inputs: &Inputs, kind: K
 }
 
 #[test]
-fn every_dtype_norm_and_width() {
+fn norms_are_correct_for_every_dtype_and_width() {
     let all: Vec<_> = KINDS
         .iter()
         .flat_map(|kind| [Norm::Layer, Norm::Rms].map(|norm| (*kind, norm)))
@@ -137,7 +137,7 @@ fn every_dtype_norm_and_width() {
             }
             expected.push(rstd);
             let tolerance = 4.0 * epsilon(kind) + 2e-6;
-            // A layer norm of one number is what rounding left of nothing.
+            // A layer norm of one number is rounding error alone.
             if columns > 1 || norm == Norm::Rms {
                 check(&what, &outcome, &expected.iter().collect::<Vec<_>>(), tolerance);
                 for (found, expected) in outcome.outputs.iter().zip(&of_same_dtype) {
@@ -154,7 +154,7 @@ fn every_dtype_norm_and_width() {
 
 /// A row with a NaN is NaN; an infinite number makes its own row NaN or zero, and no other.
 #[test]
-fn special_numbers_stay_in_their_row() {
+fn special_numbers_affect_their_own_row_only() {
     let expression = expression(Kind::BFloat16, Norm::Rms, (4, 96, true, 128, 1, 0));
     let Some(program) = Program::of(NORM, std::slice::from_ref(&expression)) else { return };
     let x = Tensor::ones([4, 96], (Kind::Double, Device::Cpu));

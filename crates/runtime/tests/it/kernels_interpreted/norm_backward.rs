@@ -16,7 +16,7 @@ fn expression(kind: Kind, norm: Norm, (_, _, wide, threads, packs, stages): Shap
 }
 
 #[test]
-fn every_dtype_norm_and_width() {
+fn norms_are_correct_for_every_dtype_and_width() {
     let all: Vec<_> = KINDS
         .iter()
         .flat_map(|kind| [Norm::Layer, Norm::Rms].map(|norm| (*kind, norm)))
@@ -138,7 +138,7 @@ fn of_processor(
 }
 
 #[test]
-fn column_sums_of_many_rows() {
+fn column_sums_of_many_rows_are_correct() {
     let Some(program) = Program::of(NORM, &["column_sums".into()]) else { return };
     let mut generator = Generator::new(5).unwrap();
     for (rows, columns) in [(1, 1), (7, 33), (100, 32), (67, 130)] {

@@ -23,8 +23,8 @@ pub(super) struct Program {
     names: HashMap<String, String>,
 }
 
-/// Whether NVRTC is there; says so where it is not. What runs again for each of the processor's implementations has run these
-/// before: they depend on none.
+/// Returns whether NVRTC exists, and prints a message if not. Repeated runs for other CPU implementations skip these tests, which
+/// do not depend on them.
 pub(super) fn is_available() -> bool {
     if let Some(choice) = std::env::var_os("FRUGAL_SIMD") {
         eprintln!("skipped: these kernels do not depend on FRUGAL_SIMD={}", choice.display());
@@ -48,7 +48,7 @@ pub(super) fn emit(source: &str, prelude: &str, expressions: &[&str], architectu
 }
 
 impl Program {
-    /// Kernels of a file; `None`, with a message on standard error, where there is no NVRTC.
+    /// Compiles kernels of a file; `None`, with a message on standard error, without NVRTC.
     pub(super) fn of(source: Source, expressions: &[String]) -> Option<Self> {
         is_available().then(|| Self::of_text(source.0, PRELUDE, expressions))
     }

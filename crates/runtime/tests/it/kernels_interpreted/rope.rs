@@ -22,7 +22,7 @@ fn expressions() -> Vec<String> {
 }
 
 #[test]
-fn every_dtype_in_place_with_positions() {
+fn rotations_are_correct_for_every_dtype_in_place_and_with_positions() {
     let Some(program) = Program::of(ROPE, &expressions()) else { return };
     let mut generator = Generator::new(2).unwrap();
     for kind in KINDS {
@@ -70,7 +70,7 @@ fn every_dtype_in_place_with_positions() {
                 check(&what, &outcome, &[&rotated(Kind::Double)], 4.0 * epsilon(kind));
                 close(&what, &outcome.outputs[0], &rotated(kind), 4.0 * epsilon(kind));
                 if width > 1 {
-                    // The table is of fp32: where a thread has eight numbers, it reads two times half a sector.
+                    // The table is fp32: a thread with eight numbers reads half a sector twice.
                     assert!(outcome.counts.sector_ratio() <= 1.25, "{what}: {:?}", outcome.counts);
                 }
             }

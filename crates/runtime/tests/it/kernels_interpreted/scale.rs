@@ -8,7 +8,7 @@ use super::program::{Program, SCALE, type_of};
 use super::tolerance::{check, epsilon, normal};
 
 #[test]
-fn every_dtype_odd_sizes_and_factors() {
+fn scaling_is_correct_for_every_dtype_odd_sizes_and_factors() {
     let kinds = [Kind::Float, Kind::BFloat16, Kind::Half];
     let wide = |kind: Kind| 16 / kind.elt_size_in_bytes() as i64;
     let expressions: Vec<String> = kinds
@@ -27,7 +27,7 @@ fn every_dtype_odd_sizes_and_factors() {
                 let kernel = program.kernel(&format!("scale<{}, {width}, 256>", type_of(kind)));
                 let given =
                     [Given::InOut("x", &x.to_kind(kind)), Given::I64(numbers), Given::In("factor", &number)];
-                // The factor is fp32, and lies where fp32 may.
+                // The factor is fp32, and aligned for fp32.
                 let at = if width == 1 { Shift(at.0.max(4)) } else { at };
                 let outcome = launch(kernel, (2, 256), &given, at);
                 let expected = &x * number.to_kind(Kind::Double);

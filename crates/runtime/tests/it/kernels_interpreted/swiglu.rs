@@ -14,7 +14,7 @@ fn wide(kind: Kind) -> i64 {
     16 / kind.elt_size_in_bytes() as i64
 }
 
-/// Where an output of the backward goes.
+/// The destination of an output of the backward.
 #[derive(Clone, Copy, PartialEq)]
 enum At {
     Separate,
@@ -23,7 +23,7 @@ enum At {
     Nowhere,
 }
 
-/// The arguments of the backward. The outputs of a launch are gate's gradient, up's and the product, of those that are wanted.
+/// The arguments of the backward. The outputs of a launch are the requested ones of gate's gradient, up's gradient and the product.
 fn of_backward(inputs: [&Tensor; 3], at: [At; 3], blocks: i64) -> Vec<Given<'_>> {
     let (rows, features) = (inputs[0].size()[0], inputs[0].size()[1]);
     let mut all = Vec::new();
@@ -44,7 +44,7 @@ fn of_backward(inputs: [&Tensor; 3], at: [At; 3], blocks: i64) -> Vec<Given<'_>>
 }
 
 #[test]
-fn every_dtype_odd_sizes_and_strides() {
+fn kernels_are_correct_for_every_dtype_odd_sizes_and_strides() {
     let expressions: Vec<String> = KINDS
         .iter()
         .flat_map(|kind| [1, wide(*kind)].map(|width| (type_of(*kind), width)))
@@ -93,7 +93,7 @@ fn every_dtype_odd_sizes_and_strides() {
             };
             let (separate, in_place) = (backward([At::Separate; 3]), backward([At::Input; 3]));
             same(&what, &separate.outputs, &in_place.outputs);
-            // Each output alone, and the product beside gradients that lie in the inputs' memory.
+            // Each output alone, and the product with gradients in the inputs' memory.
             for only in 0..3 {
                 let alone: [At; 3] =
                     std::array::from_fn(|index| if index == only { At::Separate } else { At::Nowhere });
@@ -102,7 +102,7 @@ fn every_dtype_odd_sizes_and_strides() {
             let mixed = backward([At::Input, At::Input, At::Separate]);
             same(&what, &separate.outputs, &mixed.outputs);
             let backward = separate;
-            // The pass of the processor: in f64 it is the oracle, in the same dtype it must be as near.
+            // The CPU's pass: in f64 it is the oracle; in the same dtype it must be as accurate.
             let of_processor = |kind: Kind| {
                 let own = |t: &Tensor| t.to_kind(kind).copy();
                 swiglu::backward(own(&gate), own(&up), None, own(&upstream)).unwrap()
@@ -129,7 +129,7 @@ fn every_dtype_odd_sizes_and_strides() {
 }
 
 #[test]
-fn nan_and_infinity_pass_through_where_they_are() {
+fn nan_and_infinity_propagate_elementwise() {
     let Some(program) = Program::of(SWIGLU, &["swiglu_forward<float, 4, 256>".into()]) else { return };
     let gate =
         Tensor::from_slice(&[1.0, f64::NAN, f64::NEG_INFINITY, f64::INFINITY, -100.0, -20_000.0, 0.0, 2.0]);

@@ -1,4 +1,4 @@
-//! How near results must be to those in f64.
+//! Tolerances relative to f64.
 
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -19,7 +19,7 @@ pub(super) fn epsilon(kind: Kind) -> f64 {
     }
 }
 
-/// Both results of a launch, against what is expected of each output.
+/// Compares both results of a launch with the expected outputs.
 pub(super) fn check(what: &str, outcome: &Outcome, expected: &[&Tensor], tolerance: f64) {
     for (name, outputs) in [("exact", &outcome.outputs), ("approximate", &outcome.perturbed)] {
         assert_eq!(outputs.len(), expected.len(), "{what}");

@@ -27,7 +27,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_union_counts_each_moment_once(
+        fn a_union_counts_overlaps_once(
             intervals in prop::collection::vec((-5_i64..60, 0_i64..20), 0..20), start in 0_i64..20, length in 0_i64..40,
         ) {
             let mut intervals: Vec<(i64, i64)> = intervals.iter().map(|&(from, for_)| (from, from + for_)).collect();

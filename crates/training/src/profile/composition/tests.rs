@@ -48,7 +48,7 @@ fn microseconds(seconds: f64) -> f64 {
 }
 
 #[test]
-fn the_times_of_a_step_are_those_that_were_set() {
+fn the_times_of_a_step_match_the_events() {
     let composition = Composition::of(&trace(EVENTS)).unwrap();
     let [first, second] = composition.steps[..] else { panic!("{:?}", composition.steps) };
     assert_eq!(first.phases.map(microseconds), [0.0, 40.0, 30.0, 0.0, 0.0, 30.0]);
@@ -69,7 +69,7 @@ fn the_times_of_a_step_are_those_that_were_set() {
 }
 
 #[test]
-fn what_a_device_does_is_its_own() {
+fn device_time_is_separate_from_host_time() {
     let mut events = EVENTS.to_vec();
     events.extend([
         ("kernel", "sgemm", 7, 20.0, 30.0),
@@ -87,7 +87,7 @@ fn what_a_device_does_is_its_own() {
 }
 
 #[test]
-fn a_trace_without_steps_is_refused_in_words() {
+fn a_trace_without_steps_is_refused() {
     let error = Composition::of(&trace(&EVENTS[4..8])).unwrap_err();
     expect_test::expect![[r#"the trace has 4 operators but no range named "step"; record whole steps, each within runtime::profile::range("step")"#]]
         .assert_eq(&error.to_string());

@@ -14,7 +14,7 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
     let mut tally = view.tally();
     let selects = |name: &str| ["aten::nonzero", "aten::masked_select"].contains(&name);
     for (step, seen) in
-        view.in_steps().filter(|(_, seen)| selects(seen.name) && seen.place.phase != Phase::Backward)
+        view.in_steps().filter(|(_, seen)| selects(seen.name) && seen.context.phase != Phase::Backward)
     {
         let outermost = view.outermost(seen);
         let by_mask = seen.name == "aten::masked_select" || view.kind(&seen, 0) == "bool";

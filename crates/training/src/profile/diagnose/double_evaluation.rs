@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_repeated_start_is_found() {
+    fn repeated_prompts_are_detected() {
         let length = |calls: &[&'static str]| {
             repeated(&calls.iter().map(|&name| (name, Vec::new())).collect::<Vec<Call<'static>>>())
         };

@@ -17,7 +17,7 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
         let asked = ["aten::item", "aten::is_nonzero", "aten::_local_scalar_dense"].contains(&outermost.name);
         if asked || view.profile.cuda {
             tally.add(step, if asked { outermost.seconds() } else { seen.seconds() });
-            tally.saw(format!("in {}", outermost.place.phase.name()));
+            tally.saw(format!("in {}", outermost.context.phase.name()));
         }
     }
     let count = tally.count();

@@ -19,13 +19,13 @@ fn is_square(shape: &[i64]) -> bool {
 fn makes(view: &View<'_>, seen: &Seen<'_>) -> bool {
     let around = view.parent(seen);
     let made_in =
-        |names: &[&str]| around.is_some_and(|around| around.place.called && names.contains(&around.name));
+        |names: &[&str]| around.is_some_and(|around| around.context.called && names.contains(&around.name));
     match seen.name {
-        "aten::tril" | "aten::triu" | "aten::tril_" | "aten::triu_" => seen.place.called,
+        "aten::tril" | "aten::triu" | "aten::tril_" | "aten::triu_" => seen.context.called,
         "aten::fill_" => made_in(&["aten::ones", "aten::full"]),
         "aten::zero_" => made_in(&["aten::zeros"]),
         // A numeric mask has two dimensions; scores have a batch.
-        "aten::masked_fill" | "aten::masked_fill_" => seen.place.called && seen.shape(0).len() == 2,
+        "aten::masked_fill" | "aten::masked_fill_" => seen.context.called && seen.shape(0).len() == 2,
         _ => false,
     }
 }

@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernels_are_told_apart_by_name() {
+    fn kernels_are_classified_by_name() {
         let fp32 = [
             "ampere_sgemm_128x64_nn",
             "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n",

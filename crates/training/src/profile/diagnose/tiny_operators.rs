@@ -24,7 +24,7 @@ fn gaps(view: &View<'_>) -> Vec<f64> {
     let mut outer: Vec<(usize, i64, i64)> = view
         .in_steps()
         .filter(|(step, seen)| {
-            seen.place.parent.is_none() && seen.operator.thread == view.timeline.steps[*step].thread
+            seen.context.parent.is_none() && seen.operator.thread == view.timeline.steps[*step].thread
         })
         .map(|(step, seen)| (step, seen.operator.start, seen.operator.end))
         .collect();
@@ -51,7 +51,7 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
             })
             .collect()
     } else {
-        let works = view.in_steps().filter(|(_, seen)| seen.place.works);
+        let works = view.in_steps().filter(|(_, seen)| seen.context.works);
         works
             .map(|(index, seen)| {
                 let length = seen.seconds();

@@ -27,7 +27,7 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
         // The input differs: x.mul_(0.9) calls a product of 0.9 and x.
         let mut inputs = seen.operator.inputs.iter().map(|input| input.dims.shape());
         let whole = inputs.any(|shape| !shape.is_empty() && shapes.contains(&shape));
-        if seen.place.works && whole {
+        if seen.context.works && whole {
             tally.add(step, seen.seconds());
         }
     }

@@ -2,16 +2,16 @@
 
 use std::collections::BTreeMap;
 
-use super::Facts;
+use super::TrainingFacts;
 use crate::profile::composition::{Composition, Phase, median, seconds};
-use crate::profile::timeline::{Place, Timeline};
+use crate::profile::timeline::{OperatorContext, Timeline};
 use crate::profile::trace_file::{Operator, Profile};
 
 pub(super) struct View<'a> {
     pub(super) profile: &'a Profile,
     pub(super) timeline: &'a Timeline,
     pub(super) composition: &'a Composition,
-    pub(super) facts: &'a Facts,
+    pub(super) facts: &'a TrainingFacts,
 }
 
 /// An operator with its context.
@@ -20,7 +20,7 @@ pub(super) struct Seen<'a> {
     pub(super) index: usize,
     pub(super) name: &'a str,
     pub(super) operator: &'a Operator,
-    pub(super) place: &'a Place,
+    pub(super) context: &'a OperatorContext,
 }
 
 impl<'a> Seen<'a> {
@@ -37,34 +37,34 @@ impl<'a> Seen<'a> {
 impl<'a> View<'a> {
     fn at(&self, index: usize) -> Seen<'a> {
         let operator = &self.profile.operators[index];
-        let place = &self.timeline.places[index];
-        Seen { index, name: self.profile.operator_name(operator), operator, place }
+        let context = &self.timeline.contexts[index];
+        Seen { index, name: self.profile.operator_name(operator), operator, context }
     }
 
     /// Everything that the training ran, also between steps, without loader workers.
     pub(super) fn all(&self) -> impl Iterator<Item = Seen<'a>> {
-        (0..self.profile.operators.len()).map(|index| self.at(index)).filter(|seen| !seen.place.worker)
+        (0..self.profile.operators.len()).map(|index| self.at(index)).filter(|seen| !seen.context.worker)
     }
 
     /// Everything that ran within steps, with the step.
     pub(super) fn in_steps(&self) -> impl Iterator<Item = (usize, Seen<'a>)> {
-        self.all().filter_map(|seen| Some((seen.place.step? as usize, seen)))
+        self.all().filter_map(|seen| Some((seen.context.step? as usize, seen)))
     }
 
     /// Everything that ran within the ranges of one part of the steps.
     pub(super) fn in_phase(&self, phase: Phase) -> impl Iterator<Item = (usize, Seen<'a>)> {
-        self.in_steps().filter(move |(_, seen)| seen.place.phase == phase)
+        self.in_steps().filter(move |(_, seen)| seen.context.phase == phase)
     }
 
     /// Returns the enclosing operator or node.
     pub(super) fn parent(&self, seen: &Seen<'_>) -> Option<Seen<'a>> {
-        seen.place.parent.map(|parent| self.at(parent as usize))
+        seen.context.parent.map(|parent| self.at(parent as usize))
     }
 
     /// Returns the operator that the program or a node called: this one, or one around it.
     pub(super) fn outermost(&self, seen: Seen<'a>) -> Seen<'a> {
         let mut outermost = seen;
-        while let Some(around) = self.parent(&outermost).filter(|around| !around.place.node) {
+        while let Some(around) = self.parent(&outermost).filter(|around| !around.context.node) {
             outermost = around;
         }
         outermost

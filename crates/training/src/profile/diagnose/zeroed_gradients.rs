@@ -13,10 +13,10 @@ pub(super) const DETECTOR: Detector = Detector {
 fn detect(view: &View<'_>) -> Option<Evidence> {
     let (parameters, _) = view.parameters();
     let mut tally = view.tally();
-    for seen in view.all().filter(|seen| seen.place.called) {
-        let Some(step) = seen.place.cycle else { continue };
+    for seen in view.all().filter(|seen| seen.context.called) {
+        let Some(step) = seen.context.cycle else { continue };
         let zeroes = ["aten::zero_", "aten::fill_", "aten::_foreach_zero_"].contains(&seen.name);
-        if !zeroes || matches!(seen.place.phase, Phase::Forward | Phase::Backward) {
+        if !zeroes || matches!(seen.context.phase, Phase::Forward | Phase::Backward) {
             continue;
         }
         let shapes = seen.operator.inputs.first().map_or(&[][..], |input| input.dims.shapes());

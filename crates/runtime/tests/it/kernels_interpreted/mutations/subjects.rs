@@ -1,4 +1,4 @@
-//! What is launched before and after a mutation.
+//! The launches that are compared before and after a mutation.
 
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
@@ -38,11 +38,11 @@ pub(super) const FAR_ROWS: Subject = Subject { source: SWIGLU, expression: SWIGL
 pub(super) const ROTATE: Subject = Subject { source: ROPE, expression: ROTATE_OF, run: rotate };
 pub(super) const SCALED: Subject = Subject { source: SCALE, expression: SCALE_OF, run: scale };
 
-/// What a launch showed.
+/// The result of a launch.
 #[derive(Debug)]
 pub(super) enum Seen {
     Fault(String),
-    /// Outputs, and sectors over the least.
+    /// Outputs, and sectors above the minimum.
     Values(Vec<Tensor>, f64),
 }
 

@@ -5,24 +5,16 @@ use tch::Device;
 use crate::device::{self, Event, Stream};
 use crate::error::Result;
 
-/// The run at hand. Its time is cut where [`end`](Lap::end) and [`exclude`](Lap::exclude) are called.
+/// The current run. [`end`](PhaseTimer::end) divides its time.
 #[derive(Debug)]
-pub struct Lap {
+pub struct PhaseTimer {
     device: Device,
-    /// Where this thread's operations go.
+    /// The stream of this thread's operations.
     stream: Stream,
-    /// One for each cut, the first at the start; kept over the runs.
+    /// One for each cut, the first at the start; reused over the runs.
     events: Vec<Event>,
-    /// What the piece before each cut is.
-    cuts: Vec<Piece>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Piece {
-    Phase(&'static str),
-    /// Part of the run and of no phase.
-    Rest,
-    Excluded,
+    /// The phase before each cut; `None` for the rest of the run.
+    cuts: Vec<Option<&'static str>>,
 }
 
 /// Seconds of one run.
@@ -32,7 +24,7 @@ pub(super) struct Pieces {
     pub(super) phases: Vec<(&'static str, f64)>,
 }
 
-impl Lap {
+impl PhaseTimer {
     pub(super) fn new(device: Device) -> Result<Self> {
         Ok(Self { device, stream: Stream::current(device)?, events: Vec::new(), cuts: Vec::new() })
     }
@@ -45,36 +37,25 @@ impl Lap {
         self.record(0)
     }
 
-    /// Ends a phase, which began where the one before ended, or at the start of the run. The same name again in one run
-    /// adds to the phase. On CUDA nothing is waited for.
+    /// Ends a phase, which began at the end of the previous one, or at the start of the run. The same name again in one
+    /// run adds to the phase. On CUDA this does not wait.
     ///
     /// # Errors
-    /// CUDA's, among them those of kernels that ran before.
+    /// Those of CUDA, including those of earlier kernels.
     pub fn end(&mut self, phase: &'static str) -> Result<()> {
-        self.cut(Piece::Phase(phase))
-    }
-
-    /// Leaves the time since the last phase, or since the start, out of the run: preparation that must be repeated but
-    /// is not what is measured.
-    ///
-    /// # Errors
-    /// As [`Lap::end`].
-    pub fn exclude(&mut self) -> Result<()> {
-        self.cut(Piece::Excluded)
+        self.cut(Some(phase))
     }
 
     /// Waits for the end of the run and reads the clock.
     pub(super) fn finish(&mut self) -> Result<Pieces> {
-        self.cut(Piece::Rest)?;
+        self.cut(None)?;
         self.events[self.cuts.len()].synchronize()?;
         let mut pieces = Pieces { total: 0.0, phases: Vec::new() };
-        for (index, piece) in self.cuts.iter().enumerate() {
+        for (index, phase) in self.cuts.iter().enumerate() {
             let seconds = self.events[index].elapsed(&self.events[index + 1])?;
-            if *piece != Piece::Excluded {
-                pieces.total += seconds;
-            }
-            let Piece::Phase(name) = *piece else { continue };
-            match pieces.phases.iter_mut().find(|(phase, _)| *phase == name) {
+            pieces.total += seconds;
+            let Some(name) = *phase else { continue };
+            match pieces.phases.iter_mut().find(|(other, _)| *other == name) {
                 Some((_, sum)) => *sum += seconds,
                 None => pieces.phases.push((name, seconds)),
             }
@@ -82,8 +63,8 @@ impl Lap {
         Ok(pieces)
     }
 
-    fn cut(&mut self, piece: Piece) -> Result<()> {
-        self.cuts.push(piece);
+    fn cut(&mut self, phase: Option<&'static str>) -> Result<()> {
+        self.cuts.push(phase);
         self.record(self.cuts.len())
     }
 

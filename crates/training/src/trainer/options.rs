@@ -1,0 +1,80 @@
+//! Options of a training.
+
+use super::{Frozen, Overflow};
+use crate::clip::{self, NonFinite};
+use crate::divergence::Divergence;
+use crate::error::{Error, Result};
+use crate::optimizer::ZeroGrad;
+
+/// What to do if a checkpoint cannot be written.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum FailedCheckpoint {
+    /// End with the error.
+    #[default]
+    Stop,
+    /// Warn and continue.
+    Continue,
+}
+
+/// Options of a training.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Options {
+    /// Total steps, including those before a resume.
+    pub steps: u64,
+    /// Gradient accumulation steps.
+    pub accumulation: usize,
+    /// Maximum gradient norm.
+    pub clip: Option<f64>,
+    /// What to do if the norm is not finite.
+    pub non_finite: NonFinite,
+    /// What to do if gradients overflow under a scaler.
+    pub overflow: Overflow,
+    /// How gradients are cleared.
+    pub zero_grad: ZeroGrad,
+    /// Whether to count correct predictions in each step: a pass over the logits.
+    pub accuracy: bool,
+    /// Steps between reading losses from the device.
+    pub read_every: u64,
+    /// Steps between evaluations.
+    pub evaluate_every: Option<u64>,
+    /// Steps between checkpoints; one is always written at the end. None is written while losses are bad ([`Divergence`]), nor
+    /// with weights that are not finite: the last good one stays the newest.
+    pub checkpoint_every: Option<u64>,
+    /// What to do if a checkpoint cannot be written.
+    pub failed_checkpoint: FailedCheckpoint,
+    /// What checkpoints contain of frozen parameters.
+    pub frozen: Frozen,
+    /// When to stop a diverging run.
+    pub divergence: Divergence,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            steps: 100,
+            accumulation: 1,
+            clip: None,
+            non_finite: NonFinite::default(),
+            overflow: Overflow::default(),
+            zero_grad: ZeroGrad::default(),
+            accuracy: false,
+            read_every: 10,
+            evaluate_every: None,
+            checkpoint_every: None,
+            failed_checkpoint: FailedCheckpoint::default(),
+            frozen: Frozen::default(),
+            divergence: Divergence::default(),
+        }
+    }
+}
+
+impl Options {
+    pub(super) fn check(&self) -> Result<()> {
+        let every = [Some(self.read_every), self.evaluate_every, self.checkpoint_every];
+        if self.accumulation == 0 || every.contains(&Some(0)) {
+            let reason = "0 gradient accumulation steps, or 0 steps between loss readings, evaluations or checkpoints; expected at least 1";
+            return Err(Error::config("training", reason));
+        }
+        self.clip.map_or(Ok(()), clip::check)
+    }
+}
