@@ -2,7 +2,7 @@
 //!
 //! One step: fetch the micro-batches ([`accumulation`](crate::accumulation)); start the [`Optimizer`]'s step with the
 //! learning-rate factor ([`LrSchedule`]); for each micro-batch, run forward, and backward from its share of the loss; let the
-//! optimizer unscale ([`GradScaler`]) and clip ([`clip`]) the gradients, and step; clear the gradients. Between steps: read
+//! optimizer unscale ([`GradScaler`]) and clip ([`clip`](crate::clip)) the gradients, and step; clear the gradients. Between steps: read
 //! losses, evaluate, save, stop.
 //!
 //! The loop waits for the device only to read the gradient norm or overflow flag, if needed (in one copy; never with a
@@ -140,7 +140,7 @@ impl Trainer {
     /// `validation` from its position to its end, and restores the position.
     ///
     /// # Errors
-    /// [`Error::Diverged`]; a checkpoint that cannot be written; those of data, model and observers.
+    /// [`Error::Diverged`](crate::Error::Diverged); a checkpoint that cannot be written; those of data, model and observers.
     pub fn run(
         &mut self,
         train: &mut dyn Batches,
