@@ -137,7 +137,7 @@ fn index(document: &Document) -> String {
             count("not measured")
         );
     }
-    if let Some(environment) = document.environments.last() {
+    if let Some(environment) = &document.machine {
         text += &format!("\nMeasured on {environment}; each section names its own revision.\n");
     }
     for (machine, page) in &document.others {

@@ -5,7 +5,7 @@ use crate::finding;
 use crate::measurements::{Measurements, distinct};
 use crate::record::Record;
 use crate::run::RunOutcome;
-use crate::section::{Section, environments, sections};
+use crate::section::{Section, environments, main_environment, sections};
 use crate::spec::{self, Specs};
 
 /// The report of another machine, whose folder lies within this report's.
@@ -18,11 +18,14 @@ pub struct OtherReport {
 }
 
 impl OtherReport {
-    /// Its device, or its folder where there is no record.
+    /// Its GPU, its processor where it has none, or its folder where there is no record.
     fn machine(&self) -> &str {
-        self.records.first().map_or(&self.folder, |record| match record.environment.device.as_str() {
-            "cpu" => &record.environment.cpu,
-            device => device,
+        let named = self.records.iter().find(|record| record.environment.device != "cpu");
+        named.or(self.records.first()).map_or(&self.folder, |record| {
+            match record.environment.device.as_str() {
+                "cpu" => &record.environment.cpu,
+                device => device,
+            }
         })
     }
 
@@ -39,6 +42,8 @@ pub struct Document {
     pub opening: Option<Opening>,
     /// Every claim with its verdict.
     pub claims: Vec<CheckedClaim>,
+    /// The newest setting of the machine that most records are of.
+    pub machine: Option<String>,
     /// The machines and revisions of the records.
     pub environments: Vec<String>,
     /// The machines of other reports, each with its page.
@@ -114,6 +119,7 @@ impl Document {
         Self {
             opening,
             claims,
+            machine: main_environment(records),
             environments: environments(records),
             others: others.iter().map(|other| (other.machine().to_owned(), other.page())).collect(),
             parts: parts(specs, records, runs, others),

@@ -159,6 +159,18 @@ pub(crate) fn environments(records: &[Record]) -> Vec<String> {
     order.iter().map(line).collect()
 }
 
+/// The newest setting of the machine and device that most records are of.
+pub(crate) fn main_environment(records: &[Record]) -> Option<String> {
+    let mut counts: BTreeMap<(&str, &str), usize> = BTreeMap::new();
+    for Record { environment, .. } in records {
+        *counts.entry((&environment.device, &environment.cpu)).or_default() += 1;
+    }
+    let (device, cpu) = counts.into_iter().max_by_key(|(_, count)| *count)?.0;
+    let here = records.iter().map(|r| &r.environment).filter(|e| e.device == device && e.cpu == cpu);
+    let newest = here.max_by_key(|e| e.unix_time)?;
+    Some(format!("{}, {}", place(newest), day(newest.unix_time)))
+}
+
 fn place(e: &Environment) -> String {
     let mut parts = vec![if e.device == "cpu" { e.cpu.clone() } else { format!("{} ({})", e.device, e.cpu) }];
     parts.push(format!("{} thread{}", e.threads, if e.threads == 1 { "" } else { "s" }));

@@ -81,13 +81,13 @@ fn bars(headline: &Headline) -> String {
 
 fn machines(document: &Document) -> String {
     let mut lines = Vec::new();
-    if let Some(last) = document.environments.last() {
+    if let Some(machine) = &document.machine {
         let more = match document.environments.len() - 1 {
             0 => String::new(),
-            1 => " and one other revision".into(),
+            1 => " and one other revision or setting".into(),
             several => format!(" and {several} other revisions or settings"),
         };
-        lines.push(format!("{}{more}", escape(last)));
+        lines.push(format!("{}{more}", escape(machine)));
     }
     lines.extend(
         document

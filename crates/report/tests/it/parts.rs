@@ -257,6 +257,15 @@ fn every_finding_follows_the_sign_of_its_figures() {
 }
 
 #[test]
+fn every_formula_is_drawn() {
+    let specs = registered();
+    let page = report::page::html(&Document::of(&specs, &[], &[], &[]));
+    assert!(page.contains("<math"), "the parts have formulas");
+    let undrawn = page.split("<code>\\").nth(1).map(|rest| rest.chars().take(60).collect::<String>());
+    assert_eq!(undrawn, None, "a formula has what `math` does not know");
+}
+
+#[test]
 fn mistakes_in_parts() {
     let error = |change: &dyn Fn(&str) -> String| {
         let folder = tempfile::tempdir().unwrap();
