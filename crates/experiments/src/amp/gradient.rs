@@ -23,7 +23,7 @@ pub(crate) struct GradientArgs {
     /// How large
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
-    /// Gradients in each set-up, in turns [default: 3 at smoke, 5 at laptop, else 11]
+    /// Gradients in each set-up, in turns [default: 3 at smoke and laptop, else 11]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     repeats: Option<u64>,
 }
@@ -38,8 +38,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &GradientArgs) -> anyhow::Resu
         SETUPS.iter().map(|setup| Gradient::new(*setup, &sizes, &scales)).collect::<Result<_, _>>()?;
     let mut costs: Vec<Vec<Cost>> = vec![Vec::new(); SETUPS.len()];
     let repeats = arguments.repeats.unwrap_or(match arguments.scale {
-        Scale::Smoke => 3,
-        Scale::Laptop => 5,
+        Scale::Smoke | Scale::Laptop => 3,
         _ => 11,
     });
     let mut progress = Progress::new((repeats + 1) * SETUPS.len() as u64);

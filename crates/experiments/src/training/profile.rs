@@ -64,7 +64,7 @@ impl Measurement {
         let device = runtime::device::select(&common.device)?;
         runtime::memory::track_cpu()?;
         let sizes = Sizes::of(which.scale);
-        let smoke = which.scale == Scale::Smoke;
+        let few = matches!(which.scale, Scale::Smoke | Scale::Laptop);
         Ok(Self {
             sink: Sink::new(common, crate::environment::of(device)?)?,
             progress: Progress::new(parts as u64),
@@ -81,7 +81,7 @@ impl Measurement {
                 warmup: 2,
                 turn: if device.is_cuda() { 10 } else { 1 },
                 turns: sizes.turns,
-                traced: if smoke { 2 } else { 3 },
+                traced: if few { 2 } else { 3 },
             },
         })
     }

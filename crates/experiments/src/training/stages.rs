@@ -25,7 +25,7 @@ pub(crate) struct StagesArgs {
 
 const EXPERIMENT: &str = "stages";
 /// Steps of each stage before it is measured; its peak is theirs.
-const WARMUP: u64 = 4;
+const WARMUP: u64 = 3;
 
 /// A part of the assignment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
