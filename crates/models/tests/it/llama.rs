@@ -375,7 +375,7 @@ fn attention_is_causal_and_positions_matter() {
     let error = model.logits(&Input::new(&Tensor::zeros([1, 33], (Kind::Int64, Device::Cpu)))).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "rotary embedding: position 32 is outside the table's 32 places (0 to 31); cut the rows, or make the table longer"
+        "rotary embedding: position 32 is outside the table's 32 positions (0 to 31); cut the rows, or make the table longer"
     );
 }
 
