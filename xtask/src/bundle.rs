@@ -18,7 +18,7 @@ use archive::Entry;
 /// Limit of the archive: a larger one contains files that do not belong in it.
 const LIMIT: u64 = 50 << 20;
 
-/// Finds libtorch through the target's Python, then starts `xtask`. [`SERIES`] stands in it for the version.
+/// Finds libtorch through the target's Python, then starts `xtask`. It contains [`SERIES`] in place of the version.
 const SCRIPT: &str = include_str!("bundle/run.sh");
 
 /// In [`SCRIPT`], torch's version without the patch.

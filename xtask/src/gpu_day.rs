@@ -1,7 +1,7 @@
-//! `cargo xtask gpu-day`: all that is worth knowing about a GPU that is at hand for ten minutes.
+//! `cargo xtask gpu-day`: tests, experiments and comparisons on a GPU, within ten minutes.
 //!
 //! The parts run in the order of their value, each in a process group of its own with a deadline, so that a part that
-//! fails, crashes or hangs costs its own time alone. Records are written as they come. With `--device cpu` the same parts
+//! fails, crashes or hangs costs only its own time. Records are written as they come. With `--device cpu` the same parts
 //! run at scale smoke: a rehearsal without a GPU, whose tests of CUDA skip themselves.
 
 use std::ffi::OsString;
@@ -60,7 +60,7 @@ enum Work {
 struct Part {
     name: &'static str,
     work: Work,
-    /// Deadline in seconds, with room above what it takes on an H200.
+    /// Deadline in seconds, with a margin above the time on an H200.
     seconds: u64,
 }
 

@@ -1,6 +1,6 @@
 //! `cargo xtask kernels check`: what each CUDA kernel costs, without a GPU and without libtorch.
 //!
-//! NVRTC compiles the kernels, its assembler tells registers and spills, and the crate `ptx` runs a few rows of each and counts.
+//! NVRTC compiles the kernels, its assembler reports registers and spills, and the crate `ptx` runs a few rows of each and counts.
 //! Times are predicted from those counts and the GPUs' data sheets.
 
 mod compiler;

@@ -66,12 +66,12 @@ pub(crate) fn ensure(workspace: &Workspace, wanted: Option<Variant>) -> Result<T
     put_in_place(workspace, torch, from, start)
 }
 
-/// Makes `pair` the one that is built: its libtorch, then its `tch` in `Cargo.lock`, then the link. What fails on the way
+/// Makes `pair` the one that is built: its libtorch, then its `tch` in `Cargo.lock`, then the link. A failure
 /// leaves the lock and the link as they were.
 fn switch(workspace: &Workspace, pair: &Pair, wanted: Option<Variant>) -> Result<()> {
     let start = Instant::now();
     let (torch, from) = find(workspace, pair, wanted)?;
-    // A lock with a version that is not known here is what a switch mends.
+    // A switch repairs a lock with an unknown version.
     let locked = workspace.pair().ok() == Some(pair);
     if !locked {
         cargo::lock_tch(workspace, pair)?;

@@ -45,7 +45,7 @@ pub(crate) struct Torch {
 }
 
 impl Torch {
-    /// Reads what lies in `folder`.
+    /// Reads the libtorch in `folder`.
     pub(crate) fn inspect(folder: &Path) -> Result<Self> {
         let library = format!("libtorch_cpu.{}", if cfg!(target_os = "macos") { "dylib" } else { "so" });
         if !folder.exists() {

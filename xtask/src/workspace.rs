@@ -45,7 +45,7 @@ pub(crate) struct Workspace {
 }
 
 impl Workspace {
-    /// A bundle when its manifest lies beside this executable, else the workspace that cargo runs this from, else the
+    /// A bundle when its manifest is beside this executable, else the workspace that cargo runs this from, else the
     /// one around the working folder.
     pub(crate) fn find() -> Result<Self> {
         let program = std::env::current_exe().context("cannot find the path of this program")?;

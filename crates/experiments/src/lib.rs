@@ -1,6 +1,6 @@
 //! The measurements behind the reports, and the code that only measurements need.
 //!
-//! The program is `experiments CRATE VERB`, where CRATE is the crate that is measured; a module here has its name. What each
+//! The program is `experiments CRATE VERB`, where CRATE is the crate that is measured; its module has the same name. What each
 //! measurement shows and claims is registered in `experiments/<crate>.toml`, from which `xtask` runs it and `report` shows it.
 //! Baselines (implementations of other frameworks), injected slowdowns and the corpora that are trained on live here too: no library
 //! contains code that only a measurement needs.
@@ -42,7 +42,7 @@ enum Measured {
     /// Parameters, FLOPs, bytes and training time of language models, on paper
     #[command(subcommand)]
     Accounting(crate::accounting::Verb),
-    /// Mixed precision: loss scalers, autocast, and what they buy
+    /// Mixed precision: loss scalers and autocast
     #[command(subcommand)]
     Amp(crate::amp::Verb),
     /// Datasets, samplers, packing and loaders that resume

@@ -4,8 +4,8 @@ use runtime::memory::Region;
 use tch::Device;
 use training::Result;
 
-/// The most bytes that were live in any stretch of a training that ended with a step. An observer tells it where stretches
-/// end: losses are read before an evaluation, so one that ends with a step's record has no evaluation in it.
+/// The most bytes that were live in any region of a training that ended with a step. An observer calls it where regions end:
+/// losses are read before an evaluation, so a region that ends with a step's record contains no evaluation.
 #[derive(Debug)]
 pub(crate) struct StepPeak {
     device: Device,
@@ -15,7 +15,7 @@ pub(crate) struct StepPeak {
 }
 
 impl StepPeak {
-    /// Begins the first stretch.
+    /// Starts the first region.
     ///
     /// # Errors
     /// Those of [`Region::start`].

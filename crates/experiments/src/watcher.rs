@@ -9,7 +9,7 @@ use training::observer::{Observer, StepRecord};
 
 use crate::step_peak::StepPeak;
 
-/// What was seen of a training.
+/// What was recorded of a training.
 #[derive(Debug)]
 pub(crate) struct Watched {
     /// Every step.
@@ -31,7 +31,7 @@ impl Watched {
 pub(crate) struct Watcher(Arc<Mutex<Watched>>);
 
 impl Watcher {
-    /// Begins to watch `trainer`; the first stretch of its peak begins now.
+    /// Starts to watch `trainer`, and the first region of its peak.
     pub(crate) fn of(trainer: &mut Trainer, device: Device) -> training::Result<Self> {
         let watched = Watched { steps: Vec::new(), evaluations: Vec::new(), peak: StepPeak::start(device)? };
         let watcher = Self(Arc::new(Mutex::new(watched)));
@@ -39,7 +39,7 @@ impl Watcher {
         Ok(watcher)
     }
 
-    /// What was seen so far.
+    /// Returns what was recorded so far.
     pub(crate) fn seen(&self) -> MutexGuard<'_, Watched> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -24,10 +24,10 @@ impl Efficiency {
     /// # Errors
     /// A device that does not exist, too little memory.
     pub fn measure(probe: &StepProbe, device: Device) -> Result<Self> {
-        // Large enough that the device is full, small enough not to be waited for.
+        // Large enough to fill the device, and short.
         let size = if device.is_cuda() { 4096 } else { 1024 };
         let product = physical::gemm_rate(device, Kind::Float, size, size, size)?;
-        // What the machine can do at best is its best sample: what disturbs the others is no limit of its own.
+        // The best sample is the machine's limit: the others were disturbed by other work.
         let seconds = product.time.samples.iter().copied().fold(f64::INFINITY, f64::min);
         let peak_rate = seconds.is_finite().then(|| 2.0 * (size as f64).powi(3) / seconds.max(1e-12));
         Ok(Self { flops_per_token: Some(probe.flops_per_position()), peak_rate })
@@ -50,7 +50,7 @@ pub struct Display {
     /// Tokens per second.
     rate: f64,
     /// Positions per second, padding included.
-    places_rate: f64,
+    positions_rate: f64,
     validation: Option<f64>,
     /// The text of the bar.
     line: String,
@@ -69,7 +69,7 @@ impl Display {
             device,
             efficiency,
             rate: 0.0,
-            places_rate: 0.0,
+            positions_rate: 0.0,
             validation: None,
             line: String::new(),
         }
@@ -96,7 +96,7 @@ impl Display {
     fn line(&self, record: &StepRecord) -> String {
         let memory = runtime::memory::live_bytes(self.device)
             .map_or_else(|_| "–".to_owned(), |bytes| format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30)));
-        let mfu = self.efficiency.mfu(self.places_rate);
+        let mfu = self.efficiency.mfu(self.positions_rate);
         let mfu = mfu.map_or_else(|| "–".to_owned(), |share| format!("{:.0} %", share * 100.0));
         let validation = self.validation.map_or_else(String::new, |loss| format!(" (valid {loss:.3})"));
         // As long as there is room for beside a bar on 80 columns.
@@ -107,12 +107,12 @@ impl Display {
 impl Observer for Display {
     fn on_step(&mut self, record: &StepRecord) -> Result<()> {
         let seconds = record.timings.total.max(1e-9);
-        let smooth = |rate: f64, places: usize| {
-            let latest = places as f64 / seconds;
+        let smooth = |rate: f64, positions: usize| {
+            let latest = positions as f64 / seconds;
             if rate == 0.0 { latest } else { rate + SMOOTHING * (latest - rate) }
         };
         self.rate = smooth(self.rate, record.tokens);
-        self.places_rate = smooth(self.places_rate, record.tokens + record.padding);
+        self.positions_rate = smooth(self.positions_rate, record.tokens + record.padding);
         self.advance(record.step);
         self.line = self.line(record);
         self.progress.message(&self.line);

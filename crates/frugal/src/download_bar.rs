@@ -16,7 +16,7 @@ use models::hub::Progress;
 /// # Ok::<(), models::Error>(())
 /// ```
 pub fn terminal_bar() -> Arc<dyn Fn(Progress) + Send + Sync> {
-    // Nothing is drawn before the first bytes: who finds all in the cache sees no bar.
+    // Nothing is drawn before the first bytes, and nothing at all if everything is in the cache.
     let bar = styled(ProgressDrawTarget::stderr());
     Arc::new(move |progress| show(&bar, progress))
 }

@@ -10,6 +10,8 @@ use serde_json::{Value, json};
 use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
 
+use crate::error::{Error, Result};
+
 /// Returns a step as a JSON object.
 pub fn of_step(record: &StepRecord) -> Value {
     let &StepRecord { step, loss, learning_rate, gradient_norm, tokens, padding, targets, timings, .. } =
@@ -86,7 +88,7 @@ impl Observer for LossLog {
     }
 }
 
-/// The first and the last losses of a run.
+/// The first and the last losses of a training.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Losses {
     /// Of the first step.
@@ -95,6 +97,30 @@ pub struct Losses {
     pub last: Option<f64>,
     /// Of the last evaluation.
     pub validation: Option<f64>,
+}
+
+impl Losses {
+    /// Reads them from a loss log; none from a file that does not exist.
+    ///
+    /// # Errors
+    /// A file that cannot be read.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = match fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => return Ok(Self::default()),
+            Err(cause) => return Err(Error::File { path: path.to_owned(), reason: cause.to_string() }),
+        };
+        let mut losses = Self::default();
+        // A kill may have cut the last line short.
+        for value in text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
+            if let Some(loss) = value["loss"].as_f64() {
+                losses.first.get_or_insert(loss);
+                losses.last = Some(loss);
+            }
+            losses.validation = value["validation_loss"].as_f64().or(losses.validation);
+        }
+        Ok(losses)
+    }
 }
 
 /// An observer that keeps [`Losses`]. Clones share them.

@@ -43,8 +43,12 @@ enum Command {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     report::cli::run(|| match &cli.command {
-        Command::Train(arguments) => program::train::run(&cli.common, arguments),
-        Command::Finetune(arguments) => program::finetune::run(&cli.common, arguments),
+        Command::Train(arguments) => {
+            program::train::run(&cli.common, arguments).map_err(program::flags::named)
+        }
+        Command::Finetune(arguments) => {
+            program::finetune::run(&cli.common, arguments).map_err(program::flags::named)
+        }
         Command::Resume(arguments) => program::resume::run(&cli.common, arguments),
         Command::Eval(arguments) => program::eval::run(&cli.common, arguments),
         Command::Generate(arguments) => program::generate::run(&cli.common, arguments),

@@ -7,6 +7,7 @@ pub(crate) mod eval;
 pub(crate) mod export;
 pub(crate) mod figures;
 pub(crate) mod finetune;
+pub(crate) mod flags;
 pub(crate) mod generate;
 pub(crate) mod info;
 pub(crate) mod merge;
@@ -25,23 +26,26 @@ use std::path::PathBuf;
 use clap::Args;
 use tch::Device;
 
+/// Heading of [`Common`]'s flags in a subcommand's help.
+const COMMON: &str = "Common options";
+
 /// Flags that every subcommand has.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Common {
     /// Where to compute: cpu, cuda or cuda:N [default: cpu]
-    #[arg(long, global = true)]
+    #[arg(long, global = true, help_heading = COMMON)]
     pub(crate) device: Option<String>,
     /// Seed of every random choice [default: 0]
-    #[arg(long, global = true)]
+    #[arg(long, global = true, help_heading = COMMON)]
     pub(crate) seed: Option<u64>,
     /// Append each step of a training to FILE as measurements, JSON lines
-    #[arg(long, value_name = "FILE", global = true)]
+    #[arg(long, value_name = "FILE", global = true, help_heading = COMMON)]
     pub(crate) records: Option<PathBuf>,
     /// Print a machine-readable result on standard output
-    #[arg(long, global = true)]
+    #[arg(long, global = true, help_heading = COMMON)]
     pub(crate) json: bool,
-    /// Print errors and results only
-    #[arg(long, short, global = true)]
+    /// Print results and errors only: no progress, no notes
+    #[arg(long, short, global = true, help_heading = COMMON)]
     pub(crate) quiet: bool,
 }
 

@@ -6,7 +6,7 @@
 //! | JSON lines with `text` | one line | everything |
 //! | plain text | as many tokens as fit | everything |
 //!
-//! Prompt and completion are tokenized apart, as generation tokenizes the prompt alone. A text's last token in one row is the
+//! Prompt and completion are tokenized separately, as generation tokenizes the prompt alone. A text's last token in one row is the
 //! first of the next, so that every token is predicted once.
 
 use std::path::Path;
@@ -40,6 +40,8 @@ pub struct Rows {
     pub rows: Vec<MaskedRow>,
     /// Rows that were too long and left out.
     pub skipped: usize,
+    /// Rows that are left out because they have no text to learn.
+    pub empty: usize,
 }
 
 /// Returns the format of a path, by its name and its first line.
@@ -73,25 +75,34 @@ pub fn json_lines(path: &Path, tokenizer: &Tokenizer, options: &RowOptions) -> R
             reason: format!("line {}: {reason}", index + 1),
         };
         let fields: Map<String, Value> = serde_json::from_str(line)
-            .map_err(|cause| refuse(format!("not a JSON object ({cause}); mend or remove the line")))?;
+            .map_err(|cause| refuse(format!("not a JSON object ({cause}); fix or remove the line")))?;
         let row = row(&fields, tokenizer, options).map_err(|error| refuse(error.to_string()))?;
-        if row.tokens.len() <= options.longest {
+        if row.labels.iter().skip(1).all(|label| *label == IGNORE_INDEX) {
+            rows.empty += 1;
+        } else if row.tokens.len() <= options.longest {
             rows.rows.push(row);
         } else if options.skip_long {
             rows.skipped += 1;
         } else {
             return Err(refuse(format!(
-                "{} tokens are more than the longest row of {}; shorten it, or skip long rows",
+                "{} tokens are more than the longest row of {}; shorten it, or leave long rows out (--skip-long)",
                 row.tokens.len(),
                 options.longest
             )));
         }
     }
     if rows.rows.is_empty() {
-        let reason = format!(
-            "no row in it; expected JSON lines with `prompt` and `completion`, or with `{}`",
-            options.field
-        );
+        let reason = match (rows.skipped, rows.empty) {
+            (0, 0) => format!(
+                "no row in it; expected JSON lines with `prompt` and `completion`, or with `{}`",
+                options.field
+            ),
+            (0, empty) => format!("none of its {empty} rows has a text to learn"),
+            (skipped, _) => format!(
+                "{skipped} rows are longer than {} tokens, and no other is left; shorten them, or raise the longest row",
+                options.longest
+            ),
+        };
         return Err(Error::File { path: path.to_owned(), reason });
     }
     Ok(rows)
@@ -117,7 +128,7 @@ pub fn text(path: &Path, tokenizer: &Tokenizer, options: &RowOptions) -> Result<
         let tokens = ids[start..ids.len().min(start + options.longest)].to_vec();
         MaskedRow { labels: tokens.clone(), tokens }
     });
-    Ok(Rows { rows: rows.collect(), skipped: 0 })
+    Ok(Rows { rows: rows.collect(), ..Rows::default() })
 }
 
 fn row(fields: &Map<String, Value>, tokenizer: &Tokenizer, options: &RowOptions) -> Result<MaskedRow> {
@@ -177,8 +188,8 @@ mod tests {
         )
         .unwrap();
         assert_eq!(detect(&path).unwrap(), DataFormat::Rows);
-        let Rows { rows, skipped } = json_lines(&path, &tokenizer, &options).unwrap();
-        assert_eq!((rows.len(), skipped), (2, 0));
+        let Rows { rows, skipped, empty } = json_lines(&path, &tokenizer, &options).unwrap();
+        assert_eq!((rows.len(), skipped, empty), (2, 0, 0));
         let prompt = tokenizer.encode("How many pears?").unwrap().len();
         assert!(rows[0].labels[..prompt].iter().all(|label| *label == IGNORE_INDEX));
         assert_eq!(rows[0].labels[prompt..], rows[0].tokens[prompt..]);
@@ -212,7 +223,10 @@ mod tests {
             ("{", "line 2: not a JSON object"),
             ("{\"a\": 1}", "line 2: neither `prompt` and `completion` nor `text`; the fields here are: a"),
             ("{\"text\": 5}", "line 2: `text` is 5; expected a text"),
-            (long.as_str(), "are more than the longest row of 40; shorten it, or skip long rows"),
+            (
+                long.as_str(),
+                "are more than the longest row of 40; shorten it, or leave long rows out (--skip-long)",
+            ),
         ] {
             std::fs::write(&path, format!("{{\"text\": \"a\"}}\n{line}\n")).unwrap();
             let error = json_lines(&path, &tokenizer, &options).unwrap_err().to_string();
@@ -220,5 +234,22 @@ mod tests {
         }
         let skipping = RowOptions { skip_long: true, ..options };
         assert_eq!(json_lines(&path, &tokenizer, &skipping).unwrap().skipped, 1);
+    }
+
+    #[test]
+    fn rows_without_a_text_are_left_out_and_counted() {
+        let (folder, tokenizer, options) = setting();
+        let path = folder.path().join("rows.jsonl");
+        let check = |lines: &str, longest| {
+            std::fs::write(&path, lines).unwrap();
+            let options = RowOptions { longest, skip_long: true, ..options.clone() };
+            json_lines(&path, &tokenizer, &options)
+        };
+        let Rows { rows, empty, .. } = check("{\"text\": \"\"}\n{\"text\": \"a pear\"}\n", 40).unwrap();
+        assert_eq!((rows.len(), empty), (1, 1));
+        let error = check("{\"text\": \"\"}\n", 40).unwrap_err().to_string();
+        assert!(error.ends_with("none of its 1 rows has a text to learn"), "{error}");
+        let error = check("{\"text\": \"a pear\"}\n", 1).unwrap_err().to_string();
+        assert!(error.contains("1 rows are longer than 1 tokens, and no other is left"), "{error}");
     }
 }

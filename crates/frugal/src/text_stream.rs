@@ -1,14 +1,14 @@
 //! Streams generated text, token by token.
 //!
 //! A token of a byte-level BPE may end within a character, and may begin with what the one before left open; other decoders treat
-//! the first token of a text apart. So new tokens are decoded together with the last ones before them, and the new text is the
+//! the first token of a text specially. So new tokens are decoded together with the last ones before them, and the new text is the
 //! difference; it is held back while it ends within a character, or while it may be the beginning of a stop text.
 
 use dataloading::Tokenizer;
 
 use crate::error::{Error, Result};
 
-/// The replacement character, which stands for an incomplete character.
+/// The replacement character, which replaces an incomplete character.
 const UNFINISHED: char = '\u{fffd}';
 
 /// The text of one row. See the [module](self).

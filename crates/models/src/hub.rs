@@ -32,7 +32,7 @@ use crate::hugging_face::{CONFIG, INDEX, SINGLE, Weights};
 
 /// The files of a model's repository that are fetched: all that this crate, or transformers on the same folder, reads, and no
 /// other framework's weights.
-const MODEL_FILES: [&str; 10] = [
+const MODEL_FILES: [&str; 13] = [
     CONFIG,
     SINGLE,
     INDEX,
@@ -41,6 +41,9 @@ const MODEL_FILES: [&str; 10] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
     "vocab.json",
     "merges.txt",
 ];
@@ -174,6 +177,9 @@ impl Hub {
         let path = Path::new(name_or_path);
         if path.is_dir() {
             return Ok(path.to_owned());
+        }
+        if path.is_file() {
+            return Err(refuse(name_or_path, "it is a file; give the folder of a model".to_owned()));
         }
         self.fetch(name_or_path, revision).map_err(|error| match error {
             Error::Hub { name, reason } => {

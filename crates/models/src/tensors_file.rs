@@ -264,6 +264,18 @@ const DTYPES: [(Kind, Dtype); 10] = [
     (Kind::Bool, Dtype::BOOL),
 ];
 
+/// Returns PyTorch's name of a dtype, such as `bfloat16`.
+pub fn dtype_name(kind: Kind) -> String {
+    match kind {
+        Kind::Float => "float32".to_owned(),
+        Kind::BFloat16 => "bfloat16".to_owned(),
+        Kind::Half => "float16".to_owned(),
+        Kind::Double => "float64".to_owned(),
+        Kind::Int => "int32".to_owned(),
+        other => format!("{other:?}").to_lowercase(),
+    }
+}
+
 fn dtype_of(kind: Kind) -> Option<Dtype> {
     DTYPES.iter().find(|(known, _)| *known == kind).map(|(_, dtype)| *dtype)
 }

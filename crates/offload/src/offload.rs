@@ -3,7 +3,7 @@
 use models::hugging_face::Folder;
 use models::init::Init;
 use models::module::{Block, FunctionalCall, Module, ModuleMapper, freeze, map_modules, try_replace_block};
-use models::tensors_file::TensorLocation;
+use models::tensors_file::{TensorLocation, dtype_name};
 use models::{Llama, LlamaConfig};
 use runtime::device;
 use tch::{Device, Kind};
@@ -71,9 +71,9 @@ impl Offload {
         let in_files = matches!(options.tier, Tier::File(_));
         if in_files && folder.kind()? != kind {
             let reason = format!(
-                "its weights are {:?}, and layers that stay in files are not converted; load them in that dtype, or with the host \
+                "its weights are {}, and layers that stay in files are not converted; load them in that dtype, or with the host \
                  tier",
-                folder.kind()?
+                dtype_name(folder.kind()?)
             );
             return Err(Error::File { path: folder.path().to_owned(), reason });
         }

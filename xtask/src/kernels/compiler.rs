@@ -7,23 +7,23 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 
-/// What the script reads.
+/// Input of the script.
 #[derive(Serialize)]
 pub(super) struct Request<'a> {
     /// Where NVRTC is.
     pub(super) folder: &'a Path,
     pub(super) text: &'a str,
-    /// Names and texts of what it may include.
+    /// Names and texts of the headers.
     pub(super) headers: serde_json::Map<String, serde_json::Value>,
     pub(super) expressions: &'a [&'a str],
     pub(super) options: &'a [String],
 }
 
-/// What it writes.
+/// Output of the script.
 #[derive(Deserialize)]
 pub(super) struct Compiled {
     pub(super) ptx: String,
-    /// What the assembler said.
+    /// The log of the assembler.
     pub(super) log: String,
     /// The kernels' names, in the order of the expressions.
     pub(super) names: Vec<String>,

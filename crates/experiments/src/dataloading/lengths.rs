@@ -48,12 +48,12 @@ pub const WAYS: [Way; 7] = [
     Way::Packed,
 ];
 
-/// What whole epochs came to.
+/// Counts of whole epochs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Counted {
     /// Positions of all batches, for each epoch.
     pub positions: Vec<f64>,
-    /// The share of them that pads.
+    /// The share of them that is padding.
     pub padding: Vec<f64>,
     /// Tokens that did not fit, for each epoch.
     pub dropped: Vec<f64>,
@@ -71,7 +71,7 @@ impl Way {
         }
     }
 
-    /// The waste by the lengths alone, where there is a closed form.
+    /// The padding computed from the lengths, where there is a closed form.
     pub fn computed(self, statistics: &LengthStatistics) -> Option<Waste> {
         match self {
             Self::OneLength => Some(statistics.padded_to(LENGTH)),
@@ -129,7 +129,7 @@ impl Way {
     }
 }
 
-/// Lengths of one text's lines, and what every way pads.
+/// Lengths of one text's lines, and the padding of every strategy.
 ///
 /// # Errors
 /// Data that is there and cannot be read.

@@ -13,7 +13,7 @@ use super::{Figures, repeats, seconds};
 /// Tokens of a row, and the longest document.
 pub(crate) const CAPACITY: u32 = 512;
 
-/// A fill that is asked for. On three of five draws of 10,000 lengths no packing at all reaches it: documents above 256
+/// The wanted fill. On three of five draws of 10,000 lengths no packing at all reaches it: documents above 256
 /// tokens have rows of their own, and some dozens more of them than of the others leave rows half empty.
 const BAR: f64 = 0.997;
 
@@ -27,7 +27,7 @@ pub(crate) fn sizes(scale: Scale) -> &'static [usize] {
     }
 }
 
-/// What packs.
+/// A packer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Packer {
     /// A plan, and all rows written down.

@@ -90,12 +90,12 @@ pub(crate) fn measure(n: usize, k: usize, seed: u64, scale: Scale) -> Result<Fig
     Ok(Figures { experiment: "sampler", case, metrics })
 }
 
-/// One element of a shuffled order of `n`, at indices far apart.
+/// One element of a shuffled order of `n`, at scattered indices.
 pub(crate) fn permutation(n: usize, seed: u64, scale: Scale) -> Figures {
     const CALLS: u64 = 1 << 20;
     let (len, order) = (n as u64, Permutation::new(n as u64, seed, 0, 0));
     let times = seconds(repeats(scale), || {
-        // A stride without a common factor with powers of ten: no place twice before all were asked for.
+        // A stride without a common factor with powers of ten: no index repeats before all were used.
         (0..CALLS).map(|call| order.at(call * 7919 % len)).fold(0, u64::wrapping_add)
     });
     let per_call: Vec<f64> = times.iter().map(|seconds| seconds / CALLS as f64).collect();

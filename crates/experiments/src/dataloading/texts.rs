@@ -22,7 +22,7 @@ pub enum Text {
 }
 
 impl Text {
-    /// Those that are measured.
+    /// The measured ones.
     pub const ALL: [Self; 2] = [Self::Embedded, Self::WikiText2];
 
     /// As records call it.

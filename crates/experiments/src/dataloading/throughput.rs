@@ -21,7 +21,7 @@ use super::synthetic::{Synthetic, text_lengths};
 
 /// Samples of a batch.
 pub(crate) const BATCH: usize = 32;
-/// Tokens of a row, at most.
+/// Maximum number of tokens of a row.
 pub(crate) const LENGTH: usize = 512;
 
 /// How samples become batches.
@@ -82,7 +82,7 @@ impl Strategy {
     }
 }
 
-/// Where samples lie.
+/// Where samples are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Origin {
     /// In memory.

@@ -16,7 +16,7 @@ use crate::dtype;
 
 #[derive(Args)]
 pub(crate) struct Decode {
-    /// How large the shape is, where none is given
+    /// Size of the experiment; --shape overrides its shape
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
     /// qwen2.5-0.5b, qwen2.5-7b, tiny, or a config.json
@@ -25,16 +25,16 @@ pub(crate) struct Decode {
     /// Dtypes of the weights: fp32, bf16, fp16
     #[arg(long, value_delimiter = ',', default_value = "fp32,bf16", value_parser = dtype::parse)]
     dtype: Vec<Kind>,
-    /// Prompts at a time
+    /// Prompts per batch
     #[arg(long, value_delimiter = ',', default_value = "1,4", value_parser = clap::value_parser!(i64).range(1..))]
     batch: Vec<i64>,
     /// Tokens of a prompt
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(i64).range(1..))]
     prompt: i64,
-    /// New tokens for each
+    /// New tokens per prompt
     #[arg(long, default_value_t = 24, value_parser = clap::value_parser!(u32).range(2..))]
     new_tokens: u32,
-    /// Measured times
+    /// Measured repeats
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
     /// The experiment that the records are of

@@ -35,7 +35,7 @@ const FOLLOWED: usize = 32;
 
 #[derive(Args)]
 pub(crate) struct Embedded {
-    /// How long is trained
+    /// Size of the experiment
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
     /// Show this many answers of each model beside their questions
@@ -45,7 +45,7 @@ pub(crate) struct Embedded {
     recipe: Recipe,
 }
 
-/// What is learned at which pace; what is left out is the scale's.
+/// Steps and learning rates; the default of each depends on the scale.
 #[derive(Args)]
 struct Recipe {
     /// Steps of pretraining
@@ -142,7 +142,7 @@ fn case(method: &str) -> Case {
     Case::new().with("method", method)
 }
 
-/// What two adaptations are compared by: bytes at the most, bytes of the optimizer's state, and seconds of a step.
+/// The costs by which two adaptations are compared: peak bytes, bytes of the optimizer's state, and seconds of a step.
 struct Cost {
     peak: f64,
     state: f64,
@@ -173,7 +173,7 @@ impl Experiment<'_> {
         Ok(model)
     }
 
-    /// The weights of a model that has read stories, calculations and encyclopedia.
+    /// The weights of a model that was pretrained on stories, calculations and the encyclopedia.
     fn pretrain(&mut self) -> anyhow::Result<Vec<(String, Tensor)>> {
         let (steps, rows, length) = self.sizes.pretraining;
         runtime::random::seed(self.seed)?;
@@ -207,7 +207,7 @@ impl Experiment<'_> {
         state_dict(&model).into_iter().map(|(name, tensor)| Ok((name, tensor.f_detach_copy()?))).collect()
     }
 
-    /// Trains a model with these weights to answer, and judges it.
+    /// Trains a model with these weights to answer questions, and grades it.
     fn adapt(&mut self, base: &[(String, Tensor)], method: Method) -> anyhow::Result<Cost> {
         let recipe = &self.arguments.recipe;
         let (steps, problems) = self.sizes.adaptation;
@@ -276,7 +276,7 @@ impl Experiment<'_> {
         Ok(cost)
     }
 
-    /// Grades the model's answers to the held-out problems, and looks at what it knows of the encyclopedia.
+    /// Grades the model's answers to the held-out problems, and measures its loss on the encyclopedia.
     fn judge(&mut self, name: &str, model: &dyn LanguageModel) -> anyhow::Result<()> {
         self.progress.message(&format!("{name}: answers to held-out problems"));
         let start = Instant::now();
@@ -321,14 +321,14 @@ impl Experiment<'_> {
 }
 
 /// The factor of the learning rate in pretraining: up within 50 steps, then 1, then down to 0 over the last two fifths, as
-/// Hägele et al. have it (arXiv:2405.18392).
+/// in Hägele et al. (arXiv:2405.18392).
 fn pace(step: u64, steps: u64) -> f64 {
     let up = (step + 1) as f64 / 50.0;
     let down = (steps - step) as f64 / (0.4 * steps as f64);
     up.min(down).min(1.0)
 }
 
-/// Points of a curve at most.
+/// Maximum number of points of a curve.
 const POINTS: usize = 60;
 
 /// The training loss by step, each point the mean of the steps since the one before.

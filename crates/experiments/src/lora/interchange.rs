@@ -1,7 +1,7 @@
 //! `lora interchange`: adapters that PEFT wrote, and others for PEFT to read.
 //!
 //! With `--folder`, the middle of `xtask/peers/peft_interchange.py`: each adapter that PEFT wrote there is read and compared, and one
-//! of our own is written beside. Without, the adapters among the fixtures are read, compared and written back.
+//! of our own is written beside it. Without it, the adapters among the fixtures are read, compared and written back.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -38,7 +38,7 @@ impl FromStr for Shape {
 }
 
 impl Shape {
-    /// What is measured where nothing else was asked for.
+    /// The default of a scale.
     pub(crate) fn of(scale: Scale) -> Self {
         match scale {
             Scale::Smoke => Self::Tiny,

@@ -36,7 +36,7 @@ enum Method {
 
 #[derive(Args)]
 pub(crate) struct Step {
-    /// How large the shape is, where none is given
+    /// Size of the experiment; --shape overrides its shape
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
     /// qwen2.5-0.5b, qwen2.5-7b, tiny, or a config.json
@@ -54,7 +54,7 @@ pub(crate) struct Step {
     /// Dtypes of the base: fp32, bf16, fp16
     #[arg(long, value_delimiter = ',', default_value = "fp32", value_parser = dtype::parse)]
     dtype: Vec<Kind>,
-    /// What is kept
+    /// What a step keeps for backward
     #[arg(long, value_enum, value_delimiter = ',', default_value = "recompute,keep")]
     methods: Vec<Method>,
     /// Rank of the adapters on q, k, v and o
@@ -72,7 +72,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
-    // Before the first product, when they can be told from the rest.
+    // Before the first product, when they are distinguishable from other memory.
     runtime::device::product_workspaces(device)?;
     let shape = arguments.shape.clone().unwrap_or_else(|| Shape::of(arguments.scale));
     let rows = arguments.batch * arguments.sequence;
@@ -117,7 +117,7 @@ fn chunk(shape: &Shape) -> anyhow::Result<i64> {
     Ok(((128 << 20) / (4 * shape.config()?.vocab_size)).max(1))
 }
 
-/// The peak of such a step on paper.
+/// The predicted peak of such a step.
 fn predict(
     shape: &Shape,
     method: Method,

@@ -75,7 +75,7 @@ impl Model {
     }
 }
 
-/// How the gradient comes to libtorch's kernel.
+/// How the gradient is cast for libtorch's kernel.
 #[derive(Clone, Copy, PartialEq)]
 enum Casts {
     None,

@@ -264,7 +264,7 @@ fn rope(device: Device, effort: Effort) -> anyhow::Result<Figures> {
     Ok(figures)
 }
 
-/// Over a tile of fp32 logits, as the linear cross-entropy makes them; the gradient is rounded to bf16 where the tile lies.
+/// Over a tile of fp32 logits, as the linear cross-entropy makes them; the gradient is rounded to bf16 in place.
 fn cross_entropy(device: Device, effort: Effort) -> anyhow::Result<Figures> {
     let vocabularies: &[(i64, i64)] = match large(device, effort) {
         true => &[(4096, 128_256), (4096, 32_000), (4096, 50_257)],

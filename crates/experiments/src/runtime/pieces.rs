@@ -192,7 +192,7 @@ fn compare(
     Ok(())
 }
 
-/// Seconds of both sides and their ratio, in turns; who goes first changes.
+/// Seconds of both sides and their ratio, measured alternately; the order changes from round to round.
 fn in_turns(
     budget: f64,
     mut ours: impl FnMut() -> runtime::Result<()>,

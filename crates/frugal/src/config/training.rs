@@ -25,7 +25,7 @@ pub struct TrainingConfig {
     pub keep: usize,
     /// Continues when a checkpoint cannot be written.
     pub ignore_failed_checkpoints: bool,
-    /// Steps between evaluations on the validation data; one is made at the end in any case.
+    /// Steps between evaluations on the validation data; a fine-tuning makes one at the end in any case.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub evaluate_every: Option<u64>,
     /// Steps between reading losses from the device.

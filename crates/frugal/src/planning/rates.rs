@@ -33,7 +33,7 @@ pub struct MachineRates {
 }
 
 impl MachineRates {
-    /// For what does not depend on rates: who is on the device when.
+    /// Nominal rates, for results that do not depend on them: which layer is on the device when.
     pub const NOMINAL: Self = Self {
         flops: 1e11,
         bandwidth: 2e10,
@@ -47,7 +47,7 @@ impl MachineRates {
     /// # Errors
     /// A device that does not exist; too little memory or room on the disk.
     pub fn measure(product: [i64; 3], (kind, device): (Kind, Device), tier: &Tier) -> Result<Self> {
-        // Before the first product, when they can be told from the rest.
+        // Before the first product, when they are distinguishable from other memory.
         let product_workspaces = device::product_workspaces(device)?;
         // On a CPU products of low precision run in fp32.
         let compute = runtime::matmul::compute_kind(device, kind);

@@ -18,7 +18,7 @@ pub(crate) struct AdapterArgs {
     /// Probability that an element of an adapter's input is dropped [default: 0.05]
     #[arg(long, alias = "lora-dropout", allow_negative_numbers = true)]
     dropout: Option<f64>,
-    /// Which projections: names or their last parts, between commas, or all-linear [default: q_proj,k_proj,v_proj,o_proj]
+    /// Which projections: names or their last parts, separated by commas, or all-linear [default: q_proj,k_proj,v_proj,o_proj]
     #[arg(long, alias = "target-modules", value_name = "NAMES", value_delimiter = ',')]
     targets: Option<Vec<String>>,
     /// Which projections: a regular expression for their whole names
@@ -27,10 +27,10 @@ pub(crate) struct AdapterArgs {
     /// Scale by α/√r (rsLoRA)
     #[arg(long, alias = "use-rslora")]
     rslora: bool,
-    /// Learn the length of each row of the weights apart (DoRA)
+    /// Learn the magnitude of each row of the weights separately (DoRA)
     #[arg(long, alias = "use-dora")]
     dora: bool,
-    /// How adapters begin: true, false, gaussian, pissa, olora or orthogonal [default: true]
+    /// How adapters are initialised: true, false, gaussian, pissa, olora or orthogonal [default: true]
     #[arg(long, alias = "init-lora-weights")]
     init: Option<String>,
 }

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use tch::{Device, Kind};
 
 use super::Common;
-use super::output::{print_line, print_lines};
+use super::output::print_fields;
 
 #[derive(Args)]
 pub(crate) struct Doctor {
@@ -24,16 +24,13 @@ pub(crate) struct Doctor {
     /// Leave out the measured rates, which take some seconds
     #[arg(long)]
     fast: bool,
-    /// A folder whose disk is looked at [default: the current one]
+    /// A folder on the disk whose free space is shown
     #[arg(long, value_name = "FOLDER", default_value = ".")]
     folder: PathBuf,
 }
 
-/// A name, its text, and its JSON value.
-pub(crate) type Line = (String, String, Value);
-
 pub(crate) fn run(common: &Common, arguments: &Doctor) -> anyhow::Result<()> {
-    let mut lines: Vec<Line> = Vec::new();
+    let mut lines = Vec::new();
     let mut tell = |name: &str, text: String, value: Value| lines.push((name.to_owned(), text, value));
     let environment = Environment::detect("cpu", None);
     let torch = runtime::torch_version();
@@ -75,12 +72,7 @@ pub(crate) fn run(common: &Common, arguments: &Doctor) -> anyhow::Result<()> {
     tell("free disk", format!("{} in {}", human(disk as f64, "B"), arguments.folder.display()), json!(disk));
     let hub = hub(arguments.offline);
     tell("hub", hub.clone(), json!(hub));
-    if common.json {
-        let fields = lines.into_iter().map(|(name, _, value)| (name.replace(' ', "_"), value));
-        print_line(&Value::Object(fields.collect()));
-    } else {
-        print_lines(lines.iter().map(|(name, text, _)| (name.as_str(), text.as_str())));
-    }
+    print_fields(common, lines);
     Ok(())
 }
 

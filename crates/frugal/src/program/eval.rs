@@ -5,7 +5,7 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use super::Common;
-use anyhow::Context;
+use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use frugal::tasks::gsm8k::evaluate::Graded;
 use frugal::tasks::gsm8k::{Accuracy, EvaluateOptions, Evaluation, Grader, Problem, evaluate_generation};
@@ -50,7 +50,7 @@ pub(crate) struct Eval {
     /// Prompts at a time
     #[arg(long, default_value_t = 4)]
     batch_size: usize,
-    /// Tokens of an answer, at most
+    /// Maximum number of tokens of an answer
     #[arg(long, default_value_t = 256)]
     max_new_tokens: usize,
     /// Grade the first N problems
@@ -63,6 +63,9 @@ pub(crate) struct Eval {
 
 pub(crate) fn run(common: &Common, arguments: &Eval) -> anyhow::Result<()> {
     let device = common.device()?;
+    if arguments.limit == Some(0) {
+        bail!("--limit 0 leaves no problem to grade; give 1 or more");
+    }
     let folder = arguments.model.open()?;
     let encoder = arguments.encoding.encoder(&folder)?;
     let source = arguments.problems.problems();
@@ -84,17 +87,21 @@ pub(crate) fn run(common: &Common, arguments: &Eval) -> anyhow::Result<()> {
         ..EvaluateOptions::default()
     };
     let mut solver = Solver::new(model.as_ref(), Sampling::Greedy, &problems, &encoder, &few_shot)?;
-    let mut progress = Progress::new(problems.len() as u64);
+    let mut progress = (!common.quiet).then(|| Progress::new(problems.len() as u64));
     let (mut so_far, began) = (Accuracy::default(), std::time::Instant::now());
     let mut tokens = 0;
     let mut observe = |graded: &[Graded]| {
         for one in graded {
             so_far.add(one.right[&Grader::Flexible]);
             tokens += one.new_tokens;
-            progress.step();
+            if let Some(progress) = &mut progress {
+                progress.step();
+            }
         }
         let rate = tokens as f64 / began.elapsed().as_secs_f64().max(1e-9);
-        progress.message(&format!("accuracy {:.1} % {rate:.1} tokens/s", 100.0 * so_far.share()));
+        if let Some(progress) = &progress {
+            progress.message(&format!("accuracy {:.1} % {rate:.1} tokens/s", 100.0 * so_far.share()));
+        }
     };
     let evaluation =
         evaluate_generation(&mut solver, &problems, &encoder, &few_shot, &options, &mut observe)?;

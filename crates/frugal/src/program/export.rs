@@ -9,11 +9,12 @@ use clap::{ArgGroup, Args};
 use lora::peft::{self, CONFIG_FILE, PREFIX, TENSORS_FILE};
 use lora::{DEFAULT, LoraConfig, field_prefix};
 use models::{hugging_face, tensors_file};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use tch::{Device, Tensor};
 use training::checkpoint::{self, Checkpoint};
 
 use super::model::same_folder;
+use super::output::{print_line, say};
 use super::settings::DtypeArg;
 use super::training::CHECKPOINTS;
 
@@ -37,7 +38,7 @@ pub(crate) struct Export {
     base: Option<String>,
 }
 
-pub(crate) fn run(_: &Common, arguments: &Export) -> anyhow::Result<()> {
+pub(crate) fn run(common: &Common, arguments: &Export) -> anyhow::Result<()> {
     let (mut config, mut tensors) = match (&arguments.checkpoints, &arguments.adapter) {
         (Some(folder), _) => of_checkpoint(folder)?,
         (None, Some(folder)) => {
@@ -60,7 +61,11 @@ pub(crate) fn run(_: &Common, arguments: &Export) -> anyhow::Result<()> {
     }
     peft::write_folder(&arguments.out, &config, &tensors)?;
     let (count, out) = (tensors.len(), arguments.out.display());
-    let _ = writeln!(std::io::stderr().lock(), "an adapter of {count} tensors is in {out}");
+    if common.json {
+        print_line(&json!({ "result": { "adapter": arguments.out, "tensors": count } }));
+    } else {
+        say(common, &format!("the adapter, of {count} tensors, is in {out}"));
+    }
     Ok(())
 }
 
@@ -75,7 +80,12 @@ fn of_checkpoint(folder: &Path) -> anyhow::Result<(LoraConfig, Vec<(String, Tens
     let Some(Checkpoint { path, state, model, .. }) = found.checkpoint else {
         bail!("{}: no checkpoint in it; give the --out of a training", folder.display());
     };
-    let foreign = || anyhow!("{}: not a checkpoint of a training of adapters", path.display());
+    let foreign = || {
+        anyhow!(
+            "{}: not a checkpoint of adapters; what a full fine-tuning made is the folder `model` in its --out",
+            path.display()
+        )
+    };
     let prefix = field_prefix(DEFAULT);
     let fields = state["run"]["model"].as_object().ok_or_else(foreign)?;
     let own = fields.iter().filter_map(|(name, text)| Some((name.strip_prefix(&prefix)?, text.as_str()?)));

@@ -1,19 +1,16 @@
 //! Formats numbers.
 
-/// `1 081 344`.
+/// `1,081,344`.
 pub(crate) fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (at, digit) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at).is_multiple_of(3) {
-            text.push(' ');
-        }
-        text.push(digit);
-    }
-    text
+    accounting::quantity::grouped(number.into())
 }
 
-/// `1 081 344 of 495 114 112 (0.22 %)`.
+/// `1 step`, `1,081,344 steps`.
+pub(crate) fn counted(number: u64, unit: &str) -> String {
+    format!("{} {unit}{}", grouped(number), if number == 1 { "" } else { "s" })
+}
+
+/// `1,081,344 of 495,114,112 (0.22 %)`.
 pub(crate) fn share(part: u64, all: u64) -> String {
     let percent = if all == 0 { 0.0 } else { 100.0 * part as f64 / all as f64 };
     format!("{} of {} ({percent:.2} %)", grouped(part), grouped(all))
@@ -24,11 +21,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_grouped_by_three() {
-        for (number, text) in [(0, "0"), (999, "999"), (1000, "1 000"), (494_032_768, "494 032 768")] {
-            assert_eq!(grouped(number), text);
-        }
-        assert_eq!(share(1_081_344, 495_114_112), "1 081 344 of 495 114 112 (0.22 %)");
+    fn counts_and_shares_are_grouped() {
+        assert_eq!((&*counted(1, "step"), &*counted(2000, "step")), ("1 step", "2,000 steps"));
+        assert_eq!(share(1_081_344, 495_114_112), "1,081,344 of 495,114,112 (0.22 %)");
         assert_eq!(share(0, 0), "0 of 0 (0.00 %)");
     }
 }

@@ -2,34 +2,33 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::bail;
+use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use frugal::config::{Config, DataFormat, Task};
 use frugal::models::hugging_face::{self, Folder};
-use frugal::models::module::{LanguageModel, parameter_count};
+use frugal::models::module::LanguageModel;
 use frugal::rows::{self, RowOptions};
 use frugal::training::Batches;
 use frugal::training::masked_rows::{Layout, MaskedBatches, MaskedRow};
 use frugal::{Recipe, tasks::gsm8k};
-use serde_json::json;
 
 use super::Common;
 use super::adapter::AdapterArgs;
 use super::encoding::{EncodingArgs, Ends};
-use super::figures::{grouped, share};
+use super::figures::{counted, grouped, share};
 use super::merge::complete;
 use super::model::{HubArgs, same_folder, shared_llama};
-use super::output::{note, print_line};
+use super::output::say;
 use super::problems::Problems;
-use super::settings::{DtypeArg, FormatArg, SettingsArgs, put, put_some};
-use super::training::{Run, Saving, Trained, enforce, report, say};
+use super::settings::{DATA, DtypeArg, FormatArg, SettingsArgs, put, put_some};
+use super::training::{NO_VALIDATION, Run, Saving, Trained, enforce, name_budget, report};
 
 /// What is trained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Method {
     /// Low-rank adapters
     Lora,
-    /// Low-rank adapters with a learned length for each row of the weights
+    /// Low-rank adapters with a learned magnitude for each row of the weights
     Dora,
     /// All weights
     Full,
@@ -47,44 +46,44 @@ pub(crate) struct Finetune {
     dtype: Option<DtypeArg>,
     /// GSM8K (a folder with train.jsonl and test.jsonl, or JSON lines with question and answer), JSON lines with prompt and
     /// completion or with text, or a text file
-    #[arg(long, value_name = "PATH", required_unless_present = "config")]
+    #[arg(long, value_name = "PATH", required_unless_present = "config", help_heading = DATA)]
     data: Option<String>,
     /// What the data holds [default: found from the name and the first line]
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, help_heading = DATA)]
     format: Option<FormatArg>,
     /// A file to measure the validation loss on; GSM8K has a split of its own
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = DATA)]
     validation: Option<PathBuf>,
     /// The field of a JSON line that holds its text
-    #[arg(long)]
+    #[arg(long, help_heading = DATA)]
     field: Option<String>,
     /// Output folder: the adapter or model, config.toml, losses.jsonl, checkpoints
     #[arg(long, value_name = "FOLDER")]
     out: PathBuf,
-    /// What is trained [default: lora]
-    #[arg(long, value_enum)]
-    method: Option<Method>,
-    #[command(flatten)]
-    adapter: AdapterArgs,
-    #[command(flatten)]
-    encoding: EncodingArgs,
-    /// Solved examples before each question (GSM8K)
-    #[arg(long)]
-    shots: Option<usize>,
-    /// Take calculator annotations (<<6*7=42>>) out of answers (GSM8K)
-    #[arg(long)]
-    strip_annotations: bool,
-    /// Seed of the split into 90, 5 and 5 %, and of the examples that prompts show (GSM8K)
-    #[arg(long)]
-    split_seed: Option<u64>,
-    /// Train on the first N rows
-    #[arg(long, value_name = "N")]
-    limit: Option<usize>,
-    #[command(flatten)]
-    settings: SettingsArgs,
     /// Resume from the newest checkpoint in --out, if there is one
     #[arg(long)]
     resume: bool,
+    /// What is trained [default: lora]
+    #[arg(long, value_enum)]
+    method: Option<Method>,
+    #[command(flatten, next_help_heading = "Adapter")]
+    adapter: AdapterArgs,
+    #[command(flatten, next_help_heading = DATA)]
+    encoding: EncodingArgs,
+    /// Solved examples before each question (GSM8K)
+    #[arg(long, help_heading = DATA)]
+    shots: Option<usize>,
+    /// Take calculator annotations (<<6*7=42>>) out of answers (GSM8K)
+    #[arg(long, help_heading = DATA)]
+    strip_annotations: bool,
+    /// Seed of the split into 90, 5 and 5 %, and of the examples that prompts show (GSM8K)
+    #[arg(long, help_heading = DATA)]
+    split_seed: Option<u64>,
+    /// Train on the first N rows
+    #[arg(long, value_name = "N", help_heading = DATA)]
+    limit: Option<usize>,
+    #[command(flatten)]
+    settings: SettingsArgs,
 }
 
 /// Learning rate of full fine-tuning, by default.
@@ -129,13 +128,14 @@ impl Finetune {
             adapter.use_dora |= self.method == Some(Method::Dora);
             config.adapter = Some(adapter);
         }
-        self.settings.apply(&mut config, common);
+        self.settings.apply(&mut config, common)?;
         Ok(config)
     }
 }
 
 pub(crate) fn run(common: &Common, arguments: &Finetune) -> anyhow::Result<()> {
-    launch(common, &arguments.config(common)?, &arguments.out, arguments.resume)
+    let config = arguments.config(common)?;
+    launch(common, &config, &arguments.out, arguments.resume)
 }
 
 /// Fine-tunes as the configuration says, into a folder.
@@ -143,6 +143,10 @@ pub(crate) fn run(common: &Common, arguments: &Finetune) -> anyhow::Result<()> {
 /// # Errors
 /// Whatever can be wrong; without the weights wherever it can be found without them.
 pub(crate) fn launch(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::Result<()> {
+    tune(common, config, out, resume).map_err(|error| name_budget(error, config))
+}
+
+fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::Result<()> {
     let recipe = Recipe::new(config)?;
     let device = runtime::device::select(&config.training.device)?;
     runtime::memory::track_cpu()?;
@@ -160,6 +164,9 @@ pub(crate) fn launch(common: &Common, config: &Config, out: &Path, resume: bool)
     recipe.check_folder(&folder)?;
     let Data { train, validation, pad } = data(common, config, &folder)?;
     let context = usize::try_from(folder.config().max_position_embeddings).unwrap_or(usize::MAX);
+    if config.data.packing.is_some_and(|positions| positions > context) {
+        say(common, &format!("packed rows have {context} positions, the model's context"));
+    }
     let layout = Layout {
         batch: config.training.batch,
         packed: config.data.packing.map(|positions| positions.min(context)),
@@ -197,20 +204,20 @@ pub(crate) fn launch(common: &Common, config: &Config, out: &Path, resume: bool)
     let batches = train.batches_per_epoch();
     let validation = validation.map(|validation| Box::new(validation) as Box<dyn Batches>);
     let run = Run { trainer, config, handles, train: Box::new(train), validation, saving };
-    let counted = run.parameters();
+    let all = run.parameters();
     say(
         common,
         &format!(
-            "trains {} parameters; an epoch is {} tokens in {} batches{}; {} steps",
-            share(counted.trainable, counted.total),
-            grouped(tokens as u64),
-            grouped(batches),
+            "trains {} parameters; an epoch is {} in {}{}; {}",
+            share(all.trainable, all.total),
+            counted(tokens as u64, "token"),
+            if batches == 1 { "1 batch".to_owned() } else { format!("{} batches", grouped(batches)) },
             if padding > 0 {
                 format!(" with {} positions of padding", grouped(padding as u64))
             } else {
                 String::new()
             },
-            grouped(steps),
+            counted(steps, "step"),
         ),
     );
     let trained = run.run(common, device, |_, _, _| Ok(()))?;
@@ -253,23 +260,25 @@ fn data(common: &Common, config: &Config, folder: &Folder) -> anyhow::Result<Dat
         DataFormat::Auto => rows::detect(path)?,
         format => format,
     };
-    let skipped = |count: usize, all: usize, which: &str| {
+    let left_out = |count: usize, all: usize, which: &str, why: &str| {
         if count > 0 {
-            say(common, &format!("{count} of {all} {which} rows are too long and left out"));
+            say(common, &format!("{count} of {all} {which} rows {why} and are left out"));
         }
     };
     if format == DataFormat::Gsm8k {
         let encoder = ends.encoder(folder, own)?;
+        if own.validation.is_some() {
+            bail!("--validation: GSM8K has a validation split of its own; leave it out");
+        }
         let problems = Problems::of(own);
         let parts = problems.parts()?;
         let few_shot = problems.few_shot(&parts.train, own.shots)?;
         let limit = own.limit.unwrap_or(parts.train.len()).min(parts.train.len());
         let encoded = |problems: &[gsm8k::Problem], which: &str| -> anyhow::Result<Vec<MaskedRow>> {
-            use anyhow::Context as _;
             let rows = encoder
                 .tokenize_all(problems, &few_shot)
                 .with_context(|| format!("the {which} rows (--skip-long leaves long ones out)"))?;
-            skipped(rows.skipped.len(), problems.len(), which);
+            left_out(rows.skipped.len(), problems.len(), which, "are too long");
             Ok(rows.rows.into_iter().map(MaskedRow::from).collect())
         };
         return Ok(Data {
@@ -285,12 +294,20 @@ fn data(common: &Common, config: &Config, folder: &Folder) -> anyhow::Result<Dat
         field: own.field.clone(),
         skip_long: own.skip_long,
     };
+    if let Some(path) = own.validation.as_deref().filter(|path| !path.is_file()) {
+        bail!("--validation {}: no such file", path.display());
+    }
+    if config.training.evaluate_every.is_some() && own.validation.is_none() {
+        bail!(NO_VALIDATION);
+    }
     let read = |path: &Path, which: &str| -> anyhow::Result<Vec<MaskedRow>> {
         let rows = match format {
             DataFormat::Text => rows::text(path, &ends.tokenizer, &options)?,
             _ => rows::json_lines(path, &ends.tokenizer, &options)?,
         };
-        skipped(rows.skipped, rows.skipped + rows.rows.len(), which);
+        let all = rows.skipped + rows.empty + rows.rows.len();
+        left_out(rows.skipped, all, which, "are too long");
+        left_out(rows.empty, all, which, "have no text to learn");
         Ok(rows.rows)
     };
     let mut train = read(path, "training")?;
@@ -304,7 +321,7 @@ pub(crate) const MODEL: &str = "model";
 
 /// Writes the adapter or the model, and reports the result.
 fn finish(common: &Common, folder: &Folder, out: &Path, trained: &Trained) -> anyhow::Result<()> {
-    let Trained { model, handles, step, losses, .. } = trained;
+    let Trained { model, handles, .. } = trained;
     let (what, path) = match &handles.adapters {
         Some(adapters) => {
             adapters.save(out)?;
@@ -316,16 +333,7 @@ fn finish(common: &Common, folder: &Folder, out: &Path, trained: &Trained) -> an
             ("model", path)
         }
     };
-    let counted = parameter_count(model.as_ref());
-    if common.json {
-        print_line(&json!({ "result": {
-            what: path, "steps": step, "trainable": counted.trainable, "parameters": counted.total,
-            "first_loss": losses.first, "last_loss": losses.last, "validation_loss": losses.validation,
-        }}));
-    } else {
-        report(out, "", trained);
-        note(&format!("the {what} is in {}", path.display()));
-    }
+    report(common, Some(out), trained, Some((what, &path)));
     Ok(())
 }
 

@@ -18,13 +18,14 @@ use frugal::planning::{self, MachineRates, PeakMeter};
 use frugal::training::predicted;
 use lora::peft::TENSORS_FILE;
 use models::generation::{FinishReason, GenerateOptions, Generated, Generator, Sampling};
+use models::tensors_file::dtype_name;
 use serde_json::json;
 use tch::{Device, Kind};
 
 use super::encoding;
 use super::model::{ModelArgs, with_adapter};
-use super::output::{note, print_line};
-use super::settings::OffloadArg;
+use super::output::{print_line, say};
+use super::settings::{OffloadArg, WITHOUT_OFFLOAD};
 use frugal::text_stream::TextStream;
 
 #[derive(Args)]
@@ -54,13 +55,13 @@ pub(crate) struct Generate {
     /// A file of prompts, one on each line (\n in it is a line break), which are generated in one batch
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
-    /// New tokens of a text, at most
+    /// Maximum number of new tokens of a text
     #[arg(long, default_value_t = 256)]
     max_new_tokens: usize,
-    /// Sample, from logits divided by this [default: take the likeliest token]
-    #[arg(long)]
+    /// Sample, from logits divided by this; 0 takes the most probable token [default: 0]
+    #[arg(long, allow_negative_numbers = true)]
     temperature: Option<f64>,
-    /// Sample from the likeliest K tokens
+    /// Sample from the K most probable tokens
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
     /// Sample from the fewest tokens that have this share of the probability
@@ -74,7 +75,8 @@ pub(crate) struct Generate {
 impl Generate {
     /// Returns greedy decoding unless a flag asks for sampling.
     fn sampling(&self, seed: u64) -> Sampling {
-        if self.temperature.is_none() && self.top_k.is_none() && self.top_p.is_none() {
+        let cuts = self.top_k.is_some() || self.top_p.is_some();
+        if self.temperature.map_or(!cuts, |temperature| temperature == 0.0) {
             return Sampling::Greedy;
         }
         Sampling::Random {
@@ -94,9 +96,7 @@ impl Generate {
     ) -> anyhow::Result<Option<OffloadConfig>> {
         if self.offload.is_none() && self.budget.is_none() {
             if self.ring.is_some() || !self.resident.is_empty() {
-                bail!(
-                    "--ring and --resident are about offloaded layers; give --offload host or --offload file"
-                );
+                bail!(WITHOUT_OFFLOAD);
             }
             return Ok(None);
         }
@@ -124,7 +124,8 @@ impl Generate {
     ) -> anyhow::Result<()> {
         if !matches!(kind, Kind::Float | Kind::BFloat16) {
             bail!(
-                "the weights are {kind:?}, and a budget is planned for float32 and bfloat16; give --dtype, or --offload without --budget"
+                "the weights are {}, and a budget is planned for float32 and bfloat16; give --dtype, or --offload without --budget",
+                dtype_name(kind)
             );
         }
         // A budget that is too small is known before anything is measured.
@@ -234,7 +235,7 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
     if let Some(held) = held {
         line += &format!(", {} held", bytes_text(held));
     }
-    note(&line);
+    say(common, &line);
     match (arguments.budget, held) {
         (Some(budget), Some(held)) if held > budget.0 => bail!(
             "{} were held, more than the budget of {budget}; give a larger --budget, or a smaller --ring",

@@ -9,14 +9,14 @@ use clap::Args;
 use lora::LoraConfig;
 use lora::peft::{CONFIG_FILE, TENSORS_FILE};
 use models::hugging_face::Folder;
-use models::tensors_file::TensorsFile;
+use models::tensors_file::{TensorsFile, dtype_name};
 use report::unit::human;
 use serde_json::{Value, json};
 
 use super::adapter::AdapterArgs;
 use super::figures::{grouped, share};
 use super::model::HubArgs;
-use super::output::{print_line, print_lines};
+use super::output::print_fields;
 
 #[derive(Args)]
 pub(crate) struct Info {
@@ -28,7 +28,7 @@ pub(crate) struct Info {
     model: Option<String>,
     #[command(flatten)]
     hub: HubArgs,
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Adapter whose trainable parameters are counted")]
     adapter: AdapterArgs,
 }
 
@@ -44,12 +44,7 @@ pub(crate) fn run(common: &Common, arguments: &Info) -> anyhow::Result<()> {
     } else if lines.is_empty() {
         lines = of_model(arguments, &arguments.hub.open(&arguments.folder)?)?;
     }
-    if common.json {
-        let fields = lines.into_iter().map(|(name, _, value)| (name.replace(' ', "_"), value));
-        print_line(&Value::Object(fields.collect()));
-    } else {
-        print_lines(lines.iter().map(|(name, text, _)| (*name, text.as_str())));
-    }
+    print_fields(common, lines);
     Ok(())
 }
 
@@ -60,12 +55,12 @@ fn of_model(arguments: &Info, folder: &Folder) -> anyhow::Result<Vec<Line>> {
     let config = folder.config();
     let parameters = config.parameter_count();
     let kind = folder.kind().ok();
-    let dtype = kind.map_or_else(|| "several".to_owned(), |kind| format!("{kind:?}"));
+    let dtype = kind.map_or_else(|| "several".to_owned(), dtype_name);
     let bytes = kind.map(|kind| parameters * kind.elt_size_in_bytes() as u64);
     let adapter = arguments.adapter.config(&arguments.folder);
     let trained = adapter.trainable_parameters(config)?;
     let all = parameters + trained;
-    let heads = format!("{} ({} of keys)", config.num_attention_heads, config.num_key_value_heads);
+    let heads = format!("{} query, {} key-value", config.num_attention_heads, config.num_key_value_heads);
     let tied = if config.tie_word_embeddings { "tied to the embedding" } else { "of its own" };
     let targets = targets(&adapter);
     Ok(vec![
@@ -74,9 +69,9 @@ fn of_model(arguments: &Info, folder: &Folder) -> anyhow::Result<Vec<Line>> {
         ("dtype", dtype.clone(), json!(dtype)),
         ("bytes", bytes.map_or_else(|| "–".to_owned(), |bytes| human(bytes as f64, "B")), json!(bytes)),
         ("layers", config.num_hidden_layers.to_string(), json!(config.num_hidden_layers)),
-        ("width", config.hidden_size.to_string(), json!(config.hidden_size)),
+        ("hidden size", config.hidden_size.to_string(), json!(config.hidden_size)),
         ("heads", heads, json!([config.num_attention_heads, config.num_key_value_heads])),
-        ("head", tied.to_owned(), json!(if config.tie_word_embeddings { "tied" } else { "own" })),
+        ("output head", tied.to_owned(), json!(if config.tie_word_embeddings { "tied" } else { "own" })),
         ("vocabulary", grouped(config.vocab_size.cast_unsigned()), json!(config.vocab_size)),
         (
             "context",
@@ -106,7 +101,7 @@ fn of_adapter(arguments: &Info, path: &Path) -> anyhow::Result<Vec<Line>> {
         bytes += numel(&entry.shape) * entry.kind.elt_size_in_bytes() as u64;
     }
     let kinds: std::collections::BTreeSet<String> =
-        file.entries().iter().map(|entry| format!("{:?}", entry.kind)).collect();
+        file.entries().iter().map(|entry| dtype_name(entry.kind)).collect();
     let dtype = kinds.into_iter().collect::<Vec<_>>().join(", ");
     let kind = match (config.use_dora, config.use_rslora) {
         (true, true) => "DoRA, rank-stabilised",

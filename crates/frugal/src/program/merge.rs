@@ -1,18 +1,19 @@
 //! `frugal merge`.
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use super::Common;
 use anyhow::{Context, bail};
 use clap::Args;
+use frugal::config::Bytes;
 use models::hugging_face::{self, Folder};
 use models::state_dict::{load_state_dict, state_dict};
 use models::{Llama, LlamaConfig};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use tch::Kind;
 
 use super::model::{ModelArgs, load_adapter, same_folder};
+use super::output::{print_line, say};
 
 /// Files beside a model's weights that are copied unchanged.
 const BESIDE: [&str; 9] = [
@@ -45,9 +46,9 @@ pub(crate) struct Merge {
     /// Output folder of the merged model
     #[arg(long, value_name = "FOLDER")]
     out: PathBuf,
-    /// Bytes of a file of weights, at most
-    #[arg(long, value_name = "BYTES", default_value_t = hugging_face::SHARD_BYTES)]
-    max_shard_bytes: u64,
+    /// Maximum size of a file of weights
+    #[arg(long, value_name = "BYTES", default_value = "5GB")]
+    max_shard_bytes: Bytes,
 }
 
 pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
@@ -65,10 +66,14 @@ pub(crate) fn run(common: &Common, arguments: &Merge) -> anyhow::Result<()> {
     if !unloaded.untied.is_empty() {
         model = untied(&model)?;
     }
-    hugging_face::save_with(&model, out, arguments.max_shard_bytes, |new| {
+    hugging_face::save_with(&model, out, arguments.max_shard_bytes.0, |new| {
         complete(&folder, new).map_err(|error| std::io::Error::other(format!("{error:#}")))
     })?;
-    let _ = writeln!(std::io::stderr().lock(), "the merged model is in {}", out.display());
+    if common.json {
+        print_line(&json!({ "result": { "model": out } }));
+    } else {
+        say(common, &format!("the merged model is in {}", out.display()));
+    }
     Ok(())
 }
 
@@ -97,7 +102,7 @@ pub(crate) fn complete(base: &Folder, out: &Path) -> anyhow::Result<()> {
         serde_json::from_slice(&text).with_context(|| path.display().to_string())
     };
     let (mut fields, saved) = (read(base.path().join(CONFIG))?, read(out.join(CONFIG))?);
-    // Two forms of one thing must not stand beside each other.
+    // The old and the new form must not occur together.
     fields.retain(|name, _| !ROPE.contains(&name.as_str()));
     for name in DTYPES {
         if let (Some(field), Some(dtype)) = (fields.get_mut(name), saved.get("dtype")) {

@@ -7,9 +7,13 @@ use serde_json::Value;
 use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
 
-/// Writes a line for people to standard error.
-pub(crate) fn note(line: &str) {
-    let _ = writeln!(std::io::stderr().lock(), "{line}");
+use super::Common;
+
+/// Writes a line to standard error, unless `--quiet`.
+pub(crate) fn say(common: &Common, line: &str) {
+    if !common.quiet {
+        let _ = writeln!(std::io::stderr().lock(), "{line}");
+    }
 }
 
 /// Writes a JSON object as a line to standard output.
@@ -33,6 +37,16 @@ pub(crate) fn print_lines<'a>(lines: impl Iterator<Item = (&'a str, &'a str)>) {
     let mut out = std::io::stdout().lock();
     for (name, text) in lines {
         let _ = writeln!(out, "{}", format!("{name:width$}  {text}").trim_end());
+    }
+}
+
+/// Prints fields (a name, its text, and its JSON value) to standard output: in columns, or as one JSON object.
+pub(crate) fn print_fields<N: AsRef<str>>(common: &Common, fields: Vec<(N, String, Value)>) {
+    if common.json {
+        let fields = fields.into_iter().map(|(name, _, value)| (name.as_ref().replace(' ', "_"), value));
+        print_line(&Value::Object(fields.collect()));
+    } else {
+        print_lines(fields.iter().map(|(name, text, _)| (name.as_ref(), text.as_str())));
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use anyhow::bail;
 use clap::Args;
 use frugal::Config;
 use frugal::config::{CONFIG_FILE, Task};
@@ -16,7 +17,11 @@ pub(crate) struct Resume {
 }
 
 pub(crate) fn run(common: &Common, arguments: &Resume) -> anyhow::Result<()> {
-    let mut config = Config::read(&arguments.folder.join(CONFIG_FILE))?;
+    let path = arguments.folder.join(CONFIG_FILE);
+    if !path.is_file() {
+        bail!("{}: no {CONFIG_FILE} in it; give the --out folder of a training", arguments.folder.display());
+    }
+    let mut config = Config::read(&path)?;
     if let Some(device) = &common.device {
         config.training.device.clone_from(device);
     }

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use anyhow::bail;
 use clap::{Args, ValueEnum};
 use frugal::Config;
 use frugal::config::{
@@ -12,102 +13,112 @@ use frugal::training::schedule::Shape;
 
 use super::Common;
 
+// Headings of the help.
+pub(crate) const DATA: &str = "Data";
+const LOOP: &str = "Training";
+const MEMORY: &str = "Memory";
+const OPTIMIZER: &str = "Precision and optimizer";
+
+/// The error of flags about offloaded layers where no layer is offloaded.
+pub(crate) const WITHOUT_OFFLOAD: &str =
+    "--ring and --resident are about offloaded layers; give --offload host or --offload file";
+
 /// The techniques, the optimizer and the loop.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct SettingsArgs {
     /// Read every setting from a TOML file; flags overrule it
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = LOOP)]
     config: Option<PathBuf>,
-    /// Optimizer steps in all
-    #[arg(long)]
+    /// Optimizer steps in all; with --epochs the training ends at whichever comes first [default: those of --epochs; for train: 100]
+    #[arg(long, help_heading = LOOP)]
     steps: Option<u64>,
-    /// Passes over the data
-    #[arg(long)]
+    /// Passes over the data [default: 1, or as many as --steps needs]
+    #[arg(long, help_heading = LOOP)]
     epochs: Option<u64>,
-    /// Rows per batch
-    #[arg(long, alias = "batch")]
+    /// Rows per batch [default: 4; for train: 8]
+    #[arg(long, alias = "batch", help_heading = LOOP)]
     batch_size: Option<usize>,
-    /// Gradient accumulation steps: batches per optimizer step
-    #[arg(long)]
+    /// Gradient accumulation steps: batches per optimizer step [default: 4; for train: 1]
+    #[arg(long, help_heading = LOOP)]
     accumulation: Option<usize>,
     /// Pack several rows into one of TOKENS positions, in which none attends to another [default without a value: 1024]
-    #[arg(long, value_name = "TOKENS", num_args = 0..=1, default_missing_value = "1024")]
+    #[arg(long, value_name = "TOKENS", num_args = 0..=1, default_missing_value = "1024", help_heading = DATA)]
     packing: Option<usize>,
     /// Steps between checkpoints; one is written at the end, and on Ctrl-C, in any case
-    #[arg(long, value_name = "STEPS")]
+    #[arg(long, value_name = "STEPS", help_heading = LOOP)]
     checkpoint_every: Option<u64>,
-    /// Checkpoints to keep
-    #[arg(long)]
+    /// Checkpoints to keep [default: 2; for train: 3]
+    #[arg(long, help_heading = LOOP)]
     keep: Option<usize>,
-    /// Steps between evaluations on the validation data; one is made at the end in any case
-    #[arg(long, value_name = "STEPS")]
+    /// Steps between evaluations on the validation data; finetune makes one at the end in any case
+    #[arg(long, value_name = "STEPS", help_heading = LOOP)]
     evaluate_every: Option<u64>,
-    /// Steps between reading losses from the device
-    #[arg(long, value_name = "STEPS")]
+    /// Steps between reading losses from the device [default: 1; for train: 10]
+    #[arg(long, value_name = "STEPS", help_heading = LOOP)]
     read_every: Option<u64>,
     /// Bytes that may be held: of the process on a CPU, of tensors on a GPU; such as 3GiB
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", help_heading = MEMORY)]
     budget: Option<Bytes>,
-    /// Which layers keep their activations for backward
-    #[arg(long, value_name = "PLAN")]
+    /// Which layers keep their activations for backward [default: keep]
+    #[arg(long, value_name = "PLAN", help_heading = MEMORY)]
     activations: Option<ActivationsArg>,
-    /// What a layer that does not keep its activations computes again
-    #[arg(long, value_name = "WHAT")]
+    /// What a layer that does not keep its activations computes again [default: layer]
+    #[arg(long, value_name = "WHAT", help_heading = MEMORY)]
     recompute_what: Option<RecomputedArg>,
-    /// Run layers again in backward: --activations recompute
-    #[arg(long, conflicts_with = "activations")]
+    /// Short for --activations recompute
+    #[arg(long, conflicts_with = "activations", help_heading = MEMORY)]
     recompute: bool,
     /// Checkpoint level of gated MLPs: save-all, save-gate-up, save-one, input-only or input-only-tiled:SIZE
-    #[arg(long, value_name = "LEVEL")]
+    #[arg(long, value_name = "LEVEL", help_heading = MEMORY)]
     mlp: Option<String>,
-    /// Loss head: fused never holds all logits
-    #[arg(long, value_name = "HEAD")]
+    /// Loss head: fused never holds all logits [default: auto]
+    #[arg(long, value_name = "HEAD", help_heading = MEMORY)]
     loss: Option<LossArg>,
-    /// Tokens whose logits exist at a time in the fused loss
-    #[arg(long, value_name = "TOKENS")]
+    /// Tokens whose logits exist at a time in the fused loss [default: as many as fit 128 MiB on a CPU, 1 GiB on a GPU]
+    #[arg(long, value_name = "TOKENS", help_heading = MEMORY)]
     loss_chunk: Option<i64>,
     /// Keep the weights of layers outside of the device, and prefetch them
-    #[arg(long, value_name = "TIER")]
+    #[arg(long, value_name = "TIER", help_heading = MEMORY)]
     offload: Option<OffloadArg>,
-    /// How offloaded layers are transferred
-    #[arg(long, value_name = "METHOD")]
+    /// How offloaded layers are transferred [default: overlap]
+    #[arg(long, value_name = "METHOD", help_heading = MEMORY)]
     offload_method: Option<MethodArg>,
-    /// Layers on the device at a time, of those that are offloaded
-    #[arg(long, value_name = "LAYERS")]
+    /// Layers on the device at a time, of those that are offloaded [default: 3]
+    #[arg(long, value_name = "LAYERS", help_heading = MEMORY)]
     ring: Option<usize>,
     /// Layers that stay on the device, by number
-    #[arg(long, value_name = "NUMBERS", value_delimiter = ',')]
+    #[arg(long, value_name = "NUMBERS", value_delimiter = ',', help_heading = MEMORY)]
     resident: Option<Vec<usize>>,
-    /// Precision of products
-    #[arg(long)]
+    /// Precision of products [default: fp32]
+    #[arg(long, help_heading = OPTIMIZER)]
     precision: Option<PrecisionArg>,
-    /// Update rule, with its usual coefficients
-    #[arg(long)]
+    /// Update rule, with its usual coefficients [default: adamw]
+    #[arg(long, help_heading = OPTIMIZER)]
     optimizer: Option<RuleArg>,
-    /// Where the optimizer state of offloaded layers lives
-    #[arg(long, value_name = "PLACE")]
+    /// Where the optimizer state of offloaded layers lives [default: device]
+    #[arg(long, value_name = "PLACE", help_heading = MEMORY)]
     optimizer_on: Option<PlaceArg>,
-    /// Learning rate
-    #[arg(long, allow_negative_numbers = true)]
+    /// Learning rate [default: 2e-4, with --method full 2e-5; for train: 1e-3]
+    #[arg(long, allow_negative_numbers = true, help_heading = OPTIMIZER)]
     lr: Option<f64>,
-    /// Learning-rate schedule after warm-up, to 0 at the last step
-    #[arg(long)]
+    /// Learning-rate schedule after warm-up [default: cosine; for train: constant]
+    #[arg(long, help_heading = OPTIMIZER)]
     schedule: Option<ScheduleArg>,
-    /// Warm-up: below 1 a share of the steps, else a number of steps
-    #[arg(long, value_name = "SHARE_OR_STEPS", allow_negative_numbers = true)]
+    /// Warm-up: below 1 a share of the steps, else a number of steps [default: 0.03; for train: 0]
+    #[arg(long, value_name = "SHARE_OR_STEPS", allow_negative_numbers = true, help_heading = OPTIMIZER)]
     warmup: Option<f64>,
-    /// Weight decay of matrices: decoupled for adamw, an L2 penalty for the others
-    #[arg(long, allow_negative_numbers = true)]
+    /// Weight decay of matrices: decoupled for adamw, an L2 penalty for the others [default: 0; for train: 0.1]
+    #[arg(long, allow_negative_numbers = true, help_heading = OPTIMIZER)]
     weight_decay: Option<f64>,
-    /// Maximum gradient norm; 0 for no clipping
-    #[arg(long, allow_negative_numbers = true)]
+    /// Maximum gradient norm; 0 for no clipping [default: 1; for train: 0]
+    #[arg(long, allow_negative_numbers = true, help_heading = OPTIMIZER)]
     clip: Option<f64>,
 }
 
 macro_rules! choice {
     ($(#[$doc:meta])* $name:ident of $to:ty { $($(#[$each:meta])* $variant:ident),* $(,)? }) => {
-        $(#[$doc])*
         #[derive(Clone, Copy, Debug, ValueEnum)]
+        $(#[$doc])*
         pub(crate) enum $name { $($(#[$each])* $variant),* }
 
         impl $name {
@@ -140,6 +151,8 @@ choice! {
         Elementwise,
         /// The MLP
         Mlp,
+        /// The attention
+        Attention,
         /// The whole layer; its input goes to the host's memory
         Offload,
     }
@@ -195,7 +208,7 @@ choice! {
     PlaceArg of OptimizerPlace {
         /// On the device
         Device,
-        /// In the host's memory, updated while backward goes on
+        /// In the host's memory, updated during backward
         Host,
     }
 }
@@ -204,71 +217,42 @@ choice! {
     ScheduleArg of Shape {
         /// No decay
         Constant,
-        /// In a straight line
+        /// In a straight line to 0 at the last step
         Linear,
-        /// Along half a cosine
+        /// Along half a cosine to 0 at the last step
         Cosine,
     }
 }
 
-/// `--optimizer`.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-#[value(rename_all = "lower")]
-pub(crate) enum RuleArg {
-    Sgd,
-    Momentum,
-    Nesterov,
-    AdaGrad,
-    RmsProp,
-    Adam,
-    AdamW,
+choice! {
+    /// `--optimizer`.
+    #[value(rename_all = "lower")]
+    RuleArg of OptimizerRule { Sgd, Momentum, Nesterov, AdaGrad, RmsProp, Adam, AdamW }
 }
-
-/// `--format`.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum FormatArg {
-    /// Found from the name and the first line
-    Auto,
-    /// GSM8K: a folder with train.jsonl and test.jsonl, or JSON lines with question and answer
-    Gsm8k,
-    /// JSON lines with prompt and completion, or with text
-    Rows,
-    /// Plain text
-    Text,
-}
-
-impl FormatArg {
-    pub(crate) fn get(self) -> DataFormat {
-        match self {
-            Self::Auto => DataFormat::Auto,
-            Self::Gsm8k => DataFormat::Gsm8k,
-            Self::Rows => DataFormat::Rows,
-            Self::Text => DataFormat::Text,
-        }
+choice! {
+    /// `--format`.
+    FormatArg of DataFormat {
+        /// Found from the name and the first line
+        Auto,
+        /// GSM8K: a folder with train.jsonl and test.jsonl, or JSON lines with question and answer
+        Gsm8k,
+        /// JSON lines with prompt and completion, or with text
+        Rows,
+        /// Plain text
+        Text,
     }
 }
-
-/// A dtype of weights, by its name in PyTorch or for short.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum DtypeArg {
-    #[value(alias = "f32")]
-    Float32,
-    #[value(alias = "bf16")]
-    Bfloat16,
-    #[value(alias = "f16")]
-    Float16,
-    #[value(alias = "f64")]
-    Float64,
-}
-
-impl DtypeArg {
-    pub(crate) fn get(self) -> Dtype {
-        match self {
-            Self::Float32 => Dtype::Float32,
-            Self::Bfloat16 => Dtype::Bfloat16,
-            Self::Float16 => Dtype::Float16,
-            Self::Float64 => Dtype::Float64,
-        }
+choice! {
+    /// A dtype of weights, by its name in PyTorch or for short.
+    DtypeArg of Dtype {
+        #[value(aliases = ["f32", "fp32"])]
+        Float32,
+        #[value(alias = "bf16")]
+        Bfloat16,
+        #[value(aliases = ["f16", "fp16"])]
+        Float16,
+        #[value(aliases = ["f64", "fp64"])]
+        Float64,
     }
 }
 
@@ -286,8 +270,11 @@ impl SettingsArgs {
         Ok(self.config.as_deref().map_or(Ok(defaults), Config::read)?)
     }
 
-    /// Puts the flags that were given in the place of the configuration's values.
-    pub(crate) fn apply(&self, config: &mut Config, common: &Common) {
+    /// Overrules the configuration's values by the flags that were given.
+    ///
+    /// # Errors
+    /// Flags about offloaded layers without `--offload`.
+    pub(crate) fn apply(&self, config: &mut Config, common: &Common) -> anyhow::Result<()> {
         let Config { training, activations, loss, precision, optimizer, data, mlp, .. } = config;
         put(&mut training.seed, common.seed);
         put(&mut training.device, common.device.clone());
@@ -320,31 +307,20 @@ impl SettingsArgs {
         put(&mut optimizer.warmup, self.warmup);
         put(&mut optimizer.weight_decay, self.weight_decay);
         put(&mut optimizer.clip, self.clip);
-        let asked = self.offload.is_some()
-            || self.offload_method.is_some()
-            || self.ring.is_some()
-            || self.resident.is_some();
-        if asked {
-            let offload = config.offload.get_or_insert_with(OffloadConfig::default);
+        if self.offload.is_some() {
+            config.offload.get_or_insert_with(OffloadConfig::default);
+        }
+        if let Some(offload) = &mut config.offload {
             put(&mut offload.tier, self.offload.map(OffloadArg::get));
             put(&mut offload.method, self.offload_method.map(MethodArg::get));
             put(&mut offload.ring, self.ring);
             put(&mut offload.resident, self.resident.clone());
+        } else if self.ring.is_some() || self.resident.is_some() {
+            bail!(WITHOUT_OFFLOAD);
+        } else if self.offload_method.is_some() {
+            bail!("--offload-method is about offloaded layers; give --offload host or --offload file");
         }
-    }
-}
-
-impl RuleArg {
-    fn get(self) -> OptimizerRule {
-        match self {
-            Self::Sgd => OptimizerRule::Sgd,
-            Self::Momentum => OptimizerRule::Momentum,
-            Self::Nesterov => OptimizerRule::Nesterov,
-            Self::AdaGrad => OptimizerRule::AdaGrad,
-            Self::RmsProp => OptimizerRule::RmsProp,
-            Self::Adam => OptimizerRule::Adam,
-            Self::AdamW => OptimizerRule::AdamW,
-        }
+        Ok(())
     }
 }
 

@@ -23,12 +23,12 @@ use serde_json::json;
 use tch::{Device, Kind};
 
 use super::Common;
-use super::figures::grouped;
+use super::figures::{counted, grouped};
 use super::finetune::MODEL;
 use super::model::shared_llama;
-use super::output::print_line;
-use super::settings::{SettingsArgs, put, put_some};
-use super::training::{Run, Saving, enforce, report, say};
+use super::output::{print_line, say};
+use super::settings::{DATA, SettingsArgs, put, put_some};
+use super::training::{NO_VALIDATION, Run, Saving, enforce, name_budget, report};
 use data::Data;
 
 /// An architecture.
@@ -59,29 +59,29 @@ pub(crate) struct Train {
     dropout: Option<f64>,
     /// What to learn from: `synthetic` (a generated language), `embedded` (the encyclopedia in data/), or a PATH: a text file
     /// in WikiText's format, a .jsonl file, the folder of a token store [default: synthetic]
-    #[arg(long, value_name = "synthetic|embedded|PATH")]
+    #[arg(long, value_name = "synthetic|embedded|PATH", help_heading = DATA)]
     data: Option<String>,
     /// What to measure on, like --data [default: the embedded validation set for embedded data]
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", help_heading = DATA)]
     validation: Option<PathBuf>,
     /// The field of a .jsonl file's objects that holds the text [default: text]
-    #[arg(long)]
+    #[arg(long, help_heading = DATA)]
     field: Option<String>,
     /// A tokenizer.json [default: the embedded one for embedded data, else one that is trained on the data]
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = DATA)]
     tokenizer: Option<PathBuf>,
     /// Number of tokens that the model knows [default: the tokenizer's; 128 of the synthetic language; at most 4096 of a
     /// tokenizer that is trained on the data]
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..), help_heading = DATA)]
     vocabulary: Option<u32>,
     /// How batches are made: base, standard, balanced:K, sequenced, packed [default: packed]
-    #[arg(long)]
+    #[arg(long, help_heading = DATA)]
     strategy: Option<String>,
     /// Tokens of a row, and of the longest document [default: 32]
-    #[arg(long, value_parser = clap::value_parser!(u32).range(2..))]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(2..), help_heading = DATA)]
     length: Option<u32>,
     /// Threads that make batches; 0 makes them in the training thread [default: 1]
-    #[arg(long)]
+    #[arg(long, help_heading = DATA)]
     workers: Option<usize>,
     /// Output folder: config.toml, losses.jsonl, checkpoints, and the model of a config.json [default: nothing is written]
     #[arg(long, value_name = "FOLDER")]
@@ -164,7 +164,7 @@ impl Train {
         put_some(&mut data.max_length, self.length.map(|length| length as usize));
         put(&mut data.workers, self.workers);
         config.training.ignore_failed_checkpoints |= self.ignore_failed_checkpoints;
-        self.settings.apply(&mut config, common);
+        self.settings.apply(&mut config, common)?;
         Ok(config)
     }
 }
@@ -187,6 +187,16 @@ pub(crate) fn launch(
     resume: bool,
     diagnosis: Option<Option<&Path>>,
 ) -> anyhow::Result<()> {
+    train(common, config, out, resume, diagnosis).map_err(|error| name_budget(error, config))
+}
+
+fn train(
+    common: &Common,
+    config: &Config,
+    out: Option<&Path>,
+    resume: bool,
+    diagnosis: Option<Option<&Path>>,
+) -> anyhow::Result<()> {
     let recipe = Recipe::new(config)?;
     if config.adapter.is_some() || config.data.packing.is_some() {
         bail!(
@@ -200,7 +210,7 @@ pub(crate) fn launch(
     let length = config.data.max_length.unwrap_or(LENGTH);
     let data = Data::open(config, length, device)?;
     if config.training.evaluate_every.is_some() && data.validation.is_none() {
-        bail!("--evaluate-every, and nothing to measure on; give a --validation PATH");
+        bail!(NO_VALIDATION);
     }
     let file = config.model.name.as_deref().map(llama_config).transpose()?;
     let saving = out.map(|out| Saving::open(out, config, resume)).transpose()?;
@@ -218,7 +228,10 @@ pub(crate) fn launch(
     train.resume(&state)?;
     let (trainer, handles) = prepared.trainer(steps)?;
     let run = Run { trainer, config, handles, train, validation, saving };
-    let counted = run.parameters();
+    let trained = run.parameters().trainable;
+    if !common.json {
+        say(common, &format!("trains {} parameters; {}", grouped(trained), counted(steps, "step")));
+    }
     let trained = run.run(common, device, |trainer, train, validation| {
         measure_efficiency(common, device, trainer, train)?;
         match diagnosis {
@@ -226,18 +239,15 @@ pub(crate) fn launch(
             Some(trace) => diagnosis::diagnose(trainer, train, validation, loading, trace, common.json),
         }
     })?;
-    if let (Some(file), Some(out)) = (&file, out) {
-        let path = out.join(MODEL);
+    let path = file.as_ref().and(out).map(|out| out.join(MODEL));
+    if let (Some(file), Some(path)) = (&file, &path) {
         let model = shared_llama(trained.model.as_ref(), file)?;
         let tokenizer = documents.as_ref().and_then(|documents| documents.tokenizer.as_ref());
-        hugging_face::save_with(&model, &path, hugging_face::SHARD_BYTES, |new| {
+        hugging_face::save_with(&model, path, hugging_face::SHARD_BYTES, |new| {
             save_tokenizer(tokenizer, new)
         })?;
-        say(common, &format!("the model is in {}", path.display()));
     }
-    if let Some(out) = out.filter(|_| !common.json) {
-        report(out, &format!(" of {} parameters", grouped(counted.trainable)), &trained);
-    }
+    report(common, out, &trained, path.as_deref().map(|path| ("model", path)));
     Ok(())
 }
 

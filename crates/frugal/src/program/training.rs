@@ -1,6 +1,5 @@
 //! A training that is ready to run: what a fine-tuning and a training from scratch share.
 
-use std::io::Write;
 use std::path::Path;
 
 use anyhow::{Context, bail};
@@ -8,22 +7,29 @@ use frugal::config::{CONFIG_FILE, Config, Task};
 use frugal::display::{Display, Efficiency};
 use frugal::loss_log::{LossLog, LossSummary, Losses};
 use frugal::models::module::{self, LanguageModel, ParameterCount};
+use frugal::planning;
 use frugal::recipe::Handles;
 use frugal::training::checkpoint::Checkpoints;
 use frugal::training::interrupt;
 use frugal::training::trainer::StopReason;
 use frugal::training::{Batches, Trainer};
 use runtime::memory::Limit;
+use serde_json::json;
 use tch::Device;
 
 use super::Common;
-use super::output::{Lines, note};
+use super::figures::counted;
+use super::output::{Lines, print_line, say};
 use super::records::StepRecords;
 
 /// Folder of the checkpoints within an output folder.
 pub(crate) const CHECKPOINTS: &str = "checkpoints";
 /// The loss log within an output folder.
 pub(crate) const LOSSES: &str = "losses.jsonl";
+
+/// The error of `--evaluate-every` without data.
+pub(crate) const NO_VALIDATION: &str =
+    "--evaluate-every, and no validation data; give some as --validation, or leave it out";
 
 /// Where a training writes.
 pub(crate) struct Saving<'a> {
@@ -38,7 +44,7 @@ impl<'a> Saving<'a> {
     /// # Errors
     /// A folder that cannot be written; one with the checkpoints of an earlier run that is not to be resumed.
     pub(crate) fn open(out: &'a Path, config: &Config, resume: bool) -> anyhow::Result<Self> {
-        std::fs::create_dir_all(out).with_context(|| format!("{} cannot be made", out.display()))?;
+        std::fs::create_dir_all(out).with_context(|| format!("--out {} cannot be created", out.display()))?;
         let checkpoints = Checkpoints::open(&out.join(CHECKPOINTS), config.training.keep)?;
         if !resume && !checkpoints.steps()?.is_empty() {
             let shown = out.display();
@@ -51,15 +57,24 @@ impl<'a> Saving<'a> {
     }
 }
 
-/// Lets the allocator refuse what goes beyond the budget. `None` without a budget, and on a GPU, where the environment alone
-/// can do that.
+/// Makes the allocator refuse what goes beyond the budget, if there is one. On a CPU the program's own memory counts too.
 ///
 /// # Errors
-/// More is live already.
+/// The program takes more already.
 pub(crate) fn enforce(config: &Config, device: Device) -> anyhow::Result<Option<Limit>> {
-    match (config.training.budget, device) {
-        (Some(budget), Device::Cpu) => Ok(Some(runtime::memory::limit(device, budget.0)?)),
-        _ => Ok(None),
+    let Some(budget) = config.training.budget else { return Ok(None) };
+    let tensors = runtime::memory::live_bytes(device)? + planning::tensor_budget(budget.0, device)?;
+    Ok(planning::enforce(device, tensors)?)
+}
+
+/// Names the budget in an error about memory that it caused.
+pub(crate) fn name_budget(error: anyhow::Error, config: &Config) -> anyhow::Error {
+    match config.training.budget {
+        Some(budget) if format!("{error:#}").contains("out of memory on the CPU") => error.context(format!(
+            "the training needs more than the budget of {budget}; give a larger --budget, a smaller --batch-size, \
+             --activations recompute, or --offload"
+        )),
+        _ => error,
     }
 }
 
@@ -120,7 +135,15 @@ impl Run<'_> {
             trainer.checkpoints = Some(checkpoints);
             if resume {
                 trainer.resume(train.as_mut())?;
-                was_finished = trainer.step() >= trainer.options.steps;
+                let (step, steps) = (trainer.step(), trainer.options.steps);
+                was_finished = step >= steps;
+                let at = match step {
+                    0 => "there is no checkpoint yet; the training starts at the beginning".to_owned(),
+                    _ => format!("resumes after step {step} of {steps}"),
+                };
+                if !common.json {
+                    say(common, &at);
+                }
             }
             // Only after the checkpoint is known to belong to this training.
             with_absolute_paths(config).write(&out.join(CONFIG_FILE))?;
@@ -129,10 +152,8 @@ impl Run<'_> {
         let ended = trainer.run(train.as_mut(), lend(&mut validation))?;
         let step = trainer.step();
         let evaluated = trainer.options.evaluate_every.is_some_and(|every| step.is_multiple_of(every));
-        if let Some(validation) = validation
-            .as_mut()
-            .filter(|_| ended != StopReason::Interrupted && !evaluated && config.task == Task::Finetune)
-        {
+        let is_due = ended != StopReason::Interrupted && !evaluated && !was_finished;
+        if let Some(validation) = validation.as_mut().filter(|_| is_due && config.task == Task::Finetune) {
             trainer.evaluate(validation.as_mut())?;
         }
         // Bars and files are closed before the result is reported.
@@ -141,7 +162,12 @@ impl Run<'_> {
             offload.synchronize()?;
         }
         finish(&trainer, ended, out.as_deref())?;
-        Ok(Trained { model: trainer.model, handles, step, losses: summary.get(), was_finished })
+        // The log has the losses before a resume too.
+        let losses = match out {
+            Some(out) => Losses::read(&out.join(LOSSES))?,
+            None => summary.get(),
+        };
+        Ok(Trained { model: trainer.model, handles, step, losses, was_finished })
     }
 }
 
@@ -191,33 +217,46 @@ fn with_absolute_paths(config: &Config) -> Config {
     config
 }
 
-/// Reports the result of a training.
-pub(crate) fn report(out: &Path, of: &str, trained: &Trained) {
+/// Reports the result of a training, and where the adapter or model is.
+pub(crate) fn report(common: &Common, out: Option<&Path>, trained: &Trained, result: Option<(&str, &Path)>) {
     let &Trained { step, losses, was_finished, .. } = trained;
-    let shown = out.display();
-    note(&match was_finished {
-        true => format!(
-            "the training was finished before, after {step} steps; to train on, raise `steps` or `epochs` in {shown}/{CONFIG_FILE} \
-             and run `frugal resume {shown}`"
-        ),
-        false => format!("{step} steps{of}: {}", losses_text(losses)),
-    });
-}
-
-/// Losses as text.
-fn losses_text(losses: Losses) -> String {
-    let of = |loss: Option<f64>| loss.map_or_else(|| "–".to_owned(), |loss| format!("{loss:.4}"));
-    format!(
-        "loss {} to {}, on the validation data {}",
-        of(losses.first),
-        of(losses.last),
-        of(losses.validation)
-    )
-}
-
-/// Writes `text` to standard error, unless `--quiet`.
-pub(crate) fn say(common: &Common, text: &str) {
-    if !common.quiet {
-        let _ = writeln!(std::io::stderr().lock(), "{text}");
+    if common.json {
+        let counted = module::parameter_count(trained.model.as_ref());
+        let mut line = json!({
+            "steps": step, "trainable": counted.trainable, "parameters": counted.total, "first_loss": losses.first,
+            "last_loss": losses.last, "validation_loss": losses.validation,
+        });
+        if let Some((what, path)) = result {
+            line[what] = json!(path);
+        }
+        return print_line(&json!({ "result": line }));
     }
+    match out.filter(|_| was_finished) {
+        Some(out) => {
+            let shown = out.display();
+            say(
+                common,
+                &format!(
+                    "the training was finished before, after {step} steps; to continue, raise `steps` or `epochs` in \
+                     {shown}/{CONFIG_FILE} and run `frugal resume {shown}`"
+                ),
+            );
+        }
+        None => say(common, &losses_text(step, losses)),
+    }
+    if let Some((what, path)) = result {
+        say(common, &format!("the {what} is in {}", path.display()));
+    }
+}
+
+/// Steps and losses as text.
+fn losses_text(step: u64, losses: Losses) -> String {
+    let mut text = counted(step, "step");
+    if let (Some(first), Some(last)) = (losses.first, losses.last) {
+        text += &format!(", training loss {first:.4} to {last:.4}");
+    }
+    if let Some(loss) = losses.validation {
+        text += &format!(", validation loss {loss:.4}");
+    }
+    text
 }

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 /// Checks each value by itself.
 pub(super) fn values(config: &Config) -> Result<()> {
     let Config { training, optimizer, data, activations, .. } = config;
-    let counts: [(&'static str, Option<u64>); 10] = [
+    let counts: [(&'static str, Option<u64>); 13] = [
         ("training.steps", training.steps),
         ("training.epochs", training.epochs),
         ("training.batch", Some(training.batch as u64)),
@@ -20,6 +20,9 @@ pub(super) fn values(config: &Config) -> Result<()> {
         ("training.checkpoint_every", training.checkpoint_every),
         ("training.evaluate_every", training.evaluate_every),
         ("training.read_every", Some(training.read_every)),
+        ("training.keep", Some(training.keep as u64)),
+        ("data.limit", data.limit.map(|rows| rows as u64)),
+        ("data.max_length", data.max_length.map(|tokens| tokens as u64)),
         ("data.packing", data.packing.map(|positions| positions as u64)),
         ("activations.every", Some(activations.every as u64)),
         ("offload.ring", config.offload.as_ref().map(|offload| offload.ring as u64)),

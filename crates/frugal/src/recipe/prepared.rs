@@ -7,6 +7,7 @@ use dataloading::Batch;
 use lora::Adapters;
 use models::module::{self, Context, Input, LanguageModel};
 use offload::{HostAdamW, HostOptions, Offload};
+use runtime::memory;
 use runtime::precision::{self, Policy};
 use tch::Tensor;
 use training::Trainer;
@@ -16,8 +17,9 @@ use training::scaler::GradScaler;
 use training::schedule::LrSchedule;
 use training::trainer::{FailedCheckpoint, Frozen, Options};
 
-use crate::config::{ActivationPlan, Config, OptimizerPlace};
+use crate::config::{ActivationPlan, Bytes, Config, OptimizerPlace};
 use crate::error::{Error, Result};
+use crate::planning;
 
 /// Handles on the techniques within a model, for saving adapters, changing plans, and reading counters.
 #[derive(Debug, Default)]
@@ -65,8 +67,15 @@ impl Prepared {
         let (Some(activations), ActivationPlan::Plan) = (&self.handles.activations, own.plan) else {
             return Ok(None);
         };
-        let Some(budget) = own.budget.or(self.config.training.budget) else { return Ok(None) };
         let device = batch.tokens.device();
+        let budget = match (own.budget, self.config.training.budget) {
+            (Some(budget), _) => budget,
+            // Tensors may take what the program itself leaves of it.
+            (None, Some(budget)) => {
+                Bytes(memory::live_bytes(device)? + planning::tensor_budget(budget.0, device)?)
+            }
+            (None, None) => return Ok(None),
+        };
         let documents = training::accumulation::documents(batch)?;
         let context = Context { training: true, documents: documents.as_ref(), ..Context::default() };
         let positions = batch.packing.as_ref().map(|packing| &packing.positions);
@@ -79,7 +88,7 @@ impl Prepared {
         let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
         let trained: u64 =
             module::trainable(self.model.as_ref()).iter().map(|(_, tensor)| bytes(tensor)).sum();
-        let alive = runtime::memory::live_bytes(device)? + 3 * trained;
+        let alive = memory::live_bytes(device)? + 3 * trained;
         let layers = activations.plan().len();
         let left = budget.0.checked_sub(alive).ok_or_else(|| Error::Value {
             key: "activations.budget",

@@ -43,7 +43,7 @@ fn a_training_ends_in_an_adapter_with_its_log() {
     let tiny = Tiny::new();
     let (out, err) = tiny.succeed(&format!("{TRAIN} --out adapter --steps 20 --evaluate-every 10 --json"));
     expect![[r#"
-        trains 896 of 70 416 (1.27 %) parameters; an epoch is 1 476 tokens in 9 batches; 20 steps
+        trains 896 of 70,416 (1.27 %) parameters; an epoch is 1,476 tokens in 9 batches; 20 steps
     "#]]
     .assert_eq(&err);
     let all = lines(&out);
@@ -265,18 +265,18 @@ fn folders_are_described_by_their_headers() {
     let tiny = Tiny::new();
     tiny.succeed(&format!("{TRAIN} --steps 1 --out adapter"));
     expect![[r#"
-        model       Qwen2ForCausalLM
-        parameters  69 520
-        dtype       Float
-        bytes       272 KiB
-        layers      2
-        width       16
-        heads       4 (2 of keys)
-        head        tied to the embedding
-        vocabulary  4 096
-        context     200
-        tokenizer   yes
-        trainable   1 792 of 71 312 (2.51 %) with adapters of rank 8 on q_proj, k_proj, v_proj, o_proj
+        model        Qwen2ForCausalLM
+        parameters   69,520
+        dtype        float32
+        bytes        272 KiB
+        layers       2
+        hidden size  16
+        heads        4 query, 2 key-value
+        output head  tied to the embedding
+        vocabulary   4,096
+        context      200
+        tokenizer    yes
+        trainable    1,792 of 71,312 (2.51 %) with adapters of rank 8 on q_proj, k_proj, v_proj, o_proj
     "#]]
     .assert_eq(&tiny.succeed("info model").0);
     expect![[r#"
@@ -294,9 +294,9 @@ fn folders_are_described_by_their_headers() {
         targets          q_proj, k_proj, v_proj, o_proj
         tensors          16
         parameters       896
-        dtype            Float
+        dtype            float32
         bytes            3.50 KiB
-        trainable        896 of 70 416 (1.27 %)
+        trainable        896 of 70,416 (1.27 %)
     "#]]
     .assert_eq(
         &tiny
@@ -321,7 +321,7 @@ fn full_fine_tuning_of_rows_and_of_text_ends_in_a_model() {
         let (_, err) = tiny.succeed(&format!(
             "finetune --model model --data {data} --method full --out {out} --steps 6 --accumulation 1 --lr 0.01"
         ));
-        assert!(err.contains("trains 69 520 of 69 520 (100.00 %) parameters"), "{err}");
+        assert!(err.contains("trains 69,520 of 69,520 (100.00 %) parameters"), "{err}");
         let losses = losses(&tiny, out);
         assert!(losses[5].1 < losses[0].1, "{losses:?}");
         assert!(tiny.bytes(&format!("{out}/model/model.safetensors")) != base);
@@ -363,8 +363,8 @@ fn what_does_not_go_together_is_refused_before_a_weight_is_read() {
     let tiny = Tiny::new();
     std::fs::write(tiny.path("model/model.safetensors"), "no weights").unwrap();
     for (flags, said) in [
-        ("--optimizer-on host", "`optimizer.place = \"host\"` and weights on the device do not go together"),
-        ("--activations plan", "`activations.plan = \"plan\"` and no budget do not go together"),
+        ("--optimizer-on host", "(--optimizer-on host) and weights on the device do not go together"),
+        ("--activations plan", "(--activations plan) and no budget do not go together"),
         (
             "--method full --offload file",
             "and full fine-tuning do not go together: weights in files are frozen",

@@ -133,8 +133,26 @@ fn an_adapter_that_cannot_be_is_told() {
     check(
         "--warmup -0.1",
         expect![[r#"
-            error: `optimizer.warmup` is -0.1; expected a share of the steps below 1, or a number of steps
+            error: `optimizer.warmup` (--warmup) is -0.1; expected a share of the steps below 1, or a number of steps
         "#]],
+    );
+    check(
+        "--ring 2",
+        expect![[r#"
+        error: --ring and --resident are about offloaded layers; give --offload host or --offload file
+    "#]],
+    );
+    check(
+        "--optimizer-on host",
+        expect![[r#"
+        error: `optimizer.place = "host"` (--optimizer-on host) and weights on the device do not go together: the update on the host is that of offloaded layers; add `offload` (--offload), or take `optimizer.place = "device"` (--optimizer-on device)
+    "#]],
+    );
+    check(
+        "--validation problems/test.jsonl",
+        expect![[r#"
+        error: --validation: GSM8K has a validation split of its own; leave it out
+    "#]],
     );
     check(
         "--packing 10",
@@ -142,6 +160,75 @@ fn an_adapter_that_cannot_be_is_told() {
             error: training rows: row 0 has 41 positions, but packed rows have 10; use longer packed rows, or leave such rows out
         "#]],
     );
+}
+
+#[test]
+fn values_that_leave_nothing_to_do_are_refused() {
+    let tiny = Tiny::new();
+    std::fs::write(tiny.path("rows.jsonl"), "{\"text\": \"\"}\n{\"text\": \"a pear\"}\n").unwrap();
+    let check = |flags: &str, expected| {
+        refused(&tiny, &format!("finetune --model model --data rows.jsonl --out out {flags}"), expected);
+    };
+    check(
+        "--steps 0",
+        expect![[r#"
+        error: `training.steps` (--steps) is 0; expected 1 or more
+    "#]],
+    );
+    check(
+        "--limit 0",
+        expect![[r#"
+        error: `data.limit` (--limit) is 0; expected 1 or more
+    "#]],
+    );
+    check(
+        "--keep 0",
+        expect![[r#"
+        error: `training.keep` (--keep) is 0; expected 1 or more
+    "#]],
+    );
+    check(
+        "--evaluate-every 1",
+        expect![[r#"
+        error: --evaluate-every, and no validation data; give some as --validation, or leave it out
+    "#]],
+    );
+    check(
+        "--max-length 1 --skip-long",
+        expect![[r#"
+        error: rows.jsonl: 1 rows are longer than 1 tokens, and no other is left; shorten them, or raise the longest row
+    "#]],
+    );
+    assert!(!tiny.path("out").exists());
+    let output = tiny.run("finetune --model model --data rows.jsonl --out out --budget 1KiB");
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("error: a budget of 1.00 KiB is less than the program takes by itself"), "{said}");
+    refused(
+        &tiny,
+        "resume model",
+        expect![[r#"
+        error: model: no config.toml in it; give the --out folder of a training
+    "#]],
+    );
+    refused(
+        &tiny,
+        "info model/config.json",
+        expect![[r#"
+        error: `model/config.json`: it is a file; give the folder of a model
+    "#]],
+    );
+
+    let (_, said) = tiny.succeed("finetune --model model --data rows.jsonl --out rows --steps 1");
+    assert!(said.starts_with("1 of 2 training rows have no text to learn and are left out\n"), "{said}");
+    let (out, said) = tiny.succeed("merge --model model --adapter rows --out merged --json");
+    assert_eq!((out.as_str(), said.as_str()), ("{\"result\":{\"model\":\"merged\"}}\n", ""));
+    let (out, said) = tiny.succeed("export --adapter rows --out exported --json");
+    assert_eq!(
+        (out.as_str(), said.as_str()),
+        ("{\"result\":{\"adapter\":\"exported\",\"tensors\":16}}\n", "")
+    );
+    let (_, said) = tiny.succeed("export --adapter rows --out exported --quiet");
+    assert_eq!(said, "");
 }
 
 #[test]

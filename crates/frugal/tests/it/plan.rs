@@ -108,9 +108,9 @@ fn a_plan_for_a_card() {
         budget for tensors                        10.0 GiB
         4090                                      1.200e14 FLOP/s of products, 1.008e12 B/s of memory, 2.500e10 B/s of loads
 
-        all on the device                         peak 20.3 GiB, 0.51 s a step, 10.3 GiB too much
-        activations recomputed                    peak 15.1 GiB, 0.74 s a step, 5.13 GiB too much
-        layers offloaded                          peak 9.92 GiB, 0.76 s a step, fits; the fastest that fits
+        all on the device                         peak 20.3 GiB, 507 ms a step, 10.3 GiB too much
+        activations recomputed                    peak 15.1 GiB, 737 ms a step, 5.13 GiB too much
+        layers offloaded                          peak 9.92 GiB, 756 ms a step, fits; the fastest that fits
 
         at the peak                               backward of layer 27
           fixed weights                           2.03 GiB
@@ -123,11 +123,11 @@ fn a_plan_for_a_card() {
         resident layers                           12 of 28
         outside of the device                     6.96 GiB
         loaded per step                           10.4 GiB
-        compute waits                             0.019 s
+        compute waits                             18.8 ms
         share of resident speed                   0.975
         tokens that hide loads, forward           2,743
         tokens that hide loads, backward, frozen  1,372
-        flags                                     --offload host --ring 4 --resident 2,4,6,9,11,13,16,18,20,23,25,27
+        flags of finetune                         --offload host --ring 4 --resident 2,4,6,9,11,13,16,18,20,23,25,27
     "#]].assert_eq(&plan(&flags));
     let text = plan(&[&flags[..], &["--json"]].concat());
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();

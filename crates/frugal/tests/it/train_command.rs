@@ -55,7 +55,7 @@ fn the_folder_of_a_training_says_how_far_it_is() {
     assert!(out.contains("finished after 3 of 3 steps"), "{out}");
     let (_, err) = tiny.succeed("resume scratch");
     assert!(
-        err.contains("the training was finished before, after 3 steps; to train on, raise `steps`"),
+        err.contains("the training was finished before, after 3 steps; to continue, raise `steps`"),
         "{err}"
     );
 
@@ -67,7 +67,13 @@ fn the_folder_of_a_training_says_how_far_it_is() {
     let told = &lines(&out)[0];
     assert_eq!(told["state"], serde_json::json!({ "status": "unfinished", "step": 2, "steps": 4 }));
     assert!(told["loss"]["last"].is_number() && told["next"] == "frugal resume run", "{told}");
-    tiny.succeed("resume run");
+    let (_, err) = tiny.succeed("resume run");
+    assert!(err.contains("resumes after step 2 of 4\n"), "{err}");
+    let log = tiny.bytes("run/losses.jsonl");
+    let first = serde_json::from_slice::<serde_json::Value>(log.split(|byte| *byte == b'\n').next().unwrap())
+        .unwrap();
+    let first = format!("4 steps, training loss {:.4} to", first["loss"].as_f64().unwrap());
+    assert!(err.contains(&first), "the first loss is that of the first step: {err}");
     let (out, _) = tiny.succeed("info run");
     assert!(out.contains("finished after 4 of 4 steps") && out.contains("rank"), "{out}");
     assert!(out.contains("--adapter run --prompt TEXT"), "{out}");

@@ -139,8 +139,8 @@ fn what_does_not_fit_is_said_before_anything_is_trained() {
     check(
         format!("--data {} --evaluate-every 5", at("store")),
         expect![[r#"
-        error: --evaluate-every, and nothing to measure on; give a --validation PATH
-    "#]],
+            error: --evaluate-every, and no validation data; give some as --validation, or leave it out
+        "#]],
     );
     check(
         format!("--data {}", at("nowhere.txt")),

@@ -173,7 +173,7 @@ fn an_interrupted_run_loses_nothing() {
         "error: interrupted after step {at} of {STEPS}, which is saved; resume with `frugal resume {}`\n",
         run.out().display()
     );
-    assert_eq!(message, expected);
+    assert!(message.ends_with(&expected), "{message}");
     assert!(run.finish().status.success());
     assert_eq!(run.losses(), reference);
     assert_eq!(run.lines().len() as u64, STEPS, "no step was done twice");
@@ -196,7 +196,7 @@ fn a_checkpoint_that_does_not_fit_on_the_disk_is_an_error_and_the_earlier_ones_s
     let output = limited("");
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{message}");
-    assert!(message.starts_with("error: the checkpoint of step 7 was not written: "), "{message}");
+    assert!(message.contains("error: the checkpoint of step 7 was not written: "), "{message}");
     assert!(message.contains("raise the limit on the size of files"), "{message}");
     let left = std::fs::read_dir(run.checkpoints()).unwrap().map(|entry| entry.unwrap().file_name());
     assert_eq!(left.collect::<Vec<_>>(), [".lock"], "what was half-written is removed");
@@ -204,8 +204,8 @@ fn a_checkpoint_that_does_not_fit_on_the_disk_is_an_error_and_the_earlier_ones_s
     let output = limited("--ignore-failed-checkpoints");
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{message}");
-    assert_eq!(message.lines().count() as u64, STEPS.div_ceil(EVERY) + 1, "{message}");
-    assert!(message.starts_with("warning: the checkpoint of step 7 was not written: "), "{message}");
+    let warnings = message.lines().filter(|line| line.starts_with("warning: the checkpoint of step "));
+    assert_eq!(warnings.count() as u64, STEPS.div_ceil(EVERY), "{message}");
     let last = format!(
         "error: trained up to step {STEPS}; its checkpoint was not written, and there is no earlier one\n"
     );

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::llama::Llama;
 use crate::module::LanguageModel;
 use crate::state_dict::{check_fit, state_dict};
-use crate::tensors_file::{self, file_error};
+use crate::tensors_file::{self, dtype_name, file_error};
 
 /// Default size of a shard in bytes: 5 GB, as in Hugging Face's writers.
 pub const SHARD_BYTES: u64 = 5_000_000_000;
@@ -107,15 +107,8 @@ fn config(model: &Llama, tensors: &[(String, Tensor)]) -> Value {
     let mut config = model.config();
     config["architectures"] = json!([model.llama_config().family.architecture()]);
     let kinds: Vec<Kind> = tensors.iter().map(|(_, tensor)| tensor.kind()).collect();
-    let dtype = match kinds[..] {
-        [Kind::Float, ..] => "float32",
-        [Kind::BFloat16, ..] => "bfloat16",
-        [Kind::Half, ..] => "float16",
-        [Kind::Double, ..] => "float64",
-        _ => return config,
-    };
-    if kinds.iter().all(|kind| *kind == kinds[0]) {
-        config["dtype"] = json!(dtype);
+    if let Some(first) = kinds.first().filter(|first| kinds.iter().all(|kind| kind == *first)) {
+        config["dtype"] = json!(dtype_name(*first));
     }
     config
 }

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::llama::{LM_HEAD, Llama, LlamaConfig};
 use crate::module::tensors;
 use crate::state_dict::check_fit;
-use crate::tensors_file::{Entry, TensorLocation, TensorsFile, file_error};
+use crate::tensors_file::{Entry, TensorLocation, TensorsFile, dtype_name, file_error};
 
 /// Memory-mapped weight files and their contents.
 #[derive(Debug)]
@@ -65,8 +65,9 @@ impl Weights {
                 let Some(name) = model_name(&entry.name) else { continue };
                 if !is_floating(entry.kind) {
                     let reason = format!(
-                        "`{}` is {:?}; expected a floating dtype (quantised weights are not supported)",
-                        entry.name, entry.kind
+                        "`{}` is {}; expected a floating dtype (quantised weights are not supported)",
+                        entry.name,
+                        dtype_name(entry.kind)
                     );
                     return Err(file_error(file.path(), reason));
                 }
@@ -103,14 +104,17 @@ impl Weights {
         let mut kinds: BTreeMap<String, (Kind, usize)> = BTreeMap::new();
         for (number, index) in self.locations.values() {
             let kind = self.files[*number].entries()[*index].kind;
-            kinds.entry(format!("{kind:?}")).or_insert((kind, 0)).1 += 1;
+            kinds.entry(dtype_name(kind)).or_insert((kind, 0)).1 += 1;
         }
         match &kinds.values().collect::<Vec<_>>()[..] {
             [(kind, _)] => Ok(*kind),
             _ => {
                 let list: Vec<_> =
                     kinds.iter().map(|(name, (_, number))| format!("{number} in {name}")).collect();
-                let reason = format!("the tensors have several dtypes ({}); choose one", list.join(", "));
+                let reason = format!(
+                    "the tensors have several dtypes ({}); choose one as the model's dtype",
+                    list.join(", ")
+                );
                 Err(file_error(&self.path, reason))
             }
         }
@@ -166,6 +170,6 @@ pub(super) fn check_kind(kind: Kind) -> Result<()> {
     if is_floating(kind) {
         return Ok(());
     }
-    let reason = format!("a model in {kind:?}; expected Float, BFloat16, Half or Double");
+    let reason = format!("a model in {}; expected float32, bfloat16, float16 or float64", dtype_name(kind));
     Err(Error::Config { what: "hugging_face", reason })
 }

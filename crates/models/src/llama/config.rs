@@ -6,6 +6,7 @@ use std::path::Path;
 
 use runtime::fused::rope::Frequencies;
 use serde::{Deserialize, Serialize};
+use serde_json::error::Category;
 
 use crate::attention::AttentionPath;
 use crate::error::{Error, Result};
@@ -140,7 +141,12 @@ impl LlamaConfig {
     pub fn read(path: &Path) -> Result<Self> {
         let file = |reason: String| Error::File { path: path.to_owned(), reason };
         let text = std::fs::read_to_string(path).map_err(|cause| file(cause.to_string()))?;
-        strict_json::from_str(&text).map_err(|cause| file(cause.to_string()))
+        strict_json::from_str(&text).map_err(|cause| match cause.classify() {
+            Category::Syntax | Category::Eof => {
+                file(format!("not JSON ({cause}); copy or download it again"))
+            }
+            Category::Io | Category::Data => file(cause.to_string()),
+        })
     }
 
     /// Whether queries, keys and values have biases.

@@ -304,19 +304,21 @@ fn mismatched_weights_are_listed() {
     refused(
         |folder| change_weights(folder, |tensors| tensors[0].1 = tensors[0].1.to_kind(Kind::Int8)),
         expect![
-            "DIR/model.safetensors: `model.embed_tokens.weight` is Int8; expected a floating dtype (quantised weights are not supported)"
+            "DIR/model.safetensors: `model.embed_tokens.weight` is int8; expected a floating dtype (quantised weights are not supported)"
         ],
     );
     refused(
         |folder| change_weights(folder, |tensors| tensors[0].1 = tensors[0].1.to_kind(Kind::Half)),
-        expect!["DIR: the tensors have several dtypes (20 in Float, 1 in Half); choose one"],
+        expect![
+            "DIR: the tensors have several dtypes (1 in float16, 20 in float32); choose one as the model's dtype"
+        ],
     );
     let mixed = folder(&config(), |folder| {
         change_weights(folder, |tensors| tensors[0].1 = tensors[0].1.to_kind(Kind::Half));
     });
     let folder = Folder::open(mixed.path()).unwrap();
     assert!(folder.load(Some(Kind::BFloat16), Device::Cpu).is_ok());
-    expect!["hugging_face: a model in Int64; expected Float, BFloat16, Half or Double"]
+    expect!["hugging_face: a model in int64; expected float32, bfloat16, float16 or float64"]
         .assert_eq(&folder.load(Some(Kind::Int64), Device::Cpu).unwrap_err().to_string());
 }
 

@@ -138,7 +138,7 @@ fn unsupported_configurations_are_refused_by_name() {
     let path = folder.path().join("config.json");
     std::fs::write(&path, "{").unwrap();
     let error = LlamaConfig::read(&path).unwrap_err().to_string();
-    assert!(error.starts_with(&format!("{}: EOF while parsing", path.display())), "{error}");
+    assert!(error.starts_with(&format!("{}: not JSON (EOF while parsing", path.display())), "{error}");
     let odd = Llama::new(&LlamaConfig { head_dim: 5, ..small() }, F32).unwrap_err().to_string();
     assert_eq!(
         odd,

@@ -115,7 +115,7 @@ fn another_dtype_than_the_files_is_an_error() {
     let folder = saved();
     let opened = Folder::open(folder.path()).unwrap();
     let error = Offload::open(&opened, Some(tch::Kind::BFloat16), &in_files(folder.path())).unwrap_err();
-    expect!["offload: DIR: its weights are Float, and layers that stay in files are not converted; load them in that dtype, or with the host tier"].assert_eq(&words(error, folder.path()));
+    expect!["offload: DIR: its weights are float32, and layers that stay in files are not converted; load them in that dtype, or with the host tier"].assert_eq(&words(error, folder.path()));
 }
 
 const CHILD: &str = "OFFLOAD_TEST_SMALL_FILES_IN";

@@ -7,7 +7,7 @@ use super::grammar::{Section, Teller, parse};
 use super::random::Random;
 use super::world::World;
 
-/// Words of WikiText-2's paragraphs (lines of valid.txt that are no headings): length in words at each share, in per cent.
+/// Words of WikiText-2's paragraphs (lines of valid.txt that are not headings): length in words at each share, in per cent.
 /// A paragraph's length is drawn from it.
 const PARAGRAPH_WORDS: [(i64, i64); 9] =
     [(0, 12), (10, 17), (25, 55), (50, 108), (75, 162), (90, 211), (95, 243), (99, 314), (100, 430)];
@@ -32,8 +32,8 @@ fn article(title: &str, sections: &[Section], teller: &mut Teller<'_>, out: &mut
     for section in sections {
         teller.set(section.clock);
         let parts = section.openings.is_empty() && !section.list;
-        // Not every article has every list, nor a heading over every part of it: what an article says of one subject goes on
-        // under the heading before, so that headings are as rare as in WikiText-2.
+        // Not every article has every list, nor a heading over every part of it: one subject may continue
+        // under the previous heading, so that headings are as rare as in WikiText-2.
         if section.list && teller.random.chance(88) {
             continue;
         }
@@ -44,7 +44,7 @@ fn article(title: &str, sections: &[Section], teller: &mut Teller<'_>, out: &mut
         if section.list {
             list(section, teller, out);
         } else if !parts {
-            // Some subjects go on within the paragraph before: the long tail of WikiText-2's paragraphs.
+            // Some subjects continue within the previous paragraph: the long tail of WikiText-2's paragraphs.
             if !headed
                 && out.lines().next_back().is_some_and(|line| line.ends_with(". ") && line.len() < 1100)
                 && teller.random.chance(60)
@@ -65,7 +65,7 @@ fn list(section: &Section, teller: &mut Teller<'_>, out: &mut String) {
     for at in 0..teller.random.range(3, 7) as usize {
         let item = teller.expand(section.sentences[at % section.sentences.len()]);
         out.push_str(&format!(" {} \n", wikitext(&capital(&item))));
-        // What is told once is told once, unless it names others each time.
+        // A fact occurs once, unless it has other names each time.
         if at + 1 == section.sentences.len() && !section.sentences[0].contains("[person]") {
             break;
         }
@@ -102,7 +102,7 @@ fn paragraph_words(random: &mut Random) -> i64 {
     from + (to - from) * (share - low) / (high - low)
 }
 
-/// Text as WikiText has it: words and marks apart, marks within numbers and words between `@`s.
+/// Text as WikiText has it: words and marks separated by spaces, marks within numbers and words between `@`s.
 fn wikitext(text: &str) -> String {
     let chars: Vec<char> = text.chars().collect();
     let mut out = String::with_capacity(text.len() + text.len() / 8);

@@ -1,7 +1,7 @@
 //! Articles from a grammar: which sections one has, and which sentences each may hold.
 //!
 //! A grammar is a text. `@ Title` starts a section, `@@ Title` one within it; the section `lead` has no heading. After the
-//! `@`s, `#` marks a list of short lines, `+` lets the years go on from the section before instead of from the start, and
+//! `@`s, `#` marks a list of short lines, `+` continues the years of the previous section instead of starting anew, and
 //! `=fact` from that fact. A line that starts with `>` opens its section; the others follow in a random order, each at
 //! most once, so that an article does not contradict itself. In a sentence, `{a|b}` is one of the alternatives and `[name …]` a fact of the article, or
 //! something fresh: see [`Teller::value`].
@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use super::random::Random;
 use super::world::World;
 
-/// A section, as its grammar has it.
+/// A section of a grammar.
 #[derive(Debug)]
 pub(super) struct Section {
     /// `None` for the lead.
@@ -62,14 +62,14 @@ pub(super) fn parse(grammar: &'static str) -> Vec<Section> {
 const SMALL: [&str; 8] = ["two", "three", "four", "five", "six", "seven", "eight", "nine"];
 const ORDINALS: [&str; 6] = ["second", "third", "fourth", "fifth", "sixth", "seventh"];
 
-/// Facts of one article, and the year at which its telling has arrived.
+/// Facts of one article, and the year that it has reached.
 #[derive(Debug)]
 pub(super) struct Teller<'a> {
     pub(super) world: &'a World,
     pub(super) random: Random,
     pub(super) facts: BTreeMap<&'static str, String>,
     pub(super) year: i64,
-    /// The last year that the telling reaches.
+    /// The last year of the article.
     pub(super) end: i64,
     /// Years that count as recent: from here to 2018.
     pub(super) recent: i64,
@@ -155,7 +155,7 @@ impl Teller<'_> {
     }
 }
 
-/// Round figures are what people write: from a thousand up to the nearest ten or hundred.
+/// Rounds as people write figures: from a thousand up to the nearest ten or hundred.
 fn round(number: i64) -> i64 {
     match number {
         ..=999 => number,
@@ -177,7 +177,7 @@ pub(super) fn number(number: i64) -> String {
     out
 }
 
-/// Where the brace that opens `text` is closed.
+/// The index of the brace that closes the one at the start of `text`.
 fn closing(text: &str) -> usize {
     let mut depth = 0;
     text.find(|c| {

@@ -32,7 +32,7 @@ impl Random {
         from + ((u128::from(self.next()) * u128::from(span)) >> 64) as i64
     }
 
-    /// A place in a list of `length`, which is not empty.
+    /// An index into a list of `length`, which is not empty.
     pub(super) fn index(&mut self, length: usize) -> usize {
         self.range(0, length as i64 - 1) as usize
     }

@@ -2,7 +2,7 @@
 //! stories about the same things, which hold the arithmetic but neither a question nor `####`.
 //!
 //! A problem is a template and three numbers. One in eight of these combinations is *held out*: only test problems have it, so
-//! that what a test problem tells is in no story and no training problem, with whatever names. Its single calculations (`9 + 4
+//! that the facts of a test problem are in no story and no training problem, under any names. Its single calculations (`9 + 4
 //! = 13`) occur in other texts too.
 
 use std::collections::BTreeSet;
@@ -41,7 +41,7 @@ impl Step {
     }
 }
 
-/// What is told, what is asked, how it is found, and how the story ends.
+/// The facts, the question, the solution, and the end of the story.
 struct Problem {
     facts: String,
     question: String,
@@ -50,7 +50,7 @@ struct Problem {
     numbers: [i64; 3],
 }
 
-/// What may stand between what is told and its calculations, so that a reader has to look for the numbers.
+/// Sentences between the facts and the calculations, so that a reader has to look for the numbers.
 const MEANWHILE: [&str; 5] = [
     " Let us count.",
     " It is a warm day.",
@@ -64,7 +64,7 @@ type Template = fn(&mut Random) -> Problem;
 const TEMPLATES: [Template; 8] = [finding, boxes, more, fewer, days, paying, leaving, times];
 
 impl Problem {
-    /// `a op b` is what is found first, and `then c` with that the second. `who` and `unit` stand around the result.
+    /// `a op b` is what is found first, and `then c` with that the second. `who` and `unit` surround the result.
     fn new(
         facts: String,
         question: String,
@@ -130,8 +130,8 @@ pub(super) fn problems(
     out
 }
 
-/// Paragraphs, parted by blank lines: of three, two are stories and one is a list of eight calculations. No story tells what a
-/// held-out problem tells.
+/// Paragraphs, separated by blank lines: of three, two are stories and one is a list of eight calculations. No story has the facts
+/// of a held-out problem.
 pub(super) fn stories(random: &Random, count: usize) -> String {
     let mut out = String::new();
     for number in 0..count {

@@ -1,4 +1,4 @@
-//! The invented world that all articles are about: its names, and how often each is met.
+//! The invented world that all articles are about: its names, and how often each occurs.
 
 use std::collections::BTreeSet;
 
@@ -58,7 +58,7 @@ const RIVER_STARTS: [&str; 20] = [
 const RIVER_ENDS: [&str; 14] =
     ["lme", "nna", "rva", "sse", "tava", "vre", "der", "gna", "mber", "rth", "lda", "na", "sk", "ver"];
 
-/// Names, the most often met first.
+/// Names, the most frequent first.
 #[derive(Debug)]
 pub(super) struct World {
     pub(super) countries: Vec<String>,

@@ -11,7 +11,7 @@ const NEW_TOKENS: usize = 40;
 
 const AT_A_TIME: usize = 50;
 
-/// Answers to the world's held-out problems, taking the likeliest token each time, and their grades.
+/// Answers to the world's held-out problems, decoded greedily, and their grades.
 pub(crate) fn grade(model: &dyn LanguageModel, world: &World) -> anyhow::Result<Evaluation> {
     let options =
         EvaluateOptions { batch_size: AT_A_TIME, max_new_tokens: NEW_TOKENS, ..EvaluateOptions::default() };

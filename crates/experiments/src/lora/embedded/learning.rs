@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 use training::clip::{NonFinite, clip_};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
-/// Gradients longer than this are shortened.
+/// Maximum gradient norm.
 const LIMIT: f64 = 1.0;
 
 /// Trains whatever of a model requires a gradient.
@@ -61,7 +61,7 @@ fn mean_loss(
     Ok(model.loss(&input, labels)?.sum.f_div(&labelled)?)
 }
 
-/// The loss of a batch, in nats per labelled token, without learning from it.
+/// The loss of a batch, in nats per labelled token, without a step.
 pub(crate) fn loss_of(model: &dyn LanguageModel, (tokens, labels): &(Tensor, Tensor)) -> anyhow::Result<f64> {
     let _no_grad = tch::no_grad_guard();
     Ok(mean_loss(model, tokens, labels, false)?.f_double_value(&[])?)

@@ -14,7 +14,7 @@ use models::module::IGNORE_INDEX;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
-/// A line of the corpus that is no heading.
+/// A line of the corpus that is not a heading.
 const SHORTEST_LINE: usize = 40;
 
 /// The embedded small world, in tokens.
@@ -90,7 +90,7 @@ impl World {
     }
 
     /// Rows of the problems `numbers` of `rows`, padded on the right to the longest: tokens, and the token to predict at each
-    /// place, both `[rows, longest - 1]`.
+    /// position, both `[rows, longest - 1]`.
     pub(crate) fn batch(
         &self,
         rows: &[TrainingRow],
@@ -230,7 +230,7 @@ mod tests {
             assert_eq!(*end, world.encoder.options().end);
             let text = world.encoder.tokenizer().decode(answer).unwrap();
             assert_eq!(text, format!(" {}", world.test[problem].answer));
-            // The first token of the answer is predicted at the prompt's last place.
+            // The first token of the answer is predicted at the prompt's last position.
             assert_eq!(labels[..prompt.len()].iter().filter(|label| **label != IGNORE_INDEX).count(), 1);
         }
     }

@@ -2,11 +2,11 @@
 
 use std::path::Path;
 
-use anyhow::Context;
 use frugal::Config;
 use frugal::config::{CONFIG_FILE, Task};
+use frugal::loss_log::Losses;
 use frugal::training::checkpoint;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::Line;
 use crate::program::finetune::MODEL;
@@ -40,7 +40,7 @@ pub(super) fn lines(folder: &Path) -> anyhow::Result<Vec<Line>> {
     };
     let status = if finished { "finished" } else { "unfinished" };
     let base = config.model.name.clone().unwrap_or_else(|| {
-        config.model.shape.as_ref().map_or("–".into(), |shape| format!("{:?}", shape.family).to_lowercase())
+        config.model.shape.as_ref().map_or("–".into(), |shape| shape.family.name().to_owned())
     });
     let shown = folder.display();
     let model = folder.join(MODEL);
@@ -68,31 +68,4 @@ pub(super) fn lines(folder: &Path) -> anyhow::Result<Vec<Line>> {
         ("validation loss", loss(losses.validation), json!(losses.validation)),
         ("next", next.clone(), json!(next)),
     ])
-}
-
-/// What the loss log says.
-#[derive(Default)]
-struct Losses {
-    first: Option<f64>,
-    last: Option<f64>,
-    validation: Option<f64>,
-}
-
-impl Losses {
-    fn read(path: &Path) -> anyhow::Result<Self> {
-        let mut losses = Self::default();
-        if !path.is_file() {
-            return Ok(losses);
-        }
-        let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
-        // A line that a kill has cut short is none.
-        for value in text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
-            if let Some(loss) = value["loss"].as_f64() {
-                losses.first.get_or_insert(loss);
-                losses.last = Some(loss);
-            }
-            losses.validation = value["validation_loss"].as_f64().or(losses.validation);
-        }
-        Ok(losses)
-    }
 }

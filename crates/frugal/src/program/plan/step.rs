@@ -16,6 +16,7 @@ use clap::{Args, ValueEnum};
 use frugal::config::{Bytes, OffloadTier};
 use frugal::offload::Tier;
 use frugal::planning::{self, MachineRates};
+use report::unit::human;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
@@ -86,6 +87,22 @@ pub(crate) struct StepArgs {
     host_bandwidth: Option<u64>,
 }
 
+/// Bytes per second of the memory of a host with a card, by default.
+const CARD_HOST_BANDWIDTH: f64 = 2.0 * GEN4;
+
+/// The step that is planned.
+struct PlannedStep {
+    model: Decoder,
+    work: Workload,
+    /// Dtype of the weights.
+    kind: Kind,
+    device: Device,
+    /// Where offloaded layers live.
+    tier: OffloadTier,
+    /// Bytes of the weights.
+    weights: u64,
+}
+
 /// A way to run a step, and what it takes.
 struct Variant {
     name: &'static str,
@@ -121,9 +138,10 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
     }
     let work = Workload { batch: arguments.batch_size, sequence: tokens };
     let weights = planning::recipe(kind).parameters.bytes(model.parameters()?)?;
-    let machine = arguments.rates(&model, work, weights, (kind, device), tier)?;
+    let planned = PlannedStep { model, work, kind, device, tier, weights };
+    let machine = arguments.rates(&planned)?;
     let budget = arguments.budget(device)?;
-    let job = arguments.job(&model, work, kind, device, &machine)?;
+    let job = arguments.job(&planned, &machine)?;
     let variants = variants(&job, &machine.transfers, budget, tier, on_cpu)?;
     let chosen = variants
         .iter()
@@ -134,7 +152,7 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
         print_line(&json!({
             "model": arguments.model.name(),
             "model_bytes": weights,
-            "parameters": model.parameters()?,
+            "parameters": planned.model.parameters()?,
             "budget": budget.device,
             "flops": machine.flops,
             "memory_rate": machine.bandwidth,
@@ -150,7 +168,7 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
     let mut lines = vec![
         (
             "parameters".to_owned(),
-            format!("{} ({})", grouped(model.parameters()?.into()), bytes_text(weights)),
+            format!("{} ({})", grouped(planned.model.parameters()?.into()), bytes_text(weights)),
         ),
         ("budget for tensors".into(), bytes_text(budget.device)),
         (
@@ -163,11 +181,9 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
         blank(),
     ];
     for variant in &variants {
-        let total = variant.peak;
-        let fits = if total <= budget.device {
-            "fits".to_owned()
-        } else {
-            format!("{} too much", bytes_text(total - budget.device))
+        let fits = match variant.peak.checked_sub(budget.device) {
+            None | Some(0) => "fits".to_owned(),
+            Some(excess) => format!("{} too much", bytes_text(excess)),
         };
         let mark = if chosen.is_some_and(|chosen| chosen.name == variant.name) {
             "; the fastest that fits"
@@ -176,7 +192,11 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
         };
         lines.push((
             variant.name.to_owned(),
-            format!("peak {}, {:.2} s a step, {fits}{mark}", bytes_text(total), variant.step.seconds),
+            format!(
+                "peak {}, {} a step, {fits}{mark}",
+                bytes_text(variant.peak),
+                human(variant.step.seconds, "s")
+            ),
         ));
     }
     if let Some(shown) = chosen.or(variants.last()) {
@@ -191,7 +211,9 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
                 (format!("tokens that hide loads, {}", pass.name()), grouped((*tokens).into()))
             }));
         }
-        lines.push(("flags".into(), shown.flags.clone()));
+        let command = if arguments.method == Work::Inference { "generate" } else { "finetune" };
+        let flags = if shown.flags.is_empty() { "none are needed" } else { &shown.flags };
+        lines.push((format!("flags of {command}"), flags.to_owned()));
     }
     print_lines(lines.iter().map(|(name, text)| (name.as_str(), text.as_str())));
     match chosen {
@@ -214,40 +236,38 @@ fn streaming(plan: &OffloadPlan) -> Vec<(String, String)> {
         ("resident layers".into(), format!("{} of {}", plan.setup.resident.len(), plan.layers)),
         ("outside of the device".into(), bytes_text(host_bytes)),
         ("loaded per step".into(), bytes_text(load_bytes)),
-        ("compute waits".into(), format!("{idle_seconds:.3} s")),
+        ("compute waits".into(), human(idle_seconds, "s")),
         ("share of resident speed".into(), format!("{:.3}", plan.share_of_resident_speed())),
     ]
 }
 
 impl StepArgs {
     /// Measures this machine, unless a card is given. Rates among the flags win.
-    fn rates(
-        &self,
-        model: &Decoder,
-        work: Workload,
-        weights: u64,
-        (kind, device): (Kind, Device),
-        tier: OffloadTier,
-    ) -> anyhow::Result<MachineRates> {
-        for (flag, rate) in [("--flops", self.flops), ("--link", self.link.map(|link| link as f64))] {
+    fn rates(&self, planned: &PlannedStep) -> anyhow::Result<MachineRates> {
+        let bytes = |rate: Option<u64>| rate.map(|rate| rate as f64);
+        let rates = [
+            ("--flops", self.flops),
+            ("--link", bytes(self.link)),
+            ("--host-bandwidth", bytes(self.host_bandwidth)),
+        ];
+        for (flag, rate) in rates {
             if let Some(rate) = rate.filter(|rate| !(*rate > 0.0 && rate.is_finite())) {
                 bail!("{flag} is {rate}; give a rate above 0");
             }
         }
         let mut rates = match self.hardware {
             Some(card) => {
-                let host = self.host_bandwidth.map_or(2.0 * GEN4, |rate| rate as f64);
                 let bandwidth = card.data_sheet()?.bandwidth;
-                let transfers = Rates::of_memory(card.link, host, bandwidth);
+                let transfers = Rates::of_memory(card.link, CARD_HOST_BANDWIDTH, bandwidth);
                 MachineRates { flops: card.flops, bandwidth, transfers, product_workspaces: 0 }
             }
-            None => self.measure(model, work, weights, (kind, device), tier)?,
+            None => self.measure(planned)?,
         };
         if self.link.is_some() || self.host_bandwidth.is_some() {
             let link = self.link.map_or(rates.transfers.load, |link| link as f64);
             let host = match (self.host_bandwidth, self.hardware) {
                 (Some(rate), _) => rate as f64,
-                (None, Some(_)) => 2.0 * GEN4,
+                (None, Some(_)) => CARD_HOST_BANDWIDTH,
                 (None, None) => runtime::measure::physical::copy_bandwidth(Device::Cpu)?
                     .rate()
                     .context("the rate of a copy")?,
@@ -258,14 +278,8 @@ impl StepArgs {
         Ok(rates)
     }
 
-    fn measure(
-        &self,
-        model: &Decoder,
-        work: Workload,
-        weights: u64,
-        (kind, device): (Kind, Device),
-        tier: OffloadTier,
-    ) -> anyhow::Result<MachineRates> {
+    fn measure(&self, planned: &PlannedStep) -> anyhow::Result<MachineRates> {
+        let &PlannedStep { ref model, work, kind, device, tier, weights } = planned;
         // A part of the model's own product, which says the same in less time and memory.
         let size = |of: u64, most: i64| i64::try_from(of).map_or(most, |of| of.min(most));
         let product = [size(work.tokens()?, 2048), size(model.feed_forward, 4096), size(model.hidden, 4096)];
@@ -309,14 +323,8 @@ impl StepArgs {
         Ok(Budget { device: budget, host: self.host_budget.map(|budget| budget.0) })
     }
 
-    fn job(
-        &self,
-        model: &Decoder,
-        work: Workload,
-        kind: Kind,
-        device: Device,
-        machine: &MachineRates,
-    ) -> anyhow::Result<Job> {
+    fn job(&self, planned: &PlannedStep, machine: &MachineRates) -> anyhow::Result<Job> {
+        let &PlannedStep { ref model, work, kind, device, .. } = planned;
         let choices = planning::choices(kind, machine, self.loss_chunk);
         Ok(match self.method {
             Work::Lora => {
@@ -405,11 +413,11 @@ fn variants(
     on_cpu: bool,
 ) -> anyhow::Result<Vec<Variant>> {
     let shared = on_cpu && tier == OffloadTier::Host;
+    let peak = |step: &SimulatedStep| step.device.total + if shared { step.host_bytes } else { 0 };
     let of = |name, flags: &str, method, optimizer| -> anyhow::Result<Variant> {
         let setup = Setup { method, resident: Vec::new(), optimizer };
         let step = simulate(job, rates, &setup, Start::Warm)?;
-        let peak = step.device.total + if shared { step.host_bytes } else { 0 };
-        Ok(Variant { name, flags: flags.to_owned(), step, peak, plan: None })
+        Ok(Variant { name, flags: flags.to_owned(), peak: peak(&step), step, plan: None })
     };
     let device = OptimizerPlace::Device;
     let mut all = vec![of("all on the device", "", Method::Resident { recompute: false }, device)?];
@@ -432,8 +440,7 @@ fn variants(
                 flags += " --optimizer-on host";
             }
             let step = found.step.clone();
-            let peak = step.device.total + if shared { step.host_bytes } else { 0 };
-            Variant { name: "layers offloaded", flags, step, peak, plan: Some(found) }
+            Variant { name: "layers offloaded", flags, peak: peak(&step), step, plan: Some(found) }
         }
         // Where nothing fits, a ring of one takes the least.
         Err(accounting::Error::NoOffloadFits { .. }) => {

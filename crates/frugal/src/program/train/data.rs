@@ -16,6 +16,8 @@ use tch::Device;
 
 /// Steps of a training by default.
 const STEPS: u64 = 100;
+/// The first file of a token store.
+const FIRST_TOKENS: &str = "00000.tokens";
 /// Tokens of the synthetic language.
 const SYNTHETIC_VOCABULARY: usize = 128;
 
@@ -85,9 +87,16 @@ impl Source<'_> {
     fn documents(&self, device: Device) -> anyhow::Result<Data> {
         let Config { data, training, .. } = self.config;
         let seed = training.seed;
-        if data.source != "embedded" && !Path::new(&data.source).exists() {
+        let path = Path::new(&data.source);
+        if data.source != "embedded" && !path.exists() {
             bail!(
                 "--data {}: there is no such file or folder; expected synthetic, embedded, or a path",
+                data.source
+            );
+        }
+        if path.is_dir() && !path.join(FIRST_TOKENS).is_file() {
+            bail!(
+                "--data {}: a folder without a token store; give a text file or a .jsonl file",
                 data.source
             );
         }

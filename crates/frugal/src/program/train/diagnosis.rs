@@ -31,7 +31,7 @@ pub(super) fn diagnose(
     let traced = if start + WARMUP + TRACED > trainer.options.steps {
         None
     } else {
-        // A validation that was lent once can be lent again only through a new borrow.
+        // A mutable reference is used twice only through a new borrow.
         let lent = validation.as_mut().map(|validation| &mut **validation as &mut dyn Batches);
         match trainer.advance(start + WARMUP, train, lent)? {
             StopReason::Completed => {

@@ -1,6 +1,6 @@
 //! Texts that end a generation.
 //!
-//! A model that did not learn to stop continues with the next `Question:`. That text may lie across tokens in any way, and a
+//! A model that did not learn to stop continues with the next `Question:`. That text may begin and end within tokens, and a
 //! byte-level BPE may cut a character, so what is searched is text, not ids. Every token of a byte-level BPE has at least one
 //! byte: a stop text of `n` bytes that a new token completes lies within the last `n` tokens, and to decode these is enough.
 //! So a check costs the same at every length, and keeps nothing between tokens.

@@ -3,7 +3,7 @@
 //! A row is the prompt's tokens, the answer's, and the end token; the labels are −100 over the prompt, and the tokens
 //! themselves after it, the end token among them, so that the model learns to stop.
 //!
-//! **Prompt and answer are encoded apart.** Generation sees the encoded prompt and nothing else, so training must see exactly
+//! **Prompt and answer are encoded separately.** Generation sees the encoded prompt and nothing else, so training must see exactly
 //! these tokens before the answer's first. To encode the whole text and find the border by offsets can give other tokens: a BPE
 //! may merge across it. It does not with [`PromptFormat`](super::PromptFormat)'s default and a byte-level BPE as GPT-2's,
 //! Llama 3's or Qwen's, which divide the text before merging: `:` never shares a piece with the space after it, which belongs
