@@ -159,7 +159,7 @@ fn the_optimizer_on_the_host_is_the_ordinary_one() {
 fn what_makes_no_sense_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let cases = [
-        ("methods --scale huge", 2, "possible values: smoke, laptop, paper"),
+        ("methods --scale huge", 2, "possible values: smoke, laptop, full, paper"),
         ("methods --scale smoke --folder /nowhere/at/all", 1, "give one that can be written as --folder"),
         ("equality --scale smoke --device tpu", 1, "error: "),
         (

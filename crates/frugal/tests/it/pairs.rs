@@ -426,9 +426,9 @@ fn every_pair_keeps_its_promises_or_is_refused_by_name() {
     expect![[r#"
         5 × `activations.plan = "every-k"` and `offload` do not go together: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
         5 × `activations.plan = "plan"` and `offload` do not go together: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
-        15 × `activations.plan = "recompute"` and `offload` do not go together: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
+        20 × `activations.plan = "recompute"` and `offload` do not go together: offloaded layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or keep the weights on the device
         12 × `offload.tier = "file"` and full fine-tuning do not go together: weights in files are frozen; train an adapter, or take `offload.tier = "host"`
-        18 × `optimizer.place = "host"` and weights on the device do not go together: the update on the host is that of offloaded layers; add `offload`, or take `optimizer.place = "device"`"#]].assert_eq(&reasons.join("\n"));
+        19 × `optimizer.place = "host"` and weights on the device do not go together: the update on the host is that of offloaded layers; add `offload`, or take `optimizer.place = "device"`"#]].assert_eq(&reasons.join("\n"));
 }
 
 #[test]
