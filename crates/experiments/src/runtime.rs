@@ -105,10 +105,12 @@ fn measure(
     let device = runtime::device::select(&common.device)?;
     runtime::random::seed(common.seed)?;
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
-    let effort = if scale == Scale::Smoke { cost::Effort::Seconds } else { cost::Effort::Minutes };
     let parts = parts(device);
     let mut progress = Progress::new(parts.len() as u64);
     for part in parts {
+        // The costs of the runtime are many figures: at scale laptop as few repeats of each as at smoke.
+        let short = scale == Scale::Smoke || scale == Scale::Laptop && part.experiment == "runtime-cost";
+        let effort = if short { cost::Effort::Seconds } else { cost::Effort::Minutes };
         progress.message(part.about);
         for (case, metric) in (part.run)(device, effort)? {
             sink.put(part.experiment, &case.with("device", common.device.as_str()), vec![metric])?;

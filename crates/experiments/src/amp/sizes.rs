@@ -57,10 +57,10 @@ impl Sizes {
                 sweep_steps: 3,
             },
             Scale::Laptop => Self {
-                training: training(model(64, 4, 128), 12, 100, 3e-3),
+                training: training(model(64, 4, 128), 12, 75, 3e-3),
                 limits: limits(110_000, 5_000, 128, 2048),
                 rounds: 1,
-                sweep_steps: 50,
+                sweep_steps: 35,
             },
             Scale::Full => Self {
                 training: training(model(64, 4, 128), 12, 250, 3e-3),

@@ -39,7 +39,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Methods) -> anyhow::Result<()
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let (layers, tokens, rounds, vocabulary) = match arguments.scale {
         Scale::Smoke => (4, 16, 1, 512),
-        Scale::Laptop => (5, 256, 1, 8192),
+        Scale::Laptop => (4, 512, 1, 8192),
         Scale::Full => (5, 512, 3, 8192),
         Scale::Paper => (24, 4096, 5, 151_936),
     };

@@ -23,7 +23,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &ActivationOffload) -> anyhow:
     let mut sink = Sink::new(common, crate::environment::of(device)?)?;
     let (hidden, tokens, rounds): (i64, &[i64], usize) = match arguments.scale {
         Scale::Smoke => (64, &[16, 64], 1),
-        Scale::Laptop => (256, &[16, 64, 256, 1024], 5),
+        Scale::Laptop => (256, &[16, 64, 256, 1024], 3),
         Scale::Full => (512, &[16, 64, 256, 1024, 4096], 9),
         Scale::Paper => (2048, &[16, 64, 256, 1024, 4096, 16_384], 9),
     };

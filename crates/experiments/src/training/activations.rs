@@ -34,7 +34,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &ActivationsArgs) -> anyhow::R
     };
     let (stack, rounds) = match arguments.scale {
         Scale::Smoke => (stack(2, 64, 128, 4), 2),
-        Scale::Laptop | Scale::Full => (stack(4, 256, 384, 6), 4),
+        Scale::Laptop => (stack(4, 256, 384, 6), 2),
+        Scale::Full => (stack(4, 256, 384, 6), 4),
         Scale::Paper => (stack(8, 1024, 1024, 24), 5),
     };
     let probe = Progress::new(1);
