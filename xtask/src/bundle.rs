@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use report::Specs;
 
-use crate::cargo::{self, Executable};
+use crate::cargo::{self, Executable, Optimization};
 use crate::programs::packages;
 use crate::torch::Pair;
 use crate::workspace::{BundledTest, MANIFEST, Manifest, Workspace};
@@ -43,7 +43,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     // The product measures nothing by itself; its tests run it.
     let mut wanted = packages(experiments.chain(comparisons).chain(["frugal"]));
     wanted.push("xtask".into());
-    let programs = cargo::build_programs(workspace, &wanted)?;
+    let programs = cargo::build_programs(workspace, &wanted, Optimization::Release)?;
     let tests = tests(workspace)?;
 
     let mut entries = Vec::new();

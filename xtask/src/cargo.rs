@@ -15,6 +15,14 @@ use crate::workspace::Workspace;
 pub(crate) fn command(workspace: &Workspace) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(&workspace.root);
+    // `cargo run` describes this package to it. Passed on, build scripts that ask for these variables, as `ring`'s, would run
+    // again whenever cargo is called from here after a shell or the reverse, and with them all that depends on their crates.
+    let own = |name: &str| ["CARGO_PKG_", "CARGO_MANIFEST_"].iter().any(|prefix| name.starts_with(prefix));
+    for (name, _) in std::env::vars_os() {
+        if name.to_str().is_some_and(own) {
+            command.env_remove(name);
+        }
+    }
     with_libtorch(&mut command, workspace);
     command
 }
@@ -55,15 +63,28 @@ pub(crate) struct Executable {
     pub(crate) path: PathBuf,
 }
 
-/// Builds the release programs of `packages`, with cargo's own progress on the terminal.
+/// How the programs are compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Optimization {
+    /// The profile `dev`, which the tests share: quick to build. For a run that checks and does not measure.
+    Dev,
+    /// The profile `release`, for measurements.
+    Release,
+}
+
+/// Builds the programs of `packages`, with cargo's own progress on the terminal.
 pub(crate) fn build_programs(
     workspace: &Workspace,
     packages: &[String],
+    optimization: Optimization,
 ) -> Result<BTreeMap<String, PathBuf>> {
     if packages.is_empty() {
         return Ok(BTreeMap::new());
     }
-    let mut args: Vec<&str> = vec!["build", "--release", "--bins"];
+    let mut args: Vec<&str> = vec!["build", "--bins"];
+    if optimization == Optimization::Release {
+        args.push("--release");
+    }
     args.extend(packages.iter().flat_map(|package| ["--package", package]));
     let made = executables(workspace, &args)?;
     let programs: BTreeMap<_, _> = made.into_iter().filter(|e| !e.test).map(|e| (e.name, e.path)).collect();

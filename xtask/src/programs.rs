@@ -6,7 +6,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use crate::cargo;
+use crate::cargo::{self, Optimization};
 use crate::device::Device;
 use crate::workspace::Workspace;
 use crate::{revision, setup};
@@ -19,15 +19,25 @@ pub(crate) struct Programs<'a> {
 }
 
 impl<'a> Programs<'a> {
-    /// Makes the programs of `packages` ready.
+    /// Makes the programs of `packages` ready, optimized for measurements.
     pub(crate) fn ready(workspace: &'a Workspace, packages: &[String], device: Device) -> Result<Self> {
+        Self::built(workspace, packages, device, Optimization::Release)
+    }
+
+    /// Makes the programs of `packages` ready; a bundle has its own, whatever `optimization` says.
+    pub(crate) fn built(
+        workspace: &'a Workspace,
+        packages: &[String],
+        device: Device,
+        optimization: Optimization,
+    ) -> Result<Self> {
         let paths = match &workspace.bundle {
             Some(bundle) => {
                 bundle.programs.iter().map(|(name, path)| (name.clone(), workspace.root.join(path))).collect()
             }
             None => {
                 setup::ensure(workspace, device.variant())?;
-                cargo::build_programs(workspace, packages)?
+                cargo::build_programs(workspace, packages, optimization)?
             }
         };
         Ok(Self { workspace, paths, revision: revision::current(workspace) })

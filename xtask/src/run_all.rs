@@ -9,6 +9,7 @@ use report::cli::Scale;
 use report::spec::Experiment;
 use report::{RunOutcome, RunState, Specs};
 
+use crate::cargo::Optimization;
 use crate::device::Device;
 use crate::display::{Display, duration};
 use crate::interrupt::Interrupt;
@@ -53,7 +54,10 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     for experiment in other {
         eprintln!("{} is not run at scale {}", experiment.name, args.scale.name());
     }
-    let programs = Programs::ready(workspace, &packages(now.iter().map(|e| &*e.package)), args.device)?;
+    // A smoke run measures nothing, so it takes the build that the tests share.
+    let optimization = if smoke.is_some() { Optimization::Dev } else { Optimization::Release };
+    let packages = packages(now.iter().map(|e| &*e.package));
+    let programs = Programs::built(workspace, &packages, args.device, optimization)?;
     let run = Run { args, folder: &folder, programs: &programs, interrupt: Interrupt::install()? };
     let start = Instant::now();
     let failed = run.all(&now)?;

@@ -178,9 +178,8 @@ fn place(e: &Environment) -> String {
         parts.push(crate::unit::human(e.memory_bytes as f64, "B"));
     }
     match e.scale.as_deref() {
-        Some(shortened @ ("smoke" | "laptop")) => {
-            parts.push(format!("scale {shortened} (shortened; `--scale full` takes its time)"));
-        }
+        Some("smoke") => parts.push("scale smoke (a check in an unoptimized build, not a measurement)".into()),
+        Some("laptop") => parts.push("scale laptop (shortened; `--scale full` takes its time)".into()),
         Some(scale) => parts.push(format!("scale {scale}")),
         None => {}
     }

@@ -1,5 +1,6 @@
 //! The tests of `offload` that need only its public interface: one binary, a module per behaviour.
 
+mod cuda;
 mod delays;
 mod device_memory;
 mod example;

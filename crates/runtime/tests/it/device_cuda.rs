@@ -205,3 +205,34 @@ fn a_cpu_stream_waits_for_a_cuda_event_and_the_reverse() {
         Ok(())
     });
 }
+
+#[test]
+fn a_cpu_stream_waits_for_a_cuda_event_without_occupying_a_core() {
+    on_cuda(|device| {
+        let (gpu, cpu) = (Stream::new(device)?, Stream::new(Device::Cpu)?);
+        let done = Event::untimed(device)?;
+        gpu.submit(move || {
+            // About a second on the GPUs of 2022 to 2025; few launches, so that the host's time is the wait's.
+            let x = Tensor::f_ones([8192, 8192], (Kind::Float, device))?;
+            (0..40).try_for_each(|_| x.f_mm(&x).map(drop)).map_err(Into::into)
+        })?;
+        gpu.record(&done)?;
+        let (start, used) = (std::time::Instant::now(), processor_seconds());
+        cpu.wait(&done)?;
+        cpu.submit(|| Ok(()))?;
+        cpu.synchronize()?;
+        let (wall, used) = (start.elapsed().as_secs_f64(), processor_seconds() - used);
+        // Clock ticks of 10 ms.
+        assert!(wall > 0.1, "the wait was too short to show anything: {wall} s");
+        assert!(used <= 0.3 * wall, "{used} s of processor time in a wait of {wall} s");
+        Ok(())
+    });
+}
+
+/// Seconds of processor time of this process, of all threads.
+fn processor_seconds() -> f64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    // utime and stime are fields 14 and 15; the name in brackets may contain spaces.
+    let fields = stat.rsplit_once(')').unwrap().1.split_ascii_whitespace();
+    fields.skip(11).take(2).map(|ticks| ticks.parse::<f64>().unwrap() / 100.0).sum()
+}

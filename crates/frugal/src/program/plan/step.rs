@@ -1,29 +1,28 @@
 //! `frugal plan`: the ways to run a step within a budget, at this machine's measured rates or at a card's.
 
-use std::io::Write;
-use std::path::{Path, PathBuf};
+mod rates;
+mod variants;
+
+use std::path::PathBuf;
 
 use accounting::Decoder;
 use accounting::decoder_flops::Workload;
 use accounting::lora::{LowRank, Targets};
-use accounting::offload::{
-    Budget, Card, Direction, GEN4, Job, Method, OffloadPlan, OptimizerPlace, Rates, Setup, SimulatedStep,
-    Start, card, plan, simulate, sizes,
-};
+use accounting::offload::{Budget, Card, Direction, Job, card, sizes};
 use accounting::quantity::{bytes_text, grouped, parse_bytes};
-use anyhow::{Context, bail};
+use anyhow::bail;
 use clap::{Args, ValueEnum};
 use frugal::config::{Bytes, OffloadTier};
-use frugal::offload::Tier;
 use frugal::planning::{self, MachineRates};
 use report::unit::human;
-use serde_json::{Value, json};
+use serde_json::json;
 use tch::{Device, Kind};
 
 use super::super::Common;
 use super::super::output::{print_line, print_lines};
 use super::super::settings::{DtypeArg, OffloadArg};
 use super::model_args::ModelArgs;
+use variants::{Variant, streaming, variants};
 
 /// What a step does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -87,9 +86,6 @@ pub(crate) struct StepArgs {
     host_bandwidth: Option<u64>,
 }
 
-/// Bytes per second of the memory of a host with a card, by default.
-const CARD_HOST_BANDWIDTH: f64 = 2.0 * GEN4;
-
 /// The step that is planned.
 struct PlannedStep {
     model: Decoder,
@@ -101,17 +97,6 @@ struct PlannedStep {
     tier: OffloadTier,
     /// Bytes of the weights.
     weights: u64,
-}
-
-/// A way to run a step, and what it takes.
-struct Variant {
-    name: &'static str,
-    flags: String,
-    step: SimulatedStep,
-    /// Bytes at the peak.
-    peak: u64,
-    /// The plan of offloaded layers.
-    plan: Option<OffloadPlan>,
 }
 
 pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
@@ -229,89 +214,7 @@ fn blank() -> (String, String) {
     (String::new(), String::new())
 }
 
-/// What the transfers of a plan come to.
-fn streaming(plan: &OffloadPlan) -> Vec<(String, String)> {
-    let SimulatedStep { host_bytes, load_bytes, idle_seconds, .. } = plan.step;
-    vec![
-        ("resident layers".into(), format!("{} of {}", plan.setup.resident.len(), plan.layers)),
-        ("outside of the device".into(), bytes_text(host_bytes)),
-        ("loaded per step".into(), bytes_text(load_bytes)),
-        ("compute waits".into(), human(idle_seconds, "s")),
-        ("share of resident speed".into(), format!("{:.3}", plan.share_of_resident_speed())),
-    ]
-}
-
 impl StepArgs {
-    /// Measures this machine, unless a card is given. Rates among the flags win.
-    fn rates(&self, planned: &PlannedStep) -> anyhow::Result<MachineRates> {
-        let bytes = |rate: Option<u64>| rate.map(|rate| rate as f64);
-        let rates = [
-            ("--flops", self.flops),
-            ("--link", bytes(self.link)),
-            ("--host-bandwidth", bytes(self.host_bandwidth)),
-        ];
-        for (flag, rate) in rates {
-            if let Some(rate) = rate.filter(|rate| !(*rate > 0.0 && rate.is_finite())) {
-                bail!("{flag} is {rate}; give a rate above 0");
-            }
-        }
-        let mut rates = match self.hardware {
-            Some(card) => {
-                let bandwidth = card.data_sheet()?.bandwidth;
-                let transfers = Rates::of_memory(card.link, CARD_HOST_BANDWIDTH, bandwidth);
-                MachineRates { flops: card.flops, bandwidth, transfers, product_workspaces: 0 }
-            }
-            None => self.measure(planned)?,
-        };
-        if self.link.is_some() || self.host_bandwidth.is_some() {
-            let link = self.link.map_or(rates.transfers.load, |link| link as f64);
-            let host = match (self.host_bandwidth, self.hardware) {
-                (Some(rate), _) => rate as f64,
-                (None, Some(_)) => CARD_HOST_BANDWIDTH,
-                (None, None) => runtime::measure::physical::copy_bandwidth(Device::Cpu)?
-                    .rate()
-                    .context("the rate of a copy")?,
-            };
-            rates.transfers = Rates::of_memory(link, host, rates.bandwidth);
-        }
-        rates.flops = self.flops.unwrap_or(rates.flops);
-        Ok(rates)
-    }
-
-    fn measure(&self, planned: &PlannedStep) -> anyhow::Result<MachineRates> {
-        let &PlannedStep { ref model, work, kind, device, tier, weights } = planned;
-        // A part of the model's own product, which says the same in less time and memory.
-        let size = |of: u64, most: i64| i64::try_from(of).map_or(most, |of| of.min(most));
-        let product = [size(work.tokens()?, 2048), size(model.feed_forward, 4096), size(model.hidden, 4096)];
-        if tier == OffloadTier::Host {
-            return Ok(MachineRates::measure(product, (kind, device), &Tier::Host)?);
-        }
-        let scratch = self.scratch()?;
-        let tier = Tier::File(scratch.path().to_owned());
-        let mut rates = MachineRates::measure(product, (kind, device), &tier)?;
-        // What the page cache cannot hold comes from the disk in every step.
-        if weights > runtime::device::memory_info(Device::Cpu)?.free {
-            let file = match self.model.folder().map(weights_file).transpose()?.flatten() {
-                Some(file) => file,
-                None => written(scratch.path())?,
-            };
-            let disk = planning::file_read_rate(&file)?;
-            rates.transfers.load = rates.transfers.load.min(disk);
-        }
-        Ok(rates)
-    }
-
-    /// A folder for the files that are measured; it is removed with the value.
-    fn scratch(&self) -> anyhow::Result<tempfile::TempDir> {
-        let folder = self.folder.as_deref().unwrap_or(Path::new("."));
-        tempfile::Builder::new().prefix(".frugal-plan-").tempdir_in(folder).with_context(|| {
-            format!(
-                "{} cannot be written; give a folder on the disk with the model as --folder",
-                folder.display()
-            )
-        })
-    }
-
     /// What tensors may take.
     fn budget(&self, device: Device) -> anyhow::Result<Budget> {
         let budget = match (self.budget, self.hardware) {
@@ -360,94 +263,4 @@ impl StepArgs {
         };
         passes.iter().map(least).collect()
     }
-}
-
-/// A file with weights in a model's folder.
-fn weights_file(folder: &Path) -> anyhow::Result<Option<PathBuf>> {
-    let entries = std::fs::read_dir(folder).with_context(|| folder.display().to_string())?;
-    let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
-    Ok(paths
-        .filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"))
-        .max_by_key(|path| path.metadata().map_or(0, |metadata| metadata.len())))
-}
-
-/// A file of 64 MiB on the disk.
-fn written(folder: &Path) -> anyhow::Result<PathBuf> {
-    let path = folder.join("read");
-    let mut file = std::fs::File::create(&path)?;
-    let block = vec![1; 1 << 20];
-    (0..64).try_for_each(|_| file.write_all(&block)).with_context(|| path.display().to_string())?;
-    Ok(path)
-}
-
-impl Variant {
-    fn json(&self, budget: u64) -> Value {
-        let mut value = json!({
-            "variant": self.name,
-            "flags": self.flags,
-            "peak_bytes": self.peak,
-            "host_bytes": self.step.host_bytes,
-            "step_seconds": self.step.seconds,
-            "fits": self.peak <= budget,
-            "parts": self.step.device.parts.iter().map(|part| json!({ "what": part.name, "bytes": part.bytes }))
-                .collect::<Vec<_>>(),
-        });
-        if let Some(plan) = &self.plan {
-            value["layers"] = plan.layers.into();
-            value["resident_layers"] = json!(plan.setup.resident);
-            value["ring_slots"] = plan.ring().into();
-            value["loaded_bytes"] = plan.step.load_bytes.into();
-            value["idle_seconds"] = plan.step.idle_seconds.into();
-            value["share_of_resident_speed"] = plan.share_of_resident_speed().into();
-        }
-        value
-    }
-}
-
-/// The ways to run a step, the fastest first. On a CPU layers in the host's memory are part of what the device holds.
-fn variants(
-    job: &Job,
-    rates: &Rates,
-    budget: Budget,
-    tier: OffloadTier,
-    on_cpu: bool,
-) -> anyhow::Result<Vec<Variant>> {
-    let shared = on_cpu && tier == OffloadTier::Host;
-    let peak = |step: &SimulatedStep| step.device.total + if shared { step.host_bytes } else { 0 };
-    let of = |name, flags: &str, method, optimizer| -> anyhow::Result<Variant> {
-        let setup = Setup { method, resident: Vec::new(), optimizer };
-        let step = simulate(job, rates, &setup, Start::Warm)?;
-        Ok(Variant { name, flags: flags.to_owned(), peak: peak(&step), step, plan: None })
-    };
-    let device = OptimizerPlace::Device;
-    let mut all = vec![of("all on the device", "", Method::Resident { recompute: false }, device)?];
-    // Inference keeps nothing that could be computed again.
-    if job.training {
-        let recompute = Method::Resident { recompute: true };
-        all.push(of("activations recomputed", "--activations recompute", recompute, device)?);
-    }
-    let tier = if tier == OffloadTier::Host { "host" } else { "file" };
-    let taken = if shared { job.layer_bytes()? } else { 0 };
-    let available = Budget { device: budget.device.saturating_sub(taken), ..budget };
-    all.push(match plan(job, rates, available) {
-        Ok(found) => {
-            let resident: Vec<String> = found.setup.resident.iter().map(ToString::to_string).collect();
-            let mut flags = format!("--offload {tier} --ring {}", found.ring().max(1));
-            if !resident.is_empty() {
-                flags += &format!(" --resident {}", resident.join(","));
-            }
-            if found.optimizer == Some(OptimizerPlace::Host) {
-                flags += " --optimizer-on host";
-            }
-            let step = found.step.clone();
-            Variant { name: "layers offloaded", flags, peak: peak(&step), step, plan: Some(found) }
-        }
-        // Where nothing fits, a ring of one takes the least.
-        Err(accounting::Error::NoOffloadFits { .. }) => {
-            let flags = format!("--offload {tier} --ring 1");
-            of("layers offloaded", &flags, Method::Overlap { ring: 1 }, OptimizerPlace::Host)?
-        }
-        Err(error) => return Err(error.into()),
-    });
-    Ok(all)
 }

@@ -1,0 +1,156 @@
+//! Runs the step of a row and reads its peak from the allocator.
+//!
+//! A step is run three times and the third is measured: by then the ring, the optimizer's state and the gradients are what they
+//! are in every later step. The figure is what the model, the optimizer and the step hold on the device, above what was live before
+//! the model was made.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use fused_ce::{Chunk, LinearCrossEntropy};
+use lora::{Adapters, LoraConfig};
+use models::Llama;
+use models::module::{Context, Input, LanguageModel, trainable};
+use offload::{HookPoint, HostAdamW, HostOptions, Offload, Options, TestHook, Tier};
+use runtime::autograd::{backward, set_grad};
+use runtime::memory::{Region, live_bytes};
+use runtime::random::Generator;
+use tch::{Device, Kind, Tensor};
+use training::activations;
+use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
+
+use super::{Head, OptimizerPlace, Pass, Place, Row};
+
+/// Makes compute wait for the gradients of the layer before: how many are under way at a time would otherwise depend on the speed of
+/// two threads.
+#[derive(Default)]
+struct InStep(Mutex<Option<Arc<Offload>>>);
+
+impl InStep {
+    fn watch(&self, offload: Option<Arc<Offload>>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = offload;
+    }
+}
+
+impl TestHook for InStep {
+    fn at(&self, point: HookPoint) -> runtime::Result<()> {
+        let offload = self
+            .0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+            .filter(|_| point == HookPoint::Compute);
+        offload.map_or(Ok(()), |offload| Ok(offload.synchronize()?))
+    }
+}
+
+enum Steps {
+    None,
+    Device(DeviceOptimizer),
+    Host(HostAdamW),
+}
+
+impl Row {
+    /// The most bytes of a step that the CPU's allocator counts.
+    ///
+    /// # Errors
+    /// Those of the model and of the step.
+    pub fn measure(&self) -> anyhow::Result<u64> {
+        let device = Device::Cpu;
+        let before = live_bytes(device)?;
+        runtime::random::seed(1)?;
+        let in_step = Arc::new(InStep::default());
+        let folder = tempfile::tempdir()?;
+        let (mut model, offload) = match &self.place {
+            Place::Resident(_) => (Llama::new(&self.config, (self.kind, device))?, None),
+            Place::Offloaded { method, ring, in_files, resident } => {
+                let options = Options {
+                    method: *method,
+                    ring: *ring,
+                    tier: if *in_files { Tier::File(folder.path().to_owned()) } else { Tier::Host },
+                    resident: resident.clone(),
+                    test_hook: Some(in_step.clone()),
+                    ..Options::default()
+                };
+                let init = models::init::Init::Normal { std: 0.02 };
+                let (model, offload) = Offload::assemble(&self.config, init, self.kind, &options)?;
+                (model, Some(Arc::new(offload)))
+            }
+        };
+        if let Head::Chunks(tokens) = self.head {
+            let chunk = Some(Chunk::Tokens(tokens));
+            fused_ce::install(&mut model, &LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() })?;
+        }
+        if let Pass::Adapters { targets, rank, dropout } = &self.pass {
+            let names = targets.iter().map(|name| format!("{name}_proj")).collect();
+            let config = LoraConfig {
+                r: *rank,
+                lora_dropout: *dropout,
+                target_modules: Some(lora::Names::List(names)),
+                ..LoraConfig::default()
+            };
+            Adapters::install(&mut model, &config, 1)?;
+        }
+        let plan = match &self.place {
+            Place::Resident(plan) => Some(activations::apply(&mut model, plan)?),
+            Place::Offloaded { .. } => None,
+        };
+        in_step.watch(offload.clone());
+        let mut optimizer = match (self.optimizer, &offload) {
+            (OptimizerPlace::None, _) => Steps::None,
+            (OptimizerPlace::Host, Some(offload)) => {
+                let groups = vec![Group::new(trainable(&model), 1e-4)];
+                Steps::Host(HostAdamW::new(offload, groups, AdamW::default(), HostOptions::default())?)
+            }
+            _ => Steps::Device(DeviceOptimizer::new(
+                AdamW::default(),
+                vec![Group::new(trainable(&model), 1e-4)],
+            )?),
+        };
+        self.step(&model, &mut optimizer)?;
+        self.step(&model, &mut optimizer)?;
+        if let Some(offload) = &offload {
+            offload.synchronize()?;
+        }
+        let region = Region::start(device)?;
+        self.step(&model, &mut optimizer)?;
+        let peak = region.finish()?.peak - before;
+        in_step.watch(None);
+        drop((optimizer, plan, offload, model));
+        Ok(peak)
+    }
+
+    fn step(&self, model: &Llama, optimizer: &mut Steps) -> anyhow::Result<()> {
+        let tokens = self.tokens()?;
+        if self.pass == Pass::Inference {
+            let _no_grad = tch::no_grad_guard();
+            let hidden = model.hidden(&Input::new(&tokens))?;
+            let last = hidden.f_narrow(1, self.batch[1] - 1, 1)?;
+            drop(hidden);
+            let _logits = model.head().logits(&last, &Context::default())?;
+            return Ok(());
+        }
+        let context = Context { training: true, ..Context::default() };
+        let input = Input { tokens: &tokens, positions: None, context };
+        let loss = model.loss(&input, &tokens)?.sum;
+        backward(&[&loss])?;
+        drop(loss);
+        match optimizer {
+            Steps::None => trainable(model).into_iter().try_for_each(|(_, tensor)| set_grad(tensor, None))?,
+            Steps::Device(optimizer) => {
+                optimizer.step()?;
+                optimizer.zero_grad(ZeroGrad::ToNone)?;
+            }
+            Steps::Host(optimizer) => {
+                optimizer.step()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn tokens(&self) -> anyhow::Result<Tensor> {
+        let vocabulary = self.config.vocab_size;
+        let drawn =
+            Generator::new(2)?.uniform(&self.batch, (0.0, vocabulary as f64), (Kind::Double, Device::Cpu))?;
+        Ok(drawn.f_floor()?.f_to_kind(Kind::Int64)?.f_clamp(0, vocabulary - 1)?)
+    }
+}

@@ -1,0 +1,92 @@
+//! The step of a row, as `accounting` predicts it.
+
+use accounting::activation_plan::Kept;
+use accounting::decoder_flops::Workload;
+use accounting::lora::LowRank;
+use accounting::memory::logits::Loss;
+use accounting::memory::recipe::Recipe;
+use accounting::offload::sizes::{self, Choices, Logits};
+use accounting::offload::{self as paper, Footprint, Rates, Setup, Start, simulate};
+use accounting::recompute::NormKernel;
+use offload::Method;
+use tch::Kind;
+use training::activations::LayerPlan;
+use training::predicted;
+
+use super::{Head, OptimizerPlace, Pass, Place, Row};
+
+impl Row {
+    /// The same step as `accounting` predicts it.
+    ///
+    /// # Errors
+    /// A shape that is not modelled.
+    pub fn predict(&self) -> anyhow::Result<Footprint> {
+        let model = predicted::decoder(&self.config)?;
+        let [rows, tokens] = self.batch;
+        let work = Workload { batch: rows.unsigned_abs(), sequence: tokens.unsigned_abs() };
+        let choices = Choices {
+            recipe: if self.kind == Kind::Float { Recipe::FP32 } else { Recipe::BF16 },
+            loss: match self.head {
+                Head::Logits => Loss::Eager,
+                Head::Chunks(tokens) => Loss::LinearCrossEntropy { tokens: tokens.unsigned_abs() },
+            },
+            norm: NormKernel::Output,
+            logits: Logits::LastToken,
+            ..Choices::default()
+        };
+        let lora = match &self.pass {
+            Pass::Adapters { targets, rank, dropout } => Some(LowRank {
+                rank: rank.unsigned_abs(),
+                targets: targets.join(",").parse()?,
+                dropout: *dropout > 0.0,
+                on_cpu: true,
+            }),
+            _ => None,
+        };
+        let mut job = match (&self.pass, &lora) {
+            (Pass::Inference, _) => sizes::inference(&model, work, &choices)?,
+            (_, None) => sizes::training(&model, work, &choices)?,
+            (_, Some(lora)) => sizes::adapters(&model, lora, work, None, &choices)?,
+        };
+        if self.optimizer == OptimizerPlace::None {
+            job.fixed.state_bytes = 0;
+            job.layers.iter_mut().for_each(|layer| layer.state_bytes = 0);
+        }
+        let setup = match &self.place {
+            Place::Resident(plan) => {
+                if job.training {
+                    let plan: Vec<Kept> = plan.iter().map(|plan| kept(*plan)).collect();
+                    job = sizes::with_activation_plan(job, &model, lora.as_ref(), work, &choices, &plan)?;
+                }
+                Setup {
+                    method: paper::Method::Resident { recompute: false },
+                    resident: Vec::new(),
+                    optimizer: paper::OptimizerPlace::Device,
+                }
+            }
+            Place::Offloaded { method, ring, resident, .. } => Setup {
+                method: match method {
+                    Method::Overlap => paper::Method::Overlap { ring: *ring },
+                    _ => paper::Method::OneAtATime,
+                },
+                resident: resident.clone(),
+                optimizer: paper::OptimizerPlace::Host,
+            },
+        };
+        // Gradients leave before the next layer runs, as `InStep` has it.
+        let rates = Rates { load: 1e15, store: f64::MAX, host_optimizer: 1e15, device_optimizer: 1e15 };
+        Ok(simulate(&job, &rates, &setup, Start::Warm)?.device)
+    }
+}
+
+/// What `accounting` calls a way of keeping activations.
+fn kept(plan: LayerPlan) -> Kept {
+    match plan {
+        LayerPlan::KeepAll => Kept::Everything,
+        LayerPlan::RecomputeElementwise => Kept::Products,
+        LayerPlan::RecomputeMlp => Kept::Attention,
+        LayerPlan::RecomputeAttention => Kept::FeedForward,
+        LayerPlan::RecomputeAll => Kept::Input,
+        LayerPlan::Offload => Kept::InputOnHost,
+    }
+}

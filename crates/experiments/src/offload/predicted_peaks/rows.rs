@@ -1,0 +1,104 @@
+//! The rows of the table.
+
+use models::LlamaConfig;
+use offload::Method;
+use tch::Kind;
+
+use super::{Head, OptimizerPlace, Pass, Place, Row};
+use training::activations::LayerPlan;
+
+/// A Qwen2 of few layers.
+fn qwen2(vocabulary: i64, hidden: i64, inner: i64, layers: i64, heads: i64) -> LlamaConfig {
+    LlamaConfig {
+        num_key_value_heads: 2,
+        max_position_embeddings: 512,
+        ..LlamaConfig::qwen2(vocabulary, hidden, inner, layers, heads)
+    }
+}
+
+/// The table: every method, ring, tier, activation plan, set of adapters and place of the optimizer, on several shapes.
+pub fn rows() -> Vec<Row> {
+    use LayerPlan::{KeepAll, Offload, RecomputeAll, RecomputeAttention, RecomputeElementwise, RecomputeMlp};
+    let offloaded = |method, ring| Place::Offloaded { method, ring, in_files: false, resident: Vec::new() };
+    let in_files = |method, ring| Place::Offloaded { method, ring, in_files: true, resident: Vec::new() };
+    let base = Row {
+        shape: "square",
+        config: qwen2(400, 128, 512, 4, 4),
+        batch: [2, 48],
+        kind: Kind::Float,
+        pass: Pass::Full,
+        place: Place::Resident(vec![KeepAll; 4]),
+        optimizer: OptimizerPlace::None,
+        head: Head::Chunks(32),
+    };
+    // A wide one of few tokens, whose weights are most of a step, and one of many tokens, whose activations are.
+    let wide =
+        Row { config: qwen2(300, 192, 768, 4, 4), batch: [1, 24], head: Head::Chunks(24), ..base.clone() };
+    let wide = Row { place: Place::Resident(vec![KeepAll; 4]), ..wide };
+    let long =
+        Row { config: qwen2(500, 64, 192, 4, 4), batch: [4, 96], head: Head::Chunks(96), ..base.clone() };
+    let llama = LlamaConfig {
+        num_key_value_heads: 4,
+        max_position_embeddings: 512,
+        tie_word_embeddings: false,
+        ..LlamaConfig::llama(600, 96, 288, 4, 4)
+    };
+    let llama = Row { shape: "Llama, untied", config: llama, batch: [3, 32], ..base.clone() };
+    let mut rows = Vec::new();
+
+    for row in [&base, &wide, &long, &llama] {
+        let layers = row.config.num_hidden_layers as usize;
+        // Activation plans, with the optimizer's state on the device and without.
+        for plan in [KeepAll, RecomputeElementwise, RecomputeMlp, RecomputeAttention, RecomputeAll, Offload] {
+            rows.push(Row { place: Place::Resident(vec![plan; layers]), ..row.clone() });
+        }
+        rows.push(Row {
+            place: Place::Resident(vec![RecomputeAll, RecomputeMlp, RecomputeElementwise, KeepAll]),
+            optimizer: OptimizerPlace::Device,
+            ..row.clone()
+        });
+        // Methods and rings.
+        for pass in [Pass::Inference, Pass::Full] {
+            let of = |place| Row { pass: pass.clone(), place, ..row.clone() };
+            let one = if pass == Pass::Inference { Method::OneLayer } else { Method::Checkpointing };
+            rows.push(of(offloaded(one, 1)));
+            rows.push(of(offloaded(Method::Function, 1)));
+            rows.extend([1, 2, 3].map(|ring| of(offloaded(Method::Overlap, ring))));
+        }
+        rows.push(Row { pass: Pass::Inference, place: in_files(Method::Overlap, 2), ..row.clone() });
+        rows.push(Row {
+            place: offloaded(Method::Overlap, 2),
+            optimizer: OptimizerPlace::Host,
+            ..row.clone()
+        });
+        let some =
+            Place::Offloaded { method: Method::Overlap, ring: 2, in_files: false, resident: vec![1, 3] };
+        rows.push(Row { place: some, optimizer: OptimizerPlace::Host, ..row.clone() });
+    }
+    for row in [&base, &long] {
+        let layers = row.config.num_hidden_layers as usize;
+        let attention = Pass::Adapters { targets: &["q", "k", "v", "o"], rank: 8, dropout: 0.0 };
+        let all =
+            Pass::Adapters { targets: &["q", "k", "v", "o", "gate", "up", "down"], rank: 4, dropout: 0.1 };
+        for pass in [attention, all] {
+            for plan in [KeepAll, RecomputeAll] {
+                let place = Place::Resident(vec![plan; layers]);
+                rows.push(Row {
+                    pass: pass.clone(),
+                    place,
+                    optimizer: OptimizerPlace::Device,
+                    ..row.clone()
+                });
+            }
+            let of = |place| Row { pass: pass.clone(), place, ..row.clone() };
+            rows.push(of(offloaded(Method::Function, 1)));
+            rows.push(of(in_files(Method::Overlap, 2)));
+            rows.push(Row { optimizer: OptimizerPlace::Host, ..of(offloaded(Method::Overlap, 3)) });
+        }
+    }
+    for row in [&base, &llama] {
+        rows.push(Row { head: Head::Logits, ..row.clone() });
+        rows.push(Row { head: Head::Logits, place: offloaded(Method::Overlap, 2), ..row.clone() });
+    }
+    rows
+}
