@@ -2,8 +2,9 @@
 //!
 //! Weights w stay in fp32. [`Autocast`] computes matrix products on rounded operands, y = round(x)·round(w)ᵀ with fp32 sums,
 //! and everything else (normalisations, softmax, losses) in fp32. fp16 has no number between 0 and 2⁻²⁴, so small gradients
-//! underflow to 0: a loss scaler runs backward from s·L, divides the gradients by s in fp32, and skips the step if one of them
-//! exceeds 65504 ([`scaler`]). bf16 has the range of fp32 and needs no scaler.
+//! underflow to 0, and none above 65504, so large ones overflow to infinity: a loss scaler runs backward from s·L, divides the
+//! gradients by s in fp32, and skips the step if one of them is not finite ([`scaler`]). bf16 has the range of fp32 and needs no
+//! scaler.
 //!
 //! ```
 //! use amp::{Autocast, DynamicGradScaler, DynamicOptions};

@@ -1,9 +1,9 @@
 //! The measurements behind the reports, and the code that only measurements need.
 //!
-//! The program is `experiments CRATE VERB`, where CRATE is the crate that is measured; its module has the same name. What each
-//! measurement shows and claims is registered in `experiments/<crate>.toml`, from which `xtask` runs it and `report` shows it.
-//! Baselines (implementations of other frameworks), injected slowdowns and the corpora that are trained on live here too: no library
-//! contains code that only a measurement needs.
+//! The program is `experiments CRATE VERB`, where CRATE is the measured crate; its module has the same name. The tables, plots and
+//! claims of each measurement are registered in `experiments/<crate>.toml`, from which `xtask` runs it and `report` renders it.
+//! Baselines (implementations of other frameworks), injected slowdowns and training corpora are here too: no library contains code
+//! that only a measurement needs.
 
 use frugal::environment;
 use std::process::ExitCode;

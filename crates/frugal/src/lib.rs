@@ -1,7 +1,7 @@
 //! Frugal: trains and fine-tunes language models on the memory at hand.
 //!
 //! This crate composes the techniques of the workspace. A [`Config`] says what to train and with which techniques; a [`Recipe`]
-//! applies them to a model in the one right order, and refuses by name what does not go together:
+//! applies them to a model in the right order, and refuses combinations that do not work, naming both techniques:
 //!
 //! ```
 //! use frugal::{Config, Recipe};
@@ -22,7 +22,8 @@
 //! | [`planning`] | this machine's rates and a budget, for plans of offloading |
 //! | [`rows`] | fine-tuning rows from JSON lines and text |
 //! | [`tasks`] | GSM8K: problems, prompts, graders |
-//! | [`display`], [`download_bar`], [`loss_log`], [`text_stream`] | what a program shows of a training and of a generation |
+//! | [`display`], [`download_bar`], [`loss_log`], [`text_stream`] | progress and results of a training and of a generation |
+//! | [`environment`] | the machine and versions, for the records of measurements |
 //!
 //! The techniques are crates of their own, re-exported here: [`accounting`], [`amp`], [`dataloading`], [`fused_ce`], [`lora`],
 //! [`models`], [`offload`], [`runtime`], [`swiglu_ckpt`], [`training`].

@@ -2,9 +2,8 @@
 //!
 //! [`run`] repeats a test case with seeded random numbers, so that every failure is reproducible: 10 000 times, or as often
 //! as the environment variable `FRUGAL_FUZZ_CASES` says. A case mutates a valid file ([`bytes()`], [`json()`], [`text()`],
-//! [`safetensors()`]), reads it, and returns whether the reader refused it. A panic fails the test and prints the index of
-//! the case, and so does a heap larger than [`within`] allows: this crate installs an allocator that counts the bytes of
-//! the heap.
+//! [`safetensors()`]), reads it, and returns whether the reader refused it. A panic, or more heap than [`within`] allows, fails
+//! the test and prints the index of the case. For that this crate installs an allocator that counts the bytes of the heap.
 //!
 //! Use it under `dev-dependencies` only.
 //!

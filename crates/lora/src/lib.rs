@@ -1,7 +1,7 @@
 //! Low-rank adaptation of a frozen model (LoRA, Hu et al., arXiv:2106.09685), compatible with PEFT's files.
 //!
-//! A projection y = x·Wᵀ + b stays frozen, and s·x·Aᵀ·Bᵀ with A `[r, in]` and B `[out, r]` is trained in addition: about a
-//! million parameters for a model with half a billion.
+//! A projection y = x·Wᵀ + b stays frozen; s·x·Aᵀ·Bᵀ is added to it, and A `[r, in]` and B `[out, r]` are trained: about a million
+//! parameters for a model with half a billion.
 //!
 //! | item | purpose |
 //! |---|---|
@@ -11,12 +11,12 @@
 //! | [`peft`] | `adapter_config.json` and `adapter_model.safetensors`, reading and writing |
 //!
 //! Differences from PEFT:
-//! - Between forward and backward a layer keeps x, which its neighbours keep too, and r numbers per token; the dropout mask is
-//!   recomputed from its seed. The gradient of the frozen base is never computed.
+//! - A layer saves x, which other layers save too, and r numbers per token for backward; the dropout mask is recomputed from its
+//!   seed. The gradient of the frozen W is never computed.
 //! - A merge never overwrites W, so unmerging restores it bit for bit; PEFT subtracts what it added.
 //! - PiSSA and OLoRA do not change W: a separate low-rank term subtracts their initial product.
-//! - Modules that are saved whole, and trained biases, are also disabled, switched and unloaded with their adapters.
-//! - A head that is tied to the embedding can be merged; the caller learns that it is no longer tied.
+//! - `modules_to_save` and trained biases are also disabled, switched and unloaded with their adapters.
+//! - A head that is tied to the embedding can be merged; the result tells that it is no longer tied.
 //!
 //! ```
 //! use lora::{Adapters, LoraConfig};

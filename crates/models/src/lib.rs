@@ -2,17 +2,17 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`module`] | the traits `Module`, `Projection`, `Mlp`, `Block`, `LossHead` and `LanguageModel`; visiting and replacing parts |
+//! | [`module`] | the traits `Module`, `Projection`, `Attention`, `Mlp`, `Block`, `LossHead` and `LanguageModel`; visiting and replacing parts |
 //! | [`Linear`], [`Embedding`], [`LayerNorm`], [`RmsNorm`], [`PositionalEncoding`], [`LearnedPositionalEmbedding`], [`FeedForward`], [`Swiglu`] | layers |
 //! | [`attention`] | causal attention, also over packed documents |
-//! | [`TransformerDecoderLayer`] | PyTorch's post-norm layer, with its own input as memory |
+//! | [`TransformerDecoderLayer`] | PyTorch's post-norm layer, which takes its own input as `memory` |
 //! | [`Gpt2Like`] | the model of the training assignment |
 //! | [`Gpt2`] | GPT-2 |
 //! | [`llama`] | Llama and Qwen2 |
 //! | [`generation`], [`key_value_cache`] | batched text generation, sampling, the KV cache |
 //! | [`hugging_face`] | loading and saving Hugging Face's model folders |
 //! | `hub` (feature `hub`) | downloads from the Hugging Face hub, through its cache |
-//! | [`state_dict`], [`tensors_file`] | a module's state, as safetensors |
+//! | [`state_dict`], [`tensors_file`] | a module's state; safetensors files |
 //! | [`init`] | weight initialisation |
 //!
 //! ```

@@ -9,7 +9,8 @@
 //! load      │ 1 │       │ 2 │       │ 3 │                s·P/B seconds for s bytes per parameter
 //! ```
 //!
-//! [`Offload::apply`] offloads the blocks of any model of [`models`]; embeddings, norms and head stay on the device.
+//! [`Offload::apply`] offloads the blocks of any model of [`models`]; embeddings, norms and head stay on the device. Layers are
+//! loaded into a ring of slots, each with device memory for one layer.
 //!
 //! ```
 //! use models::module::{Input, LanguageModel};
@@ -39,17 +40,17 @@
 //!
 //! | who | change | with offloaded layers |
 //! |---|---|---|
-//! | an optimizer, `state_dict`, a checkpoint | writes it in place | computes with the new values |
-//! | `set_data` of any tensor | replaces it | computes with the new memory; memory on a device is copied to the host first |
-//! | adapters' `merge` and `unmerge` | replace a frozen weight's | the same. Merged weights are in the adapters' ordinary memory: loading them is slower on a GPU |
-//! | trained biases, modules saved whole, `disable` | switch a tensor's between the base's and an adapter's | the same; the current values are trained and saved |
+//! | an optimizer, `state_dict`, a checkpoint | writes values in place | computes with the new values |
+//! | `set_data` of any tensor | replaces its memory | computes with the new memory; memory on a device is copied to the host first |
+//! | adapters' `merge` and `unmerge` | replace a frozen weight's memory | the same. Merged weights are in the adapters' ordinary memory: loading them is slower on a GPU |
+//! | trained biases, `modules_to_save`, `disable` | switch a tensor's memory between the base's and an adapter's | the same; the current values are trained and saved |
 //! | adapters' `install`, `add`, `delete`, `unload`, `merge_and_unload` | give a layer other tensors | the layer is offloaded again |
-//! | [`HostAdamW`] | writes the memory that a weight has when its step is queued | identifies parameters by their tensor: adapters may be installed and deleted later, and parameters in no group keep their `.grad` |
+//! | [`HostAdamW`] | writes to the memory that a weight has when its step is queued | identifies parameters by their tensor: adapters may be installed and deleted later, and parameters in no group keep their `.grad` |
 //! | a backward | sums gradients internally, and sets `.grad` at its end | a later backward writes to a kept `.grad` only to add to it |
 //!
-//! In return, **loads and host steps are asynchronous**. A layer's memory may be written from the host after a backward has
-//! returned (a step of an ordinary optimizer), or after [`Offload::synchronize`] (anything else: a forward on a GPU returns
-//! while layers are still being read).
+//! **Loads and host steps are asynchronous.** So write a layer's memory from the host only after a backward has returned (a step
+//! of an ordinary optimizer), or after [`Offload::synchronize`] (anything else: a forward on a GPU returns while layers are still
+//! being read).
 //!
 //! These cases are refused:
 //!

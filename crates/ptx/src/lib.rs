@@ -1,7 +1,7 @@
 //! Runs the PTX of CUDA kernels on a processor, for tests on machines without a GPU, and checks every access.
 //!
-//! NVRTC and `nvcc` compile CUDA C++ to PTX with no driver and no GPU. This crate executes that text, so a test runs the very
-//! instructions that the GPU's assembler gets: blocks of warps whose 32 lanes run in step, part at branches and meet again,
+//! NVRTC and `nvcc` compile CUDA C++ to PTX with no driver and no GPU. This crate executes that text, so a test runs the same
+//! instructions that the GPU's assembler gets: blocks of warps whose 32 lanes run in lockstep, diverge at branches and reconverge,
 //! shared memory and asynchronous copies to it, shuffles, barriers, vector loads, conversions to bf16 and fp16.
 //!
 //! ```
@@ -54,25 +54,25 @@
 //!
 //! # What is checked
 //!
-//! - Each access lies in a buffer, is aligned to its width, and reads only what has a value: global memory, shared memory and
-//!   registers begin without one.
-//! - No race: two accesses to a place, at least one a write, are of one thread or have a barrier between them. That is decided by
-//!   the rules and not by the order of one run; blocks are never ordered. [`Launch::seed`] changes the order in which warps and
-//!   blocks run, for a comparison of the results' bits.
-//! - Barriers are reached by all threads of a block, at one instruction; masks of shuffles are the lanes that run.
-//! - An instruction or a modifier that is not known is an error when the text is parsed, never skipped.
+//! - Each access lies in a buffer, is aligned to its width, and reads only initialised values: global memory, shared memory and
+//!   registers start uninitialised.
+//! - No race: two accesses to an address, at least one a write, are of one thread or have a barrier between them. That is decided
+//!   by this rule and not by the order of one run; blocks are never ordered. [`Launch::seed`] changes the order in which warps and
+//!   blocks run, to compare the results' bits.
+//! - Barriers are reached by all threads of a block, at one instruction; masks of shuffles are the active lanes.
+//! - An unknown instruction or modifier is an error when the text is parsed, never skipped.
 //!
 //! # What is counted
 //!
-//! [`Counts`] has the warps' instructions by [`Class`], sectors of global memory against the least that would do, conflicts of
-//! shared memory's banks, and the bytes that were touched.
+//! [`Counts`] has the warps' instructions by [`Class`], sectors of global memory compared with the minimum for the same bytes, bank
+//! conflicts of shared memory, and the bytes that were accessed.
 //!
 //! # What this proves, and what it does not
 //!
-//! It proves the semantics of the PTX and its pattern of accesses. It says nothing about speed, and nothing about what the GPU's
-//! assembler makes of the text, such as a product and a sum that it contracts to one rounding. The approximate instructions of the
-//! special-function unit are the correctly rounded value here, the hardware's are up to 2 units in the last place away:
-//! [`Launch::approximation_error`] moves them, to show that a result does not depend on it.
+//! It proves the semantics of the PTX and its access pattern. It says nothing about speed, and nothing about changes by the GPU's
+//! assembler, such as fusing a product and a sum into one rounding. The approximate instructions of the special-function unit are
+//! correctly rounded here, while the hardware's are up to 2 units in the last place off: [`Launch::approximation_error`] adds such an
+//! error, to test that a result does not depend on it.
 //!
 //! Grids and blocks have one dimension. Clusters, bulk copies, tensor cores, atomics, textures and calls are not supported.
 

@@ -1,8 +1,8 @@
-//! What a measurement is, and how it becomes CSV, Markdown, SVG and one HTML page.
+//! Turns records of measurements into CSV, Markdown, SVG and one HTML page.
 //!
-//! A program appends [`Record`]s to a file. What is registered for it ([`Specs`]) says which tables, plots and
-//! findings to make of them, and which claims they must bear out. [`site::write`] makes the report of both. Every
-//! figure in it is a function of records; none is typed.
+//! A program appends [`Record`]s to a file. Its registration ([`Specs`]) defines the tables, plots and findings to make of them, and
+//! the claims to check. [`site::write`] makes the report from both. Every figure in it is computed from records; none is typed by
+//! hand.
 //!
 //! ```
 //! use report::{Case, Environment, Metric, Record, Specs, claim, site};
@@ -47,8 +47,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! `examples/sample.toml` shows every field of a file of experiments, and `cargo run -p report --example sample` the
-//! page that it makes of made-up records.
+//! `examples/sample.toml` shows every field of a file of experiments; `cargo run -p report --example sample` renders its page from
+//! invented records.
 
 pub mod against;
 mod atomic_write;

@@ -1,6 +1,6 @@
 //! Features of libtorch that `tch` lacks.
 //!
-//! `tch` binds libtorch's operators. Training at the edge of a machine's memory needs more of libtorch:
+//! `tch` binds libtorch's operators. Training with little memory needs more of libtorch:
 //!
 //! | module | contents |
 //! |---|---|
@@ -10,11 +10,11 @@
 //! | [`profile`] | traces for Perfetto, named ranges, an exact count of FLOPs and bytes |
 //! | [`measure`] | warm-up, repeats, phases, median and spread, the machine's limits |
 //! | [`ops`] | every operator by its name, and typed functions over the ones training needs |
-//! | [`matmul`] | matrix products into a given output, with accumulation in fp32 |
+//! | [`matmul`] | matrix products into a given output tensor, with accumulation in fp32 |
 //! | [`processor`] | the choice among CPU implementations |
 //! | [`fused`] | norms and elementwise chains as one pass over memory |
 //! | [`nvrtc`] | CUDA C++ to PTX and machine code, without a GPU |
-//! | [`precision`] | the policy by which a model computes in mixed precision |
+//! | [`precision`] | the interface through which models compute in mixed precision |
 //! | [`atomic_write`] | atomic writes of files and folders |
 //! | [`mapped`] | memory-mapped files |
 //! | [`file`](mod@file) | tensors over a file's pages, or read from it into existing memory |

@@ -1,8 +1,8 @@
 //! SwiGLU with activation checkpointing: an MLP that keeps or recomputes its activations.
 //!
-//! FFN(x) = (SiLU(x·W) ⊙ x·V)·U, the feed-forward layer of Llama and Qwen, takes most of a decoder's activation memory: a graph
-//! of operators keeps H + 4F elements per token for backward. This crate's hand-written backward lets the caller choose what to
-//! keep, per layer, by [`CheckpointLevel`]:
+//! FFN(x) = (SiLU(x·W) ⊙ x·V)·U, the feed-forward layer of Llama and Qwen, takes most of a decoder's activation memory: with
+//! hidden size H and feed-forward size F, a graph of operators keeps H + 4F elements per token for backward. This crate's
+//! hand-written backward lets the caller choose what to keep, per layer, by [`CheckpointLevel`]:
 //!
 //! | level | kept per token | extra matrix products (of 9) |
 //! |---|---|---|

@@ -5,7 +5,7 @@
 //! [`Batches`], with any loss scaler ([`GradScaler`](scaler::GradScaler)), and reports to [`Observer`](observer::Observer)s.
 //!
 //! [`activations`] controls activation checkpointing. [`documents`] reads training data, [`masked_rows`] makes fine-tuning
-//! batches, [`strategy`] selects other ways of batching. [`profile`] analyses where the time of a step goes, [`tracing`]
+//! batches, [`strategy`] selects the batching strategy. [`profile`] analyses where the time of a step goes, [`tracing`]
 //! records steps for it, [`probe`] analyses a single pass.
 //!
 //! ```
