@@ -34,9 +34,9 @@ enum Command {
     Export(program::export::Export),
     /// Describe a training's output folder, a model, or an adapter
     Info(program::info::Info),
-    /// Show what fits a budget, where the peak is, and what a step costs; reads no weights
+    /// Predict what fits, the peak memory and the time of a step; reads no weights
     Plan(Box<program::plan::Plan>),
-    /// Show what this machine offers: libtorch, devices, rates, memory, disk, hub
+    /// Show this machine's libtorch, devices, rates, memory, disk and access to the hub
     Doctor(program::doctor::Doctor),
 }
 

@@ -38,7 +38,7 @@ pub(crate) struct Common {
     /// Seed of every random choice [default: 0]
     #[arg(long, global = true, help_heading = COMMON)]
     pub(crate) seed: Option<u64>,
-    /// Append each step of a training to FILE as measurements, JSON lines
+    /// Append the measurements of each training step to FILE, as JSON lines
     #[arg(long, value_name = "FILE", global = true, help_heading = COMMON)]
     pub(crate) records: Option<PathBuf>,
     /// Print a machine-readable result on standard output

@@ -15,13 +15,13 @@ pub(crate) struct AdapterArgs {
     /// α: the adapter's product is scaled by α/r [default: 16]
     #[arg(long, alias = "lora-alpha", allow_negative_numbers = true)]
     alpha: Option<f64>,
-    /// Probability that an element of an adapter's input is dropped [default: 0.05]
+    /// Dropout probability of an adapter's input [default: 0.05]
     #[arg(long, alias = "lora-dropout", allow_negative_numbers = true)]
     dropout: Option<f64>,
-    /// Which projections: names or their last parts, separated by commas, or all-linear [default: q_proj,k_proj,v_proj,o_proj]
+    /// Projections to adapt: names or their last parts, separated by commas, or all-linear [default: q_proj,k_proj,v_proj,o_proj]
     #[arg(long, alias = "target-modules", value_name = "NAMES", value_delimiter = ',')]
     targets: Option<Vec<String>>,
-    /// Which projections: a regular expression for their whole names
+    /// Projections to adapt: a regular expression that matches the whole name
     #[arg(long, value_name = "REGEX", conflicts_with = "targets")]
     target_pattern: Option<String>,
     /// Scale by α/√r (rsLoRA)

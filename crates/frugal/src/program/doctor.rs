@@ -21,7 +21,7 @@ pub(crate) struct Doctor {
     /// Never use the network
     #[arg(long)]
     offline: bool,
-    /// Leave out the measured rates, which take some seconds
+    /// Do not measure rates, which takes some seconds
     #[arg(long)]
     fast: bool,
     /// A folder on the disk whose free space is shown

@@ -12,13 +12,13 @@ use super::settings::put_some;
 /// How texts become tokens.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct EncodingArgs {
-    /// The token that ends an answer, by its text [default: the model's eos_token_id]
+    /// Text of the token that ends an answer [default: the model's eos_token_id]
     #[arg(long, value_name = "TOKEN")]
     end_token: Option<String>,
-    /// Leave out rows that are too long for the model, instead of ending with an error
+    /// Skip rows that are longer than --max-length, instead of ending with an error
     #[arg(long)]
     skip_long: bool,
-    /// Longest row in tokens [default: the model's context]
+    /// Maximum length of a row in tokens [default: the model's context]
     #[arg(long, value_name = "TOKENS")]
     max_length: Option<usize>,
 }

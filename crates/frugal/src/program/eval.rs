@@ -39,7 +39,7 @@ pub(crate) struct Eval {
     adapter: Option<PathBuf>,
     #[command(flatten)]
     problems: ProblemArgs,
-    /// Which problems
+    /// Problems to grade
     #[arg(long, value_enum, default_value = "test")]
     split: Part,
     #[command(flatten)]
@@ -47,7 +47,7 @@ pub(crate) struct Eval {
     /// Solved examples before each question
     #[arg(long, default_value_t = frugal::tasks::gsm8k::FewShot::SHOTS)]
     shots: usize,
-    /// Prompts at a time
+    /// Prompts per batch
     #[arg(long, default_value_t = 4)]
     batch_size: usize,
     /// Maximum number of tokens of an answer

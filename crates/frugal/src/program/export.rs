@@ -21,19 +21,19 @@ use super::training::CHECKPOINTS;
 #[derive(Args)]
 #[command(group(ArgGroup::new("from").required(true).args(["checkpoints", "adapter"])))]
 pub(crate) struct Export {
-    /// Take the adapter of a training's newest checkpoint: its --out, or the checkpoints in it
+    /// Export the adapter of a training's newest checkpoint: its --out folder, or the folder of checkpoints in it
     #[arg(long, value_name = "FOLDER")]
     checkpoints: Option<PathBuf>,
-    /// Take an adapter that PEFT or this program wrote
+    /// Convert an adapter that PEFT or this program wrote
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
     /// Output folder of the adapter
     #[arg(long, value_name = "FOLDER")]
     out: PathBuf,
-    /// Dtype of its tensors [default: unchanged]
+    /// Dtype of the adapter's tensors [default: unchanged]
     #[arg(long, value_enum)]
     dtype: Option<DtypeArg>,
-    /// Name of its base for adapter_config.json
+    /// Name of the base model for adapter_config.json
     #[arg(long, value_name = "NAME")]
     base: Option<String>,
 }

@@ -44,17 +44,17 @@ pub(crate) struct Finetune {
     /// Dtype of the weights [default: that of the files]
     #[arg(long, value_enum)]
     dtype: Option<DtypeArg>,
-    /// GSM8K (a folder with train.jsonl and test.jsonl, or JSON lines with question and answer), JSON lines with prompt and
-    /// completion or with text, or a text file
+    /// Training data: GSM8K (a folder with train.jsonl and test.jsonl, or JSON lines with question and answer), JSON lines with
+    /// prompt and completion or with text, or a text file
     #[arg(long, value_name = "PATH", required_unless_present = "config", help_heading = DATA)]
     data: Option<String>,
-    /// What the data holds [default: found from the name and the first line]
+    /// Format of the data [default: found from the name and the first line]
     #[arg(long, value_enum, help_heading = DATA)]
     format: Option<FormatArg>,
-    /// A file to measure the validation loss on; GSM8K has a split of its own
+    /// Validation data: a file; GSM8K has its own split
     #[arg(long, value_name = "FILE", help_heading = DATA)]
     validation: Option<PathBuf>,
-    /// The field of a JSON line that holds its text
+    /// Field of a JSON line that holds the text [default: text]
     #[arg(long, help_heading = DATA)]
     field: Option<String>,
     /// Output folder: the adapter or model, config.toml, losses.jsonl, checkpoints
@@ -70,13 +70,13 @@ pub(crate) struct Finetune {
     adapter: AdapterArgs,
     #[command(flatten, next_help_heading = DATA)]
     encoding: EncodingArgs,
-    /// Solved examples before each question (GSM8K)
+    /// Solved examples before each question (GSM8K) [default: 0]
     #[arg(long, help_heading = DATA)]
     shots: Option<usize>,
-    /// Take calculator annotations (<<6*7=42>>) out of answers (GSM8K)
+    /// Remove calculator annotations (<<6*7=42>>) from answers (GSM8K)
     #[arg(long, help_heading = DATA)]
     strip_annotations: bool,
-    /// Seed of the split into 90, 5 and 5 %, and of the examples that prompts show (GSM8K)
+    /// Seed of the split into 90, 5 and 5 % and of the choice of solved examples (GSM8K) [default: 42]
     #[arg(long, help_heading = DATA)]
     split_seed: Option<u64>,
     /// Train on the first N rows

@@ -36,35 +36,34 @@ pub(crate) struct Generate {
     /// An adapter's folder
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
-    /// Bytes that may be held: of the process on a CPU, of tensors on a GPU; such as 3GiB. Layers that do not fit are offloaded
+    /// Memory limit, such as 3GiB: of the process on a CPU, of tensors on a GPU. Layers that do not fit are offloaded
     #[arg(long, value_name = "BYTES")]
     budget: Option<Bytes>,
-    /// Keep the layers outside of the device, so that the model may be larger than its memory: in the host's memory, or in the
-    /// model's own files [default with --budget: file]
+    /// Where offloaded layers are stored, so that the model may be larger than the device's memory [default with --budget: file]
     #[arg(long, value_name = "TIER")]
     offload: Option<OffloadArg>,
-    /// Layers on the device at a time, of those that are offloaded
+    /// Number of offloaded layers on the device at a time [default: 3, or what fits --budget]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=64))]
     ring: Option<u16>,
-    /// Layers that stay on the device, by number
+    /// Layers that are not offloaded: numbers from 0, separated by commas
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',', conflicts_with = "budget")]
     resident: Vec<usize>,
     /// Text to continue
     #[arg(long, value_name = "TEXT")]
     prompt: Option<String>,
-    /// A file of prompts, one on each line (\n in it is a line break), which are generated in one batch
+    /// A file of prompts, one per line (\n stands for a line break), which are continued in one batch
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
-    /// Maximum number of new tokens of a text
+    /// Maximum number of new tokens per prompt
     #[arg(long, default_value_t = 256)]
     max_new_tokens: usize,
-    /// Sample, from logits divided by this; 0 takes the most probable token [default: 0]
+    /// Sampling temperature; 0 for greedy decoding [default: 0, or 1 with --top-k or --top-p]
     #[arg(long, allow_negative_numbers = true)]
     temperature: Option<f64>,
     /// Sample from the K most probable tokens
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
-    /// Sample from the fewest tokens that have this share of the probability
+    /// Sample from the smallest set of tokens with this total probability
     #[arg(long, value_name = "SHARE")]
     top_p: Option<f64>,
     /// Text that ends the generation and is not part of it; may be given several times

@@ -23,12 +23,12 @@ pub(crate) struct Info {
     /// The output folder of a training, a model's folder or name on the hub, or an adapter's folder
     #[arg(value_name = "NAME_OR_FOLDER")]
     folder: String,
-    /// The base of an adapter, to say its share
+    /// Base model of an adapter, to show the share of trainable parameters
     #[arg(long, value_name = "NAME_OR_FOLDER")]
     model: Option<String>,
     #[command(flatten)]
     hub: HubArgs,
-    #[command(flatten, next_help_heading = "Adapter whose trainable parameters are counted")]
+    #[command(flatten, next_help_heading = "Adapter (for a model: counts its trainable parameters)")]
     adapter: AdapterArgs,
 }
 

@@ -22,11 +22,11 @@ use super::output::{print_line, print_text};
     args_conflicts_with_subcommands = true,
     subcommand_negates_reqs = true,
     after_help = "\
-Without a command, `frugal plan` compares the ways to run a step at this machine's measured rates, or at a card's.
+Without a command, `frugal plan` compares the ways to run a step at this machine's measured rates, or at a GPU's.
 
 Examples:
   frugal plan --model qwen2.5-7b --budget 10GiB
-  frugal plan --model qwen2.5-7b --budget 10GiB --hardware 4090 --length 2048
+  frugal plan --model qwen2.5-7b --budget 10GiB --hardware rtx4090 --length 2048
   frugal plan fit --model path/to/config.json --activations recompute --budget 24GiB
   frugal plan memory --model gpt2 --batch-size 8 --hardware rtx4090
   frugal plan flops --model llama-3-8b --length 8192
@@ -46,11 +46,11 @@ enum Question {
     Fit(fit::Fit),
     /// The memory of a training step on one device, part by part
     Memory(memory::Memory),
-    /// The FLOPs of a training step, product by product, and how far 6·N·D is off
+    /// The FLOPs of a training step, product by product, and the error of 6·N·D
     Flops(flops::FlopsArgs),
-    /// The memory of the keys and values that generation keeps
+    /// The memory of the KV cache in generation
     KvCache(kv_cache::KvCache),
-    /// The days of a training from parameters and tokens, or the utilization from a measured time
+    /// The time of a training from parameters and tokens, or the utilization from a measured time
     Time(time::Time),
     /// The parameters of a model, part by part
     Parameters(parameters::Parameters),

@@ -16,10 +16,10 @@ pub(crate) struct ProblemArgs {
     /// A folder with GSM8K's train.jsonl and test.jsonl, or one file of JSON lines with `question` and `answer`
     #[arg(long, value_name = "FOLDER_OR_JSONL")]
     data: PathBuf,
-    /// Take calculator annotations (<<6*7=42>>) out of answers
+    /// Remove calculator annotations (<<6*7=42>>) from answers
     #[arg(long)]
     strip_annotations: bool,
-    /// Seed of the split into 90, 5 and 5 %, and of the examples that prompts show
+    /// Seed of the split into 90, 5 and 5 % and of the choice of solved examples
     #[arg(long, default_value_t = split::SEED)]
     split_seed: u64,
 }

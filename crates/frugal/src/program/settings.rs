@@ -29,7 +29,7 @@ pub(crate) struct SettingsArgs {
     /// Read every setting from a TOML file; flags overrule it
     #[arg(long, value_name = "FILE", help_heading = LOOP)]
     config: Option<PathBuf>,
-    /// Optimizer steps in all; with --epochs the training ends at whichever comes first [default: those of --epochs; for train: 100]
+    /// Optimizer steps; if --epochs is given too, training ends at whichever comes first [default: those of --epochs; for train: 100]
     #[arg(long, help_heading = LOOP)]
     steps: Option<u64>,
     /// Passes over the data [default: 1, or as many as --steps needs]
@@ -41,7 +41,7 @@ pub(crate) struct SettingsArgs {
     /// Gradient accumulation steps: batches per optimizer step [default: 4; for train: 1]
     #[arg(long, help_heading = LOOP)]
     accumulation: Option<usize>,
-    /// Pack several rows into one of TOKENS positions, in which none attends to another [default without a value: 1024]
+    /// Pack several rows into one of TOKENS positions, without attention between them [default without a value: 1024]
     #[arg(long, value_name = "TOKENS", num_args = 0..=1, default_missing_value = "1024", help_heading = DATA)]
     packing: Option<usize>,
     /// Steps between checkpoints; one is written at the end, and on Ctrl-C, in any case
@@ -53,43 +53,43 @@ pub(crate) struct SettingsArgs {
     /// Steps between evaluations on the validation data; finetune makes one at the end in any case
     #[arg(long, value_name = "STEPS", help_heading = LOOP)]
     evaluate_every: Option<u64>,
-    /// Steps between reading losses from the device [default: 1; for train: 10]
+    /// Steps between reads of the loss, which wait for the device [default: 1; for train: 10]
     #[arg(long, value_name = "STEPS", help_heading = LOOP)]
     read_every: Option<u64>,
-    /// Bytes that may be held: of the process on a CPU, of tensors on a GPU; such as 3GiB
+    /// Memory limit, such as 3GiB: of the process on a CPU, of tensors on a GPU
     #[arg(long, value_name = "BYTES", help_heading = MEMORY)]
     budget: Option<Bytes>,
     /// Which layers keep their activations for backward [default: keep]
     #[arg(long, value_name = "PLAN", help_heading = MEMORY)]
     activations: Option<ActivationsArg>,
-    /// What a layer that does not keep its activations computes again [default: layer]
+    /// What a layer that does not keep its activations recomputes [default: layer]
     #[arg(long, value_name = "WHAT", help_heading = MEMORY)]
     recompute_what: Option<RecomputedArg>,
     /// Short for --activations recompute
     #[arg(long, conflicts_with = "activations", help_heading = MEMORY)]
     recompute: bool,
-    /// Checkpoint level of gated MLPs: save-all, save-gate-up, save-one, input-only or input-only-tiled:SIZE
+    /// Checkpoint level of gated MLPs: save-all, save-gate-up, save-one, input-only or input-only-tiled:SIZE [default: the model's own MLP]
     #[arg(long, value_name = "LEVEL", help_heading = MEMORY)]
     mlp: Option<String>,
-    /// Loss head: fused never holds all logits [default: auto]
+    /// Loss head [default: auto]
     #[arg(long, value_name = "HEAD", help_heading = MEMORY)]
     loss: Option<LossArg>,
     /// Tokens whose logits exist at a time in the fused loss [default: as many as fit 128 MiB on a CPU, 1 GiB on a GPU]
     #[arg(long, value_name = "TOKENS", help_heading = MEMORY)]
     loss_chunk: Option<i64>,
-    /// Keep the weights of layers outside of the device, and prefetch them
+    /// Offload the layers' weights, and load them when they are needed
     #[arg(long, value_name = "TIER", help_heading = MEMORY)]
     offload: Option<OffloadArg>,
     /// How offloaded layers are transferred [default: overlap]
     #[arg(long, value_name = "METHOD", help_heading = MEMORY)]
     offload_method: Option<MethodArg>,
-    /// Layers on the device at a time, of those that are offloaded [default: 3]
+    /// Number of offloaded layers on the device at a time [default: 3]
     #[arg(long, value_name = "LAYERS", help_heading = MEMORY)]
     ring: Option<usize>,
-    /// Layers that stay on the device, by number
+    /// Layers that are not offloaded: numbers from 0, separated by commas
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',', help_heading = MEMORY)]
     resident: Option<Vec<usize>>,
-    /// Precision of products [default: fp32]
+    /// Precision of matrix products [default: fp32]
     #[arg(long, help_heading = OPTIMIZER)]
     precision: Option<PrecisionArg>,
     /// Update rule, with its usual coefficients [default: adamw]
@@ -104,7 +104,7 @@ pub(crate) struct SettingsArgs {
     /// Learning-rate schedule after warm-up [default: cosine; for train: constant]
     #[arg(long, help_heading = OPTIMIZER)]
     schedule: Option<ScheduleArg>,
-    /// Warm-up: below 1 a share of the steps, else a number of steps [default: 0.03; for train: 0]
+    /// Warm-up steps; below 1, a share of all steps [default: 0.03; for train: 0]
     #[arg(long, value_name = "SHARE_OR_STEPS", allow_negative_numbers = true, help_heading = OPTIMIZER)]
     warmup: Option<f64>,
     /// Weight decay of matrices: decoupled for adamw, an L2 penalty for the others [default: 0; for train: 0.1]
@@ -136,35 +136,35 @@ choice! {
         Keep,
         /// No layer: activation checkpointing
         Recompute,
-        /// All but every second layer (`activations.every` of the configuration)
+        /// All but every k-th layer (`activations.every` of the configuration; 2 by default)
         EveryK,
-        /// Those that fit the budget, with the least recomputation
+        /// As many as fit the budget, with the least recomputation
         Plan,
     }
 }
 choice! {
     /// `--recompute-what`.
     RecomputedArg of Recomputed {
-        /// The whole layer; its input stays
+        /// The whole layer; its input is kept
         Layer,
-        /// Norms and activations; the results of products and attention stay
+        /// Norms and activation functions; the results of matrix products and attention are kept
         Elementwise,
         /// The MLP
         Mlp,
         /// The attention
         Attention,
-        /// The whole layer; its input goes to the host's memory
+        /// The whole layer; its input is offloaded to host memory
         Offload,
     }
 }
 choice! {
     /// `--loss`.
     LossArg of LossHeadKind {
-        /// fused, or plain where the head is adapted
+        /// fused, or plain if the head has an adapter
         Auto,
         /// All logits at once
         Plain,
-        /// A chunk of logits at a time
+        /// A chunk of logits at a time, never all
         Fused,
     }
 }
@@ -173,18 +173,18 @@ choice! {
     OffloadArg of OffloadTier {
         /// In the host's memory
         Host,
-        /// In files: a model in Hugging Face's layout is read from its own
+        /// In files; a model in Hugging Face's layout is read from its own files
         File,
     }
 }
 choice! {
     /// `--offload-method`.
     MethodArg of OffloadMethod {
-        /// One layer at a time, without its backward: inference only
+        /// One layer at a time, without a backward: inference only
         OneLayer,
         /// One layer at a time, as a recomputed segment
         Checkpointing,
-        /// One layer at a time, with a backward of its own
+        /// One layer at a time, as an autograd function with its own backward
         Function,
         /// The next layers are prefetched while one runs
         Overlap,
@@ -193,7 +193,7 @@ choice! {
 choice! {
     /// `--precision`.
     PrecisionArg of Compute {
-        /// That of the weights
+        /// The dtype of the weights
         Fp32,
         /// bfloat16
         Bf16,
@@ -217,9 +217,9 @@ choice! {
     ScheduleArg of Shape {
         /// No decay
         Constant,
-        /// In a straight line to 0 at the last step
+        /// Linear decay to 0 at the last step
         Linear,
-        /// Along half a cosine to 0 at the last step
+        /// Cosine decay to 0 at the last step
         Cosine,
     }
 }

@@ -42,7 +42,7 @@ enum Family {
 
 #[derive(Args)]
 pub(crate) struct Train {
-    /// gpt2-like, gpt2, or a config.json of Llama or Qwen2
+    /// gpt2-like, gpt2, or a config.json of Llama or Qwen2 [default: gpt2-like]
     #[arg(long, value_name = "SHAPE_OR_FILE")]
     model: Option<String>,
     /// Width of the hidden states [default: 64]
@@ -54,27 +54,28 @@ pub(crate) struct Train {
     /// Layers (gpt2) [default: 2]
     #[arg(long, value_parser = clap::value_parser!(i64).range(1..))]
     layers: Option<i64>,
-    /// Probability that an activation is dropped. Attention weights are too, which keeps attention from its fused kernels
+    /// Dropout probability; attention weights are dropped too, which rules out fused attention kernels [default: 0]
     #[arg(long)]
     dropout: Option<f64>,
-    /// What to learn from: `synthetic` (a generated language), `embedded` (the encyclopedia in data/), or a PATH: a text file
+    /// Training data: `synthetic` (a generated language), `embedded` (the encyclopedia in data/), or a PATH: a text file
     /// in WikiText's format, a .jsonl file, the folder of a token store [default: synthetic]
     #[arg(long, value_name = "synthetic|embedded|PATH", help_heading = DATA)]
     data: Option<String>,
-    /// What to measure on, like --data [default: the embedded validation set for embedded data]
+    /// Validation data, as for --data [default: the embedded validation set for embedded data]
     #[arg(long, value_name = "PATH", help_heading = DATA)]
     validation: Option<PathBuf>,
-    /// The field of a .jsonl file's objects that holds the text [default: text]
+    /// Field of a .jsonl file's objects that holds the text [default: text]
     #[arg(long, help_heading = DATA)]
     field: Option<String>,
     /// A tokenizer.json [default: the embedded one for embedded data, else one that is trained on the data]
     #[arg(long, value_name = "FILE", help_heading = DATA)]
     tokenizer: Option<PathBuf>,
-    /// Number of tokens that the model knows [default: the tokenizer's; 128 of the synthetic language; at most 4096 of a
-    /// tokenizer that is trained on the data]
+    /// Vocabulary size [default: the tokenizer's; 128 for the synthetic language; at most 4096 for a tokenizer that is trained on
+    /// the data]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..), help_heading = DATA)]
     vocabulary: Option<u32>,
-    /// How batches are made: base, standard, balanced:K, sequenced, packed [default: packed]
+    /// Batching: base (pads to --length), standard (pads to the batch's longest document), balanced:K (the same, with lengths that
+    /// differ by at most K), sequenced (concatenates a batch's documents), packed (best fit into rows) [default: packed]
     #[arg(long, help_heading = DATA)]
     strategy: Option<String>,
     /// Tokens of a row, and of the longest document [default: 32]
@@ -83,7 +84,7 @@ pub(crate) struct Train {
     /// Threads that make batches; 0 makes them in the training thread [default: 1]
     #[arg(long, help_heading = DATA)]
     workers: Option<usize>,
-    /// Output folder: config.toml, losses.jsonl, checkpoints, and the model of a config.json [default: nothing is written]
+    /// Output folder: config.toml, losses.jsonl, checkpoints, and the model if --model is a config.json [default: nothing is written]
     #[arg(long, value_name = "FOLDER")]
     out: Option<PathBuf>,
     /// Resume from the newest checkpoint in --out, if there is one
@@ -97,7 +98,7 @@ pub(crate) struct Train {
     /// Trace three steps after the first three, and report bottlenecks
     #[arg(long)]
     diagnose: bool,
-    /// Keep that trace in FILE, for ui.perfetto.dev
+    /// Write the trace of --diagnose to FILE, for ui.perfetto.dev
     #[arg(long, value_name = "FILE", requires = "diagnose")]
     trace: Option<PathBuf>,
 }

@@ -20,13 +20,13 @@ pub(crate) struct ModelArgs {
     source: Source,
     #[command(flatten)]
     hub: HubArgs,
-    /// Rows of the embedding and of the output
+    /// Vocabulary size: rows of the embedding and of the output matrix
     #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
     vocabulary: Option<u64>,
-    /// Positions that the model is made for [default with --family: 1024]
+    /// Maximum number of positions [default with --family: 1024]
     #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
     context: Option<u64>,
-    /// Width of the residual stream
+    /// Hidden size: width of the residual stream
     #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, help_heading = SIZES)]
     hidden: Option<u64>,
     /// Number of blocks

@@ -31,7 +31,7 @@ enum Work {
     Lora,
     /// Train all weights
     Full,
-    /// Read tokens
+    /// Run the forward pass only
     Inference,
 }
 
@@ -39,19 +39,19 @@ enum Work {
 pub(crate) struct StepArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// Bytes that may be held on the device, such as 10GiB; on a CPU by the whole process [default: what is free, or the card's memory]
+    /// Memory limit of the device, such as 10GiB; on a CPU, of the whole process [default: the free memory, or that of --hardware]
     #[arg(long, value_name = "BYTES")]
     budget: Option<Bytes>,
-    /// Bytes of the host that offloaded layers and optimizer state may take [default: any]
+    /// Memory limit of the host for offloaded layers and optimizer state [default: none]
     #[arg(long, value_name = "BYTES")]
     host_budget: Option<Bytes>,
-    /// What a step does
+    /// What a step computes
     #[arg(long, value_enum, default_value = "lora")]
     method: Work,
     /// Rank of the adapters
     #[arg(long, alias = "lora-rank", default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..))]
     r: u64,
-    /// Which projections are adapted: q, k, v, o, gate, up, down, or all [default: q,k,v,o]
+    /// Projections to adapt: q, k, v, o, gate, up, down, or all [default: q,k,v,o]
     #[arg(long, alias = "lora-targets", value_name = "NAME,…")]
     targets: Option<Targets>,
     /// Rows per batch
@@ -66,22 +66,22 @@ pub(crate) struct StepArgs {
     /// Tokens whose logits exist at a time
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(1..))]
     loss_chunk: u64,
-    /// Where offloaded layers live [default: host; on a CPU file, where frozen layers need no memory]
+    /// Where offloaded layers are stored [default: host; on a CPU file, because frozen layers then need no memory]
     #[arg(long, value_name = "TIER")]
     offload: Option<OffloadArg>,
-    /// A folder on the disk that offloaded layers are read from, for measuring it [default: the model's, or the current one]
+    /// Folder on the disk of offloaded layers, whose read rate is measured [default: the model's, or the current one]
     #[arg(long, value_name = "FOLDER", conflicts_with = "hardware")]
     folder: Option<PathBuf>,
-    /// Plan for a card instead of this machine: 3090, 4090, a100, h100 or h200
+    /// Plan for this GPU instead of this machine: rtx3090, rtx4090, a100, h100 or h200
     #[arg(long, alias = "card", value_name = "NAME", value_parser = card)]
     hardware: Option<Card>,
-    /// FLOP/s of products [default: measured, or what trainings reach on the card]
+    /// FLOP/s of matrix products [default: measured, or what trainings reach on --hardware]
     #[arg(long, value_name = "FLOP/S")]
     flops: Option<f64>,
-    /// Bytes per second at which layers are loaded, such as 25GB [default: measured, or the card's link]
+    /// Bytes per second at which layers are loaded, such as 25GB [default: measured, or that of --hardware]
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     link: Option<u64>,
-    /// Bytes per second of the host's memory [default: measured, or 50GB for a card]
+    /// Bytes per second of the host's memory [default: measured, or 50GB with --hardware]
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     host_bandwidth: Option<u64>,
 }

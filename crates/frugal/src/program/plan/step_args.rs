@@ -37,7 +37,7 @@ enum Activations {
     /// Keep all
     #[default]
     Keep,
-    /// Recompute attention's core
+    /// Recompute scores, softmax and weighted values (selective recomputation)
     RecomputeAttention,
     /// Recompute each layer from its input
     Recompute,
@@ -48,7 +48,7 @@ pub(crate) struct RecomputeArgs {
     /// Attention kernel: eager or flash
     #[arg(long, default_value = "flash", value_name = "KERNEL", help_heading = TRAINING)]
     attention: AttentionKernel,
-    /// Which activations are kept: all, all but those of attention's core, or the inputs of layers
+    /// Which activations are kept for backward
     #[arg(long, value_enum, default_value_t, value_name = "PLAN", help_heading = TRAINING)]
     activations: Activations,
     /// Checkpoint level of gated MLPs: eager, save-all, save-gate-up, save-one or input-only
@@ -77,12 +77,12 @@ pub(crate) struct TrainingArgs {
     /// sgd, momentum, adagrad, rmsprop, adam, adamw or adam-8bit
     #[arg(long, default_value = "adamw", value_name = "NAME", help_heading = TRAINING)]
     optimizer: Optimizer,
-    /// Kernel of the optimizer's step: fused, foreach or loop
+    /// Implementation of the optimizer's step: fused, foreach or loop
     #[arg(long, default_value = "foreach", value_name = "KERNEL", help_heading = TRAINING)]
     step: StepKernel,
     #[command(flatten)]
     recompute: RecomputeArgs,
-    /// RMSNorm: fused, fused-output (keeps its output), or composed (of operators, as torch on a CPU)
+    /// RMSNorm: fused (saves its input), fused-output (saves its output), or composed (separate operators, as in torch on a CPU)
     #[arg(long, default_value = "fused", value_name = "KERNEL", help_heading = TRAINING)]
     norm: NormKernel,
     /// The model has dropout
@@ -94,10 +94,10 @@ pub(crate) struct TrainingArgs {
     /// Tokens whose logits exist at a time [default: 1024 if the loss has chunks]
     #[arg(long, value_parser = parse_count, allow_negative_numbers = true, value_name = "N", help_heading = TRAINING)]
     loss_chunk: Option<u64>,
-    /// What lives in the host's memory: parameters, gradients, optimizer, block-inputs
+    /// What is stored in host memory: parameters, gradients, optimizer, block-inputs
     #[arg(long, value_delimiter = ',', value_name = "NAME,…", help_heading = TRAINING)]
     on_host: Vec<String>,
-    /// Gradients are accumulated over several batches
+    /// Use gradient accumulation
     #[arg(long, help_heading = TRAINING)]
     accumulate: bool,
     /// ZeRO stage: 0, 1, 2 or 3
@@ -121,13 +121,13 @@ pub(crate) struct LoraArgs {
     /// Train adapters of this rank
     #[arg(long, alias = "lora-rank", value_parser = parse_count, allow_negative_numbers = true, value_name = "R", help_heading = ADAPTERS)]
     r: Option<u64>,
-    /// Which projections are adapted: q, k, v, o, gate, up, down, or all [default: q,k,v,o]
+    /// Projections to adapt: q, k, v, o, gate, up, down, or all [default: q,k,v,o]
     #[arg(long, alias = "lora-targets", requires = "r", value_name = "NAME,…", help_heading = ADAPTERS)]
     targets: Option<Targets>,
     /// The adapters have dropout
     #[arg(long, requires = "r", help_heading = ADAPTERS)]
     lora_dropout: bool,
-    /// Cast a base in 16 bits to fp32 for the adapters' products, as on a CPU
+    /// Cast a 16-bit base to fp32 for the adapters' products, as on a CPU
     #[arg(long, requires = "r", help_heading = ADAPTERS)]
     lora_on_cpu: bool,
 }
@@ -192,7 +192,7 @@ fn zero_stage(text: &str) -> Result<ZeroStage, String> {
 #[derive(clap::Args)]
 #[group(multiple = false)]
 pub(crate) struct DeviceMemoryArgs {
-    /// Bytes that may be held on the device, such as 24GiB
+    /// Memory limit of the device, such as 24GiB
     #[arg(long, alias = "memory", value_parser = parse_bytes, allow_negative_numbers = true, value_name = "BYTES", help_heading = "Device (one of)")]
     budget: Option<u64>,
     /// A known device: b200, h200, h100, mi300x, a100, a100-40gb, v100, rtx4090, rtx3090 or t4

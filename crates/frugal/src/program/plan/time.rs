@@ -26,16 +26,16 @@ pub(crate) struct Time {
     /// Number format of the matrix products: bf16, fp16 or fp32
     #[arg(long, value_name = "NAME", default_value = "bf16")]
     dtype: Dtype,
-    /// Dense FLOP/s of a device, instead of the known one's
+    /// Dense FLOP/s of a device, instead of those of --hardware
     #[arg(long, value_name = "FLOP/S", allow_negative_numbers = true)]
     peak: Option<f64>,
-    /// Devices
+    /// Number of devices
     #[arg(long, value_name = "N", value_parser = parse_count, allow_negative_numbers = true, default_value = "1")]
     devices: u64,
     /// Model FLOPs utilization, above 0 and at most 1
     #[arg(long, value_name = "FRACTION", allow_negative_numbers = true, default_value_t = 0.5)]
     mfu: f64,
-    /// Seconds that these tokens took: prints the utilization that was reached instead of the time
+    /// Measured seconds for these tokens: prints the utilization instead of the time
     #[arg(long, value_name = "S", allow_negative_numbers = true, conflicts_with = "mfu")]
     seconds: Option<f64>,
 }
