@@ -1,5 +1,5 @@
 // Attention: for each head and each pair of a query and a key, forward makes one score (2·d operations) and adds one value
-// (2·dv); backward makes the score again, which it did not keep, and the gradients of the weight (2·dv), of the value
+// (2·dv); backward recomputes the score, which was not saved, and makes the gradients of the weight (2·dv), of the value
 // (2·dv), of the query (2·d) and of the key (2·d). Softmax and masks count as nothing, as elementwise work does.
 #include "attention_flops.h"
 #include <ATen/ATen.h>
@@ -14,7 +14,7 @@ using Inputs = c10::ArrayRef<c10::IValue>;
 enum class Mask { TOP_LEFT, BOTTOM_RIGHT, BY_NUMBER };
 enum class Layout { HEADS_FIRST, TOKENS_FIRST };
 
-// Where an operator has what matters; -1 for what it does not have.
+// Indices of the arguments that determine an operator's work; -1 for those that it does not have.
 struct Places {
   int query;
   int causal;
@@ -35,7 +35,7 @@ uint64_t clamped_sum(int64_t n, int64_t offset, int64_t limit) {
   return sum > 0 ? static_cast<uint64_t>(sum) : 0;
 }
 
-// A query sees keys from `left` before to `right` after its own place; a negative bound is none.
+// A query attends to keys from `left` before to `right` after its own position; a negative bound is no bound.
 struct Window {
   int64_t left = -1;
   int64_t right = -1;
@@ -78,7 +78,7 @@ const at::Tensor* starts(Inputs inputs, int index) {
   return tensor.defined() && tensor.numel() > 1 ? &tensor : nullptr;
 }
 
-// Waits for the device when the starts are there.
+// Waits for the device where the starts are on one.
 std::vector<int64_t> lengths(const at::Tensor& starts) {
   const auto host = starts.to(at::kCPU, at::kLong).contiguous();
   const auto* data = host.const_data_ptr<int64_t>();
@@ -122,7 +122,7 @@ std::optional<Flops> attention(Inputs inputs, const Places& places) {
 
 template <const Places& places>
 std::optional<Flops> formula(Inputs inputs) {
-  // The starts are read with operators, which are not part of what is counted.
+  // The operators that read the starts are not counted.
   at::RecordFunctionGuard silent(false);
   return attention(inputs, places);
 }

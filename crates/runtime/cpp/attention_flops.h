@@ -2,5 +2,5 @@
 #pragma once
 #include "contraction.h"
 
-// The formula of an attention operator; NULL when `name` is none.
+// The formula of an attention operator; NULL for other names.
 FlopFormula attention_formula(const std::string& name);

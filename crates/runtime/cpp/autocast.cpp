@@ -1,4 +1,4 @@
-// libtorch's own autocast, as a state that can be taken along.
+// libtorch's own autocast state, saved and restored.
 #include "guard.h"
 #include <ATen/autocast_mode.h>
 
@@ -17,7 +17,7 @@ rt_status rt_autocast_get(int* enabled, int* dtype) {
   });
 }
 
-// Sets it. Casts that an earlier state cached are forgotten when it changes.
+// Sets this thread's autocast. A change clears the cache of casts.
 rt_status rt_autocast_set(const int* enabled, const int* dtype) {
   return guard([&] {
     for (int i = 0; i < 2; i++) {

@@ -36,21 +36,21 @@ uint32_t version_of(const Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference() ? static_cast<uint32_t>(tensor._version()) : 0;
 }
 
-// One tensor for each output that the node alone may connect to the graph.
+// For each output a tensor that only the node connects to the graph.
 struct OwnOutputs {
   std::vector<Tensor> tensors;
-  // The function's own tensor behind an output without history, to the first output that it is.
+  // From a tensor without history that the function returned, to the index of the first output with it.
   std::unordered_map<at::TensorImpl*, size_t> fresh;
 };
 
-// To connect a tensor is to change it: it gets another history, or loses its own. So whatever somebody else has too is
-// connected through an alias: an input, a tensor with history that the function captured (a view, so that an in-place
-// change of it is refused), one without history that somebody still holds, and an output that is given twice.
+// Connecting a tensor to the node changes it: it gets another history, or loses its own. So a tensor that other code also holds
+// is connected through an alias: an input, a captured tensor with history (a view, so that an in-place change of it is refused),
+// one without history that other code still holds, and an output that is returned twice.
 OwnOutputs own_outputs(const Tensor* const* inputs, size_t input_count, const Tensor* const* outputs, size_t output_count,
                        const uint8_t* differentiable, const Tensor* const* saved, size_t saved_count) {
   std::unordered_set<at::TensorImpl*> of_inputs;
   for (size_t i = 0; i < input_count; i++) of_inputs.insert(inputs[i]->unsafeGetTensorImpl());
-  // Handles that the caller of this shim has; any other is somebody else's.
+  // Handles of the caller of this function; other code has the rest.
   std::unordered_map<at::TensorImpl*, size_t> handles;
   for (size_t i = 0; i < output_count; i++) handles[outputs[i]->unsafeGetTensorImpl()]++;
   for (size_t i = 0; i < saved_count; i++) handles[saved[i]->unsafeGetTensorImpl()]++;
@@ -75,8 +75,8 @@ OwnOutputs own_outputs(const Tensor* const* inputs, size_t input_count, const Te
 }  // namespace
 
 // Owns the Rust state from `attach` on, and drops it when backward can no longer run: at the node's destruction, or when
-// the engine releases the graph. `state_` is shared so that a release on one thread cannot free it under a running
-// backward on another.
+// the engine releases the graph. `state_` is a shared pointer, so that a release on one thread does not free it while another
+// thread runs backward.
 struct RustNode : public torch::autograd::Node {
   RustNode(torch::autograd::edge_list&& edges, std::string name, size_t inputs)
       : Node(std::move(edges)), name_(std::move(name)), inputs_(inputs) {}
@@ -84,7 +84,7 @@ struct RustNode : public torch::autograd::Node {
   std::string name() const override { return name_; }
 
   void release_variables() override {
-    std::shared_ptr<void> dropped;  // destroyed after the lock: the drop runs foreign code
+    std::shared_ptr<void> dropped;  // destroyed after the lock is released: the drop runs a user's code
     std::vector<SavedVariable> saved;
     std::lock_guard<std::mutex> lock(mutex_);
     release(dropped, saved);
@@ -107,8 +107,8 @@ struct RustNode : public torch::autograd::Node {
       state = state_;
       saved.reserve(saved_.size());
       for (auto& variable : saved_) saved.push_back(variable.unpack(getptr()));
-      // Nobody can come back for them, so that backward may free each saved tensor as soon as it is used. Another run, of
-      // another thread or around this one, may have them still; none can begin after the release.
+      // No later run can begin, so backward may free each saved tensor as soon as it is used, unless another run, on another
+      // thread or around this one, still has them.
       if (!keep_graph) {
         release(dropped, saved_variables);
         alone = running_ == 0;
@@ -120,7 +120,7 @@ struct RustNode : public torch::autograd::Node {
     std::vector<Tensor*> grads_in, saved_in, grads_out(inputs_, nullptr);
     std::vector<uint8_t> needed(inputs_);
     for (size_t i = 0; i < inputs_; i++) needed[i] = task_should_compute_output(i);
-    // Before the gradients are given away: what a second derivative would have to go through.
+    // The edges that a second derivative would pass through, taken before the gradients are moved.
     auto upstream = create_graph && !twice_differentiable_ ? torch::autograd::collect_next_edges(grads)
                                                            : torch::autograd::edge_list();
     for (auto& grad : grads) grads_in.push_back(hand_out(std::move(grad)));
@@ -152,18 +152,18 @@ struct RustNode : public torch::autograd::Node {
   std::string name_;
   size_t inputs_;
   bool twice_differentiable_ = false;
-  // Of the inputs, before forward ran.
+  // Versions of the inputs before forward ran.
   std::vector<uint32_t> versions_;
   rt_backward backward_ = nullptr;
   std::shared_ptr<void> state_;
   std::vector<SavedVariable> saved_;
   bool released_ = false;
-  // Runs of `apply` that have the saved tensors.
+  // Runs of `apply` that hold the saved tensors.
   int running_ = 0;
 
  private:
   struct Running {
-    // With the node's lock held.
+    // Called with the node's lock held.
     explicit Running(RustNode& node) : node_(node) { node_.running_++; }
     ~Running() {
       std::lock_guard<std::mutex> lock(node_.mutex_);
@@ -175,9 +175,9 @@ struct RustNode : public torch::autograd::Node {
     RustNode& node_;
   };
 
-  // A derivative through a backward that was not recorded must fail when it is asked for, not be silently zero or
-  // absent. The failing node leads to this node's own inputs and to what the upstream gradients came from, so that the
-  // engine meets it on the way to anything that the derivative depends on.
+  // A second derivative through a backward that was not recorded must be an error, not silently zero or absent. The error node
+  // has edges to this node's inputs and to the upstream gradients' nodes, so that the engine reaches it on every path to what the
+  // derivative depends on.
   void fail_on_second_derivative(variable_list& grads, torch::autograd::edge_list&& upstream) {
     auto edges = next_edges();
     edges.insert(edges.end(), upstream.begin(), upstream.end());
@@ -243,7 +243,7 @@ rt_status rt_node_attach(rt_node* handle, const Tensor* const* inputs, size_t in
                          size_t output_count, const uint8_t* differentiable, const Tensor* const* saved,
                          size_t saved_count, int twice_differentiable, rt_backward backward, rt_drop drop, void* state,
                          Tensor** wrapped) {
-  // The state is the node's from here on, whatever fails below.
+  // Takes the state, whatever fails below.
   std::shared_ptr<void> owned;
   rt_status status = guard([&] { owned = std::shared_ptr<void>(state, drop); });
   if (status != nullptr) return status;
@@ -283,8 +283,8 @@ rt_status rt_node_attach(rt_node* handle, const Tensor* const* inputs, size_t in
         const Tensor& connected = tensors[output->second];
         node->saved_.emplace_back(connected, connected.grad_fn().get() == node.get());
       } else {
-        // An intermediate has no history. Detached, a view of an output does not keep the output, and with it this
-        // node, alive; it still shares the counter of in-place changes.
+        // An intermediate has no history. It is detached, because a view of an output would keep the output, and with it this
+        // node, alive; the version counter stays shared.
         node->saved_.emplace_back(saved[i]->detach(), /*is_output=*/false);
       }
     }
@@ -311,13 +311,13 @@ rt_status rt_grad_run(const Tensor* const* outputs, const Tensor* const* grads, 
   });
 }
 
-// Replaces the `.grad` of `leaf` (both borrowed); a null `grad` takes it away.
+// Replaces the `.grad` of `leaf` (both borrowed); a null `grad` removes it.
 rt_status rt_set_grad(const Tensor* leaf, const Tensor* grad) {
   return guard([&] { leaf->mutable_grad() = grad == nullptr ? Tensor() : *grad; });
 }
 
 rt_status rt_at_end_of_backward(void* context, rt_status (*run)(void*), void (*release)(void*)) {
-  // Freed once: with the callback, or here where the engine refuses it.
+  // Released once: with the callback, or here if the engine refuses it.
   std::shared_ptr<void> held(context, release);
   return guard([&] {
     torch::autograd::Engine::get_default_engine().queue_callback(

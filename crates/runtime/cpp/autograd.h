@@ -1,4 +1,4 @@
-// Custom nodes in libtorch's autograd graph. See guard.h for the border's contract.
+// Custom nodes in libtorch's autograd graph. See guard.h for the contract.
 #pragma once
 #include <cstdint>
 
@@ -7,21 +7,21 @@
 struct rt_node;
 
 extern "C" {
-// Runs a Rust backward. `state` is borrowed. `grads` (NULL where no gradient arrived), `saved` are taken by Rust.
+// Runs a Rust backward. `state` is borrowed. Rust takes `grads` (NULL where no gradient arrived) and `saved`.
 // `needed[i]` says whether the gradient of input i is used. `out` holds `out_count` NULLs; Rust puts tensors there that
-// C++ takes, also when it fails. `keep_saved`: another backward, under way or to come, needs the saved tensors. `create_graph`: a second
-// derivative is wanted.
+// C++ takes, also when it fails. `keep_saved`: another backward, running or later, needs the saved tensors. `create_graph`: a second
+// derivative is requested.
 typedef rt_status (*rt_backward)(void* state, at::Tensor** grads, size_t grad_count, at::Tensor** saved,
                                  size_t saved_count, const uint8_t* needed, at::Tensor** out, size_t out_count,
                                  int keep_saved, int create_graph);
 // Drops a Rust state. `state` is taken. Does not unwind.
 typedef void (*rt_drop)(void* state);
 
-// This thread's recording of gradients.
+// Whether this thread records gradients (grad mode).
 rt_status rt_grad_mode(int* enabled);
 rt_status rt_grad_mode_set(int enabled, int* previous);
 
-// Makes a node over the inputs as they are now, and says which of them need a gradient. `out` is NULL when gradients
+// Makes a node over the inputs with their current versions, and returns which of them need a gradient. `out` is NULL when gradients
 // are not recorded, or when no input needs one and `always` is 0. The caller owns `out` and frees it with
 // rt_node_free; after rt_node_attach the outputs keep the node alive.
 rt_status rt_node_new(const char* name, const at::Tensor* const* inputs, size_t input_count, int always,
@@ -47,10 +47,10 @@ rt_status rt_grad_run(const at::Tensor* const* outputs, const at::Tensor* const*
                       at::Tensor** result);
 
 // Runs `run(context)` once, when the backward that is running on this thread has computed all gradients and before it returns; its
-// failure is that backward's. `context` is taken, also on failure, and given to `release` once, whether it ran or not. An error
-// outside of a backward.
+// failure becomes that backward's. `context` is taken, also on failure, and given to `release` once, whether `run` ran or not. Outside
+// of a backward, this is an error.
 rt_status rt_at_end_of_backward(void* context, rt_status (*run)(void*), void (*release)(void*));
 
-// Whether the running backward computes the gradient of every leaf, as a recomputing segment needs.
+// Whether the running backward computes the gradient of every leaf, which a recomputed segment requires.
 rt_status rt_is_checkpoint_valid(int* valid);
 }

@@ -1,5 +1,5 @@
-// Matrix products and convolutions; attention is in attention_flops.cpp. A multiply-add is two operations. Products with
-// complex numbers count as products of that many real numbers do.
+// Matrix products and convolutions; attention is in attention_flops.cpp. A multiply-add is two operations. Complex products
+// count as real products of the same shape.
 #include "contraction.h"
 #include "attention_flops.h"
 #include <ATen/ATen.h>
@@ -10,7 +10,7 @@ using Inputs = c10::ArrayRef<c10::IValue>;
 
 uint64_t count(int64_t number) { return number > 0 ? static_cast<uint64_t>(number) : 0; }
 
-// An operand whose sizes say how much work there is.
+// An operand whose sizes determine the work; NULL if it is missing, sparse or nested.
 const at::Tensor* operand(Inputs inputs, size_t index) {
   if (index >= inputs.size() || !inputs[index].isTensor()) return nullptr;
   const auto& tensor = inputs[index].toTensor();
@@ -43,7 +43,7 @@ std::optional<Flops> product_with_vector(Inputs inputs) {
   return both(2 * count(a->numel()));
 }
 
-// Groups of rows of one operand, or of the contracted index, or of columns of the other operand.
+// The groups divide the rows of one operand, the contracted index, or the columns of the other operand.
 std::optional<Flops> grouped_product(Inputs inputs) {
   const auto *a = operand(inputs, 0), *b = operand(inputs, 1);
   if (a == nullptr || b == nullptr || b->dim() < 2) return std::nullopt;
@@ -54,7 +54,7 @@ std::optional<Flops> grouped_product(Inputs inputs) {
 
 int64_t at_or_last(const std::vector<int64_t>& list, size_t index) { return index < list.size() ? list[index] : list.back(); }
 
-// What one tap of the kernel costs for each element that is produced (consumed, when transposed).
+// Multiply-adds for each element that is produced (consumed, when transposed).
 uint64_t taps(const at::Tensor& weight) {
   return weight.size(0) > 0 ? count(weight.numel()) / count(weight.size(0)) : 0;
 }
@@ -77,7 +77,7 @@ std::optional<Flops> convolution(Inputs inputs) {
   return both(2 * produced * taps(*weight));
 }
 
-// grad_output, input, weight, …, transposed at 7, output_mask at 10: one product for each gradient that is wanted.
+// grad_output, input, weight, …, transposed at 7, output_mask at 10: one product for each gradient that is requested.
 std::optional<Flops> convolution_backward(Inputs inputs) {
   const auto *grad = operand(inputs, 0), *input = operand(inputs, 1), *weight = operand(inputs, 2);
   if (grad == nullptr || input == nullptr || weight == nullptr || inputs.size() < 11) return std::nullopt;

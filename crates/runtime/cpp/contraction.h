@@ -12,6 +12,6 @@ struct Flops {
 
 using FlopFormula = std::optional<Flops> (*)(c10::ArrayRef<c10::IValue> inputs);
 
-// The formula of the operator whose name is `name` without its namespace and without a trailing underscore; NULL when
-// there is none. A formula gives nothing for operands it does not understand, such as sparse ones.
+// The formula of an operator, by its name without namespace and without trailing underscore; NULL when there is none. A
+// formula returns nothing for operands that it does not support, such as sparse ones.
 FlopFormula flop_formula(const std::string& name);

@@ -1,7 +1,7 @@
-// Counts the work of dispatched operators: a callback around every operator, which is there only while somebody counts.
+// Counts the work of dispatched operators by a callback around every operator, registered only while a counter runs.
 //
-// An operator that is classed stands for all it calls. What calls nothing but others (composite) is
-// not counted itself. So nothing counts twice, however operators call each other.
+// A classified operator includes the operators that it calls, which are not counted again. A composite operator is not counted,
+// only the operators that it calls. So no work is counted twice.
 #include "guard.h"
 #include "operator_class.h"
 #include <ATen/ATen.h>
@@ -27,8 +27,8 @@ struct rt_row {
 typedef rt_status (*rt_visit_row)(void* context, const char* name, size_t size, const rt_row* row);
 }
 
-// The rows of one who counts. With a marker it counts the thread that has the marker among its callbacks: libtorch's
-// autograd engine takes them along to the threads that work for it.
+// The rows of a counter. With a marker, a thread-local callback without effect, it counts only threads that have this marker:
+// libtorch's autograd engine copies a thread's callbacks to the threads that run its backward.
 struct rt_counter {
   std::mutex mutex;
   std::unordered_map<std::string, rt_row> rows;
@@ -110,7 +110,7 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& function
   try {
     measure(*frame, function);
   } catch (...) {
-    // An operand that cannot say its size: the operator is listed as unknown.
+    // An operand without a known size: the operator is listed as unknown.
     frame->understood = false;
   }
   frame->parent = current;
@@ -130,7 +130,7 @@ void on_end(const at::RecordFunction& function, at::ObserverContext* context) {
 
   bool unknown = !frame->understood;
   if (operator_class == OperatorClass::UNKNOWN) {
-    // Its parts stand for it when it can be made of them; else they are not known to be all of it.
+    // With a composite kernel it is counted by its parts; otherwise the parts may not be all of its work.
     if (frame->has_parts && frame->op->made_of_operators) return;
     unknown = true;
   }
@@ -140,7 +140,7 @@ void on_end(const at::RecordFunction& function, at::ObserverContext* context) {
     frame->bytes = frame->has_parts ? 0 : frame->bytes + frame->op->output_bytes(function.outputs());
     commit(frame->op->name, frame->flops, frame->bytes, unknown);
   } catch (...) {
-    // Out of memory for a row: nothing that a callback could tell anybody.
+    // Out of memory for a row: a callback cannot report it.
   }
 }
 
@@ -148,8 +148,8 @@ std::unique_ptr<at::ObserverContext> mark(const at::RecordFunction&) { return nu
 } // namespace
 
 extern "C" {
-// Starts to count: every thread of the process, or (`this_thread` not 0) the calling thread and the engine's threads that
-// run a backward pass for it. `counter` is the caller's, to be given back to `rt_counter_stop` on the same thread.
+// Starts counting every thread of the process, or (`this_thread` not 0) the calling thread and the engine's threads that
+// run a backward pass for it. The caller owns `counter` and passes it to `rt_counter_stop` on the same thread.
 rt_status rt_counter_start(int this_thread, std::shared_ptr<rt_counter>** counter) {
   return guard([&] {
     auto made = std::make_unique<std::shared_ptr<rt_counter>>(std::make_shared<rt_counter>());
@@ -179,7 +179,7 @@ rt_status rt_counter_stop(std::shared_ptr<rt_counter>* counter) {
   });
 }
 
-// Calls `visit` with each row as it stands. `counter` is borrowed.
+// Calls `visit` with each row and its current counts. `counter` is borrowed.
 rt_status rt_counter_rows(const std::shared_ptr<rt_counter>* counter, rt_visit_row visit, void* context) {
   return guard([&] {
     std::unordered_map<std::string, rt_row> rows;
@@ -191,7 +191,7 @@ rt_status rt_counter_rows(const std::shared_ptr<rt_counter>* counter, rt_visit_r
   });
 }
 
-// Adds work that no operator did, as one call of `name` (`size` bytes of UTF-8, borrowed).
+// Adds work outside of the dispatcher, as one call of `name` (`size` bytes of UTF-8, borrowed).
 rt_status rt_counter_record(const char* name, size_t size, uint64_t dense, uint64_t causal, uint64_t bytes) {
   return guard([&] {
     if (running_counters.load(std::memory_order_relaxed) == 0) return;
@@ -199,6 +199,6 @@ rt_status rt_counter_record(const char* name, size_t size, uint64_t dense, uint6
   });
 }
 
-// What this thread does counts as recomputed between a call with 1 and a call with -1.
+// Between a call with 1 and a call with -1, this thread's work counts as recomputed.
 void rt_recompute(int change) { recompute_depth += change; }
 }

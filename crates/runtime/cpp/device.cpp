@@ -22,7 +22,7 @@ c10::Stream cuda_stream(int device, int64_t id) {
 
 c10::impl::VirtualGuardImpl cuda() { return c10::impl::VirtualGuardImpl(c10::kCUDA); }
 
-// The folder of libtorch_cpu; empty where the loader does not say.
+// The folder of libtorch_cpu; empty if the loader does not know it.
 std::string libtorch_folder() {
   Dl_info info;
   const void* symbol = reinterpret_cast<const void*>(&at::globalContext);
@@ -40,9 +40,9 @@ bool driver_visible() {
   return false;
 }
 
-// libtorch asks once for the process whether there is CUDA, and many calls on the CPU make it ask: a seed, pinned memory, a
-// trace. So libtorch_cuda, which the linker drops, is opened before main where a driver is visible, as `import torch` does.
-// Where it cannot be opened, Rust tries again when CUDA is wanted, and tells the loader's reason.
+// libtorch checks for CUDA once per process, and many calls on the CPU trigger the check: a seed, pinned memory, a trace. So
+// libtorch_cuda, which the linker drops, is opened before main where a driver is visible, as by `import torch`. If that fails,
+// Rust tries again when CUDA is requested, and reports the loader's error.
 [[maybe_unused]] const bool opened_before_main = [] {
   const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
   if (!driver_visible() || (visible != nullptr && *visible == '\0')) return false;
@@ -93,13 +93,13 @@ rt_status rt_cuda_synchronize(int device) {
 
 rt_status rt_cuda_synchronize_used() {
   return guard([&] {
-    // The hooks are asked only once the library is there: libtorch keeps the first answer.
+    // Only with libtorch_cuda loaded may hasCUDA be called: libtorch keeps the first answer.
     if (!c10::impl::hasDeviceGuardImpl(c10::kCUDA)) return;
     const auto& hooks = at::detail::getCUDAHooks();
     if (!hooks.hasCUDA()) return;
     const auto count = cuda().deviceCount();
     for (c10::DeviceIndex device = 0; device < count; ++device) {
-      // To synchronise with a device that nobody used would create its context, some hundred MiB.
+      // Synchronising with an unused device would create its context, some hundred MiB.
       if (hooks.hasPrimaryContext(device)) cuda().synchronizeDevice(device);
     }
   });

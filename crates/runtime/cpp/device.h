@@ -1,7 +1,7 @@
-// Devices, streams, events and host memory, through libtorch's device-generic headers: no CUDA header at build.
+// Devices, streams, events and host memory, through libtorch's device-generic headers: the build needs no CUDA header.
 //
-// A CUDA stream crosses the border as plain data, its id and its device's index, as c10::Stream itself is. Events,
-// guards and thread states are owned by the caller and freed with the function of the same family.
+// A CUDA stream is passed as its id and its device's index, the fields of c10::Stream. Events, guards and thread states are
+// owned by the caller and freed with the function of the same family.
 #pragma once
 #include "guard.h"
 
@@ -11,23 +11,23 @@
 
 extern "C" {
 // --- discovery ---
-// The folder of the libtorch_cpu that this process runs. `out` receives a message that the caller frees.
+// The folder of the libtorch_cpu that this process has loaded. `out` receives a message that the caller frees.
 rt_status rt_libtorch_folder(char** out);
-// Whether there are signs of an NVIDIA driver.
+// Whether an NVIDIA driver seems to be installed.
 int rt_driver_visible();
 // Number of CUDA devices; 0 while libtorch_cuda is not loaded.
 rt_status rt_cuda_device_count(int* out);
-// Initialises CUDA in libtorch; call it after libtorch_cuda is loaded. `out` receives 0 when libtorch had already
-// decided, before the library was there, that CUDA is absent: it never asks again.
+// Initialises CUDA in libtorch; call it after libtorch_cuda is loaded. `out` receives 0 when libtorch had
+// checked for CUDA before that: it keeps its first answer, which is that CUDA is absent.
 rt_status rt_cuda_initialise(int* out);
 
-// The address of a function of the CUDA runtime that libtorch's CUDA half has loaded, or null. None is opened here: a second
-// runtime would know nothing of the first.
+// The address of a function of the CUDA runtime that libtorch_cuda has loaded, or null. This loads no runtime: a second one would
+// not share the first one's state.
 void* rt_cuda_runtime(const char* name);
 
 // --- a device ---
 rt_status rt_cuda_synchronize(int device);
-// Waits for all work on every CUDA device that this process uses, and starts none; does nothing without CUDA.
+// Waits for all work on every CUDA device that this process uses, and initialises no other; does nothing without CUDA.
 rt_status rt_cuda_synchronize_used();
 rt_status rt_cuda_memory(int device, uint64_t* free_bytes, uint64_t* total_bytes);
 
@@ -36,13 +36,13 @@ rt_status rt_stream_new(int device, int high_priority, int64_t* id);
 rt_status rt_stream_current(int device, int64_t* id);
 rt_status rt_stream_query(int device, int64_t id, int* out);
 rt_status rt_stream_synchronize(int device, int64_t id);
-// The stream as the driver knows it. Valid as long as the process.
+// The stream's CUDA handle. Valid as long as the process.
 rt_status rt_stream_native(int device, int64_t id, void** out);
-// Makes the stream and its device current on this thread until the guard is left, on this thread.
+// Makes the stream and its device current on this thread until `rt_stream_leave`, which is called on this thread.
 rt_status rt_stream_enter(int device, int64_t id, c10::StreamGuard** out);
 // `guard` is taken.
 rt_status rt_stream_leave(c10::StreamGuard* guard);
-// Keeps the memory of `tensor` (on a CUDA device, or pinned) from being reused before the stream's work is done.
+// Keeps the allocator from reusing the memory of `tensor` (on a CUDA device, or pinned) before the stream's current work is done.
 rt_status rt_stream_keep(int device, int64_t id, const at::Tensor* tensor);
 
 // target.copy_(source) on the current stream, without waiting for it where the memory allows. Both are borrowed.
@@ -63,13 +63,13 @@ rt_status rt_event_elapsed(const c10::Event* start, const c10::Event* end, doubl
 rt_status rt_thread_state_capture(at::ThreadLocalState** out);
 // `state` is taken; null is allowed.
 void rt_thread_state_free(at::ThreadLocalState* state);
-// Applies `state` (borrowed during the call) to this thread until the guard is left, on this thread.
+// Applies `state` (borrowed during the call) to this thread until `rt_thread_state_leave`, which is called on this thread.
 rt_status rt_thread_state_enter(const at::ThreadLocalState* state, at::ThreadLocalStateGuard** out);
 // `guard` is taken.
 rt_status rt_thread_state_leave(at::ThreadLocalStateGuard* guard);
 
 // --- storages ---
-// How many tensors share `tensor`'s storage, itself included. Where it is one, what other threads did with the storage
-// happened before.
+// How many tensors share `tensor`'s storage, itself included. If the result is 1, all accesses of other threads to the storage
+// happened before this call.
 rt_status rt_storage_users(const at::Tensor* tensor, uint64_t* out);
 }

@@ -1,10 +1,9 @@
 // CUDA graphs without CUDA's headers. Contracts are in graph.h.
 //
-// The class that every supported libtorch has is at::cuda::CUDAGraph of libtorch_cuda, whose header includes
-// cuda_runtime_api.h (a device-generic graph, at::accelerator::Graph, is in 2.13 alone). Its methods are exported, so they
-// are found by name when libtorch_cuda is open, and called as the Itanium C++ ABI (Linux on x86-64 and on AArch64) says a
-// method is: a function whose first argument is the object. What the names do not pin is the object's size, and what the
-// methods return.
+// Every supported libtorch has the class at::cuda::CUDAGraph in libtorch_cuda, but its header includes cuda_runtime_api.h (the
+// device-generic at::accelerator::Graph is only in 2.13). Its methods are exported, so they are looked up by name when
+// libtorch_cuda is loaded, and called by the Itanium C++ ABI (Linux on x86-64 and on AArch64): a method is a function whose first
+// argument is the object. The mangled names do not determine the object's size and the methods' return types.
 #include "graph.h"
 #include "versions.h"
 
@@ -17,12 +16,13 @@
 #include <dlfcn.h>
 #include <new>
 
-// The signatures below were read in ATen/cuda/CUDAGraph.h of each version that versions.h admits.
+// The signatures below are from ATen/cuda/CUDAGraph.h of each version that versions.h admits.
 static_assert(std::is_trivially_copy_constructible_v<c10::MempoolId_t>, "passed in registers");
 
 namespace {
 
-// sizeof(CUDAGraph) is about 120 bytes in 2.11 and 370 in 2.13. `kSize` is what it may be; the rest is watched.
+// sizeof(CUDAGraph) is about 120 bytes in 2.11 and 370 in 2.13. At most `kSize` is accepted: the constructor must not change the
+// storage after it.
 constexpr size_t kSize = 512;
 constexpr size_t kStorage = 1024;
 constexpr unsigned char kUntouched = 0xA5;
@@ -68,7 +68,7 @@ rt_status rt_graph_new(rt_graph** out) {
     std::memset(graph->object, kUntouched, kStorage);
     graph->call.construct(graph->object, /*keep_graph=*/false);
     for (size_t i = kSize; i < kStorage; i++) {
-      // The object is not destroyed: its size is not the one that was read, so neither are its methods.
+      // The object is leaked: with another size, the class may also have other methods.
       if (graph->object[i] != kUntouched) {
         graph.release();
         TORCH_CHECK(false, "at::cuda::CUDAGraph is larger than ", kSize, " bytes in this libtorch_cuda");
@@ -87,8 +87,8 @@ void rt_graph_free(rt_graph* graph) {
 
 rt_status rt_graph_begin(rt_graph* graph) {
   return guard([&] {
-    // cudaStreamCaptureModeThreadLocal: a call that no capture can hold fails on this thread. Another thread, a loader's, may
-    // go on.
+    // cudaStreamCaptureModeThreadLocal: a call that cannot be captured fails on this thread. Other threads, such as a loader's, are
+    // not restricted.
     graph->call.begin(graph->object, c10::MempoolId_t{0, 0}, 1);
   });
 }

@@ -1,7 +1,7 @@
-// A CUDA graph: work that was captured from a stream once and is launched again as one.
+// CUDA graphs: work that is captured from a stream once, and then launched as a whole.
 //
-// All functions but `rt_graph_new` and `rt_graph_free` are called with the graph's device current and, but for the replay,
-// with the stream current that is captured, which is not the device's default one. libtorch_cuda is open.
+// Preconditions: libtorch_cuda is loaded. Except in `rt_graph_new` and `rt_graph_free`, the graph's device is current. In begin, end
+// and restart, the current stream is the captured one, which is not the device's default stream.
 #pragma once
 #include "guard.h"
 
@@ -12,15 +12,15 @@ struct rt_graph;
 extern "C" {
 // `out` receives a graph that the caller frees with `rt_graph_free`.
 rt_status rt_graph_new(rt_graph** out);
-// `graph` is taken; null is allowed. Its capture, if it began one, has been ended.
+// `graph` is taken; null is allowed. A capture that it began has ended.
 void rt_graph_free(rt_graph* graph);
-// Captures what this stream is given from here on, instead of running it.
+// Starts to capture the stream: work that it gets is recorded instead of run.
 rt_status rt_graph_begin(rt_graph* graph);
 // Ends the capture and makes the graph ready to run.
 rt_status rt_graph_end(rt_graph* graph);
-// Begins a capture of nothing on the stream, past libtorch, which goes on with the one that it knows of: for `rt_graph_end` to
-// end, where CUDA has ended the other by refusing it.
+// Begins an empty capture on the stream without telling libtorch. After CUDA has ended a capture as invalid, libtorch still counts
+// it as running; `rt_graph_end` then needs a capture that it can end.
 rt_status rt_graph_restart(rt_graph* graph);
-// Launches the work on the current stream, and moves the default generator on.
+// Launches the work on the current stream, and advances the default random generator.
 rt_status rt_graph_replay(rt_graph* graph);
 }

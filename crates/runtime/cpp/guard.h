@@ -1,4 +1,4 @@
-// The border between C++ and Rust.
+// The boundary between C++ and Rust.
 //
 // Contract of every function of the shim:
 // - it is `extern "C"` and noexcept in effect: the whole body runs inside `guard`, which catches everything;
@@ -18,7 +18,7 @@
 
 typedef char* rt_status;
 
-// A failure that came out of Rust, on its way through C++ back to Rust.
+// An error or panic of a Rust callback, thrown through C++ back to Rust.
 struct RustFailure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -27,7 +27,7 @@ inline rt_status rt_message(const char* text) noexcept {
   const size_t size = std::strlen(text) + 1;
   char* copy = static_cast<char*>(std::malloc(size));
   if (copy != nullptr) std::memcpy(copy, text, size);
-  // Out of memory for the message itself: a static text would be freed by the caller, so give up as malloc's callers do.
+  // Out of memory for the message itself; a static text cannot be returned, because the caller frees it.
   if (copy == nullptr) std::abort();
   return copy;
 }

@@ -21,8 +21,8 @@
 namespace {
 
 
-// Pages live outside the CPU allocator, so that a run on the CPU can tell the bytes that stand for device memory from
-// those that stand for host memory.
+// Pages are counted outside the CPU allocator, so that a run on the CPU distinguishes bytes that stand for device memory from
+// bytes that stand for host memory.
 struct PageCounters {
   std::atomic<uint64_t> live{0};
   std::atomic<uint64_t> peak{0};
@@ -39,12 +39,12 @@ uint64_t power_of_two(uint64_t bytes) {
   return power;
 }
 
-// One mapping. It is counted from construction to destruction, and freed whether or not a tensor took it over.
+// One memory mapping, counted from construction to destruction, and unmapped whether or not a tensor has taken it.
 class Pages {
  public:
   explicit Pages(size_t bytes, PageCounters& counters) : counters_(counters), asked_(bytes) {
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    // An empty tensor still gets a page: from_blob wants an address.
+    // An empty tensor also gets a page, because from_blob needs an address.
     held_ = (std::max<size_t>(bytes, 1) + page - 1) / page * page;
     address_ = mmap(nullptr, held_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (address_ == MAP_FAILED) TORCH_CHECK(false, "out of host memory: ", bytes, " bytes were asked for");
@@ -59,14 +59,14 @@ class Pages {
   Pages(const Pages&) = delete;
   Pages& operator=(const Pages&) = delete;
 
-  // Locks the pages: nothing, or why not.
+  // Locks the pages. Returns nothing, or the reason of a failure.
   std::optional<std::string> lock(const rt_page_locker& locker) {
     const int error = locker.lock(address_, held_, /*flags=*/0);
     if (error == 0) {
       locker_ = locker;
       return std::nullopt;
     }
-    // Else the next check that libtorch makes after a kernel would report it as the kernel's.
+    // Otherwise libtorch's next check after a kernel would report this error as the kernel's.
     locker.forget_error();
     const char* text = locker.describe(error);
     return std::string("cudaHostRegister of ") + std::to_string(held_) + " bytes: " + (text ? text : "an unknown error");
@@ -75,10 +75,10 @@ class Pages {
   ~Pages() {
     bool unmapped = true;
     if (locker_) {
-      // A copy may be under way: it was submitted while its tensor lived, so a wait now is a wait for it. A device that
-      // has failed copies nothing more.
+      // A copy may still run. It was submitted while its tensor existed, so waiting for the devices here waits for it. The status
+      // is ignored: a device that has failed copies nothing more.
       std::free(rt_cuda_synchronize_used());
-      // Pages that stay locked must stay mapped: the device knows their addresses.
+      // Pages that stay locked must stay mapped, because the device may access them.
       unmapped = locker_->unlock(address_) == 0;
       if (!unmapped) locker_->forget_error();
     }
@@ -104,7 +104,7 @@ size_t bytes_of(at::IntArrayRef shape, const at::TensorOptions& options) {
 
 at::Tensor over(std::shared_ptr<Pages> pages, at::IntArrayRef shape, const at::TensorOptions& options) {
   void* address = pages->address();
-  // Freed once, when the last copy of the deleter is gone, whether or not `from_blob` had taken it over when it threw.
+  // Freed once, with the last copy of the deleter, also if `from_blob` throws.
   return at::from_blob(address, shape, [pages](void*) mutable { pages.reset(); }, options);
 }
 
@@ -131,7 +131,7 @@ at::Tensor locked_empty(at::IntArrayRef shape, const at::TensorOptions& options,
   std::string reason = "the CUDA runtime that libtorch uses does not show cudaHostRegister";
   if (const rt_page_locker* locker = runtime_locker()) {
     auto pages = std::make_shared<Pages>(bytes_of(shape, options), locked);
-    // Locking makes a context on the current device if there is none, some hundred MiB: let it be the one that is used.
+    // Locking creates a context of the current device, some hundred MiB, so the device in use is made current.
     const c10::DeviceGuard on_device(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(device)));
     auto failure = pages->lock(*locker);
     if (!failure) return over(std::move(pages), shape, options);
@@ -172,7 +172,7 @@ rt_status rt_host_usage_of(int pinned, rt_host_usage* out) {
   return guard([&] {
     const PageCounters& counters = pinned != 0 ? locked : pageable;
     rt_host_usage usage{counters.live, counters.peak, counters.held, counters.powers_of_two, 0};
-    // The hooks are asked only once the library is there: libtorch keeps the first answer.
+    // Only with libtorch_cuda loaded may hasCUDA be called: libtorch keeps the first answer.
     if (pinned != 0 && c10::impl::hasDeviceGuardImpl(c10::kCUDA) && at::detail::getCUDAHooks().hasCUDA()) {
       const auto stats = at::getHostAllocator(c10::kCUDA)->get_stats();
       const auto count = [](int64_t bytes) { return static_cast<uint64_t>(std::max<int64_t>(bytes, 0)); };

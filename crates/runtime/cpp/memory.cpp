@@ -16,7 +16,7 @@
 
 namespace {
 
-// libtorch aligns to 64 bytes; a header of the same size keeps that, and lets a free know its size without a lookup.
+// Holds the block's size, so that freeing needs no lookup; 64 bytes keep libtorch's alignment.
 constexpr size_t kHeader = 64;
 
 // The counters are written by every allocation, so they share a cache line with nothing else.
@@ -32,15 +32,15 @@ std::atomic<int64_t> limit{kUnlimited};
 c10::Allocator* base = nullptr;
 c10::DeleterFnPtr base_deleter = nullptr;
 
-// Freed large blocks, by size. The system takes a block of 64 MiB back page by page and gives the next one page by page,
-// zeroed, which costs as much as several elementwise passes over it; a training step frees and takes the same sizes again
-// and again. What is kept is bounded: live and kept bytes together never exceed the most that was ever live, so that the
-// process is never larger than its peak made it.
+// A cache of freed large blocks, by size. The system frees a block of 64 MiB page by page and allocates the next one page by page,
+// zeroed, which costs as much as several elementwise passes over it; a training step frees and allocates the same sizes again
+// and again. Live and cached bytes together never exceed the maximum of live bytes, so the cache does not raise the process's
+// peak.
 class KeptBlocks {
  public:
   static constexpr size_t kSmallest = size_t{1} << 20;
 
-  // A kept block of exactly this size, or null.
+  // Takes a cached block of exactly this size; null if there is none.
   char* take(size_t size) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = blocks_.find(size);
@@ -51,26 +51,26 @@ class KeptBlocks {
     return block;
   }
 
-  // Keeps a freed block if it fits under the most that was ever live; `live` no longer counts it.
+  // Caches a freed block if it fits under the maximum; `live` does not include it.
   bool keep(char* block, size_t size, int64_t live) {
     if (!enabled.load(std::memory_order_relaxed)) return false;
     std::lock_guard<std::mutex> lock(mutex_);
     if (live + static_cast<int64_t>(bytes_ + size) > bound()) return false;
-    // Before another thread can take it: to a trace this is a release, and the next use an allocation.
+    // Before another thread can take it. A trace shows a release here, and an allocation at the next use.
     c10::profiledCPUMemoryReporter().Delete(block);
     blocks_.emplace(size, block);
     bytes_ += size;
     return true;
   }
 
-  // A fresh block made `live` bytes live: gives back what no longer fits beside them.
+  // After the allocation of a new block: frees cached blocks that no longer fit beside `live` bytes.
   void made(int64_t live) {
     std::lock_guard<std::mutex> lock(mutex_);
     most_ = std::max(most_, live);
     trim(live);
   }
 
-  // Gives back what does not fit beside `live` bytes.
+  // Frees cached blocks that do not fit beside `live` bytes.
   void fit(int64_t live) {
     std::lock_guard<std::mutex> lock(mutex_);
     trim(live);
@@ -131,7 +131,7 @@ void KeptBlocks::release_one() {
   blocks_.erase(largest);
 }
 
-// Counts `size` bytes that are about to be allocated, if the limit lets them; the live bytes with them.
+// Counts `size` bytes before they are allocated, if the limit permits. Returns the live bytes including them.
 int64_t admit(int64_t size) {
   int64_t live = cpu_counters.live.load(std::memory_order_relaxed);
   while (true) {
@@ -154,7 +154,7 @@ struct TrackingAllocator final : c10::Allocator {
     char* block = large ? kept().take(size) : nullptr;
     const bool fresh = block == nullptr;
     if (fresh) {
-      // Before the system is asked, so that kept and live bytes never exceed the limit together.
+      // Before the allocation, so that cached and live bytes together never exceed the limit.
       if (limit.load(std::memory_order_relaxed) != kUnlimited) kept().fit(live);
       try {
         block = static_cast<char*>(base->raw_allocate(size + kHeader));

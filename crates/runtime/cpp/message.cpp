@@ -1,4 +1,4 @@
-// Messages that cross the border.
+// Messages of statuses.
 #include "guard.h"
 
 #include <torch/version.h>

@@ -1,11 +1,11 @@
-// How an operator is classed, in this order:
+// How an operator is classified, in this order:
 // 1. its CompositeImplicitAutograd kernel is the one that runs on this device: composite;
 // 2. it has a formula: a contraction;
 // 3. its schema says that a result shares memory with an argument and that nothing is written (a view), it is tagged
 //    inplace_view, or it is in the first table below: silent;
 // 4. it is tagged pointwise, reduction or view_copy, or it is in the other tables: plain, or a factory;
 // 5. else unknown.
-// So the tables hold only what the dispatcher does not know: operators with a kernel of their own and without a tag.
+// So the tables list only operators with their own kernel and without a tag.
 #include "operator_class.h"
 #include <ATen/ATen.h>
 #include <ATen/core/enum_tag.h>
@@ -17,7 +17,7 @@ namespace {
 using Names = std::unordered_set<std::string>;
 
 // clang-format off
-// Neither compute nor touch the memory of a tensor.
+// Neither compute nor access a tensor's memory.
 const Names& silent() {
   static const Names names{
     "empty", "empty_like", "empty_permuted", "empty_quantized", "empty_strided", "new_empty", "new_empty_strided", "resize",
@@ -168,7 +168,7 @@ void each_tensor(const c10::IValue& value, const Visit& visit) {
   }
 }
 
-// Of the memory that the tensor spans: what is expanded counts once.
+// Bytes of the memory that the tensor spans: an expanded dimension counts once.
 uint64_t bytes_of(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_nested() || tensor.layout() != at::kStrided) return 0;
   uint64_t elements = 1;

@@ -10,8 +10,8 @@
 #include <utility>
 
 extern "C" {
-// A value on its way in or out. What `items` points to is borrowed on the way in and owned by the receiver on the way out
-// (tensors one by one, the block itself by `rt_value_free`).
+// An argument or a result. `items` of an argument is borrowed; `items` of a result is owned by the receiver, who frees the tensors
+// one by one and the block by `rt_value_free`.
 struct rt_value {
   int32_t tag;
   int64_t integer; // INT, BOOL, KIND, and DEVICE as tch numbers it: -1 the CPU, from 0 on a CUDA device
@@ -23,7 +23,7 @@ struct rt_value {
 
 namespace {
 enum Tag : int32_t { NONE, TENSOR, TENSORS, INT, DOUBLE, BOOL, INTS, DOUBLES, BOOLS, STRING, KIND, DEVICE };
-// How far a call came before it failed.
+// How far a call got before it failed.
 enum Stage : int { LOOK_UP, ARGUMENTS, NO_KERNEL, KERNEL };
 
 std::string overloads_of(const std::string& name) {
@@ -109,7 +109,7 @@ torch::jit::Stack arguments(const c10::FunctionSchema& schema, const rt_value* p
   torch::jit::Stack stack;
   stack.reserve(formal.size());
   for (size_t i = 0; i < positional_count; ++i) {
-    // One too many is reported by the check below; any argument will do as its type.
+    // The check below reports surplus values; they are converted as the last argument's type.
     stack.push_back(to_ivalue(positional[i], formal.empty() ? c10::Argument() : formal[std::min(i, formal.size() - 1)]));
   }
   std::unordered_map<std::string, c10::IValue> keyword;
@@ -123,7 +123,7 @@ torch::jit::Stack arguments(const c10::FunctionSchema& schema, const rt_value* p
 
 template <class Item>
 Item* allocate(size_t count) {
-  // One byte at least, so that an empty list is not taken for a failure.
+  // At least one item, because calloc may return null for an empty list.
   auto* block = static_cast<Item*>(std::calloc(count == 0 ? 1 : count, sizeof(Item)));
   if (block == nullptr) throw std::bad_alloc();
   return block;
@@ -140,7 +140,7 @@ void set_list(rt_value& value, Tag tag, const List& list) {
 
 at::Tensor* own(const at::Tensor& tensor) { return tensor.defined() ? new at::Tensor(tensor) : nullptr; }
 
-// Writes `result` to `value`, which is empty. At every point that can throw, what `value` says it owns is what it owns.
+// Writes `result` to the empty `value`. Whenever this may throw, the tag, items and size of `value` describe exactly what it owns.
 void to_value(const c10::IValue& result, rt_value& value) {
   if (result.isTensor()) {
     value.items = own(result.toTensor());
@@ -181,14 +181,14 @@ void to_value(const c10::IValue& result, rt_value& value) {
   }
 }
 
-// The results of a call until the receiver takes them.
+// Owns the results of a call until the receiver takes them.
 class Results {
  public:
   explicit Results(const torch::jit::Stack& stack) : values_(allocate<rt_value>(stack.size())), size_(stack.size()) {}
   Results(const Results&) = delete;
   Results& operator=(const Results&) = delete;
 
-  // Values that were not reached are zero, and so NONE.
+  // Values that were not written are zero, that is, NONE.
   ~Results() {
     if (values_ == nullptr) return;
     for (size_t i = 0; i < size_; ++i) free_items(values_[i]);
@@ -219,9 +219,8 @@ class Results {
 extern "C" {
 void rt_value_free(void* block) { std::free(block); }
 
-// Calls the operator `name` with `overload` ("" for the one without a name). Arguments that are left out take the
-// schema's defaults. Names and values are borrowed; `results` and what its values hold are the caller's. `stage` is
-// written in every case.
+// Calls the operator `name` with `overload` ("" for the unnamed one). Missing arguments take the schema's defaults. Names and
+// values are borrowed; the caller owns `results` and what its values hold. `stage` is written in every case.
 rt_status rt_op_call(const char* name, const char* overload, const rt_value* positional, size_t positional_count,
                      const char* const* keys, const rt_value* named, size_t named_count, rt_value** results,
                      size_t* result_count, int* stage) {
@@ -245,7 +244,7 @@ rt_status rt_op_call(const char* name, const char* overload, const rt_value* pos
   return status;
 }
 
-// The FLOPs that such a call would take, without making it; `known` is 0 when there is no formula for it.
+// Returns the FLOPs of such a call without executing it; `known` is 0 when there is no formula for it.
 rt_status rt_op_flops(const char* name, const char* overload, const rt_value* positional, size_t positional_count,
                       const char* const* keys, const rt_value* named, size_t named_count, uint64_t* dense,
                       uint64_t* causal, int* known) {

@@ -9,7 +9,7 @@ namespace profiler = torch::autograd::profiler;
 namespace kineto = torch::profiler::impl;
 
 namespace {
-// Kineto writes "unknown" for a name with anything but ASCII, and does not escape what JSON needs escaped.
+// Kineto writes "unknown" for a name that is not ASCII, and does not escape names for JSON.
 std::string printable(const char* name, size_t size) {
   std::string text;
   for (size_t i = 0; i < size; ++i) {
@@ -26,9 +26,8 @@ std::string printable(const char* name, size_t size) {
   }
   return text;
 }
-// A session of all threads does not hear of allocations, which libtorch reports to what the thread has in its debug info.
-// This passes them on; the engine takes it along to its threads. It is a whole profiler state, as libtorch asks it
-// questions of one.
+// libtorch reports an allocation to the profiler state in the thread's debug info, which a session over all threads does not set.
+// This state forwards the reports to the session; the autograd engine copies it to its threads.
 struct MemoryReports : kineto::ProfilerStateBase {
   explicit MemoryReports(const kineto::ProfilerConfig& config) : ProfilerStateBase(config) {}
   kineto::ActiveProfilerType profilerType() override { return kineto::ActiveProfilerType::KINETO; }
@@ -67,7 +66,7 @@ rt_status rt_trace_start(int cuda, int shapes, int memory) {
   });
 }
 
-// Stops the trace; `result` is the caller's.
+// Stops the trace; the caller owns `result`.
 rt_status rt_trace_stop(profiler::ProfilerResult** result) {
   return guard([&] {
     auto* reports = c10::ThreadLocalDebugInfo::get(slot());

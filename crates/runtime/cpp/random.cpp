@@ -1,4 +1,4 @@
-// The states of the default random generators, and generators of one's own.
+// The states of the default random generators, and separate generators.
 #include "guard.h"
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -20,7 +20,7 @@ rt_status rt_random_seed(uint64_t seed) {
   return guard([&] { at::manual_seed(seed); });
 }
 
-// Writes at most `capacity` bytes of the device's state to `bytes` (borrowed); `size` is how many there are.
+// Writes at most `capacity` bytes of the device's state to `bytes` (borrowed); `size` is the state's full size.
 rt_status rt_random_state(int device, uint8_t* bytes, size_t capacity, size_t* size) {
   return guard([&] {
     auto generator = default_generator(device);
@@ -35,10 +35,10 @@ rt_status rt_random_state(int device, uint8_t* bytes, size_t capacity, size_t* s
   });
 }
 
-// Sets the device's state to `size` bytes that `rt_random_state` gave for a device of the same kind. `bytes` is borrowed.
+// Sets the device's state to `size` bytes that `rt_random_state` returned for a device of the same type. `bytes` is borrowed.
 rt_status rt_random_restore(int device, const uint8_t* bytes, size_t size) {
   return guard([&] {
-    // The generator copies out of the tensor, and a tensor over borrowed bytes is made without a dispatched operation.
+    // The generator copies from the tensor, and `from_blob` dispatches no operator.
     auto state = at::from_blob(const_cast<uint8_t*>(bytes), {static_cast<int64_t>(size)}, at::kByte);
     auto generator = default_generator(device);
     std::lock_guard<std::mutex> lock(generator.mutex());
@@ -46,21 +46,21 @@ rt_status rt_random_restore(int device, const uint8_t* bytes, size_t size) {
   });
 }
 
-// A generator of the CPU that nobody else draws from: the caller owns it and frees it with `rt_generator_free`.
+// A separate CPU generator; the caller owns it and frees it with `rt_generator_free`.
 rt_status rt_generator_new(uint64_t seed, at::Generator** generator) {
   return guard([&] { *generator = new at::Generator(at::make_generator<at::CPUGeneratorImpl>(seed)); });
 }
 
 void rt_generator_free(at::Generator* generator) { delete generator; }
 
-// Overwrites a CPU tensor with numbers of a normal distribution. Both are borrowed.
+// Fills a CPU tensor with normally distributed numbers. Both are borrowed.
 rt_status rt_generator_normal(const at::Generator* generator, at::Tensor* tensor, double mean, double deviation) {
   return guard([&] {
     tensor->normal_(mean, deviation, *generator);
   });
 }
 
-// Overwrites a CPU tensor with numbers uniform in [low, high). Both are borrowed.
+// Fills a CPU tensor with uniformly distributed numbers in [low, high). Both are borrowed.
 rt_status rt_generator_uniform(const at::Generator* generator, at::Tensor* tensor, double low, double high) {
   return guard([&] {
     tensor->uniform_(low, high, *generator);

@@ -1,4 +1,4 @@
-// What Rust code that writes into a tensor's memory must tell libtorch.
+// What kernels in Rust need to know about, and report to, libtorch's tensors.
 #include "guard.h"
 
 #include <ATen/ops/from_blob.h>
@@ -6,11 +6,11 @@
 
 extern "C" {
 // A CPU tensor, contiguous and of the prototype's dtype, over memory that is not libtorch's. `owner` is taken, also on failure:
-// `release` gets it once, when nobody sees the memory any more, on whichever thread that is.
+// `release` gets it once, when no tensor uses the memory any more, on any thread.
 rt_status rt_tensor_over(void* memory, const int64_t* shape, size_t dims, const at::Tensor* prototype, void* owner,
                          void (*release)(void*), at::Tensor** out) {
   return guard([&] {
-    // Freed once, whether or not `from_blob` had taken the deleter over when it threw.
+    // Released once, also if `from_blob` throws.
     std::shared_ptr<void> held(owner, release);
     const at::IntArrayRef sizes(shape, dims);
     *out = new at::Tensor(at::from_blob(memory, sizes, [held](void*) mutable { held.reset(); }, prototype->options()));
@@ -22,7 +22,7 @@ rt_status rt_bump_version(const at::Tensor* tensor) {
   return guard([&] { tensor->unsafeGetTensorImpl()->bump_version(); });
 }
 
-// Bytes from the first to after the last element that `tensor` (borrowed) can reach; both zero when it has none.
+// The address range of the elements of `tensor` (borrowed), end exclusive; both zero when it has none.
 rt_status rt_memory_range(const at::Tensor* tensor, uintptr_t* begin, uintptr_t* end) {
   return guard([&] {
     *begin = *end = 0;
@@ -34,13 +34,13 @@ rt_status rt_memory_range(const at::Tensor* tensor, uintptr_t* begin, uintptr_t*
   });
 }
 
-// The address of the tensor (borrowed) behind its handles.
+// The address of the TensorImpl of `tensor` (borrowed), which all handles of one tensor share.
 rt_status rt_identity(const at::Tensor* tensor, uintptr_t* identity) {
   return guard([&] { *identity = reinterpret_cast<uintptr_t>(tensor->unsafeGetTensorImpl()); });
 }
 
-// 1 where nobody else can see the memory of `tensor` (borrowed): this is the only handle of the tensor, the tensor the only
-// one on its storage, and no history refers to it. What saved it, what views it and what waits to receive it would each count.
+// 1 if no other code can access the memory of `tensor` (borrowed): this is the only handle of the tensor, its storage has no other
+// tensor, and it requires no gradient. A saved variable or a view of it would be counted.
 rt_status rt_is_sole_owner(const at::Tensor* tensor, int* sole) {
   return guard([&] {
     *sole = tensor->defined() && tensor->has_storage() && tensor->use_count() == 1 && tensor->storage().use_count() == 1 &&

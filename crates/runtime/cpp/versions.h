@@ -7,13 +7,13 @@
 #include <memory>
 #include <utility>
 
-// Besides what is below, graph.cpp depends on a layout that the compiler does not see: see the comment at its top.
+// graph.cpp also depends on a class layout that the compiler does not check: see the comment at its top.
 static_assert(TORCH_VERSION_MAJOR == 2 && (TORCH_VERSION_MINOR == 11 || TORCH_VERSION_MINOR == 13),
               "the shim is written for libtorch 2.11 and 2.13; for another version, compare ATen/cuda/CUDAGraph.h with the "
               "signatures and the size in cpp/graph.cpp, run the tests, and add it in cpp/versions.h");
 
-// Graph nodes are counted by std::shared_ptr up to 2.12, by c10::intrusive_ptr from 2.13 on. `make_node` sees to it that
-// long chains are not destroyed one node inside another, which would overflow the stack.
+// Graph nodes are counted by std::shared_ptr up to 2.12, by c10::intrusive_ptr from 2.13 on. Nodes of `make_node` destroy long
+// chains iteratively; recursion would overflow the stack.
 #if TORCH_VERSION_MINOR >= 13
 template <class Node>
 using NodePointer = c10::intrusive_ptr<Node>;
