@@ -63,7 +63,7 @@ pub(crate) unsafe fn check(status: Status) -> Result<()> {
 
 /// Runs Rust code that C++ called. An `Err` and a panic both become a status.
 pub(crate) fn callback(body: impl FnOnce() -> Result<()>) -> Status {
-    // Formatting an error runs its author's code, which may panic too; so may the drop of a panic's payload.
+    // Formatting an error runs a user's code, which may panic too; so may the drop of a panic's payload.
     let told = catch_unwind(AssertUnwindSafe(|| body().map_err(|error| error_chain(&error))));
     let message = match told {
         Ok(Ok(())) => return std::ptr::null_mut(),

@@ -14,7 +14,7 @@ use kernel::{Coefficients, Pass};
 
 pub(crate) const NAME: &str = "fused adam";
 
-/// The hyperparameters of a step; the defaults are those of PyTorch's AdamW, for the first step.
+/// The hyperparameters of a step. The defaults are those of PyTorch's AdamW, for the first step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamStep {
     /// Learning rate.
@@ -25,7 +25,7 @@ pub struct AdamStep {
     pub beta2: f64,
     /// Added to the root of the second moment.
     pub eps: f64,
-    /// λ.
+    /// λ, the weight decay.
     pub weight_decay: f64,
     /// AdamW: the parameter shrinks by `lr · weight_decay`. Else Adam: `weight_decay · parameter` is added to the gradient.
     pub decoupled: bool,
@@ -87,8 +87,8 @@ pub(crate) fn step(tensors: &AdamTensors<'_>, step: &AdamStep) -> Result<()> {
     let out = weight.map_or(Kind::BFloat16, Tensor::kind);
     macro_rules! run {
         ($gradient:ty) => {
-            // SAFETY: every tensor has so many dense elements of its type on the CPU, and what is written is apart from all
-            // else, as was seen above; they outlive the call.
+            // SAFETY: every tensor has this many dense elements of its type on the CPU, and written tensors overlap no other
+            // (checked above); they outlive the call.
             unsafe {
                 match out {
                     Kind::Half => kernel::run::<$gradient, f16>(pass),

@@ -84,7 +84,7 @@ unsafe extern "C" {
     ) -> Status;
 }
 
-/// Sets whether this thread records gradients; returns what it was.
+/// Sets whether this thread records gradients; returns the previous setting.
 pub(crate) fn set_grad_mode(enabled: bool) -> Result<bool> {
     let mut previous = 0;
     // SAFETY: the out-parameter outlives the call.
@@ -108,7 +108,7 @@ pub(crate) fn is_checkpoint_valid() -> Result<bool> {
     Ok(valid != 0)
 }
 
-/// What runs at the end of a backward, until it has.
+/// The function that runs once at the end of a backward.
 type AtEnd = Mutex<Option<Box<dyn FnOnce() -> Result<()> + Send>>>;
 
 extern "C" fn run_at_end(context: *mut c_void) -> Status {
@@ -133,16 +133,16 @@ pub(crate) fn at_end_of_backward(body: Box<dyn FnOnce() -> Result<()> + Send>) -
     unsafe { check(rt_at_end_of_backward(context, run_at_end, release_at_end)) }
 }
 
-/// What a run of a node must heed.
+/// The conditions of one run of a node's backward.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pass {
-    /// Another backward, under way or to come, needs the saved tensors.
+    /// Another backward, running or later, needs the saved tensors.
     pub(crate) keep_saved: bool,
-    /// A second derivative is wanted.
+    /// A second derivative is requested.
     pub(crate) create_graph: bool,
 }
 
-/// What a node calls when gradients arrive.
+/// The backward that a node calls when gradients arrive.
 pub(crate) trait NodeBackward: Send + Sync {
     fn run(
         &self,
@@ -164,7 +164,7 @@ impl Drop for Node {
 }
 
 impl Node {
-    /// A node over `inputs`, where gradients are recorded and one is needed (or `always`), and which inputs need one.
+    /// Returns a node over `inputs` if gradients are recorded and an input needs one (or `always`), and which inputs need one.
     pub(crate) fn new(name: &str, inputs: &[&Tensor], always: bool) -> Result<(Option<Self>, Vec<bool>)> {
         let name = CString::new(name.replace('\0', " ")).expect("NUL was replaced");
         let inputs = pointers(inputs);
@@ -184,7 +184,7 @@ impl Node {
         Ok((NonNull::new(node).map(Self), needs.into_iter().map(|need| need != 0).collect()))
     }
 
-    /// Connects the outputs to this node and hands it what backward needs. Returns the connected outputs.
+    /// Connects the outputs to this node and gives it the saved tensors and the state. Returns the connected outputs.
     pub(crate) fn attach(
         self,
         inputs: &[&Tensor],
@@ -273,19 +273,19 @@ extern "C" fn run_backward(
 }
 
 extern "C" fn drop_state(state: *mut c_void) {
-    // A panic while dropping has nobody to go to: it is reported by the panic hook and ends here.
+    // A panic in the drop cannot be returned: the panic hook reports it, and it ends here.
     let _ = catch_unwind(AssertUnwindSafe(|| {
         // SAFETY: C++ gives the Box back once, when nothing uses it any more.
         drop(unsafe { Box::from_raw(state.cast::<State>()) });
     }));
 }
 
-/// A gradient that is not given is null for the shim.
+/// Pointers to gradients; null for `None`.
 fn optional_pointers(tensors: &[Option<&Tensor>]) -> Vec<*const C_tensor> {
     tensors.iter().map(|tensor| tensor.map_or(std::ptr::null(), Tensor::as_ptr)).collect()
 }
 
-/// Accumulates gradients into `inputs`, or into every leaf where there are none.
+/// Accumulates gradients into `inputs`, or into every leaf if `inputs` is empty.
 pub(crate) fn backward(
     outputs: &[&Tensor],
     grads: &[Option<&Tensor>],
@@ -309,13 +309,13 @@ pub(crate) fn backward(
     }
 }
 
-/// Replaces the `.grad` of a leaf, or takes it away.
+/// Replaces the `.grad` of a leaf, or removes it.
 pub(crate) fn set_grad(leaf: &Tensor, grad: Option<&Tensor>) -> Result<()> {
     // SAFETY: both tensors outlive the call; null is "no gradient".
     unsafe { check(rt_set_grad(leaf.as_ptr(), grad.map_or(std::ptr::null(), Tensor::as_ptr))) }
 }
 
-/// Gradients of `inputs`, `None` where the outputs do not depend on one.
+/// Returns the gradients of `inputs`; `None` for an input that the outputs do not depend on.
 pub(crate) fn grad(
     outputs: &[&Tensor],
     grads: &[Option<&Tensor>],

@@ -210,8 +210,8 @@ impl<'a, R: Real> Tile<'a, R> {
         if length == 0 {
             return Ok(&[]);
         }
-        // SAFETY: `vector` has seen that so many elements of this type are there; they live as long as the tensor, and
-        // nothing here writes them, being apart from the tile.
+        // SAFETY: `vector` has checked that there are this many elements of this type; they live as long as the tensor, and
+        // nothing here writes them, because they do not overlap the tile.
         Ok(unsafe { std::slice::from_raw_parts(start as *const R, length) })
     }
 
@@ -252,11 +252,11 @@ impl<'a, R: Real> Tile<'a, R> {
 /// Row `index` of a tile of `R`.
 ///
 /// # Safety
-/// It is one of the tile's, which has columns and outlives `'a`, and nobody else has it now.
+/// The row is one of the tile's, which has columns and outlives `'a`, and no other code uses the row meanwhile.
 unsafe fn row_of<'a, R>(tile: Rows, index: usize) -> &'a mut [R] {
     let start = (tile.pointer as *mut R).wrapping_add(index * tile.row_stride);
-    // SAFETY: the row lies in the tile, whose rows do not overlap (`rows`), and is the caller's alone. The address is that of an
-    // element, not the null of a tensor without any.
+    // SAFETY: the row lies in the tile, whose rows do not overlap (`rows`), and only the caller uses it. The address is that of an
+    // element, not the null of an empty tensor.
     unsafe { std::slice::from_raw_parts_mut(start, tile.columns) }
 }
 
@@ -276,14 +276,14 @@ impl<T> Copy for Cells<T> {}
 
 impl<T: Copy> Cells<T> {
     /// # Safety
-    /// There is an element for `row`, and nobody writes it now.
+    /// There is an element for `row`, and no other code writes it meanwhile.
     unsafe fn get(self, row: usize) -> T {
         // SAFETY: by this function's contract.
         unsafe { *(self.pointer as *const T).add(row) }
     }
 
     /// # Safety
-    /// There is an element for `row`, and nobody else uses it now.
+    /// There is an element for `row`, and no other code uses it meanwhile.
     unsafe fn set(self, row: usize, value: T) {
         // SAFETY: by this function's contract.
         unsafe { *(self.pointer as *mut T).add(row) = value }

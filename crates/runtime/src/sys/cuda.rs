@@ -1,11 +1,11 @@
-//! NVRTC, the driver's loader and its launches, found at run time: nothing of CUDA is needed to build.
+//! NVRTC and the CUDA driver, loaded at run time: the build needs nothing of CUDA.
 
 pub(crate) mod driver;
 pub(crate) mod nvrtc;
 
 use std::ffi::{CStr, c_void};
 
-/// A table of a library's functions by their names, each with its type as CUDA's headers have it.
+/// Defines a table of a library's functions by their names, with the types of CUDA's headers.
 macro_rules! functions {
     ($table:ident { $($name:ident: fn($($argument:ty),* $(,)?);)* }) => {
         #[allow(non_snake_case)]
@@ -17,7 +17,7 @@ macro_rules! functions {
             fn of(library: *mut std::ffi::c_void) -> Result<Self, String> {
                 $(
                     let address = super::symbol(library, stringify!($name))?;
-                    // SAFETY: the library's function of this name has this type in every version since it is there.
+                    // SAFETY: the library's function of this name has this type in every version that has it.
                     let $name = unsafe {
                         std::mem::transmute::<*mut std::ffi::c_void, unsafe extern "C" fn($($argument),*) -> std::ffi::c_int>(address)
                     };
@@ -37,7 +37,7 @@ fn symbol(library: *mut c_void, name: &str) -> Result<*mut c_void, String> {
     if address.is_null() { Err(format!("it has no {name}")) } else { Ok(address) }
 }
 
-/// A text of the library's, which it keeps.
+/// Copies a text that the library owns.
 ///
 /// # Safety
 /// Null, or NUL-terminated and alive during the call.
@@ -45,6 +45,6 @@ unsafe fn text(pointer: *const std::ffi::c_char) -> String {
     if pointer.is_null() {
         return "unknown".to_owned();
     }
-    // SAFETY: the caller's word.
+    // SAFETY: by this function's contract.
     unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
 }

@@ -17,7 +17,7 @@ unsafe extern "C" {
     fn rt_free_message(message: Status);
 }
 
-/// The folder of the libtorch that this process runs.
+/// The folder of the libtorch that this process has loaded.
 pub(crate) fn libtorch_folder() -> Result<PathBuf> {
     let mut text: *mut c_char = std::ptr::null_mut();
     // SAFETY: the out-parameter is valid during the call.
@@ -37,13 +37,13 @@ pub(crate) fn load_library(path: &str) -> std::result::Result<(), String> {
 /// The handle of a library that is never closed.
 pub(crate) fn open_library(path: &str) -> std::result::Result<*mut c_void, String> {
     let path = CString::new(path).map_err(|_| "the path holds a NUL byte".to_owned())?;
-    // SAFETY: the path is NUL-terminated. The constructors that run are those of libtorch's CUDA half or of the
-    // driver, made to be loaded into a running process; the library is never closed, so nothing of it can dangle.
+    // SAFETY: the path is NUL-terminated. The constructors that run are those of libtorch_cuda or of the
+    // driver, which may be loaded into a running process; the library is never closed, so no pointer into it dangles.
     let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
     if !handle.is_null() {
         return Ok(handle);
     }
-    // SAFETY: dlerror takes nothing, and gives null or a text that stays until this thread's next call of the loader.
+    // SAFETY: dlerror has no arguments, and returns null or a text that is valid until this thread's next call of the loader.
     let message = unsafe {
         let text = libc::dlerror();
         if text.is_null() { None } else { Some(CStr::from_ptr(text).to_string_lossy().into_owned()) }
@@ -51,13 +51,13 @@ pub(crate) fn open_library(path: &str) -> std::result::Result<*mut c_void, Strin
     Err(message.unwrap_or_else(|| "the loader gave no reason".to_owned()))
 }
 
-/// Whether there are signs of an NVIDIA driver: on Linux, in a container, under WSL.
+/// Whether an NVIDIA driver seems to be installed: on Linux, in a container, under WSL.
 pub(crate) fn driver_visible() -> bool {
     // SAFETY: a plain call that looks for files.
     unsafe { rt_driver_visible() != 0 }
 }
 
-/// Number of CUDA devices that libtorch sees; 0 while its CUDA half is not loaded.
+/// Number of CUDA devices that libtorch sees; 0 while libtorch_cuda is not loaded.
 pub(crate) fn cuda_device_count() -> Result<usize> {
     let mut count: c_int = 0;
     // SAFETY: the out-parameter is valid during the call.
@@ -65,7 +65,7 @@ pub(crate) fn cuda_device_count() -> Result<usize> {
     Ok(usize::try_from(count).unwrap_or(0))
 }
 
-/// Initialises CUDA; false when libtorch decided that there is none before its CUDA half was loaded.
+/// Initialises CUDA; false if libtorch had checked for CUDA before libtorch_cuda was loaded.
 pub(crate) fn cuda_initialise() -> Result<bool> {
     let mut hooked: c_int = 0;
     // SAFETY: the out-parameter is valid during the call.
@@ -79,7 +79,7 @@ pub(crate) fn cuda_synchronize(device: c_int) -> Result<()> {
     unsafe { check(rt_cuda_synchronize(device)) }
 }
 
-/// Waits for all work on every CUDA device that this process uses; returns at once where it uses none.
+/// Waits for all work on every CUDA device that this process uses; returns at once if it uses none.
 pub(crate) fn cuda_synchronize_used() -> Result<()> {
     // SAFETY: a plain call; the status is fresh.
     unsafe { check(rt_cuda_synchronize_used()) }

@@ -24,10 +24,10 @@ unsafe extern "C" {
     ) -> Status;
 }
 
-/// Maps `len` bytes from `offset` on, privately: what is written goes to this process's own copy of the page.
+/// Maps `len` bytes from `offset` on, copy-on-write: writes stay in this process.
 pub(crate) fn map_private(file: &File, offset: u64, len: usize) -> std::io::Result<MmapMut> {
-    // SAFETY: writes stay in this process. That nobody shortens or rewrites the file meanwhile is what every reader of mapped files
-    // has to trust; `file::tensor_over` says so to its callers.
+    // SAFETY: writes stay in this process. Nobody shortens or rewrites the file meanwhile: a requirement of all mapped files, which
+    // `file::tensor_over` documents.
     unsafe { MmapOptions::new().offset(offset).len(len).map_copy(file) }
 }
 
@@ -36,15 +36,15 @@ extern "C" fn release_mapping(owner: *mut c_void) {
     drop(unsafe { Box::from_raw(owner.cast::<MmapMut>()) });
 }
 
-/// A contiguous tensor over the mapping, which it owns. The caller has compared the sizes and seen that the address is aligned.
+/// Returns a contiguous tensor over the mapping, which it owns. The caller has checked sizes and alignment.
 pub(crate) fn tensor_over(mapping: MmapMut, shape: &[i64], kind: Kind) -> Result<Tensor> {
     let prototype = Tensor::f_empty([0], (kind, Device::Cpu))?;
     let mut mapping = Box::new(mapping);
     let memory = mapping.as_mut_ptr().cast::<c_void>();
     let owner = Box::into_raw(mapping).cast::<c_void>();
     let mut out: *mut C_tensor = std::ptr::null_mut();
-    // SAFETY: the memory is the mapping's, at least as long as the tensor (the caller's word), and lives until `release_mapping`
-    // is called, which is when no tensor views it; shape and prototype are borrowed during the call; what comes out is ours.
+    // SAFETY: the memory is the mapping's, as large as the tensor (checked by the caller), and lives until `release_mapping` is
+    // called, when no tensor views it any more; shape and prototype are borrowed during the call; the new tensor is ours.
     let tensor = unsafe {
         let shape = (shape.as_ptr(), shape.len());
         check(rt_tensor_over(
@@ -67,10 +67,10 @@ pub(crate) fn read_into(file: &File, offset: u64, target: &Tensor) -> Result<std
     if len == 0 {
         return Ok(Ok(()));
     }
-    // Before the first byte changes: a graph that saved the tensor must not see it half written and unmarked.
+    // Before the first byte changes, so that a graph that saved the tensor never uses a partly written one.
     bump_version(target)?;
-    // SAFETY: the tensor is contiguous and on the CPU (the caller's word), so these are its bytes and no others; bytes have no
-    // invalid value. As with every in-place operation of libtorch, that nobody computes with them meanwhile is for the caller to see to.
+    // SAFETY: the tensor is contiguous and on the CPU (checked by the caller), so these are exactly its bytes; bytes have no
+    // invalid value. As with every in-place operation of libtorch, the caller ensures that no thread uses them meanwhile.
     let bytes = unsafe { std::slice::from_raw_parts_mut(target.data_ptr().cast::<u8>(), len) };
     Ok(file.read_exact_at(bytes, offset))
 }

@@ -1,9 +1,9 @@
 //! fp32 matrix products by the `gemm` crates, on the memory of tensors and on libtorch's own threads.
 //!
-//! The crate's own pool would share the processor with libtorch's threads, which spin for a while after each operator: between
-//! casts of a weight piece by piece, a quarter of the time went there. So the output is divided here, and each part is one
-//! thread's product. Every part packs the operand that all share once more, at about the cost of forty multiply-adds an
-//! element; parts are so large that this is a few hundredths.
+//! The crate's own thread pool would compete with libtorch's threads, which spin for a while after each operator; between
+//! piecewise casts of a weight, that took a quarter of the time. So the output is divided here, and each part is one
+//! thread's product. Every part packs the shared operand again, at about the cost of forty multiply-adds per
+//! element; parts are so large that this is a few percent.
 
 use gemm_common::Parallelism;
 use tch::Tensor;
@@ -13,20 +13,20 @@ use super::tensor::bump_version;
 use crate::error::{Error, Result};
 use crate::processor::{Simd, simd};
 
-/// Rows or columns of a part, at most about.
+/// Approximate maximum of a part's rows or columns.
 const PART: usize = 2048;
-/// Rows or columns of a part, at least, less [`STEP`]: an output below twice as many on its longer side is one part.
+/// Minimum of a part's rows or columns, plus [`STEP`]: an output whose longer side is below twice this is one part.
 const LEAST: usize = 96;
-/// What the parts begin at multiples of, so that only the last has less than whole vectors.
+/// Parts begin at multiples of this, so that only the last one has partial vectors.
 const STEP: usize = 16;
 
-/// `out = a·b`, or `out += a·b`, for fp32 CPU matrices of any strides; shapes, dtypes, layouts, and that the output
-/// shares no memory with an operand, are checked by the caller.
+/// Computes `out = a·b`, or `out += a·b`, for fp32 CPU matrices of any strides. The caller checks shapes, dtypes, layouts, and
+/// that the output shares no memory with an operand.
 ///
-/// The bits do not depend on `threads` where the output has [`SHORTEST`] rows and columns: each element is summed over k in blocks
-/// whose length the crate takes from k and the processor, and from m and n only in that outputs of up to 64 × 64 have another.
-/// Parts are longer than 64, and an output that is one part for some number of threads only is longer than that. The crate's other
-/// paths are for outputs of 256 elements and fewer, and for single rows and columns, which no part of such an output is.
+/// The bits do not depend on `threads` if the output has at least [`SHORTEST`] rows and columns: each element is summed over k in
+/// blocks whose length depends on k and the processor, and on m and n only in that outputs of up to 64 × 64 have another length.
+/// Parts are longer than 64, and so is an output that is one part for some numbers of threads but not for others. The crate's other
+/// paths are for outputs of at most 256 elements, and for single rows and columns, which are no parts of such an output.
 pub(crate) fn gemm_f32(
     out: &mut Tensor,
     a: &Tensor,
@@ -40,7 +40,7 @@ pub(crate) fn gemm_f32(
         (stride[0] as isize, stride[1] as isize)
     };
     let ((out_rs, out_cs), (a_rs, a_cs), (b_rs, b_cs)) = (strides(out), strides(a), strides(b));
-    // Each element of the output has memory of its own: dense rows or dense columns, in windows of larger matrices too.
+    // No two elements of the output share memory: it has dense rows or dense columns, also as a window of a larger matrix.
     let apart = match (m, n) {
         (_, 1) => m == 1 || out_rs >= 1,
         (1, _) => out_cs >= 1,
@@ -53,7 +53,7 @@ pub(crate) fn gemm_f32(
     let address = |tensor: &Tensor| tensor.data_ptr() as usize;
     let (out_at, a_at, b_at) = (address(out), address(a), address(b));
     let kernel = kernel();
-    // The larger dimension is divided, so that the smaller operand is what all parts share.
+    // The larger dimension is divided, so that the parts share the smaller operand.
     let by_columns = n >= m;
     let long = m.max(n);
     let parts = (long / PART).max(threads).min(long / LEAST).max(1);
@@ -67,7 +67,7 @@ pub(crate) fn gemm_f32(
         let to = out_at.wrapping_add_signed(out_from) as *mut f32;
         let left = (a_at.wrapping_add_signed(a_from) as *const f32, a_cs, a_rs);
         let right = (b_at.wrapping_add_signed(b_from) as *const f32, b_cs, b_rs);
-        // The kernels write columns: a row-major output is the transposed product of the transposed operands.
+        // The kernels write column-major: a row-major output is computed as the product of the transposed operands, transposed.
         let transposed = |(at, cs, rs): (*const f32, isize, isize)| (at, rs, cs);
         let ((rows, columns), (to_cs, to_rs), left, right) = if out_cs.abs() < out_rs.abs() {
             ((columns, rows), (out_rs, out_cs), transposed(right), transposed(left))
@@ -76,8 +76,8 @@ pub(crate) fn gemm_f32(
         };
         // SAFETY: the caller checked that all three are fp32 CPU matrices of shapes [m, n], [m, k] and [k, n], so that every
         // element reached by these sizes and strides lies in its tensor, and in this part of it; the output's elements are
-        // distinct (dense rows or columns, checked above) and apart from both operands' (checked by the caller), and no
-        // other part has these; `out` is borrowed mutably until all parts are done. The processor has the kernel's instructions.
+        // distinct (dense rows or columns, checked above), overlap neither operand (checked by the caller) and belong to
+        // this part only; `out` is borrowed mutably until all parts are done. The processor has the kernel's instructions.
         unsafe {
             kernel(
                 rows,
@@ -110,7 +110,7 @@ pub(crate) fn gemm_f32(
     bump_version(out)
 }
 
-/// Rows and columns of an output from which on its bits are the same for any number of threads.
+/// Minimum rows and columns of an output whose bits do not depend on the number of threads.
 pub(crate) const SHORTEST: i64 = 32;
 
 type Kernel = unsafe fn(
@@ -135,7 +135,7 @@ type Kernel = unsafe fn(
     Parallelism,
 );
 
-/// The crate's own choice is the widest that the processor has; a narrower one is made here of the crate's parts.
+/// The crate itself chooses the processor's widest instructions; a narrower choice is built here from the crate's parts.
 fn kernel() -> Kernel {
     match simd() {
         #[cfg(target_arch = "x86_64")]
@@ -183,7 +183,7 @@ mod narrower {
 
                 let simd = <gemm_common::simd::$simd as MixedSimd<f32, f32, f32, f32>>::try_new()
                     .expect("`kernel` takes what the processor has");
-                // SAFETY: as the caller says.
+                // SAFETY: by this function's contract.
                 unsafe {
                     gemm_basic_generic::<_, f32, $lanes, { MR_DIV_N * $lanes }, NR, MR_DIV_N, H_M, H_N>(
                         simd, m, n, k, to, to_cs, to_rs, accumulate, a, a_cs, a_rs, b, b_cs, b_rs, alpha, beta,

@@ -1,4 +1,4 @@
-//! One pass over the gradients of a step: scaled, checked, measured.
+//! One pass over the gradients of a step: scales them, checks that they are finite, and computes their norm.
 
 use half::bf16;
 use tch::{Device, Kind, Tensor};
@@ -13,7 +13,7 @@ const BLOCK: usize = 64;
 /// Elements of one task: 128 KiB of fp32.
 const TASK: usize = 32 * 1024;
 
-/// What a pass has seen.
+/// The result of a pass.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Survey {
     pub(crate) non_finite: bool,
@@ -29,7 +29,7 @@ impl Survey {
     }
 }
 
-/// A stretch of a gradient's memory, which one task has to itself.
+/// A part of a gradient's memory, for one task only.
 #[derive(Clone, Copy)]
 struct Stretch {
     pointer: usize,
@@ -37,14 +37,14 @@ struct Stretch {
     kind: Kind,
 }
 
-/// Multiplies CPU tensors by `factor` in place. Their memory is taken element after element, whatever their dimensions.
+/// Multiplies CPU tensors by `factor` in place, in the order of their memory.
 pub(crate) fn scale_and_survey(operation: &'static str, grads: &[&Tensor], factor: f64) -> Result<Survey> {
     let survey = survey(&stretches(operation, grads)?, factor)?;
     grads.iter().try_for_each(|grad| bump_version(grad))?;
     Ok(survey)
 }
 
-/// Refuses tensors that a pass cannot take.
+/// Refuses tensors that a pass does not support.
 pub(crate) fn check(operation: &'static str, grads: &[&Tensor]) -> Result<()> {
     stretches(operation, grads).map(drop)
 }
@@ -83,7 +83,7 @@ fn stretches(operation: &'static str, grads: &[&Tensor]) -> Result<Vec<Stretch>>
     Ok(stretches)
 }
 
-/// The one element of a float tensor on the CPU.
+/// Returns the one element of a float tensor on the CPU.
 pub(crate) fn factor(operation: &'static str, tensor: &Tensor) -> Result<f64> {
     let (kind, device, size) = (tensor.kind(), tensor.device(), tensor.size());
     if kind != Kind::Float || device != Device::Cpu || tensor.numel() != 1 || tensor.is_neg() {
@@ -98,7 +98,7 @@ pub(crate) fn factor(operation: &'static str, tensor: &Tensor) -> Result<f64> {
     Ok(f64::from(unsafe { *(range.start as *const f32) }))
 }
 
-/// Whether the elements lie side by side, each once, in any order of the dimensions.
+/// Whether the elements are contiguous and distinct in memory, in any order of the dimensions.
 fn is_dense(tensor: &Tensor) -> bool {
     let (size, stride) = (tensor.size(), tensor.stride());
     let mut dimensions: Vec<(i64, i64)> =
@@ -114,7 +114,7 @@ fn is_dense(tensor: &Tensor) -> bool {
 
 fn survey(stretches: &[Stretch], factor: f64) -> Result<Survey> {
     let run = |stretch: &Stretch| {
-        // SAFETY: the stretches are apart from each other and lie in tensors that the caller holds (`scale_and_survey`).
+        // SAFETY: the parts do not overlap and lie in tensors that the caller holds (`scale_and_survey`).
         simd::arch().dispatch(|| unsafe {
             match stretch.kind {
                 Kind::Double => scale::<f64>(*stretch, factor),
@@ -128,7 +128,7 @@ fn survey(stretches: &[Stretch], factor: f64) -> Result<Survey> {
     if threads < 2 || all <= 2 * TASK {
         return Ok(stretches.iter().map(run).fold(Survey::default(), Survey::and));
     }
-    // Summed up in order, so that the norm is the same in every run.
+    // Summed in a fixed order, so that the norm has the same bits in every run.
     let surveys = parallel::map(stretches.len(), |task| run(&stretches[task]))?;
     Ok(surveys.into_iter().fold(Survey::default(), Survey::and))
 }
@@ -189,12 +189,12 @@ impl Element for bf16 {
 }
 
 /// # Safety
-/// The stretch is memory of `T`, and nobody else reads or writes it now.
+/// The part is memory of `T`, and no other code reads or writes it meanwhile.
 unsafe fn scale<T: Element>(stretch: Stretch, factor: T::Compute) -> Survey {
     let pointer = stretch.pointer as *mut T;
-    // SAFETY: as the caller says.
+    // SAFETY: by this function's contract.
     let values = unsafe { std::slice::from_raw_parts_mut(pointer, stretch.count) };
-    // As many sums as a block has elements: they are independent, and each adds up 512 squares at most.
+    // One sum for each element of a block: independent, and each of at most 512 squares.
     let mut sums = [T::Compute::default(); BLOCK];
     let (blocks, rest) = values.as_chunks_mut::<BLOCK>();
     for block in blocks {
@@ -211,7 +211,7 @@ unsafe fn scale<T: Element>(stretch: Stretch, factor: T::Compute) -> Survey {
     if sum_of_squares.is_finite() {
         return Survey { non_finite: false, sum_of_squares };
     }
-    // Some value is not finite, or its square is beyond the dtype: rare enough to look again.
+    // A value is not finite, or its square overflows: rare, so a second pass decides.
     let wide = values.iter().map(|value| -> f64 { value.wide().into() });
     let (mut non_finite, mut sum_of_squares) = (false, 0.0);
     for value in wide {

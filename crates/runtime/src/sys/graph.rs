@@ -28,19 +28,19 @@ pub(crate) struct CudaGraph {
     _thread: PhantomData<*mut ()>,
 }
 
-/// What it takes to end a capture.
+/// The calls that end a capture.
 trait Capture {
-    /// libtorch's own end.
+    /// `CUDAGraph::capture_end` of libtorch.
     fn end(&mut self) -> Result<()>;
-    /// Begins a capture of nothing on the same stream, of which libtorch is not told.
+    /// Begins an empty capture on the same stream without telling libtorch.
     fn restart(&mut self) -> Result<()>;
 }
 
-/// Ends a capture, whatever has become of it.
+/// Ends a capture, also an invalid one.
 ///
-/// CUDA refuses to end one that a forbidden call has made invalid, or whose streams did not come together again: the stream captures no
-/// more, but libtorch's end leaves with that failure before it has told its allocators. They would take the capture for one that goes
-/// on, and from then on put no block that another stream has used to use again. So libtorch gets a capture of nothing to end.
+/// If a call that cannot be captured has made the capture invalid, or its streams were not joined, CUDA ends the capture with an error,
+/// and libtorch's `capture_end` returns this error before it has told its allocators. They would count the capture as running, and
+/// never again reuse a block that another stream has used. So libtorch gets an empty capture to end.
 fn end(capture: &mut impl Capture) -> Result<()> {
     let Err(failure) = capture.end() else { return Ok(()) };
     if capture.restart().is_ok() {
@@ -65,7 +65,7 @@ impl Capture for Shim {
 }
 
 impl CudaGraph {
-    /// An empty graph. CUDA is there, as the caller has checked. An error where this libtorch has no such class.
+    /// Returns an empty graph. The caller has checked that CUDA is available. An error if this libtorch does not have the class.
     pub(crate) fn new() -> Result<Self> {
         let mut graph = std::ptr::null_mut();
         // SAFETY: the out-parameter is valid during the call.
@@ -73,7 +73,7 @@ impl CudaGraph {
         Ok(Self { graph, capturing: false, _thread: PhantomData })
     }
 
-    /// Captures what the thread's current stream is given, until [`CudaGraph::end`].
+    /// Captures the work of the thread's current stream, until [`CudaGraph::end`].
     pub(crate) fn begin(&mut self) -> Result<()> {
         // SAFETY: the graph is ours.
         unsafe { check(rt_graph_begin(self.graph)) }?;
@@ -81,7 +81,7 @@ impl CudaGraph {
         Ok(())
     }
 
-    /// Ends the capture. After a failure there is none, and libtorch knows it.
+    /// Ends the capture, also on failure.
     pub(crate) fn end(&mut self) -> Result<()> {
         self.capturing = false;
         end(&mut Shim(self.graph))
@@ -97,7 +97,7 @@ impl CudaGraph {
 impl Drop for CudaGraph {
     fn drop(&mut self) {
         if self.capturing {
-            // A panic led here; the failure of a capture that nobody will have has no one to tell.
+            // Only after a panic; the error of a discarded capture is ignored.
             let _ = self.end();
         }
         // SAFETY: the graph is ours and freed once.
@@ -110,17 +110,17 @@ mod tests {
     use super::*;
     use crate::error::Error;
 
-    /// What a stream does.
+    /// The state of a stream.
     #[derive(Clone, Copy, Debug, PartialEq)]
     enum Capturing {
         No,
         Yes,
-        /// Since a call that no capture can hold.
+        /// After a call that cannot be captured.
         Invalid,
     }
 
-    /// libtorch's `CUDAGraph::capture_end` and what it stands on: CUDA ends the stream's capture in any case, and libtorch's
-    /// allocators hear of it only where CUDA was content.
+    /// A model of libtorch's `CUDAGraph::capture_end`: CUDA ends the stream's capture in any case, and libtorch's allocators are told
+    /// only if CUDA returned no error.
     struct Model {
         stream: Capturing,
         allocators_capture: bool,
@@ -155,7 +155,7 @@ mod tests {
             let outcome = end(&mut model).map_err(|error| error.to_string());
             assert_eq!(outcome.is_ok(), stream == Capturing::Yes);
             if let Err(words) = outcome {
-                // The first failure, not that of the way out.
+                // The first error, not that of the cleanup.
                 assert!(words.ends_with(&format!("the stream's capture was {stream:?}")), "{words}");
             }
             assert_eq!((model.stream, model.allocators_capture), (Capturing::No, false), "{stream:?}");

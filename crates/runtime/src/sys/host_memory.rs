@@ -1,4 +1,4 @@
-//! Host memory that a device copies from and to (`cpp/host_memory.cpp`).
+//! Host memory for copies to and from a device (`cpp/host_memory.cpp`).
 
 use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -53,7 +53,7 @@ unsafe extern "C" {
     fn rt_free_message(message: Status);
 }
 
-/// An uninitialised CPU tensor on pages of its own, locked for copies of a CUDA device where one is named.
+/// Returns an uninitialised CPU tensor on its own pages, page-locked for copies of a CUDA device if one is given.
 pub(crate) fn host_empty(shape: &[i64], kind: Kind, cuda: Option<i32>) -> Result<Tensor> {
     let prototype = Tensor::f_empty([0], (kind, tch::Device::Cpu))?;
     let mut out: *mut C_tensor = std::ptr::null_mut();
@@ -66,11 +66,11 @@ pub(crate) fn host_empty(shape: &[i64], kind: Kind, cuda: Option<i32>) -> Result
     tensor.ok_or_else(|| Error::Torch("no tensor came back".into()))
 }
 
-/// A tensor on pages that `locker` locked, or why it did not.
+/// Returns a tensor on pages that `locker` has locked, or its error.
 ///
 /// # Safety
-/// The locker's functions have the contracts of the CUDA runtime's of their names, for as long as the tensor lives.
-#[cfg_attr(not(test), expect(dead_code, reason = "the border's way in for a locker of a test's own"))]
+/// The locker's functions have the contracts of the CUDA runtime's functions, for as long as the tensor lives.
+#[cfg_attr(not(test), expect(dead_code, reason = "only tests have their own locker"))]
 unsafe fn host_locked(
     shape: &[i64],
     kind: Kind,
@@ -88,7 +88,7 @@ unsafe fn host_locked(
     Ok(tensor.ok_or_else(|| message(reason).unwrap_or_default()))
 }
 
-/// Bytes of page-locked memory, or of what [`host_empty`] handed out unlocked.
+/// Bytes of page-locked memory, or of unlocked memory of [`host_empty`].
 pub(crate) fn host_usage(pinned: bool) -> Result<Usage> {
     let mut usage = Usage::default();
     // SAFETY: the out-parameter is valid during the call and has the layout of the header.
@@ -96,7 +96,7 @@ pub(crate) fn host_usage(pinned: bool) -> Result<Usage> {
     Ok(usage)
 }
 
-/// Why page-locked memory was libtorch's own the last time it was.
+/// Why libtorch's pinned allocator was used instead of own pages the last time, if it was.
 pub(crate) fn host_fallback_reason() -> Result<Option<String>> {
     let mut reason = std::ptr::null_mut();
     // SAFETY: the out-parameter is valid during the call.
@@ -104,7 +104,7 @@ pub(crate) fn host_fallback_reason() -> Result<Option<String>> {
     Ok(message(reason))
 }
 
-/// Takes a message of the shim; null is none.
+/// Takes a message of the shim; `None` for null.
 fn message(text: *mut c_char) -> Option<String> {
     if text.is_null() {
         return None;
@@ -116,7 +116,7 @@ fn message(text: *mut c_char) -> Option<String> {
     Some(message)
 }
 
-/// How many tensors share the storage of `tensor`, itself included.
+/// Returns how many tensors share the storage of `tensor`, itself included.
 fn storage_users(tensor: &Tensor) -> Result<u64> {
     let mut users = 0;
     // SAFETY: the tensor is borrowed and the out-parameter is valid during the call.
@@ -124,10 +124,10 @@ fn storage_users(tensor: &Tensor) -> Result<u64> {
     Ok(users)
 }
 
-/// A type of which every bit pattern is a value.
+/// A type in which every bit pattern is a valid value.
 ///
 /// # Safety
-/// It has no padding and no invalid bit pattern, and [`Plain::KIND`] is the kind of the same size.
+/// The type has no padding and no invalid bit pattern, and [`Plain::KIND`] has its size.
 pub(crate) unsafe trait Plain: Copy {
     /// libtorch's name of the type.
     const KIND: Kind;
@@ -153,9 +153,9 @@ pub(crate) struct HostBlock {
     bytes: Tensor,
     /// Its length.
     len: usize,
-    /// Whether tensors viewed it since the devices were last waited for: a device may still copy for a view that is gone.
+    /// Whether tensors have viewed it since the last wait for the devices: a copy of a dropped view may still run.
     viewed: Cell<bool>,
-    /// Copies from the block that may be under way, of tensors that nobody else has seen.
+    /// Copies by [`HostBlock::copy_to`] that may still run, whose views no other code has.
     copies: RefCell<Vec<Event>>,
 }
 
@@ -173,15 +173,15 @@ impl HostBlock {
         self.len
     }
 
-    /// A tensor over `[offset, offset + size)`; `&mut`, so that no slice of the block is alive.
+    /// Returns a tensor over `[offset, offset + size)`; takes `&mut`, so that no slice of the block is alive.
     pub(crate) fn view(&mut self, offset: usize, size: usize) -> Result<Tensor> {
         self.viewed.set(true);
         // Both were checked against `len`, which fits an i64.
         Ok(self.bytes.f_narrow(0, offset as i64, size as i64)?)
     }
 
-    /// Puts a copy of its first bytes to `target`, which has as many, into `stream`. The block remembers the copy, and waits for
-    /// it alone when it is lent.
+    /// Queues a copy of its first bytes to `target`, which has that many, on `stream`. The next borrow of the block waits only for
+    /// this copy.
     pub(crate) fn copy_to(&mut self, target: &Tensor, stream: &Stream) -> Result<()> {
         let copied = Event::untimed(stream.device())?;
         let bytes = target.numel() * target.kind().elt_size_in_bytes();
@@ -191,7 +191,7 @@ impl HostBlock {
         let submitted =
             stream.submit(move || copy_async(&mut target, &source)).and_then(|()| stream.record(&copied));
         if submitted.is_err() {
-            // Whether something was copied is not known, so the next borrow waits for the devices.
+            // It is unknown whether a copy was queued, so the next borrow waits for the devices.
             self.viewed.set(true);
         }
         submitted?;
@@ -201,7 +201,7 @@ impl HostBlock {
         Ok(())
     }
 
-    /// Whether a copy of [`HostBlock::copy_to`] is still under way.
+    /// Whether a copy of [`HostBlock::copy_to`] still runs.
     pub(crate) fn is_being_copied(&self) -> Result<bool> {
         for copied in self.copies.borrow().iter() {
             if !copied.query()? {
@@ -215,7 +215,7 @@ impl HostBlock {
     fn finish_copies(&self) -> Result<()> {
         let mut copies = self.copies.borrow_mut();
         while let Some(copied) = copies.last() {
-            // A failure of work before the copy is the stream's to tell: what counts here is that nobody reads any more.
+            // The stream reports failures of earlier work; here it only matters that nothing reads the block any more.
             match copied.synchronize() {
                 Err(error) if !copied.query().unwrap_or(false) => return Err(error),
                 _ => drop(copies.pop()),
@@ -224,20 +224,19 @@ impl HostBlock {
         Ok(())
     }
 
-    /// How many tensors view the block.
+    /// Returns how many tensors view the block.
     pub(crate) fn views(&self) -> Result<u64> {
         Ok(storage_users(&self.bytes)?.saturating_sub(1))
     }
 
-    /// Whether the block may be lent as numbers. When it is, nobody uses it: no tensor views it, and no device is still
-    /// copying for one that did. A copy is submitted while its tensor lives, so that a wait after the last one is gone
-    /// is a wait for all of them.
+    /// Whether the block may be borrowed as a slice: no tensor views it, and no device still copies for an earlier view. A copy is
+    /// submitted while its tensor exists, so a wait after the last view is dropped covers all copies.
     fn lendable<T: Plain>(&self) -> Result<bool> {
         self.finish_copies()?;
         if self.views()? != 0 || !self.len.is_multiple_of(size_of::<T>()) {
             return Ok(false);
         }
-        // Whatever device the block was made for: a view can be copied to any.
+        // All devices, because a view can be copied to any.
         if self.viewed.get() {
             cuda_synchronize_used()?;
             self.viewed.set(false);
@@ -245,19 +244,19 @@ impl HostBlock {
         Ok(true)
     }
 
-    /// The block as numbers; `None` when tensors view it, or when it is not a whole number of them. Waits for the CUDA
-    /// devices in use when tensors viewed it before.
+    /// Returns the block as a slice; `None` if tensors view it, or if its size is not a multiple of `T`'s. Waits for the CUDA
+    /// devices in use if tensors viewed it before.
     pub(crate) fn numbers<T: Plain>(&self) -> Result<Option<&[T]>> {
         if !self.lendable::<T>()? {
             return Ok(None);
         }
-        // SAFETY: the block is initialised, its address is that of a page or of page-locked memory and so aligned for
-        // any number, and lives as long as `self`. Nobody writes to it while the slice is alive: no tensor views it and
-        // no device copies to it, and `view`, the only way to get a tensor, takes `&mut self`.
+        // SAFETY: the block is initialised, starts at a page or in page-locked memory and is so aligned for any `T`, and lives
+        // as long as `self`. Nothing writes to it while the slice is alive: no tensor views it, no device copies to it, and
+        // `view`, the only way to get a tensor, takes `&mut self`.
         Ok(Some(unsafe { self.slice() }))
     }
 
-    /// As [`HostBlock::numbers`], to write.
+    /// As [`HostBlock::numbers`], mutable.
     pub(crate) fn numbers_mut<T: Plain>(&mut self) -> Result<Option<&mut [T]>> {
         if !self.lendable::<T>()? {
             return Ok(None);
@@ -271,14 +270,14 @@ impl HostBlock {
 
     fn address(&self) -> *mut u8 {
         match self.len {
-            // libtorch gives a null address to an empty pinned tensor; this one is aligned for any number.
+            // An empty pinned tensor of libtorch has a null address; this one is aligned for any `T`.
             0 => std::ptr::without_provenance_mut(64),
             _ => self.bytes.data_ptr().cast(),
         }
     }
 
     /// # Safety
-    /// The block is a whole number of `T`, and nobody writes to it while the slice is alive.
+    /// The block's size is a multiple of `T`'s, and nothing writes to it while the slice is alive.
     unsafe fn slice<T: Plain>(&self) -> &[T] {
         // SAFETY: by this function's contract, and the block's own: initialised, aligned, alive as long as `self`.
         unsafe { std::slice::from_raw_parts(self.address().cast::<T>(), self.len / size_of::<T>()) }
@@ -293,7 +292,7 @@ mod tests {
 
     use super::*;
 
-    /// What the locker of the test was asked, and whether its next call fails.
+    /// The calls to the test's locker, and whether its next call fails.
     static CALLS: Mutex<Vec<(&str, usize, usize)>> = Mutex::new(Vec::new());
     static REFUSES: Mutex<bool> = Mutex::new(false);
 
@@ -323,7 +322,7 @@ mod tests {
     const LOCKER: Locker = Locker { lock, unlock, describe, forget_error };
 
     fn locked(shape: &[i64]) -> std::result::Result<Tensor, String> {
-        // SAFETY: the functions only write down that they were called; the memory is ordinary.
+        // SAFETY: the functions only record their calls; the memory is ordinary.
         unsafe { host_locked(shape, Kind::Float, &LOCKER) }.unwrap()
     }
 
@@ -350,14 +349,14 @@ mod tests {
         assert_eq!(calls(), [("unlock", address, 0)]);
         assert_eq!(host_usage(true).unwrap(), Usage { peak: 12_000, ..Usage::default() });
 
-        // A refusal is told in words, leaves no error behind and holds nothing.
+        // A failure returns a message, clears the runtime's error and keeps no memory.
         *REFUSES.lock().unwrap() = true;
         let reason = locked(&[5]).unwrap_err();
         expect!["cudaHostRegister of 4096 bytes: the limit of locked memory"].assert_eq(&reason);
         assert_eq!(calls().iter().map(|call| call.0).collect::<Vec<_>>(), ["lock", "forget"]);
         assert_eq!(host_usage(true).unwrap(), Usage { peak: 12_000, ..Usage::default() });
 
-        // Pages that cannot be unlocked stay mapped, so that the device's address of them stays the process's own.
+        // Pages that cannot be unlocked stay mapped, because the device may access them.
         *REFUSES.lock().unwrap() = false;
         let tensor = locked(&[4]).unwrap();
         let address = tensor.data_ptr() as usize;

@@ -8,12 +8,12 @@ use super::tensor::rows;
 use crate::error::Result;
 use crate::sys::simd;
 
-/// Bytes of weights that one task reads, about: enough for its start not to count, and a share for every thread.
+/// Approximate bytes of weights that one task reads: so many that its start costs little, and so few that every thread gets a task.
 const TASK: usize = 256 * 1024;
-/// Parts of a task's rows that are read side by side. Each is one unbroken stream, which the processor reads ahead of: rows taken
-/// four by four from one place came at half the rate.
+/// Parts of a task's rows that are read in parallel. Each is one sequential stream, which the processor prefetches; four adjacent
+/// rows at a time were read at half the rate.
 const STREAMS: usize = 4;
-/// Vectors that are multiplied at once with what was read.
+/// Vectors that are multiplied at once with the weights that were read.
 const VECTORS: usize = 4;
 
 /// How an element is stored in a word of 32 bits.
@@ -25,8 +25,8 @@ enum Stored {
     Bfloat16,
 }
 
-/// `x·Wᵀ` in fp32, or `None` where the weight is not one that is read word by word: fp32 or bf16, dense rows on the CPU, each
-/// of whole words.
+/// Returns `x·Wᵀ` in fp32, or `None` if the weight does not qualify: fp32 or bf16, on the CPU, with dense rows of whole 32-bit
+/// words.
 ///
 /// `x_md` is a CPU matrix of any dtype that converts to fp32, as wide as `weight_nd`, which the caller has checked.
 pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor) -> Result<Option<Tensor>> {
@@ -49,7 +49,7 @@ pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor) -> Result<Option<Tensor>
     let vectors = x_md.size()[0] as usize;
     let mut flat = vec![0f32; vectors * weight.columns];
     x_md.f_copy_data(&mut flat, vectors * weight.columns)?;
-    // The elements that lie first in their words, then those that lie second.
+    // The first elements of all words, then the second ones.
     let parted: Vec<f32> = flat
         .chunks_exact(weight.columns)
         .flat_map(|x| (0..per_word).flat_map(move |part| x.iter().skip(part).step_by(per_word).copied()))
@@ -79,7 +79,7 @@ pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor) -> Result<Option<Tensor>
                 for (stream, of_vectors) in sums.iter().enumerate().filter(|(stream, _)| row(*stream) < end) {
                     for (vector, sum) in of_vectors.iter().enumerate().take(some.len()) {
                         let place = (number * VECTORS + vector) * weight.rows + row(stream);
-                        // SAFETY: the place lies in `out`, which has `vectors` rows of as many elements as the weight has
+                        // SAFETY: the element lies in `out`, which has `vectors` rows of as many elements as the weight has
                         // rows, and no other task has this row of weights.
                         unsafe { (out_at as *mut f32).add(place).write(*sum) };
                     }
@@ -90,7 +90,7 @@ pub(crate) fn matvec(x_md: &Tensor, weight_nd: &Tensor) -> Result<Option<Tensor>
     Ok(Some(out))
 }
 
-/// Some rows of weights by up to [`VECTORS`] vectors, each with its parts one after the other.
+/// Multiplies some rows of weights by up to [`VECTORS`] vectors, each stored as its parts in sequence.
 struct Block<'a> {
     stored: Stored,
     streams: [&'a [u32]; STREAMS],
@@ -115,7 +115,7 @@ impl Block<'_> {
     fn dots<S: Simd, const N: usize>(&self, simd: S) -> [[f32; VECTORS]; STREAMS] {
         let words = self.streams[0].len();
         let mut sums = [[simd.splat_f32s(0.0); N]; STREAMS];
-        // Where fewer vectors are left than are multiplied at once, the first takes the places of the others.
+        // If fewer vectors are left than are multiplied at once, the first one fills the rest.
         let mut x = [self.x[0]; N];
         let given = N.min(self.x.len());
         x[..given].copy_from_slice(&self.x[..given]);
@@ -149,8 +149,8 @@ impl Block<'_> {
     }
 }
 
-/// Adds the products of `count` words of each stream, from `at` on. No closures here: they would not be compiled for the
-/// processor at hand.
+/// Adds the products of `count` words of each stream, from `at` on. Without closures, which would not be compiled for the chosen
+/// vector instructions.
 #[inline(always)]
 fn add<S: Simd, const N: usize>(
     simd: S,
@@ -172,7 +172,7 @@ fn add<S: Simd, const N: usize>(
     }
 }
 
-/// As [`add`], of words that hold two bf16: a bf16 is the upper half of the fp32 of the same value.
+/// As [`add`], for words of two bf16: a bf16 is the upper half of the fp32 of the same value.
 #[inline(always)]
 fn add_halves<S: Simd, const N: usize>(
     simd: S,

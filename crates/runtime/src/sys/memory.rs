@@ -39,7 +39,7 @@ pub(crate) fn live(cuda: Option<i32>) -> Result<i64> {
     Ok(live)
 }
 
-/// The peak since the last call; a new one starts at what is live.
+/// The peak since the last call; the next peak starts at the live bytes.
 pub(crate) fn take_peak(cuda: Option<i32>) -> Result<i64> {
     let mut peak = 0;
     // SAFETY: the out-parameter outlives the call.
@@ -52,13 +52,13 @@ pub(crate) fn take_peak(cuda: Option<i32>) -> Result<i64> {
     Ok(peak)
 }
 
-/// The most bytes that may be live on the CPU; `None` for no limit.
+/// Limits the live bytes on the CPU; `None` for no limit.
 pub(crate) fn set_limit(bytes: Option<i64>) -> Result<()> {
     // SAFETY: plain data in.
     unsafe { check(rt_cpu_limit(bytes.unwrap_or(-1))) }
 }
 
-/// Whether large CPU blocks ask for huge pages; returns what it was.
+/// Sets whether large CPU blocks request huge pages; returns the previous setting.
 pub(crate) fn set_huge_pages(enabled: bool) -> Result<bool> {
     let mut previous = 0;
     // SAFETY: the out-parameter outlives the call.
@@ -66,7 +66,7 @@ pub(crate) fn set_huge_pages(enabled: bool) -> Result<bool> {
     Ok(previous != 0)
 }
 
-/// Whether freed large CPU blocks are kept; returns what it was.
+/// Sets whether freed large CPU blocks are cached; returns the previous setting.
 pub(crate) fn set_keep_blocks(enabled: bool) -> Result<bool> {
     let mut previous = 0;
     // SAFETY: the out-parameter outlives the call.
@@ -74,7 +74,7 @@ pub(crate) fn set_keep_blocks(enabled: bool) -> Result<bool> {
     Ok(previous != 0)
 }
 
-/// Bytes that the allocator keeps and no tensor has.
+/// Bytes that the allocator caches.
 pub(crate) fn cached(cuda: Option<i32>) -> Result<i64> {
     let mut bytes = 0;
     // SAFETY: the out-parameter outlives the call.
@@ -87,13 +87,13 @@ pub(crate) fn cached(cuda: Option<i32>) -> Result<i64> {
     Ok(bytes)
 }
 
-/// Gives kept CPU blocks back to the system.
+/// Frees cached CPU blocks.
 pub(crate) fn empty_cpu_cache() -> Result<()> {
     // SAFETY: the function has no arguments.
     unsafe { check(rt_cpu_empty_cache()) }
 }
 
-/// Gives CUDA's cached blocks back to the driver.
+/// Frees CUDA's cached blocks, to the driver.
 pub(crate) fn empty_cuda_cache() -> Result<()> {
     // SAFETY: the function has no arguments.
     unsafe { check(rt_cuda_empty_cache()) }

@@ -11,7 +11,7 @@ mod forward;
 
 const NAME: &str = "fused norm";
 
-/// Whether the passes take rows of `x` and give, or get, rows of `y`.
+/// Whether the passes support rows of dtype `x` with normalised rows of dtype `y`.
 pub(crate) fn takes(x: Kind, y: Kind) -> bool {
     match x {
         Kind::Float | Kind::Double => y == x,
@@ -20,19 +20,19 @@ pub(crate) fn takes(x: Kind, y: Kind) -> bool {
     }
 }
 
-/// What is computed in, and what statistics and parameters are in.
+/// The dtype of the computation, the statistics and the parameters.
 pub(crate) fn compute_kind(x: Kind) -> Kind {
     if x == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
-/// All on the CPU and contiguous; `x`, `residual`, `sum` of one dtype and shape, `y` of that shape, the parameters
+/// The tensors of a forward, all on the CPU and contiguous; `x`, `residual`, `sum` of one dtype and shape, `y` of that shape, the parameters
 /// `[columns]` and the statistics `[rows]` of the compute dtype.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Forward<'a> {
     pub(crate) center: bool,
     pub(crate) eps: f64,
     pub(crate) x: &'a Tensor,
-    /// What is added to `x`, and where the sum goes.
+    /// The residual that is added to `x`, and the output of the sum.
     pub(crate) residual: Option<(&'a Tensor, &'a Tensor)>,
     pub(crate) weight: Option<&'a Tensor>,
     pub(crate) bias: Option<&'a Tensor>,
@@ -67,7 +67,7 @@ pub(crate) fn forward(norm: Forward) -> Result<()> {
     }
     macro_rules! run {
         ($x:ty, $y:ty) => {
-            // SAFETY: `Memory` has seen every size and dtype, and that what is written is apart.
+            // SAFETY: `Memory` has checked every size and dtype, and that written memory overlaps nothing else.
             unsafe {
                 if norm.center {
                     forward::run::<$x, $y, true>(pass)
@@ -88,21 +88,21 @@ pub(crate) fn forward(norm: Forward) -> Result<()> {
     [sum, Some(norm.y), norm.mean, Some(norm.rstd)].into_iter().flatten().try_for_each(bump_version)
 }
 
-/// All on the CPU and contiguous. `grad` may be `upstream` itself.
+/// The tensors of a backward, all on the CPU and contiguous. `grad` may be `upstream` itself.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Backward<'a> {
     pub(crate) center: bool,
     /// The dtype of the norm's input.
     pub(crate) kind: Kind,
-    /// The input, or the output, which is then told by `inverse`.
+    /// The saved input, or the saved output if `inverse` is given.
     pub(crate) kept: &'a Tensor,
     pub(crate) upstream: &'a Tensor,
-    /// The gradient of the input, and what is added to it.
+    /// The gradient of the input, and a gradient that is added to it.
     pub(crate) grad: Option<&'a Tensor>,
     pub(crate) added: Option<&'a Tensor>,
     pub(crate) weight: Option<&'a Tensor>,
     pub(crate) bias: Option<&'a Tensor>,
-    /// 1/weight, where the output was kept.
+    /// 1/weight, if the output was saved.
     pub(crate) inverse: Option<&'a Tensor>,
     pub(crate) output_kept: bool,
     pub(crate) mean: Option<&'a Tensor>,
@@ -112,7 +112,7 @@ pub(crate) struct Backward<'a> {
     pub(crate) of_bias: Option<&'a Tensor>,
 }
 
-/// Writes the gradients that are given a place.
+/// Writes the gradients that have an output tensor.
 pub(crate) fn backward(norm: Backward) -> Result<()> {
     let (x, y) = (norm.kind, norm.upstream.kind());
     let shape = Shape::of(norm.upstream, x, y)?;
@@ -153,7 +153,7 @@ pub(crate) fn backward(norm: Backward) -> Result<()> {
     if shape.matrix() > 0 {
         macro_rules! run {
             ($x:ty, $y:ty) => {
-                // SAFETY: `Memory` has seen every size and dtype, and that what is written is apart.
+                // SAFETY: `Memory` has checked every size and dtype, and that written memory overlaps nothing else.
                 unsafe {
                     match (norm.center, norm.output_kept) {
                         (true, true) => backward::run::<$y, $y, $x, true, true>(pass),
@@ -215,7 +215,7 @@ impl Shape {
     }
 }
 
-/// The memory of a pass: what is written is apart from all else.
+/// The memory of a pass: written memory overlaps nothing else.
 #[derive(Default)]
 struct Memory {
     read: Vec<(&'static str, std::ops::Range<usize>)>,

@@ -195,7 +195,7 @@ unsafe fn take_value(raw: &RawValue) -> Value {
     }
 }
 
-/// A call as C++ reads it.
+/// A call in the shim's layout.
 struct Call {
     name: CString,
     overload: CString,
@@ -206,7 +206,7 @@ struct Call {
 }
 
 impl Call {
-    /// Borrows the values: they outlive the call.
+    /// Borrows the values, which outlive the call.
     fn new(name: &str, overload: &str, positional: &[Value], named: &[(&str, Value)]) -> Result<Self> {
         let text = |text: &str| {
             CString::new(text)
@@ -227,7 +227,7 @@ impl Call {
     }
 }
 
-/// FLOPs (dense, causal) of a call that is not made.
+/// Returns the FLOPs (dense, causal) of a call without executing it.
 pub(crate) fn flops(
     name: &str,
     overload: &str,

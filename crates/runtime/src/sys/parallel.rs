@@ -13,10 +13,10 @@ unsafe extern "C" {
     fn rt_parallel(workers: i64, work: extern "C" fn(*mut c_void, i64), context: *mut c_void) -> Status;
 }
 
-/// Runs `work(task)` for each task below `tasks`, on as many threads as libtorch uses. A thread takes the next task when it
-/// has done its last one, so which thread does what differs from run to run: results must not depend on it.
+/// Runs `work(task)` for each task below `tasks`, on as many threads as libtorch uses. A thread takes the next task when its
+/// last one is done, so the assignment differs from run to run: results must not depend on it.
 ///
-/// `work` must not panic: there is nobody on a worker's stack who could tell, and the process would end.
+/// `work` must not panic: a panic on a worker's stack aborts the process.
 pub(crate) fn for_each<W: Fn(usize) + Sync>(tasks: usize, work: W) -> Result<()> {
     let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1).min(tasks);
     if threads < 2 {
@@ -30,7 +30,7 @@ pub(crate) fn for_each<W: Fn(usize) + Sync>(tasks: usize, work: W) -> Result<()>
     unsafe { check(rt_parallel(threads as i64, worker::<W>, context)) }
 }
 
-/// What `work` gives for each task below `tasks`, in their order; see [`for_each`].
+/// Returns the results of `work` for each task below `tasks`, in their order; see [`for_each`].
 pub(crate) fn map<T: Send + Sync, W: Fn(usize) -> T + Sync>(tasks: usize, work: W) -> Result<Vec<T>> {
     let results: Vec<OnceLock<T>> = std::iter::repeat_with(OnceLock::new).take(tasks).collect();
     for_each(tasks, |task| {
@@ -45,7 +45,7 @@ struct Shared<W> {
     next: AtomicUsize,
 }
 
-/// Unwinding out of an `extern "C"` function ends the process.
+/// The function that C++ calls. Unwinding out of an `extern "C"` function aborts the process.
 extern "C" fn worker<W: Fn(usize) + Sync>(context: *mut c_void, _: i64) {
     // SAFETY: `for_each` gives a `Shared<W>` that lives until all workers have returned, and only shares it.
     let shared = unsafe { &*context.cast::<Shared<W>>() };

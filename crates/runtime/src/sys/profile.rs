@@ -61,7 +61,7 @@ unsafe extern "C" {
     fn rt_recompute(change: c_int);
 }
 
-/// Not to leave the thread it was made on.
+/// Keeps a type on the thread that made it.
 type OnThisThread = PhantomData<*const ()>;
 
 pub(crate) fn start_trace(cuda: bool, shapes: bool, memory: bool) -> Result<()> {
@@ -70,7 +70,7 @@ pub(crate) fn start_trace(cuda: bool, shapes: bool, memory: bool) -> Result<()> 
     unsafe { check(rt_trace_start(cuda, shapes, memory)) }
 }
 
-/// What a trace recorded.
+/// A recorded trace.
 pub(crate) struct TraceResult(*mut RawResult);
 
 pub(crate) fn stop_trace() -> Result<TraceResult> {
@@ -143,7 +143,7 @@ impl Counter {
 
 extern "C" fn push_row(context: *mut c_void, name: *const c_char, size: usize, row: *const RawRow) -> Status {
     callback(|| {
-        // SAFETY: `context` is the vector that `Counter::rows` handed over and nobody else uses during its call.
+        // SAFETY: `context` is the vector of `Counter::rows`, which no other code uses during the call.
         let rows = unsafe { &mut *context.cast::<Vec<(String, RawRow)>>() };
         // SAFETY: C++ gives `size` bytes that are valid during this call.
         let name = unsafe { slice::from_raw_parts(name.cast::<u8>(), size) };
@@ -166,7 +166,7 @@ pub(crate) fn record(name: &str, dense: u64, causal: u64, bytes: u64) -> Result<
     unsafe { check(rt_counter_record(name.as_ptr().cast(), name.len(), dense, causal, bytes)) }
 }
 
-/// This thread's work counts as recomputed while one of these lives on it.
+/// While one of these exists, its thread's work counts as recomputed.
 pub(crate) struct Recompute(OnThisThread);
 
 pub(crate) fn recompute() -> Recompute {

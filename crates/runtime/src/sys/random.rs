@@ -25,7 +25,7 @@ unsafe extern "C" {
     fn rt_generator_uniform(generator: *const COwned, tensor: *mut C_tensor, low: f64, high: f64) -> Status;
 }
 
-/// A generator in C++.
+/// A generator of libtorch.
 #[repr(C)]
 struct COwned {
     _private: [u8; 0],
@@ -63,10 +63,10 @@ pub(crate) fn restore(device: Device, bytes: &[u8]) -> Result<()> {
     unsafe { check(rt_random_restore(number(device), bytes.as_ptr(), bytes.len())) }
 }
 
-/// A generator that belongs to its owner.
+/// A separate generator.
 pub(crate) struct Generator(NonNull<COwned>);
 
-// SAFETY: the generator has no tie to the thread that made it, and drawing takes `&mut`.
+// SAFETY: the generator is independent of the thread that made it, and drawing takes `&mut`.
 unsafe impl Send for Generator {}
 
 impl Generator {

@@ -10,22 +10,22 @@ mod kernel;
 
 pub(crate) const NAME: &str = "rotary embedding";
 
-/// What is rotated, and where the result goes: `[b, t, heads, head]` both, of one dtype and any strides but for the last
-/// dimension, which is dense. They are one and the same tensor, or apart in memory.
+/// The input and the output of a rotation: `[b, t, heads, head]` both, of one dtype and any strides except in the last
+/// dimension, which is dense. They are the same tensor, or do not overlap.
 pub(crate) type Turn<'a> = (&'a Tensor, &'a Tensor);
 
-/// Whether the pass takes heads of this dtype.
+/// Whether the pass supports this dtype.
 pub(crate) fn takes(kind: Kind) -> bool {
     matches!(kind, Kind::Float | Kind::Double | Kind::BFloat16 | Kind::Half)
 }
 
-/// Whether the pass can read heads where they lie. Without elements any strides are libtorch's contiguous ones.
+/// Whether the pass can read heads with these strides. An empty tensor counts as contiguous, as in libtorch.
 pub(crate) fn reads(tensor: &Tensor) -> bool {
     tensor.numel() == 0
         || tensor.stride().last() == Some(&1) && tensor.stride().iter().all(|stride| *stride >= 0)
 }
 
-/// Whether the pass can write heads where they lie: no two of their elements share an address.
+/// Whether the pass can write heads with these strides: no two elements share an address.
 pub(crate) fn writes(tensor: &Tensor) -> bool {
     let mut dimensions: Vec<(i64, i64)> =
         tensor.stride().into_iter().zip(tensor.size()).filter(|(_, size)| *size != 1).collect();
@@ -39,7 +39,7 @@ pub(crate) fn writes(tensor: &Tensor) -> bool {
     tensor.numel() == 0 || reads(tensor) && apart
 }
 
-/// Rotates all of `turns`, backwards with `inverse`. The token at `[b, t]` has the position `positions[b·T + t]`, or t without
+/// Rotates all of `turns`, by the negative angles with `inverse`. The token at `[b, t]` has the position `positions[b·T + t]`, or t without
 /// `positions`; `table` is `[rows, 2, head / 2]` of fp32, contiguous: the cosines of a position, then its sines.
 ///
 /// All are on the CPU; `turns` share their batch, sequence, head and dtype.
@@ -96,7 +96,7 @@ pub(crate) fn rotate(
         let written = memory_range(to)?;
         for (other, (from, to)) in turns.iter().enumerate().filter(|(other, _)| *other != index) {
             for range in [memory_range(from)?, memory_range(to)?] {
-                // Windows of one joint projection interleave; nobody asks to write those.
+                // Interleaved windows of one joint projection are never written.
                 if range.start < written.end && written.start < range.end {
                     return invalid(format!(
                         "result {index} overlaps tensor {other} in memory; give it memory of its own"
@@ -128,8 +128,8 @@ pub(crate) fn rotate(
         heads: &passes,
         inverse,
     };
-    // SAFETY: `from` and `to` are CPU tensors of the element type and shape told by `Heads`, each result apart from
-    // everything else that is read or written but its own source, element for element; every position has a row in the table.
+    // SAFETY: `from` and `to` are CPU tensors of the element type and shape in `Heads`. A result overlaps nothing that is read or
+    // written, unless it is its own source, element for element; every position has a row in the table.
     unsafe {
         match kind {
             Kind::Double => kernel::run::<f64>(pass),
@@ -150,7 +150,7 @@ pub(crate) fn beyond(position: i64, known: i64) -> Error {
     Error::invalid(NAME, reason)
 }
 
-/// Of batch, sequence and heads, in elements.
+/// Strides of batch, sequence and heads, in elements.
 fn strides(tensor: &Tensor) -> [usize; 3] {
     let strides = tensor.stride();
     std::array::from_fn(|dimension| strides[dimension] as usize)

@@ -1,5 +1,5 @@
-//! What the kernels in Rust are written with: one choice of vector instructions for the process ([`arch`]), the element types of
-//! memory ([`Element`]), and the types that are computed in ([`Real`]).
+//! The basis of the kernels in Rust: one choice of vector instructions for the process ([`arch`]), the storage types ([`Element`])
+//! and the compute types ([`Real`]).
 
 use pulp::Arch;
 
@@ -12,7 +12,7 @@ mod vectors;
 pub(super) use element::{Element, blocks, load, store};
 pub(super) use real::Real;
 
-/// What the kernels dispatch to.
+/// The vector instructions of the kernels.
 pub(crate) fn arch() -> Arch {
     match simd() {
         #[cfg(target_arch = "x86_64")]
@@ -20,7 +20,7 @@ pub(crate) fn arch() -> Arch {
         #[cfg(target_arch = "x86_64")]
         Simd::Avx2 => pulp::x86::V3::try_new().map_or(Arch::Scalar, Arch::V3),
         Simd::Scalar => Arch::Scalar,
-        // Another architecture's vectors, which every one of its processors has.
+        // The vectors of another architecture, which all of its processors have.
         _ => Arch::new(),
     }
 }

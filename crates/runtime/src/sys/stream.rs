@@ -49,7 +49,7 @@ pub(crate) struct CudaStream {
 }
 
 impl CudaStream {
-    /// The next stream of the pool. The device exists, as the caller has checked.
+    /// Returns the next stream of the pool. The caller has checked that the device exists.
     pub(crate) fn new(device: c_int, high_priority: bool) -> Result<Self> {
         let mut id = 0;
         // SAFETY: the out-parameter is valid during the call.
@@ -77,13 +77,13 @@ impl CudaStream {
         unsafe { check(rt_stream_synchronize(self.device, self.id)) }
     }
 
-    /// Keeps the memory of a CUDA or pinned tensor from reuse until the stream's present work is done.
+    /// Keeps the allocator from reusing the memory of a CUDA or pinned tensor before the stream's current work is done.
     pub(crate) fn keep(self, tensor: &Tensor) -> Result<()> {
         // SAFETY: the id came from libtorch; the tensor is borrowed during the call.
         unsafe { check(rt_stream_keep(self.device, self.id, tensor.as_ptr())) }
     }
 
-    /// The driver's own handle.
+    /// The stream's CUDA handle.
     pub(crate) fn native(self) -> Result<*mut c_void> {
         let mut handle = std::ptr::null_mut();
         // SAFETY: the id came from libtorch; the out-parameter is valid during the call.
@@ -102,8 +102,8 @@ impl CudaStream {
 
 /// Copies on the thread's current stream without waiting for the copy.
 pub(crate) fn copy_async(target: &mut Tensor, source: &Tensor) -> Result<()> {
-    // SAFETY: both tensors are borrowed during the call. An asynchronous copy keeps the device's memory by the rules of
-    // its stream, and libtorch records pinned memory with the allocator that reuses it.
+    // SAFETY: both tensors are borrowed during the call. The allocator does not reuse device memory before earlier work of its
+    // stream is done, and libtorch records the use of pinned memory with its allocator.
     unsafe { check(rt_copy_async(target.as_mut_ptr(), source.as_ptr())) }
 }
 
@@ -119,7 +119,7 @@ impl Drop for CudaStreamGuard {
     fn drop(&mut self) {
         // SAFETY: the guard is ours, is left once, and on its own thread because this type is not `Send`.
         let restored = unsafe { check(rt_stream_leave(self.guard)) };
-        // The former stream was valid; a failure here has no one to tell.
+        // The former stream was valid, so this does not fail; an error could not be returned.
         drop(restored);
     }
 }
@@ -128,7 +128,7 @@ impl Drop for CudaStreamGuard {
 #[derive(Debug)]
 pub(crate) struct CudaEvent(*mut Opaque);
 
-// SAFETY: a CUDA event belongs to a device and to no thread.
+// SAFETY: a CUDA event belongs to a device, not to a thread.
 unsafe impl Send for CudaEvent {}
 // SAFETY: the `&self` methods call const methods of c10::Event, which read its fields and ask the driver, itself
 // thread-safe; the one method that writes the fields, `record`, takes `&mut self`.
@@ -185,7 +185,7 @@ impl Drop for CudaEvent {
 #[derive(Debug)]
 pub(crate) struct ThreadState(*mut Opaque);
 
-// SAFETY: at::ThreadLocalState is made to be carried to another thread, as the autograd engine does.
+// SAFETY: at::ThreadLocalState is made to be moved to another thread, as the autograd engine does.
 unsafe impl Send for ThreadState {}
 
 impl ThreadState {
@@ -224,7 +224,7 @@ impl Drop for ThreadStateGuard {
     fn drop(&mut self) {
         // SAFETY: the guard is ours, is left once, and on its own thread because this type is not `Send`.
         let restored = unsafe { check(rt_thread_state_leave(self.guard)) };
-        // Setting the thread's own former state does not fail; there would be no one to tell.
+        // Setting the thread's own former state does not fail; an error could not be returned.
         drop(restored);
     }
 }

@@ -10,17 +10,17 @@ mod kernel;
 
 pub(crate) const NAME: &str = "fused swiglu";
 
-/// Whether the passes take this dtype.
+/// Whether the passes support this dtype.
 pub(crate) fn takes(kind: Kind) -> bool {
     matches!(kind, Kind::Float | Kind::Double | Kind::BFloat16 | Kind::Half)
 }
 
-/// See [`crate::fused::swiglu::forward`]; CPU tensors of a dtype that is taken.
+/// See [`crate::fused::swiglu::forward`]; for CPU tensors of a supported dtype.
 pub(crate) fn forward(gate: &Tensor, up: &Tensor, silu: Option<&Tensor>, product: &Tensor) -> Result<()> {
     let outputs = [("product", Some(product)), ("silu", silu)];
     let matrices = Matrices::new(&[("gate", Some(gate)), ("up", Some(up))], &outputs)?;
-    // SAFETY: `Matrices::new` has seen that all are views of one shape and dtype on the CPU, and that each output is an input
-    // itself or apart from every other one.
+    // SAFETY: `Matrices::new` has checked that all are views of one shape and dtype on the CPU, and that each output is an input
+    // itself or overlaps no other matrix.
     unsafe {
         matrices.run(kernel::Forward {
             gate: matrices.of(gate)?,
@@ -32,16 +32,16 @@ pub(crate) fn forward(gate: &Tensor, up: &Tensor, silu: Option<&Tensor>, product
     silu.into_iter().chain([product]).try_for_each(bump_version)
 }
 
-/// What a backward pass reads and writes. CPU tensors of a dtype that is taken; an output may be an input's very memory.
+/// The inputs and outputs of a backward pass: CPU tensors of a supported dtype; an output may be an input's memory, element for element.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Backward<'a> {
     pub(crate) gate: &'a Tensor,
     /// Read for the gradient of the gate and for the product.
     pub(crate) up: &'a Tensor,
-    /// SiLU(gate), where it was kept.
+    /// SiLU(gate), if it was saved.
     pub(crate) silu: Option<&'a Tensor>,
     pub(crate) grad: &'a Tensor,
-    /// Where results go that are wanted.
+    /// The requested outputs.
     pub(crate) gate_grad: Option<&'a Tensor>,
     pub(crate) up_grad: Option<&'a Tensor>,
     pub(crate) product: Option<&'a Tensor>,
@@ -71,7 +71,7 @@ pub(crate) fn backward(pass: Backward<'_>) -> Result<()> {
 
 type Named<'a> = (&'static str, Option<&'a Tensor>);
 
-/// Views of one shape and dtype. Outputs are apart from each other, and each input is apart from an output or is it.
+/// Views of one shape and dtype. Outputs do not overlap each other, and an input overlaps no output unless it is that output.
 struct Matrices {
     kind: Kind,
 }
@@ -112,9 +112,9 @@ impl Matrices {
     }
 
     /// # Safety
-    /// The pass is over the matrices that were seen.
+    /// The pass is over the matrices that were checked.
     unsafe fn run(&self, pass: impl kernel::Pass) -> Result<()> {
-        // SAFETY: as the caller says; `rows` has compared each one's dtype with the kind.
+        // SAFETY: by this function's contract; `rows` has compared each dtype with the kind.
         unsafe {
             match self.kind {
                 Kind::Double => kernel::run::<f64>(pass),

@@ -22,21 +22,21 @@ pub(crate) fn bump_version(tensor: &Tensor) -> Result<()> {
     unsafe { check(rt_bump_version(tensor.as_ptr())) }
 }
 
-/// Copies the bytes of `source` into `target`, on this thread alone. Both are contiguous, on the CPU, and of one size in bytes (the
-/// caller's word).
+/// Copies the bytes of `source` into `target`, on this thread only. The caller has checked that both are contiguous, on the CPU, and
+/// of one size in bytes.
 pub(crate) fn copy_bytes(target: &Tensor, source: &Tensor) -> Result<()> {
     let bytes = target.numel() * target.kind().elt_size_in_bytes();
     if bytes == 0 {
         return Ok(());
     }
     bump_version(target)?;
-    // SAFETY: the tensors are contiguous and have as many bytes; `copy` allows for an overlap. As with every in-place operation of
-    // libtorch, that nobody computes with them meanwhile is for the caller to see to.
+    // SAFETY: the tensors are contiguous and have this many bytes; `copy` permits an overlap. As with every in-place operation of
+    // libtorch, the caller ensures that no thread uses them meanwhile.
     unsafe { std::ptr::copy(source.data_ptr().cast::<u8>(), target.data_ptr().cast::<u8>(), bytes) };
     Ok(())
 }
 
-/// The address of the tensor behind its handles.
+/// Returns the address of the tensor, which all its handles share.
 pub(crate) fn identity(tensor: &Tensor) -> Result<usize> {
     let mut identity = 0;
     // SAFETY: the tensor and the out-parameter outlive the call.
@@ -44,7 +44,7 @@ pub(crate) fn identity(tensor: &Tensor) -> Result<usize> {
     Ok(identity)
 }
 
-/// Whether nobody else can see the tensor's memory: this handle is the only one, and its tensor the only one there.
+/// Whether no other code can access the tensor's memory: this handle is the only one, and the storage has no other tensor.
 pub(crate) fn is_sole_owner(tensor: &Tensor) -> Result<bool> {
     let mut sole = 0;
     // SAFETY: the tensor and the out-parameter outlive the call.
@@ -52,7 +52,7 @@ pub(crate) fn is_sole_owner(tensor: &Tensor) -> Result<bool> {
     Ok(sole != 0)
 }
 
-/// The addresses that the tensor's elements lie in.
+/// Returns the address range of the tensor's elements.
 pub(crate) fn memory_range(tensor: &Tensor) -> Result<Range<usize>> {
     let (mut begin, mut end) = (0, 0);
     // SAFETY: the tensor and the out-parameters outlive the call.
@@ -60,7 +60,7 @@ pub(crate) fn memory_range(tensor: &Tensor) -> Result<Range<usize>> {
     Ok(begin..end)
 }
 
-/// A matrix as kernels see it: rows of `columns` elements, `row_stride` apart, each row dense.
+/// A matrix for kernels: rows of `columns` elements at a distance of `row_stride`, each row dense.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rows {
     pub(crate) pointer: usize,
@@ -70,7 +70,7 @@ pub(crate) struct Rows {
 }
 
 impl Rows {
-    /// Whether there is no element, so that `pointer` may be null.
+    /// Whether the matrix is empty, so that `pointer` may be null.
     pub(crate) fn is_empty(self) -> bool {
         self.rows == 0 || self.columns == 0
     }
@@ -81,7 +81,7 @@ pub(crate) fn rows(operation: &'static str, name: &str, tensor: &Tensor, kind: K
     rows_on(operation, name, tensor, (kind, Device::Cpu))
 }
 
-/// The same of a tensor on the given device, whose memory the host may not read.
+/// The same for a tensor on the given device, whose memory the host must not read.
 pub(crate) fn rows_on(
     operation: &'static str,
     name: &str,
@@ -125,7 +125,7 @@ pub(crate) fn apart(a: Rows, b: Rows, element_size: usize) -> bool {
     a.row_stride == b.row_stride && a.columns <= shift && shift + a.columns <= a.row_stride
 }
 
-/// Whether two matrices of one shape are the very same elements.
+/// Whether two matrices of one shape have the same elements in memory.
 pub(crate) fn same(a: Rows, b: Rows) -> bool {
     a.rows * a.columns > 0 && a.pointer == b.pointer && (a.row_stride == b.row_stride || a.rows <= 1)
 }

@@ -1,7 +1,7 @@
-//! The pass itself.
+//! Adam's pass over one part of memory.
 //!
-//! It repeats the arithmetic of libtorch's kernel for processors with AVX2, so that both give the same bits. There the
-//! compiler has contracted products and sums to fused ones, and not in the same way everywhere: the second moment is
+//! It repeats the arithmetic of libtorch's kernel for processors with AVX2, so that both give the same bits. In that kernel the
+//! compiler has fused products and sums, and not in the same way everywhere: the second moment is
 //! fma((1−β₂)·g, g, β₂·v) in vectors of eight, and fma(β₂, v, (1−β₂)·g·g) for the last elements that fill no vector.
 
 use std::marker::PhantomData;
@@ -20,14 +20,14 @@ const VECTOR: usize = 8;
 /// Elements of one task: 256 KiB of each fp32 operand, long enough for the processor to read ahead.
 const TASK: usize = 64 * 1024;
 
-/// What a step multiplies with, computed in f64 and rounded once.
+/// The factors of a step, computed in f64 and rounded once.
 #[derive(Clone, Copy)]
 pub(super) struct Coefficients {
-    /// Multiplied into the gradient, once it is rounded to the gradient's type, as libtorch does with a number.
+    /// Multiplied into the gradient, after rounding to the gradient's dtype, as libtorch does with a scalar.
     factor: Option<f32>,
     /// Multiplied into the parameter: 1 − lr·λ for decoupled decay, else 1.
     shrink: f32,
-    /// λ where `λ·parameter` is added to the gradient.
+    /// λ if `λ·parameter` is added to the gradient.
     penalty: Option<f32>,
     /// m ← base + lerp·(g − m), where the base is m, or g if `from_gradient`.
     lerp: f32,
@@ -67,7 +67,7 @@ impl Coefficients {
     }
 }
 
-/// Addresses; `weight` is 0 where there is none.
+/// Addresses; `weight` is 0 if there is none.
 #[derive(Clone, Copy)]
 pub(super) struct Pass {
     pub(super) elements: usize,
@@ -80,8 +80,8 @@ pub(super) struct Pass {
 }
 
 /// # Safety
-/// So many elements lie at each address: of `G` at the gradient's, of `W` at the weight's, else of fp32. All but the
-/// gradient's are the caller's alone during the call, and none overlap.
+/// This many elements lie at each address: of `G` at the gradient's, of `W` at the weight's, else of fp32. Only the caller uses
+/// them during the call (others may read the gradient), and none overlap.
 pub(super) unsafe fn run<G, W>(pass: Pass) -> Result<()>
 where
     G: Element<Compute = f32>,
@@ -111,7 +111,7 @@ impl<G: Element<Compute = f32>, W: Element<Compute = f32>> WithSimd for Task<G, 
         let factor = c.factor.map(|factor| G::round(factor).widen());
         let gradient = (pass.gradient as *const G).wrapping_add(from);
         let weight = (pass.weight as *mut W).wrapping_add(from);
-        // SAFETY: `run`'s caller says what the memory is, and `run` gives each element to one task.
+        // SAFETY: by the contract of `run`, which gives each element to one task.
         let (p, m, v) = unsafe {
             (slice(pass.master, from, to), slice(pass.exp_avg, from, to), slice(pass.exp_avg_sq, from, to))
         };
@@ -159,7 +159,7 @@ impl<G: Element<Compute = f32>, W: Element<Compute = f32>> WithSimd for Task<G, 
 }
 
 /// # Safety
-/// The elements lie there, outlive `'a`, and are the caller's alone.
+/// The elements lie there, outlive `'a`, and only the caller uses them.
 #[inline(always)]
 unsafe fn slice<'a>(address: usize, from: usize, to: usize) -> &'a mut [f32] {
     let start = (address as *mut f32).wrapping_add(from);
@@ -195,9 +195,9 @@ fn block<S: Simd>(simd: S, c: Coefficients, g: &[f32], p: &mut [f32], m: &mut [f
 ///
 /// The pass is bound by the processor's divider, which takes a root and two divisions; one of them is by a constant. With
 /// r = 1/divisor rounded, a·r is within 2⁻²³ of the quotient, a correction by r·(a − q·divisor) brings that to 2⁻⁴⁷ before
-/// it is rounded, so that q is one of the quotient's two neighbours, and of such a q another correction is the quotient
-/// correctly rounded (Markstein, IBM J. Res. Dev. 34, 1990). Nothing overflows or underflows on the way: roots lie
-/// between 10⁻²³ and 10²⁰, or are 0; infinity is its own quotient.
+/// it is rounded, so that q is one of the quotient's two neighbours, and another correction of such a q gives the
+/// correctly rounded quotient (Markstein, IBM J. Res. Dev. 34, 1990). No intermediate overflows or underflows: roots lie
+/// between 10⁻²³ and 10²⁰, or are 0; infinity divided is infinity.
 #[inline(always)]
 fn quotient<S: Simd>(simd: S, a: S::f32s, divisor: f32) -> S::f32s {
     let (r, minus) = (simd.splat_f32s(1.0 / divisor), simd.splat_f32s(-divisor));
@@ -224,7 +224,7 @@ fn element(c: Coefficients, vector: bool, g: f32, p: &mut f32, m: &mut f32, v: &
 mod tests {
     use super::*;
 
-    /// The first element of `from..to`, as bits, whose quotient is not the division's.
+    /// Returns the first element of `from..to`, as bits, whose result differs from a division.
     struct Differs {
         from: u32,
         to: u32,

@@ -1,4 +1,4 @@
-//! The passes over one row, vectorized by the compiler for the processor at hand.
+//! The passes over one row, vectorized by the compiler for the chosen vector instructions.
 
 use pulp::{Simd, WithSimd};
 
@@ -6,7 +6,7 @@ use crate::sys::simd::{self, Real};
 
 /// Elements computed at once: four AVX-512 registers of fp32.
 const BLOCK: usize = 64;
-/// Elements between two updates of the maximum: they stay in the first-level cache between two reads.
+/// Elements between two updates of the maximum: they stay in the L1 cache between two reads.
 const PANEL: usize = 1024;
 
 /// The transform of a row's products, and the class weights.
@@ -193,7 +193,7 @@ fn transform<R: Real>(panel: &mut [R], formula: Formula<'_, R>, part: std::ops::
     }
 }
 
-/// Ignores NaN, which shows in the sum of exponentials.
+/// Ignores NaN, which the sum of exponentials propagates.
 #[inline(always)]
 fn maximum<R: Real>(panel: &[R]) -> R {
     let lowest = -(R::ONE / R::ZERO);

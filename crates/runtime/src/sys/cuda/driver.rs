@@ -1,4 +1,4 @@
-//! The driver: machine code loaded, and launched on libtorch's streams.
+//! The CUDA driver: loads machine code and launches it on libtorch's streams.
 
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
@@ -21,22 +21,22 @@ functions!(Functions {
     cuLaunchKernel: fn(*mut c_void, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, *mut c_void, *mut *mut c_void, *mut *mut c_void);
 });
 
-/// The driver, loaded.
+/// The functions of the loaded driver.
 pub(crate) struct Driver(Functions);
 
-/// A kernel in memory, of every device that its code is for; for as long as the process.
+/// A loaded kernel, usable on every device that its code supports; valid as long as the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Loaded(*mut c_void);
 
-// SAFETY: a handle of the driver's, which any thread may use.
+// SAFETY: a handle of the driver, which any thread may use.
 unsafe impl Send for Loaded {}
 // SAFETY: as above.
 unsafe impl Sync for Loaded {}
 
-/// A kernel's argument, as the kernel's signature has it.
+/// A kernel's argument, by its type in the kernel's signature.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Argument {
-    /// An address of the device; 0 for a null pointer.
+    /// A device address; 0 for a null pointer.
     Pointer(u64),
     /// `long long`.
     I64(i64),
@@ -63,14 +63,14 @@ pub(crate) fn load() -> std::result::Result<&'static Driver, &'static str> {
 }
 
 impl Driver {
-    /// Major and minor compute capability. libtorch has initialised the driver.
+    /// Returns the major and minor compute capability. libtorch has initialised the driver.
     pub(crate) fn capability(&self, device: c_int) -> Result<(c_int, c_int)> {
         const MAJOR: c_int = 75;
         const MINOR: c_int = 76;
         Ok((self.attribute(device, MAJOR)?, self.attribute(device, MINOR)?))
     }
 
-    /// Bytes of shared memory that a block may ask for.
+    /// Returns the bytes of shared memory that a block may request.
     pub(crate) fn shared_memory(&self, device: c_int) -> Result<c_int> {
         const MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: c_int = 97;
         self.attribute(device, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
@@ -91,7 +91,7 @@ impl Driver {
         Ok(handle)
     }
 
-    /// Lets launches of a kernel have so many bytes of shared memory, which is more than it has without asking.
+    /// Raises the limit of dynamic shared memory for a kernel above the default.
     pub(crate) fn allow_shared(&self, kernel: Loaded, device: c_int, bytes: u32) -> Result<()> {
         const MAX_DYNAMIC_SHARED_SIZE_BYTES: c_int = 8;
         let handle = self.device(device)?;
@@ -102,7 +102,7 @@ impl Driver {
         self.check("shared memory for a kernel", status)
     }
 
-    /// The kernel `name` of a cubin.
+    /// Loads the kernel `name` of a cubin.
     pub(crate) fn kernel(&self, cubin: &[u8], name: &str) -> Result<Loaded> {
         let name = CString::new(name).map_err(|_| Error::invalid("CUDA kernel", "a name with a NUL byte"))?;
         let (mut library, mut kernel) = (std::ptr::null_mut(), std::ptr::null_mut());
@@ -119,21 +119,21 @@ impl Driver {
         Ok(Loaded(kernel))
     }
 
-    /// Makes the context of the stream's device current on this thread, if none is. On a thread's first call the CUDA runtime does
-    /// so, the driver does not; the autograd engine's threads have none when a backward begins with a kernel of ours.
+    /// Makes the context of the stream's device current on this thread, if none is. The CUDA runtime does so on a thread's first call,
+    /// the driver does not; the autograd engine's threads have no context when a backward begins with one of these kernels.
     pub(crate) fn make_current(&self, stream: CudaStream) -> Result<()> {
         let mut context = std::ptr::null_mut();
         // SAFETY: the out-parameter is valid during the call.
         self.check("a context", unsafe { (self.0.cuCtxGetCurrent)(&mut context) })?;
         if context.is_null() {
             let _current = stream.enter()?;
-            // Any call of the runtime; this one has no effect. (A thread that captures has a context.)
+            // Any call of the runtime creates the context; this one has no other effect. (A capturing thread has a context.)
             stream.query()?;
         }
         Ok(())
     }
 
-    /// Whether work of the stream is captured in a graph.
+    /// Whether the stream is capturing.
     pub(crate) fn is_capturing(&self, stream: CudaStream) -> Result<bool> {
         let mut status = 0;
         let stream = stream.native()?;
@@ -144,9 +144,9 @@ impl Driver {
 
     /// Queues a kernel on a stream, whose device is made current for the call.
     ///
-    /// The arguments are those of the kernel's signature; the memory that they lead to is of the stream's device, as large as the
-    /// kernel reads and writes, and lives until the stream has come so far (its allocator keeps it for the stream that it was
-    /// allocated on). The modules of [`crate::kernels`], the only callers, check shapes, dtypes and devices for that.
+    /// The arguments match the kernel's signature; the memory that they point to is on the stream's device, as large as the
+    /// kernel reads and writes, and lives until the kernel is done (the allocator reuses it only in the order of the stream that it
+    /// was allocated on). The modules of [`crate::kernels`], the only callers, check shapes, dtypes and devices for that.
     pub(crate) fn launch(
         &self,
         kernel: Loaded,
@@ -157,7 +157,7 @@ impl Driver {
         let _current = stream.enter()?;
         let mut addresses: Vec<*mut c_void> = arguments.iter().map(Argument::address).collect();
         let native = stream.native()?;
-        // SAFETY: see above; the addresses outlive the call, which copies what they lead to.
+        // SAFETY: see above; the addresses outlive the call, which copies the arguments.
         let status = unsafe {
             (self.0.cuLaunchKernel)(
                 kernel.0,
@@ -176,7 +176,7 @@ impl Driver {
         self.check("launching a kernel", status)
     }
 
-    /// Waits for the stream: the error is that of anything on it.
+    /// Waits for the stream, and returns an error of any of its work.
     pub(crate) fn synchronize(&self, stream: CudaStream) -> Result<()> {
         let native = stream.native()?;
         // SAFETY: the stream is libtorch's.
@@ -188,7 +188,7 @@ impl Driver {
             return Ok(());
         }
         let mut message = std::ptr::null();
-        // SAFETY: the driver gives a text of its own, or none.
+        // SAFETY: the driver returns a static text, or null.
         let message = unsafe {
             (self.0.cuGetErrorString)(status, &mut message);
             text(message)

@@ -24,35 +24,35 @@ functions!(Functions {
     nvrtcGetCUBIN: fn(Program, *mut c_char);
 });
 
-/// NVRTC, loaded.
+/// The functions of the loaded NVRTC.
 pub(crate) struct Nvrtc {
     functions: Functions,
     version: (c_int, c_int),
 }
 
-/// What a compilation gives.
+/// The result of a compilation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Compiled {
     pub(crate) cubin: Vec<u8>,
-    /// The kernel's name in it.
+    /// The kernel's mangled name.
     pub(crate) name: String,
 }
 
-/// Everything that a compilation of several kernels gives.
+/// All results of a compilation of several kernels.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Emitted {
-    /// The intermediate text, of all kernels.
+    /// The PTX of all kernels.
     pub ptx: String,
     /// The machine code.
     pub cubin: Vec<u8>,
-    /// What NVRTC and the assembler said.
+    /// The log of NVRTC and of the assembler.
     pub log: String,
-    /// The kernels' names, in the order of the expressions.
+    /// The kernels' mangled names, in the order of the expressions.
     pub names: Vec<String>,
 }
 
-/// Loads NVRTC, once for the process: from the folder `FRUGAL_NVRTC`, from beside torch's package, from the folder
-/// `FRUGAL_CUDA_TOOLS` that set-up makes for machines without a GPU, or where the loader finds it.
+/// Loads NVRTC, once for the process: from the folder `FRUGAL_NVRTC`, from the packages beside torch, from the folder
+/// `FRUGAL_CUDA_TOOLS` that `cargo xtask setup --cuda-tools` makes, or from the loader's search path.
 pub(crate) fn load() -> Result<&'static Nvrtc, &'static str> {
     static LOADED: OnceLock<Result<Nvrtc, String>> = OnceLock::new();
     LOADED.get_or_init(Nvrtc::find).as_ref().map_err(String::as_str)
@@ -63,7 +63,7 @@ impl Nvrtc {
         let mut tried = Vec::new();
         for folder in folders() {
             if let Some(library) = named(&folder, "libnvrtc.so.") {
-                // NVRTC asks for its builtins by their bare name, which the loader knows once they are open.
+                // NVRTC loads its builtins by file name only, which the loader resolves once they are open.
                 if let Some(builtins) = named(&folder, "libnvrtc-builtins.so.") {
                     open_library(&builtins.to_string_lossy())?;
                 }
@@ -90,7 +90,7 @@ impl Nvrtc {
         if status == 0 { Ok(Self { functions, version }) } else { Err(format!("{path}: error {status}")) }
     }
 
-    /// As CUDA counts: 13.0 is (13, 0).
+    /// Returns the version; (13, 0) for CUDA 13.0.
     pub(crate) fn version(&self) -> (c_int, c_int) {
         self.version
     }
@@ -108,7 +108,7 @@ impl Nvrtc {
         Ok(Compiled { cubin, name: names.pop().unwrap_or_default() })
     }
 
-    /// The same for several expressions at once, with everything that NVRTC gives.
+    /// The same for several expressions at once, with all results of NVRTC.
     pub(crate) fn emit(
         &self,
         text: &str,
@@ -126,7 +126,7 @@ impl Nvrtc {
         let functions = &self.functions;
         let mut program = OwnedProgram { program: std::ptr::null_mut(), functions };
         let count = |list: &[CString]| c_int::try_from(list.len()).unwrap_or(c_int::MAX);
-        // SAFETY: all texts are NUL-terminated and outlive the calls; the lists have as many pointers as is said.
+        // SAFETY: all texts are NUL-terminated and outlive the calls; the lists have the given numbers of pointers.
         let status = unsafe {
             (functions.nvrtcCreateProgram)(
                 &mut program.program,
@@ -182,7 +182,7 @@ impl OwnedProgram<'_> {
         Ok(String::from_utf8_lossy(&bytes).trim_end_matches('\0').trim().to_owned())
     }
 
-    /// A result whose size is asked for first.
+    /// Returns a result, after asking NVRTC for its size.
     fn bytes(
         &self,
         size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
@@ -193,7 +193,7 @@ impl OwnedProgram<'_> {
         succeeded(unsafe { size(self.program, &mut count) }, "a size")?;
         let mut bytes = vec![0u8; count];
         if count > 0 {
-            // SAFETY: the memory has as many bytes as NVRTC has just said.
+            // SAFETY: the memory has the size that NVRTC returned.
             succeeded(unsafe { get(self.program, bytes.as_mut_ptr().cast()) }, "a result")?;
         }
         Ok(bytes)
@@ -213,14 +213,14 @@ fn succeeded(status: c_int, what: &str) -> Result<(), String> {
     if status == 0 { Ok(()) } else { Err(format!("{what}: NVRTC error {status}")) }
 }
 
-/// Where NVIDIA's packages for Python put it, seen from torch's `lib`.
+/// The folders of NVIDIA's Python packages, relative to torch's `lib`.
 fn folders() -> Vec<PathBuf> {
     if let Some(given) = std::env::var_os("FRUGAL_NVRTC").filter(|given| !given.is_empty()) {
         return vec![PathBuf::from(given)];
     }
     let tools = std::env::var_os("FRUGAL_CUDA_TOOLS").map(|tools| PathBuf::from(tools).join("cu13/lib"));
     let Ok(libtorch) = crate::sys::device::libtorch_folder() else { return tools.into_iter().collect() };
-    // torch/lib, or a link to it.
+    // `torch/lib`, or a link to it.
     let libtorch = libtorch.canonicalize().unwrap_or(libtorch);
     let packages = libtorch.parent().and_then(Path::parent).map(Path::to_owned).unwrap_or_default();
     let mut folders: Vec<_> =
@@ -230,7 +230,7 @@ fn folders() -> Vec<PathBuf> {
     folders
 }
 
-/// The file of a folder whose name begins so; not the variant that NVIDIA calls `alt`.
+/// Returns the file of a folder whose name begins with the prefix, except for NVIDIA's `alt` variant.
 fn named(folder: &Path, beginning: &str) -> Option<PathBuf> {
     let entries = std::fs::read_dir(folder).ok()?;
     let paths = entries.flatten().map(|entry| entry.path());

@@ -1,7 +1,7 @@
 //! All gradients in one pass over memory.
 //!
-//! A few rows at a time: the first sweep takes the sums that a row's gradient needs, the second, over columns first, finds
-//! the rows in the core's cache, and each sum of the parameters' gradients is fetched once for all of the rows.
+//! A few rows at a time: the first sweep computes the sums that each row's gradient needs; the second goes column by column over
+//! these rows, which are in the cache by then, and loads each sum of the parameters' gradients once for all of them.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -18,23 +18,23 @@ use crate::sys::simd::{self, Element, Real, blocks, load, store};
 const BLOCK: usize = 32;
 /// Rows worked on together.
 const GROUP: usize = 4;
-/// Work of less than this many elements is not divided between threads.
+/// Fewer elements than this are not divided among threads.
 const TASK: usize = 32 * 1024;
-/// Most rows whose gradients of a parameter are added up in the compute type, before parts are added in f64.
+/// Maximum rows of a part: a parameter's gradients are summed in the compute type within a part, and in f64 over the parts.
 const PART: usize = 256;
 
-/// Addresses and sizes; `0` where there is no such matrix.
+/// Addresses and sizes; 0 for a missing matrix.
 #[derive(Clone, Copy)]
 pub(super) struct Pass {
     pub(super) rows: usize,
     pub(super) columns: usize,
-    /// `[rows, columns]`: of S what was kept (x, or y), of Y its gradient's upstream, of X where the result goes (may be
-    /// the upstream's memory where Y is X) and what is added to it.
+    /// `[rows, columns]`: the saved x or y in S, the upstream gradient in Y, and in X the result (which may be the upstream's
+    /// memory if Y is X) and the gradient that is added to it.
     pub(super) kept: usize,
     pub(super) upstream: usize,
     pub(super) grad: usize,
     pub(super) added: usize,
-    /// `[columns]` of the compute type; `inverse` is 1/weight, where y was kept.
+    /// `[columns]` of the compute type; `inverse` is 1/weight, if y was saved.
     pub(super) weight: usize,
     pub(super) inverse: usize,
     pub(super) bias: usize,
@@ -46,7 +46,7 @@ pub(super) struct Pass {
     pub(super) bias_parts: usize,
 }
 
-/// How many parts the rows are divided into: by their number alone, so that the sums do not depend on the threads.
+/// Number of parts of the rows. It depends on the number of rows only, so that the sums do not depend on the threads.
 pub(super) fn parts(rows: usize) -> usize {
     rows.div_ceil(part(rows))
 }
@@ -56,8 +56,8 @@ fn part(rows: usize) -> usize {
 }
 
 /// # Safety
-/// The addresses are of memory of the sizes and types that [`Pass`] says; what is written is apart from everything else, but
-/// that `grad` may be `upstream`.
+/// The addresses are of memory with the sizes and types in [`Pass`]; written memory overlaps nothing else, except that `grad` may
+/// be `upstream`.
 pub(super) unsafe fn run<S, Y, X, const CENTER: bool, const OUTPUT: bool>(pass: Pass) -> Result<()>
 where
     S: Element<Compute = X::Compute>,
@@ -77,7 +77,7 @@ where
     parallel::for_each(tasks, work)
 }
 
-/// Rows and sums that nobody else works on. A type and not a closure, so that it is inlined into the code for each processor.
+/// The rows and sums of one task. A type and not a closure, so that it is inlined into the code for each set of instructions.
 struct Part<S, Y, X, const CENTER: bool, const OUTPUT: bool> {
     pass: Pass,
     index: usize,
@@ -106,7 +106,7 @@ where
         };
         let sums = (sums(pass.weight_parts), sums(pass.bias_parts));
         let mut row = rows.start;
-        // SAFETY: `run`'s caller says what the memory is, and `run` gives each row to one task.
+        // SAFETY: by the contract of `run`, which gives each row to one task.
         unsafe {
             while row < rows.end {
                 let count = if row + GROUP <= rows.end { GROUP } else { 1 };
@@ -117,23 +117,23 @@ where
     }
 }
 
-/// What a row's gradient needs to know of the whole row.
+/// The sums over a row that its gradient needs.
 #[derive(Clone, Copy, Default)]
 struct Row<C> {
     mean: C,
     rstd: C,
-    /// Mean of x̂, which is the rounding error of the mean that was kept.
+    /// Mean of x̂: the rounding error of the saved mean.
     rest: C,
     /// Means of g and of g·x̂.
     slope: C,
     curve: C,
 }
 
-/// `count` rows from `first` on, at most [`GROUP`]. Their number is no constant: code for each would be compiled for every dtype,
-/// kind of norm and set of instructions, for no gain in speed.
+/// Processes `count` rows from `first` on, at most [`GROUP`]. The number is not a constant parameter: that would multiply the
+/// compiled variants without a gain in speed.
 ///
 /// # Safety
-/// As [`run`]; nobody else works on these rows or sums.
+/// As [`run`]; no other task has these rows or sums.
 #[inline(always)]
 unsafe fn group<S, Y, X, const CENTER: bool, const OUTPUT: bool>(
     pass: Pass,
@@ -148,7 +148,7 @@ unsafe fn group<S, Y, X, const CENTER: bool, const OUTPUT: bool>(
     let mut rows = [Row::<X::Compute>::default(); GROUP];
     let rows = &mut rows[..count];
     for (k, row) in rows.iter_mut().enumerate() {
-        // SAFETY: the rows are there, as the caller says.
+        // SAFETY: the rows exist, by this function's contract.
         *row = unsafe { survey::<S, Y, X, CENTER, OUTPUT>(pass, first + k) };
     }
     let columns = pass.columns;
@@ -213,7 +213,7 @@ where
 {
     let columns = pass.columns;
     let mut found = Row::default();
-    // SAFETY: the statistics have one place for each row.
+    // SAFETY: the statistics have one element for each row.
     unsafe {
         found.rstd = (pass.rstd as *const X::Compute).add(row).read();
         if pass.mean != 0 {
@@ -271,7 +271,7 @@ where
     found
 }
 
-/// The sum of all lanes, by halves.
+/// Returns the sum of all lanes, added pairwise by halves.
 #[inline(always)]
 fn total<C: Real>(lanes: [C; BLOCK]) -> f64 {
     let mut half = [C::default(); BLOCK / 2];
@@ -286,7 +286,7 @@ fn total<C: Real>(lanes: [C; BLOCK]) -> f64 {
     (((q[0] + q[4]) + (q[1] + q[5])) + ((q[2] + q[6]) + (q[3] + q[7]))).to_f64()
 }
 
-/// A block of a vector, or of a constant where there is no vector.
+/// Loads a block of a vector, or a constant if there is no vector.
 ///
 /// # Safety
 /// The block lies in the vector.
@@ -295,15 +295,15 @@ unsafe fn vector<C: Real, const N: usize>(address: usize, at: usize, other: C) -
     if address == 0 {
         return [other; N];
     }
-    // SAFETY: as the caller says.
+    // SAFETY: by this function's contract.
     unsafe { load::<C, N>((address as *const C).add(at)) }
 }
 
 /// # Safety
-/// `N` sums lie at `sums`, and are nobody else's now.
+/// `N` sums lie at `sums`, and no other code uses them meanwhile.
 #[inline(always)]
 unsafe fn add<C: Real, const N: usize>(sums: *mut C, values: &[C; N]) {
-    // SAFETY: as the caller says.
+    // SAFETY: by this function's contract.
     unsafe {
         let mut sum = load::<C, N>(sums);
         for i in 0..N {
@@ -316,7 +316,8 @@ unsafe fn add<C: Real, const N: usize>(sums: *mut C, values: &[C; N]) {
 /// `sum[column] = Σ parts[·, column]`, added in f64 in their order.
 ///
 /// # Safety
-/// The addresses are of `[parts, columns]` and `[columns]` elements of `C`, apart from each other, nobody else's now.
+/// The addresses are of `[parts, columns]` and `[columns]` elements of `C`, which do not overlap and which no other code uses
+/// meanwhile.
 pub(super) unsafe fn combine<C: Real>(parts: usize, columns: usize, addends: usize, sum: usize) {
     let (addends, sum) = (addends as *const C, sum as *mut C);
     simd::arch().dispatch(|| {

@@ -1,4 +1,4 @@
-//! y and the statistics of rows. A row is read from memory once: the sweeps after the first find it in the core's cache.
+//! y and the statistics of rows. A row is read from memory once: the sweeps after the first find it in the cache.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -9,12 +9,12 @@ use crate::error::Result;
 use crate::sys::parallel;
 use crate::sys::simd::{self, Element, Real};
 
-/// Elements whose sum is taken in the compute type, before it is added up in f64: rows of any width are summed as exactly.
+/// Elements that are summed in the compute type before the sum is added in f64, so that the error does not grow with the width.
 pub(super) const STRETCH: usize = 4096;
 /// Elements of one task.
 const TASK: usize = 32 * 1024;
 
-/// Addresses and sizes; `0` where there is no such matrix.
+/// Addresses and sizes; 0 for a missing matrix.
 #[derive(Clone, Copy)]
 pub(super) struct Pass {
     pub(super) rows: usize,
@@ -22,7 +22,7 @@ pub(super) struct Pass {
     pub(super) eps: f64,
     /// `[rows, columns]` of X.
     pub(super) x: usize,
-    /// Of X: what is added to x, and where their sum goes.
+    /// The residual that is added to x, and the output of the sum, in X.
     pub(super) residual: usize,
     pub(super) sum: usize,
     /// `[columns]` of the compute type.
@@ -36,13 +36,13 @@ pub(super) struct Pass {
 }
 
 /// # Safety
-/// The addresses are of memory of the sizes and types that [`Pass`] says; what is written is apart from everything else.
+/// The addresses are of memory with the sizes and types in [`Pass`]; written memory overlaps nothing else.
 pub(super) unsafe fn run<X, Y, const CENTER: bool>(mut pass: Pass) -> Result<()>
 where
     X: Element,
     Y: Element<Compute = X::Compute>,
 {
-    // One code for all: what is absent is a one or a zero.
+    // One code path: a missing factor is 1, a missing summand 0.
     let absent = |address: usize, value| if address == 0 { vec![value; pass.columns] } else { Vec::new() };
     let ones = absent(pass.weight, X::Compute::ONE);
     let zeros = absent(pass.bias, X::Compute::default());
@@ -65,7 +65,7 @@ where
     parallel::for_each(tasks, work)
 }
 
-/// Rows that nobody else works on. A type and not a closure, so that it is inlined into the code for each processor.
+/// The rows of one task. A type and not a closure, so that it is inlined into the code for each set of instructions.
 struct Task<X, Y, const CENTER: bool> {
     pass: Pass,
     rows: Range<usize>,
@@ -84,14 +84,14 @@ where
         let low = X::as_compute(&[]).is_none() || Y::as_compute(&[]).is_none();
         let mut scratch = vec![X::Compute::default(); if low { self.pass.columns } else { 0 }];
         for row in self.rows {
-            // SAFETY: `run`'s caller says what the memory is, and `run` gives each row to one task.
+            // SAFETY: by the contract of `run`, which gives each row to one task.
             unsafe { normalize::<S, X, Y, CENTER>(simd, self.pass, row, &mut scratch) };
         }
     }
 }
 
 /// # Safety
-/// As [`run`]; nobody else works on this row. `scratch` is as long as the row where X or Y is not computed in.
+/// As [`run`]; no other task has this row. `scratch` is as long as the row, if X or Y is not the compute type.
 #[inline(always)]
 unsafe fn normalize<S, X, Y, const CENTER: bool>(simd: S, pass: Pass, row: usize, scratch: &mut [X::Compute])
 where
@@ -100,8 +100,8 @@ where
     Y: Element<Compute = X::Compute>,
 {
     let columns = pass.columns;
-    // SAFETY: the rows lie in their matrices, the statistics have one place for each row, and what is written is apart from
-    // all else.
+    // SAFETY: the rows lie in their matrices, the statistics have one element for each row, and written memory overlaps nothing
+    // else.
     let (x, weight, bias, y, rstd) = unsafe {
         if pass.residual != 0 {
             add::<X>(
@@ -128,14 +128,14 @@ where
         }
     };
     let n = columns as f64;
-    // The mean rounded to the compute type, and what the rounding left out: at 10⁴ with a variance of 1 it is a part in a
-    // thousand of the result.
+    // The mean rounded to the compute type, and the rounding error: for a mean of 10⁴ and a variance of 1, it is a thousandth of
+    // the result.
     let (mut center, mut rest, mut variance);
     if CENTER {
         center = X::Compute::from_f64(sum(simd, values) / n);
         let (deviations, squares) = deviations(simd, values, center);
         rest = deviations / n;
-        // `max` would make a NaN zero.
+        // `max` would turn a NaN into zero.
         variance = if squares.is_finite() { (squares / n - rest * rest).max(0.0) } else { squares };
     } else {
         (center, rest) = (X::Compute::default(), 0.0);
@@ -174,18 +174,18 @@ where
 }
 
 /// # Safety
-/// The row lies in a matrix of `T` at the address, and nobody writes it meanwhile.
+/// The row lies in a matrix of `T` at the address, and no other code writes it meanwhile.
 #[inline(always)]
 unsafe fn at_row<'a, T>(address: usize, row: usize, columns: usize) -> &'a [T] {
-    // SAFETY: as the caller says.
+    // SAFETY: by this function's contract.
     unsafe { std::slice::from_raw_parts((address as *const T).add(row * columns), columns) }
 }
 
 /// # Safety
-/// As [`at_row`], and nobody reads it meanwhile.
+/// As [`at_row`], and no other code reads it meanwhile.
 #[inline(always)]
 unsafe fn at_row_mut<'a, T>(address: usize, row: usize, columns: usize) -> &'a mut [T] {
-    // SAFETY: as the caller says.
+    // SAFETY: by this function's contract.
     unsafe { std::slice::from_raw_parts_mut((address as *mut T).add(row * columns), columns) }
 }
 
@@ -196,7 +196,7 @@ fn add<X: Element>(x: &[X], residual: &[X], sum: &mut [X]) {
     }
 }
 
-/// [`STRETCH`], or less where a vector has one lane: so that a lane adds up a few hundred elements at most.
+/// [`STRETCH`], or less if a vector has one lane, so that a lane sums at most a few hundred elements.
 #[inline(always)]
 fn stretch<S: Simd, C: Real>() -> usize {
     STRETCH.min(1024 * size_of::<C::Vector<S>>() / size_of::<C>())
@@ -315,7 +315,7 @@ impl<C: Real> Affine<'_, C> {
     }
 }
 
-/// Mean and variance (or 0 and mean square) of a row whose squares are beyond the compute type.
+/// Returns mean and variance (or 0 and mean square) of a row whose squares overflow the compute type.
 #[cold]
 fn in_f64<C: Real, const CENTER: bool>(values: &[C]) -> (f64, f64) {
     let n = values.len() as f64;

@@ -1,4 +1,5 @@
-//! The pass: token by token, so that a position's cosines and sines are read once for all heads of q and k.
+//! The pass over one part of the tokens: token by token, so that a position's cosines and sines are read once for all heads of q
+//! and k.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -14,7 +15,7 @@ const BLOCK: usize = 32;
 /// Elements of one task.
 const TASK: usize = 32 * 1024;
 
-/// Heads of every token, and where the results go. Strides are those of batch, sequence and heads, in elements.
+/// The heads of every token, and the results. Strides are those of batch, sequence and heads, in elements.
 #[derive(Clone, Copy)]
 pub(super) struct Heads {
     pub(super) from: usize,
@@ -32,15 +33,15 @@ pub(super) struct Pass<'a> {
     pub(super) sequence: usize,
     /// Batch · sequence.
     pub(super) tokens: usize,
-    /// Of each token; its index in its row where there are none.
+    /// The position of each token; if missing, its index in its row.
     pub(super) positions: Option<&'a [i64]>,
     pub(super) heads: &'a [Heads],
     pub(super) inverse: bool,
 }
 
 /// # Safety
-/// The addresses are of memory of `T` in the shapes that [`Pass`] and [`Heads`] tell; `to` is `from` itself or apart from it,
-/// and apart from all other memory of the pass; every position has a row in the table.
+/// The addresses are of memory of `T` with the shapes in [`Pass`] and [`Heads`]; `to` is `from` itself or does not overlap it,
+/// and overlaps no other memory of the pass; every position has a row in the table.
 pub(super) unsafe fn run<T: Element>(pass: Pass<'_>) -> Result<()> {
     let width = pass.heads.iter().map(|heads| heads.heads).sum::<usize>() * 2 * pass.half;
     if pass.tokens * width == 0 {
@@ -59,7 +60,7 @@ pub(super) unsafe fn run<T: Element>(pass: Pass<'_>) -> Result<()> {
     parallel::for_each(tasks, work)
 }
 
-/// Tokens that nobody else works on. A type and not a closure, so that it is inlined into the code for each processor.
+/// The tokens of one task. A type and not a closure, so that it is inlined into the code for each set of instructions.
 struct Task<'a, T> {
     pass: Pass<'a>,
     tokens: Range<usize>,
@@ -97,11 +98,11 @@ impl<T: Element> WithSimd for Task<'_, T> {
 ///
 /// # Safety
 /// `half` cosines and as many sines lie at `cosines`, two halves of a head at `from`, and memory for them at `to`, which is
-/// `from` or apart from it.
+/// `from` or does not overlap it.
 #[inline(always)]
 unsafe fn turn<T: Element>(cosines: *const f32, half: usize, sign: T::Compute, from: *const T, to: *mut T) {
     blocks!(BLOCK, 0, half, |at, N| {
-        // SAFETY: as the caller says; both halves of a block are read before either is written.
+        // SAFETY: by this function's contract; both halves of a block are read before either is written.
         unsafe {
             let (cos, sin) = (load::<f32, N>(cosines.add(at)), load::<f32, N>(cosines.add(half + at)));
             let (first, second) = (load::<T, N>(from.add(at)), load::<T, N>(from.add(half + at)));

@@ -9,7 +9,7 @@ pub(in crate::sys) trait Element: Copy + Default + Send + Sync + 'static {
     type Compute: Real;
     fn widen(self) -> Self::Compute;
     fn round(value: Self::Compute) -> Self;
-    /// Elements that are of the compute type already.
+    /// Returns the elements as they are if they already have the compute type.
     #[inline(always)]
     fn as_compute(_: &[Self]) -> Option<&[Self::Compute]> {
         None
@@ -62,7 +62,7 @@ impl Element for bf16 {
     }
 }
 
-/// Without branches or calls, which `half` has, so that a block becomes a few vector instructions.
+/// Without the branches and calls of `half`, so that a block becomes a few vector instructions.
 impl Element for f16 {
     type Compute = f32;
     #[inline(always)]
@@ -86,9 +86,9 @@ impl Element for f16 {
     fn round(value: f32) -> f16 {
         let bits = value.to_bits();
         let magnitude = bits & 0x7fff_ffff;
-        // To the nearest, ties to even; a carry out of the largest number is infinity.
+        // To nearest, ties to even; a carry out of the largest number gives infinity.
         let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + ((magnitude >> 13) & 1)) >> 13;
-        // One half has the spacing of fp16's subnormals, so the sum is rounded to it.
+        // Near 1/2, fp32 has the spacing of fp16's subnormals, so the sum is rounded to it.
         let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
         let rounded = if magnitude > 0x7f80_0000 {
             0x7e00
@@ -107,7 +107,7 @@ impl Element for f16 {
 /// `N` elements lie at `pointer`.
 #[inline(always)]
 pub(in crate::sys) unsafe fn load<T: Element, const N: usize>(pointer: *const T) -> [T::Compute; N] {
-    // SAFETY: the caller says that they are there; an array has its element's layout.
+    // SAFETY: by this function's contract the elements exist; an array has the layout of its elements.
     let raw = unsafe { pointer.cast::<[T; N]>().read_unaligned() };
     let mut wide = [T::Compute::default(); N];
     for i in 0..N {
@@ -117,14 +117,14 @@ pub(in crate::sys) unsafe fn load<T: Element, const N: usize>(pointer: *const T)
 }
 
 /// # Safety
-/// As [`load`]; nobody else reads or writes these elements now.
+/// As [`load`]; no other code reads or writes these elements meanwhile.
 #[inline(always)]
 pub(in crate::sys) unsafe fn store<T: Element, const N: usize>(pointer: *mut T, values: &[T::Compute; N]) {
     let mut raw = [T::default(); N];
     for i in 0..N {
         raw[i] = T::round(values[i]);
     }
-    // SAFETY: as the caller says.
+    // SAFETY: by this function's contract.
     unsafe { pointer.cast::<[T; N]>().write_unaligned(raw) };
 }
 

@@ -1,9 +1,9 @@
 //! The types that kernels compute in, and their functions, written without branches so that a loop over them becomes vector
 //! instructions.
 //!
-//! fp32: the polynomial of `tanh` was fitted for this module (weighted least squares, iterated towards the smallest largest
-//! error), its own error is below 6·10⁻⁸ relative to the result; with rounding, functions are within four units in the last
-//! place. f64: libm's functions, one element at a time.
+//! fp32: the polynomial of `tanh` was fitted for this module (minimax, by iterated weighted least squares); its relative error is
+//! below 6·10⁻⁸, and with rounding all functions are within four units in the last place. f64: libm's functions, one element at a
+//! time.
 
 use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
 
@@ -63,8 +63,8 @@ impl Real for f64 {
     }
 }
 
-/// The polynomial with these coefficients, that of the highest power first. Multiplications and additions are one instruction
-/// each on every processor with vectors of eight; without, they are calls.
+/// Evaluates the polynomial with these coefficients, highest power first. A fused multiply-add is one instruction on every
+/// processor with vectors of eight; on others it would be a call.
 macro_rules! polynomial {
     ($x:expr, $first:literal $(, $next:literal)*) => {{
         let sum: f32 = $first;
@@ -116,7 +116,7 @@ impl Real for f32 {
         p * power_of_two(n)
     }
 
-    /// 2ⁿ in one piece: e⁻ˣ below 2⁻¹²⁶ is 0, and from 2¹²⁸ on it is infinity. 1 minus the result is e⁻ˣ times it, without
+    /// With 2ⁿ as one factor: e⁻ˣ is 0 below 2⁻¹²⁶ and infinity from 2¹²⁸ on. 1 minus the result is e⁻ˣ times the result, without
     /// cancellation.
     #[inline(always)]
     fn sigmoid(self) -> (f32, f32) {
@@ -126,7 +126,7 @@ impl Real for f32 {
         let (p, n) = reduced_exp(x);
         let decay = p * power_of_two(n);
         let sigmoid = 1.0 / (decay + 1.0);
-        // Beyond the range the product would be no number.
+        // Outside the range, the product would be NaN.
         (sigmoid, if decay == f32::INFINITY { 1.0 } else { decay * sigmoid })
     }
 }
@@ -135,7 +135,7 @@ impl Real for f32 {
 #[inline(always)]
 #[allow(clippy::excessive_precision, reason = "the constants are those of the source")]
 fn reduced_exp(x: f32) -> (f32, i32) {
-    /// Adding 1.5·2²³ rounds to an integer, which then stands in the low bits.
+    /// Adding 1.5·2²³ rounds to an integer, which is then in the low bits.
     const ROUND: f32 = 12_582_912.0;
     let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
     let n = shifted - ROUND;
@@ -152,7 +152,7 @@ fn reduced_exp(x: f32) -> (f32, i32) {
     ((p * r).mul_add(r, r) + 1.0, shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32)
 }
 
-/// 2ⁿ for n between −126 and 127, 0 for −127, infinity for 128; anything for another.
+/// Returns 2ⁿ for n between −126 and 127, 0 for −127, infinity for 128; unspecified for other n.
 #[inline(always)]
 fn power_of_two(n: i32) -> f32 {
     f32::from_bits((n.wrapping_add(127) as u32) << 23)

@@ -1,7 +1,7 @@
-//! Vectors of the processor at hand, of either compute type.
+//! Vectors of the chosen instructions, of either compute type.
 //!
-//! Written out because the compiler vectorizes loops over a row with two running sums, or with a conversion beside them, in
-//! one shape and not in the next, at a factor of four.
+//! Explicit, because the compiler vectorizes some loops with two running sums or a conversion and not other, similar ones, which
+//! are then four times as slow.
 
 use pulp::Simd;
 
@@ -11,7 +11,7 @@ pub(in crate::sys) trait Vectors: Copy {
     fn splat<S: Simd>(simd: S, value: Self) -> Self::Vector<S>;
     fn plus<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
     fn minus<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
-    /// a·b + c, rounded once where the processor can.
+    /// a·b + c, rounded once if the processor supports it.
     fn mul_add<S: Simd>(
         simd: S,
         a: Self::Vector<S>,
@@ -20,7 +20,7 @@ pub(in crate::sys) trait Vectors: Copy {
     ) -> Self::Vector<S>;
     /// The sum of the lanes.
     fn sum<S: Simd>(simd: S, a: Self::Vector<S>) -> Self;
-    /// As many vectors as fit, and the rest.
+    /// Splits a slice into whole vectors and the rest.
     fn split<S: Simd>(values: &[Self]) -> (&[Self::Vector<S>], &[Self]);
     fn split_mut<S: Simd>(values: &mut [Self]) -> (&mut [Self::Vector<S>], &mut [Self]);
 }

@@ -1,6 +1,6 @@
-//! The passes themselves, vectorized by the compiler for the processor at hand.
+//! The passes over one part of the elements, vectorized by the compiler for the chosen instructions.
 //!
-//! A block of every input is read before any output's is written, so that an output may be the very memory of an input.
+//! A block of every input is read before a block of any output is written, so that an output may be an input's memory.
 
 use std::marker::PhantomData;
 
@@ -13,19 +13,19 @@ use crate::sys::tensor::Rows;
 
 /// Elements computed at once: four AVX-512 registers of fp32.
 const BLOCK: usize = 64;
-/// Elements that one task works on: 128 KiB of each fp32 operand, which stays in a core's own cache.
+/// Elements of one task: 128 KiB of each fp32 operand, which stays in the core's cache.
 const TASK: usize = 32 * 1024;
 
-/// Matrices of one shape, and what is computed of their elements.
+/// An elementwise computation over matrices of one shape.
 pub(super) trait Pass: Copy + Send + Sync {
     fn matrices(&self) -> impl Iterator<Item = Rows>;
 
     /// # Safety
-    /// `N` elements from `column` on lie in row `row` of every matrix, whose elements are `T`s, and nobody else uses them now.
+    /// `N` elements from `column` on lie in row `row` of every matrix, whose elements are `T`s, and no other code uses them meanwhile.
     unsafe fn block<T: Element, const N: usize>(&self, row: usize, column: usize);
 }
 
-/// `silu = SiLU(gate)` where wanted, `product = SiLU(gate)·up`.
+/// `silu = SiLU(gate)` if requested, `product = SiLU(gate)·up`.
 #[derive(Clone, Copy)]
 pub(super) struct Forward {
     pub(super) gate: Rows,
@@ -43,7 +43,7 @@ impl Pass for Forward {
     /// As [`Pass::block`].
     #[inline(always)]
     unsafe fn block<T: Element, const N: usize>(&self, row: usize, column: usize) {
-        // SAFETY: as the caller says.
+        // SAFETY: by this function's contract.
         unsafe {
             let mut g = load::<T, N>(at(self.gate, row, column));
             let mut u = load::<T, N>(at(self.up, row, column));
@@ -59,13 +59,13 @@ impl Pass for Forward {
     }
 }
 
-/// From the gradient `d` of the product, with σ = sigmoid(gate) and s = SiLU(gate), those that are wanted of
+/// From the gradient `d` of the product, with σ = sigmoid(gate) and s = SiLU(gate), the requested ones of
 /// gate_grad = d·up·σ·(1 + gate·(1 − σ)), up_grad = d·s and product = s·up.
 #[derive(Clone, Copy)]
 pub(super) struct Backward {
     pub(super) gate: Rows,
     pub(super) up: Rows,
-    /// SiLU(gate), where it was kept.
+    /// SiLU(gate), if it was saved.
     pub(super) silu: Option<Rows>,
     pub(super) grad: Rows,
     pub(super) gate_grad: Option<Rows>,
@@ -83,7 +83,7 @@ impl Pass for Backward {
     /// As [`Pass::block`].
     #[inline(always)]
     unsafe fn block<T: Element, const N: usize>(&self, row: usize, column: usize) {
-        // SAFETY: as the caller says.
+        // SAFETY: by this function's contract.
         unsafe {
             let mut g = load::<T, N>(at(self.gate, row, column));
             let mut u = load::<T, N>(at(self.up, row, column));
@@ -124,8 +124,8 @@ fn at<T>(matrix: Rows, row: usize, column: usize) -> *mut T {
 /// Runs a pass over all elements, in parallel when there are enough of them.
 ///
 /// # Safety
-/// The matrices have one shape and elements of type `T`, and are the caller's alone during the call; each output is one
-/// input's very memory, or apart from every other matrix.
+/// The matrices have one shape and elements of type `T`, and only the caller uses them during the call; each output is one
+/// input's memory, element for element, or overlaps no other matrix.
 pub(super) unsafe fn run<T: Element>(pass: impl Pass) -> Result<()> {
     let Some(Rows { rows, columns, .. }) = pass.matrices().next() else { return Ok(()) };
     let dense = pass.matrices().all(|m| m.row_stride == m.columns || m.rows == 1);
@@ -137,14 +137,14 @@ pub(super) unsafe fn run<T: Element>(pass: impl Pass) -> Result<()> {
         simd::arch().dispatch(Piece { pass, row, from, to, element: PhantomData::<T> });
     };
     let total = rows * pieces;
-    // A task has so many pieces that it is worth its start.
+    // A task has so many pieces that the cost of its start is small.
     let least = if rows * columns > 2 * TASK { (TASK / columns.clamp(1, TASK)).max(1) } else { total.max(1) };
     parallel::for_each(total.div_ceil(least), |task| {
         (task * least..total.min((task + 1) * least)).for_each(run)
     })
 }
 
-/// Part of a row that nobody else works on. A type and not a closure, so that it is inlined into the code for each processor.
+/// The part of a row of one task. A type and not a closure, so that it is inlined into the code for each set of instructions.
 struct Piece<P, T> {
     pass: P,
     row: usize,
@@ -160,7 +160,7 @@ impl<P: Pass, T: Element> WithSimd for Piece<P, T> {
     fn with_simd<S: Simd>(self, _: S) {
         let Self { pass, row, from, to, .. } = self;
         blocks!(BLOCK, from, to, |column, N| {
-            // SAFETY: `run`'s caller says what the matrices are, and `run` gives each piece to one task.
+            // SAFETY: by the contract of `run`, which gives each piece to one task.
             unsafe { pass.block::<T, N>(row, column) };
         });
     }
