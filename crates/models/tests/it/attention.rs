@@ -1,4 +1,4 @@
-//! Attention: three paths with one result, and what a token must not attend to.
+//! Attention: three implementations with equal results, and the separation of documents.
 
 use std::collections::BTreeSet;
 
@@ -111,7 +111,7 @@ fn groups_consist_of_neighbouring_query_heads() {
     }
 }
 
-/// The module's table on a CPU: libtorch's own choice, by number (0 math, 1 flash).
+/// The documented choice of libtorch on a CPU, by number (0 math, 1 flash).
 #[test]
 fn the_cpu_uses_flash_for_every_dtype_and_group_without_dropout() {
     for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half] {

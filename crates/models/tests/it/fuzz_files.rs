@@ -51,7 +51,7 @@ impl<'de> Deserialize<'de> for Pairs {
 /// A tensor's dtype, shape and bytes.
 type TensorLocation = (String, Vec<i64>, Vec<u8>);
 
-/// A file read without this project's code, byte for byte: the dtype's name, the shape and the values of each tensor. `None` for
+/// Reads a file without this project's code: the dtype's name, the shape and the values of each tensor. `None` for
 /// bytes that are no such file.
 fn by_the_format(bytes: &[u8]) -> Option<BTreeMap<String, TensorLocation>> {
     let length = usize::try_from(u64::from_le_bytes(*bytes.first_chunk()?)).ok()?;
@@ -215,8 +215,8 @@ fn index_of_shards() {
         let Ok(_) = fuzz::within(heap(text.len() + 8192), || Folder::open(folder.path())) else {
             return Outcome::Refused;
         };
-        // Every tensor that it places is where it says: the good index is the only map of these shards, but names with and without
-        // the prefix are the same, and one may be left out.
+        // An accepted index maps each tensor as the valid one does; names with and without the prefix are the same, and one entry may
+        // be missing.
         let Pairs(pairs) = serde_json::from_str(&text).expect("a key that comes twice was read");
         let map = pairs.iter().find(|(name, _)| name == "weight_map").unwrap().1.as_object().unwrap();
         for (tensor, shard) in map {

@@ -7,7 +7,7 @@ use models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
 use runtime::random::Generator as Random;
 use tch::{Device, Kind};
 
-/// Weights so large that what is likeliest is not nearly equal.
+/// Weights so large that the largest logits are not nearly equal.
 struct Drawn(Random);
 
 impl ModuleMapper for Drawn {
@@ -58,7 +58,7 @@ fn tokens(generated: &[Generated]) -> Vec<&[i64]> {
 
 const RANDOM: Sampling = Sampling::Random { temperature: 0.8, top_k: Some(20), top_p: 0.9, seed: 5 };
 
-/// In f64 the two differ by far less than any two logits.
+/// In f64, with and without a cache differ by far less than any two logits.
 #[test]
 fn a_cache_does_not_change_tokens() {
     for kv_heads in [1, 2, 4] {

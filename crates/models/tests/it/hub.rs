@@ -194,7 +194,7 @@ fn wrong_content_is_not_cached() {
         .assert_eq(&world.words(&error).replace(&whole.to_string(), "WHOLE"));
 }
 
-/// Without the digests, which the weights decide.
+/// Without the digests, which depend on the weights.
 fn without_digests(text: &str) -> String {
     let words: Vec<&str> =
         text.split(' ').map(|word| if word.contains('…') { "DIGEST" } else { word }).collect();
@@ -203,7 +203,7 @@ fn without_digests(text: &str) -> String {
 
 #[test]
 fn wrong_content_of_the_right_size_is_not_cached() {
-    // Corrupt from the start; only in what was fetched before the connection broke; only in what came after.
+    // Corrupt from the start; only in the part before the connection broke; only in the part after it.
     for (before, after) in [(true, true), (true, false), (false, true)] {
         let world = World::new();
         if before {

@@ -245,7 +245,7 @@ fn extreme_numbers_are_refused_with_their_bound() {
     let text = with(&json!({})).to_string().replacen("{", r#"{ "rms_norm_eps": 1e999, "#, 1);
     let error = serde_json::from_str::<LlamaConfig>(&text).unwrap_err().to_string();
     assert!(error.contains("number out of range"), "{error}");
-    // The largest row, which is meant to be rare, costs what is used of it.
+    // The maximum row length costs only memory for the positions that are used.
     let long = LlamaConfig { max_position_embeddings: 1 << 24, ..small() };
     let region = Region::start(Device::Cpu).unwrap();
     let model = Llama::new(&long, F32).unwrap();

@@ -21,7 +21,7 @@ fn a_block_keeps_the_documented_tensors() {
     let x = Tensor::ones([batch as i64, sequence as i64, hidden as i64], F32).set_requires_grad(true);
     let before = live();
     let y = mlp.forward(&x, &Context::default()).unwrap();
-    // H + 3F with the input, which is the caller's here.
+    // H + 3F including the input, which the caller holds here.
     assert_eq!(live() - before, 4 * tokens * (3 * inner + hidden), "gate, up and their product; the output");
     drop(y);
     assert_eq!(live(), before);
@@ -42,7 +42,7 @@ fn a_block_keeps_the_documented_tensors() {
         held
     };
     let elements = 2 * hidden + 2 * (heads + kv_heads) * head + 3 * inner;
-    // One number of each norm, and flash's log-sum-exp of each query.
+    // Per token one number for each norm, and flash's log-sum-exp of each query.
     let numbers = 2 + heads;
     assert_eq!(held(3) - held(2), 4 * tokens * (elements + numbers));
 

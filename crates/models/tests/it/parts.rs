@@ -35,19 +35,19 @@ fn the_variance_of_the_output_does_not_depend_on_the_width() {
         let x = Tensor::randn([256, width], F32);
         layer.forward(&x, &Context::default()).unwrap().var(false).double_value(&[])
     };
-    // Each with the variance it is made for; 131072 samples of it stray by less than a hundredth or two.
+    // Each with its documented variance; that of 131072 samples deviates by less than one or two percent.
     type Case = (&'static str, fn(i64) -> Init, f64);
     let cases: [Case; 2] =
         [("1/√d, cut at 3", Init::lecun, 0.9733), ("torch", Init::torch_linear, 1.0 / 3.0)];
     for (name, init, expected) in cases {
         for width in [16, 64, 256, 1024] {
             let found = variance(init, width);
-            // Narrow layers have few weights: their own variance strays by √(2/(512·width)).
+            // Narrow layers have few weights: their sample variance deviates by √(2/(512·width)).
             let tolerance = expected * (0.02 + 5.0 * (2.0 / (512.0 * width as f64)).sqrt());
             assert!((found - expected).abs() < tolerance, "{name} at width {width}: {found}");
         }
     }
-    // A standard normal in its position grows with the width.
+    // With a standard normal instead, the variance grows with the width.
     let grown = variance(|_| Init::Normal { std: 1.0 }, 1024);
     assert!(grown > 900.0, "{grown}");
 }
@@ -291,7 +291,7 @@ fn invalid_arguments_are_errors() {
 }
 
 #[test]
-fn published_sizes() {
+fn parameter_counts_match_the_published_ones() {
     // The published GPT-2 of "124M": computed without allocating tensors.
     let Gpt2Config { vocabulary, max_sequence, hidden, layers, .. } = Gpt2Config::small();
     let on_paper = |v: i64, t: i64, d: i64, l: i64| v * d + t * d + l * (12 * d * d + 13 * d) + 2 * d;

@@ -110,7 +110,7 @@ fn values_go_from_a_file_into_tensors_of_other_dtypes_and_layouts() {
     for path in [path, odd] {
         let file = TensorsFile::open(&path).unwrap();
         assert_eq!(file.entries().len(), tensors().len());
-        // Twice, because reclaimed pages are read again.
+        // Twice, because freed pages are read again.
         for kind in [Kind::Double, Kind::BFloat16, Kind::Double] {
             for entry in file.entries() {
                 let expected = &tensors()[&entry.name];

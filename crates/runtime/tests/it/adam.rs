@@ -49,7 +49,7 @@ impl State {
 
 fn bits(tensor: &Tensor) -> Vec<u32> {
     let values: Vec<f32> = tensor.to_kind(Kind::Float).try_into().unwrap();
-    // Which NaN it is depends on the order of an instruction's operands.
+    // The bits of a NaN depend on the order of an instruction's operands.
     values.iter().map(|value| if value.is_nan() { u32::MAX } else { value.to_bits() }).collect()
 }
 
@@ -93,7 +93,7 @@ fn check(length: i64, gradients: Kind, weights: Option<Kind>, options: AdamStep,
     }
 }
 
-/// Bits are those of libtorch's kernel for AVX2, which a processor without it does not run.
+/// Whether bits can be compared: they are those of libtorch's kernel for AVX2, which needs such a processor.
 fn comparable() -> bool {
     if matches!(simd(), Simd::Avx2 | Simd::Avx512) {
         return true;
@@ -174,7 +174,7 @@ fn special_values_match_libtorch() {
     }
     let special =
         [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 0.0, -0.0, 1e-40, -1e-45, 1e30, f32::MAX, f32::MIN];
-    // Each in a block, in a vector of the rest, and in the last elements.
+    // Each value in a full block, in a vector after it, and in the last elements.
     for length in [10, 37, 64] {
         for gradients in [Kind::Float, Kind::BFloat16, Kind::Half] {
             for decoupled in [true, false] {
@@ -227,7 +227,7 @@ fn results_match_the_formula_in_f64() {
                 p[i] -= lr * first / (second.sqrt() + eps);
             }
         }
-        // Each step rounds some values of the size of the parameter, and a step of a thousandth.
+        // Each step has some roundings at the parameter's magnitude, and an update of a thousandth of it.
         let worst = |ours: &Tensor, oracle: &[f64], scale: f64| {
             let apart = values(ours).iter().zip(oracle).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
             assert!(apart <= 5.0 * f64::from(f32::EPSILON) * scale, "{apart:e} of {scale}");
@@ -239,7 +239,7 @@ fn results_match_the_formula_in_f64() {
 }
 
 #[test]
-fn views_of_flat_buffers_on_another_thread() {
+fn views_of_flat_buffers_are_updated_on_another_thread() {
     // Offsets of 256 bytes in one buffer for each dtype; bytes beside them must not change.
     let flat = Tensor::full([3 * 1024], 7.0, kind::FLOAT_CPU);
     let low = Tensor::full([2 * 1024], 7.0, (Kind::BFloat16, Device::Cpu));

@@ -1,4 +1,4 @@
-//! FLOPs of attention against a loop over pairs, for the operators that only CUDA runs too.
+//! FLOPs of attention against a loop over pairs of queries and keys, also for the operators that only CUDA runs.
 
 use runtime::ops::Value;
 use runtime::profile::{Flops, flops_of};

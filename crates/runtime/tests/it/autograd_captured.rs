@@ -164,7 +164,7 @@ fn segments_do_not_change_returned_tensors_and_give_the_plain_gradients() {
             drop(y);
             assert_eq!(drops.load(Ordering::SeqCst), 1, "{what} from {how} is dropped");
 
-            // Also without a backward, while the captured tensors live.
+            // Also without a backward, while the captured tensors exist.
             let drops = Arc::new(AtomicUsize::new(0));
             drop(run(body, &world, Dropped(drops.clone())).unwrap());
             assert_eq!(drops.load(Ordering::SeqCst), 1, "{what} from {how} is dropped without a backward");
@@ -266,7 +266,7 @@ fn each_output_of_a_function_has_its_own_gradient() {
 
 #[test]
 fn without_a_node_outputs_have_no_history() {
-    // An input or a captured weight that is returned as an output would get gradients past the function.
+    // Without an alias, gradients of a returned input or captured weight would bypass the function's backward.
     let world = World::new();
     for (what, body) in BODIES {
         let inside = world.clones();

@@ -77,7 +77,7 @@ fn only_the_last_backward_may_overwrite_saved_tensors() {
 
 #[test]
 fn releasing_the_graph_keeps_saved_tensors_for_a_concurrent_backward() {
-    // The outer one has the saved tensors when the inner one, which would be the last, runs from beginning to end.
+    // The outer backward holds the saved tensors while the inner one, which would be the last, runs completely.
     for outer in [RETAIN, Keep::default()] {
         let graph = Graph::new();
         let (x, loss) = (graph.x.shallow_clone(), graph.loss.shallow_clone());

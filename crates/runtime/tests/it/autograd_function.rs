@@ -341,7 +341,7 @@ fn a_second_derivative_is_an_error_unless_declared() {
     let error = autograd::grad(&[&first], &[None], &[&x], Keep::default()).unwrap_err().to_string();
     assert!(error.contains("the backward of `Cube` is not differentiable"), "{error}");
 
-    // Also with respect to something that only the upstream gradient depends on.
+    // Also with respect to a tensor that only the upstream gradient depends on.
     let w = Tensor::from_slice(&[5.0]).set_requires_grad(true);
     let y = autograd::apply(Cube::<false>, &[&x]).unwrap().remove(0) * &w;
     let first = autograd::grad(&[&y], &[None], &[&x], derivative).unwrap().remove(0).unwrap();

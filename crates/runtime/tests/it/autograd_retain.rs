@@ -25,7 +25,7 @@ fn leaves(kind: Kind) -> Vec<Tensor> {
     shapes.iter().map(leaf).collect()
 }
 
-/// A layer's worth: norm, products with and without bias, attention, an activation, residual sums.
+/// The operators of a layer: norm, products with and without bias, attention, an activation, residual sums.
 fn layer(x: &Tensor, weights: &[Tensor]) -> Result<Tensor> {
     let qkv = linear(&x.f_tanh()?, &weights[0], Some(&weights[1]))?;
     let heads = |part: i64| -> Result<Tensor> {

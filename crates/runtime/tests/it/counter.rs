@@ -127,12 +127,12 @@ fn flops_of_attention_count_once_in_both_conventions() {
         assert_eq!(forward.op("aten::_scaled_dot_product_flash_attention_for_cpu").calls, 1);
         assert!(forward.unknown.is_empty() && backward.unknown.is_empty());
     }
-    // Dropout takes the decomposed path, whose products count, and count once.
+    // Dropout uses the decomposed path, whose products are counted, once.
     let (q, k, v) = (make(), make(), make());
     let math = count(|| drop(sdpa([&q, &k, &v], 0.1, true)));
     assert_eq!(math.total.flops, Flops::from(b * h * pairs * 4 * d), "{math}");
     assert_eq!(math.unknown, [] as [String; 0]);
-    // A longer context: the queries have the first of the keys' positions.
+    // More keys than queries: the queries are at the first positions.
     let counts = count(|| {
         let k = randn(&[2, 3, 20, 4]);
         drop(sdpa([&randn(&[2, 3, 8, 4]), &k, &k], 0.0, true));

@@ -86,7 +86,7 @@ fn check(case: &Case, pass: &dyn LogitsPass, generator: &mut Generator) -> f64 {
     }
     loss.sum(Kind::Double).backward();
 
-    // Ours, in tiles.
+    // The tested passes, in tiles.
     let mut tiles = Vec::new();
     let wanted = Wanted { total: true, moment: true, best: true };
     let mut statistics = Statistics::new(n, case.dense, wanted, options).unwrap();
@@ -156,7 +156,7 @@ fn products_argmax(logits: &Tensor, kind: Kind) -> Tensor {
 }
 
 #[test]
-fn impossible_classes_and_nan() {
+fn rows_of_impossible_classes_and_rows_with_nan_are_correct() {
     let nan = f64::NAN;
     let none = f64::NEG_INFINITY;
     let row = |values: &[f64]| Tensor::from_slice(values).to_kind(Kind::Float);

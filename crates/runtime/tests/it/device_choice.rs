@@ -116,12 +116,12 @@ fn the_machine_reports_its_name_and_memory() {
     assert!(0 < memory.free && memory.free <= memory.total, "{memory:?}");
     let before = device::resident_memory().unwrap();
     assert!(0 < before.current && before.current <= before.peak, "{before:?}");
-    // Pages count when they are touched.
+    // The kernel counts a page at its first access.
     let block = std::hint::black_box(vec![1_u8; 64 << 20]);
     let held = device::resident_memory().unwrap();
     assert!(held.current >= before.current + (32 << 20), "{before:?} then {held:?}");
     drop(block);
-    // The kernel counts pages in batches for each processor, so its figures are apart by as much.
+    // The kernel counts pages in batches for each processor, so its figures may differ by that much.
     let after = device::resident_memory().unwrap();
     assert!(after.peak + (16 << 20) >= held.current, "{held:?} then {after:?}");
 }

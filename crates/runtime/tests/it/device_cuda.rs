@@ -121,7 +121,7 @@ fn pinned_memory_copies_asynchronously_and_survives_its_owner() {
         device::record_stream(&source, &stream)?;
         device::record_stream(&target, &stream)?;
         drop(source);
-        // The allocator would reuse the block if it did not know of the running copy.
+        // Without the record of the running copy, the allocator would reuse the block.
         let mut other = device::pinned_empty(&[1 << 22], Kind::Float, device)?;
         let _ = other.f_fill_(7.0)?;
         stream.synchronize()?;

@@ -26,7 +26,7 @@ fn live() -> u64 {
 }
 
 #[test]
-fn pinned_memory() {
+fn bytes_views_and_borrows_of_pinned_memory_are_exact() {
     tensors_have_pages_of_their_own_and_are_counted();
     buffers_are_viewed_or_borrowed_never_both();
     bad_requests_are_errors();

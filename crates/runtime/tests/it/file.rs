@@ -182,7 +182,7 @@ fn invalid_reads_are_refused() {
         ],
     );
 
-    // A file that was truncated while mapped: a read returns an error; touching the pages would end the process.
+    // A file that was truncated while mapped: a read returns an error; accessing the pages would end the process.
     let cut = File::options().write(true).open(&path).unwrap();
     cut.set_len(100).unwrap();
     refused(

@@ -62,7 +62,7 @@ fn phases_and_rest_sum_to_the_run() {
 
 #[test]
 fn a_budget_limits_repeats_above_the_minimum() {
-    // A billionth of a second is spent when the first run has ended.
+    // The budget of a nanosecond is exceeded after the first run.
     let plan = MeasurementPlan {
         warmup: 5,
         repeats: 100,
@@ -81,7 +81,7 @@ fn a_budget_limits_repeats_above_the_minimum() {
 }
 
 #[test]
-fn statistics_of_fixed_samples() {
+fn statistics_of_fixed_samples_are_exact() {
     let measured = Measurement {
         time: Samples { samples: vec![0.5, 0.25, 4.0, 0.5, 1.0] },
         phases: Vec::new(),
@@ -108,7 +108,7 @@ fn the_measured_peak_covers_the_repeats_only() {
     let kept = Tensor::zeros([1000], kind::FLOAT_CPU);
     let runs = Cell::new(0);
     let measured = measure::run(&plan(1, 3), |_| {
-        // The warm-up's tensor is larger, and not in the figure.
+        // The warm-up's tensor is larger, and not in the measured peak.
         let elements = if runs.replace(runs.get() + 1) == 0 { 4 << 20 } else { 1 << 20 };
         drop(measure::black_box(Tensor::f_zeros([elements], kind::FLOAT_CPU)?));
         Ok(())

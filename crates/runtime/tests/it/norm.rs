@@ -209,7 +209,7 @@ fn large_means_and_values_whose_squares_overflow_are_correct() {
 }
 
 #[test]
-fn a_weight_that_does_not_allow_recovery_saves_the_input() {
+fn the_input_is_saved_if_the_output_does_not_determine_it() {
     let mut generator = Generator::new(4).unwrap();
     let some = |values: &[f64]| Tensor::from_slice(values);
     for (weight, bias, expected) in [
@@ -256,7 +256,7 @@ fn a_shared_upstream_gradient_is_not_changed() {
         x.shallow_clone().zero_grad();
         runtime::autograd::backward_with(&[&y], &[Some(&upstream)], Default::default()).unwrap();
         assert_eq!(upstream, before);
-        // One gradient goes to two norms and to x itself.
+        // Two norms and x itself get the same gradient tensor.
         let (a, b) = (once(&x), once(&x));
         x.shallow_clone().zero_grad();
         backward(&[&((&a + &b + &x) * &before).sum(Kind::Double)]).unwrap();

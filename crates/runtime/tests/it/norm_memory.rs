@@ -28,7 +28,7 @@ fn saved_bytes_equal_the_prediction() {
                     let weight = Tensor::full([width], weight_value, (kind, CPU)).set_requires_grad(true);
                     let leaf = Tensor::ones([rows, width], (kind, CPU)).set_requires_grad(true);
                     let before = live_bytes(CPU).unwrap();
-                    // A residual stream that only the norm holds.
+                    // A residual that only the norm holds.
                     let (y, sum) = add_norm(
                         norm,
                         &leaf,

@@ -260,7 +260,7 @@ fn fused_adamw_matches_adamw() {
     assert_eq!(step.double_value(&[]), 3.0);
 }
 
-/// Without decay the two are one; with it, Adam's goes through the moments as an addition to the gradient.
+/// Without decay Adam and AdamW are equal; with it, Adam adds the decay to the gradient, and so to the moments.
 #[test]
 fn fused_adam_adds_the_decay_to_the_gradient() {
     let options = AdamW { lr: 0.1, weight_decay: 0.05, ..AdamW::default() };

@@ -28,7 +28,7 @@ fn positions(batch: i64, sequence: i64, places: i64) -> Tensor {
     ((count * 37 + 5).remainder(places)).view([batch, sequence])
 }
 
-/// Every dtype, odd sizes, from tails to several tasks; views of a joint projection, and transposed ones.
+/// Every dtype, odd sizes, from partial blocks to several tasks; views of a joint projection, and transposed ones.
 #[test]
 fn rotations_match_the_formula_for_every_dtype_and_layout() {
     let mut generator = Generator::new(1).unwrap();

@@ -1,4 +1,4 @@
-//! Traces and ranges. One trace runs at a time in a process, so one test holds them all.
+//! Traces and ranges. A process can run only one trace at a time, so there is only one test.
 
 use std::collections::HashSet;
 use std::path::Path;

@@ -169,7 +169,7 @@ fn only_planned_layers_are_recomputed() {
     let (d, n) = (16, (ROWS * LENGTH) as u64);
     let mlp = 2 * n * 8 * d * d;
     let products = 2 * n * 12 * d * d;
-    // Scores and values of every pair.
+    // The scores and the weighted values of every pair of query and key.
     let attention = 4 * ROWS as u64 * (LENGTH * LENGTH) as u64 * d;
     assert_eq!(of(&[KeepAll; LAYERS]), 0);
     assert_eq!(of(&[RecomputeElementwise; LAYERS]), 0, "no product is computed twice");
@@ -289,7 +289,7 @@ fn errors_name_the_cause() {
     let hidden = Tensor::zeros([1, 4, 16], (Kind::Float, Device::Cpu));
     let error = activations.probe(&mut plain, &hidden, &Context::default(), 0).unwrap_err().to_string();
     assert!(error.contains("0 rounds measure nothing"), "{error}");
-    // A segment returns the model's own errors unchanged.
+    // A recomputed layer returns the model's own errors unchanged.
     let wrong = Tensor::zeros([1, 4, 8], (Kind::Float, Device::Cpu));
     let error = activations.probe(&mut plain, &wrong, &Context::default(), 1).unwrap_err().to_string();
     assert_eq!(error, "layer norm: `x` has shape [1, 4, 8]; expected […, 16]");

@@ -156,7 +156,7 @@ fn a_new_training_keeps_its_checkpoints_and_those_of_the_previous() {
     }
     assert_eq!(checkpoints.steps().unwrap(), [15, 10]);
     assert_eq!(checkpoints.latest().unwrap().checkpoint.unwrap().step, 15);
-    // A second time the names are taken.
+    // The second time, the names exist.
     for step in [900, 1000] {
         save(&checkpoints, step);
     }
@@ -177,7 +177,7 @@ fn a_crash_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one() {
     for named in [false, true] {
         let root = tempfile::tempdir().unwrap();
         save(&Checkpoints::open(root.path(), 3).unwrap(), 7);
-        // As after the first rename: the old one has lost its name, the new one is still under a temporary one.
+        // The state after the first rename: both the old and the new checkpoint have temporary names.
         let replaced = root.path().join(".replaced-step-000000000007");
         fs::rename(folder(root.path(), 7), &replaced).unwrap();
         fs::create_dir(root.path().join(".tmp-step-000000000007")).unwrap();

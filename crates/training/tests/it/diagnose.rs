@@ -174,7 +174,7 @@ static TURN: LazyLock<Mutex<()>> = LazyLock::new(|| Mutex::new(()));
 
 fn record(planted: Planted) -> Profile {
     let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    // Threads of other programs on the machine change no count.
+    // Other programs on the machine do not change counts.
     tch::set_num_threads(1);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");

@@ -1,4 +1,4 @@
-//! The seven optimizers against traces of PyTorch's, for every implementation.
+//! The seven optimizers compared with recorded steps of PyTorch's, for every implementation.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,7 @@ use training::optimizer::{
     AdaGrad, Adam, AdamW, DeviceOptimizer, Group, Implementation, Momentum, Nesterov, RmsProp, Rule, Sgd,
 };
 
-/// What the traces were made with.
+/// The hyperparameters of the recorded steps.
 const LR: f64 = 0.05;
 const WEIGHT_DECAY: f64 = 0.1;
 const TOLERANCE: f64 = 1e-6;
@@ -31,7 +31,7 @@ fn rules() -> Vec<(&'static str, f64, Box<dyn Rule>)> {
 }
 
 #[test]
-fn fixtures_optimizers() {
+fn fixtures_optimizers_match_pytorch() {
     let path = folder().join("optimizers.safetensors");
     let bytes = std::fs::read(&path).unwrap_or_else(|cause| panic!("{}: {cause}", path.display()));
     let file = SafeTensors::deserialize(&bytes).unwrap();

@@ -22,7 +22,7 @@ const DATA: Synthetic = Synthetic {
     position: 0,
 };
 
-/// A training of the first layer over a base whose values are a wave of this phase.
+/// A training of the first layer; the frozen base has the values of a sine of this phase.
 fn open(folder: &Path, steps: u64, frozen: Frozen, phase: f64) -> Trainer {
     let config = Gpt2Config {
         vocabulary: 16,

@@ -23,7 +23,7 @@ fn rule(name: &str) -> Box<dyn Rule> {
     }
 }
 
-/// The same coefficients, one number at a time.
+/// The same rule in f64, one number at a time.
 #[derive(Clone, Default)]
 struct Oracle {
     m: f64,
@@ -172,7 +172,7 @@ fn two(name: &str) -> (Tensor, Tensor, DeviceOptimizer) {
     (a, b, optimizer)
 }
 
-/// Version counters tell graphs that saved a parameter, and holders of copies, that it was changed.
+/// The version counter lets a graph that saved a parameter, and a cache of casts, detect the change.
 #[test]
 fn every_step_counts_as_an_in_place_change() {
     for name in ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "adamw"] {

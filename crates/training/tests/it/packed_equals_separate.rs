@@ -83,7 +83,7 @@ fn batches() -> Vec<(&'static str, Batch)> {
     ]
 }
 
-/// Gradients of all that came backward since the last call.
+/// Gradients since the last call.
 fn take_gradients(model: &dyn LanguageModel) -> Vec<(String, Tensor)> {
     let take = |(name, tensor): (String, &Tensor)| {
         let grad = tensor.grad().copy();

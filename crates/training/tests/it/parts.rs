@@ -150,7 +150,7 @@ fn losses_match_their_formulas() {
             }
         }
     }
-    // Nothing to predict: 0, with a gradient of 0.
+    // Without labels: 0, with a gradient of 0.
     let leaf = logits.copy().set_requires_grad(true);
     let loss = LmCrossEntropyLoss::default()
         .with_lengths(&leaf, &tokens, &Tensor::from_slice(&[1i64, 0, 1]))

@@ -158,7 +158,7 @@ impl GradScaler for Spoiler {
 
 #[test]
 fn a_diverging_run_keeps_the_last_good_checkpoint() {
-    // With weights spoilt in step 10 the loss of that step is still good.
+    // If step 10 spoils the weights, the loss of that step is still good.
     for (at, good) in [(10, 5), (11, 10)] {
         let folder = tempfile::tempdir().unwrap();
         let (mut trainer, warnings) = Run { keep: 1, ..Run::new(100) }.open(folder.path());

@@ -63,7 +63,7 @@ fn between<'a>(log: &'a str, kernel: &str, before: &str, after: &str) -> &'a str
     found.rsplit_once(before).map_or("0", |(_, found)| found).trim()
 }
 
-/// The assembler's figures of a kernel.
+/// The assembler's counts for a kernel.
 fn registers(name: &str, emitted: &nvrtc::Emitted) -> String {
     let of = |before, after| between(&emitted.log, name, before, after).to_owned();
     let shared = of(", ", " bytes smem");
@@ -92,7 +92,7 @@ fn accesses(disassembly: &str, expression: &str, name: &str) -> String {
     let own = disassembly[start..].split(".section").next().unwrap_or_default();
     let count = |wanted: &dyn Fn(&str) -> bool| own.split_whitespace().filter(|word| wanted(word)).count();
     let is = |word: &str, opcode: &str| word == opcode || word.starts_with(&format!("{opcode}."));
-    // Generic addresses cost a lookup, local memory is what registers spill to.
+    // Generic addresses cost a lookup; registers spill to local memory.
     for opcode in ["LD", "ST"] {
         assert_eq!(count(&|word| is(word, opcode)), 0, "{expression} has {opcode}");
     }

@@ -23,7 +23,7 @@ struct Mutation {
 const OTHER_BITS: &str = "other bits";
 /// Accesses touch more sectors than they should.
 const SECTORS: &str = "sectors";
-/// The original kernel accesses a row that does not exist, and the mutated one another address.
+/// The original kernel accesses a row that does not exist, and the mutated kernel another address.
 const OTHER_PLACE: &str = "other place";
 
 macro_rules! mutation {

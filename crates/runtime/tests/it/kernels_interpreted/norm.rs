@@ -126,7 +126,7 @@ fn norms_are_correct_for_every_dtype_and_width() {
             let rstd = ((&centered * &centered).mean_dim([1].as_slice(), false, Kind::Double) + 1e-5).rsqrt();
             let mut expected = of_processor(norm, &inputs, Kind::Double);
             let of_same_dtype = of_processor(norm, &inputs, kind);
-            // The processor's sum in f64 is not rounded to the dtype.
+            // The CPU's sum in f64 is not rounded to the dtype.
             if full {
                 expected[0] = x;
                 let rounded = Inputs { x: expected[0].shallow_clone(), residual: None, ..inputs };
@@ -137,7 +137,7 @@ fn norms_are_correct_for_every_dtype_and_width() {
             }
             expected.push(rstd);
             let tolerance = 4.0 * epsilon(kind) + 2e-6;
-            // A layer norm of one number is rounding error alone.
+            // A layer norm of a single number is only rounding error.
             if columns > 1 || norm == Norm::Rms {
                 check(&what, &outcome, &expected.iter().collect::<Vec<_>>(), tolerance);
                 for (found, expected) in outcome.outputs.iter().zip(&of_same_dtype) {

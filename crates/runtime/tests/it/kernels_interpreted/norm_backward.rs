@@ -63,7 +63,7 @@ fn norms_are_correct_for_every_dtype_and_width() {
                 launch_with(program.kernel(expression), size, &given, Shift::default())
             };
             let outcome = run(Given::In("upstream", &from), Given::Out("grad", kind, vec![rows, columns]));
-            // In the upstream gradient's memory, whose next rows are read ahead; and for the parameters' gradients alone.
+            // In place of the upstream gradient, whose next rows are prefetched; and for the parameters' gradients only.
             let in_place = run(Given::InOut("upstream", &from), Given::Again("upstream"));
             same(&what, &outcome.outputs, &in_place.outputs);
             let without = run(Given::In("upstream", &from), Given::Null);
@@ -110,7 +110,7 @@ fn norms_are_correct_for_every_dtype_and_width() {
     }
 }
 
-/// Gradients of x, weight and bias on the processor.
+/// Gradients of x, weight and bias on the CPU.
 fn of_processor(
     norm: Norm,
     x: &Tensor,

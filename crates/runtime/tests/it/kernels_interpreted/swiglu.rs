@@ -55,7 +55,7 @@ fn kernels_are_correct_for_every_dtype_odd_sizes_and_strides() {
     let Some(program) = Program::of(SWIGLU, &expressions) else { return };
     let mut generator = Generator::new(3).unwrap();
     for kind in KINDS {
-        // Rows of one matrix [gate | up] where they have a stride of their own.
+        // With a row stride: views of one matrix [gate | up].
         for (tokens, features, width) in
             [(1, 1, 1), (3, 5, 1), (2, 301, 1), (3, 96, wide(kind)), (2, 2600, wide(kind))]
         {

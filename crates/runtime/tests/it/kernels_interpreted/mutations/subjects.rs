@@ -123,7 +123,7 @@ fn backward(program: &Program) -> Seen {
     seen_of(program, BACKWARD_OF, ahead(6), &given)
 }
 
-/// Three tensors, of which two end amid a word of 16 bytes.
+/// Three tensors, of which two end within a word of 16 bytes.
 fn many(program: &Program) -> Seen {
     let sizes = [7, 1030, 8];
     let of = |kind| sizes.map(|numbers| draw(&[numbers], kind));
