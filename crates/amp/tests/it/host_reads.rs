@@ -1,5 +1,6 @@
 //! Host synchronisations per step: one if the host decides whether to step, none if the device does. The CPU has nothing to
-//! wait for, so the test counts reads of values by the host. One test, because a trace covers the whole process.
+//! wait for, so the test counts reads of values by the host. A trace covers the whole process, so no
+//! other test may run at the same time.
 
 use std::path::Path;
 

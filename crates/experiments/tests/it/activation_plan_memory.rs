@@ -1,4 +1,5 @@
-//! Peak memory falls as each plan says, predicted from one layer. One test: the allocator's counts are the process's.
+//! Peak memory falls as each plan says, predicted from one layer. The counts are the whole process's, so no
+//! other test may run at the same time.
 
 use experiments::training::activation_plan::{NamedPlan, Outcome, Stack};
 use tch::Device;

@@ -1,5 +1,5 @@
-//! What `accounting` says of a step that trains adapters is what the allocator counts. One test, alone in its file: the counts
-//! are the process's.
+//! What `accounting` says of a step that trains adapters is what the allocator counts. The counts are the
+//! whole process's, so no other test may run at the same time.
 
 use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::estimate::{Estimate, TrainingPlan, estimate};

@@ -1,5 +1,5 @@
-//! The peak of a step is the one that `accounting` predicts, for every combination of techniques. One test in one process: the counts
-//! are the whole process's.
+//! The peak of a step is the one that `accounting` predicts, for every combination of techniques. The counts are the whole
+//! process's, so no other test may run at the same time.
 
 use experiments::offload::predicted_peaks::rows;
 

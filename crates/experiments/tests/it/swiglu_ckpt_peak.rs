@@ -1,4 +1,4 @@
-//! `accounting`'s peak of a step is the allocator's. One test in one process: the counts are the whole process's.
+//! `accounting`'s peak of a step is the allocator's. The counts are the whole process's, so no other test may run at the same time.
 
 use experiments::swiglu_ckpt::bench::{Configuration, SMOKE, Variant, measure};
 use runtime::measure::MeasurementPlan;

@@ -1,5 +1,5 @@
-//! Live bytes at the peak and between forward and backward. One test per process, because the counts cover the whole
-//! process.
+//! Live bytes at the peak and between forward and backward. The counts are the whole process's, so no
+//! other test may run at the same time.
 
 #![expect(clippy::print_stdout, reason = "bytes are printed beside their bounds")]
 

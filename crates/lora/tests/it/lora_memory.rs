@@ -1,5 +1,5 @@
-//! Exact bytes of adapted projections between forward and backward, and at the peak of a backward. Alone in its file, because it
-//! counts every allocation of the process.
+//! Exact bytes of adapted projections between forward and backward, and at the peak of a backward. The counts are
+//! the whole process's, so no other test may run at the same time.
 
 use lora::{LoraLinear, Options};
 use models::Linear;

@@ -1,5 +1,5 @@
-//! Memory of loading: the model, and at most its largest tensor in addition. (Alone in its file, because the allocator's count
-//! covers the whole process.)
+//! Memory of loading: the model, and at most its largest tensor in addition. The counts are the whole
+//! process's, so no other test may run at the same time.
 
 use models::hugging_face::{self, Folder};
 use models::{Llama, LlamaConfig};

@@ -1,5 +1,5 @@
-//! Exact bytes that a block of Llama keeps between forward and backward. Alone in its file, because it counts every allocation of
-//! the process.
+//! Exact bytes that a block of Llama keeps between forward and backward. The counts are the whole process's,
+//! so no other test may run at the same time.
 
 use models::generation::{CacheShape, KeyValueCache};
 use models::module::{Context, Input, LanguageModel, Mlp};

@@ -1,4 +1,4 @@
-//! A device out of memory. One test per process, because the counts cover the whole process.
+//! A device out of memory. The counts are the whole process's, so no other test may run at the same time.
 
 use crate::support::{assert_intact, assert_same, batch, gradients_of, snapshot, tiny};
 use expect_test::{Expect, expect};

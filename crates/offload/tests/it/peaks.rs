@@ -1,4 +1,5 @@
-//! Peak bytes of a step, by method, compared with `accounting`. One test per process, because the counts cover the whole process.
+//! Peak bytes of a step, by method, compared with `accounting`. The counts are the whole process's, so no other
+//! test may run at the same time.
 //!
 //! On the CPU, the allocator's bytes stand for the device and page-locked tensors for the host.
 

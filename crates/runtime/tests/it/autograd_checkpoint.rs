@@ -95,7 +95,7 @@ fn a_chain_keeps_its_inputs_only_and_the_last_segment_opts_out() {
         let y = run();
         let usage = region.finish().unwrap();
         drop(y);
-        // Rounded: small tensors of other tests come and go meanwhile.
+        // Rounded to whole wide tensors: small ones do not matter.
         ((usage.live_after as f64 - usage.live_before as f64) / (WIDE as f64 * 4.0)).round() as i64
     };
     // Plain: four operators a segment, each holds its input. Checkpointed: the input of each of the first two, and the

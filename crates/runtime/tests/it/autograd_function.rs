@@ -371,7 +371,7 @@ fn saved_intermediates_are_freed_as_backward_drops_them() {
     let freed = Arc::new(AtomicUsize::new(0));
     let y = autograd::apply(Scratch(freed.clone()), &[&leaf(&[1])]).unwrap().remove(0);
     autograd::backward(&[&y.sum(Kind::Double)]).unwrap();
-    // Other tests run beside this one, so small allocations of theirs may blur the figure.
+    // Half, so that small allocations do not matter.
     assert!(freed.load(Ordering::SeqCst) as u64 > BYTES / 2, "{freed:?}");
 }
 

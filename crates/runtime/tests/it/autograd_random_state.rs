@@ -1,4 +1,5 @@
-//! Random numbers of a recomputed segment. One test per process, because the generator is shared.
+//! Random numbers of a recomputed segment. The generator is the process's, so no other test may run at the
+//! same time.
 
 use runtime::autograd::{self, checkpoint};
 use tch::{Device, Kind, Tensor, kind};

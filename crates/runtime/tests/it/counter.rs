@@ -1,4 +1,4 @@
-//! The counter compared with formulas. Each test counts its own thread, so that they can run concurrently.
+//! The counter compared with formulas. Each test counts its own thread only.
 
 use runtime::profile::{Counter, Counts, Flops, recompute, record_external};
 use tch::{Device, Kind, Tensor};

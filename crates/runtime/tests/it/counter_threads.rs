@@ -1,4 +1,4 @@
-//! A counter of the whole process sees every thread. One test, as nothing else may run beside it.
+//! A counter of the whole process sees every thread. So no other test may run at the same time.
 
 use std::thread;
 

@@ -1,4 +1,5 @@
-//! Pinned memory: its bytes, its views, and invalid uses. One test, because it counts the process's bytes.
+//! Pinned memory: its bytes, its views, and invalid uses. The counts are the whole process's, so no
+//! other test may run at the same time.
 
 use expect_test::{Expect, expect};
 use runtime::Result;

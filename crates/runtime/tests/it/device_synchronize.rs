@@ -1,4 +1,5 @@
-//! `device::synchronize` over all CPU streams. Alone in its process, because it waits for the streams of every test.
+//! `device::synchronize` over all CPU streams. It waits for the streams of the whole process, so no other test
+//! may run at the same time.
 
 use runtime::device::{self, Stream};
 use runtime::{Error, Result};

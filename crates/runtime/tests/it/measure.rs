@@ -114,7 +114,7 @@ fn the_measured_peak_covers_the_repeats_only() {
         Ok(())
     });
     let memory = measured.unwrap().memory;
-    // Other tests of this process allocate less than that.
+    // Less than the warm-up's 16 MiB.
     let above = memory.peak_above_start();
     assert!(((4 << 20)..(8 << 20)).contains(&above), "{above}");
     drop(kept);

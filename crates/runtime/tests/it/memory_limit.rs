@@ -1,4 +1,4 @@
-//! A limit on live bytes. One test in one process: the counts are the whole process's.
+//! A limit on live bytes. The counts are the whole process's, so no other test may run at the same time.
 
 use expect_test::expect;
 use runtime::memory::{self, Region};

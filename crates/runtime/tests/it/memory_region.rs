@@ -1,4 +1,4 @@
-//! Exact bytes of the CPU allocator. The counts cover the whole process, so the test runs in its own process.
+//! Exact bytes of the CPU allocator. The counts are the whole process's, so no other test may run at the same time.
 
 use runtime::memory::{self, Region};
 use tch::{Device, Tensor, kind};

@@ -1,4 +1,5 @@
-//! Bytes that the graph of a norm keeps, against prediction. One test in one process: the counts are the whole process's.
+//! Bytes that the graph of a norm keeps, compared with the prediction. The counts are the whole process's, so no other test may run
+//! at the same time.
 
 use runtime::fused::norm::{Keep, Norm, Options, add_norm};
 use runtime::memory::{Region, live_bytes};

@@ -1,5 +1,5 @@
-//! Exact bytes that the rotary embedding and SwiGLU's product save and allocate. Alone in its file, because it counts
-//! every allocation of the process.
+//! Exact bytes that the rotary embedding and SwiGLU's product save and allocate. The counts are the
+//! whole process's, so no other test may run at the same time.
 
 use runtime::autograd::{self, Keep};
 use runtime::fused::rope::{Frequencies, RotaryTable};

@@ -1,4 +1,4 @@
-//! Traces and ranges. A process can run only one trace at a time, so there is only one test.
+//! Traces and ranges. A process can run only one trace at a time.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -64,7 +64,7 @@ fn a_trace_has_operators_ranges_threads_shapes_and_memory() {
         recorded.iter().any(|event| event["name"].as_str().is_some_and(|name| name.contains("MmBackward")))
     );
     let allocations: Vec<_> = recorded.iter().filter(|event| event["name"] == "[memory]").collect();
-    // If another test of this process has installed the counting allocator, the figure includes its header of 64 bytes.
+    // If an earlier test of this process has installed the counting allocator, the figure includes its header of 64 bytes.
     let of_a_tensor = 4 * 32 * 32..=4 * 32 * 32 + 64;
     let seen =
         |event: &&Value| event["args"]["Bytes"].as_i64().is_some_and(|bytes| of_a_tensor.contains(&bytes));

@@ -1,5 +1,5 @@
-//! Exact bytes kept between forward and backward under mixed precision: activations and weights of two bytes an element. One test
-//! per process, because the counts cover the whole process.
+//! Exact bytes kept between forward and backward under mixed precision: activations and weights of two bytes an element. The counts
+//! are the whole process's, so no other test may run at the same time.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! Exact bytes that each level keeps between forward and backward. One test per process, because the counts cover the
-//! whole process.
+//! Exact bytes that each level keeps between forward and backward. The counts are the whole process's, so no
+//! other test may run at the same time.
 
 use runtime::memory::{Region, live_bytes, track_cpu};
 use swiglu_ckpt::{CheckpointLevel, GateUpStorage, SwigluConfig, SwigluMlp};

@@ -1,6 +1,6 @@
 //! Every plan gives the gradients of keeping everything bit for bit.
 //!
-//! Dropout draws from the process's generator, so the tests of this file run one after another.
+//! Dropout draws from the process's generator, so no other test may run at the same time.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -1,6 +1,6 @@
 //! Traces of a real loop, recorded here, with and without each injected inefficiency, and the findings of the detectors.
 //!
-//! One trace runs at a time in a process, so the tests take turns.
+//! A process can run only one trace at a time, so no other test may run at the same time.
 
 use std::sync::{LazyLock, Mutex};
 

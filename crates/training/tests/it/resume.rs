@@ -89,7 +89,7 @@ impl Run {
 
     fn open(self, folder: &Path) -> (Trainer, Warnings) {
         let model = Gpt2Like::new(&self.config, (Kind::Float, Device::Cpu)).unwrap();
-        // Concurrent tests draw from the same generator, and a run depends on its initial state.
+        // Independent of the process's generator, because runs are compared.
         for (index, (_, weight)) in trainable(&model).into_iter().enumerate() {
             if weight.dim() == 2 {
                 let count = weight.numel() as i64;
