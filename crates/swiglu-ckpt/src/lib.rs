@@ -28,7 +28,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! [`function`] documents the mathematics and what each level keeps. `experiments swiglu-ckpt bench` measures time and memory
+//! [`mod@install`] replaces the MLPs of a Llama, Qwen2 or GPT-2. [`function`] documents the mathematics and what each level
+//! keeps. `experiments swiglu-ckpt bench` measures time and memory
 //! of every level.
 
 mod arguments;

@@ -68,7 +68,7 @@ pub(crate) struct SettingsArgs {
     /// Short for --activations recompute
     #[arg(long, conflicts_with = "activations", help_heading = MEMORY)]
     recompute: bool,
-    /// Checkpoint level of gated MLPs: save-all, save-gate-up, save-one, input-only or input-only-tiled:SIZE [default: the model's own MLP]
+    /// Checkpoint level of the MLPs: save-all, save-gate-up, save-one, input-only or input-only-tiled:SIZE [default: the model's own MLP]
     #[arg(long, value_name = "LEVEL", help_heading = MEMORY)]
     mlp: Option<String>,
     /// Loss head [default: auto]

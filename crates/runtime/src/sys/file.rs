@@ -43,7 +43,7 @@ pub(crate) fn tensor_over(mapping: MmapMut, shape: &[i64], kind: Kind) -> Result
     let memory = mapping.as_mut_ptr().cast::<c_void>();
     let owner = Box::into_raw(mapping).cast::<c_void>();
     let mut out: *mut C_tensor = std::ptr::null_mut();
-    // SAFETY: the memory is the mapping's, as large as the tensor (checked by the caller), and lives until `release_mapping` is
+    // SAFETY: the memory is the mapping's, at least as large as the tensor (checked by the caller), and lives until `release_mapping` is
     // called, when no tensor views it any more; shape and prototype are borrowed during the call; the new tensor is ours.
     let tensor = unsafe {
         let shape = (shape.as_ptr(), shape.len());
