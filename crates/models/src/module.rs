@@ -44,7 +44,9 @@ use tch::Tensor;
 
 pub use context::{Context, Input, OwnedContext};
 pub use functional_call::{FunctionalCall, SharedModule};
-pub use named_tensors::{NamedTensor, ParameterCount, freeze, parameter_count, parameters, tensors, trainable};
+pub use named_tensors::{
+    NamedTensor, ParameterCount, freeze, parameter_count, parameters, tensors, trainable,
+};
 pub use replace::{replace_attention, replace_block, replace_mlp, try_replace_block};
 pub use visitor::{ModuleMapper, Role, Visitor, VisitorMut, map_modules};
 

@@ -138,7 +138,7 @@ fn index(document: &Document) -> String {
         );
     }
     if let Some(environment) = &document.machine {
-        text += &format!("\nMeasured on {environment}; each section names its own revision.\n");
+        text += &format!("\nMeasured on {environment}; each section names its own machine and revision.\n");
     }
     for (machine, page) in &document.others {
         text += &format!("\nAnother machine: [{machine}]({})\n", page.replace("index.html", "report.md"));

@@ -178,13 +178,15 @@ fn place(e: &Environment) -> String {
         parts.push(crate::unit::human(e.memory_bytes as f64, "B"));
     }
     match e.scale.as_deref() {
-        Some("smoke") => parts.push("scale smoke (a check in an unoptimized build, not a measurement)".into()),
-        Some("laptop") => parts.push("scale laptop (shortened; `--scale full` takes its time)".into()),
+        Some("smoke") => {
+            parts.push("scale smoke (a check in an unoptimized build, not a measurement)".into())
+        }
+        Some("laptop") => parts.push("scale laptop (shortened; `--scale full` runs larger sizes)".into()),
         Some(scale) => parts.push(format!("scale {scale}")),
         None => {}
     }
     if let Some(implementations) = &e.implementations {
-        parts.push(implementations.clone());
+        parts.push(implementations.replace(" in fp32", " products computed in fp32"));
     }
     if let Some(torch) = &e.torch {
         parts.push(format!("libtorch {torch}"));

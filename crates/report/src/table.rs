@@ -130,7 +130,12 @@ fn fill(
     for column in columns {
         let metrics: Vec<_> = order.iter().map(|row| found(row, column)).collect();
         let values: Vec<f64> = metrics.iter().flatten().filter_map(|metric| metric.value).collect();
-        let shared = unit::shared_multiple(&values, column.unit);
+        let shared = match spec.units.get(column.metric) {
+            Some(symbol) => unit::multiple_named(symbol, column.unit),
+            // Figures of several units have theirs in the cells.
+            None if metrics.iter().flatten().any(|metric| metric.unit != column.unit) => None,
+            None => unit::shared_multiple(&values, column.unit),
+        };
         let decimals = shared.as_ref().map_or(0, |multiple| {
             let quotients: Vec<f64> = values.iter().map(|value| value / multiple.divisor).collect();
             unit::decimals(&quotients, multiple, column.unit)

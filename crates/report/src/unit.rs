@@ -29,6 +29,10 @@ pub fn multiple(magnitude: f64, unit: &str) -> Multiple {
         other => return Multiple { divisor: 1.0, symbol: other.to_owned() },
     };
     let magnitude = magnitude.abs();
+    // The compute of whole trainings is written with an exponent.
+    if unit == "FLOP" && magnitude >= 1e18 {
+        return Multiple { divisor: 1.0, symbol: unit.to_owned() };
+    }
     // 0.9995 ms is written as 1.000 ms, so the step is taken a little before.
     let (divisor, symbol) = steps.iter().find(|(d, _)| magnitude >= d * 0.9995).unwrap_or(match magnitude {
         0.0 => &steps[if unit == "s" { 0 } else { steps.len() - 1 }],
@@ -37,6 +41,12 @@ pub fn multiple(magnitude: f64, unit: &str) -> Multiple {
     let symbol =
         if unit.starts_with("FLOP") || unit == "B/s" { format!("{symbol}{unit}") } else { (*symbol).into() };
     Multiple { divisor: *divisor, symbol }
+}
+
+/// The multiple of `unit` that is written as `symbol`.
+pub fn multiple_named(symbol: &str, unit: &str) -> Option<Multiple> {
+    let sizes = (-10..6).map(|power| 1000f64.powi(power)).chain((0..5).map(|power| KIB.powi(power)));
+    sizes.map(|size| multiple(size, unit)).find(|multiple| multiple.symbol == symbol)
 }
 
 /// One multiple for all of `values`, in which none of them needs more than five digits before the point or starts

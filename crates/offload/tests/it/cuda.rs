@@ -11,8 +11,7 @@ use crate::support::alone;
 /// Layers of 42 MB whose compute takes longer than the host takes to queue them.
 fn model_and_tokens(device: Device) -> (Llama, Tensor) {
     runtime::random::seed(1).unwrap();
-    let config =
-        LlamaConfig { max_position_embeddings: 2048, ..LlamaConfig::qwen2(1000, 1024, 2304, 8, 16) };
+    let config = LlamaConfig { max_position_embeddings: 2048, ..LlamaConfig::qwen2(1000, 1024, 2304, 8, 16) };
     let model = Llama::new(&config, (Kind::Float, device)).unwrap();
     let tokens = Tensor::randint(1000, [2, 2048], (Kind::Int64, device));
     (model, tokens)

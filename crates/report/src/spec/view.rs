@@ -1,5 +1,7 @@
 //! Tables, plots and findings: what a section shows of its records.
 
+use std::collections::BTreeMap;
+
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 
@@ -24,6 +26,9 @@ pub struct Table {
     /// A case key whose values become columns, one of each metric.
     #[serde(default)]
     pub pivot: Option<String>,
+    /// The multiple in which a metric's column is written, such as `GiB`; chosen from the values if missing.
+    #[serde(default)]
+    pub units: BTreeMap<String, String>,
 }
 
 /// How a plot draws its points.

@@ -169,7 +169,7 @@ fn the_markdown_report() {
 
         [Claims](claims.md): 1 hold, 1 fall short, 1 are not measured.
 
-        Measured on Test CPU, 2 threads, 8.00 GiB, libtorch 2.11.0, revision abc1234, 2026-11-21; each section names its own revision.
+        Measured on Test CPU, 2 threads, 8.00 GiB, libtorch 2.11.0, revision abc1234, 2026-11-21; each section names its own machine and revision.
     "#]].assert_eq(&file(&written(&specs(), &[swiglu(), rounds()].concat(), &runs()), "report.md"));
 }
 
