@@ -7,9 +7,8 @@ use parking_lot::ReentrantMutex;
 use runtime::autograd::GradMode;
 use tch::Tensor;
 
-use super::{
-    Block, Context, Module, ModuleMapper, Role, Visitor, VisitorMut, identity, map_modules, tensors,
-};
+use super::named_tensors::identity;
+use super::{Block, Context, Module, ModuleMapper, Role, Visitor, VisitorMut, map_modules, tensors};
 use crate::error::{Error, Result};
 
 /// Owns a part behind a lock, for techniques that wrap it. A graph may keep the part alive after the borrow of the model ends, and a

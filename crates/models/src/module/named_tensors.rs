@@ -86,7 +86,7 @@ pub fn freeze(module: &(impl Module + ?Sized), pattern: &str, frozen: bool) -> R
 }
 
 /// Identifies a tensor by its memory, shape and strides. Empty tensors are all different.
-fn identity(tensor: &Tensor) -> (usize, Vec<i64>, Vec<i64>) {
+pub(super) fn identity(tensor: &Tensor) -> (usize, Vec<i64>, Vec<i64>) {
     let address =
         if tensor.numel() == 0 { std::ptr::from_ref(tensor) as usize } else { tensor.data_ptr() as usize };
     (address, tensor.size(), tensor.stride())

@@ -85,7 +85,7 @@ fn mistakes_in_one_file() {
     check(
         &[&experiment("[[experiment.table]]\ntitle = \"t\"\nrow = [\"batch\"]\n")],
         expect![
-            "crates/experiments/experiments/a.toml:8: unknown field `row`, expected one of `title`, `filter`, `rows`, `columns`, `pivot`; correct the line (the documentation of `report::spec` lists every field)"
+            "crates/experiments/experiments/a.toml:8: unknown field `row`, expected one of `title`, `filter`, `rows`, `columns`, `pivot`, `units`; correct the line (the documentation of `report::spec` lists every field)"
         ],
     );
 }
