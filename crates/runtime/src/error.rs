@@ -39,6 +39,9 @@ pub enum Error {
         /// The operating system's error.
         cause: std::io::Error,
     },
+    /// An operation over several processes failed, and its group is dead.
+    #[error(transparent)]
+    Collective(Box<crate::collectives::CollectiveError>),
     /// An error of the caller's own closure or `Function`.
     #[error(transparent)]
     Other(#[from] Box<dyn std::error::Error + Send + Sync>),

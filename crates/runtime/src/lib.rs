@@ -6,6 +6,7 @@
 //! |---|---|
 //! | [`autograd`] | functions whose backward is written by hand, recomputation, a gradient check |
 //! | [`device`] | the device from a flag; streams, events, pinned memory, for CPU and CUDA behind the same types |
+//! | [`collectives`] | tensors between processes: gathers, ordered reductions, barriers; starting ranks |
 //! | [`memory`] | live and peak bytes of the allocators, the peak of a region of code |
 //! | [`profile`] | traces for Perfetto, named ranges, an exact count of FLOPs and bytes |
 //! | [`measure`] | warm-up, repeats, phases, median and spread, the machine's limits |
@@ -38,6 +39,7 @@
 
 pub mod atomic_write;
 pub mod autograd;
+pub mod collectives;
 pub mod device;
 pub mod error;
 pub mod file;

@@ -18,6 +18,7 @@ pub(crate) type Status = *mut c_char;
 pub(crate) mod adam;
 pub(crate) mod autocast;
 pub(crate) mod autograd;
+pub(crate) mod collectives;
 pub(crate) mod cross_entropy;
 pub(crate) mod cuda;
 pub(crate) mod device;

@@ -1,0 +1,152 @@
+// c10d behind the border. Contracts are in collectives.h.
+#include "collectives.h"
+#include "versions.h"
+
+#define USE_C10D_GLOO
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <chrono>
+#include <memory>
+#include <vector>
+
+struct rt_store {
+  c10::intrusive_ptr<c10d::Store> store;
+};
+
+struct rt_group {
+  c10::intrusive_ptr<c10d::Backend> backend;
+};
+
+struct rt_transfer {
+  c10::intrusive_ptr<c10d::Work> work;
+  std::vector<at::Tensor> tensors;
+};
+
+namespace {
+
+std::chrono::milliseconds in_milliseconds(int64_t count) { return std::chrono::milliseconds(count); }
+
+std::shared_ptr<gloo::transport::Device> gloo_device(const char* interface, const char* host) {
+  if (interface != nullptr) return c10d::ProcessGroupGloo::createDeviceForInterface(interface);
+  if (host != nullptr) return c10d::ProcessGroupGloo::createDeviceForHostname(host);
+  return c10d::ProcessGroupGloo::createDefaultDevice();
+}
+
+rt_transfer* transfer_of(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors) {
+  return new rt_transfer{std::move(work), std::move(tensors)};
+}
+
+c10::intrusive_ptr<c10d::Work> native_work(c10d::Backend& backend, int operation, at::Tensor input, at::Tensor output,
+                                      std::chrono::milliseconds timeout) {
+  if (operation == 2) {
+    c10d::AllgatherOptions options;
+    options.timeout = timeout;
+    return backend._allgather_base(output, input, options);
+  }
+  if (operation == 3) {
+    c10d::ReduceScatterOptions options;
+    options.timeout = timeout;
+    return backend._reduce_scatter_base(output, input, options);
+  }
+  c10d::AllreduceOptions options;
+  options.timeout = timeout;
+  options.reduceOp = operation == 1 ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
+  std::vector<at::Tensor> tensors{std::move(input)};
+  return backend.allreduce(tensors, options);
+}
+
+}  // namespace
+
+extern "C" {
+
+rt_status rt_store_connect(const char* host, int port, int server, int listen_fd, int64_t ranks, const char* prefix,
+                           int64_t timeout, rt_store** out) {
+  return guard([&] {
+    c10d::TCPStoreOptions options;
+    options.port = static_cast<uint16_t>(port);
+    options.isServer = server != 0;
+    options.numWorkers = static_cast<size_t>(ranks);
+    options.timeout = in_milliseconds(timeout);
+    if (listen_fd >= 0) options.masterListenFd = listen_fd;
+    auto store = c10::make_intrusive<c10d::TCPStore>(host, options);
+    *out = new rt_store{c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store))};
+  });
+}
+
+void rt_store_free(rt_store* store) { delete store; }
+
+rt_status rt_store_set(rt_store* store, const char* key, const char* bytes, size_t size) {
+  return guard([&] { store->store->set(key, std::vector<uint8_t>(bytes, bytes + size)); });
+}
+
+rt_status rt_store_get(rt_store* store, const char* key, int64_t timeout, char** out, size_t* size) {
+  return guard([&] {
+    store->store->wait({key}, in_milliseconds(timeout));
+    const std::vector<uint8_t> value = store->store->get(key);
+    char* copy = static_cast<char*>(std::malloc(value.size() + 1));
+    if (copy == nullptr) throw std::bad_alloc();
+    std::memcpy(copy, value.data(), value.size());
+    *out = copy;
+    *size = value.size();
+  });
+}
+
+rt_status rt_store_check(rt_store* store, const char* key, int* out) {
+  return guard([&] { *out = store->store->check({key}); });
+}
+
+rt_status rt_group_new(rt_store* store, const char* name, int rank, int size, const char* interface, const char* host,
+                       int64_t timeout, rt_group** out) {
+  return guard([&] {
+    auto options = c10d::ProcessGroupGloo::Options::create(in_milliseconds(timeout));
+    options->devices.push_back(gloo_device(interface, host));
+    c10::intrusive_ptr<c10d::Store> below = c10::make_intrusive<c10d::PrefixStore>(name, store->store);
+    *out = new rt_group{c10::make_intrusive<c10d::ProcessGroupGloo>(below, rank, size, std::move(options))};
+  });
+}
+
+void rt_group_free(rt_group* group) { delete group; }
+
+rt_status rt_group_send(rt_group* group, const at::Tensor* tensor, int peer, int tag, rt_transfer** out) {
+  return guard([&] {
+    std::vector<at::Tensor> tensors{*tensor};
+    auto work = group->backend->send(tensors, peer, tag);
+    *out = transfer_of(std::move(work), std::move(tensors));
+  });
+}
+
+rt_status rt_group_recv(rt_group* group, const at::Tensor* tensor, int peer, int tag, rt_transfer** out) {
+  return guard([&] {
+    std::vector<at::Tensor> tensors{*tensor};
+    auto work = group->backend->recv(tensors, peer, tag);
+    *out = transfer_of(std::move(work), std::move(tensors));
+  });
+}
+
+rt_status rt_group_native(rt_group* group, int operation, const at::Tensor* input, const at::Tensor* output, int64_t timeout,
+                          rt_transfer** out) {
+  return guard([&] {
+    const at::Tensor target = output == nullptr ? at::Tensor() : *output;
+    auto work = native_work(*group->backend, operation, *input, target, in_milliseconds(timeout));
+    *out = transfer_of(std::move(work), {*input, target});
+  });
+}
+
+rt_status rt_group_monitored_barrier(rt_group* group, int64_t timeout) {
+  return guard([&] {
+    c10d::BarrierOptions options;
+    options.timeout = in_milliseconds(timeout);
+    group->backend->monitoredBarrier(options, /*waitAllRanks=*/true);
+  });
+}
+
+rt_status rt_transfer_wait(rt_transfer* transfer, int64_t timeout) {
+  return guard([&] {
+    if (!transfer->work->wait(in_milliseconds(timeout))) throw std::runtime_error("the transfer was aborted");
+  });
+}
+
+void rt_transfer_free(rt_transfer* transfer) { delete transfer; }
+}

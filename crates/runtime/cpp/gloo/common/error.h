@@ -1,0 +1,2 @@
+// See ../context.h.
+#pragma once

@@ -1,0 +1,113 @@
+//! Tensors between processes: send and receive, gathers, reductions, barriers, over libtorch's c10d.
+//!
+//! ```no_run
+//! use std::time::Duration;
+//!
+//! use runtime::collectives::{Division, Group, GroupOptions, Launch, ReduceOptions, Store};
+//! use tch::{Kind, Tensor};
+//!
+//! // `frugal launch -n 2 -- PROGRAM` and torchrun tell each process its rank.
+//! let group = match Launch::from_environment()? {
+//!     None => Group::alone(),
+//!     Some(launch) => {
+//!         let store = Store::connect(&launch, Duration::from_secs(60))?;
+//!         Group::new(&store, "world", GroupOptions::default())?
+//!     }
+//! };
+//! group.agree(&[("torch", runtime::torch_version())])?;
+//!
+//! // ZeRO-2: reduce this rank's part of the gradients, step it, gather the weights.
+//! let division = Division::even(1000, group.size());
+//! let gradients = Tensor::ones([1000], (Kind::BFloat16, tch::Device::Cpu));
+//! let weights = Tensor::zeros([1000], (Kind::Float, tch::Device::Cpu));
+//! let own = division.range(group.rank());
+//! let sum = Tensor::zeros([own.end - own.start], (Kind::Float, tch::Device::Cpu));
+//! group.reduce_scatter(&gradients, division, &sum, ReduceOptions::default(), "layer 3")?.wait()?;
+//! let shard = weights.narrow(0, own.start, own.end - own.start);
+//! let _ = shard.shallow_clone().g_sub_(&(&sum * 0.1));
+//! group.all_gather(&weights, division, &shard, "layer 3")?.wait()?;
+//! group.barrier("end")?;
+//! # Ok::<(), runtime::Error>(())
+//! ```
+//!
+//! # The contract
+//!
+//! - **Order.** All ranks call the same operations of a group in the same order. Operations of different groups are independent: use
+//!   one for gathers, one for reductions, and one for control.
+//! - **Bits.** [`Order::Ordered`], the default, adds in fp32 (f64, i64) in the order of ranks: the result is that of one process which
+//!   adds the same tensors in turn, whatever arrives first, and however large the pieces.
+//! - **Memory.** What is received arrives in the given tensor, without a copy. A [`Work`] keeps its tensors until it is done. libtorch
+//!   counts a receive as an in-place change when it is posted. Reductions take up to `2 · (N − 1)` MiB beside.
+//! - **Bytes.** [`Group::bytes`] counts what crosses the wire, exactly: an all-gather or a reduce-scatter of `B` bytes sends `B · (N − 1)
+//!   / N` per rank.
+//! - **Time.** Every wait ends after the group's timeout. Then, or when a peer is gone, the group is dead: the error names rank, peer,
+//!   operation and label, and every later call returns it again. Each rank's last 256 operations are written into the folder that
+//!   `FRUGAL_COLLECTIVES_DUMP` names, or to standard error. A process cannot repair a group; it ends, and its launcher restarts the ranks.
+//! - **Sizes.** Ranks that disagree about an operation or its size wait until the deadline; nothing of the wrong size is received.
+//!   [`Group::agree`] compares options beforehand and names the first that differs.
+//!
+//! CPUs are connected by Gloo, by its point-to-point transfers. Against Gloo's own collectives, with 64 MiB in fp32 over two processes on
+//! two cores, an all-gather takes about 0.43 of the time and a reduce-scatter 0.42. An all-reduce takes 1.26: what the order of its
+//! additions costs. NCCL is not built in.
+
+mod agree;
+mod division;
+mod failure;
+mod group;
+mod launch;
+mod messages;
+mod operands;
+mod operation_log;
+mod ordered;
+pub mod ranks;
+mod reduce;
+mod store;
+mod transfers;
+mod work;
+
+pub use division::Division;
+pub use failure::CollectiveError;
+pub use group::{Group, GroupOptions};
+pub use launch::Launch;
+pub use store::Store;
+pub use work::Work;
+
+/// The operation of a reduction.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ReduceOp {
+    /// Element-wise sum.
+    #[default]
+    Sum,
+    /// Element-wise maximum.
+    Max,
+}
+
+/// The order of a reduction's additions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Order {
+    /// The order of ranks.
+    #[default]
+    Ordered,
+    /// That of Gloo's own collectives, in the tensor's dtype.
+    Native,
+}
+
+/// How a reduction is computed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReduceOptions {
+    /// Sum or maximum.
+    pub op: ReduceOp,
+    /// The order of additions.
+    pub order: Order,
+    /// Reduce onto what the result contains, instead of replacing it.
+    pub accumulate: bool,
+}
+
+/// Bytes of tensors that crossed the wire.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Bytes {
+    /// Sent by this rank.
+    pub sent: u64,
+    /// Received by this rank.
+    pub received: u64,
+}

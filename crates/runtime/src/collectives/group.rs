@@ -1,0 +1,197 @@
+//! Ranks that are connected with each other, and their messages.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tch::Device;
+
+use super::failure::{self, CollectiveError};
+use super::operation_log::OperationLog;
+use super::{Bytes, Store};
+use crate::error::{Error, Result};
+use crate::sys::collectives::{Backend, Interface};
+
+/// How a group is connected.
+#[derive(Clone, Debug)]
+pub struct GroupOptions {
+    /// The longest that a call waits for other ranks.
+    pub timeout: Duration,
+    /// Where the tensors are. Gloo connects CPUs; for GPUs, libtorch's NCCL is not built in.
+    pub device: Device,
+}
+
+impl Default for GroupOptions {
+    fn default() -> Self {
+        Self { timeout: Duration::from_secs(300), device: Device::Cpu }
+    }
+}
+
+/// Ranks that are connected with each other. Clones are one group.
+///
+/// All ranks call the same operations of a group in the same order, and wait for reductions in the same order. So operations that run
+/// beside each other, in threads, belong to groups of their own.
+#[derive(Clone, Debug)]
+pub struct Group(pub(super) Arc<Inner>);
+
+#[derive(Debug)]
+pub(super) struct Inner {
+    pub(super) name: String,
+    pub(super) rank: usize,
+    pub(super) size: usize,
+    pub(super) options: GroupOptions,
+    pub(super) state: Mutex<State>,
+    pub(super) sent: AtomicU64,
+    pub(super) received: AtomicU64,
+    /// Nothing where there is one rank. Dropped before the store, which a connection may ask.
+    pub(super) backend: Option<Backend>,
+    pub(super) store: Option<Store>,
+}
+
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) failure: Option<CollectiveError>,
+    pub(super) log: OperationLog,
+    /// Messages sent to each rank.
+    pub(super) sends: Vec<u64>,
+    /// Messages received from each rank.
+    pub(super) receives: Vec<u64>,
+    pub(super) agreements: u64,
+}
+
+impl Group {
+    /// Connects all ranks of the run.
+    ///
+    /// # Errors
+    /// Ranks that do not come in time; a name that a group of this run has had; a device other than the CPU.
+    pub fn new(store: &Store, name: &str, options: GroupOptions) -> Result<Self> {
+        let ranks: Vec<usize> = (0..store.launch().world_size).collect();
+        Self::of_ranks(store, name, &ranks, options)
+    }
+
+    /// Connects the given ranks of the run, this process's among them. Its rank in the group is the index in `ranks`.
+    ///
+    /// # Errors
+    /// Those of [`Group::new`]; ranks without this process's.
+    pub fn of_ranks(store: &Store, name: &str, ranks: &[usize], options: GroupOptions) -> Result<Self> {
+        let launch = store.launch();
+        let refuse = |reason: String| Err(Error::invalid("group", format!("`{name}`: {reason}")));
+        if options.device != Device::Cpu {
+            let device = crate::device::flag(options.device);
+            let reason = "NCCL is not built in; groups connect CPUs".to_owned();
+            return Err(Error::Unavailable { what: format!("a group on {device}"), reason });
+        }
+        let Some(rank) = ranks.iter().position(|&rank| rank == launch.rank) else {
+            return refuse(format!("the ranks {ranks:?} leave out this process's, {}", launch.rank));
+        };
+        let size = ranks.len();
+        if size == 1 {
+            return Ok(Self::with(name, (rank, size), options, None, Some(store.clone())));
+        }
+        let member = format!("group/{name}/member/{rank}");
+        if store.has(&member)? {
+            return refuse("a group of that name was made before; give each its own name".to_owned());
+        }
+        store.set(&member, &[])?;
+        let interface = match std::env::var("GLOO_SOCKET_IFNAME") {
+            Ok(names) => Interface::Named(names.split(',').next().unwrap_or_default().trim().to_owned()),
+            Err(_) if launch.is_local() => Interface::Address("127.0.0.1".to_owned()),
+            Err(_) => Interface::OfHostName,
+        };
+        // The other ranks wait that long for rank 0 in a barrier: longer than rank 0, which can name who is late, waits for them.
+        let patience = options.timeout + Duration::from_millis(500);
+        let prefix = format!("group/{name}");
+        let backend = Backend::gloo(&store.connection, &prefix, (rank, size), &interface, patience);
+        let backend = backend.map_err(|cause| {
+            let cause = cause.to_string();
+            let cause = failure::without_source_line(&cause);
+            let reason = format!("rank {rank} of {size}, group `{name}`: no connection: {cause}");
+            Error::invalid("group", reason)
+        })?;
+        Ok(Self::with(name, (rank, size), options, Some(backend), Some(store.clone())))
+    }
+
+    /// Returns a group of this process alone, whose operations copy.
+    pub fn alone() -> Self {
+        Self::with("alone", (0, 1), GroupOptions::default(), None, None)
+    }
+
+    fn with(
+        name: &str,
+        (rank, size): (usize, usize),
+        options: GroupOptions,
+        backend: Option<Backend>,
+        store: Option<Store>,
+    ) -> Self {
+        let state = State {
+            failure: None,
+            log: OperationLog::new(),
+            sends: vec![0; size],
+            receives: vec![0; size],
+            agreements: 0,
+        };
+        Self(Arc::new(Inner {
+            name: name.to_owned(),
+            rank,
+            size,
+            options,
+            state: Mutex::new(state),
+            sent: AtomicU64::new(0),
+            received: AtomicU64::new(0),
+            backend,
+            store,
+        }))
+    }
+
+    /// Returns the group's name.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// Returns this process's rank.
+    pub fn rank(&self) -> usize {
+        self.0.rank
+    }
+
+    /// Returns the number of ranks.
+    pub fn size(&self) -> usize {
+        self.0.size
+    }
+
+    /// Returns the longest that a call waits for other ranks.
+    pub fn timeout(&self) -> Duration {
+        self.0.options.timeout
+    }
+
+    /// Returns the bytes of tensors that this rank has sent to and received from other ranks. Gloo's own collectives
+    /// ([`Order::Native`](super::Order::Native)) are not counted.
+    pub fn bytes(&self) -> Bytes {
+        Bytes { sent: self.0.sent.load(Ordering::Relaxed), received: self.0.received.load(Ordering::Relaxed) }
+    }
+
+    /// Returns the other ranks, from the next one on, so that the ranks do not all turn to the same.
+    pub(super) fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let (rank, size) = (self.rank(), self.size());
+        (1..size).map(move |distance| (rank + distance) % size)
+    }
+
+    pub(super) fn backend(&self) -> Option<&Backend> {
+        self.0.backend.as_ref()
+    }
+
+    pub(super) fn store(&self) -> Option<&Store> {
+        self.0.store.as_ref()
+    }
+
+    /// The prefix of the group's keys in the store.
+    pub(super) fn prefix(&self) -> String {
+        format!("group/{}", self.name())
+    }
+
+    pub(super) fn next_agreement(&self) -> u64 {
+        let mut state = self.0.state.lock();
+        state.agreements += 1;
+        state.agreements
+    }
+}

@@ -1,0 +1,277 @@
+//! The ranks of one machine, as processes: what `frugal launch`, tests and measurements start.
+//!
+//! Each process gets torchrun's environment variables ([`Launch`](super::Launch)), and rank 0 the listening socket of the store, so that
+//! no other process can take its port. A rank is a process group of its own: a Ctrl-C in the terminal reaches the launcher alone, and
+//! what a rank has started ends with it.
+//!
+//! ```
+//! use std::process::Command;
+//! use std::time::Duration;
+//!
+//! use runtime::collectives::ranks::{Progress, Ranks, RanksOptions};
+//!
+//! let options = RanksOptions { ranks: 2, ..RanksOptions::default() };
+//! let mut ranks = Ranks::start(&options, |_| {
+//!     let mut command = Command::new("sh");
+//!     command.args(["-c", "echo $RANK of $WORLD_SIZE"]);
+//!     command
+//! }, |rank, _, line| assert_eq!(line, format!("{rank} of 2")))?;
+//! assert_eq!(ranks.wait(Duration::from_secs(60))?, Progress::Done);
+//! # Ok::<(), runtime::Error>(())
+//! ```
+
+use std::io::{BufRead, BufReader, Read};
+use std::net::TcpListener;
+use std::os::fd::AsRawFd;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::io::{FdFlags, fcntl_setfd};
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use super::launch::LISTENER;
+use crate::error::{Error, Result};
+
+/// How often processes are asked whether they have ended.
+const PAUSE: Duration = Duration::from_millis(10);
+/// How long the rest of the output may take once a process has ended.
+const FLUSH: Duration = Duration::from_secs(1);
+
+/// Which processes are started.
+#[derive(Clone, Debug)]
+pub struct RanksOptions {
+    /// Number of processes.
+    pub ranks: usize,
+    /// How often they were started before.
+    pub restart_count: u64,
+    /// The run's name.
+    pub run_id: String,
+}
+
+impl Default for RanksOptions {
+    fn default() -> Self {
+        Self { ranks: 1, restart_count: 0, run_id: "none".to_owned() }
+    }
+}
+
+/// One of a process's outputs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// Standard output.
+    Standard,
+    /// Standard error.
+    Error,
+}
+
+/// How far the ranks are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// Some have not ended.
+    Running,
+    /// All have ended without an error.
+    Done,
+    /// A rank has failed; of several that did, the first that was seen.
+    Failed {
+        /// The rank.
+        rank: usize,
+        /// How it ended.
+        status: ExitStatus,
+    },
+}
+
+/// What receives each line of output.
+type OnLine = Arc<dyn Fn(usize, Output, &str) + Send + Sync>;
+
+/// Processes that run. Those that are left are killed when this is dropped.
+#[derive(Debug)]
+pub struct Ranks {
+    running: Vec<Option<Child>>,
+    failed: Option<(usize, ExitStatus)>,
+    readers: Vec<JoinHandle<()>>,
+}
+
+impl Ranks {
+    /// Starts a process for each rank: `command` gives its program and arguments, `line` receives each line that it prints.
+    ///
+    /// `OMP_NUM_THREADS` is set to an equal share of the processors, unless the environment has it.
+    ///
+    /// # Errors
+    /// No ranks; a program that cannot be started; no socket.
+    pub fn start(
+        options: &RanksOptions,
+        mut command: impl FnMut(usize) -> Command,
+        line: impl Fn(usize, Output, &str) + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let invalid = |reason: String| Error::invalid("ranks", reason);
+        if options.ranks == 0 {
+            return Err(invalid("0 ranks; expected at least 1".to_owned()));
+        }
+        let no_socket = |cause: &dyn std::fmt::Display| invalid(format!("no socket for the store: {cause}"));
+        let listener = TcpListener::bind("127.0.0.1:0").map_err(|cause| no_socket(&cause))?;
+        let port = listener.local_addr().map_err(|cause| no_socket(&cause))?.port();
+        let threads = thread::available_parallelism().map_or(1, |cores| (cores.get() / options.ranks).max(1));
+        let line: OnLine = Arc::new(line);
+        let mut ranks = Self { running: Vec::new(), failed: None, readers: Vec::new() };
+        for rank in 0..options.ranks {
+            let mut command = command(rank);
+            command
+                .env("RANK", rank.to_string())
+                .env("LOCAL_RANK", rank.to_string())
+                .env("WORLD_SIZE", options.ranks.to_string())
+                .env("LOCAL_WORLD_SIZE", options.ranks.to_string())
+                .env("MASTER_ADDR", "127.0.0.1")
+                .env("MASTER_PORT", port.to_string())
+                .env("TORCHELASTIC_RESTART_COUNT", options.restart_count.to_string())
+                .env("TORCHELASTIC_RUN_ID", &options.run_id)
+                .env_remove("TORCHELASTIC_USE_AGENT_STORE")
+                .env_remove(LISTENER)
+                .process_group(0)
+                .stdin(Stdio::null())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped());
+            if std::env::var_os("OMP_NUM_THREADS").is_none() {
+                command.env("OMP_NUM_THREADS", threads.to_string());
+            }
+            if rank == 0 {
+                command.env(LISTENER, listener.as_raw_fd().to_string());
+            }
+            let inherited = if rank == 0 { FdFlags::empty() } else { FdFlags::CLOEXEC };
+            fcntl_setfd(&listener, inherited).map_err(|cause| no_socket(&cause))?;
+            let mut child =
+                command.spawn().map_err(|cause| Error::Io { path: command.get_program().into(), cause })?;
+            let (output, error) = (child.stdout.take(), child.stderr.take());
+            ranks.readers.extend(output.map(|pipe| read(rank, Output::Standard, pipe, line.clone())));
+            ranks.readers.extend(error.map(|pipe| read(rank, Output::Error, pipe, line.clone())));
+            ranks.running.push(Some(child));
+        }
+        Ok(ranks)
+    }
+
+    /// Returns how far the ranks are, without waiting.
+    ///
+    /// # Errors
+    /// The system does not say.
+    pub fn poll(&mut self) -> Result<Progress> {
+        for (rank, slot) in self.running.iter_mut().enumerate() {
+            let Some(child) = slot else { continue };
+            let ended = child.try_wait();
+            let ended = ended
+                .map_err(|cause| Error::invalid("ranks", format!("waiting for rank {rank}: {cause}")))?;
+            if let Some(status) = ended {
+                // What the rank has started goes with it.
+                let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
+                *slot = None;
+                if !status.success() && self.failed.is_none() {
+                    self.failed = Some((rank, status));
+                }
+            }
+        }
+        Ok(match self.failed {
+            Some((rank, status)) => Progress::Failed { rank, status },
+            None if self.have_ended() => Progress::Done,
+            None => Progress::Running,
+        })
+    }
+
+    /// Waits until a rank has failed or all have ended, for at most `limit`. Output of ranks that have ended has been received then.
+    ///
+    /// # Errors
+    /// Those of [`Ranks::poll`].
+    pub fn wait(&mut self, limit: Duration) -> Result<Progress> {
+        let until = Instant::now() + limit;
+        loop {
+            let progress = self.poll()?;
+            if progress == Progress::Done {
+                self.flush();
+            }
+            if progress != Progress::Running || Instant::now() >= until {
+                return Ok(progress);
+            }
+            thread::sleep(PAUSE);
+        }
+    }
+
+    /// Returns the process number of a rank, while it runs.
+    pub fn process(&self, rank: usize) -> Option<u32> {
+        self.running.get(rank)?.as_ref().map(Child::id)
+    }
+
+    /// Returns whether all ranks have ended, as far as [`Ranks::poll`] has seen.
+    pub fn have_ended(&self) -> bool {
+        self.running.iter().all(Option::is_none)
+    }
+
+    /// Sends every rank that runs the signal of Ctrl-C.
+    pub fn interrupt(&self) {
+        self.signal(Signal::INT);
+    }
+
+    /// Kills every rank that runs, with what it has started.
+    pub fn kill(&self) {
+        self.signal(Signal::KILL);
+    }
+
+    /// Waits until all ranks have ended; kills those that run after `patience`.
+    ///
+    /// # Errors
+    /// Those of [`Ranks::poll`].
+    pub fn end(&mut self, patience: Duration) -> Result<()> {
+        let until = Instant::now() + patience;
+        loop {
+            self.poll()?;
+            if self.have_ended() {
+                self.flush();
+                return Ok(());
+            }
+            if Instant::now() >= until {
+                self.kill();
+            }
+            thread::sleep(PAUSE);
+        }
+    }
+
+    fn signal(&self, signal: Signal) {
+        for child in self.running.iter().flatten() {
+            // It may have ended meanwhile.
+            let _ = kill_process_group(Pid::from_child(child), signal);
+        }
+    }
+
+    /// Waits for the rest of the output. A process that left its group may hold it open, so not for ever.
+    fn flush(&mut self) {
+        let until = Instant::now() + FLUSH;
+        while self.readers.iter().any(|reader| !reader.is_finished()) && Instant::now() < until {
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        self.kill();
+        for mut child in self.running.drain(..).flatten() {
+            let _ = child.wait();
+        }
+    }
+}
+
+/// Returns how a process ended, in words.
+pub fn ending(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("ended with exit status {code}"),
+        (None, Some(signal)) => format!("was ended by signal {signal}"),
+        (None, None) => "ended".to_owned(),
+    }
+}
+
+fn read(rank: usize, output: Output, pipe: impl Read + Send + 'static, line: OnLine) -> JoinHandle<()> {
+    thread::spawn(move || {
+        for bytes in BufReader::new(pipe).split(b'\n') {
+            let Ok(bytes) = bytes else { return };
+            line(rank, output, &String::from_utf8_lossy(&bytes));
+        }
+    })
+}

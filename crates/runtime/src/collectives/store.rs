@@ -1,0 +1,81 @@
+//! A key-value store that all ranks see.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use super::Launch;
+use crate::error::{Error, Result};
+use crate::sys::collectives as sys;
+
+/// Whether this process has given the socket of `FRUGAL_LISTEN_FD` away.
+static LISTENER_TAKEN: AtomicBool = AtomicBool::new(false);
+
+/// A key-value store that all ranks see: c10d's `TCPStore`, kept by rank 0 or by the launcher. Its keys are this run's and this
+/// restart's own. Clones are one store.
+///
+/// The store ends with the process that keeps it. So each rank ends with a [`Group::barrier`](super::Group::barrier).
+#[derive(Clone, Debug)]
+pub struct Store {
+    pub(super) connection: Arc<sys::Store>,
+    pub(super) launch: Arc<Launch>,
+}
+
+impl Store {
+    /// Connects, and waits until all ranks have connected.
+    ///
+    /// # Errors
+    /// Ranks that do not come within `timeout`; an address that is not reached. A second store in the process to which `frugal
+    /// launch` gave the listening socket.
+    pub fn connect(launch: &Launch, timeout: Duration) -> Result<Self> {
+        let server = !launch.agent_store && launch.rank == 0;
+        let listener = if server { launch.listener } else { None };
+        if listener.is_some() && LISTENER_TAKEN.swap(true, Ordering::SeqCst) {
+            return Err(Error::invalid(
+                "store",
+                "this process has connected before; clone the store that it has",
+            ));
+        }
+        let address =
+            sys::Address { host: &launch.master_address, port: launch.master_port, server, listener };
+        let prefix = format!("frugal/{}/{}", launch.run_id, launch.restart_count);
+        let connection =
+            sys::Store::connect(&address, launch.world_size, &prefix, timeout).map_err(|cause| {
+                let Launch { rank, world_size, master_address, master_port, .. } = launch;
+                let reason = format!(
+                    "rank {rank} of {world_size}: no connection to all ranks at {master_address}:{master_port}: {cause}"
+                );
+                Error::invalid("store", reason)
+            })?;
+        Ok(Self { connection: Arc::new(connection), launch: Arc::new(launch.clone()) })
+    }
+
+    /// Returns this process's place among the ranks.
+    pub fn launch(&self) -> &Launch {
+        &self.launch
+    }
+
+    /// Sets a key.
+    ///
+    /// # Errors
+    /// The process that keeps the store is gone.
+    pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.connection.set(key, value)
+    }
+
+    /// Waits until the key is set, and returns its value.
+    ///
+    /// # Errors
+    /// The key is not set within `timeout`; the process that keeps the store is gone.
+    pub fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        self.connection.get(key, timeout)
+    }
+
+    /// Returns whether the key is set.
+    ///
+    /// # Errors
+    /// The process that keeps the store is gone.
+    pub fn has(&self, key: &str) -> Result<bool> {
+        self.connection.has(key)
+    }
+}

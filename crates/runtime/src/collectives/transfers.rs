@@ -1,0 +1,159 @@
+//! Operations that move tensors: point to point, gathers and broadcasts. And the barrier.
+
+use tch::Tensor;
+
+use super::Division;
+use super::group::Group;
+use super::operands::{byte_count, overlap, part};
+use super::operation_log::Progress;
+use super::work::Work;
+use crate::autograd::GradMode;
+use crate::error::Result;
+use crate::sys::collectives::Native;
+use crate::sys::tensor::bump_version;
+
+impl Group {
+    /// Begins to send a tensor to another rank, which receives it with [`Group::recv`]. The n-th tensor sent to a rank is the n-th that
+    /// it receives from this one. `label` names the transfer in errors.
+    ///
+    /// # Errors
+    /// A tensor that is not contiguous and on the CPU; a rank that is not another one of the group; a dead group.
+    pub fn send(&self, tensor: &Tensor, to: usize, label: &str) -> Result<Work> {
+        self.check_peer("send", to)?;
+        self.check_tensor("send", "the tensor", tensor)?;
+        let operation = self.begin("send", label, byte_count(tensor))?;
+        let pending = self.post_send(&operation, tensor, to)?;
+        Ok(Work::new(self, operation, pending.into_iter().collect()))
+    }
+
+    /// Begins to receive a tensor from another rank into `tensor`, of the shape and dtype that is sent.
+    ///
+    /// # Errors
+    /// Those of [`Group::send`].
+    pub fn recv(&self, tensor: &Tensor, from: usize, label: &str) -> Result<Work> {
+        self.check_peer("recv", from)?;
+        self.check_tensor("recv", "the tensor", tensor)?;
+        let operation = self.begin("recv", label, 0)?;
+        bump_version(tensor)?;
+        let pending = self.post_recv(&operation, tensor, from)?;
+        Ok(Work::new(self, operation, pending.into_iter().collect()))
+    }
+
+    /// Begins to gather a divided tensor: each rank's `shard` arrives in its place in `whole`, on every rank. The shards are
+    /// received in place, and `shard` may be this rank's part of `whole` itself. Each rank sends its shard to every other: as the
+    /// shards of a division are, `(N − 1) / N` of the whole tensor.
+    ///
+    /// # Errors
+    /// Tensors that are not contiguous, on the CPU, of one dtype and of the division's sizes; a shard that overlaps `whole` elsewhere
+    /// than in its place; a dead group.
+    pub fn all_gather(
+        &self,
+        whole: &Tensor,
+        division: Division,
+        shard: &Tensor,
+        label: &str,
+    ) -> Result<Work> {
+        const NAME: &str = "all_gather";
+        let whole = self.flat(NAME, "the whole tensor", whole)?;
+        let shard = self.flat(NAME, "the shard", shard)?;
+        self.check_division(NAME, &whole, division, &shard)?;
+        if whole.kind() != shard.kind() {
+            let reason =
+                format!("the shard is {:?}; expected {:?}, as the whole tensor", shard.kind(), whole.kind());
+            return Err(self.invalid(NAME, label, &reason));
+        }
+        let own = part(&whole, division, self.rank())?;
+        let in_place = own.data_ptr() == shard.data_ptr();
+        if !in_place && overlap(&whole, &shard)? {
+            return Err(self.invalid(NAME, label, "the shard overlaps another part of the whole tensor"));
+        }
+        let bytes = byte_count(&shard) * (self.size() as u64 - 1);
+        let operation = self.begin(NAME, label, bytes)?;
+        bump_version(&whole)?;
+        let mut pending = Vec::with_capacity(2 * self.size());
+        for from in self.others() {
+            pending.extend(self.post_recv(&operation, &part(&whole, division, from)?, from)?);
+        }
+        for to in self.others() {
+            pending.extend(self.post_send(&operation, &shard, to)?);
+        }
+        let work = Work::new(self, operation, pending);
+        if !in_place && shard.numel() > 0 {
+            let _no_grad = GradMode::off();
+            let mut own = own;
+            own.f_copy_(&shard)?;
+        }
+        Ok(work)
+    }
+
+    /// [`Group::all_gather`] of equal shards by the backend's own collective. Gloo's takes more than twice as long, and is not counted in
+    /// [`Group::bytes`].
+    ///
+    /// # Errors
+    /// Tensors that are not contiguous and on the CPU, of different dtypes, or that overlap; a shard that is not one of as many equal
+    /// ones as there are ranks; a dead group.
+    pub fn all_gather_native(&self, whole: &Tensor, shard: &Tensor, label: &str) -> Result<Work> {
+        const NAME: &str = "all_gather";
+        let whole = self.flat(NAME, "the whole tensor", whole)?;
+        let shard = self.flat(NAME, "the shard", shard)?;
+        if whole.kind() != shard.kind()
+            || whole.numel() != shard.numel() * self.size()
+            || overlap(&whole, &shard)?
+        {
+            let reason = format!(
+                "{:?} {:?} of shards {:?} {:?}; expected {} shards of one dtype in other memory",
+                whole.kind(),
+                whole.size(),
+                shard.kind(),
+                shard.size(),
+                self.size()
+            );
+            return Err(self.invalid(NAME, label, &reason));
+        }
+        let operation = self.begin(NAME, label, 0)?;
+        let pending = self.native(&operation, Native::AllGather, &shard, Some(&whole))?;
+        Ok(Work::new(self, operation, pending))
+    }
+
+    /// Copies the tensor of rank `root` into those of all others, and waits until it has arrived. The root sends it to each.
+    ///
+    /// # Errors
+    /// A tensor that is not contiguous and on the CPU; a rank outside of the group; a failure, after which the group is dead.
+    pub fn broadcast(&self, tensor: &Tensor, root: usize, label: &str) -> Result<()> {
+        const NAME: &str = "broadcast";
+        self.check_tensor(NAME, "the tensor", tensor)?;
+        if root >= self.size() {
+            return Err(self.invalid(
+                NAME,
+                label,
+                &format!("there is no rank {root} in a group of {}", self.size()),
+            ));
+        }
+        let sent = if self.rank() == root { byte_count(tensor) * (self.size() as u64 - 1) } else { 0 };
+        let operation = self.begin(NAME, label, sent)?;
+        let mut pending = Vec::new();
+        if self.rank() == root {
+            for to in self.others() {
+                pending.extend(self.post_send(&operation, tensor, to)?);
+            }
+        } else {
+            bump_version(tensor)?;
+            pending.extend(self.post_recv(&operation, tensor, root)?);
+        }
+        Work::new(self, operation, pending).wait()
+    }
+
+    /// Waits until all ranks have come. To be called before a process ends, because the others may still need its store.
+    ///
+    /// # Errors
+    /// Ranks that do not come within the timeout, by number. The group is dead then.
+    pub fn barrier(&self, label: &str) -> Result<()> {
+        let operation = self.begin("barrier", label, 0)?;
+        if let Some(backend) = &self.0.backend {
+            let arrived = backend.monitored_barrier(self.timeout());
+            arrived.map_err(|cause| self.fail(&operation, None, &cause))?;
+        }
+        self.log(&operation, Progress::Done);
+        Ok(())
+    }
+}
