@@ -8,20 +8,13 @@
 
 use std::fmt::Debug;
 
+pub use runtime::collectives::ReduceOp;
+use runtime::collectives::{Group, ReduceOptions};
 use tch::Tensor;
 
 use crate::error::{Error, Result};
 
-/// The operation of an all-reduce.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ReduceOp {
-    /// Element-wise sum.
-    Sum,
-    /// Element-wise maximum.
-    Max,
-}
-
-/// A group of ranks: processes, or threads of one process.
+/// A group of ranks: processes ([`Group`]), or threads of one process.
 ///
 /// All ranks call the same reductions in the same order, with tensors of the same shape and dtype.
 pub trait ProcessGroup: Debug + Send + Sync {
@@ -30,6 +23,19 @@ pub trait ProcessGroup: Debug + Send + Sync {
     /// # Errors
     /// The communication fails.
     fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> runtime::Result<()>;
+}
+
+/// Sums in the order of ranks, so that equal runs give equal bits.
+impl ProcessGroup for Group {
+    fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> runtime::Result<()> {
+        let options = ReduceOptions { op, ..ReduceOptions::default() };
+        if tensor.is_contiguous() {
+            return Group::all_reduce(self, tensor, options, "cross-entropy");
+        }
+        let dense = tensor.f_contiguous()?;
+        Group::all_reduce(self, &dense, options, "cross-entropy")?;
+        Ok(tensor.f_copy_(&dense)?)
+    }
 }
 
 /// A rank's shard of the vocabulary.

@@ -14,3 +14,4 @@ mod precision_policy;
 mod semantics;
 mod threads;
 mod vocabulary_parallel;
+mod vocabulary_parallel_processes;

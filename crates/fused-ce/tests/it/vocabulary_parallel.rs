@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
 const TOKENS: i64 = 10;
 const HIDDEN: i64 = 6;
-const VOCABULARY: i64 = 23;
+pub(crate) const VOCABULARY: i64 = 23;
 const RANK: i64 = 3;
 
 /// A process group of threads with a barrier.
@@ -55,7 +55,7 @@ impl ProcessGroup for Member {
 }
 
 /// The inputs of a case.
-struct Whole {
+pub(crate) struct Whole {
     /// Hidden states, weight, bias, A, B.
     leaves: [Tensor; 5],
     classes: Tensor,
@@ -66,7 +66,7 @@ struct Whole {
 }
 
 impl Whole {
-    fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         let mut generator = Generator::new(seed).unwrap();
         let mut normal = |size: &[i64]| generator.normal(size, F64).unwrap();
         let leaves = [
@@ -101,7 +101,7 @@ impl Whole {
 }
 
 #[derive(Clone, Debug, Default)]
-struct Case {
+pub(crate) struct Case {
     options: LinearCrossEntropy,
     bias: bool,
     adapter: bool,
@@ -112,9 +112,9 @@ struct Case {
 }
 
 /// The outputs, and the gradients of the leaves of this rank.
-type Result = fused_ce::Result<(Vec<Tensor>, [Tensor; 5])>;
+pub(crate) type Result = fused_ce::Result<(Vec<Tensor>, [Tensor; 5])>;
 
-fn run(case: &Case, whole: &Whole, slice: Option<(i64, i64, Shard)>) -> Result {
+pub(crate) fn run(case: &Case, whole: &Whole, slice: Option<(i64, i64, Shard)>) -> Result {
     let (first, rows) = slice.as_ref().map_or((0, VOCABULARY), |(first, rows, _)| (*first, *rows));
     let sliced = |slot: usize| [1, 2, 4].contains(&slot);
     let leaves: [Tensor; 5] = std::array::from_fn(|slot| {
@@ -176,7 +176,7 @@ fn in_slices(case: &Case, whole: &Whole, slices: &[i64]) -> Vec<Result> {
     threads.into_iter().map(|thread| thread.join().unwrap()).collect()
 }
 
-fn same(name: &str, found: &Tensor, expected: &Tensor) {
+pub(crate) fn same(name: &str, found: &Tensor, expected: &Tensor) {
     assert_eq!((found.size(), found.kind()), (expected.size(), expected.kind()), "{name}");
     let error = (found - expected).abs().max().to_kind(Kind::Double).double_value(&[]);
     let allowed = 1e-12 * (1.0 + expected.abs().max().to_kind(Kind::Double).double_value(&[]));
@@ -202,9 +202,8 @@ fn check(case: &Case, whole: &Whole, slices: &[i64]) {
     }
 }
 
-#[test]
-fn vocabulary_shards_together_match_the_whole() {
-    let whole = Whole::new(6);
+/// Every input and option, with each reduction, with gradients in forward and in backward.
+pub(crate) fn cases() -> Vec<Case> {
     let chunk = Some(Chunk::Tokens(3));
     let plain =
         Case { options: LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() }, ..Case::default() };
@@ -238,16 +237,25 @@ fn vocabulary_shards_together_match_the_whole() {
             ..every.clone()
         });
     }
-    for case in cases {
-        for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
-            for gradients in [Gradients::Forward, Gradients::Backward] {
-                let options = LinearCrossEntropy { reduction, gradients, ..case.options.clone() };
-                let denominator = case.denominator && reduction == Reduction::Mean;
-                let case = Case { options, denominator, ..case.clone() };
-                for slices in [&[23][..], &[10, 13], &[1, 20, 2], &[5, 3, 9, 1, 5]] {
-                    check(&case, &whole, slices);
-                }
-            }
+    let reduced = |case: &Case, reduction: Reduction, gradients: Gradients| {
+        let options = LinearCrossEntropy { reduction, gradients, ..case.options.clone() };
+        let denominator = case.denominator && reduction == Reduction::Mean;
+        Case { options, denominator, ..case.clone() }
+    };
+    let each = cases.iter().flat_map(|case| {
+        [Reduction::Mean, Reduction::Sum, Reduction::None].into_iter().flat_map(move |reduction| {
+            [Gradients::Forward, Gradients::Backward].map(|gradients| reduced(case, reduction, gradients))
+        })
+    });
+    each.collect()
+}
+
+#[test]
+fn vocabulary_shards_together_match_the_whole() {
+    let whole = Whole::new(6);
+    for case in cases() {
+        for slices in [&[23][..], &[10, 13], &[1, 20, 2], &[5, 3, 9, 1, 5]] {
+            check(&case, &whole, slices);
         }
     }
 }
