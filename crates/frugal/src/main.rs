@@ -36,6 +36,8 @@ enum Command {
     Info(program::info::Info),
     /// Predict what fits, the peak memory and the time of a step; reads no weights
     Plan(Box<program::plan::Plan>),
+    /// Run a program as several processes, the ranks of one machine
+    Launch(program::launch::Launch),
     /// Show this machine's libtorch, devices, rates, memory, disk and access to the hub
     Doctor(program::doctor::Doctor),
 }
@@ -56,6 +58,7 @@ fn main() -> ExitCode {
         Command::Export(arguments) => program::export::run(&cli.common, arguments),
         Command::Info(arguments) => program::info::run(&cli.common, arguments),
         Command::Plan(arguments) => program::plan::run(&cli.common, arguments),
+        Command::Launch(arguments) => program::launch::run(&cli.common, arguments),
         Command::Doctor(arguments) => program::doctor::run(&cli.common, arguments),
     })
 }

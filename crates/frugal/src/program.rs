@@ -10,6 +10,7 @@ pub(crate) mod finetune;
 pub(crate) mod flags;
 pub(crate) mod generate;
 pub(crate) mod info;
+pub(crate) mod launch;
 pub(crate) mod merge;
 pub(crate) mod model;
 pub(crate) mod output;

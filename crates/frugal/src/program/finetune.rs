@@ -143,6 +143,7 @@ pub(crate) fn run(common: &Common, arguments: &Finetune) -> anyhow::Result<()> {
 /// # Errors
 /// Whatever can be wrong; without the weights wherever it can be found without them.
 pub(crate) fn launch(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::Result<()> {
+    super::launch::refuse_ranks()?;
     tune(common, config, out, resume).map_err(|error| name_budget(error, config))
 }
 

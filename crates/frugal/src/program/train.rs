@@ -188,6 +188,7 @@ pub(crate) fn launch(
     resume: bool,
     diagnosis: Option<Option<&Path>>,
 ) -> anyhow::Result<()> {
+    super::launch::refuse_ranks()?;
     train(common, config, out, resume, diagnosis).map_err(|error| name_budget(error, config))
 }
 

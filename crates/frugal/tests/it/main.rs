@@ -13,6 +13,7 @@ mod gsm8k_records;
 mod gsm8k_split;
 mod gsm8k_stop_texts;
 mod gsm8k_tokenize;
+mod launch;
 mod pairs;
 mod plan;
 mod plan_errors;

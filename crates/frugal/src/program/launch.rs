@@ -1,0 +1,146 @@
+//! `frugal launch`: the ranks of one machine as processes that end together.
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use clap::{Args, CommandFactory};
+use runtime::collectives::Launch as Place;
+use runtime::collectives::ranks::{Output, Progress, Ranks, RanksOptions, ending};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use super::Common;
+use super::output::say;
+
+#[derive(Args)]
+#[command(after_help = "\
+Each process gets the variables that torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR, …), and an equal share of the processors in \
+OMP_NUM_THREADS, unless that is set. Each line of output begins with its rank. When a rank fails, the others are ended. Ctrl-C is \
+passed on once; a second one kills all ranks.
+
+Examples:
+  frugal launch -n 2 -- ./my-training --steps 100
+  frugal launch -n 4 --restarts 2 -- python train.py")]
+pub(crate) struct Launch {
+    /// Number of processes
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    ranks: u16,
+    /// How often all ranks are started again after one has failed
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    restarts: u64,
+    /// Seconds in which the other ranks may end by themselves after one has failed
+    #[arg(long, value_name = "SECONDS", default_value_t = 5)]
+    patience: u64,
+    /// The program and its arguments; a subcommand's name runs this program
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    command: Vec<OsString>,
+}
+
+/// How often the ranks are looked at.
+const PAUSE: Duration = Duration::from_millis(20);
+
+pub(crate) fn run(common: &Common, arguments: &Launch) -> anyhow::Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM]).context("a handler of signals cannot be registered")?;
+    let run_id = std::process::id().to_string();
+    for restart_count in 0..=arguments.restarts {
+        let options = RanksOptions { ranks: arguments.ranks.into(), restart_count, run_id: run_id.clone() };
+        let mut ranks = Ranks::start(&options, |_| arguments.command(), print)?;
+        let (progress, interrupts) = watch(common, arguments, &mut ranks, &mut signals)?;
+        let failure = match progress {
+            Progress::Failed { rank, status } => {
+                format!("rank {rank} of {} {}", arguments.ranks, ending(status))
+            }
+            Progress::Running | Progress::Done => return Ok(()),
+        };
+        match interrupts {
+            0 if restart_count == arguments.restarts => bail!("{failure}"),
+            0 => say(common, &format!("{failure}; restart {} of {}", restart_count + 1, arguments.restarts)),
+            1 => bail!("interrupted; {failure}"),
+            _ => bail!("interrupted twice; the ranks were killed"),
+        }
+    }
+    Ok(())
+}
+
+/// Waits until all ranks have ended. Returns how, and the number of interruptions.
+fn watch(
+    common: &Common,
+    arguments: &Launch,
+    ranks: &mut Ranks,
+    signals: &mut Signals,
+) -> anyhow::Result<(Progress, u32)> {
+    let mut interrupts = 0;
+    let mut deadline = None;
+    loop {
+        for _ in signals.pending() {
+            interrupts += 1;
+            if interrupts == 1 {
+                say(common, "interrupted; waiting for the ranks, a second Ctrl-C kills them");
+                ranks.interrupt();
+            } else {
+                ranks.kill();
+            }
+        }
+        let progress = ranks.poll()?;
+        if let Progress::Failed { .. } = progress
+            && interrupts == 0
+        {
+            // The others see the connection close, and say what they were doing.
+            let patience = Duration::from_secs(arguments.patience);
+            if Instant::now() >= *deadline.get_or_insert_with(|| Instant::now() + patience) {
+                ranks.kill();
+            }
+        }
+        if ranks.have_ended() {
+            ranks.end(Duration::ZERO)?;
+            return Ok((progress, interrupts));
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// Prints a line of a rank behind its number.
+#[allow(clippy::print_stdout, reason = "the output of a rank goes where the rank has sent it")]
+fn print(rank: usize, output: Output, line: &str) {
+    let line = format!("[{rank}] {line}\n");
+    // A closed pipe does not stop the ranks.
+    let _ = match output {
+        Output::Standard => std::io::stdout().lock().write_all(line.as_bytes()),
+        Output::Error => std::io::stderr().lock().write_all(line.as_bytes()),
+    };
+}
+
+impl Launch {
+    fn command(&self) -> Command {
+        let own = self.command[0].to_str().is_some_and(|name| {
+            crate::Cli::command().get_subcommands().any(|subcommand| subcommand.get_name() == name)
+        });
+        let mut words = self.command.iter();
+        let program = match own.then(std::env::current_exe) {
+            Some(Ok(program)) => program.into_os_string(),
+            _ => words.next().cloned().unwrap_or_default(),
+        };
+        let mut command = Command::new(program);
+        command.args(words);
+        command
+    }
+}
+
+/// Refuses a training in a process that is one of several ranks: each would train the whole model, and write the same files.
+///
+/// # Errors
+/// The process was started with others.
+pub(crate) fn refuse_ranks() -> anyhow::Result<()> {
+    match Place::from_environment() {
+        Ok(Some(place)) if place.world_size > 1 => bail!(
+            "this process is rank {} of {}, and training does not divide its work among ranks; start one process, without a \
+             launcher",
+            place.rank,
+            place.world_size
+        ),
+        _ => Ok(()),
+    }
+}

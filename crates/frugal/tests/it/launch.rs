@@ -1,0 +1,183 @@
+//! `frugal launch`: ranks start, print, fail, restart and end together.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Output, Stdio};
+
+use expect_test::{Expect, expect};
+
+fn launch(options: &[&str], command: &[&str]) -> Command {
+    let mut launcher = Command::new(crate::program());
+    launcher.arg("launch").args(options).arg("--").args(command).env_remove("OMP_NUM_THREADS");
+    launcher.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    launcher
+}
+
+/// Runs a shell's script as ranks.
+fn shell(options: &[&str], script: &str) -> Output {
+    launch(options, &["sh", "-c", script]).output().unwrap()
+}
+
+/// The lines in the order of ranks; those of two ranks come in any.
+fn sorted(bytes: &[u8]) -> String {
+    let mut lines: Vec<String> =
+        String::from_utf8_lossy(bytes).lines().map(|line| line.to_owned() + "\n").collect();
+    lines.sort();
+    lines.concat()
+}
+
+fn check(output: &Output, code: i32, out: Expect, err: Expect) {
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{said}");
+    out.assert_eq(&sorted(&output.stdout));
+    err.assert_eq(&sorted(&output.stderr));
+}
+
+#[test]
+fn each_rank_gets_the_variables_of_torchrun_and_its_lines_begin_with_its_number() {
+    let script = "echo $RANK $LOCAL_RANK of $WORLD_SIZE $LOCAL_WORLD_SIZE, restart $TORCHELASTIC_RESTART_COUNT; \
+                  echo at $MASTER_ADDR >&2; test $MASTER_PORT -gt 0 && test $OMP_NUM_THREADS -gt 0 && test \
+                  -n \"$TORCHELASTIC_RUN_ID\"";
+    let out = expect![[r#"
+        [0] 0 0 of 3 3, restart 0
+        [1] 1 1 of 3 3, restart 0
+        [2] 2 2 of 3 3, restart 0
+    "#]];
+    let err = expect![[r#"
+        [0] at 127.0.0.1
+        [1] at 127.0.0.1
+        [2] at 127.0.0.1
+    "#]];
+    check(&shell(&["-n", "3"], script), 0, out, err);
+}
+
+#[test]
+fn a_rank_that_fails_ends_the_others_and_is_named() {
+    let output = shell(&["-n", "3", "--patience", "0"], "test $RANK = 1 && exit 7; sleep 600");
+    check(
+        &output,
+        1,
+        expect![""],
+        expect![[r#"
+        error: rank 1 of 3 ended with exit status 7
+    "#]],
+    );
+    let output = shell(&["-n", "2", "--patience", "0"], "test $RANK = 0 && kill -9 $$; sleep 600");
+    check(
+        &output,
+        1,
+        expect![""],
+        expect![[r#"
+        error: rank 0 of 2 was ended by signal 9
+    "#]],
+    );
+}
+
+#[test]
+fn the_others_may_say_what_they_saw() {
+    let output = shell(&["-n", "2"], "test $RANK = 1 && exit 7; sleep 0.3; echo rank 1 is gone >&2; exit 1");
+    check(
+        &output,
+        1,
+        expect![""],
+        expect![[r#"
+        [0] rank 1 is gone
+        error: rank 1 of 2 ended with exit status 7
+    "#]],
+    );
+}
+
+#[test]
+fn the_ranks_are_started_again_as_often_as_that() {
+    let script = "echo $TORCHELASTIC_RESTART_COUNT; test $TORCHELASTIC_RESTART_COUNT = 2";
+    let output = shell(&["-n", "1", "--restarts", "3"], script);
+    let out = expect![[r#"
+        [0] 0
+        [0] 1
+        [0] 2
+    "#]];
+    let err = expect![[r#"
+        rank 0 of 1 ended with exit status 1; restart 1 of 3
+        rank 0 of 1 ended with exit status 1; restart 2 of 3
+    "#]];
+    check(&output, 0, out, err);
+    let output = shell(&["-n", "1", "--restarts", "1", "--quiet"], script);
+    let out = expect![[r#"
+        [0] 0
+        [0] 1
+    "#]];
+    check(
+        &output,
+        1,
+        out,
+        expect![[r#"
+        error: rank 0 of 1 ended with exit status 1
+    "#]],
+    );
+}
+
+/// Starts a script, and waits until each of two ranks has printed a line.
+fn start(script: &str) -> (Child, BufReader<std::process::ChildStdout>) {
+    let mut child = launch(&["-n", "2"], &["sh", "-c", script]).spawn().unwrap();
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    for _ in 0..2 {
+        let mut line = String::new();
+        out.read_line(&mut line).unwrap();
+        assert!(line.ends_with("] ready\n"), "{line}");
+    }
+    (child, out)
+}
+
+fn interrupt(child: &Child) {
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+}
+
+#[test]
+fn an_interruption_is_passed_on_and_a_second_one_kills() {
+    let (child, mut out) = start("trap 'echo saved; exit 1' INT; echo ready; while :; do sleep 0.05; done");
+    interrupt(&child);
+    let mut rest = String::new();
+    while out.read_line(&mut rest).unwrap() > 0 {}
+    assert_eq!(sorted(rest.as_bytes()), "[0] saved\n[1] saved\n");
+    let output = child.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.starts_with("interrupted; waiting for the ranks, a second Ctrl-C kills them\n"), "{said}");
+    assert!(
+        said.contains("error: interrupted; rank ") && said.ends_with(" of 2 ended with exit status 1\n"),
+        "{said}"
+    );
+
+    let (child, mut out) = start("trap 'echo not yet' INT; echo ready; while :; do sleep 0.05; done");
+    interrupt(&child);
+    let mut line = String::new();
+    out.read_line(&mut line).unwrap();
+    assert!(line.ends_with("] not yet\n"), "{line}");
+    interrupt(&child);
+    let output = child.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.ends_with("error: interrupted twice; the ranks were killed\n"), "{said}");
+}
+
+#[test]
+fn a_subcommand_runs_this_program_and_a_training_refuses_to_be_a_rank() {
+    let output = launch(&["-n", "2", "--restarts", "0"], &["train", "--steps", "1"]).output().unwrap();
+    let said = sorted(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    let refusal = "error: this process is rank 1 of 2, and training does not divide its work among ranks; start one process, \
+                   without a launcher";
+    assert!(said.contains(refusal), "{said}");
+}
+
+#[test]
+fn a_program_that_is_not_there_is_named() {
+    let output = launch(&["-n", "2"], &["no-such-program-anywhere"]).output().unwrap();
+    check(
+        &output,
+        1,
+        expect![""],
+        expect![[r#"
+        error: no-such-program-anywhere: No such file or directory (os error 2)
+    "#]],
+    );
+}
