@@ -1,6 +1,7 @@
 //! `runtime`: the rates of this machine, and the runtime's overhead.
 
 mod adam;
+mod collectives;
 mod cost;
 mod kernels;
 mod norms;
@@ -50,6 +51,18 @@ pub(crate) enum Verb {
         #[arg(long, value_parser = clap::value_parser!(i64).range(1..))]
         parameters: Option<i64>,
     },
+    /// Compare transfers between two processes with Gloo's own collectives
+    Collectives {
+        /// How long to measure
+        #[arg(long, value_enum, default_value_t)]
+        scale: Scale,
+    },
+    /// One of the processes of `collectives`; rank 0 prints the seconds of each round
+    #[command(hide = true)]
+    CollectivesRank {
+        #[arg(long)]
+        rounds: usize,
+    },
     /// A loop of small operators; prints seconds per operator (run by `cost`, in processes of their own)
     #[command(hide = true)]
     SmallOperators {
@@ -68,6 +81,8 @@ pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
         Verb::FusedPieces { scale } => measure(common, *scale, pieces::parts),
         Verb::Kernels { scale } => measure(common, *scale, kernels::parts),
         Verb::Adam { scale, parameters } => measure(common, *scale, |_| adam::parts(*scale, *parameters)),
+        Verb::Collectives { scale } => measure(common, *scale, |_| collectives::parts()),
+        Verb::CollectivesRank { rounds } => collectives::rank(*rounds),
         Verb::SmallOperators { tracked, operators } => {
             writeln!(std::io::stdout(), "{:e}", cost::small_operators(*tracked, *operators)?)?;
             Ok(())

@@ -1,0 +1,136 @@
+//! Transfers between two processes: this project's messages beside Gloo's own collectives, in turns.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::process::Command;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use report::{Case, Metric};
+use runtime::collectives::ranks::{Progress, Ranks, RanksOptions};
+use runtime::collectives::{Division, Group, GroupOptions, Launch, Order, ReduceOptions, Store};
+use tch::{Device, Kind, Tensor};
+
+use super::cost::{Effort, Figures, Part};
+
+const RANKS: usize = 2;
+const ELEMENTS: i64 = 16 << 20;
+const SIZE: &str = "64 MiB";
+/// How long the processes may take.
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// An operation, and the bytes that a rank sends as a share of the whole.
+const OPERATIONS: [(&str, f64); 3] = [("all-gather", 0.5), ("reduce-scatter", 0.5), ("all-reduce", 1.0)];
+
+pub(crate) fn parts() -> Vec<Part> {
+    let about = "transfers between processes";
+    vec![Part { about, experiment: "collectives", run: Box::new(transfers) }]
+}
+
+fn case(operation: &str) -> Case {
+    Case::new().with("operation", operation).with("ranks", RANKS as i64).with("size", SIZE)
+}
+
+fn transfers(device: Device, effort: Effort) -> anyhow::Result<Figures> {
+    if device != Device::Cpu {
+        let metric = || Metric::not_measured("time_ratio", "ratio", "groups connect CPUs");
+        return Ok(OPERATIONS.iter().map(|(operation, _)| (case(operation), metric())).collect());
+    }
+    let rounds = if effort == Effort::Seconds { 3 } else { 15 };
+    let lines = in_processes(rounds)?;
+    let mut samples: BTreeMap<&str, [Vec<f64>; 3]> = BTreeMap::new();
+    for line in &lines {
+        let [operation, ours, native] = line.split('\t').collect::<Vec<_>>()[..] else { continue };
+        let (ours, native): (f64, f64) = (ours.parse()?, native.parse()?);
+        let [of_ours, of_native, ratios] = samples.entry(operation).or_default();
+        of_ours.push(ours);
+        of_native.push(native);
+        ratios.push(ours / native);
+    }
+    let mut figures = Vec::new();
+    for (operation, share) in OPERATIONS {
+        let [ours, native, ratios] =
+            samples.get(operation).with_context(|| format!("rank 0 gave no figures of {operation}"))?;
+        let sent = share * 4.0 * ELEMENTS as f64;
+        let rates: Vec<f64> = ours.iter().map(|seconds| sent / seconds).collect();
+        figures.push((case(operation), Metric::of_samples("seconds", "s", ours)));
+        figures.push((case(operation), Metric::of_samples("native_seconds", "s", native)));
+        figures.push((case(operation), Metric::of_samples("time_ratio", "ratio", ratios)));
+        figures.push((case(operation), Metric::of_samples("rate", "B/s", &rates)));
+    }
+    Ok(figures)
+}
+
+/// Runs the ranks, and returns what rank 0 printed.
+fn in_processes(rounds: usize) -> anyhow::Result<Vec<String>> {
+    let program = std::env::current_exe().context("finding this program to run it again")?;
+    let (lines, errors) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Mutex::new(Vec::new())));
+    let (of_rank_0, all) = (lines.clone(), errors.clone());
+    let options = RanksOptions { ranks: RANKS, ..RanksOptions::default() };
+    let command = |_| {
+        let mut command = Command::new(&program);
+        command.args(["runtime", "collectives-rank", "--rounds", &rounds.to_string()]);
+        command
+    };
+    let mut ranks = Ranks::start(&options, command, move |rank, output, line| {
+        use runtime::collectives::ranks::Output;
+        let into = match (rank, output) {
+            (0, Output::Standard) => &of_rank_0,
+            _ => &all,
+        };
+        if let Ok(mut into) = into.lock() {
+            into.push(line.to_owned());
+        }
+    })?;
+    let progress = ranks.wait(LIMIT)?;
+    ranks.end(Duration::from_secs(5))?;
+    let errors = errors.lock().map(|errors| errors.join("\n")).unwrap_or_default();
+    ensure!(progress == Progress::Done, "the ranks did not end well: {progress:?}\n{errors}");
+    let lines = lines.lock().map(|lines| lines.clone()).unwrap_or_default();
+    Ok(lines)
+}
+
+/// What each process does.
+pub(crate) fn rank(rounds: usize) -> anyhow::Result<()> {
+    let launch = Launch::from_environment()?.context("this verb is run by `collectives`, as its ranks")?;
+    let store = Store::connect(&launch, Duration::from_secs(60))?;
+    let group = Group::new(&store, "measured", GroupOptions::default())?;
+    let whole = Tensor::f_ones([ELEMENTS], (Kind::Float, Device::Cpu))?;
+    let division = Division::even(ELEMENTS, group.size());
+    let shard = Tensor::f_ones([division.len(group.rank())], (Kind::Float, Device::Cpu))?;
+    let ordered = ReduceOptions::default();
+    let native = ReduceOptions { order: Order::Native, ..ordered };
+    let once = |operation: &str, ours: bool| -> runtime::Result<()> {
+        let options = if ours { ordered } else { native };
+        match (operation, ours) {
+            ("all-gather", true) => group.all_gather(&whole, division, &shard, operation)?.wait(),
+            ("all-gather", false) => group.all_gather_native(&whole, &shard, operation)?.wait(),
+            ("reduce-scatter", _) => {
+                group.reduce_scatter(&whole, division, &shard, options, operation)?.wait()
+            }
+            _ => group.all_reduce(&whole, options, operation),
+        }
+    };
+    let seconds = |operation: &str, ours: bool| -> runtime::Result<f64> {
+        group.barrier("before")?;
+        let start = Instant::now();
+        once(operation, ours)?;
+        Ok(start.elapsed().as_secs_f64())
+    };
+    for (operation, _) in OPERATIONS {
+        for round in 0..=rounds {
+            let first = seconds(operation, round % 2 == 0)?;
+            let second = seconds(operation, round % 2 == 1)?;
+            let (ours, native) = if round % 2 == 0 { (first, second) } else { (second, first) };
+            // The first round touches memory for the first time.
+            if round > 0 && group.rank() == 0 {
+                writeln!(std::io::stdout(), "{operation}\t{ours:e}\t{native:e}")?;
+            }
+            // Sums of sums would overflow.
+            let _ = whole.shallow_clone().f_fill_(1.0)?;
+        }
+    }
+    group.barrier("end")?;
+    Ok(())
+}
