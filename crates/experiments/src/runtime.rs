@@ -123,8 +123,9 @@ fn measure(
     let parts = parts(device);
     let mut progress = Progress::new(parts.len() as u64);
     for part in parts {
-        // The costs of the runtime are many figures: at scale laptop as few repeats of each as at smoke.
-        let short = scale == Scale::Smoke || scale == Scale::Laptop && part.experiment == "runtime-cost";
+        // At scale laptop as few repeats as at smoke of what has many figures, or takes long for each.
+        let few = ["runtime-cost", "collectives"].contains(&part.experiment);
+        let short = scale == Scale::Smoke || scale == Scale::Laptop && few;
         let effort = if short { cost::Effort::Seconds } else { cost::Effort::Minutes };
         progress.message(part.about);
         for (case, metric) in (part.run)(device, effort)? {
