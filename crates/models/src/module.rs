@@ -47,7 +47,7 @@ pub use functional_call::{FunctionalCall, SharedModule};
 pub use named_tensors::{
     NamedTensor, ParameterCount, freeze, parameter_count, parameters, tensors, trainable,
 };
-pub use replace::{replace_attention, replace_block, replace_mlp, try_replace_block};
+pub use replace::{Replaceable, replace, try_replace};
 pub use visitor::{ModuleMapper, Role, Visitor, VisitorMut, map_modules};
 
 use crate::error::Result;

@@ -2,7 +2,7 @@
 
 use models::hugging_face::Folder;
 use models::init::Init;
-use models::module::{Block, FunctionalCall, Module, ModuleMapper, freeze, map_modules, try_replace_block};
+use models::module::{Block, FunctionalCall, Module, ModuleMapper, freeze, map_modules, try_replace};
 use models::tensors_file::{TensorLocation, dtype_name};
 use models::{Llama, LlamaConfig};
 use runtime::device;
@@ -272,7 +272,7 @@ struct Install {
 impl ModuleMapper for Install {
     fn block(&mut self, name: &str, slot: &mut Box<dyn Block>) -> models::Result<()> {
         let Some(number) = self.blocks.next(name) else { return Ok(()) };
-        let taken = try_replace_block(slot, |block| wrap(&self.engine, (name, number), block, &|_| None));
+        let taken = try_replace(slot, |block| wrap(&self.engine, (name, number), block, &|_| None));
         taken.map_err(|error| (*error).into())
     }
 }

@@ -51,14 +51,14 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use models::module::{Attention, Block, Mlp, Module, ModuleMapper, map_modules};
+use models::module::{Attention, Block, Mlp, Module, ModuleMapper, map_modules, replace};
 
 pub use probe::LayerProbe;
 pub use step_predictor::{StepCost, StepPredictor};
 
 use crate::error::{Error, Result};
 use host_offload::HostOffload;
-use switched::{SwitchedAttention, SwitchedBlock, SwitchedMlp};
+use switched::{Switched, SwitchedBlock};
 
 /// What a layer does with its activations. See the [module](self).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -268,14 +268,14 @@ impl ModuleMapper for Install {
 
     fn attention(&mut self, name: &str, slot: &mut Box<dyn Attention>) -> models::Result<()> {
         if let Some(switch) = self.switch_of(name) {
-            SwitchedAttention::install(slot, name, switch);
+            replace(slot, |attention| Box::new(Switched::new(name, attention, switch)));
         }
         Ok(())
     }
 
     fn mlp(&mut self, name: &str, slot: &mut Box<dyn Mlp>) -> models::Result<()> {
         if let Some(switch) = self.switch_of(name) {
-            SwitchedMlp::install(slot, name, switch);
+            replace(slot, |mlp| Box::new(Switched::new(name, mlp, switch)));
         }
         Ok(())
     }

@@ -5,42 +5,52 @@ use tch::Tensor;
 use super::{Attention, Block, Context, Mlp, Module, Visitor, VisitorMut};
 use crate::error::{Error, Result};
 
-/// Replaces the block in `slot` by what `wrap` makes of it.
-pub fn replace_block(slot: &mut Box<dyn Block>, wrap: impl FnOnce(Box<dyn Block>) -> Box<dyn Block>) {
-    *slot = wrap(std::mem::replace(slot, Box::new(Vacant)));
+/// A kind of part that [`replace`] can wrap: `dyn Block`, `dyn Attention`, `dyn Mlp`.
+pub trait Replaceable {
+    /// Returns what occupies a slot while its part is being wrapped: every use of it is an error.
+    fn vacant() -> Box<Self>;
 }
 
-/// [`replace_block`] with a `wrap` that can fail. With its error it returns a block for the slot, usually the one that it got, so that
+impl Replaceable for dyn Block {
+    fn vacant() -> Box<Self> {
+        Box::new(Vacant)
+    }
+}
+
+impl Replaceable for dyn Attention {
+    fn vacant() -> Box<Self> {
+        Box::new(Vacant)
+    }
+}
+
+impl Replaceable for dyn Mlp {
+    fn vacant() -> Box<Self> {
+        Box::new(Vacant)
+    }
+}
+
+/// Replaces the part in `slot` by what `wrap` makes of it.
+pub fn replace<P: Replaceable + ?Sized>(slot: &mut Box<P>, wrap: impl FnOnce(Box<P>) -> Box<P>) {
+    *slot = wrap(std::mem::replace(slot, P::vacant()));
+}
+
+/// [`replace`] with a `wrap` that can fail. With its error it returns a part for the slot, usually the one that it got, so that
 /// the model keeps working.
 ///
 /// # Errors
 /// Those of `wrap`.
-pub fn try_replace_block<E>(
-    slot: &mut Box<dyn Block>,
-    wrap: impl FnOnce(Box<dyn Block>) -> std::result::Result<Box<dyn Block>, (Box<dyn Block>, E)>,
+pub fn try_replace<P: Replaceable + ?Sized, E>(
+    slot: &mut Box<P>,
+    wrap: impl FnOnce(Box<P>) -> std::result::Result<Box<P>, (Box<P>, E)>,
 ) -> std::result::Result<(), E> {
-    let block = std::mem::replace(slot, Box::new(Vacant));
-    match wrap(block) {
-        Ok(block) => *slot = block,
-        Err((block, error)) => {
-            *slot = block;
+    match wrap(std::mem::replace(slot, P::vacant())) {
+        Ok(part) => *slot = part,
+        Err((part, error)) => {
+            *slot = part;
             return Err(error);
         }
     }
     Ok(())
-}
-
-/// Replaces the MLP in `slot` by what `wrap` makes of it.
-pub fn replace_mlp(slot: &mut Box<dyn Mlp>, wrap: impl FnOnce(Box<dyn Mlp>) -> Box<dyn Mlp>) {
-    *slot = wrap(std::mem::replace(slot, Box::new(Vacant)));
-}
-
-/// Replaces the attention in `slot` by what `wrap` makes of it.
-pub fn replace_attention(
-    slot: &mut Box<dyn Attention>,
-    wrap: impl FnOnce(Box<dyn Attention>) -> Box<dyn Attention>,
-) {
-    *slot = wrap(std::mem::replace(slot, Box::new(Vacant)));
 }
 
 /// Occupies a slot while its part is being wrapped. It stays only if the wrapping panics, and then every forward fails.
@@ -104,10 +114,10 @@ mod tests {
     #[test]
     fn a_failed_wrapping_leaves_the_block_and_a_panic_leaves_an_error() {
         let (x, mut slot): (_, Box<dyn Block>) = (Tensor::from(1.0), Box::new(Identity));
-        assert_eq!(try_replace_block(&mut slot, |block| Err((block, "refused"))), Err("refused"));
+        assert_eq!(try_replace(&mut slot, |block| Err((block, "refused"))), Err("refused"));
         assert!(slot.forward(&x, &Context::default()).is_ok());
 
-        let panics = || replace_block(&mut slot, |_| panic!("a bug"));
+        let panics = || replace(&mut slot, |_| panic!("a bug"));
         assert!(catch_unwind(AssertUnwindSafe(panics)).is_err());
         let error = slot.forward(&x, &Context::default()).unwrap_err().to_string();
         assert_eq!(error, "model: a part is missing because wrapping it panicked; load the model again");

@@ -1,11 +1,11 @@
-//! Blocks, attentions and MLPs that follow a switchable plan.
+//! Blocks, and parts of blocks, that follow a switchable plan.
 
 use std::sync::Arc;
 
 use models::Result;
 use models::module::{
-    Attention, Block, Context, FunctionalCall, Mlp, MlpForm, Module, OwnedContext, Visitor, VisitorMut,
-    replace_attention, replace_block, replace_mlp,
+    Attention, Block, Context, FunctionalCall, Mlp, MlpForm, Module, OwnedContext, Replaceable, Visitor,
+    VisitorMut, replace,
 };
 use runtime::autograd::Checkpoint;
 use tch::Tensor;
@@ -34,9 +34,7 @@ pub(super) struct SwitchedBlock {
 impl SwitchedBlock {
     /// Wraps the block of `slot`.
     pub(super) fn install(slot: &mut Box<dyn Block>, name: &str, switch: Switch, storage: LayerStorage) {
-        replace_block(slot, |block| {
-            Box::new(Self { block: FunctionalCall::new(name, block), switch, storage })
-        });
+        replace(slot, |block| Box::new(Self { block: FunctionalCall::new(name, block), switch, storage }));
     }
 }
 
@@ -71,79 +69,77 @@ impl Block for SwitchedBlock {
     }
 }
 
-/// An attention with its block's switchable plan.
+/// A kind of part of a block which one of the plans recomputes alone.
+pub(super) trait Part: Module + Replaceable + 'static {
+    /// That plan.
+    const RECOMPUTED_BY: LayerPlan;
+
+    /// The part's own forward.
+    fn compute(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor>;
+}
+
+impl Part for dyn Attention {
+    const RECOMPUTED_BY: LayerPlan = LayerPlan::RecomputeAttention;
+
+    fn compute(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        self.forward(x_btd, context)
+    }
+}
+
+impl Part for dyn Mlp {
+    const RECOMPUTED_BY: LayerPlan = LayerPlan::RecomputeMlp;
+
+    fn compute(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        self.forward(x, context)
+    }
+}
+
+/// A part with its block's switchable plan.
 #[derive(Debug)]
-pub(super) struct SwitchedAttention {
-    attention: FunctionalCall<dyn Attention>,
+pub(super) struct Switched<P: ?Sized> {
+    part: FunctionalCall<P>,
     switch: Switch,
 }
 
-impl SwitchedAttention {
-    /// Wraps the attention of `slot`.
-    pub(super) fn install(slot: &mut Box<dyn Attention>, name: &str, switch: Switch) {
-        replace_attention(slot, |attention| {
-            Box::new(Self { attention: FunctionalCall::new(name, attention), switch })
-        });
-    }
-}
-
-impl Module for SwitchedAttention {
-    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
-        self.attention.visit(visitor);
+impl<P: Part + ?Sized> Switched<P> {
+    /// Takes ownership of a part.
+    pub(super) fn new(name: &str, part: Box<P>, switch: Switch) -> Self {
+        Self { part: FunctionalCall::new(name, part), switch }
     }
 
-    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
-        self.attention.visit_mut(visitor)
-    }
-}
-
-impl Attention for SwitchedAttention {
-    fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        if self.switch.get() != LayerPlan::RecomputeAttention || !self.attention.records(x_btd) {
-            return self.attention.shared().run(|attention| attention.forward(x_btd, context));
+    fn run(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        if self.switch.get() != P::RECOMPUTED_BY || !self.part.records(x) {
+            return self.part.shared().run(|part| part.compute(x, context));
         }
-        let segment =
-            segment(&self.attention, context, |attention, x, context| attention.forward(x, context));
-        Ok(Checkpoint::default().run(segment, &[x_btd])?.remove(0))
-    }
-}
-
-/// An MLP with its block's switchable plan.
-#[derive(Debug)]
-pub(super) struct SwitchedMlp {
-    mlp: FunctionalCall<dyn Mlp>,
-    switch: Switch,
-}
-
-impl SwitchedMlp {
-    /// Wraps the MLP of `slot`.
-    pub(super) fn install(slot: &mut Box<dyn Mlp>, name: &str, switch: Switch) {
-        replace_mlp(slot, |mlp| Box::new(Self { mlp: FunctionalCall::new(name, mlp), switch }));
-    }
-}
-
-impl Module for SwitchedMlp {
-    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
-        self.mlp.visit(visitor);
-    }
-
-    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
-        self.mlp.visit_mut(visitor)
-    }
-}
-
-impl Mlp for SwitchedMlp {
-    fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        if self.switch.get() != LayerPlan::RecomputeMlp || !self.mlp.records(x) {
-            return self.mlp.shared().run(|mlp| mlp.forward(x, context));
-        }
-        let segment = segment(&self.mlp, context, |mlp, x, context| mlp.forward(x, context));
+        let segment = segment(&self.part, context, P::compute);
         Ok(Checkpoint::default().run(segment, &[x])?.remove(0))
+    }
+}
+
+impl<P: Part + ?Sized> Module for Switched<P> {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        self.part.visit(visitor);
+    }
+
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        self.part.visit_mut(visitor)
+    }
+}
+
+impl Attention for Switched<dyn Attention> {
+    fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        self.run(x_btd, context)
+    }
+}
+
+impl Mlp for Switched<dyn Mlp> {
+    fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        self.run(x, context)
     }
 
     /// Nothing that can be replaced: the switch would be lost.
     fn form(&self) -> MlpForm {
-        match self.mlp.shared().run(|mlp| mlp.form()) {
+        match self.part.shared().run(|mlp| mlp.form()) {
             MlpForm::Recomputed => MlpForm::Recomputed,
             _ => MlpForm::Other,
         }

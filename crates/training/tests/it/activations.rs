@@ -5,7 +5,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use models::module::{Context, Input, LanguageModel, ModuleMapper, freeze, map_modules, parameters, tensors};
-use models::{Documents, Gpt2, Gpt2Config, Llama, LlamaConfig};
+use models::{Documents, Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, Llama, LlamaConfig};
 use runtime::autograd::{GradMode, backward, set_grad};
 use runtime::precision::{self, Policy};
 use runtime::profile::Counter;
@@ -274,6 +274,26 @@ fn names_and_tensors_of_a_model_are_unchanged() {
     backward(&[&loss]).unwrap();
     map_modules(&mut model, &mut Doubled).unwrap();
     assert_eq!(weight(&model), before * 2.0, "a replaced tensor is seen, through both switches");
+}
+
+#[test]
+fn a_model_without_an_attention_of_its_own_refuses_to_recompute_it() {
+    let _serial = serial();
+    let config = Gpt2LikeConfig {
+        vocab_size: 40,
+        embedding_dim: 16,
+        hidden_dim: 16,
+        num_heads: 2,
+        ff_dim: 32,
+        max_length: LENGTH,
+        ..Gpt2LikeConfig::default()
+    };
+    let mut model = Gpt2Like::new(&config, (Kind::Float, Device::Cpu)).unwrap();
+    let expected = "activation plan: this model's blocks have no single attention that can be recomputed; take `recompute all`";
+    assert_eq!(apply(&mut model, &[RecomputeAttention]).unwrap_err().to_string(), expected);
+    let activations = apply(&mut model, &[KeepAll]).unwrap();
+    assert_eq!(activations.change(&[RecomputeAttention]).unwrap_err().to_string(), expected);
+    assert_eq!(activations.plan(), [KeepAll]);
 }
 
 #[test]

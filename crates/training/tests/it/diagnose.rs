@@ -12,7 +12,7 @@ use training::profile::{Composition, Diagnosis, Finding, Phase, Profile, Trainin
 
 /// The injected inefficiency; by default none.
 #[derive(Debug, Clone, Copy, Default)]
-struct Planted {
+struct Injected {
     item: bool,
     zeroed: bool,
     zeroed_together: bool,
@@ -57,18 +57,18 @@ impl Model {
         Self { parameters, moments, steps, mask }
     }
 
-    fn forward(&self, x: &Tensor, planted: &Planted) -> Tensor {
+    fn forward(&self, x: &Tensor, injected: &Injected) -> Tensor {
         let [into, qkv, out, head] = &self.parameters[..] else { unreachable!() };
         let heads = x.matmul(into).matmul(qkv).view([BATCH, LENGTH, 3, HEADS, 32]).permute([2, 0, 3, 1, 4]);
         let (q, k, v) = (heads.get(0), heads.get(1), heads.get(2));
-        let mask = if planted.mask {
+        let mask = if injected.mask {
             Tensor::ones([LENGTH, LENGTH], FLOAT_CPU).tril(0).to_kind(Kind::Bool)
-        } else if planted.converted_mask {
+        } else if injected.converted_mask {
             self.mask.to_kind(Kind::Float).to_kind(Kind::Bool)
         } else {
             self.mask.shallow_clone()
         };
-        let attended = if planted.softmax {
+        let attended = if injected.softmax {
             let scores = q.matmul(&k.transpose(-1, -2)).masked_fill(&mask.logical_not(), f64::NEG_INFINITY);
             scores.softmax(-1, Kind::Float).matmul(&v)
         } else {
@@ -77,9 +77,9 @@ impl Model {
         attended.transpose(1, 2).reshape([BATCH * LENGTH, 128]).matmul(out).matmul(head)
     }
 
-    fn update(&mut self, planted: &Planted) {
+    fn update(&mut self, injected: &Injected) {
         let gradients: Vec<Tensor> = self.parameters.iter().map(Tensor::grad).collect();
-        if planted.unfused {
+        if injected.unfused {
             no_grad(|| {
                 let [first, second] = &mut self.moments;
                 for (index, parameter) in self.parameters.iter_mut().enumerate() {
@@ -102,15 +102,15 @@ impl Model {
     }
 }
 
-fn step(model: &mut Model, planted: &Planted) {
+fn step(model: &mut Model, injected: &Injected) {
     let _step = range("step");
     let (x, labels) = {
         let _data = range("data");
-        if planted.tokenizing {
+        if injected.tokenizing {
             let _tokenize = range("tokenize");
             let _ = "one of many words ".repeat(1000).split(' ').map(str::len).sum::<usize>();
         }
-        if planted.slow_data {
+        if injected.slow_data {
             let a = Tensor::ones([768, 768], FLOAT_CPU);
             let _ = a.matmul(&a).matmul(&a);
         }
@@ -121,17 +121,17 @@ fn step(model: &mut Model, planted: &Planted) {
     };
     let loss = {
         let _forward = range("forward");
-        let mut logits = model.forward(&x, planted);
-        if planted.twice {
-            let _ = no_grad(|| model.forward(&x, planted)).argmax(-1, false);
+        let mut logits = model.forward(&x, injected);
+        if injected.twice {
+            let _ = no_grad(|| model.forward(&x, injected)).argmax(-1, false);
         }
         let mut labels = labels;
-        if planted.indexing {
+        if injected.indexing {
             let kept = labels.ge(0);
             logits = logits.index(&[Some(&kept)]);
             labels = labels.index(&[Some(&kept)]);
         }
-        if planted.tiny {
+        if injected.tiny {
             let mut small = Tensor::zeros([4], FLOAT_CPU);
             for _ in 0..4000 {
                 small += 1.0;
@@ -139,31 +139,31 @@ fn step(model: &mut Model, planted: &Planted) {
         }
         logits.cross_entropy_for_logits(&labels)
     };
-    if planted.evaluated {
+    if injected.evaluated {
         let _forward = range("forward");
-        let _ = no_grad(|| model.forward(&x, planted)).argmax(-1, false);
+        let _ = no_grad(|| model.forward(&x, injected)).argmax(-1, false);
     }
     {
         let _backward = range("backward");
         loss.backward();
     }
-    if planted.item {
+    if injected.item {
         let _ = loss.double_value(&[]);
     }
     {
         let _optimizer = range("optimizer");
-        model.update(planted);
+        model.update(injected);
     }
-    if planted.zeroed_together {
+    if injected.zeroed_together {
         let _no_grad = tch::no_grad_guard();
         let gradients: Vec<Tensor> =
             model.parameters.iter().map(|parameter| parameter.grad().detach()).collect();
         foreach::zero_(&gradients).unwrap();
     }
     for parameter in &mut model.parameters {
-        if planted.zeroed {
+        if injected.zeroed {
             parameter.zero_grad();
-        } else if !planted.zeroed_together {
+        } else if !injected.zeroed_together {
             // A new leaf over the same memory, without a gradient.
             *parameter = parameter.detach().set_requires_grad(true);
         }
@@ -172,36 +172,36 @@ fn step(model: &mut Model, planted: &Planted) {
 
 static TURN: LazyLock<Mutex<()>> = LazyLock::new(|| Mutex::new(()));
 
-fn record(planted: Planted) -> Profile {
+fn record(injected: Injected) -> Profile {
     let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     // Other programs on the machine do not change counts.
     tch::set_num_threads(1);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
-    let mut model = Model::new(if planted.odd_width { 250 } else { 256 });
-    step(&mut model, &planted); // so that all steps find gradients and state as their predecessor left them
+    let mut model = Model::new(if injected.odd_width { 250 } else { 256 });
+    step(&mut model, &injected); // so that all steps find gradients and state as their predecessor left them
     let trace = Trace::start(Default::default()).unwrap();
     for _ in 0..STEPS {
-        if planted.worker {
+        if injected.worker {
             let worker = std::thread::spawn(|| {
                 let _load = range("load");
                 let _ = Tensor::ones([64, 64], FLOAT_CPU).tril(0);
             });
             worker.join().unwrap();
         }
-        step(&mut model, &planted);
+        step(&mut model, &injected);
     }
     trace.save(&path).unwrap();
     Profile::read(&path).unwrap()
 }
 
-fn diagnose(planted: Planted) -> Diagnosis {
-    Diagnosis::of(&record(planted), &TrainingFacts::default()).unwrap()
+fn diagnose(injected: Injected) -> Diagnosis {
+    Diagnosis::of(&record(injected), &TrainingFacts::default()).unwrap()
 }
 
 #[test]
 fn a_good_loop_has_no_findings() {
-    let diagnosis = diagnose(Planted { worker: true, ..Planted::default() });
+    let diagnosis = diagnose(Injected { worker: true, ..Injected::default() });
     assert!(diagnosis.findings.is_empty(), "{diagnosis}");
     let text = diagnosis.to_string();
     assert!(text.starts_with("nothing found in 3 steps of "), "{text}");
@@ -211,12 +211,12 @@ fn a_good_loop_has_no_findings() {
 }
 
 /// The injected inefficiency is found, with no others except those named, and its figures match the loop.
-fn check(planted: Planted, name: &str, per_step: f64, evidence: &[&str], also: &[&str]) -> Finding {
-    let diagnosis = diagnose(planted);
+fn check(injected: Injected, name: &str, per_step: f64, evidence: &[&str], also: &[&str]) -> Finding {
+    let diagnosis = diagnose(injected);
     let finding =
         diagnosis.finding(name).unwrap_or_else(|| panic!("{name} was not found: {diagnosis}")).clone();
     for found in &diagnosis.findings {
-        assert!(found.name == name || also.contains(&found.name), "{planted:?}: {diagnosis}");
+        assert!(found.name == name || also.contains(&found.name), "{injected:?}: {diagnosis}");
     }
     assert_eq!(finding.per_step, per_step, "{finding:?}");
     for words in evidence {
@@ -230,36 +230,36 @@ fn check(planted: Planted, name: &str, per_step: f64, evidence: &[&str], also: &
 
 #[test]
 fn reading_a_value_in_each_step_is_found() {
-    let planted = Planted { item: true, ..Planted::default() };
-    check(planted, "host synchronisation", 1.0, &["1 × in a step", "in rest"], &[]);
+    let injected = Injected { item: true, ..Injected::default() };
+    check(injected, "host synchronisation", 1.0, &["1 × in a step", "in rest"], &[]);
 }
 
 #[test]
 fn zeroed_gradients_are_found() {
-    let planted = Planted { zeroed: true, ..Planted::default() };
-    check(planted, "zeroed gradients", 4.0, &["4 × in a step", "4 additions", "[128, 256]"], &[]);
-    let planted = Planted { zeroed_together: true, ..Planted::default() };
-    check(planted, "zeroed gradients", 4.0, &["4 × in a step", "4 additions"], &[]);
+    let injected = Injected { zeroed: true, ..Injected::default() };
+    check(injected, "zeroed gradients", 4.0, &["4 × in a step", "4 additions", "[128, 256]"], &[]);
+    let injected = Injected { zeroed_together: true, ..Injected::default() };
+    check(injected, "zeroed gradients", 4.0, &["4 × in a step", "4 additions"], &[]);
 }
 
 #[test]
 fn an_unfused_optimizer_is_found() {
-    let planted = Planted { unfused: true, ..Planted::default() };
+    let injected = Injected { unfused: true, ..Injected::default() };
     // mul_, mul, add_; mul_, square, mul, add_; sqrt, add, div, mul, sub_.
-    check(planted, "unfused optimizer", 48.0, &["48 operators over 4 parameters", "12.0 each"], &[]);
+    check(injected, "unfused optimizer", 48.0, &["48 operators over 4 parameters", "12.0 each"], &[]);
 }
 
 #[test]
 fn a_width_of_250_is_found() {
-    let planted = Planted { odd_width: true, ..Planted::default() };
-    check(planted, "odd widths", 4.0, &["250 (next multiple 256)", "multiple of 16"], &[]);
+    let injected = Injected { odd_width: true, ..Injected::default() };
+    check(injected, "odd widths", 4.0, &["250 (next multiple 256)", "multiple of 16"], &[]);
 }
 
 #[test]
 fn a_mask_built_in_forward_is_found() {
-    let planted = Planted { mask: true, ..Planted::default() };
+    let injected = Injected { mask: true, ..Injected::default() };
     check(
-        planted,
+        injected,
         "mask in each forward",
         3.0,
         &["aten::ones [64, 64]", "aten::tril [64, 64]", "aten::to"],
@@ -269,57 +269,57 @@ fn a_mask_built_in_forward_is_found() {
 
 #[test]
 fn a_mask_converted_in_forward_is_found() {
-    let planted = Planted { converted_mask: true, ..Planted::default() };
-    check(planted, "mask in each forward", 2.0, &["aten::to [64, 64]"], &[]);
+    let injected = Injected { converted_mask: true, ..Injected::default() };
+    check(injected, "mask in each forward", 2.0, &["aten::to [64, 64]"], &[]);
 }
 
 #[test]
 fn math_attention_is_found() {
-    let planted = Planted { softmax: true, ..Planted::default() };
-    check(planted, "attention by softmax", 1.0, &["[64, 64, 64]"], &[]);
+    let injected = Injected { softmax: true, ..Injected::default() };
+    check(injected, "attention by softmax", 1.0, &["[64, 64, 64]"], &[]);
 }
 
 #[test]
 fn boolean_indexing_in_the_loss_is_found() {
-    let planted = Planted { indexing: true, ..Planted::default() };
-    check(planted, "boolean indexing", 2.0, &["aten::index [1024]"], &[]);
+    let injected = Injected { indexing: true, ..Injected::default() };
+    check(injected, "boolean indexing", 2.0, &["aten::index [1024]"], &[]);
 }
 
 #[test]
 fn loading_on_the_training_thread_is_found() {
-    let planted = Planted { slow_data: true, ..Planted::default() };
-    let finding = check(planted, "waiting for data", 0.0, &["no worker is seen"], &[]);
+    let injected = Injected { slow_data: true, ..Injected::default() };
+    let finding = check(injected, "waiting for data", 0.0, &["no worker is seen"], &[]);
     assert_eq!(finding.remedy, "Load in worker threads that prefetch.");
-    let with_worker = Planted { worker: true, ..planted };
+    let with_worker = Injected { worker: true, ..injected };
     let finding = check(with_worker, "waiting for data", 0.0, &["workers load them"], &[]);
     assert!(finding.remedy.starts_with("Give the loader more workers"), "{finding:?}");
 }
 
 #[test]
 fn tokenizing_on_the_training_thread_is_found() {
-    let planted = Planted { tokenizing: true, ..Planted::default() };
-    check(planted, "tokenizing in the step", 1.0, &["tokenizes 1 ×"], &["waiting for data"]);
+    let injected = Injected { tokenizing: true, ..Injected::default() };
+    check(injected, "tokenizing in the step", 1.0, &["tokenizes 1 ×"], &["waiting for data"]);
 }
 
 #[test]
 fn a_second_forward_for_a_metric_is_found() {
-    let planted = Planted { twice: true, ..Planted::default() };
-    check(planted, "double evaluation", 1.0, &["operators twice"], &[]);
-    let planted = Planted { evaluated: true, ..Planted::default() };
-    check(planted, "double evaluation", 1.0, &["2 forward parts and 1 backward"], &[]);
+    let injected = Injected { twice: true, ..Injected::default() };
+    check(injected, "double evaluation", 1.0, &["operators twice"], &[]);
+    let injected = Injected { evaluated: true, ..Injected::default() };
+    check(injected, "double evaluation", 1.0, &["2 forward parts and 1 backward"], &[]);
 }
 
 #[test]
 fn tiny_operators_are_found() {
-    let planted = Planted { tiny: true, ..Planted::default() };
-    let diagnosis = diagnose(planted);
+    let injected = Injected { tiny: true, ..Injected::default() };
+    let diagnosis = diagnose(injected);
     let finding = diagnosis.finding("tiny operators").unwrap_or_else(|| panic!("{diagnosis}"));
     assert!(finding.per_step > 4000.0 && finding.share.unwrap() >= 0.25, "{finding:?}");
 }
 
 #[test]
 fn facts_outside_the_trace_are_reported() {
-    let profile = record(Planted::default());
+    let profile = record(Injected::default());
     let facts = TrainingFacts {
         padding_share: Some(0.4),
         parameters_without_gradient: Some(vec!["unused.weight".into(), "unused.bias".into()]),
@@ -349,7 +349,7 @@ fn facts_outside_the_trace_are_reported() {
 
 #[test]
 fn the_composition_of_a_real_trace_adds_up() {
-    let composition = Composition::of(&record(Planted { worker: true, ..Planted::default() })).unwrap();
+    let composition = Composition::of(&record(Injected { worker: true, ..Injected::default() })).unwrap();
     assert_eq!(composition.steps.len(), STEPS);
     for step in &composition.steps {
         let sum: f64 = step.phases.iter().sum();
