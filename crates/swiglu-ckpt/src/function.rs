@@ -45,6 +45,7 @@ use tch::{Kind, Tensor};
 use crate::arguments::{Sizes, Weights, check, defined};
 use crate::error::Result;
 use crate::level::CheckpointLevel;
+pub(crate) use tiles::check_tile;
 use tiles::{Scratch, Sums, TilePlan};
 
 /// Computes (SiLU(x·W) ⊙ x·V)·U.

@@ -24,9 +24,9 @@ use runtime::fused::swiglu::silu_mul;
 use runtime::precision;
 use tch::Tensor;
 
-use crate::arguments::Weights;
+use crate::arguments::{Sizes, Weights};
 use crate::error::{Error, Result};
-use crate::function::run_as_is;
+use crate::function::{check_tile, run_as_is};
 use crate::gelu::{Layer, feed_forward};
 use crate::level::CheckpointLevel;
 
@@ -48,7 +48,7 @@ use crate::level::CheckpointLevel;
 ///
 /// # Errors
 /// [`Error::Mlp`]: an MLP with adapters, a bias, dropout or another form, or one that is already wrapped or recomputed; a level
-/// that it does not support; a model without MLPs.
+/// that it does not support; a model without MLPs. [`Error::Tile`]: a tile in which no token fits.
 pub fn install(model: &mut dyn Module, level: CheckpointLevel) -> Result<usize> {
     let mut plan = Prepare { level, mlps: Vec::new(), refused: None };
     map_modules(model, &mut plan).map_err(runtime::Error::from)?;
@@ -94,6 +94,9 @@ impl RecomputedMlp {
                                   (LayerPlan::RecomputeMlp) instead";
                     return Err(refuse(reason.to_owned()));
                 }
+                let (features, hidden) = gate.weight.size2()?;
+                let options = (gate.weight.kind(), gate.weight.device());
+                check_tile(level, Sizes { tokens: 0, hidden, features }, options)?;
                 Parts::Swiglu { gate, up, down }
             }
             MlpForm::FeedForward { names, activation, dropout } => {

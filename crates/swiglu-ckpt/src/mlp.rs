@@ -3,9 +3,9 @@
 use runtime::autograd::GradMode;
 use tch::{Device, Kind, Tensor};
 
-use crate::arguments::{Weights, check};
+use crate::arguments::{Sizes, Weights, check};
 use crate::error::{Error, Result};
-use crate::function::run;
+use crate::function::{check_tile, run};
 use crate::level::CheckpointLevel;
 
 /// How W and V are stored.
@@ -66,7 +66,7 @@ impl SwigluMlp {
     /// Creates an MLP with weights uniform in ±1/√fan-in, as in PyTorch's linear layers, requiring gradients.
     ///
     /// # Errors
-    /// A size below 1; a dtype that is not floating; a device that does not exist.
+    /// A size below 1; a dtype that is not floating; a device that does not exist; a tile in which no token fits.
     pub fn new(config: &SwigluConfig) -> Result<Self> {
         let &SwigluConfig { hidden, intermediate, level, storage, kind, device } = config;
         for (name, found) in [("hidden", hidden), ("intermediate", intermediate)] {
@@ -78,6 +78,7 @@ impl SwigluMlp {
             let expected = "Float, Double, BFloat16 or Half".to_owned();
             return Err(Error::Dtype { name: "weights", found: kind, expected });
         }
+        check_tile(level, Sizes { tokens: 0, hidden, features: intermediate }, (kind, device))?;
         let draw = |rows: i64, columns: i64| -> Result<Tensor> {
             let bound = 1.0 / (rows as f64).sqrt();
             let mut weight = Tensor::f_empty([rows, columns], (kind, device))?;
@@ -102,7 +103,7 @@ impl SwigluMlp {
     /// hidden]`. (PyTorch's `nn.Linear` stores the transpose: pass `weight.tr()`.)
     ///
     /// # Errors
-    /// Shapes, dtypes or devices that do not match; weights that are not finite.
+    /// Shapes, dtypes or devices that do not match; weights that are not finite; a tile in which no token fits.
     pub fn from_weights(gate: Tensor, up: Tensor, down: Tensor, level: CheckpointLevel) -> Result<Self> {
         let mlp = Self { weights: Stored::Separate { gate, up, down }, level };
         mlp.check()?;
@@ -151,7 +152,9 @@ impl SwigluMlp {
     fn check(&self) -> Result<()> {
         let (_, down) = self.parameters().pop().expect("there is a down-projection");
         let hidden = down.size().get(1).copied().unwrap_or(0);
-        check(&Tensor::f_empty([0, hidden], (down.kind(), down.device()))?, self.weights())?;
+        let options = (down.kind(), down.device());
+        let sizes = check(&Tensor::f_empty([0, hidden], options)?, self.weights())?;
+        check_tile(self.level, sizes, options)?;
         for (name, weight) in self.parameters() {
             let count = weight.f_isfinite()?.f_logical_not()?.f_sum(Kind::Int64)?.f_int64_value(&[])?;
             if count > 0 {

@@ -51,6 +51,15 @@ impl TilePlan {
     }
 }
 
+/// Refuses tiles in which no token fits, whichever dtype the input of weights of this dtype has.
+pub(crate) fn check_tile(level: CheckpointLevel, sizes: Sizes, (kind, device): (Kind, Device)) -> Result<()> {
+    let CheckpointLevel::InputOnlyTiled { bytes } = level else { return Ok(()) };
+    // Autocast computes with a narrower input than the weights'.
+    let token_bytes = |kind| token_bytes(sizes, kind, compute_kind(device, kind));
+    let token_bytes = token_bytes(kind).min(token_bytes(Kind::BFloat16));
+    if bytes < token_bytes { Err(Error::Tile { bytes, token_bytes }) } else { Ok(()) }
+}
+
 /// Bytes of backward per token of a tile: gate, up and the product's gradient, and casts if needed.
 fn token_bytes(sizes: Sizes, kind: Kind, compute: Kind) -> u64 {
     let casts = if compute == kind { 0 } else { 3 * sizes.hidden };

@@ -321,6 +321,11 @@ fn unsupported_mlps_are_refused_and_unchanged() {
     let mut planned = llama(Kind::Float);
     activations::apply(&mut *planned, &[LayerPlan::KeepAll; 3]).unwrap();
     refused(&mut *planned, input_only, "install recomputation before activation plans and offloading");
+    refused(
+        &mut swiglu_of(false),
+        CheckpointLevel::InputOnlyTiled { bytes: 16 },
+        "a tile of 16 bytes is below the ",
+    );
     let mut none = Linear::new(2, 2, false, (Kind::Float, Device::Cpu)).unwrap();
     refused(&mut none, input_only, "has no MLP to recompute");
 
