@@ -218,7 +218,7 @@ fn train(
     let saving = out.map(|out| Saving::open(out, config, resume)).transpose()?;
     let _limit = enforce(config, device)?;
     let model = match &file {
-        Some(file) => llama(config, file, data.vocabulary, device)?,
+        Some(file) => llama(config, file, (data.vocabulary, length), device)?,
         None => small(config, data.vocabulary, length, device)?,
     };
     let mut prepared = recipe.apply(model)?;
@@ -293,14 +293,20 @@ fn llama_config(name: &str) -> anyhow::Result<LlamaConfig> {
 fn llama(
     config: &Config,
     file: &LlamaConfig,
-    vocabulary: i64,
+    (vocabulary, length): (i64, usize),
     device: Device,
 ) -> anyhow::Result<Box<dyn LanguageModel>> {
+    let name = config.model.name.as_deref().unwrap_or_default();
     if vocabulary > file.vocab_size {
         bail!(
-            "the data has {vocabulary} tokens and the model of `{}` knows {}; give a tokenizer of at most that many",
-            config.model.name.as_deref().unwrap_or_default(),
+            "the data has {vocabulary} tokens and the model of `{name}` knows {}; give a tokenizer of at most that many",
             file.vocab_size
+        );
+    }
+    if i64::try_from(length)? > file.max_position_embeddings {
+        bail!(
+            "--length {length}: the model of `{name}` has {} positions; give at most that many",
+            file.max_position_embeddings
         );
     }
     let kind = config.model.dtype.map_or(Kind::Float, frugal::config::Dtype::kind);

@@ -11,6 +11,13 @@ use serde_json::{Value, json};
 
 const VOCABULARY: &str = "300";
 const LENGTH: usize = 32;
+/// A model with few positions.
+const LLAMA: &str = r#"{
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 16,
+    "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": true,
+    "hidden_act": "silu", "torch_dtype": "float32"
+}"#;
 
 /// `frugal train` with `arguments` between blanks.
 fn train(arguments: &str) -> Output {
@@ -99,6 +106,21 @@ fn lines_objects_and_a_store_of_the_same_texts_train_to_the_same_bits() {
 }
 
 #[test]
+fn a_row_longer_than_the_models_positions_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("config.json");
+    std::fs::write(&path, LLAMA).unwrap();
+    let mut command = Command::new(crate::program());
+    let output = command.args(["train", "--length", "1000", "--model"]).arg(&path).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let message = String::from_utf8(output.stderr).unwrap();
+    expect![[r#"
+        error: --length 1000: the model of `config.json` has 64 positions; give at most that many
+    "#]]
+    .assert_eq(&message.replace(&*path.to_string_lossy(), "config.json"));
+}
+
+#[test]
 fn what_does_not_fit_is_said_before_anything_is_trained() {
     let folder = tempfile::tempdir().unwrap();
     write_texts(folder.path());
@@ -153,6 +175,12 @@ fn what_does_not_fit_is_said_before_anything_is_trained() {
         expect![[r#"
         error: FOLDER/objects.jsonl: line 1: no field 'text'; the fields here are: answer, question
     "#]],
+    );
+    check(
+        format!("--data {} --length 1000000", at("lines.txt")),
+        expect![[r#"
+            error: --length 1000000: the training data has 1424 tokens; give at most that many, or more data
+        "#]],
     );
     check(
         "--data synthetic --epochs 2".into(),

@@ -113,6 +113,12 @@ impl Source<'_> {
             vocabulary: data.vocabulary.map(|size| size as usize),
             longest: max_length,
         })?;
+        let tokens = documents.train.tokens();
+        if max_length as u64 > tokens {
+            bail!(
+                "--length {max_length}: the training data has {tokens} tokens; give at most that many, or more data"
+            );
+        }
         let options = BatchOptions {
             batch_size: training.batch,
             max_length,
