@@ -116,8 +116,18 @@ impl Block for OffloadBlockWithCheckpointing {
                 layers[runner.layer].tensors.iter().map(Tensor::shallow_clone).collect::<Vec<_>>()
             });
             let inputs: Vec<&Tensor> = own.iter().collect();
-            let leaves = apply(Fetch(runner.clone(), direction), &inputs)?;
-            Ok(vec![runner.run(&leaves, &x[0], &context.borrow(), direction)?])
+            let span = match direction {
+                Direction::Backward => runner.engine.segment_backward(runner.number),
+                Direction::Forward => None,
+            };
+            let fetch = Fetch { runner: runner.clone(), direction, compute: span.clone() };
+            let leaves = apply(fetch, &inputs)?;
+            let Some(span) = span else {
+                return Ok(vec![runner.run(&leaves, &x[0], &context.borrow(), direction)?]);
+            };
+            // After the load, so that autograd ends the span before it stores the gradients.
+            let x = span.ends_at(&x[0])?;
+            Ok(vec![span.begins_at(&runner.run(&leaves, &x, &context.borrow(), direction)?)?])
         };
         Ok(Checkpoint::default().run(segment, &[x_btd])?.remove(0))
     }
@@ -178,8 +188,14 @@ impl Block for ResidentBlock {
         let segment = move |x: &[Tensor]| {
             let direction = if GradMode::enabled() { Direction::Backward } else { Direction::Forward };
             unchanged(&versions_at_forward, &name, &named)?;
-            let run = || Ok(part.run(|block| block.forward(&x[0], &context.borrow()))?);
-            Ok(vec![engine.computing(number, direction, run)?])
+            let run = |x: &Tensor| {
+                let run = || Ok(part.run(|block| block.forward(x, &context.borrow()))?);
+                engine.computing(number, direction, run)
+            };
+            match engine.segment_backward(number).filter(|_| direction == Direction::Backward) {
+                Some(span) => Ok(vec![span.begins_at(&run(&span.ends_at(&x[0])?)?)?]),
+                None => Ok(vec![run(&x[0])?]),
+            }
         };
         Ok(Checkpoint::default().run(segment, &[x_btd])?.remove(0))
     }

@@ -20,6 +20,7 @@ mod host_queue;
 mod pass;
 mod pinned_pool;
 mod ring;
+mod segment_backward;
 mod transfer;
 
 use std::collections::{HashMap, VecDeque};
@@ -47,6 +48,7 @@ use pass::EndRequest;
 use pinned_pool::PinnedPool;
 pub(crate) use ring::Lease;
 use ring::Slots;
+pub(crate) use segment_backward::SegmentBackward;
 pub(crate) use transfer::Transferred;
 
 /// A handle on the engine of a model.
@@ -309,6 +311,11 @@ impl Engine {
         let result = body()?;
         self.0.trace.end(&current, begin, (StreamKind::Compute, number, direction), 0)?;
         Ok(result)
+    }
+
+    /// Returns a span for the backward of a recomputed segment of block `number`, which autograd runs; `None` while not recording.
+    pub(crate) fn segment_backward(&self, number: usize) -> Option<SegmentBackward> {
+        self.0.trace.is_recording().then(|| SegmentBackward::new(self.clone(), number))
     }
 
     /// Makes the streams usable again after a failure that was already reported. The contents of the slots are unknown.

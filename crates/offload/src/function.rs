@@ -16,7 +16,7 @@ use runtime::autograd::{
 use runtime::profile;
 use tch::Tensor;
 
-use crate::engine::{Engine, Fetched, Lease, Outstanding};
+use crate::engine::{Engine, Fetched, Lease, Outstanding, SegmentBackward};
 use crate::error::{Error, Result};
 use crate::schedule::Direction;
 use crate::storage::TensorVersions;
@@ -214,11 +214,16 @@ impl Function for OverlapOffloadFunction {
 
 /// The load of a layer's tensors as an autograd function, for activation checkpointing: autograd returns the gradients to host
 /// memory.
-pub(crate) struct Fetch(pub(crate) LayerRunner, pub(crate) Direction);
+pub(crate) struct Fetch {
+    pub(crate) runner: LayerRunner,
+    pub(crate) direction: Direction,
+    /// The span of the backward that ends with these gradients.
+    pub(crate) compute: Option<SegmentBackward>,
+}
 
 impl Function for Fetch {
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
-        let Self(LayerRunner { engine, layer, .. }, direction) = self;
+        let Self { runner: LayerRunner { engine, layer, .. }, direction, .. } = self;
         let fetched = engine.fetch(*layer, *direction)?;
         for index in 0..inputs.len() {
             if !ctx.needs_input_grad(index) {
@@ -233,7 +238,8 @@ impl Function for Fetch {
         ctx: &mut Backward,
         grads: Vec<Option<Tensor>>,
     ) -> runtime::Result<Vec<Option<Tensor>>> {
-        let Self(LayerRunner { engine, layer, .. }, _) = self;
+        let Self { runner: LayerRunner { engine, layer, .. }, compute, .. } = self;
+        compute.as_ref().map_or(Ok(()), SegmentBackward::end)?;
         let needed = |index: &usize| ctx.needs_input_grad(*index);
         let found: Vec<(usize, Tensor)> = grads
             .into_iter()

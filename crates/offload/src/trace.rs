@@ -48,6 +48,11 @@ impl Trace {
         Ok(())
     }
 
+    /// Whether it records.
+    pub(crate) fn is_recording(&self) -> bool {
+        self.0.lock().is_some()
+    }
+
     /// Marks the start of a span on a stream; `None` while not recording.
     pub(crate) fn begin(&self, stream: &Stream) -> runtime::Result<Option<Event>> {
         if self.0.lock().is_none() {

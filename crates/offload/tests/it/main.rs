@@ -13,4 +13,5 @@ mod nested;
 mod peaks;
 mod repeated_uses;
 mod support;
+mod trace;
 mod trainer;
