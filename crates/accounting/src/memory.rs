@@ -8,6 +8,7 @@
 //! | [`activations`] | tensors that the forward keeps, by recomputation choice |
 //! | [`published`] | the formulas of Korthikanti et al. for these |
 //! | [`logits`] | logits and the temporaries of the loss |
+//! | [`vocabulary_parallel`] | the loss of ranks that share the vocabulary, and what they send |
 //! | [`working_set`] | temporaries of one block's backward, and of ZeRO's communication |
 //! | [`host`] | tensors on the host instead of the device |
 //! | [`kv_cache`] | keys and values of generation |
@@ -21,6 +22,7 @@ pub mod logits;
 pub mod optimizer;
 pub mod published;
 pub mod recipe;
+pub mod vocabulary_parallel;
 pub mod working_set;
 pub mod zero;
 
