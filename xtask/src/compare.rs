@@ -98,6 +98,8 @@ fn schedule(rounds: u32) -> impl Iterator<Item = (u32, Side)> {
 /// Adds the comparison's name, the side and the round to a record, so that programs need not know that they are compared.
 fn attribute(mut record: Record, comparison: &str, side: Side, round: u32) -> Record {
     record.experiment = comparison.to_owned();
+    // A comparison's arguments give the sizes.
+    record.environment.scale = None;
     let mut case = Case::new();
     if record.case.get(IMPLEMENTATION_KEY).is_none() {
         case = case.with(IMPLEMENTATION_KEY, side.label());

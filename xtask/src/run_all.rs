@@ -165,7 +165,7 @@ impl Run<'_> {
 
     fn setting(&self, experiment: &Experiment) -> Result<Setting> {
         Ok(Setting {
-            scale: self.args.scale.name().into(),
+            scale: if experiment.one_size { String::new() } else { self.args.scale.name().into() },
             device: self.args.device.to_string(),
             seed: self.args.seed,
             revision: self.programs.revision.clone(),
@@ -175,8 +175,10 @@ impl Run<'_> {
 
     fn command(&self, experiment: &Experiment) -> Result<Command> {
         let mut command = self.programs.command(&experiment.package)?;
-        command.args(&experiment.args).args(["--scale", self.args.scale.name()]);
-        command.env(report::environment::SCALE, self.args.scale.name());
+        command.args(&experiment.args);
+        if !experiment.one_size {
+            command.args(["--scale", self.args.scale.name()]);
+        }
         command.arg("--device").arg(self.args.device.to_string());
         command.arg("--seed").arg(self.args.seed.to_string());
         command.arg("--records").arg(self.folder.unfinished_records(&experiment.name));

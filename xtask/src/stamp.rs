@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 /// The settings that determine the records of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Setting {
-    /// `smoke`, `laptop`, `full` or `paper`; empty for a comparison.
+    /// `smoke`, `laptop`, `full` or `paper`; empty for what has one size: a comparison, and some experiments.
     pub(crate) scale: String,
     pub(crate) device: String,
     pub(crate) seed: u64,

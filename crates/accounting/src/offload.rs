@@ -40,9 +40,9 @@
 //! let model = presets::find("qwen2.5-7b")?;
 //! let rates = Rates { load: 25e9, store: 25e9, host_optimizer: 1.8e9, device_optimizer: 35e9 };
 //! let choices = sizes::Choices { flops: 120e12, ..sizes::Choices::default() };
-//! let job = sizes::inference(&model, Workload { batch: 1, sequence: 8192 }, &choices)?;
+//! let costs = sizes::inference(&model, Workload { batch: 1, sequence: 8192 }, &choices)?;
 //! let setup = Setup { method: Method::Overlap { ring: 3 }, resident: vec![], optimizer: OptimizerPlace::Host };
-//! let step = simulate(&job, &rates, &setup, Start::Warm)?;
+//! let step = simulate(&costs, &rates, &setup, Start::Warm)?;
 //! // 8192 tokens are more than the condition's 4800: no load is waited for.
 //! assert!(step.idle_seconds < 1e-9);
 //! # Ok::<(), accounting::Error>(())
@@ -50,21 +50,21 @@
 
 mod condition;
 mod footprint;
-mod job;
 mod plan;
 mod schedule;
 mod setup;
 mod simulate;
 pub mod sizes;
+mod step_costs;
 mod timeline;
 
 pub use condition::{CARDS, Card, Condition, Direction, GEN4, GEN5, card, least_tokens};
 pub use footprint::{Footprint, Moment};
-pub use job::{ADAMW_STEP_BYTES, Fixed, Job, Kept, Layer, Rates, WorkingMemory};
 pub use plan::{Budget, MOST_PLANNED_SLOTS, OffloadPlan, interleaved, plan};
 pub use setup::{Method, OptimizerPlace, Setup, Start};
 pub use simulate::{SimulatedStep, simulate};
-pub use timeline::{Span, StreamKind, Work};
+pub use step_costs::{ADAMW_STEP_BYTES, Fixed, Kept, Layer, Rates, StepCosts, WorkingMemory};
+pub use timeline::{Operation, Span, StreamKind};
 
 use crate::{Error, exact};
 

@@ -32,7 +32,7 @@ pub(crate) enum Verb {
     /// Count the gradients that underflow in fp16, by exponent and by scale
     Underflow(underflow::Underflow),
     /// Show the rounding of small numbers and long sums in each number format
-    Formats(formats::Formats),
+    Formats,
     /// Measure the overhead of a loss scaler in an optimizer step
     Overhead(overhead::Overhead),
     /// Measure the error of the loss and gradients under autocast in bf16
@@ -45,7 +45,7 @@ pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
         Verb::Gradient(arguments) => gradient::run(common, arguments),
         Verb::Sweep(arguments) => sweep::run(common, arguments),
         Verb::Underflow(arguments) => underflow::run(common, arguments),
-        Verb::Formats(arguments) => formats::run(common, arguments),
+        Verb::Formats => formats::run(common),
         Verb::Overhead(arguments) => overhead::run(common, arguments),
         Verb::Numerics(arguments) => numerics::run(common, arguments),
     }

@@ -35,6 +35,18 @@ pub(crate) enum Verb {
     Embedded(Embedded),
 }
 
+impl Verb {
+    /// The scale of its records.
+    fn scale(&self) -> Option<Scale> {
+        match self {
+            Self::Pack(arguments) | Self::Sampler(arguments) => Some(arguments.scale),
+            Self::Lengths(arguments) => Some(arguments.scale),
+            Self::Throughput(arguments) => Some(arguments.scale),
+            Self::Embedded(_) => None,
+        }
+    }
+}
+
 #[derive(clap::Args)]
 pub(crate) struct Embedded {
     /// Output folder; files of the same names are replaced
@@ -132,7 +144,7 @@ pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
         return Ok(embedded::write(out, embedded::SEED)?);
     }
     let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, verb.scale())?;
     let seed = common.seed;
     match verb {
         Verb::Embedded(_) => {}

@@ -21,6 +21,7 @@ mod lora;
 pub mod offload;
 mod product_rate;
 mod runtime;
+mod shape;
 mod step_peak;
 pub mod swiglu_ckpt;
 pub mod training;

@@ -4,11 +4,10 @@ mod decode;
 mod embedded;
 mod interchange;
 mod parameters;
-mod shape;
 mod step;
 
 use clap::Subcommand;
-use report::cli::{CommonArgs, Scale};
+use report::cli::CommonArgs;
 
 /// What is measured.
 #[derive(Subcommand)]
@@ -18,11 +17,7 @@ pub(crate) enum Verb {
     /// Measure tokens per second of decoding on a real model's shape
     Decode(decode::Decode),
     /// Count the parameters of Qwen2.5-0.5B with the assignment's adapters
-    Parameters {
-        /// Has no effect: the model is the same at every scale
-        #[arg(long, value_enum, default_value_t)]
-        scale: Scale,
-    },
+    Parameters,
     /// Pretrain a small model on embedded data, adapt it, and grade its answers
     Embedded(embedded::Embedded),
     /// Exchange adapter files with PEFT
@@ -34,7 +29,7 @@ pub(crate) fn run(common: &CommonArgs, verb: &Verb) -> anyhow::Result<()> {
     match verb {
         Verb::Step(arguments) => step::run(common, arguments),
         Verb::Decode(arguments) => decode::run(common, arguments),
-        Verb::Parameters { .. } => parameters::run(common),
+        Verb::Parameters => parameters::run(common),
         Verb::Embedded(arguments) => embedded::run(common, arguments),
         Verb::Interchange(arguments) => interchange::run(common, arguments),
     }

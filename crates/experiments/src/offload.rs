@@ -11,7 +11,6 @@ mod optimizer;
 mod peaks;
 mod predicted;
 pub mod predicted_peaks;
-mod shape;
 mod spans;
 mod timeline;
 mod tokens;

@@ -119,16 +119,12 @@ fn measure(
 ) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::random::seed(common.seed)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, scale)?;
     let parts = parts(device);
     let mut progress = Progress::new(parts.len() as u64);
     for part in parts {
-        // At scale laptop as few repeats as at smoke of what has many figures, or takes long for each.
-        let few = ["runtime-cost", "collectives"].contains(&part.experiment);
-        let short = scale == Scale::Smoke || scale == Scale::Laptop && few;
-        let effort = if short { cost::Effort::Seconds } else { cost::Effort::Minutes };
         progress.message(part.about);
-        for (case, metric) in (part.run)(device, effort)? {
+        for (case, metric) in (part.run)(device, scale)? {
             sink.put(part.experiment, &case.with("device", common.device.as_str()), vec![metric])?;
         }
         progress.step();

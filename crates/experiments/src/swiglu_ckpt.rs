@@ -81,7 +81,7 @@ fn measure(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> {
         Some(gib) => (gib * f64::from(1 << 30)) as u64,
         None => (runtime::device::memory_info(device)?.free as f64 * 0.8) as u64,
     };
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let configurations = match (&arguments.config[..], arguments.scale) {
         ([], Scale::Smoke) => bench::SMOKE,
         ([], Scale::Laptop) => bench::LAPTOP,

@@ -5,9 +5,6 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-/// The environment variable with the scale of the experiment that runs.
-pub const SCALE: &str = "FRUGAL_SCALE";
-
 /// The machine, revision and time of a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Environment {
@@ -25,7 +22,7 @@ pub struct Environment {
     /// Implementations that CPU computations used, such as `avx512, bf16 in fp32, fp16 in fp32`; `None` if there is no choice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub implementations: Option<String>,
-    /// Scale of the experiment, such as `laptop`; `None` where no scale was given, and in older records.
+    /// Scale of the experiment, such as `laptop`; `None` where it has one size only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scale: Option<String>,
     /// Short git revision, `+` after it when the tree had changes; empty outside a repository.
@@ -47,7 +44,7 @@ impl Environment {
                 .map_or(0, |kib| kib * 1024),
             torch: torch.map(str::to_owned),
             implementations: None,
-            scale: std::env::var(SCALE).ok().filter(|scale| !scale.is_empty()),
+            scale: None,
             revision,
             unix_time: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
         }

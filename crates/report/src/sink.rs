@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use crate::cli::CommonArgs;
+use crate::cli::{CommonArgs, Scale};
 use crate::environment::Environment;
 use crate::record::{Case, Metric, Record, RecordWriter, RecordsError};
 
@@ -14,12 +14,22 @@ pub struct Sink {
 }
 
 impl Sink {
-    /// Opens the records file of `--records`, if given.
+    /// Opens the records file of `--records`, if given. Each record gets the scale of the run; `None` is for an experiment that is
+    /// the same at every scale.
     ///
     /// # Errors
     /// A file that cannot be written.
-    pub fn new(common: &CommonArgs, environment: Environment) -> Result<Self, RecordsError> {
-        Ok(Self { records: common.open_records()?, environment, json: common.json })
+    pub fn new(
+        common: &CommonArgs,
+        environment: Environment,
+        scale: impl Into<Option<Scale>>,
+    ) -> Result<Self, RecordsError> {
+        let scale = scale.into().map(|scale: Scale| scale.name().to_owned());
+        Ok(Self {
+            records: common.open_records()?,
+            environment: Environment { scale, ..environment },
+            json: common.json,
+        })
     }
 
     /// Writes the metrics of one case.

@@ -110,12 +110,15 @@ pub struct Experiment {
     /// Cargo package, whose binary has the same name; `experiments` where this is missing.
     #[serde(default = "experiments")]
     pub package: String,
-    /// Arguments of the binary. `xtask` appends `--scale`, `--device`, `--records` and `--seed`.
+    /// Arguments of the binary. `xtask` appends `--scale` (unless `one_size` is set), `--device`, `--records` and `--seed`.
     #[serde(default)]
     pub args: Vec<String>,
     /// The scales at which it runs; all if missing.
     #[serde(default)]
     pub scales: Option<Vec<Scale>>,
+    /// Whether it is the same at every scale: its program gets no `--scale`.
+    #[serde(default)]
+    pub one_size: bool,
     /// Seconds that it may take at scale laptop on two cores. A run says which experiments took longer; all budgets together are at
     /// most the 600 s of a run.
     #[serde(default = "default_laptop_seconds")]

@@ -43,6 +43,18 @@ fn one_that_fails_does_not_keep_the_rest_from_running() {
 }
 
 #[test]
+fn an_experiment_of_one_size_gets_no_scale() {
+    let mut bundle = Bundle::new();
+    bundle.register(&(experiment("fine") + "one_size = true\n"));
+    bundle.program("fine", &format!("echo fine >> ran; echo \"$@\" > flags{RECORD}"));
+    assert_eq!(bundle.run(&["run-all", "--scale", "laptop"]).code, Some(0));
+    assert!(bundle.read("flags").starts_with("--device cpu --seed 0 --records /"));
+    // It is done for every scale.
+    bundle.run(&["run-all", "--scale", "full", "--resume"]);
+    assert_eq!(bundle.read("ran"), "fine\n");
+}
+
+#[test]
 fn resume_runs_what_is_not_done() {
     let bundle = three();
     bundle.run(&["run-all", "--scale", "smoke"]);

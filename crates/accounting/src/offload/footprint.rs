@@ -14,9 +14,9 @@
 //! In inference there is one input instead of k + 1; without recomputation the kept activations instead of inputs. Gradients are
 //! stored while other layers compute, so their number follows from the schedule.
 
-use super::job::{Job, Kept, Layer};
 use super::setup::{Method, OptimizerPlace, Setup};
-use super::timeline::{Span, StreamKind, Work};
+use super::step_costs::{Kept, Layer, StepCosts};
+use super::timeline::{Operation, Span, StreamKind};
 use crate::Error;
 use crate::exact::{product, sum};
 use crate::memory::{Item, total};
@@ -76,11 +76,11 @@ impl std::fmt::Display for Moment {
 
 /// Returns the number of layers on the device at once, besides the resident ones: that of the ring's slots, or of streamed
 /// layers if fewer.
-fn slots(job: &Job, setup: &Setup) -> usize {
+fn slots(costs: &StepCosts, setup: &Setup) -> usize {
     match setup.method {
         Method::Resident { .. } => 0,
-        Method::OneAtATime => 1.min(job.layers.len() - setup.resident.len()),
-        Method::Overlap { ring } => ring.min(job.layers.len() - setup.resident.len()),
+        Method::OneAtATime => 1.min(costs.layers.len() - setup.resident.len()),
+        Method::Overlap { ring } => ring.min(costs.layers.len() - setup.resident.len()),
     }
 }
 
@@ -89,45 +89,45 @@ pub(super) fn is_resident(setup: &Setup, layer: usize) -> bool {
 }
 
 /// Lists what is on the device at every moment.
-fn base(job: &Job, setup: &Setup) -> Result<Vec<Item>, Error> {
-    let all = || job.layers.iter().enumerate();
+fn base(costs: &StepCosts, setup: &Setup) -> Result<Vec<Item>, Error> {
+    let all = || costs.layers.iter().enumerate();
     let resident = all().filter(|(layer, _)| is_resident(setup, *layer)).map(|(_, cost)| cost.slot_bytes);
     let streamed = all().filter(|(layer, _)| !is_resident(setup, *layer)).map(|(_, cost)| cost.slot_bytes);
-    let ring = product("bytes of the ring", &[slots(job, setup) as u64, streamed.max().unwrap_or(0)])?;
-    let state = match (job.updates(), setup.optimizer) {
+    let ring = product("bytes of the ring", &[slots(costs, setup) as u64, streamed.max().unwrap_or(0)])?;
+    let state = match (costs.updates(), setup.optimizer) {
         (false, _) => 0,
-        (true, OptimizerPlace::Device) => job.state_bytes()?,
+        (true, OptimizerPlace::Device) => costs.state_bytes()?,
         (true, OptimizerPlace::Host) => {
             let resident =
                 all().filter(|(layer, _)| is_resident(setup, *layer)).map(|(_, cost)| cost.state_bytes);
-            sum("bytes of the optimizer's state", resident.chain([job.fixed.state_bytes]))?
+            sum("bytes of the optimizer's state", resident.chain([costs.fixed.state_bytes]))?
         }
     };
     Ok(vec![
-        Item { name: "fixed weights", bytes: job.fixed.weight_bytes },
+        Item { name: "fixed weights", bytes: costs.fixed.weight_bytes },
         Item { name: "optimizer state", bytes: state },
         Item { name: "resident layers", bytes: sum("bytes of the resident layers", resident)? },
         Item { name: "ring", bytes: ring },
-        Item { name: "constant", bytes: job.working.constant_bytes },
+        Item { name: "constant", bytes: costs.working.constant_bytes },
     ])
 }
 
-pub(super) fn footprint(job: &Job, setup: &Setup, spans: &[Span]) -> Result<Footprint, Error> {
-    let base = base(job, setup)?;
-    let kept = kept(job, setup)?;
-    let alive = gradients(job, setup, spans);
+pub(super) fn footprint(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Result<Footprint, Error> {
+    let base = base(costs, setup)?;
+    let kept = kept(costs, setup)?;
+    let alive = gradients(costs, setup, spans);
     let mut peak = Footprint::default();
-    for (moment, start) in moments(job, spans) {
+    for (moment, start) in moments(costs, spans) {
         let alive = alive.iter().filter(|one| one.from <= start && start < one.until).map(|one| one.bytes);
         let mut parts = base.clone();
         let fixed = match moment {
             Moment::Forward(_) | Moment::Head => 0,
-            Moment::Backward(_) => job.fixed.head_gradient_bytes,
-            Moment::Embedding => job.fixed.gradient_bytes,
+            Moment::Backward(_) => costs.fixed.head_gradient_bytes,
+            Moment::Embedding => costs.fixed.gradient_bytes,
         };
         parts.push(Item { name: "fixed gradients", bytes: fixed });
         parts.push(Item { name: "layer gradients", bytes: sum("bytes of gradients", alive)? });
-        parts.extend(passing(job, kept.as_deref(), moment)?);
+        parts.extend(passing(costs, kept.as_deref(), moment)?);
         parts.retain(|item| item.bytes > 0);
         let total = total(&parts)?;
         if total > peak.total {
@@ -138,12 +138,12 @@ pub(super) fn footprint(job: &Job, setup: &Setup, spans: &[Span]) -> Result<Foot
 }
 
 /// Returns what each layer keeps, if it is more than its input.
-fn kept(job: &Job, setup: &Setup) -> Result<Option<Vec<Kept>>, Error> {
-    if !job.training || setup.method != (Method::Resident { recompute: false }) {
+fn kept(costs: &StepCosts, setup: &Setup) -> Result<Option<Vec<Kept>>, Error> {
+    if !costs.training || setup.method != (Method::Resident { recompute: false }) {
         return Ok(None);
     }
-    let of = |layer: &Layer| layer.kept.or(job.working.kept);
-    let all: Option<Vec<Kept>> = job.layers.iter().map(of).collect();
+    let of = |layer: &Layer| layer.kept.or(costs.working.kept);
+    let all: Option<Vec<Kept>> = costs.layers.iter().map(of).collect();
     all.map(Some).ok_or_else(|| Error::Shape {
         what: "a training without recomputation, of which no bytes that a layer keeps are given".into(),
         remedy: "give WorkingMemory::kept, or recompute".into(),
@@ -151,22 +151,22 @@ fn kept(job: &Job, setup: &Setup) -> Result<Option<Vec<Kept>>, Error> {
 }
 
 /// Lists every moment of a step with its start, including layers that take no time.
-fn moments(job: &Job, spans: &[Span]) -> Vec<(Moment, f64)> {
-    let find = |work, layer| {
-        spans
-            .iter()
-            .find(move |span| span.stream == StreamKind::Compute && span.work == work && span.layer == layer)
+fn moments(costs: &StepCosts, spans: &[Span]) -> Vec<(Moment, f64)> {
+    let find = |operation, layer| {
+        spans.iter().find(move |span| {
+            span.stream == StreamKind::Compute && span.operation == operation && span.layer == layer
+        })
     };
-    let start = |work, layer| find(work, layer).map_or(f64::NEG_INFINITY, |span| span.start);
-    let count = job.layers.len();
+    let start = |operation, layer| find(operation, layer).map_or(f64::NEG_INFINITY, |span| span.start);
+    let count = costs.layers.len();
     let mut all: Vec<_> =
-        (0..count).map(|layer| (Moment::Forward(layer), start(Work::Forward, Some(layer)))).collect();
-    all.push((Moment::Head, start(Work::Head, None)));
-    if job.training {
-        let backward = |layer| (Moment::Backward(layer), start(Work::Backward, Some(layer)));
+        (0..count).map(|layer| (Moment::Forward(layer), start(Operation::Forward, Some(layer)))).collect();
+    all.push((Moment::Head, start(Operation::Head, None)));
+    if costs.training {
+        let backward = |layer| (Moment::Backward(layer), start(Operation::Backward, Some(layer)));
         all.extend((0..count).rev().map(backward));
-        if job.fixed.gradient_bytes > 0 {
-            let end = find(Work::Backward, Some(0)).map_or(f64::NEG_INFINITY, |span| span.end);
+        if costs.fixed.gradient_bytes > 0 {
+            let end = find(Operation::Backward, Some(0)).map_or(f64::NEG_INFINITY, |span| span.end);
             all.push((Moment::Embedding, end));
         }
     }
@@ -174,17 +174,17 @@ fn moments(job: &Job, spans: &[Span]) -> Vec<(Moment, f64)> {
 }
 
 /// Lists inputs, or the kept activations instead, and working memory.
-fn passing(job: &Job, kept: Option<&[Kept]>, moment: Moment) -> Result<[Item; 2], Error> {
+fn passing(costs: &StepCosts, kept: Option<&[Kept]>, moment: Moment) -> Result<[Item; 2], Error> {
     const WHAT: &str = "bytes that layers keep";
-    let working = job.working;
+    let working = costs.working;
     let inputs = |count: usize| product(WHAT, &[count as u64, working.input_bytes]);
     let keeps = |kept: &[Kept]| sum(WHAT, kept.iter().map(|kept| kept.bytes));
-    let count = job.layers.len();
+    let count = costs.layers.len();
     let (held, bytes) = match (moment, kept) {
-        (Moment::Head, _) if !job.training => (0, working.head_bytes),
+        (Moment::Head, _) if !costs.training => (0, working.head_bytes),
         (Moment::Head, None) => (inputs(count)?, working.head_bytes),
         (Moment::Head, Some(kept)) => (keeps(kept)?, working.head_bytes),
-        (Moment::Forward(_), _) if !job.training => (inputs(1)?, working.forward_bytes),
+        (Moment::Forward(_), _) if !costs.training => (inputs(1)?, working.forward_bytes),
         (Moment::Forward(layer), None) => (inputs(layer + 1)?, working.forward_bytes),
         (Moment::Forward(layer), Some(kept)) => (keeps(&kept[..layer])?, kept[layer].forward_bytes),
         (Moment::Backward(layer), None) => (inputs(layer + 1)?, working.backward_bytes),
@@ -202,23 +202,26 @@ struct Gradient {
     until: f64,
 }
 
-fn gradients(job: &Job, setup: &Setup, spans: &[Span]) -> Vec<Gradient> {
-    if !job.training {
+fn gradients(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Vec<Gradient> {
+    if !costs.training {
         return Vec::new();
     }
-    let find = |work, layer| spans.iter().find(|span| span.work == work && span.layer == Some(layer));
+    let find =
+        |operation, layer| spans.iter().find(|span| span.operation == operation && span.layer == Some(layer));
     let one = |(layer, cost): (usize, &Layer)| {
-        let computed = find(Work::Backward, layer);
+        let computed = find(Operation::Backward, layer);
         let until = match (setup.optimizer, setup.method) {
             (OptimizerPlace::Device, Method::Resident { .. }) => Some(f64::INFINITY),
             (OptimizerPlace::Host, _) if is_resident(setup, layer) => Some(f64::INFINITY),
             (OptimizerPlace::Device, _) => spans
                 .iter()
                 .find(|span| {
-                    span.stream == StreamKind::Compute && span.work == Work::Step && span.layer == Some(layer)
+                    span.stream == StreamKind::Compute
+                        && span.operation == Operation::Step
+                        && span.layer == Some(layer)
                 })
                 .map(|span| span.end),
-            (OptimizerPlace::Host, _) => find(Work::Gradients, layer).map(|span| span.end),
+            (OptimizerPlace::Host, _) => find(Operation::Gradients, layer).map(|span| span.end),
         };
         Gradient {
             bytes: cost.gradient_bytes,
@@ -227,23 +230,23 @@ fn gradients(job: &Job, setup: &Setup, spans: &[Span]) -> Vec<Gradient> {
             until: until.or(computed.map(|span| span.end)).unwrap_or(f64::INFINITY),
         }
     };
-    job.layers.iter().enumerate().map(one).collect()
+    costs.layers.iter().enumerate().map(one).collect()
 }
 
 /// Streamed layers, their optimizer state if it is on the host, and the maximum of gradients that are in flight or not yet
 /// consumed.
-pub(super) fn host_bytes(job: &Job, setup: &Setup, spans: &[Span]) -> Result<u64, Error> {
+pub(super) fn host_bytes(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Result<u64, Error> {
     const WHAT: &str = "bytes on the host";
-    let streamed = || job.layers.iter().enumerate().filter(|(layer, _)| !is_resident(setup, *layer));
+    let streamed = || costs.layers.iter().enumerate().filter(|(layer, _)| !is_resident(setup, *layer));
     let weights = sum(WHAT, streamed().map(|(_, cost)| cost.slot_bytes))?;
-    if !job.updates() || setup.optimizer == OptimizerPlace::Device {
+    if !costs.updates() || setup.optimizer == OptimizerPlace::Device {
         return Ok(weights);
     }
     let find = |layer: usize, is: &dyn Fn(&Span) -> bool| {
         spans.iter().find(|span| span.layer == Some(layer) && is(span)).copied()
     };
     let buffer = |(layer, cost): (usize, &Layer)| {
-        let coming = find(layer, &|span| span.work == Work::Gradients)?;
+        let coming = find(layer, &|span| span.operation == Operation::Gradients)?;
         let stepped = find(layer, &|span| span.stream == StreamKind::Host);
         let until = stepped.map_or(coming.end, |span| span.end);
         Some(Gradient { bytes: cost.gradient_bytes, from: coming.start, until })

@@ -3,9 +3,9 @@
 use std::fmt;
 
 use super::condition::{Condition, Direction, least_tokens};
-use super::job::{Job, Rates};
 use super::setup::{Method, OptimizerPlace, Setup, Start};
 use super::simulate::{SimulatedStep, simulate};
+use super::step_costs::{Rates, StepCosts};
 use crate::Error;
 use crate::quantity::{bytes_text, grouped};
 
@@ -45,10 +45,13 @@ pub struct OffloadPlan {
 ///
 /// # Errors
 /// The errors of [`simulate`]; or nothing fits, with the smallest budget that does and its parts.
-pub fn plan(job: &Job, rates: &Rates, budget: Budget) -> Result<OffloadPlan, Error> {
-    let count = job.layers.len();
-    let places: &[OptimizerPlace] =
-        if job.updates() { &[OptimizerPlace::Device, OptimizerPlace::Host] } else { &[OptimizerPlace::Host] };
+pub fn plan(costs: &StepCosts, rates: &Rates, budget: Budget) -> Result<OffloadPlan, Error> {
+    let count = costs.layers.len();
+    let places: &[OptimizerPlace] = if costs.updates() {
+        &[OptimizerPlace::Device, OptimizerPlace::Host]
+    } else {
+        &[OptimizerPlace::Host]
+    };
     let mut best: Option<(Setup, SimulatedStep)> = None;
     // With every layer and the optimizer on the device nothing is on the host, so at least this is within its budget.
     let mut least: Option<SimulatedStep> = None;
@@ -57,7 +60,7 @@ pub fn plan(job: &Job, rates: &Rates, budget: Budget) -> Result<OffloadPlan, Err
             for ring in 1..=MOST_PLANNED_SLOTS.min((count - stay).max(1)) {
                 let method = Method::Overlap { ring };
                 let setup = Setup { method, resident: interleaved(count, stay), optimizer };
-                let step = simulate(job, rates, &setup, Start::Warm)?;
+                let step = simulate(costs, rates, &setup, Start::Warm)?;
                 if budget.host.is_some_and(|host| step.host_bytes > host) {
                     continue;
                 }
@@ -78,9 +81,9 @@ pub fn plan(job: &Job, rates: &Rates, budget: Budget) -> Result<OffloadPlan, Err
     };
     let stays = Setup { resident: (0..count).collect(), ..setup.clone() };
     Ok(OffloadPlan {
-        optimizer: job.updates().then_some(setup.optimizer),
+        optimizer: costs.updates().then_some(setup.optimizer),
         resident_share: setup.resident.len() as f64 / count as f64,
-        resident_seconds: simulate(job, rates, &stays, Start::Warm)?.seconds,
+        resident_seconds: simulate(costs, rates, &stays, Start::Warm)?.seconds,
         layers: count,
         setup,
         step,

@@ -1,12 +1,12 @@
 //! Simulates the schedule, event by event.
 
-use super::job::{Job, Layer, Rates};
 use super::setup::{Method, OptimizerPlace, Setup};
-use super::timeline::{Span, StreamKind, Work};
+use super::step_costs::{Layer, Rates, StepCosts};
+use super::timeline::{Operation, Span, StreamKind};
 
 /// Runs `steps` steps. Returns the spans, and when each step ended; the first entry is the start.
-pub(super) fn run(job: &Job, rates: &Rates, setup: &Setup, steps: usize) -> (Vec<Span>, Vec<f64>) {
-    let mut run = Run::new(job, rates, setup);
+pub(super) fn run(costs: &StepCosts, rates: &Rates, setup: &Setup, steps: usize) -> (Vec<Span>, Vec<f64>) {
+    let mut run = Run::new(costs, rates, setup);
     let mut ends = vec![0.0];
     for _ in 0..steps {
         let end = run.step();
@@ -24,7 +24,7 @@ struct Slot {
 }
 
 struct Run<'a> {
-    job: &'a Job,
+    costs: &'a StepCosts,
     rates: &'a Rates,
     setup: &'a Setup,
     /// Whether each layer stays on the device.
@@ -40,8 +40,8 @@ struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    fn new(job: &'a Job, rates: &'a Rates, setup: &'a Setup) -> Self {
-        let count = job.layers.len();
+    fn new(costs: &'a StepCosts, rates: &'a Rates, setup: &'a Setup) -> Self {
+        let count = costs.layers.len();
         let mut resident = vec![matches!(setup.method, Method::Resident { .. }); count];
         setup.resident.iter().for_each(|&layer| resident[layer] = true);
         let slots = match setup.method {
@@ -50,7 +50,7 @@ impl<'a> Run<'a> {
             Method::Overlap { ring } => ring,
         };
         Self {
-            job,
+            costs,
             rates,
             setup,
             resident,
@@ -62,11 +62,11 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Puts work on a stream, not before `ready`, and returns its end.
+    /// Puts an operation on a stream, not before `ready`, and returns its end.
     fn put(
         &mut self,
         stream: StreamKind,
-        work: Work,
+        operation: Operation,
         layer: Option<usize>,
         ready: f64,
         seconds: f64,
@@ -80,20 +80,20 @@ impl<'a> Run<'a> {
         let end = start + seconds;
         self.streams[stream as usize] = end;
         if seconds > 0.0 {
-            self.spans.push(Span { stream, work, layer, start, end, bytes });
+            self.spans.push(Span { stream, operation, layer, start, end, bytes });
         }
         end
     }
 
     /// Simulates one step and returns its end.
     fn step(&mut self) -> f64 {
-        let count = self.job.layers.len();
+        let count = self.costs.layers.len();
         for layer in 0..count {
             self.visit(layer, layer, false);
         }
-        let fixed = self.job.fixed;
-        self.put(StreamKind::Compute, Work::Head, None, self.begin, fixed.seconds, 0);
-        if self.job.training {
+        let fixed = self.costs.fixed;
+        self.put(StreamKind::Compute, Operation::Head, None, self.begin, fixed.seconds, 0);
+        if self.costs.training {
             for layer in (0..count).rev() {
                 self.visit(2 * count - 1 - layer, layer, true);
             }
@@ -106,21 +106,22 @@ impl<'a> Run<'a> {
 
     /// Computes one visit, after loading its layer if necessary.
     fn visit(&mut self, at: usize, layer: usize, backward: bool) {
-        let cost = self.job.layers[layer];
+        let cost = self.costs.layers[layer];
         let (slot, ready) = if self.resident[layer] {
             (None, self.current[layer])
         } else {
             let (slot, ready) = self.load(at, layer);
             (Some(slot), ready)
         };
-        let (work, seconds) = match (backward, self.setup.method) {
-            (false, _) => (Work::Forward, cost.forward_seconds),
+        let (operation, seconds) = match (backward, self.setup.method) {
+            (false, _) => (Operation::Forward, cost.forward_seconds),
             (true, Method::Resident { recompute: false }) => {
-                (Work::Backward, (cost.backward_seconds - cost.forward_seconds).max(0.0))
+                (Operation::Backward, (cost.backward_seconds - cost.forward_seconds).max(0.0))
             }
-            (true, _) => (Work::Backward, cost.backward_seconds),
+            (true, _) => (Operation::Backward, cost.backward_seconds),
         };
-        let mut done = self.put(StreamKind::Compute, work, Some(layer), ready.max(self.begin), seconds, 0);
+        let mut done =
+            self.put(StreamKind::Compute, operation, Some(layer), ready.max(self.begin), seconds, 0);
         let mut stays = !matches!(self.setup.method, Method::OneAtATime);
         if backward && cost.trainable > 0 {
             match self.setup.optimizer {
@@ -153,15 +154,15 @@ impl<'a> Run<'a> {
             }
         }
         let (slot, _) = victim.unwrap_or_default();
-        let bytes = self.job.layers[layer].slot_bytes;
+        let bytes = self.costs.layers[layer].slot_bytes;
         let seconds = bytes as f64 / self.rates.load;
-        (slot, self.put(StreamKind::Load, Work::Weights, Some(layer), start, seconds, bytes))
+        (slot, self.put(StreamKind::Load, Operation::Weights, Some(layer), start, seconds, bytes))
     }
 
     /// How many visits from `at` on until `layer` is needed, steps being the same over and over.
     fn distance(&self, at: usize, layer: usize) -> usize {
-        let count = self.job.layers.len();
-        if !self.job.training {
+        let count = self.costs.layers.len();
+        if !self.costs.training {
             return (layer + count - at) % count;
         }
         let round = 2 * count;
@@ -178,13 +179,13 @@ impl<'a> Run<'a> {
             return done;
         }
         let seconds = cost.trainable as f64 / self.rates.device_optimizer;
-        let done = self.put(StreamKind::Compute, Work::Step, Some(layer), done, seconds, 0);
+        let done = self.put(StreamKind::Compute, Operation::Step, Some(layer), done, seconds, 0);
         if !streamed {
             return done;
         }
         let bytes = cost.trainable_bytes;
         let seconds = bytes as f64 / self.rates.store;
-        let stored = self.put(StreamKind::Store, Work::Weights, Some(layer), done, seconds, bytes);
+        let stored = self.put(StreamKind::Store, Operation::Weights, Some(layer), done, seconds, bytes);
         self.current[layer] = stored;
         stored
     }
@@ -192,10 +193,16 @@ impl<'a> Run<'a> {
     /// Gradients are stored on the host, which runs the optimizer.
     fn step_on_host(&mut self, layer: usize, cost: &Layer, done: f64) {
         let seconds = cost.gradient_bytes as f64 / self.rates.store;
-        let there =
-            self.put(StreamKind::Store, Work::Gradients, Some(layer), done, seconds, cost.gradient_bytes);
+        let there = self.put(
+            StreamKind::Store,
+            Operation::Gradients,
+            Some(layer),
+            done,
+            seconds,
+            cost.gradient_bytes,
+        );
         let seconds = cost.trainable as f64 / self.rates.host_optimizer;
-        self.current[layer] = self.put(StreamKind::Host, Work::Step, Some(layer), there, seconds, 0);
+        self.current[layer] = self.put(StreamKind::Host, Operation::Step, Some(layer), there, seconds, 0);
     }
 
     /// Steps the parameters that were not stepped layer by layer, on the device.
@@ -205,10 +212,10 @@ impl<'a> Run<'a> {
             (OptimizerPlace::Device, _) => false,
             (OptimizerPlace::Host, _) => self.resident[layer],
         };
-        let layers = self.job.layers.iter().enumerate().filter(|(layer, _)| at_once(*layer));
+        let layers = self.costs.layers.iter().enumerate().filter(|(layer, _)| at_once(*layer));
         let layers: f64 = layers.map(|(_, cost)| cost.trainable as f64).sum();
-        let seconds = (self.job.fixed.trainable as f64 + layers) / self.rates.device_optimizer;
+        let seconds = (self.costs.fixed.trainable as f64 + layers) / self.rates.device_optimizer;
         let done = self.streams[StreamKind::Compute as usize];
-        self.put(StreamKind::Compute, Work::Step, None, done, seconds, 0);
+        self.put(StreamKind::Compute, Operation::Step, None, done, seconds, 0);
     }
 }

@@ -1,6 +1,6 @@
 //! A method of offloading with its options.
 
-use super::job::{Job, Rates};
+use super::step_costs::{Rates, StepCosts};
 use crate::exact::positive;
 use crate::{Error, activation_plan::LONGEST_SECONDS};
 
@@ -51,8 +51,8 @@ pub enum Start {
 }
 
 /// Refuses setups that cannot be simulated.
-pub(super) fn check(job: &Job, rates: &Rates, setup: &Setup) -> Result<(), Error> {
-    positive("layers of a step", job.layers.len() as u64)?;
+pub(super) fn check(costs: &StepCosts, rates: &Rates, setup: &Setup) -> Result<(), Error> {
+    positive("layers of a step", costs.layers.len() as u64)?;
     for rate in [rates.load, rates.store, rates.host_optimizer, rates.device_optimizer] {
         if !(rate > 0.0 && rate.is_finite()) {
             return Err(Error::OutOfRange {
@@ -63,8 +63,8 @@ pub(super) fn check(job: &Job, rates: &Rates, setup: &Setup) -> Result<(), Error
             });
         }
     }
-    let layers = job.layers.iter().flat_map(|layer| [layer.forward_seconds, layer.backward_seconds]);
-    for seconds in layers.chain([job.fixed.seconds]) {
+    let layers = costs.layers.iter().flat_map(|layer| [layer.forward_seconds, layer.backward_seconds]);
+    for seconds in layers.chain([costs.fixed.seconds]) {
         if !(0.0..=LONGEST_SECONDS).contains(&seconds) {
             return Err(Error::OutOfRange {
                 what: "a layer's time in seconds",
@@ -86,8 +86,8 @@ pub(super) fn check(job: &Job, rates: &Rates, setup: &Setup) -> Result<(), Error
     }
     let is_risen = setup.resident.windows(2).all(|pair| pair[0] < pair[1]);
     match setup.resident.last() {
-        Some(last) if !is_risen || *last >= job.layers.len() => Err(Error::Shape {
-            what: format!("resident layers {:?} of {} layers", setup.resident, job.layers.len()),
+        Some(last) if !is_risen || *last >= costs.layers.len() => Err(Error::Shape {
+            what: format!("resident layers {:?} of {} layers", setup.resident, costs.layers.len()),
             remedy: "name each layer once, in rising order, from 0 on".into(),
         }),
         _ => Ok(()),

@@ -1,9 +1,9 @@
 //! Simulates a step.
 
 use super::footprint::{Footprint, footprint, host_bytes};
-use super::job::{Job, Rates};
 use super::schedule::run;
 use super::setup::{Setup, Start, check};
+use super::step_costs::{Rates, StepCosts};
 use super::timeline::{Span, StreamKind};
 use crate::{Error, exact};
 
@@ -47,20 +47,25 @@ impl SimulatedStep {
     }
 }
 
-/// Simulates `job` with `setup`.
+/// Simulates `costs` with `setup`.
 ///
 /// # Errors
 /// No layers, rates or seconds out of range, a ring of no or too many slots, resident layers that do not exist, a resident
 /// training without recomputation whose [`WorkingMemory::kept`](super::WorkingMemory::kept) is missing, bytes beyond 64 bits.
-pub fn simulate(job: &Job, rates: &Rates, setup: &Setup, start: Start) -> Result<SimulatedStep, Error> {
-    check(job, rates, setup)?;
+pub fn simulate(
+    costs: &StepCosts,
+    rates: &Rates,
+    setup: &Setup,
+    start: Start,
+) -> Result<SimulatedStep, Error> {
+    check(costs, rates, setup)?;
     // The state of the ring repeats from the third step on.
     let wanted = match start {
         Start::Cold => 0,
         Start::Warm => 3,
     };
     // One more, for loads that run ahead.
-    let (spans, ends) = run(job, rates, setup, wanted + 2);
+    let (spans, ends) = run(costs, rates, setup, wanted + 2);
     let (begin, end) = (ends[wanted], ends[wanted + 1]);
     let mut spans: Vec<Span> =
         spans.into_iter().filter(|span| span.end > begin && span.start < end).collect();
@@ -86,7 +91,7 @@ pub fn simulate(job: &Job, rates: &Rates, setup: &Setup, start: Start) -> Result
         host_bytes: 0,
     };
     step.idle_seconds = (step.seconds - step.busy(StreamKind::Compute)).max(0.0);
-    step.device = footprint(job, setup, &step.spans)?;
-    step.host_bytes = host_bytes(job, setup, &step.spans)?;
+    step.device = footprint(costs, setup, &step.spans)?;
+    step.host_bytes = host_bytes(costs, setup, &step.spans)?;
     Ok(step)
 }

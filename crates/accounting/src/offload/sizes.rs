@@ -7,7 +7,7 @@
 //! measurements should replace them.
 
 use super::flat_bytes;
-use super::job::{Fixed, Job, Kept, Layer, WorkingMemory};
+use super::step_costs::{Fixed, Kept, Layer, StepCosts, WorkingMemory};
 use crate::activation_plan;
 use crate::decoder_flops::{self, Recomputation, StepFlops, Workload};
 use crate::exact::{product, sum};
@@ -24,7 +24,7 @@ use crate::{Dtype, Error};
 
 pub use crate::passes::head::Logits;
 
-/// Further settings that determine a job's sizes.
+/// Further settings that determine the costs of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Choices {
     /// FLOP/s that products reach.
@@ -69,12 +69,12 @@ impl Choices {
     }
 }
 
-/// Returns the job of a forward that keeps nothing and ends in logits.
+/// Returns the costs of a forward that keeps nothing and ends in logits.
 ///
 /// # Errors
 /// A family without SwiGLU, an empty workload, counts beyond 64 bits; a rate that is not positive is found by
 /// [`simulate`](super::simulate).
-pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<Job, Error> {
+pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<StepCosts, Error> {
     swiglu(model)?;
     let flops = decoder_flops::step(model, work, &Recomputation::default())?;
     let tensors = block(model)?;
@@ -97,7 +97,7 @@ pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<J
         constant_bytes: constant_bytes(model, &head, choices)?,
         ..WorkingMemory::default()
     };
-    Ok(Job {
+    Ok(StepCosts {
         layers: repeat(layer, model)?,
         fixed: Fixed {
             weight_bytes,
@@ -115,29 +115,34 @@ fn constant_bytes(model: &Decoder, head: &HeadOptions<'_>, choices: &Choices) ->
     sum("bytes beside the layers", [items, choices.product_workspaces])
 }
 
-/// Returns the job of generating up to `new` tokens after prompts of `prompt`: its memory is that of reading the prompts, with
+/// Returns the costs of generating up to `new` tokens after prompts of `prompt`: its memory is that of reading the prompts, with
 /// a KV cache for all tokens; its time is that of one more token per row.
 ///
 /// # Errors
 /// As [`inference`].
-pub fn generation(model: &Decoder, prompt: Workload, new: u64, choices: &Choices) -> Result<Job, Error> {
+pub fn generation(
+    model: &Decoder,
+    prompt: Workload,
+    new: u64,
+    choices: &Choices,
+) -> Result<StepCosts, Error> {
     let choices = Choices { logits: Logits::LastToken, ..*choices };
     let reading = inference(model, prompt, &choices)?;
     let tokens = sum("tokens of a row", [prompt.sequence, new])?.min(model.context);
     let cached = Workload { sequence: tokens, ..prompt };
     let cache = kv_cache::bytes(model, cached, choices.recipe.compute)?;
     let constant_bytes = sum("bytes beside the layers", [reading.working.constant_bytes, cache])?;
-    Ok(Job {
+    Ok(StepCosts {
         working: WorkingMemory { constant_bytes, ..reading.working },
         ..inference(model, Workload { sequence: 1, ..prompt }, &choices)?
     })
 }
 
-/// Returns the job of training the whole model.
+/// Returns the costs of training the whole model.
 ///
 /// # Errors
 /// As [`inference`].
-pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<Job, Error> {
+pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<StepCosts, Error> {
     swiglu(model)?;
     let recipe = choices.recipe;
     let flops = decoder_flops::step(model, work, &recomputation())?;
@@ -183,10 +188,10 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<Jo
         )?,
         ..working
     };
-    Ok(Job { layers: repeat(layer, model)?, fixed, working, training: true })
+    Ok(StepCosts { layers: repeat(layer, model)?, fixed, working, training: true })
 }
 
-/// Returns the job of training adapters of a frozen base, with `labelled` labelled tokens (`None`: all). Adapters, their
+/// Returns the costs of training adapters of a frozen base, with `labelled` labelled tokens (`None`: all). Adapters, their
 /// gradients and their state are in fp32.
 ///
 /// # Errors
@@ -197,7 +202,7 @@ pub fn adapters(
     work: Workload,
     labelled: Option<u64>,
     choices: &Choices,
-) -> Result<Job, Error> {
+) -> Result<StepCosts, Error> {
     let flops = lora::flops::step(model, lora, work, labelled, &recomputation())?;
     let tensors = lora.tensors(model)?;
     let learning = region(&tensors, LowRank::WIDE)?;
@@ -222,7 +227,7 @@ pub fn adapters(
         seconds: choices.seconds(2.0 * outer_flops(&flops) as f64, 2.0, output_bytes(model, choices)?),
         ..Fixed::default()
     };
-    Ok(Job { layers: repeat(layer, model)?, fixed, working, training: true })
+    Ok(StepCosts { layers: repeat(layer, model)?, fixed, working, training: true })
 }
 
 /// Returns the same step with every layer resident under an activation plan, in the order of forward, for
@@ -231,26 +236,26 @@ pub fn adapters(
 /// # Errors
 /// As [`inference`]; a plan of another length.
 pub fn with_activation_plan(
-    job: Job,
+    costs: StepCosts,
     model: &Decoder,
     lora: Option<&LowRank>,
     work: Workload,
     choices: &Choices,
     plan: &[activation_plan::Kept],
-) -> Result<Job, Error> {
-    if plan.len() != job.layers.len() {
+) -> Result<StepCosts, Error> {
+    if plan.len() != costs.layers.len() {
         return Err(Error::Shape {
-            what: format!("an activation plan of {} entries for {} layers", plan.len(), job.layers.len()),
+            what: format!("an activation plan of {} entries for {} layers", plan.len(), costs.layers.len()),
             remedy: "give one for each layer".into(),
         });
     }
     let block = block_of(model, work, choices, lora.map_or(Trained::Everything, Trained::Adapters))?;
-    let mut job = job;
-    for (number, (layer, &way)) in job.layers.iter_mut().zip(plan).enumerate() {
+    let mut costs = costs;
+    for (number, (layer, &way)) in costs.layers.iter_mut().zip(plan).enumerate() {
         let KeptPasses { held, forward, backward } = kept_passes(&block, way, number == 0)?;
         layer.kept = Some(Kept { bytes: held, forward_bytes: forward, backward_bytes: backward });
     }
-    Ok(job)
+    Ok(costs)
 }
 
 fn swiglu(model: &Decoder) -> Result<(), Error> {

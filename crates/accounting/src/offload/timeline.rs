@@ -28,9 +28,9 @@ impl StreamKind {
     }
 }
 
-/// What a stream does in a span.
+/// An operation of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Work {
+pub enum Operation {
     /// A layer's forward.
     Forward,
     /// Embedding, head and loss.
@@ -45,7 +45,7 @@ pub enum Work {
     Gradients,
 }
 
-impl Work {
+impl Operation {
     /// The name in tables and timelines.
     pub const fn name(self) -> &'static str {
         match self {
@@ -59,13 +59,13 @@ impl Work {
     }
 }
 
-/// A span of work on a stream.
+/// A span of an operation on a stream.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Span {
     /// The stream.
     pub stream: StreamKind,
-    /// The work.
-    pub work: Work,
+    /// What it does.
+    pub operation: Operation,
     /// The layer; `None` for the fixed part, or all.
     pub layer: Option<usize>,
     /// Seconds from the start of the step, at least 0, also if a load started before.

@@ -2,8 +2,8 @@
 
 use accounting::Error;
 use accounting::offload::{
-    Budget, Fixed, Job, Kept, Layer, MOST_PLANNED_SLOTS, Method, Moment, OptimizerPlace, Rates, Setup,
-    SimulatedStep, Span, Start, StreamKind, Work, WorkingMemory, interleaved, plan, simulate,
+    Budget, Fixed, Kept, Layer, MOST_PLANNED_SLOTS, Method, Moment, Operation, OptimizerPlace, Rates, Setup,
+    SimulatedStep, Span, Start, StepCosts, StreamKind, WorkingMemory, interleaved, plan, simulate,
 };
 use expect_test::{Expect, expect};
 use proptest::prelude::*;
@@ -25,7 +25,7 @@ fn trained(forward_seconds: f64) -> Layer {
     }
 }
 
-fn job(layers: Vec<Layer>, training: bool) -> Job {
+fn step_costs(layers: Vec<Layer>, training: bool) -> StepCosts {
     // At the largest moment of a backward, all gradients of the layer exist.
     let gradients = layers.iter().map(|layer| layer.gradient_bytes).max().unwrap_or(0);
     let working = WorkingMemory {
@@ -35,7 +35,7 @@ fn job(layers: Vec<Layer>, training: bool) -> Job {
         head_bytes: 200,
         ..WorkingMemory::default()
     };
-    Job { layers, fixed: Fixed { weight_bytes: 500, ..Fixed::default() }, working, training }
+    StepCosts { layers, fixed: Fixed { weight_bytes: 500, ..Fixed::default() }, working, training }
 }
 
 fn setup(method: Method, resident: &[usize], optimizer: OptimizerPlace) -> Setup {
@@ -46,8 +46,8 @@ fn overlap(ring: usize) -> Setup {
     setup(Method::Overlap { ring }, &[], OptimizerPlace::Host)
 }
 
-fn run(job: &Job, setup: &Setup, start: Start) -> SimulatedStep {
-    simulate(job, &RATES, setup, start).unwrap()
+fn run(costs: &StepCosts, setup: &Setup, start: Start) -> SimulatedStep {
+    simulate(costs, &RATES, setup, start).unwrap()
 }
 
 /// Formats every span as `work layer start-end`, with a line for each stream.
@@ -65,13 +65,13 @@ fn check(step: &SimulatedStep, expected: Expect) {
 
 fn show(span: &Span) -> String {
     let layer = span.layer.map_or(String::new(), |layer| format!(" {layer}"));
-    format!("{}{layer} {}-{}", span.work.name(), span.start, span.end)
+    format!("{}{layer} {}-{}", span.operation.name(), span.start, span.end)
 }
 
 #[test]
 fn one_at_a_time_overlaps_nothing() {
     let step = run(
-        &job(vec![layer(2.0); 3], false),
+        &step_costs(vec![layer(2.0); 3], false),
         &setup(Method::OneAtATime, &[], OptimizerPlace::Host),
         Start::Warm,
     );
@@ -83,9 +83,9 @@ fn one_at_a_time_overlaps_nothing() {
         9 s, 3 s idle, 1700 B
     "#]],
     );
-    let job = job(vec![trained(2.0); 2], true);
+    let costs = step_costs(vec![trained(2.0); 2], true);
     check(
-        &run(&job, &setup(Method::OneAtATime, &[], OptimizerPlace::Host), Start::Warm),
+        &run(&costs, &setup(Method::OneAtATime, &[], OptimizerPlace::Host), Start::Warm),
         expect![[r#"
         compute: forward 0 1-3, forward 1 4-6, backward 1 7-11, backward 0 13.5-17.5
         load: weights 0 0-1, weights 1 3-4, weights 1 6-7, weights 0 12.5-13.5
@@ -98,7 +98,7 @@ fn one_at_a_time_overlaps_nothing() {
 
 #[test]
 fn only_the_first_load_delays_when_compute_is_longer() {
-    let step = run(&job(vec![layer(2.0); 4], false), &overlap(2), Start::Cold);
+    let step = run(&step_costs(vec![layer(2.0); 4], false), &overlap(2), Start::Cold);
     check(
         &step,
         expect![[r#"
@@ -109,7 +109,7 @@ fn only_the_first_load_delays_when_compute_is_longer() {
     );
     // The next step's first layer is loaded while the last one computes.
     check(
-        &run(&job(vec![layer(2.0); 4], false), &overlap(2), Start::Warm),
+        &run(&step_costs(vec![layer(2.0); 4], false), &overlap(2), Start::Warm),
         expect![[r#"
         compute: forward 0 0-2, forward 1 2-4, forward 2 4-6, forward 3 6-8
         load: weights 1 0-1, weights 2 2-3, weights 3 4-5, weights 0 6-7
@@ -121,7 +121,7 @@ fn only_the_first_load_delays_when_compute_is_longer() {
 #[test]
 fn a_ring_of_one_slot_waits_for_every_load() {
     check(
-        &run(&job(vec![layer(2.0); 3], false), &overlap(1), Start::Warm),
+        &run(&step_costs(vec![layer(2.0); 3], false), &overlap(1), Start::Warm),
         expect![[r#"
         compute: forward 0 1-3, forward 1 4-6, forward 2 7-9
         load: weights 0 0-1, weights 1 3-4, weights 2 6-7
@@ -132,7 +132,7 @@ fn a_ring_of_one_slot_waits_for_every_load() {
 
 #[test]
 fn layers_stay_loaded_between_forward_and_backward() {
-    let step = run(&job(vec![layer(1.0); 5], true), &overlap(3), Start::Warm);
+    let step = run(&step_costs(vec![layer(1.0); 5], true), &overlap(3), Start::Warm);
     check(
         &step,
         expect![[r#"
@@ -146,8 +146,8 @@ fn layers_stay_loaded_between_forward_and_backward() {
 
 #[test]
 fn gradients_are_stored_during_compute_and_updated_layers_are_reloaded() {
-    let job = job(vec![trained(1.0); 3], true);
-    let host = run(&job, &overlap(2), Start::Warm);
+    let costs = step_costs(vec![trained(1.0); 3], true);
+    let host = run(&costs, &overlap(2), Start::Warm);
     check(
         &host,
         expect![[r#"
@@ -160,7 +160,7 @@ fn gradients_are_stored_during_compute_and_updated_layers_are_reloaded() {
     );
     assert_eq!((host.load_bytes, host.store_bytes), (4000, 3000));
     assert_eq!(host.host_bytes, 3000 + 12000 + 1000);
-    let device = run(&job, &setup(Method::Overlap { ring: 2 }, &[], OptimizerPlace::Device), Start::Warm);
+    let device = run(&costs, &setup(Method::Overlap { ring: 2 }, &[], OptimizerPlace::Device), Start::Warm);
     check(
         &device,
         expect![[r#"
@@ -176,16 +176,17 @@ fn gradients_are_stored_during_compute_and_updated_layers_are_reloaded() {
 #[test]
 fn the_layer_needed_last_is_evicted() {
     // Two slots are enough for the stream; the others keep what they have, and a step loads less.
-    let slow = job(vec![layer(0.25); 5], false);
+    let slow = step_costs(vec![layer(0.25); 5], false);
     let bytes = |ring| run(&slow, &overlap(ring), Start::Warm).load_bytes;
     assert_eq!([1, 2, 3, 4, 5].map(bytes), [5000, 5000, 4000, 3000, 0]);
 }
 
 #[test]
 fn both_ways_to_make_every_layer_resident_agree() {
-    let job = job(vec![layer(1.0); 3], true);
+    let costs = step_costs(vec![layer(1.0); 3], true);
     let kept = Kept { bytes: 50, forward_bytes: 60, backward_bytes: 70 };
-    let with_kept = Job { working: WorkingMemory { kept: Some(kept), ..job.working }, ..job.clone() };
+    let with_kept =
+        StepCosts { working: WorkingMemory { kept: Some(kept), ..costs.working }, ..costs.clone() };
     let of = |recompute| setup(Method::Resident { recompute }, &[], OptimizerPlace::Device);
     check(
         &run(&with_kept, &of(false), Start::Warm),
@@ -195,47 +196,48 @@ fn both_ways_to_make_every_layer_resident_agree() {
     "#]],
     );
     check(
-        &run(&job, &of(true), Start::Warm),
+        &run(&costs, &of(true), Start::Warm),
         expect![[r#"
         compute: forward 0 0-1, forward 1 1-2, forward 2 2-3, backward 2 3-5, backward 1 5-7, backward 0 7-9
         9 s, 0 s idle, 3830 B
     "#]],
     );
-    expect!["a training without recomputation, of which no bytes that a layer keeps are given; give WorkingMemory::kept, or recompute"].assert_eq(&simulate(&job, &RATES, &of(false), Start::Warm).unwrap_err().to_string());
+    expect!["a training without recomputation, of which no bytes that a layer keeps are given; give WorkingMemory::kept, or recompute"].assert_eq(&simulate(&costs, &RATES, &of(false), Start::Warm).unwrap_err().to_string());
 }
 
 #[test]
 fn a_device_optimizer_holds_all_gradients() {
-    let job = job(vec![trained(1.0); 3], true);
+    let costs = step_costs(vec![trained(1.0); 3], true);
     let resident =
-        run(&job, &setup(Method::Resident { recompute: true }, &[], OptimizerPlace::Device), Start::Warm);
+        run(&costs, &setup(Method::Resident { recompute: true }, &[], OptimizerPlace::Device), Start::Warm);
     assert_eq!(resident.device.moment, Moment::Backward(0));
     // The last layer's own gradients are among the working bytes.
     assert_eq!(resident.device.bytes("layer gradients"), 2000);
     // Expected: 500 fixed, 3 × 1000 of weights and of gradients, 3 × 4000 of state, one input, the backward.
     assert_eq!(resident.device.total, 500 + 3000 + 3000 + 12000 + 10 + 300);
     let fused =
-        run(&job, &setup(Method::Overlap { ring: 1 }, &[0, 1, 2], OptimizerPlace::Device), Start::Warm);
+        run(&costs, &setup(Method::Overlap { ring: 1 }, &[0, 1, 2], OptimizerPlace::Device), Start::Warm);
     assert_eq!(fused.device.bytes("layer gradients"), 0);
     assert_eq!(fused.load_bytes + fused.store_bytes, 0);
 }
 
 #[test]
 fn invalid_values_are_refused() {
-    let job = job(vec![layer(1.0); 3], false);
-    let message = |job: &Job, rates: Rates, setup: &Setup| {
-        simulate(job, &rates, setup, Start::Warm).unwrap_err().to_string()
+    let costs = step_costs(vec![layer(1.0); 3], false);
+    let message = |costs: &StepCosts, rates: Rates, setup: &Setup| {
+        simulate(costs, &rates, setup, Start::Warm).unwrap_err().to_string()
     };
     let resident = |resident: &[usize]| setup(Method::Overlap { ring: 2 }, resident, OptimizerPlace::Host);
-    let slow = Job { layers: vec![layer(f64::NAN)], ..job.clone() };
-    let large = Job { layers: vec![Layer { slot_bytes: u64::MAX, ..Layer::default() }; 2], ..job.clone() };
+    let slow = StepCosts { layers: vec![layer(f64::NAN)], ..costs.clone() };
+    let large =
+        StepCosts { layers: vec![Layer { slot_bytes: u64::MAX, ..Layer::default() }; 2], ..costs.clone() };
     let text = [
-        message(&Job { layers: vec![], ..job.clone() }, RATES, &overlap(2)),
-        message(&job, Rates { load: 0.0, ..RATES }, &overlap(2)),
+        message(&StepCosts { layers: vec![], ..costs.clone() }, RATES, &overlap(2)),
+        message(&costs, Rates { load: 0.0, ..RATES }, &overlap(2)),
         message(&slow, RATES, &overlap(2)),
-        message(&job, RATES, &overlap(9)),
-        message(&job, RATES, &resident(&[1, 1])),
-        message(&job, RATES, &resident(&[3])),
+        message(&costs, RATES, &overlap(9)),
+        message(&costs, RATES, &resident(&[1, 1])),
+        message(&costs, RATES, &resident(&[3])),
         message(&large, RATES, &overlap(2)),
     ];
     expect![[r#"
@@ -250,22 +252,23 @@ fn invalid_values_are_refused() {
 
 #[test]
 fn a_budget_too_small_is_an_error_with_the_smallest_that_fits() {
-    let job = job(vec![trained(1.0); 4], true);
-    let message = |device, host| plan(&job, &RATES, Budget { device, host }).unwrap_err().to_string();
+    let costs = step_costs(vec![trained(1.0); 4], true);
+    let message = |device, host| plan(&costs, &RATES, Budget { device, host }).unwrap_err().to_string();
     expect![[r#"
         no offloading of 4 layers fits 1.95 KiB of the device: the least takes 2.77 KiB (2840 bytes: working memory 1.27 KiB, ring 1000 B, fixed weights 500 B, layer inputs 40 B); give that budget, fewer tokens or a lower precision
         no offloading of 4 layers fits 19.5 KiB of the device and 1000 B of the host: the least takes 21.3 KiB (21840 bytes: optimizer state 15.6 KiB, resident layers 2.93 KiB, working memory 1.27 KiB, ring 1000 B, fixed weights 500 B, layer inputs 40 B); give that budget, fewer tokens or a lower precision"#]].assert_eq(&format!("{}\n{}", message(2000, None), message(20_000, Some(1000))));
-    let Err(Error::NoOffloadFits { needed, .. }) = plan(&job, &RATES, Budget { device: 0, host: None })
+    let Err(Error::NoOffloadFits { needed, .. }) = plan(&costs, &RATES, Budget { device: 0, host: None })
     else {
         panic!("a budget of nothing")
     };
-    let fits = |device| plan(&job, &RATES, Budget { device, host: None });
+    let fits = |device| plan(&costs, &RATES, Budget { device, host: None });
     assert!(fits(needed).is_ok() && fits(needed - 1).is_err());
 }
 
 #[test]
 fn a_plan_prints_as_lines() {
-    let found = plan(&job(vec![trained(1.0); 6], true), &RATES, Budget { device: 8000, host: None }).unwrap();
+    let found =
+        plan(&step_costs(vec![trained(1.0); 6], true), &RATES, Budget { device: 8000, host: None }).unwrap();
     expect![[r#"
         resident layers            0 of 6
         slots of the ring          2
@@ -301,7 +304,7 @@ fn resident_layers_are_interleaved() {
     }
 }
 
-fn jobs() -> impl Strategy<Value = Job> {
+fn any_costs() -> impl Strategy<Value = StepCosts> {
     let one =
         (1u64..3000, 0u32..20, 0u32..20, any::<bool>()).prop_map(|(bytes, forward, backward, learns)| {
             Layer {
@@ -317,9 +320,9 @@ fn jobs() -> impl Strategy<Value = Job> {
             }
         });
     (prop::collection::vec(one, 1..9), any::<bool>(), 0u32..4).prop_map(|(layers, training, head)| {
-        let mut job = job(layers, training);
-        job.fixed.seconds = f64::from(head);
-        job
+        let mut costs = step_costs(layers, training);
+        costs.fixed.seconds = f64::from(head);
+        costs
     })
 }
 
@@ -363,10 +366,10 @@ fn slots(setup: &Setup) -> usize {
 fn stays(step: &SimulatedStep) -> Vec<(f64, f64)> {
     let mut stays: Vec<(usize, f64, f64)> = Vec::new();
     let uses = [
-        (StreamKind::Compute, Work::Forward),
-        (StreamKind::Compute, Work::Backward),
-        (StreamKind::Compute, Work::Step),
-        (StreamKind::Store, Work::Weights),
+        (StreamKind::Compute, Operation::Forward),
+        (StreamKind::Compute, Operation::Backward),
+        (StreamKind::Compute, Operation::Step),
+        (StreamKind::Store, Operation::Weights),
     ];
     let mut spans = step.spans.clone();
     spans.sort_by(|a, b| a.start.total_cmp(&b.start).then(a.end.total_cmp(&b.end)));
@@ -376,7 +379,7 @@ fn stays(step: &SimulatedStep) -> Vec<(f64, f64)> {
             stays.push((layer, span.start, span.end));
         }
         let stay = stays.iter_mut().rev().find(|stay| stay.0 == layer);
-        if let Some(stay) = stay.filter(|_| uses.contains(&(span.stream, span.work))) {
+        if let Some(stay) = stay.filter(|_| uses.contains(&(span.stream, span.operation))) {
             stay.2 = span.end;
         }
     }
@@ -388,19 +391,19 @@ proptest! {
 
     #[test]
     fn a_stream_runs_one_span_at_a_time_and_layers_compute_after_their_load(
-        (job, setup) in jobs().prop_flat_map(|job| { let count = job.layers.len(); (Just(job), setups(count)) }),
+        (costs, setup) in any_costs().prop_flat_map(|costs| { let count = costs.layers.len(); (Just(costs), setups(count)) }),
         rates in rates(),
         warm in any::<bool>(),
     ) {
         let start = if warm { Start::Warm } else { Start::Cold };
-        let step = simulate(&job, &rates, &setup, start).unwrap();
+        let step = simulate(&costs, &rates, &setup, start).unwrap();
         for lane in StreamKind::ALL {
             let spans: Vec<&Span> = step.spans.iter().filter(|span| span.stream == lane).collect();
             prop_assert!(spans.iter().all(|span| 0.0 <= span.start && span.start <= span.end && span.end <= step.seconds));
             prop_assert!(spans.windows(2).all(|pair| pair[0].end <= pair[1].start));
         }
-        let compute: f64 = job.layers.iter().map(|layer| layer.forward_seconds + if job.training { layer.backward_seconds } else { 0.0 }).sum();
-        prop_assert!(step.seconds >= (compute + job.fixed.seconds) * (1.0 - 1e-12));
+        let compute: f64 = costs.layers.iter().map(|layer| layer.forward_seconds + if costs.training { layer.backward_seconds } else { 0.0 }).sum();
+        prop_assert!(step.seconds >= (compute + costs.fixed.seconds) * (1.0 - 1e-12));
         prop_assert!((0.0..=1.0 + 1e-9).contains(&step.overlap()));
         for load in step.spans.iter().filter(|span| span.stream == StreamKind::Load && span.bytes > 0) {
             let uses = step.spans.iter().filter(|span| span.stream == StreamKind::Compute && span.layer == load.layer);
@@ -415,11 +418,11 @@ proptest! {
 
     #[test]
     fn layers_on_the_device_never_exceed_slots(
-        (job, setup) in jobs().prop_flat_map(|job| { let count = job.layers.len(); (Just(job), setups(count)) }),
+        (costs, setup) in any_costs().prop_flat_map(|costs| { let count = costs.layers.len(); (Just(costs), setups(count)) }),
         rates in rates(),
     ) {
         let setup = Setup { resident: vec![], ..setup };
-        let cold = simulate(&job, &rates, &setup, Start::Cold).unwrap();
+        let cold = simulate(&costs, &rates, &setup, Start::Cold).unwrap();
         if !matches!(setup.method, Method::Resident { .. }) {
             let stays = stays(&cold);
             for (moment, _) in &stays {
@@ -430,23 +433,23 @@ proptest! {
     }
 
     #[test]
-    fn loads_are_none_if_resident_and_at_most_two_per_layer(job in jobs(), rates in rates(), ring in 1usize..5) {
+    fn loads_are_none_if_resident_and_at_most_two_per_layer(costs in any_costs(), rates in rates(), ring in 1usize..5) {
         let bytes = |stay| {
-            let resident = interleaved(job.layers.len(), stay);
-            let frozen = Job {
-                layers: job.layers.iter().map(|layer| Layer { trainable: 0, ..*layer }).collect(),
-                ..job.clone()
+            let resident = interleaved(costs.layers.len(), stay);
+            let frozen = StepCosts {
+                layers: costs.layers.iter().map(|layer| Layer { trainable: 0, ..*layer }).collect(),
+                ..costs.clone()
             };
             let setup = Setup { method: Method::Overlap { ring }, resident, optimizer: OptimizerPlace::Host };
             simulate(&frozen, &rates, &setup, Start::Warm).unwrap().load_bytes
         };
-        prop_assert_eq!(bytes(job.layers.len()), 0);
-        prop_assert!(bytes(0) <= 2 * job.layer_bytes().unwrap());
+        prop_assert_eq!(bytes(costs.layers.len()), 0);
+        prop_assert!(bytes(0) <= 2 * costs.layer_bytes().unwrap());
     }
 
     #[test]
     fn the_plan_equals_brute_force(
-        job in jobs(),
+        costs in any_costs(),
         rates in rates(),
         device in 0u64..40_000,
         host in prop::option::of(0u64..60_000),
@@ -455,11 +458,11 @@ proptest! {
         let mut best: Option<f64> = None;
         let mut least = u64::MAX;
         for optimizer in [OptimizerPlace::Device, OptimizerPlace::Host] {
-            for stay in 0..=job.layers.len() {
+            for stay in 0..=costs.layers.len() {
                 for ring in 1..=MOST_PLANNED_SLOTS {
-                    let resident = interleaved(job.layers.len(), stay);
+                    let resident = interleaved(costs.layers.len(), stay);
                     let setup = Setup { method: Method::Overlap { ring }, resident, optimizer };
-                    let step = simulate(&job, &rates, &setup, Start::Warm).unwrap();
+                    let step = simulate(&costs, &rates, &setup, Start::Warm).unwrap();
                     if host.is_none_or(|host| step.host_bytes <= host) {
                         least = least.min(step.device.total);
                         if step.device.total <= device {
@@ -469,13 +472,13 @@ proptest! {
                 }
             }
         }
-        match (plan(&job, &rates, budget), best) {
+        match (plan(&costs, &rates, budget), best) {
             (Ok(found), Some(best)) => {
                 prop_assert_eq!(found.step.seconds, best);
                 prop_assert!(found.step.device.total <= device);
                 prop_assert!(host.is_none_or(|host| found.step.host_bytes <= host));
                 // More memory is never slower.
-                let roomier = plan(&job, &rates, Budget { device: device + device / 3, host }).unwrap();
+                let roomier = plan(&costs, &rates, Budget { device: device + device / 3, host }).unwrap();
                 prop_assert!(roomier.step.seconds <= best);
             }
             (Err(Error::NoOffloadFits { needed, .. }), None) => {

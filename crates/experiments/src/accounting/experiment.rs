@@ -9,7 +9,7 @@ use super::sections;
 
 #[derive(clap::Args)]
 pub(crate) struct Experiment {
-    /// How much to compute; all of it takes less than a second
+    /// How many models and devices; all of it takes less than a second
     #[arg(long, value_enum, default_value_t)]
     scale: Scale,
     /// Only these sections
@@ -40,6 +40,11 @@ impl Section {
             _ => format!("accounting-{name}"),
         }
     }
+
+    /// The scale of its records; `None` where it is the same at every scale.
+    fn scale(self, scale: Scale) -> Option<Scale> {
+        matches!(self, Self::Flops | Self::Fit).then_some(scale)
+    }
 }
 
 const SMOKE_MODELS: [&str; 2] = ["gpt2", "qwen2.5-0.5b"];
@@ -48,9 +53,7 @@ const SMOKE_DEVICES: [&str; 1] = ["rtx4090"];
 const DEVICES: [&str; 4] = ["t4", "rtx4090", "h100", "b200"];
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Experiment) -> anyhow::Result<()> {
-    // Opened first, so that a path that cannot be written is an error before anything is computed.
     let environment = &Environment::detect("cpu", None);
-    let mut sink = Sink::new(common, environment.clone())?;
     let all: Vec<&str> = presets::names().collect();
     let models: &[&str] = match arguments.scale {
         Scale::Smoke => &SMOKE_MODELS,
@@ -66,6 +69,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Experiment) -> anyhow::Result
     let mut progress = Progress::new(sections.len() as u64);
     for section in sections {
         progress.message(&section.experiment());
+        let mut sink = Sink::new(common, environment.clone(), section.scale(arguments.scale))?;
         let records = match section {
             Section::Published => sections::published(environment)?,
             Section::Dtypes => sections::dtypes(environment)?,

@@ -83,7 +83,7 @@ fn cells(device: Device, seed: u64, scale: Scale) -> anyhow::Result<Vec<Cell>> {
 pub(crate) fn run(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, scale)?;
     let mut progress = Progress::new(1);
     progress.message("the lecture's cells");
     let cells = cells(device, common.seed, scale)?;

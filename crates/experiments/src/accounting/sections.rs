@@ -25,7 +25,7 @@ pub(crate) use fits::fits;
 pub(crate) use flops::flops;
 pub(crate) use long_context::long_context;
 pub(crate) use offload::offload_condition;
-pub(crate) use published::published;
+pub(crate) use published::{published, training_gpt3};
 pub(crate) use times::times;
 
 use accounting::{Dtype, Error};

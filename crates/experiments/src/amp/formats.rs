@@ -1,20 +1,12 @@
 //! `amp formats`: rounding of small numbers and long sums in each number format.
 
-use report::cli::{CommonArgs, Scale};
+use report::cli::CommonArgs;
 use report::{Case, Metric, Sink};
 
 use super::demonstration::{Format, repeated_sum};
 
-#[derive(clap::Args)]
-pub(crate) struct Formats {
-    /// How large; the same at each
-    #[arg(long, value_enum, default_value_t)]
-    scale: Scale,
-}
-
-pub(crate) fn run(common: &CommonArgs, arguments: &Formats) -> anyhow::Result<()> {
-    let Formats { scale: _ } = arguments;
-    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?)?;
+pub(crate) fn run(common: &CommonArgs) -> anyhow::Result<()> {
+    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, None)?;
     for format in Format::ALL {
         let case = Case::new().with("number", 1e-8).with("format", format.name());
         let held = format.round(1e-8);

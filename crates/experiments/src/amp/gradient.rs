@@ -31,7 +31,7 @@ pub(crate) struct GradientArgs {
 pub(crate) fn run(common: &CommonArgs, arguments: &GradientArgs) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let scales = Sizes::of(arguments.scale, device, common.seed).training.scales;
     let sizes = wide(arguments.scale, device, common.seed);
     let mut gradients: Vec<Gradient> =

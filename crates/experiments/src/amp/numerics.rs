@@ -16,7 +16,7 @@ pub(crate) struct Numerics {
 }
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<()> {
-    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(tch::Device::Cpu)?, None)?;
     for (tensor, error) in exact::run(&arguments.fixture, Kind::BFloat16)? {
         let metrics = vec![
             Metric::exact("error", "ratio", error),

@@ -14,7 +14,7 @@ pub(crate) struct Overhead {
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Overhead) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, None)?;
     let mut progress = Progress::new(SIZES.len() as u64 * u64::from(arguments.rounds));
     for size in SIZES {
         let case = Case::new().with("tensors", size.tensors).with("parameters", size.parameters());

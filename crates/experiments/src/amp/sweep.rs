@@ -25,7 +25,7 @@ pub(crate) struct Sweep {
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Sweep) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let sizes = Sizes::of(arguments.scale, device, common.seed);
     let corpus = sizes.corpus(&arguments.data.data, arguments.scale)?;
     corpus.put(&mut sink, EXPERIMENT, arguments.scale)?;

@@ -30,7 +30,7 @@ pub(crate) struct Train {
 pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let sizes = Sizes::of(arguments.scale, device, common.seed);
     let corpus = sizes.corpus(&arguments.data.data, arguments.scale)?;
     corpus.put(&mut sink, EXPERIMENT, arguments.scale)?;

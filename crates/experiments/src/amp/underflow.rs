@@ -29,7 +29,7 @@ pub(crate) struct Underflow {
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Underflow) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let sizes = Sizes::of(arguments.scale, device, common.seed);
     let corpus = sizes.corpus(&arguments.data.data, arguments.scale)?;
     let training = Training { steps: sizes.sweep_steps, ..sizes.training.clone() };

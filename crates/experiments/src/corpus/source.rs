@@ -106,7 +106,7 @@ impl Data {
         Ok(Self::Embedded)
     }
 
-    /// The files, or why they cannot be had.
+    /// The files, or why they cannot be had. Of a named data set offline, the reason names no folder of this machine: reports show it.
     ///
     /// # Errors
     /// A checkout without `data/`.
@@ -120,7 +120,10 @@ impl Data {
                     (file(dataloading::embedded::CORPUS_TRAIN), file(dataloading::embedded::CORPUS_VALID));
                 return Ok(Ok(Texts { name: self.title(), train, validation }));
             }
-            Self::Folder(folder) => return Ok(of_folder(folder, &self.title())),
+            Self::Folder(folder) => {
+                let texts = of_folder(folder, &self.title());
+                return Ok(texts.map_err(|why| format!("{} {why}", folder.display())));
+            }
             Self::WikiText103 => ("wikitext-103", "wikitext-103-raw-v1"),
             Self::WikiText2 => ("wikitext-2", "wikitext-2-raw-v1"),
         };
@@ -128,7 +131,7 @@ impl Data {
         let missing = match root {
             Some(root) => match of_folder(&root.join(folder), &self.title()) {
                 Ok(texts) => return Ok(Ok(texts)),
-                Err(why) => why,
+                Err(why) => format!("{folder}/ in the folder of {VARIABLE} {why}"),
             },
             None => format!("{VARIABLE} names no folder with {folder}/train.txt and {folder}/valid.txt"),
         };
@@ -136,7 +139,8 @@ impl Data {
         let patterns = ["train", "validation"].map(|split| format!("{repository}/{split}-*.parquet"));
         let patterns = patterns.each_ref().map(String::as_str);
         Ok(match hub.fetch_files(RepositoryKind::Dataset, HUB, None, &patterns) {
-            Ok(cache) => of_folder(&cache.join(repository), &self.title()),
+            Ok(cache) => of_folder(&cache.join(repository), &self.title())
+                .map_err(|why| format!("{repository} in the hub's cache {why}")),
             Err(_) if network == Network::Never => {
                 Err(format!("{missing}, and the cache of the Hugging Face hub has no {HUB}"))
             }
@@ -154,8 +158,8 @@ pub enum Network {
     IfMissing,
 }
 
-/// The files of a folder, by the names that WikiText's archives and the hub give them. Where there is no training split, the test
-/// split takes its place.
+/// The files of a folder, by the names that WikiText's archives and the hub give them; else what it lacks. Where there is no training
+/// split, the test split takes its place.
 fn of_folder(folder: &Path, name: &str) -> Result<Texts, String> {
     let split = |names: &[&str]| {
         let plain = names.iter().flat_map(|name| {
@@ -172,8 +176,8 @@ fn of_folder(folder: &Path, name: &str) -> Result<Texts, String> {
     };
     match (train.is_empty(), validation.is_empty()) {
         (false, false) => Ok(Texts { name, train, validation }),
-        (true, _) => Err(format!("{} has no train.txt and no test.txt", folder.display())),
-        (false, true) => Err(format!("{} has no valid.txt", folder.display())),
+        (true, _) => Err("has no train.txt and no test.txt".to_owned()),
+        (false, true) => Err("has no valid.txt".to_owned()),
     }
 }
 

@@ -32,7 +32,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Attention) -> anyhow::Result<
         Scale::Full => (&[128, 256, 512, 1024, 2048, 4096, 8192], 5),
         Scale::Paper => (&[512, 1024, 2048, 4096, 8192, 16_384], 5),
     };
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let paths = [("explicit scores", AttentionPath::Explicit), ("fused", AttentionPath::Fused)];
     let mut progress = Progress::new((lengths.len() * paths.len()) as u64);
     let mut previous = [None::<(f64, f64)>; 2];

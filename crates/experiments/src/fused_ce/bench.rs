@@ -45,7 +45,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
     if !(arguments.budget.is_finite() && arguments.budget > 0.0) {
         bail!("--budget is {}; expected a positive number of seconds", arguments.budget);
     }
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let shapes = match (&arguments.case[..], arguments.scale) {
         ([], Scale::Smoke) => shapes::SMOKE,
         ([], Scale::Laptop) => shapes::LAPTOP,

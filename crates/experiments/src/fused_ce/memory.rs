@@ -23,7 +23,7 @@ pub(crate) struct Memory {
 pub(crate) fn run(common: &CommonArgs, arguments: &Memory) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let sizes = sizes::training(arguments.scale, Kind::Float, device, common.seed);
     let mut progress = Progress::new(Way::ALL.len() as u64);
     for way in Way::ALL {

@@ -29,7 +29,7 @@ pub(crate) struct Numerics {
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Numerics) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let seeds = arguments.seeds.unwrap_or(match arguments.scale {
         Scale::Smoke => 1,
         Scale::Laptop | Scale::Full => 3,

@@ -6,6 +6,14 @@ use tch::{Device, Kind};
 
 use super::training::Training;
 
+/// The dtypes that are trained in.
+pub(crate) fn kinds(scale: Scale) -> &'static [Kind] {
+    match scale {
+        Scale::Smoke | Scale::Laptop => &[Kind::Float],
+        Scale::Full | Scale::Paper => &[Kind::Float, Kind::BFloat16],
+    }
+}
+
 /// A small Llama whose vocabulary is as large beside it as those of real ones.
 pub(crate) fn training(scale: Scale, kind: Kind, device: Device, seed: u64) -> Training {
     let (vocabulary, hidden, inner, layers, heads, batch_size, sequence, steps) = match scale {

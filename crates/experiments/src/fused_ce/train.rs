@@ -30,14 +30,13 @@ pub(crate) struct Train {
 pub(crate) fn run(common: &CommonArgs, arguments: &Train) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
-    let large = matches!(arguments.scale, Scale::Full | Scale::Paper);
-    // In bf16 too where products in it are native, so that its time says something.
-    let native = compute_kind(device, Kind::BFloat16) == Kind::BFloat16;
-    let kinds = if large && native { &[Kind::Float, Kind::BFloat16][..] } else { &[Kind::Float] };
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
+    // The time of a dtype says something only where products in it are native.
+    let native = |kind: &Kind| compute_kind(device, *kind) == *kind;
+    let kinds: Vec<Kind> = sizes::kinds(arguments.scale).iter().copied().filter(native).collect();
     let turns = u64::from(arguments.rounds) * (Way::ALL.len() * kinds.len()) as u64;
     let mut progress = Progress::new(turns);
-    for &kind in kinds {
+    for kind in kinds {
         let training = sizes::training(arguments.scale, kind, device, common.seed);
         compare(&training, arguments.rounds, &mut progress, &mut sink)?;
     }

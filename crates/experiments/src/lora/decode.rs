@@ -11,8 +11,8 @@ use report::{Case, Metric, Progress, Sink};
 use runtime::measure::physical;
 use tch::Kind;
 
-use super::shape::Shape;
 use crate::dtype;
+use crate::shape::Shape;
 
 #[derive(Args)]
 pub(crate) struct Decode {
@@ -44,7 +44,7 @@ pub(crate) struct Decode {
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Decode) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let shape = arguments.shape.clone().unwrap_or_else(|| Shape::of(arguments.scale));
     let copied = physical::copy_bandwidth(device)?.rate().context("the rate of a copy")?;
     let mut progress = Progress::new((arguments.dtype.len() * arguments.batch.len()) as u64);

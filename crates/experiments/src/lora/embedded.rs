@@ -27,8 +27,8 @@ use world::{Reading, World, permutation};
 
 const EXPERIMENT: &str = "lora-embedded";
 
-/// Positions of a row, more than any question with its answer takes.
-const CONTEXT: i64 = 256;
+/// Positions of a row, more than three solved examples and a question with its answer take.
+const CONTEXT: i64 = 384;
 
 /// Held-out rows whose loss is followed.
 const FOLLOWED: usize = 32;
@@ -120,7 +120,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Embedded) -> anyhow::Result<(
     let sizes = Sizes::of(arguments.scale, &arguments.recipe);
     let mut experiment = Experiment {
         world: World::read(CONTEXT as usize, sizes.held_out)?,
-        sink: Sink::new(common, crate::environment::of(device)?)?,
+        sink: Sink::new(common, crate::environment::of(device)?, arguments.scale)?,
         progress: Progress::new(sizes.steps()),
         sizes,
         arguments,
@@ -280,26 +280,34 @@ impl Experiment<'_> {
     fn judge(&mut self, name: &str, model: &dyn LanguageModel) -> anyhow::Result<()> {
         self.progress.message(&format!("{name}: answers to held-out problems"));
         let start = Instant::now();
-        let evaluation = grade(model, &self.world)?;
+        let evaluation = grade(model, &self.world, &self.world.prompts)?;
         let seconds = start.elapsed().as_secs_f64();
         self.show(name, &evaluation);
+        let three_shot = grade(model, &self.world, &self.world.three_shot)?;
+        self.show(&format!("{name}, three examples"), &three_shot);
         let (_, _, length) = self.sizes.pretraining;
         let encyclopedia = loss_of(model, &self.world.validation(16, length, self.device)?)?;
         let mut metrics = Vec::new();
         for grader in Grader::ALL {
-            metrics.extend(self.accuracy(grader, evaluation.accuracy(grader)));
+            let wanted = if grader == Grader::Strict { 3 } else { 1 };
+            let figures = self.accuracy(&grader.to_string(), evaluation.accuracy(grader));
+            metrics.extend(figures.into_iter().take(wanted));
         }
+        metrics.extend(self.accuracy("three_shot", three_shot.accuracy(Grader::Strict)));
+        let longest = three_shot.graded.iter().map(|graded| graded.prompt_tokens).max().unwrap_or(0);
+        metrics.push(Metric::exact("three_shot_prompt_tokens", "tokens", longest as f64));
         metrics.push(Metric::exact("encyclopedia_loss", "nat", encyclopedia));
         metrics.push(Metric::exact("answering_seconds", "s", seconds));
         self.progress.step();
         self.sink.put(EXPERIMENT, &case(name), metrics)
     }
 
-    fn accuracy(&self, grader: Grader, accuracy: Accuracy) -> Vec<Metric> {
+    /// The share of right answers, and its interval.
+    fn accuracy(&self, graded: &str, accuracy: Accuracy) -> Vec<Metric> {
         let (low, high) = accuracy.interval();
         let figures = [("accuracy", accuracy.share()), ("accuracy_from", low), ("accuracy_to", high)];
         let metric = |(what, value): (&str, f64)| {
-            let name = format!("{grader}_{what}");
+            let name = format!("{graded}_{what}");
             match self.arguments.scale {
                 Scale::Smoke => {
                     Metric::not_measured(&name, "ratio", "at the smoke scale nothing is trained to its end")
@@ -307,8 +315,7 @@ impl Experiment<'_> {
                 Scale::Laptop | Scale::Full | Scale::Paper => Metric::exact(&name, "ratio", value),
             }
         };
-        let wanted = if grader == Grader::Strict { figures.len() } else { 1 };
-        figures.into_iter().take(wanted).map(metric).collect()
+        figures.into_iter().map(metric).collect()
     }
 
     fn show(&self, name: &str, evaluation: &Evaluation) {

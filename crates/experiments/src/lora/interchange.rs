@@ -38,7 +38,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Interchange) -> anyhow::Resul
 
 /// The committed adapters.
 fn fixtures(common: &CommonArgs) -> anyhow::Result<()> {
-    let mut sink = Sink::new(common, crate::environment::of(Device::Cpu)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(Device::Cpu)?, None)?;
     for name in ["qwen2", "llama"] {
         let folder = Path::new("data/fixtures").join(name);
         let tensors = |file: &str| -> anyhow::Result<BTreeMap<String, Tensor>> {

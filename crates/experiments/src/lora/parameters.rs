@@ -2,23 +2,19 @@
 
 use lora::{Adapters, LoraConfig};
 use models::module::parameter_count;
-use models::{Llama, LlamaConfig};
 use report::cli::CommonArgs;
 use report::{Case, Metric, Sink};
 use tch::Kind;
+
+use crate::shape::Shape;
 
 const EXPERIMENT: &str = "lora-parameters";
 
 /// Builds the model with random weights in bf16, installs the assignment's adapters, and counts.
 pub(crate) fn run(common: &CommonArgs) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
-    let config = LlamaConfig {
-        num_key_value_heads: 2,
-        tie_word_embeddings: true,
-        ..LlamaConfig::qwen2(151_936, 896, 4864, 24, 14)
-    };
-    let mut model = Llama::new(&config, (Kind::BFloat16, device))?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, None)?;
+    let mut model = Shape::Small.model(Kind::BFloat16, device)?;
     let base = parameter_count(&model).total;
     let adapters = LoraConfig {
         r: 8,

@@ -22,8 +22,8 @@ use tch::{Device, Kind, Tensor};
 use training::activations::{self, LayerPlan};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
-use super::shape::Shape;
 use crate::dtype;
+use crate::shape::Shape;
 
 /// What a step keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -71,7 +71,7 @@ pub(crate) struct Step {
 pub(crate) fn run(common: &CommonArgs, arguments: &Step) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     // Before the first product, when they are distinguishable from other memory.
     runtime::device::product_workspaces(device)?;
     let shape = arguments.shape.clone().unwrap_or_else(|| Shape::of(arguments.scale));

@@ -6,9 +6,10 @@
 use std::time::Instant;
 
 use accounting::offload::Method as Paper;
+use anyhow::Context;
 use frugal::planning::MachineRates;
 use models::LlamaConfig;
-use offload::{Options, StreamKind};
+use offload::{HostAdamW, HostOptions, Options, StreamKind};
 use report::{Case, Metric};
 use runtime::device::pinned_bytes;
 use runtime::measure::Samples;
@@ -17,7 +18,7 @@ use tch::{Device, Kind};
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
 
 use super::measured_model::{MeasuredModel, Passes};
-use super::predicted::{Step, job, peak};
+use super::predicted::{Step, costs, peak};
 use super::spans;
 
 /// Where a model's layers are.
@@ -40,8 +41,12 @@ pub(crate) struct Variant {
     pub(crate) place: Place,
     /// The same on paper.
     pub(crate) paper: Paper,
+    /// Whether its inference is a row.
+    pub(crate) infers: bool,
     /// Whether it can train.
     pub(crate) trains: bool,
+    /// Whether AdamW runs on the host, during backward.
+    pub(crate) host_optimizer: bool,
     /// Whether it only serves as a measure for others, having been reported.
     pub(crate) reported: bool,
 }
@@ -64,13 +69,18 @@ impl Variant {
             ),
             Place::Resident | Place::Host => ("–".to_owned(), "–"),
         };
-        Case::new()
-            .with("pass", pass)
-            .with("method", self.method)
-            .with("tier", self.tier)
-            .with("ring", ring)
-            .with("memory", memory)
+        case(pass, self.method, self.tier).with("ring", ring).with("memory", memory)
     }
+}
+
+/// The case of a pass of a method, without a ring.
+pub(crate) fn case(pass: &str, method: &str, tier: &str) -> Case {
+    Case::new()
+        .with("pass", pass)
+        .with("method", method)
+        .with("tier", tier)
+        .with("ring", "–")
+        .with("memory", "–")
 }
 
 /// What all variants of a comparison have in common.
@@ -88,6 +98,10 @@ pub(crate) struct Conditions {
 struct Once {
     /// Device bytes at the peak of a pass over those that others hold.
     inference_peak: u64,
+    /// Device bytes that the model holds between passes.
+    held: u64,
+    /// Those at the peak of a training step, whose memory on the host has been used before: first uses fault every page in, which
+    /// slows the stores, and gradients pile up on the device.
     training_peak: u64,
     host_bytes: u64,
     /// Seconds of steps of an ordinary AdamW, where the parameters are.
@@ -110,9 +124,13 @@ struct Moved {
     compute_seconds: f64,
     unexplained_seconds: f64,
     late: f64,
+    loaded: f64,
+    stored: f64,
 }
 
 struct Runner {
+    /// Dropped before the model, whose layers it steps.
+    host_optimizer: Option<HostAdamW>,
     model: MeasuredModel,
     once: Once,
     inference: Vec<Sample>,
@@ -146,12 +164,11 @@ pub(crate) fn run(
     let mut results = Vec::new();
     for (variant, runner) in variants.iter().zip(&runners).filter(|(variant, _)| variant.reported) {
         let references = [&runners[0], runners.get(1).unwrap_or(&runners[0])];
-        results.push((
-            variant.case("inference"),
-            runner.inference(conditions, variant, &references[0].inference)?,
-        ));
+        if variant.infers {
+            let metrics = runner.inference(conditions, variant, references[0])?;
+            results.push((variant.case("inference"), metrics));
+        }
         if variant.trains {
-            let references = references.map(|reference| reference.training.as_slice());
             results.push((variant.case("training"), runner.training(conditions, variant, references)?));
         }
     }
@@ -175,12 +192,18 @@ impl Runner {
         let region = Region::start(device)?;
         model.infer()?;
         once.inference_peak = region.finish()?.peak - before;
-        if variant.trains {
-            let region = Region::start(device)?;
+        let mut host_optimizer = None;
+        if variant.host_optimizer {
+            let offload = model.offload.as_ref().context("the model is not offloaded")?;
+            let groups = vec![Group::new(model.parameters(), 1e-6)];
+            let host = HostAdamW::new(offload, groups, AdamW::default(), HostOptions::default())?;
+            let optimizer = host_optimizer.insert(host);
+            // The first step makes the state.
+            step_on_host(&model, optimizer)?;
+        } else if variant.trains {
             model.gradients()?;
-            once.training_peak = region.finish()?.peak - before;
-            let mut optimizer =
-                DeviceOptimizer::new(AdamW::default(), vec![Group::new(model.parameters(), 1e-6)])?;
+            let groups = vec![Group::new(model.parameters(), 1e-6)];
+            let mut optimizer = DeviceOptimizer::new(AdamW::default(), groups)?;
             for step in 0..3 {
                 let began = Instant::now();
                 optimizer.step()?;
@@ -193,16 +216,31 @@ impl Runner {
         }
         once.host_bytes = pinned_bytes(pinned)?.live - host_before;
         model.drop_gradients()?;
-        Ok(Self { model, once, inference: Vec::new(), training: Vec::new() })
+        if let Some(offload) = &model.offload {
+            offload.synchronize()?;
+        }
+        once.held = live_bytes(device)? - before;
+        Ok(Self { host_optimizer, model, once, inference: Vec::new(), training: Vec::new() })
     }
 
     fn measure(&mut self, variant: &Variant) -> anyhow::Result<()> {
-        let Self { model, inference, training, .. } = self;
-        inference.push(traced(model, || Ok(Passes { forward: model.infer()?, backward: 0.0 }))?);
-        if variant.trains {
+        let Self { host_optimizer, model, once, inference, training } = self;
+        if variant.infers {
+            inference.push(traced(model, || Ok(Passes { forward: model.infer()?, backward: 0.0 }))?);
+        }
+        let region = Region::start(model.device)?;
+        if let Some(optimizer) = host_optimizer {
+            training.push(traced(model, || {
+                let (passes, rest) = step_on_host(model, optimizer)?;
+                once.optimizer.push(rest);
+                Ok(passes)
+            })?);
+        } else if variant.trains {
             training.push(traced(model, || model.gradients())?);
             model.drop_gradients()?;
         }
+        let peak = once.held + region.finish()?.peak_above_start();
+        once.training_peak = once.training_peak.max(peak);
         Ok(())
     }
 
@@ -210,14 +248,14 @@ impl Runner {
         &self,
         conditions: &Conditions,
         variant: &Variant,
-        resident: &[Sample],
+        resident: &Self,
     ) -> anyhow::Result<Vec<Metric>> {
         let rounds = &self.inference;
         let paper = match variant.paper {
             Paper::Resident { .. } => Paper::Resident { recompute: false },
             other => other,
         };
-        let predicted = job(
+        let predicted = costs(
             &conditions.config,
             (Kind::Float, conditions.device),
             conditions.tokens,
@@ -231,9 +269,9 @@ impl Runner {
                 "tokens/s",
                 rounds.iter().map(|round| conditions.tokens as f64 / round.passes.total()),
             ),
-            samples("share_of_resident", "ratio", ratios(resident, rounds)),
+            samples("share_of_resident", "ratio", ratios([&resident.inference, rounds], [0.0; 2])),
         ];
-        metrics.extend(self.peak(variant, self.once.inference_peak, peak(&predicted, paper)?));
+        metrics.extend(self.peak(variant, self.once.inference_peak, peak(&predicted, paper, false)?));
         metrics.extend(moved(rounds));
         if one_at_a_time(variant) {
             metrics.push(unexplained(rounds));
@@ -245,18 +283,23 @@ impl Runner {
         &self,
         conditions: &Conditions,
         variant: &Variant,
-        [resident, recomputed]: [&[Sample]; 2],
+        [resident, recomputed]: [&Self; 2],
     ) -> anyhow::Result<Vec<Metric>> {
         let rounds = &self.training;
-        let optimizer = Samples { samples: self.once.optimizer.clone() }.median();
-        let step = job(
+        let optimizer = self.optimizer_seconds();
+        // An optimizer that runs during backward belongs to what is compared.
+        let share_of = |reference: &Self| {
+            let own = |of: &Self| if variant.host_optimizer { of.optimizer_seconds() } else { 0.0 };
+            ratios([&reference.training, rounds], [own(reference), own(self)]).collect::<Vec<f64>>()
+        };
+        let step = costs(
             &conditions.config,
             (Kind::Float, conditions.device),
             conditions.tokens,
             Step::Training,
             &MachineRates::NOMINAL,
         )?;
-        let predicted = peak(&step, variant.paper)?;
+        let predicted = peak(&step, variant.paper, variant.host_optimizer)?;
         let mut metrics = vec![
             samples("forward_seconds", "s", rounds.iter().map(|round| round.passes.forward)),
             samples("backward_seconds", "s", rounds.iter().map(|round| round.passes.backward)),
@@ -266,8 +309,8 @@ impl Runner {
                 "tokens/s",
                 rounds.iter().map(|round| conditions.tokens as f64 / (round.passes.total() + optimizer)),
             ),
-            samples("share_of_resident", "ratio", ratios(resident, rounds)),
-            samples("share_of_recomputed", "ratio", ratios(recomputed, rounds)),
+            Metric::of_samples("share_of_resident", "ratio", &share_of(resident)),
+            Metric::of_samples("share_of_recomputed", "ratio", &share_of(recomputed)),
         ];
         metrics.extend(self.peak(variant, self.once.training_peak, predicted));
         metrics.extend(moved(rounds));
@@ -275,6 +318,11 @@ impl Runner {
             metrics.push(unexplained(rounds));
         }
         Ok(metrics)
+    }
+
+    /// Seconds of a step of AdamW; of what remains of it after backward, if it runs on the host.
+    fn optimizer_seconds(&self) -> f64 {
+        Samples { samples: self.once.optimizer.clone() }.median()
     }
 
     fn peak(&self, variant: &Variant, measured: u64, predicted: u64) -> Vec<Metric> {
@@ -291,28 +339,41 @@ impl Runner {
 /// Runs passes with a trace, where the layers move.
 fn traced(model: &MeasuredModel, passes: impl FnOnce() -> anyhow::Result<Passes>) -> anyhow::Result<Sample> {
     let Some(offload) = &model.offload else { return Ok(Sample { passes: passes()?, moved: None }) };
-    let late = offload.counters().late;
+    let before = offload.counters();
     offload.start_trace()?;
     let passes = passes()?;
     let trace = offload.take_trace()?;
+    let after = offload.counters();
     let moved = Moved {
         link_rate: offload::load_rate(&trace),
         overlap: offload::overlap(&trace),
         transfer_seconds: spans::busy(&trace, StreamKind::Load) + spans::busy(&trace, StreamKind::Store),
         compute_seconds: spans::busy(&trace, StreamKind::Compute),
         unexplained_seconds: spans::unexplained(&trace),
-        late: (offload.counters().late - late) as f64,
+        late: (after.late - before.late) as f64,
+        loaded: (after.loaded - before.loaded) as f64,
+        stored: (after.stored - before.stored) as f64,
     };
     Ok(Sample { passes, moved: Some(moved) })
+}
+
+/// One step of an optimizer on the host; the seconds of its two passes, and those of what remains to be updated then.
+fn step_on_host(model: &MeasuredModel, optimizer: &mut HostAdamW) -> anyhow::Result<(Passes, f64)> {
+    let passes = model.gradients()?;
+    let began = Instant::now();
+    optimizer.step()?;
+    runtime::device::synchronize(model.device)?;
+    Ok((passes, began.elapsed().as_secs_f64()))
 }
 
 fn one_at_a_time(variant: &Variant) -> bool {
     variant.paper == Paper::OneAtATime
 }
 
-/// Speed by the reference's, round by round.
-fn ratios(reference: &[Sample], rounds: &[Sample]) -> impl Iterator<Item = f64> {
-    reference.iter().zip(rounds).map(|(reference, round)| reference.passes.total() / round.passes.total())
+/// Speed relative to the reference's, round by round, each side with so many seconds more.
+fn ratios([reference, rounds]: [&[Sample]; 2], [more_of_it, more]: [f64; 2]) -> impl Iterator<Item = f64> {
+    let pairs = reference.iter().zip(rounds);
+    pairs.map(move |(of, round)| (of.passes.total() + more_of_it) / (round.passes.total() + more))
 }
 
 /// The share of a step in which what computes waits between two layers, and no transfer is why.
@@ -326,19 +387,25 @@ fn unexplained(rounds: &[Sample]) -> Metric {
 
 fn moved(rounds: &[Sample]) -> Vec<Metric> {
     let all: Vec<Moved> = rounds.iter().filter_map(|round| round.moved).collect();
+    let bytes = |name: &str, of: fn(&Moved) -> f64| {
+        samples(name, "B", rounds.iter().map(move |round| round.moved.as_ref().map_or(0.0, of)))
+    };
+    let mut metrics =
+        vec![bytes("loaded_bytes", |moved| moved.loaded), bytes("stored_bytes", |moved| moved.stored)];
     let rates: Vec<f64> = all.iter().filter_map(|moved| moved.link_rate).collect();
     if rates.is_empty() {
-        return Vec::new();
+        return metrics;
     }
     let idle =
         rounds.iter().filter_map(|round| Some(1.0 - round.moved?.compute_seconds / round.passes.total()));
-    vec![
+    metrics.extend([
         Metric::of_samples("link_rate", "B/s", &rates),
         samples("overlap", "ratio", all.iter().map(|moved| moved.overlap)),
         samples("transfer_seconds", "s", all.iter().map(|moved| moved.transfer_seconds)),
         samples("beside_layers", "ratio", idle),
         samples("late_loads", "count", all.iter().map(|moved| moved.late)),
-    ]
+    ]);
+    metrics
 }
 
 fn samples(name: &str, unit: &str, values: impl Iterator<Item = f64>) -> Metric {

@@ -14,7 +14,7 @@ use tch::{Device, Kind, Tensor};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 use super::difference::largest;
-use super::shape;
+use crate::shape::Shape;
 
 const EXPERIMENT: &str = "offload-equality";
 /// "Hello, world!" by Qwen2's tokenizer.
@@ -46,15 +46,15 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Equality) -> anyhow::Result<(
     let device = device::select(&common.device)?;
     // Some of CUDA's kernels add in an order that changes from run to run.
     set_determinism(Determinism::Warn)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
-    let (layers, config): (i64, fn(i64) -> LlamaConfig) = match arguments.scale {
-        Scale::Smoke => (4, |layers| shape::tiny(layers, 64)),
-        Scale::Laptop => (4, |layers| shape::small(layers, 8192, 4096)),
-        Scale::Full => (5, |layers| shape::small(layers, 151_936, 4096)),
-        Scale::Paper => (24, |layers| shape::small(layers, 151_936, 4096)),
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
+    let (shape, layers, vocabulary) = match arguments.scale {
+        Scale::Smoke => (Shape::Tiny, 4, 512),
+        Scale::Laptop => (Shape::Small, 4, 8192),
+        Scale::Full => (Shape::Small, 5, 151_936),
+        Scale::Paper => (Shape::Small, 24, 151_936),
     };
     let layers = arguments.layers.unwrap_or(layers);
-    let config = config(layers);
+    let config = shape.resized(layers, vocabulary, 4096)?;
     let mut progress = report::Progress::new(1 + METHODS.len() as u64);
     progress.message("without offload");
     let reference = train(&config, None, common.seed, arguments.steps, device)?.into_host()?;

@@ -3,16 +3,18 @@
 use accounting::offload::Method as Paper;
 use clap::Args;
 use offload::{Method, Options, Tier};
-use report::Sink;
 use report::cli::{CommonArgs, Scale};
+use report::{Metric, Sink};
 use runtime::device;
 use tch::Device;
 
 use super::comparison::{self, Conditions, Place, Variant};
 use super::folder::scratch;
-use super::shape;
+use crate::shape::Shape;
 
 const EXPERIMENT: &str = "offload-methods";
+/// The baseline without a device.
+const ON_THE_CPU: &str = "all on the CPU";
 
 #[derive(Args)]
 pub(crate) struct Methods {
@@ -36,7 +38,7 @@ pub(crate) struct Methods {
 pub(crate) fn run(common: &CommonArgs, arguments: &Methods) -> anyhow::Result<()> {
     let device = device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let (layers, tokens, rounds, vocabulary) = match arguments.scale {
         Scale::Smoke => (4, 16, 1, 512),
         Scale::Laptop => (4, 512, 1, 8192),
@@ -45,16 +47,22 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Methods) -> anyhow::Result<()
     };
     let tokens = arguments.tokens.unwrap_or(tokens);
     let layers = arguments.layers.unwrap_or(layers);
-    let config = match arguments.scale {
-        Scale::Smoke => shape::tiny(layers, tokens),
-        _ => shape::small(layers, vocabulary, tokens),
-    };
+    let shape = if arguments.scale == Scale::Smoke { Shape::Tiny } else { Shape::Small };
+    let config = shape.resized(layers, vocabulary, tokens)?;
     let rounds = arguments.rounds.map_or(rounds, |rounds| rounds as usize);
     let conditions = Conditions { config, device, tokens, seed: common.seed, rounds };
     let scratch = scratch(arguments.folder.as_deref())?;
     let groups = groups(device, layers, &Tier::File(scratch.path().to_owned()));
     let turns: usize = groups.iter().map(|group| group.len() * (rounds + 1)).sum();
     let mut progress = report::Progress::new(turns as u64);
+    if device == Device::Cpu {
+        // The device is the CPU: to measure it again would be to compare a model with itself.
+        let why = "the device of this run is the CPU: the rows of `resident` are it";
+        for pass in ["inference", "training"] {
+            let case = comparison::case(pass, ON_THE_CPU, "host");
+            sink.put(EXPERIMENT, &case, vec![Metric::not_measured("tokens_per_second", "tokens/s", why)])?;
+        }
+    }
     for group in groups {
         for (case, metrics) in comparison::run(&conditions, &group, &mut progress)? {
             sink.put(EXPERIMENT, &case, metrics)?;
@@ -76,8 +84,10 @@ fn groups(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Variant>> {
             tier: if *tier == Tier::Host { "host" } else { "file" },
             place: Place::Offloaded(options),
             paper: on_paper,
+            infers: true,
             // What is trained does not live in files.
             trains: method != Method::OneLayer && *tier == Tier::Host,
+            host_optimizer: false,
             reported: true,
         }
     };
@@ -88,7 +98,9 @@ fn groups(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Variant>> {
             tier: "device",
             place,
             paper: Paper::Resident { recompute },
+            infers: true,
             trains: true,
+            host_optimizer: false,
             reported,
         };
         vec![
@@ -100,6 +112,12 @@ fn groups(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Variant>> {
     let mut first = references(true);
     first.extend([
         host(Method::Overlap, 3),
+        Variant {
+            method: "overlap, optimizer on the host",
+            infers: false,
+            host_optimizer: true,
+            ..host(Method::Overlap, 3)
+        },
         host(Method::Function, 1),
         host(Method::OneLayer, 1),
         of(Method::Function, 1, files, true),
@@ -118,7 +136,7 @@ fn groups(device: Device, layers: i64, files: &Tier) -> Vec<Vec<Variant>> {
         let paged = |method, ring| of(method, ring, &Tier::Host, false);
         third.extend([paged(Method::Overlap, 3), paged(Method::Function, 1)]);
         third.push(Variant {
-            method: "all on the CPU",
+            method: ON_THE_CPU,
             tier: "host",
             place: Place::Host,
             reported: true,

@@ -74,7 +74,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &OptimizerArgs) -> anyhow::Res
     let device = device::select(&common.device)?;
     // Some of CUDA's kernels add in an order that changes from run to run.
     set_determinism(Determinism::Warn)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let (width, layers, steps) = match arguments.scale {
         Scale::Smoke => (32, 3, 4),
         Scale::Laptop => (128, 6, 20),

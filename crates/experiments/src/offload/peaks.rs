@@ -19,7 +19,7 @@ pub(crate) struct Peaks {
 pub(crate) fn run(common: &CommonArgs, arguments: &Peaks) -> anyhow::Result<()> {
     // The CPU's allocator counts in exact bytes, whatever device the other experiments take.
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(Device::Cpu)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(Device::Cpu)?, arguments.scale)?;
     let every = if arguments.scale == Scale::Smoke { 10 } else { 1 };
     let rows = rows();
     let mut progress = report::Progress::new(rows.len().div_ceil(every) as u64);

@@ -2,7 +2,7 @@
 
 use accounting::decoder_flops::Workload;
 use accounting::lora::LowRank;
-use accounting::offload::{Job, Method, OptimizerPlace, Setup, Start, simulate, sizes};
+use accounting::offload::{Method, OptimizerPlace, Setup, Start, StepCosts, simulate, sizes};
 use anyhow::Context;
 use frugal::planning::{MachineRates, choices};
 use models::LlamaConfig;
@@ -25,13 +25,13 @@ pub(crate) enum Step {
 ///
 /// # Errors
 /// A shape that is none.
-pub(crate) fn job(
+pub(crate) fn costs(
     config: &LlamaConfig,
     (kind, device): (Kind, Device),
     tokens: i64,
     step: Step,
     rates: &MachineRates,
-) -> anyhow::Result<Job> {
+) -> anyhow::Result<StepCosts> {
     let model = ::training::predicted::decoder(config)?;
     let work = Workload { batch: 1, sequence: u64::try_from(tokens).context("tokens below 0")? };
     let choices = choices(kind, rates, HEAD_TOKENS.min(tokens).unsigned_abs());
@@ -45,15 +45,17 @@ pub(crate) fn job(
     })
 }
 
-/// Bytes of the device at the peak of a step. The optimizer's state, and the gradients that the host takes, are not in it.
+/// Bytes of the device at the peak of a step, with or without the optimizer, which is on the host for the layers that are there. The
+/// gradients that the host takes are not in it.
 ///
 /// # Errors
 /// Those of the simulation.
-pub(crate) fn peak(job: &Job, method: Method) -> anyhow::Result<u64> {
+pub(crate) fn peak(costs: &StepCosts, method: Method, with_optimizer: bool) -> anyhow::Result<u64> {
     let setup = Setup { method, resident: Vec::new(), optimizer: OptimizerPlace::Host };
-    let mut job = job.clone();
-    // Forward and backward alone.
-    job.fixed.state_bytes = 0;
-    job.layers.iter_mut().for_each(|layer| layer.state_bytes = 0);
-    Ok(simulate(&job, &MachineRates::NOMINAL.transfers, &setup, Start::Warm)?.device.total)
+    let mut costs = costs.clone();
+    if !with_optimizer {
+        costs.fixed.state_bytes = 0;
+        costs.layers.iter_mut().for_each(|layer| layer.state_bytes = 0);
+    }
+    Ok(simulate(&costs, &MachineRates::NOMINAL.transfers, &setup, Start::Warm)?.device.total)
 }

@@ -32,6 +32,23 @@ pub(crate) fn unexplained(spans: &[Span]) -> f64 {
     .sum()
 }
 
+/// Seconds of loads that lie between two layers of one pass although the later layer is in its slot: not the load but something else
+/// holds compute up, on a CPU the load's thread, which takes a core.
+pub(crate) fn held_up(spans: &[Span]) -> f64 {
+    let mut computes: Vec<&Span> = spans.iter().filter(|span| span.stream == StreamKind::Compute).collect();
+    computes.sort_by(|a, b| a.start.total_cmp(&b.start));
+    let loads = || spans.iter().filter(|span| span.stream == StreamKind::Load);
+    let gaps = computes.windows(2).filter(|pair| pair[0].direction == pair[1].direction);
+    gaps.map(|pair| {
+        let own = loads().filter(|load| load.layer == pair[1].layer && load.start < pair[1].start);
+        // From then on the later layer is there.
+        let there = own.map(|load| load.end).fold(pair[0].end, f64::max);
+        let others = loads().filter(|load| load.layer != pair[1].layer);
+        others.map(|load| (load.end.min(pair[1].start) - load.start.max(there)).max(0.0)).sum::<f64>()
+    })
+    .sum()
+}
+
 /// A timeline's measurements, as a plot of the kind `timeline` reads them: each span is `of` with its stream, layer and number, and has
 /// a `start` and an `end` in seconds, the first span's start being 0.
 pub(crate) fn timeline(of: &Case, spans: &[Span]) -> Vec<(Case, Metric)> {
@@ -80,5 +97,22 @@ mod tests {
         ];
         assert_eq!(unexplained(&spans), 1.25);
         assert_eq!(offload::load_rate(&spans), Some(2.0 / 1.5));
+    }
+
+    #[test]
+    fn a_load_holds_compute_up_only_where_the_layer_is_there() {
+        let span = |stream, layer, start, end| {
+            let direction = Direction::Forward;
+            Span { stream, layer, direction, start, end, bytes: 1 }
+        };
+        let spans = [
+            span(StreamKind::Compute, 0, 0.0, 1.0),
+            // Layer 1 comes until 1.5, and layer 2 from then on until 2.5; layer 1 begins only at 2.
+            span(StreamKind::Load, 1, 0.5, 1.5),
+            span(StreamKind::Load, 2, 1.5, 2.5),
+            span(StreamKind::Compute, 1, 2.0, 3.0),
+            span(StreamKind::Compute, 2, 3.0, 4.0),
+        ];
+        assert_eq!(held_up(&spans), 0.5);
     }
 }

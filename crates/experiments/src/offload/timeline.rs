@@ -4,15 +4,15 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::Args;
-use offload::{Method, Options, StreamKind};
+use offload::{Method, Options, Span, StreamKind};
 use report::cli::{CommonArgs, Scale};
 use report::{Case, Metric, Sink};
 use runtime::device;
 use tch::Kind;
 
 use super::measured_model::MeasuredModel;
-use super::shape;
 use super::spans;
+use crate::shape::Shape;
 
 const EXPERIMENT: &str = "offload-timeline";
 const METHODS: [(&str, Method, usize); 4] = [
@@ -37,17 +37,16 @@ pub(crate) struct Timeline {
 
 pub(crate) fn run(common: &CommonArgs, arguments: &Timeline) -> anyhow::Result<()> {
     let device = device::select(&common.device)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
-    let (layers, tokens, vocabulary) = match arguments.scale {
-        Scale::Smoke => (4, 16, 512),
-        Scale::Laptop | Scale::Full => (8, 64, 8192),
-        Scale::Paper => (24, 1024, 151_936),
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
+    let (layers, tokens, vocabulary, steps) = match arguments.scale {
+        Scale::Smoke => (4, 16, 512, 1),
+        Scale::Laptop => (8, 64, 8192, 3),
+        Scale::Full => (8, 64, 8192, 9),
+        Scale::Paper => (24, 1024, 151_936, 9),
     };
     let tokens = arguments.tokens.unwrap_or(tokens);
-    let config = match arguments.scale {
-        Scale::Smoke => shape::tiny(layers, tokens),
-        _ => shape::small(layers, vocabulary, tokens),
-    };
+    let shape = if arguments.scale == Scale::Smoke { Shape::Tiny } else { Shape::Small };
+    let config = shape.resized(layers, vocabulary, tokens)?;
     let mut progress = report::Progress::new(METHODS.len() as u64);
     for (name, method, ring) in METHODS {
         progress.message(name);
@@ -60,24 +59,20 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Timeline) -> anyhow::Result<(
             subject.gradients()?;
             subject.drop_gradients()?;
         }
-        offload.start_trace()?;
-        let passes = subject.gradients()?;
-        let trace = offload.take_trace()?;
+        let mut seen = Seen::default();
+        let mut trace = Vec::new();
+        for _ in 0..steps {
+            offload.start_trace()?;
+            let passes = subject.gradients()?;
+            trace = offload.take_trace()?;
+            seen.add(&trace, passes.total());
+            subject.drop_gradients()?;
+        }
         let shown = Case::new().with("shows", "timeline").with("method", name);
         for (case, metric) in spans::timeline(&shown, &trace) {
             sink.put(EXPERIMENT, &case, vec![metric])?;
         }
-        let share = |stream: StreamKind| {
-            Metric::exact(
-                &format!("{}_share", stream.name()),
-                "ratio",
-                spans::busy(&trace, stream) / passes.total(),
-            )
-        };
-        let mut metrics = vec![Metric::exact("step_seconds", "s", passes.total())];
-        metrics.extend([StreamKind::Compute, StreamKind::Load, StreamKind::Store].map(share));
-        metrics.push(Metric::exact("overlap", "ratio", offload::overlap(&trace)));
-        sink.put(EXPERIMENT, &Case::new().with("shows", "streams").with("method", name), metrics)?;
+        sink.put(EXPERIMENT, &Case::new().with("shows", "streams").with("method", name), seen.metrics())?;
         if let Some(path) = arguments.trace.as_ref().filter(|_| ring == 3) {
             std::fs::write(path, offload::to_chrome(&trace).to_string())
                 .with_context(|| format!("the trace {}", path.display()))?;
@@ -85,4 +80,37 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Timeline) -> anyhow::Result<(
         progress.step();
     }
     Ok(())
+}
+
+/// What the traces of some steps say of the streams.
+#[derive(Default)]
+struct Seen {
+    seconds: Vec<f64>,
+    shares: [Vec<f64>; 3],
+    overlaps: Vec<f64>,
+    held_up: Vec<f64>,
+}
+
+impl Seen {
+    const STREAMS: [StreamKind; 3] = [StreamKind::Compute, StreamKind::Load, StreamKind::Store];
+
+    fn add(&mut self, trace: &[Span], seconds: f64) {
+        self.seconds.push(seconds);
+        for (stream, shares) in Self::STREAMS.into_iter().zip(&mut self.shares) {
+            shares.push(spans::busy(trace, stream) / seconds);
+        }
+        self.overlaps.push(offload::overlap(trace));
+        self.held_up.push(spans::held_up(trace) / spans::busy(trace, StreamKind::Load));
+    }
+
+    fn metrics(&self) -> Vec<Metric> {
+        let mut metrics = vec![Metric::of_samples("step_seconds", "s", &self.seconds)];
+        let shares = Self::STREAMS.into_iter().zip(&self.shares);
+        metrics.extend(shares.map(|(stream, shares)| {
+            Metric::of_samples(&format!("{}_share", stream.name()), "ratio", shares)
+        }));
+        metrics.push(Metric::of_samples("overlap", "ratio", &self.overlaps));
+        metrics.push(Metric::of_samples("held_up_share", "ratio", &self.held_up));
+        metrics
+    }
 }

@@ -14,8 +14,8 @@ use tch::Kind;
 
 use super::folder::scratch;
 use super::measured_model::{MeasuredModel, random_tokens};
-use super::shape;
 use super::spans;
+use crate::shape::Shape;
 
 const EXPERIMENT: &str = "offload-tokens";
 const RING: usize = 3;
@@ -49,7 +49,7 @@ struct Seen {
 pub(crate) fn run(common: &CommonArgs, arguments: &Tokens) -> anyhow::Result<()> {
     let device = device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let (layers, sweep, rounds, vocabulary): (_, &[i64], _, _) = match arguments.scale {
         Scale::Smoke => (4, &[4, 16], 1, 512),
         Scale::Laptop => (4, &[16, 128, 512], 3, 8192),
@@ -59,10 +59,8 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Tokens) -> anyhow::Result<()>
     let sweep = if arguments.tokens.is_empty() { sweep } else { &arguments.tokens };
     let rounds = arguments.rounds.map_or(rounds, |rounds| rounds as usize);
     let longest = sweep.iter().copied().max().unwrap_or(1);
-    let config = match arguments.scale {
-        Scale::Smoke => shape::tiny(layers, longest),
-        _ => shape::small(layers, vocabulary, longest),
-    };
+    let shape = if arguments.scale == Scale::Smoke { Shape::Tiny } else { Shape::Small };
+    let config = shape.resized(layers, vocabulary, longest)?;
     let scratch = scratch(arguments.folder.as_deref())?;
     let tiers = [("host", Tier::Host), ("file", Tier::File(scratch.path().to_owned()))];
     let make = |options: Option<&Options>| {

@@ -11,7 +11,7 @@ use runtime::ops::optimizer::{AdamW, AdamWTensors, fused_adamw_};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor, kind};
 
-use super::cost::{Effort, Figures, Part};
+use super::cost::{Figures, Part};
 
 pub(crate) fn parts(scale: Scale, parameters: Option<i64>) -> Vec<Part> {
     let (default, rounds) = match scale {
@@ -21,7 +21,7 @@ pub(crate) fn parts(scale: Scale, parameters: Option<i64>) -> Vec<Part> {
         Scale::Paper => (64 << 20, 31),
     };
     let count = parameters.unwrap_or(default);
-    let run = move |device: Device, _: Effort| steps(device, count, rounds);
+    let run = move |device: Device, _: Scale| steps(device, count, rounds);
     vec![Part { about: "Adam", experiment: "cpu-adam", run: Box::new(run) }]
 }
 

@@ -7,12 +7,13 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
+use report::cli::Scale;
 use report::{Case, Metric};
 use runtime::collectives::ranks::{Progress, Ranks, RanksOptions};
 use runtime::collectives::{Division, Group, GroupOptions, Launch, Order, ReduceOptions, Store};
 use tch::{Device, Kind, Tensor};
 
-use super::cost::{Effort, Figures, Part};
+use super::cost::{Figures, Part};
 
 const RANKS: usize = 2;
 const ELEMENTS: i64 = 16 << 20;
@@ -32,12 +33,12 @@ fn case(operation: &str) -> Case {
     Case::new().with("operation", operation).with("ranks", RANKS as i64).with("size", SIZE)
 }
 
-fn transfers(device: Device, effort: Effort) -> anyhow::Result<Figures> {
+fn transfers(device: Device, scale: Scale) -> anyhow::Result<Figures> {
     if device != Device::Cpu {
         let metric = || Metric::not_measured("time_ratio", "ratio", "groups connect CPUs");
         return Ok(OPERATIONS.iter().map(|(operation, _)| (case(operation), metric())).collect());
     }
-    let rounds = if effort == Effort::Seconds { 3 } else { 15 };
+    let rounds = if matches!(scale, Scale::Smoke | Scale::Laptop) { 3 } else { 15 };
     let lines = in_processes(rounds)?;
     let mut samples: BTreeMap<&str, [Vec<f64>; 3]> = BTreeMap::new();
     for line in &lines {

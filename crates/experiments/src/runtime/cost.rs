@@ -5,6 +5,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
+use report::cli::Scale;
 use report::{Case, Metric};
 use runtime::autograd::{self, Backward, Forward, Function, GradMode, Keep, checkpoint};
 use runtime::device::{graph, synchronize};
@@ -16,24 +17,22 @@ use tch::{Device, Kind, Tensor};
 
 use crate::dtype;
 
-/// How long to measure.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Effort {
-    Seconds,
-    Minutes,
-}
-
 /// Figures with the case each belongs to.
 pub(crate) type Figures = Vec<(Case, Metric)>;
 
 /// Measures a group of figures.
-pub(crate) type Measure = Box<dyn Fn(Device, Effort) -> anyhow::Result<Figures>>;
+pub(crate) type Measure = Box<dyn Fn(Device, Scale) -> anyhow::Result<Figures>>;
 
 /// One group of figures.
 pub(crate) struct Part {
     pub(crate) about: &'static str,
     pub(crate) experiment: &'static str,
     pub(crate) run: Measure,
+}
+
+/// Whether few repeats of each have to do: these are many figures.
+fn short(scale: Scale) -> bool {
+    matches!(scale, Scale::Smoke | Scale::Laptop)
 }
 
 /// What can be measured on `device`.
@@ -76,8 +75,8 @@ pub(crate) fn small_operators(tracked: bool, operators: u32) -> anyhow::Result<f
 }
 
 /// Allocation tracking cannot be taken off again, so each side runs in processes of its own, in turns.
-fn tracking(_: Device, effort: Effort) -> anyhow::Result<Figures> {
-    let (rounds, operators) = if effort == Effort::Seconds { (3, 100_000) } else { (11, 400_000) };
+fn tracking(_: Device, scale: Scale) -> anyhow::Result<Figures> {
+    let (rounds, operators) = if short(scale) { (3, 100_000) } else { (11, 400_000) };
     let program = std::env::current_exe().context("finding this program to run it again")?;
     let once = |tracked: bool| -> anyhow::Result<f64> {
         let mut command = Command::new(&program);
@@ -160,9 +159,9 @@ impl Function for Double {
 }
 
 /// Forward and backward through ten hand-written nodes, or ten recomputed segments, against ten of libtorch's own.
-fn functions(device: Device, effort: Effort) -> anyhow::Result<Figures> {
+fn functions(device: Device, scale: Scale) -> anyhow::Result<Figures> {
     const CHAIN: usize = 10;
-    let rounds = if effort == Effort::Seconds { 3 } else { 9 };
+    let rounds = if short(scale) { 3 } else { 9 };
     let x = Tensor::f_ones([64], (Kind::Float, device))?.f_set_requires_grad(true)?;
     let run = |step: &dyn Fn(&Tensor) -> runtime::Result<Tensor>| {
         let mut y = x.shallow_clone();
@@ -192,8 +191,8 @@ fn functions(device: Device, effort: Effort) -> anyhow::Result<Figures> {
 }
 
 /// The FLOP counter while it runs.
-fn counter(device: Device, effort: Effort) -> anyhow::Result<Figures> {
-    let rounds = if effort == Effort::Seconds { 3 } else { 9 };
+fn counter(device: Device, scale: Scale) -> anyhow::Result<Figures> {
+    let rounds = if short(scale) { 3 } else { 9 };
     let a = Tensor::f_ones([64, 64], (Kind::Float, device))?;
     let products = || -> runtime::Result<()> {
         for _ in 0..1000 {
@@ -210,10 +209,10 @@ fn counter(device: Device, effort: Effort) -> anyhow::Result<Figures> {
 }
 
 /// This project's product beside libtorch's own, over shapes of training.
-fn products(device: Device, effort: Effort) -> anyhow::Result<Figures> {
+fn products(device: Device, scale: Scale) -> anyhow::Result<Figures> {
     const SHAPES: [(i64, i64, i64); 5] =
         [(4096, 4096, 1024), (4096, 1024, 4096), (1024, 4096, 4096), (2048, 4864, 896), (512, 512, 512)];
-    let budget = if effort == Effort::Seconds { 0.2 } else { 0.4 };
+    let budget = if short(scale) { 0.2 } else { 0.4 };
     let kinds = if device == Device::Cpu {
         vec![Kind::Float, Kind::BFloat16, Kind::Half]
     } else {
@@ -221,7 +220,7 @@ fn products(device: Device, effort: Effort) -> anyhow::Result<Figures> {
     };
     let mut figures = Vec::new();
     for kind in kinds {
-        for (m, n, k) in if effort == Effort::Seconds { &SHAPES[4..] } else { &SHAPES[..] } {
+        for (m, n, k) in if short(scale) { &SHAPES[4..] } else { &SHAPES[..] } {
             let (m, n, k) = (*m, *n, *k);
             let case = || {
                 let shape = format!("[{m}, {k}]·[{k}, {n}]");
@@ -258,8 +257,8 @@ fn products(device: Device, effort: Effort) -> anyhow::Result<Figures> {
 }
 
 /// Filling a fresh tensor of 64 MiB, whose pages the kernel must provide.
-fn large_blocks(device: Device, effort: Effort) -> anyhow::Result<Figures> {
-    let rounds = if effort == Effort::Seconds { 3 } else { 9 };
+fn large_blocks(device: Device, scale: Scale) -> anyhow::Result<Figures> {
+    let rounds = if short(scale) { 3 } else { 9 };
     memory::track_cpu()?;
     let fill = |kept: bool, huge: bool| {
         let before = (memory::set_keep_blocks(kept)?, memory::set_huge_pages(huge)?);
@@ -282,13 +281,13 @@ fn large_blocks(device: Device, effort: Effort) -> anyhow::Result<Figures> {
 }
 
 /// A training step of many small kernels, replayed as one CUDA graph, against the same step launched kernel by kernel.
-fn captured_step(device: Device, effort: Effort) -> anyhow::Result<Figures> {
+fn captured_step(device: Device, scale: Scale) -> anyhow::Result<Figures> {
     const WHAT: &str = "training step captured as one CUDA graph";
     if !device.is_cuda() {
         let case = Case::new().with("what", WHAT);
         return Ok(vec![(case, Metric::not_measured("time_ratio", "ratio", "no GPU"))]);
     }
-    let (count, rounds) = if effort == Effort::Seconds { (3, 3) } else { (10, 41) };
+    let (count, rounds) = if short(scale) { (3, 3) } else { (10, 41) };
     let weights: Vec<Tensor> = (0..32)
         .map(|_| {
             Ok(Tensor::f_full([256, 256], 1.0 / 256.0, (Kind::Float, device))?.f_set_requires_grad(true)?)

@@ -2,6 +2,7 @@
 //!
 //! On CUDA the calls are captured in a graph, so that the time is the GPU's and not that of the launches.
 
+use report::cli::Scale;
 use report::{Case, Metric};
 use runtime::autograd::{self, GradMode, Keep};
 use runtime::device::graph::CapturedStep;
@@ -14,7 +15,7 @@ use runtime::measure::{self, MeasurementPlan, Samples, physical};
 use runtime::ops::{self, foreach, optimizer};
 use tch::{Device, Kind, Tensor};
 
-use super::cost::{Effort, Figures, Part};
+use super::cost::{Figures, Part};
 use crate::dtype;
 
 const KIND: Kind = Kind::BFloat16;
@@ -44,8 +45,8 @@ struct Line {
 }
 
 /// Sizes: those of a step of Llama-3-8B with 8192 tokens on CUDA, of Qwen2.5-0.5B with 1024 on a CPU.
-fn large(device: Device, effort: Effort) -> bool {
-    device.is_cuda() && effort == Effort::Minutes
+fn large(device: Device, scale: Scale) -> bool {
+    device.is_cuda() && scale != Scale::Smoke
 }
 
 fn discard(result: Result<Tensor, tch::TchError>) -> runtime::Result<()> {
@@ -57,9 +58,9 @@ fn random(shape: &[i64], device: Device) -> runtime::Result<Tensor> {
 }
 
 /// Seconds of one call.
-fn seconds(device: Device, effort: Effort, mut call: Call) -> anyhow::Result<Samples> {
+fn seconds(device: Device, scale: Scale, mut call: Call) -> anyhow::Result<Samples> {
     const CALLS: usize = 6;
-    let budget = if effort == Effort::Seconds { 0.1 } else { 1.0 };
+    let budget = if scale == Scale::Smoke { 0.1 } else { 1.0 };
     let plan =
         MeasurementPlan { warmup: 2, repeats: 21, budget: Some(budget), ..MeasurementPlan::new(device) };
     let body = move || (0..CALLS).try_for_each(&mut call);
@@ -87,11 +88,11 @@ fn copy(device: Device, bytes: f64) -> runtime::Result<Call> {
     }))
 }
 
-fn measure_line(line: Line, device: Device, effort: Effort, figures: &mut Figures) -> anyhow::Result<()> {
+fn measure_line(line: Line, device: Device, scale: Scale, figures: &mut Figures) -> anyhow::Result<()> {
     let Line { what, shape, bytes, ours, libtorch } = line;
     let case = Case::new().with("what", what).with("shape", shape).with("dtype", dtype::name(KIND));
-    let ours = seconds(device, effort, ours)?;
-    let copied = seconds(device, effort, copy(device, bytes)?)?;
+    let ours = seconds(device, scale, ours)?;
+    let copied = seconds(device, scale, copy(device, bytes)?)?;
     let mut metrics = vec![
         Metric::of_samples("seconds", "s", &ours.samples),
         Metric::of_samples("copy_seconds", "s", &copied.samples),
@@ -99,7 +100,7 @@ fn measure_line(line: Line, device: Device, effort: Effort, figures: &mut Figure
     ];
     metrics.extend(shares(&ours.samples, bytes, copied.median(), device)?);
     if let Some(libtorch) = libtorch {
-        let theirs = seconds(device, effort, libtorch)?;
+        let theirs = seconds(device, scale, libtorch)?;
         let ratios: Vec<f64> = ours.samples.iter().map(|seconds| seconds / theirs.median()).collect();
         metrics.push(Metric::of_samples("libtorch_seconds", "s", &theirs.samples));
         metrics.push(Metric::of_samples("time_ratio", "ratio", &ratios));
@@ -119,8 +120,8 @@ fn shares(samples: &[f64], bytes: f64, copied: f64, device: Device) -> anyhow::R
     ])
 }
 
-fn norms(device: Device, effort: Effort) -> anyhow::Result<Figures> {
-    let shapes: &[(i64, i64)] = match large(device, effort) {
+fn norms(device: Device, scale: Scale) -> anyhow::Result<Figures> {
+    let shapes: &[(i64, i64)] = match large(device, scale) {
         true => &[(8192, 4096), (16_384, 4096), (4096, 8192), (4096, 16_384)],
         false => &[(1024, 896)],
     };
@@ -143,7 +144,7 @@ fn norms(device: Device, effort: Effort) -> anyhow::Result<Figures> {
             ours: forward_of(&x, &weight, ours),
             libtorch: Some(forward_of(&x, &weight, libtorch)),
         };
-        measure_line(forward, device, effort, &mut figures)?;
+        measure_line(forward, device, scale, &mut figures)?;
         let backward = Line {
             what: "RMS norm, backward",
             shape,
@@ -151,7 +152,7 @@ fn norms(device: Device, effort: Effort) -> anyhow::Result<Figures> {
             ours: backward_of(&x, &weight, &upstream, ours),
             libtorch: Some(backward_of(&x, &weight, &upstream, libtorch)),
         };
-        measure_line(backward, device, effort, &mut figures)?;
+        measure_line(backward, device, scale, &mut figures)?;
     }
     Ok(figures)
 }
@@ -191,8 +192,8 @@ fn backward_of(
     })
 }
 
-fn products(device: Device, effort: Effort) -> anyhow::Result<Figures> {
-    let (tokens, features) = if large(device, effort) { (8192, 14_336) } else { (1024, 4864) };
+fn products(device: Device, scale: Scale) -> anyhow::Result<Figures> {
+    let (tokens, features) = if large(device, scale) { (8192, 14_336) } else { (1024, 4864) };
     let tensors = |count: usize| -> runtime::Result<Vec<Tensor>> {
         (0..count).map(|_| random(&[tokens, features], device)).collect()
     };
@@ -208,7 +209,7 @@ fn products(device: Device, effort: Effort) -> anyhow::Result<Figures> {
         ours: Box::new(move |_| swiglu::forward(&inputs[0], &inputs[1], None, &mut out)),
         libtorch: Some(Box::new(move |_| discard(theirs[0].f_silu()?.f_mul(&theirs[1])))),
     };
-    measure_line(forward, device, effort, &mut figures)?;
+    measure_line(forward, device, scale, &mut figures)?;
     let inputs = tensors(3)?;
     let theirs = shared(&inputs);
     let backward = Line {
@@ -226,13 +227,13 @@ fn products(device: Device, effort: Effort) -> anyhow::Result<Figures> {
             Ok(())
         })),
     };
-    measure_line(backward, device, effort, &mut figures)?;
+    measure_line(backward, device, scale, &mut figures)?;
     Ok(figures)
 }
 
-fn rope(device: Device, effort: Effort) -> anyhow::Result<Figures> {
+fn rope(device: Device, scale: Scale) -> anyhow::Result<Figures> {
     let (tokens, heads, kv_heads, head) =
-        if large(device, effort) { (8192, 32, 8, 128) } else { (1024, 14, 2, 64) };
+        if large(device, scale) { (8192, 32, 8, 128) } else { (1024, 14, 2, 64) };
     let table = RotaryTable::new(head, tokens, &Frequencies::default(), device)?;
     let q = random(&[1, tokens, heads, head], device)?;
     let k = random(&[1, tokens, kv_heads, head], device)?;
@@ -260,13 +261,13 @@ fn rope(device: Device, effort: Effort) -> anyhow::Result<Figures> {
         })),
     };
     let mut figures = Vec::new();
-    measure_line(line, device, effort, &mut figures)?;
+    measure_line(line, device, scale, &mut figures)?;
     Ok(figures)
 }
 
 /// Over a tile of fp32 logits, as the linear cross-entropy makes them; the gradient is rounded to bf16 in place.
-fn cross_entropy(device: Device, effort: Effort) -> anyhow::Result<Figures> {
-    let vocabularies: &[(i64, i64)] = match large(device, effort) {
+fn cross_entropy(device: Device, scale: Scale) -> anyhow::Result<Figures> {
+    let vocabularies: &[(i64, i64)] = match large(device, scale) {
         true => &[(4096, 128_256), (4096, 32_000), (4096, 50_257)],
         false => &[(64, 151_936)],
     };
@@ -288,7 +289,7 @@ fn cross_entropy(device: Device, effort: Effort) -> anyhow::Result<Figures> {
             }),
             libtorch: Some(Box::new(move |_| discard(theirs.f_logsumexp([1].as_slice(), false)))),
         };
-        measure_line(statistics, device, effort, &mut figures)?;
+        measure_line(statistics, device, scale, &mut figures)?;
         let row = |value: f64| Tensor::f_full([tokens], value, (Kind::Float, device));
         let (maximum, powers, target) = (row(4.0)?, row(1e-3)?, row(-1e-3)?);
         let (mut own, theirs) = (tile.shallow_clone(), tile);
@@ -305,14 +306,14 @@ fn cross_entropy(device: Device, effort: Effort) -> anyhow::Result<Figures> {
             }),
             libtorch: Some(Box::new(move |_| discard(theirs.f_softmax(-1, Kind::Float)?.f_to_kind(KIND)))),
         };
-        measure_line(gradient, device, effort, &mut figures)?;
+        measure_line(gradient, device, scale, &mut figures)?;
     }
     Ok(figures)
 }
 
 /// bf16 gradients and weights with fp32 masters, over several tensors.
-fn adam_w(device: Device, effort: Effort) -> anyhow::Result<Figures> {
-    let (count, side) = if large(device, effort) { (12, 4096) } else { (4, 1024) };
+fn adam_w(device: Device, scale: Scale) -> anyhow::Result<Figures> {
+    let (count, side) = if large(device, scale) { (12, 4096) } else { (4, 1024) };
     let shape = [side, side];
     let state = || -> runtime::Result<Vec<Tensor>> {
         (0..count).map(|_| Ok(Tensor::f_ones(shape, (Kind::Float, device))?)).collect()
@@ -362,6 +363,6 @@ fn adam_w(device: Device, effort: Effort) -> anyhow::Result<Figures> {
         libtorch: Some(Box::new(libtorch)),
     };
     let mut figures = Vec::new();
-    measure_line(line, device, effort, &mut figures)?;
+    measure_line(line, device, scale, &mut figures)?;
     Ok(figures)
 }

@@ -4,6 +4,7 @@ use std::sync::Mutex;
 use std::time::Instant;
 
 use anyhow::Context;
+use report::cli::Scale;
 use report::{Case, Metric};
 use runtime::autograd::{self, Backward, Forward, Function};
 use runtime::device::synchronize;
@@ -13,7 +14,7 @@ use runtime::memory::{Region, live_bytes};
 use runtime::ops;
 use tch::{Device, Kind, Tensor};
 
-use super::cost::{Effort, Figures, Part};
+use super::cost::{Figures, Part};
 use crate::dtype;
 
 const SHAPES: [(i64, i64); 4] = [(4096, 256), (4096, 768), (2048, 2048), (1024, 4096)];
@@ -77,8 +78,8 @@ fn memory(leaf: &Tensor, upstream: &Tensor, norm: Norm) -> anyhow::Result<(f64, 
     Ok((held as f64, region.finish()?.peak_above_start() as f64))
 }
 
-fn norms(device: Device, effort: Effort) -> anyhow::Result<Figures> {
-    let (shapes, rounds) = if effort == Effort::Seconds { (&SHAPES[..1], 3) } else { (&SHAPES[..], 9) };
+fn norms(device: Device, scale: Scale) -> anyhow::Result<Figures> {
+    let (shapes, rounds) = if scale == Scale::Smoke { (&SHAPES[..1], 3) } else { (&SHAPES[..], 9) };
     let copy = physical::copy_bandwidth(device)?.rate().context("a copy has a rate")?;
     let mut figures = Vec::new();
     for &(tokens, width) in shapes {

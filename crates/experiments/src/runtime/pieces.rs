@@ -5,6 +5,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use anyhow::Context;
+use report::cli::Scale;
 use report::{Case, Metric};
 use runtime::autograd::{self, GradMode, Keep};
 use runtime::device::synchronize;
@@ -15,7 +16,7 @@ use runtime::memory::{Region, live_bytes};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
-use super::cost::{Effort, Figures, Part};
+use super::cost::{Figures, Part};
 use crate::dtype;
 
 /// Batch, sequence, heads of queries, of keys, their width, and the width within the MLP: of Qwen2.5-0.5B and Llama-3-8B, and
@@ -46,9 +47,9 @@ struct Comparison<'a> {
     inputs: Vec<Tensor>,
 }
 
-fn rope(device: Device, effort: Effort) -> anyhow::Result<Figures> {
+fn rope(device: Device, scale: Scale) -> anyhow::Result<Figures> {
     let mut figures = Vec::new();
-    for (shape, [batch, sequence, heads, kv_heads, head, _]) in shapes(effort) {
+    for (shape, [batch, sequence, heads, kv_heads, head, _]) in shapes(scale) {
         let table = RotaryTable::new(head, sequence, &Frequencies::default(), device)?;
         for kind in [Kind::Float, Kind::BFloat16] {
             // transformers' form: cosines and sines of a whole head, in the dtype of q and k, made once for all layers.
@@ -73,15 +74,15 @@ fn rope(device: Device, effort: Effort) -> anyhow::Result<Figures> {
             let inputs = leaves(&sizes, kind, device)?;
             let what = "rotary embedding of q and k";
             let comparison = Comparison { what, ours: &ours, theirs: &theirs, moves: [2.0, 2.0], inputs };
-            compare(&comparison, shape, kind, effort, &mut figures)?;
+            compare(&comparison, shape, kind, scale, &mut figures)?;
         }
     }
     Ok(figures)
 }
 
-fn swiglu(device: Device, effort: Effort) -> anyhow::Result<Figures> {
+fn swiglu(device: Device, scale: Scale) -> anyhow::Result<Figures> {
     let mut figures = Vec::new();
-    for (shape, [batch, sequence, .., inner]) in shapes(effort) {
+    for (shape, [batch, sequence, .., inner]) in shapes(scale) {
         for kind in [Kind::Float, Kind::BFloat16] {
             let ours = |x: &[Tensor]| Ok(vec![silu_mul(&x[0], &x[1])?]);
             let theirs = |x: &[Tensor]| Ok(vec![x[0].f_silu()?.f_mul(&x[1])?]);
@@ -89,14 +90,14 @@ fn swiglu(device: Device, effort: Effort) -> anyhow::Result<Figures> {
             // Two inputs and one output of half their size; those inputs and the upstream gradient, and two gradients.
             let what = "SiLU(gate)·up";
             let comparison = Comparison { what, ours: &ours, theirs: &theirs, moves: [1.5, 2.5], inputs };
-            compare(&comparison, shape, kind, effort, &mut figures)?;
+            compare(&comparison, shape, kind, scale, &mut figures)?;
         }
     }
     Ok(figures)
 }
 
-fn shapes(effort: Effort) -> impl Iterator<Item = (&'static str, [i64; 6])> {
-    let count = if effort == Effort::Seconds { 1 } else { SHAPES.len() };
+fn shapes(scale: Scale) -> impl Iterator<Item = (&'static str, [i64; 6])> {
+    let count = if scale == Scale::Smoke { 1 } else { SHAPES.len() };
     SHAPES.into_iter().take(count)
 }
 
@@ -143,7 +144,7 @@ fn compare(
     comparison: &Comparison,
     shape: &str,
     kind: Kind,
-    effort: Effort,
+    scale: Scale,
     figures: &mut Figures,
 ) -> anyhow::Result<()> {
     let Comparison { what, ours, theirs, moves, inputs } = comparison;
@@ -159,7 +160,7 @@ fn compare(
             .with("shape", shape)
             .with("part", part)
     };
-    let budget = if effort == Effort::Seconds { 0.05 } else { 0.3 };
+    let budget = if scale == Scale::Smoke { 0.05 } else { 0.3 };
     for (part, backward, moved) in
         [("forward", false, moves[0]), ("forward + backward", true, moves[0] + moves[1])]
     {

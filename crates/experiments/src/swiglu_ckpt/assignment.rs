@@ -62,7 +62,7 @@ pub(crate) fn run(common: &CommonArgs, scale: Scale) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
     runtime::random::seed(common.seed)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, scale)?;
     let mut progress = Progress::new((SHAPES.len() * LEVELS.len()) as u64);
     let mut changes = Changes::default();
     for shape in &SHAPES {
@@ -112,10 +112,10 @@ impl Changes {
     /// Adds one shape, and returns its changes.
     fn add(&mut self, keeping: &Outcome, recomputing: &Outcome) -> Vec<Metric> {
         let percent = |new: f64, old: f64| 100.0 * (new / old - 1.0);
-        let backward = |outcome: &Outcome| outcome.time.phase("backward").map_or(f64::NAN, average);
+        let backward = |outcome: &Outcome| average(phase(outcome, "backward"));
         let changes = [
             percent(backward(recomputing), backward(keeping)),
-            percent(average(&recomputing.time.time), average(&keeping.time.time)),
+            percent(average(&recomputing.time.time.samples), average(&keeping.time.time.samples)),
             percent(recomputing.peak_bytes as f64, keeping.peak_bytes as f64),
         ];
         for (all, change) in [&mut self.backward, &mut self.step, &mut self.peak].into_iter().zip(changes) {
@@ -148,8 +148,13 @@ impl Changes {
     }
 }
 
+/// Seconds of a phase of each step.
+fn phase<'a>(outcome: &'a Outcome, name: &str) -> &'a [f64] {
+    outcome.time.phase(name).map_or(&[][..], |Samples { samples }| samples)
+}
+
 /// The mean of the samples.
-fn average(Samples { samples }: &Samples) -> f64 {
+fn average(samples: &[f64]) -> f64 {
     samples.iter().sum::<f64>() / samples.len() as f64
 }
 
@@ -172,13 +177,12 @@ fn not_measured(why: &str) -> Vec<Metric> {
 }
 
 fn measured(config: &Configuration, variant: Variant, outcome: &Outcome) -> Vec<Metric> {
-    let phase = |name: &str| outcome.time.phase(name).map_or(&[][..], |Samples { samples }| samples);
     let steps = &outcome.time.time.samples;
     let rates: Vec<f64> =
         steps.iter().map(|seconds| config.flops() * variant.executed_share() / seconds).collect();
     vec![
-        mean("forward_seconds", "s", phase("forward")),
-        mean("backward_seconds", "s", phase("backward")),
+        mean("forward_seconds", "s", phase(outcome, "forward")),
+        mean("backward_seconds", "s", phase(outcome, "backward")),
         mean("step_seconds", "s", steps),
         Metric::exact("peak_memory", "GiB", gib(outcome.peak_bytes)),
         Metric::exact("predicted_peak_memory", "GiB", gib(outcome.predicted.bytes)),
@@ -194,9 +198,8 @@ fn gib(bytes: u64) -> f64 {
 
 /// The mean of the samples with their standard deviation, as the assignment asks.
 fn mean(name: &str, unit: &str, samples: &[f64]) -> Metric {
-    let n = samples.len() as f64;
-    let mean = samples.iter().sum::<f64>() / n;
-    let variance = samples.iter().map(|sample| (sample - mean).powi(2)).sum::<f64>() / n;
+    let mean = average(samples);
+    let variance = average(&samples.iter().map(|sample| (sample - mean).powi(2)).collect::<Vec<f64>>());
     Metric {
         spread: (samples.len() > 1).then(|| variance.sqrt()),
         n: samples.len(),

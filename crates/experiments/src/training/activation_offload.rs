@@ -20,7 +20,7 @@ pub(crate) struct ActivationOffload {
 pub(crate) fn run(common: &CommonArgs, arguments: &ActivationOffload) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let (hidden, tokens, rounds): (i64, &[i64], usize) = match arguments.scale {
         Scale::Smoke => (64, &[16, 64], 1),
         Scale::Laptop => (256, &[16, 64, 256, 1024], 3),

@@ -19,7 +19,7 @@ const PROBES: usize = 5;
 pub(crate) fn run(common: &CommonArgs, arguments: &ActivationsArgs) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.scale)?;
     let seed = common.seed;
     let stack = |rows, length, hidden, layers| Stack {
         rows,

@@ -39,7 +39,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Bench) -> anyhow::Result<()> 
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
     runtime::random::seed(common.seed)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, None)?;
     let &Bench { rows, length, width, heads, vocabulary, steps } = arguments;
     let config = Gpt2LikeConfig {
         vocab_size: vocabulary,

@@ -44,7 +44,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &Layers) -> anyhow::Result<()>
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
     runtime::random::seed(common.seed)?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, None)?;
     let variants = [("plain", Variant::Plain), ("MLP recomputed", Variant::Recomputed)];
     let mut progress = Progress::new(variants.len() as u64);
     for (name, variant) in variants {

@@ -27,7 +27,7 @@ pub(crate) struct Loading {
 pub(crate) fn run(common: &CommonArgs, arguments: &Loading) -> anyhow::Result<()> {
     let device = runtime::device::select(&common.device)?;
     runtime::memory::track_cpu()?;
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.which.scale)?;
     let scale = arguments.which.scale;
     let sizes = Sizes::of(scale);
     let strategies = if arguments.strategies.is_empty() { &Strategy::ALL[..] } else { &arguments.strategies };

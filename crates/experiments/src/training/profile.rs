@@ -66,7 +66,7 @@ impl Measurement {
         let sizes = Sizes::of(which.scale);
         let few = matches!(which.scale, Scale::Smoke | Scale::Laptop);
         Ok(Self {
-            sink: Sink::new(common, crate::environment::of(device)?)?,
+            sink: Sink::new(common, crate::environment::of(device)?, which.scale)?,
             progress: Progress::new(parts as u64),
             corpus: sizes.corpus(which)?,
             common: Common {
@@ -304,7 +304,7 @@ fn found(diagnosis: &Diagnosis) -> String {
     format!("the diagnosis names {}", diagnosis.findings.iter().map(finding).collect::<Vec<_>>().join("; "))
 }
 
-/// The setups with an inefficiency and without. Tokenizing is planted as the assignment's script has it, in the training
+/// The setups with an inefficiency and without. Tokenizing is injected as the assignment's script has it, in the training
 /// process: a worker would hide it.
 fn setups(inefficiency: Inefficiency) -> (BTreeSet<Inefficiency>, BTreeSet<Inefficiency>) {
     match inefficiency {

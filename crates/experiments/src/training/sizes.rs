@@ -31,7 +31,7 @@ pub(crate) struct Sizes {
 impl Sizes {
     /// The sizes of the comparison of loading strategies.
     pub(crate) fn of(scale: Scale) -> Self {
-        let model = |width: i64, heads, max_length| Gpt2LikeConfig {
+        let model = |(width, heads, max_length): (i64, i64, i64)| Gpt2LikeConfig {
             embedding_dim: width,
             hidden_dim: width,
             num_heads: heads,
@@ -40,60 +40,30 @@ impl Sizes {
             dropout: 0.0,
             ..Default::default()
         };
-        match scale {
-            Scale::Smoke => Self {
-                model: model(32, 4, 64),
-                profiled: model(64, 4, 64),
-                odd: (63, 3),
-                batch_size: 8,
-                train_tokens: 6_000,
-                validation_tokens: 1_500,
-                evaluate_every: 5,
-                rounds: 1,
-                turns: 3,
-                stage_rounds: 3,
-                vocabulary: 1024,
-            },
-            Scale::Laptop => Self {
-                model: model(64, 4, 256),
-                profiled: model(256, 4, 256),
-                odd: (255, 5),
-                batch_size: 16,
-                train_tokens: 32_000,
-                validation_tokens: 4_000,
-                evaluate_every: 8,
-                rounds: 1,
-                turns: 3,
-                stage_rounds: 5,
-                vocabulary: 4096,
-            },
-            Scale::Full => Self {
-                model: model(96, 4, 256),
-                profiled: model(512, 8, 256),
-                odd: (511, 7),
-                batch_size: 8,
-                train_tokens: 150_000,
-                validation_tokens: 20_000,
-                evaluate_every: 30,
-                rounds: 2,
-                turns: 5,
-                stage_rounds: 21,
-                vocabulary: 4096,
-            },
-            // The assignment's widths; its own 1023 is 3 · 11 · 31.
-            Scale::Paper => Self {
-                model: model(1024, 8, 512),
-                profiled: model(1024, 8, 512),
-                odd: (1023, 11),
-                batch_size: 32,
-                train_tokens: 10_000_000,
-                validation_tokens: 200_000,
-                evaluate_every: 50,
-                rounds: 3,
-                turns: 7,
-                stage_rounds: 31,
-                vocabulary: 30_522,
-            },
+        // Width, heads and longest row of the two models; the odd width and its heads; samples; tokens to train on and to validate
+        // on; steps between validations; rounds, turns and rounds of stages; vocabulary. The assignment's widths at `paper`; its own
+        // 1023 is 3 · 11 · 31.
+        #[rustfmt::skip]
+        let (small, profiled, odd, batch_size, tokens, evaluate_every, repeats, vocabulary) = match scale {
+            Scale::Smoke  => ((32, 4, 64),    (64, 4, 64),    (63, 3),     8,  (6_000, 1_500),        5,  [1, 3, 3],  1024),
+            Scale::Laptop => ((64, 4, 256),   (256, 4, 256),  (255, 5),    16, (32_000, 4_000),       8,  [1, 3, 5],  4096),
+            Scale::Full   => ((96, 4, 256),   (512, 8, 256),  (511, 7),    8,  (150_000, 20_000),     30, [2, 5, 21], 4096),
+            Scale::Paper  => ((1024, 8, 512), (1024, 8, 512), (1023, 11),  32, (10_000_000, 200_000), 50, [3, 7, 31], 30_522),
+        };
+        let [rounds, turns, stage_rounds] = repeats;
+        let (train_tokens, validation_tokens) = tokens;
+        Self {
+            model: model(small),
+            profiled: model(profiled),
+            odd,
+            batch_size,
+            train_tokens,
+            validation_tokens,
+            evaluate_every,
+            rounds,
+            turns,
+            stage_rounds,
+            vocabulary,
         }
     }
 

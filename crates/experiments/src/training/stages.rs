@@ -122,7 +122,7 @@ pub(crate) fn run(common: &CommonArgs, arguments: &StagesArgs) -> anyhow::Result
     runtime::memory::track_cpu()?;
     let scale = arguments.which.scale;
     let sizes = Sizes::of(scale);
-    let mut sink = Sink::new(common, crate::environment::of(device)?)?;
+    let mut sink = Sink::new(common, crate::environment::of(device)?, arguments.which.scale)?;
     let corpus = sizes.corpus(&arguments.which)?;
     corpus.put(&mut sink, EXPERIMENT, scale)?;
     let effort = Effort { rounds: sizes.stage_rounds, turn: if device.is_cuda() { 10 } else { 1 } };

@@ -11,6 +11,7 @@ mod lora_memory;
 mod offload_command_line;
 mod predicted_peaks;
 mod swiglu_ckpt_peak;
+mod vocabulary_parallel_bytes;
 
 use std::process::Command;
 

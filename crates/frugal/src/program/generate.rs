@@ -143,15 +143,16 @@ impl Generate {
             prompts.iter().map(Vec::len).max().unwrap_or(1).min(shape.max_position_embeddings as usize);
         let work = Workload { batch: prompts.len() as u64, sequence: longest.max(1) as u64 };
         let choices = planning::choices(kind, &rates, work.sequence);
-        let job = sizes::generation(&predicted::decoder(shape)?, work, self.max_new_tokens as u64, &choices)?;
+        let costs =
+            sizes::generation(&predicted::decoder(shape)?, work, self.max_new_tokens as u64, &choices)?;
         let adapter = self.adapter.as_deref().map_or(Ok(0), adapter_bytes)?;
         // Layers in the host's memory are in a CPU's budget too.
         let on_host = match (device, config.tier) {
-            (Device::Cpu, OffloadTier::Host) => job.layer_bytes()?,
+            (Device::Cpu, OffloadTier::Host) => costs.layer_bytes()?,
             _ => 0,
         };
         let free = planning::tensor_budget(budget.0, device)?.saturating_sub(on_host + adapter);
-        let plan = on_paper::plan(&job, &rates.transfers, on_paper::Budget { device: free, host: None })?;
+        let plan = on_paper::plan(&costs, &rates.transfers, on_paper::Budget { device: free, host: None })?;
         config.ring = plan.ring().max(1);
         config.resident = plan.setup.resident;
         Ok(())

@@ -11,7 +11,7 @@ use accounting::decoder_flops::Workload;
 use accounting::memory::logits::Loss;
 use accounting::memory::recipe::Recipe;
 use accounting::model::{Family, Shape};
-use accounting::offload::{self as paper, Job, OptimizerPlace, Rates, Setup, Start, sizes};
+use accounting::offload::{self as paper, OptimizerPlace, Rates, Setup, Start, StepCosts, sizes};
 use accounting::recompute::NormKernel;
 use models::module::{Input, LanguageModel, trainable};
 use models::{Llama, LlamaConfig};
@@ -135,10 +135,10 @@ fn peak(method: Option<(Method, usize)>, training: bool) -> Peak {
 }
 
 /// The prediction of `accounting`, with gradients stored before the next layer runs, as in [`InStep`].
-fn on_paper(job: &Job, method: paper::Method) -> u64 {
+fn on_paper(costs: &StepCosts, method: paper::Method) -> u64 {
     let rates = Rates { load: 1e15, store: f64::MAX, host_optimizer: 1e15, device_optimizer: 1e15 };
     let setup = Setup { method, resident: vec![], optimizer: OptimizerPlace::Host };
-    paper::simulate(job, &rates, &setup, Start::Warm).unwrap().device.total
+    paper::simulate(costs, &rates, &setup, Start::Warm).unwrap().device.total
 }
 
 fn close(what: &str, measured: u64, expected: u64, tolerance: f64) {
@@ -161,14 +161,14 @@ fn peaks_are_ordered_and_match_the_prediction() {
         ..sizes::Choices::default()
     };
     for training in [false, true] {
-        let job =
+        let costs =
             if training { sizes::training } else { sizes::inference }(&decoder, work, &choices).unwrap();
         let kind = if training { "training" } else { "inference" };
         let resident = peak(None, training);
         let one = peak(Some((Method::Function, 3)), training);
         let rings: Vec<Peak> = (1..=4).map(|ring| peak(Some((Method::Overlap, ring)), training)).collect();
 
-        assert_eq!(one.layer, job.layers[0].slot_bytes, "a layer's flat buffer");
+        assert_eq!(one.layer, costs.layers[0].slot_bytes, "a layer's flat buffer");
         // Each slot costs a layer, to the byte; the fixed part is the same for all.
         for (ring, found) in rings.iter().enumerate() {
             assert_eq!(found.ring, (ring as u64 + 1) * found.layer);
@@ -180,10 +180,10 @@ fn peaks_are_ordered_and_match_the_prediction() {
         assert!(resident.bytes > rings[3].bytes && rings[2].bytes > one.bytes, "{kind}");
 
         let single = if training { 0.02 } else { 0.001 };
-        let expected = on_paper(&job, paper::Method::OneAtATime);
+        let expected = on_paper(&costs, paper::Method::OneAtATime);
         close(&format!("{kind}, one layer at a time"), one.bytes, expected, single);
         for (ring, found) in (1..).zip(&rings) {
-            let expected = on_paper(&job, paper::Method::Overlap { ring });
+            let expected = on_paper(&costs, paper::Method::Overlap { ring });
             let tolerance = if ring == 1 { single } else { 0.02 };
             close(&format!("{kind}, ring {ring}"), found.bytes, expected, tolerance);
         }

@@ -12,18 +12,18 @@ const RATES: Rates = Rates { load: 25e9, store: 25e9, host_optimizer: 2e9, devic
 #[test]
 fn qwen_7b_fits_10_gb() {
     let model = presets::find("qwen2.5-7b").unwrap();
-    let job = inference(&model, Workload { batch: 1, sequence: 1024 }, &Choices::default()).unwrap();
-    let slot = job.layers[0].slot_bytes;
+    let costs = inference(&model, Workload { batch: 1, sequence: 1024 }, &Choices::default()).unwrap();
+    let slot = costs.layers[0].slot_bytes;
     assert_eq!(slot / 10_000, 46_611);
-    assert_eq!(job.layer_bytes().unwrap() / 10_000_000, 1305);
-    assert_eq!(job.fixed.weight_bytes / 10_000_000, 217);
+    assert_eq!(costs.layer_bytes().unwrap() / 10_000_000, 1305);
+    assert_eq!(costs.fixed.weight_bytes / 10_000_000, 217);
     let working = WorkingMemory { constant_bytes: 1_000_000_000, ..WorkingMemory::default() };
-    let job = Job { working, ..job };
+    let costs = StepCosts { working, ..costs };
     let peak = |resident| {
         let resident = offload::interleaved(28, resident);
         let method = Method::Overlap { ring: 3 };
         let setup = Setup { method, resident, optimizer: OptimizerPlace::Host };
-        simulate(&job, &RATES, &setup, Start::Warm).unwrap().device.total
+        simulate(&costs, &RATES, &setup, Start::Warm).unwrap().device.total
     };
     assert!(peak(11) <= 10_000_000_000 && peak(12) > 10_000_000_000);
 }
@@ -32,12 +32,12 @@ fn qwen_7b_fits_10_gb() {
 #[test]
 fn generation_is_bound_by_the_link() {
     let model = presets::find("qwen2.5-7b").unwrap();
-    let job = inference(&model, Workload { batch: 1, sequence: 1 }, &Choices::default()).unwrap();
+    let costs = inference(&model, Workload { batch: 1, sequence: 1 }, &Choices::default()).unwrap();
     let seconds = |resident| {
         let resident = offload::interleaved(28, resident);
         // One slot to prefetch, and none that could keep a layer.
         let setup = Setup { method: Method::Overlap { ring: 2 }, resident, optimizer: OptimizerPlace::Host };
-        simulate(&job, &RATES, &setup, Start::Warm).unwrap().seconds
+        simulate(&costs, &RATES, &setup, Start::Warm).unwrap().seconds
     };
     let rates = [1.0 / seconds(0), seconds(0) / seconds(11)];
     assert!((rates[0] - 1.9).abs() < 0.05 && (rates[1] - 1.65).abs() < 0.05, "{rates:?}");
@@ -58,10 +58,10 @@ fn a_resident_step_matches_the_estimate() {
     };
     for (recompute, sequence) in [(true, 256), (false, 2048)] {
         let work = Workload { batch: 2, sequence };
-        let job = training(&model, work, &choices).unwrap();
+        let costs = training(&model, work, &choices).unwrap();
         let method = Method::Resident { recompute };
         let setup = Setup { method, resident: vec![], optimizer: OptimizerPlace::Device };
-        let step = simulate(&job, &RATES, &setup, Start::Warm).unwrap();
+        let step = simulate(&costs, &RATES, &setup, Start::Warm).unwrap();
         let checkpoint = if recompute { Recompute::Full } else { Recompute::None };
         let plan = TrainingPlan {
             work,
@@ -89,14 +89,14 @@ fn adapter_bytes_match_a_manual_count() {
     let model = presets::find("qwen2.5-0.5b").unwrap();
     let choices = Choices { recipe: Recipe::BF16, ..Choices::default() };
     let work = Workload { batch: 2, sequence: 256 };
-    let job = adapters(&model, &LowRank::default(), work, None, &choices).unwrap();
-    let layer = job.layers[0];
+    let costs = adapters(&model, &LowRank::default(), work, None, &choices).unwrap();
+    let layer = costs.layers[0];
     assert_eq!(layer.trainable * 24, 1_081_344);
     assert_eq!(layer.state_bytes, 8 * layer.trainable);
     // Every tensor is a multiple of 64 numbers.
     assert_eq!(layer.gradient_bytes, 4 * layer.trainable);
     assert_eq!(layer.slot_bytes - layer.trainable_bytes, 2 * model.block_parameters().unwrap());
-    assert_eq!(job.fixed.gradient_bytes, 0);
+    assert_eq!(costs.fixed.gradient_bytes, 0);
     // 4·P·T with recomputation, plus attention and adapters; the first layer's is a little less.
     let ratio = layer.backward_seconds / layer.forward_seconds;
     assert!((1.95..2.15).contains(&ratio), "{ratio}");

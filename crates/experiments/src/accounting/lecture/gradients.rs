@@ -3,7 +3,6 @@
 use std::time::Instant;
 
 use accounting::hardware;
-use accounting::training_time::six_n_d;
 use report::cli::Scale;
 use runtime::autograd::{self, Keep};
 use runtime::device::synchronize;
@@ -11,6 +10,7 @@ use runtime::profile::Counter;
 use tch::{Device, Kind, Tensor};
 
 use super::{Cell, values};
+use crate::accounting::sections;
 
 const FLOPS: &str = "7 FLOPs and MFU";
 const GRADIENTS: &str = "8 gradients";
@@ -30,9 +30,11 @@ pub(super) fn cells(device: Device, scale: Scale) -> anyhow::Result<Vec<Cell>> {
 }
 
 fn known_trainings(cells: &mut Vec<Cell>) -> anyhow::Result<()> {
-    let gpt3 = six_n_d(175_000_000_000, 300_000_000_000)? as f64;
-    let statement = "training GPT-3: 6 · 175e9 parameters · 300e9 tokens (the lecture: 3.14e23)";
-    cells.push(Cell::equal(FLOPS, statement, "FLOP", 3.14e23, gpt3).near(0.01));
+    let gpt3 = sections::training_gpt3()?;
+    let statement =
+        "training GPT-3: 6 · 174.6e9 parameters · 300e9 tokens, to the digits of the lecture's 3.14e23";
+    let half_a_digit = gpt3.last_digit / 2.0 / gpt3.published;
+    cells.push(Cell::equal(FLOPS, statement, "FLOP", gpt3.published, gpt3.ours).near(half_a_digit));
     let a100 = hardware::find("a100")?.bf16;
     let days = 2e25 / (a100 * 0.5) / 86_400.0 / 25_000.0;
     let statement = "training GPT-4: 2e25 FLOP (speculated) on 25,000 A100 at an MFU of 0.5, in days";

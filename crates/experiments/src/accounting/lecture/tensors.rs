@@ -13,7 +13,7 @@ const ELEMENTWISE: &str = "5 element-wise operations";
 const PRODUCTS: &str = "6 products and broadcasting";
 
 /// Device `index` of CUDA, or the processor where there is none: the lecture's `get_device`.
-pub(super) fn get_device(index: usize) -> Device {
+fn get_device(index: usize) -> Device {
     if Cuda::is_available() { Device::Cuda(index) } else { Device::Cpu }
 }
 
@@ -40,8 +40,11 @@ fn creation(cells: &mut Vec<Cell>) -> anyhow::Result<()> {
     let deviation = f64::try_from(x.f_std(true)?)?;
     let statement = "standard deviation of randn(1000, 1000)";
     cells.push(Cell::equal(CREATION, statement, "", 1.0, deviation).near(0.01));
+    let before = live_bytes(Device::Cpu)?;
     let x = Tensor::f_empty([4, 8], CPU)?;
-    cells.push(Cell::holds(CREATION, "empty(4, 8) has a shape and no defined values", x.size() == [4, 8]));
+    let found = (live_bytes(Device::Cpu)? - before) as f64;
+    drop(x);
+    cells.push(Cell::equal(CREATION, "bytes that empty(4, 8) takes, by the allocator", "B", 128.0, found));
     Ok(())
 }
 
@@ -92,13 +95,10 @@ fn devices(cells: &mut Vec<Cell>, device: Device) -> anyhow::Result<()> {
         let bytes = runtime::device::memory_info(Device::Cuda(index))?.total as f64;
         cells.push(Cell::measured(DEVICES, &format!("memory of CUDA device {index}"), "B", Ok(bytes)));
     }
-    let fallback = get_device(0);
-    let expected = if count > 0 { Device::Cuda(0) } else { Device::Cpu };
-    let statement = format!(
-        "get_device() is {}",
-        if count > 0 { "cuda:0" } else { "cpu, because no CUDA device is there" }
-    );
-    cells.push(Cell::holds(DEVICES, &statement, fallback == expected));
+    let there = Tensor::f_ones([32, 32], (Kind::Float, get_device(0)))?;
+    let name = if there.device().is_cuda() { "cuda:0" } else { "cpu, without a CUDA device" };
+    let statement = format!("sum of ones(32, 32, device=get_device()), computed there: {name}");
+    cells.push(Cell::equal(DEVICES, &statement, "", 1024.0, f64::try_from(there.f_sum(Kind::Double)?)?));
     let moved = x.f_to_device(device)?;
     let made = Tensor::f_zeros([32, 32], (Kind::Float, device))?;
     let there = moved.device() == device && made.device() == device;

@@ -4,11 +4,13 @@ use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::estimate::{Estimate, Moment, Part, TrainingPlan, estimate};
 use accounting::fit::longest_sequence;
 use accounting::memory::host::OnHost;
-use accounting::memory::logits::Loss;
+use accounting::memory::logits::{self, Loss};
 use accounting::memory::optimizer::StepKernel;
 use accounting::memory::recipe::Recipe;
 use accounting::memory::total;
+use accounting::memory::vocabulary_parallel::{rank_bytes, ring_sends};
 use accounting::memory::working_set::block_backward;
+use accounting::memory::zero::{Sharding, ZeroStage};
 use accounting::model::Decoder;
 use accounting::recompute::{Recompute, SwigluLevel};
 use accounting::{Error, hardware, presets};
@@ -59,6 +61,9 @@ pub(crate) fn long_context(environment: &Environment) -> Result<Vec<Record>, Err
         ] {
             put(&case, metric);
         }
+    }
+    for (case, metrics) in two_gpus(&model)? {
+        metrics.into_iter().for_each(|metric| put(&case, metric));
     }
     let memory = hardware::find(CARD)?.memory;
     for (case, plan) in combinations()? {
@@ -145,6 +150,49 @@ fn largest_of_the_blocks(estimate: &Estimate) -> u64 {
 fn optimizer(estimate: &Estimate) -> u64 {
     let step = estimate.at(Moment::Step);
     [Part::MasterWeights, Part::OptimizerState, Part::Temporaries].map(|part| step.bytes(part)).iter().sum()
+}
+
+/// The assignment's second profile: four sequences of 20480 tokens on two GPUs, by what each rank has of them.
+fn two_gpus(model: &Decoder) -> Result<Vec<(Case, Vec<Metric>)>, Error> {
+    const RANKS: u64 = 2;
+    const TILE: u64 = 1024;
+    let all = Workload { batch: 4, sequence: 20_480 };
+    let recipe = Recipe::BF16_MASTER;
+    let bytes = |name: &str, bytes: u64| Metric::exact(name, "B", bytes as f64);
+    let case = |ranks: &str, loss: &str| {
+        Case::new().with("shows", "two GPUs").with("ranks_have", ranks).with("loss", loss)
+    };
+    let [whole, half] = [1, RANKS].map(|ranks| rank_bytes(model, all, &recipe, TILE, ranks));
+    let (whole, half) = (whole?, half?);
+    let mut rows = Vec::new();
+    for (ranks, work, sharding) in [
+        ("one rank: all sequences", all, Sharding::default()),
+        (
+            "data parallel: half of the sequences",
+            Workload { batch: all.batch / RANKS, ..all },
+            Sharding::new(ZeroStage::Three, RANKS)?,
+        ),
+    ] {
+        for loss in [Loss::Eager, FUSED] {
+            let plan = TrainingPlan { work, loss, sharding, ..assignment(all.sequence) };
+            let found = estimate(model, &plan)?;
+            let metrics = vec![
+                bytes("logits_and_loss_bytes", total(&logits::peak(model, work, &recipe, loss)?)?),
+                bytes("sent_for_the_loss_bytes", ring_sends(whole.matrix_gradient, sharding.devices)?),
+                bytes("peak_bytes", found.peak().total),
+            ];
+            rows.push((case(ranks, if loss == Loss::Eager { "eager" } else { "fused" }), metrics));
+        }
+    }
+    let metrics = vec![
+        bytes("logits_and_loss_bytes", half.tile + half.accumulator + half.hidden_gradient),
+        bytes("statistics_bytes", half.statistics),
+        bytes("output_matrix_bytes", half.matrix + half.matrix_gradient),
+        bytes("sent_for_the_loss_bytes", ring_sends(half.reduced()?, RANKS)?),
+        Metric::not_measured("peak_bytes", "B", "only the loss is divided here"),
+    ];
+    rows.push((case("vocabulary parallel: half of the output matrix", "fused"), metrics));
+    Ok(rows)
 }
 
 /// Where the model states are, their formats, and what it is called.

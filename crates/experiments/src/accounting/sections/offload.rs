@@ -5,8 +5,8 @@ use accounting::lora::LowRank;
 use accounting::memory::recipe::Recipe;
 use accounting::offload::sizes::{self, Choices};
 use accounting::offload::{
-    Budget, CARDS, Card, Condition, Direction, GEN4, GEN5, Job, Method, OffloadPlan, OptimizerPlace, Rates,
-    Setup, SimulatedStep, Span, Start, card, least_tokens, plan, simulate,
+    Budget, CARDS, Card, Condition, Direction, GEN4, GEN5, Method, OffloadPlan, OptimizerPlace, Rates, Setup,
+    SimulatedStep, Span, Start, StepCosts, card, least_tokens, plan, simulate,
 };
 use accounting::{Error, presets};
 use report::{Case, Environment, Metric, Record};
@@ -43,14 +43,14 @@ pub(crate) fn offload_condition(environment: &Environment) -> Result<Vec<Record>
             }
         }
         for tokens in TOKENS {
-            for (step, job) in jobs(tokens, card)? {
+            for (step, costs) in costs(tokens, card)? {
                 let rates = rates(card)?;
                 let case = Case::new()
                     .with("shows", "plan")
                     .with("card", card.name)
                     .with("step", step)
                     .with("tokens", tokens);
-                match plan(&job, &rates, Budget { device: BUDGET, host: None }) {
+                match plan(&costs, &rates, Budget { device: BUDGET, host: None }) {
                     Ok(found) => metrics(&found).into_iter().for_each(|metric| put(&case, metric)),
                     Err(error @ Error::NoOffloadFits { .. }) => {
                         put(&case, Metric::not_measured("resident_share", "ratio", &error.to_string()));
@@ -60,14 +60,14 @@ pub(crate) fn offload_condition(environment: &Environment) -> Result<Vec<Record>
             }
         }
     }
-    let job = jobs(TIMELINE_TOKENS, card(TIMELINE_CARD)?)?.into_iter().next_back();
+    let costs = costs(TIMELINE_TOKENS, card(TIMELINE_CARD)?)?.into_iter().next_back();
     let rates = rates(card(TIMELINE_CARD)?)?;
     for (name, method) in METHODS {
-        let Some((_, job)) = &job else { break };
+        let Some((_, costs)) = &costs else { break };
         // So few layers that each is seen.
-        let job = Job { layers: job.layers[..TIMELINE_LAYERS].to_vec(), ..job.clone() };
+        let costs = StepCosts { layers: costs.layers[..TIMELINE_LAYERS].to_vec(), ..costs.clone() };
         let setup = Setup { method, resident: Vec::new(), optimizer: OptimizerPlace::Host };
-        let step = simulate(&job, &rates, &setup, Start::Warm)?;
+        let step = simulate(&costs, &rates, &setup, Start::Warm)?;
         for (case, metric) in span_metrics(&Case::new().with("shows", "timeline").with("method", name), &step)
         {
             put(&case, metric);
@@ -84,7 +84,7 @@ fn span_metrics(of: &Case, step: &SimulatedStep) -> Vec<(Case, Metric)> {
         let case = of
             .clone()
             .with("stream", span.stream.name())
-            .with("what", span.work.name())
+            .with("what", span.operation.name())
             .with("layer", layer)
             .with("span", number);
         [("start", span.start), ("end", span.end)]
@@ -98,7 +98,7 @@ fn rates(card: Card) -> Result<Rates, Error> {
     Ok(Rates::of_memory(card.link, 50e9, card.data_sheet()?.bandwidth))
 }
 
-fn jobs(tokens: u64, card: Card) -> Result<[(&'static str, Job); 2], Error> {
+fn costs(tokens: u64, card: Card) -> Result<[(&'static str, StepCosts); 2], Error> {
     let model = presets::find(MODEL)?;
     let work = Workload { batch: 1, sequence: tokens };
     let choices = Choices {
@@ -151,8 +151,8 @@ mod tests {
             let rates = rates(card).unwrap();
             let mut last = 0.0;
             for tokens in [1, 512, 2048, 8192, 24_000] {
-                let [(_, job), _] = jobs(tokens, card).unwrap();
-                let Ok(found) = plan(&job, &rates, Budget { device: BUDGET, host: None }) else {
+                let [(_, costs), _] = costs(tokens, card).unwrap();
+                let Ok(found) = plan(&costs, &rates, Budget { device: BUDGET, host: None }) else {
                     assert!(tokens > 8192, "the logits alone take too much");
                     continue;
                 };

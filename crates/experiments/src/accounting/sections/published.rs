@@ -17,6 +17,19 @@ use super::record;
 /// What it is, where it is published, the unit, the published value and its last digit's unit, ours.
 type Figure = (String, &'static str, &'static str, f64, f64, f64);
 
+/// A published value with the unit of its last digit, and ours.
+pub(crate) struct Value {
+    pub(crate) published: f64,
+    pub(crate) last_digit: f64,
+    pub(crate) ours: f64,
+}
+
+/// FLOPs of training GPT-3, 6·N·D.
+pub(crate) fn training_gpt3() -> Result<Value, Error> {
+    let ours = six_n_d(174_600_000_000, 300_000_000_000)? as f64;
+    Ok(Value { published: 3.14e23, last_digit: 1e21, ours })
+}
+
 /// Published figures and ours.
 pub(crate) fn published(environment: &Environment) -> Result<Vec<Record>, Error> {
     let mut figures = parameters()?;
@@ -77,8 +90,8 @@ fn flops() -> Result<Vec<Figure>, Error> {
         Ok((what, "CS336 assignment 1", "FLOP", value, last_digit, ours as f64))
     };
     let mut figures: Vec<Figure> = published.into_iter().map(figure).collect::<Result<_, Error>>()?;
-    let gpt3 = six_n_d(174_600_000_000, 300_000_000_000)? as f64;
-    figures.push(("training GPT-3: 6·N·D".into(), "Brown et al. 2020", "FLOP", 3.14e23, 1e21, gpt3));
+    let Value { published, last_digit, ours } = training_gpt3()?;
+    figures.push(("training GPT-3: 6·N·D".into(), "Brown et al. 2020", "FLOP", published, last_digit, ours));
     // As speculated in 2023: 25,000 A100, 90 to 100 days, an MFU of 0.32 to 0.36.
     let gpt4 = promised_flops(hardware::find("a100")?.bf16, 25_000, 95.0 * SECONDS_PER_DAY)? * 0.34;
     figures.push(("training GPT-4, speculated".into(), "CS336 lecture 2: 2e25", "FLOP", 2e25, 1e25, gpt4));

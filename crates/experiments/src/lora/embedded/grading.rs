@@ -1,6 +1,6 @@
 //! What a model answers to held-out problems.
 
-use frugal::tasks::gsm8k::{EvaluateOptions, Evaluation, Solver, evaluate_generation};
+use frugal::tasks::gsm8k::{EvaluateOptions, Evaluation, FewShot, Solver, evaluate_generation};
 use models::generation::Sampling;
 use models::module::LanguageModel;
 
@@ -11,11 +11,15 @@ const NEW_TOKENS: usize = 40;
 
 const AT_A_TIME: usize = 50;
 
-/// Answers to the world's held-out problems, decoded greedily, and their grades.
-pub(crate) fn grade(model: &dyn LanguageModel, world: &World) -> anyhow::Result<Evaluation> {
+/// Answers to the world's held-out problems, asked as `prompts` say, decoded greedily, and their grades.
+pub(crate) fn grade(
+    model: &dyn LanguageModel,
+    world: &World,
+    prompts: &FewShot,
+) -> anyhow::Result<Evaluation> {
     let options =
         EvaluateOptions { batch_size: AT_A_TIME, max_new_tokens: NEW_TOKENS, ..EvaluateOptions::default() };
-    let World { encoder, prompts, test, .. } = world;
+    let World { encoder, test, .. } = world;
     let mut solver = Solver::new(model, Sampling::Greedy, test, encoder, prompts)?;
     Ok(evaluate_generation(&mut solver, test, encoder, prompts, &options, &mut |_| ())?)
 }

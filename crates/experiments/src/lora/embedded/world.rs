@@ -8,7 +8,7 @@ use dataloading::embedded::{
     self, CORPUS_TRAIN, CORPUS_VALID, SMALL_PROBLEMS_TEST, SMALL_PROBLEMS_TRAIN, SMALL_STORIES, TOKENIZER,
 };
 use frugal::tasks::gsm8k::{
-    Annotations, EncodeOptions, Encoder, FewShot, Problem, PromptFormat, TooLong, TrainingRow, records,
+    Annotations, EncodeOptions, Encoder, FewShot, Problem, PromptFormat, TooLong, TrainingRow, records, split,
 };
 use models::module::IGNORE_INDEX;
 use runtime::random::Generator;
@@ -23,6 +23,8 @@ pub(crate) struct World {
     pub(crate) encoder: Encoder,
     /// Questions without examples.
     pub(crate) prompts: FewShot,
+    /// Questions after the assignment's three examples.
+    pub(crate) three_shot: FewShot,
     /// Held-out problems.
     pub(crate) test: Vec<Problem>,
     /// Rows of the problems to learn from.
@@ -70,6 +72,7 @@ impl World {
         let encoder = Encoder::new(tokenizer.clone(), options)?;
         let prompts = FewShot::zero(PromptFormat::default());
         let train = records::read(&folder.join(SMALL_PROBLEMS_TRAIN), Annotations::Strip)?;
+        let three_shot = FewShot::new(&train, FewShot::SHOTS, PromptFormat::default(), split::SEED)?;
         let mut test = records::read(&folder.join(SMALL_PROBLEMS_TEST), Annotations::Strip)?;
         test.truncate(held_out);
         Ok(Self {
@@ -77,6 +80,7 @@ impl World {
             test_rows: encoder.tokenize_all(&test, &prompts)?.rows,
             encoder,
             prompts,
+            three_shot,
             test,
             texts,
             valid: lines(CORPUS_VALID)?,

@@ -43,20 +43,20 @@ impl Row {
             }),
             _ => None,
         };
-        let mut job = match (&self.pass, &lora) {
+        let mut costs = match (&self.pass, &lora) {
             (Pass::Inference, _) => sizes::inference(&model, work, &choices)?,
             (_, None) => sizes::training(&model, work, &choices)?,
             (_, Some(lora)) => sizes::adapters(&model, lora, work, None, &choices)?,
         };
         if self.optimizer == OptimizerPlace::None {
-            job.fixed.state_bytes = 0;
-            job.layers.iter_mut().for_each(|layer| layer.state_bytes = 0);
+            costs.fixed.state_bytes = 0;
+            costs.layers.iter_mut().for_each(|layer| layer.state_bytes = 0);
         }
         let setup = match &self.place {
             Place::Resident(plan) => {
-                if job.training {
+                if costs.training {
                     let plan: Vec<Kept> = plan.iter().map(|plan| kept(*plan)).collect();
-                    job = sizes::with_activation_plan(job, &model, lora.as_ref(), work, &choices, &plan)?;
+                    costs = sizes::with_activation_plan(costs, &model, lora.as_ref(), work, &choices, &plan)?;
                 }
                 Setup {
                     method: paper::Method::Resident { recompute: false },
@@ -75,7 +75,7 @@ impl Row {
         };
         // Gradients leave before the next layer runs, as `InStep` has it.
         let rates = Rates { load: 1e15, store: f64::MAX, host_optimizer: 1e15, device_optimizer: 1e15 };
-        Ok(simulate(&job, &rates, &setup, Start::Warm)?.device)
+        Ok(simulate(&costs, &rates, &setup, Start::Warm)?.device)
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use accounting::Decoder;
 use accounting::decoder_flops::Workload;
 use accounting::lora::{LowRank, Targets};
-use accounting::offload::{Budget, Card, Direction, Job, card, sizes};
+use accounting::offload::{Budget, Card, Direction, StepCosts, card, sizes};
 use accounting::quantity::{bytes_text, grouped, parse_bytes};
 use anyhow::bail;
 use clap::{Args, ValueEnum};
@@ -126,8 +126,8 @@ pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
     let planned = PlannedStep { model, work, kind, device, tier, weights };
     let machine = arguments.rates(&planned)?;
     let budget = arguments.budget(device)?;
-    let job = arguments.job(&planned, &machine)?;
-    let variants = variants(&job, &machine.transfers, budget, tier, on_cpu)?;
+    let costs = arguments.costs(&planned, &machine)?;
+    let variants = variants(&costs, &machine.transfers, budget, tier, on_cpu)?;
     let chosen = variants
         .iter()
         .filter(|variant| variant.peak <= budget.device)
@@ -226,7 +226,7 @@ impl StepArgs {
         Ok(Budget { device: budget, host: self.host_budget.map(|budget| budget.0) })
     }
 
-    fn job(&self, planned: &PlannedStep, machine: &MachineRates) -> anyhow::Result<Job> {
+    fn costs(&self, planned: &PlannedStep, machine: &MachineRates) -> anyhow::Result<StepCosts> {
         let &PlannedStep { ref model, work, kind, device, .. } = planned;
         let choices = planning::choices(kind, machine, self.loss_chunk);
         Ok(match self.method {

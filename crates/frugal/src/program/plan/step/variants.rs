@@ -1,7 +1,8 @@
 //! The ways to run a step, and what each takes.
 
 use accounting::offload::{
-    Budget, Job, Method, OffloadPlan, OptimizerPlace, Rates, Setup, SimulatedStep, Start, plan, simulate,
+    Budget, Method, OffloadPlan, OptimizerPlace, Rates, Setup, SimulatedStep, Start, StepCosts, plan,
+    simulate,
 };
 use accounting::quantity::bytes_text;
 use frugal::config::OffloadTier;
@@ -45,7 +46,7 @@ impl Variant {
 
 /// The ways to run a step, the fastest first. On a CPU layers in the host's memory are part of what the device holds.
 pub(super) fn variants(
-    job: &Job,
+    costs: &StepCosts,
     rates: &Rates,
     budget: Budget,
     tier: OffloadTier,
@@ -55,20 +56,20 @@ pub(super) fn variants(
     let peak = |step: &SimulatedStep| step.device.total + if shared { step.host_bytes } else { 0 };
     let of = |name, flags: &str, method, optimizer| -> anyhow::Result<Variant> {
         let setup = Setup { method, resident: Vec::new(), optimizer };
-        let step = simulate(job, rates, &setup, Start::Warm)?;
+        let step = simulate(costs, rates, &setup, Start::Warm)?;
         Ok(Variant { name, flags: flags.to_owned(), peak: peak(&step), step, plan: None })
     };
     let device = OptimizerPlace::Device;
     let mut all = vec![of("all on the device", "", Method::Resident { recompute: false }, device)?];
     // Inference keeps nothing that could be computed again.
-    if job.training {
+    if costs.training {
         let recompute = Method::Resident { recompute: true };
         all.push(of("activations recomputed", "--activations recompute", recompute, device)?);
     }
     let tier = if tier == OffloadTier::Host { "host" } else { "file" };
-    let taken = if shared { job.layer_bytes()? } else { 0 };
+    let taken = if shared { costs.layer_bytes()? } else { 0 };
     let available = Budget { device: budget.device.saturating_sub(taken), ..budget };
-    all.push(match plan(job, rates, available) {
+    all.push(match plan(costs, rates, available) {
         Ok(found) => {
             let resident: Vec<String> = found.setup.resident.iter().map(ToString::to_string).collect();
             let mut flags = format!("--offload {tier} --ring {}", found.ring().max(1));

@@ -1,4 +1,4 @@
-//! The workload of a step: sizes of the layers and of the fixed part, working memory, seconds, rates.
+//! The costs of a step: sizes of the layers and of the fixed part, working memory, seconds, rates.
 
 use crate::{Error, exact};
 
@@ -73,9 +73,9 @@ pub struct Kept {
     pub backward_bytes: u64,
 }
 
-/// A step of a decoder.
+/// The costs of a step of a decoder.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Job {
+pub struct StepCosts {
     /// The layers, in the order of forward.
     pub layers: Vec<Layer>,
     /// What is always on the device.
@@ -86,7 +86,7 @@ pub struct Job {
     pub training: bool,
 }
 
-impl Job {
+impl StepCosts {
     /// Returns whether the optimizer has any parameters.
     pub fn updates(&self) -> bool {
         self.training && (self.fixed.trainable > 0 || self.layers.iter().any(|layer| layer.trainable > 0))

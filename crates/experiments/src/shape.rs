@@ -74,6 +74,21 @@ impl Shape {
         })
     }
 
+    /// Returns the shape with other numbers of layers, of tokens that it knows, and of positions.
+    pub(crate) fn resized(
+        &self,
+        layers: i64,
+        vocabulary: i64,
+        positions: i64,
+    ) -> anyhow::Result<LlamaConfig> {
+        Ok(LlamaConfig {
+            num_hidden_layers: layers,
+            vocab_size: vocabulary,
+            max_position_embeddings: positions,
+            ..self.config()?
+        })
+    }
+
     /// The model, its weights drawn from libtorch's generator.
     pub(crate) fn model(&self, kind: Kind, device: Device) -> anyhow::Result<Llama> {
         let config = self.config()?;
