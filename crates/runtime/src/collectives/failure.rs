@@ -56,9 +56,9 @@ impl fmt::Display for CollectiveError {
 
 impl std::error::Error for CollectiveError {}
 
-/// Returns the message of Gloo without the line of its source.
+/// Returns the message of Gloo without the line of its source, and without its advice.
 pub(super) fn without_source_line(message: &str) -> &str {
-    let message = message.trim();
+    let message = message.split(". This is typically caused by").next().unwrap_or(message).trim();
     let rest = message.strip_prefix('[').and_then(|rest| rest.split_once("] "));
     rest.filter(|(place, _)| place.contains(".cc:")).map_or(message, |(_, rest)| rest)
 }
@@ -112,7 +112,8 @@ mod tests {
     fn the_line_of_gloos_source_is_left_out() {
         let check = |message, expected| assert_eq!(without_source_line(message), expected);
         check(
-            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:3",
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:3. This is \
+             typically caused by a remote worker crashing.",
             "Connection closed by peer [127.0.0.1]:3",
         );
         check("[Rank 0]: Ranks 1 failed", "[Rank 0]: Ranks 1 failed");

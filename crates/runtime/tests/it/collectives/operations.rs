@@ -148,12 +148,9 @@ fn reduce(group: &Group, given: &[Tensor]) {
         let tensor = source.copy();
         let options = ReduceOptions { op, ..ordered };
         let bytes = elements * width(kind);
-        if bytes <= 64 << 10 {
-            let all = bytes * (group.size() as i64 - 1);
-            counted(group, all, all, || group.all_reduce(&tensor, options, "all").unwrap());
-        } else {
-            group.all_reduce(&tensor, options, "all").unwrap();
-        }
+        // Whole tensors, or the terms of the other parts and the sum of the own.
+        let moved = if bytes <= 64 << 10 { bytes * (group.size() as i64 - 1) } else { sent + received };
+        counted(group, moved, moved, || group.all_reduce(&tensor, options, "all").unwrap());
         same(&tensor, &sequential(given, op).to_kind(kind));
     }
 }
