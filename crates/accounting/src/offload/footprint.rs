@@ -6,13 +6,15 @@
 //! ```text
 //! forward of layer k     (k + 1) inputs + a forward's working bytes
 //! head and loss          L inputs + the head's, including the output matrix' gradient
+//! recomputation of k     (k + 1) inputs + a keeping forward's, + gradients of the head, and of other layers that have not left
 //! backward of layer k    (k + 1) inputs + a backward's, including the layer's gradients as they are computed
 //!                        + gradients of the head, and of other layers that have not left
 //! embedding's backward   all gradients of the fixed part + the embedding's + gradients of layers that have not left
 //! ```
 //!
 //! In inference there is one input instead of k + 1; without recomputation the kept activations instead of inputs. Gradients are
-//! stored while other layers compute, so their number follows from the schedule.
+//! stored while other layers compute, so their number follows from the schedule: a backward's own gradients appear after the
+//! recomputation, when those of the layer before have often left. One layer at a time is on the device only while it computes.
 
 use super::setup::{Method, OptimizerPlace, Setup};
 use super::step_costs::{Kept, Layer, StepCosts};
@@ -57,7 +59,9 @@ pub enum Moment {
     /// Head and loss.
     #[default]
     Head,
-    /// Backward of a layer.
+    /// Recomputation of a layer in backward.
+    Recomputation(usize),
+    /// Backward of a layer, after its recomputation.
     Backward(usize),
     /// Backward of the embedding.
     Embedding,
@@ -68,11 +72,14 @@ impl std::fmt::Display for Moment {
         match self {
             Self::Forward(layer) => write!(f, "forward of layer {layer}"),
             Self::Head => f.write_str("head"),
+            Self::Recomputation(layer) => write!(f, "recomputation of layer {layer}"),
             Self::Backward(layer) => write!(f, "backward of layer {layer}"),
             Self::Embedding => f.write_str("backward of the embedding"),
         }
     }
 }
+
+const RING: &str = "ring";
 
 /// Returns the number of layers on the device at once, besides the resident ones: that of the ring's slots, or of streamed
 /// layers if fewer.
@@ -88,7 +95,7 @@ pub(super) fn is_resident(setup: &Setup, layer: usize) -> bool {
     matches!(setup.method, Method::Resident { .. }) || setup.resident.binary_search(&layer).is_ok()
 }
 
-/// Lists what is on the device at every moment.
+/// Lists what is on the device at every moment; one layer at a time is there only while it computes.
 fn base(costs: &StepCosts, setup: &Setup) -> Result<Vec<Item>, Error> {
     let all = || costs.layers.iter().enumerate();
     let resident = all().filter(|(layer, _)| is_resident(setup, *layer)).map(|(_, cost)| cost.slot_bytes);
@@ -107,7 +114,7 @@ fn base(costs: &StepCosts, setup: &Setup) -> Result<Vec<Item>, Error> {
         Item { name: "fixed weights", bytes: costs.fixed.weight_bytes },
         Item { name: "optimizer state", bytes: state },
         Item { name: "resident layers", bytes: sum("bytes of the resident layers", resident)? },
-        Item { name: "ring", bytes: ring },
+        Item { name: RING, bytes: ring },
         Item { name: "constant", bytes: costs.working.constant_bytes },
     ])
 }
@@ -117,14 +124,17 @@ pub(super) fn footprint(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Res
     let kept = kept(costs, setup)?;
     let alive = gradients(costs, setup, spans);
     let mut peak = Footprint::default();
-    for (moment, start) in moments(costs, spans) {
+    for (moment, start) in moments(costs, kept.is_some(), spans) {
         let alive = alive.iter().filter(|one| one.from <= start && start < one.until).map(|one| one.bytes);
         let mut parts = base.clone();
         let fixed = match moment {
             Moment::Forward(_) | Moment::Head => 0,
-            Moment::Backward(_) => costs.fixed.head_gradient_bytes,
+            Moment::Recomputation(_) | Moment::Backward(_) => costs.fixed.head_gradient_bytes,
             Moment::Embedding => costs.fixed.gradient_bytes,
         };
+        if setup.method == Method::OneAtATime && matches!(moment, Moment::Head | Moment::Embedding) {
+            parts.retain(|item| item.name != RING);
+        }
         parts.push(Item { name: "fixed gradients", bytes: fixed });
         parts.push(Item { name: "layer gradients", bytes: sum("bytes of gradients", alive)? });
         parts.extend(passing(costs, kept.as_deref(), moment)?);
@@ -150,8 +160,9 @@ fn kept(costs: &StepCosts, setup: &Setup) -> Result<Option<Vec<Kept>>, Error> {
     })
 }
 
-/// Lists every moment of a step with its start, including layers that take no time.
-fn moments(costs: &StepCosts, spans: &[Span]) -> Vec<(Moment, f64)> {
+/// Lists every moment of a step with its start, including layers that take no time. Layers that keep their activations are not
+/// recomputed.
+fn moments(costs: &StepCosts, keeps: bool, spans: &[Span]) -> Vec<(Moment, f64)> {
     let find = |operation, layer| {
         spans.iter().find(move |span| {
             span.stream == StreamKind::Compute && span.operation == operation && span.layer == layer
@@ -163,8 +174,15 @@ fn moments(costs: &StepCosts, spans: &[Span]) -> Vec<(Moment, f64)> {
         (0..count).map(|layer| (Moment::Forward(layer), start(Operation::Forward, Some(layer)))).collect();
     all.push((Moment::Head, start(Operation::Head, None)));
     if costs.training {
-        let backward = |layer| (Moment::Backward(layer), start(Operation::Backward, Some(layer)));
-        all.extend((0..count).rev().map(backward));
+        for layer in (0..count).rev() {
+            let start = start(Operation::Backward, Some(layer));
+            if keeps {
+                all.push((Moment::Backward(layer), start));
+            } else {
+                let recomputed = start + costs.layers[layer].forward_seconds;
+                all.extend([(Moment::Recomputation(layer), start), (Moment::Backward(layer), recomputed)]);
+            }
+        }
         if costs.fixed.gradient_bytes > 0 {
             let end = find(Operation::Backward, Some(0)).map_or(f64::NEG_INFINITY, |span| span.end);
             all.push((Moment::Embedding, end));
@@ -187,6 +205,7 @@ fn passing(costs: &StepCosts, kept: Option<&[Kept]>, moment: Moment) -> Result<[
         (Moment::Forward(_), _) if !costs.training => (inputs(1)?, working.forward_bytes),
         (Moment::Forward(layer), None) => (inputs(layer + 1)?, working.forward_bytes),
         (Moment::Forward(layer), Some(kept)) => (keeps(&kept[..layer])?, kept[layer].forward_bytes),
+        (Moment::Recomputation(layer), _) => (inputs(layer + 1)?, working.recomputation_bytes),
         (Moment::Backward(layer), None) => (inputs(layer + 1)?, working.backward_bytes),
         (Moment::Backward(layer), Some(kept)) => (keeps(&kept[..=layer])?, kept[layer].backward_bytes),
         (Moment::Embedding, _) => (0, working.embedding_bytes),

@@ -311,6 +311,7 @@ fn training_working(
     Ok(WorkingMemory {
         input_bytes: narrow,
         forward_bytes: passes.forward,
+        recomputation_bytes: sum("bytes of a recomputation", [passes.keeping, narrow])?,
         backward_bytes: passes.recomputed,
         head_bytes: head::training_bytes(model, head)?,
         constant_bytes: constant_bytes(model, head, choices)?,

@@ -49,6 +49,8 @@ pub struct WorkingMemory {
     pub input_bytes: u64,
     /// Maximum bytes of a layer's forward that keeps nothing, beyond its weights and its input.
     pub forward_bytes: u64,
+    /// Maximum bytes of a layer's recomputation, beyond its weights and its input, including its output's gradient.
+    pub recomputation_bytes: u64,
     /// Maximum bytes of a layer's recomputation and backward, beyond its weights and its input, including its weights'
     /// gradients.
     pub backward_bytes: u64,

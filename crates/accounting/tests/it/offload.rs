@@ -31,6 +31,7 @@ fn step_costs(layers: Vec<Layer>, training: bool) -> StepCosts {
     let working = WorkingMemory {
         input_bytes: 10,
         forward_bytes: 100,
+        recomputation_bytes: 300,
         backward_bytes: 300 + gradients,
         head_bytes: 200,
         ..WorkingMemory::default()
@@ -78,10 +79,10 @@ fn one_at_a_time_overlaps_nothing() {
     check(
         &step,
         expect![[r#"
-        compute: forward 0 1-3, forward 1 4-6, forward 2 7-9
-        load: weights 0 0-1, weights 1 3-4, weights 2 6-7
-        9 s, 3 s idle, 1700 B
-    "#]],
+            compute: forward 0 1-3, forward 1 4-6, forward 2 7-9
+            load: weights 0 0-1, weights 1 3-4, weights 2 6-7
+            9 s, 3 s idle, 1610 B
+        "#]],
     );
     let costs = step_costs(vec![trained(2.0); 2], true);
     check(
@@ -151,12 +152,12 @@ fn gradients_are_stored_during_compute_and_updated_layers_are_reloaded() {
     check(
         &host,
         expect![[r#"
-        compute: forward 0 1-2, forward 1 2-3, forward 2 3-4, backward 2 4-6, backward 1 6-8, backward 0 8-10
-        load: weights 0 0-1, weights 1 1-2, weights 2 2-3, weights 0 6-7
-        store: gradients 2 6-6.5, gradients 1 8-8.5, gradients 0 10-10.5
-        host: step 2 6.5-7.5, step 1 8.5-9.5, step 0 10.5-11.5
-        11.5 s, 2.5 s idle, 4820 B
-    "#]],
+            compute: forward 0 1-2, forward 1 2-3, forward 2 3-4, backward 2 4-6, backward 1 6-8, backward 0 8-10
+            load: weights 0 0-1, weights 1 1-2, weights 2 2-3, weights 0 6-7
+            store: gradients 2 6-6.5, gradients 1 8-8.5, gradients 0 10-10.5
+            host: step 2 6.5-7.5, step 1 8.5-9.5, step 0 10.5-11.5
+            11.5 s, 2.5 s idle, 3830 B
+        "#]],
     );
     assert_eq!((host.load_bytes, host.store_bytes), (4000, 3000));
     assert_eq!(host.host_bytes, 3000 + 12000 + 1000);
@@ -275,10 +276,9 @@ fn a_plan_prints_as_lines() {
         optimizer                  host
         fixed weights              500 (500 B)
         ring                       2,000 (1.95 KiB)
-        layer gradients            1,000 (1000 B)
-        layer inputs               50 (50 B)
+        layer inputs               60 (60 B)
         working memory             1,300 (1.27 KiB)
-        peak, backward of layer 4  4,850 (4.74 KiB)
+        peak, backward of layer 5  3,860 (3.77 KiB)
         device budget              8,000 (7.81 KiB)
         host                       31,000 (30.3 KiB)
         loaded per step            10,000 (9.77 KiB)
