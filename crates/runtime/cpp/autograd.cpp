@@ -7,10 +7,12 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <mutex>
 #include <optional>
@@ -71,6 +73,21 @@ OwnOutputs own_outputs(const Tensor* const* inputs, size_t input_count, const Te
   }
   return own;
 }
+
+// Calls Rust after a backward has added to a leaf's gradient.
+struct GradientHook : torch::autograd::PostAccumulateGradHook {
+  GradientHook(std::shared_ptr<void>&& context, rt_status (*run)(void*)) : context_(std::move(context)), run_(run) {}
+
+  void operator()(const torch::autograd::Variable&) override {
+    // The call may clear the hook, and with it this object.
+    auto context = context_;
+    throw_on_failure(run_(context.get()), "after a gradient arrived");
+  }
+
+ private:
+  std::shared_ptr<void> context_;
+  rt_status (*run_)(void*);
+};
 
 }  // namespace
 
@@ -323,6 +340,17 @@ rt_status rt_at_end_of_backward(void* context, rt_status (*run)(void*), void (*r
     torch::autograd::Engine::get_default_engine().queue_callback(
         [held, run] { throw_on_failure(run(held.get()), "at the end of backward"); });
   });
+}
+
+rt_status rt_set_gradient_hook(const at::Tensor* leaf, void* context, rt_status (*run)(void*), void (*release)(void*)) {
+  std::shared_ptr<void> held(context, release);
+  return guard([&] {
+    torch::autograd::impl::set_post_acc_grad_hooks(*leaf, std::make_unique<GradientHook>(std::move(held), run));
+  });
+}
+
+rt_status rt_clear_gradient_hook(const at::Tensor* leaf) {
+  return guard([&] { torch::autograd::impl::set_post_acc_grad_hooks(*leaf, nullptr); });
 }
 
 rt_status rt_is_checkpoint_valid(int* valid) {

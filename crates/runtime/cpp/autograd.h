@@ -51,6 +51,11 @@ rt_status rt_grad_run(const at::Tensor* const* outputs, const at::Tensor* const*
 // of a backward, this is an error.
 rt_status rt_at_end_of_backward(void* context, rt_status (*run)(void*), void (*release)(void*));
 
+// Runs `run(context)` each time a backward has added to the leaf's gradient; its failure is that backward's. The leaf takes
+// `context`, also on failure, and gives it to `release` once, when it ends or `rt_clear_gradient_hook` is called. A leaf has at most one.
+rt_status rt_set_gradient_hook(const at::Tensor* leaf, void* context, rt_status (*run)(void*), void (*release)(void*));
+rt_status rt_clear_gradient_hook(const at::Tensor* leaf);
+
 // Whether the running backward computes the gradient of every leaf, which a recomputed segment requires.
 rt_status rt_is_checkpoint_valid(int* valid);
 }

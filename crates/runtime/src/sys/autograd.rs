@@ -82,6 +82,13 @@ unsafe extern "C" {
         run: extern "C" fn(*mut c_void) -> Status,
         release: extern "C" fn(*mut c_void),
     ) -> Status;
+    fn rt_set_gradient_hook(
+        leaf: *const C_tensor,
+        context: *mut c_void,
+        run: extern "C" fn(*mut c_void) -> Status,
+        release: extern "C" fn(*mut c_void),
+    ) -> Status;
+    fn rt_clear_gradient_hook(leaf: *const C_tensor) -> Status;
 }
 
 /// Sets whether this thread records gradients; returns the previous setting.
@@ -131,6 +138,38 @@ pub(crate) fn at_end_of_backward(body: Box<dyn FnOnce() -> Result<()> + Send>) -
     // SAFETY: the shim takes the context over and gives it to `release_at_end` once; both functions take what it is, and neither
     // unwinds.
     unsafe { check(rt_at_end_of_backward(context, run_at_end, release_at_end)) }
+}
+
+/// What runs after each addition to a gradient.
+type AfterGradient = Box<dyn Fn() -> Result<()> + Send + Sync>;
+
+extern "C" fn run_after_gradient(context: *mut c_void) -> Status {
+    // SAFETY: the context is the box that `set_gradient_hook` gave away, alive until `release_after_gradient`; the closure may be
+    // called from any thread.
+    let body = unsafe { &*context.cast::<AfterGradient>() };
+    callback(body)
+}
+
+extern "C" fn release_after_gradient(context: *mut c_void) {
+    // As in `drop_state`.
+    let _ = catch_unwind(AssertUnwindSafe(|| {
+        // SAFETY: the context is the box that `set_gradient_hook` gave away, and comes back once.
+        drop(unsafe { Box::from_raw(context.cast::<AfterGradient>()) });
+    }));
+}
+
+/// Calls `body` after each addition to the gradient of `leaf`.
+pub(crate) fn set_gradient_hook(leaf: &Tensor, body: AfterGradient) -> Result<()> {
+    let context = Box::into_raw(Box::new(body)).cast::<c_void>();
+    // SAFETY: the tensor is alive; the shim takes the context over and gives it to `release_after_gradient` once; both functions take
+    // what it is, and neither unwinds.
+    unsafe { check(rt_set_gradient_hook(leaf.as_ptr(), context, run_after_gradient, release_after_gradient)) }
+}
+
+/// Removes the hook of `leaf`.
+pub(crate) fn clear_gradient_hook(leaf: &Tensor) -> Result<()> {
+    // SAFETY: the tensor is alive.
+    unsafe { check(rt_clear_gradient_hook(leaf.as_ptr())) }
 }
 
 /// The conditions of one run of a node's backward.
