@@ -3,8 +3,9 @@
 use std::time::Instant;
 
 use models::module::LanguageModel;
+use runtime::collectives::{Group, ReduceOptions};
 use serde::Serialize;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::accumulation::forward;
 use crate::batches::Batches;
@@ -38,28 +39,53 @@ pub fn evaluate(
     batches: &mut (impl Batches + ?Sized),
     step: u64,
 ) -> Result<Evaluation> {
+    evaluate_over(model, batches, step, None)
+}
+
+/// [`evaluate`] with the batches divided among ranks: rank r of N computes those whose number mod N is r. The result is the same
+/// on every rank, and does not depend on N.
+///
+/// # Errors
+/// As [`evaluate`]; a rank that failed.
+pub fn evaluate_over(
+    model: &(impl LanguageModel + ?Sized),
+    batches: &mut (impl Batches + ?Sized),
+    step: u64,
+    ranks: Option<&Group>,
+) -> Result<Evaluation> {
     let _range = runtime::profile::range("evaluation");
     let _no_grad = tch::no_grad_guard();
     let (start, mut targets) = (Instant::now(), 0);
-    let mut sums: Option<Tensor> = None;
+    let mut sums = Vec::new();
     while let Some(batch) = batches.next()? {
         targets += batch.counts.targets as u64;
+        if ranks.is_some_and(|group| sums.len() % group.size() != group.rank()) {
+            sums.push(Tensor::f_zeros([2], (Kind::Double, batch.tokens.device()))?);
+            continue;
+        }
         let output = forward(model, &batch, false, true)?;
         let correct = output.correct.ok_or_else(|| {
             Error::config("evaluation", "the model's loss head does not count correct predictions")
         })?;
-        let both =
-            Tensor::f_stack(&[output.sum.f_to_kind(Kind::Double)?, correct.f_to_kind(Kind::Double)?], 0)?;
-        sums = Some(match sums {
-            Some(sums) => sums.f_add(&both)?,
-            None => both,
-        });
+        sums.push(Tensor::f_stack(
+            &[output.sum.f_to_kind(Kind::Double)?, correct.f_to_kind(Kind::Double)?],
+            0,
+        )?);
     }
-    let sums = sums.filter(|_| targets > 0).ok_or_else(|| {
-        Error::config("evaluation", "the data has no token to predict; give documents of at least two tokens")
-    })?;
-    let [sum, correct] = [0, 1].map(|index| sums.f_double_value(&[index]));
-    let (loss, accuracy) = (sum? / targets as f64, correct? / targets as f64);
+    if targets == 0 {
+        let reason = "the data has no token to predict; give documents of at least two tokens";
+        return Err(Error::config("evaluation", reason));
+    }
+    let sums = Tensor::f_stack(&sums, 0)?.f_to_device(Device::Cpu)?.f_contiguous()?;
+    if let Some(group) = ranks {
+        // Zeros on all ranks but one: exact.
+        group.all_reduce(&sums, ReduceOptions::default(), "evaluation")?;
+    }
+    // One after the other, in the order of the batches.
+    let values = runtime::ops::read(&sums.f_reshape([-1])?)?;
+    let (sum, correct) =
+        values.chunks_exact(2).fold((0.0, 0.0), |(sum, correct), batch| (sum + batch[0], correct + batch[1]));
+    let (loss, accuracy) = (sum / targets as f64, correct / targets as f64);
     let seconds = start.elapsed().as_secs_f64();
     Ok(Evaluation { step, loss, perplexity: perplexity(loss), accuracy, targets, seconds })
 }

@@ -51,6 +51,7 @@ mod unscale_and_clip;
 
 use std::fmt::Debug;
 
+use runtime::collectives;
 use tch::{Kind, Tensor};
 
 pub use adagrad::AdaGrad;
@@ -73,6 +74,8 @@ use crate::scaler::GradScaler;
 /// ```text
 /// begin │ backward of each micro-batch │ unscale_and_clip │ take_step │ zero_grad
 /// ```
+///
+/// With [`Optimizer::ranks`], `reduce` follows each round of backward passes.
 ///
 /// The optimizer owns the gradients after backward: it unscales them, computes the norm, clips and steps. An optimizer that
 /// steps during backward does so as far as the settings of [`Optimizer::begin`] allow.
@@ -109,6 +112,21 @@ pub trait Optimizer: Debug + Send {
     /// # Errors
     /// Those of libtorch.
     fn zero_grad(&mut self, how: ZeroGrad) -> Result<()>;
+
+    /// The data-parallel ranks that share the parameters; `None` for one process alone. All ranks make the same calls in the
+    /// same order.
+    fn ranks(&self) -> Option<collectives::Group> {
+        None
+    }
+
+    /// Adds the gradients of a round, at most one micro-batch of each rank, to the step's, and clears the parameters' own.
+    /// Called after every round; does nothing without ranks.
+    ///
+    /// # Errors
+    /// A rank that failed.
+    fn reduce(&mut self) -> Result<()> {
+        Ok(())
+    }
 
     /// Waits until all steps are done, so that weights can be read.
     ///

@@ -14,11 +14,12 @@ mod description;
 mod figures;
 mod frozen;
 mod options;
+mod ranks;
 mod retry;
 mod saving;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use models::module::LanguageModel;
@@ -31,7 +32,7 @@ use crate::batches::Batches;
 use crate::checkpoint::Checkpoints;
 use crate::divergence::DivergenceMonitor;
 use crate::error::Result;
-use crate::evaluation::evaluate;
+use crate::evaluation::evaluate_over;
 use crate::observer::{Observer, StepRecord, Timings};
 use crate::optimizer::{Optimizer, StepDecision, StepSettings};
 use crate::scaler::{GradScaler, NoScaler};
@@ -168,7 +169,7 @@ impl Trainer {
             if self.step >= until {
                 break StopReason::Completed;
             }
-            if self.stop.load(Ordering::Relaxed) {
+            if self.stop_requested()? {
                 break StopReason::Interrupted;
             }
             if !self.train_step(train)? {
@@ -277,11 +278,17 @@ impl Trainer {
 
     /// Runs forward and backward of all micro-batches. Returns for each `[1 or 2]`, fp64: its summed loss and, if requested,
     /// the number of correct predictions.
-    fn gradients(&self, micro: &MicroBatches, timings: &mut Timings) -> Result<Vec<Tensor>> {
+    fn gradients(&mut self, micro: &MicroBatches, timings: &mut Timings) -> Result<Vec<Tensor>> {
         let (mut sums, accuracy) = (Vec::new(), self.options.accuracy);
         // Over all micro-batches, so that a weight is cast once for all of them.
         let _precision = self.enter_precision();
-        for batch in &micro.batches {
+        let share = self.share()?;
+        for (number, batch) in micro.batches.iter().enumerate() {
+            if !share.as_ref().map_or(Ok(true), |share| share.begin(number))? {
+                sums.push(Tensor::f_zeros([1 + i64::from(accuracy)], (Kind::Double, batch.tokens.device()))?);
+                self.reduce(share.as_ref(), number, micro, timings)?;
+                continue;
+            }
             let model = self.model.as_ref();
             let output = timed("forward", &mut timings.forward, || forward(model, batch, true, accuracy))?;
             timed("backward", &mut timings.backward, || {
@@ -292,8 +299,12 @@ impl Trainer {
             let parts =
                 parts.map(|t| t.f_detach()?.f_to_kind(Kind::Double)).collect::<Result<Vec<_>, _>>()?;
             sums.push(Tensor::f_stack(&parts, 0)?);
+            self.reduce(share.as_ref(), number, micro, timings)?;
         }
-        Ok(sums)
+        match share {
+            Some(share) => share.end(&sums),
+            None => Ok(sums),
+        }
     }
 
     fn enter_precision(&self) -> Option<PolicyGuard> {
@@ -336,7 +347,7 @@ impl Trainer {
         let start = validation.state();
         let evaluation = {
             let _precision = self.enter_precision();
-            evaluate(self.model.as_ref(), validation, self.step)?
+            evaluate_over(self.model.as_ref(), validation, self.step, self.optimizer.ranks().as_ref())?
         };
         validation.resume(&start)?;
         self.tell(|observer| observer.on_evaluation(&evaluation))?;

@@ -82,7 +82,8 @@ pub struct Saved {
 pub struct Checkpoints {
     folder: PathBuf,
     keep: usize,
-    _lock: File,
+    /// `None` for a reader.
+    lock: Option<File>,
 }
 
 impl Checkpoints {
@@ -111,7 +112,17 @@ impl Checkpoints {
             }
             .map_err(|cause| Error::Io { path, cause })?;
         }
-        Ok(Self { folder: folder.to_owned(), keep, _lock: lock })
+        Ok(Self { folder: folder.to_owned(), keep, lock: Some(lock) })
+    }
+
+    /// The folder that another rank of the same training writes: takes no lock, and [`Checkpoints::save`] is refused.
+    pub fn reader(folder: &Path) -> Self {
+        Self { folder: folder.to_owned(), keep: 1, lock: None }
+    }
+
+    /// Whether this is a [`Checkpoints::reader`].
+    pub fn is_reader(&self) -> bool {
+        self.lock.is_none()
     }
 
     /// [`steps`] of this folder.
@@ -158,6 +169,10 @@ impl Checkpoints {
     /// # Errors
     /// As [`Checkpoints::save`].
     pub fn add(&self, snapshot: &Snapshot<'_>) -> Result<Saved> {
+        if self.is_reader() {
+            let reason = "the folder was opened to read; rank 0 writes the checkpoints";
+            return Err(Error::config("checkpoints", reason));
+        }
         let name = format!("{PREFIX}{:012}", snapshot.step);
         let (path, temporary) = (self.folder.join(&name), self.folder.join(format!("{TEMPORARY}{name}")));
         let (mut replaced, mut warnings) = (None, Vec::new());

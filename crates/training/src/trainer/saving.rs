@@ -46,8 +46,16 @@ impl Trainer {
             let step = self.step;
             return self.warn(&format!("no checkpoint of step {step}: {reason}; {}", self.last_checkpoint()));
         }
-        match self.write(train, troubled) {
-            Ok(Saved { path, warnings }) => {
+        let written = self.write(train, troubled);
+        if self.any_rank(written.is_err(), "checkpoint")? && written.is_ok() {
+            return Ok(());
+        }
+        match written {
+            Ok(None) => {
+                self.saved = Some(self.step);
+                Ok(())
+            }
+            Ok(Some(Saved { path, warnings })) => {
                 let step = self.step;
                 self.saved = Some(step);
                 self.tell(|observer| observer.on_checkpoint(step, &path))?;
@@ -62,11 +70,16 @@ impl Trainer {
         }
     }
 
-    /// Writes a checkpoint; while diverging, without removing earlier ones.
-    fn write(&self, train: &dyn Batches, troubled: bool) -> Result<Saved> {
+    /// Writes a checkpoint; while diverging, without removing earlier ones. `None` on a rank that leaves the writing to rank 0:
+    /// it only gives its part of the optimizer's state.
+    fn write(&self, train: &dyn Batches, troubled: bool) -> Result<Option<Saved>> {
         let checkpoints = self.checkpoints.as_ref().ok_or_else(|| {
             Error::config("checkpoints", "the training has no checkpoint folder; set Trainer::checkpoints")
         })?;
+        let optimizer = self.optimizer.state()?;
+        if checkpoints.is_reader() {
+            return Ok(None);
+        }
         let state = json!({
             "run": Description::of(self)?,
             "rule": self.optimizer.rule().name(),
@@ -82,11 +95,11 @@ impl Trainer {
         let snapshot = Snapshot {
             step: self.step,
             model: &model,
-            optimizer: &self.optimizer.state()?,
+            optimizer: &optimizer,
             random: &RandomState::capture_on(&self.devices())?,
             state: &state,
         };
-        if troubled { checkpoints.add(&snapshot) } else { checkpoints.save(&snapshot) }
+        if troubled { checkpoints.add(&snapshot) } else { checkpoints.save(&snapshot) }.map(Some)
     }
 
     fn weights_are_finite(&self) -> Result<bool> {
@@ -138,6 +151,8 @@ impl Trainer {
     pub fn resume(&mut self, train: &mut dyn Batches) -> Result<Option<u64>> {
         let Some(checkpoints) = &self.checkpoints else { return Ok(None) };
         let found = checkpoints.latest()?;
+        // No rank changes the folder before all have read it.
+        self.barrier("resume")?;
         for reason in &found.refused {
             self.warn(&format!("a checkpoint was skipped: {reason}"))?;
         }
@@ -156,8 +171,8 @@ impl Trainer {
                 "{name} was written after {bad} bad losses in a row; remove it to resume from an earlier one"
             ));
         }
-        let aside =
-            self.checkpoints.as_ref().map(|checkpoints| checkpoints.abandon_after(step)).transpose()?;
+        let writer = self.checkpoints.as_ref().filter(|checkpoints| !checkpoints.is_reader());
+        let aside = writer.map(|checkpoints| checkpoints.abandon_after(step)).transpose()?;
         warnings.extend(aside.unwrap_or_default());
         warnings.iter().try_for_each(|warning| self.warn(warning))?;
         self.tell(|observer| observer.on_resume(step))?;

@@ -1,0 +1,98 @@
+//! Data-parallel ranks in the training loop.
+//!
+//! The micro-batches of a step are numbered over all ranks, and rank r of N computes those with number mod N = r. Every rank reads
+//! all of them: then the position in the data and the loss's denominator need no communication, and a checkpoint does not know N.
+//! A micro-batch draws its random numbers (dropout) from a seed of its own, and losses are added in the order of the micro-batches,
+//! so that no bit depends on N.
+
+use std::sync::atomic::Ordering;
+
+use runtime::collectives::{Group, ReduceOptions};
+use runtime::random;
+use tch::{Device, Kind, Tensor};
+
+use super::{Timings, Trainer, timed};
+use crate::accumulation::MicroBatches;
+use crate::error::Result;
+
+/// This rank's share of a step.
+pub(super) struct Share {
+    group: Group,
+    /// Seed of the step's random numbers, the same on every rank.
+    seed: i64,
+}
+
+impl Share {
+    /// Starts a micro-batch: returns whether it is this rank's.
+    pub(super) fn begin(&self, number: usize) -> Result<bool> {
+        let own = number % self.group.size() == self.group.rank();
+        if own {
+            random::seed(mix(self.seed, number as u64 + 1))?;
+        }
+        Ok(own)
+    }
+
+    /// Ends the step's micro-batches: returns the losses of all ranks, and leaves the random generators in the same state on each.
+    pub(super) fn end(&self, sums: &[Tensor]) -> Result<Vec<Tensor>> {
+        random::seed(mix(self.seed, 0))?;
+        // Each micro-batch is one rank's, and zeros on the others: a sum is exact.
+        let all = Tensor::f_stack(sums, 0)?.f_to_device(Device::Cpu)?.f_contiguous()?;
+        self.group.all_reduce(&all, ReduceOptions::default(), "losses")?;
+        let all = all.f_to_device(sums[0].device())?;
+        (0..sums.len() as i64).map(|number| Ok(all.f_select(0, number)?)).collect()
+    }
+}
+
+/// SplitMix64 of a seed and a number.
+fn mix(seed: i64, number: u64) -> u64 {
+    let mut z = seed.cast_unsigned().wrapping_add(number.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+impl Trainer {
+    /// Returns this rank's share of a step; `None` for one process alone.
+    pub(super) fn share(&self) -> Result<Option<Share>> {
+        let Some(group) = self.optimizer.ranks() else { return Ok(None) };
+        let seed =
+            Tensor::f_randint_low(0, i64::MAX, [1], (Kind::Int64, Device::Cpu))?.f_int64_value(&[0])?;
+        Ok(Some(Share { group, seed }))
+    }
+
+    /// Reduces the gradients if micro-batch `number` ends a round.
+    pub(super) fn reduce(
+        &mut self,
+        share: Option<&Share>,
+        number: usize,
+        micro: &MicroBatches,
+        timings: &mut Timings,
+    ) -> Result<()> {
+        let ends = |share: &Share| {
+            (number + 1).is_multiple_of(share.group.size()) || number + 1 == micro.batches.len()
+        };
+        match share {
+            Some(share) if ends(share) => timed("reduce", &mut timings.backward, || self.optimizer.reduce()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Waits for all ranks.
+    pub(super) fn barrier(&self, label: &str) -> Result<()> {
+        self.optimizer.ranks().map_or(Ok(()), |group| Ok(group.barrier(label)?))
+    }
+
+    /// Returns whether any rank has been asked to stop.
+    pub(super) fn stop_requested(&self) -> Result<bool> {
+        let own = self.stop.load(Ordering::Relaxed);
+        self.any_rank(own, "stop")
+    }
+
+    /// Returns whether `own` is true on any rank.
+    pub(super) fn any_rank(&self, own: bool, label: &str) -> Result<bool> {
+        let Some(group) = self.optimizer.ranks() else { return Ok(own) };
+        let flag = Tensor::f_full([1], i64::from(own), (Kind::Int64, Device::Cpu))?;
+        group.all_reduce(&flag, ReduceOptions::default(), label)?;
+        Ok(flag.f_int64_value(&[0])? > 0)
+    }
+}
