@@ -1,0 +1,135 @@
+//! Parameters whose weights lie in one piece of memory and are sent together.
+
+use std::ops::Range;
+
+use runtime::collectives::{Division, Group, ReduceOptions, Work};
+use tch::{Device, Kind, Tensor};
+
+use crate::norm::BLOCK;
+use crate::{Result, refused};
+
+/// Elements at which a parameter begins in its bucket: a cache line of any dtype.
+const ALIGNMENT: i64 = 64;
+
+/// A parameter in a bucket.
+#[derive(Debug)]
+pub(crate) struct Member {
+    /// Its index among all parameters.
+    pub(crate) parameter: usize,
+    pub(crate) tensor: Tensor,
+    /// Its elements in the bucket.
+    pub(crate) range: Range<i64>,
+}
+
+/// Parameters of one dtype.
+#[derive(Debug)]
+pub(crate) struct Bucket {
+    pub(crate) members: Vec<Member>,
+    pub(crate) kind: Kind,
+    pub(crate) division: Division,
+    /// The weights, `[elements]`; the parameters are views of it.
+    pub(crate) weights: Tensor,
+    /// This rank's sums of gradients, fp32 (fp64 for fp64 parameters).
+    pub(crate) sums: Tensor,
+}
+
+impl Bucket {
+    /// Moves parameters into a new bucket.
+    pub(crate) fn new(parameters: &[(usize, &str, &Tensor)], ranks: &Group) -> Result<Self> {
+        let kind = parameters[0].2.kind();
+        let (mut members, mut elements) = (Vec::new(), 0);
+        for &(parameter, name, tensor) in parameters {
+            if tensor.device() != Device::Cpu {
+                return Err(refused(format!(
+                    "`{name}` is on {:?}; ranks are connected over CPUs only",
+                    tensor.device()
+                )));
+            }
+            if !tensor.is_contiguous() || tensor.is_sparse() {
+                return Err(refused(format!("`{name}` is not contiguous; expected contiguous parameters")));
+            }
+            let end = elements + tensor.numel() as i64;
+            members.push(Member { parameter, tensor: tensor.shallow_clone(), range: elements..end });
+            elements = (end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        }
+        let blocks = (elements + BLOCK - 1) / BLOCK;
+        let per_rank = (blocks + ranks.size() as i64 - 1) / ranks.size() as i64 * BLOCK;
+        let division = Division { elements, per_rank };
+        let _no_grad = tch::no_grad_guard();
+        let weights = Tensor::f_zeros([elements], (kind, Device::Cpu))?;
+        for Member { tensor, range, .. } in &mut members {
+            let mut view = narrow(&weights, range)?.f_view(tensor.size().as_slice())?;
+            view.f_copy_(tensor)?;
+            tensor.f_set_data(&view)?;
+        }
+        let sum_kind = if kind == Kind::Double { Kind::Double } else { Kind::Float };
+        let sums = Tensor::f_zeros([division.len(ranks.rank())], (sum_kind, Device::Cpu))?;
+        Ok(Self { members, kind, division, weights, sums })
+    }
+
+    /// Returns the part of a member that a rank owns, as elements of the bucket.
+    pub(crate) fn owned(&self, member: &Member, rank: usize) -> Range<i64> {
+        let shard = self.division.range(rank);
+        let start = member.range.start.max(shard.start);
+        start..member.range.end.min(shard.end).max(start)
+    }
+
+    /// Returns the gradients of all members, `[elements]`, and clears them. Where there is none, and between members, it is −0,
+    /// which changes nothing that it is added to. Sets `seen` for each parameter that has one.
+    pub(crate) fn take_gradients(&self, seen: &mut [bool]) -> Result<Tensor> {
+        let _no_grad = tch::no_grad_guard();
+        let flat = Tensor::f_full([self.division.elements], -0.0, (self.kind, Device::Cpu))?;
+        for member in &self.members {
+            let gradient = member.tensor.f_grad()?;
+            if gradient.defined() {
+                let view = narrow(&flat, &member.range)?.f_view(member.tensor.size().as_slice())?;
+                runtime::ops::foreach::copy_(&[view], &[gradient])?;
+                runtime::autograd::set_grad(&member.tensor, None)?;
+                seen[member.parameter] = true;
+            }
+        }
+        Ok(flat)
+    }
+
+    /// Returns the work that adds a round's gradients to the sums, the terms of all ranks in order. Any thread may run it.
+    pub(crate) fn reduction(
+        &self,
+        gradients: Tensor,
+        first: bool,
+        label: String,
+    ) -> impl FnOnce(&Group) -> runtime::Result<()> + Send + use<> {
+        let (division, sums) = (self.division, self.sums.shallow_clone());
+        move |group| {
+            let options = ReduceOptions { accumulate: !first, ..ReduceOptions::default() };
+            group.reduce_scatter(&gradients, division, &sums, options, &label)?.wait()
+        }
+    }
+
+    /// Begins to gather the weights from their owners.
+    pub(crate) fn gather(&self, group: &Group, label: &str) -> Result<Work> {
+        let own = narrow(&self.weights, &self.division.range(group.rank()))?;
+        Ok(group.all_gather(&self.weights, self.division, &own, label)?)
+    }
+
+    /// Refuses parameters that have other memory than the bucket's.
+    pub(crate) fn check_memory(&self, names: &[String]) -> Result<()> {
+        let width = self.kind.elt_size_in_bytes();
+        let origin = self.weights.data_ptr() as usize;
+        for member in &self.members {
+            let expected = origin + usize::try_from(member.range.start).unwrap_or(0) * width;
+            if member.tensor.numel() > 0 && member.tensor.data_ptr() as usize != expected {
+                return Err(refused(format!(
+                    "`{}` was given other memory after the optimizer was made; make the optimizer after offloading, merging or \
+                     loading in other memory",
+                    names[member.parameter]
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns elements of a flat tensor.
+pub(crate) fn narrow(flat: &Tensor, range: &Range<i64>) -> Result<Tensor> {
+    Ok(flat.f_narrow(0, range.start, range.end - range.start)?)
+}

@@ -1,0 +1,74 @@
+//! Data parallelism with gradients and optimizer state divided among ranks (ZeRO stages 1 and 2).
+//!
+//! N processes train one model; rank r computes every N-th micro-batch. Each rank owns a shard of the parameters: it sums their
+//! gradients over all micro-batches, steps them with its shard of the optimizer's state, and sends the result to the others. With
+//! P trained parameters, `b` bytes of a weight and of its gradient, and AdamW:
+//!
+//! | stage | weights | gradients | optimizer state | sent per rank and step of A rounds, f = (N − 1)/N |
+//! |---|---|---|---|---|
+//! | [`Stage::One`] | b·P | b·P + 4·P/N | 8·P/N | f·(A·b + b)·P |
+//! | [`Stage::Two`] | b·P | up to the largest bucket + 4·P/N | 8·P/N | the same |
+//!
+//! A round is one micro-batch of each rank. Stage 1 reduces gradients when its backward passes have ended, stage 2 reduces each
+//! bucket during backward, as soon as its gradients are there, and frees them. fp32 master weights of half-precision parameters
+//! are divided too.
+//!
+//! # The same bits at any number of ranks
+//!
+//! **Parameters, optimizer state, losses and gradient norms do not depend on N**, given the same number of threads for each rank,
+//! the same kind of processor, and micro-batches of the same size. PyTorch's FSDP, DeepSpeed and Megatron do not promise that.
+//! Three things make it so:
+//!
+//! - The owner adds gradients in fp32 in the order of the global micro-batches, ((g₀ + g₁) + g₂) + …, whoever computed them. A rank
+//!   without a micro-batch in the last round sends −0, which changes no number.
+//! - The gradient norm is a sum of f64 sums over blocks of [`BLOCK`] elements, added in the order of the blocks. Shards begin at
+//!   blocks.
+//! - Each micro-batch has a random seed of its own, and losses are added in the order of micro-batches
+//!   ([`Trainer`](training::Trainer)).
+//!
+//! With fp32 parameters and no dropout they are also the bits of a training without ranks.
+//!
+//! ```
+//! use models::{Gpt2Like, Gpt2LikeConfig, module};
+//! use runtime::collectives::Group;
+//! use sharding::{Options, ShardedOptimizer};
+//! use tch::{Device, Kind};
+//! use training::optimizer::{self, AdamW};
+//!
+//! let config = Gpt2LikeConfig {
+//!     vocab_size: 32, embedding_dim: 16, hidden_dim: 16, num_heads: 2, ff_dim: 32, max_length: 16,
+//!     ..Gpt2LikeConfig::default()
+//! };
+//! let model = Gpt2Like::new(&config, (Kind::Float, Device::Cpu))?;
+//! let groups = optimizer::Group::by_dimension(module::trainable(&model), 3e-3, 0.1);
+//! // In a process that a launcher started: `Group::new(&Store::connect(…)?, "training", …)`.
+//! let ranks = Group::alone();
+//! let optimizer = ShardedOptimizer::new(AdamW::default(), groups, &ranks, Options::default())?;
+//! let trainer = training::Trainer::new(Box::new(model), Box::new(optimizer), training::trainer::Options::default())?;
+//! # Ok::<(), training::Error>(())
+//! ```
+//!
+//! # Checkpoints
+//!
+//! Rank 0 writes the trainer's ordinary checkpoints, with whole tensors. They do not say how many ranks wrote them: any number of
+//! ranks resumes from them, and so does a training without ranks.
+//!
+//! # Not supported
+//!
+//! Weights divided too (ZeRO-3); GPUs; loss scalers that decide on the device; groups with a rule of their own; parameters whose
+//! memory is exchanged later, such as those of offloaded layers. Each is refused by name.
+//!
+//! Sources: ZeRO (Rajbhandari et al., arXiv:1910.02054); DeepSpeed's and FSDP2's documentation.
+
+mod bucket;
+mod norm;
+mod optimizer;
+
+pub use norm::BLOCK;
+pub use optimizer::{Options, ShardedOptimizer, Stage};
+
+pub(crate) type Result<T, E = training::Error> = std::result::Result<T, E>;
+
+pub(crate) fn refused(reason: impl Into<String>) -> training::Error {
+    training::Error::Config { what: "sharding", reason: reason.into() }
+}

@@ -1,0 +1,124 @@
+//! Options, the division of parameters into buckets, and what all ranks must agree on.
+
+use runtime::collectives::Group as Ranks;
+use tch::{Kind, Tensor};
+use training::optimizer::{Group, Rule};
+
+use crate::{Result, refused};
+
+/// What is divided among ranks, and when gradients are reduced.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub enum Stage {
+    /// Optimizer state; gradients are reduced after backward (ZeRO-1).
+    #[default]
+    One,
+    /// Optimizer state and gradients: each bucket is reduced and freed during backward (ZeRO-2).
+    Two,
+}
+
+/// Options of [`ShardedOptimizer`](super::ShardedOptimizer).
+#[derive(Debug, Clone, PartialEq)]
+pub struct Options {
+    /// What is divided.
+    pub stage: Stage,
+    /// Keeps an fp32 copy of bf16 and fp16 weights, divided among ranks.
+    pub master_weights: bool,
+    /// Bytes of weights that are reduced and gathered together, at least. A bucket has whole parameters.
+    pub bucket_bytes: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { stage: Stage::default(), master_weights: false, bucket_bytes: 16 << 20 }
+    }
+}
+
+impl Options {
+    pub(super) fn check(&self) -> Result<()> {
+        if self.bucket_bytes == 0 {
+            return Err(refused("buckets of 0 bytes; expected at least 1"));
+        }
+        Ok(())
+    }
+}
+
+/// A parameter: its number, name and tensor.
+pub(super) type Parameter<'a> = (usize, &'a str, &'a Tensor);
+
+/// Divides the parameters into buckets of one dtype, in order.
+pub(super) fn divide<'a>(parameters: &[Parameter<'a>], bucket_bytes: usize) -> Vec<Vec<Parameter<'a>>> {
+    let mut kinds: Vec<Kind> = Vec::new();
+    for (_, _, tensor) in parameters {
+        if !kinds.contains(&tensor.kind()) {
+            kinds.push(tensor.kind());
+        }
+    }
+    let mut buckets = Vec::new();
+    for kind in kinds {
+        let (mut bucket, mut size) = (Vec::new(), 0);
+        for &parameter in parameters.iter().filter(|(_, _, tensor)| tensor.kind() == kind) {
+            bucket.push(parameter);
+            size += parameter.2.numel() * kind.elt_size_in_bytes();
+            if size >= bucket_bytes {
+                buckets.push(std::mem::take(&mut bucket));
+                size = 0;
+            }
+        }
+        if !bucket.is_empty() {
+            buckets.push(bucket);
+        }
+    }
+    buckets
+}
+
+/// Makes sure that all ranks have the same optimizer, parameters and values.
+pub(super) fn agree(rule: &dyn Rule, groups: &[Group], ranks: &Ranks, options: &Options) -> Result<()> {
+    let mut fields = vec![
+        ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
+        ("optimizer".to_owned(), format!("{rule:?}")),
+        ("options".to_owned(), format!("{options:?}")),
+        ("threads".to_owned(), tch::get_num_threads().to_string()),
+    ];
+    for group in groups {
+        let Group { name, lr, weight_decay, frozen, .. } = group;
+        fields.push((
+            format!("group {name}"),
+            format!("lr {lr}, weight decay {weight_decay}, frozen {frozen}"),
+        ));
+        for (name, tensor) in &group.parameters {
+            let shape = format!("{:?} {:?}", tensor.kind(), tensor.size());
+            // Not a hash: equal bits give an equal sum, and a difference is what a wrong seed or checkpoint makes.
+            let sum = tensor.f_detach()?.f_sum(Kind::Double)?.f_double_value(&[])?;
+            fields.push((format!("parameter {name}"), format!("{shape}, sum {:016x}", sum.to_bits())));
+        }
+    }
+    let fields: Vec<(&str, &str)> =
+        fields.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+    Ok(ranks.agree(&fields)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Kind, Tensor};
+
+    use super::*;
+
+    #[test]
+    fn buckets_have_whole_parameters_of_one_dtype() {
+        let tensors = [
+            Tensor::zeros([100], (Kind::Float, Device::Cpu)),
+            Tensor::zeros([100], (Kind::BFloat16, Device::Cpu)),
+            Tensor::zeros([1], (Kind::Float, Device::Cpu)),
+            Tensor::zeros([50], (Kind::Float, Device::Cpu)),
+        ];
+        let parameters: Vec<Parameter<'_>> =
+            tensors.iter().enumerate().map(|(number, tensor)| (number, "w", tensor)).collect();
+        let numbers = |bytes| -> Vec<Vec<usize>> {
+            let buckets = divide(&parameters, bytes);
+            buckets.iter().map(|bucket| bucket.iter().map(|parameter| parameter.0).collect()).collect()
+        };
+        assert_eq!(numbers(400), [vec![0], vec![2, 3], vec![1]]);
+        assert_eq!(numbers(404), [vec![0, 2], vec![3], vec![1]]);
+        assert_eq!(numbers(usize::MAX), [vec![0, 2, 3], vec![1]]);
+    }
+}
