@@ -16,6 +16,7 @@ pub(crate) mod model;
 pub(crate) mod output;
 pub(crate) mod plan;
 pub(crate) mod problems;
+pub(crate) mod ranks;
 pub(crate) mod records;
 pub(crate) mod resume;
 pub(crate) mod settings;
@@ -25,6 +26,7 @@ pub(crate) mod training;
 use std::path::PathBuf;
 
 use clap::Args;
+use ranks::Ranks;
 use tch::Device;
 
 /// Heading of [`Common`]'s flags in a subcommand's help.
@@ -48,6 +50,9 @@ pub(crate) struct Common {
     /// Print results and errors only: no progress, no notes
     #[arg(long, short, global = true, help_heading = COMMON)]
     pub(crate) quiet: bool,
+    /// The ranks of a training that a launcher started.
+    #[arg(skip)]
+    pub(crate) ranks: Option<Ranks>,
 }
 
 impl Common {

@@ -86,6 +86,14 @@ impl Recipe {
         &self.config
     }
 
+    /// Checks the techniques against a training over several ranks.
+    ///
+    /// # Errors
+    /// Offloaded layers; a device other than the CPU; fewer batches in a step than ranks.
+    pub fn check_ranks(&self, ranks: usize) -> Result<()> {
+        checks::ranks(&self.config, ranks)
+    }
+
     /// Checks the techniques against a model's folder, whose weights are not read.
     ///
     /// # Errors

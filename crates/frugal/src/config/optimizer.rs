@@ -24,6 +24,8 @@ pub struct OptimizerConfig {
     pub place: OptimizerPlace,
     /// Keeps unrounded fp32 copies of weights in low precision.
     pub master_weights: bool,
+    /// ZeRO stage of a training over several ranks: 1 divides the optimizer state, 2 the gradients too.
+    pub zero_stage: u8,
 }
 
 impl Default for OptimizerConfig {
@@ -37,6 +39,7 @@ impl Default for OptimizerConfig {
             clip: 1.0,
             place: OptimizerPlace::default(),
             master_weights: false,
+            zero_stage: 1,
         }
     }
 }

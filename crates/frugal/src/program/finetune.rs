@@ -20,6 +20,7 @@ use super::merge::complete;
 use super::model::{HubArgs, same_folder, shared_llama};
 use super::output::say;
 use super::problems::Problems;
+use super::ranks;
 use super::settings::{DATA, DtypeArg, FormatArg, SettingsArgs, put, put_some};
 use super::training::{NO_VALIDATION, Run, Saving, Trained, enforce, name_budget, report};
 
@@ -143,8 +144,9 @@ pub(crate) fn run(common: &Common, arguments: &Finetune) -> anyhow::Result<()> {
 /// # Errors
 /// Whatever can be wrong; without the weights wherever it can be found without them.
 pub(crate) fn launch(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::Result<()> {
-    super::launch::refuse_ranks()?;
-    tune(common, config, out, resume).map_err(|error| name_budget(error, config))
+    let common = &ranks::join(common, config)?;
+    tune(common, config, out, resume).map_err(|error| name_budget(error, config))?;
+    common.leave()
 }
 
 fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::Result<()> {
@@ -158,7 +160,7 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
         )
     };
     let hub = HubArgs { revision: config.model.revision.clone(), offline: config.model.offline };
-    let folder = hub.open(name)?;
+    let folder = common.in_turn("the model", || hub.open(name))?;
     if same_folder(folder.path(), out) {
         bail!("--out {} is the model's own folder; give another", out.display());
     }
@@ -183,7 +185,7 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
     let validation =
         (!validation.is_empty()).then(|| MaskedBatches::new(validation, ordered, device)).transpose()?;
     let steps = steps(config, train.batches_per_epoch());
-    let saving = Some(Saving::open(out, config, resume)?);
+    let saving = Some(Saving::open(out, common, config, resume)?);
 
     let _limit = enforce(config, device)?;
     let mut prepared = recipe.open(&folder, device)?;
@@ -200,7 +202,7 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
             ),
         );
     }
-    let (trainer, handles) = prepared.trainer(steps)?;
+    let (trainer, handles) = prepared.trainer_over(steps, common.ranks.as_ref().map(|ranks| &ranks.group))?;
     let (tokens, padding) = train.tokens_and_padding();
     let batches = train.batches_per_epoch();
     let validation = validation.map(|validation| Box::new(validation) as Box<dyn Batches>);
@@ -222,6 +224,9 @@ fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::R
         ),
     );
     let trained = run.run(common, device, |_, _, _| Ok(()))?;
+    if !common.is_first() {
+        return Ok(());
+    }
     finish(common, &folder, out, &trained)
 }
 

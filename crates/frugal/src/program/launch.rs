@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use clap::{Args, CommandFactory};
-use runtime::collectives::Launch as Place;
 use runtime::collectives::ranks::{Output, Progress, Ranks, RanksOptions, ending};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -126,21 +125,5 @@ impl Launch {
         let mut command = Command::new(program);
         command.args(words);
         command
-    }
-}
-
-/// Refuses a training in a process that is one of several ranks: each would train the whole model, and write the same files.
-///
-/// # Errors
-/// The process was started with others.
-pub(crate) fn refuse_ranks() -> anyhow::Result<()> {
-    match Place::from_environment() {
-        Ok(Some(place)) if place.world_size > 1 => bail!(
-            "this process is rank {} of {}, and training does not divide its work among ranks; start one process, without a \
-             launcher",
-            place.rank,
-            place.world_size
-        ),
-        _ => Ok(()),
     }
 }

@@ -11,6 +11,8 @@ use frugal::config::{
 };
 use frugal::training::schedule::Shape;
 
+use runtime::collectives::Launch;
+
 use super::Common;
 
 // Headings of the help.
@@ -98,6 +100,9 @@ pub(crate) struct SettingsArgs {
     /// Where the optimizer state of offloaded layers lives [default: device]
     #[arg(long, value_name = "PLACE", help_heading = MEMORY)]
     optimizer_on: Option<PlaceArg>,
+    /// ZeRO stage of a training over several ranks (`frugal launch`): 1 divides the optimizer state, 2 the gradients too [default: 1]
+    #[arg(long, value_name = "STAGE", value_parser = clap::value_parser!(u8).range(1..=2), help_heading = MEMORY)]
+    zero_stage: Option<u8>,
     /// Learning rate [default: 2e-4, with --method full 2e-5; for train: 1e-3]
     #[arg(long, allow_negative_numbers = true, help_heading = OPTIMIZER)]
     lr: Option<f64>,
@@ -275,6 +280,11 @@ impl SettingsArgs {
     /// # Errors
     /// Flags about offloaded layers without `--offload`.
     pub(crate) fn apply(&self, config: &mut Config, common: &Common) -> anyhow::Result<()> {
+        if self.zero_stage.is_some() && Launch::from_environment()?.is_none() {
+            bail!(
+                "--zero-stage is of a training over several ranks; start it with `frugal launch -n RANKS -- frugal …`"
+            );
+        }
         let Config { training, activations, loss, precision, optimizer, data, mlp, .. } = config;
         put(&mut training.seed, common.seed);
         put(&mut training.device, common.device.clone());
@@ -302,6 +312,7 @@ impl SettingsArgs {
         put(&mut precision.compute, self.precision.map(PrecisionArg::get));
         put(&mut optimizer.rule, self.optimizer.map(RuleArg::get));
         put(&mut optimizer.place, self.optimizer_on.map(PlaceArg::get));
+        put(&mut optimizer.zero_stage, self.zero_stage);
         put(&mut optimizer.lr, self.lr);
         put(&mut optimizer.schedule, self.schedule.map(ScheduleArg::get));
         put(&mut optimizer.warmup, self.warmup);

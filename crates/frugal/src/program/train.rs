@@ -27,6 +27,7 @@ use super::figures::{counted, grouped};
 use super::finetune::MODEL;
 use super::model::shared_llama;
 use super::output::{print_line, say};
+use super::ranks;
 use super::settings::{DATA, SettingsArgs, put, put_some};
 use super::training::{NO_VALIDATION, Run, Saving, enforce, name_budget, report};
 use data::Data;
@@ -188,8 +189,9 @@ pub(crate) fn launch(
     resume: bool,
     diagnosis: Option<Option<&Path>>,
 ) -> anyhow::Result<()> {
-    super::launch::refuse_ranks()?;
-    train(common, config, out, resume, diagnosis).map_err(|error| name_budget(error, config))
+    let common = &ranks::join(common, config)?;
+    train(common, config, out, resume, diagnosis).map_err(|error| name_budget(error, config))?;
+    common.leave()
 }
 
 fn train(
@@ -206,16 +208,19 @@ fn train(
              --strategy packed"
         );
     }
+    if common.ranks.is_some() && diagnosis.is_some() {
+        bail!("--diagnose is of one process; leave it out, or start the training without a launcher");
+    }
     let device = runtime::device::select(&config.training.device)?;
     runtime::memory::track_cpu()?;
     runtime::random::seed(config.training.seed)?;
     let length = config.data.max_length.unwrap_or(LENGTH);
-    let data = Data::open(config, length, device)?;
+    let data = common.in_turn("the data", || Data::open(config, length, device))?;
     if config.training.evaluate_every.is_some() && data.validation.is_none() {
         bail!(NO_VALIDATION);
     }
     let file = config.model.name.as_deref().map(llama_config).transpose()?;
-    let saving = out.map(|out| Saving::open(out, config, resume)).transpose()?;
+    let saving = out.map(|out| Saving::open(out, common, config, resume)).transpose()?;
     let _limit = enforce(config, device)?;
     let model = match &file {
         Some(file) => llama(config, file, (data.vocabulary, length), device)?,
@@ -228,7 +233,7 @@ fn train(
         prepared.plan_activations(&batch)?;
     }
     train.resume(&state)?;
-    let (trainer, handles) = prepared.trainer(steps)?;
+    let (trainer, handles) = prepared.trainer_over(steps, common.ranks.as_ref().map(|ranks| &ranks.group))?;
     let run = Run { trainer, config, handles, train, validation, saving };
     let trained = run.parameters().trainable;
     if !common.json {
@@ -241,13 +246,16 @@ fn train(
             Some(trace) => diagnosis::diagnose(trainer, train, validation, loading, trace, common.json),
         }
     })?;
-    let path = file.as_ref().and(out).map(|out| out.join(MODEL));
+    let path = file.as_ref().and(out).filter(|_| common.is_first()).map(|out| out.join(MODEL));
     if let (Some(file), Some(path)) = (&file, &path) {
         let model = shared_llama(trained.model.as_ref(), file)?;
         let tokenizer = documents.as_ref().and_then(|documents| documents.tokenizer.as_ref());
         hugging_face::save_with(&model, path, hugging_face::SHARD_BYTES, |new| {
             save_tokenizer(tokenizer, new)
         })?;
+    }
+    if !common.is_first() {
+        return Ok(());
     }
     report(common, out, &trained, path.as_deref().map(|path| ("model", path)));
     Ok(())
@@ -273,6 +281,7 @@ fn measure_efficiency(
     train: &mut dyn Batches,
 ) -> anyhow::Result<()> {
     if common.json
+        && common.ranks.is_none()
         && let Some(probe) = StepProbe::run(trainer, train)?
     {
         print_line(&json!({ "efficiency": Efficiency::measure(&probe, device)? }));

@@ -43,7 +43,19 @@ impl<'a> Saving<'a> {
     ///
     /// # Errors
     /// A folder that cannot be written; one with the checkpoints of an earlier run that is not to be resumed.
-    pub(crate) fn open(out: &'a Path, config: &Config, resume: bool) -> anyhow::Result<Self> {
+    pub(crate) fn open(
+        out: &'a Path,
+        common: &Common,
+        config: &Config,
+        resume: bool,
+    ) -> anyhow::Result<Self> {
+        common.in_turn("the output folder", || Self::open_alone(out, common, config, resume))
+    }
+
+    fn open_alone(out: &'a Path, common: &Common, config: &Config, resume: bool) -> anyhow::Result<Self> {
+        if !common.is_first() {
+            return Ok(Self { out, checkpoints: Checkpoints::reader(&out.join(CHECKPOINTS)), resume });
+        }
         std::fs::create_dir_all(out).with_context(|| format!("--out {} cannot be created", out.display()))?;
         let checkpoints = Checkpoints::open(&out.join(CHECKPOINTS), config.training.keep)?;
         if !resume && !checkpoints.steps()?.is_empty() {
@@ -131,7 +143,9 @@ impl Run<'_> {
         let mut was_finished = false;
         let out = saving.as_ref().map(|saving| saving.out.to_owned());
         if let Some(Saving { out, checkpoints, resume }) = saving {
-            trainer.observers.push(Box::new(LossLog::open(&out.join(LOSSES), resume)?));
+            if common.is_first() {
+                trainer.observers.push(Box::new(LossLog::open(&out.join(LOSSES), resume)?));
+            }
             trainer.checkpoints = Some(checkpoints);
             if resume {
                 trainer.resume(train.as_mut())?;
@@ -146,7 +160,9 @@ impl Run<'_> {
                 }
             }
             // Only after the checkpoint is known to belong to this training.
-            with_absolute_paths(config).write(&out.join(CONFIG_FILE))?;
+            if common.is_first() {
+                with_absolute_paths(config).write(&out.join(CONFIG_FILE))?;
+            }
         }
         before(&mut trainer, train.as_mut(), lend(&mut validation))?;
         let ended = trainer.run(train.as_mut(), lend(&mut validation))?;
@@ -164,8 +180,8 @@ impl Run<'_> {
         finish(&trainer, ended, out.as_deref())?;
         // The log has the losses before a resume too.
         let losses = match out {
-            Some(out) => Losses::read(&out.join(LOSSES))?,
-            None => summary.get(),
+            Some(out) if common.is_first() => Losses::read(&out.join(LOSSES))?,
+            _ => summary.get(),
         };
         Ok(Trained { model: trainer.model, handles, step, losses, was_finished })
     }

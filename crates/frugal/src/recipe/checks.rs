@@ -43,6 +43,13 @@ pub(super) fn values(config: &Config) -> Result<()> {
             return Err(Error::Value { key, found: value.to_string(), expected });
         }
     }
+    if !(1..=2).contains(&optimizer.zero_stage) {
+        return Err(Error::Value {
+            key: "optimizer.zero_stage",
+            found: optimizer.zero_stage.to_string(),
+            expected: "1 or 2",
+        });
+    }
     if let Some(tokens) = config.loss.chunk_tokens.filter(|tokens| *tokens < 1) {
         return Err(Error::Value {
             key: "loss.chunk_tokens",
@@ -55,6 +62,29 @@ pub(super) fn values(config: &Config) -> Result<()> {
     }
     if let Some(adapter) = &config.adapter {
         adapter.check()?;
+    }
+    Ok(())
+}
+
+/// Checks the techniques against a training over several ranks.
+pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
+    let refused = |first: &str, why, remedy| {
+        Err(Error::Conflict { first: first.to_owned(), second: format!("{ranks} ranks"), why, remedy })
+    };
+    if config.offload.is_some() {
+        let why = "offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets";
+        return refused("`offload`", why, "leave one of them out");
+    }
+    if config.training.device != "cpu" {
+        let why = "ranks are connected over CPUs; libtorch's NCCL is not built in";
+        return refused("`training.device`", why, "take `training.device = \"cpu\"`, or one process");
+    }
+    if config.training.accumulation < ranks {
+        return Err(Error::Value {
+            key: "training.accumulation",
+            found: config.training.accumulation.to_string(),
+            expected: "at least one batch for each rank: a step's batches are divided among the ranks",
+        });
     }
     Ok(())
 }

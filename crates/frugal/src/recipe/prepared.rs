@@ -7,8 +7,9 @@ use dataloading::Batch;
 use lora::Adapters;
 use models::module::{self, Context, Input, LanguageModel};
 use offload::{HostAdamW, HostOptions, Offload};
-use runtime::memory;
 use runtime::precision::{self, Policy};
+use runtime::{collectives, memory};
+use sharding::{ShardedOptimizer, Stage};
 use tch::Tensor;
 use training::Trainer;
 use training::activations::{Activations, LayerPlan, StepPredictor};
@@ -20,6 +21,7 @@ use training::trainer::{FailedCheckpoint, Frozen, Options};
 use crate::config::{ActivationPlan, Bytes, Config, OptimizerPlace};
 use crate::error::{Error, Result};
 use crate::planning;
+use crate::recipe::checks;
 
 /// Handles on the techniques within a model, for saving adapters, changing plans, and reading counters.
 #[derive(Debug, Default)]
@@ -111,6 +113,15 @@ impl Prepared {
     /// # Errors
     /// Nothing to train; a schedule without steps.
     pub fn trainer(self, steps: u64) -> Result<(Trainer, Handles)> {
+        self.trainer_over(steps, None)
+    }
+
+    /// [`Prepared::trainer`] for one of several ranks, which divide the batches of a step, the optimizer state and, in ZeRO stage 2,
+    /// the gradients among them.
+    ///
+    /// # Errors
+    /// Those of [`Prepared::trainer`], [`Recipe::check_ranks`](super::Recipe::check_ranks) and [`ShardedOptimizer::new`].
+    pub fn trainer_over(self, steps: u64, ranks: Option<&collectives::Group>) -> Result<(Trainer, Handles)> {
         let Self { config, model, handles, precision, scaler } = self;
         let (own, training) = (&config.optimizer, &config.training);
         if steps == 0 {
@@ -134,8 +145,20 @@ impl Prepared {
             Frozen::Saved
         };
         let groups = Group::by_dimension(parameters, own.lr, own.weight_decay);
-        let optimizer: Box<dyn Optimizer> = match (own.place, &handles.offload) {
-            (OptimizerPlace::Host, Some(offload)) => {
+        if let Some(ranks) = ranks {
+            checks::ranks(&config, ranks.size())?;
+        }
+        let optimizer: Box<dyn Optimizer> = match (ranks, own.place, &handles.offload) {
+            (Some(ranks), ..) => {
+                let stage = if own.zero_stage == 2 { Stage::Two } else { Stage::One };
+                let options = sharding::Options {
+                    stage,
+                    master_weights: own.master_weights,
+                    ..sharding::Options::default()
+                };
+                Box::new(ShardedOptimizer::boxed(own.rule.rule(), groups, ranks, options)?)
+            }
+            (None, OptimizerPlace::Host, Some(offload)) => {
                 let options = HostOptions { master_weights: own.master_weights, ..HostOptions::default() };
                 Box::new(HostAdamW::new(offload, groups, AdamW::default(), options)?)
             }

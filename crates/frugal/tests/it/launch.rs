@@ -159,14 +159,64 @@ fn an_interruption_is_passed_on_and_a_second_one_kills() {
     assert!(said.ends_with("error: interrupted twice; the ranks were killed\n"), "{said}");
 }
 
+/// Trains a small model from scratch with `count` ranks, or without a launcher, and returns the folder's files.
+fn trained(count: usize, flags: &[&str]) -> std::collections::BTreeMap<String, Vec<u8>> {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("run");
+    let common = ["train", "--data", "embedded", "--steps", "3", "--accumulation", "3"];
+    let mut words: Vec<&str> = common.to_vec();
+    words.extend(["--read-every", "1", "--checkpoint-every", "2", "--out", out.to_str().unwrap()]);
+    words.extend(flags);
+    let output = match count {
+        0 => Command::new(crate::program()).args(&words).output().unwrap(),
+        _ => launch(&["-n", &count.to_string()], &words).output().unwrap(),
+    };
+    assert!(output.status.success(), "{count} ranks: {}", String::from_utf8_lossy(&output.stderr));
+    let said =
+        String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
+    assert!(!said.contains("[1]"), "only the first rank prints: {said}");
+    let newest = out.join("checkpoints/step-000000000003");
+    let mut files = std::collections::BTreeMap::new();
+    for name in ["model.safetensors", "optimizer.safetensors"] {
+        files.insert(name.to_owned(), std::fs::read(newest.join(name)).unwrap());
+    }
+    let losses = std::fs::read_to_string(out.join("losses.jsonl")).unwrap();
+    let losses = losses.lines().map(|line| {
+        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+        format!("{} {}\n", line["step"], line["loss"])
+    });
+    files.insert("losses".to_owned(), losses.collect::<String>().into_bytes());
+    files
+}
+
 #[test]
-fn a_subcommand_runs_this_program_and_a_training_refuses_to_be_a_rank() {
-    let output = launch(&["-n", "2", "--restarts", "0"], &["train", "--steps", "1"]).output().unwrap();
-    let said = sorted(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    let refusal = "error: this process is rank 1 of 2, and training does not divide its work among ranks; start one process, \
-                   without a launcher";
-    assert!(said.contains(refusal), "{said}");
+fn a_training_has_the_same_files_with_any_number_of_ranks() {
+    let alone = trained(0, &[]);
+    assert_eq!(alone["losses"].iter().filter(|byte| **byte == b'\n').count(), 3);
+    for (count, stage) in [(1, "1"), (2, "2"), (3, "1")] {
+        assert!(trained(count, &["--zero-stage", stage]) == alone, "{count} ranks, stage {stage}");
+    }
+    let clipped = |count| trained(count, &["--clip", "0.5"]);
+    assert!(clipped(2) == clipped(1), "clipped");
+}
+
+#[test]
+fn what_does_not_go_with_several_ranks_is_refused_by_name() {
+    let told = |words: &[&str]| {
+        let output = launch(&["-n", "2"], words).output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        sorted(&output.stderr)
+    };
+    let few = told(&["train", "--steps", "1"]);
+    assert!(few.contains("training.accumulation") || few.contains("--accumulation"), "{few}");
+    assert!(few.contains("at least one batch for each rank"), "{few}");
+    let offload = told(&["train", "--steps", "1", "--accumulation", "2", "--offload", "host"]);
+    assert!(offload.contains("2 ranks do not go together"), "{offload}");
+    let diagnose = told(&["train", "--steps", "1", "--accumulation", "2", "--diagnose"]);
+    assert!(diagnose.contains("--diagnose is of one process"), "{diagnose}");
+    let output = Command::new(crate::program()).args(["train", "--zero-stage", "2"]).output().unwrap();
+    let alone = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(alone.contains("start it with `frugal launch"), "{alone}");
 }
 
 #[test]

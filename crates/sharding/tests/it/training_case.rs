@@ -1,4 +1,5 @@
 //! A short training, which every rank of a case runs.
+#![allow(clippy::print_stdout, reason = "the results of a rank, which the test reads")]
 
 use std::fmt;
 use std::path::PathBuf;
@@ -34,6 +35,8 @@ pub(crate) struct Case {
     pub(crate) recompute: bool,
     pub(crate) bucket_bytes: usize,
     pub(crate) steps: u64,
+    /// The last rank sends itself SIGKILL after this step; 0 for never.
+    pub(crate) killed_after: u64,
     /// The checkpoints' folder; a training resumes from what is there.
     pub(crate) folder: Option<PathBuf>,
 }
@@ -50,6 +53,7 @@ impl Default for Case {
             recompute: false,
             bucket_bytes: 20_000,
             steps: 3,
+            killed_after: 0,
             folder: None,
         }
     }
@@ -60,7 +64,8 @@ impl fmt::Display for Case {
         let stage = self.stage.map_or(0, |stage| if stage == Stage::One { 1 } else { 2 });
         let flags = [self.bf16, self.master_weights, self.clip, self.dropout, self.recompute].map(u8::from);
         let folder = self.folder.as_ref().map_or_else(String::new, |folder| folder.display().to_string());
-        write!(f, "{stage} {flags:?} {} {} {} {folder}", self.micro_batches, self.bucket_bytes, self.steps)
+        let Self { micro_batches, bucket_bytes, steps, killed_after, .. } = self;
+        write!(f, "{stage} {flags:?} {micro_batches} {bucket_bytes} {steps} {killed_after} {folder}")
     }
 }
 
@@ -71,9 +76,9 @@ impl Case {
         let (stage, rest) = text.split_once(" [").unwrap();
         let (flags, rest) = rest.split_once("] ").unwrap();
         let flags: Vec<bool> = flags.split(", ").map(|flag| flag == "1").collect();
-        let mut rest = rest.splitn(4, ' ');
+        let mut rest = rest.splitn(5, ' ');
         let mut next = || rest.next().unwrap();
-        let (micro_batches, bucket_bytes, steps) = (next(), next(), next());
+        let (micro_batches, bucket_bytes, steps, killed_after) = (next(), next(), next(), next());
         let folder = next();
         Some(Self {
             stage: [None, Some(Stage::One), Some(Stage::Two)][stage.parse::<usize>().unwrap()],
@@ -85,6 +90,7 @@ impl Case {
             micro_batches: micro_batches.parse().unwrap(),
             bucket_bytes: bucket_bytes.parse().unwrap(),
             steps: steps.parse().unwrap(),
+            killed_after: killed_after.parse().unwrap(),
             folder: (!folder.is_empty()).then(|| folder.into()),
         })
     }
@@ -132,6 +138,8 @@ impl Case {
     pub(crate) fn run(&self) {
         let launch = Launch::from_environment().unwrap().expect("a rank has its variables");
         tch::set_num_threads(1);
+        // Ends the line that the test harness has begun.
+        println!();
         let store = Store::connect(&launch, Duration::from_secs(30)).unwrap();
         let options = GroupOptions { timeout: Duration::from_secs(30), ..GroupOptions::default() };
         let ranks = Ranks::new(&store, "training", options).unwrap();
@@ -147,6 +155,9 @@ impl Case {
         };
         let mut trainer = Trainer::new(model, optimizer, options).unwrap();
         trainer.observers.push(Box::new(Print));
+        if ranks.rank() + 1 == ranks.size() && self.killed_after > 0 {
+            trainer.observers.push(Box::new(Kill(self.killed_after)));
+        }
         runtime::random::seed(7).unwrap();
         let mut data = Synthetic {
             seed: 3,
@@ -192,6 +203,20 @@ impl Observer for Print {
             "result step {step} loss {:016x} norm {norm:x?}, {tokens} tokens, {targets} targets",
             loss.to_bits()
         );
+        Ok(())
+    }
+}
+
+/// Kills the process after a step.
+#[derive(Debug)]
+struct Kill(u64);
+
+impl Observer for Kill {
+    fn on_step(&mut self, step: &StepRecord) -> training::Result<()> {
+        if step.step == self.0 {
+            let own = std::process::id().to_string();
+            std::process::Command::new("kill").args(["-9", &own]).status().unwrap();
+        }
         Ok(())
     }
 }
