@@ -18,18 +18,20 @@ use crate::sys::tensor::bump_version;
 /// use tch::{Kind, Tensor};
 ///
 /// let w = Tensor::from_slice(&[1.0f32, 2.0]).set_requires_grad(true);
-/// let (leaf, seen) = (w.shallow_clone(), Arc::new(Mutex::new(Vec::new())));
-/// let list = seen.clone();
+/// // A tensor may be sent to another thread, and shared behind a lock.
+/// let seen = Arc::new(Mutex::new((w.shallow_clone(), Vec::new())));
+/// let shared = seen.clone();
 /// let hook = GradientHook::new(&w, move || {
-///     list.lock().unwrap().push(leaf.grad().sum(Kind::Double).double_value(&[]));
-///     autograd::set_grad(&leaf, None)
+///     let (leaf, sums) = &mut *shared.lock().unwrap();
+///     sums.push(leaf.grad().sum(Kind::Double).double_value(&[]));
+///     autograd::set_grad(leaf, None)
 /// })?;
 /// for _ in 0..2 {
 ///     autograd::backward(&[&(&w * &w).sum(Kind::Float)])?;
 /// }
 /// drop(hook);
 /// autograd::backward(&[&w.sum(Kind::Float)])?;
-/// assert_eq!(*seen.lock().unwrap(), [6.0, 6.0]);
+/// assert_eq!(seen.lock().unwrap().1, [6.0, 6.0]);
 /// # Ok::<(), runtime::Error>(())
 /// ```
 #[derive(Debug)]
