@@ -113,7 +113,11 @@ fn plan(workspace: &Workspace, tests: &[Executable], flags: &str) -> Vec<Job> {
         variables: choice.map_or_else(Vec::new, |choice| {
             choice.variables.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect()
         }),
-        arguments: std::iter::once("--show-output").chain(names.iter().copied()).map(str::to_owned).collect(),
+        arguments: std::iter::once("--show-output")
+            .chain(names.iter().copied())
+            .chain(choice.into_iter().flat_map(|_| choices::ONCE.iter().flat_map(|name| ["--skip", name])))
+            .map(str::to_owned)
+            .collect(),
     };
     let own = tests.iter().map(|test| job(test, None, &[]));
     let others = CHOICES.iter().filter(|choice| choice.missing(flags).is_none()).flat_map(|choice| {

@@ -4,6 +4,7 @@
 //! depends neither on the number of ranks nor on vector width.
 
 use runtime::collectives::{Group, ReduceOptions};
+use tch::kind::Element;
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
@@ -11,10 +12,17 @@ use crate::Result;
 /// Elements of a block: shards begin at multiples of it.
 pub const BLOCK: i64 = 4096;
 
-/// Returns the sum of squares of each block of `shard`, fp32.
+/// Returns the sum of squares of each block of `shard`, fp32 or fp64.
 pub(crate) fn block_squares(shard: &Tensor) -> Result<Vec<f64>> {
+    match shard.kind() {
+        Kind::Double => squares::<f64>(shard),
+        _ => squares::<f32>(shard),
+    }
+}
+
+fn squares<T: Element + Copy + Default + Into<f64>>(shard: &Tensor) -> Result<Vec<f64>> {
     let count = shard.numel() as i64;
-    let mut values = vec![0.0f32; BLOCK as usize];
+    let mut values = vec![T::default(); BLOCK as usize];
     let mut squares = Vec::new();
     for start in (0..count).step_by(BLOCK as usize) {
         let length = BLOCK.min(count - start);
@@ -26,15 +34,16 @@ pub(crate) fn block_squares(shard: &Tensor) -> Result<Vec<f64>> {
 }
 
 /// Eight partial sums, so that the compiler can use vectors; their number is fixed, and so is the result.
-fn sum_of_squares(values: &[f32]) -> f64 {
+fn sum_of_squares<T: Copy + Into<f64>>(values: &[T]) -> f64 {
+    let square = |value: &T| (*value).into() * (*value).into();
     let (mut sums, chunks) = ([0.0f64; 8], values.chunks_exact(8));
     let rest = chunks.remainder();
     for chunk in chunks {
         for (sum, value) in sums.iter_mut().zip(chunk) {
-            *sum += f64::from(*value) * f64::from(*value);
+            *sum += square(value);
         }
     }
-    let rest: f64 = rest.iter().map(|value| f64::from(*value) * f64::from(*value)).sum();
+    let rest: f64 = rest.iter().map(square).sum();
     sums.iter().sum::<f64>() + rest
 }
 
@@ -58,11 +67,14 @@ mod tests {
 
     #[test]
     fn the_norm_is_that_of_all_elements() {
-        let shard = Tensor::arange(10_000, (Kind::Float, Device::Cpu)) / 100.0;
-        let squares = block_squares(&shard).unwrap();
-        assert_eq!(squares.len(), 3);
-        let norm = global_norm(&Group::alone(), &[(0, squares, 3)]).unwrap();
-        let expected = shard.to_kind(Kind::Double).norm().double_value(&[]);
-        assert!((norm / expected - 1.0).abs() < 1e-12, "{norm}, expected {expected}");
+        for kind in [Kind::Float, Kind::Double] {
+            // 1/3 is not an fp32 number.
+            let shard = Tensor::arange(10_000, (kind, Device::Cpu)) / 3.0;
+            let squares = block_squares(&shard).unwrap();
+            assert_eq!(squares.len(), 3);
+            let norm = global_norm(&Group::alone(), &[(0, squares, 3)]).unwrap();
+            let expected = shard.to_kind(Kind::Double).norm().double_value(&[]);
+            assert!((norm / expected - 1.0).abs() < 1e-13, "{norm}, expected {expected}");
+        }
     }
 }

@@ -185,7 +185,7 @@ impl ShardedOptimizer {
         for bucket in &self.round.lock().buckets {
             let all = bucket.division.elements.max(0) as u64;
             let first = bucket.division.range(self.ranks.rank()).start / norm::BLOCK;
-            let own = norm::block_squares(&bucket.sums.f_to_kind(Kind::Float)?)?;
+            let own = norm::block_squares(&bucket.sums)?;
             blocks.push((
                 usize::try_from(first).unwrap_or(0),
                 own,

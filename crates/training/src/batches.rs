@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use tch::{Device, Tensor};
 
 use crate::error::{Error, Result};
+use crate::split_mix::split_mix;
 
 /// A source of batches that can save and restore its position.
 pub trait Batches: Send {
@@ -61,17 +62,21 @@ impl Batches for Synthetic {
             );
             return Err(Error::config("synthetic data", reason));
         }
-        let mut random = SplitMix(self.seed ^ self.position.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let (seed, mut drawn) = (self.seed ^ self.position.wrapping_mul(0x9e37_79b9_7f4a_7c15), 0);
+        let mut below = |end: u64| {
+            drawn += 1;
+            split_mix(seed, drawn) % end.max(1)
+        };
         self.position += 1;
         let size = self.rows * self.length;
         let (mut tokens, mut labels) = (vec![0i64; size], vec![IGNORE_INDEX; size]);
         let mut counts = Counts { documents: self.rows, ..Counts::default() };
         for row in 0..self.rows {
-            let length = self.length - random.below(self.length as u64 / 2) as usize;
+            let length = self.length - below(self.length as u64 / 2) as usize;
             let start = row * self.length;
-            tokens[start] = random.below(self.vocabulary as u64) as i64;
+            tokens[start] = below(self.vocabulary as u64) as i64;
             for at in start + 1..start + length {
-                let step = 1 + random.below(self.noise + 1) as i64;
+                let step = 1 + below(self.noise + 1) as i64;
                 tokens[at] = (tokens[at - 1].wrapping_mul(5).wrapping_add(step)).rem_euclid(self.vocabulary);
                 labels[at - 1] = tokens[at];
             }
@@ -101,18 +106,5 @@ impl Batches for Synthetic {
             }
         }
         Ok(())
-    }
-}
-
-/// The generator of Steele, Lea & Flood, which accepts every seed.
-struct SplitMix(u64);
-
-impl SplitMix {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % end.max(1)
     }
 }

@@ -51,6 +51,7 @@ pub mod probe;
 pub mod profile;
 pub mod scaler;
 pub mod schedule;
+mod split_mix;
 pub mod strategy;
 pub mod tracing;
 pub mod trainer;

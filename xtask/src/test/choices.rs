@@ -25,6 +25,10 @@ const COMPOSED: &[(&str, &[&str])] = &[
     ),
 ];
 
+/// Tests that run once, wherever they are: their ranks are processes, which take long to start, and compute no products that a choice
+/// changes.
+pub(super) const ONCE: [&str; 2] = ["collectives::", "vocabulary_parallel_processes::"];
+
 /// The suite runs under the machine's own choice first.
 pub(super) const CHOICES: [Choice; 3] = [
     // A processor without AVX-512.

@@ -1,49 +1,31 @@
 //! Shards of the vocabulary in processes, over `runtime::collectives`, against the whole vocabulary.
 
-use std::process::Command;
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
-
 use fused_ce::vocabulary_parallel::Shard;
-use runtime::collectives::ranks::{Progress, Ranks, RanksOptions};
-use runtime::collectives::{Group, GroupOptions, Launch, Store};
+use runtime::collectives::{Group, GroupOptions, Store};
+use test_ranks::{LIMIT, Ranks};
 
 use crate::vocabulary_parallel::{VOCABULARY, Whole, cases, run, same};
 
-/// Set in a process that is a rank.
-const VARIABLE: &str = "FRUGAL_TEST_RANK_OF";
-const LIMIT: Duration = Duration::from_secs(60);
+/// A rank's process runs this test alone.
+#[test]
+fn a_rank() {
+    test_ranks::rank(|counts: Vec<usize>, launch| {
+        let store = Store::connect(launch, LIMIT).unwrap();
+        let world = Group::new(&store, "world", GroupOptions::default()).unwrap();
+        for count in counts.into_iter().filter(|count| world.rank() < *count) {
+            let (name, first) = (format!("{count} ranks"), (0..count).collect::<Vec<_>>());
+            loss(&Group::of_ranks(&store, &name, &first, GroupOptions::default()).unwrap());
+        }
+        world.barrier("end").unwrap();
+    });
+}
 
 #[test]
 fn ranks_compute_the_loss_of_the_whole_vocabulary() {
-    if std::env::var_os(VARIABLE).is_some() {
-        return rank();
-    }
-    let program = std::env::current_exe().unwrap();
-    for ranks in 2..=4 {
-        let log = Arc::new(Mutex::new(String::new()));
-        let written = log.clone();
-        let options = RanksOptions { ranks, ..RanksOptions::default() };
-        let command = |_| {
-            let mut command = Command::new(&program);
-            let name = "vocabulary_parallel_processes::ranks_compute_the_loss_of_the_whole_vocabulary";
-            command.args([name, "--exact", "--nocapture"]).env(VARIABLE, "loss").env("OMP_NUM_THREADS", "1");
-            command
-        };
-        let line = move |rank: usize, _, line: &str| {
-            written.lock().unwrap().push_str(&format!("[{rank}] {line}\n"));
-        };
-        let mut processes = Ranks::start(&options, command, line).unwrap();
-        let progress = processes.wait(LIMIT).unwrap();
-        processes.end(Duration::from_secs(2)).unwrap();
-        assert_eq!(progress, Progress::Done, "{ranks} ranks:\n{}", log.lock().unwrap());
-    }
+    Ranks::new("vocabulary_parallel_processes::a_rank", 4).run(&[2, 3, 4]);
 }
 
-fn rank() {
-    let launch = Launch::from_environment().unwrap().expect("a rank has its variables");
-    let store = Store::connect(&launch, LIMIT).unwrap();
-    let group = Group::new(&store, "vocabulary", GroupOptions::default()).unwrap();
+fn loss(group: &Group) {
     // The last rank of three and of four has few classes.
     let slices: &[i64] = match group.size() {
         2 => &[10, 13],

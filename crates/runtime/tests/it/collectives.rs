@@ -3,35 +3,57 @@
 mod failures;
 mod launch;
 mod operations;
-mod processes;
 mod wire;
 
 use std::time::Duration;
 
-use processes::{Case, run_as_rank};
 use runtime::collectives::{Group, GroupOptions, Launch, Store};
+use test_ranks::Ranks;
 
-/// What a rank does, by name.
+/// What a rank does. A panic fails it.
+type Case = fn(&Launch);
+
+/// By name.
 const CASES: &[(&str, Case)] = &[
     ("operations", operations::rank),
     ("wire", wire::rank),
     ("a peer that dies", failures::dying_peer),
-    ("a peer that hangs", failures::hanging_peer),
-    ("a rank that is late for the barrier", failures::late_for_the_barrier),
-    ("ranks that disagree", failures::disagreement),
-    ("a rank that does not come to agree", failures::absent),
-    ("messages of two sizes", failures::two_sizes),
-    ("arguments", failures::arguments),
+    ("groups that fail", failures::failing_groups),
 ];
 
-/// A rank's process runs this test alone, with its case's name in the environment.
+/// A rank's process runs this test alone.
 #[test]
 fn a_rank() {
-    run_as_rank(CASES);
+    test_ranks::rank(|name: String, launch| {
+        let (_, case) = CASES.iter().find(|(case, _)| *case == name).expect("the case is in the table");
+        case(launch);
+    });
+}
+
+fn ranks(count: usize) -> Ranks<'static> {
+    Ranks::new("collectives::a_rank", count)
 }
 
 fn connect(launch: &Launch, timeout: Duration) -> (Store, Group) {
     let store = Store::connect(launch, Duration::from_secs(30)).unwrap();
     let group = Group::new(&store, "world", GroupOptions { timeout, ..GroupOptions::default() }).unwrap();
     (store, group)
+}
+
+/// Runs `work` in a group of the first `count` ranks. All ranks wait for its end.
+fn among(
+    world: &Group,
+    store: &Store,
+    count: usize,
+    name: &str,
+    timeout: Duration,
+    work: impl FnOnce(&Group),
+) {
+    let first: Vec<usize> = (0..count).collect();
+    let options = GroupOptions { timeout, ..GroupOptions::default() };
+    let group = first.contains(&world.rank()).then(|| Group::of_ranks(store, name, &first, options).unwrap());
+    if let Some(group) = &group {
+        work(group);
+    }
+    world.barrier(name).unwrap();
 }

@@ -1,40 +1,44 @@
 //! Ranks that are killed, and checkpoints that other numbers of ranks resume from.
 
-use sharding::Stage;
+use test_ranks::Ranks;
 
-use crate::processes::{run, start};
+use crate::run;
 use crate::training_case::Case;
 
 /// The lines of the last step, the weights and the state.
-fn end(lines: Vec<String>, step: u64) -> Vec<String> {
-    let last = format!("result step {step} ");
-    lines.into_iter().filter(|line| !line.starts_with("result step") || line.starts_with(&last)).collect()
+fn end(lines: &[String], step: u64) -> Vec<&String> {
+    let last = format!("step {step} ");
+    lines.iter().filter(|line| !line.starts_with("step") || line.starts_with(&last)).collect()
 }
 
 #[test]
 fn a_killed_training_resumes_with_other_numbers_of_ranks_to_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
-    let case = Case { steps: 8, clip: true, dropout: true, stage: Some(Stage::Two), ..Case::default() };
-    let unbroken = end(run(&case, 1).remove(0), 8);
-
-    let saved = Case { folder: Some(folder.path().to_owned()), ..case };
-    let (logs, failed) = start(&Case { killed_after: 3, ..saved.clone() }, 4);
-    assert_eq!(failed.as_deref(), Some("rank 3 was ended by signal 9"));
+    let case = Case { steps: 8, clip: true, dropout: true, stage: 2, ..Case::default() };
+    let saved = Case { folder: Some(folder.path().to_owned()), ..case.clone() };
+    let killed = Case { killed_after: 3, ..saved.clone() };
+    let printed = Ranks { lost: &[0, 1, 2, 3], ..Ranks::new("a_rank", 4) }.run(&[(killed, 4)]);
     // The others name the one that is gone.
     let named = |log: &Vec<String>| log.iter().any(|line| line.contains("with rank 3"));
-    assert!(logs[..3].iter().any(named), "{logs:?}");
-    // With two ranks up to step 6, with three to the end.
-    run(&Case { steps: 6, ..saved.clone() }, 2);
-    let resumed = end(run(&saved, 3).remove(0), 8);
-    assert_eq!(resumed, unbroken);
+    assert!(printed[..3].iter().any(named), "{printed:?}");
+    // With two ranks up to step 6, with three to the end; and with one that is not stopped.
+    let printed = run(&[(Case { steps: 6, ..saved.clone() }, 2), (saved, 3), (case, 1)]);
+    assert_eq!(end(&printed[1][0], 8), end(&printed[2][0], 8));
 }
 
 #[test]
 fn checkpoints_do_not_say_how_many_ranks_wrote_them() {
-    let written = |stage: Option<Stage>, count: usize| {
-        let folder = tempfile::tempdir().unwrap();
-        run(&Case { stage, folder: Some(folder.path().to_owned()), ..Case::default() }, count);
-        let newest = folder.path().join("step-000000000003");
+    let folders: Vec<_> = (0..4).map(|_| tempfile::tempdir().unwrap()).collect();
+    let runs: Vec<(Case, usize)> = folders
+        .iter()
+        .zip([(1, 1), (2, 2), (1, 4), (0, 1)])
+        .map(|(folder, (stage, count))| {
+            (Case { stage, folder: Some(folder.path().to_owned()), ..Case::default() }, count)
+        })
+        .collect();
+    run(&runs);
+    let written = |number: usize| {
+        let newest = folders[number].path().join("step-000000000003");
         let mut files: Vec<_> =
             std::fs::read_dir(&newest).unwrap().map(|entry| entry.unwrap().path()).collect();
         files.sort();
@@ -42,13 +46,12 @@ fn checkpoints_do_not_say_how_many_ranks_wrote_them() {
             |path: &std::path::PathBuf| (path.file_name().unwrap().to_owned(), std::fs::read(path).unwrap());
         files.iter().map(file).collect::<Vec<_>>()
     };
-    let one = written(Some(Stage::One), 1);
+    let one = written(0);
     assert!(one.len() >= 4);
-    assert!(written(Some(Stage::Two), 2) == one, "two ranks");
-    assert!(written(Some(Stage::One), 4) == one, "four ranks");
+    assert!(written(1) == one, "two ranks");
+    assert!(written(2) == one, "four ranks");
     // Without ranks the random state differs, because micro-batches have no seeds of their own.
-    let alone = written(None, 1);
-    for (name, bytes) in &alone {
+    for (name, bytes) in &written(3) {
         if name == "model.safetensors" || name == "optimizer.safetensors" {
             assert!(one.iter().any(|(other, found)| other == name && found == bytes), "{name:?}");
         }

@@ -1,13 +1,12 @@
 //! A short training, which every rank of a case runs.
 #![allow(clippy::print_stdout, reason = "the results of a rank, which the test reads")]
 
-use std::fmt;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use models::module::{self, LanguageModel};
 use models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
-use runtime::collectives::{Group as Ranks, GroupOptions, Launch, Store};
+use runtime::collectives::Group as Ranks;
+use serde::{Deserialize, Serialize};
 use sharding::{Options, ShardedOptimizer, Stage};
 use tch::{Device, Kind, Tensor};
 use training::activations::{self, LayerPlan};
@@ -17,15 +16,20 @@ use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
 use training::{Trainer, trainer};
 
-/// The environment variable with a rank's case.
-pub(crate) const VARIABLE: &str = "FRUGAL_TEST_TRAINING";
+/// The dtype of the weights.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Dtype {
+    Fp32,
+    Bf16,
+    Fp64,
+}
 
 /// A training.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Case {
-    /// `None`: the ordinary optimizer, in one process.
-    pub(crate) stage: Option<Stage>,
-    pub(crate) bf16: bool,
+    /// ZeRO's; 0 for the ordinary optimizer, in one process.
+    pub(crate) stage: usize,
+    pub(crate) dtype: Dtype,
     pub(crate) master_weights: bool,
     /// Micro-batches of a step.
     pub(crate) micro_batches: usize,
@@ -44,8 +48,8 @@ pub(crate) struct Case {
 impl Default for Case {
     fn default() -> Self {
         Self {
-            stage: Some(Stage::One),
-            bf16: false,
+            stage: 1,
+            dtype: Dtype::Fp32,
             master_weights: false,
             micro_batches: 4,
             clip: false,
@@ -59,46 +63,16 @@ impl Default for Case {
     }
 }
 
-impl fmt::Display for Case {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let stage = self.stage.map_or(0, |stage| if stage == Stage::One { 1 } else { 2 });
-        let flags = [self.bf16, self.master_weights, self.clip, self.dropout, self.recompute].map(u8::from);
-        let folder = self.folder.as_ref().map_or_else(String::new, |folder| folder.display().to_string());
-        let Self { micro_batches, bucket_bytes, steps, killed_after, .. } = self;
-        write!(f, "{stage} {flags:?} {micro_batches} {bucket_bytes} {steps} {killed_after} {folder}")
-    }
-}
-
 impl Case {
-    /// The case that the environment names, in a rank's process.
-    pub(crate) fn of_this_rank() -> Option<Self> {
-        let text = std::env::var(VARIABLE).ok()?;
-        let (stage, rest) = text.split_once(" [").unwrap();
-        let (flags, rest) = rest.split_once("] ").unwrap();
-        let flags: Vec<bool> = flags.split(", ").map(|flag| flag == "1").collect();
-        let mut rest = rest.splitn(5, ' ');
-        let mut next = || rest.next().unwrap();
-        let (micro_batches, bucket_bytes, steps, killed_after) = (next(), next(), next(), next());
-        let folder = next();
-        Some(Self {
-            stage: [None, Some(Stage::One), Some(Stage::Two)][stage.parse::<usize>().unwrap()],
-            bf16: flags[0],
-            master_weights: flags[1],
-            clip: flags[2],
-            dropout: flags[3],
-            recompute: flags[4],
-            micro_batches: micro_batches.parse().unwrap(),
-            bucket_bytes: bucket_bytes.parse().unwrap(),
-            steps: steps.parse().unwrap(),
-            killed_after: killed_after.parse().unwrap(),
-            folder: (!folder.is_empty()).then(|| folder.into()),
-        })
-    }
-
     /// A GPT-2 with dropout, or a Qwen2 whose embedding is its head too.
     fn model(&self) -> Box<dyn LanguageModel> {
         runtime::random::seed(1).unwrap();
-        let options = (if self.bf16 { Kind::BFloat16 } else { Kind::Float }, Device::Cpu);
+        let kind = match self.dtype {
+            Dtype::Fp32 => Kind::Float,
+            Dtype::Bf16 => Kind::BFloat16,
+            Dtype::Fp64 => Kind::Double,
+        };
+        let options = (kind, Device::Cpu);
         let mut model: Box<dyn LanguageModel> = if self.dropout {
             let config = Gpt2Config {
                 vocabulary: 61,
@@ -126,25 +100,19 @@ impl Case {
 
     fn optimizer(&self, model: &dyn LanguageModel, ranks: &Ranks) -> Box<dyn Optimizer> {
         let groups = Group::by_dimension(module::trainable(model), 3e-3, 0.1);
-        let Some(stage) = self.stage else {
-            let optimizer = DeviceOptimizer::new(AdamW::default(), groups).unwrap();
-            return Box::new(if self.master_weights { optimizer.with_master_weights() } else { optimizer });
+        let stage = match self.stage {
+            0 => return Box::new(DeviceOptimizer::new(AdamW::default(), groups).unwrap()),
+            1 => Stage::One,
+            _ => Stage::Two,
         };
         let options = Options { stage, master_weights: self.master_weights, bucket_bytes: self.bucket_bytes };
         Box::new(ShardedOptimizer::new(AdamW::default(), groups, ranks, options).unwrap())
     }
 
-    /// Trains, and prints losses, norms, weights and state as lines that begin with `result`.
-    pub(crate) fn run(&self) {
-        let launch = Launch::from_environment().unwrap().expect("a rank has its variables");
-        tch::set_num_threads(1);
-        // Ends the line that the test harness has begun.
-        println!();
-        let store = Store::connect(&launch, Duration::from_secs(30)).unwrap();
-        let options = GroupOptions { timeout: Duration::from_secs(30), ..GroupOptions::default() };
-        let ranks = Ranks::new(&store, "training", options).unwrap();
+    /// Trains, and prints losses, norms, weights and state as lines that begin with the training's number.
+    pub(crate) fn run(&self, ranks: &Ranks, number: usize) {
         let model = self.model();
-        let optimizer = self.optimizer(model.as_ref(), &ranks);
+        let optimizer = self.optimizer(model.as_ref(), ranks);
         let options = trainer::Options {
             steps: self.steps,
             accumulation: self.micro_batches,
@@ -154,7 +122,7 @@ impl Case {
             ..trainer::Options::default()
         };
         let mut trainer = Trainer::new(model, optimizer, options).unwrap();
-        trainer.observers.push(Box::new(Print));
+        trainer.observers.push(Box::new(Print(number)));
         if ranks.rank() + 1 == ranks.size() && self.killed_after > 0 {
             trainer.observers.push(Box::new(Kill(self.killed_after)));
         }
@@ -181,26 +149,28 @@ impl Case {
         }
         trainer.run(&mut data, None).unwrap();
         for (name, tensor) in module::parameters(trainer.model.as_ref()) {
-            println!("result weight {name} {:016x}", bits(tensor));
+            println!("training {number}: weight {name} {:016x}", bits(tensor));
         }
         let mut state = trainer.optimizer.state().unwrap();
         state.sort_by(|(a, _), (b, _)| a.cmp(b));
         for (name, tensor) in state {
-            println!("result state {name} {:?} {:016x}", tensor.size(), bits(&tensor));
+            println!("training {number}: state {name} {:?} {:016x}", tensor.size(), bits(&tensor));
         }
         ranks.barrier("end").unwrap();
     }
 }
 
+/// Prints the steps of a training, by its number.
 #[derive(Debug)]
-struct Print;
+struct Print(usize);
 
 impl Observer for Print {
     fn on_step(&mut self, step: &StepRecord) -> training::Result<()> {
         let StepRecord { step, loss, gradient_norm, tokens, targets, .. } = step;
         let norm = gradient_norm.map(f64::to_bits);
         println!(
-            "result step {step} loss {:016x} norm {norm:x?}, {tokens} tokens, {targets} targets",
+            "training {}: step {step} loss {:016x} norm {norm:x?}, {tokens} tokens, {targets} targets",
+            self.0,
             loss.to_bits()
         );
         Ok(())

@@ -14,12 +14,13 @@ use tch::{Device, Kind, Tensor};
 use super::{Timings, Trainer, timed};
 use crate::accumulation::MicroBatches;
 use crate::error::Result;
+use crate::split_mix::split_mix;
 
 /// This rank's share of a step.
 pub(super) struct Share {
     group: Group,
     /// Seed of the step's random numbers, the same on every rank.
-    seed: i64,
+    seed: u64,
 }
 
 impl Share {
@@ -27,14 +28,14 @@ impl Share {
     pub(super) fn begin(&self, number: usize) -> Result<bool> {
         let own = number % self.group.size() == self.group.rank();
         if own {
-            random::seed(mix(self.seed, number as u64 + 1))?;
+            random::seed(split_mix(self.seed, number as u64 + 1))?;
         }
         Ok(own)
     }
 
     /// Ends the step's micro-batches: returns the losses of all ranks, and leaves the random generators in the same state on each.
     pub(super) fn end(&self, sums: &[Tensor]) -> Result<Vec<Tensor>> {
-        random::seed(mix(self.seed, 0))?;
+        random::seed(split_mix(self.seed, 0))?;
         // Each micro-batch is one rank's, and zeros on the others: a sum is exact.
         let all = Tensor::f_stack(sums, 0)?.f_to_device(Device::Cpu)?.f_contiguous()?;
         self.group.all_reduce(&all, ReduceOptions::default(), "losses")?;
@@ -43,21 +44,13 @@ impl Share {
     }
 }
 
-/// SplitMix64 of a seed and a number.
-fn mix(seed: i64, number: u64) -> u64 {
-    let mut z = seed.cast_unsigned().wrapping_add(number.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
 impl Trainer {
     /// Returns this rank's share of a step; `None` for one process alone.
     pub(super) fn share(&self) -> Result<Option<Share>> {
         let Some(group) = self.optimizer.ranks() else { return Ok(None) };
         let seed =
             Tensor::f_randint_low(0, i64::MAX, [1], (Kind::Int64, Device::Cpu))?.f_int64_value(&[0])?;
-        Ok(Some(Share { group, seed }))
+        Ok(Some(Share { group, seed: seed.cast_unsigned() }))
     }
 
     /// Reduces the gradients if micro-batch `number` ends a round.

@@ -11,7 +11,7 @@ const FOR_PROGRAMS: [&str; 4] = ["anyhow", "clap", "indicatif", "report"];
 /// What every technique may build on; all other libraries are techniques.
 const LAYERS: [&str; 6] = ["report", "accounting", "runtime", "models", "dataloading", "training"];
 /// What tests alone use: never a dependency of what is built without them.
-const FOR_TESTS: [&str; 2] = ["fuzz", "ptx"];
+const FOR_TESTS: [&str; 3] = ["fuzz", "ptx", "test-ranks"];
 /// Members that build in seconds on a machine without libtorch.
 const WITHOUT_TORCH: [&str; 5] = ["accounting", "fuzz", "ptx", "report", "xtask"];
 const TORCH: [&str; 2] = ["tch", "torch-sys"];

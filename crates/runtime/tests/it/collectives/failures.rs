@@ -6,11 +6,10 @@ use expect_test::expect;
 use runtime::Error;
 use runtime::collectives::{CollectiveError, Division, Group, GroupOptions, Launch, ReduceOptions, Store};
 use tch::{Device, Kind, Tensor};
-
-use super::processes::{run, run_with};
+use test_ranks::Ranks;
 
 /// The timeout of the groups here.
-const TIMEOUT: Duration = Duration::from_millis(1500);
+const TIMEOUT: Duration = Duration::from_secs(1);
 /// What an error may take beyond it.
 const SLACK: Duration = Duration::from_secs(2);
 
@@ -47,7 +46,7 @@ fn a_peer_that_dies_is_named_and_the_operations_are_written() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("dump");
     let variables = [("FRUGAL_COLLECTIVES_DUMP", path.to_str().unwrap())];
-    run_with("a peer that dies", 3, &[1], &variables);
+    Ranks { lost: &[1], variables: &variables, ..super::ranks(3) }.run(&"a peer that dies");
     for rank in [0, 2] {
         let text = std::fs::read_to_string(path.join(format!("collectives-world-rank-{rank}.txt"))).unwrap();
         assert!(text.contains("all_gather of `layer 7`"), "{text}");
@@ -76,15 +75,26 @@ pub(super) fn dying_peer(launch: &Launch) {
 }
 
 #[test]
-fn a_peer_that_hangs_is_named_after_the_timeout() {
-    run("a peer that hangs", 2, &[1]);
+fn groups_that_fail_say_why_and_leave_their_processes_alive() {
+    super::ranks(3).run(&"groups that fail");
 }
 
-pub(super) fn hanging_peer(launch: &Launch) {
-    let (_store, group) = super::connect(launch, TIMEOUT);
-    group.barrier("start").unwrap();
+pub(super) fn failing_groups(launch: &Launch) {
+    let (store, world) = super::connect(launch, Duration::from_secs(30));
+    let among = |count: usize, name: &str, check: &dyn Fn(&Group)| {
+        super::among(&world, &store, count, name, TIMEOUT, check);
+    };
+    among(2, "a peer that hangs", &hanging_peer);
+    among(3, "a rank that is late for the barrier", &late_for_the_barrier);
+    among(3, "ranks that disagree", &disagreement);
+    among(3, "a rank that does not come to agree", &absent);
+    among(2, "messages of two sizes", &two_sizes);
+    among(2, "arguments", &|group| arguments(launch, &store, group));
+}
+
+fn hanging_peer(group: &Group) {
     if group.rank() == 1 {
-        std::thread::sleep(Duration::from_secs(60));
+        return;
     }
     let start = Instant::now();
     let (gradients, shard) = (zeros(1 << 20), zeros(1 << 19));
@@ -97,16 +107,9 @@ pub(super) fn hanging_peer(launch: &Launch) {
     assert_eq!(collective(group.send(&shard, 1, "x").unwrap_err()), error);
 }
 
-#[test]
-fn the_rank_that_is_late_for_a_barrier_is_named_on_every_other() {
-    run("a rank that is late for the barrier", 3, &[2]);
-}
-
-pub(super) fn late_for_the_barrier(launch: &Launch) {
-    let (_store, group) = super::connect(launch, TIMEOUT);
-    group.barrier("start").unwrap();
+fn late_for_the_barrier(group: &Group) {
     if group.rank() == 2 {
-        std::thread::sleep(Duration::from_secs(60));
+        return;
     }
     let start = Instant::now();
     let error = collective(group.barrier("before saving").unwrap_err());
@@ -115,13 +118,7 @@ pub(super) fn late_for_the_barrier(launch: &Launch) {
     assert!(told.contains("barrier of `before saving`") && told.contains("Ranks 2 failed to pass"), "{told}");
 }
 
-#[test]
-fn the_first_field_that_ranks_do_not_share_is_named_before_any_transfer() {
-    run("ranks that disagree", 3, &[]);
-}
-
-pub(super) fn disagreement(launch: &Launch) {
-    let (_store, group) = super::connect(launch, TIMEOUT);
+fn disagreement(group: &Group) {
     let layers = if group.rank() == 2 { "14" } else { "12" };
     group.agree(&[("torch", "2.13.0")]).unwrap();
     let fields = [("torch", "2.13.0"), ("layers", layers), ("hidden", layers)];
@@ -131,27 +128,15 @@ pub(super) fn disagreement(launch: &Launch) {
     assert_eq!(collective(group.barrier("end").unwrap_err()), error);
 }
 
-#[test]
-fn a_rank_that_does_not_come_to_agree_is_named() {
-    run("a rank that does not come to agree", 3, &[1]);
-}
-
-pub(super) fn absent(launch: &Launch) {
-    let (_store, group) = super::connect(launch, TIMEOUT);
+fn absent(group: &Group) {
     if group.rank() == 1 {
-        std::thread::sleep(Duration::from_secs(60));
+        return;
     }
     let error = collective(group.agree(&[("layers", "12")]).unwrap_err());
-    assert_eq!(error.cause, "ranks 1 did not come within 1.5s");
+    assert_eq!(error.cause, "ranks 1 did not come within 1s");
 }
 
-#[test]
-fn messages_of_two_sizes_are_an_error_and_do_not_end_the_process() {
-    run("messages of two sizes", 2, &[]);
-}
-
-pub(super) fn two_sizes(launch: &Launch) {
-    let (_store, group) = super::connect(launch, TIMEOUT);
+fn two_sizes(group: &Group) {
     let work = match group.rank() {
         0 => group.send(&zeros(4), 1, "four"),
         _ => group.recv(&zeros(3), 0, "three"),
@@ -161,13 +146,8 @@ pub(super) fn two_sizes(launch: &Launch) {
     assert!(told.contains("send of `four`") && told.contains("recv of `three`"), "{told}");
 }
 
-#[test]
-fn invalid_arguments_are_refused_and_leave_the_group_alive() {
-    run("arguments", 2, &[]);
-}
-
-pub(super) fn arguments(launch: &Launch) {
-    let (store, group) = super::connect(launch, Duration::from_secs(20));
+/// Invalid arguments are refused, and leave the group alive.
+fn arguments(launch: &Launch, store: &Store, group: &Group) {
     let rank = group.rank();
     let refused = |result: runtime::Result<()>| result.unwrap_err().to_string();
     let wait = |work: runtime::Result<runtime::collectives::Work>| work.and_then(|work| work.wait());
@@ -180,8 +160,8 @@ pub(super) fn arguments(launch: &Launch) {
         refused(wait(group.reduce_scatter(&zeros(6), division, &zeros(3).to_kind(Kind::Half), options, "x"))),
         refused(group.all_reduce(&zeros(3).to_kind(Kind::Bool), options, "x")),
         refused(group.broadcast(&zeros(3), 2, "x")),
-        refused(Group::new(&store, "world", GroupOptions::default()).map(drop)),
-        refused(Group::of_ranks(&store, "b", &[1 - rank], GroupOptions::default()).map(drop)),
+        refused(Group::new(store, "world", GroupOptions::default()).map(drop)),
+        refused(Group::of_ranks(store, "b", &[1 - rank], GroupOptions::default()).map(drop)),
         refused(Store::connect(launch, TIMEOUT).map(drop).and(Err(Error::invalid("store", "connected")))),
     ];
     if rank == 0 {

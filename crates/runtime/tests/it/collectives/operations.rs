@@ -8,36 +8,40 @@ use runtime::collectives::{
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
-use super::processes::run;
-
 #[test]
 fn every_operation_computes_what_one_process_would() {
-    for ranks in 1..=4 {
-        run("operations", ranks, &[]);
-    }
+    super::ranks(4).run(&"operations");
 }
 
 /// Small sizes, one that is not divisible, one of several pieces for each rank.
 const SIZES: [i64; 5] = [0, 1, 7, 1000, 2_100_003];
+const TIMEOUT: Duration = Duration::from_secs(30);
 const KINDS: [Kind; 3] = [Kind::Float, Kind::BFloat16, Kind::Int64];
 
 pub(super) fn rank(launch: &Launch) {
-    let (store, group) = super::connect(launch, Duration::from_secs(30));
+    let (store, world) = super::connect(launch, TIMEOUT);
+    for count in 1..=world.size() {
+        super::among(&world, &store, count, &format!("{count} ranks"), TIMEOUT, operations);
+    }
+    parts_of_the_run(&world, &store);
+    world.barrier("end").unwrap();
+}
+
+fn operations(group: &Group) {
     for kind in KINDS {
         for elements in SIZES {
             if elements > 1000 && kind == Kind::Int64 {
                 continue;
             }
             let given: Vec<Tensor> = (0..group.size()).map(|rank| values(rank, elements, kind)).collect();
-            gather(&group, &given);
-            reduce(&group, &given);
-            broadcast(&group, &given);
-            ring(&group, &given);
+            gather(group, &given);
+            reduce(group, &given);
+            broadcast(group, &given);
+            ring(group, &given);
         }
     }
-    native(&group);
-    blocks(&group);
-    parts_of_the_run(&group, &store);
+    native(group);
+    blocks(group);
     group.barrier("end").unwrap();
 }
 

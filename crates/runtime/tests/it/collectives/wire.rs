@@ -5,8 +5,6 @@ use std::time::Duration;
 use runtime::collectives::{Division, Launch, ReduceOptions};
 use tch::{Device, Kind, Tensor};
 
-use super::processes::run;
-
 const ELEMENTS: i64 = 8 << 20;
 
 /// Bytes that the loopback device has sent.
@@ -22,7 +20,7 @@ fn a_group_counts_what_the_kernel_counts() {
         eprintln!("skipped: this system has no /proc/net/dev");
         return;
     }
-    run("wire", 2, &[]);
+    super::ranks(2).run(&"wire");
 }
 
 pub(super) fn rank(launch: &Launch) {

@@ -1,0 +1,9 @@
+//! Numbers from a seed.
+
+/// Returns the `number`-th output, from 1 on, of the generator SplitMix64 (Steele, Lea & Flood 2014), which accepts every seed.
+pub(crate) fn split_mix(seed: u64, number: u64) -> u64 {
+    let mut z = seed.wrapping_add(number.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
