@@ -21,5 +21,5 @@ mod manifest;
 mod overwrite;
 
 pub use folder::{Checkpoint, Checkpoints, Found, Saved, Snapshot, latest, newest_state, steps};
+pub(crate) use overwrite::matched;
 pub use overwrite::overwrite;
-pub(crate) use overwrite::{matched, put};

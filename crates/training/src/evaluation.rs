@@ -11,6 +11,7 @@ use crate::accumulation::forward;
 use crate::batches::Batches;
 use crate::error::{Error, Result};
 use crate::loss::perplexity;
+use crate::trainer::ranks::idles;
 
 /// The result of an evaluation.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -39,11 +40,12 @@ pub fn evaluate(
     batches: &mut (impl Batches + ?Sized),
     step: u64,
 ) -> Result<Evaluation> {
-    evaluate_over(model, batches, step, None)
+    evaluate_over(model, batches, step, None, false)
 }
 
 /// [`evaluate`] with the batches divided among ranks: rank r of N computes those whose number mod N is r. The result is the same
-/// on every rank, and does not depend on N.
+/// on every rank, and does not depend on N. If passes communicate ([`Optimizer::passes_communicate`](crate::Optimizer)), ranks run
+/// `together`: one without a batch in the last round runs another's, and does not count it.
 ///
 /// # Errors
 /// As [`evaluate`]; a rank that failed.
@@ -52,15 +54,17 @@ pub fn evaluate_over(
     batches: &mut (impl Batches + ?Sized),
     step: u64,
     ranks: Option<&Group>,
+    together: bool,
 ) -> Result<Evaluation> {
     let _range = runtime::profile::range("evaluation");
     let _no_grad = tch::no_grad_guard();
     let (start, mut targets) = (Instant::now(), 0);
-    let mut sums = Vec::new();
+    let (mut sums, mut others) = (Vec::new(), None);
     while let Some(batch) = batches.next()? {
         targets += batch.counts.targets as u64;
         if ranks.is_some_and(|group| sums.len() % group.size() != group.rank()) {
             sums.push(Tensor::f_zeros([2], (Kind::Double, batch.tokens.device()))?);
+            others = Some(batch);
             continue;
         }
         let output = forward(model, &batch, false, true)?;
@@ -71,6 +75,11 @@ pub fn evaluate_over(
             &[output.sum.f_to_kind(Kind::Double)?, correct.f_to_kind(Kind::Double)?],
             0,
         )?);
+    }
+    if let (Some(group), Some(batch), true) = (ranks, others, together)
+        && idles(group, sums.len() - 1)
+    {
+        forward(model, &batch, false, true)?;
     }
     if targets == 0 {
         let reason = "the data has no token to predict; give documents of at least two tokens";

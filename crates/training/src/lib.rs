@@ -41,6 +41,7 @@ pub mod documents;
 pub mod error;
 pub mod evaluation;
 pub mod interrupt;
+pub mod layer_source;
 pub mod loader_batches;
 pub mod loss;
 pub mod masked_rows;

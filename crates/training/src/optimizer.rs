@@ -128,6 +128,40 @@ pub trait Optimizer: Debug + Send {
         Ok(())
     }
 
+    /// Whether the passes of a model communicate, because ranks hold parts of its weights: then all ranks run as many, in each round
+    /// of micro-batches and of an evaluation.
+    fn passes_communicate(&self) -> bool {
+        false
+    }
+
+    /// Says whether the next backward only keeps the other ranks company: its gradients are none.
+    fn set_idle(&mut self, idle: bool) {
+        let _ = idle;
+    }
+
+    /// Returns the values of one of the model's tensors, whole. All ranks call it, in the same order.
+    ///
+    /// # Errors
+    /// A rank that failed.
+    fn whole_weight(&self, tensor: &Tensor) -> Result<Tensor> {
+        Ok(tensor.f_detach()?)
+    }
+
+    /// Writes the values of one of the model's tensors, which are the same on all ranks.
+    ///
+    /// # Errors
+    /// Those of libtorch.
+    fn set_weight(&self, tensor: &Tensor, values: &Tensor) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        Ok(tensor.f_detach()?.f_copy_(values)?)
+    }
+
+    /// Returns the trained weights, as far as this rank has them.
+    fn own_weights(&self) -> Vec<Tensor> {
+        let parameters = self.groups().iter().flat_map(|group| &group.parameters);
+        parameters.map(|(_, weight)| weight.shallow_clone()).collect()
+    }
+
     /// Waits until all steps are done, so that weights can be read.
     ///
     /// # Errors

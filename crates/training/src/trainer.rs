@@ -14,7 +14,7 @@ mod description;
 mod figures;
 mod frozen;
 mod options;
-mod ranks;
+pub(crate) mod ranks;
 mod retry;
 mod saving;
 
@@ -41,6 +41,7 @@ use figures::Figures;
 use frozen::Fingerprint;
 pub use frozen::Frozen;
 pub use options::{FailedCheckpoint, Options};
+use ranks::Owner;
 use retry::Attempts;
 pub use retry::Overflow;
 use saving::Occasion;
@@ -282,23 +283,29 @@ impl Trainer {
         let (mut sums, accuracy) = (Vec::new(), self.options.accuracy);
         // Over all micro-batches, so that a weight is cast once for all of them.
         let _precision = self.enter_precision();
-        let share = self.share()?;
+        let share = self.share(micro.batches.len())?;
         for (number, batch) in micro.batches.iter().enumerate() {
-            if !share.as_ref().map_or(Ok(true), |share| share.begin(number))? {
+            let owner = share.as_ref().map_or(Ok(Owner::Own), |share| share.begin(number))?;
+            if owner != Owner::Own {
                 sums.push(Tensor::f_zeros([1 + i64::from(accuracy)], (Kind::Double, batch.tokens.device()))?);
+            }
+            if owner == Owner::Other {
                 self.reduce(share.as_ref(), number, micro, timings)?;
                 continue;
             }
+            self.optimizer.set_idle(owner == Owner::Idle);
             let model = self.model.as_ref();
             let output = timed("forward", &mut timings.forward, || forward(model, batch, true, accuracy))?;
             timed("backward", &mut timings.backward, || {
                 let loss = self.scaler.scale(&output.sum.f_div_scalar(micro.denominator())?)?;
                 Ok(runtime::autograd::backward(&[&loss])?)
             })?;
-            let parts = std::iter::once(&output.sum).chain(&output.correct);
-            let parts =
-                parts.map(|t| t.f_detach()?.f_to_kind(Kind::Double)).collect::<Result<Vec<_>, _>>()?;
-            sums.push(Tensor::f_stack(&parts, 0)?);
+            if owner == Owner::Own {
+                let parts = std::iter::once(&output.sum).chain(&output.correct);
+                let parts =
+                    parts.map(|t| t.f_detach()?.f_to_kind(Kind::Double)).collect::<Result<Vec<_>, _>>()?;
+                sums.push(Tensor::f_stack(&parts, 0)?);
+            }
             self.reduce(share.as_ref(), number, micro, timings)?;
         }
         match share {
@@ -347,7 +354,10 @@ impl Trainer {
         let start = validation.state();
         let evaluation = {
             let _precision = self.enter_precision();
-            evaluate_over(self.model.as_ref(), validation, self.step, self.optimizer.ranks().as_ref())?
+            {
+                let (ranks, together) = (self.optimizer.ranks(), self.optimizer.passes_communicate());
+                evaluate_over(self.model.as_ref(), validation, self.step, ranks.as_ref(), together)?
+            }
         };
         validation.resume(&start)?;
         self.tell(|observer| observer.on_evaluation(&evaluation))?;

@@ -85,7 +85,29 @@ impl Group {
         let Some(rank) = ranks.iter().position(|&rank| rank == launch.rank) else {
             return refuse(format!("the ranks {ranks:?} leave out this process's, {}", launch.rank));
         };
-        let size = ranks.len();
+        Self::connect(store, name, (rank, ranks.len()), options)
+    }
+
+    /// Connects the same ranks once more, in a group whose operations may run beside this one's. All ranks call it.
+    ///
+    /// # Errors
+    /// Those of [`Group::new`].
+    pub fn duplicate(&self, name: &str) -> Result<Self> {
+        let (rank, size, options) = (self.rank(), self.size(), self.0.options.clone());
+        match &self.0.store {
+            Some(store) => Self::connect(store, name, (rank, size), options),
+            None => Ok(Self::with(name, (rank, size), options, None, None)),
+        }
+    }
+
+    fn connect(
+        store: &Store,
+        name: &str,
+        (rank, size): (usize, usize),
+        options: GroupOptions,
+    ) -> Result<Self> {
+        let launch = store.launch();
+        let refuse = |reason: String| Err(Error::invalid("group", format!("`{name}`: {reason}")));
         if size == 1 {
             return Ok(Self::with(name, (rank, size), options, None, Some(store.clone())));
         }

@@ -45,7 +45,7 @@ pub(crate) fn matched<'a, 'b>(
 }
 
 /// Copies the values: the second half of [`overwrite`].
-pub(crate) fn put(pairs: &[(&Tensor, &Tensor)]) -> Result<()> {
+fn put(pairs: &[(&Tensor, &Tensor)]) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
     for (target, tensor) in pairs {
         target.f_detach()?.f_copy_(tensor)?;

@@ -51,7 +51,7 @@ impl Trainer {
         let mut count = 0u64;
         for (name, tensor) in module::parameters(self.model.as_ref()) {
             if !tensor.requires_grad() {
-                all = of_tensor(all.number(name_of(&name)), tensor)?;
+                all = of_tensor(all.number(name_of(&name)), &self.optimizer.whole_weight(tensor)?)?;
                 count += tensor.numel() as u64;
             }
         }

@@ -3,7 +3,8 @@
 //! The micro-batches of a step are numbered over all ranks, and rank r of N computes those with number mod N = r. Every rank reads
 //! all of them: then the position in the data and the loss's denominator need no communication, and a checkpoint does not know N.
 //! A micro-batch draws its random numbers (dropout) from a seed of its own, and losses are added in the order of the micro-batches,
-//! so that no bit depends on N.
+//! so that no bit depends on N. If passes communicate, a rank without a micro-batch in the last round runs one whose gradients are
+//! none.
 
 use std::sync::atomic::Ordering;
 
@@ -21,16 +22,40 @@ pub(super) struct Share {
     group: Group,
     /// Seed of the step's random numbers, the same on every rank.
     seed: u64,
+    /// Micro-batches of the step.
+    count: usize,
+    /// Whether all ranks run in each round.
+    together: bool,
+}
+
+/// Whose a micro-batch is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Owner {
+    /// This rank's.
+    Own,
+    /// Another rank's, which this one runs as well, because it has none in this round.
+    Idle,
+    /// Another rank's.
+    Other,
+}
+
+/// Whether this rank has no batch in the last round, if the last batch is number `last`.
+pub(crate) fn idles(group: &Group, last: usize) -> bool {
+    group.rank() > last % group.size()
 }
 
 impl Share {
-    /// Starts a micro-batch: returns whether it is this rank's.
-    pub(super) fn begin(&self, number: usize) -> Result<bool> {
-        let own = number % self.group.size() == self.group.rank();
-        if own {
-            random::seed(split_mix(self.seed, number as u64 + 1))?;
-        }
-        Ok(own)
+    /// Starts a micro-batch: returns whose it is.
+    pub(super) fn begin(&self, number: usize) -> Result<Owner> {
+        let owner = if number % self.group.size() == self.group.rank() {
+            Owner::Own
+        } else if self.together && number + 1 == self.count && idles(&self.group, number) {
+            Owner::Idle
+        } else {
+            return Ok(Owner::Other);
+        };
+        random::seed(split_mix(self.seed, number as u64 + 1))?;
+        Ok(owner)
     }
 
     /// Ends the step's micro-batches: returns the losses of all ranks, and leaves the random generators in the same state on each.
@@ -45,12 +70,13 @@ impl Share {
 }
 
 impl Trainer {
-    /// Returns this rank's share of a step; `None` for one process alone.
-    pub(super) fn share(&self) -> Result<Option<Share>> {
+    /// Returns this rank's share of a step of `count` micro-batches; `None` for one process alone.
+    pub(super) fn share(&self, count: usize) -> Result<Option<Share>> {
         let Some(group) = self.optimizer.ranks() else { return Ok(None) };
         let seed =
             Tensor::f_randint_low(0, i64::MAX, [1], (Kind::Int64, Device::Cpu))?.f_int64_value(&[0])?;
-        Ok(Some(Share { group, seed: seed.cast_unsigned() }))
+        let (seed, together) = (seed.cast_unsigned(), self.optimizer.passes_communicate());
+        Ok(Some(Share { group, seed, count, together }))
     }
 
     /// Reduces the gradients if micro-batch `number` ends a round.

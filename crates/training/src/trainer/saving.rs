@@ -10,7 +10,7 @@ use super::description::Description;
 use super::frozen::kept;
 use super::{FailedCheckpoint, Trainer};
 use crate::batches::Batches;
-use crate::checkpoint::{Checkpoint, Saved, Snapshot, matched, put};
+use crate::checkpoint::{Checkpoint, Saved, Snapshot, matched};
 use crate::clip;
 use crate::divergence::DivergenceMonitor;
 use crate::error::{Error, Result};
@@ -71,12 +71,19 @@ impl Trainer {
     }
 
     /// Writes a checkpoint; while diverging, without removing earlier ones. `None` on a rank that leaves the writing to rank 0:
-    /// it only gives its part of the optimizer's state.
+    /// it only gives its parts of the weights and of the optimizer's state.
     fn write(&self, train: &dyn Batches, troubled: bool) -> Result<Option<Saved>> {
         let checkpoints = self.checkpoints.as_ref().ok_or_else(|| {
             Error::config("checkpoints", "the training has no checkpoint folder; set Trainer::checkpoints")
         })?;
+        // What all ranks gather, in the same order.
         let optimizer = self.optimizer.state()?;
+        self.frozen_fingerprint()?;
+        let mut model = Vec::new();
+        for (name, tensor) in kept(self.model.as_ref(), self.options.frozen) {
+            let whole = self.optimizer.whole_weight(tensor)?;
+            model.extend((!checkpoints.is_reader()).then_some((name, whole)));
+        }
         if checkpoints.is_reader() {
             return Ok(None);
         }
@@ -88,10 +95,6 @@ impl Trainer {
             "data": train.state(),
             "steps": self.options.steps,
         });
-        let model: Vec<_> = kept(self.model.as_ref(), self.options.frozen)
-            .into_iter()
-            .map(|(name, tensor)| (name, tensor.detach()))
-            .collect();
         let snapshot = Snapshot {
             step: self.step,
             model: &model,
@@ -103,10 +106,8 @@ impl Trainer {
     }
 
     fn weights_are_finite(&self) -> Result<bool> {
-        let groups = self.optimizer.groups().iter();
-        let weights: Vec<_> =
-            groups.flat_map(|group| &group.parameters).map(|(_, weight)| weight.shallow_clone()).collect();
-        Ok(clip::norm(&weights)?.read()?.is_finite())
+        let finite = clip::norm(&self.optimizer.own_weights())?.read()?.is_finite();
+        Ok(!self.any_rank(!finite, "weights that are not finite")?)
     }
 
     /// The devices of the model.
@@ -219,7 +220,7 @@ impl Trainer {
         };
         match load() {
             Ok(anew) => {
-                put(&pairs)?;
+                pairs.iter().try_for_each(|(tensor, values)| self.optimizer.set_weight(tensor, values))?;
                 let line = |device: &Device| {
                     format!("{name} has no random state of {device:?}, which is not restored")
                 };
