@@ -113,7 +113,11 @@ impl Engine {
                 Some(folder.clone())
             }
         };
-        let placement = Placement { pinned_for: if options.pinned { device } else { Device::Cpu }, folder };
+        let placement = Placement {
+            pinned_for: if options.pinned { device } else { Device::Cpu },
+            folder,
+            source: options.source.clone(),
+        };
         Ok(Self(Arc::new(Inner {
             placement,
             prefetch: Stream::high_priority(device)?,
@@ -162,12 +166,19 @@ impl Engine {
             if same {
                 return Ok(());
             }
+            if old.is_in_source() {
+                let reason = format!(
+                    "the tensors of `{}` were replaced, but its values are in shards; install adapters before the model is divided",
+                    old.name
+                );
+                return Err(Error::config("layers", reason));
+            }
         }
         // The layer changes whatever failed before; the failure is reported to the next caller.
         let _ = self.wait_and_recover();
         let mut state = self.0.state.lock();
         let old = &state.layers[layer];
-        let placement = Placement { folder: None, ..self.0.placement.clone() };
+        let placement = Placement { folder: None, source: None, ..self.0.placement.clone() };
         let left = |name: &str, tensor: &Tensor| old.left(name, tensor);
         let new = Layer::new((&old.name, old.number), named, &placement, &left);
         let result = match new {

@@ -113,6 +113,11 @@ impl HostAdamW {
     /// [`DeviceOptimizer::new`].
     pub fn new(offload: &Offload, groups: Vec<Group>, rule: AdamW, options: HostOptions) -> Result<Self> {
         let engine = offload.engine().clone();
+        if engine.options().source.is_some() {
+            let reason =
+                "these layers are in shards, which their own optimizer steps; use it instead of `HostAdamW`";
+            return Err(Error::config("optimizer", reason));
+        }
         let mut indices = HashMap::new();
         let count = engine.with_layers(|layers| -> Result<usize> {
             for (layer, of) in layers.iter().enumerate() {

@@ -69,6 +69,10 @@ impl Offload {
     pub fn open(folder: &Folder, kind: Option<Kind>, options: &Options) -> Result<(Llama, Self)> {
         let kind = kind.map_or_else(|| folder.kind(), Ok)?;
         let in_files = matches!(options.tier, Tier::File(_));
+        if options.source.is_some() {
+            let reason = "layers are opened into the tier, before their values are read; load the model, then use Offload::apply";
+            return Err(Error::config("source", reason));
+        }
         if in_files && folder.kind()? != kind {
             let reason = format!(
                 "its weights are {}, and layers that stay in files are not converted; load them in that dtype, or with the host \

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use tch::Device;
+use training::layer_source::LayerSource;
 
 use crate::error::{Error, Result};
 use crate::storage::Tier;
@@ -80,6 +81,9 @@ pub struct Options {
     pub resident: Vec<usize>,
     /// Whether to page-lock host memory if the device is a GPU; transfers from other memory do not overlap.
     pub pinned: bool,
+    /// What holds layers instead of the tier, as far as it takes them: such as `sharding::Shards`, with a part of each on every rank.
+    /// Layers on the CPU, and [`Method::Overlap`].
+    pub source: Option<Arc<dyn LayerSource>>,
     /// For tests.
     pub test_hook: Option<Arc<dyn TestHook>>,
 }
@@ -93,6 +97,7 @@ impl Default for Options {
             ring: 3,
             resident: Vec::new(),
             pinned: true,
+            source: None,
             test_hook: None,
         }
     }
@@ -102,6 +107,15 @@ impl Options {
     pub(crate) fn check(&self) -> Result<()> {
         if self.ring == 0 {
             return Err(Error::config("ring", "0 slots; expected at least 1, or 3 for full overlap"));
+        }
+        if self.source.is_some() && self.method != Method::Overlap {
+            let reason =
+                format!("{:?} does not load layers from a source; take Method::Overlap", self.method);
+            return Err(Error::config("method", reason));
+        }
+        if self.source.is_some() && self.device != Device::Cpu {
+            let reason = format!("layers from a source run on the CPU only, not on {:?}", self.device);
+            return Err(Error::config("device", reason));
         }
         Ok(())
     }
@@ -120,6 +134,7 @@ impl fmt::Debug for Options {
             .field("ring", &self.ring)
             .field("resident", &self.resident)
             .field("pinned", &self.pinned)
+            .field("source", &self.source)
             .finish_non_exhaustive()
     }
 }

@@ -5,6 +5,7 @@
 
 mod gradient_sums;
 mod in_file;
+mod in_source;
 mod watch;
 
 use std::path::PathBuf;
@@ -14,10 +15,12 @@ use std::sync::atomic::AtomicUsize;
 use models::module::Role;
 use runtime::device::{self, Event};
 use tch::{Device, Kind, Tensor};
+use training::layer_source::LayerSource;
 
 use crate::error::Result;
 use crate::layout::{Extent, Layout, piece, view};
 pub(crate) use in_file::{FileLocation, InFile, Source, own_folder};
+pub(crate) use in_source::InSource;
 pub(crate) use watch::{TensorVersions, unchanged};
 
 /// Where layers are stored between their uses.
@@ -37,6 +40,8 @@ pub(crate) enum Piece {
     Host(Tensor),
     /// In a file.
     File(Arc<Source>),
+    /// In a [`LayerSource`].
+    Source(InSource),
 }
 
 impl Piece {
@@ -49,6 +54,7 @@ impl Piece {
             }
             (Self::Host(source), _) => device::copy_async(target, source),
             (Self::File(source), None) => source.read_into(target),
+            (Self::Source(region), _) => region.load(target),
             (Self::File(source), Some(staging)) => {
                 source.read_into(staging)?;
                 device::copy_async(target, staging)
@@ -74,6 +80,8 @@ pub(crate) struct Layer {
     flats: Vec<Option<Tensor>>,
     /// By tensor: its location in a file.
     files: Vec<Option<InFile>>,
+    /// By region: where a source holds it.
+    sources: Vec<Option<InSource>>,
     /// Host buffers for the gradients of trained tensors, once needed.
     gradients: Vec<Option<Tensor>>,
     /// By tensor: the gradient sum of running backwards. Autograd does not see it, because it may write its own gradient to
@@ -105,6 +113,8 @@ pub(crate) struct Placement {
     pub(crate) pinned_for: Device,
     /// The folder for frozen tensors; `None` to keep them in host memory.
     pub(crate) folder: Option<PathBuf>,
+    /// What holds regions instead, as far as it takes them.
+    pub(crate) source: Option<Arc<dyn LayerSource>>,
 }
 
 impl Layer {
@@ -129,6 +139,7 @@ impl Layer {
             tensors: named.iter().map(|(_, tensor, _)| tensor.shallow_clone()).collect(),
             seen: Vec::new(),
             flats: layout.regions.iter().map(|_| None).collect(),
+            sources: layout.regions.iter().map(|_| None).collect(),
             files: named.iter().map(|_| None).collect(),
             gradients: named.iter().map(|_| None).collect(),
             pending: named.iter().map(|_| None).collect(),
@@ -144,6 +155,10 @@ impl Layer {
         };
         for region in 0..layer.layout.regions.len() {
             let trained = layer.layout.regions[region].trained;
+            if let Some(source) = placement.source.as_ref().filter(|source| source.takes(trained)) {
+                layer.give_to(source, region)?;
+                continue;
+            }
             let (mut in_files, mut others) = (Vec::new(), Vec::new());
             for index in layer.members(region) {
                 let (name, tensor, _) = named[index];
@@ -202,6 +217,10 @@ impl Layer {
     pub(crate) fn pieces(&self, slot: &Tensor) -> Result<Vec<(Piece, Tensor)>> {
         let mut pieces = Vec::new();
         for (number, (region, flat)) in self.layout.regions.iter().zip(&self.flats).enumerate() {
+            if let Some(source) = &self.sources[number] {
+                pieces.push((Piece::Source(source.clone()), piece(slot, region.range.clone())?));
+                continue;
+            }
             let members = self.members(number);
             if let Some(flat) = flat
                 && members.iter().all(|&index| self.is_in_region(index))

@@ -4,6 +4,8 @@
 //! function (backward) → Engine::deliver → [HostAdamW: GradientConsumer::accept] → transfer → [its step → Engine::submit_update]
 //! ```
 
+use std::sync::atomic::Ordering;
+
 use runtime::autograd::set_grad;
 use tch::Tensor;
 
@@ -31,7 +33,17 @@ impl Engine {
                 gradients.push((index, gradient));
             }
         }
-        let consumer = self.0.state.lock().consumer.clone();
+        let (gradients, deliveries, last, consumer) = {
+            let state = self.0.state.lock();
+            let of = &state.layers[layer];
+            let (gradients, deliveries) = of.deliveries(gradients);
+            (gradients, deliveries, of.outstanding.load(Ordering::Relaxed) == 0, state.consumer.clone())
+        };
+        let is_in_source = !deliveries.is_empty();
+        deliveries.into_iter().try_for_each(|delivery| delivery.deliver(last))?;
+        if is_in_source && gradients.is_empty() {
+            return Ok(());
+        }
         match consumer {
             Some(consumer) => consumer.accept(self, layer, gradients),
             None => self.accumulate(layer, gradients),

@@ -69,6 +69,7 @@ impl Layer {
             if same_memory(&self.tensors[index], &self.seen[index]) {
                 continue;
             }
+            self.check_source(index)?;
             let (tensor, place) = (&self.tensors[index], &self.layout.extents[index]);
             if tensor.kind() != place.kind || tensor.size() != place.shape || !tensor.is_contiguous() {
                 let reason = format!(

@@ -1,0 +1,118 @@
+//! Regions that a [`LayerSource`] holds.
+//!
+//! The layer's tensors keep their shapes, but have the memory of one NaN: what reads them instead of the slot is seen, and libtorch
+//! refuses to write them.
+
+use std::sync::Arc;
+
+use runtime::device;
+use tch::{Device, Kind, Tensor};
+use training::layer_source::{LayerRegion, LayerSource};
+
+use super::Layer;
+use crate::engine::Gradients;
+use crate::error::{Error, Result};
+use crate::layout::view;
+
+/// A region in a source.
+#[derive(Debug, Clone)]
+pub(crate) struct InSource {
+    source: Arc<dyn LayerSource>,
+    /// The source's number of it.
+    number: usize,
+}
+
+impl InSource {
+    pub(super) fn load(&self, target: &Tensor) -> runtime::Result<()> {
+        self.source.load(self.number, target)
+    }
+}
+
+/// Gradients for a source.
+pub(crate) struct Delivery {
+    region: InSource,
+    gradients: Gradients,
+}
+
+impl Delivery {
+    pub(crate) fn deliver(self, last: bool) -> Result<()> {
+        let InSource { source, number } = self.region;
+        Ok(source.deliver(number, self.gradients, last)?)
+    }
+}
+
+impl Layer {
+    /// Gives a region to a source.
+    pub(super) fn give_to(&mut self, source: &Arc<dyn LayerSource>, region: usize) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let (range, kind) = (self.layout.regions[region].range.clone(), self.layout.regions[region].kind);
+        let width = kind.elt_size_in_bytes();
+        let mut flat = device::pinned_empty(&[range.len() as i64], Kind::Uint8, Device::Cpu)?;
+        let _ = flat.f_zero_()?;
+        let members = self.members(region);
+        let mut tensors = Vec::new();
+        for &index in &members {
+            let (extent, tensor) = (&self.layout.extents[index], &self.tensors[index]);
+            view(&flat, range.start, extent)?.f_copy_(tensor)?;
+            let start = ((extent.range.start - range.start) / width) as i64;
+            tensors.push((
+                self.tensor_name(index),
+                tensor.shallow_clone(),
+                start..start + tensor.numel() as i64,
+            ));
+        }
+        let region_of_layer = LayerRegion {
+            layer: &self.name,
+            trained: self.layout.regions[region].trained,
+            values: &flat.f_view_dtype(kind)?,
+            tensors,
+        };
+        let number = source.take(&region_of_layer)?;
+        for &index in &members {
+            let nan = Tensor::f_full([1], f64::NAN, (kind, Device::Cpu))?;
+            let shape = &self.layout.extents[index].shape;
+            self.tensors[index].f_set_data(&nan.f_expand(shape.as_slice(), false)?)?;
+        }
+        self.sources[region] = Some(InSource { source: source.clone(), number });
+        Ok(())
+    }
+
+    /// Whether a source holds any of its tensors.
+    pub(crate) fn is_in_source(&self) -> bool {
+        self.sources.iter().any(Option::is_some)
+    }
+
+    /// Refuses a tensor that was given other memory although a source holds its values.
+    pub(super) fn check_source(&self, index: usize) -> Result<()> {
+        if self.sources[self.layout.extents[index].region].is_none() {
+            return Ok(());
+        }
+        let reason = format!(
+            "`{}` was given other memory, but its values are in shards; load weights, merge and install adapters before the model \
+             is divided",
+            self.tensor_name(index)
+        );
+        Err(Error::config("layers", reason))
+    }
+
+    /// Separates the gradients of regions that a source holds. Every trained region is among the deliveries, also without gradients.
+    pub(crate) fn deliveries(&self, gradients: Gradients) -> (Gradients, Vec<Delivery>) {
+        let mut home = Vec::new();
+        let mut by_region: Vec<Gradients> = self.sources.iter().map(|_| Vec::new()).collect();
+        for (index, gradient) in gradients {
+            let region = self.layout.extents[index].region;
+            match self.sources[region] {
+                None => home.push((index, gradient)),
+                Some(_) => {
+                    let before = self.layout.extents[..index].iter().filter(|extent| extent.region == region);
+                    by_region[region].push((before.count(), gradient));
+                }
+            }
+        }
+        let deliveries = self.sources.iter().zip(&self.layout.regions).zip(by_region);
+        let deliveries = deliveries
+            .filter(|((_, region), _)| region.trained)
+            .filter_map(|((source, _), gradients)| Some(Delivery { region: source.clone()?, gradients }));
+        (home, deliveries.collect())
+    }
+}
