@@ -27,8 +27,10 @@ pub(crate) struct Bucket {
     pub(crate) members: Vec<Member>,
     pub(crate) kind: Kind,
     pub(crate) division: Division,
-    /// The weights, `[elements]`; the parameters are views of it.
+    /// The weights, `[elements]`, of which the parameters are views; of a layer's region this rank's shard of them.
     pub(crate) weights: Tensor,
+    /// Whether this is a layer's region.
+    pub(crate) is_layer: bool,
     /// This rank's sums of gradients, fp32 (fp64 for fp64 parameters).
     pub(crate) sums: Tensor,
 }
@@ -52,9 +54,7 @@ impl Bucket {
             members.push(Member { parameter, tensor: tensor.shallow_clone(), range: elements..end });
             elements = (end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
         }
-        let blocks = (elements + BLOCK - 1) / BLOCK;
-        let per_rank = (blocks + ranks.size() as i64 - 1) / ranks.size() as i64 * BLOCK;
-        let division = Division { elements, per_rank };
+        let division = divide(elements, ranks);
         let _no_grad = tch::no_grad_guard();
         let weights = Tensor::f_zeros([elements], (kind, Device::Cpu))?;
         for Member { tensor, range, .. } in &mut members {
@@ -62,9 +62,30 @@ impl Bucket {
             view.f_copy_(tensor)?;
             tensor.f_set_data(&view)?;
         }
-        let sum_kind = if kind == Kind::Double { Kind::Double } else { Kind::Float };
-        let sums = Tensor::f_zeros([division.len(ranks.rank())], (sum_kind, Device::Cpu))?;
-        Ok(Self { members, kind, division, weights, sums })
+        let sums = sums(kind, division, ranks)?;
+        Ok(Self { members, kind, division, weights, is_layer: false, sums })
+    }
+
+    /// The region of a layer, of which `shard` is this rank's.
+    pub(crate) fn of_layer(
+        members: Vec<Member>,
+        division: Division,
+        shard: &Tensor,
+        ranks: &Group,
+    ) -> Result<Self> {
+        let (kind, weights) = (shard.kind(), shard.shallow_clone());
+        Ok(Self { members, kind, division, weights, is_layer: true, sums: sums(kind, division, ranks)? })
+    }
+
+    /// Returns the weights of elements that this rank owns.
+    pub(crate) fn own_weights(&self, owned: &Range<i64>, rank: usize) -> Result<Tensor> {
+        let origin = if self.is_layer { self.division.range(rank).start } else { 0 };
+        narrow(&self.weights, &(owned.start - origin..owned.end - origin))
+    }
+
+    /// Returns gradients of all members, `[elements]`, that change nothing they are added to.
+    pub(crate) fn no_gradients(&self) -> Result<Tensor> {
+        Ok(Tensor::f_full([self.division.elements], -0.0, (self.kind, Device::Cpu))?)
     }
 
     /// Returns the part of a member that a rank owns, as elements of the bucket.
@@ -78,7 +99,7 @@ impl Bucket {
     /// which changes nothing that it is added to. Sets `seen` for each parameter that has one.
     pub(crate) fn take_gradients(&self, seen: &mut [bool]) -> Result<Tensor> {
         let _no_grad = tch::no_grad_guard();
-        let flat = Tensor::f_full([self.division.elements], -0.0, (self.kind, Device::Cpu))?;
+        let flat = self.no_gradients()?;
         for member in &self.members {
             let gradient = member.tensor.f_grad()?;
             if gradient.defined() {
@@ -89,6 +110,11 @@ impl Bucket {
             }
         }
         Ok(flat)
+    }
+
+    /// Clears the gradients of all members.
+    pub(crate) fn clear_gradients(&self) -> Result<()> {
+        Ok(self.members.iter().try_for_each(|member| runtime::autograd::set_grad(&member.tensor, None))?)
     }
 
     /// Returns the work that adds a round's gradients to the sums, the terms of all ranks in order. Any thread may run it.
@@ -113,6 +139,9 @@ impl Bucket {
 
     /// Refuses parameters that have other memory than the bucket's.
     pub(crate) fn check_memory(&self, names: &[String]) -> Result<()> {
+        if self.is_layer {
+            return Ok(());
+        }
         let width = self.kind.elt_size_in_bytes();
         let origin = self.weights.data_ptr() as usize;
         for member in &self.members {
@@ -127,6 +156,18 @@ impl Bucket {
         }
         Ok(())
     }
+}
+
+/// Divides elements among ranks, in whole blocks.
+pub(crate) fn divide(elements: i64, ranks: &Group) -> Division {
+    let blocks = (elements + BLOCK - 1) / BLOCK;
+    let per_rank = (blocks + ranks.size() as i64 - 1) / ranks.size() as i64 * BLOCK;
+    Division { elements, per_rank }
+}
+
+fn sums(kind: Kind, division: Division, ranks: &Group) -> Result<Tensor> {
+    let kind = if kind == Kind::Double { Kind::Double } else { Kind::Float };
+    Ok(Tensor::f_zeros([division.len(ranks.rank())], (kind, Device::Cpu))?)
 }
 
 /// Returns elements of a flat tensor.

@@ -1,4 +1,4 @@
-//! Data parallelism with gradients and optimizer state divided among ranks (ZeRO stages 1 and 2).
+//! Data parallelism with weights, gradients and optimizer state divided among ranks (ZeRO stages 1, 2 and 3).
 //!
 //! N processes train one model; rank r computes every N-th micro-batch. Each rank owns a shard of the parameters: it sums their
 //! gradients over all micro-batches, steps them with its shard of the optimizer's state, and sends the result to the others. With
@@ -8,10 +8,28 @@
 //! |---|---|---|---|---|
 //! | [`Stage::One`] | b·P | b·P + 4·P/N | 8·P/N | f·(A·b + b)·P |
 //! | [`Stage::Two`] | b·P | up to the largest bucket + 4·P/N | 8·P/N | the same |
+//! | [`Stage::Three`] | b·P/N + slots · largest layer | 3 layers + 4·P/N | 8·P/N | up to f·A·(2·b + b)·P |
 //!
 //! A round is one micro-batch of each rank. Stage 1 reduces gradients when its backward passes have ended, stage 2 reduces each
 //! bucket during backward, as soon as its gradients are there, and frees them. fp32 master weights of half-precision parameters
-//! are divided too.
+//! are divided too: with bf16 weights and master copies a rank of stage 3 holds 18·P/N bytes.
+//!
+//! # Layers over ranks
+//!
+//! Stage 3 divides layers; embedding, head and last norm stay whole, as in stage 2. [`Shards`] hold this rank's part of each
+//! layer, and are the source (`training::layer_source`) from which `offload`'s ring loads: while one layer computes, the next are
+//! gathered, straight into the slots. Of n layers and s slots, the s last of forward stay for backward, and the s first for the next
+//! micro-batch: a rank sends f·b·P/n for each of 2·A·(n − s) + s loads of a step. A rank without a micro-batch in the last round runs
+//! another's, so that it gathers as often as the others, and adds nothing. [`FrozenWeights`] says whether the base of adapters is
+//! divided too, or stays on each rank, where offload puts it.
+//!
+//! ```ignore
+//! let shards = sharding::Shards::new(&ranks, FrozenWeights::Sharded)?;
+//! let source: Arc<dyn LayerSource> = Arc::new(shards.clone());
+//! let offload = offload::Offload::apply(&mut model, &offload::Options { source: Some(source), ..Default::default() })?;
+//! let options = sharding::Options { stage: Stage::Three, shards: Some(shards), ..Default::default() };
+//! let optimizer = ShardedOptimizer::new(AdamW::default(), groups, &ranks, options)?;
+//! ```
 //!
 //! # The same bits at any number of ranks
 //!
@@ -22,7 +40,7 @@
 //! - The owner adds gradients in fp32 in the order of the global micro-batches, ((g₀ + g₁) + g₂) + …, whoever computed them. A rank
 //!   without a micro-batch in the last round sends −0, which changes no number.
 //! - The gradient norm is a sum of f64 sums over blocks of [`BLOCK`] elements, added in the order of the blocks. Shards begin at
-//!   blocks.
+//!   blocks. Stage 3 has other blocks than stages 1 and 2, so that clipped steps may differ from theirs in the last bit.
 //! - Each micro-batch has a random seed of its own, and losses are added in the order of micro-batches
 //!   ([`Trainer`](training::Trainer)).
 //!
@@ -55,17 +73,21 @@
 //!
 //! # Not supported
 //!
-//! Weights divided too (ZeRO-3); GPUs; loss scalers that decide on the device; groups with a rule of their own; parameters whose
-//! memory is exchanged later, such as those of offloaded layers. Each is refused by name.
+//! GPUs; loss scalers that decide on the device; groups with a rule of their own; parameters whose memory is exchanged later, such as
+//! those of layers that are offloaded to host memory. Each is refused by name. A model is made whole on each rank before it is divided,
+//! and rank 0 has whole tensors while it writes a checkpoint.
 //!
 //! Sources: ZeRO (Rajbhandari et al., arXiv:1910.02054); DeepSpeed's and FSDP2's documentation.
 
 mod bucket;
 mod norm;
 mod optimizer;
+mod round;
+mod shards;
 
 pub use norm::BLOCK;
 pub use optimizer::{Options, ShardedOptimizer, Stage};
+pub use shards::{FrozenWeights, Shards};
 
 pub(crate) type Result<T, E = training::Error> = std::result::Result<T, E>;
 

@@ -3,23 +3,28 @@
 //! Each rank steps its part of every parameter with a [`DeviceOptimizer`] of its own, whose parameters are views of the weights in
 //! the rank's shards, or fp32 master copies of them.
 
+mod part;
 mod settings;
 mod state;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use runtime::autograd::GradientHook;
 use runtime::collectives::{Group as Ranks, ReduceOp, ReduceOptions};
-use runtime::device::Stream;
-use tch::{Device, Kind, Tensor};
+use runtime::precision::identity;
+use tch::{Kind, Tensor};
 use training::clip;
 use training::optimizer::{DeviceOptimizer, Group, Optimizer, Rule, StepDecision, StepSettings, ZeroGrad};
 use training::scaler::GradScaler;
 
-use crate::bucket::{Bucket, narrow};
+use crate::bucket::Bucket;
 use crate::norm;
+use crate::round::{Round, hooks, label};
+use crate::shards::bytes;
 use crate::{Result, refused};
+use part::{Part, inner_groups, parts};
 pub use settings::{Options, Stage};
 
 /// A rule over parameters whose state is divided among ranks. See the [crate's front page](crate).
@@ -33,54 +38,17 @@ pub struct ShardedOptimizer {
     parts: Vec<Part>,
     inner: DeviceOptimizer,
     round: Arc<Mutex<Round>>,
-    /// Reduces buckets during backward.
-    worker: Stream,
     /// Completed steps of each parameter.
     steps: Vec<u64>,
     settings: StepSettings,
     _hooks: Vec<GradientHook>,
 }
 
-/// This rank's part of a parameter.
-#[derive(Debug)]
-struct Part {
-    parameter: usize,
-    /// Its gradient's place in the bucket's sums.
-    sums: Tensor,
-    /// What the inner optimizer steps: the weights themselves, or their fp32 master copy.
-    stepped: Tensor,
-    /// The weights that a master copy is rounded into.
-    rounded: Option<Tensor>,
-    /// Whether the master copy is the weights' from the next step on, and not from a checkpoint or an earlier step.
-    follows: bool,
-}
-
-/// The buckets, which gradients of the current round are there, and which buckets have been given to the worker. Hooks use it too.
-///
-/// A backward adds to a parameter's gradient once for each recomputed segment that uses it. How often is learned from this rank's
-/// first round, which is reduced at its end.
-#[derive(Debug)]
-struct Round {
-    buckets: Vec<Bucket>,
-    /// By bucket: how often a backward adds to its gradients, once it is known.
-    additions: Option<Vec<usize>>,
-    /// By bucket: how often this round's backward has.
-    added: Vec<usize>,
-    /// Whether a backward may come that adds more.
-    open: bool,
-    /// Buckets given to the worker, from the last one on.
-    submitted: usize,
-    /// Whether this is the first round of the step.
-    first: bool,
-    /// Parameters with a gradient in this step.
-    seen: Vec<bool>,
-}
-
 impl ShardedOptimizer {
     /// Divides the parameters of `groups` among `ranks`. They get new memory, with their values.
     ///
     /// # Errors
-    /// Those of [`DeviceOptimizer::new`]; parameters that are not on the CPU; a group with a rule of its own; ranks with other
+    /// Those of [`DeviceOptimizer::new`]; a stage whose shards are missing; parameters that are not on the CPU; a group with a rule of its own; ranks with other
     /// parameters, values or options, with the first difference.
     pub fn new(
         rule: impl Rule + 'static,
@@ -96,7 +64,7 @@ impl ShardedOptimizer {
     /// # Errors
     /// As [`ShardedOptimizer::new`].
     pub fn boxed(rule: Box<dyn Rule>, groups: Vec<Group>, ranks: &Ranks, options: Options) -> Result<Self> {
-        options.check()?;
+        options.check(ranks)?;
         if let Some(group) = groups.iter().find(|group| group.rule.is_some()) {
             let reason =
                 format!("group `{}` has a rule of its own; give all groups the optimizer's", group.name);
@@ -110,26 +78,31 @@ impl ShardedOptimizer {
             .map(|(number, (name, tensor))| (number, name.as_str(), tensor))
             .collect();
         let names: Vec<String> = parameters.iter().map(|(_, name, _)| (*name).to_owned()).collect();
+        let mut numbers = HashMap::new();
+        let mut rest = Vec::new();
+        for &(number, name, tensor) in &parameters {
+            numbers.insert(identity(tensor)?, number);
+            let held = options.shards.as_ref().map_or(Ok(false), |shards| shards.holds(tensor))?;
+            rest.extend((!held).then_some((number, name, tensor)));
+        }
         let mut buckets = Vec::new();
-        for members in settings::divide(&parameters, options.bucket_bytes) {
+        for members in settings::divide(&rest, options.bucket_bytes) {
             buckets.push(Bucket::new(&members, ranks)?);
+        }
+        // Layers come last: they are reduced first, from the last one on, as backward computes them.
+        if let Some(shards) = &options.shards {
+            buckets.extend(shards.buckets(&numbers, buckets.len())?);
         }
         let parts = parts(&buckets, ranks, names.len(), options.master_weights)?;
         let inner = DeviceOptimizer::boxed(rule, inner_groups(&groups, &names, &parts)?)?;
-        let round = Arc::new(Mutex::new(Round {
-            additions: None,
-            added: vec![0; buckets.len()],
-            buckets,
-            open: true,
-            submitted: 0,
-            first: true,
-            seen: vec![false; names.len()],
-        }));
-        let worker = Stream::new(Device::Cpu)?;
+        let round = Arc::new(Mutex::new(Round::new(buckets, names.len(), ranks)?));
         let hooks = match options.stage {
             Stage::One => Vec::new(),
-            Stage::Two => hooks(&round, &worker, ranks)?,
+            Stage::Two | Stage::Three => hooks(&round)?,
         };
+        if let Some(shards) = &options.shards {
+            shards.deliver_to(&round);
+        }
         Ok(Self {
             ranks: ranks.clone(),
             options,
@@ -139,7 +112,6 @@ impl ShardedOptimizer {
             parts,
             inner,
             round,
-            worker,
             settings: StepSettings::default(),
             _hooks: hooks,
         })
@@ -157,7 +129,7 @@ impl ShardedOptimizer {
 
     /// Refuses gradients that arrived after their bucket was reduced.
     fn check_late(&self, round: &Round) -> Result<()> {
-        for bucket in round.buckets.iter().rev().take(round.submitted) {
+        for bucket in round.reduced().filter(|bucket| !bucket.is_layer) {
             for member in &bucket.members {
                 if member.tensor.f_grad()?.defined() {
                     return Err(refused(format!(
@@ -221,25 +193,44 @@ impl Optimizer for ShardedOptimizer {
             }
             part.follows = false;
         }
-        let mut round = self.round.lock();
-        round.first = true;
-        round.seen.fill(false);
+        self.round.lock().begin();
         Ok(())
     }
 
     fn reduce(&mut self) -> Result<()> {
         let mut round = self.round.lock();
         self.check_late(&round)?;
-        round.open = false;
-        round.submit(&self.worker, &self.ranks)?;
-        // The worker does not need the lock.
-        self.worker.synchronize()?;
-        if round.additions.is_none() && round.added.iter().any(|added| *added > 0) {
-            round.additions = Some(round.added.clone());
+        round.end()
+    }
+
+    fn passes_communicate(&self) -> bool {
+        self.options.stage == Stage::Three
+    }
+
+    fn set_idle(&mut self, idle: bool) {
+        self.round.lock().set_idle(idle);
+    }
+
+    fn whole_weight(&self, tensor: &Tensor) -> Result<Tensor> {
+        let shards = self.options.shards.as_ref();
+        match shards.map_or(Ok(None), |shards| shards.whole(tensor))? {
+            Some(whole) => Ok(whole),
+            None => Ok(tensor.f_detach()?),
         }
-        round.added.fill(0);
-        (round.open, round.first, round.submitted) = (true, false, 0);
+    }
+
+    fn set_weight(&self, tensor: &Tensor, values: &Tensor) -> Result<()> {
+        let shards = self.options.shards.as_ref();
+        if !shards.map_or(Ok(false), |shards| shards.set(tensor, values))? {
+            let _no_grad = tch::no_grad_guard();
+            tensor.f_detach()?.f_copy_(values)?;
+        }
         Ok(())
+    }
+
+    fn own_weights(&self) -> Vec<Tensor> {
+        let weights = self.parts.iter().map(|part| part.rounded.as_ref().unwrap_or(&part.stepped));
+        weights.map(Tensor::shallow_clone).collect()
     }
 
     fn unscale_and_clip(&mut self, scaler: &mut dyn GradScaler) -> Result<StepDecision> {
@@ -300,7 +291,7 @@ impl Optimizer for ShardedOptimizer {
 
     fn zero_grad(&mut self, _how: ZeroGrad) -> Result<()> {
         for bucket in &self.round.lock().buckets {
-            bucket.members.iter().try_for_each(|member| runtime::autograd::set_grad(&member.tensor, None))?;
+            bucket.clear_gradients()?;
         }
         self.inner.zero_grad(ZeroGrad::ToNone)
     }
@@ -340,7 +331,7 @@ impl ShardedOptimizer {
         let (targets, sources): (Vec<&Tensor>, Vec<&Tensor>) = rounded.unzip();
         runtime::ops::foreach::copy_(&targets, &sources)?;
         let round = self.round.lock();
-        let gathers = round.buckets.iter().enumerate();
+        let gathers = round.buckets.iter().enumerate().filter(|(_, bucket)| !bucket.is_layer);
         let gathers: Vec<_> = gathers
             .map(|(number, bucket)| bucket.gather(&self.ranks, &label(number)))
             .collect::<Result<_>>()?;
@@ -352,102 +343,4 @@ impl ShardedOptimizer {
         }
         Ok(())
     }
-}
-
-impl Round {
-    /// Gives the worker every bucket whose gradients are there, in the order that all ranks have: from the last to the first.
-    fn submit(&mut self, worker: &Stream, ranks: &Ranks) -> Result<()> {
-        while self.submitted < self.buckets.len() {
-            let number = self.buckets.len() - 1 - self.submitted;
-            let complete = |additions: &Vec<usize>| self.added[number] >= additions[number].max(1);
-            if self.open && !self.additions.as_ref().is_some_and(complete) {
-                break;
-            }
-            let bucket = &self.buckets[number];
-            let gradients = bucket.take_gradients(&mut self.seen)?;
-            let (reduce, ranks) = (bucket.reduction(gradients, self.first, label(number)), ranks.clone());
-            worker.submit(move || reduce(&ranks))?;
-            self.submitted += 1;
-        }
-        Ok(())
-    }
-}
-
-/// Counts the gradients of each bucket as they arrive during backward, and gives complete buckets to the worker.
-fn hooks(round: &Arc<Mutex<Round>>, worker: &Stream, ranks: &Ranks) -> Result<Vec<GradientHook>> {
-    let mut hooks = Vec::new();
-    for (number, bucket) in round.lock().buckets.iter().enumerate() {
-        for member in &bucket.members {
-            // Weak, because the buckets own the parameters, which own the hooks.
-            let (shared, worker, ranks) = (Arc::downgrade(round), worker.clone(), ranks.clone());
-            hooks.push(GradientHook::new(&member.tensor, move || {
-                let Some(round) = shared.upgrade() else { return Ok(()) };
-                let mut round = round.lock();
-                round.added[number] += 1;
-                round.submit(&worker, &ranks).map_err(|error| match error {
-                    training::Error::Runtime(error) => error,
-                    other => runtime::Error::Other(other.to_string().into()),
-                })
-            })?);
-        }
-    }
-    Ok(hooks)
-}
-
-/// Returns this rank's parts of all parameters, in the parameters' order.
-fn parts(buckets: &[Bucket], ranks: &Ranks, parameters: usize, master_weights: bool) -> Result<Vec<Part>> {
-    let _no_grad = tch::no_grad_guard();
-    let mut parts: Vec<Option<Part>> = (0..parameters).map(|_| None).collect();
-    for bucket in buckets {
-        let shard = bucket.division.range(ranks.rank());
-        for member in &bucket.members {
-            let owned = bucket.owned(member, ranks.rank());
-            if owned.is_empty() {
-                continue;
-            }
-            let weights = narrow(&bucket.weights, &owned)?.f_detach()?;
-            let half = matches!(bucket.kind, Kind::Half | Kind::BFloat16);
-            let (stepped, rounded) = if half && master_weights {
-                (weights.f_to_kind(Kind::Float)?, Some(weights))
-            } else {
-                (weights, None)
-            };
-            parts[member.parameter] = Some(Part {
-                parameter: member.parameter,
-                sums: narrow(&bucket.sums, &(owned.start - shard.start..owned.end - shard.start))?,
-                stepped: stepped.f_set_requires_grad(true)?,
-                follows: rounded.is_some(),
-                rounded,
-            });
-        }
-    }
-    Ok(parts.into_iter().flatten().collect())
-}
-
-/// Returns the groups with this rank's parts instead of the parameters.
-fn inner_groups(groups: &[Group], names: &[String], parts: &[Part]) -> Result<Vec<Group>> {
-    let (mut start, mut inner) = (0, Vec::new());
-    for group in groups {
-        let numbers = start..start + group.parameters.len();
-        start = numbers.end;
-        let own = parts.iter().filter(|part| numbers.contains(&part.parameter));
-        let own = own.map(|part| (names[part.parameter].clone(), part.stepped.shallow_clone())).collect();
-        inner.push(Group {
-            name: group.name.clone(),
-            parameters: own,
-            lr: group.lr,
-            weight_decay: group.weight_decay,
-            frozen: group.frozen,
-            rule: None,
-        });
-    }
-    Ok(inner)
-}
-
-fn label(bucket: usize) -> String {
-    format!("bucket {bucket}")
-}
-
-fn bytes(tensor: &Tensor) -> u64 {
-    tensor.numel() as u64 * tensor.kind().elt_size_in_bytes() as u64
 }

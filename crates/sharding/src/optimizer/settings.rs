@@ -4,6 +4,7 @@ use runtime::collectives::Group as Ranks;
 use tch::{Kind, Tensor};
 use training::optimizer::{Group, Rule};
 
+use crate::shards::Shards;
 use crate::{Result, refused};
 
 /// What is divided among ranks, and when gradients are reduced.
@@ -14,10 +15,12 @@ pub enum Stage {
     One,
     /// Optimizer state and gradients: each bucket is reduced and freed during backward (ZeRO-2).
     Two,
+    /// Optimizer state, gradients, and the weights of layers, which are gathered for each use (ZeRO-3). Takes [`Options::shards`].
+    Three,
 }
 
 /// Options of [`ShardedOptimizer`](super::ShardedOptimizer).
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub struct Options {
     /// What is divided.
     pub stage: Stage,
@@ -25,20 +28,33 @@ pub struct Options {
     pub master_weights: bool,
     /// Bytes of weights that are reduced and gathered together, at least. A bucket has whole parameters.
     pub bucket_bytes: usize,
+    /// The layers of [`Stage::Three`], divided before.
+    pub shards: Option<Shards>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { stage: Stage::default(), master_weights: false, bucket_bytes: 16 << 20 }
+        Self { stage: Stage::default(), master_weights: false, bucket_bytes: 16 << 20, shards: None }
     }
 }
 
 impl Options {
-    pub(super) fn check(&self) -> Result<()> {
+    pub(super) fn check(&self, ranks: &Ranks) -> Result<()> {
         if self.bucket_bytes == 0 {
             return Err(refused("buckets of 0 bytes; expected at least 1"));
         }
-        Ok(())
+        match (&self.shards, self.stage) {
+            (None, Stage::Three) => Err(refused(
+                "Stage::Three without shards of layers; divide them by `Shards` and `offload::Offload::apply`, and give Options::shards",
+            )),
+            (Some(_), Stage::One | Stage::Two) => {
+                Err(refused(format!("shards of layers with Stage::{:?}; take Stage::Three", self.stage)))
+            }
+            (Some(shards), _) if !shards.is_of(ranks) => {
+                Err(refused("the shards of layers are of other ranks; make them over the optimizer's"))
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -86,12 +102,16 @@ pub(super) fn agree(rule: &dyn Rule, groups: &[Group], ranks: &Ranks, options: &
             format!("lr {lr}, weight decay {weight_decay}, frozen {frozen}"),
         ));
         for (name, tensor) in &group.parameters {
+            if options.shards.as_ref().map_or(Ok(false), |shards| shards.holds(tensor))? {
+                continue;
+            }
             let shape = format!("{:?} {:?}", tensor.kind(), tensor.size());
             // Not a hash: equal bits give an equal sum, and a difference is what a wrong seed or checkpoint makes.
             let sum = tensor.f_detach()?.f_sum(Kind::Double)?.f_double_value(&[])?;
             fields.push((format!("parameter {name}"), format!("{shape}, sum {:016x}", sum.to_bits())));
         }
     }
+    fields.extend(options.shards.iter().flat_map(Shards::descriptions));
     let fields: Vec<(&str, &str)> =
         fields.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
     Ok(ranks.agree(&fields)?)

@@ -4,12 +4,7 @@ use test_ranks::Ranks;
 
 use crate::run;
 use crate::training_case::Case;
-
-/// The lines of the last step, the weights and the state.
-fn end(lines: &[String], step: u64) -> Vec<&String> {
-    let last = format!("step {step} ");
-    lines.iter().filter(|line| !line.starts_with("step") || line.starts_with(&last)).collect()
-}
+use crate::trainings::{end, files};
 
 #[test]
 fn a_killed_training_resumes_with_other_numbers_of_ranks_to_the_same_bits() {
@@ -37,15 +32,7 @@ fn checkpoints_do_not_say_how_many_ranks_wrote_them() {
         })
         .collect();
     run(&runs);
-    let written = |number: usize| {
-        let newest = folders[number].path().join("step-000000000003");
-        let mut files: Vec<_> =
-            std::fs::read_dir(&newest).unwrap().map(|entry| entry.unwrap().path()).collect();
-        files.sort();
-        let file =
-            |path: &std::path::PathBuf| (path.file_name().unwrap().to_owned(), std::fs::read(path).unwrap());
-        files.iter().map(file).collect::<Vec<_>>()
-    };
+    let written = |number: usize| files(folders[number].path());
     let one = written(0);
     assert!(one.len() >= 4);
     assert!(written(1) == one, "two ranks");

@@ -1,5 +1,4 @@
 //! A short training, which every rank of a case runs.
-#![allow(clippy::print_stdout, reason = "the results of a rank, which the test reads")]
 
 use std::path::PathBuf;
 
@@ -8,13 +7,12 @@ use models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
 use runtime::collectives::Group as Ranks;
 use serde::{Deserialize, Serialize};
 use sharding::{Options, ShardedOptimizer, Stage};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind};
 use training::activations::{self, LayerPlan};
-use training::batches::Synthetic;
-use training::checkpoint::Checkpoints;
-use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
 use training::{Trainer, trainer};
+
+use crate::trainings;
 
 /// The dtype of the weights.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -105,7 +103,12 @@ impl Case {
             1 => Stage::One,
             _ => Stage::Two,
         };
-        let options = Options { stage, master_weights: self.master_weights, bucket_bytes: self.bucket_bytes };
+        let options = Options {
+            stage,
+            master_weights: self.master_weights,
+            bucket_bytes: self.bucket_bytes,
+            shards: None,
+        };
         Box::new(ShardedOptimizer::new(AdamW::default(), groups, ranks, options).unwrap())
     }
 
@@ -122,80 +125,6 @@ impl Case {
             ..trainer::Options::default()
         };
         let mut trainer = Trainer::new(model, optimizer, options).unwrap();
-        trainer.observers.push(Box::new(Print(number)));
-        if ranks.rank() + 1 == ranks.size() && self.killed_after > 0 {
-            trainer.observers.push(Box::new(Kill(self.killed_after)));
-        }
-        runtime::random::seed(7).unwrap();
-        let mut data = Synthetic {
-            seed: 3,
-            vocabulary: 61,
-            rows: 2,
-            length: 12,
-            noise: 2,
-            batches: None,
-            device: Device::Cpu,
-            position: 0,
-        };
-        if let Some(folder) = &self.folder {
-            if ranks.rank() == 0 {
-                trainer.checkpoints = Some(Checkpoints::open(folder, 100).unwrap());
-            }
-            ranks.barrier("checkpoints").unwrap();
-            if ranks.rank() > 0 {
-                trainer.checkpoints = Some(Checkpoints::reader(folder));
-            }
-            trainer.resume(&mut data).unwrap();
-        }
-        trainer.run(&mut data, None).unwrap();
-        for (name, tensor) in module::parameters(trainer.model.as_ref()) {
-            println!("training {number}: weight {name} {:016x}", bits(tensor));
-        }
-        let mut state = trainer.optimizer.state().unwrap();
-        state.sort_by(|(a, _), (b, _)| a.cmp(b));
-        for (name, tensor) in state {
-            println!("training {number}: state {name} {:?} {:016x}", tensor.size(), bits(&tensor));
-        }
-        ranks.barrier("end").unwrap();
+        trainings::train(&mut trainer, ranks, number, (self.folder.as_deref(), self.killed_after));
     }
-}
-
-/// Prints the steps of a training, by its number.
-#[derive(Debug)]
-struct Print(usize);
-
-impl Observer for Print {
-    fn on_step(&mut self, step: &StepRecord) -> training::Result<()> {
-        let StepRecord { step, loss, gradient_norm, tokens, targets, .. } = step;
-        let norm = gradient_norm.map(f64::to_bits);
-        println!(
-            "training {}: step {step} loss {:016x} norm {norm:x?}, {tokens} tokens, {targets} targets",
-            self.0,
-            loss.to_bits()
-        );
-        Ok(())
-    }
-}
-
-/// Kills the process after a step.
-#[derive(Debug)]
-struct Kill(u64);
-
-impl Observer for Kill {
-    fn on_step(&mut self, step: &StepRecord) -> training::Result<()> {
-        if step.step == self.0 {
-            let own = std::process::id().to_string();
-            std::process::Command::new("kill").args(["-9", &own]).status().unwrap();
-        }
-        Ok(())
-    }
-}
-
-/// FNV-1a of a tensor's bytes.
-fn bits(tensor: &Tensor) -> u64 {
-    let tensor = tensor.detach().contiguous().view([-1]).view_dtype(Kind::Uint8);
-    let bytes = Vec::<u8>::try_from(tensor).unwrap();
-    bytes
-        .iter()
-        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }

@@ -1,0 +1,77 @@
+//! What this rank steps: its parts of the parameters, as parameters of a [`DeviceOptimizer`](training::optimizer::DeviceOptimizer).
+
+use runtime::collectives::Group as Ranks;
+use tch::{Kind, Tensor};
+use training::optimizer::Group;
+
+use crate::Result;
+use crate::bucket::{Bucket, narrow};
+
+/// This rank's part of a parameter.
+#[derive(Debug)]
+pub(super) struct Part {
+    pub(super) parameter: usize,
+    /// Its gradient's place in the bucket's sums.
+    pub(super) sums: Tensor,
+    /// What the inner optimizer steps: the weights themselves, or their fp32 master copy.
+    pub(super) stepped: Tensor,
+    /// The weights that a master copy is rounded into.
+    pub(super) rounded: Option<Tensor>,
+    /// Whether the master copy is the weights' from the next step on, and not from a checkpoint or an earlier step.
+    pub(super) follows: bool,
+}
+
+/// Returns this rank's parts of all parameters, in the parameters' order.
+pub(super) fn parts(
+    buckets: &[Bucket],
+    ranks: &Ranks,
+    parameters: usize,
+    master_weights: bool,
+) -> Result<Vec<Part>> {
+    let _no_grad = tch::no_grad_guard();
+    let mut parts: Vec<Option<Part>> = (0..parameters).map(|_| None).collect();
+    for bucket in buckets {
+        let shard = bucket.division.range(ranks.rank());
+        for member in &bucket.members {
+            let owned = bucket.owned(member, ranks.rank());
+            if owned.is_empty() {
+                continue;
+            }
+            let weights = bucket.own_weights(&owned, ranks.rank())?.f_detach()?;
+            let half = matches!(bucket.kind, Kind::Half | Kind::BFloat16);
+            let (stepped, rounded) = if half && master_weights {
+                (weights.f_to_kind(Kind::Float)?, Some(weights))
+            } else {
+                (weights, None)
+            };
+            parts[member.parameter] = Some(Part {
+                parameter: member.parameter,
+                sums: narrow(&bucket.sums, &(owned.start - shard.start..owned.end - shard.start))?,
+                stepped: stepped.f_set_requires_grad(true)?,
+                follows: rounded.is_some(),
+                rounded,
+            });
+        }
+    }
+    Ok(parts.into_iter().flatten().collect())
+}
+
+/// Returns the groups with this rank's parts instead of the parameters.
+pub(super) fn inner_groups(groups: &[Group], names: &[String], parts: &[Part]) -> Result<Vec<Group>> {
+    let (mut start, mut inner) = (0, Vec::new());
+    for group in groups {
+        let numbers = start..start + group.parameters.len();
+        start = numbers.end;
+        let own = parts.iter().filter(|part| numbers.contains(&part.parameter));
+        let own = own.map(|part| (names[part.parameter].clone(), part.stepped.shallow_clone())).collect();
+        inner.push(Group {
+            name: group.name.clone(),
+            parameters: own,
+            lr: group.lr,
+            weight_decay: group.weight_decay,
+            frozen: group.frozen,
+            rule: None,
+        });
+    }
+    Ok(inner)
+}

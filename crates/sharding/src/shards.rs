@@ -1,0 +1,258 @@
+//! Layers whose weights are divided among ranks.
+//!
+//! Each region of a layer (its tensors of one dtype, trained or frozen) lies in one flat piece of memory, of which rank r keeps the r-th
+//! part. A layer is gathered by receiving the other parts straight into the slot where it computes, next to its own, so nothing is
+//! copied twice.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+use runtime::collectives::{Division, Group as Ranks};
+use runtime::precision::identity;
+use tch::{Device, Kind, Tensor};
+use training::layer_source::{LayerRegion, LayerSource};
+
+use crate::bucket::{Bucket, Member, divide, narrow};
+use crate::round::Round;
+use crate::{Result, refused};
+
+/// Where frozen weights of layers are, such as the base of adapters.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub enum FrozenWeights {
+    /// On every rank: they are never sent.
+    Whole,
+    /// Divided among ranks, and gathered for each use as the trained ones are.
+    #[default]
+    Sharded,
+}
+
+/// This rank's shards of a model's layers, for [`Stage::Three`](crate::Stage::Three). Clones are the same shards.
+#[derive(Clone)]
+pub struct Shards(Arc<Inner>);
+
+struct Inner {
+    ranks: Ranks,
+    /// Loads run beside reductions, so they have a group of their own.
+    gathers: Ranks,
+    frozen: FrozenWeights,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    regions: Vec<Region>,
+    /// By a tensor's identity: its region, and its index there.
+    places: HashMap<usize, (usize, usize)>,
+    /// Takes the gradients, once there is an optimizer.
+    round: Option<Weak<Mutex<Round>>>,
+}
+
+struct Region {
+    layer: String,
+    trained: bool,
+    division: Division,
+    /// This rank's weights.
+    shard: Tensor,
+    members: Vec<Held>,
+    /// Its number among the optimizer's buckets.
+    bucket: Option<usize>,
+}
+
+/// A tensor of a region.
+struct Held {
+    name: String,
+    tensor: Tensor,
+    range: std::ops::Range<i64>,
+    /// Its shape and the sum of its values, which all ranks must have.
+    description: String,
+}
+
+impl Shards {
+    /// Creates shards without a layer. `offload::Offload::apply` with these as its `source` divides a model's layers.
+    ///
+    /// # Errors
+    /// Ranks that do not come; a second call for the same ranks.
+    pub fn new(ranks: &Ranks, frozen: FrozenWeights) -> Result<Self> {
+        let gathers = ranks.duplicate(&format!("{}, gathers", ranks.name()))?;
+        Ok(Self(Arc::new(Inner { ranks: ranks.clone(), gathers, frozen, state: Mutex::default() })))
+    }
+
+    /// The group that gathers layers.
+    pub fn gathers(&self) -> &Ranks {
+        &self.0.gathers
+    }
+
+    /// Bytes of this rank's shards.
+    pub fn bytes(&self) -> u64 {
+        self.0.state.lock().regions.iter().map(|region| bytes(&region.shard)).sum()
+    }
+
+    pub(crate) fn is_of(&self, ranks: &Ranks) -> bool {
+        self.0.ranks.name() == ranks.name()
+    }
+
+    pub(crate) fn holds(&self, tensor: &Tensor) -> Result<bool> {
+        Ok(self.0.state.lock().places.contains_key(&identity(tensor)?))
+    }
+
+    /// What all ranks must agree on: each tensor's name, shape and sum.
+    pub(crate) fn descriptions(&self) -> Vec<(String, String)> {
+        let state = self.0.state.lock();
+        let all = state.regions.iter().flat_map(|region| &region.members);
+        all.map(|held| (format!("parameter {}", held.name), held.description.clone())).collect()
+    }
+
+    /// Returns a bucket for each trained region, as bucket `first` and following ones. `parameters` has the parameters' numbers by
+    /// identity.
+    pub(crate) fn buckets(&self, parameters: &HashMap<usize, usize>, first: usize) -> Result<Vec<Bucket>> {
+        let mut buckets = Vec::new();
+        for region in self.0.state.lock().regions.iter_mut().filter(|region| region.trained) {
+            let mut members = Vec::new();
+            for Held { name, tensor, range, .. } in &region.members {
+                let Some(&parameter) = parameters.get(&identity(tensor)?) else {
+                    return Err(refused(format!(
+                        "`{name}` is trained, but in no group; give all trained parameters"
+                    )));
+                };
+                members.push(Member { parameter, tensor: tensor.shallow_clone(), range: range.clone() });
+            }
+            region.bucket = Some(first + buckets.len());
+            buckets.push(Bucket::of_layer(members, region.division, &region.shard, &self.0.ranks)?);
+        }
+        Ok(buckets)
+    }
+
+    /// Gives the layers' gradients to the buckets of `round`.
+    pub(crate) fn deliver_to(&self, round: &Arc<Mutex<Round>>) {
+        self.0.state.lock().round = Some(Arc::downgrade(round));
+    }
+
+    /// Returns a tensor's values, whole; `None` if no layer has it. Each owner sends its part to all.
+    pub(crate) fn whole(&self, tensor: &Tensor) -> Result<Option<Tensor>> {
+        let _no_grad = tch::no_grad_guard();
+        let Some(place) = self.place(tensor)? else { return Ok(None) };
+        let whole = Tensor::f_empty([tensor.numel() as i64], (tensor.kind(), Device::Cpu))?;
+        for rank in 0..self.0.ranks.size() {
+            let Some((part, in_shard)) = place.part(rank) else { continue };
+            let mut part = narrow(&whole, &part)?;
+            if rank == self.0.ranks.rank() {
+                part.f_copy_(&narrow(&place.shard, &in_shard)?)?;
+            }
+            self.0.ranks.broadcast(&part, rank, &place.name)?;
+        }
+        Ok(Some(whole.f_view(tensor.size().as_slice())?))
+    }
+
+    /// Writes this rank's part of a tensor's values; returns whether a layer has it.
+    pub(crate) fn set(&self, tensor: &Tensor, values: &Tensor) -> Result<bool> {
+        let _no_grad = tch::no_grad_guard();
+        let Some(place) = self.place(tensor)? else { return Ok(false) };
+        if let Some((part, in_shard)) = place.part(self.0.ranks.rank()) {
+            let mut own = narrow(&place.shard, &in_shard)?;
+            own.f_copy_(&narrow(&values.f_reshape([-1])?, &part)?)?;
+        }
+        runtime::autograd::mark_written(tensor)?;
+        Ok(true)
+    }
+
+    fn place(&self, tensor: &Tensor) -> Result<Option<Place>> {
+        let state = self.0.state.lock();
+        let Some(&(region, index)) = state.places.get(&identity(tensor)?) else { return Ok(None) };
+        let Region { division, shard, members, .. } = &state.regions[region];
+        let Held { name, range, .. } = &members[index];
+        Ok(Some(Place {
+            name: name.clone(),
+            range: range.clone(),
+            division: *division,
+            shard: shard.shallow_clone(),
+        }))
+    }
+}
+
+/// Where a tensor is.
+struct Place {
+    name: String,
+    range: std::ops::Range<i64>,
+    division: Division,
+    shard: Tensor,
+}
+
+impl Place {
+    /// Returns a rank's part of the tensor: its elements in the tensor, and in the rank's shard.
+    fn part(&self, rank: usize) -> Option<(std::ops::Range<i64>, std::ops::Range<i64>)> {
+        let shard = self.division.range(rank);
+        let (start, end) = (self.range.start.max(shard.start), self.range.end.min(shard.end));
+        let from = |origin: i64| start - origin..end - origin;
+        (start < end).then(|| (from(self.range.start), from(shard.start)))
+    }
+}
+
+impl LayerSource for Shards {
+    fn takes(&self, trained: bool) -> bool {
+        trained || self.0.frozen == FrozenWeights::Sharded
+    }
+
+    fn take(&self, region: &LayerRegion<'_>) -> Result<usize> {
+        let _no_grad = tch::no_grad_guard();
+        let division = divide(region.values.numel() as i64, &self.0.ranks);
+        let own = narrow(region.values, &division.range(self.0.ranks.rank()))?;
+        let shard = Tensor::f_empty([own.numel() as i64], (own.kind(), Device::Cpu))?;
+        shard.shallow_clone().f_copy_(&own)?;
+        let mut members = Vec::new();
+        for (name, tensor, range) in &region.tensors {
+            // Not a hash: equal bits give an equal sum, and a difference is what a wrong seed or checkpoint makes.
+            let sum = narrow(region.values, range)?.f_sum(Kind::Double)?.f_double_value(&[])?;
+            members.push(Held {
+                name: name.clone(),
+                tensor: tensor.shallow_clone(),
+                range: range.clone(),
+                description: format!("{:?} {:?}, sum {:016x}", tensor.kind(), tensor.size(), sum.to_bits()),
+            });
+        }
+        let mut state = self.0.state.lock();
+        let number = state.regions.len();
+        for (index, held) in members.iter().enumerate() {
+            state.places.insert(identity(&held.tensor)?, (number, index));
+        }
+        let (layer, trained) = (region.layer.to_owned(), region.trained);
+        state.regions.push(Region { layer, trained, division, shard, members, bucket: None });
+        Ok(number)
+    }
+
+    fn load(&self, region: usize, target: &Tensor) -> runtime::Result<()> {
+        let (division, shard, layer) = {
+            let state = self.0.state.lock();
+            let Region { division, shard, layer, .. } = &state.regions[region];
+            (*division, shard.shallow_clone(), layer.clone())
+        };
+        let _no_grad = tch::no_grad_guard();
+        let target = target.f_view_dtype(shard.kind())?;
+        self.0.gathers.all_gather(&target, division, &shard, &layer)?.wait()
+    }
+
+    fn deliver(&self, region: usize, gradients: Vec<(usize, Tensor)>, last: bool) -> Result<()> {
+        let (round, bucket, layer) = {
+            let state = self.0.state.lock();
+            let Region { bucket, layer, .. } = &state.regions[region];
+            (state.round.as_ref().and_then(Weak::upgrade), *bucket, layer.clone())
+        };
+        let (Some(round), Some(bucket)) = (round, bucket) else {
+            let reason =
+                format!("no optimizer takes the gradients of `{layer}`; make it before the first backward");
+            return Err(refused(reason));
+        };
+        round.lock().deliver(bucket, gradients, last)
+    }
+}
+
+impl fmt::Debug for Shards {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shards").field("frozen", &self.0.frozen).finish_non_exhaustive()
+    }
+}
+
+pub(crate) fn bytes(tensor: &Tensor) -> u64 {
+    tensor.numel() as u64 * tensor.kind().elt_size_in_bytes() as u64
+}
