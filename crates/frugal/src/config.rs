@@ -40,7 +40,7 @@ use tch::Kind;
 
 pub use bytes::Bytes;
 pub use data::{DataConfig, DataFormat};
-pub use optimizer::{OptimizerConfig, OptimizerPlace, OptimizerRule};
+pub use optimizer::{FrozenPlace, OptimizerConfig, OptimizerPlace, OptimizerRule};
 pub use techniques::{
     ActivationPlan, ActivationsConfig, Compute, LossConfig, LossHeadKind, MlpConfig, OffloadConfig,
     OffloadMethod, OffloadTier, PrecisionConfig, Recomputed, ScalerConfig,

@@ -42,22 +42,27 @@
 mod checks;
 mod prepared;
 
+use std::sync::Arc;
+
 use amp::{Autocast, DynamicGradScaler, DynamicOptions, StaticGradScaler};
 use fused_ce::{Chunk, Gradients, LinearCrossEntropy};
 use lora::Adapters;
 use models::hugging_face::Folder;
 use models::module::{self, Block, LanguageModel, Module, ModuleMapper};
 use offload::{Method, Offload, Tier};
+use runtime::collectives::Group;
+use sharding::{FrozenWeights, Shards};
 use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind};
 use training::activations::{self, Activations, LayerPlan};
+use training::layer_source::LayerSource;
 use training::scaler::{GradScaler, NoScaler};
 
 pub use prepared::{ActivationChoice, Handles, Prepared};
 
 use crate::config::{
-    ActivationPlan, Compute, Config, LossConfig, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier,
-    Recomputed, ScalerConfig,
+    ActivationPlan, Compute, Config, FrozenPlace, LossConfig, LossHeadKind, OffloadConfig, OffloadMethod,
+    OffloadTier, Recomputed, ScalerConfig,
 };
 use crate::error::Result;
 
@@ -66,6 +71,7 @@ use crate::error::Result;
 pub struct Recipe {
     config: Config,
     level: Option<CheckpointLevel>,
+    ranks: Option<Group>,
 }
 
 impl Recipe {
@@ -78,7 +84,7 @@ impl Recipe {
         checks::values(config)?;
         checks::pairs(config)?;
         let level = config.mlp.level.as_deref().map(str::parse).transpose()?;
-        Ok(Self { config: config.clone(), level })
+        Ok(Self { config: config.clone(), level, ranks: None })
     }
 
     /// The configuration.
@@ -86,10 +92,21 @@ impl Recipe {
         &self.config
     }
 
+    /// Makes it the recipe of one of several ranks, among which ZeRO stage 3 divides the layers.
+    ///
+    /// # Errors
+    /// Those of [`Recipe::check_ranks`].
+    pub fn over(mut self, ranks: &Group) -> Result<Self> {
+        self.check_ranks(ranks.size())?;
+        self.ranks = Some(ranks.clone());
+        Ok(self)
+    }
+
     /// Checks the techniques against a training over several ranks.
     ///
     /// # Errors
-    /// Offloaded layers; a device other than the CPU; fewer batches in a step than ranks.
+    /// Techniques that do not go together with several ranks, or with the ZeRO stage; a device other than the CPU; fewer batches in a
+    /// step than ranks.
     pub fn check_ranks(&self, ranks: usize) -> Result<()> {
         checks::ranks(&self.config, ranks)
     }
@@ -111,7 +128,8 @@ impl Recipe {
     pub fn open(&self, folder: &Folder, device: Device) -> Result<Prepared> {
         self.check_folder(folder)?;
         let kind = self.config.model.dtype.map(crate::config::Dtype::kind);
-        match &self.config.offload {
+        // Layers are divided with their values.
+        match self.config.offload.as_ref().filter(|_| !self.divides_layers()) {
             None => self.apply(Box::new(folder.load(kind, device)?)),
             Some(offload) => {
                 let (model, offload) = Offload::open(folder, kind, &offload.options(device))?;
@@ -148,8 +166,17 @@ impl Recipe {
             swiglu_ckpt::install(model.as_mut(), level)?;
         }
         let activations = self.install_activations(model.as_mut())?;
-        if let (Some(own), None) = (&config.offload, &offload) {
-            offload = Some(Offload::apply(model.as_mut(), &own.options(device))?);
+        let shards = match &self.ranks {
+            Some(ranks) if self.divides_layers() => {
+                Some(Shards::new(ranks, config.optimizer.frozen_weights.into())?)
+            }
+            _ => None,
+        };
+        let own = config.offload.clone().or_else(|| shards.as_ref().map(|_| OffloadConfig::default()));
+        if let (Some(own), None) = (own, &offload) {
+            let source = shards.clone().map(|shards| Arc::new(shards) as Arc<dyn LayerSource>);
+            let options = offload::Options { source, ..own.options(device) };
+            offload = Some(Offload::apply(model.as_mut(), &options)?);
         }
         let precision = match config.precision.compute {
             Compute::Fp32 => None,
@@ -157,14 +184,18 @@ impl Recipe {
             Compute::Fp16 => Some(Autocast::new(Kind::Half)?.policy()),
             Compute::Fp8 => Some(Autocast::fp8().policy()),
         };
-        let handles = Handles { adapters, activations, offload };
+        let handles = Handles { adapters, activations, offload, shards };
         Ok(Prepared { config: config.clone(), model, handles, precision, scaler: self.scaler()? })
+    }
+
+    fn divides_layers(&self) -> bool {
+        self.ranks.is_some() && self.config.optimizer.zero_stage == 3
     }
 
     /// Puts the layers behind switches, unless all keep their activations. Offloaded layers run again as they are.
     fn install_activations(&self, model: &mut dyn Module) -> Result<Option<Activations>> {
         let own = &self.config.activations;
-        let offloaded = self.config.offload.is_some();
+        let offloaded = self.config.offload.is_some() || self.divides_layers();
         if own.plan == ActivationPlan::Keep || offloaded {
             return Ok(None);
         }
@@ -237,6 +268,15 @@ impl Recomputed {
             Self::Mlp => LayerPlan::RecomputeMlp,
             Self::Attention => LayerPlan::RecomputeAttention,
             Self::Offload => LayerPlan::Offload,
+        }
+    }
+}
+
+impl From<FrozenPlace> for FrozenWeights {
+    fn from(place: FrozenPlace) -> Self {
+        match place {
+            FrozenPlace::Whole => Self::Whole,
+            FrozenPlace::Sharded => Self::Sharded,
         }
     }
 }

@@ -24,8 +24,10 @@ pub struct OptimizerConfig {
     pub place: OptimizerPlace,
     /// Keeps unrounded fp32 copies of weights in low precision.
     pub master_weights: bool,
-    /// ZeRO stage of a training over several ranks: 1 divides the optimizer state, 2 the gradients too.
+    /// ZeRO stage of a training over several ranks: 1 divides the optimizer state, 2 the gradients too, 3 the layers' weights too.
     pub zero_stage: u8,
+    /// Where the frozen weights of layers are in ZeRO stage 3.
+    pub frozen_weights: FrozenPlace,
 }
 
 impl Default for OptimizerConfig {
@@ -40,6 +42,7 @@ impl Default for OptimizerConfig {
             place: OptimizerPlace::default(),
             master_weights: false,
             zero_stage: 1,
+            frozen_weights: FrozenPlace::default(),
         }
     }
 }
@@ -89,6 +92,17 @@ impl OptimizerRule {
             Self::AdamW => Box::new(AdamW::default()),
         }
     }
+}
+
+/// Where the frozen weights of layers are in ZeRO stage 3.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FrozenPlace {
+    /// On every rank, in the tier of `offload`: they are never sent.
+    Whole,
+    /// Divided among ranks.
+    #[default]
+    Sharded,
 }
 
 /// Where optimizer state lives.

@@ -8,9 +8,9 @@ use frugal::config::{Config, DataFormat, Task};
 use frugal::models::hugging_face::{self, Folder};
 use frugal::models::module::LanguageModel;
 use frugal::rows::{self, RowOptions};
+use frugal::tasks::gsm8k;
 use frugal::training::Batches;
 use frugal::training::masked_rows::{Layout, MaskedBatches, MaskedRow};
-use frugal::{Recipe, tasks::gsm8k};
 
 use super::Common;
 use super::adapter::AdapterArgs;
@@ -150,7 +150,7 @@ pub(crate) fn launch(common: &Common, config: &Config, out: &Path, resume: bool)
 }
 
 fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::Result<()> {
-    let recipe = Recipe::new(config)?;
+    let recipe = ranks::recipe(common, config)?;
     let device = runtime::device::select(&config.training.device)?;
     runtime::memory::track_cpu()?;
     runtime::random::seed(config.training.seed)?;

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use frugal::Config;
+use frugal::{Config, Recipe};
 use runtime::collectives::{Group, GroupOptions, Launch, Store};
 
 use super::Common;
@@ -35,7 +35,7 @@ impl Ranks {
 /// Invalid variables of the launcher; ranks that do not come; techniques that do not go together with several ranks.
 pub(crate) fn join(common: &Common, config: &Config) -> anyhow::Result<Common> {
     let Some(launch) = Launch::from_environment()? else { return Ok(common.clone()) };
-    frugal::Recipe::new(config)?.check_ranks(launch.world_size)?;
+    Recipe::new(config)?.check_ranks(launch.world_size)?;
     let store = Store::connect(&launch, GroupOptions::default().timeout)?;
     let preparation =
         Group::new(&store, "preparation", GroupOptions { timeout: PREPARATION, ..GroupOptions::default() })?;
@@ -43,6 +43,18 @@ pub(crate) fn join(common: &Common, config: &Config) -> anyhow::Result<Common> {
     let quiet = Common { quiet: true, json: false, records: None, ..common.clone() };
     let own = if ranks.is_first() { common.clone() } else { quiet };
     Ok(Common { ranks: Some(ranks), ..own })
+}
+
+/// The recipe of this process's training.
+///
+/// # Errors
+/// Techniques that do not go together.
+pub(crate) fn recipe(common: &Common, config: &Config) -> anyhow::Result<Recipe> {
+    let recipe = Recipe::new(config)?;
+    Ok(match &common.ranks {
+        Some(ranks) => recipe.over(&ranks.group)?,
+        None => recipe,
+    })
 }
 
 impl Common {

@@ -100,8 +100,8 @@ pub(crate) struct SettingsArgs {
     /// Where the optimizer state of offloaded layers lives [default: device]
     #[arg(long, value_name = "PLACE", help_heading = MEMORY)]
     optimizer_on: Option<PlaceArg>,
-    /// ZeRO stage of a training over several ranks (`frugal launch`): 1 divides the optimizer state, 2 the gradients too [default: 1]
-    #[arg(long, value_name = "STAGE", value_parser = clap::value_parser!(u8).range(1..=2), help_heading = MEMORY)]
+    /// ZeRO stage of a training over several ranks (`frugal launch`): 1 divides the optimizer state, 2 the gradients too, 3 the layers' weights too [default: 1]
+    #[arg(long, value_name = "STAGE", value_parser = clap::value_parser!(u8).range(1..=3), help_heading = MEMORY)]
     zero_stage: Option<u8>,
     /// Learning rate [default: 2e-4, with --method full 2e-5; for train: 1e-3]
     #[arg(long, allow_negative_numbers = true, help_heading = OPTIMIZER)]

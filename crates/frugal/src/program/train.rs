@@ -16,9 +16,9 @@ use frugal::models::init::Init;
 use frugal::models::module::LanguageModel;
 use frugal::models::{Gpt2, Gpt2Config, Gpt2Like, Gpt2LikeConfig, Llama, LlamaConfig};
 use frugal::training::Batches;
+use frugal::training::Trainer;
 use frugal::training::probe::StepProbe;
 use frugal::training::schedule::Shape;
-use frugal::{Recipe, training::Trainer};
 use serde_json::json;
 use tch::{Device, Kind};
 
@@ -201,7 +201,7 @@ fn train(
     resume: bool,
     diagnosis: Option<Option<&Path>>,
 ) -> anyhow::Result<()> {
-    let recipe = Recipe::new(config)?;
+    let recipe = ranks::recipe(common, config)?;
     if config.adapter.is_some() || config.data.packing.is_some() {
         bail!(
             "adapters and --packing are of fine-tuning; a training from scratch trains all weights, and packs documents with \

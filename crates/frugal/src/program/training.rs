@@ -178,6 +178,9 @@ impl Run<'_> {
             offload.synchronize()?;
         }
         finish(&trainer, ended, out.as_deref())?;
+        if handles.shards.is_some() {
+            gather_saved(&trainer, &handles, common.is_first())?;
+        }
         // The log has the losses before a resume too.
         let losses = match out {
             Some(out) if common.is_first() => Losses::read(&out.join(LOSSES))?,
@@ -209,6 +212,19 @@ fn finish(trainer: &Trainer, ended: StopReason, out: Option<&Path>) -> anyhow::R
         StopReason::Completed | StopReason::OutOfData if out.is_none() => Ok(()),
         StopReason::Completed | StopReason::OutOfData => bail!("trained up to step {step}; {kept}"),
     }
+}
+
+/// Gives rank 0 the whole weights that are to be saved: the adapters', or all.
+fn gather_saved(trainer: &Trainer, handles: &Handles, is_first: bool) -> anyhow::Result<()> {
+    for tensor in module::tensors(trainer.model.as_ref()).iter().map(|named| named.tensor) {
+        if tensor.requires_grad() || handles.adapters.is_none() {
+            let whole = trainer.optimizer.whole_weight(tensor)?;
+            if is_first {
+                tensor.shallow_clone().f_set_data(&whole)?;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// A validation for one call of the loop.

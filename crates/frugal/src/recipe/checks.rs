@@ -4,8 +4,8 @@ use models::hugging_face::Folder;
 use tch::Kind;
 
 use crate::config::{
-    ActivationPlan, Compute, Config, Dtype, LossHeadKind, OffloadMethod, OffloadTier, OptimizerPlace,
-    OptimizerRule, Recomputed,
+    ActivationPlan, Compute, Config, Dtype, FrozenPlace, LossHeadKind, OffloadMethod, OffloadTier,
+    OptimizerPlace, OptimizerRule, Recomputed,
 };
 use crate::error::{Error, Result};
 
@@ -43,11 +43,11 @@ pub(super) fn values(config: &Config) -> Result<()> {
             return Err(Error::Value { key, found: value.to_string(), expected });
         }
     }
-    if !(1..=2).contains(&optimizer.zero_stage) {
+    if !(1..=3).contains(&optimizer.zero_stage) {
         return Err(Error::Value {
             key: "optimizer.zero_stage",
             found: optimizer.zero_stage.to_string(),
-            expected: "1 or 2",
+            expected: "1, 2 or 3",
         });
     }
     if let Some(tokens) = config.loss.chunk_tokens.filter(|tokens| *tokens < 1) {
@@ -71,9 +71,38 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
     let refused = |first: &str, why, remedy| {
         Err(Error::Conflict { first: first.to_owned(), second: format!("{ranks} ranks"), why, remedy })
     };
-    if config.offload.is_some() {
+    let Config { offload, optimizer, activations, .. } = config;
+    if optimizer.zero_stage < 3 && offload.is_some() {
         let why = "offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets";
-        return refused("`offload`", why, "leave one of them out");
+        return refused("`offload`", why, "take `optimizer.zero_stage = 3`, or leave `offload` out");
+    }
+    if optimizer.place == OptimizerPlace::Host {
+        let why = "the ranks' own optimizer steps the shards, where they are";
+        return refused("`optimizer.place = \"host\"`", why, "take `optimizer.place = \"device\"`");
+    }
+    if offload.as_ref().is_some_and(|offload| offload.method != OffloadMethod::Overlap) {
+        let why = "layers are gathered into the ring's slots";
+        return refused("`offload.method`", why, "take `offload.method = \"overlap\"`");
+    }
+    if offload.as_ref().is_some_and(|offload| offload.tier == OffloadTier::File)
+        && optimizer.frozen_weights == FrozenPlace::Sharded
+    {
+        let why = "shards of frozen weights are in host memory";
+        let remedy = "take `optimizer.frozen_weights = \"whole\"`, or `offload.tier = \"host\"`";
+        return refused("`offload.tier = \"file\"`", why, remedy);
+    }
+    let runs_again = match activations.plan {
+        ActivationPlan::Keep => true,
+        ActivationPlan::Recompute => activations.recompute == Recomputed::Layer,
+        ActivationPlan::EveryK | ActivationPlan::Plan => false,
+    };
+    if optimizer.zero_stage == 3 && !runs_again {
+        let why = "divided layers keep only their inputs and run again in backward, every one of them";
+        return refused(
+            "`activations.plan`",
+            why,
+            "leave `activations` out, or take `optimizer.zero_stage = 2`",
+        );
     }
     if config.training.device != "cpu" {
         let why = "ranks are connected over CPUs; libtorch's NCCL is not built in";

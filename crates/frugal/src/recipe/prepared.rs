@@ -9,7 +9,7 @@ use models::module::{self, Context, Input, LanguageModel};
 use offload::{HostAdamW, HostOptions, Offload};
 use runtime::precision::{self, Policy};
 use runtime::{collectives, memory};
-use sharding::{ShardedOptimizer, Stage};
+use sharding::{ShardedOptimizer, Shards, Stage};
 use tch::Tensor;
 use training::Trainer;
 use training::activations::{Activations, LayerPlan, StepPredictor};
@@ -32,6 +32,8 @@ pub struct Handles {
     pub activations: Option<Activations>,
     /// The offloaded layers.
     pub offload: Option<Offload>,
+    /// This rank's shards of the layers.
+    pub shards: Option<Shards>,
 }
 
 /// A model with every technique applied. See [`Recipe`](super::Recipe).
@@ -116,8 +118,8 @@ impl Prepared {
         self.trainer_over(steps, None)
     }
 
-    /// [`Prepared::trainer`] for one of several ranks, which divide the batches of a step, the optimizer state and, in ZeRO stage 2,
-    /// the gradients among them.
+    /// [`Prepared::trainer`] for one of several ranks, which divide the batches of a step, the optimizer state and, as the ZeRO stage
+    /// says, the gradients and the weights of layers ([`Recipe::over`](super::Recipe::over)) among them.
     ///
     /// # Errors
     /// Those of [`Prepared::trainer`], [`Recipe::check_ranks`](super::Recipe::check_ranks) and [`ShardedOptimizer::new`].
@@ -150,10 +152,12 @@ impl Prepared {
         }
         let optimizer: Box<dyn Optimizer> = match (ranks, own.place, &handles.offload) {
             (Some(ranks), ..) => {
-                let stage = if own.zero_stage == 2 { Stage::Two } else { Stage::One };
+                let stage =
+                    [Stage::One, Stage::Two, Stage::Three][usize::from(own.zero_stage.clamp(1, 3)) - 1];
                 let options = sharding::Options {
                     stage,
                     master_weights: own.master_weights,
+                    shards: handles.shards.clone(),
                     ..sharding::Options::default()
                 };
                 Box::new(ShardedOptimizer::boxed(own.rule.rule(), groups, ranks, options)?)

@@ -14,6 +14,7 @@ mod gsm8k_split;
 mod gsm8k_stop_texts;
 mod gsm8k_tokenize;
 mod launch;
+mod layers_over_ranks;
 mod pairs;
 mod plan;
 mod plan_errors;

@@ -1,0 +1,196 @@
+//! Layers divided among ranks (ZeRO-3): offload's ring over sharding's shards, in processes.
+
+mod training_case;
+#[path = "../../../sharding/tests/it/trainings.rs"]
+mod trainings;
+
+use expect_test::expect;
+use frugal::Recipe;
+use runtime::collectives::Group;
+use test_ranks::Ranks;
+use training_case::Case;
+use trainings::{EVALUATED, end, files};
+
+/// A rank's process runs this test alone.
+#[test]
+fn a_rank() {
+    trainings::rank(Case::run);
+}
+
+const A_RANK: &str = "layers_over_ranks::a_rank";
+
+/// A training of 3 steps in a ZeRO stage, clipped to a norm (0 for not), with further settings.
+fn case(stage: u8, clip: f64, micro_batches: usize, others: &str) -> Case {
+    let recipe = format!(
+        "[optimizer]\nzero_stage = {stage}\nclip = {clip}\nlr = 3e-3\nweight_decay = 0.1\nschedule = \"constant\"\nwarmup = 0\n\
+         [training]\naccumulation = {micro_batches}\n{others}"
+    );
+    Case { recipe, steps: 3, ..Case::default() }
+}
+
+/// Runs trainings, each with a number of ranks. Returns for each what its ranks printed.
+#[track_caller]
+fn run(runs: &[(Case, usize)]) -> Vec<Vec<Vec<String>>> {
+    trainings::run(A_RANK, runs)
+}
+
+/// Runs trainings of which each group prints the same: losses and norms on every rank, weights on every rank, the state on rank 0.
+#[track_caller]
+fn check_equal(groups: &[Vec<(Case, usize)>]) {
+    let printed = run(&groups.concat());
+    let mut printed = printed.iter();
+    for group in groups {
+        let mut first: Option<&Vec<String>> = None;
+        for (case, count) in group {
+            for (rank, found) in printed.next().unwrap().iter().enumerate() {
+                let whole = *first.get_or_insert(found);
+                assert!(whole.len() > 20, "{whole:?}");
+                let of =
+                    |line: &&String| !line.starts_with("bytes") && (rank == 0 || !line.starts_with("state"));
+                let expected: Vec<&String> = whole.iter().filter(of).collect();
+                let found: Vec<&String> = found.iter().filter(of).collect();
+                assert_eq!(expected, found, "rank {rank} of {count}, {case:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn no_bit_depends_on_the_number_of_ranks() {
+    // In fp32 and without clipping, neither on the stage.
+    let three = case(3, 0.0, 4, "");
+    let alone = Case { without_ranks: true, ..case(1, 0.0, 4, "") };
+    let bf16 = Case { bf16: true, ..case(3, 0.5, 4, "") };
+    let dropout = Case { dropout: true, ..case(3, 0.5, 3, "[offload]\nring = 1\n") };
+    let masters = bf16.recipe.replace("zero_stage", "master_weights = true\nzero_stage");
+    let lora = "[adapter]\nr = 4\n[offload]\nring = 2\n";
+    let whole = lora_recipe_with_whole_base(lora);
+    check_equal(&[
+        vec![
+            (alone, 1),
+            (case(2, 0.0, 4, ""), 2),
+            (three.clone(), 1),
+            (three.clone(), 2),
+            (three.clone(), 3),
+            (three, 4),
+        ],
+        // A last round with fewer micro-batches than ranks.
+        vec![
+            (case(3, 0.5, 5, "[offload]\nresident = [1]\n"), 1),
+            (case(3, 0.5, 5, "[offload]\nresident = [1]\n"), 4),
+        ],
+        vec![(dropout.clone(), 1), (dropout.clone(), 2), (dropout, 3)],
+        vec![(bf16.clone(), 1), (bf16.clone(), 3)],
+        vec![(Case { recipe: masters.clone(), ..bf16.clone() }, 1), (Case { recipe: masters, ..bf16 }, 2)],
+        // Adapters over a frozen base, divided or not.
+        vec![
+            (case(3, 0.5, 4, lora), 1),
+            (case(3, 0.5, 4, lora), 2),
+            (case(3, 0.5, 4, lora), 4),
+            (whole.clone(), 1),
+            (whole, 3),
+        ],
+    ]);
+}
+
+fn lora_recipe_with_whole_base(lora: &str) -> Case {
+    let case = case(3, 0.5, 4, lora);
+    let recipe = case.recipe.replace("zero_stage", "frozen_weights = \"whole\"\nzero_stage");
+    Case { recipe, ..case }
+}
+
+#[test]
+fn a_killed_training_resumes_with_other_numbers_of_ranks_to_the_same_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let unbroken = Case { steps: 6, dropout: true, ..case(3, 0.5, 4, "") };
+    let saved = Case { folder: Some(folder.path().to_owned()), ..unbroken.clone() };
+    let killed = Case { killed_after: 2, ..saved.clone() };
+    Ranks { lost: &[0, 1, 2, 3], ..Ranks::new(A_RANK, 4) }.run(&[(killed, 4)]);
+    // With two ranks up to step 4, with three to the end; and with one that is not stopped.
+    let printed = run(&[(Case { steps: 4, ..saved.clone() }, 2), (saved, 3), (unbroken, 1)]);
+    let of = |lines| end(lines, 6).into_iter().filter(|line| !line.starts_with("bytes")).collect::<Vec<_>>();
+    assert_eq!(of(&printed[1][0]), of(&printed[2][0]));
+}
+
+#[test]
+fn checkpoints_do_not_say_how_many_ranks_wrote_them() {
+    let lora = "[adapter]\nr = 4\n";
+    let folders: Vec<_> = (0..5).map(|_| tempfile::tempdir().unwrap()).collect();
+    let cases = [(case(1, 0.0, 4, ""), 1), (case(3, 0.0, 4, ""), 2), (case(3, 0.0, 4, ""), 4)];
+    let adapted = [(case(3, 0.5, 4, lora), 1), (case(3, 0.5, 4, lora), 3)];
+    let runs: Vec<(Case, usize)> = cases
+        .into_iter()
+        .chain(adapted)
+        .zip(&folders)
+        .map(|((case, count), folder)| (Case { folder: Some(folder.path().to_owned()), ..case }, count))
+        .collect();
+    run(&runs);
+    let one = files(folders[0].path());
+    assert!(one.len() >= 4);
+    assert!(files(folders[1].path()) == one && files(folders[2].path()) == one, "all weights");
+    assert!(files(folders[3].path()) == files(folders[4].path()), "adapters");
+}
+
+/// The sum over ranks of bytes that each printed.
+fn bytes(printed: &[Vec<String>], what: &str) -> u64 {
+    let prefix = format!("bytes {what} ");
+    let of = |lines: &Vec<String>| {
+        lines.iter().find_map(|line| line.strip_prefix(&prefix)?.parse::<u64>().ok()).unwrap()
+    };
+    printed.iter().map(of).sum()
+}
+
+#[test]
+fn bytes_on_the_wire_and_in_memory_are_the_predicted_ones() {
+    let of = |micro_batches: usize| {
+        let case = case(3, 0.0, micro_batches, "[offload]\nring = 2\n");
+        let recipe = case.recipe.replace("zero_stage", "master_weights = true\nzero_stage");
+        Case { bf16: true, hidden: 128, recipe, ..case }
+    };
+    let (layers, slots, steps) = (4, 2, 3);
+    for count in [2, 3] {
+        let printed = run(&[(of(count), count), (of(2 * count), count)]);
+        let ranks = count as u64;
+        let layer = bytes(&printed[0], "layer") / ranks;
+        for (rounds, printed) in [1, 2].into_iter().zip(&printed) {
+            // The slots keep the last layers of a forward for its backward, and the first of a backward until the step.
+            let training = steps * (2 * rounds * (layers - slots) + slots);
+            let evaluation = EVALUATED.div_ceil(ranks) * layers;
+            assert_eq!(bytes(printed, "loads"), ranks * (training + evaluation));
+            assert_eq!(bytes(printed, "gathered"), (training + evaluation) * layer * (ranks - 1));
+        }
+        // What another round sends: the gradients in bf16, and an fp64 loss of each micro-batch to each other rank.
+        let rest = 2 * (61 * 128 + 128);
+        let of_round = (layers * layer + rest) * (ranks - 1) + ranks * 8 * ranks * (ranks - 1);
+        assert_eq!(bytes(&printed[1], "sent") - bytes(&printed[0], "sent"), steps * of_round);
+        // bf16 weights, fp32 master copies, sums and two moments, divided; the embedding and the last norm are also whole.
+        let live = bytes(&printed[0], "live");
+        assert_eq!(bytes(&printed[0], "shards"), layers * layer);
+        let expected = 9 * layers * layer + 8 * rest + ranks * (rest + slots * layer);
+        let distance = live as f64 / expected as f64 - 1.0;
+        assert!(distance.abs() < 0.05, "{live} bytes, expected {expected}");
+    }
+}
+
+#[test]
+fn what_does_not_go_together_is_refused() {
+    let refused = |optimizer: &str, others: &str| {
+        let text = format!("[optimizer]\nzero_stage = 3\n{optimizer}[training]\naccumulation = 4\n{others}");
+        let recipe = Recipe::new(&text.parse().unwrap()).unwrap();
+        recipe.over(&Group::alone()).unwrap_err().to_string() + "\n"
+    };
+    expect![[r#"
+        `optimizer.place = "host"` and 1 ranks do not go together: the ranks' own optimizer steps the shards, where they are; take `optimizer.place = "device"`
+        `offload.method` and 1 ranks do not go together: layers are gathered into the ring's slots; take `offload.method = "overlap"`
+        `offload.tier = "file"` and 1 ranks do not go together: shards of frozen weights are in host memory; take `optimizer.frozen_weights = "whole"`, or `offload.tier = "host"`
+        `activations.plan` and 1 ranks do not go together: divided layers keep only their inputs and run again in backward, every one of them; leave `activations` out, or take `optimizer.zero_stage = 2`
+    "#]].assert_eq(
+        &[
+            refused("place = \"host\"\n", "[offload]\n"),
+            refused("", "[offload]\nmethod = \"function\"\n"),
+            refused("", "[offload]\ntier = \"file\"\n[adapter]\nr = 2\n"),
+            refused("", "[activations]\nplan = \"every-k\"\n"),
+        ]
+        .concat(),
+    );
+}
