@@ -74,8 +74,9 @@
 //! # Not supported
 //!
 //! GPUs; loss scalers that decide on the device; groups with a rule of their own; parameters whose memory is exchanged later, such as
-//! those of layers that are offloaded to host memory. Each is refused by name. A model is made whole on each rank before it is divided,
-//! and rank 0 has whole tensors while it writes a checkpoint.
+//! those of layers that are offloaded to host memory. Each is refused by name. A model is made whole on each rank before it is divided:
+//! up to 9 ranks, 2·P bytes of bf16 weights are no more than a rank holds in training. While rank 0 writes a checkpoint it has all tensors
+//! whole.
 //!
 //! Sources: ZeRO (Rajbhandari et al., arXiv:1910.02054); DeepSpeed's and FSDP2's documentation.
 

@@ -234,7 +234,7 @@ impl Optimizer for ShardedOptimizer {
     }
 
     fn unscale_and_clip(&mut self, scaler: &mut dyn GradScaler) -> Result<StepDecision> {
-        let StepSettings { clip, non_finite, .. } = self.settings;
+        let clip = self.settings.clip;
         let seen = self.seen()?;
         let sums: Vec<Tensor> = self
             .round
@@ -255,17 +255,9 @@ impl Optimizer for ShardedOptimizer {
             None => false,
         };
         let norm = clip.map(|_| self.norm()).transpose()?;
-        scaler.update(overflow)?;
-        let skip = match norm {
-            _ if overflow => true,
-            Some(norm) => non_finite.skips(norm)?,
-            None => false,
-        };
-        if let (Some(norm), Some(limit), false) = (norm, clip, skip)
-            && let Some(factor) = clip::factor(norm, limit)
-        {
-            let _no_grad = tch::no_grad_guard();
-            runtime::ops::foreach::mul_scalar_(&sums, factor)?;
+        let skip = self.settings.skips(norm, overflow, scaler)?;
+        if let (Some(norm), Some(limit), false) = (norm, clip, skip) {
+            clip::scale_to_known_(&sums, norm, limit)?;
         }
         for part in self.parts.iter().filter(|part| seen[part.parameter]) {
             let gradient = part.sums.f_to_kind(part.stepped.kind())?;

@@ -73,19 +73,18 @@ impl Round {
         self.idle = idle;
     }
 
-    /// Takes gradients of a layer's region, each with its index among the members; `last` completes them.
+    /// Takes gradients of a region of `layer`, each with its index among the members; `last` completes them.
     pub(crate) fn deliver(
         &mut self,
-        number: usize,
+        (number, layer): (usize, &str),
         gradients: Vec<(usize, Tensor)>,
         last: bool,
     ) -> Result<()> {
         let bucket = &self.buckets[number];
         if number + self.submitted >= self.buckets.len() {
             return Err(refused(format!(
-                "gradients of the layer of parameter {} came after they were reduced; run one backward for each forward, and one \
-                 micro-batch in a round",
-                bucket.members[0].parameter
+                "gradients of `{layer}` came after they were reduced; run one micro-batch in a round, and one backward for each \
+                 forward"
             )));
         }
         self.delivered[number].1 = last;
@@ -198,4 +197,54 @@ pub(crate) fn hooks(round: &Arc<Mutex<Round>>) -> Result<Vec<GradientHook>> {
 
 pub(crate) fn label(bucket: usize) -> String {
     format!("bucket {bucket}")
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Kind;
+
+    use super::*;
+    use crate::bucket::{Member, divide};
+
+    fn region(parameters: [usize; 2], ranks: &Ranks) -> Bucket {
+        let tensor = || Tensor::zeros([2], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        let member = |(index, parameter): (usize, usize)| {
+            let start = 2 * index as i64;
+            Member { parameter, tensor: tensor(), range: start..start + 2 }
+        };
+        let members = parameters.into_iter().enumerate().map(member).collect();
+        let shard = Tensor::zeros([4], (Kind::Float, Device::Cpu));
+        Bucket::of_layer(members, divide(4, ranks), &shard, ranks).unwrap()
+    }
+
+    #[test]
+    fn layers_are_reduced_from_the_last_to_the_first_also_without_gradients() {
+        let ranks = Ranks::alone();
+        let mut round = Round::new(vec![region([0, 1], &ranks), region([2, 3], &ranks)], 4, &ranks).unwrap();
+        let ones = || Tensor::ones([2], (Kind::Float, Device::Cpu));
+        let sums = |round: &Round| {
+            let all: Vec<Tensor> = round.buckets.iter().map(|bucket| bucket.sums.shallow_clone()).collect();
+            Vec::<f32>::try_from(Tensor::cat(&all, 0)).unwrap()
+        };
+        // The first layer waits for the last, which comes twice, and whose first tensor is not used.
+        round.deliver((0, "layers.0"), vec![(0, ones()), (1, ones())], true).unwrap();
+        assert_eq!(round.submitted, 0);
+        round.deliver((1, "layers.1"), vec![(1, ones())], false).unwrap();
+        assert_eq!(round.submitted, 0);
+        round.deliver((1, "layers.1"), vec![(1, ones())], true).unwrap();
+        assert_eq!(round.submitted, 2);
+        let late = round.deliver((1, "layers.1"), vec![(1, ones())], true).unwrap_err().to_string();
+        assert!(late.contains("gradients of `layers.1` came after they were reduced"), "{late}");
+        round.end().unwrap();
+        assert_eq!(sums(&round), [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 2.0, 2.0]);
+        assert_eq!(round.seen, [true, true, false, true]);
+        // A round of one layer, and one that only keeps others company.
+        round.deliver((0, "layers.0"), vec![(0, ones())], true).unwrap();
+        round.end().unwrap();
+        round.set_idle(true);
+        round.deliver((1, "layers.1"), vec![(0, ones())], true).unwrap();
+        round.end().unwrap();
+        assert_eq!(sums(&round), [2.0, 2.0, 1.0, 1.0, 0.0, 0.0, 2.0, 2.0]);
+        assert_eq!(round.seen, [true, true, false, true]);
+    }
 }

@@ -243,7 +243,7 @@ impl LayerSource for Shards {
                 format!("no optimizer takes the gradients of `{layer}`; make it before the first backward");
             return Err(refused(reason));
         };
-        round.lock().deliver(bucket, gradients, last)
+        round.lock().deliver((bucket, &layer), gradients, last)
     }
 }
 

@@ -134,7 +134,10 @@ pub fn factor(norm: f64, limit: f64) -> Option<f64> {
 }
 
 /// [`scale_to_`] with a norm that the host knows: does nothing within the limit.
-pub(crate) fn scale_to_known_(grads: &[impl Borrow<Tensor>], norm: f64, limit: f64) -> Result<()> {
+///
+/// # Errors
+/// Those of libtorch.
+pub fn scale_to_known_(grads: &[impl Borrow<Tensor>], norm: f64, limit: f64) -> Result<()> {
     let Some(factor) = factor(norm, limit) else { return Ok(()) };
     let _no_grad = tch::no_grad_guard();
     let grads: Vec<Tensor> = grads.iter().map(|grad| grad.borrow().f_detach()).collect::<Result<_, _>>()?;

@@ -216,6 +216,21 @@ impl Default for StepSettings {
     }
 }
 
+impl StepSettings {
+    /// Decides on the host: updates the scale, and returns whether to skip a step of this norm, if it was computed.
+    ///
+    /// # Errors
+    /// [`NonFinite::Fail`] and a norm that is not finite; those of the scaler.
+    pub fn skips(&self, norm: Option<f64>, overflow: bool, scaler: &mut dyn GradScaler) -> Result<bool> {
+        scaler.update(overflow)?;
+        match norm {
+            _ if overflow => Ok(true),
+            Some(norm) => self.non_finite.skips(norm),
+            None => Ok(false),
+        }
+    }
+}
+
 /// The decision of [`Optimizer::unscale_and_clip`], and where it is known.
 #[derive(Debug)]
 pub enum StepDecision {

@@ -60,6 +60,7 @@ fn no_bit_depends_on_the_number_of_ranks() {
     // In fp32 and without clipping, neither on the stage.
     let three = case(3, 0.0, 4, "");
     let alone = Case { without_ranks: true, ..case(1, 0.0, 4, "") };
+    let fp16 = case(3, 0.5, 4, "[precision]\ncompute = \"fp16\"\n");
     let bf16 = Case { bf16: true, ..case(3, 0.5, 4, "") };
     let dropout = Case { dropout: true, ..case(3, 0.5, 3, "[offload]\nring = 1\n") };
     let masters = bf16.recipe.replace("zero_stage", "master_weights = true\nzero_stage");
@@ -80,6 +81,7 @@ fn no_bit_depends_on_the_number_of_ranks() {
             (case(3, 0.5, 5, "[offload]\nresident = [1]\n"), 4),
         ],
         vec![(dropout.clone(), 1), (dropout.clone(), 2), (dropout, 3)],
+        vec![(fp16.clone(), 1), (fp16, 2)],
         vec![(bf16.clone(), 1), (bf16.clone(), 3)],
         vec![(Case { recipe: masters.clone(), ..bf16.clone() }, 1), (Case { recipe: masters, ..bf16 }, 2)],
         // Adapters over a frozen base, divided or not.

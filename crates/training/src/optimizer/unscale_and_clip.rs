@@ -22,7 +22,7 @@ impl Optimizer for DeviceOptimizer {
 
     fn unscale_and_clip(&mut self, scaler: &mut dyn GradScaler) -> Result<StepDecision> {
         let _clip = range("clip");
-        let StepSettings { clip, non_finite, .. } = self.settings;
+        let clip = self.settings.clip;
         let grads = self.gradients()?;
         let UnscaleResult { found_inf, norm } = scaler.unscale_(&grads, clip.is_some())?;
         let norm = match (clip, norm) {
@@ -43,12 +43,7 @@ impl Optimizer for DeviceOptimizer {
         let read = if wanted.is_empty() { Vec::new() } else { ops::read(&Tensor::f_cat(&wanted, 0)?)? };
         let norm = norm.and(read.first().copied());
         let overflow = found_inf.is_some() && read.last().is_some_and(|flag| *flag != 0.0);
-        scaler.update(overflow)?;
-        let skip = match norm {
-            _ if overflow => true,
-            Some(norm) => non_finite.skips(norm)?,
-            None => false,
-        };
+        let skip = self.settings.skips(norm, overflow, scaler)?;
         if let (Some(norm), Some(limit), false) = (norm, clip, skip) {
             clip::scale_to_known_(&grads, norm, limit)?;
         }
