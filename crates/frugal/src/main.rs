@@ -44,7 +44,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    report::cli::run(|| match &cli.command {
+    let run = || match &cli.command {
         Command::Train(arguments) => {
             program::train::run(&cli.common, arguments).map_err(program::flags::named)
         }
@@ -60,5 +60,6 @@ fn main() -> ExitCode {
         Command::Plan(arguments) => program::plan::run(&cli.common, arguments),
         Command::Launch(arguments) => program::launch::run(&cli.common, arguments),
         Command::Doctor(arguments) => program::doctor::run(&cli.common, arguments),
-    })
+    };
+    report::cli::run(|| run().inspect_err(program::ranks::report_failure))
 }

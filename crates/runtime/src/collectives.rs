@@ -42,7 +42,7 @@
 //!   / N` per rank.
 //! - **Time.** Every wait ends after the group's timeout. Then, or when a peer is gone, the group is dead: the error names rank, peer,
 //!   operation and label, and every later call returns it again. Each rank's last 256 operations are written into the folder that
-//!   `FRUGAL_COLLECTIVES_DUMP` names, or to standard error. A process cannot repair a group; it ends, and its launcher restarts the ranks.
+//!   `FRUGAL_COLLECTIVES_DUMP` names, or the last 8 to standard error. A process cannot repair a group; it ends, and its launcher restarts the ranks.
 //! - **Sizes.** Ranks that disagree about an operation or its size wait until the deadline; nothing of the wrong size is received.
 //!   [`Group::agree`] compares options beforehand and names the first that differs.
 //!

@@ -114,6 +114,8 @@ impl<'a> Ranks<'a> {
                     problem = format!("rank {rank} {}", ending(status));
                 }
                 _ if Instant::now() > until => problem = format!("no end after {LIMIT:?}"),
+                // It does not wait any more.
+                Progress::Failed { .. } => std::thread::sleep(Duration::from_millis(5)),
                 _ => {}
             }
         }

@@ -144,9 +144,9 @@ pub(crate) fn run(common: &Common, arguments: &Finetune) -> anyhow::Result<()> {
 /// # Errors
 /// Whatever can be wrong; without the weights wherever it can be found without them.
 pub(crate) fn launch(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::Result<()> {
-    let common = &ranks::join(common, config)?;
-    tune(common, config, out, resume).map_err(|error| name_budget(error, config))?;
-    common.leave()
+    ranks::run(common, config, |common| {
+        tune(common, config, out, resume).map_err(|error| name_budget(error, config))
+    })
 }
 
 fn tune(common: &Common, config: &Config, out: &Path, resume: bool) -> anyhow::Result<()> {

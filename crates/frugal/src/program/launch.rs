@@ -21,13 +21,14 @@ OMP_NUM_THREADS, unless that is set. Each line of output begins with its rank. W
 passed on once; a second one kills all ranks.
 
 Examples:
-  frugal launch -n 2 -- ./my-training --steps 100
-  frugal launch -n 4 --restarts 2 -- python train.py")]
+  frugal launch -n 2 -- train --data corpus.txt --out run --accumulation 4
+  frugal launch -n 2 --restarts 3 -- finetune --model model --data my.jsonl --out run --resume
+  frugal launch -n 4 -- python train.py")]
 pub(crate) struct Launch {
     /// Number of processes
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     ranks: u16,
-    /// How often all ranks are started again after one has failed
+    /// How often all ranks are started again after one has failed; a training needs --resume for that
     #[arg(long, value_name = "K", default_value_t = 0)]
     restarts: u64,
     /// Seconds in which the other ranks may end by themselves after one has failed

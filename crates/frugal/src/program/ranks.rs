@@ -2,12 +2,17 @@
 //!
 //! Every rank reads the data and the model. Rank 0 alone prints, and writes the output folder.
 
-use std::time::Duration;
+use std::fmt;
+use std::time::{Duration, SystemTime};
 
 use frugal::{Config, Recipe};
 use runtime::collectives::{Group, GroupOptions, Launch, Store};
+use serde_json::{Value, json};
 
 use super::Common;
+
+/// Settings that may differ from machine to machine; what they name is compared where it is read.
+const PATHS: [&str; 5] = ["model.name", "data.source", "data.validation", "data.tokenizer", "offload.folder"];
 
 /// How long ranks wait for one that reads data, or the model.
 const PREPARATION: Duration = Duration::from_secs(24 * 3600);
@@ -19,6 +24,7 @@ pub(crate) struct Ranks {
     preparation: Group,
     /// For the training.
     pub(crate) group: Group,
+    launch: Launch,
 }
 
 impl Ranks {
@@ -28,18 +34,57 @@ impl Ranks {
     }
 }
 
+/// A training that was interrupted, and can be resumed.
+#[derive(Debug)]
+pub(crate) struct Interrupted(pub(crate) String);
+
+impl fmt::Display for Interrupted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Interrupted {}
+
+/// Runs a training, as one of the ranks if a launcher started this process.
+///
+/// # Errors
+/// Those of the training; invalid variables of the launcher; ranks that do not come, or have another configuration; techniques that do
+/// not go together with several ranks. Of an interruption, on rank 0 alone.
+pub(crate) fn run(
+    common: &Common,
+    config: &Config,
+    training: impl FnOnce(&Common) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let common = join(common, config)?;
+    let result = training(&common);
+    match &common.ranks {
+        // Rank 0 keeps what the others need to say that they have come to their end.
+        Some(ranks) if result.as_ref().err().is_none_or(|error| error.is::<Interrupted>()) => {
+            ranks.preparation.barrier("end")?;
+            if ranks.is_first() { result } else { Ok(()) }
+        }
+        _ => result,
+    }
+}
+
 /// Connects with the other ranks if a launcher started this process, and checks the configuration against their number. The ranks but
 /// the first print nothing.
 ///
 /// # Errors
 /// Invalid variables of the launcher; ranks that do not come; techniques that do not go together with several ranks.
-pub(crate) fn join(common: &Common, config: &Config) -> anyhow::Result<Common> {
+fn join(common: &Common, config: &Config) -> anyhow::Result<Common> {
     let Some(launch) = Launch::from_environment()? else { return Ok(common.clone()) };
     Recipe::new(config)?.check_ranks(launch.world_size)?;
     let store = Store::connect(&launch, GroupOptions::default().timeout)?;
     let preparation =
         Group::new(&store, "preparation", GroupOptions { timeout: PREPARATION, ..GroupOptions::default() })?;
-    let ranks = Ranks { preparation, group: Group::new(&store, "training", GroupOptions::default())? };
+    let mut fields = vec![("torch".to_owned(), runtime::torch_version().to_owned())];
+    flatten("", &serde_json::to_value(config)?, &mut fields);
+    fields.retain(|(name, _)| !PATHS.contains(&name.as_str()));
+    agree(&preparation, &fields)?;
+    let group = Group::new(&store, "training", GroupOptions::default())?;
+    let ranks = Ranks { preparation, group, launch };
     let quiet = Common { quiet: true, json: false, records: None, ..common.clone() };
     let own = if ranks.is_first() { common.clone() } else { quiet };
     Ok(Common { ranks: Some(ranks), ..own })
@@ -55,6 +100,33 @@ pub(crate) fn recipe(common: &Common, config: &Config) -> anyhow::Result<Recipe>
         Some(ranks) => recipe.over(&ranks.group)?,
         None => recipe,
     })
+}
+
+/// The values of a configuration by their keys.
+fn flatten(prefix: &str, value: &Value, into: &mut Vec<(String, String)>) {
+    match value {
+        Value::Object(fields) => fields.iter().for_each(|(key, value)| {
+            let key = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
+            flatten(&key, value, into);
+        }),
+        value => into.push((prefix.to_owned(), value.to_string())),
+    }
+}
+
+fn agree(group: &Group, fields: &[(String, String)]) -> anyhow::Result<()> {
+    let fields: Vec<(&str, &str)> =
+        fields.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+    Ok(group.agree(&fields)?)
+}
+
+/// Tells torchrun why this rank has failed, in the file that it names.
+pub(crate) fn report_failure(error: &anyhow::Error) {
+    let Some(path) = std::env::var_os("TORCHELASTIC_ERROR_FILE") else { return };
+    let seconds = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let text = format!("{error:#}");
+    let extra = json!({ "py_callstack": text, "timestamp": seconds.to_string() });
+    // The error goes to standard error as well.
+    let _ = std::fs::write(path, json!({ "message": { "message": text, "extraInfo": extra } }).to_string());
 }
 
 impl Common {
@@ -82,11 +154,25 @@ impl Common {
         first()
     }
 
-    /// Waits until every rank has come to its end: rank 0 keeps what the others need to say so.
+    /// Compares what ranks train on, and how.
     ///
     /// # Errors
-    /// A rank that failed.
-    pub(crate) fn leave(&self) -> anyhow::Result<()> {
-        Ok(self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.preparation.barrier("end"))?)
+    /// The first difference, on every rank.
+    pub(crate) fn agree(&self, fields: &[(String, String)]) -> anyhow::Result<()> {
+        self.ranks.as_ref().map_or(Ok(()), |ranks| agree(&ranks.preparation, fields))
+    }
+
+    /// The command that resumes the training in a folder.
+    pub(crate) fn resume_command(&self, out: &std::path::Path) -> String {
+        let launch = match &self.ranks {
+            Some(ranks) if ranks.launch.is_local() => format!("launch -n {} -- ", ranks.launch.world_size),
+            _ => String::new(),
+        };
+        format!("`frugal {launch}resume {}`", out.display())
+    }
+
+    /// Whether the launcher has started this process again, after a failure.
+    pub(crate) fn is_restarted(&self) -> bool {
+        self.ranks.as_ref().is_some_and(|ranks| ranks.launch.restart_count > 0)
     }
 }

@@ -189,9 +189,9 @@ pub(crate) fn launch(
     resume: bool,
     diagnosis: Option<Option<&Path>>,
 ) -> anyhow::Result<()> {
-    let common = &ranks::join(common, config)?;
-    train(common, config, out, resume, diagnosis).map_err(|error| name_budget(error, config))?;
-    common.leave()
+    ranks::run(common, config, |common| {
+        train(common, config, out, resume, diagnosis).map_err(|error| name_budget(error, config))
+    })
 }
 
 fn train(

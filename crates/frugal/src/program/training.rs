@@ -20,6 +20,7 @@ use tch::Device;
 use super::Common;
 use super::figures::counted;
 use super::output::{Lines, print_line, say};
+use super::ranks::Interrupted;
 use super::records::StepRecords;
 
 /// Folder of the checkpoints within an output folder.
@@ -59,10 +60,12 @@ impl<'a> Saving<'a> {
         std::fs::create_dir_all(out).with_context(|| format!("--out {} cannot be created", out.display()))?;
         let checkpoints = Checkpoints::open(&out.join(CHECKPOINTS), config.training.keep)?;
         if !resume && !checkpoints.steps()?.is_empty() {
-            let shown = out.display();
+            let (shown, resume) = (out.display(), common.resume_command(out));
+            if common.is_restarted() {
+                bail!("{shown} holds checkpoints; a training that --restarts starts again needs --resume");
+            }
             bail!(
-                "{shown} holds checkpoints of an earlier run; resume it with `frugal resume {shown}`, or give an empty \
-                 folder"
+                "{shown} holds checkpoints of an earlier run; resume it with {resume}, or give an empty folder"
             );
         }
         Ok(Self { out, checkpoints, resume })
@@ -127,6 +130,11 @@ impl Run<'_> {
         before: impl FnOnce(&mut Trainer, &mut dyn Batches, Option<&mut dyn Batches>) -> anyhow::Result<()>,
     ) -> anyhow::Result<Trained> {
         let Self { mut trainer, config, handles, mut train, mut validation, saving } = self;
+        common.agree(&[
+            ("data".to_owned(), train.state().to_string()),
+            ("steps".to_owned(), trainer.options.steps.to_string()),
+            ("resume".to_owned(), saving.as_ref().is_some_and(|saving| saving.resume).to_string()),
+        ])?;
         let summary = LossSummary::default();
         if !common.quiet {
             let display = Display::new(trainer.options.steps, device, Efficiency::default());
@@ -177,7 +185,7 @@ impl Run<'_> {
         if let Some(offload) = &handles.offload {
             offload.synchronize()?;
         }
-        finish(&trainer, ended, out.as_deref())?;
+        finish(common, &trainer, ended, out.as_deref())?;
         if handles.shards.is_some() {
             gather_saved(&trainer, &handles, common.is_first())?;
         }
@@ -191,13 +199,15 @@ impl Run<'_> {
 }
 
 /// Checks the end of a training: a last step that is not on the disk is a failure.
-fn finish(trainer: &Trainer, ended: StopReason, out: Option<&Path>) -> anyhow::Result<()> {
+fn finish(common: &Common, trainer: &Trainer, ended: StopReason, out: Option<&Path>) -> anyhow::Result<()> {
     let (step, steps) = (trainer.step(), trainer.options.steps);
-    let resume = out.map_or_else(String::new, |out| format!("`frugal resume {}`", out.display()));
+    let resume = out.map_or_else(String::new, |out| common.resume_command(out));
     let kept = match trainer.saved() {
         _ if out.is_none() => "nothing is saved without --out".to_owned(),
         Some(saved) if saved == step && ended == StopReason::Interrupted => {
-            bail!("interrupted after step {step} of {steps}, which is saved; resume with {resume}")
+            let text =
+                format!("interrupted after step {step} of {steps}, which is saved; resume with {resume}");
+            return Err(Interrupted(text).into());
         }
         Some(saved) if saved == step => return Ok(()),
         Some(saved) => {

@@ -14,7 +14,7 @@ use trainings::{EVALUATED, end, files};
 /// A rank's process runs this test alone.
 #[test]
 fn a_rank() {
-    trainings::rank(Case::run);
+    trainings::rank(|_| trainings::TIMEOUT, Case::run);
 }
 
 const A_RANK: &str = "layers_over_ranks::a_rank";

@@ -16,16 +16,18 @@ use frugal::config::{
 use frugal::lora::LoraConfig;
 use frugal::models::module::{self, LanguageModel};
 use frugal::models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
+use frugal::runtime::collectives::Group;
 use frugal::runtime::random::Generator;
 use frugal::training::Batches;
 use frugal::training::masked_rows::{Layout, MaskedBatches, MaskedRow};
 use frugal::training::observer::{Observer, StepRecord};
+use frugal::training::trainer::Overflow;
 use frugal::{Config, Error, Recipe};
 use tch::{Device, Kind, Tensor};
 
 /// What a technique promises of losses, gradient norms and weights, compared with training without it.
 #[derive(Clone, Copy, PartialEq)]
-enum Promise {
+pub(crate) enum Promise {
     /// The same bits.
     Bits,
     /// Losses and gradient norms within this share.
@@ -34,16 +36,16 @@ enum Promise {
     Nothing,
 }
 
-struct Technique {
-    name: &'static str,
+pub(crate) struct Technique {
+    pub(crate) name: &'static str,
     /// Two techniques of a group are two values of one setting.
-    group: &'static str,
-    promise: Promise,
-    set: fn(&mut Config, Family),
+    pub(crate) group: &'static str,
+    pub(crate) promise: Promise,
+    pub(crate) set: fn(&mut Config, Family),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-enum Family {
+pub(crate) enum Family {
     Llama,
     Gpt2,
 }
@@ -71,7 +73,7 @@ fn offloaded(config: &mut Config, method: OffloadMethod) {
     config.offload = Some(OffloadConfig { method, ring: 2, ..OffloadConfig::default() });
 }
 
-const TECHNIQUES: [Technique; 24] = [
+pub(crate) const TECHNIQUES: [Technique; 24] = [
     Technique {
         name: "LoRA",
         group: "adapter",
@@ -234,7 +236,7 @@ const TECHNIQUES: [Technique; 24] = [
 ];
 
 /// Rows of an epoch, all of which are one step.
-const ROWS: usize = 8;
+pub(crate) const ROWS: usize = 8;
 const VOCABULARY: i64 = 61;
 const STEPS: u64 = 2;
 
@@ -275,10 +277,14 @@ fn model(family: Family) -> Box<dyn LanguageModel> {
 }
 
 /// What came of a training.
-struct Outcome {
+pub(crate) struct Outcome {
     losses: Vec<f64>,
     norms: Vec<f64>,
     weights: Vec<(String, Tensor)>,
+    /// Steps that were skipped because gradients overflowed.
+    pub(crate) skipped: usize,
+    /// Steps' further attempts.
+    pub(crate) retries: u32,
 }
 
 #[derive(Clone, Default)]
@@ -301,10 +307,24 @@ fn base() -> Config {
 
 #[allow(clippy::result_large_err, reason = "a test's errors are few")]
 fn run(family: Family, techniques: &[&Technique]) -> Result<Outcome, Error> {
+    run_over(family, techniques, None, Overflow::Skip)
+}
+
+#[allow(clippy::result_large_err, reason = "a test's errors are few")]
+pub(crate) fn run_over(
+    family: Family,
+    techniques: &[&Technique],
+    ranks: Option<&Group>,
+    overflow: Overflow,
+) -> Result<Outcome, Error> {
     let mut config = base();
     techniques.iter().for_each(|technique| (technique.set)(&mut config, family));
     // The options of the plain head and of the fused one do not mix.
     let recipe = Recipe::new(&config)?;
+    if let Some(ranks) = ranks {
+        // Two, so that what is refused does not depend on the ranks of the run.
+        recipe.check_ranks(ranks.size().max(2))?;
+    }
     frugal::runtime::random::seed(1).unwrap();
     let layout = Layout {
         batch: config.training.batch,
@@ -317,7 +337,8 @@ fn run(family: Family, techniques: &[&Technique]) -> Result<Outcome, Error> {
     let first = data.next()?.unwrap();
     prepared.plan_activations(&first)?;
     let mut data = MaskedBatches::new(rows(), layout, Device::Cpu)?;
-    let (mut trainer, _handles) = prepared.trainer(STEPS)?;
+    let (mut trainer, _handles) = prepared.trainer_over(STEPS, ranks)?;
+    trainer.options.overflow = overflow;
     let seen = Seen::default();
     trainer.observers.push(Box::new(seen.clone()));
     trainer.run(&mut data, None)?;
@@ -328,11 +349,13 @@ fn run(family: Family, techniques: &[&Technique]) -> Result<Outcome, Error> {
         losses: records.iter().map(|record| record.loss).collect(),
         norms: records.iter().filter_map(|record| record.gradient_norm).collect(),
         weights: weights.into_iter().map(|named| (named.name, named.tensor.detach().copy())).collect(),
+        skipped: records.iter().filter(|record| record.skipped).count(),
+        retries: records.iter().map(|record| record.retries).sum(),
     })
 }
 
 /// What speaks against a promise, if anything does.
-fn broken(promise: Promise, with: &Outcome, without: &Outcome, precise: bool) -> Option<String> {
+pub(crate) fn broken(promise: Promise, with: &Outcome, without: &Outcome, precise: bool) -> Option<String> {
     if with.losses.len() != STEPS as usize || with.losses.len() != without.losses.len() {
         return Some(format!("{:?} steps and {:?}", with.losses, without.losses));
     }
@@ -351,12 +374,19 @@ fn broken(promise: Promise, with: &Outcome, without: &Outcome, precise: bool) ->
         // In low precision another order of sums is another rounding of operands, and in fp8 another scale of a batch.
         Promise::Within(bound) if !close(if precise { bound } else { 1e-1 }) => Some(figures()),
         Promise::Within(_) => None,
-        Promise::Bits if with.losses != without.losses || with.norms != without.norms => Some(figures()),
+        Promise::Bits if !same(&with.losses, &without.losses) || !same(&with.norms, &without.norms) => {
+            Some(figures())
+        }
         Promise::Bits => {
             let differ = with.weights.iter().zip(&without.weights).find(|(a, b)| a != b);
             differ.map(|((name, _), _)| format!("`{name}` has other bits"))
         }
     }
+}
+
+/// The same bits: the norm of a step that overflowed is no number.
+fn same(a: &[f64], b: &[f64]) -> bool {
+    a.iter().map(|a| a.to_bits()).eq(b.iter().map(|b| b.to_bits()))
 }
 
 type Runs = BTreeMap<Vec<usize>, Result<Outcome, Error>>;

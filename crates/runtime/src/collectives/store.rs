@@ -21,15 +21,23 @@ pub struct Store {
     pub(super) launch: Arc<Launch>,
 }
 
+/// Whether a program between the launcher and this process has left the socket open: Python's `subprocess` closes it. Then the port is
+/// bound anew.
+fn is_socket(descriptor: i32) -> bool {
+    let link = std::fs::read_link(format!("/proc/self/fd/{descriptor}"));
+    link.map_or(!cfg!(target_os = "linux"), |to| to.to_string_lossy().starts_with("socket:"))
+}
+
 impl Store {
     /// Connects, and waits until all ranks have connected.
     ///
     /// # Errors
-    /// Ranks that do not come within `timeout`; an address that is not reached. A second store in the process to which `frugal
+    /// Ranks that do not come within `timeout`, or have another number of ranks; an address that is not reached. A second store in the process to which `frugal
     /// launch` gave the listening socket.
     pub fn connect(launch: &Launch, timeout: Duration) -> Result<Self> {
         let server = !launch.agent_store && launch.rank == 0;
-        let listener = if server { launch.listener } else { None };
+        let listener =
+            if server { launch.listener.filter(|&descriptor| is_socket(descriptor)) } else { None };
         if listener.is_some() && LISTENER_TAKEN.swap(true, Ordering::SeqCst) {
             return Err(Error::invalid(
                 "store",
@@ -47,7 +55,26 @@ impl Store {
                 );
                 Error::invalid("store", reason)
             })?;
-        Ok(Self { connection: Arc::new(connection), launch: Arc::new(launch.clone()) })
+        let store = Self { connection: Arc::new(connection), launch: Arc::new(launch.clone()) };
+        store.compare_world_size(timeout)?;
+        Ok(store)
+    }
+
+    /// Refuses a number of ranks that is not rank 0's: the ranks would wait for some that never come.
+    fn compare_world_size(&self, timeout: Duration) -> Result<()> {
+        const KEY: &str = "world size";
+        let Launch { rank, world_size, .. } = *self.launch;
+        if rank == 0 {
+            return self.set(KEY, world_size.to_string().as_bytes());
+        }
+        let of_first = String::from_utf8_lossy(&self.get(KEY, timeout)?).into_owned();
+        if of_first != world_size.to_string() {
+            let reason = format!(
+                "WORLD_SIZE is {of_first} on rank 0 and {world_size} on rank {rank}; start all ranks with the same"
+            );
+            return Err(Error::invalid("store", reason));
+        }
+        Ok(())
     }
 
     /// Returns this process's place among the ranks.

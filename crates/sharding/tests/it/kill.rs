@@ -2,6 +2,7 @@
 
 use test_ranks::Ranks;
 
+use crate::faults::{Fault, Operation};
 use crate::run;
 use crate::training_case::Case;
 use crate::trainings::{end, files};
@@ -11,7 +12,7 @@ fn a_killed_training_resumes_with_other_numbers_of_ranks_to_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
     let case = Case { steps: 8, clip: true, dropout: true, stage: 2, ..Case::default() };
     let saved = Case { folder: Some(folder.path().to_owned()), ..case.clone() };
-    let killed = Case { killed_after: 3, ..saved.clone() };
+    let killed = Case { fault: Some((Fault::Killed, 3, Operation::Reduce)), ..saved.clone() };
     let printed = Ranks { lost: &[0, 1, 2, 3], ..Ranks::new("a_rank", 4) }.run(&[(killed, 4)]);
     // The others name the one that is gone.
     let named = |log: &Vec<String>| log.iter().any(|line| line.contains("with rank 3"));

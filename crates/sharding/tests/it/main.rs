@@ -1,6 +1,7 @@
 //! Trainings in processes: this binary starts itself as the ranks.
 
 mod bits;
+mod faults;
 mod kill;
 mod training_case;
 mod trainings;
@@ -10,7 +11,7 @@ use training_case::Case;
 /// A rank's process runs this test alone.
 #[test]
 fn a_rank() {
-    trainings::rank(Case::run);
+    trainings::rank(|case: &Case| case.timeout, Case::run);
 }
 
 /// Runs trainings, each with a number of ranks. Returns for each what its ranks printed.

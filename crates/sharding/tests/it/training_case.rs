@@ -1,6 +1,7 @@
 //! A short training, which every rank of a case runs.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use models::module::{self, LanguageModel};
 use models::{Gpt2, Gpt2Config, Llama, LlamaConfig};
@@ -12,6 +13,7 @@ use training::activations::{self, LayerPlan};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
 use training::{Trainer, trainer};
 
+use crate::faults::{Faulty, Injected, delay_backward};
 use crate::trainings;
 
 /// The dtype of the weights.
@@ -37,8 +39,11 @@ pub(crate) struct Case {
     pub(crate) recompute: bool,
     pub(crate) bucket_bytes: usize,
     pub(crate) steps: u64,
-    /// The last rank sends itself SIGKILL after this step; 0 for never.
-    pub(crate) killed_after: u64,
+    pub(crate) fault: Option<Injected>,
+    /// Whether each rank waits for random times.
+    pub(crate) delays: bool,
+    /// Of the ranks for each other.
+    pub(crate) timeout: Duration,
     /// The checkpoints' folder; a training resumes from what is there.
     pub(crate) folder: Option<PathBuf>,
 }
@@ -55,7 +60,9 @@ impl Default for Case {
             recompute: false,
             bucket_bytes: 20_000,
             steps: 3,
-            killed_after: 0,
+            fault: None,
+            delays: false,
+            timeout: trainings::TIMEOUT,
             folder: None,
         }
     }
@@ -113,8 +120,11 @@ impl Case {
     }
 
     /// Trains, and prints losses, norms, weights and state as lines that begin with the training's number.
-    pub(crate) fn run(&self, ranks: &Ranks, number: usize) {
+    pub(crate) fn run(&self, ranks: &Ranks, number: usize) -> training::Result<()> {
         let model = self.model();
+        if self.delays {
+            delay_backward(&module::trainable(model.as_ref()), ranks.rank());
+        }
         let optimizer = self.optimizer(model.as_ref(), ranks);
         let options = trainer::Options {
             steps: self.steps,
@@ -124,7 +134,11 @@ impl Case {
             checkpoint_every: Some(1),
             ..trainer::Options::default()
         };
+        let optimizer: Box<dyn Optimizer> = match self.fault.is_some() || self.delays {
+            true => Box::new(Faulty::new(optimizer, self, ranks)),
+            false => optimizer,
+        };
         let mut trainer = Trainer::new(model, optimizer, options).unwrap();
-        trainings::train(&mut trainer, ranks, number, (self.folder.as_deref(), self.killed_after));
+        trainings::train(&mut trainer, ranks, number, (self.folder.as_deref(), 0))
     }
 }

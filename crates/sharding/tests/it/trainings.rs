@@ -4,7 +4,8 @@
 use std::ffi::OsString;
 use std::fmt::Debug;
 use std::path::Path;
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use models::module;
 use runtime::collectives::{Group as Ranks, GroupOptions, Store};
@@ -17,21 +18,36 @@ use training::checkpoint::Checkpoints;
 use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
 
-const TIMEOUT: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 /// Batches that each training is evaluated on.
 pub(crate) const EVALUATED: u64 = 5;
 
-/// Trains each case with as many ranks as it has beside, if this process is a rank.
-pub(crate) fn rank<C: DeserializeOwned>(train: impl Fn(&C, &Ranks, usize)) {
+/// Names the error of a rank that takes part in nothing any more.
+pub(crate) const HANGS: &str = "a rank that hangs";
+
+/// Trains each case with as many ranks as it has beside, which wait for each other as long as it says, if this process is a rank.
+pub(crate) fn rank<C: DeserializeOwned>(
+    timeout: impl Fn(&C) -> Duration,
+    train: impl Fn(&C, &Ranks, usize) -> training::Result<()>,
+) {
     test_ranks::rank(|runs: Vec<(C, usize)>, launch| {
         let store = Store::connect(launch, TIMEOUT).unwrap();
-        let options = GroupOptions { timeout: TIMEOUT, ..GroupOptions::default() };
-        let world = Ranks::new(&store, "world", options.clone()).unwrap();
+        let options = |timeout| GroupOptions { timeout, ..GroupOptions::default() };
+        let world = Ranks::new(&store, "world", options(TIMEOUT)).unwrap();
+        let mut kept = Vec::new();
         for (number, (case, count)) in runs.into_iter().enumerate() {
+            world.barrier("the next training").unwrap();
             if world.rank() < count {
                 let ranks: Vec<usize> = (0..count).collect();
                 let name = format!("training {number}");
-                train(&case, &Ranks::of_ranks(&store, &name, &ranks, options.clone()).unwrap(), number);
+                let ranks = Ranks::of_ranks(&store, &name, &ranks, options(timeout(&case))).unwrap();
+                if let Err(error) = train(&case, &ranks, number) {
+                    println!("training {number}: failed: {error}");
+                    // It keeps its connections.
+                    kept.extend(
+                        matches!(error, training::Error::Config { what: HANGS, .. }).then_some(ranks),
+                    );
+                }
             }
         }
         world.barrier("end").unwrap();
@@ -73,8 +89,9 @@ pub(crate) fn train(
     ranks: &Ranks,
     number: usize,
     (folder, killed_after): (Option<&Path>, u64),
-) {
-    trainer.observers.push(Box::new(Print(number)));
+) -> training::Result<()> {
+    let last = Arc::new(Mutex::new(Instant::now()));
+    trainer.observers.push(Box::new(Print(number, last.clone())));
     if ranks.rank() + 1 == ranks.size() && killed_after > 0 {
         trainer.observers.push(Box::new(Kill(killed_after)));
     }
@@ -99,7 +116,11 @@ pub(crate) fn train(
         }
         trainer.resume(&mut data).unwrap();
     }
-    trainer.run(&mut data, None).unwrap();
+    trainer.run(&mut data, None).inspect_err(|_| {
+        let elapsed = last.lock().unwrap().elapsed();
+        let most = ranks.timeout() + Duration::from_secs(2);
+        assert!(elapsed < most, "it ends {elapsed:?} after its last step");
+    })?;
     trainer.evaluate(&mut Synthetic { seed: 5, batches: Some(EVALUATED), position: 0, ..data }).unwrap();
     for (name, tensor) in module::parameters(trainer.model.as_ref()) {
         println!(
@@ -113,11 +134,12 @@ pub(crate) fn train(
         println!("training {number}: state {name} {:?} {:016x}", tensor.size(), bits(&tensor));
     }
     ranks.barrier("end").unwrap();
+    Ok(())
 }
 
-/// Prints the steps of a training, by its number.
+/// Prints the steps of a training, by its number, and keeps the time of the last.
 #[derive(Debug)]
-struct Print(usize);
+struct Print(usize, Arc<Mutex<Instant>>);
 
 impl Observer for Print {
     fn on_step(&mut self, step: &StepRecord) -> training::Result<()> {
@@ -128,6 +150,7 @@ impl Observer for Print {
             self.0,
             loss.to_bits()
         );
+        *self.1.lock().unwrap() = Instant::now();
         Ok(())
     }
 

@@ -56,7 +56,7 @@ impl Case {
     }
 
     /// Trains, and prints losses, norms, weights, state and bytes as lines that begin with the training's number.
-    pub(super) fn run(&self, ranks: &Ranks, number: usize) {
+    pub(super) fn run(&self, ranks: &Ranks, number: usize) -> training::Result<()> {
         memory::track_cpu().unwrap();
         let before = memory::live_bytes(Device::Cpu).unwrap();
         let config: Config = self.recipe.parse().unwrap();
@@ -69,7 +69,7 @@ impl Case {
         };
         trainer.options.read_every = 1;
         trainer.options.checkpoint_every = self.folder.is_some().then_some(1);
-        trainings::train(&mut trainer, ranks, number, (self.folder.as_deref(), self.killed_after));
+        trainings::train(&mut trainer, ranks, number, (self.folder.as_deref(), self.killed_after))?;
         let live = memory::live_bytes(Device::Cpu).unwrap() - before;
         let sent = |group: &Ranks| group.bytes().sent;
         println!("training {number}: bytes live {live}");
@@ -81,5 +81,6 @@ impl Case {
             println!("training {number}: bytes loads {}", offload.counters().loads);
         }
         ranks.barrier("end").unwrap();
+        Ok(())
     }
 }
