@@ -21,7 +21,13 @@ const COMPOSED: &[(&str, &[&str])] = &[
     ("frugal", &["every_pair_keeps_its_promises", "generate_budget", "recomputation_packing_and_dora"]),
     (
         "experiments",
-        &["everything_is_equal", "the_optimizer_on_the_host", "_peak", "_memory", "fused_ce_baselines"],
+        &[
+            "everything_is_equal",
+            "the_optimizer_on_the_host",
+            "predicted_peaks::",
+            "swiglu_ckpt_peak::",
+            "fused_ce_baselines",
+        ],
     ),
 ];
 
